@@ -1,15 +1,15 @@
-//! What root finds at start: the boot page, its first capabilities, and the layout of its address space.
+//! Initial state of root: boot page, first capabilities, and address-space layout.
 
 /// Address of [`BootInfo`] in root, mapped read-only.
 pub const BOOT_INFO_ADDRESS: u64 = 0x0000_7fff_0000_0000;
 /// Address of the message page of root's first thread.
 pub const ROOT_MESSAGE_PAGE: u64 = 0x0000_7fff_0010_0000;
-/// Top of root's first stack (grows down, [`ROOT_STACK_PAGES`] pages).
+/// Top of root's first stack, which grows down and has [`ROOT_STACK_PAGES`] pages.
 pub const ROOT_STACK_TOP: u64 = 0x0000_7fff_0030_0000;
-/// Pages of root's first stack.
+/// Length of root's first stack in pages.
 pub const ROOT_STACK_PAGES: u64 = 64;
-/// Physical address `p` that root owns is mapped at `PHYSICAL_WINDOW + p`:
-/// RAM write-back, device regions uncached.
+/// Base of the window in which root's physical memory is mapped: physical address `p` at
+/// `PHYSICAL_WINDOW + p`; RAM write-back, device regions uncached.
 pub const PHYSICAL_WINDOW: u64 = 0x0000_4000_0000_0000;
 
 /// Root's first capabilities.
@@ -18,11 +18,11 @@ pub mod slot {
     pub const TASK: u64 = 1;
     /// Root's first thread.
     pub const THREAD: u64 = 2;
-    /// The scheduling context that it runs on.
+    /// Scheduling context of that thread.
     pub const SCHED_CONTEXT: u64 = 3;
-    /// All of the kernel's memory.
+    /// Factory with all of the kernel's memory.
     pub const FACTORY: u64 = 4;
-    /// The machine.
+    /// Platform control.
     pub const PLATFORM: u64 = 5;
     /// First free slot.
     pub const FREE: u64 = 16;
@@ -31,19 +31,19 @@ pub mod slot {
 /// "PARADOR" and the ABI generation.
 pub const BOOT_MAGIC: u64 = 0x0152_4f44_4152_4150;
 
-/// What a [`Region`] is.
+/// Kind of a [`Region`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u32)]
 pub enum RegionKind {
-    /// Free RAM: root's to give away.
+    /// Free RAM, at root's disposal.
     Ram = 1,
-    /// The boot bundle (`bundle` format), in RAM.
+    /// Boot bundle ([`crate::bundle`]), in RAM.
     Bundle = 2,
     /// Device memory, mapped uncached.
     Device = 3,
 }
 
-/// A physical range that root owns, mapped at `PHYSICAL_WINDOW + base`.
+/// Physical range owned by root, mapped at `PHYSICAL_WINDOW + base`.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]
 pub struct Region {
@@ -57,7 +57,7 @@ pub struct Region {
     pub reserved: u32,
 }
 
-/// Regions in [`BootInfo`].
+/// Maximum number of regions in [`BootInfo`].
 pub const MAX_REGIONS: usize = 128;
 
 /// The boot page.
@@ -68,15 +68,15 @@ pub struct BootInfo {
     pub magic: u64,
     /// [`crate::ABI_VERSION`].
     pub abi_version: u32,
-    /// CPUs that were started, numbered from 0.
+    /// Number of started CPUs, which are indexed from 0.
     pub cpus: u32,
     /// TSC frequency in kHz.
     pub tsc_khz: u64,
     /// Physical address of the ACPI RSDP, 0 if none.
     pub rsdp: u64,
-    /// Pages of kernel memory in root's factory at start.
+    /// Pages of kernel memory available in root's factory at start.
     pub quota_pages: u64,
-    /// Bit 0: nested-paging VMs are possible.
+    /// Bit 0 ([`FEATURE_NESTED`]): VMs with nested paging are supported.
     pub features: u64,
     /// `XCR0` bits that guests may enable.
     pub xcr0_mask: u64,
@@ -84,9 +84,9 @@ pub struct BootInfo {
     pub bundle_base: u64,
     /// Length of the bundle in bytes.
     pub bundle_length: u64,
-    /// Used entries of `regions`.
+    /// Number of used entries of `regions`.
     pub region_count: u64,
-    /// What root owns.
+    /// Physical ranges owned by root.
     pub regions: [Region; MAX_REGIONS],
 }
 
@@ -99,17 +99,17 @@ const _: () = assert!(core::mem::size_of::<BootInfo>() == 4096);
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]
 pub struct KernelStats {
-    /// Entries by system call.
+    /// Kernel entries by system call.
     pub system_calls: u64,
     /// Host interrupts.
     pub interrupts: u64,
     /// World switches into guests.
     pub vm_entries: u64,
-    /// Exits settled without the VMM.
-    pub settled_exits: u64,
+    /// VM exits handled in the kernel, without the VMM.
+    pub exits_handled: u64,
     /// Kernel pages in use.
     pub pages_used: u64,
-    /// Kernel pages in all.
+    /// Total number of kernel pages.
     pub pages_total: u64,
     /// Context switches between threads.
     pub switches: u64,
@@ -118,13 +118,13 @@ pub struct KernelStats {
 }
 
 impl KernelStats {
-    /// The counters in the order of the fields, as the message page holds them.
+    /// Counters in field order, as the message page holds them.
     pub const fn words(self) -> [u64; 8] {
         [
             self.system_calls,
             self.interrupts,
             self.vm_entries,
-            self.settled_exits,
+            self.exits_handled,
             self.pages_used,
             self.pages_total,
             self.switches,

@@ -1,20 +1,20 @@
-//! The boot bundle: the one boot module, holding root, servers, VMM, guest images and the compiled
-//! system description. Made by `parador system build`; the kernel reads it only to find `root`.
+//! Boot bundle: the single boot module, which contains root, servers, VMM, guest images and the
+//! compiled system description. `parador system build` creates it; the kernel reads it only to find
+//! `root`.
 //!
-//! Layout: one header page, then the files, each starting on a page boundary.
-//! Little-endian throughout.
+//! Layout: one header page, then the files, each aligned to a page. All integers are little-endian.
 
 /// "PARADORB".
 pub const MAGIC: u64 = 0x4252_4f44_4152_4150;
 /// Format version.
 pub const VERSION: u32 = 1;
-/// Most files in a bundle.
+/// Maximum number of files in a bundle.
 pub const MAX_FILES: usize = 63;
-/// Longest name in bytes; shorter names are padded with zeros.
+/// Maximum length of a name in bytes; shorter names are zero-padded.
 pub const NAME_LENGTH: usize = 48;
-/// Length of the header in bytes; also the alignment of files.
+/// Length of the header in bytes, and alignment of files.
 pub const HEADER_LENGTH: usize = 4096;
-/// Name of the first user-level program, an ELF executable.
+/// Name of the root task's ELF executable.
 pub const ROOT_NAME: &str = "root";
 /// Name of the compiled system description.
 pub const SYSTEM_NAME: &str = "system";
@@ -26,24 +26,24 @@ const ENTRY_LENGTH: usize = 64;
 pub struct File<'a> {
     /// Name, unique in the bundle.
     pub name: &'a str,
-    /// First byte, from the start of the bundle; page-aligned.
+    /// Offset of the first byte in the bundle; page-aligned.
     pub offset: u64,
     /// Length in bytes.
     pub length: u64,
 }
 
-/// Why a bundle cannot be used.
+/// Error of bundle parsing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BundleError {
-    /// Shorter than its header, or than a file in it says.
+    /// The bundle is shorter than its header or ends before one of its files.
     Truncated,
-    /// Not a bundle, or of another version.
+    /// Wrong magic number, version or number of files.
     BadHeader,
-    /// An entry is misaligned or its name is not text.
+    /// An entry is misaligned, or its name is not UTF-8.
     BadEntry,
 }
 
-/// The header of a bundle, checked.
+/// Validated header of a bundle.
 #[derive(Clone, Copy, Debug)]
 pub struct Header<'a> {
     bytes: &'a [u8],
@@ -51,7 +51,8 @@ pub struct Header<'a> {
 }
 
 impl<'a> Header<'a> {
-    /// Reads the header. `bytes` holds at least the header; `total` is the bundle's length.
+    /// Parses the header. `bytes` must contain at least the header; `total` is the length of the
+    /// bundle.
     pub fn parse(bytes: &'a [u8], total: u64) -> Result<Self, BundleError> {
         if bytes.len() < HEADER_LENGTH || total < HEADER_LENGTH as u64 {
             return Err(BundleError::Truncated);
@@ -88,12 +89,12 @@ impl<'a> Header<'a> {
         })
     }
 
-    /// The files, in order.
+    /// Files of the bundle, in order.
     pub fn files(&self) -> impl Iterator<Item = File<'a>> + '_ {
         (0..self.count).filter_map(|index| self.entry(index))
     }
 
-    /// The file with this name.
+    /// Returns the file with this name.
     pub fn find(&self, name: &str) -> Option<File<'a>> {
         self.files().find(|file| file.name == name)
     }
@@ -105,8 +106,8 @@ fn read_u64(bytes: &[u8], at: usize) -> u64 {
     u64::from_le_bytes(raw)
 }
 
-/// Writes a header for files of the given names and lengths, in order. Returns the header and the
-/// offset of each file through `place`; `None` if there are too many files or a name is too long.
+/// Creates a header for files with these names and lengths, in order, and passes the offset of each
+/// file to `place`. `None` if there are too many files or a name is too long.
 pub fn write_header(
     files: &[(&str, u64)],
     mut place: impl FnMut(usize, u64),

@@ -1,8 +1,8 @@
-//! What crosses the kernel boundary: operations, capabilities, message page, vCPU state page, boot page.
+//! Kernel ABI: operations, capabilities, message page, vCPU state page, boot page.
 //!
-//! This crate is the only definition of the interface between the kernel and deprivileged
-//! programs (STYLE, lesson 8). `docs/spec/system-calls.md` is generated from it by
-//! `cargo xtask spec`. It holds data only: no behaviour beyond packing and unpacking.
+//! This crate is the only definition of the interface between the kernel and user tasks. `cargo
+//! xtask spec` generates `docs/spec/system-calls.md` from it. It contains data only: no behaviour
+//! beyond packing and unpacking.
 //!
 //! # Register convention (x86-64, `SYSCALL`)
 //!
@@ -24,53 +24,53 @@ pub mod vcpu;
 
 pub use ops::{OPERATIONS, Op, OpDoc, SHARE_OF_CPU};
 
-/// Version of this interface; the boot page carries it. Incremented by every incompatible change.
+/// Version of the ABI, passed in the boot page. Incremented by every incompatible change.
 pub const ABI_VERSION: u32 = 2;
 
 /// Index of a slot in a task's capability space.
 pub type Selector = u64;
 
-/// Bytes in the smallest page, on every architecture that Parador runs on.
+/// Smallest page size in bytes, the same on every supported architecture.
 pub const PAGE_SIZE: u64 = 4096;
 /// `log2(PAGE_SIZE)`.
 pub const PAGE_SHIFT: u32 = 12;
-/// First user address that is not usable: tasks own the lower half, `0..USER_END`.
+/// End of the user half of the address space: tasks own `0..USER_END`.
 pub const USER_END: u64 = 0x0000_8000_0000_0000;
-/// A deadline that never comes.
+/// Deadline that is never reached.
 pub const FOREVER: u64 = u64::MAX;
 
-/// Outcome of a system call, in `rax`.
+/// Status of a system call, in `rax`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u64)]
 pub enum Status {
-    /// Done.
+    /// Success.
     Ok = 0,
-    /// The deadline passed first (or, for a poll, nothing was there).
+    /// The deadline passed first; for a poll, no event was pending.
     Timeout = 1,
-    /// The partner died or was stopped before it answered.
+    /// The partner was destroyed or stopped before it replied.
     Aborted = 2,
-    /// No such operation, or not on this kind of object.
+    /// No such operation, or not for this kind of object.
     BadOperation = 3,
-    /// No capability at this selector, or one of another kind.
+    /// No capability at this selector, or one to another kind of object.
     BadCapability = 4,
     /// The capability lacks the right that this operation needs.
     BadRights = 5,
-    /// An argument is out of range, misaligned, or names nothing.
+    /// An argument is out of range, misaligned, or refers to nothing.
     BadArgument = 6,
     /// The object is bound to another CPU, or there is no such CPU.
     BadCpu = 7,
-    /// The factory's quota does not cover what the operation needs.
+    /// The operation exceeds the factory's quota.
     NoQuota = 8,
-    /// The slot, page or binding is taken.
+    /// The slot, page or binding is in use.
     Busy = 9,
-    /// The message or delegation does not fit what the receiver offers.
+    /// The message or delegation exceeds a limit or the receiver's windows.
     Overflow = 10,
-    /// The machine lacks the feature (e.g. a nested VM without SVM).
+    /// The machine lacks the feature (e.g. nested paging for VMs).
     Unsupported = 11,
 }
 
 impl Status {
-    /// The status with this code; an unknown code reads as [`Status::BadOperation`].
+    /// Status with this code; unknown codes yield [`Status::BadOperation`].
     pub const fn from_code(code: u64) -> Self {
         match code {
             0 => Self::Ok,
@@ -89,34 +89,35 @@ impl Status {
     }
 }
 
-/// Kinds of kernel object. `Platform` stands for the machine itself and exists once, with root.
+/// Kinds of kernel object. `Platform` represents the machine; only root initially has a capability
+/// to it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 pub enum Kind {
     /// Address space, capability space and (x86) I/O ports.
     Task = 1,
-    /// Execution in a task, bound to a CPU.
+    /// Thread of execution in a task, bound to a CPU.
     Thread = 2,
-    /// Endpoint for synchronous call and reply, served by one thread; carries a badge.
+    /// IPC endpoint for synchronous call and reply, served by one thread; carries a badge.
     Gate = 3,
-    /// Sticky 64-bit event word.
+    /// 64 sticky event bits.
     Notification = 4,
     /// One hardware interrupt line or message.
     Irq = 5,
-    /// Quota of kernel memory from which objects are made.
+    /// Quota of kernel memory and CPU time, from which objects are created.
     Factory = 6,
-    /// Right to CPU time: priority, budget, period.
+    /// Scheduling context: priority, budget, period.
     SchedContext = 7,
-    /// Guest-physical space.
+    /// Guest-physical address space.
     Vm = 8,
     /// Virtual CPU of a [`Kind::Vm`].
     Vcpu = 9,
-    /// The machine: makes [`Kind::Irq`]s, writes the kernel log, switches the machine off.
+    /// Platform control: creates [`Kind::Irq`]s, writes the kernel log, resets the machine.
     Platform = 10,
 }
 
 impl Kind {
-    /// The kind with this number.
+    /// Kind with this code.
     pub const fn from_code(code: u64) -> Option<Self> {
         Some(match code {
             1 => Self::Task,
@@ -134,8 +135,8 @@ impl Kind {
     }
 }
 
-/// Rights of a capability. The meaning of a bit depends on the kind of object.
-/// A delegation can only take rights away.
+/// Rights of a capability. The meaning of a bit depends on the kind of object. Delegation can only
+/// remove rights.
 pub mod rights {
     /// Task, Vm: delegate memory, capabilities or ports into it, and unmap there.
     pub const MAP: u8 = 1 << 0;
@@ -165,7 +166,7 @@ pub mod rights {
     pub const LOG: u8 = 1 << 0;
     /// Platform: create interrupt objects.
     pub const MAKE_IRQ: u8 = 1 << 1;
-    /// Platform: reset or switch off the machine, read kernel statistics.
+    /// Platform: reset the machine, read kernel statistics.
     pub const MACHINE: u8 = 1 << 2;
     /// Any kind: the capability may be delegated further.
     pub const DELEGATE: u8 = 1 << 7;
@@ -180,11 +181,11 @@ pub mod rights {
     pub const EXECUTE: u8 = 1 << 2;
 }
 
-/// What a delegation item names.
+/// Kind of a delegation item.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 pub enum ItemKind {
-    /// Pages; `base` is a virtual (task) or guest-physical (Vm) address shifted right by [`PAGE_SHIFT`].
+    /// Pages; `base` is a virtual (task) or guest-physical (VM) page number.
     Memory = 0,
     /// Capabilities; `base` is a selector.
     Capability = 1,
@@ -192,41 +193,41 @@ pub enum ItemKind {
     Port = 2,
 }
 
-/// What to delegate: 2^`order` units of a kind, naturally aligned in both spaces.
+/// Delegation item: 2^`order` units of a kind, naturally aligned in both address spaces.
 ///
 /// Packed: bits 1:0 kind, bit 2 grant, bits 8:3 order, bits 23:16 rights mask.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Item {
-    /// What is delegated.
+    /// Kind of the units.
     pub kind: ItemKind,
-    /// Move instead of share: the giver loses what it gives.
+    /// Move instead of share: the sender loses the units.
     pub grant: bool,
     /// `log2` of the number of units (pages, selectors, ports); at most [`Item::MAX_ORDER`].
     pub order: u8,
-    /// Rights that the receiver keeps, of those the giver has.
+    /// Mask of the rights that the receiver gets, limited to the sender's.
     pub rights: u8,
 }
 
 impl Item {
-    /// Largest order of a delegation: 2^26 pages is 256 GiB.
+    /// Maximum order of a delegation: 2^26 pages are 256 GiB.
     pub const MAX_ORDER: u8 = 26;
 
-    /// Memory to share.
+    /// Item that shares memory.
     pub const fn memory(order: u8, rights: u8) -> Self {
         Self { kind: ItemKind::Memory, grant: false, order, rights }
     }
 
-    /// One capability to share.
+    /// Item that shares one capability.
     pub const fn capability(rights: u8) -> Self {
         Self { kind: ItemKind::Capability, grant: false, order: 0, rights }
     }
 
-    /// I/O ports to share.
+    /// Item that shares I/O ports.
     pub const fn ports(order: u8) -> Self {
         Self { kind: ItemKind::Port, grant: false, order, rights: rights::ALL }
     }
 
-    /// The packed form.
+    /// Packed form.
     pub const fn pack(self) -> u64 {
         self.kind as u64
             | (self.grant as u64) << 2
@@ -234,7 +235,8 @@ impl Item {
             | (self.rights as u64) << 16
     }
 
-    /// Reads the packed form; `None` for an unknown kind, an order too large, or reserved bits set.
+    /// Unpacks an item. `None` for an unknown kind, an order above the maximum, or reserved bits
+    /// set.
     pub const fn unpack(raw: u64) -> Option<Self> {
         if raw & !0xff_01ff != 0 {
             return None;
@@ -253,49 +255,50 @@ impl Item {
     }
 }
 
-/// Description of a message, in `rsi` of a call or reply.
+/// Message descriptor, in `rsi` of a call or reply.
 ///
 /// Packed: bits 7:0 words in the message page, bits 12:8 delegation items there, bits 63:16 label.
-/// Four more words always travel in registers; with `words == items == 0` the message page is not touched.
+/// Four more words always travel in registers; with `words == items == 0` the message page is not
+/// accessed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Tag {
-    /// Words in [`MessagePage::words`] that belong to the message, at most [`MessagePage::WORDS`].
+    /// Number of words in [`MessagePage::words`], at most [`MessagePage::WORDS`].
     pub words: u8,
-    /// Items in [`MessagePage::items`] to delegate, at most [`MessagePage::ITEMS`].
+    /// Number of items in [`MessagePage::items`], at most [`MessagePage::ITEMS`].
     pub items: u8,
-    /// 48 bits that the kernel passes on unread: the protocol's operation or status.
+    /// 48 bits that the kernel does not interpret: operation or status of the protocol.
     pub label: u64,
 }
 
 impl Tag {
-    /// A message in registers only.
+    /// Descriptor of a message in registers only.
     pub const fn label(label: u64) -> Self {
         Self { words: 0, items: 0, label }
     }
 
-    /// The packed form.
+    /// Packed form.
     pub const fn pack(self) -> u64 {
         self.words as u64 | (self.items as u64) << 8 | self.label << 16
     }
 
-    /// Reads the packed form. The counts may still exceed the page's limits; the kernel answers `Overflow` then.
+    /// Unpacks a descriptor. Counts above the page's limits fail with `Overflow` in the kernel.
     pub const fn unpack(raw: u64) -> Self {
         Self { words: raw as u8, items: (raw >> 8 & 0x1f) as u8, label: raw >> 16 }
     }
 }
 
-/// One delegation in a message: an [`Item`] and the base in the sender's space.
+/// One delegation in a message: an [`Item`] and its base in the sender's address space.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct TypedItem {
     /// [`Item::pack`].
     pub item: u64,
-    /// Base in the sender's space, in units of the item's kind.
+    /// Base in the sender's address space, in units of the item's kind.
     pub base: u64,
 }
 
-/// Where a receiver is ready to take delegations of one kind: `base..base + count` units of its space.
-/// Items are placed one after the other, each aligned to its size. `count == 0` refuses all.
+/// Receive window for delegations of one kind: `base..base + count` units of the receiver's address
+/// space. Items are placed consecutively, each aligned to its size. `count == 0` refuses all items.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct Window {
@@ -305,22 +308,22 @@ pub struct Window {
     pub count: u64,
 }
 
-/// The page that a thread shares with the kernel for messages that do not fit registers.
+/// Page that a thread shares with the kernel, for messages that do not fit registers.
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(4096))]
 pub struct MessagePage {
     /// Untyped words.
     pub words: [u64; Self::WORDS],
-    /// Delegations to send; in a received message, what arrived (`base` is then the receiver's).
+    /// Delegations to send; in a received message, the received ones, with `base` in the receiver.
     pub items: [TypedItem; Self::ITEMS],
     /// Receive windows by [`ItemKind`]: memory, capabilities, ports.
     pub windows: [Window; 3],
 }
 
 impl MessagePage {
-    /// Words in the page.
+    /// Maximum number of words of a message.
     pub const WORDS: usize = 64;
-    /// Delegation items in the page.
+    /// Maximum number of delegation items of a message.
     pub const ITEMS: usize = 4;
 }
 
@@ -328,53 +331,54 @@ const _: () = assert!(core::mem::size_of::<MessagePage>() == PAGE_SIZE as usize)
 
 /// Flags of [`Op::GateReplyWait`], in `rdi`.
 pub mod reply_wait {
-    /// Answer the caller that is being served.
+    /// Reply to the caller being served.
     pub const REPLY: u64 = 1 << 0;
     /// Then wait for the next caller or for the bound notification.
     pub const WAIT: u64 = 1 << 1;
 }
 
-/// Badge that [`Op::GateReplyWait`] returns when the thread's bound notification woke it;
-/// the first message word holds the events.
+/// Badge that [`Op::GateReplyWait`] returns when the bound notification woke the thread. The first
+/// message word holds the events.
 pub const NOTIFICATION_BADGE: u64 = u64::MAX;
 
 /// Label of the message that the kernel sends to a thread's fault gate.
 /// Words: exception vector, error code, address (page fault: `CR2`), instruction pointer.
 pub const FAULT_LABEL: u64 = 0xffff_ffff_ffff;
 
-/// First word of the reply to a fault message: what becomes of the thread.
+/// First word of the reply to a fault message: action on the faulting thread.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u64)]
 pub enum FaultAction {
-    /// It stays stopped.
+    /// The thread stays stopped.
     Stop = 0,
-    /// It repeats the instruction.
+    /// The thread repeats the instruction.
     Resume = 1,
 }
 
-/// What [`Op::ThreadBind`] binds to a thread.
+/// Kind of binding made by [`Op::ThreadBind`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u64)]
 pub enum Binding {
-    /// The scheduling context it runs on. A thread without one only runs on its callers'.
+    /// Scheduling context of the thread. Without one, it runs only on contexts donated by its
+    /// callers.
     SchedContext = 0,
-    /// The gate that is called when it faults. Without one a fault stops the thread and is logged.
+    /// Gate called when the thread faults. Without one, a fault is logged and stops the thread.
     FaultGate = 1,
-    /// The notification that also wakes [`Op::GateReplyWait`].
+    /// Notification that also wakes [`Op::GateReplyWait`].
     Notification = 2,
 }
 
-/// What [`Op::PlatformControl`] does.
+/// Action of [`Op::PlatformControl`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u64)]
 pub enum PlatformAction {
-    /// Append `rdx` bytes (at most 512) of the caller's message page to the kernel log, in whole or, if the log's buffer
-    /// is full, not at all. Returns the number of bytes that wait to be sent; with 0 bytes it does no more than that.
-    /// Right `LOG`.
+    /// Append `rdx` bytes (at most 512) of the caller's message page to the kernel log, completely
+    /// or, if the log buffer is full, not at all. Returns the number of buffered bytes not sent
+    /// yet; with 0 bytes it only does that. Right `LOG`.
     Log = 0,
     /// Reset the machine. Right `MACHINE`.
     Reset = 1,
-    /// Fill the caller's message page with kernel counters ([`boot::KernelStats`]). Right `MACHINE`.
+    /// Write kernel counters ([`boot::KernelStats`]) to the caller's message page. Right `MACHINE`.
     Stats = 2,
 }
 

@@ -1,9 +1,10 @@
-//! The state page of a vCPU on x86-64, shared between the kernel and the VMM.
+//! State page of a vCPU on x86-64, shared between the kernel and the VMM.
 //!
-//! General registers live here and nowhere else: the world switch loads and saves them in place.
-//! Everything else is copied by *groups*: on exit the kernel fills the groups that the exit needs
-//! and sets [`VcpuState::valid`]; before the next `vcpu_run` the VMM sets [`VcpuState::dirty`] for
-//! the groups it changed. Field and attribute formats are those of the VMCB (AMD APM vol. 2, appendix B).
+//! General-purpose registers exist only here: the world switch loads and saves them in place. Other
+//! state is copied in *groups*: on exit the kernel fills the groups that the exit needs and sets
+//! [`VcpuState::valid`]; before the next `vcpu_run` the VMM sets [`VcpuState::dirty`] for the
+//! groups that it has changed. Field and attribute formats are those of the VMCB (AMD APM vol. 2,
+//! appendix B).
 
 /// State groups.
 pub mod group {
@@ -11,7 +12,7 @@ pub mod group {
     pub const IP: u64 = 1 << 0;
     /// `cr0`, `cr2`, `cr3`, `cr4`, `efer`, `cpl`.
     pub const CONTROL: u64 = 1 << 1;
-    /// All segment and table registers but `cs`.
+    /// All segment and descriptor-table registers except `cs`.
     pub const SEGMENTS: u64 = 1 << 2;
     /// `star` … `pat`.
     pub const MSRS: u64 = 1 << 3;
@@ -21,13 +22,13 @@ pub mod group {
     pub const TSC: u64 = 1 << 5;
     /// `xcr0`.
     pub const XCR0: u64 = 1 << 6;
-    /// `inject`, `window`. On exit always valid, on entry always taken.
+    /// `inject`, `window`. Always valid on exit, always applied on entry.
     pub const INJECT: u64 = 1 << 7;
     /// `cs`.
     pub const CODE: u64 = 1 << 8;
-    /// `cr8`. On exit always valid.
+    /// `cr8`. Always valid on exit.
     pub const PRIORITY: u64 = 1 << 9;
-    /// `xmm`. Only if asked for.
+    /// `xmm`. Only on request.
     pub const VECTORS: u64 = 1 << 10;
     /// Every group.
     pub const ALL: u64 = 0x7ff;
@@ -47,53 +48,56 @@ pub mod gpr {
     pub const RDI: usize = 7;
 }
 
-/// Exit codes that the kernel adds to the processor's own (`EXITCODE`, AMD APM vol. 2, appendix C).
+/// Exit codes of the kernel, in addition to the processor's (`EXITCODE`, AMD APM vol. 2, appendix
+/// C).
 pub mod exit {
-    /// The notification bound to the vCPU has events; they are in [`super::VcpuState::events`]. Without events: the host
-    /// interrupted the guest in an interrupt shadow, which the processor may forget when the guest is entered again.
+    /// The vCPU's notification has events, which are in [`super::VcpuState::events`]. Without
+    /// events: a host interrupt hit the guest in an interrupt shadow, which the processor may lose
+    /// on the next entry.
     pub const RECALL: u64 = 0x1_0000_0000;
     /// [`super::VcpuState::deadline`] has passed.
     pub const DEADLINE: u64 = 0x1_0000_0001;
     /// The requested interrupt window is open.
     pub const WINDOW: u64 = 0x1_0000_0002;
-    /// The guest is at `HLT`, where the kernel has waited for it ([`super::VcpuState::halt`]). Ended by events of the
-    /// notification bound to the vCPU, which are in [`super::VcpuState::events`], or without events by
-    /// [`super::VcpuState::deadline`].
+    /// The guest executed `HLT`, and the kernel waited ([`super::VcpuState::halt`]) until the
+    /// vCPU's notification had events, which are in [`super::VcpuState::events`], or without events
+    /// until [`super::VcpuState::deadline`].
     pub const HALTED: u64 = 0x1_0000_0003;
 }
 
 /// Values of [`VcpuState::window`].
 pub mod window {
-    /// The guest is left, with [`super::exit::WINDOW`].
+    /// Exit with [`super::exit::WINDOW`] as soon as the guest can take an interrupt.
     pub const EXIT: u64 = 1 << 8;
-    /// The guest takes an interrupt without an exit, whatever its task priority. Bits 7:0: its vector.
-    pub const TAKE: u64 = 1 << 9;
-    /// The guest is left when it writes CR8, until this bit is cleared; alone or with one of the others. With one of the
-    /// others it is left there in any case.
+    /// Deliver an interrupt without an exit, ignoring the task priority. Bits 7:0: vector.
+    pub const DELIVER_VIRQ: u64 = 1 << 9;
+    /// Exit when the guest writes CR8, until this bit is cleared; alone or combined with one of the
+    /// others, which imply it.
     pub const PRIORITY: u64 = 1 << 10;
-    /// The guest is left at its next `IRET`, before that is executed, until this bit is cleared; alone or with the others.
+    /// Exit at the guest's next `IRET`, before its execution, until this bit is cleared; alone or
+    /// combined with the others.
     pub const IRET: u64 = 1 << 11;
-    /// Those that the kernel does not clear.
-    pub const STANDING: u64 = PRIORITY | IRET;
+    /// Bits that the kernel does not clear.
+    pub const PERSISTENT: u64 = PRIORITY | IRET;
 }
 
-/// `rax` of a `VMMCALL` that the kernel itself answers: returns [`crate::ABI_VERSION`] in `rax`.
+/// `rax` of a `VMMCALL` handled by the kernel: returns [`crate::ABI_VERSION`] in `rax`.
 pub const HYPERCALL_VERSION: u64 = 0x5041_5241_0000;
-/// `rax` of a `VMMCALL` that rings the doorbell with the index in `rbx`; answered by the kernel with one of
-/// [`doorbell`] in `rax`. From CPL 0; else the VMM sees it.
+/// `rax` of a `VMMCALL` that rings the doorbell with the index in `rbx`. Handled by the kernel,
+/// with a result of [`doorbell`] in `rax`, if CPL is 0; else the VMM gets the exit.
 pub const HYPERCALL_DOORBELL: u64 = 0x5041_5241_0001;
-/// Doorbells of a guest.
+/// Number of doorbells of a VM.
 pub const DOORBELLS: usize = 4;
 
 /// Results of [`HYPERCALL_DOORBELL`].
 pub mod doorbell {
-    /// Rung.
+    /// The doorbell's notification was signalled.
     pub const RUNG: u64 = 0;
-    /// There is no such doorbell, or nobody to hear it.
-    pub const DEAD: u64 = 1;
+    /// No such doorbell, or it is not bound to an existing notification.
+    pub const UNBOUND: u64 = 1;
 }
 
-/// A segment register as the VMCB holds it.
+/// A segment register in VMCB format.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct Segment {
@@ -111,7 +115,7 @@ pub struct Segment {
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(4096))]
 pub struct VcpuState {
-    /// General registers by encoding ([`gpr`]); slot 4 is unused.
+    /// General-purpose registers in encoding order ([`gpr`]); slot 4 is unused.
     pub gpr: [u64; 16],
 
     /// `EXITCODE` or one of [`exit`]. Out.
@@ -120,9 +124,9 @@ pub struct VcpuState {
     pub exit_info1: u64,
     /// `EXITINFO2`. Out.
     pub exit_info2: u64,
-    /// `nRIP`, address of the next instruction; 0 where the processor does not say. Out.
+    /// `nRIP`, address of the next instruction; 0 if the processor does not report it. Out.
     pub next_rip: u64,
-    /// Number of valid bytes in `bytes`; 0 where the processor does not say. Out.
+    /// Number of valid bytes in `bytes`; 0 if the processor does not report them. Out.
     pub bytes_len: u64,
     /// Bytes of the faulting instruction (nested page faults, decode assist). Out.
     pub bytes: [u8; 16],
@@ -131,29 +135,29 @@ pub struct VcpuState {
 
     /// Groups that the kernel filled on this exit. Out.
     pub valid: u64,
-    /// Groups that the VMM changed; the kernel clears it. In.
+    /// Groups that the VMM has changed; cleared by the kernel. In.
     pub dirty: u64,
-    /// Absolute TSC value at which to leave the guest with [`exit::DEADLINE`] or [`exit::HALTED`];
-    /// [`crate::FOREVER`] for none. Read at every `vcpu_run`. In.
+    /// Absolute TSC value at which to exit with [`exit::DEADLINE`] or [`exit::HALTED`];
+    /// [`crate::FOREVER`] for none. Read on every `vcpu_run`. In.
     pub deadline: u64,
 
-    /// Event to inject at the next entry, in the format of `EVENTINJ`. On exit: the event whose
-    /// delivery the exit cut short (`EXITINTINFO`), to be injected again, or 0. It must not be lost.
+    /// Event to inject on the next entry, in `EVENTINJ` format. On exit: the event whose delivery
+    /// the exit interrupted (`EXITINTINFO`), or 0. The VMM must inject it again.
     pub inject: u64,
-    /// What is to be done as soon as the guest can take an interrupt, one of [`window`]; 0: nothing. Cleared by the
-    /// kernel when it has been done, but for [`window::STANDING`].
+    /// Action when the guest can take an interrupt, one of [`window`]; 0: none. The kernel clears
+    /// it when done, except [`window::PERSISTENT`].
     pub window: u64,
 
     /// Instruction pointer.
     pub rip: u64,
     /// Stack pointer.
     pub rsp: u64,
-    /// Flags.
+    /// Flags register.
     pub rflags: u64,
     /// Bit 0: the guest is in an interrupt shadow (`STI`, `MOV SS`).
     pub interrupt_shadow: u64,
 
-    /// Control registers and `EFER` (without `SVME`, which the kernel adds).
+    /// Control register 0.
     pub cr0: u64,
     /// Page-fault address.
     pub cr2: u64,
@@ -161,7 +165,7 @@ pub struct VcpuState {
     pub cr3: u64,
     /// Control register 4.
     pub cr4: u64,
-    /// Extended features.
+    /// `EFER` without `SVME`, which the kernel adds.
     pub efer: u64,
     /// Current privilege level.
     pub cpl: u64,
@@ -200,26 +204,29 @@ pub struct VcpuState {
     pub dr6: u64,
     /// Debug control.
     pub dr7: u64,
-    /// Added to the TSC that the guest reads.
+    /// Offset added to the TSC that the guest reads.
     pub tsc_offset: u64,
-    /// Extended state that the guest has enabled; the kernel refuses bits the machine lacks.
+    /// Extended-state components that the guest has enabled; bits that the machine lacks are
+    /// refused.
     pub xcr0: u64,
 
-    /// World switches into this vCPU so far. Out.
+    /// Number of world switches into this vCPU. Out.
     pub entries: u64,
-    /// Exits that the kernel settled without the VMM: host interrupts, kernel hypercalls. Out.
-    pub settled: u64,
-    /// Not 0: if the guest halts with nothing to inject and no window, the kernel waits for an event or the deadline and
-    /// gives [`exit::HALTED`]. Else, and if it cannot wait, the VMM gets the exit at once. In.
+    /// Exits handled in the kernel, without the VMM: host interrupts, kernel hypercalls. Out.
+    pub handled_in_kernel: u64,
+    /// If not 0 and the guest halts with nothing to inject and no window, the kernel waits for an
+    /// event or the deadline and exits with [`exit::HALTED`]. Otherwise, or if it cannot wait, the
+    /// VMM gets the exit at once. In.
     pub halt: u64,
-    /// Ticks of the TSC that the kernel has waited so. Out.
+    /// TSC ticks that the kernel has waited in this way. Out.
     pub halted: u64,
-    /// How often another thread was run instead of this vCPU's, which was in the guest. Out.
+    /// Number of times that the scheduler preempted the vCPU's thread while it was in the guest.
+    /// Out.
     pub preemptions: u64,
 
-    /// Task priority, 0 to 15. The guest reads and writes it without an exit.
+    /// Task priority (CR8), 0 to 15. The guest reads and writes it without an exit.
     pub cr8: u64,
-    /// SSE registers, of 16 bytes each.
+    /// SSE registers, 16 bytes each.
     pub xmm: [[u64; 2]; 16],
 }
 

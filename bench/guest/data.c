@@ -1,6 +1,6 @@
 /* data - moves data in a guest, between marks that an emulator counts (bench/plugin).
  *
- *   data read DEVICE COUNT    COUNT reads of 4 KiB at random places of a block device, one at a time, past the page cache
+ *   data read DEVICE COUNT    COUNT random reads of 4 KiB of a disk, queue depth 1, O_DIRECT
  *   data serve                takes what one peer sends by TCP, and answers its end with a byte
  *   data send ADDRESS COUNT   sends COUNT MiB to it and waits for the answer
  *   data compute COUNT        COUNT million rounds of arithmetic

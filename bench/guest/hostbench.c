@@ -1,7 +1,7 @@
-/* Times of things that programs do, in microseconds: medians of several rounds. Runs natively, in a guest, anywhere.
+/* Microbenchmarks in microseconds: medians of several rounds. Runs natively and in guests.
  *
- * Arguments: names of rows; none: the first five. `receive` is from the server in the environment, HB_SERVER="ADDRESS PORT". Where each
- * round is like the others, HB_ROUNDS says how many are enough. */
+ * Arguments: names of rows; none: the first five. `receive` connects to the server that the
+ * environment variable HB_SERVER="ADDRESS PORT" names. HB_ROUNDS sets the number of rounds. */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <stdio.h>
@@ -86,7 +86,7 @@ static double touch_page(void)
 	return time;
 }
 
-/* Branches and memory, floating point, and integers: a heap is sorted, matrices are multiplied, bytes are hashed. */
+/* Branches and memory, floating point, integers: a heap sort, a matrix product, a hash. */
 static double compute(void)
 {
 	enum { HEAP = 1 << 15, SIDE = 96, HASHES = 24 };
@@ -127,7 +127,7 @@ static double compute(void)
 		for (unsigned char *byte = (unsigned char *)heap; byte < (unsigned char *)(heap + HEAP); byte++)
 			hash = (hash ^ *byte) * 16777619u;
 	double time = now() - start;
-	/* So that nothing of it is left out. */
+	/* Uses the results, so that the compiler keeps the computation. */
 	if (heap[0] > heap[HEAP - 1] || c[1][1] <= 0 || hash == 0)
 		exit(1);
 	return time;

@@ -160,7 +160,7 @@ static void t_cold(void)
 		uint64_t t = now();
 		for (size_t j = 0; j < n; j++) p[j << 12] = 1;
 		out(k ? "coldtouch_2nd" : "coldtouch_1st", (double)(now() - t) / n, (int)n);
-		if (!k) madvise(p, mb << 20, MADV_DONTNEED);   /* 2nd: guest faults again, host side warm */
+		if (!k) madvise(p, mb << 20, MADV_DONTNEED);   /* 2nd: guest faults only */
 	}
 	munmap(p, mb << 20);
 }

@@ -1,11 +1,12 @@
-/* A plugin for QEMU that counts executed instructions, and those among them that enter a guest (VMRUN).
+/* A QEMU plugin that counts executed instructions, and VM entries (VMRUN) among them.
  *
- * A program marks a place with a no-operation that nobody else uses: NOPL with the displacement MARK + n, 0 <= n < 256.
- * Whenever it is executed, in whatever guest, a line `n instructions entries` goes to the file that the argument `to=`
- * names. Time that the machine sleeps is in neither number.
+ * A program marks a point with a no-operation that is used for nothing else: NOPL with the
+ * displacement MARK + n, 0 <= n < 256. Each execution, in any guest, writes a line
+ * `n instructions entries` to the file that the argument `to=` names. Neither number includes time
+ * in which the machine sleeps.
  *
- * Documentation: QEMU 7.2, "TCG Plugins", API version 1. A repetition of a string instruction counts as one, as in QEMU's
- * own counter (-icount).
+ * Documentation: QEMU 7.2, "TCG Plugins", API version 1. One iteration of a repeated string
+ * instruction counts as one, as in QEMU's own counter (-icount).
  */
 #include <stddef.h>
 #include <stdint.h>

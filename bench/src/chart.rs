@@ -11,25 +11,25 @@ const LEFT: f64 = 250.0;
 const WIDTH: f64 = 560.0;
 const BAR: f64 = 11.0;
 const GAP: f64 = 10.0;
-/// Above the bars, with one row of legends.
+/// Space above the bars with one row of legends.
 const HEAD: f64 = 70.0;
-/// Legends in a row, and the height of a row.
+/// Legends per row, and the height of a row.
 const LEGENDS: usize = 3;
 const ROW: f64 = 16.0;
 /// Value at the left end of the axis.
 const FIRST: f64 = 0.5;
-/// At its right end, for what is not far from native.
+/// Value at the right end of the axis for ratios near native.
 pub const NEAR: f64 = 8.0;
 
 /// One group of bars.
 pub struct Group {
-    /// Text beside it.
+    /// Label of the group.
     pub title: String,
     /// One value for each legend; `None` leaves the bar out.
     pub values: Vec<Option<f64>>,
 }
 
-/// Draws ratios to native, 1 being native speed, up to `last`, a power of two.
+/// Draws ratios to native (1 is native speed) on an axis up to `last`, a power of two.
 pub fn ratios(title: &str, legends: &[&str], groups: &[Group], last: f64) -> Result<String> {
     let top = HEAD + ROW * ((legends.len() - 1) / LEGENDS) as f64;
     let group_height = BAR * legends.len() as f64 + GAP;

@@ -1,6 +1,6 @@
-//! Exact counts between two places of a guest's program, by a plugin of QEMU (`bench/plugin/count.c`).
+//! Exact counts between two marks in a guest program, by a QEMU plugin (`bench/plugin/count.c`).
 //!
-//! QEMU's own clock counts instructions too, but goes on while the machine waits for a disk.
+//! QEMU's own instruction clock is not enough: it advances while the machine waits for a disk.
 
 use crate::guest::folder;
 use anyhow::{Context, Result, bail};
@@ -9,13 +9,13 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// The plugin and where it writes.
+/// The compiled plugin and the path of its output.
 pub struct Counter {
     plugin: PathBuf,
     to: PathBuf,
 }
 
-/// What was executed between the marks.
+/// Events between the marks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Counts {
     /// Instructions of the whole machine.
@@ -45,7 +45,7 @@ impl Counter {
         ["-plugin".into(), format!("{},to={}", text(&self.plugin), text(&self.to))]
     }
 
-    /// What was counted, after the run.
+    /// Reads the counts after the run.
     pub fn read(&self) -> Result<Counts> {
         let text = fs::read_to_string(&self.to)
             .with_context(|| format!("cannot read {}", self.to.display()))?;

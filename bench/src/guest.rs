@@ -10,17 +10,17 @@ use std::process::{Command, Stdio};
 
 const BUSYBOX: &str = "/bin/busybox";
 
-/// Where everything for the measurements is made.
+/// Returns the folder for files of the measurements.
 pub fn folder() -> PathBuf {
     target().join("bench")
 }
 
-/// Files of this crate that go into RAM disks.
+/// Returns the path of a file in `bench/guest`.
 pub fn source(name: &str) -> PathBuf {
     workspace().join("bench/guest").join(name)
 }
 
-/// The RAM disk with the benchmark: Debian's kernel runs it on the bare machine and in a virtual one.
+/// Builds the RAM disk with the benchmark, for Debian's kernel on the bare machine and in a VM.
 pub fn ram_disk() -> Result<PathBuf> {
     let tree = Tree::new("guest", &["sh", "mount", "echo", "uname", "cat", "poweroff"])?;
     tree.program("vbench")?;
@@ -28,13 +28,13 @@ pub fn ram_disk() -> Result<PathBuf> {
     tree.pack()
 }
 
-/// What a RAM disk is made from.
+/// The tree of files that a RAM disk is built from.
 pub struct Tree {
     folder: PathBuf,
 }
 
 impl Tree {
-    /// A tree with busybox under these names.
+    /// Returns a tree with busybox under these names.
     pub fn new(name: &str, applets: &[&str]) -> Result<Self> {
         let tree = Self { folder: folder().join(name) };
         if tree.folder.exists() {
@@ -52,7 +52,7 @@ impl Tree {
         Ok(tree)
     }
 
-    /// Adds a copy of a file, with the folders that it needs.
+    /// Adds a copy of a file and its parent folders.
     pub fn file(&self, from: &Path, to: &str) -> Result<()> {
         let to = self.folder.join(to);
         if let Some(parent) = to.parent() {
@@ -62,7 +62,7 @@ impl Tree {
         Ok(())
     }
 
-    /// Adds a text.
+    /// Adds a file with this text.
     pub fn text(&self, to: &str, text: &str) -> Result<()> {
         fs::write(self.folder.join(to), text).with_context(|| format!("cannot write {to}"))
     }
@@ -81,19 +81,19 @@ impl Tree {
         Ok(())
     }
 
-    /// Where a program of the tree is.
+    /// Returns the path of a program in the tree.
     pub fn path(&self, program: &str) -> PathBuf {
         self.folder.join("bin").join(program)
     }
 
-    /// Adds the first program, a script of `bench/guest`.
+    /// Adds init, a script of `bench/guest`.
     pub fn init(&self, name: &str) -> Result<()> {
         self.file(&source(name), "init")?;
         fs::set_permissions(self.folder.join("init"), fs::Permissions::from_mode(0o755))?;
         Ok(())
     }
 
-    /// Packs the RAM disk, the same bytes every time.
+    /// Packs the RAM disk reproducibly.
     pub fn pack(&self) -> Result<PathBuf> {
         let disk = self.folder.with_extension("cpio");
         pack(&self.folder, &disk)?;
@@ -105,7 +105,7 @@ fn pack(tree: &Path, disk: &Path) -> Result<()> {
     let mut names = Vec::new();
     list(tree, Path::new(""), &mut names)?;
     names.sort();
-    // Times of files would make every build another RAM disk.
+    // File times would change the bytes of every build.
     let dated = Command::new("touch")
         .args(["--no-dereference", "--date=@0"])
         .args(&names)

@@ -1,8 +1,9 @@
-//! What programs pay in a pre-virtualized guest that runs in processes of this host: times, beside those of the same programs on the host
-//! itself and in other machines that are its processes ([`places`](crate::places)).
+//! Times of programs in a pre-virtualized guest that runs in processes of this host, beside those
+//! of the same programs on the host itself and in other VMs without KVM
+//! ([`environments`](crate::environments)).
 //!
-//! Hosts are noisy: the places take turns, and each figure is the median of all rounds. For computing it is the best one, because
-//! whatever disturbs it only adds, and a ratio near 1 is to be told from 1.
+//! Hosts are noisy: the environments take turns, and each figure is the median of all rounds. Rows
+//! that only compute take the best round: noise only adds time, and their ratio is close to 1.
 
 use anyhow::{Context, Result, bail};
 use parador_tests::debian;
@@ -11,117 +12,117 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use crate::chart;
+use crate::environments::{self, Environment, Kernels, Times, Userland};
 use crate::guest::{Tree, folder, source};
 use crate::ladder;
-use crate::places::{self, Kernels, Place, Times, Userland};
+use crate::promises;
 use crate::report::{self, Figure, rounded, short};
 
-/// Turns of each place.
+/// Rounds of each environment.
 const ROUNDS: usize = 5;
-/// Turns of what only computes, after each of these.
+/// Additional rounds of rows that only compute, after each of these.
 const AGAIN: usize = 3;
-/// Turns with `--quick`.
+/// Rounds with `--quick`.
 const QUICK_ROUNDS: usize = 2;
-/// The program and its RAM disk's first one.
+/// The benchmark program.
 pub const PROGRAM: &str = "hostbench";
-/// What the first program of the RAM disk `start-init` says.
+/// Text that the init script `start-init` prints.
 const BEGUN: &str = "init has begun";
-/// What is compiled: Debian's sources of Lua.
+/// Source archive that is compiled: Debian's Lua.
 const LUA: &str = "http://deb.debian.org/debian/pool/main/l/lua5.4/lua5.4_5.4.4.orig.tar.gz";
 const LUA_DIGEST: &str = "SHA256:164c7849653b80ae67bec4b7473b884bf5cc8d2dca05653475ec2ed27b9ebf61";
-/// Bytes of the page that is served.
+/// Size of the page that nginx serves, in bytes.
 const PAGE: usize = 4096;
 
-/// How a row is read.
+/// Evaluation of a row.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// Medians are compared; less is better.
+    /// Ratio of medians; less is better.
     Less,
-    /// The best are.
+    /// Ratio of the best rounds; less is better.
     Best,
-    /// Medians; more is better.
+    /// Ratio of medians; more is better.
     More,
-    /// There is nothing native.
+    /// Absolute value; there is no native counterpart.
     Alone,
 }
 
-/// What is measured.
+/// One measurement.
 pub struct Row {
-    /// Its key in results.
+    /// Key in results.
     pub name: &'static str,
-    /// For people.
+    /// Title for people.
     pub title: &'static str,
     unit: &'static str,
     kind: Kind,
-    /// Limit of the ratio to native, or of the value.
-    limit: f64,
 }
 
-/// A row.
-pub const fn row(
-    name: &'static str,
-    title: &'static str,
-    unit: &'static str,
-    kind: Kind,
-    limit: f64,
-) -> Row {
-    Row { name, title, unit, kind, limit }
+impl Row {
+    /// Limit of the ratio to native, or of the value; none for a row without a promise.
+    fn limit(&self) -> f64 {
+        promises::limit(self.name).unwrap_or(f64::INFINITY)
+    }
 }
 
-const MIB: f64 = 1_048_576.0;
+/// Returns a row.
+pub const fn row(name: &'static str, title: &'static str, unit: &'static str, kind: Kind) -> Row {
+    Row { name, title, unit, kind }
+}
+
 const ROWS: [Row; 10] = [
-    row("null_syscall", "null system call", "us", Kind::Less, 1.3),
-    row("fork", "fork, exit, wait", "us", Kind::Less, 3.0),
-    row("pipe", "pipe round trip", "us", Kind::Less, 3.0),
-    row("touch", "touch of a fresh page", "us", Kind::Less, 5.0),
-    row("compute", "computing", "us", Kind::Best, 1.01),
-    row("compile", "compiling Lua's core, make -j2", "us", Kind::Less, 1.6),
-    row("web", "pages of nginx for wrk", "1/s", Kind::More, 0.6),
-    row("povray", "POV-Ray", "us", Kind::Best, 1.02),
-    row("start_ms", "start to init", "ms", Kind::Alone, 400.0),
-    row("vm_bytes", "host memory beside the guest's", "bytes", Kind::Alone, 8.0 * MIB),
+    row("null_syscall", "null system call", "us", Kind::Less),
+    row("fork", "fork, exit, wait", "us", Kind::Less),
+    row("pipe", "pipe round trip", "us", Kind::Less),
+    row("touch", "touch of a fresh page", "us", Kind::Less),
+    row("compute", "computing", "us", Kind::Best),
+    row("compile", "compiling Lua's core, make -j2", "us", Kind::Less),
+    row("web", "pages of nginx for wrk", "1/s", Kind::More),
+    row("povray", "POV-Ray", "us", Kind::Best),
+    row("start_ms", "start to init", "ms", Kind::Alone),
+    row("vm_bytes", "host memory beside the guest's", "bytes", Kind::Alone),
 ];
-/// Of these, [`PROGRAM`]'s.
+/// Number of rows that [`PROGRAM`] measures.
 const PROGRAM_ROWS: usize = 5;
 
-/// What all places have taken.
-pub type All = [Times; Place::ALL.len()];
+/// Times of all environments.
+pub type All = [Times; Environment::ALL.len()];
 
-fn of(all: &All, place: Place) -> &Times {
-    &all[place as usize]
+fn of(all: &All, environment: Environment) -> &Times {
+    &all[environment as usize]
 }
 
-/// Measures `kernel` with [`PROGRAM`] only; gives the figures.
+/// Measures `kernel` with [`PROGRAM`] only and returns the figures.
 pub fn figures(kernel: &Path) -> Result<Vec<Figure>> {
-    places::bind()?;
+    environments::bind()?;
     let kernels = Kernels { parador: kernel.into(), tcg: kernel.into(), ..Kernels::default() };
     let program = program()?;
     let mut all = All::default();
     for round in 1..=ROUNDS {
         println!("times of programs on this host: round {round} of {ROUNDS}");
-        for place in [Place::Native, Place::Parador, Place::Tcg] {
-            program.run(&mut all, place, &kernels, None)?;
+        for environment in [Environment::Native, Environment::Parador, Environment::Tcg] {
+            program.run(&mut all, environment, &kernels, None)?;
         }
     }
     let mut figures = Vec::new();
     for row in &ROWS[..PROGRAM_ROWS] {
-        for place in [Place::Native, Place::Parador, Place::Tcg] {
-            let shown = if place == Place::Parador { "hosted" } else { place.name() };
-            let times = of(&all, place);
+        for environment in [Environment::Native, Environment::Parador, Environment::Tcg] {
+            let shown =
+                if environment == Environment::Parador { "hosted" } else { environment.name() };
+            let times = of(&all, environment);
             let (value, peer, limit, key, unit) = if row.kind == Kind::Best {
-                let native = of(&all, Place::Native).best(row.name)?;
-                let peer = of(&all, Place::Tcg).best(row.name)? / native;
+                let native = of(&all, Environment::Native).best(row.name)?;
+                let peer = of(&all, Environment::Tcg).best(row.name)? / native;
                 let key = format!("{shown}_{}_ratio", row.name);
-                (times.best(row.name)? / native, peer, row.limit, key, "ratio to native")
+                (times.best(row.name)? / native, peer, row.limit(), key, "ratio to native")
             } else {
-                // The published neighbour is what has to be beaten.
-                let peer = of(&all, Place::Tcg).median(row.name)?.0;
+                // The limit is the peer, QEMU with TCG.
+                let peer = of(&all, Environment::Tcg).median(row.name)?.0;
                 let key = format!("{shown}_{}_us", row.name);
                 (times.median(row.name)?.0, peer, peer, key, row.unit)
             };
-            let ours = place == Place::Parador;
+            let ours = environment == Environment::Parador;
             figures.push(Figure {
-                // As long as the program lives, which has few.
+                // Few keys, which live as long as the process.
                 key: key.leak(),
                 title: format!("{}, {shown}", row.title).leak(),
                 value,
@@ -136,9 +137,9 @@ pub fn figures(kernel: &Path) -> Result<Vec<Figure>> {
     Ok(figures)
 }
 
-/// `bench hosted`: measures everything, prints it, draws it, and keeps it.
+/// `bench hosted`: measures, prints, draws and stores all rows.
 pub fn measure(kernel: PathBuf, quick: bool) -> Result<()> {
-    places::bind()?;
+    environments::bind()?;
     let made = debian::busy_disk()?;
     let kernels = Kernels {
         parador: kernel,
@@ -155,54 +156,62 @@ pub fn measure(kernel: PathBuf, quick: bool) -> Result<()> {
     };
     let rounds = if quick { QUICK_ROUNDS } else { ROUNDS };
     let mut all = All::default();
-    let mut without_uml = places::uml_lacks();
+    let mut without_uml = environments::uml_lacks();
     for round in 0..rounds {
-        for place in Place::ALL {
-            if place == Place::Uml && without_uml.is_some() {
+        for environment in Environment::ALL {
+            if environment == Environment::Uml && without_uml.is_some() {
                 continue;
             }
-            println!("round {} of {rounds}: {}", round + 1, place.name());
+            println!("round {} of {rounds}: {}", round + 1, environment.name());
             let mut take = || -> Result<()> {
-                program.run(&mut all, place, &kernels, None)?;
-                if place != Place::Native {
-                    let time = places::start(place, &kernels, &start_disk, BEGUN)?;
-                    all[place as usize].add("start_ms", time, time);
+                program.run(&mut all, environment, &kernels, None)?;
+                if environment != Environment::Native {
+                    let time = environments::start(environment, &kernels, &start_disk, BEGUN)?;
+                    all[environment as usize].add("start_ms", time, time);
                 }
-                if !is_slow(place) {
-                    all[place as usize].read(&userland.run(place, &kernels, &[])?);
+                if !is_slow(environment) {
+                    all[environment as usize].read(&userland.run(environment, &kernels, &[])?);
                 }
-                if place == Place::Parador {
-                    let bytes = places::machine_bytes(&kernels)?;
-                    all[place as usize].add("vm_bytes", bytes, bytes);
+                if environment == Environment::Parador {
+                    let bytes = environments::machine_bytes(&kernels)?;
+                    all[environment as usize].add("vm_bytes", bytes, bytes);
                 }
                 Ok(())
             };
             match take() {
-                // It does not run on every host.
-                Err(error) if place == Place::Uml => without_uml = Some(format!("{error:#}")),
-                result => result.with_context(|| place.name())?,
+                // User-Mode Linux does not run on every host.
+                Err(error) if environment == Environment::Uml => {
+                    without_uml = Some(format!("{error:#}"))
+                }
+                result => result.with_context(|| environment.name())?,
             }
         }
-        // Ratios near 1 need more turns, close to each other.
+        // Ratios near 1 need more rounds, close to each other.
         println!("round {} of {rounds}: computing again", round + 1);
-        for place in [Place::Native, Place::Parador].repeat(AGAIN) {
-            program.run(&mut all, place, &kernels, Some("compute"))?;
-            all[place as usize].read(&userland.run(place, &kernels, &[("HB_PART", "povray")])?);
+        for environment in [Environment::Native, Environment::Parador].repeat(AGAIN) {
+            program.run(&mut all, environment, &kernels, Some("compute"))?;
+            all[environment as usize].read(&userland.run(
+                environment,
+                &kernels,
+                &[("HB_PART", "povray")],
+            )?);
         }
-        // Whoever ends it early has what there is.
+        // An interrupted run leaves the results so far.
         keep(&all)?;
     }
-    // Each turn is a median already.
+    // Each round is a median already.
     let climbed = ladder::small(&kernels, QUICK_ROUNDS)?;
-    for place in Place::ALL.into_iter().filter(|&place| is_slow(place)) {
-        if place == Place::Uml && without_uml.is_some() {
+    for environment in Environment::ALL.into_iter().filter(|&environment| is_slow(environment)) {
+        if environment == Environment::Uml && without_uml.is_some() {
             continue;
         }
-        println!("programs of Debian: {}", place.name());
-        match userland.run(place, &kernels, &[]) {
-            Ok(output) => all[place as usize].read(&output),
-            Err(error) if place == Place::Uml => without_uml = Some(format!("{error:#}")),
-            Err(error) => return Err(error.context(place.name())),
+        println!("programs of Debian: {}", environment.name());
+        match userland.run(environment, &kernels, &[]) {
+            Ok(output) => all[environment as usize].read(&output),
+            Err(error) if environment == Environment::Uml => {
+                without_uml = Some(format!("{error:#}"))
+            }
+            Err(error) => return Err(error.context(environment.name())),
         }
     }
     if let Some(reason) = &without_uml {
@@ -219,28 +228,28 @@ pub fn measure(kernel: PathBuf, quick: bool) -> Result<()> {
     Ok(())
 }
 
-/// `bench ladder`: the ladder alone.
+/// `bench ladder`: measures only the ladder.
 pub fn ladder(kernel: PathBuf) -> Result<()> {
-    places::bind()?;
+    environments::bind()?;
     let userland = Userland::new(&debian::busy_disk()?, &work()?)?;
     let kernels = Kernels { parador: kernel, ..Kernels::default() };
-    // Each of which is a median already.
+    // Each round is a median already.
     let climbed = ladder::small(&kernels, QUICK_ROUNDS)?;
     ladder::large(&kernels, &userland, climbed)
 }
 
-/// With `--quick`: without Debian's programs.
+/// `bench ladder --quick`: without Debian's programs.
 pub fn small_ladder(kernel: PathBuf) -> Result<()> {
-    places::bind()?;
+    environments::bind()?;
     ladder::small(&Kernels { parador: kernel, ..Kernels::default() }, QUICK_ROUNDS).map(drop)
 }
 
-/// Debian's programs take it many minutes, so it runs them once.
-fn is_slow(place: Place) -> bool {
-    matches!(place, Place::Tcg | Place::Uml)
+/// Returns true if Debian's programs take many minutes in this environment, which runs them once.
+fn is_slow(environment: Environment) -> bool {
+    matches!(environment, Environment::Tcg | Environment::Uml)
 }
 
-/// Prints, writes and draws what there is.
+/// Prints, writes and draws the results so far.
 fn keep(all: &All) -> Result<(Outcomes, Map<String, Value>)> {
     let results = ROWS.iter().map(|row| Ok((row, result(all, row)?)));
     let results = results.collect::<Result<Vec<_>>>()?;
@@ -252,85 +261,86 @@ fn keep(all: &All) -> Result<(Outcomes, Map<String, Value>)> {
     Ok((results, object))
 }
 
-/// All rows with theirs.
+/// Outcomes of all rows.
 type Outcomes = Vec<(&'static Row, Outcome)>;
 
-/// A row's values in each place.
+/// Values of a row in each environment.
 pub struct Outcome {
     ratio: Option<f64>,
-    values: [Option<f64>; Place::ALL.len()],
-    /// Of the rounds of `parador`.
+    values: [Option<f64>; Environment::ALL.len()],
+    /// Spread of the rounds of `parador`.
     spread: f64,
 }
 
 impl Outcome {
-    fn value(&self, place: Place) -> Option<f64> {
-        self.values[place as usize]
+    fn value(&self, environment: Environment) -> Option<f64> {
+        self.values[environment as usize]
     }
 
-    /// Relative to the host's own.
-    fn ratio(&self, place: Place) -> Option<f64> {
-        Some(self.value(place)? / self.value(Place::Native)?)
+    /// Value relative to the host's.
+    fn ratio(&self, environment: Environment) -> Option<f64> {
+        Some(self.value(environment)? / self.value(Environment::Native)?)
     }
 
     fn holds(&self, row: &Row) -> bool {
-        let value = self.ratio.or(self.value(Place::Parador));
+        let value = self.ratio.or(self.value(Environment::Parador));
         value.is_some_and(|value| match row.kind {
-            Kind::More => value >= row.limit,
-            _ => value <= row.limit,
+            Kind::More => value >= row.limit(),
+            _ => value <= row.limit(),
         })
     }
 
-    /// What it takes in a place relative to the host's own time: less is better.
-    pub fn time(&self, row: &Row, place: Place) -> Option<f64> {
-        let ratio = self.ratio(place)?;
+    /// Time in an environment relative to the host's: less is better.
+    pub fn time(&self, row: &Row, environment: Environment) -> Option<f64> {
+        let ratio = self.ratio(environment)?;
         Some(if row.kind == Kind::More { 1.0 / ratio } else { ratio })
     }
 
-    /// As it is kept.
+    /// Returns the outcome as the series stores it.
     pub fn json(&self) -> Value {
         let mut object = Map::new();
         object.insert("ratio".to_owned(), json!(self.ratio.map(rounded)));
-        for place in Place::ALL {
-            object.insert(place.name().to_owned(), json!(self.value(place).map(rounded)));
+        for environment in Environment::ALL {
+            object
+                .insert(environment.name().to_owned(), json!(self.value(environment).map(rounded)));
         }
         object.insert("spread".to_owned(), json!(rounded(self.spread)));
         Value::Object(object)
     }
 }
 
-/// Gives `to` what a place has taken of some rows.
-pub fn add(to: &mut All, place: Place, rows: &[Row], from: &All) -> Result<()> {
+/// Adds the times of some rows in an environment to `to`.
+pub fn add(to: &mut All, environment: Environment, rows: &[Row], from: &All) -> Result<()> {
     for row in rows {
-        let (median, _) = of(from, place).median(row.name)?;
-        to[place as usize].add(row.name, median, of(from, place).best(row.name)?);
+        let (median, _) = of(from, environment).median(row.name)?;
+        to[environment as usize].add(row.name, median, of(from, environment).best(row.name)?);
     }
     Ok(())
 }
 
-/// What the times of a row come to.
+/// Evaluates the times of a row.
 pub fn result(all: &All, row: &Row) -> Result<Outcome> {
-    let value = |place| {
-        let times = of(all, place);
+    let value = |environment| {
+        let times = of(all, environment);
         match row.kind {
             Kind::Best => times.best(row.name),
             _ => times.median(row.name).map(|(median, _)| median),
         }
     };
-    let values = Place::ALL.map(|place| value(place).ok());
-    // What is not measured elsewhere has no value there; ours has one.
-    value(Place::Parador)?;
-    let (_, spread) = of(all, Place::Parador).median(row.name)?;
+    let values = Environment::ALL.map(|environment| value(environment).ok());
+    // Other environments may lack a value; `parador` must have one.
+    value(Environment::Parador)?;
+    let (_, spread) = of(all, Environment::Parador).median(row.name)?;
     let mut outcome = Outcome { ratio: None, values, spread };
     if row.kind != Kind::Alone {
-        value(Place::Native)?;
-        outcome.ratio = outcome.ratio(Place::Parador);
+        value(Environment::Native)?;
+        outcome.ratio = outcome.ratio(Environment::Parador);
     }
     Ok(outcome)
 }
 
 fn print(results: &[(&Row, Outcome)]) {
-    let [native, parador, tcg, uml] = Place::ALL.map(Place::name);
+    let [native, parador, tcg, uml] = Environment::ALL.map(Environment::name);
     println!(
         "\n{:<32} {native:>10} {parador:>10} {tcg:>10} {uml:>10} {:>8} {:>8} {:>8}  unit",
         "what", "ratio", "limit", "spread"
@@ -342,7 +352,7 @@ fn print(results: &[(&Row, Outcome)]) {
             "{:<32} {native:>10} {parador:>10} {tcg:>10} {uml:>10} {:>8} {:>8} {:>7.1}%  {}{}",
             row.title,
             text(result.ratio),
-            short(row.limit),
+            short(row.limit()),
             result.spread * 100.0,
             row.unit,
             if result.holds(row) { "" } else { "   MISSED" },
@@ -351,12 +361,12 @@ fn print(results: &[(&Row, Outcome)]) {
 }
 
 fn draw(results: &[(&Row, Outcome)]) -> Result<()> {
-    let peers = [Place::Parador, Place::Tcg, Place::Uml];
+    let peers = [Environment::Parador, Environment::Tcg, Environment::Uml];
     let with_ratio = results.iter().filter(|(row, _)| row.kind != Kind::Alone);
     let groups: Vec<_> = with_ratio
         .map(|(row, result)| chart::Group {
             title: row.title.to_owned(),
-            values: peers.map(|place| result.time(row, place)).to_vec(),
+            values: peers.map(|environment| result.time(row, environment)).to_vec(),
         })
         .collect();
     let title = "Time of programs in machines that are processes of this host, relative to the host's own \
@@ -366,7 +376,7 @@ fn draw(results: &[(&Row, Outcome)]) -> Result<()> {
     chart::draw("hosted.svg", &text)
 }
 
-/// [`PROGRAM`], and a RAM disk that runs it.
+/// [`PROGRAM`] and a RAM disk that runs it.
 struct Program {
     path: PathBuf,
     disk: PathBuf,
@@ -380,15 +390,21 @@ fn program() -> Result<Program> {
 }
 
 impl Program {
-    /// With one row, or all.
-    fn run(&self, all: &mut All, place: Place, kernels: &Kernels, row: Option<&str>) -> Result<()> {
-        let output = places::program(place, kernels, &self.path, &self.disk, row)?;
-        all[place as usize].read(&output);
+    /// Runs one row of the program, or all.
+    fn run(
+        &self,
+        all: &mut All,
+        environment: Environment,
+        kernels: &Kernels,
+        row: Option<&str>,
+    ) -> Result<()> {
+        let output = environments::program(environment, kernels, &self.path, &self.disk, row)?;
+        all[environment as usize].read(&output);
         Ok(())
     }
 }
 
-/// The folder with what is done in a Debian.
+/// Builds the folder with the benchmarks that run in Debian.
 fn work() -> Result<PathBuf> {
     let work = folder().join("userland");
     if work.exists() {
@@ -401,7 +417,7 @@ fn work() -> Result<PathBuf> {
     for name in ["userland", "userland-init", "nginx.conf", "scene.pov"] {
         copy(&source(name), name)?;
     }
-    copy(&places::archive(LUA, LUA_DIGEST)?, "lua.tar.gz")?;
+    copy(&environments::archive(LUA, LUA_DIGEST)?, "lua.tar.gz")?;
     fs::write(work.join("page.html"), "x".repeat(PAGE)).context("cannot write a page")?;
     Ok(work)
 }
@@ -412,8 +428,10 @@ mod tests {
 
     fn outcome(row: &Row, values: [f64; 2]) -> Outcome {
         let mut all = All::default();
-        for (place, value) in [Place::Native, Place::Parador].into_iter().zip(values) {
-            all[place as usize].add(row.name, value, value / 2.0);
+        for (environment, value) in
+            [Environment::Native, Environment::Parador].into_iter().zip(values)
+        {
+            all[environment as usize].add(row.name, value, value / 2.0);
         }
         result(&all, row).unwrap()
     }

@@ -1,5 +1,5 @@
-//! The ladder of King, Dunlap and Chen (USENIX ATC 2003, figures 9 and 10), of today's mechanisms: a machine that is processes of this host,
-//! without anything that makes it fast, then with one thing after another, each beside all those before it.
+//! The ladder of King, Dunlap and Chen (USENIX ATC 2003, figures 9 and 10) with today's mechanisms:
+//! a VM in processes of this host, first without any optimisation, then with one more on each rung.
 
 use anyhow::{Context, Result, ensure};
 use parador_tests::keys;
@@ -14,20 +14,20 @@ use std::process::Command;
 use std::thread;
 
 use crate::chart;
+use crate::environments::{self, Environment, Kernels, Times, Userland};
 use crate::guest::{Tree, folder};
 use crate::hosted::{All, Kind, Outcome, PROGRAM, Row, add, result, row};
-use crate::places::{self, Kernels, Place, Times, Userland};
 use crate::report;
 
-/// A rung: what it adds to those below it.
+/// A rung, named after the optimisation that it adds to those below.
 #[derive(Clone, Copy)]
 struct Rung {
-    /// In the name of its file.
+    /// Part of the name of its result file.
     name: &'static str,
     title: &'static str,
-    /// What is switched off below it, as `parador run --without` says.
+    /// Optimisation that is off below this rung (`parador run --without`).
     without: &'static str,
-    /// What `--protection` is below it, down to the next that has one.
+    /// Value of `--protection` below this rung, down to the next rung that has one.
     protection: Option<&'static str>,
 }
 
@@ -40,7 +40,7 @@ const fn rung(
     Rung { name, title, without, protection }
 }
 
-/// On a host without protection keys.
+/// Rungs of a host without protection keys.
 const RUNGS: [Rung; 6] = [
     rung("ptrace", "a process that traces, as in 2003", "", None),
     rung("in-process", "+ handled in the process", "in-process", None),
@@ -49,13 +49,13 @@ const RUNGS: [Rung; 6] = [
     rung("sites", "+ rewritten sites", "fast-sites,call-sites,functions", None),
     rung("batches", "+ fault-around, batches", "batches", None),
 ];
-/// What is behind [`PROTECTION`] where the host has them.
+/// Rung that follows [`PROTECTION`] on a host with protection keys.
 const KEYS: Rung = rung("keys", "+ protection keys", "", Some("none"));
 const PROTECTION: usize = 2;
-/// With keys no rung is without `functions`, which they need.
+/// Protection keys need `functions` on every rung.
 const KEYED_SITES: Rung = rung("sites", "+ rewritten sites", "fast-sites,call-sites", None);
 
-/// The rungs of a host.
+/// Returns the rungs of a host.
 struct Ladder {
     rungs: Vec<Rung>,
     has_keys: bool,
@@ -73,7 +73,7 @@ impl Ladder {
         Self { rungs, has_keys }
     }
 
-    /// What the machine of a rung is started with.
+    /// Options of the VM of a rung.
     fn options(&self, number: usize) -> Vec<String> {
         let above = &self.rungs[number + 1..];
         let mut options = Vec::new();
@@ -112,7 +112,8 @@ impl Ladder {
         for row in rows {
             let outcomes = all.iter().map(|times| result(times, row));
             let outcomes = outcomes.collect::<Result<Vec<_>>>()?;
-            let values = outcomes.iter().map(|outcome: &Outcome| outcome.time(row, Place::Parador));
+            let values =
+                outcomes.iter().map(|outcome: &Outcome| outcome.time(row, Environment::Parador));
             groups.push(chart::Group { title: row.title.to_owned(), values: values.collect() });
         }
         let title =
@@ -122,8 +123,9 @@ impl Ladder {
     }
 }
 
-/// Counts what protection keys cost, on an emulated processor that has them, in instructions of it (QEMU's `-icount shift=0`: one is one
-/// nanosecond): what the emulated host's kernel does is counted, too, and that an instruction may take longer than another is not.
+/// Counts the cost of protection keys in instructions of an emulated processor that has them
+/// (QEMU's `-icount shift=0`: one is one nanosecond). The count includes the emulated host's kernel
+/// and does not weigh instructions by their latency.
 pub fn counted(kernel: &Path) -> Result<()> {
     let ladder = Ladder::new(true);
     let tree = Tree::new("counted", &["sh", "mount", "poweroff"])?;
@@ -146,7 +148,7 @@ pub fn counted(kernel: &Path) -> Result<()> {
     for number in [PROTECTION + 1, top] {
         for how in ["none", "keys"] {
             let mut options = ladder.options(number);
-            // The last word is how programs are kept out.
+            // The last word is the protection mode.
             options.pop();
             options.push(how.to_owned());
             cases.push((number, how, options));
@@ -156,17 +158,17 @@ pub fn counted(kernel: &Path) -> Result<()> {
     for (number, how, options) in &cases {
         writeln!(script, "echo '{PART}{number} {how}'; {run} {} </dev/null", options.join(" "))?;
     }
-    let place = folder().join("host-with-keys");
-    if place.exists() {
-        fs::remove_dir_all(&place).context("cannot remove an old folder")?;
+    let environment = folder().join("host-with-keys");
+    if environment.exists() {
+        fs::remove_dir_all(&environment).context("cannot remove an old folder")?;
     }
-    fs::create_dir_all(&place).context("cannot make a folder")?;
-    let disk = keys::host_disk(&place, &(script + "poweroff -f\n"), &[kernel.into(), guest])?;
+    fs::create_dir_all(&environment).context("cannot make a folder")?;
+    let disk = keys::host_disk(&environment, &(script + "poweroff -f\n"), &[kernel.into(), guest])?;
     println!("counting what protection keys cost, on an emulated processor");
     let arguments = ["-smp", "1", "-icount", "shift=0,sleep=off", "-seed", "1"];
     let console = keys::run_host(&disk, COUNTED_LIMIT, &arguments)?;
     let mut parts = console.split(PART).skip(1);
-    // As a host that has them is found out.
+    // Protection keys are detected as on a real host.
     let report = parts.next().with_context(|| console.clone())?;
     ensure!(found_keys(report.as_bytes())?, "no keys on the emulated processor:\n{report}");
     let parts: Vec<_> = parts.collect();
@@ -201,9 +203,9 @@ pub fn counted(kernel: &Path) -> Result<()> {
     report::write_object("bench-hosted-keys-counted.json", &object)
 }
 
-/// Whether machines of processes can have protection keys here, as `parador doctor` says.
+/// Returns true if `parador doctor` reports that hosted VMs can use protection keys on this host.
 fn has_keys() -> Result<bool> {
-    // Its exit code is for those who want a machine.
+    // The exit code, which reports whether VMs can run, does not matter here.
     let output = parador(&folder()).args(["doctor", "--json"]).output();
     found_keys(&output.context("cannot start parador")?.stdout)
 }
@@ -216,42 +218,41 @@ fn found_keys(report: &[u8]) -> Result<bool> {
     Ok(keys.context("`parador doctor` does not look for protection keys")?["state"] == "ok")
 }
 
-const UNLIMITED: f64 = f64::INFINITY;
-/// As in figure 9.
+/// Rows of King's figure 9.
 const SMALL: [Row; 3] = [
-    row("null_syscall", "null system call", "us", Kind::Less, UNLIMITED),
-    row("switch", "switch between processes with 64 KiB", "us", Kind::Less, UNLIMITED),
-    row("receive", "10 MiB by TCP", "us", Kind::Less, UNLIMITED),
+    row("null_syscall", "null system call", "us", Kind::Less),
+    row("switch", "switch between processes with 64 KiB", "us", Kind::Less),
+    row("receive", "10 MiB by TCP", "us", Kind::Less),
 ];
-/// As in figure 10.
+/// Rows of King's figure 10.
 const LARGE: [Row; 3] = [
-    row("povray", "POV-Ray", "us", Kind::Less, UNLIMITED),
-    row("compile", "compiling a part of Lua", "us", Kind::Less, UNLIMITED),
-    row("web", "pages of nginx for wrk", "1/s", Kind::More, UNLIMITED),
+    row("povray", "POV-Ray", "us", Kind::Less),
+    row("compile", "compiling a part of Lua", "us", Kind::Less),
+    row("web", "pages of nginx for wrk", "1/s", Kind::More),
 ];
-/// What is counted, and how often: one time is like the other.
+/// Counted rows and repetitions: counts do not vary between repetitions.
 const COUNTED: [Row; 3] = [
-    row("null_syscall", "null system call", "ns", Kind::Less, UNLIMITED),
-    row("fork", "fork, exit, wait", "ns", Kind::Less, UNLIMITED),
-    row("pipe", "pipe round trip", "ns", Kind::Less, UNLIMITED),
+    row("null_syscall", "null system call", "ns", Kind::Less),
+    row("fork", "fork, exit, wait", "ns", Kind::Less),
+    row("pipe", "pipe round trip", "ns", Kind::Less),
 ];
 const COUNTED_ROUNDS: usize = 3;
-/// Seconds that the emulated host may run.
+/// Time limit of the emulated host, in seconds.
 const COUNTED_LIMIT: u32 = 1500;
-/// Before what each of its machines prints.
+/// Mark before the output of each VM.
 const PART: &str = "== ";
-/// Bytes that the server sends.
+/// Number of bytes that the server sends.
 const SENT: usize = 10 << 20;
-/// Right end of the drawings' axes.
+/// Value at the right end of the charts' axes.
 const FAR: f64 = 1024.0;
 
-/// A ladder with what its rungs have taken.
+/// A ladder and the times of its rungs.
 pub struct Climbed {
     ladder: Ladder,
     all: Vec<All>,
 }
 
-/// Measures figure 9 on each rung, draws it, and gives what the rungs have taken.
+/// Measures figure 9 on each rung, draws it, and returns the times.
 pub fn small(kernels: &Kernels, rounds: usize) -> Result<Climbed> {
     let ladder = Ladder::new(has_keys()?);
     let tree = Tree::new(
@@ -268,7 +269,7 @@ pub fn small(kernels: &Kernels, rounds: usize) -> Result<Climbed> {
         let mut run = Command::new(&program);
         run.env("HB_SERVER", format!("{} {port}", Ipv4Addr::LOCALHOST));
         run.args(SMALL.map(|row| row.name));
-        host[Place::Native as usize].read(&places::output(&mut run)?);
+        host[Environment::Native as usize].read(&environments::output(&mut run)?);
     }
     let mut all: Vec<All> = Vec::new();
     for (number, rung) in ladder.rungs.iter().enumerate() {
@@ -276,12 +277,12 @@ pub fn small(kernels: &Kernels, rounds: usize) -> Result<Climbed> {
         let kernels = ladder.climb(kernels, number);
         let mut times = All::default();
         for _ in 0..rounds {
-            let mut run = places::with_ram_disk(Place::Parador, &kernels, &disk, &[])?;
-            // The server is at the loopback address.
+            let mut run = environments::with_ram_disk(Environment::Parador, &kernels, &disk, &[])?;
+            // The server listens on the loopback address.
             run.args(["--net", "user,hostloopback=on"]);
-            times[Place::Parador as usize].read(&places::output(&mut run)?);
+            times[Environment::Parador as usize].read(&environments::output(&mut run)?);
         }
-        add(&mut times, Place::Native, &SMALL, &host)?;
+        add(&mut times, Environment::Native, &SMALL, &host)?;
         ladder.keep(number, &times, SMALL.iter())?;
         all.push(times);
     }
@@ -289,31 +290,32 @@ pub fn small(kernels: &Kernels, rounds: usize) -> Result<Climbed> {
     Ok(Climbed { ladder, all })
 }
 
-/// Goes on with figure 10, once for each rung, the highest first: the lowest ones take minutes, though they compile little.
+/// Measures figure 10 once per rung, the highest first: the lowest rungs take minutes, though they
+/// compile little.
 pub fn large(kernels: &Kernels, userland: &Userland, climbed: Climbed) -> Result<()> {
-    /// What is compiled.
+    /// Target that is compiled.
     const WORK: [(&str, &str); 1] = [("HB_OBJECTS", "lapi.o")];
     let Climbed { ladder, mut all } = climbed;
     let mut host = All::default();
-    host[Place::Native as usize].read(&userland.run(Place::Native, kernels, &WORK)?);
+    host[Environment::Native as usize].read(&userland.run(Environment::Native, kernels, &WORK)?);
     for (number, times) in all.iter_mut().enumerate().rev() {
         println!("ladder, Debian's programs: {}", ladder.rungs[number].title);
-        let output = userland.run(Place::Parador, &ladder.climb(kernels, number), &WORK)?;
-        times[Place::Parador as usize].read(&output);
-        add(times, Place::Native, &LARGE, &host)?;
+        let output = userland.run(Environment::Parador, &ladder.climb(kernels, number), &WORK)?;
+        times[Environment::Parador as usize].read(&output);
+        add(times, Environment::Native, &LARGE, &host)?;
         ladder.keep(number, times, SMALL.iter().chain(&LARGE))?;
     }
     ladder.draw("ladder-large.svg", "as King et al., figure 10", &LARGE, &all)
 }
 
-/// A server that sends, for as long as this program runs; gives its port.
+/// Starts a server that sends data as long as this process runs; returns its port.
 fn serve() -> Result<u16> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("cannot listen")?;
     let port = listener.local_addr().context("no address")?.port();
     thread::spawn(move || {
         let data = vec![0; SENT];
         for mut stream in listener.incoming().flatten() {
-            // Who goes away early has no time to give.
+            // A client that disconnects early reports no time.
             let _ = stream.write_all(&data).and_then(|()| stream.shutdown(Shutdown::Write));
         }
     });
@@ -349,12 +351,12 @@ mod tests {
         assert_eq!(of(true, "keys"), format!("{keys} --protection keys"));
         assert_eq!(of(true, "protection"), format!("{keys} --protection none"));
         assert_eq!(of(true, "in-process"), format!("{keys} --protection remap"));
-        // Nothing that they cannot do without is left out.
+        // Protection keys need each of these.
         assert!(Ladder::new(true).rungs.iter().all(|rung| !rung.without.contains("functions")));
     }
 
     #[test]
-    fn the_doctor_is_believed() {
+    fn the_doctor_report_is_used() {
         let report = |state| {
             format!(
                 r#"{{"findings":[{{"name":"KVM","state":"ok"}},{{"name":"protection keys","state":"{state}"}}]}}"#

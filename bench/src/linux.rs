@@ -8,13 +8,13 @@ use std::process::Command;
 
 const PACKAGE: &str = "linux-image-cloud-amd64";
 
-/// The unpacked package of a kernel.
+/// An unpacked kernel package.
 pub struct Linux {
     folder: PathBuf,
 }
 
 impl Linux {
-    /// Fetches and unpacks the current kernel, unless it is there from before.
+    /// Fetches and unpacks the current kernel, unless an earlier run has done so.
     pub fn fetch() -> Result<Self> {
         let shown = output(Command::new("apt-cache").args(["show", "--no-all-versions", PACKAGE]))?;
         let (name, version) = dependency(&shown)
@@ -37,13 +37,13 @@ impl Linux {
         Ok(Self { folder: unpacked })
     }
 
-    /// The kernel.
+    /// Returns the kernel image.
     pub fn image(&self) -> Result<PathBuf> {
         let is_kernel = |name: &str| name.starts_with("vmlinuz-");
         entry(&self.folder.join("boot"), is_kernel)?.context("the package has no kernel")
     }
 
-    /// Copies modules into a RAM disk; the file `modules/order` there says in which order they are loaded.
+    /// Copies modules into a RAM disk; its file `modules/order` lists them in load order.
     pub fn modules(&self, tree: &Tree, names: &[&str]) -> Result<()> {
         let all = output(Command::new("find").arg(&self.folder).args(["-name", "*.ko"]))?;
         for name in names {
@@ -58,7 +58,7 @@ impl Linux {
     }
 }
 
-/// The kernel that a package of `apt-cache show` depends on, in exactly one version.
+/// Returns the one kernel version that a package of `apt-cache show` depends on.
 fn dependency(shown: &str) -> Option<(&str, &str)> {
     let depends = shown.lines().find_map(|line| line.strip_prefix("Depends: "))?;
     let kernel = depends.split(", ").find(|package| package.starts_with("linux-image-"))?;
@@ -66,7 +66,7 @@ fn dependency(shown: &str) -> Option<(&str, &str)> {
     Some((name, version.strip_suffix(')')?))
 }
 
-/// A file of a folder by its name.
+/// Finds a file in a folder by its name.
 fn entry(folder: &Path, is_it: impl Fn(&str) -> bool) -> Result<Option<PathBuf>> {
     for entry in
         fs::read_dir(folder).with_context(|| format!("cannot read {}", folder.display()))?

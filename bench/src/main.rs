@@ -1,82 +1,80 @@
-//! `cargo xtask bench`: what Parador costs, in executed instructions on an emulated machine.
+//! `cargo xtask bench`: the cost of Parador in executed instructions on an emulated machine.
 //!
 //! QEMU counts instructions (`-icount shift=0`: one instruction is one nanosecond of the machine's
 //! time), so a figure is the same in every run and on every host. Instructions do not price world
-//! switches; their number stands beside every figure. Every system runs twice, and the spread
+//! switches; their number is printed beside every figure. Every system runs twice, and the spread
 //! between the runs is reported.
 #![forbid(unsafe_code)]
 
 mod chart;
+mod consolidation;
 mod counted;
+mod environments;
 mod guest;
 mod hosted;
-mod house;
 mod ladder;
 mod linux;
 mod peers;
-mod places;
 mod previrt;
+mod promises;
 mod report;
 mod runs;
 mod statistics;
 
 use anyhow::{Context, Result, bail};
-use house::House;
+use consolidation::Consolidation;
 use parador_tests::system::workspace;
 use peers::GUEST;
 use report::{Figure, short};
 use runs::{Clock, Output};
 use serde_json::{Map, Value, json};
-use statistics::Statistics;
+use statistics::VmStatistics;
 use std::path::PathBuf;
 use std::process::{Command, ExitCode};
 
-/// Runs of every system.
+/// Number of runs of every system.
 const RUNS: usize = 2;
 
-/// Costs of leaving the guest, measured by a guest of its own: key, title, name in its output, limit,
+/// VM exits, measured by a micro-guest: key, title, name in its output,
 /// peer.
-const EXITS: &[(&str, &str, &str, f64, f64)] = &[
-    ("hypercall", "hypercall settled in the kernel", "hypercall", 170.0, peers::KVM_HYPERCALL),
-    ("cpuid_exit", "CPUID answered by the user-level VMM", "cpuid", 1_500.0, peers::KVM_CPUID),
-    ("pio_exit", "port I/O answered by the user-level VMM", "pio", 1_800.0, peers::KVM_PORT),
+const EXITS: &[(&str, &str, &str, f64)] = &[
+    ("hypercall", "hypercall settled in the kernel", "hypercall", peers::KVM_HYPERCALL),
+    ("cpuid_exit", "CPUID answered by the user-level VMM", "cpuid", peers::KVM_CPUID),
+    ("pio_exit", "port I/O answered by the user-level VMM", "pio", peers::KVM_PORT),
 ];
-/// What a guest does without leaving, measured by the same one.
-const NO_EXITS: &[(&str, &str, &str, f64, f64)] = &[
-    ("cr8_read", "read of the task priority (CR8)", "cr8_read", 20.0, peers::KVM_CR8),
-    ("cr8_write", "write of the task priority, nothing pending", "cr8_write", 20.0, peers::KVM_CR8),
+/// Accesses without a VM exit, measured by the same micro-guest.
+const NO_EXITS: &[(&str, &str, &str, f64)] = &[
+    ("cr8_read", "read of the task priority (CR8)", "cr8_read", peers::KVM_CR8),
+    ("cr8_write", "write of the task priority, nothing pending", "cr8_write", peers::KVM_CR8),
 ];
 
 const EXITS_SYSTEM: &str = "[system]\nboard = \"qemu-q35\"\nlog = \"com2\"\n\n[[vm]]\nname = \"exits\"\n\
     memory = \"16M\"\nkernel = \"{artifacts}/guest-exits\"\nconsole = \"com1\"\n";
-/// Costs of channels, measured by guests of their own, with the same parts; the peer's figures are from another architecture.
-const CHANNELS: &[(&str, &str, &str, f64, f64)] = &[
+/// Channels, measured by two micro-guests, in the same format; the peer's figures are from another
+/// architecture.
+const CHANNELS: &[(&str, &str, &str, f64)] = &[
     (
         "message_noswitch",
         "message to another guest, which is ready to run",
         "message_noswitch",
-        300.0,
         peers::VARANASI_MESSAGE,
     ),
     (
         "message_wake",
         "message to another guest, which has halted",
         "message_wake",
-        570.0,
         peers::VARANASI_MESSAGE,
     ),
     (
         "message_switch",
         "message to another guest's handler, by way of HLT",
         "message_switch",
-        2_000.0,
         peers::VARANASI_MESSAGE_SWITCH,
     ),
     (
         "world_switch",
         "from one guest's HLT to the next instruction of another",
         "world_switch",
-        1_500.0,
         peers::VARANASI_WORLD_SWITCH,
     ),
 ];
@@ -101,7 +99,7 @@ fn main() -> ExitCode {
         ["ladder"] => hosted_with(hosted::ladder),
         ["ladder", "--counted"] => hosted_with(|kernel| ladder::counted(&kernel)),
         ["ladder", "--quick"] => hosted_with(hosted::small_ladder),
-        [part] => measure_house(part),
+        [part] => measure_consolidation(part),
         _ => Err(anyhow::anyhow!("what is to be measured?")),
     };
     match result {
@@ -128,10 +126,10 @@ fn measure() -> Result<()> {
     let kvmclock = runs::system(&runs::guest_description(&ram_disk, "", Clock::Kvm))?;
     println!("running Linux in a virtual machine, boot only");
     let boot = runs::system(&runs::guest_description(&ram_disk, " bench=boot ", Clock::Tsc))?;
-    let boot_statistics = Statistics::read(&boot.log)?;
-    let statistics = Statistics::read(&first(&guest)?.log)?.since(&boot_statistics);
+    let boot_statistics = VmStatistics::read(&boot.log)?;
+    let statistics = VmStatistics::read(&first(&guest)?.log)?.since(&boot_statistics);
 
-    // One exit and one entry again for each operation.
+    // One VM exit and one entry per operation.
     let mut figures = exit_figures(EXITS, Some(1.0), &exits)?;
     figures.extend(exit_figures(NO_EXITS, Some(0.0), &exits)?);
     figures.extend(exit_figures(CHANNELS, None, &channel)?);
@@ -142,7 +140,7 @@ fn measure() -> Result<()> {
         unit: "instructions",
         world_switches: None,
         peer: None,
-        limit: 500.0,
+        limit: promises::limit("gate_call_reply")?,
         spread: spread(&gate, "gate_call_reply")?,
     });
     let longest = repeat("hostile program", || runs::measured(LONGEST_SYSTEM))?;
@@ -153,7 +151,7 @@ fn measure() -> Result<()> {
         unit: "instructions",
         world_switches: None,
         peer: None,
-        limit: 12_000.0,
+        limit: promises::limit("kernel_max")?,
         spread: spread(&longest, "kernel_max")?,
     });
     let rows = print_guest(&bare, &guest)?;
@@ -165,7 +163,7 @@ fn measure() -> Result<()> {
         unit: "bytes",
         world_switches: None,
         peer: Some(peers::KARMA_BYTES),
-        limit: peers::KARMA_BYTES,
+        limit: promises::limit("vmm_bytes")?,
         spread: 0.0,
     });
     figures.push(Figure {
@@ -175,10 +173,10 @@ fn measure() -> Result<()> {
         unit: "lines",
         world_switches: None,
         peer: None,
-        limit: 12_000.0,
+        limit: promises::limit("kernel_lines")?,
         spread: 0.0,
     });
-    figures.extend(House::new()?.figures("")?);
+    figures.extend(Consolidation::new()?.figures("")?);
     boot_statistics.print("boot");
     statistics.print("the benchmark");
     print_boot(&bare, &guest)?;
@@ -200,16 +198,16 @@ fn measure() -> Result<()> {
     Ok(())
 }
 
-/// Measures what programs pay in processes of this host.
+/// Measures hosted VMs with the pre-virtualized kernel.
 fn hosted_with(measure: impl FnOnce(PathBuf) -> Result<()>) -> Result<()> {
     std::fs::create_dir_all(guest::folder()).context("cannot make a folder for the bench")?;
     measure(previrt::kernel(&[])?)
 }
 
-/// Measures one of the parts of [`House`] only, for who works on it, and keeps nothing.
-fn measure_house(part: &str) -> Result<()> {
+/// Measures only one part of [`Consolidation`] and stores nothing.
+fn measure_consolidation(part: &str) -> Result<()> {
     std::fs::create_dir_all(guest::folder()).context("cannot make a folder for the bench")?;
-    let figures = House::new()?.figures(part)?;
+    let figures = Consolidation::new()?.figures(part)?;
     if figures.is_empty() {
         bail!("no part `{part}`: ipi, disk, net, many, previrt, hosted");
     }
@@ -230,7 +228,7 @@ fn first(outputs: &[Output]) -> Result<&Output> {
     outputs.first().context("nothing was run")
 }
 
-/// Difference between the runs, relative to the first.
+/// Largest difference between the runs, relative to the first.
 fn spread(outputs: &[Output], name: &str) -> Result<f64> {
     let reference = first(outputs)?.value(name)?;
     let mut largest: f64 = 0.0;
@@ -240,14 +238,14 @@ fn spread(outputs: &[Output], name: &str) -> Result<f64> {
     Ok(largest)
 }
 
-/// Figures that a guest has printed: key, title, name in its output, limit, peer.
+/// Returns the figures that a guest has printed: key, title, name in its output, peer.
 fn exit_figures(
-    rows: &[(&'static str, &'static str, &str, f64, f64)],
+    rows: &[(&'static str, &'static str, &str, f64)],
     world_switches: Option<f64>,
     exits: &[Output],
 ) -> Result<Vec<Figure>> {
     rows.iter()
-        .map(|&(key, title, name, limit, peer)| {
+        .map(|&(key, title, name, peer)| {
             Ok(Figure {
                 key,
                 title,
@@ -255,14 +253,14 @@ fn exit_figures(
                 unit: "instructions",
                 world_switches,
                 peer: Some(peer),
-                limit,
+                limit: promises::limit(key)?,
                 spread: spread(exits, name)?,
             })
         })
         .collect()
 }
 
-/// Ratios of the guest benchmark to the bare machine: geometric mean and worst row.
+/// Returns the ratios of the guest benchmark to the bare machine: geometric mean and worst row.
 fn ratios(bare: &[Output], guest: &Output) -> Result<(f64, f64)> {
     let mut product = 0.0;
     let mut worst: f64 = 0.0;
@@ -274,11 +272,11 @@ fn ratios(bare: &[Output], guest: &Output) -> Result<(f64, f64)> {
     Ok(((product / GUEST.len() as f64).exp(), worst))
 }
 
-/// The figures of the guest benchmark.
+/// Returns the figures of the guest benchmark.
 fn guest_figures(
     bare: &[Output],
     guest: &[Output],
-    statistics: &Statistics,
+    statistics: &VmStatistics,
 ) -> Result<[Figure; 2]> {
     let (mean, worst) = ratios(bare, first(guest)?)?;
     let mut largest_spread: f64 = 0.0;
@@ -305,9 +303,15 @@ fn guest_figures(
             "guest benchmark, geometric mean",
             mean,
             (peer_product / count).exp(),
-            1.01,
+            promises::limit("guest_geomean")?,
         ),
-        figure("guest_worst", "guest benchmark, worst row", worst, peer_worst, 1.05),
+        figure(
+            "guest_worst",
+            "guest benchmark, worst row",
+            worst,
+            peer_worst,
+            promises::limit("guest_worst")?,
+        ),
     ])
 }
 
@@ -348,7 +352,7 @@ fn print_boot(bare: &[Output], guest: &[Output]) -> Result<()> {
     Ok(())
 }
 
-/// The count of `cargo xtask size`.
+/// Returns the count of `cargo xtask size`.
 fn kernel_lines() -> Result<f64> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let output = Command::new(cargo)

@@ -1,14 +1,14 @@
-//! What native Linux and other hypervisors need on the same emulated machine.
+//! Figures of native Linux and other hypervisors on the same emulated machine.
 //!
-//! Measured with the same benchmark and kernel series on QEMU 7.2 (`-icount shift=0`): KVM is Debian's
-//! kernel with `kvm_amd` and QEMU's microvm as its user-level monitor, Xen is 4.17 with a
+//! Measured with the same benchmark and kernel series on QEMU 7.2 (`-icount shift=0`): KVM is
+//! Debian's kernel with `kvm_amd` and QEMU's microvm as its user-level VMM, Xen is 4.17 with a
 //! paravirtualized guest.
 
 /// One row of the guest benchmark, in instructions per operation.
-pub struct Peer {
+pub struct PeerRow {
     /// Name in the benchmark's output.
     pub name: &'static str,
-    /// What it measures.
+    /// Title of the row.
     pub title: &'static str,
     /// Native Linux.
     pub native: f64,
@@ -27,12 +27,12 @@ const fn peer(
     kvm: f64,
     shadow: Option<f64>,
     xen: f64,
-) -> Peer {
-    Peer { name, title, native, kvm, shadow, xen }
+) -> PeerRow {
+    PeerRow { name, title, native, kvm, shadow, xen }
 }
 
 /// The rows that make up the guest's score.
-pub const GUEST: &[Peer] = &[
+pub const GUEST: &[PeerRow] = &[
     peer("nullsys", "null system call", 338.0, 340.0, Some(339.0), 946.0),
     peer("forkwait", "fork + exit + wait", 147_280.0, 148_444.0, Some(697_580.0), 610_880.0),
     peer("forkexec", "fork + exec", 513_777.0, 621_054.0, Some(1_941_789.0), 1_653_476.0),
@@ -58,20 +58,20 @@ pub const GUEST: &[Peer] = &[
     ),
 ];
 
-/// A hypercall that KVM answers in the kernel.
+/// A hypercall that KVM handles in the kernel.
 pub const KVM_HYPERCALL: f64 = 3_137.0;
-/// CPUID, answered in KVM's kernel part.
+/// CPUID, handled in KVM's kernel module.
 pub const KVM_CPUID: f64 = 2_864.0;
-/// Port I/O, answered by KVM's user-level monitor.
+/// Port I/O, handled by KVM's user-level VMM.
 pub const KVM_PORT: f64 = 5_843.0;
-/// Read of CR8, with a virtual task priority: `vmexit` of kvm-unit-tests, its loop included.
+/// Read of CR8 with a virtual task priority: `vmexit` of kvm-unit-tests, its loop included.
 pub const KVM_CR8: f64 = 7.0;
-/// Message between machines without a switch, with one, and a switch: Varanasi, "Implementing Hardware-supported
-/// Virtualization in OKL4 on ARM", 2010; there in instructions of an ARM processor.
+/// Inter-VM message without a world switch: Varanasi, "Implementing Hardware-supported
+/// Virtualization in OKL4 on ARM", 2010, in instructions of an ARM processor.
 pub const VARANASI_MESSAGE: f64 = 570.0;
 /// See [`VARANASI_MESSAGE`].
 pub const VARANASI_MESSAGE_SWITCH: f64 = 8_340.0;
 /// See [`VARANASI_MESSAGE`].
 pub const VARANASI_WORLD_SWITCH: f64 = 7_955.0;
-/// Memory of Karma, a monitor of the same kind, for one virtual machine, in bytes.
+/// Memory of one VM of Karma, a VMM of the same kind, in bytes.
 pub const KARMA_BYTES: f64 = 284.0 * 1024.0;

@@ -1,20 +1,20 @@
-//! What it costs a kernel to be pre-virtualized, on the bare emulated machine: the same kernel without pads is what it is
-//! compared with. What programs pay in processes of this host follows ([`hosted`]).
+//! Cost of pre-virtualization for a kernel on the bare emulated machine, relative to the same
+//! kernel without pads; then times of programs in hosted VMs ([`hosted`]).
 
 use crate::peers::GUEST;
 use crate::report::{self, Figure};
 use crate::runs::{self, Output};
-use crate::{chart, first, guest, hosted, ratios, repeat, spread};
+use crate::{chart, first, guest, hosted, promises, ratios, repeat, spread};
 use anyhow::{Context, Result, bail};
 use parador_tests::system::parador;
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
-/// Exit code of `parador` for a command that it does not have.
+/// Exit code of `parador` for an unknown command.
 const USAGE: i32 = 64;
 
-/// Measures, prints, and keeps the figures.
+/// Measures, prints and stores the figures.
 pub fn measure() -> Result<()> {
     std::fs::create_dir_all(guest::folder()).context("cannot make a folder for the bench")?;
     let ram_disk = guest::ram_disk()?;
@@ -39,16 +39,16 @@ pub fn measure() -> Result<()> {
         "pads on a raw machine, geometric mean",
         &plain,
         &padded,
-        1.005,
     )?);
     if let Some(null) = &null {
         let title = "every site in a stub, geometric mean";
-        figures.push(overhead("null_wedge_overhead", title, &plain, null, 1.02)?);
+        figures.push(overhead("null_wedge_overhead", title, &plain, null)?);
     }
     figures.extend(hosted::figures(&padded_kernel)?);
     print_rows(&plain, &padded, null.as_deref())?;
     report::print(&figures);
     report::write_json("bench-previrt.json", &figures)?;
+    report::append_line("previrt.jsonl", &json!({ "figures": report::series(&figures) }))?;
     draw(&plain, &padded, null.as_deref())?;
     if figures.iter().any(|figure| !figure.holds()) {
         bail!("a figure misses its limit");
@@ -56,7 +56,7 @@ pub fn measure() -> Result<()> {
     Ok(())
 }
 
-/// The kernel of `parador kernel build`.
+/// Returns the kernel of `parador kernel build`.
 pub fn kernel(options: &[&str]) -> Result<PathBuf> {
     println!("building Linux {}", options.join(" "));
     let output = parador(&guest::folder())
@@ -71,7 +71,7 @@ pub fn kernel(options: &[&str]) -> Result<PathBuf> {
     path.map(PathBuf::from).context("parador cannot build Linux")
 }
 
-/// The kernel with every site in a stub, if `parador` can make one.
+/// Returns the kernel with every site rewritten to a stub, if `parador` can make one.
 fn null(kernel: &Path) -> Result<Option<PathBuf>> {
     let path = guest::folder().join("vmlinux-null");
     let output = parador(&guest::folder())
@@ -89,7 +89,7 @@ fn null(kernel: &Path) -> Result<Option<PathBuf>> {
     }
 }
 
-/// What `parador afterburn verify` finds.
+/// Returns the findings of `parador afterburn verify`.
 fn verified(kernel: &Path) -> Result<Vec<Figure>> {
     let output = parador(&guest::folder())
         .args(["afterburn", "verify", "--json"])
@@ -101,28 +101,30 @@ fn verified(kernel: &Path) -> Result<Vec<Figure>> {
         format!("`afterburn verify` failed:\n{}", String::from_utf8_lossy(&output.stderr))
     })?;
     let (missed, overlaps, growth) = counts(&report).context("that report is not understood")?;
-    let figure = |key, title, value, unit, limit| Figure {
-        key,
-        title,
-        value,
-        unit,
-        world_switches: None,
-        peer: None,
-        limit,
-        spread: 0.0,
+    let figure = |key, title, value, unit| -> Result<Figure> {
+        Ok(Figure {
+            key,
+            title,
+            value,
+            unit,
+            world_switches: None,
+            peer: None,
+            limit: promises::limit(key)?,
+            spread: 0.0,
+        })
     };
     Ok(vec![
-        figure("sites_missed", "sensitive instructions that are no site", missed, "sites", 0.0),
-        figure("pads_overlapping", "pads where Linux rewrites itself", overlaps, "sites", 0.0),
-        figure("text_growth", "pads beside code", growth, "per cent", 1.0),
+        figure("sites_missed", "sensitive instructions without a site", missed, "sites")?,
+        figure("pads_overlapping", "sites that overlap Linux's patching", overlaps, "sites")?,
+        figure("text_growth", "growth of code by pads", growth, "per cent")?,
     ])
 }
 
-/// What the afterburner took of the CPU time of building the kernel, as noted then.
+/// Returns the afterburner's share of the CPU time of the kernel build, from the build's record.
 fn build_share(kernel: &Path) -> Result<Figure> {
     let path = kernel.with_file_name("cost.json");
     let text = std::fs::read(&path).with_context(|| {
-        format!("cannot read {}; remove the folder to build the kernel anew", path.display())
+        format!("cannot read {}; remove the folder to build the kernel again", path.display())
     })?;
     let cost: Value = serde_json::from_slice(&text)?;
     let seconds = |name: &str| cost.get(name).and_then(Value::as_f64);
@@ -135,12 +137,13 @@ fn build_share(kernel: &Path) -> Result<Figure> {
         unit: "per cent",
         world_switches: None,
         peer: None,
-        limit: 5.0,
+        limit: promises::limit("build_cpu_share")?,
         spread: 0.0,
     })
 }
 
-/// Sensitive instructions that were missed or recorded wrongly, overlaps, and growth in per cent.
+/// Returns the number of missed or wrongly recorded sensitive instructions, overlaps, and growth in
+/// per cent.
 fn counts(report: &Value) -> Option<(f64, f64, f64)> {
     let length = |name: &str| Some(report.get(name)?.as_array()?.len() as f64);
     let growth = report.get("text")?.get("growth_percent")?.as_f64()?;
@@ -152,7 +155,6 @@ fn overhead(
     title: &'static str,
     plain: &[Output],
     other: &[Output],
-    limit: f64,
 ) -> Result<Figure> {
     let (value, _) = ratios(plain, first(other)?)?;
     let mut largest: f64 = 0.0;
@@ -166,7 +168,7 @@ fn overhead(
         unit: "ratio to plain",
         world_switches: None,
         peer: None,
-        limit,
+        limit: promises::limit(key)?,
         spread: largest,
     })
 }

@@ -1,4 +1,4 @@
-//! Results: a table for people, `target/bench.json`, and the series in git.
+//! Results: a printed table, `target/bench.json`, and the series in git.
 
 use anyhow::{Context, Result};
 use parador_tests::system::{target, workspace};
@@ -12,24 +12,24 @@ use std::process::Command;
 pub struct Figure {
     /// Key in `bench.json`.
     pub key: &'static str,
-    /// What it is.
+    /// Title for people.
     pub title: &'static str,
-    /// Its value.
+    /// Measured value.
     pub value: f64,
     /// Unit of the value and of the peer's.
     pub unit: &'static str,
-    /// World switches (entries into the guest) for one operation; `None` where there is no guest.
+    /// World switches (entries into the guest) per operation; `None` without a guest.
     pub world_switches: Option<f64>,
-    /// What the peer needs for the same; `None` without a peer.
+    /// Figure of the peer for the same operation; `None` without a peer.
     pub peer: Option<f64>,
-    /// The most that is allowed.
+    /// Largest allowed value.
     pub limit: f64,
     /// Largest difference between repeated runs, relative to the value.
     pub spread: f64,
 }
 
 impl Figure {
-    /// Whether the promise is kept.
+    /// Returns true if the value keeps its limit.
     pub fn holds(&self) -> bool {
         self.value <= self.limit
     }
@@ -50,7 +50,7 @@ pub fn rounded(value: f64) -> f64 {
     (value * scale).round() / scale
 }
 
-/// Prints the promises with their peers.
+/// Prints the figures with limits and peers.
 pub fn print(figures: &[Figure]) {
     println!(
         "\n{:<46} {:>12} {:>9} {:>9} {:>9} {:>9}  unit",
@@ -71,7 +71,7 @@ pub fn print(figures: &[Figure]) {
     }
 }
 
-/// Few digits for small values, none behind the point for large ones.
+/// Formats a value: few digits for small values, no fraction for large ones.
 pub fn short(value: f64) -> String {
     match value {
         value if value.fract() == 0.0 || value >= 1000.0 => format!("{value:.0}"),
@@ -97,23 +97,25 @@ pub fn write_object(name: &str, object: &Map<String, Value>) -> Result<()> {
     Ok(())
 }
 
-/// Adds this run to the series in git. `rows` are those of the guest benchmark.
+/// Returns figures with their spread, as a series keeps them.
+pub fn series(figures: &[Figure]) -> Map<String, Value> {
+    let keyed = figures.iter().map(|figure| {
+        let mut object = figure.json();
+        object["spread"] = json!(rounded(figure.spread));
+        (figure.key.to_owned(), object)
+    });
+    keyed.collect()
+}
+
+/// Appends this run to the series in git. `rows` are those of the guest benchmark.
 pub fn append_series(figures: &[Figure], rows: Value, guest_kernel: &str) -> Result<()> {
-    let figures: Map<String, Value> = figures
-        .iter()
-        .map(|figure| {
-            let mut object = figure.json();
-            object["spread"] = json!(rounded(figure.spread));
-            (figure.key.to_owned(), object)
-        })
-        .collect();
     append_line(
         "native-x86.jsonl",
-        &json!({ "guest_kernel": guest_kernel, "figures": figures, "guest": rows }),
+        &json!({ "guest_kernel": guest_kernel, "figures": series(figures), "guest": rows }),
     )
 }
 
-/// Adds the fields of an object to a series in git, with what was measured.
+/// Appends an object to a series in git, with commit, date and QEMU's version.
 pub fn append_line(name: &str, fields: &Value) -> Result<()> {
     let mut commit = git(&["rev-parse", "--short=12", "HEAD"]);
     if !git(&["status", "--porcelain", "--untracked-files=no"]).is_empty() {
@@ -138,7 +140,7 @@ pub fn append_line(name: &str, fields: &Value) -> Result<()> {
     Ok(())
 }
 
-/// The version that QEMU prints, such as `7.2.22 (Debian ...)`.
+/// Returns the version that QEMU prints, such as `7.2.22 (Debian ...)`.
 pub fn qemu_version() -> String {
     let text = first_line(Command::new("qemu-system-x86_64").arg("--version"));
     text.trim_start_matches("QEMU emulator version ").to_owned()
@@ -148,8 +150,8 @@ fn git(arguments: &[&str]) -> String {
     first_line(Command::new("git").args(arguments).current_dir(workspace()))
 }
 
-/// The first line of a program's output; empty if it cannot be run, because a figure without its
-/// origin is still a figure.
+/// Returns the first line of a program's output; empty if it cannot be run, because a figure
+/// without its origin is still a figure.
 fn first_line(command: &mut Command) -> String {
     let output = command.output().map(|output| output.stdout).unwrap_or_default();
     String::from_utf8_lossy(&output).lines().next().unwrap_or_default().to_owned()

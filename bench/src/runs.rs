@@ -1,4 +1,4 @@
-//! Running on the emulated machine, bare and under Parador.
+//! Runs on the emulated machine, bare and under Parador.
 
 use crate::guest::folder;
 use abi::bundle::Header;
@@ -12,22 +12,22 @@ use std::time::{Duration, Instant};
 
 /// Guest memory, the same on the bare machine.
 const MEMORY: &str = "256";
-/// Fixed placement and a fixed clock, so that every run takes the same course.
+/// Fixed layout and a fixed clock, so that every run takes the same course.
 pub const COMMAND_LINE: &str = "console=ttyS0 quiet panic=-1 nokaslr norandmaps mitigations=off \
                             tsc=reliable tsc_early_khz=1000000 lpj=4000000";
-/// The clock, which does not depend on the day.
+/// Start of the real-time clock, independent of the date.
 const RTC: &str = "base=2024-01-01T00:00:00,clock=vm";
-/// Seconds that one run may take on a busy machine.
+/// Time limit of one run on a busy host, in seconds.
 const LIMIT: u64 = 580;
 
-/// What one run printed.
+/// Output of one run.
 #[derive(Clone, Debug, Default)]
 pub struct Output {
     /// Instructions per operation, by name: the lines `VB name value ns`.
     pub values: BTreeMap<String, f64>,
-    /// The console.
+    /// Console transcript.
     pub console: String,
-    /// The kernel's log, empty on the bare machine.
+    /// Kernel log; empty on the bare machine.
     pub log: String,
 }
 
@@ -47,7 +47,7 @@ impl Output {
         Self { values, console, log }
     }
 
-    /// A value that the run must have printed.
+    /// Returns a value; fails if the run has not printed it.
     pub fn value(&self, name: &str) -> Result<f64> {
         match self.values.get(name) {
             Some(&value) => Ok(value),
@@ -55,23 +55,24 @@ impl Output {
         }
     }
 
-    /// What the system said about itself: the line `VBSYS name text`.
+    /// Returns a property of the system: the line `VBSYS name text`.
     pub fn fact(&self, name: &str) -> &str {
         let mark = format!("VBSYS {name} ");
         self.console.lines().find_map(|line| line.strip_prefix(mark.as_str())).unwrap_or("unknown")
     }
 }
 
-/// The clock of the measured guest.
+/// Clock source of the measured guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Clock {
-    /// The time-stamp counter, of which the command line says that it is reliable, and its frequency.
+    /// The TSC, which the command line declares reliable, with its frequency.
     Tsc,
-    /// The paravirtual clock of KVM besides, which Linux prefers for its scheduler.
+    /// The same plus kvmclock, which Linux prefers for its scheduler.
     Kvm,
 }
 
-/// The description of a system with the measured guest. `more` is added to its command line.
+/// Returns the description of a system with the measured guest. `more` is appended to its command
+/// line.
 pub fn guest_description(ram_disk: &Path, more: &str, clock: Clock) -> String {
     let kvmclock = clock == Clock::Kvm;
     format!(
@@ -82,7 +83,7 @@ pub fn guest_description(ram_disk: &Path, more: &str, clock: Clock) -> String {
     )
 }
 
-/// The guest kernel, taken from a built system: the bare machine runs the very same one.
+/// Returns the guest kernel of a built system: the bare machine runs the same file.
 pub fn guest_kernel(description: &str) -> Result<PathBuf> {
     let folder = folder();
     fs::write(folder.join("guest.toml"), description)?;
@@ -97,7 +98,7 @@ pub fn guest_kernel(description: &str) -> Result<PathBuf> {
     let bundle = fs::read(folder.join("image/bundle")).context("cannot read the bundle")?;
     let header = Header::parse(&bundle, bundle.len() as u64)
         .map_err(|error| anyhow::anyhow!("the bundle is damaged: {error:?}"))?;
-    // Linux/x86 boot protocol: the mark of its header.
+    // Magic of the header (Linux/x86 boot protocol).
     let kernel = header
         .files()
         .map(|file| &bundle[file.offset as usize..][..file.length as usize])
@@ -108,27 +109,27 @@ pub fn guest_kernel(description: &str) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// QEMU's way to count instructions where nothing waits for the outside: idle time passes at once.
+/// QEMU's instruction counter for systems that wait for no device: idle time passes at once.
 pub const NO_SLEEP: &str = "shift=0,sleep=off";
-/// With a disk, which answers in real time: the machine sleeps until then.
+/// The same with a disk, which completes in real time: the machine sleeps until then.
 pub const SLEEP: &str = "shift=0";
 
 /// Linux on the bare emulated machine.
 pub struct Bare<'a> {
-    /// Megabytes.
+    /// Memory in MiB.
     pub memory: &'a str,
-    /// Kernel.
+    /// Kernel image.
     pub kernel: &'a Path,
-    /// Its RAM disk.
+    /// RAM disk.
     pub ram_disk: &'a Path,
-    /// Added to its command line.
+    /// Text appended to the command line.
     pub more: &'a str,
     /// [`NO_SLEEP`] or [`SLEEP`].
     pub icount: &'a str,
 }
 
 impl Bare<'_> {
-    /// Runs it to its end, with further arguments for QEMU.
+    /// Runs the system to its end, with further arguments for QEMU.
     pub fn run(&self, arguments: &[String]) -> Result<Output> {
         let output = Command::new("timeout")
             .args(["--kill-after=5", &LIMIT.to_string(), "qemu-system-x86_64"])
@@ -193,7 +194,7 @@ pub fn system(description: &str) -> Result<Output> {
     on(description, &Machine { counted: true, ..Machine::default() })
 }
 
-/// Runs a system to its end on the kernel that measures its longest path.
+/// Runs a system to its end on the kernel build that measures its longest path.
 pub fn measured(description: &str) -> Result<Output> {
     on(description, &Machine { counted: true, measured: true, ..Machine::default() })
 }

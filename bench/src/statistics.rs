@@ -1,29 +1,29 @@
-//! What root writes into the log about a virtual machine that has ended.
+//! VmStatistics that root logs when a VM ends.
 
 use anyhow::{Context, Result};
 
-/// Counts of one virtual machine.
+/// VmStatistics of one VM.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Statistics {
+pub struct VmStatistics {
     /// World switches into the guest.
     pub entries: f64,
-    /// Exits that the kernel settled itself.
+    /// Exits that the kernel handled itself.
     pub settled: f64,
-    /// Bytes of memory that were taken for it beyond guest memory.
+    /// Memory taken for the VM beyond guest memory, in bytes.
     pub bytes: f64,
-    /// Bytes of its program, which are mapped from the boot module and shared by all.
+    /// Size of the VMM's image in bytes, mapped from the boot module and shared by all VMs.
     pub shared: f64,
     /// Exits by reason.
     pub exits: Vec<(String, u64)>,
 }
 
-impl Statistics {
+impl VmStatistics {
     /// Reads the last `statistics: name=value ...` line of a log.
     pub fn read(log: &str) -> Result<Self> {
         Self::all(log).last().context("the log has no statistics of the virtual machine")
     }
 
-    /// Those of all virtual machines that have ended.
+    /// Reads the statistics of all VMs that have ended.
     pub fn all(log: &str) -> impl Iterator<Item = Self> {
         let mark = "statistics: ";
         log.lines()
@@ -46,7 +46,7 @@ impl Statistics {
         statistics
     }
 
-    /// What was counted after `before`, which is the same course cut short.
+    /// Returns the difference to `before`, a shorter run of the same system.
     pub fn since(&self, before: &Self) -> Self {
         let earlier = |name: &String| {
             before.exits.iter().find(|(other, _)| other == name).map_or(0, |(_, count)| *count)
@@ -85,12 +85,12 @@ mod tests {
     #[test]
     fn reads_the_last_line() {
         let log = "root: vm: statistics: entries=1\nroot: vm: statistics: entries=7 settled=2 bytes=4096 cpuid=3 port=2\nend\n";
-        let statistics = Statistics::read(log).unwrap();
+        let statistics = VmStatistics::read(log).unwrap();
         assert_eq!((statistics.entries, statistics.settled, statistics.bytes), (7.0, 2.0, 4096.0));
         assert_eq!(statistics.exits, [("cpuid".to_owned(), 3), ("port".to_owned(), 2)]);
-        assert_eq!(Statistics::all(log).map(|one| one.entries).sum::<f64>(), 8.0);
-        assert!(Statistics::read("nothing").is_err());
-        let before = Statistics::read("statistics: entries=3 cpuid=1").unwrap();
+        assert_eq!(VmStatistics::all(log).map(|one| one.entries).sum::<f64>(), 8.0);
+        assert!(VmStatistics::read("nothing").is_err());
+        let before = VmStatistics::read("statistics: entries=3 cpuid=1").unwrap();
         let after = statistics.since(&before);
         assert_eq!((after.entries, after.exits[0].1, after.exits[1].1), (4.0, 2, 2));
     }

@@ -1,13 +1,14 @@
-//! Target `afterburn`: what a developer's machine has to read.
+//! Target `afterburn`: the input of the afterburner, which runs on a developer's host.
 //!
-//! First byte 0: the rest is assembler text. It is refused with a place, or rewritten. Then everything that was inserted
-//! can be taken out again, and the text is the one that was given. First byte 1: the rest is an ELF file that is verified.
+//! First byte 0: the rest is assembler text. It is rejected with a line number, or rewritten.
+//! Removing all insertions then restores the given text. First byte 1: the rest is an ELF file that
+//! is verified.
 
 use crate::input::{Input, Seed};
 use std::path::Path;
 use wedge_afterburn::{Exceptions, Pad, rewrite, verify};
 
-/// Takes an input.
+/// Runs an input.
 pub fn run(bytes: &[u8]) {
     let mut input = Input::new(bytes);
     match input.byte() {
@@ -29,8 +30,8 @@ fn text(text: &[u8]) {
     }
 }
 
-/// Whether `new` is `old` with insertions. Only a comma between bytes, and blanks around it, may have become something
-/// else.
+/// Returns true if `new` is `old` with insertions. Only a comma between bytes, and the blanks
+/// around it, may have been replaced.
 fn is_within(old: &[u8], new: &[u8]) -> bool {
     let mut new = new.iter();
     let stays = |byte: &&u8| **byte != b',' && !byte.is_ascii_whitespace();
@@ -44,7 +45,7 @@ fn binary(file: &[u8]) {
     }
 }
 
-/// The inputs to begin with.
+/// Initial inputs.
 pub fn seeds() -> Vec<(&'static str, Seed)> {
     let text = |text: &str| Seed::new().bytes(&[0]).bytes(text.as_bytes());
     let record = [0xf0, 0xff, 0xff, 0xff, 1, 8, 0, 0];
@@ -78,14 +79,15 @@ pub fn seeds() -> Vec<(&'static str, Seed)> {
     ]
 }
 
-/// A linked file of a section of code at 0x1000 and a table of sites behind it.
+/// A linked file with a section of code at 0x1000, followed by a table of sites.
 fn elf(code: &[u8], sites: &[u8]) -> Vec<u8> {
     const NAMES: &[u8] = b"\0.text\0parador_sites_1\0.shstrtab\0";
     const HEADER: usize = 64;
     let contents: [(u32, u32, u64, &[u8]); 3] =
         [(1, 1, 6, code), (7, 1, 2, sites), (23, 3, 0, NAMES)];
     let size: usize = contents.iter().map(|(.., data)| data.len().next_multiple_of(8)).sum();
-    // Identification; executable, x86-64, version; entry, program headers; section headers behind the contents.
+    // Identification; executable, x86-64, version; entry, program headers; section headers after
+    // the contents.
     let mut file = b"\x7fELF\x02\x01\x01".to_vec();
     file.resize(16, 0);
     file.extend([2, 0, 62, 0, 1, 0, 0, 0]);
@@ -100,7 +102,7 @@ fn elf(code: &[u8], sites: &[u8]) -> Vec<u8> {
     for (name, kind, flags, data) in contents {
         headers.extend(name.to_le_bytes());
         headers.extend(kind.to_le_bytes());
-        // Flags, address, place, size; link and info; alignment; size of entries.
+        // Flags, address, offset, size; link and info; alignment; size of entries.
         for long in [flags, address, file.len() as u64, data.len() as u64, 0, 1, 0] {
             headers.extend(long.to_le_bytes());
         }
@@ -116,7 +118,7 @@ fn elf(code: &[u8], sites: &[u8]) -> Vec<u8> {
 mod tests {
     use super::*;
 
-    /// Otherwise the search begins nowhere.
+    /// Without valid seeds the search has no starting point.
     #[test]
     fn the_seeds_mean_something() {
         let good = verify(

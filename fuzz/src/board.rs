@@ -1,18 +1,18 @@
-//! Target `board`: the guest of a whole board `pc` with a disk, a network card, a console, an entropy source and a channel,
-//! on two virtual CPUs.
+//! Target `board`: the guest of a complete board `pc` with a disk, a network device, a console, an
+//! entropy source and a channel, on two vCPUs.
 //!
-//! Steps, each a byte for what it is (see [`Step`]) and what belongs to it; the top bit of that byte says which CPU. The
-//! input ends when the machine does.
+//! An input is a sequence of steps, each a byte for its kind (see [`Step`]) and its arguments; the
+//! top bit of that byte selects the CPU. The run ends with the VM.
 //!
-//! Beside panics it finds: a call that does not come back to the host, a kick of a CPU by itself, and work for the
-//! outside that is out of range.
+//! Beside panics it detects: a call that does not return to the host, a kick of a CPU by itself,
+//! and requests to a back end that are out of range.
 
 use std::collections::VecDeque;
 use std::fmt;
 
 use proto::channel::View;
 use vmm_bus::backend::{BlockInfo, ChannelInfo, NetInfo, Offload};
-use vmm_bus::testing::{Disk, Peer, Port};
+use vmm_bus::testing::{ScriptDisk, ScriptPeer, ScriptPort};
 use vmm_bus::{Block, ChannelBackend, Net};
 use vmm_cpu::testing::ScriptedVcpu;
 use vmm_cpu::{Cpu, Exit, Gpr, IoExit, MemoryFault, Reg, StopReason, TscClock, Vcpu};
@@ -21,34 +21,35 @@ use vmm_mem::GuestMemory;
 
 use crate::input::{Input, Seed};
 
-/// What a step does.
+/// Kind of a step.
 #[derive(Clone, Copy)]
 #[repr(u8)]
 enum Step {
-    /// Accesses a port. Port (16), kind (8; bits 0–1 size, 2 write, 3 string, 4 repeated), value (32).
+    /// Accesses a port. Port (16), kind (8; bits 0–1 size, 2 write, 3 string, 4 rep), value (32).
     Port,
     /// Reads memory-mapped registers. Place (8, see [`PLACES`]), offset (16), size.
     Read,
-    /// Writes them. As before, value (32).
+    /// Writes memory-mapped registers. Place (8), offset (16), size, value (32).
     Write,
-    /// Lets an instruction be emulated. Place (8), offset (16), kind of access (8; bit 0 write, 1 fetch, 2 page walk),
-    /// length (8), bytes.
+    /// Emulates an instruction. Place (8), offset (16), kind of access (8; bit 0 write, 1 fetch, 2
+    /// page walk), length (8), bytes.
     Instruction,
     /// Accesses an MSR. Number (32), write (8), value (64).
     Msr,
     /// `CPUID`. Leaf (32), subleaf (8).
     Cpuid,
-    /// Accesses configuration space by ports. Device (8), register (8), kind (8; as ports), value (32).
+    /// Accesses configuration space by ports. Device (8), register (8), kind (8; as ports), value
+    /// (32)
     Config,
     /// Writes guest memory. Address (32), length (8), bytes.
     Memory,
-    /// Runs with interrupts on or off (8) after as many nanoseconds (32).
+    /// Runs with interrupts enabled or disabled (8) after a number of nanoseconds (32).
     Run,
     /// Another exit. Kind (8), value (64).
     Exit,
-    /// Something comes from outside. Slot, [`CHANGE`], or the serial line (8), length (16).
+    /// Delivers input. Slot, [`CHANGE`], or the serial line (8), length (16).
     Arrive,
-    /// The power button.
+    /// Presses the power button.
     Button,
 }
 
@@ -67,7 +68,8 @@ const STEPS: [Step; 12] = [
     Step::Button,
 ];
 
-/// Where a guest may find registers: windows of PCI functions, configuration space, I/O APIC, local APIC, and nothing.
+/// Addresses where a guest may find registers: windows of PCI functions, configuration space, I/O
+/// APIC, local APIC, and an unmapped address.
 const PLACES: [u64; 10] = [
     layout::PCI_WINDOW as u64,
     layout::PCI_WINDOW as u64 + 0x8000,
@@ -83,20 +85,20 @@ const PLACES: [u64; 10] = [
 
 const CPUS: usize = 2;
 const MEMORY: u64 = 0x4_0000;
-/// Where the instruction to be emulated is.
+/// Address of the instruction to emulate.
 const CODE: u64 = 0x1000;
 const SECTORS: u64 = 64;
-/// Slot of the channel, and the number by which its peer is meant.
+/// Slot of the channel, and the pseudo slot of a change of its peer.
 const CHANNEL: usize = 4;
 const CHANGE: usize = 5;
-/// Event by which every call comes back.
+/// Event with which every call returns.
 const BACK: u64 = 7;
 
 thread_local! {
     static GUEST: GuestMemory = vmm_mem::testing::memory(&[(0, MEMORY)]);
 }
 
-/// The outside of all.
+/// Host of the board.
 #[derive(Default)]
 struct World {
     tsc: u64,
@@ -126,13 +128,13 @@ impl Host for World {
     }
 }
 
-/// The outside of a PCI function.
+/// Back end of a PCI function.
 #[derive(Default)]
 struct Connected {
-    disk: Option<Disk>,
-    port: Option<Port>,
+    disk: Option<ScriptDisk>,
+    port: Option<ScriptPort>,
     bytes: usize,
-    peer: Option<Peer>,
+    peer: Option<ScriptPeer>,
 }
 
 impl DeviceBackend for Connected {
@@ -185,8 +187,8 @@ fn functions() -> Slots<Connected, 5> {
         max_bytes: 0x2000,
         ..BlockInfo::default()
     };
-    let disk = Some(Disk::new(SECTORS as usize * 512, 8));
-    let port = Some(Port { room: 100, ..Port::default() });
+    let disk = Some(ScriptDisk::new(SECTORS as usize * 512, 8));
+    let port = Some(ScriptPort { room: 100, ..ScriptPort::default() });
     let channel = ChannelInfo {
         number: 0,
         side: 1,
@@ -197,7 +199,7 @@ fn functions() -> Slots<Connected, 5> {
         own_name: [b'a'; _],
         peer_name: [b'b'; _],
     };
-    let peer = Peer::default();
+    let peer = ScriptPeer::default();
     let mut slots = Slots::new();
     for (device, outside) in [
         (Model::Block(info), Connected { disk, ..Connected::default() }),
@@ -237,7 +239,7 @@ impl<'m> Rig<'m> {
         }
     }
 
-    /// An exit of a CPU; whether the machine goes on.
+    /// One exit of a CPU; returns false if the VM has ended.
     fn exit(&mut self, cpu: usize, exit: Exit) -> bool {
         let vcpu = &mut self.vcpus[cpu];
         vcpu.script.clear();
@@ -259,7 +261,8 @@ impl<'m> Rig<'m> {
         let vcpu = &mut self.vcpus[cpu];
         vcpu.set_gpr(Gpr::Rax, value.into());
         if string {
-            // A string instruction is read from memory, as the exit does not say all about it.
+            // A string instruction is read from memory, because the exit does not describe it
+            // completely.
             let opcode = if write { 0x6f } else { 0x6d } - u8::from(size == 1);
             let code: &[u8] = if rep { &[0xf3, opcode] } else { &[opcode] };
             let _ = self.memory.write_slice(CODE, code);
@@ -283,7 +286,7 @@ impl<'m> Rig<'m> {
         self.exit(cpu, Exit::MemoryFault(MemoryFault { gpa: address, write, fetch, walk }))
     }
 
-    /// A plain access of registers.
+    /// A plain access to registers.
     fn mmio(&mut self, cpu: usize, address: u64, size: u8, write: Option<u32>) -> bool {
         let opcode = if write.is_some() { 0x89 } else { 0x8b } - u8::from(size == 1);
         let code: &[u8] = if size == 2 { &[0x66, opcode, 0x03] } else { &[opcode, 0x03] };
@@ -323,7 +326,7 @@ impl<'m> Rig<'m> {
     }
 }
 
-/// Takes an input.
+/// Runs an input.
 pub fn run(bytes: &[u8]) {
     let memory = GUEST.with(Clone::clone);
     let _ = memory.fill(0, MEMORY, 0);
@@ -338,7 +341,7 @@ pub fn run(bytes: &[u8]) {
     }
 }
 
-/// Does a step; whether the machine goes on.
+/// Executes a step; returns false if the VM has ended.
 fn act(rig: &mut Rig<'_>, step: Step, cpu: usize, input: &mut Input<'_>) -> bool {
     let place = |input: &mut Input<'_>| {
         PLACES[usize::from(input.byte()) % PLACES.len()] + u64::from(input.half())
@@ -453,7 +456,7 @@ impl Seed {
     }
 }
 
-/// Inputs to begin with.
+/// Initial inputs.
 pub fn seeds() -> Vec<(&'static str, Seed)> {
     // The 8259s with vectors from 0x30, the 8254 at 1 kHz.
     let pic = [(0x20, 0x11), (0x21, 0x30), (0x21, 4), (0x21, 1), (0x21, 0)]
@@ -499,7 +502,8 @@ pub fn seeds() -> Vec<(&'static str, Seed)> {
         .byte(0x80 | Step::Cpuid as u8)
         .word(1)
         .byte(0);
-    // Memory and bus master on; then queue 0 of the entropy source with 4 entries, and a request.
+    // Enable memory and bus master; then queue 0 of the entropy source with 4 entries, and a
+    // request.
     let function = Seed::new().board(Step::Config).byte(4).byte(4).byte(5).word(6);
     let virtio = [
         (0x14, 1, 3),
@@ -525,7 +529,7 @@ pub fn seeds() -> Vec<(&'static str, Seed)> {
         .fold(Seed::new(), |seed, device| {
             seed.board(Step::Config).byte(device).byte(4).byte(5).word(6)
         })
-        // Two windows at one place, one over the I/O APIC.
+        // Two windows at the same address, one over the I/O APIC.
         .board(Step::Config)
         .byte(1)
         .byte(0x10)

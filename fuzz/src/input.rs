@@ -1,18 +1,18 @@
-//! An input, read from its start; and how to write one.
+//! Reader and writer of an input.
 //!
-//! Numbers are little-endian. After the end everything is 0, so a shortened input still means something.
+//! Numbers are little-endian. All bytes after the end are 0, so a shortened input keeps a meaning.
 
-/// What is left of an input.
+/// Unread rest of an input.
 #[derive(Clone, Copy, Debug)]
 pub struct Input<'a>(&'a [u8]);
 
 impl<'a> Input<'a> {
-    /// All of it.
+    /// Creates a reader of the whole input.
     pub fn new(bytes: &'a [u8]) -> Self {
         Self(bytes)
     }
 
-    /// Whether nothing is left.
+    /// True at the end of the input.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -24,7 +24,7 @@ impl<'a> Input<'a> {
         taken
     }
 
-    /// All that is left.
+    /// All remaining bytes.
     pub fn rest(&mut self) -> &'a [u8] {
         self.bytes(usize::MAX)
     }
@@ -56,18 +56,18 @@ impl<'a> Input<'a> {
         u64::from_le_bytes(self.array())
     }
 
-    /// The size of an access: 1, 2, 4 or 8.
+    /// Size of an access: 1, 2, 4 or 8.
     pub fn size(&mut self) -> u8 {
         1 << (self.byte() & 3)
     }
 }
 
-/// An input to be written.
+/// Writer of an input.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Seed(Vec<u8>);
 
 impl Seed {
-    /// Nothing yet.
+    /// Creates an empty input.
     pub fn new() -> Self {
         Self::default()
     }
@@ -103,18 +103,18 @@ impl Seed {
         self.byte(size.trailing_zeros() as u8)
     }
 
-    /// What was written.
+    /// The complete input.
     pub fn finish(self) -> Vec<u8> {
         self.0
     }
 }
 
-/// Pseudo-random numbers, for changes of inputs that are the same each time (Marsaglia's xorshift).
+/// Pseudo-random numbers for reproducible mutations of inputs (Marsaglia's xorshift).
 #[derive(Clone, Copy, Debug)]
 pub struct Random(u64);
 
 impl Random {
-    /// The numbers that belong to a start.
+    /// Creates the sequence of a start value.
     pub fn new(start: u64) -> Self {
         Self(start | 1)
     }
@@ -127,12 +127,12 @@ impl Random {
         self.0
     }
 
-    /// A number below `end`, which is not 0.
+    /// Next number below `end`, which is not 0.
     pub fn below(&mut self, end: usize) -> usize {
         (self.draw() >> 16) as usize % end
     }
 
-    /// Changes an input a little.
+    /// Mutates an input slightly.
     pub fn mutate(&mut self, input: &mut Vec<u8>) {
         for _ in 0..=self.below(8) {
             let (at, value) = (self.below(input.len() + 1), self.draw() as u8);

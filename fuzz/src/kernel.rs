@@ -1,7 +1,7 @@
-//! Target `kernel`: a kernel image, as a user gives it, with a command line and an initial RAM disk.
+//! Target `kernel`: a kernel image from a user, with a command line and an initial RAM disk.
 //!
-//! Two bytes: length of the RAM disk; one byte: length of the command line, which follows. The rest is the image. It is
-//! refused, or a machine is ready to start in which nothing was put over anything else.
+//! Two bytes: length of the RAM disk; one byte: length of the command line, which follows. The rest
+//! is the image. It is rejected, or loaded without overlaps, ready to start.
 
 use hw_tables::pvh::{Module, StartInfo};
 use vmm_boot::testing::{bzimage, elf_kernel, elf_kernel_32, multiboot_kernel};
@@ -12,16 +12,16 @@ use vmm_mem::testing::memory;
 
 use crate::input::{Input, Seed};
 
-/// RAM at 0, and some above 4 GiB.
+/// RAM at 0, and more above 4 GiB.
 const RAM: [(u64, u64); 2] = [(0, 4 << 20), (4 << 30, 1 << 20)];
 const MIB: u64 = 1 << 20;
 
 thread_local! {
-    /// Made once. What is not loaded is not looked at, so no input sees what another one has left.
+    /// Created once. Memory that is not loaded is not read, so inputs do not influence each other.
     static MEMORY: GuestMemory = memory(&RAM);
 }
 
-/// Takes an input.
+/// Runs an input.
 pub fn run(bytes: &[u8]) {
     let mut input = Input::new(bytes);
     let initrd: Vec<u8> = (0..input.half()).map(|index| (index % 251) as u8).collect();
@@ -53,15 +53,15 @@ pub fn run(bytes: &[u8]) {
     });
 }
 
-/// The guest finds everything, and it is whole.
+/// Checks that the guest finds all parts, complete.
 fn check(ram: &GuestMemory, kernel: &Kernel<'_>, state: &InitialState, config: &BootConfig<'_>) {
     let read = |address: u64, length: usize| {
         let mut bytes = vec![0; length];
-        ram.read_slice(address, &mut bytes).expect("what is told is in memory");
+        ram.read_slice(address, &mut bytes).expect("reported ranges are in memory");
         bytes
     };
     let (line, rsdp, disk) = match kernel {
-        // `boot_params`: the fields of Linux's boot.rst and zero-page.rst.
+        // `boot_params`: fields of Linux' boot.rst and zero-page.rst.
         Kernel::BzImage(_) => {
             assert!((MIB..RAM[0].1).contains(&state.rip));
             let word = |offset| u64::from(ram.read::<u32>(state.rsi + offset).expect("in memory"));
@@ -74,7 +74,8 @@ fn check(ram: &GuestMemory, kernel: &Kernel<'_>, state: &InitialState, config: &
             let disk = Module::list(&modules).next().map(|module| (module.address, module.size));
             (info.command_line, info.rsdp, disk.unwrap_or_default())
         }
-        // Its information: the fields of the Multiboot specification, 3.3. The tables are where such kernels search.
+        // Information structure: fields of the Multiboot specification, 3.3. The tables are in the
+        // area that such kernels search.
         Kernel::Multiboot(_) => {
             assert_eq!(state.rax, 0x2bad_b002);
             let word = |address| u64::from(ram.read::<u32>(address).expect("in memory"));
@@ -97,20 +98,20 @@ fn check(ram: &GuestMemory, kernel: &Kernel<'_>, state: &InitialState, config: &
     assert_eq!(read(disk.0, initrd.len()), initrd);
 }
 
-/// The inputs to begin with.
+/// Initial inputs.
 pub fn seeds() -> Vec<(&'static str, Seed)> {
     let seed = |initrd, line: &str, image: &[u8]| {
         Seed::new().half(initrd).byte(line.len() as u8).bytes(line.as_bytes()).bytes(image)
     };
-    // It wants 64 KiB from 1 MiB on.
+    // The kernel needs 64 KiB from 1 MiB on.
     let mut linux = bzimage(96);
     linux[0x258..0x260].copy_from_slice(&MIB.to_le_bytes());
     linux[0x260..0x264].copy_from_slice(&(64_u32 << 10).to_le_bytes());
-    // The RAM disk may only be right behind it.
+    // The only space for the RAM disk is directly after the kernel.
     let mut narrow = linux.clone();
     narrow[0x22c..0x230].copy_from_slice(&0x11_1fff_u32.to_le_bytes());
     let elf = elf_kernel(MIB, b"\xf4\xeb\xfd", 0x3000, MIB as u32);
-    // Its memory ends where that below the hole ends.
+    // Its memory ends at the end of RAM below the hole.
     let large = elf_kernel(2 * MIB, &[0x90; 64], 2 * MIB, 2 * MIB as u32);
     vec![
         ("linux", seed(5000, "console=ttyS0", &linux)),

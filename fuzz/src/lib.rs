@@ -1,7 +1,7 @@
-//! Fuzz targets: what a guest, a client or a file may say, as a string of bytes.
+//! Fuzz targets: untrusted input of a guest, a client or a file, as a string of bytes.
 //!
-//! A target takes any bytes and panics only if something is wrong. It has no state between two inputs, and every
-//! input means the same each time, so what was found once can be replayed.
+//! A target accepts any bytes and panics only on a defect. It keeps no state between two inputs,
+//! and every run of an input is the same, so findings can be replayed.
 #![forbid(unsafe_code)]
 
 pub mod afterburn;
@@ -16,27 +16,27 @@ pub mod virtio;
 
 use input::Seed;
 
-/// A target.
+/// A fuzz target.
 #[derive(Clone, Copy, Debug)]
-pub struct Target {
-    /// Its name, also that of its folder in `corpus`.
+pub struct FuzzTarget {
+    /// Name, also of its folder in `corpus`.
     pub name: &'static str,
-    /// Takes an input.
+    /// Runs an input.
     pub run: fn(&[u8]),
-    /// The inputs to begin with, by name.
+    /// Initial inputs, by name.
     pub seeds: fn() -> Vec<(&'static str, Seed)>,
 }
 
 /// All targets.
-pub const TARGETS: [Target; 5] = [
-    Target { name: "virtio", run: virtio::run, seeds: virtio::seeds },
-    Target { name: "board", run: board::run, seeds: board::seeds },
-    Target { name: "proto", run: proto::run, seeds: proto::seeds },
-    Target { name: "kernel", run: kernel::run, seeds: kernel::seeds },
-    Target { name: "afterburn", run: afterburn::run, seeds: afterburn::seeds },
+pub const TARGETS: [FuzzTarget; 5] = [
+    FuzzTarget { name: "virtio", run: virtio::run, seeds: virtio::seeds },
+    FuzzTarget { name: "board", run: board::run, seeds: board::seeds },
+    FuzzTarget { name: "proto", run: proto::run, seeds: proto::seeds },
+    FuzzTarget { name: "kernel", run: kernel::run, seeds: kernel::seeds },
+    FuzzTarget { name: "afterburn", run: afterburn::run, seeds: afterburn::seeds },
 ];
 
-/// The target with a name.
-pub fn target(name: &str) -> Option<Target> {
+/// Returns the target with this name.
+pub fn target(name: &str) -> Option<FuzzTarget> {
     TARGETS.into_iter().find(|target| target.name == name)
 }

@@ -1,12 +1,12 @@
-//! Target `proto`: everything that is read from another task.
+//! Target `proto`: all data that is read from another task.
 //!
-//! First byte: which decoder. What it accepts must survive being written and read again. For sessions the rest of the
-//! input is words that the other side writes, each with what both ends do next; they must go on, or break the
-//! connection, but never hand out anything beyond the session.
+//! First byte: the decoder. Accepted data must survive encoding and decoding. For sessions the rest
+//! of the input is words written by the peer, each with the next operation of both ends; the ends
+//! must continue or break the connection, but never access data outside the session.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use proto::control::Statistics;
+use proto::control::VmmStatistics;
 use proto::manage::{Entry, Figures, Refusal, Report};
 use proto::start::{MAX_START, Start};
 use proto::system::System;
@@ -14,7 +14,7 @@ use proto::{bytes, console, disk, log, manage, net};
 
 use crate::input::{Input, Seed};
 
-/// Decoders, as numbered in the first byte of an input.
+/// Decoders, by the first byte of an input.
 #[derive(Clone, Copy)]
 #[repr(u8)]
 enum Decoder {
@@ -26,7 +26,7 @@ enum Decoder {
     Net,
 }
 
-/// Takes an input.
+/// Runs an input.
 pub fn run(bytes: &[u8]) {
     let mut input = Input::new(bytes);
     match input.byte() % 6 {
@@ -41,7 +41,7 @@ pub fn run(bytes: &[u8]) {
 
 fn start(bytes: &[u8]) {
     if let Some(start) = Start::decode(bytes) {
-        // Numbers may be longer in the input than they need to be.
+        // Encodings of numbers in the input may be longer than necessary.
         let mut buffer = vec![0; bytes.len().max(MAX_START)];
         let encoded = start.encode(&mut buffer).expect("as long as it was");
         assert_eq!(Start::decode(encoded), Some(start.clone()));
@@ -81,8 +81,8 @@ fn words(mut input: Input<'_>) {
     let mut unpacked = [0; 600];
     let back = bytes::unpack(&words[..used], code as usize, &mut unpacked);
     assert!(bytes.starts_with(&back[..back.len().min(bytes.len())]));
-    let statistics = Statistics::unpack(&words[..used]);
-    assert_eq!(Statistics::unpack(&statistics.pack()), statistics);
+    let statistics = VmmStatistics::unpack(&words[..used]);
+    assert_eq!(VmmStatistics::unpack(&statistics.pack()), statistics);
     let report = Report::default().pack();
     let report =
         Report::unpack(&std::array::from_fn::<u64, { Report::LENGTH / 8 - 1 }, _>(|index| {
@@ -97,14 +97,15 @@ fn words(mut input: Input<'_>) {
     }
 }
 
-/// Words of a session that both sides share without data.
+/// Words of a session shared by both ends, without data.
 const WORDS: usize = 1024;
 
 fn memory() -> Vec<AtomicU64> {
     (0..WORDS).map(|_| AtomicU64::new(0)).collect()
 }
 
-/// The other side writes a word: place (16), value (64 or 8 bits). Gives a number for what both ends do then.
+/// Writes a word as the peer: offset (16), value (64 or 8 bits). Returns the number of the ends'
+/// operation.
 fn scribble(memory: &[AtomicU64], input: &mut Input<'_>) -> u8 {
     let (place, what) = (usize::from(input.half()), input.byte());
     let value = if what & 0x80 != 0 { input.long() } else { input.byte().into() };
@@ -189,11 +190,15 @@ fn net_session(mut input: Input<'_>) {
         match what % 8 {
             0 => {
                 client.poll();
-                client.set_takes(net::Takes { sums: true, tcp4: what & 8 != 0, tcp6: false });
+                client.set_offload_caps(net::OffloadCaps {
+                    sums: true,
+                    tcp4: what & 8 != 0,
+                    tcp6: false,
+                });
             }
             1 => {
                 port.poll();
-                let _ = port.takes();
+                let _ = port.offload_caps();
             }
             2 => {
                 if let Some(offset) = client.place(length) {
@@ -226,12 +231,12 @@ impl Seed {
         Self::new().byte(decoder as u8)
     }
 
-    /// Both ends do something, and nobody writes anything.
+    /// Both ends execute an operation, without a write of the peer.
     fn does(self, what: u8) -> Self {
         self.half(0).byte(what | 0x40).byte(0)
     }
 
-    /// The other side writes a word, then both ends do something.
+    /// The peer writes a word, then both ends execute an operation.
     fn scribbles(self, place: u16, value: u64, what: u8) -> Self {
         self.half(place).byte(what | 0x80).long(value)
     }
@@ -309,7 +314,7 @@ fn example_system() -> Vec<u8> {
         manage: true,
     });
     let mut disks = heapless::Vec::new();
-    let part = proto::service::Part { partition: Some(2), first: 0, sectors: 0 };
+    let part = proto::service::DiskRange { partition: Some(2), first: 0, sectors: 0 };
     let _ = disks.push(VmDisk { server: 0, part, read_only: true });
     let mut vms = heapless::Vec::new();
     let _ = vms.push(Vm {
@@ -348,7 +353,7 @@ fn example_system() -> Vec<u8> {
     system.encode(&mut buffer).map(|bytes| bytes.to_vec()).unwrap_or_default()
 }
 
-/// Inputs to begin with.
+/// Initial inputs.
 pub fn seeds() -> Vec<(&'static str, Seed)> {
     let entry = Entry {
         number: 3,
@@ -363,9 +368,9 @@ pub fn seeds() -> Vec<(&'static str, Seed)> {
     let entry = postcard::to_stdvec(&entry).unwrap_or_default();
     let figures = postcard::to_stdvec(&Figures { lived: 1 << 40, ..Figures::default() });
     let connected = |decoder| Seed::decoder(decoder).does(0);
-    // Client asks, server accepts, client sends, server takes and answers.
+    // The client connects, the server accepts; the client sends, the server receives and replies.
     let disk = [0, 2, 0, 0x0d, 2, 4, 7, 0].into_iter().fold(connected(Decoder::Disk), Seed::does);
-    // Then positions of the rings jump, and the generation changes.
+    // Then ring positions jump, and the generation changes.
     let disk_broken =
         disk.clone().scribbles(64, 1 << 31, 2).scribbles(64 + 8, 77, 0).scribbles(0, 9, 0).does(5);
     let net = [1, 0, 2, 5, 6, 0x13, 4, 7].into_iter().fold(connected(Decoder::Net), Seed::does);

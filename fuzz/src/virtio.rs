@@ -1,12 +1,12 @@
-//! Target `virtio`: a device behind the PCI transport, with a driver that may do anything.
+//! Target `virtio`: a device with PCI transport and an arbitrary driver.
 //!
-//! First byte: which device. Then steps, each a byte for what it is (see [`Step`]) and what belongs to it.
+//! First byte: the device. Then steps, each a byte for its kind (see [`Step`]) and its arguments.
 //!
-//! Beside panics it finds: timers without end, work for the outside that is out of range or numbered twice (the
-//! scripted outside refuses both), and devices that do not work again after a reset.
+//! Beside panics it detects: timers without end, requests to a back end that are out of range or
+//! reuse an id (the scripted back end rejects both), and devices that fail after a reset.
 
 use vmm_bus::backend::{BlockInfo, BlockStatus, NetInfo, Offload, Segments};
-use vmm_bus::testing::{Disk, Given, Link, Port, Server};
+use vmm_bus::testing::{ScriptBalloon, ScriptDisk, ScriptPort, ScriptServer, ScriptVsock};
 use vmm_bus::{Device, WAKE_INPUT};
 use vmm_dev::pc::pci::{Function, spec as config};
 use vmm_dev::virtio::balloon::{self, Balloon};
@@ -24,7 +24,7 @@ use vmm_mem::GuestMemory;
 use crate::driver::Rig;
 use crate::input::{Input, Seed};
 
-/// Kinds of devices, as numbered in the first byte of an input.
+/// Device types, by the first byte of an input.
 #[derive(Clone, Copy)]
 #[repr(u8)]
 enum Kind {
@@ -37,7 +37,7 @@ enum Kind {
     Vsock,
 }
 
-/// What a step does.
+/// Kind of a step.
 #[derive(Clone, Copy)]
 #[repr(u8)]
 enum Step {
@@ -45,28 +45,29 @@ enum Step {
     SetUp,
     /// Reads a register. Offset (16), size.
     Read,
-    /// Writes one. Offset (16), size, value (32).
+    /// Writes a register. Offset (16), size, value (32).
     Write,
     /// Writes, then reads configuration space. Register (8), value (32), mask of bytes (8).
     Config,
     /// Writes guest memory. Address (32), length (8), bytes.
     Memory,
-    /// Makes a proper chain available and notifies. Queue (8), number of buffers (8); of each: address (32), length (16),
-    /// flags (8): 1 the device writes, 2 the length counts pages.
+    /// Makes a valid chain available and notifies. Queue (8), number of buffers (8); of each:
+    /// address (32), length (16), flags (8): 1 device-writable, 2 the length is in pages.
     Offer,
-    /// The outside finishes requests. Number (8), status (8).
+    /// Completes requests in the back end. Number (8), status (8).
     Complete,
-    /// The outside has as much room. Number (8).
+    /// Sets the free room of the back end. Number (8).
     Room,
-    /// Something comes from outside: a frame, typed bytes. Length (16), offload bits (8).
+    /// Delivers input: a frame, typed bytes. Length (16), offload bits (8).
     Arrive,
-    /// Random numbers come; a balloon is asked for as many pages, and for statistics. Number (16).
+    /// Delivers random numbers; sets the target of a balloon in pages, and requests statistics.
+    /// Number (16).
     Entropy,
-    /// A timer, or all. Number (8).
+    /// Fires a timer, or all. Number (8).
     Wake,
-    /// Time passes. Nanoseconds (32).
+    /// Advances time. Nanoseconds (32).
     Advance,
-    /// The machine is reset.
+    /// Resets the VM.
     Reset,
 }
 
@@ -88,17 +89,17 @@ const STEPS: [Step; 13] = [
 
 /// Sectors of the disk.
 const SECTORS: u64 = 256;
-/// Most bytes of one request to it.
+/// Maximum bytes of a request to the disk.
 const MAX_BYTES: u32 = 0x1_0000;
-/// Most requests to it at a time.
+/// Maximum requests to the disk at a time.
 const ROOM: usize = 16;
-/// Guest memory: as much as the driver's rings need, and some beyond a hole.
+/// Guest memory: space for the driver's rings, and more after a hole.
 const LOW: (u64, u64) = (0, 0x6_0000);
 const HIGH: (u64, u64) = (0x10_0000, 0x2000);
-/// Where buffers of the last request are.
+/// Address of the buffers of the last request.
 const BUFFERS: u64 = 0x1000;
 
-/// Takes an input.
+/// Runs an input.
 pub fn run(bytes: &[u8]) {
     let mut input = Input::new(bytes);
     match input.byte() % 7 {
@@ -114,7 +115,7 @@ pub fn run(bytes: &[u8]) {
                 rig.put(BUFFERS, &[0; blk::spec::HEAD]);
                 let head = (BUFFERS, blk::spec::HEAD as u32, false);
                 rig.send(0, &[head, (BUFFERS + 0x1000, 512, true), (BUFFERS + 0x100, 1, true)]);
-                // Requests from before the reset are still under way outside.
+                // The back end still carries out requests from before the reset.
                 for _ in 0..=2 * ROOM {
                     complete(rig, 0);
                 }
@@ -164,7 +165,7 @@ thread_local! {
     static GUEST: GuestMemory = vmm_mem::testing::memory(&[LOW, HIGH]);
 }
 
-/// Carries out the steps, then resets the device and calls `works`.
+/// Executes the steps, then resets the device and calls `works`.
 fn drive<D: VirtioDevice>(device: D, mut input: Input<'_>, works: impl FnOnce(&mut Rig<D>)) {
     let memory = GUEST.with(Clone::clone);
     for (base, length) in memory.ranges() {
@@ -172,17 +173,17 @@ fn drive<D: VirtioDevice>(device: D, mut input: Input<'_>, works: impl FnOnce(&m
     }
     let mut rig = Rig::ready(device, u64::MAX, |env| {
         env.memory = Some(memory);
-        env.disk = Some(Disk::new(SECTORS as usize * 512, ROOM));
-        env.port = Some(Port { room: 16, ..Port::default() });
+        env.disk = Some(ScriptDisk::new(SECTORS as usize * 512, ROOM));
+        env.port = Some(ScriptPort { room: 16, ..ScriptPort::default() });
         env.entropy = 256;
-        env.balloon = Some(Given::default());
-        env.server = Some(Server { room: ROOM, ..Server::default() });
-        env.link = Some(Link { room: ROOM, ..Link::default() });
+        env.balloon = Some(ScriptBalloon::default());
+        env.server = Some(ScriptServer { room: ROOM, ..ScriptServer::default() });
+        env.link = Some(ScriptVsock { room: ROOM, ..ScriptVsock::default() });
     });
     while !input.is_empty() {
         let step = STEPS[usize::from(input.byte()) % STEPS.len()];
         act(&mut rig, step, &mut input);
-        // What interrupts say is nobody's business here, and may be much.
+        // The content of interrupts is not checked, and may be large.
         rig.env.messages.clear();
         rig.env.missing.clear();
         rig.env.output.clear();
@@ -208,8 +209,8 @@ fn drive<D: VirtioDevice>(device: D, mut input: Input<'_>, works: impl FnOnce(&m
     if let Some(server) = &mut rig.env.server {
         server.room = 2 * ROOM;
     }
-    rig.env.port = Some(Port { room: 1, ..Port::default() });
-    rig.env.link = Some(Link { room: 1, ..Link::default() });
+    rig.env.port = Some(ScriptPort { room: 1, ..ScriptPort::default() });
+    rig.env.link = Some(ScriptVsock { room: 1, ..ScriptVsock::default() });
     master(&mut rig);
     rig.set_up(u64::MAX);
     assert_eq!(rig.status(), ACKNOWLEDGE | DRIVER | FEATURES_OK | DRIVER_OK);
@@ -221,7 +222,7 @@ fn master<D: VirtioDevice>(rig: &mut Rig<D>) {
     rig.function.config_write(config::COMMAND, command, 0xffff, &mut rig.env);
 }
 
-/// Lets the oldest request end, with a status.
+/// Completes the oldest request with a status.
 fn complete<D: VirtioDevice>(rig: &mut Rig<D>, status: u8) {
     if let Some(server) = &mut rig.env.server
         && let Some(id) = server.messages.get(server.ended.len()).map(|message| message.0)
@@ -229,7 +230,7 @@ fn complete<D: VirtioDevice>(rig: &mut Rig<D>, status: u8) {
         server.answer(id, &vec![status; 9 + 300 * usize::from(status)]);
     }
     let Some(disk) = &mut rig.env.disk else { return };
-    // Those that ended already are still in the list until the device fetches them.
+    // Completed requests stay in the list until the device fetches them.
     let next = disk.requests.get(disk.ended.len()).map(|request| request.0);
     match (next, status) {
         (Some(id), 0) => disk.complete(id),
@@ -370,7 +371,7 @@ fn head(kind: u32, sector: u64) -> Vec<u8> {
     Seed::new().word(kind).word(0).long(sector).finish()
 }
 
-/// Inputs to begin with.
+/// Initial inputs.
 pub fn seeds() -> Vec<(&'static str, Seed)> {
     use blk::spec::{T_DISCARD, T_GET_ID, T_IN, T_OUT};
     let of = |kind: Kind| Seed::new().byte(kind as u8);

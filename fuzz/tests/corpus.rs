@@ -1,18 +1,18 @@
-//! Every input in git, and what is near it.
+//! Replay of every input in git, and of mutations of each.
 
 use std::fs;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 
 use parador_fuzz::input::Random;
-use parador_fuzz::{TARGETS, Target};
+use parador_fuzz::{FuzzTarget, TARGETS};
 
 /// Changed inputs per target.
 const CHANGED: usize = 1500;
-/// Longest input, as under the fuzzer.
+/// Maximum length of an input, as under the fuzzer.
 const LONGEST: usize = 4096;
 
-fn corpus(target: Target) -> PathBuf {
+fn corpus(target: FuzzTarget) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("corpus").join(target.name)
 }
 
@@ -68,8 +68,8 @@ fn afterburn() {
     replay("afterburn");
 }
 
-/// The files `seed-*` are those that the sources describe. With `PARADOR_WRITE_SEEDS` in the environment they are written
-/// (`cargo xtask fuzz --seeds`).
+/// Compares the files `seed-*` with the sources. With `PARADOR_WRITE_SEEDS` in the environment it
+/// writes them (`cargo xtask fuzz --seeds`).
 #[test]
 fn seeds() {
     let write = std::env::var_os("PARADOR_WRITE_SEEDS").is_some();
@@ -88,7 +88,7 @@ fn seeds() {
         }
         for entry in fs::read_dir(&folder).unwrap() {
             let name = entry.unwrap().file_name().into_string().unwrap();
-            assert!(!name.starts_with("seed-") || names.contains(&name), "nobody writes {name}");
+            assert!(!name.starts_with("seed-") || names.contains(&name), "no source writes {name}");
         }
     }
 }

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// A program that wants to reach its kernel, where both are in one process of a host (`parador run`): `attack` makes each attempt in a process of
-// its own, and prints what came of them. With an argument the program is apart from its kernel, in another process, and tries what there is there. An attempt has failed if its process got a signal; it succeeds by changing the kernel's memory.
+// A program that wants to reach its kernel, where both are in one process of a host (`parador
+// run`): `attack` makes each attempt in a process of its own, and prints what came of them. With an
+// argument the program is apart from its kernel, in another process, and tries what there is there.
+// An attempt has failed if its process got a signal; it succeeds by changing the kernel's memory.
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <signal.h>
@@ -34,7 +36,7 @@
 #define DIRECT 0x400000000000ul
 #define WINDOW 0x700000000000ul
 #define COPIES 0x740000000000ul
-#define GATE 0x77000000ul
+#define MAILBOX 0x77000000ul
 
 // Registers by number, as instructions encode them.
 struct registers {
@@ -50,9 +52,9 @@ static int variant;
 static uint64_t *returns;
 static uint8_t area[PAGE] __attribute__((aligned(64)));
 
-// Goes on with all registers of `at_jump`.
+// Jumps with all registers of `at_jump`.
 void jump(void);
-// Where an attempt goes on if it can: with whatever rights it has got.
+// Landing of an attempt that succeeds, with the rights that it has gained.
 void after(void);
 asm("jump:\n"
     "	mov at_jump+0x08(%rip), %rcx\n	mov at_jump+0x10(%rip), %rdx\n	mov at_jump+0x18(%rip), %rbx\n"
@@ -243,9 +245,10 @@ static void put(uint8_t *to, const volatile uint8_t *bytes, size_t length)
 
 #define PUT(to, bytes) put(to, bytes, sizeof bytes)
 
-// Own code, by ways of writing it: 0 to 2 at once, 3 over a page border, 4 beside code that has run, 5 by another mapping, 6 by the kernel for a file,
-// 7 by the kernel for memory, 8 where memory of the image shows it, 9 in the direct map, 10 the end of a page for another process, before a page that
-// goes on with it.
+// Own code, by ways of writing it: 0 to 2 at once, 3 over a page border, 4 beside code that has
+// run, 5 by another mapping, 6 by the kernel for a file, 7 by the kernel for memory, 8 where memory
+// of the image shows it, 9 in the direct map, 10 the end of a page for another process, before a
+// page that continues with it.
 static void own_code(uint64_t way)
 {
 	int rwx = PROT_READ | PROT_WRITE | PROT_EXEC, rx = PROT_READ | PROT_EXEC;
@@ -361,7 +364,9 @@ static void two_at_once(uint64_t which)
 // Code with a sequence in an instruction works, with all that flags show of it.
 static void step(void)
 {
-	// mov eax, 0x00ef010f; mov ecx, 3; pushfq; pop rdx; dec ecx; jnz back; and edx, 0x100; add eax, edx; ret
+	// mov eax, 0x00ef010f; mov ecx, 3; pushfq; pop rdx; dec ecx; jnz back; and edx, 0x100;
+	// add eax,
+	// edx; ret
 	static volatile uint8_t steps[] = { 0xb8, 0x0f, 0x01, 0xef, 0x00, 0xb9, 3, 0, 0, 0, 0x9c, 0x5a, 0xff, 0xc9, 0x75, 0xfa,
 					    0x81, 0xe2, 0, 1, 0, 0, 0x01, 0xd0, 0xc3 };
 	uint8_t *code = mmap(NULL, 2 * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -381,7 +386,8 @@ static void step(void)
 	}
 }
 
-// A number of a system call, and an address, that would make an instruction in the code that is made for calls.
+// A number of a system call, and an address, that would make an instruction in the code that is
+// made for calls.
 static void odd_calls(uint64_t unused)
 {
 	// mov eax, 0x00ef010f; syscall; ret
@@ -409,7 +415,7 @@ static void odd_calls(uint64_t unused)
 		;
 }
 
-// A system call whose flags say that nobody interrupts, in a loop then: the alarm must come.
+// A system call with RFLAGS.IF clear, then a loop: the alarm must arrive.
 static void no_interrupts(uint64_t gate)
 {
 	static volatile uint8_t loop[] = { 0xeb, 0xfe };
@@ -424,16 +430,17 @@ static void no_interrupts(uint64_t gate)
 	jump();
 }
 
-// The gate by which a program's process stops, from one of its instructions on: with registers by which it would map the guest's memory, wait for
-// its orders with a time, or return to what is forged.
+// The gate by which a program's process stops, from one of its instructions on: with registers by
+// which it would map the guest's memory, wait for its orders with a time, or return to what is
+// forged.
 static void enter_gate(uint64_t at)
 {
 	static const uint64_t time[2] = { 0, 1000000 };
 	uint64_t calls[][7] = {
 		{ SYS_mmap, (uint64_t)area & ~4095ul, PAGE, 7, 0x11, 3, 0x1000000 },
-		{ SYS_mprotect, GATE, PAGE, 3 },
-		{ SYS_futex, GATE, 0, *(volatile uint32_t *)GATE, (uint64_t)time },
-		{ SYS_futex, GATE, 0, *(volatile uint32_t *)GATE },
+		{ SYS_mprotect, MAILBOX, PAGE, 3 },
+		{ SYS_futex, MAILBOX, 0, *(volatile uint32_t *)MAILBOX, (uint64_t)time },
+		{ SYS_futex, MAILBOX, 0, *(volatile uint32_t *)MAILBOX },
 		{ SYS_exit_group, 0 },
 	};
 	uint64_t *call = calls[variant % 5];
@@ -450,12 +457,12 @@ static void enter_gate(uint64_t at)
 	jump();
 }
 
-// It says that it has stopped, and does not. Whoever believes that waits for its next orders for ever.
+// Reports a stop without stopping: a VMM that trusts the report would wait forever.
 static void lie(uint64_t reports)
 {
 	for (;;)
 		for (int word = 0; word < 16; word++)
-			*(volatile uint32_t *)(reports + word % 2 * 4) = *(volatile uint32_t *)(GATE + word % 3 * 4);
+			*(volatile uint32_t *)(reports + word % 2 * 4) = *(volatile uint32_t *)(MAILBOX + word % 3 * 4);
 }
 
 // A page that it has given up, after a lie.
@@ -463,7 +470,7 @@ static void stale_page(uint64_t reports)
 {
 	volatile uint64_t *page = mmap(NULL, PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 	*page = 1;
-	*(volatile uint32_t *)reports = *(volatile uint32_t *)GATE;
+	*(volatile uint32_t *)reports = *(volatile uint32_t *)MAILBOX;
 	munmap((void *)page, PAGE);
 	*page = 2;
 	_exit(BROKEN);
@@ -477,7 +484,7 @@ static void attack_gate(void)
 	for (uint64_t at = 0; at < WEDGE_CODE_END - WEDGE && !gate; at++) {
 		uint32_t number;
 		memcpy(&number, code + at + 3, sizeof number);
-		if (!memcmp(code + at, "\x89\x3c\x25", 3) && number - GATE < 0x10000) {
+		if (!memcmp(code + at, "\x89\x3c\x25", 3) && number - MAILBOX < 0x10000) {
 			gate = WEDGE + at;
 			reports = number & ~4095ul;
 		}
@@ -486,13 +493,13 @@ static void attack_gate(void)
 		printf("attack: no gate: nothing is apart\n");
 		exit(1);
 	}
-	try("write orders", write_it, GATE);
-	try("write commands", write_it, GATE + 0x200);
+	try("write orders", write_it, MAILBOX);
+	try("write commands", write_it, MAILBOX + 0x200);
 	for (uint64_t at = gate; at < gate + 0x180; at++) {
 		try("gate", enter_gate, at);
 		variant++;
 	}
-	// Each call of the host that is there, with all registers.
+	// Each system call of the host, with all registers.
 	for (uint64_t at = gate; at < gate + 0x180; at++)
 		if (*(const uint16_t *)at == 0x050f || *(const uint16_t *)at == 0x80cd)
 			for (int i = 0; i < 5; i++) {
@@ -529,8 +536,11 @@ int main(int arguments, char **argument)
 	canary = symbol("init_uts_ns") + sizeof before.sysname;
 	uint64_t restores = symbol("restore_fpregs_from_fpstate");
 	step();
-	// QEMU 7.2 does far returns of programs with the rights of a kernel, and those with operands of 32 bits with half of the stack pointer: if no
-	// memory is there, that is the end of the emulated host.
+	// QEMU 7.2 does far returns of programs with the rights of a kernel, and those with
+	// operands of 32
+	// bits with half of the stack pointer: if no memory is there, that is the end of the
+	// emulated
+	// host.
 	returns = mmap((void *)0x90000000, 4 * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
 	if (returns == MAP_FAILED) {
 		perror("attack: no memory below 4 GiB");

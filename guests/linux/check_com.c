@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Test of /dev/parador-com*: runs in the two guests at the ends of a channel, whose sides take turns. Everything that a
- * program can do is done, and what it must not is refused. Ends with 0 if all is as it should be.
+ * Test of /dev/parador-com*: runs in the two guests at the ends of a channel, whose sides take
+ * turns. Everything that a program can do is done, and what it must not is refused. Ends with 0
+ * if all is as it should be.
  *
- * Nothing here waits for a time: a side goes on when the other one has got as far.
+ * No step waits for a time: a side continues when its peer has reached the same step.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -32,7 +33,7 @@
 #define SHARE 1
 #define OTHER 2
 #define SHARED (16 * PAGE)
-#define NOBODY 65534
+#define UNPRIVILEGED_UID 65534
 
 static int com;
 static unsigned int side;
@@ -52,7 +53,10 @@ static unsigned int step;
 /* The call fails in this way. */
 #define REFUSED(call, reason) CHECK((long)(call) == -1 && errno == (reason))
 
-/* ---- the two sides --------------------------------------------------------------------------------------- */
+/*
+ * ---- the two sides
+ * ---------------------------------------------------------------------------------------
+ */
 
 /* Any function of two numbers: what is expected in memory and messages. */
 static uint64_t mix(uint64_t seed, uint64_t index)
@@ -78,7 +82,7 @@ static void expect(void)
 	CHECK(message.tag == step && message.length == 4 && !memcmp(message.payload, "step", 4));
 }
 
-/* Goes on when the leading side is here, then when both are. */
+/* Continues when the leading side is here, then when both are. */
 static void meet(void)
 {
 	if (side == 0) {
@@ -110,7 +114,10 @@ static void set_waiting(bool waits)
 	CHECK(fcntl(com, F_SETFL, waits ? 0 : O_NONBLOCK) == 0);
 }
 
-/* ---- messages -------------------------------------------------------------------------------------------- */
+/*
+ * ---- messages
+ * --------------------------------------------------------------------------------------------
+ */
 
 static void identities(void)
 {
@@ -120,7 +127,7 @@ static void identities(void)
 	side = info.side;
 	CHECK(side <= 1 && info.own_id != info.peer_id && info.has_doorbell == 1);
 	CHECK(memcmp(info.own_name, info.peer_name, PARADOR_COM_NAME) != 0);
-	/* Every change is told: nobody has to look in between. */
+	/* Every change is signalled: no side has to poll. */
 	for (again = info; !again.peer_runs;) {
 		struct parador_com_list list;
 
@@ -216,7 +223,10 @@ static void full_ring(void)
 	meet();
 }
 
-/* ---- shares ---------------------------------------------------------------------------------------------- */
+/*
+ * ---- shares
+ * ----------------------------------------------------------------------------------------------
+ */
 
 static struct parador_com_list shares(void)
 {
@@ -226,7 +236,10 @@ static struct parador_com_list shares(void)
 	return list;
 }
 
-/* Waits until one of the own, or of the peer's, has a state. Changes that come while this looks wake it. */
+/*
+ * Waits until one of the own, or of the peer's, has a state. Changes that come while this looks
+ * wake it.
+ */
 static void wait_for_own(unsigned int share, enum parador_com_state state)
 {
 	while (shares().own[share].state != state)
@@ -315,7 +328,9 @@ static void bad_offers(void *memory)
 	/* Half of it is there. */
 	CHECK(munmap(pages + PAGE, PAGE) == 0);
 	REFUSED(offer(com, SHARE, pages, 2 * PAGE, 0), EFAULT);
-	/* What cannot be written cannot be offered, not even to read; nor can memory of a device. */
+	/*
+	 * What cannot be written cannot be offered, not even to read; nor can memory of a device.
+	 */
 	CHECK(mprotect(pages, PAGE, PROT_READ) == 0);
 	REFUSED(offer(com, SHARE, pages, PAGE, 0), EFAULT);
 	REFUSED(offer(com, SHARE, (void *)area, PAGE, 0), EFAULT);
@@ -342,7 +357,7 @@ static void limit(void)
 		const struct rlimit one_page = { PAGE, PAGE };
 		char *pages = aligned_alloc(PAGE, 2 * PAGE);
 
-		CHECK(pages && setrlimit(RLIMIT_MEMLOCK, &one_page) == 0 && setuid(NOBODY) == 0);
+		CHECK(pages && setrlimit(RLIMIT_MEMLOCK, &one_page) == 0 && setuid(UNPRIVILEGED_UID) == 0);
 		memset(pages, 1, 2 * PAGE);
 		REFUSED(offer(com, SHARE, pages, 2 * PAGE, 0), ENOMEM);
 		CHECK(offer(com, SHARE, pages, PAGE, 0) == 0 && locked() == PAGE >> 10);
@@ -472,7 +487,7 @@ static void use_share(void)
 	again = map(SHARE, SHARED, PROT_READ);
 	CHECK(again != MAP_FAILED && is_filled(again, 3));
 	REFUSED(mprotect((void *)again, PAGE, PROT_READ | PROT_WRITE), EACCES);
-	/* The one of before does not come back with it. */
+	/* The previous share does not return with it. */
 	CHECK(is_gone(memory) && munmap((void *)memory, SHARED) == 0 && is_filled(again, 3));
 	CHECK(shares().peers[SHARE].flags == 0);
 	/* What is mapped in pieces is let go with the last one. */
@@ -489,7 +504,10 @@ static void use_share(void)
 	tell();
 }
 
-/* ---- the driver lets go ----------------------------------------------------------------------------------- */
+/*
+ * ---- the driver lets go
+ * -----------------------------------------------------------------------------------
+ */
 
 static void write_text(const char *path, const char *text)
 {
@@ -517,7 +535,7 @@ static void unbinding(void)
 	part = mmap(NULL, 3 * PAGE, PROT_READ | PROT_WRITE, MAP_SHARED, other, 0);
 	CHECK(part != MAP_FAILED && part[7] == area[7] && !is_gone(part));
 	CHECK(munmap((void *)(part + PAGE / sizeof(*part)), PAGE) == 0);
-	/* Neither side is to miss the other one before it is through with it. */
+	/* Each side waits until its peer has finished this step. */
 	meet();
 
 	write_text("/sys/bus/pci/drivers/parador_com/unbind", name);
@@ -546,7 +564,7 @@ int main(void)
 	CHECK(com >= 0);
 	CHECK(sigaction(SIGBUS, &action, NULL) == 0);
 	identities();
-	/* One after the other, while nobody sends. */
+	/* One after the other, while no side sends. */
 	if (side == 0)
 		expect();
 	nothing();

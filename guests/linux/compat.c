@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// System calls by `int $0x80`, and what else only 32-bit programs do: segments for thread-local storage, also in threads and processes that take
-// turns; signals; 64-bit code on the way. Without a library, so that nothing but a compiler is needed. As a 64-bit program it does the calls only,
+// System calls by `int $0x80`, and what else only 32-bit programs do: segments for thread-local
+// storage, also in threads and processes that take turns; signals; 64-bit code on the way. Without
+// a library, so that nothing but a compiler is needed. As a 64-bit program it does the calls only,
 // and those of the page of old calls (`vsyscall`).
 #define NOINLINE __attribute__((noinline))
 
@@ -124,7 +125,7 @@ static void compute(u32 value)
 		for (volatile u32 n = 0; n < 200000; n++)
 			;
 		for (u32 n = 0; n < 1000; n++)
-			check(local() == value, "somebody else's storage");
+			check(local() == value, "another thread's storage");
 		if (round % 16 == 0)
 			call(SCHED_YIELD, 0, 0, 0, 0);
 	}

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// A read of a disk while the disk is busy with zeros, for tests; says whether it has waited for them.
+// Reads a disk while it is busy with writes, and reports whether the read waited for them.
 //
-//	disk NAME MIB  zeros so many MiB of /dev/NAME, from its second half on, and reads its first page meanwhile
+//	disk NAME MIB  zeroes MIB MiB of /dev/NAME, from its second half on, and reads its first page
+//	               meanwhile
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>

@@ -1,16 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// Random user programs, for guests whose user mode and kernel are processes of a host (`parador run`).
+// Random user programs, for guests whose user mode and kernel are processes of a host (`parador
+// run`).
 //
-// `fuzz MODE SEED COUNT` runs COUNT programs, as many at a time as there are CPUs; MODE is the argument of `--protection`. Program
-// n is made from SEED + n: code of random bytes and of sequences that matter to the isolation, system calls with random arguments,
-// mappings, signals, forged signal frames, and writes to code through other mappings, by files and by other processes. Each runs as a user of its own, and
-// ends or is killed. What must hold:
+// `fuzz MODE SEED COUNT` runs COUNT programs, as many at a time as there are CPUs; MODE is the
+// argument of `--protection`. Program n is made from SEED + n: code of random bytes and of
+// sequences that matter to the isolation, system calls with random arguments, mappings, signals,
+// forged signal frames, and writes to code through other mappings, by files and by other processes.
+// Each runs as a user of its own, and ends or is killed. What must hold:
 //
 // - `keys`: PKRU is user mode's value behind all code that returns, and in signal handlers.
 // - `keys`, `process`: no memory of the kernel, of the wedge or of guest memory is readable.
 // - A page that the kernel has unmapped, or whose rights it has taken, is not accessible.
 // - Code that was written is what is executed: at once, with `keys` after the next flush.
-// - Memory and vector registers of a neighbour, of this process, and the file of this program do not change.
+// - Memory and vector registers of a neighbour, of this process, and the file of this program do
+//   not change.
 //
 // With `none` user mode can reach its kernel, so code consists of instructions that do not try to.
 //
@@ -37,7 +40,8 @@
 #define PAGE 4096ul
 // The first user of the programs; each worker has its own.
 #define USER 1000
-// Milliseconds that a program may take before it is killed, and a piece of its code, in microseconds: more on an emulated host.
+// Milliseconds that a program may take before it is killed, and a piece of its code, in
+// microseconds: more on an emulated host.
 #define LIMIT 3000
 #define SLICE (mode == KEYS ? 60000 : 15000)
 // PKRU of user mode with `--protection keys` (`wedge_x86::PROGRAM_RIGHTS`).
@@ -47,11 +51,12 @@
 // EFLAGS that a forged frame may have: TF, IF, DF, IOPL, NT, RF, AC, ID.
 #define ODD_FLAGS 0x257700l
 
-// Memory of a program, at addresses that instructions can hold as signed 32-bit numbers. No byte of an address is a far return: QEMU 7.2 does
-// those of user mode with the rights of a kernel.
+// Memory of a program, at addresses that instructions can hold as signed 32-bit numbers. No byte of
+// an address is a far return: QEMU 7.2 does those of user mode with the rights of a kernel.
 #define ARENA 0x30000000ul
 #define PAGES 6
-// The file's pages, to execute and to write; memory that is both; a stack; an area of extended state.
+// The file's pages, to execute and to write; memory that is both; a stack; an area of extended
+// state.
 #define EXECUTABLE ARENA
 #define WRITABLE (ARENA + 0x100000)
 #define BOTH (ARENA + 0x200000)
@@ -85,7 +90,7 @@ struct report {
 };
 static struct report *report;
 
-// Evidence, and the end of this process. Uses nothing of the C library: thread-local storage may be gone.
+// Reports evidence and ends this process, without the C library: thread-local storage may be gone.
 __attribute__((noreturn, noinline)) static void violation(uint64_t kind, uint64_t value, uint64_t expected);
 
 // --- Random numbers.
@@ -132,15 +137,17 @@ struct registers {
 static struct registers at_run __attribute__((used));
 static uint64_t kept_stack __attribute__((used)), kept_fs __attribute__((used));
 static volatile uint32_t is_running __attribute__((used)), has_keys __attribute__((used));
-// PKRU behind code, read twice: code that jumps behind one RDPKRU comes to the other, and a wrong value is one that both have read.
+// PKRU behind code, read twice: code that jumps behind one RDPKRU comes to the other, and a wrong
+// value is one that both have read.
 static volatile uint32_t found_pkru[2] __attribute__((used));
 static volatile uint32_t has_read __attribute__((used));
 static const uint32_t initial_mxcsr __attribute__((used)) = 0x1f80;
 static pid_t own_thread;
 
-// Goes on with all registers of `at_run`.
+// Jumps with all registers of `at_run`.
 void run_registers(void);
-// The end of code, with any registers; where signal handlers go on, with `kept_stack`; the flags are set there.
+// The end of code, with any registers; where signal handlers continue, with `kept_stack`; the flags
+// are set there.
 extern char returned[], landed[];
 // Reads what RDI says.
 extern char read_byte[], write_byte[];
@@ -294,7 +301,7 @@ static const char *const privileged[] = {
 	"0f 34", "0f 35", "0f 07", "ff 1c 24", "ff 2c 24", "48 ff 2f", "8e d0", "8e c0", "8e e0", "8e e8", "0f 20 c0", "0f 22 c0", "0f 01 f8", "0f 01 17", "0f 00 d8",
 	"0f 30", "0f 32", "fa", "fb", "e4 60", "ee", "f3 48 0f ae d0", "f3 48 0f ae d8", "f3 48 0f ae c0", "0f 09", "0f 01 c1", "0f 01 d9", "0f 01 ca", "0f 01 cb", "c7 f8 00 00 00 00",
 };
-// Where a far return of user mode does not end the host (see above).
+// Where a far return of user mode does not end the host (`at_jump`).
 static const char *const far_returns[] = { "cb", "48 cb", "cf", "48 cf", "ca 08 00" };
 
 static const uint16_t calls[] = {
@@ -607,8 +614,8 @@ static void expect_unmapped(void)
 		violation(UNMAPPED, page, 0);
 }
 
-// Functions in pages that are mapped twice, in any order, and what each may give: what was written last, and with keys what was
-// written before without a flush since.
+// Functions in pages that are mapped twice, in any order, and what each may give: what was written
+// last, and with keys what was written before without a flush since.
 #define SLOTS 4
 #define OLD 8
 struct slot {
@@ -848,7 +855,7 @@ static int is_filled(const uint64_t *memory, size_t words, uint64_t from)
 	return 1;
 }
 
-// A process of another user, whose memory and registers nobody else changes.
+// A process of another user, whose memory and registers must not change.
 static void be_neighbour(uint64_t number)
 {
 	size_t words = NEIGHBOUR_PAGES * PAGE / 8;

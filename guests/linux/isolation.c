@@ -35,6 +35,8 @@
 #define TIME 120
 // Calls from one place that make a back end rewrite it.
 #define HOT 16
+// Offset of a sector in the boot block of a file system, in bytes.
+#define BOOT_BLOCK 512
 // EFLAGS.
 #define TF 0x100l
 #define AC 0x40000l
@@ -537,20 +539,21 @@ static void written_files(void)
 	}
 }
 
-// A page with a hot system call that a device writes, past the processor, for a read without the
-// page cache.
+// A page with a hot system call that a device writes by DMA, for a read without the page cache. The
+// sector is in the boot block, which no mounted file system writes: the next one, a superblock, may
+// change between two reads.
 static void device_writes(void)
 {
 	int disk = open("/dev/vda", O_RDONLY | O_DIRECT);
 	uint8_t *writable, *executable, first[512] __attribute__((aligned(512)));
 	// The test has its disk there, if it has one.
-	if (disk < 0 || pread(disk, first, sizeof(first), 1024) != sizeof(first))
+	if (disk < 0 || pread(disk, first, sizeof(first), BOOT_BLOCK) != sizeof(first))
 		return;
 	map_twice(&writable, &executable);
 	for (int round = 0; round < 8; round++) {
 		PUT(writable + 64, get_pid);
 		heat((function *)(executable + 64), getpid());
-		CHECK(pread(disk, writable, 512, 1024) == 512);
+		CHECK(pread(disk, writable, 512, BOOT_BLOCK) == 512);
 		CHECK(!memcmp(writable, first, 512));
 		CHECK(!memcmp(executable, first, 512));
 	}

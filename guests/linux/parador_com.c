@@ -2,22 +2,29 @@
 /*
  * Driver for channels between virtual machines on Parador: /dev/parador-com*.
  *
- * The device is described in docs/spec/channel.md of Parador. This driver has messages, waiting, the free area of
- * the channel's memory, and shares: memory of a program that the peer may see, and the peer's in a program.
+ * The device is described in docs/spec/channel.md of Parador. This driver has messages, waiting,
+ * the free area of the channel's memory, and shares: memory of a program that the peer may see,
+ * and the peer's in a program.
  *
  * The peer is not trusted. It can write everything in the shared memory at any time, so
- * - indices of this side are kept in struct end and never read back, except when a ring is (re)started;
- * - the peer's index is read once for each operation and checked, an entry is copied before it is looked at;
- * - a ring with impossible indices or lengths gives EIO once and is started anew, as the specification says;
+ * - indices of this side are kept in struct end and never read back, except when a ring is
+ * (re)started;
+ * - the peer's index is read once for each operation and checked, an entry is copied before it is
+ * looked at;
+ * - a ring with impossible indices or lengths gives EIO once and is reset, as the specification
+ * demands;
  * - programs map the free area and shares only, never the rings;
- * - the peer can write to memory that is offered to it as long as that is pinned, so it is unpinned only after the
+ * - the peer can write to memory that is offered to it as long as that is pinned, so it is
+ * unpinned only after the
  *   device has taken it back;
- * - a share that the peer takes back disappears from programs: an access is SIGBUS, whatever is offered there next;
- * - so does everything that programs have mapped when the driver lets go of the device, which may get another one then.
+ * - a share that the peer takes back disappears from programs: an access is SIGBUS, whatever is
+ * offered there next;
+ * - so does everything that programs have mapped when the driver lets go of the device, which may
+ * get another one then.
  *
- * Who is about to sleep sets the ring's word `want`, and only the interrupt clears it before it wakes everybody: so it
- * does not matter how many wait, by which call. Barriers are those for other machines (virt_*): a kernel that runs on one
- * CPU drops the others.
+ * A sleeper sets the ring's word `want`, and only the interrupt clears it before it wakes all
+ * sleepers: so it does not matter how many wait, by which call. Barriers are those for other
+ * machines (virt_*): a kernel that runs on one CPU drops the others.
  */
 #include <asm/cpufeature.h>
 #include <linux/atomic.h>
@@ -147,7 +154,10 @@ struct channel {
 	bool gone;		/* the device was removed; guarded by all three locks */
 	struct end send;
 	struct end receive;
-	/* Of the registers of shares, and what follows. Taken within mmap_lock, so no user memory is touched under it. */
+	/*
+	 * Of the registers of shares, and what follows. Taken within mmap_lock, so no user memory
+	 * is touched under it.
+	 */
 	struct mutex shares;
 	struct offered *offered[PARADOR_COM_SHARES];
 	struct list_head mappings[MAPPABLE];
@@ -167,7 +177,10 @@ static struct channel *channel_of(struct file *file)
 	return opened->channel;
 }
 
-/* ---- rings ------------------------------------------------------------------------------------------------ */
+/*
+ * ---- rings
+ * ------------------------------------------------------------------------------------------------
+ */
 
 static void ring_doorbell(struct channel *channel)
 {
@@ -177,7 +190,7 @@ static void ring_doorbell(struct channel *channel)
 		return;
 	if (boot_cpu_has(X86_FEATURE_VMMCALL))
 		asm volatile("vmmcall" : "+a"(result) : "b"((u64)channel->number) : "memory");
-	/* 1: the peer does not run. Anything else: the hypercall is not there. */
+	/* 1: the peer does not run. Other values: the hypercall does not exist. */
 	if (result > 1)
 		writel(1, channel->registers + REG_DOORBELL);
 }
@@ -190,7 +203,10 @@ static u32 filled(struct end *end, bool sender)
 	return sender ? end->index - peers : peers - end->index;
 }
 
-/* Makes a ring empty, or takes it over as a former driver left it. With the end's lock, or before there are users. */
+/*
+ * Makes a ring empty, or takes it over as a former driver left it. With the end's lock, or before
+ * there are users.
+ */
 static void start(struct end *end, bool sender)
 {
 	end->index = READ_ONCE(*end->own);
@@ -228,7 +244,10 @@ static int put(struct channel *channel, const struct parador_com_message *messag
 	return error;
 }
 
-/* Takes a message out of the ring: -EAGAIN if there is none, -EMSGSIZE if it has more than room bytes. */
+/*
+ * Takes a message out of the ring: -EAGAIN if there is none, -EMSGSIZE if it has more than room
+ * bytes.
+ */
 static int take(struct channel *channel, struct parador_com_message *message, size_t room)
 {
 	struct end *end = &channel->receive;
@@ -270,7 +289,10 @@ out:
 	return error;
 }
 
-/* Whether the next put or take would not give -EAGAIN. Asks for a doorbell first, so a change after it is not missed. */
+/*
+ * Whether the next put or take would not give -EAGAIN. Asks for a doorbell first, so a change
+ * after it is not missed.
+ */
 static bool ready(struct channel *channel, bool sender)
 {
 	struct end *end = sender ? &channel->send : &channel->receive;
@@ -345,7 +367,10 @@ static int receive(struct file *file, struct parador_com_message *message, size_
 	}
 }
 
-/* ---- shares ----------------------------------------------------------------------------------------------- */
+/*
+ * ---- shares
+ * -----------------------------------------------------------------------------------------------
+ */
 
 static u8 __iomem *share_registers(struct channel *channel, enum reg side, unsigned int share)
 {
@@ -376,7 +401,10 @@ static struct offered *pin(unsigned long address, unsigned int count)
 	}
 	mmgrab(current->mm);
 	offered->mm = current->mm;
-	/* Even to be read they are asked for as for writing: so they are the program's own, and stay so when it writes. */
+	/*
+	 * Even to be read they are asked for as for writing: so they are the program's own, and
+	 * stay so when it writes.
+	 */
 	pinned = pin_user_pages_fast(address, count, FOLL_WRITE | FOLL_LONGTERM, offered->pages);
 	offered->count = max(pinned, 0);
 	if (pinned != count) {
@@ -470,7 +498,7 @@ static void revoke_all(struct channel *channel, struct file *owner)
 		revoke(channel, share, owner);
 }
 
-/* A share of the peer, or the free area, is not there any more: takes it from programs. With the mutex. */
+/* A share of the peer, or the free area, is gone: unmaps it from user space. The mutex is held. */
 static void detach(struct channel *channel, unsigned int share)
 {
 	loff_t offset = share == FREE_AREA ? 0 : PARADOR_COM_SHARE(share);
@@ -483,7 +511,10 @@ static void detach(struct channel *channel, unsigned int share)
 	}
 }
 
-/* Takes from programs what the peer has taken back. Only this driver maps, so what was offered anew is not mapped. */
+/*
+ * Unmaps revoked shares from user space. Only this driver maps, so a share offered again is not
+ * mapped.
+ */
 static void detach_revoked(struct channel *channel, unsigned int share)
 {
 	u32 state = readl(share_registers(channel, REG_PEER_SHARES, share) + SHARE_STATE);
@@ -509,7 +540,7 @@ static int list_shares(struct opened *opened, struct parador_com_list *list)
 		struct offered *offered = channel->offered[share];
 		u32 state = readl(peers + SHARE_STATE);
 
-		/* What is told to be gone is gone. */
+		/* Unmaps all shares that the peer has revoked. */
 		detach_revoked(channel, share);
 		if (offered) {
 			list->own[share].state =
@@ -690,7 +721,10 @@ static int map_area(struct file *file, struct vm_area_struct *area, u64 offset)
 	return 0;
 }
 
-/* ---- files ------------------------------------------------------------------------------------------------ */
+/*
+ * ---- files
+ * ------------------------------------------------------------------------------------------------
+ */
 
 static ssize_t com_write(struct file *file, const char __user *from, size_t length, loff_t *offset)
 {
@@ -884,11 +918,14 @@ static const struct file_operations com_operations = {
 	.llseek = no_llseek,
 };
 
-/* ---- device ----------------------------------------------------------------------------------------------- */
+/*
+ * ---- device
+ * -----------------------------------------------------------------------------------------------
+ */
 
 static void wake(struct end *end)
 {
-	/* Whoever sleeps again asks again. */
+	/* A waiter that sleeps again sets `want` again. */
 	WRITE_ONCE(*end->own_want, 0);
 	wake_up_interruptible_all(&end->waiting);
 }
@@ -902,7 +939,10 @@ static irqreturn_t rung(int irq, void *data)
 	return IRQ_HANDLED;
 }
 
-/* The peer ended or was started, or a share changed: who waits looks again. In a thread, since it takes time. */
+/*
+ * The peer ended or was started, or a share changed: who waits looks again. In a thread, since it
+ * takes time.
+ */
 static irqreturn_t event(int irq, void *data)
 {
 	struct channel *channel = data;
@@ -1027,7 +1067,7 @@ static int com_probe(struct pci_dev *pci, const struct pci_device_id *id)
 	error = misc_register(&channel->misc);
 	if (error)
 		goto undo;
-	/* Whoever slept in an earlier life of this machine is asked to look again. */
+	/* Wakes all waiters that slept before this VM was restarted. */
 	ring_doorbell(channel);
 	dev_info(device, "%s, side %u, %llu bytes to map\n", channel->name, side, channel->area);
 	return 0;

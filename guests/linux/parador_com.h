@@ -2,9 +2,9 @@
 /*
  * /dev/parador-com*: a channel to another virtual machine on Parador, as programs use it.
  *
- * read and write carry one message each: its payload, 0 to 56 bytes. mmap from offset 0 maps the channel's free area,
- * from PARADOR_COM_SHARE(n) a share of the peer. An access to what is not there any more, because the peer has taken its share
- * back or the driver has let go of the device, is SIGBUS.
+ * read and write carry one message each: its payload, 0 to 56 bytes. mmap from offset 0 maps the
+ * channel's free area, from PARADOR_COM_SHARE(n) a share of the peer. An access to a share that
+ * is gone because the peer has revoked it back or the driver has let go of the device, is SIGBUS.
  */
 #ifndef PARADOR_COM_H
 #define PARADOR_COM_H
@@ -34,7 +34,10 @@ struct parador_com_info {
 	char peer_name[PARADOR_COM_NAME];
 };
 
-/* Shares: memory of the program's own that the peer may map, until this file is closed or it is revoked. */
+/*
+ * Shares: memory of the program's own that the peer may map, until this file is closed or it is
+ * revoked.
+ */
 #define PARADOR_COM_SHARES 4
 #define PARADOR_COM_SHARE_BYTES 0x40000
 /* Offset for mmap. */
@@ -45,7 +48,8 @@ struct parador_com_info {
 struct parador_com_offer {
 	__u32 share;		/* number, below PARADOR_COM_SHARES */
 	__u32 flags;		/* 0 or PARADOR_COM_WRITABLE */
-	__u64 address;		/* of memory that may be written, in whole pages, in one piece of RAM */
+	/* of memory that may be written, in whole pages, in one piece of RAM */
+	__u64 address;
 	__u64 length;		/* at most PARADOR_COM_SHARE_BYTES */
 };
 
@@ -73,7 +77,10 @@ struct parador_com_list {
 #define PARADOR_COM_OFFER _IOW('P', 0xc3, struct parador_com_offer)
 /* Takes back what this file has offered: its number. */
 #define PARADOR_COM_REVOKE _IOW('P', 0xc4, __u32)
-/* All shares. POLLPRI of poll: the peer has changed something in it, was started or has ended, since this file looked. */
+/*
+ * All shares. POLLPRI of poll: the peer has changed something in it, was started or has ended,
+ * since this file looked.
+ */
 #define PARADOR_COM_LIST _IOR('P', 0xc5, struct parador_com_list)
 
 #endif

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a kernel does for programs, done over and over at once, with checks: `stress SECONDS` starts a process for each
-// kind of work and ends with 0 if none has found anything wrong. `stress crash WAY` ends by a signal of the processor.
+// What a kernel does for programs, done over and over at once, with checks: `stress SECONDS` starts
+// a process for each kind of work and ends with 0 if none has found anything wrong. `stress crash
+// WAY` ends by a signal of the processor.
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -87,7 +88,7 @@ static void forks(uint64_t round)
 	CHECK(holds(words, sizeof(words), round));
 }
 
-// A program is replaced by another one, which says what it was given.
+// exec: the new program prints its arguments.
 static void execs(uint64_t round)
 {
 	int ends[2];
@@ -110,7 +111,7 @@ static void execs(uint64_t round)
 	CHECK(!strcmp(told, number));
 }
 
-// Bytes go to another process and come back, in pieces of changing length.
+// Echo of bytes by another process, in pieces of varying length.
 static void pipes(uint64_t round)
 {
 	static uint64_t words[8 * PAGE / 8], back[8 * PAGE / 8];
@@ -348,8 +349,8 @@ static void *watcher(void *argument)
 	return NULL;
 }
 
-// What one thread changes of the mappings holds for all at once, on whatever processor they run; a child has what its parent's threads
-// had written when it was made, and no more.
+// What one thread changes of the mappings holds for all at once, on whatever processor they run; a
+// child has what its parent's threads had written when it was made, and no more.
 static void shootdowns(uint64_t round)
 {
 	enum { LAST = 40, FORKS = 8 };

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sockets between a guest and its host (AF_VSOCK), for tests.
 //
-//	vsock listen PORT COUNT  takes so many connections of the host, all at once if they come so; each gets back what it sends
-//	vsock connect PORT       connects with the host; sends standard input, then ends its direction, and prints what comes
-//	vsock flood PORT         sends to the host until that fails, and says how
+//	vsock listen PORT COUNT  accepts COUNT connections of the host, concurrently, and echoes each
+//	vsock connect PORT       connects to the host, sends standard input, shuts that direction
+//	                         down, and prints the answer
+//	vsock flood PORT         sends to the host until that fails, and prints the error
 #include <errno.h>
 #include <pthread.h>
 #include <signal.h>

@@ -5,7 +5,9 @@
 #define USER_DATA	0x1b
 #define USER_CODE	0x23
 
-	/* PVH (xen/include/public/arch-x86/hvm/start_info.h): entered in 32-bit mode, paging off. */
+	/*
+	 * PVH (xen/include/public/arch-x86/hvm/start_info.h): entered in 32-bit mode, paging off.
+	 */
 	.section .note.pvh, "a", @note
 	.long	4, 4, 18
 	.asciz	"Xen"
@@ -16,7 +18,7 @@
 	.globl	start
 start:	cli
 	mov	$stack_top, %esp
-	/* The first GiB in 2 MiB pages, for everybody. */
+	/* The first GiB in 2 MiB pages, with user access. */
 	movl	$(table3 + 7), table4
 	movl	$(table2 + 7), table3
 	mov	$table2, %edi

@@ -1,4 +1,4 @@
-//! Hands the linker script and the options that belong to it to the linker, for bare metal only.
+//! Passes the linker script and its options to the linker, for bare-metal builds only.
 
 use std::env::var;
 

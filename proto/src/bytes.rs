@@ -1,12 +1,12 @@
-//! Bytes in message words, little-endian.
+//! Little-endian bytes in message words.
 
-/// Number of words that hold `length` bytes.
+/// Returns the number of words that hold `length` bytes.
 pub const fn words(length: usize) -> usize {
     length.div_ceil(8)
 }
 
-/// Packs as many of `bytes` as fit `words`; returns the number of words used. The last one is
-/// filled with zeros.
+/// Packs as many of `bytes` as fit `words`; returns the number of words used. The last word is
+/// padded with zeros.
 pub fn pack(bytes: &[u8], words: &mut [u64]) -> usize {
     let mut used = 0;
     for (chunk, word) in bytes.chunks(8).zip(words) {
@@ -18,7 +18,8 @@ pub fn pack(bytes: &[u8], words: &mut [u64]) -> usize {
     used
 }
 
-/// Unpacks `length` bytes of `words` into `bytes`, or as many as both have; returns the unpacked part.
+/// Unpacks `length` bytes of `words` into `bytes`, limited by the length of both; returns the
+/// unpacked part.
 pub fn unpack<'a>(words: &[u64], length: usize, bytes: &'a mut [u8]) -> &'a mut [u8] {
     let length = length.min(bytes.len()).min(8 * words.len());
     let bytes = &mut bytes[..length];

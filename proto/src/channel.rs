@@ -1,49 +1,52 @@
-//! Channels between virtual machines: what guests see (`docs/spec/channel.md` is the specification), and what a VMM asks
-//! of root for them.
+//! Channels between VMs: the layout that guests see (specified in `docs/spec/channel.md`), and the
+//! calls of a VMM to root.
 //!
-//! The memory is two guests', who do not trust each other, and neither does anybody trust them. Each side keeps its own
-//! position of a ring privately; what it reads of the other side is checked against that, so random words in the memory
-//! make an operation fail with [`Broken`], and never an access beyond the ring. An entry is copied before it is looked at.
+//! Two guests share the memory; they do not trust each other, and the VMMs trust neither. Each side
+//! keeps its position of a ring privately. Positions of the other side are checked against it, so
+//! arbitrary words in the memory make an operation fail with [`Broken`], and never cause an access
+//! outside of the ring. An entry is copied before it is validated.
 //!
-//! These rings are not [`crate::ring`]: they begin with zeros that nobody writes, go on when one side starts
-//! again, and their words have 32 bits, for drivers in any language.
+//! These rings are not [`crate::ring`]: their memory starts as zeros without initialisation, they
+//! keep their positions when one side restarts, and their words have 32 bits, for drivers in any
+//! language.
 //!
-//! A VMM calls root through its control gate, for shares; the reply's label is [`crate::DONE`] or [`crate::REFUSED`].
+//! A VMM calls root through its control gate for operations on shares; the label of the reply is
+//! [`crate::DONE`] or [`crate::REFUSED`].
 //!
 //! | label | words | reply |
 //! |---|---|---|
-//! | [`OFFER`] | [`Place`], offset in guest memory, bytes, 1 if it may be written | |
-//! | [`REVOKE`] | [`Place`] | |
-//! | [`MAP`] | [`Place`] | the pages are mapped at [`crate::start::shares`] |
-//! | [`LET_GO`] | [`Place`] | |
-//! | [`LOOK`] | [`Place`], of which the share is ignored | [`View`] |
+//! | [`OFFER`] | [`ShareRef`], offset in guest memory, bytes, 1 if it may be written | |
+//! | [`REVOKE`] | [`ShareRef`] | |
+//! | [`MAP`] | [`ShareRef`] | the pages are mapped at [`crate::start::shares`] |
+//! | [`LET_GO`] | [`ShareRef`] | |
+//! | [`LOOK`] | [`ShareRef`], of which the share is ignored | [`View`] |
 
 use core::sync::atomic::{AtomicU64, Ordering};
 
 use serde::{Deserialize, Serialize};
 
-/// Most channels in a system.
+/// Largest number of channels in a system.
 pub const MAX_CHANNELS: usize = 16;
-/// Most channels of a virtual machine.
+/// Largest number of channels of a VM.
 pub const MAX_VM_CHANNELS: usize = 4;
-/// Least bytes of a channel's memory.
+/// Smallest channel memory in bytes.
 pub const MIN_SIZE: u64 = 16 << 10;
-/// Most bytes of a channel's memory.
+/// Largest channel memory in bytes.
 pub const MAX_SIZE: u64 = 16 << 20;
-/// Messages that a ring holds.
+/// Capacity of a ring in messages.
 pub const ENTRIES: u32 = 64;
 /// Bytes of an entry.
 pub const ENTRY: usize = 64;
-/// Most bytes of a message's payload.
+/// Largest payload of a message in bytes.
 pub const MAX_PAYLOAD: usize = 56;
 /// Offset of the free area of the memory.
 pub const FREE_AREA: u64 = 0x3000;
-/// Shares of a side.
+/// Number of shares of a side.
 pub const SHARES: usize = 4;
-/// Most bytes of a share.
+/// Largest share in bytes.
 pub const SHARE_BYTES: u64 = 256 << 10;
 
-/// Registers of the PCI function, in its window.
+/// Registers of the PCI function, as offsets in its BAR.
 pub mod register {
     #![allow(missing_docs, reason = "the specification has them")]
     pub const MAGIC: u64 = 0x00;
@@ -60,46 +63,47 @@ pub mod register {
     pub const FLAGS: u64 = 0x1c;
     pub const PEER: u64 = 0x20;
     pub const EVENTS: u64 = 0x24;
-    /// Bit of [`EVENTS`]: the peer was started or has ended.
+    /// Bit of [`EVENTS`]: the peer has started or ended.
     pub const EVENT_PEER: u32 = 1;
-    /// Bit of [`EVENTS`]: the state of a share has changed.
+    /// Bit of [`EVENTS`]: a share has changed its state.
     pub const EVENT_SHARES: u32 = 2;
     pub const DOORBELL: u64 = 0x28;
     pub const OWN_NAME: u64 = 0x40;
     pub const PEER_NAME: u64 = 0x60;
-    /// Bytes of a name.
+    /// Length of a name in bytes.
     pub const NAME_LEN: usize = 32;
     pub const OWN_SHARES: u64 = 0x100;
     pub const PEER_SHARES: u64 = 0x200;
-    /// Bytes of a share's registers.
+    /// Stride of the shares' registers.
     pub const SHARE_STEP: u64 = 0x20;
-    /// Of a share: first address, low half; the upper one follows.
+    /// Register of a share: low half of its address; the high half follows.
     pub const SHARE_ADDRESS: u64 = 0x00;
     pub const SHARE_LENGTH: u64 = 0x08;
     pub const SHARE_COMMAND: u64 = 0x0c;
-    /// Command, own share: offer to read; peer's share: map.
+    /// Command. Own share: offer it read-only. Peer's share: map it.
     pub const COMMAND_OPEN: u32 = 1;
-    /// Bit of [`COMMAND_OPEN`]: also to write.
+    /// Bit of [`COMMAND_OPEN`]: writable.
     pub const COMMAND_WRITE: u32 = 2;
-    /// Command, own share: revoke; peer's share: let go.
+    /// Command. Own share: revoke it. Peer's share: unmap it.
     pub const COMMAND_CLOSE: u32 = 0;
     pub const SHARE_STATE: u64 = 0x10;
-    /// Bit of [`SHARE_STATE`], peer's share: it may be written.
+    /// Bit of [`SHARE_STATE`], peer's share: it is writable.
     pub const STATE_WRITABLE: u32 = 1 << 8;
     pub const SHARE_RESULT: u64 = 0x14;
-    /// First MSI-X vector's table entry.
+    /// MSI-X table.
     pub const TABLE: u64 = 0x1000;
-    /// MSI-X pending bits.
+    /// MSI-X pending bit array.
     pub const PENDING: u64 = 0x1800;
-    /// Bytes of the window.
+    /// Length of the BAR in bytes.
     pub const WINDOW: u32 = 0x2000;
 }
 
-/// Hypercalls that the VMM answers, and their results.
+/// Hypercalls that the VMM handles, and their results.
 pub mod hypercall {
-    /// `rax`: ring. Our kernel answers it without the VMM (`HYPERCALL_DOORBELL` in `abi`); other hosts may not.
+    /// `rax`: ring the doorbell. The kernel handles it without the VMM (`HYPERCALL_DOORBELL` in
+    /// `abi`); other hosts may not.
     pub const DOORBELL: u64 = 0x5041_5241_0001;
-    /// `rax`: the number of this machine.
+    /// `rax`: return the id of this VM.
     pub const ID: u64 = 0x5041_5241_0010;
     /// `rax`: send a message.
     pub const SEND: u64 = 0x5041_5241_0011;
@@ -107,46 +111,46 @@ pub mod hypercall {
     pub const RECEIVE: u64 = 0x5041_5241_0012;
     /// Words of payload in registers.
     pub const WORDS: usize = 4;
-    /// Result: done, or rung.
+    /// Result: success.
     pub const DONE: u64 = 0;
-    /// Result: there is no such channel; or no doorbell, or nobody to hear it.
+    /// Result: no such channel, no doorbell, or the peer does not run.
     pub const NO_CHANNEL: u64 = 1;
-    /// Result: the ring is full, or empty.
+    /// Result: the ring is full (send) or empty (receive).
     pub const NOT_NOW: u64 = 2;
-    /// Result: the peer had broken the ring.
+    /// Result: the peer had violated the protocol of the ring.
     pub const BROKEN: u64 = 3;
 }
 
-// ---- messages --------------------------------------------------------------------------------------
+// ---- messages ----
 
-/// The other side has written what it never may. Attaching again makes the ring usable, and empty.
+/// The other side has violated the protocol. Attaching again empties the ring and makes it usable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Broken;
 
 /// A message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Message {
-    /// For the two guests' use.
+    /// For the guests' own use.
     pub tag: u32,
     /// Bytes of the payload, at most [`MAX_PAYLOAD`].
     pub length: u32,
-    /// The payload, little-endian; what is beyond its length has no meaning.
+    /// Payload, little-endian; words beyond its length are undefined.
     pub payload: [u64; MAX_PAYLOAD / 8],
 }
 
-/// Why a message is not sent.
+/// Failure to send a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SendError {
-    /// There is no room.
+    /// The ring is full.
     Full,
     /// The message is longer than [`MAX_PAYLOAD`].
     TooLong,
-    /// See there.
+    /// The other side has violated the protocol.
     Broken,
 }
 
 const WORD: usize = size_of::<u64>();
-/// Words (of 64 bits, of which rings use the lower half) of a ring, and where in them each is.
+/// Words of a ring (of 64 bits, of which rings use the lower half), and their offsets.
 const RING_WORDS: usize = 0x100 / WORD;
 const TAIL: usize = 0;
 const HEAD: usize = 0x40 / WORD;
@@ -159,14 +163,14 @@ const RING_ENTRY_WORDS: usize = ENTRIES as usize * ENTRY_WORDS;
 /// A ring in a channel's memory.
 #[derive(Clone, Copy)]
 struct Ring<'m> {
-    /// [`RING_WORDS`] of them.
+    /// Exactly [`RING_WORDS`] words.
     words: &'m [AtomicU64],
-    /// [`RING_ENTRY_WORDS`] of them.
+    /// Exactly [`RING_ENTRY_WORDS`] words.
     entries: &'m [AtomicU64],
 }
 
 impl<'m> Ring<'m> {
-    /// The ring from side `side` to the other one.
+    /// Returns the ring from side `side` to the other side.
     fn new(memory: &'m [AtomicU64], side: usize) -> Option<Self> {
         let (words, entries) = (side * RING_WORDS, ENTRIES_AT + side * RING_ENTRY_WORDS);
         Some(Self {
@@ -184,27 +188,28 @@ impl<'m> Ring<'m> {
         self.words[word].load(Ordering::SeqCst) as u32
     }
 
-    /// Sequentially consistent, like [`Ring::load`]: so whoever is about to sleep sees the message, or the other side
-    /// sees that it wants to be woken.
+    /// Sequentially consistent, like [`Ring::load`]: either the side that is about to sleep sees
+    /// the message, or the other side sees its request for a doorbell.
     fn store(self, word: usize, value: u32) {
         self.words[word].store(value.into(), Ordering::SeqCst);
     }
 }
 
-/// Messages in a ring, if there can be as many.
+/// Returns the number of messages in a ring, if it does not exceed the capacity.
 fn filled(tail: u32, head: u32) -> Result<u32, Broken> {
     let filled = tail.wrapping_sub(head);
     if filled <= ENTRIES { Ok(filled) } else { Err(Broken) }
 }
 
-/// The sending end of a ring.
+/// Sending end of a ring.
 pub struct Sender<'m> {
     ring: Ring<'m>,
     tail: u32,
 }
 
 impl<'m> Sender<'m> {
-    /// The sender of side `side` (0 or 1); goes on where the last one stopped. `None` if the memory is too short.
+    /// Creates the sender of side `side` (0 or 1), at the position of the previous one. `None` if
+    /// the memory is too short.
     pub fn attach(memory: &'m [AtomicU64], side: usize) -> Option<Self> {
         let ring = Ring::new(memory, side)?;
         let (mut tail, head) = (ring.load(TAIL), ring.load(HEAD));
@@ -215,7 +220,7 @@ impl<'m> Sender<'m> {
         Some(Self { ring, tail })
     }
 
-    /// Puts a message into the ring; gives whether the receiver wants to be rung.
+    /// Sends a message; returns whether the receiver requests a doorbell.
     pub fn send(&mut self, message: &Message) -> Result<bool, SendError> {
         if message.length as usize > MAX_PAYLOAD {
             return Err(SendError::TooLong);
@@ -236,20 +241,22 @@ impl<'m> Sender<'m> {
         Ok(self.ring.load(WANT_MESSAGES) != 0)
     }
 
-    /// Whether the receiver is to ring when there is room. After `true`, try once more before sleeping.
+    /// Requests a doorbell from the receiver when the ring has room. After `true`, retry once
+    /// before sleeping.
     pub fn want_room(&self, wanted: bool) {
         self.ring.store(WANT_ROOM, wanted.into());
     }
 }
 
-/// The receiving end of a ring.
+/// Receiving end of a ring.
 pub struct Receiver<'m> {
     ring: Ring<'m>,
     head: u32,
 }
 
 impl<'m> Receiver<'m> {
-    /// The receiver of side `side` (0 or 1); goes on where the last one stopped. `None` if the memory is too short.
+    /// Creates the receiver of side `side` (0 or 1), at the position of the previous one. `None` if
+    /// the memory is too short.
     pub fn attach(memory: &'m [AtomicU64], side: usize) -> Option<Self> {
         let ring = Ring::new(memory, side ^ 1)?;
         let (tail, mut head) = (ring.load(TAIL), ring.load(HEAD));
@@ -260,7 +267,7 @@ impl<'m> Receiver<'m> {
         Some(Self { ring, head })
     }
 
-    /// Takes a message, if there is one; gives also whether the sender wants to be rung.
+    /// Receives a message, if there is one, with the sender's request for a doorbell.
     pub fn receive(&mut self) -> Result<Option<(Message, bool)>, Broken> {
         if filled(self.ring.load(TAIL), self.head)? == 0 {
             return Ok(None);
@@ -280,24 +287,25 @@ impl<'m> Receiver<'m> {
         Ok(Some((message, self.ring.load(WANT_ROOM) != 0)))
     }
 
-    /// Whether the sender is to ring when there is a message. After `true`, look once more before sleeping.
+    /// Requests a doorbell from the sender when it has sent a message. After `true`, receive once
+    /// more before sleeping.
     pub fn want_messages(&self, wanted: bool) {
         self.ring.store(WANT_MESSAGES, wanted.into());
     }
 }
 
-// ---- a VMM's end -----------------------------------------------------------------------------------
+// ---- the VMM side ----
 
-/// What a VMM knows of a channel from the start.
+/// Description of a channel in a VMM's start page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct End<'a> {
-    /// 0 or 1.
+    /// Side of this VM, 0 or 1.
     pub side: u8,
-    /// Number of the peer among all virtual machines, from 1.
+    /// Id of the peer VM, from 1.
     pub peer: u32,
-    /// Its name.
+    /// Name of the peer VM.
     pub peer_name: &'a str,
-    /// There is a doorbell.
+    /// The sides can ring each other's doorbell.
     pub doorbell: bool,
     /// Events to signal to the peer.
     pub signal: u64,
@@ -305,46 +313,46 @@ pub struct End<'a> {
 
 /// Label: offer guest memory to the peer.
 pub const OFFER: u64 = 16;
-/// Label: take it back.
+/// Label: revoke a share.
 pub const REVOKE: u64 = 17;
-/// Label: map what the peer offers.
+/// Label: map a share of the peer.
 pub const MAP: u64 = 18;
-/// Label: let it go.
+/// Label: unmap a share of the peer.
 pub const LET_GO: u64 = 19;
-/// Label: what the channel is like now.
+/// Label: return the channel's [`View`].
 pub const LOOK: u64 = 20;
 
-/// A share of a channel, in a word.
+/// Reference to a share of a channel, packed into a word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
-    /// Number of the channel with the VMM.
+pub struct ShareRef {
+    /// Index of the channel in the VMM.
     pub channel: usize,
-    /// Number of the share, below [`SHARES`].
+    /// Index of the share, below [`SHARES`].
     pub share: usize,
 }
 
-impl Place {
-    /// As a word.
+impl ShareRef {
+    /// Packs the reference.
     pub const fn pack(self) -> u64 {
         self.channel as u64 | (self.share as u64) << 8
     }
 
-    /// Reads a word.
+    /// Unpacks a reference; `None` if an index is out of range.
     pub fn unpack(word: u64) -> Option<Self> {
         let (channel, share) = ((word & 0xff) as usize, (word >> 8) as usize);
         (channel < MAX_VM_CHANNELS && share < SHARES).then_some(Self { channel, share })
     }
 }
 
-/// What has become of a share.
+/// State of a share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum ShareState {
-    /// There is none.
+    /// Not offered.
     #[default]
     None,
     /// Offered.
     Offered,
-    /// Offered, and mapped by the other side.
+    /// Offered, and mapped by the peer.
     Mapped,
 }
 
@@ -358,23 +366,23 @@ impl ShareState {
     }
 }
 
-/// A share of the peer.
+/// Share of the peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct PeerShare {
-    /// Whether it is there, and mapped here.
+    /// State; [`ShareState::Mapped`] if this side has mapped it.
     pub state: ShareState,
-    /// It may be written.
+    /// The share is writable.
     pub writable: bool,
-    /// Bytes; 0: there is none.
+    /// Length in bytes; 0: not offered.
     pub length: u32,
 }
 
-/// What a channel is like, as one side sees it.
+/// State of a channel, as one side sees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct View {
     /// The peer runs.
     pub peer_runs: bool,
-    /// How often it was started, modulo 2^16.
+    /// Number of starts of the peer, modulo 2^16.
     pub starts: u16,
     /// Shares of this side.
     pub own: [ShareState; SHARES],
@@ -383,7 +391,7 @@ pub struct View {
 }
 
 impl View {
-    /// As words of a reply.
+    /// Packs the state into the words of a reply.
     pub fn pack(&self) -> [u64; 4] {
         let mut words = [0; SHARES];
         for ((word, own), peers) in words.iter_mut().zip(self.own).zip(self.peers) {
@@ -398,7 +406,7 @@ impl View {
         words
     }
 
-    /// Reads words of a reply.
+    /// Unpacks the words of a reply.
     pub fn unpack(words: [u64; 4]) -> Self {
         let byte = |index: usize| (words[index] >> 24 & 0xff) as u16;
         Self {
@@ -498,7 +506,7 @@ mod tests {
         let mut sender = Sender::attach(&memory, 0).unwrap();
         assert_eq!(sender.send(&message(9)), Ok(false));
         let mut receiver = Receiver::attach(&memory, 1).unwrap();
-        // Word 0 of entry 1: the length grows after the message was sent.
+        // Word 0 of entry 1: grows the length after the message was sent.
         memory[ENTRIES_AT + ENTRY_WORDS].store(57, Ordering::Relaxed);
         assert_eq!(receiver.receive(), Err(Broken));
     }
@@ -510,7 +518,7 @@ mod tests {
         let mut sender = Sender::attach(&memory, 0).unwrap();
         let mut receiver = Receiver::attach(&memory, 1).unwrap();
         for _ in 0..20_000 {
-            // Numerical Recipes' generator; its upper bits are good enough.
+            // Generator of Numerical Recipes; only its upper bits are used.
             random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
             let place = random >> 40 & (2 * RING_WORDS as u64 - 1);
             memory[place as usize].store(random >> 33 & 0x7f, Ordering::Relaxed);
@@ -532,10 +540,10 @@ mod tests {
         view.peers[3] =
             PeerShare { state: ShareState::Mapped, writable: true, length: SHARE_BYTES as u32 };
         assert_eq!(View::unpack(view.pack()), view);
-        let place = Place { channel: 3, share: 2 };
-        assert_eq!(Place::unpack(place.pack()), Some(place));
+        let place = ShareRef { channel: 3, share: 2 };
+        assert_eq!(ShareRef::unpack(place.pack()), Some(place));
         for word in [u64::MAX, 4, 4 << 8, 1 << 63] {
-            assert_eq!(Place::unpack(word), None);
+            assert_eq!(ShareRef::unpack(word), None);
         }
     }
 }

@@ -1,78 +1,80 @@
-//! Control gate of every task: what a task tells root about itself.
+//! Control gate of every task: messages about the task's own state to root.
 //!
 //! | label | words |
 //! |---|---|
 //! | [`STARTED`] | 0: bytes of memory in use beyond guest memory |
-//! | [`EXITED`] | 0: exit code; [`Statistics`] in the page |
+//! | [`EXITED`] | 0: exit code; [`VmmStatistics`] in the page |
 //! | [`PANICKED`] | 0: length of the text; text in the page |
 //! | [`DRAINED`] | – |
 //!
-//! Root answers [`STARTED`] and [`DRAINED`]. It does not answer the others: the caller is taken apart instead.
+//! Root replies to [`STARTED`] and [`DRAINED`]. After the remaining messages root destroys the task
+//! instead.
 
-/// The task is ready for work.
+/// The task is ready.
 pub const STARTED: u64 = 1;
-/// The task has ended by itself.
+/// The task has ended.
 pub const EXITED: u64 = 2;
-/// The task has found itself broken.
+/// The task has panicked.
 pub const PANICKED: u64 = 3;
-/// A console server has sent everything, as root has asked it to ([`DRAIN`](crate::console::DRAIN)).
+/// A console server has transmitted all output, as root has requested
+/// ([`DRAIN`](crate::console::DRAIN)).
 pub const DRAINED: u64 = 4;
 
-/// Exit codes, as users see them.
+/// Exit codes reported to users.
 pub mod code {
-    /// Clean power-off; 1 to 63 are the guest's own.
+    /// Clean power-off; the guest chooses 1 to 63.
     pub const OK: u64 = 0;
-    /// The description asks for what the machine cannot give.
+    /// The description requires resources that the host does not have.
     pub const BAD_CONFIG: u64 = 65;
-    /// The VMM or a server broke.
+    /// The VMM or a server has failed.
     pub const INTERNAL: u64 = 70;
-    /// The guest panicked.
+    /// Panic of the guest.
     pub const GUEST_PANIC: u64 = 80;
-    /// Triple fault, or a fault that nobody handles.
+    /// Triple fault, or an unhandled fault.
     pub const GUEST_FAULT: u64 = 81;
-    /// A watchdog ran out.
+    /// A watchdog has expired.
     pub const WATCHDOG: u64 = 82;
-    /// The guest asked for a reset, and was not to be reset.
+    /// Reset by the guest, with resets disabled.
     pub const RESET: u64 = 83;
 }
 
-/// Most exit reasons that are counted apart.
+/// Largest number of exit reasons with a counter.
 pub const REASONS: usize = 24;
 
-/// What a VMM counted.
+/// Counters of a VMM.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Statistics {
-    /// World switches into the guest.
+pub struct VmmStatistics {
+    /// Entries into the guest.
     pub entries: u64,
-    /// Exits that the kernel settled itself.
-    pub settled: u64,
-    /// Bytes of memory that the VMM uses beyond guest memory and without kernel objects.
+    /// Exits that the kernel handled without the VMM.
+    pub handled_in_kernel: u64,
+    /// Bytes of memory that the VMM uses in addition to guest memory, without kernel objects.
     pub bytes: u64,
-    /// Exits by reason, numbered as the VMM library does.
+    /// Exits by reason, numbered as in the VMM library.
     pub exits: [u64; REASONS],
 }
 
-impl Statistics {
-    /// Words of the packed form.
+impl VmmStatistics {
+    /// Words of the encoding.
     pub const WORDS: usize = 3 + REASONS;
 
-    /// Nothing counted.
-    pub const ZERO: Self = Self { entries: 0, settled: 0, bytes: 0, exits: [0; REASONS] };
+    /// All counters zero.
+    pub const ZERO: Self = Self { entries: 0, handled_in_kernel: 0, bytes: 0, exits: [0; REASONS] };
 
-    /// The packed form.
+    /// Encodes the counters.
     pub fn pack(&self) -> [u64; Self::WORDS] {
         let mut words = [0; Self::WORDS];
-        words[..3].copy_from_slice(&[self.entries, self.settled, self.bytes]);
+        words[..3].copy_from_slice(&[self.entries, self.handled_in_kernel, self.bytes]);
         words[3..].copy_from_slice(&self.exits);
         words
     }
 
-    /// Reads the packed form; missing words are 0.
+    /// Decodes counters; missing words are 0.
     pub fn unpack(words: &[u64]) -> Self {
         let word = |index: usize| words.get(index).copied().unwrap_or(0);
         Self {
             entries: word(0),
-            settled: word(1),
+            handled_in_kernel: word(1),
             bytes: word(2),
             exits: core::array::from_fn(|index| word(3 + index)),
         }
@@ -85,9 +87,10 @@ mod tests {
 
     #[test]
     fn statistics_round_trip() {
-        let mut statistics = Statistics { entries: 1, settled: 2, bytes: 3, ..Statistics::ZERO };
+        let mut statistics =
+            VmmStatistics { entries: 1, handled_in_kernel: 2, bytes: 3, ..VmmStatistics::ZERO };
         statistics.exits[REASONS - 1] = 9;
-        assert_eq!(Statistics::unpack(&statistics.pack()), statistics);
-        assert_eq!(Statistics::unpack(&[]), Statistics::ZERO);
+        assert_eq!(VmmStatistics::unpack(&statistics.pack()), statistics);
+        assert_eq!(VmmStatistics::unpack(&[]), VmmStatistics::ZERO);
     }
 }

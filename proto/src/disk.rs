@@ -1,36 +1,38 @@
-//! Disk session: block requests from a client to a disk server, in shared memory ([`session`](crate::session)).
+//! Disk session: block requests from a client to a disk server, in shared memory
+//! ([`session`](crate::session)).
 //!
-//! | bytes | what |
+//! | bytes | content |
 //! |---|---|
-//! | 0–4095 | header, request ring (client puts), completion ring (server puts) |
-//! | 4096… | data buffers; the client alone decides which request uses which |
+//! | 0–4095 | header, request ring (to the server), completion ring (to the client) |
+//! | 4096… | data buffers; the client alone assigns them to requests |
 //!
-//! The disk reads and writes the buffers itself: neither kernel nor server copies data. The server answers every
-//! request once, in any order; requests under way at the same time have no order among them. A write is answered when
-//! the disk has taken it, a [`Operation::Flush`] when everything that was answered before it came is on stable storage.
+//! The disk accesses the buffers by DMA: neither kernel nor server copies data. The server
+//! completes every request once, in any order; concurrent requests are unordered. A write completes
+//! when the disk has accepted it, an [`Operation::Flush`] when all requests completed before its
+//! submission are on stable storage.
 //!
-//! A server that was restarted knows nothing of what was under way, so the client sends all that again: every
-//! operation may be carried out twice without harm, as the data stays in its buffer until it is answered.
+//! A restarted server does not know the requests in flight, so the client submits all of them
+//! again. Every operation is idempotent, because its data stays in its buffer until the completion.
 //!
-//! Request: word 0 operation (byte 0), id (bytes 2–3), sectors (bytes 4–7); word 1 first sector; word 2 offset of the
-//! data. Completion: id (bytes 0–1), status (byte 2).
+//! Request: word 0 operation (byte 0), id (bytes 2–3), sectors (bytes 4–7); word 1 first sector;
+//! word 2 offset of the data. Completion: id (bytes 0–1), status (byte 2).
 
 use core::sync::atomic::AtomicU64;
 
 use crate::ring::{self, Broken, Consumer, Producer};
 use crate::session::{ClientLink, Connection, HEADER, INFO, Link, ServerLink};
 
-/// Bytes of a sector.
+/// Sector size in bytes.
 pub const SECTOR: u64 = 512;
-/// Most requests of a client under way.
+/// Largest number of requests of a client in flight.
 pub const SLOTS: usize = 64;
 /// Offset of the first data buffer.
 pub const DATA: u64 = 4096;
-/// Unit in which a client gives data buffers to its requests.
+/// Allocation unit of data buffers in bytes.
 pub const BUFFER: u64 = 4096;
-/// Most buffers of a session.
+/// Largest number of buffers of a session.
 pub const MAX_BUFFERS: usize = 128;
-/// Usual length of a session's memory in bytes.
+/// Default length of a session's memory in bytes.
 pub const SESSION_BYTES: u64 = DATA + 63 * BUFFER;
 
 const REQUEST_WORDS: usize = 3;
@@ -39,24 +41,24 @@ const COMPLETIONS: usize = REQUESTS + ring::words(REQUEST_WORDS, SLOTS);
 const WORDS: usize = COMPLETIONS + ring::words(1, SLOTS);
 const _: () = assert!(8 * WORDS as u64 <= DATA);
 
-/// What a request asks.
+/// Operation of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Operation {
-    /// Sectors to the data buffer.
+    /// Reads sectors to the data buffer.
     Read = 1,
-    /// The data buffer to sectors.
+    /// Writes sectors from the data buffer.
     Write = 2,
-    /// Everything answered so far to stable storage. Sectors and data are 0.
+    /// Makes all completed writes durable. Sectors and data are 0.
     Flush = 3,
-    /// The sectors' contents do not matter any more. No data.
+    /// Discards the contents of sectors. No data.
     Discard = 4,
-    /// Zeros to sectors. No data.
+    /// Writes zeros to sectors. No data.
     WriteZeroes = 5,
 }
 
 impl Operation {
-    /// The operation with this number.
+    /// Decodes an operation.
     pub const fn from_code(code: u8) -> Option<Self> {
         Some(match code {
             1 => Self::Read,
@@ -68,35 +70,35 @@ impl Operation {
         })
     }
 
-    /// Whether data is moved.
+    /// Returns whether the operation transfers data.
     pub const fn has_data(self) -> bool {
         matches!(self, Self::Read | Self::Write)
     }
 
-    /// Whether the disk's contents change.
+    /// Returns whether the operation changes the disk's contents.
     pub const fn changes(self) -> bool {
         matches!(self, Self::Write | Self::Discard | Self::WriteZeroes)
     }
 }
 
-/// What became of a request.
+/// Result of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Status {
-    /// Done.
+    /// Success.
     Ok = 0,
-    /// The disk failed. Of a write, any part may have been done.
+    /// I/O error. A write may have been carried out in part.
     Failed = 1,
-    /// Beyond the client's part of the disk, or no proper request. Nothing was done.
+    /// Outside of the client's range of the disk, or malformed. Nothing was carried out.
     Invalid = 2,
-    /// A change of a read-only disk. Nothing was done.
+    /// A change of a read-only disk. Nothing was carried out.
     ReadOnly = 3,
-    /// An operation that the disk does not know. Nothing was done.
+    /// An operation that the disk does not support. Nothing was carried out.
     Unsupported = 4,
 }
 
 impl Status {
-    /// The status with this number; unknown ones are failures.
+    /// Decodes a status; unknown codes are failures.
     pub const fn from_code(code: u8) -> Self {
         match code {
             0 => Self::Ok,
@@ -111,15 +113,15 @@ impl Status {
 /// A request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Request {
-    /// What to do.
+    /// Operation.
     pub operation: Operation,
-    /// Names the request in its completion.
+    /// Identifies the request in its completion.
     pub id: u16,
     /// Number of sectors.
     pub sectors: u32,
-    /// First sector, from the start of the client's part of the disk.
+    /// First sector, from the start of the client's range.
     pub sector: u64,
-    /// Offset of the data in the session's memory, a multiple of [`SECTOR`]; 0 if there is none.
+    /// Offset of the data in the session's memory, a multiple of [`SECTOR`]; 0: no data.
     pub offset: u64,
 }
 
@@ -144,26 +146,26 @@ impl Request {
         })
     }
 
-    /// Bytes of data.
+    /// Returns the length of the data in bytes.
     pub fn bytes(&self) -> u64 {
         if self.operation.has_data() { u64::from(self.sectors) * SECTOR } else { 0 }
     }
 }
 
-/// What a server tells about a client's part of the disk.
+/// Properties of a client's range of the disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Info {
-    /// Its length.
+    /// Length in sectors.
     pub sectors: u64,
-    /// It cannot be changed.
+    /// Writes are refused.
     pub read_only: bool,
-    /// [`Operation::Discard`] has a use.
+    /// [`Operation::Discard`] is supported.
     pub discard: bool,
-    /// [`Operation::WriteZeroes`] is known.
+    /// [`Operation::WriteZeroes`] is supported.
     pub write_zeroes: bool,
-    /// Most sectors of one request; at least 8.
+    /// Largest number of sectors of one request; at least 8.
     pub max_sectors: u32,
-    /// Most requests that the disk works on at once: a hint.
+    /// Queue depth of the disk: a hint.
     pub depth: u32,
 }
 
@@ -187,7 +189,10 @@ impl Info {
         }
     }
 
-    /// What is wrong with a request to such a disk, apart from its data.
+    /// Validates a request for this range, except for its data buffer.
+    ///
+    /// # Errors
+    /// The status with which the request must be completed.
     pub fn check(&self, request: &Request) -> Result<(), Status> {
         if request.operation == Operation::Flush {
             return Ok(());
@@ -208,7 +213,7 @@ impl Info {
     }
 }
 
-/// Data buffers: a part of the session's memory that belongs to a client's request.
+/// Adjacent data buffers: a part of the session's memory that belongs to one request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Buffer {
     /// Offset in the session's memory.
@@ -217,12 +222,12 @@ pub struct Buffer {
     pub length: u64,
 }
 
-/// Answer to a request, for the client's user.
+/// Completion of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Completion {
-    /// What the user called the request.
+    /// Tag that the caller passed with the request.
     pub tag: u64,
-    /// What became of it.
+    /// Result.
     pub status: Status,
 }
 
@@ -230,13 +235,13 @@ pub struct Completion {
 struct Pending {
     request: Request,
     tag: u64,
-    /// Order of submission.
+    /// Sequence number of the submission.
     number: u64,
-    /// In the ring of this connection.
+    /// The request is in the ring of the current connection.
     sent: bool,
 }
 
-/// The client's side: keeps requests until they are answered, over restarts of the server.
+/// Client side of a session: keeps requests until their completion, over restarts of the server.
 pub struct Client<'m> {
     memory: &'m [AtomicU64],
     link: ClientLink<'m>,
@@ -244,14 +249,15 @@ pub struct Client<'m> {
     completions: Consumer<'m, 1, SLOTS>,
     pending: [Option<Pending>; SLOTS],
     next_number: u64,
-    /// Buffers in use.
+    /// Allocated buffers, one bit each.
     buffers: u128,
     buffer_count: usize,
     must_signal: bool,
 }
 
 impl<'m> Client<'m> {
-    /// The client of a session of `length` bytes whose first words are `memory`. `None` if it is too short.
+    /// Creates the client of a session of `length` bytes whose first words are `memory`. `None` if
+    /// the session is too short.
     pub fn new(memory: &'m [AtomicU64], length: u64) -> Option<Self> {
         let buffers = length.checked_sub(DATA)? / BUFFER;
         Some(Self {
@@ -267,13 +273,14 @@ impl<'m> Client<'m> {
         })
     }
 
-    /// The disk, if the server has been reached. Its size stays the same over restarts of the server.
+    /// Returns the disk's properties once the server was connected. The size is constant over
+    /// restarts of the server.
     pub fn info(&self) -> Option<Info> {
         self.link.info().map(Info::unpack)
     }
 
-    /// Takes adjacent buffers for `bytes` bytes of data; `None` if there are none, for now or at all. They are kept
-    /// until [`release`](Self::release).
+    /// Allocates adjacent buffers for `bytes` bytes of data; `None` if not enough are free. They
+    /// belong to the caller until [`release`](Self::release).
     pub fn allocate(&mut self, bytes: u64) -> Option<Buffer> {
         let count = bytes.div_ceil(BUFFER);
         if count == 0 || count > self.buffer_count as u64 {
@@ -286,7 +293,7 @@ impl<'m> Client<'m> {
         Some(Buffer { offset: DATA + first as u64 * BUFFER, length: count * BUFFER })
     }
 
-    /// Gives buffers back, when the request is answered and the data was taken out.
+    /// Frees buffers, after the request was completed and its data copied out.
     pub fn release(&mut self, buffer: Buffer) {
         let first = buffer.offset.saturating_sub(DATA) / BUFFER;
         for index in first..first + buffer.length / BUFFER {
@@ -296,20 +303,21 @@ impl<'m> Client<'m> {
         }
     }
 
-    /// Whether another request can be submitted.
+    /// Returns whether another request can be submitted.
     pub fn has_room(&self) -> bool {
         self.pending.iter().any(Option::is_none)
     }
 
-    /// Number of requests that are not answered yet.
+    /// Returns the number of requests in flight.
     pub fn under_way(&self) -> usize {
         self.pending.iter().flatten().count()
     }
 
-    /// Submits a request, or keeps it until the server is there. `offset` is where the data is in the session's memory,
-    /// 0 without data. `false` if too many are under way.
+    /// Submits a request, or queues it until the server is connected. `offset` is that of the data
+    /// in the session's memory, 0 without data. `false` if too many requests are in flight.
     ///
-    /// Afterwards, or after several, [`take_signal`](Self::take_signal) tells whether to signal the server.
+    /// After one or several submissions, [`take_signal`](Self::take_signal) returns whether to
+    /// signal the server.
     #[must_use]
     pub fn submit(
         &mut self,
@@ -336,12 +344,13 @@ impl<'m> Client<'m> {
                 pending.sent = true;
                 self.must_signal |= self.requests.must_signal();
             }
-            // The ring has a place for every request; a server for which it has not breaks the rules.
+            // The ring has a slot for every request; a server that reports it full violates the
+            // protocol.
             Ok(false) | Err(Broken) => self.link.give_up(),
         }
     }
 
-    /// Sends everything that was not answered, in the order of submission.
+    /// Submits all requests in flight again, in the order of their submission.
     fn send_all(&mut self) {
         self.pending.iter_mut().flatten().for_each(|pending| pending.sent = false);
         while self.link.is_connected() {
@@ -356,7 +365,8 @@ impl<'m> Client<'m> {
         self.must_signal = true;
     }
 
-    /// The next answer; looks after the connection too. To be called when the server has signalled, until there is none.
+    /// Polls the connection and returns the next completion. To be called after a signal of the
+    /// server, until there is none.
     pub fn poll(&mut self) -> Option<Completion> {
         match self.link.poll() {
             Connection::Down => return None,
@@ -371,7 +381,8 @@ impl<'m> Client<'m> {
             }
             Connection::Up => {}
         }
-        // As many nonsensical answers as fit the ring; more can only come from a server that runs wild.
+        // A ring holds this many invalid completions; only a server that violates the protocol
+        // produces more.
         for _ in 0..SLOTS {
             let [word] = match self.completions.take() {
                 Ok(Some(entry)) => entry,
@@ -392,25 +403,25 @@ impl<'m> Client<'m> {
         None
     }
 
-    /// Asks the server to signal the next answer. `false`: [`poll`](Self::poll) again first.
+    /// Requests a signal for the next completion. `false`: call [`poll`](Self::poll) again first.
     pub fn sleep(&mut self) -> bool {
-        // Without a connection the server signals anyway; a broken one is found by the next look.
+        // Without a connection the server signals anyway; the next poll detects a broken one.
         !self.link.is_connected() || self.completions.sleep() == Ok(true)
     }
 
-    /// Whether the server is to be signalled now; asked after submitting and polling.
+    /// Returns whether to signal the server. To be called after submitting and polling.
     #[must_use]
     pub fn take_signal(&mut self) -> bool {
         core::mem::take(&mut self.must_signal)
     }
 
-    /// The words of the session.
+    /// Returns the words of the session.
     pub fn memory(&self) -> &'m [AtomicU64] {
         self.memory
     }
 }
 
-/// The server's side of one client's session.
+/// Server side of one client's session.
 pub struct Session<'m> {
     link: ServerLink<'m>,
     memory: &'m [AtomicU64],
@@ -419,14 +430,14 @@ pub struct Session<'m> {
     /// End of the data buffers.
     end: u64,
     info: Info,
-    /// Requests handed out and not completed. A new connection waits until there are none.
+    /// Requests taken and not completed. A new connection waits until there are none.
     under_way: usize,
     must_signal: bool,
 }
 
 impl<'m> Session<'m> {
-    /// The server of a session of `length` bytes whose first words are `memory`, in a new generation. `None` if
-    /// it is too short. No device may still write to the session.
+    /// Creates the server of a session of `length` bytes whose first words are `memory`, in a new
+    /// generation. `None` if it is too short. No device may still write to the session.
     pub fn new(memory: &'m [AtomicU64], length: u64, info: Info) -> Option<Self> {
         length.checked_sub(DATA)?;
         Some(Self {
@@ -441,7 +452,7 @@ impl<'m> Session<'m> {
         })
     }
 
-    /// Looks for a new connection, and accepts it when nothing of the older one is under way.
+    /// Polls for a new connection, and accepts it once no request of the older one is in flight.
     fn connect(&mut self) {
         let Some(request) = self.link.request() else { return };
         if self.under_way != 0 {
@@ -455,8 +466,9 @@ impl<'m> Session<'m> {
         self.must_signal = true;
     }
 
-    /// Takes the next request, to be [completed](Self::complete): checked against the disk's [`Info`], with data
-    /// within the session's buffers. Requests that cannot be served are answered here.
+    /// Takes the next request, which the caller must [complete](Self::complete). It has been
+    /// validated against the disk's [`Info`], and its data is within the session's buffers. Invalid
+    /// requests are completed here.
     pub fn take(&mut self) -> Option<Request> {
         self.connect();
         for _ in 0..SLOTS {
@@ -482,7 +494,7 @@ impl<'m> Session<'m> {
         None
     }
 
-    /// Takes an entry, if its answer will have a place.
+    /// Takes an entry, if the completion ring has room for its completion.
     fn take_raw(&mut self) -> Result<Option<[u64; REQUEST_WORDS]>, Broken> {
         if self.completions.room()? <= self.under_way {
             return Ok(None);
@@ -501,26 +513,27 @@ impl<'m> Session<'m> {
         if fits { Ok(()) } else { Err(Status::Invalid) }
     }
 
-    /// Answers the request `id`, which was taken.
+    /// Completes request `id`, which was taken.
     pub fn complete(&mut self, id: u16, status: Status) {
         self.under_way = self.under_way.saturating_sub(1);
         if self.link.is_connected() {
             match self.completions.put([u64::from(id) | (status as u64) << 16]) {
                 Ok(true) => self.must_signal |= self.completions.must_signal(),
-                // There was a place when the request was taken.
+                // The completion ring had room when the request was taken.
                 Ok(false) | Err(Broken) => self.link.give_up(),
             }
         }
         self.connect();
     }
 
-    /// Asks the client to signal the next request. `false`: [`take`](Self::take) again first.
+    /// Requests a signal for the next request. `false`: call [`take`](Self::take) again first.
     pub fn sleep(&mut self) -> bool {
         if !self.link.is_connected() {
             return true;
         }
         let sleeps = self.requests.sleep().and_then(|sleeps| {
-            // No client that obeys the rules leaves so many answers unread: this one is not waited for.
+            // A client that leaves this many completions unread violates the protocol, and is not
+            // waited for.
             Ok(sleeps || self.completions.room()? <= self.under_way)
         });
         sleeps.unwrap_or_else(|Broken| {
@@ -529,18 +542,18 @@ impl<'m> Session<'m> {
         })
     }
 
-    /// Whether the client is to be signalled now; asked after taking and completing.
+    /// Returns whether to signal the client. To be called after taking and completing.
     #[must_use]
     pub fn take_signal(&mut self) -> bool {
         core::mem::take(&mut self.must_signal)
     }
 
-    /// Requests that were taken and not completed.
+    /// Returns the number of requests taken and not completed.
     pub fn under_way(&self) -> usize {
         self.under_way
     }
 
-    /// What the client was told.
+    /// Returns the disk's properties.
     pub fn info(&self) -> &Info {
         &self.info
     }
@@ -682,7 +695,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever happens when: every request is answered exactly once, and none before the disk has done it.
+        /// Every request is completed exactly once, and not before the disk has carried it out,
+        /// whatever the order of events.
         #[test]
         fn nothing_is_lost_over_restarts(steps in prop::collection::vec(prop_oneof![
             6 => Just(Step::Submit),
@@ -695,7 +709,7 @@ mod tests {
             let mut client = Client::new(&memory, LENGTH).unwrap();
             let mut server = Session::new(&memory, LENGTH, INFO).unwrap();
             let mut taken: VecDeque<Request> = VecDeque::new();
-            // For each request, how often the disk has done it, and whether it was answered.
+            // Per request: how often the disk has carried it out, and whether it was completed.
             let mut model: BTreeMap<u64, (u32, bool)> = BTreeMap::new();
             let mut next = 0;
             let poll = |client: &mut Client, model: &mut BTreeMap<u64, (u32, bool)>| {
@@ -714,7 +728,7 @@ mod tests {
             for step in steps {
                 match step {
                     Step::Submit => {
-                        // The sector names the request.
+                        // The sector identifies the request.
                         if next < 1000 && client.submit(Operation::Write, next, 1, DATA, next) {
                             model.insert(next, (0, false));
                             next += 1;
@@ -747,7 +761,7 @@ mod tests {
             prop_assert!(model.values().all(|&(_, answered)| answered));
         }
 
-        /// The other side writes anything anywhere at any time.
+        /// Writes arbitrary words anywhere at any time, as a hostile peer does.
         #[test]
         fn hostile_words(writes in prop::collection::vec((0..512usize, any::<u64>(), 0..4u8), 0..200)) {
             let memory = memory(512);
@@ -757,7 +771,7 @@ mod tests {
                 match how {
                     0 => memory[index].store(value, Ordering::Relaxed),
                     1 => memory[index].store(value % 128, Ordering::Relaxed),
-                    // An entry of the request ring, and one more of it.
+                    // An entry of the request ring, and its publication.
                     2 => {
                         memory[REQUESTS + 16 + index % 192].store(value & 0x0007_0000_003f_0007, Ordering::Relaxed);
                         memory[REQUESTS].fetch_add(1, Ordering::Relaxed);

@@ -1,12 +1,11 @@
 //! Names of Linux's error numbers (errno(3)), for messages.
 //!
-//! The wedge has no C library that knows them, and a number alone tells no user what to do. Names are
-//! those of `errno.h`, texts those of the C library, so that a message reads the same whichever
-//! process of a VM has written it.
+//! The wedge has no C library. The names are those of `errno.h`, the texts those of the C library,
+//! so that a message reads the same from each process of a VM.
 
 use core::fmt::{self, Display, Formatter};
 
-/// Number, name and text of each error that a system call of Parador's processes may return.
+/// Number, name and text of the errors that system calls of Parador's processes return.
 const ERRORS: &[(i32, &str, &str)] = &[
     (1, "EPERM", "Operation not permitted"),
     (2, "ENOENT", "No such file or directory"),
@@ -92,7 +91,7 @@ const ERRORS: &[(i32, &str, &str)] = &[
 pub struct Errno(pub i32);
 
 impl Errno {
-    /// The name in `errno.h`, and the text of the C library.
+    /// Returns the name in `errno.h` and the text of the C library.
     pub fn name(self) -> Option<(&'static str, &'static str)> {
         let found = ERRORS.iter().find(|(number, ..)| *number == self.0);
         found.map(|&(_, name, text)| (name, text))
@@ -103,13 +102,13 @@ impl Display for Errno {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         match self.name() {
             Some((name, text)) => write!(f, "{text} ({name})"),
-            None => write!(f, "an error that errno(3) does not name, number {}", self.0),
+            None => write!(f, "unknown error {}", self.0),
         }
     }
 }
 
-/// The cause of an error that may be one of the host's kernel: its name if it has an error number,
-/// else its own text. Rust's `io::Error` shows `os error 28`.
+/// Cause of an error: its name if it has an error number, else its own text. Rust's `io::Error`
+/// displays `os error 28`.
 #[derive(Clone, Copy)]
 pub struct Cause<'e> {
     errno: Option<Errno>,
@@ -117,7 +116,8 @@ pub struct Cause<'e> {
 }
 
 impl<'e> Cause<'e> {
-    /// Takes the error number, as `io::Error::raw_os_error` returns it, and the error itself.
+    /// Creates a cause from the error number, as returned by `io::Error::raw_os_error`, and the
+    /// error.
     pub fn new(number: Option<i32>, text: &'e dyn Display) -> Self {
         Self { errno: number.map(Errno), text }
     }
@@ -137,7 +137,7 @@ mod tests {
     use super::*;
     use std::io;
 
-    /// The table says what the host's C library says, and each number once.
+    /// The texts equal those of the host's C library, and each number is listed once.
     #[test]
     fn texts_are_those_of_the_c_library() {
         for (index, &(number, name, text)) in ERRORS.iter().enumerate() {
@@ -155,6 +155,6 @@ mod tests {
         assert_eq!(cause, "Resource temporarily unavailable (EAGAIN)");
         let own = io::Error::other("the image is broken");
         assert_eq!(Cause::new(own.raw_os_error(), &own).to_string(), "the image is broken");
-        assert!(Errno(4000).to_string().contains("does not name"));
+        assert_eq!(Errno(4000).to_string(), "unknown error 4000");
     }
 }

@@ -1,10 +1,11 @@
-//! What crosses a service boundary between native programs.
+//! Protocols between native programs, root and VMMs; the compiled system description; shared-memory
+//! layouts of hosted VMs.
 //!
-//! Every message is an `abi::Tag` whose label is the operation (calls) or a status (replies), up to
-//! four register words, and words in the message page. Text and bytes travel in message-page words,
-//! little-endian, packed by [`bytes`]. Receivers check every length: a sender is never trusted.
+//! Every message is an `abi::Tag`, whose label is the operation (calls) or a status (replies), up
+//! to four register words, and words in the message page. Text and bytes travel in message-page
+//! words, little-endian, packed by [`bytes`]. Receivers check every length: no sender is trusted.
 //!
-//! Who sent a message is told by the badge of the gate, which the sender cannot forge.
+//! The badge of the gate identifies the sender, which cannot forge it.
 #![cfg_attr(not(test), no_std)]
 #![forbid(unsafe_code)]
 
@@ -28,7 +29,7 @@ mod testing;
 pub mod vsock;
 pub mod wedge;
 
-/// Label of a reply to a message that the receiver understood.
+/// Label of a reply to a valid message.
 pub const DONE: u64 = 0;
-/// Label of a reply to an unknown operation, or one with arguments out of range.
+/// Label of a reply to an unknown operation or to arguments out of range.
 pub const REFUSED: u64 = 1;

@@ -1,30 +1,30 @@
-//! Log gate of every task: lines of text to root, which writes them to the kernel's log behind the
-//! name of the sender.
+//! Log gate of every task: lines of text to root, which writes them to the kernel's log, prefixed
+//! by the name of the sender.
 //!
-//! Message: label [`WRITE`], word 0 [`Level`], word 1 length, text in the message page. A text may hold several
-//! lines; root replaces control characters.
+//! Message: label [`WRITE`], word 0 [`Level`], word 1 length, text in the message page. A text may
+//! consist of several lines; root replaces control characters.
 
-/// Operation: write a text.
+/// Operation: writes a text.
 pub const WRITE: u64 = 1;
-/// Longest text in bytes; longer ones are cut.
+/// Longest text in bytes; longer texts are truncated.
 pub const MAX_TEXT: usize = 512;
 
-/// Importance of a text.
+/// Severity of a text.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 #[repr(u64)]
 pub enum Level {
-    /// Something failed.
+    /// Failure.
     Error = 1,
-    /// Something is odd, and works all the same.
+    /// Unusual condition without failure.
     Warn = 2,
-    /// What a user wants to know.
+    /// Information for users.
     Info = 3,
-    /// What a developer wants to know.
+    /// Information for developers.
     Debug = 4,
 }
 
 impl Level {
-    /// The level with this number; an unknown one reads as [`Level::Error`], to be seen.
+    /// Decodes a level; unknown codes read as [`Level::Error`].
     pub const fn from_code(code: u64) -> Self {
         match code {
             2 => Self::Warn,
@@ -34,7 +34,7 @@ impl Level {
         }
     }
 
-    /// What precedes a text in the log; nothing for the usual ones.
+    /// Returns the prefix of a text in the log; empty for [`Level::Info`].
     pub const fn prefix(self) -> &'static str {
         match self {
             Self::Error => "error: ",

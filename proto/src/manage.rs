@@ -1,198 +1,201 @@
-//! Management gate: what an operator's program asks of root while the system runs.
+//! Management gate: requests of an operator's program to root while the system runs.
 //!
-//! Texts and the structs below travel in the message page, the structs in postcard's format. Word 0 of a message
-//! with texts is the length of the first one; of [`CREATE`], word 1 is that of the second one, which follows.
+//! Texts and the structs below travel in the message page, the structs in postcard's format. Word 0
+//! of a message with texts is the length of the first text; word 1 of [`CREATE`] is the length of
+//! the second text, which follows the first one.
 //!
 //! | label | words | reply |
 //! |---|---|---|
-//! | [`LIST`] | 0: least number | 0: length of an [`Entry`] in the page; 0 after the last one |
+//! | [`LIST`] | 0: smallest number | 0: length of an [`Entry`] in the page; 0 after the last one |
 //! | [`FIGURES`] | 0: number | 0: length of [`Figures`] in the page |
-//! | [`MEMORY`] | – | 0: free bytes, 1: free pieces, 2: kernel pages used, 3: kernel pages in all |
+//! | [`MEMORY`] | – | 0: free bytes, 1: free pieces, 2: kernel pages used, 3: all kernel pages |
 //! | [`START`] … [`DESTROY`] | name | – |
 //! | [`CREATE`] | name, name of the template | 0: number |
 //!
-//! What cannot be done is refused: the label of the reply is [`crate::REFUSED`], and word 0 says why ([`Refusal`]).
+//! The label of the reply to a refused request is [`crate::REFUSED`], and word 0 is the
+//! [`Refusal`].
 //!
-//! Programs, servers and virtual machines are numbered. A number never changes while the thing is listed; that of a
-//! destroyed virtual machine is given again.
+//! Programs, servers and VMs are numbered. The number of an entry is constant while it is listed;
+//! that of a destroyed VM is reused.
 
 use serde::{Deserialize, Serialize};
 
 use crate::control::REASONS;
 
-/// Asks for the listed thing with the least number that is not below the given one.
+/// Returns the entry with the smallest number that is not below the given one.
 pub const LIST: u64 = 1;
-/// Asks for the figures of a listed thing. A virtual machine's come from its last report, and another one is
-/// ordered: whoever wants fresh ones asks twice.
+/// Returns the figures of an entry. Those of a VM come from its last report, and the call requests
+/// another report: call twice for current figures.
 pub const FIGURES: u64 = 2;
-/// Asks for the memory that is left.
+/// Returns the free memory.
 pub const MEMORY: u64 = 3;
-/// Starts a virtual machine that does not run.
+/// Starts a VM that does not run.
 pub const START: u64 = 4;
-/// Presses a virtual machine's power button. When it ends it is not started again.
+/// Presses a VM's power button. The VM is not restarted when it ends.
 pub const STOP: u64 = 5;
-/// Ends a virtual machine at once. It is not started again.
+/// Kills a VM. It is not restarted.
 pub const KILL: u64 = 6;
-/// Stops the virtual CPUs and the time of a virtual machine.
+/// Pauses the vCPUs and the virtual time of a VM.
 pub const PAUSE: u64 = 7;
-/// Lets a paused virtual machine go on.
+/// Resumes a paused VM.
 pub const RESUME: u64 = 8;
-/// Ends a virtual machine or a server at once and starts it anew; a server's clients go on.
+/// Kills and restarts a VM or a server; the clients of a server reconnect.
 pub const RESTART: u64 = 9;
-/// Ends a virtual machine at once, and forgets it.
+/// Kills a VM and removes it.
 pub const DESTROY: u64 = 10;
-/// Makes a virtual machine after a template; it is not started.
+/// Creates a VM from a template, without starting it.
 pub const CREATE: u64 = 11;
 
-/// Most bytes of an encoded struct.
+/// Largest length of an encoded struct in bytes.
 pub const MAX_ENCODED: usize = 448;
 
-/// What a listed thing is.
+/// Kind of an entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Kind {
     /// A device server.
     Server,
     /// A native program.
     Task,
-    /// A virtual machine.
+    /// A VM.
     Vm,
-    /// What virtual machines can be made after.
+    /// A template for VMs.
     Template,
 }
 
-/// What a listed thing does.
+/// State of an entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum State {
-    /// It has not been started.
+    /// Not started yet.
     New,
-    /// It runs.
+    /// Running.
     Running,
-    /// Its virtual CPUs and its time are stopped.
+    /// Paused: the vCPUs and the virtual time are stopped.
     Paused,
-    /// It is about to be started again.
+    /// Waiting for its restart.
     Waiting,
-    /// It has ended with this exit code.
+    /// Ended with this exit code.
     Ended(u64),
 }
 
-/// A listed thing.
+/// A server, a native program, a VM or a template.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Entry<'a> {
-    /// Its number.
+    /// Number.
     pub number: u32,
-    /// Its name.
+    /// Name.
     pub name: &'a str,
-    /// What it is.
+    /// Kind.
     pub kind: Kind,
-    /// What it does.
+    /// State.
     pub state: State,
-    /// Guest memory in bytes; 0 unless it is a virtual machine.
+    /// Guest memory in bytes; 0 unless it is a VM.
     pub memory: u64,
-    /// Number of virtual CPUs.
+    /// Number of vCPUs.
     pub vcpus: u32,
-    /// 0 to [`crate::system::MAX_PRIORITY`], highest first.
+    /// Priority, 0 to [`crate::system::MAX_PRIORITY`], highest first.
     pub priority: u8,
-    /// How often it was started again by itself.
+    /// Number of automatic restarts.
     pub restarts: u32,
 }
 
 impl<'a> Entry<'a> {
-    /// Reads an entry; `None` if it is damaged.
+    /// Decodes an entry; `None` if it is malformed.
     pub fn decode(bytes: &'a [u8]) -> Option<Self> {
         postcard::from_bytes(bytes).ok()
     }
 }
 
-/// What a VMM writes to its report page when it is asked, [`Report::LENGTH`] bytes. Times are in ticks of the TSC.
+/// Contents of a VMM's report page, [`Report::LENGTH`] bytes, written on request. Times are in TSC
+/// ticks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Report {
-    /// TSC when it was written; 0: never.
+    /// TSC at the time of writing; 0: never written.
     pub written: u64,
-    /// Time that the virtual CPUs were idle, in all.
+    /// Total idle time of the vCPUs.
     pub halted: u64,
-    /// Time that the virtual machine was paused.
+    /// Time that the VM was paused.
     pub paused: u64,
-    /// CPU time of the virtual CPUs' threads.
+    /// CPU time of the vCPU threads.
     pub used: u64,
-    /// World switches into the guest.
+    /// Entries into the guest.
     pub entries: u64,
-    /// Exits that the kernel settled itself.
-    pub settled: u64,
-    /// Exits by reason, numbered as the VMM library does.
+    /// Exits that the kernel handled without the VMM.
+    pub handled_in_kernel: u64,
+    /// Exits by reason, numbered as in the VMM library.
     pub exits: [u64; REASONS],
 }
 
 impl Report {
-    /// Bytes of the page that are used: a sequence number, which is odd while the rest is written, and the words.
+    /// Bytes of the page in use: a sequence number, odd during a write, and the words.
     pub const LENGTH: usize = 8 * (1 + Self::WORDS);
     const WORDS: usize = 6 + REASONS;
 
-    /// The words after the sequence number.
+    /// Packs the words after the sequence number.
     pub fn pack(&self) -> [u64; Self::WORDS] {
         let mut words = [0; Self::WORDS];
-        let Self { written, halted, paused, used, entries, settled, exits } = *self;
-        words[..6].copy_from_slice(&[written, halted, paused, used, entries, settled]);
+        let Self { written, halted, paused, used, entries, handled_in_kernel, exits } = *self;
+        words[..6].copy_from_slice(&[written, halted, paused, used, entries, handled_in_kernel]);
         words[6..].copy_from_slice(&exits);
         words
     }
 
-    /// Reads the words after the sequence number.
+    /// Unpacks the words after the sequence number.
     pub fn unpack(words: &[u64; Self::WORDS]) -> Self {
-        let [written, halted, paused, used, entries, settled, ..] = *words;
+        let [written, halted, paused, used, entries, handled_in_kernel, ..] = *words;
         let exits = core::array::from_fn(|index| words[6 + index]);
-        Self { written, halted, paused, used, entries, settled, exits }
+        Self { written, halted, paused, used, entries, handled_in_kernel, exits }
     }
 }
 
-/// Figures of a listed thing. Times are in nanoseconds.
+/// Figures of an entry. Times are in nanoseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Figures {
-    /// From its start to the moment that the others are of; 0: it has told nothing yet.
+    /// Time from its start to the moment of these figures; 0: no report yet.
     pub lived: u64,
     /// CPU time.
     pub run: u64,
-    /// Time that it wanted a CPU and had none.
+    /// Time that it was ready without a CPU.
     pub steal: u64,
-    /// Time that its virtual CPUs were idle.
+    /// Idle time of its vCPUs.
     pub halt: u64,
     /// Time that it was paused.
     pub paused: u64,
     /// Bytes of memory beyond guest memory and kernel memory.
     pub bytes: u64,
-    /// Bytes of kernel memory set aside for it.
+    /// Bytes of kernel memory reserved for it.
     pub kernel_bytes: u64,
-    /// World switches into the guest.
+    /// Entries into the guest.
     pub entries: u64,
-    /// Exits that the kernel settled itself.
-    pub settled: u64,
-    /// Exits by reason, numbered as the VMM library does.
+    /// Exits that the kernel handled without the VMM.
+    pub handled_in_kernel: u64,
+    /// Exits by reason, numbered as in the VMM library.
     pub exits: [u64; REASONS],
 }
 
 impl Figures {
-    /// Reads figures; `None` if they are damaged.
+    /// Decodes figures; `None` if they are malformed.
     pub fn decode(bytes: &[u8]) -> Option<Self> {
         postcard::from_bytes(bytes).ok()
     }
 }
 
-/// Why something is not done.
+/// Reason for refusing a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u64)]
 pub enum Refusal {
-    /// The message makes no sense.
+    /// The message is malformed.
     Malformed = 1,
-    /// Nothing has that name.
+    /// No entry has this name.
     Unknown = 2,
-    /// It is no virtual machine.
+    /// The entry is not a VM.
     NoVm = 3,
-    /// It is no template.
+    /// The entry is not a template.
     NoTemplate = 4,
-    /// Something has that name already.
+    /// The name is in use.
     Taken = 5,
-    /// That is no name.
+    /// The name is invalid.
     BadName = 6,
-    /// There are as many virtual machines as there can be.
+    /// The maximum number of VMs exists.
     Full = 7,
     /// It runs already.
     Runs = 8,
@@ -200,14 +203,14 @@ pub enum Refusal {
     RunsNot = 9,
     /// It is not paused.
     PausedNot = 10,
-    /// It cannot be started; the log says why.
+    /// The start has failed; the log contains the cause.
     Failed = 11,
-    /// The system is ending.
+    /// The system is shutting down.
     Ending = 12,
 }
 
 impl Refusal {
-    /// The refusal with this number; an unknown one reads as [`Refusal::Malformed`].
+    /// Decodes a refusal; unknown codes read as [`Refusal::Malformed`].
     pub const fn from_code(code: u64) -> Self {
         match code {
             2 => Self::Unknown,
@@ -225,26 +228,26 @@ impl Refusal {
         }
     }
 
-    /// What to tell a user.
+    /// Returns the message for the user.
     pub const fn text(self) -> &'static str {
         match self {
-            Self::Malformed => "root does not understand this",
-            Self::Unknown => "nothing has that name",
-            Self::NoVm => "that is no virtual machine",
-            Self::NoTemplate => "that is no template",
-            Self::Taken => "the name is taken",
-            Self::BadName => "a name has 1 to 31 characters of a-z, 0-9 and -",
-            Self::Full => "there are as many virtual machines as there can be",
-            Self::Runs => "it runs already",
-            Self::RunsNot => "it does not run",
-            Self::PausedNot => "it is not paused",
-            Self::Failed => "it cannot be started; the log says why",
-            Self::Ending => "the system is ending",
+            Self::Malformed => "malformed request",
+            Self::Unknown => "no entry has this name",
+            Self::NoVm => "not a VM",
+            Self::NoTemplate => "not a template",
+            Self::Taken => "the name is in use",
+            Self::BadName => "a name must have 1 to 31 characters of a-z, 0-9 and -",
+            Self::Full => "the maximum number of VMs exists",
+            Self::Runs => "already running",
+            Self::RunsNot => "not running",
+            Self::PausedNot => "not paused",
+            Self::Failed => "cannot start; see the log for the cause",
+            Self::Ending => "the system is shutting down",
         }
     }
 }
 
-/// Whether virtual machines can be called this.
+/// Returns whether a VM can have this name.
 pub fn is_name(text: &str) -> bool {
     let allowed = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-';
     (1..=crate::system::MAX_NAME).contains(&text.len()) && text.bytes().all(allowed)
@@ -265,7 +268,7 @@ mod tests {
             bytes: u64::MAX,
             kernel_bytes: u64::MAX,
             entries: u64::MAX,
-            settled: u64::MAX,
+            handled_in_kernel: u64::MAX,
             exits: [u64::MAX; REASONS],
         };
         let mut buffer = [0; MAX_ENCODED];
@@ -276,7 +279,8 @@ mod tests {
 
     #[test]
     fn reports_round_trip() {
-        let mut report = Report { written: 1, halted: 2, settled: 3, ..Report::default() };
+        let mut report =
+            Report { written: 1, halted: 2, handled_in_kernel: 3, ..Report::default() };
         report.exits[REASONS - 1] = 9;
         assert_eq!(Report::unpack(&report.pack()), report);
         assert_eq!(Report::LENGTH, 8 + 8 * report.pack().len());

@@ -1,15 +1,17 @@
-//! Network session: Ethernet frames between a client and a switch, in shared memory ([`session`](crate::session)).
+//! Network session: Ethernet frames between a client and a switch in shared memory
+//! ([`session`](crate::session)).
 //!
-//! | bytes | what |
+//! | bytes | content |
 //! |---|---|
 //! | 0–8191 | header, ring of frames to the switch, ring of frames to the client |
 //! | 8192… | two areas of equal length: data to the switch, data to the client |
 //!
-//! Who sends owns the area: it puts frames into it one behind the other and uses a place again when the frame there was
-//! taken. Frames are dropped where there is no room, and all that wait are lost when either side is restarted.
+//! The sender allocates its area as a ring: it reuses the place of a frame once the receiver has
+//! consumed it. Frames are dropped where there is no room; a restart of either side drops all
+//! frames in flight.
 //!
-//! A frame carries what virtio-net says about it (virtio 1.2, section 5.1.6: checksum still to be made, segments still
-//! to be cut), so that guests hand each other large frames without any work on them.
+//! A frame carries the offload fields of virtio-net (VIRTIO 1.2, section 5.1.6: missing checksum,
+//! pending segmentation), so that guests exchange large frames without processing.
 //!
 //! Entry: word 0 offset (low half) and length (high half); words 1 and 2 [`Offload`].
 
@@ -18,15 +20,15 @@ use core::sync::atomic::AtomicU64;
 use crate::ring::{self, Broken, Consumer, Producer};
 use crate::session::{ClientLink, Connection, HEADER, INFO, Link, ServerLink};
 
-/// Frames of a ring.
+/// Capacity of a ring in frames.
 pub const FRAMES: usize = 128;
 /// Offset of the data areas.
 pub const DATA: u64 = 8192;
-/// Shortest frame: two addresses and a type.
+/// Shortest frame in bytes: two addresses and a type.
 pub const MIN_FRAME: u64 = 14;
-/// Longest frame: IPv6 with the longest payload, behind an Ethernet header with a VLAN tag.
+/// Longest frame in bytes: IPv6 with the longest payload, an Ethernet header with a VLAN tag.
 pub const MAX_FRAME: u64 = 65_535 + 40 + 18;
-/// Usual length of a session's memory in bytes.
+/// Default length of a session's memory in bytes.
 pub const SESSION_BYTES: u64 = DATA + 2 * (160 << 10);
 
 const ENTRY: usize = 3;
@@ -34,44 +36,44 @@ const TO_SWITCH: usize = HEADER;
 const TO_CLIENT: usize = TO_SWITCH + ring::words(ENTRY, FRAMES);
 const WORDS: usize = TO_CLIENT + ring::words(ENTRY, FRAMES);
 const _: () = assert!(8 * WORDS as u64 <= DATA);
-/// Frames begin at multiples of this.
+/// Alignment of frames in bytes.
 const ALIGN: u64 = 64;
 
 /// An Ethernet address.
 pub type Mac = [u8; 6];
 
-/// What is still to be done to a frame: the fields of `virtio_net_hdr` (virtio 1.2, section 5.1.6), with the same
-/// values.
+/// Pending work on a frame: the fields of `virtio_net_hdr` (VIRTIO 1.2, section 5.1.6), with the
+/// same values.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Offload {
-    /// [`NEEDS_SUM`], [`SUM_VALID`].
+    /// Flags: [`NEEDS_SUM`], [`SUM_VALID`].
     pub flags: u8,
-    /// [`segments`]; other values are not passed on.
+    /// Kind of segmentation: see [`segments`]. Frames with other values are dropped.
     pub segments: u8,
-    /// Length of the headers of each segment.
+    /// Length of the headers of each segment in bytes.
     pub header: u16,
-    /// Payload bytes of a segment.
+    /// Payload of a segment in bytes (MSS).
     pub segment: u16,
-    /// First byte to be summed.
+    /// Offset of the first byte covered by the checksum.
     pub sum_start: u16,
-    /// Where the checksum goes, from there.
+    /// Offset of the checksum field from [`Self::sum_start`].
     pub sum_offset: u16,
 }
 
-/// [`Offload::flags`]: the checksum is still to be made.
+/// [`Offload::flags`]: the checksum is incomplete.
 pub const NEEDS_SUM: u8 = 1;
-/// [`Offload::flags`]: the checksum was verified.
+/// [`Offload::flags`]: the checksum is valid.
 pub const SUM_VALID: u8 = 2;
 
 /// Values of [`Offload::segments`].
 pub mod segments {
-    /// The frame is whole.
+    /// No segmentation.
     pub const NONE: u8 = 0;
     /// TCP over IPv4.
     pub const TCP4: u8 = 1;
     /// TCP over IPv6.
     pub const TCP6: u8 = 4;
-    /// Added to one of the TCP kinds: its congestion bit is set.
+    /// Flag in addition to a TCP kind: the segment has the ECN bit set.
     pub const ECN: u8 = 0x80;
 }
 
@@ -104,14 +106,14 @@ pub struct Frame {
     pub offset: u64,
     /// Length in bytes, [`MIN_FRAME`]..=[`MAX_FRAME`].
     pub length: u64,
-    /// What is still to be done to it.
+    /// Pending work on the frame.
     pub offload: Offload,
 }
 
-/// What a switch tells a client.
+/// Information of a switch for its client.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Info {
-    /// The client's address: frames with another source are dropped.
+    /// MAC address of the client: frames with another source are dropped.
     pub mac: Mac,
 }
 
@@ -127,19 +129,19 @@ impl Info {
     }
 }
 
-/// What frames a client takes besides whole ones with all checksums. The switch finishes others before it passes them
-/// on.
+/// Offloads that a client accepts. The switch completes checksums and segments frames for clients
+/// that do not accept them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Takes {
-    /// The checksum may be missing.
+pub struct OffloadCaps {
+    /// Frames with an incomplete checksum.
     pub sums: bool,
-    /// TCP over IPv4 may be uncut.
+    /// TCP segmentation over IPv4 (TSO).
     pub tcp4: bool,
-    /// TCP over IPv6 may be uncut.
+    /// TCP segmentation over IPv6 (TSO).
     pub tcp6: bool,
 }
 
-impl Takes {
+impl OffloadCaps {
     fn pack(self) -> u64 {
         u64::from(self.sums) | u64::from(self.tcp4) << 1 | u64::from(self.tcp6) << 2
     }
@@ -149,14 +151,14 @@ impl Takes {
     }
 }
 
-/// An area of the session's memory.
+/// Data area of one direction.
 #[derive(Clone, Copy)]
 struct Area {
     first: u64,
     length: u64,
 }
 
-/// The areas of a session of `length` bytes: to the switch, to the client.
+/// Returns the areas of a session of `length` bytes: to the switch, to the client.
 fn areas(length: u64) -> Option<(Area, Area)> {
     let each = (length.checked_sub(DATA)? / 2).min(u32::MAX.into()) & !(ALIGN - 1);
     let (first, second) = (DATA, DATA + each);
@@ -164,15 +166,15 @@ fn areas(length: u64) -> Option<(Area, Area)> {
     fits.then_some((Area { first, length: each }, Area { first: second, length: each }))
 }
 
-/// The side that sends frames in one direction.
+/// Sending end of one direction.
 pub struct Sender<'m> {
     ring: Producer<'m, ENTRY, FRAMES>,
     area: Area,
-    /// Where the frame put as number `n` ends, at `n % FRAMES`.
+    /// End of the frame with sequence number `n`, at index `n % FRAMES`.
     ends: [u32; FRAMES],
-    /// Number of the oldest frame that was not taken when last looked.
+    /// Sequence number of the oldest frame that was not consumed when last checked.
     oldest: u32,
-    /// First byte of the oldest frame and end of the newest one, from the start of the area.
+    /// Start of the oldest frame and end of the newest one, from the start of the area.
     tail: u64,
     head: u64,
 }
@@ -188,14 +190,14 @@ impl<'m> Sender<'m> {
         (self.oldest, self.tail, self.head) = (0, 0, 0);
     }
 
-    /// Gives the places of taken frames back.
+    /// Reclaims the places of consumed frames.
     fn reclaim(&mut self) -> Result<(), Broken> {
-        let taken = self.ring.taken_in_all()?;
+        let taken = self.ring.total_taken()?;
         if taken.wrapping_sub(self.oldest) as usize > FRAMES {
-            // The other side went back on what it had taken.
+            // The receiver has moved its position backwards.
             return Err(Broken);
         }
-        if taken == self.ring.put_in_all() {
+        if taken == self.ring.total_put() {
             (self.tail, self.head) = (0, 0);
         } else if taken != self.oldest {
             self.tail = self.ends[taken.wrapping_sub(1) as usize % FRAMES].into();
@@ -204,22 +206,23 @@ impl<'m> Sender<'m> {
         Ok(())
     }
 
-    /// A place for a frame of `length` bytes: its offset in the session's memory. `None` if there is no room, or no
-    /// frame is of that length. The place may be written to until [`send`](Self::send).
+    /// Allocates a place for a frame of `length` bytes: its offset in the session's memory. `None`
+    /// if there is no room, or the length is out of range. The caller may write to the place until
+    /// [`send`](Self::send).
     pub fn place(&mut self, length: u64) -> Result<Option<u64>, Broken> {
         if !(MIN_FRAME..=MAX_FRAME).contains(&length) {
             return Ok(None);
         }
         self.reclaim()?;
-        let filled = self.ring.put_in_all().wrapping_sub(self.oldest) as usize;
+        let filled = self.ring.total_put().wrapping_sub(self.oldest) as usize;
         Ok((filled < FRAMES).then(|| self.find(length, filled == 0)).flatten())
     }
 
-    /// Finds the place, from the start of the session.
+    /// Finds a free place; returns its offset from the start of the session.
     fn find(&self, length: u64, empty: bool) -> Option<u64> {
         let length = length.next_multiple_of(ALIGN);
         let place = if empty || self.head > self.tail {
-            // Free: behind the newest, and before the oldest.
+            // Free: after the newest frame, and before the oldest.
             if self.head + length <= self.area.length {
                 Some(self.head)
             } else {
@@ -231,10 +234,10 @@ impl<'m> Sender<'m> {
         place.map(|place| self.area.first + place)
     }
 
-    /// Sends the frame whose [place](Self::place) was asked for last.
+    /// Sends the frame at the [place](Self::place) allocated last.
     pub fn send(&mut self, frame: Frame) -> Result<(), Broken> {
         let [second, third] = frame.offload.pack();
-        let number = self.ring.put_in_all() as usize % FRAMES;
+        let number = self.ring.total_put() as usize % FRAMES;
         if self.ring.put([frame.offset | frame.length << 32, second, third])? {
             let end =
                 frame.offset.wrapping_sub(self.area.first) + frame.length.next_multiple_of(ALIGN);
@@ -244,19 +247,19 @@ impl<'m> Sender<'m> {
         Ok(())
     }
 
-    /// Whether the receiver sleeps and is to be signalled now; answered with `true` once.
+    /// Returns whether to signal the receiver, once per request.
     #[must_use]
     pub fn must_signal(&self) -> bool {
         self.ring.must_signal()
     }
 
-    /// Asks for a signal when frames were taken. `false`: everything was taken already.
+    /// Requests a signal when frames are consumed. `false`: all frames were consumed already.
     pub fn sleep(&mut self) -> Result<bool, Broken> {
         self.ring.sleep(FRAMES)
     }
 }
 
-/// The side that receives frames in one direction.
+/// Receiving end of one direction.
 pub struct Receiver<'m> {
     ring: Consumer<'m, ENTRY, FRAMES>,
     area: Area,
@@ -267,8 +270,8 @@ impl<'m> Receiver<'m> {
         Some(Self { ring: Consumer::new(words)?, area })
     }
 
-    /// The oldest frame, which stays where it is until [`done`](Self::done). Its data may change meanwhile if the
-    /// sender breaks the rules: copy first, then look.
+    /// Returns the oldest frame without consuming it. A sender that violates the protocol may
+    /// change its data at any time: copy before validating.
     pub fn peek(&mut self) -> Result<Option<Frame>, Broken> {
         let Some([first, second, third]) = self.ring.peek()? else { return Ok(None) };
         let (offset, length) = (first & u64::from(u32::MAX), first >> 32);
@@ -281,24 +284,24 @@ impl<'m> Receiver<'m> {
         Ok(Some(Frame { offset, length, offload: Offload::unpack([second, third]) }))
     }
 
-    /// Gives the oldest frame's place back.
+    /// Consumes the oldest frame.
     pub fn done(&mut self) {
         self.ring.advance();
     }
 
-    /// Whether the sender sleeps and is to be signalled now; answered with `true` once.
+    /// Returns whether to signal the sender, once per request.
     #[must_use]
     pub fn must_signal(&self) -> bool {
         self.ring.must_signal()
     }
 
-    /// Asks for a signal when a frame comes. `false`: one is there.
+    /// Requests a signal when a frame arrives. `false`: a frame is pending.
     pub fn sleep(&mut self) -> Result<bool, Broken> {
         self.ring.sleep()
     }
 }
 
-/// A side of a session: what both do with frames. See [`Client`] and [`Port`].
+/// Frame operations common to both sides of a session. See [`Client`] and [`Port`].
 pub struct End<'m, L> {
     link: L,
     sender: Sender<'m>,
@@ -306,12 +309,12 @@ pub struct End<'m, L> {
     must_signal: bool,
 }
 
-/// The client's side: a network card's connection.
+/// Client side of a session: the connection of a network card.
 pub type Client<'m> = End<'m, ClientLink<'m>>;
-/// The switch's side of one client's session.
+/// Switch side of one client's session.
 pub type Port<'m> = End<'m, PortLink<'m>>;
 
-/// The switch's side of a connection.
+/// Switch side of a connection.
 pub struct PortLink<'m> {
     link: ServerLink<'m>,
     memory: &'m [AtomicU64],
@@ -329,7 +332,8 @@ impl Link for PortLink<'_> {
 }
 
 impl<'m, L: Link> End<'m, L> {
-    /// What `body` gives, if there is a connection; it ends if the other side has broken the rules.
+    /// Returns the result of `body`, or `otherwise` without a connection. Closes the connection if
+    /// the other side has violated the protocol.
     fn connected<T>(
         &mut self,
         otherwise: T,
@@ -344,12 +348,13 @@ impl<'m, L: Link> End<'m, L> {
         })
     }
 
-    /// A place for a frame of `length` bytes to send, as an offset in the session's memory; `None` if there is no room.
+    /// Allocates a place for a frame of `length` bytes, as an offset in the session's memory;
+    /// `None` if there is no room.
     pub fn place(&mut self, length: u64) -> Option<u64> {
         self.connected(None, |sender, _| sender.place(length))
     }
 
-    /// Sends the frame whose [place](Self::place) was asked for last, after its data was copied there.
+    /// Sends the frame at the [place](Self::place) allocated last, after its data was copied there.
     pub fn send(&mut self, frame: Frame) {
         let signal = self.connected(false, |sender, _| {
             sender.send(frame)?;
@@ -358,12 +363,12 @@ impl<'m, L: Link> End<'m, L> {
         self.must_signal |= signal;
     }
 
-    /// The oldest frame that came; it stays where it is until [`done`](Self::done).
+    /// Returns the oldest received frame; it stays in place until [`done`](Self::done).
     pub fn receive(&mut self) -> Option<Frame> {
         self.connected(None, |_, receiver| receiver.peek())
     }
 
-    /// Gives the place of the oldest frame back.
+    /// Consumes the oldest received frame.
     pub fn done(&mut self) {
         let signal = self.connected(false, |_, receiver| {
             receiver.done();
@@ -372,24 +377,24 @@ impl<'m, L: Link> End<'m, L> {
         self.must_signal |= signal;
     }
 
-    /// Asks the other side to signal the next frame. `false`: [`receive`](Self::receive) again first.
+    /// Requests a signal for the next frame. `false`: call [`receive`](Self::receive) again first.
     pub fn sleep(&mut self) -> bool {
         self.connected(true, |_, receiver| receiver.sleep())
     }
 
-    /// Asks the other side to signal when it has taken frames, after [`place`](Self::place) found no room. `false`: it has
-    /// taken all already.
+    /// Requests a signal when frames are consumed, after [`place`](Self::place) found no room.
+    /// `false`: all frames were consumed already.
     pub fn sleep_for_room(&mut self) -> bool {
         self.connected(true, |sender, _| sender.sleep())
     }
 
-    /// Whether the other side is to be signalled now; asked after everything else.
+    /// Returns whether to signal the other side. To be called after all other operations.
     #[must_use]
     pub fn take_signal(&mut self) -> bool {
         core::mem::take(&mut self.must_signal)
     }
 
-    /// Begins a connection with empty rings.
+    /// Starts a connection with empty rings.
     fn restart(&mut self) {
         self.sender.restart();
         self.receiver.ring.restart();
@@ -397,11 +402,12 @@ impl<'m, L: Link> End<'m, L> {
 }
 
 impl<'m> Client<'m> {
-    /// The client of a session of `length` bytes whose first words are `memory`. `None` if it is too short.
+    /// Creates the client of a session of `length` bytes whose first words are `memory`. `None` if
+    /// it is too short.
     pub fn new(memory: &'m [AtomicU64], length: u64) -> Option<Self> {
         let (to_switch, to_client) = areas(length)?;
         let mut link = ClientLink::new(memory)?;
-        link.tell(Takes::default().pack());
+        link.set_client_info(OffloadCaps::default().pack());
         Some(Self {
             link,
             sender: Sender::new(memory.get(TO_SWITCH..)?, to_switch)?,
@@ -410,8 +416,8 @@ impl<'m> Client<'m> {
         })
     }
 
-    /// Looks after the connection; to be called when the switch has signalled, and before sending. `false`: there is
-    /// none, and frames to be sent are to be dropped.
+    /// Polls the connection. To be called after a signal of the switch, and before sending.
+    /// `false`: not connected, frames must be dropped.
     pub fn poll(&mut self) -> bool {
         match self.link.poll() {
             Connection::Down => false,
@@ -427,20 +433,20 @@ impl<'m> Client<'m> {
         }
     }
 
-    /// Says what frames the client takes from now on; at first, whole ones only.
-    pub fn set_takes(&mut self, takes: Takes) {
-        self.link.tell(takes.pack());
+    /// Publishes the offloads that the client accepts; initially none.
+    pub fn set_offload_caps(&mut self, caps: OffloadCaps) {
+        self.link.set_client_info(caps.pack());
     }
 
-    /// What the switch tells, if connected.
+    /// Returns the information of the switch, if connected.
     pub fn info(&self) -> Option<Info> {
         self.link.info().map(Info::unpack)
     }
 }
 
 impl<'m> Port<'m> {
-    /// The switch's end of a session of `length` bytes whose first words are `memory`, in a new generation. `None` if
-    /// it is too short.
+    /// Creates the switch side of a session of `length` bytes whose first words are `memory`, in a
+    /// new generation. `None` if it is too short.
     pub fn new(memory: &'m [AtomicU64], length: u64, info: Info) -> Option<Self> {
         let (to_switch, to_client) = areas(length)?;
         Some(Self {
@@ -451,7 +457,7 @@ impl<'m> Port<'m> {
         })
     }
 
-    /// Looks after the connection; to be called when the client has signalled.
+    /// Polls for a new connection and accepts it. To be called after a signal of the client.
     pub fn poll(&mut self) -> bool {
         if let Some(request) = self.link.link.request() {
             ring::clear(&self.link.memory[TO_SWITCH..]);
@@ -463,12 +469,12 @@ impl<'m> Port<'m> {
         self.link.is_connected()
     }
 
-    /// What frames the client takes.
-    pub fn takes(&self) -> Takes {
-        Takes::unpack(self.link.link.client_info())
+    /// Returns the offloads that the client accepts.
+    pub fn offload_caps(&self) -> OffloadCaps {
+        OffloadCaps::unpack(self.link.link.client_info())
     }
 
-    /// The client's address.
+    /// Returns the client's MAC address.
     pub fn mac(&self) -> Mac {
         self.link.info.mac
     }
@@ -546,7 +552,7 @@ mod tests {
     }
 
     proptest! {
-        /// Frames arrive in order, whole and unchanged: no two that wait overlap.
+        /// Frames arrive in order, complete and unchanged: no two pending frames overlap.
         #[test]
         fn places_never_overlap(steps in prop::collection::vec(prop_oneof![
             3 => (MIN_FRAME..2000).prop_map(Some),

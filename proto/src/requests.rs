@@ -1,47 +1,51 @@
-//! Requests of a machine's virtual CPU to processes of its host: disks, shared directories.
+//! Request queues between a vCPU and device workers on the host: disks, shared directories.
 //!
-//! The virtual CPU leaves requests in memory that it shares with workers, as parts of guest memory. A request is one of a set. Invariants: a
-//! request's slot belongs to the virtual CPU until its bit is in [`Queue::waiting`], to the worker that takes the bit out until it is in
-//! [`Queue::done`], then to the virtual CPU again. The guest can write anything there, so a worker reads each value once and believes none.
+//! The vCPU writes requests with lists of guest memory ranges to memory that it shares with
+//! workers. The queue has a fixed set of request slots. Invariants: a slot belongs to the vCPU
+//! until its bit is set in [`Queue::waiting`], then to the worker that clears that bit until it is
+//! set in [`Queue::done`], then to the vCPU again. The guest can overwrite all of it, so a worker
+//! reads each value once and validates it.
 //!
-//! Waiting and waking is the host's affair: a word that is waited for counts up before somebody is woken.
+//! The host implements waiting and waking: each futex word is incremented before its waiters are
+//! woken.
 
 use core::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
 
-/// Requests at a time; each is a bit of a word.
+/// Number of request slots; each is a bit of a word.
 pub const REQUESTS: usize = 64;
-/// Most parts of a request, as many as a chain of the device models has.
+/// Largest number of ranges of a request, as many as a descriptor chain of the device models has.
 pub const PARTS: usize = 128;
 
-/// Operations, as [`Request::op`] has them.
+/// Operations: values of [`Request::op`].
 pub mod op {
-    /// Sectors to the parts.
+    /// Reads sectors to the ranges.
     pub const READ: u32 = 0;
-    /// Sectors from the parts.
+    /// Writes sectors from the ranges.
     pub const WRITE: u32 = 1;
-    /// All that was written before is to last.
+    /// Makes all completed writes durable.
     pub const FLUSH: u32 = 2;
-    /// The content of sectors is not needed.
+    /// Discards the contents of sectors.
     pub const DISCARD: u32 = 3;
-    /// Zeros that take room.
+    /// Writes zeros and keeps the sectors allocated.
     pub const ZERO: u32 = 4;
-    /// Zeros that need not.
+    /// Writes zeros and may deallocate the sectors.
     pub const UNMAP: u32 = 5;
-    /// A message in the first parts, [`Request::count`](super::Request::count) of them; the answer goes to the others.
+    /// Passes a message in the first [`Request::count`](super::Request::count) ranges; the reply
+    /// goes to the remaining ranges.
     pub const MESSAGE: u32 = 6;
 }
 
-/// How requests end.
+/// Results: values of [`Request::status`].
 pub mod status {
-    /// Done.
+    /// Success.
     pub const DONE: u8 = 0;
-    /// Failed.
+    /// I/O error.
     pub const FAILED: u8 = 1;
-    /// Nobody can do this.
+    /// Unsupported operation.
     pub const UNSUPPORTED: u8 = 2;
 }
 
-/// A part of guest memory.
+/// Range of guest memory.
 #[repr(C)]
 #[derive(Debug)]
 pub struct Part {
@@ -55,49 +59,50 @@ pub struct Part {
 #[repr(C)]
 #[derive(Debug)]
 pub struct Request {
-    /// What is to be done: see [`op`].
+    /// Operation: see [`op`].
     pub op: AtomicU32,
-    /// Parts that are used.
+    /// Number of ranges in use.
     pub used: AtomicU32,
     /// First sector.
     pub sector: AtomicU64,
-    /// Sectors, where there are no parts; parts of a message.
+    /// Sectors of an operation without ranges; ranges of a message.
     pub count: AtomicU32,
-    /// How it ended: see [`status`].
+    /// Result: see [`status`].
     pub status: AtomicU8,
-    /// Bytes of an answer.
+    /// Length of a reply in bytes.
     pub answer: AtomicU32,
-    /// What [`Queue::answers`] was when it ended.
+    /// Value of [`Queue::answers`] at the completion.
     pub order: AtomicU32,
-    /// Where its data is.
+    /// Ranges of the data.
     pub parts: [Part; PARTS],
 }
 
-/// The requests to one device.
+/// Request queue of one device.
 #[repr(C)]
 #[derive(Debug)]
 pub struct Queue {
-    /// Requests that no worker has taken.
+    /// Requests that no worker has taken, one bit each.
     pub waiting: AtomicU64,
-    /// Requests that are done.
+    /// Completed requests, one bit each.
     pub done: AtomicU64,
-    /// Counts up with each request.
+    /// Submissions so far: futex of the workers.
     pub calls: AtomicU32,
-    /// Workers that wait for [`Queue::calls`].
+    /// Number of workers that wait for [`Queue::calls`].
     pub sleepers: AtomicU32,
-    /// Counts up with each request that is done.
+    /// Completions so far: futex of the vCPU.
     pub answers: AtomicU32,
-    /// The virtual CPU waits for [`Queue::answers`].
+    /// Not 0: the vCPU waits for [`Queue::answers`].
     pub is_awaited: AtomicU32,
-    /// A worker that cannot tell the virtual CPU has rung, so that the device process does.
-    pub rung: AtomicU32,
-    /// A failure of the host has been told.
-    pub told: AtomicU32,
-    /// Counts up when the virtual CPU abandons all requests.
+    /// Not 0: a worker that cannot signal the vCPU has completed requests; the device process
+    /// signals it.
+    pub pending: AtomicU32,
+    /// Not 0: an I/O error was reported to the user.
+    pub warned: AtomicU32,
+    /// Incremented when the vCPU abandons all requests.
     pub epoch: AtomicU32,
-    /// Workers that are between [`Queue::enter`] and [`Queue::leave`].
+    /// Number of workers between [`Queue::enter`] and [`Queue::leave`].
     pub inside: AtomicU32,
-    /// The requests.
+    /// Request slots.
     pub requests: [Request; REQUESTS],
 }
 
@@ -118,7 +123,7 @@ impl Request {
 }
 
 impl Queue {
-    /// Without requests, as memory of zeros is.
+    /// Creates an empty queue, equal to zeroed memory.
     #[expect(clippy::new_without_default, reason = "it is too large for a stack")]
     pub const fn new() -> Self {
         Self {
@@ -128,22 +133,23 @@ impl Queue {
             sleepers: AtomicU32::new(0),
             answers: AtomicU32::new(0),
             is_awaited: AtomicU32::new(0),
-            rung: AtomicU32::new(0),
-            told: AtomicU32::new(0),
+            pending: AtomicU32::new(0),
+            warned: AtomicU32::new(0),
             epoch: AtomicU32::new(0),
             inside: AtomicU32::new(0),
             requests: [const { Request::new() }; REQUESTS],
         }
     }
 
-    /// Gives a request to the workers; whether one is to be woken, who waits for [`Queue::calls`].
+    /// Submits a request; returns whether to wake a worker that waits for [`Queue::calls`].
     pub fn give(&self, id: usize) -> bool {
         self.waiting.fetch_or(1 << (id % REQUESTS), SeqCst);
         self.calls.fetch_add(1, SeqCst);
         self.sleepers.load(SeqCst) != 0
     }
 
-    /// Takes a request, if one waits: the next one in a circle from `next` on, so that none waits for ever. Several workers may ask at once.
+    /// Takes a pending request, round-robin from `next` on. Several workers may call it
+    /// concurrently.
     pub fn take(&self, next: &mut u32) -> Option<usize> {
         loop {
             let waiting = self.waiting.load(SeqCst);
@@ -158,20 +164,22 @@ impl Queue {
         }
     }
 
-    /// Takes this request, if it waits.
+    /// Takes this request if it is pending.
     pub fn claim(&self, id: usize) -> bool {
         let bit = 1 << (id % REQUESTS);
         self.waiting.fetch_and(!bit, SeqCst) & bit != 0
     }
 
-    /// Begins a short piece of work with requests or the memory that they name, for workers whose requests can be abandoned. Gives the epoch,
-    /// which stays what it is for the requests that are taken until [`Queue::leave`]; those of an earlier epoch are not to be touched.
+    /// Begins a short access to requests or the memory that they name, for workers whose requests
+    /// can be abandoned. Returns the epoch, which is constant until [`Queue::leave`]; requests of
+    /// an earlier epoch must not be touched.
     pub fn enter(&self) -> u32 {
         self.inside.fetch_add(1, SeqCst);
         self.epoch.load(SeqCst)
     }
 
-    /// Ends what [`Queue::enter`] began; whether somebody is to be woken, who waits for [`Queue::answers`].
+    /// Ends the access begun by [`Queue::enter`]; returns whether to wake the vCPU, which waits for
+    /// [`Queue::answers`].
     #[must_use]
     pub fn leave(&self) -> bool {
         self.inside.fetch_sub(1, SeqCst);
@@ -182,7 +190,8 @@ impl Queue {
         is_awaited
     }
 
-    /// Waits for requests with `wait`, which returns when [`Queue::calls`] has another value than the one that it is given, or earlier.
+    /// Waits for requests. `wait` blocks until [`Queue::calls`] differs from the value that it is
+    /// passed, or returns early.
     pub fn sleep(&self, wait: impl FnOnce(&AtomicU32, u32)) {
         let seen = self.calls.load(SeqCst);
         self.sleepers.fetch_add(1, SeqCst);
@@ -192,7 +201,8 @@ impl Queue {
         self.sleepers.fetch_sub(1, SeqCst);
     }
 
-    /// A request that was taken has ended; whether somebody is to be woken, who waits for [`Queue::answers`].
+    /// Completes a taken request; returns whether to wake the vCPU, which waits for
+    /// [`Queue::answers`].
     pub fn end(&self, id: usize, status: u8) -> bool {
         let request = &self.requests[id % REQUESTS];
         request.status.store(status, Relaxed);
@@ -203,35 +213,35 @@ impl Queue {
     }
 }
 
-/// The virtual CPU's side of a queue.
+/// The vCPU's side of a queue.
 #[derive(Debug)]
 pub struct Client<'a> {
-    /// The queue.
+    /// Shared queue.
     pub queue: &'a Queue,
-    /// Requests that are not finished.
+    /// Requests in flight, one bit each.
     outside: u64,
-    /// Those of them that are done and have not been reported.
+    /// Requests of these that are complete and not reported.
     done: u64,
 }
 
 impl<'a> Client<'a> {
-    /// Without requests.
+    /// Creates a client without requests.
     pub fn new(queue: &'a Queue) -> Self {
         Self { queue, outside: 0, done: 0 }
     }
 
-    /// The slot of a request that is not given yet.
+    /// Returns the slot of a request that was not submitted yet.
     pub fn request(&self, id: u16) -> Option<&'a Request> {
         self.queue.requests.get(usize::from(id))
     }
 
-    /// As [`Queue::give`].
+    /// Submits a request, as [`Queue::give`].
     pub fn give(&mut self, id: u16) -> bool {
         self.outside |= 1 << (usize::from(id) % REQUESTS);
         self.queue.give(id.into())
     }
 
-    /// The next request that has ended and has not been reported, in the order in which they have ended.
+    /// Returns the next completed request that was not reported, in the order of completion.
     pub fn completed(&mut self) -> Option<(u16, &'a Request)> {
         self.done |= self.queue.done.swap(0, SeqCst) & self.outside;
         let answers = self.queue.answers.load(SeqCst);
@@ -243,15 +253,16 @@ impl<'a> Client<'a> {
         Some((id as u16, &self.queue.requests[id]))
     }
 
-    /// A request that was reported is over.
+    /// Frees the slot of a reported request.
     pub fn finish(&mut self, id: u16) {
         self.outside &= !(1 << (usize::from(id) % REQUESTS));
     }
 
-    /// Takes all requests back, when no worker has any: no memory is written late. `wait` is as in [`Queue::sleep`], for [`Queue::answers`].
+    /// Reclaims all requests once no worker owns any, so that no memory is written late. `wait` is
+    /// as in [`Queue::sleep`], for [`Queue::answers`].
     pub fn forget(&mut self, wait: impl Fn(&AtomicU32, u32)) {
         let queue = self.queue;
-        // What no worker has begun need not begin.
+        // Requests that no worker has taken are cancelled.
         let unbegun = queue.waiting.swap(0, SeqCst);
         self.outside &= !(unbegun | self.done);
         self.done = 0;
@@ -267,11 +278,12 @@ impl<'a> Client<'a> {
         queue.is_awaited.store(0, SeqCst);
     }
 
-    /// Gives all requests up, without waiting for their ends: workers may be carrying them out, but write no memory and answer nothing any more.
-    /// For workers that use [`Queue::enter`]; `wait` is as in [`Client::forget`].
+    /// Abandons all requests without waiting for their completion: workers may still carry them
+    /// out, but do not write memory nor complete them. For workers that use [`Queue::enter`];
+    /// `wait` is as in [`Client::forget`].
     pub fn abandon(&mut self, wait: impl Fn(&AtomicU32, u32)) {
         let queue = self.queue;
-        // In this order: who sees the new epoch finds no request of the old one.
+        // Order matters: a worker that sees the new epoch finds no request of the old one.
         queue.waiting.store(0, SeqCst);
         queue.epoch.fetch_add(1, SeqCst);
         queue.is_awaited.store(1, SeqCst);
@@ -314,7 +326,7 @@ mod tests {
         let queue = queue();
         let mut client = Client::new(queue);
         client.give(3);
-        // The guest says that others have ended, too.
+        // The guest marks all requests complete.
         queue.done.store(!0, SeqCst);
         assert_eq!(client.completed().map(|(id, _)| id), Some(3));
         assert!(client.completed().is_none());
@@ -326,7 +338,7 @@ mod tests {
     #[test]
     fn requests_are_reported_as_they_end() {
         let queue = queue();
-        // The count of answers begins anew on the way.
+        // The counter of completions wraps.
         queue.answers.store(u32::MAX - 1, SeqCst);
         let mut client = Client::new(queue);
         let order = [9, 63, 0, 17, 4];
@@ -351,7 +363,7 @@ mod tests {
         client.forget(|answers, seen| {
             assert_eq!(answers.load(Relaxed), seen);
             waits.fetch_add(1, Relaxed);
-            assert!(queue.end(taken, status::DONE), "somebody waits");
+            assert!(queue.end(taken, status::DONE), "the vCPU waits");
         });
         assert_eq!((waits.load(Relaxed), queue.take(&mut 0)), (1, None));
         assert!(client.completed().is_none());
@@ -365,13 +377,13 @@ mod tests {
         client.give(1);
         assert_eq!(queue.enter(), 0);
         assert_eq!(queue.take(&mut 0), Some(0));
-        // Somebody is at work, for a moment.
+        // A worker is inside for a moment.
         let waits = AtomicU32::new(0);
         client.abandon(|answers, seen| {
             assert_eq!(answers.load(Relaxed), seen);
             waits.fetch_add(1, Relaxed);
             queue.end(0, status::DONE);
-            assert!(queue.leave(), "somebody waits");
+            assert!(queue.leave(), "the vCPU waits");
         });
         assert_eq!((waits.load(Relaxed), queue.take(&mut 0)), (1, None));
         assert_eq!(queue.enter(), 1);

@@ -1,43 +1,45 @@
-//! Rings of fixed entries in memory that two tasks share and neither of which trusts the other.
+//! Rings of fixed-size entries in memory shared by two tasks that do not trust each other.
 //!
-//! One side puts, the other takes. Each keeps its own position privately and publishes it; what it reads of the other
-//! side's is checked against that, so random words in the memory make an operation fail with [`Broken`], and never
-//! a panic, an access beyond the ring or an endless loop. An entry is copied before it is looked at, because the
-//! other side may change it at any time.
+//! One side produces, the other consumes. Each side keeps its own position privately and publishes
+//! it. Positions of the other side are checked against it: arbitrary words in the memory make an
+//! operation fail with [`Broken`], and never cause a panic, an access outside of the ring or an
+//! endless loop. An entry is copied before it is validated, because the other side may change it at
+//! any time.
 //!
-//! A side that goes to sleep leaves a wish; the other side, having put or taken something, looks for it, takes it and
-//! then signals. So a busy pair signals nobody ("event suppression"). Wish and position are accessed in one total
-//! order on both sides, hence no signal is lost: either the sleeper sees the new position, or the other sees the wish.
+//! A side that is about to sleep requests a signal. After producing or consuming an entry, the
+//! other side takes that request and signals, so a busy pair exchanges no signals (event
+//! suppression). Request and position are accessed in one total order on both sides, hence no
+//! signal is lost: either the sleeper sees the new position, or the other side sees the request.
 //!
-//! | word | written by | what |
+//! | word | written by | content |
 //! |---|---|---|
-//! | 0 | producer | entries ever put, modulo 2^32 |
-//! | 1 | both | wish of the producer: signal me when something was taken |
-//! | 8 | consumer | entries ever taken, modulo 2^32 |
-//! | 9 | both | wish of the consumer: signal me when something was put |
+//! | 0 | producer | entries ever produced, modulo 2^32 |
+//! | 1 | both | the producer requests a signal when an entry is consumed |
+//! | 8 | consumer | entries ever consumed, modulo 2^32 |
+//! | 9 | both | the consumer requests a signal when an entry is produced |
 //! | 16… | producer | `CAPACITY` entries of `N` words |
 
 use core::sync::atomic::{AtomicU64, Ordering};
 
 const PUT: usize = 0;
-const PRODUCER_SLEEPS: usize = 1;
+const PRODUCER_WANTS_SIGNAL: usize = 1;
 const TAKEN: usize = 8;
-const CONSUMER_SLEEPS: usize = 9;
+const CONSUMER_WANTS_SIGNAL: usize = 9;
 const ENTRIES: usize = 16;
 
-/// Words of a ring of `capacity` entries of `n` words.
+/// Returns the number of words of a ring of `capacity` entries of `n` words.
 pub const fn words(n: usize, capacity: usize) -> usize {
     ENTRIES + n * capacity
 }
 
-/// The other side has written what it never may. The ring is of no use until both sides start anew.
+/// The other side has violated the protocol. The ring is unusable until both sides restart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Broken;
 
-/// The memory of a ring.
+/// Memory of a ring.
 #[derive(Clone, Copy)]
 struct Ring<'m, const N: usize, const CAPACITY: usize> {
-    /// Exactly `words(N, CAPACITY)` of them.
+    /// Exactly `words(N, CAPACITY)` words.
     words: &'m [AtomicU64],
 }
 
@@ -52,13 +54,13 @@ impl<'m, const N: usize, const CAPACITY: usize> Ring<'m, N, CAPACITY> {
         &self.words[first..first + N]
     }
 
-    /// The number of entries from `taken` to `put`, if there can be as many.
+    /// Returns the number of entries from `taken` to `put`, if it does not exceed the capacity.
     fn filled(put: u32, taken: u32) -> Result<u32, Broken> {
         let filled = put.wrapping_sub(taken);
         if filled as usize <= CAPACITY { Ok(filled) } else { Err(Broken) }
     }
 
-    /// The other side's position.
+    /// Returns the other side's position.
     fn position(self, word: usize) -> Result<u32, Broken> {
         u32::try_from(self.words[word].load(Ordering::SeqCst)).map_err(|_| Broken)
     }
@@ -67,65 +69,65 @@ impl<'m, const N: usize, const CAPACITY: usize> Ring<'m, N, CAPACITY> {
         self.words[word].store(position.into(), Ordering::SeqCst);
     }
 
-    /// Takes the other side's wish to be signalled.
-    fn wish(self, word: usize) -> bool {
+    /// Takes the other side's request for a signal.
+    fn take_signal_request(self, word: usize) -> bool {
         self.words[word].load(Ordering::SeqCst) != 0
             && self.words[word].swap(0, Ordering::SeqCst) != 0
     }
 
-    fn set_wish(self, word: usize, wish: bool) {
-        self.words[word].store(wish.into(), Ordering::SeqCst);
+    fn set_signal_request(self, word: usize, requested: bool) {
+        self.words[word].store(requested.into(), Ordering::SeqCst);
     }
 }
 
-/// Empties a ring. Neither side may use it meanwhile, and both begin anew after it.
+/// Empties a ring. Both sides must be idle, and must restart afterwards.
 pub fn clear(words: &[AtomicU64]) {
-    for word in [PUT, PRODUCER_SLEEPS, TAKEN, CONSUMER_SLEEPS] {
+    for word in [PUT, PRODUCER_WANTS_SIGNAL, TAKEN, CONSUMER_WANTS_SIGNAL] {
         if let Some(word) = words.get(word) {
             word.store(0, Ordering::SeqCst);
         }
     }
 }
 
-/// The side that puts entries of `N` words into a ring of `CAPACITY` entries, a power of two.
+/// Producer of entries of `N` words in a ring of `CAPACITY` entries, a power of two.
 pub struct Producer<'m, const N: usize, const CAPACITY: usize> {
     ring: Ring<'m, N, CAPACITY>,
     put: u32,
-    /// The consumer's position when last read.
+    /// Consumer's position when last read.
     taken: u32,
 }
 
 impl<'m, const N: usize, const CAPACITY: usize> Producer<'m, N, CAPACITY> {
-    /// The producer of a ring that was just [cleared](clear); `None` if the memory is too short.
+    /// Creates the producer of a [cleared](clear) ring; `None` if the memory is too short.
     pub fn new(words: &'m [AtomicU64]) -> Option<Self> {
         Some(Self { ring: Ring::new(words)?, put: 0, taken: 0 })
     }
 
-    /// Begins anew after the ring was cleared.
+    /// Restarts after the ring was cleared.
     pub fn restart(&mut self) {
         (self.put, self.taken) = (0, 0);
     }
 
-    /// Entries ever put, modulo 2^32.
-    pub fn put_in_all(&self) -> u32 {
+    /// Returns the number of entries ever produced, modulo 2^32.
+    pub fn total_put(&self) -> u32 {
         self.put
     }
 
-    /// Entries ever taken by the other side, modulo 2^32; at most `CAPACITY` less than were put.
-    pub fn taken_in_all(&mut self) -> Result<u32, Broken> {
+    /// Returns the number of entries ever consumed, modulo 2^32; it lags by at most `CAPACITY`.
+    pub fn total_taken(&mut self) -> Result<u32, Broken> {
         let taken = self.ring.position(TAKEN)?;
         Ring::<N, CAPACITY>::filled(self.put, taken)?;
         self.taken = taken;
         Ok(taken)
     }
 
-    /// Entries that can be put now.
+    /// Returns the number of free entries.
     pub fn room(&mut self) -> Result<usize, Broken> {
-        self.taken_in_all()?;
+        self.total_taken()?;
         Ok(CAPACITY - self.put.wrapping_sub(self.taken) as usize)
     }
 
-    /// Puts an entry; `false` if there is no room.
+    /// Produces an entry; `false` if the ring is full.
     pub fn put(&mut self, entry: [u64; N]) -> Result<bool, Broken> {
         if self.put.wrapping_sub(self.taken) as usize == CAPACITY && self.room()? == 0 {
             return Ok(false);
@@ -138,44 +140,44 @@ impl<'m, const N: usize, const CAPACITY: usize> Producer<'m, N, CAPACITY> {
         Ok(true)
     }
 
-    /// Whether the consumer sleeps and is to be signalled now. Asked after putting; answered with `true` once.
+    /// Returns whether to signal the consumer, once per request. To be called after producing.
     #[must_use]
     pub fn must_signal(&self) -> bool {
-        self.ring.wish(CONSUMER_SLEEPS)
+        self.ring.take_signal_request(CONSUMER_WANTS_SIGNAL)
     }
 
-    /// Asks for a signal when entries were taken. `false`: there is room for `wanted` entries already, and
-    /// no signal may come.
+    /// Requests a signal when entries are consumed. `false`: `wanted` entries are free already, and
+    /// a signal may not come.
     pub fn sleep(&mut self, wanted: usize) -> Result<bool, Broken> {
-        self.ring.set_wish(PRODUCER_SLEEPS, true);
+        self.ring.set_signal_request(PRODUCER_WANTS_SIGNAL, true);
         let sleeps = self.room()? < wanted;
         if !sleeps {
-            self.ring.set_wish(PRODUCER_SLEEPS, false);
+            self.ring.set_signal_request(PRODUCER_WANTS_SIGNAL, false);
         }
         Ok(sleeps)
     }
 }
 
-/// The side that takes entries.
+/// Consumer of entries.
 pub struct Consumer<'m, const N: usize, const CAPACITY: usize> {
     ring: Ring<'m, N, CAPACITY>,
     taken: u32,
-    /// The producer's position when last read.
+    /// Producer's position when last read.
     put: u32,
 }
 
 impl<'m, const N: usize, const CAPACITY: usize> Consumer<'m, N, CAPACITY> {
-    /// The consumer of a ring that was just [cleared](clear); `None` if the memory is too short.
+    /// Creates the consumer of a [cleared](clear) ring; `None` if the memory is too short.
     pub fn new(words: &'m [AtomicU64]) -> Option<Self> {
         Some(Self { ring: Ring::new(words)?, taken: 0, put: 0 })
     }
 
-    /// Begins anew after the ring was cleared.
+    /// Restarts after the ring was cleared.
     pub fn restart(&mut self) {
         (self.put, self.taken) = (0, 0);
     }
 
-    /// Entries that wait.
+    /// Returns the number of pending entries.
     pub fn waiting(&mut self) -> Result<usize, Broken> {
         let put = self.ring.position(PUT)?;
         let filled = Ring::<N, CAPACITY>::filled(put, self.taken)?;
@@ -183,7 +185,7 @@ impl<'m, const N: usize, const CAPACITY: usize> Consumer<'m, N, CAPACITY> {
         Ok(filled as usize)
     }
 
-    /// Copies the oldest entry and leaves it.
+    /// Copies the oldest entry without consuming it.
     pub fn peek(&mut self) -> Result<Option<[u64; N]>, Broken> {
         if self.put == self.taken && self.waiting()? == 0 {
             return Ok(None);
@@ -192,7 +194,8 @@ impl<'m, const N: usize, const CAPACITY: usize> Consumer<'m, N, CAPACITY> {
         Ok(Some(core::array::from_fn(|index| entry[index].load(Ordering::Relaxed))))
     }
 
-    /// Gives the place of the oldest entry back to the producer, after [`peek`](Self::peek) has shown one.
+    /// Returns the slot of the oldest entry to the producer, after [`peek`](Self::peek) has
+    /// returned an entry.
     pub fn advance(&mut self) {
         if self.put != self.taken {
             self.taken = self.taken.wrapping_add(1);
@@ -200,7 +203,7 @@ impl<'m, const N: usize, const CAPACITY: usize> Consumer<'m, N, CAPACITY> {
         }
     }
 
-    /// Takes the oldest entry.
+    /// Consumes the oldest entry.
     pub fn take(&mut self) -> Result<Option<[u64; N]>, Broken> {
         let entry = self.peek()?;
         if entry.is_some() {
@@ -209,18 +212,19 @@ impl<'m, const N: usize, const CAPACITY: usize> Consumer<'m, N, CAPACITY> {
         Ok(entry)
     }
 
-    /// Whether the producer sleeps and is to be signalled now. Asked after taking; answered with `true` once.
+    /// Returns whether to signal the producer, once per request. To be called after consuming.
     #[must_use]
     pub fn must_signal(&self) -> bool {
-        self.ring.wish(PRODUCER_SLEEPS)
+        self.ring.take_signal_request(PRODUCER_WANTS_SIGNAL)
     }
 
-    /// Asks for a signal when something is put. `false`: something waits already, and no signal may come.
+    /// Requests a signal when an entry is produced. `false`: an entry is pending already, and a
+    /// signal may not come.
     pub fn sleep(&mut self) -> Result<bool, Broken> {
-        self.ring.set_wish(CONSUMER_SLEEPS, true);
+        self.ring.set_signal_request(CONSUMER_WANTS_SIGNAL, true);
         let sleeps = self.waiting()? == 0;
         if !sleeps {
-            self.ring.set_wish(CONSUMER_SLEEPS, false);
+            self.ring.set_signal_request(CONSUMER_WANTS_SIGNAL, false);
         }
         Ok(sleeps)
     }
@@ -265,7 +269,7 @@ mod tests {
         let memory = memory(WORDS);
         let (mut put, mut take) = (Put::new(&memory).unwrap(), Take::new(&memory).unwrap());
         assert_eq!(put.put([1, 2]), Ok(true));
-        assert!(!put.must_signal(), "nobody sleeps");
+        assert!(!put.must_signal(), "the consumer does not sleep");
         assert_eq!(take.sleep(), Ok(false), "something is there");
         assert_eq!(take.take(), Ok(Some([1, 2])));
         assert_eq!(take.sleep(), Ok(true));
@@ -330,7 +334,7 @@ mod tests {
             }
         }
 
-        /// The other side writes anything anywhere at any time.
+        /// Writes arbitrary words anywhere at any time, as a hostile peer does.
         #[test]
         fn hostile_words(writes in prop::collection::vec((0..WORDS, any::<u64>(), any::<bool>()), 0..100)) {
             let memory = memory(WORDS);

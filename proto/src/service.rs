@@ -1,11 +1,12 @@
-//! What servers of disks and networks serve, and to whom: in the compiled description and in start pages.
+//! Configuration of disk and network servers and of their clients, in the compiled description and
+//! in start pages.
 
 use heapless::Vec;
 use serde::{Deserialize, Serialize};
 
 use crate::net::Mac;
 
-/// Most sessions of a task, client or server.
+/// Largest number of sessions of a task, client or server.
 pub const MAX_SESSIONS: usize = 16;
 
 /// Kinds of session in shared memory.
@@ -17,79 +18,81 @@ pub enum Service {
     Net,
 }
 
-/// A session of a client. The first one has the first range of kind `Session`, slot `SESSIONS` and event `session(0)`,
-/// and so on.
+/// Session of a client. The session with index `n` uses memory range `n` of kind `Session`, slot
+/// `SESSIONS + n` and event `session(n)`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Attachment {
-    /// What it is for.
+    /// Kind of session.
     pub service: Service,
     /// Events to signal to the server.
     pub signal: u64,
 }
 
-/// A part of a disk.
+/// Range of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Part {
-    /// Number of the partition, from 1, in the order of the partition table; `None`: the whole disk.
+pub struct DiskRange {
+    /// Number of the partition, from 1, in the order of the partition table; `None`: the whole
+    /// disk.
     pub partition: Option<u8>,
     /// First sector, from the start of the partition or disk.
     pub first: u64,
-    /// Number of sectors; 0: all from there on.
+    /// Number of sectors; 0: up to the end.
     pub sectors: u64,
 }
 
-impl Part {
-    /// All of the disk.
+impl DiskRange {
+    /// The whole disk.
     pub const WHOLE: Self = Self { partition: None, first: 0, sectors: 0 };
 }
 
-/// A client of a disk server.
+/// Client of a disk server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskClient {
-    /// What it sees.
-    pub part: Part,
-    /// It cannot change it.
+    /// Range of the disk that the client accesses.
+    pub part: DiskRange,
+    /// The client's writes are refused.
     pub read_only: bool,
-    /// Events to signal to it.
+    /// Events to signal to the client.
     pub signal: u64,
 }
 
-/// How to drive a disk.
+/// Driver of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum DiskDriver {
     /// virtio-blk over PCI.
     Virtio,
-    /// A port of an AHCI controller; `None`: the first one with a disk.
+    /// Port of an AHCI controller; `None`: the first port with a disk.
     Ahci(Option<u8>),
 }
 
-/// What a disk server is to do.
+/// Configuration of a disk server.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskServer {
-    /// Its device.
+    /// Driver of its device.
     pub driver: DiskDriver,
-    /// Clients, numbered as the task's sessions.
+    /// Clients, in the order of the task's sessions.
     pub clients: Vec<DiskClient, MAX_SESSIONS>,
 }
 
-/// A port of a switch.
+/// Port of a switch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct NetPort {
-    /// The client's address, the only one that it may send from.
+pub struct SwitchPort {
+    /// MAC address of the client, the only source address that it may use.
     pub mac: Mac,
-    /// Isolation group: ports of different groups do not reach each other. The uplink is in all of them.
+    /// Isolation group: ports of different groups do not reach each other. The uplink is in all
+    /// groups.
     pub group: u8,
-    /// Most bytes per second that the client may send; 0: as many as it can.
+    /// Limit of the client's transmitted bytes per second; 0: unlimited.
     pub rate: u64,
     /// Events to signal to the client.
     pub signal: u64,
 }
 
-/// What a switch is to do.
+/// Configuration of a switch.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NetServer {
-    /// It owns a network card, virtio-net over PCI.
+    /// The switch owns a network card (virtio-net over PCI) as its uplink.
     pub uplink: bool,
-    /// Ports, numbered as the task's sessions.
-    pub ports: Vec<NetPort, MAX_SESSIONS>,
+    /// Ports, in the order of the task's sessions.
+    pub ports: Vec<SwitchPort, MAX_SESSIONS>,
 }

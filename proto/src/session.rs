@@ -1,32 +1,33 @@
-//! Sessions in shared memory: how a client and a server find each other, and again after either was restarted.
+//! Sessions in shared memory: how a client and a server connect, and reconnect after a restart of
+//! either.
 //!
-//! The memory of a session belongs to root, which maps it for the client and the server and keeps it while one of
-//! them is restarted. Each has a capability to signal the other's notification, in slot
-//! `start::slot::SESSIONS + n`, where `n` is the session's number with its owner; the other side's event bit for the
-//! session is in the start page.
+//! Root owns the memory of a session, maps it for the client and the server and keeps it over
+//! restarts. Each side has a capability to signal the other's notification, in slot
+//! `start::slot::SESSIONS + n`, where `n` is the index of the session with its owner. The event bit
+//! of the session is in the start page.
 //!
 //! The first [`HEADER`] words hold:
 //!
-//! | word | written by | what |
+//! | word | written by | content |
 //! |---|---|---|
-//! | 0 | server | *generation*: number of this run of the server; 0: there was none yet |
+//! | 0 | server | *generation*: number of this run of the server; 0: no server yet |
 //! | 1 | server | *accepted*: the request in force; 0: none |
-//! | 2 | client | *request*: generation that is asked (high half) and the client's count (low half) |
-//! | 8–15 | server | what the server tells of itself, valid while a request is accepted |
-//! | 16 | client | what the client tells of itself; it may change at any time |
+//! | 2 | client | *request*: generation (high half) and the client's count (low half) |
+//! | 8–15 | server | server information, valid while a request is accepted |
+//! | 16 | client | client information; it may change at any time |
 //!
-//! The rings behind the header are used by both sides only while `accepted == request`. To connect, a client writes a
-//! new request, signals the server and leaves the rings alone. The server, once nothing of an older connection is under
-//! way, clears the rings, accepts and signals the client. A server that was restarted has a new generation and signals
-//! its clients; whoever sees it connects anew. A client that was restarted makes a request with another count.
-//! So neither side ever uses rings that the other believes to be in another state, and whichever breaks these
-//! rules harms its own session only.
+//! Both sides use the rings after the header only while `accepted == request`. To connect, a client
+//! writes a new request, signals the server and does not touch the rings. Once no request of an
+//! older connection is in flight, the server clears the rings, accepts and signals the client. A
+//! restarted server has a new generation and signals its clients, which then reconnect. A restarted
+//! client writes a request with another count. So neither side uses rings in a state that the other
+//! side does not know of, and a side that violates these rules harms its own session only.
 
 use core::sync::atomic::{AtomicU64, Ordering};
 
 /// Words of the header.
 pub const HEADER: usize = 64;
-/// Words that a server tells about itself.
+/// Words of server information.
 pub const INFO: usize = 8;
 
 const GENERATION: usize = 0;
@@ -52,30 +53,30 @@ impl<'m> Header<'m> {
     }
 }
 
-/// What a client finds when it looks at its session.
+/// State of a session, as its client sees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Connection {
     /// Not connected: the rings must not be touched.
     Down,
-    /// As `Down`, and the client has just asked for a connection: the server is to be signalled.
+    /// As `Down`; the client has just requested a connection and must signal the server.
     Asked,
-    /// Connected just now: the rings are empty, and whatever was under way is to be sent again.
+    /// Connected since this call: the rings are empty, and all pending requests must be sent again.
     Fresh,
-    /// Connected as before.
+    /// Connected.
     Up,
 }
 
-/// A side of a connection, for what is the same on both.
+/// Operations common to both sides of a connection.
 pub trait Link {
-    /// Whether there is a connection: the client asked for it, and the server has accepted.
+    /// Returns whether there is a connection: the client requested it, and the server accepted.
     fn is_connected(&self) -> bool;
 
-    /// Ends the connection because the other side broke the rules of the rings. The client asks for another one when it
-    /// polls next.
+    /// Closes the connection because the other side violated the protocol of the rings. The client
+    /// requests another connection at its next poll.
     fn give_up(&mut self);
 }
 
-/// The client's side.
+/// Client side of a connection.
 pub struct ClientLink<'m> {
     header: Header<'m>,
     request: u64,
@@ -83,15 +84,17 @@ pub struct ClientLink<'m> {
 }
 
 impl<'m> ClientLink<'m> {
-    /// The client of the session in `memory`, not connected; `None` if there is too little memory.
+    /// Creates the client of the session in `memory`, not connected; `None` if the memory is too
+    /// short.
     pub fn new(memory: &'m [AtomicU64]) -> Option<Self> {
         let header = Header::new(memory)?;
-        // A client before this one may be connected: go on counting, and forget its generation.
+        // The previous client may still be connected: continue its count, and forget its
+        // generation.
         let request = header.read(REQUEST) & u64::from(u32::MAX);
         Some(Self { header, request, connected: false })
     }
 
-    /// Looks at the state of the session, and asks for a connection if there is none.
+    /// Reads the state of the session, and requests a connection if there is none.
     pub fn poll(&mut self) -> Connection {
         let generation = self.header.read(GENERATION) & u64::from(u32::MAX);
         if generation == 0 {
@@ -116,12 +119,12 @@ impl<'m> ClientLink<'m> {
         }
     }
 
-    /// Tells the server something about the client.
-    pub fn tell(&mut self, word: u64) {
+    /// Publishes the word of client information.
+    pub fn set_client_info(&mut self, word: u64) {
         self.header.write(CLIENT_INFO, word);
     }
 
-    /// What the server tells of itself, if connected.
+    /// Returns the server information, if connected.
     pub fn info(&self) -> Option<[u64; INFO]> {
         self.connected.then(|| core::array::from_fn(|index| self.header.read(FIRST_INFO + index)))
     }
@@ -138,21 +141,21 @@ impl Link for ClientLink<'_> {
     }
 }
 
-/// The server's side.
+/// Server side of a connection.
 pub struct ServerLink<'m> {
     header: Header<'m>,
     generation: u32,
-    /// The request in force, 0 for none.
+    /// Request in force; 0: none.
     accepted: u64,
-    /// A request that must not be accepted: its connection broke.
+    /// Request that must not be accepted again, because its connection broke.
     broken: u64,
 }
 
 impl<'m> ServerLink<'m> {
-    /// The server of the session in `memory`, in a new generation; `None` if there is too little memory. The client is
-    /// to be signalled.
+    /// Creates the server of the session in `memory`, in a new generation; `None` if the memory is
+    /// too short. The client must be signalled.
     ///
-    /// Nothing of an older run may be under way: no device still writes to the memory.
+    /// No request of an older run may be in flight: no device still writes to the memory.
     pub fn new(memory: &'m [AtomicU64]) -> Option<Self> {
         let header = Header::new(memory)?;
         let generation = (header.read(GENERATION) as u32).wrapping_add(1).max(1);
@@ -161,8 +164,8 @@ impl<'m> ServerLink<'m> {
         Some(Self { header, generation, accepted: 0, broken: 0 })
     }
 
-    /// A request for a new connection, to be [accepted](Self::accept) when nothing of the one before is under way.
-    /// The rings must not be touched until then.
+    /// Returns a request for a new connection. The caller [accepts](Self::accept) it once no
+    /// request of the previous connection is in flight, and must not touch the rings until then.
     pub fn request(&mut self) -> Option<u64> {
         let request = self.header.read(REQUEST);
         let new = request != self.accepted && request != self.broken;
@@ -173,7 +176,7 @@ impl<'m> ServerLink<'m> {
         asks.then_some(request)
     }
 
-    /// Accepts a request, after the rings were cleared. The client is to be signalled.
+    /// Accepts a request, after the rings were cleared. The client must be signalled.
     pub fn accept(&mut self, request: u64, info: [u64; INFO]) {
         for (index, word) in info.into_iter().enumerate() {
             self.header.write(FIRST_INFO + index, word);
@@ -182,7 +185,7 @@ impl<'m> ServerLink<'m> {
         self.header.write(ACCEPTED, request);
     }
 
-    /// What the client tells about itself.
+    /// Returns the word of client information.
     pub fn client_info(&self) -> u64 {
         self.header.read(CLIENT_INFO)
     }
@@ -251,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn broken_connections_are_closed_and_made_anew() {
+    fn broken_connections_are_closed_and_reopened() {
         let memory = memory(HEADER);
         let mut client = ClientLink::new(&memory).unwrap();
         let mut server = ServerLink::new(&memory).unwrap();
@@ -273,8 +276,8 @@ mod tests {
     }
 
     proptest! {
-        /// Either side writes anything into the header: the other one never believes in a connection that it did not
-        /// make itself, and never panics.
+        /// Writes arbitrary values to the header from either side: no side trusts a connection that
+        /// it did not establish, and none panics.
         #[test]
         fn hostile_headers(writes in prop::collection::vec((0..HEADER, any::<u64>(), any::<bool>()), 0..100)) {
             let memory = memory(HEADER);

@@ -1,8 +1,10 @@
-//! What a task that root starts finds: fixed addresses, fixed capability slots, and the start page.
+//! Environment of a task that root starts: fixed addresses, fixed capability slots, and the start
+//! page.
 //!
-//! Everything but guest memory lies in the first few megabytes, so that few page tables are needed:
+//! Everything except guest memory is within the first few megabytes, so that few page tables are
+//! needed:
 //!
-//! | address | what |
+//! | address | content |
 //! |---|---|
 //! | `0x20_0000` | program, as linked |
 //! | [`START_PAGE`] | this description, read-only |
@@ -14,8 +16,8 @@
 //! | up to [`STACK_TOP`] | stack of the first thread; the page below it is never mapped |
 //! | [`DEVICES`] | registers of a server's device |
 //! | [`SESSIONS`] | memory shared with servers or clients |
-//! | [`CHANNELS`] | a VMM's channels: their memory, and what their peers share |
-//! | [`FILES`] | read-only files: kernel, RAM disk |
+//! | [`CHANNELS`] | a VMM's channels: their memory, and the shares of their peers |
+//! | [`FILES`] | read-only files: kernel, initial RAM disk |
 //! | [`GUEST_MEMORY`] | guest memory |
 
 use heapless::Vec;
@@ -29,18 +31,18 @@ use crate::system::{CpuTime, MAX_ARGUMENTS, MAX_VCPUS, OnReset};
 pub const START_PAGE: u64 = 0x40_0000;
 /// Address of the message page of the first thread.
 pub const MESSAGE_PAGE: u64 = 0x40_1000;
-/// Address of the message page of the second thread; the others follow.
+/// Address of the message page of the second thread; those of further threads follow.
 pub const THREAD_PAGES: u64 = 0x40_2000;
-/// Most threads of a task.
+/// Largest number of threads of a task.
 pub const MAX_THREADS: usize = 14;
-/// Address of the state page of the first vCPU; the others follow.
+/// Address of the state page of the first vCPU; those of further vCPUs follow.
 pub const STATE_PAGES: u64 = 0x41_0000;
-/// Address of the page in which a VMM reports ([`crate::manage::Report`]).
+/// Address of a VMM's report page ([`crate::manage::Report`]).
 pub const REPORT_PAGE: u64 = STATE_PAGES + MAX_VCPUS as u64 * 4096;
 const _: () = assert!(REPORT_PAGE < MEMORY);
 /// Bytes of the stack of each vCPU after the first, in a VMM's private memory.
 pub const VCPU_STACK: u64 = 20 << 10;
-/// First private memory.
+/// Start of private memory.
 pub const MEMORY: u64 = 0x42_0000;
 /// Top of the first thread's stack.
 pub const STACK_TOP: u64 = 0x60_0000;
@@ -48,35 +50,35 @@ pub const STACK_TOP: u64 = 0x60_0000;
 pub const DEVICES: u64 = 0x100_0000;
 /// Bytes for device registers.
 pub const DEVICES_LENGTH: u64 = 0x100_0000;
-/// Memory of the first session; the others follow.
+/// Memory of the first session; further sessions follow.
 pub const SESSIONS: u64 = 0x200_0000;
-/// Distance of sessions, and the most memory of one.
+/// Distance between sessions, and the largest memory of one, in bytes.
 pub const SESSION_STRIDE: u64 = 0x8_0000;
-/// Memory of a VMM's first channel; the others follow.
+/// Memory of a VMM's first channel; further channels follow.
 pub const CHANNELS: u64 = 0x1000_0000;
-/// Distance of channels.
+/// Distance between channels in bytes.
 pub const CHANNEL_STRIDE: u64 = 0x200_0000;
 const _: () = assert!(MAX_SIZE + SHARES as u64 * SHARE_BYTES <= CHANNEL_STRIDE);
 const _: () = assert!(CHANNELS + MAX_VM_CHANNELS as u64 * CHANNEL_STRIDE <= FILES);
-/// Where a VMM's channel has the peer's share, if it is mapped.
+/// Returns the address of a peer's share in a VMM's channel, if it is mapped.
 pub const fn shares(channel: usize, share: usize) -> u64 {
     CHANNELS + channel as u64 * CHANNEL_STRIDE + MAX_SIZE + share as u64 * SHARE_BYTES
 }
-/// First byte of read-only files. The offset within is that of the boot bundle's in physical
-/// memory modulo [`FILES_ALIGN`], so that large pages map large files.
+/// Start of read-only files. The offset within equals the boot bundle's physical address modulo
+/// [`FILES_ALIGN`], so that large pages can map large files.
 pub const FILES: u64 = 0x4000_0000;
-/// Alignment of [`FILES`], and an upper limit of the bundle's size.
+/// Alignment of [`FILES`] in bytes, and upper limit of the bundle's size.
 pub const FILES_ALIGN: u64 = 0x4000_0000;
 /// First byte of guest memory; aligned for the largest delegation.
 pub const GUEST_MEMORY: u64 = 0x40_0000_0000;
 
-/// Capability slots of a task that root starts. A task without use for one finds it empty.
+/// Capability slots of a task that root starts. Slots that do not apply to a task are empty.
 pub mod slot {
     /// The task itself.
     pub const TASK: u64 = 1;
     /// Its first thread.
     pub const THREAD: u64 = 2;
-    /// The factory for its own objects.
+    /// The factory for its kernel objects.
     pub const FACTORY: u64 = 3;
     /// Its notification; bound to the first thread.
     pub const NOTIFICATION: u64 = 4;
@@ -92,9 +94,11 @@ pub mod slot {
     pub const MANAGE: u64 = 15;
     /// First free slot.
     pub const FREE: u64 = 16;
-    /// Notification of the other side of the first session, right `SIGNAL`; the others follow.
+    /// Notification of the peer of the first session, right `SIGNAL`; those of further sessions
+    /// follow.
     pub const SESSIONS: u64 = COUNT - crate::service::MAX_SESSIONS as u64;
-    /// VMM: notification of the peer of the first channel, right `SIGNAL`; the others follow.
+    /// VMM: notification of the peer of the first channel, right `SIGNAL`; those of further
+    /// channels follow.
     pub const CHANNELS: u64 = SESSIONS - crate::channel::MAX_VM_CHANNELS as u64;
     /// Number of slots of a task.
     pub const COUNT: u64 = 120;
@@ -102,63 +106,63 @@ pub mod slot {
 
 /// Event bits of a task's notification.
 pub mod event {
-    /// Console: input has come, or there is room for output.
+    /// Console: input has arrived, or output has room.
     pub const CONSOLE: u64 = 1 << 0;
-    /// Root asks the task to end.
+    /// Root requests the task to end.
     pub const STOP: u64 = 1 << 2;
     /// Server: interrupt of its device.
     pub const INTERRUPT: u64 = 1 << 3;
-    /// VMM: the power button of the machine is pressed.
+    /// VMM: press the power button of the VM.
     pub const POWER_BUTTON: u64 = 1 << 8;
-    /// VMM: no virtual CPU runs, and time stands still, until [`RESUME`].
+    /// VMM: stop all vCPUs and the virtual time until [`RESUME`].
     pub const PAUSE: u64 = 1 << 9;
-    /// VMM: goes on after [`PAUSE`].
+    /// VMM: continue after [`PAUSE`].
     pub const RESUME: u64 = 1 << 10;
     /// VMM: write the report ([`crate::manage::Report`]).
     pub const REPORT: u64 = 1 << 11;
-    /// VMM: root has news of channels: [`crate::channel::LOOK`].
+    /// VMM: the state of a channel has changed: [`crate::channel::LOOK`].
     pub const CHANNELS: u64 = 1 << 12;
-    /// VMM: the peer of channel `number` rings.
+    /// VMM: the peer of channel `number` has rung the doorbell.
     pub const fn channel(number: usize) -> u64 {
         1 << (16 + number % crate::channel::MAX_VM_CHANNELS)
     }
-    /// VMM: a virtual CPU has something to look at.
+    /// VMM: a vCPU has pending work.
     pub const KICK: u64 = 1 << 4;
-    /// The other side of session `number` has something to say, or was started.
+    /// The peer of session `number` has signalled, or was restarted.
     pub const fn session(number: usize) -> u64 {
         1 << (32 + number % crate::service::MAX_SESSIONS)
     }
 }
 
-/// Most memory ranges of a task.
+/// Largest number of memory ranges of a task.
 pub const MAX_RANGES: usize = 36;
-/// Most bytes of an encoded start page.
+/// Largest encoded start page in bytes.
 pub const MAX_START: usize = 4096;
 
-/// What a memory range is for.
+/// Purpose of a memory range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum RangeKind {
     /// Private memory of the task.
     Private,
-    /// Guest memory, a naturally aligned power of two. The ranges are in the order of
+    /// Guest memory, a naturally aligned power of two. The ranges are in ascending order of
     /// guest-physical addresses, largest first.
     Guest,
     /// The guest's kernel image, read-only.
     Kernel,
-    /// The guest's RAM disk, read-only.
+    /// The guest's initial RAM disk, read-only.
     Initrd,
-    /// Where a VMM writes its [`crate::manage::Report`].
+    /// Page of a VMM's [`crate::manage::Report`].
     Report,
-    /// What root shares with a multiplexer, read-only: see [`crate::console::directory`].
+    /// Memory that root shares with a multiplexer, read-only: see [`crate::console::directory`].
     Directory,
     /// Memory of a session, in the order of the sessions.
     Session,
     /// Memory of a channel, in the order of the channels.
     Channel,
-    /// Memory of a server for its device to read and write, in one piece.
+    /// DMA memory of a server, physically contiguous.
     Dma,
-    /// Registers of a server's device: a base address range of it, in their order. `physical` is the number of the
-    /// register. Pages that hold the table of its interrupts are left out.
+    /// One base address register of a server's device, in their order; `physical` is the index of
+    /// the register. Pages that contain the MSI-X table are omitted.
     Registers,
     /// Configuration space of a server's device, read-only.
     Configuration,
@@ -167,17 +171,18 @@ pub enum RangeKind {
 /// A range of the task's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Range {
-    /// What it is for.
+    /// Purpose.
     pub kind: RangeKind,
-    /// First byte; page-aligned.
+    /// First address; page-aligned.
     pub base: u64,
-    /// Length in bytes; of read-only files the exact one, else a multiple of the page size.
+    /// Length in bytes; exact for read-only files, else a multiple of the page size.
     pub length: u64,
-    /// Session, memory for a device: the address by which a device knows the first byte. Registers: see there. Else 0.
+    /// Session, DMA memory: device address of the first byte. Registers: see
+    /// [`RangeKind::Registers`]. Else 0.
     pub physical: u64,
 }
 
-/// The machine's clocks.
+/// Clocks of the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Clock {
     /// Frequency of the time-stamp counter in kHz.
@@ -188,7 +193,7 @@ pub struct Clock {
     pub unix_seconds: u64,
 }
 
-/// What a task is to do.
+/// Purpose of a task.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Role<'a> {
     /// A native program with arguments.
@@ -197,7 +202,7 @@ pub enum Role<'a> {
     Console {
         /// First I/O port of its 16550.
         port: u16,
-        /// Many clients share the line; else one has it for itself.
+        /// Several clients share the port; else a single client uses it.
         multiplex: bool,
     },
     /// A VMM.
@@ -208,12 +213,12 @@ pub enum Role<'a> {
     Net(NetServer),
 }
 
-/// What a VMM is to do.
+/// Configuration of a VMM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Vmm<'a> {
-    /// Number of the virtual machine among all, from 1.
+    /// Id of the VM, from 1.
     pub id: u32,
-    /// CPU of each vCPU.
+    /// Host CPU of each vCPU.
     pub cpus: Vec<u32, MAX_VCPUS>,
     /// Guest memory in bytes.
     pub memory: u64,
@@ -221,18 +226,18 @@ pub struct Vmm<'a> {
     pub command_line: &'a str,
     /// A console session is in [`slot::DEVICE`].
     pub console: bool,
-    /// What a reset does.
+    /// Action on a reset by the guest.
     pub on_reset: OnReset,
-    /// The paravirtual clock of KVM is offered.
+    /// The guest is offered KVM's paravirtual clock.
     pub kvmclock: bool,
-    /// The guest also has the console as a virtio device, behind the others.
+    /// The guest also has the console as a virtio device, after all other devices.
     pub virtio_console: bool,
     /// `XCR0` bits that the guest may enable.
     pub xcr0_mask: u64,
-    /// Disks and network cards, in the order in which the guest sees them.
+    /// Disks and network cards, in the order of their discovery by the guest.
     pub attachments: Vec<Attachment, MAX_SESSIONS>,
-    /// Channels to other virtual machines. The first one has the first range of kind `Channel`, slot `CHANNELS` and
-    /// event `channel(0)`, and so on.
+    /// Channels to peer VMs. Channel `n` uses memory range `n` of kind `Channel`, slot `CHANNELS +
+    /// n` and event `channel(n)`.
     #[serde(borrow)]
     pub channels: Vec<End<'a>, MAX_VM_CHANNELS>,
 }
@@ -240,30 +245,31 @@ pub struct Vmm<'a> {
 /// The start page.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Start<'a> {
-    /// Name of the task, of the virtual machine for a VMM.
+    /// Name of the task; for a VMM that of its VM.
     pub name: &'a str,
     /// CPU of the first thread.
     pub cpu: u32,
     /// Priority of the first thread.
     pub priority: u8,
-    /// CPU time of the first thread's context, and of each like it that there is room for.
+    /// CPU time of the first thread's scheduling context, and of each further one like it.
     pub cpu_time: Option<CpuTime>,
     /// Clocks.
     pub clock: Clock,
-    /// Memory.
+    /// Memory ranges.
     pub ranges: Vec<Range, MAX_RANGES>,
-    /// What to do.
+    /// Purpose.
     #[serde(borrow)]
     pub role: Role<'a>,
 }
 
 impl<'a> Start<'a> {
-    /// Reads a start page; `None` if it is damaged.
+    /// Decodes a start page; `None` if it is malformed.
     pub fn decode(bytes: &'a [u8]) -> Option<Self> {
         postcard::from_bytes(bytes).ok()
     }
 
-    /// Writes the description into `buffer` and returns the written part; `None` if it does not fit.
+    /// Encodes the description into `buffer` and returns the written part; `None` if it does not
+    /// fit.
     pub fn encode<'b>(&self, buffer: &'b mut [u8]) -> Option<&'b mut [u8]> {
         postcard::to_slice(self, buffer).ok()
     }

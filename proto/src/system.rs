@@ -1,37 +1,37 @@
-//! The compiled system description: what `parador system build` makes of a TOML file and `root`
-//! reads from the bundle file `system`.
+//! The compiled system description: output of `parador system build` from a TOML file, input of
+//! `root` in the bundle file `system`.
 //!
-//! The description is already checked when it is encoded: names are unique, everything a name refers to exists,
-//! no device has two owners and guest memory fits the machine that was described. `root` still
-//! compares it with the machine it finds (memory, CPUs), because that may be another one.
+//! The description was validated before it was encoded: names are unique, references resolve, each
+//! device has one owner, and guest memory fits the described board. `root` validates it against the
+//! actual host (memory, CPUs), which may differ.
 //!
-//! Encoding: one version number, then the structs below, in postcard's format. Strings are borrowed from
-//! the bundle, lists have fixed capacity, nothing allocates.
+//! Encoding: a version number, then the structs below in postcard's format. Strings are borrowed
+//! from the bundle, lists have a fixed capacity, nothing allocates.
 
 use heapless::Vec;
 use serde::{Deserialize, Serialize};
 
 use crate::channel::MAX_CHANNELS;
 use crate::net::Mac;
-use crate::service::Part;
+use crate::service::DiskRange;
 
 /// Version of the encoding. Incremented by every change of a type in this module.
 pub const VERSION: u32 = 6;
-/// Most virtual machines in a system.
+/// Largest number of VMs in a system.
 pub const MAX_VMS: usize = 16;
-/// Most vCPUs of one virtual machine.
+/// Largest number of vCPUs of a VM.
 pub const MAX_VCPUS: usize = 8;
-/// Most native programs in a system.
+/// Largest number of native programs in a system.
 pub const MAX_TASKS: usize = 16;
-/// Most arguments of a native program.
+/// Largest number of arguments of a native program.
 pub const MAX_ARGUMENTS: usize = 8;
-/// Most servers in a system.
+/// Largest number of servers in a system.
 pub const MAX_SERVERS: usize = 8;
-/// Most disks of one virtual machine.
+/// Largest number of disks of a VM.
 pub const MAX_VM_DISKS: usize = 4;
-/// Most network cards of one virtual machine.
+/// Largest number of network cards of a VM.
 pub const MAX_VM_NETS: usize = 4;
-/// Longest name of a virtual machine, task or server, in bytes.
+/// Longest name of a VM, task or server in bytes.
 pub const MAX_NAME: usize = 31;
 /// Longest guest kernel command line in bytes, without a terminating zero
 /// (`COMMAND_LINE_SIZE` of Linux/x86 is 2048).
@@ -42,11 +42,11 @@ pub const MAX_PRIORITY: u8 = 63;
 /// A whole system.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct System<'a> {
-    /// The machine that the description was checked against.
+    /// Board that the description was validated against.
     pub board: Board,
-    /// Where the kernel's log goes; no server may own that port.
+    /// Port of the kernel's log; no server may own it.
     pub log: SerialPort,
-    /// Number of CPUs that the description was checked against; 0: not known (board `pc`).
+    /// Number of CPUs that the description was validated against; 0: unknown (board `pc`).
     pub cpus: u32,
     /// Device servers, started first, in this order.
     #[serde(borrow)]
@@ -54,34 +54,36 @@ pub struct System<'a> {
     /// Native programs, started second.
     #[serde(borrow)]
     pub tasks: Vec<Task<'a>, MAX_TASKS>,
-    /// Virtual machines, started last.
+    /// VMs, started last.
     #[serde(borrow)]
     pub vms: Vec<Vm<'a>, MAX_VMS>,
-    /// Channels between them.
+    /// Channels between VMs.
     pub channels: Vec<Channel, MAX_CHANNELS>,
 }
 
-/// A channel between two virtual machines ([`crate::channel`]).
+/// A channel between two VMs ([`crate::channel`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Channel {
-    /// Indices into [`System::vms`] of sides 0 and 1: two different ones, and no templates.
+    /// Indices into [`System::vms`] of sides 0 and 1: different VMs, no templates.
     pub between: [u8; 2],
-    /// Bytes of its memory: a power of two, [`crate::channel::MIN_SIZE`] to [`crate::channel::MAX_SIZE`].
+    /// Length of its memory in bytes: a power of two, [`crate::channel::MIN_SIZE`] to
+    /// [`crate::channel::MAX_SIZE`].
     pub size: u32,
-    /// The sides can ring at each other.
+    /// The sides can ring each other's doorbell.
     pub doorbell: bool,
 }
 
-/// A machine that Parador runs on.
+/// Host hardware that Parador runs on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Board {
-    /// QEMU's `q35` with `isa-debug-exit` at port 0xf4: the outcome is written there, then the machine ends.
+    /// QEMU's `q35` with `isa-debug-exit` at port 0xf4: the outcome is written there, which ends
+    /// QEMU.
     QemuQ35,
-    /// Any PC with SVM and nested paging; at the end the log says so and the machine stays on.
+    /// Any PC with SVM and nested paging; at the end the outcome is logged and the host stays on.
     Pc,
 }
 
-/// A serial port of the machine.
+/// Serial port of the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum SerialPort {
     /// No port.
@@ -97,76 +99,76 @@ pub enum SerialPort {
 pub struct Server<'a> {
     /// Unique among servers.
     pub name: &'a str,
-    /// What it serves.
+    /// Service.
     pub kind: ServerKind,
-    /// The device that it owns alone.
+    /// Device that it owns exclusively.
     pub device: Device,
-    /// Bundle name of its program.
+    /// Bundle name of its binary.
     pub binary: &'a str,
-    /// 0..=[`MAX_PRIORITY`], highest first.
+    /// Priority, 0 to [`MAX_PRIORITY`], highest first.
     pub priority: u8,
-    /// CPU time of its thread; `None`: what others leave.
+    /// CPU time of its thread; `None`: no reservation.
     pub cpu_time: Option<CpuTime>,
-    /// Which ends make `root` start it again.
+    /// Restart policy.
     pub restart: Restart,
 }
 
-/// CPU time that a context of a thread may use.
+/// CPU time budget of a scheduling context.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CpuTime {
-    /// In any time of one period, in ns.
+    /// Budget per period in ns.
     pub budget: u64,
-    /// In ns, longer than the budget.
+    /// Period in ns, longer than the budget.
     pub period: u64,
 }
 
-/// A device that a server owns.
+/// Device of a server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Device {
-    /// None: a switch without uplink.
+    /// No device: a switch without uplink.
     None,
     /// A serial port.
     Serial(SerialPort),
-    /// A PCI function: the one with this number, from 0, among those of its class, in the order of their addresses.
+    /// A PCI function: index among the functions of its class, in the order of their addresses.
     Pci(PciClass, u8),
 }
 
-/// Classes of PCI functions that servers drive.
+/// Classes of PCI functions with a driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum PciClass {
     /// virtio-blk.
     VirtioBlk,
     /// virtio-net.
     VirtioNet,
-    /// A SATA controller with AHCI, and the port that the disk is at; `None`: the first one with a disk.
+    /// AHCI controller, and the port of the disk; `None`: the first port with a disk.
     Ahci(Option<u8>),
 }
 
-/// What a server serves.
+/// Service of a server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ServerKind {
-    /// `proto`'s console over a serial port, for one client.
+    /// The console protocol over a serial port, for one client.
     Console,
-    /// The same for many clients: an escape key selects the one that is shown.
+    /// The console protocol for several clients: an escape key selects the displayed one.
     Multiplexer,
-    /// `proto`'s disk.
+    /// The disk protocol.
     Block,
-    /// `proto`'s network.
+    /// The network protocol.
     Switch,
 }
 
-/// A virtual machine.
+/// A VM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Vm<'a> {
-    /// Unique among virtual machines and tasks.
+    /// Name, unique among VMs and tasks.
     pub name: &'a str,
     /// Guest memory in bytes, a multiple of 1 MiB.
     pub memory: u64,
     /// Number of vCPUs, 1..=[`MAX_VCPUS`].
     pub vcpus: u32,
-    /// CPU of each vCPU, `vcpus` entries; empty: `root` chooses.
+    /// Host CPU of each vCPU, `vcpus` entries; empty: `root` chooses.
     pub pins: Vec<u32, MAX_VCPUS>,
-    /// Bundle name of the VMM program.
+    /// Bundle name of the VMM binary.
     pub binary: &'a str,
     /// Bundle name of the kernel: bzImage or PVH ELF.
     pub kernel: &'a str,
@@ -174,112 +176,113 @@ pub struct Vm<'a> {
     pub initrd: Option<&'a str>,
     /// Kernel command line.
     pub command_line: &'a str,
-    /// Index into [`System::servers`] of the console its first serial port is connected to.
-    /// Without one, output is discarded.
+    /// Index into [`System::servers`] of the console of its first serial port. Without a console,
+    /// output is discarded.
     pub console: Option<u8>,
-    /// 0..=[`MAX_PRIORITY`], highest first.
+    /// Priority, 0 to [`MAX_PRIORITY`], highest first.
     pub priority: u8,
-    /// CPU time of each of its vCPUs, work of the VMM for it included; `None`: what others leave.
+    /// CPU time of each vCPU, including the VMM's work for it; `None`: no reservation.
     pub cpu_time: Option<CpuTime>,
-    /// Which ends make `root` start it again.
+    /// Restart policy.
     pub restart: Restart,
-    /// What a reset by the guest does.
+    /// Action on a reset by the guest.
     pub on_reset: OnReset,
-    /// The paravirtual clock of KVM is offered to the guest.
+    /// The guest is offered KVM's paravirtual clock.
     pub kvmclock: bool,
     /// The guest also has the console as a virtio device.
     pub virtio_console: bool,
-    /// The system ends when every essential virtual machine and task has ended.
+    /// Essential: the system ends when all essential VMs and tasks have ended.
     pub essential: bool,
-    /// Not started: virtual machines are made after it at run time.
+    /// Template: not started; VMs are created from it at run time.
     pub template: bool,
-    /// Disks, in the order in which the guest sees them.
+    /// Disks, in the order of their discovery by the guest.
     pub disks: Vec<VmDisk, MAX_VM_DISKS>,
-    /// Network cards, in the order in which the guest sees them.
+    /// Network cards, in the order of their discovery by the guest.
     pub nets: Vec<VmNet, MAX_VM_NETS>,
 }
 
-/// A disk of a virtual machine.
+/// Disk of a VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VmDisk {
     /// Index into [`System::servers`] of the disk server.
     pub server: u8,
-    /// Which part of the server's disk. No two that overlap, unless both are read-only.
-    pub part: Part,
-    /// The guest cannot change it.
+    /// Range of the server's disk. Ranges must not overlap, unless all are read-only.
+    pub part: DiskRange,
+    /// The guest's writes are refused.
     pub read_only: bool,
 }
 
-/// A network card of a virtual machine.
+/// Network card of a VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VmNet {
     /// Index into [`System::servers`] of the switch.
     pub server: u8,
-    /// Its address.
+    /// MAC address.
     pub mac: Mac,
     /// Isolation group at the switch.
     pub group: u8,
-    /// Most bytes per second that it may send; 0: as many as it can.
+    /// Limit of transmitted bytes per second; 0: unlimited.
     pub rate: u64,
 }
 
-/// Which ends of a virtual machine make `root` start it again.
+/// Restart policy of a VM or server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Restart {
-    /// None.
+    /// Never restart.
     Never,
-    /// Guest panic, triple fault, reset, a fault of the VMM. After a reset it starts at once, after the others later each time.
+    /// Restart after a guest panic, triple fault, reset or fault of the VMM. After a reset the
+    /// restart is immediate, else it is delayed with exponential back-off.
     OnCrash,
-    /// Every end, power-off included.
+    /// Always restart, after a power-off too.
     Always,
 }
 
-/// What a reset by the guest does.
+/// Action on a reset by the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum OnReset {
-    /// Ends the virtual machine; its exit code is 83 (reset).
+    /// The VM ends with exit code 83 (reset).
     Exit,
-    /// Starts the virtual machine from the beginning.
+    /// The VM restarts.
     Reset,
 }
 
-/// A native program started by `root`.
+/// A native program that `root` starts.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Task<'a> {
-    /// Unique among virtual machines and tasks.
+    /// Name, unique among VMs and tasks.
     pub name: &'a str,
-    /// Bundle name of the program.
+    /// Bundle name of the binary.
     pub binary: &'a str,
-    /// Arguments; the meaning is the program's.
+    /// Arguments, interpreted by the program.
     #[serde(borrow)]
     pub arguments: Vec<&'a str, MAX_ARGUMENTS>,
     /// CPU of its first thread.
     pub cpu: u32,
-    /// 0..=[`MAX_PRIORITY`], highest first.
+    /// Priority, 0 to [`MAX_PRIORITY`], highest first.
     pub priority: u8,
-    /// CPU time of all its threads together; `None`: what others leave.
+    /// CPU time of all its threads together; `None`: no reservation.
     pub cpu_time: Option<CpuTime>,
-    /// The system ends when every essential virtual machine and task has ended.
+    /// Essential: the system ends when all essential VMs and tasks have ended.
     pub essential: bool,
     /// Index into [`System::servers`] of its console.
     pub console: Option<u8>,
-    /// It gets the management gate.
+    /// The program has the management gate.
     pub manage: bool,
 }
 
-/// Why a compiled description cannot be read or written.
+/// Failure to read or write a compiled description.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DescriptionError {
-    /// Made by a `parador` of another version; holds that version.
+    /// Encoded by another version of `parador`, this one.
     Version(u32),
-    /// Cut short, damaged, or longer than the lists here can hold.
+    /// Truncated, malformed, or longer than the lists' capacities.
     Malformed,
     /// The buffer to encode into is too short.
     BufferFull,
 }
 
 impl<'a> System<'a> {
-    /// Reads a compiled description. Bytes after it are ignored.
+    /// Decodes a compiled description. Bytes after it are ignored.
     pub fn decode(bytes: &'a [u8]) -> Result<Self, DescriptionError> {
         let (version, rest) =
             postcard::take_from_bytes::<u32>(bytes).map_err(|_| DescriptionError::Malformed)?;
@@ -289,7 +292,7 @@ impl<'a> System<'a> {
         postcard::from_bytes(rest).map_err(|_| DescriptionError::Malformed)
     }
 
-    /// Writes the description into `buffer` and returns the written part.
+    /// Encodes the description into `buffer` and returns the written part.
     pub fn encode<'b>(&self, buffer: &'b mut [u8]) -> Result<&'b mut [u8], DescriptionError> {
         postcard::to_slice(&(VERSION, self), buffer).map_err(|_| DescriptionError::BufferFull)
     }
@@ -344,7 +347,7 @@ mod tests {
                 template: false,
                 disks: Vec::from_iter([VmDisk {
                     server: 1,
-                    part: Part { partition: Some(2), first: 0, sectors: 0 },
+                    part: DiskRange { partition: Some(2), first: 0, sectors: 0 },
                     read_only: false,
                 }]),
                 nets: Vec::from_iter([VmNet {

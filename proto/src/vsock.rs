@@ -1,72 +1,74 @@
-//! Packets of sockets between a guest and its host (VIRTIO 1.2, section 5.10.6).
+//! Vsock packets between a guest and its host (VIRTIO 1.2, section 5.10.6).
 
-/// Number of the host.
+/// CID of the host.
 pub const HOST: u64 = 2;
-/// Numbers that a guest may have: the lower ones are the standard's, the highest is any of them.
+/// CIDs that a guest may have: lower ones are reserved by the standard, the highest one is the
+/// wildcard.
 pub const GUESTS: core::ops::RangeInclusive<u32> = 3..=u32::MAX - 1;
 /// Bytes of a header.
 pub const HEADER: usize = 44;
-/// Most bytes of data in a packet: what either side keeps for one connection, which no packet may exceed.
+/// Largest payload of a packet in bytes: the receive buffer of one connection, which no packet may
+/// exceed.
 pub const MOST_DATA: u32 = 256 << 10;
 
-/// [`Header::kind`]: a stream.
+/// [`Header::kind`]: stream.
 pub const STREAM: u16 = 1;
 
 /// Values of [`Header::op`].
 pub mod op {
-    /// A connection is wanted.
+    /// Requests a connection.
     pub const REQUEST: u16 = 1;
-    /// It is there.
+    /// Accepts a connection.
     pub const RESPONSE: u16 = 2;
-    /// It is over, or was never there.
+    /// Resets or rejects a connection.
     pub const RST: u16 = 3;
-    /// The sender will not receive or send any more, as the flags say: see [`shutdown`](super::shutdown).
+    /// Ends receiving or sending, according to the flags: see [`shutdown`](super::shutdown).
     pub const SHUTDOWN: u16 = 4;
-    /// Data.
+    /// Payload.
     pub const RW: u16 = 5;
-    /// Only credit is told.
+    /// Updates the credit.
     pub const CREDIT_UPDATE: u16 = 6;
-    /// Credit is to be told.
+    /// Requests an update of the credit.
     pub const CREDIT_REQUEST: u16 = 7;
 }
 
 /// Flags of [`op::SHUTDOWN`].
 pub mod shutdown {
-    /// The sender receives nothing any more.
+    /// The sender will not receive any more.
     pub const RECEIVE: u32 = 1;
-    /// The sender sends nothing any more.
+    /// The sender will not send any more.
     pub const SEND: u32 = 2;
-    /// Both.
+    /// Both directions.
     pub const BOTH: u32 = RECEIVE | SEND;
 }
 
-/// What a packet begins with, little-endian.
+/// Packet header, little-endian.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Header {
-    /// Number of the sender.
+    /// CID of the sender.
     pub from: u64,
-    /// Number of the receiver.
+    /// CID of the receiver.
     pub to: u64,
     /// Port of the sender.
     pub from_port: u32,
     /// Port of the receiver.
     pub to_port: u32,
-    /// Bytes of data that follow.
+    /// Length of the payload in bytes.
     pub length: u32,
-    /// Kind of connection.
+    /// Type of the socket.
     pub kind: u16,
-    /// What the packet is for.
+    /// Operation: see [`op`].
     pub op: u16,
-    /// Flags of some operations.
+    /// Flags of the operation.
     pub flags: u32,
-    /// Bytes that the sender keeps for this connection at most.
+    /// Receive buffer of the sender for this connection in bytes.
     pub buffer: u32,
-    /// Bytes ever that it has not to keep any longer.
+    /// Total bytes that the sender has consumed from its receive buffer.
     pub forwarded: u32,
 }
 
 impl Header {
-    /// As it lies in memory.
+    /// Encodes the header.
     pub fn to_bytes(&self) -> [u8; HEADER] {
         let mut bytes = [0; HEADER];
         bytes[..8].copy_from_slice(&self.from.to_le_bytes());
@@ -82,7 +84,7 @@ impl Header {
         bytes
     }
 
-    /// From memory.
+    /// Decodes a header.
     pub fn from_bytes(bytes: &[u8; HEADER]) -> Self {
         let half = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
         let word = |at: usize| u32::from(half(at)) | u32::from(half(at + 2)) << 16;
@@ -107,7 +109,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn headers_come_back() {
+    fn headers_round_trip() {
         let bytes: [u8; HEADER] = core::array::from_fn(|index| index as u8);
         let header = Header::from_bytes(&bytes);
         assert_eq!((header.from, header.to_port), (0x0706_0504_0302_0100, 0x1716_1514));

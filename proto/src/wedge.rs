@@ -1,180 +1,192 @@
-//! What a loader tells the wedge that runs a guest in processes of Linux: one record at the beginning of the memory that they share, and
-//! one for each disk and each network behind it.
+//! Layout of the memory that a loader and the wedge share when a guest runs in Linux processes: the
+//! [`Start`] record at offset 0, one record for each disk, network and shared directory, seccomp
+//! filters and counters.
 //!
-//! All of it is numbers of 64 bits, little-endian, in the order of the fields.
+//! Records consist of 64-bit little-endian words in the order of the fields.
 
 use core::sync::atomic::AtomicU64;
 
-/// First word of the record: "PARADORW".
+/// Magic number, first word of the record: "PARADORW".
 pub const MAGIC: u64 = u64::from_le_bytes(*b"PARADORW");
 /// Version of the record.
 pub const VERSION: u64 = 8;
 
-/// Where things are in the address space of a process, and descriptors that it inherits. The part above the guest's programs is like
-/// Linux' own upper half; the image and its modules are where 32-bit sign-extended addresses reach.
+/// Virtual addresses in a guest process, and file descriptors that it inherits.
+///
+/// The part above guest user mode resembles Linux's own upper half. The image and its modules are
+/// within reach of sign-extended 32-bit addresses.
 pub mod layout {
-    /// Guest-physical memory, once more for the kernel image: from guest-physical 0 on.
+    /// Second mapping of guest-physical memory, from address 0 on, for the kernel image.
     pub const IMAGE: u64 = 0x4000_0000;
-    /// Most bytes of it.
+    /// Largest length of the image mapping in bytes.
     pub const IMAGE_LENGTH: u64 = 0x1000_0000;
-    /// Modules of the guest's kernel.
+    /// Modules of the guest kernel.
     pub const MODULES: u64 = 0x5000_0000;
-    /// First address behind them.
+    /// End of the modules, exclusive.
     pub const MODULES_END: u64 = 0x7000_0000;
-    /// The program that is the wedge.
+    /// Program image of the wedge.
     pub const WEDGE: u64 = 0x7000_0000;
-    /// Memory that all processes of a machine share; the record is at its beginning.
+    /// Memory shared by all processes of a VM; the [`Start`](super::Start) record is at its
+    /// beginning.
     pub const SHARED: u64 = 0x7100_0000;
     /// Length of the shared memory in bytes.
     pub const SHARED_LENGTH: u64 = 0x0300_0000;
     /// Stubs of rewritten sites, in shared memory.
     pub const STUBS: u64 = 0x7200_0000;
-    /// Room for them in bytes; tables of profiles follow.
+    /// Length of the stubs in bytes; the tables of the write profiler follow.
     pub const STUBS_LENGTH: u64 = 0x0080_0000;
-    /// Memory of one process.
+    /// Private memory of one process.
     pub const PRIVATE: u64 = 0x7400_0000;
-    /// Words that the device process shares with a process that it has created until that one has
-    /// its seccomp filter.
+    /// Words that the device process shares with a process that it has created, until that process
+    /// has installed its seccomp filter.
     pub const SETUP: u64 = 0x7780_0000;
-    /// Length of that memory in bytes.
+    /// Length of [`SETUP`] in bytes.
     pub const SETUP_LENGTH: u64 = 0x1000;
-    /// What two processes of an address space share, if programs have one of their own.
-    pub const GATE: u64 = 0x7700_0000;
-    /// Its length in bytes.
-    pub const GATE_LENGTH: u64 = 0x1_0000;
-    /// Where the one of a slot of a virtual CPU is in the descriptor of the shared memory.
-    pub const fn gate(vcpu: usize, slot: usize) -> u64 {
-        SHARED_LENGTH + (vcpu * SLOTS + slot) as u64 * GATE_LENGTH
+    /// Mailbox shared by the kernel process and the user process of an address space, if user mode
+    /// runs in processes of its own.
+    pub const MAILBOX: u64 = 0x7700_0000;
+    /// Length of a mailbox in bytes.
+    pub const MAILBOX_LENGTH: u64 = 0x1_0000;
+    /// Offset of a slot's mailbox in the file of the shared memory.
+    pub const fn mailbox(vcpu: usize, slot: usize) -> u64 {
+        SHARED_LENGTH + (vcpu * SLOTS + slot) as u64 * MAILBOX_LENGTH
     }
-    /// Most address spaces that have a process of their own, for each virtual CPU.
+    /// Largest number of guest address spaces of one vCPU that have a process each.
     pub const SLOTS: usize = 64;
-    /// First address behind all that is the wedge's.
+    /// End of the wedge's own addresses, exclusive.
     pub const WEDGE_END: u64 = 0x7800_0000;
-    /// Fixed mappings of the guest's kernel.
+    /// Fixed mappings of the guest kernel.
     pub const FIXMAP: u64 = 0x7f00_0000;
-    /// End of what programs must not use in the first 2 GiB: it begins at [`IMAGE`].
+    /// End of the low addresses that guest user mode must not use; they begin at [`IMAGE`].
     pub const LOW_END: u64 = 0x8000_0000;
-    /// First address that no program may use.
+    /// End of guest user mode, exclusive.
     pub const TASK_SIZE: u64 = 0x3fff_ffff_f000;
-    /// All guest-physical memory ("direct map").
+    /// Direct map: all guest-physical memory.
     pub const DIRECT: u64 = 0x4000_0000_0000;
-    /// `vmalloc` of the guest's kernel, and what follows.
+    /// `vmalloc` area of the guest kernel, and everything up to [`VMEMMAP`].
     pub const VMALLOC: u64 = 0x4100_0000_0000;
-    /// Its table of pages.
+    /// Array of page descriptors of the guest kernel (`vmemmap`).
     pub const VMEMMAP: u64 = 0x6a00_0000_0000;
-    /// First address that nothing of the guest reaches.
+    /// End of the addresses that the guest can use, exclusive.
     pub const GUEST_END: u64 = 0x7000_0000_0000;
-    /// All guest-physical memory, as the wedge uses it.
+    /// All guest-physical memory, mapped for the wedge.
     pub const WINDOW: u64 = GUEST_END;
-    /// Copies of the pages that programs of one virtual CPU execute, where memory is protected by keys: as long as guest memory. Behind that
-    /// in its descriptor, those of one virtual CPU after the other.
+    /// Copies of the pages that user mode of one vCPU executes, with protection keys. The area is
+    /// as long as guest memory. In the file of guest memory the copies of all vCPUs follow guest
+    /// memory, one vCPU after another.
     pub const COPIES: u64 = 0x7400_0000_0000;
     /// First address that the wedge leaves to the host.
     pub const HOST: u64 = 0x7800_0000_0000;
-    /// The VM's configuration, private to each process and read-only once the guest runs. The seccomp
-    /// filter of guest processes lets none map, unmap or protect anything from here on.
+    /// The VM's configuration: private to each process, and read-only before the guest runs. The
+    /// seccomp filter of guest processes refuses mmap(2), munmap(2) and mprotect(2) from here on.
     pub const CONFIG: u64 = 0x7c00_0000_0000;
-    /// Room for it in bytes.
+    /// Length of [`CONFIG`] in bytes.
     pub const CONFIG_LENGTH: u64 = 0x10_0000;
-    /// Sets of host CPUs that a guest process may choose for itself (sched_setaffinity(2)), read-only:
-    /// of each CPU alone by its number, then of all CPUs that the VM was started on.
+    /// CPU sets that a guest process may pass to sched_setaffinity(2), read-only: one for each CPU,
+    /// indexed by its number, then one of all CPUs that the VM was started on.
     pub const CPU_SETS: u64 = CONFIG + CONFIG_LENGTH;
-    /// Bytes of one of them.
+    /// Length of one CPU set in bytes.
     pub const CPU_SET_LENGTH: u64 = 128;
-    /// Host CPUs that a set can have.
+    /// Number of host CPUs that a set can hold.
     pub const CPU_SET_CPUS: u64 = CPU_SET_LENGTH * 8;
-    /// Room for all of them in bytes, in whole pages.
+    /// Length of all CPU sets in bytes, whole pages.
     pub const CPU_SETS_LENGTH: u64 = (CPU_SET_CPUS * CPU_SET_LENGTH) + 0x1000;
 
-    /// Descriptor of what is typed.
+    /// Serial input.
     pub const INPUT_FD: u32 = 0;
-    /// Descriptor of what the guest prints.
+    /// Serial output.
     pub const OUTPUT_FD: u32 = 1;
-    /// Descriptor of the wedge's own messages.
+    /// Messages of the wedge.
     pub const ERRORS_FD: u32 = 2;
-    /// Descriptor of guest-physical memory.
+    /// Guest-physical memory.
     pub const MEMORY_FD: u32 = 3;
-    /// Descriptor of the shared memory.
+    /// Shared memory.
     pub const SHARED_FD: u32 = 4;
-    /// Descriptor that wakes the device process (eventfd(2)).
+    /// Doorbell of the device process (eventfd(2)).
     pub const DOORBELL_FD: u32 = 5;
-    /// Descriptors of the disks, one after another.
+    /// First disk; the other disks follow.
     pub const DISKS_FD: u32 = 6;
-    /// Descriptors of the networks, one after another, and behind them that of the stream of vsock's packets.
+    /// First network; the other networks follow, then the stream of vsock packets.
     pub const NETS_FD: u32 = 16;
 
-    /// Descriptor by which the device process is told what the machine shall do, and says what became of it: see [`control`](super::control).
+    /// Control socket between `parador` and the device process: see [`control`](super::control).
     pub const CONTROL_FD: u32 = 32;
-    /// Descriptor of what the virtio console prints, and of what is typed there: a socket.
+    /// Socket of the virtio console, for both directions.
     pub const CONSOLE_FD: u32 = 33;
 
-    /// Descriptor of the ring of a process of a disk (io_uring(7)).
+    /// The io_uring(7) of a disk worker.
     pub const RING_FD: u32 = 34;
 
-    /// Signal by which the device process tells a process of the guest of events (`SIGUSR2`): one of those of which the host keeps one only. Of others it
-    /// would queue any number while the process has no CPU, and then put a frame for each on the stack of signals, which overflows.
+    /// Signal by which the device process notifies a guest process of events (`SIGUSR2`).
+    ///
+    /// It is a standard signal, of which the host keeps one instance pending. Real-time signals
+    /// would queue while the process has no CPU, and each would push a frame, which overflows the
+    /// signal stack.
     pub const KICK_SIGNAL: u32 = 12;
 
-    /// Linux' page of old calls, outside of what programs can map (`Documentation/arch/x86/x86_64/mm.rst` in Linux): a call at its beginning and one
-    /// each KiB farther on.
+    /// Linux's vsyscall page, outside of the addresses that user mode can map
+    /// (`Documentation/arch/x86/x86_64/mm.rst` in Linux). It holds one call at each multiple of 1
+    /// KiB.
     pub const VSYSCALL: u64 = 0xffff_ffff_ff60_0000;
-    /// Numbers of the system calls that they are: `gettimeofday`, `time`, `getcpu`.
+    /// System call numbers of the vsyscalls: `gettimeofday`, `time`, `getcpu`.
     pub const VSYSCALL_CALLS: [u32; 3] = [96, 201, 309];
 
-    /// Where the records of the disks are in the shared memory.
+    /// Offset of the disk records in shared memory.
     pub const DISKS: u64 = 0x800;
-    /// Where the records of the networks are in the shared memory.
+    /// Offset of the network records in shared memory.
     pub const NETS: u64 = 0x900;
-    /// Where the records of shared directories are in the shared memory.
+    /// Offset of the records of shared directories in shared memory.
     pub const SHARES: u64 = 0xa00;
-    /// Where packets of vsock wait in the shared memory.
+    /// Offset of the vsock packet rings in shared memory.
     pub const VSOCK: u64 = 0x0280_0000;
-    /// Where the [`Queue`](crate::requests::Queue)s are in the shared memory: of the disks, then of the shared directories.
+    /// Offset of the [`Queue`](crate::requests::Queue)s in shared memory: of the disks, then of the
+    /// shared directories.
     pub const QUEUES: u64 = 0x02c0_0000;
-    /// Where [`Statistics`](super::Statistics) are in the shared memory, one of each virtual CPU after another.
+    /// Offset of [`VcpuStatistics`](super::VcpuStatistics) in shared memory, one for each vCPU.
     pub const STATISTICS: u64 = 0x02ef_0000;
-    /// Where [`Debug`](super::debug::Debug) is in the shared memory.
+    /// Offset of [`DebugState`](super::debug::DebugState) in shared memory.
     pub const DEBUG: u64 = 0x02ef_8000;
-    /// Where [`Filters`](super::Filters) are in the shared memory.
+    /// Offset of [`Filters`](super::Filters) in shared memory.
     pub const FILTERS: u64 = 0x02f0_0000;
 }
 
-/// Filters of system calls, which the machine's processes take, for each kind of them. A word is an instruction (`struct sock_filter` of
-/// Linux).
+/// Seccomp filters of the VM's processes, one for each kind of process. A word is one instruction
+/// (`struct sock_filter` in Linux).
 #[derive(Clone, Copy, Debug)]
 pub struct Filters {
-    /// Of each the length in instructions, then these.
+    /// For each filter its length in instructions, then the instructions.
     pub programs: [[u64; Self::WORDS]; Self::COUNT],
 }
 
 impl Filters {
-    /// Words of each.
+    /// Words of each filter, its length included.
     pub const WORDS: usize = 512;
-    /// How many there are.
+    /// Number of filters.
     pub const COUNT: usize = 8;
-    /// [`Self::programs`]: of the guest's processes.
+    /// Index of the filter of guest processes.
     pub const GUEST: usize = 0;
-    /// Of those of disks.
+    /// Index of the filter of disk workers.
     pub const WORKER: usize = 1;
-    /// Of those of networks.
+    /// Index of the filter of network workers.
     pub const NET: usize = 2;
-    /// What is added to these for the same that may send [`layout::KICK_SIGNAL`], where that reaches processes of the machine only.
+    /// Offset from these three indices to the variants that may also send [`layout::KICK_SIGNAL`];
+    /// used where the host confines signals to processes of the VM.
     pub const KICKS: usize = 3;
-    /// Of the device process.
+    /// Index of the filter of the device process.
     pub const DEVICE: usize = 6;
-    /// Of the thread that runs programs, if these have processes of their own.
-    pub const PROGRAM: usize = 7;
+    /// Index of the filter of the thread that runs user mode in a user process.
+    pub const USER_THREAD: usize = 7;
 }
 
 const _: () = assert!(layout::FILTERS + size_of::<Filters>() as u64 <= layout::SHARED_LENGTH);
 
-/// Most disks of a machine.
+/// Largest number of disks of a VM.
 pub const MAX_DISKS: usize = 4;
-/// Most networks of a machine.
+/// Largest number of networks of a VM.
 pub const MAX_NETS: usize = 4;
-/// Most shared directories of a machine.
+/// Largest number of shared directories of a VM.
 pub const MAX_SHARES: usize = 4;
-/// Queues of requests.
+/// Number of request queues.
 pub const MAX_QUEUES: usize = MAX_DISKS + MAX_SHARES;
 
 const _: () = assert!(
@@ -183,7 +195,7 @@ const _: () = assert!(
 
 macro_rules! record {
     ($($(#[$doc:meta])* $field:ident,)*) => {
-        /// The record.
+        /// The loader's record.
         #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
         pub struct Start {
             $($(#[$doc])* pub $field: u64,)*
@@ -193,12 +205,12 @@ macro_rules! record {
             /// Words of the record, magic number and version included.
             pub const WORDS: usize = 2 + [$(stringify!($field)),*].len();
 
-            /// The record as it lies in memory.
+            /// Encodes the record.
             pub fn to_words(&self) -> [u64; Self::WORDS] {
                 [MAGIC, VERSION, $(self.$field,)*]
             }
 
-            /// The record from memory; `None` if it is none of this version.
+            /// Decodes the record; `None` if magic number or version differ.
             pub fn from_words(words: &[u64; Self::WORDS]) -> Option<Self> {
                 let [MAGIC, VERSION, $($field,)*] = *words else { return None };
                 Some(Self { $($field,)* })
@@ -208,132 +220,133 @@ macro_rules! record {
 }
 
 record! {
-    /// Bytes of guest memory.
+    /// Guest memory in bytes.
     memory,
-    /// Guest-physical address at which memory below 4 GiB ends; the rest is at 4 GiB.
+    /// Guest-physical end of memory below 4 GiB; the rest begins at 4 GiB.
     hole,
-    /// Extended state that the guest may use (`XCR0`).
+    /// XSAVE components that the guest may enable (`XCR0`).
     xcr0,
-    /// Where the kernel begins: address, stack, first argument.
+    /// Entry point of the kernel.
     rip,
-    /// Stack pointer.
+    /// Initial stack pointer.
     rsp,
-    /// First argument.
+    /// First argument of the entry point.
     rdi,
     /// Base of `GS`.
     gs_base,
-    /// Guest-physical address of the first page table.
+    /// Guest-physical address of the initial root page table.
     cr3,
     /// Linear address of the global descriptor table.
     gdt,
-    /// Its limit.
+    /// Limit of the global descriptor table.
     gdt_limit,
-    /// Code segment.
+    /// Code segment selector.
     cs,
-    /// Guest-physical address of the page table that says what is between [`layout::IMAGE`] and [`layout::LOW_END`].
+    /// Guest-physical address of the page table that translates [`layout::IMAGE`] to
+    /// [`layout::LOW_END`] in every address space.
     kernel_root,
-    /// Linear address of the table of sites.
+    /// Linear address of the table of patch sites.
     sites,
-    /// Its length in bytes.
+    /// Length of the table in bytes.
     sites_length,
-    /// Linear address of Linux' `__text_poke(how, to, from, length)`, which the wedge does in its own way; 0: none.
+    /// Linear address of Linux's `__text_poke(how, to, from, length)`, which the wedge replaces; 0:
+    /// none.
     text_poke,
-    /// Linear address of `text_poke_memcpy`: `how`, if it copies.
+    /// Linear address of `text_poke_memcpy`, the value of `how` for a copy.
     text_poke_memcpy,
-    /// Number of virtual CPUs.
+    /// Number of vCPUs.
     vcpus,
-    /// Linear addresses of Linux' words for a further processor when it is started: where it begins, its stack, its base of `GS`, its descriptor
-    /// table (limit and address).
+    /// Linear address of the variable in which Linux leaves the entry point of a secondary CPU.
     initial_code,
-    /// See above.
+    /// Linear address of the variable with a secondary CPU's stack pointer.
     initial_stack,
-    /// See above.
+    /// Linear address of the variable with a secondary CPU's `GS` base.
     initial_gs,
-    /// See above.
+    /// Linear address of a secondary CPU's GDT descriptor: limit, then base.
     early_gdt,
-    /// Guest-physical address of the page table that it begins with.
+    /// Guest-physical address of the root page table of secondary CPUs.
     initial_cr3,
-    /// Linear addresses of the kernel's code: first, and first behind.
+    /// Linear address of the kernel's code.
     code,
-    /// See above.
+    /// End of the kernel's code, exclusive.
     code_end,
-    /// Options: see [`option`].
+    /// Options: bits of [`option`].
     options,
     /// Number of disks.
     disks,
     /// Number of networks.
     nets,
-    /// Messages that are printed: see [`log`].
+    /// Least severe messages that are printed: see [`log`].
     log,
-    /// Pages of 4 KiB that the guest is to give up, plus 1; 0: it has no balloon.
+    /// Target of the balloon in pages of 4 KiB, plus 1; 0: the guest has no balloon.
     balloon,
     /// Number of shared directories.
     shares,
-    /// The guest's number for vsock; 0: it has none.
+    /// The guest's vsock CID; 0: no vsock device.
     vsock,
-    /// 1: there is a virtio console beside the serial line.
+    /// 1: the guest has a virtio console in addition to the serial port.
     console,
 }
 
 const _: () = assert!(Start::WORDS as u64 * 8 <= layout::DISKS);
-const _: () = assert!(layout::DISKS + 8 * (MAX_DISKS * Disk::WORDS) as u64 <= layout::NETS);
-const _: () = assert!(layout::NETS + 8 * (MAX_NETS * Net::WORDS) as u64 <= layout::SHARES);
+const _: () = assert!(layout::DISKS + 8 * (MAX_DISKS * DiskRecord::WORDS) as u64 <= layout::NETS);
+const _: () = assert!(layout::NETS + 8 * (MAX_NETS * NetRecord::WORDS) as u64 <= layout::SHARES);
 const _: () = assert!(layout::DISKS_FD + MAX_DISKS as u32 <= layout::NETS_FD);
-const _: () = assert!(layout::SHARES + 8 * (MAX_SHARES * Share::WORDS) as u64 <= 0x1000);
+const _: () = assert!(layout::SHARES + 8 * (MAX_SHARES * ShareRecord::WORDS) as u64 <= 0x1000);
 
-/// A disk: what its descriptor is. Without descriptor another program carries its requests out.
+/// Record of a disk.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Disk {
+pub struct DiskRecord {
     /// Sectors of 512 bytes.
     pub sectors: u64,
-    /// Nothing is written to it.
+    /// Writes are refused.
     pub read_only: bool,
-    /// It has no descriptor.
-    pub is_elsewhere: bool,
-    /// Its name for the guest, filled up with zeros.
+    /// Another process carries the requests out; the wedge inherits no descriptor for it.
+    pub is_external: bool,
+    /// Serial number reported to the guest, padded with zeros.
     pub serial: [u8; 20],
 }
 
-impl Disk {
+impl DiskRecord {
     /// Words of the record.
     pub const WORDS: usize = 5;
 
-    /// The record as it lies in memory.
+    /// Encodes the record.
     pub fn to_words(&self) -> [u64; Self::WORDS] {
-        let flags = u64::from(self.read_only) | u64::from(self.is_elsewhere) << 1;
+        let flags = u64::from(self.read_only) | u64::from(self.is_external) << 1;
         let mut words = [self.sectors, flags, 0, 0, 0];
         pack(&self.serial, &mut words[2..]);
         words
     }
 
-    /// The record from memory.
+    /// Decodes the record.
     pub fn from_words(words: &[u64; Self::WORDS]) -> Self {
         let [sectors, flags, name @ ..] = words;
         let mut serial = [0; 20];
         unpack(name, &mut serial);
-        Self { sectors: *sectors, read_only: flags & 1 != 0, is_elsewhere: flags & 2 != 0, serial }
+        Self { sectors: *sectors, read_only: flags & 1 != 0, is_external: flags & 2 != 0, serial }
     }
 }
 
-/// A shared directory: its name for the guest, filled up with zeros.
+/// Record of a shared directory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Share {
-    /// The name.
+pub struct ShareRecord {
+    /// Mount tag reported to the guest, padded with zeros.
     pub tag: [u8; 32],
 }
 
-impl Share {
+impl ShareRecord {
     /// Words of the record.
     pub const WORDS: usize = 4;
 
-    /// The record as it lies in memory.
+    /// Encodes the record.
     pub fn to_words(&self) -> [u64; Self::WORDS] {
         let mut words = [0; Self::WORDS];
         pack(&self.tag, &mut words);
         words
     }
 
-    /// The record from memory.
+    /// Decodes the record.
     pub fn from_words(words: &[u64; Self::WORDS]) -> Self {
         let mut share = Self::default();
         unpack(words, &mut share.tag);
@@ -341,7 +354,7 @@ impl Share {
     }
 }
 
-/// Bytes in words, the last one filled up with zeros.
+/// Packs bytes into words; the last word is padded with zeros.
 fn pack(bytes: &[u8], to: &mut [u64]) {
     for (word, bytes) in to.iter_mut().zip(bytes.chunks(8)) {
         let mut all = [0; 8];
@@ -356,23 +369,24 @@ fn unpack(words: &[u64], to: &mut [u8]) {
     }
 }
 
-/// A network: what its descriptor is.
+/// Record of a network.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Net {
-    /// The card's address.
+pub struct NetRecord {
+    /// MAC address of the guest's network card.
     pub mac: [u8; 6],
-    /// Longest packet that the guest is told of; 0: it is told nothing.
+    /// MTU reported to the guest; 0: none is reported.
     pub mtu: u16,
-    /// The descriptor is that of `/dev/net/tun`, and this is the name of the tap device that it shall stand for, filled up with zeros. All
-    /// zeros: it is a stream of frames, each behind its length as 32 bits, big-endian (as `passt` and QEMU's `-netdev stream` have it).
+    /// Name of the tap device, padded with zeros; the descriptor is an open `/dev/net/tun`. All
+    /// zeros: the descriptor is a stream of frames, each preceded by its length as 32 bits,
+    /// big-endian, as in `passt` and QEMU's `-netdev stream`.
     pub tap: [u8; 16],
 }
 
-impl Net {
+impl NetRecord {
     /// Words of the record.
     pub const WORDS: usize = 3;
 
-    /// The record as it lies in memory.
+    /// Encodes the record.
     pub fn to_words(&self) -> [u64; Self::WORDS] {
         let [a, b, c, d, e, f] = self.mac;
         let [low, high] = self.mtu.to_le_bytes();
@@ -382,7 +396,7 @@ impl Net {
         [u64::from_le_bytes([a, b, c, d, e, f, low, high]), word(first), word(last)]
     }
 
-    /// The record from memory.
+    /// Decodes the record.
     pub fn from_words(words: &[u64; Self::WORDS]) -> Self {
         let [a, b, c, d, e, f, low, high] = words[0].to_le_bytes();
         let mut tap = [0; 16];
@@ -391,197 +405,200 @@ impl Net {
         Self { mac: [a, b, c, d, e, f], mtu: u16::from_le_bytes([low, high]), tap }
     }
 
-    /// It is a tap device.
+    /// Returns whether the descriptor is that of a tap device.
     pub fn is_tap(&self) -> bool {
         self.tap != [0; 16]
     }
 }
 
-/// Bytes on [`layout::CONTROL_FD`]. The device process answers each with the same byte when it is done.
+/// Commands on [`layout::CONTROL_FD`], one byte each. The device process answers a command with the
+/// same byte on completion.
 pub mod control {
-    /// The processes of the guest stop.
+    /// Stop the guest processes.
     pub const PAUSE: u8 = b'p';
-    /// They go on.
+    /// Continue the guest processes.
     pub const RESUME: u8 = b'r';
-    /// The power button is pressed.
+    /// Press the power button.
     pub const POWER_BUTTON: u8 = b'b';
-    /// The virtual CPUs stop, for a debugger.
+    /// Stop the vCPUs for a debugger.
     pub const HALT: u8 = b'h';
-    /// Those that a debugger lets go on do so.
+    /// Continue the vCPUs that a debugger has released.
     pub const GO: u8 = b'g';
-    /// From the device process only: a virtual CPU has stopped for a debugger.
+    /// From the device process only: a vCPU has stopped for a debugger.
     pub const HALTED: u8 = b'H';
-    /// From the device process only: there is a further process of the guest.
-    pub const MADE: u8 = b'n';
-    /// From the device process only: the guest's first instruction comes now.
+    /// From the device process only: a guest process was created.
+    pub const PROCESS_CREATED: u8 = b'n';
+    /// From the device process only: the guest is about to execute its first instruction.
     pub const STARTED: u8 = b's';
 }
 
-/// Exit codes of VMs (`docs/spec/exit-codes.md`), as far as a guest has a say.
+/// Exit codes of VMs (`docs/spec/exit-codes.md`) that a guest can cause.
 pub mod exit {
-    /// Last code that a guest chooses itself, from 0 on.
+    /// Largest exit code that a guest chooses itself, from 0 on.
     pub const LAST_CHOSEN: u8 = 63;
-    /// The guest's kernel panicked.
+    /// Panic of the guest kernel.
     pub const PANIC: u8 = 80;
-    /// A triple fault, or a fault that nobody handles.
+    /// Triple fault, or an unhandled fault.
     pub const FAULT: u8 = 81;
-    /// The guest reset its VM.
+    /// Reset by the guest.
     pub const RESET: u8 = 83;
 
-    /// Signals by which Linux ends a process for what that process does: `SIGILL`, `SIGTRAP`,
-    /// `SIGABRT`, `SIGBUS`, `SIGFPE`, `SIGSEGV`, `SIGPIPE`, `SIGXFSZ` and `SIGSYS` (signal(7), x86).
-    pub const OWN_DOING: [u32; 9] = [4, 5, 6, 7, 8, 11, 13, 25, 31];
+    /// Signals by which Linux ends a process for an action of its own: `SIGILL`, `SIGTRAP`,
+    /// `SIGABRT`, `SIGBUS`, `SIGFPE`, `SIGSEGV`, `SIGPIPE`, `SIGXFSZ` and `SIGSYS` (signal(7),
+    /// x86).
+    pub const SELF_INFLICTED: [u32; 9] = [4, 5, 6, 7, 8, 11, 13, 25, 31];
 
-    /// Whether a guest may bring this code about.
-    pub const fn is_of_guest(code: u8) -> bool {
+    /// Returns whether a guest may cause this exit code.
+    pub const fn is_guest_code(code: u8) -> bool {
         matches!(code, 0..=LAST_CHOSEN | PANIC | FAULT | RESET)
     }
 }
 
-/// What the wedge counts. It is in memory that the guest can change: for people and their graphs, not for decisions.
+/// Counters of one vCPU. The guest can overwrite them: they are for display only.
 #[derive(Debug)]
 #[repr(C)]
-pub struct Statistics {
-    /// Times that each kind of site came to the wedge, by the kind's number.
+pub struct VcpuStatistics {
+    /// Entries into the wedge by kind of patch site, indexed by the kind's number.
     pub sites: [AtomicU64; 256],
-    /// Other counters: see [`count`].
+    /// Other counters, indexed by [`counter`].
     pub counters: [AtomicU64; 16],
 }
 
-/// One for each virtual CPU.
 const _: () = assert!(
-    layout::STATISTICS + (crate::system::MAX_VCPUS * size_of::<Statistics>()) as u64
+    layout::STATISTICS + (crate::system::MAX_VCPUS * size_of::<VcpuStatistics>()) as u64
         <= layout::DEBUG
 );
 
-/// What a debugger and the virtual CPUs leave for each other. A guest can change it: the debugger shows it and believes nothing.
+/// State that a debugger and the vCPUs share. The guest can overwrite it: the debugger displays it
+/// and bases no decision on it.
 pub mod debug {
     use super::layout;
     use crate::system::MAX_VCPUS;
     use core::sync::atomic::Ordering::SeqCst;
     use core::sync::atomic::{AtomicU32, AtomicU64};
 
-    /// Most breakpoints.
+    /// Largest number of breakpoints.
     pub const BREAKPOINTS: usize = 64;
-    /// The instruction that is put where one is, in processes: `INT3`.
+    /// Breakpoint instruction in Linux processes: `INT3`.
     pub const BREAKPOINT: u8 = 0xcc;
-    /// With KVM: `HLT`, at which the guest is left in any case.
+    /// Breakpoint instruction with KVM: `HLT`, which always exits.
     pub const HALT: u8 = 0xf4;
 
-    /// Of all virtual CPUs.
+    /// State of all vCPUs.
     #[derive(Debug)]
     #[repr(C)]
-    pub struct Debug {
-        /// Not 0: they shall stop.
+    pub struct DebugState {
+        /// Not 0: the debugger requests a stop of all vCPUs.
         pub wanted: AtomicU32,
-        /// One has stopped: not 0 until the device process has told the debugger.
-        pub news: AtomicU32,
+        /// Not 0: a vCPU has stopped, and the device process has not notified the debugger yet.
+        pub halt_pending: AtomicU32,
         /// Linear addresses of breakpoints; 0: none.
         pub breakpoints: [AtomicU64; BREAKPOINTS],
-        /// Each of them.
-        pub vcpus: [Vcpu; MAX_VCPUS],
+        /// State of each vCPU.
+        pub vcpus: [VcpuDebug; MAX_VCPUS],
     }
 
-    /// Of one virtual CPU.
+    /// State of one vCPU.
     #[derive(Debug, Default)]
     #[repr(C)]
-    pub struct Vcpu {
-        /// Not 0: it has stopped, and waits for a command.
+    pub struct VcpuDebug {
+        /// Not 0: the vCPU has stopped and waits for a command.
         pub halted: AtomicU32,
-        /// Why it stopped last.
+        /// Reason of the last stop: see [`reason`].
         pub reason: AtomicU32,
-        /// How often it has stopped.
+        /// Number of stops.
         pub halts: AtomicU32,
-        /// What it shall do.
+        /// Next action of the vCPU: see [`command`].
         pub command: AtomicU32,
-        /// Its registers while it has stopped.
+        /// Registers, valid while the vCPU is stopped.
         pub registers: [AtomicU64; register::COUNT],
     }
 
-    /// Values of [`Vcpu::reason`].
+    /// Values of [`VcpuDebug::reason`].
     pub mod reason {
-        /// Somebody wanted it.
+        /// The debugger requested it.
         pub const WANTED: u32 = 0;
-        /// It is at a breakpoint.
+        /// A breakpoint.
         pub const BREAKPOINT: u32 = 1;
-        /// It has carried out an instruction.
+        /// A single step.
         pub const STEP: u32 = 2;
     }
 
-    /// Values of [`Vcpu::command`].
+    /// Values of [`VcpuDebug::command`].
     pub mod command {
         /// Wait.
         pub const WAIT: u32 = 0;
-        /// Go on.
+        /// Continue.
         pub const GO: u32 = 1;
-        /// Carry an instruction out, and stop.
+        /// Execute one instruction, then stop.
         pub const STEP: u32 = 2;
     }
 
-    /// Indices of [`Vcpu::registers`]. General registers come first, as instructions encode them.
+    /// Indices of [`VcpuDebug::registers`]. The general registers come first, in the order of their
+    /// encoding.
     pub mod register {
         /// Instruction pointer.
         pub const RIP: usize = 16;
         /// Flags.
         pub const RFLAGS: usize = 17;
-        /// Registers up to here can be changed.
+        /// Number of registers that the debugger can change.
         pub const CHANGEABLE: usize = 18;
-        /// Selectors.
+        /// Selector of `CS`.
         pub const CS: usize = 18;
-        /// See above.
+        /// Selector of `SS`.
         pub const SS: usize = 19;
         /// Page-table root.
         pub const CR3: usize = 20;
-        /// Root by which addresses of the kernel's image are translated.
+        /// Root page table that translates the kernel image.
         pub const KERNEL_ROOT: usize = 21;
-        /// Levels of page tables: 4, 5, or 0, where linear addresses are physical ones. Tables of others are not known.
+        /// Levels of the page tables: 4, 5, or 0 with paging off. Other formats are not supported.
         pub const LEVELS: usize = 22;
-        /// How many there are.
+        /// Number of registers.
         pub const COUNT: usize = 23;
     }
 
-    const _: () = assert!(layout::DEBUG + size_of::<Debug>() as u64 <= layout::FILTERS);
+    const _: () = assert!(layout::DEBUG + size_of::<DebugState>() as u64 <= layout::FILTERS);
 
-    /// What a virtual CPU that stops does by its host.
-    pub trait Halting {
-        /// Tells the debugger that one has stopped.
-        fn tell(&self);
-        /// Waits until this word is no longer [`command::WAIT`], or for some time.
+    /// Host services that a stopping vCPU needs.
+    pub trait DebugHost {
+        /// Notifies the debugger that a vCPU has stopped.
+        fn notify_debugger(&self);
+        /// Waits until this word differs from [`command::WAIT`], or a timeout.
         fn wait(&self, word: &AtomicU32);
-        /// It goes on. That it should stop it has been told for the stop that is over.
-        fn go_on(&self);
+        /// Drops a stop request that arrived during the stop; called when the vCPU resumes.
+        fn on_resume(&self);
     }
 
-    impl Default for Debug {
+    impl Default for DebugState {
         fn default() -> Self {
             Self {
                 wanted: AtomicU32::default(),
-                news: AtomicU32::default(),
+                halt_pending: AtomicU32::default(),
                 breakpoints: [const { AtomicU64::new(0) }; BREAKPOINTS],
                 vcpus: Default::default(),
             }
         }
     }
 
-    impl Debug {
-        /// The debugger wants all virtual CPUs to stop.
+    impl DebugState {
+        /// Returns whether the debugger requests a stop of all vCPUs.
         pub fn is_wanted(&self) -> bool {
             self.wanted.load(SeqCst) != 0
         }
 
-        /// There is a breakpoint.
+        /// Returns whether there is a breakpoint at this address.
         pub fn has_breakpoint(&self, at: u64) -> bool {
             self.breakpoints.iter().any(|place| place.load(SeqCst) == at)
         }
 
-        /// Virtual CPU `index` stops until the debugger lets it go on: `true` for one instruction. The registers are those that
-        /// it has then, as far as they can be changed.
+        /// Stops vCPU `index` until the debugger releases it. Returns whether it is to execute a
+        /// single instruction. `registers` receives the debugger's changes.
         pub fn halt(
             &self,
             index: usize,
             why: u32,
             registers: &mut [u64; register::COUNT],
-            host: &impl Halting,
+            host: &impl DebugHost,
         ) -> bool {
             let Some(own) = self.vcpus.get(index) else { return false };
             for (place, value) in own.registers.iter().zip(&*registers) {
@@ -591,14 +608,14 @@ pub mod debug {
             own.reason.store(why, SeqCst);
             own.halts.fetch_add(1, SeqCst);
             own.halted.store(1, SeqCst);
-            host.tell();
+            host.notify_debugger();
             while own.command.load(SeqCst) == command::WAIT
                 && (why != reason::WANTED || self.is_wanted())
             {
                 host.wait(&own.command);
             }
             let command = own.command.swap(command::WAIT, SeqCst);
-            host.go_on();
+            host.on_resume();
             own.halted.store(0, SeqCst);
             for (value, place) in registers[..register::CHANGEABLE].iter_mut().zip(&own.registers) {
                 *value = place.load(SeqCst);
@@ -608,23 +625,23 @@ pub mod debug {
     }
 }
 
-/// Indices of [`Statistics::counters`].
-pub mod count {
-    /// Faults that led to a mapping.
+/// Indices of [`VcpuStatistics::counters`].
+pub mod counter {
+    /// Page faults that led to a mapping.
     pub const FILLS: usize = 0;
-    /// Faults that were the guest's own.
+    /// Page faults injected into the guest.
     pub const FAULTS: usize = 1;
-    /// System calls that were caught.
+    /// System calls that arrived by signal.
     pub const CALLS: usize = 2;
-    /// Changes of the address space.
+    /// Switches of the guest process, that is, of the address space.
     pub const SWITCHES: usize = 3;
-    /// Flushes of all that programs have mapped.
+    /// Full flushes of user-mode mappings.
     pub const FLUSHES: usize = 4;
-    /// Sensitive instructions without a site.
+    /// Emulated sensitive instructions without a patch site.
     pub const UNRECORDED: usize = 5;
-    /// Signals that came from outside.
+    /// Signals from other processes.
     pub const KICKS: usize = 6;
-    /// Names, for reports.
+    /// Names of the counters in reports, in their order.
     pub const NAMES: [&str; 7] = [
         "mappings filled in",
         "page faults of the guest",
@@ -636,51 +653,54 @@ pub mod count {
     ];
 }
 
-/// Values of [`Start::log`]: the least grave messages that are printed. A message of a machine's process is a line, `<LEVEL>TEXT`, on standard
-/// error.
+/// Values of [`Start::log`], the least severe messages that are printed. A message of a VM's
+/// process is a line `<LEVEL>TEXT` on standard error.
 pub mod log {
-    /// The machine cannot go on.
+    /// The VM cannot continue.
     pub const ERROR: u64 = 0;
-    /// The guest wanted something that there is not.
+    /// The guest used something that is not supported.
     pub const WARN: u64 = 1;
-    /// Worth knowing.
+    /// Information.
     pub const INFO: u64 = 2;
 }
 
 /// Bits of [`Start::options`].
 pub mod option {
-    /// Every site goes through the wedge's general path, none is done in place.
+    /// Every patch site enters the wedge; none is handled in place.
     pub const NO_FAST_PATHS: u64 = 1 << 0;
-    /// System calls of programs are not rewritten.
+    /// System calls of user mode are not rewritten.
     pub const NO_CALL_SITES: u64 = 1 << 1;
-    /// Functions of the kernel are left as they are.
+    /// Kernel functions are not replaced.
     pub const NO_FUNCTIONS: u64 = 1 << 4;
-    /// What the wedge has done is printed in the end.
+    /// Prints the counters when the VM ends.
     pub const COUNTERS: u64 = 1 << 2;
-    /// Writes to page tables, descriptor tables and devices are counted by their instructions.
+    /// Counts writes to page tables, descriptor tables and devices by instruction.
     pub const PROFILE: u64 = 1 << 3;
-    /// The machine's processes give up names of files, networks and whatever else the host lets them.
+    /// The VM's processes enter empty namespaces and a Landlock domain, as far as the host permits.
     pub const SANDBOX: u64 = 1 << 5;
-    /// A debugger may stop the virtual CPUs.
+    /// A debugger may stop the vCPUs.
     pub const DEBUG: u64 = 1 << 11;
-    /// With [`SANDBOX`]: the machine ends if the host refuses any of it.
+    /// With [`SANDBOX`]: the VM ends if the host refuses a part of the sandbox.
     pub const STRICT: u64 = 1 << 6;
-    /// A fault fills in one page, and a flush drops everything.
+    /// A fault maps one page, and a flush drops all user-mode mappings.
     pub const NO_BATCHES: u64 = 1 << 7;
-    /// One process has all address spaces of a virtual CPU, one after another.
+    /// One process serves all address spaces of a vCPU, one after another.
     pub const ONE_SPACE: u64 = 1 << 8;
-    /// The guest's kernel is not mapped while programs run. Only together with [`NO_FAST_PATHS`] and [`NO_CALL_SITES`].
+    /// The guest kernel is unmapped while user mode runs. Requires [`NO_FAST_PATHS`] and
+    /// [`NO_CALL_SITES`].
     pub const REMAP: u64 = 1 << 9;
-    /// All signals of a guest process go through one that traces it.
+    /// A tracer process receives all signals of a guest process.
     pub const TRACED: u64 = 1 << 10;
-    /// Protection keys keep programs out of their kernel; the descriptor of guest memory has copies behind it ([`layout::COPIES`](super::layout::COPIES)).
-    /// Not together with [`REMAP`].
+    /// Protection keys isolate the kernel from user mode; the file of guest memory holds copies of
+    /// executable pages after guest memory ([`layout::COPIES`](super::layout::COPIES)). Excludes
+    /// [`REMAP`].
     pub const KEYS: u64 = 1 << 12;
-    /// The host has 32-bit system calls.
+    /// The host supports 32-bit system calls.
     pub const COMPAT: u64 = 1 << 14;
-    /// Programs have processes of their own, without their kernel. Neither together with [`KEYS`], [`REMAP`], [`TRACED`] and [`PROFILE`], nor without
-    /// [`NO_CALL_SITES`]. There is a [`gate`](super::layout::gate) for each slot behind the shared memory.
-    pub const APART: u64 = 1 << 15;
+    /// User mode runs in processes of its own, in which the kernel is not mapped. Excludes
+    /// [`KEYS`], [`REMAP`], [`TRACED`] and [`PROFILE`]; requires [`NO_CALL_SITES`]. The shared
+    /// memory is followed by a [`mailbox`](super::layout::mailbox) for each slot.
+    pub const USER_PROCESS: u64 = 1 << 15;
 }
 
 #[cfg(test)]
@@ -688,7 +708,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_record_comes_back() {
+    fn the_record_round_trips() {
         let start = Start { memory: 1, sites_length: 7, options: 3, ..Start::default() };
         let mut words = start.to_words();
         assert_eq!(Start::from_words(&words), Some(start));
@@ -697,22 +717,22 @@ mod tests {
     }
 
     #[test]
-    fn a_network_comes_back() {
-        let net = Net { mac: [2, 3, 4, 5, 6, 7], mtu: 65_520, tap: *b"abcdefghijklmno\0" };
-        assert_eq!(Net::from_words(&net.to_words()), net);
-        let stream = Net::from_words(&[0; Net::WORDS]);
-        assert_eq!((stream, stream.is_tap(), net.is_tap()), (Net::default(), false, true));
+    fn a_network_round_trips() {
+        let net = NetRecord { mac: [2, 3, 4, 5, 6, 7], mtu: 65_520, tap: *b"abcdefghijklmno\0" };
+        assert_eq!(NetRecord::from_words(&net.to_words()), net);
+        let stream = NetRecord::from_words(&[0; NetRecord::WORDS]);
+        assert_eq!((stream, stream.is_tap(), net.is_tap()), (NetRecord::default(), false, true));
     }
 
     #[test]
-    fn a_disk_comes_back() {
+    fn a_disk_round_trips() {
         let serial = *b"abcdefghijklmnopqrst";
-        let disk = Disk { sectors: 7, read_only: true, is_elsewhere: false, serial };
-        assert_eq!(Disk::from_words(&disk.to_words()), disk);
-        let disk = Disk { read_only: false, is_elsewhere: true, ..disk };
-        assert_eq!(Disk::from_words(&disk.to_words()), disk);
-        let share = Share { tag: *b"abcdefghijklmnopqrstuvwxyz012345" };
-        assert_eq!(Share::from_words(&share.to_words()), share);
-        assert_eq!(Disk::from_words(&[0; Disk::WORDS]), Disk::default());
+        let disk = DiskRecord { sectors: 7, read_only: true, is_external: false, serial };
+        assert_eq!(DiskRecord::from_words(&disk.to_words()), disk);
+        let disk = DiskRecord { read_only: false, is_external: true, ..disk };
+        assert_eq!(DiskRecord::from_words(&disk.to_words()), disk);
+        let share = ShareRecord { tag: *b"abcdefghijklmnopqrstuvwxyz012345" };
+        assert_eq!(ShareRecord::from_words(&share.to_words()), share);
+        assert_eq!(DiskRecord::from_words(&[0; DiskRecord::WORDS]), DiskRecord::default());
     }
 }

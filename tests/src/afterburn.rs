@@ -1,5 +1,5 @@
-//! The afterburner on a kernel that is not Linux (`guests/previrt`): with pads, and with every site in a stub, it must do
-//! what it does without.
+//! The afterburner on a kernel that is not Linux (`guests/previrt`): with pads, and with every site
+//! in a stub, it must do what it does without.
 
 use crate::system::{ONE_THREAD, parador, qemu, target, workspace};
 use anyhow::{Context, Result, ensure};
@@ -7,12 +7,13 @@ use std::path::Path;
 use std::process::Command;
 use tempfile::TempDir;
 
-/// Seconds that a machine may run on a busy host.
+/// Time limit of a VM on a busy host, in seconds.
 const LIMIT: u32 = 120;
 /// The last thing that it prints.
 const END: &str = "back from user mode\nsites are whole records 1\noff\n";
 
-/// Builds the kernel with and without pads, checks the pads, makes null images, and compares what all of them print.
+/// Builds the kernel with and without pads, checks the pads, makes null images, and compares what
+/// all of them print.
 pub fn small_kernel() -> Result<()> {
     let folder = TempDir::with_prefix("parador-test-").context("cannot make a folder")?;
     let folder = folder.path();

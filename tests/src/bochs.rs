@@ -1,7 +1,9 @@
-//! Systems on Bochs, a second emulator of SVM: unlike QEMU's, its `ryzen` saves the address of the next instruction (nRIP).
+//! Systems on Bochs, a second emulator of SVM: unlike QEMU's, its `ryzen` saves the address of the
+//! next instruction (nRIP).
 //!
-//! Bochs cannot be told an exit code, and goes on when the system has ended: the log's last line has the code, and the process is
-//! killed. Where its processors differ from real ones is in docs/CAVEATS.md.
+//! Bochs has no exit-code device and keeps running after the system has ended: the last line of the
+//! log has the code, and the test kills the process. docs/CAVEATS.md lists the differences between
+//! its processors and real ones.
 
 use crate::system::{Running, described, follow_log, parador};
 use crate::transcript::Transcript;
@@ -20,9 +22,9 @@ const START: Duration = Duration::from_secs(30);
 /// Time that a micro-guest may take on a busy machine.
 const LIMIT: Duration = Duration::from_secs(60);
 const PAUSE: Duration = Duration::from_millis(20);
-/// What root says last on a machine that stays on, before the code.
+/// Text before the exit code in root's last log line on a machine that stays on.
 const END: &str = "the system has ended with code ";
-/// What the kernel says of a bug of its own.
+/// Prefix of a kernel panic in the log.
 const PANIC: &str = "kernel: PANIC";
 const IMAGE: &str = "system.iso";
 const LOG: &str = "log";
@@ -46,8 +48,8 @@ impl Model {
     }
 }
 
-/// Configuration of a machine whose first serial line is a connection to this port of the host, and the second one the log. Instructions are
-/// time: 50 million of them are a second.
+/// Configuration of a machine whose first serial line is a connection to this port of the host, and
+/// the second one the log. Instructions are time: 50 million of them are a second.
 fn configuration(model: Model, port: u16) -> String {
     let model = model.name();
     format!(
@@ -153,8 +155,9 @@ pub(crate) fn code(log: &str) -> Result<Option<i32>> {
     code.parse().map(Some).with_context(|| format!("`{code}` is no exit code"))
 }
 
-/// `exits` is a description whose guest says how long its exits take, in counted time. Where the processor saves the next
-/// instruction's address, a `CPUID` costs less than where the VMM has to look at the instruction; all else costs the same.
+/// Checks that nRIP saving is used. The guest of `exits` prints the instructions per exit. On a
+/// processor that saves the next instruction's address a `CPUID` exit costs less, because the VMM
+/// does not decode the instruction; all other costs are equal.
 pub fn next_instruction(exits: &str) -> Result<()> {
     /// Least difference; it was 78 when measured.
     const LOOK: f64 = 40.0;

@@ -1,4 +1,5 @@
-//! A whole Debian in a guest, used from outside, on a disk of `parador rootfs debian`: `examples/debian.toml`, and in processes of this host.
+//! A whole Debian in a guest, used from outside, on a disk of `parador rootfs debian`:
+//! `examples/debian.toml`, and in processes of this host.
 
 use crate::hosted::{self, Rig};
 use crate::system::{Machine, Running, parador, target, workspace};
@@ -19,20 +20,20 @@ const LIMIT: Duration = Duration::from_secs(1500);
 const SLACK: Duration = Duration::from_secs(60);
 /// Time between attempts to reach the guest.
 const PAUSE: Duration = Duration::from_secs(2);
-/// Where the disk's one partition begins.
+/// First byte of the disk's only partition.
 pub const PARTITION: u32 = 1 << 20;
 
-/// Exit codes of `parador`: the disk that is there is another one; only root can make one.
+/// Exit codes of `parador rootfs`: the existing disk has other contents; only root can make a disk.
 const USAGE: i32 = 64;
 const PERMISSION: i32 = 77;
 
 /// A package that only the test has, and what its program prints.
 const CONTROL: &str = "Package: parador-guest\nVersion: 1.0\nArchitecture: all\n\
-                       Maintainer: Nobody <nobody@example.org>\nDescription: says where it is\n";
+                       Maintainer: Test <test@example.org>\nDescription: prints its environment\n";
 const PROGRAM: &str = "#!/bin/sh\necho \"installed on $(nproc) processors\"\n";
 
-/// What is done in the guest. Every command has to succeed. What has not started in time on a slow host is
-/// started again, and what such a host makes a kernel complain about does not count.
+/// Script for the guest. Every command has to succeed. Units that have not started in time on a
+/// slow host are started again, and kernel warnings about slow progress are ignored.
 const SCRIPT: &str = "\
 set -eux
 systemctl start serial-getty@ttyS0 postgresql@15-main
@@ -45,7 +46,7 @@ runuser -u postgres -- pgbench -q -i -s 1 bench
 runuser -u postgres -- pgbench -c 2 -j 2 -t 50 bench
 ! dmesg | grep -E 'BUG:|Oops|XSAVE consistency|I/O error|EXT4-fs error|ACPI Error'
 ";
-/// What must be in its output.
+/// Texts that the output must contain.
 const ANSWERS: [&str; 2] =
     ["installed on 2 processors", "number of transactions actually processed: 100/100"];
 /// The router of QEMU's network answers.
@@ -53,7 +54,8 @@ const PING: &str = "ping -c 1 10.0.2.2\n";
 /// systemd has started all that there is; it fails if anything has failed.
 const STARTED: &str = "systemctl is-system-running --wait\n";
 
-/// Boots it, logs in from outside, installs a package, runs a database, shuts it down, and checks its disk.
+/// Boots it, logs in from outside, installs a package, runs a database, shuts it down, and checks
+/// its disk.
 pub fn run(cpus: u32) -> Result<()> {
     let made = make_disk("debian", "postgresql")?;
     let folder = TempDir::with_prefix("parador-test-").context("cannot make a folder")?;
@@ -137,7 +139,7 @@ fn use_it(running: &mut Running, ssh: &Ssh, package: &Path) -> Result<()> {
     let deadline = Instant::now() + LIMIT + SLACK;
     let script = format!("{SCRIPT}{PING}");
     let text = work(ssh, package, &script, deadline, || running.has_ended())?;
-    ensure!(text.contains("1 packets transmitted, 1 received"), "nobody answers:\n{text}");
+    ensure!(text.contains("1 packets transmitted, 1 received"), "no answer:\n{text}");
     running.console.expect("debian login:", deadline)?;
     // The connection may end before the command does.
     let _ = ssh.run("poweroff", Stdio::null());
@@ -161,7 +163,8 @@ fn description(made: &Path, disk: &Path, port: u16) -> Result<String> {
     Ok(text)
 }
 
-/// The folder with a disk that has what people do with a Linux: compile, serve pages and data, compute, load a machine.
+/// The folder with a disk that has what people do with a Linux: compile, serve pages and data,
+/// compute, load a machine.
 pub fn busy_disk() -> Result<PathBuf> {
     make_disk("debian-hosted", "gcc,libc6-dev,make,postgresql,nginx,wrk,stress-ng,povray")
 }
@@ -171,7 +174,8 @@ pub fn compiler_disk() -> Result<PathBuf> {
     make_disk("debian-compiler", "gcc,libc6-dev,make,flex,bison,bc,xz-utils,libelf-dev")
 }
 
-/// The folder of this name with a disk that has these packages, too; it is made once and kept until disks are made otherwise.
+/// The folder of this name with a disk that has these packages, too; it is made once and kept until
+/// disks are made otherwise.
 fn make_disk(name: &str, packages: &str) -> Result<PathBuf> {
     let cache = target().join("cache");
     fs::create_dir_all(&cache).with_context(|| format!("cannot make {}", cache.display()))?;
@@ -214,12 +218,12 @@ pub fn package(folder: &Path) -> Result<PathBuf> {
     Ok(package)
 }
 
-/// A port that nobody listened to just now.
+/// Returns a free TCP port.
 fn free_port() -> Result<u16> {
     Ok(TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?.port())
 }
 
-/// How to log in.
+/// Returns the ssh command that logs in.
 struct Ssh {
     key: PathBuf,
     port: u16,

@@ -1,21 +1,21 @@
-//! Tests that documents name.
+//! Checks that the tests named in documents exist.
 
 use crate::system::workspace;
 use anyhow::{Context, Result, bail, ensure};
 use std::fs;
 
-/// Documents that show with which test something holds.
+/// Documents that name tests.
 const DOCUMENTS: [&str; 2] = ["docs/durability.md", "docs/threat-model.md"];
-/// The document whose tables of claims have a test in each row.
+/// The document whose tables of claims name a test in each row.
 const CLAIMS: &str = "docs/threat-model.md";
 /// Claims without a test, as their rows begin. A row that gets one leaves this list.
 const UNTESTED: [&str; 1] =
     ["| interrupts that a server's device sends as messages (MSI) | none: "];
-/// What names of system tests begin with.
+/// First components of the names of system tests.
 const GROUPS: [&str; 5] = ["bochs/", "hosted/", "native-x86-npt/", "previrt/", "refuses/"];
 
-/// Each test that a document names exists: a system test as `` `hosted/disk` ``, a function as `` `folder/file.rs`: `function` ``, further
-/// functions of the same file behind commas.
+/// Each test that a document names exists: a system test as `` `hosted/disk` ``, a function as ``
+/// `folder/file.rs`: `function` ``, further functions of the same file behind commas.
 pub fn named(tests: &[String]) -> Result<()> {
     for document in DOCUMENTS {
         let text = fs::read_to_string(workspace().join(document)).context(document)?;
@@ -28,8 +28,9 @@ pub fn named(tests: &[String]) -> Result<()> {
     Ok(())
 }
 
-/// How many claims with a test a text has, in tables that begin with "| claim about". Each row of theirs names a test in its last column, but for
-/// those that begin as `untested` says, which all exist.
+/// Returns the number of claims with a test in tables that begin with "| claim about". Each row
+/// names a test in its last column, except rows that begin with a text of `untested`, all of which
+/// must exist.
 fn claims(text: &str, tests: &[String], untested: &[&str]) -> Result<usize> {
     let (mut is_table, mut found) = (false, 0);
     let mut missing = untested.to_vec();
@@ -52,7 +53,7 @@ fn claims(text: &str, tests: &[String], untested: &[&str]) -> Result<usize> {
     Ok(found)
 }
 
-/// How many tests a text names.
+/// Returns the number of tests that a text names.
 fn check(text: &str, tests: &[String]) -> Result<usize> {
     // Every second piece is between back quotes.
     let pieces: Vec<&str> = text.split('`').collect();

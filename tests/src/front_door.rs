@@ -186,7 +186,7 @@ fn git(arguments: &[&str]) -> Command {
     command
 }
 
-/// Whether a variable comes from cargo, `make` or the tests.
+/// Returns true for a variable that cargo, `make` or the tests have set.
 fn is_added(name: &OsString) -> bool {
     let name = name.to_string_lossy();
     ADDED_NAMES.contains(&&*name) || ADDED.iter().any(|prefix| name.starts_with(prefix))
@@ -223,7 +223,7 @@ impl Visit {
         }
     }
 
-    /// Waits for a text, and shows that something goes on meanwhile.
+    /// Waits for a text and shows progress meanwhile.
     fn wait_for(&self, text: &str, deadline: Instant, terminal: &mut Terminal) -> Result<()> {
         let start = Instant::now();
         while deadline.saturating_duration_since(Instant::now()) > SIGN_OF_LIFE {

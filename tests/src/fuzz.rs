@@ -1,6 +1,6 @@
-//! Random user programs (`guests/linux/fuzz.c`) in guests whose user mode and kernel are processes of a host: without protection keys on
-//! this host, with keys on an emulated one. Neither the programs' neighbours nor the guest kernel's code and constants change, and
-//! the machine goes on.
+//! Random user programs (`guests/linux/fuzz.c`) in guests whose user mode and kernel are processes
+//! of a host: without protection keys on this host, with keys on an emulated one. Neither the
+//! programs' neighbours nor the guest kernel's code and constants change, and the VM continues.
 //!
 //! Program n of a run is made from the run's seed + n: `PARADOR_FUZZ_SEED`, or always the same.
 
@@ -18,16 +18,17 @@ const FIRST_SEED: u64 = 1;
 const PROGRAMS: [(&str, u64, u64); 3] =
     [("none", 300, 20_000), ("process", 100, 2_000), ("keys", 8, 3_000)];
 const CPUS: [&str; 2] = ["1", "2"];
-/// A program that once reached its kernel (with keys: the page behind one that is executed in steps).
+/// A program that once reached its kernel (with keys: the page behind one that is executed in
+/// steps).
 const FOUND: u64 = 100_543;
 /// Seconds of a machine in a long run, and of the emulated host.
 const LONG: u32 = 1800;
 const HOST_LIMIT: u32 = 300;
 /// The last line of the program, without the mode.
 const WELL: &str = "fuzz: all well with";
-/// What the guest prints behind it if its kernel is what it was.
+/// Line that the guest prints afterwards if its kernel is unchanged.
 const UNCHANGED: &str = "the kernel's code and constants are unchanged";
-/// What nobody is to print: the program, the script, or Linux.
+/// Texts that neither the program, the script nor Linux may print.
 pub const WRONG: [&str; 7] =
     ["FAILED", "HAS CHANGED", "BUG:", "WARNING:", "Oops", "Call Trace", "detected stalls"];
 
@@ -57,7 +58,7 @@ fn script(folder: &str, mode: &str, is_long: bool) -> Result<String> {
         after=$(sum)
         echo \"$before; $after\"
         test -n \"$before\" && test \"$before\" = \"$after\" && echo \"{UNCHANGED}\" || echo \"the kernel HAS CHANGED\"
-        ls / >/dev/null && echo goes on\n"
+        ls / >/dev/null && echo continues\n"
     ))
 }
 
@@ -82,7 +83,7 @@ pub fn modes(is_long: bool) -> Result<()> {
             run.args(["-c", cpus, "--protection", mode]);
             let well = format!("{WELL} {mode}");
             end(&mut run, "")?
-                .well(0, &[&well, UNCHANGED, "goes on"])
+                .well(0, &[&well, UNCHANGED, "continues"])
                 .and_then(|ended| ended.never(&WRONG))
                 .with_context(|| format!("--protection {mode} -c {cpus}"))?;
         }
@@ -111,7 +112,7 @@ pub fn keys(is_long: bool) -> Result<()> {
     let console = run_host(&host, limit, &["-smp", &HOST_CPUS.to_string()])?;
     let parts: Vec<_> = console.split("== ").skip(1).collect();
     ensure!(parts.len() == CPUS.len(), "{} machines:\n{console}", parts.len());
-    for text in [&format!("{WELL} keys")[..], UNCHANGED, "goes on", "ends with 0"] {
+    for text in [&format!("{WELL} keys")[..], UNCHANGED, "continues", "ends with 0"] {
         let all = parts.iter().all(|part| part.contains(text));
         ensure!(all, "`{text}` did not appear:\n{console}");
     }

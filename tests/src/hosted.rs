@@ -1,4 +1,4 @@
-//! Machines that are processes of this host: `parador run` with the kernel of `parador kernel build`. No QEMU.
+//! Hosted VMs without KVM: `parador run` with the kernel of `parador kernel build`. No QEMU.
 
 pub mod addresses;
 pub mod commands;
@@ -24,21 +24,22 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
-/// A kernel to take instead of building one, for those who work on it; `dummy.ko` is beside it.
+/// Path of a kernel to use instead of building one; `dummy.ko` is beside it.
 const KERNEL: &str = "PARADOR_HOSTED_KERNEL";
-/// Seconds that a machine may run on a busy host.
+/// Time limit of a VM on a busy host, in seconds.
 pub const LIMIT: u32 = 120;
-/// The program that a machine's processes run.
+/// Program of a VM's processes.
 const WEDGE: &str = "parador-wedge";
-/// How the shell shows that it waits.
+/// Prompt of the shell.
 pub const PROMPT: &str = "guest:/root #";
-/// How long a process may take to be gone.
+/// Time limit for a process to disappear.
 const GONE: Duration = Duration::from_secs(10);
-/// How long a start of a guest may take: under a second on an idle host, half a minute beside eight builds on two CPUs.
+/// Time limit for the start of a guest: under a second on an idle host, half a minute beside eight
+/// builds on two CPUs.
 const SLOW: Duration = Duration::from_secs(150);
-/// Messages with these have the number of an error, not its name.
+/// Texts of messages with an error number in place of its name.
 const NUMBERS: [&str; 5] = ["os error", "Errno(", ": error ", "(error ", "with error "];
-/// What Linux prints when it finds itself wrong.
+/// Texts that Linux prints when it detects a kernel bug.
 const WRONG: [&str; 4] = ["BUG:", "WARNING:", "Oops", "Call Trace"];
 
 /// The pre-virtualized kernel.
@@ -49,13 +50,13 @@ pub fn kernel() -> Result<PathBuf> {
     }
 }
 
-/// A folder with what a machine is given, and what has been tried with it.
+/// A folder with the inputs of VMs.
 pub struct Rig {
     folder: TempDir,
     kernel: PathBuf,
 }
 
-/// How a machine ended, and what it printed.
+/// Exit status and output of a VM.
 #[derive(Debug)]
 pub struct Ended {
     code: i32,
@@ -69,7 +70,7 @@ impl Ended {
         self.code
     }
 
-    /// It ended in this way, printed these texts, and Linux found nothing wrong.
+    /// Checks the exit code and the texts, and that Linux detected no bug.
     pub fn well(self, code: i32, texts: &[&str]) -> Result<Self> {
         if let Some(wrong) = WRONG.iter().find(|wrong| self.console.contains(**wrong)) {
             bail!("`{wrong}` appeared:\n{}\n{}", self.console, self.messages);
@@ -77,7 +78,7 @@ impl Ended {
         self.has(code, texts)
     }
 
-    /// None of these appeared.
+    /// Checks that none of these texts appeared.
     pub fn never(&self, texts: &[&str]) -> Result<()> {
         let wrong = texts.iter().find(|text| self.console.contains(**text));
         wrong.map_or(Ok(()), |wrong| bail!("`{wrong}` appeared:\n{}", self.console))
@@ -97,7 +98,7 @@ impl Ended {
 }
 
 impl Rig {
-    /// Everything that is needed to run machines.
+    /// Everything that a test needs to run VMs.
     pub fn new() -> Result<Self> {
         let folder = TempDir::with_prefix("parador-test-").context("cannot make a folder")?;
         Ok(Self { folder, kernel: kernel()? })
@@ -133,7 +134,7 @@ impl Rig {
         Ok(version.context("the kernel has no modules")?.path().join(path))
     }
 
-    /// A machine without any options but the seconds that it may run.
+    /// A VM without options, but a time limit in seconds.
     pub fn bare(&self, limit: u32) -> Command {
         let mut command = parador(self.folder.path());
         command.arg("run").arg(&self.kernel).args(["--timeout", &format!("{limit}s")]);
@@ -142,24 +143,25 @@ impl Rig {
         command
     }
 
-    /// A machine with a shell.
+    /// A VM with a shell.
     pub fn run(&self) -> Command {
         self.run_for(LIMIT)
     }
 
-    /// A machine with a shell that may run so many seconds.
+    /// A VM with a shell and a time limit in seconds.
     fn run_for(&self, limit: u32) -> Command {
         let mut command = self.bare(limit);
         command.args(["-i", "busybox"]);
         command
     }
 
-    /// A machine that runs a script from its first disk, on which these files are, too. The script's end ends it.
+    /// A VM that runs a script from its first disk, which also has these files. The end of the
+    /// script ends the VM.
     pub fn script(&self, text: &str, files: &[&Path]) -> Result<Command> {
         self.script_with(LIMIT, "", text, files)
     }
 
-    /// The same for at most so many seconds, with a word on the kernel's command line.
+    /// The same with a time limit in seconds and a word on the kernel command line.
     pub fn script_with(
         &self,
         limit: u32,
@@ -191,9 +193,9 @@ impl Rig {
         succeed(make.args(["-q", "-t", "ext4", "-d"]).args([&tree, &path]))
     }
 
-    /// No error in the file system of a disk.
+    /// Checks that the file system of a disk has no error.
     fn check_disk(&self, name: &str) -> Result<()> {
-        // What a machine that was switched off has left in the journal is done first.
+        // The journal of a VM that was switched off is replayed first.
         let mut check = Command::new("e2fsck");
         check.args(["-fp"]).arg(self.path(name));
         let status = check.stdout(Stdio::null()).status().context("cannot start e2fsck")?;
@@ -203,40 +205,43 @@ impl Rig {
     }
 }
 
-/// A guest's kernel that asks the host for what it may not have ends its machine, and nothing else.
+/// A guest kernel that makes a forbidden system call of the host ends its own VM only.
 pub fn escapes() -> Result<()> {
     const READ: u32 = 0;
     const WRITE: u32 = 1;
     const MMAP: u32 = 9;
     const GETRANDOM: u32 = 318;
-    /// A fault that nobody handles: of the guest, to the host.
+    /// Signal number of an unhandled fault of a guest process.
     const KILLED: i32 = 81;
     let rig = Rig::new()?;
     let module = Kernel::get()?.check_host();
     let ask = |call: u32, arguments: &str| {
-        let script = format!("insmod /mnt/check_host.ko call={call} {arguments}; echo goes on\n");
+        let script = format!("insmod /mnt/check_host.ko call={call} {arguments}; echo continues\n");
         end(&mut rig.script(&script, &[&module])?, "")
     };
-    ask(GETRANDOM, "")?.well(0, &["host: call 318 gives 0", "goes on"])?;
-    // Nothing is written to the console, the disk or shared memory; of mappings, none but of guest memory or of nothing.
+    ask(GETRANDOM, "")?.well(0, &["host: call 318 gives 0", "continues"])?;
+    // Nothing is written to the console, the disk or shared memory; of mappings, none but of guest
+    // memory or of nothing.
     for (call, arguments) in [(READ, "first=0"), (WRITE, "first=1"), (MMAP, "fourth=17 fifth=4")] {
         ask(call, arguments)?.has(KILLED, &["seccomp filter (signal 31, SIGSYS)"])?;
     }
-    // open, socket, clone, execve, kill, ptrace, prctl, mount, openat, process_vm_writev, io_uring_setup, pidfd_getfd
+    // open, socket, clone, execve, kill, ptrace, prctl, mount, openat, process_vm_writev,
+    // io_uring_setup, pidfd_getfd
     for call in [2, 41, 56, 59, 62, 101, 157, 165, 257, 311, 425, 438] {
         let ended = ask(call, "")?.has(KILLED, &["signal 31"])?;
-        ensure!(!ended.console.contains("goes on"), "call {call}:\n{}", ended.console);
+        ensure!(!ended.console.contains("continues"), "call {call}:\n{}", ended.console);
     }
     Ok(())
 }
 
-/// A machine's processes have neither files nor networks nor capabilities; where the host refuses that, the user decides.
+/// The processes of a VM have neither files nor networks nor capabilities; if the host refuses
+/// that, the user's option decides.
 pub fn sandbox() -> Result<()> {
     let rig = Rig::new()?;
     rig.disk("disk.img", "", &[])?;
     let network = |process: &str| fs::read_link(format!("/proc/{process}/ns/net"));
     let outside = network("self").context("no namespaces")?;
-    for (which, is_shut_in) in [("strict", true), ("off", false)] {
+    for (which, is_confined) in [("strict", true), ("off", false)] {
         let mut child = start(rig.run().args(["-d", "disk.img", "--sandbox", which]))?;
         let mut numbered = false;
         let all = children(&child)?;
@@ -253,21 +258,21 @@ pub fn sandbox() -> Result<()> {
             numbered |= numbers.is_some_and(|numbers| numbers.split_whitespace().count() > 1);
             // Only the superuser may look.
             if let Ok(inside) = network(&process.to_string()) {
-                ensure!((inside != outside) == is_shut_in, "{which}: {inside:?}");
+                ensure!((inside != outside) == is_confined, "{which}: {inside:?}");
                 let files = fs::read_dir(format!("/proc/{process}/root"));
                 let is_empty = files.context("no root folder")?.next().is_none();
-                ensure!(is_empty == is_shut_in, "{which}: files of process {process}");
+                ensure!(is_empty == is_confined, "{which}: files of process {process}");
             }
         }
-        ensure!(numbered == is_shut_in, "{which}: a namespace of processes: {numbered}");
+        ensure!(numbered == is_confined, "{which}: a namespace of processes: {numbered}");
         drop(child.stdin.take());
         succeed(Command::new("kill").arg(child.id().to_string()))?;
         child.wait().context("cannot wait for parador")?;
     }
-    // A host that lets nobody have a namespace.
+    // A host that refuses namespaces.
     let none = "echo 0 >/proc/sys/user/max_user_namespaces && exec \"$@\"";
     for (which, code, text) in [
-        ("strict", 69, "the host refuses namespaces: No space left on device (ENOSPC)"),
+        ("strict", 69, "cannot enter the sandbox: namespaces: No space left on device (ENOSPC)"),
         ("on", 0, "Power down"),
     ] {
         let run = rig.run();
@@ -281,8 +286,8 @@ pub fn sandbox() -> Result<()> {
     Ok(())
 }
 
-/// What a guest can write is executed in guest processes only: neither in the device process nor in those of disks. None of them has the
-/// environment of who has started the machine.
+/// Only guest processes map memory executable that the guest can write; the device process and the
+/// disk processes do not. None of them has the environment of the user who has started the VM.
 fn only_guests_have_code(all: &[u32]) -> Result<()> {
     let mut with_code = Vec::new();
     for (index, process) in all.iter().enumerate().skip(1) {
@@ -305,7 +310,7 @@ fn only_guests_have_code(all: &[u32]) -> Result<()> {
     Ok(())
 }
 
-/// What the kernel does to its own code is done by the wedge, and by the kernel itself if the wedge does not.
+/// The wedge patches the kernel's code on its behalf; without that the kernel does so itself.
 pub fn functions() -> Result<()> {
     let rig = Rig::new()?;
     let script = "for on in 1 0 1; do echo $on >/proc/sys/kernel/task_delayacct; done
@@ -320,7 +325,8 @@ pub fn functions() -> Result<()> {
     Ok(())
 }
 
-/// System calls that come often do so without a signal: those that load their number, and reading, whose number is 0.
+/// Frequent system calls cause no signal: those that load their number as an immediate, and
+/// read(2), whose number is 0.
 pub fn calls() -> Result<()> {
     const BYTES: u64 = 50_000;
     let rig = Rig::new()?;
@@ -346,7 +352,7 @@ pub fn calls() -> Result<()> {
     Ok(())
 }
 
-/// Without what makes machines fast they are slower, and nothing else.
+/// Each optimisation can be switched off without another effect than speed.
 pub fn ladder() -> Result<()> {
     const ALL: &str = "fast-sites,call-sites,functions,batches,spaces,in-process";
     let rig = Rig::new()?;
@@ -369,7 +375,8 @@ pub fn ladder() -> Result<()> {
     Ok(())
 }
 
-/// Every store to a page table is annotated: starting, stopping and changing the memory of programs, and modules.
+/// Every store to a page table is annotated: starting, stopping and changing the memory of
+/// programs, and modules.
 pub fn profile() -> Result<()> {
     let rig = Rig::new()?;
     let mut run = rig.script("/mnt/linux-stress 2\n", &[&stress_program()])?;
@@ -387,17 +394,17 @@ pub fn profile() -> Result<()> {
     Ok(())
 }
 
-/// Runs a machine to its end, with this typed at once.
+/// Runs a VM to its end with this input.
 pub fn end(command: &mut Command, typed: &str) -> Result<Ended> {
     let mut child = start(command)?;
     if let Some(mut input) = child.stdin.take() {
-        // A machine that ends before it reads is one that the caller looks at.
+        // The caller checks a VM that ends before it reads its input.
         let _ = input.write_all(typed.as_bytes());
     }
     ended(child)
 }
 
-/// Waits for a machine's end.
+/// Waits for the end of a VM.
 pub fn ended(child: Child) -> Result<Ended> {
     let output = child.wait_with_output().context("cannot wait for parador")?;
     let text = |bytes| String::from_utf8_lossy(bytes).replace('\r', "");
@@ -425,7 +432,7 @@ fn succeed(command: &mut Command) -> Result<()> {
     Ok(())
 }
 
-/// A shell, on which nothing is lost of what was typed before it was there; an exit code from inside.
+/// A shell that loses no input typed before its start; an exit code from the guest.
 pub fn shell() -> Result<()> {
     let rig = Rig::new()?;
     end(&mut rig.run(), "echo $((6*7)) is\nuname -r\nmachine-exit 7\n")?
@@ -434,7 +441,7 @@ pub fn shell() -> Result<()> {
     // Quotes, spaces and the end of a command are the user's.
     let quoted = "parador.run=\"echo \\\"two  words\\\" 'and  two'; machine-exit 5\" behind";
     end(rig.run().args(["-p", quoted]), "")?.well(5, &["two  words and  two\n"])?;
-    // Only what the guest prints; and a signal for statistics that nobody wants is no end.
+    // Standard output has the guest's console only; SIGUSR1 without `--metrics` ends nothing.
     let mut child = start(rig.run().args([
         "-q",
         "-p",
@@ -458,7 +465,7 @@ pub fn shell() -> Result<()> {
     Ok(())
 }
 
-/// What was written is there, also for the next machine; a disk to read only stays as it is.
+/// Written data is found by the next VM; a read-only disk does not change.
 pub fn disk() -> Result<()> {
     let rig = Rig::new()?;
     let write = "dd if=/dev/urandom of=/mnt/data bs=1M count=40 2>/dev/null
@@ -482,7 +489,7 @@ pub fn disk() -> Result<()> {
     Ok(())
 }
 
-/// Two machines do not write to one disk, and one that has ended has let go of it.
+/// Two VMs cannot write to one disk; the end of a VM releases its disk.
 pub fn disk_in_use() -> Result<()> {
     let rig = Rig::new()?;
     let mut first = rig.script("sleep 1000\n", &[])?;
@@ -495,14 +502,14 @@ pub fn disk_in_use() -> Result<()> {
     Ok(())
 }
 
-/// Where the host takes no more, the guest gets errors, and nothing else ends.
+/// On a full host disk the guest gets I/O errors and the VM continues.
 pub fn disk_full() -> Result<()> {
     let rig = Rig::new()?;
     let large = File::create(rig.path("large.img")).context("cannot make a disk")?;
     large.set_len(400 << 20).context("cannot make a disk")?;
     let script = "dd if=/dev/zero of=/dev/vdb bs=1M count=8 conv=fsync
         ! dd if=/dev/zero of=/dev/vdb bs=1M seek=390 count=8 conv=fsync
-        echo goes on\n";
+        echo continues\n";
     let mut inner = rig.script(script, &[])?;
     inner.args(["-m", "256M"]);
     // The limit of file sizes, in units of 512 bytes: between guest memory and the end of the disk.
@@ -510,11 +517,11 @@ pub fn disk_full() -> Result<()> {
     machine.args(["-c", "ulimit -f 650000; exec \"$@\" -d large.img", "sh"]);
     machine.arg(inner.get_program()).args(inner.get_args()).current_dir(rig.folder.path());
     machine.envs(inner.get_envs().filter_map(|(name, value)| Some((name, value?))));
-    end(&mut machine, "")?.has(0, &["I/O error", "goes on", "the host refuses a request"])?;
+    end(&mut machine, "")?.has(0, &["I/O error", "continues", "request failed"])?;
     Ok(())
 }
 
-/// A module comes and goes.
+/// A module can be loaded and unloaded.
 pub fn module() -> Result<()> {
     let rig = Rig::new()?;
     let script = "for round in 1 2 3; do
@@ -525,7 +532,7 @@ pub fn module() -> Result<()> {
     Ok(())
 }
 
-/// Ends that are the guest's fault, each with its code.
+/// Ends caused by the guest, each with its exit code.
 pub fn ends() -> Result<()> {
     let rig = Rig::new()?;
     let typed = |line: &str, text: &str| end(rig.run().args(["-p", line]), text);
@@ -544,7 +551,7 @@ pub fn ends() -> Result<()> {
     Ok(())
 }
 
-/// Programs that crash get their signals.
+/// Crashing user programs get their signals.
 pub fn crashes() -> Result<()> {
     let rig = Rig::new()?;
     let script = "set +e
@@ -565,7 +572,7 @@ pub fn crashes() -> Result<()> {
     Ok(())
 }
 
-/// A program that loops does not keep others from their time.
+/// A looping user program does not starve others.
 pub fn preemption() -> Result<()> {
     let rig = Rig::new()?;
     let script = "for n in 1 2 3; do (while :; do :; done) & done
@@ -574,7 +581,7 @@ pub fn preemption() -> Result<()> {
     Ok(())
 }
 
-/// Everything that programs ask of a kernel, at once, for some seconds, on one virtual CPU and on two.
+/// Stress of all kinds of system calls for some seconds, on one vCPU and on two.
 pub fn stress(seconds: u32) -> Result<()> {
     let rig = Rig::new()?;
     let script = format!("/mnt/linux-stress {seconds}\n");
@@ -586,8 +593,9 @@ pub fn stress(seconds: u32) -> Result<()> {
     Ok(())
 }
 
-/// Several virtual CPUs: the guest has them, its programs run on each, what they change of their memory holds on all; code is changed and
-/// modules come and go meanwhile; a CPU can be taken out and put back. They interrupt each other, or the device process does.
+/// Several virtual CPUs: the guest has them, its programs run on each, what they change of their
+/// memory holds on all; code is changed and modules come and go meanwhile; a CPU can be taken out
+/// and put back. They interrupt each other, or the device process does.
 pub fn cpus() -> Result<()> {
     let rig = Rig::new()?;
     let dummy = rig.dummy()?;
@@ -632,7 +640,8 @@ pub fn cpus() -> Result<()> {
     Ok(())
 }
 
-/// 32-bit programs, and `int $0x80` of 64-bit ones; where the host cannot, there is an error, and nothing else is lost.
+/// 32-bit programs, and `int $0x80` of 64-bit ones; where the host cannot, there is an error, and
+/// nothing else is lost.
 pub fn compat() -> Result<()> {
     let rig = Rig::new()?;
     let [short, long] = ["linux-compat-32", "linux-compat-64"].map(|name| artifacts().join(name));
@@ -659,7 +668,8 @@ fn stress_program() -> PathBuf {
     artifacts().join("linux-stress")
 }
 
-/// Memory from the least to more than fits below 4 GiB; the host gives what is used of it. Programs get it in pieces, if they may.
+/// Memory from the least to more than fits below 4 GiB; the host gives what is used of it. Programs
+/// get it in pieces, if they may.
 pub fn memory() -> Result<()> {
     let rig = Rig::new()?;
     for (size, least, most) in
@@ -694,7 +704,8 @@ pub fn memory() -> Result<()> {
     Ok(())
 }
 
-/// What the guest has used and freed is the host's again; what it is asked for it gives up, until it needs it.
+/// Memory that the guest frees returns to the host; the balloon takes memory and gives it back when
+/// the guest needs it.
 pub fn balloon() -> Result<()> {
     const MIB: u64 = 1 << 20;
     let rig = Rig::new()?;
@@ -737,14 +748,15 @@ pub fn balloon() -> Result<()> {
     Ok(())
 }
 
-/// Bytes of shared memory that a process has mapped and that are there.
+/// Returns the resident bytes of shared memory of a process.
 fn memory_of(process: u32) -> u64 {
     let text = fs::read_to_string(format!("/proc/{process}/statm")).unwrap_or_default();
     let pages = text.split_whitespace().nth(2).and_then(|word| word.parse::<u64>().ok());
     pages.unwrap_or(0) * 4096
 }
 
-/// A folder of the host is a file system of the guest, which changes there what it may and sees nothing else.
+/// A folder of the host is a file system of the guest, which changes there what it may and sees
+/// nothing else.
 pub fn share() -> Result<()> {
     let rig = Rig::new()?;
     let shared = rig.path("shared");
@@ -808,8 +820,8 @@ pub fn share() -> Result<()> {
     let refused = all.console.matches("Read-only file system").count();
     ensure!(refused == 5, "{refused} of 5 attempts are refused:\n{}", all.console);
 
-    // A file that the host is slow with holds nothing else up, neither does who waits for it and is killed, and what waits does not keep a
-    // machine from its end.
+    // A file that the host is slow with holds nothing else up, neither does who waits for it and is
+    // killed, and what waits does not keep a machine from its end.
     fs::write(shared.join("slow"), "slow\n").context("cannot write a file")?;
     let script = format!(
         "{mount} host /h; cd /h
@@ -873,7 +885,8 @@ fn appears(file: &Path) -> Result<()> {
     Ok(())
 }
 
-/// A lease of a file: who opens it otherwise waits until it is given up, at most for `/proc/sys/fs/lease-break-time` (fcntl(2)).
+/// A lease of a file: who opens it otherwise waits until it is given up, at most for
+/// `/proc/sys/fs/lease-break-time` (fcntl(2)).
 struct Lease {
     holder: Child,
     says: BufReader<ChildStdout>,
@@ -881,7 +894,8 @@ struct Lease {
 
 impl Lease {
     fn take(file: &Path) -> Result<Self> {
-        // F_SETLEASE is 1024; F_WRLCK is 1, F_UNLCK 2, which says no if the host has taken the lease away.
+        // F_SETLEASE is 1024; F_WRLCK is 1, F_UNLCK 2, which says no if the host has taken the
+        // lease away.
         let program = r#"$| = 1; $SIG{IO} = sub { print "asked\n" };
             open F, "+<", $ARGV[0] and fcntl F, 1024, 1 or die "no lease: $!"; print "held\n";
             <STDIN>; fcntl F, 1024, 2 or die "the lease is gone: $!"; print "given up\n""#;
@@ -901,12 +915,12 @@ impl Lease {
         Ok(())
     }
 
-    /// Waits for somebody who wants to open the file.
+    /// Waits for a process that wants to open the file.
     fn asked(&mut self) -> Result<()> {
         self.expect("asked")
     }
 
-    /// Gives it up, if it is there still.
+    /// Gives the lease up, if the host has not revoked it.
     fn give_up(&mut self) -> Result<()> {
         drop(self.holder.stdin.take());
         self.expect("given up")?;
@@ -923,7 +937,8 @@ impl Drop for Lease {
     }
 }
 
-/// A disk that is a qcow2 image: what the guest has written is in it when the machine has ended, and QEMU finds nothing wrong.
+/// A disk that is a qcow2 image: what the guest has written is in it when the machine has ended,
+/// and QEMU finds nothing wrong.
 pub fn qcow2() -> Result<()> {
     let rig = Rig::new()?;
     let image = |arguments: &[&str]| {
@@ -987,7 +1002,7 @@ pub fn qcow2() -> Result<()> {
     let mut sector = [0; 5];
     let raw = File::open(rig.path("new.img")).context("no image")?;
     raw.read_exact_at(&mut sector, 77 * 512).context("cannot read a sector")?;
-    ensure!(sector == *b"root:", "what was to last is not there");
+    ensure!(sector == *b"root:", "flushed data is missing");
 
     // Images that are none, or need others, or are broken.
     let refused =
@@ -1003,7 +1018,7 @@ pub fn qcow2() -> Result<()> {
     Ok(())
 }
 
-/// Whatever process is killed, the whole machine ends, and nothing of it stays.
+/// When any process of a VM is killed, the whole VM ends and leaves nothing.
 pub fn kills() -> Result<()> {
     let rig = Rig::new()?;
     rig.disk("disk.img", "", &[])?;
@@ -1026,7 +1041,8 @@ pub fn kills() -> Result<()> {
     Ok(())
 }
 
-/// Sends a signal to one of a machine's processes, and waits for its end with this code, which leaves none of them.
+/// Sends a signal to one of a machine's processes, and waits for its end with this code, which
+/// leaves none of them.
 pub fn killed(
     mut child: Child,
     all: &[u32],
@@ -1095,7 +1111,7 @@ impl<'a> Controlled<'a> {
         }
     }
 
-    /// How far the guest has counted.
+    /// Returns the last number that the guest has counted to.
     fn count(&self) -> usize {
         let console = fs::read_to_string(self.rig.path(Self::CONSOLE)).unwrap_or_default();
         console.lines().filter(|line| line.starts_with("count ")).count()
@@ -1126,13 +1142,13 @@ impl<'a> Controlled<'a> {
     }
 }
 
-/// What a guest does that counts, and that switches itself off when its power button is pressed.
+/// Script of a guest that counts, and powers off when its power button is pressed.
 const COUNT: &str = "set +e; insmod /mnt/evdev.ko; mkdir -p /etc/acpi/PWRF
     printf '#!/bin/sh\npoweroff -f\n' >/etc/acpi/PWRF/00000080; chmod +x /etc/acpi/PWRF/00000080
     acpid -l /dev/null
     n=0; while :; do n=$((n+1)); echo count $n; sleep 0.1; done\n";
 
-/// What a machine tells of its life that is booted, paused, resumed, reset and shut down.
+/// Events of a VM that is booted, paused, resumed, reset and shut down.
 pub const LIFE: [&str; 10] = [
     "created",
     "started",
@@ -1146,7 +1162,7 @@ pub const LIFE: [&str; 10] = [
     "ended",
 ];
 
-/// A machine pauses, goes on, starts anew and shuts down as it is told, and says what happened.
+/// A VM pauses, resumes, resets and shuts down on command, and reports these events.
 pub fn api() -> Result<()> {
     let rig = Rig::new()?;
     let evdev = rig.module("kernel/drivers/input/evdev.ko")?;
@@ -1195,7 +1211,7 @@ pub fn api() -> Result<()> {
     let metrics = fs::read_to_string(rig.path("metrics")).context("no metrics")?;
     ensure!(metrics.contains("\"state\":\"ended\""), "{metrics}");
 
-    // One that is killed leaves its socket, which the next one takes, and nobody waits for it.
+    // A killed VM leaves its socket, which the next VM replaces at once.
     let mut machine = Controlled::start(&rig, &mut rig.script(COUNT, &[&evdev])?)?;
     machine.counts()?;
     let events =
@@ -1237,7 +1253,7 @@ pub fn boot() -> Result<()> {
     succeed(Command::new("kill").arg(machine.child.id().to_string()))?;
     is_over(machine, 128 + 15, "signal 15")?;
     is_over(waiting(2, &[])?, 124, "time limit")?;
-    // The machine starts anew by itself.
+    // The VM resets by itself.
     let machine = waiting(LIMIT, &["--on-reset", "reset", "-p", "parador.run=\"reboot -f\""])?;
     machine.told(&["boot"], 0, "starting")?;
     let deadline = Instant::now() + 3 * GONE;
@@ -1283,7 +1299,8 @@ pub fn config() -> Result<()> {
     Ok(())
 }
 
-/// The processes of a machine whose shell is there: `parador`, the device process, those of the disk, the guest's.
+/// The processes of a machine whose shell is there: `parador`, the device process, those of the
+/// disk, the guest's.
 pub fn children(child: &Child) -> Result<Vec<u32>> {
     let deadline = Instant::now() + GONE;
     let below = |process: u32| -> Vec<u32> {

@@ -26,7 +26,8 @@ pub const TESTS: [&str; 12] = [
     "time-stamps",
     "compacted-state",
 ];
-/// Tests of copies of code whose original is written, for modes without protection keys, where copies follow flushes only.
+/// Tests of copies of code whose original is written, for modes without protection keys, where
+/// copies follow flushes only.
 const COPY_TESTS: [&str; 6] = [
     "double-mappings",
     "writers-elsewhere",
@@ -37,8 +38,9 @@ const COPY_TESTS: [&str; 6] = [
 ];
 /// Gives the source of random numbers to the module that has a page for it.
 const DRIVER: &str = "cd /sys/bus/virtio/drivers/virtio_rng; echo virtio[0-9]* >unbind; cd /; insmod /mnt/check_device.ko";
-/// Tests of the program with `--protection process`: user mode forges each word that its process and the kernel's share and that
-/// it can write, and pages that the kernel frees are gone all the same.
+/// Tests of the program with `--protection process`: user mode forges each word that its process
+/// and the kernel's share and that it can write, and pages that the kernel frees are gone all the
+/// same.
 const PROCESS_TESTS: [&str; 2] = ["freed-pages", "freed-elsewhere"];
 /// Text that the program prints when it finds something wrong.
 pub const WRONG: [&str; 2] = ["FAILED", "isolation: line"];
@@ -48,20 +50,20 @@ pub fn program() -> PathBuf {
     artifacts().join("linux-isolation")
 }
 
-/// Runs the tests with each mode that needs nothing of the processor, on one virtual CPU and on
-/// two. The machine goes on, and ends with its own exit code.
+/// Runs the tests in each mode that needs no processor feature, on one vCPU and on
+/// two. The VM continues and ends with its own exit code.
 pub fn modes() -> Result<()> {
     let rig = Rig::new()?;
     let (program, module) = (program(), Kernel::get()?.check_device());
     for mode in ["none", "process"] {
         for cpus in ["1", "2"] {
             let tests = [&TESTS[..], &COPY_TESTS[..], &PROCESS_TESTS[..]].concat().join(" ");
-            let script = format!("{DRIVER}\n/mnt/linux-isolation {mode} {tests}\necho goes on\n");
+            let script = format!("{DRIVER}\n/mnt/linux-isolation {mode} {tests}\necho continues\n");
             let mut run = rig.script(&script, &[&program, &module])?;
             let ended = end(run.args(["-c", cpus, "--protection", mode]), "")?;
             let well = format!("all well with {mode}");
             ended
-                .well(0, &[&well, "goes on"])
+                .well(0, &[&well, "continues"])
                 .and_then(|ended| ended.never(&WRONG))
                 .with_context(|| format!("--protection {mode} -c {cpus}"))?;
         }
@@ -69,13 +71,14 @@ pub fn modes() -> Result<()> {
     Ok(())
 }
 
-/// However often a process of the guest is told of events while it has no CPU of the host, its stack of signals does not overflow.
+/// The signal stack of a guest process does not overflow, however many events are signalled while
+/// it waits for a host CPU.
 pub fn many_events() -> Result<()> {
     let rig = Rig::new()?;
     for mode in ["none", "process"] {
         let mut run = rig.run();
         let script =
-            "echo it runs; n=0; while [ $n -lt 1500000 ]; do n=$((n+1)); done; echo goes on";
+            "echo it runs; n=0; while [ $n -lt 1500000 ]; do n=$((n+1)); done; echo continues";
         run.args(["--protection", mode, "-p", &format!("quiet parador.run=\"{script}\"")]);
         let mut child = start(&mut run)?;
         wait_for(&mut child, "it runs")?;
@@ -92,7 +95,7 @@ pub fn many_events() -> Result<()> {
             signal(&layout::KICK_SIGNAL.to_string())?;
         }
         signal("CONT")?;
-        let ended = ended(child)?.well(0, &["goes on"]);
+        let ended = ended(child)?.well(0, &["continues"]);
         ended.with_context(|| format!("--protection {mode}"))?;
     }
     ensure!(layout::KICK_SIGNAL < 32, "the host queues signal {}", layout::KICK_SIGNAL);

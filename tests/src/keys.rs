@@ -1,5 +1,5 @@
-//! Protection keys (`parador run --protection`): on an emulated machine whose processor has them, with Debian's kernel, and here, where the
-//! processor may have none.
+//! Protection keys (`parador run --protection`): on an emulated machine whose processor has them,
+//! with Debian's kernel, and here, where the processor may have none.
 
 use crate::hosted::net::wait_for;
 use crate::hosted::{Rig, children, end, killed, start};
@@ -14,10 +14,11 @@ use std::process::{Command, Stdio};
 
 /// Seconds that the emulated host may run on a busy machine; less than one minute on an idle one.
 const LIMIT: u32 = 300;
-/// Processors of the emulated host, each a thread of QEMU: attacks on two virtual CPUs run side by side.
+/// Processors of the emulated host, each a thread of QEMU: attacks on two virtual CPUs run side by
+/// side.
 pub const HOST_CPUS: u32 = 2;
 const BUSYBOX: &str = "/bin/busybox";
-/// What tries to leave; what does its calls by `int $0x80`.
+/// The attack program, and the program that makes system calls by `int $0x80`.
 const PROGRAMS: [&str; 3] = ["linux-attack", "linux-compat-32", "linux-compat-64"];
 /// The first program of both machines, before what it is to do.
 const INIT: &str = "#!/bin/busybox sh
@@ -34,7 +35,7 @@ for n in 1 2 3 4; do (dd if=/dev/zero bs=64k count=20 2>/dev/null | sha256sum) &
 ./linux-attack || echo an attack succeeds
 ./linux-compat-64 && ./linux-compat-32
 ./linux-isolation keys TESTS
-ls / >/dev/null && echo goes on
+ls / >/dev/null && echo continues
 sleep 1
 poweroff -f
 ";
@@ -51,9 +52,9 @@ poweroff -f
 const APART: &str = "/mnt/linux-stress 2
 /mnt/linux-attack apart || echo an attack SUCCEEDS
 /mnt/linux-compat-64 && /mnt/linux-compat-32
-ls / >/dev/null && echo goes on
+ls / >/dev/null && echo continues
 ";
-/// What Linux prints when it finds itself wrong.
+/// Texts that Linux prints when it detects a kernel bug.
 const WRONG: [&str; 5] = ["BUG:", "WARNING:", "Oops", "Call Trace", "SUCCEEDS"];
 
 /// A guest lives with keys, and none of its programs' attempts reaches its kernel.
@@ -73,7 +74,7 @@ pub fn protection() -> Result<()> {
         "the kernel is unchanged",
         "32-bit code: all well",
         "isolation: all well with keys",
-        "goes on",
+        "continues",
         "ends with 0",
     ] {
         let all = parts.iter().all(|part| part.contains(text));
@@ -85,7 +86,8 @@ pub fn protection() -> Result<()> {
     Ok(())
 }
 
-/// On any host: programs have a process of their own, in which nothing of their kernel is, and nothing that they do to it brings them there.
+/// `--protection process` on any host: user processes do not map the guest kernel, and no attack of
+/// a user process reaches it.
 pub fn apart() -> Result<()> {
     let rig = Rig::new()?;
     let stress = artifacts().join("linux-stress");
@@ -94,7 +96,7 @@ pub fn apart() -> Result<()> {
         let [attack, small, large] = programs.each_ref().map(PathBuf::as_path);
         let mut run = rig.script(APART, &[attack, small, large, &stress])?;
         let ended = end(run.args(["-c", cpus, "--protection", "process"]), "")?;
-        let texts = ["the kernel is unchanged", "32-bit code: all well", "goes on"];
+        let texts = ["the kernel is unchanged", "32-bit code: all well", "continues"];
         ended.well(0, &texts)?.never(&WRONG)?;
     }
     // The end of one of programs, which has two threads, is the machine's.
@@ -118,14 +120,15 @@ pub fn apart() -> Result<()> {
     Ok(())
 }
 
-/// A RAM disk in `folder` for a host that runs `parador`, with files in `/root`; [`run_host`] boots it.
+/// A RAM disk in `folder` for a host that runs `parador`, with files in `/root`; [`run_host`] boots
+/// it.
 pub fn host_disk(folder: &Path, script: &str, files: &[PathBuf]) -> Result<PathBuf> {
     let programs = [target().join("release/parador"), artifacts().join("parador-wedge")];
     ram_disk(folder, "host", script, files, &programs)
 }
 
-/// Boots Debian's kernel with a RAM disk on an emulated processor that has protection keys, for so many seconds at most, with further
-/// arguments for QEMU; gives what it prints.
+/// Boots Debian's kernel with a RAM disk on an emulated processor that has protection keys, with a
+/// time limit in seconds and further arguments for QEMU; returns its output.
 pub fn run_host(disk: &Path, limit: u32, arguments: &[&str]) -> Result<String> {
     let mut machine = qemu(limit, PARALLEL);
     // QEMU 7.2 does `IRET` of programs with the rights of a kernel, which SMAP refuses.
@@ -135,7 +138,7 @@ pub fn run_host(disk: &Path, limit: u32, arguments: &[&str]) -> Result<String> {
     succeed(&mut machine)
 }
 
-/// Where there are no keys that is said, or is the end; where nobody wants them nothing is said.
+/// Without PKU, `auto` prints a warning and `keys` fails; with `none` there is no message.
 pub fn choices() -> Result<()> {
     const OPEN: &str = "programs of this guest can reach its kernel";
     let rig = Rig::new()?;
@@ -167,7 +170,8 @@ pub fn choices() -> Result<()> {
     Ok(())
 }
 
-/// A RAM disk in `folder` whose first program does this, with files in `/root`, and programs with what they are linked to.
+/// A RAM disk in `folder` whose first program does this, with files in `/root`, and programs with
+/// what they are linked to.
 pub fn ram_disk(
     folder: &Path,
     name: &str,

@@ -1,6 +1,8 @@
-//! `parador run` by KVM, on an emulated host whose processor has SVM; and where KVM cannot be used, on this one.
+//! `parador run` by KVM, on an emulated host whose processor has SVM; and where KVM cannot be used,
+//! on this one.
 //!
-//! The emulated host is Debian's kernel with a RAM disk: busybox, KVM's modules, `parador` with its libraries, what guests boot, and an image.
+//! The emulated host is Debian's kernel with a RAM disk: busybox, KVM's modules, `parador` with its
+//! libraries, what guests boot, and an image.
 
 use crate::hosted::debugger::{at_sync, gdb_at, has};
 use crate::hosted::{LIFE, Rig, kernel};
@@ -19,7 +21,7 @@ const LIMIT: u32 = 900;
 const PACKAGE: &str = "linux-image-cloud-amd64";
 /// Modules that make it a host, in the order in which they are loaded; and files as block devices.
 const MODULES: [&str; 4] = ["irqbypass.ko", "kvm.ko", "kvm-amd.ko", "loop.ko"];
-/// What the emulated host does first.
+/// First part of the emulated host's script.
 const INIT: &str = "#!/bin/busybox sh
 /bin/busybox --install -s /bin
 export PATH=/bin HOME=/root
@@ -29,7 +31,8 @@ cd /tmp
 sh /script
 poweroff -f
 ";
-/// What it is for. The kernel of PVH guests reports a panic; Debian's has the driver as a module.
+/// Main part of the script. The kernel of PVH guests reports a panic; Debian's has the driver as a
+/// module.
 const SCRIPT: &str = r#"
 quiet() { parador run "$@" -i busybox -m 128M --timeout 300s 2>&1; }
 
@@ -81,7 +84,7 @@ ctl pause
 until n=$(count); sleep 3; [ $(count) = $n ]; do :; done
 echo stood still
 ctl status | grep -E 'state|backend'
-ctl resume; counts; echo goes on
+ctl resume; counts; echo continues
 ctl stats | grep -E 'memory_used|processes'
 ctl reset; counts
 ctl metrics | grep ^parador_resets_total
@@ -111,7 +114,7 @@ machine=$!
 until [ -e shared/filled ]; do sleep 1; done
 full=$(used); touch shared/go
 until [ $((full - $(used))) -gt 30000000 ]; do sleep 1; done
-echo memory comes back
+echo memory returns
 touch shared/end
 wait $machine
 echo "code $?"
@@ -132,8 +135,8 @@ echo "code $?"
 echo "== end"
 "#;
 
-/// Boots an unmodified kernel with two processors to a shell, and pre-virtualized ones with devices of all kinds; looks at the process of a machine,
-/// and controls one; each ends in its own way.
+/// Boots an unmodified kernel with two processors to a shell, and pre-virtualized ones with devices
+/// of all kinds; looks at the process of a machine, and controls one; each ends in its own way.
 pub fn guests() -> Result<()> {
     let folder = TempDir::with_prefix("parador-test-").context("cannot make a folder")?;
     let text = succeed(emulated(folder.path(), SCRIPT)?.stdin(Stdio::null()))?;
@@ -148,7 +151,8 @@ pub fn emulated(folder: &Path, script: &str) -> Result<Command> {
     let pack = "find . | cpio -o -H newc --quiet >../disk";
     succeed(Command::new("sh").args(["-c", pack]).current_dir(&tree))?;
     let mut machine = qemu(LIMIT, ONE_THREAD);
-    // QEMU 7.2 does `IRET` of programs, which the wedge does, with the rights of a kernel, which SMAP refuses.
+    // QEMU 7.2 does `IRET` of programs, which the wedge does, with the rights of a kernel, which
+    // SMAP refuses.
     machine.args(["-cpu", "EPYC,+svm,+npt,-smap", "-m", "2G", "-smp", "1"]);
     machine.arg("-kernel").arg(host.join("vmlinuz")).arg("-initrd").arg(folder.join("disk"));
     machine.args(["-append", "console=ttyS0 quiet panic=-1 mitigations=off"]);
@@ -156,7 +160,8 @@ pub fn emulated(folder: &Path, script: &str) -> Result<Command> {
     Ok(machine)
 }
 
-/// What an emulated host does whose machines are debugged by GDB of this host, which comes by its second serial line.
+/// Script of an emulated host whose VMs are debugged by GDB on this host, over its second serial
+/// line.
 const DEBUGGED: &str = r#"
 ip link set lo up
 stty -F /dev/ttyS1 115200 raw -echo; exec 3<>/dev/ttyS1
@@ -177,8 +182,8 @@ attach moved; ends
 echo "== end"
 "#;
 
-/// GDB stops the kernel of a machine at its first instruction, at a breakpoint and after single instructions, and lets it go on; it is told where
-/// a kernel is that has moved itself.
+/// GDB stops the guest kernel of a KVM VM at its first instruction, at a breakpoint and after
+/// single steps, and continues it; `parador` reports the load address of a relocated kernel.
 pub fn debugged() -> Result<()> {
     let rig = Rig::new()?;
     let mut machine = emulated(rig.folder(), DEBUGGED)?;
@@ -213,7 +218,7 @@ pub fn debugged() -> Result<()> {
 pub struct Host {
     child: Child,
     lines: Lines<BufReader<ChildStdout>>,
-    /// What it has printed, as far as it was read.
+    /// Output that has been read so far.
     pub printed: String,
 }
 
@@ -240,7 +245,7 @@ impl Host {
         bail!("`{wanted}` did not appear")
     }
 
-    /// Waits for the end of QEMU; with `is_killed` ends it first, and Linux in the machine is told nothing.
+    /// Waits for the end of QEMU; with `is_killed` kills it first, without a shutdown of its Linux.
     pub fn end(&mut self, is_killed: bool) -> Result<()> {
         if is_killed {
             // `timeout` passes the signal on, which it cannot with SIGKILL.
@@ -251,7 +256,7 @@ impl Host {
     }
 }
 
-/// What must be in each part of the output.
+/// Texts that each part of the output must contain.
 fn check(text: &str) -> Result<()> {
     let part = |name: &str, wanted: &[&str]| {
         let part = text.split("== ").find(|part| part.starts_with(name));
@@ -271,11 +276,11 @@ fn check(text: &str) -> Result<()> {
     for sandbox in ["strict", "off"] {
         let wanted = ["NoNewPrivs:\t1", "Seccomp:\t2", "code 137\n"];
         let process = part(&format!("process {sandbox}"), &wanted)?;
-        let is_shut_in = sandbox == "strict";
+        let is_confined = sandbox == "strict";
         for (text, is_there) in [
             ("CapEff:\t0000000000000000", true),
-            ("has networks", !is_shut_in),
-            ("has files", !is_shut_in),
+            ("has networks", !is_confined),
+            ("has files", !is_confined),
         ] {
             ensure!(process.contains(text) == is_there, "--sandbox {sandbox}: {text}");
         }
@@ -290,7 +295,7 @@ fn check(text: &str) -> Result<()> {
         "stood still",
         "\"backend\": \"kvm\"",
         "\"state\": \"paused\"",
-        "goes on",
+        "continues",
         "\"processes\": 1",
         "parador_resets_total 1\n",
         "code 9\n",
@@ -303,7 +308,7 @@ fn check(text: &str) -> Result<()> {
     let events: Vec<_> = events.filter_map(|line| line.split('"').next()).collect();
     ensure!(events == LIFE, "control: {events:?}");
     let devices = [
-        "memory comes back",
+        "memory returns",
         "code 5\n",
         "other 143\n",
         "from outside",
@@ -403,7 +408,8 @@ pub fn debian_kernel() -> Result<PathBuf> {
     Ok(kept)
 }
 
-/// Where `/dev/kvm` is no KVM, everything that needs it is refused with the reason, and a pre-virtualized kernel runs without it.
+/// Without a usable `/dev/kvm`, options that need it are refused with the reason, and a
+/// pre-virtualized kernel runs without it.
 pub fn refused() -> Result<()> {
     let folder = TempDir::with_prefix("parador-test-").context("cannot make a folder")?;
     let debian = debian_kernel()?.join("vmlinuz");

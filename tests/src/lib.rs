@@ -1,10 +1,10 @@
 //! Starts whole systems in QEMU and holds them to what they must print and return.
 //!
-//! A test is data: a [`Scenario`](scenario::Scenario) says what to boot, what to type, what must
-//! appear on the console and in the kernel's log, and how it must end. One body runs all of them
-//! on every [`Backend`](scenario::Backend), through the program that users have: `parador system
-//! emulate`. Nothing here outlives the test process: `parador` is killed when its handle goes, and
-//! by Linux if this process dies, and takes QEMU with it.
+//! A test is data: a [`Scenario`](scenario::Scenario) names the system to boot, the input, the
+//! texts that must appear on the console and in the kernel's log, and the exit code. One body runs
+//! all of them on every [`Backend`](scenario::Backend), through the program that users have:
+//! `parador system emulate`. Nothing here outlives the test process: `parador` is killed when its
+//! handle goes, and by Linux if this process dies, and takes QEMU with it.
 #![forbid(unsafe_code)]
 
 pub mod afterburn;

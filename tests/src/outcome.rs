@@ -8,7 +8,7 @@ use std::time::Instant;
 /// Lines of an error that a summary shows. The reason is the last.
 const SHOWN_LINES: usize = 12;
 
-/// A kind of tests, by how likely they are to depend on timing.
+/// Class of a test by its dependence on timing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Class {
     /// Starts several CPUs, host's or guest's, or kills or restarts processes or virtual machines.
@@ -62,7 +62,7 @@ impl Test {
         Self { name: name.into(), class, qemu_threads: 0, body: Box::new(body) }
     }
 
-    /// The same test on an emulated machine with so many CPUs, each a thread of QEMU.
+    /// The same test on an emulated machine with this number of CPUs, each a thread of QEMU.
     pub fn with_qemu_threads(self, qemu_threads: u32) -> Self {
         Self { qemu_threads, ..self }
     }

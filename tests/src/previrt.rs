@@ -1,4 +1,5 @@
-//! The pre-virtualized kernel (`parador kernel build`), on the bare emulated machine and in a guest.
+//! The pre-virtualized kernel (`parador kernel build`), on the bare emulated machine and in a
+//! guest.
 
 use crate::hosted::words;
 use crate::scenario::{Backend, Scenario};
@@ -12,16 +13,16 @@ use std::process::{Command, Stdio};
 use std::sync::OnceLock;
 use tempfile::TempDir;
 
-/// Seconds that a machine may run on a busy host.
+/// Time limit of a VM on a busy host, in seconds.
 const LIMIT: u32 = 300;
 /// Memory of the bare machine in MiB.
 const MEMORY: u32 = 512;
-/// Where a kernel that was not moved has its image, less where that is in memory.
+/// Virtual minus physical address of an unrelocated kernel image.
 const KERNEL_MAP: u64 = 0xffff_ffff_8000_0000;
 /// Kinds of sites by number: the table with this head in this document.
 const KINDS: &str = "docs/spec/sites.md";
 const KINDS_HEAD: &str = "| kind | name | instruction |";
-/// What Linux cannot boot without, and how often at least.
+/// Kinds of sites that every boot executes, with the least count.
 const COUNTED: [(&str, u64); 13] = [
     ("cli", 1000),
     ("sti", 1000),
@@ -37,12 +38,13 @@ const COUNTED: [(&str, u64); 13] = [
     ("cpuid", 10),
     ("ltr", 1),
 ];
-/// What it does not do on such a machine.
+/// Kinds of sites that a boot on this machine never executes.
 const NEVER: [&str; 5] = ["vmcall", "encls", "mwaitx", "sysexit", "lmsw"];
 const BUSYBOX: &str = "/bin/busybox";
 /// Ours, from sources in a folder outside the kernel's.
 const DRIVER: [&str; 3] = ["Kbuild", "parador_com.c", "parador_com.h"];
-/// Modules that check: sequences of sensitive instructions, system calls of the host, attacks on it, the kernel's own memory, what devices write.
+/// Modules that check: sequences of sensitive instructions, system calls of the host, attacks on
+/// it, the kernel's own memory, what devices write.
 const CHECK: [&str; 6] = [
     "Kbuild",
     "check_wedge.c",
@@ -62,8 +64,8 @@ dmesg | grep -o 'wedge: [0-9d].*' | sed 's/^/RESULT /'
 /// Rounds of all of them, and an end of each.
 const CHECK_LINES: usize = 8 * 21;
 
-/// What is done in every one: modules come and go, the kernel changes its code (`task_delayacct` is a static key), programs run on every
-/// processor and take memory.
+/// Script for every environment: load and unload modules, patch kernel code (`task_delayacct` is a
+/// static key), run programs on every processor and take memory.
 const SCRIPT: &str = "set -ex
 for round in 1 2 3; do
     insmod /root/dummy.ko
@@ -90,7 +92,7 @@ sh /root/script || echo script failed
 grep -E ' (_text|dummy_setup)$' /proc/kallsyms
 poweroff -f
 ";
-/// What Linux prints when it finds itself wrong.
+/// Texts that Linux prints when it detects a kernel bug.
 const WRONG: [&str; 6] =
     ["BUG:", "WARNING: CPU", "Oops", "Call Trace", "general protection", "script failed"];
 
@@ -180,14 +182,16 @@ pub fn verify() -> Result<()> {
     Ok(())
 }
 
-/// Boots the kernel with every site in a stub on the bare machine; modules get stubs when they are loaded.
+/// Boots the kernel with every site in a stub on the bare machine; modules get stubs when they are
+/// loaded.
 pub fn null(cpus: u32) -> Result<()> {
     let folder = TempDir::with_prefix("parador-test-").context("cannot make a folder")?;
     let (image, _) = null_image(folder.path(), &[])?;
     works(&bare(&image, cpus, "nokaslr", SCRIPT, &[])?, cpus)
 }
 
-/// Stubs that count: how often each kind of site was executed is in the machine's memory when it is off.
+/// Stubs that count: how often each kind of site was executed is in the machine's memory when it is
+/// off.
 pub fn null_counts() -> Result<()> {
     let folder = TempDir::with_prefix("parador-test-").context("cannot make a folder")?;
     let (image, report) = null_image(folder.path(), &["--count"])?;
@@ -279,7 +283,7 @@ pub fn same_results() -> Result<()> {
     Ok(())
 }
 
-/// Whether a console shows that all of [`SCRIPT`] worked.
+/// Returns true if a console shows that all of [`SCRIPT`] succeeded.
 fn works(console: &str, cpus: u32) -> Result<()> {
     let works = format!("works on {cpus} processors");
     ensure!(console.contains(&works), "`{works}` did not appear:\n{console}");
@@ -300,7 +304,7 @@ fn in_processes(script: &str) -> Result<String> {
     succeed(&mut run)
 }
 
-/// Runs a script on the bare machine, of which QEMU is told `more`; gives the console.
+/// Runs a script on the bare machine with the QEMU arguments `more`; returns the console output.
 fn bare(image: &Path, cpus: u32, options: &str, script: &str, more: &[&str]) -> Result<String> {
     let kernel = Kernel::get()?;
     let folder = TempDir::with_prefix("parador-test-").context("cannot make a folder")?;
@@ -312,7 +316,8 @@ fn bare(image: &Path, cpus: u32, options: &str, script: &str, more: &[&str]) -> 
     succeed(&mut machine)
 }
 
-/// With address space randomization the kernel is somewhere else each time; three equal places are no accident.
+/// With address space randomization the kernel is somewhere else each time; three equal places are
+/// no accident.
 pub fn randomized(cpus: u32) -> Result<()> {
     let places: Result<Vec<String>> = (0..3).map(|_| raw("bzImage", cpus, "")).collect();
     let places = places?;

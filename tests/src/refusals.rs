@@ -1,5 +1,6 @@
-//! Hosts that refuse to map, unmap or protect memory of guest processes: no guest goes on with a mapping that its tables do not give. The
-//! machine goes on without it, or ends and says why.
+//! Hosts that refuse to map, unmap or protect memory of guest processes: no guest continues with a
+//! mapping that contradicts its page tables. The VM continues without the mapping, or ends with a
+//! message.
 
 use crate::fuzz;
 use crate::hosted::net::wait_for;
@@ -17,8 +18,8 @@ use std::time::{Duration, Instant};
 const WHILE: Duration = Duration::from_secs(3);
 /// The guest's fault, to the host.
 const FAULT: i32 = 81;
-/// What is said of a program's process that cannot be made what the guest's tables say.
-const GIVEN_UP: &str = "the host refuses to map or unmap a program's memory";
+/// Message about a user process that cannot be brought in line with the guest's page tables.
+const GIVEN_UP: &str = "cannot map or unmap user memory";
 
 /// All of it.
 pub fn mappings() -> Result<()> {
@@ -29,15 +30,15 @@ pub fn mappings() -> Result<()> {
             FAULT,
             "cannot map guest memory: Cannot allocate memory (ENOMEM)",
         ),
-        ("none", linux::__NR_munmap, FAULT, "the host cannot unmap 0x30"),
-        ("none", linux::__NR_mprotect, 0, "goes on"),
+        ("none", linux::__NR_munmap, FAULT, "cannot unmap guest memory at 0x30"),
+        ("none", linux::__NR_mprotect, 0, "continues"),
         (
             "process",
             linux::__NR_mmap,
             FAULT,
             "cannot map guest memory: Cannot allocate memory (ENOMEM)",
         ),
-        ("process", linux::__NR_mprotect, 0, "goes on"),
+        ("process", linux::__NR_mprotect, 0, "continues"),
     ] {
         always(mode, call, code, text).with_context(|| format!("{mode}, call {call}"))?;
     }
@@ -48,7 +49,7 @@ pub fn mappings() -> Result<()> {
 fn always(mode: &str, call: u32, code: i32, text: &str) -> Result<()> {
     let rig = Rig::new()?;
     let itself = std::env::current_exe().context("no path of this program")?;
-    let script = format!("/mnt/linux-fuzz {mode} 1 20\necho goes on\n");
+    let script = format!("/mnt/linux-fuzz {mode} 1 20\necho continues\n");
     let mut run = rig.script(&script, &[&fuzz::program()])?;
     run.args(["--protection", mode]);
     let mut refusing = Command::new(itself);
@@ -58,11 +59,11 @@ fn always(mode: &str, call: u32, code: i32, text: &str) -> Result<()> {
     end(&mut refusing, "")?.well(code, &[text])?.never(&fuzz::WRONG)
 }
 
-/// With `--protection process`: the mapping thread of each program process is refused all new mappings for some time. Processes are replaced
-/// until one can be filled in.
+/// With `--protection process`: the mapping thread of each program process is refused all new
+/// mappings for some time. Processes are replaced until one can be filled in.
 fn program_processes() -> Result<()> {
     let rig = Rig::new()?;
-    let script = "echo it runs\n/mnt/linux-fuzz process 1 150\necho goes on\n";
+    let script = "echo it runs\n/mnt/linux-fuzz process 1 150\necho continues\n";
     let mut run = rig.script(script, &[&fuzz::program()])?;
     let mut child = start(run.args(["--protection", "process", "-c", "2"]))?;
     wait_for(&mut child, "it runs")?;
@@ -89,7 +90,7 @@ fn program_processes() -> Result<()> {
     ensure!(gone != 0, "no process was replaced, of {}: {ended:?}", limited.len());
     let ended = match ended.code() {
         FAULT => ended.well(FAULT, &[GIVEN_UP])?,
-        _ => ended.well(0, &["fuzz: all well with process", "goes on"])?,
+        _ => ended.well(0, &["fuzz: all well with process", "continues"])?,
     };
     ended.never(&fuzz::WRONG)
 }

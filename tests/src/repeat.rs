@@ -68,7 +68,7 @@ impl Options {
         Ok(options)
     }
 
-    /// Whether a test is selected. `is_exact`: filters are whole names.
+    /// Returns true if a test is selected. `is_exact`: filters are whole names.
     pub fn selects(&self, name: &str, class: Class, is_exact: bool) -> bool {
         let matches = |filter: &String| match is_exact {
             true => name == filter,
@@ -146,7 +146,7 @@ impl State {
             }
             None => Vec::new(),
         };
-        // Written anew: the last line may have been cut short.
+        // Rewritten, because the last line may be incomplete.
         let mut lines = line(key)?;
         for outcome in &outcomes {
             lines += &line(outcome)?;
@@ -188,7 +188,7 @@ fn parse(text: &str) -> Option<(Key, Vec<Outcome>)> {
     Some((key, lines.filter_map(|line| serde_json::from_str(line).ok()).collect()))
 }
 
-/// What became of one test.
+/// Results of one test.
 #[derive(Default)]
 struct Row<'a> {
     runs: usize,
@@ -281,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn a_state_goes_on() {
+    fn a_state_resumes() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("state");
         let mut state = State::open_file(&path, &key("a")).unwrap();

@@ -8,7 +8,7 @@ use std::hint::spin_loop;
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// What is known of the runs of this process.
+/// Results of the runs of this process.
 struct Results {
     outcomes: Vec<Outcome>,
     /// Results that outlive this process, if tests are repeated.

@@ -1,5 +1,5 @@
-//! Machines where little is allowed: for a user without any capability, in a name space of users, behind a filter of system calls like that
-//! of containers; and many at once.
+//! Machines where little is allowed: for a user without any capability, in a name space of users,
+//! behind a filter of system calls like that of containers; and many at once.
 
 use crate::hosted::{PROMPT, Rig, end, start};
 use crate::system::{artifacts, target};
@@ -23,19 +23,21 @@ use std::time::{Duration, Instant};
 pub const ENTER: &str = "--sandboxed";
 /// The same on a host whose kernel has no Landlock, as many have that containers run on.
 pub const ENTER_OLD: &str = "--sandboxed-old";
-/// First argument of this program when a host is to refuse a system call about some memory ([`enter_refusing`]).
+/// First argument of this program when a host is to refuse a system call about some memory
+/// ([`enter_refusing`]).
 pub const ENTER_REFUSING: &str = "--refusing";
-/// The memory that this is about, which only programs of `guests/linux/fuzz.c` use: 1 MiB.
+/// Address range of the refusals, which only programs of `guests/linux/fuzz.c` use: 1 MiB.
 const REFUSED: u64 = 0x3000_0000;
 /// Machines at once, and memory of each.
 const MACHINES: u32 = 20;
 const MEMORY: &str = "64M";
-/// How long these may take to start on a busy host.
+/// Time limit for their start on a busy host.
 const STARTED: Duration = Duration::from_secs(120);
 /// User and group that own nothing.
-const NOBODY: &str = "65534";
+const UNPRIVILEGED: &str = "65534";
 
-/// What containers are denied as a rule, and gets an error (Docker's default profile, "significant syscalls blocked").
+/// System calls that container engines deny with an error (Docker's default profile, "significant
+/// syscalls blocked").
 const DENIED: [u32; 39] = [
     linux::__NR_acct,
     linux::__NR_add_key,
@@ -77,7 +79,8 @@ const DENIED: [u32; 39] = [
     linux::__NR_userfaultfd,
     linux::__NR_vhangup,
 ];
-/// What must not even be tried, and ends the process: where it is forbidden altogether (`kernel.yama.ptrace_scope=3`), nothing is missed.
+/// System calls that end the process: Parador must not depend on them
+/// (`kernel.yama.ptrace_scope=3`).
 const FATAL: [u32; 3] =
     [linux::__NR_ptrace, linux::__NR_process_vm_readv, linux::__NR_process_vm_writev];
 /// Flags of `clone` that make name spaces.
@@ -89,7 +92,8 @@ const NAME_SPACES: u32 = linux::CLONE_NEWNS
     | linux::CLONE_NEWPID
     | linux::CLONE_NEWNET;
 
-/// Takes the filters, those of [`ENTER_OLD`] if `is_old`, and becomes the program that `arguments` name. Returns only an error.
+/// Takes the filters, those of [`ENTER_OLD`] if `is_old`, and becomes the program that `arguments`
+/// name. Returns only an error.
 pub fn enter(arguments: &[String], is_old: bool) -> Result<()> {
     let (program, rest) = arguments.split_first().context("no program is named")?;
     let mut denied: BTreeMap<i64, Vec<SeccompRule>> =
@@ -102,7 +106,8 @@ pub fn enter(arguments: &[String], is_old: bool) -> Result<()> {
     });
     denied.insert(linux::__NR_clone.into(), clone.collect::<Result<_, _>>()?);
     let fatal = FATAL.iter().map(|&call| (call.into(), Vec::new())).collect();
-    // Its flags are in memory, where no filter looks: libraries are told that there is none, and use the other.
+    // The flags of clone3 are in memory, which a filter cannot read: ENOSYS makes libraries use
+    // clone.
     let landlock = [
         linux::__NR_landlock_create_ruleset,
         linux::__NR_landlock_add_rule,
@@ -121,8 +126,9 @@ pub fn enter(arguments: &[String], is_old: bool) -> Result<()> {
     Err(Command::new(program).args(rest).exec()).with_context(|| format!("cannot start {program}"))
 }
 
-/// Has the host refuse a system call, whose number comes first, with `ENOMEM` if its first argument is an address in [`REFUSED`]; becomes the
-/// program that further arguments name. Returns only an error.
+/// Has the host refuse a system call, whose number comes first, with `ENOMEM` if its first argument
+/// is an address in [`REFUSED`]; becomes the program that further arguments name. Returns only an
+/// error.
 pub fn enter_refusing(arguments: &[String]) -> Result<()> {
     const MASK: u64 = !0xf_ffff;
     let [number, program, rest @ ..] = arguments else { bail!("no program is named") };
@@ -157,10 +163,10 @@ pub fn filtered() -> Result<()> {
     Ok(())
 }
 
-/// As a user who has and can get no capability, and in a name space of users in which nobody has one.
+/// As a user without capabilities, and in a user namespace without capabilities.
 pub fn plain_user() -> Result<()> {
     let rig = Rig::new()?;
-    // Whoever runs the tests need not let others look into their folders.
+    // The other user may have no access to the folders of the user who runs the tests.
     let folder = rig.folder();
     for (from, name) in [
         (target().join("release/parador"), "parador"),
@@ -172,15 +178,15 @@ pub fn plain_user() -> Result<()> {
     }
     fs::set_permissions(folder, Permissions::from_mode(0o755)).context("cannot open a folder")?;
     let is_root = fs::metadata("/proc/self").context("no /proc")?.uid() == 0;
-    let nobody: &[&str] = match is_root {
-        true => &["--reuid", NOBODY, "--regid", NOBODY, "--clear-groups"],
+    let other_user: &[&str] = match is_root {
+        true => &["--reuid", UNPRIVILEGED, "--regid", UNPRIVILEGED, "--clear-groups"],
         // That is who runs this already.
         false => &[],
     };
     let without = ["--bounding-set=-all", "--inh-caps=-all", "--no-new-privs"];
-    // Only who has capabilities can narrow the set of those to be had.
+    // Only a privileged process can reduce its bounding set.
     let less = if is_root { &without[..] } else { &without[1..] };
-    let plain = [&["setpriv"][..], nobody, less].concat();
+    let plain = [&["setpriv"][..], other_user, less].concat();
     let name_space = [&["unshare", "--user", "setpriv"][..], &without[1..]].concat();
     for wrapper in [plain, name_space] {
         let mut machine = Command::new(wrapper[0]);

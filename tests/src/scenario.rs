@@ -8,14 +8,14 @@ use std::fmt;
 use std::ops::RangeInclusive;
 use std::time::{Duration, Instant};
 
-/// What `parador` says when Parador's own kernel panicked.
+/// Message of `parador` when Parador's kernel has panicked.
 const KERNEL_PANIC: &str = "kernel panicked; this is always a bug";
 /// Time for building an image and for ending.
 const SLACK: Duration = Duration::from_secs(60);
 
 /// Numbers of a virtual machine's CPUs in a description, one excepted.
 const SEVERAL_CPUS: RangeInclusive<u32> = 2..=8;
-/// Parts of a description that end programs or virtual machines while others go on.
+/// Parts of a description that end programs or VMs while others continue.
 const ENDS_OTHERS: [&str; 4] = ["check-killer", "check-crasher", "check-cycles", "\nrestart = "];
 
 /// A way to run guests.
@@ -23,7 +23,8 @@ const ENDS_OTHERS: [&str; 4] = ["check-killer", "check-crasher", "check-cycles",
 pub enum Backend {
     /// Our kernel on x86-64 with SVM and nested paging.
     NativeX86Npt,
-    /// The same on a processor of Bochs, from a CD-ROM image: one CPU and no devices but serial lines.
+    /// The same on a processor of Bochs, from a CD-ROM image: one CPU and no devices but serial
+    /// lines.
     Bochs(Model),
 }
 
@@ -61,7 +62,7 @@ pub struct Scenario {
     pub system: String,
     /// The machine, its number of CPUs aside.
     pub machine: Machine,
-    /// What happens.
+    /// Expected course of events.
     pub steps: Vec<Step>,
     /// Exit code of `parador`. Whatever it is, a panic of Parador's own kernel is a failure.
     pub code: i32,
@@ -76,7 +77,7 @@ pub struct Scenario {
 }
 
 impl Scenario {
-    /// Returns the class of a test that runs this on so many CPUs.
+    /// Returns the class of a test that runs this on `cpus` CPUs.
     pub fn class(&self, cpus: u32) -> Class {
         let has = |text: &str| self.system.contains(text);
         let has_several =

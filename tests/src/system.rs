@@ -15,12 +15,13 @@ use tempfile::TempDir;
 /// Time after the end of a process in which the last of its output arrives.
 const LAST_OUTPUT: Duration = Duration::from_secs(5);
 
-/// Accelerator of [`qemu`]: each processor is a thread of the host. What QEMU does wrong then: docs/CAVEATS.md.
+/// Accelerator of [`qemu`]: each processor is a thread of the host. What QEMU does wrong then:
+/// docs/CAVEATS.md.
 pub const PARALLEL: &str = "tcg";
 /// Accelerator of [`qemu`]: processors take turns.
 pub const ONE_THREAD: &str = "tcg,thread=single";
 
-/// QEMU without KVM, whose serial line is its output, for so many seconds at most.
+/// Returns QEMU without KVM, with its serial line on standard output and a time limit in seconds.
 pub fn qemu(limit: u32, accelerator: &str) -> Command {
     let mut machine = Command::new("setpriv");
     machine.args(["--pdeathsig", "KILL", "timeout", "--kill-after=5", &limit.to_string()]);
@@ -34,7 +35,7 @@ pub fn workspace() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().map(Path::to_path_buf).unwrap_or_default()
 }
 
-/// Where build products are.
+/// Returns the folder of build products.
 pub fn target() -> PathBuf {
     match std::env::var_os("CARGO_TARGET_DIR") {
         Some(path) => workspace().join(path),
@@ -59,7 +60,7 @@ pub fn parador(folder: &Path) -> Command {
     command
 }
 
-/// How to emulate a system.
+/// Options of an emulated system.
 #[derive(Clone, Debug)]
 pub struct Machine {
     /// CPUs.
@@ -232,7 +233,7 @@ impl Running {
         }
     }
 
-    /// Whether it has ended by itself.
+    /// Returns true if the process has ended by itself.
     pub fn has_ended(&mut self) -> Result<bool> {
         Ok(self.child.try_wait().context("cannot ask for parador")?.is_some())
     }
@@ -251,7 +252,7 @@ impl Running {
 impl Drop for Running {
     fn drop(&mut self) {
         self.log_ended.store(true, Ordering::Release);
-        // It may have ended by itself; either way it is not there afterwards.
+        // The process may have ended by itself; in both cases it is gone afterwards.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

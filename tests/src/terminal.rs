@@ -104,7 +104,7 @@ impl Terminal {
         // There may be none any more.
         let _ = kill_process_group(self.session, signal);
         while Instant::now() < deadline {
-            // A leader that nobody has waited for counts as a process.
+            // An unreaped group leader still counts as a process.
             let _ = self.child.try_wait();
             if test_kill_process_group(self.session) == Err(Errno::SRCH) {
                 return true;

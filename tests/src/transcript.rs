@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 /// Lines of a transcript that a failure shows.
 const SHOWN_LINES: usize = 30;
 
-/// What was written so far, and how far it has been read.
+/// Text that was written so far, and the position up to which it was matched.
 #[derive(Clone)]
 pub struct Transcript {
     shared: Arc<(Mutex<State>, Condvar)>,

@@ -1,5 +1,5 @@
-//! Debian's programs in a machine that is processes of this host: a compiler, a database, a web server, packages, what loads a
-//! kernel from all sides, and a build of Linux.
+//! Debian's programs in a machine that is processes of this host: a compiler, a database, a web
+//! server, packages, what loads a kernel from all sides, and a build of Linux.
 
 use crate::debian;
 use crate::hosted::{Rig, end};
@@ -12,7 +12,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// The first program mounts what a Debian has, over a disk that stays as it is; the script sees the result as its root.
+/// The first program mounts what a Debian has, over a disk that stays as it is; the script sees the
+/// result as its root.
 const FIRST: &str = "\
 set -e
 export PATH=/usr/sbin:/usr/bin:/sbin:/bin LC_ALL=C.UTF-8
@@ -35,11 +36,11 @@ sleep 1
 echo o >/proc/sysrq-trigger
 sleep 60
 ";
-/// How it is started. What is mounted where it looks for files is the second disk.
+/// Init parameters. The second disk is mounted as the folder for files.
 const START: &str =
     "root=/dev/vda1 ro quiet init=/bin/bash -- -c \"mount -o ro /dev/vdb /mnt && . /mnt/first\"";
 
-/// Programs of Debian, one after another. The variable says how many seconds each kind of load takes.
+/// Debian's programs, one after another. The variable gives the seconds of each kind of load.
 const SCRIPT: &str = r##"
 apt-get -q -y install /mnt/parador-guest.deb
 parador-guest
@@ -81,7 +82,7 @@ for kind in cpu vm fork pipe mmap signal futex; do
 done
 ! dmesg | grep -E 'BUG:|WARNING:|Oops|Call Trace|I/O error|segfault|hung'
 "##;
-/// What must be in its output.
+/// Texts that the output must contain.
 const ANSWERS: [&str; 13] = [
     "installed on 1 processors",
     "sum 1131",
@@ -98,8 +99,8 @@ const ANSWERS: [&str; 13] = [
     "debian: all well",
 ];
 
-/// A Debian in which programs are compiled and installed, a database and a web server work, and every kind of load lasts for so many
-/// seconds. Its disk is not written to.
+/// A Debian that compiles and installs programs, runs a database and a web server, and runs every
+/// kind of load for this number of seconds. Its disk is not written to.
 pub fn debian(seconds: u32) -> Result<()> {
     let rig = Rig::new()?;
     let disk = debian::busy_disk()?.join("disk.img");
@@ -119,7 +120,8 @@ pub fn debian(seconds: u32) -> Result<()> {
 /// Linux' source, as Debian packs it, and where its package puts it.
 const SOURCE: &str = "linux-source-6.1.tar.xz";
 const INSTALLED: &str = "/usr/src";
-/// A build of the least Linux that runs programs and has a serial line. What no x86 can need of the source is not unpacked.
+/// A build of the least Linux that runs programs and has a serial line. What no x86 can need of the
+/// source is not unpacked.
 const BUILD: &str = "\
 mkdir /tmp/linux /tmp/source /tmp/out
 mount -t 9p -o trans=virtio,version=9p2000.L source /tmp/source

@@ -22,7 +22,7 @@ const DEBIAN_CPUS: [u32; 1] = [2];
 /// Numbers of CPUs with which the pre-virtualized kernel must work.
 const PREVIRT_CPUS: [u32; 2] = [1, 2];
 
-/// What a test does.
+/// Body of a test.
 type Body = fn() -> Result<()>;
 /// A test of attacks, which may be long.
 type Attack = fn(bool) -> Result<()>;
@@ -174,15 +174,16 @@ fn check_scenarios() -> Vec<Scenario> {
     vec![
         Scenario {
             cpus: &[1, 4],
-            // Budgets are checked in counted time: a busy host delivers the timer's interrupts late.
+            // Budgets are checked in counted time: a busy host delivers the timer's interrupts
+            // late.
             machine: Machine { counted: true, ..Machine::default() },
             texts: vec!["CHECK budget-is-a-limit ok".into()],
             never: &["FAIL"],
             ..base("kernel-objects", task("ipc", "check-ipc", &[], ESSENTIAL))
         },
         Scenario {
-            // Every entry of the kernel is short, whatever a program has made: ten thousand mappings, all the capabilities
-            // that there can be, 256 callers, 64 timeouts.
+            // Every entry of the kernel is short, whatever a program has made: ten thousand
+            // mappings, all the capabilities that there can be, 256 callers, 64 timeouts.
             machine: Machine { counted: true, measured: true, ..Machine::default() },
             texts: vec!["VB kernel_max".into(), "CHECK timeouts-at-once ok".into()],
             never: &["FAIL"],
@@ -190,8 +191,8 @@ fn check_scenarios() -> Vec<Scenario> {
             ..base("longest-path", task("longest", "check-longest", &[], ESSENTIAL))
         },
         Scenario {
-            // A program that does nothing but log; what others log is there all the same. At most 100 lines at once and ten
-            // in each of the 240 seconds.
+            // A program that does nothing but log; what others log is there all the same. At most
+            // 100 lines at once and ten in each of the 240 seconds.
             cpus: &[1, 2],
             texts: vec![
                 "root: warning: task chatter: ".into(),
@@ -268,7 +269,7 @@ const GUESTS: &[(&str, i32, &str)] = &[
     ("poweroff", 0, "vm guest ended: power-off"),
     ("panic", 80, "vm guest ended: guest panic"),
     ("triple", 81, "vm guest ended: guest fault"),
-    ("refused", 81, "the processor refuses the guest's registers (VMEXIT_INVALID)"),
+    ("refused", 81, "the CPU rejected the guest state (VMEXIT_INVALID)"),
     ("reset", 83, "vm guest ended: reset"),
 ];
 
@@ -287,8 +288,8 @@ fn micro_scenarios() -> Vec<Scenario> {
     GUESTS.iter().map(scenario).collect()
 }
 
-/// Micro-guests that Bochs 2.7 cannot run as a processor would (docs/CAVEATS.md), and what it does instead. A guest that it can run
-/// leaves this list.
+/// Micro-guests that Bochs 2.7 cannot run as a processor would (docs/CAVEATS.md), and what it does
+/// instead. A guest that it can run leaves this list.
 const NOT_ON_BOCHS: &[(&str, &str)] = &[
     ("interrupts", "VMRUN with guest IF clear masks interrupts: those of the local APIC are late"),
     ("x2apic", "the same: the guest waits for its timer, and the host's never comes"),
@@ -301,8 +302,8 @@ const NOT_ON_BOCHS: &[(&str, &str)] = &[
 ];
 const BOCHS: &[Backend] = &[Backend::Bochs(Model::Ryzen), Backend::Bochs(Model::Phenom)];
 
-/// The same guests on another emulator's processors, and Debian's kernel. On `phenom_8650_toliman` that
-/// ends with a triple fault (docs/CAVEATS.md).
+/// The same guests on another emulator's processors, and Debian's kernel. On `phenom_8650_toliman`
+/// that ends with a triple fault (docs/CAVEATS.md).
 fn bochs_scenarios() -> Vec<Scenario> {
     let is_left_out = |name| NOT_ON_BOCHS.iter().any(|&(other, _)| other == name);
     let guests = micro_scenarios().into_iter().filter(|guest| !is_left_out(guest.name));
@@ -325,7 +326,8 @@ fn guest_scenarios() -> Vec<Scenario> {
             ..base("smp", micro("guest", "smp", "cpus = 4\nconsole = \"com1\""))
         },
         Scenario {
-            // Two guests whose registers take turns in one CPU, and a program there that sees none of them.
+            // Two guests whose registers take turns in one CPU, and a program there that sees none
+            // of them.
             texts: ["one", "two"]
                 .map(|vm| format!("vm {vm} ended: power-off code 0"))
                 .into_iter()
@@ -349,14 +351,15 @@ fn guest_scenarios() -> Vec<Scenario> {
             )
         },
         Scenario {
-            // In counted time the host's timer certainly interrupts the guest between STI and HLT, once.
+            // In counted time the host's timer certainly interrupts the guest between STI and HLT,
+            // once.
             machine: Machine { counted: true, ..Machine::default() },
             texts: vec!["vm guest ended: power-off".into()],
             never: &["FAILED"],
             ..base("shadow-counted", micro("guest", "shadow", CONSOLE))
         },
         Scenario {
-            // The looping guest never ends; the other one decides when the system does.
+            // The looping guest never ends; its neighbour ends the system.
             cpus: &[1, 4],
             texts: vec!["vm worker ended: power-off".into()],
             never: &["FAILED"],
@@ -424,7 +427,7 @@ fn guest_scenarios() -> Vec<Scenario> {
             ..base("task-priority", micro("guest", "exits", CONSOLE))
         },
         Scenario {
-            // The kernel says what is missing, and ends the emulated machine.
+            // The kernel names the missing feature and ends the emulated machine.
             machine: Machine { qemu: &["-cpu", "EPYC,+svm,+npt,-nx"], ..Machine::default() },
             texts: vec!["kernel: this processor has no long mode or no NX".into()],
             code: 69,
@@ -444,7 +447,8 @@ fn guest_scenarios() -> Vec<Scenario> {
             ..base("no-long-mode", micro("guest", "hello", CONSOLE))
         },
         Scenario {
-            // A guest that resets at once is started every 100 ms, however often; a crash would double the time.
+            // A guest that resets at once is started every 100 ms, however often; a crash would
+            // double the time.
             texts: vec![
                 "vm resetting ended: reset code 83".into(),
                 "vm resetting restarts in ".into(),
@@ -497,9 +501,10 @@ fn channel_scenarios() -> Vec<Scenario> {
             + &channel("first", "second", "")
     };
     let ended = |name: &str| format!("vm {name} ended: power-off code 0");
-    // It comes back as long as the others are there, and whatever it had shared went with its last life.
+    // The guest restarts as long as its peers run, and pages that it shared before are revoked.
     let hostile = "console = \"mux\"\nessential = false\nrestart = \"always\"";
-    // In Linux, with a peer that answers and one that keeps no rule: errors are told, and nothing else happens.
+    // In Linux, with a correct peer and a hostile one: the driver reports errors, and nothing else
+    // happens.
     let command = "parador.run=\\\"ask() { echo $1 >/dev/parador-com0; head -n 1 /dev/parador-com0 | grep -x \
                    'heard: '$1; }; ask one && for i in $(seq 40); do timeout 2 head -c 99 /dev/parador-com1; \
                    timeout 2 sh -c 'echo x >/dev/parador-com1'; done >/dev/null 2>/tmp/errors; \
@@ -509,7 +514,7 @@ fn channel_scenarios() -> Vec<Scenario> {
         + &micro("bad", "channel-hostile", "essential = false\nrestart = \"always\"")
         + &channel("linux", "good", "")
         + &channel("linux", "bad", "");
-    // One end of a channel is started again, by an operator and by policy; the other one judges.
+    // One end of a channel restarts, by an operator and by policy; the other end checks.
     let lives = |count, more: &str| {
         micro(
             "answers",
@@ -536,8 +541,8 @@ fn channel_scenarios() -> Vec<Scenario> {
             ..base("channel-peer-ends", lives(6, "restart = \"always\"\ncmdline = \"messages=50\""))
         },
         Scenario {
-            // The second machine has memory for itself and for its first channel, and none for the other one: its start fails in
-            // the middle.
+            // The second VM's quota covers itself and its first channel, but not the second
+            // channel: its start fails in the middle.
             machine: Machine { qemu: &["-m", "50M"], ..Machine::default() },
             texts: vec!["cannot start vm second: Memory".into(), ended("first")],
             never: &["FAILED"],
@@ -622,7 +627,8 @@ fn linux_scenarios() -> Vec<Scenario> {
             ..base("linux-shell", linux("linux", "", on_console))
         },
         Scenario {
-            // Virtual CPUs with CPUs of their own, and sharing one; the second start is after a reset.
+            // Virtual CPUs with CPUs of their own, and sharing one; the second start is after a
+            // reset.
             cpus: &[1, 4],
             steps: vec![
                 Step::Console(" # "),
@@ -646,8 +652,8 @@ fn linux_scenarios() -> Vec<Scenario> {
             )
         },
         Scenario {
-            // It uses what the machine offers, on more virtual CPUs than there are CPUs: two that are busy share one, and
-            // each takes the other's time.
+            // It uses what the machine offers, on more virtual CPUs than there are CPUs: two that
+            // are busy share one, and each takes the other's time.
             cpus: &[2],
             steps: vec![
                 Step::Console("setup pv remote TLB flush"),
@@ -734,7 +740,8 @@ fn console_scenarios() -> Vec<Scenario> {
                 Step::Type("li\t\r"),
                 Step::Console("linux-2"),
                 Step::Console("steward> "),
-                // What was written before a switch is shown; what is typed goes to the selected client.
+                // What was written before a switch is shown; what is typed goes to the selected
+                // client.
                 Step::Type("\x1d4"),
                 Step::Console("each message of linux-1 gets an answer"),
                 Step::Type("\x1d2"),
@@ -793,7 +800,7 @@ fn console_scenarios() -> Vec<Scenario> {
                 Step::Type("destroy linux-2\r"),
                 Step::Console("destroy linux-2: done"),
                 Step::Type("start linux-2\r"),
-                Step::Console("nothing has that name"),
+                Step::Console("no entry has this name"),
                 Step::Type("shutdown\r"),
                 Step::Console("the operator shell ends"),
             ],
@@ -812,7 +819,8 @@ fn console_scenarios() -> Vec<Scenario> {
                 Step::Console("\nbusy"),
                 Step::Type("\x1d1pause linux\r"),
                 Step::Console("pause linux: done"),
-                // It neither runs, but to say so, nor halts. On a busy host some of its virtual CPUs come to rest in the first seconds.
+                // It neither runs, but to say so, nor halts. On a busy host some of its virtual
+                // CPUs come to rest in the first seconds.
                 Step::Type("top 4\r"),
                 Step::Console("\nlinux              0."),
                 Step::Console(" 0.0     256M"),
@@ -837,7 +845,8 @@ fn console_scenarios() -> Vec<Scenario> {
             )
         },
         Scenario {
-            // The only client of the line, whose kernel writes while the server is killed again and again.
+            // The only client of the line, whose kernel writes while the server is killed again and
+            // again.
             cpus: &[1, 4],
             steps: vec![
                 Step::Log("restart 8 of console"),
@@ -891,8 +900,9 @@ fn console_scenarios() -> Vec<Scenario> {
             ..base("multiplexer-restarts", steward.clone() + &linux("linux", "", SHARED))
         },
         Scenario {
-            // Lines of all are shown, and one writes without end. QEMU's port is as fast as the server, so the line itself is
-            // never short here; the tests of the multiplexer have one that is.
+            // Lines of all are shown, and one writes without end. QEMU's port is as fast as the
+            // server, so the line itself is never short here; the tests of the multiplexer have one
+            // that is.
             cpus: &[1, 2],
             steps: vec![
                 Step::Console("steward> "),
@@ -924,8 +934,8 @@ fn console_scenarios() -> Vec<Scenario> {
         },
         Scenario {
             cpus: &[1, 4],
-            // A million exits: in parallel threads QEMU now and then writes the host's state over a guest's at an exit
-            // (docs/CAVEATS.md), and a busy host takes longer than any limit.
+            // A million exits: in parallel threads QEMU now and then writes the host's state over a
+            // guest's at an exit (docs/CAVEATS.md), and a busy host takes longer than any limit.
             machine: Machine { counted: true, ..Machine::default() },
             texts: (0..16).map(|n| format!("vm guest-{n} ended: power-off code 0")).collect(),
             never: &["FAILED"],
@@ -935,7 +945,8 @@ fn console_scenarios() -> Vec<Scenario> {
     ]
 }
 
-/// What `parador system build` must refuse: name, description, exit code, text of the message.
+/// Descriptions that `parador system build` must refuse: name, description, exit code, text of the
+/// message.
 const REFUSALS: &[(&str, &str, i32, &str)] = &[
     ("unknown-key", "[system]\nboard = \"qemu-q35\"\nmemroy = \"1G\"\n", 65, "memroy"),
     (
@@ -1009,11 +1020,12 @@ fn server_scenarios() -> Vec<Scenario> {
         task(&format!("killer-{server}"), "check-killer", &[server, count, pause], more)
     };
     let hostile = format!("{block}program = \"check-dma\"\n");
-    // It goes through a whole life after whatever happens beside it, for as long as the operator likes.
+    // It goes through a whole life after whatever happens beside it, for as long as the operator
+    // likes.
     let witness = micro("witness", "stress", "essential = false\nrestart = \"always\"")
         + &task("steward", "steward", &[], "console = \"mux\"\nmanage = true");
     let pong = client("pong", "net", "pong", "net = [\"sw0\"]\nessential = false");
-    // What is written comes back from the disk, not from memory, and the network's other end answers.
+    // Written data is read back from the disk, not from memory, and the network peer answers.
     let command = "parador.run=\\\"dd if=/dev/urandom of=/tmp/a bs=64k count=32 && \
                    dd if=/tmp/a of=/dev/vda bs=64k conv=fsync && echo 3 > /proc/sys/vm/drop_caches && \
                    dd if=/dev/vda of=/tmp/b bs=64k count=32 && cmp /tmp/a /tmp/b && \
@@ -1099,7 +1111,8 @@ fn server_scenarios() -> Vec<Scenario> {
             )
         },
         Scenario {
-            // A switch that has turned its network card on, and finds no memory for its last clients.
+            // A switch that has turned its network card on, and finds no memory for its last
+            // clients.
             machine: Machine { qemu: &["-m", "10M"], ..Machine::default() },
             texts: vec![
                 "root: server drives PCI function 00:".into(),
@@ -1120,8 +1133,8 @@ fn server_scenarios() -> Vec<Scenario> {
             )
         },
         Scenario {
-            // A virtual machine in the place of one that had a disk: neither it nor the disk's server learns of the other, when
-            // that is started again.
+            // A virtual machine in the place of one that had a disk: neither it nor the disk's
+            // server learns of the other, when that is started again.
             cpus: &[1, 2],
             steps: vec![
                 Step::Console("steward> "),
@@ -1149,7 +1162,8 @@ fn server_scenarios() -> Vec<Scenario> {
             )
         },
         Scenario {
-            // A guest that never stops, above all others, with a budget: two virtual CPUs, each with its part.
+            // A guest that never stops, above all others, with a budget: two virtual CPUs, each
+            // with its part.
             cpus: &[1, 2],
             texts: vec!["vm witness ended: power-off code 0".into()],
             never: &["FAIL"],
@@ -1173,7 +1187,7 @@ fn server_scenarios() -> Vec<Scenario> {
             )
         },
         Scenario {
-            // A server whose device is told to access the kernel.
+            // A server that programs its device to access kernel memory.
             steps: vec![
                 Step::Console("steward> "),
                 Step::Log("the disk cannot read and cannot write what is not its server's"),
@@ -1201,7 +1215,8 @@ fn server_scenarios() -> Vec<Scenario> {
             ..base("hostile-device", first.to_owned() + &hostile + &witness)
         },
         Scenario {
-            // A hostile driver in a guest, beside clients of the same servers that notice wrong data.
+            // A hostile driver in a guest, beside clients of the same servers that notice wrong
+            // data.
             cpus: &[1, 4],
             texts: vec![
                 "all devices work".into(),
@@ -1256,7 +1271,8 @@ fn scenarios() -> Vec<Scenario> {
     .concat()
 }
 
-/// All tests, in the order in which they start. `seconds`: length of the load of those that have one.
+/// All tests, in the order in which they start. `seconds`: length of the load of those that have
+/// one.
 fn tests(seconds: u32) -> Vec<Test> {
     // The longest comes first, beside the others.
     let mut tests: Vec<Test> = DEBIAN_CPUS

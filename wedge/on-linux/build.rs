@@ -1,4 +1,4 @@
-//! Hands the linker script to the linker, for bare metal only.
+//! Passes the linker script to the linker, for bare metal only.
 
 use std::env::var;
 

@@ -71,9 +71,10 @@ pub const GROUPS: &[Group] = &[
 
 const HOST_PACKAGE: &str = "parador";
 
-/// Programs for Linux guests, and their sources: a test of the driver for channels; everything that programs ask of a kernel; what they must
-/// not get of it; random programs; a test of sockets between guest and host.
-/// 32-bit programs are made without a library, whose 32-bit kind not every host has.
+/// Programs for Linux guests, and their sources: a test of the driver for channels; everything that
+/// programs ask of a kernel; what they must not get of it; random programs; a test of sockets
+/// between guest and host. 32-bit programs are made without a library, whose 32-bit kind not every
+/// host has.
 const LINUX_PROGRAMS: [(&str, &str, &[&str]); 9] = [
     ("linux-check-com", "check_com.c", &["-pthread"]),
     ("linux-stress", "stress.c", &["-pthread"]),
@@ -108,8 +109,9 @@ const LINUX_PROGRAMS: [(&str, &str, &[&str]); 9] = [
     ),
 ];
 
-/// Name on the command line for every group of [`GROUPS`] but the measured kernel: all programs of Parador that a system
-/// description or `parador run` can name. `parador` builds this in a source tree.
+/// Name on the command line for every group of [`GROUPS`] but the measured kernel: all programs of
+/// Parador that a system description or `parador run` can name. `parador` builds this in a source
+/// tree.
 pub const RUNTIME: &str = "runtime";
 
 /// The parts of the tree that one `cargo xtask build` makes.
@@ -178,7 +180,7 @@ pub fn build(arguments: &[String]) -> Result<()> {
     Ok(())
 }
 
-/// Where finished programs are collected.
+/// Returns the folder of finished programs.
 pub fn artifacts() -> PathBuf {
     target().join("artifacts")
 }
@@ -208,8 +210,9 @@ fn build_group(group: &Group, packages: &[&str], artifacts: &Path) -> Result<()>
     Ok(())
 }
 
-/// Puts a stripped copy at `to` and the program as built beside it, with the suffix `.debug`. What has not changed keeps its time: `parador`
-/// contains one of the programs, and is built again when that is newer.
+/// Puts a stripped copy at `to` and the program as built beside it, with the suffix `.debug`. What
+/// has not changed keeps its time: `parador` contains one of the programs, and is built again when
+/// that is newer.
 fn collect(from: &Path, to: &Path) -> Result<()> {
     let debug = PathBuf::from(format!("{}.debug", to.display()));
     let is_same = |a: &Path, b: &Path| matches!((read(a), read(b)), (Ok(a), Ok(b)) if a == b);

@@ -3,10 +3,10 @@
 use crate::build::{self, GROUPS, artifacts, build, group_cargo};
 use crate::process::{output, run, target, workspace};
 use crate::rules;
-use crate::spec;
 use crate::toolchain::{Bare, host_cargo};
 use crate::words;
 use crate::workspace::packages;
+use crate::{spec, specification};
 use anyhow::{Context, Result, bail};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
@@ -38,11 +38,12 @@ pub fn emulate(arguments: &[String]) -> Result<()> {
     if arguments.is_empty() {
         command.arg(EXAMPLE);
     }
-    // In place of this program: signals of the terminal then reach `parador` and nobody else.
+    // exec, so that signals of the terminal reach `parador` only.
     Err(command.args(arguments).exec()).context("cannot start parador")
 }
 
-/// `cargo xtask run-hosted [ARGUMENT...]`: builds a pre-virtualized kernel, if none is kept, and boots it in processes of this host.
+/// `cargo xtask run-hosted [ARGUMENT...]`: builds a pre-virtualized kernel, if none is kept, and
+/// boots it in processes of this host.
 pub fn run_hosted(arguments: &[String]) -> Result<()> {
     build(&["host".to_owned()])?;
     let built = output(parador().args(["kernel", "build"]))?;
@@ -72,8 +73,8 @@ fn front_door(arguments: &[String]) -> Result<()> {
     run(command.args(arguments))
 }
 
-/// `cargo xtask test [--long] [--repeat N] [OPTION...] [FILTER...]`: unit tests and device scripts on
-/// the host, then systems in QEMU. The second part runs even if the first fails, so that one run
+/// `cargo xtask test [--long] [--repeat N] [OPTION...] [FILTER...]`: unit tests and device scripts
+/// on the host, then systems in QEMU. The second part runs even if the first fails, so that one run
 /// shows everything. Repeated systems run without the first part.
 pub fn test(arguments: &[String]) -> Result<()> {
     let (long, arguments) = match arguments {
@@ -84,7 +85,7 @@ pub fn test(arguments: &[String]) -> Result<()> {
     let is_repeated = arguments.iter().any(|argument| argument == REPEAT);
     let start = Instant::now();
     build(&["host".to_owned()])?;
-    // Systems have time limits, which hold where nobody compiles a kernel beside them. Compilers of
+    // Systems have time limits, which assume that no kernel build runs beside them. Compilers of
     // Rust leave it room: they often have one thing to do at a time.
     let kernel = (arguments.is_empty() || is_repeated).then(|| {
         let mut command = Command::new("nice");
@@ -158,6 +159,7 @@ pub fn check() -> Result<()> {
     rules::unsafe_code(&[])?;
     spec::spec(&[])?;
     words::words(&[])?;
+    specification::specification(&[])?;
     rules::size()
 }
 

@@ -1,7 +1,7 @@
 //! `cargo xtask fuzz`: looks for new inputs for a target of `fuzz/`, guided by what they reach.
 //!
-//! The compiler counts branches for libFuzzer (LLVM's SanitizerCoverage); the sanitizers themselves need an unstable
-//! compiler and find little in code without `unsafe`.
+//! The compiler counts branches for libFuzzer (LLVM's SanitizerCoverage); the sanitizers themselves
+//! need an unstable compiler and find little in code without `unsafe`.
 
 use std::fs;
 use std::process::Command;
@@ -15,7 +15,7 @@ const PACKAGE: &str = "parador-fuzz";
 const USAGE: &str = "usage: cargo xtask fuzz TARGET [--seconds N] | cargo xtask fuzz --seeds";
 /// Named for the compiler, so that what runs while building is built without counting.
 const HOST: &str = "x86_64-unknown-linux-gnu";
-/// How `-Cpasses=sancov-module` counts, as libFuzzer wants it.
+/// Options of `-Cpasses=sancov-module` that libFuzzer needs.
 const COVERAGE: &str = "-Cpasses=sancov-module \
     -Cllvm-args=-sanitizer-coverage-level=4 \
     -Cllvm-args=-sanitizer-coverage-inline-8bit-counters \

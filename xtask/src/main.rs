@@ -7,10 +7,13 @@
 mod build;
 mod check;
 mod fuzz;
+mod imports;
+mod metrics;
 mod process;
 mod rules;
 mod source;
 mod spec;
+mod specification;
 mod toolchain;
 mod words;
 mod workspace;
@@ -30,7 +33,7 @@ usage: cargo xtask COMMAND
                           CLASS: smp-or-kill (several CPUs, killed processes) or other; FILTER: a part of a name,
                           such as `bochs/` for all on the second emulator
   test --repeat N [--busy LOOPS] [--class CLASS] [FILTER...]
-                          systems only, until each has N results, and a table of failures; a further call goes on
+                          systems only, until each has N results, and a table of failures; a further call continues
                           where this one was interrupted
   test front-door [--here]
                           the README's first commands on a terminal, in a fresh clone of HEAD; --here: in this tree
@@ -46,10 +49,13 @@ usage: cargo xtask COMMAND
 
   deps                    check the import rules of the top folders' READMEs
   unsafe [--write]        compare the count of unsafe code with docs/spec/unsafe.txt
+  spec [--write]          compare docs/spec/system-calls.md with `abi`, and the tables of SPECIFICATION.md with
+                          `bench/promises.toml` and the last results
   spec [--write]          compare docs/spec/system-calls.md with what abi says
   words [--count] [FOLDER...]
                           check the wording of text, comments and type names; --count: totals by folder and kind
   size                    lines of code, and the kernel's budget
+  metrics                 structure of the tree: import circles, longest functions and files
   artifacts               print the directory of finished programs
 ";
 
@@ -81,9 +87,13 @@ fn dispatch(arguments: &[String]) -> Result<()> {
         "ci" => check::ci(),
         "deps" => rules::deps(),
         "unsafe" => rules::unsafe_code(rest),
-        "spec" => spec::spec(rest),
+        "spec" => {
+            spec::spec(rest)?;
+            specification::specification(rest)
+        }
         "words" => words::words(rest),
         "size" => rules::size(),
+        "metrics" => metrics::metrics(),
         "artifacts" => {
             check::print_artifacts();
             Ok(())

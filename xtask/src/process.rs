@@ -9,7 +9,7 @@ pub fn workspace() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().map(Path::to_path_buf).unwrap_or_default()
 }
 
-/// Where build products go: `CARGO_TARGET_DIR`, or `target` in the source tree.
+/// Returns the folder of build products: `CARGO_TARGET_DIR`, or `target` in the source tree.
 pub fn target() -> PathBuf {
     match std::env::var_os("CARGO_TARGET_DIR") {
         Some(path) => workspace().join(path),
@@ -38,7 +38,7 @@ pub fn output(command: &mut Command) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// Whether the program runs and succeeds; nothing is printed.
+/// Returns true if the program runs and succeeds; prints nothing.
 pub fn succeeds(command: &mut Command) -> bool {
     command
         .stdin(Stdio::null())

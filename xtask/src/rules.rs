@@ -1,5 +1,5 @@
-//! The rules of the house that a compiler does not check: who may import whom, where `unsafe` may
-//! stand, how large the kernel may be.
+//! Rules of the project that a compiler does not check: imports between folders, places of
+//! `unsafe`, and the size of the kernel.
 
 use crate::process::workspace;
 use crate::source::{self, Lines, Unsafe};
@@ -179,12 +179,14 @@ pub fn compare_or_write(
 mod tests {
     use super::*;
 
-    /// The rules hold for every commit that passes its tests, also where clippy and rustfmt are not.
+    /// The rules hold for every commit that passes its tests, also where clippy and rustfmt are
+    /// not.
     #[test]
     fn the_tree_keeps_the_rules() {
         deps().unwrap();
         unsafe_code(&[]).unwrap();
         crate::spec::spec(&[]).unwrap();
+        crate::specification::specification(&[]).unwrap();
         size().unwrap();
     }
 

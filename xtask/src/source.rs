@@ -53,8 +53,8 @@ impl std::ops::AddAssign for Lines {
     }
 }
 
-/// Counts the lines of all Rust and assembly below a directory. Files that are modules for unit tests
-/// only count as such.
+/// Counts the lines of all Rust and assembly below a directory. Files that are modules for unit
+/// tests only count as such.
 pub fn lines_below(directory: &Path) -> Result<Lines> {
     let files = files(directory, &["rs", "s", "S"])?;
     let mut tests = Vec::new();
@@ -73,6 +73,93 @@ pub fn lines_below(directory: &Path) -> Result<Lines> {
     Ok(sum)
 }
 
+/// The Rust files below a directory, without modules for unit tests only and what is below those.
+pub fn production_files(directory: &Path) -> Result<Vec<PathBuf>> {
+    let files = files(directory, &["rs"])?;
+    let mut tests = Vec::new();
+    for file in &files {
+        tests.extend(test_modules(&read(file)?).iter().map(|name| module_file(file, name)));
+    }
+    let is_test = |file: &PathBuf| {
+        tests.iter().any(|test| file == test || file.starts_with(test.with_extension("")))
+    };
+    Ok(files.into_iter().filter(|file| !is_test(file)).collect())
+}
+
+/// The files with an extension in a directory, not below it.
+pub fn files_in(directory: &Path, extension: &str) -> Result<Vec<PathBuf>> {
+    let all = files(directory, &[extension])?;
+    Ok(all.into_iter().filter(|file| file.parent() == Some(directory)).collect())
+}
+
+/// Lines of a file, comments included, without an inline module of unit tests at its end.
+pub fn production_lines(text: &str) -> usize {
+    let lines: Vec<&str> = text.lines().collect();
+    let tests = lines.windows(2).position(|pair| {
+        pair[0] == "#[cfg(test)]" && pair[1].contains("mod ") && pair[1].ends_with('{')
+    });
+    tests.unwrap_or(lines.len())
+}
+
+/// A function outside of unit tests.
+#[derive(Debug, PartialEq, Eq)]
+pub struct FunctionLength {
+    /// Its name.
+    pub name: String,
+    /// Lines from `fn` to the end of its body.
+    pub lines: usize,
+}
+
+/// The functions with a body of a file, nested ones included.
+pub struct FunctionLengths(pub Vec<FunctionLength>);
+
+impl FunctionLengths {
+    /// Reads a file. Fails if it is no Rust.
+    pub fn read(path: &Path) -> Result<Self> {
+        let tokens = TokenStream::from_str(&read(path)?)
+            .map_err(|error| anyhow!("{}: {error}", path.display()))?;
+        let mut functions = Self(Vec::new());
+        functions.add(tokens);
+        Ok(functions)
+    }
+
+    fn add(&mut self, tokens: TokenStream) {
+        let tokens: Vec<TokenTree> = tokens.into_iter().collect();
+        let mut is_test = false;
+        for (at, token) in tokens.iter().enumerate() {
+            match token {
+                TokenTree::Group(group) => {
+                    let attribute = group.to_string().replace(' ', "") == "[cfg(test)]";
+                    let body = group.delimiter() == proc_macro2::Delimiter::Brace;
+                    if !(is_test && body) {
+                        self.add(group.stream());
+                    }
+                    is_test = attribute || is_test && !body;
+                }
+                TokenTree::Ident(word) if word == "fn" && !is_test => {
+                    self.0.extend(function(word, &tokens[at + 1..]));
+                }
+                TokenTree::Punct(mark) if mark.as_char() == ';' => is_test = false,
+                _ => {}
+            }
+        }
+    }
+}
+
+/// Returns the function whose keyword is `word`, followed by `rest`; `None` if it has no body.
+fn function(word: &proc_macro2::Ident, rest: &[TokenTree]) -> Option<FunctionLength> {
+    let TokenTree::Ident(name) = rest.first()? else { return None };
+    let body = rest.iter().find_map(|token| match token {
+        TokenTree::Group(group) if group.delimiter() == proc_macro2::Delimiter::Brace => {
+            Some(Some(group.span_close().end().line))
+        }
+        TokenTree::Punct(mark) if mark.as_char() == ';' => Some(None),
+        _ => None,
+    });
+    let lines = body?? + 1 - word.span().start().line;
+    Some(FunctionLength { name: name.to_string(), lines })
+}
+
 /// Names of the modules in files of their own that a file declares for unit tests.
 pub fn test_modules(text: &str) -> Vec<String> {
     let lines: Vec<&str> = text.lines().map(str::trim).collect();
@@ -83,7 +170,7 @@ pub fn test_modules(text: &str) -> Vec<String> {
         .collect()
 }
 
-/// Where the module `name` that `file` declares is.
+/// Returns the path of the module `name` that `file` declares.
 pub fn module_file(file: &Path, name: &str) -> PathBuf {
     let is_root = ["lib.rs", "main.rs", "mod.rs"].iter().any(|root| file.ends_with(root));
     let folder = if is_root { file.with_file_name("") } else { file.with_extension("") };
@@ -157,7 +244,8 @@ fn strip_comments(line: &str, depth: &mut usize) -> String {
 pub struct Unsafe {
     /// Blocks: places where a contract is claimed to hold.
     pub blocks: usize,
-    /// Functions, traits, implementations, foreign modules and attributes: places where one is made.
+    /// FunctionLengths, traits, implementations, foreign modules and attributes: places where one is
+    /// made.
     pub items: usize,
 }
 
@@ -219,6 +307,16 @@ mod tests {
         let file = |from: &str| module_file(Path::new(from), "tests");
         assert_eq!(file("src/lib.rs"), Path::new("src/tests.rs"));
         assert_eq!(file("src/pool.rs"), Path::new("src/pool/tests.rs"));
+    }
+
+    #[test]
+    fn finds_functions() {
+        let text = "fn a() {\n    fn b() {}\n}\ntrait T { fn c(); }\n#[cfg(test)]\nmod tests {\n    fn d() {}\n}\nfn e()\n{\n}\n";
+        let mut found = FunctionLengths(Vec::new());
+        found.add(TokenStream::from_str(text).unwrap());
+        let found: Vec<_> = found.0.iter().map(|f| (f.name.as_str(), f.lines)).collect();
+        assert_eq!(found, [("a", 3), ("b", 1), ("e", 3)]);
+        assert_eq!(production_lines(text), 4);
     }
 
     #[test]

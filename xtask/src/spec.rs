@@ -254,7 +254,7 @@ mod tests {
         };
         row(core::mem::offset_of!(abi::vcpu::VcpuState, bytes), "bytes");
         row(core::mem::offset_of!(abi::vcpu::VcpuState, segments), "segments");
-        row(core::mem::offset_of!(abi::vcpu::VcpuState, settled), "settled");
+        row(core::mem::offset_of!(abi::vcpu::VcpuState, handled_in_kernel), "handled_in_kernel");
         row(core::mem::offset_of!(abi::boot::BootInfo, regions), "regions");
     }
 }

@@ -28,7 +28,7 @@ pub enum Bare {
 }
 
 impl Bare {
-    /// Picks a compiler, or says how to get one.
+    /// Selects a compiler. The error names the packages to install.
     pub fn choose() -> Result<Self> {
         if rustup_has_target() {
             return Ok(Self::Rustup);
@@ -47,7 +47,8 @@ impl Bare {
         )
     }
 
-    /// Whether this compiler's own clippy is there; one of another version cannot read its `core`.
+    /// Returns true if this compiler's own clippy is installed; another version cannot read its
+    /// `core`.
     pub fn has_clippy(self) -> bool {
         match self {
             Self::Rustup => succeeds(host_cargo().args(["clippy", "--version"])),
@@ -62,7 +63,8 @@ impl Bare {
             Self::Rustup => host_cargo(),
             Self::Debian => {
                 all.push("-Clinker=ld.lld");
-                // As an external subcommand of cargo, clippy would be searched in rustup's folder first.
+                // As an external subcommand of cargo, clippy would be searched in rustup's folder
+                // first.
                 let program = if subcommand == "clippy" { DEBIAN_CLIPPY } else { DEBIAN_CARGO };
                 let mut command = Command::new(program);
                 // `-Zbuild-std` is not yet stable: the variable lets this released compiler use it.

@@ -1,4 +1,4 @@
-//! What cargo says about the packages of this workspace.
+//! Packages of this workspace, from `cargo metadata`.
 
 use crate::process::{output, workspace};
 use crate::toolchain::host_cargo;
@@ -15,7 +15,7 @@ pub struct Package {
     pub directory: PathBuf,
     /// Directories of the workspace packages that it depends on, for any purpose.
     pub imports: Vec<PathBuf>,
-    /// Whether it is built and tested on the host by a plain `cargo test`.
+    /// True if a plain `cargo test` builds and tests it on the host.
     pub on_host: bool,
 }
 

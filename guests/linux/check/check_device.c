@@ -4,7 +4,8 @@
  *
  *	/dev/check_device, while the virtio source of random numbers has no other driver:
  *	mmap	maps the page, with any rights
- *	write	fills as many bytes of it, from the file's offset on, with random numbers, by the device alone
+ *	write	fills as many bytes of it, from the file's offset on, with random numbers, by the
+ *		device alone
  */
 #include <linux/completion.h>
 #include <linux/fs.h>

@@ -1,27 +1,38 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * A guest's kernel that means harm, in a hosted machine: it tries to reach the host from the process that it is in. All of it comes from a seed.
+ * A guest's kernel that means harm, in a hosted machine: it tries to reach the host from the
+ * process that it is in. All of it comes from a seed.
  *
  *	insmod check_escape.ko what=WHAT seed=N rounds=M
  *
  *	calls	system calls of the host that its processes may make, with arguments at random
- *	call	one system call, number=N, arguments at random; what=int80 and what=x32: by the other ways in
- *	jumps	jumps to text=A,END of the wedge, from=I on: to every byte, one after the other in an order of their own, registers at random
- *	gate	the same to places=A,B,... and a few bytes behind each, with what belongs there (signal frames, numbers), forged
- *	memory	writes numbers, among them that of the process canary=N, to memory that the machine's processes share, and rings for them
- *	requests	has requests carried out that no driver has made, by the workers of queue=N, and counts how they end
- *	words	writes value=V to each word of that memory, from=I on, has a new process made meanwhile, and puts the word back
- *	takeover	the same for word=I alone; the new process executes code of this module, which sends a signal to the process canary=N
- *	mapper	has processes of programs made anew, and replaces their code by such code while they are set up
- *	processes	has a process made for each slot of each virtual CPU, also of those that there are not
- *	affinity	asks for all CPUs: by memory of its own, by each set that the host has; then asks, by=N, for a change of those
+ *	call	one system call, number=N, arguments at random; what=int80 and what=x32: by the
+ *		other ways in
+ *	jumps	jumps to text=A,END of the wedge, from=I on: to every byte, one after the other in
+ *		an order of their own, registers at random
+ *	gate	the same to places=A,B,... and a few bytes behind each, with what belongs there
+ *		(signal frames, numbers), forged
+ *	memory	writes numbers, among them that of the process canary=N, to memory that the
+ *		machine's processes share, and rings for them
+ *	requests	has requests carried out that no driver has made, by the workers of
+ *		queue=N, and counts how they end
+ *	words	writes value=V to each word of that memory, from=I on, has a new process made
+ *		meanwhile, and puts the word back
+ *	takeover	the same for word=I alone; the new process executes code of this module,
+ *		which sends a signal to the process canary=N
+ *	mapper	has user processes replaced, and overwrites their code during set-up
+ *	processes	has a process made for each slot of each virtual CPU, also of those that
+ *		there are not
+ *	affinity	asks for all CPUs: by memory of its own, by each set that the host has;
+ *		then asks, by=N, for a change of those
  *	end	says that the machine has ended with code=N
  *	exit	ends the process with code=N
  *	fault	ends it by a fault that it cannot handle
  *	keys	writes PKRU
  *
- * It says where it is on the host's error output, before each attempt ("escape: at I") that may be the last one, and at the end ("escape: done").
- * A jump ends at the next signal of the host, whose handler (handler=A) is the module's meanwhile; what the wedge remembers is put back.
+ * Writes "escape: at I" to the host's standard error before each attempt that may be the last
+ * one, and "escape: done" at the end. A jump ends at the next signal of the host, whose handler
+ * (handler=A) is the module's meanwhile; what the wedge remembers is put back.
  */
 #include <linux/module.h>
 #include <linux/moduleparam.h>
@@ -64,7 +75,7 @@ enum {
 	SHARED_FIXED = 0x11, OWN_FIXED = 0x32, POPULATE = 0x8000, READ_WRITE = 3, PUNCH_KEEP = 3,
 };
 
-/* Memory of the process that nobody else uses: data, and what mappings are tried on. */
+/* Private memory of the process: data, and an area for mapping attempts. */
 #define DATA		0x7a0000000000UL
 #define DATA_LENGTH	0x40000UL
 #define FIELD		0x7a1000000000UL
@@ -165,7 +176,10 @@ static void set_up(void)
 		*(u64 *)at = 0;
 }
 
-/* The host's timer, after some nanoseconds, and then each interval; 0: never. Gives what was left of the time that was set before. */
+/*
+ * The host's timer, after some nanoseconds, and then each interval; 0: never. Gives what was left
+ * of the time that was set before.
+ */
 static unsigned long set_timer(unsigned long nanoseconds, unsigned long interval)
 {
 	unsigned long *time = (unsigned long *)(DATA + DATA_LENGTH - 64);
@@ -178,7 +192,10 @@ static unsigned long set_timer(unsigned long nanoseconds, unsigned long interval
 	return time[2] * NSEC_PER_SEC + time[3];
 }
 
-/* As it was: one that has expired is due now, for the host forgets its signal when the timer is set anew. */
+/*
+ * Restores the timer: an expired one is due now, because the host drops its signal when the timer
+ * is set again.
+ */
 static void set_back(unsigned long left)
 {
 	set_timer(left ? left : 1, 0);
@@ -191,7 +208,7 @@ static u64 field(u64 *length)
 	if (below(16) == 0) {
 		/* What lies there stays: no pages begin at odd addresses. */
 		*length = below(4) ? 0 : below(0x1000);
-		/* Nobody may even name what is from there on. */
+		/* First address that a system call may not even name. */
 		return address() % (CONFIG - (2UL << 32)) | 1;
 	}
 	return FIELD + (below(FIELD_LENGTH - *length) & ~0xfffUL) + (below(16) ? 0 : below(0x1000));
@@ -235,8 +252,9 @@ static void call_at_random(u64 own_page)
 		break;
 	case NR_SIGALTSTACK:
 		/*
-		 * Without harm: as it is again, before a signal finds a stack that is none. No tick comes meanwhile, and a stack that is too small for a
-		 * frame is one that the host refuses (below MINSIGSTKSZ, 2,048 bytes).
+		 * Without harm: as it is again, before a signal finds a stack that is none. No
+		 * tick comes meanwhile, and a stack that is too small for a frame is one that the
+		 * host refuses (below MINSIGSTKSZ, 2,048 bytes).
 		 */
 		i = set_timer(0, 0);
 		HOST(NR_SIGALTSTACK, 0, (unsigned long)stack);
@@ -309,20 +327,25 @@ static void one_call(void)
 			     : "r8", "r9", "r10", "r11", "memory");
 	else
 		result = host(!strcmp(what, "x32") ? number | 1UL << 30 : number, arguments);
-	say("escape: the call comes back with %ld\n", result);
+	say("escape: the call returned %ld\n", result);
 }
 
 /*
- * escape_jump() goes to an address with registers of the caller's choice. It comes back by the landing, which the host calls as a handler of signals. What
- * it was in may have unmapped anything that the wedge fills in, this module too, so all that is needed until the wedge's handler is back lies where the
- * wedge maps nothing, beside its own memory: the code of the landing at first. Bytes are instructions that the kernel is not to have replaced.
+ * escape_jump() goes to an address with registers of the caller's choice. It returns by the
+ * landing, which the host calls as a signal handler. What it was in may have unmapped anything
+ * that the wedge fills in, this module too, so all that is needed until the wedge's handler is
+ * back lies where the wedge maps nothing, beside its own memory: the code of the landing at
+ * first. Bytes are instructions that the kernel is not to have replaced.
  */
 #define LANDING		0x76000000UL
 #define JUMP		0x76001000UL
 #define COPIES		0x76010000UL
 #define LANDING_LENGTH	0x80000UL
 
-/* What the wedge remembers, and how much of it is put back: of the virtual CPU, of its stack, of the process. */
+/*
+ * What the wedge remembers, and how much of it is put back: of the virtual CPU, of its stack, of
+ * the process.
+ */
 static const struct { unsigned long start, length; } kept[] = {
 	{ OWN_VCPU, 0x6000 }, { STUBS - 0x8000, 0x8000 }, { PRIVATE, 0x1c000 },
 };
@@ -405,7 +428,10 @@ static void forge_stack(u64 *words, unsigned long count)
 		words[i] = below(4) ? value() : text[0] + below(text[1] - text[0]);
 }
 
-/* A signal's frame as the host makes it, at words[1] and on: flags, link, stack, registers, rip, flags, segments, ... */
+/*
+ * A signal's frame as the host makes it, at words[1] and on: flags, link, stack, registers, rip,
+ * flags, segments, ...
+ */
 static void forge_frame(u64 *words)
 {
 	unsigned long i;
@@ -437,7 +463,10 @@ static void attempt(u64 target, bool forges)
 	jump->registers[4] = below(4) ? (u64)stack : value();
 	if (forges) {
 		forge_frame(stack);
-		/* As a handler of signals is called, as stubs and system calls come, as `SYSRET` goes. */
+		/*
+		 * As a handler of signals is called, as stubs and system calls come, as `SYSRET`
+		 * goes.
+		 */
 		jump->registers[7] = below(4) ? below(66) : value();
 		jump->registers[2] = below(4) ? (u64)(stack + 1) : value();
 		if (below(2))
@@ -526,7 +555,7 @@ static void forge_request(void)
 	WRITE_ONCE(*(u64 *)(request + REQUEST_SECTOR), below(2) ? below(1 << 20) : value());
 	WRITE_ONCE(*(u32 *)(request + REQUEST_COUNT), below(2) ? below(256) : value());
 	for (i = 0; i < PARTS; i++) {
-		/* Most are memory that nobody has. */
+		/* Most are unmapped addresses. */
 		WRITE_ONCE(*(u64 *)part_of(request, i, PART_ADDRESS), below(16) ? 0xf0000000 + below(1 << 28) : value());
 		WRITE_ONCE(*(u32 *)part_of(request, i, PART_BYTES), below(4) ? 512 : value());
 	}
@@ -537,8 +566,9 @@ static void forge_request(void)
 }
 
 /*
- * Every second request is sound, and leaves a mark in a sector of its own: what has been carried out is to be seen in the disk's file. The others
- * are not. Who serves a shared directory gets no sectors, but messages without sense.
+ * Every second request is sound, and leaves a mark in a sector of its own: what has been carried
+ * out is to be seen in the disk's file. The others are not. Who serves a shared directory gets no
+ * sectors, but messages without sense.
  */
 #define NO_STATUS 0xff
 
@@ -565,7 +595,10 @@ static void requests(void)
 			case 0: set_request(request, OP_WRITE, 1, 1UL << 40, memory, 512); break;
 			case 1: set_request(request, OP_WRITE, 1, -below(1 << 20), memory, 512); break;
 			case 2:
-				/* Of too many parts, those that there is room for are too long by a byte. */
+				/*
+				 * Of too many parts, those that there is room for are too long by
+				 * a byte.
+				 */
 				set_request(request, OP_WRITE, PARTS + 1 + below(1 << 20), sector, memory, 512);
 				WRITE_ONCE(*(u64 *)part_of(request, 1, PART_ADDRESS), memory);
 				WRITE_ONCE(*(u32 *)part_of(request, 1, PART_BYTES), 1);
@@ -610,7 +643,7 @@ static void wait_a_moment(unsigned long turns)
 		HOST(NR_YIELD);
 }
 
-/* The word is value= as often as it has room, at its beginning. What was there comes back by put_back(). */
+/* Fills the word with value= repeatedly. put_back() restores its content. */
 static u8 kept_bytes[64];
 
 static u64 write_word(u64 index)
@@ -675,7 +708,10 @@ static u8 *write_kill(u8 *at)
 	return at;
 }
 
-/* The device process looks once a second when it is not rung for, and it may be what the other process waits for. */
+/*
+ * The device process looks once a second when it is not rung for, and it may be what the other
+ * process waits for.
+ */
 static bool await_flag(unsigned long turns)
 {
 	while (!TAKEN_FLAG[0] && turns--) {
@@ -717,20 +753,21 @@ static void takeover(void)
 }
 
 /*
- * The thread that maps for programs takes orders from this kernel. They are to map memory of the guest, all of which is such code, over the code of the
- * wedge, where the other thread is being set up.
+ * The thread that maps for programs takes orders from this kernel. They are to map memory of the
+ * guest, all of which is such code, over the code of the wedge, where the other thread is being
+ * set up.
  */
 static void mapper(void)
 {
 	const unsigned int order = 8;
-	volatile u32 *batch = (u32 *)(GATE + ORDERS_BATCH), *used = (u32 *)(GATE + ORDERS_USED);
-	volatile u64 *command = (u64 *)(GATE + ORDERS_COMMANDS);
+	volatile u32 *batch = (u32 *)MAILBOX_REQUEST_BATCH, *used = (u32 *)MAILBOX_REQUEST_USED;
+	volatile u64 *command = (u64 *)MAILBOX_REQUEST_COMMANDS;
 	unsigned long memory = __get_free_pages(GFP_KERNEL, order), round, turns;
 	u8 *page;
 
 	if (!memory)
 		return;
-	/* Wherever the thread goes on, it comes to the end of a page. */
+	/* Wherever the thread continues, it reaches the end of a page. */
 	memset((void *)memory, 0x90, PAGE_SIZE << order);
 	page = (u8 *)memory + (PAGE_SIZE << order) - PAGE_SIZE;
 	write_kill(page + PAGE_SIZE - 64);
@@ -746,13 +783,13 @@ static void mapper(void)
 		command[5] = MEMORY_FD;
 		command[6] = virt_to_phys((void *)memory);
 		*used = 1;
-		WRITE_ONCE(*(u32 *)VCPU_PROGRAM, 1 + READ_ONCE(*(u32 *)VCPU_RUNNING));
+		WRITE_ONCE(*(u32 *)VCPU_USER_WANTED, 1 + READ_ONCE(*(u32 *)VCPU_RUNNING));
 		bell();
 		for (turns = 0; turns < 20000; turns++) {
 			++*batch;
-			/* What it says when it is ready. */
-			*(volatile u32 *)(GATE + REPORTS_BATCH) = 1;
-			HOST(NR_FUTEX, GATE + REPORTS_BATCH, 1, 1);
+			/* Message of the process when it is ready. */
+			*(volatile u32 *)MAILBOX_RESPONSE_BATCH = 1;
+			HOST(NR_FUTEX, MAILBOX_RESPONSE_BATCH, 1, 1);
 			HOST(NR_FUTEX, (unsigned long)batch, 1, 1);
 		}
 		schedule_timeout_interruptible(1);
@@ -768,7 +805,7 @@ static void processes(void)
 			u64 other = VCPUS + vcpu * VCPU_LENGTH - OWN_VCPU;
 
 			WRITE_ONCE(*(u32 *)(VCPU_WANTED + other), slot + 1);
-			WRITE_ONCE(*(u32 *)(VCPU_PROGRAM + other), slot + 1);
+			WRITE_ONCE(*(u32 *)(VCPU_USER_WANTED + other), slot + 1);
 		}
 		bell();
 		wait_a_moment(2000);
@@ -803,7 +840,7 @@ static void affinity(void)
 	default:
 		HOST(NR_SETAFFINITY, 0, CPU_SET_LENGTH, (unsigned long)own_set);
 	}
-	say("escape: the call comes back with %ld\n", 0);
+	say("escape: the call returned %ld\n", 0);
 }
 
 static void memory(void)

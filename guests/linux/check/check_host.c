@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Asks the host of a hosted machine: a system call from the guest's kernel, which nothing of the guest takes for its own.
+ * Asks the host of a hosted machine: a system call from the guest kernel, which the guest does
+ * not treat as its own.
  *
- *	insmod check_host.ko call=N first=A fourth=B fifth=C	prints "host: call N gives RESULT" if it comes back
+ *	insmod check_host.ko call=N first=A fourth=B fifth=C prints "host: call N gives RESULT" if
+ * it returns
  */
 #include <linux/module.h>
 #include <linux/moduleparam.h>

@@ -2,7 +2,8 @@
 /*
  * Sums of the guest kernel's memory that does not change.
  *
- *	insmod check_memory.ko first=A,C last=B,D	prints "memory: BYTES bytes, sum SUM" of the ranges A to B and C to D
+ *	insmod check_memory.ko first=A,C last=B,D prints "memory: BYTES bytes, sum SUM" of the
+ * ranges A to B and C to D
  */
 #include <linux/module.h>
 #include <linux/moduleparam.h>

@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Runs generated sequences of sensitive instructions at privilege level 0 and prints what they leave behind: the same on any machine that
- * keeps to the manual. A test compares the lines of a run on the processor with those of a run under a wedge.
+ * Runs generated sequences of sensitive instructions at privilege level 0 and prints what they
+ * leave behind: the same on any machine that keeps to the manual. A test compares the lines of a
+ * run on the processor with those of a run under a wedge.
  *
- *	insmod check_wedge.ko seed=N rounds=M	prints "wedge: SEED ROUND DIGEST" for each round, then "wedge: done"
+ *	insmod check_wedge.ko seed=N rounds=M prints "wedge: SEED ROUND DIGEST" for each round,
+ * then "wedge: done"
  *
- * What depends on the machine (addresses, features, times) does not go into the digest, and nothing is tried where QEMU is laxer than the
- * manual (reserved bits of control registers, non-canonical addresses, unknown MSRs): those have tests on the host.
+ * What depends on the machine (addresses, features, times) does not go into the digest, and
+ * nothing is tried where QEMU is laxer than the manual (reserved bits of control registers,
+ * non-canonical addresses, unknown MSRs): those have tests on the host.
  */
 #include <linux/module.h>
 #include <linux/moduleparam.h>
@@ -192,7 +195,7 @@ static void step_swapgs(void)
 
 	rdmsrl(MSR_KERNEL_GS_BASE, kept);
 	wrmsrl(MSR_KERNEL_GS_BASE, inactive);
-	/* Between them nothing of the CPU's own data is reached: no C. */
+	/* Per-CPU data is unreachable between them: no C code. */
 	asm volatile("swapgs; mov $0xc0000101, %%ecx; rdmsr; shl $32, %%rdx; or %%rdx, %%rax; mov %%rax, %0; swapgs"
 		     : "=&r" (seen) : : "rax", "rcx", "rdx", "cc", "memory");
 	rdmsrl(MSR_KERNEL_GS_BASE, other);

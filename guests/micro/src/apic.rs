@@ -1,7 +1,7 @@
 //! Interrupt controllers: local APIC in both modes, I/O APIC, and the timer chip that feeds it.
 
 use crate::port;
-use crate::trap::{self, FIRST_INTERRUPT, Frame};
+use crate::trap::{self, FIRST_INTERRUPT, TrapFrame};
 use crate::{cpu, smp};
 use core::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
 use hw_x86::apic::{io, local};
@@ -68,21 +68,24 @@ pub fn enable() {
     write(local::SVR, local::SVR_ENABLE | 0xff);
 }
 
-/// Switches the local APIC to x2APIC mode, after those of all other processors. `Err`: the vector of the exception.
+/// Switches the local APIC to x2APIC mode, after those of all other processors. `Err`: the vector
+/// of the exception.
 pub fn enter_x2apic() -> Result<(), u8> {
     switch_to_x2apic()?;
     X2APIC.store(true, Relaxed);
     Ok(())
 }
 
-/// Switches the local APIC to x2APIC mode. It must not be used until [`enter_x2apic`] on the last processor.
+/// Switches the local APIC to x2APIC mode. It must not be used until [`enter_x2apic`] on the last
+/// processor.
 pub fn switch_to_x2apic() -> Result<(), u8> {
     let base = cpu::read_msr(msr::APIC_BASE)?;
     // SAFETY: only the mode changes.
     unsafe { cpu::write_msr(msr::APIC_BASE, base | apic_base::X2APIC) }
 }
 
-/// Switches the local APIC from x2APIC mode off, and on again in xAPIC mode: there is no direct way.
+/// Switches the local APIC from x2APIC mode off, and on again in xAPIC mode: there is no direct
+/// way.
 pub fn leave_x2apic() -> Result<(), u8> {
     let base = cpu::read_msr(msr::APIC_BASE)?;
     // SAFETY: without a local APIC there are no interrupts; nothing waits for one.
@@ -99,7 +102,8 @@ static EOI_WORDS: [AtomicU32; smp::MOST] = [const { AtomicU32::new(0) }; smp::MO
 /// Interrupts that were ended in memory.
 static QUIET_ENDS: AtomicU32 = AtomicU32::new(0);
 
-/// From now on, [`end_of_interrupt`] on this processor uses the paravirtual way if it can. Gives whether there is one.
+/// From now on, [`end_of_interrupt`] on this processor uses the paravirtual way if it can. Gives
+/// whether there is one.
 pub fn use_paravirtual_eoi() -> bool {
     const ENABLE: u64 = 1;
     let word = EOI_WORDS[smp::index()].as_ptr().addr() as u64;
@@ -114,7 +118,7 @@ pub fn quiet_ends() -> u32 {
 }
 
 /// For programs that an interrupt only wakes: ends it. An exception is unexpected.
-pub fn acknowledge(frame: &mut Frame) {
+pub fn acknowledge(frame: &mut TrapFrame) {
     if u64::from(frame.vector()) < FIRST_INTERRUPT {
         trap::unexpected(frame);
     }
@@ -139,7 +143,8 @@ pub fn send_self(vector: u8) {
 pub fn send(destination: u32, command: u32) {
     if X2APIC.load(Relaxed) {
         let value = u64::from(destination) << 32 | u64::from(command);
-        // SAFETY: interrupts, for which handlers exist, or a start of another processor, whose code exists.
+        // SAFETY: interrupts, for which handlers exist, or a start of another processor, whose code
+        // exists.
         let _ = unsafe { cpu::write_msr(x2apic_msr(local::ICR_LOW), value) };
         return;
     }
@@ -156,7 +161,7 @@ pub fn id() -> u32 {
     if X2APIC.load(Relaxed) { id } else { id >> ID_SHIFT }
 }
 
-/// Whether a vector is requested but not in service yet.
+/// Returns true if a vector is requested but not in service yet.
 pub fn requested(vector: u8) -> bool {
     read(local::IRR + u32::from(vector / 32) * 16) & 1 << (vector % 32) != 0
 }

@@ -1,4 +1,4 @@
-//! What the boot loader says about the machine.
+//! Boot information: PVH start information and ACPI tables.
 
 use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use hw_tables::acpi::{AcpiError, Fadt, Madt, MadtEntry, Table, Tables, apic_flag};
@@ -55,7 +55,7 @@ pub fn free_ram() -> impl Iterator<Item = (u64, u64)> {
     })
 }
 
-/// How tables are read.
+/// Reader of firmware tables.
 type Reader = fn(u64, usize) -> Option<&'static [u8]>;
 
 fn tables() -> Result<Tables<'static, Reader>, AcpiError> {
@@ -72,7 +72,7 @@ pub fn processors() -> impl Iterator<Item = u8> {
     })
 }
 
-/// How to switch the machine off by ACPI: port of PM1a control, and the value to write.
+/// Power-off by ACPI: port of PM1a control, and the value to write.
 pub fn soft_off() -> Result<Option<(u16, u16)>, AcpiError> {
     const SLP_TYP_SHIFT: u32 = 10;
     const SLP_EN: u16 = 1 << 13;
@@ -90,7 +90,7 @@ pub const PM1_ENABLE: u16 = 2;
 /// Of both registers: the power button (ACPI 6.5, section 4.8.4.1).
 pub const POWER_BUTTON: u16 = 1 << 8;
 
-/// Where the power button shows: port of the PM1a status register, and the interrupt.
+/// Power button: port of the PM1a status register, and the interrupt.
 pub fn power_button() -> Result<Option<(u16, u32)>, AcpiError> {
     let tables = tables()?;
     let fadt = Fadt::parse(tables.find(Fadt::SIGNATURE).ok_or(AcpiError::BadSignature)?)?;
@@ -98,8 +98,8 @@ pub fn power_button() -> Result<Option<(u16, u32)>, AcpiError> {
     Ok(port.map(|port| (port, fadt.sci_interrupt().into())))
 }
 
-/// First element of the package `_S5_`, found by its encoding (ACPI 6.5, section 20.2): name, package
-/// opcode, package length, number of elements, first element.
+/// First element of the package `_S5_`, found by its encoding (ACPI 6.5, section 20.2): name,
+/// package opcode, package length, number of elements, first element.
 fn sleep_type(aml: &[u8]) -> Option<u8> {
     const PACKAGE: u8 = 0x12;
     const BYTE_PREFIX: u8 = 0x0a;

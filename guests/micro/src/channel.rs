@@ -1,8 +1,9 @@
-//! Channels to other machines (`docs/spec/channel.md`): finding the functions, their registers and memory, doorbells.
+//! Channels to other machines (`docs/spec/channel.md`): finding the functions, their registers and
+//! memory, doorbells.
 
 use crate::check;
 use crate::cpu::{self, sleep_until};
-use crate::pci::{Function, Window, base_address};
+use crate::pci::{BarWindow, Function, base_address};
 use crate::random::mix;
 use abi::vcpu::HYPERCALL_DOORBELL;
 use core::sync::atomic::AtomicU64;
@@ -23,20 +24,20 @@ const TO_APIC_0: u32 = 0xfee0_0000;
 
 /// An end of a channel.
 #[derive(Clone, Copy)]
-pub struct Channel {
+pub struct ChannelEnd {
     function: Function,
     /// Number among this machine's channels, once the function is on.
     number: u64,
-    registers: Window,
+    registers: BarWindow,
     memory: u64,
     shares: u64,
 }
 
 /// The channels of this machine, in their order.
-pub fn all() -> impl Iterator<Item = Channel> {
+pub fn all() -> impl Iterator<Item = ChannelEnd> {
     Function::all().filter(|function| function.id() == ID).filter_map(|function| {
         let start = |bar, length| Some(function.window(bar, 0, length)?.start());
-        Some(Channel {
+        Some(ChannelEnd {
             function,
             number: 0,
             registers: function.window(REGISTERS, 0, WINDOW.into())?,
@@ -46,8 +47,8 @@ pub fn all() -> impl Iterator<Item = Channel> {
     })
 }
 
-/// The first channel, turned on as [`Channel::enable`] does; there has to be one.
-pub fn first(vector: u8) -> Option<Channel> {
+/// The first channel, turned on as [`ChannelEnd::enable`] does; there has to be one.
+pub fn first(vector: u8) -> Option<ChannelEnd> {
     let mut found = all().next();
     check!(found.is_some(), "there is no channel");
     if let Some(channel) = &mut found {
@@ -56,8 +57,9 @@ pub fn first(vector: u8) -> Option<Channel> {
     found
 }
 
-impl Channel {
-    /// Turns the function on: doorbells come as interrupt `vector`, events as the next one, both on the first processor.
+impl ChannelEnd {
+    /// Turns the function on: doorbells come as interrupt `vector`, events as the next one, both on
+    /// the first processor.
     pub fn enable(&mut self, vector: u8) {
         self.function.enable();
         self.function.send_messages();
@@ -75,7 +77,8 @@ impl Channel {
         self.registers.read(register)
     }
 
-    /// Writes a register. No command makes the function write to memory that this program has not offered.
+    /// Writes a register. No command makes the function write to memory that this program has not
+    /// offered.
     pub fn write(&self, register: u64, value: u32) {
         self.registers.write(register, value);
     }
@@ -114,7 +117,7 @@ impl Channel {
         &self.memory()[FREE_AREA as usize / 8..]
     }
 
-    /// Where a share of the peer is, all of its window, whether something is mapped or not.
+    /// Window of a share of the peer, mapped or not.
     pub fn share(&self, share: usize) -> &'static [AtomicU64] {
         words(self.shares + share as u64 * SHARE_BYTES, SHARE_BYTES)
     }
@@ -159,7 +162,7 @@ impl Channel {
         }
     }
 
-    /// Where the window of the memory is.
+    /// Address of the memory window.
     pub fn memory_address(&self) -> u64 {
         self.memory
     }
@@ -172,14 +175,15 @@ pub fn ring(number: u64) -> u64 {
 
 /// Words of memory that is no program's.
 pub fn words(address: u64, length: u64) -> &'static [AtomicU64] {
-    // SAFETY: windows of functions and free RAM, in what start-up maps, aligned; accessed by atomic operations only.
+    // SAFETY: windows of functions and free RAM, in what start-up maps, aligned; accessed by atomic
+    // operations only.
     unsafe { core::slice::from_raw_parts(address as *const AtomicU64, (length / 8) as usize) }
 }
 
 /// A channel with its two rings, to a peer that keeps the rules.
 pub struct Ends {
     /// The channel.
-    pub channel: Channel,
+    pub channel: ChannelEnd,
     /// The ring to the peer.
     pub sender: Sender<'static>,
     /// The ring from the peer.
@@ -187,8 +191,8 @@ pub struct Ends {
 }
 
 impl Ends {
-    /// Goes on where a former program in this machine stopped.
-    pub fn new(channel: Channel) -> Option<Self> {
+    /// Continues where an earlier program in this VM stopped.
+    pub fn new(channel: ChannelEnd) -> Option<Self> {
         let (sender, receiver) = channel.rings()?;
         Some(Self { channel, sender, receiver })
     }
@@ -270,7 +274,7 @@ pub fn message(number: u64) -> Message {
     Message { tag: number as u32, length, payload }
 }
 
-/// Whether a message is that one, as far as its payload goes.
+/// Returns true if the payload of a message is that of message `number`.
 pub fn is_intact(received: &Message, number: u64) -> bool {
     let expected = message(number);
     let bytes = |message: &Message| message.payload.map(u64::to_le_bytes);

@@ -26,7 +26,7 @@ impl Write for Console {
     }
 }
 
-/// What [`crate::println!`] calls.
+/// Implementation of [`crate::println!`].
 pub fn print(text: fmt::Arguments<'_>) {
     // Writing to the console cannot fail.
     let _ = Console.write_fmt(text);

@@ -34,13 +34,14 @@ pub fn disable_interrupts() {
 
 /// Turns interrupts on, for what follows the next instruction.
 pub fn enable_interrupts() {
-    // SAFETY: trap handlers exist from the start and change nothing that a program holds in registers. Memory
-    // that they share with programs is atomic; not `nomem`, so that it is read again.
+    // SAFETY: trap handlers exist from the start and change nothing that a program holds in
+    // registers. Memory that they share with programs is atomic; not `nomem`, so that it is read
+    // again.
     unsafe { asm!("sti", options(nostack)) };
 }
 
-/// Turns interrupts on for one instruction that does nothing, and off again: what is pending and has the
-/// priority for it arrives.
+/// Turns interrupts on for one instruction that does nothing, and off again: what is pending and
+/// has the priority for it arrives.
 pub fn take_interrupts() {
     // SAFETY: as in `enable_interrupts`.
     unsafe { asm!("sti", "nop", "nop", "cli", options(nostack)) };
@@ -131,7 +132,7 @@ pub unsafe fn set_xcr0(bits: u64) {
 pub fn read_msr(register: u32) -> Result<u64, u8> {
     let (low, high): (u32, u32);
     let attempt = recover();
-    // SAFETY: reading changes nothing; after an exception the program goes on at label 2.
+    // SAFETY: reading changes nothing; after an exception the program continues at label 2.
     unsafe {
         asm!("lea {tmp}, [rip + 2f]", "mov [{resume}], {tmp}", "rdmsr", "2:",
             tmp = out(reg) _, resume = in(reg) attempt.resume(),
@@ -148,7 +149,8 @@ pub fn read_msr(register: u32) -> Result<u64, u8> {
 /// The value does not take away what running code relies on.
 pub unsafe fn write_msr(register: u32, value: u64) -> Result<(), u8> {
     let attempt = recover();
-    // SAFETY: the caller vouches for the value; after an exception the program goes on at label 2.
+    // SAFETY: the caller vouches for the value; after an exception the program continues at label
+    // 2.
     unsafe {
         asm!("lea {tmp}, [rip + 2f]", "mov [{resume}], {tmp}", "wrmsr", "2:",
             tmp = out(reg) _, resume = in(reg) attempt.resume(),
@@ -158,8 +160,8 @@ pub unsafe fn write_msr(register: u32, value: u64) -> Result<(), u8> {
     attempt.finish()
 }
 
-/// `VMMCALL` with a number in `rax` and arguments; what is in `rax` and the further registers afterwards:
-/// `rcx`, `rdx`, `rsi`, `rdi`, `r8`. The hypervisor must be ours.
+/// `VMMCALL` with a number in `rax` and arguments; what is in `rax` and the further registers
+/// afterwards: `rcx`, `rdx`, `rsi`, `rdi`, `r8`. The hypervisor must be ours.
 pub fn hypercall_with(number: u64, rbx: u64, mut words: [u64; 5]) -> (u64, [u64; 5]) {
     let result;
     let [rcx, rdx, rsi, rdi, r8] = &mut words;
@@ -173,17 +175,20 @@ pub fn hypercall_with(number: u64, rbx: u64, mut words: [u64; 5]) -> (u64, [u64;
     (result, words)
 }
 
-/// [`hypercall_with`] from user mode, with zeros as further arguments; what is in `rax` afterwards. The stack is not used there:
-/// `SYSRET` goes to user mode, `SYSCALL` comes back, and neither reads a descriptor.
+/// [`hypercall_with`] from user mode, with zeros as further arguments; what is in `rax` afterwards.
+/// The stack is not used there: `SYSRET` enters user mode, `SYSCALL` returns from it, and neither
+/// reads a descriptor.
 pub fn hypercall_as_user(number: u64, rbx: u64) -> u64 {
-    // Interrupts from user mode would need a stack of their own: flags with nothing but the bit that is always 1.
+    // Interrupts from user mode would need a stack of their own: flags with nothing but the bit
+    // that is always 1.
     const FLAGS: u32 = 2;
-    // Selectors: the kernel's code; user data and code are 8 and 16 after the other one.
+    // Selectors: the kernel's code; user data and code are 8 and 16 after the kernel's.
     const SELECTORS: u32 = 0x08 | 0x10 << 16;
     let result;
     disable_interrupts();
-    // SAFETY: start-up has mapped everything for user mode too, and the selectors are its own. Who has no SYSCALL
-    // gets an exception, which nobody expects. The hypervisor changes `rax` only; RBX is not an operand's.
+    // SAFETY: start-up has mapped everything for user mode too, and the selectors are its own. Who
+    // has no SYSCALL raises an exception, which no handler expects. The hypervisor changes `rax`
+    // only; RBX is not an operand's.
     unsafe {
         asm!(
             "mov ecx, {efer}", "rdmsr", "or eax, {sce}", "wrmsr",
@@ -209,7 +214,7 @@ pub fn hypercall_as_user(number: u64, rbx: u64) -> u64 {
 pub fn hypercall(number: u64) -> Result<u64, u8> {
     let result;
     let attempt = recover();
-    // SAFETY: a hypervisor changes `rax` only; after an exception the program goes on at label 2.
+    // SAFETY: a hypervisor changes `rax` only; after an exception the program continues at label 2.
     unsafe {
         asm!("lea {tmp}, [rip + 2f]", "mov [{resume}], {tmp}", "vmmcall", "2:",
             tmp = out(reg) _, resume = in(reg) attempt.resume(),

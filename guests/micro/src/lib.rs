@@ -1,17 +1,17 @@
-//! What all micro-guests share: start-up, console, traps, interrupt controllers.
+//! Library of the micro-guests: start-up, console, traps, interrupt controllers.
 //!
-//! A micro-guest shows one behaviour of a machine, checks it, and ends the machine with an exit code: 0
-//! if the machine did what the architecture says, [`FAILED`] with a line on the console if not. It runs on
-//! every back end and on plain QEMU:
+//! A micro-guest shows one behaviour of a machine, checks it, and ends the machine with an exit
+//! code: 0 if the machine did what the architecture says, [`FAILED`] with a line on the console if
+//! not. It runs on every back end and on plain QEMU:
 //!
 //! ```text
 //! qemu-system-x86_64 -M q35 -cpu EPYC -nographic -no-reboot -kernel guest-hello \
 //!     -device isa-debug-exit,iobase=0x501        # exit status: 2 * code + 1
 //! ```
 //!
-//! The start-up code (`start`) enters at the PVH entry in 32-bit mode, maps the first 16 GiB to themselves
-//! and calls the program in 64-bit mode with interrupts off. Code is compiled without SSE, so
-//! programs own those registers.
+//! The start-up code (`start`) enters at the PVH entry in 32-bit mode, maps the first 16 GiB to
+//! themselves and calls the program in 64-bit mode with interrupts off. Code is compiled without
+//! SSE, so programs own those registers.
 #![no_std]
 
 #[cfg(target_os = "none")]
@@ -51,8 +51,9 @@ pub fn exit(code: u8) -> ! {
     }
 }
 
-/// Makes a program of a function `fn()` that is called once, and of a function `fn(&mut Frame)` for traps
-/// (default: none is expected). Returning from the first ends the machine with exit code 0.
+/// Makes a program of a function `fn()` that is called once, and of a function `fn(&mut TrapFrame)`
+/// for traps (default: none is expected). Returning from the first ends the machine with exit code
+/// 0.
 #[macro_export]
 macro_rules! guest {
     ($main:path) => {
@@ -67,7 +68,7 @@ macro_rules! guest {
 
         // SAFETY: as above.
         #[unsafe(no_mangle)]
-        fn guest_trap(frame: &mut $crate::trap::Frame) {
+        fn guest_trap(frame: &mut $crate::trap::TrapFrame) {
             $trap(frame)
         }
     };

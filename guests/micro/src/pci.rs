@@ -5,7 +5,8 @@ use crate::port;
 use crate::ram::Word;
 use hw_tables::pci::{self, DEVICES, MemoryBar, capability, command, msi_x, register};
 
-/// Address of the configuration word to access, and that word (PCI Local Bus 3.0, section 3.2.2.3.2).
+/// Address of the configuration word to access, and that word (PCI Local Bus 3.0, section
+/// 3.2.2.3.2).
 const ADDRESS: u16 = 0xcf8;
 const DATA: u16 = 0xcfc;
 const ENABLE: u32 = 1 << 31;
@@ -20,7 +21,7 @@ pub const fn base_address(bar: u8) -> u16 {
 pub struct Function(u8);
 
 impl Function {
-    /// All that are there.
+    /// Returns all functions of bus 0.
     pub fn all() -> impl Iterator<Item = Self> {
         (0..DEVICES).map(Self).filter(|function| function.id().0 != u16::MAX)
     }
@@ -59,22 +60,23 @@ impl Function {
         pci::capabilities(move |offset| self.read(offset))
     }
 
-    /// Registers of a base address register, `length` bytes from `offset` on, if they can be reached.
-    pub fn window(self, bar: u8, offset: u64, length: u64) -> Option<Window> {
+    /// Registers of a base address register, `length` bytes from `offset` on, if they can be
+    /// reached.
+    pub fn window(self, bar: u8, offset: u64, length: u64) -> Option<BarWindow> {
         let at = base_address(bar);
         let bar = MemoryBar::parse(self.read(at), self.read(at + 4))?;
         let start = bar.base.checked_add(offset)?;
         let reachable = bar.base != 0 && start.checked_add(length)? <= MAPPED;
-        reachable.then_some(Window { start, length })
+        reachable.then_some(BarWindow { start, length })
     }
 
-    /// Where its MSI-X capability is.
+    /// Offset of the MSI-X capability.
     fn msi_x(self) -> Option<u16> {
         self.capabilities().find(|&(_, id)| id == capability::MSI_X).map(|(at, _)| at)
     }
 
     /// Table of MSI-X.
-    pub fn vectors(self) -> Option<Window> {
+    pub fn vectors(self) -> Option<BarWindow> {
         let at = self.msi_x()?;
         let entries = u64::from((self.read(at) >> 16) as u16 & msi_x::SIZE) + 1;
         let table = self.read(at + msi_x::TABLE);
@@ -89,15 +91,15 @@ impl Function {
     }
 }
 
-/// Registers of a function, mapped at their addresses. A device that is told to write to memory must be told of nobody's
-/// memory: this is all that makes accesses safe.
+/// Registers of a function, mapped at their addresses. A driver must give the device only addresses
+/// of unused memory: this is all that makes accesses safe.
 #[derive(Clone, Copy, Debug)]
-pub struct Window {
+pub struct BarWindow {
     start: u64,
     length: u64,
 }
 
-impl Window {
+impl BarWindow {
     fn place<T: Word>(&self, offset: u64) -> *mut T {
         let length = size_of::<T>() as u64;
         let inside = offset.checked_add(length).is_some_and(|end| end <= self.length);
@@ -123,7 +125,8 @@ impl Window {
 
     /// Writes a register.
     pub fn write<T: Word>(&self, offset: u64, value: T) {
-        // SAFETY: as in `read`; what the device does to memory is up to who tells it addresses.
+        // SAFETY: as in `read`; the caller is responsible for addresses that it gives to the
+        // device.
         unsafe { self.place::<T>(offset).write_volatile(value) }
     }
 }

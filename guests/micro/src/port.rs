@@ -1,4 +1,4 @@
-//! I/O ports. No device of these machines is told to write to memory by a port access, so they are
+//! I/O ports. No port access of these machines starts DMA, so they are
 //! safe.
 
 use core::arch::asm;

@@ -1,4 +1,4 @@
-//! RAM that belongs to nobody, for programs that look at it word by word or give it to devices.
+//! Unused RAM, for programs that access it word by word or give it to devices.
 
 use crate::boot;
 
@@ -26,7 +26,7 @@ pub struct Ram {
 }
 
 impl Ram {
-    /// The last free range; everybody who asks gets the same.
+    /// Returns the last free range; every call returns the same one.
     pub fn free() -> Option<Self> {
         boot::free_ram().last().map(|(start, end)| Self { start, end })
     }
@@ -56,7 +56,8 @@ impl Ram {
 
     /// Reads a word at an aligned address inside.
     pub fn read<T: Word>(&self, address: u64) -> T {
-        // SAFETY: mapped RAM that nobody else uses, aligned; any bits are a value. Volatile, as devices write too.
+        // SAFETY: mapped RAM that no other code uses, aligned; any bits are a value. Volatile,
+        // because devices write it, too.
         unsafe { self.place::<T>(address).read_volatile() }
     }
 

@@ -1,8 +1,8 @@
-//! Other processors: started one after the other by the first, each with a stack and a number of its own.
-//! The first is number 0.
+//! Other processors: started one after the other by the first, each with a stack and a number of
+//! its own. The first is number 0.
 //!
-//! Documentation: Intel MultiProcessor Specification 1.4, appendix B.4; SDM vol. 3, "MP initialization
-//! protocol".
+//! Documentation: Intel MultiProcessor Specification 1.4, appendix B.4; SDM vol. 3, "MP
+//! initialization protocol".
 
 use crate::{BUG, apic, cpu, exit, println, trap};
 use core::cell::UnsafeCell;
@@ -14,13 +14,13 @@ use hw_x86::apic::local;
 pub const MOST: usize = 8;
 
 const STACK_LENGTH: usize = 0x4000;
-/// Where other processors begin: a page below 1 MiB that loaders leave alone.
+/// Start address of application processors: a page below 1 MiB that loaders do not use.
 const FIRST_CODE: u64 = 0x4_0000;
-/// `INIT` takes so long (10 ms; more if the counter runs faster than 1 GHz does no harm).
+/// Ticks that `INIT` takes (10 ms at 1 GHz; a longer time is harmless).
 const INIT_TICKS: u64 = 10_000_000;
-/// After so long, a processor that has not begun gets the start-up message again.
+/// Ticks after which a processor that has not started gets another start-up IPI.
 const STARTUP_TICKS: u64 = 1_000_000_000;
-/// A processor that has not begun after so many messages never will.
+/// Number of start-up IPIs before giving up on a processor.
 const ATTEMPTS: u32 = 20;
 
 #[repr(C, align(16))]
@@ -31,7 +31,7 @@ static STACKS: Stacks = Stacks(UnsafeCell::new([[0; STACK_LENGTH]; MOST]));
 
 /// Stack of the processor that is being started; 0 when it has begun.
 pub(crate) static STACK: AtomicU64 = AtomicU64::new(0);
-/// What that processor does.
+/// Program of that processor.
 static PROGRAM: AtomicU64 = AtomicU64::new(0);
 
 // SAFETY: labels of the start-up code.
@@ -46,12 +46,13 @@ pub fn index() -> usize {
     if offset < size_of::<Stacks>() { offset / STACK_LENGTH } else { 0 }
 }
 
-/// Starts the processor with local APIC id `id` as number `index` (1 to [`MOST`] - 1), whatever it does now, and
-/// waits until it has begun. `program` runs with interrupts off.
+/// Starts the processor with local APIC id `id` as number `index` (1 to [`MOST`] - 1), whatever it
+/// does now, and waits until it has begun. `program` runs with interrupts off.
 pub fn start(index: usize, id: u32, program: fn() -> !) {
     let begin = (&raw const guest_cpu_start).addr();
     let length = (&raw const guest_cpu_start_end).addr() - begin;
-    // SAFETY: the code is position-independent but for absolute addresses; nothing else is in that page.
+    // SAFETY: the code is position-independent but for absolute addresses; nothing else is in that
+    // page.
     unsafe {
         core::ptr::copy_nonoverlapping(begin as *const u8, FIRST_CODE as *mut u8, length);
     }
@@ -76,7 +77,7 @@ pub fn stop(id: u32) {
     wait(INIT_TICKS, || false);
 }
 
-/// Waits for a condition, for so many ticks at most; whether it holds.
+/// Waits for a condition, for at most `ticks`; returns true if it holds.
 pub fn wait(ticks: u64, condition: impl Fn() -> bool) -> bool {
     let start = cpu::tsc();
     loop {
@@ -90,7 +91,7 @@ pub fn wait(ticks: u64, condition: impl Fn() -> bool) -> bool {
     }
 }
 
-/// Where other processors come in.
+/// Entry of application processors in 64-bit mode.
 pub(crate) extern "C" fn main() -> ! {
     trap::load_table();
     let program = PROGRAM.load(SeqCst);

@@ -3,8 +3,8 @@
 use core::arch::global_asm;
 use core::sync::atomic::Ordering::Relaxed;
 
-// Entered in 32-bit protected mode with flat segments, paging and interrupts off, and the address of the
-// start information in `ebx`. The segments' descriptors need not exist in memory, so a table
+// Entered in 32-bit protected mode with flat segments, paging and interrupts off, and the address
+// of the start information in `ebx`. The segments' descriptors need not exist in memory, so a table
 // of our own is loaded before the first load of a selector.
 global_asm!(
     r#"

@@ -4,7 +4,7 @@ use crate::{UNEXPECTED_TRAP, cpu, exit, println};
 use core::arch::{asm, global_asm};
 use core::cell::UnsafeCell;
 use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use hw_x86::paging::Gate;
+use hw_x86::paging::GateDescriptor;
 
 /// Non-maskable interrupt.
 pub const NMI: u8 = 2;
@@ -24,7 +24,7 @@ const STUB_LENGTH: u64 = 16;
 #[allow(missing_docs, reason = "the manual's names")]
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
-pub struct Frame {
+pub struct TrapFrame {
     pub r15: u64,
     pub r14: u64,
     pub r13: u64,
@@ -50,7 +50,7 @@ pub struct Frame {
     pub ss: u64,
 }
 
-impl Frame {
+impl TrapFrame {
     /// The vector, 0 to 255.
     pub fn vector(&self) -> u8 {
         // Entries push it sign-extended.
@@ -58,8 +58,8 @@ impl Frame {
     }
 }
 
-// One entry per vector. Those without an error code (bits of the mask are those with one, APM vol. 2
-// §8.2) push a zero in its place.
+// One entry per vector. Those without an error code (bits of the mask are those with one, APM vol.
+// 2 §8.2) push a zero in its place.
 global_asm!(
     r#"
     .text
@@ -126,23 +126,23 @@ guest_trap_entry:
 // SAFETY: `guest_traps` is the label above; the macro `guest` defines `guest_trap`.
 unsafe extern "Rust" {
     static guest_traps: [u8; VECTORS * STUB_LENGTH as usize];
-    safe fn guest_trap(frame: &mut Frame);
+    safe fn guest_trap(frame: &mut TrapFrame);
 }
 
 #[repr(C, align(16))]
-struct Table(UnsafeCell<[Gate; VECTORS]>);
+struct Table(UnsafeCell<[GateDescriptor; VECTORS]>);
 // SAFETY: written once, by `init` before anything uses it.
 unsafe impl Sync for Table {}
-static TABLE: Table = Table(UnsafeCell::new([Gate::interrupt(0, 0, 0, 0); VECTORS]));
+static TABLE: Table = Table(UnsafeCell::new([GateDescriptor::interrupt(0, 0, 0, 0); VECTORS]));
 
-/// What `LIDT` reads.
+/// Operand of `LIDT`.
 #[repr(C, packed)]
 struct Descriptor {
     limit: u16,
     base: u64,
 }
 
-/// Where to go on after an exception that is expected, 0 if none is.
+/// Address to continue at after an expected exception; 0 if none is expected.
 static RESUME: AtomicU64 = AtomicU64::new(0);
 /// The vector of that exception plus 1, or 0.
 static CAUGHT: AtomicU64 = AtomicU64::new(0);
@@ -153,7 +153,7 @@ pub(crate) fn init() {
     for vector in 0..VECTORS {
         let entry = base + vector as u64 * STUB_LENGTH;
         // SAFETY: nothing else runs, and the table is not loaded yet.
-        unsafe { (*TABLE.0.get())[vector] = Gate::interrupt(entry, CODE_SELECTOR, 0, 0) };
+        unsafe { (*TABLE.0.get())[vector] = GateDescriptor::interrupt(entry, CODE_SELECTOR, 0, 0) };
     }
     load_table();
 }
@@ -171,12 +171,12 @@ pub fn remove_table() {
 
 fn load(limit: u16, base: u64) {
     let descriptor = Descriptor { limit, base };
-    // SAFETY: the table is complete and lives forever, or is empty, which stops the processor at the next
-    // trap.
+    // SAFETY: the table is complete and lives forever, or is empty, which stops the processor at
+    // the next trap.
     unsafe { asm!("lidt [{}]", in(reg) &raw const descriptor, options(nostack, readonly)) };
 }
 
-extern "C" fn dispatch(frame: &mut Frame) {
+extern "C" fn dispatch(frame: &mut TrapFrame) {
     let expected = RESUME.load(Relaxed);
     let exception = u64::from(frame.vector()) < FIRST_INTERRUPT && frame.vector() != NMI;
     if expected != 0 && exception {
@@ -189,14 +189,15 @@ extern "C" fn dispatch(frame: &mut Frame) {
 }
 
 /// For programs that expect no trap at all.
-pub fn unexpected(frame: &mut Frame) -> ! {
+pub fn unexpected(frame: &mut TrapFrame) -> ! {
     println!("unexpected trap {} at {:#x}", frame.vector(), frame.rip);
     println!("{frame:#x?}");
     println!("cr2 {:#x}", cpu::fault_address());
     exit(UNEXPECTED_TRAP)
 }
 
-/// One instruction that may raise an exception. Processors that do so at the same time take each other's.
+/// One instruction that may raise an exception. Processors that do so at the same time take each
+/// other's.
 pub struct Attempt(());
 
 /// Begins an attempt.
@@ -206,12 +207,12 @@ pub fn recover() -> Attempt {
 }
 
 impl Attempt {
-    /// Where assembly puts the address at which to go on after an exception, just before the instruction.
+    /// Operand for the address to continue at after an exception, set just before the instruction.
     pub fn resume(&self) -> *mut u64 {
         RESUME.as_ptr()
     }
 
-    /// Whether the instruction raised an exception, and which.
+    /// Returns the vector of the exception that the instruction raised, if any.
     pub fn finish(self) -> Result<(), u8> {
         RESUME.store(0, Relaxed);
         match CAUGHT.load(Relaxed) {

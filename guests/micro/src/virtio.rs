@@ -1,14 +1,14 @@
-//! The driver's side of virtio over PCI (VIRTIO 1.2, sections 2.7, 3.1 and 4.1), polled: just enough to see that a device
-//! works, and open enough to do everything wrong.
+//! The driver's side of virtio over PCI (VIRTIO 1.2, sections 2.7, 3.1 and 4.1), polled: just
+//! enough to see that a device works, and open enough to do everything wrong.
 
-use crate::pci::{Function, Window};
+use crate::pci::{BarWindow, Function};
 use crate::ram::Ram;
 use crate::smp;
 use hw_tables::pci::capability;
 
 /// Vendor of all devices.
 const VENDOR: u16 = 0x1af4;
-/// Device of kind 0; the others follow.
+/// VirtioDevice of kind 0; the others follow.
 const DEVICE: u16 = 0x1040;
 
 /// Kinds of devices (section 5).
@@ -61,27 +61,27 @@ pub const WRITE: u16 = 2;
 pub const RING_BYTES: u64 = 3 << 12;
 /// Entries of a queue.
 pub const SIZE: u16 = 16;
-/// What takes longer never ends, in ticks of the TSC.
+/// Time limit of a request, in TSC ticks.
 const PATIENCE: u64 = 60_000_000_000;
 
 /// A device that was found.
 #[derive(Clone, Copy, Debug)]
-pub struct Device {
+pub struct VirtioDevice {
     /// Its function.
     pub function: Function,
     /// Common structure.
-    pub common: Window,
+    pub common: BarWindow,
     /// Notifications.
-    pub notify: Window,
+    pub notify: BarWindow,
     /// Configuration of this kind of device.
-    pub config: Window,
+    pub config: BarWindow,
     /// MSI-X table.
-    pub vectors: Window,
+    pub vectors: BarWindow,
     /// Distance of notification registers.
     notify_step: u64,
 }
 
-impl Device {
+impl VirtioDevice {
     /// The first device of a kind, enabled.
     pub fn find(kind: Kind) -> Option<Self> {
         let function =
@@ -109,7 +109,7 @@ impl Device {
         })
     }
 
-    /// Device status.
+    /// VirtioDevice status.
     pub fn status(&self) -> u8 {
         self.common.read(common::STATUS)
     }
@@ -152,8 +152,8 @@ impl Device {
         }
     }
 
-    /// Resets the device and makes it ready, with those of the features that it offers, its queues in `ram`
-    /// ([`RING_BYTES`] each). `None`: it does not become ready.
+    /// Resets the device and makes it ready, with those of the features that it offers, its queues
+    /// in `ram` ([`RING_BYTES`] each). `None`: it does not become ready.
     pub fn set_up(&self, features: u64, ram: Ram) -> Option<Queues> {
         self.common.write(common::STATUS, 0u8);
         if !smp::wait(PATIENCE, || self.status() == 0) {
@@ -186,15 +186,15 @@ pub type Buffer = (u64, u32, bool);
 /// The queues of a device that is ready, each used for one chain at a time.
 #[derive(Clone, Copy, Debug)]
 pub struct Queues {
-    device: Device,
+    device: VirtioDevice,
     ram: Ram,
     /// Chains offered, by queue.
     offered: [u16; 3],
 }
 
 impl Queues {
-    /// Lets the device do what a chain of at most [`SIZE`] buffers says, and waits. Gives the number of bytes that it says
-    /// to have written; `None`: it does not answer.
+    /// Lets the device do what a chain of at most [`SIZE`] buffers says, and waits. Gives the
+    /// number of bytes that it says to have written; `None`: it does not answer.
     pub fn request(&mut self, queue: u16, buffers: &[Buffer]) -> Option<u32> {
         let rings = self.ram.part(u64::from(queue) * RING_BYTES, RING_BYTES);
         let (descriptors, available) = (rings.start(), rings.start() + 0x1000);

@@ -396,7 +396,7 @@ impl Service {
         if is_awaited {
             wake_all(&self.queue.answers);
         }
-        self.queue.rung.store(1, SeqCst);
+        self.queue.pending.store(1, SeqCst);
         // The counter of the descriptor does not overflow: each look takes all of it.
         let _ = rustix::io::write(&self.doorbell, &1_u64.to_ne_bytes());
         if self.is_watched.swap(false, SeqCst) {

@@ -5,7 +5,7 @@ use std::io::{ErrorKind, Read, Write};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 use proto::wedge::control;
-use proto::wedge::debug::Debug;
+use proto::wedge::debug::DebugState;
 
 use crate::debug;
 use crate::seat::{Seat, event};
@@ -71,7 +71,7 @@ pub fn started(mut to: &File) {
 }
 
 /// Does what is wanted, and says so, until the other side goes.
-pub fn serve(mut stream: &File, gate: &Gate, seats: &[Seat], debug: &Debug) {
+pub fn serve(mut stream: &File, gate: &Gate, seats: &[Seat], debug: &DebugState) {
     let mut byte = [0];
     loop {
         match stream.read(&mut byte) {
@@ -106,7 +106,7 @@ mod tests {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let (ours, theirs) = (File::from(OwnedFd::from(ours)), File::from(OwnedFd::from(theirs)));
         let (gate, seats) = (Gate::default(), [Seat::default(), Seat::default()]);
-        let debug = Debug::default();
+        let debug = DebugState::default();
         let (rounds, pressed) = (AtomicU64::new(0), AtomicBool::new(false));
         let ended = AtomicBool::new(false);
         let ask = |byte| {

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use kvm_bindings::{KVM_GUESTDBG_ENABLE, KVM_GUESTDBG_SINGLESTEP, kvm_guest_debug};
 use proto::wedge::control;
-use proto::wedge::debug::{Debug, Halting, command, register};
+use proto::wedge::debug::{DebugHost, DebugState, command, register};
 use rustix::fs::Timespec;
 use rustix::thread::futex;
 
@@ -24,7 +24,7 @@ pub struct Stops<'s> {
     /// Which one it is.
     pub index: usize,
     /// What debugger and processors leave for each other.
-    pub shared: &'s Debug,
+    pub shared: &'s DebugState,
     /// The machine may be paused while a processor has stopped.
     pub gate: &'s Gate,
     /// Its own seat.
@@ -40,8 +40,8 @@ impl Stops<'_> {
     }
 }
 
-impl Halting for Stops<'_> {
-    fn tell(&self) {
+impl DebugHost for Stops<'_> {
+    fn notify_debugger(&self) {
         let mut stream = self.stream;
         // If nobody listens, the machine ends.
         let _ = stream.write(&[control::HALTED]);
@@ -53,13 +53,13 @@ impl Halting for Stops<'_> {
         let _ = futex::wait(word, futex::Flags::empty(), command::WAIT, Some(&time));
     }
 
-    fn go_on(&self) {
+    fn on_resume(&self) {
         self.seat.forget(event::DEBUG);
     }
 }
 
 /// Tells those that have not stopped to do so.
-pub fn stop(shared: &Debug, seats: &[Seat]) {
+pub fn stop(shared: &DebugState, seats: &[Seat]) {
     for (seat, vcpu) in seats.iter().zip(&shared.vcpus) {
         if vcpu.halted.load(SeqCst) == 0 {
             seat.tell(event::DEBUG);
@@ -68,7 +68,7 @@ pub fn stop(shared: &Debug, seats: &[Seat]) {
 }
 
 /// Those that the debugger lets go on look.
-pub fn go(shared: &Debug) {
+pub fn go(shared: &DebugState) {
     for vcpu in &shared.vcpus {
         // It cannot fail with a mapped word.
         let _ = futex::wake(&vcpu.command, futex::Flags::empty(), 1);
@@ -94,7 +94,7 @@ mod tests {
     fn a_processor_stops_and_goes_on() {
         let (mut ours, theirs) = UnixStream::pair().unwrap();
         let stream = File::from(OwnedFd::from(theirs));
-        let (shared, gate, seat) = (Debug::default(), Gate::default(), Seat::default());
+        let (shared, gate, seat) = (DebugState::default(), Gate::default(), Seat::default());
         let stops = Stops { index: 1, shared: &shared, gate: &gate, seat: &seat, stream: &stream };
         let own = &shared.vcpus[1];
         for (wanted, then) in [(1, command::GO), (1, command::STEP), (0, command::WAIT)] {

@@ -10,7 +10,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 use proto::errno::Cause;
-use proto::wedge::{Disk as Record, log};
+use proto::wedge::{DiskRecord as Record, log};
 use rustix::fs::{FallocateFlags, fallocate};
 use rustix::io::Errno;
 use vmm_bus::Block;
@@ -97,7 +97,7 @@ impl Disk {
                     if !std::mem::replace(&mut state.told, true) {
                         let level = log::WARN;
                         let cause = Cause::new(error.raw_os_error(), &error);
-                        eprintln!("<{level}>disk {number}: the host refuses a request: {cause}");
+                        eprintln!("<{level}>disk {number}: request failed: {cause}");
                     }
                     BlockStatus::Failed
                 }

@@ -79,7 +79,7 @@ impl fmt::Display for Error {
             }
             Self::Description(error) => write!(f, "the machine's description is wrong: {error}"),
             Self::Boot(error) => write!(f, "{error}"),
-            Self::Sandbox(refused) => write!(f, "the host refuses {refused}"),
+            Self::Sandbox(refused) => write!(f, "cannot enter the sandbox: {refused}"),
             Self::Filter(error) => write!(f, "{error}"),
         }
     }

@@ -14,9 +14,10 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use hosted_vmm::confine;
 use kvm_ioctls::VcpuFd;
 use proto::requests::Queue;
-use proto::wedge::debug::Debug;
+use proto::wedge::debug::DebugState;
 use proto::wedge::{
-    Disk as Record, MAX_DISKS, MAX_NETS, MAX_QUEUES, MAX_SHARES, Net, Share, layout, log,
+    DiskRecord as Record, MAX_DISKS, MAX_NETS, MAX_QUEUES, MAX_SHARES, NetRecord, ShareRecord,
+    layout, log,
 };
 use rustix::process::{DumpableBehavior, set_dumpable_behavior};
 use rustix::rand::{GetRandomFlags, getrandom};
@@ -67,12 +68,12 @@ pub struct Machine {
     pub command_line: String,
     /// Least grave messages that are printed: see [`proto::wedge::log`].
     pub log: u64,
-    /// Disks: words of [`proto::wedge::Disk`].
+    /// Disks: words of [`proto::wedge::DiskRecord`].
     pub disks: Vec<[u64; Record::WORDS]>,
-    /// Networks: words of [`proto::wedge::Net`].
-    pub nets: Vec<[u64; Net::WORDS]>,
-    /// Shared directories: words of [`proto::wedge::Share`].
-    pub shares: Vec<[u64; Share::WORDS]>,
+    /// Networks: words of [`proto::wedge::NetRecord`].
+    pub nets: Vec<[u64; NetRecord::WORDS]>,
+    /// Shared directories: words of [`proto::wedge::ShareRecord`].
+    pub shares: Vec<[u64; ShareRecord::WORDS]>,
     /// The guest's number for vsock, if it has that.
     pub vsock: Option<u32>,
     /// There is a virtio console beside the serial line.
@@ -245,7 +246,7 @@ fn serve() -> Result<Never, Error> {
         .take(MAX_DISKS)
         .map(|(number, words)| {
             let record = Record::from_words(words);
-            match record.is_elsewhere {
+            match record.is_external {
                 true => Storage::Elsewhere(record),
                 false => Storage::File(Disk::new(inherited(number), record)),
             }
@@ -299,7 +300,7 @@ fn enter_sandbox(machine: &Machine) -> Result<(), Error> {
         return Err(Error::Sandbox(refused));
     }
     if machine.log >= log::INFO {
-        eprintln!("<{}>the host refuses {refused}", log::INFO);
+        eprintln!("<{}>cannot enter the sandbox: {refused}", log::INFO);
     }
     Ok(())
 }
@@ -314,11 +315,11 @@ enum Storage {
 fn networks(machine: &Machine) -> Result<Vec<Network>, Error> {
     let nets = machine.nets.iter().take(MAX_NETS).enumerate().map(|(number, words)| {
         let file = inherited(layout::NETS_FD + number as u32);
-        Network::new(format!("network {number}"), file, &Net::from_words(words))
+        Network::new(format!("network {number}"), file, &NetRecord::from_words(words))
     });
     let vsock = machine.vsock.map(|_| {
         let file = inherited(layout::NETS_FD + MAX_NETS as u32);
-        Network::new("vsock".to_owned(), file, &Net::default())
+        Network::new("vsock".to_owned(), file, &NetRecord::default())
     });
     nets.chain(vsock).collect()
 }
@@ -331,8 +332,8 @@ fn queues(shared: &SharedMemory) -> io::Result<&[Queue; MAX_QUEUES]> {
 }
 
 /// What debugger and processors leave for each other.
-fn debug(shared: &SharedMemory) -> io::Result<&Debug> {
-    let place = shared.at(layout::DEBUG, size_of::<Debug>() as u64)?;
+fn debug(shared: &SharedMemory) -> io::Result<&DebugState> {
+    let place = shared.at(layout::DEBUG, size_of::<DebugState>() as u64)?;
     // SAFETY: it lies in the mapping, which lives as long as `shared`, page-aligned; all of it is atomic, with no value that is not allowed.
     Ok(unsafe { &*place.cast() })
 }
@@ -362,7 +363,7 @@ fn answer_the_door(mut bell: &File, queues: &[Queue], seat: &Seat) {
             Ok(0) | Err(_) => return,
         }
         // All of them, since the bell has rung once for all.
-        let rung = queues.iter().filter(|queue| queue.rung.swap(0, SeqCst) != 0).count();
+        let rung = queues.iter().filter(|queue| queue.pending.swap(0, SeqCst) != 0).count();
         if rung != 0 {
             seat.tell(event::DISK);
         }
@@ -376,7 +377,7 @@ struct Outer<'o> {
     queues: &'o [Queue; MAX_QUEUES],
     /// The last one is vsock's, if there is that.
     networks: &'o [Network],
-    debug: &'o Debug,
+    debug: &'o DebugState,
 }
 
 /// Makes the board and the threads, and runs.
@@ -418,7 +419,7 @@ fn power_on(
         let _ = slots.add(Model::Block(info), link);
     }
     for (words, queue) in machine.shares.iter().zip(&queues[MAX_DISKS..]) {
-        let tag = Share::from_words(words).tag;
+        let tag = ShareRecord::from_words(words).tag;
         let _ = slots.add(Model::P9(tag), Link::Requests(Requests::with_device_process(queue)));
     }
     let mut used = disks.len() + machine.shares.len().min(MAX_SHARES);
@@ -427,7 +428,7 @@ fn power_on(
     used += 1;
     let net_slots = used..used + networks.len();
     for (words, network) in machine.nets.iter().zip(networks) {
-        let record = Net::from_words(words);
+        let record = NetRecord::from_words(words);
         let link = NetPort::new(net::Link::new(network), &record);
         let _ = slots.add(Model::Net(frames::info(&record)), Link::Net(link));
     }

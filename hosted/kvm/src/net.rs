@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 use hosted_jail::describe;
-use proto::wedge::{Net as Record, log};
+use proto::wedge::{NetRecord as Record, log};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use vmm_bus::Data;
@@ -151,7 +151,7 @@ impl Network {
     /// The guest's cable is out.
     fn end(&self, error: &dyn std::fmt::Display) {
         if !self.is_down.swap(true, SeqCst) {
-            eprintln!("<{}>{}: the other side has gone: {error}", log::WARN, self.name);
+            eprintln!("<{}>{}: connection closed: {error}", log::WARN, self.name);
         }
     }
 }
@@ -201,7 +201,7 @@ impl<'n> Link<'n> {
         let before = if *is_tap { LENGTH } else { 0 };
         let place = self.end + before;
         match { file }.read(&mut self.bytes[place..]) {
-            Ok(0) => self.network.end(&"it closed its socket"),
+            Ok(0) => self.network.end(&"the peer has closed its socket"),
             Ok(count) => {
                 if *is_tap {
                     self.bytes[self.end..place].copy_from_slice(&(count as u32).to_be_bytes());

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use crate::description::Size;
 use proto::net::Mac;
-use proto::service::Part;
+use proto::service::DiskRange;
 
 /// Bytes of a sector.
 const SECTOR: u64 = proto::disk::SECTOR;
@@ -86,7 +86,7 @@ pub struct Disk {
     /// Name of the server.
     pub server: String,
     /// What the guest sees.
-    pub part: Part,
+    pub part: DiskRange,
     /// The guest cannot change it.
     pub read_only: bool,
 }
@@ -97,7 +97,7 @@ impl Disk {
         let mut words = text.split(',');
         let mut places = words.next().unwrap_or("").split(':');
         let server = places.next().unwrap_or("").to_owned();
-        let mut part = Part::WHOLE;
+        let mut part = DiskRange::WHOLE;
         for place in places {
             let refuse = || {
                 format!(
@@ -106,7 +106,7 @@ impl Disk {
             };
             if let Some(number) = place.strip_prefix("part") {
                 let number = number.parse().ok().filter(|&number| number > 0).ok_or_else(refuse)?;
-                if part != Part::WHOLE {
+                if part != DiskRange::WHOLE {
                     return Err(refuse());
                 }
                 part.partition = Some(number);
@@ -142,7 +142,7 @@ impl Disk {
             // Where partitions are is in the disk only; two of them are apart.
             return a.partition.is_none() || b.partition.is_none();
         }
-        let end = |part: Part| match part.sectors {
+        let end = |part: DiskRange| match part.sectors {
             0 => u64::MAX,
             sectors => part.first + sectors,
         };
@@ -330,13 +330,13 @@ mod tests {
     #[test]
     fn disks_and_their_conflicts() {
         let disk = |text| Disk::parse(text).unwrap();
-        assert_eq!(disk("blk0").part, Part::WHOLE);
-        let part = Part { partition: Some(2), first: 2048, sectors: 128 };
+        assert_eq!(disk("blk0").part, DiskRange::WHOLE);
+        let part = DiskRange { partition: Some(2), first: 2048, sectors: 128 };
         assert_eq!(
             disk("blk0:part2:1M+64K,ro"),
             Disk { server: "blk0".into(), part, read_only: true }
         );
-        assert_eq!(disk("blk0:0+1M").part, Part { partition: None, first: 0, sectors: 2048 });
+        assert_eq!(disk("blk0:0+1M").part, DiskRange { partition: None, first: 0, sectors: 2048 });
         for text in [
             "b:part0",
             "b:part1:part2",

@@ -439,7 +439,7 @@ impl<'a> Supervisor<'a> {
             Ok(length) => length,
         };
         for &byte in &bytes[..length] {
-            if byte == byte::MADE {
+            if byte == byte::PROCESS_CREATED {
                 self.made();
                 continue;
             }

@@ -25,7 +25,9 @@ use gdbstub::target::{Target, TargetError, TargetResult};
 use gdbstub_arch::x86::X86_64_SSE;
 use gdbstub_arch::x86::reg::X86_64CoreRegs;
 use hosted_vmm::Image;
-use proto::wedge::debug::{BREAKPOINT, BREAKPOINTS, Debug, HALT, Vcpu, command, reason, register};
+use proto::wedge::debug::{
+    BREAKPOINT, BREAKPOINTS, DebugState, HALT, VcpuDebug, command, reason, register,
+};
 use proto::wedge::layout;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::Shutdown;
@@ -150,7 +152,7 @@ impl<'de> Deserialize<'de> for Place {
 /// Makes a machine that is going to be started wait for the debugger; `shared` is the wedge's memory.
 pub fn make_wait(shared: &OwnedFd) -> Result<(), Failure> {
     let file = shared.try_clone().map(File::from);
-    let at = layout::DEBUG + offset_of!(Debug, wanted) as u64;
+    let at = layout::DEBUG + offset_of!(DebugState, wanted) as u64;
     let written = file.and_then(|file| file.write_all_at(&1_u32.to_le_bytes(), at));
     written.map_err(|error| Failure::os("make the machine wait", &error))
 }
@@ -474,12 +476,12 @@ impl Session {
     }
 
     fn is_halted(&self, vcpu: usize) -> Result<bool, Gone> {
-        Ok(self.word(of(vcpu, offset_of!(Vcpu, halted)))? != 0)
+        Ok(self.word(of(vcpu, offset_of!(VcpuDebug, halted)))? != 0)
     }
 
     /// Stops all virtual CPUs; those that do not in time are not there for the debugger.
     fn stop_all(&mut self) -> Result<(), Gone> {
-        self.set_word(offset_of!(Debug, wanted), 1)?;
+        self.set_word(offset_of!(DebugState, wanted), 1)?;
         let deadline = Instant::now() + PATIENCE;
         loop {
             // One that has just been told may have been on its way to a stop of its own.
@@ -505,16 +507,19 @@ impl Session {
             .take(BREAKPOINTS)
             .enumerate()
         {
-            self.set_bytes(offset_of!(Debug, breakpoints) + 8 * index, &address.to_le_bytes())?;
+            self.set_bytes(
+                offset_of!(DebugState, breakpoints) + 8 * index,
+                &address.to_le_bytes(),
+            )?;
         }
-        self.set_word(offset_of!(Debug, wanted), self.locked.into())?;
+        self.set_word(offset_of!(DebugState, wanted), self.locked.into())?;
         for vcpu in 0..self.vcpus {
-            self.seen[vcpu] = self.word(of(vcpu, offset_of!(Vcpu, halts)))?;
+            self.seen[vcpu] = self.word(of(vcpu, offset_of!(VcpuDebug, halts)))?;
             let other = (!self.locked).then_some(command::GO);
             if let Some(command) = self.actions.get(&vcpu).copied().or(other)
                 && self.is_halted(vcpu)?
             {
-                self.set_word(of(vcpu, offset_of!(Vcpu, command)), command)?;
+                self.set_word(of(vcpu, offset_of!(VcpuDebug, command)), command)?;
             }
         }
         self.ask(Wish::Go)
@@ -523,13 +528,13 @@ impl Session {
     /// Why a virtual CPU has stopped since it went on.
     fn stopped(&mut self) -> Result<Option<MultiThreadStopReason<u64>>, Gone> {
         for vcpu in 0..self.vcpus {
-            let halts = self.word(of(vcpu, offset_of!(Vcpu, halts)))?;
+            let halts = self.word(of(vcpu, offset_of!(VcpuDebug, halts)))?;
             if halts == self.seen[vcpu] || !self.is_halted(vcpu)? {
                 continue;
             }
             let tid = tid(vcpu);
             let signal = |signal| MultiThreadStopReason::SignalWithThread { tid, signal };
-            let why = match self.word(of(vcpu, offset_of!(Vcpu, reason)))? {
+            let why = match self.word(of(vcpu, offset_of!(VcpuDebug, reason)))? {
                 reason::BREAKPOINT => MultiThreadStopReason::SwBreak(tid),
                 reason::STEP => signal(Signal::SIGTRAP),
                 _ => signal(Signal::SIGINT),
@@ -543,7 +548,7 @@ impl Session {
     /// Registers of a virtual CPU that has stopped.
     fn registers(&self, vcpu: usize) -> Result<[u64; register::COUNT], Gone> {
         let mut bytes = [0; 8 * register::COUNT];
-        let at = layout::DEBUG + of(vcpu, offset_of!(Vcpu, registers)) as u64;
+        let at = layout::DEBUG + of(vcpu, offset_of!(VcpuDebug, registers)) as u64;
         let read = self.files()?.1.read_exact_at(&mut bytes, at);
         read.map_err(|_| Gone("shared memory cannot be read"))?;
         let mut words = [0; register::COUNT];
@@ -651,7 +656,7 @@ impl Session {
 
 /// Where a field of a virtual CPU's part is.
 fn of(vcpu: usize, field: usize) -> usize {
-    offset_of!(Debug, vcpus) + vcpu * size_of::<Vcpu>() + field
+    offset_of!(DebugState, vcpus) + vcpu * size_of::<VcpuDebug>() + field
 }
 
 fn tid(vcpu: usize) -> Tid {
@@ -835,7 +840,7 @@ impl MultiThreadBase for Session {
         words[register::RIP] = registers.rip;
         words[register::RFLAGS] = registers.eflags.into();
         let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
-        Ok(self.set_bytes(of(self.vcpu(tid)?, offset_of!(Vcpu, registers)), &bytes)?)
+        Ok(self.set_bytes(of(self.vcpu(tid)?, offset_of!(VcpuDebug, registers)), &bytes)?)
     }
 
     fn read_addrs(&mut self, start: u64, data: &mut [u8], tid: Tid) -> TargetResult<usize, Self> {

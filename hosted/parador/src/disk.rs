@@ -73,7 +73,7 @@ pub struct Disk {
     /// The file, which nobody else writes to.
     pub file: File,
     /// What the machine is told of it.
-    pub record: proto::wedge::Disk,
+    pub record: proto::wedge::DiskRecord,
     /// For messages.
     path: PathBuf,
 }
@@ -139,10 +139,10 @@ impl Description {
             _ => format!("disk{number}"),
         };
         serial[..name.len()].copy_from_slice(name.as_bytes());
-        let record = proto::wedge::Disk {
+        let record = proto::wedge::DiskRecord {
             sectors: length / SECTOR,
             read_only: self.ro,
-            is_elsewhere: is_image,
+            is_external: is_image,
             serial,
         };
         Ok(Disk { file, record, path: path.clone() })
@@ -235,10 +235,10 @@ impl Disk {
         machine: &device::Machine<'_>,
         queue: usize,
     ) -> Option<Result<Other, Failure>> {
-        let proto::wedge::Disk { sectors, read_only, is_elsewhere, .. } = self.record;
+        let proto::wedge::DiskRecord { sectors, read_only, is_external, .. } = self.record;
         let image = device::Device::Image(hosted_jail::Image { read_only, sectors });
         let name = format!("disk {}", self.path.display());
-        is_elsewhere.then(|| device::start(machine, queue, image, self.file.as_fd(), name))
+        is_external.then(|| device::start(machine, queue, image, self.file.as_fd(), name))
     }
 }
 
@@ -354,7 +354,7 @@ mod tests {
         };
         write(0, 0);
         let disk = open("").unwrap();
-        assert_eq!((disk.record.sectors, disk.record.is_elsewhere), (1 << 15, true));
+        assert_eq!((disk.record.sectors, disk.record.is_external), (1 << 15, true));
         drop(disk);
         for (field, said) in [
             (1, "no qcow2 image"),
@@ -372,6 +372,6 @@ mod tests {
         assert!(open(",ro=on").is_ok());
         std::fs::write(&path, [0; 512]).unwrap();
         assert!(open("").unwrap_err().to_string().contains("no qcow2 image"));
-        assert!(!open(",format=raw").unwrap().record.is_elsewhere);
+        assert!(!open(",format=raw").unwrap().record.is_external);
     }
 }

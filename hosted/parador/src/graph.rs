@@ -10,7 +10,7 @@ pub mod svg;
 use crate::attach::Device;
 use crate::check::{Plan, Server, Vm};
 use crate::description::{Log, Restart, ServerKind, Size};
-use proto::service::Part;
+use proto::service::DiskRange;
 use proto::{disk, net};
 
 /// What a node is; in this order the picture has them from top to bottom.
@@ -237,7 +237,7 @@ fn shared(bytes: u64) -> String {
 }
 
 /// A part of a disk, as descriptions have it.
-fn part(part: Part) -> String {
+fn part(part: DiskRange) -> String {
     let size = |sectors: u64| Size(sectors * disk::SECTOR);
     let whole = match part.partition {
         None => "disk".to_owned(),

@@ -100,7 +100,7 @@ pub struct Net {
     /// What carries the frames.
     descriptor: OwnedFd,
     /// What the machine is told of it.
-    pub record: proto::wedge::Net,
+    pub record: proto::wedge::NetRecord,
     /// The program on the other side, which ends with this.
     passt: Option<Passt>,
 }
@@ -150,7 +150,7 @@ impl Description {
             Some(Mac(mac)) => mac,
             None => random_mac()?,
         };
-        let stream = proto::wedge::Net { mac, mtu: STREAM_MTU, tap: [0; 16] };
+        let stream = proto::wedge::NetRecord { mac, mtu: STREAM_MTU, tap: [0; 16] };
         if let Some(DeviceName(name)) = &self.tap {
             let mtu = look_at_tap(name)?;
             let mut tap = [0; 16];
@@ -160,7 +160,7 @@ impl Description {
                 let failure = Failure::file("open", Path::new(TUN), &error);
                 failure.help("`--net user` needs no device of the host")
             })?;
-            let record = proto::wedge::Net { mac, mtu, tap };
+            let record = proto::wedge::NetRecord { mac, mtu, tap };
             return Ok(Some(Net { descriptor: file.into(), record, passt: None }));
         }
         if let Some(path) = &self.switch {

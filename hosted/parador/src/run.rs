@@ -152,7 +152,7 @@ fn bits(vm: &Vm) -> u64 {
     let protection = match vm.protection.unwrap_or_default() {
         Protection::Auto | Protection::Keys | Protection::None => 0,
         // A program's way out and in is through another process.
-        Protection::Process => option::APART | option::NO_CALL_SITES,
+        Protection::Process => option::USER_PROCESS | option::NO_CALL_SITES,
         // Whatever is done in place goes to programs and back without the wedge.
         Protection::Remap => option::REMAP | option::NO_FAST_PATHS | option::NO_CALL_SITES,
     };
@@ -498,7 +498,7 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
             descriptors.push((stream, layout::NETS_FD + MAX_NETS as u32));
         }
         let numbered = disks.iter().zip(layout::DISKS_FD..);
-        for (disk, number) in numbered.filter(|(disk, _)| !disk.record.is_elsewhere) {
+        for (disk, number) in numbered.filter(|(disk, _)| !disk.record.is_external) {
             descriptors.push((clone(&disk.file)?, number));
         }
         // What is on the other sides of networks ends with this start.
@@ -741,7 +741,7 @@ fn judge(end: &End, program: &Program) -> (u8, String) {
 fn judge_code(code: u8, program: &Program) -> (u8, String) {
     let is_said = match program {
         Program::Wedge(_) => !matches!(code, failure::WATCHDOG | failure::TIMEOUT | 128),
-        Program::Kvm => exit::is_of_guest(code) || (failure::USAGE..exit::PANIC).contains(&code),
+        Program::Kvm => exit::is_guest_code(code) || (failure::USAGE..exit::PANIC).contains(&code),
     };
     if !is_said {
         let text = format!("the machine's first process has ended with status {code}");
@@ -755,7 +755,7 @@ fn judge_code(code: u8, program: &Program) -> (u8, String) {
 
 /// What the end of one of Parador's own processes by a signal means: somebody has sent it, or the process is wrong.
 fn code_of_signal(signal: i32) -> u8 {
-    match exit::OWN_DOING.contains(&(signal as u32)) {
+    match exit::SELF_INFLICTED.contains(&(signal as u32)) {
         true => failure::INTERNAL,
         false => 128 + signal as u8,
     }

@@ -50,7 +50,7 @@ pub struct Share {
     folder: OwnedFd,
     read_only: bool,
     /// What the machine is told of it.
-    pub record: proto::wedge::Share,
+    pub record: proto::wedge::ShareRecord,
 }
 
 /// Reads `DIR:TAG[,KEY=VALUE]...`.
@@ -76,7 +76,7 @@ impl Description {
         let folder = openat(CWD, &self.path, flags, Mode::empty())
             .map_err(|error| Failure::file("open folder", &self.path, &error.into()))?;
         let Tag(name) = &self.tag;
-        let mut record = proto::wedge::Share::default();
+        let mut record = proto::wedge::ShareRecord::default();
         record.tag[..name.len()].copy_from_slice(name.as_bytes());
         Ok(Share { name: name.clone(), folder, read_only: self.ro, record })
     }

@@ -5,7 +5,7 @@
 use crate::control::State;
 use nix::sys::resource::{UsageWho, getrusage};
 use proto::system::MAX_VCPUS;
-use proto::wedge::{self, count, layout};
+use proto::wedge::{self, counter, layout};
 use rustix::fs::fstat;
 use rustix::param::clock_ticks_per_second;
 use schemars::JsonSchema;
@@ -124,7 +124,7 @@ pub fn wedge(shared: &File) -> Wedge {
         let mut sums = vec![0_u64; count];
         for vcpu in 0..MAX_VCPUS {
             let mut bytes = vec![0; 8 * count];
-            let at = vcpu * size_of::<wedge::Statistics>() + at;
+            let at = vcpu * size_of::<wedge::VcpuStatistics>() + at;
             // A memory that is too short has counted nothing.
             let _ = shared.read_exact_at(&mut bytes, layout::STATISTICS + at as u64);
             for (sum, word) in sums.iter_mut().zip(bytes.chunks(8)) {
@@ -134,9 +134,9 @@ pub fn wedge(shared: &File) -> Wedge {
         }
         sums
     };
-    let counters = words(offset_of!(wedge::Statistics, counters), count::NAMES.len());
-    let names = count::NAMES.iter().map(|name| name.replace(' ', "_"));
-    let sites = words(offset_of!(wedge::Statistics, sites), 256);
+    let counters = words(offset_of!(wedge::VcpuStatistics, counters), counter::NAMES.len());
+    let names = counter::NAMES.iter().map(|name| name.replace(' ', "_"));
+    let sites = words(offset_of!(wedge::VcpuStatistics, sites), 256);
     let kinds = sites.into_iter().enumerate().filter(|(_, count)| *count != 0);
     let name = |number| match number {
         FUNCTIONS => "functions".to_owned(),

@@ -29,7 +29,7 @@ type Conditions<'a> = &'a [(u8, u32)];
 
 /// The filters, as the wedge reads them.
 ///
-/// They depend on [`option::TRACED`] and [`option::APART`]: who traces guest processes, and who runs their programs, are processes that the device
+/// They depend on [`option::TRACED`] and [`option::USER_PROCESS`]: who traces guest processes, and who runs their programs, are processes that the device
 /// process makes.
 pub fn words(options: u64) -> Result<Vec<u64>, Error> {
     let mut words = Vec::new();
@@ -254,7 +254,7 @@ fn program() -> Result<Rules, BackendError> {
 /// A process with an address space of the guest.
 fn guest(options: u64) -> Result<Rules, BackendError> {
     let mut rules = Rules::new();
-    if options & option::APART != 0 {
+    if options & option::USER_PROCESS != 0 {
         // It looks whether somebody waits.
         allow(&mut rules, linux::__NR_futex, &[&[(1, linux::FUTEX_CMP_REQUEUE)]])?;
     }
@@ -336,7 +336,7 @@ fn net() -> Result<Rules, BackendError> {
 /// The process that serves the console and makes those of the guest, which set themselves up under this filter before they take theirs.
 fn device(options: u64) -> Result<Rules, BackendError> {
     let mut rules = guest(options)?;
-    if options & option::APART != 0 {
+    if options & option::USER_PROCESS != 0 {
         // A process of programs has a second thread.
         let thread = linux::CLONE_VM | linux::CLONE_SIGHAND | linux::CLONE_THREAD;
         allow(&mut rules, linux::__NR_clone, &[&[(0, thread)]])?;
@@ -777,8 +777,8 @@ mod tests {
     /// A thread of programs waits, without a time, wakes, chooses its own CPUs and returns from signals; all else is the guest's.
     #[test]
     fn a_thread_of_programs_may_do_this_and_no_more() {
-        let filters = words(option::APART).unwrap();
-        let program = &filters[Filters::PROGRAM * Filters::WORDS..][..Filters::WORDS];
+        let filters = words(option::USER_PROCESS).unwrap();
+        let program = &filters[Filters::USER_THREAD * Filters::WORDS..][..Filters::WORDS];
         for call in (0..CALLS).chain([u32::MAX]) {
             for [first, second, fourth] in
                 [[0, 0, 0], [0, 1, 0], [1, 0, 0], [0, 0, 4096], [0, 0, 1 << 32], [7, 4, 0]]
@@ -803,7 +803,7 @@ mod tests {
             ([0, 128, layout::CPU_SETS + 64, 0, 0, 0], false),
             ([0, 64, layout::CPU_SETS, 0, 0, 0], false),
             ([1, 128, layout::CPU_SETS, 0, 0, 0], false),
-            ([0, 128, layout::GATE, 0, 0, 0], false),
+            ([0, 128, layout::MAILBOX, 0, 0, 0], false),
         ] {
             let found = action(program, 203, X86_64, 0, arguments);
             assert_eq!(found, if may { ALLOW } else { TRAP }, "{arguments:x?}");

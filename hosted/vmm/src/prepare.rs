@@ -4,7 +4,9 @@ use std::arch::x86_64::{__cpuid, __cpuid_count};
 use std::os::fd::OwnedFd;
 
 use hw_x86::paging::{entry, xcr0};
-use proto::wedge::{Disk, MAX_DISKS, MAX_NETS, MAX_SHARES, Net, Share, Start, layout, option};
+use proto::wedge::{
+    DiskRecord, MAX_DISKS, MAX_NETS, MAX_SHARES, NetRecord, ShareRecord, Start, layout, option,
+};
 use vmm_boot::Rest;
 use vmm_mem::shared::SharedMemory;
 use vmm_mem::{GuestMemory, PAGE_SIZE};
@@ -40,11 +42,11 @@ pub struct Machine<'a> {
     /// Bytes that the guest is to give up at first, if it has a balloon.
     pub balloon: Option<u64>,
     /// Disks.
-    pub disks: &'a [Disk],
+    pub disks: &'a [DiskRecord],
     /// Networks.
-    pub nets: &'a [Net],
+    pub nets: &'a [NetRecord],
     /// Shared directories.
-    pub shares: &'a [Share],
+    pub shares: &'a [ShareRecord],
     /// The guest's number for vsock, if it has that.
     pub vsock: Option<u32>,
     /// It has a virtio console beside the serial line.
@@ -115,14 +117,15 @@ pub fn prepare(image: &Image<'_>, machine: &Machine<'_>) -> Result<Prepared, Err
         .map_err(host("lay the guest's memory out"))??;
     let filters = crate::filters::words(machine.options)?;
     // Where programs are apart, what their processes share with the kernel's is behind.
-    let gates = if machine.options & option::APART != 0 { machine.vcpus.into() } else { 0 };
-    let mut shared = shared_memory(layout::gate(gates, 0))?;
+    let mailboxes =
+        if machine.options & option::USER_PROCESS != 0 { machine.vcpus.into() } else { 0 };
+    let mut shared = shared_memory(layout::mailbox(mailboxes, 0))?;
     let written = shared.with([(0, layout::SHARED_LENGTH)], |memory| {
-        let disks = machine.disks.iter().flat_map(Disk::to_words);
+        let disks = machine.disks.iter().flat_map(DiskRecord::to_words);
         let disks = (layout::DISKS..).step_by(8).zip(disks);
-        let nets = machine.nets.iter().flat_map(Net::to_words);
+        let nets = machine.nets.iter().flat_map(NetRecord::to_words);
         let nets = (layout::NETS..).step_by(8).zip(nets);
-        let shares = machine.shares.iter().flat_map(Share::to_words);
+        let shares = machine.shares.iter().flat_map(ShareRecord::to_words);
         let shares = (layout::SHARES..).step_by(8).zip(shares);
         let filters = (layout::FILTERS..).step_by(8).zip(filters);
         let words = (0..).step_by(8).zip(start.to_words()).chain(disks).chain(nets);

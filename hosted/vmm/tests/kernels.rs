@@ -192,7 +192,7 @@ fn machines_that_do_not_fit() {
     let initrd = vec![0; 80 << 20];
     let (_, text) = refusal(&whole, &Machine { initrd: Some(&initrd), ..machine(MEMORY) });
     assert!(text.contains("--memory"), "{text}");
-    let disks = [proto::wedge::Disk::default(); 5];
+    let disks = [proto::wedge::DiskRecord::default(); 5];
     let (error, _) = refusal(&whole, &Machine { disks: &disks, ..machine(MEMORY) });
     assert!(matches!(error, Error::TooManyDisks(5)), "{error}");
     let line = "x".repeat(100_000);

@@ -1,32 +1,32 @@
-//! ACPI tables (ACPI specification 6.5, chapter 5): the root pointer, the list of tables, and the
-//! tables that start-up needs. No AML.
+//! ACPI tables (ACPI specification 6.5, chapter 5): root pointer, list of tables, and the tables
+//! needed for start-up. No AML.
 //!
-//! Tables lie in physical memory. The caller gives a function that returns `len` bytes at a
-//! physical address, or `None` where it cannot reach them; it is the only access to memory.
+//! The tables are in physical memory. The caller passes a function that returns `len` bytes at a
+//! physical address, or `None` if it cannot access them; memory is accessed in no other way.
 
 use crate::bytes;
 
 const HEADER_LENGTH: usize = 36;
-/// No table is larger; a length beyond this is corrupt.
-const LONGEST_TABLE: usize = 1 << 24;
+/// Maximum plausible length of a table in bytes.
+const MAX_TABLE_LENGTH: usize = 1 << 24;
 
-/// Why tables cannot be read.
+/// Error of ACPI table parsing.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum AcpiError {
-    /// No RSDP signature where one was expected, or too few bytes.
+    /// No RSDP signature, or too few bytes.
     BadRsdp,
-    /// The bytes of a structure do not add up to 0.
+    /// The bytes of a structure do not sum up to 0.
     BadChecksum,
-    /// The memory function does not reach an address that a table names.
+    /// The memory function cannot access an address found in a table.
     Unreachable,
-    /// A table's signature is not the expected one.
+    /// Unexpected table signature.
     BadSignature,
-    /// A table's length is shorter than its fixed part, or absurd.
+    /// A table is shorter than its fixed part or longer than plausible.
     BadLength,
 }
 
-/// Offset of the RSDP in `bytes`, which begin at a multiple of 16: the first one with the right
-/// checksum (section 5.2.5.1: the EBDA's first KiB and 0xe0000..0x100000 are to be searched).
+/// Offset of the first valid RSDP in `bytes`, which begin at a multiple of 16 (section 5.2.5.1:
+/// search the first KiB of the EBDA and 0xe0000..0x100000).
 pub fn find_rsdp(bytes: &[u8]) -> Option<usize> {
     (0..bytes.len()).step_by(16).find(|&at| Rsdp::parse(&bytes[at..]).is_ok())
 }
@@ -34,7 +34,7 @@ pub fn find_rsdp(bytes: &[u8]) -> Option<usize> {
 /// Root System Description Pointer, section 5.2.5.3.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Rsdp {
-    /// 0 for ACPI 1.0, 2 since.
+    /// 0 for ACPI 1.0, 2 for later versions.
     pub revision: u8,
     /// Physical address of the RSDT; 0 if none.
     pub rsdt: u32,
@@ -47,7 +47,7 @@ impl Rsdp {
     pub const LENGTH: usize = 36;
     const LENGTH_1: usize = 20;
 
-    /// Reads and checks the RSDP at the start of `bytes`.
+    /// Parses and validates the RSDP at the start of `bytes`.
     pub fn parse(bytes: &[u8]) -> Result<Self, AcpiError> {
         let first = bytes.get(..Self::LENGTH_1).ok_or(AcpiError::BadRsdp)?;
         if !first.starts_with(b"RSD PTR ") {
@@ -74,21 +74,21 @@ fn check_sum(bytes: &[u8]) -> Result<(), AcpiError> {
     }
 }
 
-/// A system description table with its header (section 5.2.6), checked.
+/// Validated system description table with its header (section 5.2.6).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Table<'a> {
     bytes: &'a [u8],
 }
 
 impl<'a> Table<'a> {
-    /// Reads the table at physical address `address` and checks length and checksum.
+    /// Reads the table at physical address `address` and validates length and checksum.
     pub fn read(
         address: u64,
         memory: impl Fn(u64, usize) -> Option<&'a [u8]>,
     ) -> Result<Self, AcpiError> {
         let header = memory(address, HEADER_LENGTH).ok_or(AcpiError::Unreachable)?;
         let length = bytes::u32(header, 4).ok_or(AcpiError::Unreachable)? as usize;
-        if !(HEADER_LENGTH..=LONGEST_TABLE).contains(&length) {
+        if !(HEADER_LENGTH..=MAX_TABLE_LENGTH).contains(&length) {
             return Err(AcpiError::BadLength);
         }
         let bytes = memory(address, length)
@@ -98,12 +98,12 @@ impl<'a> Table<'a> {
         Ok(Self { bytes })
     }
 
-    /// The four letters that name it.
+    /// Signature of the table.
     pub fn signature(&self) -> [u8; 4] {
         bytes::array(self.bytes, 0).unwrap_or_default()
     }
 
-    /// The whole table, header included.
+    /// Contents of the table, including the header.
     pub fn bytes(&self) -> &'a [u8] {
         self.bytes
     }
@@ -119,7 +119,7 @@ impl<'a> Table<'a> {
     }
 }
 
-/// The list of all tables.
+/// List of all tables.
 #[derive(Clone, Copy, Debug)]
 pub struct Tables<'a, F> {
     memory: F,
@@ -128,7 +128,7 @@ pub struct Tables<'a, F> {
 }
 
 impl<'a, F: Fn(u64, usize) -> Option<&'a [u8]>> Tables<'a, F> {
-    /// The tables that `rsdp` leads to: through the XSDT if there is one, else the RSDT.
+    /// List of the tables of `rsdp`: its XSDT if there is one, else its RSDT.
     pub fn new(rsdp: Rsdp, memory: F) -> Result<Self, AcpiError> {
         let (address, signature, entry_length) = match rsdp.xsdt {
             0 => (u64::from(rsdp.rsdt), b"RSDT", 4),
@@ -138,7 +138,7 @@ impl<'a, F: Fn(u64, usize) -> Option<&'a [u8]>> Tables<'a, F> {
         Ok(Self { memory, entries: &root[HEADER_LENGTH..], entry_length })
     }
 
-    /// Reads the RSDP at physical address `rsdp` and follows it.
+    /// List of the tables of the RSDP at physical address `rsdp`.
     pub fn from_address(rsdp: u64, memory: F) -> Result<Self, AcpiError> {
         let read = |length| memory(rsdp, length).ok_or(AcpiError::Unreachable);
         let pointer = read(Rsdp::LENGTH).or_else(|_| read(Rsdp::LENGTH_1)).and_then(Rsdp::parse)?;
@@ -154,12 +154,12 @@ impl<'a, F: Fn(u64, usize) -> Option<&'a [u8]>> Tables<'a, F> {
         })
     }
 
-    /// The tables; those that cannot be read are left out.
+    /// Tables, except unreadable ones.
     pub fn tables(&self) -> impl Iterator<Item = Table<'a>> + '_ {
         self.addresses().filter_map(|address| Table::read(address, &self.memory).ok())
     }
 
-    /// The first table with this signature.
+    /// First table with this signature.
     pub fn find(&self, signature: &[u8; 4]) -> Option<Table<'a>> {
         self.tables().find(|table| &table.signature() == signature)
     }
@@ -173,7 +173,7 @@ pub struct Madt<'a> {
 
 /// Flags of local APIC entries (table 5.23).
 pub mod apic_flag {
-    /// The processor is ready for use.
+    /// The processor is usable.
     pub const ENABLED: u32 = 1;
     /// The processor can be enabled at run time.
     pub const ONLINE_CAPABLE: u32 = 2;
@@ -184,12 +184,12 @@ pub mod apic_flag {
 pub struct InterruptFlags(pub u16);
 
 impl InterruptFlags {
-    /// As the source's bus says: for ISA, active high and edge triggered.
+    /// Defined by the source's bus; for ISA, active high and edge-triggered.
     pub const BUS: Self = Self(0);
-    /// Active high, level triggered.
+    /// Active high, level-triggered.
     pub const LEVEL_HIGH: Self = Self(0b1101);
 
-    /// Active low; as the bus says (`isa_default`) where the flags do not.
+    /// Returns whether the input is active low; `isa_default` if the flags refer to the bus.
     pub fn active_low(self, isa_default: bool) -> bool {
         match self.0 & 0b11 {
             0b01 => false,
@@ -198,7 +198,7 @@ impl InterruptFlags {
         }
     }
 
-    /// Level triggered; as the bus says (`isa_default`) where the flags do not.
+    /// Returns whether the input is level-triggered; `isa_default` if the flags refer to the bus.
     pub fn level_triggered(self, isa_default: bool) -> bool {
         match self.0 >> 2 & 0b11 {
             0b01 => false,
@@ -222,31 +222,31 @@ pub enum MadtEntry {
     },
     /// Type 1: an I/O APIC.
     IoApic {
-        /// Its id.
+        /// I/O APIC id.
         id: u8,
         /// Physical address of its registers.
         address: u32,
-        /// Global number of its first interrupt input.
+        /// GSI of its first input.
         gsi_base: u32,
     },
     /// Type 2: an ISA interrupt that is not identity-mapped.
     InterruptOverride {
-        /// 0, ISA.
+        /// Source bus; 0 is ISA.
         bus: u8,
         /// ISA interrupt number.
         source: u8,
-        /// Global interrupt number.
+        /// Global system interrupt number.
         gsi: u32,
         /// Polarity and trigger mode.
         flags: InterruptFlags,
     },
-    /// Type 4: which local interrupt input is NMI.
+    /// Type 4: local interrupt input connected to NMI.
     LocalApicNmi {
         /// ACPI processor UID; 0xff for all.
         uid: u8,
         /// Polarity and trigger mode.
         flags: InterruptFlags,
-        /// Input number.
+        /// LINT input number.
         lint: u8,
     },
     /// Type 5: 64-bit address of the local APICs.
@@ -269,7 +269,7 @@ impl<'a> Madt<'a> {
     pub const SIGNATURE: &'static [u8; 4] = b"APIC";
     const FIXED: usize = 44;
 
-    /// Reads a table as MADT.
+    /// Parses a table as MADT.
     pub fn parse(table: Table<'a>) -> Result<Self, AcpiError> {
         table.expect(Self::SIGNATURE, Self::FIXED).map(|bytes| Self { bytes })
     }
@@ -284,12 +284,12 @@ impl<'a> Madt<'a> {
             .unwrap_or_else(|| bytes::u32(self.bytes, 36).unwrap_or_default().into())
     }
 
-    /// Whether there is also a pair of 8259 interrupt controllers, to be masked.
+    /// Returns whether the machine also has a pair of 8259 interrupt controllers, to be masked.
     pub fn has_8259(&self) -> bool {
         bytes::u32(self.bytes, 40).unwrap_or_default() & 1 != 0
     }
 
-    /// The entries, up to the first malformed one.
+    /// Entries up to the first malformed one.
     pub fn entries(&self) -> impl Iterator<Item = MadtEntry> + use<'a> {
         MadtEntries { bytes: self.bytes.get(Self::FIXED..).unwrap_or(&[]) }
     }
@@ -348,10 +348,11 @@ pub struct Mcfg<'a> {
     bytes: &'a [u8],
 }
 
-/// Buses whose configuration space is in memory: 4 KiB for each function, 32 KiB for each device, 1 MiB for each bus.
+/// Buses with memory-mapped configuration space: 4 KiB per function, 32 KiB per device, 1 MiB per
+/// bus.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ConfigurationRange {
-    /// Physical address of bus 0's space, even if that bus is not in the range.
+    /// Physical address of bus 0's configuration space, even if the range excludes that bus.
     pub base: u64,
     /// PCI segment group.
     pub segment: u16,
@@ -367,12 +368,12 @@ impl<'a> Mcfg<'a> {
     const FIXED: usize = 44;
     const ENTRY: usize = 16;
 
-    /// Reads a table as MCFG.
+    /// Parses a table as MCFG.
     pub fn parse(table: Table<'a>) -> Result<Self, AcpiError> {
         table.expect(Self::SIGNATURE, Self::FIXED).map(|bytes| Self { bytes })
     }
 
-    /// The ranges; those whose last bus is before the first one are left out.
+    /// Ranges, except those whose last bus precedes the first one.
     pub fn ranges(&self) -> impl Iterator<Item = ConfigurationRange> + use<'a> {
         let entries = self.bytes.get(Self::FIXED..).unwrap_or(&[]).chunks_exact(Self::ENTRY);
         entries.filter_map(|entry| {
@@ -387,20 +388,21 @@ impl<'a> Mcfg<'a> {
     }
 }
 
-/// I/O Virtualization Reporting Structure (AMD I/O Virtualization Technology Specification, rev. 3, section 5.2).
+/// I/O Virtualization Reporting Structure (AMD I/O Virtualization Technology Specification, rev. 3,
+/// section 5.2).
 #[derive(Clone, Copy, Debug)]
 pub struct Ivrs<'a> {
     bytes: &'a [u8],
 }
 
-/// An IOMMU, as its hardware definition block (IVHD) describes it.
+/// I/O virtualization hardware definition block (IVHD): describes an IOMMU.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Ivhd {
-    /// PCI function that it is: bus, device (5 bits), function (3 bits).
+    /// PCI function of the IOMMU: bus, device (5 bits), function (3 bits).
     pub device: u16,
     /// Physical address of its registers.
     pub base: u64,
-    /// PCI segment group of the functions behind it.
+    /// PCI segment group of the functions that it translates.
     pub segment: u16,
 }
 
@@ -408,15 +410,15 @@ impl<'a> Ivrs<'a> {
     /// Signature.
     pub const SIGNATURE: &'static [u8; 4] = b"IVRS";
     const FIXED: usize = 48;
-    /// Kinds of IVHD. All begin alike, and firmware may describe an IOMMU by several.
+    /// Types of IVHD. They share their first fields, and firmware may describe an IOMMU by several.
     const IVHD: [u8; 3] = [0x10, 0x11, 0x40];
 
-    /// Reads a table as IVRS.
+    /// Parses a table as IVRS.
     pub fn parse(table: Table<'a>) -> Result<Self, AcpiError> {
         table.expect(Self::SIGNATURE, Self::FIXED).map(|bytes| Self { bytes })
     }
 
-    /// The IVHDs; the list ends at a block that makes no sense.
+    /// IVHDs up to the first malformed block.
     pub fn iommus(&self) -> impl Iterator<Item = Ivhd> + use<'a> {
         let mut rest = self.bytes.get(Self::FIXED..).unwrap_or(&[]);
         let blocks = core::iter::from_fn(move || {
@@ -450,19 +452,19 @@ pub struct GenericAddress {
     pub space: u8,
     /// Width of the register in bits.
     pub bits: u8,
-    /// Address in its space; never 0.
+    /// Address in that space; never 0.
     pub address: u64,
 }
 
 impl GenericAddress {
-    /// `None` where the register is absent: address 0 or beyond the table.
+    /// Parses a register address. `None` if the register is absent: address 0 or beyond the table.
     fn parse(bytes: &[u8], at: usize) -> Option<Self> {
         let address = bytes::u64(bytes, at.checked_add(4)?)?;
         (address != 0).then_some(())?;
         Some(Self { space: bytes::u8(bytes, at)?, bits: bytes::u8(bytes, at + 1)?, address })
     }
 
-    /// The port, if it is one.
+    /// I/O port number, if the address is a port.
     pub fn port(&self) -> Option<u16> {
         if self.space == space::IO { self.address.try_into().ok() } else { None }
     }
@@ -478,7 +480,7 @@ pub struct Fadt<'a> {
 pub mod fadt_flag {
     /// The PM timer is 32 bits wide, not 24.
     pub const TMR_VAL_EXT: u32 = 1 << 8;
-    /// The reset register works.
+    /// The reset register is supported.
     pub const RESET_REG_SUP: u32 = 1 << 10;
     /// No fixed hardware registers.
     pub const HW_REDUCED_ACPI: u32 = 1 << 20;
@@ -486,13 +488,13 @@ pub mod fadt_flag {
 
 /// Boot architecture flags of the FADT (table 5.11).
 pub mod boot_flag {
-    /// There are devices on the ISA bus.
+    /// The ISA bus has devices.
     pub const LEGACY_DEVICES: u16 = 1 << 0;
-    /// There is an 8042 keyboard controller.
+    /// The machine has an 8042 keyboard controller.
     pub const KEYBOARD_8042: u16 = 1 << 1;
-    /// No VGA to be probed.
+    /// VGA must not be probed.
     pub const VGA_NOT_PRESENT: u16 = 1 << 2;
-    /// Message-signalled interrupts do not work.
+    /// Message-signalled interrupts are not supported.
     pub const MSI_NOT_SUPPORTED: u16 = 1 << 3;
     /// No PCIe power management control.
     pub const PCIE_ASPM_CONTROLS: u16 = 1 << 4;
@@ -503,12 +505,12 @@ pub mod boot_flag {
 impl<'a> Fadt<'a> {
     /// Signature.
     pub const SIGNATURE: &'static [u8; 4] = b"FACP";
-    /// Length in ACPI 1.0.
-    const SHORTEST: usize = 116;
+    /// Length in ACPI 1.0, the minimum.
+    const MIN_LENGTH: usize = 116;
 
-    /// Reads a table as FADT.
+    /// Parses a table as FADT.
     pub fn parse(table: Table<'a>) -> Result<Self, AcpiError> {
-        table.expect(Self::SIGNATURE, Self::SHORTEST).map(|bytes| Self { bytes })
+        table.expect(Self::SIGNATURE, Self::MIN_LENGTH).map(|bytes| Self { bytes })
     }
 
     /// Physical address of the DSDT, 0 if none.
@@ -519,7 +521,7 @@ impl<'a> Fadt<'a> {
         }
     }
 
-    /// Global number of the system control interrupt.
+    /// GSI of the system control interrupt.
     pub fn sci_interrupt(&self) -> u16 {
         bytes::u16(self.bytes, 46).unwrap_or_default()
     }
@@ -534,12 +536,12 @@ impl<'a> Fadt<'a> {
         self.register(172, 64, 89)
     }
 
-    /// PM timer, 3.579545 MHz; its width is in [`Fadt::flags`].
+    /// PM timer, 3.579545 MHz; [`Fadt::flags`] determine its width.
     pub fn pm_timer(&self) -> Option<GenericAddress> {
         self.register(208, 76, 91)
     }
 
-    /// Reset register and the value to write to it, where flagged as working.
+    /// Reset register and the value to write to it, if supported.
     pub fn reset(&self) -> Option<(GenericAddress, u8)> {
         if self.flags() & fadt_flag::RESET_REG_SUP == 0 {
             return None;
@@ -557,8 +559,8 @@ impl<'a> Fadt<'a> {
         bytes::u32(self.bytes, 112).unwrap_or_default()
     }
 
-    /// A register that has a generic address at `extended` since ACPI 2.0, and else a port at
-    /// `port` with its length in bytes at `length`.
+    /// Register with a generic address at `extended` (since ACPI 2.0), else with a port number at
+    /// `port` and a length in bytes at `length`.
     fn register(&self, extended: usize, port: usize, length: usize) -> Option<GenericAddress> {
         GenericAddress::parse(self.bytes, extended).or_else(|| {
             let address = bytes::u32(self.bytes, port)?;
@@ -615,7 +617,7 @@ mod tests {
     #[test]
     fn iommus() {
         let mut body = vec![0; 12];
-        // An IVHD, a block of another kind, an IVHD of the same IOMMU, and one that is cut short.
+        // An IVHD, a block of another type, an IVHD of the same IOMMU, and a truncated one.
         for (kind, length) in [(0x10, 28), (0x20, 32), (0x11, 40), (0x10, 28)] {
             let mut block = vec![kind, 0, length, 0, 0x02, 0, 0x40, 0];
             block.extend(0xfd00_0000u64.to_le_bytes());

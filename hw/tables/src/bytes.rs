@@ -1,4 +1,4 @@
-//! Bounds-checked little-endian integers at byte offsets.
+//! Bounds-checked access to little-endian integers at byte offsets.
 
 /// `len` bytes at `at`.
 pub fn slice(bytes: &[u8], at: usize, len: usize) -> Option<&[u8]> {

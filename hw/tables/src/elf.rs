@@ -1,9 +1,9 @@
-//! ELF little-endian executables (System V ABI, "Object Files" and "Program Loading"): 64-bit ones, and where a caller
-//! takes them ([`Elf::parse_any`]) 32-bit ones.
+//! ELF little-endian executables (System V ABI, "Object Files" and "Program Loading"): 64-bit, and
+//! with [`Elf::parse_any`] also 32-bit.
 //!
-//! Parsing checks everything that a loader relies on, so that the iterators after it
-//! cannot fail: every loadable segment lies inside the file, is not smaller in memory than in
-//! the file, and ends below 2^64.
+//! Parsing validates everything that a loader relies on, so the iterators cannot fail: every
+//! loadable segment is inside the file, is not larger in the file than in memory, and ends below
+//! 2^64.
 
 use crate::bytes;
 use core::ops::Range;
@@ -33,29 +33,29 @@ pub const FLAG_WRITE: u32 = 2;
 /// Bit of [`Segment::flags`]: readable.
 pub const FLAG_READ: u32 = 4;
 
-/// Why a file is no executable that can be loaded.
+/// Error of ELF parsing.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ElfError {
-    /// The file ends before its header, program headers or a segment's contents do.
+    /// The file ends within its header, its program headers or a segment.
     Truncated,
     /// No ELF magic.
     NotElf,
-    /// Not little-endian, or not 64-bit where it has to be.
+    /// Not little-endian, or not 64-bit where that is required.
     BadClass,
-    /// Neither an executable nor position-independent.
+    /// Neither an executable nor a position-independent executable.
     NotExecutable,
-    /// Not for a processor that is known.
+    /// Unsupported processor architecture.
     BadMachine,
-    /// Program headers of a wrong size.
+    /// Unexpected size of program headers.
     BadProgramHeaders,
     /// A segment is larger in the file than in memory, or wraps around the address space.
     BadSegment,
 }
 
-/// The processor that an executable is for.
+/// Processor architecture of an executable.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Machine {
-    /// x86 with 32 bits: in 32-bit files only.
+    /// 32-bit x86, in 32-bit files only.
     X86,
     /// x86-64.
     X86_64,
@@ -70,11 +70,11 @@ pub struct Segment {
     pub vaddr: u64,
     /// Physical address of the first byte.
     pub paddr: u64,
-    /// Place of the contents in the file, in bytes.
+    /// Offset of the contents in the file, in bytes.
     pub offset: u64,
-    /// Bytes in the file; the rest of the segment is zero.
+    /// Length in the file, in bytes; the rest of the segment is zero.
     pub filesz: u64,
-    /// Bytes in memory.
+    /// Length in memory, in bytes.
     pub memsz: u64,
     /// Permissions: [`FLAG_READ`], [`FLAG_WRITE`], [`FLAG_EXECUTE`].
     pub flags: u32,
@@ -91,42 +91,42 @@ impl Segment {
         self.vaddr..self.vaddr + self.memsz
     }
 
-    /// Whether the program may write to it.
+    /// Returns whether the segment is writable.
     pub fn writable(&self) -> bool {
         self.flags & FLAG_WRITE != 0
     }
 
-    /// Whether the program may execute it.
+    /// Returns whether the segment is executable.
     pub fn executable(&self) -> bool {
         self.flags & FLAG_EXECUTE != 0
     }
 }
 
-/// A note: vendor data that loaders look for.
+/// A note: vendor-defined data.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Note<'a> {
-    /// Who defines `kind`, without the closing zero.
+    /// Owner, which defines the meaning of `kind`; without the terminating zero.
     pub name: &'a [u8],
-    /// What it is.
+    /// Type of the note.
     pub kind: u32,
-    /// Its contents.
+    /// Contents.
     pub desc: &'a [u8],
 }
 
-/// A checked executable.
+/// A validated executable.
 #[derive(Clone, Copy, Debug)]
 pub struct Elf<'a> {
     bytes: &'a [u8],
-    /// 64-bit.
+    /// 64-bit file.
     wide: bool,
-    /// The program headers, a multiple of their length.
+    /// Program headers; the length is a multiple of the entry length.
     headers: &'a [u8],
     machine: Machine,
     entry: u64,
 }
 
 impl<'a> Elf<'a> {
-    /// Checks the headers of the 64-bit executable `file`.
+    /// Parses and validates a 64-bit executable.
     pub fn parse(file: &'a [u8]) -> Result<Self, ElfError> {
         match file.get(4) {
             Some(&CLASS_32) if file.starts_with(b"\x7fELF") => Err(ElfError::BadClass),
@@ -134,7 +134,7 @@ impl<'a> Elf<'a> {
         }
     }
 
-    /// Checks the headers of the executable `file`, which has 64 or 32 bits.
+    /// Parses and validates a 64-bit or 32-bit executable.
     pub fn parse_any(file: &'a [u8]) -> Result<Self, ElfError> {
         if !file.starts_with(b"\x7fELF") {
             return Err(if b"\x7fELF".starts_with(file) {
@@ -187,32 +187,33 @@ impl<'a> Elf<'a> {
         Ok(elf)
     }
 
-    /// The processor that it is for.
+    /// Processor architecture.
     pub fn machine(&self) -> Machine {
         self.machine
     }
 
-    /// Virtual address at which it starts.
+    /// Virtual address of the entry point.
     pub fn entry(&self) -> u64 {
         self.entry
     }
 
-    /// Whether it names another program to load it (`PT_INTERP`): it is linked dynamically.
+    /// Returns whether the executable requests an interpreter (`PT_INTERP`), i.e. is dynamically
+    /// linked.
     pub fn has_interpreter(&self) -> bool {
         self.of_type(SEGMENT_INTERPRETER).next().is_some()
     }
 
-    /// The loadable segments, in file order.
+    /// Loadable segments, in file order.
     pub fn segments(&self) -> impl Iterator<Item = Segment> + use<'a> {
         self.of_type(SEGMENT_LOAD)
     }
 
-    /// The part of a segment that is in the file.
+    /// Contents of a segment in the file.
     pub fn data(&self, segment: &Segment) -> &'a [u8] {
         self.contents(segment.offset, segment.filesz).unwrap_or(&[])
     }
 
-    /// The notes of all note segments, as far as they are well-formed.
+    /// Notes of all note segments, up to the first malformed note of each.
     pub fn notes(&self) -> impl Iterator<Item = Note<'a>> + use<'a> {
         let elf = *self;
         self.of_type(SEGMENT_NOTE).flat_map(move |segment| Notes {
@@ -227,7 +228,7 @@ impl<'a> Elf<'a> {
             if bytes::u32(header, 0)? != kind {
                 return None;
             }
-            // Flags, and the place of the rest, in order.
+            // Offset of the flags; offset and size of the other fields, which are consecutive.
             let (flags, first, each) = if wide { (4, 8, 8) } else { (24, 4, 4) };
             let word = |index: usize| address(header, first + each * index, wide);
             Some(Segment {
@@ -246,13 +247,13 @@ impl<'a> Elf<'a> {
     }
 }
 
-/// An address or length: 8 bytes, in 32-bit files 4.
+/// Reads an address or length: 8 bytes, or 4 bytes in 32-bit files.
 fn address(bytes: &[u8], at: usize, wide: bool) -> Option<u64> {
     if wide { bytes::u64(bytes, at) } else { bytes::u32(bytes, at).map(u64::from) }
 }
 
-/// Notes of one segment. Name and contents are each padded to four bytes, which is what tools
-/// write for every kind of note that concerns a loader, also in 64-bit files.
+/// Notes of one segment. Name and contents are each padded to four bytes, as tools write all kinds
+/// of notes that concern loaders, even in 64-bit files.
 struct Notes<'a> {
     bytes: &'a [u8],
 }
@@ -324,7 +325,7 @@ mod tests {
         assert_eq!(notes, [Note { name: b"Xen", kind: 18, desc: &[0, 0, 0x10, 0] }]);
     }
 
-    /// The same file with 32 bits.
+    /// The same file in 32-bit format.
     fn narrow(segments: &[(u32, u32, u32, u32, u32)], contents: &[u8]) -> Vec<u8> {
         let mut file = vec![0; HEADER_LENGTH_32];
         file[..6].copy_from_slice(b"\x7fELF\x01\x01");
@@ -358,7 +359,7 @@ mod tests {
         assert_eq!((segments[0].vaddr, segments[0].flags), (0x10_0001, FLAG_READ));
         assert_eq!(elf.data(&segments[0]), b"code");
         assert_eq!(elf.notes().next().unwrap().desc, [0, 0, 0x10, 0]);
-        // Only for whom it is meant.
+        // Accepted by `parse_any` only.
         assert_eq!(Elf::parse(&good).err(), Some(ElfError::BadClass));
         for length in 0..good.len() - note.len() {
             assert_eq!(

@@ -1,9 +1,9 @@
-//! Readers of the tables that firmware and boot loaders leave in memory, and of ELF executables.
+//! Parsers of ACPI tables, boot information, PCI configuration space and ELF executables.
 //!
-//! Every reader works on byte slices, allocates nothing and panics on no input: what does not fit
-//! is a typed error, or ends an iteration where the format allows extension. The
-//! crate interprets nothing beyond the layout: what a table means for the machine is its
-//! reader's business. Integers are little-endian, fields may be unaligned.
+//! Every parser works on byte slices, allocates nothing and does not panic on any input: malformed
+//! input yields a typed error, or ends an iteration where the format is extensible. The crate
+//! defines layouts only; interpretation is up to its users. Integers are little-endian, fields may
+//! be unaligned.
 #![cfg_attr(not(test), no_std)]
 #![forbid(unsafe_code)]
 

@@ -1,19 +1,19 @@
-//! The Multiboot2 specification, version 2.0: the header in a kernel's image and the boot information.
+//! Multiboot2 specification, version 2.0: header in a kernel image, and boot information.
 //!
-//! A boot loader finds the header in the first 32 KiB of the image, enters the kernel in 32-bit
-//! protected mode with [`LOADER_MAGIC`] in `eax`, and leaves the physical address of the boot information,
-//! which [`BootInfo`] reads, in `ebx`.
+//! A boot loader finds the header in the first 32 KiB of the image. It enters the kernel in 32-bit
+//! protected mode with [`LOADER_MAGIC`] in `eax` and the physical address of the boot information
+//! ([`BootInfo`]) in `ebx`.
 
 use crate::bytes;
 
 /// First word of the header.
 pub const HEADER_MAGIC: u32 = 0xe852_50d6;
-/// `architecture` of the header: 32-bit protected mode of i386.
+/// `architecture` in the header: 32-bit protected mode of i386.
 pub const ARCHITECTURE_I386: u32 = 0;
-/// What the boot loader leaves in `eax`.
+/// Value in `eax` at kernel entry.
 pub const LOADER_MAGIC: u32 = 0x36d7_6289;
 
-/// The header's checksum: with it, the first four words add up to 0.
+/// Checksum of the header, with which its first four words sum up to 0.
 pub const fn header_checksum(header_length: u32) -> u32 {
     0u32.wrapping_sub(HEADER_MAGIC).wrapping_sub(ARCHITECTURE_I386).wrapping_sub(header_length)
 }
@@ -22,7 +22,7 @@ pub const fn header_checksum(header_length: u32) -> u32 {
 pub mod header_tag {
     /// Ends the list.
     pub const END: u16 = 0;
-    /// Asks for boot-information tags.
+    /// Requests boot-information tags.
     pub const INFORMATION_REQUEST: u16 = 1;
     /// Load addresses, for images that are not ELF.
     pub const ADDRESS: u16 = 2;
@@ -66,11 +66,11 @@ pub struct MemoryRange {
     pub address: u64,
     /// Length in bytes.
     pub size: u64,
-    /// What it is, as in [`crate::pvh::memory`].
+    /// Type, as in [`crate::pvh::memory`].
     pub kind: u32,
 }
 
-/// The boot information.
+/// Boot information.
 #[derive(Clone, Copy, Debug)]
 pub struct BootInfo<'a> {
     tags: &'a [u8],
@@ -80,19 +80,20 @@ impl<'a> BootInfo<'a> {
     /// Length of the fixed part, in bytes.
     pub const HEADER_LENGTH: usize = 8;
 
-    /// Length of the whole, from its fixed part; `None` if that is too short or says nonsense.
+    /// Total length, from the fixed part; `None` if the fixed part is too short or inconsistent.
     pub fn length(header: &[u8]) -> Option<usize> {
         let length = bytes::u32(header, 0)? as usize;
         (length >= Self::HEADER_LENGTH).then_some(length)
     }
 
-    /// Reads the boot information at the start of `bytes`; `None` if it is longer than `bytes`.
+    /// Parses the boot information at the start of `bytes`; `None` if it is longer than `bytes`.
     pub fn parse(bytes: &'a [u8]) -> Option<Self> {
         let length = Self::length(bytes)?;
         Some(Self { tags: bytes.get(Self::HEADER_LENGTH..length)? })
     }
 
-    /// The tags as (type, contents after the tag's header), up to the end tag or the first bad one.
+    /// Tags as (type, contents without the tag header), up to the end tag or the first malformed
+    /// one.
     pub fn tags(&self) -> impl Iterator<Item = (u32, &'a [u8])> + use<'a> {
         Tags { bytes: self.tags }
     }
@@ -101,12 +102,12 @@ impl<'a> BootInfo<'a> {
         self.tags().find(|&(found, _)| found == kind).map(|(_, contents)| contents)
     }
 
-    /// The kernel's command line, without the closing zero.
+    /// Kernel command line, without the terminating zero.
     pub fn command_line(&self) -> Option<&'a [u8]> {
         self.find(tag::COMMAND_LINE).map(bytes::until_zero)
     }
 
-    /// The boot modules, in order.
+    /// Boot modules, in order.
     pub fn modules(&self) -> impl Iterator<Item = Module<'a>> + use<'a> {
         self.tags().filter(|&(kind, _)| kind == tag::MODULE).filter_map(|(_, raw)| {
             Some(Module {
@@ -117,11 +118,11 @@ impl<'a> BootInfo<'a> {
         })
     }
 
-    /// The memory map; empty if there is none.
+    /// Memory map; empty if there is none.
     pub fn memory_map(&self) -> impl Iterator<Item = MemoryRange> + use<'a> {
         const ENTRY_LENGTH: usize = 24;
         let raw = self.find(tag::MEMORY_MAP).unwrap_or(&[]);
-        // Entries may grow in later versions of the format; their length is in the tag.
+        // The tag specifies the length of an entry, which later versions may increase.
         let length = bytes::u32(raw, 0).map_or(ENTRY_LENGTH, |length| length as usize);
         raw.get(8..).unwrap_or(&[]).chunks_exact(length.max(ENTRY_LENGTH)).filter_map(|entry| {
             Some(MemoryRange {
@@ -132,7 +133,7 @@ impl<'a> BootInfo<'a> {
         })
     }
 
-    /// The copy of the ACPI RSDP, the newer one if there are two.
+    /// Copy of the ACPI RSDP; the newer one if there are two.
     pub fn rsdp(&self) -> Option<&'a [u8]> {
         self.find(tag::ACPI_NEW).or_else(|| self.find(tag::ACPI_OLD))
     }

@@ -1,24 +1,25 @@
-//! PCI configuration space (PCI Local Bus 3.0, chapter 6; PCI Express Base 3.0, chapter 7): where the registers are, and
-//! readers of capabilities and base addresses. Reading goes through a function that gives the aligned 32-bit word at an
-//! offset, so that the same code reads hardware and tests.
+//! PCI configuration space (PCI Local Bus 3.0, chapter 6; PCI Express Base 3.0, chapter 7):
+//! register layout, and parsers of capabilities and base address registers. The parsers take a
+//! function that returns the aligned 32-bit word at an offset, and so work on hardware and in
+//! tests.
 
 /// Offsets of registers.
 pub mod register {
-    /// Vendor, 16 bits; all ones where there is no function.
+    /// Vendor, 16 bits; all ones if there is no function.
     pub const VENDOR: u16 = 0x00;
     /// Device, 16 bits.
     pub const DEVICE: u16 = 0x02;
     /// [`super::command`], 16 bits.
     pub const COMMAND: u16 = 0x04;
-    /// Status, 16 bits; bit 4: there are capabilities.
+    /// Status, 16 bits; bit 4: the function has capabilities.
     pub const STATUS: u16 = 0x06;
     /// Revision, programming interface, subclass, class: 8 bits each.
     pub const CLASS: u16 = 0x08;
-    /// Header type, 8 bits: bits 6:0 layout, bit 7 more than one function.
+    /// Header type, 8 bits: bits 6:0 layout, bit 7 multi-function device.
     pub const HEADER_TYPE: u16 = 0x0e;
     /// First base address register, 32 bits; the others follow.
     pub const BASE_ADDRESS: u16 = 0x10;
-    /// Layout 1: the bus behind the bridge, 8 bits.
+    /// Layout 1: secondary bus of the bridge, 8 bits.
     pub const SECONDARY_BUS: u16 = 0x19;
     /// First capability, 8 bits.
     pub const CAPABILITIES: u16 = 0x34;
@@ -26,66 +27,67 @@ pub mod register {
 
 /// Bits of the command register (section 6.2.2).
 pub mod command {
-    /// Answers at its I/O addresses.
+    /// I/O space enable.
     pub const IO: u16 = 1 << 0;
-    /// Answers at its memory addresses.
+    /// Memory space enable.
     pub const MEMORY: u16 = 1 << 1;
-    /// May access memory itself, which includes sending interrupt messages.
+    /// Bus master enable: memory accesses by the device, including MSIs.
     pub const BUS_MASTER: u16 = 1 << 2;
-    /// Its interrupt line stays silent.
+    /// Interrupt disable (INTx).
     pub const NO_LINE: u16 = 1 << 10;
 }
 
 /// Capability ids (section 6.7, appendix H).
 pub mod capability {
-    /// Interrupts by messages.
+    /// MSI.
     pub const MSI: u8 = 0x05;
-    /// Of the vendor; virtio uses it.
+    /// Vendor-specific; used by virtio.
     pub const VENDOR: u8 = 0x09;
-    /// Interrupts by messages, with a table.
+    /// MSI-X.
     pub const MSI_X: u8 = 0x11;
 }
 
 /// Message control of MSI, 16 bits at offset 2 of the capability (section 6.8.1).
 pub mod msi {
-    /// Messages are sent.
+    /// MSI enable.
     pub const ENABLE: u16 = 1 << 0;
-    /// Number of messages, as a power of two.
+    /// Number of messages enabled, as `log2`.
     pub const COUNT: u16 = 7 << 4;
-    /// The address has 64 bits; the data then is at offset 12, else at 8.
+    /// 64-bit address: the data is at offset 12, else at 8.
     pub const LONG: u16 = 1 << 7;
-    /// Address, low half.
+    /// Offset of the low half of the address.
     pub const ADDRESS: u16 = 4;
 }
 
 /// MSI-X (section 6.8.2).
 pub mod msi_x {
-    /// Message control, 16 bits at offset 2: number of entries, less one.
+    /// Message control, 16 bits at offset 2: number of entries minus one.
     pub const SIZE: u16 = 0x7ff;
-    /// All entries are masked.
+    /// Function mask: all entries are masked.
     pub const MASK: u16 = 1 << 14;
-    /// Messages are sent.
+    /// MSI-X enable.
     pub const ENABLE: u16 = 1 << 15;
-    /// Where the table is, 32 bits: bits 2:0 number of the base address register, the others its offset.
+    /// Location of the table, 32 bits: bits 2:0 index of the base address register, the rest the
+    /// offset.
     pub const TABLE: u16 = 4;
-    /// Bytes of an entry of the table: address (64 bits), data (32), control (32; bit 0 masked).
+    /// Length in bytes of a table entry: address (64 bits), data (32), control (32; bit 0 masked).
     pub const ENTRY: u64 = 16;
 }
 
-/// Functions of a device, devices of a bus.
+/// Functions per device.
 pub const FUNCTIONS: u8 = 8;
-/// Devices of a bus.
+/// Devices per bus.
 pub const DEVICES: u8 = 32;
-/// Base address registers of a function of layout 0.
+/// Base address registers of a function with layout 0.
 pub const BARS: u8 = 6;
-/// Bytes of configuration space of a function (PCI Express, section 7.2.2).
+/// Length in bytes of a function's configuration space (PCI Express, section 7.2.2).
 pub const SPACE: u64 = 4096;
-/// First and last offset at which a capability can be.
+/// Valid offsets of capabilities.
 const CAPABILITY_RANGE: core::ops::RangeInclusive<u8> = 0x40..=0xfc;
-/// More capabilities do not fit the space that they share.
-const MOST_CAPABILITIES: usize = 48;
+/// Maximum number of capabilities that fit their part of configuration space.
+const MAX_CAPABILITIES: usize = 48;
 
-/// Offsets and ids of the capabilities. A list that runs in circles ends.
+/// Offsets and ids of the capabilities. A cyclic list is cut off.
 pub fn capabilities(read: impl Fn(u16) -> u32) -> impl Iterator<Item = (u16, u8)> {
     let present = read(register::COMMAND) >> 16 & 1 << 4 != 0;
     let mut next = if present { read(register::CAPABILITIES) as u8 } else { 0 };
@@ -95,20 +97,20 @@ pub fn capabilities(read: impl Fn(u16) -> u32) -> impl Iterator<Item = (u16, u8)
         next = (word >> 8) as u8;
         Some((at.into(), word as u8))
     })
-    .take(MOST_CAPABILITIES)
+    .take(MAX_CAPABILITIES)
 }
 
-/// A base address register of memory, as it is or with all ones written.
+/// A memory base address register, in normal operation or after writing all ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryBar {
-    /// Its address bits.
+    /// Address bits.
     pub base: u64,
-    /// It takes two registers.
+    /// 64-bit: uses two registers.
     pub is_long: bool,
 }
 
 impl MemoryBar {
-    /// Reads a register and the one after it; `None` for I/O ports.
+    /// Parses a register and its successor; `None` for I/O ports.
     pub const fn parse(low: u32, high: u32) -> Option<Self> {
         if low & 1 != 0 {
             return None;
@@ -118,7 +120,7 @@ impl MemoryBar {
         Some(Self { base: (low & !0xf) as u64 | upper, is_long })
     }
 
-    /// The length in bytes, if these are the bits that remain of all ones; 0 for no register.
+    /// Length in bytes, from the register value after writing all ones; 0 if there is no register.
     pub const fn length(self) -> u64 {
         let mask = if self.is_long { self.base } else { self.base | !0xffff_ffff };
         if self.base == 0 { 0 } else { mask.wrapping_neg() }
@@ -144,9 +146,9 @@ mod tests {
             |words: [u32; 64]| capabilities(|at| words[usize::from(at) / 4]).collect::<Vec<_>>();
         assert_eq!(list([0; 64]), []);
         assert_eq!(list(space(&[(0x40, 9, 0x50), (0x50, 0x11, 0)])), [(0x40, 9), (0x50, 0x11)]);
-        assert_eq!(list(space(&[(0x40, 9, 0x40)])).len(), MOST_CAPABILITIES, "a circle");
+        assert_eq!(list(space(&[(0x40, 9, 0x40)])).len(), MAX_CAPABILITIES, "a circle");
         assert_eq!(list(space(&[(0x40, 9, 0x10)])).len(), 1, "into the header");
-        assert_eq!(list([u32::MAX; 64]).len(), MOST_CAPABILITIES);
+        assert_eq!(list([u32::MAX; 64]).len(), MAX_CAPABILITIES);
     }
 
     #[test]

@@ -1,36 +1,36 @@
-//! The PVH boot protocol (Xen's `arch-x86/hvm/start_info.h`, also "x86/HVM direct boot ABI").
+//! PVH boot protocol (Xen's `arch-x86/hvm/start_info.h`, also "x86/HVM direct boot ABI").
 //!
-//! A boot loader enters the kernel in 32-bit protected mode without paging, at the address in
-//! the ELF note [`NOTE_PHYS32_ENTRY`], with the physical address of a [`StartInfo`] in `ebx`. Layouts are
-//! read here for a kernel that is booted so, and written for a VMM that boots one.
+//! A boot loader enters the kernel in 32-bit protected mode without paging, at the address in the
+//! ELF note [`NOTE_PHYS32_ENTRY`], with the physical address of a [`StartInfo`] in `ebx`. Parsers
+//! serve a kernel booted in this way, writers a VMM that boots one.
 
 use crate::bytes;
 use crate::elf::Elf;
 
 /// Owner of the ELF note.
 pub const NOTE_NAME: &[u8] = b"Xen";
-/// Kind of the ELF note whose contents are the physical entry address.
+/// Type of the ELF note that contains the physical entry address.
 pub const NOTE_PHYS32_ENTRY: u32 = 18;
 /// First word of [`StartInfo`].
 pub const MAGIC: u32 = 0x336e_c578;
-/// Version with a memory map.
+/// First version with a memory map.
 pub const VERSION: u32 = 1;
 
-/// What a range of the memory map is (the E820 types of ACPI 6.5, table 15.1).
+/// Types of memory ranges (the E820 types of ACPI 6.5, table 15.1).
 pub mod memory {
     /// Usable RAM.
     pub const RAM: u32 = 1;
-    /// Not to be used.
+    /// Reserved.
     pub const RESERVED: u32 = 2;
-    /// ACPI tables; RAM once they have been read.
+    /// ACPI tables; usable as RAM once they have been read.
     pub const ACPI: u32 = 3;
-    /// Firmware state, to be kept.
+    /// Firmware state to be preserved (NVS).
     pub const NVS: u32 = 4;
-    /// Bad RAM.
+    /// Defective RAM.
     pub const UNUSABLE: u32 = 5;
 }
 
-/// Entry address of a kernel that can be booted by PVH. The note's contents are 4 or 8 bytes.
+/// Entry address of a PVH kernel, from a note with 4 or 8 bytes of contents.
 pub fn entry(elf: &Elf<'_>) -> Option<u32> {
     elf.notes().find(|note| note.name == NOTE_NAME && note.kind == NOTE_PHYS32_ENTRY).and_then(
         |note| match note.desc.len() {
@@ -44,7 +44,7 @@ pub fn entry(elf: &Elf<'_>) -> Option<u32> {
 /// `struct hvm_start_info`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct StartInfo {
-    /// Version of the layout; from 1 on there is a memory map.
+    /// Version of the layout; versions from 1 have a memory map.
     pub version: u32,
     /// `SIF_*` flags, 0 outside Xen.
     pub flags: u32,
@@ -66,8 +66,8 @@ impl StartInfo {
     /// Length in memory, in bytes.
     pub const LENGTH: usize = 56;
 
-    /// Reads it. `None` without the magic, or if `bytes` is too short. The memory map is absent in
-    /// version 0.
+    /// Parses a start info. `None` without the magic number, or if `bytes` is too short. Version 0
+    /// has no memory map.
     pub fn parse(bytes: &[u8]) -> Option<Self> {
         if bytes::u32(bytes, 0)? != MAGIC {
             return None;
@@ -89,7 +89,7 @@ impl StartInfo {
         })
     }
 
-    /// Writes it.
+    /// Serialised form.
     pub fn to_bytes(self) -> [u8; Self::LENGTH] {
         let mut raw = [0; Self::LENGTH];
         raw[0..4].copy_from_slice(&MAGIC.to_le_bytes());
@@ -105,7 +105,7 @@ impl StartInfo {
     }
 }
 
-/// `struct hvm_modlist_entry`: a file that the loader put into memory.
+/// `struct hvm_modlist_entry`: a file loaded by the boot loader.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Module {
     /// Physical address of the first byte.
@@ -120,7 +120,7 @@ impl Module {
     /// Length of an entry in memory, in bytes.
     pub const LENGTH: usize = 32;
 
-    /// The entries in `bytes`.
+    /// Entries in `bytes`.
     pub fn list(bytes: &[u8]) -> impl Iterator<Item = Self> + '_ {
         bytes.chunks_exact(Self::LENGTH).filter_map(|raw| {
             Some(Self {
@@ -131,7 +131,7 @@ impl Module {
         })
     }
 
-    /// Writes an entry.
+    /// Serialised form.
     pub fn to_bytes(self) -> [u8; Self::LENGTH] {
         let mut raw = [0; Self::LENGTH];
         raw[0..8].copy_from_slice(&self.address.to_le_bytes());
@@ -156,7 +156,7 @@ impl MemoryRange {
     /// Length of an entry in memory, in bytes.
     pub const LENGTH: usize = 24;
 
-    /// The entries in `bytes`.
+    /// Entries in `bytes`.
     pub fn list(bytes: &[u8]) -> impl Iterator<Item = Self> + '_ {
         bytes.chunks_exact(Self::LENGTH).filter_map(|raw| {
             Some(Self {
@@ -167,7 +167,7 @@ impl MemoryRange {
         })
     }
 
-    /// Writes an entry.
+    /// Serialised form.
     pub fn to_bytes(self) -> [u8; Self::LENGTH] {
         let mut raw = [0; Self::LENGTH];
         raw[0..8].copy_from_slice(&self.address.to_le_bytes());

@@ -1,4 +1,4 @@
-//! No input may panic a reader: random bytes, and valid beginnings followed by random bytes.
+//! No input may panic a parser: random bytes, and valid headers followed by random bytes.
 
 use crate::{acpi, bytes, elf, multiboot2, pvh};
 use proptest::prelude::*;
@@ -45,7 +45,7 @@ fn boot_info(raw: &[u8]) {
     pvh::StartInfo::parse(raw);
 }
 
-/// A table with a header and checksum that hold, so that the body is reached.
+/// A table with valid header and checksum, so that the parser reaches its body.
 fn sealed(signature: &[u8; 4], body: &[u8]) -> Vec<u8> {
     let mut table = signature.to_vec();
     table.extend((36 + body.len() as u32).to_le_bytes());
@@ -81,7 +81,8 @@ proptest! {
         file.extend(count.to_le_bytes());
         file.resize(64, 0);
         for (index, word) in words.iter().enumerate() {
-            // The first word of each program header is its type; make most of them loadable or notes.
+            // The first word of each program header is its type; most are loadable segments or
+            // notes.
             let word = if index % 7 == 0 { [1, 4][index / 7 % 2] } else { *word };
             file.extend(word.to_le_bytes());
         }

@@ -1,5 +1,5 @@
-//! Interrupt controllers: the local APIC (APM vol. 2 (24593), chapter 16; SDM vol. 3, chapter 11), the
-//! I/O APIC (Intel 82093AA datasheet) and the bits of the 8259A that are needed to silence it.
+//! Interrupt controllers: local APIC (APM vol. 2 (24593), chapter 16; SDM vol. 3, chapter 11), I/O
+//! APIC (Intel 82093AA datasheet), and the 8259A registers needed to disable it.
 
 /// Registers of the local APIC, by xAPIC offset (APM vol. 2, table 16-2). In x2APIC mode, register
 /// `r` is MSR `0x800 + r / 16`.
@@ -18,13 +18,13 @@ pub mod local {
     pub const DFR: u32 = 0xe0;
     /// Spurious vector, and [`SVR_ENABLE`].
     pub const SVR: u32 = 0xf0;
-    /// In-service bits, 8 registers of 32 bits at a distance of 0x10.
+    /// In-service bits, 8 registers of 32 bits, 0x10 apart.
     pub const ISR: u32 = 0x100;
-    /// Trigger-mode bits, likewise.
+    /// Trigger-mode bits, in the same layout.
     pub const TMR: u32 = 0x180;
-    /// Requested interrupts, likewise.
+    /// Interrupt-request bits, in the same layout.
     pub const IRR: u32 = 0x200;
-    /// Error status; written before it is read.
+    /// Error status; must be written before it is read.
     pub const ESR: u32 = 0x280;
     /// Interrupt command, low half; all 64 bits in x2APIC mode.
     pub const ICR_LOW: u32 = 0x300;
@@ -42,24 +42,24 @@ pub mod local {
     pub const LVT_LINT1: u32 = 0x360;
     /// Local vector table: errors.
     pub const LVT_ERROR: u32 = 0x370;
-    /// Initial count of the timer; writing it starts the count, 0 stops.
+    /// Initial count of the timer; writing it starts the timer, 0 stops it.
     pub const TIMER_INITIAL: u32 = 0x380;
     /// Current count of the timer.
     pub const TIMER_CURRENT: u32 = 0x390;
     /// Divider of the timer: [`DIVIDE_BY_1`].
     pub const TIMER_DIVIDE: u32 = 0x3e0;
 
-    /// [`SVR`]: the APIC is on.
+    /// [`SVR`]: APIC enabled.
     pub const SVR_ENABLE: u32 = 1 << 8;
     /// Local vector table: masked.
     pub const LVT_MASKED: u32 = 1 << 16;
-    /// [`LVT_TIMER`]: once (both mode bits 0).
+    /// [`LVT_TIMER`]: one-shot mode (both mode bits 0).
     pub const TIMER_ONE_SHOT: u32 = 0;
-    /// [`LVT_TIMER`]: again and again.
+    /// [`LVT_TIMER`]: periodic mode.
     pub const TIMER_PERIODIC: u32 = 1 << 17;
-    /// [`LVT_TIMER`]: when the TSC reaches MSR `TSC_DEADLINE`.
+    /// [`LVT_TIMER`]: TSC-deadline mode (MSR `TSC_DEADLINE`).
     pub const TIMER_TSC_DEADLINE: u32 = 2 << 17;
-    /// [`TIMER_DIVIDE`]: do not divide.
+    /// [`TIMER_DIVIDE`]: divide by 1.
     pub const DIVIDE_BY_1: u32 = 0b1011;
     /// Delivery mode NMI, in the local vector table and in [`ICR_LOW`].
     pub const DELIVER_NMI: u32 = 4 << 8;
@@ -69,25 +69,26 @@ pub mod local {
     pub const DELIVER_STARTUP: u32 = 6 << 8;
     /// [`ICR_LOW`]: logical destination.
     pub const ICR_LOGICAL: u32 = 1 << 11;
-    /// [`ICR_LOW`]: still being sent (xAPIC only).
+    /// [`ICR_LOW`]: delivery pending (xAPIC only).
     pub const ICR_PENDING: u32 = 1 << 12;
-    /// [`ICR_LOW`]: level is "assert".
+    /// [`ICR_LOW`]: level "assert".
     pub const ICR_ASSERT: u32 = 1 << 14;
-    /// [`ICR_LOW`]: to whom without a destination; 0: it has one.
+    /// [`ICR_LOW`]: destination shorthand; 0: none.
     pub const ICR_SHORTHAND: u32 = 3 << 18;
-    /// [`ICR_LOW`]: to all but the sender.
+    /// [`ICR_LOW`]: shorthand "all excluding self".
     pub const ICR_ALL_OTHERS: u32 = 3 << 18;
 }
 
 /// Registers of an I/O APIC (82093AA §3).
 pub mod io {
-    /// Offset of the register that selects an indirect register.
+    /// Offset of the register-select register.
     pub const SELECT: u64 = 0x00;
     /// Offset of the window to the selected register.
     pub const WINDOW: u64 = 0x10;
-    /// Indirect: 23:16 is the highest redirection entry.
+    /// Indirect: 23:16 highest redirection entry.
     pub const VERSION: u32 = 0x01;
-    /// Indirect: low half of redirection entry 0; entry `n` is at `REDIRECTION + 2 * n`, high half next.
+    /// Indirect: low half of redirection entry 0; entry `n` is at `REDIRECTION + 2 * n`, followed
+    /// by its high half.
     pub const REDIRECTION: u32 = 0x10;
 
     /// Redirection entry: the line is active low.
@@ -108,7 +109,7 @@ pub mod msi {
     pub const DESTINATION_SHIFT: u32 = 12;
 }
 
-/// The two 8259A (Intel 231468).
+/// The two 8259A controllers (Intel 231468).
 pub mod pic {
     /// Command port of the first.
     pub const COMMAND_1: u16 = 0x20;
@@ -118,12 +119,12 @@ pub mod pic {
     pub const COMMAND_2: u16 = 0xa0;
     /// Mask port of the second.
     pub const DATA_2: u16 = 0xa1;
-    /// Initialise, with a fourth command word (ICW1).
+    /// ICW1: initialise, with ICW4.
     pub const INITIALISE: u8 = 0x11;
-    /// The second hangs on line 2 (ICW3 of the first).
+    /// ICW3 of the first: the second is connected to line 2.
     pub const CASCADE_1: u8 = 1 << 2;
-    /// Cascade identity (ICW3 of the second).
+    /// ICW3 of the second: cascade identity.
     pub const CASCADE_2: u8 = 2;
-    /// 8086 mode (ICW4).
+    /// ICW4: 8086 mode.
     pub const MODE_8086: u8 = 1;
 }

@@ -1,6 +1,6 @@
 //! `CPUID` leaves and feature bits: APM vol. 3 (24594), appendix E, and Intel SDM vol. 2A, `CPUID`.
-//! The paravirtual leaves from `0x4000_0000` are those of KVM (Linux `Documentation/virt/kvm/x86/cpuid.rst`)
-//! and, for the frequencies, of VMware.
+//! The paravirtual leaves from `0x4000_0000` are those of KVM (Linux
+//! `Documentation/virt/kvm/x86/cpuid.rst`) and, for the frequencies, of VMware.
 
 /// Leaves.
 pub mod leaf {
@@ -24,7 +24,7 @@ pub mod leaf {
     pub const TSC: u32 = 0x15;
     /// Processor frequency.
     pub const FREQUENCY: u32 = 0x16;
-    /// First leaf of the hypervisor; highest such leaf, signature.
+    /// First hypervisor leaf: highest such leaf, signature.
     pub const HYPERVISOR: u32 = 0x4000_0000;
     /// Paravirtual features (KVM).
     pub const HYPERVISOR_FEATURES: u32 = 0x4000_0001;
@@ -34,7 +34,7 @@ pub mod leaf {
     pub const EXTENDED: u32 = 0x8000_0000;
     /// AMD features.
     pub const AMD_FEATURES: u32 = 0x8000_0001;
-    /// First of three leaves with the processor's name.
+    /// First of three leaves with the processor name.
     pub const NAME: u32 = 0x8000_0002;
     /// First-level caches and TLBs.
     pub const L1: u32 = 0x8000_0005;
@@ -103,7 +103,7 @@ pub mod features_d {
     pub const PBE: u32 = 1 << 31;
 }
 
-/// Leaf 6, `EAX`: the local APIC timer always runs.
+/// Leaf 6, `EAX`: the local APIC timer runs in all power states (ARAT).
 pub const POWER_ARAT: u32 = 1 << 2;
 
 /// Leaf 7, subleaf 0, `EBX`.
@@ -211,7 +211,7 @@ pub mod amd_d {
     pub const LM: u32 = 1 << 29;
 }
 
-/// Leaf `0x8000_0007`, `EDX`: the TSC runs at one rate in every power state.
+/// Leaf `0x8000_0007`, `EDX`: the TSC rate is constant in all power states.
 pub const INVARIANT_TSC: u32 = 1 << 8;
 
 /// Leaf `0x8000_0008`, `EBX`.
@@ -252,16 +252,16 @@ pub mod kvm_a {
     pub const NOP_IO_DELAY: u32 = 1 << 1;
     /// Paravirtual clock, MSRs `0x4b56_4d00` and `0x4b56_4d01`.
     pub const CLOCKSOURCE2: u32 = 1 << 3;
-    /// Stolen time, MSR `0x4b56_4d03`.
+    /// Steal time, MSR `0x4b56_4d03`.
     pub const STEAL_TIME: u32 = 1 << 5;
-    /// End of interrupt in memory, MSR `0x4b56_4d04`.
+    /// Paravirtual EOI, MSR `0x4b56_4d04`.
     pub const PV_EOI: u32 = 1 << 6;
-    /// A halted processor can be woken by hypercall.
+    /// Halted vCPUs can be woken by hypercall.
     pub const PV_UNHALT: u32 = 1 << 7;
-    /// The TLB of a processor that does not run is flushed before it does. Needs [`STEAL_TIME`].
+    /// The TLB of a preempted vCPU is flushed before it runs again. Needs [`STEAL_TIME`].
     pub const PV_TLB_FLUSH: u32 = 1 << 9;
-    /// Interrupts to several processors by hypercall.
+    /// IPIs to several vCPUs by hypercall.
     pub const PV_SEND_IPI: u32 = 1 << 11;
-    /// The paravirtual clock's stable flag can be trusted.
+    /// The stable flag of the paravirtual clock is reliable.
     pub const CLOCKSOURCE_STABLE: u32 = 1 << 24;
 }

@@ -1,61 +1,61 @@
-//! AMD's IOMMU ("AMD I/O Virtualization Technology (IOMMU) Specification", 48882, rev. 3.0x): registers, device table, page
-//! tables, commands and events.
+//! AMD IOMMU ("AMD I/O Virtualization Technology (IOMMU) Specification", 48882, rev. 3.0x):
+//! registers, device table, page tables, commands and events.
 
 /// Registers, 64 bits each (section 3.4).
 pub mod register {
-    /// Device table: bits 51:12 address, 8:0 number of pages less one.
+    /// Device table: bits 51:12 address, 8:0 number of pages minus one.
     pub const DEVICE_TABLE: u64 = 0x00;
     /// Command buffer: bits 51:12 address, 59:56 length ([`super::RING_PAGE`]).
     pub const COMMAND_BUFFER: u64 = 0x08;
-    /// Event log, likewise.
+    /// Event log, in the same format.
     pub const EVENT_LOG: u64 = 0x10;
     /// [`super::control`].
     pub const CONTROL: u64 = 0x18;
-    /// Offset of the next command that the IOMMU takes.
+    /// Offset of the next command that the IOMMU executes.
     pub const COMMAND_HEAD: u64 = 0x2000;
     /// Offset after the last command.
     pub const COMMAND_TAIL: u64 = 0x2008;
-    /// Offset of the next event that software takes.
+    /// Offset of the next event that software reads.
     pub const EVENT_HEAD: u64 = 0x2010;
     /// Offset after the last event.
     pub const EVENT_TAIL: u64 = 0x2018;
     /// [`super::status`].
     pub const STATUS: u64 = 0x2020;
-    /// Bytes of all of them.
+    /// Length of the register space in bytes.
     pub const LENGTH: u64 = 0x4000;
 }
 
 /// Control register (section 3.4.3).
 pub mod control {
-    /// Devices' accesses are translated.
+    /// Translation of device accesses is enabled.
     pub const ENABLE: u64 = 1 << 0;
-    /// Events are logged.
+    /// Event logging is enabled.
     pub const EVENT_LOG: u64 = 1 << 2;
-    /// The IOMMU reads tables through the processors' caches.
+    /// IOMMU table reads are cache-coherent.
     pub const COHERENT: u64 = 1 << 10;
-    /// Commands are taken.
+    /// Command processing is enabled.
     pub const COMMANDS: u64 = 1 << 12;
 }
 
 /// Status register (section 3.4.14).
 pub mod status {
-    /// Events were lost; write 1 to clear.
+    /// The event log has overflowed; write 1 to clear.
     pub const EVENT_OVERFLOW: u64 = 1 << 0;
 }
 
-/// Length field of a command buffer or event log of one page: 256 entries.
+/// Length field of a command buffer or event log of one page (256 entries).
 pub const RING_PAGE: u64 = 8 << 56;
-/// Bytes of a command or event.
+/// Length of a command or event in bytes.
 pub const ENTRY: u64 = 16;
-/// Bytes of the device table for all functions of a segment.
+/// Length in bytes of the device table for all functions of a segment.
 pub const DEVICE_TABLE_LENGTH: u64 = DEVICE_ENTRY << 16;
-/// Bytes of a device table entry.
+/// Length of a device table entry in bytes.
 pub const DEVICE_ENTRY: u64 = 32;
 
-/// Levels of the page tables here: 512 GiB.
+/// Levels of the page tables in use, which map 512 GiB.
 pub const LEVELS: u8 = 3;
-/// First address that the page tables do not reach.
-pub const REACH: u64 = 1 << (12 + 9 * LEVELS);
+/// First address beyond the range of the page tables.
+pub const ADDRESS_LIMIT: u64 = 1 << (12 + 9 * LEVELS);
 
 const PRESENT: u64 = 1 << 0;
 const READ: u64 = 1 << 61;
@@ -66,54 +66,57 @@ const fn level(level: u8) -> u64 {
     (level as u64) << 9
 }
 
-/// Device table entry (section 2.2.2.1) of a function that may access no memory: valid, with translation, without rights.
+/// Device table entry (section 2.2.2.1) of a function without memory access: valid, translated,
+/// without rights.
 pub const BLOCKED: [u64; 4] = [0b11 | level(LEVELS), 0, 0, 0];
 
-/// Device table entry of a function that accesses memory through the page table at `root`. Its interrupts pass.
+/// Device table entry of a function that accesses memory through the page table at `root`.
+/// Interrupts are not remapped.
 pub const fn device_entry(root: u64, domain: u16) -> [u64; 4] {
     [BLOCKED[0] | root & ADDRESS | READ | WRITE, domain as u64, 0, 0]
 }
 
-/// Page table entry (section 2.2.3) of a page. Zeros are that of no page.
+/// Page table entry (section 2.2.3) of a page. 0 is not present.
 pub const fn leaf(address: u64) -> u64 {
     address & ADDRESS | READ | WRITE | PRESENT
 }
 
-/// Page table entry of a page table of this level, 1 to [`LEVELS`] - 1.
+/// Page table entry that refers to a table of level `next_level`, 1 to [`LEVELS`] - 1.
 pub const fn table(address: u64, next_level: u8) -> u64 {
     leaf(address) | level(next_level)
 }
 
-/// The page table that an entry refers to, if it does.
+/// Page table that an entry refers to, if present.
 pub const fn next_table(entry: u64) -> Option<u64> {
     if entry & PRESENT != 0 { Some(entry & ADDRESS) } else { None }
 }
 
-/// Index into a page table of a level.
+/// Index of an address in a page table of a level.
 pub const fn index(address: u64, level: u8) -> u64 {
     address >> (12 + 9 * (level - 1)) & 0x1ff
 }
 
 /// Commands (section 2.4).
 pub mod command {
-    /// Stores `data` at an aligned address when all commands before it are done (COMPLETION_WAIT).
+    /// Stores `data` at an aligned address when all previous commands are complete
+    /// (COMPLETION_WAIT).
     pub const fn completion(address: u64, data: u64) -> [u64; 2] {
         [1 << 60 | address & 0xf_ffff_ffff_fff8 | 1, data]
     }
 
-    /// Forgets the device table entry of a function (INVALIDATE_DEVTAB_ENTRY).
-    pub const fn forget_device(device: u16) -> [u64; 2] {
+    /// Invalidates the device table entry of a function (INVALIDATE_DEVTAB_ENTRY).
+    pub const fn invalidate_device(device: u16) -> [u64; 2] {
         [2 << 60 | device as u64, 0]
     }
 
-    /// Forgets all translations of a domain (INVALIDATE_IOMMU_PAGES, all pages).
-    pub const fn forget_domain(domain: u16) -> [u64; 2] {
+    /// Invalidates all translations of a domain (INVALIDATE_IOMMU_PAGES, all pages).
+    pub const fn invalidate_domain(domain: u16) -> [u64; 2] {
         [3 << 60 | (domain as u64) << 32, 0x7fff_ffff_ffff_f003]
     }
 }
 
-/// The function that an entry of the event log is about (section 2.5), by the entry's first word; its bits 63:60 tell what
-/// has happened.
+/// Function that caused an event (section 2.5), from the first word of the event log entry, whose
+/// bits 63:60 are the event code.
 pub const fn event_device(first: u64) -> u16 {
     first as u16
 }
@@ -122,7 +125,7 @@ pub const fn event_device(first: u64) -> u16 {
 mod tests {
     use super::*;
 
-    /// Bits as the figures of the specification have them.
+    /// Values from the figures of the specification.
     #[test]
     fn entries() {
         assert_eq!(device_entry(0x12_3000, 7), [0x6000_0000_0012_3603, 7, 0, 0]);
@@ -132,15 +135,15 @@ mod tests {
         assert_eq!((next_table(table(0x5000, 1)), next_table(0)), (Some(0x5000), None));
         let address = 3 << 30 | 5 << 21 | 7 << 12;
         assert_eq!((index(address, 3), index(address, 2), index(address, 1)), (3, 5, 7));
-        assert_eq!(REACH, 512 << 30);
+        assert_eq!(ADDRESS_LIMIT, 512 << 30);
         assert_eq!(DEVICE_TABLE_LENGTH, 2 << 20);
     }
 
     #[test]
     fn commands_and_events() {
         assert_eq!(command::completion(0x1008, 5), [0x1000_0000_0000_1009, 5]);
-        assert_eq!(command::forget_device(0x18), [0x2000_0000_0000_0018, 0]);
-        assert_eq!(command::forget_domain(2), [0x3000_0002_0000_0000, 0x7fff_ffff_ffff_f003]);
+        assert_eq!(command::invalidate_device(0x18), [0x2000_0000_0000_0018, 0]);
+        assert_eq!(command::invalidate_domain(2), [0x3000_0002_0000_0000, 0x7fff_ffff_ffff_f003]);
         assert_eq!(event_device(0x2000_0000_0000_0020), 0x20);
     }
 }

@@ -1,35 +1,39 @@
-//! Hypercalls and shared memory of the KVM paravirtual interface (Linux `Documentation/virt/kvm/x86/hypercalls.rst`
-//! and `msr.rst`). Its features are in [`crate::cpuid::kvm_a`], its MSRs in [`crate::msr::kvm`].
+//! Hypercalls and shared memory of the KVM paravirtual interface (Linux
+//! `Documentation/virt/kvm/x86/hypercalls.rst` and `msr.rst`). [`crate::cpuid::kvm_a`] contains its
+//! features, [`crate::msr::kvm`] its MSRs.
 
 /// Hypercalls: number in `rax`, arguments in `rbx`, `rcx`, `rdx`, `rsi`, result in `rax`.
 pub mod hypercall {
-    /// Wakes a halted processor: `rcx` is its APIC id.
+    /// Wakes a halted vCPU; `rcx` is its APIC id.
     pub const KICK_CPU: u64 = 5;
-    /// Interrupts several processors: `rbx` and `rcx` are a bitmap of APIC ids (64 bits each in 64-bit mode, else 32) from
-    /// `rdx` on, `rsi` is the interrupt command without destination. The result is how many get it.
+    /// Sends an IPI to several vCPUs: `rbx` and `rcx` are a bitmap of APIC ids (64 bits each in
+    /// 64-bit mode, else 32) starting at `rdx`; `rsi` is the interrupt command without destination.
+    /// Returns the number of vCPUs interrupted.
     pub const SEND_IPI: u64 = 10;
 
-    /// Result: it may not be called from here (`-EPERM`).
+    /// Result: not permitted at this CPL (`-EPERM`).
     pub const NOT_PERMITTED: i64 = -1;
-    /// Result: bad arguments (`-EINVAL`).
+    /// Result: invalid arguments (`-EINVAL`).
     pub const INVALID: i64 = -22;
-    /// Result: there is none with this number (`-KVM_ENOSYS`).
+    /// Result: unknown hypercall (`-KVM_ENOSYS`).
     pub const UNKNOWN: i64 = -1000;
 }
 
-/// `struct kvm_steal_time`, 64 bytes and aligned to them; zeroed by the guest before it gives the address.
+/// `struct kvm_steal_time`, 64 bytes, naturally aligned; zeroed by the guest before it sets the
+/// address.
 pub mod steal_time {
     /// Length.
     pub const LENGTH: u64 = 64;
-    /// 8 bytes: time that the processor did not run although it had something to do, in ns.
+    /// 8 bytes: time in ns during which the vCPU was runnable but did not run.
     pub const STEAL: u64 = 0;
-    /// 4 bytes: odd while the rest is being written.
+    /// 4 bytes: odd while the host updates the other fields.
     pub const VERSION: u64 = 8;
     /// 4 bytes, of which the first is used: [`PREEMPTED`] and [`FLUSH_TLB`].
     pub const STATE: u64 = 16;
 
-    /// [`STATE`]: the processor does not run.
+    /// [`STATE`]: the vCPU is preempted.
     pub const PREEMPTED: u32 = 1 << 0;
-    /// [`STATE`]: before it runs again its TLB is to be flushed. Set by other processors, while [`PREEMPTED`] is.
+    /// [`STATE`]: flush the TLB before the vCPU runs again. Set by other vCPUs, while [`PREEMPTED`]
+    /// is set.
     pub const FLUSH_TLB: u32 = 1 << 1;
 }

@@ -1,17 +1,18 @@
-//! Model-specific registers: APM vol. 2 (24593), appendix A; Intel SDM vol. 4, chapter 2, for
-//! those that AMD took over.
+//! Model-specific registers: APM vol. 2 (24593), appendix A; Intel SDM vol. 4, chapter 2, for those
+//! that AMD adopted.
 
 /// Time stamp counter.
 pub const TSC: u32 = 0x10;
 /// Base and mode of the local APIC: [`apic_base`]. APM vol. 2 §16.3.1.
 pub const APIC_BASE: u32 = 0x1b;
-/// Memory-type range registers: how many there are. APM vol. 2 §7.7.
+/// Memory-type range registers: number and features. APM vol. 2 §7.7.
 pub const MTRR_CAP: u32 = 0xfe;
-/// Machine check: how many banks there are (7:0). APM vol. 2 §9.3.1.
+/// Machine check: number of banks (7:0). APM vol. 2 §9.3.1.
 pub const MCG_CAP: u32 = 0x179;
-/// Machine check: state of the processor when it came. APM vol. 2 §9.3.1.
+/// Machine check: processor state at the exception. APM vol. 2 §9.3.1.
 pub const MCG_STATUS: u32 = 0x17a;
-/// Machine check: status of bank 0, [`mc_status`]; that of bank `n` is `4 * n` further. APM vol. 2 §9.3.2.
+/// Machine check: status of bank 0, [`mc_status`]; bank `n` is at `MC0_STATUS + 4 * n`. APM vol. 2
+/// §9.3.2.
 pub const MC0_STATUS: u32 = 0x401;
 /// Machine check: address of bank 0.
 pub const MC0_ADDR: u32 = 0x402;
@@ -21,7 +22,8 @@ pub const PAT: u32 = 0x277;
 pub const MTRR_DEF_TYPE: u32 = 0x2ff;
 /// Deadline of the local APIC timer in TSC ticks, 0 disarms. SDM vol. 3 §11.5.4.1.
 pub const TSC_DEADLINE: u32 = 0x6e0;
-/// First x2APIC register; register `r` (its xAPIC offset) is at `X2APIC + r / 16`. APM vol. 2 §16.11.
+/// First x2APIC register; register `r` (its xAPIC offset) is at `X2APIC + r / 16`. APM vol. 2
+/// §16.11.
 pub const X2APIC: u32 = 0x800;
 /// Extended features: [`efer`]. APM vol. 2 §3.1.7.
 pub const EFER: u32 = 0xc000_0080;
@@ -56,19 +58,19 @@ pub const VM_HSAVE_PA: u32 = 0xc001_0117;
 
 /// Bits of [`MC0_STATUS`].
 pub mod mc_status {
-    /// The bank holds an error.
+    /// The bank contains an error.
     pub const VAL: u64 = 1 << 63;
-    /// The bank holds its address.
+    /// The bank's address register is valid.
     pub const ADDRV: u64 = 1 << 58;
 }
 
 /// Bits of [`APIC_BASE`].
 pub mod apic_base {
-    /// This is the bootstrap processor.
+    /// Bootstrap processor.
     pub const BSP: u64 = 1 << 8;
     /// x2APIC mode; only together with [`ENABLE`].
     pub const X2APIC: u64 = 1 << 10;
-    /// The local APIC is on.
+    /// Local APIC enabled.
     pub const ENABLE: u64 = 1 << 11;
     /// Physical base of the registers (xAPIC).
     pub const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
@@ -76,15 +78,15 @@ pub mod apic_base {
 
 /// Bits of [`EFER`].
 pub mod efer {
-    /// SYSCALL and SYSRET.
+    /// SYSCALL and SYSRET enabled.
     pub const SCE: u64 = 1 << 0;
-    /// Long mode once paging is on.
+    /// Long mode enabled.
     pub const LME: u64 = 1 << 8;
-    /// Long mode is active.
+    /// Long mode active.
     pub const LMA: u64 = 1 << 10;
-    /// No-execute pages.
+    /// No-execute pages enabled.
     pub const NXE: u64 = 1 << 11;
-    /// SVM instructions.
+    /// SVM instructions enabled.
     pub const SVME: u64 = 1 << 12;
     /// Fast FXSAVE and FXRSTOR.
     pub const FFXSR: u64 = 1 << 14;
@@ -94,11 +96,11 @@ pub mod efer {
 pub mod vm_cr {
     /// EFER.SVME cannot be set while [`SVMDIS`] is.
     pub const LOCK: u64 = 1 << 3;
-    /// SVM is off, usually by the firmware.
+    /// SVM disabled, usually by the firmware.
     pub const SVMDIS: u64 = 1 << 4;
 }
 
-/// MSRs that only a virtual machine monitor has to know: what kernels probe.
+/// MSRs that guest kernels probe, of interest to VMMs only.
 #[allow(missing_docs, reason = "the manual's names")]
 pub mod probe {
     pub const PLATFORM_ID: u32 = 0x17;
@@ -145,12 +147,12 @@ pub mod probe {
 
 /// MSRs of the KVM paravirtual interface (Linux `Documentation/virt/kvm/x86/msr.rst`).
 pub mod kvm {
-    /// Address of the wall-clock structure, written to ask for it.
+    /// Address of the wall-clock structure; a write requests an update.
     pub const WALL_CLOCK: u32 = 0x4b56_4d00;
-    /// Address of this CPU's clock structure; bit 0 enables it.
+    /// Address of this vCPU's clock structure; bit 0 enables it.
     pub const SYSTEM_TIME: u32 = 0x4b56_4d01;
-    /// Address of this CPU's record of stolen time ([`crate::kvm::steal_time`]); bit 0 enables it.
+    /// Address of this vCPU's steal-time record ([`crate::kvm::steal_time`]); bit 0 enables it.
     pub const STEAL_TIME: u32 = 0x4b56_4d03;
-    /// Address of the word in which this CPU may end an interrupt; bit 0 enables it.
+    /// Address of the word through which this vCPU signals EOI; bit 0 enables it.
     pub const EOI: u32 = 0x4b56_4d04;
 }

@@ -1,9 +1,9 @@
-//! Control registers and long-mode page tables: APM vol. 2 (24593), §3.1 and §5.3; protection bits of
-//! CR4 also SDM vol. 3 §2.5.
+//! Control registers and long-mode page tables: APM vol. 2 (24593), §3.1 and §5.3; protection bits
+//! of CR4 also SDM vol. 3 §2.5.
 
-/// Entries in a table of any level.
+/// Number of entries of a table.
 pub const ENTRIES: usize = 512;
-/// `log2` of the bytes that an entry maps, by level: 1 is the page table, 4 the top (PML4).
+/// `log2` of the bytes that an entry maps at a level: 1 is the page table, 4 the top level (PML4).
 pub const fn level_shift(level: u32) -> u32 {
     12 + 9 * (level - 1)
 }
@@ -12,9 +12,9 @@ pub const fn level_shift(level: u32) -> u32 {
 pub mod entry {
     /// Present.
     pub const PRESENT: u64 = 1 << 0;
-    /// Writable, if every level says so.
+    /// Writable, if set at every level.
     pub const WRITE: u64 = 1 << 1;
-    /// Accessible from CPL 3, if every level says so.
+    /// Accessible from CPL 3, if set at every level.
     pub const USER: u64 = 1 << 2;
     /// Page-level write-through: bit 0 of the PAT index.
     pub const PWT: u64 = 1 << 3;
@@ -24,15 +24,15 @@ pub mod entry {
     pub const ACCESSED: u64 = 1 << 5;
     /// Dirty (leaf).
     pub const DIRTY: u64 = 1 << 6;
-    /// In levels 2 and 3: this entry is a leaf.
+    /// At levels 2 and 3: the entry is a leaf.
     pub const LARGE: u64 = 1 << 7;
-    /// Leaf that survives a CR3 load (CR4.PGE).
+    /// Leaf that is not flushed by a CR3 load (CR4.PGE).
     pub const GLOBAL: u64 = 1 << 8;
     /// Physical address.
     pub const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
     /// No execute (EFER.NXE).
     pub const NX: u64 = 1 << 63;
-    /// Strong uncacheable with the reset value of the PAT: index 3.
+    /// Strong uncacheable with the reset value of the PAT (index 3).
     pub const UNCACHED: u64 = PCD | PWT;
 }
 
@@ -40,21 +40,21 @@ pub mod entry {
 pub mod cr0 {
     /// Protected mode.
     pub const PE: u64 = 1 << 0;
-    /// WAIT obeys TS.
+    /// Monitor coprocessor: WAIT faults if TS is set.
     pub const MP: u64 = 1 << 1;
     /// x87 instructions fault.
     pub const EM: u64 = 1 << 2;
-    /// The FPU holds another task's state: its next use faults (#NM).
+    /// Task switched: the next FPU instruction faults (#NM).
     pub const TS: u64 = 1 << 3;
     /// Extension type; always set.
     pub const ET: u64 = 1 << 4;
-    /// Native x87 errors.
+    /// Native x87 error reporting.
     pub const NE: u64 = 1 << 5;
-    /// Supervisor writes obey read-only pages.
+    /// Read-only pages are write-protected at CPL 0, too.
     pub const WP: u64 = 1 << 16;
     /// Not write-through.
     pub const NW: u64 = 1 << 29;
-    /// Caches off.
+    /// Cache disable.
     pub const CD: u64 = 1 << 30;
     /// Paging.
     pub const PG: u64 = 1 << 31;
@@ -62,35 +62,35 @@ pub mod cr0 {
 
 /// Bits of CR4.
 pub mod cr4 {
-    /// RDTSC is for CPL 0 only.
+    /// RDTSC only at CPL 0.
     pub const TSD: u64 = 1 << 2;
     /// 4 MiB pages in 32-bit paging.
     pub const PSE: u64 = 1 << 4;
     /// Physical-address extension; needed for long mode.
     pub const PAE: u64 = 1 << 5;
-    /// Machine checks are reported.
+    /// Machine-check exceptions enabled.
     pub const MCE: u64 = 1 << 6;
     /// Global pages.
     pub const PGE: u64 = 1 << 7;
     /// RDPMC at any CPL.
     pub const PCE: u64 = 1 << 8;
-    /// FXSAVE, FXRSTOR and SSE.
+    /// FXSAVE, FXRSTOR and SSE enabled.
     pub const OSFXSR: u64 = 1 << 9;
-    /// SSE exceptions are #XF.
+    /// SSE exceptions raise #XF.
     pub const OSXMMEXCPT: u64 = 1 << 10;
-    /// SGDT, SIDT, SLDT, SMSW and STR are for CPL 0 only.
+    /// SGDT, SIDT, SLDT, SMSW and STR only at CPL 0.
     pub const UMIP: u64 = 1 << 11;
-    /// Page tables of five levels.
+    /// Five-level paging.
     pub const LA57: u64 = 1 << 12;
-    /// RDFSBASE and its kin.
+    /// RDFSBASE, RDGSBASE, WRFSBASE, WRGSBASE enabled.
     pub const FSGSBASE: u64 = 1 << 16;
     /// Process-context identifiers.
     pub const PCIDE: u64 = 1 << 17;
-    /// XSAVE, XSETBV.
+    /// XSAVE and XSETBV enabled.
     pub const OSXSAVE: u64 = 1 << 18;
     /// Supervisor code cannot execute user pages.
     pub const SMEP: u64 = 1 << 20;
-    /// Supervisor code cannot reach user pages unless RFLAGS.AC is set.
+    /// Supervisor code cannot access user pages unless RFLAGS.AC is set.
     pub const SMAP: u64 = 1 << 21;
     /// Protection keys of user pages.
     pub const PKE: u64 = 1 << 22;
@@ -104,7 +104,7 @@ pub mod xcr0 {
     pub const SSE: u64 = 1 << 1;
     /// AVX.
     pub const AVX: u64 = 1 << 2;
-    /// AVX-512: mask registers, upper halves, upper registers; all or none.
+    /// AVX-512: opmask, upper halves of ZMM0-15, ZMM16-31; all or none.
     pub const AVX512: u64 = 7 << 5;
     /// Protection-key rights of user pages.
     pub const PKRU: u64 = 1 << 9;
@@ -114,13 +114,13 @@ pub mod xcr0 {
 pub mod fault {
     /// The page was present: a protection violation.
     pub const PRESENT: u64 = 1 << 0;
-    /// It was a write.
+    /// The access was a write.
     pub const WRITE: u64 = 1 << 1;
-    /// CPL was 3.
+    /// The CPL was 3.
     pub const USER: u64 = 1 << 2;
-    /// A reserved bit was set.
+    /// A reserved bit was set in an entry.
     pub const RESERVED: u64 = 1 << 3;
-    /// It was an instruction fetch.
+    /// The access was an instruction fetch.
     pub const FETCH: u64 = 1 << 4;
 }
 
@@ -132,16 +132,16 @@ pub struct TaskState {
     /// Stack pointers for entries to CPL 0, 1, 2.
     pub rsp: [u64; 3],
     reserved_1: u64,
-    /// Stacks of gates with an interrupt-stack-table index; `ist[0]` is index 1.
+    /// Interrupt stack table; `ist[0]` is index 1.
     pub ist: [u64; 7],
     reserved_2: u64,
     reserved_3: u16,
-    /// Offset of the I/O permission bitmap; beyond the segment's limit means no port is allowed.
+    /// Offset of the I/O permission bitmap; an offset beyond the segment limit denies all ports.
     pub io_map_base: u16,
 }
 
 impl TaskState {
-    /// All stacks 0, no I/O permission bitmap.
+    /// A task state with all stacks 0 and no I/O permission bitmap.
     pub const fn new() -> Self {
         Self {
             reserved_0: 0,
@@ -161,17 +161,17 @@ impl Default for TaskState {
     }
 }
 
-/// A gate of the interrupt descriptor table in long mode (APM vol. 2 §4.8.4).
+/// Gate descriptor of the interrupt descriptor table in long mode (APM vol. 2 §4.8.4).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
-pub struct Gate {
+pub struct GateDescriptor {
     low: u64,
     high: u64,
 }
 
-impl Gate {
-    /// A present interrupt gate (interrupts are off at its target) in segment `selector`, on
-    /// interrupt stack `ist` (0: none), for software interrupts from privilege level `dpl` on.
+impl GateDescriptor {
+    /// A present interrupt gate, which clears IF, with target in segment `selector`, interrupt
+    /// stack `ist` (0: none), and descriptor privilege level `dpl` for software interrupts.
     pub const fn interrupt(target: u64, selector: u16, ist: u8, dpl: u8) -> Self {
         const PRESENT_INTERRUPT: u64 = 0x8e << 40;
         Self {
@@ -196,7 +196,7 @@ pub mod descriptor {
     pub const USER_DATA: u64 = 0x00cf_f300_0000_ffff;
     /// 64-bit code, CPL 3.
     pub const USER_CODE: u64 = 0x00af_fb00_0000_ffff;
-    /// The two halves of an available 64-bit task-state segment of `limit + 1` bytes.
+    /// The two words of an available 64-bit task-state-segment descriptor of `limit + 1` bytes.
     pub const fn task_state(base: u64, limit: u32) -> [u64; 2] {
         [
             limit as u64 & 0xffff
@@ -213,7 +213,7 @@ const _: () = assert!(size_of::<TaskState>() == 104);
 const _: () = assert!(core::mem::offset_of!(TaskState, rsp) == 4);
 const _: () = assert!(core::mem::offset_of!(TaskState, ist) == 36);
 const _: () = assert!(core::mem::offset_of!(TaskState, io_map_base) == 102);
-const _: () = assert!(size_of::<Gate>() == 16);
+const _: () = assert!(size_of::<GateDescriptor>() == 16);
 
 #[cfg(test)]
 mod tests {
@@ -221,7 +221,7 @@ mod tests {
 
     #[test]
     fn gate_spreads_the_target() {
-        let gate = Gate::interrupt(0x1122_3344_5566_7788, 0x08, 2, 3);
+        let gate = GateDescriptor::interrupt(0x1122_3344_5566_7788, 0x08, 2, 3);
         assert_eq!(gate.low, 0x5566_ee02_0008_7788);
         assert_eq!(gate.high, 0x1122_3344);
     }

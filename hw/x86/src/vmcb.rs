@@ -42,7 +42,7 @@ pub struct ControlArea {
     /// Offset 048h: physical address of the MSR permission map (8 KiB).
     pub msrpm_base_pa: u64,
     pub tsc_offset: u64,
-    /// Offset 058h: address space identifier; 0 is the host's.
+    /// Offset 058h: address space identifier; 0 is reserved for the host.
     pub guest_asid: u32,
     /// Offset 05Ch: [`tlb_control`].
     pub tlb_control: u32,
@@ -65,9 +65,10 @@ pub struct ControlArea {
     pub n_cr3: u64,
     /// Offset 0B8h: bit 0 LBR virtualization.
     pub lbr_control: u64,
-    /// Offset 0C0h: clean bits; a set bit says that the cached group is unchanged.
+    /// Offset 0C0h: clean bits; a set bit marks an unchanged group that the processor may have
+    /// cached.
     pub clean: u64,
-    /// Offset 0C8h: address of the next instruction, where the processor saves it.
+    /// Offset 0C8h: address of the next instruction, if the processor saves it.
     pub n_rip: u64,
     /// Offset 0D0h: number of valid bytes in `instruction_bytes`.
     pub fetched_bytes: u8,
@@ -117,13 +118,13 @@ pub struct SaveArea {
     reserved_278: [u8; 0xc00 - 0x278],
 }
 
-/// The control block: one page, naturally aligned.
+/// Virtual machine control block: one page, naturally aligned.
 #[derive(Clone, Copy)]
 #[repr(C, align(4096))]
 pub struct Vmcb {
-    /// What the hypervisor asks and learns.
+    /// Control area: configuration and exit information.
     pub control: ControlArea,
-    /// The guest's registers.
+    /// State save area: guest registers.
     pub save: SaveArea,
 }
 
@@ -209,7 +210,7 @@ pub mod intercept4 {
 
 /// Values of [`ControlArea::tlb_control`] (APM vol. 2, section 15.16.2).
 pub mod tlb_control {
-    /// Keep the TLB.
+    /// No flush.
     pub const NOTHING: u32 = 0;
     /// Flush the whole TLB.
     pub const FLUSH_ALL: u32 = 1;
@@ -219,7 +220,7 @@ pub mod tlb_control {
 
 /// Fields of [`ControlArea::v_intr`] (APM vol. 2, section 15.21).
 pub mod v_intr {
-    /// V_TPR: the guest's task priority, as CR8 has it.
+    /// V_TPR: the guest's task priority, its CR8.
     pub const TPR: u64 = 0xf;
     /// V_IRQ: a virtual interrupt is pending.
     pub const IRQ: u64 = 1 << 8;
@@ -235,7 +236,7 @@ pub mod v_intr {
 
 /// Format of `EVENTINJ` and `EXITINTINFO` (APM vol. 2, section 15.20).
 pub mod event {
-    /// The vector.
+    /// Vector.
     pub const VECTOR: u64 = 0xff;
     /// Type, bits 10:8: external interrupt.
     pub const TYPE_INTR: u64 = 0 << 8;
@@ -262,7 +263,7 @@ pub mod exit {
     pub const DR15_WRITE: u64 = 0x3f;
     pub const EXCEPTION_BASE: u64 = 0x40;
     pub const EXCEPTION_LAST: u64 = 0x5f;
-    /// A machine check, intercepted.
+    /// Intercepted machine check.
     pub const MACHINE_CHECK: u64 = EXCEPTION_BASE + 18;
     pub const INTR: u64 = 0x60;
     pub const NMI: u64 = 0x61;
@@ -306,19 +307,19 @@ pub mod exit {
     pub const RDPRU: u64 = 0x8e;
     pub const NPF: u64 = 0x400;
     pub const INVALID: u64 = u64::MAX;
-    /// The same of QEMU's processor, which writes the lower half only.
+    /// `INVALID` under QEMU TCG, which writes the lower half only.
     pub const INVALID_LOW: u64 = u32::MAX as u64;
 }
 
 /// `EXITINFO1` of an IOIO exit (APM vol. 2, section 15.10.2).
 pub mod ioio {
-    /// Input (else output).
+    /// Input; else output.
     pub const IN: u64 = 1 << 0;
     /// String instruction.
     pub const STRING: u64 = 1 << 2;
     /// `REP` prefix.
     pub const REP: u64 = 1 << 3;
-    /// Operand size 1, 2, 4 bytes.
+    /// Operand of one byte.
     pub const SIZE_8: u64 = 1 << 4;
     /// Operand of two bytes.
     pub const SIZE_16: u64 = 1 << 5;
@@ -328,7 +329,8 @@ pub mod ioio {
     pub const PORT_SHIFT: u32 = 16;
 }
 
-/// `EXITINFO1` of a nested page fault (APM vol. 2, section 15.25.6): page-fault error code plus these.
+/// `EXITINFO1` of a nested page fault (APM vol. 2, section 15.25.6): page-fault error code plus
+/// these bits.
 pub mod npf {
     /// The page was present.
     pub const PRESENT: u64 = 1 << 0;
@@ -336,8 +338,8 @@ pub mod npf {
     pub const WRITE: u64 = 1 << 1;
     /// The access was an instruction fetch.
     pub const FETCH: u64 = 1 << 4;
-    /// The fault came on the guest's final physical address.
+    /// The fault occurred on the final guest-physical address.
     pub const FINAL: u64 = 1 << 32;
-    /// The fault came on a guest page-table walk.
+    /// The fault occurred during a guest page-table walk.
     pub const WALK: u64 = 1 << 33;
 }

@@ -1,4 +1,4 @@
-//! What the generic kernel asks of an architecture.
+//! Interface of the generic kernel to a processor architecture.
 
 use core::sync::atomic::AtomicU64;
 
@@ -8,9 +8,9 @@ use crate::object::{Irq, Vcpu};
 use crate::pool::{Factory, Frame, Handle, Memory};
 use crate::table::Format;
 
-/// The user registers of a thread, as the entry path saves them.
+/// User registers of a thread, as the entry path saves them.
 ///
-/// Interior mutable: the entry and exit assembly reads and writes it between calls.
+/// Interior mutable: entry and exit assembly reads and writes them between calls.
 pub trait Context: Default + 'static {
     /// Operation number of the system call.
     fn operation(&self) -> u64;
@@ -20,92 +20,92 @@ pub trait Context: Default + 'static {
     fn set_status(&self, status: Status);
     /// Sets result `index` (0..6).
     fn set_result(&self, index: usize, value: u64);
-    /// Makes the thread repeat its system call when it runs again.
+    /// Makes the thread repeat its system call when it next runs.
     fn restart(&self);
-    /// Prepares a fresh start in user mode.
+    /// Resets the registers for a start in user mode at `ip`.
     fn start(&self, ip: u64, sp: u64, argument: u64);
-    /// Instruction pointer, for messages.
+    /// Instruction pointer, for log messages.
     fn ip(&self) -> u64;
 }
 
-/// Where a hardware interrupt comes from.
+/// Source of a hardware interrupt.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum IrqSource {
-    /// A line of the interrupt controllers.
+    /// An input of the interrupt controllers.
     Line {
-        /// Global interrupt number.
+        /// Global system interrupt number.
         gsi: u32,
-        /// Level (else edge) triggered.
+        /// Level-triggered; else edge-triggered.
         level: bool,
         /// Active low.
         active_low: bool,
     },
-    /// A message.
+    /// A message-signalled interrupt.
     Message,
 }
 
-/// An architecture. Everything is called with the kernel lock held, on the CPU that it concerns,
-/// unless said otherwise.
+/// A processor architecture. Unless stated otherwise, every function is called with the kernel lock
+/// held, on the CPU that it concerns.
 pub trait Arch: Sized + 'static {
     /// User registers.
     type Context: Context;
-    /// Page tables of tasks.
+    /// Page-table format of tasks.
     type Host: Format;
-    /// Page tables of guest-physical spaces.
+    /// Page-table format of guest-physical address spaces.
     type Nested: Format;
     /// Processor structures of a vCPU.
     type Vcpu: Clone + 'static;
-    /// Frames of a Vm's I/O permission map; 0 where there are no ports.
+    /// Frames of a VM's I/O permission map; 0 on architectures without I/O ports.
     const GUEST_PORT_FRAMES: u32;
-    /// Frames of a task's I/O permission map; 0 where there are no ports.
+    /// Frames of a task's I/O permission map; 0 on architectures without I/O ports.
     const PORT_FRAMES: u32;
 
-    /// The CPU that executes this.
+    /// Index of the executing CPU.
     fn this_cpu() -> usize;
-    /// CPUs that run.
+    /// Number of running CPUs.
     fn cpus() -> usize;
-    /// The time-stamp counter.
+    /// Current value of the time-stamp counter.
     fn now() -> u64;
-    /// Converts nanoseconds to counts of [`Arch::now`].
+    /// Converts nanoseconds to ticks of [`Arch::now`].
     fn ticks(nanoseconds: u64) -> u64;
-    /// Asks another CPU to enter the kernel soon. Any CPU.
+    /// Sends an IPI that makes CPU `cpu` enter the kernel. `cpu` may be any CPU.
     fn kick(cpu: usize);
-    /// Makes every CPU of the mask leave user and guest mode and drop its cached translations;
-    /// returns when all have. The mask does not name the caller's CPU.
+    /// Forces every CPU in the mask out of user and guest mode and flushes its TLB. Returns when
+    /// all have done so. The mask excludes the calling CPU.
     fn shootdown(cpus: u64);
-    /// Drops this CPU's cached translations of the current task space.
+    /// Flushes this CPU's TLB entries of the current task.
     fn flush_local();
-    /// Fills the kernel's part of a new task root table.
+    /// Fills the kernel half of a new task's root table.
     fn init_root(root: &[AtomicU64; 512]);
-    /// Root-table entries that belong to tasks.
+    /// Root-table entries of the user half.
     fn user_entries() -> core::ops::Range<usize>;
-    /// Whether [`Arch::Vcpu`]s can exist on this machine.
+    /// Returns whether this machine supports [`Arch::Vcpu`] with nested paging.
     fn has_nested() -> bool;
 
-    /// Makes the processor structures of a vCPU whose state page is `state`.
+    /// Allocates the processor structures of a vCPU whose state page is `state`.
     fn vcpu_new(
         memory: &Memory,
         factory: Option<Handle<Factory>>,
         state: Frame,
     ) -> Result<Self::Vcpu, Status>;
-    /// Gives them back. The vCPU is not running.
+    /// Frees the processor structures of a vCPU that is not running.
     fn vcpu_free(memory: &Memory, vcpu: &Self::Vcpu);
-    /// Another thread runs instead of the vCPU's, which is in the guest and wants to run.
+    /// Records that the scheduler preempted the vCPU's thread while it was in the guest.
     fn vcpu_preempted(vcpu: &Self::Vcpu);
-    /// Copies state groups to the state page.
+    /// Copies register groups ([`abi::vcpu::group`]) to the vCPU's state page.
     fn vcpu_state(memory: &Memory, vcpu: &Vcpu<Self>, groups: u64);
 
-    /// Whether the source exists.
+    /// Returns whether the interrupt source exists.
     fn irq_valid(source: IrqSource) -> bool;
-    /// Routes a source to a vector of a CPU and unmasks it, or masks it.
+    /// Masks an interrupt, or routes it to its vector and CPU and unmasks it.
     fn irq_set(irq: &Irq<Self>, masked: bool);
-    /// Address and data that make a device's message arrive as this interrupt.
+    /// MSI address and data that a device must write to raise this interrupt.
     fn irq_message(irq: &Irq<Self>) -> (u64, u64);
 
     /// Appends text to the kernel log.
     fn log(text: core::fmt::Arguments<'_>);
-    /// Appends a task's text to the kernel log; control bytes do no harm there. Returns the number of bytes in the log's
-    /// buffer that wait to be sent.
+    /// Appends a task's text to the kernel log, with control characters replaced. Returns the
+    /// number of buffered bytes not sent yet.
     fn log_text(text: &[u8]) -> usize;
     /// Resets the machine.
     fn reset() -> !;

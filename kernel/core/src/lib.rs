@@ -1,16 +1,17 @@
-//! The kernel's objects and algorithms, independent of the processor.
+//! Kernel objects and algorithms, independent of the processor architecture.
 //!
-//! One lock protects everything here (`docs/design/0001`): a [`Kernel`] is only ever used by the CPU that
-//! holds it. Kernel entries run with interrupts off, on one stack per CPU, and never block: what a
-//! thread waits for is written in the thread. Errors go to the caller; a thread that cannot be told is stopped.
+//! One lock protects all state of this crate (`docs/design/0001`): only the CPU that holds the lock
+//! uses a [`Kernel`]. Kernel entries run with interrupts off on one stack per CPU and never block;
+//! the state of a waiting thread is in [`object::Thread`]. Errors are returned to the caller; a
+//! thread that cannot receive an error is stopped.
 #![cfg_attr(not(test), no_std)]
 #![deny(unsafe_code)]
 
 pub mod arch;
+pub mod mdb;
 pub mod object;
 pub mod pool;
 pub mod sched;
-pub mod space;
 mod syscall;
 pub mod table;
 #[cfg(test)]
@@ -25,14 +26,14 @@ use object::{Irq, Space, Task, Thread, Vm};
 use pool::{Handle, Memory};
 use sched::Cpu;
 
-/// Most CPUs that the kernel schedules.
+/// Maximum number of CPUs that the kernel schedules.
 pub const MAX_CPUS: usize = 64;
-/// First vector that a device interrupt may have.
+/// First vector available to device interrupts.
 pub const FIRST_IRQ_VECTOR: u8 = 0x30;
 /// Number of vectors for device interrupts.
 pub const IRQ_VECTORS: usize = 0xf0 - FIRST_IRQ_VECTOR as usize;
 
-/// Counters, for [`abi::boot::KernelStats`].
+/// Event counters, exported as [`abi::boot::KernelStats`].
 pub struct Counters {
     /// System calls.
     pub system_calls: Cell<u64>,
@@ -40,11 +41,11 @@ pub struct Counters {
     pub interrupts: Cell<u64>,
     /// World switches into guests.
     pub vm_entries: Cell<u64>,
-    /// Exits settled without the VMM.
-    pub settled: Cell<u64>,
-    /// Choices of the scheduler.
+    /// VM exits handled in the kernel, without the VMM.
+    pub handled_in_kernel: Cell<u64>,
+    /// Scheduler invocations.
     pub switches: Cell<u64>,
-    /// Shootdowns of other CPUs.
+    /// TLB shootdowns of other CPUs.
     pub shootdowns: Cell<u64>,
 }
 
@@ -54,7 +55,7 @@ impl Counters {
             system_calls: Cell::new(0),
             interrupts: Cell::new(0),
             vm_entries: Cell::new(0),
-            settled: Cell::new(0),
+            handled_in_kernel: Cell::new(0),
             switches: Cell::new(0),
             shootdowns: Cell::new(0),
         }
@@ -67,36 +68,37 @@ impl<A: Arch> Default for Kernel<A> {
     }
 }
 
-/// Adds one to a counter.
+/// Increments a counter.
 #[inline(always)]
 pub fn count(counter: &Cell<u64>) {
     counter.set(counter.get() + 1);
 }
 
-/// The kernel's state.
+/// Kernel state.
 pub struct Kernel<A: Arch> {
     /// Objects and frames.
     pub memory: Memory,
-    /// What each CPU runs.
+    /// Scheduler state of each CPU.
     pub cpus: [Cpu<A>; MAX_CPUS],
     /// Counters.
     pub counters: Counters,
     platform_caps: Cell<u32>,
     irqs: [Cell<Option<Handle<Irq<A>>>>; IRQ_VECTORS],
-    /// CPUs that must drop translations before this entry of the kernel ends.
+    /// CPUs whose TLBs must be flushed before the current kernel entry ends (bit mask).
     flush: Cell<u64>,
-    /// Time, in ticks, at which [`FAULT_LINES`](thread::FAULT_LINES) lines about faults may be logged at once again.
+    /// Time, in ticks, from which a full burst of [`FAULT_LINES`](thread::FAULT_LINES) fault
+    /// messages may be logged again.
     fault_lines: Cell<u64>,
-    /// Faults that the next such line counts.
+    /// Faults not logged since the last fault message.
     faults_not_logged: Cell<u64>,
-    /// Stopped threads whose callers are still to be told.
+    /// Stopped threads whose callers have not been aborted yet.
     stopping: Cell<Option<Handle<Thread<A>>>>,
     dying_tasks: Cell<Option<Handle<Task<A>>>>,
     dying_vms: Cell<Option<Handle<Vm<A>>>>,
 }
 
 impl<A: Arch> Kernel<A> {
-    /// A kernel without objects and without memory: too large to be built anywhere but where it stays.
+    /// A kernel without objects or memory. Too large to be moved: it must be constructed in place.
     pub const fn new() -> Self {
         Self {
             memory: Memory::empty(),
@@ -117,44 +119,45 @@ impl<A: Arch> Kernel<A> {
         self.irqs.get(vector.wrapping_sub(FIRST_IRQ_VECTOR) as usize)
     }
 
-    /// The CPU no longer has a task's space loaded.
-    pub fn left_space(&self, cpu: usize) {
+    /// Records that the CPU has no task's address space loaded any more.
+    pub fn clear_loaded_space(&self, cpu: usize) {
         self.cpus[cpu].space.set(None);
     }
 
-    /// Makes a task's space the one that is loaded on a CPU; its root table is to be loaded at once.
+    /// Records a task's address space as loaded on a CPU. The caller must load its root table at
+    /// once.
     #[inline(always)]
     pub fn enter_space(&self, cpu: usize, handle: Handle<Task<A>>) -> &Space<A> {
         self.cpus[cpu].space.set(Some(handle));
         &self.memory.at(handle).space
     }
 
-    /// Keeps the promise of every [`table::Flush`] of this entry.
+    /// Executes the TLB flushes that were requested ([`table::Flush`]) during this kernel entry.
     #[cold]
     #[inline(never)]
     fn commit_flush(&self, cpu: usize) {
         let cpus = self.flush.take();
         if cpus & 1 << cpu != 0 {
             A::flush_local();
-            self.left_space(cpu);
+            self.clear_loaded_space(cpu);
         }
         let others = cpus & !(1 << cpu);
         if others != 0 {
             count(&self.counters.shootdowns);
             A::shootdown(others);
             for other in (0..MAX_CPUS).filter(|other| others & 1 << other != 0) {
-                self.left_space(other);
+                self.clear_loaded_space(other);
             }
         }
     }
 
-    /// Whether [`Kernel::finish`] has anything to do.
+    /// Returns whether [`Kernel::finish`] has anything to do.
     #[inline(always)]
     pub fn has_work(&self, cpu: usize) -> bool {
         self.flush.get() != 0 || self.memory.has_work() || self.cpus[cpu].resched.get()
     }
 
-    /// Ends an entry of the kernel: flushes, reuses freed memory, chooses who runs.
+    /// Ends a kernel entry: flushes TLBs, reclaims freed memory and reschedules, as needed.
     #[inline(always)]
     pub fn finish(&mut self, cpu: usize) {
         if self.flush.get() != 0 {
@@ -168,8 +171,8 @@ impl<A: Arch> Kernel<A> {
         }
     }
 
-    /// The rest of [`Kernel::finish`] where something was put off. If it is too much, the timer is to come at once: who is
-    /// chosen goes on first.
+    /// Executes the deferred work of [`Kernel::finish`]. If work remains, arms the timer to
+    /// interrupt immediately, so that the scheduled thread runs first.
     #[cold]
     #[inline(never)]
     fn finish_work(&mut self, cpu: usize) {
@@ -180,7 +183,7 @@ impl<A: Arch> Kernel<A> {
         }
         if more {
             self.memory.request_work();
-            self.cpus[cpu].interrupt_at_once();
+            self.cpus[cpu].arm_immediately();
         }
     }
 }

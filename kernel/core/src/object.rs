@@ -1,4 +1,4 @@
-//! The kernel's objects. Data only; what happens to them is in the modules named after the verbs.
+//! Kernel object types: data only. The modules named after operations implement their behaviour.
 
 use core::cell::Cell;
 
@@ -10,11 +10,11 @@ use crate::pool::{Factory, Frame, Handle, Object};
 use crate::sched::SchedContext;
 use crate::tree::{Keyed, Links, Tree};
 
-/// Capability slots in a [`SlotPage`]; with the slab header it fills a frame.
+/// Capability slots in a [`SlotPage`], which fills a frame together with the slab header.
 pub const SLOTS_PER_PAGE: usize = 120;
-/// Pages of slots that a task can have.
+/// Maximum number of slot pages of a task.
 pub const SLOT_PAGES: usize = 69;
-/// Most capability slots of a task.
+/// Maximum number of capability slots of a task.
 pub const MAX_SLOTS: u64 = 8192;
 
 type Link<T> = Cell<Option<Handle<T>>>;
@@ -23,23 +23,23 @@ type Link<T> = Cell<Option<Handle<T>>>;
 pub enum ObjectRef<A: Arch> {
     /// Address and capability space.
     Task(Handle<Task<A>>),
-    /// Execution.
+    /// Thread of execution.
     Thread(Handle<Thread<A>>),
-    /// Call endpoint.
+    /// IPC endpoint.
     Gate(Handle<Gate<A>>),
-    /// Event word.
+    /// Notification (64 event bits).
     Notification(Handle<Notification<A>>),
     /// Hardware interrupt.
     Irq(Handle<Irq<A>>),
-    /// Memory quota.
+    /// Kernel memory quota.
     Factory(Handle<Factory>),
-    /// CPU time.
+    /// Scheduling context (CPU time).
     SchedContext(Handle<SchedContext<A>>),
-    /// Guest-physical space.
+    /// Guest-physical address space.
     Vm(Handle<Vm<A>>),
     /// Virtual CPU.
     Vcpu(Handle<Vcpu<A>>),
-    /// The machine.
+    /// Platform control.
     Platform,
 }
 
@@ -50,14 +50,14 @@ impl<A: Arch> Clone for ObjectRef<A> {
 }
 impl<A: Arch> Copy for ObjectRef<A> {}
 
-/// A capability: an object and what may be done with it.
+/// A capability: an object and the rights to it.
 pub struct Capability<A: Arch> {
     /// The object.
     pub object: ObjectRef<A>,
-    /// [`abi::rights`] of the object's kind.
+    /// Rights, as [`abi::rights`] defines them for the object's kind.
     pub rights: u8,
-    /// Where it came from and went to.
-    pub node: Handle<Node<A>>,
+    /// The capability's node in the mapping database.
+    pub node: Handle<MapNode<A>>,
 }
 
 impl<A: Arch> Clone for Capability<A> {
@@ -73,11 +73,11 @@ pub struct SlotPage<A: Arch> {
     pub slots: [Cell<Option<Capability<A>>>; SLOTS_PER_PAGE],
 }
 
-/// The space that a [`Node`] lies in.
+/// The address space that a [`MapNode`] belongs to.
 pub enum SpaceRef<A: Arch> {
     /// A task's memory, capabilities and ports.
     Task(Handle<Task<A>>),
-    /// A guest's memory and ports.
+    /// A VM's guest-physical memory and ports.
     Vm(Handle<Vm<A>>),
 }
 
@@ -98,42 +98,43 @@ impl<A: Arch> PartialEq for SpaceRef<A> {
     }
 }
 
-/// A mapping: an entry of the mapping database. 2^order units at `base` of a space, delegated
-/// from `parent`, and delegated on to its children.
-pub struct Node<A: Arch> {
-    /// Where it is mapped.
+/// Node of the mapping database: 2^order units at `base` of an address space, delegated from
+/// `parent` and further delegated to `children`.
+pub struct MapNode<A: Arch> {
+    /// Address space of the mapping.
     pub space: SpaceRef<A>,
-    /// First unit in that space.
+    /// First unit in that address space.
     pub base: u64,
-    /// Memory: physical page number. Ports: port. Capabilities: unused.
+    /// Memory: physical page number. Ports: port number. Capabilities: unused.
     pub physical: u64,
-    /// What is mapped.
+    /// Kind of the mapped resource.
     pub kind: ItemKind,
     /// `log2` of the number of units.
     pub order: u8,
-    /// Rights.
+    /// Rights of the mapping.
     pub rights: u8,
     /// Device memory.
     pub device: bool,
-    /// Placed by the kernel (message page, state page): can be neither delegated nor unmapped.
+    /// Placed by the kernel (message page, state page): user tasks can neither delegate nor unmap
+    /// it.
     pub fixed: Cell<bool>,
-    /// Distance from the first owner.
+    /// Number of ancestors.
     pub depth: u8,
-    /// Whence it was delegated.
-    pub parent: Link<Node<A>>,
-    /// What was delegated from it.
-    pub children: Tree<Node<A>, OfParent>,
+    /// Node that this one was delegated from.
+    pub parent: Link<MapNode<A>>,
+    /// Nodes delegated from this one.
+    pub children: Tree<MapNode<A>, ByPhysical>,
     /// Links in the parent's tree of children.
-    pub siblings: Links<Node<A>>,
-    /// Links in the space's tree.
-    pub links: Links<Node<A>>,
+    pub siblings: Links<MapNode<A>>,
+    /// Links in the address space's tree.
+    pub links: Links<MapNode<A>>,
 }
 
-/// Order of the children of a [`Node`]: by what they map. Every mapping is a block, aligned to its size, so two of
-/// them are apart or one contains the other.
-pub struct OfParent;
+/// Order of the children of a [`MapNode`]: by mapped resource. Every mapping is a block aligned to
+/// its size, so two blocks are either disjoint or nested.
+pub struct ByPhysical;
 
-impl<A: Arch> Keyed for Node<A> {
+impl<A: Arch> Keyed for MapNode<A> {
     type Key = u64;
     fn key(&self, _: Handle<Self>) -> u64 {
         self.base
@@ -143,7 +144,7 @@ impl<A: Arch> Keyed for Node<A> {
     }
 }
 
-impl<A: Arch> Keyed<OfParent> for Node<A> {
+impl<A: Arch> Keyed<ByPhysical> for MapNode<A> {
     type Key = (u64, u8, u64);
     fn key(&self, handle: Handle<Self>) -> (u64, u8, u64) {
         (self.physical, self.order, handle.id())
@@ -154,62 +155,62 @@ impl<A: Arch> Keyed<OfParent> for Node<A> {
     }
 }
 
-/// Memory and ports of a task or guest.
+/// Memory and I/O ports of a task or VM.
 pub struct Space<A: Arch> {
-    /// Who pays for tables and nodes.
+    /// Factory charged for page tables and nodes.
     pub factory: Option<Handle<Factory>>,
-    /// Mapped memory by page number.
-    pub memory: Tree<Node<A>>,
-    /// Mapped ports.
-    pub ports: Tree<Node<A>>,
+    /// Memory mappings, ordered by page number.
+    pub memory: Tree<MapNode<A>>,
+    /// Port mappings, ordered by port number.
+    pub ports: Tree<MapNode<A>>,
     /// Root page table.
     pub root: Frame,
-    /// I/O permission map, made with the first port.
+    /// I/O permission map, allocated with the first port.
     pub port_map: Cell<Option<Frame>>,
     /// Incremented when the port map changes.
     pub port_generation: Cell<u64>,
-    /// Guest: CPUs that run a vCPU of it, which may hold translations of it. A task's are those whose
-    /// loaded space ([`crate::sched::Cpu::space`]) it is.
+    /// VM: mask of the CPUs that run one of its vCPUs and may hold its translations. For a task,
+    /// these are the CPUs that have its address space loaded ([`crate::sched::Cpu::space`]).
     pub active: Cell<u64>,
-    /// Incremented by every unmapping; a vCPU that has seen an older one needs new translations.
+    /// Incremented by every unmapping; a vCPU that ran with an older value needs a TLB flush.
     pub generation: Cell<u64>,
-    /// No new mappings: it is being taken apart.
+    /// Being destroyed: accepts no new mappings.
     pub dying: Cell<bool>,
 }
 
-/// Address space, capability space and ports.
+/// Address space, capability space and I/O ports.
 pub struct Task<A: Arch> {
-    /// Capabilities to it.
+    /// Number of capabilities to this task.
     pub caps: Cell<u32>,
-    /// Memory and ports.
+    /// Memory and I/O ports.
     pub space: Space<A>,
-    /// Usable selectors are below this.
+    /// Number of capability slots: valid selectors are below.
     pub slots: u64,
-    /// Pages of slots, made with their first capability.
+    /// Slot pages, each allocated with its first capability.
     pub pages: [Link<SlotPage<A>>; SLOT_PAGES],
-    /// Its threads.
+    /// First thread of the task.
     pub threads: Link<Thread<A>>,
-    /// Next in the list of tasks being taken apart.
+    /// Next task in the list of dying tasks.
     pub dying_next: Link<Task<A>>,
 }
 
-/// Guest-physical space.
+/// Guest-physical address space.
 pub struct Vm<A: Arch> {
-    /// Capabilities to it.
+    /// Number of capabilities to this VM.
     pub caps: Cell<u32>,
-    /// Memory and ports.
+    /// Guest-physical memory and I/O ports.
     pub space: Space<A>,
-    /// What its doorbells signal.
+    /// Doorbells, by index.
     pub doorbells: [Cell<Option<Doorbell<A>>>; DOORBELLS],
-    /// Next in the list of guests being taken apart.
+    /// Next VM in the list of dying VMs.
     pub dying_next: Link<Vm<A>>,
 }
 
-/// What a doorbell of a guest signals.
+/// Binding of a VM's doorbell to a notification.
 pub struct Doorbell<A: Arch> {
-    /// It may have ended.
+    /// Signalled notification; it may have been destroyed.
     pub notification: Handle<Notification<A>>,
-    /// Events.
+    /// Event bits that are signalled.
     pub bits: u64,
 }
 
@@ -221,78 +222,78 @@ impl<A: Arch> Clone for Doorbell<A> {
 
 impl<A: Arch> Copy for Doorbell<A> {}
 
-/// What a thread is doing.
+/// Execution state of a thread.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ThreadState {
-    /// Not started, stopped, or ended by a fault.
+    /// Never started, stopped, or stopped by a fault.
     Stopped,
-    /// Running, or ready to run as soon as its scheduling context is chosen.
+    /// Running, or runnable as soon as its scheduling context is dispatched.
     Ready,
-    /// Called a gate; waits in the server's queue or for its reply.
+    /// Called a gate; waits in the server's queue or for the reply.
     Calling,
-    /// Serves gates; waits for a caller.
-    Waiting,
-    /// Waits for a notification.
-    Sleeping,
+    /// Server waiting for a caller.
+    Receiving,
+    /// Waiting for a notification.
+    Blocked,
 }
 
-/// Execution in a task.
+/// Thread of execution in a task.
 pub struct Thread<A: Arch> {
     /// User registers.
     pub context: A::Context,
-    /// Capabilities to it.
+    /// Number of capabilities to this thread.
     pub caps: Cell<u32>,
-    /// Its task.
+    /// Task that the thread runs in.
     pub task: Handle<Task<A>>,
-    /// Its CPU.
+    /// CPU that the thread is bound to.
     pub cpu: usize,
     /// Message page.
     pub message: Frame,
     /// Mapping of the message page in the task.
-    pub message_node: Handle<Node<A>>,
-    /// What it is doing.
+    pub message_node: Handle<MapNode<A>>,
+    /// Execution state.
     pub state: Cell<ThreadState>,
-    /// The scheduling context bound to it.
+    /// Scheduling context bound to this thread.
     pub own_sched: Link<SchedContext<A>>,
-    /// The scheduling context that it runs on: its own, or a caller's.
+    /// Scheduling context in use: its own, or one donated by a caller.
     pub sched: Link<SchedContext<A>>,
-    /// Server: who lent `sched`, one of those that wait for it; `None` if it is the server's own.
-    pub lender: Link<Thread<A>>,
-    /// Stopped: on the list of those whose callers are still to be told.
+    /// Server: caller that donated `sched`; `None` if `sched` is the server's own.
+    pub donor: Link<Thread<A>>,
+    /// Stopped, and in the list of threads whose callers have not been aborted yet.
     pub stopping: Cell<bool>,
-    /// Next in that list.
+    /// Next thread in that list.
     pub stopping_next: Link<Thread<A>>,
-    /// Its last capability is gone; it is freed when its callers have been told.
-    pub ended: Cell<bool>,
-    /// Server: who waits for the reply.
+    /// Last capability removed; freed once its callers have been aborted.
+    pub destroyed: Cell<bool>,
+    /// Server: caller that waits for the reply.
     pub caller: Link<Thread<A>>,
-    /// Server: first of the callers that wait to be served.
+    /// Server: first queued caller.
     pub queue_head: Link<Thread<A>>,
-    /// Server: last of them.
+    /// Server: last queued caller.
     pub queue_tail: Link<Thread<A>>,
-    /// Caller: the server.
+    /// Caller: called server.
     pub server: Link<Thread<A>>,
-    /// Caller: still in the server's queue.
+    /// Caller: in the server's queue, not served yet.
     pub queued: Cell<bool>,
-    /// Caller: badge of the gate that it called.
+    /// Caller: badge of the called gate.
     pub badge: Cell<u64>,
-    /// Caller: next in the queue.
+    /// Caller: next caller in the server's queue.
     pub queue_next: Link<Thread<A>>,
-    /// Caller: previous in the queue.
+    /// Caller: previous caller in the server's queue.
     pub queue_prev: Link<Thread<A>>,
-    /// The message is this fault, not the registers.
+    /// Caller: fault to deliver as the message, instead of the registers.
     pub fault: Cell<Option<[u64; 4]>>,
-    /// Sleeping: on what.
-    pub sleeping_on: Link<Notification<A>>,
-    /// Called on a fault.
+    /// Blocked: notification waited for.
+    pub waiting_on: Link<Notification<A>>,
+    /// Gate called when the thread faults.
     pub fault_gate: Link<Gate<A>>,
-    /// Also wakes it while it waits for callers.
+    /// Notification that also wakes the thread while it is receiving.
     pub bound: Link<Notification<A>>,
-    /// In `VcpuRun` on this vCPU.
+    /// vCPU that the thread runs in `VcpuRun`.
     pub vcpu: Link<Vcpu<A>>,
-    /// What its last `VcpuRun` found.
-    pub ran: Cell<Option<Ran<A>>>,
-    /// Sleeping: until when.
+    /// Cached selector look-up of the last `VcpuRun`.
+    pub vcpu_lookup: Cell<Option<VcpuLookup<A>>>,
+    /// Blocked: timeout in ticks; `u64::MAX` if none.
     pub deadline: Cell<u64>,
     /// Links in the CPU's tree of timeouts.
     pub timeout: Links<Thread<A>>,
@@ -302,24 +303,24 @@ pub struct Thread<A: Arch> {
     pub task_prev: Link<Thread<A>>,
 }
 
-/// What a `VcpuRun` found by its selector. A capability that ends takes an object with it, its mapping: as long as none has
-/// ended, the capability is there.
-pub struct Ran<A: Arch> {
-    /// The selector.
+/// Cached look-up of a vCPU selector. Removal of a capability destroys its node, so the entry is
+/// valid as long as no object has been destroyed.
+pub struct VcpuLookup<A: Arch> {
+    /// Selector passed to `VcpuRun`.
     pub selector: u64,
-    /// What it led to, with the right to run it.
+    /// vCPU found, with the right to run it checked.
     pub vcpu: Handle<Vcpu<A>>,
-    /// [`crate::pool::Memory::ended`] at that time.
-    pub ended: u64,
+    /// [`crate::pool::Memory::destroyed_count`] at the time of the look-up.
+    pub destroyed_count: u64,
 }
 
-impl<A: Arch> Clone for Ran<A> {
+impl<A: Arch> Clone for VcpuLookup<A> {
     fn clone(&self) -> Self {
         *self
     }
 }
 
-impl<A: Arch> Copy for Ran<A> {}
+impl<A: Arch> Copy for VcpuLookup<A> {}
 
 impl<A: Arch> Keyed for Thread<A> {
     type Key = (u64, u64);
@@ -331,24 +332,24 @@ impl<A: Arch> Keyed for Thread<A> {
     }
 }
 
-/// Call endpoint.
+/// IPC endpoint for synchronous calls.
 pub struct Gate<A: Arch> {
-    /// Capabilities to it.
+    /// Number of capabilities to this gate.
     pub caps: Cell<u32>,
-    /// Who serves it.
+    /// Thread that serves the gate.
     pub thread: Handle<Thread<A>>,
-    /// What the server sees instead of the caller's name.
+    /// Value that identifies the gate to the server.
     pub badge: u64,
 }
 
-/// Event word.
+/// Notification: 64 sticky event bits.
 pub struct Notification<A: Arch> {
-    /// Capabilities to it.
+    /// Number of capabilities to this notification.
     pub caps: Cell<u32>,
-    /// Pending events.
+    /// Pending event bits.
     pub bits: Cell<u64>,
-    /// Thread that sleeps on it.
-    pub sleeper: Link<Thread<A>>,
+    /// Thread blocked on it.
+    pub waiter: Link<Thread<A>>,
     /// Thread bound to it.
     pub thread: Link<Thread<A>>,
     /// vCPU bound to it.
@@ -357,37 +358,37 @@ pub struct Notification<A: Arch> {
 
 /// Hardware interrupt.
 pub struct Irq<A: Arch> {
-    /// Capabilities to it.
+    /// Number of capabilities to this interrupt.
     pub caps: Cell<u32>,
-    /// Its source.
+    /// Interrupt source.
     pub source: IrqSource,
-    /// CPU that takes it.
+    /// Destination CPU.
     pub cpu: usize,
-    /// Vector there.
+    /// Vector on the destination CPU.
     pub vector: u8,
-    /// What it signals.
+    /// Notification that the interrupt signals.
     pub notification: Link<Notification<A>>,
-    /// Which event.
+    /// Index of the signalled event bit.
     pub bit: Cell<u8>,
 }
 
 /// Virtual CPU.
 pub struct Vcpu<A: Arch> {
-    /// Capabilities to it.
+    /// Number of capabilities to this vCPU.
     pub caps: Cell<u32>,
-    /// Its guest.
+    /// VM that the vCPU belongs to.
     pub vm: Handle<Vm<A>>,
-    /// Makes `VcpuRun` return.
+    /// Notification whose events make `VcpuRun` return.
     pub notification: Handle<Notification<A>>,
-    /// Who pays for it.
+    /// Factory charged for the vCPU.
     pub factory: Option<Handle<Factory>>,
-    /// State page.
+    /// State page ([`abi::vcpu::VcpuState`]).
     pub state: Frame,
-    /// Mapping of the state page in the VMM, and the VMM.
-    pub state_node: Handle<Node<A>>,
-    /// CPU that it runs on; set by its first run.
+    /// Mapping of the state page in the VMM; also identifies the VMM's task.
+    pub state_node: Handle<MapNode<A>>,
+    /// CPU that the vCPU is bound to; set by its first run.
     pub cpu: Cell<Option<usize>>,
-    /// Thread that is in `VcpuRun` on it.
+    /// Thread that runs the vCPU in `VcpuRun`.
     pub runner: Link<Thread<A>>,
     /// Processor structures.
     pub arch: A::Vcpu,
@@ -403,6 +404,6 @@ macro_rules! classes {
 
 // `Factory` is class 0, `SchedContext` class 10.
 classes! {
-    SlotPage = 1, Node = 2, Task = 3, Thread = 4, Gate = 5,
+    SlotPage = 1, MapNode = 2, Task = 3, Thread = 4, Gate = 5,
     Notification = 6, Irq = 7, Vm = 8, Vcpu = 9, SchedContext = 10,
 }

@@ -3,17 +3,17 @@
 //!
 //! # Soundness
 //!
-//! All kernel objects live in one physical range that is never given to anybody else. Every frame
-//! of it has a class: free, raw, or slab of slots of one size, which objects of several types share.
+//! All kernel objects are in one physical range that nothing else uses. Every frame of it has a
+//! class: free, raw, or slab of slots of one size, which objects of several types share.
 //!
 //! * A [`Handle`] names a slot and a generation. [`Memory::get`] checks that the frame is a slab of
-//!   slots of the type's size and that the slot carries that very handle, so a stale one yields `None`.
-//!   Generations are 40 bits, never used twice, for whatever type: the right generation is also the right
-//!   type. When they run out, allocation fails.
-//! * [`Memory::free`] only retires: the slot's bytes stay untouched until [`Memory::reclaim`], which
-//!   takes `&mut self` and so cannot run while any `&T` from `get` lives.
-//! * Raw frames are only reachable as arrays of atomics ([`Memory::words`]), and only while the
-//!   frame's class is raw. User programs and the page-table walker may write them at any time.
+//!   the slot size of the type and that the slot contains this very handle, so a stale handle
+//!   yields `None`. Generations have 40 bits and are never reused for any type: a matching
+//!   generation implies a matching type. When they are exhausted, allocation fails.
+//! * [`Memory::free`] only retires a slot: its bytes stay unchanged until [`Memory::reclaim`],
+//!   which takes `&mut self` and therefore cannot run while any `&T` from `get` lives.
+//! * Raw frames are only accessible as arrays of atomics ([`Memory::words`]), and only while the
+//!   class of the frame is raw. User tasks and the page-table walker may write them at any time.
 //! * `Memory` is used under the kernel lock only; it is neither `Sync` nor copied.
 #![allow(unsafe_code)]
 
@@ -29,11 +29,12 @@ const FRAME: usize = abi::PAGE_SIZE as usize;
 const NONE: u32 = u32::MAX;
 const INDEX_BITS: u32 = 24;
 const GENERATION_BITS: u32 = 64 - INDEX_BITS;
-/// Slots are multiples of 16 bytes, so 24 bits of handle reach this many bytes.
+/// Maximum size of kernel memory: slots are multiples of 16 bytes, indexed by 24 bits of the
+/// handle.
 pub const MAX_BYTES: usize = 16 << INDEX_BITS;
-/// Number of types of object.
+/// Number of object types.
 pub const CLASSES: usize = 16;
-/// Number of sizes of slots: powers of two, up to a frame.
+/// Number of slot sizes: powers of two, up to a frame.
 const SIZES: usize = PAGE_SHIFT as usize + 1;
 
 const CLASS_FREE: u8 = 0xff;
@@ -41,15 +42,15 @@ const CLASS_RAW: u8 = 0xfe;
 const CLASS_RAW_RETIRED: u8 = 0xfd;
 const CLASS_FIXED: u8 = 0xfc;
 
-/// A type that lives in slabs.
+/// A type of object stored in slabs.
 ///
-/// Values are never dropped, so they must not own anything; all mutable parts are `Cell`s.
+/// Values are never dropped, so they must not own resources; all mutable parts are `Cell`s.
 pub trait Object: Sized + 'static {
-    /// Number of the type, below [`CLASSES`], different for every type.
+    /// Unique index of the type, below [`CLASSES`].
     const CLASS: u8;
 }
 
-/// Name of an object: slot (the high bits, so that one shift yields it) and generation.
+/// Reference to an object: slot index (high bits, extracted by one shift) and generation.
 pub struct Handle<T>(NonZeroU64, PhantomData<*const T>);
 
 impl<T> Clone for Handle<T> {
@@ -71,42 +72,44 @@ impl<T> core::fmt::Debug for Handle<T> {
 }
 
 impl<T> Handle<T> {
-    /// Slot, in units of 16 bytes from the start of memory.
+    /// Slot index, in units of 16 bytes from the start of kernel memory.
     #[inline(always)]
     fn index(self) -> u32 {
         (self.0.get() >> GENERATION_BITS) as u32
     }
 
-    /// A number that differs between all objects that ever existed.
+    /// Identifier that is unique over all objects ever allocated.
     pub fn id(self) -> u64 {
         self.0.get()
     }
 }
 
-/// A raw frame: page table, message page, processor structure.
+/// A raw frame: page table, message page or processor structure.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Frame(u32);
 
-/// Most CPU time of a factory: more CPUs than any machine has.
+/// Maximum share of CPU time of a factory: exceeds the CPUs of any machine.
 const MAX_SHARE: u64 = 4096 * abi::SHARE_OF_CPU;
 
-/// Most factories above one.
+/// Maximum depth of the factory tree.
 const MAX_DEPTH: u8 = 16;
 
-/// Quota of kernel memory, in frames, and the slabs bought from it; and of CPU time.
+/// Quota of kernel memory (frames) and of CPU time, with the slabs charged to it.
 pub struct Factory {
     quota: Cell<u32>,
     used: Cell<u32>,
-    /// Highest priority of scheduling contexts made from it.
+    /// Maximum priority of scheduling contexts created from it.
     pub max_priority: u64,
-    /// CPU time set aside for it, in units of 1 / [`abi::SHARE_OF_CPU`] of a CPU; 0: it uses its parent's.
+    /// CPU time reserved for it, in units of 1 / [`abi::SHARE_OF_CPU`] of a CPU; 0: uses the share
+    /// of the nearest ancestor that has one.
     share: u64,
-    /// Part of the share that is not in use.
+    /// Unused part of the share.
     free_share: Cell<u64>,
-    /// The nearest factory above with a share of its own. It lives as long: this one's memory comes from it.
-    bank: Option<Handle<Factory>>,
+    /// Nearest ancestor with a share of its own. It outlives this factory, whose memory is charged
+    /// to it.
+    share_owner: Option<Handle<Factory>>,
     parent: Option<Handle<Factory>>,
-    /// How many factories are above this one: as many may end with it.
+    /// Number of ancestors, which may be destroyed together with this factory.
     depth: u8,
     /// Number of capabilities to this factory.
     pub caps: Cell<u32>,
@@ -123,7 +126,7 @@ impl Factory {
         max_priority: u64,
         share: u64,
         parent: Option<Handle<Factory>>,
-        bank: Option<Handle<Factory>>,
+        share_owner: Option<Handle<Factory>>,
         depth: u8,
     ) -> Self {
         Self {
@@ -132,7 +135,7 @@ impl Factory {
             max_priority,
             share,
             free_share: Cell::new(share),
-            bank,
+            share_owner,
             parent,
             depth,
             caps: Cell::new(0),
@@ -140,12 +143,12 @@ impl Factory {
         }
     }
 
-    /// Frames that may still be bought.
+    /// Frames not charged yet.
     pub fn available(&self) -> u32 {
         self.quota.get() - self.used.get()
     }
 
-    fn buy(&self, frames: u32) -> Result<(), Status> {
+    fn charge(&self, frames: u32) -> Result<(), Status> {
         if frames > self.available() {
             return Err(Status::NoQuota);
         }
@@ -153,14 +156,14 @@ impl Factory {
         Ok(())
     }
 
-    fn sell(&self, frames: u32) {
+    fn uncharge(&self, frames: u32) {
         self.used.set(self.used.get() - frames);
     }
 }
 
 struct FrameInfo {
     used: Cell<u16>,
-    /// First free slot of a slab, as byte offset in the frame; `u16::MAX` if full.
+    /// First free slot of a slab, as byte offset in the frame; `u16::MAX` if the slab is full.
     free: Cell<u16>,
     next: Cell<u32>,
     prev: Cell<u32>,
@@ -173,40 +176,41 @@ struct Slot<T> {
     name: Cell<u64>,
     /// Next retired slot (index), or next free slot in the frame (offset).
     link: Cell<u32>,
-    /// [`Object::CLASS`] of what is or was in it.
+    /// [`Object::CLASS`] of the current or last object.
     class: Cell<u8>,
     value: UnsafeCell<MaybeUninit<T>>,
 }
 
 impl<T> Slot<T> {
-    /// `log2` of the size of the slots that hold such values: the class of their frames.
+    /// `log2` of the slot size for values of type `T`: the class of their frames.
     const SIZE: u8 = size_of::<Self>().next_power_of_two().trailing_zeros() as u8;
 }
 
-/// Where the map of free frames is, a bit each: behind the classes of all frames, one byte each, which are apart so
-/// that [`Memory::get`] finds them by the frame's number alone.
+/// Offset of the bitmap of free frames, which follows the classes of all frames (one byte each).
+/// The classes are stored apart from [`FrameInfo`], so that [`Memory::get`] finds them by frame
+/// index alone.
 const fn map_offset(frames: usize) -> usize {
     frames.next_multiple_of(align_of::<u64>())
 }
 
-/// Words of the map of free frames.
+/// Length of the bitmap of free frames, in words.
 const fn map_words(frames: usize) -> usize {
     frames.div_ceil(64)
 }
 
-/// Where the table of frames is: behind the map of free ones.
+/// Offset of the frame table, which follows the bitmap of free frames.
 const fn table_offset(frames: usize) -> usize {
     const { assert!(align_of::<FrameInfo>() <= align_of::<u64>()) };
     map_offset(frames) + 8 * map_words(frames)
 }
 
-/// The first of `count` set bits in a row, if the word has them.
+/// Index of the first of `count` consecutive set bits of a word, if it has them.
 fn first_run(word: u64, count: u32) -> Option<u32> {
     let runs = (1..count).fold(word, |runs, shift| runs & word >> shift);
     (runs != 0).then(|| runs.trailing_zeros())
 }
 
-/// The kernel's memory.
+/// Kernel memory.
 pub struct Memory {
     base: *mut u8,
     physical: u64,
@@ -216,14 +220,14 @@ pub struct Memory {
     generation: Cell<u64>,
     retired: Cell<u32>,
     retired_raw: Cell<u32>,
-    /// Either list has something, or somebody has asked for it.
+    /// A list of retired memory is not empty, or [`Memory::request_work`] was called.
     has_work: Cell<bool>,
-    ended: Cell<u64>,
+    destroyed_count: Cell<u64>,
     root: Factory,
 }
 
 impl Memory {
-    /// No memory at all: every allocation fails.
+    /// Empty memory: every allocation fails.
     pub const fn empty() -> Self {
         Self {
             base: core::ptr::null_mut(),
@@ -235,13 +239,13 @@ impl Memory {
             retired: Cell::new(NONE),
             retired_raw: Cell::new(NONE),
             has_work: Cell::new(false),
-            ended: Cell::new(0),
+            destroyed_count: Cell::new(0),
             root: Factory::new(0, u64::MAX, 0, None, None, 0),
         }
     }
 
-    /// Takes over `bytes` bytes at `base` (physical address `physical`).
-    /// `None` if the range is too small to hold its own bookkeeping.
+    /// Manages `bytes` bytes at `base` (physical address `physical`). Returns `None` if the range
+    /// is too small for its own bookkeeping.
     ///
     /// # Safety
     /// The range is writable, page-aligned, at most [`MAX_BYTES`] long, lives for ever, and nothing
@@ -254,14 +258,14 @@ impl Memory {
             return None;
         }
         for index in 0..map_words(count) {
-            // SAFETY: as below, for the map.
+            // SAFETY: as below, for the bitmap.
             unsafe {
                 base.add(map_offset(count)).cast::<Cell<u64>>().add(index).write(Cell::new(0));
             }
         }
         for index in 0..count {
             let class = if index < fixed { CLASS_FIXED } else { CLASS_FREE };
-            // SAFETY: the caller gives us the range; classes and table fit its `fixed` first frames.
+            // SAFETY: the caller passes the range; classes and table fit its first `fixed` frames.
             unsafe {
                 base.add(index).cast::<Cell<u8>>().write(Cell::new(class));
                 base.add(table).cast::<FrameInfo>().add(index).write(FrameInfo {
@@ -284,7 +288,7 @@ impl Memory {
             retired: Cell::new(NONE),
             retired_raw: Cell::new(NONE),
             has_work: Cell::new(false),
-            ended: Cell::new(0),
+            destroyed_count: Cell::new(0),
             root: Factory::new(free, u64::MAX, 0, None, None, 0),
         };
         for index in fixed..count {
@@ -293,17 +297,17 @@ impl Memory {
         Some(memory)
     }
 
-    /// Frames not in use.
+    /// Number of free frames.
     pub fn free_frames(&self) -> u32 {
         self.free.get()
     }
 
-    /// Frames in all.
+    /// Total number of frames.
     pub fn total_frames(&self) -> u32 {
         self.count
     }
 
-    /// The factory that owns what no other factory owns.
+    /// Root factory, charged for everything without another factory.
     pub fn root(&self) -> &Factory {
         &self.root
     }
@@ -321,13 +325,13 @@ impl Memory {
         unsafe { &*self.base.add(frame as usize).cast() }
     }
 
-    /// Which frames are free, a bit each.
+    /// Bitmap of free frames.
     fn map(&self) -> &[Cell<u64>] {
         let count = self.count as usize;
         if count == 0 {
             return &[];
         }
-        // SAFETY: the words that `new` initialised; nothing but this map is there.
+        // SAFETY: the words that `new` initialised; only the bitmap uses them.
         unsafe {
             let words = self.base.add(map_offset(count)).cast::<Cell<u64>>();
             core::slice::from_raw_parts(words, map_words(count))
@@ -340,7 +344,7 @@ impl Memory {
         word.set(if free { word.get() | bit } else { word.get() & !bit });
     }
 
-    /// `count` free frames in a row, all in one word of the map.
+    /// Finds `count` consecutive free frames within one word of the bitmap.
     fn find_free(&self, count: u32) -> Option<u32> {
         let map = self.map();
         let start = (self.hint.get() as usize / 64).min(map.len());
@@ -362,7 +366,7 @@ impl Memory {
         }
     }
 
-    /// Finds `frames` free frames in a row, at most 64, marks them and charges `factory`.
+    /// Allocates `frames` consecutive frames, at most 64, charged to `factory`.
     fn take_frames(
         &self,
         factory: Option<Handle<Factory>>,
@@ -370,9 +374,9 @@ impl Memory {
         class: u8,
     ) -> Result<u32, Status> {
         let account = self.factory(factory)?;
-        account.buy(frames)?;
+        account.charge(frames)?;
         let Some(first) = self.find_free(frames) else {
-            account.sell(frames);
+            account.uncharge(frames);
             return Err(Status::NoQuota);
         };
         for frame in first..first + frames {
@@ -388,7 +392,7 @@ impl Memory {
     }
 
     fn release_frame(&self, frame: u32) {
-        self.owner(frame).sell(1);
+        self.owner(frame).uncharge(1);
         let info = self.info(frame);
         self.class(frame).set(CLASS_FREE);
         self.set_free(frame, true);
@@ -397,7 +401,7 @@ impl Memory {
         self.hint.set(frame.min(self.hint.get()));
     }
 
-    /// Allocates `count` zeroed raw frames in a row; returns the first.
+    /// Allocates `count` consecutive zeroed raw frames; returns the first.
     pub fn alloc_raw(&self, factory: Option<Handle<Factory>>, count: u32) -> Result<Frame, Status> {
         let first = self.take_frames(factory, count, CLASS_RAW)?;
         for frame in first..first + count {
@@ -408,7 +412,7 @@ impl Memory {
         Ok(Frame(first))
     }
 
-    /// Retires `count` raw frames from `first` on; they become free at the next [`Memory::reclaim`].
+    /// Retires `count` raw frames from `first`; [`Memory::reclaim`] frees them.
     pub fn free_raw(&self, first: Frame, count: u32) {
         for frame in first.0..first.0 + count {
             let info = self.info(frame);
@@ -419,7 +423,7 @@ impl Memory {
         }
     }
 
-    /// The contents of a raw frame.
+    /// Contents of a raw frame.
     pub fn words(&self, frame: Frame) -> &[AtomicU64; 512] {
         assert!(self.class(frame.0).get() == CLASS_RAW);
         // SAFETY: the frame is in range (checked by `info`) and raw, so it holds no typed value;
@@ -432,39 +436,40 @@ impl Memory {
         self.physical + ((frame.0 as u64) << PAGE_SHIFT)
     }
 
-    /// The raw frame `offset` frames after `first`, of an allocation of several.
+    /// Raw frame at index `offset` of an allocation that starts at `first`.
     pub fn following(&self, first: Frame, offset: u32) -> Frame {
         let frame = Frame(first.0 + offset);
         assert!(self.class(frame.0).get() == CLASS_RAW);
         frame
     }
 
-    /// The raw frame at a physical address; panics if there is none (page tables only point to
-    /// frames that the kernel allocated).
+    /// Raw frame at a physical address. Panics if there is none: page tables refer only to frames
+    /// that the kernel allocated.
     pub fn frame_at(&self, physical: u64) -> Frame {
         let frame = (physical.wrapping_sub(self.physical) >> PAGE_SHIFT) as u32;
         assert!(self.class(frame).get() == CLASS_RAW);
         Frame(frame)
     }
 
-    /// Address at which the kernel itself reaches a raw frame.
+    /// Kernel virtual address of a raw frame.
     pub fn address(&self, frame: Frame) -> *mut u8 {
         self.words(frame).as_ptr().cast::<u8>().cast_mut()
     }
 
     fn slot<T: Object>(&self, index: u32) -> &Slot<T> {
-        // SAFETY: callers pass indices of slots in frames of class `Slot::<T>::SIZE` only. The heads of such
-        // slots were initialised when the frame became a slab, and it stays one until it is released in
-        // `reclaim`, which needs `&mut self`. Whether the value is initialised only `get` and `alloc` need to know.
+        // SAFETY: callers pass indices of slots in frames of class `Slot::<T>::SIZE` only. The slot
+        // headers were initialised when the frame became a slab, which it stays until `reclaim`
+        // releases it, with `&mut self`. Only `get` and `alloc` depend on whether the value is
+        // initialised.
         unsafe { &*self.base.add((index as usize) << 4).cast() }
     }
 
-    /// The object, unless it has been freed.
+    /// Returns the object, or `None` if it has been freed.
     #[inline(always)]
     pub fn get<T: Object>(&self, handle: Handle<T>) -> Option<&T> {
         let index = handle.index();
         let frame = index >> (PAGE_SHIFT - 4);
-        // SAFETY: a handle is only made by `alloc`, so its frame has a class.
+        // SAFETY: only `alloc` creates handles, so the frame has a class.
         let class: &Cell<u8> = unsafe { &*self.base.add(frame as usize).cast() };
         if class.get() != Slot::<T>::SIZE {
             return None;
@@ -478,13 +483,13 @@ impl Memory {
         Some(unsafe { (*slot.value.get()).assume_init_ref() })
     }
 
-    /// The object; panics if it has been freed, which is a kernel bug where this is used.
+    /// Returns the object. Panics if it has been freed, which is a kernel bug.
     #[inline(always)]
     pub fn at<T: Object>(&self, handle: Handle<T>) -> &T {
         self.get(handle).expect("handle outlived its object")
     }
 
-    /// Allocates an object from the quota of `factory` (`None`: the root factory).
+    /// Allocates an object, charged to `factory` (`None`: the root factory).
     pub fn alloc<T: Object>(
         &self,
         factory: Option<Handle<Factory>>,
@@ -530,9 +535,10 @@ impl Memory {
     fn init_slab<T: Object>(&self, frame: u32) {
         let size = 1 << Slot::<T>::SIZE;
         let mut next = u16::MAX;
-        for number in (0..FRAME / size).rev() {
-            let offset = number * size;
-            // SAFETY: the frame was just taken for this class and holds nothing; the slot lies in it.
+        for index in (0..FRAME / size).rev() {
+            let offset = index * size;
+            // SAFETY: the frame was just allocated for this class and is unused; the slot is inside
+            // it.
             unsafe {
                 let slot: *mut Slot<T> = self.base.add(frame as usize * FRAME + offset).cast();
                 (&raw mut (*slot).name).write(Cell::new(0));
@@ -557,8 +563,8 @@ impl Memory {
         info.prev.set(NONE);
     }
 
-    /// Retires an object: its handle is dead from now on, its memory is reused after
-    /// [`Memory::reclaim`]. Freeing twice does nothing.
+    /// Retires an object: its handle becomes invalid at once, its memory is reused after
+    /// [`Memory::reclaim`]. Freeing it again has no effect.
     pub fn free<T: Object>(&self, handle: Handle<T>) {
         if self.get(handle).is_none() {
             return;
@@ -568,18 +574,19 @@ impl Memory {
         slot.name.set(0);
         slot.link.set(self.retired.replace(index));
         self.has_work.set(true);
-        self.ended.set(self.ended.get() + 1);
+        self.destroyed_count.set(self.destroyed_count.get() + 1);
     }
 
-    /// How many objects have ended. While it stays the same, what was found by a handle is still there.
+    /// Number of objects destroyed so far. While it is unchanged, objects found by handle still
+    /// exist.
     #[inline(always)]
-    pub fn ended(&self) -> u64 {
-        self.ended.get()
+    pub fn destroyed_count(&self) -> u64 {
+        self.destroyed_count.get()
     }
 
-    /// Makes a factory with `quota` frames taken from `parent`, a highest priority of at most that of the parent
-    /// (`BadRights`), and CPU time of its own (0: none; else it is taken from where the parent's is, `NoQuota`).
-    /// `Overflow`: there are too many factories above it.
+    /// Creates a factory with `quota` frames and, unless 0, `share` of CPU time, both taken from
+    /// `parent` or the owner of its share (`NoQuota`). Fails with `BadRights` if the maximum
+    /// priority exceeds the parent's, and with `Overflow` if the factory tree is too deep.
     pub fn new_factory(
         &self,
         parent: Option<Handle<Factory>>,
@@ -597,45 +604,49 @@ impl Memory {
         if account.depth >= MAX_DEPTH {
             return Err(Status::Overflow);
         }
-        let bank = self.bank(parent);
-        account.buy(quota)?;
-        let factory = Factory::new(quota, max_priority, share, parent, bank, account.depth + 1);
-        self.exchange_share(bank, 0, share)
+        let share_owner = self.share_owner(parent);
+        account.charge(quota)?;
+        let factory =
+            Factory::new(quota, max_priority, share, parent, share_owner, account.depth + 1);
+        self.exchange_share(share_owner, 0, share)
             .and_then(|()| {
-                self.alloc(parent, factory).inspect_err(|_| self.return_share(bank, share))
+                self.alloc(parent, factory).inspect_err(|_| self.return_share(share_owner, share))
             })
-            .inspect_err(|_| account.sell(quota))
+            .inspect_err(|_| account.uncharge(quota))
     }
 
-    /// The factory whose share of CPU time counts what is made from this one; `None`: nobody counts.
-    pub(crate) fn bank(&self, factory: Option<Handle<Factory>>) -> Option<Handle<Factory>> {
+    /// Factory whose share of CPU time is charged for objects of `factory`; `None` if unlimited.
+    pub(crate) fn share_owner(&self, factory: Option<Handle<Factory>>) -> Option<Handle<Factory>> {
         let account = factory.and_then(|handle| self.get(handle))?;
-        if account.share != 0 { factory } else { account.bank }
+        if account.share != 0 { factory } else { account.share_owner }
     }
 
-    /// Gives `old` parts of CPU time back and takes `new`; `NoQuota` and no change if that is too much.
+    /// Replaces a charge of `old` share units by `new`. Fails with `NoQuota`, without effect, if
+    /// the share is exceeded.
     pub(crate) fn exchange_share(
         &self,
-        bank: Option<Handle<Factory>>,
+        share_owner: Option<Handle<Factory>>,
         old: u64,
         new: u64,
     ) -> Result<(), Status> {
-        let Some(bank) = bank.and_then(|handle| self.get(handle)) else { return Ok(()) };
-        let left = (bank.free_share.get() + old).checked_sub(new).ok_or(Status::NoQuota)?;
-        bank.free_share.set(left);
+        let Some(share_owner) = share_owner.and_then(|handle| self.get(handle)) else {
+            return Ok(());
+        };
+        let left = (share_owner.free_share.get() + old).checked_sub(new).ok_or(Status::NoQuota)?;
+        share_owner.free_share.set(left);
         Ok(())
     }
 
-    /// Gives `share` parts of CPU time back.
-    pub(crate) fn return_share(&self, bank: Option<Handle<Factory>>, share: u64) {
-        if let Some(bank) = bank.and_then(|handle| self.get(handle)) {
-            bank.free_share.set(bank.free_share.get() + share);
+    /// Returns `share` units of CPU time.
+    pub(crate) fn return_share(&self, share_owner: Option<Handle<Factory>>, share: u64) {
+        if let Some(share_owner) = share_owner.and_then(|handle| self.get(handle)) {
+            share_owner.free_share.set(share_owner.free_share.get() + share);
         }
     }
 
-    /// Ends a factory that nobody names any more, once everything bought from it is gone:
-    /// its quota goes back to its parent, and so on upwards.
-    pub fn end_factory(&self, handle: Handle<Factory>) {
+    /// Destroys a factory without capabilities and charges, and returns its quota to its parent;
+    /// likewise for its ancestors.
+    pub fn destroy_factory(&self, handle: Handle<Factory>) {
         let mut next = Some(handle);
         while let Some(handle) = next {
             let Some(factory) = self.get(handle) else { return };
@@ -644,15 +655,15 @@ impl Memory {
             }
             let quota = factory.quota.get();
             next = factory.parent;
-            self.return_share(factory.bank, factory.share);
+            self.return_share(factory.share_owner, factory.share);
             self.free(handle);
             if let Ok(parent) = self.factory(next) {
-                parent.sell(quota);
+                parent.uncharge(quota);
             }
         }
     }
 
-    /// Makes retired memory usable again.
+    /// Frees retired slots and frames.
     pub fn reclaim(&mut self) {
         self.has_work.set(false);
         while self.retired_raw.get() != NONE {
@@ -662,9 +673,9 @@ impl Memory {
         }
         while self.retired.get() != NONE {
             let index = self.retired.get();
-            // Every slot begins with name and link, whatever its type.
+            // Every slot begins with `name` and `link`, for every type.
             let frame = index >> (PAGE_SHIFT - 4);
-            // SAFETY: a retired slot is in a slab; its head has this layout for every type.
+            // SAFETY: a retired slot is in a slab; its header has this layout for every type.
             let slot: &Slot<[u8; 0]> = unsafe { &*self.base.add((index as usize) << 4).cast() };
             self.retired.set(slot.link.get());
             let info = self.info(frame);
@@ -690,21 +701,23 @@ impl Memory {
         }
     }
 
-    /// Releases a frame and, if that was the last thing its factory held, the factory.
+    /// Frees a frame, and its factory if this was the last charge of a factory without
+    /// capabilities.
     fn release(&self, frame: u32) {
         let owner = self.info(frame).owner.get();
         self.release_frame(frame);
         if let Some(owner) = owner {
-            self.end_factory(owner);
+            self.destroy_factory(owner);
         }
     }
 
-    /// Whether anything waits for [`Memory::reclaim`], or [`Memory::request_work`] was called since.
+    /// Returns whether [`Memory::reclaim`] has anything to do, or [`Memory::request_work`] was
+    /// called.
     pub fn has_work(&self) -> bool {
         self.has_work.get()
     }
 
-    /// Something else is to be done before the kernel is left.
+    /// Requests deferred work before the kernel exits.
     pub fn request_work(&self) {
         self.has_work.set(true);
     }
@@ -714,7 +727,7 @@ impl Memory {
 pub(crate) mod testing {
     use super::*;
 
-    /// Kernel memory of `frames` frames for tests, leaked.
+    /// Leaked kernel memory of `frames` frames.
     pub fn memory(frames: usize) -> Memory {
         let layout = std::alloc::Layout::from_size_align(frames * FRAME, FRAME).unwrap();
         // SAFETY: the layout is not empty; the range is ours for ever.
@@ -723,14 +736,14 @@ pub(crate) mod testing {
         }
     }
 
-    /// Every object of a type.
+    /// Returns every object of a type.
     pub fn all<T: Object>(memory: &Memory) -> std::vec::Vec<Handle<T>> {
         let size = 1 << Slot::<T>::SIZE;
         let slabs = (0..memory.count).filter(|frame| memory.class(*frame).get() == Slot::<T>::SIZE);
         slabs
             .flat_map(|frame| {
                 (0..FRAME / size)
-                    .map(move |number| (frame << (PAGE_SHIFT - 4)) + ((number * size) >> 4) as u32)
+                    .map(move |index| (frame << (PAGE_SHIFT - 4)) + ((index * size) >> 4) as u32)
             })
             .filter_map(|index| {
                 let slot = memory.slot::<T>(index);
@@ -740,13 +753,13 @@ pub(crate) mod testing {
             .collect()
     }
 
-    /// Frames of the table of frames.
+    /// Number of bookkeeping frames.
     pub fn fixed(memory: &Memory) -> u32 {
         (0..memory.count).filter(|&frame| memory.class(frame).get() == CLASS_FIXED).count() as u32
     }
 
-    /// Checks that quotas add up: what a factory has used is the frames that it owns and the
-    /// quotas of the factories made from it.
+    /// Checks the quotas: a factory is charged for the frames that it owns and the quotas of its
+    /// children.
     pub fn audit(memory: &Memory) {
         let frames = 0..memory.count;
         let free = frames.clone().filter(|&frame| memory.class(frame).get() == CLASS_FREE).count();
@@ -796,7 +809,7 @@ mod tests {
     }
 
     #[test]
-    fn quota_is_exact_and_comes_back() {
+    fn quota_is_exact_and_returned() {
         let mut memory = testing::memory(64);
         let before = memory.free_frames();
         let factory = memory.new_factory(None, 5, 63, 0).unwrap();
@@ -812,7 +825,7 @@ mod tests {
         memory.reclaim();
         assert_eq!(memory.at(factory).available(), 5);
         memory.at(factory).caps.set(0);
-        memory.end_factory(factory);
+        memory.destroy_factory(factory);
         memory.reclaim();
         assert_eq!(memory.free_frames(), before);
         assert_eq!(memory.root().used.get(), 0);
@@ -825,7 +838,7 @@ mod tests {
         memory.at(parent).caps.set(1);
         let child = memory.new_factory(Some(parent), 10, 63, 0).unwrap();
         let raw = memory.alloc_raw(Some(child), 3).unwrap();
-        memory.end_factory(child);
+        memory.destroy_factory(child);
         assert!(memory.get(child).is_some(), "frames are still out");
         memory.free_raw(raw, 3);
         memory.reclaim();

@@ -1,14 +1,15 @@
-//! Scheduling: fixed priorities, budgets, and timeouts, per CPU.
+//! Scheduler: fixed priorities, budgets and timeouts, per CPU.
 //!
 //! # Invariants
 //!
 //! * A scheduling context is in exactly one state: idle, queued, running on its CPU, or depleted.
-//! * It runs its `holder`: the thread bound to it, or the server that works for that thread. While it runs, that
-//!   is the CPU's `current`, and the field is brought up to date when it stops: calls and replies are frequent.
-//! * On every CPU the queued context of the highest priority that has budget runs, first come
-//!   first served; a context that has used up its budget goes to the tail of its priority (round robin) or
-//!   waits until time that it used comes back ([`refills`]).
-//! * A server whose lender has used up its budget goes on with its own time, if it has any.
+//! * It runs its `holder`: the thread bound to it, or a server that it was donated to. While the
+//!   context is running, the holder is the CPU's `current`; the `holder` field is updated only when
+//!   the context stops running, because calls and replies are frequent.
+//! * Each CPU runs the queued context of highest priority that has budget, first come first served.
+//!   A context that exhausts its budget goes to the tail of its priority (round robin) or waits for
+//!   its next replenishment ([`refills`]).
+//! * A server whose donor has exhausted its budget continues on its own context, if it has one.
 
 use core::cell::Cell;
 
@@ -26,89 +27,89 @@ pub mod refills;
 
 /// Number of priorities.
 pub const PRIORITIES: usize = 64;
-/// Shortest budget and period: below this the timer would take all the time. In nanoseconds.
+/// Minimum budget and period in ns: below this, timer interrupts would consume the CPU.
 pub const MIN_BUDGET_NS: u64 = 20_000;
-/// Timeouts and refills that one interrupt of the timer takes care of.
-const DUE: u32 = 8;
-/// Longest period. In nanoseconds.
+/// Maximum number of timeouts and replenishments handled per timer interrupt.
+const MAX_EXPIRED: u32 = 8;
+/// Maximum period in ns.
 pub const MAX_PERIOD_NS: u64 = 10_000_000_000;
 
 type Link<T> = Cell<Option<Handle<T>>>;
 
-/// Where a scheduling context is.
+/// State of a scheduling context.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum SchedState {
-    /// Its holder does not want to run, or it has none.
+    /// Its holder is not runnable, or it has no holder.
     Idle,
     /// In a ready queue.
     Queued,
-    /// Chosen by its CPU.
+    /// Dispatched on its CPU.
     Running,
-    /// Waits for time that it used to come back.
+    /// Out of budget until its next replenishment.
     Depleted,
 }
 
-/// Right to CPU time.
+/// Scheduling context: the right to CPU time.
 pub struct SchedContext<A: Arch> {
-    /// Capabilities to it.
+    /// Number of capabilities to this context.
     pub caps: Cell<u32>,
-    /// Priority, 63 first.
+    /// Priority, 0 to 63; 63 is the highest.
     pub priority: Cell<usize>,
-    /// Highest priority that it may be given.
+    /// Upper limit of the priority.
     pub max_priority: u64,
     /// Budget per period, in ticks.
     pub budget: Cell<u64>,
     /// Period, in ticks; 0: round robin with `budget` as time slice.
     pub period: Cell<u64>,
-    /// Ticks until its turn or run ends.
-    pub left: Cell<u64>,
-    /// Time used in all, in ticks.
+    /// Ticks until the time slice or the usable budget ends.
+    pub remaining: Cell<u64>,
+    /// CPU time used in total, in ticks.
     used: Cell<u64>,
-    /// With a period: the part of `used` that has been taken from the refills.
-    settled: Cell<u64>,
-    /// With a period: its time, and when it may use it.
+    /// With a period: part of `used` that has been charged to the refills.
+    accounted: Cell<u64>,
+    /// With a period: parts of the budget and the times from which they are usable.
     refills: Refills,
-    /// Depleted: when it has time again.
+    /// Depleted: time of the next replenishment, in ticks.
     pub refill: Cell<u64>,
-    /// The factory whose share of CPU time it takes part of; `None`: nobody counts.
-    pub bank: Option<Handle<Factory>>,
-    /// CPU of the thread that it is bound to.
+    /// Factory whose share of CPU time this context is charged to; `None` if unlimited.
+    pub share_owner: Option<Handle<Factory>>,
+    /// CPU of the bound thread.
     pub cpu: Cell<usize>,
-    /// Thread that it is bound to.
+    /// Bound thread.
     pub owner: Link<Thread<A>>,
-    /// Thread that runs on it, while the state is not `Running`.
+    /// Thread that runs on it; valid unless the state is `Running`.
     pub holder: Link<Thread<A>>,
-    /// Where it is.
+    /// Current state.
     pub state: Cell<SchedState>,
-    /// Next in the queue.
+    /// Next context in the ready queue.
     pub next: Link<SchedContext<A>>,
-    /// Previous in the queue.
+    /// Previous context in the ready queue.
     pub prev: Link<SchedContext<A>>,
-    /// Links in the CPU's tree of refills.
+    /// Links in the CPU's tree of replenishments.
     pub links: Links<SchedContext<A>>,
 }
 
 impl<A: Arch> SchedContext<A> {
-    /// With a period: what was used since the last time is taken from the refills.
+    /// With a period: charges the time used since the last call to the refills.
     #[inline(always)]
-    fn settle(&self) {
+    fn account_run(&self) {
         if self.period.get() != 0 {
-            self.end_run();
+            self.end_refill_run();
         }
     }
 
     #[inline(never)]
-    fn end_run(&self) {
-        let used = self.used.get().wrapping_sub(self.settled.replace(self.used.get()));
+    fn end_refill_run(&self) {
+        let used = self.used.get().wrapping_sub(self.accounted.replace(self.used.get()));
         if used != 0 {
             self.refills.end(used, self.period.get());
         }
     }
 
-    /// Sets what is left: a new turn, or what may be used now.
+    /// Sets `remaining`: to a full time slice, or with a period to the budget usable at `now`.
     #[inline(never)]
-    fn renew(&self, now: u64) {
-        self.left.set(match self.period.get() {
+    fn replenish(&self, now: u64) {
+        self.remaining.set(match self.period.get() {
             0 => self.budget.get(),
             _ => self.refills.begin(now),
         });
@@ -130,30 +131,30 @@ struct Queue<A: Arch> {
     tail: Link<SchedContext<A>>,
 }
 
-/// What the scheduler knows of a CPU.
+/// Scheduler state of a CPU.
 pub struct Cpu<A: Arch> {
-    /// The thread that runs, or will when the kernel is left.
+    /// Running thread, or the one to be resumed on kernel exit.
     pub current: Link<Thread<A>>,
-    /// The scheduling context that it runs on.
+    /// Scheduling context that `current` runs on.
     pub sched: Link<SchedContext<A>>,
-    /// Task whose space is loaded.
+    /// Task whose address space is loaded.
     pub space: Link<Task<A>>,
-    /// The choice must be made anew before the kernel is left.
+    /// Reschedule before returning to user mode.
     pub resched: Cell<bool>,
-    /// Up to when the running context has been charged.
+    /// Time up to which the running context has been charged.
     charged: Cell<u64>,
     queues: [Queue<A>; PRIORITIES],
     ready: Cell<u64>,
     timeouts: Tree<Thread<A>>,
     refills: Tree<SchedContext<A>>,
-    /// Earliest of timeouts and refills.
+    /// Earliest timeout or replenishment, in ticks.
     next_event: Cell<u64>,
-    /// End of the running context's budget, if it must be enforced.
+    /// End of the running context's slice or budget; `u64::MAX` if not enforced.
     slice_end: Cell<u64>,
 }
 
 impl<A: Arch> Cpu<A> {
-    /// A CPU with nothing to do.
+    /// An idle CPU.
     pub const fn new() -> Self {
         Self {
             current: Cell::new(None),
@@ -170,12 +171,12 @@ impl<A: Arch> Cpu<A> {
         }
     }
 
-    /// The timer is to interrupt this CPU as soon as it can.
-    pub(crate) fn interrupt_at_once(&self) {
+    /// Requests a timer interrupt as soon as possible.
+    pub(crate) fn arm_immediately(&self) {
         self.next_event.set(0);
     }
 
-    /// When the timer must interrupt this CPU at the latest.
+    /// Latest time for the next timer interrupt of this CPU.
     #[inline(always)]
     pub fn deadline(&self) -> u64 {
         self.next_event.get().min(self.slice_end.get())
@@ -189,8 +190,8 @@ impl<A: Arch> Default for Cpu<A> {
 }
 
 impl<A: Arch> Kernel<A> {
-    /// Checks and converts parameters: priority, budget and period in nanoseconds. `BadRights`: above the highest
-    /// priority.
+    /// Validates and converts priority, budget and period (ns). Fails with `BadRights` if the
+    /// priority exceeds `max_priority`.
     fn sched_parameters(
         priority: u64,
         budget: u64,
@@ -210,8 +211,8 @@ impl<A: Arch> Kernel<A> {
         Ok((priority as usize, A::ticks(budget), A::ticks(period)))
     }
 
-    /// The part of a CPU that a budget (ticks) per period is, in units of 1 / [`SHARE_OF_CPU`], rounded up;
-    /// a whole one for round robin.
+    /// Share of a CPU that `budget` per `period` (ticks) amounts to, in units of 1 /
+    /// [`SHARE_OF_CPU`], rounded up; a whole CPU for round robin.
     fn share(budget: u64, period: u64) -> u64 {
         match period {
             0 => SHARE_OF_CPU,
@@ -221,8 +222,8 @@ impl<A: Arch> Kernel<A> {
         }
     }
 
-    /// A scheduling context that belongs to nobody yet, made from a factory. `BadRights`: above its highest priority;
-    /// `NoQuota`: more than is left of its share of CPU time.
+    /// Creates an unbound scheduling context. Fails with `BadRights` if the priority exceeds the
+    /// factory's maximum, and with `NoQuota` if the factory's share of CPU time is exceeded.
     pub fn new_sched(
         &self,
         factory: Option<Handle<Factory>>,
@@ -233,20 +234,20 @@ impl<A: Arch> Kernel<A> {
         let account = self.memory.factory(factory)?;
         let (priority, budget, period) =
             Self::sched_parameters(priority, budget, period, account.max_priority)?;
-        let (share, bank) = (Self::share(budget, period), self.memory.bank(factory));
-        self.memory.exchange_share(bank, 0, share)?;
+        let (share, share_owner) = (Self::share(budget, period), self.memory.share_owner(factory));
+        self.memory.exchange_share(share_owner, 0, share)?;
         let sched = SchedContext {
             caps: Cell::new(0),
             priority: Cell::new(priority),
             max_priority: account.max_priority,
             budget: Cell::new(budget),
             period: Cell::new(period),
-            left: Cell::new(0),
+            remaining: Cell::new(0),
             used: Cell::new(0),
-            settled: Cell::new(0),
+            accounted: Cell::new(0),
             refills: Refills::new(budget, A::now()),
             refill: Cell::new(0),
-            bank,
+            share_owner,
             cpu: Cell::new(0),
             owner: Cell::new(None),
             holder: Cell::new(None),
@@ -256,7 +257,7 @@ impl<A: Arch> Kernel<A> {
             links: Links::new(),
         };
         let made = self.memory.alloc(factory, sched);
-        made.inspect_err(|_| self.memory.return_share(bank, share))
+        made.inspect_err(|_| self.memory.return_share(share_owner, share))
     }
 
     /// CPU time used so far, in ticks.
@@ -268,8 +269,8 @@ impl<A: Arch> Kernel<A> {
         sched.used.get()
     }
 
-    /// Changes the parameters. What has been used stays used, whatever they were before. `NoQuota`: more than is left of
-    /// the share of CPU time.
+    /// Changes priority, budget and period. Time used so far stays charged. Fails with `NoQuota` if
+    /// the share of CPU time is exceeded.
     pub fn change_sched(
         &self,
         handle: Handle<SchedContext<A>>,
@@ -282,49 +283,49 @@ impl<A: Arch> Kernel<A> {
             Self::sched_parameters(priority, budget, period, sched.max_priority)?;
         let (before, old) = (sched.period.get(), sched.budget.get());
         self.memory.exchange_share(
-            sched.bank,
+            sched.share_owner,
             Self::share(old, before),
             Self::share(budget, period),
         )?;
         let state = sched.state.get();
         if state == SchedState::Running {
-            // The time until now is not the new budget's.
+            // Time used until now is charged to the old budget.
             self.charge(sched.cpu.get());
         }
         if matches!(state, SchedState::Queued | SchedState::Depleted) {
-            self.unready(handle);
+            self.remove_from_queue(handle);
         }
         let now = A::now();
-        sched.settle();
+        sched.account_run();
         match (before, period) {
             (_, 0) => {}
-            // Nobody has counted what it used in its turns: all of it.
+            // Round robin keeps no refills: the whole budget counts as used.
             (0, _) => {
                 sched.refills.change((sched.refills.total(), 0), (0, 0), now);
                 sched.refills.change((0, budget), (period, period), now);
-                sched.settled.set(sched.used.get());
+                sched.accounted.set(sched.used.get());
             }
             _ => sched.refills.change((old, budget), (before, period), now),
         }
         sched.priority.set(priority);
         sched.budget.set(budget);
         sched.period.set(period);
-        sched.renew(now);
+        sched.replenish(now);
         match state {
             SchedState::Idle => {}
             SchedState::Running => self.request_schedule(sched.cpu.get()),
-            SchedState::Queued | SchedState::Depleted => self.ready(handle),
+            SchedState::Queued | SchedState::Depleted => self.enqueue(handle),
         }
         Ok(())
     }
 
-    /// Makes a CPU choose anew.
+    /// Requests rescheduling of a CPU.
     pub fn request_schedule(&self, cpu: usize) {
         self.cpus[cpu].resched.set(true);
         self.interrupt_if_other(cpu);
     }
 
-    /// Makes another CPU look at what has been changed of it: its choice, its timer.
+    /// Sends an IPI to another CPU whose scheduler state or timer has changed.
     fn interrupt_if_other(&self, cpu: usize) {
         if cpu != A::this_cpu() {
             A::kick(cpu);
@@ -350,7 +351,7 @@ impl<A: Arch> Kernel<A> {
         cpu.ready.set(cpu.ready.get() | 1 << sched.priority.get());
     }
 
-    /// Takes the first context, `sched`, out of a ready queue.
+    /// Removes `sched`, the first context of a ready queue.
     #[inline(always)]
     fn pop(&self, cpu: &Cpu<A>, priority: usize, sched: &SchedContext<A>) {
         let queue = &cpu.queues[priority];
@@ -366,8 +367,8 @@ impl<A: Arch> Kernel<A> {
         sched.state.set(SchedState::Idle);
     }
 
-    /// Takes a context out of the ready queue or the refills.
-    fn unready(&self, handle: Handle<SchedContext<A>>) {
+    /// Removes a context from the ready queue or the tree of replenishments.
+    fn remove_from_queue(&self, handle: Handle<SchedContext<A>>) {
         let sched = self.memory.at(handle);
         let cpu = &self.cpus[sched.cpu.get()];
         match sched.state.get() {
@@ -395,17 +396,17 @@ impl<A: Arch> Kernel<A> {
         sched.state.set(SchedState::Idle);
     }
 
-    /// A context's holder wants to run.
-    pub fn ready(&self, handle: Handle<SchedContext<A>>) {
+    /// Enqueues an idle context whose holder has become runnable.
+    pub fn enqueue(&self, handle: Handle<SchedContext<A>>) {
         let sched = self.memory.at(handle);
         if sched.state.get() != SchedState::Idle {
             return;
         }
         let now = A::now();
-        if sched.left.get() == 0 || sched.period.get() != 0 {
-            sched.renew(now);
+        if sched.remaining.get() == 0 || sched.period.get() != 0 {
+            sched.replenish(now);
         }
-        if sched.left.get() == 0 {
+        if sched.remaining.get() == 0 {
             self.deplete(handle, sched);
             return;
         }
@@ -413,9 +414,9 @@ impl<A: Arch> Kernel<A> {
         let cpu = &self.cpus[sched.cpu.get()];
         match cpu.sched.get().and_then(|running| self.memory.get(running)) {
             Some(running) if running.priority.get() > sched.priority.get() => {}
-            // An equal goes on with its slice; only, the slice must end some time.
+            // A running context of equal priority keeps its slice, whose end must now be enforced.
             Some(running) if running.priority.get() == sched.priority.get() => {
-                let end = cpu.charged.get().saturating_add(running.left.get());
+                let end = cpu.charged.get().saturating_add(running.remaining.get());
                 if end <= now {
                     self.request_schedule(sched.cpu.get());
                 } else if end < cpu.slice_end.get() {
@@ -427,7 +428,7 @@ impl<A: Arch> Kernel<A> {
         }
     }
 
-    /// Waits for time to come back.
+    /// Suspends a context until its next replenishment.
     fn deplete(&self, handle: Handle<SchedContext<A>>, sched: &SchedContext<A>) {
         sched.refill.set(sched.refills.next());
         sched.state.set(SchedState::Depleted);
@@ -435,91 +436,96 @@ impl<A: Arch> Kernel<A> {
         self.update_next_event(sched.cpu.get());
     }
 
-    /// The turn or the run of a context that wants to go on has ended.
+    /// Handles the end of the slice or budget of a context whose holder is still runnable.
     fn end_of_run(&self, handle: Handle<SchedContext<A>>, sched: &SchedContext<A>, now: u64) {
-        sched.settle();
-        sched.renew(now);
-        if sched.left.get() != 0 {
+        sched.account_run();
+        sched.replenish(now);
+        if sched.remaining.get() != 0 {
             self.push(handle, false);
-        } else if !self.give_up(handle, sched) {
+        } else if !self.revert_depleted_donation(handle, sched) {
             self.deplete(handle, sched);
         }
     }
 
-    /// A server with time of its own goes on without that of a lender who has none left: others wait for it, too.
-    fn give_up(&self, handle: Handle<SchedContext<A>>, sched: &SchedContext<A>) -> bool {
+    /// Reverts a server with its own context from a depleted donation: other callers wait for it,
+    /// too. Returns whether it has done so.
+    fn revert_depleted_donation(
+        &self,
+        handle: Handle<SchedContext<A>>,
+        sched: &SchedContext<A>,
+    ) -> bool {
         let Some(name) = sched.holder.get() else { return false };
         let server = self.memory.at(name);
-        let Some(lender) = server.lender.get() else { return false };
+        let Some(donor) = server.donor.get() else { return false };
         if server.own_sched.get().is_none_or(|own| self.memory.get(own).is_none()) {
             return false;
         }
-        let _ = Self::fall_back(server);
-        self.hold(handle, lender);
+        let _ = Self::revert_donation(server);
+        self.set_holder(handle, donor);
         self.wake(name);
         true
     }
 
-    /// A context's holder does not want to run any more.
+    /// Dequeues a context whose holder is no longer runnable.
     #[inline(always)]
-    pub fn unwanted(&self, handle: Handle<SchedContext<A>>) {
+    pub fn dequeue(&self, handle: Handle<SchedContext<A>>) {
         if let Some(sched) = self.memory.get(handle)
             && sched.state.get() != SchedState::Idle
         {
-            self.rest(handle, sched);
+            self.dequeue_slow(handle, sched);
         }
     }
 
     #[inline(never)]
-    fn rest(&self, handle: Handle<SchedContext<A>>, sched: &SchedContext<A>) {
+    fn dequeue_slow(&self, handle: Handle<SchedContext<A>>, sched: &SchedContext<A>) {
         if sched.state.get() == SchedState::Running {
             let cpu = &self.cpus[sched.cpu.get()];
             self.charge(sched.cpu.get());
-            sched.settle();
+            sched.account_run();
             sched.holder.set(cpu.current.get());
             cpu.sched.set(None);
         }
-        self.unready(handle);
+        self.remove_from_queue(handle);
     }
 
-    /// Charges the running context, which it gives, for the time since the last charge.
+    /// Charges the running context for the time since the last charge, and returns it.
     #[inline(always)]
     fn charge(&self, cpu: usize) -> Option<&SchedContext<A>> {
         let cpu = &self.cpus[cpu];
         let now = A::now();
         let elapsed = now.saturating_sub(cpu.charged.replace(now));
         let sched = self.memory.get(cpu.sched.get()?)?;
-        sched.left.set(sched.left.get().saturating_sub(elapsed));
+        sched.remaining.set(sched.remaining.get().saturating_sub(elapsed));
         sched.used.set(sched.used.get().wrapping_add(elapsed));
         Some(sched)
     }
 
-    /// The running context gives up the rest of its slice; with a period, that counts as used.
+    /// Yields the rest of the running context's slice; with a period, it counts as used.
     pub fn yield_now(&self, cpu: usize) {
         if let Some(sched) = self.charge(cpu) {
-            sched.settled.set(sched.settled.get().wrapping_sub(sched.left.take()));
+            sched.accounted.set(sched.accounted.get().wrapping_sub(sched.remaining.take()));
         }
         self.cpus[cpu].resched.set(true);
     }
 
-    /// Chooses what runs on this CPU next. Called before the kernel is left when `resched` is set.
+    /// Picks the next thread of a CPU. Called before the kernel exits if `resched` is set.
     #[inline(always)]
-    pub fn schedule(&self, number: usize) {
-        let cpu = &self.cpus[number];
+    pub fn schedule(&self, index: usize) {
+        let cpu = &self.cpus[index];
         cpu.resched.set(false);
         self.counters.switches.set(self.counters.switches.get() + 1);
-        let (mut willing, mut before) = (None, None);
-        if let (Some(sched), Some(handle)) = (self.charge(number), cpu.sched.take()) {
+        let (mut runnable, mut before) = (None, None);
+        if let (Some(sched), Some(handle)) = (self.charge(index), cpu.sched.take()) {
             before = Some((handle, sched));
             sched.state.set(SchedState::Idle);
             sched.holder.set(cpu.current.get());
-            willing = cpu.current.get().filter(|&holder| {
+            runnable = cpu.current.get().filter(|&holder| {
                 let holder = self.memory.get(holder);
                 holder.is_some_and(|holder| holder.state.get() == ThreadState::Ready)
             });
-            if willing.is_some() && sched.left.get() == 0 {
+            if runnable.is_some() && sched.remaining.get() == 0 {
                 self.end_of_run(handle, sched, cpu.charged.get());
-            } else if willing.is_some() {
+            } else if runnable.is_some() {
                 self.push(handle, true);
             }
         }
@@ -539,26 +545,26 @@ impl<A: Arch> Kernel<A> {
             cpu.sched.set(Some(handle));
             cpu.current.set(Some(holder));
             if sched.period.get() != 0 && before.is_none_or(|(before, _)| before != handle) {
-                sched.renew(cpu.charged.get());
+                sched.replenish(cpu.charged.get());
             }
-            // Round robin needs the timer only if somebody waits for the turn.
+            // Round robin needs the timer only if another context of the same priority is queued.
             let contested = cpu.queues[priority].head.get().is_some();
             if sched.period.get() != 0 || contested {
-                cpu.slice_end.set(cpu.charged.get().saturating_add(sched.left.get()));
+                cpu.slice_end.set(cpu.charged.get().saturating_add(sched.remaining.get()));
             }
             break;
         }
         if let Some((before, sched)) = before
             && cpu.sched.get() != Some(before)
         {
-            sched.settle();
+            sched.account_run();
         }
-        if let Some(left) = willing.filter(|&left| cpu.current.get() != Some(left)) {
-            self.preempted(left);
+        if let Some(preempted) = runnable.filter(|&holder| cpu.current.get() != Some(holder)) {
+            self.preempted(preempted);
         }
     }
 
-    /// A thread that wants to run does not.
+    /// Records preemption of a runnable thread.
     #[cold]
     fn preempted(&self, handle: Handle<Thread<A>>) {
         let vcpu = self.memory.at(handle).vcpu.get();
@@ -569,20 +575,20 @@ impl<A: Arch> Kernel<A> {
 
     // ---- timeouts ----------------------------------------------------------------------------
 
-    fn update_next_event(&self, number: usize) {
-        let cpu = &self.cpus[number];
+    fn update_next_event(&self, index: usize) {
+        let cpu = &self.cpus[index];
         let before = cpu.next_event.get();
         let timeout = cpu.timeouts.first(&self.memory).map(|t| self.memory.at(t).deadline.get());
         let refill = cpu.refills.first(&self.memory).map(|s| self.memory.at(s).refill.get());
         let next = timeout.unwrap_or(u64::MAX).min(refill.unwrap_or(u64::MAX));
         cpu.next_event.set(next);
-        // Its timer is set for what was next before, or not at all.
+        // The other CPU's timer is armed for the previous event, or not armed.
         if next < before {
-            self.interrupt_if_other(number);
+            self.interrupt_if_other(index);
         }
     }
 
-    /// Arms a thread's timeout, unless it is never (`u64::MAX`).
+    /// Arms a thread's timeout; `u64::MAX` means none.
     #[inline(always)]
     pub fn set_timeout(&self, handle: Handle<Thread<A>>, thread: &Thread<A>, deadline: u64) {
         if deadline != u64::MAX {
@@ -612,12 +618,12 @@ impl<A: Arch> Kernel<A> {
         self.update_next_event(thread.cpu);
     }
 
-    /// Does what is due on this CPU: timeouts, refills, end of slice. If more is due than is done at once, the timer
-    /// interrupts again.
-    pub fn timer(&self, number: usize) {
-        let cpu = &self.cpus[number];
+    /// Handles a timer interrupt: expired timeouts, due replenishments, end of slice. If more than
+    /// [`MAX_EXPIRED`] events are due, the timer interrupts again.
+    pub fn timer(&self, index: usize) {
+        let cpu = &self.cpus[index];
         let now = A::now();
-        for _ in 0..DUE {
+        for _ in 0..MAX_EXPIRED {
             if let Some(handle) = cpu.timeouts.first(&self.memory)
                 && self.memory.at(handle).deadline.get() <= now
             {
@@ -625,8 +631,8 @@ impl<A: Arch> Kernel<A> {
             } else if let Some(handle) = cpu.refills.first(&self.memory)
                 && self.memory.at(handle).refill.get() <= now
             {
-                self.unready(handle);
-                self.ready(handle);
+                self.remove_from_queue(handle);
+                self.enqueue(handle);
             } else {
                 break;
             }
@@ -634,12 +640,12 @@ impl<A: Arch> Kernel<A> {
         if cpu.slice_end.get() <= now {
             cpu.resched.set(true);
         }
-        self.update_next_event(number);
+        self.update_next_event(index);
     }
 
     fn time_out(&self, handle: Handle<Thread<A>>) {
         let thread = self.memory.at(handle);
-        self.end_sleep(handle, thread);
+        self.end_wait(handle, thread);
         if thread.vcpu.get().is_none() {
             thread.context.set_status(Status::Timeout);
             thread.context.set_result(0, 0);
@@ -667,22 +673,22 @@ impl<A: Arch> Kernel<A> {
         sched.holder.set(Some(thread_handle));
         thread.own_sched.set(Some(handle));
         let server = thread.server.get().and_then(|server| self.memory.get(server));
-        let has_lent = server.is_some_and(|server| server.lender.get() == Some(thread_handle));
-        // A thread that was lent time, and even if it has lent that on, keeps its own for later.
-        if thread.sched.get().is_none() && !has_lent {
+        let has_donated = server.is_some_and(|server| server.donor.get() == Some(thread_handle));
+        // A thread that runs on a donated context, or has passed that on, keeps its own in reserve.
+        if thread.sched.get().is_none() && !has_donated {
             thread.sched.set(Some(handle));
             match thread.state.get() {
-                ThreadState::Ready => self.ready(handle),
-                ThreadState::Calling => self.help(thread_handle),
+                ThreadState::Ready => self.enqueue(handle),
+                ThreadState::Calling => self.donate(thread_handle),
                 _ => {}
             }
         }
         Ok(())
     }
 
-    /// Ends a scheduling context: whoever runs on it stops getting time from it.
-    pub(crate) fn end_sched(&self, handle: Handle<SchedContext<A>>) {
-        self.unwanted(handle);
+    /// Destroys a scheduling context; its holder stops running on it.
+    pub(crate) fn destroy_sched(&self, handle: Handle<SchedContext<A>>) {
+        self.dequeue(handle);
         let sched = self.memory.at(handle);
         if let Some(owner) = sched.owner.get().and_then(|owner| self.memory.get(owner)) {
             owner.own_sched.set(None);
@@ -690,10 +696,10 @@ impl<A: Arch> Kernel<A> {
         if let Some(holder) = sched.holder.get()
             && self.memory.get(holder).is_some_and(|thread| thread.sched.get() == Some(handle))
         {
-            self.lost_sched(holder);
+            self.donor_destroyed(holder);
         }
         let share = Self::share(sched.budget.get(), sched.period.get());
-        self.memory.return_share(sched.bank, share);
+        self.memory.return_share(sched.share_owner, share);
         self.memory.free(handle);
     }
 }
@@ -704,8 +710,8 @@ mod testing {
 
     impl<A: Arch> Kernel<A> {
         /// Checks the queues and trees of a CPU.
-        pub fn check_queues(&self, number: usize) {
-            let cpu = &self.cpus[number];
+        pub fn check_queues(&self, index: usize) {
+            let cpu = &self.cpus[index];
             let mut queued = 0;
             for (priority, queue) in cpu.queues.iter().enumerate() {
                 let (mut next, mut before) = (queue.head.get(), None);
@@ -713,8 +719,8 @@ mod testing {
                 while let Some(handle) = next {
                     let sched = self.memory.at(handle);
                     assert_eq!(sched.state.get(), SchedState::Queued);
-                    assert_eq!((sched.priority.get(), sched.cpu.get()), (priority, number));
-                    assert!(sched.prev.get() == before && sched.left.get() > 0);
+                    assert_eq!((sched.priority.get(), sched.cpu.get()), (priority, index));
+                    assert!(sched.prev.get() == before && sched.remaining.get() > 0);
                     (before, next) = (next, sched.next.get());
                     queued += 1;
                 }
@@ -725,10 +731,10 @@ mod testing {
             let mut earliest = u64::MAX;
             for handle in all {
                 let sched = self.memory.at(handle);
-                if sched.cpu.get() == number && sched.state.get() == SchedState::Queued {
+                if sched.cpu.get() == index && sched.state.get() == SchedState::Queued {
                     queued -= 1;
                 }
-                if sched.cpu.get() == number && sched.state.get() == SchedState::Depleted {
+                if sched.cpu.get() == index && sched.state.get() == SchedState::Depleted {
                     let key = sched.key(handle);
                     assert!(cpu.refills.at_most(&self.memory, key) == Some(handle));
                     earliest = earliest.min(sched.refill.get());
@@ -740,7 +746,7 @@ mod testing {
             let mut sleeping = false;
             for handle in crate::pool::testing::all::<Thread<A>>(&self.memory) {
                 let thread = self.memory.at(handle);
-                if thread.cpu == number && thread.deadline.get() != u64::MAX {
+                if thread.cpu == index && thread.deadline.get() != u64::MAX {
                     let key = thread.key(handle);
                     assert!(cpu.timeouts.at_most(&self.memory, key) == Some(handle));
                     earliest = earliest.min(thread.deadline.get());
@@ -748,7 +754,7 @@ mod testing {
                 }
             }
             assert_eq!(sleeping, cpu.timeouts.any().is_some());
-            // 0: it was told to come at once, and has not yet.
+            // 0: an immediate interrupt has been requested and has not arrived yet.
             let at_once = cpu.next_event.get() == 0;
             assert!(at_once || cpu.next_event.get() == earliest);
         }

@@ -1,4 +1,4 @@
-//! System calls: arguments are checked here, effects are elsewhere.
+//! System-call dispatch and argument checks. Other modules implement the operations.
 
 use core::cell::Cell;
 use core::sync::atomic::Ordering;
@@ -7,24 +7,24 @@ use abi::boot::KernelStats;
 use abi::{Binding, Item, Kind, Op, PlatformAction, Status, rights};
 
 use crate::arch::{Arch, Context, IrqSource};
+use crate::mdb::Delegation;
+use crate::mdb::work::WORK;
 use crate::object::*;
 use crate::pool::Handle;
-use crate::space::Delegation;
-use crate::space::work::WORK;
 use crate::thread::Next;
 use crate::{FIRST_IRQ_VECTOR, Kernel, count};
 
-/// How a system call ended that did not fail.
-enum Done {
-    /// Done: status `Ok`.
-    Now,
-    /// The status is set, or will be when the thread goes on.
-    Later,
-    /// Out of budget: the call is repeated.
-    Again,
+/// Result of a system call that did not fail.
+enum CallResult {
+    /// Completed with status `Ok`.
+    Done,
+    /// The status has been set, or will be set when the thread resumes.
+    StatusSet,
+    /// Out of work budget: the thread repeats the system call.
+    Restart,
 }
 
-/// Most bytes of a line for the kernel log.
+/// Maximum length of a log message, in bytes.
 const LOG_BYTES: usize = 512;
 
 macro_rules! typed {
@@ -63,8 +63,8 @@ impl<A: Arch> Kernel<A> {
         }
     }
 
-    /// The current thread of `cpu` made a system call. Returns the CPU's current thread if it is known; it goes on unless the
-    /// CPU has other work ([`Kernel::has_work`]).
+    /// Handles a system call of the CPU's current thread. Returns the CPU's current thread if it is
+    /// known; it resumes unless the CPU has other work ([`Kernel::has_work`]).
     #[inline(always)]
     pub fn system_call(&self, cpu: usize) -> Option<Next<'_, A>> {
         count(&self.counters.system_calls);
@@ -74,13 +74,13 @@ impl<A: Arch> Kernel<A> {
         const GATE_CALL: u64 = Op::GateCall as u64;
         const GATE_REPLY_WAIT: u64 = Op::GateReplyWait as u64;
         const VCPU_RUN: u64 = Op::VcpuRun as u64;
-        // What every exit of a guest needs is here, so that it becomes one function; it sets its status.
+        // The operations of a VM exit are inlined here and set the status themselves.
         let done = match context.operation() {
-            GATE_CALL => self.call_by_name(cpu, handle, thread),
+            GATE_CALL => self.gate_call_by_selector(cpu, handle, thread),
             GATE_REPLY_WAIT => self.gate_reply_wait(cpu, handle, thread, context.argument(0)),
-            VCPU_RUN => self.run_by_name(handle, thread),
+            VCPU_RUN => self.vcpu_run_by_selector(handle, thread),
             code => {
-                self.rare_call(cpu, code, handle, thread);
+                self.slow_call(cpu, code, handle, thread);
                 return None;
             }
         };
@@ -91,7 +91,7 @@ impl<A: Arch> Kernel<A> {
     }
 
     #[inline(always)]
-    fn call_by_name(
+    fn gate_call_by_selector(
         &self,
         cpu: usize,
         handle: Handle<Thread<A>>,
@@ -103,15 +103,20 @@ impl<A: Arch> Kernel<A> {
     }
 
     #[inline(always)]
-    fn run_by_name<'a>(
+    fn vcpu_run_by_selector<'a>(
         &'a self,
         handle: Handle<Thread<A>>,
         thread: &'a Thread<A>,
     ) -> Result<Option<Next<'a, A>>, Status> {
         let selector = thread.context.argument(0);
-        let vcpu = match thread.ran.get() {
-            Some(ran) if ran.selector == selector && ran.ended == self.memory.ended() => ran.vcpu,
-            _ => self.find_vcpu(thread, selector)?,
+        let vcpu = match thread.vcpu_lookup.get() {
+            Some(known)
+                if known.selector == selector
+                    && known.destroyed_count == self.memory.destroyed_count() =>
+            {
+                known.vcpu
+            }
+            _ => self.look_up_vcpu(thread, selector)?,
         };
         let vcpu = self.vcpu_run(handle, thread, vcpu)?;
         Ok(Some(Next { thread, vcpu: Some(vcpu) }))
@@ -119,9 +124,13 @@ impl<A: Arch> Kernel<A> {
 
     #[cold]
     #[inline(never)]
-    fn find_vcpu(&self, thread: &Thread<A>, selector: u64) -> Result<Handle<Vcpu<A>>, Status> {
+    fn look_up_vcpu(&self, thread: &Thread<A>, selector: u64) -> Result<Handle<Vcpu<A>>, Status> {
         let vcpu = self.vcpu_cap(self.task_of(thread)?, selector, rights::RUN)?;
-        thread.ran.set(Some(Ran { selector, vcpu, ended: self.memory.ended() }));
+        thread.vcpu_lookup.set(Some(VcpuLookup {
+            selector,
+            vcpu,
+            destroyed_count: self.memory.destroyed_count(),
+        }));
         Ok(vcpu)
     }
 
@@ -131,27 +140,27 @@ impl<A: Arch> Kernel<A> {
     }
 
     #[inline(never)]
-    fn rare_call(&self, cpu: usize, code: u64, handle: Handle<Thread<A>>, thread: &Thread<A>) {
+    fn slow_call(&self, cpu: usize, code: u64, handle: Handle<Thread<A>>, thread: &Thread<A>) {
         let operation = Op::from_code(code).ok_or(Status::BadOperation);
         let done = operation.and_then(|operation| {
-            self.other_call(cpu, operation, handle, thread, self.task_of(thread)?)
+            self.dispatch(cpu, operation, handle, thread, self.task_of(thread)?)
         });
         match done {
-            Ok(Done::Now) => thread.context.set_status(Status::Ok),
-            Ok(Done::Later) => {}
-            Ok(Done::Again) => thread.context.restart(),
+            Ok(CallResult::Done) => thread.context.set_status(Status::Ok),
+            Ok(CallResult::StatusSet) => {}
+            Ok(CallResult::Restart) => thread.context.restart(),
             Err(status) => thread.context.set_status(status),
         }
     }
 
-    fn other_call(
+    fn dispatch(
         &self,
         cpu: usize,
         operation: Op,
         handle: Handle<Thread<A>>,
         thread: &Thread<A>,
         task: &Task<A>,
-    ) -> Result<Done, Status> {
+    ) -> Result<CallResult, Status> {
         let arg = |index| thread.context.argument(index);
         match operation {
             Op::GateCall | Op::GateReplyWait | Op::VcpuRun => return Err(Status::BadOperation),
@@ -161,18 +170,18 @@ impl<A: Arch> Kernel<A> {
             Op::NotificationWait => {
                 let notification = self.notification_cap(task, arg(0), rights::WAIT)?;
                 self.notification_wait(handle, notification, arg(1))?;
-                return Ok(Done::Later);
+                return Ok(CallResult::StatusSet);
             }
             Op::Create => self.create(thread.task, task, arg)?,
             Op::Delegate => {
                 let item = Item::unpack(arg(1)).ok_or(Status::BadArgument)?;
                 let to = self.target(thread.task, task, arg(0))?;
                 let (source, destination) = (arg(2), arg(3));
-                let what = Delegation { from: thread.task, item, source, to, destination };
+                let delegation = Delegation { from: thread.task, item, source, to, destination };
                 let (mut done, mut budget) = (arg(4), WORK);
-                if !self.delegate_part(&what, &mut done, &mut budget)? {
+                if !self.delegate_part(&delegation, &mut done, &mut budget)? {
                     thread.context.set_result(4, done);
-                    return Ok(Done::Again);
+                    return Ok(CallResult::Restart);
                 }
             }
             Op::Unmap => {
@@ -186,7 +195,7 @@ impl<A: Arch> Kernel<A> {
                 let all = self.unmap(thread.task, range, own, &mut done, &mut budget)?;
                 if !all || !self.reap(&mut budget) {
                     thread.context.set_result(3, done);
-                    return Ok(Done::Again);
+                    return Ok(CallResult::Restart);
                 }
             }
             Op::ThreadStart => {
@@ -217,7 +226,7 @@ impl<A: Arch> Kernel<A> {
             Op::Yield => self.yield_now(cpu),
             Op::VmDoorbell => self.bind_doorbell(task, arg)?,
         }
-        Ok(Done::Now)
+        Ok(CallResult::Done)
     }
 
     fn target(
@@ -270,7 +279,7 @@ impl<A: Arch> Kernel<A> {
                 Notification {
                     caps: Cell::new(0),
                     bits: Cell::new(0),
-                    sleeper: Cell::new(None),
+                    waiter: Cell::new(None),
                     thread: Cell::new(None),
                     vcpu: Cell::new(None),
                 },
@@ -300,7 +309,7 @@ impl<A: Arch> Kernel<A> {
             Kind::Platform => return Err(Status::BadArgument),
         };
         self.insert_capability(own, slot, object, rights::ALL, None)
-            .inspect_err(|_| self.end(object))
+            .inspect_err(|_| self.destroy(object))
     }
 
     fn new_irq(
@@ -448,7 +457,7 @@ impl<A: Arch> Kernel<A> {
                 system_calls: counters.system_calls.get(),
                 interrupts: counters.interrupts.get(),
                 vm_entries: counters.vm_entries.get(),
-                settled_exits: counters.settled.get(),
+                exits_handled: counters.handled_in_kernel.get(),
                 pages_used: total - self.memory.free_frames() as u64,
                 pages_total: total,
                 switches: counters.switches.get(),

@@ -1,21 +1,20 @@
-//! Page tables: one algorithm for host spaces and guest-physical spaces, over any format with
-//! tables of 512 entries.
+//! Page tables of tasks and VMs: one algorithm for any format with tables of 512 entries.
 //!
-//! A mapping is 2^order pages, naturally aligned on both sides. It is written at the largest leaf
-//! size that its order allows, so its entries all lie in one table or are whole tables of the
-//! largest leaf; every store takes a table from one valid state to another.
+//! A mapping is 2^order pages, naturally aligned on both sides. It is written with the largest
+//! leaves that its order allows, so its entries are in one table or fill whole tables of the
+//! largest leaf level. Every store takes a table from one valid state to another.
 
 use abi::Status;
 
-/// Bits of index per level.
+/// Index bits per level.
 const LEVEL_BITS: u32 = 9;
 
-/// What a mapping allows.
+/// Access rights and memory type of a mapping.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Access {
-    /// Stores.
+    /// Stores are allowed.
     pub write: bool,
-    /// Instruction fetches.
+    /// Instruction fetches are allowed.
     pub execute: bool,
     /// Device memory: uncached.
     pub device: bool,
@@ -25,23 +24,23 @@ pub struct Access {
 pub trait Format {
     /// Level of the root table.
     const ROOT_LEVEL: u32;
-    /// Largest level that may hold leaves on this machine.
+    /// Highest level at which this machine supports leaves.
     fn max_leaf_level() -> u32;
-    /// Entry for a leaf at `level`.
+    /// Returns a leaf entry at `level`.
     fn leaf(physical: u64, access: Access, level: u32) -> u64;
-    /// Entry for the next table.
+    /// Returns an entry that refers to the next table.
     fn table(physical: u64) -> u64;
-    /// Whether the entry maps anything.
+    /// Returns whether the entry is present.
     fn is_present(entry: u64) -> bool;
-    /// Whether a present entry at `level` is a leaf.
+    /// Returns whether a present entry at `level` is a leaf.
     fn is_leaf(entry: u64, level: u32) -> bool;
     /// Physical address in a present entry.
     fn address(entry: u64) -> u64;
 }
 
-/// Where tables live.
+/// Storage of page tables.
 pub trait Tables {
-    /// The index of the first of the entries `range` of the table at physical address `table` that is not 0.
+    /// Index of the first non-zero entry in `range` of the table at physical address `table`.
     fn first(&self, table: u64, mut range: core::ops::Range<usize>) -> Option<usize> {
         range.find(|&index| self.read(table, index) != 0)
     }
@@ -49,28 +48,28 @@ pub trait Tables {
     fn read(&self, table: u64, index: usize) -> u64;
     /// Writes an entry.
     fn write(&self, table: u64, index: usize, entry: u64);
-    /// Writes `count` entries from `first` on, in order: what `entry` says for 0, 1, ...
+    /// Writes `count` entries from index `first`, in order: `entry(0)`, `entry(1)`, ...
     fn write_all(&self, table: u64, first: usize, count: u64, entry: impl Fn(u64) -> u64) {
-        for number in 0..count {
-            self.write(table, first + number as usize, entry(number));
+        for offset in 0..count {
+            self.write(table, first + offset as usize, entry(offset));
         }
     }
-    /// A new zeroed table.
+    /// Allocates a zeroed table.
     fn alloc(&self) -> Result<u64, Status>;
-    /// Gives a table back; it may still be in use by a walker until the flush.
+    /// Frees a table. A page-table walker may still use it until the TLB flush.
     fn free(&self, table: u64);
 }
 
-/// A promise to flush the TLBs that may hold what was just unmapped, before anybody relies on it.
+/// Obligation to flush the TLBs that may hold unmapped translations, before their absence matters.
 #[must_use = "stale translations survive until the space is flushed"]
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Flush(bool);
 
 impl Flush {
-    /// Nothing to do.
+    /// No flush needed.
     pub const NONE: Self = Self(false);
 
-    /// Whether a flush is needed.
+    /// Returns whether a flush is needed.
     pub fn is_needed(self) -> bool {
         self.0
     }
@@ -80,15 +79,15 @@ fn index(page: u64, level: u32) -> usize {
     (page >> (LEVEL_BITS * level) & 511) as usize
 }
 
-/// Level at which a mapping of this order is written, and number of entries there.
+/// Level of the entries of a mapping of this order, and their number.
 fn shape<F: Format>(order: u8) -> (u32, u64) {
     let level = (order as u32 / LEVEL_BITS).min(F::max_leaf_level());
     (level, 1 << (order as u32 - level * LEVEL_BITS))
 }
 
-/// Maps `2^order` pages from page number `page` on to physical address `physical`. Nothing may be
-/// mapped there, and nothing left of what was ([`make_room`]). `NoQuota` if a table cannot be had; then nothing is
-/// mapped, but empty tables may stay.
+/// Maps `2^order` pages from page number `page` to physical address `physical`. The range must be
+/// unmapped and free of empty tables ([`make_room`]). Fails with `NoQuota` if a table cannot be
+/// allocated; then nothing is mapped, but empty tables may remain.
 pub fn map<F: Format>(
     tables: &impl Tables,
     root: u64,
@@ -99,8 +98,8 @@ pub fn map<F: Format>(
 ) -> Result<(), Status> {
     let (level, entries) = shape::<F>(order);
     let size = abi::PAGE_SIZE << (level * LEVEL_BITS);
-    // First all tables, then all entries: an entry that is written can be used at once, by other
-    // CPUs too, so nothing may be written that a lack of quota would make us take back.
+    // All tables first, then all entries: an entry is usable by other CPUs as soon as it is
+    // written, so none may be written before all allocations have succeeded.
     for_each_table(page, level, entries, |start, _, _| {
         walk::<F>(tables, root, start, level, true).map(|_| ())
     })?;
@@ -109,27 +108,28 @@ pub fn map<F: Format>(
         let first = index(start, level);
         debug_assert!(
             (first..first + count as usize).all(|slot| tables.read(table, slot) == 0),
-            "something is there"
+            "the range is mapped"
         );
-        let leaf = |number| F::leaf(physical + (done + number) * size, access, level);
+        let leaf = |offset| F::leaf(physical + (done + offset) * size, access, level);
         tables.write_all(table, first, count, leaf);
         Ok(())
     })
 }
 
-/// Number of entries that a mapping of this order has.
+/// Number of page-table entries of a mapping of this order.
 pub fn entries<F: Format>(order: u8) -> u64 {
     shape::<F>(order).1
 }
 
-/// Frees the empty tables where a mapping is to have leaves, one at a time as long as `may` says so. Returns whether
-/// all are gone, and whether walkers may have cached some that were there.
+/// Frees the empty tables in the range of a mapping, one at a time while `may_continue` returns
+/// `true`. Returns whether all are freed, and whether page-table walkers may have cached any of
+/// them.
 pub fn make_room<F: Format>(
     tables: &impl Tables,
     root: u64,
     page: u64,
     order: u8,
-    may: &mut impl FnMut() -> bool,
+    may_continue: &mut impl FnMut() -> bool,
 ) -> (bool, Flush) {
     let (level, entries) = shape::<F>(order);
     let mut flush = Flush::NONE;
@@ -141,7 +141,7 @@ pub fn make_room<F: Format>(
         let first = index(start, level);
         for slot in first..first + count as usize {
             while F::is_present(tables.read(table, slot)) {
-                if !may() {
+                if !may_continue() {
                     return Err(Status::Busy);
                 }
                 free_lowest::<F>(tables, table, slot, level);
@@ -162,7 +162,7 @@ fn for_each_table(
 ) -> Result<(), Status> {
     let mut done = 0;
     while done < entries {
-        // One table holds the entries from here to its end.
+        // The entries from here to the end of this table.
         let start = page + (done << (level * LEVEL_BITS));
         let count = (512 - index(start, level) as u64).min(entries - done);
         visit(start, done, count)?;
@@ -186,7 +186,7 @@ pub fn unmap<F: Format>(tables: &impl Tables, root: u64, page: u64, order: u8) -
     flush
 }
 
-/// The table at `level` that covers `page`, made on the way if `make`.
+/// Returns the table at `level` that covers `page`, allocating missing tables if `make` is set.
 fn walk<F: Format>(
     tables: &impl Tables,
     root: u64,
@@ -214,7 +214,7 @@ fn walk<F: Format>(
     Ok(table)
 }
 
-/// The leaf that maps `page`: physical address of the page and the entry.
+/// Returns the physical address of `page`, and its leaf entry.
 pub fn translate<F: Format>(tables: &impl Tables, root: u64, page: u64) -> Option<(u64, u64)> {
     let mut table = root;
     for level in (0..=F::ROOT_LEVEL).rev() {
@@ -231,17 +231,17 @@ pub fn translate<F: Format>(tables: &impl Tables, root: u64, page: u64) -> Optio
     None
 }
 
-/// Frees the tables below the entries `range` of the root. They must map nothing.
-/// One at a time as long as `may` says so; `false` if more remain.
+/// Frees the tables below `range` of the root, which must map nothing, one at a time while
+/// `may_continue` returns `true`. Returns `false` if tables remain.
 pub fn clear<F: Format>(
     tables: &impl Tables,
     root: u64,
     range: core::ops::Range<usize>,
-    may: &mut impl FnMut() -> bool,
+    may_continue: &mut impl FnMut() -> bool,
 ) -> bool {
-    // Frees one table per round, lowest first, so that any stop leaves a consistent tree.
+    // One table per round, lowest first, so that every interruption leaves a consistent tree.
     while let Some(slot) = tables.first(root, range.clone()) {
-        if !may() {
+        if !may_continue() {
             return false;
         }
         free_lowest::<F>(tables, root, slot, F::ROOT_LEVEL);
@@ -256,7 +256,7 @@ fn free_lowest<F: Format>(tables: &impl Tables, mut parent: u64, mut slot: usize
         let below = if level > 0 { tables.first(table, 0..512) } else { None };
         match below {
             Some(index) => {
-                debug_assert!(!F::is_leaf(tables.read(table, index), level), "it maps nothing");
+                debug_assert!(!F::is_leaf(tables.read(table, index), level), "an empty table");
                 (parent, slot) = (table, index);
             }
             None => {

@@ -1,6 +1,6 @@
-//! A machine of plain values for the tests of this crate: two CPUs, a clock that is set by hand, page tables
-//! of an invented format, and a record of what the kernel asked of the hardware. Also the
-//! invariants of the kernel, checked over every object that exists.
+//! Simulated machine for the tests of this crate: two CPUs, a manual clock, an invented page-table
+//! format, and a record of the kernel's requests to the hardware. Also the checks of the kernel's
+//! invariants over all existing objects.
 
 use core::cell::{Cell, RefCell};
 use core::sync::atomic::AtomicU64;
@@ -10,15 +10,15 @@ use abi::Status;
 
 use crate::Kernel;
 use crate::arch::{Arch, Context, IrqSource};
+use crate::mdb::Delegation;
+use crate::mdb::work::WORK;
 use crate::object::*;
 use crate::pool::{self, Factory, Frame, Handle, Memory};
 use crate::sched::{SchedContext, SchedState};
-use crate::space::Delegation;
-use crate::space::work::WORK;
 use crate::table::{self, Access, Format, Tables};
 use crate::tree::Keyed;
 
-/// What the tests set and read; every test has its own, since each runs in its own thread.
+/// State of the simulated machine. Each test has its own, since each runs in its own thread.
 #[derive(Default)]
 pub struct Machine {
     pub cpu: Cell<usize>,
@@ -27,7 +27,7 @@ pub struct Machine {
     pub shootdowns: RefCell<Vec<u64>>,
     pub logged: Cell<u32>,
     pub preemptions: Cell<u32>,
-    /// Largest leaf of both page-table formats.
+    /// Maximum leaf level of both page-table formats.
     pub max_leaf: Cell<u32>,
 }
 
@@ -40,7 +40,7 @@ pub fn machine<R>(use_it: impl FnOnce(&Machine) -> R) -> R {
     MACHINE.with(use_it)
 }
 
-/// Goes on as another CPU.
+/// Switches the test to another CPU.
 pub fn on_cpu(cpu: usize) {
     machine(|machine| machine.cpu.set(cpu));
 }
@@ -50,7 +50,7 @@ pub fn set_time(now: u64) {
     machine(|machine| machine.now.set(now));
 }
 
-/// Registers; arguments and results share them, as on real processors.
+/// User registers; arguments and results share them, as on real processors.
 #[derive(Default)]
 pub struct Registers {
     pub operation: Cell<u64>,
@@ -95,7 +95,7 @@ const LEAF: u64 = 16;
 pub struct Invented;
 
 impl Invented {
-    /// What a leaf allows.
+    /// Access rights in a leaf.
     pub fn access(entry: u64) -> Access {
         Access {
             write: entry & WRITE != 0,
@@ -203,7 +203,7 @@ impl Arch for Fake {
     }
 }
 
-/// A generator of repeatable numbers (Knuth's MMIX constants).
+/// Deterministic random number generator (Knuth's MMIX constants).
 pub struct Random(pub u64);
 
 impl Random {
@@ -212,7 +212,7 @@ impl Random {
         self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         (((self.0 >> 16) as u128 * limit as u128) >> 48) as u64
     }
-    /// True once in `times`.
+    /// Returns `true` with probability 1 / `times`.
     pub fn once_in(&mut self, times: u64) -> bool {
         self.below(times) == 0
     }
@@ -232,7 +232,7 @@ pub fn kernel(frames: usize) -> Kernel<Fake> {
 }
 
 impl Kernel<Fake> {
-    /// A whole delegation, a step at a time.
+    /// Executes a complete delegation, step by step.
     pub fn delegate(
         &self,
         from: Handle<Task<Fake>>,
@@ -241,9 +241,9 @@ impl Kernel<Fake> {
         to: SpaceRef<Fake>,
         destination: u64,
     ) -> Result<(), Status> {
-        let what = Delegation { from, item, source, to, destination };
+        let delegation = Delegation { from, item, source, to, destination };
         let mut done = 0;
-        while !self.delegate_part(&what, &mut done, &mut WORK.clone())? {}
+        while !self.delegate_part(&delegation, &mut done, &mut WORK.clone())? {}
         Ok(())
     }
 }
@@ -266,14 +266,15 @@ impl Tables for View<'_> {
     }
 }
 
-/// What the page tables of a space say about a page: physical page number and access.
+/// Translates a page by the page tables of an address space: physical page number and access
+/// rights.
 pub fn translate(kernel: &Kernel<Fake>, space: SpaceRef<Fake>, page: u64) -> Option<(u64, Access)> {
     let root = kernel.memory.physical(kernel.space(space)?.root);
     let (physical, entry) = table::translate::<Invented>(&View(&kernel.memory), root, page)?;
     Some((physical >> abi::PAGE_SHIFT, Invented::access(entry)))
 }
 
-/// Number of pages that the page tables of a space map.
+/// Number of pages mapped by the page tables of an address space.
 pub fn mapped_pages(kernel: &Kernel<Fake>, space: SpaceRef<Fake>) -> u64 {
     fn below(view: &View<'_>, table: u64, level: u32) -> u64 {
         (0..512)
@@ -289,8 +290,8 @@ pub fn mapped_pages(kernel: &Kernel<Fake>, space: SpaceRef<Fake>) -> u64 {
     below(&View(&kernel.memory), kernel.memory.physical(space.root), Invented::ROOT_LEVEL)
 }
 
-/// All nodes of a space, of memory and ports, or of capabilities.
-pub fn nodes(kernel: &Kernel<Fake>) -> Vec<Handle<Node<Fake>>> {
+/// Returns all nodes of the mapping database.
+pub fn nodes(kernel: &Kernel<Fake>) -> Vec<Handle<MapNode<Fake>>> {
     pool::testing::all(&kernel.memory)
 }
 
@@ -305,7 +306,7 @@ pub fn check_mappings(kernel: &Kernel<Fake>) {
         let size = 1u64 << node.order;
         if let Some(parent) = node.parent.get() {
             let above = memory.at(parent);
-            let (physical, order, name) = Keyed::<OfParent>::key(node, handle);
+            let (physical, order, name) = Keyed::<ByPhysical>::key(node, handle);
             let found = above.children.at_most(memory, (physical, order, name));
             assert!(found == Some(handle), "a child is in its parent's tree");
             assert_eq!(node.kind, above.kind);
@@ -320,7 +321,7 @@ pub fn check_mappings(kernel: &Kernel<Fake>) {
         let is_block = node.physical & (size - 1) == 0;
         assert!(is_block || node.kind == abi::ItemKind::Capability, "a mapping is aligned");
         let depth = node.children.depth(memory);
-        assert!(depth < 64, "a tree is not a list");
+        assert!(depth < 64, "the tree is balanced");
         let members = node.children.count(memory, &|child| {
             assert!(memory.at(child).parent.get() == Some(handle));
         });
@@ -374,7 +375,7 @@ pub fn check_mappings(kernel: &Kernel<Fake>) {
     }
 }
 
-/// Who runs on a scheduling context.
+/// Returns the thread that runs on a scheduling context.
 fn holder(kernel: &Kernel<Fake>, sched: &SchedContext<Fake>) -> Option<Handle<Thread<Fake>>> {
     match sched.state.get() {
         SchedState::Running => kernel.cpus[sched.cpu.get()].current.get(),
@@ -382,7 +383,7 @@ fn holder(kernel: &Kernel<Fake>, sched: &SchedContext<Fake>) -> Option<Handle<Th
     }
 }
 
-fn on_lending_path(
+fn on_donation_path(
     kernel: &Kernel<Fake>,
     from: Handle<Thread<Fake>>,
     to: Handle<Thread<Fake>>,
@@ -391,20 +392,20 @@ fn on_lending_path(
     for _ in 0..1000 {
         match next {
             Some(thread) if thread == to => return true,
-            Some(thread) => next = kernel.memory.at(thread).lender.get(),
+            Some(thread) => next = kernel.memory.at(thread).donor.get(),
             None => return false,
         }
     }
-    panic!("a circle of lenders");
+    panic!("a cycle of donors");
 }
 
-/// Checks threads, calls, scheduling contexts and CPUs. To be called between entries of the kernel.
+/// Checks threads, calls, scheduling contexts and CPUs. For use between kernel entries.
 pub fn check_threads(kernel: &Kernel<Fake>) {
     let memory = &kernel.memory;
     for handle in pool::testing::all::<Thread<Fake>>(memory) {
         let thread = memory.at(handle);
         let state = thread.state.get();
-        // The server side.
+        // Server side.
         let (mut next, mut before) = (thread.queue_head.get(), None);
         while let Some(caller) = next {
             let waiting = memory.at(caller);
@@ -420,56 +421,59 @@ pub fn check_threads(kernel: &Kernel<Fake>) {
             assert!(!waiting.queued.get() && waiting.server.get() == Some(handle));
             assert_eq!(waiting.state.get(), ThreadState::Calling);
         }
-        if matches!(state, ThreadState::Stopped | ThreadState::Waiting) {
+        if matches!(state, ThreadState::Stopped | ThreadState::Receiving) {
             let awaited = thread.caller.get().is_some() || thread.queue_head.get().is_some();
             assert!(!awaited || state == ThreadState::Stopped && thread.stopping.get());
-            assert!(thread.lender.get().is_none());
+            assert!(thread.donor.get().is_none());
         }
-        // The caller side.
+        // Caller side.
         if state == ThreadState::Calling {
             let server = thread.server.get().expect("a caller has a server");
             if !thread.queued.get() {
-                assert!(memory.at(server).caller.get() == Some(handle), "the server knows it");
+                assert!(
+                    memory.at(server).caller.get() == Some(handle),
+                    "the server records its caller"
+                );
             }
         } else {
             assert!(thread.server.get().is_none() && !thread.queued.get());
             assert!(thread.fault.get().is_none());
         }
-        match thread.sleeping_on.get() {
+        match thread.waiting_on.get() {
             Some(on) => {
-                assert_eq!(state, ThreadState::Sleeping);
-                assert!(memory.at(on).sleeper.get() == Some(handle));
+                assert_eq!(state, ThreadState::Blocked);
+                assert!(memory.at(on).waiter.get() == Some(handle));
             }
-            None => assert!(state != ThreadState::Sleeping && thread.deadline.get() == u64::MAX),
+            None => assert!(state != ThreadState::Blocked && thread.deadline.get() == u64::MAX),
         }
         if let Some(vcpu) = thread.vcpu.get() {
             assert!(memory.at(vcpu).runner.get() == Some(handle));
         }
-        // Time.
+        // Scheduling contexts.
         if let Some(sched) = thread.sched.get() {
             let sched = memory.at(sched);
             assert!(holder(kernel, sched) == Some(handle), "runs on what it holds");
             assert_eq!(sched.state.get() != SchedState::Idle, state == ThreadState::Ready);
         } else if state == ThreadState::Ready {
-            assert!(thread.own_sched.get().is_none(), "its own time is not forgotten");
-            let mut may_help = thread.caller.get().or(thread.queue_head.get());
-            while let Some(helper) = may_help {
-                let waiting = memory.at(helper);
+            assert!(thread.own_sched.get().is_none(), "its own context is in use");
+            let mut donor = thread.caller.get().or(thread.queue_head.get());
+            while let Some(name) = donor {
+                let waiting = memory.at(name);
                 assert!(
                     waiting.cpu != thread.cpu || waiting.sched.get().is_none(),
-                    "a server without time although somebody with time waits for it"
+                    "a server without a context although a waiting caller has one"
                 );
-                may_help = if waiting.queued.get() { waiting.queue_next.get() } else { None };
+                donor = if waiting.queued.get() { waiting.queue_next.get() } else { None };
             }
         }
         if let Some(own) = thread.own_sched.get() {
             let sched = memory.at(own);
             assert!(sched.owner.get() == Some(handle));
-            let holder = holder(kernel, sched).expect("bound time has a holder");
+            let holder = holder(kernel, sched).expect("a bound context has a holder");
             if state != ThreadState::Calling {
-                assert!(holder == handle, "only callers lend");
+                assert!(holder == handle, "only calling threads donate");
             }
-            assert!(on_lending_path(kernel, holder, handle), "time is lost");
+            assert!(on_donation_path(kernel, holder, handle), "the scheduling context is lost");
         }
     }
     for handle in pool::testing::all::<SchedContext<Fake>>(memory) {
@@ -497,8 +501,8 @@ pub fn check_threads(kernel: &Kernel<Fake>) {
         }
     }
     for handle in pool::testing::all::<Notification<Fake>>(memory) {
-        if let Some(sleeper) = memory.at(handle).sleeper.get() {
-            assert!(memory.at(sleeper).sleeping_on.get() == Some(handle));
+        if let Some(waiter) = memory.at(handle).waiter.get() {
+            assert!(memory.at(waiter).waiting_on.get() == Some(handle));
         }
     }
 }
@@ -510,7 +514,7 @@ pub fn check(kernel: &Kernel<Fake>) {
     pool::testing::audit(&kernel.memory);
 }
 
-/// A kernel with one task that holds a factory, and means to run system calls in it.
+/// A kernel with one task that owns a factory, and helpers that execute system calls in it.
 pub struct World {
     pub kernel: Kernel<Fake>,
     pub factory: Handle<Factory>,
@@ -519,9 +523,9 @@ pub struct World {
     next_slot: u64,
 }
 
-/// First address of message pages.
+/// Address of the first message page.
 const MESSAGES: u64 = 0x7000_0000;
-/// Where the scheduling contexts of [`World::thread`] are, if nobody changes them.
+/// Initial priority of the scheduling contexts of [`World::thread`].
 pub const NORMAL: u64 = 10;
 
 impl World {
@@ -530,27 +534,27 @@ impl World {
         let factory = kernel.memory.new_factory(None, 3000, 63, 0).unwrap();
         let task = kernel.new_task(Some(factory), 512).unwrap();
         let mut world = Self { kernel, factory, task, next_page: 0, next_slot: 0 };
-        world.give(ObjectRef::Task(task));
-        world.give(ObjectRef::Factory(factory));
+        world.insert_cap(ObjectRef::Task(task));
+        world.insert_cap(ObjectRef::Factory(factory));
         world
     }
 
-    /// Another task.
+    /// Creates another task.
     pub fn new_task(&mut self) -> Handle<Task<Fake>> {
         let task = self.kernel.new_task(Some(self.factory), 512).unwrap();
-        self.give(ObjectRef::Task(task));
+        self.insert_cap(ObjectRef::Task(task));
         task
     }
 
-    /// Puts a capability with all rights into the next slot of the first task.
-    pub fn give(&mut self, object: ObjectRef<Fake>) -> u64 {
+    /// Inserts a capability with all rights into the next slot of the first task.
+    pub fn insert_cap(&mut self, object: ObjectRef<Fake>) -> u64 {
         let slot = self.next_slot;
         self.next_slot += 1;
         self.kernel.insert_capability(self.task, slot, object, abi::rights::ALL, None).unwrap();
         slot
     }
 
-    /// Takes the capability at a selector away.
+    /// Removes the capability at a selector.
     pub fn drop_slot(&mut self, slot: u64) {
         let item = abi::Item::capability(0);
         assert_eq!(self.kernel.unmap(self.task, (item, slot), true, &mut 0, &mut 1000), Ok(true));
@@ -561,16 +565,16 @@ impl World {
         let page = MESSAGES + (self.next_page << abi::PAGE_SHIFT);
         self.next_page += 1;
         let thread = self.kernel.new_thread(Some(self.factory), task, cpu, page).unwrap();
-        self.give(ObjectRef::Thread(thread));
+        self.insert_cap(ObjectRef::Thread(thread));
         thread
     }
 
-    /// A stopped thread without time.
+    /// Creates a stopped thread without a scheduling context.
     pub fn passive(&mut self, cpu: usize) -> Handle<Thread<Fake>> {
         self.thread_in(self.task, cpu)
     }
 
-    /// A scheduling context, and the slot of its capability.
+    /// Creates a scheduling context; also returns the slot of its capability.
     pub fn sched(
         &mut self,
         priority: u64,
@@ -578,11 +582,11 @@ impl World {
         period: u64,
     ) -> (Handle<SchedContext<Fake>>, u64) {
         let sched = self.kernel.new_sched(Some(self.factory), priority, budget, period).unwrap();
-        let slot = self.give(ObjectRef::SchedContext(sched));
+        let slot = self.insert_cap(ObjectRef::SchedContext(sched));
         (sched, slot)
     }
 
-    /// A thread with time that runs as soon as it is chosen.
+    /// Creates and starts a thread with a scheduling context.
     pub fn thread(&mut self, cpu: usize) -> Handle<Thread<Fake>> {
         let thread = self.passive(cpu);
         let (sched, _) = self.sched(NORMAL, 1_000_000, 0);
@@ -596,24 +600,24 @@ impl World {
         self.finish();
     }
 
-    /// A gate and its selector in the first task.
+    /// Creates a gate; returns its selector in the first task.
     pub fn gate(&mut self, thread: Handle<Thread<Fake>>, badge: u64) -> u64 {
         let gate = Gate { caps: Cell::new(0), thread, badge };
         let gate = self.kernel.memory.alloc(Some(self.factory), gate).unwrap();
-        self.give(ObjectRef::Gate(gate))
+        self.insert_cap(ObjectRef::Gate(gate))
     }
 
-    /// A notification and its selector in the first task.
+    /// Creates a notification; also returns its selector in the first task.
     pub fn notification(&mut self) -> (Handle<Notification<Fake>>, u64) {
         let notification = Notification {
             caps: Cell::new(0),
             bits: Cell::new(0),
-            sleeper: Cell::new(None),
+            waiter: Cell::new(None),
             thread: Cell::new(None),
             vcpu: Cell::new(None),
         };
         let handle = self.kernel.memory.alloc(Some(self.factory), notification).unwrap();
-        (handle, self.give(ObjectRef::Notification(handle)))
+        (handle, self.insert_cap(ObjectRef::Notification(handle)))
     }
 
     pub fn at(&self, thread: Handle<Thread<Fake>>) -> &Thread<Fake> {
@@ -630,7 +634,7 @@ impl World {
         (context.status.get(), core::array::from_fn(|index| context.words[index].get()))
     }
 
-    /// Ends the entry of the kernel on this CPU, then those that others were asked for.
+    /// Ends the kernel entry on this CPU, then those that it requested on the other CPU.
     pub fn finish(&mut self) {
         let here = Fake::this_cpu();
         for cpu in [here, 1 - here] {
@@ -641,7 +645,8 @@ impl World {
         check_threads(&self.kernel);
     }
 
-    /// Ends entries of the kernel, as the timer makes it do, until nothing is put off any more. Returns how many.
+    /// Ends kernel entries, as timer interrupts would, until no deferred work remains. Returns
+    /// their number.
     pub fn finish_all(&mut self) -> u32 {
         (1..)
             .find(|_| {
@@ -655,20 +660,20 @@ impl World {
         self.kernel.cpus[cpu].current.get()
     }
 
-    /// Makes a thread that is ready and has time the current one of its CPU.
+    /// Makes a ready thread with a scheduling context the current thread of its CPU.
     pub fn choose(&mut self, thread: Handle<Thread<Fake>>) {
         on_cpu(self.at(thread).cpu);
-        let sched = self.at(thread).sched.get().expect("time");
+        let sched = self.at(thread).sched.get().expect("a scheduling context");
         self.kernel.change_sched(sched, 40, 1_000_000, 0).unwrap();
         self.finish();
         assert!(self.current(Fake::this_cpu()) == Some(thread), "ready and chosen");
         self.kernel.change_sched(sched, NORMAL, 1_000_000, 0).unwrap();
     }
 
-    /// The current thread of this CPU makes a system call.
+    /// Executes a system call of this CPU's current thread.
     pub fn call_here(&mut self, operation: abi::Op, arguments: &[u64]) {
         let cpu = Fake::this_cpu();
-        let thread = self.current(cpu).expect("somebody runs");
+        let thread = self.current(cpu).expect("a current thread");
         let context = &self.at(thread).context;
         context.operation.set(operation as u64);
         context.status.set(None);
@@ -679,13 +684,13 @@ impl World {
         self.finish();
     }
 
-    /// `thread` makes a system call.
+    /// Executes a system call of `thread`.
     pub fn call(&mut self, thread: Handle<Thread<Fake>>, operation: abi::Op, arguments: &[u64]) {
         self.choose(thread);
         self.call_here(operation, arguments);
     }
 
-    /// Takes every capability away and checks that nothing is left.
+    /// Removes every capability and checks that no object remains.
     pub fn end(mut self) {
         loop {
             let capability = nodes(&self.kernel).into_iter().find_map(|node| {
@@ -707,9 +712,9 @@ impl World {
         check(&self.kernel);
         let memory = &self.kernel.memory;
         assert!(pool::testing::all::<Thread<Fake>>(memory).is_empty());
-        assert_eq!(memory.root().available(), memory.free_frames(), "all quota came back");
+        assert_eq!(memory.root().available(), memory.free_frames(), "the whole quota was returned");
         let (total, free) = (memory.total_frames(), memory.free_frames());
         let fixed = pool::testing::fixed(memory);
-        assert_eq!(total - free, fixed, "all frames came back");
+        assert_eq!(total - free, fixed, "all frames were returned");
     }
 }

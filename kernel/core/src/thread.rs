@@ -1,16 +1,18 @@
-//! Threads, gates and notifications: start and stop, synchronous calls, events.
+//! Threads, IPC and notifications.
 //!
 //! # Invariants
 //!
-//! * A thread that calls is either in its server's queue (`queued`) or the server's `caller`.
-//! * A caller lends its scheduling context to a server on the same CPU that waits or has no time, and
-//!   to whom that server waits for in turn. Each holder but the owner names its `lender`, which
-//!   waits for it, so that the way back to the owner is always known. Only callers have time lent: it comes
-//!   back with the reply, or when the caller or anybody on the way is stopped.
-//! * A thread that is ready and has no time gets that of somebody who waits for it, if any has some.
-//! * A stopped thread has no callers, or is on the kernel's list of those whose callers are still to be told: their calls
-//!   are aborted a few at a time ([`ABORTS`]), and a thread that has ended is freed after that.
-//! * A message is taken from the sender when it is delivered, never copied twice.
+//! * A calling thread is either in its server's queue (`queued`) or is the server's `caller`.
+//! * A caller donates its scheduling context to a server on the same CPU that is receiving or has
+//!   none of its own, transitively along the call chain. Every holder except the owner records its
+//!   `donor`, which waits for it, so the chain always leads back to the owner. Only calling threads
+//!   have donated their context; it is returned with the reply, or when the caller or any thread of
+//!   the chain stops.
+//! * A ready thread without a scheduling context gets one from a thread that waits for it, if any
+//!   of these has one.
+//! * A stopped thread has no callers, or is in the kernel's list of stopped threads: their callers
+//!   are aborted [`ABORTS`] at a time, and a destroyed thread is freed afterwards.
+//! * A message is read from the sender once, on delivery; it is never copied twice.
 
 use core::cell::Cell;
 use core::sync::atomic::Ordering;
@@ -19,42 +21,43 @@ use abi::vcpu::doorbell;
 use abi::{Item, MessagePage, Status, Tag};
 
 use crate::arch::{Arch, Context};
+use crate::mdb::Delegation;
+use crate::mdb::work::MESSAGE_WORK;
 use crate::object::*;
 use crate::pool::{Factory, Frame, Handle};
 use crate::sched::SchedContext;
-use crate::space::Delegation;
-use crate::space::work::MESSAGE_WORK;
 use crate::tree::Links;
 use crate::{Kernel, count};
 
-/// Word offsets in a [`MessagePage`].
+/// Offsets in a [`MessagePage`], in words.
 const ITEMS_AT: usize = core::mem::offset_of!(MessagePage, items) / 8;
 const WINDOWS_AT: usize = core::mem::offset_of!(MessagePage, windows) / 8;
-/// Lines about faults of threads without a fault gate that are logged at once at most, of all tasks together, and
-/// nanoseconds in which there is one more.
+/// Rate limit of fault messages, for all tasks together: burst size, and nanoseconds per further
+/// message.
 pub(crate) const FAULT_LINES: u64 = 20;
 const FAULT_LINE_NS: u64 = 100_000_000;
-/// Longest chain of servers without time that a new caller helps; callers that are looked at for one with time.
-const MAX_HELP: u32 = 64;
-/// Most servers that call each other on the time of the first caller.
-const MAX_LENDERS: u32 = 64;
-/// Calls to stopped threads that one entry of the kernel aborts.
+/// Maximum length of a chain of servers that a new caller donates along, and maximum number of
+/// callers searched for a donor.
+const MAX_DONATION_HOPS: u32 = 64;
+/// Maximum number of nested donations of one scheduling context.
+const MAX_DONORS: u32 = 64;
+/// Maximum number of calls to stopped threads aborted per kernel entry.
 const ABORTS: u32 = 8;
-/// Callers of one server whose messages cannot be delivered, in one entry of the kernel.
+/// Maximum number of undeliverable calls that a server skips per kernel entry.
 const MAX_REFUSED: u32 = 4;
 
-/// A CPU's current thread, which goes on.
+/// Current thread of a CPU, to be resumed.
 pub struct Next<'a, A: Arch> {
     /// The thread.
     pub thread: &'a Thread<A>,
-    /// The vCPU that it is in `VcpuRun` on; `None`: it is not.
+    /// vCPU that the thread runs in `VcpuRun`, if any.
     pub vcpu: Option<&'a Vcpu<A>>,
 }
 
 impl<A: Arch> Kernel<A> {
     // ---- life ----------------------------------------------------------------------------------
 
-    /// Makes a stopped thread of `task` on `cpu`, its message page mapped at `message_address`.
+    /// Creates a stopped thread of `task` on `cpu` and maps its message page at `message_address`.
     pub fn new_thread(
         &self,
         factory: Option<Handle<Factory>>,
@@ -84,10 +87,10 @@ impl<A: Arch> Kernel<A> {
                     state: Cell::new(ThreadState::Stopped),
                     own_sched: Cell::new(None),
                     sched: Cell::new(None),
-                    lender: Cell::new(None),
+                    donor: Cell::new(None),
                     stopping: Cell::new(false),
                     stopping_next: Cell::new(None),
-                    ended: Cell::new(false),
+                    destroyed: Cell::new(false),
                     caller: Cell::new(None),
                     queue_head: Cell::new(None),
                     queue_tail: Cell::new(None),
@@ -97,11 +100,11 @@ impl<A: Arch> Kernel<A> {
                     queue_next: Cell::new(None),
                     queue_prev: Cell::new(None),
                     fault: Cell::new(None),
-                    sleeping_on: Cell::new(None),
+                    waiting_on: Cell::new(None),
                     fault_gate: Cell::new(None),
                     bound: Cell::new(None),
                     vcpu: Cell::new(None),
-                    ran: Cell::new(None),
+                    vcpu_lookup: Cell::new(None),
                     deadline: Cell::new(u64::MAX),
                     timeout: Links::new(),
                     task_next: Cell::new(owner.threads.get()),
@@ -142,22 +145,22 @@ impl<A: Arch> Kernel<A> {
         Ok(())
     }
 
-    /// The thread can go on: it becomes ready and its scheduling context competes again.
+    /// Makes a thread ready and enqueues its scheduling context.
     pub fn wake(&self, handle: Handle<Thread<A>>) {
         let thread = self.memory.at(handle);
         thread.state.set(ThreadState::Ready);
         match thread.sched.get() {
-            Some(sched) => self.ready(sched),
-            None => self.feed(handle),
+            Some(sched) => self.enqueue(sched),
+            None => self.find_donor(handle),
         }
     }
 
-    /// The thread cannot go on: it takes `state` and its scheduling context rests.
+    /// Sets a waiting or stopped state and dequeues the thread's scheduling context.
     fn block(&self, handle: Handle<Thread<A>>, state: ThreadState) {
         let thread = self.memory.at(handle);
         thread.state.set(state);
         if let Some(sched) = thread.sched.get() {
-            self.unwanted(sched);
+            self.dequeue(sched);
         }
         let cpu = &self.cpus[thread.cpu];
         if cpu.current.get() == Some(handle) {
@@ -165,23 +168,23 @@ impl<A: Arch> Kernel<A> {
         }
     }
 
-    /// Stops a thread, whatever it does. Its callers and its own call are aborted: all but the one being served maybe
-    /// later, but before they could call again.
+    /// Stops a thread in any state and aborts its own call and its callers. Queued callers may be
+    /// aborted later, but before they can call again.
     pub fn stop_thread(&self, handle: Handle<Thread<A>>) {
         let thread = self.memory.at(handle);
         match thread.state.get() {
-            ThreadState::Stopped | ThreadState::Ready | ThreadState::Waiting => {}
-            ThreadState::Sleeping => self.end_sleep(handle, thread),
+            ThreadState::Stopped | ThreadState::Ready | ThreadState::Receiving => {}
+            ThreadState::Blocked => self.end_wait(handle, thread),
             ThreadState::Calling => {
                 if let Some(server) = thread.server.take()
                     && let Some(partner) = self.memory.get(server)
                 {
                     if thread.queued.get() {
-                        self.unqueue(partner, handle);
+                        self.dequeue_caller(partner, handle);
                     } else if partner.caller.get() == Some(handle) {
                         partner.caller.set(None);
                     }
-                    self.take_back(handle, thread, server);
+                    self.reclaim_donation(handle, thread, server);
                 }
             }
         }
@@ -190,25 +193,25 @@ impl<A: Arch> Kernel<A> {
         }
         thread.fault.set(None);
         self.block(handle, ThreadState::Stopped);
-        // Whoever waits for this thread waits in vain.
+        // The caller being served would wait for ever.
         if let Some(caller) = thread.caller.take() {
             self.abort_call(handle, caller);
         }
-        self.abort_later(handle, thread);
-        // A thread that runs on another CPU is there until that CPU has come to the kernel.
+        self.defer_abort_calls(handle, thread);
+        // A thread that runs on another CPU keeps running until that CPU enters the kernel.
         if thread.cpu != A::this_cpu() && self.cpus[thread.cpu].current.get() == Some(handle) {
             self.cpus[thread.cpu].current.set(None);
             self.cpus[thread.cpu].resched.set(true);
             A::shootdown(1 << thread.cpu);
-            self.left_space(thread.cpu);
+            self.clear_loaded_space(thread.cpu);
         }
     }
 
-    /// Puts a stopped thread for which others wait on the list for [`Kernel::abort_calls`].
-    fn abort_later(&self, handle: Handle<Thread<A>>, thread: &Thread<A>) {
-        // What a caller has lent is its own again at once: the thread may end.
-        if let Some(lender) = thread.lender.get() {
-            self.return_sched(thread, lender);
+    /// Adds a stopped thread with callers to the list for [`Kernel::abort_calls`].
+    fn defer_abort_calls(&self, handle: Handle<Thread<A>>, thread: &Thread<A>) {
+        // Return a donated context at once: this thread may be freed before the donor is aborted.
+        if let Some(donor) = thread.donor.get() {
+            self.return_donation(thread, donor);
         }
         let awaited = thread.caller.get().is_some() || thread.queue_head.get().is_some();
         if awaited && !thread.stopping.replace(true) {
@@ -217,8 +220,8 @@ impl<A: Arch> Kernel<A> {
         }
     }
 
-    /// Aborts some of the calls to threads that were stopped. One that was started again meanwhile serves those that
-    /// are left. Returns whether there are more.
+    /// Aborts up to [`ABORTS`] calls to stopped threads. A thread restarted meanwhile serves its
+    /// remaining callers. Returns whether calls remain.
     pub(crate) fn abort_calls(&self) -> bool {
         for _ in 0..ABORTS {
             let Some(handle) = self.stopping.get() else { return false };
@@ -228,39 +231,40 @@ impl<A: Arch> Kernel<A> {
             let Some(caller) = waits else {
                 self.stopping.set(thread.stopping_next.take());
                 thread.stopping.set(false);
-                if thread.ended.get() {
+                if thread.destroyed.get() {
                     self.memory.free(handle);
                 }
                 continue;
             };
             if thread.caller.take().is_none() {
-                self.unqueue(thread, caller);
+                self.dequeue_caller(thread, caller);
             }
             self.abort_call(handle, caller);
         }
         self.stopping.get().is_some()
     }
 
-    /// Ends the call of `caller`, which is no longer linked with the server. A thread that called
-    /// because it faulted stops.
+    /// Ends the call of `caller`, which is no longer linked to the server. A thread whose call
+    /// reports a fault is stopped.
     fn abort_call(&self, server: Handle<Thread<A>>, caller: Handle<Thread<A>>) {
         let Some(thread) = self.memory.get(caller) else { return };
-        self.return_sched(self.memory.at(server), caller);
+        self.return_donation(self.memory.at(server), caller);
         thread.server.set(None);
         if thread.fault.take().is_some() {
             self.block(caller, ThreadState::Stopped);
-            self.abort_later(caller, thread);
+            self.defer_abort_calls(caller, thread);
             return;
         }
         thread.context.set_status(Status::Aborted);
         self.wake(caller);
     }
 
-    // ---- lending -------------------------------------------------------------------------------
+    // ---- scheduling-context donation -----------------------------------------------------------
 
-    /// The caller's time is the server's now. A context that is not running is still to be told its holder.
+    /// Moves a caller's scheduling context to its server. If the context is not running, the caller
+    /// of this function must update its holder.
     #[inline(always)]
-    fn lend(
+    fn transfer_sched(
         name: Handle<Thread<A>>,
         caller: &Thread<A>,
         sched: Handle<SchedContext<A>>,
@@ -268,89 +272,96 @@ impl<A: Arch> Kernel<A> {
     ) {
         caller.sched.set(None);
         server.sched.set(Some(sched));
-        server.lender.set(Some(name));
+        server.donor.set(Some(name));
     }
 
-    /// Whether so many have lent the time that a thread runs on, one to the next, that it cannot be lent on.
+    /// Returns whether the thread's scheduling context has been donated too often to be donated
+    /// `further` times.
     #[cold]
     #[inline(never)]
-    fn is_lent_too_far(&self, thread: &Thread<A>, further: u32) -> bool {
-        let lender =
-            |thread: &&Thread<A>| thread.lender.get().and_then(|name| self.memory.get(name));
-        let chain = core::iter::successors(Some(thread), lender);
-        chain.take((MAX_LENDERS + 1) as usize).count() as u32 + further > MAX_LENDERS + 1
+    fn donation_chain_is_full(&self, thread: &Thread<A>, further: u32) -> bool {
+        let donor = |thread: &&Thread<A>| thread.donor.get().and_then(|name| self.memory.get(name));
+        let chain = core::iter::successors(Some(thread), donor);
+        chain.take((MAX_DONORS + 1) as usize).count() as u32 + further > MAX_DONORS + 1
     }
 
-    /// Gives a lent scheduling context back to the caller, if it was this one who lent it.
-    fn return_sched(&self, server: &Thread<A>, caller: Handle<Thread<A>>) {
-        if server.lender.get() != Some(caller) {
+    /// Returns a donated scheduling context to `caller`, if `caller` is the server's donor.
+    fn return_donation(&self, server: &Thread<A>, caller: Handle<Thread<A>>) {
+        if server.donor.get() != Some(caller) {
             return;
         }
-        if let Some(sched) = Self::fall_back(server) {
-            self.hold(sched, caller);
+        if let Some(sched) = Self::revert_donation(server) {
+            self.set_holder(sched, caller);
         }
     }
 
-    /// A thread that was lent time goes on with its own, if it has any. Returns what was lent and is
-    /// still with it.
-    pub(crate) fn fall_back(thread: &Thread<A>) -> Option<Handle<SchedContext<A>>> {
-        thread.lender.set(None);
+    /// Reverts a server to its own scheduling context, if any. Returns the donated context that it
+    /// held.
+    pub(crate) fn revert_donation(thread: &Thread<A>) -> Option<Handle<SchedContext<A>>> {
+        thread.donor.set(None);
         thread.sched.replace(thread.own_sched.get())
     }
 
-    pub(crate) fn hold(&self, sched: Handle<SchedContext<A>>, holder: Handle<Thread<A>>) {
-        self.unwanted(sched);
+    pub(crate) fn set_holder(&self, sched: Handle<SchedContext<A>>, holder: Handle<Thread<A>>) {
+        self.dequeue(sched);
         self.memory.at(holder).sched.set(Some(sched));
         if let Some(sched) = self.memory.get(sched) {
             sched.holder.set(Some(holder));
         }
     }
 
-    /// Takes back the time that a caller has lent, from whoever runs on it now.
-    fn take_back(&self, handle: Handle<Thread<A>>, thread: &Thread<A>, server: Handle<Thread<A>>) {
-        debug_assert!(thread.server.get().is_none(), "else it would be asked to help at once");
-        let (mut lender, mut next) = (handle, Some(server));
+    /// Takes back the scheduling context that a caller donated, from its current holder.
+    fn reclaim_donation(
+        &self,
+        handle: Handle<Thread<A>>,
+        thread: &Thread<A>,
+        server: Handle<Thread<A>>,
+    ) {
+        debug_assert!(thread.server.get().is_none(), "else it would donate again at once");
+        let (mut donor, mut next) = (handle, Some(server));
         while let Some(name) = next
             && let Some(server) = self.memory.get(name)
-            && server.lender.get() == Some(lender)
+            && server.donor.get() == Some(donor)
         {
-            if let Some(sched) = Self::fall_back(server) {
-                self.hold(sched, handle);
+            if let Some(sched) = Self::revert_donation(server) {
+                self.set_holder(sched, handle);
                 if server.state.get() == ThreadState::Ready {
                     self.wake(name);
                 }
                 return;
             }
-            (lender, next) = (name, server.server.get());
+            (donor, next) = (name, server.server.get());
         }
     }
 
-    /// What `holder` was lent has ended: everybody on the way from the owner goes on with their own.
-    pub(crate) fn lost_sched(&self, holder: Handle<Thread<A>>) {
+    /// Handles destruction of the scheduling context that `holder` runs on: every thread of the
+    /// donation chain reverts to its own context.
+    pub(crate) fn donor_destroyed(&self, holder: Handle<Thread<A>>) {
         let mut next = Some(holder);
         while let Some(thread) = next.and_then(|name| self.memory.get(name)) {
-            next = thread.lender.get();
-            let _ = Self::fall_back(thread);
+            next = thread.donor.get();
+            let _ = Self::revert_donation(thread);
         }
         if self.memory.at(holder).state.get() == ThreadState::Ready {
             self.wake(holder);
         }
     }
 
-    /// Finds time for a ready thread that has none, with those who wait for it.
-    fn feed(&self, handle: Handle<Thread<A>>) {
+    /// Finds a scheduling context for a ready thread without one, among the threads that wait for
+    /// it.
+    fn find_donor(&self, handle: Handle<Thread<A>>) {
         let cpu = self.memory.at(handle).cpu;
         let mut next = Some(handle);
-        let mut looks = 0;
+        let mut visited = 0;
         while let Some(thread) = next.map(|name| self.memory.at(name)) {
             let mut candidate = thread.caller.get().or(thread.queue_head.get());
             while let Some(name) = candidate {
                 let waiting = self.memory.at(name);
                 if waiting.cpu == cpu && waiting.sched.get().is_some() {
-                    return self.help(name);
+                    return self.donate(name);
                 }
-                looks += 1;
-                if looks == MAX_HELP {
+                visited += 1;
+                if visited == MAX_DONATION_HOPS {
                     return;
                 }
                 candidate = if waiting.queued.get() {
@@ -363,14 +374,15 @@ impl<A: Arch> Kernel<A> {
         }
     }
 
-    /// A caller that has time lends it to whom it waits for in the end, if all up to there have none.
-    pub(crate) fn help(&self, caller: Handle<Thread<A>>) {
+    /// Donates the caller's scheduling context along its call chain to the first ready server, if
+    /// no server on the way has one.
+    pub(crate) fn donate(&self, caller: Handle<Thread<A>>) {
         let Thread { cpu, sched, .. } = self.memory.at(caller);
         if sched.get().is_none() {
             return;
         }
         let mut end = caller;
-        for hops in 1..=MAX_HELP {
+        for hops in 1..=MAX_DONATION_HOPS {
             let Some(name) = self.memory.at(end).server.get() else { return };
             let server = self.memory.at(name);
             if server.cpu != *cpu || server.sched.get().is_some() {
@@ -378,26 +390,26 @@ impl<A: Arch> Kernel<A> {
             }
             end = name;
             if server.state.get() == ThreadState::Ready {
-                if self.is_lent_too_far(self.memory.at(caller), hops) {
+                if self.donation_chain_is_full(self.memory.at(caller), hops) {
                     return;
                 }
-                let mut lender = caller;
+                let mut donor = caller;
                 for _ in 0..hops {
-                    let thread = self.memory.at(lender);
+                    let thread = self.memory.at(donor);
                     let Some(server) = thread.server.get() else { return };
                     if let Some(sched) = thread.sched.get() {
-                        Self::lend(lender, thread, sched, self.memory.at(server));
+                        Self::transfer_sched(donor, thread, sched, self.memory.at(server));
                         self.memory.at(sched).holder.set(Some(server));
                     }
-                    lender = server;
+                    donor = server;
                 }
                 return self.wake(end);
             }
         }
     }
 
-    /// The thread's task ends: it never runs again.
-    pub(crate) fn leave_task(&self, handle: Handle<Thread<A>>) {
+    /// Removes a thread from its dying task. It never runs again.
+    pub(crate) fn detach_thread(&self, handle: Handle<Thread<A>>) {
         self.stop_thread(handle);
         let thread = self.memory.at(handle);
         if let Some(task) = self.memory.get(thread.task) {
@@ -417,11 +429,11 @@ impl<A: Arch> Kernel<A> {
         self.remove_fixed(thread.message_node);
     }
 
-    pub(crate) fn end_thread(&self, handle: Handle<Thread<A>>) {
-        self.leave_task(handle);
+    pub(crate) fn destroy_thread(&self, handle: Handle<Thread<A>>) {
+        self.detach_thread(handle);
         let thread = self.memory.at(handle);
         for sched in [thread.sched.take(), thread.own_sched.take()].into_iter().flatten() {
-            self.unwanted(sched);
+            self.dequeue(sched);
             if let Some(sched) = self.memory.get(sched) {
                 if sched.owner.get() == Some(handle) {
                     sched.owner.set(None);
@@ -436,7 +448,7 @@ impl<A: Arch> Kernel<A> {
         }
         self.memory.free_raw(thread.message, 1);
         if thread.stopping.get() {
-            thread.ended.set(true);
+            thread.destroyed.set(true);
         } else {
             self.memory.free(handle);
         }
@@ -444,7 +456,7 @@ impl<A: Arch> Kernel<A> {
 
     // ---- calls ---------------------------------------------------------------------------------
 
-    fn enqueue(&self, server: &Thread<A>, caller: Handle<Thread<A>>) {
+    fn enqueue_caller(&self, server: &Thread<A>, caller: Handle<Thread<A>>) {
         let thread = self.memory.at(caller);
         let last = server.queue_tail.replace(Some(caller));
         thread.queue_prev.set(last);
@@ -456,7 +468,7 @@ impl<A: Arch> Kernel<A> {
         }
     }
 
-    fn unqueue(&self, server: &Thread<A>, caller: Handle<Thread<A>>) {
+    fn dequeue_caller(&self, server: &Thread<A>, caller: Handle<Thread<A>>) {
         let thread = self.memory.at(caller);
         let (prev, next) = (thread.queue_prev.take(), thread.queue_next.take());
         match prev {
@@ -470,7 +482,7 @@ impl<A: Arch> Kernel<A> {
         thread.queued.set(false);
     }
 
-    /// `GateCall`. Returns the server if it goes on at once, as the CPU's current thread.
+    /// `GateCall`. Returns the server if it becomes the CPU's current thread directly.
     #[inline(always)]
     pub fn gate_call(
         &self,
@@ -484,20 +496,20 @@ impl<A: Arch> Kernel<A> {
         let Some(partner) = self.memory.get(server) else { return Err(Status::Aborted) };
         let here = &self.cpus[cpu];
         debug_assert!(here.current.get() == Some(handle), "only the current thread calls");
-        // The common case: the server waits on this CPU and goes on at once, on the caller's time. It is
-        // not the caller, who does not wait.
-        if partner.state.get() == ThreadState::Waiting
+        // Fast path: the server is receiving on this CPU and runs directly, on the caller's
+        // scheduling context. The server is not the caller, whose state is `Ready`.
+        if partner.state.get() == ThreadState::Receiving
             && partner.cpu == cpu
             && let Some(sched) = thread.sched.get()
         {
-            if thread.lender.get().is_some() && self.is_lent_too_far(thread, 1) {
+            if thread.donor.get().is_some() && self.donation_chain_is_full(thread, 1) {
                 return Err(Status::Overflow);
             }
             self.deliver(thread, partner, gate.badge)?;
             thread.state.set(ThreadState::Calling);
             thread.server.set(Some(server));
             partner.caller.set(Some(handle));
-            Self::lend(handle, thread, sched, partner);
+            Self::transfer_sched(handle, thread, sched, partner);
             partner.state.set(ThreadState::Ready);
             here.current.set(Some(server));
             return Ok(Some(Next { thread: partner, vcpu: None }));
@@ -522,7 +534,7 @@ impl<A: Arch> Kernel<A> {
         if partner.cpu != cpu && partner.own_sched.get().is_none() {
             return Err(Status::BadCpu);
         }
-        if partner.state.get() == ThreadState::Waiting {
+        if partner.state.get() == ThreadState::Receiving {
             self.deliver(thread, partner, gate.badge)?;
             thread.state.set(ThreadState::Calling);
             thread.server.set(Some(server));
@@ -533,15 +545,15 @@ impl<A: Arch> Kernel<A> {
         }
         thread.badge.set(gate.badge);
         thread.server.set(Some(server));
-        self.enqueue(partner, handle);
+        self.enqueue_caller(partner, handle);
         self.block(handle, ThreadState::Calling);
-        // A server without time works on with the time of who waits for it.
-        self.help(handle);
+        // A server without a scheduling context continues on its caller's.
+        self.donate(handle);
         Ok(())
     }
 
-    /// `GateReplyWait`. The status of a reply that cannot be delivered goes to the server, which may
-    /// reply again. Returns the caller if it goes on at once, as the CPU's current thread.
+    /// `GateReplyWait`. If the reply cannot be delivered, the server gets the error and may reply
+    /// again. Returns the caller if it becomes the CPU's current thread directly.
     #[inline(always)]
     pub fn gate_reply_wait(
         &self,
@@ -555,7 +567,7 @@ impl<A: Arch> Kernel<A> {
             if flags & abi::reply_wait::REPLY != 0 {
                 next = self.reply(cpu, handle, thread, caller)?;
             } else if flags & abi::reply_wait::WAIT != 0 {
-                self.forget_caller(handle, thread, caller);
+                self.abort_caller(handle, thread, caller);
             }
         }
         if flags & abi::reply_wait::WAIT == 0 {
@@ -563,13 +575,13 @@ impl<A: Arch> Kernel<A> {
             self.wake(handle);
             return Ok(next);
         }
-        self.wait_for_call(cpu, handle, thread);
+        self.receive(cpu, handle, thread);
         Ok(next)
     }
 
-    /// Nobody will ever answer this caller.
+    /// Aborts the call being served: no reply will follow.
     #[inline(never)]
-    fn forget_caller(
+    fn abort_caller(
         &self,
         handle: Handle<Thread<A>>,
         thread: &Thread<A>,
@@ -601,16 +613,16 @@ impl<A: Arch> Kernel<A> {
         partner.server.set(None);
         let here = &self.cpus[cpu];
         debug_assert!(here.current.get() == Some(handle), "only the current thread replies");
-        // The common case: back to the caller on its own time, nothing to choose.
-        if thread.lender.get() == Some(caller)
+        // Fast path: resume the caller on its own scheduling context, without the scheduler.
+        if thread.donor.get() == Some(caller)
             && let Some(sched) = thread.sched.get()
         {
-            thread.lender.set(None);
+            thread.donor.set(None);
             thread.sched.set(thread.own_sched.get());
             partner.sched.set(Some(sched));
             partner.state.set(ThreadState::Ready);
             here.current.set(Some(caller));
-            // Whether the server goes on beside the caller, on its own time, is decided when it waits.
+            // A server with its own scheduling context is enqueued when it next receives.
             return Ok(Some(Next { thread: partner, vcpu: None }));
         }
         self.resume_caller(handle, thread, caller, true);
@@ -618,7 +630,7 @@ impl<A: Arch> Kernel<A> {
         Ok(None)
     }
 
-    /// The reply to a thread that called because it faulted: it goes on or stops.
+    /// Handles the reply to a fault message: the faulting thread resumes or stops.
     #[cold]
     #[inline(never)]
     fn reply_to_fault(
@@ -643,7 +655,7 @@ impl<A: Arch> Kernel<A> {
         caller: Handle<Thread<A>>,
         resumed: bool,
     ) {
-        self.return_sched(thread, caller);
+        self.return_donation(thread, caller);
         if resumed {
             self.wake(caller);
         } else {
@@ -652,26 +664,27 @@ impl<A: Arch> Kernel<A> {
         self.wake(handle);
     }
 
-    /// The server takes an event, the next caller, or waits.
+    /// Receives a pending event or the next queued caller, else blocks the server.
     #[inline(always)]
-    fn wait_for_call(&self, cpu: usize, handle: Handle<Thread<A>>, thread: &Thread<A>) {
+    fn receive(&self, cpu: usize, handle: Handle<Thread<A>>, thread: &Thread<A>) {
         let pending = thread.bound.get().is_some() || thread.queue_head.get().is_some();
-        if pending && self.take_pending(handle, thread) {
+        if pending && self.receive_pending(handle, thread) {
             return;
         }
         let own = thread.sched.get();
-        thread.state.set(ThreadState::Waiting);
+        thread.state.set(ThreadState::Receiving);
         if let Some(own) = own {
-            self.unwanted(own);
+            self.dequeue(own);
         }
         if self.cpus[cpu].current.get() == Some(handle) {
             self.cpus[cpu].resched.set(true);
         }
     }
 
-    /// The server goes on with an event or the next caller, if there is one.
+    /// Delivers a pending event or the next queued call to the server. Returns `false` if there is
+    /// none.
     #[inline(never)]
-    fn take_pending(&self, handle: Handle<Thread<A>>, thread: &Thread<A>) -> bool {
+    fn receive_pending(&self, handle: Handle<Thread<A>>, thread: &Thread<A>) -> bool {
         if let Some(bound) = thread.bound.get().and_then(|bound| self.memory.get(bound)) {
             let bits = bound.bits.take();
             if bits != 0 {
@@ -683,20 +696,21 @@ impl<A: Arch> Kernel<A> {
         for _ in 0..MAX_REFUSED {
             let Some(caller) = thread.queue_head.get() else { return false };
             let partner = self.memory.at(caller);
-            self.unqueue(thread, caller);
+            self.dequeue_caller(thread, caller);
             if let Err(status) = self.deliver(partner, thread, partner.badge.get()) {
-                self.return_sched(thread, caller);
+                self.return_donation(thread, caller);
                 partner.server.set(None);
                 partner.context.set_status(status);
                 self.wake(caller);
                 continue;
             }
             thread.caller.set(Some(caller));
-            // On its own time, or on that of who waits for it: first of all this caller's.
+            // Runs on its own scheduling context, or on one donated by a waiting caller, this one
+            // first.
             self.wake(handle);
             return true;
         }
-        // It has replied, and waits again.
+        // Too many undeliverable calls: repeat the system call, whose reply part is done.
         thread.context.restart();
         self.wake(handle);
         true
@@ -710,7 +724,7 @@ impl<A: Arch> Kernel<A> {
         context.set_result(2, bits);
     }
 
-    /// Moves a message from `sender` to `receiver`, which gets status `Ok` and the badge.
+    /// Transfers a message from `sender` to `receiver`, which gets status `Ok` and the badge.
     #[inline(always)]
     fn deliver(&self, sender: &Thread<A>, receiver: &Thread<A>, badge: u64) -> Result<(), Status> {
         let to = &receiver.context;
@@ -742,7 +756,7 @@ impl<A: Arch> Kernel<A> {
         }
     }
 
-    /// The part of a message that is in the message page: words and delegations.
+    /// Transfers the part of a message in the message page: words and delegations.
     #[inline(never)]
     fn deliver_page(
         &self,
@@ -756,7 +770,7 @@ impl<A: Arch> Kernel<A> {
         }
         let from = self.memory.words(sender.message);
         let to = self.memory.words(receiver.message);
-        // The window offsets are the kernel's copy: the page may change under its hands.
+        // A copy of the window bounds: user tasks may write the page at any time.
         let mut windows = [(0u64, 0u64); 3];
         for (kind, window) in windows.iter_mut().enumerate() {
             let at = WINDOWS_AT + 2 * kind;
@@ -776,8 +790,8 @@ impl<A: Arch> Kernel<A> {
                 return Err(Status::Overflow);
             }
             let (from, target) = (sender.task, SpaceRef::Task(receiver.task));
-            let what = Delegation { from, item, source, to: target, destination: base };
-            if !self.delegate_part(&what, &mut 0, &mut budget)? {
+            let delegation = Delegation { from, item, source, to: target, destination: base };
+            if !self.delegate_part(&delegation, &mut 0, &mut budget)? {
                 return Err(Status::Overflow);
             }
             window.0 = end;
@@ -790,7 +804,7 @@ impl<A: Arch> Kernel<A> {
         Ok(())
     }
 
-    /// A thread did what it must not: its fault gate is called, or it stops.
+    /// Handles an exception of a user thread: calls its fault gate, or stops the thread.
     pub fn fault(&self, cpu: usize, handle: Handle<Thread<A>>, words: [u64; 4]) {
         let thread = self.memory.at(handle);
         if let Some(gate) = thread.fault_gate.get() {
@@ -804,8 +818,8 @@ impl<A: Arch> Kernel<A> {
         self.stop_thread(handle);
     }
 
-    /// Logs the fault of a thread that has no fault gate. A task can make such threads as fast as it likes, so lines beyond
-    /// a limit for all tasks together are only counted.
+    /// Logs the fault of a thread without a fault gate, rate-limited over all tasks: a task can
+    /// create such threads at any rate. Suppressed messages are counted.
     fn log_fault(&self, thread: &Thread<A>, [vector, error, address, ip]: [u64; 4]) {
         let now = A::now();
         let interval = A::ticks(FAULT_LINE_NS);
@@ -817,7 +831,9 @@ impl<A: Arch> Kernel<A> {
         self.fault_lines.set(full_at.saturating_add(interval));
         let more = self.faults_not_logged.take();
         if more != 0 {
-            A::log(format_args!("{more} threads were stopped by exceptions that are not logged"));
+            A::log(format_args!(
+                "{more} further threads stopped by exceptions (messages rate-limited)"
+            ));
         }
         A::log(format_args!(
             "task {:#x}: thread stopped by exception {vector} (error {error:#x}, address {address:#x}) at {ip:#x}",
@@ -827,7 +843,7 @@ impl<A: Arch> Kernel<A> {
 
     // ---- notifications -------------------------------------------------------------------------
 
-    /// Sets events and wakes who waits for them.
+    /// Sets event bits and wakes the waiting thread.
     pub fn signal(&self, handle: Handle<Notification<A>>, bits: u64) {
         if let Some(notification) = self.memory.get(handle) {
             self.notify(notification, bits);
@@ -837,31 +853,31 @@ impl<A: Arch> Kernel<A> {
     #[inline(always)]
     fn notify(&self, notification: &Notification<A>, bits: u64) {
         let old = notification.bits.get();
-        // Who is to look at events that are there still has been told.
+        // For bits already pending the receiver has been woken before.
         if old & bits != bits || bits == 0 {
             notification.bits.set(old | bits);
-            self.tell(notification);
+            self.wake_waiter(notification);
         }
     }
 
     #[inline(never)]
-    fn tell(&self, notification: &Notification<A>) {
+    fn wake_waiter(&self, notification: &Notification<A>) {
         if notification.bits.get() == 0 {
             return;
         }
-        if let Some(sleeper) = notification.sleeper.take() {
-            let thread = self.memory.at(sleeper);
-            thread.sleeping_on.set(None);
-            self.clear_timeout(sleeper, thread);
-            // In `VcpuRun` it finds the bits by itself.
+        if let Some(waiter) = notification.waiter.take() {
+            let thread = self.memory.at(waiter);
+            thread.waiting_on.set(None);
+            self.clear_timeout(waiter, thread);
+            // A thread in `VcpuRun` reads the bits itself.
             if thread.vcpu.get().is_none() {
                 thread.context.set_status(Status::Ok);
                 thread.context.set_result(0, notification.bits.take());
             }
-            self.wake(sleeper);
+            self.wake(waiter);
         } else if let Some(bound) = notification.thread.get()
             && let Some(thread) = self.memory.get(bound)
-            && thread.state.get() == ThreadState::Waiting
+            && thread.state.get() == ThreadState::Receiving
         {
             Self::deliver_events(thread, notification.bits.take());
             self.wake(bound);
@@ -873,9 +889,9 @@ impl<A: Arch> Kernel<A> {
         }
     }
 
-    /// A guest rings: the answer to `HYPERCALL_DOORBELL`.
+    /// Signals a doorbell of a VM. Returns the result of `HYPERCALL_DOORBELL`.
     #[inline(always)]
-    pub fn ring(&self, vm: &Vm<A>, index: u64) -> u64 {
+    pub fn ring_doorbell(&self, vm: &Vm<A>, index: u64) -> u64 {
         let index = usize::try_from(index).unwrap_or(usize::MAX);
         if let Some(bell) = vm.doorbells.get(index).and_then(Cell::get)
             && let Some(notification) = self.memory.get(bell.notification)
@@ -883,7 +899,7 @@ impl<A: Arch> Kernel<A> {
             self.notify(notification, bell.bits);
             doorbell::RUNG
         } else {
-            doorbell::DEAD
+            doorbell::UNBOUND
         }
     }
 
@@ -905,15 +921,16 @@ impl<A: Arch> Kernel<A> {
         if deadline == 0 || deadline <= A::now() {
             return Err(Status::Timeout);
         }
-        if notification.sleeper.get().is_some() {
+        if notification.waiter.get().is_some() {
             return Err(Status::Busy);
         }
-        self.sleep(handle, thread, name, notification, deadline);
+        self.block_on(handle, thread, name, notification, deadline);
         Ok(())
     }
 
-    /// The thread, whose guest halts, sleeps in `VcpuRun` until the notification of its vCPU has events or the deadline
-    /// has passed. `false`: there are events, or somebody sleeps there already.
+    /// Blocks a thread in `VcpuRun`, whose guest executed HLT, until the vCPU's notification has
+    /// events or the deadline passes. Returns `false` if events are pending or another thread is
+    /// blocked there.
     #[inline(always)]
     pub fn halt(
         &self,
@@ -922,15 +939,15 @@ impl<A: Arch> Kernel<A> {
         (name, notification): (Handle<Notification<A>>, &Notification<A>),
         deadline: u64,
     ) -> bool {
-        let can = notification.bits.get() == 0 && notification.sleeper.get().is_none();
+        let can = notification.bits.get() == 0 && notification.waiter.get().is_none();
         if can {
-            self.sleep(handle, thread, name, notification, deadline);
+            self.block_on(handle, thread, name, notification, deadline);
         }
         can
     }
 
     #[inline(always)]
-    fn sleep(
+    fn block_on(
         &self,
         handle: Handle<Thread<A>>,
         thread: &Thread<A>,
@@ -938,37 +955,37 @@ impl<A: Arch> Kernel<A> {
         notification: &Notification<A>,
         deadline: u64,
     ) {
-        notification.sleeper.set(Some(handle));
-        thread.sleeping_on.set(Some(name));
+        notification.waiter.set(Some(handle));
+        thread.waiting_on.set(Some(name));
         self.set_timeout(handle, thread, deadline);
-        thread.state.set(ThreadState::Sleeping);
-        // It is the current one: what it runs on rests when another is chosen.
+        thread.state.set(ThreadState::Blocked);
+        // The current thread: the scheduler dequeues its context when it picks another.
         self.cpus[thread.cpu].resched.set(true);
     }
 
-    /// The thread, if it sleeps, does so no more.
-    pub(crate) fn end_sleep(&self, handle: Handle<Thread<A>>, thread: &Thread<A>) {
-        if let Some(on) = thread.sleeping_on.take().and_then(|on| self.memory.get(on)) {
-            on.sleeper.set(None);
+    /// Ends a thread's wait for a notification, if it is blocked on one.
+    pub(crate) fn end_wait(&self, handle: Handle<Thread<A>>, thread: &Thread<A>) {
+        if let Some(on) = thread.waiting_on.take().and_then(|on| self.memory.get(on)) {
+            on.waiter.set(None);
         }
         self.clear_timeout(handle, thread);
     }
 
-    pub(crate) fn end_notification(&self, handle: Handle<Notification<A>>) {
+    pub(crate) fn destroy_notification(&self, handle: Handle<Notification<A>>) {
         let notification = self.memory.at(handle);
-        if let Some(sleeper) = notification.sleeper.take() {
-            let thread = self.memory.at(sleeper);
-            thread.sleeping_on.set(None);
-            self.clear_timeout(sleeper, thread);
+        if let Some(waiter) = notification.waiter.take() {
+            let thread = self.memory.at(waiter);
+            thread.waiting_on.set(None);
+            self.clear_timeout(waiter, thread);
             thread.context.set_status(Status::Aborted);
-            self.wake(sleeper);
+            self.wake(waiter);
         }
         self.memory.free(handle);
     }
 
     // ---- vCPUs and interrupts ------------------------------------------------------------------
 
-    /// Makes a vCPU of `vm`, its state page mapped at `address` of `task`.
+    /// Creates a vCPU of `vm` and maps its state page at `address` of `task`.
     pub fn new_vcpu(
         &self,
         factory: Option<Handle<Factory>>,
@@ -1015,8 +1032,8 @@ impl<A: Arch> Kernel<A> {
         }
     }
 
-    /// `VcpuRun`: the thread is in the guest from the next time it is chosen. Whether the machine is still there is looked at
-    /// then. Returns the vCPU.
+    /// `VcpuRun`: binds the thread to the vCPU, which it enters when next dispatched. The existence
+    /// of the VM is checked then.
     #[inline(always)]
     pub fn vcpu_run(
         &self,
@@ -1037,7 +1054,7 @@ impl<A: Arch> Kernel<A> {
         Ok(vcpu)
     }
 
-    /// The thread's `VcpuRun` returns.
+    /// Ends the thread's `VcpuRun` with `status`.
     pub fn vcpu_return(&self, thread: &Thread<A>, vcpu: Option<&Vcpu<A>>, status: Status) {
         thread.vcpu.set(None);
         if let Some(vcpu) = vcpu {
@@ -1046,19 +1063,19 @@ impl<A: Arch> Kernel<A> {
         thread.context.set_status(status);
     }
 
-    pub(crate) fn end_vcpu(&self, handle: Handle<Vcpu<A>>) {
+    pub(crate) fn destroy_vcpu(&self, handle: Handle<Vcpu<A>>) {
         let vcpu = self.memory.at(handle);
         if let Some(name) = vcpu.runner.take()
             && let Some(runner) = self.memory.get(name)
         {
-            // Out of the guest before the processor structures go.
+            // The CPU must leave the guest before the processor structures are freed.
             if runner.cpu != A::this_cpu() {
                 A::shootdown(1 << runner.cpu);
-                self.left_space(runner.cpu);
+                self.clear_loaded_space(runner.cpu);
             }
             self.vcpu_return(runner, None, Status::Aborted);
-            if runner.state.get() == ThreadState::Sleeping {
-                self.end_sleep(name, runner);
+            if runner.state.get() == ThreadState::Blocked {
+                self.end_wait(name, runner);
                 self.wake(name);
             }
         }
@@ -1068,7 +1085,7 @@ impl<A: Arch> Kernel<A> {
         self.memory.free(handle);
     }
 
-    pub(crate) fn end_irq(&self, handle: Handle<Irq<A>>) {
+    pub(crate) fn destroy_irq(&self, handle: Handle<Irq<A>>) {
         let irq = self.memory.at(handle);
         A::irq_set(irq, true);
         if let Some(slot) = self.irq_slot(irq.vector) {
@@ -1077,7 +1094,7 @@ impl<A: Arch> Kernel<A> {
         self.memory.free(handle);
     }
 
-    /// A device interrupt has arrived at `vector`.
+    /// Handles a device interrupt at `vector`: signals the bound notification.
     pub fn interrupt(&self, vector: u8) {
         let Some(irq) =
             self.irq_slot(vector).and_then(Cell::get).and_then(|irq| self.memory.get(irq))
@@ -1085,7 +1102,7 @@ impl<A: Arch> Kernel<A> {
             return;
         };
         if matches!(irq.source, crate::arch::IrqSource::Line { level: true, .. }) {
-            // It stays asserted until the driver has served the device.
+            // A level-triggered line stays asserted until the driver has served the device.
             A::irq_set(irq, true);
         }
         if let Some(notification) = irq.notification.get() {

@@ -1,16 +1,17 @@
-//! Ordered trees of kernel objects: the one search structure of the kernel.
+//! Ordered trees of kernel objects: the kernel's only search structure.
 //!
-//! A treap whose priorities are derived from object identities, which no program can choose, so
-//! depth is logarithmic whatever keys a program picks. It allocates nothing: the links are in
-//! the objects. Used for the mappings of a space (by base), for those made from a mapping (by what they map) and for
-//! timeouts (by deadline). An object can be in several trees, one for each `Order` that it has links for.
+//! A treap whose priorities are derived from object ids, which user tasks cannot choose, so its
+//! depth is logarithmic for any choice of keys. It allocates nothing: the links are in the objects.
+//! Used for the mappings of an address space (by base), the children of a mapping (by mapped
+//! resource) and timeouts (by deadline). An object can be in several trees, one per `Order` that it
+//! has links for.
 
 use core::cell::Cell;
 use core::marker::PhantomData;
 
 use crate::pool::{Handle, Memory, Object};
 
-/// Links of an object that can be in one tree.
+/// Links of an object in one tree.
 pub struct Links<T> {
     left: Cell<Option<Handle<T>>>,
     right: Cell<Option<Handle<T>>>,
@@ -23,15 +24,15 @@ impl<T> Default for Links<T> {
 }
 
 impl<T> Links<T> {
-    /// Not in a tree.
+    /// Links of an object that is in no tree.
     pub const fn new() -> Self {
         Self { left: Cell::new(None), right: Cell::new(None) }
     }
 }
 
-/// An object that can be in a tree. The key must not change while it is, and be unique.
+/// An object that can be in a tree. Its key must be unique, and must not change while it is.
 pub trait Keyed<Order = ()>: Object {
-    /// Order of the tree.
+    /// Type of the keys that order the tree.
     type Key: Ord + Copy;
     /// The object's key.
     fn key(&self, handle: Handle<Self>) -> Self::Key;
@@ -47,7 +48,7 @@ pub struct Tree<T, Order = ()> {
 
 type Link<T> = Option<Handle<T>>;
 
-/// Spreads identities: consecutive allocations get unrelated priorities.
+/// Treap priority: consecutive object ids get unrelated priorities.
 fn priority<T>(handle: Handle<T>) -> u64 {
     handle
         .id()
@@ -68,12 +69,12 @@ impl<T: Keyed<Order>, Order> Tree<T, Order> {
         Self { root: Cell::new(None), order: PhantomData }
     }
 
-    /// Some element, if there is one.
+    /// Returns an arbitrary element, if any.
     pub fn any(&self) -> Link<T> {
         self.root.get()
     }
 
-    /// Adds an element.
+    /// Inserts an element.
     pub fn insert(&self, memory: &Memory, handle: Handle<T>) {
         let key = memory.at(handle).key(handle);
         let rank = priority(handle);
@@ -84,7 +85,7 @@ impl<T: Keyed<Order>, Order> Tree<T, Order> {
             let links = memory.at(next).links();
             place = if key < memory.at(next).key(next) { &links.left } else { &links.right };
         }
-        // Split what was here by the new key into the new element's two sides.
+        // Split the subtree at this position by the new key into the new element's children.
         let mut rest = place.replace(Some(handle));
         let links = memory.at(handle).links();
         let (mut less, mut more) = (&links.left, &links.right);
@@ -104,7 +105,7 @@ impl<T: Keyed<Order>, Order> Tree<T, Order> {
         more.set(None);
     }
 
-    /// Removes an element, which must be in this tree.
+    /// Removes an element of this tree.
     pub fn remove(&self, memory: &Memory, handle: Handle<T>) {
         let key = memory.at(handle).key(handle);
         let mut place = &self.root;
@@ -117,7 +118,7 @@ impl<T: Keyed<Order>, Order> Tree<T, Order> {
         if place.get().is_none() {
             return;
         }
-        // Merge the two sides into the element's place.
+        // Merge the element's children into its position.
         let links = memory.at(handle).links();
         let (mut left, mut right) = (links.left.take(), links.right.take());
         loop {
@@ -186,7 +187,7 @@ impl<T: Keyed<Order>, Order> Tree<T, Order> {
 
 #[cfg(test)]
 impl<T: Keyed<Order>, Order> Tree<T, Order> {
-    /// Longest way down.
+    /// Depth of the tree.
     pub fn depth(&self, memory: &Memory) -> u32 {
         fn below<T: Keyed<Order>, Order>(memory: &Memory, link: Link<T>) -> u32 {
             link.map_or(0, |handle| {
@@ -198,7 +199,7 @@ impl<T: Keyed<Order>, Order> Tree<T, Order> {
         below::<T, Order>(memory, self.root.get())
     }
 
-    /// Visits all elements; returns how many there are.
+    /// Visits all elements; returns their number.
     pub fn count(&self, memory: &Memory, visit: &dyn Fn(Handle<T>)) -> usize {
         let mut waiting: std::vec::Vec<_> = self.root.get().into_iter().collect();
         let mut count = 0;

@@ -1,5 +1,5 @@
-//! The kernel as a program: the linker script places it, `kernel-x86` holds the entry points.
-//! Nothing but the panic handler is left to do here, because a library cannot define one.
+//! Kernel executable: the linker script defines its layout, `kernel-x86` its entry points. Contains
+//! only the panic handler, which a library cannot define.
 #![no_std]
 #![no_main]
 

@@ -1,7 +1,8 @@
-//! The local APIC, in xAPIC or x2APIC mode behind one interface (APM vol. 2, chapter 16).
+//! Local APIC, in xAPIC or x2APIC mode behind one interface (APM vol. 2, chapter 16).
 //!
-//! All CPUs' local APICs are at the same address and in the same mode, so one value serves them all.
-//! The kernel runs with interrupts off, so no sequence of register accesses is interrupted on its CPU.
+//! The local APICs of all CPUs have the same address and mode, so one value represents them all.
+//! The kernel runs with interrupts off, so register access sequences are not interrupted on their
+//! CPU.
 
 use crate::io::{rdmsr, wrmsr};
 use crate::memory::{FOUR_GIB, direct};
@@ -11,8 +12,8 @@ use hw_x86::apic::local;
 use hw_x86::msr;
 use spin::Once;
 
-/// How the registers are reached. What the hardware and the tests do differently.
-pub trait Registers {
+/// Register access, implemented by the hardware and by a fake for tests.
+pub trait ApicRegisters {
     /// Reads a memory-mapped register.
     fn read(&self, register: u32) -> u32;
     /// Writes a memory-mapped register.
@@ -21,14 +22,14 @@ pub trait Registers {
     fn read_msr(&self, msr: u32) -> u64;
     /// Writes a model-specific register.
     fn write_msr(&self, msr: u32, value: u64);
-    /// The time stamp counter.
+    /// Current value of the time-stamp counter.
     fn tsc(&self) -> u64;
 }
 
-/// The real registers, memory-mapped ones at this physical address.
+/// Hardware registers; the field is the physical address of the memory-mapped ones.
 pub struct Hardware(u64);
 
-impl Registers for Hardware {
+impl ApicRegisters for Hardware {
     #[inline]
     fn read(&self, register: u32) -> u32 {
         // SAFETY: the local APIC's page, mapped uncached; the register is one of `local`.
@@ -37,13 +38,13 @@ impl Registers for Hardware {
 
     #[inline]
     fn write(&self, register: u32, value: u32) {
-        // SAFETY: as in `read`. What the APIC does is to interrupt CPUs, at vectors that have handlers.
+        // SAFETY: as in `read`. The APIC only interrupts CPUs, at vectors that have handlers.
         unsafe { direct(self.0 + register as u64).cast::<u32>().write_volatile(value) };
     }
 
     #[inline]
     fn read_msr(&self, msr: u32) -> u64 {
-        // SAFETY: `Apic` uses only registers of the local APIC that exist in its mode.
+        // SAFETY: `Apic` accesses only local APIC registers that exist in its mode.
         unsafe { rdmsr(msr) }
     }
 
@@ -59,12 +60,12 @@ impl Registers for Hardware {
     }
 }
 
-/// Polls of the delivery status before an earlier IPI counts as lost.
-const PATIENCE: u32 = 1_000_000;
-/// Fractional bits of the ratio between the timer's ticks and the TSC's.
+/// Polls of the delivery status after which the previous IPI counts as lost.
+const MAX_POLLS: u32 = 1_000_000;
+/// Fractional bits of the ratio between timer ticks and TSC ticks.
 const RATIO_SHIFT: u32 = 32;
 
-/// The local APIC of whichever CPU uses it.
+/// Local APIC of the executing CPU.
 pub struct Apic<R> {
     registers: R,
     x2: bool,
@@ -73,8 +74,8 @@ pub struct Apic<R> {
     ratio: AtomicU64,
 }
 
-impl<R: Registers> Apic<R> {
-    /// A local APIC to be run in x2APIC mode or not, its timer in TSC-deadline mode or not.
+impl<R: ApicRegisters> Apic<R> {
+    /// A local APIC in x2APIC or xAPIC mode, its timer in TSC-deadline or one-shot mode.
     pub const fn new(registers: R, x2: bool, deadline: bool) -> Self {
         Self { registers, x2, deadline, ratio: AtomicU64::new(1 << RATIO_SHIFT) }
     }
@@ -97,7 +98,7 @@ impl<R: Registers> Apic<R> {
         }
     }
 
-    /// Turns this CPU's local APIC on, all its own sources masked, the timer stopped.
+    /// Enables this CPU's local APIC, with its local sources masked and the timer stopped.
     pub fn enable(&self) {
         let base = self.registers.read_msr(msr::APIC_BASE);
         // x2APIC mode can only be entered from xAPIC mode (APM vol. 2 §16.9).
@@ -118,7 +119,8 @@ impl<R: Registers> Apic<R> {
         let mode = if self.deadline { local::TIMER_TSC_DEADLINE } else { local::TIMER_ONE_SHOT };
         self.write(local::LVT_TIMER, mode | idt::TIMER as u32);
         if self.deadline {
-            // The write to memory must have arrived before the deadline's (SDM vol. 3 §11.5.4.1).
+            // The memory-mapped write must complete before the deadline is written (SDM vol. 3
+            // §11.5.4.1).
             fence(Ordering::SeqCst);
             self.disarm();
         }
@@ -130,17 +132,17 @@ impl<R: Registers> Apic<R> {
         if self.x2 { raw } else { raw >> 24 }
     }
 
-    /// Whether it is in x2APIC mode.
+    /// Returns whether the local APIC is in x2APIC mode.
     pub fn is_x2(&self) -> bool {
         self.x2
     }
 
-    /// Whether the timer compares with the TSC itself.
+    /// Returns whether the timer is in TSC-deadline mode.
     pub fn has_deadline(&self) -> bool {
         self.deadline
     }
 
-    /// Ends the interrupt in service.
+    /// Signals the end of the interrupt in service (EOI).
     #[inline]
     pub fn eoi(&self) {
         self.write(local::EOI, 0);
@@ -148,14 +150,15 @@ impl<R: Registers> Apic<R> {
 
     /// Sends an interrupt command to a local APIC.
     pub fn send(&self, apic_id: u32, command: u32) {
-        // What the receiver is to see was stored before; an MSR write does not wait for it.
+        // Data for the receiver must be visible first: an MSR write does not wait for earlier
+        // stores.
         fence(Ordering::SeqCst);
         if self.x2 {
             let value = (apic_id as u64) << 32 | command as u64;
             self.registers.write_msr(msr::X2APIC + local::ICR_LOW / 16, value);
             return;
         }
-        for _ in 0..PATIENCE {
+        for _ in 0..MAX_POLLS {
             if self.read(local::ICR_LOW) & local::ICR_PENDING == 0 {
                 break;
             }
@@ -170,36 +173,36 @@ impl<R: Registers> Apic<R> {
         self.send(0, local::ICR_ALL_OTHERS | local::ICR_ASSERT | local::DELIVER_NMI);
     }
 
-    /// Resets a CPU to wait for [`Apic::send_startup`].
+    /// Sends INIT to a CPU, which then waits for [`Apic::send_startup`].
     pub fn send_init(&self, apic_id: u32) {
         self.send(apic_id, local::ICR_ASSERT | local::DELIVER_INIT);
     }
 
     /// Starts a waiting CPU in real mode at a page below 1 MiB.
     pub fn send_startup(&self, apic_id: u32, page: u64) {
-        let number = (page >> abi::PAGE_SHIFT) as u32 & 0xff;
-        self.send(apic_id, local::ICR_ASSERT | local::DELIVER_STARTUP | number);
+        let page_number = (page >> abi::PAGE_SHIFT) as u32 & 0xff;
+        self.send(apic_id, local::ICR_ASSERT | local::DELIVER_STARTUP | page_number);
     }
 
-    /// Starts the timer at its largest count, masked, for measuring.
+    /// Starts the timer at its maximum count, masked, for calibration.
     pub fn start_counting(&self) {
         self.write(local::LVT_TIMER, local::LVT_MASKED | local::TIMER_ONE_SHOT);
         self.write(local::TIMER_INITIAL, u32::MAX);
     }
 
-    /// Ticks left.
+    /// Remaining ticks of the timer.
     pub fn count(&self) -> u32 {
         self.read(local::TIMER_CURRENT)
     }
 
-    /// Tells how fast the timer counts; it is measured or known once, for all CPUs.
+    /// Sets the timer frequency, which is the same on all CPUs.
     pub fn set_frequency(&self, apic_khz: u64, tsc_khz: u64) {
         let ratio = ((apic_khz as u128) << RATIO_SHIFT) / tsc_khz.max(1) as u128;
         self.ratio.store((ratio as u64).max(1), Ordering::Relaxed);
     }
 
-    /// Arms the timer for when the TSC reaches `deadline`. One that is past, or reached meanwhile, interrupts at once; one
-    /// that is farther than the timer counts interrupts early.
+    /// Arms the timer for TSC value `deadline`. A deadline in the past interrupts immediately; one
+    /// beyond the range of the timer interrupts early.
     #[inline]
     pub fn arm(&self, deadline: u64) {
         if self.deadline {
@@ -223,7 +226,7 @@ impl<R: Registers> Apic<R> {
 }
 
 impl Apic<Hardware> {
-    /// Interrupts CPU `index` at `vector`. No such CPU, no effect.
+    /// Sends an IPI with `vector` to CPU `index`. No effect if there is no such CPU.
     pub fn send_ipi(&self, index: usize, vector: u8) {
         if let Some(target) = cpu::by_index(index) {
             self.send(target.apic_id, local::ICR_ASSERT | vector as u32);
@@ -233,7 +236,8 @@ impl Apic<Hardware> {
 
 static LOCAL: Once<Apic<Hardware>> = Once::new();
 
-/// Chooses the mode: x2APIC if the CPU has it or is in it already. `None` if the registers are out of reach.
+/// Selects the mode: x2APIC if the CPU supports it or is in it already. `None` if the registers are
+/// beyond the direct map.
 pub fn init(x2apic: bool, deadline: bool) -> Option<&'static Apic<Hardware>> {
     // SAFETY: every long-mode CPU has this register.
     let base = unsafe { rdmsr(msr::APIC_BASE) };
@@ -243,18 +247,18 @@ pub fn init(x2apic: bool, deadline: bool) -> Option<&'static Apic<Hardware>> {
         .then(|| LOCAL.call_once(|| Apic::new(Hardware(address), x2, deadline)))
 }
 
-/// The local APIC of this CPU. After [`init`]; there is no CPU without one.
+/// Local APIC of this CPU. Panics before [`init`].
 #[inline]
 pub fn local() -> &'static Apic<Hardware> {
-    LOCAL.get().expect("the local APIC is set up before it is used")
+    LOCAL.get().expect("local APIC used before its initialisation")
 }
 
-/// The local APIC if boot has come that far, for the panic path.
+/// Local APIC, if initialised, for the panic path.
 pub fn try_local() -> Option<&'static Apic<Hardware>> {
     LOCAL.get()
 }
 
-/// Physical address of the registers' page.
+/// Physical address of the register page.
 pub fn page() -> u64 {
     local().registers.0
 }
@@ -271,7 +275,7 @@ mod tests {
     }
     use Event::{Msr, Write};
 
-    /// Records writes; answers reads from what it is given.
+    /// Records writes; returns preset values on reads.
     struct Fake {
         events: RefCell<Vec<Event>>,
         base: u64,
@@ -285,7 +289,7 @@ mod tests {
         }
     }
 
-    impl Registers for Fake {
+    impl ApicRegisters for Fake {
         fn read(&self, register: u32) -> u32 {
             match register {
                 local::ID => 0x0500_0000,
@@ -329,7 +333,7 @@ mod tests {
         assert_eq!(apic.id(), 5);
         *apic.registers.pending.borrow_mut() = 3;
         apic.send_startup(7, 0x8000);
-        assert_eq!(*apic.registers.pending.borrow(), 0, "waits for the one before");
+        assert_eq!(*apic.registers.pending.borrow(), 0, "waits for the previous IPI");
         assert_eq!(taken(&apic), [Write(0x310, 7 << 24), Write(0x300, 0x4608)]);
         apic.eoi();
         assert_eq!(taken(&apic), [Write(0xb0, 0)]);

@@ -1,13 +1,14 @@
-//! From the boot loader to [`crate::start::bsp_main`]: reads what the loader and the firmware left in memory,
-//! builds the kernel's page tables, and brings up interrupts, time and the other CPUs.
+//! Boot of the first CPU, from the boot loader to [`crate::start::bsp_main`]: reads the information
+//! of boot loader and firmware, builds the kernel's page tables, and initialises interrupts, time
+//! and the other CPUs.
 //!
-//! Until [`boot_main`] has its own tables, it runs on those of `boot.s`, which map the first 4 GiB; all that a loader
-//! passes lies there.
+//! [`boot_main`] starts on the page tables of `boot.s`, which map the first 4 GiB, where all boot
+//! information resides.
 
 use crate::cpu::MAX_CPUS;
 use crate::features::{Features, features, initial_apic_id};
 use crate::memory::{
-    self, BootMemory, FOUR_GIB, IMAGE_OFFSET, Image, KernelTables, MAX_RAM, normalise,
+    self, BootMemory, FOUR_GIB, IMAGE_OFFSET, ImageLayout, KernelTables, MAX_RAM, normalise,
 };
 use crate::ranges::{Range, RangeSet};
 use crate::{apic, cpu, entry, idt, io, ioapic, log, panic, smp, start, time};
@@ -24,25 +25,26 @@ global_asm!(
     options(att_syntax)
 );
 
-/// Most bytes of the command line that are kept.
+/// Maximum stored length of the command line, in bytes.
 const COMMAND_LINE_LENGTH: usize = 1024;
-/// Most entries of the loader's lists, and bytes of its information, that are believed.
+/// Limits on untrusted boot information: entries per list, and total length in bytes.
 const MAX_ENTRIES: u32 = 1024;
 const MAX_INFORMATION: usize = 1 << 20;
 
-/// The machine, as boot found it.
+/// Machine description found by boot.
 pub struct Machine {
-    /// Physical memory. More of it can be allocated; what then is in `free` is root's.
+    /// Physical memory. Root gets everything that remains in `free`.
     pub memory: BootMemory,
-    /// Device memory below 4 GiB: what is not RAM, except the pages of the interrupt controllers.
+    /// Device memory below 4 GiB: everything except RAM and the registers of the interrupt
+    /// controllers.
     pub devices: RangeSet<MAX_RAM>,
-    /// The boot module, which is in none of the sets of free or used memory. Starts at a page.
+    /// Boot module, page-aligned; in neither the free nor the used memory.
     pub bundle: Option<Range>,
     /// Physical address of the ACPI RSDP, 0 if none.
     pub rsdp: u64,
     /// TSC frequency in kHz.
     pub tsc_khz: u64,
-    /// CPUs that were started.
+    /// Number of started CPUs.
     pub cpus: usize,
     command_line: [u8; COMMAND_LINE_LENGTH],
     command_line_length: usize,
@@ -50,7 +52,7 @@ pub struct Machine {
 
 struct Cell(UnsafeCell<Machine>);
 
-// SAFETY: only `boot_main` and what it calls use the machine, on the first CPU.
+// SAFETY: only `boot_main` and its callees access the description, on the first CPU.
 unsafe impl Sync for Cell {}
 
 static MACHINE: Cell = Cell(UnsafeCell::new(Machine {
@@ -65,17 +67,17 @@ static MACHINE: Cell = Cell(UnsafeCell::new(Machine {
 }));
 
 impl Machine {
-    /// The kernel's command line.
+    /// Kernel command line.
     pub fn command_line(&self) -> &str {
         let bytes = &self.command_line[..self.command_line_length];
         match core::str::from_utf8(bytes) {
             Ok(text) => text,
-            // What follows the first byte that is not text is not obeyed.
+            // Ignore everything from the first invalid UTF-8 sequence.
             Err(error) => core::str::from_utf8(&bytes[..error.valid_up_to()]).unwrap_or(""),
         }
     }
 
-    /// Value of `name=value` on the command line; the last one counts.
+    /// Value of the last `name=value` on the command line.
     pub fn option(&self, name: &str) -> Option<&str> {
         self.command_line()
             .split_ascii_whitespace()
@@ -99,10 +101,10 @@ unsafe extern "C" {
     static image_end: u8;
 }
 
-/// Where the image lies.
-pub fn image() -> Image {
+/// Addresses of the kernel image.
+pub fn image() -> ImageLayout {
     let at = |symbol: *const u8| symbol as u64;
-    Image {
+    ImageLayout {
         start: at(&raw const image_start),
         code: Range::new(at(&raw const text_start), at(&raw const text_end)),
         constants: Range::new(at(&raw const text_end), at(&raw const rodata_end)),
@@ -110,26 +112,27 @@ pub fn image() -> Image {
     }
 }
 
-/// Bytes that the loader or the firmware left below 4 GiB.
-fn left_bytes(physical: u64, length: usize) -> Option<&'static [u8]> {
-    // SAFETY: nothing writes there: the loader is gone, and memory that is in use is not
-    // allocated. What a loader lies about is its own image that it harms.
+/// Memory below 4 GiB written by the boot loader or the firmware.
+fn loader_bytes(physical: u64, length: usize) -> Option<&'static [u8]> {
+    // SAFETY: nothing writes there: the boot loader has finished, and memory in use is not
+    // allocated. A boot loader that passes wrong addresses could as well have modified the kernel
+    // image.
     unsafe { memory::bytes(physical, length) }
 }
 
-/// Like [`left_bytes`], as much as there is.
-fn left_text(physical: u64) -> &'static [u8] {
+/// Like [`loader_bytes`], truncated at 4 GiB.
+fn loader_text(physical: u64) -> &'static [u8] {
     let length = FOUR_GIB.saturating_sub(physical).min(COMMAND_LINE_LENGTH as u64);
-    left_bytes(physical, length as usize).unwrap_or(&[])
+    loader_bytes(physical, length as usize).unwrap_or(&[])
 }
 
-/// Takes what a PVH loader passes; returns what must not be overwritten besides the bundle.
+/// Reads the information of a PVH boot loader; returns the range to preserve besides the bundle.
 fn read_pvh(machine: &mut Machine, information: u64) -> Option<Range> {
-    let info = pvh::StartInfo::parse(left_bytes(information, pvh::StartInfo::LENGTH)?)?;
+    let info = pvh::StartInfo::parse(loader_bytes(information, pvh::StartInfo::LENGTH)?)?;
     let list = |address, count: u32, length| {
-        left_bytes(address, count.min(MAX_ENTRIES) as usize * length).unwrap_or(&[])
+        loader_bytes(address, count.min(MAX_ENTRIES) as usize * length).unwrap_or(&[])
     };
-    machine.set_command_line(left_text(info.command_line));
+    machine.set_command_line(loader_text(info.command_line));
     machine.rsdp = info.rsdp;
     let modules = list(info.module_list, info.modules, pvh::Module::LENGTH);
     machine.bundle =
@@ -142,11 +145,12 @@ fn read_pvh(machine: &mut Machine, information: u64) -> Option<Range> {
     Some(Range::default())
 }
 
-/// The same for a multiboot2 loader.
+/// Reads the information of a Multiboot2 boot loader; returns the range to preserve besides the
+/// bundle.
 fn read_multiboot2(machine: &mut Machine, information: u64) -> Option<Range> {
-    let header = left_bytes(information, multiboot2::BootInfo::HEADER_LENGTH)?;
+    let header = loader_bytes(information, multiboot2::BootInfo::HEADER_LENGTH)?;
     let length = multiboot2::BootInfo::length(header)?.min(MAX_INFORMATION);
-    let info = multiboot2::BootInfo::parse(left_bytes(information, length)?)?;
+    let info = multiboot2::BootInfo::parse(loader_bytes(information, length)?)?;
     machine.set_command_line(info.command_line().unwrap_or(&[]));
     machine.bundle =
         info.modules().next().map(|module| Range::new(module.start as u64, module.end as u64));
@@ -154,27 +158,28 @@ fn read_multiboot2(machine: &mut Machine, information: u64) -> Option<Range> {
         info.memory_map()
             .map(|entry| (Range::sized(entry.address, entry.size), entry.kind == pvh::memory::RAM))
     }));
-    // The RSDP is a copy in the information, which therefore has to stay.
+    // The RSDP is a copy in the boot information, which must therefore be preserved.
     machine.rsdp = info.rsdp().map_or(0, |copy| copy.as_ptr() as u64 - memory::DIRECT_MAP);
     Some(Range::sized(information, length as u64))
 }
 
-/// The RSDP where PC firmware leaves it (ACPI 6.5 §5.2.5.1), 0 if it is not there.
+/// Searches the RSDP where PC firmware stores it (ACPI 6.5 §5.2.5.1). Returns 0 if there is none.
 fn search_rsdp() -> u64 {
     const EBDA_POINTER: u64 = 0x40e;
     const BIOS: (u64, usize) = (0xe_0000, 0x2_0000);
-    let segment = left_bytes(EBDA_POINTER, 2).map_or(0, |raw| u16::from_le_bytes([raw[0], raw[1]]));
+    let segment =
+        loader_bytes(EBDA_POINTER, 2).map_or(0, |raw| u16::from_le_bytes([raw[0], raw[1]]));
     [((segment as u64) << 4, 1024), BIOS]
         .into_iter()
-        .find_map(|(base, length)| Some(base + find_rsdp(left_bytes(base, length)?)? as u64))
+        .find_map(|(base, length)| Some(base + find_rsdp(loader_bytes(base, length)?)? as u64))
         .unwrap_or(0)
 }
 
-/// Entered from `boot.s` with what the loader passed.
+/// Entry from `boot.s`, with the boot loader's magic number and the address of its information.
 extern "C" fn boot_main(magic: u32, information: u32) -> ! {
-    // SAFETY: this runs once, on the first CPU, and hands the only reference on.
+    // SAFETY: this runs once, on the first CPU, and passes on the only reference.
     let machine = unsafe { &mut *MACHINE.0.get() };
-    let kept = match magic {
+    let preserved = match magic {
         pvh::MAGIC => read_pvh(machine, information as u64),
         multiboot2::LOADER_MAGIC => read_multiboot2(machine, information as u64),
         _ => None,
@@ -182,16 +187,18 @@ extern "C" fn boot_main(magic: u32, information: u32) -> ! {
     log::init(machine.option("log"));
     panic::init(machine.option("panic"));
     log!("Parador {}, booted by {}", env!("CARGO_PKG_VERSION"), loader_name(magic));
-    let Some(kept) = kept else { panic!("the boot loader's information cannot be read") };
+    let Some(preserved) = preserved else {
+        panic!("invalid boot information (loader magic {magic:#x}, address {information:#x})")
+    };
     log!("command line: {}", machine.command_line());
     log_features(features());
-    reserve(machine, kept);
+    reserve(machine, preserved);
     log_memory(machine);
     if machine.rsdp == 0 {
         machine.rsdp = search_rsdp();
     }
     if let Err(status) = build_address_space(machine) {
-        panic!("too little memory below 4 GiB for the kernel's page tables: {status:?}");
+        panic!("not enough memory below 4 GiB for the kernel's page tables: {status:?}");
     }
     idt::init(&entry::INTERRUPT_STUBS, crate::machine_check::entry);
     // SAFETY: CPU 0's area was just mapped; nothing on the old stack is used again.
@@ -236,22 +243,22 @@ fn log_features(have: &Features) {
     }
     log!("CPU features:{}; {} ASIDs", Present(&names), have.asids);
     if !have.npt {
-        log!("no SVM with nested paging: virtual machines are not possible on this machine");
+        log!("no SVM with nested paging: cannot run VMs");
     }
 }
 
-/// Takes what is in use out of free memory.
-fn reserve(machine: &mut Machine, kept: Range) {
+/// Removes memory in use from free memory.
+fn reserve(machine: &mut Machine, preserved: Range) {
     let image = image();
     let whole = Range::new(image.start, image.data.end - IMAGE_OFFSET);
     let free = &mut machine.memory.free;
-    for range in [whole, kept].into_iter().chain(machine.bundle) {
+    for range in [whole, preserved].into_iter().chain(machine.bundle) {
         free.remove(range.outward());
     }
     machine.memory.used.insert(whole.outward());
-    machine.memory.used.insert(kept.outward());
+    machine.memory.used.insert(preserved.outward());
     if machine.bundle.is_some_and(|bundle| bundle.base % abi::PAGE_SIZE != 0) {
-        log!("the boot module does not start at a page: ignored");
+        log!("the boot module is not page-aligned: ignored");
         machine.bundle = None;
     }
 }
@@ -271,7 +278,7 @@ fn log_memory(machine: &Machine) {
     }
 }
 
-/// Builds the kernel's page tables with room for all CPUs, and changes to them.
+/// Builds the kernel's page tables with areas for all CPUs, and loads them.
 fn build_address_space(machine: &mut Machine) -> Result<(), Status> {
     let mut list = [0; MAX_CPUS];
     let areas = processors(machine.rsdp, &mut list).max(1);
@@ -282,13 +289,14 @@ fn build_address_space(machine: &mut Machine) -> Result<(), Status> {
         cpu::map_area(&tables, index)?;
     }
     let root = tables.finish();
-    // SAFETY: the tables map the image where it runs, the direct map, and the image's data, the
-    // stack included.
+    // SAFETY: the tables map the image at its address, the direct map, and the image's data,
+    // including the stack.
     unsafe { io::write_cr3(root) };
     Ok(())
 }
 
-/// APIC ids of the processors that the MADT lists as enabled; returns how many. The first is this one.
+/// Lists the APIC ids of the processors that the MADT reports as enabled, this one first. Returns
+/// their number.
 fn processors(rsdp: u64, list: &mut [u32; MAX_CPUS]) -> usize {
     list[0] = initial_apic_id();
     let mut count = 1;
@@ -313,23 +321,23 @@ fn processors(rsdp: u64, list: &mut [u32; MAX_CPUS]) -> usize {
 }
 
 fn find_madt(rsdp: u64) -> Option<Madt<'static>> {
-    let tables = Tables::from_address(rsdp, left_bytes).ok()?;
+    let tables = Tables::from_address(rsdp, loader_bytes).ok()?;
     Madt::parse(tables.find(Madt::SIGNATURE)?).ok()
 }
 
 fn find_pm_timer(rsdp: u64) -> Option<u16> {
-    let tables = Tables::from_address(rsdp, left_bytes).ok()?;
+    let tables = Tables::from_address(rsdp, loader_bytes).ok()?;
     Fadt::parse(tables.find(Fadt::SIGNATURE)?).ok()?.pm_timer()?.port()
 }
 
 extern "C" fn continue_on_own_stack() -> ! {
-    // SAFETY: `boot_main` has ended without return, so this is the only reference.
+    // SAFETY: `boot_main` never returns, so this is the only reference.
     let machine = unsafe { &mut *MACHINE.0.get() };
-    // SAFETY: the first CPU, once; its area is there.
+    // SAFETY: the first CPU, once; its area exists.
     unsafe { cpu::activate(0) };
     let have = features();
     let Some(local) = apic::init(have.x2apic, have.tsc_deadline) else {
-        panic!("the local APIC is out of reach");
+        panic!("the local APIC is not below 4 GiB, and the CPU has no x2APIC mode");
     };
     local.enable();
     find_frequencies(machine);
@@ -353,7 +361,7 @@ fn find_frequencies(machine: &mut Machine) {
         || {
             local.start_counting();
             let Some(found) = time::measure(find_pm_timer(machine.rsdp), || local.count()) else {
-                panic!("neither the ACPI PM timer nor the PIT counts");
+                panic!("cannot calibrate the TSC: neither the ACPI PM timer nor the PIT counts");
             };
             (have.tsc_khz.unwrap_or(found.tsc_khz), found.apic_khz, found.reference)
         },
@@ -374,16 +382,17 @@ fn start_processors(machine: &mut Machine) {
     let mut list = [0; MAX_CPUS];
     let count = processors(machine.rsdp, &mut list);
     let Some(page) = smp::trampoline_page(&machine.memory.ram) else {
-        log!("no RAM below 64 KiB: the other CPUs cannot be started");
+        log!("no RAM below 64 KiB: cannot start other CPUs");
         return;
     };
     for &apic_id in &list[1..count] {
-        // SAFETY: the first CPU, the others in reset; the page is nobody's; areas were mapped for all.
+        // SAFETY: the first CPU, the others in reset; the page is unused; the areas of all CPUs are
+        // mapped.
         if unsafe { smp::start(apic_id, page) } {
             machine.cpus += 1;
         } else {
-            log!("the CPU with APIC id {apic_id} does not answer: left out");
+            log!("the CPU with APIC id {apic_id} does not respond: not used");
         }
     }
-    log!("{} of {count} CPUs run", machine.cpus);
+    log!("{} of {count} CPUs started", machine.cpus);
 }

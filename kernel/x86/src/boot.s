@@ -1,11 +1,11 @@
-# Start-up: from the boot loader's 32-bit protected mode to long mode in the upper half, and from an
-# application processor's real mode to the same.
+# Start-up code: from 32-bit protected mode of the boot loader, or real mode of an application
+# processor, to long mode in the upper half.
 #
-# Two loaders are served. PVH (Xen "x86/HVM direct boot ABI") finds its entry in an ELF note and passes
-# hvm_start_info in EBX; multiboot2 finds its header and passes a magic number in EAX and its
-# information in EBX. Both come with flat 32-bit segments, paging and interrupts off.
+# Two boot protocols are supported. PVH (Xen "x86/HVM direct boot ABI") finds the entry in an ELF
+# note and passes hvm_start_info in EBX; Multiboot2 finds its header and passes a magic number in
+# EAX and its information in EBX. Both start with flat 32-bit segments, paging and interrupts off.
 
-.set PVH_MAGIC, 0x336ec578            # hvm_start_info.magic, which is also what boot_main() expects
+.set PVH_MAGIC, 0x336ec578            # hvm_start_info.magic, also expected by boot_main()
 .set CR4_PAE, 1 << 5
 .set MSR_EFER, 0xc0000080
 .set EFER_BITS, 1 << 11 | 1 << 8      # NXE, LME
@@ -15,8 +15,8 @@
 .set COM1, 0x3f8
 .set COM2, 0x2f8
 .set PVH_COMMAND_LINE, 24             # hvm_start_info.cmdline_paddr
-.set EXIT_PORT, 0xf4                  # QEMU's isa-debug-exit, if the command line names it: as in panic.rs
-.set EXIT_UNAVAILABLE, 69 + 0x10      # exit code 69, as root would report it
+.set EXIT_PORT, 0xf4                  # QEMU's isa-debug-exit, with panic=debug-exit (panic.rs)
+.set EXIT_UNAVAILABLE, 69 + 0x10      # exit code 69, as root reports it
 
 .section .boot.header, "a"
 .balign 8
@@ -49,7 +49,7 @@ start32:
     movl %ebx, %edi
     movl $boot_stack_physical, %esp
 
-    # Without long mode and no-execute pages there is nothing to run on.
+    # The kernel requires long mode and no-execute pages.
     movl $0x80000000, %eax
     cpuid
     cmpl $0x80000001, %eax
@@ -60,7 +60,7 @@ start32:
     cmpl $(1 << 29 | 1 << 20), %edx
     jne unsuitable
 
-    # Map the first 4 GiB three times: where they are, as image, and as direct map.
+    # Map the first 4 GiB three times: identity, image, and direct map.
     movl $boot_tables_physical, %ebp
     leal 0x1003(%ebp), %eax
     movl %eax, (%ebp)
@@ -92,8 +92,8 @@ start32:
     lgdtl boot_gdt_pointer
     ljmpl $CODE64, $start64
 
-# Says so on both serial ports, ends an emulated machine (`panic=debug-exit` on the command line), and stops. ESI and EDI are
-# as `start32` has left them.
+# Reports an unsupported processor on both serial ports, terminates an emulated machine
+# (`panic=debug-exit` on the command line), and stops. ESI and EDI are as `start32` left them.
 unsuitable:
     movl %esi, %ebx
     movl $unsuitable_text, %esi
@@ -104,8 +104,8 @@ unsuitable:
     outb %al, %dx
     cmpb $0, (%esi)
     jne 3b
-    # EBX: where to look for the words. The command line of PVH ends with a zero; that of multiboot2 is somewhere in its
-    # information, which begins with its size.
+    # EBX: start of the text to search. The command line of PVH ends with a zero; that of Multiboot2
+    # is inside its information, which begins with its size.
     cmpl $PVH_MAGIC, %ebx
     movl %edi, %ebx
     movl (%edi), %edx
@@ -164,8 +164,9 @@ start_high:
     callq {boot_main}
     ud2
 
-# Copied to a page below 1 MiB, where a started processor begins with CS = page / 16, IP = 0. It goes to
-# long mode in one step on the start-up tables, then to the upper half on the kernel's tables.
+# Copied to a page below 1 MiB, where an application processor starts with CS = page / 16, IP = 0.
+# It enters long mode in one step on the start-up tables, then the upper half on the kernel's
+# tables.
 .section .rodata
 .global trampoline, trampoline_data, trampoline_end
 .code16

@@ -1,7 +1,7 @@
-//! A CPU's own memory, and the state that each CPU is put into.
+//! Per-CPU memory, and initialisation of a CPU's registers.
 //!
-//! Each CPU has an area at [`area`]: stacks with unmapped pages between them, then [`PerCpu`], which GS
-//! points to while the kernel runs.
+//! Each CPU has an area at [`area`]: stacks separated by unmapped guard pages, then [`PerCpu`], to
+//! which GS points while the kernel runs.
 
 use crate::features::features;
 use crate::io::{rdmsr, read_cr0, write_cr0, write_cr4, write_xcr0, wrmsr};
@@ -14,13 +14,13 @@ use core::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use hw_x86::msr;
 use hw_x86::paging::{TaskState, cr0, cr4, descriptor};
 
-/// Most CPUs that are used.
+/// Maximum number of CPUs in use.
 pub const MAX_CPUS: usize = 64;
-/// Bytes of an I/O permission bitmap: one bit per port.
+/// Length in bytes of an I/O permission bitmap: one bit per port.
 pub const IO_MAP_LENGTH: usize = 8192;
 
-/// Segment selectors. The order is what SYSCALL and SYSRET want (APM vol. 2 §6.1.1): with STAR as [`STAR`]
-/// kernel code and data follow each other, and user data and 64-bit user code.
+/// Segment selectors, in the order that SYSCALL and SYSRET require (APM vol. 2 §6.1.1): kernel code
+/// before kernel data, user data before 64-bit user code, as [`STAR`] states.
 pub mod selector {
     /// Kernel code.
     pub const KERNEL_CODE: u16 = 0x08;
@@ -46,33 +46,33 @@ const fn area(index: usize) -> u64 {
     CPU_AREAS + index as u64 * AREA_LENGTH
 }
 
-/// The task-state segment and the I/O permission bitmap that follows it.
+/// Task-state segment, followed by the I/O permission bitmap.
 #[repr(C)]
 struct Tss {
     state: TaskState,
     io_map: [u8; IO_MAP_LENGTH],
-    /// The CPU may read one byte beyond the bitmap; it must be all ones (APM vol. 2 §12.2.4).
+    /// The CPU may read one byte beyond the bitmap, which must be all ones (APM vol. 2 §12.2.4).
     end: u8,
 }
 
 const TSS_LIMIT: u32 = (offset_of!(Tss, end)) as u32;
 
-/// What belongs to one CPU. The first fields are at fixed offsets, for assembly.
+/// State of one CPU. The first fields have fixed offsets, for assembly.
 #[repr(C)]
 pub struct PerCpu {
     this: u64,
     /// Offset 8: top of this CPU's kernel stack.
     pub kernel_stack_top: AtomicU64,
-    /// Offset 16: free for the entry code.
+    /// Offset 16: scratch register of the entry code.
     pub scratch: AtomicU64,
-    /// Number of this CPU; 0 is the one that booted.
+    /// Index of this CPU; 0 is the boot CPU.
     pub id: u32,
-    /// Its local APIC's id.
+    /// Id of its local APIC.
     pub apic_id: u32,
-    /// Interrupt vectors that came and are to be handled, a bit each.
+    /// Interrupt vectors taken in ring 0 and not handled yet, one bit each.
     pub pending: [AtomicU64; 4],
-    /// TSC_AUX is a guest's.
-    pub shows_aux: AtomicBool,
+    /// TSC_AUX holds a guest's value.
+    pub guest_tsc_aux: AtomicBool,
     gdt: UnsafeCell<[u64; 7]>,
     tss: UnsafeCell<Tss>,
 }
@@ -91,24 +91,26 @@ unsafe impl Sync for PerCpu {}
 
 static CREATED: AtomicUsize = AtomicUsize::new(0);
 
-/// Offset of TSS.RSP0 in [`PerCpu`], for the entry code: where the registers of the running thread are saved ends there.
+/// Offset of TSS.RSP0 in [`PerCpu`], for the entry code: end of the running thread's saved
+/// registers.
 pub const INTERRUPT_STACK: usize =
     offset_of!(PerCpu, tss) + offset_of!(Tss, state) + offset_of!(TaskState, rsp);
 
-/// What belongs to this CPU.
+/// State of the executing CPU.
 #[inline]
 pub fn current() -> &'static PerCpu {
     let this: *const PerCpu;
-    // SAFETY: in the kernel GS points to this CPU's `PerCpu`, which starts with its own address and lives for ever.
+    // SAFETY: in the kernel, GS points to this CPU's `PerCpu`, which begins with its own address
+    // and lives for ever.
     unsafe {
         asm!("mov {}, gs:[0]", out(reg) this, options(nostack, pure, nomem, preserves_flags));
         &*this
     }
 }
 
-/// What belongs to CPU `index`, if there is such a CPU.
+/// State of CPU `index`, if it exists.
 pub fn by_index(index: usize) -> Option<&'static PerCpu> {
-    // SAFETY: areas that were created stay mapped for ever.
+    // SAFETY: areas stay mapped for ever once created.
     (index < CREATED.load(Ordering::Acquire)).then(|| unsafe { &*per_cpu(index) })
 }
 
@@ -116,7 +118,7 @@ fn per_cpu(index: usize) -> *mut PerCpu {
     (area(index) + PER_CPU) as *mut PerCpu
 }
 
-/// Maps the area of CPU `index` into the tables to be.
+/// Maps the area of CPU `index` in the new tables.
 pub fn map_area(tables: &KernelTables, index: usize) -> Result<(), Status> {
     let [first, second, third] = EXCEPTION_STACKS;
     for (start, end) in [KERNEL_STACK, first, second, third] {
@@ -126,23 +128,23 @@ pub fn map_area(tables: &KernelTables, index: usize) -> Result<(), Status> {
     tables.map_new(area(index) + PER_CPU, pages)
 }
 
-/// Fills the area of the next CPU and returns its number.
+/// Initialises the area of the next CPU and returns its index.
 ///
 /// # Safety
-/// The next area is mapped in the tables in use, and only the first CPU does this.
+/// The next area is mapped in the current tables, and only the first CPU calls this.
 pub unsafe fn create(apic_id: u32) -> usize {
     let index = CREATED.load(Ordering::Relaxed);
     let this = per_cpu(index);
     let stack_top = area(index) + KERNEL_STACK.1;
     let mut state = TaskState::new();
     state.rsp[0] = stack_top;
-    for (number, (_, end)) in EXCEPTION_STACKS.into_iter().enumerate() {
-        state.ist[number] = area(index) + end;
+    for (index, (_, end)) in EXCEPTION_STACKS.into_iter().enumerate() {
+        state.ist[index] = area(index) + end;
     }
     let task_state =
         descriptor::task_state(this as u64 + offset_of!(PerCpu, tss) as u64, TSS_LIMIT);
-    // SAFETY: mapped and nobody else's, by the caller; the bitmap is filled where it lies, since the
-    // struct is too large to pass over a stack.
+    // SAFETY: mapped and unused, by contract; the bitmap is filled in place, since the struct is
+    // too large for the stack.
     unsafe {
         (&raw mut (*this).this).write(this as u64);
         (&raw mut (*this).kernel_stack_top).write(AtomicU64::new(stack_top));
@@ -165,7 +167,7 @@ pub unsafe fn create(apic_id: u32) -> usize {
     index
 }
 
-/// Takes back the last CPU that was created: it did not come up, and its area serves the next one.
+/// Discards the CPU created last, which failed to start, so that the next one can use its area.
 pub fn discard_last() {
     CREATED.fetch_sub(1, Ordering::AcqRel);
 }
@@ -175,7 +177,7 @@ pub const fn kernel_stack_top(index: usize) -> u64 {
     area(index) + KERNEL_STACK.1
 }
 
-/// End of the kernel or exception stack that holds `address`, if one does.
+/// End of the kernel or exception stack that contains `address`, if any.
 pub fn stack_end(address: u64) -> Option<u64> {
     let offset = address.checked_sub(CPU_AREAS)? % AREA_LENGTH;
     let [first, second, third] = EXCEPTION_STACKS;
@@ -192,20 +194,20 @@ pub struct TablePointer {
 }
 
 impl TablePointer {
-    /// Points to a table.
+    /// Returns a pointer to a table.
     pub fn to<T>(table: *const T) -> Self {
         Self { limit: size_of::<T>() as u16 - 1, base: table as u64 }
     }
 }
 
-/// Puts this CPU, number `index`, into the kernel's state: segments, control registers, features.
+/// Initialises this CPU, whose index is `index`: segments, control registers, features.
 ///
 /// # Safety
 /// Runs once per CPU, on that CPU, after its area was created, with interrupts off.
 pub unsafe fn activate(index: usize) {
     let this = per_cpu(index);
-    // SAFETY: the tables are in the CPU's area, which lives for ever; the selectors are theirs; GS
-    // gets this CPU's `PerCpu`. Its task state is not busy, since this runs once.
+    // SAFETY: the tables are in the CPU's area, which lives for ever; the selectors refer to them;
+    // GS gets this CPU's `PerCpu`. Its task state is not busy, since this runs once.
     unsafe {
         let gdt = TablePointer::to((&raw const (*this).gdt).cast::<[u64; 7]>());
         asm!(
@@ -221,7 +223,7 @@ pub unsafe fn activate(index: usize) {
             "mov fs, {zero:e}",
             "mov gs, {zero:e}",
             "ltr {task:x}",
-            // Firmware may have left a table whose segments have bases.
+            // Firmware may have left an LDT whose segments have non-zero bases.
             "lldt {zero:x}",
             gdt = in(reg) &gdt,
             code = const selector::KERNEL_CODE,
@@ -231,7 +233,7 @@ pub unsafe fn activate(index: usize) {
             task = in(reg) selector::TASK_STATE,
         );
         wrmsr(msr::GS_BASE, this as u64);
-        // The bases of tasks, which cannot set them.
+        // User-mode bases, which tasks cannot change.
         wrmsr(msr::FS_BASE, 0);
         wrmsr(msr::KERNEL_GS_BASE, 0);
         crate::idt::load();
@@ -242,18 +244,19 @@ pub unsafe fn activate(index: usize) {
 /// # Safety
 /// As for [`activate`].
 unsafe fn set_control_registers() {
-    /// The PAT's value after reset; firmware may have changed it.
+    /// Reset value of the PAT; firmware may have changed it.
     const PAT_RESET: u64 = 0x0007_0406_0007_0406;
     let have = features();
     let when = |present: bool, bits: u64| if present { bits } else { 0 };
     let new_cr4 = cr4::PAE
         | cr4::PGE
-        // Without it a machine check resets the machine, and nobody learns why.
+        // With MCE clear, a machine check resets the machine without any message.
         | when(have.mce, cr4::MCE)
         | when(have.fxsr, cr4::OSFXSR | cr4::OSXMMEXCPT)
         | when(have.xsave, cr4::OSXSAVE)
-        // No FSGSBASE: bases of FS and GS are not part of a thread's registers. They are 0, since no descriptor that a task
-        // can load has another one. Where tasks are to have bases, `run::load_space` is where they change.
+        // No FSGSBASE: the FS and GS bases are not part of a thread's registers. They are 0, since
+        // no descriptor available to tasks has another base. Per-task bases would be switched in
+        // `run::load_space`.
         | when(have.umip, cr4::UMIP)
         | when(have.smep, cr4::SMEP)
         | when(have.smap, cr4::SMAP);
@@ -263,8 +266,8 @@ unsafe fn set_control_registers() {
         | cr0::NE
         | cr0::WP
         | cr0::PG;
-    // SAFETY: features that the CPU has; none of them changes what the kernel's memory holds. The
-    // kernel has no user-accessible pages, so SMEP and SMAP take nothing from it.
+    // SAFETY: features that the CPU has; none of them changes the contents of kernel memory. The
+    // kernel has no user-accessible pages, so SMEP and SMAP do not restrict it.
     unsafe {
         wrmsr(msr::PAT, PAT_RESET);
         write_cr4(new_cr4);
@@ -277,29 +280,29 @@ unsafe fn set_control_registers() {
     }
 }
 
-/// Sets the stack that interrupts and exceptions from CPL 3 start on, on this CPU.
+/// Sets this CPU's stack for interrupts and exceptions from CPL 3.
 #[inline]
 pub fn set_interrupt_stack(top: u64) {
     let cpu = current();
-    // SAFETY: only this CPU touches its task state, and it does not do so in parallel with itself:
-    // the kernel runs with interrupts off.
+    // SAFETY: only this CPU accesses its task state, never concurrently with itself: the kernel
+    // runs with interrupts off.
     unsafe { (&raw mut (*cpu.tss.get()).state.rsp).cast::<u64>().write_unaligned(top) };
 }
 
-/// Gives the running task no ports, on this CPU.
-pub fn hide_ports() {
+/// Denies the running task all I/O ports, on this CPU.
+pub fn disable_ports() {
     set_io_map_base(u16::MAX);
 }
 
-/// Gives the running task the ports whose bits in `map` are 0, on this CPU.
-pub fn show_ports(map: &[u8; IO_MAP_LENGTH]) {
+/// Grants the running task the ports whose bits in `map` are 0, on this CPU.
+pub fn load_ports(map: &[u8; IO_MAP_LENGTH]) {
     // SAFETY: as in `set_interrupt_stack`.
     unsafe { (&raw mut (*current().tss.get()).io_map).write(*map) };
-    unhide_ports();
+    enable_loaded_ports();
 }
 
-/// Shows the ports that were shown last.
-pub fn unhide_ports() {
+/// Grants the ports of the map that was loaded last.
+pub fn enable_loaded_ports() {
     set_io_map_base(offset_of!(Tss, io_map) as u16);
 }
 

@@ -1,9 +1,9 @@
-//! Entry to the kernel and exit from it.
+//! Kernel entry and exit.
 //!
-//! A thread's registers are saved in its [`Context`], straight from the entry: TSS.RSP0
-//! points to the context's end, so the processor itself pushes the last five words. The kernel
-//! then runs on the CPU's own stack. Interrupts that come in ring 0 (only where the kernel opens a
-//! window for them: idle, and after a guest) are noted in `PerCpu::pending` and nothing else.
+//! The entry code saves a thread's registers directly in its [`Context`]: TSS.RSP0 points to the
+//! end of the context, so the processor itself pushes the last five words. The kernel then runs on
+//! the CPU's own stack. Interrupts in ring 0, which occur only where the kernel enables them (idle,
+//! and after a guest), are recorded in `PerCpu::pending`.
 
 use core::arch::{global_asm, naked_asm};
 use core::cell::UnsafeCell;
@@ -16,14 +16,14 @@ use crate::cpu::{self, selector};
 use crate::io::{read_cr2, wrmsr};
 use crate::run;
 
-/// Marks a context that a system call saved, in `vector`: it can be left by SYSRET.
+/// Value of `vector` for a context saved by SYSCALL, which SYSRET can restore.
 const SYSCALL: u64 = 0x100;
-/// RFLAGS that a task may not choose: IOPL, NT, VM, RF, VIF, VIP; IF is always set.
+/// Initial RFLAGS of a thread: IF. Tasks cannot change IOPL, NT, VM, RF, VIF, VIP.
 const USER_FLAGS: u64 = 0x202;
 /// RFLAGS cleared by SYSCALL: TF, IF, DF, NT, AC.
 const SYSCALL_MASK: u64 = 1 << 8 | 1 << 9 | 1 << 10 | 1 << 14 | 1 << 18;
 
-/// Registers of a thread, in the order in which entry pushes them (last pushed first).
+/// Registers of a thread, in reverse order of the pushes at entry.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 pub struct Registers {
@@ -51,7 +51,7 @@ pub struct Registers {
     ss: u64,
 }
 
-/// A thread's saved registers.
+/// Saved registers of a thread.
 #[repr(C, align(16))]
 #[derive(Default)]
 pub struct Context(UnsafeCell<Registers>);
@@ -72,12 +72,12 @@ macro_rules! register {
 }
 
 impl Context {
-    /// Where entry from user mode starts to push.
+    /// Initial stack pointer of an entry from user mode.
     pub fn end(this: *const Self) -> u64 {
         this as u64 + size_of::<Self>() as u64
     }
 
-    /// What brought the thread into the kernel: vector and error code.
+    /// Cause of the kernel entry: vector and error code.
     fn cause(&self) -> (u64, u64) {
         (register!(self.vector), register!(self.error))
     }
@@ -119,7 +119,7 @@ impl kernel_core::arch::Context for Context {
     }
 
     fn restart(&self) {
-        // Back to the SYSCALL instruction, which is two bytes long; `rax` still holds the operation.
+        // Repeat the SYSCALL instruction, which is two bytes long; `rax` still holds the operation.
         register!(self.rip = self.ip().wrapping_sub(2));
     }
 
@@ -142,10 +142,10 @@ impl kernel_core::arch::Context for Context {
     }
 }
 
-/// Sets up SYSCALL on this CPU.
+/// Enables SYSCALL on this CPU.
 pub fn init() {
-    // SAFETY: the selectors are those of this CPU's GDT, the entry is `syscall_entry`, and interrupts are
-    // off in it.
+    // SAFETY: the selectors are those of this CPU's GDT, the entry is `syscall_entry`, and
+    // interrupts are off in it.
     unsafe {
         wrmsr(msr::STAR, selector::STAR);
         wrmsr(msr::LSTAR, syscall_entry as *const () as u64);
@@ -154,7 +154,7 @@ pub fn init() {
     }
 }
 
-/// SYSCALL from compatibility mode, which tasks cannot enter: no 32-bit code segment exists.
+/// SYSCALL from compatibility mode, which tasks cannot enter: there is no 32-bit code segment.
 #[unsafe(naked)]
 unsafe extern "C" fn ignore_entry() {
     naked_asm!("ud2")
@@ -171,7 +171,7 @@ unsafe extern "C" fn syscall_entry() {
         "push r11",
         "push {code}",
         "push rcx",
-        // From here on like `interrupt_entry`, but without the error code, `rcx` and `r11`.
+        // From here as in `interrupt_entry`, but without the error code, `rcx` and `r11`.
         "mov qword ptr [rsp - 16], {syscall}",
         "mov [rsp - 24], rdi",
         "mov [rsp - 32], rsi",
@@ -196,7 +196,7 @@ unsafe extern "C" fn syscall_entry() {
     )
 }
 
-/// Goes to user mode with the registers of the context in `rax`.
+/// Returns to user mode with the registers of the context in `rax`.
 #[unsafe(naked)]
 unsafe extern "C" fn leave_kernel() {
     naked_asm!(
@@ -214,7 +214,8 @@ unsafe extern "C" fn leave_kernel() {
         "mov r15, [rax]",
         "cmp qword ptr [rax + 120], {syscall}",
         "jne 2f",
-        // No page at the end of the lower half is ever mapped, so the address after a SYSCALL is canonical.
+        // The last page of the lower half is never mapped, so the address after a SYSCALL is
+        // canonical.
         "mov rcx, [rax + 136]",
         "mov r11, [rax + 152]",
         "mov rsp, [rax + 160]",
@@ -232,7 +233,7 @@ unsafe extern "C" fn leave_kernel() {
     )
 }
 
-/// Goes to user mode from where no context was interrupted: the first time on a CPU.
+/// Enters user mode without an interrupted context: the first time on a CPU.
 ///
 /// # Safety
 /// `context` is a thread's; nothing on this stack is used again.
@@ -244,8 +245,9 @@ pub unsafe fn leave_to(context: *const Context) -> ! {
     }
 }
 
-// One entry point per vector: makes the stack alike (error code, vector) and goes on to the common part.
-// The processor pushes an error code for the vectors of the bit mask (APM vol. 2, section 8.2).
+// One entry point per vector: normalises the stack (error code, vector) and jumps to the common
+// path. The processor pushes an error code for the vectors in the bit mask (APM vol. 2, section
+// 8.2).
 global_asm!(
     ".section .text.interrupts, \"ax\"",
     ".balign 16",
@@ -308,7 +310,7 @@ unsafe extern "C" fn interrupt_entry() {
         "mov rsp, gs:[8]",
         "call {handler}",
         "jmp {leave}",
-        // In ring 0.
+        // From ring 0.
         "2:",
         "cmp dword ptr [rsp], 32",
         "jb 3f",
@@ -333,7 +335,8 @@ unsafe extern "C" fn interrupt_entry() {
     )
 }
 
-/// NMIs have their own stack and may come anywhere, so nothing of the interrupted code is touched.
+/// NMIs have their own stack and can occur anywhere, so all registers of the interrupted code are
+/// preserved.
 #[unsafe(naked)]
 unsafe extern "C" fn nmi_entry() {
     naked_asm!(
@@ -377,37 +380,38 @@ extern "C" fn kernel_exception(vector: u64, error: u64, rip: u64) -> ! {
     panic!("exception {vector} in the kernel at {rip:#x}, error code {error:#x}");
 }
 
-/// Does not return, so that no registers need to be brought back that `leave_kernel` loads anyway.
+/// Handles a system call. Does not return: `leave_kernel` loads all registers anyway.
 extern "C" fn syscall_handler() -> ! {
-    let number = cpu::current().id as usize;
-    let kernel = run::lock(number);
+    let cpu_index = cpu::current().id as usize;
+    let kernel = run::lock(cpu_index);
     #[cfg(parador_longest_path)]
     {
         use kernel_core::arch::Context as _;
-        let caller = kernel.cpus[number].current.get().and_then(|thread| kernel.memory.get(thread));
+        let caller =
+            kernel.cpus[cpu_index].current.get().and_then(|thread| kernel.memory.get(thread));
         crate::longest::caused_by(caller.map_or(0, |thread| thread.context.operation()));
     }
-    let next = kernel.system_call(number).map(|next| run::Next::new(&next));
+    let next = kernel.system_call(cpu_index).map(|next| run::Next::new(&next));
     let (kernel, next) = match next {
-        Some(next) if !kernel.has_work(number) => (kernel, next),
-        _ => run::choose(kernel, number),
+        Some(next) if !kernel.has_work(cpu_index) => (kernel, next),
+        _ => run::pick_next(kernel, cpu_index),
     };
-    let context = run::leave(kernel, number, next);
+    let context = run::leave(kernel, cpu_index, next);
     // SAFETY: a thread's context; the next entry starts on an empty stack.
     unsafe { leave_to(context) }
 }
 
-/// A device interrupt or an exception in user mode.
+/// Handles an interrupt, or an exception in user mode.
 extern "C" fn interrupt_handler(vector: u64) -> *const Context {
     let cr2 = read_cr2();
-    let number = cpu::current().id as usize;
-    let kernel = run::lock(number);
+    let cpu_index = cpu::current().id as usize;
+    let kernel = run::lock(cpu_index);
     #[cfg(parador_longest_path)]
     crate::longest::caused_by(crate::longest::VECTOR | vector);
     if vector >= crate::idt::FIRST_INTERRUPT as u64 {
-        run::handle_vector(&kernel, number, vector as u8);
+        run::handle_vector(&kernel, cpu_index, vector as u8);
     } else {
-        let current = kernel.cpus[number].current.get();
+        let current = kernel.cpus[cpu_index].current.get();
         if let Some(handle) = current
             && let Some(thread) = kernel.memory.get(handle)
         {
@@ -415,9 +419,9 @@ extern "C" fn interrupt_handler(vector: u64) -> *const Context {
             const PAGE_FAULT: u64 = 14;
             let (_, error) = thread.context.cause();
             let address = if vector == PAGE_FAULT { cr2 } else { 0 };
-            kernel.fault(number, handle, [vector, error, address, thread.context.ip()]);
+            kernel.fault(cpu_index, handle, [vector, error, address, thread.context.ip()]);
         }
     }
-    let (kernel, next) = run::choose(kernel, number);
-    run::leave(kernel, number, next)
+    let (kernel, next) = run::pick_next(kernel, cpu_index);
+    run::leave(kernel, cpu_index, next)
 }

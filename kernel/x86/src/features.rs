@@ -1,11 +1,11 @@
-//! What this CPU can do, from CPUID: APM vol. 3 (24594), appendix E.3 and E.4. Asked once, on the first CPU; the others
-//! are taken to be alike.
+//! Processor features reported by CPUID: APM vol. 3 (24594), appendix E.3 and E.4. Read once, on
+//! the first CPU; the other CPUs are assumed to be identical.
 
 use core::arch::x86_64::{__cpuid, __cpuid_count, CpuidResult};
 use hw_x86::paging::xcr0;
 use spin::Once;
 
-/// The features that the kernel chooses its ways by.
+/// Processor features that the kernel depends on.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Features {
     /// SVM.
@@ -16,11 +16,11 @@ pub struct Features {
     pub nrip_save: bool,
     /// VMEXIT decodes some instructions.
     pub decode_assist: bool,
-    /// The VMCB's clean bits are obeyed.
+    /// The processor evaluates the VMCB clean bits.
     pub vmcb_clean: bool,
     /// TLB flush by ASID.
     pub flush_by_asid: bool,
-    /// ASIDs, including the host's 0.
+    /// Number of ASIDs, including the host's ASID 0.
     pub asids: u32,
     /// The local APIC has x2APIC mode.
     pub x2apic: bool,
@@ -32,7 +32,7 @@ pub struct Features {
     pub rdtscp: bool,
     /// 1 GiB pages.
     pub huge_pages: bool,
-    /// RDFSBASE and its kin.
+    /// RDFSBASE, RDGSBASE, WRFSBASE, WRGSBASE.
     pub fsgsbase: bool,
     /// Supervisor-mode execution prevention.
     pub smep: bool,
@@ -50,30 +50,31 @@ pub struct Features {
     pub xsave: bool,
     /// XSAVEOPT.
     pub xsaveopt: bool,
-    /// `XCR0` bits that the kernel enables and guests may enable; [`xcr0::X87`] and SSE without XSAVE.
+    /// `XCR0` bits that the kernel enables and guests may enable; [`xcr0::X87`] and SSE without
+    /// XSAVE.
     pub xcr0_mask: u64,
-    /// Bytes of an XSAVE (else FXSAVE) area for `xcr0_mask`.
+    /// Length in bytes of an XSAVE (else FXSAVE) area for `xcr0_mask`.
     pub xsave_size: usize,
-    /// Bits of a physical address.
+    /// Width of a physical address in bits.
     pub physical_bits: u32,
-    /// We are a guest ourselves.
+    /// The kernel runs in a virtual machine.
     pub hypervisor: bool,
-    /// TSC frequency in kHz, if CPUID tells.
+    /// TSC frequency in kHz, if reported by CPUID.
     pub tsc_khz: Option<u64>,
-    /// Frequency of the local APIC timer in kHz, if CPUID tells.
+    /// Frequency of the local APIC timer in kHz, if reported by CPUID.
     pub apic_khz: Option<u64>,
 }
 
 static FEATURES: Once<Features> = Once::new();
 
-/// The features of this machine.
+/// Features of this machine.
 pub fn features() -> &'static Features {
     FEATURES.call_once(|| Features::read(__cpuid_count))
 }
 
-/// `XCR0` components that the kernel knows how to handle.
+/// `XCR0` components that the kernel supports.
 const KNOWN_XCR0: u64 = xcr0::X87 | xcr0::SSE | xcr0::AVX | xcr0::AVX512 | xcr0::PKRU;
-/// Bytes of the legacy area and header of XSAVE.
+/// Length in bytes of the XSAVE legacy area and header.
 const XSAVE_MIN: usize = 576;
 const FXSAVE_SIZE: usize = 512;
 
@@ -135,8 +136,9 @@ impl Features {
         found
     }
 
-    /// Leaf 15h (SDM vol. 2A, CPUID): TSC / crystal = EBX / EAX, crystal in ECX Hz, which also drives the
-    /// local APIC's timer. Leaf 4000_0010h (by convention among hypervisors): both in kHz.
+    /// Leaf 15h (SDM vol. 2A, CPUID): TSC / crystal = EBX / EAX, with the crystal, which also
+    /// drives the local APIC timer, in ECX Hz. Leaf 4000_0010h (a convention among hypervisors):
+    /// both in kHz.
     fn read_frequencies(&mut self, crystal: CpuidResult, cpuid: impl Fn(u32, u32) -> CpuidResult) {
         if crystal.eax != 0 && crystal.ebx != 0 && crystal.ecx != 0 {
             let hertz = crystal.ecx as u64 * crystal.ebx as u64 / crystal.eax as u64;

@@ -1,18 +1,19 @@
-//! Long-mode page tables (APM vol. 2 §5.3): those of tasks and guest-physical spaces, and the kernel's own.
+//! Long-mode page tables (APM vol. 2 §5.3) of tasks, VMs and the kernel.
 
 use hw_x86::paging::entry;
 use kernel_core::table::{Access, Format};
 
 use crate::features::features;
 
-/// Long-mode tables. `LEAF` are bits of every leaf, `TABLE` those of every entry that points to a table.
+/// Long-mode page tables. `LEAF` is set in every leaf, `TABLE` in every entry that refers to a
+/// table.
 pub struct LongMode<const LEAF: u64, const TABLE: u64>;
 
-/// Tables of tasks and of guest-physical spaces. Nested tables use the same format and demand the user bit
-/// (APM vol. 2 §15.25.5).
+/// Page tables of tasks and VMs. Nested tables use the same format and require the user bit (APM
+/// vol. 2 §15.25.5).
 pub type UserFormat = LongMode<{ entry::USER }, { entry::USER }>;
 
-/// Tables of the kernel's own half, the same in every address space.
+/// Page tables of the kernel half, which all address spaces share.
 pub type KernelFormat = LongMode<{ entry::GLOBAL }, 0>;
 
 impl<const LEAF: u64, const TABLE: u64> Format for LongMode<LEAF, TABLE> {
@@ -23,7 +24,8 @@ impl<const LEAF: u64, const TABLE: u64> Format for LongMode<LEAF, TABLE> {
     }
 
     fn leaf(physical: u64, access: Access, level: u32) -> u64 {
-        // Accessed and dirty are set at once: nobody asks for them, and setting them costs a walk.
+        // Accessed and dirty are preset: the kernel never reads them, and setting them later costs
+        // a walk.
         let mut bits = entry::PRESENT | LEAF | entry::ACCESSED | entry::DIRTY;
         bits |= if access.write { entry::WRITE } else { 0 };
         bits |= if access.execute { 0 } else { entry::NX };

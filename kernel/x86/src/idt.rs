@@ -2,7 +2,7 @@
 
 use crate::cpu::selector;
 use core::arch::asm;
-use hw_x86::paging::Gate;
+use hw_x86::paging::GateDescriptor;
 use spin::Once;
 
 /// Vectors of exceptions that need a stack of their own, because they can happen where the
@@ -28,7 +28,7 @@ pub const FIRST_INTERRUPT: u8 = 0x20;
 /// Breakpoint and overflow: the two exceptions that a task may raise by instruction.
 const BY_SOFTWARE: [usize; 2] = [3, 4];
 
-static IDT: Once<[Gate; 256]> = Once::new();
+static IDT: Once<[GateDescriptor; 256]> = Once::new();
 
 /// Makes the table from one entry point per vector, and one that does not return for machine checks. The first call wins.
 pub fn init(stubs: &[unsafe extern "C" fn(); 256], machine_check: unsafe extern "C" fn()) {
@@ -41,7 +41,7 @@ pub fn init(stubs: &[unsafe extern "C" fn(); 256], machine_check: unsafe extern 
             let dpl = if BY_SOFTWARE.contains(&vector) { 3 } else { 0 };
             let is_machine_check = vector == stack::MACHINE_CHECK.0 as usize;
             let entry = if is_machine_check { machine_check } else { stubs[vector] };
-            Gate::interrupt(entry as usize as u64, selector::KERNEL_CODE, ist, dpl)
+            GateDescriptor::interrupt(entry as usize as u64, selector::KERNEL_CODE, ist, dpl)
         })
     });
 }

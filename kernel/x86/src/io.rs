@@ -1,7 +1,7 @@
-//! Instructions that have no Rust form: ports, model-specific and control registers.
+//! Instructions without a Rust equivalent: I/O ports, model-specific and control registers.
 //!
-//! Reading is safe where it has no effect; everything that changes the machine is `unsafe`, and
-//! its caller says why memory stays sound.
+//! Reads without side effects are safe. Everything that changes machine state is `unsafe`; its
+//! callers justify that memory stays sound.
 
 use core::arch::asm;
 
@@ -10,11 +10,11 @@ macro_rules! port {
         /// Reads a port.
         ///
         /// # Safety
-        /// Reading may have effects in the device; none of them may reach memory that Rust relies on.
+        /// Side effects in the device must not affect memory that Rust relies on.
         #[inline]
         pub unsafe fn $read(port: u16) -> $type {
             let value;
-            // SAFETY: the caller answers for the device.
+            // SAFETY: the caller's contract.
             unsafe {
                 asm!(concat!("in ", $register, ", dx"), in("dx") port, out($register) value,
                     options(nomem, nostack, preserves_flags));
@@ -25,10 +25,10 @@ macro_rules! port {
         /// Writes a port.
         ///
         /// # Safety
-        /// The device must not be made to touch memory that Rust relies on.
+        /// The device must not be made to access memory that Rust relies on.
         #[inline]
         pub unsafe fn $write(port: u16, value: $type) {
-            // SAFETY: the caller answers for the device.
+            // SAFETY: the caller's contract.
             unsafe {
                 asm!(concat!("out dx, ", $register), in("dx") port, in($register) value,
                     options(nomem, nostack, preserves_flags));
@@ -44,11 +44,11 @@ port!(in32, out32, u32, "eax");
 /// Reads a model-specific register.
 ///
 /// # Safety
-/// The register must exist on this CPU, or this faults.
+/// The register must exist on this CPU; else the instruction faults.
 #[inline]
 pub unsafe fn rdmsr(msr: u32) -> u64 {
     let (low, high): (u32, u32);
-    // SAFETY: reading has no effect on memory; existence is the caller's.
+    // SAFETY: reading has no effect on memory; the register exists by contract.
     unsafe {
         asm!("rdmsr", in("ecx") msr, out("eax") low, out("edx") high,
             options(nomem, nostack, preserves_flags));
@@ -59,10 +59,10 @@ pub unsafe fn rdmsr(msr: u32) -> u64 {
 /// Writes a model-specific register.
 ///
 /// # Safety
-/// The register must exist, take the value, and the change must keep the kernel sound.
+/// The register must exist and accept the value, and the change must keep the kernel sound.
 #[inline]
 pub unsafe fn wrmsr(msr: u32, value: u64) {
-    // SAFETY: the caller's contract. Memory is not declared untouched: some registers order it.
+    // SAFETY: the caller's contract. No `nomem`: writes of some registers order memory accesses.
     unsafe {
         asm!("wrmsr", in("ecx") msr, in("eax") value as u32, in("edx") (value >> 32) as u32,
             options(nostack, preserves_flags));
@@ -128,7 +128,7 @@ pub unsafe fn write_xcr0(value: u64) {
     }
 }
 
-/// The stack pointer, about here.
+/// Approximate stack pointer of the caller.
 #[inline(always)]
 pub fn stack_pointer() -> u64 {
     let value;
@@ -137,7 +137,7 @@ pub fn stack_pointer() -> u64 {
     value
 }
 
-/// Stops this CPU for good: only an NMI, INIT or reset gets through.
+/// Stops this CPU permanently: only NMI, INIT or reset can wake it.
 pub fn stop() -> ! {
     loop {
         // SAFETY: with interrupts off, halting has no effect on memory.

@@ -1,6 +1,8 @@
-//! The I/O APICs and the 8259 pair (82093AA datasheet, ACPI 6.5 §5.2.12), and message-signalled interrupts.
+//! I/O APICs and the 8259 pair (82093AA datasheet, ACPI 6.5 §5.2.12), and message-signalled
+//! interrupts.
 //!
-//! Interrupt inputs are named by their global number (GSI). All are masked until they are configured and unmasked.
+//! Interrupt inputs are identified by global system interrupt (GSI) number. All inputs are masked
+//! until configured and unmasked.
 
 use crate::cpu;
 use crate::io::out8;
@@ -10,28 +12,28 @@ use hw_tables::acpi::{Madt, MadtEntry};
 use hw_x86::apic::{io, msi, pic};
 use spin::Mutex;
 
-/// Most I/O APICs that are used.
+/// Maximum number of I/O APICs in use.
 pub const MAX_IO_APICS: usize = 8;
-/// ISA interrupts.
+/// Number of ISA interrupts.
 const ISA_LINES: usize = 16;
 
-/// Reads and writes the two directly mapped registers of an I/O APIC.
+/// Access to the two memory-mapped registers of an I/O APIC.
 trait Window {
     fn read(&mut self, offset: u64) -> u32;
     fn write(&mut self, offset: u64, value: u32);
 }
 
-/// The registers at this physical address.
+/// Hardware registers at this physical address.
 struct Mapped(u64);
 
 impl Window for Mapped {
     fn read(&mut self, offset: u64) -> u32 {
-        // SAFETY: registers that the firmware's table names, mapped uncached.
+        // SAFETY: registers that the firmware's table reports, mapped uncached.
         unsafe { direct(self.0 + offset).cast::<u32>().read_volatile() }
     }
 
     fn write(&mut self, offset: u64, value: u32) {
-        // SAFETY: as in `read`; all that it does is to interrupt CPUs, at vectors that have handlers.
+        // SAFETY: as in `read`; the I/O APIC only interrupts CPUs, at vectors that have handlers.
         unsafe { direct(self.0 + offset).cast::<u32>().write_volatile(value) };
     }
 }
@@ -65,7 +67,7 @@ impl<W: Window> IoApic<W> {
 
     fn configure(&mut self, input: u32, flags: u32, destination: u8) {
         let low = io::REDIRECTION + 2 * input;
-        // Masked while it is half written.
+        // Masked while only half of the entry is written.
         self.write(low, io::MASKED);
         self.write(low + 1, (destination as u32) << io::DESTINATION_SHIFT);
         self.write(low, flags | io::MASKED);
@@ -78,14 +80,14 @@ impl<W: Window> IoApic<W> {
     }
 }
 
-/// An interrupt input and its signal.
+/// Interrupt input with trigger mode and polarity.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Line {
-    /// Global number.
+    /// Global system interrupt number.
     pub gsi: u32,
-    /// Level (else edge) triggered.
+    /// Level-triggered; else edge-triggered.
     pub level: bool,
-    /// Active low (else high).
+    /// Active low; else active high.
     pub active_low: bool,
 }
 
@@ -108,7 +110,8 @@ impl Controllers {
     }
 }
 
-/// The ISA interrupts' inputs: as numbered, edge-triggered and active high, unless overridden.
+/// Inputs of the ISA interrupts: identity-mapped, edge-triggered and active high, unless
+/// overridden.
 fn isa_lines(entries: impl Iterator<Item = MadtEntry>) -> [Line; ISA_LINES] {
     let mut lines =
         core::array::from_fn(|irq| Line { gsi: irq as u32, level: false, active_low: false });
@@ -126,7 +129,7 @@ fn isa_lines(entries: impl Iterator<Item = MadtEntry>) -> [Line; ISA_LINES] {
     lines
 }
 
-/// Takes the I/O APICs from the MADT, masks all their inputs, and silences the 8259 pair.
+/// Registers the I/O APICs of the MADT, masks all their inputs, and disables the 8259 pair.
 pub fn init(madt: &Madt) {
     silence_pic();
     let mut controllers = CONTROLLERS.lock();
@@ -140,8 +143,8 @@ pub fn init(madt: &Madt) {
     }
 }
 
-/// Puts the 8259 pair's vectors out of the exceptions' way and masks everything: a masked 8259
-/// may still send spurious interrupts.
+/// Moves the vectors of the 8259 pair away from the exceptions and masks all inputs: a masked 8259
+/// may still raise spurious interrupts.
 fn silence_pic() {
     let first = crate::idt::FIRST_INTERRUPT;
     for (port, value) in [
@@ -161,7 +164,7 @@ fn silence_pic() {
     }
 }
 
-/// The pages of the I/O APICs' registers.
+/// Register pages of the I/O APICs.
 pub fn pages() -> impl Iterator<Item = Range> {
     let controllers = CONTROLLERS.lock();
     let bases: [Option<u64>; MAX_IO_APICS] = core::array::from_fn(|index| {
@@ -170,23 +173,23 @@ pub fn pages() -> impl Iterator<Item = Range> {
     bases.into_iter().flatten().map(|base| Range::sized(base, 0x20).outward())
 }
 
-/// One more than the highest GSI with an input.
+/// Number of GSIs: one more than the highest one with an input.
 pub fn gsi_count() -> u32 {
     let controllers = CONTROLLERS.lock();
     controllers.io_apics.iter().flatten().map(|it| it.first_gsi + it.count).max().unwrap_or(0)
 }
 
-/// The input of an ISA interrupt.
+/// Input of an ISA interrupt.
 pub fn isa_line(irq: u8) -> Option<Line> {
     CONTROLLERS.lock().isa.get(irq as usize).copied()
 }
 
-/// Why an interrupt cannot be routed.
+/// Error of interrupt routing.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum RouteError {
     /// No I/O APIC has this input.
     NoInput,
-    /// No such CPU, or its APIC id does not fit the message.
+    /// No such CPU, or its APIC id exceeds the destination field.
     BadCpu,
 }
 
@@ -195,7 +198,7 @@ fn destination(cpu: usize) -> Result<u8, RouteError> {
     target.apic_id.try_into().map_err(|_| RouteError::BadCpu)
 }
 
-/// Sends an input to a vector of a CPU. It is left masked.
+/// Routes an input to a vector of a CPU. The input remains masked.
 pub fn configure(line: Line, vector: u8, cpu: usize) -> Result<(), RouteError> {
     let destination = destination(cpu)?;
     let mut controllers = CONTROLLERS.lock();
@@ -207,12 +210,12 @@ pub fn configure(line: Line, vector: u8, cpu: usize) -> Result<(), RouteError> {
     Ok(())
 }
 
-/// Masks an input. No such input, no effect.
+/// Masks an input. No effect if there is no such input.
 pub fn mask(gsi: u32) {
     set_masked(gsi, true);
 }
 
-/// Unmasks a configured input. No such input, no effect.
+/// Unmasks a configured input. No effect if there is no such input.
 pub fn unmask(gsi: u32) {
     set_masked(gsi, false);
 }
@@ -223,12 +226,12 @@ fn set_masked(gsi: u32, masked: bool) {
     }
 }
 
-/// Address that a device writes to in order to interrupt a CPU.
+/// MSI address that targets a CPU.
 pub fn msi_address(cpu: usize) -> Result<u64, RouteError> {
     Ok(msi::ADDRESS | (destination(cpu)? as u64) << msi::DESTINATION_SHIFT)
 }
 
-/// What it writes there to interrupt at a vector: fixed delivery, edge-triggered.
+/// MSI data for a vector: fixed delivery, edge-triggered.
 pub const fn msi_data(vector: u8) -> u32 {
     vector as u32
 }

@@ -1,10 +1,9 @@
-//! The kernel on x86-64: boot, CPUs, interrupts, time, and the parts of the machine that only
-//! privileged code can reach.
+//! x86-64 part of the kernel: boot, CPUs, interrupts, time, SVM, and all hardware access that
+//! requires privilege.
 //!
-//! Boot runs through [`boot`]: the loader's information becomes a [`boot::Machine`], the kernel's
-//! own page tables are built ([`memory`]), the CPUs get their areas ([`cpu`]) and are started
-//! ([`smp`]). What is pure (ranges, register sequences, conversions) also compiles and is tested on
-//! the host.
+//! [`boot`] turns the boot loader's information into a [`boot::Machine`], builds the kernel's page
+//! tables ([`memory`]) and the per-CPU areas ([`cpu`]), and starts the CPUs ([`smp`]). Pure code
+//! (ranges, register sequences, conversions) also compiles on the host, where it is tested.
 #![cfg_attr(not(test), no_std)]
 
 pub mod apic;

@@ -1,10 +1,11 @@
-//! The kernel's log: lines on a serial port.
+//! Kernel log on a serial port.
 //!
-//! Any CPU may log at any time except from an NMI. An entry goes into a buffer, as a whole; while the machine boots and
-//! after a panic it is then sent at once, and the CPU waits for the port. At all other times ([`buffer`]) no CPU waits:
-//! whoever logs sends as much as the port takes without waiting, in a step of limited length, and the rest is left to
-//! the interrupts of a timer, each of which takes such a step ([`step`], [`PERIOD`]). So the time that the kernel's lock
-//! is held for the log does not depend on the speed of the port. What does not fit into the buffer is lost, and counted.
+//! Any CPU may log at any time, except in an NMI. Each entry is appended to a buffer as a whole.
+//! During boot and after a panic it is sent immediately, and the CPU waits for the port. Otherwise
+//! ([`start_buffering`]) no CPU waits: the logging CPU sends what the port accepts without waiting,
+//! up to [`STEP`] bytes, and timer interrupts send the rest in such steps ([`step`], [`PERIOD`]).
+//! The time for which the kernel lock is held is therefore independent of the speed of the port.
+//! Entries that do not fit the buffer are dropped and counted.
 
 mod ring;
 
@@ -16,17 +17,18 @@ use spin::Mutex;
 use crate::io::{in8, out8};
 use ring::Ring;
 
-/// Ports of the first serial interface, by tradition.
+/// Conventional I/O base of the first serial port.
 const COM1: u16 = 0x3f8;
-/// Ports of the second.
+/// Conventional I/O base of the second serial port.
 const COM2: u16 = 0x2f8;
-/// Polls for room before the port counts as dead: far more than a FIFO takes at 115200 baud.
-const PATIENCE: u32 = 100_000;
-/// Bytes that wait to be sent, at most.
+/// Polls of the transmitter after which the port counts as absent: far longer than a FIFO takes at
+/// 115200 baud.
+const MAX_POLLS: u32 = 100_000;
+/// Length of the buffer in bytes.
 const BUFFER: usize = 16 << 10;
-/// Most bytes of one step, for ports that take bytes as fast as they come.
+/// Maximum number of bytes sent per step, for ports that accept bytes without delay.
 const STEP: usize = 128;
-/// Nanoseconds in which a FIFO of 16 bytes is sent at 115200 baud: time between two steps.
+/// Time between two steps in ns: a FIFO of 16 bytes at 115200 baud.
 pub const PERIOD: u64 = 1_400_000;
 
 /// Registers and bits of the 16550 (National Semiconductor PC16550D).
@@ -50,15 +52,15 @@ mod uart {
 }
 
 static PORT: AtomicU16 = AtomicU16::new(0);
-/// Bytes that the port takes when its transmitter is empty.
-static AT_ONCE: AtomicU8 = AtomicU8::new(1);
+/// Number of bytes that the port accepts when its transmitter is empty.
+static FIFO_DEPTH: AtomicU8 = AtomicU8::new(1);
 /// Held by the CPU that uses the buffer.
 static LINE: Mutex<()> = Mutex::new(());
 static WAITING: Ring<BUFFER> = Ring::new();
 static BUFFERED: AtomicBool = AtomicBool::new(false);
 
-/// Chooses the port by the value of the command line's `log=`: `com1`, `com2` or `none`; `com1` if
-/// there is none or it is unknown. Called once, by the first CPU.
+/// Selects the port by the command-line option `log=`: `com1` (also the default for unknown
+/// values), `com2` or `none`. Called once, by the first CPU.
 pub fn init(choice: Option<&str>) {
     let port = match choice {
         Some("none") => return,
@@ -78,16 +80,18 @@ pub fn init(choice: Option<&str>) {
         // SAFETY: a UART without DMA, at the address where PCs have it.
         unsafe { out8(port + register, value) };
     }
-    // SAFETY: as above; a read of this register has no effect that matters while its interrupts are off.
+    // SAFETY: as above; reading this register has no relevant effect while the UART's interrupts
+    // are off.
     let identification = unsafe { in8(port + uart::INTERRUPT_IDENTIFICATION) };
     if identification & uart::FIFO_IS_ON == uart::FIFO_IS_ON {
-        AT_ONCE.store(uart::FIFO_LENGTH, Ordering::Relaxed);
+        FIFO_DEPTH.store(uart::FIFO_LENGTH, Ordering::Relaxed);
     }
     PORT.store(port, Ordering::Release);
 }
 
-/// Ends the time in which a CPU that logs waits for the port. Called by the first CPU when it begins to schedule.
-pub fn buffer() {
+/// Ends the phase in which a logging CPU waits for the port. Called by the first CPU before it
+/// schedules threads.
+pub fn start_buffering() {
     BUFFERED.store(true, Ordering::Release);
 }
 
@@ -96,12 +100,12 @@ fn is_ready(port: u16) -> bool {
     unsafe { in8(port + uart::LINE_STATUS) & uart::TRANSMITTER_EMPTY != 0 }
 }
 
-/// Sends at most `most` bytes, as long as the port takes them. With `LINE` held.
+/// Sends at most `most` bytes, while the port accepts them. The caller holds `LINE`.
 fn send(port: u16, most: usize) {
-    let at_once = usize::from(AT_ONCE.load(Ordering::Relaxed));
+    let depth = usize::from(FIFO_DEPTH.load(Ordering::Relaxed));
     let mut sent = 0;
     while sent < most && WAITING.len() != 0 && is_ready(port) {
-        for byte in core::iter::from_fn(|| WAITING.take()).take(at_once) {
+        for byte in core::iter::from_fn(|| WAITING.take()).take(depth) {
             // SAFETY: a UART without DMA.
             unsafe { out8(port + uart::DATA, byte) };
             sent += 1;
@@ -109,15 +113,15 @@ fn send(port: u16, most: usize) {
     }
 }
 
-/// Sends everything and waits for the port, unless that is dead. With `LINE` held.
+/// Sends the whole buffer and waits for the port, unless it is absent. The caller holds `LINE`.
 fn send_all(port: u16) {
-    while WAITING.len() != 0 && (0..PATIENCE).any(|_| is_ready(port)) {
+    while WAITING.len() != 0 && (0..MAX_POLLS).any(|_| is_ready(port)) {
         send(port, 1);
     }
 }
 
-/// Appends an entry; returns the number of bytes that wait to be sent.
-fn append(write: impl FnOnce(&mut ring::Entry<'_, BUFFER>)) -> usize {
+/// Appends an entry; returns the number of bytes still buffered.
+fn append(write: impl FnOnce(&mut ring::EntryWriter<'_, BUFFER>)) -> usize {
     let port = PORT.load(Ordering::Acquire);
     if port == 0 {
         return 0;
@@ -132,16 +136,16 @@ fn append(write: impl FnOnce(&mut ring::Entry<'_, BUFFER>)) -> usize {
     WAITING.len()
 }
 
-/// Writes a line, with the prefix `kernel: `. Used through [`log!`](crate::log!).
+/// Logs a line with the prefix `kernel: `. Used by [`log!`](crate::log!).
 pub fn line(arguments: fmt::Arguments) {
     append(|entry| {
-        // An entry takes everything.
+        // Writing to an entry never fails.
         let _ = writeln!(entry, "kernel: {arguments}");
     });
 }
 
-/// Writes text that came from a task, as it is, except that control characters other than line
-/// feed and tab become dots. Returns the number of bytes that wait to be sent.
+/// Logs a task's text unchanged, except that control characters other than line feed and tab become
+/// dots. Returns the number of bytes still buffered.
 pub fn text(bytes: &[u8]) -> usize {
     append(|entry| {
         for &byte in bytes {
@@ -153,18 +157,18 @@ pub fn text(bytes: &[u8]) -> usize {
     })
 }
 
-/// Whether bytes wait to be sent.
+/// Returns whether the buffer holds unsent bytes.
 #[inline(always)]
 pub fn is_waiting() -> bool {
     WAITING.len() != 0
 }
 
-/// Sends as much as the port takes without waiting, in a step of limited length.
+/// Sends up to [`STEP`] bytes that the port accepts without waiting.
 pub fn step() {
     text(&[]);
 }
 
-/// Sends everything that waits, and waits for the port, before the machine ends.
+/// Sends the whole buffer, waiting for the port, before the machine is reset.
 pub fn flush() {
     let port = PORT.load(Ordering::Acquire);
     if port != 0 {
@@ -173,19 +177,20 @@ pub fn flush() {
     }
 }
 
-/// Takes the port over for a panic: whoever holds it has stopped, or will be stopped. What waits is sent, and from now on
-/// every line at once.
+/// Takes over the port for a panic: the CPU that holds the lock has stopped or will be stopped.
+/// Sends the buffer, and from now on every line immediately.
 #[cfg(target_os = "none")]
 pub(crate) fn seize() {
     BUFFERED.store(false, Ordering::Release);
     if LINE.is_locked() {
-        // SAFETY: the lock guards no data but atomics, and the wholeness of lines, which a panic may break.
+        // SAFETY: the lock guards only atomics, and the integrity of lines, which a panic may
+        // break.
         unsafe { LINE.force_unlock() };
     }
     flush();
 }
 
-/// Writes a line to the kernel's log.
+/// Logs a formatted line.
 #[macro_export]
 macro_rules! log {
     ($($argument:tt)*) => { $crate::log::line(format_args!($($argument)*)) };

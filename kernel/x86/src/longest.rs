@@ -1,35 +1,36 @@
-//! The longest path through the kernel: from where the lock is taken to where it is given back interrupts are off. Only in
-//! the kernel that is built to be measured (`--cfg parador_longest_path`), on one CPU, where nobody waits for the lock.
+//! Measurement of the longest path through the kernel, from lock to unlock, with interrupts off.
+//! Only in a kernel built for it (`--cfg parador_longest_path`), on one CPU, where the lock is
+//! never contended.
 
 use core::sync::atomic::{AtomicU64, Ordering};
 
 use crate::time;
 
-/// When the lock was taken; 0: not since boot.
+/// Time at which the lock was acquired, in TSC ticks; 0 during boot.
 static BEGIN: AtomicU64 = AtomicU64::new(0);
-/// The longest so far, in ticks of the TSC.
+/// Longest path so far, in TSC ticks.
 static LONGEST: AtomicU64 = AtomicU64::new(0);
 
-/// What the path began with.
+/// Cause of the current path.
 static CAUSE: AtomicU64 = AtomicU64::new(0);
 
-/// Says what the path began with: an operation, or [`VECTOR`] and a vector.
+/// Records the cause of the current path: an operation, or [`VECTOR`] plus a vector.
 #[inline(always)]
 pub fn caused_by(cause: u64) {
     CAUSE.store(cause, Ordering::Relaxed);
 }
 
-/// Marks a vector for [`caused_by`].
+/// Flag of a vector in [`caused_by`].
 pub const VECTOR: u64 = 1 << 32;
 
-/// The lock has been taken.
+/// Begins a path: the lock has been acquired.
 #[inline(always)]
 pub fn begin() {
     BEGIN.store(time::tsc(), Ordering::Relaxed);
 }
 
-/// The lock is about to be given back. Logs the path if it is longer than all before it, in nanoseconds, which are
-/// instructions where QEMU counts them.
+/// Ends a path, before the lock is released. Logs it if it is the longest so far, in nanoseconds,
+/// which equal instructions under QEMU's icount.
 #[inline(always)]
 pub fn end() {
     let begin = BEGIN.load(Ordering::Relaxed);

@@ -1,8 +1,8 @@
-//! The kernel's address space: the image, the direct map of physical memory, and the areas of the CPUs.
+//! The kernel's address space: the image, the direct map of physical memory, and the per-CPU areas.
 //!
-//! All of it lies in slots 256..=271 of the top table, which every task's top table shares. Invariants: no page is
-//! both writable and executable; RAM is write-back and everything else below 4 GiB uncached; nothing is
-//! accessible from CPL 3. RAM above the reach of the direct map is not used.
+//! All of it is in slots 256..=271 of the top-level table, which all tasks share. Invariants: no
+//! page is both writable and executable; RAM is write-back and everything else below 4 GiB
+//! uncached; nothing is accessible from CPL 3. RAM beyond the reach of the direct map is not used.
 
 use crate::format::KernelFormat;
 use crate::ranges::{Range, RangeSet};
@@ -12,31 +12,31 @@ use core::sync::atomic::{AtomicU64, Ordering};
 use hw_x86::paging::{ENTRIES, level_shift};
 use kernel_core::table::{Access, Tables, map};
 
-/// Where the image is linked, less its physical address.
+/// Difference between the image's link address and its physical address.
 pub const IMAGE_OFFSET: u64 = 0xffff_8000_0000_0000;
-/// Where the CPUs' areas are: see [`crate::cpu`].
+/// Base address of the per-CPU areas ([`crate::cpu`]).
 pub const CPU_AREAS: u64 = 0xffff_8040_0000_0000;
-/// Where physical address 0 is mapped.
+/// Base address of the direct map: virtual address of physical address 0.
 pub const DIRECT_MAP: u64 = 0xffff_8100_0000_0000;
-/// Bytes of physical memory that the direct map can hold: to the end of slot 271.
+/// Maximum length of the direct map in bytes: up to the end of slot 271.
 pub const DIRECT_MAP_LENGTH: u64 = 14 << 39;
-/// First slot of the top table that belongs to the kernel.
+/// First kernel slot of the top-level table.
 pub const FIRST_SLOT: usize = 256;
-/// Number of slots that belong to the kernel. Those of them that are in use never change after boot.
+/// Number of kernel slots. Slots in use never change after boot.
 pub const SLOTS: usize = 16;
-/// Physical memory below is in the direct map whether it is RAM or not.
+/// Limit below which the direct map includes all physical memory, RAM or not.
 pub const FOUR_GIB: u64 = 1 << 32;
 
-/// Ranges that a memory map may have.
+/// Maximum number of ranges of a memory map.
 pub const MAX_RAM: usize = 64;
 
-/// Address at which the kernel reaches physical address `physical`.
+/// Kernel virtual address of physical address `physical`.
 #[inline]
 pub fn direct(physical: u64) -> *mut u8 {
     (DIRECT_MAP + physical) as *mut u8
 }
 
-/// The bytes at a physical address, if the direct map certainly holds them: they are below 4 GiB.
+/// Bytes at a physical address. `None` unless the direct map certainly includes them: below 4 GiB.
 ///
 /// # Safety
 /// Nothing writes them while the slice lives.
@@ -48,8 +48,9 @@ pub unsafe fn bytes(physical: u64, length: usize) -> Option<&'static [u8]> {
     Some(unsafe { core::slice::from_raw_parts(direct(physical), length) })
 }
 
-/// RAM according to a memory map, whose entries are a range and whether it is RAM. `entries` makes
-/// an iterator over them, in any order. Pages count as RAM only if all of their bytes are, and no other entry touches them.
+/// Returns the RAM of a memory map, given by an iterator over pairs of a range and whether it is
+/// RAM, in any order. A page counts as RAM only if all of its bytes are RAM and no other entry
+/// touches it.
 pub fn normalise<I: Iterator<Item = (Range, bool)>>(entries: impl Fn() -> I) -> RangeSet<MAX_RAM> {
     let mut ram = RangeSet::new();
     for (range, _) in entries().filter(|&(_, is_ram)| is_ram) {
@@ -62,20 +63,20 @@ pub fn normalise<I: Iterator<Item = (Range, bool)>>(entries: impl Fn() -> I) -> 
     ram
 }
 
-/// Physical memory during boot: what there is, and what of it is taken.
+/// Allocator of physical memory during boot.
 #[derive(Clone, Debug, Default)]
 pub struct BootMemory {
     /// All RAM.
     pub ram: RangeSet<MAX_RAM>,
-    /// RAM that nobody uses.
+    /// Unused RAM.
     pub free: RangeSet<96>,
-    /// RAM that [`BootMemory::allocate`] gave away.
+    /// RAM allocated by [`BootMemory::allocate`].
     pub used: RangeSet<64>,
 }
 
 impl BootMemory {
-    /// Physical memory with this RAM, all of it free but the first 64 KiB, where firmware and hardware
-    /// are not always as the map says and where CPUs start.
+    /// Allocator of this RAM, except the first 64 KiB, where memory maps are not always accurate
+    /// and where CPUs start.
     pub fn new(ram: RangeSet<MAX_RAM>) -> Self {
         let mut free = RangeSet::new();
         ram.as_slice().iter().for_each(|&range| free.insert(range));
@@ -83,8 +84,8 @@ impl BootMemory {
         Self { ram, free, used: RangeSet::new() }
     }
 
-    /// Takes `length` bytes (rounded up to pages) of free RAM below `limit`, aligned to `align`, from as high as
-    /// possible. Not zeroed.
+    /// Allocates `length` bytes (rounded up to pages) of free RAM below `limit`, aligned to
+    /// `align`, as high as possible. Not zeroed.
     pub fn allocate(&mut self, length: u64, align: u64, limit: u64) -> Option<u64> {
         let length = length.checked_next_multiple_of(abi::PAGE_SIZE)?;
         let base = self.free.take(length, align.max(abi::PAGE_SIZE), limit)?;
@@ -92,7 +93,7 @@ impl BootMemory {
         Some(base)
     }
 
-    /// What is not RAM, up to 4 GiB, rounded outward to pages.
+    /// Ranges below 4 GiB that are not RAM, rounded outward to pages.
     pub fn holes(&self) -> RangeSet<MAX_RAM> {
         let mut holes = RangeSet::new();
         holes.insert(Range::new(0, FOUR_GIB));
@@ -106,7 +107,7 @@ const READ_WRITE: Access = Access { write: true, ..READ_ONLY };
 const CODE: Access = Access { execute: true, ..READ_ONLY };
 const DEVICE: Access = Access { device: true, ..READ_WRITE };
 
-/// The kernel's page tables while they are made.
+/// The kernel's page tables under construction.
 pub struct KernelTables<'a> {
     memory: RefCell<&'a mut BootMemory>,
     root: u64,
@@ -115,13 +116,13 @@ pub struct KernelTables<'a> {
 impl Tables for KernelTables<'_> {
     fn read(&self, table: u64, index: usize) -> u64 {
         assert!(index < ENTRIES);
-        // SAFETY: a table that `alloc` made, in the direct map; the index is in it.
+        // SAFETY: a table that `alloc` returned, in the direct map; the index is inside it.
         unsafe { direct(table).cast::<u64>().add(index).read() }
     }
 
     fn write(&self, table: u64, index: usize, entry: u64) {
         assert!(index < ENTRIES);
-        // SAFETY: as in `read`; what the entry maps is right by the callers below.
+        // SAFETY: as in `read`; the callers below pass correct entries.
         unsafe { direct(table).cast::<u64>().add(index).write_volatile(entry) }
     }
 
@@ -131,11 +132,11 @@ impl Tables for KernelTables<'_> {
     }
 
     fn free(&self, _table: u64) {
-        // Nothing is unmapped while the kernel's tables are made, so no table is given back.
+        // Nothing is unmapped during construction, so no table is freed.
     }
 }
 
-/// Takes zeroed pages below 4 GiB, which the start-up tables map too.
+/// Allocates zeroed pages below 4 GiB, which the start-up tables map, too.
 fn zeroed_pages(memory: &mut BootMemory, pages: u64) -> Option<u64> {
     let length = pages * abi::PAGE_SIZE;
     let base = memory.allocate(length, abi::PAGE_SIZE, FOUR_GIB)?;
@@ -151,14 +152,14 @@ impl<'a> KernelTables<'a> {
         Some(Self { memory: RefCell::new(memory), root })
     }
 
-    /// Maps a page-aligned range, with leaves as large as alignment allows.
+    /// Maps a page-aligned range with the largest leaves that its alignment allows.
     fn map_range(&self, address: u64, range: Range, access: Access) -> Result<(), Status> {
         let mut base = range.base;
         while base < range.end {
             let virtual_address = address + (base - range.base);
             let aligned = (base | virtual_address | 1 << 63).trailing_zeros();
             let order = aligned.min((range.end - base).ilog2()) - abi::PAGE_SHIFT;
-            // Nothing is mapped there yet.
+            // The range is unmapped.
             map::<KernelFormat>(
                 self,
                 self.root,
@@ -197,8 +198,8 @@ impl<'a> KernelTables<'a> {
         Ok(())
     }
 
-    /// Maps the sections of the image, each as it needs.
-    pub fn map_image(&self, image: &Image) -> Result<(), Status> {
+    /// Maps the sections of the image, each with the access that it needs.
+    pub fn map_image(&self, image: &ImageLayout) -> Result<(), Status> {
         for (range, access) in
             [(image.code, CODE), (image.constants, READ_ONLY), (image.data, READ_WRITE)]
         {
@@ -208,30 +209,30 @@ impl<'a> KernelTables<'a> {
         Ok(())
     }
 
-    /// The tables' root; they are the kernel's from now on.
+    /// Finishes the tables, publishes their root as the kernel's, and returns it.
     pub fn finish(self) -> u64 {
         ROOT.store(self.root, Ordering::Release);
         self.root
     }
 }
 
-/// The image's sections, page-aligned, at their virtual addresses.
+/// Sections of the image, page-aligned, by virtual address.
 #[derive(Clone, Copy, Debug)]
-pub struct Image {
-    /// First byte in physical memory: the start-up code.
+pub struct ImageLayout {
+    /// First physical address: the start-up code.
     pub start: u64,
     /// Code.
     pub code: Range,
     /// Constants.
     pub constants: Range,
-    /// Data, zero-initialised data included.
+    /// Data, including zero-initialised data.
     pub data: Range,
 }
 
 static ROOT: AtomicU64 = AtomicU64::new(0);
 
-/// Physical address of the kernel's top table: [`FIRST_SLOT`] and the [`SLOTS`] from there are what every
-/// address space shares. The lower half is empty.
+/// Physical address of the kernel's top-level table. All address spaces share its [`SLOTS`] slots
+/// from [`FIRST_SLOT`]; its lower half is empty.
 pub fn kernel_root() -> u64 {
     ROOT.load(Ordering::Acquire)
 }

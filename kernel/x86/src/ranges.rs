@@ -1,24 +1,24 @@
-//! Sets of physical addresses with a fixed capacity: the memory map, and allocation at boot.
+//! Fixed-capacity sets of physical addresses, for the memory map and for allocation at boot.
 //!
-//! A set is kept sorted, without overlap, touching ranges merged. When it is full it forgets
-//! rather than invents: what does not fit is left out, and [`RangeSet::overflowed`] says so.
+//! A set is sorted and disjoint, with adjacent ranges merged. Ranges that exceed the capacity are
+//! dropped, which [`RangeSet::overflowed`] reports.
 
-/// The addresses `base..end`.
+/// Address range `base..end`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Range {
     /// First byte.
     pub base: u64,
-    /// First byte after it.
+    /// First byte after the range.
     pub end: u64,
 }
 
 impl Range {
-    /// `base..end`.
+    /// Range `base..end`.
     pub const fn new(base: u64, end: u64) -> Self {
         Self { base, end }
     }
 
-    /// `length` bytes from `base`; cut off at the end of the address space.
+    /// Range of `length` bytes from `base`, truncated at the end of the address space.
     pub const fn sized(base: u64, length: u64) -> Self {
         Self { base, end: base.saturating_add(length) }
     }
@@ -28,18 +28,18 @@ impl Range {
         self.end.saturating_sub(self.base)
     }
 
-    /// Whether there is nothing in it.
+    /// Returns whether the range is empty.
     pub const fn is_empty(self) -> bool {
         self.base >= self.end
     }
 
-    /// The pages that lie wholly in it.
+    /// Pages completely inside the range.
     pub const fn inward(self) -> Self {
         let mask = abi::PAGE_SIZE - 1;
         Self { base: self.base.saturating_add(mask) & !mask, end: self.end & !mask }
     }
 
-    /// The pages that it touches.
+    /// Pages that the range touches.
     pub const fn outward(self) -> Self {
         let mask = abi::PAGE_SIZE - 1;
         Self { base: self.base & !mask, end: self.end.saturating_add(mask) & !mask }
@@ -66,22 +66,22 @@ impl<const N: usize> RangeSet<N> {
         Self { ranges: [Range::new(0, 0); N], length: 0, overflowed: false }
     }
 
-    /// The ranges, ascending.
+    /// Ranges in ascending order.
     pub fn as_slice(&self) -> &[Range] {
         &self.ranges[..self.length]
     }
 
-    /// Bytes in all.
+    /// Total length in bytes.
     pub fn total(&self) -> u64 {
         self.as_slice().iter().map(|range| range.length()).sum()
     }
 
-    /// Whether something was left out for want of room.
+    /// Returns whether a range was dropped because the set was full.
     pub fn overflowed(&self) -> bool {
         self.overflowed
     }
 
-    /// Whether the range touches the set.
+    /// Returns whether the range overlaps the set.
     pub fn overlaps(&self, range: Range) -> bool {
         !range.is_empty()
             && self.as_slice().iter().any(|old| old.base < range.end && range.base < old.end)
@@ -106,7 +106,7 @@ impl<const N: usize> RangeSet<N> {
         self.place(self.as_slice().partition_point(|old| old.base < range.base), range);
     }
 
-    /// Takes a range away.
+    /// Removes a range.
     pub fn remove(&mut self, cut: Range) {
         if cut.is_empty() {
             return;
@@ -134,8 +134,8 @@ impl<const N: usize> RangeSet<N> {
         }
     }
 
-    /// Takes `length` bytes aligned to `align` (a power of two) from the highest place that ends at or
-    /// below `limit`; returns their base.
+    /// Removes `length` bytes aligned to `align` (a power of two), as high as possible but ending
+    /// at or below `limit`. Returns their base.
     pub fn take(&mut self, length: u64, align: u64, limit: u64) -> Option<u64> {
         let base = self.as_slice().iter().rev().find_map(|range| {
             let base = range.end.min(limit).checked_sub(length)? & !(align - 1);
@@ -160,7 +160,7 @@ impl<const N: usize> RangeSet<N> {
 mod tests {
     use super::*;
 
-    /// Does the same to a set and to 256 flags, with a small generator, and compares.
+    /// Applies random operations to a set and to 256 flags, and compares.
     #[test]
     fn against_flags() {
         let mut state = 1u64;

@@ -1,4 +1,4 @@
-//! The kernel lock, the way out of the kernel, and this architecture as `kernel-core` sees it.
+//! Kernel lock, kernel exit, and the implementation of `kernel_core::arch::Arch` for x86-64.
 
 use core::cell::{Cell, UnsafeCell};
 use core::ops::{Deref, DerefMut, Range};
@@ -8,9 +8,9 @@ use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use abi::Status;
 use hw_x86::paging::cr0;
 use kernel_core::arch::{Arch, IrqSource};
+use kernel_core::mdb::work::WORK;
 use kernel_core::object::{Irq, Task, Thread, Vcpu};
 use kernel_core::pool::{Factory, Frame, Handle, Memory};
-use kernel_core::space::work::WORK;
 use kernel_core::{Kernel, count};
 
 use crate::cpu::{self, MAX_CPUS};
@@ -20,10 +20,10 @@ use crate::io::{out8, read_cr0, write_cr0, write_cr3};
 use crate::ioapic::{self, Line};
 use crate::{apic, idt, log, memory, svm, time};
 
-/// This architecture.
+/// The x86-64 architecture.
 pub struct X86;
 
-// ---- the lock ------------------------------------------------------------------------------------
+// ---- the lock ----------------------------------------------------------------------------------
 
 struct Global(UnsafeCell<Kernel<X86>>);
 
@@ -33,10 +33,10 @@ unsafe impl Sync for Global {}
 static KERNEL: Global = Global(UnsafeCell::new(Kernel::new()));
 static READY: AtomicBool = AtomicBool::new(false);
 static LOCKED: AtomicBool = AtomicBool::new(true);
-/// CPUs that must drop their translations.
+/// CPUs that must flush their TLBs (bit mask).
 static SHOOTDOWN: AtomicU64 = AtomicU64::new(0);
 
-/// The right to use the kernel's state.
+/// Access to the kernel state; exists while the lock is held.
 pub struct Guard(());
 
 impl Deref for Guard {
@@ -56,21 +56,21 @@ impl DerefMut for Guard {
     }
 }
 
-/// Makes the kernel's state, with the lock held.
+/// Initialises the kernel state, with the lock held.
 pub fn publish(memory: Memory) -> Guard {
     assert!(!READY.swap(true, Ordering::Relaxed));
-    // Only once, by the assertion; the lock starts out held, so nobody else looks.
+    // Only once, by the assertion; the lock starts out held, so no other CPU has access.
     let mut kernel = Guard(());
     kernel.memory = memory;
     kernel
 }
 
-/// Takes the lock, for CPU `number`. While it waits it serves shootdowns, since whoever holds the lock may
-/// be waiting for that.
+/// Acquires the kernel lock for CPU `cpu_index`. Serves shootdowns while waiting, since the lock
+/// holder may wait for this CPU's response.
 #[inline(always)]
-pub fn lock(number: usize) -> Guard {
+pub fn lock(cpu_index: usize) -> Guard {
     while LOCKED.swap(true, Ordering::Acquire) {
-        wait_for_lock(number);
+        wait_for_lock(cpu_index);
     }
     #[cfg(parador_longest_path)]
     crate::longest::begin();
@@ -78,21 +78,21 @@ pub fn lock(number: usize) -> Guard {
 }
 
 #[cold]
-fn wait_for_lock(number: usize) {
+fn wait_for_lock(cpu_index: usize) {
     while LOCKED.load(Ordering::Relaxed) {
-        serve_shootdown(number);
+        serve_shootdown(cpu_index);
         core::hint::spin_loop();
     }
 }
 
-fn serve_shootdown(number: usize) {
-    if SHOOTDOWN.load(Ordering::Acquire) & 1 << number != 0 {
+fn serve_shootdown(cpu_index: usize) {
+    if SHOOTDOWN.load(Ordering::Acquire) & 1 << cpu_index != 0 {
         X86::flush_local();
-        SHOOTDOWN.fetch_and(!(1 << number), Ordering::Release);
+        SHOOTDOWN.fetch_and(!(1 << cpu_index), Ordering::Release);
     }
 }
 
-/// Gives the lock back.
+/// Releases the kernel lock.
 #[inline(always)]
 pub fn unlock(_guard: Guard) {
     #[cfg(parador_longest_path)]
@@ -100,15 +100,15 @@ pub fn unlock(_guard: Guard) {
     LOCKED.store(false, Ordering::Release);
 }
 
-// ---- what a CPU remembers --------------------------------------------------------------------------
+// ---- per-CPU state -----------------------------------------------------------------------------
 
-/// State of a CPU that only it touches.
+/// State of a CPU that only this CPU accesses.
 pub struct Local {
-    /// When the timer is set to interrupt.
-    armed: Cell<u64>,
-    /// Task whose ports the I/O map shows, and that map's generation.
-    ports: Cell<Option<(Handle<Task<X86>>, u64)>>,
-    /// For the guests.
+    /// Time for which the timer is armed, in TSC ticks; `u64::MAX` if it is not.
+    timer_deadline: Cell<u64>,
+    /// Task whose ports are in the I/O permission bitmap, and the generation of its port map.
+    loaded_ports: Cell<Option<(Handle<Task<X86>>, u64)>>,
+    /// State of guests on this CPU.
     pub guest: svm::Local,
 }
 
@@ -118,193 +118,204 @@ struct Locals([Local; MAX_CPUS]);
 unsafe impl Sync for Locals {}
 
 static LOCALS: Locals = Locals(
-    [const { Local { armed: Cell::new(u64::MAX), ports: Cell::new(None), guest: svm::Local::new() } };
-        MAX_CPUS],
+    [const {
+        Local {
+            timer_deadline: Cell::new(u64::MAX),
+            loaded_ports: Cell::new(None),
+            guest: svm::Local::new(),
+        }
+    }; MAX_CPUS],
 );
 
-/// The state of CPU `number`, which is the caller's.
+/// State of CPU `cpu_index`, which must be the executing CPU.
 #[inline(always)]
-pub fn local(number: usize) -> &'static Local {
-    &LOCALS.0[number]
+pub fn local(cpu_index: usize) -> &'static Local {
+    &LOCALS.0[cpu_index]
 }
 
-/// Sets the timer to interrupt at `deadline` at the latest. One that is set to come earlier stays: a guest's deadline holds
-/// only while the guest runs, and an interrupt too many now and then costs less than setting the timer twice per exit.
+/// Arms the timer to interrupt at `deadline` at the latest. An earlier setting stays: a guest's
+/// deadline applies only while the guest runs, and an occasional spurious interrupt costs less than
+/// arming the timer twice per VM exit.
 #[inline(always)]
 pub fn arm(local: &Local, deadline: u64) {
-    if deadline < local.armed.get() {
-        local.armed.set(deadline);
+    if deadline < local.timer_deadline.get() {
+        local.timer_deadline.set(deadline);
         apic::local().arm(deadline);
     }
 }
 
-/// Lets the timer send the rest of the log, if anything waits to be sent.
-fn arm_for_log(number: usize) {
+/// Arms the timer to send the rest of the log, if any.
+fn arm_for_log(cpu_index: usize) {
     if log::is_waiting() {
-        arm(local(number), time::tsc().saturating_add(time::to_ticks(log::PERIOD)));
+        arm(local(cpu_index), time::tsc().saturating_add(time::to_ticks(log::PERIOD)));
     }
 }
 
-// ---- interrupts ------------------------------------------------------------------------------------
+// ---- interrupts --------------------------------------------------------------------------------
 
-/// Handles an interrupt that has been taken.
-pub fn handle_vector(kernel: &Kernel<X86>, number: usize, vector: u8) {
+/// Handles an acknowledged interrupt.
+pub fn handle_vector(kernel: &Kernel<X86>, cpu_index: usize, vector: u8) {
     count(&kernel.counters.interrupts);
     match vector {
         idt::SPURIOUS => return,
         idt::TIMER => {
-            local(number).armed.set(u64::MAX);
-            kernel.timer(number);
+            local(cpu_index).timer_deadline.set(u64::MAX);
+            kernel.timer(cpu_index);
             if log::is_waiting() {
                 log::step();
-                arm_for_log(number);
+                arm_for_log(cpu_index);
             }
         }
-        // Whoever sent it has changed what this CPU looks at on its way out.
+        // The sender has changed scheduler state that this CPU evaluates on kernel exit.
         idt::IPI => {}
         _ => kernel.interrupt(vector),
     }
     apic::local().eoi();
 }
 
-/// Handles what was noted while the kernel let interrupts in.
-pub fn handle_pending(kernel: &Kernel<X86>, number: usize) {
+/// Handles the interrupts recorded while the kernel had enabled them.
+pub fn handle_pending(kernel: &Kernel<X86>, cpu_index: usize) {
     for (index, word) in cpu::current().pending.iter().enumerate() {
         if word.load(Ordering::Relaxed) == 0 {
             continue;
         }
         let mut bits = word.swap(0, Ordering::Relaxed);
         while bits != 0 {
-            handle_vector(kernel, number, (index * 64) as u8 + bits.trailing_zeros() as u8);
+            handle_vector(kernel, cpu_index, (index * 64) as u8 + bits.trailing_zeros() as u8);
             bits &= bits - 1;
         }
     }
 }
 
-/// Waits for an interrupt without the lock.
+/// Releases the lock and waits for an interrupt that causes rescheduling.
 #[cold]
 #[inline(never)]
-fn idle(mut kernel: Guard, number: usize) -> Guard {
-    arm(local(number), kernel.cpus[number].deadline());
+fn idle(mut kernel: Guard, cpu_index: usize) -> Guard {
+    arm(local(cpu_index), kernel.cpus[cpu_index].deadline());
     loop {
         unlock(kernel);
-        // SAFETY: an interrupt here only sets a bit in `pending`. STI lets none in before HLT.
+        // SAFETY: an interrupt here only sets a bit in `pending`. STI inhibits interrupts until
+        // after HLT.
         unsafe { core::arch::asm!("sti", "hlt", "cli", options(nostack)) };
-        kernel = lock(number);
-        handle_pending(&kernel, number);
-        if kernel.cpus[number].resched.get() {
+        kernel = lock(cpu_index);
+        handle_pending(&kernel, cpu_index);
+        if kernel.cpus[cpu_index].resched.get() {
             return kernel;
         }
-        arm(local(number), kernel.cpus[number].deadline());
+        arm(local(cpu_index), kernel.cpus[cpu_index].deadline());
     }
 }
 
-// ---- the way out -----------------------------------------------------------------------------------
+// ---- kernel exit --------------------------------------------------------------------------------
 
-/// The thread that a CPU goes on with, and the vCPU that it is in `VcpuRun` on, else null. For as long as the lock is held and
-/// nothing is freed.
+/// Thread to be resumed, and the vCPU that it runs in `VcpuRun`, else null. Valid while the lock is
+/// held and no object is freed.
 pub struct Next {
     thread: *const Thread<X86>,
     vcpu: *const Vcpu<X86>,
 }
 
 impl Next {
-    /// The same as [`kernel_core::thread::Next`].
+    /// Converts a [`kernel_core::thread::Next`].
     #[inline(always)]
     pub fn new(next: &kernel_core::thread::Next<'_, X86>) -> Self {
         Self { thread: next.thread, vcpu: next.vcpu.map_or(ptr::null(), ptr::from_ref) }
     }
 }
 
-/// Finishes what this entry of the kernel has begun, and waits until there is a thread to go on with.
+/// Finishes the current kernel entry, and idles until there is a thread to resume.
 #[inline(never)]
-pub fn choose(mut kernel: Guard, number: usize) -> (Guard, Next) {
+pub fn pick_next(mut kernel: Guard, cpu_index: usize) -> (Guard, Next) {
     loop {
-        kernel.finish(number);
-        let Some(handle) = kernel.cpus[number].current.get() else {
-            // Nobody wants the time: what is left of ended tasks goes first.
+        kernel.finish(cpu_index);
+        let Some(handle) = kernel.cpus[cpu_index].current.get() else {
+            // No thread is runnable: continue the destruction of dying tasks and VMs first.
             let mut budget = WORK;
             kernel.reap(&mut budget);
             if budget == WORK {
-                kernel = idle(kernel, number);
+                kernel = idle(kernel, cpu_index);
             }
             continue;
         };
         let thread = kernel.memory.at(handle);
         let vcpu = thread.vcpu.get().map_or(ptr::null(), |name| {
-            kernel.memory.get(name).map_or_else(|| svm::lost(&kernel, thread), ptr::from_ref)
+            kernel
+                .memory
+                .get(name)
+                .map_or_else(|| svm::abort_destroyed_vcpu(&kernel, thread), ptr::from_ref)
         });
         let next = Next { thread, vcpu };
         return (kernel, next);
     }
 }
 
-/// Ends this entry of the kernel: runs guests, and returns the context to go on with.
+/// Runs guests until a thread is to return to user mode, and returns that thread's context.
 #[inline(always)]
-pub fn leave(mut kernel: Guard, number: usize, mut next: Next) -> *const Context {
-    let back = loop {
-        // SAFETY: they were found under the lock, which is held since, and objects are freed by `choose` only.
+pub fn leave(mut kernel: Guard, cpu_index: usize, mut next: Next) -> *const Context {
+    let target = loop {
+        // SAFETY: looked up under the lock, which is held since; only `pick_next` frees objects.
         let (thread, vcpu) = unsafe { (&*next.thread, next.vcpu.as_ref()) };
         let Some(vcpu) = vcpu else {
-            arm(local(number), kernel.cpus[number].deadline());
-            break svm::Back { task: thread.task, context: &raw const thread.context };
+            arm(local(cpu_index), kernel.cpus[cpu_index].deadline());
+            break svm::ExitToVmm { task: thread.task, context: &raw const thread.context };
         };
-        let (after, back) = svm::run(kernel, number, thread, vcpu);
+        let (after, target) = svm::run(kernel, cpu_index, thread, vcpu);
         kernel = after;
-        // Most exits: there is nothing to do but to go back to the VMM. The timer is set early enough: guests are
-        // entered with the CPU's own deadline at the latest, and nobody has changed that.
-        if let Some(back) = back.filter(|_| !kernel.has_work(number)) {
-            break back;
+        // Most VM exits: return to the VMM directly. The timer need not be armed: guests are
+        // entered with the CPU's own deadline at the latest, which has not changed.
+        if let Some(target) = target.filter(|_| !kernel.has_work(cpu_index)) {
+            break target;
         }
-        (kernel, next) = choose(kernel, number);
+        (kernel, next) = pick_next(kernel, cpu_index);
     };
-    if kernel.cpus[number].space.get() != Some(back.task) {
-        load_space(&kernel, number, back.task);
+    if kernel.cpus[cpu_index].space.get() != Some(target.task) {
+        load_space(&kernel, cpu_index, target.task);
     }
-    cpu::set_interrupt_stack(Context::end(back.context));
+    cpu::set_interrupt_stack(Context::end(target.context));
     unlock(kernel);
-    back.context
+    target.context
 }
 
 #[inline(always)]
-fn load_space(kernel: &Kernel<X86>, number: usize, task: Handle<Task<X86>>) {
-    let space = kernel.enter_space(number, task);
-    // SAFETY: every task's root has the kernel's part (`init_root`).
+fn load_space(kernel: &Kernel<X86>, cpu_index: usize, task: Handle<Task<X86>>) {
+    let space = kernel.enter_space(cpu_index, task);
+    // SAFETY: every task's root includes the kernel half (`init_root`).
     unsafe { write_cr3(kernel.memory.physical(space.root)) };
     match space.port_map.get() {
-        None => cpu::hide_ports(),
-        Some(map) => show_ports(kernel, number, (task, space.port_generation.get()), map),
+        None => cpu::disable_ports(),
+        Some(map) => load_ports(kernel, cpu_index, (task, space.port_generation.get()), map),
     }
-    if cpu::current().shows_aux.load(Ordering::Relaxed) {
-        local(number).guest.hide();
+    if cpu::current().guest_tsc_aux.load(Ordering::Relaxed) {
+        local(cpu_index).guest.clear_tsc_aux();
     }
 }
 
-/// Shows the ports of a task, and copies its map if it is not the one that was shown last.
+/// Grants the ports of a task; copies its port map unless it was loaded last.
 #[inline(never)]
-fn show_ports(kernel: &Kernel<X86>, number: usize, of: (Handle<Task<X86>>, u64), map: Frame) {
-    if local(number).ports.replace(Some(of)) == Some(of) {
-        cpu::unhide_ports();
+fn load_ports(kernel: &Kernel<X86>, cpu_index: usize, of: (Handle<Task<X86>>, u64), map: Frame) {
+    if local(cpu_index).loaded_ports.replace(Some(of)) == Some(of) {
+        cpu::enable_loaded_ports();
         return;
     }
-    // SAFETY: the map is two raw frames in a row, which the kernel changes only under the lock.
+    // SAFETY: the map is two consecutive raw frames, which the kernel changes only under the lock.
     let bits = unsafe { &*kernel.memory.address(map).cast::<[u8; cpu::IO_MAP_LENGTH]>() };
-    cpu::show_ports(bits);
+    cpu::load_ports(bits);
 }
 
 /// Starts to run threads on this CPU.
-pub fn start(kernel: Guard, number: usize) -> ! {
-    kernel.cpus[number].resched.set(true);
-    // A task that uses the FPU faults: native programs have none, and a guest's state may be in it.
+pub fn start(kernel: Guard, cpu_index: usize) -> ! {
+    kernel.cpus[cpu_index].resched.set(true);
+    // A task that uses the FPU faults: native tasks have no FPU state, and the registers may hold a
+    // guest's.
     // SAFETY: the kernel is compiled without floating point.
     unsafe { write_cr0(read_cr0() | cr0::TS) };
-    let (kernel, next) = choose(kernel, number);
-    let context = leave(kernel, number, next);
-    // SAFETY: a thread's context; this stack holds nothing that is needed.
+    let (kernel, next) = pick_next(kernel, cpu_index);
+    let context = leave(kernel, cpu_index, next);
+    // SAFETY: a thread's context; nothing on this stack is used again.
     unsafe { crate::entry::leave_to(context) }
 }
 
-// ---- the architecture ------------------------------------------------------------------------------
+// ---- the architecture --------------------------------------------------------------------------
 
 fn line(source: IrqSource) -> Option<Line> {
     match source {
@@ -354,7 +365,7 @@ impl Arch for X86 {
     }
 
     fn flush_local() {
-        // SAFETY: the kernel's own tables map all that the kernel uses.
+        // SAFETY: the kernel's own tables map everything that the kernel uses.
         unsafe { write_cr3(memory::kernel_root()) };
     }
 
@@ -387,7 +398,7 @@ impl Arch for X86 {
     }
 
     fn vcpu_preempted(vcpu: &svm::VcpuFrames) {
-        vcpu.preempted();
+        vcpu.count_preemption();
     }
 
     fn vcpu_state(memory: &Memory, vcpu: &Vcpu<Self>, groups: u64) {
@@ -427,7 +438,7 @@ impl Arch for X86 {
         const RESET_CONTROL: u16 = 0xcf9;
         const KEYBOARD: u16 = 0x64;
         log::flush();
-        // SAFETY: both end the machine; where neither exists, the CPU stops.
+        // SAFETY: both reset the machine; where neither exists, the CPU stops.
         unsafe {
             out8(RESET_CONTROL, 0x02);
             out8(RESET_CONTROL, 0x06);
@@ -439,12 +450,12 @@ impl Arch for X86 {
 
 static CPUS: AtomicU64 = AtomicU64::new(1);
 
-/// Says how many CPUs run.
+/// Sets the number of running CPUs.
 pub fn set_cpus(cpus: usize) {
     CPUS.store(cpus as u64, Ordering::Relaxed);
 }
 
-/// Whether [`publish`] has been called and the lock was given back once.
+/// Waits until [`publish`] has been called.
 pub fn wait_until_published() {
     while !READY.load(Ordering::Acquire) {
         core::hint::spin_loop();

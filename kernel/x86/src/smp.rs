@@ -1,16 +1,17 @@
-//! Starting the other CPUs (SDM vol. 3 §9.4, APM vol. 2 §14.1.4 and §15.27): INIT, start-up, and a page of
-//! real-mode code, `trampoline` in `boot.s`, that leads each to the kernel, one at a time.
+//! Start of the other CPUs (SDM vol. 3 §9.4, APM vol. 2 §14.1.4 and §15.27): INIT, start-up IPI,
+//! and a page of real-mode code (`trampoline` in `boot.s`) that enters the kernel, for one CPU at a
+//! time.
 
 use crate::memory::{direct, kernel_root};
 use crate::ranges::{Range, RangeSet};
 use crate::{apic, cpu, log, start, time};
 use core::sync::atomic::{AtomicUsize, Ordering};
 
-/// How long a CPU may take to answer.
+/// Time after which a CPU counts as not responding.
 const ANSWER_MICROSECONDS: u64 = 200_000;
 /// Pause after INIT.
 const INIT_MICROSECONDS: u64 = 10_000;
-/// How long the first start-up message may go unanswered before it is repeated.
+/// Time after which the start-up IPI is repeated.
 const STARTUP_MICROSECONDS: u64 = 1_000;
 
 unsafe extern "C" {
@@ -19,7 +20,7 @@ unsafe extern "C" {
     static trampoline_end: u8;
 }
 
-/// What the trampoline reads, at `trampoline_data`.
+/// Parameters of the trampoline, at `trampoline_data`.
 #[repr(C)]
 struct Handover {
     root: u64,
@@ -27,24 +28,25 @@ struct Handover {
     index: u64,
 }
 
-/// Number of the last CPU that came up.
-static ARRIVED: AtomicUsize = AtomicUsize::new(0);
+/// Index of the CPU that came up last.
+static LAST_ONLINE: AtomicUsize = AtomicUsize::new(0);
 
-/// A page for the trampoline: RAM in the first 64 KiB, which boot gives to nobody else, but not page 0.
+/// Finds a page for the trampoline: RAM in the first 64 KiB, which boot does not allocate, except
+/// page 0.
 pub fn trampoline_page<const N: usize>(ram: &RangeSet<N>) -> Option<u64> {
-    (1..16).rev().map(|number| number * abi::PAGE_SIZE).find(|&base| {
+    (1..16).rev().map(|frame| frame * abi::PAGE_SIZE).find(|&base| {
         let page = Range::sized(base, abi::PAGE_SIZE);
         ram.as_slice().iter().any(|range| range.base <= page.base && page.end <= range.end)
     })
 }
 
-/// Starts a CPU whose area is mapped; returns its number if it came up.
+/// Starts a CPU whose area is mapped; returns whether it came up.
 ///
 /// # Safety
-/// Only the first CPU does this, with every CPU that could be started still in reset; `page` is
-/// RAM below 1 MiB that nobody uses; the next CPU's area is mapped.
+/// Only the first CPU calls this, with every other startable CPU still in reset; `page` is unused
+/// RAM below 1 MiB; the next CPU's area is mapped.
 pub unsafe fn start(apic_id: u32, page: u64) -> bool {
-    // SAFETY: the caller's word.
+    // SAFETY: the caller's contract.
     let index = unsafe { cpu::create(apic_id) };
     let (code, data, end) = (
         &raw const trampoline as usize,
@@ -62,22 +64,22 @@ pub unsafe fn start(apic_id: u32, page: u64) -> bool {
     local.send_init(apic_id);
     time::wait_microseconds(INIT_MICROSECONDS);
     local.send_startup(apic_id, page);
-    if arrives(index, STARTUP_MICROSECONDS) {
+    if comes_online(index, STARTUP_MICROSECONDS) {
         return true;
     }
     local.send_startup(apic_id, page);
-    if arrives(index, ANSWER_MICROSECONDS) {
+    if comes_online(index, ANSWER_MICROSECONDS) {
         return true;
     }
-    // Should it wake late, it must not run what the page holds for the next CPU.
+    // A CPU that wakes up late must not execute the next CPU's parameters.
     local.send_init(apic_id);
     cpu::discard_last();
     false
 }
 
-fn arrives(index: usize, microseconds: u64) -> bool {
+fn comes_online(index: usize, microseconds: u64) -> bool {
     let end = time::tsc().saturating_add(time::to_ticks(microseconds * 1000));
-    while ARRIVED.load(Ordering::Acquire) != index {
+    while LAST_ONLINE.load(Ordering::Acquire) != index {
         if time::tsc() > end {
             return false;
         }
@@ -86,18 +88,18 @@ fn arrives(index: usize, microseconds: u64) -> bool {
     true
 }
 
-/// Where the trampoline leads.
+/// Entry from the trampoline.
 ///
 /// # Safety
 /// Only the trampoline calls it, once per CPU, on the CPU's own stack.
 pub unsafe extern "C" fn processor_main(index: usize) -> ! {
-    // SAFETY: the first thing that this CPU does, and its area is there.
+    // SAFETY: the first function that this CPU executes, and its area exists.
     unsafe { cpu::activate(index) };
     apic::local().enable();
     let id = apic::local().id();
     if id != cpu::current().apic_id {
-        log!("CPU {index}: local APIC says {id}, the firmware {}", cpu::current().apic_id);
+        log!("CPU {index}: local APIC id is {id}, but the MADT lists {}", cpu::current().apic_id);
     }
-    ARRIVED.store(index, Ordering::Release);
+    LAST_ONLINE.store(index, Ordering::Release);
     start::ap_main(index)
 }

@@ -1,14 +1,14 @@
-//! From a machine that is set up to the first user program: kernel memory, root, and everything that root owns.
+//! Start of the first user task: kernel memory, the root task, and all resources that root owns.
 
 use abi::boot::{self, BootInfo, Region, RegionKind, slot};
 use abi::bundle::{self, Header};
 use abi::{ItemKind, PAGE_SHIFT, PAGE_SIZE, Status, rights};
 use hw_tables::elf::{self, Elf};
 use kernel_core::Kernel;
+use kernel_core::mdb::Extent;
 use kernel_core::object::{ObjectRef, SpaceRef, Task};
 use kernel_core::pool::{Handle, MAX_BYTES, Memory};
 use kernel_core::sched::PRIORITIES;
-use kernel_core::space::Extent;
 
 use crate::boot::Machine;
 use crate::features::features;
@@ -17,54 +17,58 @@ use crate::ranges::Range;
 use crate::run::{self, X86};
 use crate::{entry, log, svm};
 
-/// Kernel memory: this part of all RAM, within these bounds.
+/// Size of kernel memory: RAM divided by this, within these bounds in bytes.
 const POOL_SHARE: u64 = 16;
-const POOL_LEAST: u64 = 4 << 20;
-const POOL_MOST: u64 = 64 << 20;
-/// Frames that the kernel keeps for itself.
-const KEPT_FRAMES: u32 = 16;
-/// Root's selectors.
+const POOL_MIN: u64 = 4 << 20;
+const POOL_MAX: u64 = 64 << 20;
+/// Frames reserved for the kernel itself.
+const RESERVED_FRAMES: u32 = 16;
+/// Number of capability slots of root.
 const ROOT_SLOTS: u64 = 4096;
-/// Root runs before its children, in slices of 10 ms.
+/// Root has priority over its children, with time slices of 10 ms.
 const ROOT_PRIORITY: u64 = 48;
-/// Root may give every priority.
+/// Root may assign every priority.
 const MAX_PRIORITY: u64 = PRIORITIES as u64 - 1;
 const ROOT_SLICE_NS: u64 = 10_000_000;
 
-/// Why root cannot be started: a sentence for the log.
-type Complaint = &'static str;
+/// Reason why root cannot be started, for the log.
+type RootError = &'static str;
 
-/// The first CPU.
+/// Continues the start of the first CPU after boot.
 pub fn bsp_main(machine: &'static mut Machine) -> ! {
     entry::init();
     svm::init_maps();
-    let share = (machine.memory.ram.total() / POOL_SHARE).clamp(POOL_LEAST, POOL_MOST);
+    let share = (machine.memory.ram.total() / POOL_SHARE).clamp(POOL_MIN, POOL_MAX);
     let length = machine.option("pool").and_then(parse_size).unwrap_or(share);
     let length = length.min(MAX_BYTES as u64) & !(PAGE_SIZE - 1);
     let Some(base) = machine.memory.allocate(length, PAGE_SIZE, FOUR_GIB) else {
-        panic!("too little memory: {length:#x} bytes for the kernel's objects are not free");
+        panic!("cannot allocate {length:#x} bytes of kernel memory below 4 GiB; reduce pool=");
     };
-    // SAFETY: boot gave us the range, and nobody else uses it; the direct map reaches it.
+    // SAFETY: boot allocated the range, which is otherwise unused; the direct map includes it.
     let memory = unsafe { Memory::new(direct(base), base, length as usize) };
-    let Some(memory) = memory else { panic!("pool={length:#x} is too small") };
-    log!("{} KiB for kernel objects", length >> 10);
+    let Some(memory) = memory else {
+        panic!("kernel memory of {length:#x} bytes is too small; increase pool=")
+    };
+    log!("{} KiB of kernel memory", length >> 10);
     run::set_cpus(machine.cpus);
     let kernel = run::publish(memory);
-    for number in 0..machine.cpus {
+    for cpu_index in 0..machine.cpus {
         match kernel.memory.alloc_raw(None, svm::HOST_FRAMES) {
-            Ok(pages) => svm::set_host_pages(&kernel.memory, number, pages),
-            Err(_) => panic!("the kernel's memory is too small for {} CPUs", machine.cpus),
+            Ok(pages) => svm::set_host_pages(&kernel.memory, cpu_index, pages),
+            Err(_) => {
+                panic!("kernel memory is too small for {} CPUs; increase pool=", machine.cpus)
+            }
         }
     }
     svm::init_this_cpu(&kernel.memory, 0);
-    if let Err(complaint) = start_root(&kernel, machine) {
-        panic!("root cannot be started: {complaint}");
+    if let Err(error) = start_root(&kernel, machine) {
+        panic!("cannot start root: {error}");
     }
-    log::buffer();
+    log::start_buffering();
     run::start(kernel, 0)
 }
 
-/// The others.
+/// Continues the start of the other CPUs.
 pub fn ap_main(index: usize) -> ! {
     entry::init();
     run::wait_until_published();
@@ -73,7 +77,7 @@ pub fn ap_main(index: usize) -> ! {
     run::start(kernel, index)
 }
 
-/// A number of bytes with K, M or G.
+/// Parses a number of bytes with an optional suffix K, M or G.
 fn parse_size(text: &str) -> Option<u64> {
     let digits = text.trim_end_matches(['K', 'M', 'G']);
     let shift = match &text[digits.len()..] {
@@ -86,22 +90,22 @@ fn parse_size(text: &str) -> Option<u64> {
     digits.parse::<u64>().ok()?.checked_mul(1 << shift)
 }
 
-fn start_root(kernel: &Kernel<X86>, machine: &mut Machine) -> Result<(), Complaint> {
-    let quota = |_: Status| "the kernel's memory is too small for root";
+fn start_root(kernel: &Kernel<X86>, machine: &mut Machine) -> Result<(), RootError> {
+    let quota = |_: Status| "kernel memory is too small; increase pool=";
     let memory = &kernel.memory;
-    let bundle = machine.bundle.ok_or("there is no boot module")?;
+    let bundle = machine.bundle.ok_or("no boot module")?;
     let file = root_file(bundle)?;
-    let elf = Elf::parse(file).map_err(|_| "the program `root` is not an x86-64 executable")?;
+    let elf = Elf::parse(file).map_err(|_| "`root` is not a valid ELF executable")?;
     if elf.machine() != elf::Machine::X86_64 {
-        return Err("the program `root` is for another processor");
+        return Err("`root` is not an x86-64 executable");
     }
 
-    let available = memory.root().available().saturating_sub(KEPT_FRAMES);
+    let available = memory.root().available().saturating_sub(RESERVED_FRAMES);
     let factory = memory.new_factory(None, available, MAX_PRIORITY, 0).map_err(quota)?;
     let payer = Some(factory);
     let task = kernel.new_task(payer, ROOT_SLOTS).map_err(quota)?;
     load(kernel, machine, task, file, &elf)?;
-    give_stack(kernel, machine, task)?;
+    map_stack(kernel, machine, task)?;
 
     let thread = kernel.new_thread(payer, task, 0, boot::ROOT_MESSAGE_PAGE).map_err(quota)?;
     let sched = kernel.new_sched(payer, ROOT_PRIORITY, ROOT_SLICE_NS, 0).map_err(quota)?;
@@ -122,7 +126,7 @@ fn start_root(kernel: &Kernel<X86>, machine: &mut Machine) -> Result<(), Complai
     let page = memory.address(info).cast::<BootInfo>();
     // SAFETY: a new frame; `BootInfo` is integers only and as large as a page.
     let page = unsafe { &mut *page };
-    give_memory(kernel, machine, task, bundle, page).map_err(quota)?;
+    map_memory(kernel, machine, task, bundle, page).map_err(quota)?;
     page.magic = boot::BOOT_MAGIC;
     page.abi_version = abi::ABI_VERSION;
     page.cpus = machine.cpus as u32;
@@ -137,20 +141,20 @@ fn start_root(kernel: &Kernel<X86>, machine: &mut Machine) -> Result<(), Complai
     kernel.bind_sched(thread, sched).map_err(quota)?;
     kernel
         .start_thread(thread, elf.entry(), boot::ROOT_STACK_TOP, boot::BOOT_INFO_ADDRESS)
-        .map_err(|_| "its entry point is not a user address")
+        .map_err(|_| "the entry point of `root` is not a user address")
 }
 
-fn root_file(bundle: Range) -> Result<&'static [u8], Complaint> {
+fn root_file(bundle: Range) -> Result<&'static [u8], RootError> {
     let length = bundle.end - bundle.base;
-    // SAFETY: boot keeps the bundle out of free memory; root, which will own it, does not run yet, and the kernel does
-    // not look at it later.
+    // SAFETY: boot keeps the bundle out of free memory; its future owner, root, does not run yet,
+    // and the kernel does not read it later.
     let bytes = unsafe { core::slice::from_raw_parts(direct(bundle.base), length as usize) };
     let header = Header::parse(bytes, length).map_err(|_| "the boot module is not a bundle")?;
-    let file = header.find(bundle::ROOT_NAME).ok_or("the bundle holds no program `root`")?;
+    let file = header.find(bundle::ROOT_NAME).ok_or("the bundle contains no file `root`")?;
     Ok(&bytes[file.offset as usize..(file.offset + file.length) as usize])
 }
 
-/// Maps new zeroed pages into root; returns where the kernel reaches them.
+/// Maps new zeroed pages in root; returns their kernel virtual address.
 fn new_pages(
     kernel: &Kernel<X86>,
     machine: &mut Machine,
@@ -158,13 +162,13 @@ fn new_pages(
     address: u64,
     pages: u64,
     rights: u8,
-) -> Result<*mut u8, Complaint> {
+) -> Result<*mut u8, RootError> {
     let length = pages * PAGE_SIZE;
     let physical = machine
         .memory
         .allocate(length, PAGE_SIZE, FOUR_GIB)
-        .ok_or("there is too little memory for it")?;
-    // SAFETY: boot gave us the range; the direct map reaches it.
+        .ok_or("not enough memory below 4 GiB for `root`")?;
+    // SAFETY: boot allocated the range; the direct map includes it.
     unsafe { direct(physical).write_bytes(0, length as usize) };
     for page in 0..pages {
         let extent = Extent {
@@ -175,7 +179,7 @@ fn new_pages(
         };
         kernel
             .add_mapping(SpaceRef::Task(task), extent, rights, false, None)
-            .map_err(|_| "its segments overlap or do not fit the kernel's memory")?;
+            .map_err(|_| "segments of `root` overlap or exceed kernel memory")?;
     }
     Ok(direct(physical))
 }
@@ -186,11 +190,11 @@ fn load(
     task: Handle<Task<X86>>,
     file: &[u8],
     elf: &Elf,
-) -> Result<(), Complaint> {
+) -> Result<(), RootError> {
     for segment in elf.segments() {
         let range = Range::new(segment.vaddr, segment.vaddr.wrapping_add(segment.memsz));
         if range.end < range.base || range.end >= abi::USER_END {
-            return Err("a segment is not at user addresses");
+            return Err("a segment of `root` is not at user addresses");
         }
         let whole = range.outward();
         let mut rights = rights::READ;
@@ -201,24 +205,24 @@ fn load(
         let data = elf.data(&segment);
         debug_assert!(data.len() <= file.len());
         let offset = (range.base - whole.base) as usize;
-        // SAFETY: the file part is not longer than the segment, whose pages were just mapped there.
+        // SAFETY: the file part is not longer than the segment, whose pages have just been mapped.
         unsafe { to.add(offset).copy_from_nonoverlapping(data.as_ptr(), data.len()) };
     }
     Ok(())
 }
 
-fn give_stack(
+fn map_stack(
     kernel: &Kernel<X86>,
     machine: &mut Machine,
     task: Handle<Task<X86>>,
-) -> Result<(), Complaint> {
+) -> Result<(), RootError> {
     let bottom = boot::ROOT_STACK_TOP - boot::ROOT_STACK_PAGES * PAGE_SIZE;
     let rights = rights::READ | rights::WRITE;
     new_pages(kernel, machine, task, bottom, boot::ROOT_STACK_PAGES, rights).map(|_| ())
 }
 
-/// Gives root all memory that is left, as naturally aligned blocks, and lists it in the boot page.
-fn give_memory(
+/// Maps all remaining memory in root, as naturally aligned blocks, and lists it in the boot page.
+fn map_memory(
     kernel: &Kernel<X86>,
     machine: &Machine,
     task: Handle<Task<X86>>,
@@ -231,7 +235,7 @@ fn give_memory(
     let mut count = 0;
     for (range, kind) in all {
         if count == page.regions.len() {
-            log!("more than {count} ranges of memory: the rest is not used");
+            log!("more than {count} memory regions: the rest is not used");
             break;
         }
         let device = kind == RegionKind::Device;

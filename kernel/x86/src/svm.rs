@@ -39,18 +39,18 @@ use crate::{vectors, virq};
 /// Maps that all guests share: every port and every MSR intercepted, but for those MSRs that the world switch
 /// carries with the guest.
 #[repr(C, align(4096))]
-struct Maps {
+struct PermissionMaps {
     io: [u8; 3 * 4096],
     msr: [u8; 2 * 4096],
 }
 
-struct SharedMaps(UnsafeCell<Maps>);
+struct SharedMaps(UnsafeCell<PermissionMaps>);
 
 // SAFETY: written only by `init_maps`, before any guest runs.
 unsafe impl Sync for SharedMaps {}
 
 static MAPS: SharedMaps =
-    SharedMaps(UnsafeCell::new(Maps { io: [0xff; 3 * 4096], msr: [0xff; 2 * 4096] }));
+    SharedMaps(UnsafeCell::new(PermissionMaps { io: [0xff; 3 * 4096], msr: [0xff; 2 * 4096] }));
 static IS_READY: AtomicBool = AtomicBool::new(false);
 /// The machine has TSC_AUX.
 static HAS_TSC_AUX: AtomicBool = AtomicBool::new(false);
@@ -70,7 +70,7 @@ const SWITCHED: [u32; 10] = [
 ];
 
 /// Byte and first bit of an MSR in the permission map (APM vol. 2 §15.11).
-const fn msr_place(msr: u32) -> (usize, u32) {
+const fn msr_bit_position(msr: u32) -> (usize, u32) {
     let offset = match msr {
         0xc000_0000..=0xc000_1fff => 0x800,
         0xc001_0000..=0xc001_1fff => 0x1000,
@@ -101,7 +101,7 @@ pub fn init_maps() {
     let maps = unsafe { &mut *MAPS.0.get() };
     let auxiliary = features().rdtscp.then_some(msr::TSC_AUX);
     for msr in SWITCHED.into_iter().chain(auxiliary) {
-        let (byte, bit) = msr_place(msr);
+        let (byte, bit) = msr_bit_position(msr);
         maps.msr[byte] &= !(3 << bit);
     }
     HAS_TSC_AUX.store(features().rdtscp, Ordering::Relaxed);
@@ -109,13 +109,16 @@ pub fn init_maps() {
 }
 
 /// Turns SVM on, on this CPU. `pages` are two frames of its own.
-pub fn init_cpu(number: usize, memory: &Memory, pages: Frame) {
+pub fn init_cpu(cpu_index: usize, memory: &Memory, pages: Frame) {
     if !is_ready() {
         return;
     }
     let physical = memory.physical(pages);
-    local(number).guest.bit.set(1 << number);
-    local(number).guest.host_state.set(physical + core::mem::offset_of!(HostPages, state) as u64);
+    local(cpu_index).guest.bit.set(1 << cpu_index);
+    local(cpu_index)
+        .guest
+        .host_state
+        .set(physical + core::mem::offset_of!(HostPages, state) as u64);
     // SAFETY: SVM is there (`is_ready`); the host save area is a frame that nobody else uses.
     unsafe {
         if rdmsr(msr::VM_CR) & msr::vm_cr::SVMDIS != 0 {
@@ -142,11 +145,11 @@ pub struct Local {
     /// Physical address of the page that VMSAVE keeps host state in.
     host_state: Cell<u64>,
     /// vCPU whose FPU and debug registers are in the CPU.
-    owner: Cell<Option<Handle<Vcpu<X86>>>>,
+    state_owner: Cell<Option<Handle<Vcpu<X86>>>>,
     /// The same, if its TSC_AUX is in the CPU, too. Then the loaded space is its VMM's.
-    shown: Cell<Option<Handle<Vcpu<X86>>>>,
+    tsc_aux_owner: Cell<Option<Handle<Vcpu<X86>>>>,
     /// TSC_AUX of the owner, while the CPU's is 0.
-    hidden: Cell<u32>,
+    saved_tsc_aux: Cell<u32>,
     /// Next unused ASID, and how often they ran out.
     next_asid: Cell<u32>,
     asid_epoch: Cell<u64>,
@@ -158,9 +161,9 @@ impl Local {
         Self {
             bit: Cell::new(0),
             host_state: Cell::new(0),
-            owner: Cell::new(None),
-            shown: Cell::new(None),
-            hidden: Cell::new(0),
+            state_owner: Cell::new(None),
+            tsc_aux_owner: Cell::new(None),
+            saved_tsc_aux: Cell::new(0),
             next_asid: Cell::new(1),
             asid_epoch: Cell::new(1),
         }
@@ -171,13 +174,13 @@ impl Local {
     /// Another task than the VMM of the guest that ran last is about to run: TSC_AUX becomes 0.
     #[cold]
     #[inline(never)]
-    pub fn hide(&self) {
-        self.shown.set(None);
-        cpu::current().shows_aux.store(false, Ordering::Relaxed);
+    pub fn clear_tsc_aux(&self) {
+        self.tsc_aux_owner.set(None);
+        cpu::current().guest_tsc_aux.store(false, Ordering::Relaxed);
         if HAS_TSC_AUX.load(Ordering::Relaxed) {
             // SAFETY: the register is there, and is no memory.
             unsafe {
-                self.hidden.set(rdmsr(msr::TSC_AUX) as u32);
+                self.saved_tsc_aux.set(rdmsr(msr::TSC_AUX) as u32);
                 wrmsr(msr::TSC_AUX, 0);
             }
         }
@@ -185,13 +188,13 @@ impl Local {
 
     /// Makes `aux` the CPU's TSC_AUX, that of the owner.
     #[inline(always)]
-    fn show(&self, aux: u32) {
+    fn load_tsc_aux(&self, aux: u32) {
         if HAS_TSC_AUX.load(Ordering::Relaxed) {
             // SAFETY: the register is there, and is no memory; the upper half is reserved.
             unsafe { wrmsr(msr::TSC_AUX, aux.into()) };
         }
-        self.shown.set(self.owner.get());
-        cpu::current().shows_aux.store(true, Ordering::Relaxed);
+        self.tsc_aux_owner.set(self.state_owner.get());
+        cpu::current().guest_tsc_aux.store(true, Ordering::Relaxed);
     }
 }
 
@@ -213,10 +216,10 @@ pub struct VcpuFrames {
     state: *mut VcpuState,
     fpu: *mut u8,
     /// Objects that belong to the vCPU, found once for many entries. Objects do not move, and these are there as long as
-    /// `Memory::ended` is what it was.
+    /// `Memory::destroyed_count` is what it was.
     vm: Cell<*const Vm<X86>>,
     notification: Cell<*const Notification<X86>>,
-    ended: Cell<u64>,
+    destroyed_count: Cell<u64>,
     asid_epoch: Cell<u64>,
     vm_generation: Cell<u64>,
     port_generation: Cell<u64>,
@@ -226,9 +229,9 @@ pub struct VcpuFrames {
     /// The `window` of the state page that the VMCB has.
     window: Cell<u64>,
     /// The interrupt that the VMCB has as a virtual one instead of injecting it; 0: none.
-    offered: Cell<u64>,
+    virq_offered: Cell<u64>,
     /// The processor's copy of the VMCB is out of date.
-    unclean: Cell<bool>,
+    vmcb_changed: Cell<bool>,
     /// The guest is at `HLT`, and its VMM's thread has slept since this value of the TSC; 0: not so.
     halted: Cell<u64>,
 }
@@ -257,7 +260,7 @@ impl VcpuFrames {
             fpu: memory.address(fpu_frame),
             vm: Cell::new(ptr::null()),
             notification: Cell::new(ptr::null()),
-            ended: Cell::new(u64::MAX),
+            destroyed_count: Cell::new(u64::MAX),
             asid_epoch: Cell::new(0),
             vm_generation: Cell::new(0),
             port_generation: Cell::new(0),
@@ -265,8 +268,8 @@ impl VcpuFrames {
             debug: Cell::new([0; 4]),
             tsc_aux: Cell::new(0),
             window: Cell::new(0),
-            offered: Cell::new(0),
-            unclean: Cell::new(true),
+            virq_offered: Cell::new(0),
+            vmcb_changed: Cell::new(true),
             halted: Cell::new(0),
         };
         this.reset();
@@ -274,7 +277,7 @@ impl VcpuFrames {
     }
 
     /// Counts that something else runs instead.
-    pub fn preempted(&self) {
+    pub fn count_preemption(&self) {
         self.state().preemptions += 1;
     }
 
@@ -307,7 +310,7 @@ impl VcpuFrames {
 
     /// Whether the guest, left at a `VMMCALL`, rings a doorbell.
     #[inline(always)]
-    fn rings(&self) -> bool {
+    fn is_doorbell(&self) -> bool {
         let save = &self.vmcb().save;
         save.rax == abi::vcpu::HYPERCALL_DOORBELL && save.cpl == 0
     }
@@ -380,7 +383,7 @@ impl VcpuFrames {
 
     /// Takes XCR0 from the CPU, which holds this vCPU's extended state: the guest may have set it without an exit. QEMU's
     /// processor does not intercept `XSETBV`.
-    fn keep_xcr0(&self, have: &Features) {
+    fn save_xcr0(&self, have: &Features) {
         if have.xsave {
             // SAFETY: with XSAVE the kernel has set CR4.OSXSAVE.
             self.xcr0.set(unsafe { read_xcr0() } & have.xcr0_mask);
@@ -391,7 +394,7 @@ impl VcpuFrames {
     #[cold]
     fn set_window(&self, wanted: u64) {
         self.window.set(wanted);
-        self.unclean.set(true);
+        self.vmcb_changed.set(true);
         virq::set_window(&mut self.vmcb().control, wanted);
     }
 
@@ -403,10 +406,10 @@ impl VcpuFrames {
         let control = &mut self.vmcb().control;
         let is_interrupt =
             event & (event::VALID | event::TYPE_MASK) == event::VALID | event::TYPE_INTR;
-        if is_interrupt && virq::is_free(self.window.get()) {
+        if is_interrupt && virq::is_unused(self.window.get()) {
             virq::offer(control, event, self.window.get());
-            self.offered.set(event);
-            self.unclean.set(true);
+            self.virq_offered.set(event);
+            self.vmcb_changed.set(true);
         } else {
             control.event_inj = event;
         }
@@ -414,12 +417,12 @@ impl VcpuFrames {
 
     /// Takes the interrupt back that the guest has not taken, if any.
     #[cold]
-    fn take_back(&self) -> u64 {
+    fn withdraw_virq(&self) -> u64 {
         let control = &mut self.vmcb().control;
-        let offered = self.offered.take();
+        let offered = self.virq_offered.take();
         let taken = !virq::is_pending(control);
         virq::clear(control, self.window.get());
-        self.unclean.set(true);
+        self.vmcb_changed.set(true);
         if taken { 0 } else { offered }
     }
 
@@ -435,20 +438,20 @@ impl VcpuFrames {
             control.interrupt_shadow = state.interrupt_shadow & SHADOW;
         }
         if dirty & !(group::IP | group::INJECT) != 0 {
-            self.write_rare_groups(state, dirty, is_owner)?;
+            self.write_slow_groups(state, dirty, is_owner)?;
         }
         Ok(())
     }
 
     #[cold]
-    fn write_rare_groups(
+    fn write_slow_groups(
         &self,
         state: &VcpuState,
         dirty: u64,
         is_owner: bool,
     ) -> Result<(), Status> {
         let Vmcb { control, save } = self.vmcb();
-        self.unclean.set(true);
+        self.vmcb_changed.set(true);
         if dirty & group::CONTROL != 0 {
             save.cr0 = state.cr0;
             save.cr2 = state.cr2;
@@ -541,10 +544,10 @@ impl VcpuFrames {
 /// Copies groups of a vCPU's state to its state page, those too that the CPU holds.
 pub fn read_groups(memory: &Memory, local: &Local, vcpu: &Vcpu<X86>, groups: u64) {
     if groups & (group::XCR0 | group::VECTORS) != 0 {
-        let owner = local.owner.get().and_then(|owner| memory.get(owner));
+        let owner = local.state_owner.get().and_then(|owner| memory.get(owner));
         let is_owner = owner.is_some_and(|owner| ptr::eq(owner, vcpu));
         if is_owner {
-            vcpu.arch.keep_xcr0(features());
+            vcpu.arch.save_xcr0(features());
         }
         if groups & group::VECTORS != 0 {
             vcpu.arch.read_vectors(is_owner);
@@ -672,7 +675,7 @@ fn enter(frames: &VcpuFrames, host_state: u64) -> (u64, u64) {
     let state = frames.state();
     let registers = (&raw mut state.gpr).cast::<u64>();
     vmcb.save.rax = state.gpr[gpr::RAX];
-    let mut settled = 0;
+    let mut handled = 0;
     // SAFETY: host state goes to this CPU's own page and comes back from there; the VMCB is complete, its maps and
     // tables are the kernel's. With GIF clear nothing interrupts between VMLOAD and VMRUN.
     let code = unsafe {
@@ -685,7 +688,7 @@ fn enter(frames: &VcpuFrames, host_state: u64) -> (u64, u64) {
                 break code;
             }
             // A hypercall of the kernel's own.
-            settled += 1;
+            handled += 1;
             vmcb.save.rax = ABI_VERSION as u64;
             step_over_hypercall(vmcb);
             vmcb.control.event_inj = 0;
@@ -696,7 +699,7 @@ fn enter(frames: &VcpuFrames, host_state: u64) -> (u64, u64) {
     unsafe {
         asm!("vmsave rax", in("rax") frames.vmcb_physical, options(nostack));
         asm!("vmload rax", in("rax") host_state, options(nostack));
-        if frames.window.get() != 0 || frames.offered.get() != 0 {
+        if frames.window.get() != 0 || frames.virq_offered.get() != 0 {
             // QEMU's VMRUN makes V_IRQ known without a lock, and may undo that an interrupt of the host became known at that
             // moment. It stays pending in the local APIC unnoticed until that looks again, as it does when its task
             // priority is written.
@@ -705,33 +708,33 @@ fn enter(frames: &VcpuFrames, host_state: u64) -> (u64, u64) {
         end_guest_mode(matches!(code, exit::INTR | exit::NMI));
     }
     state.gpr[gpr::RAX] = vmcb.save.rax;
-    (code, settled)
+    (code, handled)
 }
 
 // ---- FPU, debug and auxiliary registers --------------------------------------------------------------
 
 /// Makes this vCPU's registers those in the CPU.
 #[cold]
-fn become_owner(kernel: &Kernel<X86>, local: &Local, Seat { thread, vcpu }: Seat<'_>) {
-    let number = X86::this_cpu();
-    if kernel.cpus[number].space.get() != Some(thread.task) {
+fn become_owner(kernel: &Kernel<X86>, local: &Local, GuestEntry { thread, vcpu }: GuestEntry<'_>) {
+    let cpu_index = X86::this_cpu();
+    if kernel.cpus[cpu_index].space.get() != Some(thread.task) {
         // Whoever runs next loads the space, and so hides TSC_AUX from others.
         X86::flush_local();
-        kernel.left_space(number);
+        kernel.clear_loaded_space(cpu_index);
     }
-    if local.owner.get() == thread.vcpu.get() {
-        return local.show(local.hidden.get());
+    if local.state_owner.get() == thread.vcpu.get() {
+        return local.load_tsc_aux(local.saved_tsc_aux.get());
     }
     let have = features();
-    if local.shown.get().is_some() {
-        local.hide();
+    if local.tsc_aux_owner.get().is_some() {
+        local.clear_tsc_aux();
     }
-    let old = local.owner.replace(thread.vcpu.get()).and_then(|old| kernel.memory.get(old));
+    let old = local.state_owner.replace(thread.vcpu.get()).and_then(|old| kernel.memory.get(old));
     if let Some(old) = old {
-        old.arch.keep_xcr0(have);
-        old.arch.tsc_aux.set(local.hidden.get());
+        old.arch.save_xcr0(have);
+        old.arch.tsc_aux.set(local.saved_tsc_aux.get());
     }
-    local.show(vcpu.arch.tsc_aux.get());
+    local.load_tsc_aux(vcpu.arch.tsc_aux.get());
     // SAFETY: TS is cleared around FPU instructions only; areas are as large as `xsave_size`, aligned to pages; XCR0
     // values are within the machine's. Debug registers are no memory. A vCPU that no longer exists left
     // no area to save to.
@@ -769,7 +772,7 @@ fn become_owner(kernel: &Kernel<X86>, local: &Local, Seat { thread, vcpu }: Seat
 
 /// Gives the vCPU an ASID under which the TLB holds nothing. This is also how a guest's TLB is flushed.
 #[cold]
-fn new_asid(local: &Local, frames: &VcpuFrames, vm: &Vm<X86>) {
+fn assign_asid(local: &Local, frames: &VcpuFrames, vm: &Vm<X86>) {
     let control = &mut frames.vmcb().control;
     if local.next_asid.get() >= features().asids {
         local.next_asid.set(1);
@@ -779,7 +782,7 @@ fn new_asid(local: &Local, frames: &VcpuFrames, vm: &Vm<X86>) {
     control.guest_asid = local.next_asid.replace(local.next_asid.get() + 1);
     frames.asid_epoch.set(local.asid_epoch.get());
     frames.vm_generation.set(vm.space.generation.get());
-    frames.unclean.set(true);
+    frames.vmcb_changed.set(true);
 }
 
 // ---- VcpuRun ---------------------------------------------------------------------------------------
@@ -790,7 +793,7 @@ const SHADOW: u64 = 1;
 const CLEAN: u64 = 0xfff;
 
 /// Why a vCPU is not entered.
-enum Stop {
+enum EntryError {
     /// The VMM is to see this exit.
     Exit(u64),
     /// The call ends with this status.
@@ -799,53 +802,58 @@ enum Stop {
 
 /// Who takes part in an entry, besides what the vCPU knows.
 #[derive(Clone, Copy)]
-struct Seat<'a> {
+struct GuestEntry<'a> {
     thread: &'a Thread<X86>,
     vcpu: &'a Vcpu<X86>,
 }
 
-/// A [`Seat`] while the lock is not held.
-struct Kept {
+/// A [`GuestEntry`] while the lock is not held.
+struct UnlockedEntry {
     thread: *const Thread<X86>,
     vcpu: *const Vcpu<X86>,
 }
 
-impl<'a> Seat<'a> {
+impl<'a> GuestEntry<'a> {
     /// `None`: not all are there any more.
     #[inline(always)]
     fn new(kernel: &'a Kernel<X86>, thread: &'a Thread<X86>, vcpu: &'a Vcpu<X86>) -> Option<Self> {
-        if vcpu.arch.ended.get() != kernel.memory.ended() {
-            find(&kernel.memory, vcpu)?;
+        if vcpu.arch.destroyed_count.get() != kernel.memory.destroyed_count() {
+            cache_objects(&kernel.memory, vcpu)?;
         }
         Some(Self { thread, vcpu })
     }
 
-    /// The seat of the CPU's current thread, if that is in `VcpuRun`.
+    /// The entry of the CPU's current thread, if that is in `VcpuRun`.
     #[cold]
     #[inline(never)]
-    fn current(kernel: &'a Kernel<X86>, number: usize) -> Option<Self> {
-        let thread = kernel.memory.get(kernel.cpus[number].current.get()?)?;
+    fn current(kernel: &'a Kernel<X86>, cpu_index: usize) -> Option<Self> {
+        let thread = kernel.memory.get(kernel.cpus[cpu_index].current.get()?)?;
         Self::new(kernel, thread, kernel.memory.get(thread.vcpu.get()?)?)
     }
 
-    /// The same after the lock was given back, or what has become of it. `ended`: `Memory::ended` before.
+    /// The same after the lock was given back, or what has become of it. `ended`: `Memory::destroyed_count` before.
     #[inline(always)]
-    fn again(kernel: &'a Kernel<X86>, kept: &Kept, ended: u64, number: usize) -> Option<Self> {
-        if ended != kernel.memory.ended() {
-            return Self::current(kernel, number);
+    fn revalidate(
+        kernel: &'a Kernel<X86>,
+        unlocked: &UnlockedEntry,
+        destroyed_count: u64,
+        cpu_index: usize,
+    ) -> Option<Self> {
+        if destroyed_count != kernel.memory.destroyed_count() {
+            return Self::current(kernel, cpu_index);
         }
         // SAFETY: objects do not move, and none has ended since these were references.
-        Some(unsafe { Self { thread: &*kept.thread, vcpu: &*kept.vcpu } })
+        Some(unsafe { Self { thread: &*unlocked.thread, vcpu: &*unlocked.vcpu } })
     }
 
     #[inline(always)]
-    fn keep(&self) -> Kept {
-        Kept { thread: self.thread, vcpu: self.vcpu }
+    fn unlocked(&self) -> UnlockedEntry {
+        UnlockedEntry { thread: self.thread, vcpu: self.vcpu }
     }
 
     #[inline(always)]
     fn vm(&self) -> &'a Vm<X86> {
-        // SAFETY: nothing has ended since it was found; that was seen when the seat was made, and the lock is held.
+        // SAFETY: nothing has ended since it was found; that was seen when the entry was made, and the lock is held.
         unsafe { &*self.vcpu.arch.vm.get() }
     }
 
@@ -858,10 +866,10 @@ impl<'a> Seat<'a> {
 
 #[cold]
 #[inline(never)]
-fn find(memory: &Memory, vcpu: &Vcpu<X86>) -> Option<()> {
+fn cache_objects(memory: &Memory, vcpu: &Vcpu<X86>) -> Option<()> {
     vcpu.arch.vm.set(memory.get(vcpu.vm)?);
     vcpu.arch.notification.set(memory.get(vcpu.notification)?);
-    vcpu.arch.ended.set(memory.ended());
+    vcpu.arch.destroyed_count.set(memory.destroyed_count());
     Some(())
 }
 
@@ -870,69 +878,70 @@ fn find(memory: &Memory, vcpu: &Vcpu<X86>) -> Option<()> {
 #[inline(always)]
 pub fn run(
     mut kernel: Guard,
-    number: usize,
+    cpu_index: usize,
     thread: &Thread<X86>,
     vcpu: &Vcpu<X86>,
-) -> (Guard, Option<Back>) {
-    let local = local(number);
-    let Some(mut seat) = Seat::new(&kernel, thread, vcpu) else {
-        abort(&kernel, number);
+) -> (Guard, Option<ExitToVmm>) {
+    let local = local(cpu_index);
+    let Some(mut entry) = GuestEntry::new(&kernel, thread, vcpu) else {
+        abort_run(&kernel, cpu_index);
         return (kernel, None);
     };
-    if seat.vcpu.arch.halted.get() != 0 {
-        let back = end_halt(&kernel, seat);
-        return (kernel, Some(back));
+    if entry.vcpu.arch.halted.get() != 0 {
+        let to_vmm = end_halt(&kernel, entry);
+        return (kernel, Some(to_vmm));
     }
     loop {
-        if let Err(stop) = prepare(&kernel, &local.guest, seat) {
-            let back = refuse(&kernel, seat, stop);
-            return (kernel, Some(back));
+        if let Err(error) = prepare(&kernel, &local.guest, entry) {
+            let to_vmm = abort_entry(&kernel, entry, error);
+            return (kernel, Some(to_vmm));
         }
-        let active = &seat.vm().space.active;
+        let active = &entry.vm().space.active;
         active.set(active.get() | local.guest.bit.get());
-        arm(local, kernel.cpus[number].deadline().min(seat.vcpu.arch.state().deadline));
-        let (frames, kept, ended) = (&raw const seat.vcpu.arch, seat.keep(), kernel.memory.ended());
+        arm(local, kernel.cpus[cpu_index].deadline().min(entry.vcpu.arch.state().deadline));
+        let (frames, unlocked, destroyed_count) =
+            (&raw const entry.vcpu.arch, entry.unlocked(), kernel.memory.destroyed_count());
         unlock(kernel);
         // SAFETY: the vCPU is not freed before this CPU has answered a shootdown, which it does when it takes the lock.
         let frames = unsafe { &*frames };
-        let (code, settled) = enter(frames, local.guest.host_state.get());
-        kernel = lock(number);
+        let (code, handled) = enter(frames, local.guest.host_state.get());
+        kernel = lock(cpu_index);
 
         count(&kernel.counters.vm_entries);
-        seat = match Seat::again(&kernel, &kept, ended, number) {
-            Some(seat) => seat,
+        entry = match GuestEntry::revalidate(&kernel, &unlocked, destroyed_count, cpu_index) {
+            Some(entry) => entry,
             None => {
-                handle_pending(&kernel, number);
-                abort(&kernel, number);
+                handle_pending(&kernel, cpu_index);
+                abort_run(&kernel, cpu_index);
                 return (kernel, None);
             }
         };
-        let active = &seat.vm().space.active;
+        let active = &entry.vm().space.active;
         active.set(active.get() & !local.guest.bit.get());
-        let frames = &seat.vcpu.arch;
-        let untaken = if frames.offered.get() != 0 { frames.take_back() } else { 0 };
+        let frames = &entry.vcpu.arch;
+        let undelivered = if frames.virq_offered.get() != 0 { frames.withdraw_virq() } else { 0 };
         let (state, control) = (frames.state(), &mut frames.vmcb().control);
         state.entries += 1;
-        if settled != 0 {
+        if handled != 0 {
             // Each is an exit and another entry.
-            state.entries += settled;
-            state.settled += settled;
-            add(&kernel.counters.vm_entries, settled);
-            add(&kernel.counters.settled, settled);
+            state.entries += handled;
+            state.handled_in_kernel += handled;
+            add(&kernel.counters.vm_entries, handled);
+            add(&kernel.counters.handled_in_kernel, handled);
         }
         control.tlb_control = tlb_control::NOTHING;
         state.inject = match interrupted_event(control.exit_int_info) {
-            0 => untaken,
+            0 => undelivered,
             // QEMU keeps one pending too whose delivery was cut short.
             event => event,
         };
         state.cr8 = virq::priority(control);
-        if frames.window.get() & window::TAKE != 0 {
+        if frames.window.get() & window::DELIVER_VIRQ != 0 {
             if !virq::is_pending(control) {
                 // The guest has taken it.
-                let left = frames.window.get() & window::STANDING;
+                let left = frames.window.get() & window::PERSISTENT;
                 frames.window.set(left);
-                frames.unclean.set(true);
+                frames.vmcb_changed.set(true);
                 virq::clear(control, left);
                 state.window = left;
             } else if (state.inject ^ frames.window.get()) & event::VECTOR == 0 {
@@ -940,55 +949,55 @@ pub fn run(
                 state.inject = 0;
             }
         }
-        let back = match code {
-            exit::VMMCALL if frames.rings() => {
-                state.gpr[gpr::RAX] = kernel.ring(seat.vm(), state.gpr[gpr::RBX]);
+        let to_vmm = match code {
+            exit::VMMCALL if frames.is_doorbell() => {
+                state.gpr[gpr::RAX] = kernel.ring_doorbell(entry.vm(), state.gpr[gpr::RBX]);
                 step_over_hypercall(frames.vmcb());
-                state.settled += 1;
-                count(&kernel.counters.settled);
-                if !kernel.has_work(number) {
+                state.handled_in_kernel += 1;
+                count(&kernel.counters.handled_in_kernel);
+                if !kernel.has_work(cpu_index) {
                     continue;
                 }
                 None
             }
             exit::INTR | exit::NMI | exit::SMI | exit::INIT => {
-                state.settled += 1;
-                count(&kernel.counters.settled);
-                handle_pending(&kernel, number);
-                after_interrupt(&kernel, number);
+                state.handled_in_kernel += 1;
+                count(&kernel.counters.handled_in_kernel);
+                handle_pending(&kernel, cpu_index);
+                after_interrupt(&kernel, cpu_index);
                 None
             }
             exit::MACHINE_CHECK => {
                 crate::machine_check::stop("while a guest ran", frames.vmcb().save.rip)
             }
             exit::VINTR => {
-                state.window &= window::STANDING;
-                Some(give(&kernel, seat, kernel_exit::WINDOW, group::IP))
+                state.window &= window::PERSISTENT;
+                Some(return_exit(&kernel, entry, kernel_exit::WINDOW, group::IP))
             }
             exit::HLT
                 if state.halt != 0
                     && state.window == 0
                     && state.inject == 0
-                    && halt(&kernel, number, seat) =>
+                    && halt(&kernel, cpu_index, entry) =>
             {
                 None
             }
-            _ => Some(report(&kernel, seat, code, code)),
+            _ => Some(report(&kernel, entry, code, code)),
         };
-        return (kernel, back);
+        return (kernel, to_vmm);
     }
 }
 
 /// The VMM's thread waits in `VcpuRun`, if it can.
 #[inline(always)]
-fn halt(kernel: &Kernel<X86>, number: usize, seat: Seat<'_>) -> bool {
-    let Seat { thread, vcpu, .. } = seat;
+fn halt(kernel: &Kernel<X86>, cpu_index: usize, entry: GuestEntry<'_>) -> bool {
+    let GuestEntry { thread, vcpu, .. } = entry;
     // It may have been stopped meanwhile.
-    let Some(name) = kernel.cpus[number].current.get() else { return false };
+    let Some(name) = kernel.cpus[cpu_index].current.get() else { return false };
     let since = crate::time::tsc();
     let deadline = vcpu.arch.state().deadline;
     let halts = deadline > since
-        && kernel.halt(name, thread, (vcpu.notification, seat.notification()), deadline);
+        && kernel.halt(name, thread, (vcpu.notification, entry.notification()), deadline);
     if halts {
         vcpu.arch.halted.set(since);
     }
@@ -997,18 +1006,18 @@ fn halt(kernel: &Kernel<X86>, number: usize, seat: Seat<'_>) -> bool {
 
 /// The VMM's thread goes on after the guest's `HLT`, since there are events or the deadline has passed.
 #[cold]
-fn end_halt(kernel: &Kernel<X86>, seat: Seat<'_>) -> Back {
-    let state = seat.vcpu.arch.state();
-    let since = seat.vcpu.arch.halted.take();
-    state.events = seat.notification().bits.take();
+fn end_halt(kernel: &Kernel<X86>, entry: GuestEntry<'_>) -> ExitToVmm {
+    let state = entry.vcpu.arch.state();
+    let since = entry.vcpu.arch.halted.take();
+    state.events = entry.notification().bits.take();
     state.halted += crate::time::tsc().saturating_sub(since);
-    report(kernel, seat, exit::HLT, kernel_exit::HALTED)
+    report(kernel, entry, exit::HLT, kernel_exit::HALTED)
 }
 
 /// Gives the VMM an exit of the processor's, `code`, as `reported`.
 #[inline(always)]
-fn report(kernel: &Kernel<X86>, seat: Seat<'_>, code: u64, reported: u64) -> Back {
-    let frames = &seat.vcpu.arch;
+fn report(kernel: &Kernel<X86>, entry: GuestEntry<'_>, code: u64, reported: u64) -> ExitToVmm {
+    let frames = &entry.vcpu.arch;
     let (state, control) = (frames.state(), &frames.vmcb().control);
     state.exit_info1 = control.exit_info1;
     state.exit_info2 = control.exit_info2;
@@ -1024,47 +1033,47 @@ fn report(kernel: &Kernel<X86>, seat: Seat<'_>, code: u64, reported: u64) -> Bac
         exit::IOIO => group::IP,
         // The sizes in this leaf depend on it.
         exit::CPUID if state.gpr[gpr::RAX] as u32 == hw_x86::cpuid::leaf::XSAVE => {
-            frames.keep_xcr0(features());
+            frames.save_xcr0(features());
             group::IP | group::CONTROL | group::CODE | group::XCR0
         }
         _ if control.n_rip != 0 => group::IP,
         _ => group::IP | group::CONTROL | group::CODE,
     };
-    give(kernel, seat, reported, groups)
+    return_exit(kernel, entry, reported, groups)
 }
 
 /// Brings the processor structures of a vCPU, and what the CPU holds of it, up to date.
 #[inline(always)]
-fn prepare(kernel: &Kernel<X86>, local: &Local, seat: Seat<'_>) -> Result<(), Stop> {
-    let (vcpu, vm) = (seat.vcpu, seat.vm());
+fn prepare(kernel: &Kernel<X86>, local: &Local, entry: GuestEntry<'_>) -> Result<(), EntryError> {
+    let (vcpu, vm) = (entry.vcpu, entry.vm());
     if vm.space.dying.get() {
-        return Err(Stop::Failed(Status::Aborted));
+        return Err(EntryError::Failed(Status::Aborted));
     }
     let frames = &vcpu.arch;
     let state = frames.state();
     let dirty = state.dirty;
     if dirty != 0 {
-        let is_owner = local.owner.get() == seat.thread.vcpu.get();
+        let is_owner = local.state_owner.get() == entry.thread.vcpu.get();
         state.dirty = 0;
-        frames.write_groups(state, dirty, is_owner).map_err(Stop::Failed)?;
+        frames.write_groups(state, dirty, is_owner).map_err(EntryError::Failed)?;
     }
-    let bits = seat.notification().bits.take();
+    let bits = entry.notification().bits.take();
     if bits != 0 {
         state.events = bits;
-        return Err(Stop::Exit(kernel_exit::RECALL));
+        return Err(EntryError::Exit(kernel_exit::RECALL));
     }
-    if local.shown.get() != seat.thread.vcpu.get() {
-        become_owner(kernel, local, seat);
+    if local.tsc_aux_owner.get() != entry.thread.vcpu.get() {
+        become_owner(kernel, local, entry);
     }
     if frames.asid_epoch.get() != local.asid_epoch.get()
         || frames.vm_generation.get() != vm.space.generation.get()
     {
-        new_asid(local, frames, vm);
+        assign_asid(local, frames, vm);
         frames.vmcb().control.n_cr3 = kernel.memory.physical(vm.space.root);
     }
     if frames.port_generation.get() != vm.space.port_generation.get() {
         frames.port_generation.set(vm.space.port_generation.get());
-        frames.unclean.set(true);
+        frames.vmcb_changed.set(true);
         if let Some(map) = vm.space.port_map.get() {
             frames.vmcb().control.iopm_base_pa = kernel.memory.physical(map);
         }
@@ -1079,8 +1088,8 @@ fn prepare(kernel: &Kernel<X86>, local: &Local, seat: Seat<'_>) -> Result<(), St
     }
     let control = &mut frames.vmcb().control;
     control.clean = CLEAN;
-    if frames.unclean.get() {
-        frames.unclean.set(false);
+    if frames.vmcb_changed.get() {
+        frames.vmcb_changed.set(false);
         control.clean = 0;
     }
     Ok(())
@@ -1088,16 +1097,16 @@ fn prepare(kernel: &Kernel<X86>, local: &Local, seat: Seat<'_>) -> Result<(), St
 
 /// Ends `VcpuRun` without an entry.
 #[cold]
-fn refuse(kernel: &Kernel<X86>, seat: Seat<'_>, stop: Stop) -> Back {
-    match stop {
-        Stop::Exit(code) => give(kernel, seat, code, group::IP),
-        Stop::Failed(status) => end_call(kernel, seat, status),
+fn abort_entry(kernel: &Kernel<X86>, entry: GuestEntry<'_>, error: EntryError) -> ExitToVmm {
+    match error {
+        EntryError::Exit(code) => return_exit(kernel, entry, code, group::IP),
+        EntryError::Failed(status) => end_run(kernel, entry, status),
     }
 }
 
 /// Ends the `VcpuRun` of a thread whose vCPU has ended: it is in none.
 #[cold]
-pub fn lost(kernel: &Kernel<X86>, thread: &Thread<X86>) -> *const Vcpu<X86> {
+pub fn abort_destroyed_vcpu(kernel: &Kernel<X86>, thread: &Thread<X86>) -> *const Vcpu<X86> {
     kernel.vcpu_return(thread, None, Status::Aborted);
     ptr::null()
 }
@@ -1105,8 +1114,9 @@ pub fn lost(kernel: &Kernel<X86>, thread: &Thread<X86>) -> *const Vcpu<X86> {
 /// Ends the `VcpuRun` of the CPU's current thread, if it still is in it, because an object that it needs has ended.
 #[cold]
 #[inline(never)]
-fn abort(kernel: &Kernel<X86>, number: usize) {
-    if let Some(thread) = kernel.cpus[number].current.get().and_then(|name| kernel.memory.get(name))
+fn abort_run(kernel: &Kernel<X86>, cpu_index: usize) {
+    if let Some(thread) =
+        kernel.cpus[cpu_index].current.get().and_then(|name| kernel.memory.get(name))
         && let Some(name) = thread.vcpu.get()
     {
         kernel.vcpu_return(thread, kernel.memory.get(name), Status::Aborted);
@@ -1116,17 +1126,17 @@ fn abort(kernel: &Kernel<X86>, number: usize) {
 /// What the VMM has to know after a host interrupt, if anything. The deadline is looked at only here: on the way in the VMM
 /// has just looked at its clock, and a deadline that is past interrupts at once.
 #[cold]
-fn after_interrupt(kernel: &Kernel<X86>, number: usize) {
+fn after_interrupt(kernel: &Kernel<X86>, cpu_index: usize) {
     // The thread may have been stopped or its call ended.
-    let Some(seat) = Seat::current(kernel, number) else { return };
-    let frames = &seat.vcpu.arch;
+    let Some(entry) = GuestEntry::current(kernel, cpu_index) else { return };
+    let frames = &entry.vcpu.arch;
     if frames.vmcb().control.interrupt_shadow & SHADOW != 0 {
         // Not every processor takes a shadow back into the guest (QEMU's does not), so the VMM has to see the
         // instruction in it.
         frames.state().events = 0;
-        give(kernel, seat, kernel_exit::RECALL, group::IP);
+        return_exit(kernel, entry, kernel_exit::RECALL, group::IP);
     } else if frames.state().deadline <= crate::time::tsc() {
-        give(kernel, seat, kernel_exit::DEADLINE, group::IP);
+        return_exit(kernel, entry, kernel_exit::DEADLINE, group::IP);
     }
 }
 
@@ -1157,7 +1167,7 @@ fn interrupted_event(info: u64) -> u64 {
 }
 
 /// The VMM's thread whose `VcpuRun` has ended, which is the CPU's current one.
-pub struct Back {
+pub struct ExitToVmm {
     /// Its task.
     pub task: Handle<Task<X86>>,
     /// Its registers.
@@ -1166,26 +1176,35 @@ pub struct Back {
 
 /// Ends `VcpuRun` with an exit for the VMM.
 #[inline(always)]
-fn give(kernel: &Kernel<X86>, Seat { thread, vcpu }: Seat<'_>, code: u64, groups: u64) -> Back {
-    const NEXT_KNOWN: u64 = group::IP;
-    const LOOK: u64 = group::IP | group::CONTROL | group::CODE;
+fn return_exit(
+    kernel: &Kernel<X86>,
+    GuestEntry { thread, vcpu }: GuestEntry<'_>,
+    code: u64,
+    groups: u64,
+) -> ExitToVmm {
+    const IP_ONLY: u64 = group::IP;
+    const DECODE: u64 = group::IP | group::CONTROL | group::CODE;
     let (state, vmcb) = (vcpu.arch.state(), vcpu.arch.vmcb());
     state.exit_code = code;
     state.valid = group::INJECT | group::PRIORITY;
     // Constants make straight code of the frequent cases.
     match groups {
-        NEXT_KNOWN => read_code(state, vmcb, NEXT_KNOWN),
-        LOOK => read_code(state, vmcb, LOOK),
+        IP_ONLY => read_code(state, vmcb, IP_ONLY),
+        DECODE => read_code(state, vmcb, DECODE),
         _ => vcpu.arch.read_groups(groups),
     }
-    end_call(kernel, Seat { thread, vcpu }, Status::Ok)
+    end_run(kernel, GuestEntry { thread, vcpu }, Status::Ok)
 }
 
 /// Ends `VcpuRun` with a status.
 #[inline(always)]
-fn end_call(kernel: &Kernel<X86>, Seat { thread, vcpu }: Seat<'_>, status: Status) -> Back {
+fn end_run(
+    kernel: &Kernel<X86>,
+    GuestEntry { thread, vcpu }: GuestEntry<'_>,
+    status: Status,
+) -> ExitToVmm {
     kernel.vcpu_return(thread, Some(vcpu), status);
-    Back { task: thread.task, context: &raw const thread.context }
+    ExitToVmm { task: thread.task, context: &raw const thread.context }
 }
 
 /// Frames of host state that each CPU needs.
@@ -1195,14 +1214,14 @@ pub const HOST_FRAMES: u32 = (size_of::<HostPages>() / 4096) as u32;
 static HOST_PAGES: [AtomicU64; MAX_CPUS] = [const { AtomicU64::new(0) }; MAX_CPUS];
 
 /// Remembers a CPU's host pages.
-pub fn set_host_pages(memory: &Memory, number: usize, pages: Frame) {
-    HOST_PAGES[number].store(memory.physical(pages), Ordering::Release);
+pub fn set_host_pages(memory: &Memory, cpu_index: usize, pages: Frame) {
+    HOST_PAGES[cpu_index].store(memory.physical(pages), Ordering::Release);
 }
 
 /// Turns SVM on, on this CPU, with the pages that were set aside for it.
-pub fn init_this_cpu(memory: &Memory, number: usize) {
-    let physical = HOST_PAGES[number].load(Ordering::Acquire);
+pub fn init_this_cpu(memory: &Memory, cpu_index: usize) {
+    let physical = HOST_PAGES[cpu_index].load(Ordering::Acquire);
     if physical != 0 {
-        init_cpu(number, memory, memory.frame_at(physical));
+        init_cpu(cpu_index, memory, memory.frame_at(physical));
     }
 }

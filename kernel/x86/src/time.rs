@@ -1,7 +1,8 @@
-//! Time: the TSC, its frequency, and conversion to nanoseconds.
+//! TSC: frequency and conversion to nanoseconds.
 //!
-//! The frequency comes from CPUID where it tells, else from comparison with a timer of known frequency: the
-//! ACPI PM timer (ACPI 6.5 §4.8.2.1), else the PIT (Intel 8254). Both together measure the local APIC's timer.
+//! The frequency is reported by CPUID or calibrated against a timer of known frequency: the ACPI PM
+//! timer (ACPI 6.5 §4.8.2.1), else the PIT (Intel 8254). The local APIC timer is calibrated at the
+//! same time.
 
 use crate::io::{in8, in32, out8};
 use core::arch::x86_64::_rdtsc;
@@ -9,14 +10,14 @@ use spin::Once;
 
 /// Frequency of the PM timer in Hz.
 const PM_HZ: u64 = 3_579_545;
-/// The PM timer counts at least 24 bits.
+/// Minimum width of the PM timer: 24 bits.
 const PM_MASK: u32 = 0xff_ffff;
 /// Frequency of the PIT in Hz.
 const PIT_HZ: u64 = 1_193_182;
-/// How long a measurement takes, as a fraction of a second.
+/// Length of a calibration, as a fraction of a second.
 const MEASURES_PER_SECOND: u64 = 100;
-/// Reads of a timer without change before it counts as dead.
-const PATIENCE: u32 = 1_000_000;
+/// Reads of a timer without change after which it counts as absent.
+const MAX_POLLS: u32 = 1_000_000;
 
 /// Conversion between ticks and nanoseconds, by fixed-point multiplication with 32 fractional bits.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -27,7 +28,7 @@ pub struct Scale {
 }
 
 impl Scale {
-    /// For a counter of `khz` kHz, which is not 0.
+    /// Scale of a counter of `khz` kHz, which must not be 0.
     pub const fn new(khz: u64) -> Self {
         let khz = if khz == 0 { 1 } else { khz };
         Self { khz, to_nanoseconds: (1_000_000 << 32) / khz, to_ticks: (khz << 32) / 1_000_000 }
@@ -56,7 +57,7 @@ const fn scale(value: u64, factor: u64) -> u64 {
 
 static SCALE: Once<Scale> = Once::new();
 
-/// The TSC's scale. Before [`set_frequency`], one tick is taken for a nanosecond.
+/// Scale of the TSC. Before [`set_frequency`], one tick counts as one nanosecond.
 pub fn scale_of_tsc() -> Scale {
     SCALE.get().copied().unwrap_or(const { Scale::new(1_000_000) })
 }
@@ -66,7 +67,7 @@ pub fn set_frequency(khz: u64) {
     SCALE.call_once(|| Scale::new(khz));
 }
 
-/// The TSC now. Not ordered with the instructions around it.
+/// Current TSC value. Not ordered with other instructions.
 #[inline]
 pub fn tsc() -> u64 {
     // SAFETY: reading the counter has no effect.
@@ -83,7 +84,7 @@ pub fn to_ticks(nanoseconds: u64) -> u64 {
     scale_of_tsc().ticks(nanoseconds)
 }
 
-/// Waits at least this long.
+/// Waits at least `microseconds`.
 pub fn wait_microseconds(microseconds: u64) {
     let end = tsc().saturating_add(to_ticks(microseconds.saturating_mul(1000)));
     while tsc() < end {
@@ -91,19 +92,19 @@ pub fn wait_microseconds(microseconds: u64) {
     }
 }
 
-/// Frequencies found by [`measure`].
+/// Result of [`measure`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Measured {
     /// TSC in kHz.
     pub tsc_khz: u64,
     /// Local APIC timer in kHz.
     pub apic_khz: u64,
-    /// Against what.
+    /// Name of the reference timer.
     pub reference: &'static str,
 }
 
-/// Measures the TSC and the local APIC's timer, which `apic_count` reads while it counts down, against
-/// the PM timer at `pm_port`, else the PIT. About 10 ms. `None` if neither counts.
+/// Calibrates the TSC and the local APIC timer, which `apic_count` reads while it counts down,
+/// against the PM timer at `pm_port`, else the PIT. Takes about 10 ms. `None` if neither counts.
 pub fn measure(pm_port: Option<u16>, apic_count: impl Fn() -> u32) -> Option<Measured> {
     let sample = || (tsc(), apic_count());
     let by_pm = pm_port.and_then(|port| {
@@ -137,15 +138,16 @@ fn frequencies(
     }
 }
 
-/// Samples at a tick of the PM timer and again `ticks` later; also returns the ticks that really passed.
+/// Samples at a tick of the PM timer and again `ticks` later; also returns the ticks actually
+/// elapsed.
 fn span_of_pm_timer(
     port: u16,
     ticks: u64,
     sample: impl Fn() -> Sample,
 ) -> Option<(Sample, Sample, u64)> {
-    // SAFETY: reading a timer, named by the firmware.
+    // SAFETY: reads a timer that the firmware reports.
     let read = || unsafe { in32(port) } & PM_MASK;
-    let wait_for_change = |from: u32| (0..PATIENCE).map(|_| read()).find(|&now| now != from);
+    let wait_for_change = |from: u32| (0..MAX_POLLS).map(|_| read()).find(|&now| now != from);
     let first = wait_for_change(read())?;
     let start = sample();
     let mut last = first;
@@ -158,7 +160,7 @@ fn span_of_pm_timer(
     }
 }
 
-/// Samples at the start and at the end of `ticks` of the PIT's channel 2, which nothing else uses.
+/// Samples at the start and at the end of `ticks` of PIT channel 2, which is otherwise unused.
 fn span_of_pit(ticks: u16, sample: impl Fn() -> Sample) -> Option<(Sample, Sample)> {
     /// System control port B: bit 0 gate and bit 5 output of channel 2, bit 1 speaker.
     const CONTROL_B: u16 = 0x61;
@@ -175,7 +177,7 @@ fn span_of_pit(ticks: u16, sample: impl Fn() -> Sample) -> Option<(Sample, Sampl
     }
     let start = sample();
     // SAFETY: as above.
-    let done = (0..PATIENCE).any(|_| unsafe { in8(CONTROL_B) } & 1 << 5 != 0);
+    let done = (0..MAX_POLLS).any(|_| unsafe { in8(CONTROL_B) } & 1 << 5 != 0);
     done.then(|| (start, sample()))
 }
 

@@ -8,7 +8,7 @@ use hw_x86::paging::cr0;
 use crate::io::{read_cr0, write_cr0};
 
 /// The registers as the state page has them.
-pub type Registers = [[u64; 2]; 16];
+pub type XmmRegisters = [[u64; 2]; 16];
 
 /// Offset of the registers in a save area.
 const XMM: usize = 160;
@@ -17,7 +17,7 @@ const XSTATE_BV: usize = 512;
 const SSE: u64 = 1 << 1;
 
 /// Reads the CPU's registers.
-pub fn from_cpu(to: &mut Registers) {
+pub fn from_cpu(to: &mut XmmRegisters) {
     // SAFETY: only for these instructions CR0.TS is clear; they write `to`, which has room for 16 registers. The kernel enables
     // SSE wherever there is any, which is on every processor with SVM.
     unsafe {
@@ -38,7 +38,7 @@ pub fn from_cpu(to: &mut Registers) {
 }
 
 /// Writes the CPU's registers. What else is in their places (the upper half of AVX registers) stays.
-pub fn to_cpu(from: &Registers) {
+pub fn to_cpu(from: &XmmRegisters) {
     // SAFETY: as above; the registers are the guest's, and the kernel is compiled to use none of them.
     unsafe {
         write_cr0(read_cr0() & !cr0::TS);
@@ -61,19 +61,19 @@ pub fn to_cpu(from: &Registers) {
 ///
 /// # Safety
 /// `area` is a save area of FXSAVE or XSAVE that nobody writes meanwhile.
-pub unsafe fn from_area(area: *const u8) -> Registers {
+pub unsafe fn from_area(area: *const u8) -> XmmRegisters {
     // SAFETY: by contract; its fields are aligned.
-    unsafe { area.add(XMM).cast::<Registers>().read() }
+    unsafe { area.add(XMM).cast::<XmmRegisters>().read() }
 }
 
 /// Writes the registers in a save area; `xsave`: one of XSAVE.
 ///
 /// # Safety
 /// As for [`from_area`], and nobody reads it meanwhile.
-pub unsafe fn to_area(area: *mut u8, from: &Registers, xsave: bool) {
+pub unsafe fn to_area(area: *mut u8, from: &XmmRegisters, xsave: bool) {
     // SAFETY: by contract.
     unsafe {
-        area.add(XMM).cast::<Registers>().write(*from);
+        area.add(XMM).cast::<XmmRegisters>().write(*from);
         if xsave {
             let present = area.add(XSTATE_BV).cast::<u64>();
             present.write(present.read() | SSE);
@@ -90,7 +90,7 @@ mod tests {
         #[repr(align(64))]
         struct Area([u8; 1024]);
         let mut area = Area([0; 1024]);
-        let mut registers: Registers =
+        let mut registers: XmmRegisters =
             core::array::from_fn(|index| [index as u64, !0 - index as u64]);
         let pointer = area.0.as_mut_ptr();
         for xsave in [false, true] {

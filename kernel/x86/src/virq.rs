@@ -13,10 +13,10 @@ use hw_x86::vmcb::{ControlArea, event, intercept_cr, intercept3, v_intr};
 /// A virtual interrupt, whatever the guest's task priority.
 const PENDING: u64 = v_intr::IRQ | v_intr::IGNORE_TPR | 0xf << v_intr::PRIO_SHIFT;
 
-/// Sets what is pending, beside the task priority; writes of CR8 exit as long as something is, or if `asked`.
-fn set(control: &mut ControlArea, pending: u64, asked: bool) {
+/// Sets what is pending, beside the task priority; writes of CR8 exit as long as something is, or if `exit_wanted`.
+fn set(control: &mut ControlArea, pending: u64, exit_wanted: bool) {
     control.v_intr = control.v_intr & v_intr::TPR | v_intr::INTR_MASKING | pending;
-    let exits = asked || pending != 0;
+    let exits = exit_wanted || pending != 0;
     control.intercept_cr = if exits { intercept_cr::WRITE_CR8 } else { 0 };
 }
 
@@ -25,13 +25,13 @@ fn pending(vector: u64) -> u64 {
 }
 
 /// What a window asks of writes of CR8.
-const fn asks(wanted: u64) -> bool {
+const fn wants_cr8_exit(wanted: u64) -> bool {
     wanted & window::PRIORITY != 0
 }
 
 /// Whether a window leaves virtual interrupts to others.
-pub const fn is_free(wanted: u64) -> bool {
-    wanted & (window::EXIT | window::TAKE) == 0
+pub const fn is_unused(wanted: u64) -> bool {
+    wanted & (window::EXIT | window::DELIVER_VIRQ) == 0
 }
 
 /// Sets the guest's task priority.
@@ -53,8 +53,8 @@ pub fn is_pending(control: &ControlArea) -> bool {
 
 /// Says what happens as soon as the guest can take an interrupt: that is when the processor delivers a virtual one.
 pub fn set_window(control: &mut ControlArea, wanted: u64) {
-    let virq = if is_free(wanted) { 0 } else { pending(wanted) };
-    set(control, virq, asks(wanted));
+    let virq = if is_unused(wanted) { 0 } else { pending(wanted) };
+    set(control, virq, wants_cr8_exit(wanted));
     control.intercept3 &= !(intercept3::VINTR | intercept3::IRET);
     if wanted & window::EXIT != 0 {
         control.intercept3 |= intercept3::VINTR;
@@ -64,14 +64,14 @@ pub fn set_window(control: &mut ControlArea, wanted: u64) {
     }
 }
 
-/// Makes an interrupt pending while the window is free ([`is_free`]).
+/// Makes an interrupt pending while the window is free ([`is_unused`]).
 pub fn offer(control: &mut ControlArea, vector: u64, wanted: u64) {
-    set(control, pending(vector), asks(wanted));
+    set(control, pending(vector), wants_cr8_exit(wanted));
 }
 
 /// There is nothing pending any more, because the guest has taken it or it is taken back.
 pub fn clear(control: &mut ControlArea, wanted: u64) {
-    set(control, 0, asks(wanted));
+    set(control, 0, wants_cr8_exit(wanted));
 }
 
 #[cfg(test)]
@@ -106,7 +106,7 @@ mod tests {
         let mut control = control(9);
         for (wanted, expected) in [
             (0, (false, false, None, 9)),
-            (window::TAKE | 0x61, (true, false, Some(0x61), 9)),
+            (window::DELIVER_VIRQ | 0x61, (true, false, Some(0x61), 9)),
             (window::PRIORITY, (true, false, None, 9)),
             (window::EXIT, (true, true, Some(0), 9)),
             (window::EXIT | window::PRIORITY, (true, true, Some(0), 9)),
@@ -123,26 +123,26 @@ mod tests {
     #[test]
     fn iret_exits_if_asked() {
         let mut control = control(0);
-        for window in [0, window::EXIT, window::TAKE | 0x41, window::PRIORITY] {
+        for window in [0, window::EXIT, window::DELIVER_VIRQ | 0x41, window::PRIORITY] {
             set_window(&mut control, window);
             let without = control.intercept3;
             set_window(&mut control, window | window::IRET);
             assert_eq!(control.intercept3, without | intercept3::IRET, "{window:#x}");
-            assert_eq!(is_free(window), is_free(window | window::IRET));
+            assert_eq!(is_unused(window), is_unused(window | window::IRET));
         }
     }
 
     #[test]
     fn writes_of_cr8_exit_while_something_is_pending() {
-        for (wanted, asks) in [(0, false), (window::PRIORITY, true)] {
-            assert!(is_free(wanted));
+        for (wanted, wants_cr8_exit) in [(0, false), (window::PRIORITY, true)] {
+            assert!(is_unused(wanted));
             let mut control = control(3);
             set_window(&mut control, wanted);
             offer(&mut control, 0x1_0000_0041, wanted);
             assert_eq!(state(&control), (true, false, Some(0x41), 3));
             clear(&mut control, wanted);
-            assert_eq!(state(&control), (asks, false, None, 3));
+            assert_eq!(state(&control), (wants_cr8_exit, false, None, 3));
         }
-        assert!(!is_free(window::EXIT) && !is_free(window::TAKE | window::PRIORITY));
+        assert!(!is_unused(window::EXIT) && !is_unused(window::DELIVER_VIRQ | window::PRIORITY));
     }
 }

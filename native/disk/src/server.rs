@@ -8,7 +8,7 @@
 
 use heapless::Vec;
 use proto::disk::{Info, Operation, Request, SECTOR, Session, Status};
-use proto::service::{DiskClient, MAX_SESSIONS, Part};
+use proto::service::{DiskClient, DiskRange, MAX_SESSIONS};
 
 use crate::device::{Command, DeviceError, Disk, Geometry, MAX_DEPTH};
 use crate::partition::Partition;
@@ -61,7 +61,11 @@ pub fn admit(
 }
 
 /// Finds a client's range on a disk of `sectors` sectors.
-pub fn locate(part: &Part, partitions: &[Partition], sectors: u64) -> Result<Extent, RangeError> {
+pub fn locate(
+    part: &DiskRange,
+    partitions: &[Partition],
+    sectors: u64,
+) -> Result<Extent, RangeError> {
     let whole = match part.partition {
         None => Extent { first: 0, sectors },
         Some(number) => {
@@ -345,7 +349,8 @@ mod tests {
         let mut server = BlockServer::new(fake);
         let geometry = server.disk.geometry();
         for (index, memory) in medium.memories.iter().enumerate() {
-            let part = Part { partition: None, first: 10 + 1000 * index as u64, sectors: 1000 };
+            let part =
+                DiskRange { partition: None, first: 10 + 1000 * index as u64, sectors: 1000 };
             let extent = locate(&part, &[], geometry.sectors).unwrap();
             let client = DiskClient { part, read_only: false, signal: 1 };
             let info = info(&client, &extent, &geometry).unwrap();
@@ -359,7 +364,7 @@ mod tests {
     fn parts() {
         let partitions = [Partition { number: 1, extent: Extent { first: 64, sectors: 100 } }];
         let locate = |partition, first, sectors| {
-            locate(&Part { partition, first, sectors }, &partitions, 1000)
+            locate(&DiskRange { partition, first, sectors }, &partitions, 1000)
         };
         assert_eq!(locate(None, 0, 0), Ok(Extent { first: 0, sectors: 1000 }));
         assert_eq!(locate(Some(1), 10, 0), Ok(Extent { first: 74, sectors: 90 }));
@@ -370,7 +375,7 @@ mod tests {
         assert_eq!(locate(None, 999, 2), Err(RangeError::Beyond));
         assert_eq!(locate(Some(2), 0, 0), Err(RangeError::NoPartition(2)));
         let huge = [Partition { number: 1, extent: Extent { first: 1, sectors: u64::MAX } }];
-        let part = Part { partition: Some(1), ..Part::WHOLE };
+        let part = DiskRange { partition: Some(1), ..DiskRange::WHOLE };
         assert_eq!(super::locate(&part, &huge, 1000), Err(RangeError::Beyond));
     }
 

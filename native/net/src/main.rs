@@ -16,7 +16,7 @@ use heapless::Vec;
 use native_rt::device::{self as memory, Shared};
 use native_rt::{Irq, Notification, Window, error, info, time};
 use proto::control::code;
-use proto::net::{Frame, Info, MAX_FRAME, NEEDS_SUM, Offload, Port, Takes, segments};
+use proto::net::{Frame, Info, MAX_FRAME, NEEDS_SUM, Offload, OffloadCaps, Port, segments};
 use proto::service::{MAX_SESSIONS, NetServer};
 use proto::start::{Role, Start, event, slot};
 
@@ -68,7 +68,7 @@ impl Data {
 }
 
 /// Returns whether a client accepts a frame without software offloads.
-fn accepts(takes: Takes, offload: &Offload) -> bool {
+fn accepts(takes: OffloadCaps, offload: &Offload) -> bool {
     let kind = match offload.segments & !segments::ECN {
         segments::NONE => true,
         segments::TCP4 => takes.tcp4,
@@ -142,7 +142,7 @@ impl NetworkServer {
         let whole = match to {
             SwitchEnd::Port(index) => {
                 let Some(client) = self.clients.get_mut(index) else { return Ok(()) };
-                accepts(client.port.takes(), &data.offload)
+                accepts(client.port.offload_caps(), &data.offload)
             }
             SwitchEnd::Uplink => {
                 let uplink = self.uplink.as_ref();

@@ -8,7 +8,7 @@
 
 use heapless::Vec;
 use proto::net::{MAX_FRAME, Mac};
-use proto::service::{MAX_SESSIONS, NetPort};
+use proto::service::{MAX_SESSIONS, SwitchPort};
 
 /// Number of remembered addresses on the uplink.
 const LEARNED: usize = 256;
@@ -126,8 +126,8 @@ fn addresses(header: &[u8; HEADER]) -> (Mac, Mac) {
 
 impl Switch {
     /// Creates a switch with these ports.
-    pub fn new(ports: &[NetPort], uplink: bool, now: u64) -> Self {
-        let port = |port: &NetPort| Port {
+    pub fn new(ports: &[SwitchPort], uplink: bool, now: u64) -> Self {
+        let port = |port: &SwitchPort| Port {
             mac: port.mac,
             group: port.group,
             bucket: Bucket::new(port.rate, now),
@@ -231,7 +231,7 @@ mod tests {
     }
 
     fn switch(uplink: bool) -> Switch {
-        let port = |number, group| NetPort { mac: mac(number), group, rate: 0, signal: 0 };
+        let port = |number, group| SwitchPort { mac: mac(number), group, rate: 0, signal: 0 };
         Switch::new(&[port(0, 0), port(1, 0), port(2, 7)], uplink, 0)
     }
 

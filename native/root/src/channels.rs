@@ -9,8 +9,8 @@ use abi::{PAGE_SIZE, rights};
 use heapless::Vec;
 use native_rt::{Message, Window, map_alias};
 use proto::channel::{
-    End, LET_GO, LOOK, MAP, MAX_CHANNELS, MAX_VM_CHANNELS, OFFER, PeerShare, Place, REVOKE,
-    SHARE_BYTES, SHARES, ShareState, View,
+    End, LET_GO, LOOK, MAP, MAX_CHANNELS, MAX_VM_CHANNELS, OFFER, PeerShare, REVOKE, SHARE_BYTES,
+    SHARES, ShareRef, ShareState, View,
 };
 use proto::start::{CHANNEL_STRIDE, CHANNELS, RangeKind, event, shares, slot};
 use proto::system::{System, Vm};
@@ -197,7 +197,7 @@ impl Channels {
         [place, offset, length, writable]: [u64; 4],
         children: &[Option<Child>],
     ) -> Option<[u64; 4]> {
-        let Place { channel: of_vmm, share } = Place::unpack(place)?;
+        let ShareRef { channel: of_vmm, share } = ShareRef::unpack(place)?;
         let own = |side: &ChannelSide| side.child == number && side.runs && side.number == of_vmm;
         let found = self.channels.iter_mut().enumerate().find_map(|(index, channel)| {
             let side = channel.sides.iter().position(own)?;

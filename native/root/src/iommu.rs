@@ -13,8 +13,8 @@ use abi::{PAGE_SIZE, boot};
 use heapless::Vec;
 use hw_tables::acpi::Ivrs;
 use hw_x86::iommu::{
-    BLOCKED, DEVICE_ENTRY, DEVICE_TABLE_LENGTH, ENTRY, LEVELS, REACH, RING_PAGE, command, control,
-    device_entry, event_device, index, leaf, next_table, register, status, table,
+    ADDRESS_LIMIT, BLOCKED, DEVICE_ENTRY, DEVICE_TABLE_LENGTH, ENTRY, LEVELS, RING_PAGE, command,
+    control, device_entry, event_device, index, leaf, next_table, register, status, table,
 };
 use native_rt::device::DeviceRegisters;
 use native_rt::start::Boot;
@@ -205,7 +205,7 @@ impl Domain {
 
     /// Maps a page to its own address.
     fn map(&mut self, address: u64) -> Option<()> {
-        if address >= REACH {
+        if address >= ADDRESS_LIMIT {
             return None;
         }
         let base = physical(self.pages);
@@ -256,8 +256,8 @@ impl Unit {
     fn forget(&mut self, device: u16, domain: u16) {
         self.answer += 1;
         let place = physical(self.pages) + Self::ANSWER;
-        self.put(command::forget_device(device));
-        self.put(command::forget_domain(domain));
+        self.put(command::invalidate_device(device));
+        self.put(command::invalidate_domain(domain));
         self.put(command::completion(place, self.answer));
         self.registers.write64(register::COMMAND_TAIL, self.tail);
         let done = (0..MAX_POLLS).any(|_| read(self.pages, Self::ANSWER) == self.answer);

@@ -256,7 +256,7 @@ impl Manager<'_> {
             bytes: child.bytes,
             kernel_bytes: child.quota * PAGE_SIZE,
             entries: report.entries,
-            settled: report.settled,
+            handled_in_kernel: report.handled_in_kernel,
             exits: report.exits,
         }))
     }

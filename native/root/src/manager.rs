@@ -12,7 +12,7 @@ use native_rt::{
     reply_wait, time, wait, warn,
 };
 use proto::channel::{LET_GO, LOOK, MAP, MAX_VM_CHANNELS, OFFER, REVOKE};
-use proto::control::{DRAINED, EXITED, PANICKED, STARTED, Statistics, code};
+use proto::control::{DRAINED, EXITED, PANICKED, STARTED, VmmStatistics, code};
 use proto::log::{Level, MAX_TEXT};
 use proto::start::{Clock, RangeKind, Role, Start, VCPU_STACK, Vmm, event};
 use proto::system::{
@@ -115,7 +115,7 @@ pub(crate) enum Phase {
 
 /// Cause of a child's end.
 pub(crate) enum EndCause<'t> {
-    Exited(u64, Statistics),
+    Exited(u64, VmmStatistics),
     Panicked(&'t [u8]),
     Faulted(Fault),
     /// Ended by an operator.
@@ -554,10 +554,10 @@ impl<'a> Manager<'a> {
                 Some(Message::new(DONE, [0; 4]))
             }
             (purpose::CONTROL, EXITED) => {
-                let mut words = [0; Statistics::WORDS];
+                let mut words = [0; VmmStatistics::WORDS];
                 let count = (message.tag.words as usize).min(words.len());
                 page.words(&mut words[..count]);
-                let statistics = Statistics::unpack(&words);
+                let statistics = VmmStatistics::unpack(&words);
                 self.end(number, EndCause::Exited(message.words[0], statistics));
                 None
             }
@@ -758,12 +758,12 @@ pub(crate) fn pages_used() -> u64 {
 
 /// Statistics of a VMM as `name=value`, with the bytes that were taken for it, and those that it
 /// shared.
-struct Counts<'s>(&'s Statistics, u64, u64);
+struct Counts<'s>(&'s VmmStatistics, u64, u64);
 
 impl fmt::Display for Counts<'_> {
     fn fmt(&self, to: &mut fmt::Formatter) -> fmt::Result {
         let Self(statistics, bytes, shared) = self;
-        write!(to, "entries={} settled={}", statistics.entries, statistics.settled)?;
+        write!(to, "entries={} settled={}", statistics.entries, statistics.handled_in_kernel)?;
         write!(to, " bytes={bytes} shared={shared}")?;
         for (name, count) in
             EXIT_NAMES.iter().zip(statistics.exits).filter(|(_, count)| *count != 0)

@@ -10,7 +10,7 @@ use heapless::Vec;
 use native_rt::Window;
 use native_rt::start::Boot;
 use proto::service::{
-    Attachment, DiskClient, DiskDriver, DiskServer, MAX_SESSIONS, NetPort, NetServer, Service,
+    Attachment, DiskClient, DiskDriver, DiskServer, MAX_SESSIONS, NetServer, Service, SwitchPort,
 };
 use proto::start::{
     DEVICES, DEVICES_LENGTH, MEMORY, RangeKind, Role, SESSION_STRIDE, SESSIONS, event, slot,
@@ -242,7 +242,7 @@ impl Sessions {
             (ServerKind::Switch, None | Some(PciClass::VirtioNet)) => {
                 let port = |(session, vm, signal): (&Session, &Vm, u64)| {
                     let net = vm.nets.get(session.index)?;
-                    Some(NetPort { mac: net.mac, group: net.group, rate: net.rate, signal })
+                    Some(SwitchPort { mac: net.mac, group: net.group, rate: net.rate, signal })
                 };
                 let uplink = class.is_some();
                 Ok(Role::Net(NetServer { uplink, ports: plans.filter_map(port).collect() }))

@@ -62,11 +62,11 @@ pub fn run(main: fn(&Start<'static>) -> u64) -> ! {
         Some(start) => main(&start),
         None => control::code::INTERNAL,
     };
-    exit(code, &control::Statistics::ZERO)
+    exit(code, &control::VmmStatistics::ZERO)
 }
 
 /// Ends the program: reports the exit code and statistics to root.
-pub fn exit(code: u64, statistics: &control::Statistics) -> ! {
+pub fn exit(code: u64, statistics: &control::VmmStatistics) -> ! {
     let words = statistics.pack();
     Page::current().set_words(&words);
     let message = Message::new(control::EXITED, [code, 0, 0, 0]).with_page(words.len() as u8);

@@ -19,7 +19,7 @@ pub struct NativeVcpu<'a> {
     deadline: u64,
     /// Ticks during which the VM was paused: its time is this much less than the host's.
     paused_ticks: u64,
-    /// Requested bits of [`window::STANDING`].
+    /// Requested bits of [`window::PERSISTENT`].
     window: u64,
     /// Halt mode for the kernel, unless pending output requires an exit.
     halt_mode: u64,
@@ -69,7 +69,7 @@ impl<'a> NativeVcpu<'a> {
     /// Returns the number of world switches, and of exits handled in the kernel.
     pub fn counts(&mut self) -> (u64, u64) {
         let state = self.vcpu.state();
-        (state.entries, state.settled)
+        (state.entries, state.handled_in_kernel)
     }
 
     /// Returns the ticks that the kernel has waited while the guest was halted.
@@ -106,11 +106,11 @@ impl<'a> NativeVcpu<'a> {
         self.vcpu.state().valid |= missing;
     }
 
-    /// Sets or clears one of [`window::STANDING`].
+    /// Sets or clears one of [`window::PERSISTENT`].
     fn set_persistent(&mut self, bit: u64, on: bool) {
         self.window = self.window & !bit | if on { bit } else { 0 };
         let state = self.vcpu.state();
-        state.window = state.window & !window::STANDING | self.window;
+        state.window = state.window & !window::PERSISTENT | self.window;
     }
 
     /// Returns the state page, with this group valid and marked as changed.
@@ -277,13 +277,13 @@ impl vmm_cpu::Vcpu for NativeVcpu<'_> {
             | match wanted {
                 InterruptWindow::Nothing => 0,
                 InterruptWindow::Exit => window::EXIT,
-                InterruptWindow::DeliverVirq(vector) => window::TAKE | u64::from(vector),
+                InterruptWindow::DeliverVirq(vector) => window::DELIVER_VIRQ | u64::from(vector),
             };
     }
 
     #[inline(always)]
     fn has_window(&mut self) -> bool {
-        self.vcpu.state().window & !window::STANDING != 0
+        self.vcpu.state().window & !window::PERSISTENT != 0
     }
 
     const KEEPS_CR8: bool = true;

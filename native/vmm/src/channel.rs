@@ -9,8 +9,8 @@ use native_rt::{Gate, Message as Call, Notification, Space, Vm, Window};
 use proto::DONE;
 use proto::channel::register::NAME_LEN;
 use proto::channel::{
-    Broken, End, LET_GO, LOOK, MAP, Message, OFFER, Place, REVOKE, Receiver, SHARE_BYTES, SHARES,
-    SendError, Sender, ShareState, View, hypercall,
+    Broken, End, LET_GO, LOOK, MAP, Message, OFFER, REVOKE, Receiver, SHARE_BYTES, SHARES,
+    SendError, Sender, ShareRef, ShareState, View, hypercall,
 };
 use proto::start::slot;
 use vmm_bus::backend::{ChannelBackend, ChannelInfo};
@@ -83,7 +83,7 @@ impl ChannelEnd {
 
     /// Sends a request to root; returns `None` if root refuses it.
     fn call_root(&self, label: u64, share: usize, words: [u64; 3]) -> Option<[u64; 4]> {
-        let place = Place { channel: self.number, share }.pack();
+        let place = ShareRef { channel: self.number, share }.pack();
         let [a, b, c] = words;
         let answer = Gate::at(slot::CONTROL).call(Call::new(label, [place, a, b, c])).ok()?;
         (answer.tag.label == DONE).then_some(answer.words)

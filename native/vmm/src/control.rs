@@ -282,7 +282,7 @@ impl Control {
         let mut report = Report { written: now, exits: figures.past, ..Report::default() };
         for (vcpu, idle) in figures.each.iter().zip(&self.idle) {
             report.entries += vcpu.entries;
-            report.settled += vcpu.handled;
+            report.handled_in_kernel += vcpu.handled;
             report.halted += vcpu.halted;
             report.used += vcpu.used;
             for (sum, count) in report.exits.iter_mut().zip(vcpu.exits) {

@@ -447,7 +447,7 @@ impl Net for NetSession {
 
     fn set_offload_caps(&mut self, caps: OffloadCaps) {
         let OffloadCaps { csum: sums, tcp4, tcp6 } = caps;
-        self.client.set_takes(net::Takes { sums, tcp4, tcp6 });
+        self.client.set_offload_caps(net::OffloadCaps { sums, tcp4, tcp6 });
     }
 
     fn send(&mut self, offload: Offload, frame: &mut Data<'_>) -> bool {

@@ -24,7 +24,7 @@ use native_rt::{
     Factory, Gate, Message, Notification, SchedContext, Space, Status, Vcpu, Vm, error, info, time,
     warn,
 };
-use proto::control::{STARTED, Statistics, code};
+use proto::control::{STARTED, VmmStatistics, code};
 use proto::start::{RangeKind, Role, Start, VCPU_STACK, Vmm, event, slot};
 use proto::system::OnReset;
 use spin::mutex::SpinMutex;
@@ -122,7 +122,7 @@ fn serve(start: &Start<'static>, plan: &Vmm, mut devices: Option<&mut Devices>) 
         error!("cannot map guest memory: {status:?}");
         return code::INTERNAL;
     }
-    let statistics = Cell::new(Statistics::ZERO);
+    let statistics = Cell::new(VmmStatistics::ZERO);
     CONTROL.report_to(windows(start, RangeKind::Report).next());
     // Root continues in any case.
     let _ = Gate::at(slot::CONTROL).call(Message::new(STARTED, [0; 4]));
@@ -155,7 +155,7 @@ fn serve(start: &Start<'static>, plan: &Vmm, mut devices: Option<&mut Devices>) 
         for vcpu in &guest.vcpus {
             let (entries, settled) = vcpu.lock().counts();
             statistics.entries += entries;
-            statistics.settled += settled;
+            statistics.handled_in_kernel += settled;
         }
         exit(exit_code(outcome), &statistics);
     }
@@ -232,7 +232,7 @@ fn run(
     memory: &GuestMemory,
     guest: &mut Guest,
     console: &Console,
-    (statistics, logged): (&Cell<Statistics>, &mut Once),
+    (statistics, logged): (&Cell<VmmStatistics>, &mut Once),
     devices: Option<&mut Devices>,
 ) -> Result<Outcome, u64> {
     let Guest { vcpus, notifications, helpers, .. } = guest;

@@ -1,4 +1,5 @@
-//! Programs with fixed addresses in a guest whose user address space has a hole and an end (docs/CAVEATS.md).
+//! Programs with fixed addresses in a guest whose user address space has a hole and an end
+//! (docs/CAVEATS.md).
 
 use super::{Rig, end};
 use anyhow::{Context, Result};
@@ -26,7 +27,7 @@ const CODE: [u8; 12] = [0xb8, 60, 0, 0, 0, 0xbf, 9, 0, 0, 0, 0x0f, 0x05];
 /// Bytes of the headers of the file, and of its only segment.
 const HEADERS: u64 = 64 + 56;
 
-/// A static program of one segment at an address, which has so many bytes of memory.
+/// Returns a static program of one segment at an address, with this size in memory in bytes.
 fn program(address: u64, length: u64) -> Vec<u8> {
     let mut file = b"\x7fELF\x02\x01\x01\0\0\0\0\0\0\0\0\0".to_vec();
     let mut put = |bytes: u64, value: u64| file.extend(&value.to_le_bytes()[..bytes as usize]);
@@ -42,7 +43,8 @@ fn program(address: u64, length: u64) -> Vec<u8> {
     file
 }
 
-/// A program that does not fit is not executed, and the console says why: its name, the addresses, and what they are.
+/// A program outside of the user address space is not executed, and the console names it, its
+/// addresses and the limits.
 pub fn fixed() -> Result<()> {
     let rig = Rig::new()?;
     let mut files = Vec::new();

@@ -1,7 +1,7 @@
 //! Commands of `docs/spec/run.md`, run as they are written there.
 //!
-//! A command of the document that is not in [`COMMANDS`] fails the test, and so does one that the document has no longer. Its table of options has
-//! those of `parador run --help`.
+//! A command of the document that is not in [`COMMANDS`] fails the test, and so does one that the
+//! document has no longer. Its table of options has those of `parador run --help`.
 
 use super::debugger::gdb_at;
 use super::{Rig, children, end, start, succeed, succeed_with};
@@ -34,7 +34,7 @@ const PROGRAMS: [&str; 14] = [
 /// The kernel's name in the document, in the current folder.
 const KERNEL: &str = "vmlinux";
 
-/// What is done with a command.
+/// Treatment of a command.
 enum Use {
     /// It is run.
     Run(fn(&Rig, &str) -> Result<()>),
@@ -132,7 +132,8 @@ fn table(rig: &Rig, text: &str) -> Result<()> {
     Ok(())
 }
 
-/// A command of the document that is one of `parador`, of that under test; not by KVM, which is tested elsewhere.
+/// A command of the document that is one of `parador`, of that under test; not by KVM, which is
+/// tested elsewhere.
 fn command(rig: &Rig, text: &str) -> Result<Command> {
     let words = text.strip_prefix("parador ").context("not of parador")?;
     let mut command = parador(rig.folder());

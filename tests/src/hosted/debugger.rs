@@ -8,7 +8,8 @@ use std::io::{Read, Write};
 use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
 
-/// What GDB prints when it does this with the kernel of the machine that listens there.
+/// Runs GDB commands on the guest kernel of the VM that listens at this address and returns GDB's
+/// output.
 fn gdb(rig: &Rig, commands: &[&str]) -> Result<String> {
     gdb_at(rig, "gdb", commands)
 }
@@ -45,8 +46,8 @@ fn ends(mut child: Child, code: i32, wanted: &[&str]) -> Result<()> {
     Ok(())
 }
 
-/// The kernel stops where a program calls sync(2), and after single instructions; memory can be read; it goes on without a debugger. Before that
-/// GDB does more, and prints that, too.
+/// The guest kernel stops at sync(2) and after single steps, memory is readable, and the guest
+/// continues after the debugger detaches. Before that GDB executes and prints further commands.
 pub fn at_sync(rig: &Rig, before: &[&str], wanted: &[&str]) -> Result<()> {
     let commands = [
         "x/s &linux_banner",
@@ -74,8 +75,8 @@ pub fn at_sync(rig: &Rig, before: &[&str], wanted: &[&str]) -> Result<()> {
     has(&text, &shown)
 }
 
-/// A kernel stops at its first instruction, at breakpoints and after single instructions; memory and registers can be read and changed; it
-/// goes on with and without a debugger.
+/// A guest kernel stops at its first instruction, at breakpoints and after single steps; memory and
+/// registers can be read and changed; the guest continues with and without a debugger.
 pub fn session() -> Result<()> {
     let rig = Rig::new()?;
     for cpus in ["1", "2"] {
@@ -87,7 +88,8 @@ pub fn session() -> Result<()> {
         at_sync(&rig, &["info symbol $rip"], &["x86_64_start_kernel"])?;
         ends(child, 3, &["has synced"])?;
     }
-    // One that runs is interrupted and changed; the debugger comes twice, and leaves without a word.
+    // One that runs is interrupted and changed; the debugger comes twice, and leaves without a
+    // word.
     let mut child = start(rig.run().args(["--gdb", "unix=gdb"]))?;
     let mut input = child.stdin.take().context("no input")?;
     input.write_all(b"echo ready; while :; do sync; done\n").context("cannot write")?;
@@ -119,7 +121,8 @@ pub fn session() -> Result<()> {
     interrupt(&rig)
 }
 
-/// Ctrl-C stops all virtual CPUs, also idle ones; a machine that ends ends the session. At a TCP port.
+/// Ctrl-C stops all virtual CPUs, also idle ones; a machine that ends ends the session. At a TCP
+/// port.
 fn interrupt(rig: &Rig) -> Result<()> {
     const INTERRUPT: &str = "python import os, signal, threading; \
                              threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()";

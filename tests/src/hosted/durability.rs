@@ -1,7 +1,9 @@
-//! What a guest has flushed is there after any failure; a disk that has lost data says so (`docs/durability.md`).
+//! Flushed data survives every failure; a disk that has lost data fails all further flushes
+//! (`docs/durability.md`).
 //!
-//! A loop device whose file is on a full file system takes all writes, and loses them when the host writes them back: the failure that a
-//! flush reports once. The emulated host loses its power when its QEMU is ended: what is in its page cache is gone.
+//! A loop device whose file is on a full file system takes all writes, and loses them when the host
+//! writes them back: the failure that a flush reports once. The emulated host loses its power when
+//! its QEMU is ended: what is in its page cache is gone.
 
 use super::net::wait_for;
 use super::{Rig, children, end, killed, start};
@@ -13,7 +15,8 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use tempfile::TempDir;
 
-/// A command line of a guest that writes to its first disk, flushes that, and waits. The text is in sector [`PLACE`].
+/// A command line of a guest that writes to its first disk, flushes that, and waits. The text is in
+/// sector [`PLACE`].
 const WRITES: &str = "quiet parador.run=\"(echo is to last; cat /dev/zero) | dd of=/dev/vda bs=4k count=1 seek=7 conv=fsync,notrunc \
     2>/dev/null; echo it is flushed; while :; do sleep 9; done\"";
 /// The same without a flush: what is written is past the guest's cache.
@@ -21,12 +24,12 @@ const WRITES_ONLY: &str = "(echo is to last; cat /dev/zero) | dd of=/dev/vda bs=
     2>/dev/null; echo it is written";
 const WRITTEN: &str = "it is written";
 const TEXT: &[u8] = b"is to last\n";
-/// Where the text is, in bytes.
+/// Offset of the text in bytes.
 const PLACE: u64 = 7 * 4096;
 /// Bytes of a disk.
 const LENGTH: u64 = 1 << 20;
 
-/// What the emulated host does, with each back end.
+/// Script of the emulated host, for each back end.
 const SCRIPT: &str = r#"
 quiet() { parador run /vmlinux -i busybox -m 128M --timeout 300s --artifacts /bin "$@" </dev/null 2>&1; }
 flush='dd if=/dev/null of=/dev/vda count=0 conv=fsync,notrunc 2>/dev/null'
@@ -42,7 +45,7 @@ quiet --backend $backend -d /dev/loop0 -p "quiet parador.run=\"
 echo "code $?"
 mount -o remount,size=16M /tmp/full-$backend
 quiet --backend $backend -d /dev/loop0 -p "quiet parador.run=\"
-    dd if=/dev/zero of=/dev/vda bs=64k count=96 conv=fsync,notrunc 2>/dev/null && $flush && echo opened anew, flushes succeed; echo ends\""
+    dd if=/dev/zero of=/dev/vda bs=64k count=96 conv=fsync,notrunc 2>/dev/null && $flush && echo reopened, flushes succeed; echo ends\""
 echo "code $?"
 losetup -d /dev/loop0; umount /tmp/full-$backend
 done
@@ -71,7 +74,8 @@ echo "code $?"
 echo "== end"
 "#;
 
-/// After a flush has failed all fail, until the disk is opened anew; a block device that the host uses is refused.
+/// After one failed flush all flushes fail until the disk is opened again; a block device that the
+/// host uses is refused.
 pub fn lost() -> Result<()> {
     let folder = TempDir::with_prefix("parador-test-").context("cannot make a folder")?;
     let script = SCRIPT.replace("ONLY", WRITES_ONLY);
@@ -91,7 +95,7 @@ fn check(text: &str) -> Result<()> {
         }
         Ok(())
     };
-    let wanted = ["an early flush succeeds", "the host refuses a request", "ends\n", "opened anew"];
+    let wanted = ["an early flush succeeds", "request failed", "ends\n", "reopened"];
     let unwanted = ["data is safe", "a late flush succeeds", "a later flush succeeds"];
     part("lost by kvm", &wanted, &unwanted)?;
     part("lost by process", &wanted, &unwanted)?;
@@ -100,7 +104,8 @@ fn check(text: &str) -> Result<()> {
     part("end", &[], &[])
 }
 
-/// What a guest has written is in the file, whichever of the VM's processes is killed then, and after a panic. There is no flush.
+/// Completed writes are in the file after any of the VM's processes is killed and after a guest
+/// panic. There is no flush.
 pub fn kept() -> Result<()> {
     let rig = Rig::new()?;
     let disk = rig.path("kept.img");
@@ -125,7 +130,8 @@ pub fn kept() -> Result<()> {
     has_text(&disk).context("after a panic")
 }
 
-/// What an emulated host does that is to lose its power: a raw disk with each back end, and an image in a file system.
+/// Script of an emulated host that loses its power: a raw disk with each back end, and an image in
+/// a file system.
 const POWER: &str = r#"
 quiet() { parador run /vmlinux -i busybox -m 128M --timeout 600s --artifacts /bin -p 'WRITES' "$@" </dev/null; }
 until [ -e /dev/nvme2n1 ]; do sleep 1; done
@@ -138,7 +144,7 @@ echo "== flushed"
 while :; do sleep 9; done
 "#;
 
-/// What a guest has flushed is on the host's disk when the host loses its power.
+/// Flushed data is on the host's disk when the host loses its power.
 pub fn power() -> Result<()> {
     let folder = TempDir::with_prefix("parador-test-").context("cannot make a folder")?;
     let path = |name: &str| folder.path().join(name);
@@ -187,11 +193,11 @@ fn make(path: &Path) -> Result<()> {
     file.set_len(LENGTH).context("cannot make a disk")
 }
 
-/// What the guest has flushed is in a disk.
+/// Checks that a disk has the data that the guest flushed.
 fn has_text(disk: &Path) -> Result<()> {
     let mut found = [0; TEXT.len()];
     let file = File::open(disk).with_context(|| format!("cannot open {}", disk.display()))?;
     file.read_exact_at(&mut found, PLACE).context("cannot read a disk")?;
-    ensure!(found == TEXT, "what was flushed is not there: {found:?}");
+    ensure!(found == TEXT, "flushed data is missing: {found:?}");
     Ok(())
 }

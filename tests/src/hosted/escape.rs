@@ -1,5 +1,5 @@
-//! Guests whose kernels mean harm (`guests/linux/check/check_escape.c`), and what is around their machines: files, a process of the same user, and another
-//! machine, which all stay as they are.
+//! Guests whose kernels mean harm (`guests/linux/check/check_escape.c`), and what is around their
+//! machines: files, a process of the same user, and another machine, which all stay as they are.
 
 use super::{Ended, LIMIT, Rig, start, succeed_with, words};
 use crate::previrt::Kernel;
@@ -20,17 +20,17 @@ const SEED: &str = "PARADOR_ESCAPE_SEED";
 const FIRST_SEED: u64 = 1;
 /// Seconds that a machine under attack may take: some hang.
 const MOMENT: u32 = 20;
-/// How long what is outside may take to show that it goes on, on a busy host.
+/// Time limit for the bystanders' next sign of life, on a busy host.
 const SHOWN: Duration = Duration::from_secs(60);
 /// The end of a guest process that its seccomp filter or a fault has killed.
 const KILLED: i32 = 81;
-/// What is said of the filter then.
+/// Message about a process that its filter has killed.
 const FILTERED: &str = "seccomp filter (signal 31, SIGSYS)";
 /// The end by `--timeout`.
 const LATE: i32 = 124;
 /// User and group that own nothing.
-const NOBODY: &str = "65534";
-/// What the neighbour computes, again and again.
+const UNPRIVILEGED: &str = "65534";
+/// Result that the neighbour computes repeatedly.
 const SUM: &str = "seq 20000 | sha256sum";
 /// Sectors of the disk that is only read.
 const FIXED: &str = "fixed.img";
@@ -39,14 +39,15 @@ const FIXED_LENGTH: usize = 4 << 20;
 const IMAGE: &str = "image.qcow2";
 const FOLDER: &str = "folder";
 
-/// Where a machine runs, and who starts it.
+/// Confinement of a VM, and the user who starts it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Place {
     /// As the tests, with all that keeps a machine in.
     Default,
     /// The same without namespaces and Landlock.
     Open,
-    /// Behind a filter like that of containers, which has namespaces for nobody, on a kernel without Landlock; for root if that is who runs the tests.
+    /// With a seccomp filter like a container's, which refuses namespaces, on a kernel without
+    /// Landlock; as root if root runs the tests.
     Container,
     /// A user without any capability, with all that keeps a machine in.
     User,
@@ -61,7 +62,7 @@ impl Place {
         matches!(self, Self::User | Self::OpenUser)
     }
 
-    /// What is before the machine's command, and behind it.
+    /// Words before and after the VM's command.
     fn around(self) -> Result<(Vec<String>, &'static [&'static str])> {
         let words = |words: &[&str]| words.iter().map(|word| (*word).to_owned()).collect();
         let open = &["--sandbox", "off"];
@@ -78,12 +79,12 @@ impl Place {
     }
 }
 
-/// What makes a command one of a user who has no capabilities: another one than root.
+/// Prefix that runs a command as another user without capabilities.
 pub fn plain_user() -> Result<Vec<&'static str>> {
     let is_root = fs::metadata("/proc/self").context("no /proc")?.uid() == 0;
     let mut words = vec!["setpriv", "--inh-caps=-all", "--no-new-privs"];
     if is_root {
-        words.extend(["--reuid", NOBODY, "--regid", NOBODY, "--clear-groups"]);
+        words.extend(["--reuid", UNPRIVILEGED, "--regid", UNPRIVILEGED, "--clear-groups"]);
         words.push("--bounding-set=-all");
     }
     Ok(words)
@@ -103,7 +104,7 @@ struct Outside {
     before: BTreeMap<PathBuf, File>,
 }
 
-/// What a file is like.
+/// State of a file.
 #[derive(PartialEq, Eq, Debug)]
 struct File {
     content: Vec<u8>,
@@ -156,7 +157,7 @@ impl Outside {
         let mut outside =
             Self { rig, module, seed, place, canary, neighbour, console, sum, before };
         outside.before = outside.files()?;
-        outside.goes_on()?;
+        outside.continues()?;
         Ok(outside)
     }
 
@@ -184,13 +185,13 @@ impl Outside {
     }
 
     /// The neighbour computes, and right.
-    fn goes_on(&mut self) -> Result<()> {
+    fn continues(&mut self) -> Result<()> {
         let sums = |text: &str| text.lines().filter(|line| line.starts_with("sum ")).count();
         let (before, deadline) = (sums(&self.console.text()), Instant::now() + SHOWN);
         // One line may be on its way.
         while sums(&self.console.text()) < before + 3 {
             let left = Instant::now() < deadline;
-            ensure!(left, "the neighbour does not go on:\n{}", self.console.tail());
+            ensure!(left, "the neighbour does not continue:\n{}", self.console.tail());
             thread::sleep(Duration::from_millis(50));
         }
         let text = self.console.text();
@@ -221,15 +222,17 @@ impl Outside {
             is_quiet && field("State:").starts_with('S'),
             "a process of the user has been sent a signal:\n{status}"
         );
-        self.goes_on()
+        self.continues()
     }
 
-    /// Runs a machine whose kernel takes the module, and looks around afterwards. The machine's own end is the caller's to judge, but it has one.
+    /// Runs a machine whose kernel takes the module, and looks around afterwards. The machine's own
+    /// end is the caller's to judge, but it has one.
     fn attack(&mut self, arguments: &str, options: &[&str]) -> Result<Ended> {
         self.attack_watched(arguments, options, |_| Ok(()))
     }
 
-    /// The same; `watch` is called again and again while the machine runs, with the number of its session.
+    /// The same; `watch` is called again and again while the machine runs, with the number of its
+    /// session.
     fn attack_watched(
         &mut self,
         arguments: &str,
@@ -276,7 +279,7 @@ impl Outside {
     fn machine(&self, arguments: &str, options: &[&str]) -> Result<Command> {
         let canary = self.canary.id();
         let module = format!("insmod /mnt/check_escape.ko seed={} canary={canary}", self.seed);
-        let script = format!("{module} {arguments} || echo refused; echo goes on\n");
+        let script = format!("{module} {arguments} || echo refused; echo continues\n");
         self.rig.disk("disk.img", &script, &[&self.module])?;
         let mut machine = self.rig.bare(MOMENT);
         let run = "mkdir -p /mnt; mount /dev/vda /mnt; sh -e /mnt/script";
@@ -366,18 +369,18 @@ fn of_session(session: u32) -> Result<Vec<String>> {
     Ok(found)
 }
 
-/// The last attempt that the module has told of.
+/// Returns the last attempt that the module has logged.
 fn reached(ended: &Ended) -> Option<u64> {
     let at = |line: &str| line.split("escape: at ").nth(1)?.trim().parse().ok();
     ended.messages.lines().rev().find_map(at)
 }
 
 fn is_done(ended: &Ended) -> bool {
-    ended.messages.contains("escape: done after") && ended.console.contains("goes on")
+    ended.messages.contains("escape: done after") && ended.console.contains("continues")
 }
 
-/// Every call that the filter of a guest's processes lets through, with arguments at random, is harmless, even to the guest where it spares itself; then without
-/// sparing itself.
+/// Every call that the filter of a guest's processes lets through, with arguments at random, is
+/// harmless, even to the guest where it spares itself; then without sparing itself.
 pub fn calls(is_long: bool) -> Result<()> {
     let mut outside = Outside::new()?;
     let seeds = if is_long { 40 } else { 3 };
@@ -435,15 +438,15 @@ pub fn numbers(is_long: bool) -> Result<()> {
     }
     for (what, number) in chosen {
         let ended = outside.attack(&format!("what={what} number={number}"), &[])?;
-        // A host without 32-bit calls answers these with a fault, which the guest gets: then it is a call of its own kernel by itself, which that does
-        // not survive.
+        // A host without 32-bit calls answers these with a fault, which the guest gets: then it is
+        // a call of its own kernel by itself, which that does not survive.
         let is_fault =
             what == "int80" && (ended.console.contains("refused") || ended.code == PANIC);
-        let has_come_back = ended.messages.contains("comes back");
+        let has_returned = ended.messages.contains("call returned");
         let is_killed = ended.code == KILLED
             && ended.messages.contains(FILTERED)
-            && !ended.console.contains("goes on");
-        if has_come_back || !(is_killed || is_fault) {
+            && !ended.console.contains("continues");
+        if has_returned || !(is_killed || is_fault) {
             bail!(
                 "{what} {number} seed={}: {}\n{}\n{}",
                 outside.seed,
@@ -465,7 +468,7 @@ struct Wedge {
 
 impl Wedge {
     fn read() -> Result<Self> {
-        /// What handlers return through.
+        /// Address that signal handlers return to.
         const RESTORE: &str = "6signal7restore";
         const HANDLER: &str = "6signal7handler";
         let file = artifacts().join("parador-wedge.debug");
@@ -540,7 +543,8 @@ fn attempts(what: &str, is_long: bool) -> Result<()> {
     Ok(())
 }
 
-/// What processes share is written to, among it requests to disks, an image and a folder. Those who serve them stay inside.
+/// The guest writes to memory that the VM's processes share, among it requests to disks, an image
+/// and a folder. Their servers stay confined.
 pub fn memory(is_long: bool) -> Result<()> {
     let mut outside = Outside::new()?;
     let share = format!("{FOLDER}:folder,ro=on");
@@ -572,7 +576,8 @@ pub fn keys() -> Result<()> {
     Ok(())
 }
 
-/// Words of shared memory that a guest changes, each with hostile values: all of them go on to be the guest's own affair. Some of them, or all.
+/// The guest writes hostile values to each word of shared memory: all of them affect the guest
+/// only. A sample, or all with `--long`.
 pub fn words(is_long: bool) -> Result<()> {
     let all = words::all()?;
     for (number, place) in Place::ALL.into_iter().enumerate() {
@@ -598,14 +603,16 @@ pub fn words(is_long: bool) -> Result<()> {
     Ok(())
 }
 
-/// A process that is made after a word has been changed has no more rights than the others: it is taken over, and tries to signal the canary.
+/// A process that is made after a word has been changed has no more rights than the others: it is
+/// taken over, and tries to signal the canary.
 pub fn takeover(is_long: bool) -> Result<()> {
     /// A word by which the process is had; and one that ends the machine.
     const NEEDED: [&str; 5] =
         ["vcpu_rsp", "vcpu_slots", "vcpu_wanted", "vcpu_cell", "shared_ended"];
     let all = words::all()?;
     let chosen = |name: &str| {
-        // In a machine of one virtual CPU these decided once upon a time; today they are of other parts.
+        // In a machine of one virtual CPU these decided once upon a time; today they are of other
+        // parts.
         let is_flag = name.starts_with("shared_") || name.starts_with("start_");
         !NEEDED.contains(&name) && (is_long || is_flag)
     };
@@ -626,7 +633,8 @@ pub fn takeover(is_long: bool) -> Result<()> {
                 ended.messages.contains(&format!("escape: kill gives {}", *error as u64))
             });
             let is_had = ended.messages.contains("escape: a new process");
-            // Where the host keeps signals inside, a process may send this one, and reaches nobody.
+            // Where the host confines signals, a process may send this one, and no process outside
+            // receives it.
             let keeps = matches!(place, Place::Default | Place::User);
             let as_expected = if keeps { filtered || refused } else { filtered };
             ensure!(!is_had || as_expected, "{place:?} {name}:\n{}", last(&ended.messages));
@@ -638,7 +646,8 @@ pub fn takeover(is_long: bool) -> Result<()> {
     Ok(())
 }
 
-/// The thread that maps for programs obeys the guest only when nothing runs in its process without a filter.
+/// The thread that maps for programs obeys the guest only when nothing runs in its process without
+/// a filter.
 pub fn mapper() -> Result<()> {
     for place in [Place::Open, Place::Default] {
         let mut outside = Outside::of(place)?;
@@ -651,7 +660,8 @@ pub fn mapper() -> Result<()> {
     Ok(())
 }
 
-/// Requests to disks, an image and a folder that no driver has made are carried out if they are sound, all others are refused.
+/// Requests to disks, an image and a folder that no driver has made are carried out if they are
+/// sound, all others are refused.
 pub fn requests() -> Result<()> {
     const DISK: &str = "marks.img";
     const ROUNDS: u64 = 1024;
@@ -726,9 +736,9 @@ pub fn affinity() -> Result<()> {
     for by in 0..5 {
         let ended = outside.attack(&format!("what=affinity by={by}"), &[])?;
         let is_killed = ended.code == KILLED && ended.messages.contains(FILTERED);
-        ensure!(is_killed && !ended.messages.contains("comes back"), "by={by}: {ended:?}");
+        ensure!(is_killed && !ended.messages.contains("call returned"), "by={by}: {ended:?}");
     }
-    // The same on one CPU, of which nothing of the machine leaves.
+    // The same on one CPU: no process of the VM leaves it.
     let own = fs::read_to_string("/proc/self/status").context("no /proc")?;
     let own = allowed_cpus(&own)?;
     let first = own.split([',', '-']).next().context("no CPU")?.to_owned();
@@ -761,7 +771,7 @@ pub fn affinity() -> Result<()> {
     Ok(())
 }
 
-/// What `/proc/PID/status` says of the CPUs that a process may run on.
+/// Returns the allowed CPUs of a process from `/proc/PID/status`.
 fn allowed_cpus(status: &str) -> Result<String> {
     let line = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"));
     Ok(line.context("no list of CPUs")?.trim().to_owned())
@@ -773,14 +783,14 @@ pub fn codes() -> Result<()> {
     for (what, code, text) in [
         ("end code=0", 0, "powered off"),
         ("end code=63", 63, "code 63"),
-        ("end code=64", KILLED, "code 64, which is not a guest's"),
-        ("end code=70", KILLED, "code 70, which is not a guest's"),
+        ("end code=64", KILLED, "code 64, which is reserved"),
+        ("end code=70", KILLED, "code 70, which is reserved"),
         ("end code=80", 80, "panicked"),
-        ("end code=82", KILLED, "code 82, which is not a guest's"),
+        ("end code=82", KILLED, "code 82, which is reserved"),
         ("end code=83", 83, "reset"),
-        ("end code=124", KILLED, "code 124, which is not a guest's"),
-        ("end code=137", KILLED, "code 137, which is not a guest's"),
-        ("end code=256", KILLED, "code 256, which is not a guest's"),
+        ("end code=124", KILLED, "code 124, which is reserved"),
+        ("end code=137", KILLED, "code 137, which is reserved"),
+        ("end code=256", KILLED, "code 256, which is reserved"),
         ("exit code=0", KILLED, "exited with status 0"),
         ("exit code=71", KILLED, "exited with status 71"),
         ("exit code=137", KILLED, "exited with status 137"),

@@ -1,4 +1,4 @@
-//! What `parador` needs of a host, and says of it.
+//! Host prerequisites of `parador`, and its report on them.
 
 use super::escape::plain_user;
 use super::{Ended, Rig, children, end, start, succeed};
@@ -9,7 +9,8 @@ use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
 use std::process::Command;
 
-/// A copy of `parador` alone runs a kernel that is named: without a source tree, a folder of programs, an environment and a home.
+/// A copy of `parador` alone runs a kernel that is named: without a source tree, a folder of
+/// programs, an environment and a home.
 pub fn copied() -> Result<()> {
     let rig = Rig::new()?;
     let copy = rig.folder().join("a copy");
@@ -30,7 +31,8 @@ pub fn copied() -> Result<()> {
     Ok(())
 }
 
-/// `parador doctor` tries what a host permits, and says so when a filter of system calls, a limit or the VM that it is in forbids it.
+/// `parador doctor` tries what a host permits, and says so when a filter of system calls, a limit
+/// or the VM that it is in forbids it.
 pub fn doctor() -> Result<()> {
     let parador = target().join("release/parador");
     let report = |command: &mut Command| -> Result<Value> {
@@ -86,11 +88,12 @@ fn inside() -> Result<()> {
     Ok(())
 }
 
-/// Most descriptors that the table of limits goes through: all a machine with each device needs less.
+/// Most descriptors that the table of limits goes through: all a machine with each device needs
+/// less.
 const MOST_FILES: u32 = 64;
 
-/// With few descriptors, processes, memory and files `parador run` runs, or says what it could not do and why: it never panics, waits for
-/// nothing, and leaves no process.
+/// With low limits of descriptors, processes, memory and file sizes `parador run` works or names
+/// the failed operation and its cause; it never panics, does not hang, and leaves no process.
 pub fn limits() -> Result<()> {
     let rig = Rig::new()?;
     let (parador, kernel) = (rig.folder().join("parador"), rig.folder().join("vmlinux"));

@@ -15,17 +15,18 @@ use std::time::{Duration, Instant};
 
 /// Bytes that go each way.
 const DATA: usize = 8 << 20;
-/// How long the other side may take.
+/// Time limit for the peer.
 const PATIENCE: Duration = Duration::from_secs(100);
-/// How long the guest may take for an answer at a forwarded port.
+/// Time limit for the guest's answer at a forwarded port.
 const ANSWER: Duration = Duration::from_secs(5);
-/// How often it is tried.
+/// Interval between attempts.
 const TICK: Duration = Duration::from_millis(50);
 /// Addresses of the guest's network card by DHCP; the router's is in a file then.
 const CONFIGURE: &str = "ifconfig eth0 up; udhcpc -i eth0 -n -q
     ip route | sed -n 's/^default via \\([^ ]*\\).*/\\1/p' >/tmp/router";
-// Of busybox, `nc` sends what it is given, then ends its own direction, and is done when the other direction ends. Who only takes must not
-// end its direction first, and has a pipe that nothing comes through.
+// Of busybox, `nc` sends what it is given, then ends its own direction, and is done when the other
+// direction ends. Who only takes must not end its direction first, and has a pipe that nothing
+// comes through.
 
 /// The guest ends when its link goes down.
 const UNTIL_DOWN: &str =
@@ -67,13 +68,14 @@ fn accept(listener: &TcpListener) -> Result<TcpStream> {
     Ok(stream)
 }
 
-/// A port of this host that nobody uses.
+/// Returns a free TCP port of this host.
 fn free_port() -> Result<u16> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("cannot listen")?;
     Ok(listener.local_addr().context("no address")?.port())
 }
 
-/// A guest has an address, reaches a server of this host and is reached from it, by what `passt` does.
+/// A guest has an address, reaches a server of this host and is reached from it, by what `passt`
+/// does.
 pub fn user() -> Result<()> {
     let rig = Rig::new()?;
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("cannot listen")?;
@@ -96,7 +98,8 @@ pub fn user() -> Result<()> {
     hidden(&rig)
 }
 
-/// Without `hostloopback` no service on the host's loopback address is to be had; forwarded ports are.
+/// Without `hostloopback` the guest reaches no service on the host's loopback address; forwarded
+/// ports work.
 fn hidden(rig: &Rig) -> Result<()> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("cannot listen")?;
     let (server, forwarded) = (listener.local_addr()?.port(), free_port()?);
@@ -135,7 +138,7 @@ fn talk(listener: &TcpListener, forwarded: u16) -> Result<()> {
     stream.write_all(&data).and_then(|()| stream.shutdown(Shutdown::Write))?;
     let mut back = Vec::new();
     accept(listener)?.read_to_end(&mut back).context("the guest sends nothing")?;
-    ensure!(back == data, "{} bytes came back, or others", back.len());
+    ensure!(back == data, "the echo has {} bytes, or other contents", back.len());
     // Before the guest listens, connections are closed at once.
     let back = until("answer at the forwarded port", || {
         let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, forwarded))?;
@@ -192,15 +195,16 @@ pub fn switch() -> Result<()> {
     asked?.well(0, &["1 packets received"])?;
     gone(&socket)?;
 
-    // Without its switch a machine goes on, and the next one makes another.
+    // A VM continues without its switch, and the next VM starts another one.
     killed(&first, &net, "--switch")?;
-    ensure!(socket.exists(), "nobody was there to remove the socket");
+    ensure!(socket.exists(), "the killed VM removed its socket");
     let mut machine = first.script("ifconfig eth0 up; cat /sys/class/net/eth0/carrier\n", &[])?;
     end(machine.args(["--net", &net]), "")?.well(0, &["\n1\n"])?;
     gone(&socket)
 }
 
-/// First argument of this program when it is to connect with a socket and wait until the other side closes it ([`connect`]).
+/// First argument of this program when it is to connect with a socket and wait until the other side
+/// closes it ([`connect`]).
 pub const CONNECT: &str = "--connect";
 
 /// Connects with the socket that `arguments` name; what comes is nothing.
@@ -213,7 +217,8 @@ pub fn connect(arguments: &[String]) -> Result<()> {
     Ok(())
 }
 
-/// A switch is of one user: it takes nobody else in, and who is somebody else does not join it, even where all may use its socket.
+/// A switch belongs to one user: it refuses connections of other users, and other users' VMs refuse
+/// to join it, even if the socket's mode permits it.
 fn for_one_user(rig: &Rig, socket: &Path) -> Result<()> {
     if fs::metadata("/proc/self").context("no /proc")?.uid() != 0 {
         eprintln!("only root can be another user");
@@ -222,13 +227,13 @@ fn for_one_user(rig: &Rig, socket: &Path) -> Result<()> {
     let open = |path: &Path, mode| fs::set_permissions(path, fs::Permissions::from_mode(mode));
     open(rig.folder(), 0o755).and_then(|()| open(socket, 0o666)).context("cannot change a mode")?;
     let itself = std::env::current_exe().context("no path of this program")?;
-    let nobody = ["--reuid", "65534", "--regid", "65534", "--clear-groups"];
+    let other_user = ["--reuid", "65534", "--regid", "65534", "--clear-groups"];
     for (file, name) in [(itself, "tests"), (target().join("release/parador"), "parador")] {
         fs::copy(&file, rig.path(name))
             .with_context(|| format!("cannot copy {}", file.display()))?;
     }
     let mut connecting = Command::new("setpriv");
-    connecting.args(nobody).arg(rig.path("tests")).arg(CONNECT).arg(socket);
+    connecting.args(other_user).arg(rig.path("tests")).arg(CONNECT).arg(socket);
     let said = connecting.output().context("cannot start setpriv")?;
     ensure!(said.stdout == b"closed\n", "another user is connected with the switch: {said:?}");
     // As another user who serves it: root does not join.
@@ -242,7 +247,7 @@ fn for_one_user(rig: &Rig, socket: &Path) -> Result<()> {
         .context("cannot copy the wedge")?;
     let net = format!("switch={}", path.join("switch").display());
     let mut serving = Command::new("setpriv");
-    serving.args(nobody).arg(rig.path("parador")).arg("run").arg(path.join("vmlinux"));
+    serving.args(other_user).arg(rig.path("parador")).arg("run").arg(path.join("vmlinux"));
     serving.args(["-i", "busybox", "--backend", "process", "--timeout", "60s", "--net", &net]);
     serving.arg("--artifacts").arg(&path).env("XDG_CACHE_HOME", &path).current_dir(&path);
     let mut serving = start(&mut serving)?;
@@ -290,23 +295,24 @@ pub fn wait_for(child: &mut Child, text: &str) -> Result<()> {
     Ok(())
 }
 
-/// A machine whose helper is killed: its link goes down, and it goes on.
+/// A VM whose network helper is killed continues with its link down.
 fn killed(rig: &Rig, net: &str, word: &str) -> Result<()> {
     let mut machine = rig.script(UNTIL_DOWN, &[])?;
     let mut child = start(machine.args(["--net", net]))?;
     wait_for(&mut child, "1\r\nconnected")?;
-    let [helper] = helpers(child.id(), word)[..] else { bail!("no one process {word}") };
+    let [helper] = helpers(child.id(), word)[..] else { bail!("not exactly one process {word}") };
     succeed(Command::new("kill").args(["-KILL", &helper.to_string()]))?;
     drop(child.stdin.take());
     let output = child.wait_with_output().context("cannot wait for parador")?;
     let console = String::from_utf8_lossy(&output.stdout).into_owned();
     let messages = String::from_utf8_lossy(&output.stderr).into_owned();
     let ended = Ended { code: output.status.code().unwrap_or(-1), console, messages };
-    ended.well(0, &["the cable is out", "network 0: the other side has gone"])?;
+    ended.well(0, &["the cable is out", "network 0: connection closed"])?;
     Ok(())
 }
 
-/// Without its `passt` a machine goes on; without a process of its own it does not. Nothing stays.
+/// A VM continues without its `passt`, and ends without one of its own processes. No process
+/// remains.
 pub fn kills() -> Result<()> {
     let rig = Rig::new()?;
     killed(&rig, "passt", "passt")?;
@@ -337,7 +343,7 @@ pub fn kills() -> Result<()> {
     Ok(())
 }
 
-/// What cannot be connected is refused before anything runs.
+/// Invalid network options are refused before the VM starts.
 pub fn refusals() -> Result<()> {
     let rig = Rig::new()?;
     let taken = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("cannot listen")?;
@@ -352,7 +358,7 @@ pub fn refusals() -> Result<()> {
         end(rig.run().args(["--net", net]), "")?.has(code, &[text])?;
     }
     let mut without = rig.run();
-    // Nothing of the system is found any more, but what starts `parador` is a path.
+    // An empty PATH hides `passt`; `parador` itself is started by its path.
     let program = Command::new("sh").args(["-c", "command -v setpriv"]).output()?;
     let program = String::from_utf8_lossy(&program.stdout).trim().to_owned();
     let mut machine = Command::new(program);
@@ -362,9 +368,11 @@ pub fn refusals() -> Result<()> {
     Ok(())
 }
 
-/// A tap device in a name space of the test's: both directions, with offloads. Where there can be none, that is said.
+/// A tap device in a name space of the test's: both directions, with offloads. Where there can be
+/// none, that is said.
 pub fn tap() -> Result<()> {
-    /// Makes the device and, on the other side of it, who gives and takes data; then becomes the machine.
+    /// Makes the device and, on the other side of it, who gives and takes data; then becomes the
+    /// machine.
     const AROUND: &str = "busybox tunctl -t tap0 >/dev/null
         busybox ifconfig tap0 10.77.0.1 netmask 255.255.255.0 up
         mkfifo never; busybox nc -l -p 7 <data >/dev/null &
@@ -394,8 +402,8 @@ pub fn tap() -> Result<()> {
         let answer = fs::read(rig.path("answer")).context("no answer")?;
         Ok((answer.len() >= DATA).then_some(answer))
     })?;
-    ensure!(answer == data, "{} bytes came back, or others", answer.len());
-    // Nobody makes a device where he may not.
+    ensure!(answer == data, "the echo has {} bytes, or other contents", answer.len());
+    // Creating a device without permission is refused.
     let mut refused = Command::new("unshare");
     refused.args(["-rn", "setpriv", "--bounding-set=-all", "--inh-caps=-all", "--"]);
     refused.arg(inner.get_program());

@@ -1,4 +1,4 @@
-//! What users see of a machine that runs: messages as JSON, its serial line elsewhere, maps for profilers.
+//! Observation of a running VM: messages as JSON, serial line back ends, symbol maps for profilers.
 
 use super::{PROMPT, Rig, children, end, ended, start};
 use crate::system::parador;
@@ -13,10 +13,11 @@ use std::process::{Child, Command};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long something may take to appear.
+/// Time limit for an expected output.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Every message is an object with time, level, source and text, at the moment when it is said; the console is not among them.
+/// Every message is an object with time, level, source and text, at the moment when it is said; the
+/// console is not among them.
 pub fn json() -> Result<()> {
     let rig = Rig::new()?;
     let mut run = rig.run();
@@ -91,7 +92,8 @@ fn read_until(from: &mut impl Read, text: &str) -> Result<String> {
     }
 }
 
-/// A virtio console in the place of the serial line, and beside it: both ways, with more than is kept on the way.
+/// A virtio console in the place of the serial line, and beside it: both ways, with more than is
+/// kept on the way.
 pub fn console() -> Result<()> {
     let rig = Rig::new()?;
     let mut child = start(rig.run().args(["--console", "stdio"]))?;
@@ -127,7 +129,8 @@ pub fn console() -> Result<()> {
     Ok(())
 }
 
-/// Profilers find the functions of the guest's kernel for each of its processes, as long as it runs.
+/// Profilers find the functions of the guest's kernel for each of its processes, as long as it
+/// runs.
 pub fn perf_map() -> Result<()> {
     let rig = Rig::new()?;
     let mut child = start(rig.run().arg("--perf-map"))?;
@@ -180,7 +183,8 @@ pub(super) fn wait<T>(mut what: impl FnMut() -> Option<T>) -> Result<T> {
     }
 }
 
-/// A guest is told what the host does not let it run: what two machines on one CPU take from each other, and not more than that when there is one.
+/// The guest's steal time shows the CPU time that two VMs on one CPU take from each other, and none
+/// if there is one VM.
 pub fn steal() -> Result<()> {
     const LOOP: &str = "timeout 6 sh -c 'while :; do :; done'; grep '^cpu ' /proc/stat; poweroff\n";
     let rig = Rig::new()?;
@@ -216,17 +220,17 @@ pub fn steal() -> Result<()> {
             let steal = line.and_then(|line| line.split(' ').nth(7)?.parse::<f64>().ok());
             let steal = steal.context("no stolen time")? / 100.0;
             ensure!(count == 1 || waited > 1.0, "two machines have waited {waited} s only");
-            ensure!(steal > waited / 2.0 - 0.5, "{count}: {steal} s of {waited} s are told");
+            ensure!(steal > waited / 2.0 - 0.5, "{count}: {steal} s of {waited} s reported");
             ensure!(
                 steal < waited * 1.3 + 0.5,
-                "{count}: {steal} s instead of {waited} s are told"
+                "{count}: {steal} s reported instead of {waited} s"
             );
         }
     }
     Ok(())
 }
 
-/// How long the host has let the processes of a machine wait for a CPU.
+/// Returns the time that the processes of a VM have waited for a host CPU.
 struct Waits {
     child: Child,
     device: u32,
@@ -239,12 +243,13 @@ impl Waits {
         Ok(Self { child, device, each: HashMap::new() })
     }
 
-    /// Whether it still runs.
+    /// Returns true while the process runs.
     fn look(&mut self) -> Result<bool> {
         let device = self.device;
         let all = fs::read_to_string(format!("/proc/{device}/task/{device}/children"));
         for process in all.unwrap_or_default().split_whitespace() {
-            // Time run, time waited, in nanoseconds (Documentation/scheduler/sched-stats.rst in Linux).
+            // Time run, time waited, in nanoseconds (Documentation/scheduler/sched-stats.rst in
+            // Linux).
             let times = fs::read_to_string(format!("/proc/{process}/schedstat"));
             let times = times.unwrap_or_default();
             if let Some(waited) = times.split(' ').nth(1).and_then(|time| time.parse().ok()) {

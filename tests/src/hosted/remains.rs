@@ -1,4 +1,4 @@
-//! What is left of a machine when `parador run` has ended: nothing, at once.
+//! When `parador run` returns, no part of the VM is left.
 
 use super::{Rig, children, is_alive, start, succeed};
 use anyhow::{Context, Result, ensure};
@@ -7,7 +7,7 @@ use std::process::Command;
 /// Times that each end is tried: a process that ends a moment later does so by chance.
 const TIMES: u32 = 4;
 
-/// How a machine is made to end.
+/// Cause of a VM's end.
 #[derive(Clone, Copy, Debug)]
 enum End {
     /// The guest powers off.
@@ -20,7 +20,8 @@ enum End {
     Killed,
 }
 
-/// Whatever has ended a machine, none of its processes is alive, and its disk is nobody's, in the moment in which `parador run` has ended.
+/// Whatever has ended a machine, none of its processes is alive, and its disk is nobody's, in the
+/// moment in which `parador run` has ended.
 pub fn none() -> Result<()> {
     let rig = Rig::new()?;
     rig.disk("disk.img", "", &[])?;

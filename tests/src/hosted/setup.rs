@@ -7,11 +7,11 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::process::Command;
 
-/// Where the calls are listed.
+/// File of the trace.
 const CALLS: &str = "calls";
 
-/// A process that runs the guest takes its seccomp filter before it lets any signal in; in one of programs, the thread that maps obeys the guest
-/// only when both threads have theirs.
+/// A process that runs the guest takes its seccomp filter before it lets any signal in; in one of
+/// programs, the thread that maps obeys the guest only when both threads have theirs.
 pub fn order() -> Result<()> {
     let rig = Rig::new()?;
     for protection in ["none", "process"] {
@@ -47,7 +47,7 @@ pub fn order() -> Result<()> {
     Ok(())
 }
 
-/// The call has come back without an error.
+/// Returns true if the call returned without an error.
 fn is_done(call: &str) -> bool {
     call.ends_with("= 0")
 }
@@ -58,7 +58,8 @@ fn trace(rig: &Rig, protection: &str) -> Result<BTreeMap<u32, Vec<String>>> {
     let mut traced = Command::new("strace");
     traced.args(["-f", "-qq", "-o", CALLS, "-e", "signal=none", "-e"]);
     traced.arg("trace=seccomp,rt_sigprocmask,rt_sigaction,clone,munmap");
-    // Only the superuser traces a process that may not be dumped; it is one all the same that `parador` starts.
+    // Only the superuser traces a process that may not be dumped; it is one all the same that
+    // `parador` starts.
     traced.arg(machine.get_program()).args(machine.get_args()).current_dir(rig.folder());
     traced.envs(machine.get_envs().filter_map(|(name, value)| Some((name, value?))));
     traced.args(["--sandbox", "off", "--protection", protection]);
@@ -71,8 +72,8 @@ fn trace(rig: &Rig, protection: &str) -> Result<BTreeMap<u32, Vec<String>>> {
     Ok(calls)
 }
 
-/// The calls of all threads in the order in which they began. strace(1) splits one whose end another
-/// thread's line comes before; here it is whole.
+/// The calls of all threads in the order in which they began. strace(1) splits one whose end
+/// another thread's line comes before; here it is whole.
 fn listed(rig: &Rig) -> Result<Vec<(u32, String)>> {
     let text = fs::read_to_string(rig.path(CALLS)).context("no list of calls")?;
     let mut calls: Vec<(u32, String)> = Vec::new();
@@ -95,8 +96,8 @@ fn listed(rig: &Rig) -> Result<Vec<(u32, String)>> {
     Ok(calls)
 }
 
-/// What the two threads of a program process share is unmapped by the one that maps, before it does anything else, and behind the filter of the other
-/// one, in the order of the list.
+/// The mapping thread of a user process unmaps the memory that both threads share before it does
+/// anything else, after the other thread has installed its filter, in the order of the list.
 fn mappers_wait(rig: &Rig) -> Result<()> {
     let calls = listed(rig)?;
     let unmaps = format!("munmap({:#x},", layout::PRIVATE);

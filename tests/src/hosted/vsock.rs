@@ -12,12 +12,12 @@ use std::path::Path;
 use std::thread;
 use std::time::Duration;
 
-/// How long the other side may take.
+/// Time limit for the peer.
 const PATIENCE: Duration = Duration::from_secs(100);
 /// Connections at once.
 const MANY: usize = 6;
 
-/// A connection to a port of the guest, if somebody is there.
+/// Connects to a port of the guest; `None` if no process listens.
 fn connect(path: &Path, port: u32) -> Result<Option<BufReader<UnixStream>>> {
     let mut stream = match UnixStream::connect(path) {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
@@ -35,7 +35,8 @@ fn connect(path: &Path, port: u32) -> Result<Option<BufReader<UnixStream>>> {
     }
 }
 
-/// Sends data, ends its direction and gets it back; more is under way than anybody has room for.
+/// Sends data, shuts its direction down and receives the echo; more data is in flight than the
+/// buffers hold.
 fn round(stream: BufReader<UnixStream>, data: Vec<u8>) -> Result<()> {
     let mut sender = stream.get_ref().try_clone().context("no descriptor")?;
     let wanted = data.clone();
@@ -45,9 +46,9 @@ fn round(stream: BufReader<UnixStream>, data: Vec<u8>) -> Result<()> {
     });
     let mut back = Vec::new();
     let mut stream = stream;
-    stream.read_to_end(&mut back).context("nothing comes back")?;
+    stream.read_to_end(&mut back).context("no echo arrived")?;
     sending.join().map_err(|_| anyhow::anyhow!("the sender panicked"))??;
-    ensure!(back == wanted, "{} bytes came back, or others", back.len());
+    ensure!(back == wanted, "the echo has {} bytes, or other contents", back.len());
     Ok(())
 }
 
@@ -64,7 +65,7 @@ fn talk(path: &Path, echo: &UnixListener, rude: &UnixListener) -> Result<()> {
         stream.set_read_timeout(Some(PATIENCE)).context("cannot wait")?;
         Ok::<_, anyhow::Error>(stream)
     };
-    // The guest connects: to who gives back what comes, and to who goes away when something has come.
+    // The guest connects to an echo server, and to a server that closes after the first bytes.
     let mut stream = accept(echo)?;
     let mut sink = stream.try_clone().context("no descriptor")?;
     std::io::copy(&mut stream, &mut sink).context("the guest's data stops")?;
@@ -72,7 +73,8 @@ fn talk(path: &Path, echo: &UnixListener, rude: &UnixListener) -> Result<()> {
     let mut stream = accept(rude)?;
     stream.read_exact(&mut [0; 1000]).context("the guest sends nothing")?;
     drop(stream);
-    // The host connects: many at once, one that goes away in the middle, one to nobody.
+    // The host opens many connections, one that it closes early, and one to a port without a
+    // listener.
     let first = until("listener in the guest", || connect(path, 7))?;
     let others = (1..MANY).map(|_| connect(path, 7)?.context("no further connection"));
     let all: Vec<_> = std::iter::once(Ok(first)).chain(others).collect::<Result<_>>()?;
@@ -84,29 +86,30 @@ fn talk(path: &Path, echo: &UnixListener, rude: &UnixListener) -> Result<()> {
     let rounds: Vec<_> = rounds.collect();
     let mut gone = connect(path, 7)?.context("no further connection")?;
     gone.get_mut().write_all(&vec![1; 200_000]).context("cannot send")?;
-    gone.read_exact(&mut [0; 10]).context("nothing comes back")?;
+    gone.read_exact(&mut [0; 10]).context("no echo arrived")?;
     drop(gone);
     for round in rounds {
         round.join().map_err(|_| anyhow::anyhow!("a connection's thread panicked"))??;
     }
-    ensure!(connect(path, 8)?.is_none(), "somebody listens at a port that nobody has");
+    ensure!(connect(path, 8)?.is_none(), "a connection to a port without a listener succeeds");
     // All of the first listener's are over; the second one's is what the guest waits for.
     let last = until("last listener in the guest", || connect(path, 9))?;
     round(last, b"the end".to_vec())
 }
 
-/// Programs of guest and host connect in both directions, with more than is kept on the way, several at once.
+/// Programs of guest and host connect in both directions, with more than is kept on the way,
+/// several at once.
 pub fn both_ways() -> Result<()> {
     let rig = Rig::new()?;
     let path = rig.path("vsock");
     let echo = UnixListener::bind(rig.path("vsock_50")).context("cannot listen")?;
     let rude = UnixListener::bind(rig.path("vsock_51")).context("cannot listen")?;
-    // A socket that somebody has left.
+    // A stale socket.
     drop(UnixListener::bind(&path).context("cannot listen")?);
     let script = format!(
-        "v=/mnt/linux-vsock; $v connect 99 </dev/null || echo nobody there
+        "v=/mnt/linux-vsock; $v connect 99 </dev/null || echo no listener
         dd if=/dev/urandom of=/tmp/data bs=1M count=8 2>/dev/null
-        $v connect 50 </tmp/data >/tmp/back; cmp /tmp/data /tmp/back; echo came back
+        $v connect 50 </tmp/data >/tmp/back; cmp /tmp/data /tmp/back; echo echoed
         $v flood 51 || echo rudely
         $v listen 7 {}; $v listen 9 1\n",
         MANY + 1
@@ -129,15 +132,14 @@ pub fn both_ways() -> Result<()> {
         };
         // What the host has seen comes first: its failure is why the machine was ended.
         host.with_context(|| format!("{}\n{}", ended.console, ended.messages))?;
-        let texts =
-            ["nobody there", "came back", "rudely", "7 connections", "1 connections, 0 lost"];
+        let texts = ["no listener", "echoed", "rudely", "7 connections", "1 connections, 0 lost"];
         ended.well(0, &texts)?;
         ensure!(!path.exists(), "the socket has stayed");
     }
     Ok(())
 }
 
-/// What cannot be is refused before anything runs.
+/// Invalid options are refused before the VM starts.
 pub fn refusals() -> Result<()> {
     let rig = Rig::new()?;
     let _taken = UnixListener::bind(rig.path("taken")).context("cannot listen")?;

@@ -1,16 +1,17 @@
 //! Places of the memory that a VM's processes share, for the module that attacks them
 //! (`guests/linux/check/check_escape.c`).
 //!
-//! They come from the sources: offsets of `proto`'s structures, and those of the wedge's as its file
-//! with debugging information has them (`shared_words` in `wedge/on-linux/src/shared.rs`).
+//! They come from the sources: offsets of `proto`'s structures, and those of the wedge's as its
+//! file with debugging information has them (`shared_words` in `wedge/on-linux/src/shared.rs`).
 
 use crate::system::{artifacts, workspace};
 use anyhow::{Context, Result, ensure};
 use proto::requests::{PARTS, Part, Queue, REQUESTS, Request, op};
 use proto::system::MAX_VCPUS;
-use proto::wedge::debug::Debug;
+use proto::wedge::debug::DebugState;
 use proto::wedge::{
-    Disk, Filters, MAX_DISKS, MAX_NETS, MAX_QUEUES, MAX_SHARES, Net, Share, Start, layout,
+    DiskRecord, Filters, MAX_DISKS, MAX_NETS, MAX_QUEUES, MAX_SHARES, NetRecord, ShareRecord,
+    Start, layout,
 };
 use std::fmt::Write;
 use std::fs;
@@ -65,7 +66,8 @@ fn symbols() -> Result<Vec<(u64, u64, String)>> {
     Ok(symbols.collect())
 }
 
-/// All words that a guest can write and that others may read: fields of the wedge's structures, and what the loader has left.
+/// All words that a guest can write and that others may read: fields of the wedge's structures, and
+/// what the loader has left.
 pub fn all() -> Result<Vec<Word>> {
     let fields = symbols()?.into_iter().filter_map(|(at, length, name)| {
         let name = name.strip_prefix(WORD)?.to_owned();
@@ -80,9 +82,9 @@ pub fn all() -> Result<Vec<Word>> {
         (0..count).map(one).collect()
     };
     words.extend(numbered("start", 0, Start::WORDS, 8));
-    words.extend(numbered("disk", layout::DISKS, MAX_DISKS, 8 * Disk::WORDS));
-    words.extend(numbered("net", layout::NETS, MAX_NETS, 8 * Net::WORDS));
-    words.extend(numbered("share", layout::SHARES, MAX_SHARES, 8 * Share::WORDS));
+    words.extend(numbered("disk", layout::DISKS, MAX_DISKS, 8 * DiskRecord::WORDS));
+    words.extend(numbered("net", layout::NETS, MAX_NETS, 8 * NetRecord::WORDS));
+    words.extend(numbered("share", layout::SHARES, MAX_SHARES, 8 * ShareRecord::WORDS));
     words.extend(numbered("filter", layout::FILTERS, Filters::COUNT, 8 * Filters::WORDS));
     macro_rules! fields {
         ($name:literal, $at:expr, $type:ty; $($field:ident)*) => {
@@ -93,8 +95,8 @@ pub fn all() -> Result<Vec<Word>> {
             ));)*
         };
     }
-    fields!("debug", layout::DEBUG, Debug; wanted news breakpoints vcpus);
-    fields!("queue", layout::QUEUES, Queue; waiting done calls answers rung epoch);
+    fields!("debug", layout::DEBUG, DebugState; wanted halt_pending breakpoints vcpus);
+    fields!("queue", layout::QUEUES, Queue; waiting done calls answers pending epoch);
     Ok(words)
 }
 
@@ -148,7 +150,6 @@ pub fn header() -> Result<String> {
         ("STUBS", layout::STUBS),
         ("STUBS_LENGTH", layout::STUBS_LENGTH),
         ("PRIVATE", layout::PRIVATE),
-        ("GATE", layout::GATE),
         ("SLOTS", layout::SLOTS as u64),
         ("QUEUES", layout::QUEUES),
         ("FILTERS", layout::FILTERS),
@@ -179,7 +180,8 @@ pub fn header() -> Result<String> {
     Ok(text)
 }
 
-/// Each field of the memory that all processes of a VM share is in the table of what trusted processes read there.
+/// Each field of the memory that all processes of a VM share is in the table of what trusted
+/// processes read there.
 pub fn documented() -> Result<()> {
     let text = fs::read_to_string(workspace().join(TABLE)).context(TABLE)?;
     let rows: Vec<&str> = text.lines().filter(|line| line.starts_with("| `")).collect();

@@ -1,13 +1,13 @@
-//! What block and network devices and channels ask of their outside, and how their data is handed over.
+//! Interfaces between block, network and other devices and their back ends.
 //!
-//! A device holds no request of its own beyond a number: the outside keeps requests and frames, the device
-//! says where in guest memory their data is or goes. Nothing here blocks. When something has completed or
+//! A device keeps only a request's id: the back end keeps requests and frames, the device names the
+//! guest memory that holds or receives their data. No call blocks. When a request has completed or
 //! there is room again, the host calls [`Device::wake`](crate::Device::wake) with
 //! [`WAKE_INPUT`](crate::WAKE_INPUT).
 
 use proto::channel::{Broken, Message, SendError, View, register::NAME_LEN};
 use proto::vsock::Header;
-use proto::wedge::Disk;
+use proto::wedge::DiskRecord;
 use vmm_mem::GuestMemory;
 
 /// A contiguous part of guest-physical memory.
@@ -19,51 +19,53 @@ pub struct Part {
     pub length: u32,
 }
 
-/// Bytes of guest memory in order, wherever they lie: read or written once, from first to last.
+/// A scatter-gather list of guest memory, read or written once from first to last.
 ///
-/// The guest can change both the bytes and where they are at any time, which is its own loss: there are never more
-/// than announced, perhaps fewer. A part that is not memory ends the data.
+/// The guest can change the bytes and the descriptors at any time, which harms only itself: the
+/// list never has more bytes than announced, but may have fewer. A part outside memory ends the
+/// data.
 pub struct Data<'a> {
     memory: &'a GuestMemory,
     parts: &'a mut dyn Iterator<Item = Part>,
     part: Part,
-    left: u32,
+    remaining: u32,
 }
 
 impl<'a> Data<'a> {
-    /// The first `length` bytes of these parts.
+    /// Creates the list of the first `length` bytes of these parts.
     pub fn new(
         memory: &'a GuestMemory,
         parts: &'a mut dyn Iterator<Item = Part>,
         length: u32,
     ) -> Self {
-        Self { memory, parts, part: Part { address: 0, length: 0 }, left: length }
+        Self { memory, parts, part: Part { address: 0, length: 0 }, remaining: length }
     }
 
-    /// The memory that the parts are in.
+    /// Guest memory of the parts.
     pub fn memory(&self) -> &'a GuestMemory {
         self.memory
     }
 
-    /// Bytes that are left.
+    /// Number of bytes that remain.
     pub fn remaining(&self) -> u32 {
-        self.left
+        self.remaining
     }
 
-    /// Leaves at most `length` of the bytes that are left.
+    /// Drops all but `length` of the remaining bytes.
     pub fn truncate(&mut self, length: u32) {
-        self.left = self.left.min(length);
+        self.remaining = self.remaining.min(length);
     }
 
-    /// Takes the next contiguous part of at most `most` bytes, for who copies it himself. It need not be memory.
+    /// Takes the next contiguous part of at most `most` bytes for a back end that copies it itself.
+    /// The part may be outside memory.
     pub fn part(&mut self, most: u32) -> Option<Part> {
-        let most = most.min(self.left);
+        let most = most.min(self.remaining);
         if most == 0 {
             return None;
         }
         while self.part.length == 0 {
             let Some(part) = self.parts.next() else {
-                self.left = 0;
+                self.remaining = 0;
                 return None;
             };
             self.part = part;
@@ -72,33 +74,34 @@ impl<'a> Data<'a> {
         let taken = Part { address: self.part.address, length };
         self.part.address = self.part.address.wrapping_add(length.into());
         self.part.length -= length;
-        self.left -= length;
+        self.remaining -= length;
         Some(taken)
     }
 
-    /// Passes over `count` bytes.
+    /// Skips `count` bytes.
     pub fn skip(&mut self, mut count: u32) {
         while let Some(part) = self.part(count) {
             count -= part.length;
         }
     }
 
-    /// Copies bytes from guest memory; gives their number, less than asked for only at the end.
+    /// Copies bytes from guest memory; returns their number, less than `to.len()` only at the end.
     pub fn read(&mut self, to: &mut [u8]) -> usize {
-        self.each(to.len(), |memory, part, done| {
+        self.for_each_part(to.len(), |memory, part, done| {
             memory.read_slice(part.address, &mut to[done..done + part.length as usize]).is_ok()
         })
     }
 
-    /// Copies bytes to guest memory; gives their number, less than asked for only at the end.
+    /// Copies bytes to guest memory; returns their number, less than `from.len()` only at the end.
     pub fn write(&mut self, from: &[u8]) -> usize {
-        self.each(from.len(), |memory, part, done| {
+        self.for_each_part(from.len(), |memory, part, done| {
             memory.write_slice(part.address, &from[done..done + part.length as usize]).is_ok()
         })
     }
 
-    /// Calls `copy` with parts of together at most `length` bytes, and how many came before each.
-    fn each(
+    /// Calls `copy` with parts of at most `length` bytes in total, and the number of bytes before
+    /// each.
+    fn for_each_part(
         &mut self,
         length: usize,
         mut copy: impl FnMut(&GuestMemory, Part, usize) -> bool,
@@ -106,7 +109,7 @@ impl<'a> Data<'a> {
         let mut done = 0;
         while let Some(part) = self.part(u32::try_from(length - done).unwrap_or(u32::MAX)) {
             if !copy(self.memory, part, done) {
-                self.left = 0;
+                self.remaining = 0;
                 break;
             }
             done += part.length as usize;
@@ -118,29 +121,29 @@ impl<'a> Data<'a> {
 /// Bytes of a sector, the unit of [`Block`].
 pub const SECTOR: u32 = 512;
 
-/// What a block device is like; does not change while a machine has it.
+/// Properties of a block device, fixed for the life of a VM.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct BlockInfo {
     /// Size in sectors of [`SECTOR`] bytes.
     pub sectors: u64,
     /// Writes are refused.
     pub read_only: bool,
-    /// Sectors can be given up: [`BlockOp::Discard`].
+    /// Sectors can be discarded: [`BlockOp::Discard`].
     pub discard: bool,
-    /// Sectors can be made zeros: [`BlockOp::WriteZeroes`].
+    /// Sectors can be zeroed: [`BlockOp::WriteZeroes`].
     pub write_zeroes: bool,
-    /// Most bytes of one read or write; at least 4096.
+    /// Maximum bytes of a read or write; at least 4096.
     pub max_bytes: u32,
-    /// Name for the guest, padded with zeros.
+    /// Serial number, padded with zeros.
     pub serial: [u8; 20],
 }
 
 impl BlockInfo {
-    /// Most bytes of one read or write of a file: all segments that the device model takes.
+    /// Maximum bytes of a read or write of a file: all segments that the device model accepts.
     pub const FILE_BYTES: u32 = 126 * 4096;
 
-    /// Of a disk that is a file of the host.
-    pub const fn of_file(disk: &Disk) -> Self {
+    /// Properties of a disk backed by a file of the host.
+    pub const fn of_file(disk: &DiskRecord) -> Self {
         Self {
             sectors: disk.sectors,
             read_only: disk.read_only,
@@ -152,7 +155,7 @@ impl BlockInfo {
     }
 }
 
-/// What a block request does.
+/// Operation of a block request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum BlockOp {
     /// Reads sectors from `sector` on into the request's data.
@@ -165,73 +168,75 @@ pub enum BlockOp {
         /// First sector.
         sector: u64,
     },
-    /// All writes completed before this request began are to survive a loss of power.
+    /// Makes all writes completed before this request durable.
     Flush,
-    /// The content of these sectors is no longer needed.
+    /// Discards the content of sectors.
     Discard {
         /// First sector.
         sector: u64,
         /// Number of sectors.
         count: u32,
     },
-    /// These sectors read as zeros from now on.
+    /// Makes sectors read as zeros.
     WriteZeroes {
         /// First sector.
         sector: u64,
         /// Number of sectors.
         count: u32,
-        /// They may be given up where that makes them zeros too.
+        /// The sectors may be deallocated if they then read as zeros.
         unmap: bool,
     },
 }
 
-/// How a block request ended.
+/// Result of a block request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum BlockStatus {
     /// Done.
     Done,
-    /// Failed, wholly or in part.
+    /// Failed, completely or in part.
     Failed,
-    /// The outside cannot do this.
+    /// The back end does not support the operation.
     Unsupported,
 }
 
-/// The outside of a block device. Requests are numbered by the device; a number is in use from
-/// [`start`](Block::start) to [`finish`](Block::finish). They may complete in any order.
+/// Back end of a block device. The device numbers its requests; an id is in use from
+/// [`start`](Block::start) to [`finish`](Block::finish). Requests may complete in any order.
 pub trait Block {
-    /// Starts a request; for a write, `data` is taken now, for a read it only says how long the request is.
-    /// `false`: no room now; the device is woken when there is.
+    /// Starts a request. The data of a write is copied now; for a read, `data` only gives the
+    /// length. Returns `false` without room; the back end wakes the device when there is room.
     fn start(&mut self, id: u16, op: BlockOp, data: &mut Data<'_>) -> bool;
-    /// The next request that has completed.
+    /// Next completed request.
     fn completed(&mut self) -> Option<(u16, BlockStatus)>;
-    /// Puts what a completed read has brought into `data`, and forgets the request. Called once for each request
-    /// that [`completed`](Block::completed) has given; `data` is empty if there is nothing to take over.
+    /// Copies the data of a completed read into `data` and drops the request. Called once for each
+    /// request that [`completed`](Block::completed) has returned; `data` is empty if no data is
+    /// wanted.
     fn finish(&mut self, id: u16, data: &mut Data<'_>);
-    /// Forgets all requests, because the device has been reset: none of them is reported any more, and their numbers
-    /// are free. Those that have begun may still be carried out.
+    /// Drops all requests after a reset of the device: the back end reports none of them, and their
+    /// ids are free. Requests already started may still be carried out.
     fn forget(&mut self);
 }
 
-/// What a network device is like; does not change while a machine has it.
+/// Properties of a network device, fixed for the life of a VM.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct NetInfo {
-    /// Address of the port.
+    /// MAC address of the port.
     pub mac: [u8; 6],
-    /// Longest packet in a frame (MTU) that the outside takes; 0: the guest is not told.
+    /// Largest packet in a frame (MTU) that the back end accepts; 0: not announced to the guest.
     pub mtu: u16,
-    /// The outside takes and brings whole frames with all checksums only.
+    /// The back end exchanges only frames without offloads: unsegmented and with all checksums.
     pub no_offloads: bool,
 }
 
-/// Work on frames that is left to the other side (VIRTIO 1.2, section 5.1.6: `virtio_net_hdr` without
-/// `num_buffers`).
+/// Offloaded work on a frame, for the receiver to do (VIRTIO 1.2, section 5.1.6: `virtio_net_hdr`
+/// without `num_buffers`).
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Offload {
-    /// The checksum from `csum_start` on is missing and belongs at `csum_start + csum_offset`.
+    /// The checksum of the bytes from `csum_start` on is missing and belongs at `csum_start +
+    /// csum_offset`.
     pub needs_csum: bool,
-    /// The checksum has been checked.
+    /// The checksum has been verified.
     pub data_valid: bool,
-    /// What the frame is to be cut into.
+    /// Segmentation of the frame.
     pub segments: Segments,
     /// The headers have ECN with the congestion bit (`VIRTIO_NET_HDR_GSO_ECN`).
     pub ecn: bool,
@@ -239,17 +244,17 @@ pub struct Offload {
     pub header_length: u16,
     /// Payload of each segment.
     pub segment_size: u16,
-    /// Where the checksum begins to count.
+    /// Offset of the first byte that the checksum covers.
     pub csum_start: u16,
-    /// Where it is put, from `csum_start`.
+    /// Offset of the checksum, from `csum_start`.
     pub csum_offset: u16,
 }
 
 /// Values in the first bytes of an offload header.
 pub mod header {
-    /// Flag: a checksum is to be completed.
+    /// Flag: the checksum must be completed.
     pub const NEEDS_CSUM: u8 = 1;
-    /// Flag: the checksum is good.
+    /// Flag: the checksum has been verified.
     pub const DATA_VALID: u8 = 2;
     /// Segmentation: none.
     pub const GSO_NONE: u8 = 0;
@@ -265,8 +270,9 @@ impl Offload {
     /// Bytes of a header.
     pub const HEADER: usize = 10;
 
-    /// As drivers of virtio and tap devices have it before a frame: flags, segmentation, then 16 bits each of header length,
-    /// segment size, start and offset of the checksum.
+    /// Encodes the header that virtio drivers and tap devices put before a frame: flags,
+    /// segmentation, then 16 bits each of header length, segment size, checksum start and checksum
+    /// offset.
     pub fn to_header(&self) -> [u8; Self::HEADER] {
         let mut bytes = [0; Self::HEADER];
         let flag = |set, flag| if set { flag } else { 0 };
@@ -285,7 +291,7 @@ impl Offload {
         bytes
     }
 
-    /// What such a header says; `None`: the frame is to be cut into something that has no name here.
+    /// Decodes such a header; `None` for an unsupported segmentation.
     pub fn from_header(bytes: &[u8; Self::HEADER]) -> Option<Self> {
         let half = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
         Some(Self {
@@ -306,10 +312,10 @@ impl Offload {
     }
 }
 
-/// What a frame is to be cut into before it goes to who cannot take it whole.
+/// Segmentation of a frame before it reaches a receiver without that offload.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Segments {
-    /// It is a frame as it is.
+    /// No segmentation.
     #[default]
     None,
     /// TCP over IPv4.
@@ -318,10 +324,10 @@ pub enum Segments {
     Tcp6,
 }
 
-/// What frames the guest takes.
+/// Offloads that the guest accepts on receive.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct OffloadCaps {
-    /// Frames whose checksum is missing, or marked as checked.
+    /// Frames with a missing or verified checksum.
     pub csum: bool,
     /// [`Segments::Tcp4`].
     pub tcp4: bool,
@@ -329,114 +335,123 @@ pub struct OffloadCaps {
     pub tcp6: bool,
 }
 
-/// Most bytes of a frame without its offload header: what TCP segmentation offload makes at most, behind an
-/// Ethernet header with a VLAN tag.
+/// Maximum bytes of a frame without its offload header: the largest TCP segmentation offload, after
+/// an Ethernet header with a VLAN tag.
 pub const MAX_FRAME: u32 = 65_536 + 18;
 
-/// The outside of a network device: a port of a switch.
+/// Back end of a network device: a port of a switch.
 pub trait Net {
-    /// Whether the port is connected.
+    /// True if the port is connected.
     fn link_up(&self) -> bool;
-    /// From now on the guest takes these frames, besides whole ones with all checksums.
+    /// Sets the offloads that the guest accepts on receive, in addition to frames without offloads.
     fn set_offload_caps(&mut self, caps: OffloadCaps);
-    /// Takes a frame from the guest. `false`: no room now; the device is woken when there is.
+    /// Sends a frame of the guest. Returns `false` without room; the back end wakes the device
+    /// later.
     fn send(&mut self, offload: Offload, frame: &mut Data<'_>) -> bool;
-    /// The frame for the guest that waits first: its offload header, and its length of at most [`MAX_FRAME`].
+    /// First queued frame for the guest: its offload header, and its length of at most
+    /// [`MAX_FRAME`].
     fn first(&mut self) -> Option<(Offload, u32)>;
-    /// Copies bytes of the first frame from `offset` on.
+    /// Copies bytes of the first frame, from `offset` on.
     fn copy(&mut self, offset: u32, to: &mut Data<'_>);
-    /// Forgets the first frame.
+    /// Drops the first frame.
     fn drop_first(&mut self);
 }
 
-/// The outside of a memory balloon. Pages have 4 KiB.
+/// Back end of a memory balloon. Pages have 4 KiB.
 pub trait BalloonBackend {
-    /// Pages that the guest is to give up.
+    /// Target size of the balloon, in pages.
     fn target_pages(&self) -> u32;
-    /// So many pages the guest says that it has given up.
+    /// Reports the current size of the balloon, in pages.
     fn set_inflated(&mut self, pages: u32);
-    /// The guest does not need what is in these whole pages of its memory: they may read as zeros from now on.
+    /// Discards whole pages that the guest does not need: they may read as zeros from now on.
     fn discard(&mut self, address: u64, length: u64);
-    /// Whether somebody asks for statistics; asking takes the question.
+    /// Returns true once for each request of statistics.
     fn take_statistics_request(&mut self) -> bool;
-    /// A statistic of the guest (VIRTIO 1.2, section 5.5.6.3): a tag below 16, and what the guest says.
+    /// Reports a statistic of the guest (VIRTIO 1.2, section 5.5.6.3): a tag below 16 and its
+    /// value.
     fn report_statistic(&mut self, tag: u16, value: u64);
 }
 
-/// The outside of a device that hands messages on, each of which has an answer: a server. Messages are numbered by the device; a number is in
-/// use from [`start`](Messages::start) to [`finish`](Messages::finish). They may be answered in any order.
+/// Back end of a device that forwards messages to a server, each with a reply. The device numbers
+/// its messages; an id is in use from [`start`](Messages::start) to [`finish`](Messages::finish).
+/// Replies may come in any order.
 pub trait Messages {
-    /// Takes a message; `answer` is where its answer goes, now or at the end. `false`: no room now; the device is woken when there is.
+    /// Starts a message; its reply goes to `answer`, now or on completion. Returns `false` without
+    /// room; the back end wakes the device later.
     fn start(&mut self, id: u16, message: &mut Data<'_>, answer: &mut Data<'_>) -> bool;
-    /// The next message that has been answered, and the length of the answer.
+    /// Next message with a reply, and the reply's length.
     fn completed(&mut self) -> Option<(u16, u32)>;
-    /// Puts an answer that is not there yet into `answer`, and forgets the message. Called once for each that [`completed`](Messages::completed) has
-    /// given; `answer` is empty if nobody wants it.
+    /// Copies a reply that is not in place yet into `answer` and drops the message. Called once for
+    /// each message that [`completed`](Messages::completed) has returned; `answer` is empty if no
+    /// reply is wanted.
     fn finish(&mut self, id: u16, answer: &mut Data<'_>);
-    /// Forgets all messages, because the device has been reset: none is answered any more, and their numbers are free.
+    /// Drops all messages after a reset of the device: no reply is reported, and their ids are
+    /// free.
     fn forget(&mut self);
 }
 
-/// The outside of a socket device, where packets go and come from. None is lost.
+/// Back end of a socket device. It loses no packet.
 pub trait Packets {
-    /// Takes a packet from the guest: a header, and data. `false`: no room now; the device is woken when there is.
+    /// Sends a packet of the guest: header and data. Returns `false` without room; the back end
+    /// wakes the device later.
     fn send(&mut self, packet: &mut Data<'_>) -> bool;
-    /// The packet for the guest that waits first: its header, and bytes of data behind it.
+    /// First queued packet for the guest: its header, and the length of its data.
     fn first(&mut self) -> Option<(Header, u32)>;
-    /// Copies data of the first packet from `offset` on.
+    /// Copies data of the first packet, from `offset` on.
     fn copy(&mut self, offset: u32, to: &mut Data<'_>);
-    /// Forgets the first packet.
+    /// Drops the first packet.
     fn drop_first(&mut self);
-    /// The device has been reset: the driver knows nothing of what was before.
+    /// Handles a reset of the device: the driver has no connection any more.
     fn reset(&mut self);
 }
 
-/// What a channel to another machine is like; does not change while a machine has it.
+/// Properties of a channel to another VM, fixed for the life of a VM.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ChannelInfo {
-    /// Number of the channel in this machine.
+    /// Number of the channel in this VM.
     pub number: u8,
     /// Side, 0 or 1.
     pub side: u8,
-    /// Number of this machine among all.
+    /// Id of this VM among all VMs.
     pub own_id: u32,
-    /// Number of the peer.
+    /// Id of the peer.
     pub peer_id: u32,
-    /// Bytes of memory, a power of two.
+    /// Bytes of shared memory, a power of two.
     pub size: u32,
-    /// There is a doorbell.
+    /// The channel has a doorbell.
     pub doorbell: bool,
-    /// Name of this machine, filled up with zeros.
+    /// Name of this VM, padded with zeros.
     pub own_name: [u8; NAME_LEN],
     /// Name of the peer.
     pub peer_name: [u8; NAME_LEN],
 }
 
-/// The outside of a channel: its memory, and the peer.
+/// Back end of a channel: its shared memory, and the peer.
 ///
-/// Guests access the memory without anybody's help. All that is said here of shares is checked by who keeps them, so that
-/// nothing depends on what a device believes.
+/// Guests access the shared memory directly. The keeper of the shares validates every request here,
+/// so its safety does not depend on the device model.
 pub trait ChannelBackend {
-    /// Rings at the peer. `false`: there is no doorbell, or the peer does not run.
+    /// Rings the peer's doorbell. Returns `false` without a doorbell or a running peer.
     fn notify(&mut self) -> bool;
-    /// What the channel is like now.
+    /// Current state of the channel.
     fn view(&mut self) -> View;
-    /// Offers `length` bytes of guest memory at `address` to the peer, as this side's share `share`.
+    /// Offers `length` bytes of guest memory at `address` to the peer, as this side's share
+    /// `share`.
     fn offer(&mut self, share: usize, address: u64, length: u32, writable: bool) -> bool;
-    /// Takes a share of this side back. Afterwards the peer has no access.
+    /// Revokes a share of this side. Afterwards the peer has no access.
     fn revoke(&mut self, share: usize);
     /// Maps a share of the peer.
     fn map(&mut self, share: usize) -> bool;
-    /// Lets a share of the peer go.
+    /// Unmaps a share of the peer.
     fn unmap(&mut self, share: usize);
-    /// From now on the guest has the channel's memory, and what is mapped of the peer's shares, at these guest-physical
-    /// addresses; `None`: nowhere.
+    /// Sets the guest-physical addresses of the channel's memory and of mapped peer shares; `None`:
+    /// not mapped.
     fn set_addresses(&mut self, memory: Option<u64>, shares: Option<u64>);
-    /// Sends a message on behalf of a guest that leaves the ring to others, and rings if the peer wants that.
+    /// Sends a message for a guest that uses hypercalls, and rings the doorbell if the peer waits.
     fn send(&mut self, message: &Message) -> Result<(), SendError>;
     /// Receives a message for such a guest.
     fn receive(&mut self) -> Result<Option<Message>, Broken>;
-    /// The machine starts anew: no share of this side is offered, none of the peer mapped, nothing has a place.
+    /// Resets this side: no share is offered or mapped, and no memory has an address.
     fn reset(&mut self);
 }
 
@@ -466,7 +481,7 @@ mod tests {
     }
 
     #[test]
-    fn offload_headers_come_back() {
+    fn offload_headers_round_trip() {
         let offload = Offload {
             needs_csum: true,
             data_valid: false,
@@ -494,7 +509,11 @@ mod tests {
         let mut data = Data::new(&memory, &mut iterator, 100);
         data.skip(1);
         data.truncate(8);
-        assert_eq!((data.write(b"0123456789"), data.remaining()), (4, 0), "the last is no memory");
+        assert_eq!(
+            (data.write(b"0123456789"), data.remaining()),
+            (4, 0),
+            "the last part is outside memory"
+        );
         let mut bytes = [0; 2];
         memory.read_slice(0x30, &mut bytes).unwrap();
         assert_eq!(&bytes, b"23");

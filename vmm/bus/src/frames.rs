@@ -1,4 +1,5 @@
-//! Network cards and sockets whose frames and packets wait in the host's memory, in order: each side is a stream or a tap device of the host.
+//! Network and socket back ends whose frames and packets are queued in host memory, in order. The
+//! host side of each is a stream socket or a tap device.
 
 use core::iter;
 use core::ops::RangeInclusive;
@@ -10,49 +11,50 @@ use crate::backend::{Data, MAX_FRAME, Net, NetInfo, Offload, OffloadCaps, Packet
 
 /// Shortest frame: an Ethernet header.
 const MIN_FRAME: u32 = 14;
-/// Longest frame of a stream: what `passt` takes.
+/// Longest frame of a stream: the limit of `passt`.
 const MAX_STREAM_FRAME: u32 = 0xffff;
 
-/// Where frames wait.
+/// Queues of frames in both directions.
 pub trait Frames {
-    /// Puts data behind these bytes. `false`: there is no room; the virtual CPU is told when there is.
+    /// Queues `before`, then `data`, as one frame. Returns `false` without room; the vCPU is
+    /// notified when there is room.
     fn put(&mut self, before: &[u8], data: &mut Data<'_>) -> bool;
-    /// The length of the first frame. If there is none, the virtual CPU is told when there is.
+    /// Length of the first frame. Without one, the vCPU is notified when a frame arrives.
     fn await_first(&mut self) -> Option<u32>;
-    /// Copies bytes of the first frame, from behind so many, to guest memory.
+    /// Copies bytes of the first frame, after the first `before` bytes, to guest memory.
     fn copy_first(&self, before: u32, to: &mut Data<'_>);
-    /// Bytes of the first frame, from behind so many, if it has them.
+    /// Bytes of the first frame, after the first `before` bytes, if it has that many.
     fn first_bytes<const N: usize>(&self, before: u32) -> Option<[u8; N]>;
-    /// Forgets the first frame.
+    /// Drops the first frame.
     fn forget_first(&mut self);
 }
 
-/// What a network card is connected to.
+/// Host side of a network device.
 pub trait NetEndpoint: Frames {
-    /// The other side is there.
+    /// True if the peer is connected.
     fn is_up(&self) -> bool;
-    /// From now on the guest takes these frames.
+    /// Sets the offloads that the guest accepts on receive.
     fn set_offload_caps(&mut self, caps: OffloadCaps);
 }
 
-/// What a network is like for the device model.
-pub fn info(record: &wedge::Net) -> NetInfo {
+/// Properties of a network for the device model.
+pub fn info(record: &wedge::NetRecord) -> NetInfo {
     NetInfo { mac: record.mac, mtu: record.mtu, no_offloads: !record.is_tap() }
 }
 
-/// The outside of a network card.
+/// Back end of a network device.
 #[derive(Debug)]
 pub struct NetPort<P> {
     endpoint: P,
     /// Bytes of an offload header.
     header: u32,
-    /// Lengths of what the guest may send; what is of another one is lost.
+    /// Accepted lengths of frames from the guest; frames of another length are dropped.
     sends: RangeInclusive<u32>,
 }
 
 impl<P: NetEndpoint> NetPort<P> {
-    /// A card with frames of streams, or of tap devices behind their offload headers.
-    pub fn new(endpoint: P, record: &wedge::Net) -> Self {
+    /// Creates a port with frames of a stream, or of a tap device with offload headers.
+    pub fn new(endpoint: P, record: &wedge::NetRecord) -> Self {
         let (header, most) = match record.is_tap() {
             true => (Offload::HEADER as u32, MAX_FRAME),
             false => (0, MAX_STREAM_FRAME),
@@ -72,7 +74,7 @@ impl<P: NetEndpoint> Net for NetPort<P> {
 
     fn send(&mut self, offload: Offload, frame: &mut Data<'_>) -> bool {
         if !self.link_up() || !self.sends.contains(&frame.remaining()) {
-            // As on a wire.
+            // Dropped, as on a disconnected wire.
             return true;
         }
         self.endpoint.put(&offload.to_header()[..self.header as usize], frame)
@@ -101,19 +103,19 @@ impl<P: NetEndpoint> Net for NetPort<P> {
     }
 }
 
-/// The outside of a socket device. Packets go over a stream to a process of the host's (`hosted/jail`), which keeps connections. A packet of no bytes
-/// says that the guest's device was reset.
+/// Back end of a socket device. Packets go over a stream to a host process (`hosted/jail`), which
+/// keeps the connections. An empty packet signals a reset of the guest's device.
 #[derive(Debug)]
 pub struct Sockets<F> {
     stream: F,
-    /// The other side has packets of this driver.
+    /// The host process has packets of this driver.
     has_sent: bool,
-    /// The other side does not know of a reset yet.
+    /// The host process has not been notified of a reset yet.
     is_reset: bool,
 }
 
 impl<F: Frames> Sockets<F> {
-    /// Without packets.
+    /// Creates a back end without queued packets.
     pub fn new(stream: F) -> Self {
         Self { stream, has_sent: false, is_reset: false }
     }
@@ -140,7 +142,7 @@ impl<F: Frames> Packets for Sockets<F> {
             if let Some(bytes) = self.stream.first_bytes(0) {
                 return Some((Header::from_bytes(&bytes), length.saturating_sub(HEADER as u32)));
             }
-            // No packet: somebody has changed what is in shared memory.
+            // Not a packet: shared memory was corrupted.
             self.stream.forget_first();
         }
     }
@@ -154,7 +156,8 @@ impl<F: Frames> Packets for Sockets<F> {
     }
 
     fn reset(&mut self) {
-        // Whoever of the host waits for the first driver goes on waiting.
+        // Host connections of the driver before the reset stay open until the host process drops
+        // them.
         self.is_reset |= core::mem::take(&mut self.has_sent);
     }
 }

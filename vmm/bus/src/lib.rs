@@ -1,8 +1,8 @@
-//! The contract between a device model and whatever hosts it, and dispatch of accesses to devices.
+//! The contract between a device model and its host, and dispatch of accesses to devices.
 //!
-//! A device model is a struct of registers. It holds no lock, clock, thread, file or callback:
-//! all effects go through [`Env`], so the order of inputs determines the outputs. Tests are
-//! scripts of accesses, and a snapshot is the struct itself.
+//! A device model is a struct of registers. It holds no lock, clock, thread, file or callback: all
+//! effects go through [`Env`], so the order of inputs determines the outputs. Tests are scripts of
+//! accesses, and a snapshot is the struct itself.
 #![cfg_attr(not(test), no_std)]
 #![forbid(unsafe_code)]
 
@@ -20,13 +20,13 @@ pub use backend::{BalloonBackend, Block, ChannelBackend, Data, Messages, Net, Pa
 pub use map::{Map, MapError, Piece, Region};
 use vmm_mem::GuestMemory;
 
-/// A time in nanoseconds of the virtual machine's monotonic clock.
+/// A time in nanoseconds of the VM's monotonic clock.
 pub type Nanos = u64;
-/// A deadline that never comes.
+/// A deadline that never passes.
 pub const NEVER: Nanos = u64::MAX;
 
-/// One access to a register of a device: already split so that `offset..offset + size` lies in
-/// the device's region.
+/// One access to a register of a device, already split so that `offset..offset + size` is in the
+/// device's region.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Access {
     /// First byte, from the start of the device's region.
@@ -41,24 +41,24 @@ impl Access {
         Self { offset, size }
     }
 
-    /// What an access reads where nothing answers: all ones of its size.
+    /// Value of a read without a responding device: all ones of its size.
     pub const fn open_bus(self) -> u64 {
         if self.size >= 8 { u64::MAX } else { (1 << (8 * self.size)) - 1 }
     }
 }
 
-/// What a device asks of the whole machine.
+/// Event of a device that concerns the whole VM.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum MachineEvent {
     /// Soft power-off (ACPI S5).
     PowerOff,
     /// System reset (ACPI reset register, keyboard controller, port CF9).
     Reset,
-    /// The guest's kernel has panicked and says so (pvpanic event 0).
+    /// The guest kernel has panicked (pvpanic event 0).
     GuestPanic,
-    /// The guest's kernel has crashed and its crash kernel takes over (pvpanic event 1). The machine runs on.
+    /// The guest kernel has crashed and runs its crash kernel (pvpanic event 1). The VM continues.
     GuestCrashLoaded,
-    /// The guest ends the machine with an exit code of its own, 0 to 63 (debug exit port).
+    /// The guest ends the VM with an exit code of its own, 0 to 63 (debug exit port).
     ExitCode(u8),
 }
 
@@ -77,64 +77,66 @@ pub struct InterruptMessage {
     pub level: bool,
 }
 
-/// Everything that a device model can do to the world.
+/// Environment of a device model: all its effects and inputs.
 pub trait Env {
-    /// Now.
+    /// Current VM time.
     fn now(&self) -> Nanos;
-    /// Sets an output line of the device. Lines are numbered per device (its card says which is
-    /// what); the board connects them.
+    /// Sets an output line of the device. Lines are numbered per device (see the head of its
+    /// module); the board connects them.
     fn set_line(&mut self, line: u8, level: bool);
-    /// Arms the device's timer `timer` (numbered per device) to call [`Device::wake`] at `deadline`, or disarms
-    /// it with [`NEVER`]. A newer call replaces an older one. A deadline that has passed already wakes as soon
-    /// as the host can, after the current call, so a device need not compare it with [`Env::now`].
+    /// Arms the device's timer `timer` (numbered per device) to call [`Device::wake`] at
+    /// `deadline`, or disarms it with [`NEVER`]. A later call replaces an earlier one. A deadline
+    /// in the past wakes the device as soon as the host can, after the current call, so a device
+    /// need not compare it with [`Env::now`].
     fn arm(&mut self, timer: u8, deadline: Nanos);
-    /// Puts a byte to the device's outside (a serial line). `false`: not taken, keep it.
+    /// Writes a byte to the serial line. `false`: not accepted, keep it.
     fn put(&mut self, byte: u8) -> bool;
-    /// Takes a byte from the outside, if there is one.
+    /// Reads a byte from the serial line, if one is available.
     fn take(&mut self) -> Option<u8>;
     /// Guest memory.
     fn memory(&self) -> &GuestMemory;
-    /// The outside of a block device, and guest memory; `None` if the device is not connected.
+    /// Back end of a block device, and guest memory; `None` if the device is not connected.
     fn block(&mut self) -> Option<(&mut dyn Block, &GuestMemory)>;
-    /// The outside of a network device, and guest memory; `None` if the device is not connected.
+    /// Back end of a network device, and guest memory; `None` if the device is not connected.
     fn net(&mut self) -> Option<(&mut dyn Net, &GuestMemory)>;
-    /// The outside of a memory balloon, and guest memory; `None` if the device is not connected.
+    /// Back end of a memory balloon, and guest memory; `None` if the device is not connected.
     fn balloon(&mut self) -> Option<(&mut dyn BalloonBackend, &GuestMemory)>;
-    /// The outside of a device that hands messages on, and guest memory; `None` if the device is not connected.
+    /// Back end of a device that forwards messages, and guest memory; `None` if it is not
+    /// connected.
     fn messages(&mut self) -> Option<(&mut dyn Messages, &GuestMemory)>;
-    /// The outside of a socket device, and guest memory; `None` if the device is not connected.
+    /// Back end of a socket device, and guest memory; `None` if the device is not connected.
     fn packets(&mut self) -> Option<(&mut dyn Packets, &GuestMemory)>;
-    /// The outside of a channel to another machine; `None` if the device is not connected.
+    /// Back end of a channel to another VM; `None` if the device is not connected.
     fn channel(&mut self) -> Option<&mut dyn ChannelBackend>;
-    /// Fills `to` with random bytes that nobody can guess. `false`: there are none now.
+    /// Fills `to` with cryptographically secure random bytes. `false`: none are available now.
     fn entropy(&mut self, to: &mut [u8]) -> bool;
     /// Sends an interrupt message (from an I/O APIC, a local APIC or a PCI function).
     fn message(&mut self, message: InterruptMessage);
-    /// Tells the machine something.
+    /// Reports an event that concerns the whole VM.
     fn machine(&mut self, event: MachineEvent);
-    /// Counts an access to a feature that the model lacks, and logs it once per device and `what`.
+    /// Counts a use of a feature that the model lacks, and logs it once per device and `what`.
     fn missing(&mut self, what: &'static str, value: u64);
 }
 
 /// A device model.
 ///
-/// Life cycle: a device is made in its reset state; [`Device::reset`] returns it there. Between calls
-/// nothing happens: pausing a machine is not calling its devices, and deadlines are in machine
-/// time, which stands still meanwhile.
+/// Life cycle: a device is created in its reset state; [`Device::reset`] restores it. Nothing
+/// happens between calls: a paused VM does not call its devices, and deadlines are in VM time,
+/// which stands still meanwhile.
 pub trait Device {
-    /// The register value, zero-extended; bits beyond the access size are ignored.
+    /// Reads a register: its value, zero-extended; bits beyond the access size are ignored.
     fn read(&mut self, access: Access, env: &mut dyn Env) -> u64;
     /// Writes a register.
     fn write(&mut self, access: Access, value: u64, env: &mut dyn Env);
-    /// Something that the device waits for has happened: timer `timer` has reached its deadline, or (for
-    /// [`WAKE_INPUT`]) bytes wait outside, room for output returned, a request completed, or the peer rings, or (for
-    /// [`WAKE_CHANGE`]) the outside is not what it was.
+    /// Handles an event that the device waits for: timer `timer` has reached its deadline, or (for
+    /// [`WAKE_INPUT`]) input or room for output is available, a request has completed or the peer
+    /// has rung the doorbell, or (for [`WAKE_CHANGE`]) the properties of the back end have changed.
     fn wake(&mut self, timer: u8, env: &mut dyn Env);
-    /// Back to the state after power-on.
+    /// Restores the state after power-on.
     fn reset(&mut self, env: &mut dyn Env);
 }
 
-/// Pseudo timer number of [`Device::wake`]: the outside has something for the device, or takes something again.
+/// Pseudo timer of [`Device::wake`]: the back end has input or room for output.
 pub const WAKE_INPUT: u8 = 0xff;
-/// Pseudo timer number of [`Device::wake`]: the outside has changed.
+/// Pseudo timer of [`Device::wake`]: the properties of the back end have changed.
 pub const WAKE_CHANGE: u8 = 0xfe;

@@ -1,26 +1,26 @@
-//! Which device answers at an address.
+//! Dispatch of accesses to devices by address.
 //!
-//! Invariants: regions are sorted by base, not empty, do not wrap and do not overlap. Every byte of
-//! an access reaches exactly one device (or nobody), in ascending order, and a device sees only
-//! naturally aligned accesses of a width that it takes.
+//! Invariants: regions are sorted by base, are not empty, do not wrap and do not overlap. Every
+//! byte of an access reaches at most one device, in ascending order, and a device sees only
+//! naturally aligned accesses of a supported width.
 
 use crate::Access;
 
-/// A range of addresses and who answers there.
+/// A range of addresses and its device.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Region {
     /// First address.
     pub base: u64,
     /// Length in bytes.
     pub len: u64,
-    /// Number of the device, chosen by the board.
+    /// Device number, chosen by the board.
     pub device: u16,
-    /// What [`Access::offset`] is at `base`: one device may answer in several ranges.
+    /// [`Access::offset`] at `base`: one device may have several ranges.
     pub offset: u64,
-    /// Narrowest access that the device takes, in bytes (a power of two, at most 8). A narrower read takes
-    /// its bytes out of a wider one; a narrower write goes to nobody.
+    /// Narrowest supported access, in bytes (a power of two, at most 8). A narrower read extracts
+    /// its bytes from a wider one; a narrower write is dropped.
     pub min: u8,
-    /// Widest access that the device takes, in bytes (a power of two, at most 8). A wider one is split.
+    /// Widest supported access, in bytes (a power of two, at most 8). A wider access is split.
     pub max: u8,
 }
 
@@ -63,23 +63,24 @@ impl Region {
     }
 }
 
-/// Why a region was not entered.
+/// Reason for rejecting a region.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum MapError {
-    /// It shares an address with a region that is there.
+    /// The region overlaps another region.
     Overlap,
     /// The table is full.
     Full,
-    /// It is empty, wraps around, or its widths are no powers of two up to 8 that fit its place.
+    /// The region is empty, wraps, or its widths are invalid: not powers of two up to 8 that fit
+    /// its place.
     Invalid,
 }
 
 /// One part of an access, as one device sees it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Piece {
-    /// The device, or `None` where nobody answers.
+    /// The device, or `None` if no device responds.
     pub device: Option<u16>,
-    /// The access, from the start of the device; where nobody answers, from address 0.
+    /// The access, from the start of the device; without a device, from address 0.
     pub access: Access,
 }
 
@@ -102,7 +103,7 @@ impl<const N: usize> Map<N> {
         Self { regions: [Region::bytes(0, 0, 0); N], used: 0 }
     }
 
-    /// Enters a region.
+    /// Inserts a region.
     ///
     /// # Errors
     /// See [`MapError`]; the table is then unchanged.
@@ -127,7 +128,7 @@ impl<const N: usize> Map<N> {
         Ok(())
     }
 
-    /// Takes out the region that starts at `base` (a PCI device moves its registers).
+    /// Removes the region that starts at `base` (a PCI device moves its registers).
     pub fn remove(&mut self, base: u64) -> Option<Region> {
         let at = self.regions().iter().position(|r| r.base == base)?;
         let region = self.regions[at];
@@ -148,8 +149,8 @@ impl<const N: usize> Map<N> {
         self.regions().get(at.wrapping_sub(1)).filter(|r| r.contains(address))
     }
 
-    /// Reads `size` (1 to 8) bytes at `address` through `device`, which is called once per piece. What a piece
-    /// without device reads is up to the caller (on a PC: [`Access::open_bus`]).
+    /// Reads `size` (1 to 8) bytes at `address` through `device`, which is called once per piece.
+    /// The caller chooses the value of a piece without device (on a PC: [`Access::open_bus`]).
     #[inline]
     pub fn read(&self, address: u64, size: u8, mut device: impl FnMut(Piece) -> u64) -> u64 {
         match self.whole(address, size) {
@@ -158,8 +159,8 @@ impl<const N: usize> Map<N> {
         }
     }
 
-    /// Writes `size` (1 to 8) bytes at `address` through `device`, which is called once per piece with the bytes
-    /// of that piece.
+    /// Writes `size` (1 to 8) bytes at `address` through `device`, which is called once per piece
+    /// with the bytes of that piece.
     #[inline]
     pub fn write(&self, address: u64, size: u8, value: u64, mut device: impl FnMut(Piece, u64)) {
         match self.whole(address, size) {
@@ -168,7 +169,7 @@ impl<const N: usize> Map<N> {
         }
     }
 
-    /// The usual case: one device takes the access as it is.
+    /// Common case: one device supports the access as it is.
     #[inline]
     fn whole(&self, address: u64, size: u8) -> Option<Piece> {
         let region = self.find(address)?;
@@ -241,14 +242,15 @@ impl<const N: usize> Map<N> {
     }
 }
 
-/// A piece, and which of its bytes belong to the access.
+/// A piece, and the bytes of it that belong to the access.
 struct Part {
     piece: Piece,
     skip: u8,
     bytes: u8,
 }
 
-/// The widest naturally aligned access at `offset` within `room` (at least 1) bytes, at most `max` wide.
+/// The widest naturally aligned access at `offset` within `room` (at least 1) bytes, at most `max`
+/// wide.
 fn aligned(offset: u64, room: u8, max: u8) -> u8 {
     let mut size = max;
     while size > room || offset & u64::from(size - 1) != 0 {
@@ -272,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_what_breaks_the_table() {
+    fn rejects_invalid_regions() {
         let mut map = map();
         let before = map.regions().to_vec();
         for region in [
@@ -319,12 +321,12 @@ mod tests {
         );
         assert_eq!(pieces(0x26, 4), [(Some(1), 8, 2, 0x2211), (None, 0x28, 2, 0x4433)]);
         assert_eq!(pieces(0x100, 8), [(Some(2), 0, 4, 0x4433_2211), (Some(2), 4, 4, 0x8877_6655)]);
-        assert_eq!(pieces(0x102, 1), [(None, 0x102, 1, 0x11)], "a partial write goes to nobody");
+        assert_eq!(pieces(0x102, 1), [(None, 0x102, 1, 0x11)], "a partial write is dropped");
         assert_eq!(map.read(0x102, 2, |_| 0x4433_2211), 0x4433, "a partial read is cut out");
     }
 
     proptest! {
-        /// Whatever the access, each byte is read and written where a bytewise access would have.
+        /// Each byte of any access is read and written as by a bytewise access.
         #[test]
         fn every_byte_reaches_its_place(address in 0_u64..0x140, size in 1_u8..=8, value: u64) {
             let map = map();

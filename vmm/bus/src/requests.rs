@@ -1,4 +1,5 @@
-//! Block devices and servers of messages whose requests processes of the host carry out: [`proto::requests`].
+//! Back ends of block and message devices whose requests are carried out by host processes:
+//! [`proto::requests`].
 
 use core::marker::PhantomData;
 use core::sync::atomic::{AtomicU32, Ordering::Relaxed};
@@ -7,52 +8,55 @@ use proto::requests::{Client, Part, Queue, op, status};
 
 use crate::backend::{Block, BlockOp, BlockStatus, Data, Messages};
 
-/// How a virtual CPU's thread wakes and awaits others of the host.
+/// Futex operations of a vCPU thread.
 pub trait Futex {
-    /// Wakes one who waits for this word.
+    /// Wakes one thread that waits for this word.
     fn wake_one(word: &AtomicU32);
-    /// Waits until the word is woken, if it has this value; it may return earlier.
+    /// Waits until the word is woken, if it has this value; may return earlier.
     fn wait(word: &AtomicU32, value: u32);
-    /// A worker has written to this part of guest memory, or may have, and the guest is about to be told.
+    /// Reports that a worker has written, or may have written, to this part of guest memory; called
+    /// before the guest is notified.
     fn guest_memory_written(_address: u64, _length: u32) {}
 }
 
-/// A device's side of a queue of requests.
+/// Device side of a request queue.
 #[derive(Debug)]
 pub struct Requests<'a, F> {
     client: Client<'a>,
-    /// See [`Self::with_device_process`].
-    leaves: bool,
+    /// True for a queue of [`Self::with_device_process`].
+    can_abandon: bool,
     futex: PhantomData<fn() -> F>,
 }
 
 impl<'a, F: Futex> Requests<'a, F> {
-    /// Without requests. The workers have the host's kernel write to guest memory, which cannot be called back.
+    /// Creates a back end without requests. The workers let the host kernel write to guest memory,
+    /// which cannot be cancelled.
     pub fn new(queue: &'a Queue) -> Self {
-        Self { client: Client::new(queue), leaves: false, futex: PhantomData }
+        Self { client: Client::new(queue), can_abandon: false, futex: PhantomData }
     }
 
-    /// Without requests. The workers are another program's, which writes to guest memory itself, by [`Queue::enter`]: a device that is reset need not wait
-    /// for requests that may wait for the host for ever.
+    /// Creates a back end without requests whose workers are in a device process. It writes to
+    /// guest memory itself, within [`Queue::enter`]: a reset of the device need not wait for
+    /// requests that may block in the host indefinitely.
     pub fn with_device_process(queue: &'a Queue) -> Self {
-        Self { leaves: true, ..Self::new(queue) }
+        Self { can_abandon: true, ..Self::new(queue) }
     }
 
-    /// Gives a request to the workers.
-    fn give(&mut self, id: u16) {
+    /// Submits a request to the workers.
+    fn submit(&mut self, id: u16) {
         if self.client.give(id) {
             F::wake_one(&self.client.queue.calls);
         }
     }
 
-    fn take_back(&mut self) {
-        if self.leaves { self.client.abandon(F::wait) } else { self.client.forget(F::wait) }
+    fn cancel_all(&mut self) {
+        if self.can_abandon { self.client.abandon(F::wait) } else { self.client.forget(F::wait) }
     }
 }
 
-/// Puts parts of guest memory into a request; gives their number.
+/// Copies parts of guest memory into a request; returns their number.
 fn fill(parts: &[Part], data: &mut Data<'_>) -> usize {
-    // Of more than there is room for, the worker finds that bytes are missing.
+    // If the request has no room for all parts, the worker finds that bytes are missing.
     let given = parts.iter().map_while(|place| {
         let part = data.part(u32::MAX)?;
         place.address.store(part.address, Relaxed);
@@ -62,7 +66,7 @@ fn fill(parts: &[Part], data: &mut Data<'_>) -> usize {
     given.count()
 }
 
-/// Says which parts of guest memory are written.
+/// Reports the parts of guest memory that were written.
 fn announce<F: Futex>(data: &mut Data<'_>) {
     while let Some(part) = data.part(u32::MAX) {
         F::guest_memory_written(part.address, part.length);
@@ -85,7 +89,7 @@ impl<F: Futex> Block for Requests<'_, F> {
         request.count.store(count, Relaxed);
         let used = fill(&request.parts, data);
         request.used.store(used as u32, Relaxed);
-        self.give(id);
+        self.submit(id);
         true
     }
 
@@ -100,13 +104,13 @@ impl<F: Futex> Block for Requests<'_, F> {
     }
 
     fn finish(&mut self, id: u16, data: &mut Data<'_>) {
-        // What was read is there already.
+        // The worker has already written the data.
         announce::<F>(data);
         self.client.finish(id);
     }
 
     fn forget(&mut self) {
-        self.take_back();
+        self.cancel_all();
     }
 }
 
@@ -118,7 +122,7 @@ impl<F: Futex> Messages for Requests<'_, F> {
         let used = count + fill(&request.parts[count..], answer);
         request.count.store(count as u32, Relaxed);
         request.used.store(used as u32, Relaxed);
-        self.give(id);
+        self.submit(id);
         true
     }
 
@@ -128,12 +132,12 @@ impl<F: Futex> Messages for Requests<'_, F> {
     }
 
     fn finish(&mut self, id: u16, data: &mut Data<'_>) {
-        // The answer is there already.
+        // The worker has already written the reply.
         announce::<F>(data);
         self.client.finish(id);
     }
 
     fn forget(&mut self) {
-        self.take_back();
+        self.cancel_all();
     }
 }

@@ -1,4 +1,4 @@
-//! A scripted [`Env`]: what a device did is recorded, what the world does is said by the test.
+//! A scripted [`Env`]: it records the effects of a device; the test provides the inputs.
 
 use crate::backend::{
     BalloonBackend, Block, BlockOp, BlockStatus, ChannelBackend, Data, Messages, Net, Offload,
@@ -12,70 +12,71 @@ use std::vec;
 use std::vec::Vec;
 use vmm_mem::GuestMemory;
 
-/// The world of one device under test.
+/// Environment of one device under test.
 #[derive(Clone, Debug, Default)]
 pub struct Script {
     /// The clock. Set it directly, or let [`Script::advance`] fire the timers on the way.
     pub now: Nanos,
-    /// Present level of each output line.
+    /// Current level of each output line.
     pub lines: BTreeMap<u8, bool>,
     /// Every change of a line, in order.
     pub edges: Vec<(u8, bool)>,
     /// Armed deadlines by timer.
     pub deadlines: BTreeMap<u8, Nanos>,
-    /// Bytes put to the outside.
+    /// Bytes written to the serial line.
     pub output: Vec<u8>,
-    /// How many more bytes the outside takes; `None`: all.
+    /// Number of further bytes that the serial line accepts; `None`: unlimited.
     pub room: Option<usize>,
-    /// Bytes waiting outside.
+    /// Bytes available to read.
     pub input: VecDeque<u8>,
-    /// Messages sent.
+    /// Interrupt messages sent.
     pub messages: Vec<InterruptMessage>,
     /// Machine events.
     pub events: Vec<MachineEvent>,
-    /// Missing features that were touched.
+    /// Missing features that were used.
     pub missing: Vec<(&'static str, u64)>,
-    /// Guest memory; without, a page at an address that no guest uses.
+    /// Guest memory; by default, a page at an address that no guest uses.
     pub memory: Option<GuestMemory>,
-    /// What a block device is connected to.
-    pub disk: Option<Disk>,
-    /// What a network device is connected to.
-    pub port: Option<Port>,
-    /// What a balloon is connected to.
-    pub balloon: Option<Given>,
-    /// What hands messages on is connected to.
-    pub server: Option<Server>,
-    /// What a socket device is connected to.
-    pub link: Option<Link>,
-    /// What a channel is connected to.
-    pub channel: Option<Peer>,
-    /// Random bytes left; their values count up.
+    /// Back end of a block device.
+    pub disk: Option<ScriptDisk>,
+    /// Back end of a network device.
+    pub port: Option<ScriptPort>,
+    /// Back end of a balloon.
+    pub balloon: Option<ScriptBalloon>,
+    /// Back end of a device that forwards messages.
+    pub server: Option<ScriptServer>,
+    /// Back end of a socket device.
+    pub link: Option<ScriptVsock>,
+    /// Back end of a channel.
+    pub channel: Option<ScriptPeer>,
+    /// Number of random bytes available; their values count up.
     pub entropy: usize,
 }
 
-/// A disk of the [`Script`]: requests complete when the test says so.
+/// A disk of the [`Script`]: the test completes requests.
 #[derive(Clone, Debug, Default)]
-pub struct Disk {
+pub struct ScriptDisk {
     /// Content.
     pub content: Vec<u8>,
-    /// Requests not finished, in the order in which they were started, with the bytes of writes and room for reads.
+    /// Unfinished requests in the order of their start, with the bytes of writes and room for
+    /// reads.
     pub requests: Vec<(u16, BlockOp, Vec<u8>)>,
-    /// How the first of them have ended, in order.
+    /// Results of the first of them, in order.
     pub ended: VecDeque<(u16, BlockStatus)>,
-    /// Most requests at a time.
+    /// Maximum requests at a time.
     pub room: usize,
 }
 
-impl Disk {
-    /// A disk of zeros that takes `room` requests at a time.
+impl ScriptDisk {
+    /// Creates a disk of zeros that accepts `room` requests at a time.
     pub fn new(bytes: usize, room: usize) -> Self {
         Self { content: vec![0; bytes], room, ..Self::default() }
     }
 
-    /// Carries out the request `id` and lets it complete.
+    /// Carries out the request `id` and completes it.
     ///
     /// # Panics
-    /// There is none, or it goes beyond the end.
+    /// If there is no such request, or it exceeds the disk.
     pub fn complete(&mut self, id: u16) {
         let (_, op, data) = self.requests.iter_mut().find(|r| r.0 == id).expect("a request");
         let bytes = |sector: u64| sector as usize * 512;
@@ -96,7 +97,7 @@ impl Disk {
     }
 }
 
-impl Block for Disk {
+impl Block for ScriptDisk {
     fn start(&mut self, id: u16, op: BlockOp, data: &mut Data<'_>) -> bool {
         if self.requests.len() >= self.room {
             return false;
@@ -130,20 +131,20 @@ impl Block for Disk {
 
 /// A network port of the [`Script`].
 #[derive(Clone, Debug, Default)]
-pub struct Port {
-    /// Not connected.
+pub struct ScriptPort {
+    /// The port is not connected.
     pub link_down: bool,
-    /// What the guest takes.
+    /// Offloads that the guest accepts.
     pub caps: OffloadCaps,
     /// Frames sent by the guest.
     pub sent: Vec<(Offload, Vec<u8>)>,
-    /// How many more frames it may send.
+    /// Number of further frames that the guest may send.
     pub room: usize,
     /// Frames for the guest.
     pub waiting: VecDeque<(Offload, Vec<u8>)>,
 }
 
-impl Net for Port {
+impl Net for ScriptPort {
     fn link_up(&self) -> bool {
         !self.link_down
     }
@@ -179,22 +180,22 @@ impl Net for Port {
     }
 }
 
-/// What a balloon of the [`Script`] is asked, and what it has given.
+/// A balloon of the [`Script`]: requests of the test and reports of the guest.
 #[derive(Clone, Debug, Default)]
-pub struct Given {
-    /// Pages that the guest is to give up.
+pub struct ScriptBalloon {
+    /// Target size in pages.
     pub wanted: u32,
-    /// Pages that it says it has.
+    /// Size reported by the guest, in pages.
     pub actual: u32,
-    /// Ranges that it does not need.
+    /// Discarded ranges.
     pub discarded: Vec<(u64, u64)>,
-    /// Somebody asks for statistics.
+    /// A request of statistics is pending.
     pub asks: bool,
-    /// Its statistics.
+    /// Reported statistics.
     pub statistics: Vec<(u16, u64)>,
 }
 
-impl BalloonBackend for Given {
+impl BalloonBackend for ScriptBalloon {
     fn target_pages(&self) -> u32 {
         self.wanted
     }
@@ -216,25 +217,25 @@ impl BalloonBackend for Given {
     }
 }
 
-/// A server of the [`Script`]: messages are answered when the test says so.
+/// A server of the [`Script`]: the test replies to messages.
 #[derive(Clone, Debug, Default)]
-pub struct Server {
-    /// Messages not finished: number, bytes, room for the answer.
+pub struct ScriptServer {
+    /// Unfinished messages: id, bytes, room for the reply.
     pub messages: Vec<(u16, Vec<u8>, u32)>,
-    /// Those that have been answered, in order.
+    /// Messages with a reply, in order.
     pub ended: VecDeque<(u16, Vec<u8>)>,
-    /// Most messages at a time.
+    /// Maximum messages at a time.
     pub room: usize,
 }
 
-impl Server {
-    /// Answers the message `id`.
+impl ScriptServer {
+    /// Replies to the message `id`.
     pub fn answer(&mut self, id: u16, bytes: &[u8]) {
         self.ended.push_back((id, bytes.to_vec()));
     }
 }
 
-impl Messages for Server {
+impl Messages for ScriptServer {
     fn start(&mut self, id: u16, message: &mut Data<'_>, answer: &mut Data<'_>) -> bool {
         if self.messages.len() >= self.room {
             return false;
@@ -264,20 +265,20 @@ impl Messages for Server {
     }
 }
 
-/// The other end of a socket device of the [`Script`].
+/// Host side of a socket device of the [`Script`].
 #[derive(Clone, Debug, Default)]
-pub struct Link {
+pub struct ScriptVsock {
     /// Packets sent by the guest.
     pub sent: Vec<Vec<u8>>,
-    /// How many more it may send.
+    /// Number of further packets that the guest may send.
     pub room: usize,
     /// Packets for the guest: headers and data.
     pub waiting: VecDeque<(Header, Vec<u8>)>,
-    /// How often the device was reset.
+    /// Number of resets of the device.
     pub resets: usize,
 }
 
-impl Packets for Link {
+impl Packets for ScriptVsock {
     fn send(&mut self, packet: &mut Data<'_>) -> bool {
         let room = self.room > 0;
         if room {
@@ -309,24 +310,24 @@ impl Packets for Link {
     }
 }
 
-/// The other end of a channel of the [`Script`].
+/// Peer of a channel of the [`Script`].
 #[derive(Clone, Debug, Default)]
-pub struct Peer {
-    /// What the channel is like.
+pub struct ScriptPeer {
+    /// State of the channel.
     pub view: View,
-    /// How often it was rung.
+    /// Number of doorbells.
     pub rings: usize,
-    /// Where the guest has memory and shares.
+    /// Guest-physical addresses of memory and shares.
     pub placed: (Option<u64>, Option<u64>),
-    /// Offers that were taken: share, address, length, to be written.
+    /// Accepted offers: share, address, length, writable.
     pub offers: Vec<(usize, u64, u32, bool)>,
-    /// Offers are refused.
+    /// The peer refuses offers.
     pub refuses: bool,
     /// Messages for the guest.
     pub messages: VecDeque<Message>,
 }
 
-impl ChannelBackend for Peer {
+impl ChannelBackend for ScriptPeer {
     fn notify(&mut self) -> bool {
         self.rings += 1;
         true
@@ -387,14 +388,14 @@ impl ChannelBackend for Peer {
     }
 }
 
-/// Memory of a [`Script`] that has been given none.
+/// Memory of a [`Script`] without guest memory.
 fn no_memory() -> &'static GuestMemory {
     static PAGE: std::sync::OnceLock<GuestMemory> = std::sync::OnceLock::new();
     PAGE.get_or_init(|| vmm_mem::testing::memory(&[(1 << 51, vmm_mem::PAGE_SIZE)]))
 }
 
 impl Script {
-    /// A world at time 0 where nothing has happened.
+    /// Creates an environment at time 0 without inputs.
     pub fn new() -> Self {
         Self::default()
     }
@@ -404,7 +405,7 @@ impl Script {
         self.lines.get(&line).copied().unwrap_or(false)
     }
 
-    /// How often `line` has risen.
+    /// Number of rising edges of `line`.
     pub fn rises(&self, line: u8) -> usize {
         self.edges.iter().filter(|e| **e == (line, true)).count()
     }
@@ -429,13 +430,13 @@ impl Script {
         device.write(Access::new(offset, 4), value.into(), self);
     }
 
-    /// Lets bytes arrive from outside.
+    /// Delivers input bytes.
     pub fn send(&mut self, device: &mut dyn Device, bytes: &[u8]) {
         self.input.extend(bytes);
         device.wake(WAKE_INPUT, self);
     }
 
-    /// Moves the clock forward by `span`, waking `device` at each deadline on the way, in order.
+    /// Advances the clock by `span`, waking `device` at each deadline on the way, in order.
     ///
     /// # Panics
     /// If one timer fires 100,000 times: the device re-arms without end.

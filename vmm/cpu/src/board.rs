@@ -1,4 +1,4 @@
-//! What a virtual CPU needs of the machine around it.
+//! The interface of the board (machine model) around a vCPU.
 
 use vmm_bus::{InterruptMessage, Nanos};
 use vmm_mem::GuestMemory;
@@ -9,25 +9,25 @@ use crate::exit::{IoExit, MemoryFault};
 use crate::pv::ApicIds;
 use crate::vcpu::{Event, Vcpu};
 
-/// How a machine ended.
+/// Reason for the end of a VM.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Outcome {
-    /// The guest switched the machine off.
+    /// The guest powered off.
     PowerOff,
-    /// The guest asked for a reset.
+    /// The guest requested a reset.
     Reset,
-    /// A processor gave up (triple fault) or reached a state that cannot go on.
+    /// Triple fault of the guest, or a guest state that cannot be run.
     TripleFault,
-    /// The guest reported that it panicked.
+    /// The guest reported a panic.
     GuestPanic,
     /// The guest chose this exit code, 0 to 63.
     Code(u8),
-    /// The host could not run the processor: its error or exit code.
+    /// The host cannot run the vCPU: its error or exit code.
     HostError(u64),
 }
 
 impl Outcome {
-    /// The exit code of a machine that ends so (`docs/spec/exit-codes.md`).
+    /// Exit code of a VM with this outcome (`docs/spec/exit-codes.md`).
     pub const fn exit_code(self) -> u8 {
         match self {
             Self::PowerOff => 0,
@@ -40,143 +40,149 @@ impl Outcome {
     }
 }
 
-/// A maskable interrupt that would be taken if the CPU accepts one.
+/// A maskable interrupt to deliver once the CPU accepts one.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum PendingInterrupt {
-    /// None.
+    /// No interrupt.
     None,
-    /// The local APIC's. It may be left to the guest ([`crate::InterruptWindow::DeliverVirq`]), if it is accepted when it has been taken
-    /// ([`Board::accept`]).
+    /// An interrupt of the local APIC. It may be delivered without an exit
+    /// ([`crate::InterruptWindow::DeliverVirq`]); the run loop reports delivery with
+    /// [`Board::accept_virq`].
     Virq {
-        /// Its vector.
+        /// Vector of the interrupt.
         vector: u8,
-        /// Nothing but it is requested or in service, and its end has no effect but itself.
+        /// No other interrupt is requested or in service, and the EOI has no further effect: the
+        /// guest may complete it without an exit.
         eoi_elidable: bool,
     },
-    /// The 8259's, which says the vector when the CPU takes it.
+    /// An interrupt of the 8259, which provides the vector on acknowledgement.
     Pic,
-    /// The local APIC's, which waits for a lower task priority.
+    /// An interrupt of the local APIC below the task priority.
     Masked,
 }
 
-/// An interrupt that the CPU takes.
+/// An interrupt that the CPU acknowledged.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Acknowledged {
     /// Its vector.
     pub vector: u8,
-    /// Its end has no effect but itself, and nothing else is requested.
+    /// The EOI has no further effect and no other interrupt is requested.
     pub eoi_elidable: bool,
-    /// Another one waits for the CPU to accept it.
+    /// Another interrupt is pending.
     pub more: bool,
 }
 
-/// What waits for a virtual CPU.
+/// Events pending for a vCPU.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Signals {
-    /// The machine has ended.
+    /// Set once the VM has ended.
     pub end: Option<Outcome>,
-    /// A non-maskable interrupt. Reported once: the CPU keeps it.
+    /// An NMI. Reported once: the run loop keeps it.
     pub nmi: bool,
     /// A maskable interrupt.
     pub interrupt: PendingInterrupt,
-    /// INIT: back to the state after reset, waiting for a start-up message. Reported once.
+    /// INIT: reset the CPU and wait for a start-up IPI. Reported once.
     pub init: bool,
-    /// Start-up at page `n` for a CPU that waits for it. Reported once.
+    /// Start-up IPI with page `n` for a CPU that waits for it. Reported once.
     pub startup: Option<u8>,
-    /// The next thing that happens by itself.
+    /// Next deadline of a timer, in VM time.
     pub deadline: Nanos,
-    /// The task priority as `CR8` shows it.
+    /// Task priority as read from `CR8`.
     pub cr8: u8,
 }
 
-/// Something the guest did that the machine does not know: counted, and logged once each.
+/// A guest operation that the VM does not support: counted, and logged once each.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Unknown {
     /// Read of an MSR.
     MsrRead(u32),
-    /// Write of an MSR, or of a bad value to a known one.
+    /// Write of an unknown MSR, or of an invalid value to a known one.
     MsrWrite(u32, u64),
-    /// An instruction that cannot be emulated, its first bytes and where it is.
+    /// An instruction that cannot be emulated, with its first bytes and address.
     Instruction {
         /// Instruction pointer.
         rip: u64,
-        /// First bytes, little-endian; absent ones are 0.
+        /// First bytes, little-endian; missing bytes are 0.
         bytes: u64,
     },
-    /// An exit reason.
+    /// An unknown exit reason.
     Exit(u64),
-    /// A hypercall.
+    /// An unknown hypercall.
     Hypercall(u64),
-    /// Something else that ends or disturbs the guest.
+    /// Any other event that ends or disturbs the guest.
     Other(&'static str, u64),
 }
 
-/// An instruction that the machine emulated.
+/// Result of emulating an instruction.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Emulated {
-    /// Done: go on at this address.
+    /// Completed: continue at this address.
     Next(u64),
-    /// A repeated string instruction that is not finished: go on at itself.
+    /// A repeated string instruction that is not finished: continue at the same address.
     Again,
-    /// It raises this exception.
+    /// The instruction raises this exception.
     Raise(Event),
-    /// The emulator does not know it (reported already).
+    /// The emulator does not support it (already reported).
     Unknown,
 }
 
-/// The machine around a virtual CPU. `cpu` is the CPU's index.
+/// The board around a vCPU. `cpu` is the CPU's index.
 pub trait Board {
     /// Guest memory.
     fn memory(&self) -> &GuestMemory;
-    /// What `CPUID` says.
+    /// `CPUID` results.
     fn cpuid(&self) -> &CpuidTable;
-    /// Machine time.
+    /// VM time.
     fn clock(&self) -> &TscClock;
-    /// The host's time-stamp counter, now.
+    /// Current value of the host's time-stamp counter.
     fn host_tsc(&self) -> u64;
-    /// Wall-clock time at machine time 0, in seconds since 1970.
+    /// Wall-clock time at VM time 0, in seconds since 1970.
     fn start_unix(&self) -> u64;
 
-    /// `IN`.
+    /// Reads a port (`IN`).
     fn port_in(&mut self, port: u16, size: u8) -> u32;
-    /// `OUT`.
+    /// Writes a port (`OUT`).
     fn port_out(&mut self, port: u16, size: u8, value: u32);
-    /// Reads memory where there is none: at most eight bytes of a device.
+    /// Reads from a device at an address without memory: at most eight bytes.
     fn memory_in(&mut self, cpu: usize, address: u64, size: u8) -> u64;
-    /// Writes memory where there is none.
+    /// Writes to a device at an address without memory.
     fn memory_out(&mut self, cpu: usize, address: u64, size: u8, value: u64);
-    /// Reads an MSR of the local APIC (base, TSC deadline, x2APIC registers); `None` raises `#GP(0)`.
+    /// Reads an MSR of the local APIC (base, TSC deadline, x2APIC registers); `None`: `#GP(0)`.
     fn apic_read(&mut self, cpu: usize, msr: u32) -> Option<u64>;
     /// Writes an MSR of the local APIC; `None` raises `#GP(0)`.
     fn apic_write(&mut self, cpu: usize, msr: u32, value: u64) -> Option<()>;
-    /// The task priority as `CR8` shows it, for a back end whose guests exit when they read it.
+    /// Task priority as read from `CR8`, for a back end whose guest exits on reads.
     fn cr8(&mut self, cpu: usize) -> u8;
-    /// Sets the task priority through `CR8`: the guest has written it.
+    /// Sets the task priority after a guest write to `CR8`.
     fn set_cr8(&mut self, cpu: usize, value: u8);
-    /// The guest's time-stamp counter is `tsc` now: the guest has set it.
+    /// Reports that the guest has set its time-stamp counter to `tsc`.
     fn tsc_written(&mut self, cpu: usize, tsc: u64);
-    /// Emulates the instruction that accessed memory where there is none.
+    /// Emulates the instruction that accessed an address without memory.
     fn emulate_memory<V: Vcpu>(&mut self, cpu: usize, vcpu: &mut V, fault: MemoryFault)
     -> Emulated;
     /// Emulates `INS` or `OUTS`.
     fn emulate_io<V: Vcpu>(&mut self, cpu: usize, vcpu: &mut V, io: IoExit) -> Emulated;
 
-    /// A hypercall of the guest's kernel, its number in `rax`: what is to be in `rax`; `None`: it does not exist.
+    /// Handles a hypercall of the guest kernel, number in `rax`. Returns the result for `rax`;
+    /// `None` if the hypercall does not exist.
     fn hypercall<V: Vcpu>(&mut self, vcpu: &mut V) -> Option<u64>;
 
-    /// Gives a message to the CPUs with these APIC ids, whatever its destination. Says how many there are.
+    /// Delivers a message to the CPUs with these APIC ids, ignoring its destination. Returns the
+    /// number of CPUs.
     fn multicast(&mut self, to: ApicIds, message: InterruptMessage) -> u32;
 
-    /// Whether [`Board::service_timers`] has something to do or to tell since it was last called for this CPU.
+    /// Returns true if events for this CPU may have occurred since the last
+    /// [`Board::service_timers`].
     fn needs_service(&self, cpu: usize) -> bool;
-    /// Lets everything that is due happen, and says what waits for the CPU.
+    /// Services all due timers and returns the events pending for the CPU.
     fn service_timers(&mut self, cpu: usize) -> Signals;
-    /// The CPU takes the interrupt that waits.
+    /// Acknowledges the pending interrupt.
     fn acknowledge(&mut self, cpu: usize) -> Option<Acknowledged>;
-    /// The CPU has taken an interrupt of its local APIC by itself.
+    /// Reports that the CPU has taken a virtual interrupt of its local APIC without an exit.
     fn accept_virq(&mut self, cpu: usize, vector: u8);
-    /// The CPU has ended the interrupt in service, without a write to its local APIC.
+    /// Reports that the CPU has completed the interrupt in service without an access to its local
+    /// APIC.
     fn end_of_interrupt(&mut self, cpu: usize);
-    /// Counts and (once) logs.
+    /// Counts an unsupported operation and logs it once.
     fn unknown(&mut self, what: Unknown);
 }

@@ -1,12 +1,12 @@
-//! The relation between the host's time-stamp counter and machine time.
+//! The relation between the host's time-stamp counter and VM time.
 //!
-//! Machine time starts at 0 when the virtual machine does. Both directions use one fixed
-//! multiplier each, so a conversion is one multiplication, and a deadline converted to ticks is
-//! never early: `nanos(tsc(t)) >= t`.
+//! VM time starts at 0 when the VM does. Both directions use one fixed multiplier each, so a
+//! conversion is one multiplication, and a deadline converted to ticks is never early:
+//! `nanos(tsc(t)) >= t`.
 
 use vmm_bus::{NEVER, Nanos};
 
-/// Machine time from the time-stamp counter.
+/// VM time from the time-stamp counter.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct TscClock {
     khz: u64,
@@ -20,8 +20,8 @@ pub struct TscClock {
 }
 
 impl TscClock {
-    /// A clock that reads 0 at host tick `base`; `khz` is the counter's frequency in kHz, taken as
-    /// 1 if it is 0.
+    /// Creates a clock that reads 0 at host tick `base`; `khz` is the counter's frequency in kHz, 0
+    /// is taken as 1.
     pub const fn new(khz: u64, base: u64) -> Self {
         const NANOS_PER_MILLI: u64 = 1_000_000;
         let khz = if khz == 0 { 1 } else { khz };
@@ -35,12 +35,12 @@ impl TscClock {
         self.khz
     }
 
-    /// The host tick at machine time 0.
+    /// The host tick at VM time 0.
     pub const fn base(&self) -> u64 {
         self.base
     }
 
-    /// Machine time at host tick `tsc`.
+    /// VM time at host tick `tsc`.
     #[inline]
     pub const fn nanos(&self, tsc: u64) -> Nanos {
         scale(tsc.saturating_sub(self.base), self.to_nanos, self.to_shift)
@@ -51,7 +51,7 @@ impl TscClock {
         scale(ticks, self.to_nanos, self.to_shift)
     }
 
-    /// The first host tick at which machine time has reached `nanos`; `u64::MAX` for [`NEVER`].
+    /// First host tick at which VM time has reached `nanos`; `u64::MAX` for [`NEVER`].
     pub const fn tsc(&self, nanos: Nanos) -> u64 {
         if nanos == NEVER {
             return u64::MAX;
@@ -64,8 +64,8 @@ impl TscClock {
         tsc
     }
 
-    /// Scale of the KVM paravirtual clock: nanoseconds are `(ticks << shift) * factor >> 32`, a negative
-    /// shift being to the right.
+    /// Scale of the KVM paravirtual clock: nanoseconds are `(ticks << shift) * factor >> 32`; a
+    /// negative shift shifts right.
     pub const fn kvm_scale(&self) -> (u32, i8) {
         // The factor of `ratio` has its top bit set, and so has its upper half.
         ((self.to_nanos >> 32) as u32, 64 - self.to_shift as i8)

@@ -1,17 +1,17 @@
-//! What `CPUID` tells the guest.
+//! `CPUID` results of the guest.
 //!
-//! A table is computed once from the host's answers and the machine's configuration; an exit is then
-//! one lookup. Policy: the guest sees the host's processor (vendor, family, caches, instructions), so
-//! that it runs the same code paths as on the bare machine, except
-//! - features that need switching or emulation which is not there: nested SVM, `MONITOR`, performance
+//! A table is computed once from the host's results and the VM's configuration; an exit is then one
+//! lookup. Policy: the guest sees the host CPU (vendor, family, caches, instructions), so that it
+//! runs the same code paths as on bare metal, except
+//! - features that need switching or emulation which is missing: nested SVM, `MONITOR`, performance
 //!   counters, speculation control MSRs, supervisor extended state, 5-level paging, control-flow
 //!   enforcement. Feature words where new bits appear are allow-lists for this reason;
-//! - features that the virtual machine adds: x2APIC, TSC-deadline timer, an always-running APIC timer;
-//! - topology: one package, one core per virtual CPU, one thread per core;
-//! - extended state: only what the host switches for guests (`xcr0_mask`);
-//! - leaf `0x4000_0000`: the KVM paravirtual interface, which Linux speaks, and the frequencies.
+//! - features that the VM adds: x2APIC, TSC-deadline timer, an always-running APIC timer;
+//! - topology: one package, one core per vCPU, one thread per core;
+//! - extended state: the components that the host switches for guests (`xcr0_mask`);
+//! - leaf `0x4000_0000`: the KVM paravirtual interface, which Linux supports, and the frequencies.
 //!
-//! Out of range leaves answer 0, as on AMD processors (APM vol. 3, section E.2).
+//! Leaves out of range return 0, as on AMD processors (APM vol. 3, section E.2).
 
 use hw_x86::cpuid::{
     INVARIANT_TSC, POWER_ARAT, amd_2a, amd_c, extended_1a, extended_b, extended_c, extended_d,
@@ -22,7 +22,7 @@ use hw_x86::paging::{cr4, xcr0};
 /// `eax, ebx, ecx, edx`.
 pub type Values = [u32; 4];
 
-/// What the table depends on beside the host.
+/// Configuration of the table beside the host's results.
 #[derive(Clone, Copy, Debug)]
 pub struct CpuidConfig {
     /// Number of virtual CPUs.
@@ -35,15 +35,16 @@ pub struct CpuidConfig {
     pub apic_khz: u32,
     /// Offer the KVM paravirtual clock.
     pub kvmclock: bool,
-    /// Offer the KVM record of stolen time.
+    /// Offer the KVM steal-time record.
     pub steal_time: bool,
-    /// Offer flushes of other CPUs' TLBs that are asked for in that record.
+    /// Offer TLB flushes of other CPUs that are requested in that record.
     pub pv_flush: bool,
-    /// Offer interrupts to several CPUs by one KVM hypercall. Not where the guest's hypercalls may reach somebody else.
+    /// Offer IPIs to several CPUs by one KVM hypercall. Not for hosts where the guest's hypercalls
+    /// may reach another hypervisor.
     pub pv_ipi: bool,
 }
 
-/// What an answer depends on beside the table.
+/// vCPU state that a result depends on beside the table.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Patch {
     /// Nothing.
@@ -64,7 +65,7 @@ pub enum Patch {
     AmdTopology,
 }
 
-/// What [`CpuidTable::patch`] needs to know of the virtual CPU.
+/// vCPU state for [`CpuidTable::patch`].
 #[derive(Clone, Copy, Debug)]
 pub struct CpuView {
     /// APIC id.
@@ -80,12 +81,12 @@ pub struct CpuView {
 const BASIC: usize = 0xe;
 const EXTENDED: usize = 0x22;
 const CACHES: usize = 6;
-/// Components of extended state that have a number so far.
+/// Number of extended-state components defined so far.
 const COMPONENTS: usize = 20;
 /// Legacy area and header of an `XSAVE` area (APM vol. 2, section 11.5.2).
 const XSAVE_LEGACY: u32 = 576;
 
-/// The guest's answers.
+/// Table of the guest's results.
 #[derive(Clone, Debug)]
 pub struct CpuidTable {
     basic: [Values; BASIC],
@@ -102,7 +103,7 @@ pub struct CpuidTable {
 }
 
 impl CpuidTable {
-    /// Computes the table from the host's answers: `host(leaf, subleaf)`.
+    /// Computes the table from the host's results: `host(leaf, subleaf)`.
     pub fn new(config: &CpuidConfig, host: impl Fn(u32, u32) -> Values) -> Self {
         let mut table = Self {
             basic: [[0; 4]; BASIC],
@@ -129,7 +130,7 @@ impl CpuidTable {
         self.xcr0_allowed
     }
 
-    /// The host's bits that need extended state, cleared where the state is not there.
+    /// The host's bits that need extended state, cleared where the state is missing.
     fn needs_state(&self, allowed: u32, avx: u32, avx512: u32) -> u32 {
         let mut mask = allowed;
         if self.xcr0_allowed & xcr0::AVX == 0 {
@@ -199,7 +200,7 @@ impl CpuidTable {
         let [a, b, c, d] = host;
         match number {
             leaf::FEATURES => {
-                // Named bits only: the others are reserved or need what is not there (debug store,
+                // Allow-list: the other bits are reserved or need missing features (debug store,
                 // thermal monitoring, VMX, direct cache access).
                 let allowed = features_c::SSE3
                     | features_c::PCLMULQDQ
@@ -421,7 +422,7 @@ impl CpuidTable {
         )
     }
 
-    /// The answer for a leaf and subleaf, and what is still to be filled in.
+    /// Looks up a leaf and subleaf; the patch names the fields that depend on the vCPU.
     #[inline]
     pub fn lookup(&self, number: u32, subleaf: u32) -> (&Values, Patch) {
         if let Some(values) = self.basic.get(number as usize) {
@@ -473,7 +474,7 @@ impl CpuidTable {
         }
     }
 
-    /// Fills in what depends on the virtual CPU.
+    /// Fills in the fields that depend on the vCPU.
     pub fn patch(&self, values: &Values, patch: Patch, cpu: CpuView) -> Values {
         let mut values = *values;
         let set = |word: &mut u32, bit: u32, on: bool| {
@@ -504,7 +505,7 @@ impl CpuidTable {
         values
     }
 
-    /// The whole answer.
+    /// Complete result of a leaf.
     pub fn answer(&self, number: u32, subleaf: u32, cpu: CpuView) -> Values {
         let (values, patch) = self.lookup(number, subleaf);
         self.patch(values, patch, cpu)
@@ -513,13 +514,13 @@ impl CpuidTable {
 
 const NOTHING: Values = [0; 4];
 
-/// An entry of a table, 0 beyond its end.
+/// Entry of a table; 0 beyond its end.
 #[inline]
 fn at(table: &[Values], index: u32) -> &Values {
     table.get(index as usize).unwrap_or(&NOTHING)
 }
 
-/// A local APIC that is switched off is not there (APM vol. 2, section 16.3.1).
+/// Clears the `APIC` bit while the local APIC is disabled (APM vol. 2, section 16.3.1).
 fn hide_apic(values: &mut Values, cpu: CpuView) {
     if !cpu.apic {
         values[3] &= !features_d::APIC;
@@ -532,7 +533,7 @@ mod tests {
 
     const CPU: CpuView = CpuView { apic_id: 0, cr4: 0, xcr0: 1, apic: true };
 
-    /// The answers of QEMU 7.2's `-cpu EPYC,+svm,+npt` under TCG, as far as the policy looks at them.
+    /// Results of QEMU 7.2's `-cpu EPYC,+svm,+npt` under TCG, as far as the policy uses them.
     fn epyc(number: u32, subleaf: u32) -> Values {
         match (number, subleaf) {
             (0, _) => [0xd, 0x6874_7541, 0x444d_4163, 0x6974_6e65],
@@ -572,7 +573,7 @@ mod tests {
         let table = CpuidTable::new(&config(1), epyc);
         let cases: &[(u32, u32, Values)] = &[
             (0, 0, [0xd, 0x6874_7541, 0x444d_4163, 0x6974_6e65]),
-            // MONITOR gone; x2APIC, TSC deadline, hypervisor there; OSXSAVE off.
+            // MONITOR cleared; x2APIC, TSC deadline, hypervisor set; OSXSAVE clear.
             (1, 0, [0x0080_0f12, 0x0001_0800, 0xf7f8_3203, 0x078b_fbff]),
             (5, 0, [0; 4]),
             (6, 0, [4, 0, 0, 0]),
@@ -632,7 +633,7 @@ mod tests {
 
     #[test]
     fn any_host_any_leaf() {
-        // A host that says nothing, and one that says everything.
+        // A host that reports no feature, and one that reports every feature.
         for word in [0, u32::MAX] {
             let table = CpuidTable::new(&config(8), |_, _| [word; 4]);
             for number in (0..0x40).chain(0x3fff_fff0..0x4000_0020).chain(0x8000_0000..0x8000_0040)

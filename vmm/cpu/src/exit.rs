@@ -1,4 +1,4 @@
-//! Why a virtual CPU stopped: the vocabulary that every back end translates into.
+//! Exit reasons of a vCPU, common to all back ends.
 
 /// A port access (`IN`, `OUT`, `INS`, `OUTS`).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -17,7 +17,7 @@ pub struct IoExit {
     pub next_rip: u64,
 }
 
-/// An access to guest-physical memory that is not there, or not for this access.
+/// An access to guest-physical memory that is not mapped, or not for this access.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct MemoryFault {
     /// Guest-physical address.
@@ -26,38 +26,38 @@ pub struct MemoryFault {
     pub write: bool,
     /// An instruction fetch.
     pub fetch: bool,
-    /// The processor was walking the guest's page tables.
+    /// The CPU was walking the guest's page tables.
     pub walk: bool,
 }
 
-/// What an [`Access`] is to.
+/// Address space of an [`Access`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Space {
     /// A port.
     Port,
-    /// Guest-physical memory that is not there.
+    /// Guest-physical memory that is not mapped.
     Memory,
     /// A model-specific register.
     Msr,
 }
 
-/// An access of an instruction that the host carries out, but for this. A read is answered ([`Vcpu::complete_access`]); the
-/// host goes on behind the instruction by itself.
+/// An access by an instruction that the host emulates. A read is completed with
+/// [`Vcpu::complete_access`]; the host advances past the instruction by itself.
 ///
 /// [`Vcpu::complete_access`]: crate::Vcpu::complete_access
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Access {
-    /// To what.
+    /// Address space.
     pub space: Space,
     /// Port, guest-physical address or register.
     pub address: u64,
     /// 1, 2, 4 or 8 bytes, also 3 to 7 for memory.
     pub size: u8,
-    /// What is written; `None`: it is read.
+    /// Value of a write; `None` for a read.
     pub value: Option<u64>,
 }
 
-/// Why a virtual CPU stopped.
+/// Exit reason of a vCPU.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Exit {
     /// `CPUID`.
@@ -69,11 +69,11 @@ pub enum Exit {
         /// `WRMSR`.
         write: bool,
     },
-    /// Something is accessed by an instruction that the host carries out.
+    /// An access by an instruction that the host emulates.
     Access(Access),
     /// `HLT`.
     Hlt,
-    /// `HLT`, and the host has waited since: until there were events, or the deadline had passed.
+    /// `HLT`, after which the host has waited for events or the deadline.
     Halted {
         /// Host-defined event bits.
         events: u64,
@@ -84,7 +84,7 @@ pub enum Exit {
     MemoryFault(MemoryFault),
     /// The requested interrupt window is open.
     InterruptWindow,
-    /// The host wants the VMM's attention.
+    /// The host interrupted the guest.
     Recall {
         /// Host-defined event bits.
         events: u64,
@@ -97,11 +97,11 @@ pub enum Exit {
     Xsetbv,
     /// `INVD`, `WBINVD`, `WBNOINVD`: nothing to do, caches are coherent.
     CacheFlush,
-    /// `PAUSE`, often enough to be reported.
+    /// `PAUSE`, executed often enough to exit.
     Pause,
-    /// An instruction that this virtual CPU does not have (`MONITOR`, `MWAIT`, SVM, `RDPRU`, ...).
+    /// An instruction that this vCPU does not have (`MONITOR`, `MWAIT`, SVM, `RDPRU`, ...).
     Undefined,
-    /// An instruction that is there but privileged beyond what the guest has (`RDPMC`).
+    /// An instruction that exists but is not permitted to the guest (`RDPMC`).
     Protected,
     /// Access to a control register.
     CrAccess {
@@ -110,29 +110,29 @@ pub enum Exit {
         /// `MOV` to it (else from it).
         write: bool,
     },
-    /// An exception of the guest that the host intercepts and the guest is to get.
+    /// An intercepted exception of the guest, to be reflected.
     Exception {
         /// The vector.
         vector: u8,
         /// The error code; 0 where the exception has none.
         code: u32,
     },
-    /// `IRET`, which has not been executed yet ([`crate::Vcpu::set_iret_exits`]).
+    /// `IRET`, not yet executed ([`crate::Vcpu::set_iret_exits`]).
     Iret,
     /// A hardware task switch, which no 64-bit system uses.
     TaskSwitch,
-    /// A non-maskable interrupt, a machine check or similar that the host reports; nothing to do.
+    /// An NMI, a machine check or similar that the host handled; no action needed.
     Spurious,
-    /// The guest has brought itself into a state that the host refuses to run, or to go on with.
+    /// The host refuses to run the guest's state.
     InvalidState {
-        /// Which host says so, and of what.
+        /// Description from the host.
         why: &'static str,
-        /// The host's code for it.
+        /// Code from the host.
         code: u64,
     },
-    /// The host broke: its own error code.
+    /// Failure of the host: its error code.
     HostError(u64),
-    /// Anything else: the host's exit code.
+    /// Any other exit: the host's exit code.
     Unknown(u64),
 }
 
@@ -164,7 +164,7 @@ pub const EXIT_NAMES: [&str; 23] = [
 ];
 
 impl Exit {
-    /// Number of the reason, for counting.
+    /// Index of the reason, for counting.
     pub const fn index(&self) -> usize {
         match self {
             Self::Cpuid => 0,

@@ -1,21 +1,23 @@
-//! Where the next instruction is, when the processor does not say.
+//! Address of the next instruction, when the CPU does not report it.
 //!
-//! Older processors (and QEMU's TCG) do not save the address of the next instruction on an exit. The
-//! instruction is known by then; what may vary are prefixes, so its bytes are looked at. A cache of translations, page
-//! by page, makes that cheap: a hit is confirmed by the bytes themselves, read anew, and only for an instruction without
-//! prefixes, so a confirmed hit has the length of its pattern.
+//! Older CPUs (and QEMU TCG) do not save the address of the next instruction on an exit. The exit
+//! gives the instruction, but its prefixes may vary, so the VMM reads its bytes. A cache of
+//! translations, page by page, makes that cheap: a hit is confirmed by the bytes themselves, which
+//! are read again, and only for an instruction without prefixes, so a confirmed hit has the length
+//! of its pattern.
 //!
-//! A translation can be stale if the guest replaces the page under a running instruction address. If the old
-//! page then still holds the same instruction at that place, only a guest whose new page holds it with a
-//! prefix would see a wrong next address, its own; every other stale entry fails the comparison.
+//! A translation can be stale if the guest replaces the page under a running instruction address.
+//! If the old page then still holds the same instruction at that address, only a guest whose new
+//! page holds it with a prefix would see a wrong next address, its own; every other stale entry
+//! fails the comparison.
 
 use vmm_mem::GuestMemory;
 
 use crate::vcpu::{Reg, Vcpu};
 use crate::walk::{CodeSize, CodeView, is_64_bit, locate_64_bit};
 
-/// The opcode of an instruction that exits: its bytes as a little-endian number, the bits that count, and
-/// how many bytes there are.
+/// Opcode of an instruction that exits: its bytes as a little-endian number, a mask of the
+/// significant bits, and the number of bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Pattern {
     opcode: u32,
@@ -45,13 +47,14 @@ impl Pattern {
     /// `PAUSE`: `NOP` with a prefix.
     pub const PAUSE: Self = Self::new(0x90, 1);
 
-    /// Whether the instruction begins with these bytes.
+    /// True if the instruction begins with these bytes.
     #[inline]
     const fn is(&self, bytes: u64) -> bool {
         bytes as u32 & self.mask == self.opcode
     }
 
-    /// Whether the instruction at a guest-physical address begins with these bytes, in the same page.
+    /// True if the instruction at a guest-physical address begins with these bytes, in the same
+    /// page.
     #[inline(always)]
     fn is_at(self, memory: &GuestMemory, address: u64) -> bool {
         // Aligned words are read at once and never cross a page.
@@ -63,7 +66,7 @@ impl Pattern {
 }
 
 const ENTRIES: usize = 16;
-/// The bits of an address within its page.
+/// Bits of an address within its page.
 const OFFSET: u64 = 0xfff;
 
 /// Translation of a page of code in 64-bit mode, where linear addresses are instruction pointers.
@@ -76,7 +79,7 @@ struct Entry {
     address: u64,
 }
 
-/// Guest-physical addresses of pages with instructions that exited lately.
+/// Cache of the guest-physical addresses of pages whose instructions exited recently.
 #[derive(Clone, Debug)]
 pub struct FetchCache {
     entries: [Entry; ENTRIES],
@@ -95,7 +98,7 @@ impl FetchCache {
         Self { entries: [Entry { page: u64::MAX, cr3: 0, address: 0 }; ENTRIES] }
     }
 
-    /// The address after the present instruction, which is `pattern`; `None` if it is another one.
+    /// Address after the current instruction if it is `pattern`, else `None`.
     #[inline(always)]
     pub fn next_rip(
         &mut self,
@@ -110,9 +113,10 @@ impl FetchCache {
         self.find(vcpu, memory, pattern)
     }
 
-    /// The same after an exit that no instruction caused, when the processor's answer is of another one.
+    /// Like [`Self::next_rip`], but reads the bytes in any case: after an exit not caused by an
+    /// instruction the address that the CPU reports belongs to another instruction.
     #[inline(never)]
-    pub fn look(
+    pub fn next_rip_from_bytes(
         &mut self,
         vcpu: &mut impl Vcpu,
         memory: &GuestMemory,
@@ -141,10 +145,10 @@ impl FetchCache {
                 return Some(rip.wrapping_add(pattern.length.into()));
             }
         }
-        look_closely(vcpu, memory, pattern)
+        decode_next_rip(vcpu, memory, pattern)
     }
 
-    /// The guest-physical address of the page of code at `rip`, which is remembered.
+    /// Translates the page of code at `rip` and caches the result.
     #[inline(never)]
     fn walk(&mut self, memory: &GuestMemory, rip: u64, cr3: u64) -> Option<u64> {
         let address = locate_64_bit(memory, cr3, rip)? & !OFFSET;
@@ -155,7 +159,7 @@ impl FetchCache {
 
 /// [`FetchCache::next_rip`] of an instruction with prefixes, in another mode, or across pages.
 #[cold]
-fn look_closely(vcpu: &mut impl Vcpu, memory: &GuestMemory, pattern: Pattern) -> Option<u64> {
+fn decode_next_rip(vcpu: &mut impl Vcpu, memory: &GuestMemory, pattern: Pattern) -> Option<u64> {
     let code = CodeView::of(vcpu);
     let mut bytes = [0; 15];
     let (count, _) = code.fetch(memory, &mut bytes).ok()?;

@@ -1,11 +1,12 @@
-//! A virtual processor as a library: what a host offers for it ([`Vcpu`]), why it stops
-//! ([`Exit`]), and what an x86-64 guest sees of it.
+//! vCPUs as a library: the interface to a host's vCPU ([`Vcpu`]), the exit reasons ([`Exit`]), and
+//! the x86-64 CPU that the guest sees.
 //!
 //! Invariants:
-//! - No event is lost: what an exit cut short is injected again before anything else.
-//! - Whatever the guest does ends in an architectural answer (a value, an exception, a reset) or in
-//!   a typed outcome, never in a panic.
-//! - Everything here is a value: no lock, clock, thread or file. Time comes from the caller.
+//! - No event is lost: an event whose delivery an exit interrupted is injected again before any
+//!   other.
+//! - Every guest operation ends in an architectural result (a value, an exception, a reset) or in a
+//!   typed outcome, never in a panic.
+//! - All state is plain data: no lock, clock, thread or file. Time is passed by the caller.
 #![cfg_attr(not(test), no_std)]
 #![forbid(unsafe_code)]
 
@@ -31,5 +32,5 @@ pub use exit::{Access, Exit, IoExit, MemoryFault, Space};
 pub use run::{Cpu, StopReason};
 pub use vcpu::{Event, Gpr, InterruptWindow, Reg, Seg, Segment, Vcpu};
 
-/// Most virtual CPUs of one machine.
+/// Maximum number of vCPUs of a VM.
 pub const MAX_VCPUS: usize = 8;

@@ -1,9 +1,9 @@
 //! Model-specific registers that exit to the VMM.
 //!
-//! Policy: registers that steer something here have their effect; those of the memory types and of probing
-//! are storage with the values that firmware leaves; everything else is reported and raises `#GP(0)`,
-//! which kernels handle where they probe. Performance counters read 0 and ignore writes, which Linux
-//! takes for "no counters".
+//! Policy: registers that control a modelled feature have their effect; memory-type and probing
+//! registers are storage with the values that firmware leaves; every other register is reported and
+//! raises `#GP(0)`, which kernels handle when they probe. Performance counters read 0 and ignore
+//! writes, which Linux takes for "no counters".
 
 use hw_x86::cpuid::{amd_d, leaf};
 use hw_x86::msr::{
@@ -19,7 +19,7 @@ use crate::vcpu::{Reg, Seg, Vcpu};
 
 /// Last MSR of the x2APIC range.
 const X2APIC_LAST: u32 = X2APIC + 0xff;
-/// Variable memory type ranges.
+/// Number of variable memory-type ranges.
 const VARIABLE: usize = 8;
 /// Memory types that exist, one bit each: UC, WC, WT, WP, WB; with bit 7 UC- (PAT only).
 const TYPES: u8 = 1 << 0 | 1 << 1 | 1 << 4 | 1 << 5 | 1 << 6;
@@ -31,14 +31,14 @@ const MTRR_ENABLE: u64 = 1 << 11;
 const MTRR_FIXED: u64 = 1 << 10;
 /// [`probe::HWCR`]: the TSC counts at the rate of the highest power state.
 const HWCR_TSC_RATE: u64 = 1 << 24;
-/// [`probe::HWCR`]: what a kernel may switch without effect here: TLB cache, INVD as WBINVD, flush filter,
-/// MCi_STATUS writable, instructions-retired counter.
+/// [`probe::HWCR`]: bits that a kernel may switch without effect here: TLB cache, INVD as WBINVD,
+/// flush filter, MCi_STATUS writable, instructions-retired counter.
 const HWCR_WRITABLE: u64 = 1 << 3 | 1 << 4 | 1 << 6 | 1 << 8 | 1 << 18 | HWCR_TSC_RATE | 1 << 30;
-/// [`probe::DE_CFG`]: `LFENCE` waits for all earlier instructions.
+/// [`probe::DE_CFG`]: `LFENCE` is dispatch-serialising.
 const DE_CFG_LFENCE: u64 = 1 << 1;
 /// [`probe::MISC_ENABLE`]: fast string operations.
 const FAST_STRINGS: u64 = 1 << 0;
-/// A microcode revision that no kernel takes for outdated.
+/// A microcode revision that no kernel treats as outdated.
 const PATCH: u64 = 0x0100_0065;
 
 /// Registers that are storage.
@@ -61,7 +61,7 @@ pub struct Msrs {
 }
 
 impl Msrs {
-    /// As firmware leaves them: everything write-back but the range from 3 GiB to 4 GiB.
+    /// Values left by firmware: all memory write-back except 3 GiB to 4 GiB.
     pub fn new(physical_bits: u32) -> Self {
         let physical_mask = (1 << physical_bits.clamp(36, 52)) - 1;
         let mut mtrr_variable = [0; 2 * VARIABLE];
@@ -99,7 +99,7 @@ impl Msrs {
         (index < 2 * VARIABLE).then_some(index)
     }
 
-    /// Storage and constants. `None`: not one of these.
+    /// Reads storage and constants. `None` for any other register.
     fn read(&self, msr: u32) -> Option<u64> {
         if let Some(index) = Self::fixed_index(msr) {
             return Some(self.mtrr_fixed[index]);
@@ -121,7 +121,7 @@ impl Msrs {
             VM_CR => vm_cr::LOCK | vm_cr::SVMDIS,
             kvm::SYSTEM_TIME => self.system_time,
             kvm::WALL_CLOCK => self.wall_clock,
-            // No machine-check banks, no system-management memory, no power states, nothing unusual.
+            // No machine-check banks, SMM, power states or extensions.
             probe::MCG_CAP
             | probe::PLATFORM_ID
             | DEBUG_CTL
@@ -144,7 +144,7 @@ impl Msrs {
         })
     }
 
-    /// Writes storage. `None`: not one of these, or a bad value.
+    /// Writes storage. `None` for any other register or an invalid value.
     fn write(&mut self, msr: u32, value: u64) -> Option<()> {
         let store = |place: &mut u64, allowed: u64| {
             if value & !allowed != 0 {
@@ -173,7 +173,7 @@ impl Msrs {
             }
             probe::HWCR => store(&mut self.hwcr, HWCR_WRITABLE),
             probe::DE_CFG => {
-                // Other bits are chicken bits of one processor model, without effect here.
+                // The other bits are chicken bits of one CPU model, without effect here.
                 self.de_cfg = value | DE_CFG_LFENCE;
                 Some(())
             }
@@ -198,7 +198,7 @@ fn is_type(kind: u8, types: u8) -> bool {
     kind < 8 && types & 1 << kind != 0
 }
 
-/// Registers that the back end holds.
+/// Maps registers that the back end holds.
 fn held(msr: u32) -> Option<Reg> {
     Some(match msr {
         STAR => Reg::Star,
@@ -216,7 +216,7 @@ fn held(msr: u32) -> Option<Reg> {
 }
 
 impl Cpu {
-    /// `RDMSR`; `None` raises `#GP(0)`.
+    /// Reads an MSR (`RDMSR`); `None` raises `#GP(0)`.
     pub(crate) fn read_msr<V: Vcpu, M: Board>(
         &mut self,
         vcpu: &mut V,
@@ -244,7 +244,7 @@ impl Cpu {
         value
     }
 
-    /// `WRMSR`; `None` raises `#GP(0)`.
+    /// Writes an MSR (`WRMSR`); `None` raises `#GP(0)`.
     pub(crate) fn write_msr<V: Vcpu, M: Board>(
         &mut self,
         vcpu: &mut V,
@@ -286,7 +286,7 @@ impl Cpu {
             kvm::STEAL_TIME => {
                 let stolen = vcpu.stolen();
                 let done = self.steal.set(board.memory(), board.clock(), value, stolen);
-                // The record says when it waits.
+                // The record must be marked while the vCPU waits.
                 vcpu.set_hlt_exits(self.steal.is_on());
                 done
             }
@@ -308,7 +308,7 @@ impl Cpu {
         done
     }
 
-    /// Moves the guest's time-stamp counter; who depends on it is told.
+    /// Moves the guest's time-stamp counter and updates its dependants.
     fn set_tsc_offset<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M, offset: u64) {
         let before = vcpu.get(Reg::TscOffset);
         self.msrs.tsc_adjust = self.msrs.tsc_adjust.wrapping_add(offset.wrapping_sub(before));
@@ -317,8 +317,8 @@ impl Cpu {
         self.update_clock(vcpu, board);
     }
 
-    /// Writes the clock structure (`struct pvclock_vcpu_time_info` of Linux' documentation), if the guest
-    /// has asked for it. It stays right until the guest moves its time-stamp counter.
+    /// Writes the clock structure (`struct pvclock_vcpu_time_info` of Linux' documentation) if the
+    /// guest has registered one. It stays valid until the guest moves its time-stamp counter.
     fn update_clock<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M) {
         const ENABLE: u64 = 1;
         const STABLE: u8 = 1;
@@ -349,7 +349,8 @@ impl Cpu {
     }
 }
 
-/// Versions of a clock structure after `version`: while it is being written, which is odd, and when it is complete.
+/// Versions of a clock structure after `version`: odd while it is being written, even when
+/// complete.
 const fn next_versions(version: u32) -> (u32, u32) {
     (version.wrapping_add(1), version.wrapping_add(2))
 }
@@ -368,12 +369,12 @@ fn set_base(vcpu: &mut impl Vcpu, segment: Seg, base: u64) -> Option<()> {
     Some(())
 }
 
-/// Whether bits 63:47 are all the same (48-bit linear addresses).
+/// True if bits 63:47 are equal (48-bit linear addresses).
 pub const fn is_canonical(address: u64) -> bool {
     (address as i64) << 16 >> 16 == address as i64
 }
 
-/// APM vol. 2, section 3.1.7.
+/// Writes EFER (APM vol. 2, section 3.1.7).
 fn write_efer<V: Vcpu, M: Board>(vcpu: &mut V, board: &M, value: u64) -> Option<()> {
     let (features, _) = board.cpuid().lookup(leaf::AMD_FEATURES, 0);
     let mut allowed = efer::SCE | efer::LME | efer::LMA;
@@ -392,7 +393,7 @@ fn write_efer<V: Vcpu, M: Board>(vcpu: &mut V, board: &M, value: u64) -> Option<
     Some(())
 }
 
-/// Writes `struct pvclock_wall_clock`: the wall-clock time at machine time 0.
+/// Writes `struct pvclock_wall_clock`: the wall-clock time at VM time 0.
 fn write_wall_clock<M: Board>(board: &M, address: u64) -> Option<()> {
     let mut raw = [0; 12];
     raw[0] = 2; // a version: even means complete
@@ -404,7 +405,7 @@ fn write_wall_clock<M: Board>(board: &M, address: u64) -> Option<()> {
 mod tests {
     use super::*;
 
-    /// A guest can have the structure written as often as it likes.
+    /// A guest may request the structure any number of times.
     #[test]
     fn versions_of_the_clock_wrap() {
         assert_eq!(next_versions(0), (1, 2));

@@ -1,30 +1,32 @@
-//! Non-maskable interrupts are masked from the delivery of one to the end of the next `IRET` (APM vol. 2, section 8.2.3).
+//! NMI masking: NMIs are masked from the delivery of one to the end of the next `IRET` (APM vol. 2,
+//! section 8.2.3).
 //!
-//! A processor without virtual NMIs does not do that for a guest. So the guest is left at the `IRET`, and executes it in
-//! single-step mode: an interrupt in front of it would find the stack of the handler, which may be the one that it gets, too.
-//! `IRET` loads the flags, so the guest sees nothing of the mode, unless its `IRET` faults: then the saved flags have TF.
+//! A CPU without virtual NMIs does not mask them for a guest. So the VMM intercepts the `IRET` and
+//! single-steps it: an NMI injected before it would use the stack of the handler, which may be its
+//! own. `IRET` loads the flags, so single-step mode stays hidden from the guest, unless the `IRET`
+//! faults: then the saved flags have TF.
 
 use crate::run::{DR6_SINGLE_STEP, RFLAGS_TF};
 use crate::vcpu::{Reg, Vcpu};
 
-/// `DR6`: the breakpoints that were hit.
+/// `DR6`: breakpoint conditions that were met.
 const DR6_BREAKPOINTS: u64 = 0xf;
 
-/// Whether a virtual CPU takes a non-maskable interrupt.
+/// NMI masking state of a vCPU.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(crate) enum NmiMask {
-    /// It does.
+    /// NMIs are delivered.
     #[default]
     Open,
-    /// After the delivery of one: not before the next `IRET`.
+    /// After delivery: masked until the next `IRET`.
     Handler,
-    /// During that `IRET`, which is executed in single-step mode.
+    /// During that `IRET`, which is single-stepped.
     Returning {
-        /// Where it is.
+        /// Address of the `IRET`.
         rip: u64,
-        /// `DR6` before.
+        /// `DR6` before the step.
         dr6: u64,
-        /// The guest was in single-step mode by itself.
+        /// The guest had single-step mode enabled itself.
         steps: bool,
     },
 }
@@ -34,20 +36,21 @@ impl NmiMask {
         self == Self::Open
     }
 
-    /// One is put into the slot.
+    /// Masks NMIs: one has been put into the injection slot.
     pub(crate) fn delivered(&mut self, vcpu: &mut impl Vcpu) {
         if vcpu.set_iret_exits(true) {
             *self = Self::Handler;
         }
     }
 
-    /// None is in a handler: after INIT, or when the delivery of one was cut short and has to begin again.
+    /// Unmasks NMIs: after INIT, or when the delivery of an NMI was interrupted and must be
+    /// repeated.
     pub(crate) fn clear(&mut self, vcpu: &mut impl Vcpu) {
         vcpu.set_iret_exits(false);
         *self = Self::Open;
     }
 
-    /// The guest is at the `IRET`.
+    /// Begins to single-step the `IRET`.
     pub(crate) fn begin_return(&mut self, vcpu: &mut impl Vcpu) {
         vcpu.set_iret_exits(false);
         let rflags = vcpu.get(Reg::Rflags);
@@ -56,12 +59,14 @@ impl NmiMask {
         vcpu.set(Reg::Rflags, rflags | RFLAGS_TF);
     }
 
-    /// The guest has raised `#DB`. Whether that is only the end of the `IRET`, of which the guest gets to know nothing.
+    /// Handles `#DB`. Returns true if it is only the end of the `IRET`, which the guest must not
+    /// see.
     pub(crate) fn ends_return(&mut self, vcpu: &mut impl Vcpu) -> bool {
         let Self::Returning { rip, dr6, steps } = *self else { return false };
         let found = vcpu.get(Reg::Dr6);
         if found & DR6_SINGLE_STEP == 0 && vcpu.get(Reg::Rip) == rip {
-            // A breakpoint at the instruction itself, which follows. (Bochs' processors do not say that it was a step.)
+            // A breakpoint at the instruction itself; its step follows. (Bochs does not report the
+            // step in DR6.)
             return false;
         }
         *self = Self::Open;

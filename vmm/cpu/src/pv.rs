@@ -1,32 +1,34 @@
-//! What unmodified Linux does with less than the processor's own means, if the hypervisor speaks the KVM paravirtual
-//! interface: the end of an interrupt without an exit, interrupts to several processors at once, and a record of
-//! the time that others took (Linux `Documentation/virt/kvm/x86/msr.rst` and `hypercalls.rst`).
+//! KVM paravirtual interface that unmodified Linux uses: the end of an interrupt without an exit,
+//! IPIs to several CPUs at once, and a record of steal time (Linux
+//! `Documentation/virt/kvm/x86/msr.rst` and `hypercalls.rst`).
 //!
-//! *End of interrupt* (`MSR_KVM_PV_EOI_EN`). The guest names a word of its memory. With an interrupt whose end has no effect
-//! but itself, bit 0 of the word is set: the guest may end the interrupt by clearing it, instead of writing to its local
-//! APIC. It does so with one instruction, on the processor that the word belongs to; so, while that does not run, the
-//! bit is the VMM's.
+//! *PV EOI* (`MSR_KVM_PV_EOI_EN`). The guest registers a word of its memory. With an interrupt
+//! whose EOI has no further effect, the VMM sets bit 0 of the word: the guest may complete the
+//! interrupt by clearing the bit instead of writing to its local APIC. It does so with one
+//! instruction, on the CPU that the word belongs to; so the VMM owns the bit while that CPU does
+//! not run.
 //!
-//! *Stolen time* (`MSR_KVM_STEAL_TIME`). The guest names a record of its memory for each processor. It is written when the host
-//! has taken the processor away, and says that the processor does not run while it is idle: then other processors ask for
-//! a flush of its TLB in the record, instead of waking it for that. A processor that the host takes away in the middle of
-//! the guest is not marked: what the guest wants of it comes as an interrupt.
+//! *Steal time* (`MSR_KVM_STEAL_TIME`). The guest registers a record in its memory for each CPU.
+//! The VMM writes it after the host has preempted the vCPU, and marks in it that an idle vCPU does
+//! not run: then other vCPUs request a flush of its TLB in the record instead of waking it. A vCPU
+//! that the host preempts while the guest runs is not marked: requests of the guest reach it as an
+//! IPI.
 
 use hw_x86::kvm::steal_time;
 use vmm_mem::GuestMemory;
 
 use crate::clock::TscClock;
 
-/// The word, or the record, is in use.
+/// The word or record is in use.
 const ENABLE: u64 = 1;
 /// Must be 0: the word is aligned.
 const RESERVED: u64 = 2;
 /// Must be 0: the record is aligned.
 const STEAL_RESERVED: u64 = (steal_time::LENGTH - 1) & !ENABLE;
-/// In the word: the guest may end the interrupt by clearing this.
+/// Bit of the word that the guest may clear to complete the interrupt.
 const OFFERED: u32 = 1;
 
-/// The word of one virtual CPU.
+/// PV EOI word of a vCPU.
 #[derive(Clone, Debug)]
 pub struct EoiWord {
     msr: u64,
@@ -34,15 +36,15 @@ pub struct EoiWord {
 }
 
 impl EoiWord {
-    /// No word.
+    /// No word registered.
     pub const OFF: Self = Self { msr: 0, offered: false };
 
-    /// What the guest has written to the register.
+    /// Current value of the MSR.
     pub const fn get(&self) -> u64 {
         self.msr
     }
 
-    /// The guest writes the register. `None`: a bad value, or no memory.
+    /// Handles a guest write to the MSR. `None` for an invalid value or an address outside memory.
     pub fn set(&mut self, memory: &GuestMemory, value: u64) -> Option<()> {
         let is_good =
             value & RESERVED == 0 && (value & ENABLE == 0 || memory.contains(value & !ENABLE, 4));
@@ -52,7 +54,8 @@ impl EoiWord {
         is_good.then_some(())
     }
 
-    /// Offers the guest to end an interrupt by itself, if it has a word. Gives whether it has.
+    /// Offers the guest to complete an interrupt without an exit. Returns false if no word is
+    /// registered.
     pub fn offer(&mut self, memory: &GuestMemory) -> bool {
         self.offered = self.msr & ENABLE != 0;
         if self.offered {
@@ -61,7 +64,7 @@ impl EoiWord {
         self.offered
     }
 
-    /// Takes the offer back, if there is one; whether the guest has made use of it.
+    /// Withdraws an outstanding offer; returns true if the guest has used it.
     pub fn is_ended(&mut self, memory: &GuestMemory) -> bool {
         if !core::mem::take(&mut self.offered) {
             return false;
@@ -74,40 +77,41 @@ impl EoiWord {
     }
 
     fn write(&self, memory: &GuestMemory, word: u32) {
-        // It is memory (`set`), and memory stays.
+        // `set` has validated the address, and guest memory does not shrink.
         let _ = memory.write(self.msr & !ENABLE, word);
     }
 }
 
-/// The record of stolen time of one virtual CPU. Times are ticks as the back end counts them, from its own beginning.
+/// Steal-time record of a vCPU. Times are ticks of the back end, from its own start.
 #[derive(Clone, Debug)]
 pub struct StealRecord {
     msr: u64,
-    /// Stolen before the guest first named a record.
+    /// Time stolen before the guest first registered a record.
     before: Option<u64>,
-    /// Stolen so far, as the record has it.
-    told: u64,
+    /// Steal time in the record.
+    reported: u64,
     version: u32,
-    /// The record says that the CPU does not run.
-    is_away: bool,
+    /// The record marks the vCPU as not running.
+    is_preempted: bool,
 }
 
 impl StealRecord {
-    /// No record.
-    pub const OFF: Self = Self { msr: 0, before: None, told: 0, version: 0, is_away: false };
+    /// No record registered.
+    pub const OFF: Self =
+        Self { msr: 0, before: None, reported: 0, version: 0, is_preempted: false };
 
-    /// What the guest has written to the register.
+    /// Current value of the MSR.
     pub const fn get(&self) -> u64 {
         self.msr
     }
 
-    /// Whether there is a record.
+    /// True if a record is registered.
     #[inline]
     pub const fn is_on(&self) -> bool {
         self.msr & ENABLE != 0
     }
 
-    /// The guest writes the register. `None`: a bad value, or no memory.
+    /// Handles a guest write to the MSR. `None` for an invalid value or an address outside memory.
     pub fn set(
         &mut self,
         memory: &GuestMemory,
@@ -121,52 +125,54 @@ impl StealRecord {
             return None;
         }
         self.msr = value;
-        self.is_away = false;
+        self.is_preempted = false;
         if self.is_on() {
             self.write(memory, steal_time::STATE, 0_u32);
-            self.tell(memory, clock, stolen);
+            self.publish(memory, clock, stolen);
         }
         Some(())
     }
 
-    /// INIT: there is no record. Should there be one again, it goes on where this one was.
+    /// Drops the record on INIT. A later record continues the count.
     pub fn reset(&mut self) {
         self.msr = 0;
-        self.is_away = false;
+        self.is_preempted = false;
     }
 
-    /// The CPU is about to wait.
+    /// Marks the vCPU as not running: it is about to wait.
     pub fn leave(&mut self, memory: &GuestMemory) {
-        if self.is_on() && !self.is_away {
-            self.is_away = true;
+        if self.is_on() && !self.is_preempted {
+            self.is_preempted = true;
             self.write(memory, steal_time::STATE, steal_time::PREEMPTED);
         }
     }
 
-    /// The CPU, which has a record, is about to run. Gives whether its TLB has to be flushed before.
+    /// Updates the record of a vCPU that is about to run. Returns true if its TLB must be flushed
+    /// first.
     pub fn enter(&mut self, memory: &GuestMemory, clock: &TscClock, stolen: u64) -> bool {
-        if stolen != self.told {
-            self.tell(memory, clock, stolen);
+        if stolen != self.reported {
+            self.publish(memory, clock, stolen);
         }
-        core::mem::take(&mut self.is_away) && self.come_back(memory)
+        core::mem::take(&mut self.is_preempted) && self.mark_running(memory)
     }
 
-    /// Takes back that the CPU does not run. From then on a flush is asked for by an interrupt.
-    fn come_back(&self, memory: &GuestMemory) -> bool {
+    /// Marks the vCPU as running. From then on other vCPUs request a flush by an IPI.
+    fn mark_running(&self, memory: &GuestMemory) -> bool {
         let state = (self.msr & !ENABLE) + steal_time::STATE;
         let Ok(Err(changed)) = memory.compare_exchange(state, steal_time::PREEMPTED, 0) else {
             return false;
         };
-        // Others only add that a flush is wanted, once; if this fails the guest plays with its own memory.
+        // Other vCPUs only add the flush request, once; another failure is the guest's own write to
+        // the word.
         let _ = memory.compare_exchange(state, changed, 0);
         changed & steal_time::FLUSH_TLB != 0
     }
 
     #[cold]
-    fn tell(&mut self, memory: &GuestMemory, clock: &TscClock, stolen: u64) {
+    fn publish(&mut self, memory: &GuestMemory, clock: &TscClock, stolen: u64) {
         let before = *self.before.get_or_insert(stolen);
         let nanos = clock.duration(stolen.wrapping_sub(before));
-        self.told = stolen;
+        self.reported = stolen;
         self.write(memory, steal_time::VERSION, self.version.wrapping_add(1));
         self.write(memory, steal_time::STEAL, nanos);
         self.version = self.version.wrapping_add(2);
@@ -174,12 +180,12 @@ impl StealRecord {
     }
 
     fn write<T: vmm_mem::Word>(&self, memory: &GuestMemory, field: u64, value: T) {
-        // It is memory (`set`), and memory stays.
+        // `set` has validated the address, and guest memory does not shrink.
         let _ = memory.write((self.msr & !ENABLE) + field, value);
     }
 }
 
-/// Processors that a hypercall names.
+/// Set of APIC ids in a hypercall.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ApicIds {
     /// The lowest id.
@@ -189,7 +195,7 @@ pub struct ApicIds {
 }
 
 impl ApicIds {
-    /// Whether this id is among them.
+    /// True if the set contains this id.
     pub const fn contains(&self, id: u32) -> bool {
         let bit = id.wrapping_sub(self.first);
         bit < u128::BITS && self.set >> bit & 1 != 0

@@ -1,10 +1,13 @@
-//! The loop of a virtual CPU: enter the guest, see why it stopped, do what that asks for.
+//! The run loop of a vCPU: enters the guest, dispatches each VM exit, and returns when the host is
+//! needed.
 //!
-//! Delivery of events. One event fits the slot. Order: what an exit cut short, an exception that emulation
-//! raised, a non-maskable interrupt, a maskable interrupt (only if `RFLAGS.IF`, no shadow, slot free). What
-//! does not fit stays where it waits (local APIC, 8259, [`Cpu`]) and a [`InterruptWindow`] is asked for: the guest takes an
-//! interrupt of the local APIC by itself, which is accepted after the exit at which it is found to be taken; for the
-//! others it exits. So nothing is dropped and nothing is delivered twice.
+//! Event injection. The vCPU has one injection slot. Priority: an event whose delivery an exit
+//! interrupted, an exception raised by emulation, an NMI, a maskable interrupt (only with
+//! `RFLAGS.IF`, without an interrupt shadow, and with a free slot). An event that does not fit
+//! stays pending at its source (local APIC, 8259, [`Cpu`]), and the loop requests an
+//! [`InterruptWindow`]: an interrupt of the local APIC is delivered as a virtual interrupt without
+//! an exit and is accepted after the exit that finds it taken; for all other events the guest
+//! exits. So no event is dropped and none is delivered twice.
 
 use hw_x86::apic::local;
 use hw_x86::cpuid::leaf;
@@ -45,32 +48,32 @@ const UNDEFINED: Event = Event::exception(6);
 /// General protection, error code 0.
 const PROTECTION: Event = Event::exception_code(13, 0);
 
-/// Why [`Cpu::run`] returned.
+/// Reason for the return of [`Cpu::run`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum StopReason {
-    /// The host's own events: handle them, tell the machine about input, run again.
+    /// Host-defined event bits: handle the events, pass input to the board, run again.
     Recall(u64),
-    /// The virtual CPU waits with nothing to do until the host's time-stamp counter reaches this
-    /// value (`u64::MAX`: no timer), or until something is signalled. Run again after either.
+    /// The vCPU is halted until the host's time-stamp counter reaches this value (`u64::MAX`: no
+    /// timer) or until the vCPU is kicked. Run again after either.
     Idle {
         /// Host time-stamp counter value.
         deadline_tsc: u64,
     },
-    /// The machine ended.
+    /// The VM has ended.
     End(Outcome),
 }
 
-/// What the virtual CPU is doing.
+/// Execution state of a vCPU.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Activity {
     Running,
-    /// After `HLT`.
+    /// Halted by `HLT`.
     Halted,
-    /// An application processor before its start-up message.
+    /// Application processor that waits for a start-up IPI.
     Parked,
 }
 
-/// A virtual CPU, apart from the registers, which are the back end's.
+/// Run-loop state of a vCPU. Its registers belong to the [`Vcpu`].
 #[derive(Clone, Debug)]
 pub struct Cpu {
     index: usize,
@@ -78,33 +81,36 @@ pub struct Cpu {
     started: bool,
     nmi: bool,
     nmi_mask: NmiMask,
-    /// An interrupt whose delivery an exception has cut short. It is in service already, and delivered before others.
+    /// An interrupt whose delivery an exception interrupted. It is in service already and is
+    /// delivered before other interrupts.
     deferred: Event,
-    /// The window that the back end was asked for.
+    /// The interrupt window requested from the [`Vcpu`].
     window: InterruptWindow,
-    /// The task priority that both the back end and the local APIC know of.
+    /// The task priority known to both the [`Vcpu`] and the local APIC.
     cr8: u8,
-    /// An interrupt waits for a lower one.
+    /// An interrupt is pending below the task priority.
     held: bool,
     pub(crate) eoi: EoiWord,
     pub(crate) steal: StealRecord,
-    /// The guest may have taken the interrupt, or ended one, without an exit.
+    /// A virtual interrupt or an EOI without exit is on offer and may have completed without an
+    /// exit.
     virq_offered: bool,
-    /// The deadline that the back end was told, in machine time.
+    /// The deadline set in the [`Vcpu`], in VM time.
     deadline: u64,
-    /// Something may have to be delivered before the next entry.
+    /// An event may have to be injected before the next entry.
     needs_service: bool,
     fetch: FetchCache,
     pub(crate) msrs: Msrs,
     exits: [u64; EXIT_NAMES.len()],
 }
 
-/// What an exit leads to.
+/// Result of handling an exit: continue, or leave the loop.
 type Flow = Result<(), StopReason>;
 
 impl Cpu {
-    /// Virtual CPU `index`, which is also its APIC id. CPU 0 starts at the registers that the back end has, others
-    /// wait for their start-up message. `physical_bits`: width of physical addresses.
+    /// Creates vCPU `index`, which is also its APIC id. CPU 0 starts with the current registers of
+    /// its [`Vcpu`], other CPUs wait for a start-up IPI. `physical_bits`: width of physical
+    /// addresses.
     pub fn new(index: usize, physical_bits: u32) -> Self {
         Self {
             index: index.min(MAX_VCPUS - 1),
@@ -127,19 +133,19 @@ impl Cpu {
         }
     }
 
-    /// The index.
+    /// Index of the vCPU.
     pub fn index(&self) -> usize {
         self.index
     }
 
-    /// Exits so far, by [`Exit::index`].
+    /// Number of exits so far, indexed by [`Exit::index`].
     pub fn exits(&self) -> &[u64; EXIT_NAMES.len()] {
         &self.exits
     }
 
     /// Runs the guest until the host is needed.
     pub fn run<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M) -> StopReason {
-        // Between calls anything may have happened.
+        // Other threads may have changed the board's state between two calls.
         self.needs_service = true;
         loop {
             match self.step(vcpu, board) {
@@ -149,7 +155,8 @@ impl Cpu {
         }
     }
 
-    /// One entry and what it leads to. The frequent exits are inlined all the way, the others are calls.
+    /// Enters the guest once and handles the exit. The frequent exits are inlined, all others are
+    /// calls.
     #[inline(always)]
     fn step<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M) -> Flow {
         if self.needs_service || board.needs_service(self.index) {
@@ -181,45 +188,46 @@ impl Cpu {
         }
     }
 
-    /// The guest has another task priority than the local APIC knows of, which comes before anything that compares with it.
+    /// Copies the guest's task priority to the local APIC, before any comparison with it.
     #[cold]
     fn note_cr8<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M) {
         self.cr8 = vcpu.cr8();
         board.set_cr8(self.index, self.cr8);
-        // What waits may not be for the guest any longer.
+        // The pending interrupt may be masked now, or a masked one may be deliverable.
         self.needs_service = true;
     }
 
-    /// Finds out what the guest has done with what was left to it. Until then the local APIC is behind.
+    /// Synchronises the local APIC with virtual interrupts and PV EOIs that completed without an
+    /// exit.
     #[inline(never)]
     fn sync_interrupt_state<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M) {
         self.virq_offered = false;
         if let InterruptWindow::DeliverVirq(vector) = self.window {
             if vcpu.has_window() {
-                // The exit may change whether it is to come at all.
+                // The exit may change whether the interrupt is still pending.
                 self.needs_service = true;
             } else {
                 self.window = InterruptWindow::Nothing;
                 board.accept_virq(self.index, vector);
             }
         }
-        // The interrupt whose end was offered is in service now, if it is ended.
+        // If the guest completed the offered EOI, its interrupt is in service now.
         if self.eoi.is_ended(board.memory()) {
             board.end_of_interrupt(self.index);
         }
     }
 
-    /// Everything that has to be right before the guest is entered.
+    /// Brings all state up to date before the guest is entered.
     #[inline(never)]
     fn prepare<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M) -> Flow {
         if self.virq_offered {
-            // It was not entered after the last time.
+            // The last preparation ended without an entry.
             self.sync_interrupt_state(vcpu, board);
         }
         self.needs_service = false;
         if !self.started {
             self.started = true;
-            // The back end may have run another machine before.
+            // The back end may have run another VM before.
             vcpu.set_event(Event::NONE);
             vcpu.set_window(InterruptWindow::Nothing);
             vcpu.set_cr8(0);
@@ -254,7 +262,7 @@ impl Cpu {
         }
         self.nmi |= signals.nmi;
         if signals.cr8 != self.cr8 {
-            // The guest has set it by another register, or by an instruction that was emulated.
+            // The guest wrote the priority through the APIC's TPR, or by an emulated instruction.
             self.cr8 = signals.cr8;
             vcpu.set_cr8(signals.cr8);
         }
@@ -278,7 +286,7 @@ impl Cpu {
         Ok(())
     }
 
-    /// Fills the slot with what comes first, and opens a window for what still waits.
+    /// Fills the injection slot with the first event and requests a window for pending ones.
     fn deliver<V: Vcpu, M: Board>(
         &mut self,
         vcpu: &mut V,
@@ -307,8 +315,8 @@ impl Cpu {
             } else if let (PendingInterrupt::Virq { vector, eoi_elidable }, false) =
                 (interrupt, nmi)
             {
-                // Also when it could be put into the slot: QEMU now and then delivers an interrupt twice that is injected, but
-                // not one that the guest takes.
+                // Used even if the slot is free: QEMU TCG sometimes delivers an injected interrupt
+                // twice, but not a virtual interrupt.
                 if self.activity == Activity::Halted && accepts_interrupt(vcpu) {
                     self.activity = Activity::Running;
                 }
@@ -325,7 +333,7 @@ impl Cpu {
                     self.virq_offered = taken.eoi_elidable && self.eoi.offer(board.memory());
                 }
             } else {
-                // An NMI needs no window, only a free slot: it is tried again at the next exit.
+                // An NMI needs a free slot but no window: delivery is tried again at the next exit.
                 window = InterruptWindow::Exit;
                 self.needs_service |= nmi;
             }
@@ -336,14 +344,15 @@ impl Cpu {
         }
     }
 
-    /// Carries out the `HLT` of `STI; HLT` if the host interrupted the guest between the two. Not every processor
-    /// takes the shadow back into the guest; without it an interrupt would come before the `HLT` that waits for it.
+    /// Executes the `HLT` of `STI; HLT` if the host interrupted the guest between the two. Not
+    /// every CPU restores the interrupt shadow on entry; without it an interrupt would be delivered
+    /// before the `HLT` that waits for it.
     #[cold]
     fn halt_in_shadow<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &M) {
         if vcpu.event().is_some() || vcpu.get(Reg::Cpl) != 0 {
             return;
         }
-        if let Some(next) = self.fetch.look(vcpu, board.memory(), Pattern::HLT) {
+        if let Some(next) = self.fetch.next_rip_from_bytes(vcpu, board.memory(), Pattern::HLT) {
             retire(vcpu, next);
             self.activity = Activity::Halted;
         }
@@ -399,7 +408,7 @@ impl Cpu {
 
     #[inline(always)]
     fn port<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M, io: IoExit) {
-        // The processor always says where the instruction after `IN` and `OUT` is (EXITINFO2).
+        // The CPU always reports the address after `IN` and `OUT` (EXITINFO2).
         if io.next_rip == 0 {
             return self.inject_ud(vcpu, board);
         }
@@ -408,7 +417,7 @@ impl Cpu {
             board.port_out(io.port, io.size, rax as u32 & mask(io.size));
         } else {
             let value = board.port_in(io.port, io.size) & mask(io.size);
-            // A 32-bit result clears the upper half, narrower ones leave the rest.
+            // A 32-bit result clears the upper half; narrower results keep the other bits.
             let kept = if io.size == 4 { 0 } else { rax & !u64::from(mask(io.size)) };
             vcpu.set_gpr(Gpr::Rax, kept | u64::from(value));
         }
@@ -469,7 +478,7 @@ impl Cpu {
                 self.needs_service = true;
             }
             Exit::Deadline => {
-                // The deadline is gone from the back end's mind only when a new one is set.
+                // The back end keeps a deadline that has passed until a new one is set.
                 self.deadline = 0;
                 self.needs_service = true;
             }
@@ -503,7 +512,7 @@ impl Cpu {
         Ok(())
     }
 
-    /// An access of an instruction that the host carries out.
+    /// Performs an access for an instruction that the host emulates.
     fn access<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M, access: Access) {
         let Access { space, address, size, value } = access;
         let answer = match (space, value) {
@@ -532,8 +541,8 @@ impl Cpu {
         fault: MemoryFault,
     ) -> Flow {
         if vcpu.event().is_some() {
-            // An interrupt's stack or table is not memory: no instruction to emulate, and
-            // delivering again would end here again.
+            // The interrupt's stack or table is not memory: there is no instruction to emulate, and
+            // another delivery would exit here again.
             board.unknown(Unknown::Other("event delivery outside memory", fault.gpa));
             return Err(StopReason::End(Outcome::TripleFault));
         }
@@ -542,7 +551,7 @@ impl Cpu {
             return Err(StopReason::End(Outcome::TripleFault));
         }
         if fault.fetch {
-            // Nothing answers, so all bits are 1: FF FF is an undefined opcode.
+            // No device responds, so all bits read as 1: FF FF is an undefined opcode.
             board.unknown(Unknown::Other("code outside memory", fault.gpa));
             self.raise(vcpu, UNDEFINED);
             return Ok(());
@@ -631,7 +640,8 @@ impl Cpu {
         retire(vcpu, code.advance(rip, start as u64 + 3));
     }
 
-    /// Goes on behind the present instruction; `false` (and `#UD`) if it is not `pattern`.
+    /// Advances past the current instruction; raises `#UD` and returns `false` if it is not
+    /// `pattern`.
     #[inline(never)]
     fn skip<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M, pattern: Pattern) -> bool {
         match self.fetch.next_rip(vcpu, board.memory(), pattern) {
@@ -646,12 +656,12 @@ impl Cpu {
         }
     }
 
-    /// An exit whose instruction is not what the exit says, or cannot be emulated.
+    /// Injects `#UD`: the instruction does not match the exit, or cannot be emulated.
     #[cold]
     fn inject_ud<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M) {
         let rip = vcpu.get(Reg::Rip);
         let mut bytes = [0; 15];
-        // What cannot be read stays 0 in the report.
+        // Unreadable bytes stay 0 in the report.
         let _ = CodeView::of(vcpu).fetch(board.memory(), &mut bytes);
         let mut first = [0; 8];
         first.copy_from_slice(&bytes[..8]);
@@ -659,8 +669,8 @@ impl Cpu {
         self.raise(vcpu, UNDEFINED);
     }
 
-    /// Reflects an exception of the guest that the host intercepted. The processor has already done what comes before
-    /// delivery: DR6 has the cause of a `#DB` (APM vol. 2, section 15.12.2).
+    /// Reflects an intercepted exception to the guest. The CPU has already performed the side
+    /// effects before delivery: DR6 has the cause of a `#DB` (APM vol. 2, section 15.12.2).
     #[cold]
     fn exception<V: Vcpu, M: Board>(
         &mut self,
@@ -675,10 +685,10 @@ impl Cpu {
         }
         let event = match vector {
             DEBUG => Event::exception(DEBUG),
-            // Its error code is always 0, and EXITINFO1 is not defined (APM vol. 2, section 8.2.18).
+            // Its error code is always 0, and EXITINFO1 is undefined (APM vol. 2, section 8.2.18).
             ALIGNMENT => Event::exception_code(ALIGNMENT, 0),
             _ => {
-                board.unknown(Unknown::Other("an exception that nobody asked for", code.into()));
+                board.unknown(Unknown::Other("unexpected intercepted exception", code.into()));
                 return Err(StopReason::End(Outcome::HostError(vector.into())));
             }
         };
@@ -701,9 +711,9 @@ impl Cpu {
         Ok(())
     }
 
-    /// Puts a fault into the slot. What waits is looked at again, since the slot is taken now. The flags that a fault saves have
-    /// RF set, so that the instruction is not reported by a breakpoint again (APM vol. 2, section 13.1.1); a processor does not
-    /// do that for an event that its host delivers.
+    /// Puts a fault into the injection slot and requests service, because the slot is occupied now.
+    /// The saved flags of a fault have RF set, so that the instruction breakpoint is not reported
+    /// again (APM vol. 2, section 13.1.1); a CPU does not set RF for an injected event.
     fn raise<V: Vcpu>(&mut self, vcpu: &mut V, event: Event) {
         let rflags = vcpu.get(Reg::Rflags);
         vcpu.set(Reg::Rflags, rflags | RFLAGS_RF);
@@ -712,19 +722,20 @@ impl Cpu {
     }
 }
 
-/// Fate of an event whose delivery an exception has cut short.
+/// Fate of an event whose delivery an exception interrupted.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Interrupted {
-    /// No event, or an exception that is raised again if its cause is still there.
+    /// No event, or an exception that is raised again if its cause persists.
     Dropped,
     /// An interrupt, which is delivered after the exception.
     Deferred,
-    /// The processor shuts down.
+    /// The vCPU shuts down (triple fault).
     Shutdown,
 }
 
-/// Decides about `first`, whose delivery `#DB` or `#AC` has cut short (APM vol. 2, table 8-5). Both are benign, so the two do
-/// not make a double fault; but an exception in the delivery of a double fault shuts the processor down, as in KVM.
+/// Decides the fate of `first`, whose delivery `#DB` or `#AC` interrupted (APM vol. 2, table 8-5).
+/// Both are benign, so the pair is no double fault; but an exception during the delivery of a
+/// double fault shuts the vCPU down, as in KVM.
 fn interrupted_by_benign(first: Event) -> Interrupted {
     const DOUBLE_FAULT: u8 = 8;
     match first {
@@ -734,12 +745,12 @@ fn interrupted_by_benign(first: Event) -> Interrupted {
     }
 }
 
-/// Whether the guest takes a maskable interrupt now.
+/// Returns true if the guest can take a maskable interrupt now.
 fn accepts_interrupt(vcpu: &mut impl Vcpu) -> bool {
     vcpu.get(Reg::Rflags) & RFLAGS_IF != 0 && vcpu.get(Reg::InterruptShadow) & 1 == 0
 }
 
-/// The present instruction is complete: what its completion does beside its effect.
+/// Completes the current instruction, with the side effects of its completion.
 #[inline(always)]
 fn retire(vcpu: &mut impl Vcpu, next: u64) {
     vcpu.set(Reg::Rip, next);
@@ -749,8 +760,8 @@ fn retire(vcpu: &mut impl Vcpu, next: u64) {
     }
 }
 
-/// After an instruction in an interrupt shadow, which ends, behind a breakpoint, which counts again for the next one, or in
-/// single-step mode.
+/// Completes an instruction in an interrupt shadow (the shadow ends), after an instruction
+/// breakpoint (breakpoints are armed again for the next instruction), or in single-step mode.
 #[cold]
 fn retire_marked(vcpu: &mut impl Vcpu) {
     vcpu.set(Reg::InterruptShadow, 0);
@@ -761,8 +772,9 @@ fn retire_marked(vcpu: &mut impl Vcpu) {
     single_step(vcpu, rflags);
 }
 
-/// Between two rounds of a repeated string instruction, which goes on at itself: as the processor, an instruction breakpoint at
-/// it has been reported, and single-step mode stops here (APM vol. 2, sections 13.1.1 and 13.1.4).
+/// Handles the boundary between two iterations of a repeated string instruction. As on a CPU, an
+/// instruction breakpoint at it has been reported already, and single-step mode traps here (APM
+/// vol. 2, sections 13.1.1 and 13.1.4).
 #[cold]
 fn interrupt_repetition(vcpu: &mut impl Vcpu) {
     vcpu.set(Reg::InterruptShadow, 0);
@@ -771,7 +783,7 @@ fn interrupt_repetition(vcpu: &mut impl Vcpu) {
     single_step(vcpu, rflags);
 }
 
-/// Raises the `#DB` of single-step mode if that is on.
+/// Raises the `#DB` of single-step mode if `RFLAGS.TF` is set.
 fn single_step(vcpu: &mut impl Vcpu, rflags: u64) {
     if rflags & RFLAGS_TF == 0 {
         return;
@@ -779,8 +791,8 @@ fn single_step(vcpu: &mut impl Vcpu, rflags: u64) {
     raise_debug(vcpu, DR6_SINGLE_STEP);
 }
 
-/// Puts a `#DB` into the slot, and does what comes with it: adds `causes` to DR6, switches off general detection. Delivery of an
-/// event that is put into the slot does neither.
+/// Puts a `#DB` into the injection slot with its side effects: adds `causes` to DR6 and clears
+/// general detection. An injected event has neither.
 fn raise_debug(vcpu: &mut impl Vcpu, causes: u64) {
     if causes != 0 {
         let dr6 = vcpu.get(Reg::Dr6);
@@ -793,7 +805,7 @@ fn raise_debug(vcpu: &mut impl Vcpu, causes: u64) {
     vcpu.set_event(Event::exception(DEBUG));
 }
 
-/// [`hypercall::SEND_IPI`]: what is to be in `rax`.
+/// Handles [`hypercall::SEND_IPI`]; returns the value for `rax`.
 fn send_ipi<V: Vcpu, M: Board>(vcpu: &mut V, board: &mut M) -> i64 {
     const DELIVERY: u32 = 7 << 8;
     let command = vcpu.gpr(Gpr::Rsi) as u32;
@@ -802,7 +814,7 @@ fn send_ipi<V: Vcpu, M: Board>(vcpu: &mut V, board: &mut M) -> i64 {
     if !to_few || delivery != 0 && delivery != local::DELIVER_NMI {
         return hypercall::INVALID;
     }
-    // The second half begins at 32 in a 32-bit guest: no machine has so many CPUs.
+    // The second half begins at 32 in a 32-bit guest: no VM has that many CPUs.
     const { assert!(MAX_VCPUS <= 32) };
     let [low, high] = [Gpr::Rbx, Gpr::Rcx].map(|half| u128::from(vcpu.gpr(half)));
     let to = ApicIds { first: vcpu.gpr(Gpr::Rdx) as u32, set: low | high << 64 };
@@ -821,7 +833,7 @@ fn mask(size: u8) -> u32 {
     u32::MAX >> (32 - 8 * u32::from(size.clamp(1, 4)))
 }
 
-/// The state after a start-up message (APM vol. 2, table 14-1 and section 15.27.8): real mode at
+/// Sets the state after a start-up IPI (APM vol. 2, table 14-1 and section 15.27.8): real mode at
 /// `page << 12`.
 fn start_up(vcpu: &mut impl Vcpu, page: u8, signature: u32) {
     const DATA: u16 = 0x93;
@@ -869,9 +881,10 @@ mod tests {
     use std::vec::Vec;
     use vmm_mem::{GuestMemory, testing};
 
-    /// A board with an interrupt controller that delivers the highest of the requested vectors, whatever is in service.
+    /// A board whose interrupt controller delivers the highest requested vector, whatever is in
+    /// service.
     struct TestBoard {
-        /// It tells the vector only to who takes it.
+        /// Reports the vector only on acknowledgement, as an 8259 does.
         asks: bool,
         in_service: Vec<u8>,
         /// Interrupts that the guest has taken without an exit.
@@ -1065,7 +1078,7 @@ mod tests {
         (Cpu::new(0, 40), vcpu, board)
     }
 
-    /// Runs until the script is played; gives the entries.
+    /// Runs until the script ends; returns the entries.
     fn play(cpu: &mut Cpu, vcpu: &mut ScriptedVcpu, board: &mut TestBoard) -> Vec<(Event, bool)> {
         assert_eq!(cpu.run(vcpu, board), StopReason::End(Outcome::HostError(0)));
         vcpu.entries
@@ -1078,7 +1091,8 @@ mod tests {
         vcpu.set(Reg::Rflags, if on { RFLAGS_IF } else { 0 });
     }
 
-    /// Plays one exit with `first` in the slot, whose delivery was cut short; gives the entries after it.
+    /// Plays one exit with `first` in the slot, whose delivery it interrupted; returns later
+    /// entries.
     fn reflect(first: Event, vector: u8) -> (Cpu, ScriptedVcpu, Vec<(Event, bool)>) {
         let (mut cpu, mut vcpu, mut board) = guest(&[0x90]);
         vcpu.set(Reg::Dr6, 0xffff_4ff0);
@@ -1095,7 +1109,7 @@ mod tests {
     fn intercepted_exceptions_are_reflected() {
         let (_, mut vcpu, entries) = reflect(Event::NONE, DEBUG);
         assert_eq!(entries[1], (Event::exception(DEBUG), false));
-        // DR6 is the processor's, as is RF: it is clear where an instruction breakpoint was hit.
+        // DR6 is written by the CPU, as is RF: it is clear after an instruction breakpoint.
         assert_eq!((vcpu.get(Reg::Dr6), vcpu.get(Reg::Dr7)), (0xffff_4ff0, 0x400));
         assert_eq!(vcpu.get(Reg::Rflags) & RFLAGS_RF, 0);
 
@@ -1110,12 +1124,12 @@ mod tests {
     fn exceptions_while_an_event_is_delivered() {
         let page_fault = Event::exception_code(14, 2);
         for vector in [DEBUG, ALIGNMENT] {
-            // Serially: an exception comes again by itself.
+            // Serial: the exception is raised again by its cause.
             for first in [page_fault, PROTECTION, UNDEFINED, Event::exception(DEBUG)] {
                 let (cpu, _, entries) = reflect(first, vector);
                 assert_eq!((entries[1].0.vector(), cpu.deferred), (vector, Event::NONE));
             }
-            // A non-maskable interrupt comes at the next exit.
+            // An NMI is delivered at the next exit.
             let (cpu, _, entries) = reflect(Event::NMI, vector);
             assert_eq!((entries[1].0.vector(), cpu.nmi), (vector, true));
 
@@ -1200,7 +1214,7 @@ mod tests {
     }
 
     #[test]
-    fn interrupts_come_in_order_through_windows() {
+    fn interrupts_are_delivered_in_order_through_windows() {
         let (mut cpu, mut vcpu, mut board) = guest(&[]);
         for vector in [0x31, 0xef, 0x40] {
             board.request(vector);
@@ -1243,7 +1257,7 @@ mod tests {
     }
 
     #[test]
-    fn the_guest_takes_by_itself_what_waits() {
+    fn virtual_interrupts_are_delivered_without_an_exit() {
         let (mut cpu, mut vcpu, mut board) = guest(&[]);
         board.asks = false;
         interrupts(&mut vcpu, false);
@@ -1259,7 +1273,7 @@ mod tests {
             (cpu.run(&mut vcpu, &mut board), vcpu.window),
             (recall, InterruptWindow::DeliverVirq(0x31))
         );
-        // Something that goes before it, and something that it waits for.
+        // One interrupt of higher and one of lower priority.
         board.request(0x40);
         assert_eq!(
             (cpu.run(&mut vcpu, &mut board), vcpu.window),
@@ -1271,14 +1285,14 @@ mod tests {
             (&board.taken[..], vcpu.window),
             (&[0x40][..], InterruptWindow::DeliverVirq(0x31))
         );
-        // It may not come after all.
+        // The request may be withdrawn.
         board.requested.clear();
         play(&mut cpu, &mut vcpu, &mut board);
         assert_eq!((&board.taken[..], vcpu.window), (&[0x40][..], InterruptWindow::Nothing));
     }
 
     #[test]
-    fn the_guest_ends_interrupts_by_itself() {
+    fn interrupts_are_completed_without_an_exit() {
         const WORD: u64 = 0x2000;
         let (mut cpu, mut vcpu, mut board) = guest(&[]);
         board.asks = false;
@@ -1290,7 +1304,8 @@ mod tests {
         let memory = board.memory;
         let word = move || memory.read::<u32>(WORD).unwrap();
         let end = move || memory.write(WORD, 0_u32).unwrap();
-        // One that is injected, one that the guest takes: it ends both in memory, or does not (yet).
+        // One interrupt is injected, one is virtual: the guest completes both in memory, or not
+        // (yet).
         for (open, ends) in [(true, true), (true, false), (false, true), (false, false)] {
             interrupts(&mut vcpu, open);
             board.request(0x31);
@@ -1306,7 +1321,7 @@ mod tests {
             assert_eq!((board.in_service.is_empty(), word()), (ends, 0));
             board.in_service.clear();
         }
-        // What the guest does to the word before it takes the interrupt ends nothing.
+        // A write of the guest to the word before it takes the interrupt completes nothing.
         interrupts(&mut vcpu, false);
         board.request(0x31);
         vcpu.then(move |_| {
@@ -1319,7 +1334,7 @@ mod tests {
         });
         play(&mut cpu, &mut vcpu, &mut board);
         assert_eq!((&board.in_service[..], word()), (&[0x31][..], 0));
-        // Something else waits: the end must be seen.
+        // Another interrupt is pending: its EOI must exit.
         interrupts(&mut vcpu, true);
         board.request(0x32);
         board.request(0x33);
@@ -1349,7 +1364,7 @@ mod tests {
         };
         assert_eq!(call(&mut board, [0b101, 0, 2, 0x4031]), 2, "ids 2 and 4");
         assert_eq!(call(&mut board, [0, 1, 0, 0x400]), 0, "id 64");
-        // Shorthands, logical destinations, INIT and start-up are not for this.
+        // Shorthands, logical destinations, INIT and start-up are not supported by the hypercall.
         for command in [0x4_0031, 0xc_0031, 0x831, 0x500, 0x604, 0x131] {
             assert_eq!(call(&mut board, [1, 0, 0, command]), hypercall::INVALID);
         }
@@ -1390,7 +1405,7 @@ mod tests {
         for bad in [RECORD | 3, RECORD | 0x21, 0x1_0001, 0xffc1 + 0x40] {
             assert_eq!(write(&mut cpu, &mut vcpu, &mut board, bad), None);
         }
-        // What was stolen before is nobody's business.
+        // Time stolen before the record was named is not reported.
         vcpu.stolen = 500;
         assert!(write(&mut cpu, &mut vcpu, &mut board, RECORD | 1).is_some());
         assert_eq!(cpu.read_msr(&mut vcpu, &mut board, kvm::STEAL_TIME), Some(RECORD | 1));
@@ -1400,7 +1415,7 @@ mod tests {
         vcpu.stolen = 800;
         play(&mut cpu, &mut vcpu, &mut board);
         assert_eq!(record(), (300, 4, 0));
-        // It sleeps, and is woken: by itself, or after somebody asked for a flush.
+        // The vCPU sleeps and is woken: by itself, or after another vCPU requested a flush.
         for (asks, flushes) in [(false, 0), (true, 1), (false, 1)] {
             vcpu.set(Reg::Rip, CODE);
             interrupts(&mut vcpu, true);
@@ -1418,12 +1433,12 @@ mod tests {
             });
             play(&mut cpu, &mut vcpu, &mut board);
         }
-        // A guest that plays with the word gets what it deserves.
+        // A guest that corrupts the word harms only itself.
         cpu.steal.leave(&memory);
         memory.write(STATE, u32::MAX).unwrap();
         play(&mut cpu, &mut vcpu, &mut board);
         assert_eq!((vcpu.flushes, record()), (2, (300, 4, 0)));
-        // Another record goes on; none is none.
+        // Another record continues the count; a cleared enable bit disables it.
         assert!(write(&mut cpu, &mut vcpu, &mut board, RECORD | 1).is_some());
         assert_eq!(record(), (300, 6, 0));
         board.init = true;
@@ -1432,10 +1447,10 @@ mod tests {
     }
 
     #[test]
-    fn what_an_exit_cut_short_goes_first() {
+    fn interrupted_events_are_injected_first() {
         let (mut cpu, mut vcpu, mut board) = guest(&[]);
         interrupts(&mut vcpu, true);
-        // Delivery of a page fault was cut short while interrupt and NMI arrive.
+        // Delivery of a page fault was interrupted while an interrupt and an NMI arrive.
         vcpu.then(|vcpu| {
             vcpu.slot = Event::exception_code(14, 2);
             Exit::Spurious
@@ -1483,7 +1498,7 @@ mod tests {
     }
 
     #[test]
-    fn a_local_apic_that_is_off_is_not_there() {
+    fn a_disabled_local_apic_is_hidden() {
         const APIC: u64 = 1 << 9;
         let has = |number: u64, base: u64| {
             let (mut cpu, mut vcpu, mut board) = guest(&[0x0f, 0xa2]);
@@ -1500,9 +1515,9 @@ mod tests {
         }
     }
 
-    /// `RFLAGS.RF` ends with the instruction, whoever carries it out.
+    /// `RFLAGS.RF` ends with the instruction, also if it is emulated.
     #[test]
-    fn a_breakpoint_counts_again_behind_an_emulated_instruction() {
+    fn a_breakpoint_is_armed_again_after_an_emulated_instruction() {
         let io =
             IoExit { port: 1, size: 1, write: true, string: false, rep: false, next_rip: CODE };
         let fault = MemoryFault { gpa: 0, write: false, fetch: false, walk: false };
@@ -1525,15 +1540,16 @@ mod tests {
         }
         let string = Exit::Io(IoExit { string: true, ..io });
         assert_eq!(flags(string, next), (2, Event::NONE));
-        // Not finished, or not carried out.
+        // Not finished, or not emulated.
         assert_eq!(flags(string, Emulated::Again), (RFLAGS_RF | 2, Event::NONE));
         let raised = Event::exception_code(14, 0);
         assert_eq!(flags(string, Emulated::Raise(raised)), (RFLAGS_RF | 2, raised));
     }
 
-    /// A round of a repeated string instruction is a step, and a breakpoint at it is not reported again.
+    /// An iteration of a repeated string instruction is a step; its breakpoint is not reported
+    /// again.
     #[test]
-    fn steps_and_rounds() {
+    fn steps_and_iterations() {
         let string = IoExit { port: 1, size: 1, write: true, string: true, rep: true, next_rip: 0 };
         let (mut cpu, mut vcpu, mut board) = guest(&[]);
         board.emulated = Emulated::Again;
@@ -1548,7 +1564,7 @@ mod tests {
         assert_eq!((vcpu.get(Reg::Rip), vcpu.get(Reg::InterruptShadow)), (CODE, 0));
         assert_eq!(vcpu.get(Reg::Rflags), RFLAGS_TF | RFLAGS_RF | 2);
         assert_eq!((vcpu.get(Reg::Dr6), vcpu.get(Reg::Dr7)), (DR6_SINGLE_STEP, 0x400));
-        // The last round.
+        // The last iteration.
         board.emulated = Emulated::Next(CODE + 2);
         vcpu.then(move |_| Exit::Io(string));
         let entries = play(&mut cpu, &mut vcpu, &mut board);
@@ -1584,14 +1600,15 @@ mod tests {
         board.nmi = true;
         assert_eq!(delivered(&mut vcpu, &mut board), Some(Event::NMI));
         assert_eq!(vcpu.iret_exits, Some(true));
-        // Two more are one, which waits. A fault of the handler and an interrupt do not.
+        // Two further NMIs merge into one, which stays pending. A fault or an interrupt does not
+        // end masking.
         for _ in 0..2 {
             board.nmi = true;
             assert_eq!(delivered(&mut vcpu, &mut board), None);
         }
         vcpu.then(|_| Exit::Undefined);
         assert_eq!(delivered(&mut vcpu, &mut board), Some(UNDEFINED));
-        // The IRET is a step, of which the guest gets to know nothing.
+        // The IRET is single-stepped, which stays hidden from the guest.
         vcpu.then(|_| Exit::Iret);
         assert_eq!(delivered(&mut vcpu, &mut board), None);
         assert!(steps(&mut vcpu) && vcpu.iret_exits == Some(false));
@@ -1603,13 +1620,13 @@ mod tests {
                 Exit::Exception { vector: DEBUG, code: 0 }
             });
         };
-        // A breakpoint at it comes first, and does not end it.
+        // A breakpoint at the IRET is delivered first and does not end masking.
         vcpu.then(|_| Exit::Exception { vector: DEBUG, code: 0 });
         assert_eq!(delivered(&mut vcpu, &mut board), Some(Event::exception(DEBUG)));
         ends(&mut vcpu, DR6_SINGLE_STEP);
         assert_eq!(delivered(&mut vcpu, &mut board), Some(Event::NMI));
         assert_eq!((vcpu.get(Reg::Dr6), vcpu.iret_exits), (OLD, Some(true)));
-        // A breakpoint that the IRET has hit is the guest's, and so is a step of its own.
+        // A breakpoint hit by the IRET belongs to the guest, as does the guest's own single step.
         for (own_steps, causes, dr6) in [(false, 2, OLD | 2), (true, 0, OLD | DR6_SINGLE_STEP)] {
             vcpu.set(Reg::Dr6, OLD);
             vcpu.set(Reg::Rflags, if own_steps { RFLAGS_TF } else { 0 });
@@ -1620,7 +1637,7 @@ mod tests {
             board.nmi = true;
             assert_eq!(delivered(&mut vcpu, &mut board), Some(Event::NMI));
         }
-        // INIT ends it, and a back end that masks by itself is not asked.
+        // INIT ends masking; a back end with virtual NMIs is not asked to intercept.
         board.init = true;
         assert!(matches!(cpu.run(&mut vcpu, &mut board), StopReason::Idle { .. }));
         assert_eq!(vcpu.iret_exits, Some(false));
@@ -1638,13 +1655,13 @@ mod tests {
         let idle = StopReason::Idle { deadline_tsc: 6000 };
         assert_eq!(cpu.run(&mut vcpu, &mut board), idle);
         assert_eq!(vcpu.get(Reg::Rip), CODE + 1);
-        // Nothing has happened: still idle. Then an interrupt.
+        // No event: still idle. Then an interrupt.
         assert_eq!(cpu.run(&mut vcpu, &mut board), idle);
         board.request(0x31);
         vcpu.entries.clear();
         assert_eq!(play(&mut cpu, &mut vcpu, &mut board), [(Event::interrupt(0x31), false)]);
         assert_eq!(vcpu.deadline, 6000);
-        // With interrupts off only an NMI wakes.
+        // With interrupts off only an NMI wakes the vCPU.
         vcpu.set(Reg::Rip, CODE);
         interrupts(&mut vcpu, false);
         vcpu.then(|_| Exit::Hlt);
@@ -1664,7 +1681,7 @@ mod tests {
             vcpu.set(Reg::InterruptShadow, 1);
             vcpu.next_rip = 0x7777; // of an earlier exit
         };
-        // The host interrupts after STI; the guest's timer is due, or is not.
+        // The host interrupts after STI; the guest's timer is due, or not.
         shadow(&mut vcpu);
         board.request(0x31);
         assert_eq!(play(&mut cpu, &mut vcpu, &mut board), [(Event::interrupt(0x31), false)]);
@@ -1674,7 +1691,7 @@ mod tests {
         assert_eq!(vcpu.get(Reg::Rip), CODE + 2);
         board.request(0x32);
         assert_eq!(play(&mut cpu, &mut vcpu, &mut board), [(Event::interrupt(0x32), false)]);
-        // Other instructions and an exception that goes first stay as they are.
+        // Other instructions and an exception of higher priority stay as they are.
         for (rip, event) in [(CODE + 2, Event::NONE), (CODE, Event::exception(DEBUG))] {
             vcpu.set(Reg::Rip, rip);
             shadow(&mut vcpu);
@@ -1714,7 +1731,7 @@ mod tests {
     }
 
     #[test]
-    fn cached_instructions_are_looked_at_again() {
+    fn cached_instructions_are_verified() {
         use hw_x86::paging::entry;
         let memory = &TestBoard::new().memory;
         let table = entry::PRESENT | entry::WRITE;
@@ -1734,12 +1751,14 @@ mod tests {
         for _ in 0..2 {
             assert_eq!(next(&mut cache, &mut vcpu, memory), Some(0x1002));
         }
-        // The page changes place and the instruction gets a prefix: the old page is overwritten, so the entry fails.
+        // The page moves and the instruction gets a prefix: the old page is overwritten, so the
+        // entry fails.
         memory.write(0xb008, 0x2000 | table).unwrap();
         memory.write_slice(0x2000, &[0x48, 0x0f, 0xa2]).unwrap();
         memory.write_slice(CODE, &[0x90, 0x90]).unwrap();
         assert_eq!(next(&mut cache, &mut vcpu, memory), Some(0x1003));
-        // In the same page: without prefix, with one, across words, across pages, something else.
+        // In the same page: without prefix, with one, across words, across pages, another
+        // instruction.
         memory.write_slice(0x2005, &[0x0f, 0xa2, 0x0f, 0xa2, 0xf3, 0x0f, 0xa2]).unwrap();
         for (offset, length) in [(5, 2), (7, 2), (9, 3), (0xfff, 2)] {
             memory.write_slice(0x2fff, &[0x0f]).unwrap();
@@ -1750,7 +1769,7 @@ mod tests {
         }
         vcpu.set(Reg::Rip, 0x1020);
         assert_eq!(next(&mut cache, &mut vcpu, memory), None);
-        // The same address in a code segment of 32 bits is somewhere else: at its base.
+        // The same address in a 32-bit code segment is elsewhere: at its base.
         memory.write_slice(0x5005, &[0x66, 0x0f, 0xa2]).unwrap();
         vcpu.set(Reg::Rip, 0x1005);
         let code = vcpu.segment(Seg::Cs);
@@ -1758,7 +1777,7 @@ mod tests {
         assert_eq!(next(&mut cache, &mut vcpu, memory), Some(0x1008));
         vcpu.set_segment(Seg::Cs, code);
         assert_eq!(next(&mut cache, &mut vcpu, memory), Some(0x1007));
-        // Another address space: not the same entry. A table that is not there or not in memory.
+        // Another address space: not the same entry. A missing table, or one outside memory.
         for root in [0xc000, 1 << 40] {
             vcpu.set(Reg::Cr3, root);
             assert_eq!(next(&mut cache, &mut vcpu, memory), None);
@@ -1790,7 +1809,7 @@ mod tests {
             let found = locate_64_bit(memory, 0x8000, linear);
             assert_eq!(found, expected.ok().map(|(address, _)| address), "{linear:#x}");
         }
-        // Whether execution is allowed is not asked: the processor did execute.
+        // Execute rights are not checked: the CPU did execute.
         assert_eq!(locate_64_bit(memory, 0x8fff, 0xffff_ff80_0000_1fff), Some(0x7fff));
     }
 
@@ -1802,7 +1821,7 @@ mod tests {
                 Some(value) => cpu.write_msr(vcpu, board, msr, value).map(|()| value),
                 None => cpu.read_msr(vcpu, board, msr),
             };
-        // Held by the back end, storage, constants, refused values.
+        // Registers of the back end, storage, constants, refused values.
         let cases: &[(u32, u64, bool)] = &[
             (0xc000_0082, 0xffff_8000_0000_1000, true),
             (0x277, 0x0007_0406_0007_0406, true),
@@ -1827,7 +1846,7 @@ mod tests {
         assert_eq!(board.unknown.len(), 6);
         assert_eq!(access(&mut vcpu, &mut board, 0x1234, None), None);
         assert_eq!(access(&mut vcpu, &mut board, 0x1b, None), Some(0x55));
-        // The counter of time stamps.
+        // The time-stamp counter.
         board.tsc = 9000;
         access(&mut vcpu, &mut board, 0x10, Some(0));
         assert_eq!(
@@ -1843,7 +1862,7 @@ mod tests {
         assert_eq!(word(0x2018), 0x8000_0000 | 1 << 32 | 1 << 40);
         access(&mut vcpu, &mut board, 0x4b56_4d00, Some(0x3000));
         assert_eq!(board.memory.read::<u64>(0x3000), Ok(1_700_000_000 << 32 | 2));
-        // Outside memory: refused and reported, nothing else.
+        // Outside memory: refused and reported, no other effect.
         assert_eq!(access(&mut vcpu, &mut board, 0x4b56_4d00, Some(1 << 40)), None);
     }
 
@@ -1898,7 +1917,7 @@ mod tests {
         });
         assert_eq!(cpu.run(&mut vcpu, &mut board), StopReason::Recall(1));
         assert_eq!(board.cr8, 5);
-        // By another register the guest sets the same.
+        // The guest sets the same through the APIC's TPR.
         board.cr8 = 7;
         vcpu.then(|vcpu| {
             assert_eq!(vcpu.cr8, 7);
@@ -1908,7 +1927,7 @@ mod tests {
     }
 
     #[test]
-    fn application_processors_start_when_told() {
+    fn application_processors_start_on_a_start_up_ipi() {
         let mut board = TestBoard::new();
         let mut cpu = Cpu::new(1, 40);
         let mut vcpu = ScriptedVcpu::flat32();
@@ -1948,7 +1967,7 @@ mod tests {
         assert_eq!(cpu.run(&mut vcpu, &mut board), StopReason::End(Outcome::PowerOff));
     }
 
-    /// What a random guest and world do in one step.
+    /// One random step of the guest or the board.
     #[derive(Clone, Copy, Debug)]
     enum Move {
         Request(u8),
@@ -1972,9 +1991,9 @@ mod tests {
     }
 
     proptest! {
-        /// A guest that switches interrupts on and off at random, whose event deliveries are cut short at
-        /// random: what is requested arrives exactly once, maskable interrupts only when they may, and
-        /// at the end nothing waits.
+        /// A guest that switches interrupts on and off at random and whose event deliveries are
+        /// interrupted at random: each requested event arrives exactly once, maskable interrupts
+        /// only while enabled, and none is pending at the end.
         #[test]
         fn nothing_is_lost_or_doubled(moves in moves(), asks: bool) {
             let (mut cpu, mut vcpu, mut board) = guest(&[]);
@@ -1983,7 +2002,7 @@ mod tests {
             let mut requested = Vec::new();
             let mut nmis = 0;
             let mut steps = moves.into_iter();
-            // After the moves the guest opens interrupts and ends handler after handler.
+            // After the moves the guest enables interrupts and completes handler after handler.
             let mut closing = 200;
             loop {
                 let step = steps.next();
@@ -1998,7 +2017,7 @@ mod tests {
                         requested.push(vector);
                         board.request(vector);
                     }
-                    // A second NMI while one waits is merged, as on hardware.
+                    // A second NMI merges with a pending one, as on hardware.
                     Some(Move::Nmi) if !board.nmi && !cpu.nmi => {
                         nmis += 1;
                         board.nmi = true;

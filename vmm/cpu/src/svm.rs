@@ -4,11 +4,11 @@ use hw_x86::vmcb::{exit, ioio, npf};
 
 use crate::exit::{Exit, IoExit, MemoryFault};
 
-/// What `VMEXIT_INVALID` says (APM vol. 2, section 15.5.1).
-const INVALID: &str = "the processor refuses the guest's registers (VMEXIT_INVALID)";
+/// Description of `VMEXIT_INVALID` (APM vol. 2, section 15.5.1).
+const INVALID: &str = "the CPU rejected the guest state (VMEXIT_INVALID)";
 
-/// Translates `EXITCODE`, `EXITINFO1` and `EXITINFO2`. Exit codes that a kernel adds to the
-/// processor's own are the back end's to decode first.
+/// Translates `EXITCODE`, `EXITINFO1` and `EXITINFO2`. The back end first decodes exit codes that
+/// the kernel adds to those of the CPU.
 #[inline]
 pub fn decode(code: u64, info1: u64, info2: u64) -> Exit {
     match code {
@@ -40,7 +40,7 @@ pub fn decode(code: u64, info1: u64, info2: u64) -> Exit {
         | exit::INVLPGA
         | exit::RSM => Exit::Undefined,
         exit::RDPMC => Exit::Protected,
-        // A machine check is the kernel's.
+        // The kernel handles machine checks.
         exit::EXCEPTION_BASE..=exit::EXCEPTION_LAST if code != exit::MACHINE_CHECK => {
             Exit::Exception { vector: (code - exit::EXCEPTION_BASE) as u8, code: info1 as u32 }
         }
@@ -56,7 +56,7 @@ pub fn decode(code: u64, info1: u64, info2: u64) -> Exit {
     }
 }
 
-/// `EXITINFO1` and `EXITINFO2` of an IOIO exit (APM vol. 2, section 15.10.2).
+/// Decodes `EXITINFO1` and `EXITINFO2` of an IOIO exit (APM vol. 2, section 15.10.2).
 fn decode_io(info1: u64, info2: u64) -> IoExit {
     let size = if info1 & ioio::SIZE_8 != 0 {
         1

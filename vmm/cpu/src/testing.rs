@@ -1,4 +1,4 @@
-//! A back end that plays a script of exits, for tests.
+//! A vCPU back end that plays a script of exits, for tests.
 
 extern crate std;
 
@@ -11,68 +11,68 @@ use hw_x86::paging::{cr0, cr4};
 use crate::exit::Exit;
 use crate::vcpu::{Event, Gpr, InterruptWindow, Reg, Seg, Segment, Vcpu};
 
-/// What the back end saw at one entry.
+/// State of the back end at one entry.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Entry {
+pub struct ScriptEntry {
     /// The event in the slot, which the entry delivers.
     pub event: Event,
-    /// The window.
+    /// The interrupt window.
     pub window: InterruptWindow,
-    /// Whether the guest could take a maskable interrupt.
+    /// True if the guest could take a maskable interrupt.
     pub open: bool,
     /// The instruction pointer.
     pub rip: u64,
 }
 
-/// One step of a script: changes to the state that the guest made, and the exit.
-pub type Step = std::boxed::Box<dyn FnMut(&mut ScriptedVcpu) -> Exit>;
+/// One step of a script: changes to the guest's state, and the exit.
+pub type ScriptStep = std::boxed::Box<dyn FnMut(&mut ScriptedVcpu) -> Exit>;
 
-/// A virtual CPU whose guest is a script.
+/// A vCPU whose guest is a script.
 #[derive(Default)]
 pub struct ScriptedVcpu {
     /// General registers.
     pub gpr: [u64; 16],
     /// Other registers, by [`Reg`].
     pub regs: [u64; 23],
-    /// SSE registers, if it gives them.
+    /// SSE registers, if the back end provides them.
     pub vectors: Option<[[u64; 2]; 16]>,
     /// Segments, by [`Seg`].
     pub segments: [Segment; 10],
-    /// What [`Vcpu::next_rip`] says.
+    /// Result of [`Vcpu::next_rip`].
     pub next_rip: u64,
-    /// The slot.
+    /// The injection slot.
     pub slot: Event,
     /// The window. A step that takes the interrupt in it closes it.
     pub window: InterruptWindow,
     /// The deadline.
     pub deadline: u64,
-    /// What [`Vcpu::stolen`] says.
+    /// Result of [`Vcpu::stolen`].
     pub stolen: u64,
     /// `CR8`, which the guest changes without an exit.
     pub cr8: u8,
-    /// What [`Vcpu::set_cr8_exits`] has set.
+    /// Last value of [`Vcpu::set_cr8_exits`].
     pub cr8_exits: bool,
-    /// What [`Vcpu::set_iret_exits`] has set; `None`: it masks by itself.
+    /// Last value of [`Vcpu::set_iret_exits`]; `None`: the back end masks NMIs by itself.
     pub iret_exits: Option<bool>,
-    /// What [`Vcpu::set_hlt_exits`] has set.
+    /// Last value of [`Vcpu::set_hlt_exits`].
     pub halts: bool,
-    /// What [`Vcpu::complete_access`] was told.
+    /// Values passed to [`Vcpu::complete_access`].
     pub answers: Vec<Option<u64>>,
-    /// Flushes of the TLB.
+    /// Number of TLB flushes.
     pub flushes: u32,
-    /// What the guest does.
-    pub script: VecDeque<Step>,
-    /// Every entry.
-    pub entries: Vec<Entry>,
+    /// Steps still to play.
+    pub script: VecDeque<ScriptStep>,
+    /// All entries so far.
+    pub entries: Vec<ScriptEntry>,
 }
 
 impl ScriptedVcpu {
-    /// With every register 0.
+    /// All registers 0.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// In flat 32-bit protected mode without paging: linear addresses are physical.
+    /// Flat 32-bit protected mode without paging: linear addresses are physical.
     pub fn flat32() -> Self {
         let mut vcpu = Self::new();
         vcpu.regs[Reg::Cr0 as usize] = cr0::PE | cr0::ET;
@@ -84,7 +84,7 @@ impl ScriptedVcpu {
         vcpu
     }
 
-    /// In 64-bit mode with the tables at `cr3`.
+    /// 64-bit mode with the tables at `cr3`.
     pub fn long(cr3: u64) -> Self {
         let mut vcpu = Self::flat32();
         vcpu.regs[Reg::Cr0 as usize] = cr0::PE | cr0::ET | cr0::PG | cr0::WP;
@@ -201,7 +201,7 @@ impl Vcpu for ScriptedVcpu {
     /// An empty script ends with [`Exit::HostError`] 0.
     fn run(&mut self) -> Exit {
         const RFLAGS_IF: u64 = 1 << 9;
-        let entry = Entry {
+        let entry = ScriptEntry {
             event: self.slot,
             window: self.window,
             open: self.regs[Reg::Rflags as usize] & RFLAGS_IF != 0
@@ -209,7 +209,7 @@ impl Vcpu for ScriptedVcpu {
             rip: self.regs[Reg::Rip as usize],
         };
         self.entries.push(entry);
-        // The entry delivers what is in the slot.
+        // The entry delivers the event in the slot.
         self.slot = Event::NONE;
         match self.script.pop_front() {
             Some(mut step) => {

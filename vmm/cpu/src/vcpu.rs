@@ -1,5 +1,4 @@
-//! What a host offers for one virtual CPU: its registers, a slot for an event, a deadline, and
-//! running it.
+//! The interface of one vCPU of a host: registers, an event slot, a deadline, and entry.
 //!
 //! Getters take `&mut self` because a back end may have to fetch a register group first; reading a
 //! register that the exit already delivered costs a load.
@@ -34,7 +33,7 @@ pub enum Gpr {
 }
 
 impl Gpr {
-    /// The register with this encoding; only the low four bits count.
+    /// Register with this encoding; the low four bits are used.
     pub const fn from_code(code: u8) -> Self {
         const ALL: [Gpr; 16] = [
             Gpr::Rax,
@@ -65,7 +64,7 @@ pub enum Reg {
     Rip,
     /// Flags.
     Rflags,
-    /// Bit 0: interrupts are held off for one instruction (`STI`, `MOV SS`).
+    /// Bit 0: interrupt shadow (`STI`, `MOV SS`).
     InterruptShadow,
     /// Control register 0.
     Cr0,
@@ -124,8 +123,8 @@ pub enum Seg {
     Tr = 9,
 }
 
-/// An interrupt or exception on its way into the guest, in the format of `EVENTINJ`
-/// (AMD APM vol. 2, section 15.20).
+/// An interrupt or exception to inject, in the format of `EVENTINJ` (AMD APM vol. 2, section
+/// 15.20).
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Event(pub u64);
 
@@ -156,7 +155,7 @@ impl Event {
         )
     }
 
-    /// Whether there is an event.
+    /// True if there is an event.
     pub const fn is_some(self) -> bool {
         self.0 & event::VALID != 0
     }
@@ -166,95 +165,98 @@ impl Event {
         (self.0 & event::VECTOR) as u8
     }
 
-    /// Whether this is an exception (not an interrupt).
+    /// True for an exception (not an interrupt).
     pub const fn is_exception(self) -> bool {
         self.is_some() && self.0 & event::TYPE_MASK == event::TYPE_EXCEPTION
     }
 }
 
-/// What is done once, as soon as the guest can take an interrupt.
+/// Action to take once, as soon as the guest can take an interrupt.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum InterruptWindow {
-    /// Nothing.
+    /// No action.
     #[default]
     Nothing,
     /// The guest exits, with [`Exit::InterruptWindow`].
     Exit,
-    /// The guest takes the interrupt with this vector, without an exit. Until then it exits when it writes `CR8`.
+    /// The guest takes the interrupt with this vector without an exit (virtual interrupt). Until
+    /// then it exits when it writes `CR8`.
     DeliverVirq(u8),
 }
 
-/// One virtual CPU of a host.
+/// One vCPU of a host.
 ///
-/// Setters take effect at the next [`Vcpu::run`]. A back end whose state lives in a shared page
-/// marks the group that a setter changed.
+/// Setters take effect at the next [`Vcpu::run`]. A back end whose state is in a shared page marks
+/// the group that a setter changed.
 pub trait Vcpu {
-    /// A general register, [`Gpr::Rsp`] included.
+    /// Value of a general register, [`Gpr::Rsp`] included.
     fn gpr(&mut self, register: Gpr) -> u64;
     /// Sets a general register.
     fn set_gpr(&mut self, register: Gpr, value: u64);
-    /// Another register.
+    /// Value of another register.
     fn get(&mut self, register: Reg) -> u64;
     /// Sets another register.
     fn set(&mut self, register: Reg, value: u64);
-    /// A segment or table register.
+    /// Value of a segment or table register.
     fn segment(&mut self, segment: Seg) -> Segment;
     /// Sets a segment or table register.
     fn set_segment(&mut self, segment: Seg, value: Segment);
 
-    /// An SSE register, low half first; `None`: the back end does not give them.
+    /// Value of an SSE register, low half first; `None` if the back end does not provide them.
     fn vector(&mut self, _register: u8) -> Option<[u64; 2]> {
         None
     }
-    /// Sets an SSE register that it gives. What else is in its place (the upper half of an AVX register) stays.
+    /// Sets an SSE register that the back end provides. The upper half of the AVX register is kept.
     fn set_vector(&mut self, _register: u8, _value: [u64; 2]) {}
 
-    /// Address of the instruction after the one that exited; 0 if the host does not know.
+    /// Address of the instruction after the exiting one; 0 if the host does not provide it.
     fn next_rip(&mut self) -> u64;
-    /// Bytes of the instruction that exited, and how many are valid (0 if the host does not know).
+    /// Bytes of the exiting instruction, and the number of valid bytes (0 if the host provides
+    /// none).
     fn instruction_bytes(&mut self) -> ([u8; 16], usize);
 
-    /// What the access has come to with which the guest exited ([`Exit::Access`]): the value, 0 of a write; `None` raises
-    /// `#GP(0)`. A back end that never exits in this way need not have it.
+    /// Completes the access of an [`Exit::Access`]: the value read, 0 for a write; `None` raises
+    /// `#GP(0)`. A back end without such exits keeps the default.
     fn complete_access(&mut self, _value: Option<u64>) {}
 
-    /// Whether the guest reads and writes `CR8` without an exit: see the next three.
+    /// The guest reads and writes `CR8` without an exit: see [`Vcpu::cr8`], [`Vcpu::set_cr8`] and
+    /// [`Vcpu::set_cr8_exits`].
     const KEEPS_CR8: bool = false;
-    /// What `CR8` is now.
+    /// Current `CR8`.
     fn cr8(&mut self) -> u8 {
         0
     }
-    /// What it is from the next entry on.
+    /// Sets `CR8` for the next entry.
     fn set_cr8(&mut self, _value: u8) {}
-    /// Whether the guest exits when it writes `CR8`, because an interrupt waits for a lower task priority. A back end whose
-    /// guest exits in any case when it lowers it need not have it.
+    /// Makes writes of `CR8` exit, because an interrupt is pending below the task priority. A back
+    /// end whose guest always exits when it lowers `CR8` keeps the default.
     fn set_cr8_exits(&mut self, _exit: bool) {}
 
-    /// Whether the guest exits at its next `IRET`, before that is executed ([`Exit::Iret`]). `false`: the back end masks
-    /// non-maskable interrupts by itself, and never exits there.
+    /// Makes the next `IRET` exit before it is executed ([`Exit::Iret`]). Returns `false` if the
+    /// back end masks NMIs by itself and has no such exit.
     fn set_iret_exits(&mut self, _exit: bool) -> bool {
         false
     }
 
-    /// The event in the slot. After an exit: the one whose delivery the exit cut short; it is delivered at
-    /// the next entry unless it is replaced.
+    /// Event in the slot. After an exit: the event whose delivery the exit interrupted; the next
+    /// entry delivers it unless it is replaced.
     fn event(&mut self) -> Event;
-    /// Puts an event into the slot, or empties it; it is delivered at the next entry.
+    /// Puts an event into the slot, or empties it; the next entry delivers it.
     fn set_event(&mut self, event: Event);
-    /// Says what is to be done as soon as the guest can take an interrupt.
+    /// Sets the action to take as soon as the guest can take an interrupt.
     fn set_window(&mut self, wanted: InterruptWindow);
-    /// Whether that has yet to be done.
+    /// True while that action is outstanding.
     fn has_window(&mut self) -> bool;
-    /// The host's time-stamp counter value at which to leave the guest with [`Exit::Deadline`];
-    /// `u64::MAX` for none. Stays set until changed.
+    /// Sets the value of the host's time-stamp counter at which to leave the guest with
+    /// [`Exit::Deadline`]; `u64::MAX` for none. Stays set until changed.
     fn set_deadline(&mut self, tsc: u64);
-    /// Time in which the host had other things to do than to run this CPU, which was not idle: in ticks of the time-stamp
-    /// counter, up to when it was last taken away.
+    /// Steal time: time in which this vCPU was runnable but the host ran other work, in ticks of
+    /// the time-stamp counter, up to the last preemption.
     fn stolen(&mut self) -> u64;
-    /// Whether each `HLT` of the guest is an exit at once. If not, the host may wait for it ([`Exit::Halted`]), as it may in the
-    /// beginning.
+    /// Makes each `HLT` of the guest exit at once. Otherwise, and initially, the host may wait in
+    /// place of the guest ([`Exit::Halted`]).
     fn set_hlt_exits(&mut self, exit: bool);
-    /// Empties the guest's TLB, global entries too, before the next entry.
+    /// Flushes the guest's TLB, global entries included, before the next entry.
     fn flush_tlb(&mut self);
     /// Runs the guest until it exits.
     fn run(&mut self) -> Exit;

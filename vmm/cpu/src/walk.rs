@@ -1,9 +1,9 @@
-//! Walk of the guest's page tables, as the processor does it (AMD APM vol. 2, chapter 5).
+//! Walk of the guest's page tables, as the CPU performs it (AMD APM vol. 2, chapter 5).
 //!
-//! All modes: no paging, 32-bit with 4 MiB pages, PAE, 4-level with 2 MiB and 1 GiB pages. Rights as WP,
-//! SMEP, SMAP and NX say; accessed and dirty bits are set as hardware does, only once the whole
-//! translation is allowed. Missing: protection keys (an emulated access ignores them), 5-level paging
-//! (hidden from the guest).
+//! All modes: no paging, 32-bit with 4 MiB pages, PAE, 4-level with 2 MiB and 1 GiB pages. Rights
+//! follow WP, SMEP, SMAP and NX; accessed and dirty bits are set as by hardware, only once the
+//! whole translation is allowed. Missing: protection keys (an emulated access ignores them),
+//! 5-level paging (hidden from the guest).
 
 use hw_x86::msr::efer;
 use hw_x86::paging::{cr0, cr4, entry, fault};
@@ -11,15 +11,15 @@ use vmm_mem::GuestMemory;
 
 use crate::vcpu::{Event, Reg, Seg, Vcpu};
 
-/// `RFLAGS.AC`: supervisor accesses to user pages are meant (SMAP).
+/// `RFLAGS.AC`: supervisor accesses to user pages are permitted (SMAP).
 const RFLAGS_AC: u64 = 1 << 18;
 /// Vector of a page fault.
 const PAGE_FAULT: u8 = 14;
-/// Times that a walk is begun again because a table changed under it. Then the bits stay unset:
-/// a guest that changes its tables that fast cannot tell.
+/// Retries of a walk whose table changed under it. After that the bits stay unset, which a guest
+/// that changes its tables at that rate cannot distinguish.
 const RETRIES: u32 = 8;
 
-/// What a translation depends on.
+/// CPU state that a translation depends on.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Paging {
     /// `CR0`.
@@ -32,11 +32,11 @@ pub struct Paging {
     pub efer: u64,
     /// `RFLAGS`.
     pub rflags: u64,
-    /// At privilege level 3.
+    /// True at privilege level 3.
     pub user: bool,
 }
 
-/// What an access does.
+/// Kind of access.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Intent {
     /// Reads data.
@@ -47,7 +47,7 @@ pub enum Intent {
     Fetch,
 }
 
-/// An access that faults: what `CR2` and the error code say.
+/// A faulting access: values of `CR2` and the error code.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct PageFault {
     /// Linear address.
@@ -57,14 +57,14 @@ pub struct PageFault {
 }
 
 impl PageFault {
-    /// Sets `CR2` and gives the exception.
+    /// Sets `CR2` and returns the exception.
     pub fn raise(self, vcpu: &mut impl Vcpu) -> Event {
         vcpu.set(Reg::Cr2, self.address);
         Event::exception_code(PAGE_FAULT, self.code)
     }
 }
 
-/// Shape of the tables.
+/// Geometry of the tables.
 struct Shape {
     levels: u32,
     index_bits: u32,
@@ -80,7 +80,7 @@ struct Step {
 }
 
 impl Paging {
-    /// The state of a virtual CPU.
+    /// Reads the state of a vCPU.
     pub fn of(vcpu: &mut impl Vcpu) -> Self {
         Self {
             cr0: vcpu.get(Reg::Cr0),
@@ -105,8 +105,8 @@ impl Paging {
         })
     }
 
-    /// The guest-physical address of `linear`, and how many bytes follow it in its page (at least 1).
-    /// `mark`: set accessed and dirty bits.
+    /// Translates `linear` to the guest-physical address and the number of bytes that follow it in
+    /// its page (at least 1). `mark`: set accessed and dirty bits.
     ///
     /// # Errors
     /// The exception that the access raises.
@@ -155,7 +155,7 @@ impl Paging {
             if value & entry::PRESENT == 0 {
                 return Err(refuse(0));
             }
-            // Pointers of PAE have no rights, only a place (APM vol. 2, section 5.2.3).
+            // PAE pointers have no rights, only an address (APM vol. 2, section 5.2.3).
             let pointer = shape.levels == 3 && level == 3;
             if !pointer {
                 rights &= value;
@@ -184,7 +184,7 @@ impl Paging {
                 value & 0xffc0_0000 | (value >> 13 & 0xff) << 32
             } else {
                 let base = value & entry::ADDRESS & !offset_mask;
-                // Bit 12 of a large page's entry is its PAT bit, the others must be 0.
+                // Bit 12 of a large page's entry is its PAT bit; the other bits must be 0.
                 if level > 1 && value & entry::ADDRESS & offset_mask & !(1 << 12) != 0 {
                     return Err(refuse(fault::PRESENT | fault::RESERVED));
                 }
@@ -199,7 +199,7 @@ impl Paging {
         Err(refuse(0))
     }
 
-    /// Whether a page with these rights allows the access (APM vol. 2, section 5.6).
+    /// Returns true if a page with these rights allows the access (APM vol. 2, section 5.6).
     fn allowed(&self, intent: Intent, rights: u64, no_execute: bool) -> bool {
         let user_page = rights & entry::USER != 0;
         if self.user && !user_page {
@@ -266,8 +266,8 @@ impl Paging {
     }
 }
 
-/// A table entry. Outside memory nothing answers, so all bits read as 1, which faults as reserved or leads
-/// to an address that is not there either.
+/// Reads a table entry. Outside memory no device responds, so all bits read as 1, which faults as
+/// reserved or leads to an address that is not mapped either.
 fn read_entry(memory: &GuestMemory, at: u64, bytes: u64) -> u64 {
     if bytes == 4 {
         memory.read::<u32>(at).unwrap_or(u32::MAX).into()
@@ -276,7 +276,7 @@ fn read_entry(memory: &GuestMemory, at: u64, bytes: u64) -> u64 {
     }
 }
 
-/// How the code that runs is interpreted.
+/// Mode of the current code segment.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum CodeSize {
     /// 16-bit segment (or real mode).
@@ -290,14 +290,14 @@ pub enum CodeSize {
 /// `CS.L`: 64-bit code, in long mode.
 const LONG: u16 = 1 << 9;
 
-/// Whether the virtual CPU runs 64-bit code.
+/// True if the vCPU runs 64-bit code.
 #[inline(always)]
 pub fn is_64_bit(vcpu: &mut impl Vcpu) -> bool {
     vcpu.get(Reg::Efer) & efer::LMA != 0 && vcpu.segment(Seg::Cs).attrib & LONG != 0
 }
 
-/// The guest-physical address of code that the processor has just fetched in 64-bit mode; so rights, reserved bits and
-/// accessed bits are as they must be. `None`: the tables have changed meanwhile.
+/// Guest-physical address of code that the CPU has just fetched in 64-bit mode; so rights, reserved
+/// bits and accessed bits are valid. `None` if the tables have changed meanwhile.
 #[inline]
 pub fn locate_64_bit(memory: &GuestMemory, cr3: u64, linear: u64) -> Option<u64> {
     let mut value = cr3;
@@ -315,19 +315,19 @@ pub fn locate_64_bit(memory: &GuestMemory, cr3: u64, linear: u64) -> Option<u64>
     None
 }
 
-/// Where the present instruction is, and how to read it.
+/// Location of the current instruction, and the state needed to read it.
 #[derive(Clone, Copy, Debug)]
 pub struct CodeView {
     /// Linear address of the instruction.
     pub linear: u64,
-    /// Interpretation.
+    /// Mode of the code segment.
     pub size: CodeSize,
-    /// Translation.
+    /// Translation state.
     pub paging: Paging,
 }
 
 impl CodeView {
-    /// Of a virtual CPU, at its instruction pointer.
+    /// State of a vCPU, at its instruction pointer.
     pub fn of(vcpu: &mut impl Vcpu) -> Self {
         const BIG: u16 = 1 << 10;
         let paging = Paging::of(vcpu);
@@ -344,17 +344,17 @@ impl CodeView {
         Self { linear: cs.base.wrapping_add(rip) & 0xffff_ffff, size, paging }
     }
 
-    /// The instruction pointer after `length` bytes.
+    /// Instruction pointer after `length` bytes.
     pub fn advance(&self, rip: u64, length: u64) -> u64 {
         let next = rip.wrapping_add(length);
         if self.size == CodeSize::Bits64 { next } else { next & 0xffff_ffff }
     }
 
-    /// Reads the instruction: up to 15 bytes, fewer at the end of what is mapped. Gives the number read and
-    /// the guest-physical address of the first.
+    /// Reads the instruction: up to 15 bytes, fewer at the end of mapped memory. Returns the number
+    /// of bytes and the guest-physical address of the first.
     ///
     /// # Errors
-    /// Not even the first byte can be fetched.
+    /// The page fault, if the first byte cannot be fetched.
     pub fn fetch(
         &self,
         memory: &GuestMemory,
@@ -364,7 +364,7 @@ impl CodeView {
         let (address, left) = translate(self.linear)?;
         let first = left.min(15) as usize;
         if memory.read_slice(address, &mut bytes[..first]).is_err() {
-            // The end of memory within the instruction, or code where nothing answers.
+            // Memory ends within the instruction, or the code is outside memory.
             let readable = (0..first as u64)
                 .take_while(|offset| memory.read::<u8>(address + offset).is_ok())
                 .count();

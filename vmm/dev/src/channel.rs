@@ -1,9 +1,11 @@
-//! End of a channel to another machine, as a PCI function.
+//! One side of a channel to another VM, as a PCI function.
 //!
-//! State: header and MSI-X vectors of the function, events not yet acknowledged, what the channel was like when the device
-//! looked last, arguments and results of the guest's commands. The channel's memory and the peer's shares are the
-//! outside's, which maps them; the device never looks at what is in them, nor does it keep track of shares itself.
-//! Features: doorbell, events of the peer and of shares, offering and mapping shares, windows that can be moved.
+//! State: header and MSI-X vectors of the function, unacknowledged events, the last known state of
+//! the channel, arguments and results of the guest's commands. The back end owns and maps the
+//! channel's memory and the peer's shares; the device neither accesses them nor tracks shares
+//! itself.
+//! Features: doorbell, events of the peer and of shares, offering and mapping shares, movable
+//! windows.
 //! Missing: 64-bit base addresses, interrupt pin.
 //! Documentation: `docs/spec/channel.md`.
 
@@ -15,7 +17,7 @@ use vmm_bus::{Access, Device, Env, WAKE_CHANGE, WAKE_INPUT};
 use crate::pc::msix::{self, Msix};
 use crate::pc::pci::{Bar, Function, Header, spec as pci};
 
-/// Identity and place of the capability.
+/// Identity, and offset of the capability.
 pub mod spec {
     /// Device and vendor.
     pub const ID: u32 = 0x0001_5052;
@@ -25,7 +27,7 @@ pub mod spec {
     pub const REVISION: u8 = 1;
     /// In configuration space: MSI-X capability.
     pub const MSIX_CAP: u16 = 0x40;
-    /// Vector: the peer rings.
+    /// Vector: doorbell of the peer.
     pub const VECTOR_DOORBELL: u16 = 0;
     /// Vector: an event.
     pub const VECTOR_EVENT: u16 = 1;
@@ -37,7 +39,7 @@ use spec::*;
 /// Bytes of the window of the peer's shares.
 pub const SHARES_WINDOW: u32 = SHARES as u32 * SHARE_BYTES as u32;
 
-/// What the guest has written for a share of its own.
+/// Registers of one of the guest's own shares.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 struct Offer {
     address: u64,
@@ -45,25 +47,25 @@ struct Offer {
     refused: bool,
 }
 
-/// An end of a channel. Registers take accesses of 4 bytes.
+/// One side of a channel. Registers support accesses of 4 bytes.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Channel {
     info: ChannelInfo,
     header: Header,
     msix: Msix,
     events: u32,
-    /// `None`: the device has not looked yet.
+    /// Last known state; `None` before the first query.
     view: Option<View>,
     offers: [Offer; SHARES],
-    /// The last command for a share of the peer was refused.
+    /// The last command for a share of the peer failed.
     refused: [bool; SHARES],
-    /// Where the outside has been told to put the memory and the shares.
+    /// Addresses of the memory and the shares last set in the back end.
     placed: [Option<u64>; 2],
 }
 
 impl Channel {
-    /// The function after power-on: registers at `base`, the channel's memory at `memory`, the peer's shares at `shares`,
-    /// each a multiple of its length.
+    /// Creates the function in its power-on state: registers at `base`, the channel's memory at
+    /// `memory`, the peer's shares at `shares`, each a multiple of its length.
     pub fn new(info: ChannelInfo, base: u32, memory: u32, shares: u32) -> Self {
         let mut header = Header::new(ID, CLASS, base, WINDOW);
         header.subsystem = ID;
@@ -88,24 +90,24 @@ impl Channel {
         }
     }
 
-    /// What the channel was like when the device looked last.
+    /// Last known state of the channel.
     fn view(&mut self, env: &mut dyn Env) -> View {
         match self.view {
             Some(view) => view,
-            None => self.look(env),
+            None => self.refresh_view(env),
         }
     }
 
-    fn look(&mut self, env: &mut dyn Env) -> View {
+    fn refresh_view(&mut self, env: &mut dyn Env) -> View {
         let view = env.channel().map(|channel| channel.view()).unwrap_or_default();
         *self.view.insert(view)
     }
 
-    /// The outside may have changed. What a command of the guest's has just done to a share is no event; whatever else has
-    /// happened meanwhile is one, though the guest could see it now.
+    /// Handles a change of the back end. The effect of the guest's own command on a share is no
+    /// event; any other change is, even if the guest could read it already.
     fn change(&mut self, commanded: Option<(Of, usize)>, env: &mut dyn Env) {
         let mut old = self.view.unwrap_or_default();
-        let new = self.look(env);
+        let new = self.refresh_view(env);
         match commanded {
             Some((Of::Own, share)) => old.own[share] = new.own[share],
             Some((Of::Peer, share)) => old.peers[share] = new.peers[share],
@@ -120,8 +122,8 @@ impl Channel {
         }
     }
 
-    /// Tells the outside where memory and shares are now.
-    fn place(&mut self, env: &mut dyn Env) {
+    /// Sets the current addresses of memory and shares in the back end.
+    fn update_addresses(&mut self, env: &mut dyn Env) {
         let at = |index| self.header.memory(index).map(|(base, _)| base.into());
         let placed = [at(0), at(1)];
         if placed != self.placed
@@ -182,7 +184,7 @@ impl Channel {
             EVENTS => self.events &= !value,
             DOORBELL => {
                 if let Some(channel) = env.channel() {
-                    // Whether anybody hears it is seen in `PEER`.
+                    // The register `PEER` shows if the peer runs.
                     let _ = channel.notify();
                 }
             }
@@ -240,13 +242,13 @@ impl Channel {
 /// Upper half of a share's address.
 const SHARE_ADDRESS_HIGH: u64 = SHARE_ADDRESS + 4;
 
-/// Whose a share is.
+/// Owner of a share.
 enum Of {
     Own,
     Peer,
 }
 
-/// Whose share, which, and which register of it an offset means.
+/// Owner, index and register of a share at `offset`.
 fn share(offset: u64) -> Option<(Of, usize, u64)> {
     const LENGTH: u64 = SHARES as u64 * SHARE_STEP;
     let (of, offset) = match offset {
@@ -323,7 +325,7 @@ impl Function for Channel {
         match register {
             ..pci::HEADER_END => {
                 self.header.write(register, value, mask);
-                self.place(env);
+                self.update_addresses(env);
             }
             MSIX_CAP => {
                 let control = self.msix.control() & !mask | value & mask;

@@ -1,11 +1,12 @@
-//! Models of devices, each written once for every host.
+//! Device models, each written once for all hosts.
 //!
-//! A model is a struct of registers that implements [`vmm_bus::Device`]; all it does to the world goes
-//! through [`vmm_bus::Env`]. Each module head is the chip's card: state, features, what is missing,
-//! documentation. An access to a missing feature is reported through `Env::missing`.
+//! A model is a struct of registers that implements [`vmm_bus::Device`]; all its effects go through
+//! [`vmm_bus::Env`]. Each module head documents its device: state, features, missing features,
+//! manuals. A use of a missing feature is reported through `Env::missing`.
 //!
-//! Invariants: no model allocates, blocks, panics or loops longer for any sequence of accesses; the work
-//! of one call is bounded by a small constant. A snapshot of a device is its struct.
+//! Invariants: for any sequence of accesses no model allocates, blocks, panics or loops without
+//! bound; the work of one call is bounded by a small constant. A snapshot of a device is its
+//! struct.
 #![cfg_attr(not(test), no_std)]
 #![forbid(unsafe_code)]
 

@@ -1,4 +1,4 @@
-//! The chips of a PC.
+//! Devices of a PC.
 
 pub mod debugexit;
 pub mod ioapic;

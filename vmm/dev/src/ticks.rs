@@ -1,4 +1,4 @@
-//! Conversion between machine time and the ticks of a counter, without division at run time.
+//! Conversion between VM time and the ticks of a counter, without division at run time.
 
 use vmm_bus::Nanos;
 
@@ -10,7 +10,7 @@ struct Ratio {
 }
 
 impl Ratio {
-    /// The ratio with as many bits as fit, rounded up. Both values must not be 0.
+    /// Creates the ratio with all bits that fit, rounded up. Both values must not be 0.
     const fn new(numerator: u64, denominator: u64) -> Self {
         let mut shift = 63 + numerator.leading_zeros();
         loop {
@@ -22,7 +22,7 @@ impl Ratio {
         }
     }
 
-    /// Rounded down, but by the rounding of the factor up to a part in 2^63 too high.
+    /// Rounded down; the rounded factor adds up to one part in 2^63.
     #[inline]
     const fn apply(self, x: u64) -> u64 {
         let wide = (x as u128 * self.factor as u128) >> self.shift;
@@ -30,7 +30,7 @@ impl Ratio {
     }
 }
 
-/// A clock that ticks `hz` times a second from machine time 0.
+/// A clock that ticks `hz` times a second from VM time 0.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Ticks {
     from_nanos: Ratio,
@@ -38,21 +38,21 @@ pub(crate) struct Ticks {
 }
 
 impl Ticks {
-    /// `hz` is raised to 1 if it is 0.
+    /// Creates a clock; 0 is taken as 1.
     pub(crate) const fn new(hz: u64) -> Self {
         let hz = if hz == 0 { 1 } else { hz };
         const SECOND: u64 = 1_000_000_000;
         Self { from_nanos: Ratio::new(hz, SECOND), to_nanos: Ratio::new(SECOND, hz) }
     }
 
-    /// Ticks that have passed in `nanos`.
+    /// Ticks elapsed in `nanos`.
     #[inline]
     pub(crate) const fn in_nanos(self, nanos: Nanos) -> u64 {
         self.from_nanos.apply(nanos)
     }
 
-    /// A time by which `ticks` have passed, at most three nanoseconds late. `in_nanos` of it is never less
-    /// than `ticks`, else a device would arm the same deadline for ever.
+    /// A time by which `ticks` have elapsed, at most three nanoseconds late. `in_nanos` of it is
+    /// never less than `ticks`, else a device would re-arm the same deadline without end.
     #[inline]
     pub(crate) const fn nanos(self, ticks: u64) -> Nanos {
         self.to_nanos.apply(ticks).saturating_add(1)

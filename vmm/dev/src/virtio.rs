@@ -1,12 +1,14 @@
-//! Virtual devices of the VIRTIO standard, each written once for all transports.
+//! Devices of the VIRTIO standard, each written once for all transports.
 //!
-//! A device ([`VirtioDevice`]) handles requests in its queues; a transport ([`pci`], [`mmio`]) is how a driver finds
-//! it, sets it up and is interrupted. [`Common`] is what the transports share: the life of a device.
+//! A device ([`VirtioDevice`]) handles requests in its queues; a transport ([`pci`], [`mmio`]) lets
+//! a driver find it, set it up and receive its interrupts. [`Common`] is the device state that the
+//! transports share.
 //!
 //! State: device status, negotiated features, selected queue, generation of the configuration.
-//! Features: version 1, indirect descriptors, event index. A driver that breaks the rules of a queue finds
-//! `DEVICE_NEEDS_RESET` set, and nothing more happens until it resets the device.
-//! Missing: legacy and transitional interfaces, reset of single queues, packed rings, notification data.
+//! Features: version 1, indirect descriptors, event index. After a violation of the queue protocol
+//! by the driver, the device sets `DEVICE_NEEDS_RESET` and does nothing until the driver resets it.
+//! Missing: legacy and transitional interfaces, reset of single queues, packed rings, notification
+//! data.
 //! Documentation: VIRTIO 1.2, sections 2.1 to 2.5 and 3.1.
 
 pub mod balloon;
@@ -33,11 +35,11 @@ pub mod spec {
     pub const DRIVER: u8 = 2;
     /// Device status: the driver is ready.
     pub const DRIVER_OK: u8 = 4;
-    /// Device status: the features are settled.
+    /// Device status: feature negotiation is complete.
     pub const FEATURES_OK: u8 = 8;
-    /// Device status: the device cannot go on.
+    /// Device status: the device cannot continue.
     pub const NEEDS_RESET: u8 = 0x40;
-    /// Device status: the driver has given up.
+    /// Device status: the driver has failed.
     pub const FAILED: u8 = 0x80;
 
     /// Feature: indirect descriptors.
@@ -54,20 +56,20 @@ pub mod spec {
 }
 use spec::*;
 
-/// Most queues of a device.
+/// Maximum number of queues of a device.
 pub const MAX_QUEUES: usize = 5;
-/// Room for the device-specific configuration; what a device does not have reads as 0.
+/// Bytes of the device-specific configuration; bytes that a device does not define read as 0.
 pub const CONFIG_LEN: usize = 64;
-/// Requests that a device handles in one call; it goes on after its timer.
+/// Requests that a device handles in one call; its timer continues the work.
 const BATCH: u16 = 256;
-/// The device's timer: there is more to do.
+/// The device's timer: more requests are available.
 const MORE: u8 = 0;
 
-/// What a device is (section 5).
+/// Device type (section 5).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u16)]
 pub enum Kind {
-    /// Network card.
+    /// Network device.
     Net = 1,
     /// Block device.
     Block = 2,
@@ -83,68 +85,69 @@ pub enum Kind {
     Vsock = 19,
 }
 
-/// A device behind a transport. Its queues and what happens in them; the transport calls nothing but
-/// [`reset`](Self::reset) and the descriptions before the driver is ready.
+/// A device of a transport: its queues and their processing. Before the driver is ready, the
+/// transport calls only [`reset`](Self::reset) and the descriptions.
 pub trait VirtioDevice {
-    /// What it is.
+    /// Device type.
     fn kind(&self) -> Kind;
-    /// Features of its kind that it offers.
+    /// Device-specific features offered.
     fn features(&self) -> u64;
-    /// Its queues, at most [`MAX_QUEUES`].
+    /// Queues, at most [`MAX_QUEUES`].
     fn queues(&mut self) -> &mut [Queue];
-    /// Its configuration.
+    /// Device-specific configuration.
     fn config(&self, to: &mut [u8; CONFIG_LEN]);
-    /// The driver writes the configuration.
+    /// Handles a driver's write to the configuration.
     fn write_config(&mut self, _offset: u64, _size: u8, _value: u64, env: &mut dyn Env) {
         env.missing("virtio: read-only configuration written", 0);
     }
-    /// The driver is ready and uses these features.
+    /// Starts the device with these features: the driver is ready.
     fn start(&mut self, features: u64, env: &mut dyn Env);
-    /// The driver has made chains of this queue available.
+    /// Processes chains that the driver has made available in this queue.
     ///
     /// # Errors
-    /// It has broken the rules: the device stops until it is reset.
+    /// If the driver has violated the queue protocol: the device stops until it is reset.
     fn notify(&mut self, queue: usize, env: &mut dyn Env) -> Result<(), RingError>;
-    /// The device's timer, or its outside (as [`vmm_bus::Device::wake`]); whether its configuration has changed.
+    /// Handles the device's timer or an event of its back end (see [`vmm_bus::Device::wake`]).
+    /// Returns true if the configuration has changed.
     ///
     /// # Errors
-    /// As [`notify`](Self::notify).
+    /// See [`notify`](Self::notify).
     fn wake(&mut self, timer: u8, env: &mut dyn Env) -> Result<bool, RingError>;
-    /// Forgets everything; the queues are reset by the caller.
+    /// Resets the device state; the caller resets the queues.
     fn reset(&mut self, env: &mut dyn Env);
 }
 
-/// Asks for another call, because much is left to do.
+/// Requests another call, because more work is available.
 fn more(env: &mut dyn Env) {
     let now = env.now();
     env.arm(MORE, now);
 }
 
-/// Why a driver is to be interrupted.
+/// Reasons to interrupt the driver.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 #[must_use]
 pub struct Causes {
-    /// Queues with used entries, a bit each.
+    /// Bit mask of queues with used entries.
     pub queues: u8,
     /// The configuration has changed, or the device needs a reset.
     pub config: bool,
 }
 
 impl Causes {
-    /// As the interrupt status of both transports has it.
+    /// Interrupt status in the format of both transports.
     pub fn bits(self) -> u8 {
         let queues = if self.queues != 0 { CAUSE_QUEUE } else { 0 };
         queues | if self.config { CAUSE_CONFIG } else { 0 }
     }
 }
 
-/// The life of a device, as every transport shows it.
+/// Device state common to all transports.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Common {
     status: u8,
-    /// Selected word of the device's and of the driver's features.
+    /// Selected word of the device's features.
     pub device_feature_select: u32,
-    /// See [`Self::device_feature_select`].
+    /// Selected word of the driver's features.
     pub driver_feature_select: u32,
     driver_features: u64,
     /// Selected queue.
@@ -158,22 +161,22 @@ impl Common {
         self.status
     }
 
-    /// Changes with the configuration.
+    /// Generation of the configuration, changed with it.
     pub fn generation(&self) -> u8 {
         self.generation
     }
 
-    /// The selected word of the features that the device offers.
+    /// Selected word of the offered features.
     pub fn offered(&self, device: &dyn VirtioDevice) -> u32 {
         word(offered(device), self.device_feature_select)
     }
 
-    /// The selected word of the features that the driver has accepted.
+    /// Selected word of the features accepted by the driver.
     pub fn accepted(&self) -> u32 {
         word(self.driver_features, self.driver_feature_select)
     }
 
-    /// The driver accepts features: the selected word.
+    /// Sets the selected word of the accepted features.
     pub fn accept(&mut self, value: u32) {
         if self.status & FEATURES_OK == 0 && self.driver_feature_select < 2 {
             let shift = 32 * self.driver_feature_select;
@@ -182,7 +185,8 @@ impl Common {
         }
     }
 
-    /// The driver writes the device status (section 3.1.1). Bits can only be set, all at once reset.
+    /// Handles a write of the device status (section 3.1.1). Bits can only be set; 0 resets the
+    /// device.
     pub fn set_status(
         &mut self,
         value: u8,
@@ -205,15 +209,15 @@ impl Common {
         }
         self.status |= DRIVER_OK;
         device.start(features, env);
-        // A driver may have filled its queues before.
+        // A driver may fill its queues before DRIVER_OK.
         let count = device.queues().len();
         let result = (0..count).try_for_each(|queue| device.notify(queue, env));
-        self.settle(result.map(|()| false), device, env)
+        self.finish_call(result.map(|()| false), device, env)
     }
 
-    /// Back to the state after power-on.
+    /// Restores the power-on state.
     pub fn reset(&mut self, device: &mut dyn VirtioDevice, env: &mut dyn Env) {
-        // The generation need not go back, and a driver might compare it with one that it has seen.
+        // The generation is kept: a driver might compare it with an earlier one.
         *self = Self { generation: self.generation, ..Self::default() };
         for queue in device.queues() {
             queue.reset();
@@ -222,13 +226,13 @@ impl Common {
         device.reset(env);
     }
 
-    /// The selected queue, if there is one.
+    /// Selected queue, if it exists.
     pub fn queue<'d>(&self, device: &'d mut dyn VirtioDevice) -> Option<&'d mut Queue> {
         device.queues().get_mut(usize::from(self.queue_select))
     }
 
     /// Changes the addresses of the selected queue.
-    pub fn place(&self, device: &mut dyn VirtioDevice, change: impl FnOnce(&mut Rings)) {
+    pub fn change_rings(&self, device: &mut dyn VirtioDevice, change: impl FnOnce(&mut Rings)) {
         if let Some(queue) = self.queue(device) {
             let mut rings = queue.rings();
             change(&mut rings);
@@ -236,7 +240,7 @@ impl Common {
         }
     }
 
-    /// The driver enables the selected queue.
+    /// Enables the selected queue.
     pub fn enable_queue(&mut self, device: &mut dyn VirtioDevice, env: &mut dyn Env) -> Causes {
         let event_index = self.driver_features & F_EVENT_IDX != 0;
         let result = match self.queue(device) {
@@ -245,10 +249,10 @@ impl Common {
             }
             _ => Ok(()),
         };
-        self.settle(result.map(|()| false), device, env)
+        self.finish_call(result.map(|()| false), device, env)
     }
 
-    /// The driver has made chains of `queue` available.
+    /// Handles a notification of `queue`.
     pub fn notify(
         &mut self,
         queue: usize,
@@ -259,19 +263,19 @@ impl Common {
             return Causes::default();
         }
         let result = device.notify(queue, env);
-        self.settle(result.map(|()| false), device, env)
+        self.finish_call(result.map(|()| false), device, env)
     }
 
-    /// The device's timer or its outside.
+    /// Handles the device's timer or an event of its back end.
     pub fn wake(&mut self, timer: u8, device: &mut dyn VirtioDevice, env: &mut dyn Env) -> Causes {
         if !self.live() {
             return Causes::default();
         }
         let result = device.wake(timer, env);
-        self.settle(result, device, env)
+        self.finish_call(result, device, env)
     }
 
-    /// `size` bytes of the device's configuration.
+    /// Reads `size` bytes of the device's configuration.
     pub fn config(&self, device: &dyn VirtioDevice, offset: u64, size: u8) -> u64 {
         let mut bytes = [0; CONFIG_LEN];
         device.config(&mut bytes);
@@ -283,13 +287,13 @@ impl Common {
             .fold(0, |value, index| value | u64::from(byte(index).unwrap_or(0)) << (8 * index))
     }
 
-    /// The driver is ready and has broken no rule.
+    /// True while the driver is ready and has not violated the protocol.
     fn live(&self) -> bool {
         self.status & (DRIVER_OK | NEEDS_RESET | FAILED) == DRIVER_OK
     }
 
-    /// What a call of the device comes to.
-    fn settle(
+    /// Evaluates the result of a call of the device.
+    fn finish_call(
         &mut self,
         result: Result<bool, RingError>,
         device: &mut dyn VirtioDevice,
@@ -299,7 +303,7 @@ impl Common {
         match result {
             Ok(changed) => causes.config = changed,
             Err(error) => {
-                env.missing("virtio: the driver broke a queue", error as u64);
+                env.missing("virtio: the driver violated the queue protocol", error as u64);
                 self.status |= NEEDS_RESET;
                 causes.config = self.status & DRIVER_OK != 0;
             }
@@ -324,7 +328,7 @@ fn word(features: u64, select: u32) -> u32 {
     features.checked_shr(select.saturating_mul(32)).unwrap_or(0) as u32
 }
 
-/// Puts `value` in one half of an address.
+/// Sets one half of an address to `value`.
 fn set_half(address: &mut u64, high: bool, value: u32) {
     let shift = if high { 32 } else { 0 };
     *address = *address & !(u64::from(u32::MAX) << shift) | u64::from(value) << shift;

@@ -4,7 +4,7 @@ mod driver;
 
 use driver::{Rig, breaks};
 use vmm_bus::backend::{BlockInfo, BlockOp, BlockStatus};
-use vmm_bus::testing::Disk;
+use vmm_bus::testing::ScriptDisk;
 use vmm_dev::virtio::blk::{Blk, PATIENCE, spec::*};
 use vmm_dev::virtio::pci::spec::CONFIG;
 use vmm_dev::virtio::spec::F_EVENT_IDX;
@@ -34,10 +34,10 @@ impl Script {
         Self::with(info, room, !F_EVENT_IDX)
     }
 
-    /// With a driver that takes no features but these.
+    /// With a driver that accepts no features but these.
     fn with(info: BlockInfo, room: usize, features: u64) -> Self {
         let rig = Rig::ready(Blk::new(info), features, |env| {
-            let mut disk = Disk::new(info.sectors as usize * 512, room);
+            let mut disk = ScriptDisk::new(info.sectors as usize * 512, room);
             for (index, byte) in disk.content.iter_mut().enumerate() {
                 *byte = (index / 512) as u8 + 1;
             }
@@ -46,11 +46,11 @@ impl Script {
         Self { rig, next: 0 }
     }
 
-    fn disk(&mut self) -> &mut Disk {
+    fn disk(&mut self) -> &mut ScriptDisk {
         self.rig.env.disk.as_mut().unwrap()
     }
 
-    /// Starts a request with data; gives where its status will be.
+    /// Starts a request with data; returns the address of its status.
     fn start(&mut self, kind: u32, sector: u64, data: Option<(u64, u32)>) -> u64 {
         let (head, status) = (HEADS + 16 * self.next, STATUS + self.next);
         self.next = (self.next + 1) % 64;
@@ -69,7 +69,7 @@ impl Script {
         self.rig.get(at, 1)[0]
     }
 
-    /// A request that ends at once.
+    /// A request that completes in the device.
     #[track_caller]
     fn ends(&mut self, kind: u32, sector: u64, data: Option<(u64, u32)>, expected: u8) -> u32 {
         let status = self.start(kind, sector, data);
@@ -165,7 +165,7 @@ fn ranges() {
 }
 
 #[test]
-fn what_does_not_fit_the_disk() {
+fn requests_beyond_the_disk_fail() {
     let mut script = Script::new(info(), 4);
     for (sector, length) in
         [(64, 512), (63, 1024), (u64::MAX, 512), (0, 100), (0, 0), (0, 0x2200), (1 << 55, 512)]
@@ -197,13 +197,13 @@ fn requests_end_in_any_order() {
     assert_eq!(ends, [S_OK, S_IOERR, 0xee, S_OK, S_OK]);
     assert_eq!(script.rig.get(at(4), 512), [5; 512]);
     assert_eq!(script.rig.get(at(1), 512), [0; 512], "a failed read brings nothing");
-    // A freed number is used again.
+    // A freed id is used again.
     script.start(T_IN, 9, Some((at(5), 512)));
     assert_eq!(script.disk().requests.len(), 2);
     script.disk().ended.extend([(7, BlockStatus::Unsupported), (2, BlockStatus::Unsupported)]);
     script.disk().requests.push((7, BlockOp::Flush, vec![]));
     script.rig.wake();
-    assert_eq!(script.status(status[2]), S_UNSUPP, "and numbers that are nobody's are forgotten");
+    assert_eq!(script.status(status[2]), S_UNSUPP, "and unused ids are ignored");
 }
 
 #[test]
@@ -237,10 +237,10 @@ fn a_disk_that_does_not_answer() {
     assert_eq!((script.status(first), script.status(second)), (S_IOERR, 0xee));
     assert_eq!((script.rig.used(0), script.rig.interrupts()), (vec![(0, 1)], vec![0x41]));
     assert_eq!(script.rig.timer(), Some(PATIENCE + PATIENCE / 2));
-    // Nothing new goes out, as long as the write may still come.
+    // No new request is started while the write may still complete.
     script.ends(T_OUT, 0, Some((DATA, 512)), S_IOERR);
     script.ends(T_FLUSH, 0, None, S_IOERR);
-    // The read answers in time, the write late: it tells nobody.
+    // The read completes in time; the late write is not reported.
     script.disk().complete(1);
     script.rig.wake();
     assert_eq!(script.status(second), S_OK);
@@ -250,13 +250,13 @@ fn a_disk_that_does_not_answer() {
     script.rig.wake();
     assert_eq!((script.status(first), script.rig.used(0)), (0xee, vec![]));
     assert_eq!(script.rig.interrupts(), [0x41]);
-    // It works again, and the timer stops by itself.
+    // The device works again, and the timer stops by itself.
     script.does(T_IN, 2, Some((DATA, 512)));
     script.rig.env.now = 3 * PATIENCE;
     script.rig.tick();
     script.does(T_IN, 3, Some((DATA, 512)));
     assert_eq!(script.rig.timer(), Some(4 * PATIENCE));
-    // A read that comes late brings nothing.
+    // A late read delivers no data.
     script.rig.put(DATA, &[0; 512]);
     let status = script.start(T_IN, 4, Some((DATA, 512)));
     script.rig.env.now += PATIENCE;
@@ -278,7 +278,7 @@ fn framing_is_free() {
     script.disk().complete(0);
     script.rig.wake();
     assert_eq!(script.rig.get(DATA, 513), [&[6; 512][..], &[S_OK]].concat());
-    // The head reaches into the data.
+    // The head extends into the data.
     script.rig.put(HEADS, &[T_OUT as u8, 0, 0, 0, 0, 0, 0, 0, 9, 0, 0, 0, 0, 0, 0, 0]);
     script.rig.put(HEADS + 16, &[0x33; 500]);
     script.rig.put(DATA, &[0x44; 12]);
@@ -302,7 +302,7 @@ fn reset_forgets_requests() {
     script.does(T_IN, 1, Some((DATA, 512)));
 }
 
-/// A write of a driver without flushes ends when the flush behind it has, with that one's result.
+/// A write of a driver without flushes completes after the flush, with the result of the flush.
 #[test]
 fn without_flushes_writes_go_through() {
     let mut script = Script::with(info(), 4, !(F_EVENT_IDX | F_FLUSH));
@@ -329,7 +329,7 @@ fn without_flushes_writes_go_through() {
     script.rig.used(0);
     script.rig.interrupts();
     script.does(T_IN, 5, Some((DATA, 512)));
-    // Zeros are writes, too.
+    // Write-zeroes counts as a write.
     script.rig.put(DATA, &[7, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0]);
     let status = script.start(T_WRITE_ZEROES, 0, Some((DATA, RANGE as u32)));
     script.disk().complete(0);
@@ -340,13 +340,13 @@ fn without_flushes_writes_go_through() {
     assert_eq!(script.status(status), S_OK);
 }
 
-/// An outside without room for the flush at once gets it before anything new.
+/// A back end without room for the flush gets it before any new request.
 #[test]
-fn a_flush_behind_a_write_waits_for_room() {
+fn a_flush_after_a_write_waits_for_room() {
     let mut script = Script::with(info(), 2, !(F_EVENT_IDX | F_FLUSH));
     let write = script.start(T_OUT, 5, Some((DATA, 512)));
     script.start(T_IN, 6, Some((DATA + 512, 512)));
-    // The disk has become smaller.
+    // The disk has shrunk.
     script.disk().room = 1;
     script.disk().complete(0);
     script.rig.wake();
@@ -359,7 +359,7 @@ fn a_flush_behind_a_write_waits_for_room() {
     script.disk().complete(0);
     script.rig.wake();
     assert_eq!((script.status(write), script.status(read)), (S_OK, 0xee));
-    // A driver that comes again may know flushes.
+    // A new driver may negotiate flush.
     script.rig.set_up(!F_EVENT_IDX);
     script.next = 0;
     script.rig.interrupts();

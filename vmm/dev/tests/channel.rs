@@ -1,9 +1,9 @@
-//! Scripts for the end of a channel.
+//! Scripts for one side of a channel.
 
 use proptest::prelude::*;
 use proto::channel::{PeerShare, SHARE_BYTES, SHARES, ShareState, View, register::*};
 use vmm_bus::backend::ChannelInfo;
-use vmm_bus::testing::{Peer, Script};
+use vmm_bus::testing::{Script, ScriptPeer};
 use vmm_bus::{Access, Device, WAKE_CHANGE, WAKE_INPUT};
 use vmm_dev::channel::{Channel, SHARES_WINDOW, spec};
 use vmm_dev::pc::msix::spec as msix;
@@ -29,7 +29,7 @@ fn start() -> (Channel, Script) {
         own_name: name(b"linux"),
         peer_name: name(b"other"),
     };
-    let env = Script { channel: Some(Peer::default()), ..Script::new() };
+    let env = Script { channel: Some(ScriptPeer::default()), ..Script::new() };
     (Channel::new(info, 0xc000_0000, MEMORY, SHARES_AT), env)
 }
 
@@ -49,12 +49,12 @@ fn vectors(env: &mut Script) -> Vec<u8> {
     env.messages.drain(..).map(|message| message.vector).collect()
 }
 
-fn peer(env: &mut Script) -> &mut Peer {
+fn peer(env: &mut Script) -> &mut ScriptPeer {
     env.channel.as_mut().unwrap()
 }
 
 #[test]
-fn it_says_what_it_is() {
+fn identity() {
     let (mut device, mut env) = start();
     let expected = [
         (MAGIC, 0x4e41_4843),
@@ -114,7 +114,7 @@ fn events_of_the_peer() {
     assert_eq!(vectors(&mut env), [0x41]);
     assert_eq!(env.inl(&mut device, EVENTS), EVENT_PEER);
     assert_eq!(env.inl(&mut device, PEER), 1);
-    // It ended and was started again before anybody looked.
+    // The peer ended and was restarted before the device queried it.
     env.outl(&mut device, EVENTS, EVENT_PEER);
     peer(&mut env).view.starts = 2;
     device.wake(WAKE_CHANGE, &mut env);
@@ -139,7 +139,7 @@ fn windows_are_placed_where_they_answer() {
     assert_eq!(windows(&mut env), (Some(0xd230_0000), Some(SHARES_AT.into())));
     device.config_write(pci::COMMAND, 0, 0xffff, &mut env);
     assert_eq!(windows(&mut env), (None, None));
-    // The size, as a guest finds it.
+    // The size, as a guest probes it.
     for (bar, size) in [(pci::BAR_2, 1 << 20), (pci::BAR_4, SHARES_WINDOW)] {
         device.config_write(bar, u32::MAX, u32::MAX, &mut env);
         assert_eq!(device.config_read(bar, &mut env), !(size - 1) | pci::PREFETCHABLE);
@@ -190,7 +190,8 @@ fn shares_of_the_peer() {
     assert_eq!(command(&mut device, &mut env, COMMAND_CLOSE), (0, 0x101));
 }
 
-/// What a command finds out beside what it does is told like any other change: who was refused may wait for it.
+/// Other changes that a command discovers are reported as events: a refused driver may wait for
+/// them.
 #[test]
 fn a_command_swallows_no_event() {
     let (mut device, mut env) = start();
@@ -203,7 +204,7 @@ fn a_command_swallows_no_event() {
     env.outl(&mut device, command(1), COMMAND_OPEN);
     assert_eq!((vectors(&mut env), env.inl(&mut device, EVENTS)), (vec![0x41], EVENT_SHARES));
     device.wake(WAKE_CHANGE, &mut env);
-    assert_eq!(vectors(&mut env), [], "it has been told");
+    assert_eq!(vectors(&mut env), [], "already reported");
     env.outl(&mut device, EVENTS, EVENT_SHARES);
     env.outl(&mut device, command(0), COMMAND_OPEN);
     assert_eq!((vectors(&mut env), env.inl(&mut device, EVENTS)), (vec![], 0), "its own doing");

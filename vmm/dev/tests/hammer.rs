@@ -1,11 +1,11 @@
-//! No sequence of accesses, timer calls and pins makes a model panic or wake without end.
+//! No sequence of accesses, timer calls and pin changes makes a model panic or wake without end.
 
 use proptest::prelude::*;
 use vmm_bus::testing::Script;
 use vmm_bus::{Access, Device, Env, InterruptMessage, Nanos, WAKE_INPUT};
 use vmm_dev::pc::*;
 
-/// One thing that a guest or a host may do.
+/// One operation of a guest or a host.
 #[derive(Clone, Copy, Debug)]
 enum Step {
     Read(Access),
@@ -20,7 +20,7 @@ enum Step {
     Call(u8, u64),
 }
 
-/// Offsets: mostly registers that exist, sometimes anything.
+/// Offsets: mostly existing registers, sometimes any.
 fn offset() -> impl Strategy<Value = u64> {
     prop_oneof![
         8 => 0_u64..16,

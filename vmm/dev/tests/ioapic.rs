@@ -86,7 +86,7 @@ fn levels() {
     assert_eq!(read(&mut env, &mut chip, entry) & REMOTE_IRR, 0);
     chip.set_irq(9, true, &mut env);
     assert_eq!(env.messages.len(), 3);
-    // A driver clears a stuck remote IRR by a turn as masked edge.
+    // A driver clears a stuck remote IRR by switching to masked edge and back.
     write(&mut env, &mut chip, entry, MASKED | 0x51);
     assert_eq!(read(&mut env, &mut chip, entry) & REMOTE_IRR, 0);
     write(&mut env, &mut chip, entry, LEVEL | 0x51);

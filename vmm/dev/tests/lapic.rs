@@ -68,7 +68,7 @@ fn priorities_and_nesting() {
     assert_eq!(env.inl(&mut apic, PPR.into()), 0x50);
     assert_eq!(apic.pending(), None, "0x51 is of the same class");
     apic.set_tpr(0x70);
-    assert!(!apic.is_masked_by_priority(), "it waits for the end of the other one, too");
+    assert!(!apic.is_masked_by_priority(), "it waits for the EOI of the interrupt in service, too");
     apic.set_tpr(0);
     apic.deliver(&message(0, FIXED, 0x61));
     assert_eq!(apic.pending(), Some(0x61));
@@ -80,7 +80,7 @@ fn priorities_and_nesting() {
     env.outl(&mut apic, TPR.into(), 0x5f);
     assert_eq!((apic.pending(), apic.cr8(), apic.ppr()), (None, 5, 0x5f));
     assert!(apic.is_masked_by_priority() && apic.has_pending());
-    assert!(apic.take_events().priority, "a processor that has it in CR8 must be told");
+    assert!(apic.take_events().priority, "a CPU with virtual CR8 must be updated");
     apic.set_cr8(4);
     assert!(!apic.is_masked_by_priority() && !apic.take_events().priority);
     assert_eq!((apic.pending(), apic.tpr()), (Some(0x51), 0x40));
@@ -190,18 +190,18 @@ fn a_request_that_the_processor_takes_by_itself() {
     let again = message(0, FIXED, 0x31);
     assert!(apic.deliver(&again));
     apic.set_offered(Some(0x31));
-    // It may have been taken before this one came: the processor has to be asked.
+    // The CPU may have taken the first before the second arrived: it must be notified.
     assert!(apic.deliver(&again));
     apic.accept_offered(0x31);
     assert_eq!(apic.eoi(), None);
     assert_eq!(apic.pending(), Some(0x31));
-    // It has not been taken: both are one.
+    // The CPU has not taken it: both requests are one.
     apic.set_offered(Some(0x31));
     assert!(apic.deliver(&again));
     apic.set_offered(Some(0x31));
     apic.accept_offered(0x31);
     assert_eq!((apic.eoi(), apic.pending()), (None, None));
-    // The processor takes it now, or another one.
+    // The CPU takes the offered request, or another one.
     assert!(apic.deliver(&again) && apic.deliver(&message(0, FIXED, 0x32)));
     apic.set_offered(Some(0x32));
     assert!(!apic.deliver(&again), "it waits still");
@@ -257,7 +257,7 @@ fn interrupt_commands() {
     );
     assert_eq!(send(&mut apic, &mut env, 0, 1 << 18 | 0x44), (vec![], Some(0x44)));
     assert_eq!(send(&mut apic, &mut env, 1, 0x45), (vec![], Some(0x45)), "its own id");
-    // Logical destination: others of the cluster may be meant, too.
+    // Logical destination: other APICs of the cluster may be targets, too.
     let both = send(&mut apic, &mut env, 6, ICR_LOGICAL | 0x46);
     assert_eq!(
         both,
@@ -266,7 +266,7 @@ fn interrupt_commands() {
     assert_eq!(send(&mut apic, &mut env, 6, ICR_LOGICAL | 1 << 8 | 0x47), (vec![], Some(0x47)));
     send(&mut apic, &mut env, 1, DELIVER_NMI);
     assert!(apic.take_events().nmi);
-    // Illegal vectors and modes go nowhere.
+    // Illegal vectors and modes are not delivered.
     assert!(send(&mut apic, &mut env, 3, 0x0f).0.is_empty());
     assert!(send(&mut apic, &mut env, 3, 3 << 8).0.is_empty());
     assert!(send(&mut apic, &mut env, 3, 1 << 18 | DELIVER_NMI).0.is_empty());
@@ -441,7 +441,7 @@ fn guest_sets_its_tsc_back() {
     assert_eq!(apic.pending(), Some(0x60));
 }
 
-/// Vectors as plain lists, priorities by the words of the manual.
+/// Vectors as plain lists, priorities as the manual states them.
 struct Naive {
     irr: [bool; 256],
     isr: [bool; 256],
@@ -498,7 +498,7 @@ proptest! {
                     prop_assert_eq!(apic.eoi(), expected.filter(|v| naive.tmr[*v]).map(|v| v as u8));
                 }
                 _ => {
-                    // Mostly low: a high priority would stop everything.
+                    // Mostly low: a high priority would mask all requests.
                     naive.tpr = if level { vector } else { vector & 0x3f };
                     apic.set_tpr(naive.tpr);
                 }

@@ -1,10 +1,10 @@
-//! Scripts for the network card.
+//! Scripts for the network device.
 
 mod driver;
 
 use driver::{CONFIG_INTERRUPT, Rig, breaks};
 use vmm_bus::backend::{MAX_FRAME, NetInfo, Offload, OffloadCaps, Segments};
-use vmm_bus::testing::Port;
+use vmm_bus::testing::ScriptPort;
 use vmm_dev::virtio::net::{NetCard, spec::*};
 use vmm_dev::virtio::pci::spec::{CONFIG, GENERATION};
 use vmm_dev::virtio::spec::F_EVENT_IDX;
@@ -16,19 +16,19 @@ const BUFFERS: u64 = 0x1000;
 
 fn rig(features: u64) -> Rig<NetCard> {
     Rig::ready(NetCard::new(NetInfo { mac: MAC_ADDRESS, ..NetInfo::default() }), features, |env| {
-        env.port = Some(Port { room: 1000, ..Port::default() });
+        env.port = Some(ScriptPort { room: 1000, ..ScriptPort::default() });
     })
 }
 
-fn port(rig: &mut Rig<NetCard>) -> &mut Port {
+fn port(rig: &mut Rig<NetCard>) -> &mut ScriptPort {
     rig.env.port.as_mut().unwrap()
 }
 
-/// Sends a frame of `length` bytes behind this header; what arrived.
+/// Sends a frame of `length` bytes after this header; returns its offloads if it arrived.
 fn transmit(rig: &mut Rig<NetCard>, header: [u8; HEADER], length: u32) -> Option<Offload> {
     rig.put(BUFFERS, &header);
     let head = rig.send(TRANSMIT, &[(BUFFERS, 12, false), (0x2000, length, false)]);
-    assert_eq!(rig.used(TRANSMIT), [(head, 0)], "every frame comes back");
+    assert_eq!(rig.used(TRANSMIT), [(head, 0)], "every chain is returned");
     assert_eq!(rig.interrupts(), [0x42]);
     port(rig).sent.pop().map(|(offload, frame)| {
         assert_eq!(frame.len(), length as usize);
@@ -81,10 +81,10 @@ fn frames_to_the_outside() {
 #[test]
 fn frames_that_may_not_be_sent() {
     let bad: [([u8; HEADER], u32); 10] = [
-        // The checksum is beyond the frame.
+        // The checksum is outside the frame.
         ([NEEDS_CSUM, 0, 0, 0, 0, 0, 34, 0, 25, 0, 0, 0], 60),
         ([NEEDS_CSUM, 0, 0, 0, 0, 0, 0xff, 0xff, 0xff, 0xff, 0, 0], 60),
-        // Segments of nothing, without checksum, of unknown kinds, with ECN.
+        // Empty segments, segments without checksum, of unknown kinds, with ECN.
         ([NEEDS_CSUM, GSO_TCPV4, 0, 0, 0, 0, 34, 0, 16, 0, 0, 0], 60),
         ([0, GSO_TCPV4, 0, 0, 1, 0, 34, 0, 16, 0, 0, 0], 60),
         ([NEEDS_CSUM, 3, 0, 0, 1, 0, 34, 0, 16, 0, 0, 0], 60),
@@ -99,7 +99,7 @@ fn frames_that_may_not_be_sent() {
     for (header, length) in bad {
         assert_eq!(transmit(&mut with_all, header, length), None, "{header:?} {length}");
     }
-    // What was not agreed upon.
+    // Features that were not negotiated.
     let mut plain = rig(PLAIN);
     assert_eq!(transmit(&mut plain, [NEEDS_CSUM, 0, 0, 0, 0, 0, 34, 0, 16, 0, 0, 0], 60), None);
     let mut csum = rig(PLAIN | F_CSUM | F_HOST_TSO6);
@@ -207,9 +207,9 @@ fn merged_buffers() {
     assert_eq!(received, long);
 }
 
-/// With event index the driver is asked for more buffers than there are, not for the next after the last frame.
+/// With event index the driver notifies for buffers after all present ones, not for the next one.
 #[test]
-fn the_driver_says_when_there_are_more_buffers() {
+fn the_driver_notifies_of_more_buffers() {
     let mut rig = rig(u64::MAX);
     supply(&mut rig, 2, 0x100);
     port(&mut rig).waiting.push_back((Offload::default(), frame(0x300)));

@@ -3,7 +3,7 @@
 mod driver;
 
 use driver::{Rig, breaks};
-use vmm_bus::testing::Server;
+use vmm_bus::testing::ScriptServer;
 use vmm_dev::virtio::p9::P9;
 use vmm_dev::virtio::p9::spec::*;
 use vmm_dev::virtio::pci::spec::CONFIG;
@@ -15,11 +15,11 @@ fn rig() -> Rig<P9> {
     let mut tag = [0; MOST_TAG];
     tag[..4].copy_from_slice(b"host");
     Rig::ready(P9::new(tag), u64::MAX, |env| {
-        env.server = Some(Server { room: 8, ..Server::default() })
+        env.server = Some(ScriptServer { room: 8, ..ScriptServer::default() })
     })
 }
 
-fn server(rig: &mut Rig<P9>) -> &mut Server {
+fn server(rig: &mut Rig<P9>) -> &mut ScriptServer {
     rig.env.server.as_mut().unwrap()
 }
 
@@ -33,7 +33,7 @@ fn the_tag_is_in_the_configuration() {
 }
 
 #[test]
-fn answers_come_in_any_order() {
+fn replies_in_any_order() {
     let mut rig = rig();
     rig.put(MESSAGE, b"first second");
     let first = rig.send(0, &[(MESSAGE, 2, false), (MESSAGE + 2, 3, false), (ANSWER, 16, true)]);
@@ -48,7 +48,7 @@ fn answers_come_in_any_order() {
         (rig.get(ANSWER + 16, 4), rig.get(ANSWER + 64, 5)),
         (b"two ".to_vec(), b"parts".to_vec())
     );
-    // An answer that is longer than there is room for is cut.
+    // A reply longer than its buffers is truncated.
     server(&mut rig).answer(0, &[b'x'; 20]);
     rig.wake();
     assert_eq!((rig.used(0), rig.get(ANSWER + 16, 4)), (vec![(first, 16)], b"two ".to_vec()));
@@ -77,11 +77,11 @@ fn rules_and_resets() {
     rig.send(0, &[(MESSAGE, 4, false), (ANSWER, 4, true)]);
     rig.set_up(u64::MAX);
     assert_eq!(server(&mut rig).messages, [], "a reset forgets");
-    // An answer to nothing.
+    // A reply without a message.
     server(&mut rig).ended.push_back((40, Vec::new()));
     rig.wake();
     assert_eq!(rig.used(0), []);
     rig.env.server = None;
     rig.send(0, &[(MESSAGE, 4, false), (ANSWER, 4, true)]);
-    assert_eq!(rig.used(0), [(0, 0)], "nobody is there");
+    assert_eq!(rig.used(0), [(0, 0)], "no server is connected");
 }

@@ -7,7 +7,7 @@ use vmm_dev::pc::pic::{PicPair, spec::*};
 
 const EOI: u8 = OCW2_EOI << 5;
 
-/// The pair as a kernel sets it up: vectors 0x30 and 0x38, nothing masked.
+/// The pair as a kernel initialises it: vectors 0x30 and 0x38, all inputs unmasked.
 fn ready(env: &mut Script, icw4: u8) -> PicPair {
     let mut pic = PicPair::new();
     for (command, data, base, cascade) in
@@ -54,7 +54,7 @@ fn edge_is_latched_and_acknowledged_once() {
 }
 
 #[test]
-fn level_comes_again_until_it_falls() {
+fn level_repeats_until_it_falls() {
     let mut env = Script::new();
     let mut pic = ready(&mut env, ICW4_8086);
     env.outb(&mut pic, ELCR_SLAVE, 0xff);
@@ -169,7 +169,7 @@ fn special_nested_mode_lets_the_slave_interrupt_itself() {
 }
 
 #[test]
-fn what_is_missing_is_reported() {
+fn missing_features_are_reported() {
     let (mut env, mut pic) = (Script::new(), PicPair::new());
     env.outb(&mut pic, MASTER_COMMAND, ICW1_INIT | ICW1_SINGLE);
     assert_eq!(env.missing.len(), 2);
@@ -180,7 +180,7 @@ fn what_is_missing_is_reported() {
     assert!(!pic.intr());
 }
 
-/// Fully nested mode, by the words of the data sheet: a request is served if its input has a higher
+/// Fully nested mode as the data sheet states it: a request is serviced if its input has a higher
 /// priority than every input in service; a slave's inputs all have the priority of master input 2.
 #[derive(Default)]
 struct Reference {

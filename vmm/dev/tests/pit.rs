@@ -70,7 +70,7 @@ fn fast_periods_are_merged() {
     program(&mut env, &mut pit, CHANNEL_0, 2, 1);
     env.advance(&mut pit, 100_000_000);
     assert!(env.rises(0) <= 2001, "{}", env.rises(0));
-    // A late host gets one edge for all it has missed.
+    // A late host gets one edge for all missed ones.
     program(&mut env, &mut pit, CHANNEL_0, 2, 11932);
     let before = env.rises(0);
     env.now += 95_000_000;

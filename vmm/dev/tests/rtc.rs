@@ -63,7 +63,7 @@ fn the_clock_is_set_at_once_or_under_set() {
 }
 
 #[test]
-fn nonsense_becomes_a_time() {
+fn invalid_times_are_clamped() {
     let (mut env, mut rtc) = clock();
     write(&mut env, &mut rtc, B, B_SET);
     for index in [SECONDS, MINUTES, HOURS, DAY, MONTH, YEAR, CENTURY] {
@@ -74,7 +74,7 @@ fn nonsense_becomes_a_time() {
 }
 
 #[test]
-fn update_in_progress_comes_before_the_second() {
+fn update_in_progress_precedes_the_second() {
     let (mut env, mut rtc) = clock();
     env.now = SECOND - UIP_NANOS - 1;
     assert_eq!(read(&mut env, &mut rtc, A), A_DEFAULT);

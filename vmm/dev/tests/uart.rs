@@ -5,7 +5,7 @@ use vmm_bus::testing::Script;
 use vmm_bus::{Device, WAKE_INPUT};
 use vmm_dev::pc::uart::{Uart, spec::*};
 
-/// A UART as a driver sets it up: FIFOs on with trigger level 8, OUT2 on.
+/// A UART as a driver initialises it: FIFOs on with trigger level 8, OUT2 on.
 fn ready(env: &mut Script, ier: u8) -> Uart {
     let mut uart = Uart::new();
     env.outb(&mut uart, IIR, FCR_ENABLE | FCR_CLEAR_RX | FCR_CLEAR_TX | 0x80);
@@ -48,7 +48,7 @@ fn polled_output_has_no_other_effect() {
 }
 
 #[test]
-fn transmitter_interrupt_comes_when_enabled_and_after_each_batch() {
+fn transmitter_interrupt_on_enable_and_after_each_batch() {
     let mut env = Script::new();
     let mut uart = ready(&mut env, IER_TX);
     assert!(env.line(0), "an empty transmitter interrupts when that is enabled");
@@ -126,7 +126,7 @@ fn input_waits_for_a_driver_that_is_ready() {
     for _ in 0..3 {
         env.outb(&mut uart, IIR, FCR_ENABLE | FCR_CLEAR_RX | FCR_CLEAR_TX);
     }
-    // As Linux prints without interrupts, and clears what its driver might find.
+    // Linux prints without interrupts, and clears input that its driver might find.
     for byte in b"printed" {
         assert_eq!(env.inb(&mut uart, LSR), LSR_THRE | LSR_TEMT);
         env.outb(&mut uart, DATA, *byte);
@@ -134,13 +134,13 @@ fn input_waits_for_a_driver_that_is_ready() {
     for register in [LSR, DATA, IIR, MSR, LSR, DATA, IIR, MSR] {
         env.inb(&mut uart, register);
     }
-    // And as it tries which interrupts there are.
+    // Linux probes for interrupts.
     env.outb(&mut uart, IER, IER_MASK);
     env.outb(&mut uart, IER, 0);
     assert_eq!(env.input.len(), 5);
     env.outb(&mut uart, IER, IER_RX);
     env.outb(&mut uart, MCR, MCR_OUT2);
-    // It switches the FIFOs on last.
+    // It enables the FIFOs last.
     env.outb(&mut uart, IIR, 0);
     env.outb(&mut uart, IIR, FCR_ENABLE | FCR_CLEAR_RX);
     let read: Vec<u8> = (0..5).map(|_| env.inb(&mut uart, DATA)).collect();
@@ -148,7 +148,7 @@ fn input_waits_for_a_driver_that_is_ready() {
 }
 
 #[test]
-fn input_comes_to_who_polls() {
+fn polling_receives_input() {
     let (mut env, mut uart) = (Script::new(), Uart::new());
     env.send(&mut uart, b"ab");
     for _ in 0..8 {
@@ -181,7 +181,7 @@ fn loop_back_returns_bytes_and_overruns() {
     assert_ne!(env.inb(&mut uart, LSR) & LSR_BREAK, 0);
     env.outb(&mut uart, MCR, MCR_OUT2);
     for _ in 0..8 {
-        assert_eq!(env.inb(&mut uart, LSR) & LSR_DATA, 0, "nobody waits for data yet");
+        assert_eq!(env.inb(&mut uart, LSR) & LSR_DATA, 0, "the guest does not wait for data yet");
     }
     assert_ne!(env.inb(&mut uart, LSR) & LSR_DATA, 0);
     assert_eq!(env.inb(&mut uart, DATA), b'o', "the receiver is connected again");
@@ -224,7 +224,7 @@ fn reset_lowers_the_line_and_keeps_the_outside() {
 }
 
 proptest! {
-    /// Whatever the pace of both sides, a guest that looks at the line status loses no byte.
+    /// At any pace of both sides, a guest that polls the line status loses no byte.
     #[test]
     fn loses_nothing(fifo: bool, steps in prop::collection::vec((0_u8..5, 0_usize..24), 1..200)) {
         let mut env = Script { room: Some(0), ..Script::new() };
@@ -263,7 +263,7 @@ proptest! {
         }
         env.room = None;
         uart.wake(WAKE_INPUT, &mut env);
-        // The first looks are not for data.
+        // The first reads are not for data.
         read(&mut uart, &mut env, &mut received, sent + 8);
         let counted = |n: usize| (0..n).map(|b| b as u8).collect::<Vec<u8>>();
         prop_assert_eq!(received, counted(sent));

@@ -5,10 +5,10 @@ mod driver;
 use driver::{Rig, breaks};
 use proptest::prelude::*;
 use vmm_bus::backend::{BlockInfo, NetInfo, Offload};
-use vmm_bus::testing::{Disk, Port, Script};
+use vmm_bus::testing::{Script, ScriptDisk, ScriptPort};
 use vmm_bus::{Access, Device, WAKE_INPUT};
 use vmm_dev::pc::msix::spec as msix;
-use vmm_dev::pc::pci::{Bridge, ConfigAddress, Function, Target, ecam, spec as config};
+use vmm_dev::pc::pci::{Bridge, ConfigAddress, ConfigTarget, Function, ecam, spec as config};
 use vmm_dev::virtio::blk::Blk;
 use vmm_dev::virtio::console::{Console, spec::*};
 use vmm_dev::virtio::entropy::{Entropy, MOST};
@@ -23,7 +23,7 @@ fn entropy(bytes: usize) -> Rig<Entropy> {
 }
 
 #[test]
-fn entropy_fills_what_is_offered() {
+fn entropy_fills_offered_buffers() {
     let mut rig = entropy(100);
     rig.offer(0, &[(0x100, 4, true), (0x200, 4, true)]);
     rig.send(0, &[(0x300, 4096, true)]);
@@ -32,7 +32,7 @@ fn entropy_fills_what_is_offered() {
     assert_eq!(rig.get(0x100, 5), [100, 99, 98, 97, 0]);
     assert_eq!(rig.get(0x200, 4), [96, 95, 94, 93]);
     assert_eq!(rig.get(0x300 + MOST as u64 - 1, 2), [29, 0]);
-    // None left: the chain waits.
+    // No random bytes: the chain waits.
     rig.send(0, &[(0x100, 64, true)]);
     assert_eq!(rig.used(0), []);
     rig.env.entropy = 64;
@@ -76,7 +76,7 @@ fn console_waits_for_room() {
     assert_eq!((rig.env.output.clone(), rig.used(TRANSMIT)), (text, vec![(0, 0)]));
 }
 
-/// A long chain takes several turns.
+/// A long chain takes several calls.
 #[test]
 fn console_work_is_bounded() {
     let mut rig = Rig::ready(Console::new(), u64::MAX, |_| {});
@@ -108,7 +108,7 @@ fn life_of_a_device() {
         rig.write(pci::DEVICE_FEATURE_SELECT, 4, select.into());
         assert_eq!(rig.read(pci::DEVICE_FEATURE, 4), 0);
     }
-    // An impossible queue.
+    // An invalid queue.
     rig.write(pci::QUEUE_SIZE, 2, 3);
     rig.write(pci::QUEUE_ENABLE, 2, 1);
     assert_eq!(rig.read(pci::QUEUE_ENABLE, 2), 0);
@@ -169,19 +169,19 @@ fn addresses_of_configuration_space() {
     assert_eq!(address.target(0, 4), None, "disabled");
     address.set(0x8000_1811);
     assert_eq!(address.get(), 0x8000_1810);
-    assert_eq!(address.target(2, 2), Some(Target { device: 3, offset: 0x12, size: 2 }));
+    assert_eq!(address.target(2, 2), Some(ConfigTarget { device: 3, offset: 0x12, size: 2 }));
     assert_eq!(address.target(2, 4), None, "two registers");
     address.set(0x8001_1810);
     assert_eq!(address.target(0, 4), None, "another bus");
     address.set(0x8000_1910);
     assert_eq!(address.target(0, 4), None, "another function");
-    assert_eq!(ecam(0x1_8ffc, 4), Some(Target { device: 3, offset: 0xffc, size: 4 }));
+    assert_eq!(ecam(0x1_8ffc, 4), Some(ConfigTarget { device: 3, offset: 0xffc, size: 4 }));
     assert_eq!(ecam(0x1_9000, 4), None);
     assert_eq!(ecam(0x10_0000, 4), None);
     assert_eq!(ecam(u64::MAX, 1), None);
 
     let (mut env, mut bridge) = (Script::new(), Bridge::new());
-    let at = |offset, size| Target { device: 0, offset, size };
+    let at = |offset, size| ConfigTarget { device: 0, offset, size };
     assert_eq!(at(0, 4).read(Some(&mut bridge), &mut env), 0x0008_1b36);
     assert_eq!(at(2, 2).read(Some(&mut bridge), &mut env), 8);
     assert_eq!(at(0xb, 1).read(Some(&mut bridge), &mut env), 6);
@@ -217,14 +217,14 @@ fn masked_vectors_are_pending() {
     let message = rig.env.messages.pop().unwrap();
     assert_eq!((message.destination, message.logical), (0xff, true));
     assert_eq!((message.vector, message.delivery, message.level), (0x51, 7, true));
-    // Elsewhere than a local APIC.
+    // An address outside the local APIC range.
     rig.write(pci::TABLE + 20, 4, 1);
     rig.send(0, &[(0x100, 4, true)]);
     assert_eq!((rig.interrupts(), rig.env.missing.len()), (vec![], 1));
-    // A vector that does not exist.
+    // An absent vector.
     rig.write(pci::QUEUE_VECTOR, 2, 2);
     assert_eq!(rig.read(pci::QUEUE_VECTOR, 2), 0xffff);
-    // Without leave to write memory.
+    // Without permission to write memory.
     rig.write(pci::TABLE + 20, 4, 0);
     rig.write(pci::QUEUE_VECTOR, 2, 1);
     rig.function.config_write(config::COMMAND, 0, config::MASTER.into(), &mut rig.env);
@@ -314,7 +314,7 @@ fn memory_mapped_transport() {
     assert_eq!(env.inl(&mut device, mmio::QUEUE_READY), 0);
 }
 
-/// One thing that a hostile driver does.
+/// One operation of a hostile driver.
 #[derive(Clone, Debug)]
 enum Step {
     Read(u64, u8),
@@ -341,7 +341,7 @@ fn step() -> impl Strategy<Value = Step> {
     let size = prop::sample::select(vec![1_u8, 2, 4, 8]);
     let value =
         prop_oneof![3 => 0_u64..16, 1 => any::<u64>(), 1 => (0_u64..16).prop_map(|n| n << 12)];
-    // Rings, descriptors and where they point.
+    // Rings, descriptors and the addresses in them.
     let place = prop_oneof![
         4 => (0_u64..3, 0_u64..3, 0_u64..64)
             .prop_map(|(queue, ring, at)| 0x1_0000 * (queue + 1) + 0x4000 * ring + at),
@@ -367,8 +367,8 @@ fn step() -> impl Strategy<Value = Step> {
 
 fn hammer<D: VirtioDevice>(device: D, steps: &[Step]) {
     let mut rig = Rig::ready(device, u64::MAX, |env| {
-        env.disk = Some(Disk::new(1 << 20, 16));
-        env.port = Some(Port { room: 50, ..Port::default() });
+        env.disk = Some(ScriptDisk::new(1 << 20, 16));
+        env.port = Some(ScriptPort { room: 50, ..ScriptPort::default() });
         env.entropy = 500;
     });
     for step in steps {

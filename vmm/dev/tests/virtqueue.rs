@@ -1,5 +1,5 @@
-//! Virtqueues, random and hostile ones among them, through the model and through rust-vmm's `virtio-queue`: both
-//! find the same chains, want the same notifications and leave the same memory behind.
+//! Virtqueues, random and hostile ones among them, in the model and in rust-vmm's `virtio-queue`:
+//! both find the same chains, request the same notifications and leave the same memory content.
 
 use proptest::prelude::*;
 use virtio_queue::{Queue as Oracle, QueueOwnedT, QueueT};
@@ -10,11 +10,11 @@ use vmm_mem::GuestMemory;
 
 const SIZE: u16 = 8;
 const RINGS: Rings = Rings { descriptors: 0x1000, available: 0x1100, used: 0x1200 };
-/// Where indirect tables are.
+/// Address of indirect tables.
 const TABLES: u64 = 0x1400;
-/// Memory ends; the device may touch none of what lies beyond.
+/// End of memory; the device must not access addresses beyond it.
 const END: u64 = 0x4000;
-/// More memory behind a hole.
+/// More memory after a hole.
 const ISLAND: (u64, u64) = (0x8000, 0x1000);
 
 /// The same memory twice.
@@ -64,7 +64,7 @@ fn queues(twins: &Twins, event_index: bool) -> (Queue, Oracle) {
     (ours, theirs)
 }
 
-/// A descriptor as it is in memory.
+/// A descriptor in its memory format.
 #[derive(Clone, Copy, Debug)]
 struct Raw {
     address: u64,
@@ -84,7 +84,7 @@ impl Raw {
     }
 }
 
-/// Buffers beyond the rings mostly, near edges or nowhere sometimes.
+/// Mostly buffers after the rings, sometimes near edges or outside memory.
 fn buffer() -> impl Strategy<Value = (u64, u32)> {
     prop_oneof![
         8 => (0x2000_u64..0x3000, 0_u32..0x100),
@@ -106,8 +106,8 @@ fn plain() -> impl Strategy<Value = Raw> {
     })
 }
 
-/// A chain that keeps the rules is rare among random descriptors: here each goes on to its neighbour, and
-/// what is written comes last.
+/// Valid chains are rare among random descriptors: here each descriptor continues at the next one,
+/// and writable ones are last.
 fn tidy() -> impl Strategy<Value = Vec<Raw>> {
     let one = ((0x2000_u64..0x3000, 0_u32..0x100), any::<bool>());
     (prop::collection::vec(one, 1..SIZE as usize), 0..SIZE as usize).prop_map(|(list, writes)| {
@@ -138,7 +138,7 @@ fn indirect() -> impl Strategy<Value = Raw> {
     })
 }
 
-/// What a driver does between two looks of the device.
+/// Operation of a driver between two calls of the device.
 #[derive(Clone, Debug)]
 struct Round {
     heads: Vec<u16>,
@@ -152,7 +152,7 @@ fn round() -> impl Strategy<Value = Round> {
         .prop_map(|(heads, used_event, device)| Round { heads, used_event, device })
 }
 
-/// Whether a chain, as rust-vmm walks it, keeps the rules that it does not check itself.
+/// Returns true if a chain, as rust-vmm walks it, keeps the rules that rust-vmm does not check.
 fn keeps_the_rules(twins: &Twins, head: u16, list: &[(Part, u16)]) -> bool {
     let Some((_, last_flags)) = list.last() else { return false };
     let mut written = false;
@@ -203,7 +203,7 @@ proptest! {
             twins.write(RINGS.descriptors + 16 * u64::from(index), &raw.bytes());
         }
         let (mut ours, mut theirs) = queues(&twins, event_index);
-        // Indices wrap wherever they begin, which is always 0: let them run up to `start`.
+        // Indices wrap at any start value, which is always 0: let them run up to `start`.
         let mut index = 0_u16;
         if start != 0 {
             twins.write(RINGS.descriptors + 16 * 7, &Raw { address: 0x2000, length: 8, flags: 0, next: 0 }.bytes());
@@ -256,11 +256,11 @@ proptest! {
                     prop_assert_eq!(descriptor.part, *part);
                     prop_assert_eq!(descriptor.write, flags & F_WRITE != 0);
                 }
-                // Fill what may be written, nothing else. This may change the chains to come.
+                // Fill the writable part only. This may change later chains.
                 let fill = vec![0xa5; chain.writable as usize];
                 let written = with_writable(&ours, &twins.ours, chain, |mut data| data.write(&fill));
                 if written != fill.len() {
-                    // The chain contains its own descriptors; what has become of them no two can agree on.
+                    // The chain contains its own descriptors; its new content is unpredictable.
                     return Ok(());
                 }
                 for (part, flags) in &list {
@@ -280,7 +280,7 @@ proptest! {
         }
     }
 
-    /// Rings anywhere, of any size: both enable the same ones.
+    /// Rings at any address, of any size: both enable the same ones.
     #[test]
     fn both_enable_the_same_rings(
         size in prop_oneof![0_u16..40, any::<u16>()],

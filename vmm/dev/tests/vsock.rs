@@ -3,7 +3,7 @@
 mod driver;
 
 use driver::{Rig, breaks};
-use vmm_bus::testing::Link;
+use vmm_bus::testing::ScriptVsock;
 use vmm_dev::virtio::pci::spec::CONFIG;
 use vmm_dev::virtio::vsock::Vsock;
 use vmm_dev::virtio::vsock::spec::*;
@@ -15,11 +15,11 @@ const BUFFERS: u64 = 0x4000;
 
 fn rig() -> Rig<Vsock> {
     Rig::ready(Vsock::new(CID), u64::MAX, |env| {
-        env.link = Some(Link { room: 2, ..Link::default() });
+        env.link = Some(ScriptVsock { room: 2, ..ScriptVsock::default() });
     })
 }
 
-fn link(rig: &mut Rig<Vsock>) -> &mut Link {
+fn link(rig: &mut Rig<Vsock>) -> &mut ScriptVsock {
     rig.env.link.as_mut().unwrap()
 }
 
@@ -27,7 +27,7 @@ fn header(length: u32) -> Header {
     Header { from: CID, to: HOST, length, kind: STREAM, op: op::RW, ..Header::default() }
 }
 
-/// A packet in guest memory that says that it has so much data.
+/// Writes a packet to guest memory whose header states this data length.
 fn put(rig: &Rig<Vsock>, length: u32) {
     rig.put(PACKET, &header(length).to_bytes());
     rig.put(PACKET + u64::from(HEAD), b"some data");
@@ -44,14 +44,14 @@ fn the_guest_knows_its_number() {
 fn packets_of_the_guest() {
     let mut rig = rig();
     put(&rig, 9);
-    // As Linux has it, in one piece, longer than the packet, cut anywhere.
+    // As Linux sends it, in one piece, longer than the packet, split anywhere.
     let first = [(PACKET, HEAD, false), (PACKET + u64::from(HEAD), 9, false)];
     let second = [(PACKET, 20, false), (PACKET + 20, HEAD + 9 - 20, false)];
     let both = [rig.send(TRANSMIT, &first), rig.send(TRANSMIT, &second)];
     assert_eq!(rig.used(TRANSMIT), both.map(|head| (head, 0)));
     let wanted = [&header(9).to_bytes()[..], b"some data"].concat();
     assert_eq!(link(&mut rig).sent, [wanted.clone(), wanted.clone()]);
-    // There is no room: it waits, and is the next one.
+    // No room: the packet waits and is sent next.
     let third = rig.send(TRANSMIT, &[(PACKET, HEAD + 50, false)]);
     assert_eq!(rig.used(TRANSMIT), []);
     link(&mut rig).room = 1;
@@ -61,14 +61,14 @@ fn packets_of_the_guest() {
 }
 
 #[test]
-fn what_is_no_packet_is_lost() {
+fn invalid_packets_are_dropped() {
     let mut rig = rig();
     for (said, there) in [(9, HEAD + 8), (u32::MAX, HEAD + 9), (1, HEAD)] {
         put(&rig, said);
         let head = rig.send(TRANSMIT, &[(PACKET, there, false)]);
         assert_eq!(rig.used(TRANSMIT), [(head, 0)], "{said}");
     }
-    // More than anybody may have credit for.
+    // More than the maximum credit.
     put(&rig, MOST_DATA + 1);
     let parts = [(PACKET, HEAD, false), (0x1000, MOST_DATA / 2, false), (0, MOST_DATA, false)];
     rig.send(TRANSMIT, &parts);
@@ -78,7 +78,7 @@ fn what_is_no_packet_is_lost() {
     breaks(&mut rig, TRANSMIT, &[(PACKET, HEAD, true)]);
     rig.env.link = None;
     rig.send(TRANSMIT, &[(PACKET, HEAD, false)]);
-    assert_eq!(rig.used(TRANSMIT).len(), 1, "nobody is there");
+    assert_eq!(rig.used(TRANSMIT).len(), 1, "no back end is connected");
 }
 
 #[test]
@@ -91,7 +91,7 @@ fn data_is_cut_for_short_buffers() {
     rig.wake();
     assert_eq!(rig.used(RECEIVE), [], "there are no buffers");
     for index in 0..3 {
-        // In two parts, as Linux has it, with room for 40 bytes.
+        // In two parts, as Linux provides it, with room for 40 bytes.
         let at = BUFFERS + 0x100 * index;
         rig.send(RECEIVE, &[(at, HEAD, true), (at + 0x80, 40, true)]);
     }
@@ -106,7 +106,7 @@ fn data_is_cut_for_short_buffers() {
         all.extend(rig.get(at + 0x80, length as usize));
     }
     assert_eq!(all, data);
-    // The last one has no data, and fits where there is room for none.
+    // The last packet has no data and needs no room for any.
     rig.send(RECEIVE, &[(BUFFERS, HEAD, true)]);
     assert_eq!(rig.used(RECEIVE).len(), 1);
     assert!(link(&mut rig).waiting.is_empty());
@@ -119,7 +119,7 @@ fn buffers_that_are_none() {
     breaks(&mut rig, RECEIVE, &[(BUFFERS, HEAD - 1, true)]);
     breaks(&mut rig, RECEIVE, &[(BUFFERS, HEAD, true)]);
     breaks(&mut rig, RECEIVE, &[(BUFFERS, HEAD + 4, false)]);
-    // It is still there, as a whole.
+    // The packet is still queued, complete.
     rig.send(RECEIVE, &[(BUFFERS, HEAD + 4, true)]);
     assert_eq!(
         (rig.used(RECEIVE), rig.get(BUFFERS + u64::from(HEAD), 4)),
@@ -128,17 +128,17 @@ fn buffers_that_are_none() {
 }
 
 #[test]
-fn a_reset_is_told() {
+fn a_reset_is_reported() {
     let mut rig = rig();
     let before = link(&mut rig).resets;
     link(&mut rig).waiting.push_back((header(8), b"12345678".to_vec()));
     rig.send(RECEIVE, &[(BUFFERS, HEAD + 5, true)]);
     rig.set_up(u64::MAX);
     assert_eq!(link(&mut rig).resets, before + 1);
-    // What was begun begins anew.
+    // The interrupted packet starts again.
     rig.send(RECEIVE, &[(BUFFERS, HEAD + 8, true)]);
     assert_eq!(rig.get(BUFFERS + u64::from(HEAD), 8), b"12345678");
-    // Buffers for events stay where they are.
+    // Buffers for events stay in the queue.
     rig.send(EVENT, &[(BUFFERS, 8, true)]);
     assert_eq!(rig.used(EVENT), []);
 }

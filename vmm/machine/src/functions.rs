@@ -1,7 +1,7 @@
-//! What sits on the PCI bus of a board, if it has one.
+//! PCI functions of a board with a PCI bus.
 //!
-//! The functions come with their outsides and live under the machine's lock, so an outside is called by one thread
-//! at a time. Function `slot` is device `slot + 1`; device 0 is the host bridge.
+//! The lock of the board protects the functions and their back ends, so one thread at a time calls
+//! a back end. Function `slot` is device `slot + 1`; device 0 is the host bridge.
 
 use vmm_bus::backend::{BlockInfo, ChannelInfo, NetInfo};
 use vmm_bus::{BalloonBackend, Block, ChannelBackend, Messages, Net, Packets};
@@ -18,23 +18,23 @@ use vmm_dev::virtio::vsock::Vsock;
 
 use crate::layout;
 
-/// Most functions of a board, without the host bridge.
+/// Maximum number of functions of a board, without the host bridge.
 pub const MAX_FUNCTIONS: usize = 16;
 
-/// The functions of a board.
+/// PCI functions of a board.
 pub trait Functions {
-    /// Number of slots, at most [`MAX_FUNCTIONS`], always the same. 0: the board has no PCI at all.
+    /// Number of slots, at most [`MAX_FUNCTIONS`], constant. 0: the board has no PCI.
     fn slots(&self) -> usize;
-    /// The function in a slot, and its outside.
+    /// Function in a slot, and its back end.
     fn get(&mut self, slot: usize) -> Option<(&mut dyn Function, &mut dyn DeviceBackend)>;
-    /// The outside of the channel with this number.
+    /// Back end of the channel with this number.
     fn channel(&mut self, number: u64) -> Option<&mut dyn ChannelBackend>;
-    /// Puts all functions in their state after power-on, for a new machine. Disks forget the requests of the old one,
-    /// channels its shares.
+    /// Resets all functions to their power-on state for a new boot. Disks drop outstanding
+    /// requests, channels their shares.
     fn power_on(&mut self);
 }
 
-/// No PCI.
+/// A board without PCI.
 impl Functions for () {
     #[inline]
     fn slots(&self) -> usize {
@@ -53,7 +53,7 @@ impl Functions for () {
     fn power_on(&mut self) {}
 }
 
-/// What is elsewhere, or no PCI.
+/// Functions in another place, or a board without PCI.
 impl<F: Functions + ?Sized> Functions for Option<&mut F> {
     #[inline]
     fn slots(&self) -> usize {
@@ -75,41 +75,41 @@ impl<F: Functions + ?Sized> Functions for Option<&mut F> {
     }
 }
 
-/// The outside of one function: what it is connected to. By default it is connected to nothing.
+/// Back end of one function. By default no service is connected.
 pub trait DeviceBackend {
-    /// As [`vmm_bus::Env::block`].
+    /// See [`vmm_bus::Env::block`].
     fn block(&mut self) -> Option<&mut dyn Block> {
         None
     }
-    /// As [`vmm_bus::Env::net`].
+    /// See [`vmm_bus::Env::net`].
     fn net(&mut self) -> Option<&mut dyn Net> {
         None
     }
-    /// As [`vmm_bus::Env::balloon`].
+    /// See [`vmm_bus::Env::balloon`].
     fn balloon(&mut self) -> Option<&mut dyn BalloonBackend> {
         None
     }
-    /// As [`vmm_bus::Env::messages`].
+    /// See [`vmm_bus::Env::messages`].
     fn messages(&mut self) -> Option<&mut dyn Messages> {
         None
     }
-    /// As [`vmm_bus::Env::packets`].
+    /// See [`vmm_bus::Env::packets`].
     fn packets(&mut self) -> Option<&mut dyn Packets> {
         None
     }
-    /// As [`vmm_bus::Env::channel`].
+    /// See [`vmm_bus::Env::channel`].
     fn channel(&mut self) -> Option<&mut dyn ChannelBackend> {
         None
     }
-    /// As [`vmm_bus::Env::put`].
+    /// See [`vmm_bus::Env::put`].
     fn put(&mut self, _byte: u8) -> bool {
         true
     }
-    /// As [`vmm_bus::Env::take`].
+    /// See [`vmm_bus::Env::take`].
     fn take(&mut self) -> Option<u8> {
         None
     }
-    /// As [`vmm_bus::Env::entropy`].
+    /// See [`vmm_bus::Env::entropy`].
     fn entropy(&mut self, _to: &mut [u8]) -> bool {
         false
     }
@@ -153,28 +153,28 @@ impl<T: DeviceBackend + ?Sized> DeviceBackend for &mut T {
     }
 }
 
-/// A device to be made.
+/// Kind and properties of a device to create.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Model {
-    /// Block device; its outside has a [`Block`].
+    /// Block device; its back end implements [`Block`].
     Block(BlockInfo),
-    /// Network card; its outside has a [`Net`].
+    /// Network device; its back end implements [`Net`].
     Net(NetInfo),
-    /// Console; its outside puts and takes bytes.
+    /// Console; its back end reads and writes bytes.
     Console,
-    /// Entropy source; its outside has entropy.
+    /// Entropy source; its back end provides entropy.
     Entropy,
-    /// Memory balloon; its outside has a [`Balloon`].
+    /// Memory balloon; its back end implements [`BalloonBackend`].
     Balloon,
-    /// Shared directory with this tag, filled up with zeros; its outside has [`Messages`].
+    /// Shared directory with this tag, padded with zeros; its back end implements [`Messages`].
     P9([u8; p9::spec::MOST_TAG]),
-    /// Sockets between guest and host, with the guest's number; its outside has [`Packets`].
+    /// Sockets between guest and host, with the guest's CID; its back end implements [`Packets`].
     Vsock(u64),
-    /// End of a channel; its outside has a [`Channel`].
+    /// Side of a channel; its back end implements [`ChannelBackend`].
     Channel(ChannelInfo),
 }
 
-/// A device.
+/// Device model of a PCI function.
 // One size for all slots; the largest, a disk with all its requests, has several kilobytes.
 #[expect(clippy::large_enum_variant, reason = "there is no heap")]
 enum PciDevice {
@@ -189,7 +189,7 @@ enum PciDevice {
 }
 
 impl PciDevice {
-    /// The device after power-on.
+    /// Creates the device in its power-on state.
     fn new(model: Model, slot: usize) -> Self {
         let base = layout::PCI_WINDOW + spec::WINDOW * slot as u32;
         match model {
@@ -209,14 +209,14 @@ impl PciDevice {
     }
 }
 
-/// A device, how it was made, and its outside.
+/// A device, its configuration, and its back end.
 struct Slot<O> {
     model: Model,
     device: PciDevice,
     backend: O,
 }
 
-/// Up to `N` devices on PCI, at most [`MAX_FUNCTIONS`], each with its outside of type `O`.
+/// Up to `N` devices on PCI, at most [`MAX_FUNCTIONS`], each with a back end of type `O`.
 pub struct Slots<O, const N: usize> {
     slots: [Option<Slot<O>>; N],
 }
@@ -228,22 +228,23 @@ impl<O, const N: usize> Default for Slots<O, N> {
 }
 
 impl<O, const N: usize> Slots<O, N> {
-    /// Empty slots: a PCI bus with nothing but the host bridge.
-    // Inlined, and no constant: built where it stays, because it is large and stacks are small.
+    /// Creates empty slots: a PCI bus with only the host bridge.
+    // Inlined, not a constant: built in place, because it is large and stacks are small.
     #[inline(always)]
     pub fn new() -> Self {
         const { assert!(N >= 1 && N <= MAX_FUNCTIONS) };
         Self { slots: core::array::from_fn(|_| None) }
     }
 
-    /// Puts a device in the next free slot and gives its number; without one, gives the outside back.
+    /// Adds a device in the next free slot and returns the slot's index; without a free slot,
+    /// returns the back end.
     pub fn add(&mut self, model: Model, backend: O) -> Result<usize, O> {
         let Some(slot) = self.slots.iter().position(Option::is_none) else { return Err(backend) };
         self.slots[slot] = Some(Slot { model, device: PciDevice::new(model, slot), backend });
         Ok(slot)
     }
 
-    /// The outside of a slot's device.
+    /// Back end of a slot's device.
     pub fn backend(&mut self, slot: usize) -> Option<&mut O> {
         self.slots.get_mut(slot)?.as_mut().map(|slot| &mut slot.backend)
     }

@@ -1,4 +1,5 @@
-//! Hypercalls that have no standard: messages over channels, for guests without a driver (`docs/spec/channel.md`).
+//! Parador's own hypercalls: messages over channels, for guests without a driver
+//! (`docs/spec/channel.md`).
 
 use proto::channel::{Message, SendError, hypercall::*};
 use vmm_bus::ChannelBackend;
@@ -6,10 +7,10 @@ use vmm_cpu::{Gpr, Vcpu};
 
 use crate::functions::Functions;
 
-/// Where the first words of a payload are.
+/// Registers of the first words of a payload.
 const PAYLOAD: [Gpr; WORDS] = [Gpr::Rdx, Gpr::Rsi, Gpr::Rdi, Gpr::R8];
 
-/// Answers a hypercall: what is to be in `rax`; `None`: there is none with this number. `id` is the machine's.
+/// Handles a hypercall of VM `id`: returns the result for `rax`; `None` if the number is unknown.
 pub fn serve<V: Vcpu>(vcpu: &mut V, id: u32, functions: &mut impl Functions) -> Option<u64> {
     let act: fn(&mut V, &mut dyn ChannelBackend) -> u64 = match vcpu.gpr(Gpr::Rax) {
         ID => return Some(id.into()),
@@ -54,10 +55,10 @@ mod tests {
     use super::*;
     use crate::{DeviceBackend, Model, Slots};
     use vmm_bus::backend::ChannelInfo;
-    use vmm_bus::testing::Peer;
+    use vmm_bus::testing::ScriptPeer;
     use vmm_cpu::testing::ScriptedVcpu;
 
-    struct End(Peer);
+    struct End(ScriptPeer);
 
     impl DeviceBackend for End {
         fn channel(&mut self) -> Option<&mut dyn ChannelBackend> {
@@ -78,7 +79,7 @@ mod tests {
             own_name: [0; _],
             peer_name: [0; _],
         };
-        assert!(slots.add(Model::Channel(info), End(Peer::default())).is_ok());
+        assert!(slots.add(Model::Channel(info), End(ScriptPeer::default())).is_ok());
         let mut vcpu = ScriptedVcpu::default();
         let mut call = |vcpu: &mut ScriptedVcpu, number, channel| {
             vcpu.set_gpr(Gpr::Rax, number);

@@ -1,7 +1,7 @@
-//! What connects the chips: interrupt lines, interrupt messages, timers, and the way outside.
+//! Routing between devices: interrupt lines, interrupt messages, timers, and access to back ends.
 //!
-//! A chip's effects are noted here while it is called, and carried on by the board afterwards, because the
-//! receiver is another chip.
+//! The router records the effects of a device while it is called; the board propagates them
+//! afterwards, because the receiver is another device.
 
 use vmm_bus::{
     BalloonBackend, Block, ChannelBackend, Env, InterruptMessage, MachineEvent, Messages, NEVER,
@@ -12,10 +12,10 @@ use vmm_mem::GuestMemory;
 
 use crate::functions::{DeviceBackend, MAX_FUNCTIONS};
 use crate::layout;
-use crate::once::{Once, Say};
+use crate::once::{LogDecision, Once};
 use crate::{Host, Level};
 
-/// The chips, numbered for timers and address maps. Local APIC `n` is `LocalApic as usize + n`.
+/// Devices, numbered for timers and address maps. Local APIC `n` is `LocalApic as usize + n`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u16)]
 pub enum Chip {
@@ -47,7 +47,7 @@ pub enum Chip {
     LocalApic,
 }
 
-/// Chips other than local APICs, in order.
+/// Devices other than local APICs, in order.
 pub const CHIPS: [Chip; Chip::LocalApic as usize] = [
     Chip::Uart,
     Chip::Pic,
@@ -63,59 +63,59 @@ pub const CHIPS: [Chip; Chip::LocalApic as usize] = [
     Chip::IoApic,
 ];
 
-/// Number of the first PCI function for timers: they come after the local APICs.
+/// Timer index of the first PCI function, after the local APICs.
 pub const FUNCTIONS: usize = CHIPS.len() + MAX_VCPUS;
 /// Timers: one for each chip, each local APIC, each PCI function.
 const TIMERS: usize = FUNCTIONS + MAX_FUNCTIONS;
 const _: () = assert!(TIMERS <= 64);
-/// Timers of the local APICs that are not CPU 0's.
+/// Timers of the local APICs of CPUs other than 0.
 const OTHER_APICS: u64 = ((1 << (MAX_VCPUS - 1)) - 1) << (CHIPS.len() + 1);
-/// Messages that one call of a chip can send: an end of interrupt may free every I/O APIC input.
+/// Messages that one call of a device can send: an EOI may free every I/O APIC input.
 const MESSAGES: usize = 24;
 
-/// Counts of what the machine does not know.
+/// Counters of unsupported guest operations.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Counters {
-    /// Accesses to ports where nothing is.
+    /// Accesses to ports without a device.
     pub unknown_ports: u64,
-    /// Accesses to guest-physical addresses where nothing is.
+    /// Accesses to guest-physical addresses without memory or a device.
     pub unknown_memory: u64,
-    /// Accesses to unknown MSRs, or with bad values.
+    /// Accesses to unknown MSRs, or with invalid values.
     pub unknown_msrs: u64,
     /// Instructions that could not be emulated.
     pub unknown_instructions: u64,
-    /// Uses of features that a chip lacks.
+    /// Uses of features that a device model lacks.
     pub missing: u64,
-    /// Anything else unknown.
+    /// Other unsupported operations.
     pub other: u64,
 }
 
-/// The state of all connections.
+/// Pending interrupts, messages, timers and service requests of a board.
 #[derive(Clone, Debug)]
 pub struct InterruptRouter {
     pub clock: TscClock,
-    /// The machine's memory, for devices.
+    /// Guest memory, for devices.
     memory: GuestMemory,
     /// Levels of ISA interrupts.
     levels: u16,
-    /// Those that rose, and those that fell, since the board looked.
+    /// Lines that rose, and lines that fell, since the last propagation.
     rose: u16,
     fell: u16,
     messages: [InterruptMessage; MESSAGES],
     message_count: usize,
     timers: [Nanos; TIMERS],
-    /// Bit `n`: timer `n` is armed. Few are, at any time.
+    /// Bit `n`: timer `n` is armed. Few timers are armed at any time.
     armed: u64,
-    /// CPUs that have to look at what waits for them.
+    /// CPUs whose pending events must be serviced.
     pub needs_service: u32,
-    /// Those of them that have been kicked for it.
+    /// CPUs of `needs_service` that have been kicked for it.
     kicked: u32,
     pub end: Option<Outcome>,
     pub counters: Counters,
     pub once: Once,
 }
 
-/// The numbers of the bits that are set, ascending.
+/// Indices of the set bits, ascending.
 fn ones(mut bits: u64) -> impl Iterator<Item = usize> {
     core::iter::from_fn(move || {
         let next = (bits != 0).then(|| bits.trailing_zeros() as usize);
@@ -154,14 +154,14 @@ impl InterruptRouter {
         }
     }
 
-    /// Whether the last call of a chip left something to carry on.
+    /// True if the last call of a device left effects to propagate.
     #[inline]
-    pub fn busy(&self) -> bool {
+    pub fn has_pending(&self) -> bool {
         self.rose | self.fell != 0 || self.message_count != 0
     }
 
-    /// Takes an interrupt that has changed: its number, the level that it had meanwhile if it is back where it
-    /// was, and its level now. A pulse of either polarity is an edge, however short.
+    /// Takes a changed interrupt line: its number, the intermediate level if it is back at the old
+    /// one, and its current level. A pulse of either polarity is an edge, however short.
     pub fn take_change(&mut self) -> Option<(u8, Option<bool>, bool)> {
         let irq = (self.rose | self.fell).checked_ilog2()? as u8;
         let bit = 1 << irq;
@@ -172,7 +172,7 @@ impl InterruptRouter {
         Some((irq, pulse.then_some(!level), level))
     }
 
-    /// Takes the message sent first, or rather one of those sent: their order has no meaning.
+    /// Takes one of the sent messages; their order has no meaning.
     pub fn take_message(&mut self) -> Option<InterruptMessage> {
         self.message_count = self.message_count.checked_sub(1)?;
         Some(self.messages[self.message_count])
@@ -181,12 +181,12 @@ impl InterruptRouter {
     fn arm(&mut self, timer: usize, deadline: Nanos) {
         self.timers[timer] = deadline;
         self.armed = self.armed & !(1 << timer) | u64::from(deadline != NEVER) << timer;
-        // CPU 0 looks after all but the local APICs of others.
+        // CPU 0 services all timers except those of the other local APICs.
         let owner = if timer < FUNCTIONS { timer.saturating_sub(CHIPS.len()) } else { 0 };
         self.needs_service |= 1 << owner;
     }
 
-    /// Takes the timers that have reached `now`, one after the other, from `start` on.
+    /// Takes the next timer from index `start` on whose deadline is not after `now`.
     pub fn take_due(&mut self, start: usize, now: Nanos) -> Option<usize> {
         let from = u64::MAX.checked_shl(start as u32).unwrap_or(0);
         let due = ones(self.armed & from).find(|&timer| self.timers[timer] <= now)?;
@@ -194,19 +194,19 @@ impl InterruptRouter {
         Some(due)
     }
 
-    /// The next deadline of a CPU: of its local APIC, for CPU 0 also of chips and functions.
+    /// Next deadline of a CPU: of its local APIC, for CPU 0 also of devices and functions.
     pub fn deadline(&self, cpu: usize) -> Nanos {
         let mine = if cpu == 0 { !OTHER_APICS } else { 1 << (CHIPS.len() + cpu) };
         ones(self.armed & mine).map(|timer| self.timers[timer]).fold(NEVER, Nanos::min)
     }
 
-    /// The machine ends, as it was first told.
+    /// Ends the VM; the first outcome counts.
     pub fn end(&mut self, outcome: Outcome) {
         self.end.get_or_insert(outcome);
         self.needs_service = u32::MAX;
     }
 
-    /// Takes the CPUs that are to be kicked: what waits for them is not known to them yet.
+    /// Takes the CPUs to kick: those with pending events that have not been kicked yet.
     #[inline]
     pub fn take_kicks(&mut self) -> u32 {
         let kicks = self.needs_service & !self.kicked;
@@ -214,14 +214,14 @@ impl InterruptRouter {
         kicks
     }
 
-    /// The CPU has looked at everything.
-    pub fn looked(&mut self, cpu: usize) {
+    /// Marks the pending events of a CPU as serviced.
+    pub fn mark_serviced(&mut self, cpu: usize) {
         self.needs_service &= !(1 << cpu);
         self.kicked &= !(1 << cpu);
     }
 
-    /// Logs a message once for its key.
-    pub fn say<H: Host>(
+    /// Logs a message once per key.
+    pub fn log_once<H: Host>(
         &mut self,
         host: &mut H,
         level: Level,
@@ -229,25 +229,25 @@ impl InterruptRouter {
         text: core::fmt::Arguments<'_>,
     ) {
         match self.once.enter(key) {
-            Say::It => host.log(level, text),
-            Say::Last => {
+            LogDecision::Log => host.log(level, text),
+            LogDecision::LogLast => {
                 host.log(level, text);
                 host.log(level, format_args!("further unknown accesses are only counted"));
             }
-            Say::Nothing => {}
+            LogDecision::Skip => {}
         }
     }
 }
 
-/// The world as one chip sees it.
+/// Environment of one device.
 pub struct ChipEnv<'a, H> {
     pub router: &'a mut InterruptRouter,
     pub host: &'a mut H,
-    /// Number of the chip's timer; local APICs come after [`CHIPS`], then PCI functions.
+    /// Timer index of the device; local APICs follow [`CHIPS`], then PCI functions.
     pub chip: usize,
 }
 
-/// ISA interrupt of a chip's line 0.
+/// ISA interrupt of a device's line 0.
 const fn irq(chip: usize) -> Option<u8> {
     const UART: usize = Chip::Uart as usize;
     const PIT: usize = Chip::Pit as usize;
@@ -331,7 +331,7 @@ impl<H: Host> Env for ChipEnv<'_, H> {
             *place = message;
             self.router.message_count += 1;
         } else {
-            // Cannot happen: see `MESSAGES`.
+            // Unreachable: see `MESSAGES`.
             self.router.counters.other += 1;
         }
     }
@@ -345,7 +345,7 @@ impl<H: Host> Env for ChipEnv<'_, H> {
             MachineEvent::GuestCrashLoaded => {
                 let what = "the guest has crashed and runs its crash kernel";
                 let key = what.as_ptr().addr() as u64;
-                return self.router.say(self.host, Level::Info, key, format_args!("{what}"));
+                return self.router.log_once(self.host, Level::Info, key, format_args!("{what}"));
             }
         };
         self.router.end(outcome);
@@ -353,13 +353,13 @@ impl<H: Host> Env for ChipEnv<'_, H> {
 
     fn missing(&mut self, what: &'static str, value: u64) {
         self.router.counters.missing += 1;
-        // The text's address is as good as the text: each is one literal of one chip.
+        // The address identifies the text: each is one literal of one device.
         let key = what.as_ptr().addr() as u64;
-        self.router.say(self.host, Level::Warning, key, format_args!("{what} ({value:#x})"));
+        self.router.log_once(self.host, Level::Warning, key, format_args!("{what} ({value:#x})"));
     }
 }
 
-/// The world as one function sees it.
+/// Environment of one PCI function.
 pub struct FunctionEnv<'a, H> {
     pub chip: ChipEnv<'a, H>,
     pub backend: &'a mut dyn DeviceBackend,

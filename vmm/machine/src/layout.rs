@@ -1,5 +1,4 @@
-//! Where everything is on the board `pc`: the only place with these numbers. Tables for the guest
-//! are made from [`layout`].
+//! Address map of the board `pc`, defined only here. Firmware tables are generated from [`layout`].
 //!
 //! | port | chip | interrupt |
 //! |---|---|---|
@@ -16,9 +15,9 @@
 //! | cf8–cff | PCI configuration, on a board with PCI | |
 //! | cf9 | reset | |
 //!
-//! Memory: RAM from 0 to at most [`HOLE`], and from 4 GiB on; the I/O APIC at [`IO_APIC`], each local APIC at
-//! [`LOCAL_APIC`] until its processor moves it. On a board with PCI, windows of functions from [`PCI_WINDOW`] on
-//! and the configuration space at [`ECAM`].
+//! Memory: RAM from 0 to at most [`HOLE`], and from 4 GiB on; the I/O APIC at [`IO_APIC`], each
+//! local APIC at [`LOCAL_APIC`] until its CPU moves it. On a board with PCI, windows of functions
+//! from [`PCI_WINDOW`] on and the configuration space at [`ECAM`].
 
 use hw_x86::apic;
 use proto::channel;
@@ -27,13 +26,13 @@ use vmm_cpu::MAX_VCPUS;
 use vmm_dev::channel::SHARES_WINDOW;
 use vmm_dev::pc::{pm, reset, rtc};
 
-/// End of low RAM: from here to 4 GiB are devices.
+/// End of low RAM: addresses from here to 4 GiB belong to devices.
 pub const HOLE: u64 = 0xc000_0000;
 /// Registers of the I/O APIC.
 pub const IO_APIC: u64 = 0xfec0_0000;
 /// Registers of a local APIC after reset.
 pub const LOCAL_APIC: u64 = 0xfee0_0000;
-/// Identifier of the I/O APIC: the first that no processor has.
+/// Id of the I/O APIC: the first that no CPU has.
 pub const IO_APIC_ID: u8 = MAX_VCPUS as u8;
 
 /// Edge/level registers of the 8259A pair.
@@ -60,8 +59,8 @@ pub const DEBUG_EXIT: u16 = 0x501;
 pub const PVPANIC: u16 = 0x505;
 /// ACPI power management.
 pub const PM: u16 = 0x600;
-/// Configuration address of PCI, which need not be there; the reset port is inside it but answers only to accesses of
-/// one byte.
+/// Configuration address of PCI, absent on a board without PCI; the reset port is inside it but
+/// responds only to accesses of one byte.
 pub const PCI_ADDRESS: u16 = 0xcf8;
 /// Configuration data of PCI, 4 bytes.
 pub const PCI_DATA: u16 = PCI_ADDRESS + 4;
@@ -69,18 +68,18 @@ pub const PCI_DATA: u16 = PCI_ADDRESS + 4;
 pub const PCI_WINDOW: u32 = HOLE as u32;
 /// Bytes for windows of PCI functions.
 pub const PCI_WINDOW_LENGTH: u32 = 0x2000_0000;
-/// Memory of the first channel to another machine; the others follow.
+/// Memory of the first channel to another VM; the other channels follow.
 const CHANNEL_WINDOW: u32 = PCI_WINDOW + 0x1000_0000;
-/// Distance of channels, a multiple of the most memory of one.
+/// Distance of channels, a multiple of the maximum memory of one.
 const CHANNEL_STRIDE: u32 = 0x200_0000;
-/// What the peer of a channel shares, from its memory on.
+/// Offset of the peer's shares from the channel's memory.
 pub const CHANNEL_SHARES: u32 = channel::MAX_SIZE as u32;
 const _: () = assert!(CHANNEL_SHARES + SHARES_WINDOW <= CHANNEL_STRIDE);
 const _: () = assert!(
     CHANNEL_WINDOW + channel::MAX_VM_CHANNELS as u32 * CHANNEL_STRIDE
         <= PCI_WINDOW + PCI_WINDOW_LENGTH
 );
-/// Where the memory of a channel is from power-on.
+/// Address of a channel's memory at power-on.
 pub const fn channel_memory(number: u8) -> u32 {
     CHANNEL_WINDOW + number as u32 % channel::MAX_VM_CHANNELS as u32 * CHANNEL_STRIDE
 }
@@ -106,7 +105,7 @@ pub const SCI: u8 = 9;
 /// I/O APIC input of the 8254; the other ISA interrupts have the input of their number.
 pub const PIT_GSI: u8 = 2;
 
-/// The layout of a board without PCI, as the table generator wants it.
+/// The layout of a board without PCI, for the table generator.
 pub fn layout() -> PcLayout {
     PcLayout {
         hole_start: HOLE,

@@ -1,24 +1,25 @@
-//! Boards: which chips a virtual machine has, where they sit and how they are wired.
+//! Boards: the devices of a VM, their addresses and their interrupt wiring.
 //!
-//! The program that hosts a machine implements [`Host`] for the machine's outside and
-//! [`vmm_cpu::Vcpu`] for each virtual CPU, then calls [`Pc::run`] in a loop:
+//! The VMM implements [`Host`] for the VM and [`vmm_cpu::Vcpu`] for each vCPU, then calls
+//! [`Pc::run`] in a loop:
 //!
 //! ```text
 //! // PcConfig, &GuestMemory, impl Fn(leaf, subleaf) -> [eax, ebx, ecx, edx] of the host
-//! let mut pc = Pc::new(config, memory, host_cpuid);
+//! let pc = Pc::new(config, memory, host_cpuid);
+//! let mut cpu = pc.cpu(0);                          // index of the vCPU
 //! // initial registers: from vmm-boot, through vmm_cpu::Vcpu; TSC offset and XCR0: by `run`
 //! loop {
-//!     match pc.run(0, &mut vcpu, &mut host) {       // index of the vCPU
-//!         StopReason::Recall(events) => { /* host's own events */ pc.input(Some(&cpu), &mut host); }
+//!     match pc.run(&mut cpu, &mut vcpu, &mut host) {
+//!         StopReason::Recall(events) => { /* handle them */ pc.input(Some(&cpu), &mut host); }
 //!         StopReason::Idle { deadline_tsc } => { /* wait for a notification or the deadline */ }
 //!         StopReason::End(outcome) => break,
 //!     }
 //! }
 //! ```
 //!
-//! Invariants: time comes from the host's time-stamp counter only; the order of calls determines what the
-//! machine does; nothing that a guest does panics, and one call does a bounded amount of work beside
-//! running the guest.
+//! Invariants: time comes from the host's time-stamp counter only; the order of calls determines
+//! the behaviour of the VM; no guest operation causes a panic, and one call does a bounded amount
+//! of work beside running the guest.
 #![cfg_attr(not(test), no_std)]
 #![forbid(unsafe_code)]
 
@@ -41,42 +42,43 @@ use proto::wedge::log;
 use vmm_cpu::TscClock;
 pub use vmm_cpu::{Outcome, StopReason};
 
-/// What a machine is made of.
+/// Configuration of a board.
 #[derive(Clone, Copy, Debug)]
 pub struct PcConfig {
-    /// Virtual CPUs, 1 to as many as the [`Pc`] has room for.
+    /// Number of vCPUs, 1 to the capacity of the [`Pc`].
     pub vcpus: u8,
-    /// Machine time: the host's counter frequency, and its value when the machine starts.
+    /// VM time: frequency of the host's counter, and its value at the start of the VM.
     pub clock: TscClock,
     /// `XCR0` bits that the host switches for guests.
     pub xcr0_mask: u64,
-    /// Wall-clock time at machine time 0, in seconds since 1970-01-01 UTC.
+    /// Wall-clock time at VM time 0, in seconds since 1970-01-01 UTC.
     pub start_unix: u64,
     /// Offer the KVM paravirtual clock.
     pub kvmclock: bool,
-    /// Offer the KVM record of stolen time.
+    /// Offer the KVM steal-time record.
     pub steal_time: bool,
-    /// Offer flushes of other CPUs' TLBs that are asked for in that record.
+    /// Offer TLB flushes of other CPUs that are requested in that record.
     pub pv_flush: bool,
-    /// Offer interrupts to several CPUs by one KVM hypercall. Not where the guest's hypercalls may reach somebody else.
+    /// Offer IPIs to several CPUs by one KVM hypercall. Not for hosts where the guest's hypercalls
+    /// may reach another hypervisor.
     pub pv_ipi: bool,
-    /// Number of the machine among all of its host, from 1.
+    /// Id of the VM among all VMs of its host, from 1.
     pub id: u32,
 }
 
-/// How grave a message is.
+/// Severity of a message.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum Level {
-    /// The machine cannot go on.
+    /// The VM cannot continue.
     Error,
-    /// The guest did something that this machine does not support.
+    /// The guest used a feature that the VM does not support.
     Warning,
-    /// Worth knowing.
+    /// Information.
     Info,
 }
 
 impl Level {
-    /// Its number among those of [`proto::wedge::log`].
+    /// Value in [`proto::wedge::log`].
     pub const fn number(self) -> u64 {
         match self {
             Self::Error => log::ERROR,
@@ -86,18 +88,18 @@ impl Level {
     }
 }
 
-/// The outside of a machine.
+/// Services of the VMM process for a board.
 pub trait Host {
-    /// The host's time-stamp counter, now.
+    /// Current value of the host's time-stamp counter.
     fn tsc(&self) -> u64;
-    /// Puts a byte to the serial line. `false`: no room now; the machine keeps the byte and
-    /// tries again when [`Pc::input`] is called.
+    /// Writes a byte to the serial line. `false` without room: the board keeps the byte and tries
+    /// again when [`Pc::input`] is called.
     fn put(&mut self, byte: u8) -> bool;
-    /// Takes a byte from the serial line, if there is one.
+    /// Reads a byte from the serial line, if one is available.
     fn take(&mut self) -> Option<u8>;
-    /// A message for the log, one line.
+    /// Logs a message of one line.
     fn log(&mut self, level: Level, text: fmt::Arguments<'_>);
-    /// Virtual CPU `index`, which may be running on another host CPU or be idle, has something to do.
-    /// Never called for the vCPU that is being run.
+    /// Wakes vCPU `index`, which may run on another host CPU or be idle. Never called for the vCPU
+    /// that is being run.
     fn kick(&mut self, index: usize);
 }

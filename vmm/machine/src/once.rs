@@ -1,40 +1,42 @@
-//! Messages that are logged once each: a small set of keys that forgets nothing and says when it is full.
+//! Messages that are logged once each: a small set of keys that drops no key and reports when it is
+//! full.
 
 const ENTRIES: usize = 48;
 
-/// Keys of the messages that a virtual machine has logged. It bounds what a guest can log in its whole life only if
-/// the host hands it on to the board of the next boot ([`Pc::keep_logged`](crate::Pc::keep_logged)).
+/// Keys of the messages that a VM has logged. The set bounds the log output of a guest over its
+/// whole life only if the host passes it to the board of the next boot
+/// ([`Pc::keep_logged`](crate::Pc::keep_logged)).
 #[derive(Clone, Debug)]
 pub struct Once {
     keys: [u64; ENTRIES],
     used: usize,
 }
 
-/// What to do about a key.
+/// Decision about a message.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Say {
-    /// It is new: log it.
-    It,
-    /// It is new, and the last that is logged.
-    Last,
-    /// It is known, or the set is full.
-    Nothing,
+pub enum LogDecision {
+    /// The key is new: log the message.
+    Log,
+    /// The key is new and fills the set: log the message, and that it is the last.
+    LogLast,
+    /// The key is known, or the set is full.
+    Skip,
 }
 
 impl Once {
-    /// An empty set.
+    /// Creates an empty set.
     pub const fn new() -> Self {
         Self { keys: [0; ENTRIES], used: 0 }
     }
 
-    /// Enters a key.
-    pub fn enter(&mut self, key: u64) -> Say {
+    /// Inserts a key.
+    pub fn enter(&mut self, key: u64) -> LogDecision {
         if self.used == ENTRIES || self.keys[..self.used].contains(&key) {
-            return Say::Nothing;
+            return LogDecision::Skip;
         }
         self.keys[self.used] = key;
         self.used += 1;
-        if self.used == ENTRIES { Say::Last } else { Say::It }
+        if self.used == ENTRIES { LogDecision::LogLast } else { LogDecision::Log }
     }
 }
 
@@ -51,13 +53,13 @@ mod tests {
     #[test]
     fn each_once_until_full() {
         let mut once = Once::new();
-        assert_eq!((once.enter(0), once.enter(0)), (Say::It, Say::Nothing));
+        assert_eq!((once.enter(0), once.enter(0)), (LogDecision::Log, LogDecision::Skip));
         for key in 1..ENTRIES as u64 - 1 {
-            assert_eq!(once.enter(key), Say::It);
+            assert_eq!(once.enter(key), LogDecision::Log);
         }
         assert_eq!(
             (once.enter(99), once.enter(99), once.enter(100)),
-            (Say::Last, Say::Nothing, Say::Nothing)
+            (LogDecision::LogLast, LogDecision::Skip, LogDecision::Skip)
         );
     }
 }

@@ -1,10 +1,11 @@
-//! The board `pc`: chips of a PC, with or without PCI, at the places of [`layout`].
+//! The board `pc`: devices of a PC, with or without PCI, at the addresses of [`layout`].
 //!
-//! Virtual CPUs run at the same time, each in a thread of the host's. What never changes ([`Fixed`]) they share; chips
-//! and wires are behind one lock, which is held while a chip works and never while the guest runs. Whoever leaves
-//! something for another CPU kicks it: a kick that comes before that CPU enters the guest or waits is not lost
-//! ([`Host::kick`]), and it looks at everything after each kick, so its own memory of having something to look
-//! at ([`CpuBus::needs_service`]) need not be shared.
+//! vCPUs run concurrently, each in a thread of the host. They share constant state ([`Fixed`])
+//! without a lock; one lock protects devices and router and is held while a device works, never
+//! while the guest runs. A thread that creates an event for another CPU kicks it: a kick before
+//! that CPU enters the guest or waits is not lost ([`Host::kick`]), and the CPU services all its
+//! events after each kick, so its flag for pending events ([`CpuBus::needs_service`]) need not be
+//! shared.
 
 use hw_x86::cpuid::leaf;
 use vmm_bus::{Access, Device, InterruptMessage, Map, Piece, Region, WAKE_CHANGE, WAKE_INPUT};
@@ -22,7 +23,7 @@ use vmm_dev::pc::debugexit::DebugExit;
 use vmm_dev::pc::ioapic::{self, IoApic};
 use vmm_dev::pc::kbd::Keyboard;
 use vmm_dev::pc::lapic::{self, Config, LocalApic, Mode};
-use vmm_dev::pc::pci::{self, Bridge, ConfigAddress, Function, Target};
+use vmm_dev::pc::pci::{self, Bridge, ConfigAddress, ConfigTarget, Function};
 use vmm_dev::pc::pic::PicPair;
 use vmm_dev::pc::pit::Pit;
 use vmm_dev::pc::pm::{self, AcpiPm};
@@ -43,18 +44,18 @@ use crate::layout;
 use crate::once::Once;
 use crate::{Host, Level, PcConfig};
 
-/// Ranges of ports.
+/// Number of port ranges.
 const PORT_RANGES: usize = 17;
 const FOUR_GIB: u64 = 1 << 32;
 
-/// A machine with room for `CPUS` virtual CPUs, at most [`MAX_VCPUS`]. Threads of virtual CPUs wait for each other as
-/// `R` says. `P` is what is on the PCI bus; `()`: there is none.
+/// A board with room for `CPUS` vCPUs, at most [`MAX_VCPUS`]. vCPU threads wait for the lock with
+/// strategy `R`. `P` holds the functions on the PCI bus; `()`: no PCI.
 pub struct Pc<'m, R = Spin, const CPUS: usize = MAX_VCPUS, P = ()> {
     fixed: Fixed<'m>,
     machine: SpinMutex<Machine<CPUS, P>, R>,
 }
 
-/// What does not change while the machine runs.
+/// Constant state of a running VM.
 struct Fixed<'m> {
     memory: &'m GuestMemory,
     cpuid: CpuidTable,
@@ -66,13 +67,13 @@ struct Fixed<'m> {
     maps: Maps,
 }
 
-/// Chips and wires.
+/// Devices and their router.
 struct Machine<const CPUS: usize, P> {
     chips: Chips,
     apics: [LocalApic; CPUS],
-    /// An I/O APIC input in mode ExtINT asks a CPU to take its vector from the 8259.
+    /// An I/O APIC input in mode ExtINT requests an interrupt acknowledge cycle with the 8259.
     ext_int: u32,
-    /// The 8259's output when the board looked last.
+    /// The 8259's output at the last propagation.
     intr: bool,
     nmi: u32,
     init: u32,
@@ -88,11 +89,11 @@ struct Bus<P> {
     functions: P,
 }
 
-/// Who answers where.
+/// Address maps.
 struct Maps {
     ports: Map<PORT_RANGES>,
     io_apic: Map<1>,
-    /// The page of a local APIC, wherever its processor has it.
+    /// The page of a local APIC, independent of its current address.
     local_apic: Map<1>,
 }
 
@@ -131,7 +132,7 @@ impl Chips {
     }
 }
 
-/// Who answers at which port.
+/// Map of the ports.
 fn ports() -> Map<PORT_RANGES> {
     use layout::*;
     let at = |port: u16, length, chip: Chip| Region::bytes(port.into(), length, chip as u16);
@@ -154,7 +155,7 @@ fn ports() -> Map<PORT_RANGES> {
     ];
     let mut map = Map::new();
     for region in regions {
-        // A test holds the table to be free of overlap.
+        // A test verifies that the table has no overlap.
         let _ = map.insert(region);
     }
     map
@@ -167,7 +168,7 @@ fn page_of_words(base: u64, length: u64, chip: Chip) -> Map<1> {
 }
 
 impl<'m, R: RelaxStrategy, const CPUS: usize> Pc<'m, R, CPUS> {
-    /// A machine without PCI; else as [`Pc::with_functions`].
+    /// Creates a board without PCI; see [`Pc::with_functions`].
     #[inline]
     pub fn new(
         config: PcConfig,
@@ -179,9 +180,9 @@ impl<'m, R: RelaxStrategy, const CPUS: usize> Pc<'m, R, CPUS> {
 }
 
 impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions> Pc<'m, R, CPUS, P> {
-    /// A machine in the state after power-on, its memory as the caller has filled it. `host_cpuid` gives the
-    /// host's `CPUID` answers for a leaf and a subleaf; `functions` is what is on the PCI bus.
-    // Not inlined: what it needs on the stack is free again when the machine runs.
+    /// Creates a board in its power-on state; the caller has filled guest memory. `host_cpuid`
+    /// returns the host's `CPUID` results for a leaf and a subleaf; `functions` are on the PCI bus.
+    // Not inlined: its stack is free again while the VM runs.
     #[inline(never)]
     pub fn with_functions(
         config: PcConfig,
@@ -266,86 +267,88 @@ impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions> Pc<'m, R, CPUS, P> {
         Self { fixed: fixed(cpuid), machine: SpinMutex::new(machine()) }
     }
 
-    /// What `CPUID` says, for hosts that answer it themselves.
+    /// `CPUID` table, for hosts that handle `CPUID` themselves.
     pub fn cpuid(&self) -> &CpuidTable {
         &self.fixed.cpuid
     }
 
-    /// Virtual CPU `index` in its state after power-on, to be made once: CPU 0 runs, the others wait to be started.
+    /// Creates vCPU `index` in its power-on state, once: CPU 0 runs, other CPUs wait for a start-up
+    /// IPI.
     pub fn cpu(&self, index: usize) -> Cpu {
         Cpu::new(index.min(self.fixed.vcpus - 1), self.fixed.physical_bits)
     }
 
-    /// Runs a virtual CPU until the host is needed. `host` is the outside as the CPU's thread reaches it.
+    /// Runs a vCPU until the host is needed. `host`: services for the thread of this vCPU.
     pub fn run<V: Vcpu, H: Host>(&self, cpu: &mut Cpu, vcpu: &mut V, host: &mut H) -> StopReason {
         let mut bus = CpuBus { pc: self, host, cpu: cpu.index(), needs_service: false };
         cpu.run(vcpu, &mut bus)
     }
 
-    /// The serial line has bytes, or takes bytes again. `caller`: the virtual CPU whose thread calls between two of its
-    /// runs, if any; it needs no kick to look at what comes of it. The same holds for the next two.
+    /// Notifies the serial line of input or of room for output. `caller`: the vCPU whose thread
+    /// calls between two runs, if any; it needs no kick. The same holds for
+    /// [`Self::function_input`] and [`Self::function_change`].
     pub fn input<H: Host>(&self, caller: Option<&Cpu>, host: &mut H) {
         self.locked(host, caller.map_or(CPUS, Cpu::index), |board| {
             board.with_chip(Chip::Uart, |chip, env| chip.wake(WAKE_INPUT, env));
         });
     }
 
-    /// The outside of the PCI function in `slot` has something for it, or takes something again.
+    /// Notifies the PCI function in `slot` of input or completions of its back end.
     pub fn function_input<H: Host>(&self, slot: usize, caller: Option<&Cpu>, host: &mut H) {
         self.locked(host, caller.map_or(CPUS, Cpu::index), |board| {
             board.with_function(slot, |function, env| function.wake(WAKE_INPUT, env));
         });
     }
 
-    /// The outside of the PCI function in `slot` is not what it was.
+    /// Notifies the PCI function in `slot` that the properties of its back end have changed.
     pub fn function_change<H: Host>(&self, slot: usize, caller: Option<&Cpu>, host: &mut H) {
         self.locked(host, caller.map_or(CPUS, Cpu::index), |board| {
             board.with_function(slot, |function, env| function.wake(WAKE_CHANGE, env));
         });
     }
 
-    /// Gives access to what is on the PCI bus, while no virtual CPU uses it.
+    /// Calls `act` with the functions on the PCI bus, under the lock.
     pub fn functions<T>(&self, act: impl FnOnce(&mut P) -> T) -> T {
         act(&mut self.machine.lock().pci.functions)
     }
 
-    /// The power button is pressed: the guest is asked to switch off.
+    /// Presses the power button: requests a shutdown of the guest.
     pub fn press_power_button<H: Host>(&self, host: &mut H) {
         self.locked(host, CPUS, |board| {
             let Machine { chips, router, .. } = &mut *board.machine;
             let mut env = ChipEnv { router, host: &mut *board.host, chip: Chip::Pm as usize };
             chips.pm.press_power_button(&mut env);
-            board.carry_on();
+            board.propagate();
         });
     }
 
-    /// The machine ends, if it has not already: every virtual CPU's [`Pc::run`] says so.
+    /// Ends the VM unless it has ended: [`Pc::run`] returns the outcome on every vCPU.
     pub fn end<H: Host>(&self, outcome: Outcome, host: &mut H) {
         self.locked(host, CPUS, |board| board.machine.router.end(outcome));
     }
 
-    /// How the machine has ended.
+    /// Outcome, once the VM has ended.
     pub fn outcome(&self) -> Option<Outcome> {
         self.machine.lock().router.end
     }
 
-    /// What the guest did that the machine does not know.
+    /// Counters of unsupported guest operations.
     pub fn counters(&self) -> Counters {
         self.machine.lock().router.counters
     }
 
-    /// Keys of the messages that were logged so far, for the board of the guest's next boot.
+    /// Keys of the messages logged so far, for the board of the guest's next boot.
     pub fn logged(&self) -> Once {
         self.machine.lock().router.once.clone()
     }
 
-    /// Takes over the keys of messages that earlier boots of the guest have logged: none of them is logged again.
+    /// Takes over the keys of messages that earlier boots have logged: none is logged again.
     pub fn keep_logged(&self, logged: Once) {
         self.machine.lock().router.once = logged;
     }
 
-    /// Works on the chips, on behalf of virtual CPU `running` ([`CPUS`](Self): of none), and kicks those CPUs that have
-    /// something to look at afterwards.
+    /// Calls `act` under the lock on behalf of vCPU `running` ([`CPUS`](Self): none), and then
+    /// kicks the CPUs with new events.
     #[inline]
     fn locked<H: Host, T>(
         &self,
@@ -357,7 +360,7 @@ impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions> Pc<'m, R, CPUS, P> {
         let mut board = PcBoard { fixed: &self.fixed, machine: &mut machine, host: &mut *host };
         let result = act(&mut board);
         let others = board.machine.router.take_kicks() & !(1 << running);
-        // Who is kicked may run before this thread goes on, and wants the lock.
+        // A kicked CPU may run before this thread continues, and takes the lock.
         drop(machine);
         if others != 0 {
             self.kick(others, host);
@@ -373,7 +376,7 @@ impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions> Pc<'m, R, CPUS, P> {
     }
 }
 
-/// The chips together with the outside, while the lock is held.
+/// Devices and host services, while the lock is held.
 struct PcBoard<'a, 'm, H, const CPUS: usize, P> {
     fixed: &'a Fixed<'m>,
     machine: &'a mut Machine<CPUS, P>,
@@ -381,7 +384,7 @@ struct PcBoard<'a, 'm, H, const CPUS: usize, P> {
 }
 
 impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
-    /// Calls a chip, then carries on its effects.
+    /// Calls a device, then propagates its effects.
     #[inline]
     fn with_chip<R>(
         &mut self,
@@ -391,13 +394,13 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
         let Machine { chips, router, .. } = &mut *self.machine;
         let mut env = ChipEnv { router, host: &mut *self.host, chip: chip as usize };
         let result = call(chips.get(chip)?, &mut env);
-        if self.machine.router.busy() || chip == Chip::Pic {
-            self.carry_on();
+        if self.machine.router.has_pending() || chip == Chip::Pic {
+            self.propagate();
         }
         Some(result)
     }
 
-    /// Calls a local APIC, then carries on its effects.
+    /// Calls a local APIC, then propagates its effects.
     fn with_apic<R>(
         &mut self,
         cpu: usize,
@@ -406,10 +409,10 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
         let Machine { apics, router, .. } = &mut *self.machine;
         let mut env = ChipEnv { router, host: &mut *self.host, chip: CHIPS.len() + cpu };
         let result = call(&mut apics[cpu], &mut env);
-        // The sender of a message has served itself already.
+        // The APIC has delivered the message to itself already.
         self.deliver_all(Some(cpu));
-        if self.machine.apics[cpu].has_events() || self.machine.router.busy() {
-            self.carry_on();
+        if self.machine.apics[cpu].has_events() || self.machine.router.has_pending() {
+            self.propagate();
         }
         if self.interrupt_waits(cpu) {
             self.machine.router.needs_service |= 1 << cpu;
@@ -417,7 +420,7 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
         result
     }
 
-    /// Calls a PCI function, then carries on its effects.
+    /// Calls a PCI function, then propagates its effects.
     fn with_function<T>(
         &mut self,
         slot: usize,
@@ -427,15 +430,15 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
         let chip = ChipEnv { router, host: &mut *self.host, chip: FUNCTIONS + slot };
         let (function, backend) = pci.functions.get(slot)?;
         let result = call(function, &mut FunctionEnv { chip, backend });
-        // Most often nothing else.
+        // Common case: no other effects.
         self.deliver_all(None);
-        if self.machine.router.busy() {
-            self.carry_on();
+        if self.machine.router.has_pending() {
+            self.propagate();
         }
         Some(result)
     }
 
-    /// The slot of the function whose window is at an address, and the offset in it.
+    /// Slot of the function with a window at `address`, and the offset in the window.
     fn function_at(&mut self, address: u64) -> Option<(usize, u64)> {
         let functions = &mut self.machine.pci.functions;
         (0..functions.slots()).find_map(|slot| {
@@ -446,14 +449,14 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
     }
 
     /// Reads from configuration space.
-    fn config_read(&mut self, target: Option<Target>, size: u8) -> u64 {
-        let nobody = Access::new(0, size).open_bus();
-        let Some(target) = target else { return nobody };
+    fn config_read(&mut self, target: Option<ConfigTarget>, size: u8) -> u64 {
+        let open_bus = Access::new(0, size).open_bus();
+        let Some(target) = target else { return open_bus };
         match usize::from(target.device).checked_sub(1) {
             Some(slot) => {
                 let read =
                     self.with_function(slot, |function, env| target.read(Some(function), env));
-                read.unwrap_or(nobody)
+                read.unwrap_or(open_bus)
             }
             None => {
                 let Machine { pci, router, .. } = &mut *self.machine;
@@ -464,7 +467,7 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
     }
 
     /// Writes to configuration space.
-    fn config_write(&mut self, target: Option<Target>, value: u64) {
+    fn config_write(&mut self, target: Option<ConfigTarget>, value: u64) {
         let Some(target) = target else { return };
         match usize::from(target.device).checked_sub(1) {
             Some(slot) => {
@@ -478,7 +481,7 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
         }
     }
 
-    /// What an access to the ports of PCI means, if it is one.
+    /// Decodes an access to the PCI configuration ports, if it is one.
     #[inline]
     fn config_port(&self, port: u16, size: u8) -> Option<ConfigPort> {
         let offset = port.wrapping_sub(layout::PCI_ADDRESS);
@@ -495,14 +498,14 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
         }
     }
 
-    /// Whether an address belongs to the PCI of the board, if it has one.
+    /// True if the address belongs to the PCI of the board, if it has PCI.
     fn in_pci(&self, address: u64) -> bool {
         let end = u64::from(layout::ECAM) + pci::spec::ECAM_LEN;
         (layout::PCI_WINDOW.into()..end).contains(&address)
             && self.machine.pci.functions.slots() != 0
     }
 
-    /// Reads where PCI is, if there is PCI; `None` elsewhere.
+    /// Reads an address of PCI; `None` for other addresses or without PCI.
     fn pci_read(&mut self, address: u64, size: u8) -> Option<u64> {
         self.in_pci(address).then(|| {
             let mut value = 0;
@@ -525,7 +528,7 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
         })
     }
 
-    /// Writes where PCI is; whether it is there.
+    /// Writes an address of PCI; `false` for other addresses or without PCI.
     fn pci_write(&mut self, address: u64, size: u8, value: u64) -> bool {
         if !self.in_pci(address) {
             return false;
@@ -545,7 +548,7 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
         true
     }
 
-    /// Nothing answers at an address where PCI is.
+    /// Reports an address of PCI without a device.
     #[cold]
     fn no_window(&mut self, address: u64) {
         let functions = &mut self.machine.pci.functions;
@@ -557,9 +560,9 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
         }
     }
 
-    /// Takes what chips have left on the wires to where it goes, until nothing is left. Ends: a line change or a
-    /// message makes no new line change, and only an end of interrupt makes messages.
-    fn carry_on(&mut self) {
+    /// Propagates all recorded effects. Terminates: a line change or a message makes no line
+    /// change, and only an EOI makes messages.
+    fn propagate(&mut self) {
         loop {
             if let Some((irq, pulse, level)) = self.machine.router.take_change() {
                 for level in pulse.into_iter().chain([level]) {
@@ -583,7 +586,7 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
         }
     }
 
-    /// The 8259's output goes to LINT0 of every local APIC.
+    /// Connects the 8259's output to LINT0 of every local APIC.
     fn update_intr(&mut self) {
         let level = self.machine.chips.pic.intr();
         if level == self.machine.intr {
@@ -592,15 +595,15 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
         self.machine.intr = level;
         for cpu in 0..self.fixed.vcpus {
             self.machine.apics[cpu].set_lint(0, level);
-            // A pin in another mode than ExtINT may have made something of it.
+            // A pin in another mode than ExtINT may have turned the edge into an event.
             self.take_events_of(cpu);
             if self.interrupt_waits(cpu) {
-                self.alert(cpu);
+                self.request_service(cpu);
             }
         }
     }
 
-    /// Gives all messages to the local APICs that they are for, except the sender.
+    /// Delivers all messages to their local APICs, except the sender.
     #[inline]
     fn deliver_all(&mut self, sender: Option<usize>) {
         while let Some(message) = self.machine.router.take_message() {
@@ -608,7 +611,7 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
         }
     }
 
-    /// Gives a message to the local APICs that it is for, except the sender.
+    /// Delivers a message to its local APICs, except the sender.
     fn deliver(&mut self, message: InterruptMessage, sender: Option<usize>) {
         if message.delivery == lapic::spec::LOWEST {
             return self.deliver_lowest(message, sender);
@@ -620,7 +623,7 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
         }
     }
 
-    /// Gives a message to the one that has the lowest priority of those that it is for.
+    /// Delivers a message to the destination of lowest priority.
     #[cold]
     fn deliver_lowest(&mut self, message: InterruptMessage, sender: Option<usize>) {
         let apics = &self.machine.apics;
@@ -632,7 +635,8 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
         }
     }
 
-    /// Gives a message to the local APICs with these ids, the sender's too if it is among them; how many there are.
+    /// Delivers a message to the local APICs with these ids, including the sender's; returns their
+    /// number.
     fn multicast(&mut self, to: ApicIds, message: &InterruptMessage) -> u32 {
         let mut count = 0;
         for cpu in 0..self.fixed.vcpus {
@@ -647,16 +651,16 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
     fn deliver_to(&mut self, cpu: usize, message: &InterruptMessage) {
         if self.machine.apics[cpu].deliver(message) {
             self.take_events_of(cpu);
-            self.alert(cpu);
+            self.request_service(cpu);
         }
     }
 
-    /// The CPU has to look at what waits for it.
-    fn alert(&mut self, cpu: usize) {
+    /// Requests that the CPU services its pending events.
+    fn request_service(&mut self, cpu: usize) {
         self.machine.router.needs_service |= 1 << cpu;
     }
 
-    /// Takes what local APICs have for the board; whether there was anything.
+    /// Takes the events of local APICs for the board; true if there was any.
     fn take_apic_events(&mut self) -> bool {
         let mut any = false;
         for cpu in 0..self.fixed.vcpus {
@@ -702,11 +706,11 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
         }
         let alerts = events.nmi || events.init || events.ext_int || events.priority;
         if alerts || events.startup.is_some() {
-            self.alert(cpu);
+            self.request_service(cpu);
         }
     }
 
-    /// The 8259 has an interrupt for this CPU.
+    /// True if the 8259 has an interrupt for this CPU.
     #[inline]
     fn pic_waits(&self, cpu: usize) -> bool {
         let machine = &*self.machine;
@@ -714,14 +718,14 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
         machine.intr && (asked || machine.apics[cpu].accepts_pic() && cpu == 0)
     }
 
-    /// Whether an interrupt waits for this CPU, maybe for a lower task priority: the CPU may have one already that its local APIC
-    /// does not know yet.
+    /// True if an interrupt is pending for this CPU, even below the task priority: the CPU may have
+    /// a task priority that its local APIC does not know yet.
     #[inline]
     fn interrupt_waits(&self, cpu: usize) -> bool {
         self.machine.apics[cpu].has_pending() || self.pic_waits(cpu)
     }
 
-    /// The interrupt that waits for this CPU.
+    /// The interrupt pending for this CPU.
     fn waiting(&self, cpu: usize) -> PendingInterrupt {
         let apic = &self.machine.apics[cpu];
         match apic.pending() {
@@ -759,7 +763,7 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
         self.machine.router.counters.unknown_ports += 1;
         let port = access.offset;
         let text = format_args!("unknown port {port:#x}");
-        self.machine.router.say(self.host, PROBING, key(1, port), text);
+        self.machine.router.log_once(self.host, PROBING, key(1, port), text);
         access.open_bus()
     }
 
@@ -767,8 +771,8 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
     fn unknown_memory(&mut self, address: u64) {
         self.machine.router.counters.unknown_memory += 1;
         let page = address & !0xfff;
-        let text = format_args!("nothing at guest-physical address {address:#x}");
-        self.machine.router.say(self.host, PROBING, key(2, page), text);
+        let text = format_args!("no memory or device at guest-physical address {address:#x}");
+        self.machine.router.log_once(self.host, PROBING, key(2, page), text);
     }
 
     /// Offset in the page of this CPU's local APIC.
@@ -779,25 +783,25 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
     }
 }
 
-/// How grave it is when a guest looks for what is not there: systems find out in this way what machine they are on.
+/// Severity of probing: systems detect hardware by accessing absent devices.
 const PROBING: Level = Level::Info;
 
-/// What an access to the ports of PCI means.
+/// Meaning of an access to the PCI configuration ports.
 enum ConfigPort {
     Address,
-    /// Some register, or none that exists.
-    Data(Option<Target>),
+    /// A configuration register; `None` if it does not exist.
+    Data(Option<ConfigTarget>),
 }
 
 /// A naturally aligned part of an access, of at most four bytes.
 struct Part {
     address: u64,
     size: u8,
-    /// Place of its bits in the value.
+    /// Position of its bits in the value.
     shift: u32,
 }
 
-/// The parts of an access, which is at most eight bytes wide.
+/// Parts of an access of at most eight bytes.
 fn parts(address: u64, size: u8) -> impl Iterator<Item = Part> {
     let size = size.min(8);
     let mut done = 0;
@@ -907,10 +911,10 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
         });
     }
 
-    /// Lets everything that is due happen, and says what waits for a CPU.
+    /// Services all due timers and returns the events pending for a CPU.
     fn service_timers(&mut self, cpu: usize) -> Signals {
         let now = self.fixed.clock.nanos(self.host.tsc());
-        // Each timer once: one that is due again at once is seen by the next call.
+        // Each timer once: one that is due again at once is serviced by the next call.
         let mut start = 0;
         while let Some(timer) = self.machine.router.take_due(start, now) {
             start = timer + 1;
@@ -923,7 +927,7 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
                 }
                 None => {
                     let owner = timer - CHIPS.len();
-                    // Leaves the owner alerted if there is something for it.
+                    // Requests service of the owner if the timer creates an event.
                     self.with_apic(owner, |apic, env| apic.wake(0, env));
                 }
             }
@@ -949,7 +953,7 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
         };
         machine.nmi &= !bit;
         machine.init &= !bit;
-        machine.router.looked(cpu);
+        machine.router.mark_serviced(cpu);
         signals
     }
 
@@ -965,7 +969,7 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
         let vector = apic.pending()?;
         apic.set_offered(None);
         apic.accept(vector);
-        // Nothing else that is requested has a higher priority.
+        // No other requested interrupt has a higher priority.
         Some(Acknowledged { vector, eoi_elidable: apic.is_eoi_elidable(), more: false })
     }
 
@@ -982,42 +986,42 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
         match what {
             Unknown::MsrRead(msr) => {
                 let text = format_args!("read of unknown MSR {msr:#x}");
-                router.say(host, PROBING, key(3, msr.into()), text);
+                router.log_once(host, PROBING, key(3, msr.into()), text);
             }
             Unknown::MsrWrite(msr, value) => {
                 let text = format_args!("refused write of {value:#x} to MSR {msr:#x}");
-                router.say(host, PROBING, key(4, msr.into()), text);
+                router.log_once(host, PROBING, key(4, msr.into()), text);
             }
             Unknown::Instruction { rip, bytes } => {
                 let text = format_args!(
                     "instruction at {rip:#x} not emulated: {:02x?}",
                     bytes.to_le_bytes()
                 );
-                router.say(host, Level::Warning, key(5, bytes), text);
+                router.log_once(host, Level::Warning, key(5, bytes), text);
             }
             Unknown::Exit(code) => {
                 let text = format_args!("unknown exit {code:#x}");
-                router.say(host, Level::Warning, key(6, code), text);
+                router.log_once(host, Level::Warning, key(6, code), text);
             }
             Unknown::Hypercall(number) => {
                 let text = format_args!("unknown hypercall {number:#x}");
-                router.say(host, Level::Warning, key(7, number), text);
+                router.log_once(host, Level::Warning, key(7, number), text);
             }
             Unknown::Other(text, value) => {
                 let address = text.as_ptr().addr() as u64;
                 let text = format_args!("{text}: {value:#x}");
-                router.say(host, Level::Warning, key(0, address), text);
+                router.log_once(host, Level::Warning, key(0, address), text);
             }
         }
     }
 }
 
-/// The machine as one virtual CPU sees it while it runs.
+/// The board as seen by one vCPU while it runs.
 struct CpuBus<'a, 'm, H, R, const CPUS: usize, P> {
     pc: &'a Pc<'m, R, CPUS, P>,
     host: &'a mut H,
     cpu: usize,
-    /// There is something for this CPU to look at. What others leave for it comes with a kick.
+    /// This CPU has events to service. Events from other threads come with a kick.
     needs_service: bool,
 }
 
@@ -1032,7 +1036,7 @@ impl<'m, H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions> CpuBus<'_, 
         result
     }
 
-    /// What an emulated access comes to.
+    /// Result of an emulated access.
     fn finish<V: Vcpu>(&mut self, vcpu: &mut V, result: Result<Done, Stop>) -> Emulated {
         match result {
             Ok(Done::Next(next)) => Emulated::Next(next),
@@ -1154,7 +1158,7 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions> Board
     }
 
     fn end_of_interrupt(&mut self, cpu: usize) {
-        // One whose end concerns nobody else.
+        // An interrupt whose EOI has no further effect.
         self.locked(|board| {
             board.with_apic(cpu, |apic, _| apic.eoi());
         });
@@ -1166,7 +1170,7 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions> Board
     }
 }
 
-/// The devices as the emulator reaches them: the lock is taken for each access, not for the whole instruction.
+/// Devices for the emulator: the lock is taken for each access, not for the whole instruction.
 impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions> Devices
     for CpuBus<'_, '_, H, R, CPUS, P>
 {
@@ -1200,7 +1204,7 @@ mod tests {
 
     use crate::{DeviceBackend, Level, Model, Slots};
 
-    /// A host whose counter ticks once a nanosecond, when told.
+    /// A host whose counter ticks once a nanosecond, advanced by the test.
     #[derive(Default)]
     struct TestHost {
         tsc: u64,
@@ -1229,7 +1233,7 @@ mod tests {
         }
     }
 
-    /// The guest's moves in these tests.
+    /// Operations of the guest in these tests.
     struct Rig<'m, P = ()> {
         pc: Pc<'m, Spin, MAX_VCPUS, P>,
         cpu: Cpu,
@@ -1265,7 +1269,8 @@ mod tests {
             Self { cpu: pc.cpu(0), pc, vcpu, host: TestHost::default() }
         }
 
-        /// The guest takes the interrupt that is left to it, as a processor does, if it can: as an event of the entry.
+        /// Takes the offered virtual interrupt, as a CPU does, if possible: as an event of the
+        /// entry.
         fn take(vcpu: &mut ScriptedVcpu) {
             let Some(entry) = vcpu.entries.last_mut() else { return };
             if let (InterruptWindow::DeliverVirq(vector), Event::NONE, true) =
@@ -1276,7 +1281,7 @@ mod tests {
             }
         }
 
-        /// One exit, then back to the host.
+        /// One exit, then a return to the host.
         #[track_caller]
         fn exit(&mut self, exit: Exit) {
             self.vcpu.then(move |vcpu| {
@@ -1327,7 +1332,7 @@ mod tests {
             self.vcpu.gpr(Gpr::Rax) as u32
         }
 
-        /// Runs with interrupts on; gives the events of the entries.
+        /// Runs with interrupts enabled; returns the events of the entries.
         fn events(&mut self) -> Vec<Event> {
             self.vcpu.set(Reg::Rflags, RFLAGS_IF);
             self.vcpu.entries.clear();
@@ -1337,7 +1342,7 @@ mod tests {
             events.filter(|event| event.is_some()).collect()
         }
 
-        /// Programs the 8259s as an operating system does: vectors from 0x30, everything unmasked.
+        /// Programs the 8259s as an operating system does: vectors from 0x30, all inputs unmasked.
         fn init_pic(&mut self) {
             for (port, value) in [
                 (0x20, 0x11),
@@ -1433,7 +1438,7 @@ mod tests {
         rig.wrmsr(0x6e0, 5_000);
         assert_eq!(rig.events(), []);
         assert_eq!(rig.vcpu.deadline, 5_001, "never early");
-        // Both at once: the higher first, the other after its end.
+        // Both at once: the higher first, the lower after its EOI.
         rig.out(0x3fc, 0x08);
         rig.out(0x3f9, 0x02); // transmitter empty: at once
         rig.host.tsc = 5_001;
@@ -1460,7 +1465,7 @@ mod tests {
         assert_eq!(rig.vcpu.deadline, 1_501);
         rig.host.tsc = 1_501;
         assert_eq!(rig.events(), [Event::interrupt(0xec)]);
-        // A moved page answers at its new place only.
+        // A moved page responds at its new address only.
         rig.wrmsr(0x1b, 0xfed0_0900);
         assert_eq!(rig.mmio(&memory, 0xfed0_0030, None) & 0xff, 0x14);
         assert_eq!(rig.mmio(&memory, 0xfee0_0030, None), u32::MAX);
@@ -1476,7 +1481,7 @@ mod tests {
             rig.wrmsr(0x1234, 1);
         }
         assert_eq!(rig.mmio(&memory, 0xd000_0000, None), u32::MAX);
-        // PCI configuration is not there, and its address register is no reset port.
+        // PCI configuration is absent, and its address register is no reset port.
         rig.vcpu.set_gpr(Gpr::Rax, 0x8000_0600);
         rig.exit(io(0xcf8, 4, true));
         rig.exit(io(0xcf8, 4, false));
@@ -1500,7 +1505,7 @@ mod tests {
             rig.inb(0x2e8);
             // Another port at each boot.
             rig.inb(0x1000 + boot);
-            // The kernel's crash kernel runs, as often as it likes to say so.
+            // The crash kernel runs, and may report that repeatedly.
             rig.out(0x505, 2);
             rig.out(0x505, 2);
             logged = rig.pc.logged();
@@ -1564,12 +1569,12 @@ mod tests {
         memory.write_slice(0x1000, &[0x0f, 0x22, 0xc0]).unwrap(); // mov cr8, eax
         let mut rig = Rig::new(&memory, 1);
         rig.mmio(&memory, 0xfee0_00f0, Some(0x1ff));
-        // Another register sets it, and the processor has it.
+        // Written through the APIC's TPR, the priority reaches the CPU.
         rig.mmio(&memory, 0xfee0_0080, Some(0x93));
         assert_eq!(rig.vcpu.cr8, 9);
         rig.mmio(&memory, 0xfee0_0300, Some(SEND_SELF | VECTOR));
         assert_eq!((rig.events(), rig.vcpu.cr8_exits), ([].into(), true));
-        // It lets this class through only when it is below.
+        // The priority masks this class until it is lowered.
         memory.write_slice(0x1000, &[0x0f, 0x22, 0xc0]).unwrap();
         for (priority, expected) in [(4, None), (3, Some(Event::interrupt(VECTOR as u8)))] {
             rig.vcpu.set(Reg::Rip, 0x1000);
@@ -1588,7 +1593,8 @@ mod tests {
         let mut rig = Rig::new(&memory, 2);
         rig.mmio(&memory, 0xfee0_00f0, Some(0x1ff));
         rig.mmio(&memory, 0xfee0_0080, Some(0xf0));
-        // A timer that another processor's thread finds due, while the guest has already lowered its priority without an exit.
+        // A timer that another vCPU's thread services after the guest lowered its priority without
+        // an exit.
         rig.mmio(&memory, 0xfee0_0320, Some(0x51));
         rig.mmio(&memory, 0xfee0_03e0, Some(0xb));
         rig.mmio(&memory, 0xfee0_0380, Some(1000));
@@ -1625,14 +1631,15 @@ mod tests {
             (rig.vcpu.gpr(Gpr::Rax), rig.host.kicks.clone(), events.contains(&Event::NMI))
         };
         const NMI: u64 = 0x400;
-        // The sender may be meant too; others are kicked once until they have looked.
+        // The sender may be a target; other CPUs are kicked once until they have serviced their
+        // events.
         assert_eq!(call(0b111, 0, NMI), (3, [1, 2].into(), true));
         assert_eq!(call(0b11, 1, NMI), (2, [].into(), false));
         assert_eq!(call(!0, 3, NMI), (0, [].into(), false));
         assert_eq!(call(1, 0, 0x31), (1, [].into(), false), "its local APIC is off");
     }
 
-    /// Entropy of a test: always the same.
+    /// Entropy of a test: constant.
     struct Sevens(bool);
 
     impl DeviceBackend for Sevens {
@@ -1661,7 +1668,7 @@ mod tests {
         let mut rig = Rig::with(&memory, 1, slots);
         rig.wrmsr(0x1b, 0xfee0_0d00); // x2APIC
         rig.wrmsr(0x80f, 0x1ff);
-        // Both ways to configuration space.
+        // Both ways to access configuration space.
         let ecam = u64::from(layout::ECAM);
         assert_eq!(rig.config(0, None), 0x1044_1af4);
         assert_eq!(rig.mmio(&memory, ecam, None), 0x0008_1b36);

@@ -1,4 +1,4 @@
-//! Puts a virtual CPU into the state that a boot protocol asks for.
+//! Sets the initial registers of a boot protocol.
 
 use vmm_boot::InitialState;
 use vmm_cpu::{Event, Gpr, InterruptWindow, Reg, Seg, Vcpu};
@@ -9,7 +9,7 @@ const PAT: u64 = 0x0007_0406_0007_0406;
 const DR6: u64 = 0xffff_0ff0;
 const DR7: u64 = 0x400;
 
-/// Sets every register; those that the protocol leaves open are as after reset.
+/// Sets every register; those that the protocol leaves undefined get their reset values.
 pub fn set(vcpu: &mut impl Vcpu, state: &InitialState) {
     for code in 0..16 {
         vcpu.set_gpr(Gpr::from_code(code), 0);

@@ -1,17 +1,18 @@
-//! Guest physical memory as its VMM sees it: a few ranges of guest-physical addresses, each backed by a
-//! window of the VMM's own address space.
+//! Guest-physical memory as its VMM sees it: a few ranges of guest-physical addresses, each backed
+//! by a window of the VMM's own address space.
 //!
 //! # Soundness
 //!
-//! The guest, other virtual CPUs' threads and device servers change this memory at any moment. So there is
-//! never a Rust reference to it: every access goes through atomic operations with relaxed ordering, which the
-//! language allows to race. Values are copied out once and checked afterwards, so a guest cannot change what
-//! was checked. The only unsafe step for a user is [`GuestMemory::new`], which asserts that the windows
-//! exist; after it, every access is bounds-checked here, in [`GuestMemory::locate`], and nowhere else.
+//! The guest, threads of other vCPUs and device servers change this memory at any time. So no Rust
+//! reference to it exists: every access uses atomic operations with relaxed ordering, which the
+//! language allows to race. Values are copied out once and validated afterwards, so a guest cannot
+//! change a validated value. The only unsafe step for a user is [`GuestMemory::new`], which asserts
+//! that the windows exist; after it, every access is bounds-checked in [`GuestMemory::locate`], and
+//! only there.
 //!
-//! Invariants, made by `new` and never changed: ranges are sorted, do not overlap or wrap around, and are
-//! multiples of [`PAGE_SIZE`] in base, length and window address. An aligned word therefore never crosses
-//! a range, and is aligned in the window too.
+//! Invariants, established by `new` and never changed: ranges are sorted, do not overlap or wrap,
+//! and are multiples of [`PAGE_SIZE`] in base, length and window address. An aligned word therefore
+//! never crosses a range, and is aligned in the window too.
 #![cfg_attr(not(test), no_std)]
 
 #[cfg(any(test, feature = "testing", feature = "shared"))]
@@ -26,19 +27,19 @@ pub mod testing;
 
 use core::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering::Relaxed};
 
-/// Most ranges of one machine.
+/// Maximum number of ranges of a VM.
 pub const MAX_RANGES: usize = 8;
 /// Granularity of ranges, in bytes.
 pub const PAGE_SIZE: u64 = 4096;
 
-/// A range of guest-physical memory and where the VMM reaches it.
+/// A range of guest-physical memory, and its address in the VMM.
 #[derive(Clone, Copy, Debug)]
 pub struct Window {
     /// Guest-physical address of the first byte; page-aligned.
     pub base: u64,
     /// Length in bytes; a multiple of the page size, not 0.
     pub length: u64,
-    /// The first byte in the VMM's address space; page-aligned.
+    /// Address of the first byte in the VMM; page-aligned.
     pub host: *mut u8,
 }
 
@@ -46,13 +47,13 @@ impl Window {
     #[inline(always)]
     fn locate(&self, address: u64) -> Option<(*mut u8, u64)> {
         let offset = address.wrapping_sub(self.base);
-        // `wrapping_add` only forms the address; it is in the window, whoever uses it.
+        // `wrapping_add` only forms the address; it is inside the window.
         (offset < self.length)
             .then(|| (self.host.wrapping_add(offset as usize), self.length - offset))
     }
 }
 
-/// Why windows do not make a guest memory.
+/// Reason for rejecting a layout.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum LayoutError {
     /// More than [`MAX_RANGES`], or none.
@@ -67,12 +68,12 @@ pub enum LayoutError {
     Unordered,
 }
 
-/// Why an access was refused.
+/// Reason for rejecting an access.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum MemoryError {
-    /// Part of the access is not memory. A slice access may have been done up to there.
+    /// Part of the access is outside memory. A slice access may have been performed up to it.
     NotBacked {
-        /// First address of the access that is not memory.
+        /// First address of the access outside memory.
         address: u64,
     },
     /// An atomic operation is not aligned to its size.
@@ -91,28 +92,29 @@ pub enum Transfer {
     ToGuest,
 }
 
-/// Guest-physical memory. Copies name the same memory.
+/// Guest-physical memory. Copies refer to the same memory.
 #[derive(Clone, Copy, Debug)]
 pub struct GuestMemory {
     windows: [Window; MAX_RANGES],
     count: usize,
-    /// See [`GuestMemory::observed`].
+    /// Observer of writes: see [`GuestMemory::observed`].
     observer: Option<fn(u64, u64)>,
 }
 
 // SAFETY: the pointers are not tied to a thread, and all accesses through them are atomic.
 unsafe impl Send for GuestMemory {}
-// SAFETY: as above; there is no state besides the memory itself.
+// SAFETY: as for `Send`: all accesses are atomic, and there is no state besides the memory itself.
 unsafe impl Sync for GuestMemory {}
 
 impl GuestMemory {
-    /// Takes the windows as guest memory, in ascending order of guest-physical address.
+    /// Creates guest memory from windows, in ascending order of guest-physical address.
     ///
     /// # Safety
     ///
-    /// For each window, `length` bytes at `host` must be mapped readable and writable for as long as the result
-    /// or a copy of it is used, and windows must not overlap each other or any Rust object. Nothing may
-    /// access that memory meanwhile but a guest, other programs, or copies of the result.
+    /// For each window, `length` bytes at `host` must be mapped readable and writable for as long
+    /// as the result or a copy of it is used, and windows must not overlap each other or any Rust
+    /// object. Meanwhile only the guest, other processes, and copies of the result may access that
+    /// memory.
     pub unsafe fn new(windows: &[Window]) -> Result<Self, LayoutError> {
         if windows.is_empty() || windows.len() > MAX_RANGES {
             return Err(LayoutError::BadCount);
@@ -144,9 +146,9 @@ impl GuestMemory {
         Ok(Self { windows: all, count: windows.len(), observer: None })
     }
 
-    /// The same memory, of which `observer` is told each range that is going to be written through it, or through a copy: address and
-    /// length in bytes. Nothing is written otherwise, so a device that has no other memory than this one cannot write unseen.
-    /// Ranges that turn out not to be memory are told, too.
+    /// Returns the same memory with an observer that is called before each write through it, or
+    /// through a copy, with address and length in bytes. A device with no other access to memory
+    /// cannot write unobserved. Ranges that turn out to be outside memory are reported, too.
     pub fn observed(self, observer: fn(address: u64, length: u64)) -> Self {
         Self { observer: Some(observer), ..self }
     }
@@ -158,17 +160,17 @@ impl GuestMemory {
         }
     }
 
-    /// The ranges as (base, length), ascending.
+    /// Ranges as (base, length), ascending.
     pub fn ranges(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
         self.windows[..self.count].iter().map(|window| (window.base, window.length))
     }
 
-    /// All memory in bytes.
+    /// Total size in bytes.
     pub fn size(&self) -> u64 {
         self.ranges().map(|(_, length)| length).sum()
     }
 
-    /// Whether every byte of `address..address + length` is memory.
+    /// True if every byte of `address..address + length` is memory.
     pub fn contains(&self, address: u64, length: u64) -> bool {
         let mut at = address;
         let mut left = length;
@@ -180,13 +182,13 @@ impl GuestMemory {
         true
     }
 
-    /// Reads a word. Aligned words are read in one access; others byte by byte.
+    /// Reads a word: an aligned word in one access, any other byte by byte.
     #[inline]
     pub fn read<T: Word>(&self, address: u64) -> Result<T, MemoryError> {
         if address.is_multiple_of(T::SIZE) {
             let (host, _) = self.locate(address)?;
-            // SAFETY: `locate` vouches for the first byte; by the invariants the whole aligned word is in
-            // the same window and aligned there.
+            // SAFETY: `locate` guarantees the first byte; by the invariants the whole aligned word
+            // is in the same window and aligned there.
             Ok(unsafe { T::load(host) })
         } else {
             self.read_bytes(address)
@@ -201,7 +203,7 @@ impl GuestMemory {
         Ok(T::from_bytes(bytes))
     }
 
-    /// Writes a word. Aligned words are written in one access; others byte by byte.
+    /// Writes a word: an aligned word in one access, any other byte by byte.
     pub fn write<T: Word>(&self, address: u64, value: T) -> Result<(), MemoryError> {
         if address.is_multiple_of(T::SIZE) {
             let (host, _) = self.locate(address)?;
@@ -214,8 +216,9 @@ impl GuestMemory {
         }
     }
 
-    /// Puts `new` where `current` is, atomically: the page-table walker's way to set accessed and dirty
-    /// bits. The inner result is the old value, as `Err` if it was another one. Ordering is sequential.
+    /// Replaces `current` by `new` atomically, for the page-table walker to set accessed and dirty
+    /// bits. The inner result is the old value, as `Err` if it differs from `current`. Ordering is
+    /// sequential.
     pub fn compare_exchange<T: AtomicWord>(
         &self,
         address: u64,
@@ -237,18 +240,18 @@ impl GuestMemory {
         self.for_each_part(Transfer::FromGuest, address, rest.len() as u64, |host, length| {
             let (part, after) = core::mem::take(&mut rest).split_at_mut(length);
             rest = after;
-            // SAFETY: `for_each_part` vouches for `length` bytes at `host`.
+            // SAFETY: `for_each_part` guarantees `length` bytes at `host`.
             unsafe { copy_out(host, part) };
         })
     }
 
-    /// Whether guest memory is the same as `bytes`; faster than a copy of it. Not atomic as a whole.
+    /// Compares guest memory with `bytes`; faster than a copy of it. Not atomic as a whole.
     pub fn is_equal(&self, address: u64, bytes: &[u8]) -> Result<bool, MemoryError> {
         let (mut rest, mut same) = (bytes, true);
         self.for_each_part(Transfer::FromGuest, address, rest.len() as u64, |host, length| {
             let (part, after) = rest.split_at(length);
             rest = after;
-            // SAFETY: `for_each_part` vouches for `length` bytes at `host`.
+            // SAFETY: `for_each_part` guarantees `length` bytes at `host`.
             same = same && unsafe { is_same(host, part) };
         })?;
         Ok(same)
@@ -260,7 +263,7 @@ impl GuestMemory {
         self.for_each_part(Transfer::ToGuest, address, rest.len() as u64, |host, length| {
             let (part, after) = rest.split_at(length);
             rest = after;
-            // SAFETY: `for_each_part` vouches for `length` bytes at `host`.
+            // SAFETY: `for_each_part` guarantees `length` bytes at `host`.
             unsafe { copy_in(part, host) };
         })
     }
@@ -272,18 +275,18 @@ impl GuestMemory {
             let mut done = 0;
             while done < length {
                 let part = &pattern[..(length - done).min(pattern.len())];
-                // SAFETY: `for_each_part` vouches for `length` bytes at `host`; `done + part.len()`
-                // is not more.
+                // SAFETY: `for_each_part` guarantees `length` bytes at `host`; `done + part.len()`
+                // does not exceed it.
                 unsafe { copy_in(part, host.add(done)) };
                 done += part.len();
             }
         })
     }
 
-    /// Where an address is, and how many bytes of its window follow (at least one).
+    /// Address in the VMM, and the number of bytes that follow in the window (at least one).
     #[inline]
     fn locate(&self, address: u64) -> Result<(*mut u8, u64), MemoryError> {
-        // Most machines have most of their memory in the first window.
+        // Most VMs have most of their memory in the first window.
         let [first, others @ ..] = &self.windows;
         match first.locate(address) {
             Some(place) => Ok(place),
@@ -300,11 +303,11 @@ impl GuestMemory {
             .ok_or(MemoryError::NotBacked { address })
     }
 
-    /// Calls `act` with each contiguous part of a span: its address in the VMM's address space, and its length. The
-    /// parts' lengths add up to `length` unless the span leaves memory.
+    /// Calls `act` for each contiguous part of a span, with its address in the VMM and its length.
+    /// The lengths of the parts add up to `length` unless the span leaves memory.
     ///
-    /// For who copies more than words and has a way to do so that may race with the guest: memory there is no Rust
-    /// object, and changes at any time. `way` is what `act` does with it.
+    /// For callers that copy more than words by a means that may race with the guest: the memory is
+    /// no Rust object, and changes at any time. `way` is the caller's operation on it.
     pub fn for_each_part(
         &self,
         way: Transfer,
@@ -320,7 +323,7 @@ impl GuestMemory {
             let part = length.min(available);
             act(host, part as usize);
             length -= part;
-            // Wraps to 0 only at the end of the address space, where the next `locate` decides.
+            // Wraps to 0 only at the end of the address space, which the next `locate` checks.
             address = address.wrapping_add(part);
         }
         Ok(())
@@ -364,7 +367,7 @@ unsafe fn copy_out(host: *mut u8, to: &mut [u8]) {
     }
 }
 
-/// Whether guest memory at `host` is the same as `bytes`: four words with one decision, where possible.
+/// Compares guest memory at `host` with `bytes`: four words with one decision, where possible.
 ///
 /// # Safety
 ///
@@ -422,7 +425,7 @@ unsafe fn copy_in(from: &[u8], host: *mut u8) {
 }
 
 mod sealed {
-    /// How a word is accessed. Host byte order, which is little-endian on all hosts and guests.
+    /// Access to a word. Host byte order, which is little-endian on all hosts and guests.
     pub trait RawAccess: Copy {
         /// Size in bytes.
         const SIZE: u64;
@@ -438,7 +441,7 @@ mod sealed {
         fn to_bytes(self) -> [u8; 8];
     }
 
-    /// How an atomic word is exchanged.
+    /// Exchange of an atomic word.
     pub trait Exchange: RawAccess {
         /// # Safety
         /// `host` must be aligned guest memory.
@@ -447,7 +450,7 @@ mod sealed {
 }
 use sealed::{Exchange, RawAccess};
 
-/// A word that guest memory is read and written by: `u8`, `u16`, `u32`, `u64`.
+/// A word for reads and writes of guest memory: `u8`, `u16`, `u32`, `u64`.
 pub trait Word: RawAccess {}
 /// A word that can be exchanged atomically: `u32`, `u64`.
 pub trait AtomicWord: Word + Exchange {}
@@ -465,7 +468,7 @@ macro_rules! word {
 
             #[inline]
             unsafe fn store(self, host: *mut u8) {
-                // SAFETY: as above.
+                // SAFETY: as in `load`.
                 unsafe { <$atomic>::from_ptr(host.cast()) }.store(self, Relaxed);
             }
 
@@ -545,7 +548,8 @@ mod tests {
 
         fn memory(&mut self, ranges: &[(u64, usize)]) -> GuestMemory {
             let windows = self.windows(ranges);
-            // SAFETY: the windows are disjoint parts of the vector, which the tests keep.
+            // SAFETY: the windows are disjoint parts of the vector, which outlives the guest
+            // memory.
             unsafe { GuestMemory::new(&windows) }.unwrap()
         }
     }
@@ -554,7 +558,7 @@ mod tests {
         static TOLD: core::cell::RefCell<Vec<(u64, u64)>> = const { core::cell::RefCell::new(Vec::new()) };
     }
 
-    /// Whatever is written is told before, once, and nothing that is read.
+    /// Each write is observed before it happens, once; no read is.
     #[test]
     fn writes_are_observed() {
         let mut backing = Backing::new(2);

@@ -1,4 +1,4 @@
-//! Guest memory in a descriptor of Linux, which other processes map too.
+//! Guest memory in a Linux memory file descriptor, which other processes map too.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -20,17 +20,17 @@ pub struct SharedMemory {
 }
 
 impl SharedMemory {
-    /// `length` bytes of zeros, a multiple of the page size. `name` is what the host's tools show.
+    /// Creates `length` bytes of zeros, a multiple of the page size. `name` appears in `/proc`.
     pub fn new(name: &str, length: u64) -> io::Result<Self> {
         let descriptor = memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         ftruncate(&descriptor, length)?;
         Self::map(descriptor, length)
     }
 
-    /// Maps `length` bytes of what another process has made.
+    /// Maps `length` bytes of memory created by another process.
     ///
     /// # Errors
-    /// The descriptor has fewer, or is none of memory.
+    /// If the descriptor has fewer bytes or is not a memory file.
     pub fn open(descriptor: OwnedFd, length: u64) -> io::Result<Self> {
         let there = fstat(&descriptor)?.st_size;
         if u64::try_from(there).is_ok_and(|there| there >= length) {
@@ -43,16 +43,16 @@ impl SharedMemory {
     fn map(descriptor: OwnedFd, length: u64) -> io::Result<Self> {
         let rights = ProtFlags::READ | ProtFlags::WRITE;
         let size = usize::try_from(length).map_err(|_| io::ErrorKind::OutOfMemory)?;
-        // SAFETY: the host chooses a free range.
+        // SAFETY: the kernel chooses a free range.
         let address =
             unsafe { mmap(ptr::null_mut(), size, rights, MapFlags::SHARED, &descriptor, 0)? };
         Ok(Self { descriptor, address: address.cast(), length })
     }
 
-    /// Where `length` bytes from `offset` on are in this process.
+    /// Address of `length` bytes from `offset` on in this process.
     ///
     /// # Errors
-    /// They are beyond the end.
+    /// If the range exceeds the memory.
     pub fn at(&self, offset: u64, length: u64) -> io::Result<*mut u8> {
         let end = offset.checked_add(length).filter(|&end| end <= self.length);
         end.ok_or(io::ErrorKind::UnexpectedEof)?;
@@ -64,15 +64,16 @@ impl SharedMemory {
         self.descriptor.as_fd()
     }
 
-    /// Gives the memory for other processes only.
+    /// Unmaps the memory and returns its descriptor, for other processes.
     pub fn into_descriptor(self) -> io::Result<OwnedFd> {
         self.descriptor.try_clone()
     }
 
-    /// Writes to it without mapping it, which is faster where nothing has been written yet.
+    /// Writes through the descriptor without touching the mapping, which is faster for untouched
+    /// pages.
     ///
     /// # Errors
-    /// It would be beyond the end, or the host has no memory left.
+    /// If the range exceeds the memory, or the host has no free memory.
     pub fn write_at(&mut self, offset: u64, bytes: &[u8]) -> io::Result<()> {
         let end = offset.checked_add(bytes.len() as u64).filter(|&end| end <= self.length);
         end.ok_or(io::ErrorKind::UnexpectedEof)?;
@@ -88,10 +89,11 @@ impl SharedMemory {
         Ok(())
     }
 
-    /// Lets `act` use it as guest memory of these ranges (guest-physical base and length), one after another in the descriptor.
+    /// Calls `act` with guest memory of these ranges (guest-physical base and length), consecutive
+    /// in the descriptor.
     ///
     /// # Errors
-    /// The ranges are longer than the memory, or no valid layout.
+    /// If the ranges exceed the memory or are no valid layout.
     pub fn with<T>(
         &mut self,
         ranges: impl IntoIterator<Item = (u64, u64)>,
@@ -107,9 +109,10 @@ impl SharedMemory {
             windows.push(Window { base, length, host: self.address.wrapping_add(offset as usize) });
             offset = end;
         }
-        // SAFETY: the windows are parts of the mapping, one after another, which lives longer than `act` and is nobody else's: `self` is
-        // borrowed for writing. A copy of the result that outlives `act` is the one way to break this, and is kept in this tree of memory only that
-        // is never given back (`hosted/jail`).
+        // SAFETY: the windows are disjoint parts of the mapping, which outlives `act` and has no
+        // other user: `self` is borrowed mutably. Only a copy of the result that outlives `act`
+        // would break this; such a copy exists only of memory that is never unmapped
+        // (`hosted/jail`).
         let memory = unsafe { GuestMemory::new(&windows) };
         let memory = memory.map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;
         Ok(act(&memory))
@@ -118,7 +121,7 @@ impl SharedMemory {
 
 impl Drop for SharedMemory {
     fn drop(&mut self) {
-        // SAFETY: the mapping is this object's, and nobody uses it any longer.
+        // SAFETY: this object owns the mapping, and no reference to it remains.
         let result = unsafe { munmap(self.address.cast(), self.length as usize) };
         debug_assert!(result.is_ok());
     }
@@ -144,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn others_map_it() {
+    fn other_processes_map_it() {
         let mut memory = SharedMemory::new("test", 2 * PAGE_SIZE).unwrap();
         memory.with([(0, 2 * PAGE_SIZE)], |memory| memory.write(8, 7_u64).unwrap()).unwrap();
         let open =

@@ -8,10 +8,10 @@ use crate::{GuestMemory, PAGE_SIZE, Window};
 #[derive(Clone)]
 struct Page(#[expect(dead_code, reason = "reached through pointers")] [u8; PAGE_SIZE as usize]);
 
-/// Memory of these ranges: guest-physical base and length, ascending, whole pages.
+/// Creates memory of these ranges: guest-physical base and length, ascending, whole pages.
 ///
 /// # Panics
-/// The ranges are no valid layout.
+/// If the ranges are no valid layout.
 pub fn memory(ranges: &[(u64, u64)]) -> GuestMemory {
     let windows: vec::Vec<Window> = ranges
         .iter()
@@ -20,7 +20,7 @@ pub fn memory(ranges: &[(u64, u64)]) -> GuestMemory {
             Window { base, length, host: pages.leak().as_mut_ptr().cast() }
         })
         .collect();
-    // SAFETY: each window is an allocation of its own that lives as long as the program, and nobody else has
-    // a pointer to it.
+    // SAFETY: each window is a separate allocation that is never freed, and no other pointer to it
+    // exists.
     unsafe { GuestMemory::new(&windows) }.expect("a valid layout")
 }

@@ -1,4 +1,4 @@
-//! The state of a virtual processor.
+//! State of a virtual CPU.
 
 use hw_x86::msr::efer;
 use hw_x86::paging::{cr0, cr4};
@@ -21,54 +21,55 @@ pub mod rflags {
     pub const VM: u64 = 1 << 17;
     pub const AC: u64 = 1 << 18;
     pub const ID: u64 = 1 << 21;
-    /// What programs may change: arithmetic flags, `DF`, `AC`, `ID`, `NT`, `RF`, `TF`.
-    pub const OPEN: u64 = 0x0025_4dd5;
+    /// Flags that user mode may change: arithmetic flags, `DF`, `AC`, `ID`, `NT`, `RF`, `TF`.
+    pub const USER_WRITABLE: u64 = 0x0025_4dd5;
 }
 
-/// Registers that the processor of the host has while the guest runs. Entry code knows the offsets.
+/// Registers that the host CPU holds while the guest runs. Entry code depends on the offsets.
 #[derive(Clone, Debug, Default)]
 #[repr(C)]
-pub struct Frame {
-    /// General registers, numbered as instructions encode them.
+pub struct RegisterFrame {
+    /// General registers, in the order of their encoding.
     pub gpr: [u64; 16],
     /// Instruction pointer.
     pub rip: u64,
-    /// Flags as the host's processor has them: see [`VirtualCpu::held_flags`].
+    /// Flags as the host CPU holds them: see [`VirtualCpu::held_flags`].
     pub rflags: u64,
 }
 
-/// A descriptor-table register.
+/// Descriptor-table register.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Table {
-    /// Linear address of the table.
+pub struct DescriptorTable {
+    /// Linear address.
     pub base: u64,
-    /// Its last byte.
+    /// Limit: offset of the last byte.
     pub limit: u16,
 }
 
-/// Linear addresses that mean the same in every address space, whatever the current tables say: where a kernel is that has been moved to
-/// the half of the address space that programs have. They are resolved by a root of their own.
+/// Range of linear addresses with the same translation in every address space: the place of a
+/// kernel that was moved to the user half. Its own root page table translates it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Shared {
-    /// First address.
+pub struct SharedRange {
+    /// First linear address.
     pub start: u64,
-    /// First address behind.
+    /// End, exclusive.
     pub end: u64,
-    /// Guest-physical address of the root table.
+    /// Guest-physical address of the root page table.
     pub root: u64,
 }
 
-/// A virtual processor in 64-bit mode.
+/// Virtual CPU in 64-bit mode.
 #[derive(Clone, Debug)]
 #[repr(C)]
 pub struct VirtualCpu {
     /// Registers of the guest.
-    pub frame: Frame,
-    /// Bits of `RFLAGS` that the host's processor does not hold; the other bits are 0. `IF`,
-    /// always: rewritten sites change it in place. `AC` at privilege level 0: that code runs at the
-    /// host's level 3, where `AC` makes unaligned accesses fault (APM vol. 2, 3.1.6).
+    pub frame: RegisterFrame,
+    /// Bits of `RFLAGS` that the host CPU does not hold; all other bits are 0. `IF` in all cases:
+    /// rewritten sites change it in place. `AC` at privilege level 0: that code runs at level 3 of
+    /// the host, where `AC` makes unaligned accesses fault (APM vol. 2, 3.1.6).
     pub held_flags: u64,
-    /// Not 0: the guest is not to go on once interrupts are on, before somebody has looked at what waits.
+    /// Not 0: events are pending, and must be handled before the guest continues with interrupts
+    /// enabled.
     pub attention: u8,
     /// Current privilege level, 0 or 3.
     pub cpl: u8,
@@ -76,13 +77,13 @@ pub struct VirtualCpu {
     pub kernel_gs_base: u64,
     /// Page-fault address.
     pub cr2: u64,
-    /// Page-table root and process-context identifier.
+    /// Root page table and PCID.
     pub cr3: u64,
     /// Control register 0.
     pub cr0: u64,
     /// Control register 4.
     pub cr4: u64,
-    /// Extended features.
+    /// Extended feature enable register.
     pub efer: u64,
     /// `STAR`.
     pub star: u64,
@@ -98,21 +99,22 @@ pub struct VirtualCpu {
     pub pat: u64,
     /// `XCR0`.
     pub xcr0: u64,
-    /// Debug registers; 4 and 5 are 6 and 7.
+    /// Debug registers; 4 and 5 are aliases of 6 and 7.
     pub dr: [u64; 8],
     /// Global descriptor table.
-    pub gdtr: Table,
+    pub gdtr: DescriptorTable,
     /// Interrupt descriptor table.
-    pub idtr: Table,
-    /// `ES`, `CS`, `SS`, `DS`, `FS`, `GS`, as instructions encode them; the bases of the last two are the host's.
+    pub idtr: DescriptorTable,
+    /// `ES`, `CS`, `SS`, `DS`, `FS`, `GS`, in the order of their encoding; the host CPU holds the
+    /// bases of the last two.
     pub segments: [Segment; 6],
     /// Local descriptor table.
     pub ldtr: Segment,
     /// Task register.
     pub tr: Segment,
-    /// See [`Shared`].
-    pub shared: Shared,
-    /// Where the ring-3 code segment was loaded from last, to spare the look into the table at each return to a program.
+    /// Range with the same translation in every address space.
+    pub shared: SharedRange,
+    /// User code segment that was loaded last: a cache for returns to user mode.
     pub(crate) user_code: Segment,
 }
 
@@ -124,13 +126,14 @@ pub(crate) const FS: usize = 4;
 pub(crate) const GS: usize = 5;
 
 impl VirtualCpu {
-    /// A processor as a boot loader leaves it for a 64-bit kernel: paging on, interrupts off, flat segments.
+    /// Creates a CPU in the state in which a boot loader enters a 64-bit kernel: paging on,
+    /// interrupts off, flat segments.
     pub const fn new() -> Self {
         let data = Segment { selector: 0, attrib: DATA_64, limit: u32::MAX, base: 0 };
         let none = Segment { selector: 0, attrib: 0, limit: 0, base: 0 };
         let code = Segment { attrib: USABLE_CODE_64, ..data };
         Self {
-            frame: Frame { gpr: [0; 16], rip: 0, rflags: rflags::FIXED },
+            frame: RegisterFrame { gpr: [0; 16], rip: 0, rflags: rflags::FIXED },
             held_flags: 0,
             attention: 0,
             cpl: 0,
@@ -145,59 +148,60 @@ impl VirtualCpu {
             cstar: 0,
             sfmask: 0,
             sysenter: [0; 3],
-            // Its value after reset (APM vol. 2, section 7.8.1).
+            // Reset value (APM vol. 2, section 7.8.1).
             pat: 0x0007_0406_0007_0406,
             xcr0: 1,
             dr: [0, 0, 0, 0, 0, 0, 0xffff_0ff0, 0x400],
-            gdtr: Table { base: 0, limit: 0 },
-            idtr: Table { base: 0, limit: 0 },
+            gdtr: DescriptorTable { base: 0, limit: 0 },
+            idtr: DescriptorTable { base: 0, limit: 0 },
             segments: [data, code, data, data, data, data],
             ldtr: none,
             tr: none,
-            shared: Shared { start: 0, end: 0, root: 0 },
+            shared: SharedRange { start: 0, end: 0, root: 0 },
             user_code: none,
         }
     }
 
-    /// `RFLAGS` as the guest sees them.
+    /// Returns `RFLAGS` as the guest sees them.
     pub fn rflags(&self) -> u64 {
         let held = self.held();
         self.frame.rflags & !held | self.held_flags & held | rflags::FIXED
     }
 
-    /// Sets `RFLAGS`.
+    /// Sets `RFLAGS` as the guest sees them.
     pub fn set_rflags(&mut self, value: u64) {
         let held = self.held();
         self.held_flags = value & held;
-        self.frame.rflags = value & !held & (rflags::OPEN | rflags::IOPL) | rflags::FIXED;
+        self.frame.rflags = value & !held & (rflags::USER_WRITABLE | rflags::IOPL) | rflags::FIXED;
     }
 
-    /// The bits of [`VirtualCpu::held_flags`] that count at the current privilege level.
+    /// Returns the bits of [`VirtualCpu::held_flags`] that apply at the current privilege level.
     fn held(&self) -> u64 {
         if self.cpl == 0 { rflags::IF | rflags::AC } else { rflags::IF }
     }
 
-    /// Changes the privilege level; the guest sees the same `RFLAGS`.
+    /// Changes the privilege level; `RFLAGS` as the guest sees them stay the same.
     pub(crate) fn set_level(&mut self, level: u8) {
         let flags = self.rflags();
         self.cpl = level;
         self.set_rflags(flags);
     }
 
-    /// The guest has stopped with these flags in the host's processor. `AC` at privilege level 0
-    /// comes from a `POPF` that is no site.
-    pub fn found_flags(&mut self, flags: u64) {
+    /// Takes over the flags of the host CPU after the guest has stopped. `AC` at privilege level 0
+    /// results from a `POPF` without a patch site.
+    pub fn sync_flags(&mut self, flags: u64) {
         let moved = flags & self.held() & rflags::AC;
         self.held_flags |= moved;
         self.frame.rflags = flags & !moved;
     }
 
-    /// The process-context identifier of the current space.
+    /// Returns the PCID of the current address space.
     pub fn pcid(&self) -> u16 {
         if self.cr4 & cr4::PCIDE != 0 { (self.cr3 & 0xfff) as u16 } else { 0 }
     }
 
-    /// How `linear` is translated for accesses of the current privilege level, or of level 0.
+    /// Returns the translation parameters of `linear`, for accesses at the current privilege level,
+    /// or at level 0.
     pub fn paging(&self, linear: u64, user: bool) -> Paging {
         let shared = self.shared.start <= linear && linear < self.shared.end;
         Paging {
@@ -210,7 +214,8 @@ impl VirtualCpu {
         }
     }
 
-    /// Goes through the pieces of memory that an access touches: offset in the access, guest-physical address, length.
+    /// Splits an access at page boundaries. `act` receives the offset in the access, the
+    /// guest-physical address and the length.
     fn pieces(
         &self,
         memory: &GuestMemory,
@@ -219,7 +224,7 @@ impl VirtualCpu {
         intent: Intent,
         mut act: impl FnMut(usize, u64, usize),
     ) -> Result<(), PageFault> {
-        // An access is at most a page long, so it is in two pages at most: both are checked before the first is used.
+        // An access spans at most two pages; both are translated before the first is accessed.
         let (first, left) = self.paging(linear, false).translate(memory, linear, intent, true)?;
         let here = length.min(usize::try_from(left).unwrap_or(length));
         let rest = if here < length {
@@ -236,7 +241,7 @@ impl VirtualCpu {
         Ok(())
     }
 
-    /// Reads memory with the rights of privilege level 0. Where nothing answers, all bits are 1.
+    /// Reads memory with the rights of privilege level 0. Unassigned addresses read as all ones.
     pub fn read(&self, memory: &GuestMemory, linear: u64, to: &mut [u8]) -> Result<(), PageFault> {
         self.pieces(memory, linear, to.len(), Intent::Read, |offset, address, length| {
             let part = &mut to[offset..offset + length];
@@ -246,10 +251,11 @@ impl VirtualCpu {
         })
     }
 
-    /// Writes memory with the rights of privilege level 0. Where nothing answers, nothing happens.
+    /// Writes memory with the rights of privilege level 0. Writes to unassigned addresses are
+    /// dropped.
     pub fn write(&self, memory: &GuestMemory, linear: u64, from: &[u8]) -> Result<(), PageFault> {
         self.pieces(memory, linear, from.len(), Intent::Write, |offset, address, length| {
-            // What is not memory ignores writes.
+            // Writes to unassigned addresses are dropped.
             let _ = memory.write_slice(address, &from[offset..offset + length]);
         })
     }
@@ -276,7 +282,7 @@ impl VirtualCpu {
         self.write(memory, linear, &value.to_le_bytes()[..size.min(8)])
     }
 
-    /// The page fault as an exception: `CR2` says where.
+    /// Sets `CR2` and returns the page fault as an exception.
     pub fn page_fault(&mut self, fault: PageFault) -> Event {
         self.cr2 = fault.address;
         Event::exception_code(crate::vector::PAGE_FAULT, fault.code)
@@ -289,5 +295,5 @@ impl Default for VirtualCpu {
     }
 }
 
-/// Whether an address is canonical with 48 bits (APM vol. 2, section 1.1.3).
+/// Returns whether an address is canonical with 48 bits (APM vol. 2, section 1.1.3).
 pub(crate) use vmm_cpu::msr::is_canonical;

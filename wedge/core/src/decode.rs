@@ -1,6 +1,7 @@
-//! Decoding of sensitive instructions, and of those that are fused with them at a site (APM vol. 3, chapters 1 and 4, 64-bit mode).
+//! Decoder of sensitive instructions, and of those that share a patch site with them (APM vol. 3,
+//! chapters 1 and 4, 64-bit mode).
 //!
-//! Only what a site may hold is known; anything else is an error, so that a rewriter refuses it.
+//! All other instructions are errors, so that a rewriter refuses their site.
 
 /// Prefixes of an instruction.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -12,22 +13,22 @@ struct Prefixes {
     length: usize,
 }
 
-/// Where a memory operand is.
+/// Address of a memory operand.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Address {
     /// Base register.
     pub base: Option<u8>,
-    /// Index register and the power of two that it is scaled by.
+    /// Index register and log2 of its scale.
     pub index: Option<(u8, u8)>,
     /// Displacement.
     pub displacement: i32,
-    /// The displacement counts from the end of the instruction.
+    /// RIP-relative: the displacement is relative to the end of the instruction.
     pub relative: bool,
-    /// `FS` (4) or `GS` (5).
+    /// Segment override: `FS` (4) or `GS` (5).
     pub segment: Option<u8>,
 }
 
-/// Register or memory.
+/// Operand.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Operand {
     /// General register.
@@ -36,7 +37,7 @@ pub enum Operand {
     Memory(Address),
 }
 
-/// What an instruction does. Registers are numbered as instructions encode them.
+/// Operation with its operands. Registers are numbered by their encoding.
 #[allow(missing_docs, reason = "mnemonics of the manual")]
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Op {
@@ -48,7 +49,7 @@ pub enum Op {
     Push(Operand),
     PushImmediate(i32),
     Pop(Operand),
-    /// Port in `DX` if `None`.
+    /// Port number; `None`: in `DX`.
     In(Option<u8>),
     Out(Option<u8>),
     Ins,
@@ -90,7 +91,7 @@ pub enum Op {
     /// `WBINVD`, `WBNOINVD`, `INVD`.
     CacheFlush,
     Iret,
-    /// `true`: to 64-bit code.
+    /// `true`: return to 64-bit code.
     Sysret(bool),
     Sysexit,
     Swapgs,
@@ -104,7 +105,7 @@ pub enum Op {
     },
     PushSegment(u8),
     PopSegment(u8),
-    /// Bytes of parameters to drop.
+    /// Bytes to pop after the return address.
     FarReturn(u16),
     FarJump(Address),
     FarCall(Address),
@@ -126,36 +127,36 @@ pub enum Op {
     Verr(Operand),
     Verw(Operand),
     Int(u8),
-    /// `XRSTOR`; `marked`: as `UD1`, which a back end has made of it.
+    /// `XRSTOR`; `marked`: encoded as `UD1` by the back end.
     Xrstor {
         area: Address,
         marked: bool,
     },
     /// `VMCALL`, `VMMCALL`.
     Hypercall,
-    /// Exists on no processor that this one is like.
+    /// Undefined on all emulated CPUs.
     Undefined,
 }
 
 /// A decoded instruction.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Instruction {
-    /// What it does.
+    /// Operation.
     pub op: Op,
-    /// Its length in bytes.
+    /// Length in bytes.
     pub length: usize,
-    /// Bytes of its operands: 1, 2, 4 or 8.
+    /// Operand size in bytes: 1, 2, 4 or 8.
     pub size: u8,
-    /// A `REP` prefix.
+    /// The instruction has a `REP` prefix.
     pub repeat: bool,
 }
 
-/// Why bytes are no instruction of a site.
+/// Failure to decode an instruction.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum DecodeError {
-    /// They end too soon.
+    /// Truncated.
     Truncated,
-    /// Not among those known here.
+    /// Not supported.
     Unknown,
 }
 
@@ -180,11 +181,11 @@ impl Reader<'_> {
     }
 }
 
-/// A `ModRM` byte with what follows it.
+/// `ModRM` byte with SIB byte and displacement.
 struct ModRm {
     reg: u8,
     rm: Operand,
-    /// `reg` without its extension: a group's opcode.
+    /// `reg` without its REX extension: opcode of a group.
     group: u8,
     byte: u8,
 }
@@ -217,7 +218,7 @@ fn mod_rm(reader: &mut Reader<'_>, prefixes: &Prefixes) -> Result<ModRm, DecodeE
     if low == 4 {
         let sib = reader.byte()?;
         let index = sib >> 3 & 7 | x;
-        // 4 without extension: no index.
+        // 4 without REX extension: no index.
         address.index = (index != 4).then_some((index, sib >> 6));
         address.base = Some(sib & 7 | b);
         if sib & 7 == 5 && mode == 0 {
@@ -244,7 +245,7 @@ fn prefixes(reader: &mut Reader<'_>) -> Result<Prefixes, DecodeError> {
         match byte {
             0x66 => found.operand = true,
             0xf2 | 0xf3 => found.repeat = byte,
-            // The four oldest have no effect in 64-bit mode.
+            // The four oldest segment overrides have no effect in 64-bit mode.
             0x26 | 0x2e | 0x36 | 0x3e => {}
             0x64 => found.segment = Some(4),
             0x65 => found.segment = Some(5),
@@ -264,7 +265,7 @@ fn prefixes(reader: &mut Reader<'_>) -> Result<Prefixes, DecodeError> {
     }
 }
 
-/// Decodes the instruction that `bytes` begin with.
+/// Decodes the first instruction in `bytes`.
 ///
 /// # Errors
 /// See [`DecodeError`].
@@ -280,7 +281,7 @@ pub fn decode(bytes: &[u8]) -> Result<Instruction, DecodeError> {
     } else {
         4
     };
-    // Stack operations have 64 bits without being asked.
+    // Stack operations default to 64 bits.
     let stack = if found.operand { 2 } else { 8 };
     let mut size = natural;
     let opcode = reader.byte()?;
@@ -354,7 +355,7 @@ pub fn decode(bytes: &[u8]) -> Result<Instruction, DecodeError> {
         }
         0xcc => Op::Int(3),
         0xcd => Op::Int(reader.byte()?),
-        // Shorter frames are of no use in 64-bit mode.
+        // Shorter frames are not used in 64-bit mode.
         0xcf if wide => Op::Iret,
         0x0f => return two_bytes(reader, &found, natural),
         _ => return Err(DecodeError::Unknown),
@@ -454,7 +455,7 @@ fn two_bytes(
                 _ => return Err(DecodeError::Unknown),
             }
         }
-        // XSAVES, XRSTORS: CPUID does not offer them.
+        // XSAVES, XRSTORS: not reported by CPUID.
         0xc7 => {
             let rm = mod_rm(&mut reader, found)?;
             match (rm.group, rm.rm) {

@@ -1,4 +1,4 @@
-//! Interrupts and exceptions: delivery through the guest's table, and the way back.
+//! Interrupts and exceptions: delivery through the guest's IDT, and the return from handlers.
 
 use core::mem::offset_of;
 
@@ -8,32 +8,33 @@ use vmm_mem::GuestMemory;
 
 use crate::cpu::{CS, SS, VirtualCpu, is_canonical, rflags};
 use crate::segment::{self, code_of};
-use crate::{Event, Exit, Outcome, Trouble, protection, vector};
+use crate::{Event, Exit, Interruption, Outcome, protection, vector};
 
-/// Types of gates (APM vol. 2, section 4.8.4).
+/// Gate types (APM vol. 2, section 4.8.4).
 const INTERRUPT_GATE: u8 = 0xe;
 const TRAP_GATE: u8 = 0xf;
-/// Error-code bits: the event was external; the code names an entry of the interrupt table.
+/// Error-code bits: external event; the code names an IDT entry.
 const EXTERNAL: u32 = 1;
 const IN_IDT: u32 = 2;
 
-/// How an event came about.
+/// Origin of an event.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Source {
-    /// Exception of an instruction that is to be executed again.
+    /// Exception whose instruction is restarted.
     Fault,
     /// Interrupt, or another exception.
     Hardware,
-    /// `INT n`, `INT3`: the gate must be open to the caller.
+    /// `INT n`, `INT3`: the gate's DPL must admit the caller.
     Software,
 }
 
-/// Exceptions that make a double fault of a second one (APM vol. 2, table 8-3).
+/// Exceptions that cause a double fault in combination (APM vol. 2, table 8-3).
 fn is_contributory(vector: u8) -> bool {
     matches!(vector, 0 | 10..=13)
 }
 
-/// Where an event comes from. Faults are all exceptions but `#DB`, `#BP`, `#OF`, `#DF` and `#MC` (APM vol. 2, table 8-1).
+/// Returns the origin of an event. All exceptions except `#DB`, `#BP`, `#OF`, `#DF` and `#MC` are
+/// faults (APM vol. 2, table 8-1).
 fn source_of(event: Event) -> Source {
     match event.is_exception() && !matches!(event.vector(), 1 | 3 | 4 | 8 | 18) {
         true => Source::Fault,
@@ -42,22 +43,23 @@ fn source_of(event: Event) -> Source {
 }
 
 impl VirtualCpu {
-    /// Delivers an interrupt or exception: the guest goes on in its handler.
+    /// Delivers an interrupt or exception to the guest.
     ///
     /// # Errors
-    /// [`Exit::Shutdown`]: a fault while a double fault was delivered.
+    /// [`Exit::Shutdown`]: a fault during the delivery of a double fault.
     pub fn deliver(&mut self, memory: &GuestMemory, event: Event) -> Result<(), Exit> {
         let mut current = event;
         // The event, a fault of its delivery, the double fault.
         for _ in 0..3 {
             let code = (current.0 & event::ERROR_VALID != 0).then_some((current.0 >> 32) as u32);
             let source = source_of(current);
-            let Err(trouble) = self.through_gate(memory, current.vector(), code, source) else {
+            let Err(interruption) = self.through_gate(memory, current.vector(), code, source)
+            else {
                 return Ok(());
             };
-            let second = match trouble {
-                Trouble::Page(fault) => self.page_fault(fault),
-                Trouble::Event(event) => event,
+            let second = match interruption {
+                Interruption::Page(fault) => self.page_fault(fault),
+                Interruption::Event(event) => event,
             };
             let (first, next) = (current.vector(), second.vector());
             if current.is_exception() && first == vector::DOUBLE_FAULT {
@@ -78,25 +80,26 @@ impl VirtualCpu {
         Err(Exit::Shutdown)
     }
 
-    /// `INT n`: to be called with the instruction pointer at the instruction, which is `length` long.
+    /// Emulates `INT n`, which is `length` bytes long and at the instruction pointer.
     pub(crate) fn software_interrupt(
         &mut self,
         memory: &GuestMemory,
         number: u8,
         length: u64,
-    ) -> Result<Outcome, Trouble> {
+    ) -> Result<Outcome, Interruption> {
         let rip = self.frame.rip;
         self.frame.rip = rip.wrapping_add(length);
         match self.through_gate(memory, number, None, Source::Software) {
             Ok(()) => Ok(Outcome::Jump),
-            Err(trouble) => {
+            Err(interruption) => {
                 self.frame.rip = rip;
-                Err(trouble)
+                Err(interruption)
             }
         }
     }
 
-    /// An `INT n` or `INT3` that the host's processor has reported; the instruction pointer is behind it, the instruction `length` long.
+    /// Delivers an `INT n` or `INT3` that the host CPU has reported. The instruction is `length`
+    /// bytes long and ends at the instruction pointer.
     ///
     /// # Errors
     /// As [`VirtualCpu::deliver`].
@@ -109,22 +112,22 @@ impl VirtualCpu {
         self.frame.rip = self.frame.rip.wrapping_sub(length);
         match self.software_interrupt(memory, number, length) {
             Ok(_) => Ok(()),
-            Err(Trouble::Page(fault)) => {
+            Err(Interruption::Page(fault)) => {
                 let event = self.page_fault(fault);
                 self.deliver(memory, event)
             }
-            Err(Trouble::Event(event)) => self.deliver(memory, event),
+            Err(Interruption::Event(event)) => self.deliver(memory, event),
         }
     }
 
-    /// APM vol. 2, section 8.9: nothing is changed if it fails.
+    /// Delivers an event (APM vol. 2, section 8.9). No state changes on failure.
     fn through_gate(
         &mut self,
         memory: &GuestMemory,
         number: u8,
         error_code: Option<u32>,
         source: Source,
-    ) -> Result<(), Trouble> {
+    ) -> Result<(), Interruption> {
         let named = (u32::from(number) * 8) | IN_IDT;
         let offset = u64::from(number) * 16;
         if offset + 15 > u64::from(self.idtr.limit) {
@@ -157,7 +160,8 @@ impl VirtualCpu {
         } else {
             self.frame.gpr[4]
         };
-        // Behind a fault, an instruction breakpoint is not reported again (APM vol. 2, section 13.1.1).
+        // After a fault, an instruction breakpoint is not reported again (APM vol. 2, section
+        // 13.1.1).
         let again = if source == Source::Fault { rflags::RF } else { 0 };
         let mut words = [0_u64; 6];
         let frame = [
@@ -185,7 +189,7 @@ impl VirtualCpu {
         self.frame.rip = target;
         self.segments[CS] = code;
         if inward {
-            // The null selector of the new level.
+            // The null selector at the new privilege level.
             self.segments[SS] = segment::null();
             self.set_level(0);
         }
@@ -196,12 +200,13 @@ impl VirtualCpu {
         Ok(())
     }
 
-    /// The code segment of a gate. Gates of kernels go to the segment that `SYSCALL` goes to, which needs no look into the table.
+    /// Returns the code segment of a gate. Gates of kernels use the segment of `SYSCALL`, which
+    /// avoids reading the GDT.
     fn gate_code(
         &self,
         memory: &GuestMemory,
         selector: u16,
-    ) -> Result<vmm_cpu::vcpu::Segment, Trouble> {
+    ) -> Result<vmm_cpu::vcpu::Segment, Interruption> {
         if selector & !3 == (self.star >> 32) as u16 & !3 && selector & !3 != 0 {
             return Ok(segment::kernel_code(selector));
         }
@@ -219,8 +224,8 @@ impl VirtualCpu {
         Ok(segment::kernel_code(selector))
     }
 
-    /// A word of the task-state segment.
-    fn task_word(&self, memory: &GuestMemory, offset: u64) -> Result<u64, Trouble> {
+    /// Reads a word of the task-state segment.
+    fn task_word(&self, memory: &GuestMemory, offset: u64) -> Result<u64, Interruption> {
         if offset + 7 > self.tr.limit.into() {
             let code = code_of(self.tr.selector);
             return Err(Event::exception_code(vector::INVALID_TSS, code).into());
@@ -228,8 +233,11 @@ impl VirtualCpu {
         Ok(self.read_value(memory, self.tr.base.wrapping_add(offset), 8)?)
     }
 
-    /// `IRETQ` (APM vol. 3): five words whatever the level it goes to.
-    pub(crate) fn interrupt_return(&mut self, memory: &GuestMemory) -> Result<Outcome, Trouble> {
+    /// Emulates `IRETQ` (APM vol. 3), which pops five words at every privilege level.
+    pub(crate) fn interrupt_return(
+        &mut self,
+        memory: &GuestMemory,
+    ) -> Result<Outcome, Interruption> {
         if self.frame.rflags & rflags::NT != 0 {
             return Err(protection(0).into());
         }
@@ -258,7 +266,7 @@ impl VirtualCpu {
         self.frame.gpr[4] = rsp;
         self.segments[CS] = code;
         self.segments[SS] = stack;
-        // IOPL and IF may be changed at level 0 only.
+        // Only level 0 may change IOPL and IF.
         let kept = if self.cpl == 0 { 0 } else { rflags::IOPL | rflags::IF };
         let flags = flags & !kept | self.rflags() & kept;
         if outward {
@@ -269,13 +277,13 @@ impl VirtualCpu {
         Ok(Outcome::Jump)
     }
 
-    /// `LRETQ`, without parameters to drop.
+    /// Emulates `LRETQ`, without parameters to drop.
     pub(crate) fn far_return(
         &mut self,
         memory: &GuestMemory,
         size: usize,
         drop: u64,
-    ) -> Result<Outcome, Trouble> {
+    ) -> Result<Outcome, Interruption> {
         let rsp = self.frame.gpr[4];
         let step = size as u64;
         let rip = self.read_value(memory, rsp, size)?;
@@ -305,7 +313,7 @@ impl VirtualCpu {
         memory: &GuestMemory,
         selector: u16,
         level: u8,
-    ) -> Result<vmm_cpu::vcpu::Segment, Trouble> {
+    ) -> Result<vmm_cpu::vcpu::Segment, Interruption> {
         let refuse = protection(code_of(selector));
         if selector & !3 == 0 {
             return Err(protection(0).into());
@@ -323,7 +331,8 @@ impl VirtualCpu {
         Ok(stack)
     }
 
-    /// On the way out, data segments of the inner level become null (APM vol. 2, section 8.9.3).
+    /// Nulls data segments of the inner level on a return to an outer level (APM vol. 2, section
+    /// 8.9.3).
     fn drop_inner_segments(&mut self) {
         for (number, segment) in self.segments.iter_mut().enumerate() {
             let data = number != CS && number != SS;
@@ -334,7 +343,7 @@ impl VirtualCpu {
     }
 }
 
-/// The fault of delivering something external: its error code says so.
+/// Marks a fault of the delivery of an external event in its error code.
 fn external(event: Event) -> Event {
     let selective = (10..=13).contains(&event.vector());
     if selective && event.0 & event::ERROR_VALID != 0 {

@@ -1,18 +1,18 @@
-//! What each sensitive instruction does (APM vol. 3).
+//! Emulation of the sensitive instructions (APM vol. 3).
 
 use hw_x86::msr::{CSTAR, FS_BASE, GS_BASE, KERNEL_GS_BASE, LSTAR, SFMASK, STAR};
 use hw_x86::paging::{cr0, cr4};
 use vmm_cpu::IoExit;
 use vmm_mem::GuestMemory;
 
-use crate::cpu::{CS, SS, Table, VirtualCpu, is_canonical, rflags};
+use crate::cpu::{CS, DescriptorTable, SS, VirtualCpu, is_canonical, rflags};
 use crate::decode::{Address, Instruction, Op, Operand};
 use crate::segment::{self, code_of};
-use crate::{Exit, Flush, Host, Outcome, Trouble, UNDEFINED, protection};
+use crate::{Exit, Flush, Host, Interruption, Outcome, UNDEFINED, protection};
 
-/// `CR3` bit 63: the translations of the space that is loaded may be kept.
+/// `CR3` bit 63: keep cached translations of the new address space.
 const KEEP: u64 = 1 << 63;
-/// `CR3`: address of the root and process-context identifier.
+/// `CR3`: root page table and PCID.
 const CR3_VALID: u64 = 0x000f_ffff_ffff_ffff;
 /// Types of system descriptors.
 const LDT: u16 = 2;
@@ -20,7 +20,7 @@ const FREE_TSS: u16 = 9;
 const BUSY_TSS: u16 = 11;
 /// `RFLAGS.ZF`.
 const ZF: u64 = 1 << 6;
-/// Control register 4 bits that this processor has.
+/// Supported bits of control register 4.
 const CR4_VALID: u64 = cr4::TSD
     | cr4::PSE
     | cr4::PAE
@@ -32,22 +32,22 @@ const CR4_VALID: u64 = cr4::TSD
     | cr4::FSGSBASE
     | cr4::PCIDE
     | cr4::OSXSAVE
-    // VME, PVI, DE: of no effect in 64-bit mode, or without debug registers.
+    // VME, PVI, DE: no effect in 64-bit mode, or without debug registers.
     | 1 << 0
     | 1 << 1
     | 1 << 3;
 
-type Result<T> = core::result::Result<T, Trouble>;
+type Result<T> = core::result::Result<T, Interruption>;
 
 impl VirtualCpu {
-    /// Goes on at an address: the instruction is complete, and an instruction breakpoint counts for the next one.
+    /// Completes an instruction: execution continues at `next`, and `RF` is cleared.
     pub fn complete(&mut self, next: u64) {
         self.frame.rip = next;
         self.frame.rflags &= !rflags::RF;
     }
 
-    /// Carries out the instruction at the instruction pointer. After [`Outcome::Next`] the caller moves the instruction pointer on
-    /// ([`VirtualCpu::complete`]).
+    /// Emulates the instruction at the instruction pointer. After [`Outcome::Next`] the caller must
+    /// call [`VirtualCpu::complete`].
     pub fn execute(
         &mut self,
         memory: &GuestMemory,
@@ -56,8 +56,8 @@ impl VirtualCpu {
     ) -> Outcome {
         match self.try_execute(memory, host, instruction) {
             Ok(outcome) => outcome,
-            Err(Trouble::Page(fault)) => Outcome::Raise(self.page_fault(fault)),
-            Err(Trouble::Event(event)) => Outcome::Raise(event),
+            Err(Interruption::Page(fault)) => Outcome::Raise(self.page_fault(fault)),
+            Err(Interruption::Event(event)) => Outcome::Raise(event),
         }
     }
 
@@ -97,11 +97,11 @@ impl VirtualCpu {
             Op::Pop(to) => {
                 let value = self.read_value(memory, self.frame.gpr[4], bytes)?;
                 let top = self.frame.gpr[4];
-                // An address that depends on RSP has its value after the pop.
+                // An address that depends on RSP uses its value after the pop.
                 self.frame.gpr[4] = top.wrapping_add(size.into());
-                if let Err(trouble) = self.store(memory, host, to, bytes, length, value) {
+                if let Err(interruption) = self.store(memory, host, to, bytes, length, value) {
                     self.frame.gpr[4] = top;
-                    return Err(trouble);
+                    return Err(interruption);
                 }
             }
             Op::In(port) | Op::Out(port) => {
@@ -191,7 +191,7 @@ impl VirtualCpu {
             }
             Op::Lmsw(from) => {
                 let value = self.load(memory, host, from, 2, length)?;
-                // It sets PE but does not clear it.
+                // LMSW sets PE, but does not clear it.
                 let low = value & 0xf | self.cr0 & cr0::PE;
                 self.write_cr0(host, self.cr0 & !0xf | low)?;
             }
@@ -250,7 +250,7 @@ impl VirtualCpu {
             Op::Xsetbv => return Ok(Outcome::Exit(Exit::Xsetbv)),
             Op::Rdpmc => return Ok(Outcome::Exit(Exit::Protected)),
             Op::Hypercall => return Ok(Outcome::Exit(Exit::Hypercall)),
-            // CPUID says that they do not exist.
+            // CPUID does not report these.
             Op::Stac
             | Op::Clac
             | Op::Monitor
@@ -282,7 +282,7 @@ impl VirtualCpu {
         Ok(Outcome::Next)
     }
 
-    /// `SYSCALL` by a program, of which the instruction pointer is behind it.
+    /// Emulates `SYSCALL` of user mode; the instruction pointer is after the instruction.
     pub fn system_call(&mut self) {
         let flags = self.rflags();
         self.frame.gpr[1] = self.frame.rip;
@@ -295,7 +295,7 @@ impl VirtualCpu {
         self.set_rflags(flags & !self.sfmask & !rflags::RF);
     }
 
-    /// `CS` and `SS` of programs and of the kernel, as `SYSRET` to 64-bit code and `SYSCALL` load them.
+    /// Returns `CS` and `SS` of user mode (`SYSRET` to 64-bit code) and of the kernel (`SYSCALL`).
     pub fn call_segments(&self) -> [[vmm_cpu::vcpu::Segment; 2]; 2] {
         let (program, kernel) = ((self.star >> 48) as u16, (self.star >> 32) as u16);
         [
@@ -307,17 +307,17 @@ impl VirtualCpu {
         ]
     }
 
-    /// What `SYSRET` to 64-bit code does beside loading `RIP` and the flags, of which `IF` is on.
-    pub fn enter_program(&mut self) {
+    /// Applies the effects of `SYSRET` to 64-bit code, except for `RIP` and the flags; `IF` is set.
+    pub fn enter_user(&mut self) {
         let [[code, stack], _] = self.call_segments();
         (self.segments[CS], self.segments[SS]) = (code, stack);
         self.held_flags = rflags::IF;
         self.cpl = 3;
     }
 
-    /// Whether `SYSCALL` leaves no flag that programs can set.
+    /// Returns whether `SYSCALL` clears all flags that user mode can set.
     pub fn call_masks_flags(&self) -> bool {
-        (rflags::OPEN | rflags::IF) & !self.sfmask == 0
+        (rflags::USER_WRITABLE | rflags::IF) & !self.sfmask == 0
     }
 
     fn system_return(&mut self, long: bool) -> Result<Outcome> {
@@ -339,9 +339,10 @@ impl VirtualCpu {
         Ok(Outcome::Jump)
     }
 
-    /// Whether the program may use ports: `IOPL`, else the task's map of them (APM vol. 2, section 12.2.4).
+    /// Checks access to ports by `IOPL`, else by the task's I/O permission bitmap (APM vol. 2,
+    /// section 12.2.4).
     fn check_port(&self, memory: &GuestMemory, port: u16, size: u8) -> Result<()> {
-        /// Where the map's offset is in a task state segment of 64-bit mode.
+        /// Offset of the I/O map base in a 64-bit task-state segment.
         const MAP: u64 = 0x66;
         if u64::from(self.cpl) <= (self.rflags() & rflags::IOPL) >> 12 {
             return Ok(());
@@ -351,7 +352,7 @@ impl VirtualCpu {
             return Err(protection(0).into());
         }
         let at = self.read_value(memory, self.tr.base.wrapping_add(MAP), 2)? + u64::from(port / 8);
-        // Two bytes, because the ports may go on in the next one.
+        // Two bytes: the bits of one access may cross a byte boundary.
         if at + 1 > limit {
             return Err(protection(0).into());
         }
@@ -369,7 +370,7 @@ impl VirtualCpu {
             write,
             string,
             rep: instruction.repeat,
-            // The caller of the site knows where the guest goes on.
+            // The caller knows the address of the next instruction.
             next_rip: 0,
         }))
     }
@@ -386,8 +387,8 @@ impl VirtualCpu {
         self.frame.rflags = self.frame.rflags & !ZF | if on { ZF } else { 0 };
     }
 
-    /// The linear address of a memory operand of an instruction that is `length` long.
-    /// The linear address of a memory operand of an instruction of this length at the instruction pointer.
+    /// Returns the linear address of a memory operand. The instruction is `length` bytes long and
+    /// at the instruction pointer.
     pub fn address(&self, host: &mut impl Host, at: Address, length: usize) -> u64 {
         let mut linear = i64::from(at.displacement) as u64;
         if at.relative {
@@ -446,7 +447,7 @@ impl VirtualCpu {
         }
     }
 
-    /// A selector goes to a register in full width, to memory as two bytes.
+    /// Stores a selector: zero-extended to a register, as two bytes to memory.
     fn store_selector(
         &mut self,
         memory: &GuestMemory,
@@ -473,14 +474,14 @@ impl VirtualCpu {
         host: &mut impl Host,
         at: Address,
         length: usize,
-    ) -> Result<Table> {
+    ) -> Result<DescriptorTable> {
         let linear = self.address(host, at, length);
         let limit = self.read_value(memory, linear, 2)? as u16;
         let base = self.read_value(memory, linear.wrapping_add(2), 8)?;
         if !is_canonical(base) {
             return Err(protection(0).into());
         }
-        Ok(Table { base, limit })
+        Ok(DescriptorTable { base, limit })
     }
 
     fn store_table(
@@ -489,7 +490,7 @@ impl VirtualCpu {
         host: &mut impl Host,
         at: Address,
         length: usize,
-        table: Table,
+        table: DescriptorTable,
     ) -> Result<()> {
         let linear = self.address(host, at, length);
         let mut bytes = [0; 10];
@@ -498,7 +499,7 @@ impl VirtualCpu {
         Ok(self.write(memory, linear, &bytes)?)
     }
 
-    /// A system descriptor of the global table, which has 16 bytes in long mode.
+    /// Reads a system descriptor of the GDT, which has 16 bytes in long mode.
     fn system_segment(
         &self,
         memory: &GuestMemory,
@@ -538,7 +539,7 @@ impl VirtualCpu {
             return Err(protection(0).into());
         }
         let code = self.descriptor(memory, selector)?;
-        // Call gates and 32-bit code are not for kernels of this kind.
+        // Call gates and 32-bit code are not supported here.
         if !segment::is_64_bit(&code) || segment::level(&code) != self.cpl {
             return Err(refuse.into());
         }
@@ -549,9 +550,9 @@ impl VirtualCpu {
             let back = self.frame.rip.wrapping_add(length as u64);
             let top = self.frame.gpr[4];
             self.push(memory, size, self.segments[CS].selector.into())?;
-            if let Err(trouble) = self.push(memory, size, back) {
+            if let Err(interruption) = self.push(memory, size, back) {
                 self.frame.gpr[4] = top;
-                return Err(trouble);
+                return Err(interruption);
             }
         }
         let level = u16::from(self.cpl);
@@ -560,7 +561,7 @@ impl VirtualCpu {
         Ok(Outcome::Jump)
     }
 
-    /// `LAR`, `LSL`: what the descriptor says, if the program may know.
+    /// `LAR`, `LSL`: returns the descriptor's rights or limit, if visible at this privilege level.
     fn visible(&self, memory: &GuestMemory, selector: u16, rights: bool) -> Result<Option<u64>> {
         let Some(at) = self.descriptor_at(selector) else { return Ok(None) };
         let descriptor = self.read_value(memory, at, 8)?;
@@ -576,7 +577,7 @@ impl VirtualCpu {
         Ok(Some(if rights { descriptor >> 32 & 0x00f0_ff00 } else { found.limit.into() }))
     }
 
-    /// `VERR`, `VERW`.
+    /// Emulates `VERR` and `VERW`.
     fn verify(&self, memory: &GuestMemory, selector: u16, write: bool) -> Result<bool> {
         let Some(at) = self.descriptor_at(selector) else { return Ok(false) };
         let found = segment::unpack(selector, self.read_value(memory, at, 8)?);
@@ -589,7 +590,7 @@ impl VirtualCpu {
     fn write_cr0(&mut self, host: &mut impl Host, value: u64) -> Result<()> {
         let bad = value & cr0::NW != 0 && value & cr0::CD == 0
             || value >> 32 != 0
-            // Leaving long mode is not for this processor.
+            // Leaving long mode is not supported.
             || value & (cr0::PG | cr0::PE) != cr0::PG | cr0::PE;
         if bad {
             return Err(protection(0).into());
@@ -617,7 +618,7 @@ impl VirtualCpu {
         let changed = self.cr4 ^ value;
         let bad = value & !CR4_VALID != 0
             || value & cr4::PAE == 0
-            // APM vol. 2, section 5.5.1: only from identifier 0.
+            // APM vol. 2, section 5.5.1: PCIDE may be set only while the PCID is 0.
             || changed & value & cr4::PCIDE != 0 && self.cr3 & 0xfff != 0;
         if bad {
             return Err(protection(0).into());
@@ -641,7 +642,7 @@ impl VirtualCpu {
         Ok(())
     }
 
-    /// The MSRs that are this processor's own: their value.
+    /// Returns the value of an MSR that this model implements itself.
     fn own_msr(&self, host: &mut impl Host) -> Option<u64> {
         Some(match self.frame.gpr[1] as u32 {
             FS_BASE => host.fs_base(),
@@ -676,7 +677,7 @@ impl VirtualCpu {
     }
 }
 
-/// Debug registers 4 and 5 are 6 and 7.
+/// Maps debug registers 4 and 5 to 6 and 7.
 fn alias(debug: u8) -> usize {
     match debug & 7 {
         4 => 6,
@@ -685,7 +686,7 @@ fn alias(debug: u8) -> usize {
     }
 }
 
-/// What programs may execute too; the rest is `#GP` for them.
+/// Returns whether user mode may execute the instruction; the rest raises `#GP`.
 fn is_unprivileged(op: Op) -> bool {
     matches!(
         op,
@@ -719,7 +720,7 @@ fn is_unprivileged(op: Op) -> bool {
     )
 }
 
-/// A register of which `size` bytes are set: four clear the rest.
+/// Merges `size` bytes into a register; four bytes clear the upper half.
 fn merge(target: &mut u64, size: usize, value: u64) {
     *target = match size {
         8 => value,

@@ -1,14 +1,17 @@
-//! The processor that a pre-virtualized kernel sees: its privileged state, and what its sensitive instructions do to it.
+//! Software model of the privileged CPU state of a pre-virtualized kernel, and emulation of its
+//! sensitive instructions.
 //!
-//! Everything a processor does for an operating system outside of plain computing is here in software, for 64-bit mode: control
-//! and descriptor-table registers, segments, interrupts and exceptions with their stacks, `IRET`, `SYSCALL` and `SYSRET`. What it
-//! does not decide itself (ports, most MSRs, `CPUID`, halting) leaves as an [`Exit`], in the vocabulary of every other back end of
-//! the VMM library.
+//! The model covers 64-bit mode: control and descriptor-table registers, segments, delivery of
+//! interrupts and exceptions with their stacks, `IRET`, `SYSCALL` and `SYSRET`. Everything else
+//! (ports, most MSRs, `CPUID`, `HLT`) leaves as an [`Exit`] of the VMM library, as from every other
+//! back end.
 //!
-//! Invariants: no allocation; nothing that a guest does panics; memory is reached through the guest's own page tables with the
-//! guest's rights, so a fault while an instruction is emulated is the guest's own, with nothing changed before.
+//! Invariants: no allocation; no action of a guest causes a panic; memory is accessed through the
+//! guest's own page tables with the guest's rights, so a fault during emulation is injected into
+//! the guest, with no state changed before.
 //!
-//! Missing: segment limits and 16-bit code (no 64-bit kernel has them), hardware task switches, debug-register matches.
+//! Not implemented: segment limits and 16-bit code (no 64-bit kernel uses them), hardware task
+//! switches, debug-register matches.
 //!
 //! Manual: AMD64 Architecture Programmer's Manual (APM), volumes 2 and 3.
 #![cfg_attr(not(test), no_std)]
@@ -24,59 +27,59 @@ mod segment;
 #[cfg(test)]
 mod tests;
 
-pub use cpu::{Frame, Table, VirtualCpu};
+pub use cpu::{DescriptorTable, RegisterFrame, VirtualCpu};
 pub use decode::{DecodeError, Instruction, Op, decode};
 pub use segment::thread_area;
 use vmm_cpu::walk::PageFault;
 pub use vmm_cpu::{Event, Exit};
 
-/// What a kernel wants forgotten of its page tables (APM vol. 2, section 5.5).
+/// TLB flush requested by the kernel (APM vol. 2, section 5.5).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Flush {
-    /// The translation of this address: in the current space, and global ones.
+    /// This linear address: in the current address space, and global translations.
     Page(u64),
-    /// The translation of an address in one space (`INVPCID` type 0); not global ones.
+    /// One linear address in one address space (`INVPCID` type 0), without global translations.
     PageOf {
         /// Process-context identifier.
         pcid: u16,
         /// Linear address.
         linear: u64,
     },
-    /// All translations of one space that are not global.
+    /// One address space, without global translations.
     Space(u16),
-    /// All that are not global, of every space.
+    /// All address spaces, without global translations.
     Spaces,
-    /// Everything.
+    /// All translations.
     All,
 }
 
-/// What the processor's effects reach beyond its own state.
+/// Host state that the emulation accesses.
 pub trait Host {
     /// Base address of `FS`.
     fn fs_base(&mut self) -> u64;
-    /// Sets it.
+    /// Sets the base address of `FS`.
     fn set_fs_base(&mut self, base: u64);
     /// Base address of `GS`.
     fn gs_base(&mut self) -> u64;
-    /// Sets it.
+    /// Sets the base address of `GS`.
     fn set_gs_base(&mut self, base: u64);
-    /// Forgets translations.
+    /// Flushes translations.
     fn flush(&mut self, what: Flush);
-    /// `cr3` is loaded: table root and process-context identifier. `keep`: translations of that space may still be used. The state has the
-    /// new value already.
+    /// Switches to the address space `cr3`: root page table and PCID. With `keep`, cached
+    /// translations of that address space remain valid. The CPU state holds the new value already.
     fn enter_space(&mut self, cr3: u64, keep: bool);
 }
 
-/// What an instruction led to.
+/// Result of an emulated instruction.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Outcome {
-    /// It is done; the next one follows.
+    /// Completed; execution continues at the next instruction.
     Next,
-    /// It is done; the instruction pointer is where it went.
+    /// Completed; the instruction pointer holds the target.
     Jump,
-    /// It raises this exception, with nothing changed.
+    /// Exception, with no state changed.
     Raise(Event),
-    /// The machine carries it out; the instruction pointer is still at it.
+    /// Exit to the VMM; the instruction pointer still points to the instruction.
     Exit(Exit),
 }
 
@@ -102,22 +105,22 @@ const fn protection(code: u32) -> Event {
 /// `#UD`.
 const UNDEFINED: Event = Event::exception(vector::UNDEFINED);
 
-/// An exception on the way to becoming one that is raised.
+/// Exception of an instruction in progress.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Trouble {
-    /// The page fault of an access.
+enum Interruption {
+    /// Page fault of a memory access.
     Page(PageFault),
-    /// Another exception.
+    /// Any other exception.
     Event(Event),
 }
 
-impl From<PageFault> for Trouble {
+impl From<PageFault> for Interruption {
     fn from(fault: PageFault) -> Self {
         Self::Page(fault)
     }
 }
 
-impl From<Event> for Trouble {
+impl From<Event> for Interruption {
     fn from(event: Event) -> Self {
         Self::Event(event)
     }

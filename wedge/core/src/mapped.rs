@@ -1,26 +1,27 @@
-//! What a back end has mapped of an address space in the host's tables, so that a flush drops only what is out of date.
+//! List of the guest pages that a back end has mapped, so that a flush unmaps only stale pages.
 //!
-//! Pieces of pages that follow each other in the guest's address space and in its memory, in ascending order, without overlap. Adding
-//! what there is no room for makes the list incomplete until it is cleared: something may be mapped that it does not know.
+//! Each piece is a run of pages that are contiguous both in the guest's address space and in its
+//! memory; pieces are in ascending order without overlap. When the list overflows, it is incomplete
+//! until it is cleared: pages may be mapped that are not in the list.
 
 /// Page size in bytes.
 const PAGE: u64 = 4096;
 
-/// Pages that were mapped in one go.
+/// Contiguous run of mapped pages.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Piece {
-    /// Linear address of the first.
+    /// First linear address.
     pub start: u64,
-    /// First address behind them.
+    /// End, exclusive.
     pub end: u64,
-    /// Where the first is in the host's descriptor of guest memory, in bytes.
+    /// Offset of the first page in the file of guest memory, in bytes.
     pub offset: u64,
-    /// The host's rights.
+    /// Protection of the mapping (`PROT_` bits).
     pub rights: u32,
 }
 
 impl Piece {
-    /// The part between two addresses, if there is one.
+    /// Returns the part of the piece between two addresses.
     fn part(&self, start: u64, end: u64) -> Option<Self> {
         let (start, end) = (start.max(self.start), end.min(self.end));
         (start < end).then(|| Self {
@@ -31,15 +32,15 @@ impl Piece {
         })
     }
 
-    /// Whether `next` goes on where this one ends, in every respect.
-    fn goes_on(&self, next: &Self) -> bool {
+    /// Returns whether `next` continues this piece with the same rights.
+    fn continues(&self, next: &Self) -> bool {
         self.end == next.start
             && self.offset + (self.end - self.start) == next.offset
             && self.rights == next.rights
     }
 }
 
-/// The list. All zeros is an empty one.
+/// List of mapped pages. All zeros is an empty list.
 #[derive(Clone, Debug)]
 pub struct Mapped<const MOST: usize> {
     used: usize,
@@ -54,28 +55,28 @@ impl<const MOST: usize> Default for Mapped<MOST> {
 }
 
 impl<const MOST: usize> Mapped<MOST> {
-    /// The pieces, ascending.
+    /// Returns the pieces in ascending order.
     pub fn pieces(&self) -> &[Piece] {
         &self.pieces[..self.used]
     }
 
-    /// The piece that has the page at an address.
+    /// Returns the piece that contains an address.
     pub fn at(&self, address: u64) -> Option<Piece> {
         let index = self.pieces().partition_point(|piece| piece.end <= address);
         self.pieces().get(index).filter(|piece| piece.start <= address).copied()
     }
 
-    /// Everything that is mapped is in the list.
+    /// Returns whether the list contains all mapped pages.
     pub fn is_complete(&self) -> bool {
         !self.incomplete
     }
 
-    /// Nothing is mapped any longer.
+    /// Empties the list and makes it complete.
     pub fn clear(&mut self) {
         (self.used, self.incomplete) = (0, false);
     }
 
-    /// These pages are mapped, in place of what was there.
+    /// Adds mapped pages, which replace previous ones at the same addresses.
     pub fn add(&mut self, piece: Piece) {
         if piece.start >= piece.end
             || !(piece.start | piece.end | piece.offset).is_multiple_of(PAGE)
@@ -84,19 +85,19 @@ impl<const MOST: usize> Mapped<MOST> {
         }
         let at = self.cut(piece.start, piece.end);
         let before = at.checked_sub(1).map(|index| self.pieces[index]);
-        if let Some(before) = before.filter(|before| before.goes_on(&piece)) {
+        if let Some(before) = before.filter(|before| before.continues(&piece)) {
             self.pieces[at - 1] = Piece { end: piece.end, ..before };
         } else {
             self.insert(at, piece);
         }
     }
 
-    /// Nothing is mapped between these addresses any longer.
+    /// Removes the pages between two addresses.
     pub fn remove(&mut self, start: u64, end: u64) {
         self.cut(start, end);
     }
 
-    /// Makes room between two addresses; gives the index of the first piece behind.
+    /// Removes everything between two addresses; returns the index of the next piece.
     fn cut(&mut self, start: u64, end: u64) -> usize {
         let first = self.pieces().partition_point(|piece| piece.end <= start);
         let behind = self.pieces().partition_point(|piece| piece.start < end);
@@ -145,7 +146,7 @@ mod tests {
     fn step() -> impl Strategy<Value = Step> {
         prop_oneof![
             8 => (0..40_u64, 1..9_u64, 0..4_u64, 1..3_u32).prop_map(|(start, pages, offset, rights)| {
-                // Offsets that often go on where the page before ends.
+                // Offsets that often continue the page before.
                 Step::Add { start, pages, offset: start + 64 * offset, rights }
             }),
             4 => (0..40_u64, 0..12_u64).prop_map(|(start, pages)| Step::Remove { start, pages }),
@@ -153,7 +154,7 @@ mod tests {
         ]
     }
 
-    /// By page: offset and rights.
+    /// Offset and rights by page.
     fn model(pieces: &[Piece]) -> BTreeMap<u64, (u64, u32)> {
         let pages = |piece: &Piece| {
             let piece = *piece;
@@ -194,7 +195,7 @@ mod tests {
     }
 
     fn piece(page: u64) -> Piece {
-        // Nothing goes on where another one ends.
+        // No piece continues the previous one.
         Piece { start: 2 * page * PAGE, end: (2 * page + 1) * PAGE, offset: 0, rights: 1 }
     }
 

@@ -1,25 +1,26 @@
-//! Room in programs: bytes between functions, and between their parts, that are never executed.
+//! Padding in user code: bytes between functions and basic blocks that are never executed.
 //!
-//! Compilers align what is jumped to with instructions that do nothing. Behind an instruction that does not go on (`RET`, `JMP`, `UD2`) nobody comes to them. To know
-//! that it is such an instruction, everything from a known instruction on is measured; instructions that are not known end the search.
-//! Lengths are those of the APM, vol. 3, chapter 1 and appendix A.
+//! Compilers align jump targets with no-ops. No-ops that follow an unconditional transfer (`RET`,
+//! `JMP`, `UD2`) are unreachable. To find such a transfer, the search decodes lengths from a known
+//! instruction on; an unknown instruction ends the search. Lengths are those of the APM, vol. 3,
+//! chapter 1 and appendix A.
 
-/// A displacement of a short jump reaches so far.
+/// Reach of a short jump in bytes.
 const REACH: usize = i8::MAX as usize;
 
-/// What follows opcode and operand bytes.
+/// Bytes after opcode and prefixes.
 #[derive(Clone, Copy)]
 struct Rest {
-    /// There is a ModRM byte.
+    /// A ModRM byte follows.
     operand: bool,
-    /// Bytes of an immediate.
+    /// Length of the immediate in bytes.
     immediate: usize,
-    /// Whether the processor goes on behind it.
-    goes_on: bool,
+    /// Execution may continue at the next instruction.
+    continues: bool,
 }
 
-/// Length of an instruction of 64-bit code, and whether the processor may go on behind it. `None`: it is cut off, or not one of those that
-/// compilers use most.
+/// Returns the length of an instruction of 64-bit code, and whether execution may continue after
+/// it. `None`: truncated, or not in the supported subset.
 fn measure(bytes: &[u8]) -> Option<(usize, bool)> {
     let mut at = 0;
     let mut word = false;
@@ -31,7 +32,7 @@ fn measure(bytes: &[u8]) -> Option<(usize, bool)> {
     at += usize::from(rex.is_some());
     let wide = rex.is_some_and(|rex| rex & 8 != 0);
     let long = if word && !wide { 2 } else { 4 };
-    let rest = |operand, immediate| Rest { operand, immediate, goes_on: true };
+    let rest = |operand, immediate| Rest { operand, immediate, continues: true };
     let opcode = *bytes.get(at)?;
     at += 1;
     let found = match opcode {
@@ -40,8 +41,8 @@ fn measure(bytes: &[u8]) -> Option<(usize, bool)> {
             at += 1;
             match second {
                 0x05 | 0xa2 | 0xc8..=0xcf => rest(false, 0),
-                0x0b => Rest { goes_on: false, ..rest(false, 0) },
-                // With this prefix some have another length.
+                0x0b => Rest { continues: false, ..rest(false, 0) },
+                // Some instructions have another length with an operand-size prefix.
                 0x80..=0x8f if !word => rest(false, 4),
                 0x10..=0x17
                 | 0x1e
@@ -87,26 +88,26 @@ fn measure(bytes: &[u8]) -> Option<(usize, bool)> {
         0x6b | 0x80 | 0x83 | 0xc0 | 0xc1 | 0xc6 => rest(true, 1),
         0xa9 => rest(false, long),
         0xb8..=0xbf if !wide => rest(false, long),
-        0xc3 => Rest { goes_on: false, ..rest(false, 0) },
+        0xc3 => Rest { continues: false, ..rest(false, 0) },
         0xe8 if !word => rest(false, 4),
-        0xe9 if !word => Rest { goes_on: false, ..rest(false, 4) },
-        0xeb => Rest { goes_on: false, ..rest(false, 1) },
+        0xe9 if !word => Rest { continues: false, ..rest(false, 4) },
+        0xeb => Rest { continues: false, ..rest(false, 1) },
         0xf6 | 0xf7 => match (bytes.get(at)? >> 3 & 7, opcode) {
             (0 | 1, 0xf6) => rest(true, 1),
             (0 | 1, _) => rest(true, long),
             _ => rest(true, 0),
         },
-        0xff => Rest { goes_on: bytes.get(at)? >> 3 & 7 != 4, ..rest(true, 0) },
+        0xff => Rest { continues: bytes.get(at)? >> 3 & 7 != 4, ..rest(true, 0) },
         _ => return None,
     };
     if found.operand {
         at += operand(bytes.get(at..)?)?;
     }
     at += found.immediate;
-    (at <= bytes.len()).then_some((at, found.goes_on))
+    (at <= bytes.len()).then_some((at, found.continues))
 }
 
-/// Length of a ModRM byte and what belongs to it.
+/// Returns the length of a ModRM byte with SIB byte and displacement.
 fn operand(bytes: &[u8]) -> Option<usize> {
     let &mod_rm = bytes.first()?;
     let (mode, memory) = (mod_rm >> 6, mod_rm & 7);
@@ -126,23 +127,23 @@ fn operand(bytes: &[u8]) -> Option<usize> {
     })
 }
 
-/// Length of an instruction that does nothing, as compilers fill with them.
+/// Returns the length of a no-op that compilers use as padding.
 fn fill(bytes: &[u8]) -> Option<usize> {
     let start = bytes.iter().position(|&byte| !matches!(byte, 0x66 | 0x2e))?;
     let (length, _) = measure(bytes)?;
     matches!(bytes[start..], [0x90, ..] | [0x0f, 0x1f, ..]).then_some(length)
 }
 
-/// Where `length` bytes begin that are never executed, within reach of a short jump from the instruction at `from` back or forth: the
-/// first behind it.
+/// Finds `length` bytes of padding in reach of a short jump from the instruction at `from`, and
+/// back; returns the offset of the first ones after it.
 pub fn find(code: &[u8], from: usize, length: usize) -> Option<usize> {
     let end = code.len().min(from + REACH + length);
     let code = &code[..end];
     let mut at = from;
     loop {
-        let (size, goes_on) = measure(&code[at..])?;
+        let (size, continues) = measure(&code[at..])?;
         at += size;
-        if goes_on {
+        if continues {
             continue;
         }
         let start = at;
@@ -164,7 +165,7 @@ mod tests {
     use iced_x86::{Decoder, DecoderOptions, FlowControl};
     use proptest::prelude::*;
 
-    /// `cmp rax, -4096; ja; ret`, filled to a function's beginning.
+    /// `cmp rax, -4096; ja; ret`, padded to the beginning of a function.
     const BEHIND_READ: [u8; 19] = [
         0x48, 0x3d, 0, 0xf0, 0xff, 0xff, 0x77, 0x5b, 0xc3, 0x66, 0x2e, 0x0f, 0x1f, 0x84, 0, 0, 0,
         0, 0,
@@ -182,7 +183,7 @@ mod tests {
 
     #[test]
     fn what_is_executed_is_no_room() {
-        // `mov ebx, eax` ends like a return, and a loop begins behind what aligns it.
+        // `mov ebx, eax` ends like a return, and the padding aligns the head of a loop.
         let aligned = [0x89, 0xc3, 0x66, 0x2e, 0x0f, 0x1f, 0x84, 0, 0, 0, 0, 0, 0xeb, 0xfe];
         assert_eq!(find(&aligned, 0, 7), None);
     }
@@ -203,7 +204,7 @@ mod tests {
         #[test]
         fn lengths_are_those_of_a_decoder(bytes in any::<[u8; 16]>(), prefix in 0..4_usize, two in any::<bool>()) {
             let mut bytes = bytes;
-            // Random bytes are seldom these.
+            // Makes these prefixes frequent.
             match prefix {
                 1 => bytes[0] = 0x48,
                 2 => bytes[0] = 0x66,
@@ -212,7 +213,7 @@ mod tests {
             if two {
                 bytes[usize::from(matches!(prefix, 1 | 2))] = 0x0f;
             }
-            if let Some((length, goes_on)) = measure(&bytes) {
+            if let Some((length, continues)) = measure(&bytes) {
                 let found = Decoder::new(64, &bytes, DecoderOptions::NONE).decode();
                 if !found.is_invalid() {
                     prop_assert_eq!(length, found.len(), "{:x?}", bytes);
@@ -220,7 +221,7 @@ mod tests {
                         found.flow_control(),
                         FlowControl::Return | FlowControl::UnconditionalBranch | FlowControl::IndirectBranch
                     );
-                    prop_assert!(goes_on || ends || bytes.contains(&0x0b), "{:x?}", bytes);
+                    prop_assert!(continues || ends || bytes.contains(&0x0b), "{:x?}", bytes);
                 }
             }
         }

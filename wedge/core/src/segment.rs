@@ -4,10 +4,10 @@ use vmm_cpu::vcpu::Segment;
 use vmm_mem::GuestMemory;
 
 use crate::cpu::{CS, FS, GS, SS, VirtualCpu};
-use crate::{Host, Trouble, protection, vector};
+use crate::{Host, Interruption, protection, vector};
 use vmm_cpu::Event;
 
-/// Attributes as VMCB segments have them: descriptor bits 47:40 and 55:52.
+/// Attributes in the VMCB's format: descriptor bits 47:40 and 55:52.
 pub(crate) const DATA_64: u16 = 0xc93;
 pub(crate) const USABLE_CODE_64: u16 = 0xa9b;
 /// 64-bit code (`L`).
@@ -22,18 +22,18 @@ const CONFORMING: u16 = 1 << 2;
 const READ_WRITE: u16 = 1 << 1;
 const DPL_SHIFT: u16 = 5;
 
-/// The code segment after `SYSCALL` and behind gates: flat, 64-bit.
+/// Returns the code segment after `SYSCALL`, or of a gate: flat, 64-bit.
 pub(crate) const fn kernel_code(selector: u16) -> Segment {
     Segment { selector: selector & !3, attrib: USABLE_CODE_64, limit: u32::MAX, base: 0 }
 }
 
-/// The stack segment after `SYSCALL` and `SYSRET`.
+/// Returns the stack segment after `SYSCALL` and `SYSRET`.
 pub(crate) const fn flat_data(selector: u16) -> Segment {
     let level = (selector & 3) << DPL_SHIFT;
     Segment { selector, attrib: DATA_64 | level, limit: u32::MAX, base: 0 }
 }
 
-/// The code segment after `SYSRET` to 64-bit code.
+/// Returns the code segment after `SYSRET` to 64-bit code.
 pub(crate) const fn user_code_64(selector: u16) -> Segment {
     Segment {
         selector: selector | 3,
@@ -43,7 +43,7 @@ pub(crate) const fn user_code_64(selector: u16) -> Segment {
     }
 }
 
-/// The code segment after `SYSRET` to 32-bit code.
+/// Returns the code segment after `SYSRET` to 32-bit code.
 pub(crate) const fn user_code_32(selector: u16) -> Segment {
     let bits_32 = USABLE_CODE_64 & !LONG | 1 << 10;
     Segment { attrib: bits_32 | 3 << DPL_SHIFT, ..user_code_64(selector) }
@@ -53,7 +53,7 @@ pub(crate) fn is_readable(segment: &Segment) -> bool {
     segment.attrib & ORDINARY != 0 && (!is_code(segment) || segment.attrib & READ_WRITE != 0)
 }
 
-/// A descriptor as a segment register holds it.
+/// Decodes a descriptor as `MOV` to a segment register does.
 pub(crate) fn unpack(selector: u16, descriptor: u64) -> Segment {
     const GRANULARITY: u64 = 1 << 55;
     let limit = (descriptor & 0xffff | descriptor >> 32 & 0xf_0000) as u32;
@@ -78,7 +78,7 @@ pub(crate) fn is_code(segment: &Segment) -> bool {
     segment.attrib & (ORDINARY | CODE) == ORDINARY | CODE
 }
 
-/// System descriptors: their type.
+/// Returns the type of a system descriptor.
 pub(crate) fn system_type(segment: &Segment) -> Option<u16> {
     (segment.attrib & ORDINARY == 0).then_some(segment.attrib & 0xf)
 }
@@ -87,12 +87,12 @@ pub(crate) fn is_64_bit(segment: &Segment) -> bool {
     is_code(segment) && segment.attrib & LONG != 0
 }
 
-/// A register without a segment.
+/// Returns a null segment.
 pub(crate) const fn null() -> Segment {
     Segment { selector: 0, attrib: 0, limit: 0, base: 0 }
 }
 
-/// The stack segment that `SYSRET` gives to programs.
+/// Returns the stack selector of user mode after `SYSRET`.
 pub(crate) const fn user_stack(star: u64) -> u16 {
     ((star >> 48) as u16).wrapping_add(8) | 3
 }
@@ -101,19 +101,20 @@ pub(crate) fn is_writable_data(segment: &Segment) -> bool {
     segment.attrib & (ORDINARY | CODE | READ_WRITE) == ORDINARY | READ_WRITE
 }
 
-/// Data, or code that is not conforming, of a level that `level` may not reach.
+/// Returns whether a segment is data or non-conforming code of a level inside of `level`.
 pub(crate) fn is_inner_data(segment: &Segment, level: u8) -> bool {
     let conforming = is_code(segment) && segment.attrib & CONFORMING != 0;
     is_present(segment) && !conforming && self::level(segment) < level
 }
 
-/// Error code that names a selector.
+/// Returns the error code for a selector.
 pub(crate) fn code_of(selector: u16) -> u32 {
     u32::from(selector & !3)
 }
 
-/// What set_thread_area(2) is told of a data descriptor: `struct user_desc` (`arch/x86/include/uapi/asm/ldt.h` in Linux) with number, base, limit
-/// and flags. All but the number 0: none.
+/// Encodes a data descriptor as `struct user_desc` for set_thread_area(2)
+/// (`arch/x86/include/uapi/asm/ldt.h` in Linux): entry number, base, limit and flags. Only the
+/// number is not 0: no segment.
 pub fn thread_area(number: u32, descriptor: u64) -> [u32; 4] {
     if descriptor == 0 {
         return [number, 0, 0, 0];
@@ -121,7 +122,8 @@ pub fn thread_area(number: u32, descriptor: u64) -> [u32; 4] {
     let bit = |at: u32| (descriptor >> at) as u32 & 1;
     let base = (descriptor >> 16) as u32 & 0xff_ffff | (descriptor >> 32) as u32 & 0xff00_0000;
     let limit = descriptor as u32 & 0xffff | (descriptor >> 32) as u32 & 0xf_0000;
-    // 32 bits, what it is for (two bits), read only, limit in pages, not present, usable.
+    // `seg_32bit`, `contents` (two bits), `read_exec_only`, `limit_in_pages`, `seg_not_present`,
+    // `useable`.
     let contents = (descriptor >> 42) as u32 & 3;
     let flags = bit(54)
         | contents << 1
@@ -133,7 +135,8 @@ pub fn thread_area(number: u32, descriptor: u64) -> [u32; 4] {
 }
 
 impl VirtualCpu {
-    /// Where the descriptor of a selector is; `None`: outside its table, or the null selector.
+    /// Returns the address of a selector's descriptor; `None`: beyond the limit, or the null
+    /// selector.
     pub(crate) fn descriptor_at(&self, selector: u16) -> Option<u64> {
         let index = u64::from(selector & !7);
         let (base, limit) = if selector & 4 != 0 {
@@ -155,18 +158,19 @@ impl VirtualCpu {
         &self,
         memory: &GuestMemory,
         selector: u16,
-    ) -> Result<Segment, Trouble> {
+    ) -> Result<Segment, Interruption> {
         let at = self.descriptor_at(selector).ok_or(protection(code_of(selector)))?;
         Ok(unpack(selector, self.read_value(memory, at, 8)?))
     }
 
-    /// Whether it executes 64-bit code.
+    /// Returns whether the CPU executes 64-bit code.
     pub fn is_64_bit(&self) -> bool {
         is_64_bit(&self.segments[CS])
     }
 
-    /// A program was found in 64-bit code, or in 32-bit code: it changes that without help. The kernel's is always the former.
-    pub fn found_in(&mut self, long: bool) {
+    /// Takes over the code segment of interrupted user mode, which switches between 64-bit and
+    /// 32-bit code itself. The kernel is always 64-bit code.
+    pub fn sync_code_segment(&mut self, long: bool) {
         if self.cpl == 3 && self.is_64_bit() != long {
             let selector = (self.star >> 48) as u16;
             self.segments[CS] = match long {
@@ -176,15 +180,16 @@ impl VirtualCpu {
         }
     }
 
-    /// A program has loaded a data segment register itself, from descriptors that are the same as here.
-    pub fn found_data(&mut self, register: usize, selector: u16) {
+    /// Takes over a data segment register of user mode, which user mode loads itself from equal
+    /// descriptors of the host.
+    pub fn sync_data_segment(&mut self, register: usize, selector: u16) {
         if self.segments[register].selector != selector {
             let rest = if selector & !3 == 0 { null() } else { flat_data(selector | 3) };
             self.segments[register] = Segment { selector, ..rest };
         }
     }
 
-    /// Descriptors of the global table from a selector on; those that are not there are 0.
+    /// Reads GDT descriptors from a selector on; missing ones are 0.
     pub fn descriptors<const N: usize>(&self, memory: &GuestMemory, selector: u16) -> [u64; N] {
         core::array::from_fn(|index| {
             let at = self.descriptor_at((selector & !7).wrapping_add(8 * index as u16));
@@ -192,16 +197,17 @@ impl VirtualCpu {
         })
     }
 
-    /// Loads a data or stack segment register with `MOV` or `POP` (APM vol. 2, section 4.10). `register` as instructions encode it.
+    /// Loads a data or stack segment register as `MOV` or `POP` do (APM vol. 2, section 4.10).
+    /// `register` is its encoding.
     pub(crate) fn load_data_segment(
         &mut self,
         memory: &GuestMemory,
         host: &mut impl Host,
         register: usize,
         selector: u16,
-    ) -> Result<(), Trouble> {
+    ) -> Result<(), Interruption> {
         let segment = if selector & !3 == 0 {
-            // In 64-bit mode SS too may be null, if not at level 3.
+            // In 64-bit mode SS may be null, except at level 3.
             if register == SS && (self.cpl == 3 || selector as u8 & 3 != self.cpl) {
                 return Err(protection(0).into());
             }
@@ -209,7 +215,7 @@ impl VirtualCpu {
         } else {
             let segment = self.descriptor(memory, selector)?;
             let requested = (selector & 3) as u8;
-            let refuse = || Trouble::from(protection(code_of(selector)));
+            let refuse = || Interruption::from(protection(code_of(selector)));
             if segment.attrib & ORDINARY == 0 {
                 return Err(refuse());
             }
@@ -233,7 +239,7 @@ impl VirtualCpu {
             segment
         };
         self.segments[register] = segment;
-        // As Intel's processors do it with the null selector too.
+        // As on Intel CPUs, the null selector sets the base too.
         match register {
             FS => host.set_fs_base(segment.base),
             GS => host.set_gs_base(segment.base),
@@ -242,12 +248,12 @@ impl VirtualCpu {
         Ok(())
     }
 
-    /// The code segment that a far return goes to, and the privilege level there.
+    /// Returns the code segment of a far return, and its privilege level.
     pub(crate) fn return_segment(
         &mut self,
         memory: &GuestMemory,
         selector: u16,
-    ) -> Result<(Segment, u8), Trouble> {
+    ) -> Result<(Segment, u8), Interruption> {
         let target = (selector & 3) as u8;
         if target < self.cpl || selector & !3 == 0 {
             return Err(protection(code_of(selector)).into());

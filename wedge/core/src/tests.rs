@@ -1,4 +1,4 @@
-//! The processor against the manual.
+//! Tests of the CPU model against the manual.
 
 use hw_x86::msr;
 use hw_x86::paging::{cr0, cr4, entry};
@@ -7,9 +7,10 @@ use std::vec::Vec;
 use vmm_mem::{GuestMemory, testing};
 
 use crate::cpu::{VirtualCpu, rflags};
-use crate::{Event, Exit, Flush, Host, Outcome, Table, decode, thread_area, vector};
+use crate::{DescriptorTable, Event, Exit, Flush, Host, Outcome, decode, thread_area, vector};
 
-/// Tables map the first MiB to itself but the page [`MISSING`]; everything for level 0 but [`USER_PAGE`].
+/// Page tables map the first MiB to itself except the page [`MISSING`]; level 3 may access only
+/// [`USER_PAGE`].
 const ROOT: u64 = 0x1000;
 const GDT: u64 = 0x8000;
 const IDT: u64 = 0x9000;
@@ -79,7 +80,7 @@ impl Machine {
             (KERNEL_DS, 0x00cf_9300_0000_ffff),
             (USER_DS, 0x00cf_f300_0000_ffff),
             (USER_CS, 0x00af_fb00_0000_ffff),
-            // A free task-state segment of 104 bytes.
+            // An available task-state segment of 104 bytes.
             (TSS_SELECTOR, 0x0000_8900_0000_0067 | TSS << 16),
             (ABSENT, 0x00cf_1300_0000_ffff),
         ];
@@ -90,8 +91,8 @@ impl Machine {
         write(TSS + 0x24, IST1);
         let mut cpu = VirtualCpu::new();
         cpu.cr3 = ROOT;
-        cpu.gdtr = Table { base: GDT, limit: 0x5f };
-        cpu.idtr = Table { base: IDT, limit: 0xfff };
+        cpu.gdtr = DescriptorTable { base: GDT, limit: 0x5f };
+        cpu.idtr = DescriptorTable { base: IDT, limit: 0xfff };
         cpu.segments[1].selector = KERNEL_CS;
         cpu.segments[2].selector = KERNEL_DS;
         cpu.frame.gpr[4] = STACK;
@@ -181,7 +182,7 @@ fn stacks_of_exceptions() {
     let expected = [0x18, CODE, KERNEL_CS.into(), flags, STACK - 4, KERNEL_DS.into()];
     assert_eq!(m.words::<6>(STACK - 64), expected);
     assert_eq!(m.cpu.segments[2].selector, KERNEL_DS, "stays at the same level");
-    // On a stack of its own, whatever the level; a trap gate leaves IF.
+    // On an IST stack at every level; a trap gate leaves IF.
     let mut m = Machine::new();
     m.gate(2, 0x8f, 1);
     m.cpu.held_flags = rflags::IF;
@@ -191,7 +192,8 @@ fn stacks_of_exceptions() {
 
 #[test]
 fn faults_while_delivering() {
-    // The stack is not there: a page fault while a page fault is delivered is a double fault, which has a stack of its own.
+    // Unmapped stack: a page fault during the delivery of a page fault is a double fault, which
+    // uses an IST stack.
     let mut m = Machine::new();
     m.gate(vector::DOUBLE_FAULT, 0x8e, 1);
     m.cpu.frame.gpr[4] = MISSING + 0x800;
@@ -200,22 +202,22 @@ fn faults_while_delivering() {
     assert_eq!(m.cpu.frame.rip, HANDLER + 0x80);
     assert_eq!(m.words::<2>(IST1 - 48), [0, CODE]);
     assert_eq!(m.cpu.cr2, ((MISSING + 0x800) & !15) - 48);
-    // Without it: a triple fault.
+    // Without that stack: a triple fault.
     let mut m = Machine::new();
     m.cpu.frame.gpr[4] = MISSING + 0x800;
     assert_eq!(m.cpu.deliver(&m.memory, fault), Err(Exit::Shutdown));
-    // A gate that is not there, of an interrupt: its own fault, said to be external.
+    // Missing gate of an interrupt: `#NP`, marked as external.
     let mut m = Machine::new();
     m.gate(0x31, 0x0e, 0);
     m.cpu.deliver(&m.memory, Event::interrupt(0x31)).unwrap();
     assert_eq!(m.cpu.frame.rip, HANDLER + 16 * u64::from(vector::NOT_PRESENT));
     assert_eq!(m.words::<1>(m.cpu.frame.gpr[4]), [0x31 * 8 + 3]);
-    // Two faults that do not add up: one after the other.
+    // Two faults that do not combine are delivered one after the other.
     let mut m = Machine::new();
     m.gate(vector::UNDEFINED, 0x0e, 0);
     m.cpu.deliver(&m.memory, Event::exception(vector::UNDEFINED)).unwrap();
     assert_eq!(m.cpu.frame.rip, HANDLER + 16 * u64::from(vector::NOT_PRESENT));
-    // Beyond the table: protection, twice is a double fault, for which there is no gate either.
+    // Beyond the limit: `#GP`, twice a double fault, which has no gate either.
     let mut m = Machine::new();
     m.cpu.idtr.limit = 0;
     assert_eq!(m.cpu.deliver(&m.memory, Event::interrupt(0x31)), Err(Exit::Shutdown));
@@ -257,7 +259,7 @@ fn system_calls() {
     assert_eq!(m.cpu.rflags(), rflags::FIXED | rflags::TF | rflags::IF | 1);
     let segments = m.cpu.call_segments();
     assert_eq!(segments[0], [m.cpu.segments[1], m.cpu.segments[2]], "what entry code does");
-    // Programs may not return from what they did not enter.
+    // User mode must not return to the kernel.
     let refused = Event::exception_code(vector::PROTECTION, 0);
     assert_eq!(m.run(&[0x48, 0x0f, 0x07]), Outcome::Raise(refused));
 }
@@ -273,17 +275,17 @@ fn flags() {
     assert_eq!(m.cpu.held_flags, 0);
     assert_eq!(m.run(&[0x9d]), Outcome::Next);
     assert_eq!((m.cpu.held_flags, m.cpu.frame.gpr[4]), (rflags::IF, STACK));
-    // A program's POPF leaves IF and IOPL; the reserved bits are what they are.
+    // POPF of user mode leaves IF and IOPL; reserved bits keep their values.
     m.program();
     m.memory.write(STACK, !rflags::IF).unwrap();
     assert_eq!(m.run(&[0x9d]), Outcome::Next);
-    let open = rflags::OPEN & !rflags::RF;
+    let open = rflags::USER_WRITABLE & !rflags::RF;
     assert_eq!(m.cpu.rflags(), open | rflags::FIXED | rflags::IF);
     let refused = Event::exception_code(vector::PROTECTION, 0);
     assert_eq!(m.run(&[0xfa]), Outcome::Raise(refused));
 }
 
-/// What a fault saves has RF set, what anything else saves has not; it ends with the instruction.
+/// A fault saves RF set, any other event saves RF clear; RF is cleared on completion.
 #[test]
 fn breakpoints_are_reported_once() {
     let saved = |event: Event, flags: u64| {
@@ -308,7 +310,7 @@ fn breakpoints_are_reported_once() {
     assert_eq!((m.cpu.frame.rip, m.cpu.frame.rflags), (CODE + 1, rflags::FIXED));
 }
 
-/// The host's processor has `AC` at level 3 only; the guest sees it as it is.
+/// The host CPU holds `AC` at level 3 only; the guest sees its own value.
 #[test]
 fn alignment_checks_are_not_the_kernels() {
     let is_on = |m: &Machine| (m.cpu.frame.rflags & rflags::AC, m.cpu.rflags() & rflags::AC);
@@ -328,11 +330,11 @@ fn alignment_checks_are_not_the_kernels() {
     m.cpu.system_call();
     assert_eq!(is_on(&m), (0, rflags::AC), "SYSCALL without AC in SFMASK");
     assert_eq!((m.run(&[0x48, 0x0f, 0x07]), is_on(&m)), (Outcome::Jump, (rflags::AC, rflags::AC)));
-    // What the kernel's own POPF has set where it was no site.
+    // Set by a POPF of the kernel without a patch site.
     let mut m = Machine::new();
-    m.cpu.found_flags(rflags::FIXED | rflags::AC);
+    m.cpu.sync_flags(rflags::FIXED | rflags::AC);
     assert_eq!(is_on(&m), (0, rflags::AC));
-    m.cpu.enter_program();
+    m.cpu.enter_user();
     assert_eq!(is_on(&m), (0, 0), "SYSRET takes all flags from R11");
 }
 
@@ -353,7 +355,7 @@ fn segments() {
     }
     let absent = Event::exception_code(vector::NOT_PRESENT, ABSENT.into());
     assert_eq!(load_es(&mut m, ABSENT), Outcome::Raise(absent));
-    // SS: of this level, writable.
+    // SS: writable, of the current level.
     let load_ss =
         |m: &mut Machine, selector: u16| m.run_with(&[0x8e, 0xd0], &[(0, selector.into())]);
     assert_eq!(load_ss(&mut m, KERNEL_DS), Outcome::Next);
@@ -361,7 +363,7 @@ fn segments() {
     for selector in [USER_DS, KERNEL_CS, KERNEL_DS | 3] {
         assert_eq!(load_ss(&mut m, selector), refused(selector));
     }
-    // The null selector in FS takes its base away.
+    // The null selector in FS clears its base.
     m.host.fs = 7;
     assert_eq!(m.run_with(&[0x8e, 0xe0], &[(0, 0)]), Outcome::Next);
     assert_eq!(m.host.fs, 0);
@@ -411,7 +413,7 @@ fn control_registers() {
     for bad in [0, cr4::PAE | cr4::SMAP, cr4::PAE | 1 << 63, cr4::PAE | cr4::UMIP] {
         assert_eq!(write(&mut m, 4, bad), refused);
     }
-    // Address spaces with and without identifiers.
+    // Address spaces with and without PCIDs.
     assert_eq!(write(&mut m, 3, 0x2000 | 0x18), Outcome::Next);
     assert_eq!(write(&mut m, 3, 1 << 63), refused, "without identifiers the bit is reserved");
     assert_eq!(write(&mut m, 4, cr4::PAE | cr4::PCIDE), refused, "while CR3 has low bits");
@@ -476,12 +478,12 @@ fn registers_of_its_own() {
 #[test]
 fn operands_of_memory_fault_as_the_guest_would() {
     let mut m = Machine::new();
-    // lgdt (rax) across the end of what is mapped: nothing is loaded.
+    // lgdt (rax) across the end of the mapped range: nothing is loaded.
     let before = m.cpu.gdtr;
     let outcome = m.run_with(&[0x0f, 0x01, 0x10], &[(0, MISSING - 4)]);
     assert_eq!(outcome, Outcome::Raise(Event::exception_code(vector::PAGE_FAULT, 0)));
     assert_eq!((m.cpu.gdtr, m.cpu.cr2), (before, MISSING));
-    // A pop to where it cannot go leaves the stack pointer.
+    // A pop to an unmapped address leaves the stack pointer.
     let outcome = m.run_with(&[0x8f, 0x00], &[(0, MISSING)]);
     assert_eq!(outcome, Outcome::Raise(Event::exception_code(vector::PAGE_FAULT, 2)));
     assert_eq!(m.cpu.frame.gpr[4], STACK);
@@ -505,18 +507,18 @@ fn far_returns() {
     assert_eq!(m.run(&[0x48, 0xcb]), Outcome::Raise(bad));
 }
 
-/// Addresses of the kernel's image mean the same in every space.
+/// Addresses of the kernel image have the same translation in every address space.
 #[test]
 fn shared_addresses_have_a_root_of_their_own() {
     let mut m = Machine::new();
-    m.cpu.shared = crate::cpu::Shared { start: CODE, end: CODE + 0x1000, root: ROOT };
+    m.cpu.shared = crate::cpu::SharedRange { start: CODE, end: CODE + 0x1000, root: ROOT };
     m.cpu.cr3 = 0xf_0000;
     let mut bytes = [0; 4];
     assert!(m.cpu.read(&m.memory, CODE, &mut bytes).is_ok());
     assert!(m.cpu.read(&m.memory, STACK, &mut bytes).is_err());
 }
 
-/// Programs have the ports that the task's map or IOPL gives them.
+/// User mode may access the ports that the I/O bitmap or IOPL permits.
 #[test]
 fn ports_of_programs() {
     const MAP: u64 = 104;
@@ -527,7 +529,7 @@ fn ports_of_programs() {
     let mut m = Machine::new();
     assert!(passes(m.run_with(OUT, &[(2, 0x501)])), "the kernel has them all");
     m.cpu.cpl = 3;
-    // The segment ends where the map would begin.
+    // The segment ends before the bitmap.
     m.memory.write(TSS + 0x66, MAP as u16).unwrap();
     assert_eq!(m.run(OUT), refused);
     m.cpu.tr.limit = (MAP + 0x501 / 8 + 1) as u32;
@@ -550,25 +552,25 @@ fn code_of_32_bits() {
     m.memory.write(GDT + 0x20, 0x00cf_fb00_0000_ffff_u64).unwrap();
     m.program();
     assert!(m.cpu.is_64_bit());
-    // A program goes there and back by itself.
-    m.cpu.found_in(false);
+    // User mode switches to 32-bit code and back by itself.
+    m.cpu.sync_code_segment(false);
     assert!(!m.cpu.is_64_bit() && m.cpu.segments[1].selector == CODE_32);
-    m.cpu.found_in(true);
+    m.cpu.sync_code_segment(true);
     assert!(m.cpu.is_64_bit() && m.cpu.segments[1].selector == USER_CS);
-    m.cpu.found_in(false);
-    // `int $0x80`, and the way back.
+    m.cpu.sync_code_segment(false);
+    // `int $0x80`, and the return.
     m.gate(0x80, 0xee, 0);
     m.cpu.frame.rip = CODE + 2;
     m.cpu.deliver_software(&m.memory, 0x80, 2).unwrap();
     assert!(m.cpu.is_64_bit() && m.cpu.frame.rip == HANDLER + 0x800);
     assert_eq!(m.words::<2>(RSP0 - 40), [CODE + 2, CODE_32.into()]);
-    m.cpu.found_in(false);
+    m.cpu.sync_code_segment(false);
     assert!(m.cpu.is_64_bit(), "the kernel's code is");
     assert_eq!(m.run(&[0x48, 0xcf]), Outcome::Jump);
     assert_eq!((m.cpu.is_64_bit(), m.cpu.cpl, m.cpu.frame.rip), (false, 3, CODE + 2));
-    // Data segments that it has loaded.
-    m.cpu.found_data(3, USER_DS);
-    m.cpu.found_data(5, 0);
+    // Data segments loaded by user mode.
+    m.cpu.sync_data_segment(3, USER_DS);
+    m.cpu.sync_data_segment(5, 0);
     assert_eq!([3, 5].map(|register| m.cpu.segments[register].selector), [USER_DS, 0]);
 }
 
@@ -576,12 +578,12 @@ fn code_of_32_bits() {
 fn areas_of_threads() {
     let m = Machine::new();
     m.memory.write(GDT + 0x58, 0x12cf_f334_5678_ffff_u64).unwrap();
-    // The second one is behind the table's end.
+    // The second descriptor is beyond the limit.
     let found = m.cpu.descriptors::<2>(&m.memory, 0x5b);
     assert_eq!(found, [0x12cf_f334_5678_ffff, 0]);
     // 32 bits, writable, limit in pages, present.
     assert_eq!(thread_area(12, found[0]), [12, 0x1234_5678, 0xf_ffff, 0x11]);
-    // Expands down, read only, in bytes, usable.
+    // Expand-down, read-only, in bytes, usable.
     assert_eq!(thread_area(13, 0x0050_f400_0010_00ff), [13, 0x10, 0xff, 0x4b]);
     assert_eq!(thread_area(14, 0), [14, 0, 0, 0]);
 }

@@ -1,7 +1,7 @@
-//! Memory that the guest gives back to the host: holes in the descriptor of its memory.
+//! Balloon: returns guest memory to the host by punching holes in its file.
 //!
-//! A hole takes nothing of the host and reads as zeros, in all processes, until somebody writes there. The virtual CPU makes holes itself:
-//! its filter lets it do no more to its memory than it could by writing zeros.
+//! A hole uses no host memory and reads as zeros in all processes until it is written. The vCPU
+//! punches holes itself: its seccomp filter permits no more than it could achieve by writing zeros.
 
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
 
@@ -13,26 +13,26 @@ use crate::memory::Ram;
 use crate::shared::shared;
 use crate::sys;
 
-/// What the guest and who looks after the machine tell each other. The guest can write anything there.
+/// State shared by the guest's balloon device and `parador`. The guest can overwrite it.
 #[repr(C)]
-pub struct State {
-    /// Pages that the guest is to give up. After a change the virtual CPU is told [`event::BALLOON`](crate::shared::event::BALLOON).
+pub struct BalloonState {
+    /// Target in pages. Changes are notified by [`event::BALLOON`](crate::shared::event::BALLOON).
     pub wanted: AtomicU32,
-    /// Pages that it has given up, as it says.
+    /// Pages in the balloon, as the guest reports.
     pub actual: AtomicU32,
-    /// Not 0: fresh statistics are wanted. Told as a change of [`State::wanted`].
-    pub asks: AtomicU32,
-    /// Statistics by tag (VIRTIO 1.2, section 5.5.6.3), as the guest has said last.
+    /// Not 0: statistics are requested. Notified like [`BalloonState::wanted`].
+    pub statistics_requested: AtomicU32,
+    /// Last statistics of the guest, indexed by tag (VIRTIO 1.2, section 5.5.6.3).
     pub statistics: [AtomicU64; 16],
 }
 
-/// What the guest's device is connected to.
-pub struct Link {
+/// Back end of the balloon device.
+pub struct BalloonEndpoint {
     ram: Ram,
 }
 
-impl Link {
-    /// For a machine that the loader wants to have a balloon.
+impl BalloonEndpoint {
+    /// Creates the back end if the loader requests a balloon.
     pub fn new(start: &Start) -> Option<Self> {
         let wanted = start.balloon.checked_sub(1)?;
         shared().balloon.wanted.store(u32::try_from(wanted).unwrap_or(u32::MAX), Relaxed);
@@ -40,7 +40,7 @@ impl Link {
     }
 }
 
-impl BalloonBackend for Link {
+impl BalloonBackend for BalloonEndpoint {
     fn target_pages(&self) -> u32 {
         shared().balloon.wanted.load(SeqCst)
     }
@@ -51,21 +51,22 @@ impl BalloonBackend for Link {
 
     fn discard(&mut self, address: u64, length: u64) {
         let (mut address, mut left) = (address, length);
-        // What the guest has in one piece may be two in the descriptor, on the two sides of the hole below 4 GiB.
+        // A range of guest memory may cross the hole below 4 GiB and then has two parts in the
+        // file.
         while left != 0 {
             let Some((offset, most)) = self.ram.offset(address) else { return };
             let piece = left.min(most);
             let how = u64::from(linux::FALLOC_FL_PUNCH_HOLE | linux::FALLOC_FL_KEEP_SIZE);
             let arguments = [layout::MEMORY_FD.into(), how, offset, piece, 0, 0];
-            // SAFETY: guest memory, where no Rust object is; the guest does not care what is there.
-            // It fails for want of memory; then the host has what it had.
+            // SAFETY: guest memory, where no Rust object is; its contents are discarded. The call
+            // fails without memory, and then nothing is freed.
             let _ = unsafe { sys::call(linux::__NR_fallocate, arguments) };
             (address, left) = (address + piece, left - piece);
         }
     }
 
     fn take_statistics_request(&mut self) -> bool {
-        shared().balloon.asks.swap(0, SeqCst) != 0
+        shared().balloon.statistics_requested.swap(0, SeqCst) != 0
     }
 
     fn report_statistic(&mut self, tag: u16, value: u64) {

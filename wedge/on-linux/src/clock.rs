@@ -1,4 +1,4 @@
-//! The host's time-stamp counter: how fast it is, and what time it was when it read 0.
+//! The host's TSC: its frequency, and the wall-clock time at which it was 0.
 
 use core::arch::x86_64::__cpuid;
 
@@ -9,22 +9,23 @@ use crate::guest::tsc;
 
 use crate::sys;
 
-/// Time that measuring the frequency takes, if nobody says it, in nanoseconds.
+/// Duration of the frequency measurement in nanoseconds.
 const MEASURED: u64 = 10_000_000;
 const SECOND: u64 = 1_000_000_000;
 
-/// So many microseconds in ticks of the counter, for processes of the machine.
+/// Converts microseconds to TSC ticks, for processes of the VM.
 pub fn ticks(microseconds: u64) -> u64 {
     microseconds.saturating_mul(config().tsc_khz) / 1000
 }
 
-/// Frequency in kHz: as a hypervisor or the processor says it, else measured.
+/// Returns the TSC frequency in kHz: from CPUID, else measured.
 pub fn tsc_khz() -> u64 {
-    said().unwrap_or_else(measured).max(1)
+    reported().unwrap_or_else(measured).max(1)
 }
 
-/// Leaf 0x4000_0010 of hypervisors (VMware's proposal, which others follow), leaf 0x15 of Intel's processors (SDM vol. 2, `CPUID`).
-fn said() -> Option<u64> {
+/// Reads the frequency from hypervisor leaf 0x4000_0010 (proposed by VMware, common among
+/// hypervisors) or Intel's leaf 0x15 (SDM vol. 2, `CPUID`).
+fn reported() -> Option<u64> {
     const HYPERVISOR: u32 = 1 << 31;
     const TIMING: u32 = 0x4000_0010;
     const CRYSTAL: u32 = 0x15;
@@ -56,18 +57,18 @@ fn measured() -> u64 {
     }
 }
 
-/// Seconds since 1970 when the counter read 0.
+/// Returns the Unix time in seconds at which the TSC was 0.
 pub fn unix_at_zero(khz: u64) -> u64 {
     let nanoseconds = u128::from(tsc()) * 1_000_000 / u128::from(khz.max(1));
     let since = u64::try_from(nanoseconds).unwrap_or(u64::MAX);
     now(linux::CLOCK_REALTIME).saturating_sub(since) / SECOND
 }
 
-/// A clock of the host, in nanoseconds.
+/// Reads a host clock in nanoseconds.
 pub fn now(clock: u32) -> u64 {
     let mut time = [0_u64; 2];
     let arguments = [clock.into(), time.as_mut_ptr() as u64, 0, 0, 0, 0];
-    // SAFETY: the kernel writes the time. It does not fail for clocks that exist.
+    // SAFETY: the kernel writes the time. The call does not fail for existing clocks.
     let _ = unsafe { sys::call(linux::__NR_clock_gettime, arguments) };
     time[0].saturating_mul(SECOND).saturating_add(time[1])
 }

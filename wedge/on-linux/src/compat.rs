@@ -1,13 +1,14 @@
-//! 32-bit code of programs: data segments and thread-local storage, which 64-bit code has no use for.
+//! 32-bit user code: data segments and thread-local storage, which 64-bit code does not use.
 //!
-//! A program loads segment registers itself, so what the processor finds must be what the guest's kernel has put into its table. Flat segments have the
-//! same selectors in Linux on both sides. Those of thread-local storage ([`FIRST`]) change with each of the guest's threads: Linux writes them into
-//! its table, and here the host is asked for the same before 32-bit code goes on, by the call that its 32-bit programs have for
-//! that (set_thread_area(2)), since there is no other. It takes data segments only. Then the registers are loaded as the guest has them; when the program stops,
-//! what it has made of them is noted.
+//! User mode loads segment registers itself, so the host CPU must find the descriptors that the
+//! guest kernel has set. Flat segments have the same selectors in guest and host Linux. TLS
+//! descriptors ([`FIRST`]) differ between threads: the guest's Linux writes them to its GDT, and
+//! the wedge sets the same descriptors on the host before 32-bit code runs, by the 32-bit system
+//! call set_thread_area(2), the only interface, which accepts data segments only. Then the wedge
+//! loads the registers with the guest's selectors; when user mode stops, it reads them back.
 //!
-//! Nothing else depends on segment registers: the wedge and the guest's kernel are 64-bit code, and bases of `FS` and `GS` are theirs to
-//! set without selectors.
+//! Nothing else depends on segment registers: wedge and guest kernel are 64-bit code, and set the
+//! bases of `FS` and `GS` without selectors.
 
 use core::arch::asm;
 
@@ -16,42 +17,43 @@ use vmm_mem::GuestMemory;
 use wedge_core::{VirtualCpu, thread_area};
 use wedge_x86::{CODE_32, CODE_64};
 
-use crate::apart;
 use crate::shared::{has, mine};
+use crate::user_process;
 
-/// The selector of Linux' first descriptor for thread-local storage (`GDT_ENTRY_TLS_MIN`).
+/// Selector of Linux's first TLS descriptor (`GDT_ENTRY_TLS_MIN`).
 const FIRST: u16 = 12 << 3 | 3;
-/// How many there are.
+/// Number of TLS descriptors.
 const COUNT: usize = 3;
 /// `__USER_DS`.
 const DATA: u16 = 0x2b;
 /// `set_thread_area` (`arch/x86/entry/syscalls/syscall_32.tbl`).
 pub const SET_THREAD_AREA: u32 = 243;
-/// Segment registers, as instructions encode them.
+/// Segment registers, by their encoding.
 const ES: usize = 0;
 const DS: usize = 3;
 const FS: usize = 4;
 const GS: usize = 5;
 
-/// What the host has for a process.
+/// TLS descriptors of a host process.
 #[derive(Clone, Copy, Debug)]
 pub struct ThreadLocal {
-    /// Descriptors as the guest has them.
+    /// The guest's descriptors.
     descriptors: [u64; COUNT],
-    /// Those that the host has taken.
+    /// Descriptors that the host has accepted.
     usable: [bool; COUNT],
 }
 
-/// Whether a program executes 32-bit code, or 64-bit code on its way there: Linux gives no selectors to 64-bit programs.
-pub fn concerns(cpu: &VirtualCpu) -> bool {
+/// Returns whether user mode uses segment selectors: 32-bit code, or 64-bit code that has loaded
+/// selectors. Linux sets none for 64-bit user code.
+pub fn has_selectors(cpu: &VirtualCpu) -> bool {
     let has = |register: usize| cpu.segments[register].selector & !3 != 0;
     cpu.cpl == 3 && (!cpu.is_64_bit() || [ES, DS, FS, GS].into_iter().any(has))
 }
 
-/// Makes the processor ready for such a program.
-pub fn load(cpu: &mut VirtualCpu, memory: &GuestMemory) {
+/// Prepares the host CPU for user code with selectors.
+pub fn load_segments(cpu: &mut VirtualCpu, memory: &GuestMemory) {
     if !cpu.is_64_bit() {
-        // It has no more bits.
+        // 32-bit code has a 32-bit instruction pointer.
         cpu.frame.rip &= u64::from(u32::MAX);
     }
     let (fs_base, gs_base) = bases();
@@ -61,12 +63,12 @@ pub fn load(cpu: &mut VirtualCpu, memory: &GuestMemory) {
         for (index, &descriptor) in wanted.iter().enumerate() {
             if host.descriptors[index] != descriptor {
                 host.descriptors[index] = descriptor;
-                let taken = has(option::COMPAT) && give(index, descriptor);
-                if !taken && has(option::COMPAT) {
-                    // Nothing of the old one stays.
-                    give(index, 0);
+                let accepted = has(option::COMPAT) && set_host_descriptor(index, descriptor);
+                if !accepted && has(option::COMPAT) {
+                    // Remove the previous descriptor.
+                    set_host_descriptor(index, 0);
                 }
-                host.usable[index] = taken && descriptor != 0;
+                host.usable[index] = accepted && descriptor != 0;
             }
         }
         mine().thread_local.set(host);
@@ -80,7 +82,7 @@ pub fn load(cpu: &mut VirtualCpu, memory: &GuestMemory) {
     };
     let found = selectors();
     let [es, ds, fs, gs] = [ES, DS, FS, GS].map(selector);
-    // SAFETY: the host has these descriptors; this program uses none of the registers.
+    // SAFETY: the host has these descriptors; the wedge uses none of the registers.
     unsafe {
         if es != found[0] {
             asm!("mov es, {:x}", in(reg) es, options(nostack, preserves_flags));
@@ -95,20 +97,20 @@ pub fn load(cpu: &mut VirtualCpu, memory: &GuestMemory) {
             asm!("mov gs, {:x}", in(reg) gs, options(nostack, preserves_flags));
         }
     }
-    // To load a register, or to change its descriptor, has set its base.
+    // Loading a register, or changing its descriptor, has set its base.
     set_bases(fs_base, gs_base);
 }
 
 /// Sets the bases of `FS` and `GS`.
 pub fn set_bases(fs: u64, gs: u64) {
-    // SAFETY: this program uses neither; the bases are those of a program.
+    // SAFETY: the wedge uses neither; the bases are those of user mode.
     unsafe {
         asm!("wrfsbase {}", in(reg) fs, options(nomem, nostack, preserves_flags));
         asm!("wrgsbase {}", in(reg) gs, options(nomem, nostack, preserves_flags));
     }
 }
 
-/// Descriptions of what the host has for this process, for `set_thread_area`.
+/// Returns the host's TLS descriptors as arguments of `set_thread_area`.
 pub fn areas() -> [[u32; 4]; COUNT] {
     let ThreadLocal { descriptors, usable } = mine().thread_local.get();
     core::array::from_fn(|index| {
@@ -120,18 +122,18 @@ fn describe(index: usize, descriptor: u64) -> [u32; 4] {
     thread_area((FIRST >> 3) as u32 + index as u32, descriptor)
 }
 
-/// Such a program has stopped: what it has loaded.
-pub fn note(cpu: &mut VirtualCpu) {
-    let found = if apart::are() { apart::selectors() } else { selectors() };
+/// Reads the selectors after user mode has stopped.
+pub fn save_selectors(cpu: &mut VirtualCpu) {
+    let found = if user_process::is_enabled() { user_process::selectors() } else { selectors() };
     for (register, selector) in [ES, DS, FS, GS].into_iter().zip(found) {
-        cpu.found_data(register, selector);
+        cpu.sync_data_segment(register, selector);
     }
 }
 
-/// `ES`, `DS`, `FS`, `GS`.
+/// Reads `ES`, `DS`, `FS`, `GS`.
 pub fn selectors() -> [u16; 4] {
     let (es, ds, fs, gs): (u16, u16, u16, u16);
-    // SAFETY: they are read.
+    // SAFETY: they are only read.
     unsafe {
         asm!(
             "mov {:x}, es",
@@ -148,10 +150,10 @@ pub fn selectors() -> [u16; 4] {
     [es, ds, fs, gs]
 }
 
-/// Bases of `FS` and `GS`.
+/// Reads the bases of `FS` and `GS`.
 pub fn bases() -> (u64, u64) {
     let (fs, gs);
-    // SAFETY: the loader has checked that programs may.
+    // SAFETY: the loader has checked that user mode may read them.
     unsafe {
         asm!("rdfsbase {}", out(reg) fs, options(nomem, nostack, preserves_flags));
         asm!("rdgsbase {}", out(reg) gs, options(nomem, nostack, preserves_flags));
@@ -159,12 +161,12 @@ pub fn bases() -> (u64, u64) {
     (fs, gs)
 }
 
-/// Gives the host one of the descriptors; 0: none. Whether it has taken it.
-fn give(index: usize, descriptor: u64) -> bool {
+/// Sets a TLS descriptor on the host; 0 removes it. Returns whether the host has accepted it.
+fn set_host_descriptor(index: usize, descriptor: u64) -> bool {
     let description = describe(index, descriptor);
     let result: u32;
-    // SAFETY: the call reads the description, on this stack, which is below 4 GiB. The loader has checked that the host has 32-bit calls, or the guest has no
-    // 32-bit programs.
+    // SAFETY: the call reads the description on this stack, which is below 4 GiB. The loader has
+    // checked that the host supports 32-bit calls, else the guest has no 32-bit user code.
     unsafe {
         asm!(
             "xchg rbx, {description}",
@@ -172,7 +174,7 @@ fn give(index: usize, descriptor: u64) -> bool {
             "xchg rbx, {description}",
             description = inout(reg) description.as_ptr() => _,
             inlateout("eax") SET_THREAD_AREA => result,
-            // Lost before Linux 4.17.
+            // Clobbered before Linux 4.17.
             out("r8") _,
             out("r9") _,
             out("r10") _,

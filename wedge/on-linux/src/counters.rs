@@ -1,16 +1,16 @@
-//! What the wedge has done, for reports.
+//! Output of the wedge's counters.
 
 use core::sync::atomic::Ordering::Relaxed;
 
 use proto::wedge::{log, option};
 use wedge_sites::Kind;
 
-use crate::report::say_at;
-use crate::shared::{Vcpu, count, statistics, vcpus};
+use crate::report::print_line;
+use crate::shared::{SharedVcpu, counter, statistics, vcpus};
 use crate::sites::FUNCTION;
 
-/// Prints all counters that are not 0, if the loader asked for it: times that each kind of site came to the wedge (those that are done in
-/// place do not), and what happened otherwise.
+/// Prints the counters if the loader requests them: entries into the wedge by kind of patch site
+/// (without sites handled in place), and the remaining counters.
 pub fn print() {
     if !crate::shared::has(option::COUNTERS) {
         return;
@@ -23,13 +23,13 @@ pub fn print() {
                 FUNCTION => "functions",
                 _ => Kind::from_number(number).map_or("unknown", Kind::name),
             };
-            say_at(log::INFO, format_args!("{count:>10} {name}"));
+            print_line(log::INFO, format_args!("{count:>10} {name}"));
         }
     }
-    for (counter, name) in count::NAMES.iter().enumerate() {
+    for (counter, name) in counter::NAMES.iter().enumerate() {
         let count = sum(&|vcpu| statistics(vcpu).counters[counter].load(Relaxed));
-        say_at(log::INFO, format_args!("{count:>10} {name}"));
+        print_line(log::INFO, format_args!("{count:>10} {name}"));
     }
-    let calls: u64 = vcpus().iter().map(Vcpu::calls).sum();
-    say_at(log::INFO, format_args!("{calls:>10} calls without a signal"));
+    let calls: u64 = vcpus().iter().map(SharedVcpu::calls).sum();
+    print_line(log::INFO, format_args!("{calls:>10} calls without a signal"));
 }

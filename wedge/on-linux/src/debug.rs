@@ -1,12 +1,13 @@
-//! Stops of a virtual CPU for a debugger, which is a process of the host outside of the machine (`docs/design/0015-debugger.md`).
+//! Stops of vCPUs for a debugger, which is a host process outside of the VM
+//! (`docs/design/0015-debugger.md`).
 //!
-//! A virtual CPU that stops leaves its registers in shared memory and waits there for a command. It does so in its own loop, where it has
-//! no lock of the machine.
+//! A stopping vCPU writes its registers to shared memory and waits there for a command. It stops in
+//! its run loop, where it holds no lock of the VM.
 
 use core::sync::atomic::AtomicU32;
 use core::sync::atomic::Ordering::SeqCst;
 
-use proto::wedge::debug::{BREAKPOINT, Debug, Halting, command, register};
+use proto::wedge::debug::{BREAKPOINT, DebugHost, DebugState, command, register};
 use proto::wedge::layout;
 use vmm_mem::GuestMemory;
 use wedge_core::VirtualCpu;
@@ -15,59 +16,62 @@ use crate::shared::{mine, vcpu};
 use crate::sys;
 use crate::{idle, processes};
 
-/// How long a virtual CPU waits before it looks whether it is still to wait, in nanoseconds.
+/// Interval of a stopped vCPU's checks in nanoseconds.
 const LOOK: u64 = 100_000_000;
 
-/// What debugger and virtual CPUs leave for each other.
-pub fn shared() -> &'static Debug {
-    // SAFETY: in shared memory that is mapped as long as the process lives, zeroed in the beginning; all of it is atomic.
-    unsafe { &*((layout::SHARED + layout::DEBUG) as *const Debug) }
+/// Returns the state shared by debugger and vCPUs.
+pub fn shared() -> &'static DebugState {
+    // SAFETY: it is in shared memory, mapped for the life of the process and initially zero; all
+    // fields are atomic.
+    unsafe { &*((layout::SHARED + layout::DEBUG) as *const DebugState) }
 }
 
-/// What a breakpoint trap is to the debugger.
+/// Classification of a breakpoint trap.
 pub enum Trap {
-    /// One of its breakpoints, at the instruction pointer now.
-    Its,
-    /// One that it has taken back since; the instruction is carried out again.
-    Gone,
-    /// The guest's own.
-    Guests,
+    /// A breakpoint of the debugger, at the current instruction pointer.
+    Debugger,
+    /// A breakpoint that the debugger has removed; the instruction is executed again.
+    Removed,
+    /// A breakpoint instruction of the guest.
+    Guest,
 }
 
-/// The guest has met a breakpoint instruction; the instruction pointer is behind it.
+/// Classifies a breakpoint trap. The instruction pointer is after the instruction, and is moved
+/// back for the debugger's breakpoints.
 pub fn trap(cpu: &mut VirtualCpu, memory: &GuestMemory) -> Trap {
     let at = cpu.frame.rip.wrapping_sub(1);
     let mut byte = [0];
     let trap = if shared().has_breakpoint(at) {
-        Trap::Its
+        Trap::Debugger
     } else if cpu.read(memory, at, &mut byte).is_ok() && byte != [BREAKPOINT] {
-        Trap::Gone
+        Trap::Removed
     } else {
-        return Trap::Guests;
+        return Trap::Guest;
     };
     cpu.frame.rip = at;
     trap
 }
 
-/// By the device process, and on a word of shared memory.
+/// Notifies through the device process, and waits on words in shared memory.
 struct Host;
 
-impl Halting for Host {
-    fn tell(&self) {
-        shared().news.store(1, SeqCst);
-        processes::ring();
+impl DebugHost for Host {
+    fn notify_debugger(&self) {
+        shared().halt_pending.store(1, SeqCst);
+        processes::notify();
     }
 
     fn wait(&self, word: &AtomicU32) {
         sys::wait(word, command::WAIT, Some(LOOK));
     }
 
-    fn go_on(&self) {
-        // While it steps, events wait.
+    fn on_resume(&self) {
+        // Events stay pending during a single step.
     }
 }
 
-/// Stops until the debugger lets this virtual CPU go on. `true`: for one instruction.
+/// Stops until the debugger releases this vCPU. Returns whether it is to execute a single
+/// instruction.
 pub fn halt(cpu: &mut VirtualCpu, why: u32) -> bool {
     let mut registers = [0; register::COUNT];
     registers[..cpu.frame.gpr.len()].copy_from_slice(&cpu.frame.gpr);
@@ -78,8 +82,9 @@ pub fn halt(cpu: &mut VirtualCpu, why: u32) -> bool {
     registers[register::CR3] = cpu.cr3;
     registers[register::KERNEL_ROOT] = cpu.shared.root;
     registers[register::LEVELS] = 4;
-    // No other vCPU waits for this one (`frames::settle`), which comes by there before the guest goes on.
-    vcpu().idle.store(idle::state::LOOKS, SeqCst);
+    // The other vCPUs do not wait for a stopped one (`frames::sync_before_entry`); it synchronises
+    // itself before the guest resumes.
+    vcpu().idle.store(idle::state::POLLING, SeqCst);
     let steps = shared().halt(mine().vcpu.load(SeqCst) as usize, why, &mut registers, &Host);
     vcpu().idle.store(idle::state::BUSY, SeqCst);
     let general = cpu.frame.gpr.len();

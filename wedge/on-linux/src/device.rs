@@ -1,4 +1,5 @@
-//! The device process: serves the console, makes processes for address spaces, and ends them all with the machine.
+//! Device process: serves the consoles, creates the guest processes, forwards notifications, and
+//! ends all processes with the VM.
 
 use core::fmt;
 use core::sync::atomic::Ordering::SeqCst;
@@ -10,49 +11,51 @@ use vmm_cpu::MAX_VCPUS;
 use crate::config::{self, config};
 use crate::memory::Ram;
 use crate::processes::{self, KICK, TIMER};
-use crate::report::{HOST, INTERNAL, say};
+use crate::report::{HOST, INTERNAL, warn};
 use crate::setup::{self, Kind};
-use crate::shared::{RING, Ring, SLOTS, Vcpu, event, shared, started, vcpus};
-use crate::{apart, debug, disk, idle, net, sys};
+use crate::shared::{ByteRing, RING, SLOTS, SharedVcpu, event, shared, started, vcpus};
+use crate::{debug, disk, idle, net, sys, user_process};
 
 const READABLE: u16 = linux::POLLIN as u16;
-/// How often, and after how many milliseconds, to look for the death that may be why the host makes no process.
-const DEATH_TRIES: u32 = 20;
-const DEATH_WAIT: u64 = 10;
+/// Number and interval in milliseconds of the checks for a process exit that explains a failed
+/// fork.
+const EXIT_TRIES: u32 = 20;
+const EXIT_WAIT: u64 = 10;
 
-/// The device process. It believes nothing of what is in shared memory, which the guest can change: numbers of processes are its own.
-pub struct Device {
+/// State of the device process. It trusts nothing in shared memory, which the guest can overwrite:
+/// process ids are its own copies.
+pub struct DeviceServer {
     ram: Ram,
-    /// By virtual CPU and slot; 0: none.
+    /// Guest process by vCPU and slot; 0: none.
     guests: [[u32; SLOTS]; MAX_VCPUS],
-    /// The same of processes for programs.
-    programs: [[u32; SLOTS]; MAX_VCPUS],
+    /// User process by vCPU and slot; 0: none.
+    user_processes: [[u32; SLOTS]; MAX_VCPUS],
     disks: [u32; disk::MAX_WORKERS],
     nets: [u32; net::MAX_WORKERS],
-    /// The guest's first instruction has been allowed: what guest processes say from then on is the guest's word.
+    /// The guest may run: statements of guest processes are the guest's from then on.
     has_started: bool,
 }
 
-/// The serial line, and the virtio console: what is typed and printed.
-struct Line {
-    /// Descriptors.
+/// Serial port or virtio console.
+struct ConsoleLine {
+    /// Descriptors for input and output.
     typed: u32,
     printed: u32,
-    input: &'static Ring,
-    output: &'static Ring,
+    input: &'static ByteRing,
+    output: &'static ByteRing,
 }
 
-/// The lines.
-fn lines() -> [Line; 2] {
+/// Returns both consoles.
+fn lines() -> [ConsoleLine; 2] {
     let shared = shared();
     [
-        Line {
+        ConsoleLine {
             typed: layout::INPUT_FD,
             printed: layout::OUTPUT_FD,
             input: &shared.input,
             output: &shared.output,
         },
-        Line {
+        ConsoleLine {
             typed: layout::CONSOLE_FD,
             printed: layout::CONSOLE_FD,
             input: &shared.console_input,
@@ -61,71 +64,73 @@ fn lines() -> [Line; 2] {
     ]
 }
 
-impl Device {
-    /// With the processes of disks and networks, and without any of the guest.
+impl DeviceServer {
+    /// Creates the state with the workers of disks and networks, and without guest processes.
     pub fn new(ram: Ram, disks: [u32; disk::MAX_WORKERS], nets: [u32; net::MAX_WORKERS]) -> Self {
         let none = [[0; SLOTS]; MAX_VCPUS];
-        Self { ram, guests: none, programs: none, disks, nets, has_started: false }
+        Self { ram, guests: none, user_processes: none, disks, nets, has_started: false }
     }
 
-    /// Makes the process of a slot of a virtual CPU, if it has none and there is such a slot.
-    pub fn make(&mut self, vcpu: usize, number: usize) -> Result<(), sys::Errno> {
+    /// Creates the process of a slot of a vCPU, if the slot exists and has none.
+    pub fn create_guest(&mut self, vcpu: usize, slot: usize) -> Result<(), sys::Errno> {
         let guests = self.guests.get_mut(vcpu);
-        let guest = guests.and_then(|guests| guests[..config::slots()].get_mut(number));
+        let guest = guests.and_then(|guests| guests[..config::slots()].get_mut(slot));
         if let Some(guest) = guest.filter(|guest| **guest == 0) {
-            *guest = processes::make(vcpu, number, self.ram)?;
-            // Nobody to tell if it cannot be written.
-            let _ = sys::write(layout::CONTROL_FD, &[control::MADE]);
+            *guest = processes::create(vcpu, slot, self.ram)?;
+            // An error of the control socket has no consequence.
+            let _ = sys::write(layout::CONTROL_FD, &[control::PROCESS_CREATED]);
         }
         Ok(())
     }
 
-    /// Makes a process for programs of a slot, where one is wanted. The one before is gone then, with all that programs have made of it.
-    fn renew(&mut self, index: usize, vcpu: &Vcpu) -> Result<(), sys::Errno> {
-        let number = vcpu.program.load(SeqCst).wrapping_sub(1) as usize;
-        let programs = self.programs.get_mut(index);
-        let program = programs.and_then(|programs| programs[..config::slots()].get_mut(number));
-        let Some(program) = program.filter(|_| apart::are()) else { return Ok(()) };
+    /// Creates a slot's user process if one is requested. The previous one is killed, with all
+    /// changes that user mode has made to it.
+    fn create_user_process(&mut self, index: usize, vcpu: &SharedVcpu) -> Result<(), sys::Errno> {
+        let slot = vcpu.user_wanted.load(SeqCst).wrapping_sub(1) as usize;
+        let user_processes = self.user_processes.get_mut(index);
+        let program = user_processes
+            .and_then(|user_processes| user_processes[..config::slots()].get_mut(slot));
+        let Some(program) = program.filter(|_| user_process::is_enabled()) else { return Ok(()) };
         if *program != 0 {
             sys::kill(*program, linux::SIGKILL);
-            Death::of(*program);
+            ChildExit::of(*program);
         }
-        *program = apart::make(index, number, &config().filters)?;
-        vcpu.program.store(0, SeqCst);
-        sys::wake(&vcpu.program);
+        *program = user_process::create(index, slot, &config().filters)?;
+        vcpu.user_wanted.store(0, SeqCst);
+        sys::wake(&vcpu.user_wanted);
         Ok(())
     }
 
-    /// Tells programs to stop, for virtual CPUs that may not do it themselves.
-    fn stop_programs(&self) {
+    /// Stops user mode for vCPUs that may not send signals themselves.
+    fn send_stops(&self) {
         for (index, vcpu) in vcpus().iter().enumerate() {
-            let asked = vcpu.stops.load(SeqCst);
-            if vcpu.stopped.load(SeqCst) != asked {
+            let requested = vcpu.stop_requests.load(SeqCst);
+            if vcpu.stops_sent.load(SeqCst) != requested {
                 let running = vcpu.running.load(SeqCst) as usize;
-                if let Some(&process @ 1..) = self.programs[index].get(running) {
+                if let Some(&process @ 1..) = self.user_processes[index].get(running) {
                     sys::kill(process, KICK);
                 }
-                vcpu.stopped.store(asked, SeqCst);
-                sys::wake(&vcpu.stopped);
+                vcpu.stops_sent.store(requested, SeqCst);
+                sys::wake(&vcpu.stops_sent);
             }
         }
     }
 
-    /// Makes the process that a virtual CPU will want next, before it does: Linux takes the lowest identifier of address spaces that
-    /// nobody has.
-    fn make_ready(&mut self, vcpu: usize) -> Result<(), sys::Errno> {
+    /// Creates the process that a vCPU will need next, before it is needed: Linux uses the lowest
+    /// free PCID.
+    fn create_next_guest(&mut self, vcpu: usize) -> Result<(), sys::Errno> {
         let guests = self.guests.get(vcpu);
         match guests.and_then(|guests| guests.iter().position(|guest| *guest == 0)) {
-            // The last one serves all that have no slot of their own.
-            Some(number) if number < config::slots() - 1 => self.make(vcpu, number),
+            // The last slot serves all address spaces without their own slot.
+            Some(slot) if slot < config::slots() - 1 => self.create_guest(vcpu, slot),
             _ => Ok(()),
         }
     }
 
-    /// Takes its filter of system calls and serves until the machine has ended; gives its exit code.
+    /// Installs the seccomp filter and serves until the VM ends; returns its exit code.
     pub fn serve(&mut self) -> u8 {
         if let Err(error) = processes::confine(&config().filters, Filters::DEVICE) {
-            say(format_args!("cannot install the seccomp filter of the device process: {error}"));
+            warn(format_args!("cannot install the seccomp filter of the device process: {error}"));
             self.end_all();
             return HOST;
         }
@@ -133,7 +138,7 @@ impl Device {
         let (lines, mut inputs) = (lines(), [true, has_console()]);
         let mut controlled = true;
         loop {
-            shared.rung.store(0, SeqCst);
+            shared.pending.store(0, SeqCst);
             let has_more = self.drain();
             let ended = shared.ended.load(SeqCst);
             if ended != 0 {
@@ -143,38 +148,41 @@ impl Device {
             }
             for (index, vcpu) in vcpus().iter().enumerate() {
                 let wanted = vcpu.wanted.swap(0, SeqCst);
-                let made = match wanted {
+                let created = match wanted {
                     0 => Ok(()),
-                    _ => {
-                        self.make(index, wanted as usize - 1).and_then(|()| self.make_ready(index))
-                    }
+                    _ => self
+                        .create_guest(index, wanted as usize - 1)
+                        .and_then(|()| self.create_next_guest(index)),
                 };
-                if let Err(error) = made.and_then(|()| self.renew(index, vcpu)) {
+                if let Err(error) = created.and_then(|()| self.create_user_process(index, vcpu)) {
                     return self.end_refused(error);
                 }
             }
             let kick = shared.kick.swap(0, SeqCst);
             for index in (0..vcpus().len()).filter(|index| kick & 1 << index != 0) {
-                self.kick(index);
+                self.interrupt(index);
             }
-            self.stop_programs();
-            // Workers of other programs cannot tell the virtual CPU themselves.
-            for number in 0..MAX_QUEUES {
-                if disk::queue(number).rung.swap(0, SeqCst) != 0 {
-                    self.tell(0, if number < MAX_DISKS { event::DISK } else { event::SHARE });
+            self.send_stops();
+            // Workers outside of the VM's process tree cannot notify the vCPU themselves.
+            for queue_index in 0..MAX_QUEUES {
+                if disk::queue(queue_index).pending.swap(0, SeqCst) != 0 {
+                    self.raise_event(
+                        0,
+                        if queue_index < MAX_DISKS { event::DISK } else { event::SHARE },
+                    );
                 }
             }
-            if let Some(death) = Death::next(linux::WNOHANG) {
-                return self.end_after(death);
+            if let Some(exit) = ChildExit::next(linux::WNOHANG) {
+                return self.end_after(exit);
             }
             if !self.has_started && shared.started.load(SeqCst) == started::READY {
                 self.has_started = true;
-                // Nobody to tell if it cannot be written.
+                // An error of the control socket has no consequence.
                 let _ = sys::write(layout::CONTROL_FD, &[control::STARTED]);
                 shared.started.store(started::ALLOWED, SeqCst);
                 sys::wake(&shared.started);
             }
-            if debug::shared().news.swap(0, SeqCst) != 0 {
+            if debug::shared().halt_pending.swap(0, SeqCst) != 0 {
                 let _ = sys::write(layout::CONTROL_FD, &[control::HALTED]);
             }
             let wanted = |index: usize| {
@@ -187,18 +195,19 @@ impl Device {
                 wanted(0),
                 wanted(1),
             ];
-            // Now and then it looks whether a process has died.
-            let [rung, told, typed @ ..] = wait(descriptors, if has_more { 0 } else { 1000 });
-            if told {
+            // The timeout bounds the time until a process exit is detected.
+            let [is_notified, has_command, typed @ ..] =
+                wait(descriptors, if has_more { 0 } else { 1000 });
+            if has_command {
                 let mut byte = [0];
                 match sys::read(layout::CONTROL_FD, &mut byte) {
                     Ok(0) | Err(_) => controlled = false,
                     Ok(_) => self.control(byte[0]),
                 }
             }
-            if rung {
+            if is_notified {
                 let mut count = [0; 8];
-                // It has been readable, so there is something to take.
+                // poll(2) has reported it readable.
                 let _ = sys::read(layout::DOORBELL_FD, &mut count);
             }
             for (index, line) in lines.iter().enumerate().filter(|(index, _)| typed[*index]) {
@@ -207,71 +216,73 @@ impl Device {
                     Ok(0) | Err(_) => inputs[index] = false,
                     Ok(count) => {
                         for &byte in &bytes[..count] {
-                            // There is room: more than half of the ring.
+                            // The ring has room: more than half of it.
                             line.input.put(byte);
                         }
-                        self.tell(0, event::CONSOLE);
+                        self.raise_event(0, event::CONSOLE);
                     }
                 }
             }
         }
     }
 
-    /// Ends the VM because one of its processes has ended; gives the exit code.
-    fn end_after(&self, death: Death) -> u8 {
+    /// Ends the VM because one of its processes has ended; returns the exit code.
+    fn end_after(&self, exit: ChildExit) -> u8 {
         self.drain();
         let others = self.end_all();
-        // The end of a namespace's first process ends all, and comes to be known last.
-        let death = if death.is_killed() { others.unwrap_or(death) } else { death };
-        let cause = self.cause_of(&death);
-        say(format_args!("{cause} {death}"));
-        death.code(cause)
+        // The exit of a namespace's first process kills the rest, and is reported last.
+        let exit = if exit.is_killed() { others.unwrap_or(exit) } else { exit };
+        let kind = self.kind_of(&exit);
+        warn(format_args!("{kind} {exit}"));
+        exit.code(kind)
     }
 
-    /// Ends the VM because the host makes no process; gives the exit code. A namespace whose first process was killed refuses
-    /// new ones a little before the others die: then that death is the reason.
+    /// Ends the VM because fork has failed; returns the exit code. A PID namespace whose first
+    /// process was killed refuses new processes slightly before the others die: then that exit is
+    /// the cause.
     fn end_refused(&self, error: sys::Errno) -> u8 {
-        for _ in 0..DEATH_TRIES {
-            if let Some(death) = Death::next(linux::WNOHANG) {
-                return self.end_after(death);
+        for _ in 0..EXIT_TRIES {
+            if let Some(exit) = ChildExit::next(linux::WNOHANG) {
+                return self.end_after(exit);
             }
-            wait([], DEATH_WAIT);
+            wait([], EXIT_WAIT);
         }
-        say(format_args!("cannot create a guest process: {error}"));
+        warn(format_args!("cannot create a guest process: {error}"));
         self.end_all();
         HOST
     }
 
-    /// The exit code for one that a guest process has given. From the guest there are those of `docs/spec/exit-codes.md` only: another
-    /// one is a fault. The wedge says what it likes before the guest's first instruction.
+    /// Returns the exit code for one requested by a guest process. A guest may only cause codes of
+    /// `docs/spec/exit-codes.md`; any other code is a fault. Before the guest's first instruction,
+    /// the wedge may use all codes.
     fn code_of_guest(&self, code: u32) -> u8 {
         match u8::try_from(code) {
-            Ok(code) if !self.has_started || exit::is_of_guest(code) => code,
+            Ok(code) if !self.has_started || exit::is_guest_code(code) => code,
             _ => {
-                say(format_args!("the guest ends its VM with code {code}, which is not a guest's"));
+                warn(format_args!("the guest has requested exit code {code}, which is reserved"));
                 exit::FAULT
             }
         }
     }
 
-    /// Whose end this is.
-    fn cause_of(&self, death: &Death) -> Cause {
-        for (kind, processes) in [(Kind::Guest, &self.guests), (Kind::Program, &self.programs)] {
-            let place = processes.as_flattened().iter().position(|id| *id == death.process);
+    /// Returns the kind of an ended process.
+    fn kind_of(&self, exit: &ChildExit) -> ProcessKind {
+        for (kind, processes) in [(Kind::Guest, &self.guests), (Kind::User, &self.user_processes)] {
+            let place = processes.as_flattened().iter().position(|id| *id == exit.process);
             let Some(place) = place else { continue };
             let mark = setup::words().confined(kind, place / SLOTS, place % SLOTS);
-            return if mark.load(SeqCst) { Cause::Guest } else { Cause::Setup };
+            return if mark.load(SeqCst) { ProcessKind::Guest } else { ProcessKind::Setup };
         }
-        Cause::Worker
+        ProcessKind::Worker
     }
 
-    /// Does what the one who has started the machine wants, and says so.
+    /// Executes a command of the control socket and acknowledges it.
     fn control(&self, what: u8) {
         match what {
-            // By the host's kernel, whatever the guest does with its processes. Disks finish what they have begun.
+            // By the host kernel, independent of the guest. Disk workers finish their requests.
             control::PAUSE => self.signal_all(linux::SIGSTOP),
             control::RESUME => self.signal_all(linux::SIGCONT),
-            control::POWER_BUTTON => self.tell(0, event::POWER_BUTTON),
+            control::POWER_BUTTON => self.raise_event(0, event::POWER_BUTTON),
             control::HALT => self.halt(),
             control::GO => debug::shared().vcpus.iter().for_each(|vcpu| sys::wake(&vcpu.command)),
             _ => return,
@@ -279,45 +290,46 @@ impl Device {
         let _ = sys::write(layout::CONTROL_FD, &[what]);
     }
 
-    /// Sends a signal to all processes of the guest.
+    /// Sends a signal to all guest and user processes.
     fn signal_all(&self, signal: u32) {
-        for &process in self.of_guest().filter(|process| **process != 0) {
+        for &process in self.guest_processes().filter(|process| **process != 0) {
             sys::kill(process, signal);
         }
     }
 
-    fn of_guest(&self) -> impl Iterator<Item = &u32> {
-        self.guests.as_flattened().iter().chain(self.programs.as_flattened())
+    fn guest_processes(&self) -> impl Iterator<Item = &u32> {
+        self.guests.as_flattened().iter().chain(self.user_processes.as_flattened())
     }
 
-    /// Tells a virtual CPU of an event.
-    fn tell(&self, index: usize, what: u32) {
-        // If somebody else has told it, it knows.
+    /// Posts an event to a vCPU.
+    fn raise_event(&self, index: usize, what: u32) {
+        // If the event is pending already, the vCPU was notified before.
         if let Some(vcpu) = vcpus().get(index)
             && vcpu.events().fetch_or(what, SeqCst) & what == 0
         {
-            self.kick(index);
+            self.interrupt(index);
         }
     }
 
-    /// Stops the virtual CPUs that have not stopped yet, for the debugger.
+    /// Stops the vCPUs that have not stopped yet, for the debugger.
     fn halt(&self) {
         for (index, vcpu) in debug::shared().vcpus.iter().enumerate() {
             if vcpu.halted.load(SeqCst) == 0 {
-                self.tell(index, event::DEBUG);
+                self.raise_event(index, event::DEBUG);
             }
         }
     }
 
-    /// Makes a virtual CPU look at its events.
-    fn kick(&self, index: usize) {
+    /// Makes a vCPU check its events.
+    fn interrupt(&self, index: usize) {
         let (Some(vcpu), Some(guests)) = (vcpus().get(index), self.guests.get(index)) else {
             return;
         };
         if idle::wake(vcpu) {
             return;
         }
-        // If it is going from one process to another, or to one that does not listen yet, the next one looks.
+        // During a switch of the process, or before the process has its handler, the next process
+        // checks.
         let running = vcpu.running.load(SeqCst) as usize;
         if let (Some(&process @ 1..), Some(slot)) = (guests.get(running), vcpu.slots.get(running))
             && slot.process.load(SeqCst) != 0
@@ -326,14 +338,15 @@ impl Device {
         }
     }
 
-    /// Prints what the guest has put; whether there is more, which waits until other things have been looked at.
+    /// Prints the guest's output; returns whether more is pending, which waits for one round of the
+    /// main loop.
     fn drain(&self) -> bool {
         let count = 1 + usize::from(has_console());
-        // Each line has its turn.
+        // Each console has its turn.
         lines().iter().take(count).fold(false, |more, line| self.drain_line(line) | more)
     }
 
-    fn drain_line(&self, &Line { output, printed, .. }: &Line) -> bool {
+    fn drain_line(&self, &ConsoleLine { output, printed, .. }: &ConsoleLine) -> bool {
         let mut bytes = [0; 4096];
         for _ in 0..RING / bytes.len() {
             let mut used = 0;
@@ -350,39 +363,40 @@ impl Device {
                 match sys::write(printed, rest) {
                     Ok(count) => rest = &rest[count..],
                     Err(sys::Errno(4 | 11)) => {}
-                    // Nobody listens any longer.
+                    // The reader has closed the descriptor.
                     Err(_) => return false,
                 }
             }
             if output.room() <= RING / 2 {
                 continue;
             }
-            // The serial line may have had to wait for room.
-            self.tell(0, event::CONSOLE);
+            // The guest may wait for room.
+            self.raise_event(0, event::CONSOLE);
         }
         true
     }
 
-    /// Ends all other processes, and waits until they are gone: whoever waits for this one finds nothing left, and no disk in use. Gives the first of
-    /// them that has ended by itself.
-    fn end_all(&self) -> Option<Death> {
-        for &process in self.of_guest().chain(&self.disks).chain(&self.nets) {
+    /// Kills all other processes and reaps them, so that no process and no user of a disk is left
+    /// when this process exits. Returns the first one that has exited by itself.
+    fn end_all(&self) -> Option<ChildExit> {
+        for &process in self.guest_processes().chain(&self.disks).chain(&self.nets) {
             if process != 0 {
                 sys::kill(process, linux::SIGKILL);
             }
         }
         let mut found = None;
-        while let Some(death) = Death::next(0) {
-            if !death.is_killed() {
-                found = found.or(Some(death));
+        while let Some(exit) = ChildExit::next(0) {
+            if !exit.is_killed() {
+                found = found.or(Some(exit));
             }
         }
         found
     }
 }
 
-/// Tells a virtual CPU of an event, for other processes than the device process. Where they may not interrupt it themselves, that does.
-pub fn tell(index: usize, what: u32) {
+/// Posts an event to a vCPU, from processes other than the device process. Where these may not send
+/// signals, the device process does.
+pub fn raise_event(index: usize, what: u32) {
     let Some(vcpu) = vcpus().get(index) else { return };
     if vcpu.events().fetch_or(what, SeqCst) & what != 0 || idle::wake(vcpu) {
         return;
@@ -390,11 +404,12 @@ pub fn tell(index: usize, what: u32) {
     interrupt(index);
 }
 
-/// Interrupts a virtual CPU, or has the device process do it.
+/// Interrupts a vCPU, directly or by the device process.
 pub fn interrupt(index: usize) {
     let Some(vcpu) = vcpus().get(index) else { return };
     if config::kicks() {
-        // If it is going from one process to another, or to one that does not listen yet, the next one looks.
+        // During a switch of the process, or before the process has its handler, the next process
+        // checks.
         let slot = vcpu.slots.get(vcpu.running.load(SeqCst) as usize);
         let process = slot.map_or(0, |slot| slot.process.load(SeqCst));
         if process != 0 {
@@ -403,36 +418,37 @@ pub fn interrupt(index: usize) {
         return;
     }
     shared().kick.fetch_or(1 << index, SeqCst);
-    processes::ring();
+    processes::notify();
 }
 
-/// Waits until one of these descriptors can be read, for so many milliseconds at most: which of them can.
+/// Waits until one of the descriptors is readable, for `most` milliseconds at most; returns which
+/// are.
 fn wait<const COUNT: usize>(descriptors: [Option<u32>; COUNT], most: u64) -> [bool; COUNT] {
-    // `struct pollfd`; of a negative descriptor nothing is said.
+    // `struct pollfd`; poll(2) ignores negative descriptors.
     let entry = |fd: Option<u32>| u64::from(fd.unwrap_or(u32::MAX)) | u64::from(READABLE) << 32;
     let mut entries = descriptors.map(entry);
     let arguments = [entries.as_mut_ptr() as u64, COUNT as u64, most, 0, 0, 0];
-    // SAFETY: the kernel writes the entries' results.
+    // SAFETY: the kernel writes the results to the entries.
     match unsafe { sys::call(linux::__NR_poll, arguments) } {
         Ok(1..) => entries.map(|entry| entry >> 48 != 0),
         _ => [false; COUNT],
     }
 }
 
-/// The end of one of the machine's processes.
-struct Death {
+/// Exit of a process of the VM.
+struct ChildExit {
     process: u32,
-    /// As wait4(2) gives it.
+    /// Status of wait4(2).
     status: u32,
 }
 
-impl Death {
-    /// The next one; `None`: there is none yet (`WNOHANG`), or nobody left.
+impl ChildExit {
+    /// Returns the next exit; `None`: none yet (`WNOHANG`), or no children left.
     fn next(options: u32) -> Option<Self> {
         Self::wait(u64::MAX, options)
     }
 
-    /// Waits for that of one process.
+    /// Waits for the exit of one process.
     fn of(process: u32) -> Option<Self> {
         Self::wait(process.into(), 0)
     }
@@ -449,51 +465,51 @@ impl Death {
         (self.status & 0x7f) as u8
     }
 
-    /// Somebody has ended it.
+    /// Returns whether it was killed by `SIGKILL`.
     fn is_killed(&self) -> bool {
         u32::from(self.signal()) == linux::SIGKILL
     }
 
-    /// Nobody has ended it: it exited, or was killed for what it did itself or by a signal that
-    /// processes of the VM send each other.
-    fn is_own_doing(&self) -> bool {
+    /// Returns whether the process has exited, or was killed for its own action or by a signal
+    /// between processes of the VM.
+    fn is_self_inflicted(&self) -> bool {
         let signal = u32::from(self.signal());
-        [0, KICK, TIMER].contains(&signal) || exit::OWN_DOING.contains(&signal)
+        [0, KICK, TIMER].contains(&signal) || exit::SELF_INFLICTED.contains(&signal)
     }
 
-    /// The exit code that it means for the machine (`docs/spec/exit-codes.md`).
-    fn code(&self, cause: Cause) -> u8 {
-        match cause {
-            _ if !self.is_own_doing() => 128 + self.signal(),
-            Cause::Guest => exit::FAULT,
-            Cause::Setup | Cause::Worker if self.signal() == 0 => HOST,
-            Cause::Setup | Cause::Worker => INTERNAL,
+    /// Returns the exit code of the VM (`docs/spec/exit-codes.md`).
+    fn code(&self, kind: ProcessKind) -> u8 {
+        match kind {
+            _ if !self.is_self_inflicted() => 128 + self.signal(),
+            ProcessKind::Guest => exit::FAULT,
+            ProcessKind::Setup | ProcessKind::Worker if self.signal() == 0 => HOST,
+            ProcessKind::Setup | ProcessKind::Worker => INTERNAL,
         }
     }
 }
 
-/// What has ended.
+/// Kind of an ended process.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Cause {
-    /// A guest process, which has its filter: the guest may have brought it about.
+enum ProcessKind {
+    /// Guest process with its seccomp filter: the guest may have caused the exit.
     Guest,
-    /// One that did not have it yet.
+    /// Guest process without its filter.
     Setup,
-    /// A process of a disk or network.
+    /// Worker of a disk or network.
     Worker,
 }
 
-impl fmt::Display for Cause {
+impl fmt::Display for ProcessKind {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         out.write_str(match self {
             Self::Guest => "guest process",
-            Self::Setup => "a new guest process,",
+            Self::Setup => "new guest process",
             Self::Worker => "worker process",
         })
     }
 }
 
-impl fmt::Display for Death {
+impl fmt::Display for ChildExit {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(out, "{} ", self.process)?;
         match u32::from(self.signal()) {
@@ -504,7 +520,7 @@ impl fmt::Display for Death {
     }
 }
 
-/// There is a virtio console.
+/// Returns whether there is a virtio console.
 fn has_console() -> bool {
     config().start.console != 0
 }

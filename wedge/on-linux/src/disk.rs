@@ -1,41 +1,43 @@
-//! Disks: files of the host, read and written by processes of their own.
+//! Disks: worker processes that read and write host files.
 //!
-//! The virtual CPU leaves requests in shared memory ([`proto::requests`]); a disk's workers carry them out with the host's vectored
-//! calls, straight to and from guest memory. Workers are processes, because this program has no threads. Where the host has rings that suffice
-//! ([`crate::ring`]), there is one for each disk, which has all requests carried out at a time; else there are two,
-//! because the host's calls wait: a read does not wait for a flush. They have the disk's descriptor, which
-//! the guest's processes have not.
+//! The vCPU writes requests to shared memory ([`proto::requests`]); a disk's workers execute them
+//! with vectored system calls directly on guest memory. Workers are processes, because the wedge
+//! has no threads. Where the host's io_uring suffices ([`crate::io_uring`]), each disk has one
+//! worker with all requests in flight; else it has two, because system calls block: a read does not
+//! wait for a flush. Only workers have the descriptor of the disk.
 //!
-//! A worker believes nothing of what it finds in a request: sectors outside of the disk and parts outside of memory fail.
+//! A worker trusts no value of a request: sectors outside of the disk and ranges outside of memory
+//! fail.
 //!
-//! After a flush has failed, all flushes of the disk fail until it is opened anew ([`Loss`]): the host's kernel reports data
-//! that it could not write once, and keeps none of it. So there is one flush at a time.
+//! After a failed flush all flushes of the disk fail until it is opened again ([`FlushErrors`]):
+//! the host kernel reports a write-back error once and drops the data. Hence there is one flush at
+//! a time.
 
 use core::sync::atomic::{AtomicU32, Ordering::Relaxed, Ordering::SeqCst};
 
 use linux_raw_sys::errno;
 use linux_raw_sys::general as linux;
 use proto::requests::{PARTS, Queue, REQUESTS, Request, op, status};
-use proto::wedge::{Disk, Filters, MAX_DISKS, MAX_QUEUES, Start, layout};
+use proto::wedge::{DiskRecord, Filters, MAX_DISKS, MAX_QUEUES, Start, layout};
 use vmm_bus::backend::SECTOR;
 use vmm_bus::requests::{Futex, Requests};
 
+use crate::io_uring::{IoUring, Submission};
 use crate::memory::Ram;
 use crate::report::{self, HOST};
-use crate::ring::{Entry, Ring};
 use crate::shared::event;
 use crate::sys::{self, Errno, Vector};
 use crate::{device, processes};
 
-/// Processes for each disk, where the host has no rings.
+/// Workers of each disk without io_uring.
 const WORKERS: usize = 2;
-/// Most processes of disks.
+/// Largest number of disk workers.
 pub const MAX_WORKERS: usize = MAX_DISKS * WORKERS;
 
-/// A device's requests, as the guest's devices have them.
-pub type Link = Requests<'static, Sleep>;
+/// Device side of a request queue.
+pub type RequestEndpoint = Requests<'static, Sleep>;
 
-/// Words of shared memory that processes wait for.
+/// Futex words in shared memory.
 pub struct Sleep;
 
 impl Futex for Sleep {
@@ -52,47 +54,56 @@ impl Futex for Sleep {
     }
 }
 
-/// The queue with this number.
-pub fn queue(number: usize) -> &'static Queue {
-    // SAFETY: `main` has mapped the shared memory for as long as the process lives; all of it is atomic.
+/// Returns a request queue.
+pub fn queue(index: usize) -> &'static Queue {
+    // SAFETY: `main` has mapped the shared memory for the life of the process; all fields are
+    // atomic.
     let queues = unsafe { &*((layout::SHARED + layout::QUEUES) as *const [Queue; MAX_QUEUES]) };
-    &queues[number]
+    &queues[index]
 }
 
-/// Makes the workers of all disks. For the device process, before there are guests. Gives their ids.
+/// Creates the workers of all disks; returns their ids. For the device process, before the guest
+/// runs.
 pub fn make_workers(start: &Start, filters: &Filters) -> Result<[u32; MAX_WORKERS], Errno> {
     let count = (start.disks as usize).min(MAX_DISKS);
     let mut workers = [0; MAX_WORKERS];
-    // Read here: when a worker first runs, the guest may have changed it.
-    let disks: [Disk; MAX_DISKS] = core::array::from_fn(crate::shared::disk);
-    let is_ours = |disk: &Disk| !disk.is_elsewhere;
-    let has_rings = disks[..count].iter().any(is_ours) && Ring::is_possible();
+    // Read now: the guest may change it before a worker runs.
+    let disks: [DiskRecord; MAX_DISKS] = core::array::from_fn(crate::shared::disk);
+    let is_ours = |disk: &DiskRecord| !disk.is_external;
+    let has_rings = disks[..count].iter().any(is_ours) && IoUring::is_possible();
     let each = if has_rings { 1 } else { WORKERS };
-    let losses = Losses::new()?;
+    let flush_errors = AllFlushErrors::new()?;
     for (index, place) in workers.iter_mut().take(count * each).enumerate() {
-        let number = index / each;
-        if !is_ours(&disks[number]) {
+        let disk_index = index / each;
+        if !is_ours(&disks[disk_index]) {
             continue;
         }
         match processes::fork()? {
-            0 => work(number, disks[number], losses.of(number), has_rings, start, filters),
+            0 => work(
+                disk_index,
+                disks[disk_index],
+                flush_errors.of(disk_index),
+                has_rings,
+                start,
+                filters,
+            ),
             worker => *place = worker,
         }
     }
-    losses.unmap()?;
+    flush_errors.unmap()?;
     Ok(workers)
 }
 
-/// Whether flushes of a disk have failed. Its workers share it; the guest's processes do not have it.
+/// Flush errors of a disk, shared by its workers; guest processes cannot access it.
 #[derive(Debug)]
-struct Loss {
-    /// 0: nobody flushes; 1: somebody does; 2: and another waits for that.
+struct FlushErrors {
+    /// 0: no flush; 1: one worker flushes; 2: another worker waits for it.
     flushing: AtomicU32,
     /// 1: a flush has failed.
-    is_lost: AtomicU32,
+    has_failed: AtomicU32,
 }
 
-impl Loss {
+impl FlushErrors {
     /// Waits until no other worker flushes.
     fn enter(&self) {
         if self.flushing.compare_exchange(0, 1, SeqCst, SeqCst).is_err() {
@@ -102,87 +113,89 @@ impl Loss {
         }
     }
 
-    /// Lets others flush.
+    /// Permits the next flush.
     fn leave(&self) {
         if self.flushing.swap(0, SeqCst) == 2 {
             sys::wake_one(&self.flushing);
         }
     }
 
-    /// What a flush comes to, and all later ones with it.
-    fn judge(&self, done: Result<(), Failure>) -> Result<(), Failure> {
+    /// Records a flush's result; returns it, or the error of an earlier flush.
+    fn flush_result(&self, done: Result<(), Failure>) -> Result<(), Failure> {
         if done.is_err() {
-            self.is_lost.store(1, SeqCst);
+            self.has_failed.store(1, SeqCst);
         }
         done.and_then(|()| self.check())
     }
 
-    /// Whether a flush may succeed.
+    /// Fails after an earlier flush has failed.
     fn check(&self) -> Result<(), Failure> {
-        match self.is_lost.load(SeqCst) {
+        match self.has_failed.load(SeqCst) {
             0 => Ok(()),
             _ => Err(Failure::Host(Errno(errno::EIO as i32))),
         }
     }
 }
 
-/// Those of all disks: memory that the device process has until it has made the workers.
-struct Losses(u64);
+/// Flush errors of all disks, mapped in the device process until it has created the workers.
+struct AllFlushErrors(u64);
 
-impl Losses {
+impl AllFlushErrors {
     const LENGTH: u64 = 4096;
 
     fn new() -> Result<Self, Errno> {
         let rights = linux::PROT_READ | linux::PROT_WRITE;
         let flags = linux::MAP_SHARED | linux::MAP_ANONYMOUS;
         let arguments = [0, Self::LENGTH, rights.into(), flags.into(), u64::MAX, 0];
-        // SAFETY: nothing that is mapped is in the way.
+        // SAFETY: the kernel chooses a free address.
         unsafe { sys::call(linux::__NR_mmap, arguments) }.map(Self)
     }
 
-    /// That of a disk, for its workers: in their processes it stays mapped.
-    fn of(&self, number: usize) -> &'static Loss {
-        const { assert!(size_of::<[Loss; MAX_DISKS]>() as u64 <= Losses::LENGTH) };
-        // SAFETY: the memory is zeros at first, which both words may be, and all of it is atomic.
-        let all = unsafe { &*(self.0 as *const [Loss; MAX_DISKS]) };
-        &all[number]
+    /// Returns the flush errors of a disk. They stay mapped in its workers.
+    fn of(&self, disk_index: usize) -> &'static FlushErrors {
+        const { assert!(size_of::<[FlushErrors; MAX_DISKS]>() as u64 <= AllFlushErrors::LENGTH) };
+        // SAFETY: the memory is initially zero, which is valid for both words, and all fields are
+        // atomic.
+        let all = unsafe { &*(self.0 as *const [FlushErrors; MAX_DISKS]) };
+        &all[disk_index]
     }
 
     fn unmap(self) -> Result<(), Errno> {
-        // SAFETY: this process has given it to none but its children.
+        // SAFETY: only children of this process refer to the memory.
         unsafe { sys::unmap(self.0, Self::LENGTH) }
     }
 }
 
-/// A worker of disk `number`.
+/// Runs a worker of the disk with index `disk_index`.
 fn work(
-    number: usize,
-    disk: Disk,
-    loss: &'static Loss,
+    disk_index: usize,
+    disk: DiskRecord,
+    errors: &'static FlushErrors,
     has_ring: bool,
     start: &Start,
     filters: &Filters,
 ) -> ! {
-    let fd = layout::DISKS_FD + number as u32;
-    let make = || if has_ring { Ring::new(fd).map(Some) } else { Ok(None) };
+    let fd = layout::DISKS_FD + disk_index as u32;
+    let make = || if has_ring { IoUring::new(fd).map(Some) } else { Ok(None) };
     let alone = sys::ignore(linux::SIGXFSZ)
         .and_then(|()| processes::become_worker(fd, make, filters, Filters::WORKER));
-    let worker = Worker { fd, number, disk, loss, ram: Ram::new(start), queue: queue(number) };
+    let worker =
+        Worker { fd, disk_index, disk, errors, ram: Ram::new(start), queue: queue(disk_index) };
     match alone {
-        Ok(Some(ring)) => worker.serve_many(ring),
-        Ok(None) => worker.serve(),
+        Ok(Some(ring)) => worker.serve_io_uring(ring),
+        Ok(None) => worker.serve_sync(),
         Err(error) => {
-            report::say(format_args!("cannot set up a process of disk {number}: {error}"));
+            report::warn(format_args!("cannot set up a worker of disk {disk_index}: {error}"));
             sys::exit(HOST)
         }
     }
 }
 
-/// Why a request fails.
+/// Reason for a failed request.
 enum Failure {
-    /// It is none: outside of the disk or of memory.
-    Nonsense,
-    /// The host says no.
+    /// Malformed, or outside of the disk or of memory.
+    Invalid,
+    /// Error of the host.
     Host(Errno),
 }
 
@@ -192,17 +205,17 @@ impl From<Errno> for Failure {
     }
 }
 
-/// Zeros for hosts that make none themselves.
+/// Zeros, for hosts that cannot write zeros by fallocate(2).
 static ZEROS: [u8; 1 << 16] = [0; 1 << 16];
 
-/// What is to be done for a request.
+/// Request in execution.
 #[derive(Clone, Copy)]
 struct Job {
     kind: Kind,
-    /// Where in the file, and how many bytes are left.
+    /// File offset and length of the remaining part.
     at: u64,
     left: u64,
-    /// What of the vectors is left.
+    /// Remaining vectors.
     first: usize,
     used: usize,
     vectors: [Vector; PARTS],
@@ -213,7 +226,7 @@ enum Kind {
     Read,
     Write,
     Flush,
-    /// `fallocate` with this mode; if the host cannot, it may be asked to write zeros.
+    /// fallocate(2) with this mode; the flag permits writing zeros instead.
     Allocate(u32, bool),
 }
 
@@ -231,17 +244,17 @@ impl Job {
         &self.vectors[self.first..self.used]
     }
 
-    /// As the ring has it.
-    fn entry(&self) -> Entry<'_> {
+    /// Returns the io_uring submission.
+    fn entry(&self) -> Submission<'_> {
         match self.kind {
-            Kind::Read => Entry::Read(self.vectors(), self.at),
-            Kind::Write => Entry::Write(self.vectors(), self.at),
-            Kind::Flush => Entry::Flush,
-            Kind::Allocate(mode, _) => Entry::Allocate(mode, self.at, self.left),
+            Kind::Read => Submission::Read(self.vectors(), self.at),
+            Kind::Write => Submission::Write(self.vectors(), self.at),
+            Kind::Flush => Submission::Flush,
+            Kind::Allocate(mode, _) => Submission::Allocate(mode, self.at, self.left),
         }
     }
 
-    /// So many bytes have been moved.
+    /// Advances by `done` transferred bytes.
     fn advance(&mut self, done: u64) {
         self.left -= done;
         self.at += done;
@@ -258,27 +271,27 @@ impl Job {
     }
 }
 
-/// Flushes of a disk with a ring.
+/// Flushes of a disk with io_uring.
 #[derive(Default)]
 struct Flushes {
-    /// The ring has one.
+    /// A flush is in the ring.
     is_under_way: bool,
-    /// Those that wait for its end: a bit for each request.
+    /// Flushes that wait for it, one bit per request.
     waiting: u64,
 }
 
 struct Worker {
     fd: u32,
-    number: usize,
-    disk: Disk,
-    loss: &'static Loss,
+    disk_index: usize,
+    disk: DiskRecord,
+    errors: &'static FlushErrors,
     ram: Ram,
     queue: &'static Queue,
 }
 
 impl Worker {
-    /// One request after the other, beside another worker.
-    fn serve(&self) -> ! {
+    /// Executes one request at a time, in parallel with the second worker.
+    fn serve_sync(&self) -> ! {
         let (mut next, mut job) = (0, Job::NONE);
         loop {
             let Some(id) = self.queue.take(&mut next) else {
@@ -288,35 +301,36 @@ impl Worker {
             let planned = self.plan(&self.queue.requests[id], &mut job);
             let done = planned.and_then(|()| match job.kind {
                 Kind::Flush => {
-                    self.loss.enter();
-                    let done = self.loss.check().and_then(|()| self.carry_out(&mut job));
-                    let done = self.loss.judge(done);
-                    self.loss.leave();
+                    self.errors.enter();
+                    let done = self.errors.check().and_then(|()| self.run_sync(&mut job));
+                    let done = self.errors.flush_result(done);
+                    self.errors.leave();
                     done
                 }
-                _ => self.carry_out(&mut job),
+                _ => self.run_sync(&mut job),
             });
             self.finish(id, done);
         }
     }
 
-    /// Asks the host until a job is done.
-    fn carry_out(&self, job: &mut Job) -> Result<(), Failure> {
+    /// Repeats system calls until a job is complete.
+    fn run_sync(&self, job: &mut Job) -> Result<(), Failure> {
         loop {
             let result = self.call(job, 0);
-            if let Some(done) = self.went(job, result) {
+            if let Some(done) = self.on_completion(job, result) {
                 return done;
             }
         }
     }
 
-    /// All requests at a time, alone. What the host has at hand is done at once, everything else by the ring.
-    fn serve_many(&self, mut ring: Ring) -> ! {
-        /// Of the wait for requests; the others are those of requests.
+    /// Executes all requests concurrently. Requests that do not block are executed immediately, the
+    /// rest by io_uring.
+    fn serve_io_uring(&self, mut ring: IoUring) -> ! {
+        /// Id of the wait for requests; smaller ids are those of requests.
         const WAIT: u64 = REQUESTS as u64;
         let queue = self.queue;
         let (mut next, mut jobs) = (0, [Job::NONE; REQUESTS]);
-        // Requests that the ring has: a bit for each. The guest may say that there is one of these once more.
+        // Requests in the ring, one bit each. The guest may submit one of them again.
         let mut busy = 0_u64;
         let mut flushes = Flushes::default();
         let mut waits = false;
@@ -327,7 +341,7 @@ impl Worker {
                 }
                 let job = &mut jobs[id];
                 let done = match self.plan(&queue.requests[id], job) {
-                    Ok(()) => self.try_at_once(job, busy != 0),
+                    Ok(()) => self.try_without_waiting(job, busy != 0),
                     Err(failure) => Some(Err(failure)),
                 };
                 match done {
@@ -348,17 +362,17 @@ impl Worker {
                 continue;
             }
             if !waits {
-                // As `Queue::sleep` does.
+                // Register as a waiter, as `Queue::sleep` does.
                 let seen = queue.calls.load(SeqCst);
                 queue.sleepers.fetch_add(1, SeqCst);
                 waits = true;
-                ring.push(Entry::Wait(&queue.calls, seen), WAIT);
+                ring.push(Submission::Wait(&queue.calls, seen), WAIT);
             }
             let least = if queue.waiting.load(SeqCst) == 0 { 1 } else { 0 };
             match ring.wait(least) {
                 Err(error) if error.0 != errno::EINTR as i32 => {
-                    let disk = self.number;
-                    report::say(format_args!("disk {disk}: cannot wait for io_uring: {error}"));
+                    let disk = self.disk_index;
+                    report::warn(format_args!("disk {disk}: cannot wait for io_uring: {error}"));
                     sys::exit(HOST)
                 }
                 _ => {}
@@ -369,11 +383,11 @@ impl Worker {
                     queue.sleepers.fetch_sub(1, SeqCst);
                     continue;
                 };
-                match self.went(job, result) {
+                match self.on_completion(job, result) {
                     Some(mut done) => {
                         if job.kind == Kind::Flush {
                             flushes.is_under_way = false;
-                            done = self.loss.judge(done);
+                            done = self.errors.flush_result(done);
                         }
                         busy &= !(1 << id);
                         self.finish(id as usize, done);
@@ -384,15 +398,16 @@ impl Worker {
         }
     }
 
-    /// Gives the ring the next flush, if it has none. After one has failed, ends all others; these are the bits of the result.
-    fn begin_flush(&self, flushes: &mut Flushes, ring: &mut Ring) -> u64 {
+    /// Submits the next flush if none is in flight. After a failed flush it completes all pending
+    /// ones; returns their bits.
+    fn begin_flush(&self, flushes: &mut Flushes, ring: &mut IoUring) -> u64 {
         let mut ended = 0;
         while flushes.waiting != 0 && !flushes.is_under_way {
             let id = flushes.waiting.trailing_zeros();
             flushes.waiting &= flushes.waiting - 1;
-            match self.loss.check() {
+            match self.errors.check() {
                 Ok(()) => {
-                    ring.push(Entry::Flush, id.into());
+                    ring.push(Submission::Flush, id.into());
                     flushes.is_under_way = true;
                 }
                 failed => {
@@ -404,9 +419,9 @@ impl Worker {
         ended
     }
 
-    /// Does what does not wait: reads of what the host has in memory; what it has not said of itself, and writes, if nothing else is to be done meanwhile.
-    /// `None`: it is for the ring.
-    fn try_at_once(&self, job: &mut Job, is_busy: bool) -> Option<Result<(), Failure>> {
+    /// Executes a request that does not block: reads of cached data; reads where the host cannot
+    /// report that, and writes, if no other request is pending. `None`: use io_uring.
+    fn try_without_waiting(&self, job: &mut Job, is_busy: bool) -> Option<Result<(), Failure>> {
         const AGAIN: i32 = errno::EAGAIN as i32;
         const UNKNOWN: i32 = errno::EOPNOTSUPP as i32;
         let is_alone = !is_busy && self.queue.waiting.load(SeqCst) == 0;
@@ -420,36 +435,36 @@ impl Worker {
             Kind::Write if is_alone => self.call(job, 0),
             _ => return None,
         };
-        self.went(job, result)
+        self.on_completion(job, result)
     }
 
-    /// A request has ended.
+    /// Completes a request.
     fn finish(&self, id: usize, done: Result<(), Failure>) {
         let status = match done {
             Ok(()) => status::DONE,
-            Err(Failure::Nonsense) => status::FAILED,
+            Err(Failure::Invalid) => status::FAILED,
             Err(Failure::Host(Errno(number))) if number == errno::EOPNOTSUPP as i32 => {
                 status::UNSUPPORTED
             }
             Err(Failure::Host(error)) => {
-                self.tell(error);
+                self.warn_once(error);
                 status::FAILED
             }
         };
         if self.queue.end(id, status) {
             sys::wake(&self.queue.answers);
         }
-        device::tell(0, event::DISK);
+        device::raise_event(0, event::DISK);
     }
 
-    /// Makes a job of a request, each value of which is read once.
+    /// Validates a request, reading each of its values once, and fills in a job.
     fn plan(&self, request: &Request, job: &mut Job) -> Result<(), Failure> {
         let sector = request.sector.load(Relaxed);
         let count = request.count.load(Relaxed);
         let op = request.op.load(Relaxed);
         let writes = !matches!(op, op::READ | op::FLUSH);
         if writes && self.disk.read_only {
-            return Err(Failure::Nonsense);
+            return Err(Failure::Invalid);
         }
         let allocate = |mode, or_zeros| Kind::Allocate(mode | linux::FALLOC_FL_KEEP_SIZE, or_zeros);
         (job.first, job.used) = (0, 0);
@@ -460,37 +475,37 @@ impl Worker {
             op::DISCARD => allocate(linux::FALLOC_FL_PUNCH_HOLE, false),
             op::UNMAP => allocate(linux::FALLOC_FL_PUNCH_HOLE, true),
             op::ZERO => allocate(linux::FALLOC_FL_ZERO_RANGE, true),
-            _ => return Err(Failure::Nonsense),
+            _ => return Err(Failure::Invalid),
         };
         job.left = match job.kind {
             Kind::Flush => return Ok(()),
             Kind::Allocate(..) => u64::from(count) * u64::from(SECTOR),
             Kind::Read | Kind::Write => self.take_parts(request, job)?,
         };
-        job.at = self.place(sector, job.left)?;
+        job.at = self.file_offset(sector, job.left)?;
         Ok(())
     }
 
-    /// Where data is in this process; gives its length.
+    /// Translates the ranges of the data; returns the total length in bytes.
     fn take_parts(&self, request: &Request, job: &mut Job) -> Result<u64, Failure> {
         let used = request.used.load(Relaxed) as usize;
-        let parts = request.parts.get(..used).ok_or(Failure::Nonsense)?;
+        let parts = request.parts.get(..used).ok_or(Failure::Invalid)?;
         let mut length = 0;
         for (vector, part) in job.vectors.iter_mut().zip(parts) {
             let address = part.address.load(Relaxed);
             let bytes = u64::from(part.length.load(Relaxed));
-            self.ram.offset(address).filter(|&(_, most)| most >= bytes).ok_or(Failure::Nonsense)?;
+            self.ram.offset(address).filter(|&(_, most)| most >= bytes).ok_or(Failure::Invalid)?;
             *vector = Vector { address: layout::DIRECT + address, length: bytes };
             length += bytes;
         }
         if length == 0 || !length.is_multiple_of(SECTOR.into()) {
-            return Err(Failure::Nonsense);
+            return Err(Failure::Invalid);
         }
         job.used = used;
         Ok(length)
     }
 
-    /// Asks the host for what is left of a job.
+    /// Executes the remaining part of a job by a system call.
     fn call(&self, job: &Job, flags: u32) -> Result<u64, Errno> {
         let fd = self.fd.into();
         let vectors = (job.vectors().as_ptr() as u64, job.vectors().len() as u64);
@@ -504,12 +519,16 @@ impl Worker {
                 (linux::__NR_fallocate, [fd, mode.into(), job.at, job.left, 0, 0])
             }
         };
-        // SAFETY: the vectors are guest memory, which is mapped and where no Rust object is.
+        // SAFETY: the vectors are mapped guest memory, where no Rust object is.
         unsafe { sys::call(call, arguments) }
     }
 
-    /// What the host has answered; `None`: there is more to do.
-    fn went(&self, job: &mut Job, result: Result<u64, Errno>) -> Option<Result<(), Failure>> {
+    /// Handles the result of a system call; `None`: the job continues.
+    fn on_completion(
+        &self,
+        job: &mut Job,
+        result: Result<u64, Errno>,
+    ) -> Option<Result<(), Failure>> {
         match (job.kind, result) {
             (_, Err(Errno(number))) if number == errno::EINTR as i32 => None,
             (Kind::Read | Kind::Write, Ok(0)) => Some(Err(Errno(errno::EIO as i32).into())),
@@ -523,12 +542,12 @@ impl Worker {
         }
     }
 
-    /// Where sectors begin in the file.
-    fn place(&self, sector: u64, bytes: u64) -> Result<u64, Failure> {
+    /// Returns the file offset of a range of sectors.
+    fn file_offset(&self, sector: u64, bytes: u64) -> Result<u64, Failure> {
         let count = bytes.div_ceil(SECTOR.into());
         match sector.checked_add(count) {
             Some(end) if end <= self.disk.sectors => Ok(sector * u64::from(SECTOR)),
-            _ => Err(Failure::Nonsense),
+            _ => Err(Failure::Invalid),
         }
     }
 
@@ -537,7 +556,7 @@ impl Worker {
         while left != 0 {
             let length = left.min(ZEROS.len() as u64);
             let arguments = [self.fd.into(), ZEROS.as_ptr() as u64, length, at, 0, 0];
-            // SAFETY: the zeros are read.
+            // SAFETY: the zeros are only read.
             match unsafe { sys::call(linux::__NR_pwrite64, arguments) } {
                 Ok(0) => return Err(Failure::Host(Errno(errno::EIO as i32))),
                 Ok(done) => (left, at) = (left - done.min(left), at + done),
@@ -548,11 +567,11 @@ impl Worker {
         Ok(())
     }
 
-    /// Says once for each disk that the host has failed; the guest gets an error each time.
-    fn tell(&self, error: Errno) {
-        if self.queue.told.swap(1, SeqCst) == 0 {
-            let number = self.number;
-            report::say(format_args!("disk {number}: the host refuses a request: {error}"));
+    /// Reports the first error of the host for each disk; the guest receives every error.
+    fn warn_once(&self, error: Errno) {
+        if self.queue.warned.swap(1, SeqCst) == 0 {
+            let disk_index = self.disk_index;
+            report::warn(format_args!("disk {disk_index}: request failed: {error}"));
         }
     }
 }

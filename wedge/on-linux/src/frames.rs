@@ -1,16 +1,16 @@
-//! Page frames of guest memory of which guest processes have private copies ([`crate::calls`]).
+//! Page frames of guest memory of which guest processes have private copies ([`crate::syscall_patch`]).
 //!
 //! While a frame is in the table of the VM, no process maps it writable where the guest writes: not in the direct map, not in the
 //! kernel's image, not for user mode. A write faults, and a device's write is known when it completes: the frame leaves the table,
 //! each process drops its copies of it before it runs the guest again, and then the write is carried out. A frame that is written
 //! often is not copied for a while.
 //!
-//! Each process keeps the table as it has applied it. A vCPU applies it before it runs the guest ([`settle`]); if frames have left the
+//! Each process keeps the table as it has applied it. A vCPU applies it before it runs the guest ([`sync_before_entry`]); if frames have left the
 //! table, it also waits until every other vCPU has applied that, is idle, or is in the guest's kernel with interrupts disabled and comes
 //! here before user mode. A copy is only made once every vCPU write-protects the frame, without waiting. Entries have
 //! generations: a frame that left and came back is another entry.
 //!
-//! With protection keys all executable pages are copies that flushes compare ([`crate::code`]); this table is not used.
+//! With protection keys all executable pages are copies that flushes compare ([`crate::exec_scan`]); this table is not used.
 
 use core::sync::atomic::Ordering::SeqCst;
 use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
@@ -19,8 +19,8 @@ use linux_raw_sys::general as linux;
 use proto::wedge::layout;
 
 use crate::memory::{self, PAGE, Ram};
-use crate::shared::{Vcpu, mine, shared, vcpu, vcpus};
-use crate::{calls, device, idle, keys, sys};
+use crate::shared::{SharedVcpu, mine, shared, vcpu, vcpus};
+use crate::{device, idle, pkeys, sys, syscall_patch};
 
 /// Frames in the table.
 pub const FRAMES: usize = 256;
@@ -35,7 +35,7 @@ const LOOKS: u32 = 256;
 
 /// The table of the VM, in shared memory.
 #[repr(C)]
-pub struct Table {
+pub struct CopiedFrames {
     /// A vCPU changes the table.
     is_locked: AtomicBool,
     /// Changes so far.
@@ -50,7 +50,7 @@ pub struct Table {
 
 /// The table as a process has applied it.
 #[derive(Clone, Copy)]
-pub struct Applied {
+pub struct AppliedFrames {
     changes: u32,
     entries: [u64; FRAMES],
     /// Frame numbers in ascending order.
@@ -58,11 +58,11 @@ pub struct Applied {
     used: usize,
 }
 
-fn table() -> &'static Table {
+fn table() -> &'static CopiedFrames {
     &shared().frames
 }
 
-fn applied() -> &'static mut Applied {
+fn applied() -> &'static mut AppliedFrames {
     // SAFETY: it is in the process's own memory, and only its one thread uses it, outside of signal handlers. The functions here do
     // not call each other while they have it.
     unsafe { &mut *mine().copied.at() }
@@ -77,7 +77,7 @@ fn is_after(change: u32, other: u32) -> bool {
 }
 
 /// Changes the table, by a function that gets the change's number; no other vCPU does meanwhile.
-fn change(act: impl FnOnce(&Table, u32)) {
+fn change(act: impl FnOnce(&CopiedFrames, u32)) {
     let table = table();
     while table.is_locked.swap(true, SeqCst) {
         sys::yield_now();
@@ -98,11 +98,11 @@ pub fn may_copy(offset: u64) -> bool {
     }
     if holds(offset, PAGE) {
         let changes = table.changes.load(SeqCst);
-        let has_applied = |vcpu: &Vcpu| {
+        let has_applied = |vcpu: &SharedVcpu| {
             vcpu.idle.load(SeqCst) != idle::state::BUSY
                 || is_after(vcpu.frames_applied.load(SeqCst), changes)
         };
-        return applied().changes == changes && others().all(|(_, vcpu)| has_applied(vcpu));
+        return applied().changes == changes && other_vcpus().all(|(_, vcpu)| has_applied(vcpu));
     }
     insert(frame);
     false
@@ -211,13 +211,13 @@ fn note_written(frame: u32) {
     place.store(u64::from(frame) << 16 | writes.min(OFTEN), SeqCst);
 }
 
-fn others() -> impl Iterator<Item = (usize, &'static Vcpu)> {
+fn other_vcpus() -> impl Iterator<Item = (usize, &'static SharedVcpu)> {
     let own = mine().vcpu.load(SeqCst) as usize;
     vcpus().iter().enumerate().filter(move |(index, _)| *index != own)
 }
 
 /// Before the guest runs: applies the changes of the table, and waits until no vCPU executes a copy that has to go.
-pub fn settle() {
+pub fn sync_before_entry() {
     if applied().changes == table().changes.load(SeqCst) {
         return;
     }
@@ -225,13 +225,13 @@ pub fn settle() {
         let changes = apply();
         vcpu().frames_applied.store(changes, SeqCst);
         let removals = table().removals.load(SeqCst);
-        let is_done = |vcpu: &Vcpu| {
+        let is_done = |vcpu: &SharedVcpu| {
             vcpu.idle.load(SeqCst) != idle::state::BUSY
                 || is_after(vcpu.frames_applied.load(SeqCst), removals)
                 || is_after(vcpu.frames_seen.load(SeqCst), removals)
         };
         let mut looks = 0;
-        while let Some((index, _)) = others().find(|(_, vcpu)| !is_done(vcpu)) {
+        while let Some((index, _)) = other_vcpus().find(|(_, vcpu)| !is_done(vcpu)) {
             if table().changes.load(SeqCst) != changes {
                 break;
             }
@@ -247,8 +247,8 @@ pub fn settle() {
     }
 }
 
-/// A signal has found the guest's kernel with interrupts disabled: the vCPU comes to [`settle`] before it runs user mode. For signal handlers.
-pub fn see() {
+/// A signal has found the guest's kernel with interrupts disabled: the vCPU comes to [`sync_before_entry`] before it runs user mode. For signal handlers.
+pub fn note_interrupted_kernel() {
     vcpu().frames_seen.store(table().changes.load(SeqCst), SeqCst);
 }
 
@@ -265,7 +265,7 @@ fn apply() -> u32 {
             continue;
         }
         if old != 0 {
-            calls::drop_copies(u64::from(number(old)) * PAGE);
+            syscall_patch::drop_copies(u64::from(number(old)) * PAGE);
             protect(number(old), linux::PROT_READ | linux::PROT_WRITE);
         }
         if entry != 0 && !protect(number(entry), linux::PROT_READ) {
@@ -293,16 +293,16 @@ fn protect(frame: u32, rights: u32) -> bool {
     if rights & linux::PROT_WRITE == 0 {
         memory::drop_writable(offset);
     }
-    let mut done = calls::protect(layout::DIRECT + address, rights).is_ok();
+    let mut done = syscall_patch::protect(layout::DIRECT + address, rights).is_ok();
     if address < ram.image() {
-        done &= calls::protect(layout::IMAGE + address, rights | linux::PROT_EXEC).is_ok();
+        done &= syscall_patch::protect(layout::IMAGE + address, rights | linux::PROT_EXEC).is_ok();
     }
     done
 }
 
 /// Whether the table is used: the mode has private copies of other pages than protection keys have.
-pub fn are_used() -> bool {
-    !keys::are_on()
+pub fn is_enabled() -> bool {
+    !pkeys::is_enabled()
 }
 
 /// The offset in guest memory of a write by the guest's kernel in its direct map or image, if it is in the table.

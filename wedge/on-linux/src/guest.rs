@@ -1,7 +1,8 @@
-//! A virtual CPU: runs the guest until something has to be decided that is not the processor's.
+//! vCPU of the wedge: runs the guest until an exit that the VMM handles.
 //!
-//! What several of them use ([`All`]) is on the stack of the first, which makes it and lets the others begin. They wait for their start-up message
-//! like any application processor; Linux' code for processors in real mode is never carried out: what it comes to is done here.
+//! State shared by all vCPUs ([`VmShared`]) is on the stack of the first vCPU, which creates it and
+//! starts the secondary ones. These wait for their start-up IPI like any application processor.
+//! Linux's real-mode trampoline is not executed; [`LinuxVcpu::start_secondary`] has its effect.
 
 use core::arch::x86_64::{__cpuid_count, _rdtsc};
 use core::ops::Range;
@@ -23,37 +24,38 @@ use wedge_core::cpu::rflags;
 use wedge_core::{Flush, Host, Instruction, VirtualCpu, vector};
 use wedge_x86::{CODE_32, CODE_64, Cause, Stub, decode_all};
 
+use crate::backend::{self, HostEndpoint, LinuxHost, MAX_FUNCTIONS};
 use crate::config::{self, config};
 use crate::memory::{self, Fault, Ram};
-use crate::outside::{self, Link, LinuxHost, MAX_FUNCTIONS};
 use crate::shared::{
-    cell, count, event, events, has, mine, own_statistics, shared, start, vcpu, vcpus,
+    cell, count, counter, event, events, has, mine, own_statistics, shared, start, vcpu, vcpus,
 };
 use crate::sites::{FUNCTION, MOST_POKED, Sites, write_code};
 use crate::{
-    apart, calls, code, compat, debug, extended, frames, idle, keys, place, processes, profile,
-    report, signal, steal,
+    compat, cpu_affinity, debug, exec_scan, frames, idle, pkeys, processes, profile, report,
+    signal, steal_time, syscall_patch, user_process, xstate,
 };
 
-/// Error code of a page fault: the access was a write.
+/// Error code of a page fault: write access.
 const WRITE: u64 = 1 << 1;
-/// Error code of a page fault: it was an instruction fetch.
+/// Error code of a page fault: instruction fetch.
 const FETCH: u64 = 1 << 4;
-/// Longest instruction.
+/// Longest instruction in bytes.
 const LONGEST: usize = 15;
 
-/// Time-stamp counter.
+/// Reads the TSC.
 pub fn tsc() -> u64 {
-    // SAFETY: programs may read it.
+    // SAFETY: the host permits user mode to read it.
     unsafe { _rdtsc() }
 }
 
-/// Lets others run while it waits for a lock: who has it may wait for this host CPU.
-pub struct Yielding;
+/// Yields the host CPU while waiting for a lock, since the owner may need it.
+pub struct YieldRelax;
 
-impl RelaxStrategy for Yielding {
+impl RelaxStrategy for YieldRelax {
     fn relax() {
-        /// Looks before the host is asked, some microseconds: a lock is held for less, unless its owner does not run.
+        /// Number of spins before yielding, some microseconds: locks are held for less time unless
+        /// the owner is preempted.
         const LOOKS: u32 = 64;
         for _ in 0..LOOKS {
             core::hint::spin_loop();
@@ -62,74 +64,74 @@ impl RelaxStrategy for Yielding {
     }
 }
 
-type Machine<'m> = Pc<'m, Yielding, MAX_VCPUS, Slots<Link, MAX_FUNCTIONS>>;
+type Machine<'m> = Pc<'m, YieldRelax, MAX_VCPUS, Slots<HostEndpoint, MAX_FUNCTIONS>>;
 
-/// What all virtual CPUs use.
-struct All<'m> {
+/// State shared by all vCPUs.
+struct VmShared<'m> {
     start: &'m Start,
     ram: Ram,
     memory: &'m GuestMemory,
     machine: &'m Machine<'m>,
-    /// Which functions its devices are.
-    filled: &'m outside::Filled,
-    sites: &'m SpinMutex<Sites, Yielding>,
+    /// Slots of the PCI functions.
+    device_slots: &'m backend::DeviceSlots,
+    sites: &'m SpinMutex<Sites, YieldRelax>,
 }
 
-/// The virtual CPU as the VMM library drives it.
+/// vCPU of the VMM library.
 pub struct LinuxVcpu<'m> {
     start: &'m Start,
     ram: Ram,
     memory: GuestMemory,
-    sites: &'m SpinMutex<Sites, Yielding>,
-    /// There are others: they may change code that this one runs.
+    sites: &'m SpinMutex<Sites, YieldRelax>,
+    /// The VM has several vCPUs: another one may change code that this one executes.
     has_peers: bool,
-    /// What is delivered at the next entry.
+    /// Event to deliver at the next entry.
     event: Event,
     window: InterruptWindow,
     deadline: u64,
-    /// While an instruction is carried out elsewhere: where the guest goes on, and its bytes.
+    /// During an exit: address of the next instruction, and the bytes of the current one.
     next: u64,
     bytes: [u8; 16],
     length: usize,
     xcr0: u64,
-    /// Writes to tables are counted.
+    /// The profiler is enabled.
     profiles: bool,
-    /// The guest's last page fault.
+    /// Last page fault injected into the guest.
     faulted: Option<(u64, Intent)>,
-    /// System calls that come often are rewritten.
+    /// Frequent system calls are rewritten.
     rewrites_calls: bool,
-    /// `STAR` as entry code knows it.
+    /// Value of `STAR` that entry code uses.
     star: u64,
-    /// A debugger may stop it.
+    /// A debugger may stop the vCPU.
     debugs: bool,
-    /// For the debugger, it carries out one instruction and stops.
+    /// State of a single step for the debugger.
     step: DebugStep,
 }
 
-/// Where a step for the debugger is.
+/// Single step for the debugger.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum DebugStep {
-    /// There is none.
+    /// No step.
     None,
-    /// The instruction is to be carried out.
+    /// The instruction is to be executed.
     Wanted,
-    /// It has been.
+    /// The instruction was executed.
     Done,
 }
 
-/// The host's side of the virtual CPU's effects.
-struct Effects;
+/// Effects of emulated instructions on the host.
+struct HostEffects;
 
-impl Host for Effects {
+impl Host for HostEffects {
     fn fs_base(&mut self) -> u64 {
         let base;
-        // SAFETY: `main` has checked that programs may.
+        // SAFETY: the loader has checked that user mode may execute it.
         unsafe { core::arch::asm!("rdfsbase {}", out(reg) base, options(nomem, nostack)) };
         base
     }
 
     fn set_fs_base(&mut self, base: u64) {
-        // SAFETY: this program does not use FS. The caller has checked that the address is canonical.
+        // SAFETY: the wedge does not use FS. The caller has checked that the address is canonical.
         unsafe { core::arch::asm!("wrfsbase {}", in(reg) base, options(nomem, nostack)) };
     }
 
@@ -141,7 +143,7 @@ impl Host for Effects {
     }
 
     fn set_gs_base(&mut self, base: u64) {
-        // SAFETY: this program does not use GS.
+        // SAFETY: the wedge does not use GS.
         unsafe { core::arch::asm!("wrgsbase {}", in(reg) base, options(nomem, nostack)) };
     }
 
@@ -165,34 +167,36 @@ impl Host for Effects {
 
     fn enter_space(&mut self, cr3: u64, keep: bool) {
         let pcid = (cr3 & 0xfff) as u16;
-        let number = config::slot_of(pcid);
-        let slot = &vcpu().slots[number];
+        let slot_index = config::slot_of(pcid);
+        let slot = &vcpu().slots[slot_index];
         let known = slot.pcid.swap(pcid.into(), Relaxed) == u32::from(pcid);
-        let is_same = number == mine().slot.load(Relaxed) as usize
+        let is_same = slot_index == mine().slot.load(Relaxed) as usize
             && slot.root.load(Relaxed) & entry::ADDRESS == cr3 & entry::ADDRESS;
         if !keep || !known {
             slot.stale.store(true, Relaxed);
         }
         slot.root.store(cr3, Relaxed);
-        processes::move_to(number);
-        // A space that is loaded once more is the same one; Linux has not given its tables to another one meanwhile.
+        processes::switch_to_slot(slot_index);
+        // Reloading the same root continues the same address space: Linux has not reused its
+        // tables.
         if !(known && (keep || is_same)) {
-            apart::renew();
+            user_process::replace_process();
         }
         memory::follow();
     }
 }
 
-impl Effects {
-    /// Drops what a space has mapped of programs: a page, or all of it. A space that has not the virtual CPU drops everything, later.
+impl HostEffects {
+    /// Drops user-mode mappings of an address space: one page, or all. An address space that is not
+    /// active drops all of them later.
     fn flush_space(&mut self, pcid: u16, linear: Option<u64>) {
-        let number = config::slot_of(pcid);
-        let slot = &vcpu().slots[number];
+        let slot_index = config::slot_of(pcid);
+        let slot = &vcpu().slots[slot_index];
         if slot.pcid.load(Relaxed) != u32::from(pcid) {
             return;
         }
         match linear {
-            Some(linear) if number == mine().slot.load(Relaxed) as usize => {
+            Some(linear) if slot_index == mine().slot.load(Relaxed) as usize => {
                 memory::drop_page(linear);
             }
             _ => {
@@ -203,15 +207,16 @@ impl Effects {
     }
 }
 
-/// The virtual CPU's state.
+/// Returns the vCPU's state.
 fn cpu() -> &'static mut VirtualCpu {
-    // SAFETY: this process has the virtual CPU, and the guest does not run while the wedge does; each use ends before the next begins.
+    // SAFETY: this process owns the vCPU, and the guest does not run while the wedge does; each use
+    // ends before the next begins.
     unsafe { &mut (*cell()).cpu }
 }
 
-/// Makes the processor forget what it has fetched: code was written by another address than its own (APM vol. 2, 7.6.1).
+/// Serialises the CPU after a write to code through another address (APM vol. 2, 7.6.1).
 pub fn serialize() {
-    // SAFETY: `IRET` to the next instruction, with the stack, flags and segments of now.
+    // SAFETY: `IRET` to the next instruction, with the current stack, flags and segments.
     unsafe {
         core::arch::asm!(
             "mov {stack}, rsp",
@@ -231,24 +236,24 @@ pub fn serialize() {
     }
 }
 
-/// What a stop of the guest leads to.
-enum Step {
-    /// The guest goes on.
-    On,
-    /// The machine decides.
+/// Action after a stop of the guest.
+enum StopAction {
+    /// Continue the guest.
+    Resume,
+    /// Exit to the VMM.
     Exit(Exit),
 }
 
 impl LinuxVcpu<'_> {
-    /// Runs the guest's code until it stops, and sees to what the processor itself does then.
-    fn step(&mut self) -> Step {
-        let steps = keys::are_on() && code::begin_step(cpu());
+    /// Runs the guest until it stops, and emulates the CPU's own reaction.
+    fn step(&mut self) -> StopAction {
+        let steps = pkeys::is_enabled() && exec_scan::begin_step(cpu());
         let cause = processes::enter(&self.ram);
-        if compat::concerns(cpu()) {
-            compat::note(cpu());
+        if compat::has_selectors(cpu()) {
+            compat::save_selectors(cpu());
         }
         if self.step != DebugStep::None {
-            // No part of the guest's own flags, which an instruction may store.
+            // Clear the trap flag, which the guest did not set and may have stored.
             cpu().frame.rflags &= !rflags::TF;
         }
         if steps {
@@ -256,25 +261,26 @@ impl LinuxVcpu<'_> {
             let trapped = matches!(cause, Cause::Signal)
                 && signal.number == linux::SIGTRAP
                 && signal.vector == u64::from(vector::DEBUG);
-            if code::end_step(cpu(), &self.memory, trapped) {
-                return Step::On;
+            if exec_scan::end_step(cpu(), &self.memory, trapped) {
+                return StopAction::Resume;
             }
         }
         match cause {
-            Cause::Events => Step::On,
+            Cause::Events => StopAction::Resume,
             Cause::Site(stub) => self.site(stub),
             Cause::Signal => self.signal(),
         }
     }
 
     /// Stops for the debugger.
-    fn halt(&mut self, why: u32) {
+    fn halt_for_debugger(&mut self, why: u32) {
         let step = debug::halt(cpu(), why);
         self.step = if step { DebugStep::Wanted } else { DebugStep::None };
     }
 
-    /// Carries out one instruction of the guest for the debugger. Nothing comes between but what the instruction itself leads to.
-    fn debug_step(&mut self) -> Step {
+    /// Executes one guest instruction for the debugger. Nothing is delivered before it except for
+    /// its own exceptions.
+    fn debug_step(&mut self) -> StopAction {
         let cpu = cpu();
         let held = events().swap(0, SeqCst);
         let rip = cpu.frame.rip;
@@ -282,29 +288,31 @@ impl LinuxVcpu<'_> {
         cpu.frame.rflags |= rflags::TF;
         let step = self.step();
         events().fetch_or(held, SeqCst);
-        // It is carried out again once what it needs has been mapped.
-        let is_on = cpu.frame.rip != rip || self.event.is_some() || matches!(step, Step::Exit(_));
+        // The instruction is executed again after a page was mapped for it.
+        let is_on =
+            cpu.frame.rip != rip || self.event.is_some() || matches!(step, StopAction::Exit(_));
         if self.step == DebugStep::Wanted && is_on {
             self.step = DebugStep::Done;
         }
         step
     }
 
-    /// The virtual CPU has had its start-up message: it is in real mode, at Linux' trampoline. It goes on where that leads to: what
-    /// `secondary_startup_64` does until it calls C code, with the tables that it loads.
-    fn start_further(&mut self) {
+    /// Starts a secondary vCPU after its start-up IPI, in place of Linux's real-mode trampoline:
+    /// applies the effect of `secondary_startup_64` up to the call of C code, with the tables that
+    /// it loads.
+    fn start_secondary(&mut self) {
         let cpu = cpu();
         let attention = cpu.attention;
         *cpu = VirtualCpu::new();
         cpu.attention = attention;
-        share_kernel(cpu, self.start);
+        set_shared_range(cpu, self.start);
         cpu.segments[1].selector = self.start.cs as u16;
         cpu.cr4 |= cr4::PGE;
         cpu.cr3 = self.start.initial_cr3;
         memory::slot().root.store(cpu.cr3, Relaxed);
         let word = |at: u64| {
             let mut bytes = [0; 8];
-            // The image is always mapped; what the guest does to its tables is its own.
+            // The image is always mapped; damage to the guest's own tables is harmless to the host.
             let _ = cpu.read(&self.memory, at, &mut bytes);
             u64::from_le_bytes(bytes)
         };
@@ -312,45 +320,46 @@ impl LinuxVcpu<'_> {
             [self.start.initial_code, self.start.initial_stack, self.start.initial_gs].map(word);
         let limit = word(self.start.early_gdt) as u16;
         let base = word(self.start.early_gdt + size_of::<u16>() as u64);
-        cpu.gdtr = wedge_core::Table { base, limit };
+        cpu.gdtr = wedge_core::DescriptorTable { base, limit };
         cpu.frame.rip = rip;
-        // As after a call, whose return address nobody uses.
+        // As after a call, whose return address is unused.
         cpu.frame.gpr[4] = stack.wrapping_sub(8);
-        Effects.set_fs_base(0);
-        Effects.set_gs_base(gs);
-        Effects.flush(Flush::All);
-        Effects.enter_space(cpu.cr3, false);
+        HostEffects.set_fs_base(0);
+        HostEffects.set_gs_base(gs);
+        HostEffects.flush(Flush::All);
+        HostEffects.enter_space(cpu.cr3, false);
     }
 
-    fn site(&mut self, at: u64) -> Step {
-        // SAFETY: entry code gives the address of the stub that it came from; stubs in use are not changed.
+    fn site(&mut self, at: u64) -> StopAction {
+        // SAFETY: entry code passes the address of the stub that was entered; stubs in use do not
+        // change.
         let stub = unsafe { &*(at as *const Stub) };
         own_statistics().sites[usize::from(stub.kind)].fetch_add(1, Relaxed);
         let cpu = cpu();
         cpu.frame.rip = stub.site;
-        cpu.found_flags(cpu.frame.rflags);
+        cpu.sync_flags(cpu.frame.rflags);
         if stub.kind == FUNCTION {
             self.text_poke();
-            return Step::On;
+            return StopAction::Resume;
         }
         if Sites::is_marker(stub) {
             self.sites.lock().marker(stub, cpu, &self.memory);
-            return Step::On;
+            return StopAction::Resume;
         }
         match decode_all(stub.instructions()) {
-            Ok((all, used)) => self.carry_out(&all[..used], stub.instructions(), stub.resume()),
-            // Sites are decoded before they are rewritten.
-            Err(error) => {
-                report::fatal(format_args!("cannot decode the site {:#x}: {error:?}", stub.site))
-            }
+            Ok((all, used)) => self.execute_all(&all[..used], stub.instructions(), stub.resume()),
+            // Sites were decoded before they were rewritten.
+            Err(error) => report::fatal(format_args!(
+                "cannot decode the patch site at {:#x}: {error:?}",
+                stub.site
+            )),
         }
     }
 
-    /// Does the work of Linux' `__text_poke`, which changes the kernel's code. Linux switches to an
-    /// address space of its own and back for each change, thousands of times when it starts; here
-    /// code is memory that the wedge can write. Arguments that Linux' own function does not survive
-    /// lead to the exception that it ends with, so that no change is ever made that
-    /// [`code::close_poke`] has not seen.
+    /// Replaces Linux's `__text_poke`, which changes kernel code. Linux switches to a temporary
+    /// address space for each change, thousands of times during boot; the wedge can write code
+    /// directly. Arguments that crash Linux's own function raise the same exception here, so that
+    /// [`exec_scan::close_poke`] sees every change.
     fn text_poke(&mut self) {
         let cpu = cpu();
         let [how, to, from, length] = [7, 6, 2, 1].map(|register| cpu.frame.gpr[register]);
@@ -372,37 +381,37 @@ impl LinuxVcpu<'_> {
         }
     }
 
-    /// Carries out instructions that follow each other; the guest goes on at `resume`.
-    fn carry_out(&mut self, all: &[Instruction], bytes: &[u8], resume: u64) -> Step {
+    /// Emulates a sequence of instructions; the guest resumes at `resume`.
+    fn execute_all(&mut self, all: &[Instruction], bytes: &[u8], resume: u64) -> StopAction {
         let mut bytes = bytes;
         for (number, instruction) in all.iter().enumerate() {
             let last = number + 1 == all.len();
             let cpu = cpu();
             let next =
                 if last { resume } else { cpu.frame.rip.wrapping_add(instruction.length as u64) };
-            match cpu.execute(&self.memory, &mut Effects, instruction) {
+            match cpu.execute(&self.memory, &mut HostEffects, instruction) {
                 wedge_core::Outcome::Next => cpu.complete(next),
                 wedge_core::Outcome::Jump => {
                     if instruction.op == wedge_core::Op::Iret {
-                        self.fill_in_advance();
-                        calls::show_refused(cpu, &self.memory);
+                        self.prefault();
+                        syscall_patch::show_refused(cpu, &self.memory);
                         if self.has_peers && cpu.cpl == 0 {
-                            // Linux' way to run what another processor has written.
+                            // Linux relies on IRET to execute code written by another CPU.
                             serialize();
                         }
                     }
-                    return Step::On;
+                    return StopAction::Resume;
                 }
                 wedge_core::Outcome::Raise(event) => {
                     self.event = event;
-                    return Step::On;
+                    return StopAction::Resume;
                 }
                 wedge_core::Outcome::Exit(exit) => {
                     self.next = next;
                     self.length = instruction.length.min(bytes.len());
                     self.bytes = [0; 16];
                     self.bytes[..self.length].copy_from_slice(&bytes[..self.length]);
-                    return Step::Exit(match exit {
+                    return StopAction::Exit(match exit {
                         Exit::Io(io) => Exit::Io(vmm_cpu::IoExit { next_rip: next, ..io }),
                         other => other,
                     });
@@ -410,110 +419,114 @@ impl LinuxVcpu<'_> {
             }
             bytes = &bytes[instruction.length.min(bytes.len())..];
         }
-        Step::On
+        StopAction::Resume
     }
 
-    /// The kernel returns from a page fault: what it has mapped is most often touched at once.
-    fn fill_in_advance(&mut self) {
+    /// Maps the page of the last page fault when the kernel returns from its handler, because it is
+    /// accessed next.
+    fn prefault(&mut self) {
         if let Some((linear, intent)) = self.faulted.take()
             && cpu().cr2 == linear
             && !has(option::NO_BATCHES)
         {
-            // What is not there, or cannot be mapped, faults again.
+            // On failure the access faults again.
             let _ = memory::fill(cpu(), &self.ram, &self.memory, linear, intent);
         }
     }
 
-    fn signal(&mut self) -> Step {
+    fn signal(&mut self) -> StopAction {
         let signal = vcpu().signal.get();
         let cpu = cpu();
         match signal.number {
             linux::SIGSYS if signal.vector == u64::from(signal::INT_80) => {
                 const INT_80: [u8; 2] = [0xcd, signal::INT_80];
-                count(count::CALLS);
+                count(counter::CALLS);
                 let mut bytes = [0; INT_80.len()];
                 let at = cpu.frame.rip.wrapping_sub(INT_80.len() as u64);
                 if cpu.read(&self.memory, at, &mut bytes).is_err() || bytes != INT_80 {
-                    // `SYSENTER`, or `SYSCALL` in 32-bit code: the kernel has been told that there is neither.
+                    // `SYSENTER`, or `SYSCALL` in 32-bit code: CPUID reports neither.
                     self.event = Event::exception(vector::UNDEFINED);
-                    return Step::On;
+                    return StopAction::Resume;
                 }
                 match cpu.deliver_software(&self.memory, signal::INT_80, INT_80.len() as u64) {
-                    Ok(()) => Step::On,
-                    Err(exit) => Step::Exit(exit),
+                    Ok(()) => StopAction::Resume,
+                    Err(exit) => StopAction::Exit(exit),
                 }
             }
             linux::SIGSYS => {
-                count(count::CALLS);
+                count(counter::CALLS);
                 if self.rewrites_calls {
-                    calls::made(cpu, &self.memory);
+                    syscall_patch::on_syscall_trap(cpu, &self.memory);
                 }
                 cpu.system_call();
-                Step::On
+                StopAction::Resume
             }
             linux::SIGSEGV if signal.vector == u64::from(vector::PAGE_FAULT) => {
                 self.page_fault(signal.address, signal.code)
             }
             linux::SIGSEGV if signal.vector == u64::from(vector::PROTECTION) => {
                 let fault = Event::exception_code(vector::PROTECTION, signal.code as u32);
-                self.refused(fault)
+                self.emulate_or_fault(fault)
             }
-            linux::SIGILL => self.refused(Event::exception(vector::UNDEFINED)),
+            linux::SIGILL => self.emulate_or_fault(Event::exception(vector::UNDEFINED)),
             linux::SIGTRAP if signal.vector == u64::from(vector::BREAKPOINT) => {
                 if self.debugs && cpu.cpl == 0 {
                     match debug::trap(cpu, &self.memory) {
-                        debug::Trap::Its => {
-                            self.halt(reason::BREAKPOINT);
-                            return Step::On;
+                        debug::Trap::Debugger => {
+                            self.halt_for_debugger(reason::BREAKPOINT);
+                            return StopAction::Resume;
                         }
-                        debug::Trap::Gone => return Step::On,
-                        debug::Trap::Guests => {}
+                        debug::Trap::Removed => return StopAction::Resume,
+                        debug::Trap::Guest => {}
                     }
                 }
                 match cpu.deliver_software(&self.memory, vector::BREAKPOINT, 1) {
-                    Ok(()) => Step::On,
-                    Err(exit) => Step::Exit(exit),
+                    Ok(()) => StopAction::Resume,
+                    Err(exit) => StopAction::Exit(exit),
                 }
             }
             linux::SIGSEGV | linux::SIGBUS | linux::SIGFPE | linux::SIGTRAP => {
-                let number = signal.vector as u8;
-                if number == vector::DEBUG && self.profiles && profile::is_stepping() {
+                let exception = signal.vector as u8;
+                if exception == vector::DEBUG && self.profiles && profile::is_stepping() {
                     profile::stepped(cpu, &self.memory);
-                    return Step::On;
+                    return StopAction::Resume;
                 }
-                if number == vector::DEBUG && self.step != DebugStep::None {
-                    // A jump to itself is a step, too.
+                if exception == vector::DEBUG && self.step != DebugStep::None {
+                    // A jump to itself is a complete step, too.
                     self.step = DebugStep::Done;
-                    return Step::On;
+                    return StopAction::Resume;
                 }
-                if number == vector::DEBUG && cpu.cpl == 3 && calls::is_on_way(cpu.frame.rip) {
-                    // It is no instruction of the program: the step ends behind the system call.
-                    return Step::On;
+                if exception == vector::DEBUG
+                    && cpu.cpl == 3
+                    && syscall_patch::is_on_way(cpu.frame.rip)
+                {
+                    // Inside of a rewritten system call: the step ends after it.
+                    return StopAction::Resume;
                 }
-                if number == vector::DEBUG {
-                    // Single step: breakpoint registers are the host's.
+                if exception == vector::DEBUG {
+                    // Single step: the breakpoint registers are the host's.
                     cpu.dr[6] |= 1 << 14;
                 }
-                self.event = match number {
-                    8 | 10..=14 | 17 => Event::exception_code(number, signal.code as u32),
-                    _ => Event::exception(number),
+                self.event = match exception {
+                    8 | 10..=14 | 17 => Event::exception_code(exception, signal.code as u32),
+                    _ => Event::exception(exception),
                 };
-                Step::On
+                StopAction::Resume
             }
-            // Timer and device process have left their events.
+            // Timer and device process have posted their events.
             _ => {
                 if cpu.cpl == 3 {
-                    // Its page may be another one's when the program goes on.
-                    calls::step_back(cpu);
+                    // The rewritten page may be replaced before user mode resumes.
+                    syscall_patch::step_back(cpu);
                 }
-                Step::On
+                StopAction::Resume
             }
         }
     }
 
-    /// A program calls Linux' old page of calls, which this host does not have: it comes to the system call, and a return. Of hosts that have it,
-    /// the filter of system calls makes the same.
-    fn old_call(&mut self, linear: u64) -> Option<()> {
+    /// Emulates a call of Linux's vsyscall page on a host without that page: the system call, then
+    /// a return. On hosts with that page, its calls reach the seccomp filter with the same result.
+    fn emulate_vsyscall(&mut self, linear: u64) -> Option<()> {
         let cpu = cpu();
         let offset = linear.checked_sub(layout::VSYSCALL)?;
         let number = layout::VSYSCALL_CALLS.get(usize::try_from(offset / 0x400).ok()?)?;
@@ -522,7 +535,7 @@ impl LinuxVcpu<'_> {
         let paging = cpu.paging(stack, true);
         let found = is_whole.then(|| paging.translate(&self.memory, stack, Intent::Read, true));
         let back = self.memory.read::<u64>(found?.ok()?.0).ok()?;
-        count(count::CALLS);
+        count(counter::CALLS);
         cpu.frame.gpr[0] = u64::from(*number);
         cpu.frame.gpr[4] = stack.wrapping_add(8);
         cpu.frame.rip = back;
@@ -530,7 +543,7 @@ impl LinuxVcpu<'_> {
         Some(())
     }
 
-    fn page_fault(&mut self, linear: u64, code: u64) -> Step {
+    fn page_fault(&mut self, linear: u64, code: u64) -> StopAction {
         let cpu = cpu();
         let intent = if code & FETCH != 0 {
             Intent::Fetch
@@ -544,148 +557,153 @@ impl LinuxVcpu<'_> {
             let annotated =
                 |cpu: &VirtualCpu| sites.lock().is_page_table_store(cpu, memory, cpu.frame.rip);
             if profile::write_fault(cpu, memory, linear, annotated) {
-                return Step::On;
+                return StopAction::Resume;
             }
         }
-        if intent == Intent::Fetch && cpu.cpl == 3 && self.old_call(linear).is_some() {
-            return Step::On;
+        if intent == Intent::Fetch && cpu.cpl == 3 && self.emulate_vsyscall(linear).is_some() {
+            return StopAction::Resume;
         }
         if intent == Intent::Fetch && cpu.cpl == 0 && memory::fill_image(cpu, &self.memory, linear)
         {
-            return Step::On;
+            return StopAction::Resume;
         }
         if intent == Intent::Write
             && cpu.cpl == 0
             && let Some(offset) = frames::written_by_kernel(&self.ram, linear)
         {
             frames::write(offset, memory::PAGE);
-            return Step::On;
+            return StopAction::Resume;
         }
         if !memory::is_filled_in(linear) {
-            // Outside of everything, or a right of the image and the direct map, which have all rights.
-            count(count::FAULTS);
+            // Not mapped, or a violation of the rights in the image or the direct map, which have
+            // all rights.
+            count(counter::FAULTS);
             let user = if cpu.cpl == 3 { 4 } else { 0 };
             cpu.cr2 = linear;
             self.event =
                 Event::exception_code(vector::PAGE_FAULT, (code & (WRITE | FETCH)) as u32 | user);
-            return Step::On;
+            return StopAction::Resume;
         }
         match memory::fill(cpu, &self.ram, &self.memory, linear, intent) {
-            Fault::Filled => Step::On,
+            Fault::Filled => StopAction::Resume,
             Fault::Guest(fault) => {
-                count(count::FAULTS);
+                count(counter::FAULTS);
                 self.faulted = Some((linear, intent));
                 self.event = cpu.page_fault(fault);
-                Step::On
+                StopAction::Resume
             }
             Fault::Device(gpa) => {
                 if self.profiles {
-                    profile::count(cpu.frame.rip, profile::What::Device, || false);
+                    profile::count(cpu.frame.rip, profile::Watched::Device, || false);
                 }
-                self.show_kernel();
+                self.copy_kernel_root();
                 // The emulator fetches the instruction itself.
                 self.next = 0;
                 self.length = 0;
                 let (write, fetch) = (intent == Intent::Write, intent == Intent::Fetch);
-                Step::Exit(Exit::MemoryFault(MemoryFault { gpa, write, fetch, walk: false }))
+                StopAction::Exit(Exit::MemoryFault(MemoryFault { gpa, write, fetch, walk: false }))
             }
-            Fault::Sequence if code::open_steps(cpu, &self.memory) => Step::On,
-            Fault::Sequence => self.refused(Event::exception(vector::UNDEFINED)),
+            Fault::Sequence if exec_scan::open_steps(cpu, &self.memory) => StopAction::Resume,
+            Fault::Sequence => self.emulate_or_fault(Event::exception(vector::UNDEFINED)),
             Fault::Full(error) => {
-                report::say(format_args!("cannot map guest memory: {error}"));
-                Step::Exit(Exit::HostError(error.0 as u64))
+                report::warn(format_args!("cannot map guest memory: {error}"));
+                StopAction::Exit(Exit::HostError(error.0 as u64))
             }
         }
     }
 
-    /// Makes all of the kernel's addresses known to the root that the machine follows: those above programs are in the current tables only.
-    fn show_kernel(&self) {
+    /// Copies the kernel's upper root entries to the root that the VMM walks: only the current
+    /// tables contain them.
+    fn copy_kernel_root(&self) {
         const ENTRY: u64 = 1 << 39;
         let cpu = cpu();
         let current = cpu.cr3 & entry::ADDRESS;
         for at in (layout::DIRECT / ENTRY..layout::GUEST_END / ENTRY).map(|index| index * 8) {
-            // Tables that are not memory show nothing.
+            // Tables outside of memory have no entries.
             let value = self.memory.read::<u64>(current + at).unwrap_or(0);
             let _ = self.memory.write(cpu.shared.root + at, value);
         }
     }
 
-    /// `#GP` or `#UD` of the host: an instruction that only the wedge may carry out, without a site (in the text of an alternative); or `fault`, the
-    /// guest's own.
-    fn refused(&mut self, fault: Event) -> Step {
+    /// Handles `#GP` or `#UD` of the host: emulates a privileged instruction without a patch site
+    /// (in an alternative's text), or injects `fault`.
+    fn emulate_or_fault(&mut self, fault: Event) -> StopAction {
         let cpu = cpu();
         let mut bytes = [0; LONGEST];
         let read = (1..=LONGEST)
             .rev()
             .find(|&length| cpu.read(&self.memory, cpu.frame.rip, &mut bytes[..length]).is_ok());
         if !cpu.is_64_bit() {
-            return self.refused_32(&bytes[..read.unwrap_or(0)], fault);
+            return self.emulate_or_fault_32(&bytes[..read.unwrap_or(0)], fault);
         }
-        if cpu.cpl == 3 && bytes.starts_with(&calls::SYSCALL) && calls::is_rewritten(cpu.frame.rip)
+        if cpu.cpl == 3
+            && bytes.starts_with(&syscall_patch::SYSCALL)
+            && syscall_patch::is_rewritten(cpu.frame.rip)
         {
-            // The second part of a place that was rewritten: guest memory has what was there.
-            cpu.frame.rip += calls::SYSCALL.len() as u64;
+            // Second part of a rewritten system call: guest memory has the original instruction.
+            cpu.frame.rip += syscall_patch::SYSCALL.len() as u64;
             cpu.system_call();
-            return Step::On;
+            return StopAction::Resume;
         }
         let decoded = wedge_core::decode(&bytes[..read.unwrap_or(0)]);
         match decoded {
             Ok(Instruction { op: wedge_core::Op::Xrstor { area, marked }, length, .. })
-                if keys::are_on() && (cpu.cpl == 0 || !marked) =>
+                if pkeys::is_enabled() && (cpu.cpl == 0 || !marked) =>
             {
-                let linear = cpu.address(&mut Effects, area, length);
+                let linear = cpu.address(&mut HostEffects, area, length);
                 let mask = self.xcr0;
-                match extended::carry_out(cpu, &self.memory, linear, mask) {
+                match xstate::emulate_xrstor(cpu, &self.memory, linear, mask) {
                     Ok(()) => cpu.complete(cpu.frame.rip + length as u64),
-                    Err(extended::Refused::Fault(fault)) => self.event = cpu.page_fault(fault),
-                    Err(extended::Refused::Protection) => {
+                    Err(xstate::XrstorError::Fault(fault)) => self.event = cpu.page_fault(fault),
+                    Err(xstate::XrstorError::Protection) => {
                         self.event = Event::exception_code(vector::PROTECTION, 0);
                     }
                 }
-                Step::On
+                StopAction::Resume
             }
-            Ok(instruction) if cpu.cpl == 0 || is_for_programs(&instruction) => {
-                count(count::UNRECORDED);
+            Ok(instruction) if cpu.cpl == 0 || is_user_emulated(&instruction) => {
+                count(counter::UNRECORDED);
                 let resume = cpu.frame.rip.wrapping_add(instruction.length as u64);
-                self.carry_out(&[instruction], &bytes[..instruction.length], resume)
+                self.execute_all(&[instruction], &bytes[..instruction.length], resume)
             }
             _ => {
                 self.event = fault;
-                Step::On
+                StopAction::Resume
             }
         }
     }
 }
 
 impl LinuxVcpu<'_> {
-    /// [`Self::refused`] in 32-bit code of a program: `INT n` and port accesses are encoded as in 64-bit code.
-    fn refused_32(&mut self, bytes: &[u8], fault: Event) -> Step {
-        /// What is a prefix in 64-bit code only.
+    /// Variant of [`Self::emulate_or_fault`] for 32-bit user code: `INT n` and port accesses have
+    /// the same encoding as in 64-bit code.
+    fn emulate_or_fault_32(&mut self, bytes: &[u8], fault: Event) -> StopAction {
+        /// Prefixes in 64-bit code only.
         const REX: core::ops::RangeInclusive<u8> = 0x40..=0x4f;
         let is_rex = |byte: &u8| REX.contains(byte);
         match wedge_core::decode(bytes) {
             Ok(instruction)
-                if is_for_programs(&instruction)
+                if is_user_emulated(&instruction)
                     && !bytes[..instruction.length].iter().any(is_rex) =>
             {
-                count(count::UNRECORDED);
+                count(counter::UNRECORDED);
                 let resume = cpu().frame.rip.wrapping_add(instruction.length as u64);
-                self.carry_out(&[instruction], &bytes[..instruction.length], resume)
+                self.execute_all(&[instruction], &bytes[..instruction.length], resume)
             }
             _ => {
                 self.event = fault;
-                Step::On
+                StopAction::Resume
             }
         }
     }
 }
 
-/// Carries out a call of `__text_poke`: fills `bytes` from a linear address, or with the one byte
+/// Executes a call of `__text_poke`: fills `bytes` from a linear address, or with the one byte
 /// there, and writes them to `to`. Returns the call's return address.
 ///
 /// # Errors
-/// A page fault at the source or the stack, or `#UD` if `to` is not mapped, as of Linux' `BUG_ON`.
-/// Nothing has been written.
+/// A page fault at the source or the stack, or `#UD` if `to` is not mapped, like Linux's `BUG_ON`.
+/// Nothing was written.
 fn poke(
     cpu: &mut VirtualCpu,
     memory: &GuestMemory,
@@ -710,8 +728,8 @@ fn poke(
     if let Err(fault) = cpu.read(memory, cpu.frame.gpr[4], &mut back) {
         return Err(cpu.page_fault(fault));
     }
-    if keys::are_on() {
-        code::close_poke(cpu, memory, to, bytes);
+    if pkeys::is_enabled() {
+        exec_scan::close_poke(cpu, memory, to, bytes);
     }
     match write_code(cpu, memory, to, bytes) {
         Some(()) => Ok(u64::from_le_bytes(back)),
@@ -719,8 +737,9 @@ fn poke(
     }
 }
 
-/// What the guest's kernel may let programs do, and the host does not.
-fn is_for_programs(instruction: &Instruction) -> bool {
+/// Returns whether the guest kernel may permit an instruction to user mode that the host does not
+/// permit.
+fn is_user_emulated(instruction: &Instruction) -> bool {
     use wedge_core::Op;
     matches!(instruction.op, Op::Int(_) | Op::In(_) | Op::Out(_) | Op::Ins | Op::Outs)
 }
@@ -742,7 +761,7 @@ impl Vcpu for LinuxVcpu<'_> {
             Reg::InterruptShadow | Reg::TscOffset => 0,
             Reg::Cr0 => cpu.cr0,
             Reg::Cr2 => cpu.cr2,
-            // The machine follows the kernel's addresses only.
+            // The VMM walks kernel addresses only.
             Reg::Cr3 if cpu.cpl == 0 => cpu.shared.root,
             Reg::Cr3 => cpu.cr3,
             Reg::Cr4 => cpu.cr4,
@@ -768,7 +787,7 @@ impl Vcpu for LinuxVcpu<'_> {
         match register {
             Reg::Rip => cpu.frame.rip = value,
             Reg::Rflags => cpu.set_rflags(value),
-            // Time is the host's; there is no shadow.
+            // The TSC has no offset, and there is no interrupt shadow.
             Reg::InterruptShadow | Reg::TscOffset => {}
             Reg::Cr0 => cpu.cr0 = value,
             Reg::Cr2 => cpu.cr2 = value,
@@ -796,15 +815,15 @@ impl Vcpu for LinuxVcpu<'_> {
 
     fn segment(&mut self, segment: Seg) -> Segment {
         let cpu = cpu();
-        let table = |table: wedge_core::Table| Segment {
+        let table = |table: wedge_core::DescriptorTable| Segment {
             selector: 0,
             attrib: 0,
             limit: table.limit.into(),
             base: table.base,
         };
         match segment {
-            Seg::Fs => Segment { base: Effects.fs_base(), ..cpu.segments[4] },
-            Seg::Gs => Segment { base: Effects.gs_base(), ..cpu.segments[5] },
+            Seg::Fs => Segment { base: HostEffects.fs_base(), ..cpu.segments[4] },
+            Seg::Gs => Segment { base: HostEffects.gs_base(), ..cpu.segments[5] },
             Seg::Es | Seg::Cs | Seg::Ss | Seg::Ds => cpu.segments[segment as usize],
             Seg::Gdtr => table(cpu.gdtr),
             Seg::Idtr => table(cpu.idtr),
@@ -815,7 +834,7 @@ impl Vcpu for LinuxVcpu<'_> {
 
     fn set_segment(&mut self, segment: Seg, value: Segment) {
         let cpu = cpu();
-        let table = wedge_core::Table { base: value.base, limit: value.limit as u16 };
+        let table = wedge_core::DescriptorTable { base: value.base, limit: value.limit as u16 };
         match segment {
             Seg::Fs | Seg::Gs | Seg::Es | Seg::Cs | Seg::Ss | Seg::Ds => {
                 cpu.segments[segment as usize] = value;
@@ -854,33 +873,33 @@ impl Vcpu for LinuxVcpu<'_> {
     fn set_deadline(&mut self, tsc: u64) {
         self.deadline = tsc;
         vcpu().deadline.store(tsc, Relaxed);
-        signal::arm();
+        signal::arm_timer();
     }
 
     fn stolen(&mut self) -> u64 {
-        steal::stolen()
+        steal_time::stolen_ticks()
     }
 
     fn set_hlt_exits(&mut self, _: bool) {
-        // Each is an exit.
+        // Every HLT exits.
     }
 
     fn flush_tlb(&mut self) {
-        Effects.flush(Flush::All);
+        HostEffects.flush(Flush::All);
     }
 
     fn run(&mut self) -> Exit {
         self.next = 0;
         self.length = 0;
         if cpu().cr0 & cr0::PE == 0 {
-            self.start_further();
+            self.start_secondary();
         }
         if self.profiles {
             profile::watch_descriptors(cpu(), &self.memory, memory::slot());
         }
         loop {
             if self.profiles && profile::is_stepping() {
-                // Nothing comes between: it is one instruction, or the fault of its own.
+                // Deliver nothing during the step: one instruction, or its own fault.
                 let held = events().swap(0, SeqCst);
                 let step = self.step();
                 events().fetch_or(held, SeqCst);
@@ -888,19 +907,19 @@ impl Vcpu for LinuxVcpu<'_> {
                     profile::stepped(cpu(), &self.memory);
                 }
                 match step {
-                    Step::On => continue,
-                    Step::Exit(exit) => return exit,
+                    StopAction::Resume => continue,
+                    StopAction::Exit(exit) => return exit,
                 }
             }
             if self.step == DebugStep::Done {
                 if self.event.is_some() {
-                    // The step ends where the guest handles what it has led to.
+                    // The step ends at the guest's handler.
                     let event = core::mem::take(&mut self.event);
                     if let Err(exit) = cpu().deliver(&self.memory, event) {
                         return exit;
                     }
                 }
-                self.halt(reason::STEP);
+                self.halt_for_debugger(reason::STEP);
             }
             let steps = self.step == DebugStep::Wanted;
             let pending = if steps { 0 } else { events().load(SeqCst) };
@@ -908,12 +927,12 @@ impl Vcpu for LinuxVcpu<'_> {
                 events().fetch_and(!pending, SeqCst);
                 let others = pending & !event::TIMER;
                 if pending & event::TIMER != 0 {
-                    // It has to be set again in any case.
+                    // The timer must be set again in any case.
                     mine().armed.store(u64::MAX, Relaxed);
                     if tsc() < self.deadline {
-                        signal::arm();
+                        signal::arm_timer();
                     } else if others == 0 {
-                        place::tick();
+                        cpu_affinity::on_timer_tick();
                         return Exit::Deadline;
                     } else {
                         events().fetch_or(event::TIMER, SeqCst);
@@ -952,40 +971,40 @@ impl Vcpu for LinuxVcpu<'_> {
                 let [program, kernel] = cpu.call_segments();
                 // SAFETY: only entry code uses them, while the guest runs.
                 unsafe {
-                    (*cell()).program = program;
-                    (*cell()).kernel = kernel;
+                    (*cell()).user_segments = program;
+                    (*cell()).kernel_segments = kernel;
                 }
             }
-            if dispatch != 0 && keys::are_on() && !shared().closed.load(Relaxed) {
-                // Before its first program the kernel has no more to do with its code than that.
-                code::close_kernel(cpu, &self.memory, self.start.code, self.start.code_end);
+            if dispatch != 0 && pkeys::is_enabled() && !shared().closed.load(Relaxed) {
+                // The kernel has finished patching its code before it first enters user mode.
+                exec_scan::close_kernel(cpu, &self.memory, self.start.code, self.start.code_end);
                 shared().closed.store(true, Relaxed);
             }
             let code = if cpu.is_64_bit() { CODE_64 } else { CODE_32 };
             // SAFETY: only entry code uses it, on the way to the guest.
             unsafe {
                 (*cell()).dispatch = dispatch;
-                (*cell()).close = dispatch & u8::from(keys::are_on());
+                (*cell()).close = dispatch & u8::from(pkeys::is_enabled());
                 (*cell()).code = code.into();
             }
-            if compat::concerns(cpu) {
-                compat::load(cpu, &self.memory);
+            if compat::has_selectors(cpu) {
+                compat::load_segments(cpu, &self.memory);
             }
-            frames::settle();
+            frames::sync_before_entry();
             let step = if steps { self.debug_step() } else { self.step() };
-            if let Step::Exit(exit) = step {
+            if let StopAction::Exit(exit) = step {
                 return exit;
             }
         }
     }
 }
 
-/// What a program of the host may tell the guest of its processor: the host's answers without what the wedge does not have, and with
-/// identifiers of address spaces, which it has.
-fn host_cpuid(number: u32, subleaf: u32) -> [u32; 4] {
-    let values = __cpuid_count(number, subleaf);
+/// Returns the guest's CPUID values: the host's, without features that the wedge does not support,
+/// with PCID, which it implements.
+fn guest_cpuid(function: u32, subleaf: u32) -> [u32; 4] {
+    let values = __cpuid_count(function, subleaf);
     let [a, mut b, mut c, mut d] = [values.eax, values.ebx, values.ecx, values.edx];
-    match number {
+    match function {
         leaf::FEATURES => c |= features_c::PCID,
         leaf::EXTENDED_FEATURES if subleaf == 0 => {
             b &= !(extended_b::SMEP | extended_b::SMAP);
@@ -994,36 +1013,36 @@ fn host_cpuid(number: u32, subleaf: u32) -> [u32; 4] {
         }
         // XSAVES.
         leaf::XSAVE if subleaf == 1 => return [a & !(1 << 3), b, c, d],
-        // RDTSCP: what it reads beside the counter is the host's.
+        // RDTSCP would read the host's `TSC_AUX`.
         leaf::AMD_FEATURES => d &= !(1 << 27),
         _ => {}
     }
     [a, b, c, d]
 }
 
-/// The machine, and its first virtual CPU, on whose stack it is.
+/// Creates the VM on the stack of its first vCPU, and runs that vCPU.
 pub extern "sysv64" fn main() -> ! {
     let Some(start) = start() else {
-        report::fatal(format_args!("the loader's record is of another version"));
+        report::fatal(format_args!("the loader's record has another version"));
     };
     let ram = Ram::new(&start);
     let Some(memory) = ram.memory() else {
-        report::fatal(format_args!("guest memory of {} bytes makes no layout", start.memory));
+        report::fatal(format_args!("invalid size of guest memory: {} bytes", start.memory));
     };
     power_on(&start);
     let mut sites = Sites::new(start.options);
     if let Err(problem) = sites.rewrite_table(cpu(), &memory, start.sites, start.sites_length) {
-        report::say(format_args!("the kernel's sites cannot be rewritten: {problem}"));
-        processes::finish(65);
+        report::warn(format_args!("cannot rewrite the kernel's patch sites: {problem}"));
+        processes::end_vm(65);
     }
     if start.options & option::NO_FUNCTIONS == 0
         && start.text_poke != 0
         && let Err(problem) = sites.replace_function(cpu(), &memory, start.text_poke)
     {
-        report::say(format_args!("`__text_poke` is left as it is: {problem}"));
-        if keys::are_on() {
-            // The kernel would change its code unseen.
-            processes::finish(65);
+        report::warn(format_args!("cannot replace `__text_poke`: {problem}"));
+        if pkeys::is_enabled() {
+            // The kernel could change its code without a scan.
+            processes::end_vm(65);
         }
     }
     let config = PcConfig {
@@ -1033,40 +1052,41 @@ pub extern "sysv64" fn main() -> ! {
         start_unix: config().unix_at_zero,
         kvmclock: true,
         steal_time: true,
-        // An idle processor would forget all its spaces, each of which is a process.
+        // An idle vCPU would drop all its address spaces, that is, their mappings.
         pv_flush: false,
-        // Linux puts `VMMCALL` in the place of a site. In programs of a host that is itself a guest it does not fault.
+        // Linux patches `VMMCALL` over a site. It does not fault in user mode of a virtualized
+        // host.
         pv_ipi: false,
         id: 1,
     };
     let mut slots = Slots::new();
-    let filled = outside::fill(&mut slots, &start);
-    // Devices have no other memory.
+    let device_slots = backend::add_devices(&mut slots, &start);
+    // The devices access no other memory.
     let of_devices = memory.observed(frames::write_by_device);
-    let machine = Machine::with_functions(config, &of_devices, host_cpuid, slots);
+    let machine = Machine::with_functions(config, &of_devices, guest_cpuid, slots);
     let sites = SpinMutex::new(sites);
     let (memory, machine, sites) = (&memory, &machine, &sites);
-    let all = All { start: &start, ram, memory, machine, filled: &filled, sites };
+    let all = VmShared { start: &start, ram, memory, machine, device_slots: &device_slots, sites };
     shared().machine.store(&raw const all as u64, SeqCst);
     for index in 1..vcpus().len() {
-        processes::begin(index, main_of_further);
+        processes::start_vcpu(index, secondary_main);
     }
     drive(&all, 0)
 }
 
-/// A virtual CPU that is not the first.
-extern "sysv64" fn main_of_further() -> ! {
-    let all = shared().machine.load(SeqCst) as *const All<'static>;
-    // SAFETY: `main` has made it in memory that all processes of the guest share, and never returns.
+/// Entry point of a secondary vCPU.
+extern "sysv64" fn secondary_main() -> ! {
+    let all = shared().machine.load(SeqCst) as *const VmShared<'static>;
+    // SAFETY: `main` has created it in memory shared by all guest processes, and never returns.
     let all = unsafe { &*all };
-    // It has no state before its start-up message.
+    // It has no state before its start-up IPI.
     *cpu() = VirtualCpu::new();
     drive(all, mine().vcpu.load(Relaxed) as usize)
 }
 
-/// Runs a virtual CPU until the machine ends.
-fn drive(all: &All<'_>, index: usize) -> ! {
-    let All { start, ram, memory, machine, filled, sites } = *all;
+/// Runs a vCPU until the VM ends.
+fn drive(all: &VmShared<'_>, index: usize) -> ! {
+    let VmShared { start, ram, memory, machine, device_slots, sites } = *all;
     let mut host = LinuxHost::new(start);
     let mut state = machine.cpu(index);
     let mut vcpu = LinuxVcpu {
@@ -1090,11 +1110,11 @@ fn drive(all: &All<'_>, index: usize) -> ! {
         step: DebugStep::None,
     };
     crate::shared::vcpu().deadline.store(u64::MAX, Relaxed);
-    steal::go_on();
+    steal_time::on_resume();
     if index == 0 {
         processes::await_start();
         if vcpu.debugs && debug::shared().is_wanted() {
-            vcpu.halt(reason::WANTED);
+            vcpu.halt_for_debugger(reason::WANTED);
         }
     }
     loop {
@@ -1103,38 +1123,38 @@ fn drive(all: &All<'_>, index: usize) -> ! {
             StopReason::Idle { deadline_tsc } => idle::wait(deadline_tsc),
             StopReason::End(outcome) => {
                 if outcome == Outcome::TripleFault {
-                    describe();
+                    report_triple_fault();
                 }
-                processes::finish(outcome.exit_code());
+                processes::end_vm(outcome.exit_code());
             }
         };
-        frames::settle();
+        frames::sync_before_entry();
         if events & event::STOP != 0 {
-            processes::finish(Outcome::PowerOff.exit_code());
+            processes::end_vm(Outcome::PowerOff.exit_code());
         }
         if events & event::POWER_BUTTON != 0 {
             machine.press_power_button(&mut host);
         }
         if events & event::DEBUG != 0 && vcpu.debugs && debug::shared().is_wanted() {
-            vcpu.halt(reason::WANTED);
+            vcpu.halt_for_debugger(reason::WANTED);
         }
         if events & event::CONSOLE != 0 {
             machine.input(Some(&state), &mut host);
         }
-        let asked =
+        let slots_of =
             |bit, slots: &Range<usize>| if events & bit != 0 { slots.clone() } else { 0..0 };
-        for slot in asked(event::DISK, &filled.disks)
-            .chain(asked(event::SHARE, &filled.shares))
-            .chain(asked(event::NET, &filled.nets))
-            .chain(asked(event::BALLOON, &filled.balloon))
-            .chain(asked(event::CONSOLE, &filled.console))
+        for slot in slots_of(event::DISK, &device_slots.disks)
+            .chain(slots_of(event::SHARE, &device_slots.shares))
+            .chain(slots_of(event::NET, &device_slots.nets))
+            .chain(slots_of(event::BALLOON, &device_slots.balloon))
+            .chain(slots_of(event::CONSOLE, &device_slots.console))
         {
             machine.function_input(slot, Some(&state), &mut host);
         }
     }
 }
 
-/// The processor as the loader wants it.
+/// Sets the initial state of the first vCPU from the loader's record.
 fn power_on(start: &Start) {
     let cpu = cpu();
     *cpu = VirtualCpu::new();
@@ -1143,28 +1163,28 @@ fn power_on(start: &Start) {
     cpu.frame.gpr[7] = start.rdi;
     cpu.cr3 = start.cr3;
     memory::slot().root.store(start.cr3, Relaxed);
-    cpu.gdtr = wedge_core::Table { base: start.gdt, limit: start.gdt_limit as u16 };
+    cpu.gdtr = wedge_core::DescriptorTable { base: start.gdt, limit: start.gdt_limit as u16 };
     cpu.segments[1].selector = start.cs as u16;
-    share_kernel(cpu, start);
-    Effects.set_fs_base(0);
-    Effects.set_gs_base(start.gs_base);
+    set_shared_range(cpu, start);
+    HostEffects.set_fs_base(0);
+    HostEffects.set_gs_base(start.gs_base);
 }
 
-/// Where the kernel is in every address space.
-fn share_kernel(cpu: &mut VirtualCpu, start: &Start) {
-    cpu.shared = wedge_core::cpu::Shared {
+/// Sets the range that every address space shares: the kernel image and its modules.
+fn set_shared_range(cpu: &mut VirtualCpu, start: &Start) {
+    cpu.shared = wedge_core::cpu::SharedRange {
         start: layout::IMAGE,
         end: layout::LOW_END,
         root: start.kernel_root,
     };
 }
 
-/// Where the virtual CPU was when it gave up.
+/// Prints the vCPU's state after a triple fault.
 #[cold]
-fn describe() {
+fn report_triple_fault() {
     let cpu = cpu();
-    report::say(format_args!(
-        "the guest's processor gave up: rip {:#x} rsp {:#x} rflags {:#x} cr2 {:#x} cr3 {:#x} cpl {}",
+    report::warn(format_args!(
+        "guest triple fault: rip {:#x} rsp {:#x} rflags {:#x} cr2 {:#x} cr3 {:#x} cpl {}",
         cpu.frame.rip,
         cpu.frame.gpr[4],
         cpu.rflags(),

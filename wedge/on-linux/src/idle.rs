@@ -1,73 +1,76 @@
-//! A virtual CPU that has nothing to do waits for events.
+//! Idle vCPUs: polling and waiting for events.
 //!
-//! Where the host has several CPUs it looks for them itself at first: whoever runs on another CPU then has nobody to wake, which would cost
-//! both sides more than a short wait. As KVM does (`halt_poll_ns`, `Documentation/virt/kvm/halt-polling.rst` in Linux), it looks for longer when its
-//! last waits were a little longer than that, and not at all when they were long.
+//! On a host with several CPUs an idle vCPU polls first: then a notifier on another CPU need not
+//! wake it, which would cost both more than a short wait. As in KVM (`halt_poll_ns`,
+//! `Documentation/virt/kvm/halt-polling.rst` in Linux), the polling time grows while waits are
+//! slightly longer than it, and drops to 0 after long waits.
 
 use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use crate::guest::tsc;
 use crate::shared::{event, events, mine, vcpu};
-use crate::{clock, place, signal, steal, sys};
+use crate::{clock, cpu_affinity, signal, steal_time, sys};
 
-/// It looks for so long when it begins to, in microseconds.
-const FIRST: u64 = 10;
-/// It never looks for longer, and begins to when a wait was not longer. Whoever needs this host CPU waits for so long at most.
-const MOST: u64 = 50;
+/// Initial polling time in microseconds.
+const MIN_POLL: u64 = 10;
+/// Longest polling time in microseconds; polling starts after a wait that was not longer. It bounds
+/// the delay of other threads on this host CPU.
+const MAX_POLL: u64 = 50;
 
-/// Values of [`crate::shared::Vcpu::idle`].
+/// Values of [`crate::shared::SharedVcpu::idle`].
 pub mod state {
-    /// It does something: whoever has an event must interrupt it.
+    /// Running: must be interrupted.
     pub const BUSY: u32 = 0;
-    /// It is to be woken.
-    pub const WAITS: u32 = 1;
-    /// It looks for events.
-    pub const LOOKS: u32 = 2;
+    /// Sleeping: must be woken.
+    pub const SLEEPING: u32 = 1;
+    /// Polling for events.
+    pub const POLLING: u32 = 2;
 }
 
-/// Whoever has left an event for a virtual CPU wakes it if that waits; `false`: it has to be interrupted.
-pub fn wake(vcpu: &crate::shared::Vcpu) -> bool {
+/// Wakes a sleeping vCPU after an event was posted. `false`: it is running and must be interrupted.
+pub fn wake(vcpu: &crate::shared::SharedVcpu) -> bool {
     match vcpu.idle.load(SeqCst) {
         state::BUSY => return false,
-        state::LOOKS => {}
+        state::POLLING => {}
         _ => sys::wake(vcpu.events()),
     }
     true
 }
 
-/// Waits for events, which it takes, or until the time-stamp counter has this value. A halted virtual CPU does not take them itself.
+/// Waits until an event is pending or the TSC reaches `deadline`; returns the pending events and
+/// clears them.
 pub fn wait(deadline: u64) -> u32 {
     let vcpu = vcpu();
-    if !look(deadline) {
-        place::idle();
-        vcpu.idle.store(state::WAITS, SeqCst);
+    if !poll(deadline) {
+        cpu_affinity::on_idle();
+        vcpu.idle.store(state::SLEEPING, SeqCst);
         let limit = (deadline != u64::MAX).then(|| signal::until(deadline));
         if limit != Some(0) && events().load(SeqCst) == 0 {
             let begin = tsc();
-            steal::rest();
+            steal_time::on_idle();
             sys::wait(events(), 0, limit);
-            steal::go_on();
-            vcpu.looks.set(next(vcpu.looks.get(), tsc().saturating_sub(begin)));
+            steal_time::on_resume();
+            vcpu.poll_ticks.set(next(vcpu.poll_ticks.get(), tsc().saturating_sub(begin)));
         }
     }
     vcpu.idle.store(state::BUSY, SeqCst);
     let pending = events().swap(0, SeqCst);
     if pending & event::TIMER != 0 {
-        // The machine looks at the time itself; the timer has to be set again in any case.
+        // The caller checks the time; the timer must be set again in any case.
         mine().armed.store(u64::MAX, Relaxed);
-        signal::arm();
+        signal::arm_timer();
     }
     pending
 }
 
-/// Looks for events for as long as seems right; whether there are any, or the time has come.
-fn look(deadline: u64) -> bool {
+/// Polls for events; returns whether one is pending or the deadline has passed.
+fn poll(deadline: u64) -> bool {
     let vcpu = vcpu();
-    let limit = vcpu.looks.get();
-    if limit == 0 || !place::are_several() {
+    let limit = vcpu.poll_ticks.get();
+    if limit == 0 || !cpu_affinity::has_several_cpus() {
         return false;
     }
-    vcpu.idle.store(state::LOOKS, SeqCst);
+    vcpu.idle.store(state::POLLING, SeqCst);
     let end = tsc().saturating_add(limit);
     loop {
         if events().load(SeqCst) != 0 {
@@ -84,8 +87,9 @@ fn look(deadline: u64) -> bool {
     }
 }
 
-/// For how long it looks the next time if it has looked for `looks` and then waited for `waited`, in ticks.
-fn next(looks: u64, waited: u64) -> u64 {
-    let most = clock::ticks(MOST);
-    if waited > most { 0 } else { (2 * looks).clamp(clock::ticks(FIRST), most) }
+/// Returns the next polling time in ticks, after polling for `looks` and waiting for `waited`
+/// ticks.
+fn next(polled: u64, waited: u64) -> u64 {
+    let most = clock::ticks(MAX_POLL);
+    if waited > most { 0 } else { (2 * polled).clamp(clock::ticks(MIN_POLL), most) }
 }

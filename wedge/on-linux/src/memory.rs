@@ -17,9 +17,9 @@ use wedge_core::VirtualCpu;
 use wedge_core::mapped::{Mapped, Piece};
 use wedge_x86::CLOSED;
 
-use crate::shared::{EVERYTHING, FLUSHES, Slot, count, has, mine, vcpu};
+use crate::shared::{EVERYTHING, FLUSHES, Slot, count, counter, has, mine, vcpu};
 use crate::sys::{self, Backing};
-use crate::{apart, calls, code, frames, keys, profile};
+use crate::{exec_scan, frames, pkeys, profile, syscall_patch, user_process};
 
 /// Page size.
 pub const PAGE: u64 = 4096;
@@ -72,8 +72,8 @@ impl Ram {
         self.map_at(layout::DIRECT)?;
         let data = linux::PROT_READ | linux::PROT_WRITE;
         for base in [layout::DIRECT, layout::WINDOW] {
-            keys::close(base, self.low, data, CLOSED)?;
-            keys::close(base + FOUR_GIB, self.high, data, CLOSED)?;
+            pkeys::protect(base, self.low, data, CLOSED)?;
+            pkeys::protect(base + FOUR_GIB, self.high, data, CLOSED)?;
         }
         Ok(())
     }
@@ -82,9 +82,9 @@ impl Ram {
     pub fn map_image(&self, start: &Start) -> Result<(), sys::Errno> {
         self.open_image()?;
         let data = linux::PROT_READ | linux::PROT_WRITE;
-        keys::close(layout::IMAGE, self.image(), data, CLOSED)?;
+        pkeys::protect(layout::IMAGE, self.image(), data, CLOSED)?;
         let code = page_end(start.code_end) - start.code;
-        keys::close(start.code, code, data | linux::PROT_EXEC, CLOSED)
+        pkeys::protect(start.code, code, data | linux::PROT_EXEC, CLOSED)
     }
 
     /// All of guest memory at an address.
@@ -131,15 +131,15 @@ impl Ram {
 
     /// Maps the copies of a virtual CPU, if there are any.
     pub fn map_copies(&self, index: usize) -> Result<(), sys::Errno> {
-        if !keys::are_on() {
+        if !pkeys::is_enabled() {
             return Ok(());
         }
         let all = linux::PROT_READ | linux::PROT_WRITE;
         let length = self.length();
-        let copies = Backing::Shared(layout::MEMORY_FD, code::copies(length, index));
+        let copies = Backing::Shared(layout::MEMORY_FD, exec_scan::copies(length, index));
         // SAFETY: the range is set aside for them.
         unsafe { sys::map(layout::COPIES, length, all, copies) }?;
-        keys::close(layout::COPIES, length, all, CLOSED)
+        pkeys::protect(layout::COPIES, length, all, CLOSED)
     }
 
     /// As the VMM library knows it.
@@ -248,7 +248,7 @@ pub enum Fault {
     Device(u64),
     /// Nothing: it is mapped now.
     Filled,
-    /// A page of code that must not be executed ([`code`]).
+    /// A page of code that must not be executed ([`exec_scan`]).
     Sequence,
     /// The host has no room for the mapping.
     Full(sys::Errno),
@@ -288,8 +288,8 @@ pub fn fill(
     }
     let size = leaf.size.min(LARGE);
     let first = linear & !(size - 1);
-    if leaf.executable && is_kernel(linear) && keys::are_on() {
-        code::close_kernel(cpu, memory, first, first + size);
+    if leaf.executable && is_kernel(linear) && pkeys::is_enabled() {
+        exec_scan::close_kernel(cpu, memory, first, first + size);
     }
     let base = leaf.address + (first & (leaf.size - 1));
     let whole = ram.offset(base).filter(|&(_, left)| left >= size);
@@ -314,12 +314,12 @@ pub fn fill(
 
 /// With keys: what can be executed is looked at.
 fn needs_look(leaf: &Leaf) -> bool {
-    leaf.executable && keys::are_on()
+    leaf.executable && pkeys::is_enabled()
 }
 
 /// With keys: whether it is a page of a program that may be executed.
 fn is_code(linear: u64, leaf: &Leaf) -> bool {
-    leaf.executable && is_program(linear) && keys::are_on()
+    leaf.executable && is_program(linear) && pkeys::is_enabled()
 }
 
 /// The rights of a mapping of guest memory itself.
@@ -353,12 +353,12 @@ fn fill_code(
         let run = linear & !(PIECE - 1);
         (run, leaf.address + (run & (leaf.size - 1)), PIECE)
     };
-    count(count::FILLS);
+    count(counter::FILLS);
     // If a page before it ends the run, the page alone.
     for (start, length) in [(run, size), (page, PAGE)] {
         let address = base + (start - run);
         let (offset, left) = ram.offset(address)?;
-        match code::map(memory, start, length.min(left), address, offset) {
+        match exec_scan::map(memory, start, length.min(left), address, offset) {
             Err(error) => return Some(Fault::Full(error)),
             Ok(end) if end > page => return Some(Fault::Filled),
             Ok(_) => {}
@@ -369,9 +369,9 @@ fn fill_code(
 
 /// Maps what begins in guest memory at an offset of its descriptor.
 fn map(linear: u64, size: u64, rights: u32, offset: u64, user: bool) -> Fault {
-    count(count::FILLS);
-    calls::forget(linear, linear + size);
-    code::forget(linear, linear + size);
+    count(counter::FILLS);
+    syscall_patch::forget(linear, linear + size);
+    exec_scan::forget(linear, linear + size);
     let end = linear + size;
     for attempt in 0..2 {
         // SAFETY: `reachable` by the guest only: nothing of this program is there.
@@ -385,11 +385,11 @@ fn map(linear: u64, size: u64, rights: u32, offset: u64, user: bool) -> Fault {
     if is_program(linear) {
         mapped().add(Piece { start: linear, end, offset, rights });
         if user {
-            apart::map(linear, size, rights, offset);
+            user_process::map(linear, size, rights, offset);
         }
         return Fault::Filled;
     }
-    match keys::close(linear, size, rights, CLOSED) {
+    match pkeys::protect(linear, size, rights, CLOSED) {
         Ok(()) => Fault::Filled,
         Err(error) => Fault::Full(error),
     }
@@ -469,7 +469,7 @@ fn joined(
             && memory.read::<u64>(at).is_ok_and(|value| {
                 value & entry::ADDRESS == expected
                     && value & SAME == leaf.entry & SAME
-                    && !calls::has_copy(page)
+                    && !syscall_patch::has_copy(page)
                     && !is_mapped(page, wanted)
                     && access(memory, at, value)
             })
@@ -501,16 +501,16 @@ pub fn slot() -> &'static Slot {
 }
 
 fn unmap(start: u64, end: u64) {
-    calls::forget(start, end);
+    syscall_patch::forget(start, end);
     mapped().remove(start, end);
-    code::forget(start, end);
+    exec_scan::forget(start, end);
     // SAFETY: the callers give ranges of the guest only. It fails only for want of the host's memory, when a mapping has to be split.
     let result = unsafe { sys::unmap(start, end - start) };
     if let Err(error) = result {
-        crate::report::fatal(format_args!("the host cannot unmap {start:#x}: {error}"));
+        crate::report::fatal(format_args!("cannot unmap guest memory at {start:#x}: {error}"));
     }
     if is_program(start) {
-        apart::unmap(start, end);
+        user_process::unmap(start, end);
     }
 }
 
@@ -520,7 +520,7 @@ pub fn drop_programs() {
     unmap(0, layout::IMAGE);
     unmap(layout::LOW_END, layout::TASK_SIZE);
     mapped().clear();
-    crate::signal::forget_frames();
+    crate::signal::mark_stale();
     slot().large.store(false, Relaxed);
     slot().stale.store(false, Relaxed);
 }
@@ -534,7 +534,9 @@ pub fn drop_range(start: u64, end: u64) {
 
 /// With keys: the kernel executes its image outside of its code, where it may do so until it says otherwise.
 pub fn fill_image(cpu: &VirtualCpu, memory: &GuestMemory, linear: u64) -> bool {
-    if !keys::are_on() || !(layout::IMAGE..layout::IMAGE + layout::IMAGE_LENGTH).contains(&linear) {
+    if !pkeys::is_enabled()
+        || !(layout::IMAGE..layout::IMAGE + layout::IMAGE_LENGTH).contains(&linear)
+    {
         return false;
     }
     let page = linear & !(PAGE - 1);
@@ -542,10 +544,10 @@ pub fn fill_image(cpu: &VirtualCpu, memory: &GuestMemory, linear: u64) -> bool {
     if !leaf(memory, root, page).is_some_and(|leaf| leaf.executable) {
         return false;
     }
-    code::close_kernel(cpu, memory, page, page + PAGE);
+    exec_scan::close_kernel(cpu, memory, page, page + PAGE);
     mine().image.store(true, Relaxed);
     let rights = linux::PROT_READ | linux::PROT_WRITE | linux::PROT_EXEC;
-    keys::close(page, PAGE, rights, CLOSED).is_ok()
+    pkeys::protect(page, PAGE, rights, CLOSED).is_ok()
 }
 
 fn drop_kernel() {
@@ -564,7 +566,7 @@ fn close_image() {
     let end = page_end(start.code_end);
     let rights = linux::PROT_READ | linux::PROT_WRITE;
     for (from, to) in [(layout::IMAGE, start.code), (end, layout::IMAGE + image)] {
-        if let Err(error) = keys::close(from, to - from, rights, CLOSED) {
+        if let Err(error) = pkeys::protect(from, to - from, rights, CLOSED) {
             crate::report::fatal(format_args!("cannot protect the guest kernel's image: {error}"));
         }
     }
@@ -618,17 +620,17 @@ fn drop_stale(start: u64, end: u64) -> bool {
             let size = leaf.map_or(PAGE, |leaf| leaf.size);
             let offset = piece.offset + (at - piece.start);
             // A copy is of code, which nobody writes.
-            let copied = code::original(&ram, offset);
+            let copied = exec_scan::original(&ram, offset);
             let unit = if copied.is_some() { PAGE } else { size };
             let next = last.min((at & !(unit - 1)) + unit);
             let wanted = leaf
                 .map_or(0, |leaf| leaf.still_allows(&ram, &memory, at, copied.unwrap_or(offset)));
             let is_old = |leaf: Leaf| {
                 let address = leaf.address + (at & (size - 1));
-                if calls::has_copy(at) {
-                    unit == PAGE && !calls::is_current(at, address, &memory)
+                if syscall_patch::has_copy(at) {
+                    unit == PAGE && !syscall_patch::is_current(at, address, &memory)
                 } else {
-                    copied.is_some_and(|offset| !code::is_current(&memory, address, offset))
+                    copied.is_some_and(|offset| !exec_scan::is_current(&memory, address, offset))
                 }
             };
             let change = match wanted & piece.rights {
@@ -680,7 +682,7 @@ fn narrow(start: u64, end: u64, rights: u32) {
         unmap(start, end);
         return;
     }
-    apart::narrow(start, end, rights);
+    user_process::narrow(start, end, rights);
     let mapped = mapped();
     let mut at = start;
     while let Some(piece) = mapped.at(at).filter(|_| at < end) {
@@ -757,8 +759,8 @@ pub fn follow() {
     slot.followed.store(now, Relaxed);
     follow_copies();
     if slot.stale.load(Relaxed) {
-        count(count::FLUSHES);
-        crate::signal::forget_frames();
+        count(counter::FLUSHES);
+        crate::signal::mark_stale();
         if drop_stale(0, layout::TASK_SIZE) {
             slot.stale.store(false, Relaxed);
         } else {

@@ -1,8 +1,11 @@
-//! A process that traces one of the guest's, as in the first version of King, Dunlap and Chen's virtual machine (USENIX ATC 2003, section 3): each
-//! signal of the guest's process, a system call of a program or a fault, stops it, and goes on to it only when this process has said so. It exists to be
-//! measured; nothing depends on what it sees.
+//! Tracer of a guest process, as in the first version of King, Dunlap and Chen's VMM (USENIX ATC
+//! 2003, section 3).
 //!
-//! Invariants: it passes on every signal, but those of one kind that come before the last one has been passed on, and lives exactly as long as the process that it traces.
+//! Each signal of the guest process, for a system call of user mode or a fault, stops it, and is
+//! delivered once the tracer permits it. The tracer exists for measurements; nothing depends on it.
+//!
+//! Invariants: it forwards every signal, merging equal ones that arrive before the last one was
+//! forwarded, and lives exactly as long as its tracee.
 
 use linux_raw_sys::general as linux;
 use linux_raw_sys::ptrace;
@@ -10,15 +13,16 @@ use linux_raw_sys::ptrace;
 use crate::processes::{self, KICK};
 use crate::sys::{self, Errno};
 
-/// Forks. The child, traced, goes on, with the number of its parent; the parent never returns.
+/// Forks. The child continues as the tracee and returns the id of its parent; the parent never
+/// returns.
 pub fn begin() -> Result<u32, Errno> {
     processes::die_with_parent(processes::device())?;
-    // What it waits for must not come before it waits. The child sets a mask of its own.
+    // Block the signals before waiting for them. The child sets its own mask.
     let waited: u64 = 1 << (linux::SIGCHLD - 1) | 1 << (KICK - 1);
     let arguments = [linux::SIG_BLOCK.into(), &raw const waited as u64, 0, 8, 0, 0];
-    // SAFETY: the mask is read.
+    // SAFETY: the mask is only read.
     unsafe { sys::call(linux::__NR_rt_sigprocmask, arguments) }?;
-    // SAFETY: no memory is touched.
+    // SAFETY: no memory is accessed.
     let own = unsafe { sys::call(linux::__NR_getpid, [0; 6]) }?;
     let child = processes::fork()?;
     if child == 0 {
@@ -29,11 +33,11 @@ pub fn begin() -> Result<u32, Errno> {
 }
 
 fn serve(own: u32, child: u32, waited: &u64) -> ! {
-    // Each would stop the child once more.
+    // Each further signal would stop the child again.
     let mut is_kicked = false;
     loop {
         let arguments = [&raw const *waited as u64, 0, 0, 8, 0, 0];
-        // SAFETY: the mask is read.
+        // SAFETY: the mask is only read.
         let signal = unsafe { sys::call(linux::__NR_rt_sigtimedwait, arguments) };
         if signal == Ok(KICK.into()) {
             if !is_kicked {
@@ -46,12 +50,12 @@ fn serve(own: u32, child: u32, waited: &u64) -> ! {
             let (low, high) = ((status & 0x7f) as u8, (status >> 8) as u8);
             match low {
                 0 => sys::exit(high),
-                // Stopped. If it cannot go on, it is being killed, which comes next.
+                // Stopped. If it cannot continue, it is being killed, and its exit follows.
                 0x7f => {
                     is_kicked &= u32::from(high) != KICK;
                     let _ = trace(ptrace::PTRACE_CONT, child, high);
                 }
-                // Its end is known by this process's, which the guest cannot bring about.
+                // This process reports the tracee's exit by its own, which the guest cannot cause.
                 killer => {
                     if u32::from(killer) == linux::SIGKILL {
                         sys::kill(own, linux::SIGKILL);
@@ -63,7 +67,7 @@ fn serve(own: u32, child: u32, waited: &u64) -> ! {
     }
 }
 
-/// What has happened to the child, if anything has (wait4(2)).
+/// Returns the status of the child if it has changed (wait4(2)).
 fn changed(child: u32) -> Option<u32> {
     let mut status = 0_u32;
     let arguments = [child.into(), &raw mut status as u64, u64::from(linux::WNOHANG), 0, 0, 0];
@@ -74,6 +78,6 @@ fn changed(child: u32) -> Option<u32> {
 
 fn trace(request: u32, process: u32, signal: u8) -> Result<(), Errno> {
     let arguments = [request.into(), process.into(), 0, signal.into(), 0, 0];
-    // SAFETY: neither request touches memory.
+    // SAFETY: neither request accesses memory.
     unsafe { sys::call(linux::__NR_ptrace, arguments).map(drop) }
 }

@@ -1,10 +1,11 @@
-//! The processes of a machine: for each virtual CPU one for each address space of the guest, made by the device process when it is first
-//! needed, or a moment before.
+//! Guest processes: each vCPU has one Linux process per guest address space, created by the device
+//! process on demand or slightly ahead of it.
 //!
-//! One of those of a virtual CPU has it. What the virtual CPU is consists of shared memory (registers of the guest, the wedge's stack) and of
-//! what the host's processor holds (extended state, bases of `FS` and `GS`), which is carried over when another process takes it. Processes of
-//! several virtual CPUs run at the same time; a process is to its virtual CPU and address space what the TLB is to a processor, and like that it
-//! forgets what its own virtual CPU is told to forget.
+//! Exactly one process of a vCPU runs it at a time. The vCPU's state consists of shared memory
+//! (guest registers, the wedge's stack) and of state in the host CPU (extended state, bases of `FS`
+//! and `GS`), which is transferred on a switch to another process. Processes of different vCPUs run
+//! in parallel. The mappings of a process are the TLB of its vCPU for one address space, and follow
+//! the flushes of that vCPU.
 
 use core::arch::asm;
 use core::arch::naked_asm;
@@ -20,54 +21,55 @@ use crate::memory::{self, Ram};
 use crate::report::HOST;
 use crate::setup::{self, Kind};
 use crate::shared::{
-    OWN_VCPU, PRIVATE_LENGTH, PRIVATE_STACK_TOP, VCPU_LENGTH, Vcpu, cell, count, mine, shared,
-    stack_top, started, vcpu, vcpu_offset, vcpus,
+    OWN_VCPU, PRIVATE_LENGTH, PRIVATE_STACK_TOP, SharedVcpu, VCPU_LENGTH, cell, count, counter,
+    mine, shared, stack_top, started, vcpu, vcpu_offset, vcpus,
 };
 use crate::sys::{self, Backing, Errno};
-use crate::{apart, extended, keys, monitor, place, report, signal, steal};
+use crate::{cpu_affinity, monitor, pkeys, report, signal, steal_time, user_process, xstate};
 
-/// Signal by which the device process tells of events.
+/// Signal by which the device process notifies a guest process of events.
 pub const KICK: u32 = layout::KICK_SIGNAL;
-/// Signal of the timer.
+/// Signal of a vCPU's timer.
 pub const TIMER: u32 = 35;
-/// Signals that come from processes of the VM, as a mask: only processes with a handler for them let them in.
+/// Mask of the signals between processes of the VM; only processes with a handler unblock them.
 pub const SENT: u64 = 1 << (KICK - 1) | 1 << (TIMER - 1);
-/// All signals, as a mask.
+/// Mask of all signals.
 pub const ALL_SIGNALS: u64 = u64::MAX;
 
-/// The process of the guest-machine that runs on: its virtual CPU goes to the process of this slot, which goes on in this function.
-pub fn move_to(number: usize) {
+/// Switches the vCPU to the process of slot `slot_index`, which continues in this function.
+pub fn switch_to_slot(slot_index: usize) {
     let vcpu = vcpu();
-    if number == vcpu.running.load(Relaxed) as usize {
+    if slot_index == vcpu.running.load(Relaxed) as usize {
         return;
     }
-    count(count::SWITCHES);
-    let slot = &vcpu.slots[number];
+    count(counter::SWITCHES);
+    let slot = &vcpu.slots[slot_index];
     if slot.process.load(SeqCst) == 0 {
-        vcpu.wanted.store(number as u32 + 1, SeqCst);
-        ring();
+        vcpu.wanted.store(slot_index as u32 + 1, SeqCst);
+        notify();
         while slot.process.load(SeqCst) == 0 {
             sys::wait(&slot.process, 0, None);
         }
     }
-    save(vcpu);
-    place::give();
-    steal::give();
-    vcpu.running.store(number as u32, SeqCst);
-    // SAFETY: the stack is the virtual CPU's, and the process that takes it has been told its number.
+    save_cpu_state(vcpu);
+    cpu_affinity::on_hand_over();
+    steal_time::on_hand_over();
+    vcpu.running.store(slot_index as u32, SeqCst);
+    // SAFETY: the stack is the vCPU's, and the process that takes it over has its slot index.
     unsafe { hand_over() };
-    // Another process now.
-    place::take();
-    steal::take();
-    restore(vcpu);
+    // Runs in the next process from here on.
+    cpu_affinity::on_take_over();
+    steal_time::on_take_over();
+    restore_cpu_state(vcpu);
     memory::follow();
-    signal::arm();
+    signal::arm_timer();
 }
 
-/// Leaves the virtual CPU's stack to the process that has it now, waits for the turn of this one, and returns on that stack.
+/// Leaves the vCPU's stack to the process that runs it now, waits for this process's turn, and
+/// returns on that stack.
 ///
 /// # Safety
-/// To be called on the virtual CPU's stack.
+/// To be called on the vCPU's stack.
 #[unsafe(naked)]
 unsafe extern "sysv64" fn hand_over() {
     naked_asm!(
@@ -79,19 +81,19 @@ unsafe extern "sysv64" fn hand_over() {
         "push r15",
         "mov [{rsp}], rsp",
         "mov rsp, {private}",
-        "call {give_and_wait}",
+        "call {wake_next_and_wait}",
         "jmp {take}",
         rsp = const RSP,
         private = const PRIVATE_STACK_TOP,
-        give_and_wait = sym give_and_wait,
+        wake_next_and_wait = sym wake_next_and_wait,
         take = sym take,
     )
 }
 
-/// Takes the virtual CPU's stack.
+/// Switches to the vCPU's stack.
 ///
 /// # Safety
-/// It is this process's turn.
+/// It must be this process's turn.
 #[unsafe(naked)]
 unsafe extern "sysv64" fn take() {
     naked_asm!(
@@ -107,22 +109,22 @@ unsafe extern "sysv64" fn take() {
     )
 }
 
-const RSP: u64 = OWN_VCPU + offset_of!(Vcpu, rsp) as u64;
+const RSP: u64 = OWN_VCPU + offset_of!(SharedVcpu, rsp) as u64;
 
-extern "sysv64" fn give_and_wait() {
+extern "sysv64" fn wake_next_and_wait() {
     let vcpu = vcpu();
     let next = &vcpu.slots[vcpu.running.load(Relaxed) as usize];
-    let turn = mine_turn();
+    let turn = own_turn();
     next.turn.fetch_add(1, SeqCst);
     sys::wake(&next.turn);
     wait_for_turn(turn);
 }
 
-fn mine_turn() -> u32 {
+fn own_turn() -> u32 {
     memory::slot().turn.load(SeqCst)
 }
 
-/// Waits until the turn is another than `seen`.
+/// Waits until the turn differs from `seen`.
 fn wait_for_turn(seen: u32) {
     let slot = memory::slot();
     while slot.turn.load(SeqCst) == seen {
@@ -130,13 +132,14 @@ fn wait_for_turn(seen: u32) {
     }
 }
 
-/// Puts what the host's processor holds into shared memory.
-fn save(vcpu: &Vcpu) {
+/// Saves the state in the host CPU to shared memory.
+fn save_cpu_state(vcpu: &SharedVcpu) {
     let (fs, gs): (u64, u64);
-    // SAFETY: the area is large enough for all extended state of today (`shared::EXTENDED_STATE`; `main` checks) and aligned; the host lets
-    // programs read the bases (`main` checks).
+    // SAFETY: the area is aligned and large enough for all extended state
+    // (`shared::EXTENDED_STATE`; the loader checks). The host permits user mode to read the bases
+    // (the loader checks).
     unsafe {
-        extended::save(vcpu.extended.0.at() as u64, u64::MAX);
+        xstate::save(vcpu.xsave.0.at() as u64, u64::MAX);
         asm!("rdfsbase {}", out(reg) fs, options(nomem, nostack));
         asm!("rdgsbase {}", out(reg) gs, options(nomem, nostack));
     }
@@ -144,97 +147,100 @@ fn save(vcpu: &Vcpu) {
     vcpu.gs_base.set(gs);
 }
 
-fn restore(vcpu: &Vcpu) {
-    // SAFETY: `save` has filled the area; the bases are the guest's, and this program uses neither.
+fn restore_cpu_state(vcpu: &SharedVcpu) {
+    // SAFETY: `save_cpu_state` has filled the area; the bases are the guest's, and the wedge uses
+    // neither.
     unsafe {
-        extended::load(vcpu.extended.0.at() as u64, u64::MAX);
+        xstate::load(vcpu.xsave.0.at() as u64, u64::MAX);
         asm!("wrfsbase {}", in(reg) vcpu.fs_base.get(), options(nomem, nostack));
         asm!("wrgsbase {}", in(reg) vcpu.gs_base.get(), options(nomem, nostack));
     }
 }
 
 /// Wakes the device process.
-pub fn ring() {
+pub fn notify() {
     let shared = shared();
-    if shared.rung.swap(1, SeqCst) == 0 {
+    if shared.pending.swap(1, SeqCst) == 0 {
         let one = 1_u64.to_ne_bytes();
-        // The counter of the descriptor cannot overflow: one is added for each time that it was taken.
+        // The eventfd counter cannot overflow: it is incremented once for each read.
         let _ = sys::write(layout::DOORBELL_FD, &one);
     }
 }
 
-/// Waits until the device process knows that the guest's first instruction comes.
+/// Waits until the device process has acknowledged that the guest is about to execute its first
+/// instruction.
 pub fn await_start() {
     let word = &shared().started;
     word.store(started::READY, SeqCst);
-    ring();
+    notify();
     while word.load(SeqCst) == started::READY {
         sys::wait(word, started::READY, None);
     }
 }
 
-/// Ends the machine with an exit code.
-pub fn finish(code: u8) -> ! {
+/// Ends the VM with an exit code.
+pub fn end_vm(code: u8) -> ! {
     let shared = shared();
-    // The first to say so is right.
+    // The first call determines the exit code.
     let _ = shared.ended.compare_exchange(0, u32::from(code) + 1, SeqCst, SeqCst);
-    shared.rung.store(0, SeqCst);
-    ring();
-    // The device process ends all the others.
+    shared.pending.store(0, SeqCst);
+    notify();
+    // The device process kills all other processes.
     loop {
         sys::wait(&shared.ended, shared.ended.load(SeqCst), None);
     }
 }
 
-/// Makes the process of slot `number` of a virtual CPU; gives its id. For the device process.
-pub fn make(vcpu: usize, number: usize, ram: Ram) -> Result<u32, Errno> {
-    // Its first turn may come before it has looked.
-    let turn = vcpus()[vcpu].slots[number].turn.load(SeqCst);
-    setup::words().confined(Kind::Guest, vcpu, number).store(false, SeqCst);
+/// Creates the process of slot `slot_index` of a vCPU; returns its id. For the device process.
+pub fn create(vcpu: usize, slot_index: usize, ram: Ram) -> Result<u32, Errno> {
+    // Its first turn may come before it reads the word itself.
+    let turn = vcpus()[vcpu].slots[slot_index].turn.load(SeqCst);
+    setup::words().confined(Kind::Guest, vcpu, slot_index).store(false, SeqCst);
     let child = fork()?;
     if child != 0 {
         return Ok(child);
     }
     let parent = if has(option::TRACED) { monitor::begin() } else { Ok(device()) };
-    match parent.and_then(|parent| become_guest(vcpu, number, turn, parent, ram)) {
+    match parent.and_then(|parent| become_guest(vcpu, slot_index, turn, parent, ram)) {
         Ok(never) => match never {},
         Err(error) => {
-            report::say(format_args!("cannot set up a guest process: {error}"));
+            report::warn(format_args!("cannot set up a guest process: {error}"));
             sys::exit(HOST)
         }
     }
 }
 
-/// Sets this new process up and waits for its first turn. Until it has its filter it believes nothing that is in shared memory,
-/// and gets no signal.
+/// Sets up a new guest process and waits for its first turn. Until its seccomp filter is installed
+/// it trusts nothing in shared memory, and blocks all signals.
 fn become_guest(
     index: usize,
-    number: usize,
+    slot_index: usize,
     turn: u32,
     parent: u32,
     ram: Ram,
 ) -> Result<core::convert::Infallible, Errno> {
     sys::set_signal_mask(ALL_SIGNALS)?;
-    // SAFETY: nothing of this program is there; what the child inherited was the device process's.
+    // SAFETY: the range holds no memory of this program, except for memory inherited from the
+    // device process.
     unsafe {
         let rights = linux::PROT_READ | linux::PROT_WRITE;
         sys::map(layout::PRIVATE, PRIVATE_LENGTH, rights, Backing::Own)?;
         let own = Backing::Shared(layout::SHARED_FD, vcpu_offset(index));
         sys::map(OWN_VCPU, VCPU_LENGTH, rights, own)?;
-        // What a guest prints is in shared memory, too: only stubs are code.
+        // Only stubs are executable: the guest can write all other shared memory.
         let stubs = Backing::Shared(layout::SHARED_FD, layout::STUBS - layout::SHARED);
         sys::map(layout::STUBS, layout::STUBS_LENGTH, rights | linux::PROT_EXEC, stubs)?;
     }
-    keys::close_own()?;
+    pkeys::protect_own()?;
     ram.map_image(&config().start)?;
     ram.map_copies(index)?;
-    if apart::are() {
-        apart::map_gate(index, number)?;
+    if user_process::is_enabled() {
+        user_process::map_mailbox(index, slot_index)?;
     }
-    extended::learn();
-    mine().slot.store(number as u32, Relaxed);
+    xstate::detect();
+    mine().slot.store(slot_index as u32, Relaxed);
     mine().vcpu.store(index as u32, Relaxed);
-    crate::calls::set_up()?;
+    crate::syscall_patch::set_up()?;
     die_with_parent(parent)?;
     signal::set_up()?;
     for (first, last) in [
@@ -245,17 +251,18 @@ fn become_guest(
         sys::close(first, last)?;
     }
     let slot = memory::slot();
-    // SAFETY: no memory is touched.
+    // SAFETY: no memory is accessed.
     let id = unsafe { sys::call(linux::__NR_getpid, [0; 6]) }?;
-    confine(&config().filters, kicking(Filters::GUEST))?;
-    setup::finish(Kind::Guest, index, number)?;
-    // From here on everything may be the guest's doing.
+    confine(&config().filters, filter_index(Filters::GUEST))?;
+    setup::finish(Kind::Guest, index, slot_index)?;
+    // From here on the guest may control everything.
     sys::set_signal_mask(0)?;
-    if number != 0 {
-        // What the kernel changed before is not mapped here at all.
+    if slot_index != 0 {
+        // Earlier changes of kernel mappings do not apply: nothing is mapped yet.
         slot.followed.store(vcpu().changes.load(SeqCst), Relaxed);
     }
-    // SAFETY: it never returns: the stack of this function is left for the process's own one, then for the virtual CPU's.
+    // SAFETY: it never returns: this function's stack is abandoned for the process's own, then for
+    // the vCPU's.
     unsafe {
         asm!(
             "mov rsp, {private}",
@@ -278,26 +285,26 @@ extern "sysv64" fn first_turn(seen: u64, id: u64) {
     wait_for_turn(seen as u32);
 }
 
-/// Prepares a virtual CPU's stack so that the first process to take it runs `main`, and lets it.
-pub fn begin(index: usize, main: extern "sysv64" fn() -> !) {
+/// Prepares a vCPU's stack so that its first process runs `main`, and starts it.
+pub fn start_vcpu(index: usize, main: extern "sysv64" fn() -> !) {
     let vcpu = &vcpus()[index];
-    // Six registers, the address to go to, and alignment as after a call.
+    // Six registers, the return address, and the alignment at a function's entry.
     let frame = stack_top(index) - 8 * 8;
-    // SAFETY: the stack is shared memory that nobody uses yet.
+    // SAFETY: the stack is shared memory without a user yet.
     unsafe { core::ptr::write_volatile((frame + 6 * 8) as *mut u64, main as *const () as u64) };
     vcpu.rsp.set(frame);
     vcpu.slots[0].turn.fetch_add(1, SeqCst);
     sys::wake(&vcpu.slots[0].turn);
 }
 
-/// Makes a process: gives its number to this one, 0 to itself.
+/// Forks; returns the child's id in the parent, 0 in the child.
 pub fn fork() -> Result<u32, Errno> {
     let arguments = [linux::SIGCHLD.into(), 0, 0, 0, 0, 0];
-    // SAFETY: the child goes on with a copy of this process's own memory.
+    // SAFETY: the child continues with a copy of this process's private memory.
     let child = unsafe { sys::call(linux::__NR_clone, arguments) }? as u32;
     let first = &setup::words().first;
     if child != 0 && matches!(first.load(SeqCst), first::AWAITED | first::HERE) {
-        // If it dies before, that is found out elsewhere. It may be here already.
+        // The child may have arrived already. Its death before that is detected elsewhere.
         sys::wait(first, first::AWAITED, Some(PATIENCE));
         first.store(first::MET, SeqCst);
         sys::wake(first);
@@ -305,25 +312,25 @@ pub fn fork() -> Result<u32, Errno> {
     Ok(child)
 }
 
-/// Values of [`crate::setup::Words::first`] if there is a namespace of processes.
+/// Values of [`crate::setup::Words::first`] with a PID namespace.
 pub mod first {
-    /// There is one, and nobody in it.
+    /// The namespace has no process yet.
     pub const AWAITED: u32 = 1;
-    /// Its first process ends with its parent.
+    /// Its first process will die with its parent.
     pub const HERE: u32 = 2;
-    /// Its parent has seen that.
+    /// The parent has acknowledged that.
     pub const MET: u32 = 3;
 }
 
-/// How long the first process of a namespace and its parent wait for each other at most, in nanoseconds.
+/// Timeout of the handshake between the first process of a namespace and its parent in nanoseconds.
 const PATIENCE: u64 = 10_000_000_000;
 
-/// The filter of a kind of process that tells virtual CPUs of events.
-fn kicking(which: usize) -> usize {
+/// Returns the filter of a process that notifies vCPUs of events.
+fn filter_index(which: usize) -> usize {
     which + if config::kicks() { Filters::KICKS } else { 0 }
 }
 
-/// Takes one of the filters of system calls, for ever.
+/// Installs one of the seccomp filters in this process.
 pub fn confine(filters: &Filters, which: usize) -> Result<(), Errno> {
     /// `SECCOMP_SET_MODE_FILTER` (seccomp(2)).
     const SET_MODE_FILTER: u64 = 1;
@@ -333,26 +340,27 @@ pub fn confine(filters: &Filters, which: usize) -> Result<(), Errno> {
     let program = [length, instructions.as_ptr() as u64];
     let none = 0;
     let arguments = [SET_MODE_FILTER, none, program.as_ptr() as u64, 0, 0, 0];
-    // SAFETY: the program is read; its length is that of the array at most.
+    // SAFETY: the filter is only read; its length is at most that of the array.
     unsafe { sys::call(linux::__NR_seccomp, arguments).map(drop) }
 }
 
-/// The device process, as those that it makes see it: 0 in a namespace of their own.
+/// Returns the device process's id as its children see it: 0 in a PID namespace.
 pub fn device() -> u32 {
     config().device.load(Relaxed)
 }
 
-/// Makes this process end with the one that made it. In a namespace of processes it cannot see whether that has ended before: there its first process, whose
-/// end is that of all, waits for a word of its parent.
+/// Makes this process die with its parent. In a PID namespace it cannot detect that its parent has
+/// died before; there the first process, with which the namespace ends, performs a handshake with
+/// its parent.
 pub fn die_with_parent(made_by: u32) -> Result<(), Errno> {
     let arguments =
         [linux_raw_sys::prctl::PR_SET_PDEATHSIG.into(), linux::SIGKILL.into(), 0, 0, 0, 0];
-    // SAFETY: no memory is touched.
+    // SAFETY: no memory is accessed.
     let parent = unsafe {
         sys::call(linux::__NR_prctl, arguments)?;
         sys::call(linux::__NR_getppid, [0; 6])?
     };
-    // It may have ended before the request.
+    // The parent may have ended before the prctl.
     if parent != u64::from(made_by) {
         sys::exit(HOST);
     }
@@ -367,8 +375,8 @@ pub fn die_with_parent(made_by: u32) -> Result<(), Errno> {
     Ok(())
 }
 
-/// Makes this new process one that works on a descriptor of the host, which is the only one that it keeps beside those that all have, and those that
-/// `make` makes, before it is confined.
+/// Turns a new process into a worker for one host descriptor. It closes all other descriptors
+/// except the common ones, and runs `make` before its filter is installed.
 pub fn become_worker<T>(
     fd: u32,
     make: impl FnOnce() -> Result<T, Errno>,
@@ -388,20 +396,20 @@ pub fn become_worker<T>(
         }
     }
     let made = make()?;
-    confine(filters, kicking(which))?;
+    confine(filters, filter_index(which))?;
     Ok(made)
 }
 
-/// Goes to the guest until it stops.
+/// Runs the guest until it stops.
 pub fn enter(ram: &Ram) -> Cause {
-    if keys::are_on() {
-        // The kernel goes on to programs without the wedge.
+    if pkeys::is_enabled() {
+        // The kernel may return to user mode without the wedge.
         signal::scrub();
     }
-    // SAFETY: this process has the virtual CPU, and the guest does not run.
+    // SAFETY: this process owns the vCPU, and the guest does not run.
     let is_program = unsafe { (*cell()).cpu.cpl == 3 };
-    if is_program && apart::are() {
-        return apart::run();
+    if is_program && user_process::is_enabled() {
+        return user_process::run_user();
     }
     let is_closed = is_program && has(option::REMAP);
     let check = |result| {
@@ -412,7 +420,8 @@ pub fn enter(ram: &Ram) -> Cause {
     if is_closed {
         check(ram.close());
     }
-    // SAFETY: this process has the virtual CPU, on its stack; the frame is what the wedge made of the guest's registers.
+    // SAFETY: this process owns the vCPU and is on its stack; the frame holds the guest's
+    // registers.
     let cause = Cause::from_code(unsafe { wedge_x86::enter() });
     if is_closed {
         check(ram.open());

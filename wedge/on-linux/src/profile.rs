@@ -1,11 +1,14 @@
-//! Finds writes to page tables, descriptor tables and devices, and whether their instructions are annotated.
+//! Profiler of writes to page tables, descriptor tables and devices: counts them by instruction,
+//! and reports whether the instruction has a patch site.
 //!
-//! With [`option::PROFILE`] each page that a walk meets as a page table, and the pages of the descriptor tables, are write-protected
-//! wherever the kernel has them mapped. A write faults, is counted by its instruction, and is carried out by a single step with the page writable.
-//! A page stays watched as long as the entry by which it was found still leads to it; what is written later is no page table any more.
+//! With [`option::PROFILE`] every page found as a page table in a walk, and the pages of the
+//! descriptor tables, are write-protected in all kernel mappings. A write faults, is counted by its
+//! instruction, and is executed by a single step with the page writable. A page is watched while
+//! the entry that led to it still refers to it; after that it is not a page table any more.
 //!
-//! Invariants: while an instruction is stepped through, no event is delivered; everything here is shared memory that only the process with
-//! the virtual CPU uses, and each process follows the list of watched pages when it gets it.
+//! Invariants: no event is delivered during a single step. All state is in shared memory used only
+//! by the process that runs the vCPU, and each process applies the list of watched pages when it
+//! takes over the vCPU.
 
 use core::sync::atomic::AtomicU64;
 use core::sync::atomic::Ordering::Relaxed;
@@ -18,70 +21,72 @@ use wedge_core::VirtualCpu;
 use wedge_core::cpu::rflags;
 
 use crate::memory::PAGE;
-use crate::report::{fatal, say_at};
+use crate::report::{fatal, print_line};
 use crate::shared::Slot;
 use crate::sys;
 
-/// Guest-physical pages that can be watched: 4 GiB.
+/// Number of guest-physical pages that can be watched: 4 GiB.
 const PAGES: usize = 1 << 20;
-/// Pages ever watched.
+/// Capacity of the list of watched pages.
 const LIST: usize = 1 << 16;
-/// Instructions that are counted.
+/// Capacity of the table of instructions.
 const PLACES: usize = 1 << 13;
-/// Behind the stubs.
+/// Address of the profiler's tables, after the stubs.
 const AT: u64 = layout::STUBS + layout::STUBS_LENGTH;
 
-/// What a page is.
+/// Kind of a watched page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
-pub enum What {
+pub enum Watched {
     /// A page table.
     PageTable,
     /// Part of a descriptor table or a task-state segment.
     Descriptors,
-    /// No page at all but a device.
+    /// Not a page, but a device.
     Device,
 }
 
-/// [`Tables::watched`]: the page is watched whatever leads to it: the root of an address space, a descriptor table.
+/// [`Tables::watched`]: roots of address spaces and descriptor tables are watched unconditionally.
 const ROOT: u64 = 1;
 const DESCRIPTORS: u64 = 2;
 
-struct Place {
+struct Instruction {
     rip: AtomicU64,
-    /// By [`What`].
+    /// Writes by [`Watched`].
     counts: [AtomicU64; 3],
     annotated: AtomicU64,
 }
 
 struct Tables {
-    /// By page: 0, [`ROOT`], [`DESCRIPTORS`], or where the entry is that leads to it.
+    /// By page: 0, [`ROOT`], [`DESCRIPTORS`], or the address of the entry that refers to it.
     watched: [AtomicU64; PAGES],
-    /// Number of pages in the list.
+    /// Length of the list.
     listed: AtomicU64,
-    /// The page that is writable for one step, plus 1.
+    /// Page that is writable for one step, plus 1.
     stepping: AtomicU64,
-    /// The entry of a root that is not loaded, written by an instruction that is not annotated, at `rip`: nothing leads to a root, so only
-    /// what is in it then tells whether its page is a table still. 0: none.
+    /// Entry of an inactive root that an instruction at `rip` without a patch site has written. No
+    /// entry refers to a root, so only its contents show whether its page is still a table. 0:
+    /// none.
     doubtful: AtomicU64,
     rip: AtomicU64,
     list: [AtomicU64; LIST],
-    places: [Place; PLACES],
+    places: [Instruction; PLACES],
 }
 
 const _: () = assert!(AT + size_of::<Tables>() as u64 <= layout::SHARED + layout::VSOCK);
 
 fn tables() -> &'static Tables {
-    // SAFETY: in shared memory that is mapped as long as the process lives, zeroed in the beginning; all of it is atomic.
+    // SAFETY: it is in shared memory, mapped for the life of the process and initially zero; all
+    // fields are atomic.
     unsafe { &*(AT as *const Tables) }
 }
 
-/// Whether anything is watched.
+/// Returns whether the profiler is enabled.
 pub fn is_on() -> bool {
     crate::shared::has(option::PROFILE)
 }
 
-/// Watches the tables by which `linear` is translated.
+/// Watches the page tables that translate `linear`.
 pub fn watch_walk(memory: &GuestMemory, slot: &Slot, root: u64, linear: u64) {
     watch(slot, root & entry::ADDRESS, ROOT);
     let mut table = root & entry::ADDRESS;
@@ -120,7 +125,7 @@ fn watch(slot: &Slot, address: u64, how: u64) {
     follow(slot);
 }
 
-/// Protects in this process what is watched since it had the virtual CPU.
+/// Write-protects in this process the pages watched since it last ran the vCPU.
 pub fn follow(slot: &Slot) {
     let tables = tables();
     let listed = tables.listed.load(Relaxed);
@@ -135,7 +140,8 @@ pub fn follow(slot: &Slot) {
 fn protect(address: u64, writable: bool) {
     let write = if writable { linux::PROT_WRITE } else { 0 };
     let set = |linear: u64, rights: u32| {
-        // SAFETY: guest memory in the guest's own part of the address space; the wedge's writes there go through this function first.
+        // SAFETY: guest memory in the guest's part of the address space; writes of the wedge there
+        // call this function first.
         let result =
             unsafe { sys::call(linux::__NR_mprotect, [linear, PAGE, rights.into(), 0, 0, 0]) };
         if let Err(error) = result {
@@ -148,7 +154,7 @@ fn protect(address: u64, writable: bool) {
     }
 }
 
-/// The guest-physical address of a kernel's linear address that is always mapped.
+/// Returns the guest-physical address of a kernel address that is always mapped.
 fn physical(linear: u64) -> Option<u64> {
     if (layout::IMAGE..layout::IMAGE + layout::IMAGE_LENGTH).contains(&linear) {
         return Some(linear - layout::IMAGE);
@@ -156,7 +162,8 @@ fn physical(linear: u64) -> Option<u64> {
     (layout::DIRECT..layout::VMALLOC).contains(&linear).then(|| linear - layout::DIRECT)
 }
 
-/// A write fault of the guest. `true`: it was because of a watched page; the guest goes on, for one step.
+/// Handles a write fault of the guest. `true`: it was caused by a watched page, and the guest
+/// continues for one step.
 pub fn write_fault(
     cpu: &mut VirtualCpu,
     memory: &GuestMemory,
@@ -168,8 +175,8 @@ pub fn write_fault(
     let Some(watched) = tables.watched.get((address / PAGE) as usize) else { return false };
     let how = watched.load(Relaxed);
     let what = match how {
-        DESCRIPTORS => What::Descriptors,
-        _ => What::PageTable,
+        DESCRIPTORS => Watched::Descriptors,
+        _ => Watched::PageTable,
     };
     let leads_here = |at: u64| {
         memory
@@ -195,12 +202,12 @@ pub fn write_fault(
     true
 }
 
-/// Whether an instruction is being stepped through.
+/// Returns whether an instruction is single-stepped.
 pub fn is_stepping() -> bool {
     tables().stepping.load(Relaxed) != 0
 }
 
-/// The step is done, or something came between.
+/// Ends the single step, after it completed or was interrupted.
 pub fn stepped(cpu: &mut VirtualCpu, memory: &GuestMemory) {
     let tables = tables();
     let page = tables.stepping.swap(0, Relaxed);
@@ -215,12 +222,13 @@ pub fn stepped(cpu: &mut VirtualCpu, memory: &GuestMemory) {
             tables.watched[(at / PAGE) as usize].store(0, Relaxed);
             return;
         }
-        count(rip, What::PageTable, || false);
+        count(rip, Watched::PageTable, || false);
     }
     protect(page - 1, false);
 }
 
-/// Whether this is an entry of a root as kernels write them: present, writable, of a table in memory, the ignored bits 0.
+/// Returns whether a value is a root entry as kernels write them: present, writable, referring to a
+/// table in memory, ignored bits 0.
 fn leads_to_table(value: u64, memory: &GuestMemory) -> bool {
     const MUST: u64 = entry::PRESENT | entry::WRITE;
     const MAY: u64 = MUST | entry::USER | entry::ACCESSED | entry::DIRTY | entry::NX;
@@ -229,8 +237,8 @@ fn leads_to_table(value: u64, memory: &GuestMemory) -> bool {
         && memory.read::<u64>(value & entry::ADDRESS).is_ok()
 }
 
-/// Counts an access by the instruction at `rip`; whether that is annotated is asked once.
-pub fn count(rip: u64, what: What, is_annotated: impl FnOnce() -> bool) {
+/// Counts an access by the instruction at `rip`; `is_annotated` is called once per instruction.
+pub fn count(rip: u64, what: Watched, is_annotated: impl FnOnce() -> bool) {
     let tables = tables();
     let first = (rip ^ rip >> 13) as usize;
     for step in 0..PLACES {
@@ -249,8 +257,8 @@ pub fn count(rip: u64, what: What, is_annotated: impl FnOnce() -> bool) {
     }
 }
 
-/// Prints what was counted, a line for each instruction: address as the kernel runs, whether it is annotated, writes to page tables, to
-/// descriptor tables, accesses to devices.
+/// Prints a line for each instruction: address, patch site (0 or 1), writes to page tables and to
+/// descriptor tables, and device accesses.
 pub fn print() {
     if !is_on() {
         return;
@@ -261,7 +269,7 @@ pub fn print() {
             let [page_tables, descriptors, devices] =
                 [0, 1, 2].map(|what: usize| place.counts[what].load(Relaxed));
             let annotated = place.annotated.load(Relaxed);
-            say_at(
+            print_line(
                 log::INFO,
                 format_args!("profile {rip:#x} {annotated} {page_tables} {descriptors} {devices}"),
             );

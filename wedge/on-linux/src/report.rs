@@ -1,4 +1,4 @@
-//! Messages of the wedge itself, on the standard error that all processes inherit.
+//! Messages of the wedge on standard error, which all processes inherit.
 
 use core::fmt::{self, Write};
 
@@ -6,11 +6,11 @@ use proto::wedge::{layout, log};
 
 use crate::sys;
 
-/// Exit code for something that the host has not (`docs/spec/exit-codes.md`).
+/// Exit code for an unavailable host feature (`docs/spec/exit-codes.md`).
 pub const UNAVAILABLE: u8 = 69;
-/// Exit code for a failure of Parador itself (`docs/spec/exit-codes.md`).
+/// Exit code for an internal error (`docs/spec/exit-codes.md`).
 pub const INTERNAL: u8 = 70;
-/// Exit code for a refusal of the host's kernel.
+/// Exit code for a failed system call of the host (`docs/spec/exit-codes.md`).
 pub const HOST: u8 = 71;
 
 struct Line {
@@ -28,25 +28,25 @@ impl Write for Line {
     }
 }
 
-/// Prints one line of something that is not as it should be.
-pub fn say(text: fmt::Arguments<'_>) {
-    say_at(log::WARN, text);
+/// Prints a warning line.
+pub fn warn(text: fmt::Arguments<'_>) {
+    print_line(log::WARN, text);
 }
 
-/// Prints one line, of a level of [`log`].
-pub fn say_at(level: u64, text: fmt::Arguments<'_>) {
+/// Prints a line with a level of [`log`].
+pub fn print_line(level: u64, text: fmt::Arguments<'_>) {
     let mut line = Line { bytes: [0; 512], used: 0 };
-    // It never fails; a line that is too long is cut.
+    // Formatting cannot fail; a line that is too long is truncated.
     let _ = writeln!(line, "<{level}>{text}");
-    // Nobody to tell if it cannot be written.
+    // An error of standard error cannot be reported.
     let _ = sys::write(layout::ERRORS_FD, &line.bytes[..line.used]);
 }
 
-/// Prints why the machine cannot go on, and ends it.
+/// Prints an error and ends the VM.
 #[cold]
 pub fn fatal(text: fmt::Arguments<'_>) -> ! {
-    say_at(log::ERROR, text);
-    crate::processes::finish(INTERNAL)
+    print_line(log::ERROR, text);
+    crate::processes::end_vm(INTERNAL)
 }
 
 #[panic_handler]

@@ -1,7 +1,9 @@
-//! What a machine's processes give up beside system calls (see `hosted_vmm`'s filters): names of files, networks, other processes.
+//! Sandbox of the VM's processes in addition to the seccomp filters (see `hosted_vmm`): no access
+//! to files, networks and other processes.
 //!
-//! The device process does it before it makes any other, which inherit it. Each part is one more wall behind the filters, and not every
-//! host lets its users have it: a part that the host refuses is left out, or ends the machine, as the loader says.
+//! The device process enters it before it forks. Each part is an additional layer, which not every
+//! host permits to its users: a refused part is skipped, or ends the VM, according to the loader's
+//! options.
 
 use core::fmt;
 
@@ -12,7 +14,7 @@ use proto::wedge::option;
 use crate::config::has;
 use crate::sys::{self, Errno};
 
-/// Namespaces without anything in them (namespaces(7)).
+/// Empty namespaces (namespaces(7)).
 const NAMESPACES: u32 = linux::CLONE_NEWUSER
     | linux::CLONE_NEWNS
     | linux::CLONE_NEWNET
@@ -20,28 +22,28 @@ const NAMESPACES: u32 = linux::CLONE_NEWUSER
     | linux::CLONE_NEWUTS
     | linux::CLONE_NEWCGROUP;
 
-/// What keeps signals of this process's children within the machine.
+/// Mechanism that confines signals of this process's children to the VM.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Signals {
-    /// Nothing.
-    Open,
-    /// Landlock.
-    Scoped,
-    /// A namespace of processes, which begins with the next one that this one makes.
-    Numbered,
+    /// None.
+    Unconfined,
+    /// Landlock signal scope.
+    Landlock,
+    /// PID namespace, which begins with the next child of this process.
+    PidNamespace,
 }
 
-/// What the host has refused.
+/// Parts of the sandbox that the host has refused.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Refused {
-    /// Namespaces, and an empty folder as root of all files.
+    /// Namespaces, and an empty root directory.
     pub namespaces: Option<Errno>,
     /// Landlock.
     pub landlock: Option<Errno>,
 }
 
 impl Refused {
-    /// Nothing.
+    /// Returns whether the host has refused nothing.
     pub fn is_empty(&self) -> bool {
         self.namespaces.is_none() && self.landlock.is_none()
     }
@@ -58,35 +60,35 @@ impl fmt::Display for Refused {
     }
 }
 
-/// Gives up everything that the host lets this process give up.
+/// Enters all parts of the sandbox that the host permits.
 pub fn enter() -> (Refused, Signals) {
-    let mut signals = Signals::Open;
-    // Landlock forbids mounts, which namespaces need.
-    let namespaces = leave_namespaces(&mut signals).err();
-    let landlock = lock_files();
-    // A process that traces is told of signals first.
-    if landlock == Ok(true) && signals == Signals::Open && !has(option::TRACED) {
-        signals = Signals::Scoped;
+    let mut signals = Signals::Unconfined;
+    // Before Landlock, which forbids the mounts of the namespaces.
+    let namespaces = enter_empty_namespaces(&mut signals).err();
+    let landlock = restrict_with_landlock();
+    // A tracer receives signals first.
+    if landlock == Ok(true) && signals == Signals::Unconfined && !has(option::TRACED) {
+        signals = Signals::Landlock;
     }
     (Refused { namespaces, landlock: landlock.err() }, signals)
 }
 
 fn unshare(namespaces: u32) -> Result<(), Errno> {
     let arguments = [namespaces.into(), 0, 0, 0, 0, 0];
-    // SAFETY: no memory is touched.
+    // SAFETY: no memory is accessed.
     unsafe { sys::call(linux::__NR_unshare, arguments).map(drop) }
 }
 
-fn leave_namespaces(signals: &mut Signals) -> Result<(), Errno> {
+fn enter_empty_namespaces(signals: &mut Signals) -> Result<(), Errno> {
     const EMPTY: &core::ffi::CStr = c"/proc";
     let flags = linux::MS_RDONLY | linux::MS_NOSUID | linux::MS_NODEV | linux::MS_NOEXEC;
     let (type_name, empty) = (c"tmpfs".as_ptr() as u64, EMPTY.as_ptr() as u64);
     let (root, size) = (c"/".as_ptr() as u64, c"nr_inodes=1".as_ptr() as u64);
     let private = u64::from(linux::MS_REC | linux::MS_PRIVATE);
     unshare(NAMESPACES)?;
-    // It may be refused alone, and may have been had when what follows is refused.
+    // The host may refuse this namespace alone, or permit it and refuse the following calls.
     if !has(option::TRACED) && unshare(linux::CLONE_NEWPID).is_ok() {
-        *signals = Signals::Numbered;
+        *signals = Signals::PidNamespace;
     }
     let calls = [
         (linux::__NR_mount, [0, root, 0, private, 0, 0]),
@@ -95,28 +97,29 @@ fn leave_namespaces(signals: &mut Signals) -> Result<(), Errno> {
         (linux::__NR_chroot, [empty, 0, 0, 0, 0, 0]),
     ];
     for (number, arguments) in calls {
-        // SAFETY: texts and structures are read; none of this process's memory changes.
+        // SAFETY: strings and structures are only read; no memory of this process changes.
         unsafe { sys::call(number, arguments) }?;
     }
     Ok(())
 }
 
-/// Gives up all capabilities (capabilities(7)), whatever else the host has refused: without namespaces those of root, or those
-/// of root in a container, would be left.
+/// Drops all capabilities (capabilities(7)), independent of the other parts: without namespaces
+/// those of root, or of a container's root, would remain.
 pub fn drop_capabilities() -> Result<(), Errno> {
     // `struct __user_cap_header_struct`, and twice `struct __user_cap_data_struct`.
     let header = [u64::from(linux::_LINUX_CAPABILITY_VERSION_3)];
     let none = [0_u64; 3];
     let arguments = [header.as_ptr() as u64, none.as_ptr() as u64, 0, 0, 0, 0];
-    // SAFETY: both structures are read.
+    // SAFETY: both structures are only read.
     unsafe { sys::call(linux::__NR_capset, arguments).map(drop) }
 }
 
-/// Forbids everything that the host's Landlock knows (landlock(7)): files, ports, sockets without a file, signals to others. Gives whether it knows these.
-fn lock_files() -> Result<bool, Errno> {
+/// Restricts everything that the host's Landlock supports (landlock(7)): files, TCP ports, abstract
+/// Unix sockets, signals. Returns whether the last two are supported.
+fn restrict_with_landlock() -> Result<bool, Errno> {
     const FIRST_FILES: u64 = landlock::LANDLOCK_ACCESS_FS_MAKE_SYM as u64 * 2 - 1;
     let query = [0, 0, landlock::LANDLOCK_CREATE_RULESET_VERSION.into(), 0, 0, 0];
-    // SAFETY: no memory is touched.
+    // SAFETY: no memory is accessed.
     let version = unsafe { sys::call(linux::__NR_landlock_create_ruleset, query) }?;
     let since = |first: u64, rights: u32| if version >= first { u64::from(rights) } else { 0 };
     let files = FIRST_FILES
@@ -127,7 +130,7 @@ fn lock_files() -> Result<bool, Errno> {
         | since(4, landlock::LANDLOCK_ACCESS_NET_CONNECT_TCP);
     let scopes = since(6, landlock::LANDLOCK_SCOPE_ABSTRACT_UNIX_SOCKET)
         | since(6, landlock::LANDLOCK_SCOPE_SIGNAL);
-    // `struct landlock_ruleset_attr`, as long as this host knows it.
+    // `struct landlock_ruleset_attr`, truncated to the host's version.
     let rules = [files, ports, scopes];
     let known = match version {
         ..4 => 1,
@@ -135,9 +138,9 @@ fn lock_files() -> Result<bool, Errno> {
         6.. => 3,
     };
     let arguments = [rules.as_ptr() as u64, 8 * known, 0, 0, 0, 0];
-    // SAFETY: the structure is read.
+    // SAFETY: the structure is only read.
     let rules = unsafe { sys::call(linux::__NR_landlock_create_ruleset, arguments) }?;
-    // SAFETY: no memory is touched.
+    // SAFETY: no memory is accessed.
     let locked = unsafe { sys::call(linux::__NR_landlock_restrict_self, [rules, 0, 0, 0, 0, 0]) };
     sys::close(rules as u32, rules as u32)?;
     locked.map(|_| version >= 6)

@@ -1,8 +1,8 @@
-//! Words that the device process shares with the processes that it creates, until those have their
-//! seccomp filters.
+//! Words that the device process shares with its children until those have installed their seccomp
+//! filters.
 //!
-//! They are in shared memory without a descriptor, which a process unmaps before it runs anything of
-//! the guest: no guest can read or write them.
+//! They are in anonymous shared memory, which a process unmaps before it runs guest code: no guest
+//! can access them.
 
 use core::sync::atomic::Ordering::SeqCst;
 use core::sync::atomic::{AtomicBool, AtomicU32};
@@ -14,54 +14,55 @@ use vmm_cpu::MAX_VCPUS;
 use crate::shared::SLOTS;
 use crate::sys::{self, Backing, Errno};
 
-/// The words, all zero in the beginning.
+/// The words, initially zero.
 #[repr(C)]
 pub struct Words {
     /// State of the first process of a PID namespace: see [`crate::processes::die_with_parent`].
     pub first: AtomicU32,
-    /// By [`Kind`], vCPU and slot: the process has its filter, so that what it does from then on is
-    /// the guest's doing.
+    /// By [`Kind`], vCPU and slot: the process has installed its filter, so the guest is
+    /// responsible for its actions.
     confined: [[[AtomicBool; SLOTS]; MAX_VCPUS]; 2],
 }
 
 const _: () = assert!(size_of::<Words>() as u64 <= layout::SETUP_LENGTH);
 
-/// What a process of a slot runs.
+/// Contents of a slot's process.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Kind {
-    /// The guest's kernel and the wedge, and guest user mode if that has no process of its own.
+    /// Guest kernel and wedge, and user mode unless that runs in its own process.
     Guest,
-    /// Guest user mode alone.
-    Program,
+    /// User mode only.
+    User,
 }
 
-/// Maps them. For the device process, before there is any other one.
+/// Maps the words. For the device process, before it forks.
 pub fn map() -> Result<(), Errno> {
     let data = linux::PROT_READ | linux::PROT_WRITE;
-    // SAFETY: nothing is there.
+    // SAFETY: nothing is mapped there.
     unsafe { sys::map(layout::SETUP, layout::SETUP_LENGTH, data, Backing::Family) }
 }
 
-/// Unmaps them, in a process that needs them no longer.
+/// Unmaps the words in a process that does not need them any more.
 pub fn unmap() -> Result<(), Errno> {
     // SAFETY: the callers do not use them any more.
     unsafe { sys::unmap(layout::SETUP, layout::SETUP_LENGTH) }
 }
 
-/// The words. Not in a process that has called [`unmap`].
+/// Returns the words. Not in a process that has called [`unmap`].
 pub fn words() -> &'static Words {
-    // SAFETY: mapped by `map`, zeroed, for as long as the process needs them; all of it is atomic.
+    // SAFETY: `map` has mapped them, zeroed, for as long as the process needs them; all fields are
+    // atomic.
     unsafe { &*(layout::SETUP as *const Words) }
 }
 
 impl Words {
-    /// The mark of a process.
+    /// Returns the mark of a process.
     pub fn confined(&self, kind: Kind, vcpu: usize, slot: usize) -> &AtomicBool {
         &self.confined[kind as usize][vcpu % MAX_VCPUS][slot % SLOTS]
     }
 }
 
-/// Notes that this process has its filter, and unmaps the words.
+/// Marks this process as confined, and unmaps the words.
 pub fn finish(kind: Kind, vcpu: usize, slot: usize) -> Result<(), Errno> {
     words().confined(kind, vcpu, slot).store(true, SeqCst);
     unmap()

@@ -1,15 +1,18 @@
-//! Memory that all processes of a machine share, what belongs to each virtual CPU, and what each process has for itself.
+//! Layout of the memory shared by all processes of a VM, of each vCPU's part in it, and of each
+//! process's private memory.
 //!
-//! A process is one of one virtual CPU's, for ever. That one's [`Vcpu`] is mapped once more at a fixed address, where entry code reaches it.
-//! One process at a time has the virtual CPU ([`Vcpu::running`]); only that one uses what is not atomic.
+//! A process belongs to one vCPU. That vCPU's [`SharedVcpu`] has a second mapping at a fixed
+//! address, where entry code accesses it. One process at a time runs the vCPU
+//! ([`SharedVcpu::running`]); only that process uses the non-atomic fields.
 
 use core::cell::UnsafeCell;
 use core::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64};
 
-pub use proto::wedge::count;
+pub use proto::wedge::counter;
 pub use proto::wedge::layout::SLOTS;
 use proto::wedge::{
-    Disk, Filters, MAX_DISKS, MAX_NETS, MAX_SHARES, Net, Share, Start, Statistics, layout,
+    DiskRecord, Filters, MAX_DISKS, MAX_NETS, MAX_SHARES, NetRecord, ShareRecord, Start,
+    VcpuStatistics, layout,
 };
 use vmm_cpu::MAX_VCPUS;
 use wedge_core::mapped::Mapped;
@@ -17,74 +20,76 @@ use wedge_x86::{CELL, CROSSING, Cell, PRIVATE};
 
 pub use crate::config::has;
 use crate::config::{self, config};
-use crate::net::Port;
+use crate::net::NetQueues;
 
-/// Bytes of a ring of the console.
+/// Capacity of a console ring in bytes.
 pub const RING: usize = 1 << 16;
-/// Changes of the kernel's mappings that are remembered one by one.
+/// Number of kernel mapping changes that are recorded individually.
 pub const FLUSHES: usize = 256;
-/// Bytes for extended state; the largest of today's, with AMX, is 11 KiB.
+/// Space for extended state in bytes; the largest one today, with AMX, is 11 KiB.
 pub const EXTENDED_STATE: usize = 16 << 10;
 
-/// Stacks of the virtual CPUs, one below the other from [`layout::STUBS`] on.
+/// Top of the vCPUs' stacks, one below the other.
 const STACKS_TOP: u64 = layout::STUBS;
 const STACK_LENGTH: u64 = 1 << 20;
 const STACKS: u64 = STACKS_TOP - MAX_VCPUS as u64 * STACK_LENGTH;
-/// Where all processes see what belongs to each virtual CPU.
+/// Address of all vCPUs' parts.
 const VCPUS: u64 = STACKS - MAX_VCPUS as u64 * VCPU_LENGTH;
-/// Length of a [`Vcpu`], whole pages.
-pub const VCPU_LENGTH: u64 = size_of::<Vcpu>() as u64;
-/// Where a process sees what belongs to its own virtual CPU.
+/// Length of a [`SharedVcpu`] in bytes, whole pages.
+pub const VCPU_LENGTH: u64 = size_of::<SharedVcpu>() as u64;
+/// Address of the process's own vCPU.
 pub const OWN_VCPU: u64 = CELL;
 const SHARED_STRUCT: u64 = OWN_VCPU + VCPU_LENGTH;
-/// Stack of a process that has not the virtual CPU.
+/// Top of the stack of a process that does not run the vCPU.
 pub const PRIVATE_STACK_TOP: u64 = layout::PRIVATE + 0x2_0000;
 const _: () =
     assert!(size_of::<Mine>() <= 0x1_8000 && CROSSING == SIGNAL_STACK + SIGNAL_STACK_LENGTH);
-/// Stack of signal handlers.
+/// Stack of the signal handlers.
 pub const SIGNAL_STACK: u64 = layout::PRIVATE + 0x2_0000;
-/// Its length.
+/// Length of the signal stack in bytes.
 pub const SIGNAL_STACK_LENGTH: u64 = 0x2_0000;
-/// Length of a process's own memory.
+/// Length of a process's private memory in bytes.
 pub const PRIVATE_LENGTH: u64 = 0x5_0000;
 
 const _: () = assert!(CELL == layout::SHARED + 0x1000 && PRIVATE == layout::PRIVATE);
 const _: () = assert!(SHARED_STRUCT + size_of::<Shared>() as u64 <= VCPUS);
-const _: () = assert!(layout::VSOCK + size_of::<Port>() as u64 <= layout::QUEUES);
+const _: () = assert!(layout::VSOCK + size_of::<NetQueues>() as u64 <= layout::QUEUES);
 
 /// Bits of [`Cell::events`].
 pub mod event {
-    /// The deadline may have passed.
+    /// The timer may have expired.
     pub const TIMER: u32 = 1;
-    /// The console has bytes, or room.
+    /// A console has input, or room for output.
     pub const CONSOLE: u32 = 2;
-    /// The device process wants the machine to end.
+    /// The device process requests the end of the VM.
     pub const STOP: u32 = 4;
-    /// Requests of disks are done.
+    /// Disk requests have completed.
     pub const DISK: u32 = 16;
-    /// Something is wanted of the balloon.
+    /// The balloon's target has changed, or statistics are requested.
     pub const BALLOON: u32 = 32;
-    /// Another virtual CPU has left something.
+    /// Notification by another vCPU.
     pub const KICK: u32 = 64;
-    /// Frames have come, or there is room for some.
+    /// Frames have arrived, or the rings have room.
     pub const NET: u32 = 128;
-    /// The power button is pressed.
+    /// The power button was pressed.
     pub const POWER_BUTTON: u32 = 1 << 8;
-    /// Messages of shared directories are answered.
+    /// Requests of shared directories have completed.
     pub const SHARE: u32 = 1 << 9;
-    /// A debugger wants it to stop.
+    /// The debugger requests a stop.
     pub const DEBUG: u32 = 1 << 10;
 }
 
 /// Values of [`Shared::started`].
 pub mod started {
-    /// The first vCPU is ready for the guest's first instruction. Nothing of the guest has run.
+    /// The first vCPU is about to execute the guest's first instruction.
     pub const READY: u32 = 1;
-    /// The device process knows, and takes what guest processes say for the guest's word from now on.
+    /// The device process has acknowledged, and treats statements of guest processes as the guest's
+    /// from then on.
     pub const ALLOWED: u32 = 2;
 }
 
-/// A value that only the process with the virtual CPU uses, or only the process whose own memory it is in.
+/// Value used only by the process that runs the vCPU, or by the process whose private memory holds
+/// it.
 #[repr(transparent)]
 pub struct Owned<T>(UnsafeCell<T>);
 
@@ -92,13 +97,13 @@ pub struct Owned<T>(UnsafeCell<T>);
 unsafe impl<T> Sync for Owned<T> {}
 
 impl<T: Copy> Owned<T> {
-    /// Its value.
+    /// Returns the value.
     pub fn get(&self) -> T {
-        // SAFETY: this is the only process that uses it now.
+        // SAFETY: no other process uses it now.
         unsafe { *self.0.get() }
     }
 
-    /// Sets it.
+    /// Sets the value.
     pub fn set(&self, value: T) {
         // SAFETY: as above.
         unsafe { *self.0.get() = value }
@@ -106,18 +111,18 @@ impl<T: Copy> Owned<T> {
 }
 
 impl<T> Owned<T> {
-    /// Where it is.
+    /// Returns its address.
     pub const fn at(&self) -> *mut T {
         self.0.get()
     }
 }
 
-/// A signal that has stopped the guest.
+/// Host signal that has stopped the guest.
 #[derive(Clone, Copy, Debug)]
 pub struct Signal {
-    /// Its number.
+    /// Signal number.
     pub number: u32,
-    /// Vector of the processor's exception.
+    /// Exception vector.
     pub vector: u64,
     /// Error code of the exception.
     pub code: u64,
@@ -125,9 +130,10 @@ pub struct Signal {
     pub address: u64,
 }
 
-/// Defines a structure of shared memory at an address, and for each field a symbol `parador_word_PREFIX_FIELD` in the file with
-/// debugging information, with the field's address in guest processes and its size: tests write there what a hostile guest would.
-/// What trusted processes read is in a table of `docs/design/0014-device-processes.md`.
+/// Defines a structure in shared memory at an address. For each field it defines a symbol
+/// `parador_word_PREFIX_FIELD` in the binary with debug information, with the field's address in
+/// guest processes and its size: tests overwrite these words like a hostile guest.
+/// `docs/design/0014-device-processes.md` lists the words that trusted processes read.
 macro_rules! shared_words {
     (
         $prefix:literal, $at:expr;
@@ -152,43 +158,43 @@ macro_rules! shared_words {
 }
 
 shared_words! {
-    "slot", OWN_VCPU + core::mem::offset_of!(Vcpu, slots) as u64;
-    /// A process that has an address space of the guest.
+    "slot", OWN_VCPU + core::mem::offset_of!(SharedVcpu, slots) as u64;
+    /// Process of a guest address space.
     #[repr(C)]
     pub struct Slot {
-        /// Its process; 0: not there yet.
+        /// Process id; 0: not created yet.
         pub process: AtomicU32,
-        /// Counts up whenever it gets the virtual CPU.
+        /// Incremented when the process is to run the vCPU.
         pub turn: AtomicU32,
-        /// What it maps for programs is out of date.
+        /// Its user-mode mappings are stale.
         pub stale: AtomicBool,
-        /// It has something mapped that is larger than a page.
+        /// It has mapped a large page.
         pub large: AtomicBool,
-        /// Process-context identifier of the space.
+        /// PCID of the address space.
         pub pcid: AtomicU32,
-        /// The root of its page tables (`CR3`).
+        /// Root page table (`CR3`).
         pub root: AtomicU64,
-        /// Watched pages that it has protected.
+        /// Number of watched pages that it has write-protected.
         pub protected: AtomicU64,
-        /// Changes of the kernel's mappings that it has followed.
+        /// Number of kernel mapping changes that it has applied.
         pub followed: AtomicU64,
-        /// Changes of copies that it has followed.
+        /// Number of changed code copies that it has applied.
         pub renewals: AtomicU64,
     }
 }
 
-/// Bytes from one process to another.
+/// Byte ring between two processes.
 #[repr(C)]
-pub struct Ring {
-    /// Bytes ever put.
+pub struct ByteRing {
+    /// Bytes ever produced.
     pub head: AtomicU32,
-    /// Bytes ever taken.
+    /// Bytes ever consumed.
     pub tail: AtomicU32,
     bytes: [AtomicU8; RING],
 }
 
-impl Ring {
-    /// Puts a byte; `false`: there is no room.
+impl ByteRing {
+    /// Produces a byte; `false`: the ring is full.
     pub fn put(&self, byte: u8) -> bool {
         use core::sync::atomic::Ordering::{Acquire, Relaxed, Release};
         let head = self.head.load(Relaxed);
@@ -200,11 +206,11 @@ impl Ring {
         true
     }
 
-    /// Takes a byte.
+    /// Consumes a byte.
     pub fn take(&self) -> Option<u8> {
         use core::sync::atomic::Ordering::{Acquire, Relaxed, Release};
         let tail = self.tail.load(Relaxed);
-        // More than there is room for is nonsense, which the guest can write there.
+        // The guest can set a fill level above the capacity.
         if !(1..=RING).contains(&(self.head.load(Acquire).wrapping_sub(tail) as usize)) {
             return None;
         }
@@ -213,124 +219,127 @@ impl Ring {
         Some(byte)
     }
 
-    /// Bytes that can be put.
+    /// Returns the free space in bytes.
     pub fn room(&self) -> usize {
         use core::sync::atomic::Ordering::Acquire;
-        // The guest can write anything there.
+        // The guest can write arbitrary positions.
         RING.saturating_sub(self.head.load(Acquire).wrapping_sub(self.tail.load(Acquire)) as usize)
     }
 }
 
-/// Room for extended state, aligned as `XSAVE` wants it.
+/// Area for extended state, aligned for `XSAVE`.
 #[repr(C, align(64))]
-pub struct Extended(pub Owned<[u8; EXTENDED_STATE]>);
+pub struct XsaveArea(pub Owned<[u8; EXTENDED_STATE]>);
 
 shared_words! {
     "vcpu", OWN_VCPU;
-    /// What belongs to one virtual CPU. All zero in the beginning.
+    /// State of one vCPU, initially zero.
     #[repr(C, align(4096))]
-    pub struct Vcpu {
-        /// What entry code uses.
+    pub struct SharedVcpu {
+        /// State shared with entry code.
         cell: UnsafeCell<Cell>,
-        /// Extended state on its way to another process.
-        pub extended: Extended,
-        /// Stack pointer of the virtual CPU on its way.
+        /// Extended state during a switch of the process.
+        pub xsave: XsaveArea,
+        /// Stack pointer of the vCPU during a switch.
         pub rsp: Owned<u64>,
-        /// Bases of `FS` and `GS` on their way.
+        /// Base of `FS` during a switch.
         pub fs_base: Owned<u64>,
-        /// See above.
+        /// Base of `GS` during a switch.
         pub gs_base: Owned<u64>,
-        /// The signal that stopped the guest last.
+        /// Last signal that has stopped the guest.
         pub signal: Owned<Signal>,
-        /// The slot that has the virtual CPU.
+        /// Slot that runs the vCPU.
         pub running: AtomicU32,
-        /// The slot that wants a process, plus 1.
+        /// Slot that requests a process, plus 1.
         pub wanted: AtomicU32,
-        /// The slot whose programs want a process, plus 1; 0: they have one.
-        pub program: AtomicU32,
-        /// How often the device process was asked to make a program stop, and how often it has told it to.
-        pub stops: AtomicU32,
-        /// See above.
-        pub stopped: AtomicU32,
-        /// Whether the virtual CPU waits for events: see [`crate::idle::state`].
+        /// Slot that requests a user process, plus 1; 0: none.
+        pub user_wanted: AtomicU32,
+        /// Requests to the device process to stop user mode.
+        pub stop_requests: AtomicU32,
+        /// Requests that the device process has executed.
+        pub stops_sent: AtomicU32,
+        /// Idle state of the vCPU: see [`crate::idle::state`].
         pub idle: AtomicU32,
-        /// For how long it looks for them itself at first, in ticks of the time-stamp counter.
-        pub looks: Owned<u64>,
-        /// Time-stamp counter at which the virtual CPU wants to be told.
+        /// Duration of idle polling in TSC ticks.
+        pub poll_ticks: Owned<u64>,
+        /// TSC at which the timer of the vCPU expires.
         pub deadline: AtomicU64,
-        /// Changes of the kernel's mappings so far.
+        /// Number of kernel mapping changes.
         pub changes: AtomicU64,
-        /// The last of them: an address, or [`EVERYTHING`].
+        /// The last changes: addresses, or [`EVERYTHING`].
         pub changed: [AtomicU64; FLUSHES],
-        /// Copies of code whose beginning or end has changed so far.
+        /// Number of code copies whose first or last bytes have changed.
         pub renewals: AtomicU64,
-        /// The last of them: offsets in the descriptor of guest memory.
+        /// The last ones: offsets in the file of guest memory.
         pub renewed: [AtomicU64; FLUSHES],
-        /// Where on the host it runs.
-        pub place: crate::place::Place,
+        /// Host CPU of the vCPU.
+        pub placement: crate::cpu_affinity::VcpuPlacement,
         /// Changes of the table of copied frames that the vCPU has applied.
         pub frames_applied: AtomicU32,
-        /// Those that it had seen in the guest's kernel with interrupts disabled, and applies before user mode.
+        /// Changes that it had seen in the guest kernel with interrupts disabled; it applies them
+        /// before user mode.
         pub frames_seen: AtomicU32,
-        /// What the host has not let it run.
-        pub steal: Owned<crate::steal::Steal>,
-        /// The processes.
+        /// Stolen time.
+        pub steal: Owned<crate::steal_time::StealState>,
+        /// Processes of the vCPU.
         pub slots: [Slot; SLOTS],
     }
 }
 
-// SAFETY: the cell is used by entry code and by the process that has the virtual CPU; of the others, all use what is atomic in it only.
-unsafe impl Sync for Vcpu {}
+// SAFETY: only entry code and the process that runs the vCPU use the cell; all other processes use
+// only its atomic fields.
+unsafe impl Sync for SharedVcpu {}
 
-impl Vcpu {
-    /// Events for it.
+impl SharedVcpu {
+    /// Returns the pending events.
     pub fn events(&self) -> &AtomicU32 {
-        // SAFETY: the word is atomic, and nobody makes a reference to the whole cell.
+        // SAFETY: the word is atomic, and no reference to the whole cell exists.
         unsafe { &(*self.cell.get()).events }
     }
 
-    /// System calls that came without a signal.
+    /// Returns the number of system calls without a signal.
     pub fn calls(&self) -> u64 {
-        // SAFETY: for the end, when nobody changes it any longer.
+        // SAFETY: called after the end of the VM, when the value is constant.
         unsafe { (*self.cell.get()).calls }
     }
 }
 
 shared_words! {
     "shared", SHARED_STRUCT;
-    /// The shared memory of all virtual CPUs. All zero in the beginning.
+    /// Memory shared by all vCPUs, initially zero.
     #[repr(C, align(64))]
     pub struct Shared {
-        /// Where the machine is: see `guest`.
+        /// Address of the VM's state: see `guest`.
         pub machine: AtomicU64,
-        /// The machine has ended with this code, plus 1.
+        /// Exit code of the ended VM, plus 1; 0: not ended.
         pub ended: AtomicU32,
-        /// The device process has been rung for.
-        pub rung: AtomicU32,
-        /// It shall interrupt these virtual CPUs: a bit for each.
+        /// The device process was notified, and has not woken yet.
+        pub pending: AtomicU32,
+        /// vCPUs that the device process is to interrupt, one bit each.
         pub kick: AtomicU32,
-        /// Whether the guest may run: see [`started`].
+        /// Start of the guest: see [`started`].
         pub started: AtomicU32,
-        /// The kernel's code has been looked at, and may be executed beside programs.
+        /// The kernel's code was scanned, and may be executable together with user mode.
         pub closed: AtomicBool,
-        /// Frames that guest processes have copies of.
-        pub frames: crate::frames::Table,
-        /// From the guest.
-        pub output: Ring,
-        /// To the guest.
-        pub input: Ring,
-        /// The same of the virtio console.
-        pub console_output: Ring,
-        /// See above.
-        pub console_input: Ring,
-        /// Frames of networks.
-        pub nets: crate::net::Ports,
-        /// The balloon.
-        pub balloon: crate::balloon::State,
+        /// Frames of which guest processes have copies.
+        pub frames: crate::frames::CopiedFrames,
+        /// Serial output.
+        pub output: ByteRing,
+        /// Serial input.
+        pub input: ByteRing,
+        /// Output of the virtio console.
+        pub console_output: ByteRing,
+        /// Input of the virtio console.
+        pub console_input: ByteRing,
+        /// Frames of the networks.
+        pub nets: crate::net::AllNetQueues,
+        /// State of the balloon.
+        pub balloon: crate::balloon::BalloonState,
     }
 }
 
-/// As [`shared_words`] of other structures' fields, and of what there is of each virtual CPU.
+/// Exports addresses of fields of further structures, and of per-vCPU state, as [`shared_words`]
+/// does.
 macro_rules! export_words {
     ($prefix:literal, $at:expr, $name:ident; $($field:ident)*) => {
         $(core::arch::global_asm!(
@@ -351,185 +360,188 @@ core::arch::global_asm!(
     length = const VCPU_LENGTH,
 );
 
-/// In [`Vcpu::changed`]: all of the kernel's mappings.
+/// In [`SharedVcpu::changed`]: all kernel mappings.
 pub const EVERYTHING: u64 = u64::MAX;
 
-/// The shared memory.
+/// Returns the shared memory.
 pub fn shared() -> &'static Shared {
-    // SAFETY: `main` has mapped it before anything else, zeroed, for as long as the process lives; what is not atomic is guarded as the
-    // module's documentation says.
+    // SAFETY: `main` maps it first, zeroed, for the life of the process. The module's documentation
+    // states which process uses the non-atomic fields.
     unsafe { &*(SHARED_STRUCT as *const Shared) }
 }
 
-/// The virtual CPUs of the machine.
-pub fn vcpus() -> &'static [Vcpu] {
-    // SAFETY: as `shared`; there is room for so many.
-    unsafe { core::slice::from_raw_parts(VCPUS as *const Vcpu, config::vcpu_count()) }
+/// Returns the state of all vCPUs.
+pub fn vcpus() -> &'static [SharedVcpu] {
+    // SAFETY: as `shared`; the range has room for this number.
+    unsafe { core::slice::from_raw_parts(VCPUS as *const SharedVcpu, config::vcpu_count()) }
 }
 
-/// Where what belongs to a virtual CPU is in the descriptor of the shared memory.
+/// Returns the offset of a vCPU's state in the file of the shared memory.
 pub fn vcpu_offset(index: usize) -> u64 {
     VCPUS + index as u64 * VCPU_LENGTH - layout::SHARED
 }
 
-/// The end of a virtual CPU's stack.
+/// Returns the top of a vCPU's stack.
 pub fn stack_top(index: usize) -> u64 {
     STACKS_TOP - index as u64 * STACK_LENGTH
 }
 
-/// What belongs to this process's virtual CPU. Not for the device process, nor for disks'.
-pub fn vcpu() -> &'static Vcpu {
-    // SAFETY: a process of the guest has mapped it before anything else; for what is not atomic, as `shared`.
-    unsafe { &*(OWN_VCPU as *const Vcpu) }
+/// Returns the state of this process's vCPU. Not for the device process, nor for workers.
+pub fn vcpu() -> &'static SharedVcpu {
+    // SAFETY: a guest process maps it first; for the non-atomic fields see `shared`.
+    unsafe { &*(OWN_VCPU as *const SharedVcpu) }
 }
 
-/// What the wedge counts of a virtual CPU.
-pub fn statistics(vcpu: usize) -> &'static Statistics {
-    // SAFETY: as `shared`; all of it is atomic.
+/// Returns the counters of a vCPU.
+pub fn statistics(vcpu: usize) -> &'static VcpuStatistics {
+    // SAFETY: as `shared`; all fields are atomic.
     let all =
-        unsafe { &*((layout::SHARED + layout::STATISTICS) as *const [Statistics; MAX_VCPUS]) };
+        unsafe { &*((layout::SHARED + layout::STATISTICS) as *const [VcpuStatistics; MAX_VCPUS]) };
     &all[vcpu % MAX_VCPUS]
 }
 
-/// Of the one that this process is of.
-pub fn own_statistics() -> &'static Statistics {
+/// Returns the counters of this process's vCPU.
+pub fn own_statistics() -> &'static VcpuStatistics {
     statistics(mine().vcpu.load(core::sync::atomic::Ordering::Relaxed) as usize)
 }
 
-/// What entry code shares with the wedge.
+/// Returns the address of the state shared with entry code.
 pub fn cell() -> *mut Cell {
     CELL as *mut Cell
 }
 
-/// Events for this process's virtual CPU.
+/// Returns the pending events of this process's vCPU.
 pub fn events() -> &'static AtomicU32 {
     vcpu().events()
 }
 
-/// Adds one to a counter.
+/// Increments a counter.
 pub fn count(counter: usize) {
     own_statistics().counters[counter].fetch_add(1, core::sync::atomic::Ordering::Relaxed);
 }
 
-/// What the loader has left in shared memory. The guest can change it: [`config::load`] reads it, once, before
-/// there is a guest, and nothing else does.
+/// Records that the loader has left in shared memory. The guest can overwrite them: only
+/// [`config::load`] reads them, once, before the guest runs.
 pub mod loaded {
-    use super::{Disk, Filters, MAX_DISKS, MAX_NETS, MAX_SHARES, Net, Share, Start, layout};
+    use super::{
+        DiskRecord, Filters, MAX_DISKS, MAX_NETS, MAX_SHARES, NetRecord, ShareRecord, Start, layout,
+    };
 
-    /// A copy of what is at this offset.
+    /// Returns a copy of the value at this offset.
     ///
     /// # Safety
-    /// There is a `T`, for which all values are allowed.
+    /// The offset must be that of a `T`, for which every bit pattern is valid.
     unsafe fn at<T: Copy>(offset: u64) -> T {
-        // SAFETY: the device process has mapped it, and is the only process; the caller vouches for the type.
+        // SAFETY: the device process has mapped it, and no other process exists; the caller
+        // guarantees the type.
         unsafe { ((layout::SHARED + offset) as *const T).read_volatile() }
     }
 
-    /// The filters.
+    /// Returns the seccomp filters.
     pub fn filters() -> Filters {
-        // SAFETY: it consists of numbers.
+        // SAFETY: it consists of integers.
         unsafe { at(layout::FILTERS) }
     }
 
-    /// The record; `None`: it is of another version.
+    /// Returns the loader's record; `None`: another version.
     pub fn start() -> Option<Start> {
         // SAFETY: as above.
         Start::from_words(&unsafe { at(0) })
     }
 
-    /// All disks.
-    pub fn disks() -> [Disk; MAX_DISKS] {
+    /// Returns all disk records.
+    pub fn disks() -> [DiskRecord; MAX_DISKS] {
         // SAFETY: as above.
-        let records: [[u64; Disk::WORDS]; MAX_DISKS] = unsafe { at(layout::DISKS) };
-        records.each_ref().map(Disk::from_words)
+        let records: [[u64; DiskRecord::WORDS]; MAX_DISKS] = unsafe { at(layout::DISKS) };
+        records.each_ref().map(DiskRecord::from_words)
     }
 
-    /// All networks.
-    pub fn nets() -> [Net; MAX_NETS] {
+    /// Returns all network records.
+    pub fn nets() -> [NetRecord; MAX_NETS] {
         // SAFETY: as above.
-        let records: [[u64; Net::WORDS]; MAX_NETS] = unsafe { at(layout::NETS) };
-        records.each_ref().map(Net::from_words)
+        let records: [[u64; NetRecord::WORDS]; MAX_NETS] = unsafe { at(layout::NETS) };
+        records.each_ref().map(NetRecord::from_words)
     }
 
-    /// All shared directories.
-    pub fn shares() -> [Share; MAX_SHARES] {
+    /// Returns all records of shared directories.
+    pub fn shares() -> [ShareRecord; MAX_SHARES] {
         // SAFETY: as above.
-        let records: [[u64; Share::WORDS]; MAX_SHARES] = unsafe { at(layout::SHARES) };
-        records.each_ref().map(Share::from_words)
+        let records: [[u64; ShareRecord::WORDS]; MAX_SHARES] = unsafe { at(layout::SHARES) };
+        records.each_ref().map(ShareRecord::from_words)
     }
 }
 
-/// The loader's record.
+/// Returns the loader's record.
 pub fn start() -> Option<Start> {
     Some(config().start)
 }
 
-/// What the loader says of a disk.
-pub fn disk(number: usize) -> Disk {
+/// Returns the record of a disk.
+pub fn disk(number: usize) -> DiskRecord {
     config().disks.get(number).copied().unwrap_or_default()
 }
 
-/// What the loader says of a network.
-pub fn net(number: usize) -> Net {
+/// Returns the record of a network.
+pub fn net(number: usize) -> NetRecord {
     config().nets.get(number).copied().unwrap_or_default()
 }
 
-/// Packets of vsock on their way.
-pub fn vsock() -> &'static Port {
-    // SAFETY: as `shared`; there is room up to what follows.
-    unsafe { &*((layout::SHARED + layout::VSOCK) as *const Port) }
+/// Returns the vsock packet rings.
+pub fn vsock() -> &'static NetQueues {
+    // SAFETY: as `shared`; asserted to end before the next structure.
+    unsafe { &*((layout::SHARED + layout::VSOCK) as *const NetQueues) }
 }
 
-/// What the loader says of a shared directory.
-pub fn share(number: usize) -> Share {
+/// Returns the record of a shared directory.
+pub fn share(number: usize) -> ShareRecord {
     config().shares.get(number).copied().unwrap_or_default()
 }
 
-/// Which process this is, and whether system calls are dispatched; in its own memory.
+/// Private state of a process.
 #[repr(C)]
 pub struct Mine {
-    /// See [`wedge_x86::Private`]; it is at the beginning.
+    /// First field: selector of system call dispatch, see [`wedge_x86::Private`].
     pub private: wedge_x86::Private,
-    /// The process's slot.
+    /// Slot of the process.
     pub slot: AtomicU32,
-    /// Number of its virtual CPU.
+    /// Index of its vCPU.
     pub vcpu: AtomicU32,
-    /// Its timer is set to this value of the time-stamp counter.
+    /// TSC to which its timer is set.
     pub armed: AtomicU64,
-    /// Its timer.
+    /// Id of its timer.
     pub timer: AtomicU32,
-    /// The CPU of the host that it keeps to.
-    pub bound: crate::place::Bound,
-    /// Something of the kernel's image can be executed beside its code.
+    /// Host CPU to which it is bound.
+    pub binding: crate::cpu_affinity::ProcessBinding,
+    /// Pages of the kernel image outside of its code are executable.
     pub image: AtomicBool,
-    /// Bytes of the signal stack, from its top on, that signals have used.
+    /// Bytes of the signal stack, from its top, that signals have used.
     pub frames: AtomicU64,
-    /// What of them the next program must not see: see `signal::scrub`.
+    /// Stack areas to clear before user mode runs: see `signal::scrub`.
     pub scrubs: AtomicU8,
-    /// Its rewritten system calls.
-    pub calls: Owned<crate::calls::Calls>,
-    /// Frames that it has write-protected.
-    pub copied: Owned<crate::frames::Applied>,
-    /// What it has mapped for programs.
+    /// Rewritten system calls.
+    pub calls: Owned<crate::syscall_patch::Calls>,
+    /// Copied frames that it has write-protected.
+    pub copied: Owned<crate::frames::AppliedFrames>,
+    /// User-mode mappings.
     pub mapped: Owned<Mapped<{ crate::memory::PIECES }>>,
-    /// Its pages of code.
-    pub code: Owned<crate::code::Code>,
-    /// How the host's processor lays out extended state.
-    pub parts: Owned<crate::extended::Parts>,
-    /// Descriptors for thread-local storage that the host has for it.
+    /// Executable pages.
+    pub code: Owned<crate::exec_scan::Code>,
+    /// Layout of extended state of the host CPU.
+    pub xsave_layout: Owned<crate::xstate::XsaveLayout>,
+    /// TLS descriptors that the host has for it.
     pub thread_local: Owned<crate::compat::ThreadLocal>,
-    /// Its programs' own process.
-    pub peer: Owned<crate::apart::Peer>,
-    /// That process has not been able to map or unmap something, and was given up.
+    /// State of its user process.
+    pub peer: Owned<crate::user_process::UserProcess>,
+    /// The user process was abandoned, because a mapping call has failed.
     pub unmapped: AtomicBool,
-    /// In a program process.
-    pub mapper: crate::apart::Mapper,
-    /// How long it has had the virtual CPU, and what it has had of the host's.
-    pub turns: Owned<crate::steal::Turns>,
+    /// Handshake of the threads, in a user process.
+    pub mapper: crate::user_process::Mapper,
+    /// Time accounting of its turns.
+    pub turns: Owned<crate::steal_time::TurnTimes>,
 }
 
-/// The process's own memory.
+/// Returns the process's private state.
 pub fn mine() -> &'static Mine {
-    // SAFETY: mapped by `main` before anything else, zeroed; all of it is atomic.
+    // SAFETY: `main` maps it first, zeroed; all shared fields are atomic.
     unsafe { &*(PRIVATE as *const Mine) }
 }

@@ -1,7 +1,9 @@
-//! Signals of the host: the processor's exceptions, system calls of programs, the timer and the device process.
+//! Host signals: CPU exceptions, system calls of user mode, the timer, and notifications by the
+//! device process.
 //!
-//! A handler that finds the guest running puts its registers into the frame and leaves for the wedge, without returning from the signal: no
-//! signal is ever masked, so there is nothing to return to. If it finds the wedge, it leaves an event.
+//! A handler that interrupts the guest saves its registers to the frame and jumps to the wedge
+//! without returning from the signal. Signals are never masked, so no return is needed. A handler
+//! that interrupts the wedge posts an event.
 
 use core::arch::naked_asm;
 use core::sync::atomic::Ordering::{Relaxed, SeqCst};
@@ -16,10 +18,10 @@ use wedge_x86::{CODE_64, Unwound};
 use crate::config::config;
 use crate::processes::{KICK, TIMER};
 use crate::shared::{
-    SIGNAL_STACK, SIGNAL_STACK_LENGTH, Signal, cell, count, event, events, mine, vcpu,
+    SIGNAL_STACK, SIGNAL_STACK_LENGTH, Signal, cell, count, counter, event, events, mine, vcpu,
 };
 use crate::sys::{self, Errno};
-use crate::{extended, keys, report};
+use crate::{pkeys, report, xstate};
 
 /// `struct ucontext` of x86-64 (`arch/x86/include/uapi/asm/sigcontext.h`).
 #[repr(C)]
@@ -40,60 +42,63 @@ pub struct Context {
 }
 
 impl Context {
-    /// The low half of [`Self::segments`] is `CS`.
+    /// Returns whether `CS`, the low part of [`Self::segments`], is that of 64-bit code.
     pub fn is_64_bit(&self) -> bool {
         self.segments as u16 == CODE_64.into()
     }
 }
 
-/// Bytes of a context, with what is reserved and the signal mask. The signal's description follows it (`struct rt_sigframe`).
+/// Length of a context in bytes, with reserved words and signal mask. The siginfo follows it
+/// (`struct rt_sigframe`).
 pub const CONTEXT: u64 = 304;
-/// Where the architecture of a dispatched system call is in a description (`_sigsys` of `siginfo_t`).
+/// Offset of the architecture in the siginfo of a dispatched system call (`_sigsys` of
+/// `siginfo_t`).
 const ARCHITECTURE: u64 = 28;
-/// What a dispatched system call's [`Signal::vector`] is if it was `int $0x80`.
+/// [`Signal::vector`] of a dispatched system call by `int $0x80`.
 pub const INT_80: u8 = 0x80;
 
-/// [`Signal::vector`] of a dispatched system call.
+/// Returns [`Signal::vector`] of a dispatched system call.
 ///
 /// # Safety
-/// The host has written a frame with this context.
+/// The host must have written a frame with this context.
 pub unsafe fn call_vector(context: *const Context) -> u64 {
     /// `AUDIT_ARCH_I386` (`linux/audit.h`).
     const I386: u32 = 0x4000_0003;
     let at = context as u64 + CONTEXT + ARCHITECTURE;
-    // SAFETY: the caller vouches for it.
+    // SAFETY: the caller guarantees it.
     let is_int = unsafe { (at as *const u32).read() } == I386;
     if is_int { INT_80.into() } else { 0 }
 }
 
-/// Where [`Context::registers`] are in a frame, which is in the order of encoding.
+/// Register numbers in the frame, by their index in [`Context::registers`].
 pub const ORDER: [usize; 16] = [8, 9, 10, 11, 12, 13, 14, 15, 7, 6, 5, 3, 2, 0, 1, 4];
 
 /// Index of the stack pointer in [`Context::registers`].
 const STACK_POINTER: usize = 15;
 
-/// Signals of the processor and of dispatched system calls.
+/// Signals of CPU exceptions and of dispatched system calls.
 pub const SYNCHRONOUS: [u32; 6] =
     [linux::SIGSEGV, linux::SIGBUS, linux::SIGILL, linux::SIGFPE, linux::SIGTRAP, linux::SIGSYS];
-/// Number of a trap exception's vector: single step or breakpoint register.
+/// Vector of trap exceptions: single step or breakpoint register.
 const DEBUG: u64 = 1;
 
-/// Makes signals come to this process's handler, and system calls of programs too. The signals are blocked until the process has
-/// its seccomp filter: a handler would read what the guest can write.
+/// Installs the signal handlers of this process, and the dispatch of user-mode system calls. The
+/// signals stay blocked until the seccomp filter is installed, because a handler reads memory that
+/// the guest can write.
 pub fn set_up() -> Result<(), Errno> {
-    make_timer()?;
-    let stack = &STACKS[usize::from(keys::are_on())];
-    // SAFETY: the stack is this process's own memory and used for nothing else.
+    create_timer()?;
+    let stack = &STACKS[usize::from(pkeys::is_enabled())];
+    // SAFETY: the stack is private memory without any other use.
     unsafe { sys::call(linux::__NR_sigaltstack, [stack.as_ptr() as u64, 0, 0, 0, 0, 0]) }?;
     let flags = linux::SA_SIGINFO | linux::SA_ONSTACK | linux::SA_NODEFER | linux::SA_RESTORER;
-    let handler = match keys::are_on() {
+    let handler = match pkeys::is_enabled() {
         true => wedge_x86::keyed_handler(),
         false => handler as *const () as u64,
     };
     let action = [handler, flags.into(), restore as *const () as u64, 0];
     for number in SYNCHRONOUS.into_iter().chain([KICK, TIMER]) {
         let arguments = [number.into(), action.as_ptr() as u64, 0, 8, 0, 0];
-        // SAFETY: the handler keeps to the rules of signal handlers.
+        // SAFETY: the handler complies with the rules for signal handlers.
         unsafe { sys::call(linux::__NR_rt_sigaction, arguments) }?;
     }
     let arguments = [
@@ -104,50 +109,53 @@ pub fn set_up() -> Result<(), Errno> {
         mine().private.dispatch.as_ptr() as u64,
         0,
     ];
-    // SAFETY: the byte is there as long as the process; only entry code sets it, on the way to programs.
+    // SAFETY: the byte exists for the life of the process; only entry code sets it, on the way to
+    // user mode.
     unsafe { sys::call(linux::__NR_prctl, arguments) }.map(drop)
 }
 
-/// The stack of signal handlers. With keys the host takes it away while a handler runs (`SS_AUTODISARM`, sigaltstack(2)), until that
-/// returns or [`leave`]s: whatever a program's stack pointer is, its signal is at the top, and what interrupts a handler is below it.
+/// Signal stacks. With protection keys the host disables the stack while a handler runs
+/// (`SS_AUTODISARM`, sigaltstack(2)), until it returns or calls [`leave`]: whatever user mode's
+/// stack pointer is, its signal frame is at the top, and frames of nested signals are below.
 static STACKS: [[u64; 3]; 2] =
     [[SIGNAL_STACK, 0, SIGNAL_STACK_LENGTH], [SIGNAL_STACK, 1 << 31, SIGNAL_STACK_LENGTH]];
 
-/// Gives up a handler: the guest was running, and its registers are in the frame.
+/// Abandons a handler: the guest was interrupted, and its registers are in the frame.
 ///
 /// # Safety
-/// Nothing on the signal stack is needed any longer.
+/// Nothing on the signal stack may be needed any more.
 unsafe fn leave() -> ! {
-    // SAFETY: the guest was running; the stack is this process's own memory and used for nothing else.
+    // SAFETY: the guest was interrupted; the stack is private memory without any other use.
     unsafe {
-        if keys::are_on() {
+        if pkeys::is_enabled() {
             wedge_x86::leave_after(linux::__NR_sigaltstack, STACKS[1].as_ptr() as u64)
         }
         wedge_x86::leave()
     }
 }
 
-/// A signal has left a frame with this context.
+/// Records the part of the signal stack that a frame has used.
 fn note_frame(context: u64) {
-    // Below it is only what the host's handlers are called with.
+    // Below the context is only the return address of the handler.
     let page = context & !0xfff;
     if (SIGNAL_STACK..SIGNAL_STACK + SIGNAL_STACK_LENGTH).contains(&page) {
         mine().frames.fetch_max(SIGNAL_STACK + SIGNAL_STACK_LENGTH - page, Relaxed);
     }
 }
 
-/// What signals have left is another's than the next program's.
-pub fn forget_frames() {
+/// Marks all used parts of the signal stacks for clearing.
+pub fn mark_stale() {
     mine().scrubs.store(ALL, Relaxed);
 }
 
-/// Values of [`crate::shared::Mine::scrubs`]: only a handler that found no program has left something; any may have.
+/// Values of [`crate::shared::Mine::scrubs`]: frames of the kernel only; frames of any origin.
 const KERNEL: u8 = 1;
 const ALL: u8 = 2;
 
-/// Before the guest goes on, with keys: a program finds nothing of others where its signals come.
+/// Clears the used parts of the signal stacks before the guest runs, with protection keys: user
+/// mode can read them.
 pub fn scrub() {
-    /// Most that handlers use of their own stack.
+    /// Largest stack usage of a handler on its own stack in bytes.
     const HANDLER: usize = 0x2000;
     let mine = mine();
     let scrubs = mine.scrubs.swap(0, Relaxed);
@@ -160,7 +168,8 @@ pub fn scrub() {
         (SIGNAL_STACK + SIGNAL_STACK_LENGTH, length as usize),
         (wedge_x86::HANDLER_STACK_TOP, handler),
     ] {
-        // SAFETY: nobody uses these stacks now: a handler that interrupts this is done when it goes on.
+        // SAFETY: these stacks are unused now: a handler that interrupts this function has finished
+        // when it continues.
         unsafe { core::ptr::write_bytes((end - length as u64) as *mut u8, 0, length) };
     }
 }
@@ -170,7 +179,8 @@ unsafe extern "sysv64" fn restore() {
     naked_asm!("mov eax, {}", "syscall", const linux::__NR_rt_sigreturn)
 }
 
-/// The kernel calls it with 16-byte alignment as if by a call. Alignment checks may be on.
+/// Signal handler. The kernel calls it with 16-byte alignment, as by a call, and possibly with
+/// alignment checks enabled.
 #[unsafe(naked)]
 unsafe extern "sysv64" fn handler() {
     naked_asm!("push 2", "popfq", "jmp {}", sym on_signal)
@@ -178,63 +188,64 @@ unsafe extern "sysv64" fn handler() {
 
 #[unsafe(export_name = "parador_wedge_signal")]
 extern "sysv64" fn on_signal(number: u32, _: *const u8, context: *mut Context) {
-    if keys::are_on() {
+    if pkeys::is_enabled() {
         note_frame(context as u64);
         mine().scrubs.fetch_max(KERNEL, Relaxed);
     }
-    // System calls from here on are the host's.
+    // From here on, system calls are the wedge's.
     mine().private.dispatch.store(0, Relaxed);
     let synchronous = SYNCHRONOUS.contains(&number);
     let vcpu = vcpu();
-    // SAFETY: the kernel gives the context of this signal.
+    // SAFETY: the kernel passes the context of this signal.
     let context = unsafe { &mut *context };
     if vcpu.running.load(SeqCst) != mine().slot.load(Relaxed) {
-        // A timer that was not stopped, or a signal that came late: the process that runs knows.
+        // A stale timer, or a late signal: the process that runs the vCPU has the event.
         if synchronous {
-            broken(number, context);
+            unexpected(number, context);
         }
         return;
     }
-    // SAFETY: this process has the virtual CPU, and entry code or the guest was running, or the wedge was, in which case nothing but the mark
-    // of attention is changed.
+    // SAFETY: this process owns the vCPU. Either the guest or entry code was interrupted, or the
+    // wedge, in which case only `attention` is changed.
     let cpu = unsafe { &mut (*cell()).cpu };
     if !synchronous {
-        leave_event(number);
+        post_event(number);
     }
     if !(layout::WEDGE..layout::WEDGE_END).contains(&context.rip) {
-        cpu.found_in(context.is_64_bit());
+        cpu.sync_code_segment(context.is_64_bit());
     } else if !in_wedge(number, synchronous, context, cpu) {
         return;
     }
     if !synchronous && cpu.cpl == 0 && cpu.held_flags & rflags::IF == 0 {
-        // It could not be delivered; the guest looks when it turns interrupts on.
+        // Interrupts are disabled; the guest checks when it enables them.
         cpu.attention = 1;
-        crate::frames::see();
+        crate::frames::note_interrupted_kernel();
         return;
     }
     for (value, place) in context.registers.iter().zip(ORDER) {
         cpu.frame.gpr[place] = *value;
     }
     cpu.frame.rip = context.rip;
-    cpu.found_flags(context.rflags);
+    cpu.sync_flags(context.rflags);
     let (code, address) = (context.code, context.address);
     let vector = match number {
-        // SAFETY: the host has written what it is about behind the context.
+        // SAFETY: the host has written the siginfo after the context.
         linux::SIGSYS => unsafe { call_vector(context) },
         _ => context.vector,
     };
     vcpu.signal.set(Signal { number, vector, code, address });
-    extended::restore(context.extended as u64, u64::MAX);
-    // SAFETY: the guest was running.
+    xstate::restore(context.extended as u64, u64::MAX);
+    // SAFETY: the guest was interrupted.
     unsafe { leave() }
 }
 
-/// A signal that has found a program running, with keys: entry code is on a stack of its own. The program may also have jumped to the
-/// handler, with anything for a context; then what it says of itself must be nothing that it could not have done.
-#[unsafe(export_name = "parador_wedge_program_signal")]
-extern "sysv64" fn on_program_signal(number: u32, _: *const u8, context: *const Context) -> ! {
+/// Signal handler for interrupted user mode, with protection keys; entry code has switched to a
+/// separate stack. User mode may also have jumped to the handler with an arbitrary context, so the
+/// context is restricted to states that user mode can reach.
+#[unsafe(export_name = "parador_wedge_user_signal")]
+extern "sysv64" fn on_user_signal(number: u32, _: *const u8, context: *const Context) -> ! {
     let vcpu = vcpu();
-    // SAFETY: this process has the virtual CPU, and a program was running.
+    // SAFETY: this process owns the vCPU, and user mode was interrupted.
     let cpu = unsafe { &mut (*cell()).cpu };
     let end = SIGNAL_STACK + SIGNAL_STACK_LENGTH;
     let (window, window_end) = wedge_x86::keyed_handler_window();
@@ -247,21 +258,22 @@ extern "sysv64" fn on_program_signal(number: u32, _: *const u8, context: *const 
             cpu.frame.rflags = rflags::IF | 2;
             let vector = vector::UNDEFINED.into();
             vcpu.signal.set(Signal { number: linux::SIGILL, vector, code: 0, address: 0 });
-            // SAFETY: a program was running.
+            // SAFETY: user mode was interrupted.
             unsafe { leave() }
         }
         note_frame(at);
-        // SAFETY: it is on the signal stack, and nobody writes there.
+        // SAFETY: it is on the signal stack, which nothing writes now.
         let context = unsafe { (at as *const Context).read() };
-        let signal = sound(number, &context);
+        let signal = sanitize(number, &context);
         if SYNCHRONOUS.contains(&signal.number) {
             break (context, signal);
         }
-        leave_event(signal.number);
+        post_event(signal.number);
         if !(window..window_end).contains(&context.rip) {
             break (context, signal);
         }
-        // It has interrupted the beginning of another signal's handler, farther up on the stack.
+        // The signal has interrupted the entry of another signal's handler, whose frame is further
+        // up on the stack.
         let [r8, rdi, rdx] = [0, 8, 12].map(|register: usize| context.registers[register]);
         let outer = if context.rip == window { rdx } else { r8 };
         (number, at) = (rdi as u32, if outer > at { outer } else { 0 });
@@ -273,28 +285,28 @@ extern "sysv64" fn on_program_signal(number: u32, _: *const u8, context: *const 
     cpu.frame.rflags = context.rflags;
     let [crossing, _, crossing_end] = wedge_x86::crossing();
     if !(crossing..crossing_end).contains(&context.rip) {
-        cpu.found_in(context.is_64_bit());
+        cpu.sync_code_segment(context.is_64_bit());
     }
     if signal.number == linux::SIGSYS {
-        // SAFETY: the context is on the signal stack with what follows it.
+        // SAFETY: the context and the siginfo are on the signal stack.
         signal.vector = unsafe { call_vector(at as *const Context) };
     }
-    find_crossing(cpu, &mut signal);
-    cpu.frame.rflags = cpu.frame.rflags & u64::from(wedge_x86::PROGRAM_FLAGS) | rflags::IF | 2;
+    recover_registers(cpu, &mut signal);
+    cpu.frame.rflags = cpu.frame.rflags & u64::from(wedge_x86::USER_FLAGS) | rflags::IF | 2;
     vcpu.signal.set(signal);
     let extended = context.extended as u64;
     if (at..end).contains(&extended) && extended.is_multiple_of(64) {
-        extended::restore(extended, end - extended);
+        xstate::restore(extended, end - extended);
     }
-    // SAFETY: a program was running.
+    // SAFETY: user mode was interrupted.
     unsafe { leave() }
 }
 
-/// The signal as a program can get it.
-pub fn sound(number: u32, context: &Context) -> Signal {
+/// Restricts a signal to one that user mode can cause.
+pub fn sanitize(number: u32, context: &Context) -> Signal {
     const PAGE_FAULT: u64 = vector::PAGE_FAULT as u64;
     const PROTECTION: u64 = vector::PROTECTION as u64;
-    let is_sound = match number {
+    let is_possible = match number {
         linux::SIGSYS | linux::SIGILL => true,
         linux::SIGFPE => matches!(context.vector, 0 | 16 | 19),
         linux::SIGTRAP => matches!(context.vector, 1 | 3),
@@ -304,19 +316,19 @@ pub fn sound(number: u32, context: &Context) -> Signal {
         _ => false,
     };
     let code = match context.vector {
-        // Write, fetch; of a program.
+        // Write and fetch bits; user mode.
         PAGE_FAULT => context.code & 0x12 | 4,
         11..=PROTECTION => context.code & 0xffff,
         _ => 0,
     };
-    let number = if is_sound { number } else { KICK };
+    let number = if is_possible { number } else { KICK };
     Signal { number, vector: context.vector, code, address: context.address }
 }
 
-/// If the program was on its way, where its registers are and what the signal means.
-fn find_crossing(cpu: &mut VirtualCpu, signal: &mut Signal) {
+/// Recovers user mode's registers if it was interrupted in a transition, and adapts the signal.
+fn recover_registers(cpu: &mut VirtualCpu, signal: &mut Signal) {
     let rip = cpu.frame.rip;
-    // SAFETY: it is this process's own memory, mapped as long as it lives.
+    // SAFETY: it is private memory, mapped for the life of the process.
     let crossing = unsafe { (wedge_x86::CROSSING as *const wedge_x86::Crossing).read_volatile() };
     let frame = &mut cpu.frame;
     let [start, _, end] = wedge_x86::crossing();
@@ -339,25 +351,28 @@ fn find_crossing(cpu: &mut VirtualCpu, signal: &mut Signal) {
         if rip >= saved {
             frame.rflags = crossing.rflags;
         }
-        // Whatever it was, it is a system call now.
+        // Whatever the signal was, treat it as the system call.
         frame.rip = frame.gpr[1];
         (signal.number, signal.vector) = (linux::SIGSYS, 0);
         return;
     }
-    if signal.number == linux::SIGTRAP && signal.vector == DEBUG && crate::calls::is_stub(rip) {
-        // A step goes through what is there instead of the system call.
+    if signal.number == linux::SIGTRAP
+        && signal.vector == DEBUG
+        && crate::syscall_patch::is_stub(rip)
+    {
+        // A single step of the code that replaces the system call.
         signal.number = KICK;
     }
 }
 
-/// The signal came while the wedge was running, or what it does in the guest's place. `true`: the guest is where it is interrupted, as the
-/// context says now; else the signal's work is done.
+/// Handles a signal that has interrupted the wedge, or code that it executes for the guest. `true`:
+/// the guest is in the state of the changed context; `false`: the signal is handled.
 fn in_wedge(number: u32, synchronous: bool, context: &mut Context, cpu: &mut VirtualCpu) -> bool {
     let rip = context.rip;
     if synchronous {
-        // A single step of the guest's goes through what the wedge does for it.
+        // A single step of the guest continues through code of the wedge.
         if number != linux::SIGTRAP || context.vector != DEBUG {
-            broken(number, context);
+            unexpected(number, context);
         }
         return false;
     }
@@ -367,18 +382,18 @@ fn in_wedge(number: u32, synchronous: bool, context: &mut Context, cpu: &mut Vir
         context.rip = wedge_x86::abort();
         return false;
     }
-    let (start, end) = crate::apart::window();
+    let (start, end) = crate::user_process::wait_window();
     if (start..end).contains(&rip) {
         context.rip = end;
         return false;
     }
     let [start, own_stack, end] = wedge_x86::sysret_window();
     if (start..end).contains(&rip) {
-        // Before the first instruction and after the last but one the stack pointer is the guest's.
+        // The stack pointer is the guest's before the first instruction and after the last but one.
         if rip > start && rip <= own_stack {
             context.registers[STACK_POINTER] = cpu.frame.gpr[4];
         }
-        return returned(context, cpu);
+        return after_sysret(context, cpu);
     }
     let [to_program, to_32, _] = wedge_x86::crossing();
     if rip == to_program || rip == to_32 {
@@ -387,7 +402,7 @@ fn in_wedge(number: u32, synchronous: bool, context: &mut Context, cpu: &mut Vir
             cpu.frame.gpr[place] = *value;
         }
         cpu.frame.rip = rip;
-        find_crossing(cpu, &mut signal);
+        recover_registers(cpu, &mut signal);
         for (value, place) in context.registers.iter_mut().zip(ORDER) {
             *value = cpu.frame.gpr[place];
         }
@@ -396,52 +411,52 @@ fn in_wedge(number: u32, synchronous: bool, context: &mut Context, cpu: &mut Vir
     }
     let Some((stub, offset)) = crate::sites::stub_at(rip) else { return false };
     match stub.unwind(offset) {
-        Unwound::Goes => false,
-        Unwound::At(site, pushed) => {
+        Unwound::Continue => false,
+        Unwound::Restart(site, pushed) => {
             context.rip = site;
             context.registers[STACK_POINTER] += pushed;
             true
         }
-        Unwound::Behind(resume) => {
+        Unwound::Resume(resume) => {
             context.rip = resume;
             cpu.held_flags |= rflags::IF;
             true
         }
-        Unwound::Returned => returned(context, cpu),
+        Unwound::Sysret => after_sysret(context, cpu),
     }
 }
 
-/// The guest has done `SYSRET`.
-fn returned(context: &mut Context, cpu: &mut VirtualCpu) -> bool {
+/// Applies the effect of `SYSRET`, which the guest has executed.
+fn after_sysret(context: &mut Context, cpu: &mut VirtualCpu) -> bool {
     let [rcx, r11] = [context.registers[14], context.registers[3]];
     (context.rip, context.rflags) = (rcx, r11);
-    cpu.enter_program();
+    cpu.enter_user();
     true
 }
 
-fn leave_event(number: u32) {
+fn post_event(number: u32) {
     if number == TIMER {
         events().fetch_or(event::TIMER, SeqCst);
     } else {
-        // Who sends it has said what it is.
-        count(count::KICKS);
+        // The sender has posted the event.
+        count(counter::KICKS);
     }
 }
 
 #[cold]
-fn broken(number: u32, context: &Context) -> ! {
+fn unexpected(number: u32, context: &Context) -> ! {
     report::fatal(format_args!(
-        "signal {number} in the wedge: rip {:#x} rsp {:#x} vector {} code {:#x} address {:#x}",
+        "unexpected signal {number} in the wedge: rip {:#x} rsp {:#x} vector {} code {:#x} address {:#x}",
         context.rip, context.registers[15], context.vector, context.code, context.address
     ))
 }
 
-/// Sets this process's timer to the deadline of the virtual CPU.
-pub fn arm() {
+/// Sets this process's timer to the deadline of the vCPU.
+pub fn arm_timer() {
     let mine = mine();
     let deadline = vcpu().deadline.load(Relaxed);
     if deadline <= crate::guest::tsc() {
-        // The timer of this process may have expired while another one had the virtual CPU.
+        // This process's timer may have expired while another process ran the vCPU.
         events().fetch_or(event::TIMER, SeqCst);
         return;
     }
@@ -450,11 +465,11 @@ pub fn arm() {
     }
     mine.armed.store(deadline, Relaxed);
     if let Err(error) = set_timer(deadline) {
-        report::fatal(format_args!("cannot set the timer of a virtual CPU: {error}"));
+        report::fatal(format_args!("timer_settime failed: {error}"));
     }
 }
 
-/// Time from now to a value of the time-stamp counter, in nanoseconds.
+/// Returns the time until the TSC reaches a value in nanoseconds.
 pub fn until(tsc: u64) -> u64 {
     let ticks = tsc.saturating_sub(crate::guest::tsc());
     let nanoseconds = u128::from(ticks) * 1_000_000 / u128::from(config().tsc_khz);
@@ -463,23 +478,24 @@ pub fn until(tsc: u64) -> u64 {
 
 fn set_timer(deadline: u64) -> Result<(), Errno> {
     let timer = mine().timer.load(Relaxed).into();
-    // A time of 0 stops it.
+    // A time of 0 disarms the timer.
     let wait = if deadline == u64::MAX { 0 } else { until(deadline).max(1) };
     let time = [0, 0, wait / 1_000_000_000, wait % 1_000_000_000];
-    // SAFETY: the kernel reads the time.
+    // SAFETY: the kernel only reads the time.
     unsafe {
         sys::call(linux::__NR_timer_settime, [timer, 0, time.as_ptr() as u64, 0, 0, 0]).map(drop)
     }
 }
 
-/// Makes this process's timer. Timers count against a limit of all processes of the user, so a guest's kernel must not make any.
-fn make_timer() -> Result<(), Errno> {
-    // `struct sigevent`: value, signal, how to notify.
+/// Creates this process's timer. Timers count against a per-user limit, so the guest kernel must
+/// not create any.
+fn create_timer() -> Result<(), Errno> {
+    // `struct sigevent`: value, signal number, kind of notification.
     let event = [0_u64, u64::from(TIMER) | u64::from(linux::SIGEV_SIGNAL) << 32, 0, 0, 0, 0, 0, 0];
     let mut timer = 0_u32;
     let clock = u64::from(linux::CLOCK_MONOTONIC);
     let arguments = [clock, event.as_ptr() as u64, &raw mut timer as u64, 0, 0, 0];
-    // SAFETY: the kernel reads the description and writes the number.
+    // SAFETY: the kernel reads the description and writes the id.
     unsafe { sys::call(linux::__NR_timer_create, arguments) }?;
     mine().timer.store(timer, Relaxed);
     Ok(())

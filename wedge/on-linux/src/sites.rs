@@ -1,62 +1,63 @@
-//! The sites of the guest's kernel and of its modules: rewritten when they are announced, put back when they are retracted.
+//! Patch sites of the guest kernel and its modules: rewritten when they are announced, restored
+//! when they are retracted.
 
 use core::fmt;
 
-use crate::apart;
 use crate::memory::PAGE;
+use crate::user_process;
 use proto::wedge::{layout, option};
 use vmm_cpu::walk::Intent;
 use vmm_mem::GuestMemory;
 use wedge_core::VirtualCpu;
 use wedge_sites::{Flags, Kind, RECORD, Site};
-use wedge_x86::{MAX_SITE, Stub, Target, Way, decode_all};
+use wedge_x86::{MAX_SITE, SiteTarget, Stub, Way, decode_all};
 
-/// Most stubs.
+/// Capacity in stubs.
 const MOST: usize = layout::STUBS_LENGTH as usize / size_of::<Stub>();
 
-/// [`Stub::kind`] of a function that the wedge does in its own way, where other stubs have a kind of sites.
+/// [`Stub::kind`] of a replaced function, in place of a kind of patch site.
 pub const FUNCTION: u8 = u8::MAX;
-/// Most bytes that Linux' `__text_poke` changes at once: `text_poke_copy` fills two pages
-/// (`arch/x86/kernel/alternative.c`).
+/// Largest number of bytes that Linux's `__text_poke` changes at once: `text_poke_copy` fills two
+/// pages (`arch/x86/kernel/alternative.c`).
 pub const MOST_POKED: usize = 2 * PAGE as usize;
-/// Bytes of a function that are replaced.
+/// Number of replaced bytes of a function.
 const FUNCTION_BYTES: usize = 8;
 
-/// Why a table is refused.
+/// Reason for refusing a site table.
 #[derive(Clone, Copy, Debug)]
-pub enum Problem {
-    /// It is not in memory.
+pub enum SiteError {
+    /// This address is not mapped.
     Unreadable(u64),
-    /// It is not of the format.
+    /// The table is malformed.
     Format(wedge_sites::Error),
-    /// The instructions at this address are not what a site may have.
+    /// The instruction at this address is not supported.
     Instruction(u64),
-    /// There are too many.
+    /// The table has too many sites.
     Full,
 }
 
-impl fmt::Display for Problem {
+impl fmt::Display for SiteError {
     fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Unreadable(at) => write!(to, "no memory at {at:#x}"),
+            Self::Unreadable(at) => write!(to, "address {at:#x} is not mapped"),
             Self::Format(error) => write!(to, "{error}"),
             Self::Instruction(at) => write!(to, "unknown instruction at {at:#x}"),
-            Self::Full => write!(to, "more than {MOST} sites"),
+            Self::Full => write!(to, "more than {MOST} patch sites"),
         }
     }
 }
 
-/// The rewritten sites.
+/// Rewritten sites.
 pub struct Sites {
     used: usize,
-    /// The kernel's own table, where page-table stores are looked up.
+    /// Address and length of the kernel's own table, for the lookup of page-table stores.
     table: (u64, u64),
-    /// Sites may be done without the wedge.
+    /// Sites may be handled in place.
     fast: bool,
 }
 
 impl Sites {
-    /// None yet.
+    /// Creates the state without sites.
     pub fn new(options: u64) -> Self {
         Self { used: 0, table: (0, 0), fast: options & option::NO_FAST_PATHS == 0 }
     }
@@ -65,14 +66,14 @@ impl Sites {
         (layout::STUBS as usize + number * size_of::<Stub>()) as *mut Stub
     }
 
-    /// Rewrites all sites of a table at a linear address. Nothing is changed unless all can be.
+    /// Rewrites all sites of the table at a linear address, or none of them.
     pub fn rewrite_table(
         &mut self,
         cpu: &VirtualCpu,
         memory: &GuestMemory,
         table: u64,
         length: u64,
-    ) -> Result<(), Problem> {
+    ) -> Result<(), SiteError> {
         if self.table.1 == 0 {
             self.table = (table, length);
         }
@@ -84,19 +85,19 @@ impl Sites {
         Ok(())
     }
 
-    /// Makes the calls of a function come to the wedge.
+    /// Redirects the calls of a function to the wedge.
     pub fn replace_function(
         &mut self,
         cpu: &VirtualCpu,
         memory: &GuestMemory,
         at: u64,
-    ) -> Result<(), Problem> {
+    ) -> Result<(), SiteError> {
         let mut whole = [0; FUNCTION_BYTES];
-        cpu.read(memory, at, &mut whole).map_err(|_| Problem::Unreadable(at))?;
+        cpu.read(memory, at, &mut whole).map_err(|_| SiteError::Unreadable(at))?;
         self.put_stub(
             cpu,
             memory,
-            &Target {
+            &SiteTarget {
                 site: at,
                 original: &whole,
                 whole: &whole,
@@ -114,13 +115,13 @@ impl Sites {
         memory: &GuestMemory,
         table: u64,
         length: u64,
-        mut act: impl FnMut(&mut Self, &Site) -> Result<(), Problem>,
-    ) -> Result<(), Problem> {
+        mut act: impl FnMut(&mut Self, &Site) -> Result<(), SiteError>,
+    ) -> Result<(), SiteError> {
         for offset in (0..length).step_by(RECORD) {
             let at = table.wrapping_add(offset);
             let mut record = [0; RECORD];
-            cpu.read(memory, at, &mut record).map_err(|_| Problem::Unreadable(at))?;
-            let sites = wedge_sites::Sites::parse(&record, at).map_err(Problem::Format)?;
+            cpu.read(memory, at, &mut record).map_err(|_| SiteError::Unreadable(at))?;
+            let sites = wedge_sites::Sites::parse(&record, at).map_err(SiteError::Format)?;
             for site in sites.iter() {
                 act(self, &site)?;
             }
@@ -128,7 +129,8 @@ impl Sites {
         Ok(())
     }
 
-    /// Whether the kernel's table has a page-table store at an address. Slow: it is for profiles.
+    /// Returns whether the kernel's table has a page-table store at an address. Slow; for the
+    /// profiler only.
     pub fn is_page_table_store(&mut self, cpu: &VirtualCpu, memory: &GuestMemory, at: u64) -> bool {
         let (table, length) = self.table;
         let mut found = false;
@@ -145,29 +147,29 @@ impl Sites {
         memory: &GuestMemory,
         site: &Site,
         check: bool,
-    ) -> Result<(), Problem> {
-        if !site.is_rewritable() || is_left_alone(site.kind) {
+    ) -> Result<(), SiteError> {
+        if !site.is_rewritable() || needs_no_patch(site.kind) {
             return Ok(());
         }
         let mut whole = [0; MAX_SITE];
         let whole = &mut whole[..usize::from(site.padded).min(MAX_SITE)];
-        cpu.read(memory, site.address, whole).map_err(|_| Problem::Unreadable(site.address))?;
-        let bytes = whole.get(..site.length.into()).ok_or(Problem::Instruction(site.address))?;
+        cpu.read(memory, site.address, whole).map_err(|_| SiteError::Unreadable(site.address))?;
+        let bytes = whole.get(..site.length.into()).ok_or(SiteError::Instruction(site.address))?;
         if check {
             return match decode_all(bytes) {
                 Ok(_) => Ok(()),
-                Err(_) => Err(Problem::Instruction(site.address)),
+                Err(_) => Err(SiteError::Instruction(site.address)),
             };
         }
-        let target = Target {
+        let target = SiteTarget {
             site: site.address,
             original: bytes,
             whole,
             padded: site.padded,
             kind: site.kind.number(),
             flags_dead: site.flags.contains(Flags::FLAGS_DEAD),
-            // The way to a program that is elsewhere is the wedge's.
-            fast: self.fast && !(site.kind == Kind::Sysretq && apart::are()),
+            // The wedge itself runs user mode in another process.
+            fast: self.fast && !(site.kind == Kind::Sysretq && user_process::is_enabled()),
         };
         self.put_stub(cpu, memory, &target)
     }
@@ -176,48 +178,49 @@ impl Sites {
         &mut self,
         cpu: &VirtualCpu,
         memory: &GuestMemory,
-        target: &Target<'_>,
-    ) -> Result<(), Problem> {
-        let number = self.free().ok_or(Problem::Full)?;
+        target: &SiteTarget<'_>,
+    ) -> Result<(), SiteError> {
+        let number = self.free().ok_or(SiteError::Full)?;
         let place = Self::at(number);
         let made = Stub::new(place as u64, &wedge_x86::entries(), target);
-        let (stub, patch) = made.ok_or(Problem::Instruction(target.site))?;
-        // SAFETY: the place is in the part of the shared memory that is for stubs, and not in use.
+        let (stub, patch) = made.ok_or(SiteError::Instruction(target.site))?;
+        // SAFETY: the place is an unused stub in the stubs' part of the shared memory.
         unsafe { place.write(stub) };
-        write_code(cpu, memory, target.site, patch.bytes()).ok_or(Problem::Unreadable(target.site))
+        write_code(cpu, memory, target.site, patch.bytes())
+            .ok_or(SiteError::Unreadable(target.site))
     }
 
-    /// Number of a stub that is not in use.
+    /// Returns the index of an unused stub.
     fn free(&mut self) -> Option<usize> {
         if self.used < MOST {
             self.used += 1;
             return Some(self.used - 1);
         }
-        // SAFETY: all stubs have been written, or are zero.
+        // SAFETY: all stubs were written, or are zero.
         (0..MOST).find(|&number| unsafe { (*Self::at(number)).way } == Way::Unused)
     }
 
-    /// Puts the sites of a table back as they were.
+    /// Restores the original code of a table's sites.
     fn retract(&mut self, cpu: &VirtualCpu, memory: &GuestMemory, table: u64, length: u64) {
         let _ = self.each(cpu, memory, table, length, |sites, site| {
             for number in 0..sites.used {
-                // SAFETY: stubs below `used` have been written.
+                // SAFETY: all stubs below `used` were written.
                 let stub = unsafe { &mut *Self::at(number) };
                 if stub.way != Way::Unused && stub.site == site.address {
                     stub.way = Way::Unused;
-                    put_back(stub, cpu, memory);
+                    restore_code(stub, cpu, memory);
                 }
             }
             Ok(())
         });
     }
 
-    /// Whether a site is no instruction but tells of modules.
+    /// Returns whether a site is a marker that announces or retracts a module's sites.
     pub fn is_marker(stub: &Stub) -> bool {
         matches!(Kind::from_number(stub.kind), Some(Kind::Announce | Kind::Retract))
     }
 
-    /// Carries a marker out.
+    /// Executes a marker.
     pub fn marker(&mut self, stub: &Stub, cpu: &mut VirtualCpu, memory: &GuestMemory) {
         let [sites, sites_end] = [7, 6].map(|register| cpu.frame.gpr[register]);
         let kind = Kind::from_number(stub.kind);
@@ -226,7 +229,9 @@ impl Sites {
             Some(Kind::Announce) => {
                 let done = self.rewrite_table(cpu, memory, sites, length);
                 if let Err(problem) = done {
-                    crate::report::say(format_args!("a module is not rewritten: {problem}"));
+                    crate::report::warn(format_args!(
+                        "cannot rewrite a module's patch sites: {problem}"
+                    ));
                 }
             }
             Some(Kind::Retract) => self.retract(cpu, memory, sites, length),
@@ -236,13 +241,14 @@ impl Sites {
     }
 }
 
-/// Makes what was replaced what it was.
-fn put_back(stub: &Stub, cpu: &VirtualCpu, memory: &GuestMemory) {
-    // What is not mapped any longer need not be.
+/// Restores the original code of a site.
+fn restore_code(stub: &Stub, cpu: &VirtualCpu, memory: &GuestMemory) {
+    // A site that is not mapped any more needs no restoring.
     let _ = write_code(cpu, memory, stub.site, stub.overwritten());
 }
 
-/// Writes to the kernel's memory, whatever the rights of its mapping. `None`: nothing was written, since a part of it is not mapped.
+/// Writes to kernel memory, regardless of the rights of its mapping. `None`: a part of it is not
+/// mapped, and nothing was written.
 pub fn write_code(cpu: &VirtualCpu, memory: &GuestMemory, to: u64, bytes: &[u8]) -> Option<()> {
     let place = |linear| {
         let found = cpu.paging(linear, false).translate(memory, linear, Intent::Read, false);
@@ -255,7 +261,7 @@ pub fn write_code(cpu: &VirtualCpu, memory: &GuestMemory, to: u64, bytes: &[u8])
             let (part, rest) = left.split_at(length);
             let address = place(at)?;
             if !is_check {
-                // Where no memory is nothing is written, as by the kernel itself.
+                // Writes to unassigned addresses are dropped, as those of the kernel itself.
                 let _ = memory.write_slice(address, part);
             }
             (at, left) = (at.wrapping_add(length as u64), rest);
@@ -264,17 +270,18 @@ pub fn write_code(cpu: &VirtualCpu, memory: &GuestMemory, to: u64, bytes: &[u8])
     Some(())
 }
 
-/// The stub that has code at an address, and the offset there.
+/// Returns the stub with code at an address, and the offset in it.
 pub fn stub_at(address: u64) -> Option<(&'static Stub, u64)> {
     if !(layout::STUBS..layout::STUBS + layout::STUBS_LENGTH).contains(&address) {
         return None;
     }
     let offset = address % size_of::<Stub>() as u64;
-    // SAFETY: code that runs there belongs to a stub that has been written.
+    // SAFETY: executed code there belongs to a stub that was written.
     Some((unsafe { &*((address - offset) as *const Stub) }, offset))
 }
 
-/// Page-table stores need nothing: the guest says when translations are to be forgotten.
-fn is_left_alone(kind: Kind) -> bool {
+/// Returns whether a kind of site stays unpatched: page-table stores need no patch, because the
+/// guest flushes translations.
+fn needs_no_patch(kind: Kind) -> bool {
     matches!(kind, Kind::PageTable)
 }

@@ -1,7 +1,7 @@
 //! System calls of the host.
 //!
-//! `linux-raw-sys` has the numbers and structures; the few calls that the wedge makes are here. Errors are Linux' numbers,
-//! which messages display with their names.
+//! `linux-raw-sys` provides numbers and structures; this module has the few calls that the wedge
+//! makes. Errors are Linux's numbers; messages display their names.
 
 use core::arch::asm;
 
@@ -11,15 +11,16 @@ pub use proto::errno::Errno;
 
 type Result<T> = core::result::Result<T, Errno>;
 
-/// A system call with up to six arguments.
+/// Makes a system call with up to six arguments.
 ///
 /// # Safety
-/// What the call does to memory must be allowed: nothing that Rust objects live in may be unmapped or changed.
+/// Its effect on memory must be permitted: it must not unmap or change memory of Rust objects.
 #[inline(always)]
 pub unsafe fn call(number: u32, arguments: [u64; 6]) -> Result<u64> {
     let [a, b, c, d, e, f] = arguments;
     let result: u64;
-    // SAFETY: the registers are those of Linux' convention (syscall(2)); the caller vouches for the effect.
+    // SAFETY: the registers are those of Linux's calling convention (syscall(2)); the caller
+    // guarantees the effect.
     unsafe {
         asm!(
             "syscall",
@@ -38,31 +39,31 @@ pub unsafe fn call(number: u32, arguments: [u64; 6]) -> Result<u64> {
     if result > -4096_i64 as u64 { Err(Errno(-(result as i64) as i32)) } else { Ok(result) }
 }
 
-/// `struct iovec`: memory that a call reads or writes.
+/// `struct iovec`: memory range of a vectored call.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct Vector {
-    /// Where it is.
+    /// Address.
     pub address: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub length: u64,
 }
 
-/// What [`map`] maps.
+/// Source of a mapping.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Backing {
-    /// A descriptor, from this offset on, shared.
+    /// A file from this offset on, shared.
     Shared(u32, u64),
-    /// Zeroed memory of this process.
+    /// Private zeroed memory.
     Own,
-    /// Zeroed memory of this process and of those that it creates.
+    /// Zeroed memory shared with the children of this process.
     Family,
 }
 
-/// Maps memory at `address`, in the place of what is there.
+/// Maps memory at `address`, replacing previous mappings.
 ///
 /// # Safety
-/// No Rust object of this program may be in the range, unless it is meant to become what is mapped.
+/// No Rust object may be in the range, unless the mapping is to replace it.
 pub unsafe fn map(address: u64, length: u64, rights: u32, backing: Backing) -> Result<()> {
     let (flags, fd, offset) = match backing {
         Backing::Shared(fd, offset) => (linux::MAP_SHARED, u64::from(fd), offset),
@@ -70,20 +71,20 @@ pub unsafe fn map(address: u64, length: u64, rights: u32, backing: Backing) -> R
         Backing::Family => (linux::MAP_SHARED | linux::MAP_ANONYMOUS, u64::MAX, 0),
     };
     let flags = u64::from(flags | linux::MAP_FIXED);
-    // SAFETY: the caller vouches for the range.
+    // SAFETY: the caller guarantees the range.
     unsafe {
         call(linux::__NR_mmap, [address, length, u64::from(rights), flags, fd, offset]).map(drop)
     }
 }
 
-/// [`map`] of shared memory whose pages are made present at once.
+/// Maps a file, as [`map`], and populates the mapping.
 ///
 /// # Safety
 /// As [`map`].
 pub unsafe fn map_now(address: u64, length: u64, rights: u32, fd: u32, offset: u64) -> Result<()> {
     let flags = u64::from(linux::MAP_SHARED | linux::MAP_FIXED | linux::MAP_POPULATE);
     let arguments = [address, length, u64::from(rights), flags, u64::from(fd), offset];
-    // SAFETY: the caller vouches for the range.
+    // SAFETY: the caller guarantees the range.
     unsafe { call(linux::__NR_mmap, arguments).map(drop) }
 }
 
@@ -92,69 +93,70 @@ pub unsafe fn map_now(address: u64, length: u64, rights: u32, fd: u32, offset: u
 /// # Safety
 /// As [`map`].
 pub unsafe fn unmap(address: u64, length: u64) -> Result<()> {
-    // SAFETY: the caller vouches for the range.
+    // SAFETY: the caller guarantees the range.
     unsafe { call(linux::__NR_munmap, [address, length, 0, 0, 0, 0]).map(drop) }
 }
 
-/// Waits until somebody wakes `word`, for `nanoseconds` at most, if it has the value `expected`.
+/// Waits until `word` is woken, for `nanoseconds` at most, if its value is `expected`. May return
+/// early.
 pub fn wait(word: &core::sync::atomic::AtomicU32, expected: u32, nanoseconds: Option<u64>) {
     let time = nanoseconds.map(|all| [all / 1_000_000_000, all % 1_000_000_000]);
     let time = time.as_ref().map_or(0, |time| time.as_ptr() as u64);
     let arguments =
         [word.as_ptr() as u64, u64::from(linux::FUTEX_WAIT), expected.into(), time, 0, 0];
-    // SAFETY: it reads the word and the time. Early returns are allowed by this function's contract.
+    // SAFETY: it reads the word and the time. Early returns are part of this function's contract.
     let _ = unsafe { call(linux::__NR_futex, arguments) };
 }
 
-/// Wakes who waits for `word`.
+/// Wakes all waiters of `word`.
 pub fn wake(word: &core::sync::atomic::AtomicU32) {
     let most = i32::MAX as u64;
     let arguments = [word.as_ptr() as u64, u64::from(linux::FUTEX_WAKE), most, 0, 0, 0];
-    // SAFETY: nothing is changed. It cannot fail with a mapped word.
+    // SAFETY: no memory is changed. It cannot fail with a mapped word.
     let _ = unsafe { call(linux::__NR_futex, arguments) };
 }
 
-/// Wakes one of those who wait for `word`.
+/// Wakes one waiter of `word`.
 pub fn wake_one(word: &core::sync::atomic::AtomicU32) {
     let arguments = [word.as_ptr() as u64, u64::from(linux::FUTEX_WAKE), 1, 0, 0, 0];
-    // SAFETY: nothing is changed. It cannot fail with a mapped word.
+    // SAFETY: no memory is changed. It cannot fail with a mapped word.
     let _ = unsafe { call(linux::__NR_futex, arguments) };
 }
 
-/// Lets others run on this host CPU.
+/// Yields this host CPU.
 pub fn yield_now() {
-    // SAFETY: nothing is changed. It does not fail.
+    // SAFETY: no memory is changed. It cannot fail.
     let _ = unsafe { call(linux::__NR_sched_yield, [0; 6]) };
 }
 
-/// Makes this process ignore a signal.
+/// Ignores a signal in this process.
 pub fn ignore(signal: u32) -> Result<()> {
-    // `SIG_IGN`, and neither flags nor a mask.
+    // `SIG_IGN`, without flags and mask.
     let action = [1_u64, 0, 0, 0];
     let arguments = [signal.into(), action.as_ptr() as u64, 0, 8, 0, 0];
-    // SAFETY: the action is read.
+    // SAFETY: the action is only read.
     unsafe { call(linux::__NR_rt_sigaction, arguments).map(drop) }
 }
 
 /// Replaces the set of blocked signals of this thread: bit `n - 1` stands for signal `n`.
 pub fn set_signal_mask(mask: u64) -> Result<()> {
     let arguments = [linux::SIG_SETMASK.into(), &raw const mask as u64, 0, 8, 0, 0];
-    // SAFETY: the mask is read.
+    // SAFETY: the mask is only read.
     unsafe { call(linux::__NR_rt_sigprocmask, arguments).map(drop) }
 }
 
-/// Sets a resource limit of this process and of those that it creates, for ever (setrlimit(2)).
+/// Sets a resource limit of this process and its children irrevocably (setrlimit(2)).
 pub fn limit(resource: u32, value: u64) -> Result<()> {
     let limit = [value, value];
     let arguments = [resource.into(), limit.as_ptr() as u64, 0, 0, 0, 0];
-    // SAFETY: the limit is read.
+    // SAFETY: the limit is only read.
     unsafe { call(linux::__NR_setrlimit, arguments).map(drop) }
 }
 
-/// Fills with random bytes, if the host has any.
+/// Fills `to` with random bytes; `false` if the host has none yet.
 pub fn random(to: &mut [u8]) -> bool {
     let arguments = [to.as_mut_ptr() as u64, to.len() as u64, linux::GRND_NONBLOCK.into(), 0, 0, 0];
-    // SAFETY: the bytes are the caller's to change.
+    // SAFETY: the caller owns the bytes.
     let filled = unsafe { call(linux::__NR_getrandom, arguments) };
     filled == Ok(to.len() as u64)
 }
@@ -162,33 +164,33 @@ pub fn random(to: &mut [u8]) -> bool {
 /// Sends a signal to a process.
 pub fn kill(process: u32, signal: u32) {
     let arguments = [process.into(), signal.into(), 0, 0, 0, 0];
-    // SAFETY: no memory is touched. It fails if the process has ended, which its owner finds out otherwise.
+    // SAFETY: no memory is accessed. It fails if the process has ended, which its parent detects.
     let _ = unsafe { call(linux::__NR_kill, arguments) };
 }
 
-/// Writes as much as the descriptor takes at once.
+/// Writes bytes; returns the number of bytes written at once.
 pub fn write(fd: u32, bytes: &[u8]) -> Result<usize> {
     let arguments = [fd.into(), bytes.as_ptr() as u64, bytes.len() as u64, 0, 0, 0];
-    // SAFETY: the bytes are read.
+    // SAFETY: the bytes are only read.
     unsafe { call(linux::__NR_write, arguments) }.map(|count| count as usize)
 }
 
-/// Reads what there is.
+/// Reads the available bytes; returns their number.
 pub fn read(fd: u32, to: &mut [u8]) -> Result<usize> {
     let arguments = [fd.into(), to.as_mut_ptr() as u64, to.len() as u64, 0, 0, 0];
-    // SAFETY: the bytes are the caller's to change.
+    // SAFETY: the caller owns the bytes.
     unsafe { call(linux::__NR_read, arguments) }.map(|count| count as usize)
 }
 
-/// Closes descriptors from `first` to `last`.
+/// Closes the descriptors from `first` to `last`.
 pub fn close(first: u32, last: u32) -> Result<()> {
-    // SAFETY: no memory is touched.
+    // SAFETY: no memory is accessed.
     unsafe { call(linux::__NR_close_range, [first.into(), last.into(), 0, 0, 0, 0]).map(drop) }
 }
 
 /// Ends the process.
 pub fn exit(code: u8) -> ! {
-    // SAFETY: the process ends, all of it.
+    // SAFETY: the whole process ends.
     let _ = unsafe { call(linux::__NR_exit_group, [code.into(), 0, 0, 0, 0, 0]) };
     loop {
         core::hint::spin_loop();

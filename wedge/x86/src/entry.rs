@@ -1,14 +1,14 @@
-//! Entry code. Everything is at fixed addresses below 2 GiB, so no register is needed to reach it.
+//! Entry code. All data is at fixed addresses below 2 GiB, so no base register is needed.
 
 use core::arch::{global_asm, naked_asm};
 use core::mem::offset_of;
 
 use vmm_cpu::vcpu::Segment;
-use wedge_core::{Frame, VirtualCpu};
+use wedge_core::{RegisterFrame, VirtualCpu};
 
 use crate::{
-    CELL, CODE_64, CROSSING, Cause, Cell, Crossing, Entries, HANDLER_STACK_TOP, PRIVATE,
-    PROGRAM_FLAGS, PROGRAM_RIGHTS, Private,
+    CELL, CODE_64, CROSSING, Cause, Cell, Crossing, Entries, HANDLER_STACK_TOP, PRIVATE, Private,
+    USER_FLAGS, USER_PKRU,
 };
 
 const FRAME: u64 = CELL + (offset_of!(Cell, cpu) + offset_of!(VirtualCpu, frame)) as u64;
@@ -16,22 +16,22 @@ const WEDGE_RSP: u64 = CELL + offset_of!(Cell, wedge_rsp) as u64;
 const EVENTS: u64 = CELL + offset_of!(Cell, events) as u64;
 const DISPATCH_NEXT: u64 = CELL + offset_of!(Cell, dispatch) as u64;
 const DISPATCH: u64 = PRIVATE + offset_of!(Private, dispatch) as u64;
-const RIP: u64 = FRAME + offset_of!(Frame, rip) as u64;
-const RFLAGS: u64 = FRAME + offset_of!(Frame, rflags) as u64;
+const RIP: u64 = FRAME + offset_of!(RegisterFrame, rip) as u64;
+const RFLAGS: u64 = FRAME + offset_of!(RegisterFrame, rflags) as u64;
 const CPU: u64 = CELL + offset_of!(Cell, cpu) as u64;
 const CPL: u64 = CPU + offset_of!(VirtualCpu, cpl) as u64;
 const LSTAR: u64 = CPU + offset_of!(VirtualCpu, lstar) as u64;
-/// Bits of it that count are in its lower half.
+/// All relevant bits are in the lower half.
 const HELD_FLAGS: u64 = CPU + offset_of!(VirtualCpu, held_flags) as u64;
 const FLAG_ON: u32 = 1 << 9;
-/// `IF`, and the bit that is always set.
+/// `IF`, and the reserved bit that is always set.
 const ALWAYS_ON: u32 = 0x202;
 /// `__USER_DS`.
 const DATA: u8 = 0x2b;
-/// `CS` and `SS`, which follow each other.
+/// `CS` and `SS`, which are adjacent.
 const SEGMENTS: u64 = CPU + (offset_of!(VirtualCpu, segments) + size_of::<Segment>()) as u64;
-const PROGRAM: u64 = CELL + offset_of!(Cell, program) as u64;
-const KERNEL: u64 = CELL + offset_of!(Cell, kernel) as u64;
+const PROGRAM: u64 = CELL + offset_of!(Cell, user_segments) as u64;
+const KERNEL: u64 = CELL + offset_of!(Cell, kernel_segments) as u64;
 const CALLS: u64 = CELL + offset_of!(Cell, calls) as u64;
 const SCRATCH_TOP: u64 = CELL + (offset_of!(Cell, scratch) + size_of::<[u64; 16]>()) as u64;
 const KEYS: u64 = CELL + offset_of!(Cell, keys) as u64;
@@ -44,13 +44,14 @@ const CROSSING_RSP: u64 = CROSSING + offset_of!(Crossing, rsp) as u64;
 const _: () = assert!(size_of::<Segment>() == 16);
 const _: () = assert!(offset_of!(Crossing, rcx) == 8 && offset_of!(Crossing, rdx) == 16);
 
-/// Goes to the guest with the registers of its frame; gives the code of a [`Cause`] when it stops.
+/// Runs the guest with the registers of its frame; returns the code of a [`Cause`] when it stops.
 ///
 /// # Safety
-/// The virtual CPU's frame must be a guest's state, in an address space that is set up for it; the caller's stack must be the wedge's.
+/// The frame must be the state of a guest whose address space is set up. The caller must be on the
+/// wedge's stack.
 #[unsafe(naked)]
 pub unsafe extern "sysv64" fn enter() -> u64 {
-    // The direction flag and the alignment check are the guest's from `popfq` on.
+    // From `popfq` on, direction flag and alignment check are the guest's.
     naked_asm!(
         "push rbp",
         "push rbx",
@@ -101,7 +102,7 @@ pub unsafe extern "sysv64" fn enter() -> u64 {
         "mov [{dispatch}], al",
         "cmp byte ptr [{code}], {code_64}",
         "jne 3f",
-        // Behind `POPFQ` a single step would be one of this code's instructions.
+        // After `POPFQ`, a single step would trap on the instructions below.
         "test byte ptr [{rflags} + 1], 1",
         "jnz 3f",
         "push qword ptr [{rflags}]",
@@ -123,7 +124,7 @@ pub unsafe extern "sysv64" fn enter() -> u64 {
         "popfq",
         "mov rsp, [{frame} + 0x20]",
         "jmp qword ptr [{rip}]",
-        // A program in 32-bit code, which has no more than eight registers, or a single step.
+        // 32-bit user code, which has eight registers only, or a single step.
         "3:",
         "push {data}",
         "push qword ptr [{frame} + 0x20]",
@@ -167,7 +168,8 @@ pub unsafe extern "sysv64" fn enter() -> u64 {
 }
 
 global_asm!(
-    // A site's stub has put RSP into the frame and its own address on the scratch stack.
+    // The stub of a site has saved RSP in the frame and pushed its own address on the scratch
+    // stack.
     ".globl parador_wedge_site",
     "parador_wedge_site:",
     "mov [{frame} + 0x00], rax",
@@ -189,7 +191,7 @@ global_asm!(
     "pushfq",
     "pop qword ptr [{rflags}]",
     "jmp parador_wedge_return",
-    // Signal handlers jump here: the cause is a signal.
+    // Signal handlers jump here; the cause is a signal.
     ".globl parador_wedge_leave",
     "parador_wedge_leave:",
     "mov eax, {signal}",
@@ -200,7 +202,7 @@ global_asm!(
     "parador_wedge_return:",
     "mov byte ptr [{dispatch}], 0",
     "mov rsp, [{wedge_rsp}]",
-    // Neither direction flag nor alignment check nor single step are the guest's any longer.
+    // Clear the guest's direction flag, alignment check and single step.
     "push 2",
     "popfq",
     "pop r15",
@@ -218,7 +220,8 @@ global_asm!(
 );
 
 global_asm!(
-    // `SYSRET` to 64-bit code, when nothing waits: the stub has looked. RCX and R11 are what the instruction takes.
+    // `SYSRET` to 64-bit code without pending events, which the stub has checked. RCX and R11 are
+    // the operands of the instruction.
     ".globl parador_wedge_sysret",
     "parador_wedge_sysret:",
     "mov [{rsp}], rsp",
@@ -242,8 +245,8 @@ global_asm!(
     "jmp rcx",
     ".globl parador_wedge_sysret_end",
     "parador_wedge_sysret_end:",
-    // A system call of a program: RCX is where it goes on, everything else but R11 as it was. It goes to the kernel's entry with the
-    // flags that `SFMASK` leaves if it has all of them.
+    // System call of user mode: RCX is the return address, all registers except R11 are unchanged.
+    // Enters the kernel with the flags that remain after `SFMASK`, if that clears all user flags.
     ".globl parador_wedge_call",
     "parador_wedge_call:",
     "mov byte ptr [{dispatch}], 0",
@@ -279,11 +282,12 @@ global_asm!(
     lstar = const LSTAR,
 );
 
-// Crossings with protection keys. A program can jump to each instruction here, with any registers. Behind each `WRPKRU` it is looked whether
-// EAX was what it had to be there, and behind those that open also whether this is 64-bit code, in which these bytes are these instructions;
-// a program that did not come in the right way is at `UD2` then, which is its own fault.
+// Transitions with protection keys. User mode can jump to each instruction here, with arbitrary
+// registers. After each `WRPKRU`, EAX is compared with the expected value; where keys are opened,
+// CS must also be that of 64-bit code, in which these bytes decode as these instructions. An
+// illegitimate entry ends at `UD2`, a fault of user mode.
 global_asm!(
-    // To a program. Its registers are loaded, but for those in the crossing page.
+    // To user mode. All registers are loaded, except for those in the crossing page.
     ".globl parador_wedge_close",
     "parador_wedge_close:",
     "mov byte ptr [{dispatch}], 1",
@@ -296,14 +300,14 @@ global_asm!(
     "mov rax, [{crossing} + 0x00]",
     "mov rcx, [{crossing} + 0x08]",
     "mov rdx, [{crossing} + 0x10]",
-    // Single steps begin behind this code.
+    // A single step traps after this code.
     "test byte ptr [{flags} + 1], 1",
     "jnz 2f",
     "mov esp, {flags}",
     "popfq",
     "mov rsp, [{rsp}]",
     "jmp qword ptr [{rip}]",
-    // To 32-bit code of a program.
+    // To 32-bit user code.
     ".globl parador_wedge_close_32",
     "parador_wedge_close_32:",
     "mov byte ptr [{dispatch}], 1",
@@ -346,7 +350,7 @@ global_asm!(
     "jmp parador_wedge_close",
     ".globl parador_wedge_keyed_sysret_end",
     "parador_wedge_keyed_sysret_end:",
-    // A system call of a program, as `parador_wedge_call`.
+    // System call of user mode, as `parador_wedge_call`.
     ".globl parador_wedge_keyed_call",
     "parador_wedge_keyed_call:",
     "mov [{crossing} + 0x00], rax",
@@ -389,13 +393,14 @@ global_asm!(
     "mov rcx, [{crossing} + 0x08]",
     "mov rdx, [{crossing} + 0x10]",
     "mov r11, [{flags}]",
-    // A program that has not come from the beginning has chosen them.
+    // User mode that has jumped into this code has chosen the flags.
     "and r11d, {program_flags}",
     "or r11d, {always}",
     "mov rsp, [{rsp}]",
     "jmp qword ptr [{lstar}]",
-    // Signals. Linux has closed all keys but 0, on whose memory its frame is. If a program was running, or pretends that this is a signal,
-    // nothing that it can write is a stack.
+    // Signal handler. Linux has closed all keys except 0, whose memory holds the frame. If user
+    // mode was interrupted, or has jumped here, the stack must not be memory that user mode can
+    // write.
     ".globl parador_wedge_keyed_handler",
     "parador_wedge_keyed_handler:",
     "mov r8, rdx",
@@ -417,13 +422,14 @@ global_asm!(
     "push 2",
     "popfq",
     "mov rdx, r8",
-    "call parador_wedge_program_signal",
+    "call parador_wedge_user_signal",
     "2:",
     "push 2",
     "popfq",
     "mov rdx, r8",
     "jmp parador_wedge_signal",
-    // Hosts before Linux 6.12 write the frame of a signal with the rights that it interrupts, so these must be a program's.
+    // Hosts before Linux 6.12 write a signal frame with the interrupted rights, so these must be
+    // user mode's.
     ".globl parador_wedge_wrong",
     "parador_wedge_wrong:",
     "xor ecx, ecx",
@@ -433,7 +439,7 @@ global_asm!(
     "cmp eax, {rights}",
     "jne parador_wedge_wrong",
     "ud2",
-    rights = const PROGRAM_RIGHTS,
+    rights = const USER_PKRU,
     crossing = const CROSSING,
     rip = const CROSSING_RIP,
     flags = const CROSSING_FLAGS,
@@ -449,7 +455,7 @@ global_asm!(
     dispatch = const DISPATCH,
     calls = const CALLS,
     lstar = const LSTAR,
-    program_flags = const PROGRAM_FLAGS,
+    program_flags = const USER_FLAGS,
     always = const ALWAYS_ON,
     code_64 = const CODE_64,
     handler_stack = const HANDLER_STACK_TOP,
@@ -477,9 +483,9 @@ unsafe extern "C" {
     fn parador_wedge_keyed_handler_end();
 }
 
-/// Whether crossings change `PKRU`.
+/// Returns whether transitions change `PKRU`.
 fn has_keys() -> bool {
-    // SAFETY: the byte is set before anything of the guest runs, and not changed then.
+    // SAFETY: the byte is set before the guest runs, and constant from then on.
     unsafe { *(KEYS as *const u8) != 0 }
 }
 
@@ -487,26 +493,28 @@ fn addresses<const N: usize>(labels: [unsafe extern "C" fn(); N]) -> [u64; N] {
     labels.map(|label| label as *const () as u64)
 }
 
-/// Addresses that stubs jump to.
+/// Returns the jump targets of stubs.
 pub fn entries() -> Entries {
     let sysret = if has_keys() { parador_wedge_keyed_sysret } else { parador_wedge_sysret };
     let [site, sysret] = addresses([parador_wedge_site, sysret]);
     Entries { site, sysret }
 }
 
-/// Address that rewritten system calls jump to.
+/// Returns the jump target of rewritten system calls.
 pub fn call_entry() -> u64 {
     let call = if has_keys() { parador_wedge_keyed_call } else { parador_wedge_call };
     call as *const () as u64
 }
 
-/// Where a program's registers are in part in its [`Crossing`], on the way to it: first, first for 32-bit code, and first behind.
+/// Returns the code in which some of user mode's registers are in its [`Crossing`], on the way to
+/// user mode: start, start for 32-bit code, and end.
 pub fn crossing() -> [u64; 3] {
     addresses([parador_wedge_close, parador_wedge_close_32, parador_wedge_close_end])
 }
 
-/// The way of system calls to the kernel with keys: first, the first from which `RAX`, `RCX`, `RDX` and `RSP` are in the [`Crossing`], the
-/// first from which the flags are, and the first of the kernel's side.
+/// Returns the system-call entry with keys: start; first address at which `RAX`, `RCX`, `RDX` and
+/// `RSP` are in the [`Crossing`]; first address at which the flags are; and start of the kernel's
+/// side.
 pub fn call_gate() -> [u64; 4] {
     addresses([
         parador_wedge_keyed_call,
@@ -516,21 +524,22 @@ pub fn call_gate() -> [u64; 4] {
     ])
 }
 
-/// The handler of signals with keys: goes on in `parador_wedge_program_signal` if a program has been running, or pretends to be a signal,
-/// else in `parador_wedge_signal`, with the arguments of a handler.
+/// Returns the signal handler with keys. It continues in `parador_wedge_user_signal` if user mode
+/// was interrupted or has jumped to it, else in `parador_wedge_signal`, with the arguments of a
+/// handler.
 pub fn keyed_handler() -> u64 {
     parador_wedge_keyed_handler as *const () as u64
 }
 
-/// The part of [`keyed_handler`] in which a program still counts as running: first, and first behind. The context is in `RDX` at the first
-/// instruction, then in `R8`.
+/// Returns the part of [`keyed_handler`] that counts as user mode: start and end. The context is in
+/// `RDX` at the first instruction, then in `R8`.
 pub fn keyed_handler_window() -> (u64, u64) {
     let [start, end] = addresses([parador_wedge_keyed_handler, parador_wedge_keyed_handler_end]);
     (start, end)
 }
 
-/// Addresses of the code that does `SYSRET`: first, the first from which the guest's stack pointer is in the frame and no longer, first
-/// behind.
+/// Returns the code of `SYSRET`: start, the first address at which the guest's stack pointer is no
+/// longer in the frame, and end.
 pub fn sysret_window() -> [u64; 3] {
     if has_keys() {
         let [start, end] = addresses([parador_wedge_keyed_sysret, parador_wedge_keyed_sysret_end]);
@@ -539,23 +548,25 @@ pub fn sysret_window() -> [u64; 3] {
     addresses([parador_wedge_sysret, parador_wedge_sysret_own_stack, parador_wedge_sysret_end])
 }
 
-/// Where a signal handler sends a processor that it found in [`entry_window`], with everything but the instruction pointer as it was.
+/// Returns the address at which a signal handler resumes an interrupted [`entry_window`], with all
+/// registers except the instruction pointer unchanged.
 pub fn abort() -> u64 {
     parador_wedge_abort as *const () as u64
 }
 
-/// Addresses between the look for events and the guest: first, and first behind.
+/// Returns the code between the check for events and the guest: start and end.
 pub fn entry_window() -> (u64, u64) {
     let [start, end] = addresses([parador_wedge_window, parador_wedge_window_end]);
     (start, end)
 }
 
-/// [`leave`], after the system call `number` of the host with one argument. What the stack has is not needed for it.
+/// Performs [`leave`] after a host system call `number` with one argument. The contents of the
+/// stack are dropped.
 ///
 /// # Safety
-/// As [`leave`], and that call must be sound.
+/// As [`leave`]; the system call must be sound.
 pub unsafe fn leave_after(number: u32, argument: u64) -> ! {
-    // SAFETY: the caller vouches for it.
+    // SAFETY: the caller guarantees it.
     unsafe {
         core::arch::asm!(
             "syscall",
@@ -568,11 +579,11 @@ pub unsafe fn leave_after(number: u32, argument: u64) -> ! {
     }
 }
 
-/// Gives up a signal handler: [`enter`] returns with [`Cause::Signal`].
+/// Abandons a signal handler: [`enter`] returns [`Cause::Signal`].
 ///
 /// # Safety
-/// The guest was running when the signal came, and the frame has its registers.
+/// The signal must have interrupted the guest, and the frame must hold its registers.
 pub unsafe fn leave() -> ! {
-    // SAFETY: `enter` has left what is needed to return from it.
+    // SAFETY: `enter` has saved the state that its return needs.
     unsafe { core::arch::asm!("jmp parador_wedge_leave", options(noreturn)) }
 }

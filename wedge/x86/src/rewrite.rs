@@ -1,72 +1,73 @@
-//! Stubs, and what is written over a site.
+//! Stubs, and the code that replaces a patch site.
 //!
-//! Every stub ends with code that enters the wedge. What is frequent and simple is done before, in place, and then the guest goes on
-//! without the wedge; [`Stub::unwind`] tells what a signal that comes there has to make of the guest's registers.
+//! Every stub ends with code that enters the wedge. Before it, frequent and simple instructions are
+//! handled in place, and the guest continues without the wedge. [`Stub::unwind`] returns the
+//! guest's state when a signal interrupts a stub.
 
 use core::mem::offset_of;
 
 use vmm_cpu::vcpu::Segment;
 use wedge_core::cpu::rflags;
 use wedge_core::decode::{DecodeError, Instruction, Op, Operand, decode};
-use wedge_core::{Frame, VirtualCpu};
+use wedge_core::{RegisterFrame, VirtualCpu};
 
 use crate::{CELL, Cell, Entries};
 
 /// Length of a jump with a 32-bit displacement.
 pub const JUMP: usize = 5;
-/// Most bytes of instructions at a site.
+/// Largest total length of the instructions at a site, in bytes.
 pub const MAX_SITE: usize = 16;
-/// Most bytes that are written over a site.
+/// Largest number of bytes that replace a site.
 pub const MAX_PATCH: usize = 8;
-/// Bytes of code in a stub.
+/// Length of the code in a stub, in bytes.
 const CODE: usize = 92;
 
-/// How a site is done.
+/// Handling of a site.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 pub enum Way {
-    /// The stub is not in use.
+    /// Unused stub.
     Unused,
-    /// By the wedge.
+    /// Enters the wedge.
     Wedge,
-    /// `CLI`: over the site, without a stub's help.
+    /// `CLI`: replaced in place, without entering the stub.
     Cli,
-    /// `STI`: unless something waits.
+    /// `STI`, if no event is pending.
     Sti,
     /// `PUSHF; POP`.
     SaveFlags,
     /// `SWAPGS`.
     SwapGs,
-    /// `SYSRET` to 64-bit code: unless something waits.
+    /// `SYSRET` to 64-bit code, if no event is pending.
     Sysret,
     /// `MOV` from a segment register to a general one.
     ReadSegment,
 }
 
-/// A rewritten site: code, and what the wedge has to know of the site.
+/// Rewritten site: its code, and its description for the wedge.
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(64))]
 pub struct Stub {
     code: [u8; CODE],
     /// Address of the site.
     pub site: u64,
-    /// The bytes that were there, the pad included.
+    /// Original bytes, padding included.
     original: [u8; MAX_SITE],
-    /// How many of them are instructions.
+    /// Length of the original instructions in bytes.
     pub length: u8,
-    /// Bytes that belong to the site: the guest goes on behind them.
+    /// Length of the site in bytes; the guest resumes after it.
     pub padded: u8,
-    /// What kind of site it is, as the table says.
+    /// Kind of the site, from the site table.
     pub kind: u8,
-    /// How it is done.
+    /// Handling.
     pub way: Way,
-    /// Where in the code the way to the wedge begins.
+    /// Offset of the code that enters the wedge.
     general: u8,
 }
 
 const _: () = assert!(size_of::<Stub>() == 128);
 
-/// What to write over a site.
+/// Replacement code of a site.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Patch {
     bytes: [u8; MAX_PATCH],
@@ -74,46 +75,46 @@ pub struct Patch {
 }
 
 impl Patch {
-    /// The bytes.
+    /// Returns the code.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes[..self.length]
     }
 }
 
-/// A site to be rewritten.
+/// Site to be rewritten.
 #[derive(Clone, Copy, Debug)]
-pub struct Target<'a> {
+pub struct SiteTarget<'a> {
     /// Its address.
     pub site: u64,
-    /// The instructions there.
+    /// Original instructions.
     pub original: &'a [u8],
-    /// The instructions and what may be overwritten behind them, as far as [`MAX_SITE`] bytes.
+    /// Original instructions and padding, up to [`MAX_SITE`] bytes.
     pub whole: &'a [u8],
-    /// Bytes that may be overwritten.
+    /// Length of the site in bytes, padding included.
     pub padded: u8,
-    /// Its kind, as the table says.
+    /// Kind, from the site table.
     pub kind: u8,
-    /// The arithmetic flags are not used behind it.
+    /// The arithmetic flags are dead after the site.
     pub flags_dead: bool,
-    /// Whether it may be done without the wedge.
+    /// The site may be handled in place.
     pub fast: bool,
 }
 
-/// What becomes of the guest when a signal comes while a stub does something in place.
+/// State of the guest when a signal has interrupted a stub.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Unwound {
-    /// It is nearly done, and the guest looks for what waits before it turns interrupts on.
-    Goes,
-    /// The guest is at the site, with this much to add to its stack pointer.
-    At(u64, u64),
-    /// The guest is behind the site, with interrupts on.
-    Behind(u64),
-    /// The guest is where `SYSRET` goes.
-    Returned,
+    /// The stub continues; the guest checks for pending events before it enables interrupts.
+    Continue,
+    /// The guest restarts the site. The second value is added to its stack pointer.
+    Restart(u64, u64),
+    /// The guest resumes after the site, with interrupts enabled.
+    Resume(u64),
+    /// The guest has executed `SYSRET`.
+    Sysret,
 }
 
 const CPU: u64 = CELL + offset_of!(Cell, cpu) as u64;
-const RSP: u64 = CPU + offset_of!(Frame, gpr) as u64 + 4 * 8;
+const RSP: u64 = CPU + offset_of!(RegisterFrame, gpr) as u64 + 4 * 8;
 const HELD_FLAGS: u64 = CPU + offset_of!(VirtualCpu, held_flags) as u64;
 const ATTENTION: u64 = CPU + offset_of!(VirtualCpu, attention) as u64;
 const SEGMENTS: u64 = CPU + offset_of!(VirtualCpu, segments) as u64;
@@ -121,7 +122,7 @@ const KERNEL_GS: u64 = CPU + offset_of!(VirtualCpu, kernel_gs_base) as u64;
 const EVENTS: u64 = CELL + offset_of!(Cell, events) as u64;
 const SAVED: u64 = CELL + offset_of!(Cell, saved) as u64;
 const SCRATCH_TOP: u64 = CELL + (offset_of!(Cell, scratch) + size_of::<[u64; 16]>()) as u64;
-/// The byte of the flags that `IF` is in, and `IF` there.
+/// Byte of the flags that contains `IF`, and `IF` in it.
 const FLAG_BYTE: u64 = HELD_FLAGS + 1;
 const FLAG_ON: u8 = (rflags::IF >> 8) as u8;
 
@@ -129,9 +130,10 @@ const RAX: u8 = 0;
 const RCX: u8 = 1;
 
 impl Stub {
-    /// The stub at address `at` for a site, and what to write over the site. `None`: it is out of reach, or there is no room.
-    pub fn new(at: u64, entries: &Entries, target: &Target<'_>) -> Option<(Self, Patch)> {
-        let Target { site, original, padded, kind, .. } = *target;
+    /// Creates the stub at address `at` for a site, and the replacement code. `None`: out of reach,
+    /// or too short.
+    pub fn new(at: u64, entries: &Entries, target: &SiteTarget<'_>) -> Option<(Self, Patch)> {
+        let SiteTarget { site, original, padded, kind, .. } = *target;
         if original.len() > MAX_SITE || usize::from(padded) < JUMP.max(original.len()) {
             return None;
         }
@@ -163,7 +165,8 @@ impl Stub {
                     code.put(&[0x41])?;
                 }
                 code.put(&[0x58 | low])?;
-                // The host's IF is on, and TF may be a handler's: and reg, ~(IF | TF); or reg, [flag].
+                // The host's IF is on, and TF may belong to a debugger: and reg, ~(IF | TF); or
+                // reg, [flag].
                 let mask = (!(rflags::IF | rflags::TF) as u32).to_le_bytes();
                 code.put(&[0x48 | extended, 0x81, 0xe0 | low])?.put(&mask)?;
                 code.put(&[0x48 | extended << 2, 0x0b])?.absolute(register, HELD_FLAGS)?;
@@ -204,7 +207,8 @@ impl Stub {
                 if register >> 3 != 0 {
                     code.put(&[0x44])?;
                 }
-                // mov register, [selector], which leaves the register's upper part, or movzx, which clears it.
+                // mov register, [selector], which preserves the register's upper part, or movzx,
+                // which clears it.
                 code.put(if size == 2 { &[0x8b] } else { &[0x0f, 0xb7] })?;
                 code.absolute(register, selector)?;
                 code.jump(resume)?;
@@ -229,38 +233,38 @@ impl Stub {
         Some((stub, patch))
     }
 
-    /// Where the guest goes on when the site is done.
+    /// Returns the address at which the guest resumes after the site.
     pub fn resume(&self) -> u64 {
         self.site.wrapping_add(self.padded.into())
     }
 
-    /// The instructions that were there.
+    /// Returns the original instructions.
     pub fn instructions(&self) -> &[u8] {
         &self.original[..usize::from(self.length).min(MAX_SITE)]
     }
 
-    /// What was where the patch is.
+    /// Returns the original bytes at the place of the patch.
     pub fn overwritten(&self) -> &[u8] {
         &self.original[..if self.way == Way::Cli { MAX_PATCH } else { JUMP }]
     }
 
-    /// What to make of a signal at `offset` in this stub.
+    /// Returns the guest's state for a signal at `offset` in this stub.
     pub fn unwind(&self, offset: u64) -> Unwound {
         if offset >= self.general.into() {
-            return Unwound::Goes;
+            return Unwound::Continue;
         }
         match self.way {
-            Way::Sti => Unwound::Behind(self.resume()),
-            // After PUSHF and before POP the flags are on the stack.
-            Way::SaveFlags => Unwound::At(self.site, if offset == 1 { 8 } else { 0 }),
-            Way::Sysret => Unwound::Returned,
-            _ => Unwound::Goes,
+            Way::Sti => Unwound::Resume(self.resume()),
+            // Between PUSHF and POP the flags are on the stack.
+            Way::SaveFlags => Unwound::Restart(self.site, if offset == 1 { 8 } else { 0 }),
+            Way::Sysret => Unwound::Sysret,
+            _ => Unwound::Continue,
         }
     }
 }
 
-/// How a site can be done.
-fn way(target: &Target<'_>) -> Way {
+/// Chooses the handling of a site.
+fn way(target: &SiteTarget<'_>) -> Way {
     let Ok((all, count)) = decode_all(target.original) else { return Way::Wedge };
     if !target.fast {
         return Way::Wedge;
@@ -278,7 +282,7 @@ fn way(target: &Target<'_>) -> Way {
     }
 }
 
-/// The register that `PUSHF; POP` puts the flags into.
+/// Returns the destination register of `PUSHF; POP`.
 fn saved_to(original: &[u8]) -> Option<u8> {
     let (all, count) = decode_all(original).ok()?;
     match all[..count] {
@@ -290,7 +294,8 @@ fn saved_to(original: &[u8]) -> Option<u8> {
     }
 }
 
-/// The segment register that a site reads, the register that it goes to, and the size of the operand in bytes.
+/// Returns the segment register that a site reads, its destination register, and the operand size
+/// in bytes.
 fn segment_to(original: &[u8]) -> Option<(u8, u8, u8)> {
     let (all, count) = decode_all(original).ok()?;
     match all[..count] {
@@ -318,27 +323,27 @@ impl Code<'_> {
         Some(self)
     }
 
-    /// The operand bytes of `register` and an absolute address.
+    /// Emits the operand bytes of `register` and an absolute address.
     fn absolute(&mut self, register: u8, address: u64) -> Option<&mut Self> {
         self.put(&[0x04 | (register & 7) << 3, 0x25])?.put(&low(address)?)
     }
 
-    /// `mov [address], register`.
+    /// Emits `mov [address], register`.
     fn store(&mut self, register: u8, address: u64) -> Option<&mut Self> {
         self.put(&[0x48 | (register >> 3) << 2, 0x89])?.absolute(register, address)
     }
 
-    /// `mov register, [address]`.
+    /// Emits `mov register, [address]`.
     fn load(&mut self, register: u8, address: u64) -> Option<&mut Self> {
         self.put(&[0x48 | (register >> 3) << 2, 0x8b])?.absolute(register, address)
     }
 
-    /// `mov byte [address], value`.
+    /// Emits `mov byte [address], value`.
     fn set_byte(&mut self, address: u64, value: u8) -> Option<&mut Self> {
         self.put(&[0xc6])?.absolute(0, address)?.put(&[value])
     }
 
-    /// Compares the byte at an address with 0, and jumps over what follows if it is another.
+    /// Emits a comparison of a byte with 0, and a jump over the next `over` bytes if it is not 0.
     fn unless_zero(&mut self, address: u64, over: usize) -> Option<&mut Self> {
         self.put(&[0x80])?.absolute(7, address)?.put(&[0])?.put(&[0x75, over as u8])
     }
@@ -349,7 +354,7 @@ impl Code<'_> {
     }
 }
 
-/// An address below 2 GiB as an immediate or displacement.
+/// Encodes an address below 2 GiB as an immediate or displacement.
 fn low(address: u64) -> Option<[u8; 4]> {
     i32::try_from(address).ok().map(i32::to_le_bytes)
 }
@@ -363,7 +368,7 @@ fn jump(from: u64, to: u64) -> Option<[u8; JUMP]> {
 /// Decodes all instructions of a site, at most four.
 ///
 /// # Errors
-/// One is none that a site may have.
+/// An instruction that a site must not contain.
 pub fn decode_all(bytes: &[u8]) -> Result<([Instruction; 4], usize), DecodeError> {
     let mut all = [Instruction { op: Op::Undefined, length: 0, size: 0, repeat: false }; 4];
     let mut at = 0;
@@ -385,10 +390,10 @@ mod tests {
     const AT: u64 = 0x7200_0080;
     const SITE: u64 = 0x4100_0000;
 
-    fn target(original: &[u8], padded: u8, flags_dead: bool) -> Target<'_> {
+    fn target(original: &[u8], padded: u8, flags_dead: bool) -> SiteTarget<'_> {
         let mut whole = vec![0x90; MAX_SITE];
         whole[..original.len()].copy_from_slice(original);
-        Target {
+        SiteTarget {
             site: SITE,
             original,
             whole: whole.leak(),
@@ -410,7 +415,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stub_is_reached_and_goes_on() {
+    fn a_stub_is_reached_and_resumes() {
         let (stub, patch) = new(&[0x0f, 0xa2], 8, false).unwrap();
         assert_eq!(stub.way, Way::Wedge);
         assert_eq!(reached(SITE, patch.bytes()), AT);
@@ -439,11 +444,11 @@ mod tests {
         assert_eq!(way(&[0x8c, 0xd8], 8, false), Way::ReadSegment);
         assert_eq!(way(&[0x8c, 0xdc], 8, false), Way::Wedge, "to the stack pointer");
         assert_eq!(way(&[0x8c, 0x18], 8, false), Way::Wedge, "to memory");
-        let slow = Target { fast: false, ..target(&[0xfa], 8, true) };
+        let slow = SiteTarget { fast: false, ..target(&[0xfa], 8, true) };
         assert_eq!(Stub::new(AT, &ENTRIES, &slow).unwrap().0.way, Way::Wedge);
     }
 
-    /// Each branch of the code leads to the beginning of an instruction that is meant.
+    /// Each branch targets the code that enters the wedge.
     #[test]
     fn branches_lead_to_the_wedge() {
         for original in [&[0xfb][..], &[0x48, 0x0f, 0x07]] {
@@ -461,19 +466,19 @@ mod tests {
     #[test]
     fn signals_find_the_guest() {
         let unwind = |original, offset| new(original, 16, true).unwrap().0.unwind(offset);
-        assert_eq!(unwind(&[0xfb], 8), Unwound::Behind(SITE + 16));
-        assert_eq!(unwind(&[0xfb], 60), Unwound::Goes);
-        assert_eq!(unwind(&[0x9c, 0x58], 0), Unwound::At(SITE, 0));
-        assert_eq!(unwind(&[0x9c, 0x58], 1), Unwound::At(SITE, 8));
-        assert_eq!(unwind(&[0x9c, 0x58], 2), Unwound::At(SITE, 0));
-        assert_eq!(unwind(&[0x48, 0x0f, 0x07], 9), Unwound::Returned);
-        assert_eq!(unwind(&[0x0f, 0xa2], 0), Unwound::Goes);
+        assert_eq!(unwind(&[0xfb], 8), Unwound::Resume(SITE + 16));
+        assert_eq!(unwind(&[0xfb], 60), Unwound::Continue);
+        assert_eq!(unwind(&[0x9c, 0x58], 0), Unwound::Restart(SITE, 0));
+        assert_eq!(unwind(&[0x9c, 0x58], 1), Unwound::Restart(SITE, 8));
+        assert_eq!(unwind(&[0x9c, 0x58], 2), Unwound::Restart(SITE, 0));
+        assert_eq!(unwind(&[0x48, 0x0f, 0x07], 9), Unwound::Sysret);
+        assert_eq!(unwind(&[0x0f, 0xa2], 0), Unwound::Continue);
     }
 
     #[test]
     fn what_cannot_be_rewritten() {
         assert!(new(&[0x0f, 0xa2], 4, false).is_none(), "no room for a jump");
-        let far = Target { site: 0x4000_0000_0000, ..target(&[0x0f, 0xa2], 8, false) };
+        let far = SiteTarget { site: 0x4000_0000_0000, ..target(&[0x0f, 0xa2], 8, false) };
         assert!(Stub::new(AT, &ENTRIES, &far).is_none(), "out of reach");
         assert!(Stub::new(1 << 32 | AT, &ENTRIES, &target(&[0x0f, 0xa2], 8, false)).is_none());
     }

@@ -1,10 +1,10 @@
-//! Answers every message that comes through its channels, until the power button is pressed. At the other end is, for
-//! example, a Linux guest with `/dev/parador-com0`.
+//! Answers every message that comes through its channels, until the power button is pressed. At the
+//! other end is, for example, a Linux guest with `/dev/parador-com0`.
 #![no_std]
 #![no_main]
 
-use guests_micro::channel::{self, Channel};
-use guests_micro::trap::{FIRST_INTERRUPT, Frame};
+use guests_micro::channel::{self, ChannelEnd};
+use guests_micro::trap::{FIRST_INTERRUPT, TrapFrame};
 use guests_micro::{apic, boot, check, cpu, guest, port, println};
 use proto::channel::register::{NAME_LEN, PEER_NAME};
 use proto::channel::{MAX_PAYLOAD, MAX_VM_CHANNELS, Message, Receiver, Sender};
@@ -12,12 +12,12 @@ use proto::channel::{MAX_PAYLOAD, MAX_VM_CHANNELS, Message, Receiver, Sender};
 guest!(main, trap);
 
 const POWER_VECTOR: u8 = 0x40;
-/// Of all channels: whoever rings, all are looked at.
+/// Doorbell vector of all channels: any doorbell makes the program check all of them.
 const CHANNEL_VECTORS: u8 = 0x50;
-/// What an answer begins with.
+/// Prefix of an answer.
 const HEARD: &[u8] = b"heard: ";
 
-fn trap(frame: &mut Frame) {
+fn trap(frame: &mut TrapFrame) {
     match frame.vector() {
         POWER_VECTOR => guests_micro::exit(0),
         vector if u64::from(vector) < FIRST_INTERRUPT => guests_micro::trap::unexpected(frame),
@@ -27,14 +27,14 @@ fn trap(frame: &mut Frame) {
 
 /// An end of a channel.
 struct End {
-    channel: Channel,
+    channel: ChannelEnd,
     peer: [u8; NAME_LEN],
     sender: Sender<'static>,
     receiver: Receiver<'static>,
 }
 
 impl End {
-    fn new(mut channel: Channel) -> Option<Self> {
+    fn new(mut channel: ChannelEnd) -> Option<Self> {
         channel.enable(CHANNEL_VECTORS);
         let (sender, receiver) = channel.rings()?;
         receiver.want_messages(true);

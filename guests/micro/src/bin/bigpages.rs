@@ -16,7 +16,7 @@ fn main() {
     let mut touched = 0u64;
     for key in KEYS {
         for address in places() {
-            // SAFETY: RAM that nobody else uses, mapped and aligned.
+            // SAFETY: RAM that no other code uses, mapped and aligned.
             unsafe { (address as *mut u64).write_volatile(mix(address ^ key)) };
         }
         for address in places() {

@@ -1,4 +1,5 @@
-//! A channel whose other end does not run, though it was meant to: a second long it must not look as if it did.
+//! A channel whose other end does not run, though it was meant to: a second long it must not look
+//! as if it did.
 #![no_std]
 #![no_main]
 
@@ -17,7 +18,7 @@ fn main() {
     let start = cpu::tsc();
     while cpu::tsc() - start < LONG {
         check!(channel.read(PEER) == 0, "a peer that was never started runs");
-        // The kernel's answer to a doorbell that nobody hears.
+        // The kernel's result for a doorbell without a receiver.
         check!(channel.ring() != 0, "a peer that was never started has heard the doorbell");
     }
     println!("the peer does not run");

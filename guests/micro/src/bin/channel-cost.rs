@@ -1,21 +1,23 @@
-//! What a message to another machine costs, and a switch between two machines: side 0 prints `VB name value ns`, in ticks
-//! of the time-stamp counter. On the measuring machine a tick is a nanosecond and an instruction. Both machines share one
-//! CPU and have the same priority.
+//! Cost of a message to another VM, and of a world switch between two VMs: side 0 prints `VB name
+//! value ns`, in ticks of the time-stamp counter. On the measuring machine a tick is a nanosecond
+//! and an instruction. Both machines share one CPU and have the same priority.
 //!
-//! - `message_noswitch`: from before a message is written to after the doorbell. The peer is ready to run and will find it.
+//! - `message_noswitch`: from before a message is written to after the doorbell. The peer is ready
+//!   to run and will find it.
 //! - `message_wake`: the same; the peer has halted, and is woken.
-//! - `message_switch`: from before a message is written, by way of `HLT`, to the beginning of the handler of the peer, which
-//!   was ready.
+//! - `message_switch`: from before a message is written, by way of `HLT`, to the beginning of the
+//!   handler of the peer, which was ready.
 //! - `message_wake_switch`: the same; the peer has halted, and is woken.
-//! - `world_switch`: from before a `HLT` to the next instruction of the other machine, which was ready.
+//! - `world_switch`: from before a `HLT` to the next instruction of the other machine, which was
+//!   ready.
 //!
 //! The machines' counters differ; what they differ by cancels out between there and back.
 #![no_std]
 #![no_main]
 
 use core::sync::atomic::{AtomicU64, Ordering::SeqCst};
-use guests_micro::channel::{self, Channel};
-use guests_micro::trap::Frame;
+use guests_micro::channel::{self, ChannelEnd};
+use guests_micro::trap::TrapFrame;
 use guests_micro::{apic, check, cpu, guest, println};
 use hw_x86::apic::local::TIMER_ONE_SHOT;
 use hw_x86::cpuid::{features_c, leaf};
@@ -30,18 +32,19 @@ const TIMER: u8 = 0x48;
 /// Messages each way before measuring, so that every table is warm, and with them.
 const WARM: u64 = 200;
 const ALL: u64 = 5_200;
-/// Messages to a peer that does not run, in one turn of the CPU and in all. They have room in the ring.
+/// Messages to a peer that does not run, in one turn of the CPU and in all. They have room in the
+/// ring.
 const BATCH: u64 = 32;
 const BATCHES: u64 = 5;
-/// Switches before measuring, in which what the machines have printed leaves them, and with them. Few, since the one that
-/// has halted gets the CPU again only at the end of the other one's turn.
+/// Switches before measuring, in which what the machines have printed leaves them, and with them.
+/// Few, since the one that has halted gets the CPU again only at the end of the other one's turn.
 const WARM_SWITCHES: u64 = 3;
 const ALL_SWITCHES: u64 = 8;
 /// A longer time between two looks at the counter is a switch, or an interrupt of the host's.
 const GAP: u64 = 400;
 /// A still longer time is one in which the other machine had the CPU.
 const TURN: u64 = 100_000;
-/// Ticks of the local timer after which the halting machine goes on.
+/// Ticks of the local timer after which the halting VM continues.
 const PAUSE: u32 = 1_000_000;
 
 /// When the last doorbell's handler began.
@@ -53,7 +56,7 @@ const OFFSET_KNOWN: usize = 1;
 /// Messages that the follower has taken while it did not sleep.
 const TAKEN: usize = 2;
 
-/// What is measured of a switch to a machine that is ready.
+/// Measured part of a switch to a ready VM.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Way {
     /// Until its next instruction.
@@ -62,14 +65,14 @@ enum Way {
     Message = 1,
 }
 
-/// The words of the free area for the switches in which `side` halts: when it did, how long they took, and how many
-/// there were.
+/// The words of the free area for the switches in which `side` halts: when it did, how long they
+/// took, and how many there were.
 fn words(area: &[AtomicU64], way: Way, side: usize) -> &[AtomicU64] {
     let first = 8 * (1 + 2 * way as usize + side);
     &area[first..first + 3]
 }
 
-fn trap(frame: &mut Frame) {
+fn trap(frame: &mut TrapFrame) {
     match frame.vector() {
         DOORBELL => RUNG.store(cpu::tsc(), SeqCst),
         // The peer has ended, which comes last.
@@ -81,7 +84,7 @@ fn trap(frame: &mut Frame) {
 
 /// The rings, and what the messages cost.
 struct Pair {
-    channel: Channel,
+    channel: ChannelEnd,
     sender: Sender<'static>,
     receiver: Receiver<'static>,
     /// Ticks of sending.
@@ -232,11 +235,11 @@ fn wait_for_turn() {
     }
 }
 
-/// Halts again and again, as `side`, until the other one has seen it often enough.
+/// Halts repeatedly, as `side`, until the peer has seen it often enough.
 fn halt(pair: &mut Pair, way: Way, side: usize) {
     let [stamp, _, seen] = words(pair.channel.free_area(), way, side) else { return };
     while seen.load(SeqCst) < ALL_SWITCHES {
-        // The other one answers a message.
+        // The peer answers a message.
         if way == Way::Plain {
             apic::start_timer(TIMER_ONE_SHOT, TIMER, PAUSE);
         }
@@ -250,7 +253,8 @@ fn halt(pair: &mut Pair, way: Way, side: usize) {
     }
 }
 
-/// Finds how long after the other one, `side`, has halted this one goes on. `ahead`: what this one's counter is ahead.
+/// Measures the time from the peer's `HLT` (the peer is `side`) to this VM's next instruction.
+/// `ahead`: lead of this VM's counter.
 fn watch(pair: &mut Pair, way: Way, side: usize, ahead: u64) {
     let [stamp, ticks, seen] = words(pair.channel.free_area(), way, side) else { return };
     let (mut sum, mut count, mut last) = (0u64, 0, 0);

@@ -1,13 +1,14 @@
-//! A peer that keeps no rule of channels: random words in the memory, random registers, doorbells without end, shares of what
-//! is no memory, foreign numbers. It must harm itself only; those beside it judge.
+//! A peer that keeps no rule of channels: random words in the memory, random registers, doorbells
+//! without end, shares of what is no memory, foreign numbers. It must harm itself only; those
+//! beside it judge.
 #![no_std]
 #![no_main]
 
 use core::sync::atomic::{AtomicU32, Ordering::Relaxed};
-use guests_micro::channel::{self, Channel};
+use guests_micro::channel::{self, ChannelEnd};
 use guests_micro::pci::base_address;
 use guests_micro::random::Random;
-use guests_micro::trap::{FIRST_INTERRUPT, Frame};
+use guests_micro::trap::{FIRST_INTERRUPT, TrapFrame};
 use guests_micro::{apic, boot, cpu, guest, println};
 use hw_tables::pci::{BARS, register};
 use proto::channel::register::*;
@@ -23,7 +24,7 @@ const PAGE: u64 = 4096;
 
 static INTERRUPTS: AtomicU32 = AtomicU32::new(0);
 
-fn trap(frame: &mut Frame) {
+fn trap(frame: &mut TrapFrame) {
     if u64::from(frame.vector()) < FIRST_INTERRUPT {
         guests_micro::trap::unexpected(frame);
     }
@@ -42,7 +43,7 @@ fn main() {
     println!("{} interrupts", INTERRUPTS.load(Relaxed));
 }
 
-fn step(channel: &mut Channel, random: &mut Random) {
+fn step(channel: &mut ChannelEnd, random: &mut Random) {
     match random.below(12) {
         0 => scribble(channel, random),
         // Indices that are nearly right do more than random ones.
@@ -77,7 +78,7 @@ fn step(channel: &mut Channel, random: &mut Random) {
 }
 
 /// Random words in the rings, sometimes in their entries.
-fn scribble(channel: &Channel, random: &mut Random) {
+fn scribble(channel: &ChannelEnd, random: &mut Random) {
     let words = if random.below(4) == 0 { channel.memory().len() as u64 } else { RING_WORDS };
     for _ in 0..random.below(32) {
         let bits = random.below(64);
@@ -86,7 +87,7 @@ fn scribble(channel: &Channel, random: &mut Random) {
 }
 
 /// A share of memory, of what is none, or of both.
-fn offer(channel: &Channel, random: &mut Random) {
+fn offer(channel: &ChannelEnd, random: &mut Random) {
     let ram = boot::free_ram().map(|(_, end)| end).max().unwrap_or(0);
     let address = match random.below(4) {
         0 => random.word(),
@@ -99,8 +100,9 @@ fn offer(channel: &Channel, random: &mut Random) {
     channel.offer(share, address, length, random.below(5) as u32);
 }
 
-/// Messages until the ring is full, as far as it still is one; their lengths are wrong now and then.
-fn flood(channel: &Channel, random: &mut Random) {
+/// Messages until the ring is full, as far as it still is one; their lengths are wrong now and
+/// then.
+fn flood(channel: &ChannelEnd, random: &mut Random) {
     let Some((mut sender, _)) = channel.rings() else { return };
     for _ in 0..2 * ENTRIES {
         let payload = [random.word(); MAX_PAYLOAD / 8];
@@ -112,8 +114,8 @@ fn flood(channel: &Channel, random: &mut Random) {
     channel.ring();
 }
 
-/// Windows go to random places, over each other and over what else there is, and come back.
-fn move_windows(channel: &mut Channel, random: &mut Random) {
+/// Moves windows to random places, over each other and over other resources, and restores them.
+fn move_windows(channel: &mut ChannelEnd, random: &mut Random) {
     let function = channel.function();
     let at = base_address(random.below(BARS.into()) as u8);
     let old = function.read(at);

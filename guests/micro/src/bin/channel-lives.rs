@@ -1,15 +1,18 @@
-//! A channel whose one end is started again and again: side 1 has many lives, side 0 has one and goes on. It does not matter
-//! who ends a life, and where in the program that is: no message is lost, and shares are those of this life.
+//! A channel whose one end restarts repeatedly: side 1 has many lives, side 0 has one and
+//! continues. It does not matter who ends a life, and where in the program that is: no message is
+//! lost, and shares are those of this life.
 //!
-//! Side 1 asks, with numbers that go on from life to life in the free area, and side 0 answers. What was under way when a life
-//! ended is asked again in the next one, so a question may come twice, and so may its answer.
+//! Side 1 asks, with numbers that continue across lives in the free area, and side 0 answers. A
+//! question in flight when a life ended is asked again in the next one, so a question may come
+//! twice, and so may its answer.
 //!
-//! Command line: with `messages=N` side 1 ends its life after N answers; with `lives=N` side 0 ends in the peer's life N.
+//! Command line: with `messages=N` side 1 ends its life after N answers; with `lives=N` side 0 ends
+//! in the peer's life N.
 #![no_std]
 #![no_main]
 
 use core::sync::atomic::{AtomicU64, Ordering::SeqCst};
-use guests_micro::channel::{self, Channel, Ends, is_intact, words};
+use guests_micro::channel::{self, ChannelEnd, Ends, is_intact, words};
 use guests_micro::cpu::sleep_until;
 use guests_micro::random::mix;
 use guests_micro::{apic, boot, check, guest, println};
@@ -21,7 +24,7 @@ const VECTOR: u8 = 0x40;
 const PAGE: u64 = 4096;
 /// The share of each side.
 const SHARE: usize = 0;
-/// What a share reads as when it is not there.
+/// Value that an absent share reads as.
 const ABSENT: u64 = u64::MAX;
 
 /// Words of the free area: the next question, and lives of side 1 so far.
@@ -40,7 +43,7 @@ fn main() {
 }
 
 /// Offers a page, of which each word is known.
-fn offer(channel: Channel) {
+fn offer(channel: ChannelEnd) {
     let found = boot::free_ram().find(|(start, end)| end - start >= 2 * PAGE);
     let address = found.map_or(0, |(start, _)| start.next_multiple_of(PAGE));
     for (index, word) in words(address, PAGE).iter().enumerate() {
@@ -50,7 +53,7 @@ fn offer(channel: Channel) {
     check!(accepted, "a share cannot be offered in a new life");
 }
 
-/// Whether a share of the peer is as it was offered; what is absent has no word but one.
+/// Returns true if a share of the peer is as offered, or absent, when all its words have one value.
 fn is_right(share: &[AtomicU64], may_be_absent: bool) -> bool {
     share[..(PAGE / 8) as usize].iter().enumerate().all(|(index, word)| match word.load(SeqCst) {
         ABSENT => may_be_absent,

@@ -1,14 +1,15 @@
-//! Both ends of a channel: messages with checksums, a full ring, shares. The description starts it in two machines; their
-//! side of the first channel says who does what. Further channels are to peers that may do anything.
+//! Both ends of a channel: messages with checksums, a full ring, shares. The description starts it
+//! in two machines; their side of the first channel decides their roles. Further channels lead to
+//! peers that may do anything.
 #![no_std]
 #![no_main]
 
 use abi::vcpu::doorbell;
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::SeqCst};
-use guests_micro::channel::{self, Channel, Ends, is_intact, message, words};
+use guests_micro::channel::{self, ChannelEnd, Ends, is_intact, message, words};
 use guests_micro::cpu::sleep_until;
 use guests_micro::random::mix;
-use guests_micro::trap::{FIRST_INTERRUPT, Frame};
+use guests_micro::trap::{FIRST_INTERRUPT, TrapFrame};
 use guests_micro::{apic, boot, check, cpu, guest, println};
 use proto::channel::register::*;
 use proto::channel::{ENTRIES, MAX_PAYLOAD, Message, SHARE_BYTES, SHARES, SendError, hypercall};
@@ -35,7 +36,7 @@ static DOORBELLS: AtomicU32 = AtomicU32::new(0);
 static EVENTS_SEEN: AtomicU32 = AtomicU32::new(0);
 static OTHERS: AtomicU32 = AtomicU32::new(0);
 
-fn trap(frame: &mut Frame) {
+fn trap(frame: &mut TrapFrame) {
     match frame.vector() {
         DOORBELL_VECTOR => DOORBELLS.fetch_add(1, SeqCst),
         EVENT_VECTOR => EVENTS_SEEN.fetch_add(1, SeqCst),
@@ -68,7 +69,7 @@ fn main() {
     check!(id == channel.read(OWN_ID).into(), "hypercall says id {id}");
     check!(id != channel.read(PEER_ID).into(), "the peer has the same id");
     check!(channel.name(OWN_NAME) != channel.name(PEER_NAME), "the peer has the same name");
-    check!(channel::ring(77) == doorbell::DEAD, "a doorbell that does not exist");
+    check!(channel::ring(77) == doorbell::UNBOUND, "a doorbell that does not exist");
     cpu::enable_interrupts();
     let Some(mut ends) = Ends::new(channel) else {
         check!(false, "the memory is too short");
@@ -105,10 +106,10 @@ fn ping_pong(ends: &mut Ends, leads: bool, others: &mut Others) -> u64 {
     2 * ROUNDS
 }
 
-/// More messages than the ring holds: the sender is told, and nothing is lost.
+/// More messages than the ring holds: the sender gets an error, and no message is lost.
 fn full_ring(ends: &mut Ends, leads: bool, step: u64) -> u64 {
     let count = u64::from(ENTRIES) + BEYOND;
-    let go_on = &ends.channel.free_area()[0];
+    let proceed = &ends.channel.free_area()[0];
     if leads {
         for number in 0..count {
             let sent = ends.sender.send(&message(step + number));
@@ -118,13 +119,13 @@ fn full_ring(ends: &mut Ends, leads: bool, step: u64) -> u64 {
                 check!(sent == Err(SendError::Full), "message {number} of a full ring: {sent:?}");
             }
         }
-        go_on.store(1, SeqCst);
+        proceed.store(1, SeqCst);
         ends.channel.ring();
         for number in u64::from(ENTRIES)..count {
             ends.tell(step + number);
         }
     } else {
-        sleep_until(|| (go_on.load(SeqCst) == 1).then_some(()));
+        sleep_until(|| (proceed.load(SeqCst) == 1).then_some(()));
         for number in 0..count {
             ends.expect(step + number);
         }
@@ -164,7 +165,7 @@ fn user_mode(ends: &mut Ends, leads: bool, step: u64) -> u64 {
     step + 2 * TIMES
 }
 
-/// A piece of RAM that nobody else uses.
+/// A piece of RAM that no other code uses.
 fn own_pages() -> u64 {
     let found = boot::free_ram().find(|(start, end)| end - start >= 2 * PAGES * PAGE);
     found.map_or(0, |(start, _)| start.next_multiple_of(PAGE))
@@ -263,7 +264,7 @@ fn use_share(ends: &mut Ends, step: u64) {
 fn move_window(ends: &mut Ends) {
     let mut channel = ends.channel;
     let home = channel.memory_address() as u32;
-    let word = |channel: &Channel| channel.free_area()[3].load(SeqCst);
+    let word = |channel: &ChannelEnd| channel.free_area()[3].load(SeqCst);
     channel.free_area()[3].store(WRITTEN, SeqCst);
     channel.move_memory(home + (1 << 24));
     check!(word(&channel) == WRITTEN, "the window shows something else where it was moved");
@@ -284,8 +285,8 @@ fn by_hypercall(ends: &mut Ends, leads: bool) {
         })
     };
     let (ping, pong) = ([1, 2, 3, 4, 5], [6, 7, 8, 9, u64::MAX]);
-    let nobody = cpu::hypercall_with(hypercall::SEND, 77, ping).0;
-    check!(nobody == hypercall::NO_CHANNEL, "a message to nobody gives {nobody}");
+    let absent = cpu::hypercall_with(hypercall::SEND, 77, ping).0;
+    check!(absent == hypercall::NO_CHANNEL, "a message to no channel gives {absent}");
     if leads {
         check!(send(ping) == hypercall::DONE, "it is not sent");
         check!(receive() == pong, "it came as something else");
@@ -295,7 +296,8 @@ fn by_hypercall(ends: &mut Ends, leads: bool) {
     }
 }
 
-// ---- channels to peers that may do anything --------------------------------------------------------
+// ---- channels to peers that may do anything
+// --------------------------------------------------------
 
 /// The rings of a channel whose peer may do anything.
 struct Other {
@@ -303,11 +305,12 @@ struct Other {
 }
 
 impl Other {
-    fn new(channel: Channel) -> Option<Self> {
+    fn new(channel: ChannelEnd) -> Option<Self> {
         Some(Self { ends: Ends::new(channel)? })
     }
 
-    /// Takes and gives messages, maps what is offered and lets it go; the number of messages that came.
+    /// Takes and gives messages, maps what is offered and lets it go; the number of messages that
+    /// came.
     fn endure(&mut self) -> u64 {
         let Ends { channel, sender, receiver } = &mut self.ends;
         let mut messages = 0;

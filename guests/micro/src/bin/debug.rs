@@ -1,11 +1,12 @@
-//! Debug exceptions, which the host sees first and gives back: each comes once, at the right place, with what the processor has
-//! put into DR6 and DR7 (APM vol. 2, sections 8.2.2 and 13.1). And one of these without end leaves others their time.
+//! Debug exceptions, which the host sees first and gives back: each comes once, at the right place,
+//! with what the processor has put into DR6 and DR7 (APM vol. 2, sections 8.2.2 and 13.1). And one
+//! of these without end leaves others their time.
 #![no_std]
 #![no_main]
 
 use core::arch::asm;
 use core::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
-use guests_micro::trap::Frame;
+use guests_micro::trap::TrapFrame;
 use guests_micro::{check, guest, println};
 
 guest!(main, trap);
@@ -33,7 +34,7 @@ static COUNT: AtomicUsize = AtomicUsize::new(0);
 static FOUND: [AtomicU64; 3] = [const { AtomicU64::new(0) }; 3];
 static WATCHED: AtomicU64 = AtomicU64::new(0);
 
-fn trap(frame: &mut Frame) {
+fn trap(frame: &mut TrapFrame) {
     if frame.vector() != DEBUG {
         guests_micro::trap::unexpected(frame);
     }

@@ -1,4 +1,4 @@
-//! What leaving the guest costs: prints `VB name value ns` for each operation, where the value is in ticks of
+//! Cost of VM exits: prints `VB name value ns` for each operation, where the value is in ticks of
 //! the time-stamp counter. On the measuring machine a tick is a nanosecond and an instruction.
 #![no_std]
 #![no_main]
@@ -59,7 +59,7 @@ fn reads_of_cr8(count: u32) {
 }
 
 fn writes_of_cr8(count: u32) {
-    // SAFETY: writes the task priority that is there; interrupts are off.
+    // SAFETY: writes the present task priority; interrupts are off.
     unsafe {
         asm!("mov rax, cr8", "2:", "mov cr8, rax", "dec esi", "jnz 2b", inout("esi") count => _,
             out("rax") _, options(nomem, nostack));
@@ -74,7 +74,7 @@ fn hypercalls(count: u32) {
     }
 }
 
-/// Measures a loop that does an operation as often as it is told.
+/// Measures a loop that repeats an operation the given number of times.
 fn report(name: &str, run: impl Fn(u32)) {
     run(WARM);
     let start = cpu::tsc();

@@ -1,11 +1,12 @@
-//! Floating-point and vector registers and TSC_AUX survive exits, preemption by the host and interrupts.
+//! Floating-point and vector registers and TSC_AUX survive exits, preemption by the host and
+//! interrupts.
 #![no_std]
 #![no_main]
 
 use core::arch::asm;
 use core::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use guests_micro::random::Random;
-use guests_micro::trap::Frame;
+use guests_micro::trap::TrapFrame;
 use guests_micro::{apic, check, cpu, guest, port, println};
 use hw_x86::apic::local::TIMER_PERIODIC;
 use hw_x86::cpuid::{amd_d, features_c, leaf};
@@ -28,14 +29,14 @@ const YMM: usize = 576;
 const YMM_END: usize = YMM + 256;
 const EXTENDED_LEAF: u32 = 0xd;
 
-/// What `FXSAVE` and `XSAVE` write.
+/// Save area of `FXSAVE` and `XSAVE`.
 #[derive(Clone)]
 #[repr(align(64))]
 struct Area([u8; 4096]);
 
 static TICKS: AtomicU32 = AtomicU32::new(0);
 
-fn trap(frame: &mut Frame) {
+fn trap(frame: &mut TrapFrame) {
     if frame.vector() != TIMER {
         guests_micro::trap::unexpected(frame);
     }

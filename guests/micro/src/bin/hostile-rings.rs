@@ -1,17 +1,18 @@
-//! Does everything to virtio devices that a driver must not do: chains that run in circles, buffers anywhere, rings over
-//! each other, impossible sizes and features, jumping indices, storms of notifications, resets in between, tables of
-//! interrupts full of garbage. Between the rounds each device must work again after a reset.
+//! Does everything to virtio devices that a driver must not do: chains that run in circles, buffers
+//! anywhere, rings over each other, impossible sizes and features, jumping indices, storms of
+//! notifications, resets in between, tables of interrupts full of garbage. Between the rounds each
+//! device must work again after a reset.
 //!
-//! What a device is told to write goes to free RAM, or where there is none: else it would overwrite this program, and
-//! that would be right.
+//! Devices write to free RAM, or to addresses without RAM: otherwise a device would overwrite this
+//! program, and that would be right.
 #![no_std]
 #![no_main]
 
 use guests_micro::pci::Function;
 use guests_micro::ram::Ram;
 use guests_micro::random::Random;
-use guests_micro::trap::{Frame, NMI};
-use guests_micro::virtio::{Device, Kind, Queues, RING_BYTES, SIZE, common, status};
+use guests_micro::trap::{NMI, TrapFrame};
+use guests_micro::virtio::{Kind, Queues, RING_BYTES, SIZE, VirtioDevice, common, status};
 use guests_micro::{check, guest, println};
 use hw_tables::pci::{command, register};
 
@@ -31,7 +32,7 @@ const SECTORS: u32 = 8;
 const FRAME_TYPE: [u8; 2] = [0x88, 0xb6];
 
 /// Messages with an interrupt may say NMI.
-fn trap(frame: &mut Frame) {
+fn trap(frame: &mut TrapFrame) {
     if frame.vector() != NMI {
         guests_micro::trap::unexpected(frame);
     }
@@ -44,7 +45,7 @@ fn main() {
     let (rings, buffers) = (free.part(0, RINGS), free.part(RINGS, BUFFERS));
     let mut wanted = [0; 3];
     for (kind, wanted) in [Kind::Block, Kind::Net, Kind::Entropy].into_iter().zip(&mut wanted) {
-        let device = Device::find(kind);
+        let device = VirtioDevice::find(kind);
         check!(device.is_some(), "there is no {kind:?}");
         let Some(device) = device else { return };
         let base = device.function.read(register::BASE_ADDRESS);
@@ -66,7 +67,7 @@ fn main() {
 }
 
 struct Hostile {
-    device: Device,
+    device: VirtioDevice,
     kind: Kind,
     /// The base address register as the firmware has set it.
     base: u32,
@@ -303,7 +304,7 @@ impl Hostile {
         }
     }
 
-    /// Sectors come back as they were written.
+    /// Sectors read back as they were written.
     fn disk_works(&mut self, queues: &mut Queues) {
         let (head, state, data) =
             (self.buffers.start(), self.buffers.start() + 16, self.buffers.start() + 4096);

@@ -1,13 +1,13 @@
 //! Many interrupt sources pending at once: all arrive, each once, in order of priority, none lost.
 //!
-//! Sources: messages from the processor to itself, its local timer, and the timer chip through the I/O
-//! APIC. The order is that of the local APIC: higher vectors first (APM vol. 2 §16.6.3).
+//! Sources: messages from the processor to itself, its local timer, and the timer chip through the
+//! I/O APIC. The order is that of the local APIC: higher vectors first (APM vol. 2 §16.6.3).
 #![no_std]
 #![no_main]
 
 use core::sync::atomic::{AtomicU8, AtomicUsize, Ordering::Relaxed};
 use guests_micro::random::Random;
-use guests_micro::trap::Frame;
+use guests_micro::trap::TrapFrame;
 use guests_micro::{apic, check, cpu, guest, println};
 use hw_x86::apic::local::{TIMER_ONE_SHOT, TPR};
 
@@ -29,7 +29,7 @@ static COUNT: AtomicUsize = AtomicUsize::new(0);
 /// Set while the handler of [`NESTED`] is to send others.
 static NESTING: AtomicU8 = AtomicU8::new(0);
 
-fn trap(frame: &mut Frame) {
+fn trap(frame: &mut TrapFrame) {
     let vector = frame.vector();
     if vector < FIRST {
         guests_micro::trap::unexpected(frame);
@@ -160,8 +160,8 @@ fn priorities() {
     cpu::set_priority(0);
 }
 
-/// The task priority is one register with two names, and holds off what comes while it is high: also what the local timer sends
-/// later, and what waits for interrupts to be on when it is raised.
+/// The task priority is one register with two names, and holds off what comes while it is high:
+/// also what the local timer sends later, and what waits for interrupts to be on when it is raised.
 fn late_priorities() {
     const SHORT: u32 = 2_000;
     const VECTOR: u8 = 0x61;
@@ -169,7 +169,8 @@ fn late_priorities() {
         cpu::set_priority(priority);
         let (register, shown) = (apic::read(TPR), cpu::priority());
         check!(shown == priority, "CR8 is {shown:#x}, not {priority:#x}");
-        // Its lower half is compared with nothing; a host may not see that a write of CR8 clears it.
+        // Its lower half is compared with nothing; a host may not see that a write of CR8 clears
+        // it.
         let class = u64::from(register >> 4);
         check!(class == priority, "TPR is {register:#x} at CR8 {priority:#x}");
         apic::write(TPR, 0xf0 - (register & 0xf0) + 5);

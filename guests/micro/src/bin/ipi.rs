@@ -1,14 +1,15 @@
-//! What a message to another processor costs: prints `VB name value ns`, in ticks of the time-stamp counter. On the
-//! measuring machine a tick is a nanosecond and an instruction. Needs a hypervisor whose virtual CPUs have the
-//! same counter.
+//! Cost of an IPI: prints `VB name value ns`, in ticks of the time-stamp counter. On the measuring
+//! machine a tick is a nanosecond and an instruction. Needs a hypervisor whose virtual CPUs have
+//! the same counter.
 //!
-//! The processors take turns: one sends a message and sleeps, the other is woken by it and sends the next. A
-//! message takes from before the instruction that sends it to the beginning of its handler.
+//! The processors take turns: one sends a message and sleeps, the other is woken by it and sends
+//! the next. A message takes from before the instruction that sends it to the beginning of its
+//! handler.
 #![no_std]
 #![no_main]
 
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::SeqCst};
-use guests_micro::trap::Frame;
+use guests_micro::trap::TrapFrame;
 use guests_micro::{apic, boot, check, cpu, guest, println, smp};
 use hw_x86::apic::local;
 use hw_x86::cpuid::{features_c, leaf};
@@ -30,7 +31,7 @@ static AT: AtomicU64 = AtomicU64::new(0);
 static TICKS: AtomicU64 = AtomicU64::new(0);
 static FIRST: AtomicU64 = AtomicU64::new(0);
 
-fn trap(frame: &mut Frame) {
+fn trap(frame: &mut TrapFrame) {
     let now = cpu::tsc();
     match (frame.vector(), RECEIVED.load(SeqCst)) {
         (MESSAGE, ..WARM) => FIRST.store(now, SeqCst),

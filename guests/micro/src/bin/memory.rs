@@ -26,7 +26,7 @@ fn words(address: u64) {
     for _ in 0..2 {
         let (byte, half, word, long): (u64, u64, u64, u64);
         let signed: u64;
-        // SAFETY: the address is mapped and belongs to nobody, so nothing of the program changes.
+        // SAFETY: the address is mapped and unused, so the program's memory does not change.
         unsafe {
             asm!(
                 "movzx {byte}, byte ptr [{at}]",
@@ -52,7 +52,8 @@ fn words(address: u64) {
 /// String instructions from the hole to memory and back.
 fn strings(address: u64) {
     let mut buffer = [0u64; 8];
-    // SAFETY: reads nobody's memory into the buffer, and back; directions and counts fit the buffer.
+    // SAFETY: reads nobody's memory into the buffer, and back; directions and counts fit the
+    // buffer.
     unsafe {
         asm!("rep movsq", inout("rsi") address - 64 => _, inout("rdi") buffer.as_mut_ptr() => _,
             inout("rcx") buffer.len() => _, options(nostack));

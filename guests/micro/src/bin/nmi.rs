@@ -1,21 +1,22 @@
-//! Non-maskable interrupts are masked from the delivery of one to the end of the next `IRET`, of whatever handler (APM vol. 2,
-//! section 8.2.3): one that comes meanwhile waits, several are one, and the next begins on the stack of what was interrupted.
+//! Non-maskable interrupts are masked from the delivery of one to the end of the next `IRET`, of
+//! whatever handler (APM vol. 2, section 8.2.3): one that comes meanwhile waits, several are one,
+//! and the next begins on the stack of what was interrupted.
 #![no_std]
 #![no_main]
 
 use core::arch::asm;
 use core::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
-use guests_micro::trap::{Frame, NMI, UNDEFINED};
+use guests_micro::trap::{NMI, TrapFrame, UNDEFINED};
 use guests_micro::{apic, check, cpu, guest, println, trap};
 use hw_x86::apic::local::{DELIVER_NMI, ICR_ASSERT};
 
 guest!(main, trap);
 
 const ROUNDS: usize = 50;
-/// `DR6` without a cause, and with one that nobody has cleared.
+/// `DR6` without a cause, and with an uncleared one.
 const NO_CAUSE: u64 = 0xffff_0ff0;
 const OLD_CAUSE: u64 = NO_CAUSE | 1;
-/// What the first handler of a round does.
+/// Action of the first handler of a round.
 const NOTHING: usize = 0;
 const SEND: usize = 1;
 const SEND_AND_FAULT: usize = 2;
@@ -27,7 +28,7 @@ static COUNT: AtomicUsize = AtomicUsize::new(0);
 /// The stack pointer of what the last one interrupted.
 static STACK: AtomicU64 = AtomicU64::new(0);
 
-fn trap(frame: &mut Frame) {
+fn trap(frame: &mut TrapFrame) {
     if frame.vector() != NMI {
         guests_micro::trap::unexpected(frame);
     }
@@ -66,7 +67,7 @@ fn exits() {
 /// An exception, whose handler ends with IRET.
 fn fault() {
     let attempt = trap::recover();
-    // SAFETY: after the exception the program goes on at label 2.
+    // SAFETY: after the exception the program continues at label 2.
     unsafe {
         asm!("lea {tmp}, [rip + 2f]", "mov [{resume}], {tmp}", "ud2", "2:",
             tmp = out(reg) _, resume = in(reg) attempt.resume(), options(nostack));
@@ -74,13 +75,13 @@ fn fault() {
     check!(attempt.finish() == Err(UNDEFINED), "no exception");
 }
 
-/// One round: an NMI whose handler does `task`. Says how many came.
+/// One round: an NMI whose handler does `task`. Returns the number of NMIs.
 fn round(task: usize) -> usize {
     COUNT.store(0, Relaxed);
     DEEPEST.store(0, Relaxed);
     TASK.store(task, Relaxed);
     let status: u64;
-    // SAFETY: a status that nobody else uses.
+    // SAFETY: a status register that no other code uses.
     unsafe { asm!("mov dr6, {}", in(reg) OLD_CAUSE, options(nomem, nostack)) };
     send();
     exits();

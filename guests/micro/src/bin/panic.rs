@@ -14,5 +14,5 @@ fn main() {
     port::write8(PVPANIC, PANICKED);
     let start = cpu::tsc();
     while cpu::tsc() - start < 1 << 32 {}
-    check!(false, "the machine went on");
+    check!(false, "the machine continued");
 }

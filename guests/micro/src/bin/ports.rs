@@ -1,4 +1,4 @@
-//! Ports that nobody answers read as all ones and swallow what is written, at every width and by string
+//! Ports without a device read as all ones and discard writes, at every width and by string
 //! instructions.
 #![no_std]
 #![no_main]

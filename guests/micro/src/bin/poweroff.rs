@@ -16,5 +16,5 @@ fn main() {
     port::write16(control, value);
     let start = cpu::tsc();
     while cpu::tsc() - start < 1 << 32 {}
-    check!(false, "the machine went on");
+    check!(false, "the machine continued");
 }

@@ -1,6 +1,6 @@
-//! Brings its processor into a state that no host can go on with: CR0.NW without CR0.CD, which VMRUN refuses (APM vol. 2,
-//! section 15.5.1). A processor refuses it itself, QEMU's does not, and KVM does it for QEMU's; then this executes a device's
-//! memory instead, which no host emulates.
+//! Brings its vCPU into a state that VMRUN refuses: CR0.NW without CR0.CD (APM vol. 2, section
+//! 15.5.1). A processor refuses it itself, QEMU's does not, and KVM does it for QEMU's; then this
+//! executes a device's memory instead, which no host emulates.
 #![no_std]
 #![no_main]
 
@@ -17,7 +17,8 @@ const PROTECTION: u8 = trap::PROTECTION;
 fn main() {
     println!("refused: CR0.NW without CR0.CD");
     let attempt = trap::recover();
-    // SAFETY: the caches stay as they are, because this ends; after an exception the program goes on at label 2.
+    // SAFETY: the caches stay as they are, because this ends; after an exception the program
+    // continues at label 2.
     unsafe {
         asm!("lea {tmp}, [rip + 2f]", "mov [{resume}], {tmp}",
             "mov {tmp}, cr0", "or {tmp}, {bit}", "mov cr0, {tmp}", "2:",
@@ -30,7 +31,7 @@ fn main() {
         Err(vector) => check!(vector == PROTECTION, "exception {vector}"),
     }
     println!("refused: code in a device");
-    // SAFETY: does not come back.
+    // SAFETY: does not return.
     unsafe { asm!("jmp {}", in(reg) DEVICE, options(nostack)) };
-    check!(false, "the processor went on");
+    check!(false, "the vCPU continued");
 }

@@ -1,5 +1,5 @@
-//! Resets the machine as fast as it can, and has something to be logged each time: accesses to ports where nothing is,
-//! others at each boot. Ends never.
+//! Resets the machine as fast as it can, and has something to be logged each time: accesses to
+//! ports where nothing is, others at each boot. Ends never.
 #![no_std]
 #![no_main]
 

@@ -17,5 +17,5 @@ fn main() {
     port::write8(RESET, HARD | RESET_CPU);
     let start = cpu::tsc();
     while cpu::tsc() - start < 1 << 32 {}
-    check!(false, "the machine went on");
+    check!(false, "the machine continued");
 }

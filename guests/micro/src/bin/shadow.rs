@@ -1,12 +1,12 @@
-//! Interrupt shadows (APM vol. 2 §8.5): after `STI` and `MOV SS` one instruction runs before an interrupt,
-//! also if that instruction is `HLT` or leaves the guest. No wake-up is lost.
+//! Interrupt shadows (APM vol. 2 §8.5): after `STI` and `MOV SS` one instruction runs before an
+//! interrupt, also if that instruction is `HLT` or leaves the guest. No wake-up is lost.
 #![no_std]
 #![no_main]
 
 use core::arch::asm;
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 use guests_micro::random::Random;
-use guests_micro::trap::Frame;
+use guests_micro::trap::TrapFrame;
 use guests_micro::{apic, check, cpu, guest, println};
 use hw_x86::apic::local::{TIMER_CURRENT, TIMER_ONE_SHOT};
 
@@ -19,10 +19,10 @@ const ROUNDS: u32 = 1000;
 const MOST_MOMENTS: u32 = 4000;
 
 static INTERRUPTS: AtomicU32 = AtomicU32::new(0);
-/// Where the last interrupt came.
+/// Interrupted address of the last interrupt.
 static RIP: AtomicU64 = AtomicU64::new(0);
 
-fn trap(frame: &mut Frame) {
+fn trap(frame: &mut TrapFrame) {
     if !matches!(frame.vector(), MESSAGE | TIMER) {
         guests_micro::trap::unexpected(frame);
     }
@@ -31,8 +31,8 @@ fn trap(frame: &mut Frame) {
     apic::end_of_interrupt();
 }
 
-/// Makes an interrupt pending, runs `STI` and the given instructions with label 2 where the interrupt must
-/// come (3: where it may come too), and checks that.
+/// Makes an interrupt pending, runs `STI` and the given instructions with label 2 where the
+/// interrupt must come (3: where it may come too), and checks that.
 macro_rules! shadow {
     ($name:literal, $($line:literal),+) => {{
         INTERRUPTS.store(0, Relaxed);
@@ -105,8 +105,8 @@ fn wake_ups() {
     }
 }
 
-/// The timer comes at every moment before `STI; HLT` and in it, one tick later each time. Where each run takes the
-/// same course, one of these moments is between the two instructions.
+/// The timer comes at every moment before `STI; HLT` and in it, one tick later each time. Where
+/// each run takes the same course, one of these moments is between the two instructions.
 fn every_moment() -> u32 {
     const LONG: u32 = 1_000_000_000;
     apic::start_timer(TIMER_ONE_SHOT, TIMER, LONG);

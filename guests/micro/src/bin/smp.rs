@@ -1,13 +1,13 @@
-//! Several processors: all start, have ids and clocks, get messages of all kinds, sleep and are woken, and can be
-//! started again. Where there is KVM's paravirtual interface: messages by hypercall, and records of stolen time.
-//! Passes with one processor too.
+//! Several processors: all start, have ids and clocks, get messages of all kinds, sleep and are
+//! woken, and can be started again. Where there is KVM's paravirtual interface: messages by
+//! hypercall, and records of stolen time. Passes with one processor too.
 #![no_std]
 #![no_main]
 
 use core::hint::spin_loop;
 use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::SeqCst};
 use guests_micro::smp::{self, Counters, MOST};
-use guests_micro::trap::{Frame, NMI};
+use guests_micro::trap::{NMI, TrapFrame};
 use guests_micro::{apic, boot, check, cpu, guest, println};
 use hw_x86::apic::local;
 use hw_x86::cpuid::{features_c, kvm_a, leaf};
@@ -20,12 +20,13 @@ guest!(main, trap);
 const PLAIN: u8 = 0x40;
 /// The receiver answers with `REPLY`.
 const PING: u8 = 0x41;
-/// The receiver takes note of the round and counts down [`LEFT`]; the last one answers with `REPLY`.
+/// The receiver takes note of the round and counts down [`LEFT`]; the last one answers with
+/// `REPLY`.
 const SHOOTDOWN: u8 = 0x42;
 /// The receiver switches to x2APIC mode.
 const SWITCH: u8 = 0x43;
 const REPLY: u8 = 0x44;
-/// The receiver says what its record of stolen time says ([`STATES`]).
+/// The receiver reports its steal-time record ([`STATES`]).
 const LOOK: u8 = 0x45;
 
 const ROUNDS: u32 = 10_000;
@@ -33,11 +34,11 @@ const ROUNDS: u32 = 10_000;
 const FEW_ROUNDS: u32 = 1_000;
 /// Rounds in which the sender spins: where processors share one, each costs a time slice.
 const SPINNING_ROUNDS: u32 = 20;
-/// What is not there after so many ticks never comes.
+/// Time limit in ticks for an expected event.
 const PATIENCE: u64 = 20_000_000_000;
 /// Long enough for what must not come.
 const MOMENT: u64 = 20_000_000;
-const EVERYBODY: u32 = u32::MAX;
+const BROADCAST: u32 = u32::MAX;
 /// Command: also to the sender.
 const ALL: u32 = 2 << 18;
 
@@ -56,14 +57,14 @@ static IDS: [AtomicU32; MOST] = [const { AtomicU32::new(0) }; MOST];
 static TIMES: [Times; MOST] =
     [const { Times { tsc: AtomicU64::new(0), clock: AtomicU64::new(0) } }; MOST];
 
-/// What a processor's clocks said.
+/// Clock readings of a vCPU.
 struct Times {
     tsc: AtomicU64,
     /// Nanoseconds of the paravirtual clock, 0 without one.
     clock: AtomicU64,
 }
 
-fn trap(frame: &mut Frame) {
+fn trap(frame: &mut TrapFrame) {
     match frame.vector() {
         NMI => return NMIS.count(),
         PLAIN => PLAINS.count(),
@@ -88,7 +89,7 @@ fn trap(frame: &mut Frame) {
     apic::end_of_interrupt();
 }
 
-/// What every processor but the first does.
+/// Program of every vCPU but the first.
 fn other() -> ! {
     apic::enable();
     let index = smp::index();
@@ -183,13 +184,13 @@ fn messages(ids: &[u32], mode: &str) {
         all_there(&NMIS, &nmis[..count], mode);
     }
     // The broadcast address means the sender, too.
-    apic::send(EVERYBODY, fixed);
+    apic::send(BROADCAST, fixed);
     cpu::take_interrupts();
     expected[..count].iter_mut().for_each(|expected| *expected += 1);
     all_there(&PLAINS, &expected[..count], mode);
 }
 
-/// Fixed interrupts and NMIs by hypercall: to each, to all, to nobody.
+/// Fixed interrupts and NMIs by hypercall: to each, to all, to none.
 fn by_hypercall(ids: &[u32]) {
     if cpu::kvm_features() & kvm_a::PV_SEND_IPI == 0 {
         return;
@@ -244,7 +245,7 @@ impl Record {
         }
     }
 
-    /// What it says about whether the processor runs.
+    /// Running state in the record.
     fn state(&self) -> &AtomicU32 {
         &self.0[steal_time::STATE as usize / 4]
     }
@@ -264,7 +265,8 @@ impl Record {
     }
 }
 
-/// A processor that sleeps says so in its record; what others want of its TLB it finds there when it is woken.
+/// A processor that sleeps says so in its record; what others want of its TLB it finds there when
+/// it is woken.
 fn flushes(ids: &[u32]) {
     if cpu::kvm_features() & kvm_a::PV_TLB_FLUSH == 0 {
         return;
@@ -322,7 +324,7 @@ fn ping_pong(ids: &[u32], rounds: u32) {
     }
 }
 
-/// All others do something at once, and the first processor goes on when all have.
+/// All other vCPUs do something at once, and the first vCPU continues when all have.
 fn shootdowns(ids: &[u32], rounds: u32) {
     let others = ids.len() as u32 - 1;
     if others == 0 {
@@ -363,7 +365,7 @@ fn restart(ids: &[u32]) {
         check!(!came, "processor {index} hears what it must not");
         start(index, id, times);
     }
-    // Everybody is there.
+    // All vCPUs have arrived.
     messages(ids, "restarted");
 }
 

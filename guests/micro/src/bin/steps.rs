@@ -1,11 +1,12 @@
-//! Single steps and instruction breakpoints over instructions that the host carries out (APM vol. 2, sections 13.1.1
-//! and 13.1.4): each round of a repeated string instruction is a step, and a breakpoint behind such an instruction is hit.
+//! Single steps and instruction breakpoints over instructions that the host carries out (APM vol.
+//! 2, sections 13.1.1 and 13.1.4): each round of a repeated string instruction is a step, and a
+//! breakpoint behind such an instruction is hit.
 #![no_std]
 #![no_main]
 
 use core::arch::asm;
 use core::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
-use guests_micro::trap::Frame;
+use guests_micro::trap::TrapFrame;
 use guests_micro::{check, guest, println};
 
 guest!(main, trap);
@@ -22,12 +23,12 @@ const HIT: u64 = 0b1111;
 const TWO_BREAKPOINTS: u64 = 0x400 | 0b0101;
 const NO_BREAKPOINTS: u64 = 0x400;
 
-/// What a `#DB` found: place, whether RF was saved, RCX, DR6.
+/// State at a `#DB`: address, saved RF, RCX, DR6.
 const RECORDS: usize = 16;
 static FOUND: [[AtomicU64; 4]; RECORDS] = [const { [const { AtomicU64::new(0) }; 4] }; RECORDS];
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 
-fn trap(frame: &mut Frame) {
+fn trap(frame: &mut TrapFrame) {
     if frame.vector() != DEBUG {
         guests_micro::trap::unexpected(frame);
     }
@@ -59,7 +60,7 @@ fn expect(what: &str, expected: &[[u64; 4]]) {
 fn steps() {
     let bytes = [0_u8; 3];
     let (string, behind, next): (u64, u64, u64);
-    // SAFETY: nobody answers the port; the stack is as before, and no handler changes registers.
+    // SAFETY: no device answers the port; the stack is as before, and no handler changes registers.
     unsafe {
         asm!(
             "lea {string}, [rip + 2f]", "lea {behind}, [rip + 3f]", "lea {next}, [rip + 4f]",
@@ -81,7 +82,8 @@ fn steps() {
 
 fn breakpoints() {
     let (first, second): (u64, u64);
-    // SAFETY: nobody answers the port; breakpoints are at the instructions named, and off in the end.
+    // SAFETY: no device answers the port; breakpoints are at the instructions named, and off in the
+    // end.
     unsafe {
         asm!(
             "lea {first}, [rip + 2f]", "lea {second}, [rip + 3f]",

@@ -1,12 +1,12 @@
-//! Computes while exits and interrupts come at random; the result must be that of the same computation
-//! undisturbed.
+//! Computes while exits and interrupts come at random; the result must be that of the same
+//! computation undisturbed.
 #![no_std]
 #![no_main]
 
 use core::arch::asm;
 use core::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use guests_micro::random::{Random, mix};
-use guests_micro::trap::{Frame, PROTECTION, UNDEFINED};
+use guests_micro::trap::{PROTECTION, TrapFrame, UNDEFINED};
 use guests_micro::{apic, boot, check, cpu, guest, port, println};
 use hw_x86::apic::local::TIMER_PERIODIC;
 
@@ -23,7 +23,7 @@ const POST: u16 = 0x80;
 static TICKS: AtomicU32 = AtomicU32::new(0);
 static RECEIVED: AtomicU32 = AtomicU32::new(0);
 
-fn trap(frame: &mut Frame) {
+fn trap(frame: &mut TrapFrame) {
     match frame.vector() {
         TIMER => TICKS.fetch_add(1, Relaxed),
         MESSAGES.. => RECEIVED.fetch_add(1, Relaxed),
@@ -56,7 +56,7 @@ fn compute(mut between: impl FnMut(u64)) -> u64 {
     check!(words != 0, "no RAM");
     for step in 0..STEPS {
         let place = (start + mix(step) % words * 8) as *mut u64;
-        // SAFETY: RAM that nobody else uses, mapped and aligned.
+        // SAFETY: RAM that no other code uses, mapped and aligned.
         unsafe { place.write_volatile(sum) };
         between(step);
         // SAFETY: as above.

@@ -12,5 +12,5 @@ fn main() {
     trap::remove_table();
     // SAFETY: does not return.
     unsafe { asm!("ud2", options(nostack)) };
-    check!(false, "the processor went on");
+    check!(false, "the vCPU continued");
 }

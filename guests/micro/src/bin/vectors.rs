@@ -1,5 +1,5 @@
-//! SSE registers and devices: `MOVDQU` and `MOVAPS` to and from the local APIC, which sees their lower 32 bits, and all other
-//! registers stay, also with other guests beside this one.
+//! SSE registers and devices: `MOVDQU` and `MOVAPS` to and from the local APIC, which sees their
+//! lower 32 bits, and all other registers stay, also with other guests beside this one.
 #![no_std]
 #![no_main]
 
@@ -46,10 +46,11 @@ fn main() {
     println!("vectors: {ROUNDS} rounds");
 }
 
-/// Loads the registers, stores one to the task priority, loads another from the version, and stores all.
+/// Loads the registers, stores one to the task priority, loads another from the version, and stores
+/// all.
 fn access(registers: &mut Registers) {
     let (priority, version) = (LOCAL_APIC + u64::from(TPR), LOCAL_APIC + u64::from(VERSION));
-    // SAFETY: start-up maps the local APIC; nobody else uses these registers.
+    // SAFETY: start-up maps the local APIC; no other code uses these registers.
     unsafe {
         asm!(
             "movaps xmm0, [{all}]", "movaps xmm1, [{all} + 0x10]",
@@ -79,7 +80,7 @@ fn access(registers: &mut Registers) {
 /// An access of a device that must be aligned and is not.
 fn misaligned() -> Result<(), u8> {
     let attempt = trap::recover();
-    // SAFETY: as above; after the exception the program goes on at label 2.
+    // SAFETY: as above; after the exception the program continues at label 2.
     unsafe {
         asm!("lea {tmp}, [rip + 2f]", "mov [{resume}], {tmp}", "movaps xmm0, [{address}]", "2:",
             tmp = out(reg) _, resume = in(reg) attempt.resume(),

@@ -3,7 +3,7 @@
 #![no_main]
 
 use core::sync::atomic::{AtomicU32, Ordering::Relaxed};
-use guests_micro::trap::{Frame, PROTECTION};
+use guests_micro::trap::{PROTECTION, TrapFrame};
 use guests_micro::{apic, check, cpu, guest, println};
 use hw_x86::apic::local;
 use hw_x86::cpuid::{features_c, leaf};
@@ -21,7 +21,7 @@ const PERIODS: u32 = 20;
 static TIMERS: AtomicU32 = AtomicU32::new(0);
 static MESSAGES: AtomicU32 = AtomicU32::new(0);
 
-fn trap(frame: &mut Frame) {
+fn trap(frame: &mut TrapFrame) {
     match frame.vector() {
         TIMER => TIMERS.fetch_add(1, Relaxed),
         MESSAGE => MESSAGES.fetch_add(1, Relaxed),
@@ -59,7 +59,7 @@ fn main() {
     println!("x2apic: both modes work");
 }
 
-/// What both modes can do.
+/// Operations of both modes.
 fn exercise(mode: &str, features: u32) {
     let version = apic::read(local::VERSION);
     check!(version & 0xff >= 0x10 && version >> 16 & 0xff >= 3, "{mode}: version {version:#x}");
@@ -74,7 +74,7 @@ fn exercise(mode: &str, features: u32) {
     let running = apic::read(local::TIMER_CURRENT);
     check!(running <= TICKS, "{mode}: the timer counts from {running}");
     wait_for(1);
-    check!(apic::read(local::TIMER_CURRENT) == 0, "{mode}: the timer went on");
+    check!(apic::read(local::TIMER_CURRENT) == 0, "{mode}: the timer kept running");
 
     TIMERS.store(0, Relaxed);
     apic::start_timer(local::TIMER_PERIODIC, TIMER, TICKS);
@@ -126,7 +126,7 @@ fn self_ipi() {
     check!(MESSAGES.load(Relaxed) == 1, "SELF_IPI did not arrive");
 }
 
-/// What x2APIC mode refuses.
+/// Accesses that x2APIC mode refuses.
 fn refusals() {
     let high = cpu::read_msr(apic::x2apic_msr(local::ICR_HIGH));
     check!(high == Err(PROTECTION), "ICR high half: {high:x?}");

@@ -1,34 +1,34 @@
-//! Sporadic replenishment: the CPU time that a scheduling context with a period may still use, and
-//! when it may.
+//! Sporadic replenishment: the remaining budget of a scheduling context with a period, and the
+//! times from which its parts are usable.
 //!
-//! Time used in one run comes back one period after that run began (B. Sprunt, L. Sha, J. Lehoczky:
-//! "Aperiodic task scheduling for hard-real-time systems", 1989; runs as M. Stanovich et al.:
-//! "Defects of the POSIX sporadic server and how to correct them", RTAS 2010, define them).
+//! Time used in one run is replenished one period after the start of that run (B. Sprunt, L. Sha,
+//! J. Lehoczky: "Aperiodic task scheduling for hard-real-time systems", 1989; runs as defined by M.
+//! Stanovich et al.: "Defects of the POSIX sporadic server and how to correct them", RTAS 2010).
 //!
 //! # Invariants
 //!
-//! * The amounts sum up to the budget, and are in the order of their times.
-//! * No part of the budget is used twice within one period, so that no window of one period holds
-//!   more than the budget: a run begins when its context is dispatched, ends when it leaves its CPU,
-//!   and uses its parts in their order.
-//! * There are at most [`REFILLS`]. Where one more would be needed, the last two are merged at the
-//!   later time: that delays time, it makes none.
+//! * The amounts sum up to the budget and are ordered by time.
+//! * No part of the budget is used twice within one period, so no window of one period contains
+//!   more than the budget: a run begins when its context is dispatched, ends when it leaves its
+//!   CPU, and uses the parts in order.
+//! * There are at most [`REFILLS`] parts. If one more were needed, the last two are merged at the
+//!   later time, which delays time but never adds any.
 
 use core::cell::Cell;
 
-/// Most refills that wait at the same time.
+/// Maximum number of pending refills.
 pub const REFILLS: usize = 8;
 
 /// A part of the budget.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
 struct Refill {
-    /// First time at which it may be used, in ticks.
+    /// Time from which it is usable, in ticks.
     at: u64,
-    /// Its length, in ticks.
+    /// Length in ticks.
     amount: u64,
 }
 
-/// The parts of a budget, a ring.
+/// Ring of the parts of a budget.
 pub struct Refills {
     ring: [Cell<Refill>; REFILLS],
     first: Cell<usize>,
@@ -36,7 +36,7 @@ pub struct Refills {
 }
 
 impl Refills {
-    /// The whole budget from `at` on.
+    /// The whole budget, usable from `at`.
     pub fn new(budget: u64, at: u64) -> Self {
         let refills = Self {
             ring: [const { Cell::new(Refill { at: 0, amount: 0 }) }; REFILLS],
@@ -56,7 +56,7 @@ impl Refills {
         self.count.set(self.count.get() - 1);
     }
 
-    /// Adds a part that is usable from `at` on, but not before those that are there.
+    /// Appends a part usable from `at`, but not before the existing parts.
     fn append(&self, amount: u64, at: u64) {
         let count = self.count.get();
         if amount == 0 {
@@ -75,13 +75,13 @@ impl Refills {
         }
     }
 
-    /// The time of the first part.
+    /// Time from which the first part is usable.
     pub fn next(&self) -> u64 {
         self.slot(0).get().at
     }
 
-    /// Begins a run: what is due becomes one part, used from `now` on. Returns its length, 0 if
-    /// nothing is due.
+    /// Begins a run: merges all due parts into one that is used from `now`. Returns its length in
+    /// ticks, 0 if none is due.
     pub fn begin(&self, now: u64) -> u64 {
         let mut head = self.slot(0).get();
         if head.at > now {
@@ -98,8 +98,8 @@ impl Refills {
         head.amount
     }
 
-    /// Ends a run that used `used` ticks: they come back a period after its beginning. A run that
-    /// was longer than its part, because its end was noticed late, has used the next parts, too.
+    /// Ends a run of `used` ticks, which are replenished one period after the start of the run. A
+    /// run longer than its part, because its end was detected late, uses the next parts as well.
     pub fn end(&self, mut used: u64, period: u64) {
         for _ in 0..self.count.get() {
             let head = self.slot(0).get();
@@ -117,8 +117,8 @@ impl Refills {
         }
     }
 
-    /// Changes budget and period. What has been used comes back no earlier than it would have, and
-    /// what the budget has more comes after a period: no change gives time at once.
+    /// Changes budget and period. Used time is replenished no earlier than before, and additional
+    /// budget after one period: no change grants time immediately.
     pub fn change(&self, (old, budget): (u64, u64), (before, period): (u64, u64), now: u64) {
         for index in 0..self.count.get() {
             let Refill { at, amount } = self.slot(index).get();

@@ -6,7 +6,7 @@ use abi::{FOREVER, Op, Status};
 use super::*;
 use crate::testing::{Fake, NORMAL, Random, World, check_threads, machine, on_cpu, set_time};
 
-/// Makes this CPU do what is due at `now`.
+/// Handles a timer interrupt of this CPU at `now`.
 fn tick(world: &mut World, now: u64) {
     set_time(now);
     let cpu = Fake::this_cpu();
@@ -15,7 +15,7 @@ fn tick(world: &mut World, now: u64) {
 }
 
 #[test]
-fn the_highest_priority_runs_and_equals_take_turns() {
+fn the_highest_priority_runs_and_equal_priorities_alternate() {
     set_time(0);
     let mut world = World::new();
     let make = |world: &mut World, priority: u64| {
@@ -27,7 +27,7 @@ fn the_highest_priority_runs_and_equals_take_turns() {
     };
     let low = make(&mut world, 3);
     assert!(world.current(0) == Some(low));
-    assert_eq!(world.kernel.cpus[0].deadline(), u64::MAX, "alone it needs no timer");
+    assert_eq!(world.kernel.cpus[0].deadline(), u64::MAX, "a single thread needs no timer");
     let first = make(&mut world, 7);
     let second = make(&mut world, 7);
     let third = make(&mut world, 7);
@@ -41,7 +41,7 @@ fn the_highest_priority_runs_and_equals_take_turns() {
     }
     world.call_here(Op::Yield, &[]);
     assert!(world.current(0) == Some(second));
-    // A higher one interrupts; the interrupted goes on with what was left of its slice.
+    // A higher priority preempts; the preempted thread continues with the rest of its slice.
     tick(&mut world, 930_000);
     let urgent = make(&mut world, 9);
     assert!(world.current(0) == Some(urgent));
@@ -59,7 +59,7 @@ fn the_highest_priority_runs_and_equals_take_turns() {
 }
 
 #[test]
-fn a_budget_is_what_a_period_has_and_no_more() {
+fn a_budget_limits_each_period() {
     set_time(0);
     let mut world = World::new();
     let thread = world.passive(0);
@@ -77,12 +77,12 @@ fn a_budget_is_what_a_period_has_and_no_more() {
         assert_eq!(world.kernel.cpus[0].deadline(), start + 400_000);
         tick(&mut world, start + 400_000);
     }
-    // Being stopped and started does not refill it.
+    // Stopping and starting does not replenish it.
     tick(&mut world, 2_100_000);
     world.kernel.stop_thread(thread);
     world.start(thread);
     assert!(world.current(0).is_none());
-    // New parameters do not, either: what was used at 2,000,000 comes back a new period later.
+    // Nor do new parameters: time used at 2,000,000 is replenished one new period later.
     world.kernel.change_sched(sched, 7, 50_000, 1_000_000).unwrap();
     world.finish();
     assert!(world.current(0).is_none());
@@ -93,7 +93,7 @@ fn a_budget_is_what_a_period_has_and_no_more() {
     tick(&mut world, 3_050_000);
     assert!(world.current(0).is_none());
     world.drop_slot(slot);
-    assert_eq!(world.kernel.cpus[0].deadline(), u64::MAX, "its refill went with it");
+    assert_eq!(world.kernel.cpus[0].deadline(), u64::MAX, "its refill was removed, too");
     world.end();
 }
 
@@ -106,7 +106,7 @@ fn new_parameters_are_not_charged_for_the_past() {
     set_time(5_000_000);
     world.kernel.change_sched(sched, NORMAL, 100_000, 300_000).unwrap();
     world.finish();
-    // In turns it could use all, so a period passes.
+    // Round robin could have used the whole budget, so one period passes.
     assert_eq!(world.kernel.cpus[0].deadline(), 5_300_000);
     tick(&mut world, 5_300_000);
     assert!(world.current(0) == Some(thread));
@@ -127,7 +127,7 @@ fn time_used_is_counted() {
     world.finish();
     set_time(9_000_000);
     assert_eq!(used(&world, first), 5_000_000);
-    // The count is of the context's life: new parameters do not change it.
+    // The counter covers the lifetime of the context: new parameters do not reset it.
     world.kernel.change_sched(sched(&world, first), NORMAL, 100_000, 300_000).unwrap();
     assert_eq!(used(&world, first), 5_000_000);
     world.end();
@@ -144,17 +144,17 @@ fn absurd_parameters_are_refused() {
     assert!(make(1, MAX_PERIOD_NS + 1, 0).is_err());
     assert!(make(1, MIN_BUDGET_NS, MAX_PERIOD_NS + 1).is_err());
     let most = make(63, MIN_BUDGET_NS, MAX_PERIOD_NS).unwrap();
-    world.kernel.end_sched(most);
+    world.kernel.destroy_sched(most);
     world.end();
 }
 
-/// The time in which a context ran, between steps of `most` ticks at most.
+/// Run times of a context, observed between steps of at most `most` ticks.
 struct Watch {
     runs: Vec<(u64, u64)>,
 }
 
 impl Watch {
-    /// What was used since the last look at it was used just before `now`, in one piece.
+    /// Records the time used since the last call as one run that ended at `now`.
     fn look(&mut self, world: &World, sched: Handle<SchedContext<Fake>>, before: &mut u64) {
         let used = world.kernel.used(sched);
         let (now, part) = (Fake::now(), used - core::mem::replace(before, used));
@@ -184,7 +184,7 @@ fn in_every_window_of_a_period_is_at_most_the_budget() {
         let (thread, sched) = make(7, BUDGET, PERIOD);
         let (mut watch, mut used, mut now) = (Watch { runs: Vec::new() }, 0, 0);
         for _ in 0..3000 {
-            // The timer is never late, what else happens comes at any time.
+            // The timer is never late; other events come at any time.
             let due = world.kernel.cpus[0].deadline().saturating_sub(now);
             now += due.min(random.below(40_000));
             set_time(now);
@@ -198,7 +198,7 @@ fn in_every_window_of_a_period_is_at_most_the_budget() {
                 5 => world.kernel.start_thread(other, 0x1000, 0x2000, 0).unwrap_or(()),
                 6 => world.kernel.stop_thread(equal),
                 7 => world.kernel.start_thread(equal, 0x1000, 0x2000, 0).unwrap_or(()),
-                // Its holder asks for the same again, or for another turn in between.
+                // Sets the same parameters again, or round robin in between.
                 8 => world.kernel.change_sched(sched, 7, BUDGET, PERIOD).unwrap(),
                 9 => {
                     world.kernel.change_sched(sched, 7, BUDGET / 2, PERIOD).unwrap();
@@ -221,12 +221,16 @@ fn a_factory_has_a_share_of_the_cpus() {
     let mut world = World::new();
     let (kernel, memory) = (&world.kernel, &world.kernel.memory);
     let factory = memory.new_factory(None, 40, 63, SHARE_OF_CPU / 2).unwrap();
-    // Somebody names it.
+    // As if a capability to it existed.
     memory.at(factory).caps.set(1);
     let make = |factory, budget, period| kernel.new_sched(Some(factory), 1, budget, period);
-    assert_eq!(make(factory, 100_000, 0).err(), Some(Status::NoQuota), "a turn is a whole CPU");
+    assert_eq!(
+        make(factory, 100_000, 0).err(),
+        Some(Status::NoQuota),
+        "round robin counts as a whole CPU"
+    );
     let quarter = make(factory, 100_000, 400_000).unwrap();
-    // What is split off takes part of it, with a share of its own or without.
+    // A child factory takes part of the share, or uses it without a share of its own.
     let same = memory.new_factory(Some(factory), 10, 63, 0).unwrap();
     let own = memory.new_factory(Some(factory), 10, 63, SHARE_OF_CPU / 8).unwrap();
     assert!(memory.new_factory(Some(same), 2, 63, SHARE_OF_CPU / 4).is_err());
@@ -234,31 +238,31 @@ fn a_factory_has_a_share_of_the_cpus() {
     assert_eq!(make(same, MIN_BUDGET_NS, MAX_PERIOD_NS).err(), Some(Status::NoQuota));
     let inner = make(own, 100_000, 800_000).unwrap();
     assert_eq!(make(own, MIN_BUDGET_NS, MAX_PERIOD_NS).err(), Some(Status::NoQuota));
-    // Changes count, and are refused as a whole.
+    // Changes are charged, and refused as a whole.
     assert_eq!(kernel.change_sched(eighth, 2, 100_001, 800_000), Err(Status::NoQuota));
     assert_eq!(memory.at(eighth).priority.get(), 1);
     kernel.change_sched(quarter, 1, 100_000, 800_000).unwrap();
     kernel.change_sched(eighth, 1, 200_000, 800_000).unwrap();
-    // All comes back.
+    // The whole share is returned.
     for sched in [quarter, eighth, inner] {
-        kernel.end_sched(sched);
+        kernel.destroy_sched(sched);
     }
     world.finish();
-    world.kernel.memory.end_factory(same);
-    world.kernel.memory.end_factory(own);
+    world.kernel.memory.destroy_factory(same);
+    world.kernel.memory.destroy_factory(own);
     world.finish();
     let half = world.kernel.new_sched(Some(factory), 1, 100_000, 200_000).unwrap();
-    world.kernel.end_sched(half);
+    world.kernel.destroy_sched(half);
     world.finish();
     world.kernel.memory.at(factory).caps.set(0);
-    world.kernel.memory.end_factory(factory);
+    world.kernel.memory.destroy_factory(factory);
     let absurd = world.kernel.memory.new_factory(None, 4, 63, u64::MAX);
     assert_eq!(absurd.err(), Some(Status::BadArgument));
     world.end();
 }
 
 #[test]
-fn a_lender_without_time_does_not_stop_a_server_that_has_some() {
+fn a_depleted_donor_does_not_stop_a_server_with_its_own_context() {
     set_time(0);
     let mut world = World::new();
     let server = world.thread(0);
@@ -270,9 +274,9 @@ fn a_lender_without_time_does_not_stop_a_server_that_has_some() {
     world.start(client);
     world.call_here(Op::GateCall, &[gate]);
     assert!(world.current(0) == Some(server));
-    assert!(world.at(server).sched.get() == Some(sched), "lent");
+    assert!(world.at(server).sched.get() == Some(sched), "donated");
     tick(&mut world, 100_000);
-    // It goes on with its own time, and the answer finds its caller.
+    // The server continues on its own context, and its reply reaches the caller.
     assert!(world.current(0) == Some(server));
     assert!(world.at(server).sched.get() != Some(sched));
     check_threads(&world.kernel);
@@ -296,12 +300,12 @@ fn timeouts_come_in_order_and_only_once() {
             // Some deadlines are equal.
             let deadline = 1000 + random.below(12) * 1000;
             world.call(thread, Op::NotificationWait, &[selector, deadline]);
-            assert_eq!(world.state(thread), ThreadState::Sleeping);
+            assert_eq!(world.state(thread), ThreadState::Blocked);
             (thread, deadline, selector)
         })
         .collect();
     assert!(world.current(0).is_none());
-    // One is signalled before its time, one is stopped.
+    // One thread is signalled before its deadline, one is stopped.
     let signaller = world.thread(0);
     world.call(signaller, Op::NotificationSignal, &[sleepers[3].2, 6]);
     assert_eq!(
@@ -323,25 +327,25 @@ fn timeouts_come_in_order_and_only_once() {
     }
     let (_, selector) = world.notification();
     world.call(signaller, Op::NotificationWait, &[selector, 0]);
-    assert_eq!(world.result(signaller).0, Some(Status::Timeout), "a poll does not wait");
+    assert_eq!(world.result(signaller).0, Some(Status::Timeout), "a poll does not block");
     world.call(signaller, Op::NotificationWait, &[selector, FOREVER]);
-    assert_eq!(world.state(signaller), ThreadState::Sleeping);
+    assert_eq!(world.state(signaller), ThreadState::Blocked);
     world.end();
 }
 
-/// A context of the reference.
+/// A scheduling context of the reference model.
 #[derive(Default)]
 struct Plain {
     priority: u64,
     budget: u64,
     period: u64,
-    left: u64,
-    /// Used in this run.
+    remaining: u64,
+    /// Time used in this run.
     used: u64,
-    /// The budget: when each part may be used, in order.
+    /// Parts of the budget, ordered by the time from which each is usable.
     parts: Vec<(u64, u64)>,
-    wants: bool,
-    /// Place among equals: smaller is earlier.
+    runnable: bool,
+    /// Position among equal priorities: smaller is earlier.
     turn: i64,
     depleted: bool,
 }
@@ -357,18 +361,18 @@ impl Plain {
             self.parts.push((at, amount));
         }
     }
-    fn renew(&mut self, now: u64) {
+    fn replenish(&mut self, now: u64) {
         if self.period == 0 {
-            self.left = self.budget;
+            self.remaining = self.budget;
             return;
         }
         let due = self.parts.iter().take_while(|part| part.0 <= now).count();
-        self.left = self.parts.drain(..due).map(|part| part.1).sum();
-        if self.left != 0 {
-            self.parts.insert(0, (now, self.left));
+        self.remaining = self.parts.drain(..due).map(|part| part.1).sum();
+        if self.remaining != 0 {
+            self.parts.insert(0, (now, self.remaining));
         }
     }
-    fn settle(&mut self) {
+    fn account_run(&mut self) {
         let mut used = core::mem::take(&mut self.used);
         for _ in 0..self.parts.len() {
             let (at, amount) = self.parts[0];
@@ -400,7 +404,7 @@ impl Plain {
     }
 }
 
-/// The reference: no queues, every choice looks at everything.
+/// Reference model without queues: every decision scans all contexts.
 struct Naive {
     contexts: BTreeMap<usize, Plain>,
     running: Option<usize>,
@@ -417,58 +421,59 @@ impl Naive {
         let elapsed = now - core::mem::replace(&mut self.charged, now);
         if let Some(running) = self.running {
             let context = self.contexts.get_mut(&running).unwrap();
-            context.left = context.left.saturating_sub(elapsed);
+            context.remaining = context.remaining.saturating_sub(elapsed);
             context.used += elapsed;
         }
     }
     fn use_up(&mut self, name: usize, now: u64) {
         let turn = self.last_turn();
         let context = self.contexts.get_mut(&name).unwrap();
-        context.settle();
-        context.renew(now);
+        context.account_run();
+        context.replenish(now);
         context.turn = turn;
-        context.depleted = context.left == 0;
+        context.depleted = context.remaining == 0;
     }
-    fn want(&mut self, name: usize, now: u64) {
+    fn make_runnable(&mut self, name: usize, now: u64) {
         let turn = self.last_turn();
         let context = self.contexts.get_mut(&name).unwrap();
-        (context.wants, context.turn) = (true, turn);
-        if context.period != 0 || context.left == 0 {
-            context.renew(now);
+        (context.runnable, context.turn) = (true, turn);
+        if context.period != 0 || context.remaining == 0 {
+            context.replenish(now);
         }
-        context.depleted = context.left == 0;
+        context.depleted = context.remaining == 0;
     }
-    fn rest(&mut self, name: usize, now: u64) {
+    fn dequeue_slow(&mut self, name: usize, now: u64) {
         if self.running == Some(name) {
             self.charge(now);
             self.running = None;
         }
         let context = self.contexts.get_mut(&name).unwrap();
-        context.settle();
-        context.wants = false;
+        context.account_run();
+        context.runnable = false;
     }
     fn choose(&mut self, now: u64) {
         self.charge(now);
         let before = self.running.take();
         if let Some(running) = before
-            && self.contexts[&running].left == 0
+            && self.contexts[&running].remaining == 0
         {
             self.use_up(running, now);
         }
-        let ready = self.contexts.iter().filter(|(_, context)| context.wants && !context.depleted);
+        let ready =
+            self.contexts.iter().filter(|(_, context)| context.runnable && !context.depleted);
         self.running = ready
             .min_by_key(|(_, c)| (core::cmp::Reverse(c.priority), c.turn))
             .map(|(name, _)| *name);
         if let Some(before) = before.filter(|_| before != self.running) {
-            self.contexts.get_mut(&before).unwrap().settle();
+            self.contexts.get_mut(&before).unwrap().account_run();
         }
-        // Whoever is interrupted later is still the first of its priority.
+        // A preempted context stays first of its priority.
         if let Some(running) = self.running {
             let first = self.contexts.values().map(|context| context.turn).min().unwrap_or(0) - 1;
             let context = self.contexts.get_mut(&running).unwrap();
             context.turn = first;
             if before != self.running && context.period != 0 {
-                context.renew(now);
+                context.replenish(now);
             }
         }
     }
@@ -476,12 +481,12 @@ impl Naive {
         let mut due: Vec<_> = self
             .contexts
             .iter()
-            .filter(|(_, c)| c.wants && c.depleted && c.parts[0].0 <= now)
+            .filter(|(_, c)| c.runnable && c.depleted && c.parts[0].0 <= now)
             .map(|(name, c)| (c.parts[0].0, *name))
             .collect();
         due.sort_unstable();
         for (_, name) in due {
-            self.want(name, now);
+            self.make_runnable(name, now);
         }
     }
 }
@@ -509,7 +514,7 @@ fn against_the_naive_one(seed: u64) {
         .collect();
     let mut choices = [0; 8];
     for step in 0..20_000 {
-        // The timer comes when it is asked for; other things happen before.
+        // The timer interrupts at the requested time; other events come before.
         let deadline = world.kernel.cpus[0].deadline();
         let step_to = now + random.below(60_000);
         now = step_to.min(deadline.max(now));
@@ -523,18 +528,18 @@ fn against_the_naive_one(seed: u64) {
         match random.below(8) {
             0 | 1 if world.state(thread) == ThreadState::Stopped => {
                 world.kernel.start_thread(thread, 1, 2, 3).unwrap();
-                naive.want(name, now);
+                naive.make_runnable(name, now);
             }
             2 if world.state(thread) == ThreadState::Ready => {
                 world.kernel.stop_thread(thread);
-                naive.rest(name, now);
+                naive.dequeue_slow(name, now);
             }
             3 if world.current(0).is_some() && random.once_in(3) => {
                 world.kernel.yield_now(0);
                 naive.charge(now);
                 if let Some(running) = naive.running {
                     let context = naive.contexts.get_mut(&running).unwrap();
-                    context.used += core::mem::take(&mut context.left);
+                    context.used += core::mem::take(&mut context.remaining);
                 }
             }
             4 if random.once_in(4) && naive.running != Some(name) => {
@@ -544,16 +549,16 @@ fn against_the_naive_one(seed: u64) {
                 let context = naive.contexts.get_mut(&name).unwrap();
                 context.priority = priority;
                 context.change(budget, period, now);
-                context.renew(now);
-                if context.wants {
-                    naive.want(name, now);
+                context.replenish(now);
+                if context.runnable {
+                    naive.make_runnable(name, now);
                 }
             }
             _ => {}
         }
-        let chosen_anew = world.kernel.cpus[0].resched.get();
+        let rescheduled = world.kernel.cpus[0].resched.get();
         world.kernel.finish(0);
-        if chosen_anew {
+        if rescheduled {
             naive.choose(now);
         }
         check_threads(&world.kernel);
@@ -561,13 +566,13 @@ fn against_the_naive_one(seed: u64) {
         assert!(world.current(0) == running, "step {step}");
         for (name, (_, sched)) in threads.iter().enumerate() {
             let (sched, context) = (world.kernel.memory.at(*sched), &naive.contexts[&name]);
-            assert_eq!(sched.left.get(), context.left, "step {step}");
-            let depleted = context.wants && context.depleted;
+            assert_eq!(sched.remaining.get(), context.remaining, "step {step}");
+            let depleted = context.runnable && context.depleted;
             assert_eq!(sched.state.get() == SchedState::Depleted, depleted);
         }
-        // Whatever was chosen, nobody with more right to run waits.
+        // No runnable thread of higher priority waits.
         let highest =
-            naive.contexts.values().filter(|c| c.wants && !c.depleted).map(|c| c.priority);
+            naive.contexts.values().filter(|c| c.runnable && !c.depleted).map(|c| c.priority);
         if let Some(running) = naive.running {
             assert_eq!(highest.max(), Some(naive.contexts[&running].priority));
             choices[running] += 1;
@@ -587,7 +592,7 @@ fn random_histories_against_a_naive_scheduler() {
 }
 
 #[test]
-fn another_cpu_is_asked_to_choose() {
+fn another_cpu_is_asked_to_reschedule() {
     set_time(0);
     on_cpu(0);
     let mut world = World::new();
@@ -602,7 +607,7 @@ fn another_cpu_is_asked_to_choose() {
 }
 
 #[test]
-fn another_cpu_is_told_of_an_earlier_event() {
+fn another_cpu_is_notified_of_an_earlier_event() {
     set_time(0);
     on_cpu(1);
     let mut world = World::new();
@@ -616,7 +621,7 @@ fn another_cpu_is_told_of_an_earlier_event() {
     assert_eq!(world.kernel.cpus[1].deadline(), u64::MAX, "idle, with its timer off");
     on_cpu(0);
     machine(|machine| machine.kicks.take());
-    // It has no time left in this period: the other CPU's timer must be set for the next.
+    // Its budget of this period is used up: the other CPU's timer must be armed for the next one.
     world.start(thread);
     assert_eq!(world.kernel.cpus[1].deadline(), 400_000);
     assert_eq!(machine(|machine| machine.kicks.take()), [1]);
@@ -640,9 +645,9 @@ fn priorities_have_a_ceiling() {
     assert_eq!(world.kernel.memory.at(sched).priority.get(), 10);
     world.kernel.change_sched(sched, 9, 100_000, 0).unwrap();
     world.kernel.change_sched(sched, 10, 100_000, 0).unwrap();
-    world.kernel.end_sched(sched);
+    world.kernel.destroy_sched(sched);
     let higher = world.kernel.memory.new_factory(Some(low), 2, 11, 0);
     assert_eq!(higher.err(), Some(Status::BadRights));
-    world.kernel.memory.end_factory(low);
+    world.kernel.memory.destroy_factory(low);
     world.end();
 }

@@ -3,11 +3,11 @@ use std::vec::Vec;
 use abi::{ItemKind, Tag};
 
 use super::*;
+use crate::mdb::Extent;
 use crate::pool;
-use crate::space::Extent;
 use crate::testing::{Fake, Random, World, check, machine, on_cpu, set_time};
 
-/// Selectors that objects of the hostile tasks are in.
+/// Number of selectors used for objects of the hostile tasks.
 const SLOTS: u64 = 96;
 /// Words of the message page with the first four items.
 const ITEMS: core::ops::Range<usize> = 64..72;
@@ -47,8 +47,8 @@ fn hostile_world(random: &mut Random) -> World {
         world.notification();
     }
     let vm = world.kernel.new_vm(Some(world.factory)).unwrap();
-    world.give(ObjectRef::Vm(vm));
-    // The other task has some of it too.
+    world.insert_cap(ObjectRef::Vm(vm));
+    // The other task gets some of the capabilities, too.
     let item = Item { kind: ItemKind::Capability, grant: false, order: 4, rights: rights::ALL };
     for slot in [0, 16, 32] {
         let _ = world.kernel.delegate(world.task, item, slot, SpaceRef::Task(other), slot);
@@ -66,7 +66,7 @@ fn some_item(random: &mut Random) -> u64 {
     Item { kind, grant: random.once_in(5), order, rights: mask }.pack()
 }
 
-/// Of every kind that operations take, the plausible and the absurd.
+/// Returns a plausible or absurd argument of any operation.
 fn some_word(random: &mut Random) -> u64 {
     match random.below(12) {
         0..5 => random.below(SLOTS),
@@ -80,7 +80,7 @@ fn some_word(random: &mut Random) -> u64 {
     }
 }
 
-/// A slot that holds an object of the kind that is looked for, if the thread's task has one.
+/// Returns a slot with an object of the kind that the operation needs, if the task has one.
 fn slot_of(world: &World, random: &mut Random, task: &Task<Fake>, operation: Op) -> u64 {
     let wanted = |object: ObjectRef<Fake>| {
         matches!(
@@ -106,7 +106,7 @@ fn slot_of(world: &World, random: &mut Random, task: &Task<Fake>, operation: Op)
         .unwrap_or(start)
 }
 
-/// Fills the registers and sometimes the message page of the current thread.
+/// Fills the registers, and sometimes the message page, of the current thread.
 fn some_call(world: &World, random: &mut Random, thread: &Thread<Fake>) -> Op {
     let mut operation = Op::from_code(random.below(abi::OPERATIONS.len() as u64)).unwrap();
     if random.once_in(3) {
@@ -147,7 +147,7 @@ fn some_call(world: &World, random: &mut Random, thread: &Thread<Fake>) -> Op {
             set(2, 30_000 + random.below(100_000));
             set(3, random.pick(&[0, 200_000, 500_000]));
         }
-        // The tasks would be gone too soon if they gave everything back.
+        // Otherwise the tasks would soon have unmapped everything.
         Op::Unmap if !random.once_in(20) => {
             set(0, some_item(random) & !(0x3f << 3));
             set(1, random.below(SLOTS));
@@ -188,7 +188,7 @@ fn some_call(world: &World, random: &mut Random, thread: &Thread<Fake>) -> Op {
     operation
 }
 
-/// Arguments of `Create` as a program would choose them.
+/// Plausible arguments of `Create`.
 fn plausible_creation(world: &World, random: &mut Random, thread: &Thread<Fake>) {
     let Some(task) = world.kernel.memory.get(thread.task) else { return };
     let start = random.below(SLOTS);
@@ -228,7 +228,7 @@ fn plausible_creation(world: &World, random: &mut Random, thread: &Thread<Fake>)
     }
 }
 
-/// What somebody outside would do now and then to keep things going.
+/// Restarts threads and re-creates objects from outside, so that the tasks stay active.
 fn revive(world: &mut World, random: &mut Random) {
     for thread in pool::testing::all::<Thread<Fake>>(&world.kernel.memory) {
         let state = world.state(thread);
@@ -252,14 +252,14 @@ fn revive(world: &mut World, random: &mut Random) {
             if given {
                 let _ = world.kernel.bind_sched(thread, sched);
             } else {
-                world.kernel.end(object);
+                world.kernel.destroy(object);
             }
         }
     }
     world.finish();
 }
 
-/// One entry of the kernel.
+/// Executes one kernel entry.
 fn step(world: &mut World, random: &mut Random, now: &mut u64) {
     let cpu = random.below(2) as usize;
     on_cpu(cpu);
@@ -301,7 +301,7 @@ fn step(world: &mut World, random: &mut Random, now: &mut u64) {
     world.finish();
 }
 
-/// Makes that many system calls, and other things in between; `World::finish` checks after each.
+/// Executes this number of system calls mixed with other events; `World::finish` checks after each.
 fn hostile(seed: u64, system_calls: u64) {
     let mut random = Random(seed);
     let mut now = 1000;
@@ -347,7 +347,7 @@ fn random_system_calls_break_nothing() {
 fn every_operation_refuses_every_kind_of_object_it_is_not_for() {
     let mut world = World::new();
     let thread = world.thread(0);
-    let platform = world.give(ObjectRef::Platform);
+    let platform = world.insert_cap(ObjectRef::Platform);
     let refused: Vec<_> = [
         Op::GateCall,
         Op::NotificationSignal,

@@ -7,17 +7,17 @@ use crate::testing::{Invented, Random, machine};
 
 type Leaf = (u64, Access);
 
-/// A page, and what is mapped there before and after the operation.
+/// A page, with its expected translations before and after the operation.
 type Watched = (u64, Option<Leaf>, Option<Leaf>);
 
-/// Tables that check each store: every watched page must be as before or as it shall become.
+/// Tables that check each store: every watched page must be in its old or its new state.
 struct Recorder {
     tables: RefCell<BTreeMap<u64, [u64; 512]>>,
     freed: RefCell<BTreeSet<u64>>,
     next: Cell<u64>,
-    /// Tables that may still be had.
+    /// Tables that can still be allocated.
     quota: Cell<u64>,
-    /// Pages to look at, each with its states before and after.
+    /// Watched pages, each with its state before and after.
     watched: RefCell<Vec<Watched>>,
 }
 
@@ -59,14 +59,14 @@ impl Tables for Recorder {
         Ok(table)
     }
     fn free(&self, table: u64) {
-        // A walker may still be in it until the flush, so it stays readable in `freed` only.
+        // A page-table walker may use it until the flush, so it remains readable in `freed` only.
         self.tables.borrow_mut().remove(&table).expect("freed once");
         assert!(self.freed.borrow_mut().insert(table));
         self.quota.set(self.quota.get().saturating_add(1));
     }
 }
 
-/// The reference: mappings by first page.
+/// Reference model: mappings by first page.
 #[derive(Default)]
 struct Flat(BTreeMap<u64, (u8, u64, Access)>);
 
@@ -82,7 +82,7 @@ impl Flat {
     }
 }
 
-/// Edges of everything, and some pages inside.
+/// Returns the edges of all mappings and some pages inside.
 fn pages_to_watch(flat: &Flat, random: &mut Random, page: u64, order: u8) -> BTreeSet<u64> {
     let edges = |base: u64, size: u64| [base.saturating_sub(1), base, base + size - 1, base + size];
     let mut pages = BTreeSet::from(edges(page, 1 << order));
@@ -134,10 +134,11 @@ fn run(max_leaf: u32, seed: u64, orders: &[u8]) {
         if unmapping {
             assert!(unmap::<Invented>(&tables, ROOT, page, order).is_needed());
         } else {
-            let mut may = || !random.once_in(3);
+            let mut may_continue = || !random.once_in(3);
             while {
                 let before = tables.freed.borrow().len();
-                let (done, flush) = make_room::<Invented>(&tables, ROOT, page, order, &mut may);
+                let (done, flush) =
+                    make_room::<Invented>(&tables, ROOT, page, order, &mut may_continue);
                 assert!(flush.is_needed() || tables.freed.borrow().len() == before);
                 !done
             } {}
@@ -160,13 +161,13 @@ fn run(max_leaf: u32, seed: u64, orders: &[u8]) {
     for (page, (order, ..)) in core::mem::take(&mut flat.0) {
         assert!(unmap::<Invented>(&tables, ROOT, page, order).is_needed());
     }
-    // The upper half is not ours here; then everything, a few tables at a time.
+    // Clear the lower half, then everything, a few tables at a time.
     let upper = |entry: &&u64| **entry != 0;
     let kept = tables.tables.borrow()[&ROOT][256..].iter().filter(upper).count();
-    let mut may = || !random.once_in(3);
-    while !clear::<Invented>(&tables, ROOT, 0..256, &mut may) {}
+    let mut may_continue = || !random.once_in(3);
+    while !clear::<Invented>(&tables, ROOT, 0..256, &mut may_continue) {}
     assert_eq!(tables.tables.borrow()[&ROOT][256..].iter().filter(upper).count(), kept);
-    while !clear::<Invented>(&tables, ROOT, 0..512, &mut may) {}
+    while !clear::<Invented>(&tables, ROOT, 0..512, &mut may_continue) {}
     assert_eq!(tables.tables.borrow().len(), 1, "only the root is left");
     assert_eq!(tables.tables.borrow()[&ROOT], [0; 512]);
 }
@@ -187,15 +188,15 @@ fn random_mappings_where_leaves_are_small() {
 }
 
 #[test]
-fn a_mapping_that_spans_tables_and_does_not_fit_leaves_no_trace() {
+fn a_failed_mapping_across_tables_leaves_no_entry() {
     machine(|machine| machine.max_leaf.set(1));
     let tables = Recorder::new();
-    // Two tables of leaves are needed; there is quota for one.
+    // Two tables of leaves are needed; the quota covers one.
     tables.quota.set(2);
     let access = Access { write: true, execute: false, device: false };
     let result = map::<Invented>(&tables, ROOT, 0, 0x4000_0000, 19, access);
     assert_eq!(result.err(), Some(Status::NoQuota));
-    assert_eq!(tables.look(0), None, "no entry was ever there to be used");
+    assert_eq!(tables.look(0), None, "no entry was ever present");
     while !clear::<Invented>(&tables, ROOT, 0..512, &mut || true) {}
     assert_eq!(tables.tables.borrow().len(), 1);
 }

@@ -5,9 +5,9 @@ use abi::vcpu::DOORBELLS;
 use abi::{FAULT_LABEL, FOREVER, FaultAction, NOTIFICATION_BADGE, Op, rights};
 
 use super::*;
+use crate::mdb::Extent;
 use crate::pool::testing::all;
 use crate::sched::SchedState;
-use crate::space::Extent;
 use crate::testing::{Fake, NORMAL, World, check, machine, on_cpu, set_time, translate};
 
 type T = Handle<Thread<Fake>>;
@@ -18,15 +18,15 @@ fn start() -> World {
     World::new()
 }
 
-/// A server with time of its own that waits for its first caller.
+/// Creates a receiving server with its own scheduling context.
 fn waiting(world: &mut World, cpu: usize) -> T {
     let server = world.thread(cpu);
     world.call(server, Op::GateReplyWait, &[WAIT]);
-    assert_eq!(world.state(server), ThreadState::Waiting);
+    assert_eq!(world.state(server), ThreadState::Receiving);
     server
 }
 
-/// A server without time that waits: its first caller has brought it there.
+/// Creates a receiving server without a scheduling context, brought there by a first caller.
 fn waiting_passive(world: &mut World) -> T {
     let server = world.passive(0);
     world.start(server);
@@ -35,7 +35,7 @@ fn waiting_passive(world: &mut World) -> T {
     world.call(caller, Op::GateCall, &[gate]);
     world.call_here(Op::GateReplyWait, &[WAIT]);
     world.call_here(Op::GateReplyWait, &[REPLY | WAIT]);
-    assert_eq!(world.state(server), ThreadState::Waiting);
+    assert_eq!(world.state(server), ThreadState::Receiving);
     world.kernel.stop_thread(caller);
     world.finish();
     server
@@ -46,7 +46,7 @@ fn outcome(world: &World, thread: T) -> Option<Status> {
 }
 
 #[test]
-fn a_call_and_its_reply_carry_words_and_time() {
+fn calls_and_replies_transfer_words_and_scheduling_context() {
     let mut world = start();
     let server = waiting_passive(&mut world);
     let gate = world.gate(server, 77);
@@ -56,14 +56,14 @@ fn a_call_and_its_reply_carry_words_and_time() {
     world.finish();
     let switches = world.kernel.counters.switches.get();
     world.call_here(Op::GateCall, &[gate, Tag::label(5).pack(), 1, 2, 3, 4]);
-    assert!(world.current(0) == Some(server), "handed over");
+    assert!(world.current(0) == Some(server), "donated");
     assert_eq!(world.result(server), (Some(Status::Ok), [77, Tag::label(5).pack(), 1, 2, 3, 4]));
-    assert!(world.at(server).sched.get() == time && world.at(server).lender.get() == Some(caller));
+    assert!(world.at(server).sched.get() == time && world.at(server).donor.get() == Some(caller));
     world.call_here(Op::GateReplyWait, &[REPLY | WAIT, Tag::label(6).pack(), 9, 8, 7, 6]);
     assert!(world.current(0) == Some(caller));
     assert_eq!(world.result(caller), (Some(Status::Ok), [0, Tag::label(6).pack(), 9, 8, 7, 6]));
     assert!(world.at(caller).sched.get() == time && world.at(server).sched.get().is_none());
-    assert_eq!(world.kernel.counters.switches.get(), switches, "nothing had to be chosen");
+    assert_eq!(world.kernel.counters.switches.get(), switches, "no scheduler invocation");
     world.end();
 }
 
@@ -85,12 +85,12 @@ fn callers_are_served_in_order() {
         assert_eq!(world.result(*caller).1[2], index as u64);
         assert_eq!(world.state(*caller), ThreadState::Ready);
     }
-    assert_eq!(world.state(server), ThreadState::Waiting);
+    assert_eq!(world.state(server), ThreadState::Receiving);
     world.end();
 }
 
 #[test]
-fn a_call_to_another_cpu_uses_the_server_s_time() {
+fn a_call_to_another_cpu_uses_the_server_s_context() {
     let mut world = start();
     let server = waiting(&mut world, 1);
     let gate = world.gate(server, 4);
@@ -98,12 +98,12 @@ fn a_call_to_another_cpu_uses_the_server_s_time() {
     machine(|machine| machine.kicks.take());
     world.call(caller, Op::GateCall, &[gate, 0, 5]);
     assert!(machine(|machine| machine.kicks.take()).contains(&1));
-    assert!(world.at(caller).sched.get().is_some(), "time does not cross CPUs");
+    assert!(world.at(caller).sched.get().is_some(), "contexts are not donated across CPUs");
     assert!(world.current(1) == Some(server) && world.current(0).is_none());
     world.call(server, Op::GateReplyWait, &[REPLY | WAIT, 0, 6]);
     assert_eq!((outcome(&world, caller), world.result(caller).1[2]), (Some(Status::Ok), 6));
     assert!(world.current(0) == Some(caller));
-    // Without time of its own a server cannot be reached from there.
+    // A server without a context of its own cannot be called from another CPU.
     let passive = world.passive(1);
     world.start(passive);
     let gate = world.gate(passive, 4);
@@ -113,9 +113,9 @@ fn a_call_to_another_cpu_uses_the_server_s_time() {
 }
 
 #[test]
-fn a_reply_returns_only_what_its_receiver_has_lent() {
+fn a_reply_returns_only_what_its_receiver_donated() {
     let mut world = start();
-    // The server has lost the time of its first caller; a second one helps it.
+    // The server loses the context of its first caller; a second caller donates its own.
     let server = waiting_passive(&mut world);
     let gate = world.gate(server, 0);
     let first = world.passive(0);
@@ -131,7 +131,10 @@ fn a_reply_returns_only_what_its_receiver_has_lent() {
     assert!(world.current(0) == Some(server) && world.at(server).sched.get() == time);
     world.call_here(Op::GateReplyWait, &[REPLY | WAIT]);
     assert_eq!(world.state(first), ThreadState::Ready);
-    assert!(world.at(first).sched.get().is_none(), "the helper's time is not the first one's");
+    assert!(
+        world.at(first).sched.get().is_none(),
+        "the second caller's context is not the first one's"
+    );
     assert!(world.at(server).caller.get() == Some(second) && world.current(0) == Some(server));
     world.call_here(Op::GateReplyWait, &[REPLY | WAIT]);
     assert!(world.current(0) == Some(second) && world.at(second).sched.get() == time);
@@ -139,7 +142,7 @@ fn a_reply_returns_only_what_its_receiver_has_lent() {
 }
 
 #[test]
-fn help_goes_through_servers_that_wait_for_others() {
+fn donation_passes_through_waiting_servers() {
     let mut world = start();
     let back = waiting_passive(&mut world);
     let front = waiting_passive(&mut world);
@@ -148,7 +151,7 @@ fn help_goes_through_servers_that_wait_for_others() {
     world.call(first, Op::GateCall, &[to_front]);
     world.call_here(Op::GateCall, &[to_back]);
     assert!(world.current(0) == Some(back));
-    // A second caller comes to the front before the first one is stopped, a third after.
+    // A second caller calls the front server before the first one is stopped, a third afterwards.
     let time = world.at(first).own_sched.get().unwrap();
     world.kernel.change_sched(time, 5, 1_000_000, 0).unwrap();
     let second = world.thread(0);
@@ -157,8 +160,8 @@ fn help_goes_through_servers_that_wait_for_others() {
     world.kernel.stop_thread(first);
     world.finish();
     assert!(world.at(first).sched.get() == Some(time), "taken back at once");
-    assert!(world.current(0) == Some(back), "the second one's time got there");
-    assert!(world.at(back).lender.get() == Some(front));
+    assert!(world.current(0) == Some(back), "the second caller's context was donated");
+    assert!(world.at(back).donor.get() == Some(front));
     world.kernel.stop_thread(second);
     world.finish();
     assert!(world.current(0).is_none());
@@ -175,7 +178,7 @@ fn help_goes_through_servers_that_wait_for_others() {
 }
 
 #[test]
-fn circles_of_callers_wait_and_can_be_stopped() {
+fn cyclic_calls_block_and_can_be_stopped() {
     let mut world = start();
     let ring: Vec<_> = (0..3).map(|_| world.thread(0)).collect();
     let gates: Vec<_> = ring.iter().map(|thread| world.gate(*thread, 0)).collect();
@@ -192,12 +195,12 @@ fn circles_of_callers_wait_and_can_be_stopped() {
     assert_eq!(outcome(&world, ring[2]), Some(Status::Aborted));
     assert_eq!(world.state(ring[1]), ThreadState::Calling);
     world.call(outside, Op::GateCall, &[own]);
-    assert_eq!(outcome(&world, outside), Some(Status::Aborted), "nobody can call itself");
+    assert_eq!(outcome(&world, outside), Some(Status::Aborted), "a thread cannot call itself");
     world.end();
 }
 
-/// Ends or stops a caller or its server while one waits for the other.
-fn end_in_the_middle(served: bool, passive: bool, end_server: bool, destroy: bool) {
+/// Destroys or stops a caller or its server while one waits for the other.
+fn destroy_during_a_call(served: bool, passive: bool, end_server: bool, destroy: bool) {
     let mut world = start();
     let server = if passive { waiting_passive(&mut world) } else { waiting(&mut world, 0) };
     let gate = world.gate(server, 1);
@@ -230,7 +233,7 @@ fn end_in_the_middle(served: bool, passive: bool, end_server: bool, destroy: boo
         assert_eq!(world.state(server), ThreadState::Ready);
         assert!(world.at(server).sched.get() != Some(time));
         if passive && served {
-            // It is where it was, and goes on with the time of the next one.
+            // The server continues where it was, on the context of the next caller.
             let next = world.thread(0);
             world.call(next, Op::GateCall, &[gate]);
             assert!(world.current(0) == Some(server));
@@ -248,15 +251,15 @@ fn end_in_the_middle(served: bool, passive: bool, end_server: bool, destroy: boo
 }
 
 #[test]
-fn either_side_may_end_at_any_time() {
+fn either_side_may_be_destroyed_at_any_time() {
     for case in 0..16 {
         let bit = |number: u32| case >> number & 1 != 0;
-        end_in_the_middle(bit(0), bit(1), bit(2), bit(3));
+        destroy_during_a_call(bit(0), bit(1), bit(2), bit(3));
     }
 }
 
 #[test]
-fn a_call_to_nobody_is_aborted() {
+fn a_call_to_a_stopped_server_is_aborted() {
     let mut world = start();
     let stopped = world.passive(0);
     let gate = world.gate(stopped, 0);
@@ -267,7 +270,7 @@ fn a_call_to_nobody_is_aborted() {
 }
 
 #[test]
-fn a_caller_that_is_never_answered_is_told() {
+fn a_caller_without_reply_is_aborted() {
     let mut world = start();
     let server = waiting(&mut world, 0);
     let gate = world.gate(server, 0);
@@ -276,12 +279,12 @@ fn a_caller_that_is_never_answered_is_told() {
     world.call(server, Op::GateReplyWait, &[WAIT]);
     assert_eq!(outcome(&world, caller), Some(Status::Aborted));
     assert!(world.current(0) == Some(caller));
-    assert_eq!(world.state(server), ThreadState::Waiting);
+    assert_eq!(world.state(server), ThreadState::Receiving);
     world.end();
 }
 
 #[test]
-fn time_bound_to_a_busy_server_is_used_after_the_reply() {
+fn a_context_bound_to_a_busy_server_is_used_after_the_reply() {
     let mut world = start();
     let server = waiting_passive(&mut world);
     let gate = world.gate(server, 0);
@@ -293,7 +296,10 @@ fn time_bound_to_a_busy_server_is_used_after_the_reply() {
     assert_eq!(world.kernel.bind_sched(server, own), Err(Status::Busy));
     world.call_here(Op::GateReplyWait, &[REPLY]);
     assert!(world.at(server).sched.get() == Some(own));
-    assert!(world.current(0) == Some(server), "it goes on beside the caller, at its own priority");
+    assert!(
+        world.current(0) == Some(server),
+        "it continues beside the caller, at its own priority"
+    );
     assert_eq!(outcome(&world, caller), Some(Status::Ok));
     world.end();
 }
@@ -304,7 +310,7 @@ fn faults_are_calls() {
     let handler = waiting(&mut world, 0);
     let gate = world.gate(handler, 42);
     let thread = world.thread(0);
-    let slot = world.give(ObjectRef::Thread(thread));
+    let slot = world.insert_cap(ObjectRef::Thread(thread));
     world.call(thread, Op::ThreadBind, &[slot, abi::Binding::FaultGate as u64, gate]);
     world.choose(thread);
     world.at(thread).context.words[3].set(0xabcd);
@@ -325,7 +331,7 @@ fn faults_are_calls() {
     world.call(handler, Op::GateReplyWait, &[REPLY | WAIT, 0, FaultAction::Stop as u64]);
     assert_eq!(world.state(thread), ThreadState::Stopped);
     assert_eq!(outcome(&world, caller), Some(Status::Aborted));
-    // Without a handler it is stopped, and the log says so.
+    // Without a fault gate the thread is stopped, and the fault is logged.
     let logged = machine(|machine| machine.logged.get());
     world.choose(caller);
     world.kernel.fault(0, caller, [6, 0, 0, 0]);
@@ -344,19 +350,19 @@ fn faults_without_a_gate_do_not_fill_the_log() {
     (0..10_000).for_each(|_| fault(&world));
     let logged = |before| machine(|machine| machine.logged.get()) - before;
     assert_eq!(u64::from(logged(before)), FAULT_LINES, "ten thousand faults at one time");
-    // A second later: what was not logged is told, and as many as fit into that second.
+    // One second later: one message with the suppressed count, and as many as the rate permits.
     set_time(1_000_000_000);
     (0..10_000).for_each(|_| fault(&world));
     assert_eq!(u64::from(logged(before)), FAULT_LINES + 1 + 10);
 }
 
 #[test]
-fn handlers_of_handlers_all_stop_with_the_last() {
+fn a_chain_of_fault_handlers_stops_with_the_last() {
     let mut world = start();
     let chain: Vec<_> = (0..60).map(|_| world.thread(0)).collect();
     for pair in chain.windows(2) {
         let gate = world.gate(pair[1], 0);
-        let slot = world.give(ObjectRef::Thread(pair[0]));
+        let slot = world.insert_cap(ObjectRef::Thread(pair[0]));
         world.call(pair[0], Op::ThreadBind, &[slot, abi::Binding::FaultGate as u64, gate]);
         world.choose(pair[0]);
         world.kernel.fault(0, pair[0], [14, 0, 0, 0]);
@@ -369,7 +375,7 @@ fn handlers_of_handlers_all_stop_with_the_last() {
     world.end();
 }
 
-/// A server, served by nobody any more, with `count` callers that wait for it, and its capability.
+/// Creates a stopped server with `count` waiting callers, and a capability to it.
 fn crowded(world: &mut World, count: usize) -> (Handle<Thread<Fake>>, Vec<Handle<Thread<Fake>>>) {
     let server = waiting(world, 0);
     let gate = world.gate(server, 0);
@@ -394,7 +400,7 @@ fn calls_to_a_stopped_thread_are_aborted_a_few_at_a_time() {
         world.kernel.finish(0);
         let now = aborted(&world);
         assert!(now - before <= ABORTS as usize, "{before} -> {now}");
-        assert!(now == 100 || world.kernel.cpus[0].deadline() == 0, "the timer comes at once");
+        assert!(now == 100 || world.kernel.cpus[0].deadline() == 0, "the timer interrupts at once");
         before = now;
     }
     assert_eq!(before, 100);
@@ -403,7 +409,7 @@ fn calls_to_a_stopped_thread_are_aborted_a_few_at_a_time() {
 }
 
 #[test]
-fn a_thread_that_ended_is_there_until_its_callers_know() {
+fn a_destroyed_thread_is_freed_after_its_callers_are_aborted() {
     let mut world = start();
     let (server, callers) = crowded(&mut world, 60);
     let slot = (0..500).find(|slot| {
@@ -411,7 +417,7 @@ fn a_thread_that_ended_is_there_until_its_callers_know() {
         matches!(capability.map(|c| c.object), Ok(ObjectRef::Thread(thread)) if thread == server)
     });
     world.drop_slot(slot.unwrap());
-    // One of those that still wait is stopped, and one ends.
+    // One waiting caller is stopped, and one destroyed.
     world.kernel.stop_thread(callers[58]);
     assert!(world.finish_all() > 1);
     assert!(world.kernel.memory.get(server).is_none());
@@ -425,7 +431,7 @@ fn a_thread_that_ended_is_there_until_its_callers_know() {
 }
 
 #[test]
-fn a_thread_that_is_started_again_serves_who_still_waits() {
+fn a_restarted_thread_serves_the_remaining_callers() {
     let mut world = start();
     let (server, callers) = crowded(&mut world, 60);
     world.kernel.stop_thread(server);
@@ -457,7 +463,11 @@ fn callers_whose_messages_do_not_fit_are_refused_a_few_at_a_time() {
         callers.iter().filter(|caller| outcome(world, **caller) == Some(Status::Overflow)).count()
     };
     assert_eq!(refused(&world), MAX_REFUSED as usize);
-    assert_eq!(world.at(server).context.restarts.get(), 1, "it comes again for the others");
+    assert_eq!(
+        world.at(server).context.restarts.get(),
+        1,
+        "the timer interrupts again for the rest"
+    );
     while world.state(server) == ThreadState::Ready {
         world.choose(server);
         world.call_here(Op::GateReplyWait, &[REPLY | WAIT]);
@@ -467,18 +477,18 @@ fn callers_whose_messages_do_not_fit_are_refused_a_few_at_a_time() {
 }
 
 #[test]
-fn calls_on_lent_time_are_not_nested_without_end() {
+fn nested_donations_are_limited() {
     let mut world = start();
-    let servers: Vec<_> = (0..MAX_LENDERS + 1).map(|_| waiting_passive(&mut world)).collect();
+    let servers: Vec<_> = (0..MAX_DONORS + 1).map(|_| waiting_passive(&mut world)).collect();
     let gates: Vec<_> = servers.iter().map(|server| world.gate(*server, 0)).collect();
     let first = world.thread(0);
     world.choose(first);
-    for gate in &gates[..MAX_LENDERS as usize] {
+    for gate in &gates[..MAX_DONORS as usize] {
         world.call_here(Op::GateCall, &[*gate]);
     }
-    let last = servers[MAX_LENDERS as usize - 1];
+    let last = servers[MAX_DONORS as usize - 1];
     assert!(world.current(0) == Some(last));
-    world.call_here(Op::GateCall, &[gates[MAX_LENDERS as usize]]);
+    world.call_here(Op::GateCall, &[gates[MAX_DONORS as usize]]);
     assert!(world.current(0) == Some(last));
     assert_eq!(outcome(&world, last), Some(Status::Overflow));
     world.kernel.stop_thread(first);
@@ -493,7 +503,7 @@ fn a_server_also_wakes_for_its_notification() {
     let mut world = start();
     let server = waiting(&mut world, 1);
     let (events, selector) = world.notification();
-    let slot = world.give(ObjectRef::Thread(server));
+    let slot = world.insert_cap(ObjectRef::Thread(server));
     let other = world.thread(0);
     world.call(other, Op::ThreadBind, &[slot, abi::Binding::Notification as u64, selector]);
     assert_eq!(outcome(&world, other), Some(Status::Ok));
@@ -501,20 +511,20 @@ fn a_server_also_wakes_for_its_notification() {
     assert_eq!(outcome(&world, other), Some(Status::Busy));
     world.call(other, Op::NotificationSignal, &[selector, 0b101]);
     assert_eq!(world.result(server), (Some(Status::Ok), [NOTIFICATION_BADGE, 0, 0b101, 0, 0, 0]));
-    // While it is busy they add up.
+    // Events accumulate while the server is busy.
     world.call(other, Op::NotificationSignal, &[selector, 1]);
     world.call(other, Op::NotificationSignal, &[selector, 2]);
     world.call(server, Op::GateReplyWait, &[REPLY | WAIT]);
     assert_eq!(world.result(server).1[2], 3);
     world.call(server, Op::GateReplyWait, &[REPLY | WAIT]);
-    assert_eq!(world.state(server), ThreadState::Waiting);
+    assert_eq!(world.state(server), ThreadState::Receiving);
     world.drop_slot(selector);
     assert!(world.kernel.memory.get(events).is_none());
     world.end();
 }
 
 #[test]
-fn one_thread_sleeps_on_a_notification() {
+fn at_most_one_thread_waits_for_a_notification() {
     let mut world = start();
     let (_, selector) = world.notification();
     let (first, second) = (world.thread(0), world.thread(0));
@@ -522,13 +532,13 @@ fn one_thread_sleeps_on_a_notification() {
     world.call(second, Op::NotificationWait, &[selector, FOREVER]);
     assert_eq!(outcome(&world, second), Some(Status::Busy));
     world.call(second, Op::NotificationSignal, &[selector, 0]);
-    assert_eq!(world.state(first), ThreadState::Sleeping, "no event, no wake-up");
+    assert_eq!(world.state(first), ThreadState::Blocked, "no event, no wake-up");
     world.drop_slot(selector);
     assert_eq!(outcome(&world, first), Some(Status::Aborted));
     world.end();
 }
 
-/// A guest with a vCPU, and what that is bound to.
+/// A VM with a vCPU and its notification.
 struct Guest {
     vm: Handle<Vm<Fake>>,
     events: Handle<Notification<Fake>>,
@@ -549,21 +559,21 @@ fn new_vcpu(
 
 fn guest(world: &mut World) -> Guest {
     let vm = world.kernel.new_vm(Some(world.factory)).unwrap();
-    world.give(ObjectRef::Vm(vm));
+    world.insert_cap(ObjectRef::Vm(vm));
     let (events, selector) = world.notification();
     let vcpu = new_vcpu(world, vm, events).unwrap();
-    let slot = world.give(ObjectRef::Vcpu(vcpu));
+    let slot = world.insert_cap(ObjectRef::Vcpu(vcpu));
     Guest { vm, events, selector, vcpu, slot }
 }
 
 #[test]
-fn a_vcpu_is_told_that_its_thread_had_to_wait() {
+fn preemptions_of_a_vcpu_are_counted() {
     let mut world = start();
     let Guest { slot, .. } = guest(&mut world);
     let preemptions = || machine(|machine| machine.preemptions.get());
     let runner = world.thread(0);
     world.call(runner, Op::VcpuRun, &[slot]);
-    // Alone it goes on, however often the choice is made.
+    // Without competition the thread continues at every scheduling decision.
     world.kernel.request_schedule(0);
     world.finish();
     assert!(world.current(0) == Some(runner) && preemptions() == 0);
@@ -572,7 +582,7 @@ fn a_vcpu_is_told_that_its_thread_had_to_wait() {
     world.kernel.bind_sched(urgent, sched).unwrap();
     world.start(urgent);
     assert!(world.current(0) == Some(urgent) && preemptions() == 1);
-    // It comes back; who waits of his own will has not been made to.
+    // It resumes; a thread that blocks voluntarily does not count as preempted.
     world.kernel.stop_thread(urgent);
     world.finish();
     assert!(world.current(0) == Some(runner) && preemptions() == 1);
@@ -583,7 +593,7 @@ fn a_vcpu_is_told_that_its_thread_had_to_wait() {
 }
 
 #[test]
-fn a_thread_sleeps_while_its_guest_is_halted() {
+fn a_thread_blocks_while_its_guest_is_halted() {
     let mut world = start();
     let Guest { events, selector, vcpu, slot, .. } = guest(&mut world);
     let (runner, other) = (world.thread(0), world.thread(0));
@@ -596,27 +606,27 @@ fn a_thread_sleeps_while_its_guest_is_halted() {
     };
     world.call(runner, Op::VcpuRun, &[slot]);
     assert!(halt(&mut world, FOREVER));
-    assert_eq!(world.state(runner), ThreadState::Sleeping);
+    assert_eq!(world.state(runner), ThreadState::Blocked);
     check(&world.kernel);
-    // It goes on in its call, where it finds the events by itself.
+    // The thread stays in its call, in which it reads the events itself.
     world.call(other, Op::NotificationSignal, &[selector, 0b10]);
     assert_eq!(world.state(runner), ThreadState::Ready);
     assert!(world.at(runner).vcpu.get() == Some(vcpu));
     assert!(!halt(&mut world, FOREVER), "there are events");
     assert_eq!(world.kernel.memory.at(events).bits.take(), 0b10);
-    // Or after the deadline.
+    // Or when the deadline passes.
     assert!(halt(&mut world, 500));
     set_time(500);
     world.kernel.timer(0);
     world.finish();
     assert_eq!(world.state(runner), ThreadState::Ready);
     assert!(world.at(runner).vcpu.get() == Some(vcpu));
-    // Its virtual CPU ends meanwhile.
+    // The vCPU is destroyed meanwhile.
     assert!(halt(&mut world, FOREVER));
     world.drop_slot(slot);
     assert_eq!(world.state(runner), ThreadState::Ready);
     assert_eq!(outcome(&world, runner), Some(Status::Aborted));
-    // What its last call found is not there any more.
+    // The cached look-up of its last call is stale.
     world.call(runner, Op::VcpuRun, &[slot]);
     assert_eq!(outcome(&world, runner), Some(Status::BadCapability));
     world.end();
@@ -646,7 +656,7 @@ fn a_vcpu_s_notification_reaches_its_cpu() {
     world.end();
 }
 
-/// Puts items and windows into message pages.
+/// Writes items and windows to message pages.
 fn write_page(world: &World, thread: T, at: usize, words: &[u64]) {
     let page = world.kernel.memory.words(world.at(thread).message);
     for (place, word) in page[at..].iter().zip(words) {
@@ -695,7 +705,7 @@ fn items_arrive_in_the_receiver_s_windows() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused() {
+fn oversized_messages_are_refused() {
     let mut world = start();
     let server = waiting(&mut world, 0);
     let gate = world.gate(server, 0);
@@ -703,7 +713,7 @@ fn what_does_not_fit_is_refused() {
     let refused = |world: &mut World, words: u8, items: u8| {
         let tag = Tag { words, items, label: 0 }.pack();
         world.call(caller, Op::GateCall, &[gate, tag]);
-        assert_eq!(world.state(server), ThreadState::Waiting, "the server is not bothered");
+        assert_eq!(world.state(server), ThreadState::Receiving, "the server is not affected");
         outcome(world, caller)
     };
     assert_eq!(refused(&mut world, 65, 0), Some(Status::Overflow));
@@ -717,7 +727,7 @@ fn what_does_not_fit_is_refused() {
     assert_eq!(refused(&mut world, 0, 1), Some(Status::BadArgument));
     write_page(&world, caller, ITEMS_AT, &[Item::capability(rights::ALL).pack(), 499]);
     assert_eq!(refused(&mut world, 0, 1), Some(Status::BadCapability));
-    // A reply that does not fit goes back to the server, which may answer again.
+    // An undeliverable reply fails in the server, which may reply again.
     world.call(caller, Op::GateCall, &[gate]);
     world.call_here(
         Op::GateReplyWait,
@@ -751,9 +761,9 @@ fn a_guest_rings_the_doorbells_that_are_bound() {
     let vmm = world.thread(0);
     let (bell, selector) = world.notification();
     let vm = world.kernel.new_vm(Some(world.factory)).unwrap();
-    let own = world.give(ObjectRef::Vm(vm));
-    let ring = |world: &World, index| world.kernel.ring(world.kernel.memory.at(vm), index);
-    assert_eq!(ring(&world, 0), doorbell::DEAD);
+    let own = world.insert_cap(ObjectRef::Vm(vm));
+    let ring = |world: &World, index| world.kernel.ring_doorbell(world.kernel.memory.at(vm), index);
+    assert_eq!(ring(&world, 0), doorbell::UNBOUND);
     for (index, status) in
         [(0, Status::Ok), (DOORBELLS as u64, Status::BadArgument), (u64::MAX, Status::BadArgument)]
     {
@@ -766,17 +776,17 @@ fn a_guest_rings_the_doorbells_that_are_bound() {
     world.finish();
     assert_eq!(world.result(waiter).1[0], 6);
     for index in [1, DOORBELLS as u64, u64::MAX] {
-        assert_eq!(ring(&world, index), doorbell::DEAD);
+        assert_eq!(ring(&world, index), doorbell::UNBOUND);
     }
-    // The same place in memory, but another notification: nobody may hear it.
+    // The same slot, but another notification: it must not be signalled.
     world.drop_slot(selector);
     let (next, other) = world.notification();
     assert!(next != bell);
-    assert_eq!(ring(&world, 0), doorbell::DEAD);
+    assert_eq!(ring(&world, 0), doorbell::UNBOUND);
     assert_eq!(world.kernel.memory.at(next).bits.get(), 0);
     world.call(vmm, Op::VmDoorbell, &[own, 0, other, 1]);
     assert_eq!(ring(&world, 0), doorbell::RUNG);
     world.call(vmm, Op::VmDoorbell, &[own, 0, 0, 0]);
-    assert_eq!(ring(&world, 0), doorbell::DEAD);
+    assert_eq!(ring(&world, 0), doorbell::UNBOUND);
     world.end();
 }

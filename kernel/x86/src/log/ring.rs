@@ -1,18 +1,18 @@
-//! Buffer of the log: entries that wait to be sent, each of them whole.
+//! Log buffer of whole entries.
 
 use core::fmt;
 use core::sync::atomic::{AtomicU8, AtomicU32, Ordering::Relaxed};
 
-/// Bytes in their order; `SIZE` is a power of two. One CPU at a time uses it, which the caller sees to.
+/// Byte ring whose `SIZE` is a power of two. The caller serialises access.
 ///
-/// All fields are atomic so that a panic may read a ring whose user was stopped in the middle of an entry.
+/// All fields are atomic, so that a panic can read a ring whose user was stopped within an entry.
 pub struct Ring<const SIZE: usize> {
     bytes: [AtomicU8; SIZE],
-    /// Bytes ever appended and taken, modulo 2^32.
+    /// Bytes appended and taken so far, modulo 2^32.
     appended: AtomicU32,
     taken: AtomicU32,
-    /// Entries that did not fit and that no line has told of yet.
-    lost: AtomicU32,
+    /// Entries dropped for lack of space and not reported yet.
+    dropped: AtomicU32,
 }
 
 impl<const SIZE: usize> Ring<SIZE> {
@@ -23,33 +23,33 @@ impl<const SIZE: usize> Ring<SIZE> {
             bytes: [const { AtomicU8::new(0) }; SIZE],
             appended: AtomicU32::new(0),
             taken: AtomicU32::new(0),
-            lost: AtomicU32::new(0),
+            dropped: AtomicU32::new(0),
         }
     }
 
-    /// Number of bytes in it.
+    /// Number of buffered bytes.
     pub fn len(&self) -> usize {
         self.appended.load(Relaxed).wrapping_sub(self.taken.load(Relaxed)) as usize
     }
 
-    /// Appends all that `write` puts into the entry. If it does not fit nothing is appended, and the entry is counted: the
-    /// next one that fits comes behind a line with the count.
-    pub fn append(&self, write: impl FnOnce(&mut Entry<'_, SIZE>)) {
-        let mut entry = Entry { ring: self, end: self.appended.load(Relaxed), fits: true };
-        let lost = self.lost.load(Relaxed);
-        if lost != 0 {
-            // An entry takes everything.
-            let _ = fmt::write(&mut entry, format_args!("kernel: {lost} messages are lost\n"));
+    /// Appends the entry that `write` produces. An entry that does not fit is dropped and counted;
+    /// the next one that fits is preceded by a line with the count.
+    pub fn append(&self, write: impl FnOnce(&mut EntryWriter<'_, SIZE>)) {
+        let mut entry = EntryWriter { ring: self, end: self.appended.load(Relaxed), fits: true };
+        let dropped = self.dropped.load(Relaxed);
+        if dropped != 0 {
+            // Writing to an entry never fails.
+            let _ = fmt::write(&mut entry, format_args!("kernel: {dropped} messages dropped\n"));
         }
         write(&mut entry);
-        let Entry { end, fits, .. } = entry;
+        let EntryWriter { end, fits, .. } = entry;
         if fits {
             self.appended.store(end, Relaxed);
         }
-        self.lost.store(if fits { 0 } else { lost.saturating_add(1) }, Relaxed);
+        self.dropped.store(if fits { 0 } else { dropped.saturating_add(1) }, Relaxed);
     }
 
-    /// Takes the oldest byte.
+    /// Removes and returns the oldest byte.
     pub fn take(&self) -> Option<u8> {
         (self.len() != 0).then(|| {
             let at = self.taken.load(Relaxed);
@@ -59,16 +59,16 @@ impl<const SIZE: usize> Ring<SIZE> {
     }
 }
 
-/// An entry in the making.
-pub struct Entry<'a, const SIZE: usize> {
+/// Writer of an entry that is being appended.
+pub struct EntryWriter<'a, const SIZE: usize> {
     ring: &'a Ring<SIZE>,
-    /// Value of [`Ring::appended`] behind its last byte.
+    /// Value of [`Ring::appended`] after its last byte.
     end: u32,
     fits: bool,
 }
 
-impl<const SIZE: usize> Entry<'_, SIZE> {
-    /// Puts a byte; a line feed becomes a carriage return and a line feed.
+impl<const SIZE: usize> EntryWriter<'_, SIZE> {
+    /// Appends a byte; a line feed becomes a carriage return and a line feed.
     pub fn put(&mut self, byte: u8) {
         if byte == b'\n' {
             self.put_raw(b'\r');
@@ -86,7 +86,7 @@ impl<const SIZE: usize> Entry<'_, SIZE> {
     }
 }
 
-impl<const SIZE: usize> fmt::Write for Entry<'_, SIZE> {
+impl<const SIZE: usize> fmt::Write for EntryWriter<'_, SIZE> {
     fn write_str(&mut self, text: &str) -> fmt::Result {
         text.bytes().for_each(|byte| self.put(byte));
         Ok(())
@@ -115,9 +115,9 @@ mod tests {
         assert_eq!(ring.len(), 5);
         assert_eq!(take(&ring, 3), "one");
         append(&ring, "two\n");
-        assert_eq!(take(&ring, 64), "\r\nkernel: 1 messages are lost\r\ntwo\r\n");
+        assert_eq!(take(&ring, 64), "\r\nkernel: 1 messages dropped\r\ntwo\r\n");
         append(&ring, "three\n");
-        assert_eq!(take(&ring, 64), "three\r\n", "told once");
+        assert_eq!(take(&ring, 64), "three\r\n", "reported once");
         append(&ring, &"y".repeat(64));
         assert_eq!((ring.len(), take(&ring, 100).len()), (64, 64), "all of it can be used");
     }
@@ -130,6 +130,6 @@ mod tests {
         }
         assert_eq!(take(&ring, 100), "0123456789abcd\r\n".repeat(4));
         append(&ring, "after\n");
-        assert_eq!(take(&ring, 100), "kernel: 996 messages are lost\r\nafter\r\n");
+        assert_eq!(take(&ring, 100), "kernel: 996 messages dropped\r\nafter\r\n");
     }
 }

@@ -1,7 +1,9 @@
-//! Debug exit port: the guest ends its machine with an exit code.
+//! Debug exit port: the guest ends its VM with an exit code.
 //!
-//! State: none. Features: writing `v` up to 63 sends [`MachineEvent::ExitCode`]; reads give 0, as the
-//! device of the same name in QEMU does. Missing: codes above 63 (there are no exit codes for them).
+//! State: none.
+//! Features: writing `v` up to 63 sends [`MachineEvent::ExitCode`]; reads return 0, as QEMU's
+//! device of the same name.
+//! Missing: codes above 63 (no exit codes are reserved for them).
 //! Documentation: QEMU `isa-debug-exit`.
 
 use vmm_bus::{Access, Device, Env, MachineEvent};
@@ -14,7 +16,7 @@ pub const LARGEST_CODE: u8 = 63;
 pub struct DebugExit;
 
 impl DebugExit {
-    /// The port.
+    /// Creates the port.
     pub const fn new() -> Self {
         Self
     }

@@ -1,10 +1,11 @@
 //! I/O APIC with 24 pins.
 //!
 //! State: the redirection table, the index register, the levels of the pins.
-//! Features: edge and level triggering, remote IRR with delivery again of a level that is still asserted
-//! after its end of interrupt, all delivery modes, version 0x20 with its EOI register. An edge on a masked
-//! pin is lost, as on the chip. Pins are active when their level is true, whatever polarity is programmed.
-//! The arbitration identifier is the chip's own, as after each write of that; there is no bus on which it would turn.
+//! Features: edge and level triggering, remote IRR with redelivery of a level that is still
+//! asserted after its EOI, all delivery modes, version 0x20 with its EOI register. An edge on a
+//! masked pin is lost, as on the chip. Pins are active when their level is true, whatever polarity
+//! is programmed. The arbitration id is the chip's own id, as after each write of it; there is no
+//! bus on which it would rotate.
 //! Missing: the delivery status bit (messages are never pending).
 //! Documentation: Intel 82093AA data sheet; Intel ICH9 datasheet, section 13.5 (EOI register).
 
@@ -23,7 +24,7 @@ pub mod spec {
     pub const ID: u32 = 0x00;
     /// Indirect: arbitration identifier (RO).
     pub const ARBITRATION: u32 = 0x02;
-    /// Pins.
+    /// Number of pins.
     pub const PINS: u8 = 24;
     /// Last indirect register.
     pub const REDIRECTION_LAST: u32 = REDIRECTION + 2 * PINS as u32 - 1;
@@ -32,7 +33,7 @@ pub mod spec {
 
     /// Redirection entry: logical destination.
     pub const LOGICAL: u32 = 1 << 11;
-    /// Redirection entry: a level interrupt was sent and not ended yet (RO).
+    /// Redirection entry: a level interrupt was sent and its EOI is outstanding (RO).
     pub const REMOTE_IRR: u32 = 1 << 14;
     /// Low half of a redirection entry: writable bits.
     pub const WRITABLE: u32 = 0xff | 7 << 8 | LOGICAL | ACTIVE_LOW | LEVEL | MASKED;
@@ -47,7 +48,8 @@ struct Entry {
     destination: u8,
 }
 
-/// An I/O APIC. Its registers are 32 bits wide at offsets 0, 0x10 and 0x40; it has no lines and sends messages.
+/// An I/O APIC. Its registers are 32 bits wide at offsets 0, 0x10 and 0x40; it has no lines and
+/// sends messages.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct IoApic {
     id: u8,
@@ -59,7 +61,7 @@ pub struct IoApic {
 }
 
 impl IoApic {
-    /// The chip after power-on with identifier `id` (4 bits count): every pin masked.
+    /// Creates the chip in its power-on state with id `id` (four bits): every pin masked.
     pub const fn new(id: u8) -> Self {
         Self {
             id: id & 0xf,
@@ -70,7 +72,7 @@ impl IoApic {
         }
     }
 
-    /// Sets the level of `pin`, 0 to 23; others do not exist.
+    /// Sets the level of `pin`, 0 to 23; other pins do not exist.
     pub fn set_irq(&mut self, pin: u8, level: bool, env: &mut dyn Env) {
         if pin >= PINS {
             return;
@@ -78,13 +80,13 @@ impl IoApic {
         let bit = 1 << pin;
         let risen = level && self.levels & bit == 0;
         self.levels = self.levels & !bit | if level { bit } else { 0 };
-        // A level that stays asserted is sent again when it is unmasked or ended.
+        // An asserted level is sent again when it is unmasked or completed.
         if risen {
             self.service(pin, env);
         }
     }
 
-    /// A processor has ended the level-triggered `vector`.
+    /// Handles the EOI of the level-triggered `vector`.
     pub fn eoi(&mut self, vector: u8, env: &mut dyn Env) {
         for pin in 0..PINS {
             let entry = &mut self.entries[usize::from(pin)];
@@ -95,7 +97,7 @@ impl IoApic {
         }
     }
 
-    /// Sends the interrupt of `pin`, unless it is masked or (if level-triggered) sent already.
+    /// Sends the interrupt of `pin`, unless it is masked or (if level-triggered) already sent.
     fn service(&mut self, pin: u8, env: &mut dyn Env) {
         let entry = &mut self.entries[usize::from(pin)];
         if entry.low & MASKED != 0 || entry.low & (LEVEL | REMOTE_IRR) == LEVEL | REMOTE_IRR {
@@ -147,7 +149,8 @@ impl IoApic {
                     entry.destination = (value >> DESTINATION_SHIFT) as u8;
                     return;
                 }
-                // Remote IRR means something for levels only; drivers clear it by a turn as edge.
+                // Remote IRR has a meaning for levels only; drivers clear it by switching to edge
+                // and back.
                 let keep = if value & LEVEL != 0 { entry.low & REMOTE_IRR } else { 0 };
                 entry.low = value & WRITABLE | keep;
                 self.service_level(pin, env);
@@ -179,7 +182,7 @@ impl Device for IoApic {
     fn wake(&mut self, _: u8, _: &mut dyn Env) {}
 
     fn reset(&mut self, _: &mut dyn Env) {
-        // The pins are driven from outside and keep their levels.
+        // Other devices drive the pins, which keep their levels.
         *self = Self { levels: self.levels, ..Self::new(self.reset_id) };
     }
 }

@@ -1,9 +1,10 @@
 //! Keyboard controller (i8042) without a keyboard or a mouse.
 //!
 //! State: command byte, output port, one byte of output, the command whose data byte is awaited.
-//! Features: status and command registers, controller self-test, port tests, command byte, output port
-//! with reset line (commands 0xD1, 0xF0..=0xFF), loop-back of data bytes (0xD2, 0xD3), IRQ1 (line 0).
-//! A byte to a keyboard or a mouse is answered as an absent device is: 0xFE and the time-out bit.
+//! Features: status and command registers, controller self-test, port tests, command byte, output
+//! port with reset line (commands 0xD1, 0xF0..=0xFF), loop-back of data bytes (0xD2, 0xD3), IRQ1
+//! (line 0). A byte to a keyboard or a mouse gets the response of an absent device: 0xFE and the
+//! time-out bit.
 //! Missing: devices, scan codes, controller RAM beyond byte 0, masking of address line 20, IRQ12.
 //! Documentation: Intel 8042 UPI data sheet; IBM PC/AT Technical Reference, "Keyboard Controller".
 
@@ -16,7 +17,7 @@ pub mod spec {
     /// RO status, WO command (port 0x64).
     pub const STATUS: u64 = 1;
 
-    /// Status: a byte waits in the data register.
+    /// Status: a byte is available in the data register.
     pub const STATUS_OUTPUT_FULL: u8 = 1 << 0;
     /// Status: the self-test has passed.
     pub const STATUS_SYSTEM: u8 = 1 << 2;
@@ -24,9 +25,9 @@ pub mod spec {
     pub const STATUS_COMMAND: u8 = 1 << 3;
     /// Status: the keyboard is not locked.
     pub const STATUS_UNLOCKED: u8 = 1 << 4;
-    /// Status: the byte that waits is from the auxiliary device.
+    /// Status: the available byte is from the auxiliary device.
     pub const STATUS_AUX: u8 = 1 << 5;
-    /// Status: the device has not answered in time.
+    /// Status: the device has not responded in time.
     pub const STATUS_TIMEOUT: u8 = 1 << 6;
 
     /// Read the command byte.
@@ -51,34 +52,34 @@ pub mod spec {
     pub const CMD_READ_OUTPUT: u8 = 0xd0;
     /// Write the output port.
     pub const CMD_WRITE_OUTPUT: u8 = 0xd1;
-    /// Put a byte as if from the keyboard.
+    /// Write a byte as if from the keyboard.
     pub const CMD_WRITE_KBD_BUFFER: u8 = 0xd2;
-    /// Put a byte as if from the auxiliary device.
+    /// Write a byte as if from the auxiliary device.
     pub const CMD_WRITE_AUX_BUFFER: u8 = 0xd3;
     /// Send a byte to the auxiliary device.
     pub const CMD_WRITE_AUX: u8 = 0xd4;
-    /// First of the commands that pulse output lines low: bits 0..=3 are the lines left alone.
+    /// First of the commands that pulse output lines low: bits 0..=3 are the unchanged lines.
     pub const CMD_PULSE: u8 = 0xf0;
 
     /// Self-test result: passed.
     pub const SELF_TEST_PASSED: u8 = 0x55;
     /// Port test result: the clock line is stuck low, as with nothing attached.
     pub const PORT_CLOCK_LOW: u8 = 0x01;
-    /// What an absent device answers.
+    /// Response of an absent device.
     pub const RESEND: u8 = 0xfe;
 
-    /// Command byte: interrupt when a keyboard byte waits.
+    /// Command byte: interrupt when a keyboard byte is available.
     pub const COMMAND_KBD_IRQ: u8 = 1 << 0;
     /// Command byte: the self-test has passed.
     pub const COMMAND_SYSTEM: u8 = 1 << 2;
-    /// Command byte: the keyboard port is off.
+    /// Command byte: the keyboard port is disabled.
     pub const COMMAND_KBD_OFF: u8 = 1 << 4;
-    /// Command byte: the auxiliary port is off.
+    /// Command byte: the auxiliary port is disabled.
     pub const COMMAND_AUX_OFF: u8 = 1 << 5;
 
     /// Output port: the reset line is not asserted.
     pub const OUTPUT_RUN: u8 = 1 << 0;
-    /// Output port: address line 20 is let through.
+    /// Output port: address line 20 is enabled.
     pub const OUTPUT_A20: u8 = 1 << 1;
 }
 use spec::*;
@@ -88,12 +89,12 @@ use spec::*;
 pub struct Keyboard {
     command_byte: u8,
     output_port: u8,
-    /// The byte that waits; the flags say from where.
+    /// The available byte; the flags give its source.
     data: u8,
     /// `STATUS_OUTPUT_FULL`, `STATUS_AUX` and `STATUS_TIMEOUT` of `data`.
     flags: u8,
     last_was_command: bool,
-    /// The command that waits for its data byte.
+    /// The command that needs a data byte.
     awaiting: Option<u8>,
 }
 
@@ -104,7 +105,8 @@ impl Default for Keyboard {
 }
 
 impl Keyboard {
-    /// The controller after firmware: tested, ports off, address line 20 on.
+    /// Creates the controller as firmware leaves it: tested, ports disabled, address line 20
+    /// enabled.
     pub const fn new() -> Self {
         Self {
             command_byte: COMMAND_SYSTEM | COMMAND_KBD_OFF | COMMAND_AUX_OFF,

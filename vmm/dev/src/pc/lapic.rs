@@ -1,23 +1,25 @@
 //! Local APIC, as xAPIC (memory-mapped) and x2APIC (MSRs).
 //!
-//! State: the register file, the APIC base MSR, the timer's deadline, the relation of the guest's TSC to
-//! machine time, events that wait for the board.
-//! Features: priorities, end of interrupt with broadcast and its suppression, logical destinations (flat,
-//! cluster, x2APIC), all interrupt commands and shorthands, self-IPI, error register, local vector table
-//! with timer (one-shot, periodic, TSC deadline), LINT0, LINT1, error; thermal and performance
-//! entries are stored and never fire. The timer's bus clock is 1 GHz ([`spec::BUS_HZ`]).
-//! Periodic expiries that the host was late for, or closer together than [`spec::SHORTEST_PERIOD`], become one.
-//! Missing (reported): remote read, level-triggered LINT pins, changing the id, AMD's extended registers.
+//! State: the register file, the APIC base MSR, the timer's deadline, the relation of the guest's
+//! TSC to VM time, events pending for the board.
+//! Features: priorities, EOI with broadcast and its suppression, logical destinations (flat,
+//! cluster, x2APIC), all interrupt commands and shorthands, self-IPI, error register, local vector
+//! table with timer (one-shot, periodic, TSC deadline), LINT0, LINT1, error; thermal and
+//! performance entries are stored and never fire. The timer's bus clock is 1 GHz
+//! ([`spec::BUS_HZ`]). Periodic expiries that the host was late for, or closer together than
+//! [`spec::SHORTEST_PERIOD`], become one.
+//! Missing (reported): remote read, level-triggered LINT pins, changing the id, AMD's extended
+//! registers.
 //! Documentation: Intel SDM vol. 3, chapter 11; AMD APM vol. 2, chapter 16.
 //!
 //! Wiring: besides [`Device`] (the xAPIC page) the board calls the methods. Interrupts for *other*
-//! local APICs go through `Env::message`: the board hands the message to every other local APIC that
-//! [`matches`](LocalApic::matches) it; this one has served itself already. So "all but self" is a
-//! physical broadcast, whose destination is always `u32::MAX`. After each call that may change something the
-//! board takes the [`Events`].
+//! local APICs go through `Env::message`: the board delivers the message to every other local APIC
+//! that [`matches`](LocalApic::matches) it; the sender has delivered it to itself already. So "all
+//! but self" is a physical broadcast, whose destination is always `u32::MAX`. After each call that
+//! may change state the board takes the [`Events`].
 //!
-//! Cost: the vectors have a summary word, so that [`LocalApic::pending`], [`LocalApic::eoi`] and delivery touch
-//! two words, whatever is pending.
+//! Cost: each set of vectors has a summary word, so that [`LocalApic::pending`], [`LocalApic::eoi`]
+//! and delivery access two words, independent of the number of pending vectors.
 
 use crate::ticks::Ticks;
 use vmm_bus::{Access, Device, Env, InterruptMessage, NEVER, Nanos};
@@ -42,27 +44,27 @@ pub mod spec {
     /// Bytes of the xAPIC page.
     pub const LEN: u64 = 0x1000;
 
-    /// Version register: integrated APIC, six local vector table entries, EOI broadcast can be suppressed.
+    /// Version register: integrated APIC, six LVT entries, EOI broadcast can be suppressed.
     pub const VERSION_VALUE: u32 = 0x14 | 5 << 16 | 1 << 24;
     /// Bus clock of the timer before the divider.
     pub const BUS_HZ: u64 = 1_000_000_000;
-    /// Periodic expiries are at least this far apart, in nanoseconds.
+    /// Minimum distance of periodic expiries, in nanoseconds.
     pub const SHORTEST_PERIOD: u64 = 50_000;
 
     /// [`SVR`]: no EOI broadcast.
     pub const SVR_NO_BROADCAST: u32 = 1 << 12;
-    /// [`SVR`]: the bits that exist.
+    /// [`SVR`]: implemented bits.
     pub const SVR_MASK: u32 = 0xff | SVR_ENABLE | SVR_NO_BROADCAST;
     /// [`DFR`]: bits that read as one.
     pub const DFR_ONES: u32 = 0x0fff_ffff;
     /// [`DFR`], bits 31:28: cluster model.
     pub const DFR_CLUSTER: u32 = 0;
 
-    /// [`ESR`]: a vector below 16 was to be sent.
+    /// [`ESR`]: send of a vector below 16.
     pub const ESR_SEND_VECTOR: u32 = 1 << 5;
-    /// [`ESR`]: a vector below 16 was received.
+    /// [`ESR`]: receipt of a vector below 16.
     pub const ESR_RECEIVE_VECTOR: u32 = 1 << 6;
-    /// [`ESR`]: a register that does not exist was accessed.
+    /// [`ESR`]: access to an unimplemented register.
     pub const ESR_REGISTER: u32 = 1 << 7;
 
     /// Delivery mode: fixed.
@@ -77,10 +79,10 @@ pub mod spec {
     pub const INIT: u8 = 5;
     /// Delivery mode: start-up.
     pub const STARTUP: u8 = 6;
-    /// Delivery mode: the 8259 has the vector.
+    /// Delivery mode: the 8259 provides the vector.
     pub const EXT_INT: u8 = 7;
 
-    /// [`ICR_LOW`]: the bits that are kept.
+    /// [`ICR_LOW`]: stored bits.
     pub const ICR_MASK: u32 = 0x000c_cfff;
     /// [`ICR_LOW`], bits 19:18: no shorthand.
     pub const SHORTHAND_NONE: u32 = 0;
@@ -91,7 +93,7 @@ pub mod spec {
 
     /// [`LVT_TIMER`]: bits of the mode.
     pub const TIMER_MODE: u32 = 3 << 17;
-    /// [`TIMER_DIVIDE`]: the bits that exist.
+    /// [`TIMER_DIVIDE`]: implemented bits.
     pub const DIVIDE_MASK: u32 = 0b1011;
     /// Local vector table: bits of the delivery mode.
     pub const LVT_DELIVERY: u32 = 7 << 8;
@@ -109,7 +111,7 @@ pub mod spec {
         0xff | LVT_MASKED,
     ];
 
-    /// [`APIC_BASE`]: this is the bootstrap processor (RO here).
+    /// [`APIC_BASE`]: this is the bootstrap CPU (RO here).
     pub const BASE_BSP: u64 = 1 << 8;
     /// [`APIC_BASE`]: x2APIC mode.
     pub const BASE_X2APIC: u64 = 1 << 10;
@@ -124,10 +126,10 @@ const TIMER: usize = 0;
 const LINT0: usize = 3;
 const LINT1: usize = 4;
 const ERROR: usize = 5;
-/// Vectors below are reserved for exceptions and illegal in interrupts.
+/// Lower vectors are reserved for exceptions and illegal in interrupts.
 const FIRST_VECTOR: u8 = 16;
 
-/// A set of vectors, with a bit for each of its words that is not empty.
+/// A set of vectors, with a summary bit for each non-empty word.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 struct Vectors {
     words: [u32; 8],
@@ -156,7 +158,7 @@ impl Vectors {
         self.words[usize::from(vector >> 5)] & 1 << (vector & 31) != 0
     }
 
-    /// Whether `vector` and nothing else is in the set.
+    /// True if `vector` is the only member of the set.
     #[inline]
     fn is_only(&self, vector: u8) -> bool {
         let word = vector >> 5;
@@ -171,10 +173,10 @@ impl Vectors {
     }
 }
 
-/// How the registers are reached.
+/// Access mode of the registers.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Mode {
-    /// Not at all: the processor sees the 8259 only.
+    /// No access: the CPU is connected to the 8259 only.
     Disabled,
     /// Memory-mapped.
     XApic,
@@ -182,39 +184,39 @@ pub enum Mode {
     X2Apic,
 }
 
-/// An access that the processor answers with a general-protection exception, `#GP(0)`.
+/// An access that raises a general-protection exception, `#GP(0)`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Fault;
 
-/// What waits for the board.
+/// Events pending for the board.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Events {
-    /// A non-maskable interrupt for the processor.
+    /// An NMI for the CPU.
     pub nmi: bool,
-    /// INIT: reset the processor and call [`LocalApic::init`].
+    /// INIT: reset the CPU and call [`LocalApic::init`].
     pub init: bool,
-    /// Start-up with this vector, if the processor waits for it.
+    /// Start-up IPI with this vector, if the CPU waits for it.
     pub startup: Option<u8>,
     /// A system management interrupt.
     pub smi: bool,
-    /// An I/O APIC asks for an acknowledge cycle to the 8259.
+    /// An I/O APIC requests an acknowledge cycle with the 8259.
     pub ext_int: bool,
-    /// A level-triggered vector has been ended by a register write: tell the I/O APIC.
+    /// EOI by register write of a level-triggered vector, to be sent to the I/O APIC.
     pub eoi: Option<u8>,
-    /// The task priority has been set by a register write: a processor that has it in `CR8` must be told.
+    /// The task priority was set by a register write: a CPU with virtual `CR8` must be updated.
     pub priority: bool,
 }
 
-/// What the board tells a local APIC.
+/// Configuration of a local APIC.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Config {
-    /// Identifier. In xAPIC mode its low eight bits count.
+    /// APIC id. In xAPIC mode the low eight bits are used.
     pub id: u32,
-    /// This is the bootstrap processor.
+    /// True for the bootstrap CPU.
     pub bsp: bool,
-    /// Frequency of the guest's TSC. 0 counts as 1.
+    /// Frequency of the guest's TSC. 0 is taken as 1.
     pub tsc_khz: u32,
-    /// The guest's TSC at machine time 0.
+    /// The guest's TSC at VM time 0.
     pub tsc_at_zero: u64,
     /// Width of physical addresses, for the reserved bits of the base MSR.
     pub physical_bits: u8,
@@ -226,7 +228,7 @@ pub struct LocalApic {
     id: u32,
     reserved_base: u64,
     tsc: Ticks,
-    /// The guest's TSC at machine time 0, as a signed number: the guest may set its TSC back.
+    /// The guest's TSC at VM time 0, signed: the guest may set its TSC back.
     tsc_at_zero: i64,
     base: u64,
     tpr: u8,
@@ -236,7 +238,7 @@ pub struct LocalApic {
     isr: Vectors,
     tmr: Vectors,
     irr: Vectors,
-    /// The request that the processor takes by itself; it may have done so.
+    /// The request offered as a virtual interrupt; the CPU may have taken it already.
     offered: Option<u8>,
     /// `offered` has been requested again.
     requested_again: bool,
@@ -248,9 +250,9 @@ pub struct LocalApic {
     lvt: [u32; 6],
     initial: u32,
     divide: u32,
-    /// When the counting timer expires, [`NEVER`] if it does not run.
+    /// Expiry of the counting timer; [`NEVER`] if it does not run.
     expiry: Nanos,
-    /// The TSC deadline, 0 if there is none.
+    /// The TSC deadline; 0: none.
     deadline: u64,
     lint: [bool; 2],
     events: Events,
@@ -258,7 +260,7 @@ pub struct LocalApic {
 }
 
 impl LocalApic {
-    /// A local APIC after power-on, in xAPIC mode.
+    /// Creates a local APIC in its power-on state, in xAPIC mode.
     pub const fn new(config: Config) -> Self {
         let address_bits = if config.physical_bits < 52 { config.physical_bits } else { 52 };
         let address = ((1_u64 << address_bits) - 1) & !0xfff;
@@ -300,20 +302,20 @@ impl LocalApic {
         }
     }
 
-    /// Programs the APIC as firmware leaves that of the bootstrap processor ("virtual wire"): enabled, the 8259
-    /// on LINT0, NMI on LINT1.
+    /// Programs the APIC as firmware leaves that of the bootstrap CPU ("virtual wire"): enabled,
+    /// the 8259 on LINT0, NMI on LINT1.
     pub fn virtual_wire(&mut self) {
         self.svr |= SVR_ENABLE;
         self.lvt[LINT0] = u32::from(EXT_INT) << 8;
         self.lvt[LINT1] = DELIVER_NMI;
     }
 
-    /// The identifier.
+    /// The APIC id.
     pub const fn id(&self) -> u32 {
         self.id
     }
 
-    /// How the registers are reached.
+    /// Access mode of the registers.
     #[inline]
     pub const fn mode(&self) -> Mode {
         match (self.base & BASE_ENABLE != 0, self.base & BASE_X2APIC != 0) {
@@ -349,35 +351,36 @@ impl LocalApic {
         self.tpr = cr8 << 4;
     }
 
-    /// Processor priority: that of the task or of the interrupt in service (SDM vol. 3, section 11.8.3.1).
+    /// CPU priority: that of the task or of the interrupt in service (SDM vol. 3, section
+    /// 11.8.3.1).
     #[inline]
     pub fn ppr(&self) -> u8 {
         let in_service = self.isr.highest().unwrap_or(0);
         if self.tpr >> 4 >= in_service >> 4 { self.tpr } else { in_service & 0xf0 }
     }
 
-    /// The vector to inject now: the highest request, if it is above the processor priority.
+    /// Vector to inject now: the highest request, if it is above the CPU priority.
     #[inline]
     pub fn pending(&self) -> Option<u8> {
         let vector = self.irr.highest()?;
         (vector >> 4 > self.ppr() >> 4).then_some(vector)
     }
 
-    /// Whether a request waits for nothing but a lower task priority.
+    /// True if a request is pending below the task priority only.
     #[inline]
     pub fn is_masked_by_priority(&self) -> bool {
         self.has_pending() && self.pending().is_none()
     }
 
-    /// Whether a request would be injected with the lowest task priority.
+    /// True if a request could be injected at the lowest task priority.
     #[inline]
     pub fn has_pending(&self) -> bool {
         let in_service = self.isr.highest().unwrap_or(0);
         self.irr.highest().is_some_and(|vector| vector >> 4 > in_service >> 4)
     }
 
-    /// The processor has taken `vector`: moves it from requested to in service. Other vectors than a
-    /// requested one change nothing.
+    /// Acknowledges `vector`: moves it from requested to in service. A vector that is not requested
+    /// changes nothing.
     #[inline]
     pub fn accept(&mut self, vector: u8) {
         if self.irr.has(vector) {
@@ -386,14 +389,16 @@ impl LocalApic {
         }
     }
 
-    /// From now on the processor takes a request by itself, at any time, or no longer does. It has taken none so far.
+    /// Sets the request offered as a virtual interrupt, which the CPU may take at any time, or
+    /// withdraws the offer. The CPU has taken none so far.
     #[inline]
     pub fn set_offered(&mut self, vector: Option<u8>) {
         self.offered = vector;
         self.requested_again = false;
     }
 
-    /// The processor has taken the request that was left to it. One that came meanwhile may have come afterwards.
+    /// Acknowledges the offered request. A second request of the same vector may have arrived after
+    /// the CPU took the first, and stays requested.
     pub fn accept_offered(&mut self, vector: u8) {
         self.accept(vector);
         if self.offered.take() == Some(vector) && core::mem::take(&mut self.requested_again) {
@@ -401,7 +406,8 @@ impl LocalApic {
         }
     }
 
-    /// End of interrupt. Gives the vector that the I/O APIC must be told.
+    /// Completes the interrupt in service. Returns the vector that the I/O APIC must be notified
+    /// of.
     #[inline]
     pub fn eoi(&mut self) -> Option<u8> {
         let vector = self.isr.highest()?;
@@ -409,33 +415,35 @@ impl LocalApic {
         (self.tmr.has(vector) && self.svr & SVR_NO_BROADCAST == 0).then_some(vector)
     }
 
-    /// Whether the end of the interrupt in service has no effect but itself: it is edge-triggered and no
-    /// request waits. Then the guest may note it in memory instead of leaving (paravirtual EOI).
+    /// True if the EOI of the interrupt in service has no further effect: the interrupt is
+    /// edge-triggered and no request is pending. Then the guest may complete it in memory instead
+    /// of exiting (PV EOI).
     #[inline]
     pub fn is_eoi_elidable(&self) -> bool {
         self.irr.filled == 0 && self.isr.highest().is_some_and(|vector| !self.tmr.has(vector))
     }
 
-    /// Whether the same will hold for `vector`, if the processor takes it next: nothing else is requested or in
-    /// service, so whatever is ended from now on is `vector`.
+    /// True if the same will hold for `vector` once the CPU takes it: no other vector is requested
+    /// or in service, so the next EOI is that of `vector`.
     #[inline]
     pub fn will_eoi_be_elidable(&self, vector: u8) -> bool {
         self.isr.filled == 0 && self.irr.is_only(vector) && !self.tmr.has(vector)
     }
 
-    /// Whether [`LocalApic::take_events`] has anything.
+    /// True if [`LocalApic::take_events`] would return an event.
     #[inline]
     pub const fn has_events(&self) -> bool {
         self.has_events
     }
 
-    /// Takes what waits for the board. To be called after each write, delivery, LINT change and wake.
+    /// Takes the pending events. The board calls it after each write, delivery, LINT change and
+    /// wake.
     pub fn take_events(&mut self) -> Events {
         self.has_events = false;
         core::mem::take(&mut self.events)
     }
 
-    /// Whether this APIC is among the destinations of `message`.
+    /// True if this APIC is a destination of `message`.
     pub fn matches(&self, message: &InterruptMessage) -> bool {
         let destination = message.destination;
         match (self.mode(), message.logical) {
@@ -459,7 +467,7 @@ impl LocalApic {
         }
     }
 
-    /// Receives `message`, for which this APIC is a destination. `true`: the processor has something new.
+    /// Delivers `message` to this APIC. `true`: a new event is pending for the CPU.
     pub fn deliver(&mut self, message: &InterruptMessage) -> bool {
         if self.mode() == Mode::Disabled {
             return false;
@@ -475,8 +483,8 @@ impl LocalApic {
         true
     }
 
-    /// Sets the level of pin LINT0 (0) or LINT1 (1). An 8259 that waits on a pin in mode ExtINT is the
-    /// board's to ask ([`LocalApic::accepts_pic`]).
+    /// Sets the level of pin LINT0 (0) or LINT1 (1). For a pin in mode ExtINT the board queries the
+    /// 8259 itself ([`LocalApic::accepts_pic`]).
     pub fn set_lint(&mut self, pin: u8, level: bool) {
         let Some(was) = self.lint.get_mut(usize::from(pin)) else { return };
         let risen = level && !*was;
@@ -486,7 +494,7 @@ impl LocalApic {
         }
     }
 
-    /// Whether an interrupt of the 8259 reaches the processor: through LINT0, or past a disabled APIC.
+    /// True if an interrupt of the 8259 reaches the CPU: through LINT0, or past a disabled APIC.
     #[inline]
     pub fn accepts_pic(&self) -> bool {
         let entry = self.lvt[LINT0];
@@ -494,7 +502,7 @@ impl LocalApic {
         through || self.base & BASE_ENABLE == 0
     }
 
-    /// INIT: the state after power-on but for the id and the base MSR.
+    /// Handles INIT: restores the power-on state, except for the id and the base MSR.
     pub fn init(&mut self, env: &mut dyn Env) {
         *self = Self {
             reserved_base: self.reserved_base,
@@ -512,7 +520,7 @@ impl LocalApic {
         env.arm(0, NEVER);
     }
 
-    /// The guest's TSC is `tsc` now (it has written it).
+    /// Reports that the guest has set its TSC to `tsc`.
     pub fn sync_tsc(&mut self, tsc: u64, env: &mut dyn Env) {
         self.tsc_at_zero = tsc.wrapping_sub(self.tsc.in_nanos(env.now())) as i64;
         if self.deadline != 0 {
@@ -520,7 +528,7 @@ impl LocalApic {
         }
     }
 
-    /// Writes the TSC deadline; ignored unless the timer is in that mode (SDM vol. 3, section 11.5.4.1).
+    /// Writes the TSC deadline; ignored in other timer modes (SDM vol. 3, section 11.5.4.1).
     #[inline]
     pub fn set_tsc_deadline(&mut self, deadline: u64, env: &mut dyn Env) {
         if self.lvt[TIMER] & TIMER_MODE != TIMER_TSC_DEADLINE {
@@ -538,7 +546,7 @@ impl LocalApic {
     /// Reads an MSR of this APIC: base, TSC deadline or an x2APIC register.
     ///
     /// # Errors
-    /// The MSR does not exist (in this mode) or cannot be read.
+    /// If the MSR does not exist (in this mode) or cannot be read.
     pub fn read_msr(&self, index: u32, env: &dyn Env) -> Result<u64, Fault> {
         match index {
             APIC_BASE => Ok(self.base),
@@ -560,8 +568,8 @@ impl LocalApic {
     /// Writes an MSR of this APIC.
     ///
     /// # Errors
-    /// The MSR does not exist (in this mode), cannot be written, the value has reserved bits, or the base
-    /// would change to a mode that cannot follow the present one (SDM vol. 3, section 11.12.5).
+    /// If the MSR does not exist (in this mode), cannot be written, the value has reserved bits, or
+    /// the base selects a mode that cannot follow the current one (SDM vol. 3, section 11.12.5).
     pub fn write_msr(&mut self, index: u32, value: u64, env: &mut dyn Env) -> Result<(), Fault> {
         match index {
             TSC_DEADLINE => {
@@ -629,12 +637,12 @@ impl LocalApic {
         Ok(())
     }
 
-    /// The logical id that x2APIC mode derives (SDM vol. 3, section 11.12.10.2): cluster and one bit.
+    /// Logical id in x2APIC mode (SDM vol. 3, section 11.12.10.2): cluster and one bit.
     const fn x2apic_ldr(&self) -> u32 {
         (self.id >> 4) << 16 | 1 << (self.id & 0xf)
     }
 
-    /// The registers that both modes read alike; `None`: there is none.
+    /// Reads a register that is the same in both modes; `None` if it does not exist.
     fn read_register(&self, register: u32, env: &dyn Env) -> Option<u32> {
         let word = (register >> 4 & 7) as usize;
         Some(match register {
@@ -661,7 +669,7 @@ impl LocalApic {
         })
     }
 
-    /// The registers that both modes write alike.
+    /// Writes a register that is the same in both modes.
     fn write_register(&mut self, register: u32, value: u32, env: &mut dyn Env) {
         match register {
             EOI => {
@@ -690,7 +698,7 @@ impl LocalApic {
             }
             ICR_HIGH => self.icr_high = value & 0xff00_0000,
             LVT_TIMER..=LVT_ERROR => self.write_lvt(lvt_index(register), value, env),
-            // It has no effect while the timer waits for a deadline (SDM vol. 3, section 11.5.4.1).
+            // No effect while the timer waits for a deadline (SDM vol. 3, section 11.5.4.1).
             TIMER_INITIAL if self.lvt[TIMER] & TIMER_MODE == TIMER_TSC_DEADLINE => {}
             TIMER_INITIAL => {
                 self.initial = value;
@@ -738,7 +746,7 @@ impl LocalApic {
         }
     }
 
-    /// Requests `vector`. `true`: it was not requested before, or the processor may have taken that request.
+    /// Requests `vector`. `true`: it is a new request, or the CPU may have taken the offered one.
     #[inline]
     fn request(&mut self, vector: u8, level: bool) -> bool {
         if vector < FIRST_VECTOR {
@@ -758,7 +766,7 @@ impl LocalApic {
         true
     }
 
-    /// An interrupt without a vector.
+    /// Receives an interrupt without a vector.
     fn signal(&mut self, delivery: u8) -> bool {
         match delivery {
             NMI => self.events.nmi = true,
@@ -777,7 +785,7 @@ impl LocalApic {
         if entry & LVT_MASKED == 0 {
             let vector = entry as u8;
             if vector < FIRST_VECTOR {
-                // An illegal error vector is one more error, which must not raise itself.
+                // An illegal error vector adds an error, which must not raise another one.
                 self.errors |= ESR_RECEIVE_VECTOR;
             } else {
                 self.request(vector, false);
@@ -795,7 +803,7 @@ impl LocalApic {
             FIXED => {
                 self.request(entry as u8, false);
             }
-            // The board asks the 8259 itself.
+            // The board queries the 8259 itself.
             EXT_INT => {}
             mode => {
                 self.signal(mode);
@@ -811,7 +819,7 @@ impl LocalApic {
         }
     }
 
-    /// Carries out the interrupt command in `icr_low` for `destination`.
+    /// Executes the interrupt command in `icr_low` for `destination`.
     fn command(&mut self, destination: u32, env: &mut dyn Env) {
         let low = self.icr_low;
         let (vector, delivery) = (low as u8, (low >> 8 & 7) as u8);
@@ -821,7 +829,7 @@ impl LocalApic {
         }
         match delivery {
             FIXED | LOWEST | SMI | NMI | STARTUP => {}
-            // The de-assertion only synchronizes arbitration ids, which there are none of.
+            // The de-assertion only synchronises arbitration ids, which are not modelled.
             INIT if low & ICR_ASSERT == 0 => return,
             INIT => {}
             _ => return env.missing("local APIC: delivery mode", low.into()),
@@ -835,7 +843,7 @@ impl LocalApic {
                 if own {
                     self.deliver(&message);
                 }
-                // One receiver is enough for lowest priority, and all there is for the own id.
+                // One receiver suffices for lowest priority; the own id has no other receiver.
                 let only = delivery == LOWEST || !logical && destination != u32::MAX;
                 if !(own && only) {
                     env.message(message);
@@ -853,7 +861,7 @@ impl LocalApic {
 
     fn arm_deadline(&self, env: &mut dyn Env) {
         let ticks = i128::from(self.deadline) - i128::from(self.tsc_at_zero);
-        // A deadline before machine time 0 has passed; one beyond the clock never comes.
+        // A deadline before VM time 0 has passed; one beyond the clock never passes.
         env.arm(0, self.tsc.nanos(u64::try_from(ticks.max(0)).unwrap_or(u64::MAX)));
     }
 
@@ -867,7 +875,7 @@ impl LocalApic {
         self.lvt[TIMER] & TIMER_MODE == TIMER_PERIODIC
     }
 
-    /// Lets the timer count down from `count`; 0 stops it.
+    /// Starts the count-down from `count`; 0 stops the timer.
     fn start_count(&mut self, count: u32, env: &mut dyn Env) {
         if self.lvt[TIMER] & TIMER_MODE == TIMER_TSC_DEADLINE {
             return;
@@ -887,7 +895,7 @@ impl LocalApic {
         let mut left = self.expiry.saturating_sub(now);
         let period = u64::from(self.initial) * self.divider();
         if self.periodic() && period != 0 {
-            // The expiry may lie several periods ahead, or behind if the host is late.
+            // The expiry may be several periods ahead, or past if the host is late.
             let over = now.saturating_sub(self.expiry) % period;
             left = if over != 0 { period - over } else { left % period };
             left = if left == 0 { period } else { left };
@@ -913,12 +921,12 @@ impl LocalApic {
     }
 }
 
-/// Index of the local vector table entry at `register`, which is one of [`LVT_TIMER`]`..=`[`LVT_ERROR`].
+/// Index of the LVT entry at `register`, which is one of [`LVT_TIMER`]`..=`[`LVT_ERROR`].
 const fn lvt_index(register: u32) -> usize {
     ((register - LVT_TIMER) >> 4) as usize
 }
 
-/// A destination of eight bits as messages carry it: the physical broadcast has all 32 bits.
+/// Widens an eight-bit destination for a message: the physical broadcast has all 32 bits.
 pub(crate) const fn widen(destination: u32, logical: bool) -> u32 {
     if destination == 0xff && !logical { u32::MAX } else { destination }
 }
@@ -928,7 +936,7 @@ impl Device for LocalApic {
         if self.mode() != Mode::XApic || access.offset >= LEN {
             return access.open_bus();
         }
-        // Registers are 32 bits wide, 16 bytes apart; what lies between reads as zero.
+        // Registers are 32 bits wide, 16 bytes apart; the bytes between read as zero.
         if access.offset & 0xf != 0 {
             return 0;
         }

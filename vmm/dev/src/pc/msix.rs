@@ -1,10 +1,10 @@
 //! MSI-X: interrupts of a PCI function as messages.
 //!
-//! State: control bits, the table of vectors, what is pending under a mask.
+//! State: control bits, the table of vectors, pending bits of masked vectors.
 //! Features: up to [`MAX_VECTORS`] vectors, masks of a vector and of all, the pending bit array.
-//! Missing: remapped messages. A message to an address that is no local APIC's is dropped.
-//! Documentation: PCI Local Bus 3.0, section 6.8.2; message format: AMD APM vol. 2, section 16.6 and Intel SDM
-//! vol. 3A, section 11.11.
+//! Missing: remapped messages. A message whose address is not in the local APIC range is dropped.
+//! Documentation: PCI Local Bus 3.0, section 6.8.2; message format: AMD APM vol. 2, section 16.6
+//! and Intel SDM vol. 3A, section 11.11.
 
 use super::lapic::widen;
 use vmm_bus::{Access, Env, InterruptMessage};
@@ -15,7 +15,7 @@ pub mod spec {
     pub const CAPABILITY: u8 = 0x11;
     /// Bytes of the capability.
     pub const CAPABILITY_LEN: u16 = 12;
-    /// Message control, in the capability's first word: messages instead of pins.
+    /// Message control, in the capability's first word: MSI-X is enabled.
     pub const ENABLE: u32 = 1 << 31;
     /// Message control: every vector is masked.
     pub const MASK_ALL: u32 = 1 << 30;
@@ -23,16 +23,16 @@ pub mod spec {
     pub const ENTRY: u64 = 16;
     /// Vector control: masked.
     pub const MASKED: u32 = 1;
-    /// Upper bits of a message address that goes to local APICs.
+    /// Upper bits of message addresses of local APICs.
     pub const APICS: u32 = 0xfee0_0000;
-    /// Address: the destination is a logical one.
+    /// Address: logical destination.
     pub const LOGICAL: u32 = 1 << 2;
     /// Data: level-triggered.
     pub const LEVEL: u32 = 1 << 15;
 }
 use spec::*;
 
-/// Most vectors of a function.
+/// Maximum vectors of a function.
 pub const MAX_VECTORS: usize = 6;
 
 /// A vector.
@@ -56,7 +56,7 @@ impl Vector {
         }
     }
 
-    /// The message, if its address is a local APIC's.
+    /// The message, if its address is in the local APIC range.
     fn message(self) -> Option<InterruptMessage> {
         let [low, high, data, _] = self.words;
         let logical = low & LOGICAL != 0;
@@ -81,7 +81,7 @@ pub struct Msix {
 }
 
 impl Msix {
-    /// `count` vectors, at least 1, at most [`MAX_VECTORS`], all masked.
+    /// Creates `count` vectors, at least 1, at most [`MAX_VECTORS`], all masked.
     pub fn new(count: usize) -> Self {
         Self {
             count: count.clamp(1, MAX_VECTORS) as u8,
@@ -97,7 +97,7 @@ impl Msix {
         self.count
     }
 
-    /// Whether interrupts are messages.
+    /// True if MSI-X is enabled.
     pub fn enabled(&self) -> bool {
         self.enabled
     }
@@ -117,13 +117,13 @@ impl Msix {
 
     /// Reads the table.
     pub fn read_table(&self, access: Access) -> u64 {
-        let (number, word) = place(access.offset);
+        let (number, word) = locate(access.offset);
         self.existing().get(number).map_or(0, |vector| vector.words[word].into())
     }
 
     /// Writes the table, 32 bits at a time.
     pub fn write_table(&mut self, access: Access, value: u64, env: &mut dyn Env) {
-        let (number, word) = place(access.offset);
+        let (number, word) = locate(access.offset);
         if number < self.existing().len() && access.size == 4 {
             self.vectors[number].words[word] = value as u32;
             self.send_pending(env);
@@ -135,7 +135,8 @@ impl Msix {
         self.pending.into()
     }
 
-    /// Sends a vector's message, or marks it pending while it is masked. Others than those that exist are nothing.
+    /// Sends a vector's message, or sets its pending bit while it is masked. Ignores absent
+    /// vectors.
     pub fn send(&mut self, vector: u16, env: &mut dyn Env) {
         if !self.enabled {
             return;
@@ -147,7 +148,7 @@ impl Msix {
         }
     }
 
-    /// Back to the state after power-on.
+    /// Restores the power-on state.
     pub fn reset(&mut self) {
         *self = Self::new(self.count.into());
     }
@@ -172,7 +173,7 @@ impl Msix {
 }
 
 /// Vector and word of an offset in the table.
-fn place(offset: u64) -> (usize, usize) {
+fn locate(offset: u64) -> (usize, usize) {
     let number = usize::try_from(offset / ENTRY).unwrap_or(usize::MAX);
     (number, (offset % ENTRY / 4) as usize)
 }

@@ -1,16 +1,17 @@
-//! PCI: the host bridge of bus 0, and what its functions have in common.
+//! PCI: the host bridge of bus 0, and the common part of its functions.
 //!
-//! A function implements [`Function`]: its configuration space, and through [`Device`] the registers behind its
-//! first memory window; further ones are memory that its outside maps. Which device number it has, and what reaches it, is the board's. [`ConfigAddress`] and [`ecam`]
-//! say which register an access of configuration space means; [`Bridge`] is the host bridge as a function.
+//! A function implements [`Function`]: its configuration space, and through [`Device`] the
+//! registers of its first memory window; further windows are memory that its back end maps. The
+//! board assigns device numbers and routes accesses. [`ConfigAddress`] and [`ecam`] decode accesses
+//! of configuration space; [`Bridge`] is the host bridge as a function.
 //!
 //! State: the configuration address; of each function its header.
-//! Features: configuration mechanism 1 and memory-mapped configuration of one bus; functions with up to three windows of
-//! 32-bit memory; capabilities; MSI-X ([`super::msix`]).
-//! Missing: bridges and further buses, I/O windows, expansion ROMs, interrupt pins, power management, the
-//! extended configuration space (reads as 0).
-//! Documentation: PCI Local Bus 3.0, chapter 6 and section 3.2.2.3.2; PCI Express Base 4.0, section 7.2.2;
-//! QEMU `docs/specs/pci-ids.rst` (identity of the bridge).
+//! Features: configuration mechanism 1 and memory-mapped configuration of one bus; functions with
+//! up to three windows of 32-bit memory; capabilities; MSI-X ([`super::msix`]).
+//! Missing: bridges and further buses, I/O windows, expansion ROMs, interrupt pins, power
+//! management, the extended configuration space (reads as 0).
+//! Documentation: PCI Local Bus 3.0, chapter 6 and section 3.2.2.3.2; PCI Express Base 4.0, section
+//! 7.2.2; QEMU `docs/specs/pci-ids.rst` (identity of the bridge).
 
 use vmm_bus::{Access, Device, Env};
 
@@ -20,9 +21,9 @@ pub mod spec {
     pub const ADDRESS: u64 = 0;
     /// Port of the configuration data: a window of the selected register.
     pub const DATA: u64 = 4;
-    /// Configuration address: data is configuration space.
+    /// Configuration address: data ports access configuration space.
     pub const ENABLE: u32 = 1 << 31;
-    /// Configuration address: the bits that exist.
+    /// Configuration address: implemented bits.
     pub const ADDRESS_MASK: u32 = ENABLE | 0x00ff_fffc;
 
     /// Device and vendor.
@@ -50,7 +51,7 @@ pub mod spec {
     /// End of the configuration space of conventional PCI.
     pub const END: u16 = 0x100;
 
-    /// Command: the window answers.
+    /// Command: the window is enabled.
     pub const MEMORY: u16 = 1 << 1;
     /// Command: the function may write memory and send messages.
     pub const MASTER: u16 = 1 << 2;
@@ -71,16 +72,17 @@ pub mod spec {
 }
 use spec::*;
 
-/// A function of a PCI device. Its [`Device`] side are the registers behind its window, offsets from the window's start.
+/// A function of a PCI device. Its [`Device`] side are the registers of its window, at offsets from
+/// the window's start.
 pub trait Function: Device {
     /// Reads the 32-bit register at `register`, a multiple of 4 below [`END`].
     fn config_read(&mut self, register: u16, env: &mut dyn Env) -> u32;
     /// Writes the bits `mask` of the register at `register`.
     fn config_write(&mut self, register: u16, value: u32, mask: u32, env: &mut dyn Env);
-    /// The window of registers, while it answers: first guest-physical address and length.
+    /// Window of registers while enabled: first guest-physical address and length.
     fn window(&self) -> Option<(u64, u64)>;
-    /// Whether an address is in a window of memory, where the guest gets here only as long as there is none. It reads as
-    /// all ones, and takes writes.
+    /// True if an address is in a window of memory. Accesses reach the VMM only while no memory is
+    /// mapped there: reads return all ones, writes are dropped.
     fn is_memory(&self, _address: u64) -> bool {
         false
     }
@@ -88,7 +90,7 @@ pub trait Function: Device {
 
 /// Bytes of configuration space that an access means: `size` bytes within one 32-bit register.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Target {
+pub struct ConfigTarget {
     /// Device number on bus 0.
     pub device: u8,
     /// First byte.
@@ -97,8 +99,8 @@ pub struct Target {
     pub size: u8,
 }
 
-impl Target {
-    /// Reads from the function, if there is one.
+impl ConfigTarget {
+    /// Reads from the function, if it exists.
     pub fn read(self, function: Option<&mut dyn Function>, env: &mut dyn Env) -> u64 {
         let access = Access::new(self.offset.into(), self.size);
         let Some(function) = function else { return access.open_bus() };
@@ -109,7 +111,7 @@ impl Target {
         u64::from(value) >> self.shift() & access.open_bus()
     }
 
-    /// Writes to the function, if there is one.
+    /// Writes to the function, if it exists.
     pub fn write(self, value: u64, function: Option<&mut dyn Function>, env: &mut dyn Env) {
         if let Some(function) = function
             && self.offset < END
@@ -124,7 +126,7 @@ impl Target {
         8 * u32::from(self.offset & 3)
     }
 
-    /// Function 0 of a device on bus 0, and an access that stays in a register.
+    /// Decodes function 0 of a device on bus 0, and an access within a register.
     fn of(address: u64, size: u8) -> Option<Self> {
         let (bus, device, function) = (address >> 20, address >> 15 & 0x1f, address >> 12 & 7);
         let offset = (address & 0xfff) as u16;
@@ -134,7 +136,7 @@ impl Target {
     }
 }
 
-/// The register of configuration mechanism 1 at the first four of the eight ports.
+/// Address register of configuration mechanism 1, at the first four of the eight ports.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct ConfigAddress(u32);
 
@@ -144,35 +146,35 @@ impl ConfigAddress {
         self.0
     }
 
-    /// Sets the address; the hardware takes only accesses of 32 bits.
+    /// Sets the address; only accesses of 32 bits are decoded.
     pub fn set(&mut self, value: u32) {
         self.0 = value & ADDRESS_MASK;
     }
 
-    /// What an access of `size` bytes at `offset` (0 to 3) in the data ports means.
-    pub fn target(self, offset: u64, size: u8) -> Option<Target> {
+    /// Decodes an access of `size` bytes at `offset` (0 to 3) in the data ports.
+    pub fn target(self, offset: u64, size: u8) -> Option<ConfigTarget> {
         let register = u64::from(self.0 & 0xfc) | offset & 3;
         let place = u64::from(self.0 & !ENABLE & !0xff) << 4;
-        (self.0 & ENABLE != 0).then(|| Target::of(place | register, size)).flatten()
+        (self.0 & ENABLE != 0).then(|| ConfigTarget::of(place | register, size)).flatten()
     }
 }
 
-/// What an access at `offset` in the memory-mapped configuration space means.
-pub fn ecam(offset: u64, size: u8) -> Option<Target> {
-    Target::of(offset, size)
+/// Decodes an access at `offset` in the memory-mapped configuration space.
+pub fn ecam(offset: u64, size: u8) -> Option<ConfigTarget> {
+    ConfigTarget::of(offset, size)
 }
 
-/// A base address of memory, behind that of the registers.
+/// A base address of memory, in addition to that of the registers.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Bar {
-    /// Bytes, a power of two of at least 16; 0: there is none.
+    /// Bytes, a power of two of at least 16; 0: not implemented.
     length: u32,
     base: u32,
     reset_base: u32,
 }
 
 impl Bar {
-    /// Memory of `length` bytes at `base` from power-on.
+    /// Creates a base address of `length` bytes of memory, at `base` after power-on.
     pub const fn new(base: u32, length: u32) -> Self {
         Self { length, base, reset_base: base }
     }
@@ -191,9 +193,9 @@ pub struct Header {
     pub class: u32,
     /// Subsystem and its vendor.
     pub subsystem: u32,
-    /// Offset of the first capability; 0: there is none.
+    /// Offset of the first capability; 0: none.
     pub capabilities: u8,
-    /// Bytes of the window, a power of two of at least 16; 0: there is none.
+    /// Bytes of the window, a power of two of at least 16; 0: none.
     pub window: u32,
     /// Memory at the third and fifth base address.
     pub memory: [Bar; 2],
@@ -206,7 +208,7 @@ pub struct Header {
 }
 
 impl Header {
-    /// A function whose window is at `base` from power-on, though it does not answer yet.
+    /// Creates a function whose window is at `base` after power-on, disabled.
     pub const fn new(id: u32, class: u32, base: u32, window: u32) -> Self {
         Self {
             id,
@@ -250,43 +252,43 @@ impl Header {
                 let writable = MEMORY | MASTER | NO_INTX;
                 self.command = merge(self.command.into()) as u16 & writable;
             }
-            // The bits below the size read as 0: so the guest finds the size.
+            // The bits below the size read as 0, which lets the guest probe the size.
             BAR if self.window != 0 => self.base = merge(self.base) & !(self.window - 1),
             BAR_2 | BAR_4 => {
                 let bar = &mut self.memory[usize::from(register == BAR_4)];
                 bar.base = merge(bar.base) & bar.length.wrapping_neg();
             }
-            // Only a note for the guest.
+            // Storage for the guest.
             INTERRUPT => self.line = merge(self.line.into()) as u8,
             _ => {}
         }
     }
 
-    /// The window, while it answers.
+    /// The window, while enabled.
     pub fn window(&self) -> Option<(u64, u64)> {
         let answers = self.window != 0 && self.command & MEMORY != 0;
         answers.then_some((self.base.into(), self.window.into()))
     }
 
-    /// Where memory number `index` answers, and its length.
+    /// Address and length of memory `index`, while enabled.
     pub fn memory(&self, index: usize) -> Option<(u32, u32)> {
         let bar = self.memory.get(index)?;
         (bar.length != 0 && self.command & MEMORY != 0).then_some((bar.base, bar.length))
     }
 
-    /// Whether an address is in memory that answers.
+    /// True if an address is in enabled memory.
     pub fn is_memory(&self, address: u64) -> bool {
         (0..self.memory.len())
             .filter_map(|index| self.memory(index))
             .any(|(base, length)| address.wrapping_sub(base.into()) < length.into())
     }
 
-    /// Whether the function may write memory and send messages.
+    /// True if the function may write memory and send messages.
     pub fn master(&self) -> bool {
         self.command & MASTER != 0
     }
 
-    /// Back to the state after power-on.
+    /// Restores the power-on state.
     pub fn reset(&mut self) {
         self.command = 0;
         self.base = self.reset_base;
@@ -310,7 +312,7 @@ impl Default for Bridge {
 }
 
 impl Bridge {
-    /// The bridge after power-on.
+    /// Creates the bridge in its power-on state.
     pub const fn new() -> Self {
         Self { header: Header::new(BRIDGE_ID, BRIDGE_CLASS, 0, 0) }
     }

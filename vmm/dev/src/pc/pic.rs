@@ -1,13 +1,14 @@
 //! Interrupt controllers 8259A, master and slave as in a PC/AT, with the edge/level registers.
 //!
-//! State: per chip the request, service and mask registers, input levels, mode bits and the step of the
-//! initialization. Features: ICW1 to ICW4, OCW1 to OCW3, fully nested and special fully nested mode, special
-//! mask mode, automatic end of interrupt, rotation, specific and non-specific EOI, polling, spurious IRQ 7
-//! and 15, ELCR. An edge stays latched until it is acknowledged, even if the input falls before.
+//! State: per chip the request, service and mask registers, input levels, mode bits and the step of
+//! the initialisation.
+//! Features: ICW1 to ICW4, OCW1 to OCW3, fully nested and special fully nested mode, special mask
+//! mode, automatic EOI, rotation, specific and non-specific EOI, polling, spurious IRQ 7 and 15,
+//! ELCR. An edge stays latched until it is acknowledged, even if the input falls before.
 //! Missing (reported): single mode and other cascades than slave on input 2, MCS-80/85 mode.
 //! Documentation: Intel 8259A data sheet (231468); Intel ICH9 datasheet, section 13.4 (ELCR).
 //!
-//! The pair drives no line of [`Env`]: the board asks [`PicPair::intr`] after each call.
+//! The pair drives no line of [`Env`]: the board reads [`PicPair::intr`] after each call.
 
 use vmm_bus::{Access, Device, Env};
 
@@ -34,7 +35,7 @@ pub mod spec {
     pub const ICW1_LEVEL: u8 = 1 << 3;
     /// Even address: this is ICW1.
     pub const ICW1_INIT: u8 = 1 << 4;
-    /// ICW4: vectors as an 8086 wants them.
+    /// ICW4: vectors in 8086 format.
     pub const ICW4_8086: u8 = 1 << 0;
     /// ICW4: automatic end of interrupt.
     pub const ICW4_AEOI: u8 = 1 << 1;
@@ -58,7 +59,7 @@ pub mod spec {
     pub const OCW2_AUTO_ROTATE_OFF: u8 = 0;
     /// OCW2: non-specific EOI.
     pub const OCW2_EOI: u8 = 1;
-    /// OCW2: nothing.
+    /// OCW2: no operation.
     pub const OCW2_NOP: u8 = 2;
     /// OCW2: specific EOI.
     pub const OCW2_EOI_SPECIFIC: u8 = 3;
@@ -71,7 +72,7 @@ pub mod spec {
     /// OCW2: rotate on specific EOI.
     pub const OCW2_ROTATE_EOI_SPECIFIC: u8 = 7;
 
-    /// Poll: an interrupt was taken.
+    /// Poll: an interrupt was acknowledged.
     pub const POLL_TAKEN: u8 = 1 << 7;
     /// Input of the master that the slave drives.
     pub const CASCADE: u8 = 2;
@@ -82,7 +83,7 @@ pub mod spec {
 }
 use spec::*;
 
-/// What the next write to the odd address is.
+/// Meaning of the next write to the odd address.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Step {
     Icw2,
@@ -165,7 +166,7 @@ impl Pic {
         if bits == 0 { 8 } else { bits.rotate_right(self.first.into()).trailing_zeros() as u8 }
     }
 
-    /// The input to serve now.
+    /// The input to service now.
     fn request(&self) -> Option<u8> {
         let wanted = self.irr & !self.imr;
         if wanted == 0 || self.step != Step::Ready {
@@ -236,7 +237,7 @@ impl Pic {
             OCW2_AUTO_ROTATE_ON => self.auto_rotate = true,
             OCW2_SET_PRIORITY => self.first = (chosen + 1) & 7,
             OCW2_EOI | OCW2_ROTATE_EOI => {
-                // In special mask mode a masked service bit is not ended unless it is named.
+                // In special mask mode only a specific EOI completes a masked input.
                 let ended = if self.special_mask { self.isr & !self.imr } else { self.isr };
                 let rank = self.rank(ended);
                 if rank < 8 {
@@ -290,7 +291,7 @@ impl Pic {
         if self.read_isr { self.isr } else { self.irr }
     }
 
-    /// Reads as a poll if one was asked for: takes the highest request.
+    /// Reads as a poll if one was commanded: acknowledges the highest request.
     fn poll(&mut self) -> Option<u8> {
         if !self.poll {
             return None;
@@ -302,8 +303,8 @@ impl Pic {
     }
 }
 
-/// The master and the slave. Offsets 0 and 1 are ports 0x20 and 0x21, 2 and 3 are 0xA0 and 0xA1, 4 and 5 are
-/// 0x4D0 and 0x4D1.
+/// The master and the slave. Offsets 0 and 1 are ports 0x20 and 0x21, 2 and 3 are 0xA0 and 0xA1, 4
+/// and 5 are 0x4D0 and 0x4D1.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct PicPair {
     master: Pic,
@@ -319,13 +320,13 @@ impl Default for PicPair {
 }
 
 impl PicPair {
-    /// The chips as firmware leaves them: initialized (vectors 0x08 and 0x70), every input masked. Kernels
-    /// probe for the chips by writing a mask before they initialize them.
+    /// Creates the chips as firmware leaves them: initialised (vectors 0x08 and 0x70), every input
+    /// masked. Kernels probe for the chips by writing a mask before they initialise them.
     pub const fn new() -> Self {
         Self { master: Pic::new(false), slave: Pic::new(true), output: false }
     }
 
-    /// Sets the level of input `n`, 0 to 15. Input 2 is the cascade, which others cannot drive.
+    /// Sets the level of input `n`, 0 to 15. Input 2 is the cascade, which only the slave drives.
     pub fn set_irq(&mut self, n: u8, level: bool) {
         match n {
             CASCADE => {}
@@ -336,13 +337,13 @@ impl PicPair {
         self.update();
     }
 
-    /// The INTR line to the processor (or to LINT0).
+    /// The INTR line to the CPU (or to LINT0).
     #[inline]
     pub fn intr(&self) -> bool {
         self.output
     }
 
-    /// The processor acknowledges: gives the vector, that of input 7 if no request is left.
+    /// Acknowledge cycle of the CPU: returns the vector, that of input 7 if no request remains.
     pub fn acknowledge(&mut self) -> u8 {
         let vector = match self.master.request() {
             Some(CASCADE) => {
@@ -370,7 +371,7 @@ impl PicPair {
         let cascade = self.slave.request().is_some();
         self.master.set_input(CASCADE, cascade);
         if !cascade {
-            // The slave's request has gone before the master served it.
+            // The slave's request has disappeared before the master serviced it.
             self.master.irr &= !(1 << CASCADE);
         }
         self.output = self.master.request().is_some();
@@ -418,7 +419,7 @@ impl Device for PicPair {
     fn wake(&mut self, _: u8, _: &mut dyn Env) {}
 
     fn reset(&mut self, _: &mut dyn Env) {
-        // The inputs are driven from outside and keep their levels.
+        // Other devices drive the inputs, which keep their levels.
         let (master, slave) = (self.master.inputs, self.slave.inputs);
         *self = Self::new();
         self.master.inputs = master;

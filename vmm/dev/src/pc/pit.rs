@@ -1,13 +1,13 @@
 //! Interval timer 8254 with the speaker port.
 //!
-//! State: per channel the mode, the count, when counting began, latches; port 0x61.
-//! Features: channels 0 to 2, modes 0 to 5, latch and read-back commands, gate and output of channel
-//! 2 and the refresh toggle in port 0x61, IRQ0 (line 0). Counts are derived from time, nothing ticks.
-//! Of channel 0's output the rising edges matter: where the chip's output is low for a part of each
-//! period, line 0 falls and rises again at its end. Periods that the host was late for, and edges
-//! closer together than [`spec::SHORTEST_PERIOD`], become one edge.
-//! Missing: BCD counting (reported, counts in binary), the end of the present period before a new count in
-//! modes 2 and 3 is used (it is used at once), sound.
+//! State: per channel the mode, the count, the start of counting, latches; port 0x61.
+//! Features: channels 0 to 2, modes 0 to 5, latch and read-back commands, gate and output of
+//! channel 2 and the refresh toggle in port 0x61, IRQ0 (line 0). Counts are derived from time; no
+//! tick is simulated. Of channel 0's output the rising edges matter: if the chip's output is low
+//! for a part of each period, line 0 falls and rises again at its end. Periods that the host was
+//! late for, and edges closer together than [`spec::SHORTEST_PERIOD`], become one edge.
+//! Missing: BCD counting (reported, counts in binary), the end of the current period before a new
+//! count in modes 2 and 3 is used (it is used at once), sound.
 //! Documentation: Intel 8254 data sheet (231164); Intel ICH9 datasheet, section 13.7.1 (port 61h).
 
 use crate::ticks::Ticks;
@@ -48,14 +48,14 @@ pub mod spec {
     /// Time between two refreshes, in nanoseconds.
     pub const REFRESH_NANOS: u64 = 15_085;
 
-    /// Edges of channel 0 are at least this far apart, in nanoseconds.
+    /// Minimum distance of edges of channel 0, in nanoseconds.
     pub const SHORTEST_PERIOD: u64 = 50_000;
 }
 use spec::*;
 
 const CLOCK: Ticks = Ticks::new(HZ);
 
-/// Which bytes of a count are written and read.
+/// Bytes of a count that are written and read.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Bytes {
     Low = 1,
@@ -75,7 +75,7 @@ struct Channel {
     gate: bool,
     /// Modes 1 and 5: the gate has risen since the count was written.
     triggered: bool,
-    /// Tick at which the count was loaded, or would have been without the pauses since.
+    /// Tick at which the count was loaded, adjusted for pauses since.
     start: u64,
     /// Ticks counted when the gate fell.
     held: u64,
@@ -112,7 +112,7 @@ impl Channel {
         matches!(self.mode, 2 | 3)
     }
 
-    /// Ticks counted, or `None` before counting has begun.
+    /// Ticks counted; `None` before counting has begun.
     fn elapsed(&self, tick: u64) -> Option<u64> {
         if !self.loaded || self.needs_trigger() && !self.triggered {
             None
@@ -164,7 +164,7 @@ impl Channel {
     }
 
     fn control(&mut self, mode: u8, bytes: Bytes, bcd: bool) {
-        // Only the gate, which is an input, survives.
+        // Only the gate, which is an input, is kept.
         *self = Self { mode, bytes, bcd, ..Self::new(self.gate) };
     }
 
@@ -176,7 +176,7 @@ impl Channel {
             (Bytes::Both, None) => {
                 self.low_written = Some(value);
                 if self.mode == 0 {
-                    // The first byte stops the count.
+                    // The first byte stops counting.
                     self.loaded = false;
                 }
                 return;
@@ -251,7 +251,7 @@ impl Default for Pit {
 }
 
 impl Pit {
-    /// The chip after power-on: no channel counts.
+    /// Creates the chip in its power-on state: no channel counts.
     pub const fn new() -> Self {
         Self {
             channels: [Channel::new(true), Channel::new(true), Channel::new(false)],
@@ -264,11 +264,11 @@ impl Pit {
         CLOCK.in_nanos(env.now())
     }
 
-    /// After channel 0 has been programmed: its line and its next edge.
+    /// Sets the line and the next edge after channel 0 has been programmed.
     fn restart(&mut self, env: &mut dyn Env) {
         let tick = Self::tick(env);
         let channel = &self.channels[0];
-        // The low part of a period shows only at its end.
+        // The low part of a period is shown only at its end.
         let level = channel.periodic() || channel.output(tick);
         self.rise = channel.next_rise(tick);
         env.set_line(0, level);
@@ -302,7 +302,7 @@ impl Pit {
             2 => Bytes::High,
             _ => Bytes::Both,
         };
-        // Modes 6 and 7 are 2 and 3.
+        // Modes 6 and 7 are aliases of 2 and 3.
         let mode = match value >> 1 & 7 {
             mode @ 6.. => mode - 4,
             mode => mode,

@@ -1,11 +1,11 @@
 //! ACPI power management registers.
 //!
 //! State: status and enable of the PM1a event and GPE0 blocks, PM1a control.
-//! Features: PM timer (32 bits, derived from time) with its overflow event, power button, soft-off (S5),
-//! 16 general-purpose events, SCI (line 0, level). The machine is always in ACPI mode: `SCI_EN` is
-//! set and there is no SMI command port (`SMI_CMD` is 0 in the FADT).
-//! The enable bits of the clock's and the global lock's events are stored, since kernels read them back; the events never
-//! come: the clock wakes nobody, and there is no firmware that shares the lock.
+//! Features: PM timer (32 bits, derived from time) with its overflow event, power button, soft-off
+//! (S5), 16 general-purpose events, SCI (line 0, level). The VM is always in ACPI mode: `SCI_EN` is
+//! set and there is no SMI command port (`SMI_CMD` is 0 in the FADT). The enable bits of the RTC
+//! and global lock events are stored, since kernels read them back; the events never occur: the RTC
+//! does not wake the VM, and no firmware shares the lock.
 //! Missing (reported): sleep states other than S5, bus master and RTC events, sleep button.
 //! Documentation: ACPI 6.5, sections 4.8.2, 4.8.3 and 4.8.4.
 
@@ -35,16 +35,16 @@ pub mod spec {
 
     /// Event: the highest bit of the timer has changed.
     pub const TMR: u16 = 1 << 0;
-    /// Event: the firmware has released the global lock, which it never holds.
+    /// Event: firmware has released the global lock, which it never holds.
     pub const GBL: u16 = 1 << 5;
     /// Event: the power button was pressed.
     pub const PWRBTN: u16 = 1 << 8;
-    /// Event: the clock's alarm, which can be enabled but never comes.
+    /// Event: the RTC's alarm, which can be enabled but never occurs.
     pub const RTC: u16 = 1 << 10;
     /// The events that can be enabled.
     pub const EVENTS: u16 = TMR | GBL | PWRBTN | RTC;
 
-    /// Control: the machine is in ACPI mode.
+    /// Control: ACPI mode.
     pub const SCI_EN: u16 = 1 << 0;
     /// Control: sleep type, bits 10..=12.
     pub const SLP_TYP_SHIFT: u32 = 10;
@@ -55,7 +55,7 @@ pub mod spec {
 
     /// Clock of the PM timer.
     pub const HZ: u64 = 3_579_545;
-    /// The overflow event comes when this bit changes.
+    /// The overflow event occurs when this bit changes.
     pub const TIMER_TOP_BIT: u32 = 31;
 }
 use spec::*;
@@ -72,12 +72,12 @@ pub struct AcpiPm {
     control: u16,
     gpe_status: u16,
     gpe_enable: u16,
-    /// Half periods of the timer that the overflow event has covered.
+    /// Half periods of the timer already reported as overflow events.
     halves: u64,
 }
 
 impl AcpiPm {
-    /// The block after power-on, in ACPI mode.
+    /// Creates the block in its power-on state, in ACPI mode.
     pub const fn new() -> Self {
         Self { status: 0, enable: 0, control: 0, gpe_status: 0, gpe_enable: 0, halves: 0 }
     }
@@ -88,7 +88,7 @@ impl AcpiPm {
         self.update(env);
     }
 
-    /// Raises general-purpose event `n`, 0 to 15; others do not exist.
+    /// Raises general-purpose event `n`, 0 to 15; other events do not exist.
     pub fn raise_gpe(&mut self, n: u8, env: &mut dyn Env) {
         self.gpe_status |= 1_u16.checked_shl(n.into()).unwrap_or(0);
         self.update(env);
@@ -98,7 +98,7 @@ impl AcpiPm {
         CLOCK.in_nanos(env.now())
     }
 
-    /// Notes a timer overflow since the last call.
+    /// Records a timer overflow since the last call.
     fn refresh(&mut self, env: &dyn Env) {
         let halves = Self::ticks(env) >> TIMER_TOP_BIT;
         if halves != self.halves {
@@ -115,7 +115,7 @@ impl AcpiPm {
     }
 
     fn write_byte(&mut self, offset: u64, value: u8, env: &mut dyn Env) {
-        // The register is one of 16 bits; `value` is its low or its high byte.
+        // The register has 16 bits; `value` is its low or its high byte.
         let high = offset & 1 != 0;
         let wide = u16::from(value) << if high { 8 } else { 0 };
         let keep = if high { 0x00ff } else { 0xff00 };

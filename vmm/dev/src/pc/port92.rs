@@ -1,17 +1,18 @@
 //! System control port A (port 0x92).
 //!
-//! State: the register. Features: fast reset (rising bit 0), the A20 bit reads back. Missing: masking of
-//! address line 20, which is always let through.
-//! Documentation: IBM PS/2 Hardware Technical Reference, "System Control Port A"; Intel ICH9 datasheet,
-//! section 13.7.3 "PORT92".
+//! State: the register.
+//! Features: fast reset (rising bit 0), the A20 bit reads back.
+//! Missing: masking of address line 20, which is always enabled.
+//! Documentation: IBM PS/2 Hardware Technical Reference, "System Control Port A"; Intel ICH9
+//! datasheet, section 13.7.3 "PORT92".
 
 use vmm_bus::{Access, Device, Env, MachineEvent};
 
 /// Register bits.
 pub mod spec {
-    /// RW: its rise resets the processor.
+    /// RW: a rising edge resets the CPU.
     pub const FAST_RESET: u8 = 1 << 0;
-    /// RW: address line 20 is let through.
+    /// RW: address line 20 is enabled.
     pub const A20: u8 = 1 << 1;
 }
 
@@ -28,7 +29,7 @@ impl Default for Port92 {
 }
 
 impl Port92 {
-    /// The port after firmware: address line 20 is on.
+    /// Creates the port as firmware leaves it: address line 20 enabled.
     pub const fn new() -> Self {
         Self { control: spec::A20 }
     }

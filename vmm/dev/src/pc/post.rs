@@ -1,7 +1,10 @@
 //! POST code port (port 0x80).
 //!
-//! State: the last byte written. Features: latch, read back. Missing: nothing.
-//! Documentation: IBM PC/AT Technical Reference, "Manufacturing test port"; Linux writes it as an I/O delay.
+//! State: the last byte written.
+//! Features: latch, read back.
+//! Missing: no feature.
+//! Documentation: IBM PC/AT Technical Reference, "Manufacturing test port"; Linux writes it as an
+//! I/O delay.
 
 use vmm_bus::{Access, Device, Env};
 
@@ -12,12 +15,12 @@ pub struct PostPort {
 }
 
 impl PostPort {
-    /// The port after power-on.
+    /// Creates the port in its power-on state.
     pub const fn new() -> Self {
         Self { code: 0 }
     }
 
-    /// The last code that the guest wrote.
+    /// Last code written by the guest.
     pub const fn code(&self) -> u8 {
         self.code
     }

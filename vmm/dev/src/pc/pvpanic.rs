@@ -1,7 +1,9 @@
-//! pvpanic: the guest's kernel says that it has panicked.
+//! pvpanic: the guest kernel reports a panic.
 //!
-//! State: none. Features: a read gives the events that the device knows; a write reports each event
-//! whose bit is set, as [`MachineEvent`]. Missing: the shutdown event (bit 2).
+//! State: none.
+//! Features: a read returns the supported events; a write reports each event whose bit is set, as
+//! [`MachineEvent`].
+//! Missing: the shutdown event (bit 2).
 //! Documentation: QEMU `docs/specs/pvpanic.rst`.
 
 use vmm_bus::{Access, Device, Env, MachineEvent};
@@ -19,7 +21,7 @@ pub mod spec {
 pub struct PvPanic;
 
 impl PvPanic {
-    /// The port.
+    /// Creates the port.
     pub const fn new() -> Self {
         Self
     }

@@ -1,8 +1,10 @@
 //! Reset control register (port 0xCF9).
 //!
-//! State: the register. Features: a rising RST_CPU bit resets the machine (soft, hard and full reset are
-//! the same here). Missing: nothing.
-//! Documentation: Intel ICH9 datasheet, section 13.7.5 "RST_CNT"; ACPI 6.5, section 4.8.3.6 (`RESET_REG`).
+//! State: the register.
+//! Features: a rising RST_CPU bit resets the VM (soft, hard and full reset are the same).
+//! Missing: no feature.
+//! Documentation: Intel ICH9 datasheet, section 13.7.5 "RST_CNT"; ACPI 6.5, section 4.8.3.6
+//! (`RESET_REG`).
 
 use vmm_bus::{Access, Device, Env, MachineEvent};
 
@@ -10,11 +12,11 @@ use vmm_bus::{Access, Device, Env, MachineEvent};
 pub mod spec {
     /// RW: a reset is a hard reset.
     pub const SYS_RST: u8 = 1 << 1;
-    /// RW: its rise resets.
+    /// RW: a rising edge resets the CPU.
     pub const RST_CPU: u8 = 1 << 2;
     /// RW: a hard reset includes a power cycle.
     pub const FULL_RST: u8 = 1 << 3;
-    /// The bits that exist.
+    /// Implemented bits.
     pub const MASK: u8 = SYS_RST | RST_CPU | FULL_RST;
 }
 
@@ -25,7 +27,7 @@ pub struct ResetPort {
 }
 
 impl ResetPort {
-    /// The register after power-on.
+    /// Creates the register in its power-on state.
     pub const fn new() -> Self {
         Self { control: 0 }
     }

@@ -1,13 +1,13 @@
 //! Real-time clock MC146818 with CMOS memory.
 //!
-//! State: the index, 128 bytes of memory, the wall-clock second at machine time 0, interrupt flags.
-//! Features: time from machine time, BCD or binary, 12 or 24 hours, century at 0x32, update-in-progress,
-//! setting the clock (at once, or under the SET bit), alarm with don't-care bytes, periodic and update
-//! interrupts (line 0), memory-size bytes as PC firmware leaves them, NMI mask bit of port 0x70.
-//! Flags are derived from time when they are read; a timer runs only for an enabled interrupt that is
-//! not pending already, so at most one interrupt comes per read of register C.
-//! Missing: stopping or shifting the divider (the bits are stored), daylight saving, square wave, a day
-//! of the week other than the date's.
+//! State: the index, 128 bytes of memory, the wall-clock second at VM time 0, interrupt flags.
+//! Features: time from VM time, BCD or binary, 12 or 24 hours, century at 0x32, update-in-progress,
+//! setting the clock (at once, or under the SET bit), alarm with don't-care bytes, periodic and
+//! update interrupts (line 0), memory-size bytes as PC firmware leaves them, NMI mask bit of port
+//! 0x70. Flags are derived from time when they are read; a timer runs only for an enabled interrupt
+//! that is not pending already, so at most one interrupt is raised per read of register C.
+//! Missing: stopping or shifting the divider (the bits are stored), daylight saving, square wave, a
+//! day of the week that differs from the date's.
 //! Documentation: Motorola MC146818A data sheet; IBM PC/AT Technical Reference, "Real-time clock";
 //! ACPI 6.5, section 5.2.9 (century).
 
@@ -51,7 +51,7 @@ pub mod spec {
     pub const C: u8 = 0x0c;
     /// Register D.
     pub const D: u8 = 0x0d;
-    /// Century; this index goes into the FADT.
+    /// Century; the FADT contains this index.
     pub const CENTURY: u8 = 0x32;
 
     /// Memory below 640 KiB, in KiB, low byte.
@@ -75,13 +75,13 @@ pub mod spec {
     pub const B_24H: u8 = 1 << 1;
     /// B: binary (else BCD).
     pub const B_BINARY: u8 = 1 << 2;
-    /// B: update interrupt. The flag in C has the same place; so for the next two.
+    /// B: update interrupt. Its flag in C has the same bit, as have alarm and periodic interrupt.
     pub const B_UPDATE: u8 = 1 << 4;
     /// B: alarm interrupt.
     pub const B_ALARM: u8 = 1 << 5;
     /// B: periodic interrupt.
     pub const B_PERIODIC: u8 = 1 << 6;
-    /// B: the clock stands and can be set.
+    /// B: the clock is stopped and can be set.
     pub const B_SET: u8 = 1 << 7;
     /// C: the interrupt line is high.
     pub const C_IRQ: u8 = 1 << 7;
@@ -106,10 +106,10 @@ const DAY_SECONDS: i64 = 86_400;
 const LAST_SECOND: i64 = 253_402_300_799;
 const INTERRUPTS: u8 = B_UPDATE | B_ALARM | B_PERIODIC;
 
-/// What the board tells the clock.
+/// Configuration of the clock.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Config {
-    /// Wall-clock time (Unix seconds, UTC) at machine time 0.
+    /// Wall-clock time (Unix seconds, UTC) at VM time 0.
     pub unix_seconds_at_zero: i64,
     /// Bytes of memory below 4 GiB.
     pub low_memory: u64,
@@ -122,9 +122,9 @@ pub struct Config {
 pub struct Rtc {
     index: u8,
     nmi_masked: bool,
-    /// The bytes at 0 to 9 and at [`CENTURY`] that are the time count only under [`B_SET`].
+    /// The time bytes at 0 to 9 and at [`CENTURY`] are valid only under [`B_SET`].
     memory: [u8; 128],
-    /// Wall-clock second at machine time 0.
+    /// Wall-clock second at VM time 0.
     epoch: i64,
     /// Flags of register C up to `checked`.
     flags: u8,
@@ -133,7 +133,7 @@ pub struct Rtc {
 }
 
 impl Rtc {
-    /// The clock as firmware leaves it.
+    /// Creates the clock as firmware leaves it.
     pub const fn new(config: Config) -> Self {
         let mut memory = [0; 128];
         memory[A as usize] = A_DEFAULT;
@@ -159,7 +159,7 @@ impl Rtc {
         }
     }
 
-    /// Whether the guest has masked the NMI through port 0x70.
+    /// True if the guest has masked the NMI through port 0x70.
     pub const fn nmi_masked(&self) -> bool {
         self.nmi_masked
     }
@@ -172,21 +172,21 @@ impl Rtc {
         self.memory[usize::from(index & 0x7f)] = value;
     }
 
-    fn stands(&self) -> bool {
+    fn is_stopped(&self) -> bool {
         self.byte(B) & B_SET != 0
     }
 
-    /// Wall-clock second at machine time `now`.
+    /// Wall-clock second at VM time `now`.
     fn second(&self, now: Nanos) -> i64 {
         self.epoch.saturating_add((now / SECOND) as i64).clamp(0, LAST_SECOND)
     }
 
-    /// Number as the registers show it.
+    /// Encodes a number in the format of the registers.
     fn encode(&self, value: u8) -> u8 {
         if self.byte(B) & B_BINARY != 0 { value } else { (value / 10) << 4 | (value % 10) }
     }
 
-    /// Number that a register shows. BCD digits above 9 count as they would on paper.
+    /// Decodes a number in the format of the registers. BCD digits above 9 have their place value.
     fn decode(&self, value: u8) -> u8 {
         if self.byte(B) & B_BINARY != 0 { value } else { (value >> 4) * 10 + (value & 0xf) }
     }
@@ -208,7 +208,7 @@ impl Rtc {
     }
 
     /// Writes the time at `now` into the registers.
-    fn show(&mut self, now: Nanos) {
+    fn latch_time(&mut self, now: Nanos) {
         let time = Civil::from_second(self.second(now));
         self.set_byte(SECONDS, self.encode(time.second));
         self.set_byte(MINUTES, self.encode(time.minute));
@@ -220,8 +220,8 @@ impl Rtc {
         self.set_byte(CENTURY, self.encode((time.year / 100) as u8));
     }
 
-    /// Makes the time in the registers the time at `now`. What is no time becomes the nearest.
-    fn adopt(&mut self, now: Nanos) {
+    /// Sets the clock to the time in the registers. An invalid time becomes the nearest valid one.
+    fn load_time(&mut self, now: Nanos) {
         let number = |index| self.decode(self.byte(index));
         let time = Civil {
             year: u16::from(number(CENTURY).min(99)) * 100 + u16::from(number(YEAR).min(99)),
@@ -239,13 +239,13 @@ impl Rtc {
     fn period(&self) -> Option<u64> {
         match self.byte(A) & A_RATE {
             0 => None,
-            // 256 Hz and 128 Hz, as with the 32,768 Hz crystal rates 8 and 9.
+            // 256 Hz and 128 Hz, as rates 8 and 9 with the 32,768 Hz crystal.
             rate @ 1..=2 => Some(1 << (rate + 6)),
             rate => Some(1 << (rate - 1)),
         }
     }
 
-    /// When the next alarm comes after `now`.
+    /// Time of the next alarm after `now`.
     fn next_alarm(&self, now: Nanos) -> Option<Nanos> {
         let matches = |index, value, alarm: u8| {
             let byte = self.byte(index);
@@ -273,13 +273,13 @@ impl Rtc {
         None
     }
 
-    /// When the next periodic interrupt comes after `now`.
+    /// Time of the next periodic interrupt after `now`.
     fn next_period(&self, now: Nanos) -> Option<Nanos> {
         let period = self.period()?;
         Some(CLOCK.nanos((CLOCK.in_nanos(now) / period + 1).saturating_mul(period)))
     }
 
-    /// Brings the flags up to `now`.
+    /// Updates the flags to `now`.
     fn refresh(&mut self, now: Nanos) {
         let since = self.checked;
         if now <= since {
@@ -288,9 +288,9 @@ impl Rtc {
         if self.next_period(since).is_some_and(|at| at <= now) {
             self.flags |= B_PERIODIC;
         }
-        if !self.stands() && now / SECOND != since / SECOND {
+        if !self.is_stopped() && now / SECOND != since / SECOND {
             self.flags |= B_UPDATE;
-            // Only then can an alarm have come.
+            // An alarm is possible only in this case.
             if self.flags & B_ALARM == 0 && self.next_alarm(since).is_some_and(|at| at <= now) {
                 self.flags |= B_ALARM;
             }
@@ -310,10 +310,10 @@ impl Rtc {
         if enabled & B_PERIODIC != 0 {
             next = next.min(self.next_period(now).unwrap_or(NEVER));
         }
-        if enabled & B_UPDATE != 0 && !self.stands() {
+        if enabled & B_UPDATE != 0 && !self.is_stopped() {
             next = next.min((now / SECOND + 1).saturating_mul(SECOND));
         }
-        if enabled & B_ALARM != 0 && !self.stands() {
+        if enabled & B_ALARM != 0 && !self.is_stopped() {
             next = next.min(self.next_alarm(now).unwrap_or(NEVER));
         }
         if next != self.armed {
@@ -326,14 +326,14 @@ impl Rtc {
         let now = env.now();
         match self.index {
             SECONDS | MINUTES | HOURS | WEEKDAY..=YEAR | CENTURY => {
-                if !self.stands() {
-                    self.show(now);
+                if !self.is_stopped() {
+                    self.latch_time(now);
                 }
                 self.byte(self.index)
             }
             A => {
                 let near = now % SECOND >= SECOND - UIP_NANOS;
-                let updating = if near && !self.stands() { A_UIP } else { 0 };
+                let updating = if near && !self.is_stopped() { A_UIP } else { 0 };
                 self.byte(A) & !A_UIP | updating
             }
             C => {
@@ -353,28 +353,28 @@ impl Rtc {
         self.refresh(now);
         match self.index {
             SECONDS | MINUTES | HOURS | WEEKDAY..=YEAR | CENTURY => {
-                if self.stands() {
+                if self.is_stopped() {
                     self.set_byte(self.index, value);
                 } else {
-                    self.show(now);
+                    self.latch_time(now);
                     self.set_byte(self.index, value);
-                    self.adopt(now);
+                    self.load_time(now);
                 }
             }
             A => self.set_byte(A, value & !A_UIP),
             B => {
-                let stood = self.stands();
-                if !stood {
-                    self.show(now);
+                let was_stopped = self.is_stopped();
+                if !was_stopped {
+                    self.latch_time(now);
                 }
-                let stands = value & B_SET != 0;
-                if stood && !stands {
-                    // In the format under which the bytes were written.
+                let is_stopped = value & B_SET != 0;
+                if was_stopped && !is_stopped {
+                    // In the format in which the bytes were written.
                     self.set_byte(B, value);
-                    self.adopt(now);
+                    self.load_time(now);
                 } else {
-                    // SET turns the update interrupt off.
-                    self.set_byte(B, if stands { value & !B_UPDATE } else { value });
+                    // SET disables the update interrupt.
+                    self.set_byte(B, if is_stopped { value & !B_UPDATE } else { value });
                 }
             }
             C | D => {}
@@ -390,7 +390,7 @@ const fn min(a: u64, b: u64) -> u64 {
     if a < b { a } else { b }
 }
 
-/// Puts the `count` low bytes of `value` at `index`.
+/// Stores the `count` low bytes of `value` at `index`.
 const fn put(mut memory: [u8; 128], index: u8, value: u64, count: usize) -> [u8; 128] {
     let mut i = 0;
     while i < count {
@@ -413,14 +413,14 @@ struct Civil {
     second: u8,
 }
 
-/// Days before each month of a year that begins in March (so that the leap day comes last).
+/// Days before each month of a year that begins in March (the leap day is last).
 const MONTH_STARTS: [i64; 12] = [0, 31, 61, 92, 122, 153, 184, 214, 245, 275, 306, 337];
 /// Days from 1 March of year 0 to 1 January 1970.
 const UNIX_DAY: i64 = 719_468;
 
 impl Civil {
     fn to_second(self) -> i64 {
-        // Years from March on: January and February belong to the year before.
+        // Years begin in March: January and February belong to the year before.
         let month = (usize::from(self.month) + 9) % 12;
         let year = i64::from(self.year) - i64::from(self.month <= 2);
         let leaps = year.div_euclid(4) - year.div_euclid(100) + year.div_euclid(400);
@@ -485,7 +485,7 @@ impl Device for Rtc {
         }
     }
 
-    /// Time and memory have a battery: only interrupts are switched off.
+    /// Time and memory are battery-backed: reset only disables interrupts.
     fn reset(&mut self, env: &mut dyn Env) {
         let now = env.now();
         self.refresh(now);
@@ -503,7 +503,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn dates_go_there_and_back() {
+    fn dates_round_trip() {
         for (second, date) in [
             (0, (1970, 1, 1, 5)),
             (951_782_400, (2000, 2, 29, 3)),

@@ -1,19 +1,20 @@
 //! Serial port 16550A.
 //!
-//! State: the registers, 16 bytes received, up to 16 bytes that the outside has not taken yet.
+//! State: the registers, 16 received bytes, up to 16 bytes that the host has not accepted yet.
 //! Features: FIFOs with trigger levels; interrupts for received data, character time-out, empty
-//! transmitter, line status and modem status (line 0, let through by OUT2 as on a PC); loop-back;
-//! scratch register; divisor latch. The line has no speed: a byte written is outside at once, unless the
-//! outside refuses it; then it stays in the transmitter, whose "empty" bits tell the guest to
-//! wait. Likewise bytes stay outside until the receiver has room and the guest wants them: its interrupt
-//! is on and let through, or it polls, which is to look at the line status again and again with nothing to wait for but data. So the receiver never
-//! overruns. What is in the receiver when it is cleared comes once more, as if it had been a moment later. So a driver that clears it
-//! while it starts, or prints without interrupts, loses nothing.
+//! transmitter, line status and modem status (line 0, gated by OUT2 as on a PC); loop-back; scratch
+//! register; divisor latch. The line has no speed: the host gets a written byte at once, unless it
+//! refuses the byte; then the byte stays in the transmitter, whose "empty" bits make the guest
+//! wait. Likewise input stays with the host until the receiver has room and the guest waits for it:
+//! its interrupt is enabled and gated through, or it polls, that is, reads the line status
+//! repeatedly with nothing else to wait for. So the receiver never overruns. Bytes in the receiver
+//! when it is cleared are received again, as if they had arrived later. So a driver that clears it
+//! during its start, or prints without interrupts, loses no input.
 //! Missing: parity and framing errors, break outside of loop-back (reported), the modem's lines
 //! (clear to send, data set ready and carrier detect are always on), DMA mode (stored, no effect).
 //! Documentation: National Semiconductor PC16550D data sheet.
 //!
-//! Cost: a byte sent is one `put` and no other effect if the interrupt is off.
+//! Cost: a byte sent is one `put` without other effects if the interrupt is disabled.
 
 use vmm_bus::{Access, Device, Env, NEVER, Nanos, WAKE_INPUT};
 
@@ -44,7 +45,7 @@ pub mod spec {
     pub const IER_LINE: u8 = 1 << 2;
     /// Interrupt: modem status.
     pub const IER_MODEM: u8 = 1 << 3;
-    /// The bits that exist.
+    /// Implemented bits.
     pub const IER_MASK: u8 = 0x0f;
 
     /// Identification: modem status.
@@ -59,7 +60,7 @@ pub mod spec {
     pub const IIR_LINE: u8 = 0x6;
     /// Identification: character time-out.
     pub const IIR_TIMEOUT: u8 = 0xc;
-    /// The FIFOs are on.
+    /// The FIFOs are enabled.
     pub const IIR_FIFO: u8 = 0xc0;
 
     /// FIFOs on.
@@ -82,11 +83,11 @@ pub mod spec {
     pub const MCR_RTS: u8 = 1 << 1;
     /// User output 1.
     pub const MCR_OUT1: u8 = 1 << 2;
-    /// User output 2: lets the interrupt through on a PC.
+    /// User output 2: gates the interrupt on a PC.
     pub const MCR_OUT2: u8 = 1 << 3;
     /// Loop-back.
     pub const MCR_LOOP: u8 = 1 << 4;
-    /// The bits that exist.
+    /// Implemented bits.
     pub const MCR_MASK: u8 = 0x1f;
 
     /// Data ready.
@@ -120,12 +121,13 @@ pub mod spec {
 }
 use spec::*;
 
-/// Four characters of ten bits: how long a byte below the trigger level may wait.
+/// Four characters of ten bits: the character time-out of bytes below the trigger level.
 const TIMEOUT_BITS: u64 = 40;
-/// Longest character time-out: a slow divisor must not delay input that has no speed.
+/// Maximum character time-out: a slow divisor must not delay input that has no speed.
 const TIMEOUT_MAX: Nanos = 20_000_000;
 
-/// Looks at the line status after which the guest waits for data. Drivers look a few times when they print or start.
+/// Reads of the line status that count as polling for data. Drivers read it a few times when they
+/// print or start.
 const POLLING: u8 = 8;
 
 /// A ring of bytes.
@@ -164,27 +166,27 @@ pub struct Uart {
     fcr: u8,
     lcr: u8,
     mcr: u8,
-    /// Error bits only; the others are derived.
+    /// Error bits only; the other bits are derived.
     lsr: u8,
     msr: u8,
     scr: u8,
     divisor: u16,
     rx: Fifo,
-    /// Bytes that the outside has refused.
+    /// Bytes that the host has refused.
     tx: Fifo,
     /// Last byte received, read again from an empty receiver.
     last: u8,
-    /// The transmitter has become empty and the guest has not been told.
+    /// The transmitter has become empty, which the guest has not been notified of.
     tx_event: bool,
     /// The oldest byte has waited for the character time-out.
     timed_out: bool,
     timer_armed: bool,
-    /// What is in the receiver comes from the transmitter.
+    /// The bytes in the receiver are from the transmitter.
     looped: bool,
-    /// There may be bytes outside that have not been taken.
+    /// The host may have bytes that have not been read.
     more: bool,
-    /// Times in a row that the guest has looked at the line status, with nothing to wait for but data.
-    looks: u8,
+    /// Consecutive reads of the line status with nothing to wait for but data.
+    status_reads: u8,
     /// Present level of the interrupt line.
     line: bool,
 }
@@ -196,7 +198,7 @@ impl Default for Uart {
 }
 
 impl Uart {
-    /// The chip after reset, at 9,600 baud.
+    /// Creates the chip in its reset state, at 9,600 baud.
     pub const fn new() -> Self {
         Self {
             ier: 0,
@@ -215,7 +217,7 @@ impl Uart {
             timer_armed: false,
             looped: false,
             more: false,
-            looks: 0,
+            status_reads: 0,
             line: false,
         }
     }
@@ -224,7 +226,7 @@ impl Uart {
         self.fcr & FCR_ENABLE != 0
     }
 
-    /// Bytes that each direction holds.
+    /// Capacity of each direction in bytes.
     fn capacity(&self) -> u8 {
         if self.fifos() { FIFO as u8 } else { 1 }
     }
@@ -239,7 +241,7 @@ impl Uart {
         self.lsr | data | empty
     }
 
-    /// The pending interrupt of highest priority.
+    /// Pending interrupt of highest priority.
     fn pending(&self) -> u8 {
         if self.ier & IER_LINE != 0 && self.lsr & LSR_ERRORS != 0 {
             IIR_LINE
@@ -264,7 +266,7 @@ impl Uart {
         }
     }
 
-    /// Restarts the character time-out after a byte has come or gone.
+    /// Restarts the character time-out after a byte was received or read.
     fn restart_timeout(&mut self, env: &mut dyn Env) {
         self.timed_out = false;
         let wanted = self.fifos()
@@ -280,19 +282,19 @@ impl Uart {
         self.timer_armed = wanted;
     }
 
-    /// Takes bytes from outside if the guest waits for the interrupt; else it has to look.
+    /// Reads input if the guest waits for the interrupt; otherwise it must poll.
     fn fill(&mut self, env: &mut dyn Env) {
-        // A driver that only tries which interrupts there are does not let them through.
+        // A driver that only probes for interrupts does not gate them through.
         let waits = self.ier & IER_RX != 0 && self.mcr & MCR_OUT2 != 0;
         let room = if waits { self.capacity() } else { 0 };
         self.fill_to(room, env);
     }
 
-    /// Takes bytes from outside until the receiver holds `room` of them.
+    /// Reads input until the receiver holds `room` bytes.
     fn fill_to(&mut self, room: u8, env: &mut dyn Env) {
         self.more = true;
         if self.mcr & MCR_LOOP != 0 {
-            // The receiver is cut off from the line; the bytes stay outside.
+            // The receiver is disconnected from the line; the bytes stay with the host.
             return;
         }
         let before = self.rx.len;
@@ -309,7 +311,7 @@ impl Uart {
         }
     }
 
-    /// Offers the outside again what it has refused.
+    /// Offers the host the refused bytes again.
     fn drain(&mut self, env: &mut dyn Env) {
         while let Some(byte) = self.tx.front() {
             if !env.put(byte) {
@@ -369,7 +371,7 @@ impl Uart {
 
     fn enable_interrupts(&mut self, value: u8, env: &mut dyn Env) {
         let value = value & IER_MASK;
-        // Drivers count on an interrupt each time this is switched on with an empty transmitter.
+        // Drivers expect an interrupt each time this is enabled with an empty transmitter.
         if value & !self.ier & IER_TX != 0 && self.tx.len == 0 {
             self.tx_event = true;
         }
@@ -433,7 +435,7 @@ impl Uart {
         let old = self.msr & 0xf0;
         let mut changes = (old ^ lines) >> 4;
         if lines & MSR_RI != 0 {
-            // Only the trailing edge of the ring indicator counts.
+            // Only the trailing edge of the ring indicator is reported.
             changes &= !MSR_RING_CHANGE;
         }
         self.msr = lines | self.msr & 0xf | changes;
@@ -447,14 +449,15 @@ impl Uart {
 impl Device for Uart {
     fn read(&mut self, access: Access, env: &mut dyn Env) -> u64 {
         let latch = self.lcr & LCR_DLAB != 0;
-        let looks = core::mem::take(&mut self.looks);
+        let status_reads = core::mem::take(&mut self.status_reads);
         let value = match access.offset {
             LSR => {
-                if looks >= POLLING && self.more && self.rx.len == 0 {
+                if status_reads >= POLLING && self.more && self.rx.len == 0 {
                     self.fill_to(1, env);
                 }
                 let status = self.line_status();
-                self.looks = if self.tx.len == 0 { looks.saturating_add(1) } else { 0 };
+                self.status_reads =
+                    if self.tx.len == 0 { status_reads.saturating_add(1) } else { 0 };
                 if self.lsr != 0 {
                     self.lsr = 0;
                     self.update_line(env);
@@ -464,8 +467,8 @@ impl Device for Uart {
             DATA if latch => self.divisor as u8,
             DATA => {
                 if self.rx.len != 0 {
-                    // Who takes data goes on polling.
-                    self.looks = looks.saturating_add(1);
+                    // A guest that reads data keeps polling.
+                    self.status_reads = status_reads.saturating_add(1);
                 }
                 self.receive(env)
             }
@@ -491,7 +494,7 @@ impl Device for Uart {
     fn write(&mut self, access: Access, value: u64, env: &mut dyn Env) {
         let latch = self.lcr & LCR_DLAB != 0;
         let value = value as u8;
-        self.looks = 0;
+        self.status_reads = 0;
         match access.offset {
             DATA if latch => self.divisor = self.divisor & 0xff00 | u16::from(value),
             DATA => self.transmit(value, env),
@@ -517,7 +520,7 @@ impl Device for Uart {
     }
 
     fn reset(&mut self, env: &mut dyn Env) {
-        // The outside still holds what has not been taken; ask it at the first chance.
+        // The host still has the input that was not read; query it at the first opportunity.
         *self = Self { more: true, line: self.line, ..Self::new() };
         env.arm(0, NEVER);
         self.update_line(env);

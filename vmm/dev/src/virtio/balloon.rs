@@ -1,9 +1,11 @@
-//! Memory balloon: a guest gives memory back to its host.
+//! Memory balloon: a guest returns memory to its host.
 //!
-//! State: queues, how many pages the guest is asked to give up, the chain that waits for a question about its statistics.
-//! Features: pages given up and taken back, deflation on lack of memory, statistics, reports of free pages. What is given up or reported
-//! free reads as zeros when the guest uses it next, without asking; what it does not use stays the host's.
-//! Missing: free page hints, page poison, pages larger than 4 KiB (the guest reports those in ranges).
+//! State: queues, the target size, the chain that waits for the next request of statistics.
+//! Features: inflation and deflation, deflation on lack of memory, statistics, reports of free
+//! pages. Pages that the guest gives up or reports as free read as zeros at the next use, without a
+//! request; unused pages stay with the host.
+//! Missing: free page hints, page poison, pages larger than 4 KiB (the guest reports those in
+//! ranges).
 //! Documentation: VIRTIO 1.2, section 5.5 "Traditional Memory Balloon Device".
 
 use super::queue::{Chain, Queue, RingError, with_readable};
@@ -15,9 +17,9 @@ use vmm_mem::{GuestMemory, PAGE_SIZE};
 pub mod spec {
     /// Queue: pages that the guest gives up.
     pub const INFLATE: usize = 0;
-    /// Queue: pages that it takes back.
+    /// Queue: pages that the guest takes back.
     pub const DEFLATE: usize = 1;
-    /// Queue: statistics, where the driver has them.
+    /// Queue: statistics, if the driver has negotiated them.
     pub const STATISTICS: usize = 2;
 
     /// Feature: statistics.
@@ -27,38 +29,39 @@ pub mod spec {
     /// Feature: the guest reports free pages.
     pub const F_PAGE_REPORTING: u64 = 1 << 5;
 
-    /// Configuration: pages that the guest is to give up, 32 bits.
+    /// Configuration: target size in pages, 32 bits.
     pub const NUM_PAGES: usize = 0;
-    /// Configuration: pages that it has given up (written by the driver), 32 bits.
+    /// Configuration: current size in pages (written by the driver), 32 bits.
     pub const ACTUAL: u64 = 4;
 
     /// Bytes of a page number.
     pub const NUMBER: usize = 4;
     /// Bytes of a statistic: tag (16 bits), value (64).
     pub const STATISTIC: usize = 10;
-    /// Tags of statistics are below.
+    /// End of the tags of statistics.
     pub const TAGS: u16 = 16;
 }
 use spec::*;
 
 /// Entries of each queue.
 const ENTRIES: u16 = 64;
-/// Page numbers that are taken of a chain; drivers send 256. A device need not use pages that it is given.
+/// Page numbers read of a chain; drivers send 256. A device need not use every page that it
+/// receives.
 const NUMBERS: usize = 256;
 
 /// A balloon.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Balloon {
-    /// The last two are for reports: the standard has them in queue 4, Linux, which numbers queues without gaps, in queue 3 or, where it has no
-    /// statistics, in queue 2.
+    /// The last two may be the reporting queue: the standard gives it index 4; Linux numbers queues
+    /// without gaps and uses index 3 or, without statistics, 2.
     queues: [Queue; 5],
-    /// Pages that the guest is asked to give up.
-    wanted: u32,
+    /// Target size in pages.
+    target: u32,
     actual: u32,
-    /// The driver has statistics.
+    /// The driver has negotiated statistics.
     has_statistics: bool,
-    /// Holds statistics that have been told; it goes back when there is a question for new ones.
-    told: Option<Chain>,
+    /// Chain with reported statistics; returned to request new ones.
+    reported: Option<Chain>,
 }
 
 impl Default for Balloon {
@@ -68,14 +71,14 @@ impl Default for Balloon {
 }
 
 impl Balloon {
-    /// The device after power-on.
+    /// Creates the device in its power-on state.
     pub const fn new() -> Self {
         Self {
             queues: [Queue::new(ENTRIES); 5],
-            wanted: 0,
+            target: 0,
             actual: 0,
             has_statistics: false,
-            told: None,
+            reported: None,
         }
     }
 
@@ -90,11 +93,11 @@ impl Balloon {
             };
             match number {
                 INFLATE => Self::inflate(queue, chain, env),
-                // The pages are there when they are used.
+                // The pages need no allocation before their use.
                 DEFLATE => {}
                 STATISTICS if self.has_statistics => {
-                    Self::tell(queue, chain, env);
-                    let Some(older) = self.told.replace(chain) else { continue };
+                    Self::report_statistics(queue, chain, env);
+                    let Some(older) = self.reported.replace(chain) else { continue };
                     self.queues[number].give_back(env.memory(), older.head, 0);
                     continue;
                 }
@@ -106,7 +109,7 @@ impl Balloon {
         Ok(())
     }
 
-    /// Gives up the pages whose numbers a chain has, in as few pieces as they make.
+    /// Discards the pages whose numbers are in a chain, merged into contiguous ranges.
     fn inflate(queue: &Queue, chain: Chain, env: &mut dyn Env) {
         let Some((backend, memory)) = env.balloon() else { return };
         let mut bytes = [0; NUMBERS * NUMBER];
@@ -124,11 +127,11 @@ impl Balloon {
         }
     }
 
-    /// Gives up the whole pages of a chain's buffers, which the device would write.
+    /// Discards the complete pages of a chain's device-writable buffers.
     fn report(queue: &Queue, chain: Chain, env: &mut dyn Env) {
         let Some((backend, memory)) = env.balloon() else { return };
         for part in queue.writable(memory, chain.head) {
-            // It may have changed since it was checked.
+            // It may have changed since it was validated.
             if !memory.contains(part.address, part.length.into()) {
                 return;
             }
@@ -138,8 +141,8 @@ impl Balloon {
         }
     }
 
-    /// Tells the outside of statistics.
-    fn tell(queue: &Queue, chain: Chain, env: &mut dyn Env) {
+    /// Reports statistics to the back end.
+    fn report_statistics(queue: &Queue, chain: Chain, env: &mut dyn Env) {
         let Some((backend, memory)) = env.balloon() else { return };
         let mut bytes = [0; STATISTIC * TAGS as usize];
         let length = with_readable(queue, memory, chain, |mut data| data.read(&mut bytes));
@@ -151,20 +154,20 @@ impl Balloon {
         }
     }
 
-    fn look(&mut self, env: &mut dyn Env) -> bool {
+    fn update_target(&mut self, env: &mut dyn Env) -> bool {
         let Some((backend, memory)) = env.balloon() else { return false };
         let wanted = backend.target_pages();
-        if self.told.is_some()
+        if self.reported.is_some()
             && backend.take_statistics_request()
-            && let Some(chain) = self.told.take()
+            && let Some(chain) = self.reported.take()
         {
             self.queues[STATISTICS].give_back(memory, chain.head, 0);
         }
-        wanted != core::mem::replace(&mut self.wanted, wanted)
+        wanted != core::mem::replace(&mut self.target, wanted)
     }
 }
 
-/// Gives up a range, if it is memory.
+/// Discards a range, if it is memory.
 fn discard(
     backend: &mut dyn vmm_bus::BalloonBackend,
     memory: &GuestMemory,
@@ -190,7 +193,7 @@ impl VirtioDevice for Balloon {
     }
 
     fn config(&self, to: &mut [u8; CONFIG_LEN]) {
-        let words = [self.wanted, self.actual];
+        let words = [self.target, self.actual];
         for (place, word) in to[NUM_PAGES..].chunks_exact_mut(4).zip(words) {
             place.copy_from_slice(&word.to_le_bytes());
         }
@@ -208,7 +211,7 @@ impl VirtioDevice for Balloon {
 
     fn start(&mut self, features: u64, env: &mut dyn Env) {
         self.has_statistics = features & F_STATS_VQ != 0;
-        self.look(env);
+        self.update_target(env);
     }
 
     fn notify(&mut self, queue: usize, env: &mut dyn Env) -> Result<(), RingError> {
@@ -216,7 +219,7 @@ impl VirtioDevice for Balloon {
     }
 
     fn wake(&mut self, _: u8, env: &mut dyn Env) -> Result<bool, RingError> {
-        let has_changed = self.look(env);
+        let has_changed = self.update_target(env);
         for queue in 0..self.queues.len() {
             self.serve(queue, env)?;
         }
@@ -224,7 +227,7 @@ impl VirtioDevice for Balloon {
     }
 
     fn reset(&mut self, env: &mut dyn Env) {
-        *self = Self { wanted: self.wanted, queues: self.queues, ..Self::new() };
+        *self = Self { target: self.target, queues: self.queues, ..Self::new() };
         if let Some((backend, _)) = env.balloon() {
             backend.set_inflated(0);
         }

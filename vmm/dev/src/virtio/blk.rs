@@ -1,13 +1,15 @@
 //! Block device.
 //!
-//! State: one queue, and which chains are on their way outside.
-//! Features: read, write, flush, discard, write-zeroes (one range each), identification, read-only disks, up to
-//! [`IN_FLIGHT`] requests at a time that end in any order. The number and size of segments are limited so that
-//! a request fits what the outside takes at once. A request that the outside has not answered after [`PATIENCE`] has failed for
-//! the driver. From then on, all others fail at once, until the outside has answered those: a write that is
-//! carried out late must not undo a later one. A driver that does not negotiate `VIRTIO_BLK_F_FLUSH` gets write-through: each of its
-//! writes ends when the flush behind it has (VIRTIO 1.2, section 5.2.6.2).
-//! Missing: several queues, secure erase, zones, a change of the cache mode (`VIRTIO_BLK_F_CONFIG_WCE`), lifetime.
+//! State: one queue, and the chains of requests in flight.
+//! Features: read, write, flush, discard, write-zeroes (one range each), identification, read-only
+//! disks, up to [`IN_FLIGHT`] requests at a time that complete in any order. The number and size of
+//! segments are limited so that a request fits the maximum of the back end. A request without
+//! completion after [`PATIENCE`] fails for the driver. From then on all others fail at once until
+//! the back end has completed the late ones: a late write must not undo a later one. A driver that
+//! does not negotiate `VIRTIO_BLK_F_FLUSH` gets write-through: each of its writes completes with a
+//! flush after it (VIRTIO 1.2, section 5.2.6.2).
+//! Missing: several queues, secure erase, zones, a change of the cache mode
+//! (`VIRTIO_BLK_F_CONFIG_WCE`), lifetime.
 //! Documentation: VIRTIO 1.2, section 5.2 "Block Device".
 
 use super::queue::{Chain, Queue, RingError, with_readable, with_writable};
@@ -17,9 +19,9 @@ use vmm_bus::{Data, Env, Nanos};
 
 /// Features, configuration, requests.
 pub mod spec {
-    /// Feature: a segment has a greatest size.
+    /// Feature: maximum size of a segment.
     pub const F_SIZE_MAX: u64 = 1 << 1;
-    /// Feature: a request has a greatest number of segments.
+    /// Feature: maximum number of segments.
     pub const F_SEG_MAX: u64 = 1 << 2;
     /// Feature: read-only.
     pub const F_RO: u64 = 1 << 5;
@@ -34,23 +36,23 @@ pub mod spec {
 
     /// Configuration: capacity in sectors, 64 bits.
     pub const CAPACITY: usize = 0;
-    /// Configuration: greatest segment, 32 bits.
+    /// Configuration: maximum segment size, 32 bits.
     pub const SIZE_MAX: usize = 8;
-    /// Configuration: most segments, 32 bits.
+    /// Configuration: maximum segments, 32 bits.
     pub const SEG_MAX: usize = 12;
     /// Configuration: block size, 32 bits.
     pub const BLK_SIZE: usize = 20;
-    /// Configuration: most sectors of a discard, 32 bits.
+    /// Configuration: maximum sectors of a discard, 32 bits.
     pub const MAX_DISCARD_SECTORS: usize = 36;
-    /// Configuration: most ranges of a discard, 32 bits.
+    /// Configuration: maximum ranges of a discard, 32 bits.
     pub const MAX_DISCARD_SEG: usize = 40;
     /// Configuration: alignment of discards in sectors, 32 bits.
     pub const DISCARD_SECTOR_ALIGNMENT: usize = 44;
-    /// Configuration: most sectors of a write-zeroes, 32 bits.
+    /// Configuration: maximum sectors of a write-zeroes, 32 bits.
     pub const MAX_WRITE_ZEROES_SECTORS: usize = 48;
-    /// Configuration: most ranges of a write-zeroes, 32 bits.
+    /// Configuration: maximum ranges of a write-zeroes, 32 bits.
     pub const MAX_WRITE_ZEROES_SEG: usize = 52;
-    /// Configuration: write-zeroes may give sectors up, 8 bits.
+    /// Configuration: write-zeroes may deallocate sectors, 8 bits.
     pub const WRITE_ZEROES_MAY_UNMAP: usize = 56;
 
     /// Bytes of a request's head: type (32 bits), reserved (32), sector (64).
@@ -69,7 +71,7 @@ pub mod spec {
     pub const T_WRITE_ZEROES: u32 = 13;
     /// Bytes of a range of sectors: first (64 bits), number (32), flags (32).
     pub const RANGE: usize = 16;
-    /// Flag of a range: the sectors may be given up.
+    /// Flag of a range: the sectors may be deallocated.
     pub const UNMAP: u32 = 1;
 
     /// Status: done.
@@ -81,39 +83,39 @@ pub mod spec {
 }
 use spec::*;
 
-/// Most requests outside at a time.
+/// Maximum requests in flight.
 pub const IN_FLIGHT: usize = 64;
 /// Entries of the queue.
 const ENTRIES: u16 = 128;
-/// Most segments: a chain has a head and a status too.
+/// Maximum segments: a chain also has a head and a status.
 const MOST_SEGMENTS: u32 = ENTRIES as u32 - 2;
-/// Greatest segment: a page, which the drivers have.
+/// Maximum segment size: a page, as drivers use.
 const SEGMENT: u32 = 4096;
-/// Most sectors of one discard or write-zeroes.
+/// Maximum sectors of a discard or write-zeroes.
 const MOST_SECTORS: u32 = 1 << 22;
 
-/// Longest time for a request, as Linux gives a disk of its own.
+/// Timeout of a request, as Linux uses for a physical disk.
 pub const PATIENCE: Nanos = 30_000_000_000;
 
-/// A request that is outside. The index in the table is its number there.
+/// A request in flight. Its index in the table is its id for the back end.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Request {
-    /// `None`: the driver has its answer, the outside has not given one.
+    /// `None`: the request has timed out for the driver, and is still in flight in the back end.
     chain: Option<Chain>,
     read: bool,
-    /// What is still to be done when the outside has done this.
+    /// Work to do after the completion.
     then: Then,
     deadline: Nanos,
 }
 
-/// Rest of a request.
+/// Work after a completion.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Then {
-    /// Nothing.
+    /// None: the request ends.
     End,
-    /// A flush, because the driver knows none.
+    /// A flush, because the driver has not negotiated it.
     Flush,
-    /// A flush, for which the outside had no room yet.
+    /// A flush that the back end had no room for yet.
     FlushAtOnce,
 }
 
@@ -123,27 +125,27 @@ pub struct Blk {
     info: BlockInfo,
     queues: [Queue; 1],
     requests: [Option<Request>; IN_FLIGHT],
-    /// The timer is armed for a request, not for a later one.
+    /// The timer is armed for a request in flight, not a later one.
     is_watched: bool,
-    /// Requests whose patience is over.
+    /// Number of timed-out requests.
     lost: usize,
-    /// The driver flushes when it wants data to last.
+    /// The driver has negotiated flush and issues it itself.
     knows_flush: bool,
 }
 
-/// What the head of a request comes to.
-enum Verdict {
-    /// It goes outside.
+/// Decision about a request.
+enum Decision {
+    /// Start it in the back end.
     Start(BlockOp),
-    /// It ends here, with the first bytes of its data.
+    /// End it with this status and the number of bytes written.
     End(u8, u32),
 }
 
-const REFUSED: Verdict = Verdict::End(S_IOERR, 0);
-const UNKNOWN: Verdict = Verdict::End(S_UNSUPP, 0);
+const REFUSED: Decision = Decision::End(S_IOERR, 0);
+const UNKNOWN: Decision = Decision::End(S_UNSUPP, 0);
 
 impl Blk {
-    /// The device after power-on.
+    /// Creates the device in its power-on state.
     pub const fn new(info: BlockInfo) -> Self {
         Self {
             info,
@@ -155,12 +157,12 @@ impl Blk {
         }
     }
 
-    /// Most segments and greatest segment, which together the outside takes at once.
+    /// Maximum number and size of segments, which together fit the back end's maximum.
     fn segments(&self) -> (u32, u32) {
         ((self.info.max_bytes / SEGMENT).clamp(1, MOST_SEGMENTS), SEGMENT)
     }
 
-    /// Starts requests, until there are no more or the outside has no room.
+    /// Starts requests until the queue is empty or the back end has no room.
     fn begin(&mut self, env: &mut dyn Env) -> Result<(), RingError> {
         if !self.flush_late(env) {
             return Ok(());
@@ -174,7 +176,7 @@ impl Blk {
                 return Ok(());
             };
             if !self.request(chain, env)? {
-                // The end of another request, or the outside, comes back here.
+                // The completion of another request, or the back end, resumes here.
                 self.queues[0].undo_pop();
                 return Ok(());
             }
@@ -195,13 +197,13 @@ impl Blk {
             data.read(&mut head);
             data.read(&mut range);
         });
-        let op = match self.judge(chain, &head, &range) {
-            Verdict::Start(op) if self.lost == 0 => op,
-            Verdict::Start(_) => {
+        let op = match self.check(chain, &head, &range) {
+            Decision::Start(op) if self.lost == 0 => op,
+            Decision::Start(_) => {
                 self.end(chain, S_IOERR, 0, env);
                 return Ok(true);
             }
-            Verdict::End(status, wanted) => {
+            Decision::End(status, wanted) => {
                 let done = with_writable(&queue, env.memory(), chain, |mut data| {
                     data.truncate(wanted);
                     data.write(&self.info.serial) as u32
@@ -235,7 +237,7 @@ impl Blk {
             let changes = matches!(op, BlockOp::Write { .. } | BlockOp::WriteZeroes { .. });
             let then = if changes && !self.knows_flush { Then::Flush } else { Then::End };
             self.requests[number] = Some(Request { chain: Some(chain), read, then, deadline });
-            // Seldom: the timer runs on when the request has ended.
+            // Rarely re-armed: the timer keeps running when the request ends.
             if !self.is_watched {
                 self.watch(env);
             }
@@ -243,7 +245,7 @@ impl Blk {
         Ok(started)
     }
 
-    /// Arms the timer for the request that has waited longest.
+    /// Arms the timer for the oldest request.
     fn watch(&mut self, env: &mut dyn Env) {
         let waiting = self.requests.iter().flatten().filter(|request| request.chain.is_some());
         let first = waiting.map(|request| request.deadline).min();
@@ -253,14 +255,14 @@ impl Blk {
         }
     }
 
-    /// Ends requests whose time is over. The outside still has them, and their numbers.
+    /// Fails timed-out requests. The back end still has them, and their ids.
     fn expire(&mut self, env: &mut dyn Env) {
         let now = env.now();
         for number in 0..IN_FLIGHT {
             let over = self.requests[number].as_mut().filter(|request| request.deadline <= now);
             if let Some(chain) = over.and_then(|request| request.chain.take()) {
                 if self.lost == 0 {
-                    env.missing("virtio-blk: a request gets no answer", number as u64);
+                    env.missing("virtio-blk: request timed out", number as u64);
                 }
                 self.lost += 1;
                 self.end(chain, S_IOERR, 0, env);
@@ -268,26 +270,26 @@ impl Blk {
         }
     }
 
-    fn judge(&self, chain: Chain, head: &[u8; HEAD], range: &[u8; RANGE]) -> Verdict {
+    fn check(&self, chain: Chain, head: &[u8; HEAD], range: &[u8; RANGE]) -> Decision {
         let sector = quad(head, 8);
         let kind = long(head, 0);
         match kind {
             T_IN if self.fits(sector, chain.writable - 1) => {
-                Verdict::Start(BlockOp::Read { sector })
+                Decision::Start(BlockOp::Read { sector })
             }
             T_OUT if !self.info.read_only && self.fits(sector, chain.readable - HEAD as u32) => {
-                Verdict::Start(BlockOp::Write { sector })
+                Decision::Start(BlockOp::Write { sector })
             }
             T_IN | T_OUT => REFUSED,
-            T_FLUSH => Verdict::Start(BlockOp::Flush),
-            T_GET_ID => Verdict::End(S_OK, (chain.writable - 1).min(20)),
-            T_DISCARD | T_WRITE_ZEROES => self.judge_range(kind, chain, range),
+            T_FLUSH => Decision::Start(BlockOp::Flush),
+            T_GET_ID => Decision::End(S_OK, (chain.writable - 1).min(20)),
+            T_DISCARD | T_WRITE_ZEROES => self.check_range(kind, chain, range),
             _ => UNKNOWN,
         }
     }
 
-    /// Section 5.2.6.2.
-    fn judge_range(&self, kind: u32, chain: Chain, range: &[u8; RANGE]) -> Verdict {
+    /// Validates a discard or write-zeroes (section 5.2.6.2).
+    fn check_range(&self, kind: u32, chain: Chain, range: &[u8; RANGE]) -> Decision {
         let (sector, count, flags) = (quad(range, 0), long(range, 8), long(range, 12));
         let discard = kind == T_DISCARD;
         if discard && !self.info.discard || flags & !UNMAP != 0 || discard && flags & UNMAP != 0 {
@@ -301,14 +303,14 @@ impl Blk {
         {
             return REFUSED;
         }
-        Verdict::Start(if discard {
+        Decision::Start(if discard {
             BlockOp::Discard { sector, count }
         } else {
             BlockOp::WriteZeroes { sector, count, unmap: flags & UNMAP != 0 }
         })
     }
 
-    /// Whether `bytes` are whole sectors of the disk, not more than the outside takes.
+    /// True if `bytes` are complete sectors of the disk, within the back end's maximum.
     fn fits(&self, sector: u64, bytes: u32) -> bool {
         bytes != 0
             && bytes.is_multiple_of(SECTOR)
@@ -320,7 +322,7 @@ impl Blk {
         sector.checked_add(count.into()).is_some_and(|end| end <= self.info.sectors)
     }
 
-    /// Gives a chain back of which the first `done` bytes have been written.
+    /// Returns a chain whose first `done` bytes have been written.
     fn end(&mut self, chain: Chain, status: u8, done: u32, env: &mut dyn Env) {
         let queue = &mut self.queues[0];
         let memory = env.memory();
@@ -329,13 +331,13 @@ impl Blk {
             data.skip(before);
             data.write(&[status]);
         });
-        // The status is behind the data: it counts where there is no gap.
+        // The status follows the data: it counts only without a gap.
         let written = if done == before { chain.writable } else { done };
         queue.give_back(memory, chain.head, written);
     }
 
-    /// Starts the flush behind a completed write; `false`: there is none to come.
-    fn flush_behind(&mut self, id: u16, status: BlockStatus, env: &mut dyn Env) -> bool {
+    /// Starts the flush after a completed write; `false`: none is required.
+    fn flush_after(&mut self, id: u16, status: BlockStatus, env: &mut dyn Env) -> bool {
         let Some(Some(request)) = self.requests.get_mut(usize::from(id)) else { return false };
         let Some((outside, memory)) = env.block() else { return false };
         if request.then != Then::Flush || status != BlockStatus::Done {
@@ -348,7 +350,7 @@ impl Blk {
         true
     }
 
-    /// Starts the flushes that the outside had no room for, before anything new; `false`: it still has none.
+    /// Starts flushes that had no room, before new requests; `false`: still no room.
     fn flush_late(&mut self, env: &mut dyn Env) -> bool {
         let Some((outside, memory)) = env.block() else { return true };
         for (id, request) in self.requests.iter_mut().enumerate() {
@@ -363,13 +365,13 @@ impl Blk {
         true
     }
 
-    /// Takes over what has completed outside.
+    /// Handles completions of the back end.
     fn complete(&mut self, env: &mut dyn Env) {
-        // The outside has no more than were given to it: requests, and flushes behind them.
+        // The back end has at most the requests in flight, and a flush after each.
         for _ in 0..2 * IN_FLIGHT {
             let Some((outside, _)) = env.block() else { return };
             let Some((id, status)) = outside.completed() else { return };
-            if self.flush_behind(id, status, env) {
+            if self.flush_after(id, status, env) {
                 continue;
             }
             let Some((outside, memory)) = env.block() else { return };

@@ -1,7 +1,8 @@
 //! Console with a single port.
 //!
-//! State: two queues, and how much of the chain being sent is out. Features: bytes in both directions
-//! through the device's outside, emergency write. Missing: several ports, window size.
+//! State: two queues, and the number of bytes sent of the first chain.
+//! Features: bytes in both directions through the back end, emergency write.
+//! Missing: several ports, window size.
 //! Documentation: VIRTIO 1.2, section 5.3 "Console Device".
 
 use super::queue::{Queue, RingError, with_readable, with_writable};
@@ -10,9 +11,9 @@ use vmm_bus::Env;
 
 /// Queues, features, configuration.
 pub mod spec {
-    /// Queue: from the outside to the guest.
+    /// Queue: input to the guest.
     pub const RECEIVE: usize = 0;
-    /// Queue: from the guest to the outside.
+    /// Queue: output of the guest.
     pub const TRANSMIT: usize = 1;
     /// Feature: emergency write.
     pub const F_EMERG_WRITE: u64 = 1 << 2;
@@ -23,14 +24,14 @@ use spec::*;
 
 /// Entries of each queue.
 const ENTRIES: u16 = 64;
-/// Bytes that are copied at a time.
+/// Bytes copied at a time.
 const PIECE: usize = 64;
 
 /// A console.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Console {
     queues: [Queue; 2],
-    /// Bytes of the first chain to send that are out already.
+    /// Bytes of the first chain that the back end has accepted.
     sent: u32,
 }
 
@@ -41,7 +42,7 @@ impl Default for Console {
 }
 
 impl Console {
-    /// The device after power-on.
+    /// Creates the device in its power-on state.
     pub const fn new() -> Self {
         Self { queues: [Queue::new(ENTRIES), Queue::new(ENTRIES)], sent: 0 }
     }
@@ -66,7 +67,7 @@ impl Console {
                 queue.undo_pop();
                 return Ok(());
             }
-            // Without progress the guest has made the chain shorter.
+            // No progress: the guest has shortened the chain.
             if self.sent >= chain.readable || count == 0 {
                 self.sent = 0;
                 queue.give_back(env.memory(), chain.head, 0);
@@ -127,7 +128,7 @@ impl VirtioDevice for Console {
 
     fn write_config(&mut self, offset: u64, _: u8, value: u64, env: &mut dyn Env) {
         if offset == EMERG_WRITE {
-            // There is no way to say that there is no room.
+            // The register cannot report that there is no room.
             env.put(value as u8);
         } else {
             env.missing("virtio console: read-only configuration written", offset);

@@ -1,14 +1,16 @@
 //! Entropy source.
 //!
-//! State: one queue. Features: fills what the driver offers with random bytes of its host, at most
-//! [`MOST`] for each chain; waits while the host has none. Missing: nothing.
+//! State: one queue.
+//! Features: fills buffers with random bytes of the host, at most [`MOST`] for each chain; waits
+//! while the host has none.
+//! Missing: no part of the specification.
 //! Documentation: VIRTIO 1.2, section 5.4 "Entropy Device".
 
 use super::queue::{Queue, RingError, with_writable};
 use super::{BATCH, CONFIG_LEN, Kind, VirtioDevice, more};
 use vmm_bus::Env;
 
-/// Most bytes for one chain; a driver takes what it gets.
+/// Maximum bytes for one chain; a driver accepts fewer than its buffer holds.
 pub const MOST: usize = 64;
 /// Entries of the queue.
 const ENTRIES: u16 = 16;
@@ -26,7 +28,7 @@ impl Default for Entropy {
 }
 
 impl Entropy {
-    /// The device after power-on.
+    /// Creates the device in its power-on state.
     pub const fn new() -> Self {
         Self { queues: [Queue::new(ENTRIES)] }
     }

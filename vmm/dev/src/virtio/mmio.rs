@@ -1,8 +1,9 @@
 //! Memory-mapped transport, version 2.
 //!
-//! State: the device, its life ([`Common`]), causes of the interrupt. Line 0 is the interrupt, level, active while
-//! a cause is not acknowledged. Features: all registers. Missing: shared memory regions (there are none),
-//! reset of single queues.
+//! State: the device, its state ([`Common`]), causes of the interrupt. Line 0 is the level
+//! interrupt, active while a cause is not acknowledged.
+//! Features: all registers.
+//! Missing: shared memory regions, reset of single queues.
 //! Documentation: VIRTIO 1.2, section 4.2 "Virtio Over MMIO".
 
 use super::{Causes, Common, VirtioDevice, set_half};
@@ -20,21 +21,21 @@ pub mod spec {
     pub const VENDOR_ID: u64 = 0x00c;
     /// RO: word of the device's features.
     pub const DEVICE_FEATURES: u64 = 0x010;
-    /// WO: selects it.
+    /// WO: selects the word of the device's features.
     pub const DEVICE_FEATURES_SEL: u64 = 0x014;
     /// WO: word of the driver's features.
     pub const DRIVER_FEATURES: u64 = 0x020;
-    /// WO: selects it.
+    /// WO: selects the word of the driver's features.
     pub const DRIVER_FEATURES_SEL: u64 = 0x024;
     /// WO: selects a queue.
     pub const QUEUE_SEL: u64 = 0x030;
-    /// RO: most entries of the queue; 0: no such queue.
+    /// RO: maximum entries of the queue; 0: no such queue.
     pub const QUEUE_NUM_MAX: u64 = 0x034;
     /// WO: entries of the queue.
     pub const QUEUE_NUM: u64 = 0x038;
     /// RW: the queue is enabled.
     pub const QUEUE_READY: u64 = 0x044;
-    /// WO: number of a queue with new chains.
+    /// WO: index of a queue with new chains.
     pub const QUEUE_NOTIFY: u64 = 0x050;
     /// RO: causes of the interrupt.
     pub const INTERRUPT_STATUS: u64 = 0x060;
@@ -50,7 +51,7 @@ pub mod spec {
     pub const QUEUE_DEVICE: u64 = 0x0a0;
     /// Offset of an address's high half from its low one.
     pub const HIGH: u64 = 4;
-    /// RO: length of a shared memory region, low half; its base follows. All ones: there is none.
+    /// RO: length of a shared memory region, low half; its base follows. All ones: no region.
     pub const SHM_LEN: u64 = 0x0b0;
     /// End of the shared memory registers.
     pub const SHM_END: u64 = 0x0c0;
@@ -65,7 +66,7 @@ pub mod spec {
     pub const MAGIC_VALUE: u32 = 0x7472_6976;
     /// Version of the transport.
     pub const VERSION_VALUE: u32 = 2;
-    /// Vendor of the device: none in particular.
+    /// Vendor of the device: unspecified.
     pub const VENDOR_VALUE: u32 = 0;
 }
 use spec::*;
@@ -73,7 +74,8 @@ use spec::*;
 /// Line of the interrupt.
 const LINE: u8 = 0;
 
-/// A device behind the memory-mapped transport. Registers are 32 bits wide, the configuration takes all widths.
+/// A device with memory-mapped transport. Registers are 32 bits wide; the configuration supports
+/// all widths.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Mmio<D> {
     device: D,
@@ -82,7 +84,7 @@ pub struct Mmio<D> {
 }
 
 impl<D: VirtioDevice> Mmio<D> {
-    /// The device after power-on.
+    /// Creates the device in its power-on state.
     pub fn new(device: D) -> Self {
         Self { device, common: Common::default(), causes: 0 }
     }
@@ -143,7 +145,7 @@ impl<D: VirtioDevice> Device for Mmio<D> {
                 }
             }
             QUEUE_READY if value == 1 => causes = common.enable_queue(device, env),
-            // A queue that has been given up is set up anew.
+            // A disabled queue is set up again.
             QUEUE_READY => {
                 if let Some(queue) = common.queue(device) {
                     queue.reset();
@@ -162,13 +164,17 @@ impl<D: VirtioDevice> Device for Mmio<D> {
                 let high = offset & HIGH != 0;
                 match low {
                     QUEUE_DESC => {
-                        common.place(device, |rings| set_half(&mut rings.descriptors, high, value));
+                        common.change_rings(device, |rings| {
+                            set_half(&mut rings.descriptors, high, value)
+                        });
                     }
                     QUEUE_DRIVER => {
-                        common.place(device, |rings| set_half(&mut rings.available, high, value));
+                        common.change_rings(device, |rings| {
+                            set_half(&mut rings.available, high, value)
+                        });
                     }
                     QUEUE_DEVICE => {
-                        common.place(device, |rings| set_half(&mut rings.used, high, value));
+                        common.change_rings(device, |rings| set_half(&mut rings.used, high, value));
                     }
                     _ => env.missing("virtio: write of an unknown register", offset),
                 }

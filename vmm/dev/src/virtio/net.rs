@@ -1,10 +1,12 @@
-//! Network card.
+//! Network device.
 //!
-//! State: a pair of queues, negotiated offloads, the link as the guest knows it.
-//! Features: checksum and TCP segmentation offload in both directions, buffers that are merged for long frames,
-//! an address, the longest packet, link status. Offload headers from the guest are checked: what goes outside names only offsets in
-//! the frame. A frame that the guest has no right to send, or no room to receive, is dropped, as on a wire.
-//! Missing: a control queue (receive filters, VLANs, announcements), several pairs, UDP segmentation.
+//! State: a pair of queues, negotiated offloads, the link status known to the guest.
+//! Features: checksum and TCP segmentation offload in both directions, mergeable receive buffers
+//! for long frames, MAC address, MTU, link status. Offload headers from the guest are validated:
+//! the back end gets only offsets inside the frame. A frame that the guest must not send, or has no
+//! room to receive, is dropped, as on a wire.
+//! Missing: a control queue (receive filters, VLANs, announcements), several pairs, UDP
+//! segmentation.
 //! Documentation: VIRTIO 1.2, section 5.1 "Network Device".
 
 use super::queue::{Queue, RingError, with_readable, with_writable};
@@ -25,34 +27,34 @@ pub mod spec {
     pub const F_CSUM: u64 = 1 << 0;
     /// Feature: the guest completes and trusts checksums.
     pub const F_GUEST_CSUM: u64 = 1 << 1;
-    /// Feature: longest packet.
+    /// Feature: MTU.
     pub const F_MTU: u64 = 1 << 3;
-    /// Feature: address.
+    /// Feature: MAC address.
     pub const F_MAC: u64 = 1 << 5;
-    /// Feature: the guest takes TCP over IPv4 in one piece.
+    /// Feature: the guest accepts unsegmented TCP over IPv4.
     pub const F_GUEST_TSO4: u64 = 1 << 7;
-    /// Feature: the guest takes TCP over IPv6 in one piece.
+    /// Feature: the guest accepts unsegmented TCP over IPv6.
     pub const F_GUEST_TSO6: u64 = 1 << 8;
-    /// Feature: the device takes TCP over IPv4 in one piece.
+    /// Feature: the device accepts unsegmented TCP over IPv4.
     pub const F_HOST_TSO4: u64 = 1 << 11;
-    /// Feature: the device takes TCP over IPv6 in one piece.
+    /// Feature: the device accepts unsegmented TCP over IPv6.
     pub const F_HOST_TSO6: u64 = 1 << 12;
-    /// Feature: a frame may take several buffers of the guest.
+    /// Feature: a frame may occupy several receive buffers.
     pub const F_MRG_RXBUF: u64 = 1 << 15;
     /// Feature: link status.
     pub const F_STATUS: u64 = 1 << 16;
 
-    /// Configuration: address, 6 bytes.
+    /// Configuration: MAC address, 6 bytes.
     pub const MAC: usize = 0;
     /// Configuration: status, 16 bits.
     pub const STATUS: usize = 6;
-    /// Configuration: longest packet, 16 bits.
+    /// Configuration: MTU, 16 bits.
     pub const MTU: usize = 10;
     /// Status: the link is up.
     pub const S_LINK_UP: u8 = 1;
 
-    /// Bytes of the offload header: flags, segmentation, then 16 bits each of header length, segment size, start
-    /// and offset of the checksum, number of buffers.
+    /// Bytes of the offload header: flags, segmentation, then 16 bits each of header length,
+    /// segment size, checksum start, checksum offset, number of buffers.
     pub const HEADER: usize = 12;
     /// Offset of the number of buffers.
     pub const NUM_BUFFERS: u32 = 10;
@@ -62,7 +64,7 @@ use spec::*;
 /// Entries of each queue.
 const ENTRIES: u16 = 256;
 
-/// A network card.
+/// A network device.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct NetCard {
     info: NetInfo,
@@ -71,16 +73,16 @@ pub struct NetCard {
     link_up: bool,
 }
 
-/// What became of a frame for the guest.
+/// Result of receiving a frame.
 enum Receipt {
-    /// The guest has it, or never will.
-    Settled,
-    /// The guest has too few buffers; it notifies when it has more.
+    /// Delivered or dropped.
+    Done,
+    /// The guest has too few buffers; it notifies when it adds more.
     NoBuffers,
 }
 
 impl NetCard {
-    /// The device after power-on, its link up.
+    /// Creates the device in its power-on state, with the link up.
     pub const fn new(info: NetInfo) -> Self {
         let queues = [Queue::new(ENTRIES), Queue::new(ENTRIES)];
         Self { info, queues, features: 0, link_up: true }
@@ -90,7 +92,7 @@ impl NetCard {
         self.features & feature != 0
     }
 
-    /// Sends frames until there are none, or the outside has no room.
+    /// Sends frames until the queue is empty or the back end has no room.
     fn transmit(&mut self, env: &mut dyn Env) -> Result<(), RingError> {
         let mut given_back = false;
         let mut result = Ok(true);
@@ -109,7 +111,7 @@ impl NetCard {
         Ok(())
     }
 
-    /// Whether there may be more to do.
+    /// Sends a frame; returns true if more may be available.
     fn transmit_one(
         &mut self,
         env: &mut dyn Env,
@@ -121,7 +123,7 @@ impl NetCard {
         };
         let length = chain.readable.checked_sub(HEADER as u32).ok_or(RingError::Short)?;
         let queue = *queue;
-        // Without an outside, the wire is cut.
+        // Without a back end, the link is down.
         if let Some((port, memory)) = env.net()
             && length != 0
             && length <= MAX_FRAME
@@ -142,7 +144,8 @@ impl NetCard {
         Ok(true)
     }
 
-    /// The offload header of a frame of `length` bytes, if the guest may send that (section 5.1.6.2).
+    /// Parses the offload header of a frame of `length` bytes; `None` if it is invalid (section
+    /// 5.1.6.2).
     fn parse(&self, header: &[u8; HEADER], length: u32) -> Option<Offload> {
         let said = Offload::from_header(header.first_chunk()?)?;
         let fine = match said.segments {
@@ -161,7 +164,7 @@ impl NetCard {
         }
         if segments != Segments::None {
             (offload.header_length, offload.segment_size) = (said.header_length, said.segment_size);
-            // ECN has a feature of its own, which is not offered.
+            // ECN has a separate feature, which is not offered.
             if !needs_csum || offload.segment_size == 0 || ecn {
                 return None;
             }
@@ -169,20 +172,20 @@ impl NetCard {
         fine.then_some(offload)
     }
 
-    /// Brings frames to the guest until there are none, or it has no buffers.
+    /// Delivers frames to the guest until none is queued or it has no buffers.
     fn receive(&mut self, env: &mut dyn Env) -> Result<(), RingError> {
         for _ in 0..BATCH {
             let first = env.net().and_then(|(port, _)| port.first());
             let Some((offload, length)) = first else {
-                // Nothing is wanted from the driver: it may fill its queue in silence.
+                // The driver need not notify while no frame is queued.
                 return Ok(());
             };
             let receipt = match self.header(offload) {
                 Some(header) if length <= MAX_FRAME => self.receive_one(&header, length, env)?,
-                _ => Receipt::Settled,
+                _ => Receipt::Done,
             };
             match receipt {
-                Receipt::Settled => {
+                Receipt::Done => {
                     if let Some((port, _)) = env.net() {
                         port.drop_first();
                     }
@@ -194,7 +197,7 @@ impl NetCard {
         Ok(())
     }
 
-    /// The offload header for the guest, if it takes such frames.
+    /// Offload header for the guest; `None` if it does not accept the offload.
     fn header(&self, offload: Offload) -> Option<[u8; HEADER]> {
         let caps = self.offload_caps();
         let fine = match offload.segments {
@@ -211,7 +214,7 @@ impl NetCard {
         Some(header)
     }
 
-    /// Puts a frame into as many buffers as it needs, one unless they are merged (section 5.1.6.4).
+    /// Copies a frame to the buffers that it needs, one unless they are merged (section 5.1.6.4).
     fn receive_one(
         &mut self,
         header: &[u8; HEADER],
@@ -226,7 +229,8 @@ impl NetCard {
         let mut copied = 0;
         while first.is_none() || copied < length {
             let Some(chain) = queue.pop(env.memory())? else {
-                // To be notified of buffers behind those that are there, ask while they are counted as taken.
+                // The event index must refer to buffers after the available ones: set it while they
+                // are taken.
                 if queue.await_driver(env.memory())? {
                     continue;
                 }
@@ -236,11 +240,11 @@ impl NetCard {
             let head = if first.is_none() { HEADER as u32 } else { 0 };
             let room = chain.writable.checked_sub(head).ok_or(RingError::Short)?;
             let part = room.min(length - copied);
-            // Not even all buffers are enough, or a frame does not fit its only one.
+            // Even all buffers are too small, or a frame exceeds its only one.
             if buffers == queue.size() || !merged && part < length {
                 *queue = before;
                 if !merged {
-                    return Ok(Receipt::Settled);
+                    return Ok(Receipt::Done);
                 }
                 return Err(RingError::Short);
             }
@@ -266,7 +270,7 @@ impl NetCard {
             });
         }
         queue.publish(memory);
-        Ok(Receipt::Settled)
+        Ok(Receipt::Done)
     }
 
     fn offload_caps(&self) -> OffloadCaps {
@@ -276,8 +280,8 @@ impl NetCard {
         OffloadCaps { csum, tcp4, tcp6 }
     }
 
-    /// Whether the link has changed since the guest looked.
-    fn look_at_link(&mut self, env: &mut dyn Env) -> bool {
+    /// Updates the link status; returns true if it has changed.
+    fn update_link(&mut self, env: &mut dyn Env) -> bool {
         let up = env.net().is_some_and(|(port, _)| port.link_up());
         core::mem::replace(&mut self.link_up, up) != up
     }
@@ -321,12 +325,12 @@ impl VirtioDevice for NetCard {
     fn wake(&mut self, _: u8, env: &mut dyn Env) -> Result<bool, RingError> {
         self.transmit(env)?;
         self.receive(env)?;
-        Ok(self.look_at_link(env))
+        Ok(self.update_link(env))
     }
 
     fn reset(&mut self, env: &mut dyn Env) {
         self.features = 0;
-        self.look_at_link(env);
+        self.update_link(env);
         if let Some((port, _)) = env.net() {
             port.set_offload_caps(OffloadCaps::default());
         }

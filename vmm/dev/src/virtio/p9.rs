@@ -1,9 +1,11 @@
 //! Shared directory: transport of 9P messages.
 //!
-//! State: one queue, and which chains are on their way outside. Features: the tag, up to [`IN_FLIGHT`] messages at a time that are answered in
-//! any order. What messages say is between the driver and the server outside.
-//! Missing: nothing; the standard gives the device its number only.
-//! Documentation: the driver of Linux (`net/9p/trans_virtio.c`) and QEMU's device, which agree; VIRTIO 1.2, section 5 (number 9).
+//! State: one queue, and the chains of messages in flight.
+//! Features: the tag, up to [`IN_FLIGHT`] messages at a time with replies in any order. The driver
+//! and the server of the back end interpret the messages.
+//! Missing: no part of the specification, which only assigns the device type.
+//! Documentation: the driver of Linux (`net/9p/trans_virtio.c`) and QEMU's device, which agree;
+//! VIRTIO 1.2, section 5 (device type 9).
 
 use super::queue::{Chain, Queue, RingError, with_writable};
 use super::{BATCH, CONFIG_LEN, Kind, VirtioDevice, more};
@@ -17,14 +19,14 @@ pub mod spec {
     pub const TAG_LENGTH: usize = 0;
     /// Configuration: the tag.
     pub const TAG: usize = 2;
-    /// Most bytes of a tag here.
+    /// Maximum bytes of a tag.
     pub const MOST_TAG: usize = 32;
 }
 use spec::*;
 
-/// Most messages outside at a time.
+/// Maximum messages in flight.
 pub const IN_FLIGHT: usize = 64;
-/// Entries of the queue, as many as Linux wants.
+/// Entries of the queue, as Linux requires.
 const ENTRIES: u16 = 128;
 
 /// A shared directory.
@@ -32,17 +34,17 @@ const ENTRIES: u16 = 128;
 pub struct P9 {
     tag: [u8; MOST_TAG],
     queues: [Queue; 1],
-    /// Messages that are outside. The index is the number there.
+    /// Messages in flight, indexed by their id for the back end.
     messages: [Option<Chain>; IN_FLIGHT],
 }
 
 impl P9 {
-    /// The device after power-on. `tag` is filled up with zeros.
+    /// Creates the device in its power-on state. `tag` is padded with zeros.
     pub const fn new(tag: [u8; MOST_TAG]) -> Self {
         Self { tag, queues: [Queue::new(ENTRIES)], messages: [None; IN_FLIGHT] }
     }
 
-    /// Starts messages, until there are no more or the outside has no room.
+    /// Starts messages until the queue is empty or the back end has no room.
     fn begin(&mut self, env: &mut dyn Env) -> Result<(), RingError> {
         for _ in 0..BATCH {
             let [queue] = &mut self.queues;
@@ -56,7 +58,7 @@ impl P9 {
                 return Err(RingError::Short);
             }
             let Some((outside, memory)) = env.messages() else {
-                // Nobody answers: the driver finds a message of no bytes.
+                // Without a back end the reply is empty.
                 queue.give_back(env.memory(), chain.head, 0);
                 continue;
             };
@@ -72,7 +74,7 @@ impl P9 {
             match started {
                 Some(number) => self.messages[number] = Some(chain),
                 None => {
-                    // An answer comes back here.
+                    // A reply resumes here.
                     queue.undo_pop();
                     return Ok(());
                 }
@@ -82,10 +84,10 @@ impl P9 {
         Ok(())
     }
 
-    /// Takes over what has been answered.
+    /// Handles replies.
     fn complete(&mut self, env: &mut dyn Env) {
         let [queue] = &mut self.queues;
-        // The outside has no more than were given to it.
+        // The back end has at most the messages in flight.
         for _ in 0..IN_FLIGHT {
             let Some((outside, memory)) = env.messages() else { return };
             let Some((id, length)) = outside.completed() else { return };

@@ -1,9 +1,12 @@
 //! PCI transport, modern interface.
 //!
-//! State: header and MSI-X vectors of the function, the device and its life ([`Common`]), which vector belongs
-//! to what. Features: one window with common, notification, interrupt status and device configuration and the MSI-X table;
-//! access to the window through configuration space. Interrupts are MSI-X messages only.
-//! Missing: legacy interface, interrupt pin, shared memory, notification data, reset of single queues.
+//! State: header and MSI-X vectors of the function, the device and its state ([`Common`]), the
+//! assignment of vectors.
+//! Features: one window with common, notification, interrupt status and device configuration and
+//! the MSI-X table; access to the window through configuration space. Interrupts are MSI-X messages
+//! only.
+//! Missing: legacy interface, interrupt pin, shared memory, notification data, reset of single
+//! queues.
 //! Documentation: VIRTIO 1.2, section 4.1 "Virtio Over PCI Bus".
 
 use super::queue::Rings;
@@ -20,18 +23,18 @@ pub mod spec {
     pub const DEVICE: u32 = 0x1040;
     /// Subsystem number of kind 0: any from 0x40 on.
     pub const SUBSYSTEM: u32 = 0x1100;
-    /// Least revision of a device without legacy interface.
+    /// Minimum revision of a device without legacy interface.
     pub const REVISION: u8 = 1;
     /// Bytes of the window.
     pub const WINDOW: u32 = 0x8000;
 
     /// In the window: common configuration.
     pub const COMMON: u64 = 0x0000;
-    /// Bytes of it.
+    /// Bytes of the common configuration.
     pub const COMMON_LEN: u32 = 60;
     /// In the window: interrupt status.
     pub const ISR: u64 = 0x1000;
-    /// Bytes of it.
+    /// Bytes of the interrupt status.
     pub const ISR_LEN: u32 = 1;
     /// In the window: configuration of the device.
     pub const CONFIG: u64 = 0x2000;
@@ -44,7 +47,7 @@ pub mod spec {
     /// In the window: MSI-X pending bits.
     pub const PENDING: u64 = 0x4800;
 
-    /// Capability number of all that the vendor defines.
+    /// Id of vendor-defined capabilities.
     pub const CAPABILITY: u32 = 0x09;
     /// In configuration space: MSI-X capability.
     pub const MSIX_CAP: u16 = 0x40;
@@ -56,33 +59,33 @@ pub mod spec {
     pub const ISR_CAP: u16 = 0x70;
     /// In configuration space: capability of the device's configuration.
     pub const CONFIG_CAP: u16 = 0x80;
-    /// In configuration space: capability of the access to the window.
+    /// In configuration space: capability for access to the window.
     pub const ACCESS_CAP: u16 = 0x90;
-    /// Its window offset.
+    /// Window offset of the access capability.
     pub const ACCESS_OFFSET: u16 = ACCESS_CAP + 8;
-    /// Its length.
+    /// Length of the access capability.
     pub const ACCESS_LENGTH: u16 = ACCESS_CAP + 12;
-    /// Its data.
+    /// Data of the access capability.
     pub const ACCESS_DATA: u16 = ACCESS_CAP + 16;
 
-    /// Kinds of structures: common, notification, interrupt status, device, access.
+    /// Structure type: common configuration.
     pub const KIND_COMMON: u32 = 1;
-    /// See [`KIND_COMMON`].
+    /// Structure type: notification.
     pub const KIND_NOTIFY: u32 = 2;
-    /// See [`KIND_COMMON`].
+    /// Structure type: interrupt status.
     pub const KIND_ISR: u32 = 3;
-    /// See [`KIND_COMMON`].
+    /// Structure type: device configuration.
     pub const KIND_CONFIG: u32 = 4;
-    /// See [`KIND_COMMON`].
+    /// Structure type: PCI configuration access.
     pub const KIND_ACCESS: u32 = 5;
 
     /// Common configuration, offsets (section 4.1.4.3): selected word of the device's features.
     pub const DEVICE_FEATURE_SELECT: u64 = 0x00;
-    /// That word (RO).
+    /// Selected word of the device's features (RO).
     pub const DEVICE_FEATURE: u64 = 0x04;
     /// Selected word of the driver's features.
     pub const DRIVER_FEATURE_SELECT: u64 = 0x08;
-    /// That word.
+    /// Selected word of the driver's features.
     pub const DRIVER_FEATURE: u64 = 0x0c;
     /// Vector of configuration changes, 16 bits.
     pub const CONFIG_VECTOR: u64 = 0x10;
@@ -94,19 +97,19 @@ pub mod spec {
     pub const GENERATION: u64 = 0x15;
     /// Selected queue, 16 bits.
     pub const QUEUE_SELECT: u64 = 0x16;
-    /// Its size, 16 bits; 0: there is no such queue.
+    /// Size of the selected queue, 16 bits; 0: it does not exist.
     pub const QUEUE_SIZE: u64 = 0x18;
-    /// Its vector, 16 bits.
+    /// Vector of the selected queue, 16 bits.
     pub const QUEUE_VECTOR: u64 = 0x1a;
-    /// It is enabled, 16 bits.
+    /// Enable flag of the selected queue, 16 bits.
     pub const QUEUE_ENABLE: u64 = 0x1c;
-    /// Its notification register (RO), 16 bits.
+    /// Notification register of the selected queue (RO), 16 bits.
     pub const QUEUE_NOTIFY_OFF: u64 = 0x1e;
-    /// Its descriptor table, 64 bits.
+    /// Descriptor table of the selected queue, 64 bits.
     pub const QUEUE_DESC: u64 = 0x20;
-    /// Its available ring, 64 bits.
+    /// Available ring of the selected queue, 64 bits.
     pub const QUEUE_DRIVER: u64 = 0x28;
-    /// Its used ring, 64 bits.
+    /// Used ring of the selected queue, 64 bits.
     pub const QUEUE_DEVICE: u64 = 0x30;
     /// No vector.
     pub const NO_VECTOR: u16 = 0xffff;
@@ -123,14 +126,14 @@ const fn class(kind: Kind) -> u32 {
     }
 }
 
-/// A device behind the PCI transport. The window takes accesses of 1, 2 and 4 bytes.
+/// A device with PCI transport. The window supports accesses of 1, 2 and 4 bytes.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Pci<D> {
     state: State,
     device: D,
 }
 
-/// All but the device: one body of code for all kinds.
+/// All state except the device: code common to all types.
 #[derive(Clone, PartialEq, Eq, Debug)]
 struct State {
     header: Header,
@@ -139,12 +142,12 @@ struct State {
     config_vector: u16,
     queue_vectors: [u16; MAX_QUEUES],
     isr: u8,
-    /// What the access capability selects: offset in the window and length.
+    /// Offset in the window and length selected by the access capability.
     access: (u32, u32),
 }
 
 impl<D: VirtioDevice> Pci<D> {
-    /// The function after power-on, its window at `base`, a multiple of [`WINDOW`].
+    /// Creates the function in its power-on state, its window at `base`, a multiple of [`WINDOW`].
     pub fn new(mut device: D, base: u32) -> Self {
         let kind = device.kind();
         let id = (DEVICE + kind as u32) << 16 | VENDOR;
@@ -213,7 +216,7 @@ impl State {
     /// Interrupts the driver.
     fn interrupt(&mut self, causes: Causes, env: &mut dyn Env) {
         if !self.msix.enabled() {
-            // Nobody is interrupted, but a driver may look.
+            // No interrupt, but the driver may poll the status.
             self.isr |= causes.bits();
             return;
         }
@@ -245,7 +248,7 @@ impl State {
         }
     }
 
-    /// A 32-bit word of the common configuration.
+    /// Reads a 32-bit word of the common configuration.
     fn read_common(&mut self, offset: u64, device: &mut dyn VirtioDevice) -> u32 {
         let common = &self.common;
         let pair = |low: u16, high: u16| u32::from(low) | u32::from(high) << 16;
@@ -306,7 +309,7 @@ impl State {
         self.interrupt(causes, env);
     }
 
-    /// Writes a register of the common configuration; it must be written as a whole, 64-bit ones by halves.
+    /// Writes a register of the common configuration in one access, 64-bit ones by halves.
     fn write_common(
         &mut self,
         access: Access,
@@ -340,7 +343,7 @@ impl State {
             (QUEUE_ENABLE, 2) if half == 1 => return common.enable_queue(device, env),
             (offset @ QUEUE_DESC..0x38, 4) => {
                 let high = offset & 4 != 0;
-                common.place(device, |rings| {
+                common.change_rings(device, |rings| {
                     let address = match offset & !7 {
                         QUEUE_DESC => &mut rings.descriptors,
                         QUEUE_DRIVER => &mut rings.available,
@@ -354,7 +357,7 @@ impl State {
         Causes::default()
     }
 
-    /// The vector, if there is one with this number (section 4.1.5.1.2).
+    /// The vector, or [`NO_VECTOR`] if it does not exist (section 4.1.5.1.2).
     fn existing(&self, vector: u16) -> u16 {
         if vector < self.msix.count().into() { vector } else { NO_VECTOR }
     }
@@ -397,7 +400,7 @@ impl State {
         }
     }
 
-    /// What the access capability means (section 4.1.4.9), from a byte of its data on.
+    /// Decodes the access capability (section 4.1.4.9), from a byte of its data on.
     fn accessed(&self, first: u32) -> Option<Access> {
         let (offset, length) = self.access;
         let fits = matches!(length, 1 | 2 | 4)

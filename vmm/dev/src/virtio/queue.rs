@@ -1,15 +1,15 @@
-//! The device's side of a split virtqueue.
+//! Device side of a split virtqueue.
 //!
-//! State: where the rings are, and how far the device has come in them.
+//! State: the addresses of the rings, and the device's position in them.
 //! Features: indirect descriptors, event index, sizes of a power of two up to a maximum.
 //! Missing: packed rings, and buffers used in order.
 //! Documentation: VIRTIO 1.2, section 2.7 "Split Virtqueues".
 //!
-//! Everything in guest memory is hostile and may change between two looks. Invariants: a walk ends after as
-//! many descriptors as the queue has; every value is read once, then checked; [`Queue::pop`] gives only chains
-//! that lie in guest memory as a whole, and a later walk of the same chain, should the guest have changed it,
-//! ends early rather than leave memory. Nothing is written but the used ring, and only when the driver has
-//! handed the queue over.
+//! Guest memory is untrusted and may change between two reads. Invariants: a walk ends after at
+//! most as many descriptors as the queue has; every value is read once, then validated;
+//! [`Queue::pop`] returns only chains that are completely in guest memory, and a later walk of the
+//! same chain, should the guest have changed it, ends early rather than leave memory. The device
+//! writes only the used ring, and only while the driver has the queue enabled.
 
 use core::sync::atomic::{Ordering, fence};
 use vmm_bus::Data;
@@ -26,7 +26,7 @@ pub mod spec {
     pub const FLAGS: u64 = 12;
     /// Offset of a descriptor's successor.
     pub const NEXT: u64 = 14;
-    /// Descriptor flag: there is a successor.
+    /// Descriptor flag: the descriptor has a successor.
     pub const F_NEXT: u16 = 1;
     /// Descriptor flag: the device writes.
     pub const F_WRITE: u16 = 2;
@@ -40,38 +40,38 @@ pub mod spec {
     pub const AVAIL_ENTRY: u64 = 2;
     /// Bytes of a used entry: id (32 bits), length (32).
     pub const USED_ENTRY: u64 = 8;
-    /// Flag of the available ring: the driver wants no interrupts.
+    /// Flag of the available ring: the driver needs no interrupts.
     pub const NO_INTERRUPT: u16 = 1;
     /// Alignment of the descriptor table, the available ring and the used ring.
     pub const ALIGN: [u64; 3] = [16, 2, 4];
-    /// Most entries of a queue.
+    /// Maximum entries of a queue.
     pub const MAX_SIZE: u16 = 1 << 15;
 }
 use spec::*;
 
-/// The driver has broken the rules of the queue: the device needs a reset.
+/// A violation of the queue protocol by the driver: the device needs a reset.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum RingError {
-    /// A ring is misaligned or not in memory.
+    /// A ring is misaligned or outside memory.
     Rings,
     /// More chains are available than the queue has entries.
     AvailableIndex,
-    /// A chain begins or goes on at a descriptor that the table does not have.
+    /// A chain begins or continues at a descriptor outside the table.
     DescriptorIndex,
     /// A chain is longer than the queue, or has a cycle.
     TooLong,
-    /// An indirect table in an indirect table, with a successor, or of a bad length.
+    /// An indirect table in an indirect table, with a successor, or of an invalid length.
     Indirect,
-    /// The device is to read after what it is to write.
+    /// A readable descriptor follows a writable one.
     Order,
-    /// A buffer is not in memory, or the chain has more than 2^32 - 1 bytes.
+    /// A buffer is outside memory, or the chain has more than 2^32 - 1 bytes.
     Buffer,
-    /// A chain has no room for what every request of the device has.
+    /// A chain is shorter than the minimum of the device's requests.
     Short,
 }
 
 impl From<MemoryError> for RingError {
-    /// The rings are checked when the queue is enabled, so this is an indirect table.
+    /// Enabling the queue validates the rings, so the error is in an indirect table.
     fn from(_: MemoryError) -> Self {
         Self::Indirect
     }
@@ -82,18 +82,18 @@ impl From<MemoryError> for RingError {
 pub struct Descriptor {
     /// The buffer.
     pub part: Part,
-    /// The device writes it; else it reads it.
+    /// True for a device-writable buffer, false for a device-readable one.
     pub write: bool,
 }
 
 /// A chain of descriptors that the driver has made available.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Chain {
-    /// Its first descriptor, which names it.
+    /// Index of its first descriptor, which identifies the chain.
     pub head: u16,
-    /// Bytes for the device to read.
+    /// Device-readable bytes.
     pub readable: u32,
-    /// Bytes for the device to write; they come after those to read.
+    /// Device-writable bytes, after the readable ones.
     pub writable: u32,
 }
 
@@ -120,14 +120,15 @@ pub struct Queue {
     next_available: u16,
     /// The next used entry to fill.
     next_used: u16,
-    /// Used entries that the driver has been shown.
+    /// Index of used entries published to the driver.
     published: u16,
-    /// Those that it had been shown when an interrupt was considered last.
+    /// Value of `published` at the last interrupt decision.
     considered: u16,
 }
 
 impl Queue {
-    /// A queue with at most `max_size` entries, rounded down to a power of two of at least 1.
+    /// Creates a queue with at most `max_size` entries, rounded down to a power of two of at least
+    /// 1.
     pub const fn new(max_size: u16) -> Self {
         let max_size = if max_size == 0 {
             1
@@ -149,12 +150,12 @@ impl Queue {
         }
     }
 
-    /// Back to the state before the driver has set it up.
+    /// Restores the state before the driver's set-up.
     pub fn reset(&mut self) {
         *self = Self::new(self.max_size);
     }
 
-    /// Most entries.
+    /// Maximum number of entries.
     pub fn max_size(&self) -> u16 {
         self.max_size
     }
@@ -164,8 +165,8 @@ impl Queue {
         self.size
     }
 
-    /// Sets the number of entries, while the queue is not enabled. Other numbers than powers of two up to the maximum
-    /// are refused by [`Queue::enable`].
+    /// Sets the number of entries, while the queue is disabled. [`Queue::enable`] rejects numbers
+    /// other than powers of two up to the maximum.
     pub fn set_size(&mut self, size: u16) {
         if !self.ready {
             self.size = size;
@@ -177,22 +178,22 @@ impl Queue {
         self.rings
     }
 
-    /// Sets the addresses, while the queue is not enabled.
+    /// Sets the addresses, while the queue is disabled.
     pub fn set_rings(&mut self, rings: Rings) {
         if !self.ready {
             self.rings = rings;
         }
     }
 
-    /// Whether the driver has enabled the queue.
+    /// True if the driver has enabled the queue.
     pub fn ready(&self) -> bool {
         self.ready
     }
 
-    /// The driver hands the queue over.
+    /// Enables the queue.
     ///
     /// # Errors
-    /// [`RingError::Rings`]: its size or place is impossible. It stays disabled.
+    /// [`RingError::Rings`] for an invalid size or address. The queue stays disabled.
     pub fn enable(&mut self, event_index: bool, memory: &GuestMemory) -> Result<(), RingError> {
         if self.ready {
             return Ok(());
@@ -201,7 +202,7 @@ impl Queue {
         let Rings { descriptors, available, used } = self.rings;
         let parts = [
             (descriptors, DESCRIPTOR * size),
-            // Each ring ends with an index of the other side (section 2.7.10).
+            // Each ring ends with the event index of the opposite side (section 2.7.10).
             (available, RING + AVAIL_ENTRY * size + 2),
             (used, RING + USED_ENTRY * size + 2),
         ];
@@ -219,10 +220,10 @@ impl Queue {
         Ok(())
     }
 
-    /// Takes the next available chain, if there is one.
+    /// Takes the next available chain, if any.
     ///
     /// # Errors
-    /// The driver has broken the rules; the queue is of no use until it is reset.
+    /// If the driver has violated the protocol; the queue is unusable until it is reset.
     pub fn pop(&mut self, memory: &GuestMemory) -> Result<Option<Chain>, RingError> {
         if !self.ready {
             return Ok(None);
@@ -243,15 +244,15 @@ impl Queue {
         Ok(Some(chain))
     }
 
-    /// Gives back the chain that was taken last: the next [`Queue::pop`] gives it again.
+    /// Undoes the last [`Queue::pop`]: the next one returns the same chain.
     pub fn undo_pop(&mut self) {
         self.next_available = self.next_available.wrapping_sub(1);
     }
 
-    /// The chain that begins at `head`, checked.
+    /// Validates the chain that begins at `head`.
     ///
     /// # Errors
-    /// As [`Queue::pop`].
+    /// See [`Queue::pop`].
     pub fn check(&self, memory: &GuestMemory, head: u16) -> Result<Chain, RingError> {
         let mut chain = Chain { head, readable: 0, writable: 0 };
         let mut is_writing = false;
@@ -260,7 +261,7 @@ impl Queue {
             if !memory.contains(part.address, part.length.into()) {
                 return Err(RingError::Buffer);
             }
-            // Empty descriptors count too.
+            // Also for empty descriptors.
             if is_writing && !write {
                 return Err(RingError::Order);
             }
@@ -273,8 +274,8 @@ impl Queue {
         Ok(chain)
     }
 
-    /// The descriptors of the chain that begins at `head`, those of an indirect table in the place of the one that
-    /// refers to it. An error ends it.
+    /// Iterates over the descriptors of the chain that begins at `head`, with those of an indirect
+    /// table in place of the descriptor that refers to it. An error ends the iteration.
     pub fn walk<'a>(&self, memory: &'a GuestMemory, head: u16) -> Walk<'a> {
         Walk {
             memory,
@@ -286,46 +287,46 @@ impl Queue {
         }
     }
 
-    /// What the device reads of a chain, in order.
+    /// Device-readable parts of a chain, in order.
     pub fn readable<'a>(&self, memory: &'a GuestMemory, head: u16) -> Parts<'a> {
         Parts { walk: self.walk(memory, head), write: false }
     }
 
-    /// What the device writes of a chain, in order.
+    /// Device-writable parts of a chain, in order.
     pub fn writable<'a>(&self, memory: &'a GuestMemory, head: u16) -> Parts<'a> {
         Parts { walk: self.walk(memory, head), write: true }
     }
 
-    /// Fills the next used entry: the device is done with a chain and has written `written` bytes from the start of what
-    /// it may write. The driver sees it after [`Queue::publish`].
+    /// Fills the next used entry: the device has completed a chain and has written `written` bytes
+    /// from the start of its writable part. [`Queue::publish`] makes it visible to the driver.
     pub fn add_used(&mut self, memory: &GuestMemory, head: u16, written: u32) {
         let slot = u64::from(self.next_used & (self.size - 1));
         let entry = self.rings.used + RING + USED_ENTRY * slot;
-        // `enable` has found the ring in memory, where it stays.
+        // `enable` has validated the ring, and guest memory does not shrink.
         let _ = memory.write(entry, u32::from(head));
         let _ = memory.write(entry + 4, written);
         self.next_used = self.next_used.wrapping_add(1);
     }
 
-    /// Shows the driver all used entries.
+    /// Publishes all used entries to the driver.
     pub fn publish(&mut self, memory: &GuestMemory) {
-        // Entries and data before the index (section 2.7.8).
+        // Orders entries and data before the index (section 2.7.8).
         fence(Ordering::Release);
         let _ = memory.write(self.rings.used + INDEX, self.next_used);
         self.published = self.next_used;
     }
 
-    /// [`Queue::add_used`] and [`Queue::publish`].
+    /// [`Queue::add_used`], then [`Queue::publish`].
     pub fn give_back(&mut self, memory: &GuestMemory, head: u16, written: u32) {
         self.add_used(memory, head, written);
         self.publish(memory);
     }
 
-    /// Asks the driver to notify the device of the next chain that it makes available; whether one is there already.
-    /// Without event index it notifies always.
+    /// Requests a notification for the next available chain. Returns true if one is available
+    /// already. Without event index the driver always notifies.
     ///
     /// # Errors
-    /// As [`Queue::pop`].
+    /// See [`Queue::pop`].
     pub fn await_driver(&mut self, memory: &GuestMemory) -> Result<bool, RingError> {
         if !self.ready {
             return Ok(false);
@@ -333,19 +334,19 @@ impl Queue {
         if self.event_index {
             let event = self.rings.used + RING + USED_ENTRY * u64::from(self.size);
             let _ = memory.write(event, self.next_available);
-            // The driver may have looked at the old value and not notify (section 2.7.10): look again.
+            // The driver may have read the old value and not notify (section 2.7.10): check again.
             fence(Ordering::SeqCst);
         }
         Ok(self.available_index(memory)? != self.next_available)
     }
 
-    /// Whether the driver wants an interrupt for what has been published since this was asked last.
+    /// True if the driver wants an interrupt for entries published since the last call.
     pub fn wants_interrupt(&mut self, memory: &GuestMemory) -> bool {
         if !self.ready || self.published == self.considered {
             return false;
         }
         let old = core::mem::replace(&mut self.considered, self.published);
-        // The index before the driver's wish (section 2.7.7).
+        // Orders the index before the read of the driver's event index (section 2.7.7).
         fence(Ordering::SeqCst);
         let available = self.rings.available;
         if self.event_index {
@@ -359,13 +360,13 @@ impl Queue {
 
     fn available_index(&self, memory: &GuestMemory) -> Result<u16, RingError> {
         let index = memory.read(self.rings.available + INDEX).map_err(|_| RingError::Rings);
-        // The index before the entries and descriptors that it announces.
+        // Orders the index before its entries and descriptors.
         fence(Ordering::Acquire);
         index
     }
 }
 
-/// Calls `act` with what the device reads of a chain.
+/// Calls `act` with the device-readable data of a chain.
 pub fn with_readable<R>(
     queue: &Queue,
     memory: &GuestMemory,
@@ -376,7 +377,7 @@ pub fn with_readable<R>(
     act(Data::new(memory, &mut parts, chain.readable))
 }
 
-/// Calls `act` with what the device writes of a chain.
+/// Calls `act` with the device-writable data of a chain.
 pub fn with_writable<R>(
     queue: &Queue,
     memory: &GuestMemory,
@@ -387,14 +388,14 @@ pub fn with_writable<R>(
     act(Data::new(memory, &mut parts, chain.writable))
 }
 
-/// The descriptors of a chain.
+/// Iterator over the descriptors of a chain.
 #[derive(Clone, Debug)]
 pub struct Walk<'a> {
     memory: &'a GuestMemory,
     table: u64,
     entries: u16,
     next: Option<u16>,
-    /// Descriptors that the chain may still have.
+    /// Maximum number of further descriptors.
     left: u16,
     indirect: bool,
 }
@@ -428,7 +429,7 @@ impl Walk<'_> {
         }
     }
 
-    /// Goes on in an indirect table (section 2.7.5.3).
+    /// Continues in an indirect table (section 2.7.5.3).
     fn enter(&mut self, address: u64, length: u32, flags: u16) -> Result<(), RingError> {
         let entries = length / DESCRIPTOR as u32;
         if self.indirect
@@ -439,7 +440,7 @@ impl Walk<'_> {
             return Err(RingError::Indirect);
         }
         self.table = address;
-        // More than can be named are of no use.
+        // Entries beyond the range of an index are unusable.
         self.entries = u16::try_from(entries).map_err(|_| RingError::Indirect)?;
         self.indirect = true;
         Ok(())
@@ -455,7 +456,7 @@ impl Iterator for Walk<'_> {
     }
 }
 
-/// What a device reads, or writes, of a chain.
+/// Iterator over the readable or writable parts of a chain.
 #[derive(Clone, Debug)]
 pub struct Parts<'a> {
     walk: Walk<'a>,

@@ -1,9 +1,10 @@
 //! Sockets between a guest and its host.
 //!
-//! State: three queues, and how much of the packet that waits first outside the guest has. Features: streams. What packets say is between the
-//! driver and the outside, which keeps connections and credit: the device sees to it that a packet is a header and as many bytes as that says, and cuts
-//! data for the guest into as many packets as its buffers are long.
-//! Missing: sequenced packets; events, since a guest does not go from one host to another.
+//! State: three queues, and the number of bytes that the guest has of the back end's first packet.
+//! Features: streams. The driver and the back end interpret the packets; the back end keeps
+//! connections and credit. The device ensures that a packet is a header with as many bytes of data
+//! as the header states, and splits data for the guest into packets that fit its buffers.
+//! Missing: sequenced packets; events, since a guest is not migrated to another host.
 //! Documentation: VIRTIO 1.2, section 5.10 "Socket Device".
 
 use super::queue::{Queue, RingError, with_readable, with_writable};
@@ -18,20 +19,20 @@ pub mod spec {
     pub const RECEIVE: usize = 0;
     /// Queue: packets from the guest.
     pub const TRANSMIT: usize = 1;
-    /// Queue: events, which never come.
+    /// Queue: events, which the device never sends.
     pub const EVENT: usize = 2;
 
     /// Feature: streams.
     pub const F_STREAM: u64 = 1 << 0;
 
-    /// Configuration: the guest's number, 64 bits.
+    /// Configuration: the guest's CID, 64 bits.
     pub const GUEST_CID: usize = 0;
 }
 use spec::*;
 
-/// Entries of the queues for packets: Linux fills the one to the guest with pages.
+/// Entries of the packet queues: Linux fills the receive queue with pages.
 const ENTRIES: u16 = 256;
-/// Entries of the queue of events.
+/// Entries of the event queue.
 const EVENTS: u16 = 16;
 
 /// A socket device.
@@ -39,12 +40,12 @@ const EVENTS: u16 = 16;
 pub struct Vsock {
     cid: u64,
     queues: [Queue; 3],
-    /// Bytes of data of the first packet outside that the guest has.
+    /// Bytes of data of the back end's first packet that the guest has.
     done: u32,
 }
 
 impl Vsock {
-    /// The device after power-on, of the guest with this number.
+    /// Creates the device in its power-on state, with the guest's CID.
     pub const fn new(cid: u64) -> Self {
         Self {
             cid,
@@ -53,7 +54,7 @@ impl Vsock {
         }
     }
 
-    /// Sends packets until there are none, or the outside has no room.
+    /// Sends packets until the queue is empty or the back end has no room.
     fn transmit(&mut self, env: &mut dyn Env) -> Result<(), RingError> {
         for _ in 0..BATCH {
             let queue = &mut self.queues[TRANSMIT];
@@ -69,7 +70,8 @@ impl Vsock {
                 data.read(&mut header);
                 Header::from_bytes(&header).length
             });
-            // What makes no packet is lost, and whoever waits for it too. The outside looks once more: the guest can change the header.
+            // An invalid packet is dropped, which stalls its connection. The back end validates
+            // again, because the guest can change the header.
             if length <= most.min(MOST_DATA)
                 && let Some((outside, memory)) = env.packets()
             {
@@ -88,7 +90,7 @@ impl Vsock {
         Ok(())
     }
 
-    /// Brings packets to the guest until there are none, or it has no buffers.
+    /// Delivers packets to the guest until none is queued or it has no buffers.
     fn receive(&mut self, env: &mut dyn Env) -> Result<(), RingError> {
         let queue = &mut self.queues[RECEIVE];
         for _ in 0..BATCH {
@@ -147,7 +149,7 @@ impl VirtioDevice for Vsock {
         match queue {
             TRANSMIT => self.transmit(env),
             RECEIVE => self.receive(env),
-            // Buffers for events stay where they are.
+            // Buffers for events stay in the queue.
             _ => Ok(()),
         }
     }

@@ -11,15 +11,15 @@ use vmm_mem::GuestMemory;
 
 /// Bytes of guest memory. Queue `q` has its rings at `0x1_0000 * (q + 1)`; buffers are below.
 pub const MEMORY: u64 = 0x10_0000;
-/// Most descriptors of a chain here.
+/// Maximum descriptors of a chain.
 const CHAIN: u16 = 4;
-/// Vector of configuration changes; that of queue `q` is `q + 1` more.
+/// Vector of configuration changes; queue `q` has the vector `q + 1` above.
 pub const CONFIG_INTERRUPT: u8 = 0x40;
 
-/// A part of a chain: address, length, and whether the device writes.
+/// A part of a chain: address, length, and true for device-writable.
 pub type Buffer = (u64, u32, bool);
 
-/// How far the driver is with a queue.
+/// Progress of the driver in a queue.
 #[derive(Clone, Copy, Default)]
 struct Progress {
     size: u16,
@@ -27,7 +27,7 @@ struct Progress {
     used: u16,
 }
 
-/// A function, its world and its driver.
+/// A function, its environment and its driver.
 pub struct Rig<D> {
     pub env: Script,
     pub function: Pci<D>,
@@ -35,7 +35,7 @@ pub struct Rig<D> {
 }
 
 impl<D: VirtioDevice> Rig<D> {
-    /// A device that the driver has found, but not set up.
+    /// A device before its set-up.
     pub fn found(device: D, prepare: impl FnOnce(&mut Script)) -> Self {
         let mut env = Script::new();
         prepare(&mut env);
@@ -46,14 +46,14 @@ impl<D: VirtioDevice> Rig<D> {
         Self { env, function, queues: Vec::new() }
     }
 
-    /// A device that is ready, with all of these features that it offers, and MSI-X.
+    /// An initialised device with all of these features that it offers, and MSI-X.
     pub fn ready(device: D, features: u64, prepare: impl FnOnce(&mut Script)) -> Self {
         let mut rig = Self::found(device, prepare);
         rig.set_up(features);
         rig
     }
 
-    /// Does what a driver does before the device works (VIRTIO 1.2, section 3.1.1).
+    /// Initialises the device as a driver (VIRTIO 1.2, section 3.1.1).
     pub fn set_up(&mut self, features: u64) {
         self.write(STATUS, 1, 0);
         self.write(STATUS, 1, u64::from(ACKNOWLEDGE | DRIVER));
@@ -133,7 +133,7 @@ impl<D: VirtioDevice> Rig<D> {
         self.read(STATUS, 1) as u8
     }
 
-    /// Makes a chain available; gives its head.
+    /// Makes a chain available; returns its head.
     pub fn offer(&mut self, queue: usize, buffers: &[Buffer]) -> u16 {
         let memory = self.memory();
         let progress = &mut self.queues[queue];
@@ -160,25 +160,25 @@ impl<D: VirtioDevice> Rig<D> {
         self.write(NOTIFY + 4 * queue as u64, 2, queue as u64);
     }
 
-    /// [`Rig::offer`] and [`Rig::notify`].
+    /// [`Rig::offer`], then [`Rig::notify`].
     pub fn send(&mut self, queue: usize, buffers: &[Buffer]) -> u16 {
         let head = self.offer(queue, buffers);
         self.notify(queue);
         head
     }
 
-    /// The outside has something, or has room.
+    /// Notifies the device of input or room.
     pub fn wake(&mut self) {
         self.function.wake(vmm_bus::WAKE_INPUT, &mut self.env);
     }
 
-    /// When the device's timer ends.
+    /// Deadline of the device's timer.
     #[allow(dead_code, reason = "scripts of devices with a timer know it")]
     pub fn timer(&self) -> Option<vmm_bus::Nanos> {
         self.env.deadlines.get(&0).copied()
     }
 
-    /// The device's timer ends, if it is time.
+    /// Fires the device's timer if it is due.
     #[allow(dead_code, reason = "scripts of devices with a timer know it")]
     pub fn tick(&mut self) {
         if self.timer().is_some_and(|deadline| deadline <= self.env.now) {
@@ -187,7 +187,7 @@ impl<D: VirtioDevice> Rig<D> {
         }
     }
 
-    /// Chains that came back since the last look: head and bytes written.
+    /// Chains used since the last call: head and bytes written.
     pub fn used(&mut self, queue: usize) -> Vec<(u16, u32)> {
         let memory = self.memory();
         let base = Self::rings(queue) + 0x8000;
@@ -203,13 +203,13 @@ impl<D: VirtioDevice> Rig<D> {
         list
     }
 
-    /// Vectors of the interrupts since the last look.
+    /// Vectors of the interrupts since the last call.
     pub fn interrupts(&mut self) -> Vec<u8> {
         self.env.messages.drain(..).map(|message| message.vector).collect()
     }
 }
 
-/// Breaks the rules of queue `queue`: the device wants a reset, says so, and works again after it.
+/// Breaks queue `queue`: the device requests a reset, signals it, and works again afterwards.
 #[track_caller]
 #[allow(dead_code, reason = "not every script breaks a queue")]
 pub fn breaks<D: VirtioDevice>(rig: &mut Rig<D>, queue: usize, buffers: &[Buffer]) {

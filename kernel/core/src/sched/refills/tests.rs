@@ -3,10 +3,11 @@ use std::vec::Vec;
 use super::*;
 use crate::testing::Random;
 
-/// Runs of each test.
+/// Number of runs of each test.
 const RUNS: u64 = 2000;
 
-/// The time used in any window of one period, at most; windows that begin or end with a run are the worst.
+/// Maximum time used in any window of one period. Windows that begin or end with a run are the
+/// worst.
 pub fn most(runs: &[(u64, u64)], period: u64) -> u64 {
     let used = |from: u64| -> u64 {
         let first = runs.partition_point(|run| run.1 <= from);
@@ -38,11 +39,12 @@ fn no_window_of_a_period_holds_more_than_the_budget() {
             runs.push((now, now + used));
             now += used;
             refills.end(used, period);
-            assert_eq!(refills.total(), budget, "nothing is lost or made");
+            assert_eq!(refills.total(), budget, "the total is constant");
         }
         let worst = most(&runs, period);
         assert!(worst <= budget, "seed {seed}: {worst} of {budget} in {period}");
-        // It is a right, too: who always wants to run gets the whole budget in each period.
+        // The budget is also a guarantee: a context that is always ready gets all of it in each
+        // period.
         let (from, mut got) = (now + period, 0);
         now = from;
         while now < from + 100 * period {
@@ -60,12 +62,12 @@ fn no_window_of_a_period_holds_more_than_the_budget() {
 }
 
 #[test]
-fn a_late_end_is_paid_back() {
+fn a_late_end_of_a_run_is_charged() {
     let refills = Refills::new(100, 0);
     assert_eq!(refills.begin(0), 100);
     refills.end(40, 400);
     assert_eq!(refills.begin(50), 60);
-    // 20 too long: they come from what is due at 400, and come back at 800.
+    // 20 too long: charged to the part due at 400, and replenished at 800.
     refills.end(80, 400);
     assert_eq!(refills.begin(399), 0);
     assert_eq!(refills.begin(400), 20);
@@ -77,7 +79,7 @@ fn a_late_end_is_paid_back() {
 }
 
 #[test]
-fn many_short_runs_are_few_refills() {
+fn many_short_runs_are_merged() {
     let refills = Refills::new(1000, 0);
     for run in 0..100 {
         assert!(refills.begin(run * 5) > 0);
@@ -85,12 +87,12 @@ fn many_short_runs_are_few_refills() {
         assert!(refills.count.get() <= REFILLS);
     }
     assert_eq!(refills.begin(600), 900);
-    // What was merged comes at the latest of its times.
+    // Merged parts are usable at the latest of their times.
     assert_eq!(refills.begin(10_000 + 99 * 5), 1000);
 }
 
 #[test]
-fn no_change_gives_time_at_once() {
+fn no_change_grants_time_at_once() {
     let mut random = Random(7);
     for _ in 0..1000 {
         let refills = Refills::new(100, 0);
@@ -106,7 +108,7 @@ fn no_change_gives_time_at_once() {
         }
         assert!(refills.next() >= 400);
     }
-    // Less is less of what is there, and the rest stays usable.
+    // A reduction removes unused budget; the rest stays usable.
     let refills = Refills::new(100, 0);
     refills.change((100, 30), (400, 400), 10);
     assert_eq!(refills.begin(10), 30);

@@ -1,4 +1,4 @@
-//! Birth and death of spaces.
+//! Creation and destruction of tasks and VMs.
 
 use core::cell::Cell;
 
@@ -12,7 +12,7 @@ use abi::Status;
 use abi::vcpu::DOORBELLS;
 
 impl<A: Arch> Kernel<A> {
-    /// Makes a task with `slots` capability slots.
+    /// Creates a task with `slots` capability slots.
     pub fn new_task(
         &self,
         factory: Option<Handle<Factory>>,
@@ -38,7 +38,7 @@ impl<A: Arch> Kernel<A> {
             .inspect_err(|_| self.memory.free_raw(root, 1))
     }
 
-    /// Makes a guest-physical space.
+    /// Creates a VM (guest-physical address space).
     pub fn new_vm(&self, factory: Option<Handle<Factory>>) -> Result<Handle<Vm<A>>, Status> {
         if !A::has_nested() {
             return Err(Status::Unsupported);
@@ -57,8 +57,8 @@ impl<A: Arch> Kernel<A> {
             .inspect_err(|_| self.memory.free_raw(root, 1))
     }
 
-    /// Ends an object whose last capability went.
-    pub(crate) fn end(&self, object: ObjectRef<A>) {
+    /// Destroys an object whose last capability was removed.
+    pub(crate) fn destroy(&self, object: ObjectRef<A>) {
         match object {
             ObjectRef::Task(handle) => {
                 let task = self.memory.at(handle);
@@ -70,26 +70,26 @@ impl<A: Arch> Kernel<A> {
                 vm.space.dying.set(true);
                 vm.dying_next.set(self.dying_vms.replace(Some(handle)));
             }
-            ObjectRef::Thread(handle) => self.end_thread(handle),
+            ObjectRef::Thread(handle) => self.destroy_thread(handle),
             ObjectRef::Gate(handle) => self.memory.free(handle),
-            ObjectRef::Notification(handle) => self.end_notification(handle),
-            ObjectRef::Irq(handle) => self.end_irq(handle),
-            ObjectRef::Factory(handle) => self.memory.end_factory(handle),
-            ObjectRef::SchedContext(handle) => self.end_sched(handle),
-            ObjectRef::Vcpu(handle) => self.end_vcpu(handle),
+            ObjectRef::Notification(handle) => self.destroy_notification(handle),
+            ObjectRef::Irq(handle) => self.destroy_irq(handle),
+            ObjectRef::Factory(handle) => self.memory.destroy_factory(handle),
+            ObjectRef::SchedContext(handle) => self.destroy_sched(handle),
+            ObjectRef::Vcpu(handle) => self.destroy_vcpu(handle),
             ObjectRef::Platform => {}
         }
     }
 
-    /// Goes on taking apart tasks and guests that have ended. `false`: out of budget.
+    /// Continues the destruction of dying tasks and VMs. `false`: out of budget.
     pub fn reap(&self, budget: &mut u32) -> bool {
         while let Some(handle) = self.dying_tasks.get() {
             let task = self.memory.at(handle);
             while let Some(thread) = task.threads.get() {
-                if !work::begin(budget, work::THREAD) {
+                if !work::charge(budget, work::THREAD) {
                     return false;
                 }
-                self.leave_task(thread);
+                self.detach_thread(thread);
             }
             for page in &task.pages {
                 let Some(slots) = page.get() else { continue };
@@ -100,13 +100,14 @@ impl<A: Arch> Kernel<A> {
                         return false;
                     }
                 }
-                if !work::begin(budget, work::SLOT_PAGE) {
+                if !work::charge(budget, work::SLOT_PAGE) {
                     return false;
                 }
                 page.set(None);
                 self.memory.free(slots);
             }
-            // Its capabilities may have been the last to other tasks, which are now before it.
+            // Its capabilities may have been the last of other tasks, which now precede it in the
+            // list.
             if self.dying_tasks.get() != Some(handle) {
                 continue;
             }
@@ -147,11 +148,12 @@ impl<A: Arch> Kernel<A> {
             }
         }
         let tables = space.tables(&self.memory);
-        let mut may = || work::begin(budget, work::TABLE);
-        if !table::clear::<F>(&tables, self.memory.physical(space.root), entries, &mut may) {
+        let mut may_continue = || work::charge(budget, work::TABLE);
+        if !table::clear::<F>(&tables, self.memory.physical(space.root), entries, &mut may_continue)
+        {
             return false;
         }
-        // Whoever still has this space loaded leaves it before its root goes.
+        // CPUs that still have this address space loaded must switch away before its root is freed.
         self.need_flush(of, space);
         self.memory.free_raw(space.root, 1);
         if let Some(map) = space.port_map.take() {

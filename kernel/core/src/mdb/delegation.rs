@@ -1,4 +1,4 @@
-//! Delegation and recursive revocation, in steps.
+//! Delegation and recursive revocation, in bounded steps.
 
 use super::{Extent, GUEST_BITS, MAX_CAPABILITY_ORDER, Space, USER_PAGES, WORD_ORDER, units, work};
 use crate::Kernel;
@@ -8,17 +8,17 @@ use crate::pool::Handle;
 use crate::table::{self, Format};
 use abi::{Item, ItemKind, Status, rights};
 
-/// A delegation from a task's space to another space.
+/// A delegation from a task to an address space.
 pub struct Delegation<A: Arch> {
-    /// The giver.
+    /// Delegating task.
     pub from: Handle<Task<A>>,
-    /// What.
+    /// Kind, size and rights of the delegated units.
     pub item: Item,
-    /// First unit in the giver's space.
+    /// First unit in the delegating task.
     pub source: u64,
-    /// The receiver.
+    /// Receiving address space.
     pub to: SpaceRef<A>,
-    /// First unit in the receiver's space.
+    /// First unit in the receiving address space.
     pub destination: u64,
 }
 
@@ -45,47 +45,48 @@ impl<A: Arch> Delegation<A> {
     }
 }
 
-/// A part of a delegation that becomes one mapping.
+/// Part of a delegation that becomes one mapping.
 struct Part<A: Arch> {
-    handle: Handle<Node<A>>,
+    handle: Handle<MapNode<A>>,
     extent: Extent,
 }
 
 impl<A: Arch> Kernel<A> {
-    /// The largest order of a mapping: its entries in the page tables are written at once.
+    /// Maximum order of a mapping, whose page-table entries are written in one step.
     pub fn max_order() -> u8 {
         (9 * A::Host::max_leaf_level().min(A::Nested::max_leaf_level()) + 8) as u8
     }
 
     // ---- delegation --------------------------------------------------------------------------
 
-    /// Delegates, in steps: first everything is looked at, then it is mapped, and `done` counts the units of both, from 0.
-    /// `Ok(false)`: out of budget, to be called again with what `done` is then; any other number leads at most to
-    /// less being checked before anything is mapped. What was mapped before stays if the quota ends, or if somebody
-    /// changes source or destination meanwhile.
+    /// Executes a step of a delegation: checks all units first, then maps them. `done` counts the
+    /// units of both passes and starts at 0. `Ok(false)`: out of budget; call again with the
+    /// updated `done`. A forged value of `done` at most skips checks of the first pass. Mappings
+    /// made so far remain if the quota is exhausted, or if source or destination change between two
+    /// steps.
     pub fn delegate_part(
         &self,
-        what: &Delegation<A>,
+        delegation: &Delegation<A>,
         done: &mut u64,
         budget: &mut u32,
     ) -> Result<bool, Status> {
-        what.check()?;
-        let giver = self.memory.get(what.from).ok_or(Status::Aborted)?;
-        let space = self.space(what.to).ok_or(Status::Aborted)?;
+        delegation.check()?;
+        let sender = self.memory.get(delegation.from).ok_or(Status::Aborted)?;
+        let space = self.space(delegation.to).ok_or(Status::Aborted)?;
         if space.dying.get() {
             return Err(Status::Aborted);
         }
-        let size = units(what.item.order);
+        let size = units(delegation.item.order);
         if *done > 2 * size {
             return Err(Status::BadArgument);
         }
-        if what.item.kind == ItemKind::Capability {
-            return self.delegate_capabilities(giver, what, done, budget);
+        if delegation.item.kind == ItemKind::Capability {
+            return self.delegate_capabilities(sender, delegation, done, budget);
         }
-        let free_from = what.destination + done.saturating_sub(size);
-        let targets = Self::tree(space, what.item.kind);
+        let free_from = delegation.destination + done.saturating_sub(size);
+        let targets = Self::tree(space, delegation.item.kind);
         if *done < 2 * size
-            && let Some(last) = targets.at_most(&self.memory, what.destination + size - 1)
+            && let Some(last) = targets.at_most(&self.memory, delegation.destination + size - 1)
         {
             let last = self.memory.at(last);
             if last.base + units(last.order) > free_from {
@@ -93,14 +94,14 @@ impl<A: Arch> Kernel<A> {
             }
         }
         while *done < size {
-            if !work::begin(budget, work::LOOK) {
+            if !work::charge(budget, work::LOOKUP) {
                 return Ok(false);
             }
-            *done += units(self.part(giver, what, *done)?.extent.order);
+            *done += units(self.part(sender, delegation, *done)?.extent.order);
         }
         while *done < 2 * size {
-            let part = self.part(giver, what, *done - size)?;
-            if !self.map_part(what, space, &part, budget)? {
+            let part = self.part(sender, delegation, *done - size)?;
+            if !self.map_part(delegation, space, &part, budget)? {
                 return Ok(false);
             }
             *done += units(part.extent.order);
@@ -108,10 +109,15 @@ impl<A: Arch> Kernel<A> {
         Ok(true)
     }
 
-    /// The part that begins `offset` units after the start, if it may be delegated.
-    fn part(&self, giver: &Task<A>, what: &Delegation<A>, offset: u64) -> Result<Part<A>, Status> {
-        let (item, at) = (what.item, what.source + offset);
-        let sources = Self::tree(&giver.space, item.kind);
+    /// Returns the part that begins `offset` units after the start, if it may be delegated.
+    fn part(
+        &self,
+        sender: &Task<A>,
+        delegation: &Delegation<A>,
+        offset: u64,
+    ) -> Result<Part<A>, Status> {
+        let (item, at) = (delegation.item, delegation.source + offset);
+        let sources = Self::tree(&sender.space, item.kind);
         let handle = self.find(sources, at).ok_or(Status::BadArgument)?;
         let node = self.memory.at(handle);
         if node.fixed.get() {
@@ -126,34 +132,34 @@ impl<A: Arch> Kernel<A> {
             return Err(Status::BadArgument);
         }
         let physical = node.physical + (at - node.base);
-        let base = what.destination + offset;
+        let base = delegation.destination + offset;
         Ok(Part { handle, extent: Extent { kind: item.kind, base, physical, order } })
     }
 
-    /// Maps a part. `Ok(false)`: out of budget, nothing is mapped.
+    /// Maps a part. `Ok(false)`: out of budget, without effect.
     fn map_part(
         &self,
-        what: &Delegation<A>,
+        delegation: &Delegation<A>,
         space: &Space<A>,
         part: &Part<A>,
         budget: &mut u32,
     ) -> Result<bool, Status> {
-        if !self.make_room(what.to, space, part.extent, budget)
-            || !work::begin(budget, work::NODE + Self::words(part.extent.kind, part.extent.order))
+        if !self.make_room(delegation.to, space, part.extent, budget)
+            || !work::charge(budget, work::NODE + Self::words(part.extent.kind, part.extent.order))
         {
             return Ok(false);
         }
         let node = self.memory.at(part.handle);
-        let rights = node.rights & (what.item.rights | rights::READ);
-        let parent = if what.item.grant { node.parent.get() } else { Some(part.handle) };
-        self.add_mapping(what.to, part.extent, rights, node.device, parent)?;
-        if what.item.grant {
+        let rights = node.rights & (delegation.item.rights | rights::READ);
+        let parent = if delegation.item.grant { node.parent.get() } else { Some(part.handle) };
+        self.add_mapping(delegation.to, part.extent, rights, node.device, parent)?;
+        if delegation.item.grant {
             self.remove_leaf(part.handle);
         }
         Ok(true)
     }
 
-    /// The cost of writing what shows a mapping.
+    /// Cost of writing the page-table or port-map entries of a mapping.
     fn words(kind: ItemKind, order: u8) -> u32 {
         match kind {
             ItemKind::Capability => 0,
@@ -162,7 +168,7 @@ impl<A: Arch> Kernel<A> {
         }
     }
 
-    /// Frees empty page tables that are where a mapping is to be. `false`: out of budget.
+    /// Frees the empty page tables in the range of a new mapping. `false`: out of budget.
     fn make_room(
         &self,
         of: SpaceRef<A>,
@@ -176,10 +182,14 @@ impl<A: Arch> Kernel<A> {
         let tables = space.tables(&self.memory);
         let root = self.memory.physical(space.root);
         let (page, order) = (extent.base, extent.order);
-        let mut may = || work::begin(budget, work::TABLE);
+        let mut may_continue = || work::charge(budget, work::TABLE);
         let (done, flush) = match of {
-            SpaceRef::Task(_) => table::make_room::<A::Host>(&tables, root, page, order, &mut may),
-            SpaceRef::Vm(_) => table::make_room::<A::Nested>(&tables, root, page, order, &mut may),
+            SpaceRef::Task(_) => {
+                table::make_room::<A::Host>(&tables, root, page, order, &mut may_continue)
+            }
+            SpaceRef::Vm(_) => {
+                table::make_room::<A::Nested>(&tables, root, page, order, &mut may_continue)
+            }
         };
         if flush.is_needed() {
             self.need_flush(of, space);
@@ -189,21 +199,21 @@ impl<A: Arch> Kernel<A> {
 
     fn delegate_capabilities(
         &self,
-        giver: &Task<A>,
-        what: &Delegation<A>,
+        sender: &Task<A>,
+        delegation: &Delegation<A>,
         done: &mut u64,
         budget: &mut u32,
     ) -> Result<bool, Status> {
-        let SpaceRef::Task(to) = what.to else { return Err(Status::BadArgument) };
-        let (item, size) = (what.item, units(what.item.order));
+        let SpaceRef::Task(to) = delegation.to else { return Err(Status::BadArgument) };
+        let (item, size) = (delegation.item, units(delegation.item.order));
         let receiver = self.memory.get(to).ok_or(Status::Aborted)?;
         while *done < 2 * size {
             let offset = *done & (size - 1);
-            let acts = *done >= size;
-            if !work::begin(budget, if acts { work::NODE } else { work::LOOK }) {
+            let is_second_pass = *done >= size;
+            if !work::charge(budget, if is_second_pass { work::NODE } else { work::LOOKUP }) {
                 return Ok(false);
             }
-            let capability = self.capability(giver, what.source + offset)?;
+            let capability = self.capability(sender, delegation.source + offset)?;
             let node = self.memory.at(capability.node);
             if capability.rights & rights::DELEGATE == 0 {
                 return Err(Status::BadRights);
@@ -211,11 +221,11 @@ impl<A: Arch> Kernel<A> {
             if item.grant && node.children.any().is_some() {
                 return Err(Status::Busy);
             }
-            self.free_slot(receiver, what.destination + offset)?;
-            if acts {
+            self.free_slot(receiver, delegation.destination + offset)?;
+            if is_second_pass {
                 let parent = if item.grant { node.parent.get() } else { Some(capability.node) };
                 let rights = capability.rights & item.rights;
-                let slot = what.destination + offset;
+                let slot = delegation.destination + offset;
                 self.insert_capability(to, slot, capability.object, rights, parent)?;
                 if item.grant {
                     self.remove_leaf(capability.node);
@@ -228,8 +238,8 @@ impl<A: Arch> Kernel<A> {
 
     // ---- revocation --------------------------------------------------------------------------
 
-    /// Removes the subtree under `handle`, itself included, one leaf a step. `false`: out of budget.
-    pub(super) fn remove_subtree(&self, handle: Handle<Node<A>>, budget: &mut u32) -> bool {
+    /// Removes a node and its descendants, one leaf per step. `false`: out of budget.
+    pub(super) fn remove_subtree(&self, handle: Handle<MapNode<A>>, budget: &mut u32) -> bool {
         let mut leaf = handle;
         loop {
             while let Some(child) = self.memory.at(leaf).children.any() {
@@ -240,7 +250,7 @@ impl<A: Arch> Kernel<A> {
                 ItemKind::Capability => work::CAPABILITY,
                 kind => work::LEAF + Self::words(kind, node.order),
             };
-            if !work::begin(budget, cost) {
+            if !work::charge(budget, cost) {
                 return false;
             }
             let above = node.parent.get();
@@ -252,11 +262,11 @@ impl<A: Arch> Kernel<A> {
         }
     }
 
-    /// Removes what was delegated from `handle` and overlaps the block of `2^order` units at `physical` (units of the
-    /// root).
+    /// Removes the children of a node that overlap the block of `2^order` units at `physical` (in
+    /// units of the resource). `false`: out of budget.
     fn remove_children(
         &self,
-        handle: Handle<Node<A>>,
+        handle: Handle<MapNode<A>>,
         (physical, order): (u64, u8),
         budget: &mut u32,
     ) -> bool {
@@ -268,13 +278,13 @@ impl<A: Arch> Kernel<A> {
         true
     }
 
-    /// A child of a mapping that overlaps a block: one in it, or one that contains it.
+    /// Returns a child of a node that overlaps a block: inside it, or containing it.
     fn overlapping(
         &self,
-        handle: Handle<Node<A>>,
+        handle: Handle<MapNode<A>>,
         physical: u64,
         order: u8,
-    ) -> Option<Handle<Node<A>>> {
+    ) -> Option<Handle<MapNode<A>>> {
         let parent = self.memory.at(handle);
         let children = &parent.children;
         let first = children.at_least(&self.memory, (physical, 0, 0));
@@ -285,7 +295,7 @@ impl<A: Arch> Kernel<A> {
         }
         for order in order + 1..=parent.order {
             let base = physical & !(units(order) - 1);
-            // Where nothing lies between, the look at the smaller block has found the larger one.
+            // Same base as the next smaller block, whose look-up would have found this one, too.
             if base == physical & !(units(order - 1) - 1) {
                 continue;
             }
@@ -297,8 +307,9 @@ impl<A: Arch> Kernel<A> {
         None
     }
 
-    /// Takes back what was delegated from a range of a task's space; with `own` also the task's own
-    /// mappings. `Ok(false)`: out of budget, to be called again with what `done`, from 0, is then.
+    /// Revokes all delegations from a range of a task's space, and with `own` also removes the
+    /// task's own mappings. `Ok(false)`: out of budget; call again with the updated `done`, which
+    /// starts at 0.
     pub fn unmap(
         &self,
         from: Handle<Task<A>>,
@@ -316,9 +327,9 @@ impl<A: Arch> Kernel<A> {
             return Ok(self.unmap_capabilities(task, base, size, own, done, budget));
         }
         let tree = Self::tree(&task.space, item.kind);
-        // From the end of the range downwards, so that what is done need not be looked at again.
+        // Downwards from the end of the range, so that completed units need not be visited again.
         while *done < size {
-            if !work::begin(budget, work::LOOK) {
+            if !work::charge(budget, work::LOOKUP) {
                 return Ok(false);
             }
             let end = base + (size - *done);
@@ -362,7 +373,7 @@ impl<A: Arch> Kernel<A> {
         budget: &mut u32,
     ) -> bool {
         while *done < size && base + *done < task.slots {
-            if !work::begin(budget, work::LOOK) {
+            if !work::charge(budget, work::LOOKUP) {
                 return false;
             }
             let selector = base + *done;

@@ -1,4 +1,5 @@
-//! The outside of the machine: the console's rings, the disks' requests, the networks' frames, and the device process.
+//! Back ends of the VM's devices: console rings, disk requests, network frames, and the device
+//! process.
 
 use core::fmt;
 use core::ops::Range;
@@ -9,16 +10,16 @@ use vmm_bus::frames;
 use vmm_bus::{BalloonBackend, Block, Messages, Net, Packets};
 use vmm_machine::{DeviceBackend, Host, Level, Model, Slots};
 
-use crate::shared::{self, Ring, event, shared};
+use crate::shared::{self, ByteRing, event, shared};
 use crate::{balloon, device, disk, net, processes, report, sys};
 
-/// The outside as the virtual CPU reaches it.
+/// Host services of the device models, for one vCPU.
 pub struct LinuxHost {
     log: u64,
 }
 
 impl LinuxHost {
-    /// As the loader wants it.
+    /// Creates the services with the loader's log level.
     pub fn new(start: &Start) -> Self {
         Self { log: start.log }
     }
@@ -39,55 +40,55 @@ impl Host for LinuxHost {
 
     fn log(&mut self, level: Level, text: fmt::Arguments<'_>) {
         if level.number() <= self.log {
-            report::say_at(level.number(), text);
+            report::print_line(level.number(), text);
         }
     }
 
     fn kick(&mut self, index: usize) {
-        device::tell(index, event::KICK);
+        device::raise_event(index, event::KICK);
     }
 }
 
-/// Puts a byte for the device process.
-fn put(ring: &Ring, byte: u8) -> bool {
+/// Sends a byte to the device process.
+fn put(ring: &ByteRing, byte: u8) -> bool {
     let put = ring.put(byte);
-    processes::ring();
+    processes::notify();
     put
 }
 
-/// Takes a byte of the device process.
-fn take(ring: &Ring) -> Option<u8> {
+/// Receives a byte from the device process.
+fn take(ring: &ByteRing) -> Option<u8> {
     let byte = ring.take();
     if byte.is_none() {
-        // There may be more, now that there is room.
-        processes::ring();
+        // The ring has room: the device process may have more input.
+        processes::notify();
     }
     byte
 }
 
-/// PCI functions of a machine: disks, then shared directories, the source of random numbers, networks, vsock, the balloon
-/// and the console.
+/// Largest number of PCI functions: disks, shared directories, entropy source, networks, vsock,
+/// balloon and console, in this order.
 pub const MAX_FUNCTIONS: usize = MAX_DISKS + MAX_SHARES + 4 + MAX_NETS;
 
-/// What a PCI function is connected to.
-pub enum Link {
-    /// A file.
-    Disk(disk::Link),
-    /// The host's random numbers.
+/// Back end of a PCI function.
+pub enum HostEndpoint {
+    /// Disk workers, or a disk image process.
+    Disk(disk::RequestEndpoint),
+    /// The host's random number generator.
     Entropy,
-    /// The host's memory.
-    Balloon(balloon::Link),
-    /// A stream of frames, or a tap device.
-    Net(net::Link),
-    /// A server of files.
-    Share(disk::Link),
-    /// Sockets of the host.
-    Vsock(net::Packets),
-    /// The device process.
+    /// Host memory.
+    Balloon(balloon::BalloonEndpoint),
+    /// Stream of frames, or a tap device.
+    Net(net::NetEndpoint),
+    /// File server process.
+    Share(disk::RequestEndpoint),
+    /// Vsock process.
+    Vsock(net::VsockEndpoint),
+    /// Console socket, by the device process.
     Console,
 }
 
-impl DeviceBackend for Link {
+impl DeviceBackend for HostEndpoint {
     fn block(&mut self) -> Option<&mut dyn Block> {
         match self {
             Self::Disk(disk) => Some(disk),
@@ -136,53 +137,58 @@ impl DeviceBackend for Link {
     }
 }
 
-/// Slots of functions that events are about.
-pub struct Filled {
-    /// Of disks.
+/// Slots of the PCI functions that handle each event.
+pub struct DeviceSlots {
+    /// Disks.
     pub disks: Range<usize>,
-    /// Of shared directories.
+    /// Shared directories.
     pub shares: Range<usize>,
-    /// Of networks and vsock.
+    /// Networks and vsock.
     pub nets: Range<usize>,
-    /// Of the balloon.
+    /// Balloon.
     pub balloon: Range<usize>,
-    /// Of the console.
+    /// Console.
     pub console: Range<usize>,
 }
 
-/// Fills the slots of the bus.
-pub fn fill(slots: &mut Slots<Link, MAX_FUNCTIONS>, start: &Start) -> Filled {
+/// Adds all PCI functions to the bus.
+pub fn add_devices(slots: &mut Slots<HostEndpoint, MAX_FUNCTIONS>, start: &Start) -> DeviceSlots {
     let disks = (start.disks as usize).min(MAX_DISKS);
     let shares = (start.shares as usize).min(MAX_SHARES);
     let nets = (start.nets as usize).min(MAX_NETS);
-    for number in 0..disks {
-        let record = shared::disk(number);
-        let make =
-            if record.is_elsewhere { disk::Link::with_device_process } else { disk::Link::new };
-        let link = Link::Disk(make(disk::queue(number)));
-        // There are as many slots.
+    for index in 0..disks {
+        let record = shared::disk(index);
+        let make = if record.is_external {
+            disk::RequestEndpoint::with_device_process
+        } else {
+            disk::RequestEndpoint::new
+        };
+        let link = HostEndpoint::Disk(make(disk::queue(index)));
+        // The bus has as many slots.
         let _ = slots.add(Model::Block(BlockInfo::of_file(&record)), link);
     }
-    for number in 0..shares {
-        let tag = shared::share(number).tag;
-        let link = disk::Link::with_device_process(disk::queue(MAX_DISKS + number));
-        let _ = slots.add(Model::P9(tag), Link::Share(link));
+    for index in 0..shares {
+        let tag = shared::share(index).tag;
+        let link = disk::RequestEndpoint::with_device_process(disk::queue(MAX_DISKS + index));
+        let _ = slots.add(Model::P9(tag), HostEndpoint::Share(link));
     }
-    let _ = slots.add(Model::Entropy, Link::Entropy);
-    for number in 0..nets {
-        let record = shared::net(number);
-        let link = Link::Net(net::link(number, &record));
+    let _ = slots.add(Model::Entropy, HostEndpoint::Entropy);
+    for index in 0..nets {
+        let record = shared::net(index);
+        let link = HostEndpoint::Net(net::link(index, &record));
         let _ = slots.add(Model::Net(frames::info(&record)), link);
     }
     if start.vsock != 0 {
-        let _ = slots.add(Model::Vsock(start.vsock), Link::Vsock(net::packets()));
+        let _ = slots.add(Model::Vsock(start.vsock), HostEndpoint::Vsock(net::packets()));
     }
-    let balloon = balloon::Link::new(start);
-    let balloon = balloon.and_then(|link| slots.add(Model::Balloon, Link::Balloon(link)).ok());
+    let balloon = balloon::BalloonEndpoint::new(start);
+    let balloon =
+        balloon.and_then(|link| slots.add(Model::Balloon, HostEndpoint::Balloon(link)).ok());
     let has_console = start.console != 0;
-    let console = has_console.then(|| slots.add(Model::Console, Link::Console).ok()).flatten();
+    let console =
+        has_console.then(|| slots.add(Model::Console, HostEndpoint::Console).ok()).flatten();
     let first_net = disks + shares + 1;
-    Filled {
+    DeviceSlots {
         disks: 0..disks,
         shares: disks..disks + shares,
         nets: first_net..first_net + nets + usize::from(start.vsock != 0),

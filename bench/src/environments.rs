@@ -1,5 +1,5 @@
-//! Where programs run whose time is taken: on this host, and in machines that are its processes: `parador run`, QEMU's translation (TCG),
-//! User-Mode Linux.
+//! Environments in which programs are timed: this host, and VMs in processes of this host (`parador
+//! run`, QEMU with TCG, User-Mode Linux).
 
 use anyhow::{Context, Result, bail, ensure};
 use parador_tests::debian::PARTITION;
@@ -13,38 +13,38 @@ use std::time::{Duration, Instant};
 
 use crate::guest::{self, folder};
 
-/// Processors of each machine, and those that programs have on the host.
+/// CPUs of each VM, and of the programs that run on the host itself.
 pub const CPUS: u32 = 1;
-/// How long a machine may take, in seconds.
+/// Time limit of a VM, in seconds.
 const LIMIT: u32 = 1800;
-/// What every kernel is told.
+/// Kernel command line of all VMs.
 const COMMAND_LINE: &str =
     "console=ttyS0 panic=-1 mitigations=off transparent_hugepage=always quiet";
-/// First program of a machine with Debian: the second disk's.
+/// Init of a VM with Debian, on the second disk.
 const FIRST: &str = "init=/bin/bash -- -c \"mount -o ro DISK /mnt && . /mnt/userland-init\"";
-/// User-Mode Linux, of Debian's package of this name.
+/// User-Mode Linux, from Debian's package of this name.
 const UML: &str = "linux.uml";
 const UML_PACKAGE: &str = "user-mode-linux";
-/// What the waiting shell of `-i busybox` shows.
+/// Prompt of the shell of `-i busybox`.
 const PROMPT: &str = "guest:/root #";
-/// Guest memory in the map of a process.
+/// Name of guest memory in `/proc/PID/smaps`.
 const GUEST_MEMORY: &str = "memfd:parador-guest";
 
-/// A place.
+/// An environment in which programs are timed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum Environment {
     /// This host itself.
     Native,
     /// `parador run`.
     Parador,
     /// QEMU without KVM.
     Tcg,
-    /// User-Mode Linux.
+    /// User-Mode Linux).
     Uml,
 }
 
-impl Place {
-    /// In the order in which they take turns.
+impl Environment {
+    /// All environments, in the order of their turns.
     pub const ALL: [Self; 4] = [Self::Native, Self::Parador, Self::Tcg, Self::Uml];
 
     /// Its name in results.
@@ -58,7 +58,7 @@ impl Place {
     }
 }
 
-/// Values by row: one for each round, of which each may be a median already, and the best of all.
+/// Values by row: one per round (which may be a median itself), and the best of all.
 #[derive(Default)]
 pub struct Times {
     rounds: BTreeMap<String, Vec<f64>>,
@@ -66,10 +66,10 @@ pub struct Times {
 }
 
 impl Times {
-    /// Takes `HB NAME MEDIAN BEST ...` from what programs print.
+    /// Reads the lines `HB NAME MEDIAN BEST ...` of a program's output.
     pub fn read(&mut self, output: &str) {
         for line in output.lines() {
-            // The kernel's own lines may come between.
+            // Kernel messages may be in between.
             let Some((_, rest)) = line.split_once("HB ") else { continue };
             let mut words = rest.split_whitespace();
             let (Some(name), Some(median), Some(best)) = (words.next(), words.next(), words.next())
@@ -90,7 +90,7 @@ impl Times {
         *known = known.min(best);
     }
 
-    /// Median of the rounds, and how far they are apart, relative to it.
+    /// Returns the median of the rounds and their spread relative to it.
     pub fn median(&self, name: &str) -> Result<(f64, f64)> {
         let rounds = self.rounds.get(name).with_context(|| format!("no times for {name}"))?;
         let mut sorted = rounds.clone();
@@ -100,26 +100,26 @@ impl Times {
         Ok((median, (last - first) / median))
     }
 
-    /// The least.
+    /// Returns the smallest value.
     pub fn best(&self, name: &str) -> Result<f64> {
         self.best.get(name).copied().with_context(|| format!("no times for {name}"))
     }
 }
 
-/// What machines are started with.
+/// Kernels and options of the VMs.
 #[derive(Clone, Default)]
 pub struct Kernels {
-    /// Pre-virtualized.
+    /// Pre-virtualized kernel.
     pub parador: PathBuf,
-    /// For QEMU, with the RAM disk that it needs for a disk.
+    /// Kernel for QEMU, and the RAM disk that it needs to mount a disk.
     pub tcg: PathBuf,
-    /// The same.
+    /// RAM disk of that kernel.
     pub tcg_initrd: Option<PathBuf>,
     /// Further options of `parador run`.
     pub options: Vec<String>,
 }
 
-/// `parador run` with the kernel.
+/// Returns `parador run` with the pre-virtualized kernel.
 fn run_parador(kernels: &Kernels) -> Command {
     let mut run = parador(&folder());
     run.arg("run").arg(&kernels.parador);
@@ -148,43 +148,44 @@ fn run_uml() -> Command {
     uml
 }
 
-/// Binds this program, and with it whatever it starts, to as many processors as the machines have: all places have the same, programs of the
-/// host as well as what works for a machine beside its virtual CPUs.
+/// Binds this process and its children to as many CPUs as the VMs have, so that all environments
+/// have the same: host programs as well as the threads that serve a VM beside its vCPUs.
 pub fn bind() -> Result<()> {
     let cpus = format!("0-{}", CPUS - 1);
     let own = std::process::id().to_string();
     output(Command::new("taskset").args(["--cpu-list", "--pid", &cpus, &own])).map(drop)
 }
 
-/// Variables of the environment of a program.
+/// Environment variables of a program.
 pub type Variables<'a> = &'a [(&'a str, &'a str)];
 
-/// As a kernel is told them: what Linux does not know of its command line is the first program's environment.
-fn told(variables: Variables<'_>) -> String {
+/// Formats environment variables for a kernel command line: Linux passes unknown parameters to init
+/// as environment.
+fn kernel_parameters(variables: Variables<'_>) -> String {
     variables.iter().map(|(name, value)| format!("{name}={value} ")).collect()
 }
 
-/// Starts a RAM disk in a place that is a machine.
+/// Starts a RAM disk in an environment that is a VM.
 pub fn with_ram_disk(
-    place: Place,
+    environment: Environment,
     kernels: &Kernels,
     disk: &Path,
     variables: Variables<'_>,
 ) -> Result<Command> {
-    let variables = told(variables);
-    Ok(match place {
-        Place::Native => bail!("a RAM disk is started in machines only"),
-        Place::Parador => {
+    let variables = kernel_parameters(variables);
+    Ok(match environment {
+        Environment::Native => bail!("a RAM disk is started in machines only"),
+        Environment::Parador => {
             let mut run = run_parador(kernels);
             run.arg("-i").arg(disk).args(["-p", &(variables + "quiet")]);
             run
         }
-        Place::Tcg => {
+        Environment::Tcg => {
             let mut qemu = run_qemu(kernels);
             qemu.arg("-initrd").arg(disk).args(["-append", &(variables + COMMAND_LINE)]);
             qemu
         }
-        Place::Uml => {
+        Environment::Uml => {
             let mut uml = run_uml();
             uml.arg(format!("initrd={}", disk.display())).args(variables.split_whitespace());
             uml
@@ -192,24 +193,25 @@ pub fn with_ram_disk(
     })
 }
 
-/// Runs a program that is in a RAM disk, too, and that its first program starts, with one row of its, or all; gives what it prints.
+/// Runs a benchmark program, with one of its rows or all, and returns its output. In a VM the init
+/// of the RAM disk starts it.
 pub fn program(
-    place: Place,
+    environment: Environment,
     kernels: &Kernels,
     program: &Path,
     disk: &Path,
     row: Option<&str>,
 ) -> Result<String> {
-    if place != Place::Native {
+    if environment != Environment::Native {
         let variables = row.map(|row| ("HB_ROW", row));
-        return output(&mut with_ram_disk(place, kernels, disk, variables.as_slice())?);
+        return output(&mut with_ram_disk(environment, kernels, disk, variables.as_slice())?);
     }
     output(Command::new(program).args(row))
 }
 
-/// Milliseconds from the start of a machine's program to what `text` of the RAM disk's first program says.
-pub fn start(place: Place, kernels: &Kernels, disk: &Path, text: &str) -> Result<f64> {
-    let mut command = with_ram_disk(place, kernels, disk, &[])?;
+/// Returns the milliseconds from the start of a VM until the init of its RAM disk prints `text`.
+pub fn start(environment: Environment, kernels: &Kernels, disk: &Path, text: &str) -> Result<f64> {
+    let mut command = with_ram_disk(environment, kernels, disk, &[])?;
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
     let begin = Instant::now();
     let mut child = command.spawn().with_context(|| format!("cannot start {command:?}"))?;
@@ -221,7 +223,8 @@ pub fn start(place: Place, kernels: &Kernels, disk: &Path, text: &str) -> Result
     seen.map(|()| time.as_secs_f64() * 1e3)
 }
 
-/// A Debian for all places: its disk, the same files for programs of the host, and a second disk with what is measured.
+/// A Debian for all environments: its disk, the same files for the host, and a second disk with the
+/// benchmarks.
 pub struct Userland {
     disk: PathBuf,
     tree: PathBuf,
@@ -230,7 +233,7 @@ pub struct Userland {
 }
 
 impl Userland {
-    /// `made` is a folder of `parador rootfs debian`; `work` has what is measured.
+    /// `made` is a folder of `parador rootfs debian`; `work` holds the benchmarks.
     pub fn new(made: &Path, work: &Path) -> Result<Self> {
         let disk = made.join("disk.img");
         let tree = folder().join("debian");
@@ -257,23 +260,23 @@ impl Userland {
         Ok(Self { disk, tree, work: work.to_owned(), work_disk })
     }
 
-    /// Runs `userland` in a place, with these variables of its environment; gives what it prints.
+    /// Runs `userland` in an environment, with these environment variables, and returns its output.
     pub fn run(
         &self,
-        place: Place,
+        environment: Environment,
         kernels: &Kernels,
-        environment: Variables<'_>,
+        variables: Variables<'_>,
     ) -> Result<String> {
-        let variables = told(environment);
-        let first = |device: &str| variables.clone() + &FIRST.replace("DISK", device);
+        let parameters = kernel_parameters(variables);
+        let first = |device: &str| parameters.clone() + &FIRST.replace("DISK", device);
         let virtio = first("/dev/vdb");
-        let mut command = match place {
-            Place::Native => {
+        let mut command = match environment {
+            Environment::Native => {
                 let mut command = self.native()?;
-                command.envs(environment.iter().copied());
+                command.envs(variables.iter().copied());
                 command
             }
-            Place::Parador => {
+            Environment::Parador => {
                 let mut run = run_parador(kernels);
                 for disk in [&self.disk, &self.work_disk] {
                     run.arg("-d").arg(format!("path={},ro=on", disk.display()));
@@ -281,7 +284,7 @@ impl Userland {
                 run.args(["-p", &format!("root=/dev/vda1 ro quiet {virtio}")]);
                 run
             }
-            Place::Tcg => {
+            Environment::Tcg => {
                 let mut qemu = run_qemu(kernels);
                 if let Some(initrd) = &kernels.tcg_initrd {
                     qemu.arg("-initrd").arg(initrd);
@@ -293,7 +296,7 @@ impl Userland {
                 qemu.arg("-append").arg(format!("{COMMAND_LINE} root=/dev/vda1 ro {virtio}"));
                 qemu
             }
-            Place::Uml => {
+            Environment::Uml => {
                 let mut uml = run_uml();
                 uml.arg(format!("ubd0r={}", self.disk.display()));
                 uml.arg(format!("ubd1r={}", self.work_disk.display()));
@@ -304,7 +307,7 @@ impl Userland {
         output(&mut command)
     }
 
-    /// In the tree, with a network of its own, in name spaces that end with it.
+    /// Runs in a chroot, with network, mount and PID namespaces of its own.
     fn native(&self) -> Result<Command> {
         let script = "mount --rbind /dev \"$1/dev\"; mount --rbind /proc \"$1/proc\"; \
                       mount -t tmpfs tmp \"$1/tmp\"; mount --bind \"$2\" \"$1/mnt\"; \
@@ -321,14 +324,14 @@ impl Userland {
     }
 }
 
-/// Why User-Mode Linux cannot take part; `None`: it is there.
+/// Returns the reason why User-Mode Linux cannot run; `None`: it can.
 pub fn uml_lacks() -> Option<String> {
     let there = Command::new(UML).arg("--version").stdout(Stdio::null()).status();
     there.err().map(|error| format!("{UML} (package {UML_PACKAGE}): {error}"))
 }
 
-/// Bytes of this host that a waiting machine takes beyond its guest's memory: of each of its processes what it has for itself and its share
-/// of what it shares, and its page tables.
+/// Returns the host memory in bytes that an idle VM takes beyond guest memory: the proportional set
+/// size of each of its processes, and its page tables.
 pub fn machine_bytes(kernels: &Kernels) -> Result<f64> {
     let mut run = run_parador(kernels);
     run.args(["-i", "busybox", "-p", "quiet"]);
@@ -342,7 +345,7 @@ pub fn machine_bytes(kernels: &Kernels) -> Result<f64> {
     bytes
 }
 
-/// Of a process and its descendants.
+/// The same for a process and its descendants.
 fn family_bytes(process: u32) -> Result<f64> {
     let read = |name: &str| {
         let path = format!("/proc/{process}/{name}");
@@ -356,12 +359,12 @@ fn family_bytes(process: u32) -> Result<f64> {
     Ok(bytes)
 }
 
-/// Sum of the shares in `smaps`, in KiB, but of guest memory.
+/// Sum of the proportional set sizes in `smaps`, in KiB, without guest memory.
 fn share(smaps: &str) -> f64 {
     let mut counted = true;
     let mut sum = 0.0;
     for line in smaps.lines() {
-        // A mapping's first line has addresses, the others a name and a colon.
+        // The first line of a mapping has addresses; the other lines have a name and a colon.
         match line.split_whitespace().next() {
             Some(word) if !word.ends_with(':') => counted = !line.contains(GUEST_MEMORY),
             _ if counted => sum += kibibytes(line, "Pss:"),
@@ -371,14 +374,14 @@ fn share(smaps: &str) -> f64 {
     sum
 }
 
-/// `NAME  123 kB` in a text.
+/// Returns the number of a line `NAME  123 kB`.
 fn kibibytes(text: &str, name: &str) -> f64 {
     let line = text.lines().find_map(|line| line.strip_prefix(name));
     let word = line.and_then(|line| line.split_whitespace().next());
     word.and_then(|word| word.parse().ok()).unwrap_or(0.0)
 }
 
-/// What it prints; it must succeed.
+/// Runs a command that must succeed and returns its output.
 pub fn output(command: &mut Command) -> Result<String> {
     let output = command
         .stdin(Stdio::null())
@@ -394,12 +397,12 @@ pub fn output(command: &mut Command) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// A source archive, checked, kept for the next time.
+/// Returns a source archive with this digest; downloads it once.
 pub fn archive(url: &str, digest: &str) -> Result<PathBuf> {
     let name = url.rsplit('/').next().context("no name")?;
     let path = guest::folder().join(name);
     if !path.exists() {
-        // Debian's own program for it: knows apt's proxies and checks the digest.
+        // apt-helper knows apt's proxies and checks the digest.
         let mut fetch = Command::new("/usr/lib/apt/apt-helper");
         output(fetch.arg("download-file").args([url.as_ref(), path.as_os_str()]).arg(digest))?;
     }

@@ -10,7 +10,7 @@
 //!
 //! Bytes that are to be executed by programs are of one type, [`Searched`], which only searching makes; nothing else is written to copies.
 //!
-//! Invariants: what a process has mapped executable for programs are copies, [`crate::calls`]'s, or, while the trap flag is set, the pages of a
+//! Invariants: what a process has mapped executable for programs are copies, [`crate::syscall_patch`]'s, or, while the trap flag is set, the pages of a
 //! step; a copy has neither sequence; nor have two mapped one behind the other. Copies are of one virtual CPU: while the wedge changes one,
 //! nobody executes it.
 
@@ -27,7 +27,7 @@ use wedge_core::mapped::Piece;
 use crate::memory::{self, PAGE, Ram};
 use crate::shared::mine;
 use crate::sites::MOST_POKED;
-use crate::{calls, sys};
+use crate::{sys, syscall_patch};
 
 /// First byte of both.
 const FIRST: u8 = 0x0f;
@@ -186,12 +186,12 @@ impl Searched {
         for (at, bytes) in edits {
             let end = at + bytes.len();
             // What its neighbours may be was decided by its borders.
-            if crate::keys::are_on() && (at < BORDER || end > page.len() - BORDER) {
+            if crate::pkeys::is_enabled() && (at < BORDER || end > page.len() - BORDER) {
                 return None;
             }
             page.get_mut(at..end)?.copy_from_slice(bytes);
         }
-        let has_sequence = crate::keys::are_on() && find(&page, 0).is_some();
+        let has_sequence = crate::pkeys::is_enabled() && find(&page, 0).is_some();
         (!has_sequence).then_some(Self(page))
     }
 
@@ -206,7 +206,7 @@ impl Searched {
             sys::map(page, PAGE, rights, sys::Backing::Own)?;
             (page as *mut Page).write(self.0);
         }
-        calls::protect(page, linux::PROT_READ | linux::PROT_EXEC)
+        syscall_patch::protect(page, linux::PROT_READ | linux::PROT_EXEC)
     }
 }
 
@@ -312,7 +312,7 @@ pub fn map(
     unsafe { sys::map_now(linear, mapped, rights, layout::MEMORY_FD, offset_of_copy) }?;
     let piece = Piece { start: linear, end: linear + mapped, offset: offset_of_copy, rights };
     memory::mapped().add(piece);
-    calls::forget(linear, linear + mapped);
+    syscall_patch::forget(linear, linear + mapped);
     forget(linear, linear + mapped);
     for page in (0..mapped).step_by(PAGE as usize) {
         // SAFETY: as in `renew`.
@@ -459,7 +459,7 @@ fn map_step(cpu: &VirtualCpu, memory: &GuestMemory, page: u64) -> Option<()> {
         sys::map(page, PAGE, rights, sys::Backing::Own).ok()?;
         (page as *mut [u8; PAGE as usize]).write(bytes);
     }
-    calls::protect(page, linux::PROT_READ | linux::PROT_EXEC).ok()
+    syscall_patch::protect(page, linux::PROT_READ | linux::PROT_EXEC).ok()
 }
 
 /// The instruction at an address, if it is in the pages of a step as a whole, or as far as it can be executed.

@@ -1,7 +1,8 @@
-//! Extended state of the guest, where the wedge loads it.
+//! Extended state of the guest, where the wedge saves and restores it.
 //!
-//! `PKRU` is extended state, too: `XRSTOR` with its bit would give the rights of whatever an area says. The wedge never asks for it, and
-//! behind each `XRSTOR` it is looked whether it has been asked for, since programs can jump there.
+//! `PKRU` is part of extended state: `XRSTOR` of its component would load rights from memory. The
+//! wedge never requests that component, and checks this after each `XRSTOR`, because user mode can
+//! jump to the instruction.
 
 use core::arch::asm;
 use core::arch::x86_64::__cpuid_count;
@@ -13,32 +14,33 @@ use wedge_core::VirtualCpu;
 use crate::memory::PAGE;
 use crate::shared::{EXTENDED_STATE, mine, vcpu};
 
-/// `PKRU` in `XCR0` (SDM vol. 1, 13.1).
+/// `PKRU` component in `XCR0` (SDM vol. 1, 13.1).
 pub const PKRU: u64 = 1 << 9;
-/// Legacy area and header.
+/// Length of legacy area and header in bytes.
 const LEAST: u64 = 576;
 const HEADER: usize = 512;
 
-/// Where components are in an area.
+/// Layout of an XSAVE area.
 #[derive(Clone, Copy, Debug)]
-pub struct Parts {
-    /// What the host has enabled (`XCR0`).
+pub struct XsaveLayout {
+    /// Components enabled by the host (`XCR0`).
     enabled: u64,
-    /// It has the compacted format (`XSAVEC`).
+    /// The compacted format (`XSAVEC`) is supported.
     is_compacting: bool,
-    /// Bytes of an area with all of it.
+    /// Length of an area with all enabled components in bytes.
     length: u64,
-    /// Offset and length of each in the standard format, and whether it is aligned in the compacted one.
+    /// Of each component: offset and length in the standard format, and its alignment in the
+    /// compacted format.
     each: [(u32, u32, bool); COMPONENTS],
 }
 
-/// Components that guests may have: all up to that of `PKRU`.
+/// Number of components that a guest may use: all up to `PKRU`.
 const COMPONENTS: usize = 9;
 
-/// Asks the processor. To be called before anything is restored.
-pub fn learn() {
+/// Reads the layout from CPUID. To be called before any restore.
+pub fn detect() {
     let (low, high): (u32, u32);
-    // SAFETY: the loader has checked that programs may use it.
+    // SAFETY: the loader has checked that user mode may execute it.
     unsafe {
         asm!("xgetbv", in("ecx") 0, out("eax") low, out("edx") high, options(nomem, nostack))
     };
@@ -53,30 +55,31 @@ pub fn learn() {
     let enabled = u64::from(high) << 32 | u64::from(low);
     let length = __cpuid_count(LEAF, 0).ebx.into();
     let is_compacting = __cpuid_count(LEAF, 1).eax & 2 != 0;
-    mine().parts.set(Parts { enabled, is_compacting, length, each });
+    mine().xsave_layout.set(XsaveLayout { enabled, is_compacting, length, each });
 }
 
-/// `XSAVE` of the components `features` to `area`, whatever was there: the instruction itself leaves the header's `XCOMP_BV` and
-/// reserved words as they are (SDM vol. 1, 13.7), and areas of the guest or of a program, which can be compacted, are copied to the same place.
+/// Saves the components `features` to `area` (`XSAVE`), whatever its previous contents. The
+/// instruction itself preserves the header's `XCOMP_BV` and reserved words (SDM vol. 1, 13.7), but
+/// the same memory also receives copies of guest areas, which may be compacted.
 ///
 /// # Safety
-/// The area is aligned, long enough for them, and used for nothing else.
+/// The area must be aligned, long enough for the components, and without any other use.
 pub unsafe fn save(area: u64, features: u64) {
     let (low, high) = (features as u32, (features >> 32) as u32);
-    // SAFETY: the caller vouches for the area, which has a header.
+    // SAFETY: the caller guarantees an area, which has a header.
     unsafe { ((area + HEADER as u64) as *mut [u64; 8]).write_volatile([0; 8]) };
-    // SAFETY: the caller vouches for the area.
+    // SAFETY: the caller guarantees the area.
     unsafe { asm!("xsave64 [{}]", in(reg) area, in("eax") low, in("edx") high) };
 }
 
-/// `XRSTOR` from `area` of the components `features`, without `PKRU`.
+/// Restores the components `features`, except for `PKRU`, from `area` (`XRSTOR`).
 ///
 /// # Safety
-/// The area is an XSAVE area, long enough for its components, and sound.
+/// The area must be a valid XSAVE area, and long enough for its components.
 pub unsafe fn load(area: u64, features: u64) {
     let features = features & !PKRU;
     let (low, high) = (features as u32, (features >> 32) as u32);
-    // SAFETY: the caller vouches for the area; this program does not use extended state itself.
+    // SAFETY: the caller guarantees the area; the wedge does not use extended state itself.
     unsafe {
         asm!(
             "xrstor64 [{area}]",
@@ -90,24 +93,25 @@ pub unsafe fn load(area: u64, features: u64) {
     }
 }
 
-/// Gives the processor the extended state that the host's kernel has put into a signal's frame, of which this much is there. What is not sound is
-/// left out: a program can have written it.
+/// Restores the extended state from a signal frame, of which `left` bytes are accessible. Invalid
+/// state is ignored: user mode may have forged it.
 pub fn restore(area: u64, left: u64) {
-    /// `FP_XSTATE_MAGIC1`, and where it and the features are (`struct _fpx_sw_bytes`).
+    /// `FP_XSTATE_MAGIC1`, the offset of `struct _fpx_sw_bytes`, and that of the features in it.
     const MAGIC: u32 = 0x4650_5853;
     const AT: usize = 464;
     if area == 0 || left < LEAST {
         return;
     }
     let bytes = area as *const u8;
-    // SAFETY: the area is on a stack of signals, this long at least; if the host's kernel has written it, it has the features that it says.
+    // SAFETY: the area is on a signal stack and at least this long; if the host kernel has written
+    // it, it has the features that it states.
     unsafe {
         if bytes.add(AT).cast::<u32>().read_unaligned() == MAGIC {
             let features = bytes.add(AT + 8).cast::<u64>().read_unaligned();
             let header = bytes.add(HEADER).cast::<[u64; 8]>().read_unaligned();
             let control = bytes.add(24).cast::<u32>().read_unaligned();
-            let parts = mine().parts.get();
-            if is_sound(&header, control, parts.enabled) && left >= parts.length {
+            let parts = mine().xsave_layout.get();
+            if is_valid(&header, control, parts.enabled) && left >= parts.length {
                 load(area, features);
             }
         } else if bytes.add(24).cast::<u32>().read_unaligned() >> 16 == 0 {
@@ -116,14 +120,15 @@ pub fn restore(area: u64, left: u64) {
     }
 }
 
-/// Whether `XRSTOR` takes an area with this header and `MXCSR` (SDM vol. 1, 13.8), on a processor with these features.
-fn is_sound(header: &[u64; 8], control: u32, known: u64) -> bool {
+/// Returns whether `XRSTOR` accepts an area with this header and `MXCSR` (SDM vol. 1, 13.8), on a
+/// CPU with these components.
+fn is_valid(header: &[u64; 8], control: u32, known: u64) -> bool {
     const COMPACT: u64 = 1 << 63;
     let [present, layout, rest @ ..] = *header;
     let parts = match layout {
         0 => present & !known == 0,
         _ => {
-            mine().parts.get().is_compacting
+            mine().xsave_layout.get().is_compacting
                 && layout & COMPACT != 0
                 && layout & !COMPACT & !known == 0
                 && present & !(layout & !COMPACT) == 0
@@ -132,38 +137,38 @@ fn is_sound(header: &[u64; 8], control: u32, known: u64) -> bool {
     parts && rest == [0; 6] && control >> 16 == 0
 }
 
-/// Why the guest's `XRSTOR` is not carried out.
+/// Reason for not emulating an `XRSTOR`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Refused {
+pub enum XrstorError {
     /// The area is not readable.
     Fault(vmm_cpu::walk::PageFault),
-    /// It is not sound.
+    /// The area is invalid.
     Protection,
 }
 
-/// Carries out the guest's `XRSTOR` from a linear address.
-pub fn carry_out(
+/// Emulates the guest's `XRSTOR` from a linear address.
+pub fn emulate_xrstor(
     cpu: &VirtualCpu,
     memory: &GuestMemory,
     linear: u64,
     xcr0: u64,
-) -> Result<(), Refused> {
+) -> Result<(), XrstorError> {
     if !linear.is_multiple_of(64) {
-        return Err(Refused::Protection);
+        return Err(XrstorError::Protection);
     }
     let wanted = (cpu.frame.gpr[2] << 32 | cpu.frame.gpr[0] & 0xffff_ffff) & xcr0;
-    let at = vcpu().extended.0.at();
-    // SAFETY: only a change of the process uses it otherwise, which is not now.
+    let at = vcpu().xsave.0.at();
+    // SAFETY: its only other use is a switch of the process, which does not happen now.
     let area = unsafe { &mut *at };
     let read = |from: usize, to: &mut [u8]| {
         let (mut at, mut left) = (linear.wrapping_add(from as u64), to);
         while !left.is_empty() {
             let length = ((PAGE - at % PAGE) as usize).min(left.len());
-            // With the rights of who asks for it.
+            // With the rights of the current privilege level.
             let found = cpu.paging(at, cpu.cpl == 3).translate(memory, at, Intent::Read, true);
             let (part, rest) = left.split_at_mut(length);
-            if memory.read_slice(found.map_err(Refused::Fault)?.0, part).is_err() {
-                // As of memory that is not there.
+            if memory.read_slice(found.map_err(XrstorError::Fault)?.0, part).is_err() {
+                // Unassigned memory reads as all ones.
                 part.fill(0xff);
             }
             (at, left) = (at.wrapping_add(length as u64), rest);
@@ -178,26 +183,26 @@ pub fn carry_out(
     };
     let header: [u64; 8] = core::array::from_fn(|index| word(HEADER + 8 * index));
     let control = word(24) as u32;
-    if !is_sound(&header, control, xcr0) {
-        return Err(Refused::Protection);
+    if !is_valid(&header, control, xcr0) {
+        return Err(XrstorError::Protection);
     }
     let end = length(&header, wanted);
     let end = usize::try_from(end).unwrap_or(EXTENDED_STATE).min(EXTENDED_STATE);
     if end > LEAST as usize {
         read(LEAST as usize, &mut area[LEAST as usize..end])?;
     }
-    // SAFETY: the area is a copy that is sound, and as long as its components.
+    // SAFETY: the area is a validated copy, and as long as its components.
     unsafe { load(at as u64, wanted) };
     Ok(())
 }
 
-/// Bytes of an area that `XRSTOR` reads for these components.
+/// Returns the number of bytes that `XRSTOR` reads for these components.
 fn length(header: &[u64; 8], wanted: u64) -> u64 {
     let [present, layout, ..] = *header;
     let compact = layout >> 63 != 0;
     let mut end = LEAST;
     let mut next = LEAST;
-    let parts = mine().parts.get().each;
+    let parts = mine().xsave_layout.get().each;
     for (component, &(offset, length, aligned)) in parts.iter().enumerate().skip(2) {
         let bit = 1 << component;
         let is_read = present & wanted & bit != 0;

@@ -1,15 +1,17 @@
-//! Capability lookup and the mapping database: delegation, recursive revocation, and the end of objects.
+//! Mapping database and capability look-up: delegation, recursive revocation, destruction of
+//! objects.
 //!
 //! # Invariants
 //!
-//! * Every mapping of memory and ports and every capability has exactly one [`Node`]; a child's
+//! * Every capability and every mapping of memory or ports has exactly one [`MapNode`]; a child's
 //!   range, rights and units are contained in its parent's.
-//! * Nodes of one space and kind do not overlap.
-//! * Page tables and port maps show exactly the nodes; they are changed in the same step.
-//! * An object exists as long as it has a capability; the last one's removal ends it.
+//! * Nodes of one address space and kind do not overlap.
+//! * Page tables and port maps contain exactly the nodes; both are changed in the same step.
+//! * An object exists as long as a capability to it exists; removing the last one destroys it.
 //!
-//! Delegation, revocation and the end of tasks are done in steps ([`work`]). An operation that runs out of its budget
-//! leaves a consistent state and makes the system call start again, so it goes on where it stopped.
+//! Delegation, revocation and destruction of tasks proceed in bounded steps ([`work`]). An
+//! operation that exhausts its budget leaves a consistent state and restarts the system call, which
+//! continues from there.
 
 use core::cell::Cell;
 use core::sync::atomic::Ordering;
@@ -26,20 +28,20 @@ use crate::tree::{Links, Tree};
 pub use delegation::Delegation;
 
 mod delegation;
-mod life;
+mod lifecycle;
 pub mod work;
 
-/// Deepest chain of delegations.
+/// Maximum depth of a chain of delegations.
 const MAX_DEPTH: u8 = 250;
-/// Largest order of a delegation of capabilities.
+/// Maximum order of a delegation of capabilities.
 const MAX_CAPABILITY_ORDER: u8 = 6;
-/// Guest-physical addresses have this many bits.
+/// Width of a guest-physical address in bits.
 const GUEST_BITS: u32 = 48;
-/// Pages that a task can map: all of its half but the last, so that the address after a SYSCALL
-/// instruction is canonical wherever the instruction is (APM vol. 3, SYSRET).
+/// Pages that a task can map: the lower half except its last page, so that the address after a
+/// SYSCALL instruction is always canonical (APM vol. 3, SYSRET).
 const USER_PAGES: u64 = (abi::USER_END >> abi::PAGE_SHIFT) - 1;
 
-/// Page tables in kernel memory, paid for by one factory.
+/// Page tables in kernel memory, charged to one factory.
 struct KernelTables<'a> {
     memory: &'a Memory,
     factory: Option<Handle<Factory>>,
@@ -59,8 +61,8 @@ impl table::Tables for KernelTables<'_> {
     }
     fn write_all(&self, table: u64, first: usize, count: u64, entry: impl Fn(u64) -> u64) {
         let words = self.memory.words(self.memory.frame_at(table));
-        for (number, word) in words.iter().skip(first).take(count as usize).enumerate() {
-            word.store(entry(number as u64), Ordering::Relaxed);
+        for (offset, word) in words.iter().skip(first).take(count as usize).enumerate() {
+            word.store(entry(offset as u64), Ordering::Relaxed);
         }
     }
     fn alloc(&self) -> Result<u64, Status> {
@@ -91,7 +93,7 @@ impl<A: Arch> Space<A> {
     }
 }
 
-/// `log2` of the ports in a word of a port map.
+/// `log2` of the number of ports in a word of a port map.
 const WORD_ORDER: u8 = 6;
 
 /// Number of units of an order.
@@ -111,7 +113,7 @@ impl<A: Arch> Kernel<A> {
         if selector >= task.slots {
             return None;
         }
-        // Short numbers, for a cheap division: `MAX_SLOTS` fits.
+        // 16-bit division is cheaper, and `MAX_SLOTS` fits.
         let (selector, per_page) = (selector as u16, SLOTS_PER_PAGE as u16);
         let page = task.pages.get(usize::from(selector / per_page))?.get()?;
         Some(&self.memory.at(page).slots[usize::from(selector % per_page)])
@@ -123,7 +125,8 @@ impl<A: Arch> Kernel<A> {
         self.slot(task, selector).and_then(Cell::get).ok_or(Status::BadCapability)
     }
 
-    /// Makes sure that a slot exists and is free.
+    /// Returns a free slot, whose page is allocated if needed. Fails with `Busy` if the slot is in
+    /// use.
     fn free_slot<'a>(
         &'a self,
         task: &'a Task<A>,
@@ -141,7 +144,7 @@ impl<A: Arch> Kernel<A> {
         if slot.get().is_some() { Err(Status::Busy) } else { Ok(slot) }
     }
 
-    fn count(&self, object: ObjectRef<A>) -> Option<&Cell<u32>> {
+    fn cap_count(&self, object: ObjectRef<A>) -> Option<&Cell<u32>> {
         let memory = &self.memory;
         Some(match object {
             ObjectRef::Task(handle) => &memory.get(handle)?.caps,
@@ -157,21 +160,21 @@ impl<A: Arch> Kernel<A> {
         })
     }
 
-    /// Puts a new capability into a free slot.
+    /// Inserts a new capability into a free slot.
     pub fn insert_capability(
         &self,
         task: Handle<Task<A>>,
         selector: u64,
         object: ObjectRef<A>,
         rights: u8,
-        parent: Option<Handle<Node<A>>>,
+        parent: Option<Handle<MapNode<A>>>,
     ) -> Result<(), Status> {
         let owner = self.memory.get(task).ok_or(Status::Aborted)?;
         if owner.space.dying.get() {
             return Err(Status::Aborted);
         }
         let slot = self.free_slot(owner, selector)?;
-        let count = self.count(object).ok_or(Status::BadCapability)?;
+        let count = self.cap_count(object).ok_or(Status::BadCapability)?;
         let node = self.new_node(
             SpaceRef::Task(task),
             owner.space.factory,
@@ -187,7 +190,7 @@ impl<A: Arch> Kernel<A> {
 
     // ---- nodes -------------------------------------------------------------------------------
 
-    /// The memory and ports of a task or guest.
+    /// Memory and I/O ports of a task or VM.
     pub fn space(&self, space: SpaceRef<A>) -> Option<&Space<A>> {
         match space {
             SpaceRef::Task(task) => self.memory.get(task).map(|task| &task.space),
@@ -202,8 +205,8 @@ impl<A: Arch> Kernel<A> {
         extent: Extent,
         rights: u8,
         device: bool,
-        parent: Option<Handle<Node<A>>>,
-    ) -> Result<Handle<Node<A>>, Status> {
+        parent: Option<Handle<MapNode<A>>>,
+    ) -> Result<Handle<MapNode<A>>, Status> {
         let above = parent.map(|parent| self.memory.at(parent));
         let depth = above.map_or(0, |above| above.depth + 1);
         if depth > MAX_DEPTH {
@@ -211,7 +214,7 @@ impl<A: Arch> Kernel<A> {
         }
         let handle = self.memory.alloc(
             factory,
-            Node {
+            MapNode {
                 space,
                 base: extent.base,
                 physical: extent.physical,
@@ -233,36 +236,36 @@ impl<A: Arch> Kernel<A> {
         Ok(handle)
     }
 
-    fn drop_node(&self, handle: Handle<Node<A>>) {
+    fn drop_node(&self, handle: Handle<MapNode<A>>) {
         if let Some(parent) = self.memory.at(handle).parent.get() {
             self.memory.at(parent).children.remove(&self.memory, handle);
         }
         self.memory.free(handle);
     }
 
-    fn tree(space: &Space<A>, kind: ItemKind) -> &Tree<Node<A>> {
+    fn tree(space: &Space<A>, kind: ItemKind) -> &Tree<MapNode<A>> {
         match kind {
             ItemKind::Port => &space.ports,
             _ => &space.memory,
         }
     }
 
-    /// The node that covers unit `base`.
-    fn find(&self, tree: &Tree<Node<A>>, base: u64) -> Option<Handle<Node<A>>> {
+    /// Returns the node that covers unit `base`.
+    fn find(&self, tree: &Tree<MapNode<A>>, base: u64) -> Option<Handle<MapNode<A>>> {
         let handle = tree.at_most(&self.memory, base)?;
         let node = self.memory.at(handle);
         (base - node.base < units(node.order)).then_some(handle)
     }
 
-    /// Adds a mapping to a space: node, page table, port map.
+    /// Adds a mapping to an address space: node, and page-table or port-map entries.
     pub fn add_mapping(
         &self,
         to: SpaceRef<A>,
         extent: Extent,
         rights: u8,
         device: bool,
-        parent: Option<Handle<Node<A>>>,
-    ) -> Result<Handle<Node<A>>, Status> {
+        parent: Option<Handle<MapNode<A>>>,
+    ) -> Result<Handle<MapNode<A>>, Status> {
         let space = self.space(to).ok_or(Status::Aborted)?;
         let handle = self.new_node(to, space.factory, extent, rights, device, parent)?;
         let written = match extent.kind {
@@ -362,8 +365,8 @@ impl<A: Arch> Kernel<A> {
         self.flush.set(self.flush.get() | active);
     }
 
-    /// Removes a node without children, and what it stands for.
-    fn remove_leaf(&self, handle: Handle<Node<A>>) {
+    /// Removes a node without children, with its page-table or port-map entries or its capability.
+    fn remove_leaf(&self, handle: Handle<MapNode<A>>) {
         let node = self.memory.at(handle);
         let extent =
             Extent { kind: node.kind, base: node.base, physical: node.physical, order: node.order };
@@ -400,17 +403,17 @@ impl<A: Arch> Kernel<A> {
         }
         self.drop_node(handle);
         if let Some(object) = ended
-            && let Some(count) = self.count(object)
+            && let Some(count) = self.cap_count(object)
         {
             count.set(count.get() - 1);
             if count.get() == 0 {
-                self.end(object);
+                self.destroy(object);
             }
         }
     }
 
-    /// Removes a mapping that the kernel placed ([`Node::fixed`]), if it is still there.
-    pub fn remove_fixed(&self, handle: Handle<Node<A>>) {
+    /// Removes a mapping placed by the kernel ([`MapNode::fixed`]), if it still exists.
+    pub fn remove_fixed(&self, handle: Handle<MapNode<A>>) {
         if self.memory.get(handle).is_some() {
             self.remove_leaf(handle);
         }
@@ -423,7 +426,7 @@ impl<A: Arch> Kernel<A> {
         address: u64,
         frame: Frame,
         write: bool,
-    ) -> Result<Handle<Node<A>>, Status> {
+    ) -> Result<Handle<MapNode<A>>, Status> {
         let owner = self.memory.get(task).ok_or(Status::Aborted)?;
         if owner.space.dying.get() {
             return Err(Status::Aborted);
@@ -444,12 +447,12 @@ impl<A: Arch> Kernel<A> {
     }
 }
 
-/// What a mapping covers.
+/// Range of a mapping.
 #[derive(Clone, Copy, Debug)]
 pub struct Extent {
     /// Memory, capability or port.
     pub kind: ItemKind,
-    /// First unit in the space.
+    /// First unit in the address space.
     pub base: u64,
     /// First unit of the resource: physical page number or port.
     pub physical: u64,

@@ -1,40 +1,37 @@
-//! Several guests at once, and the servers between them: what data costs, what idle guests cost, what memory they take.
-//! KVM, with QEMU as its monitor, does the same on the same machine in the same command.
+//! Several guests at once and the servers between them: cost of data transfers, of idle guests, and
+//! memory per VM. The peer, KVM with QEMU as VMM, does the same on the same emulated machine in the
+//! same command.
 
 use crate::counted::{Counter, Counts};
 use crate::guest::{Tree, folder};
 use crate::linux::{Linux, output};
+use crate::promises;
 use crate::report::Figure;
 use crate::runs::{self, Bare, COMMAND_LINE, NO_SLEEP, Output, SLEEP};
-use crate::statistics::Statistics;
+use crate::statistics::VmStatistics;
 use anyhow::{Context, Result, ensure};
 use parador_tests::system::artifacts;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Reads that are counted.
+/// Number of disk reads between the marks.
 const READS: u32 = 500;
-/// MiB that are counted.
+/// MiB transferred between the marks.
 const MIB: u32 = 32;
-/// Millions of rounds that the working guest computes.
+/// Rounds that the busy guest computes, in millions.
 const ROUNDS: u32 = 400;
-/// Guests at once; one of them works.
+/// Number of guests at once, of which one is busy.
 const GUESTS: usize = 16;
-/// Messages that the two virtual CPUs of guest `ipi` send, with those before it measures.
+/// IPIs that the two vCPUs of guest `ipi` send, including those before it measures.
 const MESSAGES: f64 = 10_200.0;
-/// Seconds after its start when the working guest begins: the others have booted and are idle.
+/// Seconds after boot at which the busy guest starts to compute: the other guests are idle by then.
 const SETTLED: u32 = 90;
 /// Seconds after which an idle guest ends.
 const IDLE: u32 = 200;
-/// Disk requests per second: the disk is slow enough that whoever waits for it sleeps, which is the same in each run.
+/// Disk requests per second: slow enough that a waiting task always sleeps, so that all runs take
+/// the same course.
 const DISK_RATE: u32 = 100;
-/// Most memory for a virtual machine beyond the guest's.
-const MOST_BYTES: f64 = 384.0 * 1024.0;
-/// Most that an idle guest takes of a working one's instructions.
-const MOST_IDLE: f64 = 0.002;
-/// Most instructions from a message to its handler.
-const MOST_IPI: f64 = 3_000.0;
 
 /// Modules of guests, and of the peer's host.
 const VIRTIO: [&str; 6] = [
@@ -53,16 +50,16 @@ const BRIDGE: [&str; 8] =
 const FIRMWARE: [&str; 4] = ["bios-256k.bin", "linuxboot_dma.bin", "kvmvapic.bin", "pvh.bin"];
 const FIRMWARE_FOLDERS: [&str; 2] = ["/usr/share/qemu", "/usr/share/seabios"];
 
-/// What everything here runs on.
-pub struct House {
+/// Kernels, RAM disks and disk image of these measurements.
+pub struct Consolidation {
     linux: PathBuf,
     guest: PathBuf,
     host: PathBuf,
     disk: PathBuf,
 }
 
-impl House {
-    /// Makes the RAM disks and the disk.
+impl Consolidation {
+    /// Builds the RAM disks and the disk image.
     pub fn new() -> Result<Self> {
         let linux = Linux::fetch()?;
         let image = linux.image()?;
@@ -73,7 +70,7 @@ impl House {
         Ok(Self { linux: image, guest, host, disk })
     }
 
-    /// The figures of the part with this name, of all parts if it is empty.
+    /// Measures the part with this name, or all parts if it is empty.
     pub fn figures(&self, part: &str) -> Result<Vec<Figure>> {
         let is_wanted = |name| part.is_empty() || part == name;
         let mut figures = Vec::new();
@@ -92,12 +89,12 @@ impl House {
         Ok(figures)
     }
 
-    /// The head of a description.
+    /// Returns the `[system]` table of a description.
     fn head(&self, more: &str) -> String {
         format!("[system]\nboard = \"qemu-q35\"\nlog = \"com2\"\nshare_cpus = true\n{more}\n")
     }
 
-    /// A virtual machine in a description.
+    /// Returns a `[[vm]]` table of a description.
     fn guest(&self, name: &str, memory: u32, line: &str, more: &str) -> String {
         format!(
             "\n[[vm]]\nname = \"{name}\"\nmemory = \"{memory}M\"\nkernel = \"{}\"\ninitrd = \"{}\"\n\
@@ -107,7 +104,7 @@ impl House {
         )
     }
 
-    /// One run of a row, by KVM.
+    /// Runs a row once under KVM.
     fn peer(&self, name: &str, line: &str, icount: &str, arguments: &[String]) -> Result<Counts> {
         let counter = Counter::new(&format!("kvm-{name}"))?;
         let arguments = [&counter.arguments(), arguments].concat();
@@ -115,15 +112,15 @@ impl House {
         counter.read().with_context(|| output.console)
     }
 
-    /// Runs the peer's host.
+    /// Runs the peer's host system.
     fn kvm(&self, name: &str, line: &str, icount: &str, arguments: &[String]) -> Result<Output> {
         println!("running under KVM: {name}");
         let (kernel, ram_disk) = (self.linux.as_path(), self.host.as_path());
-        // For QEMU, its programs and two guests.
+        // Enough for QEMU and two guests.
         Bare { memory: "1024", kernel, ram_disk, more: line, icount }.run(arguments)
     }
 
-    /// One run of a row, by Parador, and the log.
+    /// Runs a row once under Parador and returns the counts and the log.
     fn ours(
         &self,
         name: &str,
@@ -138,7 +135,7 @@ impl House {
         Ok((counter.read().with_context(|| output.console)?, output.log))
     }
 
-    /// The same row twice by Parador and once by KVM.
+    /// Runs a row twice under Parador and compares it with the peer's counts.
     fn compare(
         &self,
         row: Row,
@@ -161,8 +158,8 @@ impl House {
         })
     }
 
-    /// A message from a virtual CPU to another one, which sleeps. Both are on one CPU, and the way from one to the other is
-    /// part of it: QEMU 7.2 hangs when it counts instructions of several CPUs.
+    /// IPI from a vCPU to another one that sleeps. Both run on one CPU, so the figure includes the
+    /// switch between them: QEMU 7.2 hangs when it counts instructions of several CPUs.
     fn ipi(&self) -> Result<Figure> {
         let peer = self.kvm("ipi", " what=ipi", NO_SLEEP, &[])?.value("ipi")?;
         let description = self.head("cpus = 1")
@@ -179,14 +176,14 @@ impl House {
             title: "message to a sleeping vCPU on the same CPU",
             value,
             unit: "instructions",
-            world_switches: Some(Statistics::read(&first.log)?.entries / MESSAGES),
+            world_switches: Some(VmStatistics::read(&first.log)?.entries / MESSAGES),
             peer: Some(peer),
-            limit: MOST_IPI,
+            limit: promises::limit("ipi")?,
             spread: (second.value("ipi")? - value).abs() / value,
         })
     }
 
-    /// Reading a disk, one request at a time.
+    /// Disk reads at queue depth 1.
     fn disk(&self) -> Result<Figure> {
         let line = format!("data=read,/dev/vda,{READS}");
         let rate = format!("throttling.iops-total={DISK_RATE}");
@@ -221,7 +218,7 @@ impl House {
         self.compare(row, || self.ours("net", &description, NO_SLEEP, &[]), peer)
     }
 
-    /// One guest that computes, alone and beside many idle ones.
+    /// One guest that computes, alone and beside many idle guests.
     fn many(&self) -> Result<[Figure; 2]> {
         let line = format!("wait={SETTLED} data=compute,{ROUNDS}");
         let worker = self.head("") + &self.guest("worker", 96, &line, "console = \"com1\"");
@@ -229,7 +226,7 @@ impl House {
         let idle = |number| self.guest(&format!("idle-{number}"), 96, &format!("wait={IDLE}"), "");
         let description = worker.clone() + &(1..GUESTS).map(idle).collect::<String>();
         let (beside, log) = self.ours("many", &description, NO_SLEEP, &[])?;
-        let bytes: Vec<f64> = Statistics::all(&log).map(|one| one.bytes).collect();
+        let bytes: Vec<f64> = VmStatistics::all(&log).map(|one| one.bytes).collect();
         ensure!(bytes.len() == GUESTS, "{} guests have ended instead of {GUESTS}", bytes.len());
         let others = (GUESTS - 1) as f64;
         let share = (beside.instructions - alone.instructions) / others / alone.instructions;
@@ -252,7 +249,7 @@ impl House {
                     "idle guest beside a working one",
                     share,
                     "of the working guest's instructions",
-                    MOST_IDLE,
+                    promises::limit("idle_guest_share")?,
                 )
             },
             figure(
@@ -260,7 +257,7 @@ impl House {
                 "16 guests: memory for each beyond its own",
                 most,
                 "bytes",
-                MOST_BYTES,
+                promises::limit("vmm_bytes_16")?,
             ),
         ])
     }
@@ -271,7 +268,7 @@ impl House {
 struct Row {
     key: &'static str,
     title: &'static str,
-    /// Operations between the marks.
+    /// Number of operations between the marks.
     count: u32,
 }
 

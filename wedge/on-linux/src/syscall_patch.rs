@@ -20,11 +20,11 @@ use vmm_mem::GuestMemory;
 use wedge_core::{VirtualCpu, padding};
 use wedge_x86::{CLOSED, READABLE};
 
-use crate::code::{self, Page, Searched};
+use crate::exec_scan::{self, Page, Searched};
 use crate::memory::{self, PAGE, Ram, leaf};
 use crate::shared::mine;
 use crate::sys::{self, Backing, Errno};
-use crate::{frames, keys};
+use crate::{frames, pkeys};
 
 /// Slots: its third byte is `INT`, its fourth the vector.
 const SLOTS: u64 = 0x74cd_0000;
@@ -80,12 +80,12 @@ pub fn set_up() -> Result<(), Errno> {
     unsafe { sys::map(SLOTS, length, rights, Backing::Own) }?;
     // Jumps of programs go through slots.
     let data = linux::PROT_READ | linux::PROT_WRITE;
-    keys::close(SLOTS, SLOTS_LENGTH, data, READABLE)?;
-    keys::close(STUBS, length - SLOTS_LENGTH, rights, CLOSED)
+    pkeys::protect(SLOTS, SLOTS_LENGTH, data, READABLE)?;
+    pkeys::protect(STUBS, length - SLOTS_LENGTH, rights, CLOSED)
 }
 
 /// A program has made a system call by signal; the instruction pointer is behind it.
-pub fn made(cpu: &VirtualCpu, memory: &GuestMemory) {
+pub fn on_syscall_trap(cpu: &VirtualCpu, memory: &GuestMemory) {
     let behind = cpu.frame.rip;
     let calls = calls();
     let place = &mut calls.places[(behind ^ behind >> 8) as usize % PLACES];
@@ -133,17 +133,20 @@ fn rewrite(cpu: &VirtualCpu, memory: &GuestMemory, behind: u64) -> Option<()> {
     let page = behind.checked_sub(1)? & !(PAGE - 1);
     let found = leaf(memory, cpu.paging(page, true).cr3, page)?;
     let frame = found.address + (page & (found.size - 1));
-    if found.writable || !found.executable || keys::are_on() && !code::is_copy_of(page, frame) {
+    if found.writable
+        || !found.executable
+        || pkeys::is_enabled() && !exec_scan::is_copy_of(page, frame)
+    {
         return None;
     }
     let (offset, _) = Ram::new(&crate::shared::start()?).offset(frame)?;
-    if frames::are_used() && !frames::may_copy(offset) {
+    if frames::is_enabled() && !frames::may_copy(offset) {
         return None;
     }
     let mut original = [0; PAGE as usize];
-    match keys::are_on() {
+    match pkeys::is_enabled() {
         // As it is mapped.
-        true => code::read(frame, &mut original)?,
+        true => exec_scan::read(frame, &mut original)?,
         false => memory.read_slice(frame, &mut original).ok()?,
     }
     let form = form(&original, (behind - page) as usize, cpu.frame.gpr[0] as u32)?;
@@ -157,7 +160,7 @@ fn rewrite(cpu: &VirtualCpu, memory: &GuestMemory, behind: u64) -> Option<()> {
     jump[3..].copy_from_slice(&(slot as u32).to_le_bytes());
     // What a program chooses, numbers and addresses, must not make another instruction there.
     let stub_code = stub_code(stub, &form.first, behind);
-    if code::find(&stub_code, 0).is_some() {
+    if exec_scan::find(&stub_code, 0).is_some() {
         return None;
     }
     let call = (behind - page) as usize - SYSCALL.len();
@@ -243,7 +246,9 @@ pub fn is_current(page: u64, frame: u64, memory: &GuestMemory) -> bool {
     /// Bytes that are compared at once.
     const CHUNK: usize = 64;
     let mut bytes = [0; PAGE as usize];
-    if memory.read_slice(frame, &mut bytes).is_err() || keys::are_on() && !code::close(&mut bytes) {
+    if memory.read_slice(frame, &mut bytes).is_err()
+        || pkeys::is_enabled() && !exec_scan::close(&mut bytes)
+    {
         return false;
     }
     // SAFETY: the copy is this process's own memory, readable, and nobody writes to it now.

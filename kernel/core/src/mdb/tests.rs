@@ -8,7 +8,7 @@ use abi::Item;
 
 type K = Kernel<Fake>;
 
-/// A task whose capabilities are counted as if somebody held one, so that it lives until `drop_task`.
+/// Creates a task that counts as having a capability, so that it lives until `drop_task`.
 fn task(kernel: &K, factory: Option<Handle<Factory>>) -> Handle<Task<Fake>> {
     let task = kernel.new_task(factory, 512).unwrap();
     kernel.memory.at(task).caps.set(1);
@@ -17,7 +17,7 @@ fn task(kernel: &K, factory: Option<Handle<Factory>>) -> Handle<Task<Fake>> {
 
 fn drop_task(kernel: &K, task: Handle<Task<Fake>>) {
     kernel.memory.at(task).caps.set(0);
-    kernel.end(ObjectRef::Task(task));
+    kernel.destroy(ObjectRef::Task(task));
 }
 
 fn finish(kernel: &mut K) {
@@ -54,7 +54,7 @@ fn the_last_page_of_the_lower_half_stays_empty() {
 }
 
 #[test]
-fn ranges_at_the_end_of_the_number_space_are_refused() {
+fn ranges_that_overflow_are_refused() {
     let kernel = kernel(256);
     let owner = task(&kernel, None);
     let own = SpaceRef::Task(owner);
@@ -87,7 +87,7 @@ fn capabilities_move_all_or_none() {
 }
 
 #[test]
-fn tasks_that_hold_each_other_all_end() {
+fn mutually_referencing_tasks_are_destroyed() {
     let mut kernel = kernel(1024);
     let before = kernel.memory.free_frames();
     // A chain: each task holds the only capability to the next two.
@@ -107,12 +107,15 @@ fn tasks_that_hold_each_other_all_end() {
             break;
         }
     }
-    assert!(tasks.iter().all(|task| kernel.memory.get(*task).is_none()), "a task was forgotten");
+    assert!(
+        tasks.iter().all(|task| kernel.memory.get(*task).is_none()),
+        "a task was not destroyed"
+    );
     assert_eq!(kernel.memory.free_frames(), before);
 }
 
 #[test]
-fn chains_of_delegations_are_not_endless() {
+fn delegation_depth_is_limited() {
     let kernel = kernel(1024);
     let owner = task(&kernel, None);
     give_memory(&kernel, owner, 0, 0);
@@ -124,9 +127,9 @@ fn chains_of_delegations_are_not_endless() {
     let mut steps = 0;
     let whole = memory_item(0, 0);
     let mut done = 0;
-    // Each time a look and a leaf.
+    // Budget for one look-up and one leaf per call.
     while !kernel
-        .unmap(owner, (whole, 0), false, &mut done, &mut (work::LOOK + work::LEAF))
+        .unmap(owner, (whole, 0), false, &mut done, &mut (work::LOOKUP + work::LEAF))
         .unwrap()
     {
         steps += 1;
@@ -137,7 +140,7 @@ fn chains_of_delegations_are_not_endless() {
 }
 
 #[test]
-fn a_fixed_mapping_can_be_neither_given_nor_taken() {
+fn fixed_mappings_cannot_be_delegated_or_unmapped() {
     let kernel = kernel(256);
     let owner = task(&kernel, None);
     let own = SpaceRef::Task(owner);
@@ -161,7 +164,7 @@ struct Mapped {
     parent: Option<usize>,
 }
 
-/// The reference: a set of mappings by identity; `places` finds them by space, kind and base.
+/// Reference model: a set of mappings by id; `places` finds them by space, kind and base.
 #[derive(Default)]
 struct Model {
     mapped: BTreeMap<usize, Mapped>,
@@ -200,7 +203,7 @@ impl Model {
         self.places.retain(|_, other| *other != id);
     }
 
-    /// What `Kernel::delegate` is to do; the status where it is to fail.
+    /// Expected effect of `Kernel::delegate`, or its error.
     fn delegate(
         &mut self,
         from: usize,
@@ -252,7 +255,7 @@ impl Model {
         Ok(())
     }
 
-    /// What `Kernel::unmap` is to do.
+    /// Expected effect of `Kernel::unmap`.
     fn unmap(&mut self, from: usize, item: Item, base: u64, own: bool) -> Result<(), Status> {
         let size = units(item.order);
         if base & (size - 1) != 0 {
@@ -410,7 +413,7 @@ fn against_the_model(seed: u64) {
         drop_task(&kernel, task);
     }
     kernel.memory.at(vm).caps.set(0);
-    kernel.end(ObjectRef::Vm(vm));
+    kernel.destroy(ObjectRef::Vm(vm));
     while !kernel.reap(&mut (work::WORK + random.below(4) as u32)) {
         finish(&mut kernel);
         check(&kernel);
@@ -418,10 +421,10 @@ fn against_the_model(seed: u64) {
     finish(&mut kernel);
     assert_eq!(kernel.memory.at(factory).available(), 6000);
     kernel.memory.at(factory).caps.set(0);
-    kernel.memory.end_factory(factory);
+    kernel.memory.destroy_factory(factory);
     finish(&mut kernel);
     assert_eq!(kernel.memory.free_frames(), all_free);
-    assert!(pool::testing::all::<Node<Fake>>(&kernel.memory).is_empty());
+    assert!(pool::testing::all::<MapNode<Fake>>(&kernel.memory).is_empty());
 }
 
 #[test]
@@ -432,7 +435,7 @@ fn random_delegations_against_a_set_model() {
 }
 
 #[test]
-fn a_lack_of_quota_leaves_everything_consistent() {
+fn exhausted_quota_leaves_a_consistent_state() {
     let mut random = Random(77);
     for quota in 1..40 {
         let mut kernel = kernel(512);

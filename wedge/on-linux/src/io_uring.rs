@@ -1,10 +1,12 @@
-//! Requests to the host without waiting for each: a ring of io_uring(7), of one process, for one file.
+//! An io_uring(7) of one process for one file.
 //!
-//! The ring is restricted before it is used (`IORING_REGISTER_RESTRICTIONS`): to reads, writes, flushes and changes of room, of the one file that it has,
-//! and to waiting for a word in memory, by which the process waits for its queue and for completions at once. The descriptors that it does not have the ring
-//! has neither. Hosts that permit no rings, or whose rings cannot wait for words (before Linux 6.7), have two processes for each disk instead.
+//! The ring is restricted before use (`IORING_REGISTER_RESTRICTIONS`) to reads, writes, flushes and
+//! fallocate of its one file, and to futex waits, by which the process waits for new requests and
+//! for completions at once. So the ring reaches no descriptor that the process does not have. Hosts
+//! without io_uring, or without futex waits in it (before Linux 6.7), use two processes per disk
+//! instead.
 //!
-//! Only the process and the host's kernel reach the ring's memory.
+//! Only the process and the host kernel access the ring's memory.
 
 use core::sync::atomic::{AtomicU32, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 
@@ -18,9 +20,9 @@ use proto::wedge::layout;
 
 use crate::sys::{self, Errno, Vector};
 
-/// Entries: each request of a queue, and a wait, has one at most; a power of two.
+/// Capacity: one entry for each request of a queue, and one for the wait; a power of two.
 const ENTRIES: u32 = 128;
-/// What is done.
+/// Permitted operations.
 const OPERATIONS: [u8; 5] = [
     op::IORING_OP_READV as u8,
     op::IORING_OP_WRITEV as u8,
@@ -30,29 +32,29 @@ const OPERATIONS: [u8; 5] = [
 ];
 /// `IOSQE_FIXED_FILE`: the descriptor is an index of registered files.
 const FIXED_FILE: u64 = 1;
-/// The process waits for completions only where it says so.
+/// Completions are processed only in system calls that wait for them.
 const FLAGS: u32 = uring::IORING_SETUP_R_DISABLED
     | uring::IORING_SETUP_SINGLE_ISSUER
     | uring::IORING_SETUP_DEFER_TASKRUN
     | uring::IORING_SETUP_NO_SQARRAY;
 
-/// A request to the host.
+/// Operation to submit.
 #[derive(Clone, Copy, Debug)]
-pub enum Entry<'a> {
-    /// Reads from this place of the file on.
+pub enum Submission<'a> {
+    /// Reads from this file offset on.
     Read(&'a [Vector], u64),
-    /// Writes.
+    /// Writes from this file offset on.
     Write(&'a [Vector], u64),
-    /// `fdatasync`.
+    /// fdatasync(2).
     Flush,
-    /// `fallocate`: mode, place, length.
+    /// fallocate(2): mode, offset, length.
     Allocate(u32, u64, u64),
-    /// Waits until a word is woken, if it has this value.
+    /// Waits on a futex word while it has this value.
     Wait(&'a AtomicU32, u32),
 }
 
-impl Entry<'_> {
-    /// `struct io_uring_sqe`.
+impl Submission<'_> {
+    /// Encodes `struct io_uring_sqe`.
     fn words(&self, id: u64) -> [u64; 8] {
         let (operation, fd, offset, address, length, flags, third) = match *self {
             Self::Read(vectors, at) => {
@@ -79,28 +81,29 @@ impl Entry<'_> {
     }
 }
 
-/// A ring.
+/// An io_uring instance.
 #[derive(Debug)]
-pub struct Ring {
-    /// Addresses.
+pub struct IoUring {
+    /// Addresses of the ring's words and arrays.
     sqes: u64,
     sq_tail: u64,
     cq_head: u64,
     cq_tail: u64,
     cqes: u64,
-    /// Entries of the kernel's that are used again in a circle.
+    /// Size of the submission ring, minus 1.
     mask: u32,
     cq_mask: u32,
     tail: u32,
-    /// Entries that the host has not been told of.
+    /// Submissions not passed to the host yet.
     unsubmitted: u32,
 }
 
-impl Ring {
-    /// Whether the host lets this process have rings that do all that is needed here.
+impl IoUring {
+    /// Returns whether the host permits a ring with all required operations.
     pub fn is_possible() -> bool {
         let Ok((fd, _)) = set_up() else { return false };
-        // `struct io_uring_probe`: the last operation, how many follow, then each: number, flags.
+        // `struct io_uring_probe`: last operation, number of entries, then for each operation its
+        // number and flags.
         const SUPPORTED: u64 = 1;
         const MOST: usize = 256;
         let mut probe = [0_u64; 2 + MOST];
@@ -119,23 +122,24 @@ impl Ring {
         is_probed && OPERATIONS.iter().all(has)
     }
 
-    /// Makes one for a descriptor. Its own is [`layout::RING_FD`].
+    /// Creates a ring for a file descriptor. The ring's own descriptor is [`layout::RING_FD`].
     pub fn new(file: u32) -> Result<Self, Errno> {
         let (fd, params) = set_up()?;
-        // SAFETY: no memory is touched.
+        // SAFETY: no memory is accessed.
         unsafe { sys::call(linux::__NR_dup3, [fd.into(), layout::RING_FD.into(), 0, 0, 0, 0]) }?;
         sys::close(fd, fd)?;
-        // Without an array of indices, completions are the last there. More than there is cannot be mapped.
+        // Without an array of indices, the completions are last. The kernel refuses a longer
+        // mapping.
         let length = u64::from(params.cq_off.cqes) + u64::from(params.cq_entries) * 16;
         let ring = map(length, uring::IORING_OFF_SQ_RING)?;
         let sqes = map(u64::from(params.sq_entries) * 64, uring::IORING_OFF_SQES)?;
         let call = |what: register, argument: u64, count: usize| {
             let arguments = [layout::RING_FD.into(), what as u64, argument, count as u64, 0, 0];
-            // SAFETY: the kernel reads what the callers below give.
+            // SAFETY: the kernel only reads the arguments of the callers below.
             unsafe { sys::call(linux::__NR_io_uring_register, arguments).map(drop) }
         };
         call(register::IORING_REGISTER_FILES, &raw const file as u64, 1)?;
-        // `struct io_uring_restriction`: what (16 bits), a number (8).
+        // `struct io_uring_restriction`: kind (16 bits), value (8 bits).
         let restrict = |what: restriction, value: u8| [what as u64 | u64::from(value) << 16, 0];
         let [read, write, flush, allocate, wait] =
             OPERATIONS.map(|value| restrict(restriction::IORING_RESTRICTION_SQE_OP, value));
@@ -165,17 +169,18 @@ impl Ring {
         })
     }
 
-    /// Adds a request, which [`Self::wait`] hands to the host. There are never more at a time than entries.
-    pub fn push(&mut self, entry: Entry<'_>, id: u64) {
+    /// Adds a submission, which [`Self::wait`] passes to the host. The callers never exceed the
+    /// capacity.
+    pub fn push(&mut self, entry: Submission<'_>, id: u64) {
         let at = self.sqes + u64::from(self.tail & self.mask) * 64;
-        // SAFETY: it is one of the entries, which the kernel reads when it is called only.
+        // SAFETY: it is an entry of the ring, which the kernel reads only in io_uring_enter(2).
         unsafe { (at as *mut [u64; 8]).write_volatile(entry.words(id)) };
         self.tail = self.tail.wrapping_add(1);
         self.unsubmitted += 1;
         word(self.sq_tail).store(self.tail, Release);
     }
 
-    /// Hands requests to the host, and waits until `least` have been completed.
+    /// Passes submissions to the host, and waits for `least` completions.
     pub fn wait(&mut self, least: u32) -> Result<(), Errno> {
         let arguments = [
             layout::RING_FD.into(),
@@ -185,13 +190,13 @@ impl Ring {
             0,
             0,
         ];
-        // SAFETY: what the requests touch is their owner's to say, who has them carried out on memory of the guest.
+        // SAFETY: the owner of each submission guarantees its memory, which is guest memory.
         let taken = unsafe { sys::call(linux::__NR_io_uring_enter, arguments) }?;
         self.unsubmitted = self.unsubmitted.saturating_sub(taken as u32);
         Ok(())
     }
 
-    /// The next request that has been completed, with its result.
+    /// Returns the id and the result of the next completion.
     pub fn completed(&mut self) -> Option<(u64, Result<u64, Errno>)> {
         let head = word(self.cq_head).load(Relaxed);
         if head == word(self.cq_tail).load(Acquire) {
@@ -199,7 +204,8 @@ impl Ring {
         }
         // `struct io_uring_cqe`.
         let at = self.cqes + u64::from(head & self.cq_mask) * 16;
-        // SAFETY: it is one of the completions, and the kernel does not change it before the head says that it was taken.
+        // SAFETY: it is an entry of the completion ring, which the kernel does not change before
+        // the head is advanced.
         let [id, result] = unsafe { (at as *const [u64; 2]).read_volatile() };
         word(self.cq_head).store(head.wrapping_add(1), Release);
         let result = result as i32;
@@ -207,23 +213,23 @@ impl Ring {
     }
 }
 
-/// A word of the ring.
+/// Returns a word of the ring.
 fn word(address: u64) -> &'static AtomicU32 {
-    // SAFETY: the kernel says that there is one; the mapping lives as long as the process.
+    // SAFETY: the kernel has reported its offset; the mapping lives as long as the process.
     unsafe { &*(address as *const AtomicU32) }
 }
 
-/// Maps a part of the ring, where the host's kernel wants it: it takes no other address.
+/// Maps a part of the ring at an address that the kernel chooses, as io_uring requires.
 fn map(length: u64, offset: u32) -> Result<u64, Errno> {
     let rights = linux::PROT_READ | linux::PROT_WRITE;
     let (shared, fd) = (linux::MAP_SHARED | linux::MAP_POPULATE, layout::RING_FD);
     let arguments = [0, length, rights.into(), shared.into(), fd.into(), offset.into()];
-    // SAFETY: nothing that is mapped is in the way.
+    // SAFETY: the kernel chooses a free address.
     unsafe { sys::call(linux::__NR_mmap, arguments) }
 }
 
 fn set_up() -> Result<(u32, uring::io_uring_params), Errno> {
-    // SAFETY: it consists of numbers.
+    // SAFETY: it consists of integers.
     let mut params: uring::io_uring_params = unsafe { core::mem::zeroed() };
     params.flags = FLAGS;
     let arguments = [ENTRIES.into(), &raw mut params as u64, 0, 0, 0, 0];

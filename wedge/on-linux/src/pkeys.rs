@@ -1,0 +1,67 @@
+//! Protection keys (Linux's `Documentation/core-api/protection-keys.rst`): guest user mode can
+//! access neither the guest kernel nor the wedge, although all are mapped in the same process.
+//!
+//! Memory of user mode has key 0. All other memory has [`CLOSED`], or [`READABLE`] where the host
+//! kernel or the CPU reads with user-mode rights: the selector of system call dispatch, and the
+//! jump slots of rewritten system calls. Keys do not restrict instruction fetches;
+//! `crate::exec_scan` controls executable pages. `docs/design/0013-protection-keys.md` has the full
+//! argument.
+
+use linux_raw_sys::general as linux;
+use proto::wedge::{layout, option};
+use wedge_x86::{CLOSED, PRIVATE, READABLE};
+
+use crate::config::has;
+use crate::shared::{OWN_VCPU, SIGNAL_STACK, VCPU_LENGTH, cell};
+use crate::sys::{self, Errno};
+
+const PAGE: u64 = 4096;
+const DATA: u32 = linux::PROT_READ | linux::PROT_WRITE;
+
+/// Returns whether protection keys are in use.
+pub fn is_enabled() -> bool {
+    has(option::KEYS)
+}
+
+/// Allocates two protection keys, for this process and its children.
+pub fn allocate() -> Result<(), Errno> {
+    /// `EBUSY`.
+    const OTHERS: Errno = Errno(16);
+    for key in [CLOSED, READABLE] {
+        // SAFETY: no memory is accessed. The keys permit all accesses for now.
+        let given = unsafe { sys::call(linux::__NR_pkey_alloc, [0; 6]) }?;
+        if given != u64::from(key) {
+            return Err(OTHERS);
+        }
+    }
+    Ok(())
+}
+
+/// Sets the key and the rights of memory, if protection keys are in use.
+pub fn protect(start: u64, length: u64, rights: u32, key: u32) -> Result<(), Errno> {
+    if !is_enabled() || length == 0 {
+        return Ok(());
+    }
+    let arguments = [start, length, rights.into(), key.into(), 0, 0];
+    // SAFETY: the callers own the memory and determine its rights.
+    unsafe { sys::call(linux::__NR_pkey_mprotect, arguments).map(drop) }
+}
+
+/// Closes the shared memory of the VM.
+pub fn protect_shared() -> Result<(), Errno> {
+    protect(layout::SHARED, layout::SHARED_LENGTH, DATA, CLOSED)
+}
+
+/// Closes a process's private memory and that of its vCPU, except for the register page and the
+/// signal stacks, which the host writes with user-mode rights and with the rights of signal
+/// handlers.
+pub fn protect_own() -> Result<(), Errno> {
+    protect(PRIVATE, PAGE, DATA, READABLE)?;
+    protect(PRIVATE + PAGE, SIGNAL_STACK - PRIVATE - PAGE, DATA, CLOSED)?;
+    // These are separate mappings, which have no key yet.
+    protect(OWN_VCPU, VCPU_LENGTH, DATA, CLOSED)?;
+    protect(layout::STUBS, layout::STUBS_LENGTH, DATA | linux::PROT_EXEC, CLOSED)?;
+    // SAFETY: all processes of a vCPU share the cell and write the same value.
+    unsafe { (*cell()).keys = is_enabled().into() };
+    Ok(())
+}
