@@ -123,8 +123,9 @@ operations! {
     /// page. Rights: vcpu `RUN`.
     VcpuState = 11 ("vcpu, groups") -> ("");
     /// Binds an interrupt to bit `bit` of a notification and unmasks it (action 0; notification
-    /// `SIGNAL`), acknowledges and unmasks it (action 1), masks it (action 2), or returns MSI
-    /// address and data (action 3). Rights: irq `IRQ`.
+    /// `SIGNAL`), acknowledges and unmasks it (action 1), masks it (action 2), or returns the
+    /// address and data of its message (action 3), also of one that an I/O APIC sends for its
+    /// input. Rights: irq `IRQ`.
     IrqControl = 12 ("irq, action, notification, bit") -> ("address, data");
     /// Changes priority (at most the maximum of the factory that it was created from), budget and
     /// period; with budget 0 changes nothing. Budget used so far stays used. Returns the CPU time

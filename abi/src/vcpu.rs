@@ -6,6 +6,9 @@
 //! groups that it has changed. Field and attribute formats are those of the VMCB (AMD APM vol. 2,
 //! appendix B).
 
+use core::sync::atomic::Ordering::Relaxed;
+use core::sync::atomic::{AtomicU8, AtomicU64};
+
 /// State groups.
 pub mod group {
     /// `rip`, `rsp`, `rflags`, `interrupt_shadow`.
@@ -97,6 +100,83 @@ pub mod doorbell {
     pub const UNBOUND: u64 = 1;
 }
 
+/// A word of type `u8` in memory that kernel and VMM share.
+#[derive(Debug, Default)]
+#[repr(transparent)]
+pub struct SharedU8(AtomicU8);
+
+impl SharedU8 {
+    /// Reads the word once.
+    #[inline(always)]
+    pub fn get(&self) -> u8 {
+        self.0.load(Relaxed)
+    }
+
+    /// Writes the word once.
+    #[inline(always)]
+    pub fn set(&self, value: u8) {
+        self.0.store(value, Relaxed);
+    }
+}
+
+/// A word of type `u64` in memory that kernel and VMM share.
+#[derive(Debug, Default)]
+#[repr(transparent)]
+pub struct SharedU64(AtomicU64);
+
+impl SharedU64 {
+    /// Reads the word once.
+    #[inline(always)]
+    pub fn get(&self) -> u64 {
+        self.0.load(Relaxed)
+    }
+
+    /// Writes the word once.
+    #[inline(always)]
+    pub fn set(&self, value: u64) {
+        self.0.store(value, Relaxed);
+    }
+
+    /// Adds to the word. Reads and writes it once each, not as one atomic operation: for counters
+    /// with one writer.
+    #[inline(always)]
+    pub fn add(&self, value: u64) {
+        self.set(self.get().wrapping_add(value));
+    }
+}
+
+/// A segment register in VMCB format ([`Segment`]), in memory that kernel and VMM share.
+#[derive(Debug, Default)]
+#[repr(C)]
+pub struct SharedSegment {
+    /// Selector in bits 15:0, attributes in bits 31:16, limit in bits 63:32.
+    pub access: SharedU64,
+    /// Base address.
+    pub base: SharedU64,
+}
+
+impl SharedSegment {
+    /// Reads each word once.
+    #[inline(always)]
+    pub fn get(&self) -> Segment {
+        let access = self.access.get();
+        Segment {
+            selector: access as u16,
+            attrib: (access >> 16) as u16,
+            limit: (access >> 32) as u32,
+            base: self.base.get(),
+        }
+    }
+
+    /// Writes each word once.
+    #[inline(always)]
+    pub fn set(&self, value: Segment) {
+        let Segment { selector, attrib, limit, base } = value;
+        self.access.set(selector as u64 | (attrib as u64) << 16 | (limit as u64) << 32);
+        self.base.set(base);
+    }
+}
+
 /// A segment register in VMCB format.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
@@ -111,123 +191,123 @@ pub struct Segment {
     pub base: u64,
 }
 
-/// The state page.
-#[derive(Clone, Copy, Debug)]
+/// The state page. Kernel and VMM may write it at the same time, so every field is accessed as a
+/// whole, and by shared references only.
 #[repr(C, align(4096))]
 pub struct VcpuState {
     /// General-purpose registers in encoding order ([`gpr`]); slot 4 is unused.
-    pub gpr: [u64; 16],
+    pub gpr: [SharedU64; 16],
 
     /// `EXITCODE` or one of [`exit`]. Out.
-    pub exit_code: u64,
+    pub exit_code: SharedU64,
     /// `EXITINFO1`. Out.
-    pub exit_info1: u64,
+    pub exit_info1: SharedU64,
     /// `EXITINFO2`. Out.
-    pub exit_info2: u64,
+    pub exit_info2: SharedU64,
     /// `nRIP`, address of the next instruction; 0 if the processor does not report it. Out.
-    pub next_rip: u64,
+    pub next_rip: SharedU64,
     /// Number of valid bytes in `bytes`; 0 if the processor does not report them. Out.
-    pub bytes_len: u64,
+    pub bytes_len: SharedU64,
     /// Bytes of the faulting instruction (nested page faults, decode assist). Out.
-    pub bytes: [u8; 16],
+    pub bytes: [SharedU8; 16],
     /// Events taken from the notification with [`exit::RECALL`] or [`exit::HALTED`]. Out.
-    pub events: u64,
+    pub events: SharedU64,
 
     /// Groups that the kernel filled on this exit. Out.
-    pub valid: u64,
+    pub valid: SharedU64,
     /// Groups that the VMM has changed; cleared by the kernel. In.
-    pub dirty: u64,
+    pub dirty: SharedU64,
     /// Absolute TSC value at which to exit with [`exit::DEADLINE`] or [`exit::HALTED`];
     /// [`crate::FOREVER`] for none. Read on every `vcpu_run`. In.
-    pub deadline: u64,
+    pub deadline: SharedU64,
 
     /// Event to inject on the next entry, in `EVENTINJ` format. On exit: the event whose delivery
     /// the exit interrupted (`EXITINTINFO`), or 0. The VMM must inject it again.
-    pub inject: u64,
+    pub inject: SharedU64,
     /// Action when the guest can take an interrupt, one of [`window`]; 0: none. The kernel clears
     /// it when done, except [`window::PERSISTENT`].
-    pub window: u64,
+    pub window: SharedU64,
 
     /// Instruction pointer.
-    pub rip: u64,
+    pub rip: SharedU64,
     /// Stack pointer.
-    pub rsp: u64,
+    pub rsp: SharedU64,
     /// Flags register.
-    pub rflags: u64,
+    pub rflags: SharedU64,
     /// Bit 0: the guest is in an interrupt shadow (`STI`, `MOV SS`).
-    pub interrupt_shadow: u64,
+    pub interrupt_shadow: SharedU64,
 
     /// Control register 0.
-    pub cr0: u64,
+    pub cr0: SharedU64,
     /// Page-fault address.
-    pub cr2: u64,
+    pub cr2: SharedU64,
     /// Page-table root.
-    pub cr3: u64,
+    pub cr3: SharedU64,
     /// Control register 4.
-    pub cr4: u64,
+    pub cr4: SharedU64,
     /// `EFER` without `SVME`, which the kernel adds.
-    pub efer: u64,
+    pub efer: SharedU64,
     /// Current privilege level.
-    pub cpl: u64,
+    pub cpl: SharedU64,
 
     /// `es, cs, ss, ds, fs, gs`, in encoding order.
-    pub segments: [Segment; 6],
+    pub segments: [SharedSegment; 6],
     /// Global descriptor table.
-    pub gdtr: Segment,
+    pub gdtr: SharedSegment,
     /// Local descriptor table.
-    pub ldtr: Segment,
+    pub ldtr: SharedSegment,
     /// Interrupt descriptor table.
-    pub idtr: Segment,
+    pub idtr: SharedSegment,
     /// Task register.
-    pub tr: Segment,
+    pub tr: SharedSegment,
 
     /// `STAR`.
-    pub star: u64,
+    pub star: SharedU64,
     /// `LSTAR`.
-    pub lstar: u64,
+    pub lstar: SharedU64,
     /// `CSTAR`.
-    pub cstar: u64,
+    pub cstar: SharedU64,
     /// `SFMASK`.
-    pub sfmask: u64,
+    pub sfmask: SharedU64,
     /// `KernelGSbase`.
-    pub kernel_gs_base: u64,
+    pub kernel_gs_base: SharedU64,
     /// `SYSENTER_CS`.
-    pub sysenter_cs: u64,
+    pub sysenter_cs: SharedU64,
     /// `SYSENTER_ESP`.
-    pub sysenter_esp: u64,
+    pub sysenter_esp: SharedU64,
     /// `SYSENTER_EIP`.
-    pub sysenter_eip: u64,
+    pub sysenter_eip: SharedU64,
     /// Guest `PAT`.
-    pub pat: u64,
+    pub pat: SharedU64,
 
     /// Debug status.
-    pub dr6: u64,
+    pub dr6: SharedU64,
     /// Debug control.
-    pub dr7: u64,
+    pub dr7: SharedU64,
     /// Offset added to the TSC that the guest reads.
-    pub tsc_offset: u64,
+    pub tsc_offset: SharedU64,
     /// Extended-state components that the guest has enabled; bits that the machine lacks are
     /// refused.
-    pub xcr0: u64,
+    pub xcr0: SharedU64,
 
     /// Number of world switches into this vCPU. Out.
-    pub entries: u64,
+    pub entries: SharedU64,
     /// Exits handled in the kernel, without the VMM: host interrupts, kernel hypercalls. Out.
-    pub handled_in_kernel: u64,
+    pub handled_in_kernel: SharedU64,
     /// If not 0 and the guest halts with nothing to inject and no window, the kernel waits for an
     /// event or the deadline and exits with [`exit::HALTED`]. Otherwise, or if it cannot wait, the
     /// VMM gets the exit at once. In.
-    pub halt: u64,
+    pub halt: SharedU64,
     /// TSC ticks that the kernel has waited in this way. Out.
-    pub halted: u64,
+    pub halted: SharedU64,
     /// Number of times that the scheduler preempted the vCPU's thread while it was in the guest.
     /// Out.
-    pub preemptions: u64,
+    pub preemptions: SharedU64,
 
     /// Task priority (CR8), 0 to 15. The guest reads and writes it without an exit.
-    pub cr8: u64,
+    pub cr8: SharedU64,
     /// SSE registers, 16 bytes each.
-    pub xmm: [[u64; 2]; 16],
+    pub xmm: [[SharedU64; 2]; 16],
 }
 
 impl VcpuState {

@@ -1,7 +1,7 @@
 //! Target `board`: the guest of a complete board `pc` with a disk, a network device, a console, an
 //! entropy source and a channel, on two vCPUs.
 //!
-//! An input is a sequence of steps, each a byte for its kind (see [`Step`]) and its arguments; the
+//! An input is a sequence of steps, each a byte for its kind (see `Step`) and its arguments; the
 //! top bit of that byte selects the CPU. The run ends with the VM.
 //!
 //! Beside panics it detects: a call that does not return to the host, a kick of a CPU by itself,

@@ -1,6 +1,6 @@
 //! Target `virtio`: a device with PCI transport and an arbitrary driver.
 //!
-//! First byte: the device. Then steps, each a byte for its kind (see [`Step`]) and its arguments.
+//! First byte: the device. Then steps, each a byte for its kind (see `Step`) and its arguments.
 //!
 //! Beside panics it detects: timers without end, requests to a back end that are out of range or
 //! reuse an id (the scripted back end rejects both), and devices that fail after a reset.

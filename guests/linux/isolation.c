@@ -3,7 +3,8 @@
 // processes of a host (`parador run`).
 //
 // `isolation MODE [TEST...]` runs the named tests, or all of them; MODE is the argument of
-// `--protection`. Each test is a process of its own with a time limit, and fails if the kernel or
+// `--protection`. With `STEPS` defined, pages of the program's own code are such that they are
+// executed one instruction at a time with protection keys. Each test is a process of its own with a time limit, and fails if the kernel or
 // the processor does anything but what it does on a machine of its own.
 #define _GNU_SOURCE
 #include <errno.h>
@@ -52,6 +53,13 @@
 			_exit(1); \
 		} \
 	} while (0)
+
+// Makes the page of code that it is in one with an XRSTOR inside of other instructions.
+#ifdef STEPS
+#define STEPPED asm volatile("jmp 1f\n .byte 0x0f, 0xae, 0x2f\n 1:")
+#else
+#define STEPPED
+#endif
 
 typedef long function(void);
 
@@ -249,9 +257,11 @@ static void traced_steps(void)
 	CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 3 && steps > 2 * HOT);
 }
 
-static void no_work(int number, siginfo_t *info, void *context)
+static volatile int alarms;
+static void count_alarm(int number, siginfo_t *info, void *context)
 {
 	(void)number, (void)info, (void)context;
+	alarms++;
 }
 
 // Each instruction is a step, of rewritten system calls, page faults and returns from signals, with
@@ -262,16 +272,18 @@ static void steps_everywhere(void)
 	PUT(code + 256, get_pid);
 	mprotect(code, PAGE, PROT_READ | PROT_EXEC);
 	heat((function *)(code + 256), getpid());
+	STEPPED;
 	handle(SIGTRAP, count_trap, 0);
-	handle(SIGALRM, no_work, 0);
-	struct itimerval often = { { 0, 1500 }, { 0, 1500 } };
-	setitimer(ITIMER_REAL, &often, NULL);
+	handle(SIGALRM, count_alarm, 0);
 	for (int flags = 0; flags < 2; flags++) {
 		uint8_t *memory = pages(8 * PAGE, PROT_READ | PROT_WRITE);
 		long changed = flags ? TF | AC : TF, sum = 0, pid = getpid();
 		traps = 0;
 		for (long i = 0; i < 8; i++) {
 			long result, now, cpuid = 0;
+			// Once: on a slow host the handler takes longer than any short interval.
+			struct itimerval soon = { .it_value = { 0, 300 + 400 * i } };
+			setitimer(ITIMER_REAL, &soon, NULL);
 			// On, a call, a page fault, an exception of no consequence, off.
 			asm volatile("pushfq\n or %[flags], (%%rsp)\n popfq\n call *%[code]\n movb $1, (%[at])\n xor %%ecx, %%ecx\n"
 				     "pushfq\n pop %[now]\n pushfq\n andq $~0x40100, (%%rsp)\n popfq\n nop"
@@ -293,6 +305,7 @@ static volatile int caught;
 static void leave(int number, siginfo_t *info, void *context)
 {
 	(void)info, (void)context;
+	STEPPED;
 	// Handlers start with the interrupted program's AC.
 	asm volatile("pushfq\n andq $~0x40100, (%%rsp)\n popfq" ::: "cc", "memory");
 	caught = number;
@@ -318,8 +331,9 @@ static void alignment_checks(void)
 	handle(SIGBUS, leave, SA_NODEFER);
 	handle(SIGSEGV, leave, SA_NODEFER);
 	handle(SIGILL, leave, SA_NODEFER);
-	handle(SIGALRM, no_work, 0);
+	handle(SIGALRM, count_alarm, 0);
 	for (int round = 0; round < 4; round++) {
+		STEPPED;
 		// QEMU's processor does not check alignment, so a test without a signal says
 		// nothing on an emulated host.
 		caught = 0;
@@ -346,10 +360,12 @@ static void alignment_checks(void)
 		expect_exit(result, 5);
 		// Interrupts, and signals.
 		struct itimerval often = { { 0, 2000 }, { 0, 2000 } }, never = { 0 };
+		alarms = 0;
 		setitimer(ITIMER_REAL, &often, NULL);
-		asm volatile(SET_AC "1: dec %1\n jnz 1b\n pushfq\n pop %0\n" CLEAR_AC
-			     : "=r"(flags), "=r"(result) : "1"(60000000l) : "cc", "memory");
+		asm volatile(SET_AC "1: cmpl $5, %1\n jl 1b\n pushfq\n pop %0\n" CLEAR_AC
+			     : "=r"(flags) : "m"(alarms) : "cc", "memory");
 		setitimer(ITIMER_REAL, &never, NULL);
+		STEPPED;
 		CHECK(flags & AC);
 		// A page of its own, and memory of the kernel's that does not exist yet.
 		uint8_t *memory = pages(16 * PAGE, PROT_READ | PROT_WRITE);
@@ -423,11 +439,12 @@ static void *execute_turns(void *unused)
 		unsigned a = 0, b, c = 0, d;
 		asm volatile("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d) :: "memory");
 		found = shared_call();
-		if (found != expected)
+		if (found != expected) {
+			done = -1u;
 			break;
+		}
 		done = seen;
 	}
-	done = turn;
 	return unused;
 }
 
@@ -504,11 +521,10 @@ static void writers_elsewhere(void)
 		expected = is_call ? getpid() : 7;
 		__sync_synchronize();
 		turn = i;
-		while (done != i) {
+		// The thread ends with a wrong result, too.
+		while (done < i)
 			sched_yield();
-			CHECK(found == expected || done != i);
-		}
-		CHECK(found == expected);
+		CHECK(done == i && found == expected);
 	}
 	CHECK(pthread_join(thread, NULL) == 0);
 	writers_of_fresh_code();
@@ -712,10 +728,19 @@ static unsigned pkru(void)
 
 static void enter_with_zeros(void *at)
 {
+	long a = 0, c = 0, d = 0, di = 0, si = 0;
 	caught = 0;
 	if (sigsetjmp(back, 1) == 0)
-		asm volatile("call *%0" :: "r"(at), "a"(0), "c"(0), "d"(0), "D"(0), "S"(0)
+		asm volatile("call *%5" : "+a"(a), "+c"(c), "+d"(d), "+D"(di), "+S"(si) : "r"(at)
 			     : "memory", "cc", "rbx", "r8", "r9", "r10", "r11");
+}
+
+static void enter_call(void *at)
+{
+	long number = SYS_getpid;
+	if (sigsetjmp(back, 1) == 0)
+		asm volatile("call *%1" : "+a"(number) : "r"(at)
+			     : "memory", "cc", "rbx", "rcx", "rdx", "rsi", "rdi", "r8", "r9", "r10", "r11");
 }
 
 // A page whose copy is older than the page when the call there is rewritten: what comes of both
@@ -728,27 +753,24 @@ static void stale_copies(void)
 	for (int number = SIGILL; number <= SIGSEGV; number++)
 		if (number != SIGABRT && number != SIGKILL)
 			handle(number, leave, SA_NODEFER);
+	STEPPED;
 	for (int round = 0; round < 24; round++) {
 		uint8_t *writable, *executable;
 		// Each of the old bytes behind each distance: one of them ends a jump with 0f.
 		int at = round % 4 == 3 ? PAGE - 5 : 0x100, gap = 13 + round / 3 % 3;
 		map_twice(&writable, &executable);
 		memset(writable, 0xcc, PAGE);
-		PUT(writable + at, get_pid + 5);
+		put(writable + at, get_pid + 5, 3);
 		put(writable + at + 2, olds[round % 3], 3);
 		for (volatile int i = 0; i < 3; i++)
-			if (sigsetjmp(back, 1) == 0)
-				asm volatile("call *%0" :: "r"(executable + at), "a"(SYS_getpid)
-					     : "memory", "cc", "rbx", "rcx", "rdi", "r11");
+			enter_call(executable + at);
 		// What guest memory says now has room for a jump.
 		if (at == 0x100) {
 			memset(writable + at + 2, 0x90, 64);
 			writable[at + 2 + gap] = 0xc3;
 		}
 		for (volatile int i = 0; i < HOT; i++)
-			if (sigsetjmp(back, 1) == 0)
-				asm volatile("call *%0" :: "r"(executable + at), "a"(SYS_getpid)
-					     : "memory", "cc", "rbx", "rcx", "rdi", "r11");
+			enter_call(executable + at);
 		for (int offset = 1; offset < 6; offset++) {
 			enter_with_zeros(executable + at + offset);
 			// At once: the way into the kernel and back sets it anew.
@@ -761,8 +783,9 @@ static void stale_copies(void)
 
 static void enter_with(uint8_t *at, unsigned accumulator, uint8_t *area, uint8_t *written)
 {
+	long a = accumulator, c = 0, d = 0;
 	if (sigsetjmp(back, 1) == 0)
-		asm volatile("call *%0" :: "r"(at), "a"(accumulator), "c"(0), "d"(0), "D"(area), "S"(written) : "memory", "cc");
+		asm volatile("call *%5" : "+a"(a), "+c"(c), "+d"(d), "+D"(area), "+S"(written) : "r"(at) : "memory", "cc");
 }
 
 // A page that has to be executed in steps, whose code writes to the page behind it: the steps do not end with that page's mapping, neither
@@ -789,6 +812,44 @@ static void stepped_neighbours(void)
 		if (!strcmp(mode, "keys"))
 			CHECK(pkru() == USER_PKRU);
 		CHECK(code[PAGE + 0x100] == 0x90);
+		munmap(code, 2 * PAGE);
+	}
+}
+
+// An instruction that writes to a page that it is in itself is carried out, once, and what it writes
+// is executed; also across the border of two pages, and where it is executed as a step.
+static void own_code(void)
+{
+	static const volatile uint8_t lone[] = { 0x0f, 0x01, 0xef, 0x90 };
+	// incb 0x100(%rsi); rep movsb, from 0x300 on; movb $5, to the number of the next instruction.
+	static const volatile uint8_t increment[] = { 0xfe, 0x86, 0, 1, 0, 0, 0xc3 };
+	static const volatile uint8_t copy[] = { 0xf3, 0xa4, 0xc3 };
+	static const volatile uint8_t change[] = { 0xc6, 0x05, 1, 0, 0, 0, 5, 0xb8, 1, 0, 0, 0, 0xc3 };
+	for (int round = 0; round < 16; round++) {
+		uint8_t *code = pages(2 * PAGE, PROT_READ | PROT_WRITE | PROT_EXEC);
+		// One byte before the border, or two.
+		const int crosses = round & 1, border = PAGE - 1 - (round >> 1 & 1);
+		uint8_t *data = code + (round & 2 ? PAGE : 0);
+		long result;
+		memset(code, 0xc3, 2 * PAGE);
+		if (round & 4)
+			PUT(code + 16, lone);
+		if (round & 8)
+			PUT(code + PAGE + 16, lone);
+		data[0x100] = 5;
+		PUT(code + (crosses ? border : 64), increment);
+		for (int i = 0; i < 3; i++)
+			asm volatile("call *%0" :: "r"(code + (crosses ? border : 64)), "S"(data) : "memory", "cc");
+		CHECK(data[0x100] == 8);
+		PUT(code + (crosses ? border : 64), copy);
+		memset(data + 0x300, 0x41, 12);
+		const uint8_t *from = data + 0x300;
+		uint8_t *to = data + 0x400;
+		result = 12;
+		asm volatile("call *%3" : "+S"(from), "+D"(to), "+c"(result) : "r"(code + (crosses ? border : 64)) : "memory", "cc");
+		CHECK(result == 0 && to == data + 0x40c && !memcmp(data + 0x300, data + 0x400, 12));
+		PUT(code + (crosses ? border - 4 : 64), change);
+		CHECK(((function *)(code + (crosses ? border - 4 : 64)))() == 5);
 		munmap(code, 2 * PAGE);
 	}
 }
@@ -1052,6 +1113,7 @@ static const struct {
 	{ "middle-of-calls", middle_of_calls },
 	{ "stale-copies", stale_copies },
 	{ "stepped-neighbours", stepped_neighbours },
+	{ "own-code", own_code },
 	{ "watchpoints", watchpoints },
 	{ "cpu-numbers", cpu_numbers },
 	{ "time-stamps", time_stamps },

@@ -1,5 +1,5 @@
-//! Tells `parador` the digest of the sources of its afterburner, which decides whether a kernel in
-//! the cache is one that this `parador` would build, and gives it the wedge's program, if that has been built.
+//! Build script of `parador`: hashes the afterburner's sources, so that `parador` recognizes cached
+//! kernels of the same recipe, and embeds the wedge's binary if it has been built.
 
 use sha2::{Digest, Sha256};
 use std::fmt::Write;
@@ -36,7 +36,8 @@ fn main() -> io::Result<()> {
     copy_wedge()
 }
 
-/// The wedge's program below the folder for build products: `cargo xtask build` makes it before it builds `parador`.
+/// Path of the wedge's binary below the folder of build products: `cargo xtask build` builds it
+/// before `parador`.
 const WEDGE: &str = "artifacts/parador-wedge";
 
 /// Puts the wedge's program where `parador` includes it; nothing, if there is none.

@@ -496,7 +496,7 @@ pub fn disk_in_use() -> Result<()> {
     let mut child = start(&mut first)?;
     children(&child)?;
     let refused = end(rig.run().args(["-d", "disk.img"]), "")?;
-    refused.has(71, &["is in use by another machine"])?;
+    refused.has(71, &["is in use by another VM"])?;
     child.kill().and_then(|()| child.wait()).context("cannot end parador")?;
     end(rig.run().args(["-d", "disk.img"]), "poweroff\n")?.well(0, &["the guest powered off"])?;
     Ok(())
@@ -537,8 +537,8 @@ pub fn ends() -> Result<()> {
     let rig = Rig::new()?;
     let typed = |line: &str, text: &str| end(rig.run().args(["-p", line]), text);
     typed("", "echo c >/proc/sysrq-trigger\n")?
-        .has(80, &["Kernel panic - not syncing", "the guest's kernel panicked"])?;
-    typed("parador.run=\"reboot -f\"", "")?.has(83, &["the guest reset its machine"])?;
+        .has(80, &["Kernel panic - not syncing", "the guest kernel panicked"])?;
+    typed("parador.run=\"reboot -f\"", "")?.has(83, &["the guest reset (exit code 83"])?;
     typed("reboot=triple parador.run=\"reboot -f\"", "")?.has(81, &["triple fault"])?;
     let mut machine = parador(rig.folder.path());
     machine.arg("run").arg(&rig.kernel).args(["-i", "busybox", "--timeout", "3s"]);
@@ -1008,13 +1008,13 @@ pub fn qcow2() -> Result<()> {
     let refused =
         |name: &str, code, text: &str| end(rig.run().args(["-d", name]), "")?.has(code, &[text]);
     image(&["create", "-q", "-f", "qcow2", "-b", "copy.qcow2", "-F", "qcow2", "above.qcow2"])?;
-    refused("above.qcow2", 65, "needs another file")?;
+    refused("above.qcow2", 65, "with a backing file")?;
     fs::write(rig.path("none.qcow2"), [0; 4096]).context("cannot write a file")?;
-    refused("none.qcow2", 65, "is no qcow2 image")?;
+    refused("none.qcow2", 65, "is not a qcow2 image")?;
     let mut bytes = fs::read(rig.path("copy.qcow2")).context("cannot read an image")?;
     bytes[40..48].copy_from_slice(&u64::MAX.to_be_bytes());
     fs::write(rig.path("broken.qcow2"), bytes).context("cannot write an image")?;
-    refused("broken.qcow2", 65, "broken.qcow2: the image cannot be used")?;
+    refused("broken.qcow2", 65, "broken.qcow2: the image is unusable")?;
     Ok(())
 }
 
@@ -1178,7 +1178,7 @@ pub fn api() -> Result<()> {
     ensure!(machine.count() == 0, "a machine that waits has counted");
     machine.told(&["boot"], 0, "starting")?;
     machine.counts()?;
-    machine.told(&["boot"], 1, "started already")?;
+    machine.told(&["boot"], 1, "already been started")?;
     machine.told(&["resume"], 1, "not paused")?;
     machine.told(&["pause"], 0, "paused")?;
     let before = machine.count();
@@ -1197,7 +1197,7 @@ pub fn api() -> Result<()> {
     machine.told(&["top", "-n", "1"], 0, "running  up ")?;
     let socket = rig.path(Controlled::SOCKET);
     let second = end(rig.run().args(["--api-socket", Controlled::SOCKET]), "")?;
-    second.has(71, &["is a socket that another program serves"])?;
+    second.has(71, &["is in use by another process"])?;
     let events =
         start(parador(rig.folder.path()).args(["ctl", "-s", Controlled::SOCKET, "events"]))?;
     machine.told(&["shutdown"], 0, "running")?;
@@ -1219,7 +1219,7 @@ pub fn api() -> Result<()> {
     machine.child.kill().context("cannot kill parador")?;
     machine.child.wait().context("cannot wait for parador")?;
     events.wait_with_output().context("cannot wait for parador ctl")?;
-    machine.told(&["status"], 69, "no machine listens")?;
+    machine.told(&["status"], 69, "stale control socket")?;
     let machine = Controlled::start(&rig, &mut rig.script(COUNT, &[&evdev])?)?;
     machine.counts()?;
     machine.told(&["pause"], 0, "paused")?;
@@ -1263,7 +1263,7 @@ pub fn boot() -> Result<()> {
     }
     machine.told(&["shutdown", "--force"], 0, "ended")?;
     is_over(machine, 0, "ended by request")?;
-    end(rig.run().arg("--wait-boot"), "")?.has(64, &["nobody could say when"])?;
+    end(rig.run().arg("--wait-boot"), "")?.has(64, &["--wait-boot requires --api-socket"])?;
     Ok(())
 }
 
@@ -1284,7 +1284,7 @@ pub fn config() -> Result<()> {
     };
     let reboot = "cmdline = \"parador.run=\\\"reboot -f\\\"\"\n";
     file(reboot)?;
-    run(&["-m", "128M"])?.well(83, &["the guest reset its machine"])?;
+    run(&["-m", "128M"])?.well(83, &["the guest reset (exit code 83"])?;
     run(&["--on-reset", "exit:9"])?.well(9, &[])?;
     // The second start finds what the first has left on the disk.
     let twice = "if [ -e /mnt/second ]; then exit 5; fi; touch /mnt/second; sync; reboot -f\n";
@@ -1293,7 +1293,7 @@ pub fn config() -> Result<()> {
     file(&format!(
         "cmdline = \"parador.run=\\\"{start}\\\"\"\non-reset = \"reset\"\n[[disk]]\npath = \"disk.img\"\n"
     ))?;
-    run(&[])?.well(5, &["the machine starts anew"])?;
+    run(&[])?.well(5, &["restarting the VM"])?;
     file("on-panic = \"exit:3\"\ncmdline = \"parador.run=\\\"echo c >/proc/sysrq-trigger\\\"\"\n")?;
     run(&[])?.has(3, &["panicked"])?;
     Ok(())
@@ -1358,7 +1358,7 @@ pub fn refusals() -> Result<()> {
     let whole = fs::read(&rig.kernel).context("cannot read the kernel")?;
     let short = rig.path("short");
     fs::write(&short, &whole[..whole.len() / 2]).context("cannot write a file")?;
-    refused(&short, 65, "no sound ELF file")?;
+    refused(&short, 65, "not a valid ELF file")?;
     // An instruction that is no site's where the first site is.
     let text = succeed_with(Command::new("objdump").args(["-h", "-w"]).arg(&rig.kernel))?;
     let (table, address) = place(&text, "parador_sites_1").context("no table of sites")?;

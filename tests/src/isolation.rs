@@ -12,7 +12,7 @@ use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
 /// Tests of the program that every mode passes.
-pub const TESTS: [&str; 12] = [
+pub const TESTS: [&str; 13] = [
     "stepped-calls",
     "traced-steps",
     "steps-everywhere",
@@ -20,15 +20,15 @@ pub const TESTS: [&str; 12] = [
     "middle-of-calls",
     "stale-copies",
     "stepped-neighbours",
+    "own-code",
     "refused-calls",
     "watchpoints",
     "cpu-numbers",
     "time-stamps",
     "compacted-state",
 ];
-/// Tests of copies of code whose original is written, for modes without protection keys, where
-/// copies follow flushes only.
-const COPY_TESTS: [&str; 6] = [
+/// Tests of copies of code whose original is written.
+pub const COPY_TESTS: [&str; 6] = [
     "double-mappings",
     "writers-elsewhere",
     "written-files",
@@ -36,8 +36,17 @@ const COPY_TESTS: [&str; 6] = [
     "driver-pages",
     "breakpoints",
 ];
-/// Gives the source of random numbers to the module that has a page for it.
-const DRIVER: &str = "cd /sys/bus/virtio/drivers/virtio_rng; echo virtio[0-9]* >unbind; cd /; insmod /mnt/check_device.ko";
+/// Tests of the program whose own code is executed in steps with protection keys.
+pub const STEP_TESTS: [&str; 5] =
+    ["alignment-checks", "stale-copies", "steps-everywhere", "stepped-calls", "own-code"];
+
+/// Returns the commands that give the source of random numbers to the module that has a page for it,
+/// which is in this folder.
+pub fn driver(folder: &str) -> String {
+    format!(
+        "cd /sys/bus/virtio/drivers/virtio_rng; echo virtio[0-9]* >unbind; cd /; insmod {folder}/check_device.ko"
+    )
+}
 /// Tests of the program with `--protection process`: user mode forges each word that its process
 /// and the kernel's share and that it can write, and pages that the kernel frees are gone all the
 /// same.
@@ -50,6 +59,11 @@ pub fn program() -> PathBuf {
     artifacts().join("linux-isolation")
 }
 
+/// Returns the program whose own code is executed in steps with protection keys.
+pub fn stepped_program() -> PathBuf {
+    artifacts().join("linux-isolation-steps")
+}
+
 /// Runs the tests in each mode that needs no processor feature, on one vCPU and on
 /// two. The VM continues and ends with its own exit code.
 pub fn modes() -> Result<()> {
@@ -58,7 +72,8 @@ pub fn modes() -> Result<()> {
     for mode in ["none", "process"] {
         for cpus in ["1", "2"] {
             let tests = [&TESTS[..], &COPY_TESTS[..], &PROCESS_TESTS[..]].concat().join(" ");
-            let script = format!("{DRIVER}\n/mnt/linux-isolation {mode} {tests}\necho continues\n");
+            let driver = driver("/mnt");
+            let script = format!("{driver}\n/mnt/linux-isolation {mode} {tests}\necho continues\n");
             let mut run = rig.script(&script, &[&program, &module])?;
             let ended = end(run.args(["-c", cpus, "--protection", mode]), "")?;
             let well = format!("all well with {mode}");

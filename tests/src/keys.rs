@@ -5,6 +5,7 @@ use crate::hosted::net::wait_for;
 use crate::hosted::{Rig, children, end, killed, start};
 use crate::isolation;
 use crate::kvm::{debian_kernel, succeed};
+use crate::previrt::Kernel;
 use crate::system::{PARALLEL, artifacts, parador, qemu, target};
 use anyhow::{Context, Result, bail, ensure};
 use std::fs;
@@ -14,6 +15,10 @@ use std::process::{Command, Stdio};
 
 /// Seconds that the emulated host may run on a busy machine; less than one minute on an idle one.
 const LIMIT: u32 = 300;
+/// Time limit of an emulated host whose guests execute code in steps, each of which is a signal.
+const COPIES_LIMIT: u32 = 600;
+/// vCPUs of its guests.
+const CPUS: [u32; 2] = [1, 2];
 /// Processors of the emulated host, each a thread of QEMU: attacks on two virtual CPUs run side by
 /// side.
 pub const HOST_CPUS: u32 = 2;
@@ -56,6 +61,50 @@ ls / >/dev/null && echo continues
 ";
 /// Texts that Linux prints when it detects a kernel bug.
 const WRONG: [&str; 5] = ["BUG:", "WARNING:", "Oops", "Call Trace", "SUCCEEDS"];
+
+/// With keys, copies of code follow what is written to their frames, by whatever way; and a program whose own code is executed in steps does what it
+/// does elsewhere.
+pub fn copies() -> Result<()> {
+    let rig = Rig::new()?;
+    let folder = rig.folder();
+    let files = [isolation::program(), isolation::stepped_program(), Kernel::get()?.check_device()];
+    let script = format!(
+        "{}\n/root/linux-isolation keys {} && echo copies follow
+/root/linux-isolation-steps keys {} && echo steps are well
+ls / >/dev/null && echo continues
+sleep 1
+poweroff -f\n",
+        isolation::driver("/root"),
+        isolation::COPY_TESTS.join(" "),
+        isolation::STEP_TESTS.join(" ")
+    );
+    let guest = ram_disk(folder, "guest", &script, &files, &[])?;
+    let host: String = CPUS
+        .iter()
+        .map(|cpus| {
+            format!(
+                "echo \"== {cpus}\"
+dd if=/bin/busybox of=disk bs=64k count=8 2>/dev/null
+parador run vmlinux -i guest -m 256M -c {cpus} -p quiet --disk disk --protection keys --artifacts /bin </dev/null
+echo ends with $?\n"
+            )
+        })
+        .chain(["poweroff -f\n".to_owned()])
+        .collect();
+    let host = host_disk(folder, &host, &[rig.kernel().to_owned(), guest])?;
+    let console = run_host(&host, COPIES_LIMIT, &["-smp", &HOST_CPUS.to_string()])?;
+    let parts: Vec<_> = console.split("== ").skip(1).collect();
+    ensure!(parts.len() == CPUS.len(), "{} machines:\n{console}", parts.len());
+    for text in ["copies follow", "steps are well", "continues", "ends with 0"] {
+        let all = parts.iter().all(|part| part.contains(text));
+        ensure!(all, "`{text}` did not appear:\n{console}");
+    }
+    if let Some(wrong) = WRONG.iter().chain(&isolation::WRONG).find(|text| console.contains(**text))
+    {
+        bail!("`{wrong}` appeared:\n{console}");
+    }
+    Ok(())
+}
 
 /// A guest lives with keys, and none of its programs' attempts reaches its kernel.
 pub fn protection() -> Result<()> {
@@ -140,7 +189,7 @@ pub fn run_host(disk: &Path, limit: u32, arguments: &[&str]) -> Result<String> {
 
 /// Without PKU, `auto` prints a warning and `keys` fails; with `none` there is no message.
 pub fn choices() -> Result<()> {
-    const OPEN: &str = "programs of this guest can reach its kernel";
+    const OPEN: &str = "the guest kernel is not isolated from guest user mode";
     let rig = Rig::new()?;
     let has_keys = fs::read_to_string("/proc/cpuinfo").is_ok_and(|text| text.contains(" ospke"));
     let run = |options: &[&str]| {
@@ -156,7 +205,12 @@ pub fn choices() -> Result<()> {
         (&["--without", "functions"], 0, "code 0", true),
         (&["--protection", "none"], 0, "code 0", false),
         (&["--protection", "keys"], if has_keys { 0 } else { 69 }, "", false),
-        (&["--protection", "keys", "--without", "functions"], 69, "change its code unseen", false),
+        (
+            &["--protection", "keys", "--without", "functions"],
+            69,
+            "modify its code unnoticed",
+            false,
+        ),
         (&["--protection", "keys", "--profile-writes", "a"], 69, "--profile-writes", false),
         (&["--protection", "process"], 0, "code 0", false),
         (&["--protection", "process", "--profile-writes", "a"], 64, "--profile-writes", false),

@@ -92,7 +92,7 @@ ctl shutdown
 wait $machine
 echo "code $?"
 # A message may be on a line that the guest has begun.
-grep -o -e 'the machine starts anew' -e 'hvc0 .*' -e 'powered off.*' console
+grep -o -e 'restarting the VM' -e 'hvc0 .*' -e 'powered off.*' console
 sed 's/"number.*//' events
 
 echo "== devices"
@@ -299,7 +299,7 @@ fn check(text: &str) -> Result<()> {
         "\"processes\": 1",
         "parador_resets_total 1\n",
         "code 9\n",
-        "starts anew",
+        "restarting the VM",
         "hvc0 ",
         "powered off (exit code 9",
     ];
@@ -322,7 +322,7 @@ fn check(text: &str) -> Result<()> {
     part("priority", &[kvm, "code 0\n"])?;
     part(
         "refused",
-        &[kvm, "KVM cannot emulate what the guest does", "suberror: 0x1", "code 81\n"],
+        &[kvm, "KVM cannot emulate a guest instruction", "suberror: 0x1", "code 81\n"],
     )?;
     part("timeout", &["time limit", "code 124\n"])?;
     part("end", &[])?;
@@ -430,14 +430,14 @@ pub fn refused() -> Result<()> {
     let line = "parador.run=\"echo it runs\"";
     for (image, options, code, texts) in [
         (&debian, &[][..], 69, ["not pre-virtualized", "parador kernel build"]),
-        (&debian, &["--backend", "kvm"], 69, ["KVM cannot be used here", "--backend process"]),
+        (&debian, &["--backend", "kvm"], 69, ["KVM is not usable", "--backend process"]),
         (&debian, &["--backend", "process"], 65, ["not a bzImage", "vmlinux"]),
-        (&vmlinux, &["--backend", "kvm"], 69, ["KVM cannot be used here", "--backend process"]),
+        (&vmlinux, &["--backend", "kvm"], 69, ["KVM is not usable", "--backend process"]),
         (
             &vmlinux,
             &["--backend", "kvm", "--gdb", "unix=gdb"],
             69,
-            ["KVM cannot be used here", "--backend process"],
+            ["KVM is not usable", "--backend process"],
         ),
         (&vmlinux, &["-p", line], 0, ["back end `process`", "it runs"]),
         (&vmlinux, &["--dry-run"], 0, ["would run in processes", "vmlinux"]),

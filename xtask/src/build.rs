@@ -75,11 +75,12 @@ const HOST_PACKAGE: &str = "parador";
 /// programs ask of a kernel; what they must not get of it; random programs; a test of sockets
 /// between guest and host. 32-bit programs are made without a library, whose 32-bit kind not every
 /// host has.
-const LINUX_PROGRAMS: [(&str, &str, &[&str]); 9] = [
+const LINUX_PROGRAMS: [(&str, &str, &[&str]); 10] = [
     ("linux-check-com", "check_com.c", &["-pthread"]),
     ("linux-stress", "stress.c", &["-pthread"]),
     ("linux-attack", "attack.c", &["-pthread"]),
     ("linux-isolation", "isolation.c", &["-pthread"]),
+    ("linux-isolation-steps", "isolation.c", &["-pthread", "-DSTEPS"]),
     ("linux-fuzz", "fuzz.c", &["-pthread"]),
     ("linux-vsock", "vsock.c", &["-pthread"]),
     ("linux-disk", "disk.c", &[]),

@@ -197,11 +197,11 @@ fn layout(ty: &Type) -> Result<(usize, usize)> {
         Type::Path(path) => {
             let name = path.path.segments.last().map(|part| part.ident.to_string());
             Ok(match name.as_deref() {
-                Some("u8") => (1, 1),
+                Some("u8" | "SharedU8") => (1, 1),
                 Some("u16") => (2, 2),
                 Some("u32") => (4, 4),
-                Some("u64") => (8, 8),
-                Some("Segment") => (size_of::<abi::vcpu::Segment>(), 8),
+                Some("u64" | "SharedU64") => (8, 8),
+                Some("Segment" | "SharedSegment") => (size_of::<abi::vcpu::Segment>(), 8),
                 Some("Region") => (size_of::<abi::boot::Region>(), 8),
                 other => bail!("abi: unknown size of {other:?}"),
             })

@@ -1,4 +1,5 @@
-//! What a process gives up before it serves: filters of system calls, access to files, descriptors.
+//! Privileges that a device process drops before it serves: system calls, file access, descriptors,
+//! memory.
 
 use std::collections::BTreeMap;
 use std::error::Error;
@@ -26,13 +27,13 @@ use seccompiler::{
 
 use crate::threads::Threads;
 
-/// Memory that a process may have for itself: tables of an image with the largest clusters fit.
+/// Limit of a process's own memory: tables of an image with the largest clusters fit.
 const OWN_MEMORY: u64 = 512 << 20;
 
-/// Descriptors that a process may have.
-const MOST_FILES: u64 = 1 << 16;
+/// Limit of a process's descriptors.
+const MAX_FILES: u64 = 1 << 16;
 
-/// An error's cause: the error of the host that is behind it, by its name, else its own text.
+/// Describes the cause of an error: the host's error by its name if there is one, else the text.
 pub fn describe(error: &(dyn Error + 'static)) -> String {
     let host = iter::successors(Some(error), |&error| error.source())
         .find_map(|error| error.downcast_ref::<io::Error>());
@@ -42,96 +43,99 @@ pub fn describe(error: &(dyn Error + 'static)) -> String {
     }
 }
 
-/// Why a process does not serve.
+/// Failure to set up a device process.
 #[derive(Debug)]
-pub struct Failed {
+pub struct SetupError {
     text: String,
     is_of_host: bool,
 }
 
-impl Failed {
-    /// With a reason.
+impl SetupError {
+    /// Creates a failure with a reason.
     pub fn new(what: &str, why: impl fmt::Display) -> Self {
         Self { text: format!("{what}: {why}"), is_of_host: false }
     }
 
-    /// With the error of the host that is the reason.
+    /// Creates a failure with the host's error as the reason.
     pub fn host(what: &str, why: &io::Error) -> Self {
         Self { is_of_host: true, ..Self::new(what, Cause::new(why.raw_os_error(), why)) }
     }
 
-    /// Whether the host has refused something; else what was given is not as it has to be.
+    /// Returns whether the host refused an operation; otherwise an input is invalid.
     pub fn is_of_host(&self) -> bool {
         self.is_of_host
     }
 }
 
-impl fmt::Display for Failed {
+impl fmt::Display for SetupError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.text)
     }
 }
 
-impl From<io::Error> for Failed {
+impl From<io::Error> for SetupError {
     fn from(error: io::Error) -> Self {
-        Self::host("a process of the machine cannot be set up", &error)
+        Self::host("cannot set up a device process", &error)
     }
 }
 
-/// What a process does with files.
+/// File access of a process.
 #[derive(Clone, Copy, Debug)]
-pub enum Files<'a> {
-    /// Reads and writes the one that it has.
+pub enum FileAccess<'a> {
+    /// Reads and writes its open file.
     Own,
     /// Reads below a folder.
     Read(BorrowedFd<'a>),
-    /// Everything below a folder.
+    /// Full access below a folder.
     Change(BorrowedFd<'a>),
-    /// Nothing: it carries bytes between sockets that it has, accepts, or is given.
+    /// None: it copies data between sockets that it has, accepts or receives.
     Sockets,
 }
 
-/// Gives up everything but these files, and what this process has already; makes so many threads, since none is made later.
-pub fn confine(files: Files<'_>, threads: usize) -> Result<Threads, Failed> {
-    let failed = |error: rustix::io::Errno| Failed::host("cannot limit a process", &error.into());
+/// Drops all privileges except this file access and the open descriptors, and creates `threads`
+/// threads: the filter forbids later ones.
+pub fn confine(files: FileAccess<'_>, threads: usize) -> Result<Threads, SetupError> {
+    let failed =
+        |error: rustix::io::Errno| SetupError::host("cannot set resource limits", &error.into());
     set_dumpable_behavior(DumpableBehavior::NotDumpable).map_err(failed)?;
     let limit = Rlimit { current: Some(OWN_MEMORY), maximum: Some(OWN_MEMORY) };
     setrlimit(Resource::Data, limit).map_err(failed)?;
-    // A guest keeps a descriptor for each name that it has looked at; each is memory of the host.
-    let most = getrlimit(Resource::Nofile).maximum.map_or(MOST_FILES, |most| most.min(MOST_FILES));
+    // The driver holds a descriptor for each name that it has looked up; each costs host memory.
+    let most = getrlimit(Resource::Nofile).maximum.map_or(MAX_FILES, |most| most.min(MAX_FILES));
     let limit = Rlimit { current: Some(most), maximum: Some(most) };
     setrlimit(Resource::Nofile, limit).map_err(failed)?;
     drop_capabilities().map_err(failed)?;
     restrict_files(files)
-        .map_err(|error| Failed::new("cannot enforce Landlock", describe(&error)))?;
-    // Threads inherit what has been done up to here, and the filter is for all of them.
-    let threads =
-        Threads::start(threads).map_err(|error| Failed::host("cannot start threads", &error))?;
+        .map_err(|error| SetupError::new("cannot enforce Landlock", describe(&error)))?;
+    // Threads inherit the restrictions up to here; the filter is applied to all of them.
+    let threads = Threads::start(threads)
+        .map_err(|error| SetupError::host("cannot start threads", &error))?;
     let failed = |error: &(dyn Error + 'static)| {
-        Failed::new("cannot install the seccomp filter", describe(error))
+        SetupError::new("cannot install the seccomp filter", describe(error))
     };
     let filter = filter(files).map_err(|error| failed(&error))?;
     seccompiler::apply_filter_all_threads(&filter).map_err(|error| failed(&error))?;
     Ok(threads)
 }
 
-/// Gives up all capabilities. An administrator's process is then one of a user who has these files: it gives none away, and reads none
-/// of others.
+/// Drops all capabilities. A superuser's process then has only the rights of the files' owner: it
+/// cannot change ownership or read files of other users.
 ///
 /// # Errors
-/// None that is known.
+/// None known.
 pub fn drop_capabilities() -> rustix::io::Result<()> {
     let none = CapabilitySet::empty();
     set_capabilities(None, CapabilitySets { effective: none, permitted: none, inheritable: none })
 }
 
-/// Hosts without Landlock leave it to the server and the filter.
-fn restrict_files(files: Files<'_>) -> Result<(), landlock::RulesetError> {
+/// Restricts file access with Landlock. On hosts without Landlock, the server and the seccomp
+/// filter restrict it.
+fn restrict_files(files: FileAccess<'_>) -> Result<(), landlock::RulesetError> {
     let abi = ABI::V5;
     let allowed = match files {
-        Files::Own | Files::Sockets => None,
-        Files::Read(folder) => Some((folder, AccessFs::from_read(abi) & !AccessFs::Execute)),
-        Files::Change(folder) => {
+        FileAccess::Own | FileAccess::Sockets => None,
+        FileAccess::Read(folder) => Some((folder, AccessFs::from_read(abi) & !AccessFs::Execute)),
+        FileAccess::Change(folder) => {
             let allowed = AccessFs::from_all(abi)
                 & !(AccessFs::Execute
                     | AccessFs::MakeChar
@@ -153,8 +157,8 @@ fn restrict_files(files: Files<'_>) -> Result<(), landlock::RulesetError> {
     ruleset.restrict_self().map(drop)
 }
 
-/// The calls of a process of a device.
-fn filter(files: Files<'_>) -> Result<BpfProgram, BackendError> {
+/// Builds the seccomp filter of a device process.
+fn filter(files: FileAccess<'_>) -> Result<BpfProgram, BackendError> {
     let any = |call: u32| (i64::from(call), Vec::new());
     let always = [
         linux::__NR_close,
@@ -166,7 +170,7 @@ fn filter(files: Files<'_>) -> Result<BpfProgram, BackendError> {
         linux::__NR_fstatfs,
         linux::__NR_fsync,
         linux::__NR_getrandom,
-        // What a panic says.
+        // Output of a panic.
         linux::__NR_gettid,
         linux::__NR_lseek,
         linux::__NR_madvise,
@@ -174,7 +178,7 @@ fn filter(files: Files<'_>) -> Result<BpfProgram, BackendError> {
         linux::__NR_munmap,
         linux::__NR_pread64,
         linux::__NR_read,
-        // A wait goes on after the process was stopped.
+        // Restart of a wait after SIGSTOP and SIGCONT.
         linux::__NR_restart_syscall,
         linux::__NR_rt_sigreturn,
         linux::__NR_sigaltstack,
@@ -187,7 +191,7 @@ fn filter(files: Files<'_>) -> Result<BpfProgram, BackendError> {
         linux::__NR_preadv,
         linux::__NR_pwrite64,
         linux::__NR_pwritev,
-        // A thread that waits for another's lock.
+        // Contended locks.
         linux::__NR_sched_yield,
     ];
     let below = [linux::__NR_getdents64, linux::__NR_newfstatat, linux::__NR_readlinkat];
@@ -212,10 +216,10 @@ fn filter(files: Files<'_>) -> Result<BpfProgram, BackendError> {
         linux::__NR_shutdown,
     ];
     let more = match files {
-        Files::Sockets => sockets.to_vec(),
-        Files::Own => own.to_vec(),
-        Files::Read(_) => below.to_vec(),
-        Files::Change(_) => [&below[..], &changes, &[linux::__NR_openat]].concat(),
+        FileAccess::Sockets => sockets.to_vec(),
+        FileAccess::Own => own.to_vec(),
+        FileAccess::Read(_) => below.to_vec(),
+        FileAccess::Change(_) => [&below[..], &changes, &[linux::__NR_openat]].concat(),
     };
     let mut rules: BTreeMap<_, _> = always.into_iter().chain(more).map(any).collect();
     let condition = |argument, mask: u32, value: u32| {
@@ -226,22 +230,22 @@ fn filter(files: Files<'_>) -> Result<BpfProgram, BackendError> {
         rules.entry(call.into()).or_insert_with(Vec::new).push(rule);
         Ok::<_, BackendError>(())
     };
-    // The last as the standard library's locks wait.
+    // The last one as the standard library's locks use it.
     for operation in [linux::FUTEX_WAIT, linux::FUTEX_WAKE, linux::FUTEX_WAIT_BITSET] {
         allow(linux::__NR_futex, vec![condition(1, !linux::FUTEX_PRIVATE_FLAG, operation)?])?;
     }
-    // Of signals about descriptors, which go to processes of the same user, nothing.
+    // No signals on descriptor events: their receiver may be any process of the user.
     let commands = [linux::F_DUPFD_CLOEXEC, linux::F_GETFD, linux::F_SETFD, linux::F_GETFL];
     for command in commands {
         allow(linux::__NR_fcntl, vec![condition(1, u32::MAX, command)?])?;
     }
-    // Memory for the allocator, never code.
+    // Memory for the allocator, never executable.
     let kind = linux::MAP_PRIVATE | linux::MAP_ANONYMOUS;
     allow(linux::__NR_mmap, vec![condition(2, linux::PROT_EXEC, 0)?, condition(3, kind, kind)?])?;
-    if let Files::Sockets = files {
+    if let FileAccess::Sockets = files {
         allow(linux::__NR_ioctl, vec![condition(1, u32::MAX, ioctl::FIONBIO)?])?;
     }
-    if let Files::Read(_) = files {
+    if let FileAccess::Read(_) = files {
         let writes = linux::O_ACCMODE | linux::O_CREAT | linux::O_TRUNC;
         allow(linux::__NR_openat, vec![condition(2, writes, linux::O_RDONLY)?])?;
     }

@@ -1,33 +1,33 @@
-//! What a process that waits most of the time leaves to the host.
+//! Memory reduction of processes that wait most of the time.
 
 use std::fs;
 
 use rustix::mm::{Advice, madvise};
 
-/// Gives the host what this process has needed to start, as far as it may come back by itself: heap that is free, and pages of its
-/// program's code, which are read from its file again when they are executed.
-pub fn give_back() {
+/// Releases memory that the start needed and that the kernel can restore: free heap, and pages of
+/// the program's code, which are read from the file again when executed.
+pub fn release_memory() {
     trim();
-    // Without the list nothing is given back.
+    // Without the list, no code is released.
     let maps = fs::read_to_string("/proc/self/maps").unwrap_or_default();
     let program = fs::read_link("/proc/self/exe").unwrap_or_default();
     for (start, end) in code(&maps, &program.to_string_lossy()) {
-        // SAFETY: pages that are mapped from a file to be executed and cannot be written are what the file has; the host reads them
-        // again. It refuses ranges that are not mapped.
+        // SAFETY: unmodified pages of an executable file mapping have the contents of the file,
+        // from which the host reads them again. It refuses unmapped ranges.
         let _ = unsafe { madvise(start as *mut _, end - start, Advice::LinuxDontNeed) };
     }
 }
 
 #[cfg(target_env = "gnu")]
 fn trim() {
-    // SAFETY: it only gives back memory that the allocator knows to be free.
+    // SAFETY: the allocator only releases memory that it knows to be free.
     unsafe { libc::malloc_trim(0) };
 }
 
 #[cfg(not(target_env = "gnu"))]
 fn trim() {}
 
-/// Where the code of `program` is, as `/proc/PID/maps` has it (proc(5)).
+/// Returns the code mappings of `program` in `/proc/PID/maps` (proc(5)).
 fn code<'a>(maps: &'a str, program: &'a str) -> impl Iterator<Item = (usize, usize)> + 'a {
     maps.lines().filter_map(move |line| {
         let (range, rest) = line.split_once(' ')?;
@@ -51,9 +51,9 @@ mod tests {
     }
 
     #[test]
-    fn the_program_goes_on() {
+    fn the_program_continues() {
         let kept = vec![7_u8; 1 << 20];
-        give_back();
+        release_memory();
         assert!(kept.iter().all(|&byte| byte == 7));
     }
 }

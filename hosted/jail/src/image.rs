@@ -1,13 +1,15 @@
-//! A disk whose file has a format of its own: qcow2.
+//! Disk with a qcow2 image.
 //!
-//! The library (`imago`) has the format. It never opens another file: an image that names one, for what it does not have itself or for its data, is
-//! refused, because which files a machine reads is the user's to say. What the library keeps of tables goes to the file at flushes, soon
-//! after the last change, and at the end.
+//! The library (`imago`) implements the format. It never opens another file: an image with a
+//! backing file or an external data file is refused, because only the user decides which files a VM
+//! reads. Cached tables are written to the file at flushes, shortly after the last change, and at
+//! the end.
 //!
-//! Whenever the process is killed, or the host loses its power, what has been flushed is in the image, and no table
-//! points to a cluster that is counted as free: the library orders its writes (third_party/README.md). Clusters may be
-//! counted that are not in use. So an image that has been changed is marked as dirty until it is closed, and the counts
-//! of a dirty one are rebuilt before it is used ([`refcounts`]).
+//! Whenever the process is killed or the host loses power, flushed data is in the image, and no
+//! table points to a cluster that is counted as free: the library orders its writes
+//! (third_party/README.md). Unused clusters may stay counted. A modified image is therefore marked
+//! as dirty until it is closed, and the counts of a dirty one are rebuilt before use
+//! ([`refcounts`]).
 
 use std::fs;
 use std::io;
@@ -25,69 +27,74 @@ use proto::requests::{op, status};
 use proto::wedge::layout;
 
 use self::marking::Marking;
-use crate::confine::{Failed, Files, confine};
-use crate::worker::{Machine, Serve, Taken, Worker};
+use crate::confine::{FileAccess, SetupError, confine};
+use crate::worker::{GuestQueue, Serve, TakenRequest, Worker};
 
 #[cfg(test)]
 mod crashes;
 mod marking;
 mod refcounts;
 
-/// Requests at a time.
+/// Requests in parallel.
 const THREADS: usize = 8;
-/// Bytes of a sector.
+/// Bytes per sector.
 const SECTOR: u64 = 512;
-/// Most bytes of a read or write, more than the device model lets a guest ask for.
-const MOST_BYTES: usize = 1 << 20;
+/// Longest read or write in bytes, more than the device model permits.
+const MAX_BYTES: usize = 1 << 20;
 
-/// What a process is told of its image, whose descriptor is [`layout::DISKS_FD`].
+/// Configuration of an image; its descriptor is [`layout::DISKS_FD`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Image {
-    /// Nothing is changed.
+pub struct ImageConfig {
+    /// Read-only.
     pub read_only: bool,
-    /// Sectors that the guest is told of.
+    /// Size in sectors as reported to the guest.
     pub sectors: u64,
 }
 
-/// Serves a qcow2 image, until `end`.
+/// Serves a qcow2 image until `end`.
 ///
 /// # Errors
-/// The process cannot be set up, or the image cannot be used.
-pub fn serve_image(machine: Machine, image: Image, end: &AtomicBool) -> Result<(), Failed> {
+/// The process cannot be set up, or the image is unusable.
+pub fn serve_image(
+    machine: GuestQueue,
+    image: ImageConfig,
+    end: &AtomicBool,
+) -> Result<(), SetupError> {
     let worker = Worker::new(machine)?;
-    // SAFETY: `parador run` starts the program with this descriptor, and nothing else of it uses it.
+    // SAFETY: `parador run` starts the program with this descriptor, and no other code of it uses
+    // it.
     let file = fs::File::from(unsafe { OwnedFd::from_raw_fd(layout::DISKS_FD as i32) });
-    // The file is looked at in the confinement only: whoever has made it may mean harm.
-    let threads = confine(Files::Own, THREADS)?;
+    // The file is only read in the sandbox: it may be malicious.
+    let threads = confine(FileAccess::Own, THREADS)?;
     let disk = Disk::open(file, image)?;
     Ok(worker.serve(disk, &threads, end)?)
 }
 
 /// An open image.
 ///
-/// Several threads use it. The library has its own locks for its tables, and holds none while it reads data, writes it where there is room
-/// for it already, or waits for the host to have everything on the disk.
+/// Several threads use it. The library locks its tables, and holds no lock while it reads data,
+/// writes to allocated clusters, or waits for a sync.
 struct Disk<S: Storage + 'static = File> {
     access: FormatAccess<S>,
-    claims: Claims,
-    /// Bytes that the library makes zeros of together.
+    claims: RangeLocks,
+    /// Granularity of zeroing in bytes.
     cluster: u64,
-    image: Image,
+    image: ImageConfig,
     marking: Marking,
-    /// It has been told that the image or the host fails.
+    /// An error has been reported.
     has_told: AtomicBool,
 }
 
-/// The image is not as it has to be, or not to be read.
-fn unusable(error: &io::Error) -> Failed {
-    Failed::new("the image cannot be used", Cause::new(error.raw_os_error(), error))
+/// Creates the failure of an invalid or unreadable image.
+fn unusable(error: &io::Error) -> SetupError {
+    SetupError::new("the image is unusable", Cause::new(error.raw_os_error(), error))
 }
 
 impl Disk {
-    fn open(file: fs::File, image: Image) -> Result<Self, Failed> {
+    fn open(file: fs::File, image: ImageConfig) -> Result<Self, SetupError> {
         let failed = |error: io::Error| unusable(&error);
         let marking = if image.read_only { Ok(Marking::none()) } else { Marking::new(&file) };
-        let marking = marking.map_err(|error| Failed::new("the image cannot be used", error))?;
+        let marking = marking.map_err(|error| SetupError::new("the image is unusable", error))?;
         let options = StorageOpenOptions::new().write(!image.read_only);
         let file = File::from_open_file(file, options).map_err(failed)?;
         Ok(Self { marking, ..Self::with(file, image)? })
@@ -95,7 +102,7 @@ impl Disk {
 }
 
 impl<S: Storage + 'static> Disk<S> {
-    fn with(file: S, image: Image) -> Result<Self, Failed> {
+    fn with(file: S, image: ImageConfig) -> Result<Self, SetupError> {
         let failed = |error: io::Error| unusable(&error);
         let opened = Qcow2::<S>::builder(file)
             .write(!image.read_only)
@@ -104,16 +111,19 @@ impl<S: Storage + 'static> Disk<S> {
             .open(DenyImplicitOpenGate::default())
             .map_err(failed)?;
         if opened.implicit_backing_file().is_some() || opened.requires_external_data_file() {
-            return Err(Failed::new("the image cannot be used", "it needs another file"));
+            return Err(SetupError::new(
+                "the image is unusable",
+                "it has a backing file or an external data file",
+            ));
         }
         let cluster = opened.zero_granularity().unwrap_or(SECTOR);
         let access = FormatAccess::new(opened);
         if access.size() != image.sectors * SECTOR {
-            return Err(Failed::new("the image cannot be used", "its size has changed"));
+            return Err(SetupError::new("the image is unusable", "its size has changed"));
         }
         Ok(Self {
             access,
-            claims: Claims::default(),
+            claims: RangeLocks::default(),
             cluster,
             image,
             marking: Marking::none(),
@@ -121,7 +131,7 @@ impl<S: Storage + 'static> Disk<S> {
         })
     }
 
-    fn carry_out(&self, taken: &Taken<'_>) -> io::Result<()> {
+    fn carry_out(&self, taken: &TakenRequest<'_>) -> io::Result<()> {
         let range = |length: u64| -> io::Result<u64> {
             let end = taken.sector.checked_add(length.div_ceil(SECTOR));
             let is_whole = length.is_multiple_of(SECTOR);
@@ -141,20 +151,20 @@ impl<S: Storage + 'static> Disk<S> {
             op::READ => {
                 let length = taken.length();
                 let at = range(length as u64)?;
-                if length > MOST_BYTES {
+                if length > MAX_BYTES {
                     return Err(io::ErrorKind::InvalidInput.into());
                 }
                 let mut bytes = vec![0; length];
-                let _claim = self.claims.claim(at, length as u64, false);
+                let _claim = self.claims.lock(at, length as u64, false);
                 self.access.read(&mut bytes, at)?;
                 taken.write(&taken.parts, &bytes).ok_or(io::ErrorKind::InvalidInput)?;
                 Ok(())
             }
             op::WRITE => {
-                let bytes = taken.read(&taken.parts, MOST_BYTES);
+                let bytes = taken.read(&taken.parts, MAX_BYTES);
                 let bytes = bytes.ok_or(io::ErrorKind::InvalidInput)?;
                 let at = range(bytes.len() as u64)?;
-                let _claim = self.claims.claim(at, bytes.len() as u64, false);
+                let _claim = self.claims.lock(at, bytes.len() as u64, false);
                 self.access.write(&bytes, at)
             }
             op::FLUSH => {
@@ -163,8 +173,9 @@ impl<S: Storage + 'static> Disk<S> {
             }
             op::DISCARD => {
                 let at = range(count)?;
-                let _claim = self.claims.claim(at, count, true);
-                // SAFETY: nobody else reads or writes in this range, so nobody has found out where its data is and still goes there.
+                let _claim = self.claims.lock(at, count, true);
+                // SAFETY: no other request uses this range, so no pending access refers to the old
+                // location of its data.
                 unsafe { self.access.discard_to_any_unsafe(at, count) }
             }
             op::UNMAP | op::ZERO => self.make_zeros(range(count)?, count, taken.op == op::UNMAP),
@@ -172,16 +183,17 @@ impl<S: Storage + 'static> Disk<S> {
         }
     }
 
-    /// Makes zeros, which need take no room if they `may_unmap`.
+    /// Zeroes a range; `may_unmap` permits to deallocate it.
     ///
-    /// Requests in the same clusters are not carried out meanwhile: if the rest of a cluster has zeros already, the library
-    /// makes all of it zeros, and a write to the rest that comes between would be lost.
+    /// Requests in the same clusters must wait: if the rest of a cluster is zero already, the
+    /// library zeroes the whole cluster, and a concurrent write to the rest would be lost.
     fn make_zeros(&self, at: u64, length: u64, may_unmap: bool) -> io::Result<()> {
         let first = at - at % self.cluster;
         let end = (at + length).next_multiple_of(self.cluster);
-        let _claim = self.claims.claim(first, end - first, true);
+        let _claim = self.claims.lock(first, end - first, true);
         let done = if may_unmap {
-            // SAFETY: nobody else reads or writes in this range, so nobody has found out where its data is and still goes there.
+            // SAFETY: no other request uses this range, so no pending access refers to the old
+            // location of its data.
             unsafe { self.access.discard_to_zero_unsafe(at, length) }
         } else {
             self.access.write_zeroes(at, length)
@@ -189,9 +201,9 @@ impl<S: Storage + 'static> Disk<S> {
         done.or_else(|_| self.zero(at, length))
     }
 
-    /// Zeros for images that have none of their own (version 2).
+    /// Writes zeros to images without zero clusters (version 2).
     fn zero(&self, mut at: u64, length: u64) -> io::Result<()> {
-        let zeros = vec![0; MOST_BYTES.min(length as usize)];
+        let zeros = vec![0; MAX_BYTES.min(length as usize)];
         let end = at + length;
         while at < end {
             let now = zeros.len().min((end - at) as usize);
@@ -201,44 +213,44 @@ impl<S: Storage + 'static> Disk<S> {
         Ok(())
     }
 
-    /// Says once that something fails; the guest gets an error each time.
-    fn tell(&self, error: &io::Error) {
+    /// Reports the first error; the guest gets an error each time.
+    fn report_error(&self, error: &io::Error) {
         if !self.has_told.swap(true, Relaxed) {
             let cause = Cause::new(error.raw_os_error(), error);
-            eprintln!("parador: a qcow2 image: {cause}");
+            eprintln!("parador: qcow2 image: {cause}");
         }
     }
 }
 
-/// Ranges of the disk that requests are at work in. Others wait for who gives clusters up there, and it for them: where data has been
-/// may be other data, or a table, at once.
+/// Ranges in use by requests. Deallocation excludes other requests from its range: the old location
+/// of the data may immediately be reused for other data or a table.
 #[derive(Default)]
-struct Claims {
-    /// First byte, the one behind the last, whether it is for one alone.
+struct RangeLocks {
+    /// First byte, end, and whether the range is exclusive.
     held: Mutex<Vec<(u64, u64, bool)>>,
     left: Condvar,
 }
 
-impl Claims {
+impl RangeLocks {
     fn held(&self) -> MutexGuard<'_, Vec<(u64, u64, bool)>> {
         self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits for those that do not go together with this one.
-    fn claim(&self, at: u64, length: u64, alone: bool) -> Claim<'_> {
+    /// Waits until no conflicting range is locked, and locks this one.
+    fn lock(&self, at: u64, length: u64, alone: bool) -> RangeLock<'_> {
         let range = (at, at + length, alone);
         let meets =
             |other: &(u64, u64, bool)| other.0 < range.1 && range.0 < other.1 && (alone || other.2);
         let held = self.left.wait_while(self.held(), |held| held.iter().any(meets));
         held.unwrap_or_else(PoisonError::into_inner).push(range);
-        Claim(self, range)
+        RangeLock(self, range)
     }
 }
 
-/// A range, until it is dropped.
-struct Claim<'a>(&'a Claims, (u64, u64, bool));
+/// A locked range; dropping it unlocks the range.
+struct RangeLock<'a>(&'a RangeLocks, (u64, u64, bool));
 
-impl Drop for Claim<'_> {
+impl Drop for RangeLock<'_> {
     fn drop(&mut self) {
         let mut held = self.0.held();
         if let Some(place) = held.iter().position(|range| *range == self.1) {
@@ -250,14 +262,14 @@ impl Drop for Claim<'_> {
 }
 
 impl<S: Storage + 'static> Serve for Disk<S> {
-    fn act(&self, taken: &Taken<'_>) -> u8 {
+    fn execute(&self, taken: &TakenRequest<'_>) -> u8 {
         match self.carry_out(taken) {
             Ok(()) => status::DONE,
             Err(error) if error.kind() == io::ErrorKind::Unsupported => status::UNSUPPORTED,
-            // The guest's own nonsense.
+            // An invalid request of the guest.
             Err(error) if error.kind() == io::ErrorKind::ReadOnlyFilesystem => status::FAILED,
             Err(error) => {
-                self.tell(&error);
+                self.report_error(&error);
                 status::FAILED
             }
         }
@@ -267,26 +279,26 @@ impl<S: Storage + 'static> Serve for Disk<S> {
         if !self.image.read_only
             && let Err(error) = self.access.flush()
         {
-            self.tell(&error);
+            self.report_error(&error);
         }
     }
 
-    /// Requests that are still being carried out may change the image: it stays marked.
-    fn close(&self, is_settled: bool) {
+    /// Requests in progress may still change the image, which then stays marked.
+    fn close(&self, is_drained: bool) {
         if self.image.read_only {
             return;
         }
         let flush = || self.access.flush().and_then(|()| self.access.sync());
-        let done = self.marking.close(is_settled, flush);
+        let done = self.marking.close(is_drained, flush);
         if let Err(error) = done {
-            self.tell(&error);
+            self.report_error(&error);
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::refcounts::{Found, Header};
+    use super::refcounts::{CheckResult, Header};
     use super::*;
     use imago::FormatCreateBuilder;
     use imago::io_buffers::{IoVector, IoVectorMut};
@@ -305,7 +317,7 @@ mod tests {
 
     const SECTORS: u64 = 4096;
 
-    /// An image with something at its beginning.
+    /// Creates an image with data at its beginning.
     fn image() -> (tempfile::NamedTempFile, Vec<u8>) {
         let place = tempfile::NamedTempFile::new().unwrap();
         let options = || StorageOpenOptions::new().write(true);
@@ -319,9 +331,9 @@ mod tests {
         (place, bytes)
     }
 
-    fn open(place: &tempfile::NamedTempFile) -> Result<Disk, Failed> {
+    fn open(place: &tempfile::NamedTempFile) -> Result<Disk, SetupError> {
         let file = fs::OpenOptions::new().read(true).write(true).open(place.path()).unwrap();
-        Disk::open(file, Image { read_only: false, sectors: SECTORS })
+        Disk::open(file, ImageConfig { read_only: false, sectors: SECTORS })
     }
 
     #[test]
@@ -335,12 +347,12 @@ mod tests {
         disk.idle();
         disk.access.read(&mut bytes, 0).unwrap();
         assert_eq!(bytes, [0; 6000]);
-        let other = Image { read_only: true, sectors: SECTORS + 1 };
+        let other = ImageConfig { read_only: true, sectors: SECTORS + 1 };
         let failed = Disk::open(place.reopen().unwrap(), other).map(drop).unwrap_err();
         assert!(failed.to_string().contains("size has changed"));
     }
 
-    /// A file whose next read, or wait for the disk, takes until it is let go.
+    /// A file whose next read, write or sync blocks until released.
     #[derive(Debug)]
     struct Slow {
         file: File,
@@ -377,13 +389,13 @@ mod tests {
 
         unsafe fn pure_readv(&self, to: IoVectorMut<'_>, offset: u64) -> io::Result<()> {
             self.hold(READ);
-            // SAFETY: what the caller warrants.
+            // SAFETY: guaranteed by the caller.
             unsafe { self.file.pure_readv(to, offset) }
         }
 
         unsafe fn pure_writev(&self, from: IoVector<'_>, offset: u64) -> io::Result<()> {
             self.hold(WRITE);
-            // SAFETY: what the caller warrants.
+            // SAFETY: guaranteed by the caller.
             unsafe { self.file.pure_writev(from, offset) }
         }
 
@@ -400,7 +412,7 @@ mod tests {
         }
 
         unsafe fn invalidate_cache(&self) -> io::Result<()> {
-            // SAFETY: what the caller warrants.
+            // SAFETY: guaranteed by the caller.
             unsafe { self.file.invalidate_cache() }
         }
 
@@ -409,8 +421,8 @@ mod tests {
         }
     }
 
-    /// A disk on such a file: what is held up next, whether the next sync fails, what says that something is held up, and what
-    /// lets it go.
+    /// A disk on such a file: the operation to block next, whether the next sync fails, the report
+    /// that an operation is blocked, and its release.
     struct SlowDisk {
         disk: Disk<Slow>,
         holds: Arc<AtomicU8>,
@@ -428,50 +440,51 @@ mod tests {
         let fails = Arc::new(AtomicBool::new(false));
         let (begun, gone) = (Mutex::new(begun), Mutex::new(gone));
         let slow = Slow { file, holds: holds.clone(), fails: fails.clone(), begun, go: gone };
-        let disk = Disk::with(slow, Image { read_only: false, sectors: SECTORS }).unwrap();
+        let disk = Disk::with(slow, ImageConfig { read_only: false, sectors: SECTORS }).unwrap();
         SlowDisk { disk, holds, fails, begins, go }
     }
 
-    /// A flush that begins before another has failed does not end well after it: the host reports the error once.
+    /// A flush that begins before another one fails does not succeed after it: the host reports the
+    /// error once.
     #[test]
     fn flushes_beside_one_that_fails() {
         let SlowDisk { disk, holds, fails, begins, go } = slow();
         let mut rig = Rig::new(disk, 2);
         holds.store(SYNC, SeqCst);
         fails.store(true, SeqCst);
-        rig.give(0, op::FLUSH, 0, &[], 0);
+        rig.submit(0, op::FLUSH, 0, &[], 0);
         assert_eq!(begins.recv_timeout(LIMIT), Ok(()));
-        rig.give(1, op::FLUSH, 0, &[], 0);
+        rig.submit(1, op::FLUSH, 0, &[], 0);
         std::thread::sleep(Duration::from_millis(50));
         go.send(()).unwrap();
         let mut both = [rig.ended(), rig.ended()];
         both.sort_unstable();
         assert_eq!(both, [(0, status::FAILED), (1, status::FAILED)]);
-        rig.give(2, op::FLUSH, 0, &[], 0);
+        rig.submit(2, op::FLUSH, 0, &[], 0);
         assert_eq!(rig.ended(), (2, status::FAILED));
     }
 
-    /// Zeros in a part of a cluster do not undo a write to another part that has not ended when they begin.
+    /// Zeroing a part of a cluster does not undo a concurrent write to another part.
     #[test]
     fn zeros_beside_a_write() {
         for op in [op::ZERO, op::UNMAP] {
             let SlowDisk { disk, holds, begins, go, .. } = slow();
             let mut rig = Rig::new(disk, 2);
             rig.memory.write_slice(0, &[9; 4096]).unwrap();
-            // In a cluster that has no data yet.
-            rig.give(0, op::WRITE, 2048, &[(0, 4096)], 0);
+            // In an unallocated cluster.
+            rig.submit(0, op::WRITE, 2048, &[(0, 4096)], 0);
             let written = rig.ended();
             holds.store(WRITE, SeqCst);
-            rig.give(0, op::WRITE, 2048 + 128, &[(0, 4096)], 0);
+            rig.submit(0, op::WRITE, 2048 + 128, &[(0, 4096)], 0);
             assert_eq!(begins.recv_timeout(LIMIT), Ok(()));
-            rig.give(1, op, 2048 + 128 + 8, &[], 8);
-            // Time to look at what the cluster has.
+            rig.submit(1, op, 2048 + 128 + 8, &[], 8);
+            // Time to read the state of the cluster.
             std::thread::sleep(Duration::from_millis(100));
             go.send(()).unwrap();
             let mut both = [rig.ended(), rig.ended()];
             both.sort_unstable();
             assert_eq!((written, both), ((0, 0), [(0, 0), (1, 0)]));
-            rig.give(2, op::READ, 2048 + 128, &[(8192, 8192)], 0);
+            rig.submit(2, op::READ, 2048 + 128, &[(8192, 8192)], 0);
             assert_eq!(rig.ended(), (2, status::DONE));
             let mut bytes = [1; 8192];
             rig.memory.read_slice(8192, &mut bytes).unwrap();
@@ -485,25 +498,26 @@ mod tests {
         let mut rig = Rig::new(disk, 4);
         let done = |id: u16| (id, status::DONE);
         let part = |id: u64| [(id << 13, 4096)];
-        // The tables are there already.
-        rig.give(0, op::READ, 0, &part(0), 0);
+        // The tables are allocated.
+        rig.submit(0, op::READ, 0, &part(0), 0);
         assert_eq!(rig.ended(), done(0));
 
         holds.store(READ, SeqCst);
-        rig.give(1, op::READ, 1, &part(1), 0);
+        rig.submit(1, op::READ, 1, &part(1), 0);
         assert_eq!(begins.recv_timeout(LIMIT), Ok(()));
-        rig.give(2, op::READ, 1, &part(2), 0);
+        rig.submit(2, op::READ, 1, &part(2), 0);
         assert_eq!(rig.ended(), done(2));
-        // Where there is room, and where there is none yet; what is to last, what is given up elsewhere.
+        // In an allocated cluster, and in an unallocated one; a flush, and a deallocation
+        // elsewhere.
         for (id, op, sector) in [(3, op::WRITE, 8), (4, op::WRITE, 3000), (5, op::FLUSH, 0)] {
-            rig.give(id, op, sector, &part(2), 0);
+            rig.submit(id, op, sector, &part(2), 0);
             assert_eq!(rig.ended(), done(id));
         }
-        rig.give(6, op::UNMAP, 2048, &[], 2048);
+        rig.submit(6, op::UNMAP, 2048, &[], 2048);
         assert_eq!(rig.ended(), done(6));
-        // What is being read is not given up.
-        rig.give(7, op::UNMAP, 0, &[], 2048);
-        rig.give(8, op::READ, 2100, &part(8), 0);
+        // A cluster being read is not deallocated.
+        rig.submit(7, op::UNMAP, 0, &[], 2048);
+        rig.submit(8, op::READ, 2100, &part(8), 0);
         assert_eq!(rig.ended(), done(8));
         assert!(rig.client.completed().is_none());
         go.send(()).unwrap();
@@ -512,22 +526,23 @@ mod tests {
         assert_eq!(both, [done(1), done(7)]);
 
         holds.store(SYNC, SeqCst);
-        rig.give(9, op::FLUSH, 0, &[], 0);
+        rig.submit(9, op::FLUSH, 0, &[], 0);
         assert_eq!(begins.recv_timeout(LIMIT), Ok(()));
         for (id, op) in [(10, op::WRITE), (11, op::READ), (12, op::DISCARD)] {
             let part = part(1);
-            rig.give(id, op, 0, if op == op::DISCARD { &[] } else { &part }, 8);
+            rig.submit(id, op, 0, if op == op::DISCARD { &[] } else { &part }, 8);
             assert_eq!(rig.ended(), done(id));
         }
         go.send(()).unwrap();
         assert_eq!(rig.ended(), done(9));
-        // What was read while it waited.
+        // The data read meanwhile.
         let mut bytes = [0; 4096];
         rig.memory.read_slice(1 << 13, &mut bytes).unwrap();
         assert_eq!(bytes, [7; 4096]);
     }
 
-    /// Threads that write each its own, beside flushes and what gives clusters up; the image is whole then.
+    /// Threads that each write their own part, concurrently with flushes and deallocations; the
+    /// image is valid afterwards.
     #[test]
     fn many_at_a_time() {
         let (place, _) = image();
@@ -549,8 +564,8 @@ mod tests {
                         match round % 10 {
                             0 => disk.access.flush().unwrap(),
                             1 | 2 => {
-                                let _claim = disk.claims.claim(start + at, length, true);
-                                // SAFETY: nobody else is in this thread's part.
+                                let _claim = disk.claims.lock(start + at, length, true);
+                                // SAFETY: no other thread uses this part.
                                 let done = unsafe {
                                     disk.access.discard_to_zero_unsafe(start + at, length)
                                 };
@@ -599,19 +614,19 @@ mod tests {
             assert!(open(&place).is_ok());
             place.as_file().write_all_at(bytes, at).unwrap();
             let failed = open(&place).map(drop).unwrap_err().to_string();
-            let is_said = failed.contains("counts its own header as free");
+            let is_said = failed.contains("declare its own header free");
             assert!(is_said || failed.contains("Invalid argument"), "{failed}");
         }
     }
 
-    /// An image that is being written to says so in its header; one that was not closed is repaired.
+    /// An image open for writing is marked in its header; one that was not closed is repaired.
     #[test]
     fn an_image_is_marked_until_it_is_closed() {
         let (place, _) = image();
         let is_dirty = || Header::read(place.as_file()).unwrap().is_dirty();
         let mut rig = Rig::new(open(&place).unwrap(), 1);
         let mut act = |op| {
-            rig.give(0, op, 64, &[(0, 4096)], 8);
+            rig.submit(0, op, 64, &[(0, 4096)], 8);
             assert_eq!(rig.ended(), (0, status::DONE));
         };
         act(op::READ);
@@ -625,15 +640,15 @@ mod tests {
         let killed = tempfile::NamedTempFile::new().unwrap();
         fs::copy(place.path(), killed.path()).unwrap();
         let header = Header::read(killed.as_file()).unwrap();
-        // A cluster far behind those in use is counted, and the L2 table is not.
+        // An unused distant cluster is counted, and the L2 table is not.
         let table = read_number(killed.as_file(), 48);
         let block = read_number(killed.as_file(), table);
         let l2 = read_number(killed.as_file(), read_number(killed.as_file(), 40)) << 1 >> 1;
         killed.as_file().write_all_at(&[0, 1], block + 2000).unwrap();
         killed.as_file().write_all_at(&[0, 0], block + (l2 >> 16) * 2).unwrap();
         let before = fs::read(killed.path()).unwrap();
-        assert_eq!(header.check(killed.as_file()).unwrap(), Found { leaked: 1, missing: 1 });
-        let reader = Image { read_only: true, sectors: SECTORS };
+        assert_eq!(header.check(killed.as_file()).unwrap(), CheckResult { leaked: 1, missing: 1 });
+        let reader = ImageConfig { read_only: true, sectors: SECTORS };
         let disk = Disk::open(killed.reopen().unwrap(), reader).unwrap();
         let mut bytes = vec![0; 5000];
         disk.access.read(&mut bytes, 512).unwrap();
@@ -641,14 +656,14 @@ mod tests {
         drop(disk);
         assert!(fs::read(killed.path()).unwrap() == before, "a reader changes nothing");
         let disk = open(&killed).unwrap();
-        assert_eq!(header.check(killed.as_file()).unwrap(), Found::default());
-        // It stays marked until it is closed, also if nothing is written.
+        assert_eq!(header.check(killed.as_file()).unwrap(), CheckResult::default());
+        // It stays marked until it is closed, even without a write.
         assert!(Header::read(killed.as_file()).unwrap().is_dirty());
         disk.close(true);
         assert!(!Header::read(killed.as_file()).unwrap().is_dirty());
         assert!(disk.marking.begin_change().is_err());
 
-        // The L1 table in the place of the L2 table cannot be repaired.
+        // An L1 table in place of the L2 table cannot be repaired.
         fs::write(killed.path(), before).unwrap();
         let l1 = read_number(killed.as_file(), 40);
         killed.as_file().write_all_at(&l1.to_be_bytes(), l1).unwrap();
@@ -659,7 +674,7 @@ mod tests {
         assert!(!is_dirty());
         assert_eq!(
             Header::read(place.as_file()).unwrap().check(place.as_file()).unwrap(),
-            Found::default()
+            CheckResult::default()
         );
     }
 
@@ -669,7 +684,7 @@ mod tests {
         u64::from_be_bytes(bytes)
     }
 
-    /// Of an image that may still be written to nobody says that it is closed.
+    /// An image that may still be written to is not marked as closed.
     #[test]
     fn an_image_with_requests_stays_marked() {
         let (place, _) = image();
@@ -679,7 +694,7 @@ mod tests {
         assert!(Header::read(place.as_file()).unwrap().is_dirty());
     }
 
-    /// Whatever is in a file, to use it is an error or works; the process goes on.
+    /// Arbitrary file contents give an error or a working disk, never the end of the process.
     #[test]
     fn files_that_mean_harm() {
         let (mut place, good) = image();
@@ -695,7 +710,7 @@ mod tests {
                 let at = if round % 2 == 0 { next(104) } else { next(bytes.len() / 8) * 8 };
                 bytes[at] = next(256) as u8;
             }
-            // Some have not been closed, as their header says.
+            // Some are marked as not closed.
             bytes[79] |= u8::from(round % 4 == 1);
             place.rewind().unwrap();
             place.as_file().set_len(0).unwrap();

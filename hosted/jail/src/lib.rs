@@ -1,8 +1,10 @@
-//! Devices of hosted machines that are processes of their own: what such a process does and may do.
+//! Device processes of hosted VMs: their request loops, devices and sandbox.
 //!
-//! A machine's virtual CPU leaves requests in memory that it shares with the process ([`proto::requests`]); threads of a [`Worker`] take them,
-//! several at a time, and answer. The guest can change that memory at any time, so requests are copied before they are looked at. Before the
-//! first request a process gives up what it does not need ([`confine`]): it ends, and the machine with it, if it asks for more.
+//! A VM's vCPU places requests in memory shared with the process ([`proto::requests`]); threads of
+//! a [`Worker`] take several at a time and answer them. The guest can modify that memory at any
+//! time, so requests are copied before they are checked. Before the first request, a process drops
+//! all privileges that it does not need ([`confine`]): a forbidden system call kills it, and the VM
+//! with it.
 
 mod confine;
 mod footprint;
@@ -17,11 +19,11 @@ mod threads;
 mod vsock;
 mod worker;
 
-pub use confine::{Failed, describe, drop_capabilities};
-pub use footprint::give_back;
-pub use image::{Image, serve_image};
+pub use confine::{SetupError, describe, drop_capabilities};
+pub use footprint::release_memory;
+pub use image::{ImageConfig, serve_image};
 pub use ring::has_rings;
-pub use sandbox::{Refused, enter, forbid_files};
+pub use sandbox::{SandboxRefusal, enter, forbid_files};
 pub use share::{Share, serve_share};
 pub use vsock::{Vsock, serve_vsock};
-pub use worker::{Machine, READY, Worker};
+pub use worker::{GuestQueue, READY, Worker};

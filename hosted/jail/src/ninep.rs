@@ -1,14 +1,17 @@
-//! A server of 9P2000.L below one folder of the host, for several requests at a time.
+//! 9P2000.L server below one folder of the host, for several requests in parallel.
 //!
-//! State: which names the driver holds (fids), each with a descriptor, and the sizes agreed upon. Nothing is locked while the host is asked: a
-//! request takes what it needs of the fids first, and a fid that is dropped meanwhile lives until its last request has ended. Two requests
-//! that list one folder by one fid go one after the other.
+//! State: the names that the driver holds (fids), each with a descriptor, and the negotiated sizes.
+//! No lock is held during system calls: a request first takes references to its fids, and a fid
+//! that is dropped meanwhile lives until its last request ends. Two listings by one fid are
+//! serialized.
 //!
-//! Every name is one part of a path and is looked up relative to the descriptor of its folder, never following a link. What is neither a file nor a
-//! folder is not opened. So a guest names nothing outside of the folder, whatever links are in it and whoever moves them about.
-//! Missing: extended attributes, symbolic links and nodes that the guest makes, locks (the driver has its own), messages that Linux does not send.
-//! Documentation: `include/net/9p/9p.h` and `net/9p/client.c` in Linux, the description of 9P2000.L at
-//! <https://github.com/chaos/diod/blob/master/protocol.md>, intro(5) of Plan 9.
+//! Every name is a single path component, looked up relative to the descriptor of its folder
+//! without following links. Only files and folders are opened. The guest thus cannot name anything
+//! outside of the folder, whatever links it contains and however the host moves folders.
+//! Missing: extended attributes, creation of symbolic links and nodes, locks (the driver has its
+//! own), messages that Linux does not send.
+//! Documentation: `include/net/9p/9p.h` and `net/9p/client.c` in Linux, the description of 9P2000.L
+//! at <https://github.com/chaos/diod/blob/master/protocol.md>, intro(5) of Plan 9.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -24,15 +27,15 @@ use rustix::fs::{self, AtFlags, Mode, OFlags, RawDir, SeekFrom, Stat, Timespec, 
 use rustix::fs::{Gid, Uid};
 use rustix::io::{Errno, fcntl_dupfd_cloexec};
 
-/// Most bytes of a message: 64 KiB of data, and what is said of them.
-pub const MOST_MESSAGE: usize = 64 * 1024 + 24;
-/// Least bytes that a driver may agree to.
-const LEAST_MESSAGE: u32 = 256;
+/// Longest message in bytes: 64 KiB of data and their header.
+pub const MAX_MESSAGE: usize = 64 * 1024 + 24;
+/// Shortest message size that a driver may negotiate.
+const MIN_MESSAGE: u32 = 256;
 
 /// Most names of one walk.
-const MOST_NAMES: u16 = 16;
+const MAX_NAMES: u16 = 16;
 
-/// Types of messages; the answer's is one more.
+/// Message types; a response has the type of its request plus one.
 pub mod kind {
     pub const ERROR: u8 = 7;
     pub const STATFS: u8 = 8;
@@ -63,7 +66,7 @@ pub mod kind {
     pub const REMOVE: u8 = 122;
 }
 
-/// Messages that change something.
+/// Messages that modify the folder.
 const CHANGES: [u8; 12] = [
     kind::LCREATE,
     kind::SYMLINK,
@@ -79,7 +82,7 @@ const CHANGES: [u8; 12] = [
     kind::REMOVE,
 ];
 
-/// Fields of a change of attributes that are valid.
+/// Valid fields of an attribute change.
 mod valid {
     pub const MODE: u32 = 1 << 0;
     pub const UID: u32 = 1 << 1;
@@ -92,10 +95,11 @@ mod valid {
     pub const MTIME_SET: u32 = 1 << 8;
 }
 
-/// Bytes of a message before what it says: length (32 bits), type (8), tag (16).
+/// Bytes of a message header: length (32 bits), type (8), tag (16).
 pub const HEAD: usize = 7;
 
-/// Flags of an open file that the driver may ask for, which are those of Linux. Data of a direct one would have to be aligned here.
+/// Open flags that the driver may request, as in Linux. Not `O_DIRECT`, which would require aligned
+/// buffers here.
 const OPEN_FLAGS: u32 = linux::O_ACCMODE
     | linux::O_TRUNC
     | linux::O_APPEND
@@ -104,20 +108,20 @@ const OPEN_FLAGS: u32 = linux::O_ACCMODE
     | linux::O_NOATIME
     | linux::O_SYNC;
 
-/// Bytes of a folder's list that are asked for at a time.
+/// Bytes per read of a directory.
 const LIST: usize = 16 << 10;
 
 type Failed = Errno;
 
 /// A name that the driver holds.
 struct Fid {
-    /// What it names; for nothing but to look further from it (`O_PATH`).
+    /// Its file, only for lookups (`O_PATH`).
     path: OwnedFd,
-    /// File type and rights when it was found. The type does not change.
+    /// File type and mode at the lookup. The type does not change.
     mode: u32,
-    /// What reads and writes.
+    /// Descriptor for reads and writes.
     open: OnceLock<OwnedFd>,
-    /// For who lists a folder: its place is the descriptor's.
+    /// Serializes listings: their position is that of the descriptor.
     list: Mutex<()>,
 }
 
@@ -132,7 +136,7 @@ impl Fid {
         self.mode & linux::S_IFMT == kind
     }
 
-    /// Pipes would make a request wait for ever; devices are the host's.
+    /// Refuses pipes, which would block, and devices of the host.
     fn may_be_opened(&self) -> Result<(), Failed> {
         match self.mode & linux::S_IFMT {
             linux::S_IFREG | linux::S_IFDIR => Ok(()),
@@ -146,25 +150,25 @@ impl Fid {
     }
 }
 
-/// The names of one session, which begins with the agreement upon a version.
+/// Names of one session, which begins with the version message.
 struct Fids {
     session: u64,
     all: BTreeMap<u32, Arc<Fid>>,
 }
 
 /// A server for one driver.
-pub struct Server {
+pub struct NinepServer {
     folder: OwnedFd,
-    /// `/proc/self/fd`: by it a descriptor of [`Fid::path`] is opened, or changed.
+    /// `/proc/self/fd`: reopens or modifies the file of [`Fid::path`].
     descriptors: OwnedFd,
     read_only: bool,
-    /// Most bytes of an answer.
+    /// Longest response in bytes.
     most: AtomicU32,
     fids: Mutex<Fids>,
 }
 
-impl Server {
-    /// For what is below this folder.
+impl NinepServer {
+    /// Creates a server for the files below this folder.
     ///
     /// # Errors
     /// There is no `/proc`.
@@ -174,17 +178,17 @@ impl Server {
             folder,
             descriptors: fs::open("/proc/self/fd", flags, Mode::empty())?,
             read_only,
-            most: AtomicU32::new(MOST_MESSAGE as u32),
+            most: AtomicU32::new(MAX_MESSAGE as u32),
             fids: Mutex::new(Fids { session: 0, all: BTreeMap::new() }),
         })
     }
 
-    /// The folder that is served.
+    /// Returns the served folder.
     pub fn folder(&self) -> BorrowedFd<'_> {
         self.folder.as_fd()
     }
 
-    /// The answer to a message; one that is none has no tag to answer to, and is answered nevertheless.
+    /// Answers a message. An invalid one without a tag is answered, too.
     pub fn answer(&self, message: &[u8]) -> Vec<u8> {
         let tag = tag(message);
         let Some((head, fields)) = message.split_at_checked(HEAD) else {
@@ -198,7 +202,7 @@ impl Server {
         let Answer(mut bytes) = answer;
         let length = bytes.len() as u32;
         bytes[..4].copy_from_slice(&length.to_le_bytes());
-        // An answer's type fits: it is one of ours.
+        // Message types fit: they are constants of this module.
         bytes[4] = kind.wrapping_add(1);
         bytes[5..HEAD].copy_from_slice(&tag);
         bytes
@@ -255,17 +259,17 @@ impl Server {
                 let flags = if is_folder { AtFlags::REMOVEDIR } else { AtFlags::empty() };
                 fs::unlinkat(&folder.path, name, flags)
             }
-            // Who orders the answers waits for the other request.
+            // The worker delays this answer until the flushed request has ended.
             kind::FLUSH => Ok(()),
             kind::LOCK => {
-                /// The lock is given.
+                /// The lock is granted.
                 const SUCCESS: u8 = 0;
                 self.fid(fields.word()?)?.0.opened()?;
                 answer.0.push(SUCCESS);
                 Ok(())
             }
             kind::GETLOCK => {
-                /// Type of a lock that is not there.
+                /// Type of an absent lock.
                 const NONE: u8 = 2;
                 self.fid(fields.word()?)?.0.opened()?;
                 fields.take(1)?;
@@ -284,14 +288,14 @@ impl Server {
         self.fids.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A name, and the session that it is of.
+    /// Returns a fid and the session it belongs to.
     fn fid(&self, number: u32) -> Result<(Arc<Fid>, u64), Failed> {
         let fids = self.fids();
         let fid = fids.all.get(&number).cloned().ok_or(Errno::BADF)?;
         Ok((fid, fids.session))
     }
 
-    /// Enters a name, of this session; `instead` says of which other it takes the place.
+    /// Adds a fid of this session; `instead` is the one that it replaces.
     fn enter(
         &self,
         session: u64,
@@ -317,7 +321,7 @@ impl Server {
     }
 
     fn drop_fid(&self, number: u32) -> Result<(), Failed> {
-        // It may be closed here, without the lock.
+        // The drop may close a descriptor, outside of the lock.
         let fid = self.fids().all.remove(&number);
         fid.map(drop).ok_or(Errno::BADF)
     }
@@ -325,10 +329,10 @@ impl Server {
     fn version(&self, fields: &mut Fields, answer: &mut Answer) -> Result<(), Failed> {
         const VERSION: &[u8] = b"9P2000.L";
         let most = fields.word()?;
-        if most < LEAST_MESSAGE {
+        if most < MIN_MESSAGE {
             return Err(Errno::INVAL);
         }
-        let most = most.min(MOST_MESSAGE as u32);
+        let most = most.min(MAX_MESSAGE as u32);
         let is_known = fields.text()? == VERSION;
         let before = {
             let mut fids = self.fids();
@@ -356,7 +360,7 @@ impl Server {
         let (number, new) = (fields.word()?, fields.word()?);
         let (start, session) = self.fid(number)?;
         let count = fields.half()?;
-        if count > MOST_NAMES {
+        if count > MAX_NAMES {
             return Err(Errno::INVAL);
         }
         let names = (0..count).map(|_| fields.name()).collect::<Result<Vec<_>, _>>()?;
@@ -370,7 +374,7 @@ impl Server {
                     found.push(stat);
                 }
                 Err(error) if found.is_empty() => return Err(error),
-                // The driver sees how far it has come.
+                // The driver sees how many names were found.
                 Err(_) => break,
             }
         }
@@ -385,7 +389,7 @@ impl Server {
     }
 
     fn attributes(&self, fields: &mut Fields, answer: &mut Answer) -> Result<(), Failed> {
-        /// All up to the number of blocks.
+        /// All fields up to the number of blocks.
         const BASIC: u64 = 0x7ff;
         let (fid, _) = self.fid(fields.word()?)?;
         let stat = fs::fstat(&fid.path)?;
@@ -404,7 +408,7 @@ impl Server {
         for value in [stat.st_mtime_nsec, stat.st_ctime as u64, stat.st_ctime_nsec] {
             answer.quad(value);
         }
-        // Birth, generation, version of the data: not told.
+        // Birth time, generation and data version are not reported.
         answer.0.extend([0; 32]);
         Ok(())
     }
@@ -419,11 +423,11 @@ impl Server {
         let times = [fields.time()?, fields.time()?];
         let (place, name) = (&self.descriptors, &number(&fid.path)[..]);
         if is_changed(valid::MODE) {
-            fs::chmodat(place, name, lent_to_nobody(mode)?, AtFlags::empty())?;
+            fs::chmodat(place, name, without_set_id(mode)?, AtFlags::empty())?;
         }
         let only_noted = changed & !valid::CTIME == 0 && is_changed(valid::CTIME);
         if is_changed(valid::UID | valid::GID) || only_noted {
-            // All ones say that it stays.
+            // All ones: unchanged.
             let given = |bit, id: u32| (is_changed(bit) && id != u32::MAX).then_some(id);
             let user = given(valid::UID, user).map(Uid::from_raw);
             let group = given(valid::GID, group).map(Gid::from_raw);
@@ -465,7 +469,7 @@ impl Server {
         for value in [host.f_blocks, host.f_bfree, host.f_bavail, host.f_files, host.f_ffree] {
             answer.quad(value);
         }
-        // The host's number of it is the host's affair.
+        // The host's file system ID is not revealed.
         answer.quad(0);
         answer.word(host.f_namelen as u32);
         Ok(())
@@ -483,10 +487,10 @@ impl Server {
         let name = number(&fid.path);
         let open = fs::openat(&self.descriptors, &name[..], flags, Mode::empty())?;
         let stat = fs::fstat(&open)?;
-        // Each is opened once.
+        // A fid can be opened once.
         fid.open.set(open).map_err(|_| Errno::INVAL)?;
         answer.identity(&stat);
-        // As many bytes at a time as fit a message.
+        // I/O unit: as much as fits into a message.
         answer.word(0);
         Ok(())
     }
@@ -502,7 +506,7 @@ impl Server {
         }
         let flags = OFlags::from_bits_retain(flags) | OFlags::CREATE | OFlags::EXCL;
         let open = fs::openat(&folder.path, name, flags | OFlags::CLOEXEC, mode)?;
-        // The same file, whatever the name leads to by now.
+        // Reopens the same file, whatever the name refers to by now.
         let path = OFlags::PATH | OFlags::CLOEXEC;
         let path = fs::openat(&self.descriptors, number(&open), path, Mode::empty())?;
         let (fid, stat) = Fid::new(path)?;
@@ -513,7 +517,7 @@ impl Server {
         Ok(())
     }
 
-    /// As many bytes of data as are wanted and fit an answer.
+    /// Returns the requested bytes, as far as they fit into a response.
     fn fitting(&self, wanted: u32) -> usize {
         let most = self.most.load(Relaxed) as usize - HEAD - size_of::<u32>();
         most.min(wanted as usize)
@@ -543,7 +547,7 @@ impl Server {
     fn sync(&self, fields: &mut Fields) -> Result<(), Failed> {
         let (fid, _) = self.fid(fields.word()?)?;
         let open = fid.opened()?;
-        // Older drivers do not say that only data is to last.
+        // Older drivers do not send the datasync flag.
         let is_data_only = fields.word().is_ok_and(|word| word != 0);
         if is_data_only { fs::fdatasync(open) } else { fs::fsync(open) }
     }
@@ -564,10 +568,10 @@ impl Server {
         while let Some(entry) = entries.next() {
             let entry = entry?;
             let name = entry.file_name();
-            // What is above the folder is not the guest's to see.
+            // The parent of the folder is not visible to the guest.
             let looked_up = if name == c".." { c"." } else { name };
             let stat = match fs::statat(&fid.path, looked_up, AtFlags::SYMLINK_NOFOLLOW) {
-                // It has gone meanwhile.
+                // It has been removed meanwhile.
                 Err(Errno::NOENT) => continue,
                 stat => stat?,
             };
@@ -589,31 +593,32 @@ impl Server {
     }
 }
 
-/// What is there, without following a link.
+/// Looks up a name without following a link.
 fn look_up(folder: &OwnedFd, name: &[u8]) -> Result<OwnedFd, Failed> {
     fs::openat(folder, name, OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())
 }
 
-/// The name of a descriptor in [`Server::descriptors`].
+/// Returns the name of a descriptor in [`NinepServer::descriptors`].
 fn number(descriptor: &OwnedFd) -> String {
     use std::os::fd::AsRawFd;
     descriptor.as_raw_fd().to_string()
 }
 
-/// A program of the guest's that runs with the rights of this host's user, for others of this host, is not made.
-fn lent_to_nobody(mode: u32) -> Result<Mode, Failed> {
+/// Refuses set-user-ID and set-group-ID bits: such a program would give other host users the rights
+/// of this user.
+fn without_set_id(mode: u32) -> Result<Mode, Failed> {
     if mode & (linux::S_ISUID | linux::S_ISGID) != 0 {
         return Err(Errno::PERM);
     }
     Ok(Mode::from_raw_mode(mode & !linux::S_IFMT))
 }
 
-/// The tag of a message, or that of none.
+/// Returns the tag of a message, or `NOTAG`.
 pub fn tag(message: &[u8]) -> [u8; 2] {
     message.get(5..HEAD).and_then(|tag| tag.try_into().ok()).unwrap_or([0xff; 2])
 }
 
-/// The answer that something has failed.
+/// Builds an error response.
 pub fn error(tag: [u8; 2], number: u32) -> Vec<u8> {
     let mut answer = ((HEAD + 4) as u32).to_le_bytes().to_vec();
     answer.push(kind::ERROR);
@@ -622,7 +627,7 @@ pub fn error(tag: [u8; 2], number: u32) -> Vec<u8> {
     answer
 }
 
-/// What an answer says; its head is filled in at the end.
+/// A response under construction; its header is filled in at the end.
 struct Answer(Vec<u8>);
 
 impl Answer {
@@ -638,14 +643,14 @@ impl Answer {
         self.0.extend(value.to_le_bytes());
     }
 
-    /// The host has no longer names or links.
+    /// Names and links of the host are shorter than 64 KiB.
     fn text(&mut self, text: &[u8]) {
         let text = &text[..text.len().min(u16::MAX.into())];
         self.half(text.len() as u16);
         self.0.extend(text);
     }
 
-    /// What tells one file from another: type, version, number.
+    /// Writes the unique ID of a file: type, version, inode.
     fn identity(&mut self, stat: &Stat) {
         const FOLDER: u8 = 0x80;
         const LINK: u8 = 0x02;
@@ -659,7 +664,7 @@ impl Answer {
     }
 }
 
-/// What is left of a message.
+/// Remaining fields of a message.
 struct Fields<'a>(&'a [u8]);
 
 impl<'a> Fields<'a> {
@@ -685,14 +690,14 @@ impl<'a> Fields<'a> {
         Ok(u64::from_le_bytes(self.array()?))
     }
 
-    /// Seconds and their parts.
+    /// Reads seconds and nanoseconds.
     fn time(&mut self) -> Result<Timespec, Failed> {
         Ok(Timespec { tv_sec: self.quad()? as i64, tv_nsec: self.quad()? as i64 })
     }
 
-    /// Rights of what is made.
+    /// Reads the mode of a new file.
     fn mode(&mut self) -> Result<Mode, Failed> {
-        lent_to_nobody(self.word()?)
+        without_set_id(self.word()?)
     }
 
     fn text(&mut self) -> Result<&'a [u8], Failed> {
@@ -700,7 +705,7 @@ impl<'a> Fields<'a> {
         self.take(length.into())
     }
 
-    /// A name of something in a folder.
+    /// Reads the name of a directory entry.
     fn name(&mut self) -> Result<&'a [u8], Failed> {
         match self.text()? {
             b"" | b"." | b".." => Err(Errno::ACCESS),

@@ -1,4 +1,5 @@
-//! What a machine's process gives up beside system calls, as far as the host lets its users: namespaces without anything in them, and Landlock.
+//! Sandbox of a VM's processes in addition to the seccomp filter, as far as the host permits it to
+//! unprivileged users: empty namespaces and Landlock.
 //!
 //! The wedge does the same for its processes without a library (`wedge/on-linux`).
 
@@ -14,36 +15,36 @@ use rustix::thread::{UnshareFlags, unshare_unsafe};
 
 use crate::confine::describe;
 
-/// A folder that every host has, where an empty one is mounted.
+/// A folder that exists on every host, over which an empty file system is mounted.
 const EMPTY: &str = "/proc";
-/// Access to it, which the process does not have any longer.
+/// Access mode to it, which the process no longer has.
 const RIGHTS: ABI = ABI::V6;
 
-/// What the host has refused.
+/// Sandbox mechanisms that the host has refused.
 #[derive(Debug, Default)]
-pub struct Refused {
+pub struct SandboxRefusal {
     namespaces: Option<io::Error>,
     landlock: Option<String>,
 }
 
-impl Refused {
-    /// Nothing.
+impl SandboxRefusal {
+    /// Returns whether nothing was refused.
     pub fn is_empty(&self) -> bool {
         self.namespaces.is_none() && self.landlock.is_none()
     }
 
-    /// Why the host refuses namespaces.
+    /// Returns the host's reason to refuse namespaces.
     pub fn namespaces(&self) -> Option<String> {
         self.namespaces.as_ref().map(|error| Cause::new(error.raw_os_error(), error).to_string())
     }
 
-    /// Why the host refuses Landlock.
+    /// Returns the host's reason to refuse Landlock.
     pub fn landlock(&self) -> Option<&str> {
         self.landlock.as_deref()
     }
 }
 
-impl fmt::Display for Refused {
+impl fmt::Display for SandboxRefusal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let namespaces = self.namespaces().map(|error| format!("namespaces: {error}"));
         let landlock = self.landlock.as_ref().map(|error| format!("Landlock: {error}"));
@@ -52,12 +53,13 @@ impl fmt::Display for Refused {
     }
 }
 
-/// Gives up everything that the host lets this process give up, but for capabilities, of which namespaces of users give it all:
-/// [`drop_capabilities`](crate::drop_capabilities) comes behind this, whether the host has refused anything or not. It has one thread.
-pub fn enter() -> Refused {
-    // Landlock forbids mounts, which namespaces need.
+/// Enters the sandbox as far as the host permits it. A user namespace grants all capabilities in
+/// it, so [`drop_capabilities`](crate::drop_capabilities) must follow in any case. The process must
+/// have one thread.
+pub fn enter() -> SandboxRefusal {
+    // Landlock forbids mounts, which the namespaces need.
     let namespaces = leave_namespaces().err().map(io::Error::from);
-    Refused { namespaces, landlock: forbid_files().err() }
+    SandboxRefusal { namespaces, landlock: forbid_files().err() }
 }
 
 fn leave_namespaces() -> rustix::io::Result<()> {
@@ -67,7 +69,8 @@ fn leave_namespaces() -> rustix::io::Result<()> {
         | UnshareFlags::NEWIPC
         | UnshareFlags::NEWUTS
         | UnshareFlags::NEWCGROUP;
-    // SAFETY: descriptors stay shared with nobody else than before; only names and numbers mean something else from here on.
+    // SAFETY: descriptors stay shared as before; only names and IDs change their meaning from here
+    // on.
     unsafe { unshare_unsafe(namespaces) }?;
     mount_change("/", MountPropagationFlags::REC | MountPropagationFlags::PRIVATE)?;
     let flags = MountFlags::RDONLY | MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;
@@ -76,7 +79,8 @@ fn leave_namespaces() -> rustix::io::Result<()> {
     chroot(EMPTY)
 }
 
-/// Forbids everything that the host's Landlock knows (landlock(7)): files, ports, sockets without a file, signals to others.
+/// Forbids all accesses that the host's Landlock supports (landlock(7)): files, ports, abstract
+/// sockets, signals to other processes.
 ///
 /// # Errors
 /// The host has no Landlock.
@@ -88,7 +92,7 @@ pub fn forbid_files() -> Result<(), String> {
         .and_then(|rules| rules.scope(Scope::from_all(RIGHTS)))
         .and_then(|rules| rules.create()?.restrict_self());
     match locked.map_err(|error| describe(&error))?.ruleset {
-        RulesetStatus::NotEnforced => Err("the kernel has none".to_owned()),
+        RulesetStatus::NotEnforced => Err("not supported by the host kernel".to_owned()),
         RulesetStatus::FullyEnforced | RulesetStatus::PartiallyEnforced => Ok(()),
     }
 }

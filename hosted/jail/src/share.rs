@@ -1,4 +1,5 @@
-//! A shared directory: messages of 9P in guest memory, answered by a [`Server`] below one folder of the host.
+//! Shared directory: 9P messages in guest memory, which a [`NinepServer`] answers below one folder
+//! of the host.
 
 use std::os::fd::{FromRawFd, OwnedFd};
 use std::sync::atomic::AtomicBool;
@@ -7,58 +8,59 @@ use linux_raw_sys::errno;
 use proto::requests::status;
 use proto::wedge::layout;
 
-use crate::confine::{Failed, Files, confine};
-use crate::ninep::{HEAD, MOST_MESSAGE, Server, error, kind, tag};
-use crate::worker::{Machine, Order, Serve, Taken, Worker, split};
+use crate::confine::{FileAccess, SetupError, confine};
+use crate::ninep::{HEAD, MAX_MESSAGE, NinepServer, error, kind, tag};
+use crate::worker::{AnswerOrder, GuestQueue, Serve, TakenRequest, Worker, split};
 
-/// Messages at a time: others wait when so many wait for the host.
+/// Messages served in parallel; further ones wait while all of them wait for the host.
 const THREADS: usize = 8;
 
-/// What a process is told of its shared directory, whose descriptor is [`layout::DISKS_FD`].
+/// Configuration of a shared directory; its descriptor is [`layout::DISKS_FD`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Share {
-    /// Nothing is changed.
+    /// Read-only.
     pub read_only: bool,
 }
 
-/// Serves a shared directory, until `end`.
+/// Serves a shared directory until `end`.
 ///
 /// # Errors
 /// The process cannot be set up.
-pub fn serve_share(machine: Machine, share: Share, end: &AtomicBool) -> Result<(), Failed> {
+pub fn serve_share(machine: GuestQueue, share: Share, end: &AtomicBool) -> Result<(), SetupError> {
     let worker = Worker::new(machine)?;
-    // SAFETY: `parador run` starts the program with this descriptor, and nothing else of it uses it.
+    // SAFETY: `parador run` starts the program with this descriptor, and no other code of it uses
+    // it.
     let folder = unsafe { OwnedFd::from_raw_fd(layout::DISKS_FD as i32) };
-    let server = Server::new(folder, share.read_only);
+    let server = NinepServer::new(folder, share.read_only);
     let server =
-        server.map_err(|error| Failed::host("cannot set up the server of files", &error.into()))?;
+        server.map_err(|error| SetupError::host("cannot set up the 9P server", &error.into()))?;
     let folder = server.folder();
-    let files = if share.read_only { Files::Read(folder) } else { Files::Change(folder) };
+    let files = if share.read_only { FileAccess::Read(folder) } else { FileAccess::Change(folder) };
     let threads = confine(files, THREADS)?;
     Ok(worker.serve(server, &threads, end)?)
 }
 
-impl Serve for Server {
-    /// Messages have their tags, and a flush is answered after what it flushes: nothing is cut short, since a change that was begun is
-    /// better ended than half done.
-    fn order(&self, taken: &Taken<'_>) -> Order {
+impl Serve for NinepServer {
+    /// Messages have tags, and a flush is answered after the flushed message. Requests are not
+    /// aborted: a completed change is better than half of one.
+    fn order(&self, taken: &TakenRequest<'_>) -> AnswerOrder {
         let mut head = [0; HEAD + 2];
-        let Some((message, _)) = split(taken) else { return Order::Free };
+        let Some((message, _)) = split(taken) else { return AnswerOrder::Free };
         let length = taken.read_into(message, &mut head);
         let tag = u16::from_le_bytes([head[5], head[6]]);
         match (head[4], length) {
-            (kind::FLUSH, 9) => Order::After(u16::from_le_bytes([head[7], head[8]])),
-            (_, HEAD..) => Order::Named(tag),
-            _ => Order::Free,
+            (kind::FLUSH, 9) => AnswerOrder::After(u16::from_le_bytes([head[7], head[8]])),
+            (_, HEAD..) => AnswerOrder::Named(tag),
+            _ => AnswerOrder::Free,
         }
     }
 
-    fn act(&self, taken: &Taken<'_>) -> u8 {
+    fn execute(&self, taken: &TakenRequest<'_>) -> u8 {
         let Some((message, room)) = split(taken) else { return status::FAILED };
-        let done = taken.read(message, MOST_MESSAGE).and_then(|message| {
+        let done = taken.read(message, MAX_MESSAGE).and_then(|message| {
             let answer = self.answer(&message);
             let most: u64 = room.iter().map(|part| u64::from(part.1)).sum();
-            // A driver that has too little room has not made what it asked for fit.
+            // The driver has provided too little space for the answer.
             let answer = if answer.len() as u64 > most {
                 error(tag(&message), errno::EMSGSIZE)
             } else {
@@ -83,9 +85,9 @@ mod tests {
 
     use crate::worker;
 
-    /// A driver, and a folder with a file, a folder with a file, links and a pipe.
+    /// A driver, and a folder with a file, a subfolder with a file, links and a pipe.
     struct Rig {
-        server: Server,
+        server: NinepServer,
         folder: tempfile::TempDir,
     }
 
@@ -103,7 +105,7 @@ mod tests {
             symlink("/", path("root")).unwrap();
             mknodat(CWD, path("pipe"), FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
             let served = fs::File::open(folder.path()).unwrap();
-            let server = Server::new(served.into(), read_only).unwrap();
+            let server = NinepServer::new(served.into(), read_only).unwrap();
             let rig = Self { server, folder };
             let version = [&8192_u32.to_le_bytes()[..], &name("9P2000.L")].concat();
             rig.say(100, &version).unwrap();
@@ -113,7 +115,7 @@ mod tests {
             rig
         }
 
-        /// Sends a message; gives what the answer says.
+        /// Sends a message and returns the fields of the answer.
         fn say(&self, kind: u8, fields: &[u8]) -> Result<Vec<u8>, u32> {
             let mut message = ((HEAD + fields.len()) as u32).to_le_bytes().to_vec();
             message.push(kind);
@@ -131,13 +133,13 @@ mod tests {
             }
         }
 
-        /// Goes from the root to `names`, as fid `to`.
+        /// Walks from the root to `names`, as fid `to`.
         fn walk(&self, to: u32, names: &[&str]) -> Result<(), u32> {
             let mut fields = [ROOT.to_le_bytes(), to.to_le_bytes()].concat();
             fields.extend((names.len() as u16).to_le_bytes());
             names.iter().for_each(|part| fields.extend(name(part)));
             let answer = self.say(kind::WALK, &fields)?;
-            // As many as were found.
+            // Number of names found.
             if usize::from(answer[0]) == names.len() { Ok(()) } else { Err(errno::ENOENT) }
         }
 
@@ -199,7 +201,7 @@ mod tests {
         assert_eq!(rig.say(kind::UNLINKAT, &gone("sub", 0)), Err(errno::EISDIR));
         rig.say(kind::UNLINKAT, &gone("sub", linux::AT_REMOVEDIR)).unwrap();
         rig.say(kind::UNLINKAT, &gone("linked", 0)).unwrap();
-        // The file that a name was found for stays it.
+        // A fid keeps its file after the name has changed.
         assert_eq!(rig.read(2).unwrap(), b"\0a");
         rig.say(kind::CLUNK, &words(&[2])).unwrap();
         assert_eq!(rig.read(2), Err(errno::EBADF));
@@ -246,7 +248,7 @@ mod tests {
         rig.walk(2, &["file"]).unwrap();
         assert_eq!(rig.walk(2, &["file"]), Err(errno::EBADF), "it is taken");
         let version = [&words(&[1 << 30])[..], &name("9P2000")].concat();
-        let most = words(&[MOST_MESSAGE as u32]);
+        let most = words(&[MAX_MESSAGE as u32]);
         assert_eq!(rig.say(kind::VERSION, &version).unwrap(), [most, name("unknown")].concat());
         assert_eq!(rig.walk(2, &["file"]), Err(errno::EBADF));
         assert_eq!(rig.open(2, linux::O_RDONLY), Err(errno::EBADF));
@@ -331,7 +333,7 @@ mod tests {
         for message in [&[][..], &[1], &[9, 0, 0, 0, kind::WALK, 1, 0, 1, 2], &[0xff; 40]] {
             assert_eq!(rig.server.answer(message)[4], kind::ERROR, "{message:?}");
         }
-        // Every kind with every length of nothing much.
+        // Every kind with every length of zeros.
         for kind in 0..=255 {
             for length in 0..40 {
                 let mut message = ((HEAD + length) as u32).to_le_bytes().to_vec();
@@ -350,7 +352,7 @@ mod tests {
         message
     }
 
-    /// Whoever opens a file that somebody else has a lease of waits for that (fcntl(2), "Leases").
+    /// Opening a file with a lease of another process waits for the holder (fcntl(2), "Leases").
     #[test]
     fn a_slow_file_holds_nothing_up() {
         let rig = Rig::new(false);
@@ -362,7 +364,7 @@ mod tests {
             // SAFETY: it takes and gives numbers.
             unsafe { libc::fcntl(lease.as_raw_fd(), command, value) }
         };
-        // Told by a signal that is ignored.
+        // The lease break is reported by an ignored signal.
         assert_eq!(control(linux::F_SETSIG as i32, libc::SIGURG), 0);
         assert_eq!(control(libc::F_SETLEASE, libc::F_WRLCK), 0);
 
@@ -390,7 +392,7 @@ mod tests {
         };
         assert_eq!(answer(3, 15), [&[15, 0, 0, 0, 117, 11, 0, 4, 0, 0, 0], &b"deep"[..]].concat());
         assert!(machine.client.completed().is_none(), "what is flushed has not ended");
-        // That says no if the host has taken the lease away meanwhile.
+        // Fails if the host has broken the lease meanwhile.
         assert_eq!(control(libc::F_SETLEASE, libc::F_UNLCK), 0);
         assert_eq!((machine.ended(), machine.ended()), (done(9), done(1)));
         let kind = |id: u64| {

@@ -1,4 +1,4 @@
-//! The virtual CPU's side of a process that carries requests out, for tests that start, kill and ask such a process.
+//! The vCPU's side of a device process, for tests that start, kill and query such a process.
 
 use std::fs::File;
 use std::io;
@@ -13,13 +13,13 @@ use rustix::fs::Timespec;
 use rustix::thread::futex;
 use vmm_mem::shared::SharedMemory;
 
-use crate::worker::Part;
+use crate::worker::Segment;
 
-/// Memory that a process of a device has from its machine. Each process gets it anew.
+/// Memory shared with a device process. Each process gets fresh memory.
 #[derive(Debug)]
 pub struct Driver {
     guest: SharedMemory,
-    /// For access to guest memory by read(2) and write(2), as the process sees it.
+    /// For access to guest memory with read(2) and write(2).
     file: File,
     shared: SharedMemory,
     doorbell: OwnedFd,
@@ -27,10 +27,10 @@ pub struct Driver {
 }
 
 impl Driver {
-    /// Makes `memory` bytes of guest memory, and the rest.
+    /// Creates `memory` bytes of guest memory, shared memory and a doorbell.
     ///
     /// # Errors
-    /// The host's.
+    /// Errors of the host.
     pub fn new(memory: u64) -> io::Result<Self> {
         let guest = SharedMemory::new("guest", memory)?;
         let file = File::from(guest.descriptor().try_clone_to_owned()?);
@@ -39,12 +39,12 @@ impl Driver {
         Ok(Self { guest, file, shared, doorbell, memory })
     }
 
-    /// Bytes of guest memory.
+    /// Returns the size of guest memory in bytes.
     pub const fn memory(&self) -> u64 {
         self.memory
     }
 
-    /// Descriptors for the process, and the numbers that it expects them to have.
+    /// Returns the descriptors for the process, with the numbers that it expects.
     pub fn descriptors(&self) -> [(BorrowedFd<'_>, u32); 3] {
         [
             (self.guest.descriptor(), layout::MEMORY_FD),
@@ -53,20 +53,20 @@ impl Driver {
         ]
     }
 
-    /// Guest memory.
+    /// Returns guest memory.
     pub const fn guest(&self) -> &File {
         &self.file
     }
 
-    /// A queue without requests, for a process that is started next.
+    /// Returns a queue without requests, for the next process.
     ///
     /// # Errors
-    /// The host's.
+    /// Errors of the host.
     pub fn session(&mut self) -> io::Result<Session<'_>> {
         self.shared.write_at(layout::QUEUES, &[0; size_of::<Queue>()])?;
         let queue = self.shared.at(layout::QUEUES, size_of::<Queue>() as u64)?;
-        // SAFETY: it lies in the mapping, which is borrowed for as long as the session lives; it is page-aligned, and all of it is atomic,
-        // with no value that is not allowed.
+        // SAFETY: the queue lies in the mapping, which is borrowed for as long as the session
+        // lives; it is page-aligned, and all of it is atomic, with no invalid value.
         let queue = unsafe { &*queue.cast::<Queue>() };
         Ok(Session { driver: self, client: Client::new(queue) })
     }
@@ -75,14 +75,14 @@ impl Driver {
 /// Requests to one process.
 #[derive(Debug)]
 pub struct Session<'a> {
-    /// The memory.
+    /// Shared memory.
     pub driver: &'a Driver,
     client: Client<'a>,
 }
 
 impl Session<'_> {
-    /// Gives a request with this number, which is free; see [`proto::requests::Request`].
-    pub fn give(&mut self, id: u16, op: u32, sector: u64, part: Option<Part>, count: u32) {
+    /// Submits a request with this free ID; see [`proto::requests::Request`].
+    pub fn submit(&mut self, id: u16, op: u32, sector: u64, part: Option<Segment>, count: u32) {
         let Some(request) = self.client.request(id) else { return };
         request.op.store(op, Relaxed);
         request.sector.store(sector, Relaxed);
@@ -97,8 +97,9 @@ impl Session<'_> {
         }
     }
 
-    /// The next request that has ended, with its status: one that has, or the first within this time.
-    pub fn ended(&mut self, limit: Duration) -> Option<(u16, u8)> {
+    /// Returns the next completed request and its status: one that has completed, or the first
+    /// within `limit`.
+    pub fn completed(&mut self, limit: Duration) -> Option<(u16, u8)> {
         let until = Instant::now() + limit;
         let queue = self.client.queue;
         queue.is_awaited.store(1, SeqCst);

@@ -1,23 +1,24 @@
-//! Threads of a process that is confined: made before its filter, which lets it make none.
+//! Threads of a confined process: created before its seccomp filter, which forbids new ones.
 
 use std::io;
 use std::sync::{Arc, Barrier, OnceLock};
 use std::thread::Builder;
 
-/// What all threads do.
+/// Function of all threads.
 type Job = Box<dyn Fn() + Send + Sync>;
 
-/// Bytes of a stack: address space, of which the host gives what is used.
+/// Stack size in bytes: address space, of which the host allocates the used part.
 const STACK: usize = 2 << 20;
 
-/// Threads that wait for what they are to do, [`Threads::run`]. Nobody waits for their end.
+/// Threads that wait for [`Threads::run`]. They are never joined.
 pub struct Threads(Arc<OnceLock<Job>>);
 
 impl Threads {
-    /// Makes threads, which have what this one has given up given up, too. When it returns, all that their start asks of the host has been asked.
+    /// Creates threads, which inherit this thread's restrictions. After the return, their start
+    /// makes no further system calls.
     ///
     /// # Errors
-    /// The host makes none.
+    /// The host cannot create threads.
     pub fn start(count: usize) -> io::Result<Self> {
         share_heap();
         let job = Arc::new(OnceLock::<Job>::new());
@@ -28,7 +29,7 @@ impl Threads {
                 let _ends = Ends;
                 started.wait();
                 job.wait()();
-                // The end of a thread is calls that the filter does not let through, either.
+                // The seccomp filter does not permit the exit of a thread, either.
                 loop {
                     std::thread::park();
                 }
@@ -38,13 +39,13 @@ impl Threads {
         Ok(Self(job))
     }
 
-    /// Gives them something to do, once.
+    /// Starts a function in all threads, once.
     pub fn run(&self, job: impl Fn() + Send + Sync + 'static) {
         let _ = self.0.set(Box::new(job));
     }
 }
 
-/// Ends the process with a thread that panics: others would wait for its requests.
+/// Ends the process if a thread panics: other processes would wait for its requests.
 struct Ends;
 
 impl Drop for Ends {
@@ -55,10 +56,11 @@ impl Drop for Ends {
     }
 }
 
-/// A heap for each thread would be made by calls that the filter does not let through, and be memory.
+/// The seccomp filter forbids the calls that create a heap per thread, which would cost memory,
+/// too.
 #[cfg(target_env = "gnu")]
 fn share_heap() {
-    // SAFETY: it sets a number of the allocator.
+    // SAFETY: it sets a parameter of the allocator.
     unsafe { libc::mallopt(libc::M_ARENA_MAX, 1) };
 }
 

@@ -1,11 +1,15 @@
-//! Vsock: connections between programs of the guest and sockets of the host.
+//! Vsock: connections between guest applications and Unix sockets of the host.
 //!
-//! The process has three descriptors: a stream of packets from and to the guest, each behind its length as 32 bits, big-endian; a socket to which programs of the
-//! host connect, who say `CONNECT PORT` and are told `OK PORT` when the guest has taken the connection; and one by which it asks `parador run` for a connection to the socket of
-//! a port, because a filter cannot look into the name that connect(2) is given.
+//! The process has three descriptors: a stream of packets from and to the guest, each after its
+//! length as a 32-bit big-endian number; a listening socket for host programs, which send `CONNECT
+//! PORT` and receive `OK PORT` when the guest accepts; and a socket on which it asks `parador run`
+//! to connect to the socket of a port, because a seccomp filter cannot inspect the path of
+//! connect(2).
 //!
-//! The guest may send anything. What it sends is kept as far as it has been given credit; a packet that breaks a rule ends its connection. What
-//! is for the guest is limited as a whole: as long as much of it waits, nobody is heard. A host's program that does not read holds up its own connection only.
+//! The guest is not trusted. Its data is buffered up to the credit that it has been given; a packet
+//! that breaks a rule ends its connection. The queue to the guest is limited as a whole: while it
+//! is full, no input from host programs is read. A host program that does not read blocks its own
+//! connection only.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io::{self, ErrorKind, IoSliceMut, Read, Write};
@@ -22,46 +26,47 @@ use rustix::fs::Timespec;
 use rustix::io::Errno;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags, recvmsg, send};
 
-use crate::confine::{Failed, Files, confine};
+use crate::confine::{FileAccess, SetupError, confine};
 use crate::worker::READY;
 
-/// Most connections and programs that are about to have one.
-const MOST_CONNECTIONS: usize = 512;
-/// Bytes for the guest that may wait before nobody is heard any more.
-const WAITING: usize = 512 << 10;
-/// Bytes that are read at once.
-const PIECE: usize = 32 << 10;
-/// Bytes of a packet's length.
+/// Most connections, pending ones included.
+const MAX_CONNECTIONS: usize = 512;
+/// Bytes queued for the guest before input from host programs is paused.
+const MAX_QUEUED: usize = 512 << 10;
+/// Bytes per read.
+const CHUNK: usize = 32 << 10;
+/// Bytes of a packet's length field.
 const LENGTH: usize = 4;
-/// Most bytes of a line with a port.
+/// Longest line with a port in bytes.
 const LINE: usize = 32;
-/// Bytes that a connection has to have passed on before the guest is told.
-const TELL: u32 = MOST_DATA / 4;
-/// Ports of this host that connections to the guest are from.
+/// Bytes forwarded on a connection before the guest gets a credit update.
+const CREDIT_UPDATE: u32 = MOST_DATA / 4;
+/// Host ports of connections to the guest.
 const PORTS: std::ops::Range<u32> = 1 << 30..1 << 31;
-/// How often a process looks whether it is to end, if it misses the signal.
-const PAUSE: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
+/// Polling interval for the end of the process, in case the signal is missed.
+const POLL_INTERVAL: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
-/// What a process is told of vsock. Its descriptors are [`layout::DISKS_FD`] and the two behind it: the stream, the listening socket, and where it asks
-/// for connections.
+/// Configuration of the vsock device. Its descriptors are [`layout::DISKS_FD`] and the two after
+/// it: packet stream, listening socket, connection requests.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Vsock {
-    /// The guest's number.
+    /// Guest CID.
     pub cid: u32,
 }
 
-/// Serves vsock, until `end`.
+/// Serves vsock until `end`.
 ///
 /// # Errors
 /// The process cannot be set up.
-pub fn serve_vsock(vsock: Vsock, end: &AtomicBool) -> Result<(), Failed> {
+pub fn serve_vsock(vsock: Vsock, end: &AtomicBool) -> Result<(), SetupError> {
     let own = |number: u32| {
-        // SAFETY: `parador run` starts the program with these descriptors, and nothing else of it uses them.
+        // SAFETY: `parador run` starts the program with these descriptors, and no other code of it
+        // uses them.
         unsafe { OwnedFd::from_raw_fd((layout::DISKS_FD + number) as i32) }
     };
     let (stream, listener) = (UnixStream::from(own(0)), UnixListener::from(own(1)));
     let mut server = Server::new(vsock, stream, listener, own(2))?;
-    confine(Files::Sockets, 0)?;
+    confine(FileAccess::Sockets, 0)?;
     rustix::io::write(rustix::stdio::stdout(), &[READY]).map_err(io::Error::from)?;
     while !end.load(Relaxed) {
         server.turn()?;
@@ -69,17 +74,17 @@ pub fn serve_vsock(vsock: Vsock, end: &AtomicBool) -> Result<(), Failed> {
     Ok(())
 }
 
-/// A connection's ports: of the host, of the guest.
+/// Ports of a connection: host, guest.
 type Key = (u32, u32);
 
-/// How far a connection is.
+/// State of a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Stage {
-    /// The guest wants it; whoever has the port's socket has not been found yet.
+    /// Requested by the guest; the host socket is not connected yet.
     Asked,
-    /// The host wants it, and the guest has not taken it yet.
+    /// Requested by the host; the guest has not accepted yet.
     Requested,
-    /// It is there.
+    /// Established.
     Open,
 }
 
@@ -87,34 +92,35 @@ enum Stage {
 #[derive(Debug)]
 struct Connection {
     stage: Stage,
-    /// The host's side; none while it is looked for.
+    /// Host socket; `None` before it is connected.
     socket: Option<UnixStream>,
-    /// Bytes ever sent to the guest; bytes that it keeps; bytes that it has not to keep any longer.
+    /// Total bytes sent to the guest; the guest's buffer size; total bytes that the guest has
+    /// consumed.
     sent: u32,
     buffer: u32,
     taken: u32,
-    /// The guest has been asked for credit.
+    /// A credit request has been sent to the guest.
     begs: bool,
-    /// Bytes ever come from the guest, passed on, and said to be so.
+    /// Total bytes received from the guest, forwarded, and reported as forwarded.
     received: u32,
     forwarded: u32,
     told: u32,
-    /// Bytes from the guest that the host's program has not taken.
+    /// Bytes from the guest that the host program has not taken.
     waiting: VecDeque<u8>,
-    /// The host's program sends no more, and the guest knows; it has gone.
+    /// The host program has ended its direction and the guest is informed; it has disconnected.
     is_done: bool,
     is_gone: bool,
-    /// The guest sends no more, and the host's program knows; it takes no more.
+    /// The guest has ended its direction and the host program is informed; it accepts no more data.
     guest_is_done: bool,
-    is_told: bool,
+    peer_is_informed: bool,
     guest_is_deaf: bool,
 }
 
-/// What becomes of a connection.
+/// Result of an operation on a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Fate {
+enum Outcome {
     Stays,
-    /// It ends; the guest is told so.
+    /// The connection ends, and the guest is informed.
     Ends,
 }
 
@@ -134,35 +140,37 @@ impl Connection {
             is_done: false,
             is_gone: false,
             guest_is_done: false,
-            is_told: false,
+            peer_is_informed: false,
             guest_is_deaf: false,
         }
     }
 
-    /// Bytes that the guest takes now. It may say that it has taken more than it was sent; that gives it nothing.
+    /// Returns the bytes that the guest accepts now. A guest that reports more consumption than was
+    /// sent gains nothing.
     fn credit(&self) -> u32 {
         self.buffer.saturating_sub(self.sent.wrapping_sub(self.taken))
     }
 
-    /// What is wanted of the host's socket, if anything is: a socket whose other side has gone says so for ever.
-    fn wants(&self, hears: bool) -> Option<PollFlags> {
+    /// Returns the events to poll for on the host socket, if any: a hung-up socket reports its
+    /// state forever.
+    fn wants(&self, accepts_input: bool) -> Option<PollFlags> {
         let mut flags = PollFlags::empty();
         if self.stage != Stage::Open || self.is_gone {
-            // Whoever waits for the guest may go.
-            return (self.stage == Stage::Requested && hears).then_some(flags);
+            // The host program may disconnect while it waits for the guest.
+            return (self.stage == Stage::Requested && accepts_input).then_some(flags);
         }
-        if hears && !self.is_done && !self.guest_is_deaf && self.credit() > 0 {
+        if accepts_input && !self.is_done && !self.guest_is_deaf && self.credit() > 0 {
             flags |= PollFlags::IN;
         }
         if !self.waiting.is_empty() {
             flags |= PollFlags::OUT;
         }
-        (!flags.is_empty() || self.is_done && hears).then_some(flags)
+        (!flags.is_empty() || self.is_done && accepts_input).then_some(flags)
     }
 
-    /// Passes on to the host what it takes.
-    fn pass_on(&mut self) -> Fate {
-        let Some(socket) = &mut self.socket else { return Fate::Stays };
+    /// Forwards data to the host program.
+    fn pass_on(&mut self) -> Outcome {
+        let Some(socket) = &mut self.socket else { return Outcome::Stays };
         while !self.waiting.is_empty() {
             match socket.write(self.waiting.as_slices().0) {
                 Ok(count) => {
@@ -170,59 +178,59 @@ impl Connection {
                     self.forwarded = self.forwarded.wrapping_add(count as u32);
                 }
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(error) if error.kind() == ErrorKind::WouldBlock => return Fate::Stays,
-                Err(_) => return Fate::Ends,
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return Outcome::Stays,
+                Err(_) => return Outcome::Ends,
             }
         }
         if self.guest_is_done && self.guest_is_deaf {
-            return Fate::Ends;
+            return Outcome::Ends;
         }
-        if self.guest_is_done && !self.is_told {
-            self.is_told = true;
-            // It fails if the other side has gone, which is noticed elsewhere.
+        if self.guest_is_done && !self.peer_is_informed {
+            self.peer_is_informed = true;
+            // Fails if the peer has disconnected, which is detected elsewhere.
             let _ = socket.shutdown(Shutdown::Write);
         }
-        Fate::Stays
+        Outcome::Stays
     }
 }
 
-/// A program of the host that has not said yet which port it wants.
+/// A host program that has not sent its port yet.
 #[derive(Debug)]
 struct Client {
     socket: UnixStream,
     line: Vec<u8>,
 }
 
-/// What became of a [`Client`].
+/// Result of reading from a [`Client`].
 #[derive(PartialEq, Eq, Debug)]
-enum Said {
-    /// Not all yet.
+enum ConnectLine {
+    /// Incomplete line.
     Waits,
-    /// The port.
+    /// Requested port.
     Port(u32),
-    /// Nonsense, or it has gone.
+    /// Invalid line, or disconnected.
     Nothing,
 }
 
 impl Client {
-    /// Reads its line, and nothing behind it, which is for the guest.
-    fn listen(&mut self) -> Said {
+    /// Reads the line, and no data after it, which is for the guest.
+    fn listen(&mut self) -> ConnectLine {
         loop {
             let mut byte = [0];
             match self.socket.read(&mut byte) {
                 Ok(1) if byte == *b"\n" => {
-                    return port(&self.line).map_or(Said::Nothing, Said::Port);
+                    return port(&self.line).map_or(ConnectLine::Nothing, ConnectLine::Port);
                 }
                 Ok(1) if self.line.len() < LINE => self.line.extend(byte),
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(error) if error.kind() == ErrorKind::WouldBlock => return Said::Waits,
-                _ => return Said::Nothing,
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return ConnectLine::Waits,
+                _ => return ConnectLine::Nothing,
             }
         }
     }
 }
 
-/// The port of `CONNECT PORT`.
+/// Parses `CONNECT PORT`.
 fn port(line: &[u8]) -> Option<u32> {
     let mut words = str::from_utf8(line).ok()?.split_ascii_whitespace();
     let is_connect = words.next()?.eq_ignore_ascii_case("connect");
@@ -230,30 +238,31 @@ fn port(line: &[u8]) -> Option<u32> {
     (is_connect && words.next().is_none()).then_some(port)
 }
 
-/// What a process has.
+/// State of the process.
 struct Server {
     cid: u64,
-    /// From and to the guest; none: it has said nonsense, or has gone.
+    /// Packet stream; `None` after invalid data or a hang-up.
     stream: Option<UnixStream>,
-    /// A packet that has begun.
+    /// Incomplete received packet.
     input: Vec<u8>,
-    /// Packets for the guest, and how much of them is sent.
+    /// Packets queued for the guest, and the bytes of them that have been sent.
     output: Vec<u8>,
     written: usize,
     listener: UnixListener,
-    /// Nobody more can be accepted until somebody goes.
+    /// No descriptor is free to accept a further client.
     is_full: bool,
     clients: BTreeMap<u64, Client>,
     next_client: u64,
     connections: BTreeMap<Key, Connection>,
     next_port: u32,
-    /// Where connections to the host's sockets come from, who waits for one, and whether the first of them has been asked for.
+    /// Socket for connection requests, the connections that wait for one, and whether the first of
+    /// them has been requested.
     source: OwnedFd,
     asking: VecDeque<Key>,
     has_asked: bool,
 }
 
-/// Something that can be ready.
+/// A source of events.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Ready {
     Stream,
@@ -291,9 +300,9 @@ impl Server {
         })
     }
 
-    /// Waits for something, and does what is to be done then.
+    /// Waits for events and handles them.
     fn turn(&mut self) -> io::Result<()> {
-        for (ready, flags) in self.wait_for(&PAUSE)? {
+        for (ready, flags) in self.wait_for(&POLL_INTERVAL)? {
             match ready {
                 Ready::Stream => {
                     if flags.contains(PollFlags::OUT) {
@@ -304,38 +313,38 @@ impl Server {
                     }
                 }
                 Ready::Listener => self.accept(),
-                Ready::Source => self.answered(),
-                Ready::Client(number) => self.hear(number),
+                Ready::Source => self.on_connection(),
+                Ready::Client(number) => self.read_line(number),
                 Ready::Connection(key) => self.serve(key, flags),
             }
         }
-        self.ask();
+        self.request_connection();
         self.write();
         Ok(())
     }
 
-    /// What is ready within a time, and for what.
+    /// Returns the ready sources and their events, after at most `time`.
     fn wait_for(&self, time: &Timespec) -> io::Result<Vec<(Ready, PollFlags)>> {
-        let hears = self.hears();
+        let accepts_input = self.accepts_input();
         let mut wanted: Vec<(Ready, BorrowedFd<'_>, PollFlags)> = Vec::new();
         if let Some(stream) = &self.stream {
             let mut flags = PollFlags::empty();
-            flags.set(PollFlags::IN, hears);
+            flags.set(PollFlags::IN, accepts_input);
             flags.set(PollFlags::OUT, self.written < self.output.len());
             wanted.push((Ready::Stream, stream.as_fd(), flags));
-            if hears && !self.is_full {
+            if accepts_input && !self.is_full {
                 wanted.push((Ready::Listener, self.listener.as_fd(), PollFlags::IN));
             }
             if self.has_asked {
                 wanted.push((Ready::Source, self.source.as_fd(), PollFlags::IN));
             }
         }
-        let clients = self.clients.iter().filter(|_| hears);
+        let clients = self.clients.iter().filter(|_| accepts_input);
         wanted.extend(clients.map(|(number, client)| {
             (Ready::Client(*number), client.socket.as_fd(), PollFlags::IN)
         }));
         wanted.extend(self.connections.iter().filter_map(|(key, connection)| {
-            let flags = connection.wants(hears)?;
+            let flags = connection.wants(accepts_input)?;
             Some((Ready::Connection(*key), connection.socket.as_ref()?.as_fd(), flags))
         }));
         let mut fds: Vec<_> =
@@ -348,13 +357,13 @@ impl Server {
         Ok(ready.map(|((ready, ..), fd)| (*ready, fd.revents())).collect())
     }
 
-    /// Whether anybody is heard: not while much waits for the guest.
-    fn hears(&self) -> bool {
-        self.stream.is_some() && self.output.len() - self.written < WAITING
+    /// Returns whether input from host programs is read: not while the queue to the guest is full.
+    fn accepts_input(&self) -> bool {
+        self.stream.is_some() && self.output.len() - self.written < MAX_QUEUED
     }
 
     fn accept(&mut self) {
-        while self.clients.len() + self.connections.len() < MOST_CONNECTIONS {
+        while self.clients.len() + self.connections.len() < MAX_CONNECTIONS {
             match self.listener.accept() {
                 Ok((socket, _)) => {
                     if socket.set_nonblocking(true).is_ok() {
@@ -364,21 +373,21 @@ impl Server {
                 }
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return,
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                // The host has no more descriptors for this process.
+                // The host has no free descriptor for this process.
                 Err(_) => break,
             }
         }
         self.is_full = true;
     }
 
-    /// A program says which port it wants.
-    fn hear(&mut self, number: u64) {
-        let said = self.clients.get_mut(&number).map_or(Said::Nothing, Client::listen);
-        if said == Said::Waits {
+    /// Reads the port request of a client.
+    fn read_line(&mut self, number: u64) {
+        let said = self.clients.get_mut(&number).map_or(ConnectLine::Nothing, Client::listen);
+        if said == ConnectLine::Waits {
             return;
         }
         let client = self.clients.remove(&number);
-        if let (Said::Port(port), Some(Client { socket, .. })) = (said, client) {
+        if let (ConnectLine::Port(port), Some(Client { socket, .. })) = (said, client) {
             let key = (self.free_port(), port);
             self.connections.insert(key, Connection::new(Stage::Requested, Some(socket)));
             self.put(key, op::REQUEST, 0, &[]);
@@ -387,7 +396,7 @@ impl Server {
         }
     }
 
-    /// A port that no connection is from.
+    /// Returns an unused host port.
     fn free_port(&mut self) -> u32 {
         loop {
             let port = self.next_port;
@@ -398,7 +407,7 @@ impl Server {
         }
     }
 
-    /// Sends a packet of a connection, or about one that there is not.
+    /// Sends a packet of a connection, or about an unknown one.
     fn put(&mut self, key: Key, op: u16, flags: u32, data: &[u8]) {
         let connection = self.connections.get_mut(&key);
         let forwarded = connection.map_or(0, |connection| {
@@ -426,7 +435,7 @@ impl Server {
         self.output.extend(data);
     }
 
-    /// Sends to the guest what its stream takes.
+    /// Sends queued packets to the guest.
     fn write(&mut self) {
         while let Some(stream) = &mut self.stream
             && self.written < self.output.len()
@@ -435,18 +444,19 @@ impl Server {
                 Ok(count) => self.written += count,
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == ErrorKind::WouldBlock => break,
-                Err(_) => self.leave(),
+                Err(_) => self.close_stream(),
             }
         }
-        // Bytes are moved once at most.
+        // Each byte is moved at most once.
         if self.written > self.output.len() / 2 {
             self.output.drain(..self.written);
             self.written = 0;
         }
     }
 
-    /// Nothing comes from the guest any more, or nothing that makes sense. The machine's end ends the process.
-    fn leave(&mut self) {
+    /// Closes the packet stream after a hang-up or invalid data. The end of the VM ends the
+    /// process.
+    fn close_stream(&mut self) {
         self.stream = None;
         self.connections.clear();
         self.clients.clear();
@@ -457,44 +467,44 @@ impl Server {
     fn read(&mut self) {
         let Some(stream) = &mut self.stream else { return };
         let before = self.input.len();
-        self.input.resize(before + PIECE, 0);
+        self.input.resize(before + CHUNK, 0);
         let read = stream.read(&mut self.input[before..]);
         self.input.truncate(before + *read.as_ref().unwrap_or(&0));
         match read {
-            Ok(0) => return self.leave(),
+            Ok(0) => return self.close_stream(),
             Ok(_) => {}
             Err(error)
                 if matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::WouldBlock) =>
             {
                 return;
             }
-            Err(_) => return self.leave(),
+            Err(_) => return self.close_stream(),
         }
         let input = std::mem::take(&mut self.input);
         let mut rest = input.as_slice();
         while let Some((length, behind)) = rest.split_first_chunk::<LENGTH>() {
             let length = u32::from_be_bytes(*length) as usize;
             if length > HEADER + MOST_DATA as usize {
-                return self.leave();
+                return self.close_stream();
             }
             let Some((packet, behind)) = behind.split_at_checked(length) else { break };
             rest = behind;
             match packet.split_first_chunk() {
                 Some((header, data)) => self.packet(&Header::from_bytes(header), data),
-                // The guest's driver begins anew.
+                // The guest driver was reset.
                 None if packet.is_empty() => {
                     self.connections.clear();
                     self.is_full = false;
                 }
-                None => return self.leave(),
+                None => return self.close_stream(),
             }
         }
         self.input = rest.to_vec();
     }
 
-    /// A packet of the guest.
+    /// Handles a packet of the guest.
     fn packet(&mut self, header: &Header, data: &[u8]) {
-        // The guest can change a packet while it is looked at.
+        // The guest can modify a packet while it is read.
         if header.from != self.cid || header.to != HOST || header.length as usize != data.len() {
             return;
         }
@@ -517,7 +527,7 @@ impl Server {
         let Some(connection) = self.connections.get_mut(&key) else {
             return match header.op {
                 op::RST => {}
-                op::REQUEST if self.clients.len() + self.connections.len() < MOST_CONNECTIONS => {
+                op::REQUEST if self.clients.len() + self.connections.len() < MAX_CONNECTIONS => {
                     let mut connection = Connection::new(Stage::Asked, None);
                     (connection.buffer, connection.taken) = (header.buffer, header.forwarded);
                     self.connections.insert(key, connection);
@@ -534,7 +544,7 @@ impl Server {
                 connection.stage = Stage::Open;
                 let line = format!("OK {}\n", key.0);
                 let socket = connection.socket.as_mut();
-                // There is room for it: it is the first that is written.
+                // The socket buffer is empty, so the line fits.
                 if socket.is_none_or(|socket| socket.write_all(line.as_bytes()).is_err()) {
                     self.end(key);
                 }
@@ -560,19 +570,21 @@ impl Server {
         }
     }
 
-    /// Passes on to the host what it takes, and tells the guest.
+    /// Forwards data to the host program and sends credit updates.
     fn pass_on(&mut self, key: Key) {
         let Some(connection) = self.connections.get_mut(&key) else { return };
         match connection.pass_on() {
-            Fate::Ends => self.end(key),
-            Fate::Stays if connection.forwarded.wrapping_sub(connection.told) >= TELL => {
+            Outcome::Ends => self.end(key),
+            Outcome::Stays
+                if connection.forwarded.wrapping_sub(connection.told) >= CREDIT_UPDATE =>
+            {
                 self.put(key, op::CREDIT_UPDATE, 0, &[]);
             }
-            Fate::Stays => {}
+            Outcome::Stays => {}
         }
     }
 
-    /// Ends a connection, and tells the guest.
+    /// Ends a connection and informs the guest.
     fn end(&mut self, key: Key) {
         self.forget(key);
         self.put(key, op::RST, 0, &[]);
@@ -583,7 +595,7 @@ impl Server {
         self.is_full = false;
     }
 
-    /// The host's side of a connection is ready.
+    /// Handles events of a host socket.
     fn serve(&mut self, key: Key, flags: PollFlags) {
         let Some(connection) = self.connections.get_mut(&key) else { return };
         let gone = flags.intersects(PollFlags::HUP | PollFlags::ERR);
@@ -596,16 +608,16 @@ impl Server {
         if flags.contains(PollFlags::OUT) {
             self.pass_on(key);
         }
-        let hears = self.hears();
+        let accepts_input = self.accepts_input();
         let Some(connection) = self.connections.get_mut(&key) else { return };
-        if !gone && !flags.contains(PollFlags::IN) || !hears {
+        if !gone && !flags.contains(PollFlags::IN) || !accepts_input {
             return;
         }
         let credit = connection.credit() as usize;
         let Some(socket) = &mut connection.socket else { return };
         if !connection.is_done && !connection.guest_is_deaf && credit > 0 {
-            let mut buffer = [0; PIECE];
-            match socket.read(&mut buffer[..credit.min(PIECE)]) {
+            let mut buffer = [0; CHUNK];
+            match socket.read(&mut buffer[..credit.min(CHUNK)]) {
                 Ok(0) => connection.is_done = true,
                 Ok(count) => {
                     connection.sent = connection.sent.wrapping_add(count as u32);
@@ -632,7 +644,7 @@ impl Server {
             return;
         }
         if !connection.waiting.is_empty() {
-            // Nobody will take it.
+            // The data has no receiver.
             return self.end(key);
         }
         if connection.is_done || connection.guest_is_deaf {
@@ -641,8 +653,8 @@ impl Server {
         }
     }
 
-    /// Asks for the connection that is wanted next: one at a time, so that answers need no names.
-    fn ask(&mut self) {
+    /// Requests the next pending connection: one at a time, so that responses need no ID.
+    fn request_connection(&mut self) {
         while !self.has_asked
             && let Some(&key) = self.asking.front()
         {
@@ -657,8 +669,8 @@ impl Server {
         }
     }
 
-    /// The connection that was asked for, or none.
-    fn answered(&mut self) {
+    /// Handles the response to a connection request.
+    fn on_connection(&mut self) {
         let mut room = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut rights = RecvAncillaryBuffer::new(&mut room);
         let mut byte = [0];
@@ -677,7 +689,7 @@ impl Server {
         });
         self.has_asked = false;
         let Some(key) = self.asking.pop_front() else { return };
-        // It may have ended meanwhile, and even be there again, by an earlier answer.
+        // The connection may have ended meanwhile, or been established by an earlier response.
         let connection = self.connections.get_mut(&key);
         let Some(connection) = connection.filter(|one| one.stage == Stage::Asked) else { return };
         match socket.map(UnixStream::from) {
@@ -703,11 +715,11 @@ mod tests {
 
     const CID: u32 = 7;
 
-    /// A server, the guest, and who makes connections to the host's sockets.
+    /// A server, the guest, and the process that connects to host sockets.
     struct Rig {
         server: Server,
         guest: UnixStream,
-        /// Bytes of the server that make no packet yet.
+        /// Bytes of the server that are no complete packet yet.
         begun: Vec<u8>,
         source: OwnedFd,
         folder: TempDir,
@@ -730,14 +742,14 @@ mod tests {
             self.folder.path().join("socket")
         }
 
-        /// Lets the server do what can be done now.
+        /// Runs the server once.
         fn turn(&mut self) {
             while self.server.wait_briefly() {
                 self.server.turn().unwrap();
             }
         }
 
-        /// The guest sends a packet, with all that anybody could have of credit.
+        /// Sends a packet from the guest, with unlimited credit.
         fn send(&mut self, key: Key, op: u16, flags: u32, data: &[u8]) {
             let header = Header { op, flags, ..self.header(key, data) };
             self.send_packet(&header, data);
@@ -769,7 +781,7 @@ mod tests {
             }
         }
 
-        /// What the guest gets.
+        /// Returns the packets to the guest.
         fn packets(&mut self) -> Vec<(Header, Vec<u8>)> {
             self.turn();
             let mut buffer = [0; 1 << 16];
@@ -792,13 +804,13 @@ mod tests {
             packets
         }
 
-        /// Operations, ports of the host and flags of what the guest gets.
+        /// Returns operations, host ports and flags of the packets to the guest.
         fn ops(&mut self) -> Vec<(u16, u32, u32)> {
             let packets = self.packets().into_iter();
             packets.map(|(header, _)| (header.op, header.from_port, header.flags)).collect()
         }
 
-        /// A program of the host that has a connection to the guest's port 9; the connection's ports.
+        /// Connects a host program to the guest's port 9; returns the connection's ports.
         fn connected(&mut self) -> (UnixStream, Key) {
             let mut client = UnixStream::connect(self.path()).unwrap();
             client.set_nonblocking(true).unwrap();
@@ -812,7 +824,7 @@ mod tests {
             (client, (port, 9))
         }
 
-        /// Answers who asks for a port of the host.
+        /// Answers a connection request.
         fn answer(&mut self, socket: Option<&UnixStream>) -> u32 {
             let mut port = [0; 4];
             rustix::net::recv(&self.source, &mut port, RecvFlags::empty()).unwrap();
@@ -830,7 +842,7 @@ mod tests {
     }
 
     impl Server {
-        /// Something is ready now.
+        /// Returns whether an event is pending.
         fn wait_briefly(&self) -> bool {
             let pause = Timespec { tv_sec: 0, tv_nsec: 0 };
             !self.wait_for(&pause).unwrap().is_empty()
@@ -874,7 +886,7 @@ mod tests {
         rig.send(key, op::RW, 0, b"still");
         rig.send(key, op::SHUTDOWN, shutdown::SEND, &[]);
         assert_eq!((read(&mut client), read(&mut client)), (b"still".to_vec(), Vec::new()));
-        // Nothing will follow in either direction.
+        // No data follows in either direction.
         assert_eq!(rig.ops(), [(op::SHUTDOWN, key.0, shutdown::BOTH)]);
         rig.send(key, op::SHUTDOWN, shutdown::BOTH, &[]);
         assert_eq!(rig.ops(), [(op::RST, key.0, 0)]);
@@ -895,7 +907,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_listens_in_the_guest() {
+    fn connection_refused_by_the_guest() {
         let mut rig = Rig::new();
         for line in ["CONNECT 9\n", "HELLO\n", &"x".repeat(100)] {
             let mut client = UnixStream::connect(rig.path()).unwrap();
@@ -909,7 +921,7 @@ mod tests {
     }
 
     #[test]
-    fn a_program_of_the_guest_connects() {
+    fn a_guest_application_connects() {
         let mut rig = Rig::new();
         rig.send((50, 9), op::REQUEST, 0, &[]);
         rig.send((51, 9), op::REQUEST, 0, &[]);
@@ -921,12 +933,12 @@ mod tests {
         assert_eq!(rig.ops(), [(op::RESPONSE, 50, 0), (op::RST, 51, 0)]);
         rig.send((50, 9), op::RW, 0, b"question");
         assert_eq!(read(&mut theirs), b"question");
-        // The host's program goes away.
+        // The host program disconnects.
         drop(theirs);
         assert_eq!(rig.ops(), [(op::SHUTDOWN, 50, shutdown::BOTH)]);
-        rig.send((50, 9), op::RW, 0, b"nobody");
+        rig.send((50, 9), op::RW, 0, b"stray");
         assert_eq!(rig.ops(), [(op::RST, 50, 0)]);
-        // A connection that is no more when its answer comes.
+        // A connection that has ended before its response.
         rig.send((52, 9), op::REQUEST, 0, &[]);
         rig.send((52, 9), op::RST, 0, &[]);
         assert_eq!(rig.answer(None), 52);
@@ -950,11 +962,11 @@ mod tests {
             assert_eq!(begs, length == 1000);
             rig.send_packet(&Header { forwarded: taken, ..open }, &[]);
         }
-        // To the host: as much as was promised, and not a byte more.
+        // To the host: as much as the credit allows, and not a byte more.
         let (piece, all) = (vec![2; 1 << 14], MOST_DATA as usize);
         let mut sent = 0;
         let mut told = 0;
-        // What waits in the socket itself does not count.
+        // Data in the socket buffer does not count.
         while sent - told < all {
             let part = piece.len().min(all - (sent - told));
             rig.send(key, op::RW, 0, &piece[..part]);
@@ -992,13 +1004,13 @@ mod tests {
         rig.send(key, op::SHUTDOWN, shutdown::SEND, &[]);
         rig.send(key, op::RW, 0, b"more");
         assert_eq!(rig.ops(), [(op::RST, key.0, 0)]);
-        // About no connection.
+        // About an unknown connection.
         for op in [op::RESPONSE, op::RW, op::SHUTDOWN, op::CREDIT_REQUEST, 77] {
             rig.send((1, 2), op, 0, &[]);
             assert_eq!(rig.ops(), [(op::RST, 1, 0)], "{op}");
         }
         rig.send((1, 2), op::RST, 0, &[]);
-        // Of somebody else, for somebody else, of another kind, of another length.
+        // Another sender, receiver, type, length.
         let plain = Header { op: op::RW, ..rig.header((1, 2), &[]) };
         for header in [
             Header { from: 3, ..plain },
@@ -1016,7 +1028,7 @@ mod tests {
     }
 
     #[test]
-    fn a_driver_begins_anew() {
+    fn a_driver_reset() {
         let mut rig = Rig::new();
         let (mut client, key) = rig.connected();
         rig.guest.write_all(&0_u32.to_be_bytes()).unwrap();
@@ -1025,7 +1037,7 @@ mod tests {
         rig.send(key, op::RW, 0, b"late");
         assert_eq!(rig.ops(), [(op::RST, key.0, 0)]);
         rig.connected();
-        // Lengths that are none: nothing is believed any more, and nobody waits for ever.
+        // Invalid lengths: the stream is not trusted any more, and no connection keeps waiting.
         for length in [1, HEADER as u32 - 1, (HEADER as u32) + MOST_DATA + 1, u32::MAX] {
             let mut rig = Rig::new();
             let (mut client, _) = rig.connected();
@@ -1039,10 +1051,10 @@ mod tests {
     #[test]
     fn connections_are_limited() {
         let mut rig = Rig::new();
-        for port in 0..MOST_CONNECTIONS as u32 + 3 {
+        for port in 0..MAX_CONNECTIONS as u32 + 3 {
             rig.send((5, port), op::REQUEST, 0, &[]);
         }
-        assert_eq!(rig.server.connections.len(), MOST_CONNECTIONS);
+        assert_eq!(rig.server.connections.len(), MAX_CONNECTIONS);
         assert_eq!(rig.ops(), [(op::RST, 5, 0); 3]);
         let mut client = UnixStream::connect(rig.path()).unwrap();
         client.write_all(b"CONNECT 9\n").unwrap();
@@ -1051,7 +1063,7 @@ mod tests {
         assert_eq!(rig.ops(), [(op::REQUEST, PORTS.start, 0)]);
     }
 
-    /// A guest that takes nothing and sends whatever comes to its mind: what the server keeps is limited.
+    /// A guest that takes no data and sends arbitrary packets: the server's buffers stay limited.
     #[test]
     fn a_guest_without_sense() {
         let mut rig = Rig::new();
@@ -1085,17 +1097,17 @@ mod tests {
             };
             let length = (HEADER + data.len()) as u32;
             let packet = [&length.to_be_bytes()[..], &header.to_bytes(), &data].concat();
-            // Whole packets only, as its own end of the stream sees to it.
-            if rig.server.hears() {
+            // Whole packets only, as the device model ensures.
+            if rig.server.accepts_input() {
                 let mut rest = &packet[..];
-                while !rest.is_empty() && rig.server.hears() {
+                while !rest.is_empty() && rig.server.accepts_input() {
                     match rig.guest.write(rest) {
                         Ok(count) => rest = &rest[count..],
                         Err(_) => rig.server.turn().unwrap(),
                     }
                 }
                 if !rest.is_empty() {
-                    // The rest of it is not lost in a machine; here the test ends.
+                    // In a VM, the rest would not be lost; the test ends here.
                     break;
                 }
             }
@@ -1110,9 +1122,9 @@ mod tests {
                 rig.packets();
             }
             let server = &rig.server;
-            assert!(server.connections.len() + server.clients.len() <= MOST_CONNECTIONS);
-            assert!(server.output.len() <= 2 * (WAITING + 2 * PIECE), "{}", server.output.len());
-            assert!(server.input.len() <= HEADER + MOST_DATA as usize + PIECE);
+            assert!(server.connections.len() + server.clients.len() <= MAX_CONNECTIONS);
+            assert!(server.output.len() <= 2 * (MAX_QUEUED + 2 * CHUNK), "{}", server.output.len());
+            assert!(server.input.len() <= HEADER + MOST_DATA as usize + CHUNK);
             let kept = server.connections.values().map(|one| one.waiting.len()).max();
             assert!(kept.is_none_or(|kept| kept <= MOST_DATA as usize));
         }

@@ -1,4 +1,4 @@
-//! Requests in shared memory, and guest memory, as a process of another program has them.
+//! Request loop of a device process: requests in shared memory, data in guest memory.
 
 use std::io;
 use std::os::fd::{FromRawFd, OwnedFd};
@@ -16,37 +16,39 @@ use vmm_mem::shared::SharedMemory;
 
 use crate::threads::Threads;
 
-/// What a process writes to standard output when requests are served; anything else is why they are not.
+/// Byte that a process writes to standard output once it serves requests; otherwise it writes the
+/// reason of its failure.
 pub const READY: u8 = 0;
 
-/// What a process is told of its machine. It has the descriptors of [`layout`]: guest memory, shared memory and the doorbell.
+/// Guest memory and request queue of a device process. It has the descriptors of [`layout`]: guest
+/// memory, shared memory and the doorbell.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Machine {
-    /// Bytes of guest memory.
+pub struct GuestQueue {
+    /// Guest memory in bytes.
     pub memory: u64,
-    /// Number of the queue of requests.
+    /// Index of the request queue.
     pub queue: usize,
 }
 
-/// A process that carries requests out.
+/// Mapped memory and doorbell of a device process.
 #[derive(Debug)]
 pub struct Worker {
     guest: SharedMemory,
     shared: SharedMemory,
     doorbell: OwnedFd,
-    machine: Machine,
+    machine: GuestQueue,
 }
 
-/// A part of guest memory: address and length. It may lie anywhere.
-pub type Part = (u64, u32);
+/// Segment of guest memory: address and length. The address is not validated.
+pub type Segment = (u64, u32);
 
-/// A request, taken out of shared memory.
+/// A request, copied out of shared memory.
 #[derive(Debug)]
-pub struct Taken<'a> {
-    /// What is to be done: see [`proto::requests::op`].
+pub struct TakenRequest<'a> {
+    /// Operation: see [`proto::requests::op`].
     pub op: u32,
-    /// Where its data is.
-    pub parts: Vec<Part>,
+    /// Segments of its data.
+    pub parts: Vec<Segment>,
     /// First sector.
     pub sector: u64,
     /// [`Request::count`].
@@ -58,9 +60,9 @@ pub struct Taken<'a> {
     memory: &'a GuestMemory,
 }
 
-impl Taken<'_> {
-    /// Copies bytes of guest memory: all of these parts, if they have no more than `most` bytes.
-    pub fn read(&self, parts: &[Part], most: usize) -> Option<Vec<u8>> {
+impl TakenRequest<'_> {
+    /// Reads all these segments from guest memory, if they have at most `most` bytes.
+    pub fn read(&self, parts: &[Segment], most: usize) -> Option<Vec<u8>> {
         let length = length(parts);
         if length > most {
             return None;
@@ -75,8 +77,9 @@ impl Taken<'_> {
         Some(bytes)
     }
 
-    /// Copies the first bytes of these parts, as many as there are and `to` has room for; gives their number.
-    pub fn read_into(&self, parts: &[Part], to: &mut [u8]) -> usize {
+    /// Reads from the beginning of these segments into `to`, as far as it has room; returns the
+    /// number of bytes.
+    pub fn read_into(&self, parts: &[Segment], to: &mut [u8]) -> usize {
         let mut done = 0;
         for &(address, length) in parts {
             let now = (to.len() - done).min(length as usize);
@@ -88,8 +91,9 @@ impl Taken<'_> {
         done
     }
 
-    /// Copies bytes to guest memory, into these parts, as far as they have room. Of a request that was abandoned nothing is written.
-    pub fn write(&self, parts: &[Part], bytes: &[u8]) -> Option<()> {
+    /// Writes bytes to these segments of guest memory, as far as they have room. For an abandoned
+    /// request, nothing is written.
+    pub fn write(&self, parts: &[Segment], bytes: &[u8]) -> Option<()> {
         within(self.queue, |epoch| {
             let mut rest = bytes;
             for &(address, length) in parts.iter().filter(|_| epoch == self.epoch) {
@@ -101,12 +105,12 @@ impl Taken<'_> {
         })
     }
 
-    /// Bytes of all parts.
+    /// Returns the bytes of all segments.
     pub fn length(&self) -> usize {
         length(&self.parts)
     }
 
-    /// The length of an answer.
+    /// Sets the length of the answer.
     pub fn set_answer(&self, length: u32) {
         within(self.queue, |epoch| {
             if epoch == self.epoch {
@@ -116,56 +120,57 @@ impl Taken<'_> {
     }
 }
 
-fn length(parts: &[Part]) -> usize {
+fn length(parts: &[Segment]) -> usize {
     parts.iter().map(|part| part.1 as usize).sum()
 }
 
-/// What a request says of the order of answers.
+/// Ordering of a request's answer relative to others.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Order {
-    /// Nothing.
+pub enum AnswerOrder {
+    /// None.
     Free,
-    /// It has a name, by which another may wait for it.
+    /// The request has a tag that another one may refer to.
     Named(u16),
-    /// It is answered after the request with this name, if there is one.
+    /// It is answered after the request with this tag, if there is one.
     After(u16),
 }
 
-/// What a process does with requests, several at a time.
+/// Device that executes requests, several in parallel.
 pub trait Serve: Send + Sync {
-    /// Carries a request out; gives its status. It may take as long as the host does.
-    fn act(&self, taken: &Taken<'_>) -> u8;
+    /// Executes a request and returns its status. It may block on the host.
+    fn execute(&self, taken: &TakenRequest<'_>) -> u8;
 
-    /// What a request says of the order of answers. It does not wait.
-    fn order(&self, _: &Taken<'_>) -> Order {
-        Order::Free
+    /// Returns the ordering of a request. It must not block.
+    fn order(&self, _: &TakenRequest<'_>) -> AnswerOrder {
+        AnswerOrder::Free
     }
 
-    /// No request has ended for a moment since the last one.
+    /// Runs once no request has ended for [`IDLE_DELAY`].
     fn idle(&self) {}
 
-    /// The process ends. `is_settled`: no request is being carried out any more.
+    /// Runs at the end of the process. `is_drained`: no request is in progress.
     fn close(&self, _is_settled: bool) {}
 }
 
-/// How long a moment is.
-const MOMENT: Duration = Duration::from_millis(200);
-/// How often a process without requests looks whether it is to end, if it misses the signal.
-const PAUSE: Duration = Duration::from_secs(1);
-/// How long the end waits for requests that are being carried out. The process is killed later than that.
-const PATIENCE: Duration = Duration::from_secs(2);
+/// Delay before [`Serve::idle`].
+const IDLE_DELAY: Duration = Duration::from_millis(200);
+/// Polling interval for the end of an idle process, in case the signal is missed.
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
+/// Time limit at the end for requests in progress. The process is killed after a longer time.
+const TIMEOUT: Duration = Duration::from_secs(2);
 
 impl Worker {
-    /// Takes the descriptors over and maps memory.
+    /// Takes over the descriptors and maps memory.
     ///
     /// # Errors
-    /// They are not what a machine has.
-    pub fn new(machine: Machine) -> io::Result<Self> {
+    /// The descriptors are not those of a VM.
+    pub fn new(machine: GuestQueue) -> io::Result<Self> {
         if machine.queue >= MAX_QUEUES {
             return Err(io::ErrorKind::InvalidInput.into());
         }
         let own = |number: u32| {
-            // SAFETY: `parador run` starts the program with these descriptors, and nothing else of it uses them.
+            // SAFETY: `parador run` starts the program with these descriptors, and no other code of
+            // it uses them.
             unsafe { OwnedFd::from_raw_fd(number as i32) }
         };
         Ok(Self {
@@ -176,10 +181,11 @@ impl Worker {
         })
     }
 
-    /// Says on standard output that requests are served, and lets these threads serve them until `end`, which a signal sets.
+    /// Reports READY on standard output and serves requests with these threads until `end`, which a
+    /// signal sets.
     ///
     /// # Errors
-    /// Guest memory makes no layout.
+    /// The size of guest memory is invalid.
     pub fn serve(
         self,
         served: impl Serve + 'static,
@@ -187,16 +193,16 @@ impl Worker {
         end: &AtomicBool,
     ) -> io::Result<()> {
         rustix::io::write(rustix::stdio::stdout(), &[READY])?;
-        // What threads use lives as long as the process does, since nobody waits for them.
+        // Leaked, because the threads are never joined and use it until the end of the process.
         let Self { guest, shared, doorbell, machine } = self;
         let (guest, shared) = (Box::leak(Box::new(guest)), Box::leak(Box::new(shared)));
         let offset = layout::QUEUES + (machine.queue * size_of::<Queue>()) as u64;
         let queue = shared.at(offset, size_of::<Queue>() as u64)?;
-        // SAFETY: it lies in the mapping, which is never undone; it is page-aligned memory at a multiple of its size, and all of it is
-        // atomic, with no value that is not allowed.
+        // SAFETY: the queue lies in the mapping, which is never undone; it is page-aligned memory
+        // at a multiple of its size, and all of it is atomic, with no invalid value.
         let queue = unsafe { &*queue.cast::<Queue>() };
         let hole = vmm_machine::layout_with_pci().hole_start;
-        // The copy is of memory that stays mapped and is used by nobody else.
+        // The copied handle refers to memory that stays mapped and has no other user.
         let memory = guest.with(vmm_boot::ram_ranges(machine.memory, hole), |memory| *memory)?;
         let service = Arc::new(Service::new(queue, memory, doorbell, Box::new(served)));
         let work = service.clone();
@@ -206,39 +212,41 @@ impl Worker {
     }
 }
 
-/// Requests that have been taken and not answered, each by its number.
-struct Flights {
-    /// What they are of: [`Queue::epoch`].
+/// Requests in progress, by ID.
+struct InFlight {
+    /// [`Queue::epoch`] of the requests.
     epoch: u32,
-    /// Where the next look begins.
+    /// Start of the next search.
     next: u32,
-    /// Those that there are: a bit for each.
+    /// Bit mask of the requests.
     busy: u64,
     names: [Option<u16>; REQUESTS],
-    /// For how many ends an answer waits: the request's own, and that of the one that it names.
-    left: [u8; REQUESTS],
-    /// Those that are answered after this one.
+    /// Completions that an answer waits for: of the request itself, and of the one that it refers
+    /// to.
+    pending: [u8; REQUESTS],
+    /// Bit masks of the requests that are answered after this one.
     followers: [u64; REQUESTS],
     statuses: [u8; REQUESTS],
-    /// Taken, and nobody has begun.
+    /// Taken requests that no thread has started.
     taken: Vec<usize>,
 }
 
-/// A queue whose requests are carried out by several threads.
+/// A queue whose requests are executed by several threads.
 ///
-/// Each thread takes a request, carries it out, and answers. A request that waits for the host holds its thread up and nothing else; when
-/// all threads are held up, requests stay in the queue, and then in the driver's.
+/// Each thread takes a request, executes it, and answers. A request that blocks on the host
+/// occupies its thread only; when all threads are occupied, requests stay in the queue, and then in
+/// the driver's.
 struct Service {
     queue: &'static Queue,
     memory: GuestMemory,
     doorbell: OwnedFd,
     served: Box<dyn Serve>,
-    flights: Mutex<Flights>,
-    /// There are none any more.
-    settled: Condvar,
-    /// Counts answers up.
+    in_flight: Mutex<InFlight>,
+    /// Signalled when no request is in progress.
+    drained: Condvar,
+    /// Number of answers.
     answered: AtomicU32,
-    /// Somebody waits for [`Service::answered`].
+    /// A thread waits for [`Service::answered`].
     is_watched: AtomicBool,
     is_over: AtomicBool,
 }
@@ -250,12 +258,12 @@ impl Service {
         doorbell: OwnedFd,
         served: Box<dyn Serve>,
     ) -> Self {
-        let flights = Flights {
+        let in_flight = InFlight {
             epoch: 0,
             next: 0,
             busy: 0,
             names: [None; REQUESTS],
-            left: [0; REQUESTS],
+            pending: [0; REQUESTS],
             followers: [0; REQUESTS],
             statuses: [0; REQUESTS],
             taken: Vec::new(),
@@ -265,100 +273,102 @@ impl Service {
             memory,
             doorbell,
             served,
-            flights: Mutex::new(flights),
-            settled: Condvar::new(),
+            in_flight: Mutex::new(in_flight),
+            drained: Condvar::new(),
             answered: AtomicU32::new(0),
             is_watched: AtomicBool::new(false),
             is_over: AtomicBool::new(false),
         }
     }
 
-    /// A thread that panics ends the process.
-    fn flights(&self) -> MutexGuard<'_, Flights> {
-        self.flights.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Not poisoned in practice: a panicking thread ends the process.
+    fn in_flight(&self) -> MutexGuard<'_, InFlight> {
+        self.in_flight.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What each thread does.
+    /// Loop of each thread.
     fn work(&self) {
         while !self.is_over.load(SeqCst) {
-            match self.begin() {
-                Some((id, taken)) => self.end(id, self.served.act(&taken)),
-                // It is woken for each request as long as somebody sleeps.
+            match self.take_request() {
+                Some((id, taken)) => self.complete(id, self.served.execute(&taken)),
+                // Each request wakes a thread while one sleeps.
                 None => self.queue.sleep(|calls, seen| wait(calls, seen, None)),
             }
         }
     }
 
-    /// Takes a request.
-    fn begin(&self) -> Option<(usize, Taken<'_>)> {
-        let mut flights = self.flights();
+    /// Takes a request; blocks until one is available in this epoch.
+    fn take_request(&self) -> Option<(usize, TakenRequest<'_>)> {
+        let mut in_flight = self.in_flight();
         loop {
-            // Those of an earlier epoch end before there are others, which their late effects would undo.
-            let is_over = |flights: &mut Flights, epoch| {
-                if epoch != flights.epoch {
-                    flights.drop_unbegun();
+            // Requests of an earlier epoch must end first: their late effects would overwrite those
+            // of new ones.
+            let is_over = |in_flight: &mut InFlight, epoch| {
+                if epoch != in_flight.epoch {
+                    in_flight.drop_unstarted();
                 }
-                epoch == flights.epoch || flights.busy == 0
+                epoch == in_flight.epoch || in_flight.busy == 0
             };
             let found = within(self.queue, |epoch| {
-                is_over(&mut flights, epoch).then(|| self.find(&mut flights, epoch))
+                is_over(&mut in_flight, epoch).then(|| self.find(&mut in_flight, epoch))
             });
             match found {
                 Some(found) => return found,
                 None => {
-                    let flown = self.settled.wait(flights);
-                    flights = flown.unwrap_or_else(PoisonError::into_inner);
+                    let flown = self.drained.wait(in_flight);
+                    in_flight = flown.unwrap_or_else(PoisonError::into_inner);
                 }
             }
         }
     }
 
     /// Takes a request of this epoch.
-    fn find(&self, flights: &mut Flights, epoch: u32) -> Option<(usize, Taken<'_>)> {
-        flights.epoch = epoch;
-        if let Some(id) = flights.taken.pop() {
+    fn find(&self, in_flight: &mut InFlight, epoch: u32) -> Option<(usize, TakenRequest<'_>)> {
+        in_flight.epoch = epoch;
+        if let Some(id) = in_flight.taken.pop() {
             return Some((id, self.read(id, epoch)));
         }
         loop {
-            let id = self.queue.take(&mut flights.next)?;
-            // Of a guest that says twice that a request is there, only the first is believed.
-            if flights.busy >> id & 1 != 0 {
+            let id = self.queue.take(&mut in_flight.next)?;
+            // A request that the guest submits twice is taken once.
+            if in_flight.busy >> id & 1 != 0 {
                 continue;
             }
             let taken = self.read(id, epoch);
             let order = self.served.order(&taken);
-            flights.enter(id, order);
-            if let Order::After(name) = order
-                && let Some(first) = flights.find(name).or_else(|| self.claim(name, flights))
+            in_flight.enter(id, order);
+            if let AnswerOrder::After(name) = order
+                && let Some(first) = in_flight.find(name).or_else(|| self.claim(name, in_flight))
             {
-                flights.follow(first, id);
+                in_flight.follow(first, id);
             }
             return Some((id, taken));
         }
     }
 
-    /// Takes the request with this name, if it waits: who comes after it in the driver's queue has not overtaken it then.
-    fn claim(&self, name: u16, flights: &mut Flights) -> Option<usize> {
-        let order = Order::Named(name);
+    /// Takes the request with this tag, if it is still queued. Otherwise a later request would
+    /// overtake it.
+    fn claim(&self, name: u16, in_flight: &mut InFlight) -> Option<usize> {
+        let order = AnswerOrder::Named(name);
         let waits = |id: usize| {
-            flights.busy >> id & 1 == 0
+            in_flight.busy >> id & 1 == 0
                 && self.queue.waiting.load(SeqCst) >> id & 1 != 0
-                && self.served.order(&self.read(id, flights.epoch)) == order
+                && self.served.order(&self.read(id, in_flight.epoch)) == order
                 && self.queue.claim(id)
         };
         let id = (0..REQUESTS).find(|&id| waits(id))?;
-        flights.enter(id, order);
-        // This thread looks there next.
-        flights.taken.push(id);
+        in_flight.enter(id, order);
+        // This thread starts it next.
+        in_flight.taken.push(id);
         Some(id)
     }
 
-    /// Reads a request, each value once.
-    fn read(&self, id: usize, epoch: u32) -> Taken<'_> {
+    /// Copies a request; each value is read once.
+    fn read(&self, id: usize, epoch: u32) -> TakenRequest<'_> {
         let request = &self.queue.requests[id];
         let used = (request.used.load(Relaxed) as usize).min(PARTS);
         let parts = request.parts[..used].iter();
-        Taken {
+        TakenRequest {
             op: request.op.load(Relaxed),
             parts: parts
                 .map(|part| (part.address.load(Relaxed), part.length.load(Relaxed)))
@@ -372,80 +382,80 @@ impl Service {
         }
     }
 
-    /// A request has been carried out.
-    fn end(&self, id: usize, status: u8) {
-        let mut flights = self.flights();
-        flights.statuses[id] = status;
+    /// Completes a request.
+    fn complete(&self, id: usize, status: u8) {
+        let mut in_flight = self.in_flight();
+        in_flight.statuses[id] = status;
         let is_awaited = within(self.queue, |epoch| {
             let mut is_awaited = false;
             // One after the other: the driver sees them in this order.
-            for id in [id].into_iter().chain(bits(flights.leave(id))) {
-                if flights.answer(id) {
-                    if epoch == flights.epoch {
-                        is_awaited |= self.queue.end(id, flights.statuses[id]);
+            for id in [id].into_iter().chain(bits(in_flight.leave(id))) {
+                if in_flight.answer(id) {
+                    if epoch == in_flight.epoch {
+                        is_awaited |= self.queue.end(id, in_flight.statuses[id]);
                     }
                     self.answered.fetch_add(1, SeqCst);
                 }
             }
             is_awaited
         });
-        if flights.busy == 0 {
-            self.settled.notify_all();
+        if in_flight.busy == 0 {
+            self.drained.notify_all();
         }
-        drop(flights);
+        drop(in_flight);
         if is_awaited {
             wake_all(&self.queue.answers);
         }
         self.queue.pending.store(1, SeqCst);
-        // The counter of the descriptor does not overflow: each look takes all of it.
+        // The counter of the eventfd cannot overflow: each read resets it.
         let _ = rustix::io::write(&self.doorbell, &1_u64.to_ne_bytes());
         if self.is_watched.swap(false, SeqCst) {
             wake_all(&self.answered);
         }
     }
 
-    /// Waits for another answer than those `seen`.
+    /// Waits until the number of answers differs from `seen`.
     fn await_answer(&self, seen: u32, limit: Duration) {
         self.is_watched.store(true, SeqCst);
         wait(&self.answered, seen, Some(limit));
         self.is_watched.store(false, SeqCst);
     }
 
-    /// What the process itself does beside its threads: notices when nothing is to be done, and the end.
+    /// Loop of the main thread: detects idleness and the end.
     fn watch(&self, end: &AtomicBool) {
         let nothing = AtomicU32::new(0);
         let mut idle_since = 0;
         while !end.load(SeqCst) {
             let seen = self.answered.load(SeqCst);
             if seen == idle_since {
-                self.await_answer(seen, PAUSE);
+                self.await_answer(seen, POLL_INTERVAL);
                 continue;
             }
-            // A signal ends it early, which does no harm.
-            wait(&nothing, 0, Some(MOMENT));
+            // A signal ends the wait early, which is harmless.
+            wait(&nothing, 0, Some(IDLE_DELAY));
             if self.answered.load(SeqCst) == seen {
                 self.served.idle();
                 idle_since = seen;
             }
         }
         self.is_over.store(true, SeqCst);
-        let until = Instant::now() + PATIENCE;
-        let is_settled = loop {
+        let until = Instant::now() + TIMEOUT;
+        let is_drained = loop {
             let seen = self.answered.load(SeqCst);
-            let left = until.saturating_duration_since(Instant::now());
-            let is_settled = self.flights().busy == 0;
-            if is_settled || left.is_zero() {
-                break is_settled;
+            let pending = until.saturating_duration_since(Instant::now());
+            let is_drained = self.in_flight().busy == 0;
+            if is_drained || pending.is_zero() {
+                break is_drained;
             }
-            self.await_answer(seen, left);
+            self.await_answer(seen, pending);
         };
-        self.served.close(is_settled);
+        self.served.close(is_drained);
     }
 }
 
-impl Flights {
-    /// Nobody begins what has not been begun.
-    fn drop_unbegun(&mut self) {
+impl InFlight {
+    /// Drops taken requests that no thread has started.
+    fn drop_unstarted(&mut self) {
         for id in std::mem::take(&mut self.taken) {
             for id in [id].into_iter().chain(bits(self.leave(id))) {
                 self.answer(id);
@@ -453,50 +463,50 @@ impl Flights {
         }
     }
 
-    /// A request is taken.
-    fn enter(&mut self, id: usize, order: Order) {
+    /// Adds a request.
+    fn enter(&mut self, id: usize, order: AnswerOrder) {
         self.busy |= 1 << id;
-        self.left[id] = 1;
+        self.pending[id] = 1;
         self.followers[id] = 0;
         self.names[id] = match order {
-            Order::Named(name) => Some(name),
-            Order::Free | Order::After(_) => None,
+            AnswerOrder::Named(name) => Some(name),
+            AnswerOrder::Free | AnswerOrder::After(_) => None,
         };
     }
 
-    /// The request with this name.
+    /// Returns the request with this tag.
     fn find(&self, name: u16) -> Option<usize> {
         bits(self.busy).find(|&id| self.names[id] == Some(name))
     }
 
-    /// `id` is answered after `first`.
+    /// Delays the answer of `id` until `first` has ended.
     fn follow(&mut self, first: usize, id: usize) {
         self.followers[first] |= 1 << id;
-        self.left[id] += 1;
+        self.pending[id] += 1;
     }
 
-    /// Those that need not wait for `id` any more.
+    /// Returns the requests that waited for `id`.
     fn leave(&mut self, id: usize) -> u64 {
         self.names[id] = None;
         std::mem::take(&mut self.followers[id])
     }
 
-    /// Something that an answer waits for has ended; whether it was the last.
+    /// Records one of the completions that an answer waits for; returns whether it was the last.
     fn answer(&mut self, id: usize) -> bool {
-        self.left[id] -= 1;
-        if self.left[id] == 0 {
+        self.pending[id] -= 1;
+        if self.pending[id] == 0 {
             self.busy &= !(1 << id);
         }
-        self.left[id] == 0
+        self.pending[id] == 0
     }
 }
 
-/// The bits of a word that are set.
+/// Returns the indices of the set bits.
 fn bits(word: u64) -> impl Iterator<Item = usize> {
     (0..REQUESTS).filter(move |&bit| word >> bit & 1 != 0)
 }
 
-/// Something short that requests, or the memory that they name, must not be taken away from.
+/// Runs a short operation during which requests and guest memory are not withdrawn.
 fn within<T>(queue: &Queue, act: impl FnOnce(u32) -> T) -> T {
     let epoch = queue.enter();
     let done = act(epoch);
@@ -506,7 +516,7 @@ fn within<T>(queue: &Queue, act: impl FnOnce(u32) -> T) -> T {
     done
 }
 
-/// It cannot fail with a mapped word.
+/// Cannot fail for a mapped word.
 fn wake_all(word: &AtomicU32) {
     let _ = futex::wake(word, futex::Flags::empty(), u32::MAX >> 1);
 }
@@ -516,12 +526,12 @@ fn wait(word: &AtomicU32, seen: u32, limit: Option<Duration>) {
         tv_sec: limit.as_secs() as i64,
         tv_nsec: limit.subsec_nanos().into(),
     });
-    // An early return is allowed. Other processes wake those that wait for requests.
+    // Early returns are allowed. Another process wakes threads that wait for requests.
     let _ = futex::wait(word, futex::Flags::empty(), seen, limit.as_ref());
 }
 
-/// Splits the parts of a message: what is to be read, and where the answer goes.
-pub fn split<'a>(taken: &'a Taken<'_>) -> Option<(&'a [Part], &'a [Part])> {
+/// Splits the segments of a message into request and answer.
+pub fn split<'a>(taken: &'a TakenRequest<'_>) -> Option<(&'a [Segment], &'a [Segment])> {
     if taken.op != op::MESSAGE {
         return None;
     }
@@ -530,13 +540,13 @@ pub fn split<'a>(taken: &'a Taken<'_>) -> Option<(&'a [Part], &'a [Part])> {
 
 #[cfg(test)]
 pub mod testing {
-    //! A driver and threads that serve it.
+    //! Driver and threads for tests of a device.
 
     use super::*;
     use proto::requests::{Client, op};
     use std::fs::File;
 
-    /// How long a test waits for what must come before it fails.
+    /// Time limit of a test.
     pub const LIMIT: Duration = Duration::from_secs(60);
 
     pub struct Rig {
@@ -557,8 +567,8 @@ pub mod testing {
             Self { client: Client::new(queue), memory, service }
         }
 
-        /// Gives a request of these parts; `count` is as [`Request::count`].
-        pub fn give(&mut self, id: u16, op: u32, sector: u64, parts: &[Part], count: u32) {
+        /// Submits a request with these segments; `count` is as [`Request::count`].
+        pub fn submit(&mut self, id: u16, op: u32, sector: u64, parts: &[Segment], count: u32) {
             let request = self.client.request(id).unwrap();
             request.op.store(op, Relaxed);
             request.sector.store(sector, Relaxed);
@@ -573,15 +583,15 @@ pub mod testing {
             }
         }
 
-        /// Gives a message, whose bytes and whose answer have a page each.
+        /// Submits a message; it and its answer have a page each.
         pub fn say(&mut self, id: u16, message: &[u8]) {
             let place = u64::from(id) << 13;
             self.memory.write_slice(place, message).unwrap();
             let parts = [(place, message.len() as u32), (place + 4096, 4096)];
-            self.give(id, op::MESSAGE, 0, &parts, 1);
+            self.submit(id, op::MESSAGE, 0, &parts, 1);
         }
 
-        /// The next request that has ended, and its status.
+        /// Returns the next completed request and its status.
         pub fn ended(&mut self) -> (u16, u8) {
             let until = Instant::now() + LIMIT;
             while Instant::now() < until {
@@ -595,12 +605,12 @@ pub mod testing {
             panic!("no request ends");
         }
 
-        /// As the driver resets the device.
+        /// Does what the driver does at a device reset.
         pub fn abandon(&mut self) {
             self.client.abandon(|answers, seen| wait(answers, seen, Some(LIMIT)));
         }
 
-        /// As the process does.
+        /// Runs the loop of the main thread.
         pub fn watch(&self, end: &AtomicBool) {
             self.service.watch(end);
         }
@@ -613,12 +623,12 @@ mod tests {
     use super::*;
     use std::sync::mpsc::{Receiver, Sender, channel};
 
-    /// Operations: nothing, what waits until it is let go, something with a name, what is answered after that.
+    /// Operations: immediate, blocked until released, ordered after a tag.
     const QUICK: u32 = 0;
     const SLOW: u32 = 1;
     const AFTER: u32 = 2;
 
-    /// Tells what has begun, and waits with slow requests. The sector is the name.
+    /// Reports started requests, and blocks slow ones. The sector is the tag.
     struct Slow {
         begun: Sender<u64>,
         go: Mutex<Receiver<()>>,
@@ -626,7 +636,7 @@ mod tests {
     }
 
     impl Serve for Slow {
-        fn act(&self, taken: &Taken<'_>) -> u8 {
+        fn execute(&self, taken: &TakenRequest<'_>) -> u8 {
             self.begun.send(taken.sector).unwrap();
             if taken.op == SLOW {
                 self.go.lock().unwrap().recv().unwrap();
@@ -635,11 +645,11 @@ mod tests {
             taken.sector as u8
         }
 
-        fn order(&self, taken: &Taken<'_>) -> Order {
+        fn order(&self, taken: &TakenRequest<'_>) -> AnswerOrder {
             if taken.op == AFTER {
-                Order::After(taken.count as u16)
+                AnswerOrder::After(taken.count as u16)
             } else {
-                Order::Named(taken.sector as u16)
+                AnswerOrder::Named(taken.sector as u16)
             }
         }
 
@@ -647,8 +657,8 @@ mod tests {
             self.idle.send(()).unwrap();
         }
 
-        fn close(&self, is_settled: bool) {
-            assert!(is_settled);
+        fn close(&self, is_drained: bool) {
+            assert!(is_drained);
             self.idle.send(()).unwrap();
         }
     }
@@ -662,10 +672,10 @@ mod tests {
     #[test]
     fn a_slow_request_holds_nothing_up() {
         let (mut rig, begins, go, _idles) = rig(2);
-        rig.give(5, SLOW, 5, &[], 0);
+        rig.submit(5, SLOW, 5, &[], 0);
         assert_eq!(begins.recv_timeout(LIMIT), Ok(5));
         for id in [0, 9, 63] {
-            rig.give(id, QUICK, id.into(), &[], 0);
+            rig.submit(id, QUICK, id.into(), &[], 0);
             assert_eq!(rig.ended(), (id, id as u8));
         }
         go.send(()).unwrap();
@@ -676,7 +686,7 @@ mod tests {
     fn more_than_there_are_threads_wait_in_the_queue() {
         let (mut rig, begins, go, _idles) = rig(2);
         for id in 0..64 {
-            rig.give(id, SLOW, id.into(), &[], 0);
+            rig.submit(id, SLOW, id.into(), &[], 0);
         }
         for _ in 0..2 {
             begins.recv_timeout(LIMIT).unwrap();
@@ -691,11 +701,11 @@ mod tests {
     #[test]
     fn an_answer_waits_for_the_one_before_it() {
         let (mut rig, begins, go, _idles) = rig(2);
-        rig.give(5, SLOW, 5, &[], 0);
+        rig.submit(5, SLOW, 5, &[], 0);
         assert_eq!(begins.recv_timeout(LIMIT), Ok(5));
-        rig.give(1, AFTER, 1, &[], 5);
-        rig.give(2, AFTER, 2, &[], 77);
-        // Nothing has the other's name, and the first was taken before it.
+        rig.submit(1, AFTER, 1, &[], 5);
+        rig.submit(2, AFTER, 2, &[], 77);
+        // No request has the tag of the second, and the first was taken before the tag.
         assert_eq!(rig.ended(), (2, 2));
         assert!(rig.client.completed().is_none());
         go.send(()).unwrap();
@@ -705,11 +715,11 @@ mod tests {
     #[test]
     fn nothing_is_overtaken_in_the_queue() {
         let (mut rig, begins, go, _idles) = rig(1);
-        rig.give(0, SLOW, 0, &[], 0);
+        rig.submit(0, SLOW, 0, &[], 0);
         assert_eq!(begins.recv_timeout(LIMIT), Ok(0));
-        // The thread takes the lower number first.
-        rig.give(60, QUICK, 60, &[], 0);
-        rig.give(1, AFTER, 1, &[], 60);
+        // The thread takes the lower ID first.
+        rig.submit(60, QUICK, 60, &[], 0);
+        rig.submit(1, AFTER, 1, &[], 60);
         go.send(()).unwrap();
         assert_eq!([rig.ended(), rig.ended(), rig.ended()], [(0, 0), (60, 60), (1, 1)]);
         assert_eq!(begins.try_iter().collect::<Vec<_>>(), [1, 60]);
@@ -718,15 +728,15 @@ mod tests {
     #[test]
     fn a_request_is_there_once() {
         let (mut rig, begins, go, _idles) = rig(2);
-        rig.give(5, SLOW, 5, &[], 0);
+        rig.submit(5, SLOW, 5, &[], 0);
         assert_eq!(begins.recv_timeout(LIMIT), Ok(5));
-        // The guest says so again.
-        rig.give(5, SLOW, 5, &[], 0);
-        rig.give(6, QUICK, 6, &[], 0);
+        // The guest submits it again.
+        rig.submit(5, SLOW, 5, &[], 0);
+        rig.submit(6, QUICK, 6, &[], 0);
         assert_eq!(rig.ended(), (6, 6));
         go.send(()).unwrap();
         assert_eq!(rig.ended(), (5, 5));
-        rig.give(5, QUICK, 7, &[], 0);
+        rig.submit(5, QUICK, 7, &[], 0);
         assert_eq!(rig.ended(), (5, 7));
         assert_eq!(begins.try_iter().collect::<Vec<_>>(), [6, 7]);
     }
@@ -734,15 +744,15 @@ mod tests {
     #[test]
     fn a_reset_does_not_wait() {
         let (mut rig, begins, go, _idles) = rig(2);
-        rig.give(5, SLOW, 5, &[(0x1000, 1)], 0);
+        rig.submit(5, SLOW, 5, &[(0x1000, 1)], 0);
         assert_eq!(begins.recv_timeout(LIMIT), Ok(5));
-        // One that is answered after it, and one of the same name, which comes later.
-        rig.give(6, AFTER, 6, &[], 5);
+        // A request ordered after it, and a later one with the same tag.
+        rig.submit(6, AFTER, 6, &[], 5);
         assert_eq!(begins.recv_timeout(LIMIT), Ok(6));
         rig.abandon();
-        rig.give(5, QUICK, 7, &[(0x1001, 1)], 0);
-        // What the old one still does it has done before others begin.
-        assert!(begins.recv_timeout(MOMENT).is_err());
+        rig.submit(5, QUICK, 7, &[(0x1001, 1)], 0);
+        // The old request has no effect once others have started.
+        assert!(begins.recv_timeout(IDLE_DELAY).is_err());
         go.send(()).unwrap();
         assert_eq!(rig.ended(), (5, 7));
         assert!(rig.client.completed().is_none());
@@ -752,14 +762,14 @@ mod tests {
     #[test]
     fn the_end_waits_for_what_has_begun() {
         let (mut rig, begins, go, idles) = rig(1);
-        rig.give(5, SLOW, 5, &[], 0);
+        rig.submit(5, SLOW, 5, &[], 0);
         assert_eq!(begins.recv_timeout(LIMIT), Ok(5));
         std::thread::scope(|scope| {
             scope.spawn(|| rig.watch(&AtomicBool::new(true)));
-            assert!(idles.recv_timeout(MOMENT).is_err());
+            assert!(idles.recv_timeout(IDLE_DELAY).is_err());
             go.send(()).unwrap();
         });
-        // What is kept goes to the file when nothing is in flight any more, once.
+        // Cached data is written to the file once no request is in progress.
         assert_eq!(rig.ended(), (5, 5));
         assert_eq!(idles.try_iter().count(), 1);
     }
@@ -768,7 +778,7 @@ mod tests {
     fn a_moment_without_requests_is_noticed() {
         let (mut rig, _begins, _go, idles) = rig(1);
         let end = AtomicBool::new(false);
-        rig.give(5, QUICK, 5, &[], 0);
+        rig.submit(5, QUICK, 5, &[], 0);
         assert_eq!(rig.ended(), (5, 5));
         std::thread::scope(|scope| {
             scope.spawn(|| rig.watch(&end));

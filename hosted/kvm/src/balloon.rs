@@ -1,25 +1,26 @@
-//! Memory that the guest gives back to the host: holes in the descriptor of its memory, which read as zeros until somebody writes there.
+//! Balloon: returns guest memory to the host as holes in its file, which read as zeros until they
+//! are written.
 
 use std::os::fd::OwnedFd;
 
 use rustix::fs::{FallocateFlags, fallocate};
 
-/// What the guest's device is connected to.
-pub struct Balloon {
+/// Back end of the balloon device.
+pub struct HostBalloon {
     memory: OwnedFd,
-    /// Guest-physical base and length, one after another in the descriptor.
+    /// Guest-physical base and length of ranges, consecutive in the file.
     ranges: Vec<(u64, u64)>,
-    /// Pages that the guest is to give up.
+    /// Target size of the balloon in pages.
     wanted: u32,
 }
 
-impl Balloon {
-    /// Of a machine with this memory, whose guest is to give so many pages up at once.
+impl HostBalloon {
+    /// Creates the back end for this memory; `wanted` is the initial size in pages.
     pub fn new(memory: OwnedFd, ranges: Vec<(u64, u64)>, wanted: u64) -> Self {
         Self { memory, ranges, wanted: u32::try_from(wanted).unwrap_or(u32::MAX) }
     }
 
-    /// Where in the descriptor an address is, and how many bytes are there in one piece.
+    /// Returns the file offset of an address, and the length of the contiguous range there.
     fn place(&self, address: u64) -> Option<(u64, u64)> {
         let mut offset = 0;
         for &(base, length) in &self.ranges {
@@ -32,13 +33,13 @@ impl Balloon {
     }
 }
 
-impl vmm_bus::BalloonBackend for Balloon {
+impl vmm_bus::BalloonBackend for HostBalloon {
     fn target_pages(&self) -> u32 {
         self.wanted
     }
 
     fn set_inflated(&mut self, _: u32) {
-        // The host sees what it has.
+        // The host accounts the memory.
     }
 
     fn discard(&mut self, address: u64, length: u64) {
@@ -47,7 +48,7 @@ impl vmm_bus::BalloonBackend for Balloon {
             let Some((offset, most)) = self.place(address) else { return };
             let piece = left.min(most);
             let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-            // It fails for want of memory; then the host has what it had.
+            // Fails for lack of host memory; the memory then stays allocated.
             let _ = fallocate(&self.memory, hole, offset, piece);
             (address, left) = (address + piece, left - piece);
         }
@@ -73,12 +74,12 @@ mod tests {
         file.write_all_at(&[7; 0x4000], 0).unwrap();
         let ranges = vec![(0, 0x2000), (1 << 32, 0x2000)];
         let other: File = file.try_clone().unwrap();
-        let mut balloon = Balloon::new(file.into(), ranges, 3);
+        let mut balloon = HostBalloon::new(file.into(), ranges, 3);
         assert_eq!(balloon.target_pages(), 3);
         let before = other.metadata().unwrap().blocks();
         balloon.discard(0x1000, 0x1000);
         balloon.discard((1 << 32) + 0x1000, 0x1000);
-        // Nothing is there.
+        // A hole.
         balloon.discard(0x2000, 0x1000);
         balloon.discard(u64::MAX, 1);
         let mut bytes = [1; 0x4000];

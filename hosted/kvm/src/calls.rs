@@ -1,5 +1,5 @@
-//! Calls of KVM that kvm-ioctls does not have (`Documentation/virt/kvm/api.rst` and `devices/vcpu.rst` in Linux), and of tap devices
-//! (`Documentation/networking/tuntap.rst`).
+//! ioctls of KVM that kvm-ioctls does not provide (`Documentation/virt/kvm/api.rst` and
+//! `devices/vcpu.rst` in Linux), and of tap devices (`Documentation/networking/tuntap.rst`).
 
 use std::ffi::c_ulong;
 use std::fs::File;
@@ -17,45 +17,45 @@ ioctl_iow_nr!(KVM_HAS_DEVICE_ATTR, KVMIO, 0xe3, kvm_device_attr);
 ioctl_iow_nr!(TUNSETIFF, b'T' as u32, 202, i32);
 ioctl_iow_nr!(TUNSETOFFLOAD, b'T' as u32, 208, u32);
 
-/// The guest takes this interrupt when it is entered.
+/// Injects an interrupt at the next guest entry.
 pub fn interrupt(vcpu: &VcpuFd, vector: u8) -> io::Result<()> {
     let interrupt = kvm_interrupt { irq: vector.into() };
-    // SAFETY: KVM reads the structure that this call has.
+    // SAFETY: KVM reads the structure of this ioctl.
     result(unsafe { ioctl_with_ref(vcpu, KVM_INTERRUPT() as c_ulong, &interrupt) })
 }
 
-/// The guest's time-stamp counter is so far from the host's.
+/// Sets the offset of the guest TSC from the host TSC.
 pub fn set_tsc_offset(vcpu: &VcpuFd, offset: u64) -> io::Result<()> {
     let attribute = tsc_offset(&offset);
-    // SAFETY: KVM reads the structure that this call has, and what it points to, which lives as long.
+    // SAFETY: KVM reads the structure of this ioctl and its target, which lives as long.
     result(unsafe { ioctl_with_ref(vcpu, KVM_SET_DEVICE_ATTR() as c_ulong, &attribute) })
 }
 
-/// Whether KVM has [`set_tsc_offset`].
+/// Returns whether KVM supports [`set_tsc_offset`].
 pub fn has_tsc_offset(vcpu: &VcpuFd) -> bool {
     let attribute = tsc_offset(&0);
-    // SAFETY: KVM reads the structure only.
+    // SAFETY: KVM only reads the structure.
     result(unsafe { ioctl_with_ref(vcpu, KVM_HAS_DEVICE_ATTR() as c_ulong, &attribute) }).is_ok()
 }
 
-/// Connects the descriptor of `/dev/net/tun` with the tap device of this name.
+/// Attaches a descriptor of `/dev/net/tun` to the tap device with this name.
 pub fn become_tap(file: &File, name: [u8; 16]) -> io::Result<()> {
     /// `IFF_TAP`, `IFF_NO_PI`, `IFF_VNET_HDR`.
     const FLAGS: u16 = 0x0002 | 0x1000 | 0x4000;
-    // `struct ifreq`: name, flags, room.
+    // `struct ifreq`: name, flags, padding.
     let mut request = [0_u8; 40];
     request[..16].copy_from_slice(&name);
     request[16..18].copy_from_slice(&FLAGS.to_le_bytes());
-    // SAFETY: the kernel reads and writes the structure that this call has.
+    // SAFETY: the kernel reads and writes the structure of this ioctl.
     result(unsafe { ioctl_with_mut_ref(file, TUNSETIFF() as c_ulong, &mut request) })
 }
 
-/// Frames that the guest takes of a tap device.
+/// Sets the offloads of a tap device that the guest accepts.
 pub fn set_offload(file: &File, takes: OffloadCaps) -> io::Result<()> {
     // `TUN_F_CSUM`, `TUN_F_TSO4`, `TUN_F_TSO6`.
     let bits = [(takes.csum, 1), (takes.tcp4, 2), (takes.tcp6, 4)];
     let bits = bits.iter().filter(|(takes, _)| *takes).map(|(_, bit)| bit).sum();
-    // SAFETY: no memory is touched.
+    // SAFETY: the ioctl accesses no memory.
     result(unsafe { ioctl_with_val(file, TUNSETOFFLOAD() as c_ulong, bits) })
 }
 

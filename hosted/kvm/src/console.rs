@@ -1,4 +1,5 @@
-//! The serial line and the virtio console: bytes from and to descriptors, each carried by a thread, so that no virtual processor waits for the host.
+//! Serial line and virtio console: each direction is copied by a thread, so that no vCPU waits for
+//! the host.
 
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
@@ -6,51 +7,51 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-use crate::seat::Seat;
+use crate::vcpu_thread::VcpuThread;
 
-/// Bytes that wait in each direction.
+/// Buffer size per direction in bytes.
 const ROOM: usize = 64 << 10;
-/// Time in which more output may come before it is written.
+/// Time to collect further output before it is written.
 const GATHER: Duration = Duration::from_millis(1);
 
-/// Bytes on their way between the guest and the outside.
+/// Buffers between the guest and the host.
 #[derive(Default)]
-pub struct Console {
-    /// What a virtual processor is told.
+pub struct ConsoleBuffer {
+    /// Event for the vCPU.
     event: u64,
     output: Mutex<Output>,
-    /// There is output.
+    /// Signals available output.
     filled: Condvar,
-    /// All output is written.
+    /// Signals that all output is written.
     written: Condvar,
     input: Mutex<VecDeque<u8>>,
-    /// There is room for input.
+    /// Signals space for input.
     room: Condvar,
 }
 
 #[derive(Default)]
 struct Output {
     bytes: Vec<u8>,
-    /// The thread is writing some that it has taken.
+    /// The thread is writing output that it has taken.
     is_writing: bool,
     /// The guest has been refused a byte.
     is_awaited: bool,
-    /// Nobody reads.
+    /// The reader has closed its end.
     is_closed: bool,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Nobody leaves it half changed.
+    // Every update is atomic under the lock.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Console {
-    /// Without bytes; `event` is what a virtual processor is told when there is input, or room for output again.
+impl ConsoleBuffer {
+    /// Creates empty buffers; `event` notifies a vCPU of input, or of space for output.
     pub fn new(event: u64) -> Self {
         Self { event, ..Self::default() }
     }
 
-    /// Takes a byte from the guest; `false`: there is no room now.
+    /// Queues a byte from the guest; `false`: the buffer is full.
     pub fn put(&self, byte: u8) -> bool {
         let mut output = lock(&self.output);
         if output.bytes.len() >= ROOM {
@@ -64,7 +65,7 @@ impl Console {
         true
     }
 
-    /// The next byte for the guest.
+    /// Returns the next byte for the guest.
     pub fn take(&self) -> Option<u8> {
         let mut input = lock(&self.input);
         let byte = input.pop_front();
@@ -74,8 +75,8 @@ impl Console {
         byte
     }
 
-    /// Writes output until the process ends.
-    pub fn write(&self, mut to: impl Write, seat: &Seat) {
+    /// Loop of the output thread.
+    pub fn write(&self, mut to: impl Write, vcpu_thread: &VcpuThread) {
         loop {
             let mut output = lock(&self.output);
             output.is_writing = false;
@@ -92,9 +93,9 @@ impl Console {
             let is_closed = output.is_closed;
             drop(output);
             if is_awaited {
-                seat.tell(self.event);
+                vcpu_thread.notify(self.event);
             }
-            // The guest goes on without a listener.
+            // The guest continues without a reader.
             if !is_closed && to.write_all(&bytes).and_then(|()| to.flush()).is_err() {
                 lock(&self.output).is_closed = true;
             }
@@ -108,8 +109,8 @@ impl Console {
         drop(self.written.wait_while(output, is_left).unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// Reads input until it ends.
-    pub fn read(&self, mut from: impl Read, seat: &Seat) {
+    /// Loop of the input thread, until the end of the input.
+    pub fn read(&self, mut from: impl Read, vcpu_thread: &VcpuThread) {
         let mut bytes = [0; 4096];
         loop {
             let length = match from.read(&mut bytes) {
@@ -124,7 +125,7 @@ impl Console {
                 self.room.wait_while(input, is_full).unwrap_or_else(PoisonError::into_inner);
             input.extend(&bytes[..length]);
             drop(input);
-            seat.tell(self.event);
+            vcpu_thread.notify(self.event);
         }
     }
 }
@@ -150,12 +151,12 @@ mod tests {
 
     #[test]
     fn output_comes_out_in_order() {
-        let console = Arc::new(Console::default());
+        let console = Arc::new(ConsoleBuffer::default());
         let text: Vec<u8> = (0..2 * ROOM).map(|number| number as u8).collect();
         assert_eq!(text.iter().filter(|&&byte| console.put(byte)).count(), ROOM, "no more room");
         let (sender, receiver) = channel();
         let writer = Arc::clone(&console);
-        thread::spawn(move || writer.write(Collector(sender), &Seat::default()));
+        thread::spawn(move || writer.write(Collector(sender), &VcpuThread::default()));
         console.finish();
         assert!(text[ROOM..].iter().all(|&byte| console.put(byte)));
         console.finish();
@@ -168,10 +169,10 @@ mod tests {
 
     #[test]
     fn input_waits_for_room() {
-        let console = Console::default();
+        let console = ConsoleBuffer::default();
         let text: Vec<u8> = (0..3 * ROOM).map(|number| number as u8).collect();
         thread::scope(|scope| {
-            scope.spawn(|| console.read(&text[..], &Seat::default()));
+            scope.spawn(|| console.read(&text[..], &VcpuThread::default()));
             let mut taken = Vec::new();
             while taken.len() < text.len() {
                 match console.take() {

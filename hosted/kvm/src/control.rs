@@ -1,4 +1,4 @@
-//! What the one who has started the machine wants of it, and is told: bytes of [`proto::wedge::control`].
+//! Control commands from `parador run`, and responses: bytes of [`proto::wedge::control`].
 
 use std::fs::File;
 use std::io::{ErrorKind, Read, Write};
@@ -8,11 +8,11 @@ use proto::wedge::control;
 use proto::wedge::debug::DebugState;
 
 use crate::debug;
-use crate::seat::{Seat, event};
+use crate::vcpu_thread::{VcpuThread, event};
 
-/// Where virtual processors wait while the machine is paused.
+/// Barrier at which vCPUs wait while the VM is paused.
 #[derive(Default)]
-pub struct Gate {
+pub struct PauseGate {
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -20,23 +20,24 @@ pub struct Gate {
 #[derive(Default)]
 struct State {
     is_closed: bool,
-    /// Processors that wait.
+    /// Number of vCPUs at the barrier.
     waiting: usize,
 }
 
-impl Gate {
+impl PauseGate {
     fn state(&self) -> MutexGuard<'_, State> {
-        // Nobody leaves it half changed.
+        // Every update is atomic under the lock.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A processor that was told of [`event::PAUSE`] waits, if it still has to.
-    pub fn pass(&self) {
-        self.stay(|| ());
+    /// Blocks a vCPU that has received [`event::PAUSE`] while the VM is paused.
+    pub fn wait_if_paused(&self) {
+        self.outside_guest(|| ());
     }
 
-    /// A processor does what it does outside of the guest, for however long. If the machine is paused then, it waits until it is not.
-    pub fn stay<T>(&self, act: impl FnOnce() -> T) -> T {
+    /// Runs a blocking operation of a vCPU outside of the guest. If the VM is paused at its end,
+    /// waits until it is resumed.
+    pub fn outside_guest<T>(&self, act: impl FnOnce() -> T) -> T {
         self.state().waiting += 1;
         self.changed.notify_all();
         let done = act();
@@ -48,30 +49,30 @@ impl Gate {
         done
     }
 
-    /// Stops all processors; returns when they have stopped.
-    fn close(&self, seats: &[Seat]) {
+    /// Pauses all vCPUs; returns when they have stopped.
+    fn pause(&self, vcpu_threads: &[VcpuThread]) {
         let mut state = self.state();
         state.is_closed = true;
-        seats.iter().for_each(|seat| seat.tell(event::PAUSE));
-        let is_passed = |state: &mut State| state.waiting < seats.len();
+        vcpu_threads.iter().for_each(|vcpu_thread| vcpu_thread.notify(event::PAUSE));
+        let is_passed = |state: &mut State| state.waiting < vcpu_threads.len();
         drop(self.changed.wait_while(state, is_passed).unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// They go on.
-    fn open(&self) {
+    /// Resumes all vCPUs.
+    fn resume(&self) {
         self.state().is_closed = false;
         self.changed.notify_all();
     }
 }
 
-/// Says that the guest's first instruction comes now.
+/// Reports the guest's first instruction.
 pub fn started(mut to: &File) {
-    // Nobody to tell if it cannot be written.
+    // A write error has no receiver.
     let _ = to.write(&[control::STARTED]);
 }
 
-/// Does what is wanted, and says so, until the other side goes.
-pub fn serve(mut stream: &File, gate: &Gate, seats: &[Seat], debug: &DebugState) {
+/// Executes commands and acknowledges them, until the peer disconnects.
+pub fn serve(mut stream: &File, gate: &PauseGate, vcpu_threads: &[VcpuThread], debug: &DebugState) {
     let mut byte = [0];
     loop {
         match stream.read(&mut byte) {
@@ -80,11 +81,11 @@ pub fn serve(mut stream: &File, gate: &Gate, seats: &[Seat], debug: &DebugState)
             Ok(0) | Err(_) => return,
         }
         match byte[0] {
-            // Disks finish what they have begun.
-            control::PAUSE => gate.close(seats),
-            control::RESUME => gate.open(),
-            control::POWER_BUTTON => seats[0].tell(event::POWER_BUTTON),
-            control::HALT => debug::stop(debug, seats),
+            // Disks complete the requests in progress.
+            control::PAUSE => gate.pause(vcpu_threads),
+            control::RESUME => gate.resume(),
+            control::POWER_BUTTON => vcpu_threads[0].notify(event::POWER_BUTTON),
+            control::HALT => debug::stop(debug, vcpu_threads),
             control::GO => debug::go(debug),
             _ => continue,
         }
@@ -102,10 +103,11 @@ mod tests {
     use vmm_cpu::TscClock;
 
     #[test]
-    fn processors_stop_and_go_on() {
+    fn vcpus_pause_and_resume() {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let (ours, theirs) = (File::from(OwnedFd::from(ours)), File::from(OwnedFd::from(theirs)));
-        let (gate, seats) = (Gate::default(), [Seat::default(), Seat::default()]);
+        let (gate, vcpu_threads) =
+            (PauseGate::default(), [VcpuThread::default(), VcpuThread::default()]);
         let debug = DebugState::default();
         let (rounds, pressed) = (AtomicU64::new(0), AtomicBool::new(false));
         let ended = AtomicBool::new(false);
@@ -116,16 +118,16 @@ mod tests {
             assert_eq!(said[0], byte);
         };
         thread::scope(|scope| {
-            scope.spawn(|| serve(&theirs, &gate, &seats, &debug));
-            for seat in &seats {
+            scope.spawn(|| serve(&theirs, &gate, &vcpu_threads, &debug));
+            for vcpu_thread in &vcpu_threads {
                 let (gate, rounds, pressed, ended) = (&gate, &rounds, &pressed, &ended);
                 scope.spawn(move || {
-                    seat.take_place();
+                    vcpu_thread.register_current();
                     let clock = TscClock::new(1_000_000, 0);
                     while !ended.load(SeqCst) {
-                        let events = seat.wait(&clock, crate::seat::tsc() + 100_000);
+                        let events = vcpu_thread.wait(&clock, crate::vcpu_thread::tsc() + 100_000);
                         if events & event::PAUSE != 0 {
-                            gate.pass();
+                            gate.wait_if_paused();
                         }
                         pressed.fetch_or(events & event::POWER_BUTTON != 0, SeqCst);
                         rounds.fetch_add(1, SeqCst);
@@ -144,7 +146,7 @@ mod tests {
                 thread::yield_now();
             }
             ended.store(true, SeqCst);
-            // The other side goes.
+            // The peer disconnects.
             rustix::net::shutdown(&ours, rustix::net::Shutdown::Both).unwrap();
         });
     }

@@ -1,4 +1,4 @@
-//! Stops of virtual processors for a debugger, which is another process (`docs/design/0015-debugger.md`): their side of what is shared
+//! Debugger stops of vCPUs (`docs/design/0015-debugger.md`): the vCPUs' side of the shared area
 //! ([`proto::wedge::debug`]).
 
 use std::fs::File;
@@ -12,70 +12,71 @@ use proto::wedge::debug::{DebugHost, DebugState, command, register};
 use rustix::fs::Timespec;
 use rustix::thread::futex;
 
-use crate::control::Gate;
-use crate::seat::{Seat, event};
+use crate::control::PauseGate;
+use crate::vcpu_thread::{VcpuThread, event};
 
-/// How long a processor waits before it looks whether it is still to wait.
+/// Polling interval of a stopped vCPU.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// What a processor needs in order to stop.
+/// Context of a vCPU for debugger stops.
 #[derive(Clone, Copy)]
-pub struct Stops<'s> {
-    /// Which one it is.
+pub struct DebugStops<'s> {
+    /// vCPU index.
     pub index: usize,
-    /// What debugger and processors leave for each other.
+    /// Area shared with the debugger.
     pub shared: &'s DebugState,
-    /// The machine may be paused while a processor has stopped.
-    pub gate: &'s Gate,
-    /// Its own seat.
-    pub seat: &'s Seat,
-    /// To the one who has started the machine.
+    /// Pause barrier: the VM may be paused while the vCPU is stopped.
+    pub gate: &'s PauseGate,
+    /// Event state of the vCPU's thread.
+    pub vcpu_thread: &'s VcpuThread,
+    /// Control stream to `parador run`.
     pub stream: &'s File,
 }
 
-impl Stops<'_> {
-    /// Stops until the debugger lets the processor go on, with these registers: `true` for one instruction.
+impl DebugStops<'_> {
+    /// Stops until the debugger resumes the vCPU, with these registers. Returns `true` to step one
+    /// instruction.
     pub fn halt(&self, why: u32, registers: &mut [u64; register::COUNT]) -> bool {
-        self.gate.stay(|| self.shared.halt(self.index, why, registers, self))
+        self.gate.outside_guest(|| self.shared.halt(self.index, why, registers, self))
     }
 }
 
-impl DebugHost for Stops<'_> {
+impl DebugHost for DebugStops<'_> {
     fn notify_debugger(&self) {
         let mut stream = self.stream;
-        // If nobody listens, the machine ends.
+        // If the stream is closed, the VM ends.
         let _ = stream.write(&[control::HALTED]);
     }
 
     fn wait(&self, word: &AtomicU32) {
         let time = Timespec { tv_sec: 0, tv_nsec: LOOK.subsec_nanos().into() };
-        // An early return is allowed.
+        // Early returns are allowed.
         let _ = futex::wait(word, futex::Flags::empty(), command::WAIT, Some(&time));
     }
 
     fn on_resume(&self) {
-        self.seat.forget(event::DEBUG);
+        self.vcpu_thread.clear(event::DEBUG);
     }
 }
 
-/// Tells those that have not stopped to do so.
-pub fn stop(shared: &DebugState, seats: &[Seat]) {
-    for (seat, vcpu) in seats.iter().zip(&shared.vcpus) {
+/// Notifies the vCPUs that have not stopped.
+pub fn stop(shared: &DebugState, vcpu_threads: &[VcpuThread]) {
+    for (vcpu_thread, vcpu) in vcpu_threads.iter().zip(&shared.vcpus) {
         if vcpu.halted.load(SeqCst) == 0 {
-            seat.tell(event::DEBUG);
+            vcpu_thread.notify(event::DEBUG);
         }
     }
 }
 
-/// Those that the debugger lets go on look.
+/// Wakes the stopped vCPUs, which check whether they are resumed.
 pub fn go(shared: &DebugState) {
     for vcpu in &shared.vcpus {
-        // It cannot fail with a mapped word.
+        // Cannot fail for a mapped word.
         let _ = futex::wake(&vcpu.command, futex::Flags::empty(), 1);
     }
 }
 
-/// What KVM is to leave the guest for: each instruction if it `steps`. Breakpoints are instructions that it is left for in any case.
+/// Returns the KVM debug control: exits at breakpoints, and after each instruction if `steps`.
 pub fn control(steps: bool) -> kvm_guest_debug {
     let step = if steps { KVM_GUESTDBG_SINGLESTEP } else { 0 };
     kvm_guest_debug { control: KVM_GUESTDBG_ENABLE | step, ..Default::default() }
@@ -91,15 +92,22 @@ mod tests {
     use std::thread;
 
     #[test]
-    fn a_processor_stops_and_goes_on() {
+    fn a_vcpu_stops_and_resumes() {
         let (mut ours, theirs) = UnixStream::pair().unwrap();
         let stream = File::from(OwnedFd::from(theirs));
-        let (shared, gate, seat) = (DebugState::default(), Gate::default(), Seat::default());
-        let stops = Stops { index: 1, shared: &shared, gate: &gate, seat: &seat, stream: &stream };
+        let (shared, gate, vcpu_thread) =
+            (DebugState::default(), PauseGate::default(), VcpuThread::default());
+        let stops = DebugStops {
+            index: 1,
+            shared: &shared,
+            gate: &gate,
+            vcpu_thread: &vcpu_thread,
+            stream: &stream,
+        };
         let own = &shared.vcpus[1];
         for (wanted, then) in [(1, command::GO), (1, command::STEP), (0, command::WAIT)] {
             shared.wanted.store(wanted, SeqCst);
-            seat.tell(event::DEBUG | event::KICK);
+            vcpu_thread.notify(event::DEBUG | event::KICK);
             thread::scope(|scope| {
                 let stopped = scope.spawn(|| {
                     let mut registers = [5; register::COUNT];
@@ -118,13 +126,13 @@ mod tests {
                 let changed = if wanted != 0 { 7 } else { 5 };
                 assert_eq!((registers[3], registers[register::CS]), (changed, 5));
             });
-            assert_eq!((own.halted.load(SeqCst), seat.take()), (0, event::KICK));
+            assert_eq!((own.halted.load(SeqCst), vcpu_thread.take_events()), (0, event::KICK));
         }
         assert_eq!(own.halts.load(SeqCst), 3);
-        // Only who has not stopped is told to.
-        let seats = [Seat::default(), Seat::default()];
+        // Only vCPUs that have not stopped are notified.
+        let vcpu_threads = [VcpuThread::default(), VcpuThread::default()];
         shared.vcpus[0].halted.store(1, SeqCst);
-        stop(&shared, &seats);
-        assert_eq!(seats.map(|seat| seat.take()), [0, event::DEBUG]);
+        stop(&shared, &vcpu_threads);
+        assert_eq!(vcpu_threads.map(|vcpu_thread| vcpu_thread.take_events()), [0, event::DEBUG]);
     }
 }

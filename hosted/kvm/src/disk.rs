@@ -1,7 +1,7 @@
-//! Disks: a file each, whose requests threads carry out.
+//! Raw disks: one file each, whose requests are executed by threads.
 //!
-//! A worker copies between the file and guest memory. What the guest asks for outside of its disk or memory fails, as does what the host
-//! refuses.
+//! A worker copies between the file and guest memory. Requests beyond the disk or guest memory
+//! fail, and those with an error of the host.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -17,31 +17,31 @@ use vmm_bus::Block;
 use vmm_bus::backend::{BlockInfo, BlockOp, BlockStatus, Data, Part, SECTOR};
 use vmm_mem::GuestMemory;
 
-use crate::seat::{Seat, event};
+use crate::vcpu_thread::{VcpuThread, event};
 
-/// Threads for each disk.
+/// Threads per disk.
 pub const WORKERS: usize = 2;
-/// Zeros for hosts that make none themselves.
+/// Zeros for hosts without fallocate(2) for them.
 static ZEROS: [u8; 1 << 16] = [0; 1 << 16];
 
-/// A disk.
-pub struct Disk {
+/// A raw disk.
+pub struct RawDisk {
     file: File,
     record: Record,
     state: Mutex<State>,
-    /// A request waits, or one is done.
+    /// Signals that a request is queued or completed.
     changed: Condvar,
-    /// A flush has failed. Held while one is carried out.
+    /// A flush has failed. Locked during each flush.
     has_lost: Mutex<bool>,
 }
 
 #[derive(Default)]
 struct State {
     waiting: VecDeque<Request>,
-    /// Requests that workers carry out.
+    /// Requests in progress.
     running: usize,
     done: VecDeque<(u16, BlockStatus)>,
-    /// A failure of the host has been told.
+    /// An error has been reported.
     told: bool,
 }
 
@@ -51,25 +51,25 @@ struct Request {
     parts: Vec<Part>,
 }
 
-impl Disk {
-    /// A disk in a file.
+impl RawDisk {
+    /// Creates a disk from a file.
     pub fn new(file: File, record: Record) -> Self {
         let (state, has_lost) = (Mutex::default(), Mutex::default());
         Self { file, record, state, changed: Condvar::new(), has_lost }
     }
 
-    /// What it is like for the device model.
+    /// Returns the properties for the device model.
     pub fn info(&self) -> BlockInfo {
         BlockInfo::of_file(&self.record)
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        // Nobody leaves it half changed.
+        // Every update is atomic under the lock.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Carries out requests until the process ends; `number` counts disks.
-    pub fn work(&self, number: usize, memory: &GuestMemory, seat: &Seat) {
+    /// Loop of a worker thread: executes requests; `number` is the index of the disk.
+    pub fn work(&self, number: usize, memory: &GuestMemory, vcpu_thread: &VcpuThread) {
         loop {
             let mut state = self.state();
             let request = loop {
@@ -97,7 +97,7 @@ impl Disk {
                     if !std::mem::replace(&mut state.told, true) {
                         let level = log::WARN;
                         let cause = Cause::new(error.raw_os_error(), &error);
-                        eprintln!("<{level}>disk {number}: request failed: {cause}");
+                        eprintln!("<{level}>disk {number}: I/O error: {cause}");
                     }
                     BlockStatus::Failed
                 }
@@ -105,7 +105,7 @@ impl Disk {
             state.done.push_back((request.id, status));
             drop(state);
             self.changed.notify_all();
-            seat.tell(event::DISK);
+            vcpu_thread.notify(event::DISK);
         }
     }
 
@@ -151,8 +151,8 @@ impl Disk {
 
     /// Flushes with `sync`, one at a time.
     ///
-    /// After one has failed, all fail until the disk is opened anew: the host's kernel reports data that it could not write
-    /// once, and keeps none of it.
+    /// After a failure, all flushes fail until the disk is reopened: the host kernel reports a lost
+    /// write once, and drops the data.
     fn flush(&self, sync: impl FnOnce(&File) -> io::Result<()>) -> io::Result<()> {
         let mut has_lost = self.has_lost.lock().unwrap_or_else(PoisonError::into_inner);
         if *has_lost {
@@ -163,7 +163,7 @@ impl Disk {
         flushed
     }
 
-    /// Where so many bytes from a sector on are in the file.
+    /// Returns the file offset of a sector; checks the length.
     fn place(&self, sector: u64, length: u64) -> Result<u64, Failure> {
         let count = length.div_ceil(SECTOR.into());
         match sector.checked_add(count) {
@@ -176,7 +176,7 @@ impl Disk {
         }
     }
 
-    /// Where sectors are: the first byte, and how many.
+    /// Returns the first byte and length of a sector range.
     fn range(&self, sector: u64, count: u32) -> Result<(u64, u64), Failure> {
         match sector.checked_add(count.into()) {
             Some(end) if end <= self.record.sectors => {
@@ -186,7 +186,7 @@ impl Disk {
         }
     }
 
-    /// Changes the room that sectors take; afterwards they read as zeros.
+    /// Changes the allocation of sectors, which read as zeros afterwards.
     fn allocate(&self, flag: FallocateFlags, sector: u64, count: u32) -> Result<(), Failure> {
         let (at, length) = self.range(sector, count)?;
         fallocate(&self.file, flag | FallocateFlags::KEEP_SIZE, at, length)
@@ -205,12 +205,12 @@ impl Disk {
     }
 }
 
-/// Why a request fails.
+/// Reason that a request fails.
 #[derive(Debug)]
 enum Failure {
-    /// It is none: outside of the disk or of memory.
+    /// Invalid: outside of the disk or of memory.
     Nonsense,
-    /// The host says no.
+    /// Error of the host.
     Host(io::Error),
 }
 
@@ -220,7 +220,7 @@ impl From<io::Error> for Failure {
     }
 }
 
-impl Block for &Disk {
+impl Block for &RawDisk {
     fn start(&mut self, id: u16, op: BlockOp, data: &mut Data<'_>) -> bool {
         let parts = std::iter::from_fn(|| data.part(u32::MAX)).collect();
         self.state().waiting.push_back(Request { id, op, parts });
@@ -233,12 +233,12 @@ impl Block for &Disk {
     }
 
     fn finish(&mut self, _: u16, _: &mut Data<'_>) {
-        // What was read is there already.
+        // Read data is already in guest memory.
     }
 
     fn forget(&mut self) {
         let mut state = self.state();
-        // What no worker has begun need not begin.
+        // Requests that no worker has started are dropped.
         state.waiting.clear();
         let running = |state: &mut State| state.running != 0;
         let mut state =
@@ -252,10 +252,10 @@ mod tests {
     use super::*;
     use vmm_mem::testing::memory;
 
-    fn disk() -> Disk {
+    fn disk() -> RawDisk {
         let file = tempfile::tempfile().unwrap();
         file.set_len(16 * u64::from(SECTOR)).unwrap();
-        Disk::new(file, Record { sectors: 16, ..Record::default() })
+        RawDisk::new(file, Record { sectors: 16, ..Record::default() })
     }
 
     fn request(op: BlockOp, parts: &[(u64, u32)]) -> Request {
@@ -284,7 +284,7 @@ mod tests {
     fn a_failed_flush_is_the_last_word() {
         let disk = disk();
         assert!(disk.flush(|_| Ok(())).is_ok());
-        // Two at a time: the host reports the error to the first one only.
+        // Two concurrent flushes: the host reports the error to the first one only.
         let (failing, begins) = std::sync::mpsc::channel();
         std::thread::scope(|scope| {
             let first = scope.spawn(|| {
@@ -318,7 +318,7 @@ mod tests {
             let result = disk.carry_out(&request(op, parts), &memory);
             assert!(matches!(result, Err(Failure::Nonsense)), "{op:?}: {result:?}");
         }
-        let read_only = Disk { record: Record { read_only: true, ..disk.record }, ..disk };
+        let read_only = RawDisk { record: Record { read_only: true, ..disk.record }, ..disk };
         let write = request(BlockOp::Write { sector: 0 }, &[(0, 512)]);
         assert!(matches!(read_only.carry_out(&write, &memory), Err(Failure::Nonsense)));
     }

@@ -1,4 +1,4 @@
-//! Why a machine cannot be run by KVM.
+//! Errors of the KVM back end.
 
 use std::fmt;
 use std::io;
@@ -10,32 +10,33 @@ use kvm_bindings::{
 use proto::errno::{Cause, Errno};
 use vmm_cpu::Exit;
 
-/// Why a machine cannot be run by KVM.
+/// Reason that KVM cannot run a VM.
 #[derive(Debug)]
 pub enum Error {
-    /// The host refused something.
+    /// A system call failed.
     Host(&'static str, io::Error),
-    /// The host's KVM is too old: what it lacks.
+    /// The host's KVM lacks a feature.
     Lacking(&'static str),
-    /// A virtual processor does not run: how it has left its program.
+    /// A vCPU does not run a test program: its exit.
     NotRunning(Exit),
-    /// What this process was started with is not what it expects.
+    /// The configuration passed to this process is invalid.
     Description(serde_json::Error),
-    /// Kernel, command line, RAM disk and memory do not fit together.
+    /// Kernel, command line and RAM disk do not fit into memory.
     Boot(vmm_boot::BootError),
-    /// No filter of system calls can be made.
+    /// The seccomp filter cannot be built.
     Filter(hosted_vmm::Error),
-    /// The host does not let this process give up what it is to give up.
-    Sandbox(hosted_jail::Refused),
+    /// The host refuses parts of a strict sandbox.
+    Sandbox(hosted_jail::SandboxRefusal),
 }
 
 impl Error {
-    /// Makes an error of the host from what was to be done; for `map_err`.
+    /// Returns a conversion from errors of the host, for `map_err`; `action` completes "cannot
+    /// ...".
     pub fn host<E: Into<io::Error>>(action: &'static str) -> impl Fn(E) -> Self {
         move |error| Self::Host(action, error.into())
     }
 
-    /// The exit code that says so (`docs/spec/exit-codes.md`).
+    /// Returns the exit code of the error (`docs/spec/exit-codes.md`).
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Host(..) => 71,
@@ -46,22 +47,22 @@ impl Error {
     }
 }
 
-/// Why KVM has left a guest that should have run on.
+/// Describes an unexpected exit of KVM.
 pub fn cause_of(exit: &Exit) -> String {
     match exit {
-        Exit::HostError(0) => "the host's kernel gives no reason".to_owned(),
+        Exit::HostError(0) => "the host kernel gives no reason".to_owned(),
         Exit::HostError(number) => format!("KVM_RUN: {}", Errno(*number as i32)),
         Exit::InvalidState { why, code } => format!("{why} {code:#x}"),
         Exit::Shutdown => "KVM_EXIT_SHUTDOWN: triple fault".to_owned(),
         Exit::Unknown(reason) => match u32::try_from(*reason) {
-            Ok(KVM_EXIT_UNKNOWN) => "KVM_EXIT_UNKNOWN: the processor reports an exit that KVM does not know".to_owned(),
+            Ok(KVM_EXIT_UNKNOWN) => "KVM_EXIT_UNKNOWN: the CPU reports an exit that KVM does not know".to_owned(),
             Ok(KVM_EXIT_EXCEPTION) => "KVM_EXIT_EXCEPTION: an exception that KVM cannot inject".to_owned(),
             Ok(KVM_EXIT_INTERNAL_ERROR) => "KVM_EXIT_INTERNAL_ERROR: KVM cannot emulate an instruction, or cannot deliver an event".to_owned(),
             Ok(KVM_EXIT_SYSTEM_EVENT) => "KVM_EXIT_SYSTEM_EVENT: the guest asks for a reset".to_owned(),
             Ok(KVM_EXIT_MEMORY_FAULT) => "KVM_EXIT_MEMORY_FAULT: the host does not provide guest memory".to_owned(),
-            _ => format!("exit reason {reason} of KVM, which nothing here asks for"),
+            _ => format!("unexpected KVM exit reason {reason}"),
         },
-        exit => format!("it leaves the guest with {exit:?}"),
+        exit => format!("unexpected exit {exit:?}"),
     }
 }
 
@@ -72,12 +73,12 @@ impl fmt::Display for Error {
                 write!(f, "cannot {action}: {}", Cause::new(error.raw_os_error(), error))
             }
             Self::Lacking(what) => {
-                write!(f, "the host's KVM has no {what}: it needs Linux 5.16 or newer")
+                write!(f, "the host's KVM does not support {what}: Linux 5.16 or newer is required")
             }
             Self::NotRunning(exit) => {
-                write!(f, "a vCPU does not run a simple program: {}", cause_of(exit))
+                write!(f, "a vCPU does not run a test program: {}", cause_of(exit))
             }
-            Self::Description(error) => write!(f, "the machine's description is wrong: {error}"),
+            Self::Description(error) => write!(f, "invalid VM configuration: {error}"),
             Self::Boot(error) => write!(f, "{error}"),
             Self::Sandbox(refused) => write!(f, "cannot enter the sandbox: {refused}"),
             Self::Filter(error) => write!(f, "{error}"),
@@ -89,7 +90,7 @@ impl fmt::Display for Error {
 mod tests {
     use super::*;
 
-    /// Neither an exit of KVM nor an error of the host is a number that the reader has to look up.
+    /// Neither KVM exits nor errors of the host appear as bare numbers.
     #[test]
     fn causes_have_names() {
         let text = |exit| Error::NotRunning(exit).to_string();

@@ -1,29 +1,30 @@
-//! Virtual machines by KVM: what the process does that `parador run --backend kvm` starts for one machine.
+//! KVM back end: the process that `parador run --backend kvm` starts for a VM.
 //!
-//! The machine is `vmm_machine::Pc` as on every other host, with all its interrupt controllers and timers; [`vm`] and [`vcpu`] connect it
-//! with KVM. The process has a thread for each virtual processor, one for its control and one for its doorbell, two for each line, disk and network. Before anything of the guest's
-//! is looked at, it takes a filter of system calls (`hosted_vmm::filters`), which leaves it the descriptors that it has.
+//! The VM is `vmm_machine::Pc` as on every other host, with all its interrupt controllers and
+//! timers; [`vm`] and [`vcpu`] connect it with KVM. The process has a thread per vCPU, one for its
+//! control and one for its doorbell, two per line, disk and network. Before it reads guest data, it
+//! installs a seccomp filter (`hosted_vmm::filters`), which restricts it to its open descriptors.
 #![deny(unsafe_code)]
 
 mod balloon;
-#[expect(unsafe_code, reason = "calls of KVM and tap devices")]
+#[expect(unsafe_code, reason = "ioctls of KVM and tap devices")]
 mod calls;
 mod console;
 mod control;
 mod debug;
 mod disk;
 mod error;
-#[expect(unsafe_code, reason = "descriptors that the process is started with")]
-mod machine;
 mod net;
 mod probe;
-#[expect(unsafe_code, reason = "the time-stamp counter")]
-mod seat;
-#[expect(unsafe_code, reason = "the memory that KVM shares, and signals")]
+#[expect(unsafe_code, reason = "descriptors that the process is started with")]
+mod process;
+#[expect(unsafe_code, reason = "memory shared by KVM, and signals")]
 mod vcpu;
-#[expect(unsafe_code, reason = "guest memory becomes the guest's")]
+#[expect(unsafe_code, reason = "the time-stamp counter")]
+mod vcpu_thread;
+#[expect(unsafe_code, reason = "guest memory is mapped into the VM")]
 mod vm;
 
 pub use error::Error;
-pub use machine::{Machine, Sandbox, descriptor, run};
 pub use probe::probe;
+pub use process::{KvmConfig, Sandbox, descriptor, run};

@@ -1,10 +1,10 @@
-//! Networks and vsock: streams of frames and tap devices of the host.
+//! Networks and vsock: frame streams and tap devices of the host.
 //!
-//! The virtual processor that uses a card reads and writes its descriptor itself, which never waits. Where there is nothing to read or no room, a
-//! thread of the network waits in its place, and tells a processor.
+//! The vCPU that uses a network card reads and writes its descriptor itself, without blocking.
+//! Where no data or space is available, a thread of the network waits instead and notifies a vCPU.
 //!
-//! In a stream each frame is behind its length as 32 bits, big-endian, as in the rings of machines that are processes. A tap
-//! device gives and takes one frame a call, behind its offload header.
+//! In a stream, each frame follows its length as a 32-bit big-endian number, as in the rings of
+//! process VMs. A tap device transfers one frame per call, after its offload header.
 
 use std::fs::File;
 use std::io::{self, ErrorKind, Read, Write};
@@ -19,40 +19,40 @@ use vmm_bus::Data;
 use vmm_bus::backend::{MAX_FRAME, Offload, OffloadCaps};
 use vmm_bus::frames::{Frames, NetEndpoint};
 
-use crate::seat::{Seat, event};
+use crate::vcpu_thread::{VcpuThread, event};
 use crate::{Error, calls};
 
-/// Bytes of a frame's length.
+/// Bytes of a frame's length field.
 const LENGTH: usize = 4;
-/// Bytes to the host that wait at most.
+/// Most bytes queued for the host.
 const ROOM: usize = 1 << 19;
-/// Bytes from the host that are kept at most: two of the longest packets of vsock.
+/// Most bytes buffered from the host: two of the longest vsock packets.
 const KEPT: usize = 1 << 19;
-/// Longest frame of a stream.
-const MOST: usize = KEPT / 2 + 0x1000;
-const _: () = assert!(MOST > (proto::vsock::MOST_DATA as usize) + proto::vsock::HEADER);
+/// Longest frame of a stream in bytes.
+const MAX_STREAM_FRAME: usize = KEPT / 2 + 0x1000;
+const _: () = assert!(MAX_STREAM_FRAME > (proto::vsock::MOST_DATA as usize) + proto::vsock::HEADER);
 const _: () = assert!(KEPT > MAX_FRAME as usize + Offload::HEADER + LENGTH);
 
-/// A descriptor of the host, and what waits for it.
+/// A descriptor of the host, and its output queue.
 pub struct Network {
-    /// For messages.
+    /// Name for messages.
     name: String,
     file: File,
     is_tap: bool,
     out: Mutex<Out>,
-    /// There is something for the sender to wait for.
+    /// Signals that the output queue is not empty.
     is_filled: Condvar,
-    /// A processor waits for frames.
+    /// Signals that a vCPU waits for frames.
     is_hungry: Mutex<bool>,
     hungers: Condvar,
     is_down: AtomicBool,
 }
 
-/// Bytes that the host has not taken yet.
+/// Output that the host has not taken yet.
 #[derive(Default)]
 struct Out {
     bytes: Vec<u8>,
-    /// Of these so many are taken.
+    /// Number of bytes already written.
     taken: usize,
     /// The guest has been refused a frame.
     is_awaited: bool,
@@ -65,16 +65,18 @@ impl Out {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Nobody leaves it half changed.
+    // Every update is atomic under the lock.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Network {
-    /// Of a descriptor that is a stream, or `/dev/net/tun` for the tap device that the record names.
+    /// Creates a network from a stream descriptor, or from `/dev/net/tun` for the tap device in the
+    /// record.
     pub fn new(name: String, file: File, record: &Record) -> Result<Self, Error> {
         let is_tap = record.is_tap();
         if is_tap {
-            calls::become_tap(&file, record.tap).map_err(Error::host("use the tap device"))?;
+            calls::become_tap(&file, record.tap)
+                .map_err(Error::host("attach to the tap device"))?;
         }
         fcntl_getfl(&file)
             .and_then(|flags| fcntl_setfl(&file, flags | OFlags::NONBLOCK))
@@ -91,8 +93,8 @@ impl Network {
         })
     }
 
-    /// Waits for room, and writes what waits, until the process ends.
-    pub fn send(&self, seat: &Seat) {
+    /// Loop of the sender thread: waits for space and writes queued output.
+    pub fn send(&self, vcpu_thread: &VcpuThread) {
         loop {
             let is_idle = |out: &mut Out| out.left() == 0 && !out.is_awaited;
             let out = lock(&self.out);
@@ -102,13 +104,13 @@ impl Network {
             self.flush(&mut out);
             let has_room = out.left() <= ROOM / 2 && std::mem::take(&mut out.is_awaited);
             if has_room || self.is_down.load(SeqCst) {
-                seat.tell(event::NET);
+                vcpu_thread.notify(event::NET);
             }
         }
     }
 
-    /// Waits for frames until the process ends.
-    pub fn receive(&self, seat: &Seat) {
+    /// Loop of the receiver thread: waits for frames.
+    pub fn receive(&self, vcpu_thread: &VcpuThread) {
         loop {
             let is_fed = |is_hungry: &mut bool| !*is_hungry;
             let is_hungry = lock(&self.is_hungry);
@@ -117,27 +119,27 @@ impl Network {
             );
             self.wait(PollFlags::IN);
             *lock(&self.is_hungry) = false;
-            seat.tell(event::NET);
+            vcpu_thread.notify(event::NET);
         }
     }
 
     fn wait(&self, what: PollFlags) {
-        // If it fails, the one who is told finds nothing.
+        // On an error, the notified vCPU finds no data.
         let _ = poll(&mut [PollFd::new(&self.file, what)], None);
     }
 
-    /// Writes what waits, as far as the host takes it.
+    /// Writes queued output, as much as the host takes.
     fn flush(&self, out: &mut Out) {
         while out.left() != 0 {
             match (&self.file).write(&out.bytes[out.taken..]) {
-                // Of a tap device's frame all is taken.
+                // A tap device takes whole frames.
                 Ok(_) if self.is_tap => out.taken = out.bytes.len(),
                 Ok(count) => out.taken += count,
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return,
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) => {
                     out.taken = out.bytes.len();
-                    // A tap device that is down, or does not like a header, loses the frame.
+                    // A tap device that is down, or rejects a header, drops the frame.
                     if !self.is_tap {
                         self.end(&describe(&error));
                     }
@@ -148,52 +150,52 @@ impl Network {
         out.taken = 0;
     }
 
-    /// The guest's cable is out.
+    /// Takes the link down.
     fn end(&self, error: &dyn std::fmt::Display) {
         if !self.is_down.swap(true, SeqCst) {
-            eprintln!("<{}>{}: connection closed: {error}", log::WARN, self.name);
+            eprintln!("<{}>{}: connection lost: {error}", log::WARN, self.name);
         }
     }
 }
 
-/// A network as the guest's device has it.
-pub struct Link<'n> {
+/// The guest device's end of a network.
+pub struct FrameEndpoint<'n> {
     network: &'n Network,
-    /// Frames from the host, each behind its length, and where they are: the last one may not be all there.
+    /// Received frames, each after its length, and their positions: the last one may be incomplete.
     bytes: Vec<u8>,
     start: usize,
     end: usize,
 }
 
-impl<'n> Link<'n> {
-    /// Without frames.
+impl<'n> FrameEndpoint<'n> {
+    /// Creates an endpoint without frames.
     pub fn new(network: &'n Network) -> Self {
         Self { network, bytes: vec![0; KEPT], start: 0, end: 0 }
     }
 
-    /// Length of the first frame, if all of it is there.
+    /// Returns the length of the first frame, if it is complete.
     fn first_length(&self) -> Option<usize> {
         let length = self.announced()?;
         (length <= self.end - self.start - LENGTH).then_some(length)
     }
 
-    /// What the first frame's length is said to be.
+    /// Returns the length field of the first frame.
     fn announced(&self) -> Option<usize> {
         let bytes = self.bytes[self.start..self.end].first_chunk::<LENGTH>()?;
         Some(u32::from_be_bytes(*bytes) as usize)
     }
 
-    /// Where the first frame is.
+    /// Returns the first frame.
     fn first(&self) -> &[u8] {
         let length = self.first_length().unwrap_or(0);
         self.bytes.get(self.start + LENGTH..).map_or(&[], |rest| &rest[..length.min(rest.len())])
     }
 
-    /// Reads what is there; whether it was anything.
+    /// Reads available data; returns whether there was any.
     fn fill(&mut self) -> bool {
         if self.start == self.end {
             (self.start, self.end) = (0, 0);
-        } else if self.bytes.len() - self.start < MOST + LENGTH {
+        } else if self.bytes.len() - self.start < MAX_STREAM_FRAME + LENGTH {
             self.bytes.copy_within(self.start..self.end, 0);
             (self.start, self.end) = (0, self.end - self.start);
         }
@@ -201,7 +203,7 @@ impl<'n> Link<'n> {
         let before = if *is_tap { LENGTH } else { 0 };
         let place = self.end + before;
         match { file }.read(&mut self.bytes[place..]) {
-            Ok(0) => self.network.end(&"the peer has closed its socket"),
+            Ok(0) => self.network.end(&"the peer closed the socket"),
             Ok(count) => {
                 if *is_tap {
                     self.bytes[self.end..place].copy_from_slice(&(count as u32).to_be_bytes());
@@ -217,7 +219,7 @@ impl<'n> Link<'n> {
     }
 }
 
-impl Frames for Link<'_> {
+impl Frames for FrameEndpoint<'_> {
     fn put(&mut self, before: &[u8], data: &mut Data<'_>) -> bool {
         let Network { out, is_tap, is_filled, .. } = self.network;
         let mut out = lock(out);
@@ -246,9 +248,9 @@ impl Frames for Link<'_> {
         loop {
             match (self.first_length(), self.announced()) {
                 (Some(length), _) => return Some(length as u32),
-                // Nobody knows where the next one begins.
-                (None, Some(length)) if length > MOST => {
-                    self.network.end(&"a frame is too long");
+                // The position of the next frame is unknown.
+                (None, Some(length)) if length > MAX_STREAM_FRAME => {
+                    self.network.end(&"invalid frame length");
                     (self.start, self.end) = (0, 0);
                     return None;
                 }
@@ -282,14 +284,14 @@ impl Frames for Link<'_> {
     }
 }
 
-impl NetEndpoint for Link<'_> {
+impl NetEndpoint for FrameEndpoint<'_> {
     fn is_up(&self) -> bool {
         !self.network.is_down.load(SeqCst)
     }
 
     fn set_offload_caps(&mut self, caps: OffloadCaps) {
         if self.network.is_tap {
-            // If it fails, the card drops what the guest does not take.
+            // On an error, the device model drops frames that the guest does not accept.
             let _: io::Result<()> = calls::set_offload(&self.network.file, caps);
         }
     }
@@ -311,7 +313,7 @@ mod tests {
         (Network::new("network 0".to_owned(), file, &Record::default()).unwrap(), theirs)
     }
 
-    /// Lets `act` have so many bytes of guest memory from an address on.
+    /// Calls `act` with a part of guest memory.
     fn with<T>(
         memory: &GuestMemory,
         address: u64,
@@ -325,7 +327,7 @@ mod tests {
     #[test]
     fn frames_come_whole_and_in_order() {
         let (network, mut outside) = network();
-        let (mut link, memory) = (Link::new(&network), memory(&[(0, 0x3000)]));
+        let (mut link, memory) = (FrameEndpoint::new(&network), memory(&[(0, 0x3000)]));
         assert_eq!(link.await_first(), None);
         outside.write_all(&[0, 0, 0, 3, 1, 2]).unwrap();
         assert_eq!(link.await_first(), None);
@@ -347,7 +349,7 @@ mod tests {
     #[test]
     fn many_frames_pass_the_end_of_the_buffer() {
         let (network, mut outside) = network();
-        let mut link = Link::new(&network);
+        let mut link = FrameEndpoint::new(&network);
         thread::scope(|scope| {
             scope.spawn(move || {
                 for number in 0..100_u8 {
@@ -371,7 +373,7 @@ mod tests {
     #[test]
     fn a_length_that_is_none_ends_the_stream() {
         let (network, mut outside) = network();
-        let mut link = Link::new(&network);
+        let mut link = FrameEndpoint::new(&network);
         outside.write_all(&[0x7f; 64]).unwrap();
         assert_eq!((link.await_first(), link.is_up()), (None, false));
         assert_eq!(link.await_first(), None);
@@ -382,19 +384,19 @@ mod tests {
         let (network, mut outside) = network();
         // Its thread never ends.
         let network: &'static Network = Box::leak(Box::new(network));
-        let (mut link, memory) = (Link::new(network), memory(&[(0, 0x1_0000)]));
+        let (mut link, memory) = (FrameEndpoint::new(network), memory(&[(0, 0x1_0000)]));
         memory.fill(0, 0x1_0000, 7).unwrap();
         let mut put = || with(&memory, 0, 60_000, |data| link.put(&[1, 2], data));
         let count = (0..1000).take_while(|_| put()).count();
         assert!((8..100).contains(&count), "{count}");
-        let seat: &'static Seat = Box::leak(Box::default());
-        thread::spawn(|| network.send(seat));
+        let vcpu_thread: &'static VcpuThread = Box::leak(Box::default());
+        thread::spawn(|| network.send(vcpu_thread));
         for _ in 0..count {
             let mut bytes = vec![0; LENGTH + 60_002];
             outside.read_exact(&mut bytes).unwrap();
             assert_eq!(bytes[..LENGTH + 3], [0, 0, 0xea, 0x62, 1, 2, 7]);
         }
-        while seat.take() & event::NET == 0 {
+        while vcpu_thread.take_events() & event::NET == 0 {
             thread::yield_now();
         }
     }

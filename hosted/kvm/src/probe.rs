@@ -1,8 +1,9 @@
-//! Whether KVM runs ordinary kernels here.
+//! Probe whether KVM runs ordinary kernels on this host.
 //!
-//! A device `/dev/kvm` does not say so: there are hosts whose KVM runs special kernels only and emulates all others, instruction by
-//! instruction, as far as it knows them. So a processor in 64-bit mode runs a loop with an instruction that KVM's emulator does not
-//! know, so often that emulation would be noticed by who waits.
+//! The presence of `/dev/kvm` does not show that: some hosts' KVM runs special kernels only and
+//! emulates all others, as far as its emulator knows the instructions. The probe therefore runs a
+//! loop in 64-bit mode with an instruction that KVM's emulator does not support, often enough that
+//! emulation would exceed the caller's time limit.
 
 use hw_x86::paging::cr4;
 use vmm_boot::InitialState;
@@ -12,42 +13,42 @@ use vmm_mem::GuestMemory;
 use vmm_mem::shared::SharedMemory;
 
 use crate::Error;
-use crate::seat::Seat;
-use crate::vcpu::{KvmVcpu, listen_to_kicks};
-use crate::vm::Vm;
+use crate::vcpu::{KvmVcpu, install_kick_handler};
+use crate::vcpu_thread::VcpuThread;
+use crate::vm::KvmVm;
 
-/// Bytes of the machine's memory.
+/// Guest memory in bytes.
 const MEMORY: u64 = 2 << 20;
-/// Where the program is.
+/// Address of the program.
 const PROGRAM: u64 = 1 << 20;
-/// Rounds of its loop: a millisecond on a processor, seconds if each is emulated.
+/// Iterations of the loop: a millisecond on hardware, seconds if each is emulated.
 const ROUNDS: u32 = 1_000_000;
 
-/// Whether a virtual processor runs a program to its end. It may never return: give it a process of its own, and a time limit.
+/// Runs a program on a vCPU. It may never return: run it in a process of its own with a time limit.
 ///
 /// # Errors
-/// Why not.
+/// Reason of the failure.
 pub fn probe() -> Result<(), Error> {
-    listen_to_kicks()?;
-    let vm = Vm::new()?;
+    install_kick_handler()?;
+    let vm = KvmVm::new()?;
     let fd = vm.vcpu(0)?;
     let clock = TscClock::new(vm.tsc_khz(&fd)?, 0);
-    let mut memory = SharedMemory::new("parador-probe", MEMORY)
-        .map_err(Error::host("make the guest's memory"))?;
+    let mut memory =
+        SharedMemory::new("parador-probe", MEMORY).map_err(Error::host("create guest memory"))?;
     let run = |memory: &GuestMemory| {
         vm.map(memory)?;
         memory.write_slice(PROGRAM, &program()).map_err(|error| Error::Boot(error.into()))?;
         let mut state = InitialState::long_mode(memory, PROGRAM, 0).map_err(Error::Boot)?;
         state.cr4 |= cr4::OSFXSR;
-        let seat = Seat::default();
-        let mut vcpu = KvmVcpu::new(fd, &seat, memory, clock, None)?;
+        let vcpu_thread = VcpuThread::default();
+        let mut vcpu = KvmVcpu::new(fd, &vcpu_thread, memory, clock, None)?;
         registers::set(&mut vcpu, &state);
         match vcpu.run() {
             Exit::Hlt if vcpu.gpr(Gpr::Rcx) == 0 => Ok(()),
             exit => Err(Error::NotRunning(exit)),
         }
     };
-    memory.with([(0, MEMORY)], run).map_err(Error::host("lay the guest's memory out"))?
+    memory.with([(0, MEMORY)], run).map_err(Error::host("lay out guest memory"))?
 }
 
 /// `mov ecx, ROUNDS`; `1: pxor xmm0, xmm0`; `dec ecx`; `jnz 1b`; `hlt`

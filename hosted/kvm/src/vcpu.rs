@@ -1,8 +1,9 @@
-//! A virtual processor of KVM as the VMM library wants it.
+//! KVM vCPU as a [`Vcpu`] of the VMM library.
 //!
-//! General registers lie in memory that KVM shares; the others are asked for when somebody wants to know. An access to a
-//! device is answered in that memory, too; KVM finishes the instruction when it is entered next. So whoever changes registers in
-//! between lets it finish first ([`KvmVcpu::complete`]).
+//! General registers lie in memory shared with KVM; all others are read on demand. The result of a
+//! device access is written to shared memory, too; KVM completes the instruction at the next entry.
+//! Code that changes registers in between must complete the instruction first
+//! ([`KvmVcpu::complete`]).
 
 use std::arch::x86_64::__cpuid;
 use std::cell::Cell;
@@ -35,51 +36,53 @@ use vmm_cpu::{
 use vmm_mem::GuestMemory;
 use vmm_sys_util::signal::register_signal_handler;
 
-use crate::debug::{self, Stops};
+use crate::debug::{self, DebugStops};
 use crate::error::cause_of;
-use crate::seat::{Seat, tsc};
+use crate::vcpu_thread::{VcpuThread, tsc};
 use crate::{Error, calls};
 
-/// What makes a thread leave the guest.
+/// Signal that makes a thread leave the guest.
 pub const KICK: Signal = Signal::SIGUSR1;
-/// What KVM's exits say that are the guest's fault.
+/// Reasons of KVM exits that the guest causes.
 const NO_ENTRY: &str = "KVM cannot enter the guest with its registers (KVM_EXIT_FAIL_ENTRY)";
 const NO_EMULATION: &str =
-    "KVM cannot emulate what the guest does (KVM_EXIT_INTERNAL_ERROR), suberror";
+    "KVM cannot emulate a guest instruction (KVM_EXIT_INTERNAL_ERROR), suberror";
 
 thread_local! {
-    /// `immediate_exit` of the processor that this thread drives.
+    /// `immediate_exit` of this thread's vCPU.
     static IMMEDIATE_EXIT: Cell<*mut u8> = const { Cell::new(ptr::null_mut()) };
-    /// How often this thread has been kicked.
+    /// Number of kicks of this thread.
     static KICKS: AtomicU64 = const { AtomicU64::new(0) };
 }
 
-/// A signal that comes just before the guest is entered makes KVM leave it at once.
+/// Signal handler. Sets `immediate_exit`, so a signal just before a guest entry makes KVM exit
+/// immediately.
 extern "C" fn kicked(_: c_int, _: *mut nix::libc::siginfo_t, _: *mut c_void) {
     KICKS.with(|kicks| kicks.fetch_add(1, SeqCst));
     let flag = IMMEDIATE_EXIT.get();
     if !flag.is_null() {
-        // SAFETY: the thread's own `KvmVcpu` has set the address, and clears it before it lets the memory go. KVM and this thread read and
-        // write it, nobody else.
+        // SAFETY: the thread's own `KvmVcpu` has set the address, and clears it before it releases
+        // the memory. Only KVM and this thread access it.
         unsafe { flag.write_volatile(1) };
     }
 }
 
-/// Lets threads be kicked. Once for the process.
-pub fn listen_to_kicks() -> Result<(), Error> {
-    register_signal_handler(KICK as c_int, kicked).map_err(Error::host("listen to signals"))
+/// Installs the handler of the kick signal, once per process.
+pub fn install_kick_handler() -> Result<(), Error> {
+    register_signal_handler(KICK as c_int, kicked)
+        .map_err(Error::host("install the signal handler"))
 }
 
-/// What KVM waits for before it can finish an instruction.
+/// State of an instruction that KVM has not completed.
 #[derive(Clone, Copy)]
 enum Pending {
-    /// Nothing.
+    /// No such instruction.
     Nothing,
-    /// The instruction can be finished.
+    /// The instruction can be completed.
     Answered,
-    /// So many bytes at this place.
+    /// KVM expects this many bytes at this address.
     Bytes(*mut u8, usize),
-    /// An MSR's value.
+    /// KVM expects the value of an MSR.
     Msr,
 }
 
@@ -88,67 +91,67 @@ struct Ports {
     port: u16,
     size: u8,
     write: bool,
-    /// Where the values are, and where they end.
+    /// Next value and end of the values.
     next: *mut u8,
     left: usize,
 }
 
-/// A virtual processor of KVM.
+/// A KVM vCPU.
 pub struct KvmVcpu<'s> {
     fd: VcpuFd,
-    seat: &'s Seat,
-    /// The guest's memory, for a look at its code.
+    vcpu_thread: &'s VcpuThread,
+    /// Guest memory, to read code.
     memory: &'s GuestMemory,
     clock: TscClock,
-    /// The host's processor is one that forgets interrupt shadows.
+    /// The host CPU does not preserve interrupt shadows.
     is_forgetful: bool,
     timer: Timer,
-    /// When the timer ends, as a value of the time-stamp counter. 0: it may have.
+    /// Deadline of the armed timer as a time-stamp counter value; 0: it may have expired.
     armed: u64,
-    /// Kicks that are known; one may have been the timer's.
+    /// Number of handled kicks; the timer causes kicks, too.
     kicks: u64,
     deadline: u64,
     sregs: Option<kvm_sregs>,
-    /// They have been changed here.
+    /// Special registers have been changed here.
     sregs_changed: bool,
     tsc_offset: u64,
-    /// `CR8` as the machine knows it.
+    /// `CR8` as the VM's local APIC knows it.
     known_cr8: u8,
     pending: Pending,
     ports: Option<Ports>,
     event: Event,
     window: InterruptWindow,
-    /// Address behind the `HLT` that the guest has left at.
+    /// Address after the `HLT` that caused the exit.
     next_rip: u64,
-    /// What has gone wrong outside of [`Vcpu::run`].
+    /// Error outside of [`Vcpu::run`].
     failed: Option<io::Error>,
-    /// A debugger may stop it.
-    stops: Option<Stops<'s>>,
-    /// It is to stop as soon as it is between two instructions.
+    /// Debugger stops, if they are enabled.
+    stops: Option<DebugStops<'s>>,
+    /// A stop is requested at the next instruction boundary.
     is_asked: bool,
-    /// Where it is with an instruction for the debugger.
-    step: Step,
+    /// State of a single step.
+    step: StepState,
 }
 
-/// Where an instruction for the debugger is.
+/// State of a single step.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Step {
-    /// There is none.
+enum StepState {
+    /// No step.
     Nothing,
-    /// It is to be carried out. Until then the guest takes no interrupts.
+    /// Requested. The guest takes no interrupts until it is executed.
     Wanted,
-    /// It has been.
+    /// Executed.
     Done,
 }
 
 impl<'s> KvmVcpu<'s> {
-    /// Takes a processor that has not run. The calling thread is the one that drives it.
+    /// Creates the vCPU from one that has not run. The calling thread must be the one that runs it.
     pub fn new(
         mut fd: VcpuFd,
-        seat: &'s Seat,
+        vcpu_thread: &'s VcpuThread,
         memory: &'s GuestMemory,
         clock: TscClock,
-        stops: Option<Stops<'s>>,
+        stops: Option<DebugStops<'s>>,
     ) -> Result<Self, Error> {
         let notify = SigevNotify::SigevThreadId {
             signal: KICK,
@@ -156,15 +159,15 @@ impl<'s> KvmVcpu<'s> {
             si_value: 0,
         };
         let timer = Timer::new(ClockId::CLOCK_MONOTONIC, SigEvent::new(notify))
-            .map_err(Error::host("make a timer"))?;
+            .map_err(Error::host("create a timer"))?;
         if stops.is_some() {
             fd.set_guest_debug(&debug::control(false))
-                .map_err(Error::host("let a debugger stop a virtual processor"))?;
+                .map_err(Error::host("enable debug exits of a vCPU"))?;
         }
         IMMEDIATE_EXIT.set(&raw mut fd.get_kvm_run().immediate_exit);
         Ok(Self {
             fd,
-            seat,
+            vcpu_thread,
             memory,
             clock,
             is_forgetful: forgets_shadows(),
@@ -184,7 +187,7 @@ impl<'s> KvmVcpu<'s> {
             failed: None,
             stops,
             is_asked: false,
-            step: Step::Nothing,
+            step: StepState::Nothing,
         })
     }
 
@@ -198,9 +201,9 @@ impl<'s> KvmVcpu<'s> {
         }
     }
 
-    /// Lets KVM finish the instruction that accesses something, before registers are changed.
+    /// Lets KVM complete the pending instruction before registers are changed.
     fn complete(&mut self) {
-        // Rounds are those of a string instruction whose answers nobody waits for.
+        // Iterates for a string instruction, whose further accesses are discarded.
         while !matches!(self.pending, Pending::Nothing) {
             self.pending = Pending::Nothing;
             self.ports = None;
@@ -227,10 +230,10 @@ impl<'s> KvmVcpu<'s> {
         &mut self.fd.sync_regs_mut().regs
     }
 
-    /// General registers, to be changed.
+    /// Returns the general registers for modification.
     fn change_regs(&mut self) -> &mut kvm_regs {
         self.complete();
-        // Whether the guest takes interrupts is to be found out again.
+        // The interruptibility of the guest must be determined again.
         self.fd.get_kvm_run().ready_for_interrupt_injection = 0;
         self.fd.set_sync_dirty_reg(SyncReg::Register);
         self.regs()
@@ -251,11 +254,11 @@ impl<'s> KvmVcpu<'s> {
         let mut sregs = self.sregs();
         change(&mut sregs);
         self.sregs = Some(sregs);
-        // All together, since some are valid only with others.
+        // All together, because some are only valid with others.
         self.sregs_changed = true;
     }
 
-    /// Gives KVM the special registers, if they have been changed.
+    /// Writes the special registers to KVM if they have changed.
     fn put_sregs(&mut self) {
         if let (true, Some(sregs)) = (std::mem::take(&mut self.sregs_changed), self.sregs) {
             let result = self.fd.set_sregs(&sregs);
@@ -287,14 +290,14 @@ impl<'s> KvmVcpu<'s> {
         self.note(result);
     }
 
-    /// The guest takes this interrupt at once.
+    /// Injects an interrupt at the next entry.
     fn interrupt(&mut self, vector: u8) {
         let result = calls::interrupt(&self.fd, vector);
         self.note(result);
         self.fd.get_kvm_run().ready_for_interrupt_injection = 0;
     }
 
-    /// The guest takes this exception at once.
+    /// Injects an exception at the next entry.
     fn exception(&mut self, event: Event) {
         let result = self.fd.get_vcpu_events().and_then(|mut events| {
             events.exception.injected = 1;
@@ -306,15 +309,15 @@ impl<'s> KvmVcpu<'s> {
         self.note(result);
     }
 
-    /// The debugger wants it to stop, if it still does.
+    /// Requests a debugger stop, if it is still wanted.
     pub fn stop(&mut self) {
         self.is_asked = self.stops.is_some();
-        self.attend();
+        self.service_debug_stop();
     }
 
-    /// Stops if it is to, unless KVM is in the midst of an instruction.
-    fn attend(&mut self) {
-        if self.step == Step::Done {
+    /// Performs a requested stop, unless KVM has an incomplete instruction.
+    fn service_debug_stop(&mut self) {
+        if self.step == StepState::Done {
             self.halt(reason::STEP);
         }
         let is_between = matches!(self.pending, Pending::Nothing) && self.ports.is_none();
@@ -326,13 +329,13 @@ impl<'s> KvmVcpu<'s> {
         }
     }
 
-    /// Stops until the debugger lets it go on.
+    /// Stops until the debugger resumes the vCPU.
     fn halt(&mut self, why: u32) {
         let Some(stops) = self.stops else { return };
-        // It looks when it goes on.
-        self.seat.is_in_guest.store(false, SeqCst);
-        self.withdraw();
-        let mut registers = self.shown();
+        // The event state is checked after the resumption.
+        self.vcpu_thread.is_in_guest.store(false, SeqCst);
+        self.cancel_interrupt();
+        let mut registers = self.debug_registers();
         let before = registers;
         let steps = stops.halt(why, &mut registers);
         self.is_asked = false;
@@ -343,8 +346,8 @@ impl<'s> KvmVcpu<'s> {
             self.set(Reg::Rip, registers[register::RIP]);
             self.set(Reg::Rflags, registers[register::RFLAGS]);
         }
-        self.step = if steps { Step::Wanted } else { Step::Nothing };
-        // KVM steps from the address that it knows: it must know this one.
+        self.step = if steps { StepState::Wanted } else { StepState::Nothing };
+        // KVM steps from the address in its registers, which must be current.
         self.put_sregs();
         self.fd.set_kvm_immediate_exit(1);
         let result = match self.fd.run() {
@@ -356,8 +359,8 @@ impl<'s> KvmVcpu<'s> {
         self.note(result);
     }
 
-    /// Takes an interrupt back that the guest would take at once: the debugger may want another instruction first.
-    fn withdraw(&mut self) {
+    /// Cancels an injected interrupt: the debugger may continue at another instruction first.
+    fn cancel_interrupt(&mut self) {
         let result = self.fd.get_vcpu_events().and_then(|mut events| {
             let interrupt = std::mem::take(&mut events.interrupt.injected) != 0;
             if !interrupt || events.interrupt.soft != 0 || self.event.is_some() {
@@ -370,8 +373,8 @@ impl<'s> KvmVcpu<'s> {
         self.note(result);
     }
 
-    /// Registers as debuggers are shown them.
-    fn shown(&mut self) -> [u64; register::COUNT] {
+    /// Returns the registers in the debugger's format.
+    fn debug_registers(&mut self) -> [u64; register::COUNT] {
         let mut registers = [0; register::COUNT];
         for (code, value) in (0..16).zip(&mut registers) {
             *value = self.gpr(Gpr::from_code(code));
@@ -387,15 +390,15 @@ impl<'s> KvmVcpu<'s> {
         registers
     }
 
-    /// The guest has carried out a `HLT`: its own, or it is where the debugger has put one.
+    /// Handles an executed `HLT`: the guest's own, or a breakpoint of the debugger.
     fn halted(&mut self) -> Option<Exit> {
         let rip = self.regs().rip;
         if let Some(stops) = self.stops {
             let at = rip.wrapping_sub(1);
             let is_breakpoint = stops.shared.has_breakpoint(at);
-            // Another instruction is there again if the debugger has taken its breakpoint away.
+            // The debugger may have removed the breakpoint and restored the instruction.
             if is_breakpoint || self.code_at(at).is_some_and(|byte| byte != HALT) {
-                // What is there, or is there again, is still to come.
+                // The restored instruction has not been executed.
                 self.set(Reg::Rip, at);
                 if is_breakpoint {
                     self.halt(reason::BREAKPOINT);
@@ -404,13 +407,13 @@ impl<'s> KvmVcpu<'s> {
             }
         }
         self.next_rip = rip;
-        if self.step == Step::Wanted {
-            self.step = Step::Done;
+        if self.step == StepState::Wanted {
+            self.step = StepState::Done;
         }
         Some(Exit::Hlt)
     }
 
-    /// The byte of code at this value of `RIP`.
+    /// Returns the code byte at this value of `RIP`.
     fn code_at(&mut self, rip: u64) -> Option<u8> {
         let mut view = CodeView::of(self);
         view.linear = view.linear.wrapping_add(rip.wrapping_sub(self.regs().rip));
@@ -418,12 +421,13 @@ impl<'s> KvmVcpu<'s> {
         matches!(view.fetch(self.memory, &mut bytes), Ok((1.., _))).then_some(bytes[0])
     }
 
-    /// Whether the guest is about to take an interrupt in front of a `HLT`, maybe that of `STI; HLT` where the host's processor has
-    /// forgotten the shadow of the `STI`. Then the `HLT` comes first, as it may on every processor.
-    fn halts_first(&mut self) -> bool {
+    /// Returns whether the guest would take an interrupt at a `HLT`, possibly that of `STI; HLT` on
+    /// a host CPU that has lost the shadow of the `STI`. The `HLT` is then executed first, which
+    /// every CPU may do.
+    fn hlt_precedes_interrupt(&mut self) -> bool {
         let is_interrupt = self.event.0 & event::TYPE_MASK == event::TYPE_INTR;
         let waits = self.window != InterruptWindow::Nothing || self.event.is_some() && is_interrupt;
-        // Behind a `HLT` that it has carried out it may take one before the next.
+        // After an executed `HLT`, an interrupt may precede the next one.
         let is_between = matches!(self.pending, Pending::Nothing) && self.next_rip == 0;
         let rip = self.regs().rip;
         self.is_forgetful
@@ -433,10 +437,11 @@ impl<'s> KvmVcpu<'s> {
             && self.code_at(rip) == Some(HALT)
     }
 
-    /// Gives the guest what waits for it, as far as it takes it now; [`Exit::InterruptWindow`] if it could take what was announced.
+    /// Injects pending events as far as the guest is interruptible; returns
+    /// [`Exit::InterruptWindow`] if an announced interrupt could be delivered.
     fn deliver(&mut self) -> Option<Exit> {
         let mut is_ready = self.fd.get_kvm_run().ready_for_interrupt_injection != 0;
-        if self.step != Step::Nothing {
+        if self.step != StepState::Nothing {
             let kind = self.event.0 & event::TYPE_MASK;
             if self.event.is_some() && kind != event::TYPE_INTR && kind != event::TYPE_NMI {
                 self.exception(self.event);
@@ -445,7 +450,7 @@ impl<'s> KvmVcpu<'s> {
             self.fd.get_kvm_run().request_interrupt_window = 0;
             return None;
         }
-        if is_ready && self.halts_first() {
+        if is_ready && self.hlt_precedes_interrupt() {
             let next = self.regs().rip.wrapping_add(1);
             self.set(Reg::Rip, next);
             return self.halted();
@@ -487,7 +492,7 @@ impl<'s> KvmVcpu<'s> {
         None
     }
 
-    /// Sets the timer, if it would be late.
+    /// Arms the timer if its current deadline is too late.
     fn arm(&mut self, now: u64) {
         let kicks = KICKS.with(|kicks| kicks.load(SeqCst));
         if std::mem::replace(&mut self.kicks, kicks) != kicks {
@@ -503,7 +508,7 @@ impl<'s> KvmVcpu<'s> {
         self.armed = self.deadline;
     }
 
-    /// The next of the accesses of a string instruction.
+    /// Returns the next access of a string instruction.
     fn next_port(&mut self) -> Option<Exit> {
         let ports = self.ports.as_mut()?;
         let size = usize::from(ports.size);
@@ -516,8 +521,8 @@ impl<'s> KvmVcpu<'s> {
         ports.left -= size;
         let value = ports.write.then(|| {
             let mut bytes = [0; 8];
-            // SAFETY: KVM has left `size` bytes there, at most four, in the memory that it shares as long as `fd` is open. It does not change
-            // them before it is entered again.
+            // SAFETY: KVM has written `size` bytes there, at most four, in the memory that it
+            // shares as long as `fd` is open. It does not change them before the next entry.
             unsafe { ptr::copy_nonoverlapping(place, bytes.as_mut_ptr(), size) };
             u64::from_le_bytes(bytes)
         });
@@ -527,12 +532,12 @@ impl<'s> KvmVcpu<'s> {
         Some(Exit::Access(Access { space: Space::Port, address, size, value }))
     }
 
-    /// `CR8` of the guest: KVM has put it there when the guest was left.
+    /// Returns the guest's `CR8`, which KVM has stored at the exit.
     fn present_cr8(&mut self) -> u8 {
         self.fd.get_kvm_run().cr8 as u8 & 0xf
     }
 
-    /// Enters the guest once. `None`: nothing to tell.
+    /// Enters the guest once. `None`: no exit to report.
     fn enter(&mut self) -> Option<Exit> {
         self.sregs = None;
         self.next_rip = 0;
@@ -574,27 +579,28 @@ impl<'s> KvmVcpu<'s> {
             Ok(VcpuExit::Shutdown) => Some(Exit::Shutdown),
             Ok(VcpuExit::FailEntry(code, _)) => Some(Exit::InvalidState { why: NO_ENTRY, code }),
             Ok(VcpuExit::InternalError) => {
-                // SAFETY: KVM has left for an internal error, so this is what the union has.
+                // SAFETY: the exit reason is an internal error, which selects this member of the
+                // union.
                 Some(internal_error(unsafe {
                     self.fd.get_kvm_run().__bindgen_anon_1.internal.suberror
                 }))
             }
-            // Nothing else is asked for.
+            // No other exits are enabled.
             Ok(VcpuExit::Debug(_)) => {
-                self.step = Step::Done;
+                self.step = StepState::Done;
                 None
             }
-            // The machine's controller may now have an interrupt for it.
+            // The VM's interrupt controller may have an interrupt that is deliverable now.
             Ok(VcpuExit::SetTpr) => Some(Exit::Recall { events: 0 }),
             Ok(VcpuExit::IrqWindowOpen | VcpuExit::Intr | VcpuExit::Nmi) => None,
-            Ok(_) => Some(report(Exit::Unknown(self.fd.get_kvm_run().exit_reason.into()))),
+            Ok(_) => Some(report_failure(Exit::Unknown(self.fd.get_kvm_run().exit_reason.into()))),
             Err(error) => match Errno::from_raw_os_error(error.errno()) {
                 Errno::INTR | Errno::AGAIN => None,
-                _ => Some(report(Exit::HostError(error.errno() as u64))),
+                _ => Some(report_failure(Exit::HostError(error.errno() as u64))),
             },
         };
         if let Some((port, next, length, write)) = ports {
-            // SAFETY: KVM has left for an access to ports, so this is what the union has.
+            // SAFETY: the exit reason is a port access, which selects this member of the union.
             let io = unsafe { self.fd.get_kvm_run().__bindgen_anon_1.io };
             self.ports = Some(Ports { port, size: io.size.clamp(1, 4), write, next, left: length });
             return self.next_port();
@@ -609,8 +615,9 @@ impl Drop for KvmVcpu<'_> {
     }
 }
 
-/// Whose fault an internal error of KVM's is: the guest's, if it executes something that KVM would have to emulate and cannot (code in a
-/// device's memory, say), or delivers an event through tables that are a device's memory. The rest is KVM's.
+/// Attributes an internal error of KVM: to the guest if it executes an instruction that KVM would
+/// have to emulate and cannot (such as code in device memory), or delivers an event through tables
+/// in device memory; otherwise to KVM.
 fn internal_error(suberror: u32) -> Exit {
     use kvm_bindings::{
         KVM_EXIT_INTERNAL_ERROR, KVM_INTERNAL_ERROR_DELIVERY_EV, KVM_INTERNAL_ERROR_EMULATION,
@@ -622,17 +629,18 @@ fn internal_error(suberror: u32) -> Exit {
         | KVM_INTERNAL_ERROR_DELIVERY_EV => {
             Exit::InvalidState { why: NO_EMULATION, code: suberror.into() }
         }
-        _ => report(Exit::Unknown(KVM_EXIT_INTERNAL_ERROR.into())),
+        _ => report_failure(Exit::Unknown(KVM_EXIT_INTERNAL_ERROR.into())),
     }
 }
 
-/// Prints why the vCPU cannot go on, which ends the VM with nothing but an exit code.
-fn report(exit: Exit) -> Exit {
-    eprintln!("<{}>a vCPU cannot go on: {}", log::ERROR, cause_of(&exit));
+/// Prints the reason of a vCPU failure, which ends the VM with an exit code only.
+fn report_failure(exit: Exit) -> Exit {
+    eprintln!("<{}>vCPU failure: {}", log::ERROR, cause_of(&exit));
     exit
 }
 
-/// Whether this processor is QEMU's, which enters guests without the interrupt shadow that they were left in (docs/CAVEATS.md).
+/// Returns whether the CPU is QEMU's, which enters guests without the interrupt shadow of their
+/// exit (docs/CAVEATS.md).
 fn forgets_shadows() -> bool {
     let has_leaf = __cpuid(leaf::FEATURES).ecx & features_c::HYPERVISOR != 0;
     let found = __cpuid(leaf::HYPERVISOR);
@@ -640,18 +648,18 @@ fn forgets_shadows() -> bool {
     has_leaf && signature.as_flattened() == b"TCGTCGTCGTCG"
 }
 
-/// Levels of page tables in this mode, as [`register::LEVELS`] says.
+/// Returns the levels of page tables in this mode, as in [`register::LEVELS`].
 fn levels(cr0: u64, cr4: u64, efer: u64) -> u64 {
     match (cr0 & cr0::PG != 0, efer & efer::LMA != 0, cr4 & cr4::LA57 != 0) {
         (false, ..) => 0,
         (true, true, is_deep) => 4 + u64::from(is_deep),
-        // Of 32-bit code.
+        // 32-bit code.
         (true, false, _) => 2,
     }
 }
 
-/// Where a general register is.
-fn place(regs: &mut kvm_regs, register: Gpr) -> &mut u64 {
+/// Returns a general register.
+fn gpr_slot(regs: &mut kvm_regs, register: Gpr) -> &mut u64 {
     match register {
         Gpr::Rax => &mut regs.rax,
         Gpr::Rcx => &mut regs.rcx,
@@ -672,7 +680,7 @@ fn place(regs: &mut kvm_regs, register: Gpr) -> &mut u64 {
     }
 }
 
-/// The MSR that a register is.
+/// Returns the MSR of a register.
 fn msr_of(register: Reg) -> Option<u32> {
     Some(match register {
         Reg::Star => STAR,
@@ -688,7 +696,8 @@ fn msr_of(register: Reg) -> Option<u32> {
     })
 }
 
-/// A segment as KVM has it. Attributes are those of a descriptor, without the bits of the limit (AMD APM vol. 2, section 15.5).
+/// Converts a segment to KVM's format. Attributes are those of a descriptor, without the limit bits
+/// (AMD APM vol. 2, section 15.5).
 fn to_kvm(segment: Segment) -> kvm_segment {
     let bits = |shift: u32, mask: u16| (segment.attrib >> shift & mask) as u8;
     kvm_segment {
@@ -727,14 +736,14 @@ fn from_kvm(segment: &kvm_segment) -> Segment {
     }
 }
 
-/// Where a segment is, or a table.
-enum Place<'a> {
+/// A segment register or descriptor-table register.
+enum SegmentSlot<'a> {
     Segment(&'a mut kvm_segment),
     Table(&'a mut kvm_dtable),
 }
 
-fn place_of(sregs: &mut kvm_sregs, segment: Seg) -> Place<'_> {
-    Place::Segment(match segment {
+fn segment_slot(sregs: &mut kvm_sregs, segment: Seg) -> SegmentSlot<'_> {
+    SegmentSlot::Segment(match segment {
         Seg::Es => &mut sregs.es,
         Seg::Cs => &mut sregs.cs,
         Seg::Ss => &mut sregs.ss,
@@ -743,25 +752,25 @@ fn place_of(sregs: &mut kvm_sregs, segment: Seg) -> Place<'_> {
         Seg::Gs => &mut sregs.gs,
         Seg::Ldtr => &mut sregs.ldt,
         Seg::Tr => &mut sregs.tr,
-        Seg::Gdtr => return Place::Table(&mut sregs.gdt),
-        Seg::Idtr => return Place::Table(&mut sregs.idt),
+        Seg::Gdtr => return SegmentSlot::Table(&mut sregs.gdt),
+        Seg::Idtr => return SegmentSlot::Table(&mut sregs.idt),
     })
 }
 
 impl Vcpu for KvmVcpu<'_> {
     fn gpr(&mut self, register: Gpr) -> u64 {
-        *place(self.regs(), register)
+        *gpr_slot(self.regs(), register)
     }
 
     fn set_gpr(&mut self, register: Gpr, value: u64) {
-        *place(self.change_regs(), register) = value;
+        *gpr_slot(self.change_regs(), register) = value;
     }
 
     fn get(&mut self, register: Reg) -> u64 {
         match register {
             Reg::Rip => self.regs().rip,
             Reg::Rflags => self.regs().rflags,
-            // KVM keeps it, and takes no interrupt in it.
+            // KVM keeps the interrupt shadow and takes no interrupt in it.
             Reg::InterruptShadow => 0,
             Reg::Cr0 => self.sregs().cr0,
             Reg::Cr2 => self.sregs().cr2,
@@ -785,7 +794,7 @@ impl Vcpu for KvmVcpu<'_> {
 
     fn set(&mut self, register: Reg, value: u64) {
         match register {
-            // Behind a `HLT` it is already.
+            // After a `HLT`, `RIP` already has this value.
             Reg::Rip if self.regs().rip == value => {}
             Reg::Rip => self.change_regs().rip = value,
             Reg::Rflags => self.change_regs().rflags = value,
@@ -819,18 +828,18 @@ impl Vcpu for KvmVcpu<'_> {
     }
 
     fn segment(&mut self, segment: Seg) -> Segment {
-        match place_of(&mut self.sregs(), segment) {
-            Place::Segment(found) => from_kvm(found),
-            Place::Table(table) => {
+        match segment_slot(&mut self.sregs(), segment) {
+            SegmentSlot::Segment(found) => from_kvm(found),
+            SegmentSlot::Table(table) => {
                 Segment { base: table.base, limit: table.limit.into(), ..Segment::default() }
             }
         }
     }
 
     fn set_segment(&mut self, segment: Seg, value: Segment) {
-        self.change_sregs(|sregs| match place_of(sregs, segment) {
-            Place::Segment(place) => *place = to_kvm(value),
-            Place::Table(table) => {
+        self.change_sregs(|sregs| match segment_slot(sregs, segment) {
+            SegmentSlot::Segment(place) => *place = to_kvm(value),
+            SegmentSlot::Table(table) => {
                 table.base = value.base;
                 table.limit = value.limit as u16;
             }
@@ -849,13 +858,14 @@ impl Vcpu for KvmVcpu<'_> {
         match self.pending {
             Pending::Bytes(place, size) => {
                 let bytes = value.unwrap_or(u64::MAX).to_le_bytes();
-                // SAFETY: KVM has said that it reads `size` bytes there, at most eight, in the memory that it shares as long as `fd` is open.
+                // SAFETY: KVM has reported that it reads `size` bytes there, at most eight, in the
+                // memory that it shares as long as `fd` is open.
                 unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), place, size.min(bytes.len())) };
             }
             Pending::Msr => {
                 let run = self.fd.get_kvm_run();
                 run.__bindgen_anon_1.msr.error = u8::from(value.is_none());
-                // Of a write it has been read.
+                // The value of a write has been read.
                 run.__bindgen_anon_1.msr.data = value.unwrap_or(0);
             }
             Pending::Nothing | Pending::Answered => return,
@@ -896,16 +906,16 @@ impl Vcpu for KvmVcpu<'_> {
     }
 
     fn stolen(&mut self) -> u64 {
-        // No guest has the record that would say it.
+        // Guests of this back end have no stolen-time record.
         0
     }
 
     fn set_hlt_exits(&mut self, _: bool) {
-        // Each is an exit.
+        // Every `HLT` exits.
     }
 
     fn flush_tlb(&mut self) {
-        // KVM does it when control registers change, and has no other way.
+        // KVM flushes at changes of control registers, and has no other interface.
         for _ in 0..2 {
             self.change_sregs(|sregs| sregs.cr4 ^= cr4::PGE);
             self.put_sregs();
@@ -918,19 +928,19 @@ impl Vcpu for KvmVcpu<'_> {
         }
         self.put_sregs();
         loop {
-            self.attend();
+            self.service_debug_stop();
             if let Some(exit) = self.deliver() {
                 return exit;
             }
             if let Some(error) = self.failed.take() {
-                return report(Exit::HostError(error.raw_os_error().unwrap_or(0) as u64));
+                return report_failure(Exit::HostError(error.raw_os_error().unwrap_or(0) as u64));
             }
-            // From here on a kick is not lost: it comes as a signal, which leaves its mark.
-            // One that is asked to stop lets KVM finish an instruction.
+            // A kick is not lost from here on: its signal sets `immediate_exit`. A requested stop
+            // lets KVM complete an instruction.
             self.fd.set_kvm_immediate_exit(self.is_asked.into());
             compiler_fence(SeqCst);
-            self.seat.is_in_guest.store(true, SeqCst);
-            let events = self.seat.take();
+            self.vcpu_thread.is_in_guest.store(true, SeqCst);
+            let events = self.vcpu_thread.take_events();
             let now = tsc();
             let exit = if events != 0 {
                 Some(Exit::Recall { events })
@@ -942,12 +952,12 @@ impl Vcpu for KvmVcpu<'_> {
                 }
                 self.enter()
             };
-            self.seat.is_in_guest.store(false, SeqCst);
+            self.vcpu_thread.is_in_guest.store(false, SeqCst);
             if let Some(exit) = exit {
                 return exit;
             }
             if self.present_cr8() != self.known_cr8 {
-                // What waits for the guest may not be for it any longer.
+                // A pending event may have become obsolete.
                 return Exit::Recall { events: 0 };
             }
         }
@@ -966,7 +976,7 @@ mod tests {
     }
 
     #[test]
-    fn segments_come_back() {
+    fn segments_round_trip() {
         for attrib in [0xa9b, 0xc93, 0x8b, 0x82, 0xcf3, 0] {
             let segment = Segment { selector: 0x10, attrib, limit: 0xffff_ffff, base: 0x1234 };
             let kvm = to_kvm(segment);

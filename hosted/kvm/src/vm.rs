@@ -1,8 +1,9 @@
-//! A virtual machine of KVM: its memory, what its processors are, and which of their accesses end here.
+//! A KVM VM: guest memory, CPUID, and the intercepted accesses.
 //!
-//! All interrupt controllers, timers and clocks are the device models of `vmm/dev`, as on every other host; KVM keeps the processors'
-//! state, runs them, and decodes the instructions that reach a device. It answers `CPUID` by the table that the machine has made, and
-//! handles those MSRs itself that are state of the processor; all others come here.
+//! All interrupt controllers, timers and clocks are the device models of `vmm/dev`, as on every
+//! other host; KVM keeps the vCPU state, runs vCPUs, and decodes instructions that access a device.
+//! It answers `CPUID` from the VM's table and handles the MSRs that are vCPU state; all other MSR
+//! accesses exit.
 
 use hw_x86::cpuid::{features_c, leaf};
 use hw_x86::msr::{EFER, FS_BASE, PAT, SYSENTER_CS, TSC_AUX};
@@ -18,40 +19,41 @@ use vmm_mem::{GuestMemory, Transfer};
 
 use crate::{Error, calls};
 
-/// What KVM must have, beside what every KVM has.
+/// Required capabilities.
 const NEEDED: [(Cap, &str); 5] = [
-    (Cap::UserMemory, "memory of programs for guests"),
+    (Cap::UserMemory, "user memory regions"),
     (Cap::ImmediateExit, "immediate exits"),
     (Cap::SyncRegs, "registers in shared memory"),
-    (Cap::X86UserSpaceMsr, "MSRs for programs"),
-    (Cap::X86MsrFilter, "filter of MSRs"),
+    (Cap::X86UserSpaceMsr, "MSR exits to user space"),
+    (Cap::X86MsrFilter, "MSR filters"),
 ];
-/// Three pages that KVM uses on processors that cannot run real mode: below 4 GiB, where nothing of the machine is.
+/// Three pages that KVM uses on CPUs without real mode in guests: below 4 GiB, outside of guest
+/// memory and devices.
 const REAL_MODE_PAGES: usize = 0xfffb_d000;
 
-/// A machine of KVM without processors.
-pub struct Vm {
+/// A KVM VM without vCPUs.
+pub struct KvmVm {
     vm: VmFd,
-    /// What KVM lets processors have.
+    /// CPUID features that KVM supports.
     supported: CpuId,
 }
 
-impl Vm {
-    /// An empty machine.
+impl KvmVm {
+    /// Creates an empty VM.
     pub fn new() -> Result<Self, Error> {
         let kvm = Kvm::new().map_err(Error::host("open /dev/kvm"))?;
         if let Some((_, what)) = NEEDED.iter().find(|(cap, _)| !kvm.check_extension(*cap)) {
             return Err(Error::Lacking(what));
         }
-        let vm = kvm.create_vm().map_err(Error::host("make a virtual machine"))?;
+        let vm = kvm.create_vm().map_err(Error::host("create a VM"))?;
         let supported = kvm
             .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
-            .map_err(Error::host("ask what processors may have"))?;
+            .map_err(Error::host("query the supported CPUID"))?;
         vm.set_tss_address(REAL_MODE_PAGES).map_err(Error::host("set up real mode"))?;
         let mut cap = kvm_enable_cap { cap: KVM_CAP_X86_USER_SPACE_MSR, ..Default::default() };
         cap.args[0] = KVM_MSR_EXIT_REASON_VALID_MASK.into();
-        vm.enable_cap(&cap).map_err(Error::host("take over MSRs"))?;
-        // From the first to the last of each; those between that do not exist are refused by KVM, and come here.
+        vm.enable_cap(&cap).map_err(Error::host("enable MSR exits"))?;
+        // Ranges of MSRs; those in between that do not exist are refused by KVM and exit.
         let own = [(SYSENTER_CS, 3, 0b111), (PAT, 1, 1), (EFER, 5, 0b1_1111), (FS_BASE, 4, 0b1111)];
         const { assert!(TSC_AUX == FS_BASE + 3) };
         let bitmaps = own.map(|(_, _, bits)| [bits]);
@@ -67,11 +69,11 @@ impl Vm {
             })
             .collect();
         vm.set_msr_filter(MsrFilterDefaultAction::DENY, &ranges)
-            .map_err(Error::host("take over MSRs"))?;
+            .map_err(Error::host("install the MSR filter"))?;
         Ok(Self { vm, supported })
     }
 
-    /// What `CPUID` of KVM's processors may say at most, for the machine's table.
+    /// Returns the CPUID leaf that KVM supports, for the VM's table.
     pub fn cpuid(&self, number: u32, subleaf: u32) -> Values {
         let entry = self.supported.as_slice().iter().find(|entry| {
             let indexed = entry.flags & KVM_CPUID_FLAG_SIGNIFCANT_INDEX != 0;
@@ -80,10 +82,10 @@ impl Vm {
         entry.map_or([0; 4], |entry| [entry.eax, entry.ebx, entry.ecx, entry.edx])
     }
 
-    /// Gives the guest its memory.
+    /// Maps guest memory into the VM.
     ///
     /// # Errors
-    /// KVM refuses it.
+    /// KVM refuses a region.
     pub fn map(&self, memory: &GuestMemory) -> Result<(), Error> {
         let mut slot = 0;
         for (base, length) in memory.ranges() {
@@ -97,44 +99,44 @@ impl Vm {
                     memory_size: part as u64,
                     userspace_addr: host.expose_provenance() as u64,
                 };
-                // SAFETY: this is guest memory: mapped as long as `memory` is used, which the caller does until the process ends, and
-                // made for being changed by a guest at any time.
+                // SAFETY: this is guest memory: mapped as long as `memory` is used, which the
+                // caller does until the process ends, and designed for modification by the guest at
+                // any time.
                 let mapped = unsafe { self.vm.set_user_memory_region(region) };
                 result = std::mem::replace(&mut result, Ok(())).and(mapped);
                 slot += 1;
                 done += part as u64;
             };
-            // The span is a range of the memory, so none of it is missing.
+            // The span is a range of the memory, so it is fully present.
             let _ = memory.for_each_part(Transfer::FromGuest, base, length, &mut map);
-            result.map_err(Error::host("give the guest its memory"))?;
+            result.map_err(Error::host("map guest memory into the VM"))?;
         }
         Ok(())
     }
 
-    /// Makes processor `index`.
+    /// Creates vCPU `index`.
     pub fn vcpu(&self, index: usize) -> Result<VcpuFd, Error> {
-        let mut vcpu =
-            self.vm.create_vcpu(index as u64).map_err(Error::host("make a virtual processor"))?;
+        let mut vcpu = self.vm.create_vcpu(index as u64).map_err(Error::host("create a vCPU"))?;
         if !calls::has_tsc_offset(&vcpu) {
-            return Err(Error::Lacking("offset of time-stamp counters"));
+            return Err(Error::Lacking("TSC offsets"));
         }
         vcpu.set_sync_valid_reg(SyncReg::Register);
         Ok(vcpu)
     }
 
-    /// Frequency of the time-stamp counter that guests have, in kHz.
+    /// Returns the guest TSC frequency in kHz.
     pub fn tsc_khz(&self, vcpu: &VcpuFd) -> Result<u64, Error> {
-        vcpu.get_tsc_khz().map(u64::from).map_err(Error::host("ask for the counter's frequency"))
+        vcpu.get_tsc_khz().map(u64::from).map_err(Error::host("read the TSC frequency"))
     }
 
-    /// Extended state that guests may have (`XCR0`).
+    /// Returns the extended state that guests may use (`XCR0`).
     pub fn xcr0(&self) -> u64 {
         let [low, _, _, high] = self.cpuid(leaf::XSAVE, 0);
         u64::from(high) << 32 | u64::from(low)
     }
 }
 
-/// Tells KVM what `CPUID` says to processor `index`. What depends on `CR4` and `XCR0` KVM fills in.
+/// Sets the CPUID table of vCPU `index`. KVM fills in the bits that depend on `CR4` and `XCR0`.
 pub fn set_cpuid(vcpu: &VcpuFd, index: usize, table: &CpuidTable) -> Result<(), Error> {
     let view = CpuView { apic_id: index as u32, cr4: 0, xcr0: 1, apic: true };
     let entry = |number: u32, subleaf: u32, flags: u32| {
@@ -168,7 +170,7 @@ pub fn set_cpuid(vcpu: &VcpuFd, index: usize, table: &CpuidTable) -> Result<(), 
             entries.extend((0..subleaves).map(|subleaf| entry(number, subleaf, indexed)));
         }
     }
-    // KVM on processors of Intel would take deadlines for local APICs of its own, and forget them.
+    // On Intel CPUs, KVM would handle TSC deadlines for its own local APICs and lose them.
     let is_intel = entry(leaf::VENDOR, 0, 0).ebx == u32::from_le_bytes(*b"Genu");
     if let Some(features) = entries.iter_mut().find(|entry| entry.function == leaf::FEATURES)
         && is_intel
@@ -177,8 +179,8 @@ pub fn set_cpuid(vcpu: &VcpuFd, index: usize, table: &CpuidTable) -> Result<(), 
     }
     let paravirtual = [leaf::HYPERVISOR, leaf::HYPERVISOR_FEATURES, leaf::HYPERVISOR_TIMING];
     entries.extend(paravirtual.map(|number| entry(number, 0, 0)));
-    let failed = Error::host("say what a processor has");
+    let failed = Error::host("set the CPUID table");
     let table = CpuId::from_entries(&entries)
         .map_err(|_| failed(std::io::Error::from(std::io::ErrorKind::InvalidInput)))?;
-    vcpu.set_cpuid2(&table).map_err(Error::host("say what a processor has"))
+    vcpu.set_cpuid2(&table).map_err(Error::host("set the CPUID table"))
 }

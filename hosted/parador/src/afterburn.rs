@@ -1,4 +1,5 @@
-//! `parador afterburn`: pre-virtualization of kernels (`wedge/afterburn`), from the command line and from compilers.
+//! `parador afterburn`: pre-virtualization of kernels (`wedge/afterburn`) from the command line and
+//! from compilers.
 
 use crate::failure::{self, Failure};
 use crate::output;
@@ -15,58 +16,61 @@ use wedge_afterburn::{Error, Exceptions, Pad, assembler};
 
 #[derive(Debug, Subcommand)]
 pub enum AfterburnCommand {
-    /// Make a folder for gcc's option -B, with an assembler that pads and records sensitive instructions.
+    /// Create a folder for gcc's option -B with an assembler that pads and records sensitive
+    /// instructions.
     #[command(after_help = "\
 Example:
   parador afterburn tools build/tools
   make KCFLAGS=-Bbuild/tools KAFLAGS=-Bbuild/tools
 
-gcc passes no options to it, so they come in the environment:
+gcc passes no options to the assembler, so they are environment variables:
   PARADOR_AFTERBURN=pad=8,skip=GLOB:GLOB,stats=FILE,keep=FOLDER
-    pad    bytes that a site owns at least
-    skip   outputs that are not kernel code (vDSO, boot loader); `*` and `?` as in file names
-    stats  file that gets a line of JSON for each text
-    keep   folder for the rewritten texts
+pad    least length of a site in bytes
+skip   output files that are not kernel code (vDSO, boot loader); `*` and `?` as in file names
+stats  file to append statistics to, one JSON object per input
+keep   folder for the rewritten assembler files
   PARADOR_AS  the real assembler, if it is not the first `as` in PATH")]
     Tools {
         /// The folder.
         folder: PathBuf,
     },
-    /// Be the assembler: rewrite what it is to assemble, then run it.
+    /// Act as the assembler: rewrite the input, then run the real assembler.
     #[command(disable_help_flag = true)]
     As {
         /// Arguments of the assembler.
         #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "ARGUMENTS")]
         arguments: Vec<OsString>,
     },
-    /// Show what the assembler would get.
+    /// Print the rewritten assembler input.
     #[command(after_help = "Example: gcc -S -o - x.c | parador afterburn rewrite -")]
     Rewrite {
-        /// Assembler text; - is standard input.
+        /// Assembler file; - is standard input.
         file: PathBuf,
-        /// Bytes that a site owns at least.
+        /// Least length of a site in bytes.
         #[arg(long, default_value_t = Pad::default().0, value_parser = clap::value_parser!(u8).range(5..=64))]
         pad: u8,
         /// Write to this file instead of standard output.
         #[arg(short, long, value_name = "FILE")]
         output: Option<PathBuf>,
     },
-    /// Look for sensitive instructions that were missed, and pads that are in the way, in a finished kernel or module.
+    /// Check a kernel or module for missed sensitive instructions and for overlapping padding.
     #[command(after_help = "\
 Example: parador afterburn verify vmlinux
 
-All bytes of executable sections are judged as 64-bit code. What is none has to be named; the entry in the PVH note is
-known. The report lists what was excepted. Bytes that may be sensitive instructions or data count as unjudged.
+All bytes of executable sections are checked as 64-bit code, except the entry in the PVH note and
+the given symbols. The report lists all exceptions. Bytes that may be sensitive instructions or data
+count as unjudged.
 
-Exit codes: 0 nothing is missed or unjudged, no site is wrong, no pad overlaps; 1 otherwise; 64 an exception names no
-symbol of the code; 65 no ELF file, damaged, no table of sites, or one of another version; 66 no such file.")]
+Exit codes: 0 nothing missed or unjudged, all sites correct, no overlapping padding; 1 otherwise;
+64 unknown symbol; 65 not an ELF file, damaged, or without a site table of this version; 66 no such
+file.")]
     Verify {
         /// The kernel or module.
         file: PathBuf,
         /// Print the report as JSON.
         #[arg(long)]
         json: bool,
-        /// Entry of 16-bit code; followed as far as near branches lead. Can be given several times.
+        /// Entry of 16-bit code, which is followed along near branches. Can be given several times.
         #[arg(long, value_name = "SYMBOL")]
         code16: Vec<String>,
         /// Entry of 32-bit code, as --code16.
@@ -76,27 +80,27 @@ symbol of the code; 65 no ELF file, damaged, no table of sites, or one of anothe
         #[arg(long, value_name = "SYMBOL")]
         data: Vec<String>,
     },
-    /// Make an image that behaves as a kernel does, but goes through a stub at every sensitive instruction.
+    /// Create a null image: the kernel, with a call to a stub at every sensitive instruction.
     #[command(after_help = "\
 Example:
   parador afterburn null vmlinux -o vmlinux.null
   qemu-system-x86_64 -M q35 -kernel vmlinux.null ...
 
-The kernel needs room for the stubs, between its symbols parador_arena and parador_arena_end, and with --count for
-counters an object parador_counters of 1 KiB: 64 bits for each kind, by number (`wedge/sites`).")]
+The kernel must reserve space for the stubs between its symbols parador_arena and parador_arena_end
+and, with --count, an object parador_counters of 1 KiB: 64 bits per kind, by index (`wedge/sites`).")]
     Null {
         /// The kernel, linked.
         file: PathBuf,
         /// The null image.
         #[arg(short, long, value_name = "FILE")]
         output: PathBuf,
-        /// Count executions, by kind.
+        /// Count executions by kind.
         #[arg(long)]
         count: bool,
     },
 }
 
-/// Does what the command line says and returns the exit code.
+/// Executes the command and returns the exit code.
 pub fn run(command: AfterburnCommand) -> Result<u8, Failure> {
     match command {
         AfterburnCommand::Tools { folder } => tools(&folder),
@@ -124,14 +128,14 @@ pub fn run(command: AfterburnCommand) -> Result<u8, Failure> {
     }
 }
 
-/// Exit code if a verified file is not as it should be.
+/// Exit code if the verification fails.
 const NOT_VERIFIED: u8 = 1;
 
 fn verify(file: &Path, json: bool, exceptions: &Exceptions) -> Result<u8, Failure> {
     let report = wedge_afterburn::verify(file, &read(file)?, exceptions)?;
     let text = match json {
         true => serde_json::to_string_pretty(&report).map_err(|error| {
-            Failure::new(failure::INTERNAL, format!("cannot write JSON: {error}"))
+            Failure::new(failure::INTERNAL, format!("cannot serialize JSON: {error}"))
         })?,
         false => report.to_string().trim_end().to_owned(),
     };
@@ -157,25 +161,26 @@ fn write(path: Option<&Path>, text: &[u8]) -> Result<(), Failure> {
     }
 }
 
-/// Makes the folder for `-B`.
+/// Creates the folder for `-B`.
 fn tools(folder: &Path) -> Result<u8, Failure> {
-    let this = env::current_exe().map_err(|error| Failure::os("find this program", &error))?;
-    fs::create_dir_all(folder).map_err(|error| Failure::file("make", folder, &error))?;
+    let this =
+        env::current_exe().map_err(|error| Failure::os("find the parador binary", &error))?;
+    fs::create_dir_all(folder).map_err(|error| Failure::file("create", folder, &error))?;
     let link = folder.join(assembler::NAME);
-    // It may be of an earlier version of this program.
+    // It may belong to an earlier version of `parador`.
     match fs::remove_file(&link) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => {
             return Err(Failure::file("replace", &link, &error));
         }
         _ => {}
     }
-    symlink(this, &link).map_err(|error| Failure::file("make", &link, &error))?;
+    symlink(this, &link).map_err(|error| Failure::file("create", &link, &error))?;
     output::print(format!("{}\n", folder.display()))?;
     Ok(0)
 }
 
-/// Becomes the assembler if this program was started under its name. Returns the exit code if that fails, `None` if
-/// this is an ordinary start.
+/// Acts as the assembler if `parador` was started under its name. Returns the exit code if that
+/// fails; `None` in an ordinary `parador`.
 pub fn become_assembler() -> Option<ExitCode> {
     let mut arguments = env::args_os();
     let name = arguments.next()?;
@@ -185,7 +190,7 @@ pub fn become_assembler() -> Option<ExitCode> {
     let arguments: Vec<OsString> = arguments.collect();
     let result: Result<Infallible, Error> = assembler::run(&arguments);
     let Err(error) = result;
-    // As compilers say it, so that editors find the place.
+    // Format of compiler errors, which editors parse.
     match &error {
         Error::Misunderstood(error) => {
             eprintln!("{}: error: afterburn: {}", error.source, error.reason);

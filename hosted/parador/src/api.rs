@@ -1,11 +1,12 @@
-//! The control socket: HTTP/1.1 and JSON on a socket of Unix, for its owner alone.
+//! Control socket: HTTP/1.1 and JSON on a Unix socket that only its owner can use.
 //!
-//! One thread, one request for each connection. Connections, requests, their time and what listens to events are limited, so that a client
-//! that is slow, greedy or broken harms others as little as it harms the machine.
+//! One thread serves one request per connection. The number of connections, the size of requests,
+//! the time for them and the number of event subscribers are limited, so that a slow or malicious
+//! client affects neither other clients nor the VM.
 
 use crate::console::listen;
-use crate::control::{Answer, Control, State, Vm, Wish};
-use crate::events::Line;
+use crate::control::{Answer, Command, Control, State, VmInfo};
+use crate::events::EventRecord;
 use crate::failure::Failure;
 use crate::statistics::Statistics;
 use hyper::body::{Body, Bytes, Frame, Incoming, SizeHint};
@@ -29,30 +30,30 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 use tokio::sync::{Semaphore, mpsc, oneshot};
 
-/// Most connections at a time; further ones are closed.
-const MOST_CONNECTIONS: usize = 16;
-/// How long a request and its answer may take, event streams excepted.
-const PATIENCE: Duration = Duration::from_secs(10);
-/// How long the machine may take to do what is wanted.
-const MACHINE_PATIENCE: Duration = Duration::from_secs(5);
-/// How long clients get to read the last events when the machine has ended.
-const FAREWELL: Duration = Duration::from_millis(500);
-/// Bytes of a request without its body.
+/// Most simultaneous connections; further ones are closed.
+const MAX_CONNECTIONS: usize = 16;
+/// Time limit of a request and its response, event streams excepted.
+const TIMEOUT: Duration = Duration::from_secs(10);
+/// Time limit of the VM for a command.
+const COMMAND_TIMEOUT: Duration = Duration::from_secs(5);
+/// Time for clients to read the last events after the VM has exited.
+const LINGER: Duration = Duration::from_millis(500);
+/// Longest request head in bytes.
 const HEAD: usize = 8 << 10;
 
-/// A control socket; dropping it removes it.
-pub struct Server {
+/// Control socket; dropping it removes the socket.
+pub struct ApiServer {
     path: PathBuf,
-    /// Dropped, it ends the thread.
+    /// Dropping it ends the thread.
     end: Option<oneshot::Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Server {
-    /// Makes the socket, for the user alone, and serves it.
+impl ApiServer {
+    /// Creates the socket, with access for its owner only, and serves it.
     ///
     /// # Errors
-    /// There is a file of this name that is no socket left over: code 71.
+    /// Another file, or a socket in use, has this name: code 71.
     pub fn start(path: &Path, control: Control) -> Result<Self, Failure> {
         let failed = |action: &str, error: &std::io::Error| Failure::file(action, path, error);
         let listener = listen(path, "the control socket")?;
@@ -65,18 +66,18 @@ impl Server {
             .map_err(|error| failed("serve the control socket", &error))?;
         let thread = thread::Builder::new().name("api".to_owned());
         let thread = thread.spawn(move || runtime.block_on(serve(listener, control, ended)));
-        server.thread = Some(thread.map_err(|error| Failure::os("make a thread", &error))?);
+        server.thread = Some(thread.map_err(|error| Failure::os("create a thread", &error))?);
         Ok(server)
     }
 }
 
-impl Drop for Server {
+impl Drop for ApiServer {
     fn drop(&mut self) {
-        // If somebody has removed it, that was wanted.
+        // The socket may have been removed already.
         let _ = fs::remove_file(&self.path);
         drop(self.end.take());
         if let Some(thread) = self.thread.take() {
-            // It only fails if the thread panicked, which has been reported then.
+            // Joining fails only after a panic of the thread, which has been reported.
             let _ = thread.join();
         }
     }
@@ -84,7 +85,7 @@ impl Drop for Server {
 
 async fn serve(listener: UnixListener, control: Control, mut ended: oneshot::Receiver<()>) {
     let Ok(listener) = tokio::net::UnixListener::from_std(listener) else { return };
-    let room = Arc::new(Semaphore::new(MOST_CONNECTIONS));
+    let room = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     loop {
         let accepted = std::future::poll_fn(|context| {
             if Pin::new(&mut ended).poll(context).is_ready() {
@@ -94,7 +95,7 @@ async fn serve(listener: UnixListener, control: Control, mut ended: oneshot::Rec
         });
         let Some(accepted) = accepted.await else { break };
         let Ok((stream, _)) = accepted else {
-            // Descriptors are short, most likely: others may be closed soon.
+            // Most likely file descriptors are exhausted; closing connections free some.
             tokio::time::sleep(Duration::from_millis(100)).await;
             continue;
         };
@@ -105,18 +106,18 @@ async fn serve(listener: UnixListener, control: Control, mut ended: oneshot::Rec
             drop(permit);
         });
     }
-    let all = u32::try_from(MOST_CONNECTIONS).unwrap_or(u32::MAX);
-    // All are back when all connections are closed.
-    let _ = tokio::time::timeout(FAREWELL, room.acquire_many(all)).await;
+    let all = u32::try_from(MAX_CONNECTIONS).unwrap_or(u32::MAX);
+    // All permits are available again when all connections are closed.
+    let _ = tokio::time::timeout(LINGER, room.acquire_many(all)).await;
 }
 
-/// Serves a connection until its client has what it wanted.
+/// Serves one request of a connection.
 async fn connection(stream: tokio::net::UnixStream, control: &Control) {
     let streams = AtomicBool::new(false);
     let service = service_fn(|request| {
         let streams = &streams;
         async move {
-            let reply = reply(request, control).await.unwrap_or_else(Problem::into_response);
+            let reply = reply(request, control).await.unwrap_or_else(ProblemDetails::into_response);
             streams.store(reply.body().rest.is_some(), Relaxed);
             Ok::<_, Infallible>(reply)
         }
@@ -124,16 +125,16 @@ async fn connection(stream: tokio::net::UnixStream, control: &Control) {
     let mut connection = std::pin::pin!(
         http1::Builder::new()
             .timer(TokioTimer::new())
-            .header_read_timeout(PATIENCE)
+            .header_read_timeout(TIMEOUT)
             .max_buf_size(HEAD)
             .keep_alive(false)
             .serve_connection(TokioIo::new(stream), service)
     );
-    // What fails is the client's.
-    while tokio::time::timeout(PATIENCE, &mut connection).await.is_err() && streams.load(Relaxed) {}
+    // Errors of the connection concern only the client.
+    while tokio::time::timeout(TIMEOUT, &mut connection).await.is_err() && streams.load(Relaxed) {}
 }
 
-/// What is sent back: a text, then what comes.
+/// Response body: a text, then streamed lines.
 struct Payload {
     text: Option<Bytes>,
     rest: Option<mpsc::Receiver<Bytes>>,
@@ -167,27 +168,27 @@ impl Body for Payload {
     }
 }
 
-/// Why a request is refused, as RFC 9457 has it.
+/// Refusal of a request (RFC 9457).
 #[derive(Debug, Serialize, JsonSchema)]
-pub struct Problem {
-    /// The status code.
+pub struct ProblemDetails {
+    /// Status code.
     pub status: u16,
-    /// What the code means.
+    /// Meaning of the status code.
     pub title: String,
-    /// What is wrong with this request.
+    /// Reason of the refusal of this request.
     pub detail: String,
     #[serde(skip)]
     allow: Option<&'static str>,
 }
 
-impl Problem {
+impl ProblemDetails {
     fn new(status: StatusCode, detail: impl Into<String>) -> Self {
         let title = status.canonical_reason().unwrap_or_default().to_owned();
         Self { status: status.as_u16(), title, detail: detail.into(), allow: None }
     }
 
     fn into_response(self) -> Response<Payload> {
-        // Numbers and strings can always be written.
+        // Numbers and strings always serialize.
         let text = serde_json::to_vec(&self).unwrap_or_default();
         let mut response = response("application/problem+json", text);
         *response.status_mut() =
@@ -199,10 +200,10 @@ impl Problem {
     }
 }
 
-/// What becomes of `PUT`.
+/// Response of `PUT`.
 #[derive(Debug, Serialize, JsonSchema)]
-pub struct Done {
-    /// Where the machine is in its life now.
+pub struct CommandResult {
+    /// Lifecycle state after the command.
     pub state: State,
 }
 
@@ -213,39 +214,43 @@ fn response(kind: &'static str, text: impl Into<Bytes>) -> Response<Payload> {
     response
 }
 
-fn json<T: Serialize>(value: &T) -> Result<Response<Payload>, Problem> {
-    let text = serde_json::to_vec(value)
-        .map_err(|error| Problem::new(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()))?;
+fn json<T: Serialize>(value: &T) -> Result<Response<Payload>, ProblemDetails> {
+    let text = serde_json::to_vec(value).map_err(|error| {
+        ProblemDetails::new(StatusCode::INTERNAL_SERVER_ERROR, error.to_string())
+    })?;
     Ok(response("application/json", text))
 }
 
 async fn reply(
     request: Request<Incoming>,
     control: &Control,
-) -> Result<Response<Payload>, Problem> {
+) -> Result<Response<Payload>, ProblemDetails> {
     let headers = request.headers();
     let is_empty = headers.get(CONTENT_LENGTH).is_none_or(|length| length == "0");
     if !is_empty || headers.contains_key(TRANSFER_ENCODING) {
-        let text = "no request has a body";
-        return Err(Problem::new(StatusCode::PAYLOAD_TOO_LARGE, text));
+        let text = "request bodies are not supported";
+        return Err(ProblemDetails::new(StatusCode::PAYLOAD_TOO_LARGE, text));
     }
     let (path, query) = (request.uri().path(), request.uri().query());
     let Some(&(_, method, _)) = PATHS.iter().find(|known| known.0 == path) else {
-        return Err(Problem::new(StatusCode::NOT_FOUND, format!("there is no {path}")));
+        return Err(ProblemDetails::new(
+            StatusCode::NOT_FOUND,
+            format!("no such resource: {path}"),
+        ));
     };
     if request.method().as_str() != method {
-        let mut problem = Problem::new(
+        let mut problem = ProblemDetails::new(
             StatusCode::METHOD_NOT_ALLOWED,
-            format!("{path} is for {method}, not {}", request.method()),
+            format!("{path} supports {method} only, not {}", request.method()),
         );
         problem.allow = Some(method);
         return Err(problem);
     }
-    let wish = match (path, query) {
-        ("/v1/vm/shutdown", Some("force" | "force=true")) => Some(Wish::End),
+    let command = match (path, query) {
+        ("/v1/vm/shutdown", Some("force" | "force=true")) => Some(Command::Terminate),
         (_, Some(query)) => {
             let text = format!("{path} has no parameter `{query}`");
-            return Err(Problem::new(StatusCode::BAD_REQUEST, text));
+            return Err(ProblemDetails::new(StatusCode::BAD_REQUEST, text));
         }
         ("/v1/openapi.json", None) => return json(&openapi()),
         ("/v1/vm", None) => return json(&control.vm()),
@@ -254,66 +259,61 @@ async fn reply(
             let text = control.statistics().prometheus();
             return Ok(response("text/plain; version=0.0.4", text));
         }
-        ("/v1/vm/boot", None) => Some(Wish::Boot),
-        ("/v1/vm/pause", None) => Some(Wish::Pause),
-        ("/v1/vm/resume", None) => Some(Wish::Resume),
-        ("/v1/vm/reset", None) => Some(Wish::Reset),
-        ("/v1/vm/shutdown", None) => Some(Wish::Shutdown),
+        ("/v1/vm/boot", None) => Some(Command::Boot),
+        ("/v1/vm/pause", None) => Some(Command::Pause),
+        ("/v1/vm/resume", None) => Some(Command::Resume),
+        ("/v1/vm/reset", None) => Some(Command::Reset),
+        ("/v1/vm/shutdown", None) => Some(Command::Shutdown),
         _ => None,
     };
-    let Some(wish) = wish else {
-        let listener = control.listen().ok_or_else(|| {
-            Problem::new(StatusCode::SERVICE_UNAVAILABLE, "too many listen to events")
+    let Some(command) = command else {
+        let listener = control.subscribe().ok_or_else(|| {
+            ProblemDetails::new(
+                StatusCode::SERVICE_UNAVAILABLE,
+                "too many event subscribers (limit 8)",
+            )
         })?;
         let mut response = response("application/jsonl", Bytes::new());
         *response.body_mut() = Payload { text: None, rest: Some(listener) };
         return Ok(response);
     };
-    let refused = |text: String| Problem::new(StatusCode::CONFLICT, text);
-    match tokio::time::timeout(MACHINE_PATIENCE, control.wish(wish)).await {
-        Ok(Ok(answer)) => json(&Done { state: Answer::map_err(answer, refused)? }),
-        Ok(Err(_)) => Err(refused("the machine has ended".to_owned())),
+    let refused = |text: String| ProblemDetails::new(StatusCode::CONFLICT, text);
+    match tokio::time::timeout(COMMAND_TIMEOUT, control.submit(command)).await {
+        Ok(Ok(answer)) => json(&CommandResult { state: Answer::map_err(answer, refused)? }),
+        Ok(Err(_)) => Err(refused("the VM has exited".to_owned())),
         Err(_) => {
-            let text = "the machine has not answered yet";
-            Err(Problem::new(StatusCode::GATEWAY_TIMEOUT, text))
+            let text = "the VM has not completed the command within 5 s";
+            Err(ProblemDetails::new(StatusCode::GATEWAY_TIMEOUT, text))
         }
     }
 }
 
-/// Paths, what is asked of them, and what for.
+/// Paths, their methods and summaries.
 const PATHS: [(&str, &str, &str); 10] = [
     ("/v1/openapi.json", "GET", "This description."),
-    ("/v1/vm", "GET", "What the machine is, and its state."),
-    ("/v1/vm/stats", "GET", "What it has done and what it needs of the host."),
-    ("/v1/metrics", "GET", "The same for Prometheus (text format 0.0.4)."),
-    (
-        "/v1/events",
-        "GET",
-        "What has happened to it and what happens, a JSON object a line, until it has ended.",
-    ),
-    ("/v1/vm/boot", "PUT", "Starts a machine that waits for it."),
-    ("/v1/vm/pause", "PUT", "Stops the guest."),
-    ("/v1/vm/resume", "PUT", "Lets it go on."),
-    ("/v1/vm/reset", "PUT", "Ends the machine and starts it anew."),
-    (
-        "/v1/vm/shutdown",
-        "PUT",
-        "Presses the power button; with `force` ends the machine, whatever the guest does.",
-    ),
+    ("/v1/vm", "GET", "Configuration and state of the VM."),
+    ("/v1/vm/stats", "GET", "Statistics: events handled and host resources used."),
+    ("/v1/metrics", "GET", "Statistics for Prometheus (text format 0.0.4)."),
+    ("/v1/events", "GET", "Past and new events, one JSON object per line, until the VM exits."),
+    ("/v1/vm/boot", "PUT", "Starts a VM that waits for boot."),
+    ("/v1/vm/pause", "PUT", "Pauses the guest."),
+    ("/v1/vm/resume", "PUT", "Resumes the guest."),
+    ("/v1/vm/reset", "PUT", "Restarts the VM."),
+    ("/v1/vm/shutdown", "PUT", "Presses the ACPI power button; with `force` kills the VM."),
 ];
 
-/// The description of this interface (OpenAPI 3.1).
+/// Returns the description of this interface (OpenAPI 3.1).
 pub fn openapi() -> Value {
     let settings = schemars::generate::SchemaSettings::draft2020_12().with(|settings| {
         settings.definitions_path = "/components/schemas".into();
     });
     let mut schemas: SchemaGenerator = settings.into_generator();
     let content = |kind: &str, schema: Value| json!({ kind: { "schema": schema } });
-    let vm = schemas.subschema_for::<Vm>().to_value();
+    let vm = schemas.subschema_for::<VmInfo>().to_value();
     let statistics = schemas.subschema_for::<Statistics>().to_value();
-    let line = schemas.subschema_for::<Line>().to_value();
-    let done = schemas.subschema_for::<Done>().to_value();
-    let problem = schemas.subschema_for::<Problem>().to_value();
+    let line = schemas.subschema_for::<EventRecord>().to_value();
+    let done = schemas.subschema_for::<CommandResult>().to_value();
+    let problem = schemas.subschema_for::<ProblemDetails>().to_value();
     let mut paths = serde_json::Map::new();
     for (path, method, summary) in PATHS {
         let good = match path {
@@ -328,15 +328,15 @@ pub fn openapi() -> Value {
         let mut operation = json!({
             "summary": summary,
             "responses": {
-                "200": { "description": "Done.", "content": good },
-                "4XX": { "description": "Refused; 409: the machine is not in the state for it.", "content": bad.clone() },
-                "5XX": { "description": "It could not be done.", "content": bad },
+                "200": { "description": "Success.", "content": good },
+                "4XX": { "description": "Refused; 409: the command does not fit the VM's state.", "content": bad.clone() },
+                "5XX": { "description": "The command failed.", "content": bad },
             },
         });
         if path.ends_with("/shutdown") {
             operation["parameters"] = json!([{
                 "name": "force", "in": "query", "allowEmptyValue": true,
-                "description": "End the machine at once.", "schema": { "const": "true" },
+                "description": "Kill the VM.", "schema": { "const": "true" },
             }]);
         }
         paths.insert(path.to_owned(), json!({ (method.to_lowercase()): operation }));
@@ -344,7 +344,7 @@ pub fn openapi() -> Value {
     json!({
         "openapi": "3.1.0",
         "info": {
-            "title": "Parador: control of a machine",
+            "title": "Parador: control of a VM",
             "description": "HTTP/1.1 on the socket of `parador run --api-socket`.",
             "version": "1",
         },
@@ -366,9 +366,9 @@ mod tests {
         crate::specification::assert_shipped("openapi.json", &openapi());
     }
 
-    fn served(folder: &Path) -> (Server, Control) {
+    fn served(folder: &Path) -> (ApiServer, Control) {
         let (control, _) = Control::new(Config::default(), 1 << 20, "process", None).unwrap();
-        (Server::start(&folder.join("s"), control.clone()).unwrap(), control)
+        (ApiServer::start(&folder.join("s"), control.clone()).unwrap(), control)
     }
 
     fn ask(folder: &Path, request: &str) -> String {
@@ -391,8 +391,8 @@ mod tests {
             ("GET /v1/openapi.json", "200", "\"openapi\":\"3.1.0\""),
             ("GET /v1/vm/stats", "200", "\"memory_bytes\":1048576"),
             ("GET /v1/metrics", "200", "parador_state{state=\"starting\"} 1"),
-            ("GET /v1/nothing", "404", "there is no /v1/nothing"),
-            ("PUT /v1/vm", "405", "is for GET, not PUT"),
+            ("GET /v1/nothing", "404", "no such resource: /v1/nothing"),
+            ("PUT /v1/vm", "405", "supports GET only, not PUT"),
             ("GET /v1/vm/pause", "405", "allow: PUT"),
             ("GET /v1/vm/boot", "405", "allow: PUT"),
             ("PUT /v1/vm/pause?now", "400", "no parameter `now`"),
@@ -414,7 +414,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let (_server, control) = served(folder.path());
         let connect = || UnixStream::connect(folder.path().join("s")).unwrap();
-        let silent: Vec<_> = (0..2 * MOST_CONNECTIONS).map(|_| connect()).collect();
+        let silent: Vec<_> = (0..2 * MAX_CONNECTIONS).map(|_| connect()).collect();
         // The last ones are closed at once, and the first ones in their time.
         let mut last = silent.last().unwrap();
         assert_eq!(last.read(&mut [0; 8]).unwrap(), 0);
@@ -443,15 +443,15 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("s");
         let control = || Control::new(Config::default(), 0, "process", None).unwrap().0;
-        let refused = || Server::start(&path, control()).err().unwrap();
-        let server = Server::start(&path, control()).unwrap();
+        let refused = || ApiServer::start(&path, control()).err().unwrap();
+        let server = ApiServer::start(&path, control()).unwrap();
         assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
-        assert!(refused().to_string().contains("another program"));
+        assert!(refused().to_string().contains("another process"));
         drop(server);
         assert!(!path.exists());
         // As after a kill.
         drop(UnixListener::bind(&path).unwrap());
-        drop(Server::start(&path, control()).unwrap());
+        drop(ApiServer::start(&path, control()).unwrap());
         fs::write(&path, "text").unwrap();
         assert_eq!(refused().code(), failure::OS_ERROR);
         assert_eq!(fs::read(&path).unwrap(), b"text");

@@ -1,6 +1,7 @@
-//! What is connected to what: disks and network cards of virtual machines and of the emulated machine, and the devices
-//! of servers, as written in the description. All are strings of the same form, a first word and then options:
-//! `"blk0:part1,ro"`, `"sw0,group=2,rate=10M"`, `"disk.img,bus=ahci,snapshot=on"`, `"user,hostfwd=tcp:2222:22"`.
+//! Attachments in a system description: disks and network cards of VMs and of the emulated machine,
+//! and devices of servers. All are strings of the same form, a first word and options:
+//! `"blk0:part1,ro"`, `"sw0,group=2,rate=10M"`, `"disk.img,bus=ahci,snapshot=on"`,
+//! `"user,hostfwd=tcp:2222:22"`.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -9,28 +10,28 @@ use crate::description::Size;
 use proto::net::Mac;
 use proto::service::DiskRange;
 
-/// Bytes of a sector.
+/// Bytes per sector.
 const SECTOR: u64 = proto::disk::SECTOR;
 
-/// A PCI function or port that a server can own.
+/// PCI function or port that a server can own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Device {
+pub enum ServerDevice {
     /// First serial port.
     Com1,
-    /// virtio-blk function of this number.
+    /// virtio-blk function with this index.
     VirtioBlk(u8),
-    /// virtio-net function of this number.
+    /// virtio-net function with this index.
     VirtioNet(u8),
-    /// Port of an AHCI controller, the first one with a disk if none is named.
+    /// Port of an AHCI controller; `None`: the first port with a disk.
     Ahci(u8, Option<u8>),
 }
 
-impl Device {
-    /// Reads `com1`, `pci:virtio-blk:0`, `pci:virtio-net:0`, `pci:ahci:0` or `pci:ahci:0.2`.
+impl ServerDevice {
+    /// Parses `com1`, `pci:virtio-blk:0`, `pci:virtio-net:0`, `pci:ahci:0` or `pci:ahci:0.2`.
     pub fn parse(text: &str) -> Result<Self, String> {
         let refuse = || {
             format!(
-                "`{text}` is no device: write com1, pci:virtio-blk:0, pci:virtio-net:0, pci:ahci:0, \
+                "invalid device `{text}`: expected com1, pci:virtio-blk:0, pci:virtio-net:0, pci:ahci:0, \
                  or pci:ahci:0.2 for a port"
             )
         };
@@ -58,7 +59,7 @@ impl Device {
         }
     }
 
-    /// Whether a server of one would take what another owns.
+    /// Returns whether two servers cannot own these devices.
     pub fn overlaps(self, other: Self) -> bool {
         match (self, other) {
             // A controller is programmed as a whole.
@@ -68,7 +69,7 @@ impl Device {
     }
 }
 
-impl fmt::Display for Device {
+impl fmt::Display for ServerDevice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Com1 => f.write_str("com1"),
@@ -80,19 +81,19 @@ impl fmt::Display for Device {
     }
 }
 
-/// A disk of a virtual machine.
+/// Disk of a VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Disk {
+pub struct DiskAttachment {
     /// Name of the server.
     pub server: String,
-    /// What the guest sees.
+    /// Part of the disk that the guest sees.
     pub part: DiskRange,
-    /// The guest cannot change it.
+    /// Read-only for the guest.
     pub read_only: bool,
 }
 
-impl Disk {
-    /// Reads `SERVER[:partN][:FIRST+LENGTH][,ro]`, first byte and length as sizes.
+impl DiskAttachment {
+    /// Parses `SERVER[:partN][:FIRST+LENGTH][,ro]`; first byte and length are sizes.
     pub fn parse(text: &str) -> Result<Self, String> {
         let mut words = text.split(',');
         let mut places = words.next().unwrap_or("").split(':');
@@ -101,7 +102,7 @@ impl Disk {
         for place in places {
             let refuse = || {
                 format!(
-                    "`{place}` is no part of a disk: write part1, or 1M+64M for first byte and length"
+                    "invalid part of a disk `{place}`: expected part1, or 1M+64M for first byte and length"
                 )
             };
             if let Some(number) = place.strip_prefix("part") {
@@ -126,20 +127,20 @@ impl Disk {
             match word {
                 "ro" | "ro=on" => read_only = true,
                 "ro=off" => read_only = false,
-                _ => return Err(format!("unknown option `{word}`: a disk has `ro`")),
+                _ => return Err(format!("unknown option `{word}`: disks support `ro`")),
             }
         }
         Ok(Self { server, part, read_only })
     }
 
-    /// Whether both may be the same sectors, and one can be written.
+    /// Returns whether both may cover the same sectors and one of them is writable.
     pub fn conflicts(&self, other: &Self) -> bool {
         if self.server != other.server || (self.read_only && other.read_only) {
             return false;
         }
         let (a, b) = (self.part, other.part);
         if a.partition != b.partition {
-            // Where partitions are is in the disk only; two of them are apart.
+            // Positions of partitions are unknown here; different partitions do not overlap.
             return a.partition.is_none() || b.partition.is_none();
         }
         let end = |part: DiskRange| match part.sectors {
@@ -150,21 +151,21 @@ impl Disk {
     }
 }
 
-/// A network card of a virtual machine.
+/// Network card of a VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Net {
+pub struct NetAttachment {
     /// Name of the switch.
     pub server: String,
     /// Isolation group.
     pub group: u8,
-    /// Most bytes per second, 0 for no limit.
+    /// Rate limit in bytes per second; 0: none.
     pub rate: u64,
-    /// Its address; `None`: one is chosen.
+    /// MAC address; `None`: chosen automatically.
     pub mac: Option<Mac>,
 }
 
-impl Net {
-    /// Reads `SERVER[,group=N][,rate=SIZE][,mac=ADDRESS]`; the rate is per second.
+impl NetAttachment {
+    /// Parses `SERVER[,group=N][,rate=SIZE][,mac=ADDRESS]`; the rate is per second.
     pub fn parse(text: &str) -> Result<Self, String> {
         let mut words = text.split(',');
         let server = words.next().unwrap_or("").to_owned();
@@ -172,7 +173,7 @@ impl Net {
         for word in words {
             let refuse = || {
                 format!(
-                    "unknown option `{word}`: a network card has group=2, rate=10M and mac=02:00:00:00:00:01"
+                    "unknown option `{word}`: network cards support group=2, rate=10M and mac=02:00:00:00:00:01"
                 )
             };
             let (key, value) = word.split_once('=').ok_or_else(refuse)?;
@@ -188,51 +189,56 @@ impl Net {
 }
 
 pub fn parse_mac(text: &str) -> Result<Mac, String> {
-    let refuse = || format!("`{text}` is no address of a network card: write 02:00:00:00:00:01");
+    let refuse = || {
+        format!(
+            "invalid MAC address `{text}`: expected a unicast address such as 02:00:00:00:00:01"
+        )
+    };
     let mut mac = Mac::default();
     let mut parts = text.split(':');
     for byte in &mut mac {
         let part = parts.next().filter(|part| part.len() == 2).ok_or_else(refuse)?;
         *byte = u8::from_str_radix(part, 16).map_err(|_| refuse())?;
     }
-    // Bit 0 of the first byte marks addresses of groups.
+    // Bit 0 of the first byte marks group addresses.
     if parts.next().is_some() || mac[0] & 1 != 0 || mac == Mac::default() {
         return Err(refuse());
     }
     Ok(mac)
 }
 
-/// The address of network card `card` of virtual machine `vm`: locally administered.
+/// Returns the MAC address of network card `card` of VM `vm`: locally administered.
 pub fn chosen_mac(vm: usize, card: usize) -> Mac {
     [0x02, b'P', b'a', b'r', vm as u8, card as u8]
 }
 
-/// How a disk is connected to the emulated machine.
+/// Bus of an emulated disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bus {
     /// virtio-blk.
     Virtio,
-    /// A port of the board's SATA controller.
+    /// Port of the board's SATA controller.
     Ahci,
 }
 
-/// A disk of the emulated machine.
+/// Disk of the emulated machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct MachineDisk {
+pub struct EmulatedDisk {
     /// File with its contents.
     pub path: PathBuf,
-    /// How it is connected.
+    /// Bus.
     pub bus: Bus,
     /// Format of the file: `raw` or `qcow2`.
     pub format: String,
-    /// It cannot be written.
+    /// Read-only.
     pub read_only: bool,
-    /// What is written is forgotten at the end.
+    /// Writes are discarded at the end.
     pub snapshot: bool,
 }
 
-impl MachineDisk {
-    /// Reads `[path=]FILE[,bus=virtio|ahci][,format=raw|qcow2][,ro=on][,snapshot=on]`; a relative path starts at `folder`.
+impl EmulatedDisk {
+    /// Parses `[path=]FILE[,bus=virtio|ahci][,format=raw|qcow2][,ro=on][,snapshot=on]`; a relative
+    /// path starts at `folder`.
     pub fn parse(text: &str, folder: &Path) -> Result<Self, String> {
         let mut words = text.split(',');
         let first = words.next().unwrap_or("");
@@ -259,7 +265,7 @@ impl MachineDisk {
                 "snapshot=off" => disk.snapshot = false,
                 _ => {
                     return Err(format!(
-                        "unknown option `{word}`: a disk has bus=virtio|ahci, format=raw|qcow2, ro=on, snapshot=on"
+                        "unknown option `{word}`: disks support bus=virtio|ahci, format=raw|qcow2, ro=on, snapshot=on"
                     ));
                 }
             }
@@ -268,25 +274,25 @@ impl MachineDisk {
     }
 }
 
-/// A network card of the emulated machine, connected to QEMU's own network.
+/// Network card of the emulated machine, connected to QEMU's user network.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct MachineNet {
-    /// Ports of the host that lead to guests, as QEMU writes them.
+pub struct EmulatedNic {
+    /// Port forwardings, in QEMU's syntax.
     pub forwards: Vec<String>,
 }
 
-impl MachineNet {
-    /// Reads `user[,hostfwd=tcp:HOST_PORT:[ADDRESS:]PORT]…`.
+impl EmulatedNic {
+    /// Parses `user[,hostfwd=tcp:HOST_PORT:[ADDRESS:]PORT]...`.
     pub fn parse(text: &str) -> Result<Self, String> {
         let mut words = text.split(',');
         if words.next() != Some("user") {
             return Err(format!(
-                "`{text}`: a network is \"user\", as in \"user,hostfwd=tcp:2222:22\""
+                "invalid network `{text}`: expected \"user\", as in \"user,hostfwd=tcp:2222:22\""
             ));
         }
         let mut net = Self::default();
         for word in words {
-            let refuse = || format!("unknown option `{word}`: write hostfwd=tcp:2222:22");
+            let refuse = || format!("unknown option `{word}`: expected hostfwd=tcp:2222:22");
             let forward = word.strip_prefix("hostfwd=").ok_or_else(refuse)?;
             let parts: Vec<&str> = forward.split(':').collect();
             let (protocol, host, address, guest) = match parts[..] {
@@ -316,25 +322,25 @@ mod tests {
     #[test]
     fn devices() {
         for text in ["com1", "pci:virtio-blk:0", "pci:virtio-net:3", "pci:ahci:0", "pci:ahci:1.5"] {
-            assert_eq!(Device::parse(text).unwrap().to_string(), text);
+            assert_eq!(ServerDevice::parse(text).unwrap().to_string(), text);
         }
         for text in
             ["com2", "pci:", "pci:virtio-blk", "pci:virtio-blk:x", "pci:ahci:0.32", "pci:nvme:0"]
         {
-            assert!(Device::parse(text).is_err(), "{text}");
+            assert!(ServerDevice::parse(text).is_err(), "{text}");
         }
-        assert!(Device::Ahci(0, None).overlaps(Device::Ahci(0, Some(2))));
-        assert!(!Device::VirtioBlk(0).overlaps(Device::VirtioNet(0)));
+        assert!(ServerDevice::Ahci(0, None).overlaps(ServerDevice::Ahci(0, Some(2))));
+        assert!(!ServerDevice::VirtioBlk(0).overlaps(ServerDevice::VirtioNet(0)));
     }
 
     #[test]
     fn disks_and_their_conflicts() {
-        let disk = |text| Disk::parse(text).unwrap();
+        let disk = |text| DiskAttachment::parse(text).unwrap();
         assert_eq!(disk("blk0").part, DiskRange::WHOLE);
         let part = DiskRange { partition: Some(2), first: 2048, sectors: 128 };
         assert_eq!(
             disk("blk0:part2:1M+64K,ro"),
-            Disk { server: "blk0".into(), part, read_only: true }
+            DiskAttachment { server: "blk0".into(), part, read_only: true }
         );
         assert_eq!(disk("blk0:0+1M").part, DiskRange { partition: None, first: 0, sectors: 2048 });
         for text in [
@@ -346,7 +352,7 @@ mod tests {
             "b,rw",
             "b:1M+1M:part1",
         ] {
-            assert!(Disk::parse(text).is_err(), "{text}");
+            assert!(DiskAttachment::parse(text).is_err(), "{text}");
         }
         let conflict = |a, b| disk(a).conflicts(&disk(b));
         assert!(conflict("b", "b:part1"));
@@ -363,7 +369,7 @@ mod tests {
 
     #[test]
     fn network_cards() {
-        let net = Net::parse("sw0,group=3,rate=10M,mac=02:00:00:00:00:0a").unwrap();
+        let net = NetAttachment::parse("sw0,group=3,rate=10M,mac=02:00:00:00:00:0a").unwrap();
         assert_eq!((net.group, net.rate, net.mac), (3, 10 << 20, Some([2, 0, 0, 0, 0, 10])));
         for text in [
             "s,group=256",
@@ -373,21 +379,21 @@ mod tests {
             "s,mac=00:00:00:00:00:00",
             "s,rate=1",
         ] {
-            assert!(Net::parse(text).is_err(), "{text}");
+            assert!(NetAttachment::parse(text).is_err(), "{text}");
         }
     }
 
     #[test]
     fn the_emulated_machines_devices() {
-        let disk = MachineDisk::parse("a.img,bus=ahci,ro=on", Path::new("/d")).unwrap();
+        let disk = EmulatedDisk::parse("a.img,bus=ahci,ro=on", Path::new("/d")).unwrap();
         assert_eq!((disk.path, disk.bus, disk.read_only), ("/d/a.img".into(), Bus::Ahci, true));
-        assert!(MachineDisk::parse("", Path::new("")).is_err());
-        assert!(MachineDisk::parse("a,bus=scsi", Path::new("")).is_err());
+        assert!(EmulatedDisk::parse("", Path::new("")).is_err());
+        assert!(EmulatedDisk::parse("a,bus=scsi", Path::new("")).is_err());
         let net =
-            MachineNet::parse("user,hostfwd=tcp:2222:22,hostfwd=udp:53:10.0.2.16:53").unwrap();
+            EmulatedNic::parse("user,hostfwd=tcp:2222:22,hostfwd=udp:53:10.0.2.16:53").unwrap();
         assert_eq!(net.forwards, ["tcp:127.0.0.1:2222-:22", "udp:127.0.0.1:53-10.0.2.16:53"]);
         for text in ["tap", "user,x", "user,hostfwd=tcp:0:22", "user,hostfwd=tcp:1:a,b:22"] {
-            assert!(MachineNet::parse(text).is_err(), "{text}");
+            assert!(EmulatedNic::parse(text).is_err(), "{text}");
         }
     }
 }

@@ -1,5 +1,4 @@
-//! The user's cache: kernels that were built, files that were fetched, for all clones of the source
-//! tree.
+//! The user's cache: built kernels and downloaded files, shared by all clones of the source tree.
 
 use crate::failure::{self, Failure};
 use crate::programs;
@@ -14,21 +13,21 @@ use std::path::{Path, PathBuf};
 /// Name of the folder in the user's cache.
 const NAME: &str = "parador";
 /// Remedy if the folder cannot be used.
-const REMEDY: &str = "set XDG_CACHE_HOME to a folder of yours with room";
+const REMEDY: &str = "set XDG_CACHE_HOME to a folder of yours with free space";
 
-/// The cache's folder, made if it is not there: `$XDG_CACHE_HOME/parador`, else
-/// `$HOME/.cache/parador`, else `target/cache/parador` of the source tree that this program is in.
+/// Returns the cache folder and creates it if necessary: `$XDG_CACHE_HOME/parador`, else
+/// `$HOME/.cache/parador`, else `target/cache/parador` of the source tree that contains `parador`.
 ///
 /// # Errors
-/// There is no such place; it cannot be made; or others may write to it ([`trust::check`]).
+/// No such path; the folder cannot be created; or other users may write to it ([`trust::check`]).
 pub fn folder() -> Result<PathBuf, Failure> {
     let folder = place()?;
     let made = DirBuilder::new().recursive(true).mode(0o700).create(&folder);
-    made.map_err(|error| Failure::file("make the folder", &folder, &error).help(REMEDY))?;
+    made.map_err(|error| Failure::file("create the folder", &folder, &error).help(REMEDY))?;
     trust::check(&folder)
 }
 
-/// As [`folder`], but it is not made: `None` if it is not there.
+/// Returns the cache folder without creating it; `None` if it does not exist.
 pub fn existing() -> Result<Option<PathBuf>, Failure> {
     let folder = place()?;
     match fs::metadata(&folder) {
@@ -38,7 +37,7 @@ pub fn existing() -> Result<Option<PathBuf>, Failure> {
     }
 }
 
-/// A failure to write to the cache at `folder`, with the remedy.
+/// Creates the failure to write to the cache at `folder`, with the remedy.
 pub fn failed(folder: &Path, error: &io::Error) -> Failure {
     Failure::file("write to the cache", folder, error).help(REMEDY)
 }
@@ -55,7 +54,8 @@ fn place() -> Result<PathBuf, Failure> {
     Err(Failure::new(failure::MISSING_FILE, text).help(REMEDY))
 }
 
-/// The place by these variables. The XDG Base Directory Specification has relative paths ignored.
+/// Chooses the folder by these variables. Relative paths are ignored (XDG Base Directory
+/// Specification).
 fn choose(cache: Option<OsString>, home: Option<OsString>) -> Option<PathBuf> {
     let absolute = |value: Option<OsString>| value.map(PathBuf::from).filter(|p| p.is_absolute());
     let cache = absolute(cache).or_else(|| absolute(home).map(|home| home.join(".cache")));

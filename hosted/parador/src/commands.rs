@@ -1,7 +1,6 @@
-//! The command line.
+//! Command line of `parador`: subcommands, options and help texts.
 
 use crate::afterburn::{self, AfterburnCommand};
-use crate::check::{self, Overrides, Plan};
 use crate::ctl;
 use crate::description::{Board, Size};
 use crate::doctor;
@@ -15,13 +14,14 @@ use crate::programs::{Named, Programs};
 use crate::rootfs;
 use crate::run;
 use crate::steps::Steps;
+use crate::validate::{self, Overrides, ResolvedSystem};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Hosts whole operating systems on Parador's microhypervisor.
+/// Runs virtual machines on Parador's microhypervisor or on Linux.
 #[derive(Debug, Parser)]
 #[command(
     name = "parador",
@@ -36,7 +36,7 @@ pub struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Run a kernel by KVM, or a pre-virtualized one as ordinary processes of this host.
+    /// Run a kernel in a VM, with KVM or as ordinary processes of this host.
     #[command(after_help = "\
 Examples:
   parador run vmlinux -i busybox
@@ -44,77 +44,76 @@ Examples:
   parador run vmlinux -i busybox -d disk.img -d path=data.img,ro=on,id=data
   parador run --config vm.toml -m 2G
 
-On a terminal all keys go to the guest, Ctrl-C too; Ctrl-A X ends the machine.
+On a terminal all keys go to the guest, Ctrl-C too; Ctrl-A X kills the VM.
 
-Exit codes: 0 the guest powered off; 1-63 code of the guest; 64 usage; 65 bad kernel or option;
-66 missing file; 69 something needed is not available; 70 internal; 71 operating system;
-77 permission; 80 guest panic; 81 guest triple fault; 83 guest reset; 124 time limit;
+Exit codes: 0 the guest powered off; 1-63 code of the guest; 64 usage; 65 invalid kernel or option;
+66 missing file; 69 required facility unavailable; 70 internal error; 71 OS error;
+77 permission denied; 80 guest panic; 81 guest triple fault; 83 guest reset; 124 time limit;
 128+n signal n.")]
     Run(Box<run::Options>),
-    /// Ask a running machine, or make it pause, go on, start anew, end.
+    /// Query or control a running VM (pause, resume, reset, shutdown).
     #[command(after_help = "\
 Examples:
   parador run vmlinux -i busybox --api-socket vm.sock
   parador ctl -s vm.sock status
   parador ctl -s vm.sock shutdown
 
-Exit codes: 0 done; 1 the machine is not in the state for it; 64 usage; 66 no such socket;
-69 nobody answers; 71 operating system; 77 permission.")]
+Exit codes: 0 success; 1 the request does not fit the VM's state; 64 usage; 66 no such socket;
+69 no answer; 71 OS error; 77 permission denied.")]
     Ctl(ctl::Options),
-    /// Say what this host has of what virtual machines need.
+    /// Report which host prerequisites are met.
     #[command(after_help = "\
-Exit codes: 0 `parador run` works here; 69 it does not, as the line MISSING says.")]
+Exit codes: 0 `parador run` works on this host; 69 it does not: see the lines marked MISSING.")]
     Doctor(doctor::Options),
-    /// Make, check and start bootable systems.
+    /// Build, check and start bootable systems.
     #[command(subcommand)]
     System(SystemCommand),
-    /// Make disks for guests.
+    /// Build disk images for guests.
     #[command(subcommand)]
     Rootfs(RootfsCommand),
-    /// Pre-virtualize kernels while they are assembled, and check them.
+    /// Pre-virtualize kernels during assembly, and verify them.
     #[command(subcommand)]
     Afterburn(AfterburnCommand),
-    /// Make Linux kernels that run with and without a hypervisor below them.
+    /// Build pre-virtualized Linux kernels, which run on bare hardware, too.
     #[command(subcommand)]
     Kernel(KernelCommand),
 }
 
 #[derive(Debug, Subcommand)]
 enum RootfsCommand {
-    /// Make a disk with Debian, and the kernel and RAM disk that it boots with.
+    /// Build a Debian disk image, with the kernel and initial RAM disk that boot it.
     #[command(after_help = "\
 Examples:
   sudo parador rootfs debian -o debian
   sudo parador rootfs debian -o debian --size 8G --include postgresql,git --ssh-key ~/.ssh/id_ed25519.pub
 
-The folder then has `disk.img`, `vmlinuz`, `initrd.img`, and without --ssh-key a pair of keys `ssh-key`:
-see examples/debian.toml. On the console root logs in without a password, by ssh with the key only.
-Called again, it leaves the disk as it is. Packages are kept for the next disk.")]
+Output: `disk.img`, `vmlinuz`, `initrd.img` and, without --ssh-key, a key pair `ssh-key`;
+see examples/debian.toml. root logs in on the console without a password, and over ssh with the key.
+An existing disk is kept unless --force is given. Downloaded packages are cached.")]
     Debian {
-        /// Folder for the disk and what belongs to it.
+        /// Output folder.
         #[arg(short, long, value_name = "FOLDER")]
         output: PathBuf,
-        /// Size of the disk. It takes as much room as is used of it.
+        /// Size of the disk. The file is sparse.
         #[arg(long, value_name = "SIZE", value_parser = Size::parse, default_value = "4G")]
         size: Size,
-        /// Further packages.
+        /// Additional packages.
         #[arg(long, value_name = "PACKAGE", value_delimiter = ',')]
         include: Vec<String>,
-        /// Public key that may log in, instead of a new one.
+        /// Public key authorized for root [default: a new key pair].
         #[arg(long, value_name = "FILE")]
         ssh_key: Option<PathBuf>,
-        /// Debian's release.
+        /// Debian release.
         #[arg(long, default_value = "bookworm")]
         suite: String,
-        /// Where packages and their updates come from: a mirror of Debian, whose signature is
-        /// verified.
+        /// Debian mirror for packages and updates. Its signature is verified.
         #[arg(long, value_name = "URL", default_value = "http://deb.debian.org/debian")]
         mirror: String,
-        /// Where security updates come from; `none`: nowhere [default: `debian-security` beside a
-        /// mirror that ends in `debian`].
+        /// Mirror for security updates, or `none` [default: `debian-security` next to a mirror that
+        /// ends in `debian`].
         #[arg(long, value_name = "URL")]
         security_mirror: Option<String>,
-        /// Make the disk anew; what is on it is lost.
+        /// Rebuild the disk; its contents are lost.
         #[arg(long)]
         force: bool,
     },
@@ -122,15 +121,15 @@ Called again, it leaves the disk as it is. Packages are kept for the next disk."
 
 #[derive(Debug, Subcommand)]
 enum SystemCommand {
-    /// Check a system description and say what was proved.
+    /// Validate a system description and report what was verified.
     #[command(after_help = "Example: parador system check examples/one-linux.toml")]
     Check {
-        /// The description, a TOML file.
+        /// System description (TOML).
         file: PathBuf,
         #[command(flatten)]
         programs: Named,
     },
-    /// Draw who holds which capability to what.
+    /// Draw the capability graph: holders, objects and rights.
     #[command(after_help = "\
 Examples:
   parador system graph examples/three-guests.toml -o three-guests.svg
@@ -138,10 +137,10 @@ Examples:
     Graph {
         /// The description, a TOML file.
         file: PathBuf,
-        /// A picture, or text for Graphviz [default: as the name of the output ends, else svg].
+        /// SVG, or text for Graphviz [default: by the extension of the output file, else svg].
         #[arg(long, value_name = "FORMAT")]
         format: Option<Format>,
-        /// The same as --format dot.
+        /// Same as --format dot.
         #[arg(long, conflicts_with = "format")]
         dot: bool,
         /// Write to this file instead of standard output.
@@ -154,13 +153,13 @@ Examples:
   parador system build examples/one-linux.toml
   parador system build examples/one-linux.toml -o image --iso parador.iso
 
-The image is a folder with `kernel.elf` (PVH and multiboot2) and `bundle`, its boot module.")]
+Output: a folder with `kernel.elf` (PVH and Multiboot2) and `bundle`, its boot module.")]
     Build {
-        /// The description, a TOML file.
+        /// System description (TOML).
         file: PathBuf,
         #[command(flatten)]
-        place: Place,
-        /// Also make a CD-ROM image that GRUB boots.
+        place: ImageArguments,
+        /// Also build a CD-ROM image that boots with GRUB.
         #[arg(long, value_name = "FILE")]
         iso: Option<PathBuf>,
     },
@@ -171,26 +170,26 @@ Examples:
   parador system emulate examples/one-linux.toml --timeout 60s </dev/null
   parador system emulate examples/one-linux.toml --cpus 4 -- -gdb tcp::1234
 
-On a terminal all keys go to the guest, Ctrl-C too; Ctrl-A X ends the machine.
+On a terminal all keys go to the guest, Ctrl-C too; Ctrl-A X kills QEMU.
 
-Exit codes: 0 the guest powered off; 1-63 code of the guest; 64 usage; 65 bad description;
-66 missing file; 69 something needed is not installed; 70 internal; 71 operating system;
-77 permission; 80 guest panic; 81 guest triple fault; 82 watchdog; 83 guest reset;
+Exit codes: 0 the guest powered off; 1-63 code of the guest; 64 usage; 65 invalid description;
+66 missing file; 69 required program not installed; 70 internal error; 71 OS error;
+77 permission denied; 80 guest panic; 81 guest triple fault; 82 watchdog; 83 guest reset;
 124 time limit; 128+n signal n.")]
     Emulate(EmulateArguments),
 }
 
-/// Formats of a graph.
+/// Output formats of the capability graph.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Format {
-    /// A picture.
+    /// SVG picture.
     Svg,
-    /// The language of Graphviz.
+    /// Graphviz language.
     Dot,
 }
 
 impl Format {
-    /// As a file's name ends.
+    /// Returns the format that the extension of `path` names.
     fn of(path: &Path) -> Option<Self> {
         match path.extension()?.to_str()? {
             "svg" => Some(Self::Svg),
@@ -202,32 +201,32 @@ impl Format {
 
 #[derive(Debug, Args)]
 struct EmulateArguments {
-    /// The description, a TOML file.
+    /// System description (TOML).
     file: PathBuf,
     #[command(flatten)]
-    place: Place,
-    /// CPUs of the machine, instead of the description's.
+    place: ImageArguments,
+    /// CPUs of the emulated machine; overrides the description.
     #[arg(long, value_name = "N")]
     cpus: Option<u32>,
-    /// Memory of the machine, instead of the description's.
+    /// Memory of the emulated machine; overrides the description.
     #[arg(short, long, value_name = "SIZE", value_parser = Size::parse)]
     memory: Option<Size>,
-    /// End the machine after this time: 60s, 5m, 1h.
+    /// Kill QEMU after this time: 60s, 5m, 1h.
     #[arg(long, value_name = "TIME", value_parser = parse_time)]
     timeout: Option<Duration>,
-    /// Count instructions instead of time: every run takes the same course.
+    /// Advance time by executed instructions (QEMU -icount), for reproducible runs.
     #[arg(long)]
     icount: bool,
-    /// File for the kernel's log [default: kernel.log in the image's folder].
+    /// File for the kernel log [default: kernel.log in the image's folder].
     #[arg(long, value_name = "FILE")]
     log: Option<PathBuf>,
     /// Boot from a CD-ROM image through GRUB.
     #[arg(long)]
     iso: bool,
-    /// Start the image that is there from before.
+    /// Start the existing image instead of building it.
     #[arg(long)]
     no_build: bool,
-    /// QEMU's program.
+    /// QEMU binary.
     #[arg(
         long,
         value_name = "PROGRAM",
@@ -235,32 +234,32 @@ struct EmulateArguments {
         default_value = "qemu-system-x86_64"
     )]
     qemu: PathBuf,
-    /// Further arguments for QEMU.
+    /// Additional QEMU arguments.
     #[arg(last = true, value_name = "QEMU ARGUMENTS")]
     extra: Vec<OsString>,
 }
 
 #[derive(Debug, Args)]
-struct Place {
-    /// Folder for the image [default: target/images/NAME in a source tree].
+struct ImageArguments {
+    /// Output folder of the image [default: target/images/NAME in a source tree].
     #[arg(short, long, value_name = "FOLDER")]
     output: Option<PathBuf>,
     #[command(flatten)]
     programs: Named,
 }
 
-impl Place {
+impl ImageArguments {
     fn options(self, iso: Option<PathBuf>) -> image::Options {
         image::Options { output: self.output, programs: self.programs, iso }
     }
 }
 
-/// File name of the kernel's log in an image's folder.
+/// File name of the kernel log in an image's folder.
 const LOG: &str = "kernel.log";
 /// File name of the CD-ROM image in an image's folder.
 const ISO: &str = "boot.iso";
 
-/// Does what the command line says and returns the exit code.
+/// Executes the parsed command line and returns the exit code.
 pub fn run(cli: Cli) -> Result<u8, Failure> {
     match cli.command {
         Command::Run(options) => run::run(&options),
@@ -299,9 +298,9 @@ pub fn run(cli: Cli) -> Result<u8, Failure> {
 fn system(command: SystemCommand) -> Result<u8, Failure> {
     match command {
         SystemCommand::Check { file, programs: named } => {
-            let plan = check::check(&file, Overrides::default())?;
-            // A description can be judged where Parador itself is not, or not yet; but a folder that was
-            // named exists.
+            let resolved = validate::validate(&file, Overrides::default())?;
+            // A description can be validated before Parador itself is built; a folder that was
+            // named explicitly must exist.
             let programs = match Programs::find(&named) {
                 Ok(programs) => programs.finished(),
                 Err(failure) if named.is_some() || failure.code() != failure::MISSING_FILE => {
@@ -309,12 +308,12 @@ fn system(command: SystemCommand) -> Result<u8, Failure> {
                 }
                 Err(_) => None,
             };
-            programs.iter().try_for_each(|folder| plan.check_programs(folder))?;
+            programs.iter().try_for_each(|folder| resolved.check_programs(folder))?;
             let state = match programs {
                 Some(folder) => format!("all there, in {}", folder.display()),
-                None => "not built yet: `system build` looks for them".to_owned(),
+                None => "not built yet; `system build` checks them".to_owned(),
             };
-            print(format!("{plan}  programs {state}\n"))?;
+            print(format!("{resolved}  programs {state}\n"))?;
             Ok(0)
         }
         SystemCommand::Graph { file, format, dot, output } => {
@@ -323,10 +322,10 @@ fn system(command: SystemCommand) -> Result<u8, Failure> {
             graph(&file, format.unwrap_or(Format::Svg), output.as_deref())
         }
         SystemCommand::Build { file, place, iso } => {
-            let plan = check::check(&file, Overrides::default())?;
+            let resolved = validate::validate(&file, Overrides::default())?;
             let options = place.options(iso);
             let folder = Image::folder(&file, &options)?;
-            image::build(&plan, &folder, &options, &Steps::new())?;
+            image::build(&resolved, &folder, &options, &Steps::new())?;
             let made = [&folder].into_iter().chain(&options.iso);
             let lines: String = made.map(|path| format!("{}\n", path.display())).collect();
             print(lines)?;
@@ -337,7 +336,7 @@ fn system(command: SystemCommand) -> Result<u8, Failure> {
 }
 
 fn graph(file: &Path, format: Format, output: Option<&Path>) -> Result<u8, Failure> {
-    let graph = Graph::new(&check::check(file, Overrides::default())?);
+    let graph = Graph::new(&validate::validate(file, Overrides::default())?);
     let name = file.file_name().unwrap_or(file.as_os_str()).to_string_lossy();
     let text = match format {
         Format::Svg => graph::svg::render(&graph, &name),
@@ -352,11 +351,11 @@ fn graph(file: &Path, format: Format, output: Option<&Path>) -> Result<u8, Failu
 
 fn emulate(arguments: EmulateArguments) -> Result<u8, Failure> {
     let EmulateArguments { file, place, cpus, memory, .. } = arguments;
-    let plan: Plan = check::check(&file, Overrides { cpus, memory })?;
-    if plan.board != Board::QemuQ35 {
-        let message = format!("{} is not for an emulated machine", file.display());
+    let resolved: ResolvedSystem = validate::validate(&file, Overrides { cpus, memory })?;
+    if resolved.board != Board::QemuQ35 {
+        let message = format!("{} is not for board \"qemu-q35\"", file.display());
         return Err(Failure::new(failure::BAD_CONFIG, message).help(
-            "set [system] board = \"qemu-q35\", or build it with --iso and boot a real machine",
+            "set [system] board = \"qemu-q35\", or build it with --iso and boot it on hardware",
         ));
     }
     let mut options = place.options(None);
@@ -364,7 +363,7 @@ fn emulate(arguments: EmulateArguments) -> Result<u8, Failure> {
     options.iso = arguments.iso.then(|| folder.join(ISO));
     let image = match arguments.no_build {
         true => Image::existing(&folder)?,
-        false => image::build(&plan, &folder, &options, &Steps::new())?,
+        false => image::build(&resolved, &folder, &options, &Steps::new())?,
     };
     let emulation = emulate::Options {
         qemu: arguments.qemu,
@@ -374,10 +373,10 @@ fn emulate(arguments: EmulateArguments) -> Result<u8, Failure> {
         iso: options.iso,
         extra: arguments.extra,
     };
-    emulate::run(&plan, &image, &emulation)
+    emulate::run(&resolved, &image, &emulation)
 }
 
-/// Reads a time: digits and s, m or h; seconds without a unit.
+/// Parses a time: digits and s, m or h; seconds without a unit.
 pub fn parse_time(text: &str) -> Result<Duration, String> {
     let refuse = || format!("`{text}` is not a time: write digits and s, m or h, as in 60s");
     let (digits, unit) = match text.strip_suffix(['s', 'm', 'h']) {

@@ -1,4 +1,5 @@
-//! Whether the host has 32-bit programs: their system calls, that is, which are what gives thread-local storage to those of a guest.
+//! Detects 32-bit user mode on the host, whose system calls set up thread-local storage of a
+//! guest's 32-bit applications.
 
 use rustix::fs::{MemfdFlags, memfd_create};
 use std::fs::File;
@@ -6,15 +7,16 @@ use std::io::Write;
 use std::os::fd::AsRawFd;
 use std::process::{Command, Stdio};
 
-/// Where the program is in memory.
+/// Load address of the program.
 const BASE: u32 = 0x0804_8000;
-/// Bytes of the header of a file, and of the one of a part (System V ABI, Intel386 supplement, chapters 4 and 5).
+/// Sizes of the ELF header and of a program header (System V ABI, Intel386 supplement, chapters 4
+/// and 5).
 const HEADER: u32 = 52;
 const PART: u32 = 32;
 /// `mov eax, 1; xor ebx, ebx; int 0x80`: exit(0).
 const CODE: [u8; 9] = [0xb8, 1, 0, 0, 0, 0x31, 0xdb, 0xcd, 0x80];
 
-/// The smallest program that ends well.
+/// Builds the smallest program that exits with 0.
 fn program() -> Vec<u8> {
     let start = HEADER + PART;
     let length = start + CODE.len() as u32;
@@ -32,7 +34,7 @@ fn program() -> Vec<u8> {
         HEADER | PART << 16,
         1,
         0,
-        // To be loaded: all of the file, readable and executable.
+        // Loadable segment: the whole file, readable and executable.
         1,
         0,
         BASE,
@@ -47,7 +49,7 @@ fn program() -> Vec<u8> {
     bytes
 }
 
-/// Runs it.
+/// Runs the program.
 pub fn is_there() -> bool {
     let Ok(file) = memfd_create("parador-32-bit", MemfdFlags::CLOEXEC) else { return false };
     let mut file = File::from(file);

@@ -1,17 +1,18 @@
-//! The description of one virtual machine: the one schema of the command line, of `--config FILE` (TOML) and of the control interface
-//! (JSON).
+//! Configuration of one VM: one schema for the command line, `--config FILE` (TOML) and the control
+//! interface (JSON).
 //!
-//! A key is a field here and nothing else: its text is the help of the option and the description in the JSON schema. Every field says
-//! nothing by default, so that a file and a command line can be merged; what is the case then, the code that uses it knows.
+//! Each key is one field; its doc comment is both the help text of the option and the description
+//! in the JSON schema. Every field defaults to "unset", so that a file and a command line can be
+//! merged; the code that uses a field applies its default.
 
 use crate::console::{Target, Virtio};
-use crate::debugger::Place;
+use crate::debugger::GdbEndpoint;
 use crate::description::{self, Size};
 use crate::disk;
 use crate::failure::{self, Failure};
 use crate::messages::Format;
 use crate::net;
-use crate::problem::{Problem, Report};
+use crate::problem::{Diagnostics, Problem};
 use crate::share;
 use crate::vsock;
 use clap::{Args, ValueEnum};
@@ -26,164 +27,173 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 use toml::{Table, Value};
 
-/// A virtual machine as `parador run` takes it. Paths in a file start at the file's folder.
+/// Configuration of a VM, as `parador run` takes it. Relative paths in a file start at the file's
+/// folder.
 #[derive(Clone, Debug, Default, PartialEq, Args, Deserialize, Serialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 #[schemars(title = "Virtual machine of `parador run`")]
 pub struct Config {
-    /// The machine.
+    /// The VM.
     #[command(flatten)]
-    pub vm: Vm,
-    /// Disk: FILE, or path=FILE,ro=on,id=NAME,format=raw (or qcow2); up to four.
+    pub vm: VmConfig,
+    /// Disk: FILE, or path=FILE,ro=on,id=NAME,format=raw|qcow2; up to four.
     #[arg(short, long = "disk", value_name = "DISK", value_parser = disk::parse)]
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub disk: Vec<disk::Description>,
-    /// Network: user or passt, with hostfwd=tcp:2222:22; or tap=NAME; or switch=SOCKET; or none; mac=ADDRESS; up to four.
+    pub disk: Vec<disk::DiskConfig>,
+    /// Network: user or passt, with hostfwd=tcp:2222:22; tap=NAME; switch=SOCKET; or none; each
+    /// with mac=ADDRESS; up to four.
     #[arg(long = "net", value_name = "NET", value_parser = net::parse)]
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub net: Vec<net::Description>,
-    /// Folder of this host as a file system for the guest: DIR:TAG,ro=on; up to four.
+    pub net: Vec<net::NetConfig>,
+    /// Shared directory (9P): DIR:TAG, DIR:TAG,ro=on; up to four.
     #[arg(long, value_name = "DIR:TAG", value_parser = share::parse)]
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub share: Vec<share::Description>,
-    /// Sockets between guest and host: cid=NUMBER,path=SOCKET, with which programs of the host connect.
+    pub share: Vec<share::ShareConfig>,
+    /// Vsock device: guest CID and the path of the Unix socket for host connections.
     #[arg(long, value_name = "cid=CID,path=SOCKET", value_parser = vsock::parse)]
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub vsock: Option<vsock::Description>,
+    pub vsock: Option<vsock::VsockConfig>,
 }
 
 /// `[vm]`.
 #[derive(Clone, Debug, Default, PartialEq, Args, Deserialize, Serialize, JsonSchema)]
 #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
-pub struct Vm {
-    /// Kernel, as KERNEL.
+pub struct VmConfig {
+    /// Kernel; same as KERNEL.
     #[arg(short, long, value_name = "FILE")]
     pub kernel: Option<PathBuf>,
-    /// Initial RAM disk, or `busybox` for one with a shell.
+    /// Initial RAM disk; `busybox` builds one with a shell.
     #[arg(short, long, value_name = "FILE")]
     pub initrd: Option<PathBuf>,
-    /// Added to the kernel's command line.
+    /// Text appended to the kernel command line.
     #[arg(short = 'p', long, value_name = "TEXT")]
     pub cmdline: Option<String>,
-    /// Memory [default: 1G].
+    /// Memory size, at least 64M [default: 1G].
     #[arg(short, long, value_name = "SIZE", value_parser = Size::parse)]
     pub memory: Option<Size>,
-    /// Memory that the guest is to do without; `on`: it gives back what it does not use; `off`: it keeps all that it has used [default: on].
-    #[arg(long, value_name = "SIZE|on|off", value_parser = Balloon::parse)]
-    pub balloon: Option<Balloon>,
+    /// Memory balloon: `on` returns free guest memory to the host, SIZE also inflates it at boot,
+    /// `off` disables it [default: on].
+    #[arg(long, value_name = "SIZE|on|off", value_parser = BalloonConfig::parse)]
+    pub balloon: Option<BalloonConfig>,
     /// Virtual CPUs, up to 8 [default: 1].
     #[arg(short, long, value_name = "COUNT", value_parser = clap::value_parser!(u8).range(1..=MAX_VCPUS as i64))]
     #[schemars(range(min = 1, max = MAX_VCPUS))]
     pub cpus: Option<u8>,
-    /// How to run the guest [default: auto].
+    /// Back end [default: auto].
     #[arg(long, value_enum)]
     pub backend: Option<Backend>,
-    /// How to keep the guest's kernel from the guest's programs [default: auto].
+    /// Isolation of the guest kernel from guest user mode [default: auto].
     #[arg(long, value_enum, value_name = "HOW")]
     pub protection: Option<Protection>,
-    /// End the machine after this time, as in 60s, with exit code 124.
+    /// Kill the VM after this time, e.g. 60s, with exit code 124.
     #[arg(long, value_name = "TIME", value_parser = Time::parse)]
     pub timeout: Option<Time>,
-    /// Print in the end how often the wedge was needed, and for what.
+    /// At exit, print how often each wedge service was entered.
     #[arg(long)]
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub counters: bool,
-    /// Count writes to page tables, descriptor tables and devices, and write to this file which functions of the kernel they are from and
-    /// whether they are annotated. Slow.
+    /// Count guest writes to page tables, descriptor tables and devices, and write a report by
+    /// kernel function to this file, with whether each function is annotated. Slow.
     #[arg(long, value_name = "FILE")]
     pub profile_writes: Option<PathBuf>,
-    /// Do without an optimisation, to see what it is worth.
+    /// Disable an optimisation, to measure its effect.
     #[arg(long, value_enum, value_delimiter = ',', value_name = "NAME")]
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub without: Vec<Optimisation>,
-    /// Namespaces without anything in them and Landlock for the machine's processes: as the host permits, none, or all of it [default: on].
+    /// Sandbox the VM's processes with empty namespaces and Landlock: as far as the host permits,
+    /// off, or strict [default: on].
     #[arg(long, value_enum, value_name = "WHICH")]
     pub sandbox: Option<Sandbox>,
-    /// Messages about the machine that are printed when it has ended [default: warn].
+    /// Least severe messages about the VM that are printed at exit [default: warn].
     #[arg(long, value_enum, value_name = "LEVEL")]
     pub log: Option<Log>,
-    /// What the serial line (ttyS0) is connected to: stdio, pty, null, file=PATH, unix=PATH [default: stdio; null with --console stdio].
+    /// Connection of the serial line (ttyS0): stdio, pty, null, file=PATH, unix=PATH [default:
+    /// stdio; null with --console stdio].
     #[arg(long, value_name = "TARGET", value_parser = Target::parse)]
     pub serial: Option<Target>,
-    /// A virtio console (hvc0), which is the guest's first one then, and what it is connected to: off, or as --serial [default: off].
+    /// Add a virtio console (hvc0), which becomes the guest's primary console, and connect it: off,
+    /// or as --serial [default: off].
     #[arg(long, value_name = "TARGET", value_parser = Virtio::parse)]
     pub console: Option<Virtio>,
-    /// Wait for a debugger (GDB): unix=SOCKET, or tcp=:PORT on the loopback address; with `,wait` the guest waits for it, too.
-    #[arg(long, value_name = "PLACE", value_parser = Place::parse)]
-    pub gdb: Option<Place>,
-    /// Let profilers of the host find the functions of the guest's kernel: /tmp/perf-PID.map for each process of the machine.
+    /// Listen for GDB: unix=SOCKET, or tcp=:PORT on the loopback address; with `,wait` the guest
+    /// does not start before GDB connects.
+    #[arg(long, value_name = "PLACE", value_parser = GdbEndpoint::parse)]
+    pub gdb: Option<GdbEndpoint>,
+    /// Write /tmp/perf-PID.map with the guest kernel's functions for each process of the VM, for
+    /// host profilers.
     #[arg(long)]
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub perf_map: bool,
-    /// How messages look: lines, or a JSON object a line [default: text].
+    /// Message format: lines of text, or one JSON object per line [default: text].
     #[arg(long, value_enum, value_name = "FORMAT")]
     pub log_format: Option<Format>,
-    /// Control socket, which is made: see docs/spec/api.md.
+    /// Path of the control socket to create: see docs/spec/api.md.
     #[arg(long, value_name = "SOCKET")]
     pub api_socket: Option<PathBuf>,
-    /// Start when the control socket says so: PUT /v1/vm/boot.
+    /// Start the guest only at PUT /v1/vm/boot on the control socket.
     #[arg(long)]
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub wait_boot: bool,
-    /// Descriptor that events are written to, a JSON object a line.
+    /// File descriptor to write events to, one JSON object per line.
     #[arg(long, value_name = "NUMBER")]
     pub event_fd: Option<u32>,
-    /// File that statistics are added to, a JSON object a line: at the end, and at SIGUSR1; `-`: standard output.
+    /// File to append statistics to, one JSON object per line, at exit and at each SIGUSR1; `-`:
+    /// standard output.
     #[arg(long, value_name = "FILE")]
     pub metrics: Option<PathBuf>,
-    /// When the guest powers off: exit, exit:CODE, reset [default: exit].
-    #[arg(long, value_name = "WHAT", value_parser = Then::parse)]
-    pub on_shutdown: Option<Then>,
-    /// When the guest resets its machine: exit, exit:CODE, reset [default: exit, with 83].
-    #[arg(long, value_name = "WHAT", value_parser = Then::parse, conflicts_with = "no_reboot")]
-    pub on_reset: Option<Then>,
-    /// When the guest's kernel panics: exit, exit:CODE, reset [default: exit, with 80].
-    #[arg(long, value_name = "WHAT", value_parser = Then::parse)]
-    pub on_panic: Option<Then>,
-    /// The same as --on-reset exit.
+    /// Action when the guest powers off: exit, exit:CODE, reset [default: exit].
+    #[arg(long, value_name = "WHAT", value_parser = OnExit::parse)]
+    pub on_shutdown: Option<OnExit>,
+    /// Action when the guest resets: exit, exit:CODE, reset [default: exit, with code 83].
+    #[arg(long, value_name = "WHAT", value_parser = OnExit::parse, conflicts_with = "no_reboot")]
+    pub on_reset: Option<OnExit>,
+    /// Action when the guest kernel panics: exit, exit:CODE, reset [default: exit, with code 80].
+    #[arg(long, value_name = "WHAT", value_parser = OnExit::parse)]
+    pub on_panic: Option<OnExit>,
+    /// Same as --on-reset exit.
     #[arg(long)]
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub no_reboot: bool,
 }
 
-/// What follows an end.
+/// Action after a guest power-off, reset or panic.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Then {
-    /// The end of `parador run`, with the end's own exit code.
+pub enum OnExit {
+    /// `parador run` exits with the default code of the event.
     #[default]
     Exit,
-    /// The end, with this exit code.
+    /// `parador run` exits with this code.
     Code(u8),
-    /// The machine starts anew.
+    /// The VM is reset.
     Reset,
 }
 
-impl Then {
+impl OnExit {
     fn parse(text: &str) -> Result<Self, String> {
         match (text, text.strip_prefix("exit:").map(str::parse)) {
             ("exit", _) => Ok(Self::Exit),
             ("reset", _) => Ok(Self::Reset),
             (_, Some(Ok(code))) => Ok(Self::Code(code)),
-            _ => Err(format!("`{text}` is none of exit, exit:CODE and reset")),
+            _ => Err(format!("invalid action `{text}`: expected exit, exit:CODE or reset")),
         }
     }
 }
 
-impl JsonSchema for Then {
+impl JsonSchema for OnExit {
     fn schema_name() -> Cow<'static, str> {
-        "Then".into()
+        "OnExit".into()
     }
 
     fn json_schema(_: &mut SchemaGenerator) -> Schema {
         json_schema!({
-            "description": "What follows an end: the machine starts anew, or that is it, with the end's exit code or this one.",
+            "description": "Action after a guest power-off, reset or panic: reset the VM, or exit with the default code or with CODE.",
             "type": "string",
             "pattern": "^(exit(:[0-9]+)?|reset)$",
         })
     }
 }
 
-impl Serialize for Then {
+impl Serialize for OnExit {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         match self {
             Self::Exit => serializer.serialize_str("exit"),
@@ -193,19 +203,19 @@ impl Serialize for Then {
     }
 }
 
-impl<'de> Deserialize<'de> for Then {
+impl<'de> Deserialize<'de> for OnExit {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         Self::parse(&String::deserialize(deserializer)?).map_err(de::Error::custom)
     }
 }
 
-/// How a guest is run.
+/// Back end that runs the guest.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Deserialize, Serialize, JsonSchema,
 )]
 #[serde(rename_all = "kebab-case")]
 pub enum Backend {
-    /// KVM where it works, else processes.
+    /// KVM if it is usable, else processes.
     #[default]
     Auto,
     /// KVM of this host; any kernel.
@@ -214,80 +224,80 @@ pub enum Backend {
     Process,
 }
 
-/// How a guest's kernel is kept from the guest's programs.
+/// Isolation of the guest kernel from guest user mode.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Deserialize, Serialize, JsonSchema,
 )]
 #[serde(rename_all = "kebab-case")]
 pub enum Protection {
-    /// By protection keys where the host has them; else not at all, which is said.
+    /// Protection keys (PKU) if the host has them; else none, with a warning.
     #[default]
     Auto,
-    /// By the processor's protection keys.
+    /// Protection keys (PKU).
     Keys,
-    /// Not at all: programs can change their kernel.
+    /// None: guest user mode can modify the guest kernel.
     None,
-    /// Programs have processes of their own, which have nothing of their kernel: on any host, but slow.
+    /// User mode runs in processes of its own, without kernel memory: works on any host, slow.
     Process,
-    /// It is not mapped while programs run: slow, and against accidents only.
+    /// The kernel is unmapped in user mode: slow, and only against accidents.
     Remap,
 }
 
-/// How far the machine's processes are shut in, beside their filters of system calls.
+/// Sandboxing of the VM's processes in addition to their seccomp filters.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Deserialize, Serialize, JsonSchema,
 )]
 #[serde(rename_all = "kebab-case")]
 pub enum Sandbox {
-    /// As far as the host lets its users.
+    /// As far as the host permits it to unprivileged users.
     #[default]
     On,
-    /// Not at all.
+    /// Disabled.
     Off,
-    /// Wholly, or the machine does not start.
+    /// Complete, or the VM does not start.
     Strict,
 }
 
-/// What is printed of the machine itself.
+/// Least severe messages of the VM's own processes that are printed.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Deserialize, Serialize, JsonSchema,
 )]
 #[serde(rename_all = "kebab-case")]
 pub enum Log {
-    /// The machine cannot go on.
+    /// Errors that stop the VM.
     Error,
-    /// The guest wanted something that the machine has not.
+    /// Guest requests that the VM does not support, too.
     #[default]
     Warn,
-    /// What the guest has looked for in vain, too.
+    /// Guest probes for absent devices and features, too.
     Info,
 }
 
-/// What can be left out.
+/// Optimisations that can be disabled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Optimisation {
-    /// Frequent sensitive instructions are done in place.
+    /// Frequent sensitive instructions are emulated in place.
     FastSites,
-    /// System calls of programs come without a signal.
+    /// System calls of guest user mode enter the guest kernel without a signal.
     CallSites,
-    /// The wedge does in its own way what some functions of the kernel do.
+    /// The wedge replaces some kernel functions with its own versions.
     Functions,
-    /// A fault fills in what is around it, too, and a flush drops only what is out of date.
+    /// A page fault also maps neighbouring pages, and a TLB flush drops only stale mappings.
     Batches,
-    /// Each address space of the guest has a process.
+    /// Each guest address space has a process of its own.
     Spaces,
-    /// The guest's processes handle their system calls and faults themselves; without, each goes through a process that traces them.
+    /// Guest processes handle their own system calls and faults; without it, a tracer process does.
     InProcess,
 }
 
-/// A time, written with a unit: `"60s"`.
+/// A time with a unit: `"60s"`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, JsonSchema)]
 #[schemars(transparent)]
 pub struct Time(#[schemars(with = "String", regex(pattern = "^[0-9]+[smh]?$"))] pub Duration);
 
 impl Time {
-    /// Reads digits and s, m or h.
+    /// Parses digits and s, m or h.
     pub fn parse(text: &str) -> Result<Self, String> {
         crate::commands::parse_time(text).map(Self)
     }
@@ -305,17 +315,18 @@ impl<'de> Deserialize<'de> for Time {
     }
 }
 
-/// What a guest gives back of its memory: so much from the start and what it does not use; `None`: nothing.
+/// Memory that the guest returns to the host: this size from the start, and free memory; `None`: no
+/// balloon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, JsonSchema)]
 #[schemars(transparent)]
-pub struct Balloon(
+pub struct BalloonConfig(
     #[schemars(with = "String", regex(pattern = "^(on|off|[0-9]+[KMGkmg])$"))] pub Option<Size>,
 );
 
-impl Balloon {
+impl BalloonConfig {
     const ON: Self = Self(Some(Size(0)));
 
-    /// Reads a size, `on` or `off`.
+    /// Parses a size, `on` or `off`.
     pub fn parse(text: &str) -> Result<Self, String> {
         match text {
             "on" => Ok(Self::ON),
@@ -325,13 +336,13 @@ impl Balloon {
     }
 }
 
-impl Default for Balloon {
+impl Default for BalloonConfig {
     fn default() -> Self {
         Self::ON
     }
 }
 
-impl Serialize for Balloon {
+impl Serialize for BalloonConfig {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         match *self {
             Self::ON => serializer.serialize_str("on"),
@@ -341,17 +352,18 @@ impl Serialize for Balloon {
     }
 }
 
-impl<'de> Deserialize<'de> for Balloon {
+impl<'de> Deserialize<'de> for BalloonConfig {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         Self::parse(&String::deserialize(deserializer)?).map_err(de::Error::custom)
     }
 }
 
 impl Config {
-    /// Reads a file.
+    /// Reads a configuration file.
     ///
     /// # Errors
-    /// What is wrong, with its place in the file: code 65. It cannot be read: 66, 71 or 77.
+    /// Invalid contents, with the position in the file: code 65. The file cannot be read: 66, 71 or
+    /// 77.
     pub fn read(path: &Path) -> Result<Self, Failure> {
         let text = fs::read_to_string(path).map_err(|error| match error.kind() {
             io::ErrorKind::InvalidData => {
@@ -363,7 +375,7 @@ impl Config {
             Ok(config) => Ok(config.in_folder(path.parent().unwrap_or(Path::new("")))),
             Err(problem) => {
                 let file = path.display().to_string();
-                Err(Failure::Description(Report { file, text, problems: vec![problem] }))
+                Err(Failure::Description(Diagnostics { file, text, problems: vec![problem] }))
             }
         }
     }
@@ -372,12 +384,20 @@ impl Config {
         description::parse(text)
     }
 
-    /// With paths that start at a folder.
+    /// Resolves relative paths against `folder`.
     fn in_folder(mut self, folder: &Path) -> Self {
-        let Vm {
-            kernel, initrd, profile_writes, api_socket, metrics, serial, console, gdb, ..
+        let VmConfig {
+            kernel,
+            initrd,
+            profile_writes,
+            api_socket,
+            metrics,
+            serial,
+            console,
+            gdb,
+            ..
         } = &mut self.vm;
-        let gdb = gdb.iter_mut().filter_map(Place::path_mut);
+        let gdb = gdb.iter_mut().filter_map(GdbEndpoint::path_mut);
         let targets = console.iter_mut().filter_map(|console| console.0.as_mut());
         let console = targets.filter_map(Target::path_mut);
         let serial = serial.iter_mut().filter_map(Target::path_mut);
@@ -395,46 +415,49 @@ impl Config {
         self
     }
 
-    /// With what `over` says in the place of what this says; lists become longer.
+    /// Merges `over` into this configuration: its values replace, its lists are appended.
     ///
     /// # Errors
-    /// A path that is not UTF-8.
+    /// A path is not UTF-8.
     pub fn merge(&self, over: &Self) -> Result<Self, Failure> {
         let mut table = self.table()?;
         overlay(&mut table, over.table()?);
         table.try_into().map_err(|error| {
-            Failure::new(failure::BAD_CONFIG, format!("the options do not go together: {error}"))
+            Failure::new(
+                failure::BAD_CONFIG,
+                format!("the options and the configuration file conflict: {error}"),
+            )
         })
     }
 
     fn table(&self) -> Result<Table, Failure> {
         Table::try_from(self).map_err(|error| {
-            Failure::new(failure::BAD_CONFIG, format!("an option cannot be written: {error}"))
+            Failure::new(failure::BAD_CONFIG, format!("cannot serialize an option: {error}"))
         })
     }
 
-    /// As a file.
+    /// Returns the configuration as a TOML file.
     ///
     /// # Errors
-    /// A path that is not UTF-8.
+    /// A path is not UTF-8.
     pub fn to_toml(&self) -> Result<String, Failure> {
         toml::to_string(self).map_err(|error| {
-            Failure::new(failure::BAD_CONFIG, format!("an option cannot be written: {error}"))
+            Failure::new(failure::BAD_CONFIG, format!("cannot serialize an option: {error}"))
         })
     }
 }
 
-/// Whether an initial RAM disk is the one that is made from busybox.
+/// Returns whether an initial RAM disk is the one built from busybox.
 pub fn is_busybox(path: &Path) -> bool {
     path == Path::new("busybox")
 }
 
-/// Whether a file is standard output.
+/// Returns whether a file is standard output.
 pub fn is_stdout(path: &Path) -> bool {
     path == Path::new("-")
 }
 
-/// Lays a table over another one.
+/// Merges the table `over` into `below`.
 fn overlay(below: &mut Table, over: Table) {
     for (key, value) in over {
         match (below.get_mut(&key), value) {

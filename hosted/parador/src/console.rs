@@ -1,7 +1,7 @@
-//! What a machine's serial line, and its virtio console, are connected to.
+//! Host ends of a VM's serial line and virtio console.
 //!
-//! Only standard output can hold a machine up. Whoever else listens and does not keep up loses what does not fit: a machine goes on
-//! whatever its console's users do.
+//! Only standard output can block a VM. Any other reader that does not keep up loses output: the VM
+//! never waits for the users of its console.
 
 use crate::failure::{self, Failure};
 use crate::messages::{Level, say};
@@ -20,7 +20,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 
-/// What the user wants it to be connected to.
+/// Configured connection of a console line.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Target {
     /// Standard input and output.
@@ -28,16 +28,16 @@ pub enum Target {
     Stdio,
     /// A new pseudoterminal.
     Pty,
-    /// Nothing.
+    /// No connection.
     Null,
-    /// What the guest prints is in this file.
+    /// Output to this file.
     File(PathBuf),
-    /// Whoever connects to this socket, one at a time.
+    /// A Unix socket; one client at a time.
     Unix(PathBuf),
 }
 
 impl Target {
-    /// Reads `stdio`, `pty`, `null`, `file=PATH` or `unix=PATH`.
+    /// Parses `stdio`, `pty`, `null`, `file=PATH` or `unix=PATH`.
     pub fn parse(text: &str) -> Result<Self, String> {
         match (text, text.split_once('=')) {
             ("stdio", _) => Ok(Self::Stdio),
@@ -45,11 +45,13 @@ impl Target {
             ("null", _) => Ok(Self::Null),
             (_, Some(("file", path))) if !path.is_empty() => Ok(Self::File(path.into())),
             (_, Some(("unix", path))) if !path.is_empty() => Ok(Self::Unix(path.into())),
-            _ => Err(format!("`{text}` is none of stdio, pty, null, file=PATH and unix=PATH")),
+            _ => Err(format!(
+                "invalid target `{text}`: expected stdio, pty, null, file=PATH or unix=PATH"
+            )),
         }
     }
 
-    /// Its file, if it has one.
+    /// Returns the path, if the target has one.
     pub fn path_mut(&mut self) -> Option<&mut PathBuf> {
         match self {
             Self::File(path) | Self::Unix(path) => Some(path),
@@ -58,18 +60,18 @@ impl Target {
     }
 }
 
-/// What the user wants of a virtio console: what it is connected to; `None`: there is none.
+/// Configured connection of the virtio console; `None`: the VM has none.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Virtio(pub Option<Target>);
 
 impl Virtio {
-    /// Reads `off`, or as [`Target::parse`].
+    /// Parses `off`, or a target as [`Target::parse`] does.
     pub fn parse(text: &str) -> Result<Self, String> {
         match text {
             "off" => Ok(Self(None)),
             _ => Target::parse(text)
                 .map(|target| Self(Some(target)))
-                .map_err(|text| text.replace("none of", "none of off,")),
+                .map_err(|text| text.replace("expected", "expected off,")),
         }
     }
 }
@@ -81,7 +83,7 @@ impl JsonSchema for Virtio {
 
     fn json_schema(_: &mut SchemaGenerator) -> Schema {
         json_schema!({
-            "description": "What a virtio console is connected to, or that there is none.",
+            "description": "Connection of the virtio console; `off`: the VM has none.",
             "type": "string",
             "pattern": "^(off|stdio|pty|null|file=.+|unix=.+)$",
         })
@@ -110,7 +112,7 @@ impl JsonSchema for Target {
 
     fn json_schema(_: &mut SchemaGenerator) -> Schema {
         json_schema!({
-            "description": "What a line is connected to.",
+            "description": "Connection of the serial line.",
             "type": "string",
             "pattern": "^(stdio|pty|null|file=.+|unix=.+)$",
         })
@@ -139,26 +141,26 @@ impl<'de> Deserialize<'de> for Target {
     }
 }
 
-/// What it is connected to.
-pub enum Console {
+/// Open host end of a console line.
+pub enum HostConsole {
     /// Standard input and output.
     Stdio,
-    /// Nothing.
+    /// No connection.
     Null,
     /// A file, for output only.
     File(File),
-    /// A pseudoterminal, whose other side is kept open so that it does not hang up.
+    /// A pseudoterminal. Its other end stays open, which prevents a hang-up.
     Pty {
-        /// The side of this program.
+        /// End of `parador`.
         master: OwnedFd,
-        /// The other one.
+        /// End of the user.
         _other: OwnedFd,
     },
-    /// Whoever connects.
+    /// A listening Unix socket.
     Unix(Socket),
 }
 
-/// A socket that is listened to, and who is connected. Dropping it removes it.
+/// A listening socket and its client. Dropping it removes the socket.
 pub struct Socket {
     path: PathBuf,
     listener: UnixListener,
@@ -167,26 +169,26 @@ pub struct Socket {
 
 impl Drop for Socket {
     fn drop(&mut self) {
-        // If somebody has removed it, that was wanted.
+        // The socket may have been removed already.
         let _ = std::fs::remove_file(&self.path);
     }
 }
 
-/// What came of reading.
+/// Result of a read.
 pub enum Input {
-    /// So many bytes.
+    /// Number of bytes read.
     Bytes(usize),
-    /// Nothing now.
+    /// No input available.
     Nothing,
-    /// Nothing any more.
+    /// End of the input.
     End,
 }
 
-impl Console {
-    /// Connects it; `name` is for messages.
+impl HostConsole {
+    /// Opens the host end; `name` is for messages.
     ///
     /// # Errors
-    /// A file or socket cannot be made: code 66, 71 or 77.
+    /// A file or socket cannot be created: code 66, 71 or 77.
     pub fn open(target: &Target, name: &str) -> Result<Self, Failure> {
         Ok(match target {
             Target::Stdio => Self::Stdio,
@@ -197,7 +199,7 @@ impl Console {
             }
             Target::Pty => {
                 let (master, other, path) = pty().map_err(|error| {
-                    Failure::os("make a pseudoterminal", &io::Error::from(error))
+                    Failure::os("create a pseudoterminal", &io::Error::from(error))
                 })?;
                 say(Level::Info, &format!("{name} is {path}"));
                 Self::Pty { master, _other: other }
@@ -209,12 +211,12 @@ impl Console {
         })
     }
 
-    /// It is the terminal, if there is one.
+    /// Returns whether this is standard input and output.
     pub fn is_stdio(&self) -> bool {
         matches!(self, Self::Stdio)
     }
 
-    /// What can be read, or somebody connects to.
+    /// Returns the descriptor to poll for input or connections.
     pub fn input(&self) -> Option<BorrowedFd<'_>> {
         match self {
             Self::Stdio => Some(stdin()),
@@ -227,7 +229,7 @@ impl Console {
         }
     }
 
-    /// Reads what there is.
+    /// Reads available input.
     pub fn read(&mut self, buffer: &mut [u8]) -> Input {
         let result = match self {
             Self::Stdio => read(stdin(), buffer),
@@ -255,15 +257,15 @@ impl Console {
             Ok(0) => Input::End,
             Ok(count) => Input::Bytes(count),
             Err(Errno::AGAIN | Errno::INTR) => Input::Nothing,
-            // A terminal that went away is the same as the end of a file.
+            // A terminal's hang-up counts as the end of the file.
             Err(_) => Input::End,
         }
     }
 
-    /// Writes what the guest has printed.
+    /// Writes guest output.
     ///
     /// # Errors
-    /// Of standard output and files only.
+    /// Only standard output and files return errors.
     pub fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
         match self {
             Self::Stdio => {
@@ -273,7 +275,7 @@ impl Console {
             Self::Null => Ok(()),
             Self::File(file) => file.write_all(bytes),
             Self::Pty { master, .. } => {
-                // What nobody reads is lost.
+                // Output is lost without a reader.
                 let _ = rustix::io::write(&*master, bytes);
                 Ok(())
             }
@@ -283,7 +285,7 @@ impl Console {
                         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {
                             socket.client = None;
                         }
-                        // What a client does not take is lost.
+                        // Output is lost if the client does not keep up.
                         _ => {}
                     }
                 }
@@ -293,7 +295,7 @@ impl Console {
     }
 }
 
-/// A pseudoterminal that passes bytes as they are: both sides, and the name of the other one.
+/// Creates a pseudoterminal in raw mode; returns both ends and the name of the user's.
 fn pty() -> Result<(OwnedFd, OwnedFd, String), Errno> {
     let flags = OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC;
     let master = openpt(flags)?;
@@ -311,14 +313,15 @@ fn pty() -> Result<(OwnedFd, OwnedFd, String), Errno> {
     Ok((master, other, name))
 }
 
-/// Makes a socket, for the user alone. `what` completes "cannot make …".
+/// Creates a listening socket with access for the user only. `what` completes "cannot create ...".
 pub fn listen(path: &Path, what: &str) -> Result<UnixListener, Failure> {
     remove_stale(path, what)?;
     let made = bind(path).and_then(|listener| listener.set_nonblocking(true).map(|()| listener));
-    made.map_err(|error| Failure::file(&format!("make {what}"), path, &error))
+    made.map_err(|error| Failure::file(&format!("create {what}"), path, &error))
 }
 
-/// Binds a socket that is the user's alone, whatever the user's umask is: it has its mode from the beginning.
+/// Binds a socket with access for the user only: it has its mode from the beginning, whatever the
+/// umask.
 pub fn bind(path: &Path) -> io::Result<UnixListener> {
     let former = rustix::process::umask(Mode::from_raw_mode(0o177));
     let bound = UnixListener::bind(path);
@@ -326,22 +329,20 @@ pub fn bind(path: &Path) -> io::Result<UnixListener> {
     bound
 }
 
-/// Removes a socket whose owner is gone.
+/// Removes a socket that no process serves.
 fn remove_stale(path: &Path, what: &str) -> Result<(), Failure> {
     use std::os::unix::fs::FileTypeExt;
     let refuse = |text: &str| Failure::new(failure::OS_ERROR, format!("{} {text}", path.display()));
     match std::fs::symlink_metadata(path) {
         Err(_) => Ok(()),
-        Ok(found) if !found.file_type().is_socket() => {
-            Err(refuse("is there already, and no socket")
-                .help(format!("remove it, or name another file for {what}")))
-        }
+        Ok(found) if !found.file_type().is_socket() => Err(refuse("exists and is not a socket")
+            .help(format!("remove it, or use another path for {what}"))),
         Ok(_) => match UnixStream::connect(path) {
             Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
                 std::fs::remove_file(path)
-                    .map_err(|error| Failure::file("remove the old socket", path, &error))
+                    .map_err(|error| Failure::file("remove the stale socket", path, &error))
             }
-            _ => Err(refuse("is a socket that another program serves")),
+            _ => Err(refuse("is in use by another process")),
         },
     }
 }
@@ -365,7 +366,7 @@ mod tests {
     fn a_socket_serves_one_after_another() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("serial");
-        let mut console = Console::open(&Target::Unix(path.clone()), "it").unwrap();
+        let mut console = HostConsole::open(&Target::Unix(path.clone()), "it").unwrap();
         console.write(b"lost").unwrap();
         let mut buffer = [0; 8];
         for word in [b"one", b"two"] {
@@ -379,7 +380,7 @@ mod tests {
             drop(client);
             assert!(matches!(console.read(&mut buffer), Input::Nothing));
         }
-        assert!(Console::open(&Target::Unix(path.clone()), "it").is_err());
+        assert!(HostConsole::open(&Target::Unix(path.clone()), "it").is_err());
         drop(console);
         assert!(!path.exists());
     }
@@ -387,7 +388,7 @@ mod tests {
     #[test]
     fn a_pseudoterminal_changes_nothing() {
         let (master, other, _) = pty().unwrap();
-        let mut console = Console::Pty { master, _other: other.try_clone().unwrap() };
+        let mut console = HostConsole::Pty { master, _other: other.try_clone().unwrap() };
         console.write(b"a\r\nb\x03").unwrap();
         let mut buffer = [0; 8];
         assert_eq!(read(&other, &mut buffer[..]).unwrap(), 5);

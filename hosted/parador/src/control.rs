@@ -1,14 +1,15 @@
-//! A running machine as others see it: its state, what happens to it, what is wanted of it.
+//! Shared state of a running VM: its lifecycle state, its events and the queue of pending commands.
 //!
-//! [`Control`] is between the loop that serves the machine ([`Supervisor`]) and the thread that serves the control socket. Only the former
-//! acts; what is wanted waits in a queue until it has been done or refused.
+//! [`Control`] connects the loop that serves the VM ([`Supervisor`]) with the thread that serves
+//! the control socket. Only the supervisor acts on the VM; commands stay in a queue until it has
+//! executed or refused them.
 
 use crate::config::Config;
 use crate::events::{Event, Events};
 use crate::failure::Failure;
-use crate::machine::{self, End, Watched};
 use crate::perf::Maps;
 use crate::statistics::{self, Statistics};
+use crate::vm_process::{self, EventSource, ExitCause};
 use hyper::body::Bytes;
 use proto::wedge::control as byte;
 use rustix::event::{PollFd, PollFlags, poll};
@@ -23,130 +24,131 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use tokio::sync::{mpsc, oneshot};
 
-/// Wishes that may wait.
-const MOST_WISHES: usize = 16;
+/// Longest queue of pending commands.
+const MAX_COMMANDS: usize = 16;
 
-/// Where a machine is in its life.
+/// Lifecycle state of a VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum State {
-    /// It has not been started: it waits for boot.
+    /// Not started: the VM waits for boot.
     Created,
-    /// Its first instruction is still to come.
+    /// Started; the guest has not executed its first instruction.
     Starting,
     /// The guest runs.
     Running,
-    /// The guest is stopped, and can go on.
+    /// The guest is paused and can be resumed.
     Paused,
-    /// It is over.
+    /// The VM has exited.
     Ended,
 }
 
-/// What can be wanted of a machine.
+/// Commands to a VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Wish {
-    /// A machine that waits for it is started.
+pub enum Command {
+    /// Starts a VM that waits for boot.
     Boot,
-    /// The guest stops.
+    /// Pauses the guest.
     Pause,
-    /// It goes on.
+    /// Resumes the guest.
     Resume,
-    /// The machine starts anew.
+    /// Restarts the VM.
     Reset,
-    /// The power button is pressed.
+    /// Presses the ACPI power button.
     Shutdown,
-    /// Virtual CPUs stop for the debugger.
+    /// Stops the virtual CPUs for the debugger.
     Halt,
-    /// They go on, as it has said.
+    /// Resumes the virtual CPUs as the debugger has requested.
     Go,
-    /// The machine ends, whatever the guest does.
-    End,
+    /// Ends the VM, whatever the guest does.
+    Terminate,
 }
 
-/// What becomes of a wish: the state after it, or why not.
+/// Result of a command: the state after it, or the reason of the refusal.
 pub type Answer = Result<State, String>;
 
-/// What is known of the machine.
-struct Known {
+/// Status of the VM and its pending commands.
+struct VmStatus {
     state: State,
-    /// When it was started, the last time.
+    /// Time of the last start.
     began: Instant,
-    /// How long the guest's first instruction took to come.
+    /// Time from the start to the guest's first instruction.
     start: Option<Duration>,
-    /// How often it was started anew.
+    /// Number of restarts.
     resets: u64,
-    /// Its device process.
+    /// Process ID of the VM's first process.
     process: Option<u32>,
-    /// Its memory, and the memory of the wedge.
+    /// Guest memory, and the memory shared with the VM's processes.
     memory: Option<(File, File)>,
     events: Events,
-    wishes: VecDeque<(Wish, oneshot::Sender<Answer>)>,
+    commands: VecDeque<(Command, oneshot::Sender<Answer>)>,
     /// Wakes the debugger.
     debugger: Option<UnixStream>,
 }
 
-impl Known {
-    /// Something may have happened that the debugger wants to know.
-    fn news(&self) {
+impl VmStatus {
+    /// Wakes the debugger after a change of the VM.
+    fn notify_debugger(&self) {
         if let Some(debugger) = &self.debugger {
-            // If the pipe is full, it will look in any case.
+            // If the pipe is full, the debugger wakes up anyway.
             let _ = write(debugger, &[0]);
         }
     }
 }
 
-/// A handle on a machine; all handles are of the same one.
+/// Handle on a VM; clones refer to the same VM.
 #[derive(Clone)]
 pub struct Control(Arc<Inner>);
 
 struct Inner {
-    known: Mutex<Known>,
-    /// Makes the loop look at the wishes.
-    wake: UnixStream,
+    status: Mutex<VmStatus>,
+    /// Wakes the supervisor for a new command.
+    waker: UnixStream,
     config: Config,
-    /// Bytes of the guest's memory.
+    /// Guest memory in bytes.
     size: u64,
-    /// How the guest is run.
+    /// Name of the back end.
     backend: &'static str,
 }
 
 impl Inner {
-    /// Of machines of KVM nobody counts what the wedge counts.
+    /// Returns whether the back end has the wedge's counters; KVM has none.
     fn has_wedge(&self) -> bool {
         self.backend == "process"
     }
 }
 
-/// `GET /v1/vm`.
+/// Response of `GET /v1/vm`.
 #[derive(Debug, Serialize, JsonSchema)]
-pub struct Vm {
-    /// Where it is in its life.
+pub struct VmInfo {
+    /// Lifecycle state.
     pub state: State,
-    /// How the guest is run.
+    /// Back end: `kvm` or `process`.
     pub backend: String,
-    /// Number of the machine's first process; the others are its children.
+    /// Process ID of the VM's first process; its other processes are children of it.
     pub process: Option<u32>,
     /// Version of Parador.
     pub version: String,
-    /// What was said of the machine: file and options together.
+    /// Configuration: file and options merged.
     pub config: Config,
 }
 
 impl Control {
-    /// Of a machine with `size` bytes of memory that is going to be started by this back end. Events are written to `sink`, too. The other value is for [`Supervisor::new`].
+    /// Creates the state of a VM with `size` bytes of memory and this back end. Events are also
+    /// written to `sink`. The second value is for [`Supervisor::new`].
     pub fn new(
         config: Config,
         size: u64,
         backend: &'static str,
         sink: Option<File>,
     ) -> Result<(Self, UnixStream), Failure> {
-        let pair = UnixStream::pair().and_then(|(wake, woken)| {
-            wake.set_nonblocking(true)?;
-            woken.set_nonblocking(true)?;
-            Ok((wake, woken))
+        let pair = UnixStream::pair().and_then(|(waker, wakeup)| {
+            waker.set_nonblocking(true)?;
+            wakeup.set_nonblocking(true)?;
+            Ok((waker, wakeup))
         });
-        let (wake, woken) = pair.map_err(|error| Failure::os("make a pipe", &error))?;
-        let known = Known {
+        let (waker, wakeup) = pair.map_err(|error| Failure::os("create a socket pair", &error))?;
+        let status = VmStatus {
             state: State::Starting,
             began: Instant::now(),
             start: None,
@@ -154,49 +156,59 @@ impl Control {
             process: None,
             memory: None,
             events: Events::new(sink),
-            wishes: VecDeque::new(),
+            commands: VecDeque::new(),
             debugger: None,
         };
-        Ok((Self(Arc::new(Inner { known: Mutex::new(known), wake, config, size, backend })), woken))
+        Ok((
+            Self(Arc::new(Inner { status: Mutex::new(status), waker, config, size, backend })),
+            wakeup,
+        ))
     }
 
-    fn known(&self) -> MutexGuard<'_, Known> {
-        // Nothing is left half done where it could panic.
-        self.0.known.lock().unwrap_or_else(PoisonError::into_inner)
+    fn status(&self) -> MutexGuard<'_, VmStatus> {
+        // No code that can panic leaves the status half updated.
+        self.0.status.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The machine has been started: `process` is its device process, the descriptors are those of its memory and of the wedge's.
+    /// Records a start: `process` is the VM's first process; the descriptors are those of guest
+    /// memory and of the memory shared with the VM's processes.
     pub fn started(&self, process: u32, memory: (OwnedFd, OwnedFd), began: Instant) {
-        let mut known = self.known();
-        known.state = State::Starting;
-        known.began = began;
-        known.start = None;
-        known.process = Some(process);
-        known.memory = Some((memory.0.into(), memory.1.into()));
-        known.events.happened(Event::Started { process });
+        let mut status = self.status();
+        status.state = State::Starting;
+        status.began = began;
+        status.start = None;
+        status.process = Some(process);
+        status.memory = Some((memory.0.into(), memory.1.into()));
+        status.events.record(Event::Started { process });
     }
 
-    /// The machine waits for boot: see [`Self::await_boot`].
+    /// Records that the VM waits for boot: see [`Self::await_boot`].
     pub fn created(&self) {
-        let mut known = self.known();
-        known.state = State::Created;
-        known.events.happened(Event::Created);
+        let mut status = self.status();
+        status.state = State::Created;
+        status.events.record(Event::Created);
     }
 
-    /// Waits until somebody wants the machine to be started; if something else ends it, what. `woken` is that of [`Self::new`], `asked` as in [`Supervisor::new`].
+    /// Waits for [`Command::Boot`]; returns the cause if something else ends the VM. `wakeup` is
+    /// the second value of [`Self::new`]; `metrics_request` is as in [`Supervisor::new`].
     pub fn await_boot(
         &self,
-        woken: &UnixStream,
+        wakeup: &UnixStream,
         deadline: Option<Instant>,
-        asked: Option<(&UnixStream, &dyn Fn())>,
-    ) -> Result<Option<End>, Failure> {
-        let signals = machine::ending_signals()?;
+        metrics_request: Option<(&UnixStream, &dyn Fn())>,
+    ) -> Result<Option<ExitCause>, Failure> {
+        let signals = vm_process::ending_signals()?;
         loop {
-            let mut fds = vec![woken.as_fd(), asked.map_or(woken, |asked| asked.0).as_fd()];
+            let mut fds = vec![
+                wakeup.as_fd(),
+                metrics_request.map_or(wakeup, |metrics_request| metrics_request.0).as_fd(),
+            ];
             fds.extend(signals.iter().map(|signal| signal.1.as_fd()));
             let mut fds: Vec<_> =
                 fds.iter().map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN)).collect();
-            let Some(left) = machine::left(deadline) else { return Ok(Some(End::Timeout)) };
+            let Some(left) = vm_process::poll_timeout(deadline) else {
+                return Ok(Some(ExitCause::Timeout));
+            };
             match poll(&mut fds, left.as_ref()) {
                 Ok(_) | Err(Errno::INTR) => {}
                 Err(error) => return Err(Failure::os("wait for boot", &error.into())),
@@ -204,33 +216,34 @@ impl Control {
             let is_ready = |index: usize| !fds[index].revents().is_empty();
             let signal = signals.iter().enumerate().find(|(index, _)| is_ready(index + 2));
             if let Some((_, (signal, _))) = signal {
-                return Ok(Some(End::Signal(*signal)));
+                return Ok(Some(ExitCause::Signal(*signal)));
             }
-            if let Some((pipe, write)) = asked.filter(|_| is_ready(1)) {
+            if let Some((pipe, write)) = metrics_request.filter(|_| is_ready(1)) {
                 drain(pipe.as_fd());
                 write();
             }
-            drain(woken.as_fd());
-            if let Some(what) = self.wishes_before_boot() {
+            drain(wakeup.as_fd());
+            if let Some(what) = self.commands_before_boot() {
                 return Ok(what);
             }
         }
     }
 
-    /// Answers what is wanted of a machine that waits for boot: whether it is started or ended then.
-    fn wishes_before_boot(&self) -> Option<Option<End>> {
-        let mut known = self.known();
+    /// Executes the commands of a VM that waits for boot. Returns `Some` when it boots (`None`) or
+    /// ends (the cause).
+    fn commands_before_boot(&self) -> Option<Option<ExitCause>> {
+        let mut status = self.status();
         loop {
-            let (wish, answer) = known.wishes.pop_front()?;
-            let (said, what) = match wish {
-                Wish::Boot => (Ok(State::Starting), Some(None)),
-                Wish::End => (Ok(State::Ended), Some(Some(End::Request))),
-                _ => (Err("the machine waits for boot".to_owned()), None),
+            let (command, answer) = status.commands.pop_front()?;
+            let (said, what) = match command {
+                Command::Boot => (Ok(State::Starting), Some(None)),
+                Command::Terminate => (Ok(State::Ended), Some(Some(ExitCause::Request))),
+                _ => (Err("the VM waits for boot".to_owned()), None),
             };
             if what == Some(None) {
-                known.state = State::Starting;
+                status.state = State::Starting;
             }
-            // Who has gone away in the meantime wants no answer.
+            // The client may have disconnected in the meantime.
             let _ = answer.send(said);
             if what.is_some() {
                 return what;
@@ -238,69 +251,70 @@ impl Control {
         }
     }
 
-    /// A debugger is told by this of what happens.
-    pub fn debugger(&self, news: UnixStream) {
-        self.known().debugger = Some(news);
+    /// Sets the pipe that wakes the debugger at changes of the VM.
+    pub fn set_debugger(&self, notify_debugger: UnixStream) {
+        self.status().debugger = Some(notify_debugger);
     }
 
-    /// Where the machine is in its life.
+    /// Returns the lifecycle state.
     pub fn state(&self) -> State {
-        self.known().state
+        self.status().state
     }
 
-    /// Its memory, and the memory of the wedge; `None`: it has ended, or is still to come.
+    /// Returns guest memory and the memory shared with the VM's processes; `None` before the first
+    /// start and after the exit.
     pub fn memory(&self) -> Option<(File, File)> {
-        let known = self.known();
-        let (memory, shared) = known.memory.as_ref().filter(|_| known.process.is_some())?;
+        let status = self.status();
+        let (memory, shared) = status.memory.as_ref().filter(|_| status.process.is_some())?;
         memory.try_clone().and_then(|memory| Ok((memory, shared.try_clone()?))).ok()
     }
 
-    /// The machine has ended, with this code, and is started anew.
+    /// Records that the VM exited with this code and restarts.
     pub fn reset(&self, code: u8) {
-        let mut known = self.known();
-        known.process = None;
-        known.resets += 1;
-        known.events.happened(Event::Reset { code });
+        let mut status = self.status();
+        status.process = None;
+        status.resets += 1;
+        status.events.record(Event::Reset { code });
     }
 
-    /// The machine has ended, with this code, for ever. Event streams end.
+    /// Records that the VM exited with this code. Event streams end.
     pub fn ended(&self, code: u8, reason: &str) {
-        let mut known = self.known();
-        known.state = State::Ended;
-        known.news();
-        known.process = None;
-        known.wishes.clear();
-        known.events.happened(Event::Ended { code, reason: reason.to_owned() });
-        known.events.close();
+        let mut status = self.status();
+        status.state = State::Ended;
+        status.notify_debugger();
+        status.process = None;
+        status.commands.clear();
+        status.events.record(Event::Ended { code, reason: reason.to_owned() });
+        status.events.close();
     }
 
-    /// The guest's kernel has panicked.
+    /// Records a panic of the guest kernel.
     pub fn panicked(&self) {
-        self.known().events.happened(Event::Panic);
+        self.status().events.record(Event::Panic);
     }
 
-    /// What there is to say of it.
-    pub fn vm(&self) -> Vm {
-        let known = self.known();
-        Vm {
-            state: known.state,
+    /// Returns state, back end and configuration.
+    pub fn vm(&self) -> VmInfo {
+        let status = self.status();
+        VmInfo {
+            state: status.state,
             backend: self.0.backend.to_owned(),
-            process: known.process,
+            process: status.process,
             version: env!("CARGO_PKG_VERSION").to_owned(),
             config: self.0.config.clone(),
         }
     }
 
-    /// What it has done, and needs.
+    /// Returns the current statistics.
     pub fn statistics(&self) -> Statistics {
-        let known = self.known();
-        let memory = known.memory.as_ref();
-        let cpu = statistics::cpu(known.process);
+        let status = self.status();
+        let memory = status.memory.as_ref();
+        let cpu = statistics::cpu(status.process);
         Statistics {
-            state: known.state,
-            uptime_ms: milliseconds(known.began.elapsed()),
-            start_ms: known.start.map(milliseconds),
-            resets: known.resets,
+            state: status.state,
+            uptime_ms: milliseconds(status.began.elapsed()),
+            start_ms: status.start.map(milliseconds),
+            resets: status.resets,
             processes: cpu.processes,
             user_ms: cpu.user_ms,
             system_ms: cpu.system_ms,
@@ -313,25 +327,25 @@ impl Control {
         }
     }
 
-    /// Everything that has happened, and what will. `None`: too many listen.
-    pub fn listen(&self) -> Option<mpsc::Receiver<Bytes>> {
-        self.known().events.listen()
+    /// Returns a stream of past and future events; `None` if there are too many subscribers.
+    pub fn subscribe(&self) -> Option<mpsc::Receiver<Bytes>> {
+        self.status().events.subscribe()
     }
 
-    /// Wants something of the machine.
-    pub fn wish(&self, wish: Wish) -> oneshot::Receiver<Answer> {
+    /// Queues a command. The result arrives at the returned receiver.
+    pub fn submit(&self, command: Command) -> oneshot::Receiver<Answer> {
         let (answer, answered) = oneshot::channel();
-        let mut known = self.known();
-        // One that is dropped says that the machine has ended.
-        if known.state != State::Ended {
-            if known.wishes.len() < MOST_WISHES {
-                known.wishes.push_back((wish, answer));
+        let mut status = self.status();
+        // A dropped sender signals that the VM has exited.
+        if status.state != State::Ended {
+            if status.commands.len() < MAX_COMMANDS {
+                status.commands.push_back((command, answer));
             } else {
-                let _ = answer.send(Err("too much is wanted of it at once".to_owned()));
+                let _ = answer.send(Err("too many pending commands (limit 16)".to_owned()));
             }
         }
-        // If the pipe is full, the loop will look in any case.
-        let _ = write(&self.0.wake, &[0]);
+        // If the pipe is full, the supervisor wakes up anyway.
+        let _ = write(&self.0.waker, &[0]);
         answered
     }
 }
@@ -340,94 +354,95 @@ fn milliseconds(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// The loop's side.
+/// Executes commands and follows the VM's state, in the loop that serves the VM.
 pub struct Supervisor<'a> {
     control: &'a Control,
-    /// Readable when there are wishes.
-    woken: &'a UnixStream,
-    /// Readable when statistics are wanted, by a signal; and who writes them.
-    asked: Option<(&'a UnixStream, &'a dyn Fn())>,
-    /// Maps for profilers.
+    /// Readable when commands are pending.
+    wakeup: &'a UnixStream,
+    /// A pipe that is readable after SIGUSR1, and the function that then writes statistics.
+    metrics_request: Option<(&'a UnixStream, &'a dyn Fn())>,
+    /// Symbol maps for profilers.
     maps: Option<&'a mut Maps>,
-    /// To the device process; `None`: it has ended.
+    /// Control socket of the VM's first process; `None` if it has closed it.
     device: Option<UnixStream>,
-    /// Who waits for the device process, and for what.
+    /// Commands sent to the first process, with the receivers of their results.
     waiting: Vec<(u8, oneshot::Sender<Answer>)>,
 }
 
 impl<'a> Supervisor<'a> {
-    /// `device` is the other side of the device process's descriptor.
+    /// Creates the supervisor. `device` is this side of the control socket of the VM's first
+    /// process.
     pub fn new(
         control: &'a Control,
-        woken: &'a UnixStream,
+        wakeup: &'a UnixStream,
         device: UnixStream,
-        asked: Option<(&'a UnixStream, &'a dyn Fn())>,
+        metrics_request: Option<(&'a UnixStream, &'a dyn Fn())>,
         maps: Option<&'a mut Maps>,
     ) -> Self {
-        Self { control, woken, asked, maps, device: Some(device), waiting: Vec::new() }
+        Self { control, wakeup, metrics_request, maps, device: Some(device), waiting: Vec::new() }
     }
 
-    fn wishes(&mut self) -> Option<End> {
-        drain(self.woken.as_fd());
+    fn commands(&mut self) -> Option<ExitCause> {
+        drain(self.wakeup.as_fd());
         loop {
-            let (state, wish) = {
-                let mut known = self.control.known();
-                (known.state, known.wishes.pop_front())
+            let (state, command) = {
+                let mut status = self.control.status();
+                (status.state, status.commands.pop_front())
             };
-            let (wish, answer) = wish?;
-            let byte = match (wish, state) {
-                (Wish::End, _) => {
+            let (command, answer) = command?;
+            let byte = match (command, state) {
+                (Command::Terminate, _) => {
                     let _ = answer.send(Ok(State::Ended));
-                    return Some(End::Request);
+                    return Some(ExitCause::Request);
                 }
-                (Wish::Boot, _) => {
-                    let _ = answer.send(Err("the machine has been started already".to_owned()));
+                (Command::Boot, _) => {
+                    let _ = answer.send(Err("the VM has already been started".to_owned()));
                     continue;
                 }
-                (Wish::Reset, _) => {
+                (Command::Reset, _) => {
                     let _ = answer.send(Ok(State::Starting));
-                    return Some(End::Reset);
+                    return Some(ExitCause::Reset);
                 }
-                (Wish::Halt, State::Starting | State::Running | State::Paused) => byte::HALT,
-                (Wish::Go, State::Starting | State::Running | State::Paused) => byte::GO,
-                (Wish::Pause, State::Running) => byte::PAUSE,
-                (Wish::Resume, State::Paused) => byte::RESUME,
-                (Wish::Shutdown, State::Running) => byte::POWER_BUTTON,
-                (Wish::Pause, State::Paused) => {
-                    let _ = answer.send(Err("the machine is paused already".to_owned()));
+                (Command::Halt, State::Starting | State::Running | State::Paused) => byte::HALT,
+                (Command::Go, State::Starting | State::Running | State::Paused) => byte::GO,
+                (Command::Pause, State::Running) => byte::PAUSE,
+                (Command::Resume, State::Paused) => byte::RESUME,
+                (Command::Shutdown, State::Running) => byte::POWER_BUTTON,
+                (Command::Pause, State::Paused) => {
+                    let _ = answer.send(Err("the VM is already paused".to_owned()));
                     continue;
                 }
-                (Wish::Shutdown, State::Paused) => {
-                    let text = "the machine is paused: resume it, or force its end";
+                (Command::Shutdown, State::Paused) => {
+                    let text = "the VM is paused: resume it, or use --force";
                     let _ = answer.send(Err(text.to_owned()));
                     continue;
                 }
-                (Wish::Resume, State::Running) => {
-                    let _ = answer.send(Err("the machine is not paused".to_owned()));
+                (Command::Resume, State::Running) => {
+                    let _ = answer.send(Err("the VM is not paused".to_owned()));
                     continue;
                 }
                 (_, State::Created | State::Starting | State::Ended) => {
-                    let _ = answer.send(Err("the guest does not run yet".to_owned()));
+                    let _ = answer.send(Err("the guest is not running yet".to_owned()));
                     continue;
                 }
             };
             match self.device.as_ref().map(|device| write(device, &[byte])) {
                 Some(Ok(1)) => self.waiting.push((byte, answer)),
-                _ => drop(answer.send(Err("the machine does not listen".to_owned()))),
+                _ => drop(answer.send(Err("the VM's control socket is closed".to_owned()))),
             }
         }
     }
 
-    /// There is a further process.
-    fn made(&mut self) {
-        let process = self.control.known().process;
+    /// Handles the creation of a process of the VM.
+    fn on_process_created(&mut self) {
+        let process = self.control.status().process;
         if let (Some(maps), Some(process)) = (&mut self.maps, process) {
             maps.processes(statistics::children(process));
         }
     }
 
-    /// The device process says something.
-    fn told(&mut self) {
+    /// Handles messages of the VM's first process.
+    fn on_device_message(&mut self) {
         let Some(device) = &self.device else { return };
         let mut bytes = [0; 64];
         let length = match read(device, &mut bytes[..]) {
@@ -440,73 +455,74 @@ impl<'a> Supervisor<'a> {
         };
         for &byte in &bytes[..length] {
             if byte == byte::PROCESS_CREATED {
-                self.made();
+                self.on_process_created();
                 continue;
             }
-            let mut known = self.control.known();
+            let mut status = self.control.status();
             let (state, event) = match byte {
-                byte::STARTED if known.start.is_none() => {
-                    let start = known.began.elapsed();
-                    known.start = Some(start);
+                byte::STARTED if status.start.is_none() => {
+                    let start = status.began.elapsed();
+                    status.start = Some(start);
                     (State::Running, Event::Running { start_ms: milliseconds(start) })
                 }
                 byte::HALTED => {
-                    known.news();
+                    status.notify_debugger();
                     continue;
                 }
                 byte::HALT | byte::GO => {
-                    let state = known.state;
-                    drop(known);
+                    let state = status.state;
+                    drop(status);
                     self.answer(byte, state);
                     continue;
                 }
                 byte::PAUSE => (State::Paused, Event::Paused),
                 byte::RESUME => (State::Running, Event::Resumed),
-                byte::POWER_BUTTON => (known.state, Event::ShutdownRequested),
+                byte::POWER_BUTTON => (status.state, Event::ShutdownRequested),
                 _ => continue,
             };
-            known.state = state;
-            known.events.happened(event);
-            drop(known);
+            status.state = state;
+            status.events.record(event);
+            drop(status);
             self.answer(byte, state);
         }
     }
 
-    /// Answers who has wanted this of the device process.
+    /// Completes the oldest command of this kind.
     fn answer(&mut self, byte: u8, state: State) {
         if let Some(index) = self.waiting.iter().position(|waiting| waiting.0 == byte) {
-            // Who has gone away in the meantime wants no answer.
+            // The client may have disconnected in the meantime.
             let _ = self.waiting.swap_remove(index).1.send(Ok(state));
         }
     }
 }
 
-impl Watched for Supervisor<'_> {
+impl EventSource for Supervisor<'_> {
     fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
-        let asked = self.asked.map_or(self.woken, |asked| asked.0);
-        let mut all = vec![self.woken.as_fd(), asked.as_fd()];
+        let metrics_request =
+            self.metrics_request.map_or(self.wakeup, |metrics_request| metrics_request.0);
+        let mut all = vec![self.wakeup.as_fd(), metrics_request.as_fd()];
         all.extend(self.device.as_ref().map(AsFd::as_fd));
         all
     }
 
-    fn readable(&mut self, index: usize) -> Option<End> {
+    fn readable(&mut self, index: usize) -> Option<ExitCause> {
         match index {
-            0 => return self.wishes(),
+            0 => return self.commands(),
             1 => {
-                if let Some((pipe, write)) = self.asked {
+                if let Some((pipe, write)) = self.metrics_request {
                     drain(pipe.as_fd());
                     write();
                 }
             }
-            _ => self.told(),
+            _ => self.on_device_message(),
         }
         None
     }
 }
 
-/// Reads what is in a pipe that only wakes.
+/// Empties a pipe that only wakes.
 fn drain(pipe: BorrowedFd<'_>) {
     let mut bytes = [0; 64];
-    // It does not block.
+    // Reads do not block.
     while matches!(read(pipe, &mut bytes[..]), Ok(1..)) {}
 }

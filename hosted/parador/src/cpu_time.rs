@@ -1,4 +1,4 @@
-//! CPU time in a system description, and whether there is enough of it.
+//! CPU time budgets in a system description, and their admission test.
 
 use crate::problem::Problem;
 use proto::system::CpuTime;
@@ -9,28 +9,28 @@ use std::fmt;
 use std::time::Duration;
 use toml::Spanned;
 
-/// Shortest budget and longest period that the kernel takes (`kernel_core::sched`).
+/// Shortest budget and longest period of the kernel (`kernel_core::sched`).
 const MIN_BUDGET: Duration = Duration::from_micros(20);
 const MAX_PERIOD: Duration = Duration::from_secs(10);
-/// Parts of a CPU in which budgets are added up.
+/// Unit of the sum of budgets: parts of a CPU.
 const PARTS: u64 = 1_000_000;
 
 /// `{ budget = "2ms", period = "10ms" }`.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Budget {
-    /// CPU time in any time of one period.
+    /// CPU time per period.
     pub budget: Spanned<String>,
-    /// Longer than the budget.
+    /// Period, longer than the budget.
     pub period: Spanned<String>,
 }
 
-/// `cpu` of a native program: `1`, or `{ number = 1, budget = "2ms", period = "10ms" }`.
+/// `cpu` of a task: `1`, or `{ number = 1, budget = "2ms", period = "10ms" }`.
 #[derive(Debug, Default)]
 pub struct TaskCpu {
-    /// CPU of its first thread.
+    /// CPU of the first thread.
     pub number: Option<u32>,
-    /// Its CPU time.
+    /// CPU time budget.
     pub budget: Option<Budget>,
 }
 
@@ -70,14 +70,14 @@ impl<'de> Deserialize<'de> for TaskCpu {
 }
 
 impl Budget {
-    /// Reads the two times and judges them.
+    /// Parses and checks both times.
     pub fn check(&self, problems: &mut Vec<Problem>) -> Option<CpuTime> {
         let mut read = |text: &Spanned<String>| {
             let time = humantime::parse_duration(text.get_ref());
             time.inspect_err(|error| {
-                let message = format!("`{}` is no time: {error}", text.get_ref());
+                let message = format!("invalid time `{}`: {error}", text.get_ref());
                 let problem = Problem::new(text.span(), message);
-                problems.push(problem.help("write digits and us, ms or s, as in \"2ms\""));
+                problems.push(problem.help("use digits and us, ms or s, as in \"2ms\""));
             })
             .ok()
         };
@@ -86,13 +86,13 @@ impl Budget {
             problems.push(Problem::new(text.span(), message));
         };
         if budget < MIN_BUDGET {
-            refuse(&self.budget, format!("a budget has at least {MIN_BUDGET:?}"));
+            refuse(&self.budget, format!("the budget must be at least {MIN_BUDGET:?}"));
         } else if period > MAX_PERIOD {
-            refuse(&self.period, format!("a period has at most {MAX_PERIOD:?}"));
+            refuse(&self.period, format!("the period must be at most {MAX_PERIOD:?}"));
         } else if budget >= period {
-            let message = "the budget is not shorter than the period".to_owned();
+            let message = "the budget must be shorter than the period".to_owned();
             let problem = Problem::new(self.budget.span(), message);
-            problems.push(problem.help("leave `cpu` away to let it use a whole CPU"));
+            problems.push(problem.help("remove `cpu` to allow a whole CPU"));
         } else {
             let [budget, period] = [budget, period].map(|time| time.as_nanos() as u64);
             return Some(CpuTime { budget, period });
@@ -101,21 +101,21 @@ impl Budget {
     }
 }
 
-/// What is promised of each CPU, and to whom.
+/// Reservations of each CPU by name.
 #[derive(Default)]
 pub struct Promises {
     cpus: BTreeMap<u32, Vec<(String, u64)>>,
 }
 
 impl Promises {
-    /// A context of `name` on a CPU has this much.
+    /// Adds the budget of a scheduling context of `name` on a CPU.
     pub fn add(&mut self, cpu: u32, name: &str, time: Option<CpuTime>) {
         let Some(time) = time else { return };
         let parts = u128::from(time.budget) * u128::from(PARTS) / u128::from(time.period.max(1));
         self.cpus.entry(cpu).or_default().push((name.to_owned(), parts as u64));
     }
 
-    /// Says which CPU is promised more than once.
+    /// Reports CPUs with more than 100 % reserved.
     pub fn check(self, problems: &mut Vec<Problem>) {
         for (cpu, promised) in self.cpus {
             let sum: u64 = promised.iter().map(|(_, parts)| parts).sum();
@@ -128,12 +128,12 @@ impl Promises {
                 .map(|(name, parts)| format!("`{name}` {}", percent(*parts)))
                 .collect();
             let message = format!(
-                "CPU {cpu} is promised to {} of its time: {}",
+                "CPU {cpu} is reserved to {} of its time: {}",
                 percent(sum),
                 parts.join(", ")
             );
             let problem = Problem { span: None, ..Problem::new(0..0, message) };
-            problems.push(problem.help("make budgets smaller, or use other CPUs"));
+            problems.push(problem.help("reduce the budgets, or use other CPUs"));
         }
     }
 }
@@ -141,18 +141,20 @@ impl Promises {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::check::{self, Overrides};
+    use crate::validate::{self, Overrides};
 
-    /// Compiles a description with these parts; the first problem, or what servers, tasks and machines have.
+    /// Compiles a description with these parts; returns the first problem, or the CPU times of
+    /// servers, tasks and VMs.
     fn compiled(parts: &str) -> Result<Vec<Option<CpuTime>>, String> {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("system.toml");
         let head = "[system]\nboard = \"pc\"\nlog = \"com2\"\nshare_cpus = true\n";
         std::fs::write(&file, format!("{head}{parts}")).unwrap();
-        let plan = check::check(&file, Overrides::default()).map_err(|error| error.to_string())?;
-        let servers = plan.servers.iter().map(|server| server.cpu_time);
-        let tasks = plan.tasks.iter().map(|task| task.cpu_time);
-        Ok(servers.chain(tasks).chain(plan.vms.iter().map(|vm| vm.cpu_time)).collect())
+        let resolved =
+            validate::validate(&file, Overrides::default()).map_err(|error| error.to_string())?;
+        let servers = resolved.servers.iter().map(|server| server.cpu_time);
+        let tasks = resolved.tasks.iter().map(|task| task.cpu_time);
+        Ok(servers.chain(tasks).chain(resolved.vms.iter().map(|vm| vm.cpu_time)).collect())
     }
 
     fn vm(more: &str) -> String {
@@ -164,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_runs_may_have_a_budget() {
+    fn servers_tasks_and_vms_may_have_budgets() {
         let time = |budget, period| Some(CpuTime { budget, period });
         let server = "[[server]]\nname = \"sw0\"\nkind = \"switch\"\n\
                       cpu = { budget = \"100us\", period = \"1ms\" }\n";
@@ -184,10 +186,10 @@ mod tests {
     #[test]
     fn what_makes_no_sense_is_refused() {
         for (more, complaint) in [
-            ("cpu = { budget = \"2 apples\", period = \"1s\" }", "`2 apples` is no time"),
-            ("cpu = { budget = \"19us\", period = \"1s\" }", "at least 20µs"),
-            ("cpu = { budget = \"1s\", period = \"11s\" }", "at most 10s"),
-            ("cpu = { budget = \"1s\", period = \"1s\" }", "not shorter than the period"),
+            ("cpu = { budget = \"2 apples\", period = \"1s\" }", "invalid time `2 apples`"),
+            ("cpu = { budget = \"19us\", period = \"1s\" }", "must be at least 20µs"),
+            ("cpu = { budget = \"1s\", period = \"11s\" }", "must be at most 10s"),
+            ("cpu = { budget = \"1s\", period = \"1s\" }", "must be shorter than the period"),
             ("cpu = { budget = \"1s\" }", "missing field `period`"),
             ("cpu = { budget = \"1s\", period = \"2s\", share = 1 }", "unknown field `share`"),
         ] {
@@ -207,11 +209,11 @@ mod tests {
         };
         assert!(compiled(&(part("a", 0, 5) + &part("b", 0, 5) + &part("c", 1, 9))).is_ok());
         let error = compiled(&(part("a", 1, 5) + &part("b", 0, 5) + &part("c", 1, 6))).unwrap_err();
-        let expected = "CPU 1 is promised to 110.0 % of its time: `a` 50.0 %, `c` 60.0 %";
+        let expected = "CPU 1 is reserved to 110.0 % of its time: `a` 50.0 %, `c` 60.0 %";
         assert!(error.contains(expected), "{error}");
         // Every virtual CPU counts where it is.
         let two = "cpus = { pin = [0, 0] }\ncpu = { budget = \"6ms\", period = \"10ms\" }";
-        assert!(compiled(&vm(two)).unwrap_err().contains("CPU 0 is promised to 120.0 %"));
+        assert!(compiled(&vm(two)).unwrap_err().contains("CPU 0 is reserved to 120.0 %"));
         let apart = two.replace("[0, 0]", "[0, 1]");
         assert!(compiled(&vm(&apart)).is_ok());
     }

@@ -1,4 +1,4 @@
-//! `parador ctl`: asks a machine by its control socket.
+//! `parador ctl`: client of a VM's control socket.
 
 use crate::failure::{self, Failure};
 use crate::output::print;
@@ -16,19 +16,19 @@ use std::time::Duration;
 use tokio::net::UnixStream;
 use tokio::runtime::{Builder, Runtime};
 
-/// Exit code: the machine refuses.
+/// Exit code: the VM refuses the request.
 const REFUSED: u8 = 1;
-/// How long an answer may take.
-const PATIENCE: Duration = Duration::from_secs(10);
-/// Bytes of an answer.
-const MOST: usize = 1 << 20;
-/// Between two tables.
-const PAUSE: Duration = Duration::from_secs(1);
+/// Time limit of a response.
+const TIMEOUT: Duration = Duration::from_secs(10);
+/// Longest response in bytes.
+const MAX_BYTES: usize = 1 << 20;
+/// Interval between two tables of `top`.
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Options of `parador ctl`.
 #[derive(Debug, Args)]
 pub struct Options {
-    /// Control socket: that of `parador run --api-socket`.
+    /// Control socket, as created by `parador run --api-socket`.
     #[arg(short, long, value_name = "SOCKET", env = "PARADOR_SOCKET")]
     socket: PathBuf,
     #[command(subcommand)]
@@ -37,37 +37,37 @@ pub struct Options {
 
 #[derive(Clone, Copy, Debug, Subcommand)]
 enum Verb {
-    /// What the machine is, and its state (JSON).
+    /// Print configuration and state of the VM (JSON).
     Status,
-    /// What it has done and what it needs of the host (JSON).
+    /// Print statistics: events handled and host resources used (JSON).
     Stats,
-    /// The same for Prometheus.
+    /// Print statistics for Prometheus.
     Metrics,
-    /// What has happened to it and what happens, a JSON object a line, until it has ended.
+    /// Print past and new events, one JSON object per line, until the VM exits.
     Events,
-    /// Start a machine that waits for it (parador run --wait-boot).
+    /// Start a VM that waits for it (parador run --wait-boot).
     Boot,
-    /// Stop the guest.
+    /// Pause the guest.
     Pause,
-    /// Let it go on.
+    /// Resume the guest.
     Resume,
-    /// End the machine and start it anew.
+    /// Reset the VM.
     Reset,
-    /// Press the power button.
+    /// Press the ACPI power button.
     Shutdown {
-        /// End the machine, whatever the guest does.
+        /// Kill the VM, whatever the guest does.
         #[arg(long)]
         force: bool,
     },
-    /// A table of what it does, every second.
+    /// Print a table of statistics every second.
     Top {
-        /// So many tables [default: until the machine has ended].
+        /// Number of tables [default: until the VM exits].
         #[arg(short = 'n', long, value_name = "COUNT")]
         count: Option<u64>,
     },
 }
 
-/// Asks, prints the answer and returns the exit code.
+/// Sends the request, prints the response and returns the exit code.
 pub fn run(options: &Options) -> Result<u8, Failure> {
     let runtime = Builder::new_current_thread().enable_io().enable_time().build();
     let runtime = runtime.map_err(|error| Failure::os("wait for answers", &error))?;
@@ -106,30 +106,30 @@ impl Client<'_> {
         let stream =
             UnixStream::connect(self.socket).await.map_err(|error| match error.kind() {
                 io::ErrorKind::ConnectionRefused => {
-                    self.failed("no machine listens there any longer")
+                    self.failed("stale control socket: no VM listens on it")
                 }
-                _ => Failure::file("reach the machine at", self.socket, &error),
+                _ => Failure::file("connect to the control socket", self.socket, &error),
             })?;
         let handshake = http1::handshake(TokioIo::new(stream)).await;
         let (mut sender, connection) = handshake.map_err(|error| self.failed(error))?;
-        // It ends with the answer.
+        // The connection task ends with the response.
         tokio::spawn(connection);
         let request = Request::builder().method(method).uri(path).header("host", "parador");
         let request = request.body(String::new()).map_err(|error| self.failed(error))?;
         sender.send_request(request).await.map_err(|error| self.failed(error))
     }
 
-    /// An answer that says that all is well.
+    /// Sends a request and returns the body of a successful response.
     async fn answer(&self, method: &str, path: &str) -> Result<Incoming, Failure> {
-        let answer = tokio::time::timeout(PATIENCE, self.send(method, path)).await;
-        let answer = answer.unwrap_or_else(|_| Err(self.failed("no answer")))?;
+        let answer = tokio::time::timeout(TIMEOUT, self.send(method, path)).await;
+        let answer = answer.unwrap_or_else(|_| Err(self.failed("no response within 10 s")))?;
         let status = answer.status();
         if status.is_success() {
             return Ok(answer.into_body());
         }
         let problem = self.whole(answer.into_body()).await?;
         let problem: Value = serde_json::from_slice(&problem).unwrap_or_default();
-        let detail = problem["detail"].as_str().unwrap_or("the answer says no more");
+        let detail = problem["detail"].as_str().unwrap_or("no details in the response");
         let code = if status.as_u16() == 409 { REFUSED } else { failure::UNAVAILABLE };
         Err(Failure::new(code, format!("{} ({status})", detail)))
     }
@@ -139,7 +139,7 @@ impl Client<'_> {
             let frame = poll_fn(|context| Pin::new(&mut *body).poll_frame(context)).await?;
             match frame.map(|frame| frame.into_data()) {
                 Ok(Ok(data)) => return Some(Ok(data)),
-                // No data: trailers.
+                // Trailers, no data.
                 Ok(Err(_)) => {}
                 Err(error) => return Some(Err(self.failed(error))),
             }
@@ -150,8 +150,8 @@ impl Client<'_> {
         let mut all = Vec::new();
         while let Some(data) = self.next(&mut body).await {
             all.extend(data?);
-            if all.len() > MOST {
-                return Err(self.failed("the answer is too long"));
+            if all.len() > MAX_BYTES {
+                return Err(self.failed("the response exceeds 1 MiB"));
             }
         }
         Ok(all)
@@ -160,8 +160,8 @@ impl Client<'_> {
     fn ask(&self, method: &str, path: &str) -> Result<Vec<u8>, Failure> {
         self.runtime.block_on(async {
             let body = self.answer(method, path).await?;
-            let whole = tokio::time::timeout(PATIENCE, self.whole(body)).await;
-            whole.unwrap_or_else(|_| Err(self.failed("the answer does not end")))
+            let whole = tokio::time::timeout(TIMEOUT, self.whole(body)).await;
+            whole.unwrap_or_else(|_| Err(self.failed("the response is incomplete after 10 s")))
         })
     }
 
@@ -194,7 +194,7 @@ impl Client<'_> {
         loop {
             let now = match self.json("GET", "/v1/vm/stats") {
                 Ok(now) => now,
-                // It was there before: it has ended.
+                // The VM answered before, so it has exited since.
                 Err(_) if former.is_some() => return Ok(()),
                 Err(failure) => return Err(failure),
             };
@@ -205,17 +205,17 @@ impl Client<'_> {
                 return Ok(());
             }
             former = Some(now);
-            std::thread::sleep(PAUSE);
+            std::thread::sleep(POLL_INTERVAL);
         }
     }
 }
 
-/// What a machine does: `former` are its statistics of a second ago.
+/// Formats statistics; `former` are those of the previous second.
 fn table(now: &Value, former: Option<&Value>) -> String {
     let number = |value: &Value| value.as_u64().unwrap_or(0);
     let seconds = |value: &Value| number(value) as f64 / 1000.0;
     let mebibytes = |value: &Value| number(value) >> 20;
-    // Both can only have grown, unless the guest has changed them or the machine was started anew.
+    // Counters only grow, unless the guest tampers with them or the VM was reset.
     let grown = |of: &dyn Fn(&Value) -> u64| of(now).saturating_sub(former.map_or(of(now), of));
     let passed = grown(&|value| number(&value["uptime_ms"])).max(1) as f64 / 1000.0;
     let busy = grown(&|value| number(&value["user_ms"]) + number(&value["system_ms"]));
@@ -260,7 +260,7 @@ mod tests {
         );
         assert!(text.ends_with("         250          200  calls by signal\n"), "{text}");
         assert!(table(&at(1, 1), None).contains("CPU 0%"));
-        // A machine that was started anew.
+        // A restarted VM.
         assert!(table(&at(10, 1), Some(&at(2000, 50))).contains("CPU 0%"));
     }
 }

@@ -1,10 +1,12 @@
-//! `--gdb`: a debugger of the host for a machine, by GDB's remote protocol (`docs/design/0015-debugger.md`).
+//! `--gdb`: GDB server for a VM, with GDB's remote serial protocol
+//! (`docs/design/0015-debugger.md`).
 //!
-//! A thread of this program has the machine's memory as files and asks the machine's first process to stop virtual CPUs and to let them go on. It
-//! believes nothing of what it reads there: a guest may have written it. Virtual CPUs are threads 1, 2 ... of the debugger.
+//! A thread of `parador` accesses guest memory and shared memory as files, and asks the VM's first
+//! process to stop and resume virtual CPUs. It does not trust the contents of either: the guest may
+//! have written them. Virtual CPUs are threads 1, 2 ... of the debugger.
 
 use crate::console::listen;
-use crate::control::{Control, State, Wish};
+use crate::control::{Command, Control, State};
 use crate::failure::{self, Failure};
 use crate::messages::{Level, say};
 use gdbstub::arch::Arch;
@@ -49,10 +51,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// How long virtual CPUs may take to stop. One that waits for another one with interrupts off does not.
-const PATIENCE: Duration = Duration::from_secs(1);
-/// How long the debugger gets to hear of the machine's end.
-const FAREWELL: Duration = Duration::from_millis(500);
+/// Time limit for virtual CPUs to stop. One that spins with interrupts disabled does not stop.
+const TIMEOUT: Duration = Duration::from_secs(1);
+/// Time for the debugger to receive the VM's exit.
+const LINGER: Duration = Duration::from_millis(500);
 /// Page size.
 const PAGE: u64 = 4096;
 /// Bits of a page-table entry (AMD APM vol. 2, section 5.3).
@@ -60,36 +62,40 @@ const PRESENT: u64 = 1;
 const USER: u64 = 1 << 2;
 const LARGE: u64 = 1 << 7;
 const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
-/// Where memory above 4 GiB begins.
+/// First guest-physical address of memory above 4 GiB.
 const HIGH: u64 = 1 << 32;
-/// General registers as the debugger counts them (rax, rbx, rcx, rdx, rsi, rdi, rbp, rsp, r8 ...), as instructions encode them.
+/// General registers in GDB's order (rax, rbx, rcx, rdx, rsi, rdi, rbp, rsp, r8 ...), by their
+/// instruction encoding.
 const ORDER: [usize; 16] = [0, 3, 1, 2, 6, 7, 5, 4, 8, 9, 10, 11, 12, 13, 14, 15];
 
-/// Where a debugger is waited for.
+/// Listening address for a debugger.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct GdbEndpoint {
     /// Socket.
     address: Address,
-    /// The guest's first instruction waits for it.
+    /// The guest does not start before the debugger connects.
     wait: bool,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Address {
     Unix(PathBuf),
-    /// Host, which is this one's loopback address without it, and port.
+    /// Host (default: the loopback address) and port.
     Tcp(String),
 }
 
-impl Place {
-    /// Reads `unix=SOCKET` or `tcp=[HOST]:PORT`, and `,wait`.
+impl GdbEndpoint {
+    /// Parses `unix=SOCKET` or `tcp=[HOST]:PORT`, and `,wait`.
     pub fn parse(text: &str) -> Result<Self, String> {
         let (address, wait) = match text.strip_suffix(",wait") {
             Some(address) => (address, true),
             None => (text, false),
         };
-        let refuse =
-            || format!("`{text}` is neither unix=SOCKET nor tcp=:PORT, with or without `,wait`");
+        let refuse = || {
+            format!(
+                "invalid debugger address `{text}`: expected unix=SOCKET or tcp=:PORT, optionally with `,wait`"
+            )
+        };
         let address = match address.split_once('=').ok_or_else(refuse)? {
             ("unix", path) if !path.is_empty() => Address::Unix(path.into()),
             ("tcp", address) => {
@@ -102,12 +108,12 @@ impl Place {
         Ok(Self { address, wait })
     }
 
-    /// The guest's first instruction waits for the debugger.
+    /// Returns whether the guest waits for the debugger.
     pub fn waits(&self) -> bool {
         self.wait
     }
 
-    /// Its socket's path, if it has one.
+    /// Returns the path of the Unix socket, if it is one.
     pub fn path_mut(&mut self) -> Option<&mut PathBuf> {
         match &mut self.address {
             Address::Unix(path) => Some(path),
@@ -116,21 +122,21 @@ impl Place {
     }
 }
 
-impl JsonSchema for Place {
+impl JsonSchema for GdbEndpoint {
     fn schema_name() -> Cow<'static, str> {
         "Gdb".into()
     }
 
     fn json_schema(_: &mut SchemaGenerator) -> Schema {
         json_schema!({
-            "description": "Where a debugger is waited for; with `,wait` by the guest's first instruction, too.",
+            "description": "Listening address for GDB; with `,wait` the guest does not start before GDB connects.",
             "type": "string",
             "pattern": "^(unix=.+|tcp=.*:[0-9]+)(,wait)?$",
         })
     }
 }
 
-impl Serialize for Place {
+impl Serialize for GdbEndpoint {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let wait = if self.wait { ",wait" } else { "" };
         match &self.address {
@@ -143,40 +149,41 @@ impl Serialize for Place {
     }
 }
 
-impl<'de> Deserialize<'de> for Place {
+impl<'de> Deserialize<'de> for GdbEndpoint {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         Self::parse(&String::deserialize(deserializer)?).map_err(de::Error::custom)
     }
 }
 
-/// Makes a machine that is going to be started wait for the debugger; `shared` is the wedge's memory.
+/// Makes a VM that is about to start wait for the debugger; `shared` is its shared memory.
 pub fn make_wait(shared: &OwnedFd) -> Result<(), Failure> {
     let file = shared.try_clone().map(File::from);
     let at = layout::DEBUG + offset_of!(DebugState, wanted) as u64;
     let written = file.and_then(|file| file.write_all_at(&1_u32.to_le_bytes(), at));
-    written.map_err(|error| Failure::os("make the machine wait", &error))
+    written.map_err(|error| Failure::os("make the VM wait for the debugger", &error))
 }
 
-/// What of a kernel matters to a debugger.
-pub enum Kernel {
-    /// Of a machine of processes.
+/// Kernel properties that matter to the debugger.
+pub enum GuestKernel {
+    /// Guest of the process back end.
     Process {
-        /// First address of its code.
+        /// First address of the kernel's code.
         start: u64,
-        /// Its sites: address, bytes that belong together.
+        /// Patch sites: address and length.
         sites: Vec<(u64, u64)>,
     },
-    /// Of a machine of KVM. It goes where it likes.
+    /// Guest of KVM, which chooses its own address.
     Kvm,
 }
 
-impl Kernel {
-    /// Of a machine of processes.
+impl GuestKernel {
+    /// Returns the properties of a pre-virtualized kernel.
     pub fn new(image: &Image<'_>) -> Self {
-        Self::Process { start: image.start(), sites: image.site_places() }
+        Self::Process { start: image.start(), sites: image.site_ranges() }
     }
 
-    /// Whether this is the kernel's code, and there is an instruction that a breakpoint can be put over. `is_users`: programs reach the page.
+    /// Returns whether a breakpoint can be set at this address: kernel code, at an instruction that
+    /// the wedge does not replace. `is_users`: the page is accessible in user mode.
     fn takes_breakpoint(&self, address: u64, is_users: bool) -> bool {
         match self {
             Self::Process { sites, .. } => {
@@ -188,7 +195,7 @@ impl Kernel {
         }
     }
 
-    /// The instruction that a breakpoint is.
+    /// Returns the opcode of a breakpoint.
     fn breakpoint(&self) -> u8 {
         match self {
             Self::Process { .. } => BREAKPOINT,
@@ -196,7 +203,7 @@ impl Kernel {
         }
     }
 
-    /// The root by which a linear address is translated: its place among the registers.
+    /// Returns the index of the register with the page-table root of a linear address.
     fn root(&self, linear: u64) -> usize {
         match self {
             Self::Process { .. } if (layout::IMAGE..layout::LOW_END).contains(&linear) => {
@@ -207,24 +214,24 @@ impl Kernel {
     }
 }
 
-/// Whether an instruction begins here that is a part of one that has been put over it.
+/// Returns whether the address is inside a patch site, after its first byte.
 fn is_inside(sites: &[(u64, u64)], address: u64) -> bool {
     let behind = sites.partition_point(|site| site.0 < address);
     let before = behind.checked_sub(1).and_then(|index| sites.get(index));
     before.is_some_and(|&(start, length)| address - start < length)
 }
 
-/// Waits for debuggers in a thread; dropping it ends that.
+/// Listens for debuggers in a thread; dropping it ends the thread.
 pub struct Debugger {
     path: Option<PathBuf>,
     thread: Option<JoinHandle<()>>,
     connected: Arc<Mutex<Option<OwnedFd>>>,
-    /// Set when nobody waits any more, also where no machine has come about that could have ended.
+    /// Set on drop, even if no VM was ever started.
     end: Arc<AtomicBool>,
     wake: UnixStream,
 }
 
-/// A socket that is listened to.
+/// Listening socket.
 enum Listener {
     Unix(UnixListener),
     Tcp(TcpListener),
@@ -238,7 +245,7 @@ impl Listener {
         }
     }
 
-    /// Who has connected, and the descriptor once more.
+    /// Accepts a connection and duplicates its descriptor.
     fn accept(&self) -> io::Result<(Connection, OwnedFd)> {
         match self {
             Self::Unix(listener) => {
@@ -258,14 +265,14 @@ impl Listener {
 type Connection = Box<dyn ConnectionExt<Error = io::Error>>;
 
 impl Debugger {
-    /// Waits at this place.
+    /// Listens at `place`.
     ///
     /// # Errors
-    /// The socket cannot be made.
+    /// The socket cannot be created.
     pub fn start(
-        place: &Place,
+        place: &GdbEndpoint,
         control: Control,
-        kernel: Kernel,
+        kernel: GuestKernel,
         (vcpus, ram): (u8, Ram),
     ) -> Result<Self, Failure> {
         let (listener, path) = match &place.address {
@@ -274,11 +281,11 @@ impl Debugger {
             }
             Address::Tcp(address) => (Listener::Tcp(listen_tcp(address)?), None),
         };
-        let failed = |error| Failure::os("wait for a debugger", &error);
+        let failed = |error| Failure::os("listen for a debugger", &error);
         let (news, wake) = UnixStream::pair().map_err(failed)?;
         let copy = wake.try_clone().map_err(failed)?;
         news.set_nonblocking(true).and_then(|()| wake.set_nonblocking(true)).map_err(failed)?;
-        control.debugger(copy);
+        control.set_debugger(copy);
         let connected = Arc::new(Mutex::new(None));
         let end = Arc::<AtomicBool>::default();
         let mut session = Session {
@@ -304,33 +311,34 @@ impl Debugger {
 impl Drop for Debugger {
     fn drop(&mut self) {
         if let Some(path) = &self.path {
-            // If somebody has removed it, that was wanted.
+            // The socket may have been removed already.
             let _ = fs::remove_file(path);
         }
         let Some(thread) = self.thread.take() else { return };
         self.end.store(true, Ordering::Relaxed);
         let _ = rustix::io::write(&self.wake, &[0]);
-        let deadline = Instant::now() + FAREWELL;
+        let deadline = Instant::now() + LINGER;
         while !thread.is_finished() && Instant::now() < deadline {
             thread::sleep(Duration::from_millis(5));
         }
         let connected = self.connected.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(connection) = connected {
-            // It may have gone.
+            // The connection may be closed already.
             let _ = rustix::net::shutdown(&connection, Shutdown::Both);
         }
-        // It only fails if the thread panicked, which has been reported then.
+        // Joining fails only after a panic of the thread, which has been reported.
         let _ = thread.join();
     }
 }
 
 fn listen_tcp(address: &str) -> Result<TcpListener, Failure> {
     let failed = |error: &io::Error| {
-        let text = format!("cannot wait for a debugger at {address}: {}", failure::describe(error));
+        let text =
+            format!("cannot listen for a debugger at {address}: {}", failure::describe(error));
         Failure::new(failure::code_of(error), text)
     };
     let addresses: Vec<SocketAddr> = match address.strip_prefix(':') {
-        // Nobody from elsewhere unless that is said.
+        // Remote access requires an explicit address.
         Some(port) => vec![(Ipv4Addr::LOCALHOST, port.parse().unwrap_or(0)).into()],
         None => address.to_socket_addrs().map_err(|error| failed(&error))?.collect(),
     };
@@ -339,32 +347,32 @@ fn listen_tcp(address: &str) -> Result<TcpListener, Failure> {
     Ok(listener)
 }
 
-/// What a debugger does with the machine.
+/// A debugger session with the VM.
 struct Session {
     control: Control,
     /// See [`Debugger`].
     end: Arc<AtomicBool>,
-    kernel: Kernel,
+    kernel: GuestKernel,
     vcpus: usize,
     ram: Ram,
-    /// Readable when something may have happened to the machine.
+    /// Readable after changes of the VM.
     news: UnixStream,
     connection: Option<OwnedFd>,
     connected: Arc<Mutex<Option<OwnedFd>>>,
-    /// By linear address: what was there, and where that is in guest memory.
+    /// Replaced byte and offset in guest memory, by linear address.
     breakpoints: BTreeMap<u64, (u8, u64)>,
-    /// How often each virtual CPU had stopped when it went on last.
+    /// Number of stops of each virtual CPU when it was last resumed.
     seen: Vec<u32>,
-    /// What they shall do.
+    /// Resume actions by virtual CPU.
     actions: BTreeMap<usize, u32>,
-    /// Those without an action stay as they are.
+    /// Virtual CPUs without an action stay stopped.
     locked: bool,
 }
 
-/// The machine's memory, and the memory of the wedge.
+/// Guest memory and shared memory.
 type Files = (File, File);
 
-/// Why the session cannot go on.
+/// Reason for the end of the session.
 #[derive(Debug)]
 struct Gone(&'static str);
 
@@ -385,7 +393,7 @@ impl Session {
                 Ok(accepted) => accepted,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => continue,
                 Err(_) => {
-                    // Descriptors are short, most likely: others may be closed soon.
+                    // Most likely file descriptors are exhausted; closing connections free some.
                     thread::sleep(Duration::from_millis(100));
                     continue;
                 }
@@ -393,7 +401,7 @@ impl Session {
             *self.connected.lock().unwrap_or_else(PoisonError::into_inner) = Some(second);
             self.connection = Some(copy);
             if let Err(error) = self.session(connection) {
-                say(Level::Warn, &format!("the debugger's connection: {error}"));
+                say(Level::Warn, &format!("debugger connection failed: {error}"));
             }
             self.connection = None;
             *self.connected.lock().unwrap_or_else(PoisonError::into_inner) = None;
@@ -401,36 +409,36 @@ impl Session {
         }
     }
 
-    /// Who has connected, and the descriptor twice more.
+    /// Accepts a connection and duplicates its descriptor twice.
     fn accept(listener: &Listener) -> io::Result<(Connection, OwnedFd, OwnedFd)> {
         let (connection, copy) = listener.accept()?;
         let second = copy.try_clone()?;
         Ok((connection, copy, second))
     }
 
-    /// From a debugger's first word to its last.
+    /// Serves one debugger.
     fn session(&mut self, connection: Connection) -> Result<(), String> {
         self.stop_all().map_err(|gone| gone.0.to_owned())?;
         match GdbStub::new(connection).run_blocking::<Events>(self) {
             Ok(_) => Ok(()),
-            // It has gone without a word.
+            // The debugger disconnected without detaching.
             Err(error) if error.is_connection_error() => Ok(()),
             Err(error) => Err(describe(&error)),
         }
     }
 
-    /// Takes everything back, and lets the machine go on.
+    /// Removes all breakpoints and resumes the VM.
     fn leave(&mut self) {
         for address in self.breakpoints.keys().copied().collect::<Vec<_>>() {
             self.remove(address);
         }
         self.actions.clear();
         self.locked = false;
-        // If it has ended, nobody goes on.
+        // Fails if the VM has exited.
         let _ = self.go();
     }
 
-    /// The virtual CPU that is a thread for the debugger.
+    /// Returns the virtual CPU of a debugger thread.
     fn vcpu(&self, tid: Tid) -> TargetResult<usize, Self> {
         let vcpu = tid.get() - 1;
         if vcpu < self.vcpus { Ok(vcpu) } else { Err(TargetError::NonFatal) }
@@ -442,33 +450,33 @@ impl Session {
 
     fn drain(&self) {
         let mut bytes = [0; 64];
-        // It does not block.
+        // Reads do not block.
         while matches!((&self.news).read(&mut bytes), Ok(1..)) {}
     }
 
     fn files(&self) -> Result<Files, Gone> {
-        self.control.memory().ok_or(Gone("the machine has ended"))
+        self.control.memory().ok_or(Gone("the VM has exited"))
     }
 
-    /// Asks the device process.
-    fn ask(&self, wish: Wish) -> Result<(), Gone> {
-        match self.control.wish(wish).blocking_recv() {
+    /// Submits a command to the VM.
+    fn ask(&self, command: Command) -> Result<(), Gone> {
+        match self.control.submit(command).blocking_recv() {
             Ok(Ok(_)) => Ok(()),
-            _ => Err(Gone("the machine has ended")),
+            _ => Err(Gone("the VM has exited")),
         }
     }
 
-    /// A word of the shared memory.
+    /// Reads a word of the shared memory.
     fn word(&self, at: usize) -> Result<u32, Gone> {
         let mut bytes = [0; 4];
         let read = self.files()?.1.read_exact_at(&mut bytes, layout::DEBUG + at as u64);
-        read.map_err(|_| Gone("shared memory cannot be read"))?;
+        read.map_err(|_| Gone("cannot read shared memory"))?;
         Ok(u32::from_le_bytes(bytes))
     }
 
     fn set_bytes(&self, at: usize, bytes: &[u8]) -> Result<(), Gone> {
         let written = self.files()?.1.write_all_at(bytes, layout::DEBUG + at as u64);
-        written.map_err(|_| Gone("shared memory cannot be written"))
+        written.map_err(|_| Gone("cannot write shared memory"))
     }
 
     fn set_word(&self, at: usize, value: u32) -> Result<(), Gone> {
@@ -479,13 +487,13 @@ impl Session {
         Ok(self.word(of(vcpu, offset_of!(VcpuDebug, halted)))? != 0)
     }
 
-    /// Stops all virtual CPUs; those that do not in time are not there for the debugger.
+    /// Stops all virtual CPUs; those that do not stop in time are not visible to the debugger.
     fn stop_all(&mut self) -> Result<(), Gone> {
         self.set_word(offset_of!(DebugState, wanted), 1)?;
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         loop {
-            // One that has just been told may have been on its way to a stop of its own.
-            self.ask(Wish::Halt)?;
+            // A virtual CPU may have stopped by itself meanwhile.
+            self.ask(Command::Halt)?;
             let mut all = true;
             for vcpu in 0..self.vcpus {
                 all &= self.is_halted(vcpu)?;
@@ -497,7 +505,7 @@ impl Session {
         }
     }
 
-    /// Lets virtual CPUs go on as they shall.
+    /// Resumes virtual CPUs with their actions.
     fn go(&mut self) -> Result<(), Gone> {
         for (index, address) in self
             .breakpoints
@@ -522,10 +530,10 @@ impl Session {
                 self.set_word(of(vcpu, offset_of!(VcpuDebug, command)), command)?;
             }
         }
-        self.ask(Wish::Go)
+        self.ask(Command::Go)
     }
 
-    /// Why a virtual CPU has stopped since it went on.
+    /// Returns the stop reason of a virtual CPU that has stopped since it was resumed.
     fn stopped(&mut self) -> Result<Option<MultiThreadStopReason<u64>>, Gone> {
         for vcpu in 0..self.vcpus {
             let halts = self.word(of(vcpu, offset_of!(VcpuDebug, halts)))?;
@@ -545,12 +553,12 @@ impl Session {
         Ok(None)
     }
 
-    /// Registers of a virtual CPU that has stopped.
+    /// Returns the registers of a stopped virtual CPU.
     fn registers(&self, vcpu: usize) -> Result<[u64; register::COUNT], Gone> {
         let mut bytes = [0; 8 * register::COUNT];
         let at = layout::DEBUG + of(vcpu, offset_of!(VcpuDebug, registers)) as u64;
         let read = self.files()?.1.read_exact_at(&mut bytes, at);
-        read.map_err(|_| Gone("shared memory cannot be read"))?;
+        read.map_err(|_| Gone("cannot read shared memory"))?;
         let mut words = [0; register::COUNT];
         for (word, bytes) in words.iter_mut().zip(bytes.chunks_exact(8)) {
             *word = bytes.iter().rfold(0, |all, byte| all << 8 | u64::from(*byte));
@@ -558,7 +566,7 @@ impl Session {
         Ok(words)
     }
 
-    /// Where a linear address of a virtual CPU is in guest memory.
+    /// Translates a linear address of a virtual CPU.
     fn place(&self, vcpu: usize, linear: u64) -> Option<Mapped> {
         let registers = self.registers(vcpu).ok()?;
         let root = registers[self.kernel.root(linear)];
@@ -570,7 +578,8 @@ impl Session {
         })
     }
 
-    /// Goes through the pages of a range: offset in guest memory's file, and how many bytes. Stops where there is no memory; gives the bytes gone through.
+    /// Calls a function for each page of a range, with the offset in the file of guest memory and
+    /// the length. Stops at the first unmapped page; returns the bytes visited.
     fn pages(
         &self,
         vcpu: usize,
@@ -594,13 +603,14 @@ impl Session {
         done
     }
 
-    /// Where Linux' code begins, if it runs already: it has nothing else at the beginning of its part of the address space, in which it
-    /// chooses a place (`Documentation/arch/x86/x86_64/mm.rst` and `CONFIG_PHYSICAL_ALIGN` in Linux).
+    /// Returns the address of Linux' code once Linux runs: the first mapping of its part of the
+    /// address space, in which it chooses its address (`Documentation/arch/x86/x86_64/mm.rst` and
+    /// `CONFIG_PHYSICAL_ALIGN` in Linux).
     fn linux(&self) -> Option<u64> {
         const FIRST: u64 = 0xffff_ffff_8000_0000;
         const END: u64 = 0xffff_ffff_c000_0000;
         const ALIGNMENT: usize = 2 << 20;
-        // Tables that programs have may lack it, and have some of it elsewhere.
+        // The page tables of user mode may lack the kernel, and map parts of it elsewhere.
         let is_kernel = |vcpu: &usize| {
             self.registers(*vcpu).is_ok_and(|words| {
                 words[register::CS] & 3 == 0 && matches!(words[register::LEVELS], 4 | 5)
@@ -612,12 +622,12 @@ impl Session {
             .find(|&linear| self.place(vcpu, linear).is_some_and(|place| !place.is_users))
     }
 
-    /// Puts a breakpoint. `false`: there cannot be one.
+    /// Sets a breakpoint; returns `false` if that is impossible there.
     fn add(&mut self, address: u64) -> bool {
         if self.breakpoints.contains_key(&address) {
             return true;
         }
-        // One that is in a program may have tables without the kernel.
+        // The page tables of a virtual CPU in user mode may lack the kernel.
         let places = (0..self.vcpus).map(|vcpu| (vcpu, self.place(vcpu, address)));
         let place = places.filter_map(|(vcpu, place)| Some((vcpu, place?))).next();
         let Some((vcpu, place)) = place else { return false };
@@ -640,7 +650,7 @@ impl Session {
         })
     }
 
-    /// Takes one back, unless the guest has written something else there.
+    /// Removes a breakpoint, unless the guest has overwritten it.
     fn remove(&mut self, address: u64) -> bool {
         let Some((byte, at)) = self.breakpoints.remove(&address) else { return false };
         let mut now = [0];
@@ -654,7 +664,7 @@ impl Session {
     }
 }
 
-/// Where a field of a virtual CPU's part is.
+/// Returns the offset of a field of a virtual CPU's record.
 fn of(vcpu: usize, field: usize) -> usize {
     offset_of!(DebugState, vcpus) + vcpu * size_of::<VcpuDebug>() + field
 }
@@ -663,17 +673,18 @@ fn tid(vcpu: usize) -> Tid {
     Tid::MIN.saturating_add(vcpu)
 }
 
-/// Where memory is: first so many bytes from guest-physical 0 on, then the rest of all from 4 GiB on.
+/// Layout of guest memory: `low` bytes from guest-physical 0, the rest from 4 GiB.
 #[derive(Clone, Copy, Debug)]
 pub struct Ram {
     /// Bytes below 4 GiB.
     pub low: u64,
-    /// All bytes.
+    /// Total size in bytes.
     pub size: u64,
 }
 
 impl Ram {
-    /// Where a guest-physical address is in the file of guest memory, and how many bytes follow there.
+    /// Returns the offset of a guest-physical address in the file of guest memory, and the bytes
+    /// that follow there.
     fn offset(self, address: u64) -> Option<(u64, u64)> {
         let (at, end) = match address.checked_sub(HIGH) {
             Some(above) => (self.low.checked_add(above)?, self.size),
@@ -683,18 +694,19 @@ impl Ram {
     }
 }
 
-/// Where a linear address is.
+/// Result of a translation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Mapped {
     /// Guest-physical address.
     address: u64,
-    /// How many bytes follow in the page.
+    /// Bytes to the end of the page.
     left: u64,
-    /// Programs reach it.
+    /// Accessible in user mode.
     is_users: bool,
 }
 
-/// Walks page tables of so many levels (AMD APM vol. 2, section 5.3.3), see [`register::LEVELS`]. Rights do not matter.
+/// Walks page tables with this number of levels (AMD APM vol. 2, section 5.3.3); see
+/// [`register::LEVELS`]. Access rights are ignored.
 fn translate(
     levels: u64,
     root: u64,
@@ -738,7 +750,7 @@ impl std::fmt::Display for Gone {
     }
 }
 
-/// What the debugger waits for while the machine runs.
+/// Event loop of a session while the VM runs.
 enum Events {}
 
 impl BlockingEventLoop for Events {
@@ -767,7 +779,7 @@ impl BlockingEventLoop for Events {
             };
             let mut fds = [socket.as_fd(), target.news.as_fd()]
                 .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
-            // Interrupted or not: it looks.
+            // After an interruption, the loop checks again.
             let _ = poll(&mut fds, Some(&Timespec { tv_sec: 1, tv_nsec: 0 }));
         }
     }
@@ -799,11 +811,11 @@ impl Target for Session {
 impl SectionOffsets for Session {
     fn get_section_offsets(&mut self) -> Result<Offsets<u64>, Gone> {
         let start = match self.kernel {
-            Kernel::Process { start, .. } => Some(start),
-            Kernel::Kvm => self.linux(),
+            GuestKernel::Process { start, .. } => Some(start),
+            GuestKernel::Kvm => self.linux(),
         };
         Ok(match start {
-            // All segments are moved by as much as the first.
+            // All segments are relocated by the same offset.
             Some(text_seg) => Offsets::Segments { text_seg, data_seg: None },
             None => Offsets::Sections { text: 0, data: 0, bss: None },
         })
@@ -936,12 +948,12 @@ mod tests {
     #[test]
     fn places() {
         for text in ["unix=/run/gdb", "unix=g,wait", "tcp=:1234", "tcp=[::1]:1,wait"] {
-            let place = Place::parse(text).unwrap();
+            let place = GdbEndpoint::parse(text).unwrap();
             assert_eq!(place.wait, text.ends_with(",wait"));
             assert_eq!(serde_json::to_string(&place).unwrap(), format!("\"{text}\""));
         }
         for text in ["", "unix=", "tcp=1234", "tcp=:port", ":1234", "tcp=:1234,stop"] {
-            assert!(Place::parse(text).is_err(), "{text}");
+            assert!(GdbEndpoint::parse(text).is_err(), "{text}");
         }
     }
 
@@ -964,7 +976,7 @@ mod tests {
         assert_eq!(find(0x1234), place(0x20_1234, 0x1f_edcc, false));
         assert_eq!(find(0x20_0ffe), place(0x5ffe, 2, true));
         assert_eq!(find(0x20_1000), None);
-        // Five levels, none, and those that nobody has said.
+        // Five levels, none, and invalid numbers.
         assert_eq!(walk(5, 0, 1 << 48 | 0x20_0ffe), place(0x5ffe, 2, true));
         assert_eq!(walk(5, 0, 0x20_0ffe), None);
         assert_eq!(walk(0, 0x1fff, 0x1234), place(0x1234, 0xdcc, false));

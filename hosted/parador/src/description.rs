@@ -1,6 +1,6 @@
-//! The system description as written: the TOML schema, with the place of every value.
+//! TOML schema of system descriptions, with the position of every value.
 //!
-//! This module only says what may be written; `check` says what makes sense.
+//! This module defines the syntax; `validate` checks the meaning.
 
 use crate::cpu_time::{Budget, TaskCpu};
 use crate::keyvalue;
@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize, Serializer};
 use std::fmt;
 use toml::Spanned;
 
-/// A whole description.
+/// System description.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Description {
@@ -20,13 +20,13 @@ pub struct Description {
     /// `[[server]]`: device servers.
     #[serde(default)]
     pub server: Vec<Spanned<Server>>,
-    /// `[[task]]`: native programs.
+    /// `[[task]]`: native tasks.
     #[serde(default)]
     pub task: Vec<Spanned<Task>>,
     /// `[[vm]]`: virtual machines.
     #[serde(default)]
     pub vm: Vec<Spanned<Vm>>,
-    /// `[[channel]]`: channels between virtual machines.
+    /// `[[channel]]`: channels between VMs.
     #[serde(default)]
     pub channel: Vec<Spanned<Channel>>,
 }
@@ -35,33 +35,34 @@ pub struct Description {
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct System {
-    /// The machine that it is for.
+    /// Board that the system is built for.
     pub board: Board,
-    /// Where the kernel's log goes.
+    /// Destination of the kernel log.
     #[serde(default)]
     pub log: Log,
-    /// The machine's memory.
+    /// Memory of the machine.
     pub memory: Option<Spanned<Size>>,
-    /// The machine's CPUs.
+    /// Number of CPUs of the machine.
     pub cpus: Option<Spanned<u32>>,
     /// vCPUs may share CPUs by time slices.
     #[serde(default)]
     pub share_cpus: bool,
-    /// The emulated machine has an IOMMU, which keeps devices from what is not their server's.
+    /// The emulated machine has an IOMMU, which restricts DMA of devices to memory of their
+    /// servers.
     #[serde(default)]
     pub iommu: bool,
-    /// Files that the RAM disk `busybox` has in `/root`.
+    /// Files in `/root` of the RAM disk `busybox`.
     #[serde(default)]
     pub files: Vec<Spanned<String>>,
-    /// Disks of the emulated machine: see `attach::MachineDisk`.
+    /// Disks of the emulated machine: see `attach::EmulatedDisk`.
     #[serde(default)]
     pub disk: Vec<Spanned<String>>,
-    /// Network cards of the emulated machine: see `attach::MachineNet`.
+    /// Network cards of the emulated machine: see `attach::EmulatedNic`.
     #[serde(default)]
     pub net: Vec<Spanned<String>>,
 }
 
-/// A machine.
+/// Board.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 pub enum Board {
     /// QEMU's q35.
@@ -72,7 +73,7 @@ pub enum Board {
     Pc,
 }
 
-/// Where the kernel's log goes.
+/// Destination of the kernel log.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Log {
@@ -81,7 +82,7 @@ pub enum Log {
     /// Second serial port.
     #[default]
     Com2,
-    /// Nowhere.
+    /// No log.
     None,
 }
 
@@ -91,24 +92,24 @@ pub enum Log {
 pub struct Server {
     /// Unique among servers.
     pub name: Spanned<String>,
-    /// What it serves.
+    /// Kind of service.
     pub kind: ServerKind,
-    /// The device that it owns: see `attach::Device`. A switch needs none.
+    /// Device that the server owns: see `attach::ServerDevice`. A switch needs none.
     pub device: Option<Spanned<String>>,
-    /// A native program of the build that takes the place of the usual one.
+    /// Binary that replaces the default one.
     pub program: Option<Spanned<String>>,
-    /// Virtual machines that a switch is for; if it is given, no others may be connected to it.
+    /// VMs that may be connected to a switch; without it, all.
     #[serde(default)]
     pub ports: Option<Vec<Spanned<String>>>,
-    /// Which ends start it again.
+    /// Restart policy.
     pub restart: Option<Restart>,
     /// 0 to 63.
     pub priority: Option<Spanned<u32>>,
-    /// Its CPU time.
+    /// CPU time budget.
     pub cpu: Option<Budget>,
 }
 
-/// What a server serves.
+/// Kind of service.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ServerKind {
@@ -124,22 +125,22 @@ pub enum ServerKind {
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Task {
-    /// Unique among virtual machines and tasks.
+    /// Unique among VMs and tasks.
     pub name: Spanned<String>,
-    /// A native program of the build.
+    /// Binary.
     pub binary: Spanned<String>,
-    /// Its arguments.
+    /// Arguments.
     #[serde(default)]
     pub args: Vec<Spanned<String>>,
-    /// CPU of its first thread, or its CPU time, or both.
+    /// CPU of the first thread, CPU time budget, or both.
     pub cpu: Option<TaskCpu>,
     /// 0 to 63.
     pub priority: Option<Spanned<u32>>,
     /// The system waits for its end.
     pub essential: Option<bool>,
-    /// Where it writes to and reads from.
+    /// Console connection.
     pub console: Option<Spanned<Console>>,
-    /// It may list, start, stop, make and destroy virtual machines.
+    /// May list, start, stop, create and destroy VMs.
     #[serde(default)]
     pub manage: bool,
 }
@@ -148,7 +149,7 @@ pub struct Task {
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Vm {
-    /// Unique among virtual machines and tasks.
+    /// Unique among VMs and tasks.
     pub name: Spanned<String>,
     /// Number of vCPUs, or the CPU of each.
     pub cpus: Option<Spanned<Cpus>>,
@@ -160,35 +161,35 @@ pub struct Vm {
     pub initrd: Option<Spanned<String>>,
     /// Kernel command line.
     pub cmdline: Option<Spanned<String>>,
-    /// What the first serial port is connected to.
+    /// Connection of the first serial port.
     pub console: Option<Spanned<Console>>,
-    /// The guest also has the console as a virtio device (`hvc0` in Linux).
+    /// The guest has the console as a virtio device, too (`hvc0` in Linux).
     #[serde(default)]
     pub virtio_console: bool,
-    /// A program of the build that serves as its VMM instead of Parador's own.
+    /// VMM binary that replaces Parador's.
     pub vmm: Option<Spanned<String>>,
     /// 0 to 63.
     pub priority: Option<Spanned<u32>>,
-    /// CPU time of each of its virtual CPUs.
+    /// CPU time budget of each vCPU.
     pub cpu: Option<Budget>,
-    /// Which ends start it again.
+    /// Restart policy.
     #[serde(default)]
     pub restart: Restart,
-    /// What a reset by the guest does.
+    /// Action on a reset by the guest.
     #[serde(default)]
     pub on_reset: OnReset,
-    /// Offered to the guest (the default). Without it Linux reads the time-stamp counter, which costs less, but has to find out
-    /// its frequency.
+    /// Offer kvmclock to the guest (the default). Without it, Linux reads the time-stamp counter,
+    /// which costs less, but must calibrate its frequency.
     pub kvmclock: Option<bool>,
     /// The system waits for its end.
     pub essential: Option<bool>,
-    /// Not started: virtual machines are made after it at run time.
+    /// Template: not started; VMs are created from it at run time.
     #[serde(default)]
     pub template: bool,
-    /// Its disks: see `attach::Disk`.
+    /// Disks: see `attach::DiskAttachment`.
     #[serde(default)]
     pub disk: Vec<Spanned<String>>,
-    /// Its network cards: see `attach::Net`.
+    /// Network cards: see `attach::NetAttachment`.
     #[serde(default)]
     pub net: Vec<Spanned<String>>,
 }
@@ -197,14 +198,14 @@ pub struct Vm {
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Channel {
-    /// Names of its two virtual machines: sides 0 and 1.
+    /// Names of the two VMs: sides 0 and 1.
     pub between: Spanned<Vec<Spanned<String>>>,
-    /// What it is.
+    /// Kind.
     #[expect(dead_code, reason = "there is one kind, and it must be named")]
     pub kind: ChannelKind,
-    /// Bytes of its memory.
+    /// Size of the shared memory in bytes.
     pub size: Spanned<Size>,
-    /// The sides can ring at each other.
+    /// Both sides have a doorbell to the other.
     #[serde(default = "yes")]
     pub doorbell: bool,
 }
@@ -213,54 +214,54 @@ fn yes() -> bool {
     true
 }
 
-/// What a channel is.
+/// Kind of a channel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ChannelKind {
-    /// Shared memory with a ring of messages each way.
+    /// Shared memory with a message ring in each direction.
     Shmem,
 }
 
-/// What a virtual machine's first serial port, or a native program, is connected to.
+/// Connection of a VM's first serial port, or of a task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Console {
-    /// The machine's first serial port, alone.
+    /// First serial port of the machine, exclusively.
     Com1,
-    /// The machine's first serial port, with others.
+    /// First serial port of the machine, shared.
     Mux,
     /// Nothing.
     None,
 }
 
-/// Which ends of a virtual machine start it again.
+/// Restart policy of a VM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Restart {
-    /// None.
+    /// Never.
     #[default]
     Never,
-    /// Panic, triple fault, reset, a fault of the VMM.
+    /// After panic, triple fault, reset or a VMM fault.
     OnCrash,
-    /// Every end.
+    /// After every exit.
     Always,
 }
 
-/// What a reset by the guest does.
+/// Action on a reset by the guest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum OnReset {
-    /// Ends the virtual machine.
+    /// End the VM.
     #[default]
     Exit,
-    /// Starts it from the beginning.
+    /// Restart the VM.
     Reset,
 }
 
-/// vCPUs of a virtual machine: `2` or `{ pin = [0, 1] }`.
+/// vCPUs of a VM: `2` or `{ pin = [0, 1] }`.
 #[derive(Debug)]
 pub enum Cpus {
-    /// So many, anywhere.
+    /// This number, on any CPUs.
     Count(u32),
     /// One on each of these CPUs.
     Pin(Vec<Spanned<u32>>),
@@ -299,16 +300,16 @@ impl<'de> Deserialize<'de> for Cpus {
     }
 }
 
-/// A number of bytes, written with a unit: `"256M"`.
+/// Size in bytes, written with a unit: `"256M"`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, JsonSchema)]
 #[schemars(transparent)]
 pub struct Size(#[schemars(with = "String", regex(pattern = "^[0-9]+[KMGkmg]$"))] pub u64);
 
 impl Size {
-    /// Reads digits and one of the units K, M, G (powers of 1024).
+    /// Parses digits and one of the units K, M, G (powers of 1024).
     pub fn parse(text: &str) -> Result<Self, String> {
         let refuse =
-            || format!("`{text}` is not a size: write digits and K, M or G, as in \"256M\"");
+            || format!("invalid size `{text}`: expected digits and K, M or G, as in \"256M\"");
         let unit = text.chars().last().ok_or_else(refuse)?;
         let shift = match unit.to_ascii_uppercase() {
             'K' => 10,
@@ -320,7 +321,7 @@ impl Size {
         if digits.is_empty() || !digits.bytes().all(|byte| byte.is_ascii_digit()) {
             return Err(refuse());
         }
-        let too_large = || format!("`{text}` is too large");
+        let too_large = || format!("the size `{text}` is too large");
         let number: u64 = digits.parse().map_err(|_| too_large())?;
         number.checked_mul(1 << shift).map(Self).ok_or_else(too_large)
     }
@@ -337,7 +338,7 @@ impl fmt::Display for Size {
     }
 }
 
-/// In the largest unit that leaves no rest.
+/// Writes the largest unit without a remainder.
 impl Serialize for Size {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let (shift, unit) = match self.0.trailing_zeros() {
@@ -369,7 +370,7 @@ impl<'de> Deserialize<'de> for Size {
     }
 }
 
-/// Reads a description: [`Description`], or what else is written in this way.
+/// Parses a description: [`Description`], or another type in this syntax.
 pub fn parse<T: DeserializeOwned>(text: &str) -> Result<T, Problem> {
     toml::from_str(text).map_err(|error: toml::de::Error| {
         let mut lines = error.message().lines();
@@ -384,7 +385,7 @@ pub fn parse<T: DeserializeOwned>(text: &str) -> Result<T, Problem> {
                 let written = names.next().unwrap_or("");
                 problem.help(match keyvalue::nearest(written, names) {
                     Some(meant) => format!("did you mean `{meant}`?"),
-                    None => "correct or remove this key; unknown keys are never ignored".to_owned(),
+                    None => "correct or remove this key".to_owned(),
                 })
             }
             () => problem,

@@ -1,7 +1,7 @@
-//! Descriptors that a program has by number from its first instruction on.
+//! Inherited descriptors with fixed numbers.
 //!
-//! The host refuses numbers that the limit of open files does not reach. Between `fork` and `exec`, where descriptors get their numbers, that
-//! could not be told well, and what does it (`command_fds`) takes it for granted there: so it is looked at before.
+//! The host refuses numbers beyond the limit of open files. `command_fds` assigns the numbers
+//! between `fork` and `exec`, where it reports no useful error, so the limit is checked before.
 
 use crate::failure::{self, Failure};
 use command_fds::{CommandFdExt, FdMapping};
@@ -9,11 +9,11 @@ use rustix::process::{Resource, getrlimit};
 use std::os::fd::AsRawFd;
 use std::process::Command;
 
-/// Gives the program of `command`, which is called `name` in messages, these descriptors. `last` is the highest number that the program itself
-/// needs.
+/// Passes descriptors to the program of `command`, called `name` in messages. `last` is the highest
+/// number that the program itself needs.
 ///
 /// # Errors
-/// The host does not permit so many open files (71).
+/// RLIMIT_NOFILE is too low (71).
 pub fn give(
     command: &mut Command,
     mappings: Vec<FdMapping>,
@@ -25,15 +25,16 @@ pub fn give(
         && u64::from(needed) > most
     {
         let text = format!(
-            "cannot start {name}: it needs {needed} open files, and {most} are permitted (RLIMIT_NOFILE)"
+            "cannot start {name}: RLIMIT_NOFILE is {most}, but {needed} open files are required"
         );
-        return Err(Failure::new(failure::OS_ERROR, text).help("permit more: `ulimit -n 1024`"));
+        return Err(Failure::new(failure::OS_ERROR, text).help("raise the limit: `ulimit -n 1024`"));
     }
-    let collide = |_| Failure::new(failure::INTERNAL, "descriptors collide");
+    let collide = |_| Failure::new(failure::INTERNAL, "descriptor numbers collide");
     command.fd_mappings(mappings).map(drop).map_err(collide)
 }
 
-/// How many numbers there must be: those that the program has, and behind all of them one for each descriptor that is in the way of another.
+/// Returns the required limit: the numbers of the program, and after them one for each descriptor
+/// that must be moved out of the way.
 fn needed(mappings: &[FdMapping], last: i32) -> u32 {
     let own = |mapping: &FdMapping| mapping.parent_fd.as_raw_fd();
     let is_in_the_way = |mapping: &&FdMapping| {
@@ -53,7 +54,7 @@ mod tests {
     use super::*;
     use rustix::io::fcntl_dupfd_cloexec;
 
-    /// A descriptor with this number, or a higher one if that is taken.
+    /// Returns a descriptor with this number, or a higher one if it is in use.
     fn from(number: i32) -> std::os::fd::OwnedFd {
         fcntl_dupfd_cloexec(std::io::stdin(), number).unwrap()
     }
@@ -76,7 +77,7 @@ mod tests {
     }
 
     #[test]
-    fn a_number_that_is_not_permitted_is_told_of() {
+    fn a_number_beyond_the_limit_is_reported() {
         let most = getrlimit(Resource::Nofile).current.unwrap() as i32;
         let give = |child_fd| {
             let mapping = FdMapping { parent_fd: from(10), child_fd };
@@ -85,7 +86,7 @@ mod tests {
         assert!(give(most - 1).is_ok());
         let failure = give(most).unwrap_err();
         assert_eq!(failure.code(), failure::OS_ERROR);
-        let text = format!("cannot start a program: it needs {} open files, and {most}", most + 1);
+        let text = format!("cannot start a program: RLIMIT_NOFILE is {most}, but {}", most + 1);
         assert!(failure.to_string().contains(&text), "{failure}");
     }
 }

@@ -1,11 +1,11 @@
-//! Processes of a machine that serve one device each: this program, started again with nothing but what that device needs.
+//! Device processes: `parador` executed again, with only the resources of one device.
 
 use crate::descriptors;
 use crate::failure::{self, Failure};
-use crate::machine::Other;
 use crate::supervise::{self, AtEnd};
+use crate::vm_process::DeviceProcess;
 use command_fds::FdMapping;
-use hosted_jail::{Failed, Image, Share, Vsock};
+use hosted_jail::{ImageConfig, SetupError, Share, Vsock};
 use proto::wedge::layout;
 use signal_hook::consts::{SIGTERM, SIGXFSZ};
 use signal_hook::flag;
@@ -17,45 +17,46 @@ use std::process::{ExitCode, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-/// First argument of such a start.
+/// First argument of such a process.
 const MARK: &str = "--device";
-/// Kinds of devices.
+/// Kinds of devices, as the second argument.
 const SHARE: &str = "share";
 const IMAGE: &str = "image";
 const VSOCK: &str = "vsock";
 
-/// What all devices of a machine have.
+/// Resources shared by all device processes of a VM.
 #[derive(Clone, Copy, Debug)]
-pub struct Machine<'a> {
-    /// Bytes of guest memory.
+pub struct VmDescriptors<'a> {
+    /// Guest memory in bytes.
     pub memory: u64,
-    /// Descriptors of guest memory, of shared memory, and of the doorbell.
+    /// Descriptors of guest memory, shared memory and the doorbell.
     pub descriptors: [BorrowedFd<'a>; 3],
 }
 
-/// What a process serves.
+/// Device that a process serves.
 #[derive(Clone, Copy, Debug)]
-pub enum Device {
-    /// A folder.
+pub enum DeviceKind {
+    /// Shared directory.
     Share(Share),
-    /// A qcow2 image.
-    Image(Image),
+    /// Disk with a qcow2 image.
+    Image(ImageConfig),
 }
 
-/// Starts the process of a device, which is called `name` in messages and has this descriptor; its requests are in this queue.
+/// Starts the process of a device. `queue` is the index of its request queue, `own` the descriptor
+/// of its file; `name` is for messages.
 pub fn start(
-    machine: &Machine<'_>,
+    machine: &VmDescriptors<'_>,
     queue: usize,
-    device: Device,
+    device: DeviceKind,
     own: BorrowedFd<'_>,
     name: String,
-) -> Result<Other, Failure> {
-    let failed = |error: io::Error| Failure::os("start a process for a device", &error);
+) -> Result<DeviceProcess, Failure> {
+    let failed = |error: io::Error| Failure::os("start a device process", &error);
     let numbers = [layout::MEMORY_FD, layout::SHARED_FD, layout::DOORBELL_FD];
     let own = [(own, layout::DISKS_FD)];
     let (kind, read_only, sectors) = match device {
-        Device::Share(Share { read_only }) => (SHARE, read_only, 0),
-        Device::Image(Image { read_only, sectors }) => (IMAGE, read_only, sectors),
+        DeviceKind::Share(Share { read_only }) => (SHARE, read_only, 0),
+        DeviceKind::Image(ImageConfig { read_only, sectors }) => (IMAGE, read_only, sectors),
     };
     let mut mappings = Vec::new();
     for (descriptor, number) in machine.descriptors.into_iter().zip(numbers).chain(own) {
@@ -68,46 +69,51 @@ pub fn start(
     spawn(&arguments, mappings, name)
 }
 
-/// Starts the process of vsock with its descriptors.
-pub fn start_vsock(vsock: Vsock, own: [OwnedFd; 3]) -> Result<Other, Failure> {
+/// Starts the process of the vsock device with its descriptors.
+pub fn start_vsock(vsock: Vsock, own: [OwnedFd; 3]) -> Result<DeviceProcess, Failure> {
     let numbered = own.into_iter().zip(layout::DISKS_FD as i32..);
     let mappings = numbered.map(|(parent_fd, child_fd)| FdMapping { parent_fd, child_fd });
     spawn(&[VSOCK.to_owned(), vsock.cid.to_string()], mappings.collect(), VSOCK.to_owned())
 }
 
-fn spawn(arguments: &[String], mappings: Vec<FdMapping>, name: String) -> Result<Other, Failure> {
+fn spawn(
+    arguments: &[String],
+    mappings: Vec<FdMapping>,
+    name: String,
+) -> Result<DeviceProcess, Failure> {
     let mut command = supervise::command(OsStr::new("/proc/self/exe"), AtEnd::Terminate)?;
     command
         .arg(MARK)
         .args(arguments)
         .env_clear()
         .stdin(Stdio::null())
-        // There it says that it serves; its end is the end of the process.
+        // The process reports READY there; a hang-up is its end.
         .stdout(Stdio::piped());
     descriptors::give(&mut command, mappings, layout::DISKS_FD as i32, &name)?;
-    Other::start(name, &mut command)
+    DeviceProcess::start(name, &mut command)
 }
 
-/// Serves a device if this process was started by [`start`]; returns the exit code if that cannot be, `None` if this is an ordinary start.
+/// Serves a device if this process was started by [`start`] or [`start_vsock`] and returns the exit
+/// code; `None` in an ordinary `parador`.
 pub fn become_device() -> Option<ExitCode> {
     let mut arguments = env::args().skip(1);
     if arguments.next()? != MARK {
         return None;
     }
-    let Some(device) = described(arguments) else {
+    let Some(device) = parse_arguments(arguments) else {
         eprintln!("parador: error: {MARK} is for internal use");
         return Some(ExitCode::from(failure::INTERNAL));
     };
     let end = Arc::new(AtomicBool::new(false));
-    // A limit of the size of files is an error, not the end.
+    // Exceeding RLIMIT_FSIZE is an error of the write, not the end of the process.
     let listens = flag::register(SIGTERM, end.clone())
         .and_then(|_| flag::register(SIGXFSZ, Arc::default()))
-        .map_err(Failed::from);
+        .map_err(SetupError::from);
     let served = listens.and_then(|_| match device {
-        Served::Requests(machine, Device::Share(share)) => {
+        Served::Requests(machine, DeviceKind::Share(share)) => {
             hosted_jail::serve_share(machine, share, &end)
         }
-        Served::Requests(machine, Device::Image(image)) => {
+        Served::Requests(machine, DeviceKind::Image(image)) => {
             hosted_jail::serve_image(machine, image, &end)
         }
         Served::Vsock(vsock) => hosted_jail::serve_vsock(vsock, &end),
@@ -115,23 +121,23 @@ pub fn become_device() -> Option<ExitCode> {
     Some(match served {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // Whoever has started this process says it.
+            // The parent process prints the message.
             print!("{error}");
             ExitCode::from(if error.is_of_host() { failure::OS_ERROR } else { failure::BAD_CONFIG })
         }
     })
 }
 
-/// What a process is started for.
+/// Task of a device process.
 enum Served {
-    /// Requests of a machine.
-    Requests(hosted_jail::Machine, Device),
-    /// Connections.
+    /// Requests of a virtio device in shared memory.
+    Requests(hosted_jail::GuestQueue, DeviceKind),
+    /// Vsock connections.
     Vsock(Vsock),
 }
 
-/// What [`start`] and [`start_vsock`] say.
-fn described(mut arguments: impl Iterator<Item = String>) -> Option<Served> {
+/// Parses the arguments that [`start`] and [`start_vsock`] pass.
+fn parse_arguments(mut arguments: impl Iterator<Item = String>) -> Option<Served> {
     let kind = arguments.next()?;
     if kind == VSOCK {
         return Some(Served::Vsock(Vsock { cid: arguments.next()?.parse().ok()? }));
@@ -141,9 +147,9 @@ fn described(mut arguments: impl Iterator<Item = String>) -> Option<Served> {
     let read_only = arguments.next()?.parse().ok()?;
     let sectors = arguments.next()?.parse().ok()?;
     let device = match kind.as_str() {
-        SHARE => Device::Share(Share { read_only }),
-        IMAGE => Device::Image(Image { read_only, sectors }),
+        SHARE => DeviceKind::Share(Share { read_only }),
+        IMAGE => DeviceKind::Image(ImageConfig { read_only, sectors }),
         _ => return None,
     };
-    Some(Served::Requests(hosted_jail::Machine { memory, queue }, device))
+    Some(Served::Requests(hosted_jail::GuestQueue { memory, queue }, device))
 }

@@ -1,9 +1,9 @@
-//! Disks of `parador run`: what the user says of them, and files opened and locked for one machine.
+//! Disks of `parador run`: their configuration, and their files, opened and locked for one VM.
 
 use crate::device;
 use crate::failure::{self, Failure};
 use crate::keyvalue;
-use crate::machine::Other;
+use crate::vm_process::DeviceProcess;
 use rustix::fs::OFlags;
 use rustix::io::Errno;
 use schemars::JsonSchema;
@@ -16,42 +16,43 @@ use std::path::{Path, PathBuf};
 
 mod lock;
 
-/// Bytes of a sector.
+/// Bytes per sector.
 const SECTOR: u64 = 512;
-/// First bytes of a qcow2 image (QEMU, `docs/interop/qcow2.txt`).
+/// Magic number of a qcow2 image (QEMU, `docs/interop/qcow2.txt`).
 const QCOW2: [u8; 4] = *b"QFI\xfb";
-/// Bytes that each version's header has.
+/// Bytes of the header common to all versions.
 const HEADER: usize = 72;
-/// Bytes of a disk's name (VIRTIO 1.2, section 5.2.6).
+/// Longest name of a disk in bytes (VIRTIO 1.2, section 5.2.6).
 const NAME: usize = 20;
 
-/// What the user says of a disk: `[[disk]]`.
+/// Configuration of a disk: `[[disk]]`.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
-pub struct Description {
-    /// A file of whole sectors of 512 bytes, a block device, or a qcow2 image.
+pub struct DiskConfig {
+    /// File of whole 512-byte sectors, block device, or qcow2 image.
     pub path: PathBuf,
-    /// The guest only reads, and several machines may have the file.
+    /// Read-only for the guest; several VMs may share the file.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     ro: bool,
-    /// Name for the guest [default: disk and its number].
+    /// Name for the guest [default: disk and its index].
     #[schemars(length(max = 20))]
     id: Option<Name>,
-    /// What is in the file [default: qcow2 if its name ends so, else raw]; said, it stops the question whether it is a qcow2 image.
+    /// Format of the file [default: qcow2 if its name ends in .qcow2, else raw]; required for a raw
+    /// file that looks like a qcow2 image.
     format: Option<Format>,
 }
 
-/// What a file is.
+/// Format of a disk file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 enum Format {
-    /// The disk's sectors, one after another.
+    /// Sectors in order.
     Raw,
-    /// An image of QEMU's format.
+    /// QEMU's copy-on-write format.
     Qcow2,
 }
 
-/// A disk's name: at most 20 bytes (VIRTIO 1.2, section 5.2.6).
+/// Name of a disk, at most 20 bytes (VIRTIO 1.2, section 5.2.6).
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
 #[serde(try_from = "String")]
 struct Name(String);
@@ -62,39 +63,40 @@ impl TryFrom<String> for Name {
     fn try_from(name: String) -> Result<Self, String> {
         match name.len() <= NAME {
             true => Ok(Self(name)),
-            false => Err(format!("`{name}` has more than {NAME} bytes")),
+            false => Err(format!("the name `{name}` is longer than {NAME} bytes")),
         }
     }
 }
 
-/// A disk, ready to be given to a machine.
+/// Opened disk of a VM.
 #[derive(Debug)]
 pub struct Disk {
-    /// The file, which nobody else writes to.
+    /// File, locked against other writers.
     pub file: File,
-    /// What the machine is told of it.
+    /// Description for the VM.
     pub record: proto::wedge::DiskRecord,
-    /// For messages.
+    /// Path for messages.
     path: PathBuf,
 }
 
-/// Reads `FILE[,KEY=VALUE]...` or `path=FILE[,KEY=VALUE]...`.
-pub fn parse(text: &str) -> Result<Description, Failure> {
-    let disk: Result<Description, Failure> = keyvalue::parse("--disk", "path", text);
+/// Parses `FILE[,KEY=VALUE]...` or `path=FILE[,KEY=VALUE]...`.
+pub fn parse(text: &str) -> Result<DiskConfig, Failure> {
+    let disk: Result<DiskConfig, Failure> = keyvalue::parse("--disk", "path", text);
     disk.and_then(|disk| match disk.path.as_os_str().is_empty() {
         false => Ok(disk),
-        true => Err(Failure::new(failure::BAD_CONFIG, format!("--disk {text}: it names no file"))),
+        true => Err(Failure::new(failure::BAD_CONFIG, format!("--disk {text}: no file name"))),
     })
     .map_err(|failure| {
         failure.help(
-            "write -d FILE or -d path=FILE,ro=on,id=NAME,format=raw or format=qcow2; \
+            "use -d FILE or -d path=FILE,ro=on,id=NAME,format=raw or format=qcow2; \
              `qemu-img convert -O qcow2 OLD NEW` converts other formats",
         )
     })
 }
 
-impl Description {
-    /// Opens the disk's file for this machine alone; readers may share it. `number` counts the machine's disks.
+impl DiskConfig {
+    /// Opens the disk's file for this VM alone; read-only disks may be shared. `number` is the
+    /// index of the disk.
     pub fn open(&self, number: usize) -> Result<Disk, Failure> {
         let path = &self.path;
         let failed = |action: &str, error: std::io::Error| Failure::file(action, path, &error);
@@ -102,17 +104,17 @@ impl Description {
             path.metadata().is_ok_and(|metadata| metadata.file_type().is_block_device());
         let is_exclusive = is_block_device && !self.ro;
         let mut file = self.open_file(is_exclusive)?;
-        let kind = file.metadata().map_err(|error| failed("look at disk", error))?.file_type();
+        let kind = file.metadata().map_err(|error| failed("examine disk", error))?.file_type();
         if kind.is_block_device() != is_block_device {
-            return Err(self.refuse("has been replaced by another file just now"));
+            return Err(self.refuse("was replaced while it was being opened"));
         }
         if !kind.is_file() && !kind.is_block_device() {
-            return Err(self.refuse("is no file and no block device"));
+            return Err(self.refuse("is neither a file nor a block device"));
         }
         lock::lock(&file, path, self.ro)?;
         let is_image = self.is_image();
         if is_image && !kind.is_file() {
-            return Err(self.refuse("is no file, so no qcow2 image"));
+            return Err(self.refuse("is a block device, not a qcow2 image"));
         }
         let length = if is_image {
             self.length_of_image(&mut file)?
@@ -120,8 +122,8 @@ impl Description {
             file.seek(SeekFrom::End(0)).map_err(|error| failed("measure disk", error))?
         };
         if length == 0 || !length.is_multiple_of(SECTOR) {
-            let text = format!("has {length} bytes, which is no multiple of {SECTOR} above 0");
-            return Err(self.refuse(&text).help("fill it up: `truncate -s %512 FILE`"));
+            let text = format!("has {length} bytes, not a positive multiple of {SECTOR}");
+            return Err(self.refuse(&text).help("pad it: `truncate -s %512 FILE`"));
         }
         if self.format.is_none() && !is_image {
             let mut start = [0; QCOW2.len()];
@@ -130,7 +132,7 @@ impl Description {
             if start == QCOW2 {
                 return Err(self
                     .refuse("looks like a qcow2 image")
-                    .help("say format=qcow2 if it is one that you trust, format=raw if a guest has written that"));
+                    .help("add format=qcow2 if the image is trusted, format=raw if a guest may have written the header"));
             }
         }
         let mut serial = [0; NAME];
@@ -148,7 +150,8 @@ impl Description {
         Ok(Disk { file, record, path: path.clone() })
     }
 
-    /// Whether it is a qcow2 image, which nothing in the file decides: a guest that writes a header into its raw disk gets nothing by it.
+    /// Returns whether the disk is a qcow2 image. The contents do not decide: a guest could write a
+    /// qcow2 header into its raw disk.
     pub fn is_image(&self) -> bool {
         match self.format {
             Some(format) => format == Format::Qcow2,
@@ -156,7 +159,8 @@ impl Description {
         }
     }
 
-    /// What the header of an image says. The rest of it is looked at in a process of its own.
+    /// Reads the virtual size from an image's header. The rest of the image is only read by a
+    /// device process.
     fn length_of_image(&self, file: &mut File) -> Result<u64, Failure> {
         let mut header = [0; HEADER];
         match file.read_exact(&mut header) {
@@ -165,34 +169,34 @@ impl Description {
                 return Err(Failure::file("read disk", &self.path, &error));
             }
             _ => {
-                return Err(self
-                    .refuse("is no qcow2 image")
-                    .help("say format=raw, or make one: `qemu-img create -f qcow2 FILE 10G`"));
+                return Err(self.refuse("is not a qcow2 image").help(
+                    "use format=raw, or create an image: `qemu-img create -f qcow2 FILE 10G`",
+                ));
             }
         }
         let word = |at: usize| u32::from_be_bytes([0, 1, 2, 3].map(|byte| header[at + byte]));
         let long = |at: usize| u64::from(word(at)) << 32 | u64::from(word(at + 4));
-        // Offset of the backing file's name, encryption, snapshots (QEMU, `docs/interop/qcow2.txt`).
+        // Offset of the backing file name, encryption, snapshots (QEMU, `docs/interop/qcow2.txt`).
         if long(8) != 0 {
             return Err(self
-                .refuse("is an image that needs another file")
-                .help("put the two together: `qemu-img convert -O qcow2 OLD NEW`"));
+                .refuse("is a qcow2 image with a backing file")
+                .help("merge them: `qemu-img convert -O qcow2 OLD NEW`"));
         }
         if word(32) != 0 {
             return Err(self
-                .refuse("is an encrypted image")
+                .refuse("is an encrypted qcow2 image")
                 .help("convert it: `qemu-img convert -O qcow2 OLD NEW`"));
         }
         if word(60) != 0 && !self.ro {
             return Err(self
-                .refuse("is an image with snapshots, which are not written to")
+                .refuse("is a qcow2 image with snapshots, which can only be read")
                 .help("add ro=on, or convert it: `qemu-img convert -O qcow2 OLD NEW`"));
         }
         Ok(long(24))
     }
 
-    /// Opens the file; a block device `is_exclusive`, so that it is refused while it is mounted, or the host uses it for swap or as a part
-    /// of another device (open(2), `O_EXCL`).
+    /// Opens the file. `is_exclusive` refuses a block device that is mounted or in use by the host
+    /// for swap or as part of another device (open(2), `O_EXCL`).
     fn open_file(&self, is_exclusive: bool) -> Result<File, Failure> {
         let flags = if is_exclusive { OFlags::EXCL } else { OFlags::empty() };
         let mut options = OpenOptions::new();
@@ -203,11 +207,9 @@ impl Description {
                 _ if is_exclusive && error.raw_os_error() == Some(Errno::BUSY.raw_os_error()) => {
                     let text = format!("disk {} is in use by the host", self.path.display());
                     Failure::new(failure::OS_ERROR, text)
-                        .help("unmount it, or end what else uses it; `lsblk` shows what that is")
+                        .help("unmount it or stop its other user; `lsblk` shows it")
                 }
-                failure::PERMISSION if !self.ro => {
-                    failure.help("add ro=on if it is to be read only")
-                }
+                failure::PERMISSION if !self.ro => failure.help("add ro=on for read-only access"),
                 _ => failure,
             }
         })
@@ -218,25 +220,26 @@ impl Description {
     }
 }
 
-/// Closes the disks of a machine that has ended, and waits until the host's kernel has done so, too: it closes the files of io_uring(7) a moment after the
-/// process that had it has ended. What a machine only reads is not waited for.
+/// Closes the disks of an exited VM and waits until the host kernel has closed them, too: it
+/// releases files of io_uring(7) shortly after the exit of the process. Read-only disks are not
+/// waited for.
 pub fn release(disks: Vec<Disk>) {
     let written = disks.iter().filter(|disk| !disk.record.read_only);
-    // One that cannot be opened again cannot be looked at.
+    // A file that cannot be reopened cannot be checked.
     let again: Vec<File> = written.filter_map(|disk| lock::open_again(&disk.file).ok()).collect();
     drop(disks);
     again.iter().for_each(lock::wait_for_writer);
 }
 
 impl Disk {
-    /// Starts the process that serves it, if it is an image; its requests are in the queue of this number.
+    /// Starts the device process of a qcow2 image; `queue` is the index of its request queue.
     pub fn start(
         &self,
-        machine: &device::Machine<'_>,
+        machine: &device::VmDescriptors<'_>,
         queue: usize,
-    ) -> Option<Result<Other, Failure>> {
+    ) -> Option<Result<DeviceProcess, Failure>> {
         let proto::wedge::DiskRecord { sectors, read_only, is_external, .. } = self.record;
-        let image = device::Device::Image(hosted_jail::Image { read_only, sectors });
+        let image = device::DeviceKind::Image(hosted_jail::ImageConfig { read_only, sectors });
         let name = format!("disk {}", self.path.display());
         is_external.then(|| device::start(machine, queue, image, self.file.as_fd(), name))
     }
@@ -250,12 +253,11 @@ mod tests {
 
     #[test]
     fn descriptions() {
-        let disk =
-            |path: &str| Description { path: path.into(), ro: false, id: None, format: None };
+        let disk = |path: &str| DiskConfig { path: path.into(), ro: false, id: None, format: None };
         assert_eq!(parse("a.img").unwrap(), disk("a.img"));
         assert_eq!(parse("path=a=b").unwrap(), disk("a=b"));
         let id = Some(Name("root".into()));
-        let wanted = Description { ro: true, id, format: Some(Format::Raw), ..disk("a") };
+        let wanted = DiskConfig { ro: true, id, format: Some(Format::Raw), ..disk("a") };
         assert_eq!(parse("a,ro=on,id=root,format=raw").unwrap(), wanted);
         assert_eq!(parse("ro=off,path=a").unwrap(), disk("a"));
     }
@@ -266,11 +268,11 @@ mod tests {
             ("a,rw=on", "unknown key `rw`"),
             ("a,format=vmdk", "qemu-img"),
             ("pth=a", "did you mean `path`?"),
-            ("ro=on", "it has no `path`"),
+            ("ro=on", "`path` is missing"),
             ("a,ro", "`ro` has no value"),
             ("a,ro=yes", "`on` or `off`"),
             ("a,id=123456789012345678901", "20 bytes"),
-            ("", "names no file"),
+            ("", "no file name"),
         ] {
             let failure = parse(text).unwrap_err();
             assert_eq!(failure.code(), failure::BAD_CONFIG, "{text}");
@@ -307,7 +309,7 @@ mod tests {
         assert!(folder.open(0).is_err());
     }
 
-    /// Nobody opens what a program of QEMU writes, and the other way round.
+    /// Excludes QEMU tools and `parador` from each other's disks.
     fn locks(path: &Path) {
         let open = |more: &str| parse(&format!("{}{more}", path.display())).unwrap().open(1);
         let qemu = |options: &[&str]| {
@@ -316,7 +318,7 @@ mod tests {
             command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
             command.spawn().unwrap()
         };
-        // What it has written shows that it has the file open; then it waits, for so many milliseconds.
+        // Its first write shows that it has the file open; then it sleeps.
         let mut writer = qemu(&["-c", "write -P 9 0 512", "-c", "sleep 100000"]);
         let deadline = Instant::now() + Duration::from_secs(20);
         while std::fs::read(path).unwrap()[0] != 9 {
@@ -328,7 +330,8 @@ mod tests {
             assert!(failure.to_string().contains("such as QEMU"), "{more}: {failure}");
         }
         writer.kill().and_then(|()| writer.wait()).unwrap();
-        // A reader of QEMU's tools lets others write, as it locks nothing but its own reading: one of ours may read beside it.
+        // A read-only QEMU tool permits writers, because it takes no deny lock: a reader of ours
+        // may open the file concurrently.
         let disk = open(",ro=on").unwrap();
         assert!(qemu(&["-r"]).wait().unwrap().success());
         assert!(!qemu(&[]).wait().unwrap().success(), "QEMU writes what we read");
@@ -357,8 +360,8 @@ mod tests {
         assert_eq!((disk.record.sectors, disk.record.is_external), (1 << 15, true));
         drop(disk);
         for (field, said) in [
-            (1, "no qcow2 image"),
-            (15, "another file"),
+            (1, "not a qcow2 image"),
+            (15, "backing file"),
             (35, "encrypted"),
             (63, "snapshots"),
             (31, "bytes"),
@@ -371,7 +374,7 @@ mod tests {
         write(63, 1);
         assert!(open(",ro=on").is_ok());
         std::fs::write(&path, [0; 512]).unwrap();
-        assert!(open("").unwrap_err().to_string().contains("no qcow2 image"));
+        assert!(open("").unwrap_err().to_string().contains("not a qcow2 image"));
         assert!(!open(",format=raw").unwrap().record.is_external);
     }
 }

@@ -1,6 +1,7 @@
-//! `parador doctor`: what this host has of what virtual machines need, and what `parador run` would make of it.
+//! `parador doctor`: reports which host prerequisites are met, and the back end that `parador run`
+//! would choose.
 //!
-//! A device `/dev/kvm` that is there may still not run anything, or never return: see [`kvm::trial`].
+//! A present `/dev/kvm` may still fail to run a guest, or never return: see [`kvm::trial`].
 
 use std::fmt::Write;
 use std::fs;
@@ -24,7 +25,7 @@ mod passt;
 
 /// Name of the finding that decides about the back end.
 const KVM: &str = "KVM";
-/// Calls of the host that are timed.
+/// Number of timed system calls.
 const CALLS: u32 = 100_000;
 
 #[derive(Debug, Args)]
@@ -32,23 +33,23 @@ pub struct Options {
     /// Print JSON.
     #[arg(long)]
     json: bool,
-    /// Try to run a virtual CPU with KVM, and say how that ends.
+    /// Run a virtual CPU with KVM and report the result.
     #[arg(long, hide = true)]
     try_kvm: bool,
-    /// Give up what a machine's processes give up, and say what the host refuses.
+    /// Enter the VM sandbox and report what the host refuses.
     #[arg(long, hide = true)]
     try_sandbox: bool,
 }
 
-/// What a finding means.
+/// Severity of a finding.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 #[serde(rename_all = "lowercase")]
 enum State {
-    /// There.
+    /// Present.
     Ok,
-    /// Not there; nothing that works today needs it.
+    /// Absent, but not required.
     Absent,
-    /// Not there, and needed by processes that are machines.
+    /// Absent, and required by the process back end.
     Missing,
 }
 
@@ -57,18 +58,18 @@ struct Finding {
     name: &'static str,
     state: State,
     found: String,
-    /// What it is for.
+    /// Purpose of the facility.
     purpose: &'static str,
 }
 
 #[derive(Debug, Serialize)]
 struct Report {
     findings: Vec<Finding>,
-    /// What `parador run --backend auto` would take; `null`: nothing.
+    /// Back end of `parador run --backend auto`; `null`: none.
     backend: Option<&'static str>,
 }
 
-/// Prints the report. Returns the exit code.
+/// Prints the report and returns the exit code.
 pub fn run(options: &Options) -> Result<u8, Failure> {
     if options.try_kvm {
         return Ok(try_kvm());
@@ -102,7 +103,7 @@ fn examine() -> Report {
             "protection keys",
             hosted_vmm::has_keys(),
             State::Absent,
-            "a guest's kernel closed to its programs",
+            "isolation of the guest kernel from guest user mode",
         ),
         kvm(),
         dispatch(),
@@ -111,19 +112,19 @@ fn examine() -> Report {
             read("/proc/sys/kernel/seccomp/actions_avail")
                 .is_some_and(|actions| has_word(&actions, "kill_process")),
             State::Missing,
-            "the host closed to a machine's processes",
+            "isolation of the host from the VM's processes",
         ),
         present(
             "memfd",
             memfd_create("parador-doctor", MemfdFlags::CLOEXEC).is_ok(),
             State::Missing,
-            "memory that processes share",
+            "memory shared by processes",
         ),
         present(
             "32-bit programs",
             compat::is_there(),
             State::Absent,
-            "32-bit programs in machines that are processes",
+            "32-bit user mode in process guests",
         ),
         mappings(),
         large_pages(),
@@ -151,7 +152,7 @@ fn present(name: &'static str, is: bool, otherwise: State, purpose: &'static str
     Finding { name, state, found: found.to_owned(), purpose }
 }
 
-/// A part of the sandbox: `None` if the host permits it, else why not.
+/// Creates the finding of a sandbox mechanism; `refused` is the host's reason.
 fn permitted(name: &'static str, refused: Option<String>) -> Finding {
     let (state, found) = match refused {
         None => (State::Ok, "yes, tried".to_owned()),
@@ -160,8 +161,9 @@ fn permitted(name: &'static str, refused: Option<String>) -> Finding {
     Finding { name, state, found, purpose: "a stricter sandbox" }
 }
 
-/// What the host refuses of the sandbox, each with the reason. It is tried, in a process of its own (`parador doctor --try-sandbox`): what the
-/// host's settings permit, a security module or a filter of system calls may deny.
+/// Sandbox mechanisms that the host refuses, with the reasons. They are tried in a separate process
+/// (`parador doctor --try-sandbox`): a security module or seccomp filter may deny what the host's
+/// settings permit.
 #[derive(Debug, PartialEq, Eq)]
 struct Sandbox {
     namespaces: Option<String>,
@@ -169,11 +171,11 @@ struct Sandbox {
 }
 
 impl Sandbox {
-    fn of(refused: &hosted_jail::Refused) -> Self {
+    fn of(refused: &hosted_jail::SandboxRefusal) -> Self {
         Self { namespaces: refused.namespaces(), landlock: refused.landlock().map(str::to_owned) }
     }
 
-    /// A line for each, empty where nothing is refused.
+    /// Formats one line per mechanism, empty if permitted.
     fn lines(&self) -> String {
         let [namespaces, landlock] = [&self.namespaces, &self.landlock]
             .map(|why| why.as_deref().unwrap_or_default().replace('\n', " "));
@@ -196,53 +198,58 @@ impl Sandbox {
             Err(error) => failure::describe(&error),
             Ok(output) => match Self::from_lines(&String::from_utf8_lossy(&output.stdout)) {
                 Some(tried) => return tried,
-                None => format!("the process that tried it ended with {}", output.status),
+                None => format!("the test process exited with {}", output.status),
             },
         };
         Self { namespaces: Some(why.clone()), landlock: Some(why) }
     }
 }
 
-/// What the wedge asks of the processor, and its extended state.
+/// Checks the CPU features that the wedge requires.
 fn processor() -> Finding {
     let size = __cpuid_count(0xd, 0).ebx;
     let (state, found) = match hosted_vmm::check_host() {
         Ok(_) => (State::Ok, format!("yes; {size} bytes of extended state")),
         Err(error) => (State::Missing, error.to_string()),
     };
-    Finding { name: "FSGSBASE, XSAVE", state, found, purpose: "switches without the host" }
+    Finding {
+        name: "FSGSBASE, XSAVE",
+        state,
+        found,
+        purpose: "context switches without system calls",
+    }
 }
 
 fn kvm() -> Finding {
     let (state, found) = match kvm::trial() {
         Ok(()) => (State::Ok, "usable".to_owned()),
         Err(why) if Path::new("/dev/kvm").exists() => {
-            (State::Absent, format!("there, but not usable: {why}"))
+            (State::Absent, format!("present, but not usable: {why}"))
         }
         Err(why) => (State::Absent, why),
     };
     Finding { name: KVM, state, found, purpose: "unmodified kernels" }
 }
 
-/// Tries KVM, and prints what does not work.
+/// Tries KVM and prints the error.
 fn try_kvm() -> u8 {
     match hosted_kvm::probe() {
         Ok(()) => 0,
         Err(error) => {
-            // Whoever asked has gone if it cannot be printed.
+            // If printing fails, the parent process has exited.
             let _ = output::print(format!("{error}\n"));
             1
         }
     }
 }
 
-/// Syscall User Dispatch came with Linux 5.11; there is no option to leave it out.
+/// Syscall User Dispatch exists since Linux 5.11 and has no configuration option.
 fn dispatch() -> Finding {
     let release = read("/proc/sys/kernel/osrelease").unwrap_or_default();
     let is_new = version(&release).is_some_and(|version| version >= (5, 11));
     let state = if is_new { State::Ok } else { State::Missing };
     let found = format!("Linux {}", release.trim());
-    Finding { name: "Linux 5.11", state, found, purpose: "system calls caught in the process" }
+    Finding { name: "Linux 5.11", state, found, purpose: "Syscall User Dispatch" }
 }
 
 fn version(release: &str) -> Option<(u32, u32)> {
@@ -251,12 +258,12 @@ fn version(release: &str) -> Option<(u32, u32)> {
 }
 
 fn mappings() -> Finding {
-    /// With fewer a process drops what it has mapped again and again.
+    /// With fewer mappings, a process keeps dropping and refaulting pages.
     const ENOUGH: u64 = 10_000;
     let most = number("/proc/sys/vm/max_map_count").unwrap_or(0);
     let state = if most >= ENOUGH { State::Ok } else { State::Absent };
-    let found = format!("{most} for each process");
-    Finding { name: "mappings", state, found, purpose: "pages of programs" }
+    let found = format!("{most} per process");
+    Finding { name: "mappings", state, found, purpose: "pages of guest user mode" }
 }
 
 fn large_pages() -> Finding {
@@ -270,14 +277,14 @@ fn large_pages() -> Finding {
     Finding { name: "large pages", state, found, purpose: "fewer faults" }
 }
 
-/// Rings can wait for memory since Linux 6.7; many containers permit none.
+/// io_uring can wait on futexes since Linux 6.7; many containers forbid it.
 fn rings() -> Finding {
     let release = read("/proc/sys/kernel/osrelease").unwrap_or_default();
     let is_new = version(&release).is_some_and(|version| version >= (6, 7));
     let (state, found) = match (is_new, hosted_jail::has_rings()) {
-        (true, true) => (State::Ok, "yes: all requests of a disk at a time"),
-        (false, _) => (State::Absent, "not before Linux 6.7: two requests of a disk at a time"),
-        (_, false) => (State::Absent, "not permitted: two requests of a disk at a time"),
+        (true, true) => (State::Ok, "yes: all requests of a disk in parallel"),
+        (false, _) => (State::Absent, "requires Linux 6.7: two requests of a disk in parallel"),
+        (_, false) => (State::Absent, "not permitted: two requests of a disk in parallel"),
     };
     Finding { name: "io_uring", state, found: found.to_owned(), purpose: "raw disks" }
 }
@@ -289,7 +296,7 @@ fn system_call() -> Finding {
     }
     let time = start.elapsed().as_secs_f64() / f64::from(CALLS) * 1e6;
     let found = format!("{time:.2} µs");
-    Finding { name: "a system call", state: State::Ok, found, purpose: "what faults are made of" }
+    Finding { name: "system call", state: State::Ok, found, purpose: "cost of guest page faults" }
 }
 
 fn read(path: &str) -> Option<String> {
@@ -304,7 +311,7 @@ fn has_word(text: &str, word: &str) -> bool {
     text.split_whitespace().any(|other| other == word)
 }
 
-/// The value of the first line `name : value`.
+/// Returns the value of the first line `name : value`.
 fn line_of(path: &str, name: &str) -> Option<String> {
     let text = read(path)?;
     let lines = text.lines().filter_map(|line| line.split_once(':'));
@@ -321,7 +328,7 @@ fn table(report: &Report) -> String {
             State::Absent => "-",
             State::Missing => "MISSING",
         };
-        // A String takes all.
+        // Writing to a string does not fail.
         let _ = write!(text, "{mark:<8} {name:<16} {found}");
         let _ = match purpose.is_empty() {
             true => writeln!(text),
@@ -329,8 +336,10 @@ fn table(report: &Report) -> String {
         };
     }
     let _ = match report.backend {
-        Some(backend) => writeln!(text, "\n`parador run` uses the back end `{backend}` here."),
-        None => writeln!(text, "\n`parador run` does not work here."),
+        Some(backend) => {
+            writeln!(text, "\n`parador run` uses the back end `{backend}` on this host.")
+        }
+        None => writeln!(text, "\n`parador run` does not work on this host."),
     };
     text
 }
@@ -365,6 +374,6 @@ mod tests {
         let findings = vec![finding(State::Ok), finding(State::Missing)];
         let text = table(&Report { findings, backend: None });
         assert!(text.contains("ok       a                b (c)\nMISSING  a"), "{text}");
-        assert!(text.ends_with("does not work here.\n"));
+        assert!(text.ends_with("does not work on this host.\n"));
     }
 }

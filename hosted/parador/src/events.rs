@@ -1,4 +1,4 @@
-//! What happens to a machine, as lines of JSON for those who listen.
+//! Events of a VM, as lines of JSON for subscribers.
 
 use hyper::body::Bytes;
 use rustix::time::{ClockId, clock_gettime};
@@ -9,66 +9,66 @@ use std::fs::File;
 use std::io::Write;
 use tokio::sync::mpsc;
 
-/// Events that are kept for those who come later.
+/// Past events kept for new subscribers.
 const KEPT: usize = 128;
-/// Events that a listener may be behind before it is left.
-const BEHIND: usize = 2 * KEPT;
-/// Most listeners.
-const MOST_LISTENERS: usize = 8;
+/// Events queued for a slow subscriber before it is dropped.
+const MAX_BACKLOG: usize = 2 * KEPT;
+/// Most subscribers.
+const MAX_SUBSCRIBERS: usize = 8;
 
-/// Something that happens.
+/// Events of a VM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(tag = "event", rename_all = "kebab-case")]
 pub enum Event {
-    /// Everything is there, and waits for boot.
+    /// The VM is set up and waits for boot.
     Created,
-    /// The machine's first process is there.
+    /// The VM's first process has started.
     Started {
-        /// Its number.
+        /// Process ID.
         process: u32,
     },
-    /// The guest's first instruction comes now.
+    /// The guest executes its first instruction.
     Running {
-        /// Milliseconds from the start of the machine's first process.
+        /// Milliseconds from the start of the VM's first process.
         start_ms: u64,
     },
-    /// The guest is stopped.
+    /// The guest is paused.
     Paused,
-    /// It goes on.
+    /// The guest is resumed.
     Resumed,
-    /// The power button is pressed.
+    /// The power button has been pressed.
     ShutdownRequested,
-    /// The guest's kernel has panicked.
+    /// The guest kernel has panicked.
     Panic,
-    /// The machine has ended and is started anew.
+    /// The VM has exited and restarts.
     Reset {
-        /// The exit code that it would have ended with.
+        /// Exit code without the restart.
         code: u8,
     },
-    /// The machine has ended.
+    /// The VM has exited.
     Ended {
-        /// The exit code.
+        /// Exit code.
         code: u8,
-        /// What it means.
+        /// Meaning of the exit code.
         reason: String,
     },
 }
 
-/// A line: an event, and when it was.
+/// One line: an event and its time.
 #[derive(Debug, Serialize, JsonSchema)]
-pub struct Line {
-    /// What has happened.
+pub struct EventRecord {
+    /// Event.
     #[serde(flatten)]
     pub event: Event,
-    /// Counts up from 0.
+    /// Sequence number, from 0.
     pub number: u64,
-    /// Nanoseconds of the host's `CLOCK_MONOTONIC`.
+    /// Time of the host's `CLOCK_MONOTONIC` in nanoseconds.
     pub monotonic_ns: u64,
-    /// Milliseconds since 1970, UTC.
+    /// Time since 1970 UTC in milliseconds.
     pub unix_ms: u64,
 }
 
-/// The events of a machine.
+/// Events of a VM and their subscribers.
 pub struct Events {
     kept: VecDeque<Bytes>,
     next: u64,
@@ -78,26 +78,26 @@ pub struct Events {
 }
 
 impl Events {
-    /// None so far. They are written to `sink`, too.
+    /// Creates an empty list. Events are also written to `sink`.
     pub fn new(sink: Option<File>) -> Self {
         Self { kept: VecDeque::new(), next: 0, listeners: Vec::new(), sink, closed: false }
     }
 
-    /// Tells everybody. Who does not keep up is left.
-    pub fn happened(&mut self, event: Event) {
+    /// Sends an event to all subscribers. Subscribers whose queue is full are dropped.
+    pub fn record(&mut self, event: Event) {
         let time = |clock| {
             let now = clock_gettime(clock);
             (now.tv_sec as u64, now.tv_nsec as u64)
         };
         let ((seconds, nanoseconds), wall) = (time(ClockId::Monotonic), time(ClockId::Realtime));
-        let line = Line {
+        let line = EventRecord {
             event,
             number: self.next,
             monotonic_ns: seconds * 1_000_000_000 + nanoseconds,
             unix_ms: wall.0 * 1000 + wall.1 / 1_000_000,
         };
         self.next += 1;
-        // Numbers and strings can always be written.
+        // Numbers and strings always serialize.
         let mut line = serde_json::to_vec(&line).unwrap_or_default();
         line.push(b'\n');
         if let Some(sink) = &mut self.sink
@@ -113,14 +113,14 @@ impl Events {
         }
     }
 
-    /// What has happened, and what will. `None`: there are too many listeners.
-    pub fn listen(&mut self) -> Option<mpsc::Receiver<Bytes>> {
+    /// Returns a stream of past and future events; `None` if there are too many subscribers.
+    pub fn subscribe(&mut self) -> Option<mpsc::Receiver<Bytes>> {
         self.listeners.retain(|listener| !listener.is_closed());
-        if self.listeners.len() >= MOST_LISTENERS {
+        if self.listeners.len() >= MAX_SUBSCRIBERS {
             return None;
         }
-        let (sender, receiver) = mpsc::channel(BEHIND);
-        // There is room for all that is kept.
+        let (sender, receiver) = mpsc::channel(MAX_BACKLOG);
+        // The channel has room for all kept events.
         let all = self.kept.iter().all(|line| sender.try_send(line.clone()).is_ok());
         if !self.closed && all {
             self.listeners.push(sender);
@@ -128,7 +128,7 @@ impl Events {
         Some(receiver)
     }
 
-    /// Nothing will happen any longer.
+    /// Ends all streams.
     pub fn close(&mut self) {
         self.closed = true;
         self.listeners.clear();
@@ -145,13 +145,13 @@ mod tests {
     }
 
     #[test]
-    fn who_comes_late_is_told_what_was() {
+    fn a_late_subscriber_gets_past_events() {
         let mut events = Events::new(None);
-        events.happened(Event::Started { process: 7 });
-        let mut early = events.listen().unwrap();
-        events.happened(Event::Ended { code: 80, reason: "panic".to_owned() });
+        events.record(Event::Started { process: 7 });
+        let mut early = events.subscribe().unwrap();
+        events.record(Event::Ended { code: 80, reason: "panic".to_owned() });
         events.close();
-        let mut late = events.listen().unwrap();
+        let mut late = events.subscribe().unwrap();
         for receiver in [&mut early, &mut late] {
             let lines = lines(receiver);
             assert_eq!(lines[0]["event"], "started");
@@ -164,15 +164,15 @@ mod tests {
     }
 
     #[test]
-    fn who_does_not_keep_up_is_left() {
+    fn a_slow_subscriber_is_dropped() {
         let mut events = Events::new(None);
-        let mut slow = events.listen().unwrap();
-        (0..3 * BEHIND).for_each(|_| events.happened(Event::Paused));
-        assert_eq!(lines(&mut slow).len(), BEHIND);
+        let mut slow = events.subscribe().unwrap();
+        (0..3 * MAX_BACKLOG).for_each(|_| events.record(Event::Paused));
+        assert_eq!(lines(&mut slow).len(), MAX_BACKLOG);
         assert!(slow.is_closed());
-        let many: Vec<_> = (0..MOST_LISTENERS).map(|_| events.listen().unwrap()).collect();
-        assert!(events.listen().is_none());
+        let many: Vec<_> = (0..MAX_SUBSCRIBERS).map(|_| events.subscribe().unwrap()).collect();
+        assert!(events.subscribe().is_none());
         drop(many);
-        assert_eq!(lines(&mut events.listen().unwrap()).len(), KEPT);
+        assert_eq!(lines(&mut events.subscribe().unwrap()).len(), KEPT);
     }
 }

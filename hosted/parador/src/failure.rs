@@ -1,17 +1,17 @@
-//! Why a command failed: an exit code, a message, and what to do about it.
+//! Failure of a command: exit code, message and remedy.
 //!
 //! Exit codes of `parador` (64 to 78 as in `sysexits.h`):
 //!
 //! | code | meaning |
 //! |---|---|
-//! | 0 | done; the guest powered off |
+//! | 0 | success; the guest powered off |
 //! | 1–63 | code supplied by the guest |
 //! | 64 | wrong usage |
-//! | 65 | the system description, or a file it names, is wrong |
+//! | 65 | the system description, or a file it names, is invalid |
 //! | 66 | a file is missing |
-//! | 69 | a program or service that is needed is not available |
+//! | 69 | a required program or facility is not available |
 //! | 70 | internal error: Parador's kernel or QEMU failed |
-//! | 71 | the operating system refused something |
+//! | 71 | an operating system call failed |
 //! | 77 | permission denied |
 //! | 80 | guest panic |
 //! | 81 | guest triple fault, unhandled fault, or the end of a guest process |
@@ -21,7 +21,7 @@
 //! | 128+n | ended by signal n |
 
 use crate::messages::{self, Level, More};
-use crate::problem::Report;
+use crate::problem::Diagnostics;
 use proto::wedge::exit;
 use std::fmt;
 use std::io;
@@ -29,43 +29,43 @@ use std::path::Path;
 
 /// Wrong usage.
 pub const USAGE: u8 = 64;
-/// The system description, or a file it names, is wrong.
+/// The system description, or a file it names, is invalid.
 pub const BAD_CONFIG: u8 = 65;
 /// A file is missing.
 pub const MISSING_FILE: u8 = 66;
-/// A program or service that is needed is not available.
+/// A required program or facility is not available.
 pub const UNAVAILABLE: u8 = 69;
 /// Parador's kernel, QEMU or this program failed.
 pub const INTERNAL: u8 = 70;
-/// The operating system refused something.
+/// An operating system call failed.
 pub const OS_ERROR: u8 = 71;
 /// Permission denied.
 pub const PERMISSION: u8 = 77;
-/// A guest ended with a panic.
+/// Guest panic.
 pub const GUEST_PANIC: u8 = exit::PANIC;
-/// A guest ended with a triple fault or a fault that nobody handles.
+/// Guest triple fault or unhandled fault.
 pub const GUEST_FAULT: u8 = exit::FAULT;
-/// A watchdog ended a guest.
+/// A watchdog ended the guest.
 pub const WATCHDOG: u8 = 82;
-/// A guest reset its machine.
+/// Reset by the guest.
 pub const GUEST_RESET: u8 = exit::RESET;
-/// The time limit was reached.
+/// `--timeout` reached.
 pub const TIMEOUT: u8 = 124;
 
-/// How a machine ended, by its exit code.
+/// Describes the end of a VM by its exit code.
 pub fn meaning_of_end(code: u8) -> String {
     match code {
         0 => "the guest powered off".to_owned(),
         1..=63 => format!("the guest ended with code {code}"),
-        GUEST_PANIC => "the guest's kernel panicked".to_owned(),
-        GUEST_FAULT => "the guest ended with a triple fault or unhandled fault".to_owned(),
-        WATCHDOG => "the guest's watchdog ended it".to_owned(),
-        GUEST_RESET => "the guest reset its machine".to_owned(),
+        GUEST_PANIC => "the guest kernel panicked".to_owned(),
+        GUEST_FAULT => "guest triple fault or unhandled fault".to_owned(),
+        WATCHDOG => "the watchdog ended the guest".to_owned(),
+        GUEST_RESET => "the guest reset".to_owned(),
         _ => format!("the system ended with code {code}"),
     }
 }
 
-/// A word for an exit code, for programs.
+/// Returns the machine-readable name of an exit code.
 pub fn word(code: u8) -> Option<&'static str> {
     Some(match code {
         0 => "power-off",
@@ -87,29 +87,29 @@ pub fn word(code: u8) -> Option<&'static str> {
     })
 }
 
-/// Why a command failed.
+/// Failure of a command.
 #[derive(Debug)]
 pub enum Failure {
-    /// One thing went wrong.
+    /// A single error.
     Simple {
         /// Exit code.
         code: u8,
-        /// What went wrong.
+        /// Message.
         message: String,
-        /// What the user can do.
+        /// Remedy.
         help: Option<String>,
     },
-    /// The description has problems.
-    Description(Report),
+    /// Problems of a description.
+    Description(Diagnostics),
 }
 
 impl Failure {
-    /// A failure without advice.
+    /// Creates a failure without a remedy.
     pub fn new(code: u8, message: impl Into<String>) -> Self {
         Self::Simple { code, message: message.into(), help: None }
     }
 
-    /// Adds what the user can do.
+    /// Adds a remedy.
     pub fn help(mut self, text: impl Into<String>) -> Self {
         if let Self::Simple { help, .. } = &mut self {
             *help = Some(text.into());
@@ -117,13 +117,13 @@ impl Failure {
         self
     }
 
-    /// An operation on a file failed; `action` completes "cannot … PATH".
+    /// Creates the failure of a file operation; `action` completes "cannot ... PATH".
     pub fn file(action: &str, path: &Path, error: &io::Error) -> Self {
         let message = format!("cannot {action} {}: {}", path.display(), describe(error));
         Self::new(code_of(error), message)
     }
 
-    /// A program could not be started.
+    /// Creates the failure to start a program.
     pub fn program(name: &str, error: &io::Error) -> Self {
         let code = match error.kind() {
             io::ErrorKind::NotFound => UNAVAILABLE,
@@ -132,12 +132,12 @@ impl Failure {
         Self::new(code, format!("cannot start {name}: {}", describe(error)))
     }
 
-    /// An operation of the system that names no file failed.
+    /// Creates the failure of a system operation without a file; `action` completes "cannot ...".
     pub fn os(action: &str, error: &io::Error) -> Self {
         Self::new(OS_ERROR, format!("cannot {action}: {}", describe(error)))
     }
 
-    /// The exit code.
+    /// Returns the exit code.
     pub fn code(&self) -> u8 {
         match self {
             Self::Simple { code, .. } => *code,
@@ -145,7 +145,7 @@ impl Failure {
         }
     }
 
-    /// Prints to standard error.
+    /// Prints the failure to standard error.
     pub fn print(&self) {
         if !messages::is_json() {
             eprint!("{self}");
@@ -158,7 +158,7 @@ impl Failure {
         };
         let (code, reason) = (Some(self.code()), word(self.code()));
         let more = More { help, code, reason };
-        messages::tell(Level::Error, &messages::one_line(text), more);
+        messages::emit(Level::Error, &messages::one_line(text), more);
     }
 }
 
@@ -176,7 +176,7 @@ impl fmt::Display for Failure {
     }
 }
 
-/// The exit code for an error of the operating system.
+/// Returns the exit code for an operating system error.
 pub fn code_of(error: &io::Error) -> u8 {
     match error.kind() {
         io::ErrorKind::NotFound => MISSING_FILE,
@@ -185,7 +185,7 @@ pub fn code_of(error: &io::Error) -> u8 {
     }
 }
 
-/// The error's text as the C library has it, without Rust's "(os error N)".
+/// Returns the error's text as in the C library, without Rust's "(os error N)".
 pub fn describe(error: &io::Error) -> String {
     let text = error.to_string();
     match text.find(" (os error") {

@@ -1,7 +1,7 @@
-//! Fetches Debian packages with apt, which verifies them, and keeps what is used of them.
+//! Downloads Debian packages with apt, which verifies them, and caches the used files.
 //!
-//! The cache has a folder for each package version. Folders appear complete or not at all, so an
-//! interrupted fetch leaves nothing that a later one would trust.
+//! The cache has a folder per package version. Folders appear complete or not at all, so an
+//! interrupted download leaves nothing that would be used later.
 
 use crate::cache;
 use crate::failure::{self, Failure};
@@ -16,12 +16,12 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use tempfile::TempDir;
 
-/// Depends on the current cloud kernel.
+/// Metapackage that depends on the current cloud kernel.
 const KERNEL_PACKAGE: &str = "linux-image-cloud-amd64";
 const BUSYBOX_PACKAGE: &str = "busybox-static";
 const INSTALLED_BUSYBOX: &str = "/bin/busybox";
-/// Drivers of what a guest may have, in the order in which they are loaded: to report a panic, then for virtio, last
-/// for the power button. The kernel has them as modules.
+/// Drivers for guest devices in load order: panic device, virtio, power button. Debian's kernel has
+/// them as modules.
 const MODULES: [&str; 15] = [
     "pvpanic.ko",
     "pvpanic-mmio.ko",
@@ -39,48 +39,48 @@ const MODULES: [&str; 15] = [
     "button.ko",
     "evdev.ko",
 ];
-/// Linux' source for [`crate::kernel`], and the file in it.
+/// Linux source for [`crate::kernel`], and the file in the package.
 const SOURCE_PACKAGE: &str = "linux-source-6.1";
 const SOURCE: &str = "linux-source-6.1.tar.xz";
-/// Changes when other files of packages are kept than before.
+/// Changes with the set of files that are kept of a package.
 const KEPT: u32 = 4;
 
-/// Something from a package.
+/// Files from a package.
 pub struct Fetched {
-    /// Folder in the cache with the files.
+    /// Folder in the cache.
     pub folder: PathBuf,
-    /// Package and version, for people.
+    /// Package and version, for messages.
     pub title: String,
     package: Package,
 }
 
 impl Fetched {
-    /// The kernel image.
+    /// Returns the path of the kernel image.
     pub fn kernel(&self) -> PathBuf {
         self.folder.join("vmlinuz")
     }
 
-    /// Kernel modules, in the order in which they are loaded.
+    /// Returns the kernel modules in load order.
     pub fn modules(&self) -> Vec<PathBuf> {
         let modules = MODULES.iter().map(|name| self.folder.join(name));
         modules.filter(|path| path.is_file()).collect()
     }
 
-    /// Name and version of the package, fit for a file name.
+    /// Returns name and version of the package, suitable for a file name.
     pub fn version(&self) -> String {
         self.package.file_name()
     }
 }
 
-/// Folders below `usr/src` of unpacked packages.
+/// Folders below `usr/src` of unpacked header packages.
 pub struct Headers {
-    /// Those of the kernel.
+    /// Headers of the kernel's flavour.
     pub headers: String,
-    /// What they have in common with those of its other flavours, with the top Makefile.
+    /// Headers common to all flavours, with the top Makefile.
     pub common: String,
 }
 
-/// Unpacks what modules for a kernel are built against into the folder `to`.
+/// Unpacks the headers of a kernel into the folder `to`.
 pub fn kernel_headers(kernel: &Fetched, to: &Path, step: &Step) -> Result<Headers, Failure> {
     let Package { name, version } = &kernel.package;
     let headers = name.replacen("linux-image-", "linux-headers-", 1);
@@ -90,7 +90,10 @@ pub fn kernel_headers(kernel: &Fetched, to: &Path, step: &Step) -> Result<Header
     let find = |prefix: &str| {
         let mut names = depends.split(',').filter_map(|depend| depend.split_whitespace().next());
         names.find(|name| name.starts_with(prefix)).map(str::to_owned).ok_or_else(|| {
-            Failure::new(failure::UNAVAILABLE, format!("package {headers} needs no {prefix}"))
+            Failure::new(
+                failure::UNAVAILABLE,
+                format!("package {headers} has no dependency {prefix}"),
+            )
         })
     };
     let (common, tools) = (find("linux-headers-")?, find("linux-kbuild-")?);
@@ -105,17 +108,20 @@ pub fn kernel_headers(kernel: &Fetched, to: &Path, step: &Step) -> Result<Header
     Ok(Headers { headers, common })
 }
 
-/// Debian's current cloud kernel.
+/// Returns Debian's current cloud kernel.
 pub fn debian_kernel(step: &Step, interruptible: &Interruptible) -> Result<Fetched, Failure> {
-    step.now("asking apt");
+    step.now("querying apt");
     let meta = apt_show(KERNEL_PACKAGE)?;
     let image = meta.field("Depends").and_then(|depends| {
         let mut packages = depends.split([',', '|']).map(str::trim);
         packages.find(|package| package.starts_with("linux-image-"))
     });
     let package = image.and_then(Package::exact).ok_or_else(|| {
-        Failure::new(failure::UNAVAILABLE, format!("package {KERNEL_PACKAGE} names no kernel"))
-            .help("run `apt-get update`, or give a file as `kernel`")
+        Failure::new(
+            failure::UNAVAILABLE,
+            format!("package {KERNEL_PACKAGE} has no kernel dependency"),
+        )
+        .help("run `apt-get update`, or use a file as `kernel`")
     })?;
     let pick = |name: &Path| match name.file_name()?.to_str()? {
         file if name.starts_with("boot") && file.starts_with("vmlinuz-") => Some("vmlinuz"),
@@ -124,9 +130,9 @@ pub fn debian_kernel(step: &Step, interruptible: &Interruptible) -> Result<Fetch
     fetch(&package, step, interruptible, pick, "vmlinuz")
 }
 
-/// The archive with Debian's source of Linux.
+/// Returns Debian's archive of the Linux source.
 pub fn linux_source(step: &Step, interruptible: &Interruptible) -> Result<PathBuf, Failure> {
-    step.now("asking apt");
+    step.now("querying apt");
     let version = apt_show(SOURCE_PACKAGE)?.field("Version").unwrap_or_default().to_owned();
     let package = Package { name: SOURCE_PACKAGE.to_owned(), version };
     let pick = |name: &Path| (name.file_name()? == SOURCE).then_some(SOURCE);
@@ -134,7 +140,7 @@ pub fn linux_source(step: &Step, interruptible: &Interruptible) -> Result<PathBu
     Ok(fetched.folder.join(SOURCE))
 }
 
-/// A static busybox: the installed one, else from its package.
+/// Returns a static busybox: the installed one, else the one from its package.
 pub fn busybox(step: &Step, interruptible: &Interruptible) -> Result<(PathBuf, String), Failure> {
     let installed = Path::new(INSTALLED_BUSYBOX);
     if fs::read(installed).is_ok_and(|bytes| guest::is_static_program(&bytes)) {
@@ -155,7 +161,7 @@ struct Package {
 }
 
 impl Package {
-    /// Reads a dependency on an exact version: `linux-image-6.1.0-56-cloud-amd64 (= 6.1.192-2)`.
+    /// Parses a dependency on an exact version: `linux-image-6.1.0-56-cloud-amd64 (= 6.1.192-2)`.
     fn exact(dependency: &str) -> Option<Self> {
         let (name, version) = dependency.split_once(" (= ")?;
         let version = version.strip_suffix(')')?;
@@ -172,20 +178,21 @@ impl Package {
     }
 }
 
-/// Downloads a package into a new folder; the place of its archive.
+/// Downloads a package into a new folder and returns the path of its archive.
 fn download_package(package: &Package, folder: &Path) -> Result<PathBuf, Failure> {
-    fs::create_dir_all(folder).map_err(|error| Failure::file("make the folder", folder, &error))?;
+    fs::create_dir_all(folder)
+        .map_err(|error| Failure::file("create the folder", folder, &error))?;
     let (title, target) = (package.title(), format!("{}={}", package.name, package.version));
     run("apt-get", &title, |command| command.args(["download", &target]).current_dir(folder))?;
     let first = fs::read_dir(folder)
         .and_then(|mut entries| entries.next().transpose())
         .map_err(|error| Failure::file("read", folder, &error))?;
     first.map(|entry| entry.path()).ok_or_else(|| {
-        Failure::new(failure::UNAVAILABLE, format!("apt-get left no file for {title}"))
+        Failure::new(failure::UNAVAILABLE, format!("apt-get downloaded no file for {title}"))
     })
 }
 
-/// Fetches a package. `pick` names the files to keep; `must` has to be among them.
+/// Fetches a package. `pick` selects the files to keep; `must` has to be among them.
 fn fetch(
     package: &Package,
     step: &Step,
@@ -202,11 +209,11 @@ fn fetch(
         package: package.clone(),
     };
     if folder.join(must).is_file() {
-        return Ok(fetched("kept from before"));
+        return Ok(fetched("cached"));
     }
 
     let create = |path: &Path| {
-        fs::create_dir_all(path).map_err(|error| Failure::file("make the folder", path, &error))
+        fs::create_dir_all(path).map_err(|error| Failure::file("create the folder", path, &error))
     };
     let work = TempDir::with_prefix_in(".fetch-", &cache)
         .map_err(|error| cache::failed(&cache, &error))?;
@@ -219,13 +226,16 @@ fn fetch(
     create(&kept)?;
     unpack(&archive, &kept, pick)?;
     if !kept.join(must).is_file() {
-        return Err(Failure::new(failure::UNAVAILABLE, format!("{title} does not hold `{must}`"))
-            .help("give a file instead"));
+        return Err(Failure::new(
+            failure::UNAVAILABLE,
+            format!("{title} does not contain `{must}`"),
+        )
+        .help("use a file instead"));
     }
     match fs::rename(&kept, &folder) {
-        // Somebody else was faster.
+        // Another process has finished first.
         Err(_) if folder.join(must).is_file() => {}
-        Err(error) => return Err(Failure::file("make", &folder, &error)),
+        Err(error) => return Err(Failure::file("create", &folder, &error)),
         Ok(()) => {}
     }
     Ok(fetched("fetched"))
@@ -248,7 +258,7 @@ fn unpack(
             failure::code_of(&error),
             format!("cannot unpack {}: {}", archive.display(), failure::describe(&error)),
         )
-        .help("is the disk full?")
+        .help("check that the disk is not full")
     };
     if let Some(stdout) = child.stdout.take() {
         let mut tar = tar::Archive::new(stdout);
@@ -272,7 +282,7 @@ fn unpack(
     }
 }
 
-/// What `apt-cache show` prints about one version of a package.
+/// Output of `apt-cache show` about one version of a package.
 struct Shown(String);
 
 impl Shown {
@@ -288,17 +298,17 @@ fn apt_show(package: &str) -> Result<Shown, Failure> {
     Ok(Shown(String::from_utf8_lossy(&output.stdout).into_owned()))
 }
 
-/// One of the programs of apt and dpkg.
+/// Creates a command for a tool of apt or dpkg.
 fn apt_command(name: &str) -> Result<Command, Failure> {
     let mut command =
         supervise::command(OsStr::new(name), AtEnd::Terminate).map_err(|failure| {
-            failure.help("this needs Debian; elsewhere give files in the description")
+            failure.help("this requires Debian; on other systems, use files in the description")
         })?;
     command.env("LC_ALL", "C").stdin(Stdio::null());
     Ok(command)
 }
 
-/// Runs one of apt's programs to get `what`.
+/// Runs a tool of apt for `what`.
 fn run(
     name: &str,
     what: &str,
@@ -314,7 +324,7 @@ fn run(
     let reasons: Vec<&str> = stderr.lines().filter(|line| line.starts_with("E:")).collect();
     let reason = if reasons.is_empty() { stderr.trim().to_owned() } else { reasons.join(" ") };
     Err(Failure::new(failure::UNAVAILABLE, format!("{name} cannot get {what}: {reason}")).help(
-        "check the network and run `apt-get update`, or give a file in the description instead of \
+        "check the network and run `apt-get update`, or use a file in the description instead of \
          \"debian\" or \"busybox\"",
     ))
 }

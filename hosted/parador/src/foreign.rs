@@ -1,11 +1,11 @@
-//! Options as other programs spell them that start virtual machines: QEMU, lkvm, Firecracker, Cloud Hypervisor.
+//! Rejects options of other VM monitors: QEMU, lkvm, Firecracker and Cloud Hypervisor.
 //!
-//! They are never taken. Some would be read as something else (`-kernel` is `-k ernel`), so they are looked for first.
+//! The check runs before the parser, which would misread some of them (`-kernel` is `-k ernel`).
 
 use crate::failure::{self, Failure};
 use std::ffi::OsString;
 
-/// Spellings, and what to write instead.
+/// Foreign options, and their replacements.
 const FOREIGN: [(&[&str], &str); 20] = [
     (&["-kernel"], "-k FILE"),
     (&["-initrd", "--ramdisk"], "-i FILE"),
@@ -13,10 +13,10 @@ const FOREIGN: [(&[&str], &str); 20] = [
     (&["-smp", "--smp", "--vcpus"], "-c COUNT"),
     (&["-mem", "--mem", "--ram"], "-m SIZE"),
     (&["-hda", "-hdb", "-drive", "--drive", "--block", "-blockdev"], "-d FILE"),
-    (&["-snapshot"], "a copy of the disk's file"),
+    (&["-snapshot"], "copying the disk image first"),
     (&["-nic", "-netdev", "--network", "--nic"], "--net user"),
     (&["-serial"], "--serial stdio"),
-    (&["-nographic"], "nothing: the serial line is the terminal"),
+    (&["-nographic"], "no option: the serial line is connected to the terminal"),
     (&["-gdb", "-s"], "--gdb tcp=:1234"),
     (&["-S"], "--gdb tcp=:1234,wait"),
     (&["-no-reboot"], "--no-reboot"),
@@ -24,15 +24,15 @@ const FOREIGN: [(&[&str], &str); 20] = [
     (&["-enable-kvm", "--enable-kvm", "-accel", "--accel"], "--backend kvm"),
     (&["-qmp", "--qmp", "-monitor", "--api-sock"], "--api-socket SOCKET"),
     (&["--config-file", "--cfg"], "--config FILE"),
-    (&["-virtfs", "--9p", "--fs"], "a disk: there are no shared folders"),
-    (&["-cpu", "-machine", "-M", "--machine"], "nothing: there is one kind of machine"),
+    (&["-virtfs", "--9p", "--fs"], "--share DIR:TAG"),
+    (&["-cpu", "-machine", "-M", "--machine"], "no option: there is one machine type"),
     (&["--metrics-path"], "--metrics FILE"),
 ];
 
-/// Looks for such an option among the arguments of `parador`.
+/// Checks the arguments of `parador run` for options of other VM monitors.
 ///
 /// # Errors
-/// There is one: code 64, with what to write instead.
+/// One is found: code 64, with its replacement.
 pub fn check(arguments: impl Iterator<Item = OsString>) -> Result<(), Failure> {
     let mut arguments = arguments.skip(1);
     if arguments.next().is_none_or(|command| command != "run") {
@@ -41,7 +41,7 @@ pub fn check(arguments: impl Iterator<Item = OsString>) -> Result<(), Failure> {
     let mut is_text = false;
     for argument in arguments.take_while(|argument| argument != "--") {
         let Some(argument) = argument.to_str() else { continue };
-        // A kernel's command line may begin with anything.
+        // The kernel command line may begin with anything.
         if std::mem::replace(&mut is_text, matches!(argument, "-p" | "--cmdline")) {
             continue;
         }
@@ -67,6 +67,7 @@ mod tests {
         assert!(refused("run -kernel bzImage").unwrap().contains("did you mean -k FILE?"));
         assert!(refused("run vmlinux --mem=1G").unwrap().contains("-m SIZE"));
         assert!(refused("run vmlinux -S").unwrap().contains("--gdb tcp=:1234,wait"));
+        assert!(refused("run vmlinux -virtfs local").unwrap().contains("--share DIR:TAG"));
         for line in ["run -k vmlinux -p -append", "run vmlinux -m 1G -- -smp", "doctor -kernel"] {
             assert_eq!(refused(line), None);
         }

@@ -1,79 +1,79 @@
-//! The capability graph of a system: who holds which capability to what, as `root` gives them out.
+//! Capability graph of a system: the capabilities that `root` grants, with holders and objects.
 //!
-//! A guest holds nothing: it reaches what its VMM lets it reach. Every program calls `root` through two gates, log and
-//! control, and `root` can take back whatever it gave; these edges are there in every system, so they are marked
-//! ([`Edge::routine`]) and drawn without text.
+//! A guest holds no capability: its VMM acts for it. Every program calls `root` through two gates,
+//! log and control, and `root` can revoke every capability; these edges exist in every system, so
+//! they are marked ([`Edge::routine`]) and drawn without text.
 
 pub mod dot;
 pub mod svg;
 
-use crate::attach::Device;
-use crate::check::{Plan, Server, Vm};
+use crate::attach::ServerDevice;
 use crate::description::{Log, Restart, ServerKind, Size};
+use crate::validate::{ResolvedServer, ResolvedSystem, ResolvedVm};
 use proto::service::DiskRange;
 use proto::{disk, net};
 
-/// What a node is; in this order the picture has them from top to bottom.
+/// Kind of a node; pictures arrange nodes from top to bottom in this order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Kind {
     /// A virtual machine.
     Guest,
-    /// A program that serves no other: a VMM or a task.
+    /// A program that is not a server: VMM or task.
     Program,
-    /// A channel between virtual machines.
+    /// A channel between VMs.
     Channel,
     /// A server.
     Server,
-    /// What `root` starts as.
+    /// The root task.
     Root,
     /// The microhypervisor.
     Kernel,
-    /// A device of the machine, or all the rest of it.
+    /// A device of the machine, or the remaining resources.
     Device,
 }
 
-/// Something that holds capabilities, or that they are to.
+/// Holder or object of capabilities.
 #[derive(Debug)]
 pub struct Node {
-    /// Unique.
+    /// Unique ID.
     pub id: String,
-    /// What it is.
+    /// Kind.
     pub kind: Kind,
     /// Its name.
     pub title: String,
-    /// What else to know of it, a line each.
+    /// Further text, one line each.
     pub details: Vec<String>,
-    /// Not there at the start: made at run time after a template.
+    /// Created from a template at run time.
     pub template: bool,
 }
 
-/// Capabilities of one node to another.
+/// Capabilities of one node for another.
 #[derive(Debug)]
 pub struct Edge {
     /// Index of the holder.
     pub from: usize,
-    /// Index of what they are to.
+    /// Index of the object.
     pub to: usize,
-    /// What they are and allow, a line each.
+    /// Capabilities and rights, one line each.
     pub label: Vec<String>,
-    /// The other side has as much to this one.
+    /// The object holds the same for the holder.
     pub both: bool,
-    /// Between `root` and every program.
+    /// Edge between `root` and a program that every system has.
     pub routine: bool,
 }
 
-/// Nodes, and edges between them.
+/// Nodes and edges.
 #[derive(Debug, Default)]
 pub struct Graph {
     /// In the order of the description, by kind.
     pub nodes: Vec<Node>,
-    /// Each kind of capability between two nodes once.
+    /// One edge per kind of capability between two nodes.
     pub edges: Vec<Edge>,
 }
 
 impl Graph {
-    /// What `root` will give to whom when it starts this system.
-    pub fn new(plan: &Plan) -> Self {
+    /// Returns the capabilities that `root` grants at the start of this system.
+    pub fn new(resolved: &ResolvedSystem) -> Self {
         let mut graph = Self::default();
         let kernel = graph.node(Kind::Kernel, "kernel", "microhypervisor", vec![]);
         let root = graph.node(
@@ -83,7 +83,7 @@ impl Graph {
             vec!["starts everything else and gives it what this graph shows".to_owned()],
         );
         graph.edge(root, kernel, &["factory: all kernel memory,", "platform: all interrupts"]);
-        if let Some((port, ports)) = match plan.log {
+        if let Some((port, ports)) = match resolved.log {
             Log::Com1 => Some(("com1", COM1_PORTS)),
             Log::Com2 => Some(("com2", COM2_PORTS)),
             Log::None => None,
@@ -93,12 +93,13 @@ impl Graph {
         }
         let details = vec!["memory, I/O ports, PCI functions".to_owned()];
         let rest = graph.node(Kind::Device, "machine", "the rest of the machine", details);
-        graph.edge(root, rest, &["what nobody", "else has"]);
+        graph.edge(root, rest, &["all resources", "not granted"]);
 
         let servers: Vec<usize> =
-            plan.servers.iter().map(|server| graph.server(server, root)).collect();
-        let monitors: Vec<usize> = plan.vms.iter().map(|vm| graph.vm(vm, root, &servers)).collect();
-        for (number, channel) in plan.channels.iter().enumerate() {
+            resolved.servers.iter().map(|server| graph.server(server, root)).collect();
+        let monitors: Vec<usize> =
+            resolved.vms.iter().map(|vm| graph.vm(vm, root, &servers)).collect();
+        for (number, channel) in resolved.channels.iter().enumerate() {
             let doorbell = if channel.doorbell { "with doorbells" } else { "without doorbells" };
             let details = vec![format!("{}, {doorbell}", Size(channel.size.into()))];
             let node = graph.node(Kind::Channel, &format!("channel:{number}"), "channel", details);
@@ -107,7 +108,7 @@ impl Graph {
                 graph.edge(monitor, node, &["its memory,", "signals to the peer"]);
             }
         }
-        for task in &plan.tasks {
+        for task in &resolved.tasks {
             let details = vec![format!("task, priority {}", task.priority)];
             let id = format!("task:{}", task.name);
             let node = graph.node(Kind::Program, &id, &task.name, details);
@@ -135,7 +136,7 @@ impl Graph {
         &mut self.edges[last]
     }
 
-    fn server(&mut self, server: &Server, root: usize) -> usize {
+    fn server(&mut self, server: &ResolvedServer, root: usize) -> usize {
         let what = match server.kind {
             ServerKind::Console if server.shared => "console server for several",
             ServerKind::Console => "console server",
@@ -151,18 +152,18 @@ impl Graph {
             let id = format!("device:{device}");
             let there = self.node(Kind::Device, &id, &device.to_string(), vec![]);
             let capabilities: &[&str] = match device {
-                Device::Com1 => &[COM1_PORTS, "interrupt 4"],
-                Device::VirtioBlk(_) | Device::VirtioNet(_) | Device::Ahci(..) => {
-                    &["registers, interrupt,", "memory for DMA"]
-                }
+                ServerDevice::Com1 => &[COM1_PORTS, "interrupt 4"],
+                ServerDevice::VirtioBlk(_)
+                | ServerDevice::VirtioNet(_)
+                | ServerDevice::Ahci(..) => &["registers, interrupt,", "memory for DMA"],
             };
             self.edge(node, there, capabilities);
         }
         node
     }
 
-    /// Adds a virtual machine and its VMM; the latter's index.
-    fn vm(&mut self, vm: &Vm, root: usize, servers: &[usize]) -> usize {
+    /// Adds a VM and its VMM; returns the VMM's index.
+    fn vm(&mut self, vm: &ResolvedVm, root: usize, servers: &[usize]) -> usize {
         let first = self.nodes.len();
         let mut details = vec![vm.cpus_and_memory()];
         if vm.template {
@@ -207,7 +208,7 @@ impl Graph {
         monitor
     }
 
-    /// Edges that the node with this index is the holder of.
+    /// Returns the edges whose holder has this index.
     pub fn held_by(&self, node: usize) -> impl Iterator<Item = &Edge> {
         self.edges.iter().filter(move |edge| edge.from == node)
     }
@@ -231,12 +232,12 @@ fn restarts(restart: Restart) -> Option<String> {
     }
 }
 
-/// A session in shared memory; each side holds the notification of the other, with the right to signal.
+/// Describes a session in shared memory; each side may signal the notification of the other.
 fn shared(bytes: u64) -> String {
     format!("{} shared, signals", Size(bytes))
 }
 
-/// A part of a disk, as descriptions have it.
+/// Describes a part of a disk.
 fn part(part: DiskRange) -> String {
     let size = |sectors: u64| Size(sectors * disk::SECTOR);
     let whole = match part.partition {
@@ -252,14 +253,14 @@ fn part(part: DiskRange) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::check::{self, Overrides};
+    use crate::validate::{self, Overrides};
 
     /// The graph of a description.
     fn graph(description: &str) -> Graph {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("system.toml");
         std::fs::write(&file, description).unwrap();
-        Graph::new(&check::check(&file, Overrides::default()).unwrap())
+        Graph::new(&validate::validate(&file, Overrides::default()).unwrap())
     }
 
     /// A system with one of everything.
@@ -298,7 +299,7 @@ mod tests {
         }
         assert_eq!(labels(&graph, "vmm:small", "channel:0"), Vec::<String>::new());
         assert_eq!(labels(&graph, "vmm:one", "vm:one"), ["virtual CPUs, all its memory"]);
-        // Nobody else's.
+        // No other VMM holds it.
         assert_eq!(labels(&graph, "vmm:one", "vm:two"), Vec::<String>::new());
         assert_eq!(labels(&graph, "vmm:two", "server:sw0"), Vec::<String>::new());
         assert_eq!(labels(&graph, "vmm:two", "root"), Vec::<String>::new());

@@ -1,14 +1,14 @@
-//! What can be said about a guest's files before it runs. Kernels are judged by the code that the VMM loads
-//! them with (`vmm_boot`), so that what is refused here and there is the same.
+//! Checks of a guest's files before it runs. Kernels are parsed with the VMM's own code
+//! (`vmm_boot`), so both accept the same kernels.
 
 use hw_tables::elf::{Elf, Machine};
 use vmm_boot::Kernel;
 
-/// Least memory of any guest that runs Linux, in bytes.
+/// Least memory of a Linux guest in bytes.
 pub const LINUX_MINIMUM: u64 = 16 << 20;
 
-/// Least guest memory in bytes, with an initial RAM disk of the given length: what the VMM needs to
-/// load both, and the RAM disk once more, because the guest unpacks it.
+/// Returns the least guest memory in bytes, with an initial RAM disk of this length: room to load
+/// both, and the RAM disk a second time, because the guest unpacks it.
 pub fn least_memory(kernel: &Kernel<'_>, initrd: u64) -> u64 {
     let least = kernel.memory_needed(initrd.saturating_mul(2));
     match kernel {
@@ -17,7 +17,7 @@ pub fn least_memory(kernel: &Kernel<'_>, initrd: u64) -> u64 {
     }
 }
 
-/// Whether this is a program for x86-64 Linux that needs no other files.
+/// Returns whether this is a static x86-64 Linux program.
 pub fn is_static_program(bytes: &[u8]) -> bool {
     Elf::parse(bytes).is_ok_and(|elf| elf.machine() == Machine::X86_64 && !elf.has_interpreter())
 }

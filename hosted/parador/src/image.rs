@@ -1,9 +1,8 @@
-//! Makes bootable images: the kernel beside its bundle, and a CD-ROM image that GRUB starts.
+//! Bootable images: the kernel with its bundle, and a CD-ROM image for GRUB.
 //!
-//! Everything is made in a folder beside the result and moved into place when all of it is there:
-//! an error, a full disk or a signal leaves the former image or none.
+//! All files are created in a folder next to the result and moved into place when complete: an
+//! error, a full disk or a signal leaves the former image or none.
 
-use crate::check::{InitrdSource, KernelSource, Plan, VmFiles};
 use crate::description::Size;
 use crate::failure::{self, Failure};
 use crate::fetch::{self, Fetched};
@@ -13,6 +12,7 @@ use crate::module;
 use crate::programs::{self, Named, Programs};
 use crate::steps::Steps;
 use crate::supervise::{self, AtEnd};
+use crate::validate::{InitrdSource, KernelSource, ResolvedSystem, VmFiles};
 use abi::bundle;
 use std::ffi::OsStr;
 use std::fs::{self, File};
@@ -24,30 +24,30 @@ use tempfile::TempDir;
 /// File name of the bundle in an image's folder.
 const BUNDLE: &str = "bundle";
 
-/// What to build beside what the description says.
+/// Build options in addition to the description.
 #[derive(Clone, Debug, Default)]
 pub struct Options {
-    /// Folder for the image.
+    /// Output folder.
     pub output: Option<PathBuf>,
-    /// Where Parador's programs are.
+    /// Location of Parador's binaries.
     pub programs: Named,
-    /// CD-ROM image to make.
+    /// CD-ROM image to create.
     pub iso: Option<PathBuf>,
 }
 
-/// A finished image.
+/// A complete image.
 #[derive(Debug)]
 pub struct Image {
-    /// The kernel: PVH and multiboot2.
+    /// Kernel: PVH and Multiboot2.
     pub kernel: PathBuf,
-    /// Its boot module.
+    /// Boot module.
     pub bundle: PathBuf,
     /// Length of the bundle in bytes.
     pub bundle_length: u64,
 }
 
 impl Image {
-    /// The folder of the image for the description `file`.
+    /// Returns the image folder of the description `file`.
     pub fn folder(file: &Path, options: &Options) -> Result<PathBuf, Failure> {
         match &options.output {
             Some(folder) => Ok(folder.clone()),
@@ -58,10 +58,10 @@ impl Image {
         }
     }
 
-    /// The image that is in `folder` from before.
+    /// Returns the existing image in `folder`.
     pub fn existing(folder: &Path) -> Result<Self, Failure> {
         let missing = |path: &Path, error: io::Error| {
-            Failure::file("use the image", path, &error).help("build it first, without --no-build")
+            Failure::file("use the image", path, &error).help("build it without --no-build")
         };
         let (kernel, bundle) = (folder.join(programs::KERNEL), folder.join(BUNDLE));
         fs::metadata(&kernel).map_err(|error| missing(&kernel, error))?;
@@ -70,9 +70,9 @@ impl Image {
     }
 }
 
-/// Builds the image of a checked description in `folder`.
+/// Builds the image of a validated description in `folder`.
 pub fn build(
-    plan: &Plan,
+    resolved: &ResolvedSystem,
     folder: &Path,
     options: &Options,
     steps: &Steps,
@@ -80,16 +80,16 @@ pub fn build(
     let interruptible = Interruptible::new()?;
     let programs = Programs::find(&options.programs)?;
     let artifacts = steps.run("programs", |step| programs.build(step))?;
-    plan.check_programs(&artifacts)?;
+    resolved.check_programs(&artifacts)?;
 
     let staging = stage(folder, &interruptible)?;
-    let files = boot_files(plan, &artifacts, staging.path(), steps, &interruptible)?;
-    plan.check_files(&files)?;
+    let files = boot_files(resolved, &artifacts, staging.path(), steps, &interruptible)?;
+    resolved.check_files(&files)?;
 
     let kernel = staging.path().join(programs::KERNEL);
     let bundle = staging.path().join(BUNDLE);
     let bundle_length = steps.run("bundle", |step| {
-        let contents = contents(plan, &artifacts, &files)?;
+        let contents = contents(resolved, &artifacts, &files)?;
         step.now("writing");
         let from = artifacts.join(programs::KERNEL);
         copy(&from, &kernel, &folder.join(programs::KERNEL))?;
@@ -98,7 +98,9 @@ pub fn build(
     })?;
     let iso = match &options.iso {
         None => None,
-        Some(path) => Some((make_iso(plan, path, &kernel, &bundle, steps, &interruptible)?, path)),
+        Some(path) => {
+            Some((make_iso(resolved, path, &kernel, &bundle, steps, &interruptible)?, path))
+        }
     };
 
     let image =
@@ -114,24 +116,25 @@ pub fn build(
     Ok(image)
 }
 
-/// Makes a folder for unfinished files beside the result.
+/// Creates a folder for unfinished files next to the result.
 fn stage(folder: &Path, interruptible: &Interruptible) -> Result<TempDir, Failure> {
-    fs::create_dir_all(folder).map_err(|error| Failure::file("make the folder", folder, &error))?;
+    fs::create_dir_all(folder)
+        .map_err(|error| Failure::file("create the folder", folder, &error))?;
     let staging = TempDir::with_prefix_in(".partial-", folder)
         .map_err(|error| Failure::file("write to", folder, &error))?;
     interruptible.remove_on_signal(staging.path());
     Ok(staging)
 }
 
-/// Finds, fetches and makes the files that the virtual machines boot from.
+/// Finds, fetches and builds the boot files of the VMs.
 fn boot_files(
-    plan: &Plan,
+    resolved: &ResolvedSystem,
     artifacts: &Path,
     staging: &Path,
     steps: &Steps,
     interruptible: &Interruptible,
 ) -> Result<Vec<VmFiles>, Failure> {
-    let needs_debian = plan.vms.iter().any(|vm| *vm.kernel.get_ref() == KernelSource::Debian);
+    let needs_debian = resolved.vms.iter().any(|vm| *vm.kernel.get_ref() == KernelSource::Debian);
     let debian: Option<Fetched> = if needs_debian {
         Some(steps.run("Debian kernel", |step| {
             let fetched = fetch::debian_kernel(step, interruptible)?;
@@ -141,12 +144,12 @@ fn boot_files(
     } else {
         None
     };
-    let needs_busybox = plan.vms.iter().any(|vm| {
+    let needs_busybox = resolved.vms.iter().any(|vm| {
         vm.initrd.as_ref().is_some_and(|initrd| *initrd.get_ref() == InitrdSource::Busybox)
     });
-    // A guest without channels does not load the driver, so all have the same RAM disk.
+    // Guests without channels do not load the driver, so all share one RAM disk.
     let driver = match &debian {
-        Some(kernel) if needs_busybox && !plan.channels.is_empty() => Some(
+        Some(kernel) if needs_busybox && !resolved.channels.is_empty() => Some(
             steps.run("channel driver", |step| module::channels(kernel, step, interruptible))?,
         ),
         _ => None,
@@ -155,17 +158,17 @@ fn boot_files(
     if needs_busybox {
         steps.run("RAM disk", |step| {
             let (busybox, title) = fetch::busybox(step, interruptible)?;
-            // Modules fit the kernel that they come with; `/init` loads none if they do not.
+            // Modules match the kernel they come with; `/init` loads none if they do not.
             let mut modules = debian.as_ref().map(Fetched::modules).unwrap_or_default();
             modules.extend(driver);
-            let archive = initramfs::busybox(&busybox, &modules, &plan.files)?;
+            let archive = initramfs::busybox(&busybox, &modules, &resolved.files)?;
             let length = Size(archive.len() as u64);
             fs::write(&ram_disk, archive)
                 .map_err(|error| Failure::file("write", &ram_disk, &error))?;
             Ok(((), format!("{title}, {length}")))
         })?;
     }
-    let files = plan.vms.iter().map(|vm| VmFiles {
+    let files = resolved.vms.iter().map(|vm| VmFiles {
         kernel: match (vm.kernel.get_ref(), &debian) {
             (KernelSource::File(path), _) => path.clone(),
             (KernelSource::Debian, Some(fetched)) => fetched.kernel(),
@@ -186,24 +189,24 @@ enum Content {
     Bytes(Vec<u8>),
 }
 
-/// Names and contents of everything in the bundle.
+/// Returns the names and contents of all files in the bundle.
 fn contents(
-    plan: &Plan,
+    resolved: &ResolvedSystem,
     artifacts: &Path,
     files: &[VmFiles],
 ) -> Result<Vec<(String, Content)>, Failure> {
     let mut contents = Vec::new();
     let root = (bundle::ROOT_NAME, None);
-    for (name, _) in [root].into_iter().chain(plan.binaries()) {
+    for (name, _) in [root].into_iter().chain(resolved.binaries()) {
         let path = artifacts.join(name);
         if !path.is_file() {
-            let message = format!("no program `{name}` in {}", artifacts.display());
+            let message = format!("no binary `{name}` in {}", artifacts.display());
             return Err(Failure::new(failure::MISSING_FILE, message)
                 .help("build Parador's programs with `cargo xtask build`"));
         }
         contents.push((name.to_owned(), Content::File(path)));
     }
-    // A file that several virtual machines use is in the bundle once.
+    // A file that several VMs use is in the bundle once.
     let mut known: Vec<(PathBuf, String)> = Vec::new();
     let mut add = |path: &Path, name: String| match known.iter().find(|(other, _)| other == path) {
         Some((_, name)) => name.clone(),
@@ -212,7 +215,7 @@ fn contents(
             name
         }
     };
-    let names: Vec<(String, Option<String>)> = plan
+    let names: Vec<(String, Option<String>)> = resolved
         .vms
         .iter()
         .zip(files)
@@ -222,14 +225,14 @@ fn contents(
             (kernel, initrd)
         })
         .collect();
-    let system = plan.compile(&names)?;
+    let system = resolved.compile(&names)?;
     contents.push((bundle::SYSTEM_NAME.to_owned(), Content::Bytes(system)));
     contents.extend(known.into_iter().map(|(path, name)| (name, Content::File(path))));
     Ok(contents)
 }
 
-/// Writes a bundle to `path` and returns its length in bytes. Errors of writing name `shown`, its
-/// later place.
+/// Writes a bundle to `path` and returns its length in bytes. Write errors name `shown`, its later
+/// path.
 fn write_bundle(path: &Path, shown: &Path, contents: &[(String, Content)]) -> Result<u64, Failure> {
     let mut files = Vec::new();
     for (name, content) in contents {
@@ -246,7 +249,11 @@ fn write_bundle(path: &Path, shown: &Path, contents: &[(String, Content)]) -> Re
         bundle::write_header(&files, |index, offset| offsets[index] = offset).ok_or_else(|| {
             Failure::new(
                 failure::BAD_CONFIG,
-                format!("{} files are too many for a bundle ({})", files.len(), bundle::MAX_FILES),
+                format!(
+                    "too many files for a bundle: {} (limit {})",
+                    files.len(),
+                    bundle::MAX_FILES
+                ),
             )
         })?;
 
@@ -274,7 +281,7 @@ fn write_bundle(path: &Path, shown: &Path, contents: &[(String, Content)]) -> Re
     Ok(end)
 }
 
-/// Copies a file. Errors of writing name `shown`, what the copy will be part of.
+/// Copies a file. Write errors name `shown`, the later path.
 fn copy(from: &Path, to: &Path, shown: &Path) -> Result<(), Failure> {
     let mut input = File::open(from).map_err(|error| {
         Failure::file("read", from, &error)
@@ -285,12 +292,12 @@ fn copy(from: &Path, to: &Path, shown: &Path) -> Result<(), Failure> {
     Ok(())
 }
 
-/// File name of the CD-ROM image while it is made.
+/// File name of the CD-ROM image during the build.
 const ISO: &str = "image.iso";
 
-/// Makes a CD-ROM image in a folder beside `path`.
+/// Creates a CD-ROM image in a folder next to `path`.
 fn make_iso(
-    plan: &Plan,
+    resolved: &ResolvedSystem,
     path: &Path,
     kernel: &Path,
     bundle: &Path,
@@ -308,12 +315,13 @@ fn make_iso(
         let grub = tree.join("boot/grub");
         for folder in [&boot, &grub] {
             fs::create_dir_all(folder)
-                .map_err(|error| Failure::file("make the folder", folder, &error))?;
+                .map_err(|error| Failure::file("create the folder", folder, &error))?;
         }
         copy(kernel, &boot.join(programs::KERNEL), path)?;
         copy(bundle, &boot.join(BUNDLE), path)?;
         let menu = grub.join("grub.cfg");
-        fs::write(&menu, grub_menu(plan)).map_err(|error| Failure::file("write", &menu, &error))?;
+        fs::write(&menu, grub_menu(resolved))
+            .map_err(|error| Failure::file("write", &menu, &error))?;
         step.now("grub-mkrescue");
         let output = supervise::command(OsStr::new("grub-mkrescue"), AtEnd::Terminate)
             .map_err(|failure| {
@@ -333,7 +341,7 @@ fn make_iso(
                 format!("grub-mkrescue failed: {last}"),
             )
             .help(
-                "are grub-pc-bin, xorriso and mtools installed, and is there room on the disk?",
+                "check that grub-pc-bin, xorriso and mtools are installed and that the disk is not full",
             ));
         }
         let length =
@@ -343,7 +351,7 @@ fn make_iso(
     Ok(staging)
 }
 
-fn grub_menu(plan: &Plan) -> String {
+fn grub_menu(resolved: &ResolvedSystem) -> String {
     format!(
         "set timeout=0\n\
          menuentry \"Parador\" {{\n    \
@@ -351,7 +359,7 @@ fn grub_menu(plan: &Plan) -> String {
              module2 /boot/parador/{BUNDLE} {BUNDLE}\n\
          }}\n",
         programs::KERNEL,
-        plan.kernel_command_line(),
+        resolved.kernel_command_line(),
     )
 }
 

@@ -1,7 +1,7 @@
 #!/bin/busybox sh
-# First program of a guest with the initial RAM disk "busybox": sets up what a shell expects, runs
-# one on the console and powers off when it ends. A kernel command line with parador.run="COMMAND"
-# runs that instead and ends the machine with the command's exit code.
+# First user process of the initial RAM disk "busybox": sets up the environment of a shell, runs
+# one on the console and powers off when it exits. A kernel command line with parador.run="COMMAND"
+# runs COMMAND instead and ends the VM with its exit code.
 
 /bin/busybox mount -t devtmpfs dev /dev
 /bin/busybox mount -t proc proc /proc
@@ -14,7 +14,7 @@ export PATH=/bin:/sbin:/usr/bin:/usr/sbin HOME=/root TERM=${TERM:-linux} PS1='\h
 hostname guest
 cd /root
 
-# Drivers of devices that are there: a panic is reported to the machine; virtio devices are PCI functions.
+# Drivers of present devices: pvpanic reports panics to the VMM; virtio devices are PCI functions.
 for module in /lib/modules/*.ko; do
     [ -e "$module" ] || continue
     case $module in
@@ -74,7 +74,7 @@ case " $line" in
     ;;
 *)
     set -- sh
-    # The power button: a guest that somebody works in shuts down when it is pressed.
+    # The power button shuts the guest down.
     for module in /lib/modules/*-button.ko /lib/modules/*-evdev.ko; do
         [ ! -e "$module" ] || insmod "$module"
     done

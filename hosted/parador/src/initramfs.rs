@@ -1,8 +1,8 @@
-//! Makes the initial RAM disk `busybox`: a cpio archive with busybox, kernel modules and `/init`.
+//! Builds the initial RAM disk `busybox`: a cpio archive with busybox, kernel modules and `/init`.
 //!
 //! The archive has the "newc" format (`Documentation/driver-api/early-userspace/buffer-format.rst`
-//! in Linux). It is not compressed: unpacking costs a guest more than copying. Times and owners are 0,
-//! so equal inputs give equal archives.
+//! in Linux). It is not compressed: decompression costs a guest more than copying. Times and owners
+//! are 0, so equal inputs give equal archives.
 
 use crate::failure::Failure;
 use crate::machine_exit;
@@ -10,9 +10,9 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
-/// The guest's first program.
+/// First user process of the guest.
 const INIT: &str = include_str!("init.sh");
-/// What busybox' client of DHCP executes.
+/// Script of busybox' DHCP client.
 const LEASE: &str = include_str!("lease.sh");
 /// Folders, parents first.
 const FOLDERS: [&str; 12] = [
@@ -35,7 +35,8 @@ const EXECUTABLE: u32 = 0o100_755;
 const DATA: u32 = 0o100_644;
 const CHARACTER_DEVICE: u32 = 0o020_600;
 
-/// The archive with this busybox, these kernel modules (loaded in this order), and these files in `/root`.
+/// Builds the archive with this busybox, these kernel modules (loaded in this order), and these
+/// files in `/root`.
 pub fn busybox(busybox: &Path, modules: &[PathBuf], files: &[PathBuf]) -> Result<Vec<u8>, Failure> {
     let read = |path: &Path| fs::read(path).map_err(|error| Failure::file("read", path, &error));
     let mut archive = Archive::new();
@@ -43,7 +44,7 @@ pub fn busybox(busybox: &Path, modules: &[PathBuf], files: &[PathBuf]) -> Result
         archive.add(folder, FOLDER, (0, 0), &[]);
     }
     archive.add("etc/udhcpc/default.script", EXECUTABLE, (0, 0), LEASE.as_bytes());
-    // The kernel opens it before `/init` can mount anything.
+    // The kernel opens the console before `/init` can mount anything.
     archive.add("dev/console", CHARACTER_DEVICE, (5, 1), &[]);
     archive.add("bin/busybox", EXECUTABLE, (0, 0), &read(busybox)?);
     archive.add(machine_exit::NAME, EXECUTABLE, (0, 0), &machine_exit::program());
@@ -54,7 +55,7 @@ pub fn busybox(busybox: &Path, modules: &[PathBuf], files: &[PathBuf]) -> Result
     }
     for file in files {
         let name = file.file_name().map(|name| name.to_string_lossy()).unwrap_or_default();
-        // Whatever the user's umask: executable or not is all that matters.
+        // Only the execute permission is kept, whatever the user's umask.
         let executable =
             fs::metadata(file).is_ok_and(|file| file.permissions().mode() & 0o100 != 0);
         let mode = if executable { EXECUTABLE } else { DATA };
@@ -63,7 +64,7 @@ pub fn busybox(busybox: &Path, modules: &[PathBuf], files: &[PathBuf]) -> Result
     Ok(archive.finish())
 }
 
-/// A cpio archive in the making.
+/// A cpio archive under construction.
 struct Archive {
     bytes: Vec<u8>,
     inode: u32,
@@ -74,14 +75,14 @@ impl Archive {
         Self { bytes: Vec::new(), inode: 0 }
     }
 
-    /// Adds a file. Its folder comes before it.
+    /// Adds a file; its folder must precede it.
     fn add(&mut self, name: &str, mode: u32, (major, minor): (u32, u32), content: &[u8]) {
         self.inode += 1;
         let links = if mode == FOLDER { 2 } else { 1 };
         self.entry(name, [self.inode, mode, links, major, minor], content);
     }
 
-    /// The archive.
+    /// Returns the archive.
     fn finish(mut self) -> Vec<u8> {
         self.entry("TRAILER!!!", [0, 0, 1, 0, 0], &[]);
         self.bytes

@@ -1,4 +1,4 @@
-//! Removes unfinished files when a signal ends the program while it builds.
+//! Removes unfinished files when a signal ends `parador` during a build.
 
 use crate::failure::Failure;
 use rustix::event::{PollFd, PollFlags, poll};
@@ -13,24 +13,24 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-/// Signals that end the program.
+/// Termination signals.
 pub const ENDING: [i32; 3] = [SIGINT, SIGTERM, SIGHUP];
 
-/// Times that the removal of a folder is tried, and the pause between them: what a process that was killed had started ends
-/// soon after it, and may write until then.
+/// Attempts to remove a folder, and the interval between them: children of a killed process exit
+/// shortly after it and may write until then.
 const REMOVALS: u32 = 50;
-const PAUSE: Duration = Duration::from_millis(20);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// What has to go at a signal.
+/// Cleanup at a signal.
 #[derive(Default)]
 struct Doomed {
     folders: Vec<PathBuf>,
-    /// Descriptors stand for processes, because numbers are used again.
+    /// Descriptors instead of process IDs, which are reused.
     processes: Vec<OwnedFd>,
 }
 
-/// While this lives, a signal kills the registered processes, removes the registered folders and ends the program with
-/// 128 + signal.
+/// While this lives, a termination signal kills the registered processes, removes the registered
+/// folders and ends `parador` with 128 + signal.
 pub struct Interruptible {
     doomed: Arc<Mutex<Doomed>>,
     handle: Handle,
@@ -38,24 +38,24 @@ pub struct Interruptible {
 }
 
 impl Interruptible {
-    /// Starts to listen.
+    /// Installs the handlers.
     pub fn new() -> Result<Self, Failure> {
         let mut signals =
-            Signals::new(ENDING).map_err(|error| Failure::os("listen to signals", &error))?;
+            Signals::new(ENDING).map_err(|error| Failure::os("install signal handlers", &error))?;
         let doomed = Arc::<Mutex<Doomed>>::default();
         let handle = signals.handle();
         let shared = Arc::clone(&doomed);
         // An error where a host allows no more.
         let thread = thread::Builder::new().spawn(move || {
             let first = signals.forever().next();
-            // Another program that the terminal's signal ended may have made this one fail before the signal
-            // was seen here; it is the signal that counts.
+            // Another program that the terminal's signal killed may have caused a failure here
+            // before this signal arrived; the signal takes precedence.
             if let Some(signal) = first.or_else(|| signals.pending().next()) {
                 shared.lock().unwrap_or_else(PoisonError::into_inner).remove();
                 std::process::exit(128 + signal);
             }
         });
-        let thread = thread.map_err(|error| Failure::os("start a thread", &error))?;
+        let thread = thread.map_err(|error| Failure::os("create a thread", &error))?;
         Ok(Self { doomed, handle, thread: Some(thread) })
     }
 
@@ -71,17 +71,17 @@ impl Interruptible {
     /// Registers a process that writes to such a folder.
     pub fn kill_on_signal(&self, child: &Child) -> Result<(), Failure> {
         let process = pidfd_open(Pid::from_child(child), PidfdFlags::empty())
-            .map_err(|error| Failure::os("watch a process", &error.into()))?;
+            .map_err(|error| Failure::os("open a process descriptor", &error.into()))?;
         self.doomed().processes.push(process);
         Ok(())
     }
 }
 
 impl Doomed {
-    /// What cannot be ended or removed stays; the program ends either way.
+    /// Errors are ignored: the program ends in any case.
     fn remove(&self) {
         for process in &self.processes {
-            // One that has ended already is no matter.
+            // Fails if the process has exited.
             if pidfd_send_signal(process, Signal::KILL).is_ok() {
                 let _ = poll(&mut [PollFd::new(process, PollFlags::IN)], None);
             }
@@ -90,7 +90,7 @@ impl Doomed {
             let gone = || fs::remove_dir_all(folder).is_ok() || !folder.exists();
             let _ = (0..REMOVALS).any(|_| {
                 gone() || {
-                    thread::sleep(PAUSE);
+                    thread::sleep(POLL_INTERVAL);
                     false
                 }
             });
@@ -102,7 +102,7 @@ impl Drop for Interruptible {
     fn drop(&mut self) {
         self.handle.close();
         if let Some(thread) = self.thread.take() {
-            // It only fails if the thread panicked, which has been reported then.
+            // Joining fails only after a panic of the thread, which has been reported.
             let _ = thread.join();
         }
     }

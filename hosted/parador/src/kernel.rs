@@ -1,9 +1,10 @@
-//! `parador kernel`: a Linux kernel that runs in either half of the address space, with a table of its sensitive instructions.
+//! `parador kernel`: builds a Linux kernel that runs in either half of the address space and has a
+//! table of its sensitive instructions.
 //!
-//! What is ours in it (`guests/linux/kernel`) is part of this program: a configuration, edits,
-//! headers that stand before Linux' own. The compiler finds this program as its assembler
-//! (`wedge/afterburn`). Equal inputs give equal kernels: dates, names and paths of the host go into
-//! none. A kernel is built once for its inputs and kept in the user's cache (`store`).
+//! Parador's part (`guests/linux/kernel`) is compiled into `parador`: configuration, patches, and
+//! headers that precede Linux' own. The compiler uses `parador` as its assembler
+//! (`wedge/afterburn`). Equal inputs give equal kernels: no date, name or path of the host enters
+//! the result. A kernel is built once for its inputs and kept in the user's cache (`store`).
 
 mod edits;
 mod list;
@@ -30,12 +31,12 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::thread;
 use std::time::Duration;
-pub use store::{Held, hold};
-use store::{Inputs, Lock, Made, Store};
+use store::{BuiltKernel, Inputs, Lock, Store};
+pub use store::{UseLock, hold};
 use tempfile::{NamedTempFile, TempDir};
 
-/// Changes when this module builds kernels otherwise than before. Configuration, edits, headers and
-/// the afterburner's sources count by themselves.
+/// Version of the build procedure. Configuration, patches, headers and the afterburner's sources
+/// are hashed separately.
 const VERSION: u32 = 4;
 /// Digest of the afterburner's sources.
 const AFTERBURNER: &str = env!("PARADOR_AFTERBURNER");
@@ -47,7 +48,7 @@ macro_rules! ours {
 }
 
 const CONFIG: &str = include_str!("../../../guests/linux/kernel/config");
-/// In the order in which they are made.
+/// In the order of application.
 const EDITS: [(&str, &str); 14] = ours![
     "edits/1-checks.diff",
     "edits/2-kernel-addresses.diff",
@@ -75,23 +76,24 @@ const HEADERS: [(&str, &str); 9] = ours![
     "include/asm-generic/access_ok.h",
     "include/asm-generic/fixmap.h",
 ];
-/// What is ours in Linux' tree.
+/// Parador's folder in Linux' tree.
 const OURS: &str = "parador";
-/// A file there: the date that the kernel says it was built at, which is that of its source.
+/// File there with the kernel's build date, which is the date of its source.
 const DATE: &str = "date";
 
-/// File names in a kernel's folder: the kernel with symbols and relocations, the same for boot loaders of PCs, what it was
-/// configured with, its modules as below `/`, and what other modules are built against.
+/// File names in a kernel's folder: kernel with symbols and relocations, kernel for PC boot
+/// loaders, symbol table, configuration, modules as below `/`, and the files that external modules
+/// are built against.
 const VMLINUX: &str = "vmlinux";
 const BZIMAGE: &str = "bzImage";
 const SYMBOLS: &str = "System.map";
 const CONFIGURED: &str = "config";
 const MODULES: &str = "modules";
 const HEADERS_FOLDER: &str = "headers";
-/// What the build cost, which is not the same every time.
+/// CPU time of the build, which is not reproducible.
 const COST: &str = "cost.json";
 
-/// What modules are built against, in Linux' tree.
+/// Files in Linux' tree that external modules are built against.
 const FOR_MODULES: [&str; 11] = [
     ".config",
     "Makefile",
@@ -106,7 +108,7 @@ const FOR_MODULES: [&str; 11] = [
     OURS,
 ];
 
-/// Programs that are needed, and their packages.
+/// Required programs and their packages.
 const NEEDED: [(&str, &str); 9] = [
     ("bc", "bc"),
     ("bison", "bison"),
@@ -118,16 +120,16 @@ const NEEDED: [(&str, &str); 9] = [
     ("depmod", "kmod"),
     ("xz", "xz-utils"),
 ];
-/// A header that Linux' own tools need, and its package.
+/// A header that Linux' own tools require, and its package.
 const NEEDED_HEADER: (&str, &str) = ("/usr/include/libelf.h", "libelf-dev");
 
-/// Kind of a kernel with pads and tables of sites.
+/// Kind of a kernel with padding and site tables.
 const KERNEL_KIND: &str = "previrt";
 
-/// Bytes that a site owns at least: `wedge/afterburn` says what they are for.
+/// Least length of a site in bytes: see `wedge/afterburn`.
 const PAD: &str = "pad=8";
-/// 64-bit code that runs outside the kernel's image, where nobody rewrites it: outputs, as the front-end takes them. Beside
-/// each there are files of the kernel itself.
+/// 64-bit code that runs outside the kernel's image, where sites are not rewritten: output files as
+/// the front end takes them. The same folders contain files of the kernel itself.
 const SKIPPED: &[&str] = &[
     "arch/x86/boot/*",
     "arch/x86/entry/vdso/vdso-note.o",
@@ -137,9 +139,9 @@ const SKIPPED: &[&str] = &[
     "arch/x86/realmode/rm/*",
 ];
 
-/// About how many files are compiled, for those who wait.
+/// Approximate number of compiled files, for the progress display.
 const OBJECTS: usize = 1650;
-/// Lines of a failed program that are shown.
+/// Output lines shown of a failed program.
 const SHOWN_LINES: usize = 40;
 
 #[derive(Debug, Subcommand)]
@@ -150,81 +152,82 @@ Examples:
   parador kernel build
   parador kernel build -o kernel
 
-Prints the SHA-256 of `vmlinux` and its place. Beside it are `bzImage`, `config`, `System.map`,
+Prints the SHA-256 of `vmlinux` and its path. The folder also contains `bzImage`, `config`, `System.map`,
 `modules` (as below /), `headers`, which `parador kernel module` uses, and `cost.json`, the CPU time
 of the build. Equal inputs give equal kernels, so a kernel is built once and kept in the user's cache
 ($XDG_CACHE_HOME/parador, else ~/.cache/parador); that takes 8 to 14 minutes on two CPUs. The newest
-three are kept. A second build of the same kernel waits for the first.")]
+three are kept. A concurrent build of the same kernel waits for the first.")]
     Build {
-        /// Copy the result to this folder.
+        /// Also copy the result to this folder.
         #[arg(short, long, value_name = "FOLDER")]
         output: Option<PathBuf>,
         #[command(flatten)]
         how: KernelArguments,
     },
-    /// Build modules for such a kernel from the sources in a folder.
+    /// Build external modules for such a kernel from a source folder.
     #[command(after_help = "\
 Example: parador kernel module driver
 
-The folder has a Kbuild or Makefile with `obj-m := NAME.o`; the modules appear in it.")]
+The folder contains a Kbuild or Makefile with `obj-m := NAME.o`; the modules are built in it.")]
     Module {
-        /// Folder of sources.
+        /// Source folder.
         folder: PathBuf,
-        /// Folder of `parador kernel build` [default: that of its result, built if need be].
+        /// Output folder of `parador kernel build` [default: the cached kernel, built if
+        /// necessary].
         #[arg(long, value_name = "FOLDER")]
         kernel: Option<PathBuf>,
         #[command(flatten)]
         how: KernelArguments,
     },
-    /// List the kernels in the cache.
+    /// List the cached kernels.
     #[command(after_help = "\
-The one that `parador run` takes when it is given none is marked with `*`.")]
+`*` marks the default kernel of `parador run`.")]
     List {
         /// Print JSON.
         #[arg(long)]
         json: bool,
     },
-    /// Remove kernels from the cache.
+    /// Remove cached kernels.
     #[command(after_help = "\
 Examples:
   parador kernel prune --keep 1
   parador kernel prune --all
 
-Those that were used last are kept, and those that a virtual machine or a build uses now.")]
+The most recently used kernels are kept, and kernels in use by a VM or a build.")]
     Prune {
-        /// Keep none.
+        /// Remove all kernels that are not in use.
         #[arg(long, conflicts_with = "keep")]
         all: bool,
-        /// Keep so many.
+        /// Number of kernels to keep.
         #[arg(long, value_name = "N", default_value_t = store::KEPT)]
         keep: usize,
     },
-    /// Write down a kernel's functions so that perf finds them in machines of `parador run`.
+    /// Write a kernel's symbols in a form that perf uses for VMs of `parador run`.
     #[command(after_help = "\
 Example: parador kernel symbols vmlinux symbols
          perf record -a -g sleep 10
          perf report --symfs symbols
 
-Every machine of processes has its kernel at the same addresses, so this can be done when the
-machine has ended, too. Modules are not in it.")]
+All VMs of the process back end have the kernel at the same addresses, so this also works when the
+VM has exited, too. Module symbols are not included.")]
     Symbols {
         /// The kernel: `vmlinux` of `parador kernel build`.
         kernel: PathBuf,
-        /// Folder for what perf reads.
+        /// Output folder for `perf report --symfs`.
         folder: PathBuf,
     },
 }
 
 #[derive(Debug, Args)]
 pub struct KernelArguments {
-    /// Source of Linux 6.1: an archive `.tar.xz` or a folder [default: Debian's package
+    /// Linux 6.1 source: an archive `.tar.xz` or a folder [default: Debian's package
     /// linux-source-6.1].
     #[arg(long, value_name = "PATH")]
     source: Option<PathBuf>,
-    /// Without pads and tables of sites, to compare with.
+    /// Build without padding and site tables, for comparison.
     #[arg(long)]
     plain: bool,
-    /// Compilers at the same time [default: one for each CPU].
+    /// Number of parallel compilers [default: number of CPUs].
     #[arg(short, long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     jobs: Option<u16>,
 }
@@ -236,7 +239,7 @@ impl KernelArguments {
     }
 }
 
-/// Does what the command line says and returns the exit code.
+/// Executes the command and returns the exit code.
 pub fn run(command: KernelCommand) -> Result<u8, Failure> {
     match command {
         KernelCommand::Build { output, how } => {
@@ -256,7 +259,7 @@ pub fn run(command: KernelCommand) -> Result<u8, Failure> {
     Ok(0)
 }
 
-/// Writes what `perf report --symfs FOLDER` reads of a kernel.
+/// Writes a kernel's symbols for `perf report --symfs FOLDER`.
 fn write_symbols(kernel: &Path, folder: &Path) -> Result<(), Failure> {
     let bytes = fs::read(kernel).map_err(|error| Failure::file("read", kernel, &error))?;
     let object = Image::parse(&bytes).and_then(|image| symbols::object(&image));
@@ -272,51 +275,51 @@ fn write_symbols(kernel: &Path, folder: &Path) -> Result<(), Failure> {
     Ok(())
 }
 
-/// How to make a kernel.
+/// Options of a kernel build.
 #[derive(Clone, Debug, Default)]
 pub struct Options {
-    /// Linux' source, an archive or a folder; `None`: Debian's package.
+    /// Linux source, an archive or a folder; `None`: Debian's package.
     pub source: Option<PathBuf>,
-    /// Without pads and tables of sites, to compare with.
+    /// Build without padding and site tables.
     pub plain: bool,
-    /// Compilers at the same time; `None`: one for each CPU.
+    /// Number of parallel compilers; `None`: one per CPU.
     pub jobs: Option<usize>,
 }
 
-/// A kernel in its folder.
+/// A built kernel.
 #[derive(Debug)]
 pub struct Kernel {
     folder: PathBuf,
-    // In the cache it stays as long as this lives.
-    _held: Option<Held>,
+    // Keeps a cached kernel in the cache.
+    _held: Option<UseLock>,
 }
 
 impl Kernel {
-    /// The kernel.
+    /// Returns the path of the kernel.
     pub fn vmlinux(&self) -> PathBuf {
         self.folder.join(VMLINUX)
     }
 
-    /// The SHA-256 of the kernel as hexadecimal digits.
+    /// Returns the SHA-256 of the kernel in hexadecimal.
     pub fn digest(&self) -> Result<String, Failure> {
         let path = self.vmlinux();
         store::file_digest(&path).map_err(|error| Failure::file("read", &path, &error))
     }
 
-    /// Copies everything to another folder, which appears complete or not at all.
+    /// Copies the kernel to another folder, which appears complete or not at all.
     pub fn copy_to(&self, output: &Path) -> Result<Self, Failure> {
         let parent = match output.parent() {
             Some(parent) if parent != Path::new("") => parent,
             _ => Path::new("."),
         };
-        let failed = |path: &Path, error| Failure::file("make the folder", path, &error);
+        let failed = |path: &Path, error| Failure::file("create the folder", path, &error);
         fs::create_dir_all(parent).map_err(|error| failed(parent, error))?;
         if output.exists() && !output.join(VMLINUX).is_file() {
             let empty = fs::read_dir(output).is_ok_and(|mut entries| entries.next().is_none());
             if !empty {
-                let message = format!("{} holds other things", output.display());
+                let message = format!("{} contains other files", output.display());
                 return Err(Failure::new(failure::USAGE, message)
-                    .help("name a folder that is not there yet, or one with a kernel"));
+                    .help("use a folder that does not exist, or one with a kernel"));
             }
         }
         let interruptible = Interruptible::new()?;
@@ -338,7 +341,7 @@ impl Kernel {
     }
 }
 
-/// The kernel of these options: the one in the cache, else a new one.
+/// Returns the cached kernel for these options, else builds it.
 pub fn build(options: &Options, steps: &Steps) -> Result<Kernel, Failure> {
     check_host()?;
     let store = Store::open()?;
@@ -356,20 +359,20 @@ pub fn build(options: &Options, steps: &Steps) -> Result<Kernel, Failure> {
         steps.run("configuration", |_| making.configure())?;
         let cost = steps.run("kernel", |step| making.compile(&version, step))?;
         let folder = steps.run("modules", |_| making.collect(&cost))?;
-        Ok(Made { folder, linux: version })
+        Ok(BuiltKernel { folder, linux: version })
     })?;
     Ok(Kernel { folder: entry.folder, _held: Some(held) })
 }
 
-/// The kernel in the cache for `parador run` without one ([`list::default`]).
+/// Returns the default kernel of `parador run` from the cache ([`list::default`]).
 ///
 /// # Errors
-/// There is none; the message names the command that builds one.
+/// The cache has none; the message names the command that builds one.
 pub fn cached() -> Result<Kernel, Failure> {
     let none = |place: String| {
-        let text = format!("no kernel is named, and there is none of this parador {place}");
+        let text = format!("no kernel given, and no kernel of this parador version {place}");
         Failure::new(failure::MISSING_FILE, text).help(
-            "`parador kernel build` builds one, once, in 8 to 14 minutes on two CPUs; or name a \
+            "`parador kernel build` builds one in 8 to 14 minutes on two CPUs; or give a \
              KERNEL",
         )
     };
@@ -380,8 +383,8 @@ pub fn cached() -> Result<Kernel, Failure> {
     Ok(Kernel { folder: entry.folder.clone(), _held: Some(entry.hold()) })
 }
 
-/// Builds the modules whose sources are in `folder`, there, for the kernel that [`build`] makes with the same options or
-/// that is in the folder `kernel`.
+/// Builds the modules with sources in `folder`, in that folder, for the kernel of [`build`] with
+/// these options or for the one in the folder `kernel`.
 pub fn module(
     folder: &Path,
     kernel: Option<&Path>,
@@ -396,12 +399,12 @@ pub fn module(
     };
     let made = kernel.folder.join(HEADERS_FOLDER);
     if !made.join("Makefile").is_file() {
-        let message = format!("nothing to build modules against in {}", made.display());
+        let message = format!("no kernel headers in {}", made.display());
         return Err(Failure::new(failure::MISSING_FILE, message)
-            .help("name a folder of `parador kernel build` as --kernel"));
+            .help("use --kernel with an output folder of `parador kernel build`"));
     }
     let interruptible = Interruptible::new()?;
-    let bin = tempfile::tempdir().map_err(|error| Failure::os("make a folder", &error))?;
+    let bin = tempfile::tempdir().map_err(|error| Failure::os("create a folder", &error))?;
     interruptible.remove_on_signal(bin.path());
     steps.run("module", |step| {
         let mut make = make(&made, (!options.plain).then_some(bin.path()), None)?;
@@ -413,16 +416,18 @@ pub fn module(
     })
 }
 
-/// The folder `folder` of sources of modules as an absolute path, after checking that modules can
-/// be built there.
+/// Checks that modules can be built in `folder` and returns it as an absolute path.
 fn modules_source(folder: &Path) -> Result<PathBuf, Failure> {
-    let path = folder.canonicalize().map_err(|error| {
-        Failure::file("find the folder of the module's sources", folder, &error)
-    })?;
+    let path = folder
+        .canonicalize()
+        .map_err(|error| Failure::file("find the module source folder", folder, &error))?;
     let wrong = |text: String, help: &str| Err(Failure::new(failure::BAD_CONFIG, text).help(help));
     let shown = folder.display();
     if !path.is_dir() {
-        return wrong(format!("{shown} is no folder"), "name the folder that the sources are in");
+        return wrong(
+            format!("{shown} is not a folder"),
+            "use the folder that contains the sources",
+        );
     }
     let Some(makefile) =
         ["Kbuild", "Makefile"].iter().map(|name| path.join(name)).find(|path| path.is_file())
@@ -431,23 +436,23 @@ fn modules_source(folder: &Path) -> Result<PathBuf, Failure> {
         return wrong(format!("{shown} has neither Kbuild nor Makefile"), help);
     };
     let text = fs::read(&makefile).map_err(|error| Failure::file("read", &makefile, &error))?;
-    // Another Makefile may say it.
+    // An included Makefile may define the modules.
     let text = String::from_utf8_lossy(&text);
     if !text.contains("obj-") && !text.contains("include") {
-        let text = format!("{} names no module to build", makefile.display());
+        let text = format!("{} defines no module", makefile.display());
         return wrong(text, "add a line `obj-m := NAME.o` for a source NAME.c");
     }
-    // The modules and Linux' own files of the build appear there.
+    // The modules and Linux' intermediate files are created there.
     tempfile::tempfile_in(&path).map_err(|error| Failure::file("write to", folder, &error))?;
     Ok(path)
 }
 
-/// A kernel in the making.
+/// A kernel build in progress.
 struct Making<'a> {
     work: &'a Path,
     options: &'a Options,
     interruptible: &'a Interruptible,
-    /// Says to other builders what this one does.
+    /// Reports progress to other builders.
     lock: &'a Lock,
 }
 
@@ -456,17 +461,17 @@ impl Making<'_> {
         self.work.join("linux")
     }
 
-    /// `make` in Linux' tree, with what would otherwise be the host's.
+    /// Creates a `make` command for Linux' tree, with reproducible settings.
     fn make(&self) -> Result<Command, Failure> {
         make(&self.linux(), self.assembler().as_deref(), None)
     }
 
-    /// The folder for the afterburner as the assembler.
+    /// Returns the folder with the afterburner as the assembler.
     fn assembler(&self) -> Option<PathBuf> {
         (!self.options.plain).then(|| self.work.join("bin"))
     }
 
-    /// Unpacks the source and makes it ours. Returns Linux' version.
+    /// Unpacks the source and applies Parador's changes. Returns Linux' version.
     fn tree(&self, source: &Source, step: &Step) -> Result<(String, String), Failure> {
         self.lock.note("unpacking the source");
         let linux = self.linux();
@@ -495,7 +500,7 @@ impl Making<'_> {
         Ok((version, result))
     }
 
-    /// Writes the configuration, and checks that Linux takes it as it stands.
+    /// Writes the configuration and checks that Linux accepts all of it.
     fn configure(&self) -> Result<((), String), Failure> {
         let path = self.linux().join(".config");
         follow(self.make()?.arg("allnoconfig"), "make", self.interruptible, |_| {})?;
@@ -506,10 +511,10 @@ impl Making<'_> {
         follow(self.make()?.arg("olddefconfig"), "make", self.interruptible, |_| {})?;
         let configured = read()?;
         if let Some(line) = unmet(CONFIG, &configured) {
-            let message = format!("Linux cannot be configured with `{line}`");
+            let message = format!("Linux rejects the configuration line `{line}`");
             return Err(Failure::new(failure::BAD_CONFIG, message).help(
-                "the configuration is for Linux 6.1 and the compiler of Debian 12; was another \
-                 source given?",
+                "the configuration is for Linux 6.1 and the compiler of Debian 12; check \
+                 --source",
             ));
         }
         let count = configured.lines().filter(|line| line.starts_with("CONFIG_")).count();
@@ -543,7 +548,7 @@ impl Making<'_> {
         Ok((cost, text))
     }
 
-    /// Puts what is kept into a folder, and returns it.
+    /// Moves the results into a folder and returns it.
     fn collect(&self, cost: &Cost) -> Result<(PathBuf, String), Failure> {
         let linux = self.linux();
         let kept = self.work.join("kept");
@@ -553,7 +558,7 @@ impl Making<'_> {
         let mut make = self.make()?;
         make.arg(install).args(["INSTALL_MOD_STRIP=1", "modules_install"]);
         fs::create_dir_all(&modules)
-            .map_err(|error| Failure::file("make the folder", &modules, &error))?;
+            .map_err(|error| Failure::file("create the folder", &modules, &error))?;
         let mut count = 0;
         follow(&mut make, "make", self.interruptible, |line| {
             count += usize::from(line.trim_start().starts_with("INSTALL"));
@@ -585,14 +590,14 @@ impl Making<'_> {
     }
 }
 
-/// What a build cost: CPU time of all its programs, and of the afterburner's part among them.
+/// Cost of a build: CPU time of all programs, and the afterburner's part of it.
 #[derive(Serialize)]
 struct Cost {
     cpu_seconds: f64,
     afterburner_cpu_seconds: f64,
 }
 
-/// CPU time of the programs that this one started and that ended.
+/// Returns the CPU time of exited child processes.
 fn children_cpu() -> Result<Duration, Failure> {
     let usage = getrusage(UsageWho::RUSAGE_CHILDREN)
         .map_err(|error| Failure::os("read the CPU time of programs", &error.into()))?;
@@ -605,7 +610,7 @@ fn children_cpu() -> Result<Duration, Failure> {
         .sum())
 }
 
-/// CPU time of the afterburner, by what it noted.
+/// Returns the afterburner's CPU time, from its records.
 fn afterburner_cpu(stats: &Path) -> Result<Duration, Failure> {
     #[derive(Deserialize)]
     struct Line {
@@ -613,7 +618,7 @@ fn afterburner_cpu(stats: &Path) -> Result<Duration, Failure> {
     }
     let failed = |error: io::Error| Failure::file("read", stats, &error);
     let file = match File::open(stats) {
-        // Nothing came to it, as in a plain kernel.
+        // A plain kernel has no records.
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Duration::ZERO),
         opened => opened.map_err(failed)?,
     };
@@ -624,26 +629,26 @@ fn afterburner_cpu(stats: &Path) -> Result<Duration, Failure> {
     Ok(Duration::from_micros(sum))
 }
 
-/// The file that a line of `make` says is compiled or assembled for the kernel.
+/// Returns the file that a line of `make` reports as compiled or assembled for the kernel.
 fn compiled(line: &str) -> Option<&str> {
     let mut words = line.split_whitespace();
     let what = words.next()?;
     matches!(what, "CC" | "AS").then(|| words.find(|word| *word != "[M]")).flatten()
 }
 
-/// The first line of the wanted configuration that did not come out.
+/// Returns the first requested configuration line that is not in effect.
 fn unmet<'a>(wanted: &'a str, configured: &str) -> Option<&'a str> {
     let has = |line: &str| configured.lines().any(|other| other == line);
     wanted.lines().find(|line| match line.strip_prefix("# CONFIG_") {
         Some(rest) => rest.split_once(' ').is_some_and(|(name, rest)| {
-            // What depends on something else that is off is not mentioned at all.
+            // Options with unmet dependencies are not listed at all.
             rest == "is not set" && configured.contains(&format!("\nCONFIG_{name}="))
         }),
         None => line.starts_with("CONFIG_") && !has(line),
     })
 }
 
-/// Removes the links to where the kernel was built.
+/// Removes the links to the build folder.
 fn remove_links(modules: &Path) -> Result<(), Failure> {
     let folder = modules.join("lib/modules");
     let failed = |error: io::Error| Failure::file("read", &folder, &error);
@@ -662,7 +667,7 @@ fn remove_links(modules: &Path) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Digest of what is Parador's own in its kernels.
+/// Returns the digest of Parador's part of its kernels.
 fn recipe(plain: bool) -> String {
     let version = VERSION.to_string();
     let files = EDITS.iter().chain(&HEADERS).flat_map(|(name, text)| [*name, *text]);
@@ -673,7 +678,7 @@ fn recipe(plain: bool) -> String {
     store::digest(parts.into_iter().map(str::as_bytes))
 }
 
-/// Everything that the kernel is built from.
+/// Returns all inputs of a kernel.
 fn inputs(source: &Source, options: &Options) -> Result<Inputs, Failure> {
     let first_line = |program: &str| {
         let output = tool(program)?.arg("--version").output();
@@ -689,7 +694,7 @@ fn inputs(source: &Source, options: &Options) -> Result<Inputs, Failure> {
     })
 }
 
-/// What is needed of the host.
+/// Checks the required programs of the host.
 fn check_host() -> Result<(), Failure> {
     let programs = NEEDED
         .iter()
@@ -704,7 +709,7 @@ fn check_host() -> Result<(), Failure> {
     match missing.is_empty() {
         true => Ok(()),
         false => {
-            let message = format!("a kernel cannot be built without {}", missing.join(", "));
+            let message = format!("building a kernel requires {}", missing.join(", "));
             let help = format!("apt-get install {}", missing.join(" "));
             Err(Failure::new(failure::UNAVAILABLE, message).help(help))
         }
@@ -716,33 +721,35 @@ fn jobs(options: &Options) -> String {
     format!("-j{}", options.jobs.unwrap_or_else(cpus))
 }
 
-/// A program of the tool chain. The environment could change what is built, so it gets nearly none.
+/// Creates a command for a build tool. Its environment is nearly empty, because variables could
+/// change the result.
 fn tool(name: &str) -> Result<Command, Failure> {
     let mut command = supervise::command(OsStr::new(name), AtEnd::Terminate)?;
     command.env_clear().env("LC_ALL", "C").stdin(Stdio::null());
     // `depmod` is in the last ones.
     let folders = supervise::search_path().chain(["/usr/sbin", "/sbin"].map(PathBuf::from));
-    // None of them has a colon in its name: they come from such a list.
+    // The folders come from `PATH`, so none contains a colon.
     command.env("PATH", env::join_paths(folders).unwrap_or_default());
     Ok(command)
 }
 
-/// `make` in a tree of Linux. With a folder `bin`, this program stands there as the assembler, and notes in the file `stats`
-/// what it did.
+/// Creates a `make` command for a Linux tree. In the folder `bin`, `parador` becomes the assembler
+/// and records its CPU time in the file `stats`.
 fn make(linux: &Path, bin: Option<&Path>, stats: Option<&Path>) -> Result<Command, Failure> {
-    // In place, so that no path of the host is in a file's name: `srctree` is `.`.
+    // Relative to `srctree` (`.`), so that no path of the host enters a file name.
     let mut compiler = OsString::from("CC=gcc -I$(srctree)/");
     compiler.push(Path::new(OURS).join("include"));
     let mut make = tool("make")?;
     if let Some(bin) = bin {
-        let own = env::current_exe().map_err(|error| Failure::os("find this program", &error))?;
+        let own =
+            env::current_exe().map_err(|error| Failure::os("find the parador binary", &error))?;
         let link = bin.join("as");
         fs::create_dir_all(bin)
             .and_then(|()| match std::os::unix::fs::symlink(own, &link) {
                 Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(error),
                 _ => Ok(()),
             })
-            .map_err(|error| Failure::file("make", &link, &error))?;
+            .map_err(|error| Failure::file("create", &link, &error))?;
         compiler.push(" -B");
         compiler.push(bin);
         let mut options = OsString::from(format!("{PAD},skip={}", SKIPPED.join(":")));
@@ -762,17 +769,17 @@ fn make(linux: &Path, bin: Option<&Path>, stats: Option<&Path>) -> Result<Comman
     Ok(make)
 }
 
-/// Runs a command and hands out the lines that it writes.
+/// Runs a command and passes on its output lines.
 fn follow(
     command: &mut Command,
     name: &str,
     interruptible: &Interruptible,
     mut line: impl FnMut(&str),
 ) -> Result<(), Failure> {
-    let (reader, writer) = io::pipe().map_err(|error| Failure::os("make a pipe", &error))?;
-    let errors = writer.try_clone().map_err(|error| Failure::os("make a pipe", &error))?;
+    let (reader, writer) = io::pipe().map_err(|error| Failure::os("create a pipe", &error))?;
+    let errors = writer.try_clone().map_err(|error| Failure::os("create a pipe", &error))?;
     let spawned = command.stdout(writer).stderr(errors).spawn();
-    // Or this process keeps the pipe open.
+    // Otherwise this process would keep the pipe open.
     command.stdout(Stdio::null()).stderr(Stdio::null());
     let mut child = spawned.map_err(|error| Failure::program(name, &error))?;
     interruptible.kill_on_signal(&child)?;
@@ -780,7 +787,7 @@ fn follow(
     for text in BufReader::new(reader).split(b'\n').map_while(Result::ok) {
         let text = String::from_utf8_lossy(&text).trim_end().to_owned();
         line(&text);
-        // With many compilers at once the reason is not the last thing that is said.
+        // With parallel compilers, the error is not in the last line.
         if !text.is_empty() && compiled(&text).is_none() {
             if last.len() == SHOWN_LINES {
                 last.pop_front();

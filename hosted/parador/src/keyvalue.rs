@@ -1,6 +1,7 @@
-//! Options of the form `VALUE,KEY=VALUE,...`, read into the types that the same keys have in a file.
+//! Parser for options of the form `VALUE,KEY=VALUE,...` into types that TOML files use, too.
 //!
-//! Serde is asked what the type wants, so a key is defined once, in its struct. Values have no commas.
+//! It is a serde deserializer, so a key is defined once, in its struct. Values cannot contain
+//! commas.
 
 use crate::failure::{self, Failure};
 use serde::de::value::MapDeserializer;
@@ -8,7 +9,7 @@ use serde::de::{self, Deserializer, IntoDeserializer, Visitor};
 use serde::forward_to_deserialize_any;
 use std::fmt;
 
-/// Reads `text`, whose first part may be the value of the key `first` alone.
+/// Parses `text`; its first part may be the value of the key `first`.
 ///
 /// # Errors
 /// Code 65, with `option` and the text in the message.
@@ -22,20 +23,20 @@ pub fn parse<T: de::DeserializeOwned>(option: &str, first: &str, text: &str) -> 
             None => return Err(refuse(format!("`{part}` has no value"))),
         };
         if pairs.iter().any(|pair| pair.0 == key) {
-            return Err(refuse(format!("`{key}` is there twice")));
+            return Err(refuse(format!("`{key}` is given twice")));
         }
         pairs.push((key, Text { key, value }));
     }
     T::deserialize(MapDeserializer::new(pairs.into_iter())).map_err(|error: Wrong| refuse(error.0))
 }
 
-/// The name that is most like what the user has written, if one is.
+/// Returns the name most similar to `written`, if one is similar.
 pub fn nearest<'a>(written: &str, names: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let alike = |name: &&str| strsim::jaro(written, name);
     names.into_iter().filter(|name| alike(name) > 0.7).max_by(|a, b| alike(a).total_cmp(&alike(b)))
 }
 
-/// What is wrong with a text.
+/// Error of a text.
 #[derive(Debug)]
 struct Wrong(String);
 
@@ -55,16 +56,16 @@ impl de::Error for Wrong {
     fn unknown_field(field: &str, expected: &'static [&'static str]) -> Self {
         Self(match nearest(field, expected.iter().copied()) {
             Some(meant) => format!("unknown key `{field}`: did you mean `{meant}`?"),
-            None => format!("unknown key `{field}`: there are {}", expected.join(", ")),
+            None => format!("unknown key `{field}`: expected one of {}", expected.join(", ")),
         })
     }
 
     fn missing_field(field: &'static str) -> Self {
-        Self(format!("it has no `{field}`"))
+        Self(format!("`{field}` is missing"))
     }
 }
 
-/// The value of a key, which becomes what its type wants.
+/// Value of a key, deserialized as its type requests.
 #[derive(Clone, Copy)]
 struct Text<'a> {
     key: &'a str,
@@ -81,7 +82,7 @@ impl<'a> IntoDeserializer<'a, Wrong> for Text<'a> {
 
 impl Text<'_> {
     fn wrong(self, wanted: &str) -> Wrong {
-        Wrong(format!("`{}` is {wanted}, not `{}`", self.key, self.value))
+        Wrong(format!("`{}` must be {wanted}, not `{}`", self.key, self.value))
     }
 }
 
@@ -195,15 +196,15 @@ mod tests {
     #[test]
     fn what_is_wrong_is_said() {
         for (text, said) in [
-            ("a,read-only=yes", "`read-only` is `on` or `off`, not `yes`"),
-            ("a,count=many", "`count` is a number, not `many`"),
+            ("a,read-only=yes", "`read-only` must be `on` or `off`, not `yes`"),
+            ("a,count=many", "`count` must be a number, not `many`"),
             ("a,count=4294967296", "4294967296"),
-            ("a,color=blue", "`color` is one of red, green, not `blue`"),
+            ("a,color=blue", "`color` must be one of red, green, not `blue`"),
             ("a,colour=red", "unknown key `colour`: did you mean `color`?"),
-            ("a,xyz=1", "unknown key `xyz`: there are path, read-only"),
-            ("count=1", "it has no `path`"),
+            ("a,xyz=1", "unknown key `xyz`: expected one of path, read-only"),
+            ("count=1", "`path` is missing"),
             ("a,count", "`count` has no value"),
-            ("a,path=b", "`path` is there twice"),
+            ("a,path=b", "`path` is given twice"),
         ] {
             let message = thing(text).unwrap_err();
             assert!(message.contains(said), "{text}: {message}");

@@ -1,4 +1,4 @@
-//! `parador run` by KVM: whether this host has it, and the process that is the machine.
+//! KVM back end of `parador run`: its availability, and the process that runs the VM.
 
 use std::env;
 use std::fs::File;
@@ -9,7 +9,7 @@ use std::process::{Child, Command, ExitCode, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use hosted_kvm::{Machine, descriptor};
+use hosted_kvm::{KvmConfig, descriptor};
 use nix::time::{ClockId, clock_getcpuclockid};
 use nix::unistd::Pid;
 use rustix::fs::{MemfdFlags, memfd_create};
@@ -19,20 +19,21 @@ use crate::failure::{self, Failure, describe};
 use crate::guest::least_memory;
 use crate::supervise::{self, AtEnd};
 
-/// First argument of the process that is a machine.
+/// First argument of a KVM process.
 const MARK: &str = "--kvm-machine";
-/// Time of a CPU that the trial of KVM may take: on a processor it takes a millisecond, also on a host that is busy.
+/// Limit of the probe's CPU time: it takes a millisecond on hardware, even on a busy host.
 const TRIAL: Duration = Duration::from_secs(5);
-/// How long it may take in all: a host's kernel may not come back, and use no time of a CPU.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// Limit of the probe's real time: the host kernel may hang without using CPU time.
+const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Becomes a machine if this process was started to be one. Returns `None` if this is an ordinary start.
+/// Runs a VM if this process was started for that. Returns `None` in an ordinary `parador`.
 pub fn become_machine() -> Option<ExitCode> {
     (env::args_os().nth(1)? == MARK).then(|| hosted_kvm::run())
 }
 
-/// Whether KVM runs anything here, which a device `/dev/kvm` does not say: it is tried, in a process of its own (`parador doctor --try-kvm`),
-/// for a limited time. The error is the reason.
+/// Probes whether KVM can run a guest, which the presence of `/dev/kvm` does not show. A process of
+/// its own (`parador doctor --try-kvm`) runs a virtual CPU with a time limit. The error is the
+/// reason.
 pub fn trial() -> Result<(), String> {
     if !Path::new("/dev/kvm").exists() {
         return Err("no /dev/kvm".to_owned());
@@ -41,7 +42,7 @@ pub fn trial() -> Result<(), String> {
     command.args(["doctor", "--try-kvm"]).stdin(Stdio::null()).stderr(Stdio::null());
     let mut child = command.stdout(Stdio::piped()).spawn().map_err(|error| describe(&error))?;
     let start = Instant::now();
-    while start.elapsed() < PATIENCE && used(&child) < TRIAL {
+    while start.elapsed() < TIMEOUT && used(&child) < TRIAL {
         match child.try_wait().map_err(|error| describe(&error))? {
             Some(status) if status.success() => return Ok(()),
             Some(_) => {
@@ -52,24 +53,29 @@ pub fn trial() -> Result<(), String> {
         }
     }
     let time = used(&child);
-    // Fails if it has ended just now. Nobody waits: the host's kernel may not let go of it.
+    // Fails if the process has just exited. It is not waited for: the host kernel may never release
+    // it.
     let _ = child.kill();
-    Err(format!("no answer in {:.0?} of a CPU's time, {:.0?} in all", time, start.elapsed()))
+    Err(format!(
+        "the probe did not finish in {:.0?} of CPU time, {:.0?} of real time",
+        time,
+        start.elapsed()
+    ))
 }
 
-/// Time of CPUs that a process has used; none if that cannot be told.
+/// Returns the CPU time of a process; 0 if it is unknown.
 fn used(process: &Child) -> Duration {
     let clock = clock_getcpuclockid(Pid::from_raw(process.id().cast_signed()));
     clock.and_then(ClockId::now).map_or(Duration::ZERO, Duration::from)
 }
 
-/// This program, to be started again.
+/// Creates a command for `parador` itself.
 fn own_program() -> Result<Command, Failure> {
-    let own = env::current_exe().map_err(|error| Failure::os("find this program", &error))?;
+    let own = env::current_exe().map_err(|error| Failure::os("find the parador binary", &error))?;
     supervise::command(own.as_os_str(), AtEnd::Kill)
 }
 
-/// Checks a kernel, and that it has room.
+/// Checks that a kernel is valid and fits into guest memory.
 pub fn check(path: &Path, bytes: &[u8], initrd: u64, memory: u64) -> Result<(), Failure> {
     let wrong = |error: &dyn std::fmt::Display| {
         Failure::new(failure::BAD_CONFIG, format!("{}: {error}", path.display()))
@@ -78,22 +84,23 @@ pub fn check(path: &Path, bytes: &[u8], initrd: u64, memory: u64) -> Result<(), 
     let least = least_memory(&kernel, initrd);
     if least > memory {
         let (least, memory) = (least.div_ceil(1 << 20), memory >> 20);
-        let text = format!("kernel and RAM disk need {least} MiB of memory, not {memory} MiB");
-        return Err(wrong(&text).help("give the machine more memory with --memory"));
+        let text =
+            format!("kernel and RAM disk need at least {least} MiB of memory (got {memory} MiB)");
+        return Err(wrong(&text).help("increase --memory"));
     }
     Ok(())
 }
 
-/// The process that is the machine.
+/// Creates the command of the KVM process.
 pub fn command() -> Result<Command, Failure> {
     let mut command = own_program()?;
     command.arg(MARK);
     Ok(command)
 }
 
-/// Descriptors that only this back end's process has: what the machine is, and what it boots.
+/// Creates the descriptors of the KVM process only: VM configuration, kernel and RAM disk.
 pub fn files(
-    machine: &Machine,
+    machine: &KvmConfig,
     kernel: &[u8],
     initrd: &[u8],
 ) -> Result<Vec<(OwnedFd, u32)>, Failure> {
@@ -106,9 +113,9 @@ pub fn files(
     ])
 }
 
-/// A file of these bytes, in memory.
+/// Creates a memory file with this content.
 fn file(name: &str, bytes: &[u8]) -> Result<OwnedFd, Failure> {
-    let failed = |error| Failure::os("hand a file to the machine", &error);
+    let failed = |error| Failure::os("create a memory file for the VM", &error);
     let descriptor =
         memfd_create(name, MemfdFlags::CLOEXEC).map_err(|error| failed(error.into()))?;
     let mut file = File::from(descriptor);
@@ -120,7 +127,7 @@ fn file(name: &str, bytes: &[u8]) -> Result<OwnedFd, Failure> {
 mod tests {
     use super::*;
 
-    /// A process that waits uses no time of a CPU, one that works does.
+    /// A waiting process uses no CPU time, a busy one does.
     #[test]
     fn time_is_that_of_a_cpu() {
         let start = |script: &str| Command::new("sh").args(["-c", script]).spawn().unwrap();

@@ -1,14 +1,14 @@
-//! A program for the guest: ends its machine with an exit code, through the debug exit port.
+//! A static program for the guest that ends the VM with an exit code through the debug exit port.
 //!
-//! The program asks for the port itself; where the kernel gives no ports to programs, `/dev/port` writes to it (Debian's kernel has the
-//! first, a kernel of `parador kernel build` the second). It is this small because
-//! nothing in it comes from elsewhere: an ELF header, one segment, these instructions.
+//! The program requests access to the port (ioperm); where the guest kernel does not support that,
+//! it writes to `/dev/port` (Debian's kernel supports the former, a kernel of `parador kernel
+//! build` the latter). It consists of an ELF header, one segment and these instructions.
 
-/// Where the program is in the guest.
+/// Path of the program in the guest.
 pub const NAME: &str = "sbin/machine-exit";
 
-/// `machine-exit CODE`: writes CODE to port 0x501, the debug exit port of `vmm_machine::layout` (and
-/// the default of QEMU's device). Returns 1 if the machine goes on.
+/// `machine-exit CODE`: writes CODE to port 0x501, the debug exit port of `vmm_machine::layout`
+/// (and the default of QEMU's device). Returns 1 if the VM continues.
 #[rustfmt::skip]
 const CODE: [u8; 123] = [
     0x48, 0x8b, 0x74, 0x24, 0x10,   //    mov    rsi, [rsp + 16]      argv[1]
@@ -53,7 +53,7 @@ const BASE: u64 = 0x40_0000;
 /// ELF header and one program header (System V ABI, chapters 4 and 5).
 const HEADERS: u64 = 64 + 56;
 
-/// The program as an ELF file.
+/// Returns the program as an ELF file.
 pub fn program() -> Vec<u8> {
     let mut file = Vec::new();
     // 64 bit, little-endian, version 1; then padding.

@@ -1,7 +1,8 @@
-//! `parador`, the host program: makes, checks and starts systems that run on Parador's kernel.
+//! `parador`, the host program: builds, validates and starts systems that run on Parador's kernel,
+//! and runs VMs on Linux.
 //!
 //! Exit codes, messages and option names are an interface; `failure` has the table of codes.
-//! Messages go to standard error, what was asked for goes to standard output.
+//! Messages go to standard error, results to standard output.
 #![forbid(unsafe_code)]
 
 mod afterburn;
@@ -9,7 +10,6 @@ mod api;
 mod attach;
 mod cache;
 mod channels;
-mod check;
 mod commands;
 mod compat;
 mod config;
@@ -36,11 +36,11 @@ mod interrupt;
 mod kernel;
 mod keyvalue;
 mod kvm;
-mod machine;
 mod machine_exit;
 mod messages;
 mod module;
 mod net;
+mod orphans;
 mod output;
 mod passt;
 mod perf;
@@ -48,7 +48,6 @@ mod problem;
 mod profile;
 mod programs;
 mod relay;
-mod remains;
 mod rootfs;
 mod run;
 mod share;
@@ -60,6 +59,8 @@ mod supervise;
 mod switch;
 mod terminal;
 mod trust;
+mod validate;
+mod vm_process;
 mod vsock;
 mod wedge;
 
@@ -86,14 +87,14 @@ fn main() -> ExitCode {
     let arguments = match commands::Cli::try_parse() {
         Ok(arguments) => arguments,
         Err(error) => {
-            // Values with a structure of their own say themselves what is wrong with them.
+            // Value parsers with an error of their own return a [`Failure`].
             let value = std::error::Error::source(&error);
             if let Some(failure) = value.and_then(|value| value.downcast_ref::<Failure>()) {
                 failure.print();
                 return ExitCode::from(failure.code());
             }
             if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) {
-                // Nothing can be done if the message itself cannot be printed.
+                // There is no fallback if the message cannot be printed.
                 let _ = error.print();
                 return ExitCode::SUCCESS;
             }

@@ -1,6 +1,7 @@
-//! Messages on standard error: lines of text for people, or a JSON object a line for programs (`--log-format json`).
+//! Messages on standard error: lines of text, or one JSON object per line (`--log-format json`).
 //!
-//! What a machine's processes say comes through here, too. It may be a guest's doing, so it is taken as text of one line and nothing else.
+//! Messages of the VM's processes pass through here, too. A guest may have caused them, so each is
+//! reduced to one line of plain text.
 
 use clap::ValueEnum;
 use proto::wedge::log;
@@ -13,40 +14,40 @@ use std::mem;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::SystemTime;
 
-/// Bytes that are kept of what a machine's processes say.
-const MOST: usize = 16 << 10;
-/// This program as the source of a message.
+/// Most bytes kept of the messages of the VM's processes.
+const MAX_BYTES: usize = 16 << 10;
+/// Source name of `parador` itself.
 const OWN: &str = "parador";
 
-/// How messages look.
+/// Format of messages.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Deserialize, Serialize, JsonSchema,
 )]
 #[serde(rename_all = "kebab-case")]
 pub enum Format {
-    /// Lines for people.
+    /// Lines of text.
     #[default]
     Text,
-    /// A JSON object a line.
+    /// One JSON object per line.
     Json,
 }
 
-/// How grave a message is.
+/// Severity of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Level {
-    /// Something cannot go on.
+    /// Error.
     Error,
-    /// Something is not as it should be.
+    /// Warning.
     Warn,
-    /// Worth knowing.
+    /// Information.
     Info,
 }
 
-/// A line of JSON.
+/// Message as a JSON object.
 #[derive(Debug, Serialize)]
 struct Record<'a> {
-    /// As in RFC 3339, UTC.
+    /// Time as in RFC 3339, UTC.
     time: String,
     level: Level,
     source: &'a str,
@@ -55,45 +56,45 @@ struct Record<'a> {
     more: More<'a>,
 }
 
-/// What some messages have beside their text.
+/// Optional parts of a message.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
 pub struct More<'a> {
-    /// What the user can do.
+    /// Remedy.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub help: Option<&'a str>,
-    /// The exit code that follows.
+    /// Exit code that follows.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub code: Option<u8>,
-    /// A word for that code.
+    /// Name of the exit code.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reason: Option<&'static str>,
 }
 
 static JSON: AtomicBool = AtomicBool::new(false);
 
-/// From now on messages look like this.
+/// Sets the format of all further messages.
 pub fn set(format: Format) {
     JSON.store(format == Format::Json, Relaxed);
 }
 
 static QUIET: AtomicBool = AtomicBool::new(false);
 
-/// From now on only errors are printed, or all messages.
+/// Restricts further messages to errors, or allows all.
 pub fn set_quiet(is_quiet: bool) {
     QUIET.store(is_quiet, Relaxed);
 }
 
-/// Only errors are printed.
+/// Returns whether only errors are printed.
 pub fn is_quiet() -> bool {
     QUIET.load(Relaxed)
 }
 
-/// They are JSON.
+/// Returns whether the format is JSON.
 pub fn is_json() -> bool {
     JSON.load(Relaxed)
 }
 
-/// The format that a command line wants, also one that is wrong otherwise.
+/// Returns the format that a command line requests, even one with other errors.
 pub fn wanted(arguments: impl Iterator<Item = OsString>) -> Format {
     let mut arguments = arguments.skip_while(|argument| {
         argument != "--log-format" && argument != "--log-format=json" && argument != "--"
@@ -108,13 +109,13 @@ pub fn wanted(arguments: impl Iterator<Item = OsString>) -> Format {
     }
 }
 
-/// Prints a message of this program.
+/// Prints a message of `parador`.
 pub fn say(level: Level, text: &str) {
-    tell(level, text, More::default());
+    emit(level, text, More::default());
 }
 
-/// As [`say`], with more.
-pub fn tell(level: Level, text: &str, more: More<'_>) {
+/// Prints a message with its optional parts.
+pub fn emit(level: Level, text: &str, more: More<'_>) {
     if is_quiet() && level != Level::Error {
         return;
     }
@@ -126,7 +127,7 @@ pub fn tell(level: Level, text: &str, more: More<'_>) {
 }
 
 fn print(record: &Record<'_>) {
-    // Numbers and strings can always be written; nobody to tell if nobody listens.
+    // Numbers and strings always serialize. A write error has no receiver.
     let mut line = serde_json::to_vec(record).unwrap_or_default();
     line.push(b'\n');
     let _ = stderr().lock().write_all(&line);
@@ -136,25 +137,26 @@ fn now() -> String {
     humantime::format_rfc3339_millis(SystemTime::now()).to_string()
 }
 
-/// What another program says on its standard error. As text it is printed in the end, where it does not disturb the console; as JSON at once.
-pub struct Heard {
+/// Messages of a child process from its standard error. Text is printed at the exit, to keep the
+/// console intact; JSON at once.
+pub struct MessageLog {
     source: &'static str,
-    /// Lines beginning so are for [`Self::take_marked`].
+    /// Prefix of lines for [`Self::take_marked`].
     mark: Option<&'static str>,
     part: Vec<u8>,
     used: usize,
     lines: Vec<(Level, String)>,
 }
 
-impl Heard {
-    /// Of a program of this name.
+impl MessageLog {
+    /// Creates the log of a child with this name.
     pub fn new(source: &'static str, mark: Option<&'static str>) -> Self {
         Self { source, mark, part: Vec::new(), used: 0, lines: Vec::new() }
     }
 
-    /// It has said this.
+    /// Adds output of the child.
     pub fn bytes(&mut self, bytes: &[u8]) {
-        let room = MOST.saturating_sub(self.used);
+        let room = MAX_BYTES.saturating_sub(self.used);
         self.used += bytes.len().min(room);
         for &byte in &bytes[..bytes.len().min(room)] {
             match byte {
@@ -164,7 +166,7 @@ impl Heard {
         }
         if room != 0 && bytes.len() > room {
             self.line();
-            self.part.extend_from_slice(b"what follows is left out");
+            self.part.extend_from_slice(b"further messages are omitted");
             self.line();
         }
     }
@@ -187,12 +189,12 @@ impl Heard {
         self.mark.is_some_and(|mark| text.starts_with(mark))
     }
 
-    /// Nothing will be said any more.
+    /// Ends the log.
     pub fn end(&mut self) {
         self.line();
     }
 
-    /// Takes the lines with the mark out, without it.
+    /// Removes the lines with the mark and returns them without it.
     pub fn take_marked(&mut self) -> Vec<String> {
         let mark = self.mark.unwrap_or_default();
         let all = mem::take(&mut self.lines);
@@ -202,12 +204,12 @@ impl Heard {
         marked.into_iter().map(|line| line.1[mark.len()..].to_owned()).collect()
     }
 
-    /// What has not been printed yet, as lines.
+    /// Returns the messages not printed yet, as lines.
     pub fn text(&self) -> String {
         self.lines.iter().map(|line| format!("{}\n", line.1)).collect()
     }
 
-    /// Prints what has not been printed.
+    /// Prints the messages not printed yet.
     pub fn print(&self) {
         for (_, text) in &self.lines {
             eprintln!("{OWN}: {text}");
@@ -215,7 +217,7 @@ impl Heard {
     }
 }
 
-/// The level that a line says, and its text without anything that a terminal obeys.
+/// Splits a line into its level and its text, without control characters.
 fn read(line: &str) -> (Level, String) {
     let level = |digit: &str| match digit.parse() {
         Ok(log::ERROR) => Some(Level::Error),
@@ -235,7 +237,7 @@ fn read(line: &str) -> (Level, String) {
     (level, text.chars().map(printable).collect())
 }
 
-/// A text of several lines as one.
+/// Joins the lines of a text.
 pub fn one_line(text: &str) -> Cow<'_, str> {
     if text.contains('\n') { text.trim_end().replace('\n', "; ").into() } else { text.into() }
 }
@@ -246,7 +248,7 @@ mod tests {
 
     #[test]
     fn lines_of_the_wedge() {
-        let mut heard = Heard::new("parador-wedge", Some("profile "));
+        let mut heard = MessageLog::new("parador-wedge", Some("profile "));
         heard.bytes(b"<0>gone\n<2>profile 0x1 2\n<1>od");
         heard.bytes(b"d \x1b[2J\n\nparador: error: no\n<7>raw");
         heard.end();
@@ -258,10 +260,13 @@ mod tests {
 
     #[test]
     fn a_flood_ends() {
-        let mut heard = Heard::new("parador-wedge", None);
-        (0..MOST).for_each(|_| heard.bytes(b"<1>more and more\n"));
+        let mut heard = MessageLog::new("parador-wedge", None);
+        (0..MAX_BYTES).for_each(|_| heard.bytes(b"<1>more and more\n"));
         let text = heard.text();
-        assert!(text.len() < 2 * MOST && text.ends_with("what follows is left out\n"), "{text}");
+        assert!(
+            text.len() < 2 * MAX_BYTES && text.ends_with("further messages are omitted\n"),
+            "{text}"
+        );
     }
 
     #[test]

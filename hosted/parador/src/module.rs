@@ -1,7 +1,8 @@
-//! Makes the Linux module for channels (`guests/linux`) for the kernel that was fetched, against Debian's headers.
+//! Builds the Linux driver for channels (`guests/linux`) for the downloaded kernel, against
+//! Debian's headers.
 //!
-//! Its sources are part of this program, so it can be made anywhere. Headers are unpacked for the time of
-//! the build only; the cache keeps the module, by the kernel's version and the text of the sources.
+//! Its sources are compiled into `parador`. Headers are unpacked for the build only; the cache
+//! keeps the module by kernel version and digest of the sources.
 
 use crate::cache;
 use crate::failure::{self, Failure};
@@ -25,9 +26,9 @@ const SOURCES: [(&str, &str); 3] = [
     ("parador_com.c", include_str!("../../../guests/linux/parador_com.c")),
 ];
 const ADVICE: &str =
-    "the driver for channels is built with make, gcc and libelf1; install.sh installs them";
+    "building the channel driver requires make, gcc and libelf1; install.sh installs them";
 
-/// The module for this kernel, and what was done, for people.
+/// Returns the module for this kernel, and the result for messages.
 pub fn channels(
     kernel: &Fetched,
     step: &Step,
@@ -39,7 +40,7 @@ pub fn channels(
     let folder = cache.join(format!("parador_com_{}_{:016x}", kernel.version(), hasher.finish()));
     let module = folder.join(MODULE);
     if module.is_file() {
-        return Ok((module, "kept from before".to_owned()));
+        return Ok((module, "cached".to_owned()));
     }
     let work = TempDir::with_prefix_in(".module-", &cache)
         .map_err(|error| cache::failed(&cache, &error))?;
@@ -48,13 +49,13 @@ pub fn channels(
     let packages = fetch::kernel_headers(kernel, &headers, step)?;
 
     let source = work.path().join("source");
-    fs::create_dir(&source).map_err(|error| Failure::file("make the folder", &source, &error))?;
+    fs::create_dir(&source).map_err(|error| Failure::file("create the folder", &source, &error))?;
     for (name, text) in SOURCES {
         let path = source.join(name);
         fs::write(&path, text).map_err(|error| Failure::file("write", &path, &error))?;
     }
     step.now("compiling");
-    // What Debian's own Makefile there does, but that one has its place in the file system in it.
+    // Replaces Debian's own Makefile there, which contains an absolute path.
     let sources = headers.join("usr/src");
     let makefile = sources.join(&packages.common).join("Makefile");
     let mut argument = OsStr::new("M=").to_owned();
@@ -67,20 +68,20 @@ pub fn channels(
     run("strip", |strip| strip.arg("--strip-debug").arg(&made))?;
 
     let kept = work.path().join("kept");
-    fs::create_dir(&kept).map_err(|error| Failure::file("make the folder", &kept, &error))?;
+    fs::create_dir(&kept).map_err(|error| Failure::file("create the folder", &kept, &error))?;
     let put = |from: &Path, to: &Path| {
         fs::rename(from, to).map_err(|error| Failure::file("write", to, &error))
     };
     put(&made, &kept.join(MODULE))?;
     match put(&kept, &folder) {
-        // Somebody else was faster.
+        // Another process has finished first.
         Err(_) if module.is_file() => {}
         result => result?,
     }
     Ok((module, "built".to_owned()))
 }
 
-/// Runs a program of the tool chain. The environment could change what is built, so it gets nearly none.
+/// Runs a build tool. Its environment is nearly empty, because variables could change the result.
 fn run(name: &str, arguments: impl FnOnce(&mut Command) -> &mut Command) -> Result<(), Failure> {
     let mut command = supervise::command(OsStr::new(name), AtEnd::Terminate)
         .map_err(|failure| failure.help(ADVICE))?;
@@ -92,7 +93,6 @@ fn run(name: &str, arguments: impl FnOnce(&mut Command) -> &mut Command) -> Resu
         return Ok(());
     }
     let text = String::from_utf8_lossy(&output.stderr);
-    let message =
-        format!("cannot build the driver for channels, {name} failed:\n{}", text.trim_end());
+    let message = format!("cannot build the channel driver: {name} failed:\n{}", text.trim_end());
     Err(Failure::new(failure::UNAVAILABLE, message).help(ADVICE))
 }

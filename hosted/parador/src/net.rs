@@ -1,4 +1,4 @@
-//! Networks of `parador run`: what the user says of them, and descriptors that carry their frames.
+//! Networks of `parador run`: their configuration, and the descriptors that carry their frames.
 
 use crate::attach::parse_mac;
 use crate::failure::{self, Failure};
@@ -13,44 +13,45 @@ use std::io::Read;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
-/// What makes tap devices.
+/// Device that creates tap devices.
 const TUN: &str = "/dev/net/tun";
-/// The option that may be there several times.
+/// Option that may be given several times.
 const FORWARD: &str = "hostfwd=";
-/// Most bytes of the name of a network device (`IFNAMSIZ` in Linux, with a zero behind it).
+/// Longest name of a network device (`IFNAMSIZ` in Linux, terminating zero included).
 const NAME: usize = 15;
-/// Longest packet in a frame that streams carry. Fewer and longer frames cost less; with much longer ones TCP stops at each frame, because a few of them
-/// fill its usual window. Measured: 16 KiB is where it is fastest in both directions.
+/// MTU of streams. Long frames cost less per byte; with much longer ones TCP stalls at each frame,
+/// because a few of them fill its usual window. Measured optimum in both directions: 16 KiB.
 pub const STREAM_MTU: u16 = 16_384;
-/// Longest packet of a device that says nothing else.
+/// MTU of a tap device that reports none.
 const ETHERNET_MTU: u16 = 1500;
-/// What the user says of a network: `[[net]]`.
+/// Configuration of a network: `[[net]]`.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
-pub struct Description {
-    /// What it is, unless it is a tap device or a switch.
+pub struct NetConfig {
+    /// Kind, unless it is a tap device or a switch.
     kind: Option<Kind>,
     /// Tap device of the host.
     tap: Option<DeviceName>,
-    /// Socket of a switch between all machines that name it.
+    /// Socket of a virtual switch between all VMs that name it.
     pub switch: Option<PathBuf>,
-    /// Ports of the host that lead to the guest: `tcp:2222:22`, or `udp:0.0.0.0:53-:53` to listen at an address.
+    /// Port forwardings from the host to the guest: `tcp:2222:22`, or `udp:0.0.0.0:53-:53` to
+    /// listen on an address.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     hostfwd: Vec<Forward>,
-    /// The guest reaches services that listen on the host's loopback address, at the address of its router.
+    /// Let the guest reach services on the host's loopback address, at the address of its router.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     hostloopback: bool,
-    /// Address of the guest's card [default: a random one].
+    /// MAC address of the guest's card [default: random].
     mac: Option<Mac>,
 }
 
-/// What a network can be that needs no name.
+/// Networks without a name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 enum Kind {
-    /// The host's own network, by `passt`.
+    /// User-mode networking with `passt`.
     User,
-    /// The same.
+    /// Same as `user`.
     Passt,
     /// No network.
     None,
@@ -64,18 +65,18 @@ struct DeviceName(String);
 impl TryFrom<String> for DeviceName {
     type Error = String;
 
-    /// As Linux has it (`dev_valid_name`).
+    /// Applies Linux' rule (`dev_valid_name`).
     fn try_from(name: String) -> Result<Self, String> {
         let is_fine = |byte: u8| byte.is_ascii_graphic() && !b"/:%".contains(&byte);
         let fits = (1..=NAME).contains(&name.len()) && !matches!(name.as_str(), "." | "..");
         match fits && name.bytes().all(is_fine) {
             true => Ok(Self(name)),
-            false => Err(format!("`{name}` is no name of a device")),
+            false => Err(format!("invalid device name `{name}`")),
         }
     }
 }
 
-/// Address of a network card.
+/// MAC address of a network card.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
 #[serde(try_from = "String", into = "String")]
 struct Mac([u8; 6]);
@@ -94,19 +95,19 @@ impl From<Mac> for String {
     }
 }
 
-/// A network, ready to be given to a machine.
+/// Connected network of a VM.
 #[derive(Debug)]
-pub struct Net {
-    /// What carries the frames.
+pub struct NetBackend {
+    /// Descriptor that carries the frames.
     descriptor: OwnedFd,
-    /// What the machine is told of it.
+    /// Description for the VM.
     pub record: proto::wedge::NetRecord,
-    /// The program on the other side, which ends with this.
+    /// User-mode network process, which ends with this.
     passt: Option<Passt>,
 }
 
-/// Reads `KIND[,KEY=VALUE]...`; `hostfwd` may be there several times.
-pub fn parse(text: &str) -> Result<Description, Failure> {
+/// Parses `KIND[,KEY=VALUE]...`; `hostfwd` may be given several times.
+pub fn parse(text: &str) -> Result<NetConfig, Failure> {
     let forward = |part: &&str| part.starts_with(FORWARD);
     let (forwards, rest): (Vec<_>, Vec<_>) = text.split(',').partition(forward);
     let refuse =
@@ -114,37 +115,37 @@ pub fn parse(text: &str) -> Result<Description, Failure> {
     let forwards = forwards.iter().map(|part| Forward::parse(&part[FORWARD.len()..]));
     let forwards = forwards.collect::<Result<Vec<_>, _>>().map_err(refuse);
     let net = forwards.and_then(|hostfwd| {
-        let net: Description = keyvalue::parse("--net", "kind", &rest.join(","))?;
-        let net = Description { hostfwd, ..net };
+        let net: NetConfig = keyvalue::parse("--net", "kind", &rest.join(","))?;
+        let net = NetConfig { hostfwd, ..net };
         net.check().map_err(refuse)?;
         Ok(net)
     });
     net.map_err(|failure| {
         failure.help(
-            "write --net user,hostfwd=tcp:2222:22 or --net tap=NAME or --net switch=SOCKET, \
-             with mac=02:00:00:00:00:01 if you like",
+            "use --net user,hostfwd=tcp:2222:22 or --net tap=NAME or --net switch=SOCKET, \
+             optionally with mac=02:00:00:00:00:01",
         )
     })
 }
 
-impl Description {
-    /// Whether it is one network.
+impl NetConfig {
+    /// Checks that the keys are consistent.
     fn check(&self) -> Result<(), String> {
         let said = [self.kind.is_some(), self.tap.is_some(), self.switch.is_some()];
         if said.into_iter().filter(|said| *said).count() != 1 {
-            return Err("a network is one of `kind`, `tap`, `switch`".to_owned());
+            return Err("exactly one of `kind`, `tap`, `switch` is required".to_owned());
         }
         if !self.hostfwd.is_empty() && !matches!(self.kind, Some(Kind::User | Kind::Passt)) {
-            return Err("only `user` and `passt` forward ports".to_owned());
+            return Err("`hostfwd` requires `user` or `passt`".to_owned());
         }
         if self.hostloopback && !matches!(self.kind, Some(Kind::User | Kind::Passt)) {
-            return Err("only `user` and `passt` have `hostloopback`".to_owned());
+            return Err("`hostloopback` requires `user` or `passt`".to_owned());
         }
         Ok(())
     }
 
-    /// Connects the network, and starts what it needs. `None`: there is none.
-    pub fn open(&self) -> Result<Option<Net>, Failure> {
+    /// Connects the network and starts its processes; `None`: no network.
+    pub fn open(&self) -> Result<Option<NetBackend>, Failure> {
         self.check().map_err(|message| Failure::new(failure::BAD_CONFIG, message))?;
         let mac = match self.mac {
             Some(Mac(mac)) => mac,
@@ -158,49 +159,49 @@ impl Description {
             let opened = OpenOptions::new().read(true).write(true).open(TUN);
             let file = opened.map_err(|error| {
                 let failure = Failure::file("open", Path::new(TUN), &error);
-                failure.help("`--net user` needs no device of the host")
+                failure.help("use `--net user`, which needs no host device")
             })?;
             let record = proto::wedge::NetRecord { mac, mtu, tap };
-            return Ok(Some(Net { descriptor: file.into(), record, passt: None }));
+            return Ok(Some(NetBackend { descriptor: file.into(), record, passt: None }));
         }
         if let Some(path) = &self.switch {
             let socket = switch::join(path)?;
-            return Ok(Some(Net { descriptor: socket.into(), record: stream, passt: None }));
+            return Ok(Some(NetBackend { descriptor: socket.into(), record: stream, passt: None }));
         }
         if self.kind == Some(Kind::None) {
             return Ok(None);
         }
         let (passt, socket) = Passt::start(&self.hostfwd, self.hostloopback)?;
-        Ok(Some(Net { descriptor: socket.into(), record: stream, passt: Some(passt) }))
+        Ok(Some(NetBackend { descriptor: socket.into(), record: stream, passt: Some(passt) }))
     }
 }
 
-impl Net {
-    /// Waits until the network is there.
+impl NetBackend {
+    /// Waits until the network is ready.
     pub fn wait(&mut self) -> Result<(), Failure> {
         let Some(passt) = &mut self.passt else { return Ok(()) };
         let socket = self.descriptor.try_clone();
-        let socket = socket.map_err(|error| Failure::os("copy a descriptor", &error))?;
+        let socket = socket.map_err(|error| Failure::os("duplicate a descriptor", &error))?;
         passt.wait(&mut socket.into(), self.record.mac)
     }
 
-    /// What carries the frames, and what has to live as long as the machine.
+    /// Returns the descriptor of the frames, and the process that must live as long as the VM.
     pub fn split(self) -> (OwnedFd, Option<Passt>) {
         (self.descriptor, self.passt)
     }
 }
 
-/// An address that no manufacturer has given and that no other machine will have: locally administered, of one card.
+/// Returns a random locally administered unicast address.
 fn random_mac() -> Result<[u8; 6], Failure> {
     let mut mac = [0; 6];
     File::open("/dev/urandom")
         .and_then(|mut file| file.read_exact(&mut mac))
-        .map_err(|error| Failure::os("get random numbers", &error))?;
+        .map_err(|error| Failure::os("read random numbers", &error))?;
     mac[0] = mac[0] & !1 | 2;
     Ok(mac)
 }
 
-/// Whether the user may have the tap device, or make one of this name; its longest packet.
+/// Checks that the user may open or create the tap device; returns its MTU.
 fn look_at_tap(name: &str) -> Result<u16, Failure> {
     /// `IFF_TAP` among the kinds of devices.
     const TAP: u32 = 2;
@@ -211,7 +212,7 @@ fn look_at_tap(name: &str) -> Result<u16, Failure> {
     let own = geteuid();
     if !folder.exists() {
         if !own.is_root() {
-            let text = format!("there is no tap device {name}, and only root can make one");
+            let text = format!("no tap device {name}, and only root can create one");
             return Err(Failure::new(failure::PERMISSION, text).help(make));
         }
         return Ok(ETHERNET_MTU);
@@ -219,16 +220,16 @@ fn look_at_tap(name: &str) -> Result<u16, Failure> {
     let flags = read("tun_flags");
     let flags = flags.trim().strip_prefix("0x").and_then(|text| u32::from_str_radix(text, 16).ok());
     if flags.is_none_or(|flags| flags & KIND != TAP) {
-        let text = format!("{name} is no tap device");
+        let text = format!("{name} is not a tap device");
         return Err(Failure::new(failure::BAD_CONFIG, text).help(make));
     }
     if !own.is_root() && read("owner").trim() != own.as_raw().to_string() {
         let text = format!("tap device {name} belongs to another user");
         return Err(Failure::new(failure::PERMISSION, text).help(make));
     }
-    // Somebody has it open.
+    // Another process has it open.
     if read("carrier").trim() == "1" {
-        let text = format!("tap device {name} is in use by another machine");
+        let text = format!("tap device {name} is in use by another VM");
         return Err(Failure::new(failure::OS_ERROR, text));
     }
     Ok(read("mtu").trim().parse().unwrap_or(ETHERNET_MTU))
@@ -238,7 +239,7 @@ fn look_at_tap(name: &str) -> Result<u16, Failure> {
 mod tests {
     use super::*;
 
-    const EMPTY: Description = Description {
+    const EMPTY: NetConfig = NetConfig {
         kind: None,
         tap: None,
         switch: None,
@@ -249,22 +250,22 @@ mod tests {
 
     #[test]
     fn descriptions() {
-        let kind = |kind| Description { kind: Some(kind), ..EMPTY };
+        let kind = |kind| NetConfig { kind: Some(kind), ..EMPTY };
         assert_eq!(parse("none").unwrap(), kind(Kind::None));
         assert_eq!(parse("user").unwrap(), kind(Kind::User));
         assert_eq!(parse("passt").unwrap(), kind(Kind::Passt));
         let tap = Some(DeviceName("tap0".into()));
-        assert_eq!(parse("tap=tap0").unwrap(), Description { tap, ..EMPTY });
+        assert_eq!(parse("tap=tap0").unwrap(), NetConfig { tap, ..EMPTY });
         let switch = Some("a=b".into());
-        assert_eq!(parse("switch=a=b").unwrap(), Description { switch, ..EMPTY });
+        assert_eq!(parse("switch=a=b").unwrap(), NetConfig { switch, ..EMPTY });
         for (text, hostloopback) in
             [("user,hostloopback=on", true), ("user,hostloopback=off", false)]
         {
-            let wanted = Description { hostloopback, ..kind(Kind::User) };
+            let wanted = NetConfig { hostloopback, ..kind(Kind::User) };
             assert_eq!(parse(text).unwrap(), wanted);
         }
         let forward = |text| Forward::parse(text).unwrap();
-        let wanted = Description {
+        let wanted = NetConfig {
             hostfwd: vec![forward("tcp:2222:22"), forward("udp:0.0.0.0:53-:53")],
             mac: Some(Mac([2, 0, 0, 0, 0, 1])),
             ..kind(Kind::User)
@@ -279,21 +280,21 @@ mod tests {
             ("", "one of user, passt, none"),
             ("usr", "one of user, passt, none"),
             ("bridge=br0", "unknown key `bridge`"),
-            ("mac=02:00:00:00:00:01", "one of `kind`, `tap`, `switch`"),
-            ("user,tap=a", "one of `kind`, `tap`, `switch`"),
-            ("tap=a/b", "no name"),
-            ("tap=..", "no name"),
-            ("tap=sixteen-is-a-lot", "no name"),
+            ("mac=02:00:00:00:00:01", "exactly one of `kind`, `tap`, `switch`"),
+            ("user,tap=a", "exactly one of `kind`, `tap`, `switch`"),
+            ("tap=a/b", "invalid device name"),
+            ("tap=..", "invalid device name"),
+            ("tap=sixteen-is-a-lot", "invalid device name"),
             ("user,mac=1", "`1`"),
-            ("user,mac=03:00:00:00:00:01", "no address of a network card"),
+            ("user,mac=03:00:00:00:00:01", "invalid MAC address"),
             ("user,hostfw=tcp:1:2", "did you mean `hostfwd`?"),
             ("user,x=1", "unknown key `x`"),
             ("user,hostfwd", "no value"),
             ("user,hostfwd=tcp:0:22", "`tcp:0:22`"),
-            ("tap=a,hostfwd=tcp:1:22", "forward"),
-            ("none,hostfwd=tcp:1:22", "forward"),
+            ("tap=a,hostfwd=tcp:1:22", "`hostfwd` requires"),
+            ("none,hostfwd=tcp:1:22", "`hostfwd` requires"),
             ("user,hostloopback=yes", "`on` or `off`"),
-            ("switch=a,hostloopback=on", "only `user` and `passt` have `hostloopback`"),
+            ("switch=a,hostloopback=on", "`hostloopback` requires `user` or `passt`"),
         ] {
             let failure = parse(text).unwrap_err();
             assert_eq!(failure.code(), failure::BAD_CONFIG, "{text}");

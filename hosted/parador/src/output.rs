@@ -1,12 +1,12 @@
-//! What was asked for, on standard output.
+//! Results on standard output.
 
 use crate::failure::Failure;
 use std::io::{self, Write};
 
-/// Prints it.
+/// Prints a text.
 ///
 /// # Errors
-/// Nobody takes it, or there is no room for it.
+/// The reader has closed the pipe, or the disk is full.
 pub fn print(text: impl AsRef<[u8]>) -> Result<(), Failure> {
     let mut output = io::stdout().lock();
     let written = output.write_all(text.as_ref()).and_then(|()| output.flush());

@@ -1,6 +1,6 @@
-//! `passt`, Debian's program that gives a machine the host's network without any privilege: it has a socket with the machine's frames on one
-//! side and ordinary sockets of the host on the other. It runs as a child, confines itself, and ends when nobody has the machine's
-//! end of its socket any more.
+//! User-mode networking with `passt`: the VM's frames on one socket, ordinary host sockets on the
+//! other side, without privileges. It runs as a child, sandboxes itself, and exits when the VM's
+//! end of its socket is closed.
 
 use crate::descriptors;
 use crate::failure::{self, Failure};
@@ -22,37 +22,41 @@ use std::os::unix::process::CommandExt;
 use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
-/// The program.
+/// Name of the program.
 pub const PROGRAM: &str = "passt";
-/// Its number of the socket.
+/// Descriptor of the frame socket in passt.
 const SOCKET: i32 = 3;
-/// Bytes for frames on their way from it.
+/// Socket buffer for frames from passt in bytes.
 const BUFFER: usize = 4 << 20;
-/// How long it may take to be there. One that serves no IPv4 does not say when it is; then the machine starts without knowing.
-const PATIENCE: Duration = Duration::from_secs(3);
-/// How often it is looked after meanwhile.
+/// Time limit of the start. Without IPv4, passt does not answer; the VM then starts after the
+/// limit.
+const TIMEOUT: Duration = Duration::from_secs(3);
+/// Interval of the checks during the start.
 const TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
-/// Longest frame that it sends.
+/// Longest frame from passt.
 const MAX_FRAME: usize = 1 << 16;
 
-/// A port of the host that leads to one of the guest.
+/// Port forwarding from the host to the guest.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
 #[serde(try_from = "String", into = "String")]
 pub struct Forward {
     udp: bool,
-    /// Where the host listens.
+    /// Listening address on the host.
     address: IpAddr,
     port: u16,
-    /// The guest's port.
+    /// Guest port.
     to: u16,
 }
 
 impl Forward {
-    /// Reads `tcp:HOST_PORT:PORT`, or as QEMU has it `tcp:[ADDRESS]:HOST_PORT-:PORT`. Without an address only the host itself
-    /// reaches the port.
+    /// Parses `tcp:HOST_PORT:PORT`, or QEMU's form `tcp:[ADDRESS]:HOST_PORT-:PORT`. The default
+    /// address is the loopback address.
     pub fn parse(text: &str) -> Result<Self, String> {
-        let refuse =
-            || format!("`{text}` forwards nothing: write tcp:2222:22 or tcp:0.0.0.0:2222-:22");
+        let refuse = || {
+            format!(
+                "invalid port forwarding `{text}`: expected tcp:2222:22 or tcp:0.0.0.0:2222-:22"
+            )
+        };
         let (protocol, rest) = text.split_once(':').ok_or_else(refuse)?;
         let (host, to) = match rest.split_once("-:") {
             Some(pair) => pair,
@@ -72,7 +76,7 @@ impl Forward {
         Ok(Self { udp, address, port: number(port)?, to: number(to)? })
     }
 
-    /// As it is read.
+    /// Formats the forwarding as it is parsed.
     fn text(&self) -> String {
         let protocol = if self.udp { "udp" } else { "tcp" };
         let Self { address, port, to, .. } = self;
@@ -83,7 +87,7 @@ impl Forward {
         }
     }
 
-    /// As the program is told.
+    /// Returns the arguments of passt.
     fn arguments(&self) -> [String; 2] {
         let option = if self.udp { "--udp-ports" } else { "--tcp-ports" };
         [option.to_owned(), format!("{}/{}:{}", self.address, self.port, self.to)]
@@ -109,13 +113,13 @@ impl From<Forward> for String {
 pub struct Passt {
     child: Child,
     messages: PipeReader,
-    /// What is between it and the machine, unless the guest may reach the host's loopback address.
+    /// Filter between passt and the VM, unless the guest may reach the host's loopback address.
     relay: Option<Child>,
 }
 
 impl Drop for Passt {
     fn drop(&mut self) {
-        // Fails if it has ended, which is what is wanted.
+        // Fails if the process has exited.
         for child in [Some(&mut self.child), self.relay.as_mut()].into_iter().flatten() {
             let _ = child.kill();
             let _ = child.wait();
@@ -124,19 +128,22 @@ impl Drop for Passt {
 }
 
 impl Passt {
-    /// Starts it; gives the socket with its frames. Only with `hostloopback` does the guest reach services on the host's loopback
-    /// address.
+    /// Starts passt and returns the socket with its frames. The guest reaches services on the
+    /// host's loopback address only with `hostloopback`.
     pub fn start(forwards: &[Forward], hostloopback: bool) -> Result<(Self, UnixStream), Failure> {
-        let failed = |error: io::Error| Failure::os("make a socket", &error);
+        let failed = |error: io::Error| Failure::os("create a socket pair", &error);
         let (ours, theirs) = UnixStream::pair().map_err(failed)?;
-        // Frames for which there is no room are lost, and it is slow to send them again. The host gives what it allows.
+        // Frames that do not fit are lost, and retransmission is slow. The host may grant less.
         let _ = set_socket_send_buffer_size(&theirs, BUFFER);
         let (messages, writer) = io::pipe().map_err(failed)?;
-        // What nobody reads is lost: it never waits.
+        // The send never blocks: frames without a reader are lost.
         fcntl_setfl(&writer, OFlags::NONBLOCK).map_err(|error| failed(error.into()))?;
-        let mut command = supervise::command(OsStr::new(PROGRAM), AtEnd::Kill).map_err(|failure| {
-            failure.help("install Debian's package passt, or connect the machine with --net tap=NAME or --net switch=SOCKET")
-        })?;
+        let mut command =
+            supervise::command(OsStr::new(PROGRAM), AtEnd::Kill).map_err(|failure| {
+                failure.help(
+                    "install Debian's package passt, or use --net tap=NAME or --net switch=SOCKET",
+                )
+            })?;
         let mtu = STREAM_MTU.to_string();
         command.args(["--foreground", "--quiet", "--mtu", &mtu, "--fd", &SOCKET.to_string()]);
         command.args(forwards.iter().flat_map(Forward::arguments));
@@ -162,15 +169,15 @@ impl Passt {
         Ok((passt, machine))
     }
 
-    /// Waits until it answers: it is asked for the address of a neighbour, in the place of all of whom it answers (RFC 826, with no
-    /// sender as in RFC 5227). What comes before its answer is lost.
+    /// Waits until passt answers an ARP request, which it does for every neighbour (RFC 826, with
+    /// no sender as in RFC 5227). Earlier frames are lost.
     pub fn wait(&mut self, socket: &mut UnixStream, mac: [u8; 6]) -> Result<(), Failure> {
         const ARP: [u8; 2] = [0x08, 0x06];
-        let failed = |error: io::Error| Failure::os("talk to passt", &error);
+        let failed = |error: io::Error| Failure::os("exchange frames with passt", &error);
         let mut frame = vec![0xff; 6];
         frame.extend(mac);
         frame.extend(ARP);
-        // Ethernet and IPv4, their lengths, a question.
+        // Ethernet and IPv4, their address lengths, request.
         frame.extend([0, 1, 8, 0, 6, 4, 0, 1]);
         frame.extend(mac);
         frame.extend([0; 10]);
@@ -180,10 +187,10 @@ impl Passt {
         if socket.write_all(&question).is_err() {
             return Err(self.ended());
         }
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         while Instant::now() < deadline {
             let mut fds = [PollFd::new(&socket, PollFlags::IN)];
-            // An interruption is a look too many.
+            // An interruption causes an early check.
             let _ = poll(&mut fds, Some(&TICK));
             if fds[0].revents().is_empty() {
                 if self.child.try_wait().map_err(failed)?.is_some() {
@@ -208,29 +215,30 @@ impl Passt {
         Ok(())
     }
 
-    /// It has ended before it was there.
+    /// Creates the failure of a passt that has exited during its start.
     fn ended(&mut self) -> Failure {
-        // It may only be about to.
+        // It may still be exiting.
         let _ = self.child.kill();
         let _ = self.child.wait();
         let mut messages = Vec::new();
-        // Nobody has the pipe's other end any more.
+        // The pipe's other end is closed.
         let _ = self.messages.read_to_end(&mut messages);
         let messages = String::from_utf8_lossy(&messages);
-        // Where there is no log of the system, it says so each time.
+        // Without a system log, passt reports that for each message.
         let mut lines = messages.lines().filter(|line| !line.starts_with("Failed to send"));
-        let reason = lines.next_back().unwrap_or("it does not say why");
-        Failure::new(failure::OS_ERROR, format!("passt cannot start: {reason}")).help(
-            "ports that are in use, or below 1024 without the right to them, cannot be forwarded",
-        )
+        let reason = lines.next_back().unwrap_or("no reason given");
+        Failure::new(failure::OS_ERROR, format!("passt cannot start: {reason}"))
+            .help("ports that are in use, or privileged ports below 1024, cannot be forwarded")
     }
 }
 
-/// Name servers of the host, and those that systemd-resolved asks, which stands for them at a loopback address.
+/// Files with the host's name servers, and with those that systemd-resolved uses behind its
+/// loopback address.
 const RESOLVERS: [&str; 2] = ["/etc/resolv.conf", "/run/systemd/resolve/resolv.conf"];
 
-/// Arguments by which the router's address does not lead to the host. Without that, a name server on the host's loopback address is not
-/// to be had; the guest is told of those that it asks itself, where that is known.
+/// Returns the arguments by which the router's address does not lead to the host. A name server on
+/// the host's loopback address is then unreachable; the guest gets that server's own name servers,
+/// if they are known.
 fn without_loopback() -> Vec<String> {
     let [own, upstream] = RESOLVERS.map(|file| {
         // A host without the file has no name servers.
@@ -242,7 +250,7 @@ fn without_loopback() -> Vec<String> {
     std::iter::once("--no-map-gw".to_owned()).chain(others).collect()
 }
 
-/// Addresses of name servers in a file as resolv.conf(5) has them.
+/// Returns the name servers in a file of resolv.conf(5).
 fn resolvers(text: &str) -> Vec<IpAddr> {
     let lines = text.lines().filter_map(|line| line.strip_prefix("nameserver"));
     lines.filter_map(|rest| rest.split_whitespace().next()?.parse().ok()).collect()

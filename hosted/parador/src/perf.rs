@@ -1,8 +1,8 @@
-//! Maps of the guest's kernel for profilers of the host: `/tmp/perf-PID.map`, a function a line (`tools/perf/Documentation/jit-interface.txt`
-//! in Linux).
+//! Maps of the guest kernel for host profilers: `/tmp/perf-PID.map`, one function per line
+//! (`tools/perf/Documentation/jit-interface.txt` in Linux).
 //!
-//! All processes of a machine have the kernel at the same addresses, so all maps are one file with a name for each process, none of which
-//! replaces anything of others. The names go with the machine.
+//! All processes of a VM have the kernel at the same addresses, so one file gets a hard link per
+//! process, which never replaces a file of another user. The links are removed with the VM.
 
 use crate::failure::{Failure, describe};
 use crate::messages::{Level, say};
@@ -16,10 +16,10 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use tempfile::NamedTempFile;
 
-/// Where profilers look, whatever the environment says.
+/// Folder that profilers search, independent of the environment.
 const FOLDER: &str = "/tmp";
 
-/// The maps of a machine. Dropping them removes them.
+/// Maps of a VM. Dropping them removes them.
 pub struct Maps {
     file: NamedTempFile,
     paths: BTreeSet<PathBuf>,
@@ -27,7 +27,7 @@ pub struct Maps {
 }
 
 impl Maps {
-    /// Writes down the functions of a kernel, for no process yet.
+    /// Writes the functions of a kernel to the file, without a link.
     ///
     /// # Errors
     /// The file cannot be written.
@@ -37,11 +37,11 @@ impl Maps {
                 file.write_all(text(&image.functions()).as_bytes())?;
                 Ok(file)
             });
-        let failed = |error| Failure::file("write a map for perf in", Path::new(FOLDER), &error);
+        let failed = |error| Failure::file("write a perf map in", Path::new(FOLDER), &error);
         Ok(Self { file: written.map_err(failed)?, paths: BTreeSet::new(), told: false })
     }
 
-    /// The machine whose first process this is has these processes.
+    /// Links the map for processes of the VM.
     pub fn processes(&mut self, processes: impl Iterator<Item = u32>) {
         for process in processes {
             let path = Path::new(FOLDER).join(format!("perf-{process}.map"));
@@ -53,7 +53,7 @@ impl Maps {
                 Err(error) if !self.told => {
                     self.told = true;
                     let cause = describe(&error);
-                    let text = format!("no map for perf, {}: {cause}", path.display());
+                    let text = format!("cannot create the perf map {}: {cause}", path.display());
                     say(Level::Warn, &text);
                 }
                 Err(_) => {}
@@ -65,13 +65,13 @@ impl Maps {
 impl Drop for Maps {
     fn drop(&mut self) {
         for path in &self.paths {
-            // If somebody has removed it, that was wanted.
+            // The link may have been removed already.
             let _ = fs::remove_file(path);
         }
     }
 }
 
-/// Gives the file one more name. What an earlier process of this number has left of the same user's goes.
+/// Creates a link to the file. A stale map of the same user with this process ID is replaced.
 fn link(file: &Path, path: &Path) -> io::Result<()> {
     match fs::hard_link(file, path) {
         Err(error) if error.kind() == ErrorKind::AlreadyExists => {
@@ -86,11 +86,11 @@ fn link(file: &Path, path: &Path) -> io::Result<()> {
     }
 }
 
-/// Address, size, name.
+/// Formats address, size and name.
 fn text(functions: &[(u64, u64, String)]) -> String {
     let mut text = String::new();
     for (address, size, name) in functions {
-        // Strings take everything.
+        // Writing to a string does not fail.
         let _ = writeln!(text, "{address:x} {size:x} {name}");
     }
     text

@@ -1,4 +1,4 @@
-//! Problems of a system description, printed as compilers do: place, line, caret, advice.
+//! Problems of a system description, printed as compilers do: position, line, caret, remedy.
 
 use crate::failure::{BAD_CONFIG, MISSING_FILE};
 use std::fmt;
@@ -7,23 +7,23 @@ use std::ops::Range;
 /// One problem.
 #[derive(Debug)]
 pub struct Problem {
-    /// Bytes of the description that it is about; `None` if it comes from the command line.
+    /// Byte range in the description; `None`: the value is from the command line.
     pub span: Option<Range<usize>>,
-    /// What is wrong.
+    /// Message.
     pub message: String,
-    /// What to do.
+    /// Remedy.
     pub help: Option<String>,
-    /// Exit code if there is no problem of another kind.
+    /// Exit code if all problems have the same.
     pub code: u8,
 }
 
 impl Problem {
-    /// Something wrong in the description.
+    /// Creates a problem of the description.
     pub fn new(span: Range<usize>, message: impl Into<String>) -> Self {
         Self { span: Some(span), message: message.into(), help: None, code: BAD_CONFIG }
     }
 
-    /// Adds what to do.
+    /// Adds a remedy.
     pub fn help(mut self, text: impl Into<String>) -> Self {
         self.help = Some(text.into());
         self
@@ -38,17 +38,17 @@ impl Problem {
 
 /// All problems of a description.
 #[derive(Debug)]
-pub struct Report {
-    /// File name as the user gave it.
+pub struct Diagnostics {
+    /// File name as given by the user.
     pub file: String,
-    /// The description's text.
+    /// Text of the description.
     pub text: String,
-    /// What is wrong, not empty.
+    /// Problems, not empty.
     pub problems: Vec<Problem>,
 }
 
-impl Report {
-    /// The problems' common exit code; 65 if they differ.
+impl Diagnostics {
+    /// Returns the problems' common exit code; 65 if they differ.
     pub fn code(&self) -> u8 {
         let mut codes = self.problems.iter().map(|problem| problem.code);
         let first = codes.next().unwrap_or(BAD_CONFIG);
@@ -56,15 +56,15 @@ impl Report {
     }
 }
 
-impl fmt::Display for Report {
+impl fmt::Display for Diagnostics {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for problem in &self.problems {
             let Problem { span, message, help, .. } = problem;
             match span {
                 None => writeln!(f, "{}: error: {message}", self.file)?,
                 Some(span) => {
-                    let place = Place::find(&self.text, span);
-                    let Place { line, column, .. } = place;
+                    let place = Location::find(&self.text, span);
+                    let Location { line, column, .. } = place;
                     writeln!(f, "{}:{line}:{column}: error: {message}", self.file)?;
                     writeln!(f, "{line:>5} | {}", place.content)?;
                     let (indent, carets) = (place.indent(), "^".repeat(place.width));
@@ -80,19 +80,19 @@ impl fmt::Display for Report {
     }
 }
 
-/// Where a span starts in a text.
-struct Place<'a> {
-    /// From 1.
+/// Position of a span in a text.
+struct Location<'a> {
+    /// Line, from 1.
     line: usize,
-    /// In characters, from 1.
+    /// Column in characters, from 1.
     column: usize,
     /// The whole line.
     content: &'a str,
-    /// Characters of the span that lie in this line, at least 1.
+    /// Characters of the span in this line, at least 1.
     width: usize,
 }
 
-impl<'a> Place<'a> {
+impl<'a> Location<'a> {
     fn find(text: &'a str, span: &Range<usize>) -> Self {
         let at = floor_boundary(text, span.start);
         let end = floor_boundary(text, span.end.max(at));
@@ -106,7 +106,7 @@ impl<'a> Place<'a> {
         }
     }
 
-    /// Blanks up to the column; tabs stay tabs so that the caret stands below its character.
+    /// Returns blanks up to the column; tabs stay tabs, so that the caret is below its character.
     fn indent(&self) -> String {
         let before = self.content.chars().take(self.column - 1);
         before.map(|character| if character == '\t' { '\t' } else { ' ' }).collect()
@@ -118,7 +118,7 @@ fn floor_boundary(text: &str, at: usize) -> usize {
 }
 
 impl Problem {
-    /// A file named in the description is missing.
+    /// Creates a problem of a file that is named in the description and missing.
     pub fn missing(span: Range<usize>, message: impl Into<String>) -> Self {
         Self::new(span, message).code(MISSING_FILE)
     }
@@ -130,7 +130,7 @@ mod tests {
 
     fn report(text: &str, span: Range<usize>) -> String {
         let problems = vec![Problem::new(span, "wrong").help("right it")];
-        Report { file: "a.toml".into(), text: text.into(), problems }.to_string()
+        Diagnostics { file: "a.toml".into(), text: text.into(), problems }.to_string()
     }
 
     #[test]

@@ -1,14 +1,15 @@
-//! Which functions of a kernel write to its page tables, descriptor tables and devices, from what the wedge has counted.
+//! Report of the kernel functions that write to page tables, descriptor tables and devices, from
+//! the wedge's counts.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
 use hosted_vmm::Image;
 
-/// Beginning of the wedge's lines.
+/// Prefix of the wedge's lines.
 pub const MARK: &str = "profile ";
 
-/// What a function did.
+/// Counts of a function.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Counts {
     /// Writes to page tables: by annotated instructions, by others.
@@ -23,7 +24,7 @@ impl Counts {
     }
 }
 
-/// The report of such lines, which are without their beginning. Others are not understood, and left out.
+/// Formats the report of lines without their prefix. Unparsable lines are ignored.
 pub fn report(lines: &[String], image: &Image<'_>) -> String {
     let mut functions = BTreeMap::<String, Counts>::new();
     for (address, counts) in lines.iter().filter_map(|line| parse(line)) {
@@ -38,7 +39,7 @@ pub fn report(lines: &[String], image: &Image<'_>) -> String {
     table(&functions)
 }
 
-/// `0xADDRESS ANNOTATED PAGE_TABLES DESCRIPTORS DEVICES`.
+/// Parses `0xADDRESS ANNOTATED PAGE_TABLES DESCRIPTORS DEVICES`.
 fn parse(line: &str) -> Option<(u64, Counts)> {
     let mut words = line.split(' ');
     let address = u64::from_str_radix(words.next()?.strip_prefix("0x")?, 16).ok()?;
@@ -70,7 +71,7 @@ fn table(functions: &BTreeMap<String, Counts>) -> String {
     );
     for (name, counts) in sorted {
         let [annotated, others] = counts.page_tables;
-        // A String takes all.
+        // Writing to a string does not fail.
         let _ = writeln!(
             text,
             "{annotated:>12} {others:>12} {:>12} {:>12}  {name}",

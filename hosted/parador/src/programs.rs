@@ -1,4 +1,5 @@
-//! Finds, and in a source tree builds, Parador's own programs: kernel, `root`, servers, VMM, tasks.
+//! Locates Parador's own binaries, and builds them in a source tree: kernel, `root`, servers, VMM,
+//! tasks.
 
 use crate::failure::{self, Failure};
 use crate::steps::Step;
@@ -14,66 +15,66 @@ use std::process::Stdio;
 /// File name of the kernel among the programs.
 pub const KERNEL: &str = "kernel.elf";
 
-/// What the command line says of where the programs are.
+/// Options for the location of the binaries.
 #[derive(Clone, Debug, Default, Args)]
 pub struct Named {
-    // The environment is asked later: clap takes its values for options, also in lines of usage.
-    /// Folder of finished programs, instead of building them [env: PARADOR_ARTIFACTS].
+    // Environment variables are read later: clap would show their values in usage texts.
+    /// Folder with Parador's binaries, instead of building them [env: PARADOR_ARTIFACTS].
     #[arg(long, value_name = "FOLDER", conflicts_with = "tree")]
     artifacts: Option<PathBuf>,
-    /// Parador's source tree, in which its programs are built [default: the one that this program
-    /// is in] [env: PARADOR_TREE].
+    /// Parador's source tree, in which the binaries are built [default: the tree that contains
+    /// `parador`] [env: PARADOR_TREE].
     #[arg(long, value_name = "FOLDER")]
     tree: Option<PathBuf>,
 }
 
 impl Named {
-    /// The place that the command line names, else the environment.
-    fn place(&self) -> Option<Place> {
+    /// Returns the location from the command line, else from the environment.
+    fn place(&self) -> Option<Origin> {
         let variable = |name| env::var_os(name).filter(|value| !value.is_empty());
-        let tree = self.tree.clone().map(Place::Tree);
-        tree.or_else(|| self.artifacts.clone().map(Place::Folder))
-            .or_else(|| variable("PARADOR_ARTIFACTS").map(|path| Place::Folder(path.into())))
-            .or_else(|| variable("PARADOR_TREE").map(|path| Place::Tree(path.into())))
+        let tree = self.tree.clone().map(Origin::Tree);
+        tree.or_else(|| self.artifacts.clone().map(Origin::Folder))
+            .or_else(|| variable("PARADOR_ARTIFACTS").map(|path| Origin::Folder(path.into())))
+            .or_else(|| variable("PARADOR_TREE").map(|path| Origin::Tree(path.into())))
     }
 
-    /// The command line or the environment names a place.
+    /// Returns whether the command line or the environment sets a location.
     pub fn is_some(&self) -> bool {
         self.place().is_some()
     }
 }
 
-/// A place that was named.
-enum Place {
+/// Location that was set explicitly.
+enum Origin {
     Folder(PathBuf),
     Tree(PathBuf),
 }
 
-/// Where the programs are.
+/// Location of the binaries.
 #[derive(Debug)]
 pub enum Programs {
-    /// A folder of finished programs.
+    /// Folder with finished binaries.
     Folder(PathBuf),
-    /// A source tree, in which `cargo xtask build` makes them.
+    /// Source tree, in which `cargo xtask build` builds them.
     SourceTree(PathBuf),
 }
 
 impl Programs {
-    /// The programs that the command line names, else those that the environment names, else the
-    /// source tree that this program is in, else `../lib/parador` beside this program. Never
-    /// anything found by the current folder.
+    /// Returns the location from the command line, else from the environment, else the source tree
+    /// that contains `parador`, else `../lib/parador` next to `parador`. The current folder is
+    /// never searched.
     ///
     /// # Errors
-    /// There are none, or somebody else could have put them there ([`trust::check`]).
+    /// None exists, or another user could have created the files ([`trust::check`]).
     pub fn find(named: &Named) -> Result<Self, Failure> {
         Self::known(named)?.ok_or_else(Self::missing)
     }
 
-    /// As [`Programs::find`]; `None`: nothing names a place, and there is none.
+    /// Does the same as [`Programs::find`]; `None`: no location is set or found.
     pub fn known(named: &Named) -> Result<Option<Self>, Failure> {
         match named.place() {
-            Some(Place::Folder(folder)) => return named_folder(&folder).map(Some),
-            Some(Place::Tree(tree)) => return named_tree(&tree).map(Some),
+            Some(Origin::Folder(folder)) => return named_folder(&folder).map(Some),
+            Some(Origin::Tree(tree)) => return named_tree(&tree).map(Some),
             None => {}
         }
         if let Some(tree) = own_tree()? {
@@ -86,13 +87,13 @@ impl Programs {
         installed.map(|folder| trust::check(&folder).map(Self::Folder)).transpose()
     }
 
-    /// There are no programs.
+    /// Creates the failure of a missing location.
     pub fn missing() -> Failure {
-        Failure::new(failure::MISSING_FILE, "cannot find Parador's own programs")
-            .help("name its source tree with --tree, or a folder of programs with --artifacts")
+        Failure::new(failure::MISSING_FILE, "cannot find Parador's binaries")
+            .help("use --tree with its source tree, or --artifacts with a folder of binaries")
     }
 
-    /// The folder with the programs, if they are there without building.
+    /// Returns the folder with the binaries if they exist without a build.
     pub fn finished(&self) -> Option<PathBuf> {
         match self {
             Self::Folder(folder) => Some(folder.clone()),
@@ -100,7 +101,8 @@ impl Programs {
         }
     }
 
-    /// The folder with the programs, after building them if there is a source tree. Returns what was done, too.
+    /// Returns the folder with the binaries, after building them in a source tree, and the result
+    /// for messages.
     pub fn build(&self, step: &Step) -> Result<(PathBuf, String), Failure> {
         match self {
             Self::Folder(folder) => Ok((folder.clone(), format!("from {}", folder.display()))),
@@ -111,7 +113,8 @@ impl Programs {
         }
     }
 
-    /// Where results go if the user names no place: below `target` in a source tree, else the current folder.
+    /// Returns the default folder of results: below `target` in a source tree, else in the current
+    /// folder.
     pub fn output_folder(&self) -> PathBuf {
         match self {
             Self::Folder(_) => PathBuf::from("parador-images"),
@@ -120,23 +123,23 @@ impl Programs {
     }
 }
 
-/// Files that make a folder a source tree of Parador.
+/// Files that identify a source tree of Parador.
 const MARKS: [&str; 4] =
     ["Cargo.toml", "xtask/Cargo.toml", "kernel/image/Cargo.toml", "hosted/parador/Cargo.toml"];
-/// Starts cargo in a source tree.
+/// Script that starts cargo in a source tree.
 const CARGO: &str = "scripts/cargo";
-/// Names by which cargo and rustup look for what they execute, in every folder above the current
-/// one, too.
+/// Names of files that determine what cargo and rustup execute, also in every parent folder.
 const TOOL_CONFIGURATIONS: [&str; 3] = [".cargo", "rust-toolchain", "rust-toolchain.toml"];
 
-/// The source tree that this program was built in: it is in a folder of that tree. `None`: in none.
+/// Returns the source tree that contains `parador`, if there is one.
 fn own_tree() -> Result<Option<PathBuf>, Failure> {
     let program = env::current_exe().ok();
     let mut folders = program.iter().flat_map(|program| program.ancestors());
     folders.find(|folder| is_source_tree(folder)).map(check_tree).transpose()
 }
 
-/// The folder for build products of the source tree that this program is in. `None`: it is in none.
+/// Returns the folder of build products of the source tree that contains `parador`, if there is
+/// one.
 pub fn own_target() -> Result<Option<PathBuf>, Failure> {
     Ok(own_tree()?.map(|tree| target(&tree)))
 }
@@ -146,22 +149,22 @@ fn named_folder(folder: &Path) -> Result<Programs, Failure> {
         true => Ok(Programs::Folder(trust::check(folder)?)),
         false => Err(Failure::new(
             failure::MISSING_FILE,
-            format!("no folder of programs: {}", folder.display()),
+            format!("no folder with binaries: {}", folder.display()),
         )),
     }
 }
 
 fn named_tree(tree: &Path) -> Result<Programs, Failure> {
     if !is_source_tree(tree) {
-        let message = format!("no source tree of Parador: {}", tree.display());
+        let message = format!("not a Parador source tree: {}", tree.display());
         return Err(Failure::new(failure::MISSING_FILE, message)
-            .help(format!("a source tree has {}", MARKS.join(", "))));
+            .help(format!("a source tree contains {}", MARKS.join(", "))));
     }
     check_tree(tree).map(Programs::SourceTree)
 }
 
-/// Checks that nobody else decides what is executed in a source tree. Files below its marks are as
-/// their folders: who clones a tree makes them alike.
+/// Checks that no other user controls what is executed in a source tree. Only these files are
+/// checked: a clone gives all files the same owner and mode.
 fn check_tree(tree: &Path) -> Result<PathBuf, Failure> {
     let tree = trust::check(tree)?;
     for name in MARKS.iter().chain(&[CARGO, "target", "target/artifacts"]) {
@@ -196,12 +199,12 @@ fn artifacts(tree: &Path) -> PathBuf {
     target(tree).join("artifacts")
 }
 
-/// Lines of a failed build that are shown.
+/// Output lines shown of a failed build.
 const SHOWN_LINES: usize = 40;
 
 fn build_tree(tree: &Path, step: &Step) -> Result<(), Failure> {
     let cargo = tree.join(CARGO);
-    let advice = "install Rust, or name a folder of finished programs with --artifacts";
+    let advice = "install Rust, or use --artifacts with a folder of binaries";
     let mut child = supervise::command(cargo.as_os_str(), AtEnd::Terminate)
         .map_err(|failure| failure.help(advice))?
         .args(["xtask", "build", "runtime"])
@@ -227,6 +230,6 @@ fn build_tree(tree: &Path, step: &Step) -> Result<(), Failure> {
         return Ok(());
     }
     let lines = Vec::from(last).join("\n");
-    Err(Failure::new(failure::INTERNAL, format!("cannot build Parador's programs:\n{lines}"))
+    Err(Failure::new(failure::INTERNAL, format!("cannot build Parador's binaries:\n{lines}"))
         .help(format!("run `cargo xtask build` in {}", tree.display())))
 }

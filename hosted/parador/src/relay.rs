@@ -1,8 +1,9 @@
-//! Carries frames between a VM and `passt`, but for those that would reach the host's loopback address.
+//! Frame filter between a VM and `passt` that drops frames to the host's loopback address.
 //!
-//! `passt` connects to the address that a guest's packet names. `--no-map-gw` keeps the router's address from leading to the host; that no packet names
-//! a loopback address is seen to here, in a process of its own that can do nothing else: a VM's processes may be the guest's. Frames are behind
-//! their length as 32 bits, big-endian, in both directions; those to the guest are not looked at.
+//! `passt` connects to any address in a guest's packet. `--no-map-gw` keeps the router's address
+//! from leading to the host; this filter drops packets to loopback addresses, in a process of its
+//! own without other abilities: the guest may control a VM's processes. In both directions, a frame
+//! follows its length as a 32-bit big-endian number; frames to the guest are not inspected.
 
 use crate::failure::{self, Failure};
 use crate::supervise::{self, AtEnd};
@@ -17,12 +18,12 @@ use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, ExitCode, Stdio};
 
-/// First argument of a start as a relay.
+/// First argument of a filter process.
 const MARK: &str = "--relay";
-/// Bytes that are read at once.
-const PIECE: usize = 256 << 10;
+/// Bytes per read.
+const CHUNK: usize = 256 << 10;
 
-/// Starts a relay between these sockets, which ends when either of them is closed.
+/// Starts a filter between two sockets; it ends when either is closed.
 pub fn start(guest: UnixStream, host: UnixStream) -> Result<Child, Failure> {
     supervise::command(OsStr::new("/proc/self/exe"), AtEnd::Kill)?
         .arg(MARK)
@@ -32,27 +33,28 @@ pub fn start(guest: UnixStream, host: UnixStream) -> Result<Child, Failure> {
         .stdout(OwnedFd::from(host))
         .stderr(Stdio::null())
         .spawn()
-        .map_err(|error| Failure::program("the relay of a network", &error))
+        .map_err(|error| Failure::program("the network filter process", &error))
 }
 
-/// Becomes a relay if this process was started as one. Returns the exit code, `None` if this is an ordinary start.
+/// Serves a filter if this process was started as one and returns the exit code; `None` in an
+/// ordinary `parador`.
 pub fn become_relay() -> Option<ExitCode> {
     (env::args_os().nth(1)? == MARK)
         .then(|| ExitCode::from(if serve().is_ok() { 0 } else { failure::OS_ERROR }))
 }
 
-/// Carries frames between standard input, which is the guest's side, and standard output.
+/// Forwards frames between standard input, the guest's side, and standard output.
 fn serve() -> io::Result<()> {
     let mut guest = UnixStream::from(io::stdin().as_fd().try_clone_to_owned()?);
     let mut host = UnixStream::from(io::stdout().as_fd().try_clone_to_owned()?);
     guest.set_nonblocking(true)?;
     host.set_nonblocking(true)?;
-    // As far as the host has it.
+    // As far as the host supports it.
     let _ = hosted_jail::forbid_files();
     hosted_jail::drop_capabilities()?;
     hosted_vmm::confine_relay().map_err(|error| io::Error::other(error.to_string()))?;
     let (mut out, mut inward) = (Way::default(), Way::default());
-    let mut buffer = vec![0; PIECE];
+    let mut buffer = vec![0; CHUNK];
     loop {
         let [from_guest, from_host] = wait(&guest, &out, &host, &inward)?;
         if from_guest {
@@ -68,7 +70,8 @@ fn serve() -> io::Result<()> {
     }
 }
 
-/// Waits until something can be done: whether something has come from each side whose last bytes have been taken.
+/// Waits for events; returns for each side whether it has data and its last data has been
+/// forwarded.
 fn wait(guest: &UnixStream, out: &Way, host: &UnixStream, inward: &Way) -> io::Result<[bool; 2]> {
     let wanted = |own: &Way, other: &Way| {
         let reads = if own.is_empty() { PollFlags::IN } else { PollFlags::empty() };
@@ -79,11 +82,11 @@ fn wait(guest: &UnixStream, out: &Way, host: &UnixStream, inward: &Way) -> io::R
         Ok(_) | Err(Errno::INTR) => {}
         Err(error) => return Err(error.into()),
     }
-    // The end of a connection is something to receive, too.
+    // A hang-up is received as end of file, too.
     Ok(fds.each_ref().map(|fd| !(fd.revents() - PollFlags::OUT).is_empty()))
 }
 
-/// Reads what there is; `None`: the other side has gone.
+/// Reads available data; `None`: the peer has disconnected.
 fn receive(socket: &mut UnixStream, buffer: &mut [u8]) -> io::Result<Option<usize>> {
     match socket.read(buffer) {
         Ok(0) => Ok(None),
@@ -95,12 +98,12 @@ fn receive(socket: &mut UnixStream, buffer: &mut [u8]) -> io::Result<Option<usiz
     }
 }
 
-/// Bytes on their way to one side.
+/// Data in one direction.
 #[derive(Default)]
 struct Way {
-    /// The beginning of a frame whose end has not come.
+    /// Incomplete received frame.
     begun: Vec<u8>,
-    /// What the side is to get, and how much of that it has.
+    /// Data to send, and the bytes of it that have been sent.
     waiting: Vec<u8>,
     sent: usize,
 }
@@ -110,7 +113,7 @@ impl Way {
         self.waiting.is_empty()
     }
 
-    /// Adds the whole frames that may go on.
+    /// Queues complete frames that pass the filter.
     fn filter(&mut self, received: &[u8]) -> io::Result<()> {
         self.begun.extend_from_slice(received);
         let mut rest = &self.begun[..];
@@ -125,7 +128,7 @@ impl Way {
         Ok(())
     }
 
-    /// Sends what the side takes.
+    /// Sends queued data.
     fn send(&mut self, to: &mut UnixStream) -> io::Result<()> {
         while self.sent < self.waiting.len() {
             match to.write(&self.waiting[self.sent..]) {
@@ -141,8 +144,9 @@ impl Way {
     }
 }
 
-/// Whether a frame (IEEE 802.3) of the guest may leave: a packet of ARP, or one of IP whose destination is not the host itself. A host takes unspecified
-/// addresses for its loopback address, and IPv4 addresses that are mapped to IPv6 for these.
+/// Returns whether a frame (IEEE 802.3) of the guest passes: ARP, or IP whose destination is not
+/// the host itself. A host treats unspecified addresses as loopback addresses, and IPv4-mapped IPv6
+/// addresses as IPv4 addresses.
 fn may_leave(frame: &[u8]) -> bool {
     const ARP: [u8; 2] = [0x08, 0x06];
     const IPV4: [u8; 2] = [0x08, 0x00];
@@ -152,7 +156,8 @@ fn may_leave(frame: &[u8]) -> bool {
         ARP => true,
         // RFC 791, 3.1; "this network" and loopback (RFC 6890).
         IPV4 => packet.get(16..20).is_some_and(|address| !matches!(address[0], 0 | 127)),
-        // RFC 8200, 3; `::/80` has the unspecified and the loopback address, and all that stand for IPv4 addresses (RFC 4291, 2.5).
+        // RFC 8200, 3; `::/80` contains the unspecified, the loopback and all IPv4-mapped addresses
+        // (RFC 4291, 2.5).
         IPV6 => packet.get(24..40).is_some_and(|address| address[..10] != [0; 10]),
         _ => false,
     }

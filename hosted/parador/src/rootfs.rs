@@ -1,8 +1,10 @@
-//! `parador rootfs debian`: a disk with Debian on it, and the kernel and initial RAM disk that it boots with.
+//! `parador rootfs debian`: builds a Debian disk image, and the kernel and initial RAM disk that
+//! boot it.
 //!
-//! debootstrap and apt fill a folder, `mke2fs -d` makes a file system of it: there are no loop devices, and mounts are in a
-//! namespace of their own. The result is a folder that appears complete or not at all. A disk that is there is never
-//! replaced unasked, for a guest has written to it.
+//! debootstrap and apt fill a folder, from which `mke2fs -d` creates a file system: no loop
+//! devices, and all mounts are in a namespace of their own. The result is a folder that appears
+//! complete or not at all. An existing disk is only replaced on request: a guest may have written
+//! to it.
 
 use crate::description::Size;
 use crate::failure::{self, Failure};
@@ -20,18 +22,18 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use tempfile::TempDir;
 
-/// File names in the folder: the disk, what it boots with, the key for ssh, and how it was made.
+/// File names in the folder: disk, kernel, initial RAM disk, SSH key, and the build record.
 const DISK: &str = "disk.img";
 const KERNEL: &str = "vmlinuz";
 const INITRD: &str = "initrd.img";
 const KEY: &str = "ssh-key";
 const RECORD: &str = "made-with";
 
-/// What [`RECORD`] begins with; changes when disks are made otherwise than before.
+/// First line of [`RECORD`]; changes with the build procedure.
 const VERSION: &str = "parador rootfs 1";
-/// Where packages are kept.
+/// Package cache.
 const ARCHIVES: &str = "/var/cache/parador/packages";
-/// Always installed: a stock kernel and its RAM disk, systemd with logins and network, ssh.
+/// Packages of every disk: a stock kernel and its RAM disk, systemd with logins and network, ssh.
 const PACKAGES: [&str; 11] = [
     "linux-image-cloud-amd64",
     "initramfs-tools",
@@ -45,9 +47,9 @@ const PACKAGES: [&str; 11] = [
     "iputils-ping",
     "openssh-server",
 ];
-/// What is done in the tree after debootstrap.
+/// Script that runs in the tree after debootstrap.
 const SCRIPT: &str = include_str!("rootfs.sh");
-/// Programs that are needed, and their packages.
+/// Required programs and their packages.
 const NEEDED: [(&str, &str); 6] = [
     ("debootstrap", "debootstrap"),
     ("gpgv", "gpgv"),
@@ -56,63 +58,63 @@ const NEEDED: [(&str, &str); 6] = [
     ("unshare", "util-linux"),
     ("chroot", "coreutils"),
 ];
-/// Debian's public keys, by which the index of a mirror is verified, and their package.
+/// Debian's public keys, which verify a mirror's index, and their package.
 const KEYRING: (&str, &str) =
     ("/usr/share/keyrings/debian-archive-keyring.gpg", "debian-archive-keyring");
-/// Variables of the environment that programs get which run as root: how to reach a mirror. Others
-/// could change what they execute, as `DEBOOTSTRAP_DIR` does.
+/// Environment variables passed to programs that run as root: proxies. Others could change what is
+/// executed, as `DEBOOTSTRAP_DIR` does.
 const PASSED: [&str; 6] =
     ["http_proxy", "https_proxy", "ftp_proxy", "no_proxy", "HTTPS_PROXY", "NO_PROXY"];
-/// What a mirror's URL ends with, and the same of security updates, which mirrors have beside it.
+/// Suffix of a mirror's URL, and of its security updates.
 const MIRROR: &str = "/debian";
 const SECURITY: &str = "/debian-security";
-/// Name of a mirror for security updates: leave them out.
+/// Value of --security-mirror that disables security updates.
 const NO_SECURITY: &str = "none";
-/// Lines of a failed program that are shown.
+/// Output lines shown of a failed program.
 const SHOWN_LINES: usize = 12;
 
 /// First byte of the partition.
 const PARTITION: u64 = 1 << 20;
 const SECTOR: u64 = 512;
-/// Sizes that make sense: Debian fits, and an MBR can say it.
+/// Valid sizes: large enough for Debian, addressable by an MBR.
 const SIZES: std::ops::RangeInclusive<u64> = 1 << 30..=1 << 40;
 
-/// What is asked for.
+/// Options of the build.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Folder for the result.
+    /// Output folder.
     pub output: PathBuf,
     /// Size of the disk.
     pub size: Size,
-    /// Packages beside those that every disk has.
+    /// Additional packages.
     pub include: Vec<String>,
-    /// File with the public key that may log in; `None`: a new pair is made.
+    /// File with the authorized public key; `None`: a new key pair is generated.
     pub ssh_key: Option<PathBuf>,
-    /// Debian's release.
+    /// Debian release.
     pub suite: String,
-    /// Where packages and their updates come from.
+    /// Mirror for packages and updates.
     pub mirror: String,
-    /// Where security updates come from; `None`: `debian-security` beside the mirror,
-    /// [`NO_SECURITY`]: nowhere.
+    /// Mirror for security updates; `None`: `debian-security` next to the mirror, [`NO_SECURITY`]:
+    /// none.
     pub security_mirror: Option<String>,
-    /// Replace a disk that is there.
+    /// Replace an existing disk.
     pub force: bool,
 }
 
-/// Advice if the missing file `path` is one that this module makes.
+/// Returns a remedy if the missing file `path` is a result of this command.
 pub fn advice(path: &Path) -> Option<String> {
     let name = path.file_name()?.to_str()?;
     let folder = path.parent()?;
     let is_ours = [DISK, KERNEL, INITRD].contains(&name);
-    is_ours.then(|| format!("`sudo parador rootfs debian -o {}` makes it", folder.display()))
+    is_ours.then(|| format!("`sudo parador rootfs debian -o {}` creates it", folder.display()))
 }
 
-/// Makes the disk unless it is there.
+/// Builds the disk unless it exists.
 pub fn debian(options: &Options, steps: &Steps) -> Result<(), Failure> {
     let Options { output, size, .. } = options;
     if !SIZES.contains(&size.0) || size.0 % PARTITION != 0 {
-        return Err(Failure::new(failure::USAGE, format!("a disk of {size} is no use"))
-            .help("give a whole number of MiB, 1G to 1024G"));
+        return Err(Failure::new(failure::USAGE, format!("invalid disk size {size}"))
+            .help("use a whole number of MiB from 1G to 1024G"));
     }
     let is_word = |text: &str| {
         let mut bytes = text.bytes();
@@ -122,14 +124,14 @@ pub fn debian(options: &Options, steps: &Steps) -> Result<(), Failure> {
     let words = options.include.iter().chain([&options.suite, &options.mirror]);
     let words = words.chain(&options.security_mirror);
     if let Some(wrong) = words.into_iter().find(|word| !is_word(word)) {
-        let message = format!("`{wrong}` is no name of a package, release or mirror");
+        let message = format!("invalid name of a package, release or mirror: `{wrong}`");
         return Err(Failure::new(failure::USAGE, message));
     }
     security_mirror(options)?;
     let key = options.ssh_key.as_deref().map(public_key).transpose()?;
     let record = record(options, key.as_deref());
     if is_there(options, &record)? {
-        eprintln!("parador: {} is there already", output.display());
+        eprintln!("parador: {} already exists", output.display());
         return Ok(());
     }
     check_host()?;
@@ -138,9 +140,9 @@ pub fn debian(options: &Options, steps: &Steps) -> Result<(), Failure> {
         Some(parent) if parent != Path::new("") => parent,
         _ => Path::new("."),
     };
-    let failed = |path: &Path, error| Failure::file("make the folder", path, &error);
+    let failed = |path: &Path, error| Failure::file("create the folder", path, &error);
     fs::create_dir_all(parent).map_err(|error| failed(parent, error))?;
-    // Root works there: nobody but root and who called sudo may change what the path leads to.
+    // Root works there: only root and the caller of sudo may change what the path resolves to.
     let caller = env::var("SUDO_UID").ok().and_then(|number| number.parse().ok());
     let parent = &trust::check_for(parent, caller)?;
     let interruptible = Interruptible::new()?;
@@ -153,7 +155,7 @@ pub fn debian(options: &Options, steps: &Steps) -> Result<(), Failure> {
     write(&result.join(RECORD), record.as_bytes())?;
     give_to_owner_of(parent, &result)?;
 
-    // The old disk goes with the rest of the work folder.
+    // The old disk is removed with the work folder.
     let put = |from: &Path, to: &Path| {
         fs::rename(from, to).map_err(|error| Failure::file("move", from, &error))
     };
@@ -163,7 +165,7 @@ pub fn debian(options: &Options, steps: &Steps) -> Result<(), Failure> {
     put(&result, output)
 }
 
-/// The mirror for security updates, if any.
+/// Returns the mirror for security updates, if there is one.
 fn security_mirror(options: &Options) -> Result<Option<String>, Failure> {
     let Options { mirror, security_mirror, .. } = options;
     match (security_mirror.as_deref(), mirror.trim_end_matches('/').strip_suffix(MIRROR)) {
@@ -171,14 +173,14 @@ fn security_mirror(options: &Options) -> Result<Option<String>, Failure> {
         (Some(url), _) => Ok(Some(url.to_owned())),
         (None, Some(beside)) => Ok(Some(format!("{beside}{SECURITY}"))),
         (None, None) => {
-            let text = format!("the mirror {mirror} does not say where its security updates are");
+            let text = format!("cannot derive the security mirror from {mirror}");
             Err(Failure::new(failure::USAGE, text)
-                .help("name them with --security-mirror URL, or `--security-mirror none`"))
+                .help("use --security-mirror URL, or `--security-mirror none`"))
         }
     }
 }
 
-/// Everything that the result depends on, as text.
+/// Returns all inputs of the result, as text.
 fn record(options: &Options, key: Option<&str>) -> String {
     let Options { size, include, suite, mirror, .. } = options;
     let mut include = include.clone();
@@ -193,7 +195,8 @@ fn record(options: &Options, key: Option<&str>) -> String {
     )
 }
 
-/// Whether the folder holds what is asked for. An error if it holds something else that must not be lost.
+/// Returns whether the folder contains the requested disk. Fails if it contains other data, which
+/// must not be lost.
 fn is_there(options: &Options, record: &str) -> Result<bool, Failure> {
     let Options { output, force, .. } = options;
     let mut entries = match fs::read_dir(output) {
@@ -205,38 +208,37 @@ fn is_there(options: &Options, record: &str) -> Result<bool, Failure> {
     let shown = output.display();
     match known {
         None if entries.next().is_none() => Ok(false),
-        None => Err(Failure::new(failure::USAGE, format!("{shown} holds other things"))
-            .help("name a folder that is not there yet")),
+        None => Err(Failure::new(failure::USAGE, format!("{shown} contains other files"))
+            .help("use a folder that does not exist")),
         Some(_) if *force => Ok(false),
         Some(known) if known == record && whole => Ok(true),
         Some(_) => {
             let message =
-                format!("the disk in {shown} was made with other options, or is not whole");
-            Err(Failure::new(failure::USAGE, message).help(
-                "name another folder, or add --force to make it anew: what is on it will be lost",
-            ))
+                format!("the disk in {shown} was built with other options or is incomplete");
+            Err(Failure::new(failure::USAGE, message)
+                .help("use another folder, or --force to rebuild it: its contents will be lost"))
         }
     }
 }
 
-/// Packages that are needed and missing.
+/// Returns the required packages that are missing.
 fn missing(is_there: impl Fn(&Path) -> bool) -> Vec<&'static str> {
     let all = NEEDED.into_iter().chain([KEYRING]);
     all.filter(|(file, _)| !is_there(Path::new(file))).map(|(_, package)| package).collect()
 }
 
-/// Checks what is needed of the host.
+/// Checks the requirements on the host.
 fn check_host() -> Result<(), Failure> {
-    // The keyring has a path, programs have names.
+    // The keyring is a path, programs are names.
     let missing = missing(|file| supervise::find(file).is_some());
     if !missing.is_empty() {
-        let message = format!("a disk cannot be made without {}", missing.join(", "));
+        let message = format!("building a disk requires {}", missing.join(", "));
         return Err(Failure::new(failure::UNAVAILABLE, message)
             .help(format!("apt-get install {}", missing.join(" "))));
     }
     if !rustix::process::geteuid().is_root() {
-        return Err(Failure::new(failure::PERMISSION, "only root can make a disk with Debian")
-            .help("run the same command with sudo: packages give their files to many users"));
+        return Err(Failure::new(failure::PERMISSION, "building a Debian disk requires root")
+            .help("run the same command with sudo: packages install files of several users"));
     }
     Ok(())
 }
@@ -246,13 +248,13 @@ fn public_key(path: &Path) -> Result<String, Failure> {
     match text.starts_with("ssh-") || text.starts_with("ecdsa-") || text.starts_with("sk-") {
         true => Ok(text),
         false => {
-            let message = format!("{} is no public key for ssh", path.display());
-            Err(Failure::new(failure::BAD_CONFIG, message).help("give the file that ends in .pub"))
+            let message = format!("{} is not an SSH public key", path.display());
+            Err(Failure::new(failure::BAD_CONFIG, message).help("use the .pub file"))
         }
     }
 }
 
-/// Makes everything but the record in `result`.
+/// Builds everything but the record in `result`.
 fn make(
     options: &Options,
     key: Option<&str>,
@@ -272,11 +274,11 @@ fn make(
         }
         None => new_key(&result.join(KEY))?,
     };
-    let network = "check the network and the name of the mirror; a proxy is taken from http_proxy";
+    let network = "check the network and the mirror's URL; http_proxy sets a proxy";
 
     steps.run("base system", |step| {
         let mut command = contained("debootstrap")?;
-        // Without the second it only warns where it has no keyring.
+        // Without --force-check-gpg, debootstrap only warns about a missing keyring.
         command.args(["--variant=minbase", "--force-check-gpg", "--keyring", KEYRING.0]);
         command.arg("--cache-dir").arg(&archives).arg(suite).arg(&tree).arg(mirror);
         run(&mut command, "debootstrap", step, interruptible)
@@ -290,8 +292,8 @@ fn make(
         command.env("SUITE", suite).env("MIRROR", mirror);
         command.env("SECURITY_MIRROR", security_mirror(options)?.unwrap_or_default());
         run(&mut command, "apt-get", step, interruptible)
-            .map_err(|error| error.help("is each package's name right, and the disk not full?"))?;
-        Ok(((), format!("{} and what they need", PACKAGES.len() + include.len())))
+            .map_err(|error| error.help("check the package names and that the disk is not full"))?;
+        Ok(((), format!("{} and their dependencies", PACKAGES.len() + include.len())))
     })?;
     let version = kernel_version(&tree)?;
     for (name, prefix) in [(KERNEL, "vmlinuz-"), (INITRD, "initrd.img-")] {
@@ -304,30 +306,30 @@ fn make(
     steps.run("disk", |step| {
         let disk = result.join(DISK);
         write_partition_table(&disk, size.0)?;
-        step.now("copying files into it");
+        step.now("copying files");
         let mut command = contained("mke2fs")?;
         command.args(["-q", "-F", "-t", "ext4", "-L", "debian", "-d"]).arg(&tree);
         command.arg("-E").arg(format!("offset={PARTITION}"));
         command.arg(&disk).arg(format!("{}k", (size.0 - PARTITION) >> 10));
         run(&mut command, "mke2fs", step, interruptible)
-            .map_err(|error| error.help("is there room on this disk, and does --size suffice?"))?;
+            .map_err(|error| error.help("check the free space on this disk, and --size"))?;
         Ok(((), format!("{size}, Linux {version}")))
     })
 }
 
-/// The folder where packages are kept for the next disk: root's own, whoever called sudo. What is
-/// in there is installed with root's rights.
+/// Returns the package cache: owned by root under sudo, too, because its contents are
+/// installed with root's rights.
 fn archives() -> Result<PathBuf, Failure> {
     let folder = Path::new(ARCHIVES);
     DirBuilder::new()
         .recursive(true)
         .mode(0o755)
         .create(folder)
-        .map_err(|error| Failure::file("make the folder", folder, &error))?;
+        .map_err(|error| Failure::file("create the folder", folder, &error))?;
     trust::check(folder)
 }
 
-/// A key pair; returns the public key's file.
+/// Generates a key pair and returns the public key's file.
 fn new_key(path: &Path) -> Result<PathBuf, Failure> {
     let output = supervise::command(OsStr::new("ssh-keygen"), AtEnd::Kill)?
         .args(["-q", "-t", "ed25519", "-N", "", "-C", "parador", "-f"])
@@ -344,7 +346,7 @@ fn new_key(path: &Path) -> Result<PathBuf, Failure> {
     }
 }
 
-/// A command whose mounts and processes, however many there come to be, end with it.
+/// Creates a command whose mounts and processes all end with it.
 fn contained(program: &str) -> Result<Command, Failure> {
     let mut command = supervise::command(OsStr::new("unshare"), AtEnd::Kill)?;
     command.args(["--mount", "--propagation", "private", "--pid", "--kill-child", "--", program]);
@@ -354,17 +356,17 @@ fn contained(program: &str) -> Result<Command, Failure> {
     Ok(command)
 }
 
-/// Runs a command, showing what it writes.
+/// Runs a command and shows its output as progress.
 fn run(
     command: &mut Command,
     name: &str,
     step: &Step,
     interruptible: &Interruptible,
 ) -> Result<(), Failure> {
-    let (reader, writer) = std::io::pipe().map_err(|error| Failure::os("make a pipe", &error))?;
-    let errors = writer.try_clone().map_err(|error| Failure::os("make a pipe", &error))?;
+    let (reader, writer) = std::io::pipe().map_err(|error| Failure::os("create a pipe", &error))?;
+    let errors = writer.try_clone().map_err(|error| Failure::os("create a pipe", &error))?;
     let spawned = command.stdout(writer).stderr(errors).spawn();
-    // Or this process keeps the pipe open.
+    // Otherwise this process would keep the pipe open.
     command.stdout(Stdio::null()).stderr(Stdio::null());
     let mut child = spawned.map_err(|error| Failure::program(name, &error))?;
     interruptible.kill_on_signal(&child)?;
@@ -386,7 +388,7 @@ fn run(
     if status.success() {
         return Ok(());
     }
-    // Programs say at the end why they failed, after many lines of what they did.
+    // Programs report the reason at the end, after many lines of progress.
     let is_error =
         |line: &&String| ["E: ", "W: ", "mke2fs: "].iter().any(|mark| line.starts_with(mark));
     let mut shown: Vec<&String> = last.iter().filter(is_error).collect();
@@ -405,12 +407,16 @@ fn kernel_version(tree: &Path) -> Result<String, Failure> {
         .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
         .filter_map(|name| name.strip_prefix("vmlinuz-").map(str::to_owned))
         .collect();
-    // Of several, which only a package of the user's can bring, any will do as long as it is always the same.
+    // Several kernels are only possible with packages that the user added; the choice just has to
+    // be deterministic.
     versions.sort();
-    versions.pop().ok_or_else(|| Failure::new(failure::UNAVAILABLE, "no kernel has been installed"))
+    versions
+        .pop()
+        .ok_or_else(|| Failure::new(failure::UNAVAILABLE, "no kernel is installed in the tree"))
 }
 
-/// Makes a disk of `size` bytes with one partition, by an MBR: an entry at 446 with type and place, a mark at 510.
+/// Creates a disk of `size` bytes with one partition in an MBR: entry at 446 with type and
+/// position, signature at 510.
 fn write_partition_table(path: &Path, size: u64) -> Result<(), Failure> {
     const LINUX: u8 = 0x83;
     let mut first = [0; SECTOR as usize];
@@ -428,7 +434,7 @@ fn write(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
     fs::write(path, bytes).map_err(|error| Failure::file("write", path, &error))
 }
 
-/// Gives a folder and its files to the owner of `parent`: what `sudo` made there is the user's.
+/// Gives a folder and its files to the owner of `parent`: results of `sudo` belong to the user.
 fn give_to_owner_of(parent: &Path, folder: &Path) -> Result<(), Failure> {
     let failed = |error| Failure::file("change the owner of", folder, &error);
     let owner = fs::metadata(parent).map_err(failed)?;
@@ -436,7 +442,7 @@ fn give_to_owner_of(parent: &Path, folder: &Path) -> Result<(), Failure> {
     for entry in fs::read_dir(folder).map_err(failed)? {
         give(&entry.map_err(failed)?.path()).map_err(failed)?;
     }
-    // A folder of temporary files is for its owner only.
+    // Temporary folders are accessible to their owner only.
     fs::set_permissions(folder, fs::Permissions::from_mode(0o755)).map_err(failed)?;
     give(folder).map_err(failed)
 }
@@ -535,7 +541,7 @@ mod tests {
     #[test]
     fn advice_names_the_folder() {
         let advice = advice(Path::new("a/debian/vmlinuz")).unwrap();
-        assert_eq!(advice, "`sudo parador rootfs debian -o a/debian` makes it");
+        assert_eq!(advice, "`sudo parador rootfs debian -o a/debian` creates it");
         assert_eq!(super::advice(Path::new("a/debian/disk")), None);
     }
 }

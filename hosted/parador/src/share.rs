@@ -1,33 +1,33 @@
-//! Shared directories of `parador run`: what the user says of them, and folders opened for one machine.
+//! Shared directories of `parador run`: their configuration, and folders opened for one VM.
 
 use crate::device;
 use crate::failure::{self, Failure};
 use crate::keyvalue;
-use crate::machine::Other;
+use crate::vm_process::DeviceProcess;
 use rustix::fs::{CWD, Mode, OFlags, openat};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 
-/// Most bytes of a tag.
+/// Longest tag in bytes.
 const TAG: usize = 32;
 
-/// What the user says of a shared directory: `[[share]]`.
+/// Configuration of a shared directory: `[[share]]`.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
-pub struct Description {
-    /// A folder.
+pub struct ShareConfig {
+    /// Folder on the host.
     pub path: PathBuf,
-    /// Name by which the guest mounts it.
+    /// Mount tag for the guest.
     #[schemars(length(min = 1, max = 32))]
     tag: Tag,
-    /// The guest only reads.
+    /// Read-only for the guest.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     ro: bool,
 }
 
-/// A name of a shared directory: 1 to 32 letters, digits and signs.
+/// Mount tag: 1 to 32 printable ASCII characters.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
 #[serde(try_from = "String")]
 struct Tag(String);
@@ -38,23 +38,25 @@ impl TryFrom<String> for Tag {
     fn try_from(tag: String) -> Result<Self, String> {
         match (1..=TAG).contains(&tag.len()) && tag.bytes().all(|byte| byte.is_ascii_graphic()) {
             true => Ok(Self(tag)),
-            false => Err(format!("`{tag}` has not 1 to {TAG} letters, digits and signs")),
+            false => {
+                Err(format!("the tag `{tag}` must have 1 to {TAG} printable ASCII characters"))
+            }
         }
     }
 }
 
-/// A shared directory, ready to be given to a machine.
+/// Opened shared directory of a VM.
 #[derive(Debug)]
 pub struct Share {
     name: String,
     folder: OwnedFd,
     read_only: bool,
-    /// What the machine is told of it.
+    /// Description for the VM.
     pub record: proto::wedge::ShareRecord,
 }
 
-/// Reads `DIR:TAG[,KEY=VALUE]...`.
-pub fn parse(text: &str) -> Result<Description, Failure> {
+/// Parses `DIR:TAG[,KEY=VALUE]...`.
+pub fn parse(text: &str) -> Result<ShareConfig, Failure> {
     let (place, options) = text.split_once(',').unwrap_or((text, ""));
     let parsed = match place.rsplit_once(':') {
         Some((path, tag)) if !path.is_empty() => {
@@ -62,14 +64,14 @@ pub fn parse(text: &str) -> Result<Description, Failure> {
             keyvalue::parse("--share", "path", &format!("{path},tag={tag}{comma}{options}"))
         }
         _ => {
-            let text = format!("--share {text}: it names no folder, or no tag");
+            let text = format!("--share {text}: expected DIR:TAG");
             Err(Failure::new(failure::BAD_CONFIG, text))
         }
     };
-    parsed.map_err(|failure| failure.help("write --share DIR:TAG or --share DIR:TAG,ro=on"))
+    parsed.map_err(|failure| failure.help("use --share DIR:TAG or --share DIR:TAG,ro=on"))
 }
 
-impl Description {
+impl ShareConfig {
     /// Opens the folder.
     pub fn open(&self) -> Result<Share, Failure> {
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
@@ -83,10 +85,14 @@ impl Description {
 }
 
 impl Share {
-    /// Starts the process that serves it.
-    pub fn start(&self, machine: &device::Machine<'_>, queue: usize) -> Result<Other, Failure> {
+    /// Starts the device process.
+    pub fn start(
+        &self,
+        machine: &device::VmDescriptors<'_>,
+        queue: usize,
+    ) -> Result<DeviceProcess, Failure> {
         let name = format!("shared directory {}", self.name);
-        let share = device::Device::Share(hosted_jail::Share { read_only: self.read_only });
+        let share = device::DeviceKind::Share(hosted_jail::Share { read_only: self.read_only });
         device::start(machine, queue, share, self.folder.as_fd(), name)
     }
 }
@@ -98,7 +104,7 @@ mod tests {
     #[test]
     fn descriptions() {
         let share =
-            |path: &str, tag: &str, ro| Description { path: path.into(), tag: Tag(tag.into()), ro };
+            |path: &str, tag: &str, ro| ShareConfig { path: path.into(), tag: Tag(tag.into()), ro };
         assert_eq!(parse("a:b").unwrap(), share("a", "b", false));
         assert_eq!(parse("/a:b:c,ro=on").unwrap(), share("/a:b", "c", true));
         let long = format!("a:{}", "x".repeat(TAG + 1));

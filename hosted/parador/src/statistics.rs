@@ -1,6 +1,6 @@
-//! What a machine has done and what it needs of the host.
+//! Statistics of a VM: events handled and host resources used.
 //!
-//! What the wedge counts is in memory that the guest can change: numbers to be shown, nothing else.
+//! The wedge's counters lie in memory that the guest can modify: they are only displayed.
 
 use crate::control::State;
 use nix::sys::resource::{UsageWho, getrusage};
@@ -17,55 +17,55 @@ use std::mem::offset_of;
 use std::os::unix::fs::FileExt;
 use wedge_sites::Kind;
 
-/// Number under which replaced functions are counted among the kinds of sites.
+/// Index of the count of replaced functions in the counters of site kinds.
 const FUNCTIONS: usize = u8::MAX as usize;
 
-/// `GET /v1/vm/stats`.
+/// Response of `GET /v1/vm/stats`.
 #[derive(Debug, Serialize, JsonSchema)]
 pub struct Statistics {
-    /// Where it is in its life.
+    /// Lifecycle state.
     pub state: State,
-    /// Milliseconds since its last start.
+    /// Milliseconds since the last start.
     pub uptime_ms: u64,
-    /// Milliseconds from there to the guest's first instruction.
+    /// Milliseconds from the last start to the guest's first instruction.
     pub start_ms: Option<u64>,
-    /// How often it was started anew.
+    /// Number of restarts.
     pub resets: u64,
-    /// Processes of the host that it consists of.
+    /// Host processes of the VM.
     pub processes: u64,
-    /// CPU time of these and their predecessors as programs, in milliseconds.
+    /// User CPU time of the VM's processes, exited ones included, in milliseconds.
     pub user_ms: u64,
-    /// The same in the host's kernel.
+    /// System CPU time of the VM's processes, exited ones included, in milliseconds.
     pub system_ms: u64,
-    /// Memory of the guest in bytes.
+    /// Guest memory in bytes.
     pub memory_bytes: u64,
-    /// What the host has given of it.
+    /// Guest memory that the host has allocated, in bytes.
     pub memory_used_bytes: u64,
-    /// What the wedge has counted.
+    /// Counters of the wedge.
     pub wedge: Wedge,
 }
 
-/// What the wedge counts.
+/// Counters of the wedge.
 #[derive(Debug, Default, Serialize, Deserialize, JsonSchema)]
 pub struct Wedge {
-    /// By name.
+    /// Counters by name.
     pub counters: BTreeMap<String, u64>,
-    /// Times that each kind of site came to the wedge.
+    /// Entries into the wedge by kind of site.
     pub sites: BTreeMap<String, u64>,
 }
 
 /// CPU time of processes.
 #[derive(Debug, Default)]
 pub struct Cpu {
-    /// How many they are.
+    /// Number of processes.
     pub processes: u64,
-    /// Milliseconds as programs.
+    /// User CPU time in milliseconds.
     pub user_ms: u64,
-    /// Milliseconds in the kernel.
+    /// System CPU time in milliseconds.
     pub system_ms: u64,
 }
 
-/// Of the machine whose first process this is, or of all that have ended.
+/// Returns the CPU time of the VM with this first process, or of all exited children.
 pub fn cpu(process: Option<u32>) -> Cpu {
     let Some(process) = process else {
         let Ok(usage) = getrusage(UsageWho::RUSAGE_CHILDREN) else { return Cpu::default() };
@@ -80,7 +80,7 @@ pub fn cpu(process: Option<u32>) -> Cpu {
     let milliseconds = |ticks: u64| ticks.saturating_mul(1000) / per_second;
     let mut cpu = Cpu::default();
     for (number, process) in std::iter::once(process).chain(children(process)).enumerate() {
-        // One that has ended in the meantime is counted by the first one.
+        // The first process counts a process that exits meanwhile.
         let Some([user, system, others_user, others_system]) = times(process) else { continue };
         cpu.processes += 1;
         cpu.user_ms += milliseconds(user);
@@ -93,7 +93,7 @@ pub fn cpu(process: Option<u32>) -> Cpu {
     cpu
 }
 
-/// The children of a process, as far as the host tells.
+/// Returns the children of a process that the host lists.
 pub fn children(process: u32) -> impl Iterator<Item = u32> {
     let children = format!("/proc/{process}/task/{process}/children");
     let children = fs::read_to_string(children).unwrap_or_default();
@@ -102,7 +102,8 @@ pub fn children(process: u32) -> impl Iterator<Item = u32> {
     numbers.into_iter()
 }
 
-/// Of a process and of its children that have ended, in ticks (proc_pid_stat(5): fields 14 to 17).
+/// Returns the CPU times of a process and of its exited children, in clock ticks (proc_pid_stat(5):
+/// fields 14 to 17).
 fn times(process: u32) -> Option<[u64; 4]> {
     let stat = fs::read_to_string(format!("/proc/{process}/stat")).ok()?;
     let (_, rest) = stat.rsplit_once(')')?;
@@ -111,21 +112,21 @@ fn times(process: u32) -> Option<[u64; 4]> {
     Some([next()?, next()?, next()?, next()?])
 }
 
-/// Bytes that the host has given of a memory.
+/// Returns the allocated bytes of a memory file.
 pub fn used(memory: &File) -> u64 {
     // In units of 512 bytes (stat(3type)).
     fstat(memory).map_or(0, |stat| u64::try_from(stat.st_blocks).unwrap_or(0) * 512)
 }
 
-/// What the wedge has counted, from the memory that it shares.
+/// Returns the wedge's counters, from the memory that it shares.
 pub fn wedge(shared: &File) -> Wedge {
-    // Of all virtual CPUs together.
+    // Sums of all virtual CPUs.
     let words = |at: usize, count: usize| {
         let mut sums = vec![0_u64; count];
         for vcpu in 0..MAX_VCPUS {
             let mut bytes = vec![0; 8 * count];
             let at = vcpu * size_of::<wedge::VcpuStatistics>() + at;
-            // A memory that is too short has counted nothing.
+            // Missing words count as zero.
             let _ = shared.read_exact_at(&mut bytes, layout::STATISTICS + at as u64);
             for (sum, word) in sums.iter_mut().zip(bytes.chunks(8)) {
                 let word = word.iter().rfold(0, |all, byte| all << 8 | u64::from(*byte));
@@ -149,11 +150,11 @@ pub fn wedge(shared: &File) -> Wedge {
 }
 
 impl Statistics {
-    /// As Prometheus reads them (text format 0.0.4).
+    /// Formats the statistics for Prometheus (text format 0.0.4).
     pub fn prometheus(&self) -> String {
         let mut text = String::new();
         let mut metric = |name: &str, kind: &str, help: &str, values: &[(String, String)]| {
-            // Strings take everything.
+            // Writing to a string does not fail.
             let _ = writeln!(text, "# HELP parador_{name} {help}\n# TYPE parador_{name} {kind}");
             for (labels, value) in values {
                 let _ = writeln!(text, "parador_{name}{labels} {value}");
@@ -171,25 +172,30 @@ impl Statistics {
             let name = format!("{state:?}").to_lowercase();
             (format!("{{state=\"{name}\"}}"), u8::from(state == self.state).to_string())
         });
-        metric("state", "gauge", "1 for the state that the machine is in.", &states);
-        metric("uptime_seconds", "gauge", "Since the last start.", &one(seconds(self.uptime_ms)));
+        metric("state", "gauge", "1 for the VM's current state.", &states);
+        metric(
+            "uptime_seconds",
+            "gauge",
+            "Time since the last start.",
+            &one(seconds(self.uptime_ms)),
+        );
         if let Some(start) = self.start_ms {
-            let help = "From the start to the guest's first instruction.";
+            let help = "Time from the start to the guest's first instruction.";
             metric("start_seconds", "gauge", help, &one(seconds(start)));
         }
-        metric("resets_total", "counter", "Times started anew.", &one(self.resets.to_string()));
-        metric("processes", "gauge", "Processes of the host.", &one(self.processes.to_string()));
+        metric("resets_total", "counter", "Restarts of the VM.", &one(self.resets.to_string()));
+        metric("processes", "gauge", "Host processes of the VM.", &one(self.processes.to_string()));
         let modes = [("user", self.user_ms), ("system", self.system_ms)]
             .map(|(mode, time)| (format!("{{mode=\"{mode}\"}}"), seconds(time)));
-        metric("cpu_seconds_total", "counter", "CPU time of the machine's processes.", &modes);
+        metric("cpu_seconds_total", "counter", "CPU time of the VM's processes.", &modes);
         let bytes = |value: u64| one(value.to_string());
-        metric("memory_bytes", "gauge", "Memory of the guest.", &bytes(self.memory_bytes));
-        let help = "What the host has given of it.";
+        metric("memory_bytes", "gauge", "Guest memory.", &bytes(self.memory_bytes));
+        let help = "Guest memory allocated by the host.";
         metric("memory_used_bytes", "gauge", help, &bytes(self.memory_used_bytes));
         let counters = labelled("what", &self.wedge.counters);
-        metric("wedge_total", "counter", "What the wedge has done.", &counters);
+        metric("wedge_total", "counter", "Events handled by the wedge.", &counters);
         let sites = labelled("kind", &self.wedge.sites);
-        metric("sites_total", "counter", "Times that sites came to the wedge.", &sites);
+        metric("sites_total", "counter", "Entries into the wedge by kind of site.", &sites);
         text
     }
 }

@@ -1,4 +1,4 @@
-//! Progress on standard error: on a terminal a line that moves, elsewhere plain lines.
+//! Progress on standard error: a live line on a terminal, plain lines elsewhere.
 
 use crate::failure::Failure;
 use crate::messages::{self, Level};
@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 /// Width of the column of names.
 const NAME_WIDTH: usize = 14;
 
-/// Prints what is being done, what came of it, and how long it took.
+/// Prints each step, its result and its duration.
 pub struct Steps {
     terminal: bool,
 }
@@ -20,12 +20,12 @@ pub struct Step {
 }
 
 impl Steps {
-    /// Progress for the current standard error.
+    /// Creates the display for the current standard error.
     pub fn new() -> Self {
         Self { terminal: stderr().is_terminal() && !messages::is_json() && !messages::is_quiet() }
     }
 
-    /// Does a step. What `work` returns beside its value is printed as the step's result.
+    /// Runs a step. The text that `work` returns is printed as its result.
     pub fn run<T>(
         &self,
         name: &str,
@@ -60,12 +60,12 @@ impl Steps {
 }
 
 impl Step {
-    /// Says what the step does right now.
+    /// Shows the current activity of the step.
     pub fn now(&self, what: impl Into<String>) {
         self.bar.set_message(what.into());
     }
 
-    /// Prints a warning above the line that moves.
+    /// Prints a warning above the live line.
     pub fn warn(&self, text: &str) {
         self.bar.suspend(|| messages::say(Level::Warn, text));
     }

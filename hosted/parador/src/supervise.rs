@@ -1,8 +1,8 @@
-//! Other programs that end when this one does, however it ends.
+//! Child programs that end with `parador`, however it ends.
 //!
-//! The request for a signal at the parent's death outlives `exec` but has to be made between
-//! `fork` and `exec`, where a safe program cannot run code of its own. So this program starts
-//! itself again, makes the request and becomes the other program.
+//! The parent-death signal (`PR_SET_PDEATHSIG`) survives `exec`, but must be requested between
+//! `fork` and `exec`, where safe Rust cannot run code. So `parador` starts itself again, requests
+//! the signal and executes the other program.
 
 use crate::failure::{self, Failure};
 use crate::wedge;
@@ -16,44 +16,45 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
-/// First argument of a second start.
+/// First argument of such a start.
 const MARK: &str = "--become";
 
-/// In the place of a program's path: the wedge's program that this one contains. A path that was found has a slash.
+/// In place of a program's path: the copy of the wedge in `parador`. Resolved paths contain a
+/// slash.
 const COPY: &str = "copy";
 
-/// Exit code if a program was found but could not be started. It is even, so QEMU's reports from inside a
-/// machine, which are odd, cannot be mistaken for it.
+/// Exit code if a program was found but could not be started. It is even, unlike QEMU's exit codes
+/// from inside a VM.
 const CANNOT_START: u8 = failure::INTERNAL;
 
-/// What the other program gets when this one ends.
+/// Signal to the child program when `parador` ends.
 #[derive(Clone, Copy, Debug)]
 pub enum AtEnd {
-    /// A request to end, for programs that have something to clean up.
+    /// SIGTERM, for programs that clean up.
     Terminate,
-    /// The end.
+    /// SIGKILL.
     Kill,
 }
 
-/// A command that runs `program`, which is looked up in `PATH`. Arguments can be added.
+/// Creates a command for `program`, which is looked up in `PATH`. Arguments can be added.
 pub fn command(program: &OsStr, at_end: AtEnd) -> Result<Command, Failure> {
     let found = find(Path::new(program)).ok_or_else(|| {
         let name = Path::new(program).display();
-        Failure::new(failure::UNAVAILABLE, format!("no program {name}"))
+        Failure::new(failure::UNAVAILABLE, format!("program not found: {name}"))
     })?;
     let mut command = again(at_end);
     command.arg(found);
     Ok(command)
 }
 
-/// A command that runs the wedge's program of which this one contains a copy.
+/// Creates a command for the copy of the wedge in `parador`.
 pub fn copied(at_end: AtEnd) -> Command {
     let mut command = again(at_end);
     command.arg(COPY);
     command
 }
 
-/// This program, to become another one.
+/// Creates a command for `parador`, to execute another program.
 fn again(at_end: AtEnd) -> Command {
     let mut command = Command::new("/proc/self/exe");
     let signal = match at_end {
@@ -64,7 +65,7 @@ fn again(at_end: AtEnd) -> Command {
     command
 }
 
-/// Where a program is: what is no path is looked up in `PATH`.
+/// Returns the path of a program; names without a slash are looked up in `PATH`.
 pub fn find(name: &Path) -> Option<PathBuf> {
     if name.components().count() > 1 {
         return Some(name.to_owned()).filter(|path| path.is_file());
@@ -72,8 +73,8 @@ pub fn find(name: &Path) -> Option<PathBuf> {
     search_path().map(|folder| folder.join(name)).find(|path| path.is_file())
 }
 
-/// Folders of `PATH`. A relative or empty one means the current folder or one below it, in which
-/// others may have put programs: it is left out.
+/// Returns the absolute folders of `PATH`. Relative and empty ones are ignored: other users may
+/// have put programs into the current folder.
 pub fn search_path() -> impl Iterator<Item = PathBuf> {
     let path = env::var_os("PATH").unwrap_or_default();
     absolute_folders(&path).into_iter()
@@ -83,8 +84,8 @@ fn absolute_folders(path: &OsStr) -> Vec<PathBuf> {
     env::split_paths(path).filter(|folder| folder.is_absolute()).collect()
 }
 
-/// Becomes another program if this process was started by [`command`]. Returns the exit code if
-/// that fails, `None` if this is an ordinary start.
+/// Executes another program if this process was started by [`command`]. Returns the exit code if
+/// that fails; `None` in an ordinary `parador`.
 pub fn become_other_program() -> Option<ExitCode> {
     let mut arguments = env::args_os().skip(1);
     if arguments.next()? != MARK {
@@ -98,7 +99,7 @@ pub fn become_other_program() -> Option<ExitCode> {
     Some(ExitCode::from(CANNOT_START))
 }
 
-/// Returns why it failed; `None` if the arguments are not those of [`command`].
+/// Returns the reason of the failure; `None` if the arguments are not those of [`command`].
 fn exec(mut arguments: impl Iterator<Item = OsString>) -> Option<String> {
     let signal = match arguments.next()?.to_str()? {
         "terminate" => Signal::TERM,
@@ -109,16 +110,16 @@ fn exec(mut arguments: impl Iterator<Item = OsString>) -> Option<String> {
     let program = arguments.next()?;
     if let Err(error) = set_parent_process_death_signal(Some(signal)) {
         let cause = Cause::new(Some(error.raw_os_error()), &error);
-        let text = "cannot request a signal at the parent's end (prctl PR_SET_PDEATHSIG)";
+        let text = "cannot request the parent-death signal (prctl PR_SET_PDEATHSIG)";
         return Some(format!("{text}: {cause}"));
     }
-    // The parent may have ended before the request.
+    // The parent may have exited before the request.
     if getppid() != Some(parent) {
-        return Some("parador has ended".to_owned());
+        return Some("parador has exited".to_owned());
     }
     let (program, error) = if program == COPY {
         let become_copy = |file: File| {
-            // The descriptor is closed when the program in it has been loaded.
+            // The descriptor is closed once the program has been loaded.
             let path = format!("/proc/self/fd/{}", file.as_raw_fd());
             Command::new(path).arg0(wedge::NAME).args(arguments).exec()
         };

@@ -1,14 +1,17 @@
-//! A switch between machines of one user that name the same socket.
+//! Virtual Ethernet switch between the VMs of one user that name the same socket.
 //!
-//! It consists of two processes: whichever machine comes first starts it, it belongs to none of them, and it ends when the last one has gone. The
-//! *keeper* removes the socket's file then, and does nothing else; the *server*, which the keeper has started, carries frames and
-//! can do nothing else. A machine is a connection, which carries frames in both directions, each behind its length as 32 bits, big-endian
-//! (what QEMU calls `-netdev stream`). The socket is its user's alone, and both sides of a connection check that the other one is the same user's.
+//! It consists of two processes. The first VM starts them; they belong to no VM and exit after the
+//! last one. The *keeper* removes the socket file at the end and does nothing else; the *server*, a
+//! child of the keeper, forwards frames and can do nothing else. A VM is a connection, which
+//! carries frames in both directions, each after its length as a 32-bit big-endian number (QEMU's
+//! `-netdev stream`). Only the user can access the socket, and both ends of a connection verify
+//! that the peer is the same user.
 //!
-//! Who makes, joins or ends a switch holds a lock of the socket's folder meanwhile, so a machine never joins one that is about to end: server and
-//! keeper have one open file of the folder, so that what the server locks before it ends stays locked until the keeper has ended. The
-//! server believes nothing of what machines send: a connection whose lengths make no sense is closed, addresses that a machine claims are bounded,
-//! frames for a machine that does not take them are lost, as with any switch.
+//! Creating, joining and ending a switch requires the lock of the socket's folder, so a VM never
+//! joins a switch that is about to exit: server and keeper share one open file description of the
+//! folder, so the server's lock stays until the keeper has exited. The server does not trust the
+//! VMs: it closes connections with invalid lengths, limits the addresses of each VM, and drops
+//! frames for a VM that does not keep up, as any switch does.
 
 use crate::console::bind;
 use crate::failure::{self, Failure};
@@ -30,39 +33,39 @@ use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, ExitCode, Stdio};
 
-/// First argument of a start as the keeper of a switch.
+/// First argument of a keeper process.
 const MARK: &str = "--switch";
-/// First argument of a start as the server of a switch.
+/// First argument of a server process.
 const SERVE: &str = "--switch-server";
 /// The server's descriptor of the socket's folder: standard output.
 const FOLDER: u32 = 1;
-/// Bytes of a frame's length.
+/// Bytes of a frame's length field.
 pub const LENGTH: usize = 4;
-/// Bytes of a frame: an Ethernet header at least.
+/// Valid frame lengths: an Ethernet header at least.
 const FRAME: std::ops::RangeInclusive<usize> = 14..=0xffff;
-/// Bytes that are read at once.
-const PIECE: usize = 256 << 10;
-/// Bytes that wait for a machine at most; further frames are lost. About a window of TCP.
+/// Bytes per read.
+const CHUNK: usize = 256 << 10;
+/// Most bytes queued for a VM; further frames are dropped. About a TCP window.
 const WAITING: usize = 4 << 20;
-/// Most machines at once.
+/// Most VMs.
 const MACHINES: usize = 256;
-/// Most addresses of one machine.
+/// Most addresses of one VM.
 const ADDRESSES: usize = 64;
 
 /// Address of a network card.
 type Mac = [u8; 6];
 
-/// Connects with the switch of this socket, which is started if there is none.
+/// Connects to the switch with this socket, and starts it if there is none.
 pub fn join(path: &Path) -> Result<UnixStream, Failure> {
     let failed = |action: &str, error: io::Error| Failure::file(action, path, &error);
     let Some(name) = path.file_name() else {
-        let text = format!("{} is no name of a socket", path.display());
+        let text = format!("{} is not a valid socket path", path.display());
         return Err(Failure::new(failure::BAD_CONFIG, text));
     };
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
     let folder = folder.unwrap_or(Path::new("."));
     let open = || File::open(folder).map_err(|error| Failure::file("open", folder, &error));
-    // The lock ends with this function. The switch has a descriptor of its own for its.
+    // The lock ends with this function. The switch uses a descriptor of its own.
     let (folder, for_switch) = (open()?, open()?);
     flock(&folder, FlockOperation::LockExclusive)
         .map_err(|error| failed("lock the folder of switch", error.into()))?;
@@ -70,24 +73,24 @@ pub fn join(path: &Path) -> Result<UnixStream, Failure> {
         Ok(socket) => return check_user(&socket, path).map(|()| socket),
         Err(error) if error.kind() == ErrorKind::NotFound => {}
         Err(error) if error.kind() == ErrorKind::ConnectionRefused => {
-            // A switch that was killed has left it.
-            let kind = path.symlink_metadata().map_err(|error| failed("look at switch", error))?;
+            // Stale socket of a killed switch.
+            let kind = path.symlink_metadata().map_err(|error| failed("examine switch", error))?;
             if !kind.file_type().is_socket() {
-                let text = format!("{} is no socket of a switch", path.display());
+                let text = format!("{} exists and is not the socket of a switch", path.display());
                 return Err(Failure::new(failure::BAD_CONFIG, text));
             }
             std::fs::remove_file(path).map_err(|error| failed("remove", error))?;
         }
         Err(error) => return Err(failed("connect to switch", error)),
     }
-    let listener = bind(path).map_err(|error| failed("make switch", error))?;
+    let listener = bind(path).map_err(|error| failed("create switch", error))?;
     let socket = UnixStream::connect(path).map_err(|error| failed("connect to switch", error))?;
     Command::new("/proc/self/exe")
         .arg(MARK)
         .arg(name)
         .current_dir("/")
         .env_clear()
-        // Keys of this terminal are not for it.
+        // Signals from this terminal's keys do not reach the switch.
         .process_group(0)
         .stdin(OwnedFd::from(listener))
         .stdout(for_switch)
@@ -97,25 +100,26 @@ pub fn join(path: &Path) -> Result<UnixStream, Failure> {
     Ok(socket)
 }
 
-/// Whether the other side of a connection is this user's.
+/// Returns whether the peer of a connection is this user.
 fn is_of_user(socket: &UnixStream, user: Uid) -> io::Result<bool> {
     Ok(socket_peercred(socket)?.uid == user)
 }
 
-/// Refuses a switch that another user serves.
+/// Refuses a switch of another user.
 fn check_user(socket: &UnixStream, path: &Path) -> Result<(), Failure> {
     match is_of_user(socket, geteuid()) {
         Ok(true) => Ok(()),
         Ok(false) => {
-            let text = format!("the switch {} is another user's", path.display());
-            let help = "name a socket in a folder that only you can write to";
+            let text = format!("the switch {} belongs to another user", path.display());
+            let help = "use a socket in a folder that only you can write to";
             Err(Failure::new(failure::PERMISSION, text).help(help))
         }
-        Err(error) => Err(Failure::file("look at switch", path, &error)),
+        Err(error) => Err(Failure::file("examine switch", path, &error)),
     }
 }
 
-/// Becomes a switch, or its server, if this process was started as one. Returns the exit code, `None` if this is an ordinary start.
+/// Serves a switch if this process was started as its keeper or server and returns the exit code;
+/// `None` in an ordinary `parador`.
 pub fn become_switch() -> Option<ExitCode> {
     let mut arguments = env::args_os().skip(1);
     let first = arguments.next()?;
@@ -128,8 +132,8 @@ pub fn become_switch() -> Option<ExitCode> {
     Some(ExitCode::from(if done.is_ok() { 0 } else { failure::OS_ERROR }))
 }
 
-/// Has the socket `name` served until nobody is connected any more, and removes it. Standard input is where connections come, standard
-/// output the socket's folder.
+/// Runs the server of the socket `name` until the last connection ends, and removes the socket.
+/// Standard input is the listening socket, standard output the socket's folder.
 fn keep(name: &OsStr) -> io::Result<()> {
     let folder = io::stdout().as_fd().try_clone_to_owned()?;
     let own = || statat(&folder, name, AtFlags::SYMLINK_NOFOLLOW).map(|file| file.st_ino);
@@ -139,31 +143,32 @@ fn keep(name: &OsStr) -> io::Result<()> {
         .map_err(failed)?
         .arg(SERVE)
         .spawn()?;
-    // Only the server has it: when that has ended, nobody waits for it in vain.
+    // Only the server keeps the listening socket, so connections fail once it has exited.
     rustix::stdio::dup2_stdin(File::open("/dev/null")?)?;
     server.wait()?;
-    // The server has locked the folder, unless it has been killed.
+    // The server has locked the folder, unless it was killed.
     flock(&folder, FlockOperation::LockExclusive)?;
-    // The user may have removed it, and there may be another one.
+    // The user may have replaced the socket file meanwhile.
     match own() {
         Ok(found) if found == inode => Ok(unlinkat(&folder, name, AtFlags::empty())?),
         _ => Ok(()),
     }
 }
 
-/// Carries frames until nobody is connected any more, and leaves the folder locked.
+/// Forwards frames until the last connection ends, and exits with the folder locked.
 fn serve() -> io::Result<()> {
     let listener = UnixListener::from(io::stdin().as_fd().try_clone_to_owned()?);
     let folder = io::stdout();
     listener.set_nonblocking(true)?;
-    // As far as the host has it. Without namespaces: in one of its own, nobody else's number could be told.
+    // Landlock as far as the host supports it. Not namespaces: in a user namespace, user IDs of
+    // peers would be unmapped.
     let _ = hosted_jail::forbid_files();
     hosted_jail::drop_capabilities()?;
-    // The filter does not let it ask later.
+    // The seccomp filter forbids the call later.
     let mut switch = Switch::new(geteuid());
     let filtered = hosted_vmm::confine_switch(FOLDER);
     filtered.map_err(|error| io::Error::other(error.to_string()))?;
-    let mut buffer = vec![0; LENGTH + FRAME.end() + PIECE];
+    let mut buffer = vec![0; LENGTH + FRAME.end() + CHUNK];
     loop {
         switch.accept(&listener);
         if switch.peers.is_empty() {
@@ -183,12 +188,12 @@ fn serve() -> io::Result<()> {
     }
 }
 
-/// Who is connected, and who has which address.
+/// Connections and learned addresses.
 struct Switch {
-    /// Whose machines there are.
+    /// User whose VMs may connect.
     user: Uid,
     peers: BTreeMap<u64, Peer>,
-    /// Number of the next one.
+    /// Next connection ID.
     next: u64,
     addresses: HashMap<Mac, u64>,
 }
@@ -196,9 +201,9 @@ struct Switch {
 /// A connection.
 struct Peer {
     socket: UnixStream,
-    /// The beginning of a frame whose end has not come.
+    /// Incomplete received frame.
     begun: Vec<u8>,
-    /// What it is to get, and how much of that it has.
+    /// Data to send, and the bytes of it that have been sent.
     waiting: Vec<u8>,
     sent: usize,
     is_closed: bool,
@@ -209,7 +214,7 @@ impl Switch {
         Self { user, peers: BTreeMap::new(), next: 0, addresses: HashMap::new() }
     }
 
-    /// Takes every machine of the same user in that wants to connect.
+    /// Accepts all pending connections of VMs of the same user.
     fn accept(&mut self, listener: &UnixListener) {
         while let Ok((socket, _)) = listener.accept() {
             let is_own = is_of_user(&socket, self.user).unwrap_or(false);
@@ -220,7 +225,7 @@ impl Switch {
         }
     }
 
-    /// Waits until something can be done; gives those who have sent something.
+    /// Waits for events; returns the connections with received data.
     fn wait(&self, listener: &UnixListener) -> io::Result<Vec<u64>> {
         let peers = self.peers.values().map(|peer| {
             let send = if peer.waiting.is_empty() { PollFlags::empty() } else { PollFlags::OUT };
@@ -232,13 +237,13 @@ impl Switch {
             Ok(_) | Err(Errno::INTR) => {}
             Err(error) => return Err(error.into()),
         }
-        // The end of a connection is something to receive, too.
+        // A hang-up is received as end of file, too.
         let ready = self.peers.keys().zip(&fds);
         let ready = ready.filter(|(_, fd)| !(fd.revents() - PollFlags::OUT).is_empty());
         Ok(ready.map(|(&number, _)| number).collect())
     }
 
-    /// Takes what a machine has sent to where it goes.
+    /// Receives from a VM and forwards complete frames.
     fn receive(&mut self, number: u64, buffer: &mut [u8]) {
         let Some(peer) = self.peers.get_mut(&number) else { return };
         let begun = peer.begun.len();
@@ -277,7 +282,7 @@ impl Switch {
         }
     }
 
-    /// Gives a frame, with its length before it, to whom it is for.
+    /// Forwards a frame, with its length field, to its receivers.
     fn forward(&mut self, from: u64, frame: &[u8]) {
         let Some((to, sender)) = addresses(&frame[LENGTH..]) else { return };
         if !self.learn(sender, from) {
@@ -290,7 +295,7 @@ impl Switch {
                     peer.put(frame);
                 }
             }
-            // For a group, or for somebody who has not said anything yet.
+            // Multicast, broadcast or unknown destination: flood.
             None => {
                 let others = self.peers.iter_mut().filter(|(number, _)| **number != from);
                 others.for_each(|(_, peer)| peer.put(frame));
@@ -298,7 +303,7 @@ impl Switch {
         }
     }
 
-    /// Whether a machine may send from this address: it is the first to do so of those that are connected.
+    /// Returns whether a VM may send from this address: it is the first connected VM to use it.
     fn learn(&mut self, address: Mac, from: u64) -> bool {
         if is_group(&address) {
             return false;
@@ -321,12 +326,13 @@ impl Peer {
         Self { socket, begun: Vec::new(), waiting: Vec::new(), sent: 0, is_closed: false }
     }
 
-    /// Adds a frame to what it is to get, unless too much waits already.
+    /// Queues a frame, unless the queue is full.
     fn put(&mut self, frame: &[u8]) {
         if self.waiting.len() - self.sent + frame.len() > WAITING {
             return;
         }
-        // What has been sent goes away when it is more than what waits, so that bytes are moved once at most.
+        // The sent part is removed once it is larger than the rest, so each byte is moved at most
+        // once.
         if self.sent > self.waiting.len() / 2 {
             self.waiting.drain(..self.sent);
             self.sent = 0;
@@ -334,7 +340,7 @@ impl Peer {
         self.waiting.extend_from_slice(frame);
     }
 
-    /// Sends what it takes; `false`: it has gone.
+    /// Sends queued data; `false`: the peer has disconnected.
     fn send(&mut self) -> bool {
         while self.sent < self.waiting.len() {
             match self.socket.write(&self.waiting[self.sent..]) {
@@ -352,11 +358,10 @@ impl Peer {
     }
 }
 
-/// Splits the first frame, with its length before it, from what has been received; `None`: its end
-/// has not come.
+/// Splits the first frame, with its length field, from received data; `None`: it is incomplete.
 ///
 /// # Errors
-/// The length is no frame's, so nobody knows where the next frame is.
+/// The length is invalid, so the position of the next frame is unknown.
 pub fn split_frame(received: &[u8]) -> io::Result<Option<(&[u8], &[u8])>> {
     let Some(length) = received.first_chunk::<LENGTH>() else { return Ok(None) };
     let length = u32::from_be_bytes(*length) as usize;
@@ -366,14 +371,14 @@ pub fn split_frame(received: &[u8]) -> io::Result<Option<(&[u8], &[u8])>> {
     }
 }
 
-/// Receiver and sender of a frame (IEEE 802.3).
+/// Returns destination and source address of a frame (IEEE 802.3).
 fn addresses(frame: &[u8]) -> Option<(Mac, Mac)> {
     let (to, rest) = frame.split_first_chunk()?;
     let sender = rest.first_chunk()?;
     Some((*to, *sender))
 }
 
-/// The address is that of a group of cards.
+/// Returns whether an address is a multicast or broadcast address.
 fn is_group(address: &Mac) -> bool {
     address[0] & 1 != 0
 }
@@ -408,7 +413,8 @@ mod tests {
         bytes
     }
 
-    /// Sends bytes from an end; how many bytes have come to each, and whether that end is still connected.
+    /// Sends bytes from an end; returns the number of bytes received at each end, and whether the
+    /// sender is still connected.
     fn sent(
         switch: &mut Switch,
         ends: &mut [UnixStream],
@@ -416,7 +422,7 @@ mod tests {
         bytes: &[u8],
     ) -> ([usize; 3], bool) {
         ends[from].write_all(bytes).unwrap();
-        let mut buffer = vec![0; LENGTH + FRAME.end() + PIECE];
+        let mut buffer = vec![0; LENGTH + FRAME.end() + CHUNK];
         switch.receive(from as u64, &mut buffer);
         switch.peers.retain(|_, peer| peer.send());
         let came = std::array::from_fn(|end| ends[end].read(&mut buffer).unwrap_or(0));
@@ -424,7 +430,7 @@ mod tests {
     }
 
     #[test]
-    fn frames_go_to_whom_they_are_for() {
+    fn frames_reach_their_receivers() {
         let (mut switch, mut ends) = switch();
         let mut send = |from, bytes: &[u8]| sent(&mut switch, &mut ends, from, bytes);
         assert_eq!(send(0, &frame([0xff; 6], card(0))), ([0, 24, 24], true), "to all");

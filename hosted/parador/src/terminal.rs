@@ -1,4 +1,4 @@
-//! The user's terminal while a machine is connected to it.
+//! Modes of the user's terminal while a VM is connected to it.
 
 use rustix::stdio::stdin;
 use rustix::termios::{OptionalActions, Termios, isatty, tcgetattr, tcsetattr};
@@ -9,13 +9,13 @@ use std::sync::{Once, OnceLock};
 static FORMER: OnceLock<Termios> = OnceLock::new();
 static HOOK: Once = Once::new();
 
-/// Standard input in raw mode: every key goes to the machine. Dropping it restores the modes.
+/// Standard input in raw mode: every key goes to the VM. Dropping it restores the modes.
 pub struct Raw {
     former: Termios,
 }
 
 impl Raw {
-    /// Raw mode, if standard input is a terminal whose modes can be changed.
+    /// Enters raw mode; `None` if standard input is not a terminal or its modes cannot be changed.
     pub fn enter() -> Option<Self> {
         if !isatty(stdin()) {
             return None;
@@ -45,22 +45,23 @@ impl Drop for Raw {
 }
 
 fn restore(modes: &Termios) {
-    // A terminal that has gone away needs no restoring.
+    // A terminal that has hung up needs no restoring.
     let _ = tcsetattr(stdin(), OptionalActions::Now, modes);
 }
 
 const PREFIX: u8 = 0x01;
 
-/// Finds Ctrl-A X, by which the user ends the machine, among the keys.
+/// Detects Ctrl-A X, which ends the VM, among the keys.
 #[derive(Default)]
 pub struct Keys {
     after_prefix: bool,
 }
 
 impl Keys {
-    /// Appends to `output` what is meant for the machine. `true`: the user ends it.
+    /// Appends the keys for the VM to `output`. Returns `true` if the user ends the VM.
     ///
-    /// Ctrl-A Ctrl-A and Ctrl-A A send one Ctrl-A; before any other key it passes with that key.
+    /// Ctrl-A Ctrl-A and Ctrl-A A send one Ctrl-A; before any other key, Ctrl-A passes with that
+    /// key.
     pub fn pass(&mut self, input: &[u8], output: &mut Vec<u8>) -> bool {
         for &key in input {
             if !std::mem::take(&mut self.after_prefix) {

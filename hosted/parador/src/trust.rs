@@ -1,8 +1,8 @@
-//! Folders and files that only root and the caller can change: Parador executes programs and boots
-//! kernels from no others.
+//! Trusted paths: files and folders that only root and the caller can change. Parador executes
+//! programs and boots kernels from trusted paths only.
 //!
-//! Every component of the path counts, because who can rename one of them decides what the path
-//! leads to.
+//! Every component of the path is checked, because the right to rename one of them decides about
+//! the target of the path.
 
 use crate::failure::{self, Failure};
 use nix::unistd::{Gid, Group, Uid, User};
@@ -10,20 +10,19 @@ use std::fs::{self, Metadata};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-/// Mode bits of `stat(2)`: write permission of the group and of all others, and the restricted
-/// deletion flag (sticky bit).
+/// Mode bits of `stat(2)`: write permission of group and others, and the restricted deletion flag
+/// (sticky bit).
 const GROUP_WRITE: u32 = 0o020;
 const OTHER_WRITE: u32 = 0o002;
 const STICKY: u32 = 0o1000;
 
-/// Returns `path` without symbolic links, after checking that only root and the caller can change
-/// what it leads to.
+/// Resolves symbolic links in `path` and checks that only root and the caller can change its
+/// target.
 ///
-/// Each component belongs to root or the caller, and neither its group nor others may write to it.
-/// Two exceptions: the caller's private group (of the caller's name, without other members) may
-/// write, and a folder on the way to `path` may be writable with the sticky bit, as `/tmp` is:
-/// nobody but their owners can rename or remove what is in there, and the next component's owner is
-/// checked in turn.
+/// Each component must belong to root or the caller, and must not be writable by group or others.
+/// Two exceptions: the caller's private group (with the caller's name, without other members) may
+/// write, and an intermediate folder may be writable with the sticky bit, as `/tmp` is: only the
+/// owners can rename or remove its entries, and the owner of the next component is checked in turn.
 ///
 /// # Errors
 /// [`failure::PERMISSION`] with the component, its mode and owner; the code of the error if it
@@ -32,7 +31,7 @@ pub fn check(path: &Path) -> Result<PathBuf, Failure> {
     check_for(path, None)
 }
 
-/// As [`check`]; components may also belong to the user `owner`, for whom root works.
+/// Does the same as [`check`]; components may also belong to `owner`, the user who called sudo.
 pub fn check_for(path: &Path, owner: Option<u32>) -> Result<PathBuf, Failure> {
     let caller = Uid::effective().as_raw();
     let read = |path: &Path| {
@@ -53,11 +52,11 @@ fn refusal(path: &Path, component: &Path, problem: &Problem) -> Failure {
     let shown = component.display();
     let (text, help) = match problem {
         Problem::Owner(owner) => (
-            format!("{shown} belongs to another user (number {owner})"),
+            format!("{shown} belongs to another user (ID {owner})"),
             "use a folder of yours, or run this as that user".to_owned(),
         ),
         Problem::Writable(mode) => (
-            format!("other users may write to {shown} (mode {mode:o})"),
+            format!("{shown} is writable by other users (mode {mode:o})"),
             format!("`chmod go-w {shown}`, or use a folder that only you can write to"),
         ),
     };
@@ -70,16 +69,16 @@ struct Component {
     owner: u32,
     group: u32,
     mode: u32,
-    /// The path ends here.
+    /// Last component.
     is_last: bool,
 }
 
-/// Why a component is not trusted.
+/// Reason to distrust a component.
 #[derive(Debug, PartialEq, Eq)]
 enum Problem {
-    /// It belongs to this user.
+    /// Owned by this user.
     Owner(u32),
-    /// Others may write; its mode.
+    /// Writable by others; mode.
     Writable(u32),
 }
 
@@ -102,7 +101,7 @@ impl Component {
     }
 }
 
-/// Whether a group is the caller's alone, as Debian and others make one for each user.
+/// Returns whether a group is the caller's private group, as Debian creates one for each user.
 fn is_private(group: u32) -> bool {
     let user = User::from_uid(Uid::effective()).ok().flatten();
     let group = Group::from_gid(Gid::from_raw(group)).ok().flatten();
@@ -158,8 +157,8 @@ mod tests {
             assert!(failure.to_string().contains("chmod go-w"), "{failure}");
         }
         mode(&above, 0o1777);
-        assert!(check(&deep).is_ok(), "nobody else can rename `b`");
-        assert!(check(&above).is_err(), "anybody can put things there");
+        assert!(check(&deep).is_ok(), "no other user can rename `b`");
+        assert!(check(&above).is_err(), "every user can create files there");
         assert_eq!(check(&above.join("none")).unwrap_err().code(), failure::MISSING_FILE);
     }
 }

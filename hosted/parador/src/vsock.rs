@@ -1,10 +1,10 @@
-//! Vsock of `parador run`: what the user says of it, and its sockets of this host.
+//! Vsock device of `parador run`: its configuration and its Unix sockets on the host.
 
 use crate::console::listen;
 use crate::device;
 use crate::failure::{self, Failure};
 use crate::keyvalue;
-use crate::machine::Other;
+use crate::vm_process::DeviceProcess;
 use proto::vsock::GUESTS;
 use rustix::io::{Errno, retry_on_intr};
 use rustix::net::{
@@ -22,23 +22,24 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::thread;
 
-/// Most bytes of a socket's name (`sockaddr_un` in Linux, with a zero behind it).
+/// Longest socket path in bytes (`sockaddr_un` in Linux, terminating zero included).
 const NAME: usize = 107;
-/// Bytes that the longest port adds to it.
+/// Longest suffix for a port.
 const PORT: usize = "_4294967295".len();
 
-/// What the user says of vsock: `[vsock]`.
+/// Configuration of the vsock device: `[vsock]`.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
-pub struct Description {
-    /// The guest's number, 3 or more; machines do not see each other's.
+pub struct VsockConfig {
+    /// Guest CID, 3 or more. Several VMs may use the same CID: they are not connected.
     #[schemars(range(min = 3))]
     cid: Cid,
-    /// Socket with which programs of the host connect. That of port P, to which programs of the guest connect, has `_P` at the end of its name.
+    /// Socket for host-to-guest connections. Guest connections to port P arrive at the socket with
+    /// `_P` appended to this path.
     pub path: PathBuf,
 }
 
-/// A guest's number.
+/// Guest CID.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
 #[serde(try_from = "u32")]
 struct Cid(u32);
@@ -51,64 +52,67 @@ impl TryFrom<u32> for Cid {
             true => Ok(Self(cid)),
             false => {
                 let (first, last) = (GUESTS.start(), GUESTS.end());
-                Err(format!("{cid} is no number of a guest: these are {first} to {last}"))
+                Err(format!("invalid guest CID {cid}: must be {first} to {last}"))
             }
         }
     }
 }
 
-/// Reads `cid=CID,path=SOCKET`.
-pub fn parse(text: &str) -> Result<Description, Failure> {
+/// Parses `cid=CID,path=SOCKET`.
+pub fn parse(text: &str) -> Result<VsockConfig, Failure> {
     let parsed = keyvalue::parse("--vsock", "cid", text);
-    parsed.map_err(|failure| failure.help("write --vsock cid=3,path=SOCKET"))
+    parsed.map_err(|failure| failure.help("use --vsock cid=3,path=SOCKET"))
 }
 
-impl Description {
-    /// The guest's number.
+impl VsockConfig {
+    /// Returns the guest CID.
     pub fn cid(&self) -> u32 {
         self.cid.0
     }
 }
 
-/// The socket to which programs of the host connect. Dropping it removes it.
+/// Socket for host-to-guest connections. Dropping it removes it.
 #[derive(Debug)]
 pub struct Vsock {
-    description: Description,
+    description: VsockConfig,
     listener: UnixListener,
 }
 
 impl Drop for Vsock {
     fn drop(&mut self) {
-        // If somebody has removed it, that was wanted.
+        // The socket may have been removed already.
         let _ = std::fs::remove_file(&self.description.path);
     }
 }
 
 impl Vsock {
-    /// Makes the socket, for the user alone.
+    /// Creates the socket, with access for the user only.
     ///
     /// # Errors
-    /// It cannot be made: code 65, 66, 71 or 77.
-    pub fn open(description: &Description) -> Result<Self, Failure> {
+    /// It cannot be created: code 65, 66, 71 or 77.
+    pub fn open(description: &VsockConfig) -> Result<Self, Failure> {
         let path = &description.path;
         if path.as_os_str().len() + PORT > NAME {
-            let text = format!("{}: with a port the name of a socket is too long", path.display());
-            return Err(Failure::new(failure::BAD_CONFIG, text).help("name a shorter path"));
+            let text = format!(
+                "{}: the socket path with a port suffix is too long (limit {NAME} bytes)",
+                path.display()
+            );
+            return Err(Failure::new(failure::BAD_CONFIG, text).help("use a shorter path"));
         }
-        let listener = listen(path, "the socket of vsock")?;
+        let listener = listen(path, "the vsock socket")?;
         Ok(Self { description: description.clone(), listener })
     }
 
-    /// Starts the process that keeps the connections of one start of the machine; gives it, and the descriptor of its packets.
-    pub fn start(&self) -> Result<(Other, OwnedFd), Failure> {
-        let failed = |error: io::Error| Failure::os("make sockets for vsock", &error);
+    /// Starts the device process for one start of the VM; returns it and the packet socket.
+    pub fn start(&self) -> Result<(DeviceProcess, OwnedFd), Failure> {
+        let failed = |error: io::Error| Failure::os("create sockets for vsock", &error);
         let (stream, theirs) = UnixStream::pair().map_err(failed)?;
         let flags = SocketFlags::CLOEXEC;
         let (asked, asks) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
             .map_err(|error| failed(error.into()))?;
         let listener = self.listener.try_clone().map_err(failed)?;
         let path = self.description.path.clone();
-        // It ends with the process, whose descriptor is the only other one.
+        // The thread ends with the process, which has the only other descriptor.
         thread::Builder::new()
             .name("vsock".to_owned())
             .spawn(move || connect_for(&asked, &path))
@@ -119,7 +123,8 @@ impl Vsock {
     }
 }
 
-/// Connects with sockets of ports that the process asks for, which cannot do so itself: it would reach all sockets of the user.
+/// Connects to port sockets on request of the device process, which cannot connect by itself: it
+/// would reach all sockets of the user.
 fn connect_for(asked: &OwnedFd, path: &Path) {
     let mut port = [0; 4];
     while let Ok((4, _)) = retry_on_intr(|| recv(asked, &mut port, RecvFlags::empty())) {
@@ -128,7 +133,7 @@ fn connect_for(asked: &OwnedFd, path: &Path) {
         let mut rights = SendAncillaryBuffer::new(&mut room);
         let sockets = socket.as_ref().ok().map(AsFd::as_fd);
         if let Some(socket) = &sockets {
-            // There is room for one.
+            // The control message has room for one descriptor.
             rights.push(SendAncillaryMessage::ScmRights(std::slice::from_ref(socket)));
         }
         let byte = [IoSlice::new(&[0])];
@@ -138,14 +143,14 @@ fn connect_for(asked: &OwnedFd, path: &Path) {
     }
 }
 
-/// The socket of a port.
+/// Returns the socket path of a port.
 fn name(path: &Path, port: u32) -> PathBuf {
     let mut name = OsString::from(path);
     name.push(format!("_{port}"));
     name.into()
 }
 
-/// Connects with a socket if somebody is there who takes it now; nothing here waits.
+/// Connects to a socket without blocking.
 fn reach(path: &Path) -> Result<OwnedFd, Errno> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
@@ -159,15 +164,15 @@ mod tests {
 
     #[test]
     fn descriptions() {
-        let wanted = Description { cid: Cid(3), path: "a=b".into() };
+        let wanted = VsockConfig { cid: Cid(3), path: "a=b".into() };
         assert_eq!(parse("cid=3,path=a=b").unwrap(), wanted);
         assert_eq!(parse("3,path=a=b").unwrap(), wanted);
         for (text, said) in [
             ("", "not ``"),
-            ("cid=3", "no `path`"),
-            ("path=a", "no `cid`"),
-            ("cid=2,path=a", "2 is no number of a guest"),
-            ("cid=4294967295,path=a", "is no number of a guest"),
+            ("cid=3", "`path` is missing"),
+            ("path=a", "`cid` is missing"),
+            ("cid=2,path=a", "invalid guest CID 2"),
+            ("cid=4294967295,path=a", "invalid guest CID"),
             ("cid=4294967296,path=a", "4294967296"),
             ("cid=3,path=a,port=1", "unknown key `port`"),
         ] {
@@ -181,7 +186,7 @@ mod tests {
     fn sockets_are_the_users_and_go() {
         use std::os::unix::fs::PermissionsExt;
         let folder = tempfile::tempdir().unwrap();
-        let at = |name: &str| Description { cid: Cid(3), path: folder.path().join(name) };
+        let at = |name: &str| VsockConfig { cid: Cid(3), path: folder.path().join(name) };
         let vsock = Vsock::open(&at("vsock")).unwrap();
         let path = vsock.description.path.clone();
         assert_eq!(path.metadata().unwrap().permissions().mode() & 0o777, 0o600);
@@ -192,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn somebody_is_there_or_not() {
+    fn sockets_with_and_without_listener() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("vsock");
         let own = name(&path, 5000);

@@ -1,7 +1,8 @@
-//! The wedge's program (`wedge/on-linux`): a file of the source tree or of a folder of programs, else the copy that this program contains.
+//! The wedge's binary (`wedge/on-linux`): from the source tree or a folder of binaries, else the
+//! copy in `parador`.
 //!
-//! With the copy, a `parador` that was copied to another host needs no other file. It is executed from memory (memfd_create(2)), by the process that
-//! becomes it ([`supervise`]).
+//! With the copy, `parador` alone can be copied to another host. The copy is executed from memory
+//! (memfd_create(2)) by the process that becomes the wedge ([`supervise`]).
 
 use crate::failure::{self, Failure};
 use crate::programs::{Named, Programs};
@@ -15,26 +16,27 @@ use std::io::{self, Write};
 use std::path::PathBuf;
 use std::process::Command;
 
-/// The program's name, among Parador's own and in messages.
+/// File name of the binary, and its name in messages.
 pub const NAME: &str = "parador-wedge";
 
-/// The program as `cargo xtask build` had made it when this one was built (`build.rs`); empty if it had not.
+/// Binary of `cargo xtask build` when `parador` was built (`build.rs`); empty if there was none.
 static COPY: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/parador-wedge"));
 
-/// Where the wedge's program is.
+/// Location of the wedge's binary.
 #[derive(Debug)]
 pub enum Wedge {
-    /// A file that nobody else can change.
+    /// Trusted file.
     File(PathBuf),
-    /// In this program.
+    /// Copy in `parador`.
     Copy,
 }
 
 impl Wedge {
-    /// Finds the program, and builds it if it is that of a source tree and has not been built.
+    /// Locates the binary, and builds it in a source tree if necessary.
     ///
     /// # Errors
-    /// There is none where the command line or the environment says; it cannot be built; others can change it ([`trust::check`]).
+    /// The location that is set has none; it cannot be built; another user can change it
+    /// ([`trust::check`]).
     pub fn find(named: &Named) -> Result<Self, Failure> {
         let programs = match Programs::known(named)? {
             None if !COPY.is_empty() => return Ok(Self::Copy),
@@ -45,18 +47,18 @@ impl Wedge {
             Some(folder) if folder.join(NAME).is_file() => folder,
             _ => {
                 let steps = Steps::new();
-                steps.run("Building Parador's programs", |step| programs.build(step))?
+                steps.run("Building Parador's binaries", |step| programs.build(step))?
             }
         };
         let wedge = folder.join(NAME);
         if !wedge.is_file() {
-            let text = format!("no program {}", wedge.display());
+            let text = format!("no such binary: {}", wedge.display());
             return Err(Failure::new(failure::MISSING_FILE, text).help("run `cargo xtask build`"));
         }
         trust::check(&wedge).map(Self::File)
     }
 
-    /// A command that runs it and ends with this program.
+    /// Creates a command that runs the wedge and ends with `parador`.
     pub fn command(&self) -> Result<Command, Failure> {
         match self {
             Self::File(path) => supervise::command(path.as_os_str(), AtEnd::Kill),
@@ -65,10 +67,10 @@ impl Wedge {
     }
 }
 
-/// Returns a file in memory with the copy, which can be executed and not be changed. It is closed by `exec`.
+/// Returns a memory file with the copy, executable and sealed. `exec` closes it.
 pub fn copy() -> io::Result<File> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-    // Hosts before Linux 6.3 do not know the flag, and need none.
+    // Hosts before Linux 6.3 do not support the flag and do not need it.
     let made = match memfd_create(NAME, flags | MemfdFlags::EXEC) {
         Err(Errno::INVAL) => memfd_create(NAME, flags),
         made => made,

@@ -1,5 +1,5 @@
-//! The process of a qcow2 image, killed at any time: what was flushed is in the image, which QEMU finds sound but for
-//! clusters that are lost. Needs `qemu-img`.
+//! The process of a qcow2 image, killed at any time: flushed data is in the image, in which QEMU
+//! finds leaked clusters at most. Needs `qemu-img`.
 
 use command_fds::{CommandFdExt, FdMapping};
 use hosted_jail::testing::{Driver, Session};
@@ -38,14 +38,14 @@ impl Random {
     }
 }
 
-/// Makes an image of so many bytes; `options` are those of `qemu-img create -o`.
+/// Creates an image of `bytes` bytes; `options` are those of `qemu-img create -o`.
 fn create(path: &Path, options: &str, bytes: u64) {
     let mut command = Command::new("qemu-img");
     command.args(["create", "-q", "-f", "qcow2", "-o", options]).arg(path).arg(bytes.to_string());
     assert!(command.status().unwrap().success());
 }
 
-/// Whether QEMU finds lost clusters; there is nothing else to be found.
+/// Returns whether QEMU finds leaked clusters; any other finding fails.
 fn has_leaks(path: &Path, what: &str) -> bool {
     let output = Command::new("qemu-img").arg("check").arg(path).output().unwrap();
     let said = String::from_utf8_lossy(&output.stdout);
@@ -70,7 +70,7 @@ impl Drop for Process<'_> {
 }
 
 impl<'a> Process<'a> {
-    /// Starts it for an image of so many bytes, and waits until it serves.
+    /// Starts the process for an image of this size and waits until it serves.
     fn start(driver: &'a mut Driver, path: &Path, bytes: u64) -> Self {
         let image = File::options().read(true).write(true).open(path).unwrap();
         let memory = driver.memory().to_string();
@@ -105,8 +105,8 @@ impl<'a> Process<'a> {
     /// Carries a request of these blocks out, alone.
     fn act(&mut self, op: u32, block: u64, blocks: u64) {
         let part = (blocks != 0).then_some((0, (blocks * BLOCK) as u32));
-        self.session.give(0, op, block * BLOCK / SECTOR, part, 0);
-        assert_eq!(self.session.ended(LIMIT), Some((0, status::DONE)));
+        self.session.submit(0, op, block * BLOCK / SECTOR, part, 0);
+        assert_eq!(self.session.completed(LIMIT), Some((0, status::DONE)));
     }
 
     fn write(&mut self, block: u64, value: u32) {
@@ -135,7 +135,7 @@ fn filled(value: u32, blocks: u64) -> Vec<u8> {
     value.to_le_bytes().repeat((blocks * BLOCK / 4) as usize)
 }
 
-/// Each of these writes needs an L2 table of its own; the process is killed after each of the first ten.
+/// Each write needs an L2 table of its own; the process is killed after each of the first ten.
 #[test]
 fn killed_after_each_of_the_first_writes() {
     let folder = tempfile::tempdir().unwrap();
@@ -172,9 +172,9 @@ fn killed_after_each_of_the_first_writes() {
 /// The values that a block may have.
 #[derive(Default)]
 struct Block {
-    /// What it had when the process was started.
+    /// Value at the start of the process.
     known: u32,
-    /// What has been written since.
+    /// Values written since.
     written: Vec<u32>,
     /// The first of these that have been flushed.
     flushed: usize,
@@ -192,7 +192,7 @@ impl Block {
 #[derive(Default)]
 struct Blocks {
     values: BTreeMap<u64, Block>,
-    /// Requests under way: their operation, and their blocks; of a flush, how many writes each block had.
+    /// Requests in progress: operation and blocks; for a flush, the number of writes of each block.
     under_way: BTreeMap<u16, (u32, u64, u64, BTreeMap<u64, usize>)>,
     written: u32,
 }
@@ -232,7 +232,7 @@ impl Blocks {
         session.driver.guest().write_all_at(&filled(value, count), at).unwrap();
         let sectors = if part.is_none() { count * BLOCK / SECTOR } else { 0 };
         self.under_way.insert(id, (op, first, count, flushes));
-        session.give(id, op, first * BLOCK / SECTOR, part, sectors as u32);
+        session.submit(id, op, first * BLOCK / SECTOR, part, sectors as u32);
     }
 
     /// A request has ended.
@@ -288,7 +288,7 @@ fn killed_at_random() {
             let wait = if random.below(4) == 0 { LIMIT } else { Duration::ZERO };
             requests += 1;
             if !blocks.under_way.is_empty()
-                && let Some(ended) = process.session.ended(wait)
+                && let Some(ended) = process.session.completed(wait)
             {
                 flushes += u32::from(blocks.under_way[&ended.0].0 == op::FLUSH);
                 blocks.end(ended);

@@ -1,4 +1,4 @@
-//! Why a machine cannot be started.
+//! Errors of the loader.
 
 use std::fmt;
 use std::io;
@@ -6,39 +6,39 @@ use std::io;
 use proto::errno::Cause;
 use vmm_boot::BootError;
 
-/// Why a machine cannot be started.
+/// Reason that a VM cannot be started.
 #[derive(Debug)]
 pub enum Error {
-    /// The kernel is not one that can run: why, and what to do.
+    /// The kernel is unsuitable: reason and remedy.
     Kernel(&'static str, &'static str),
-    /// The kernel's file is not a sound ELF file.
+    /// The kernel is not a valid ELF file.
     Elf(object::Error),
-    /// The kernel's tables of sites are not sound.
+    /// The kernel's site tables are invalid.
     Sites(wedge_sites::Error),
-    /// The kernel has no such symbol.
+    /// The kernel lacks this symbol.
     Symbol(&'static str),
-    /// A relocation of the kernel does not fit the place that it is moved to: address and symbol.
+    /// A relocation overflows at the new address: address and symbol.
     Relocation(u64, String),
-    /// Memory, command line and RAM disk do not fit together.
+    /// Kernel, command line and RAM disk do not fit into memory.
     Boot(BootError),
-    /// The host refused something.
+    /// A system call failed.
     Host(&'static str, io::Error),
-    /// More memory than the host has: both in bytes.
+    /// More memory than the host has, in bytes.
     TooMuchMemory {
-        /// What the machine is to have.
+        /// Requested.
         wanted: u64,
-        /// What the host has.
+        /// Available.
         available: u64,
     },
-    /// More disks than a machine has.
+    /// More disks than supported.
     TooManyDisks(usize),
-    /// More networks than a machine has.
+    /// More networks than supported.
     TooManyNets(usize),
-    /// More shared directories than a machine has.
+    /// More shared directories than supported.
     TooManyShares(usize),
-    /// Filters of system calls cannot be made: why.
+    /// The seccomp filters cannot be built: reason.
     Filters(String),
-    /// The host's processor or kernel lacks something.
+    /// The host lacks a required feature.
     Lacking(&'static str),
 }
 
@@ -46,11 +46,14 @@ impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Kernel(what, _) => f.write_str(what),
-            Self::Elf(error) => write!(f, "the kernel is no sound ELF file: {error}"),
-            Self::Sites(error) => write!(f, "the kernel's site tables: {error}"),
+            Self::Elf(error) => write!(f, "the kernel is not a valid ELF file: {error}"),
+            Self::Sites(error) => write!(f, "the kernel's site tables are invalid: {error}"),
             Self::Symbol(name) => write!(f, "the kernel has no symbol `{name}`"),
             Self::Relocation(address, name) => {
-                write!(f, "the kernel cannot be moved: {name} does not fit at {address:#x}")
+                write!(
+                    f,
+                    "cannot relocate the kernel: the reference to {name} at {address:#x} overflows"
+                )
             }
             Self::Boot(error) => write!(f, "{error}"),
             Self::Host(action, error) => {
@@ -58,26 +61,26 @@ impl fmt::Display for Error {
             }
             Self::TooMuchMemory { wanted, available } => {
                 let (wanted, available) = (wanted >> 20, available >> 20);
-                write!(f, "{wanted} MiB of memory are more than the {available} MiB of this host")
+                write!(f, "{wanted} MiB of memory requested; the host has {available} MiB")
             }
             Self::TooManyDisks(count) => {
-                write!(f, "{count} disks are more than {}", proto::wedge::MAX_DISKS)
+                write!(f, "{count} disks (limit {})", proto::wedge::MAX_DISKS)
             }
             Self::TooManyNets(count) => {
-                write!(f, "{count} networks are more than {}", proto::wedge::MAX_NETS)
+                write!(f, "{count} networks (limit {})", proto::wedge::MAX_NETS)
             }
             Self::TooManyShares(count) => {
                 let most = proto::wedge::MAX_SHARES;
-                write!(f, "{count} shared directories are more than {most}")
+                write!(f, "{count} shared directories (limit {most})")
             }
-            Self::Filters(why) => write!(f, "no filters of system calls: {why}"),
-            Self::Lacking(what) => write!(f, "this host has no {what}"),
+            Self::Filters(why) => write!(f, "cannot build the seccomp filters: {why}"),
+            Self::Lacking(what) => write!(f, "the host has no {what}"),
         }
     }
 }
 
 impl Error {
-    /// What to do about it.
+    /// Returns the remedy, if there is one.
     pub fn help(&self) -> Option<&'static str> {
         match self {
             Self::Kernel(_, help) => Some(help),
@@ -85,15 +88,13 @@ impl Error {
                 Some("build the kernel with this version of `parador kernel build`")
             }
             Self::Elf(_) | Self::Sites(_) | Self::Symbol(_) | Self::Relocation(..) => {
-                Some("take the `vmlinux` that `parador kernel build` made")
+                Some("use the `vmlinux` of `parador kernel build`")
             }
             Self::Boot(BootError::TooLittleMemory { .. } | BootError::InitrdTooLarge { .. }) => {
-                Some("give the machine more memory with --memory")
+                Some("increase --memory")
             }
-            Self::TooMuchMemory { .. } => Some("give the machine less memory with --memory"),
-            Self::Lacking(_) => {
-                Some("`parador system emulate` runs machines on hosts that lack it, slowly")
-            }
+            Self::TooMuchMemory { .. } => Some("reduce --memory"),
+            Self::Lacking(_) => Some("`parador system emulate` runs VMs without it, slowly"),
             _ => None,
         }
     }

@@ -1,12 +1,16 @@
-//! What the processes of a machine may ask of the host: filters of system calls (seccomp(2)), made by `seccompiler`, installed by the wedge.
+//! Seccomp filters of a VM's processes (seccomp(2)), built with `seccompiler` and installed by the
+//! wedge.
 //!
-//! A guest process runs the guest's kernel, which may contain anything; with its filter it can change mappings of its own address space, of
-//! the machine's memory or of fresh memory, give memory of the machine back, wait and wake, let others run, set its one timer, choose its own
-//! CPUs among those that the VM was started on, ask for the CPU time that it has used, describe thread-local storage of 32-bit code, block
-//! signals, ring the device process, and end. Everything else
-//! ends it, and the machine with it. Where the host keeps signals within the machine, it may also send the one that tells a virtual CPU of events.
+//! A guest process runs the guest kernel, which is not trusted. Its filter permits: mappings of its
+//! own address space, of guest memory and of anonymous memory, returning guest memory to the host,
+//! waiting and waking, yielding, its one timer, CPU affinity within the CPUs on which the VM was
+//! started, its own CPU time, thread-local storage of 32-bit code, blocking signals, notifying the
+//! device process, and exit. Any other system call kills it, and the VM with it. If the host
+//! confines signals to the VM (Landlock), it may also send the signal that notifies a vCPU of
+//! events.
 //!
-//! It can change no mapping from [`layout::CONFIG`] on. So it can name the sets of CPUs there, and no others: what is in them cannot change.
+//! It cannot change a mapping from [`layout::CONFIG`] on, so it can pass the CPU sets that lie
+//! there, whose contents cannot change, and no others.
 
 use std::collections::BTreeMap;
 
@@ -21,16 +25,16 @@ use seccompiler::{
 
 use crate::Error;
 
-/// System calls by number, each with the arguments that it may have: none, any.
+/// System calls by number, each with the permitted argument sets; empty: any arguments.
 type Rules = BTreeMap<i64, Vec<SeccompRule>>;
 
-/// Argument and value of each condition that has to hold.
+/// Arguments and values of the conditions, all of which must hold.
 type Conditions<'a> = &'a [(u8, u32)];
 
-/// The filters, as the wedge reads them.
+/// Returns the filters in the wedge's format.
 ///
-/// They depend on [`option::TRACED`] and [`option::USER_PROCESS`]: who traces guest processes, and who runs their programs, are processes that the device
-/// process makes.
+/// They depend on [`option::TRACED`] and [`option::USER_PROCESS`]: the tracer of guest processes and the
+/// user processes are created by the device process.
 pub fn words(options: u64) -> Result<Vec<u64>, Error> {
     let mut words = Vec::new();
     let kicking = |rules: Result<Rules, _>| {
@@ -39,8 +43,8 @@ pub fn words(options: u64) -> Result<Vec<u64>, Error> {
         Ok(rules)
     };
     let guest = || guest(options);
-    let programs = calls_of_programs(ptrace::SECCOMP_RET_KILL_PROCESS);
-    let of_guest = [&programs[..], &addresses_of_guest()].concat();
+    let programs = user_mode_calls(ptrace::SECCOMP_RET_KILL_PROCESS);
+    let of_guest = [&programs[..], &check_address_range()].concat();
     for (rules, before) in [
         (guest(), &of_guest[..]),
         (worker(), &[]),
@@ -48,7 +52,7 @@ pub fn words(options: u64) -> Result<Vec<u64>, Error> {
         (kicking(guest()), &of_guest),
         (kicking(worker()), &[]),
         (kicking(net()), &[]),
-        // It sets up what guest processes cannot change any more.
+        // It sets up everything that guest processes cannot change later.
         (device(options), &programs),
     ] {
         let program = rules.and_then(compile).map_err(|error| Error::Filters(error.to_string()))?;
@@ -56,13 +60,15 @@ pub fn words(options: u64) -> Result<Vec<u64>, Error> {
     }
     let program = program().and_then(|rules| compile_or(rules, SeccompAction::Trap));
     let program = program.map_err(|error| Error::Filters(error.to_string()))?;
-    words.extend(pack(&[&calls_of_programs(ptrace::SECCOMP_RET_TRAP)[..], &program[..]].concat())?);
+    words.extend(pack(&[&user_mode_calls(ptrace::SECCOMP_RET_TRAP)[..], &program[..]].concat())?);
     Ok(words)
 }
 
-/// What comes before the filter of a process that runs guests' programs. Of 32-bit calls, it may describe thread-local storage. A call of the
-/// host's old page for calls (`vsyscall`), which dispatching does not see, becomes a signal. Of `other` 32-bit calls that comes; other calls go on.
-fn calls_of_programs(other: u32) -> [sock_filter; 16] {
+/// Prologue of the filter of a process that runs guest user mode. A 32-bit call may set
+/// thread-local storage. A call from the host's vsyscall page, which Syscall User Dispatch does not
+/// intercept, raises a signal. Other 32-bit calls get the action `other`; 64-bit calls continue in
+/// the filter.
+fn user_mode_calls(other: u32) -> [sock_filter; 16] {
     /// `set_thread_area` (`arch/x86/entry/syscalls/syscall_32.tbl` in Linux).
     const SET_THREAD_AREA: u32 = 243;
     /// `AUDIT_ARCH_I386`.
@@ -75,9 +81,9 @@ fn calls_of_programs(other: u32) -> [sock_filter; 16] {
         unless(I386, 4),
         load(NUMBER),
         unless(SET_THREAD_AREA, 1),
-        give(ptrace::SECCOMP_RET_ALLOW),
-        give(other),
-        // Only of these: the host need not carry the filter out for what is allowed by its number alone.
+        ret(ptrace::SECCOMP_RET_ALLOW),
+        ret(other),
+        // Only for these calls: the host caches calls that are allowed by number alone.
         load(NUMBER),
         sock_filter { jt: 2, ..unless(gettimeofday, 0) },
         sock_filter { jt: 1, ..unless(time, 0) },
@@ -87,7 +93,7 @@ fn calls_of_programs(other: u32) -> [sock_filter; 16] {
         load(INSTRUCTION_POINTER),
         and(0xffff_f000),
         unless(low, 1),
-        give(ptrace::SECCOMP_RET_TRAP),
+        ret(ptrace::SECCOMP_RET_TRAP),
     ]
 }
 
@@ -106,36 +112,37 @@ const fn load(k: u32) -> sock_filter {
     sock_filter { code: 0x20, jt: 0, jf: 0, k }
 }
 
-/// Keeps these bits of it.
+/// Masks the accumulator.
 const fn and(k: u32) -> sock_filter {
     sock_filter { code: 0x54, jt: 0, jf: 0, k }
 }
 
-/// Skips `jf` instructions unless it has this value.
+/// Skips `jf` instructions unless the accumulator has this value.
 const fn unless(k: u32, jf: u8) -> sock_filter {
     sock_filter { code: 0x15, jt: 0, jf, k }
 }
 
-/// Skips `jt` instructions if it is larger.
+/// Skips `jt` instructions if the accumulator is larger.
 const fn if_above(k: u32, jt: u8) -> sock_filter {
     sock_filter { code: 0x25, jt, jf: 0, k }
 }
 
-/// Ends with this action.
-const fn give(k: u32) -> sock_filter {
+/// Returns this action.
+const fn ret(k: u32) -> sock_filter {
     sock_filter { code: 0x06, jt: 0, jf: 0, k }
 }
 
-/// What comes before the filter of a guest process: calls whose first two arguments are a range of addresses end it if the range may
-/// reach [`layout::CONFIG`]. `seccompiler` compares arguments with constants; this adds them, in units of 4 GiB.
-fn addresses_of_guest() -> [sock_filter; 13] {
+/// Prologue of the filter of a guest process: kills it at a call whose first two arguments are an
+/// address range that may reach [`layout::CONFIG`]. `seccompiler` only compares arguments with
+/// constants; this adds them, in units of 4 GiB.
+fn check_address_range() -> [sock_filter; 13] {
     /// `BPF_MISC | BPF_TAX`: copies the accumulator to X.
     const COPY: sock_filter = sock_filter { code: 0x07, jt: 0, jf: 0, k: 0 };
     /// `BPF_ALU | BPF_ADD | BPF_X`: adds X to the accumulator.
     const ADD: sock_filter = sock_filter { code: 0x0c, jt: 0, jf: 0, k: 0 };
-    /// Of address and length alone, so that their sum has no carry.
+    /// Upper halves of address and length, so the sum has no carry.
     const MOST: u32 = (layout::CONFIG >> 32) as u32;
-    /// Of both: what the low halves add is less than two.
+    /// Upper halves of both: the lower halves add less than two.
     const MOST_TOGETHER: u32 = MOST - 2;
     [
         load(data::NUMBER),
@@ -150,7 +157,7 @@ fn addresses_of_guest() -> [sock_filter; 13] {
         if_above(MOST, 2),
         ADD,
         sock_filter { jf: 1, ..if_above(MOST_TOGETHER, 0) },
-        give(ptrace::SECCOMP_RET_KILL_PROCESS),
+        ret(ptrace::SECCOMP_RET_KILL_PROCESS),
     ]
 }
 
@@ -158,13 +165,13 @@ fn compile(rules: Rules) -> Result<BpfProgram, BackendError> {
     compile_or(rules, SeccompAction::KillProcess)
 }
 
-/// What is not allowed comes to something else.
+/// Compiles rules; calls that are not allowed get the action `other`.
 fn compile_or(rules: Rules, other: SeccompAction) -> Result<BpfProgram, BackendError> {
     let allow = SeccompAction::Allow;
     SeccompFilter::new(rules, other, allow, TargetArch::x86_64).and_then(BpfProgram::try_from)
 }
 
-/// The length, then the instructions (`struct sock_filter`), then zeros.
+/// Packs the length, the instructions (`struct sock_filter`), and zeros.
 fn pack(program: &[sock_filter]) -> Result<Vec<u64>, Error> {
     let mut words = vec![program.len() as u64];
     words.extend(program.iter().map(|instruction| {
@@ -174,7 +181,8 @@ fn pack(program: &[sock_filter]) -> Result<Vec<u64>, Error> {
             | u64::from(instruction.k) << 32
     }));
     if words.len() > Filters::WORDS {
-        return Err(Error::Filters(format!("{} instructions are too many", program.len())));
+        let text = format!("{} instructions (limit {})", program.len(), Filters::WORDS - 1);
+        return Err(Error::Filters(text));
     }
     words.resize(Filters::WORDS, 0);
     Ok(words)
@@ -188,7 +196,7 @@ fn rule(conditions: Conditions<'_>) -> Result<SeccompRule, BackendError> {
     SeccompRule::new(conditions?)
 }
 
-/// A call that is allowed with each of these sets of arguments.
+/// Allows a call with each of these argument sets.
 fn allow(rules: &mut Rules, call: u32, sets: &[Conditions<'_>]) -> Result<(), BackendError> {
     for set in sets {
         rules.entry(call.into()).or_default().push(rule(set)?);
@@ -196,12 +204,12 @@ fn allow(rules: &mut Rules, call: u32, sets: &[Conditions<'_>]) -> Result<(), Ba
     Ok(())
 }
 
-/// With any arguments.
+/// Allows calls with any arguments.
 fn allow_all(rules: &mut Rules, calls: &[u32]) {
     rules.extend(calls.iter().map(|&call| (i64::from(call), Vec::new())));
 }
 
-/// A signal, to one process, not a group or all.
+/// Allows a signal to single processes, not to groups.
 fn signal(rules: &mut Rules, number: u32) -> Result<(), BackendError> {
     let mut conditions = vec![SeccompCondition::new(1, Dword, Eq, number.into())?];
     conditions.push(SeccompCondition::new(0, Dword, Ge, 1)?);
@@ -210,7 +218,7 @@ fn signal(rules: &mut Rules, number: u32) -> Result<(), BackendError> {
     Ok(())
 }
 
-/// A process chooses its own CPUs: one of the sets that the VM's processes cannot change.
+/// Allows a process to set its own CPU affinity to a set that the VM's processes cannot change.
 fn own_cpus(rules: &mut Rules) -> Result<(), BackendError> {
     const LENGTH: u64 = layout::CPU_SET_LENGTH;
     const LAST: u64 = layout::CPU_SETS + layout::CPU_SET_CPUS * LENGTH;
@@ -225,7 +233,7 @@ fn own_cpus(rules: &mut Rules) -> Result<(), BackendError> {
     Ok(())
 }
 
-/// What all do.
+/// Calls of all processes.
 fn common(rules: &mut Rules, descriptors: &[u32]) -> Result<(), BackendError> {
     allow_all(rules, &[linux::__NR_exit_group]);
     for operation in [linux::FUTEX_WAIT, linux::FUTEX_WAKE] {
@@ -237,11 +245,12 @@ fn common(rules: &mut Rules, descriptors: &[u32]) -> Result<(), BackendError> {
     Ok(())
 }
 
-/// A thread that runs programs apart from their kernel: it waits, wakes and returns from signals. Another call comes from a program, which has
-/// jumped to where the thread makes its own, and is the guest's, as its others are.
+/// Filter of a thread that runs user mode in a separate process: it waits, wakes and returns from
+/// signals. Any other call comes from user mode, which has jumped to the thread's code, and is
+/// forwarded to the guest kernel like all its calls.
 fn program() -> Result<Rules, BackendError> {
     let mut rules = Rules::new();
-    // Who waits does so until it is woken: no time.
+    // Waits have no timeout.
     let wait = SeccompCondition::new(1, Dword, Eq, linux::FUTEX_WAIT.into())?;
     let no_time = SeccompCondition::new(3, Qword, Eq, 0)?;
     rules.insert(linux::__NR_futex.into(), vec![SeccompRule::new(vec![wait, no_time])?]);
@@ -251,11 +260,11 @@ fn program() -> Result<Rules, BackendError> {
     Ok(rules)
 }
 
-/// A process with an address space of the guest.
+/// Filter of a guest process with an address space of the guest.
 fn guest(options: u64) -> Result<Rules, BackendError> {
     let mut rules = Rules::new();
     if options & option::USER_PROCESS != 0 {
-        // It looks whether somebody waits.
+        // Check for waiters.
         allow(&mut rules, linux::__NR_futex, &[&[(1, linux::FUTEX_CMP_REQUEUE)]])?;
     }
     common(&mut rules, &[layout::ERRORS_FD, layout::DOORBELL_FD])?;
@@ -273,7 +282,8 @@ fn guest(options: u64) -> Result<Rules, BackendError> {
     let hole = linux::FALLOC_FL_PUNCH_HOLE | linux::FALLOC_FL_KEEP_SIZE;
     allow(&mut rules, linux::__NR_fallocate, &[&[(0, layout::MEMORY_FD), (1, hole)]])?;
     own_cpus(&mut rules)?;
-    // It lets signals in once it has its filter. A guest could block and unblock them by rt_sigreturn(2) in any case.
+    // It unblocks signals once it has its filter. A guest could block and unblock them with
+    // rt_sigreturn(2) anyway.
     allow(&mut rules, linux::__NR_rt_sigprocmask, &[&[(0, linux::SIG_SETMASK)]])?;
     // Its own CPU time.
     let used = linux::CLOCK_PROCESS_CPUTIME_ID;
@@ -289,19 +299,19 @@ fn guest(options: u64) -> Result<Rules, BackendError> {
             linux::__NR_rt_sigreturn,
             linux::__NR_getrandom,
             linux::__NR_sched_yield,
-            // A process that was stopped while it waited goes on waiting.
+            // Restart of a wait after SIGSTOP and SIGCONT.
             linux::__NR_restart_syscall,
         ],
     );
     Ok(rules)
 }
 
-/// A process of a disk, whose descriptor is the only one that it has beside those named here.
+/// Filter of a disk process; its disk is its only descriptor besides those named here.
 fn worker() -> Result<Rules, BackendError> {
     let mut rules = Rules::new();
     common(&mut rules, &[layout::ERRORS_FD, layout::DOORBELL_FD])?;
     for disk in layout::DISKS_FD..layout::DISKS_FD + MAX_DISKS as u32 {
-        // What waits, or not.
+        // Flags with and without waiting.
         for flags in [0, linux::RWF_NOWAIT] {
             allow(&mut rules, linux::__NR_preadv2, &[&[(0, disk), (5, flags)]])?;
         }
@@ -313,18 +323,18 @@ fn worker() -> Result<Rules, BackendError> {
             allow(&mut rules, linux::__NR_fallocate, &[&[(0, disk), (1, mode)]])?;
         }
     }
-    // What its ring does is restricted when it is made.
+    // The ring is restricted at its creation.
     let enter = &[(0, layout::RING_FD), (3, io_uring::IORING_ENTER_GETEVENTS)];
     allow(&mut rules, linux::__NR_io_uring_enter, &[enter])?;
     Ok(rules)
 }
 
-/// A process of a network, whose descriptor is the only one that it has beside those named here. Of a tap device it can only say which frames
-/// are taken.
+/// Filter of a network process; its network is its only descriptor besides those named here. Of a
+/// tap device it may only set the offloads.
 fn net() -> Result<Rules, BackendError> {
     let mut rules = Rules::new();
     common(&mut rules, &[layout::ERRORS_FD, layout::DOORBELL_FD])?;
-    // Behind the networks is vsock's stream.
+    // The vsock stream follows the networks.
     for net in layout::NETS_FD..=layout::NETS_FD + MAX_NETS as u32 {
         allow(&mut rules, linux::__NR_readv, &[&[(0, net)]])?;
         allow(&mut rules, linux::__NR_writev, &[&[(0, net)]])?;
@@ -333,11 +343,12 @@ fn net() -> Result<Rules, BackendError> {
     Ok(rules)
 }
 
-/// The process that serves the console and makes those of the guest, which set themselves up under this filter before they take theirs.
+/// Filter of the process that serves the console and creates guest processes, which set themselves
+/// up under this filter before they install theirs.
 fn device(options: u64) -> Result<Rules, BackendError> {
     let mut rules = guest(options)?;
     if options & option::USER_PROCESS != 0 {
-        // A process of programs has a second thread.
+        // A user process has a second thread.
         let thread = linux::CLONE_VM | linux::CLONE_SIGHAND | linux::CLONE_THREAD;
         allow(&mut rules, linux::__NR_clone, &[&[(0, thread)]])?;
     }
@@ -354,13 +365,13 @@ fn device(options: u64) -> Result<Rules, BackendError> {
     for descriptor in inputs {
         allow(&mut rules, linux::__NR_read, &[&[(0, descriptor)]])?;
     }
-    // A process of the guest maps what belongs to its virtual CPU.
+    // A guest process maps the state of its vCPU.
     allow(
         &mut rules,
         linux::__NR_mmap,
         &[&[(3, linux::MAP_SHARED | linux::MAP_FIXED), (4, layout::SHARED_FD)]],
     )?;
-    // A process, not a thread, and no name spaces.
+    // A process, not a thread, without new namespaces.
     allow(&mut rules, linux::__NR_clone, &[&[(0, linux::SIGCHLD)]])?;
     for number in [linux::SIGKILL, linux::SIGSTOP, linux::SIGCONT, layout::KICK_SIGNAL] {
         signal(&mut rules, number)?;
@@ -370,7 +381,7 @@ fn device(options: u64) -> Result<Rules, BackendError> {
     }
     // `SECCOMP_SET_MODE_FILTER` without flags.
     allow(&mut rules, linux::__NR_seccomp, &[&[(0, 1), (1, 0)]])?;
-    // The timer of a process of the guest.
+    // Timer of a guest process.
     allow(&mut rules, linux::__NR_timer_create, &[&[(0, linux::CLOCK_MONOTONIC)]])?;
     allow_all(
         &mut rules,
@@ -387,8 +398,8 @@ fn device(options: u64) -> Result<Rules, BackendError> {
     Ok(rules)
 }
 
-/// Confines this process, a program of Rust's library that only carries frames between sockets that it has or accepts, and in the end
-/// locks the folder of this descriptor.
+/// Installs the filter of a switch server: it forwards frames between sockets that it has or
+/// accepts, and locks the folder of this descriptor at the end.
 ///
 /// # Errors
 /// [`Error::Filters`]
@@ -398,29 +409,29 @@ pub fn confine_switch(folder: u32) -> Result<(), Error> {
     seccompiler::apply_filter(&program).map_err(|error| failed(&error))
 }
 
-/// Confines this process, a program of Rust's library that only carries frames between sockets that it has.
+/// Installs the filter of a process that forwards frames between sockets that it has.
 ///
 /// # Errors
 /// [`Error::Filters`]
 pub fn confine_relay() -> Result<(), Error> {
     let failed = |error: &dyn std::fmt::Display| Error::Filters(error.to_string());
-    let program = carrier().and_then(compile).map_err(|error| failed(&error))?;
+    let program = stream_forwarder().and_then(compile).map_err(|error| failed(&error))?;
     seccompiler::apply_filter(&program).map_err(|error| failed(&error))
 }
 
 fn switch(folder: u32) -> Result<Rules, BackendError> {
-    let mut rules = carrier()?;
+    let mut rules = stream_forwarder()?;
     allow(&mut rules, linux::__NR_ioctl, &[&[(1, ioctl::FIONBIO)]])?;
     allow(&mut rules, linux::__NR_flock, &[&[(0, folder)]])?;
-    // Who connects.
+    // Credentials of the peer.
     let peer = [(1, net::SOL_SOCKET), (2, net::SO_PEERCRED)];
     allow(&mut rules, linux::__NR_getsockopt, &[&peer])?;
     allow_all(&mut rules, &[linux::__NR_accept4]);
     Ok(rules)
 }
 
-/// A process that carries bytes between sockets that it has.
-fn carrier() -> Result<Rules, BackendError> {
+/// Filter of a process that forwards data between sockets that it has.
+fn stream_forwarder() -> Result<Rules, BackendError> {
     let mut rules = Rules::new();
     rules.insert(linux::__NR_mmap.into(), vec![own_memory()?]);
     allow_all(
@@ -430,7 +441,7 @@ fn carrier() -> Result<Rules, BackendError> {
             linux::__NR_recvfrom,
             linux::__NR_sendto,
             linux::__NR_close,
-            // Memory, hash tables, the end.
+            // Memory, hash tables, exit.
             linux::__NR_mremap,
             linux::__NR_munmap,
             linux::__NR_madvise,
@@ -444,7 +455,7 @@ fn carrier() -> Result<Rules, BackendError> {
     Ok(rules)
 }
 
-/// Arguments of mmap(2) for memory of the process's own, none of which becomes code.
+/// Arguments of mmap(2) for private memory without execute permission.
 fn own_memory() -> Result<SeccompRule, BackendError> {
     let data = SeccompCondition::new(2, Dword, MaskedEq(linux::PROT_EXEC.into()), 0)?;
     let anonymous = linux::MAP_ANONYMOUS.into();
@@ -452,22 +463,23 @@ fn own_memory() -> Result<SeccompRule, BackendError> {
     SeccompRule::new(vec![data, own])
 }
 
-/// Direction of an argument of ioctl(2): the kernel reads it, writes it.
+/// Direction of an ioctl(2) argument: read or written by the kernel.
 const READS: u32 = 1;
 const WRITES: u32 = 2;
 
-/// Number of a call of KVM: direction, number and size of its argument (`_IOC` of `asm-generic/ioctl.h` in Linux).
+/// Returns the number of a KVM ioctl: direction, number and size of its argument (`_IOC` of
+/// `asm-generic/ioctl.h` in Linux).
 const fn kvm(direction: u32, number: u32, size: u32) -> u32 {
     const KVM: u32 = 0xae;
     direction << 30 | size << 16 | KVM << 8 | number
 }
 
-/// What a process may ask of KVM's processors once there are all of them (`linux/kvm.h`): to run, interrupts, registers.
+/// KVM ioctls on vCPUs after their creation (`linux/kvm.h`): run, interrupts, registers.
 const KVM_CALLS: [u32; 14] = [
     kvm(0, 0x80, 0),
     kvm(READS, 0x86, 4),
     kvm(0, 0x9a, 0),
-    // Special registers, MSRs, events, debug registers, extended control registers: to get and to set.
+    // Get and set special registers, MSRs, events, debug registers, extended control registers.
     kvm(WRITES, 0x83, 312),
     kvm(READS, 0x84, 312),
     kvm(READS | WRITES, 0x88, 8),
@@ -478,15 +490,15 @@ const KVM_CALLS: [u32; 14] = [
     kvm(READS, 0xa2, 128),
     kvm(WRITES, 0xa6, 392),
     kvm(READS, 0xa7, 392),
-    // The offset of the time-stamp counter.
+    // TSC offset.
     kvm(READS, 0xe1, 24),
 ];
 
-/// What a debugger wants to be told of: breakpoints, and single instructions.
+/// Debug events: breakpoints and single steps.
 const KVM_DEBUG: u32 = kvm(READS, 0x9b, 72);
 
-/// The process that is a machine of KVM, which a debugger may stop or not.
-fn machine(own: u32, debugs: bool) -> Result<Rules, BackendError> {
+/// Filter of a KVM process, with or without a debugger.
+fn kvm_process(own: u32, debugs: bool) -> Result<Rules, BackendError> {
     let mut rules = Rules::new();
     for call in KVM_CALLS.into_iter().chain(debugs.then_some(KVM_DEBUG)) {
         allow(&mut rules, linux::__NR_ioctl, &[&[(1, call)]])?;
@@ -495,14 +507,14 @@ fn machine(own: u32, debugs: bool) -> Result<Rules, BackendError> {
     for descriptor in written {
         allow(&mut rules, linux::__NR_write, &[&[(0, descriptor)]])?;
     }
-    // Behind the networks is vsock's stream.
+    // The vsock stream follows the networks.
     for net in layout::NETS_FD..=layout::NETS_FD + MAX_NETS as u32 {
         allow(&mut rules, linux::__NR_write, &[&[(0, net)]])?;
         allow(&mut rules, linux::__NR_ioctl, &[&[(0, net), (1, ioctl::TUNSETOFFLOAD)]])?;
     }
     // Its own threads.
     allow(&mut rules, linux::__NR_tgkill, &[&[(0, own)]])?;
-    // Memory of its own, none of which becomes code.
+    // Private memory without execute permission.
     let data = SeccompCondition::new(2, Dword, MaskedEq(linux::PROT_EXEC.into()), 0)?;
     rules.insert(linux::__NR_mmap.into(), vec![own_memory()?]);
     rules.insert(linux::__NR_mprotect.into(), vec![SeccompRule::new(vec![data])?]);
@@ -543,13 +555,14 @@ fn machine(own: u32, debugs: bool) -> Result<Rules, BackendError> {
     Ok(rules)
 }
 
-/// Confines this process, which is a machine of KVM and has all its threads and processors; if it `debugs`, a debugger may stop it.
+/// Installs the filter of a KVM process that has created all its threads and vCPUs; with `debugs`,
+/// a debugger may stop it.
 ///
 /// # Errors
 /// [`Error::Filters`]
 pub fn confine(debugs: bool) -> Result<(), Error> {
     let failed = |error: &dyn std::fmt::Display| Error::Filters(error.to_string());
-    let rules = machine(std::process::id(), debugs);
+    let rules = kvm_process(std::process::id(), debugs);
     let program = rules.and_then(compile).map_err(|error| failed(&error))?;
     apply_filter_all_threads(&program).map_err(|error| failed(&error))
 }
@@ -561,9 +574,9 @@ mod tests {
     const X86_64: u32 = 0xc000_003e;
     const I386: u32 = 0x4000_0003;
     const X32: u32 = 0x4000_0000;
-    /// Far more than Linux has.
+    /// Far more system call numbers than Linux has.
     const CALLS: u32 = 1024;
-    /// Sets of arguments that each call is tried with.
+    /// Argument sets that each call is tested with.
     const TRIES: usize = 400;
 
     fn filters() -> Vec<u64> {
@@ -577,7 +590,7 @@ mod tests {
         for filter in filters().chunks(Filters::WORDS) {
             let length = filter[0] as usize;
             assert!((10..Filters::WORDS).contains(&length), "{length}");
-            // The last instruction returns, and nothing follows.
+            // The last instruction returns, and no instruction follows.
             assert_eq!(filter[length] & 0xff, 0x06);
             assert!(filter[length + 1..].iter().all(|&word| word == 0));
         }
@@ -586,12 +599,13 @@ mod tests {
     const ALLOW: u32 = 0x7fff_0000;
     const TRAP: u32 = 0x0003_0000;
 
-    /// Whether the host carries a call out.
+    /// Returns whether the filter allows a call.
     fn allows(filter: &[u64], call: u32, architecture: u32, arguments: [u64; 6]) -> bool {
         action(filter, call, architecture, 0x5555_6666_7777, arguments) == ALLOW
     }
 
-    /// What the host does: the program on `struct seccomp_data`, as `Documentation/networking/filter.rst` in Linux says.
+    /// Interprets a filter on `struct seccomp_data` (`Documentation/networking/filter.rst` in
+    /// Linux).
     fn action(filter: &[u64], call: u32, architecture: u32, at: u64, arguments: [u64; 6]) -> u32 {
         const KILL_PROCESS: u32 = 0x8000_0000;
         let mut data = vec![call, architecture, at as u32, (at >> 32) as u32];
@@ -626,14 +640,14 @@ mod tests {
         }
     }
 
-    /// What a guest process may do, in other words.
+    /// Independent formulation of a guest process's filter.
     fn guest_may(call: u32, arguments: [u64; 6], kicks: bool) -> bool {
         const PRIVATE_ANONYMOUS_FIXED: u32 = 0x32;
         const SHARED_FIXED: u32 = 0x11;
         const POPULATE: u32 = 0x8000;
         let [address, length, third, ..] = arguments;
         let [first, second, _, fourth, fifth, _] = arguments.map(|word| word as u32);
-        // Ranges that are sure to end before what must not change.
+        // Ranges that certainly end before the configuration.
         let reaches = (address >> 32) + (length >> 32) + 2 > layout::CONFIG >> 32;
         if matches!(call, 9..=11 | 329) && reaches {
             return false;
@@ -641,20 +655,21 @@ mod tests {
         match call {
             // write: messages, the doorbell
             1 => matches!(first, 2 | 5),
-            // mmap: of its own, of guest memory
+            // mmap: anonymous, guest memory
             9 => {
                 fourth == PRIVATE_ANONYMOUS_FIXED
                     || fourth & !POPULATE == SHARED_FIXED && fifth == layout::MEMORY_FD
             }
-            // mprotect, munmap, rt_sigreturn, sched_yield, sigaltstack, restart_syscall, timer_settime, exit_group, getrandom, pkey_mprotect
+            // mprotect, munmap, rt_sigreturn, sched_yield, sigaltstack, restart_syscall,
+            // timer_settime, exit_group, getrandom, pkey_mprotect
             10 | 11 | 15 | 24 | 131 | 219 | 223 | 231 | 318 | 329 => true,
-            // kill: one process, by the signal for events
+            // kill: one process, with the event signal
             62 => kicks && second == layout::KICK_SIGNAL && (1..1 << 31).contains(&first),
             // futex: wait, wake
             202 => matches!(second, 0 | 1),
             // rt_sigprocmask: SIG_SETMASK
             14 => first == 2,
-            // sched_setaffinity: of itself, to one of 1,024 CPUs or to all that there are
+            // sched_setaffinity: its own, to one of 1,024 CPUs or to all of the VM
             203 => {
                 let set = third.wrapping_sub(layout::CPU_SETS);
                 first == 0 && second == 128 && set.is_multiple_of(128) && set / 128 <= 1024
@@ -665,7 +680,8 @@ mod tests {
         }
     }
 
-    /// Every number with arguments of all kinds: what the filter of a guest process lets through is what is written down above, not more.
+    /// Every call number with arguments of all kinds: the filter of a guest process allows what is
+    /// formulated above, no more.
     #[test]
     fn a_guest_process_may_do_this_and_no_more() {
         let filters = filters();
@@ -675,7 +691,7 @@ mod tests {
             seed ^= seed << 13;
             seed ^= seed >> 7;
             seed ^= seed << 17;
-            // Small numbers and flags often, for they mean something.
+            // Small numbers and flags are frequent, because they have meanings.
             match seed % 5 {
                 0 => seed >> 8 & 7,
                 1 => [0x32, 0x11, 0x8011, 0x12, 0x8032, 34, 128][(seed >> 8) as usize % 7],
@@ -697,7 +713,7 @@ mod tests {
                     guest_may(call, arguments, kicks),
                     "{call} {arguments:x?}"
                 );
-                // The other ways in, where numbers mean other calls: set_thread_area.
+                // Other architectures, with other call numbers: set_thread_area.
                 assert!(!allows(call | X32, X86_64), "{call}");
                 assert_eq!(allows(call, I386), call == 243, "{call}");
                 allowed += usize::from(allows(call, X86_64));
@@ -706,7 +722,7 @@ mod tests {
         assert!(allowed > 6 * TRIES);
     }
 
-    /// No guest process changes a mapping of what it must not change; the wedge changes all others.
+    /// A guest process cannot change protected mappings, and the wedge can change all others.
     #[test]
     fn a_guest_process_changes_no_mapping_of_the_configuration() {
         const MMAP: u32 = 9;
@@ -750,7 +766,7 @@ mod tests {
         }
     }
 
-    /// The guest answers calls of the host's old page; nothing else comes of being there.
+    /// Calls from the vsyscall page become signals; other calls from there are not affected.
     #[test]
     fn calls_of_the_old_page_become_signals() {
         let filters = filters();
@@ -774,7 +790,8 @@ mod tests {
         }
     }
 
-    /// A thread of programs waits, without a time, wakes, chooses its own CPUs and returns from signals; all else is the guest's.
+    /// A thread of user mode waits without a timeout, wakes, sets its CPU affinity and returns from
+    /// signals; all other calls are forwarded to the guest.
     #[test]
     fn a_thread_of_programs_may_do_this_and_no_more() {
         let filters = words(option::USER_PROCESS).unwrap();
@@ -808,7 +825,7 @@ mod tests {
             let found = action(program, 203, X86_64, 0, arguments);
             assert_eq!(found, if may { ALLOW } else { TRAP }, "{arguments:x?}");
         }
-        // Who looks whether it waits, and who makes it.
+        // Checks for waiters, and thread creation.
         let of = |filters: &[u64], which: usize, call, arguments| {
             allows(&filters[which * Filters::WORDS..][..Filters::WORDS], call, X86_64, arguments)
         };
@@ -821,7 +838,7 @@ mod tests {
         }
     }
 
-    /// The process of a disk reaches disks, in the ways that it needs, and its ring in one way.
+    /// A disk process accesses disks in the required ways, and its ring in one way.
     #[test]
     fn a_process_of_a_disk_may_do_this_and_no_more() {
         const GETEVENTS: u64 = 1;
@@ -843,7 +860,7 @@ mod tests {
             }
             assert_eq!(may(426, [fd, 1, 1, GETEVENTS, 0, 0]), fd == 34);
         }
-        // Writing at the end, taking blocks out, polling threads, other calls of rings.
+        // Appending, deallocating blocks, polling threads, other ring operations.
         for (call, arguments) in [
             (327, [6, 1, 1, 0, 0, 16]),
             (285, [6, 8, 0, 512, 0, 0]),
@@ -855,12 +872,13 @@ mod tests {
         }
     }
 
-    /// The process of a machine of KVM writes where it prints and answers, and to networks; of devices it asks processors and tap devices only.
+    /// A KVM process writes to its outputs and networks; its ioctls are limited to vCPUs and tap
+    /// devices.
     #[test]
     fn a_machine_of_kvm_may_do_this_and_no_more() {
         const OFFLOAD: u64 = 0x4004_54d0;
         let [filter, debugged] = [false, true]
-            .map(|debugs| pack(&machine(7, debugs).and_then(compile).unwrap()).unwrap());
+            .map(|debugs| pack(&kvm_process(7, debugs).and_then(compile).unwrap()).unwrap());
         let may = |call, arguments| allows(&filter, call, X86_64, arguments);
         // KVM_SET_GUEST_DEBUG
         let debug = [20, 0x4048_ae9b, 0, 0, 0, 0];
@@ -876,19 +894,19 @@ mod tests {
                 assert!(!may(16, [fd, other, 0, 0, 0, 0]), "{fd} {other:#x}");
             }
         }
-        // Signals to itself, memory without code; no others, no code, no files.
+        // Signals to itself and private memory; no other signals, no executable memory, no files.
         assert!(may(234, [7, 9, 10, 0, 0, 0]) && !may(234, [8, 9, 10, 0, 0, 0]));
         assert!(may(9, [0, 4096, 3, 0x22, 0, 0]) && !may(9, [0, 4096, 7, 0x22, 0, 0]));
         assert!(!may(9, [0, 4096, 3, 1, 3, 0]) && !may(10, [0, 4096, 5, 0, 0, 0]));
     }
 
-    /// The server of a switch carries frames, asks who connects, and locks its folder.
+    /// The switch server forwards frames, reads peer credentials, and locks its folder.
     #[test]
     fn a_switch_may_do_this_and_no_more() {
         const FIONBIO: u64 = 0x5421;
         let filter = pack(&switch(1).and_then(compile).unwrap()).unwrap();
         let may = |call, arguments| allows(&filter, call, X86_64, arguments);
-        // Anonymous memory without code; neither code nor files.
+        // Anonymous memory without execute permission; no executable memory, no files.
         assert!(may(9, [0, 4096, 3, 0x22, 0, 0]));
         for (rights, flags) in [(7, 0x22), (5, 0x22), (4, 0x22), (3, 1), (3, 2)] {
             assert!(!may(9, [0, 4096, rights, flags, 3, 0]), "{rights} {flags:#x}");
@@ -901,25 +919,27 @@ mod tests {
         for call in [10, 42, 49, 50, 62, 87, 262, 263] {
             assert!(!may(call, [1; 6]), "{call}");
         }
-        // A relay does no more, and takes nobody in.
-        let relay = pack(&carrier().and_then(compile).unwrap()).unwrap();
+        // A frame filter has no further permissions and accepts no connections.
+        let relay = pack(&stream_forwarder().and_then(compile).unwrap()).unwrap();
         for call in 0..CALLS {
             let may_relay = allows(&relay, call, X86_64, [0; 6]);
             assert!(!may_relay || may(call, [0; 6]) && call != 288, "{call}");
         }
     }
 
-    /// None of them lets anything new be executed, traced or opened, or reaches other processes' memory or the network.
+    /// No filter allows executing or tracing programs, opening files, or reaching other processes'
+    /// memory or the network.
     #[test]
     fn no_process_may_do_what_machines_never_need() {
         const NEVER: [u32; 24] = [
-            // open, socket, connect, fork, vfork, execve, kill's relatives tkill and tgkill, ptrace, setuid, mount, init_module
+            // open, socket, connect, fork, vfork, execve, tkill, tgkill, ptrace, setuid, mount,
+            // init_module
             2, 41, 42, 57, 58, 59, 200, 234, 101, 105, 165, 175,
-            // openat, unshare, process_vm_readv, process_vm_writev, execveat, userfaultfd, bpf, io_uring_setup, pidfd_open, clone3,
-            // openat2, pidfd_getfd
+            // openat, unshare, process_vm_readv, process_vm_writev, execveat, userfaultfd, bpf,
+            // io_uring_setup, pidfd_open, clone3, openat2, pidfd_getfd
             257, 272, 310, 311, 322, 323, 321, 425, 434, 435, 437, 438,
         ];
-        let kvm = pack(&machine(7, true).and_then(compile).unwrap()).unwrap();
+        let kvm = pack(&kvm_process(7, true).and_then(compile).unwrap()).unwrap();
         let switch = pack(&switch(1).and_then(compile).unwrap()).unwrap();
         for filter in filters().chunks(Filters::WORDS).chain([&kvm[..], &switch[..]]) {
             for call in NEVER {

@@ -1,8 +1,10 @@
-//! A pre-virtualized kernel: what is in its file, and moving it to the lower half of the address space.
+//! Pre-virtualized kernel: parsing of its file, and relocation to the lower half of the address
+//! space.
 //!
-//! The file has the linker's relocations (`--emit-relocs`), which say all that depends on where the kernel is. Rules for Linux as in its
-//! own tool for the randomised layout (`arch/x86/tools/relocs.c`): what is relative to the instruction needs nothing, except to
-//! per-CPU data, which is linked at 0 and stays there; absolute symbols stay, except those that the linker script defines by addresses.
+//! The file contains the linker's relocations (`--emit-relocs`). The rules are those of Linux' tool
+//! for KASLR (`arch/x86/tools/relocs.c`): instruction-relative references need no change, except to
+//! per-CPU data, which is linked at 0 and stays there; absolute symbols stay, except those that the
+//! linker script derives from addresses.
 
 use object::elf;
 use object::read::elf::{ElfFile64, FileHeader, Rela, SectionHeader, Sym};
@@ -15,14 +17,14 @@ use crate::Error;
 
 type File<'a> = ElfFile64<'a, LittleEndian>;
 
-/// Bytes of a table entry's page.
+/// Page size of page tables.
 const PAGE: u64 = 4096;
 const ENDIAN: LittleEndian = LittleEndian;
-/// Where an address of the image goes, from where it was linked: 2^64 - 2 GiB becomes [`layout::IMAGE`].
+/// Offset from linked to relocated addresses: 2^64 - 2 GiB becomes [`layout::IMAGE`].
 const DELTA: u64 = layout::IMAGE.wrapping_sub(LINKED);
-/// Where the image's mapping begins, as linked (`__START_KERNEL_map`).
+/// Linked start of the image mapping (`__START_KERNEL_map`).
 const LINKED: u64 = 0xffff_ffff_8000_0000;
-/// Tables whose entries are guest-physical addresses: they do not move with the image.
+/// Page tables: their entries are guest-physical addresses, which do not move with the image.
 const PAGE_TABLES: [&str; 7] = [
     "early_top_pgt",
     "init_top_pgt",
@@ -33,42 +35,42 @@ const PAGE_TABLES: [&str; 7] = [
     "level2_kernel_pgt",
 ];
 
-/// A kernel, checked.
+/// A validated kernel.
 pub struct Image<'a> {
     file: File<'a>,
-    /// Names of its symbols.
+    /// Symbol names.
     names: &'a [u8],
-    /// Address and length of the sites.
+    /// Address and length of the site table.
     sites: (u64, u64),
 }
 
-/// A part of the kernel's memory.
-pub struct Part {
+/// Segment of kernel memory.
+pub struct KernelSegment {
     /// Guest-physical address.
     pub address: u64,
-    /// Its first bytes; the rest is zero.
+    /// Initial bytes; the rest is zero.
     pub bytes: Large,
-    /// Linear address as linked.
+    /// Linked address.
     linked: u64,
 }
 
 impl<'a> Image<'a> {
-    /// Checks a kernel's file.
+    /// Validates a kernel file.
     ///
     /// # Errors
-    /// It is no ELF file for this processor, has no sites or those of another version, or is cut short.
+    /// Not an x86-64 ELF file, no site table of this version, or truncated.
     pub fn parse(bytes: &'a [u8]) -> Result<Self, Error> {
         if !bytes.starts_with(b"\x7fELF") {
             return Err(Error::Kernel(
-                "the kernel is no ELF file",
-                "take the `vmlinux` that `parador kernel build` made, not a bzImage",
+                "the kernel is not an ELF file",
+                "use the `vmlinux` of `parador kernel build`, not a bzImage",
             ));
         }
         let file = File::parse(bytes)?;
         if file.elf_header().e_machine(ENDIAN) != elf::EM_X86_64 {
             return Err(Error::Kernel(
-                "the kernel is for another processor",
-                "this version runs x86-64 kernels",
+                "the kernel is for another architecture",
+                "use an x86-64 kernel",
             ));
         }
         let mut sites = None;
@@ -85,22 +87,22 @@ impl<'a> Image<'a> {
         }
         let Some(sites) = sites else {
             return Err(Error::Kernel(
-                "the kernel is not pre-virtualized: it has no table of sites",
+                "the kernel is not pre-virtualized: it has no site table",
                 "build one with `parador kernel build`; unmodified kernels need --backend kvm",
             ));
         };
         let strings = file.elf_symbol_table().string_section();
         let names = match file.elf_section_table().section(strings) {
             Ok(section) => section.data(ENDIAN, bytes)?,
-            // It has none, and no symbols.
+            // No site table, and no symbols.
             Err(_) => &[],
         };
         Ok(Self { file, names, sites })
     }
 
-    /// Address of a symbol as linked.
+    /// Returns the linked address of a symbol.
     pub fn symbol(&self, name: &'static str) -> Result<u64, Error> {
-        // The length of all other names is nobody's concern: a kernel has tens of thousands.
+        // Symbols are compared by name: a kernel has tens of thousands.
         let is_it = |symbol: &&elf::Sym64<LittleEndian>| {
             let start = symbol.st_name(ENDIAN) as usize;
             let rest =
@@ -111,7 +113,7 @@ impl<'a> Image<'a> {
         found.map(|symbol| symbol.st_value(ENDIAN)).ok_or(Error::Symbol(name))
     }
 
-    /// The function at an address of the moved image.
+    /// Returns the function at an address of the relocated image.
     pub fn function_at(&self, address: u64) -> Option<String> {
         let linked = address.wrapping_sub(DELTA);
         let functions =
@@ -122,7 +124,8 @@ impl<'a> Image<'a> {
         (linked - found.address() < 1 << 16).then(|| found.name().unwrap_or_default().to_owned())
     }
 
-    /// The functions of the moved image by address: address, bytes, name. Of those without a size it is the room up to the next.
+    /// Returns the functions of the relocated image by address: address, size, name. A function
+    /// without a size extends to the next one.
     pub fn functions(&self) -> Vec<(u64, u64, String)> {
         let functions =
             self.file.symbols().filter(|symbol| symbol.kind() == object::SymbolKind::Text);
@@ -141,15 +144,15 @@ impl<'a> Image<'a> {
         all
     }
 
-    /// The sites of the moved image by address: address, and bytes that belong together once they are rewritten.
-    pub fn site_places(&self) -> Vec<(u64, u64)> {
+    /// Returns the sites of the relocated image by address: address and length after rewriting.
+    pub fn site_ranges(&self) -> Vec<(u64, u64)> {
         let mut all = Vec::new();
         for section in self.file.sections() {
             let name = section.name().unwrap_or_default();
             if !matches!(wedge_sites::section(name), Some(Ok(Table::Sites))) {
                 continue;
             }
-            // `parse` has seen that it is sound.
+            // `parse` has validated the table.
             let data = section.data().unwrap_or_default();
             if let Ok(sites) = Sites::parse(data, section.address()) {
                 all.extend(sites.iter().map(|site| (moved(site.address), site.padded.into())));
@@ -159,23 +162,23 @@ impl<'a> Image<'a> {
         all
     }
 
-    /// First address of the moved image's first segment, where its code is.
+    /// Returns the address of the relocated first segment, which contains the code.
     pub fn start(&self) -> u64 {
         let mut segments = self.file.elf_program_headers().iter();
         let first = segments.find(|segment| segment.p_type.get(ENDIAN) == elf::PT_LOAD);
         moved(first.map_or(LINKED, |segment| segment.p_vaddr.get(ENDIAN)))
     }
 
-    /// Where the table of sites is once the image is moved, and its length.
+    /// Returns address and length of the site table in the relocated image.
     pub fn sites(&self) -> (u64, u64) {
         (moved(self.sites.0), self.sites.1)
     }
 
-    /// The kernel's memory, moved.
+    /// Returns the relocated segments.
     ///
     /// # Errors
-    /// The file is not sound, or something does not fit.
-    pub fn moved(&self) -> Result<Vec<Part>, Error> {
+    /// The file is invalid, or a relocation overflows.
+    pub fn moved(&self) -> Result<Vec<KernelSegment>, Error> {
         let mut parts = Vec::new();
         for segment in self.file.elf_program_headers() {
             if segment.p_type.get(ENDIAN) != elf::PT_LOAD || segment.p_memsz.get(ENDIAN) == 0 {
@@ -184,38 +187,38 @@ impl<'a> Image<'a> {
             let (offset, size) = (segment.p_offset.get(ENDIAN), segment.p_filesz.get(ENDIAN));
             let length = segment.p_memsz.get(ENDIAN);
             let address = segment.p_paddr.get(ENDIAN);
-            let cut = || Error::Kernel("the kernel's file is cut short", "build or copy it again");
+            let cut = || Error::Kernel("the kernel file is truncated", "build or copy it again");
             let bytes = offset.checked_add(size).and_then(|end| {
                 self.file.data().get(usize::try_from(offset).ok()?..usize::try_from(end).ok()?)
             });
             let fits = address.checked_add(length).is_some_and(|end| end <= layout::IMAGE_LENGTH);
             if !fits || size > length {
                 return Err(Error::Kernel(
-                    "the kernel's image is larger than 256 MiB, or not at the beginning of memory",
-                    "take the `vmlinux` that `parador kernel build` made",
+                    "the kernel image is larger than 256 MiB or not linked at the beginning of memory",
+                    "use the `vmlinux` of `parador kernel build`",
                 ));
             }
             let linked = segment.p_vaddr.get(ENDIAN);
             let bytes = Large::copy_of(bytes.ok_or_else(cut)?)
-                .map_err(|error| Error::Host("make room for the kernel", error))?;
-            parts.push(Part { address, bytes, linked });
+                .map_err(|error| Error::Host("allocate memory for the kernel", error))?;
+            parts.push(KernelSegment { address, bytes, linked });
         }
         self.relocate(&mut parts)?;
         self.set_constants(&mut parts)?;
         Ok(parts)
     }
 
-    /// First guest-physical address behind the kernel.
+    /// Returns the first guest-physical address after the kernel.
     pub fn end(&self) -> u64 {
         let ends = self.file.elf_program_headers().iter().filter_map(|segment| {
             let load = segment.p_type.get(ENDIAN) == elf::PT_LOAD;
             load.then(|| segment.p_paddr.get(ENDIAN).saturating_add(segment.p_memsz.get(ENDIAN)))
         });
-        // Memory that Linux reserves behind `_end` is part of the segment.
+        // The segment includes memory that Linux reserves after `_end`.
         ends.max().unwrap_or(0).next_multiple_of(PAGE)
     }
 
-    fn relocate(&self, parts: &mut [Part]) -> Result<(), Error> {
+    fn relocate(&self, parts: &mut [KernelSegment]) -> Result<(), Error> {
         let sections = self.file.elf_section_table();
         let symbols = self.file.elf_symbol_table();
         let per_cpu = sections
@@ -233,11 +236,12 @@ impl<'a> Image<'a> {
                 continue;
             }
             let in_per_cpu = Some(section.info_link(ENDIAN).0) == per_cpu;
-            // The place of the section's first byte, and which tables are in it: there are hundreds of thousands of relocations.
+            // The section's start and the page tables in it are looked up once: there are hundreds
+            // of thousands of relocations.
             let start = target.sh_addr(ENDIAN);
             let length = target.sh_size(ENDIAN);
             let bytes = field(parts, start, usize::try_from(length).unwrap_or(usize::MAX));
-            let Some(bytes) = bytes else { return Err(misfit(start, b"a section")) };
+            let Some(bytes) = bytes else { return Err(relocation_overflow(start, b"a section")) };
             let tables: Vec<u64> = tables
                 .iter()
                 .copied()
@@ -273,24 +277,24 @@ impl<'a> Image<'a> {
                     | elf::R_X86_64_32S
                     | elf::R_X86_64_PC32
                     | elf::R_X86_64_PLT32 => 4,
-                    _ => return Err(misfit(at, name())),
+                    _ => return Err(relocation_overflow(at, name())),
                 };
                 let offset = usize::try_from(at.wrapping_sub(start)).ok();
                 let field = offset.and_then(|offset| bytes.get_mut(offset..)?.get_mut(..size));
-                add(field.ok_or_else(|| misfit(at, name()))?, change);
+                add(field.ok_or_else(|| relocation_overflow(at, name()))?, change);
             }
         }
         if any {
             Ok(())
         } else {
             Err(Error::Kernel(
-                "the kernel has no relocations, so it cannot be moved",
-                "build it with `parador kernel build`, and do not strip it",
+                "the kernel has no relocations",
+                "build it with `parador kernel build` and do not strip it",
             ))
         }
     }
 
-    fn set_constants(&self, parts: &mut [Part]) -> Result<(), Error> {
+    fn set_constants(&self, parts: &mut [KernelSegment]) -> Result<(), Error> {
         for section in self.file.sections() {
             if wedge_sites::section(section.name()?) != Some(Ok(Table::Constants)) {
                 continue;
@@ -303,34 +307,37 @@ impl<'a> Image<'a> {
                 let id: ConstantId = constant.id;
                 let change = id.lower_half().wrapping_sub(id.upper_half());
                 let place = field(parts, constant.address, size);
-                add(place.ok_or_else(|| misfit(constant.address, b"a constant"))?, change);
+                add(
+                    place.ok_or_else(|| relocation_overflow(constant.address, b"a constant"))?,
+                    change,
+                );
             }
         }
         Ok(())
     }
 }
 
-/// Where an address of the image is once it is moved.
+/// Returns the relocated address of a linked one.
 pub fn moved(linked: u64) -> u64 {
     linked.wrapping_add(DELTA)
 }
 
-/// Guest-physical address of a place in the moved image.
+/// Returns the guest-physical address of a relocated address.
 pub fn physical_of_moved(address: u64) -> u64 {
     address.wrapping_sub(layout::IMAGE)
 }
 
-/// Guest-physical address of a place in the image.
+/// Returns the guest-physical address of a linked address.
 pub fn physical(linked: u64) -> u64 {
     linked.wrapping_sub(LINKED)
 }
 
-fn misfit(at: u64, name: &[u8]) -> Error {
+fn relocation_overflow(at: u64, name: &[u8]) -> Error {
     Error::Relocation(at, String::from_utf8_lossy(name).into_owned())
 }
 
-/// The bytes of the image at a linked address.
-fn field(parts: &mut [Part], at: u64, size: usize) -> Option<&mut [u8]> {
+/// Returns the bytes of the image at a linked address.
+fn field(parts: &mut [KernelSegment], at: u64, size: usize) -> Option<&mut [u8]> {
     parts.iter_mut().find_map(|part| {
         let offset = usize::try_from(at.checked_sub(part.linked)?).ok()?;
         part.bytes.get_mut(offset..offset.checked_add(size)?)
@@ -345,12 +352,12 @@ fn add(field: &mut [u8], change: u64) {
     field.copy_from_slice(&value[..field.len()]);
 }
 
-/// Symbols of per-CPU data that are addresses all the same.
+/// Returns whether a symbol of per-CPU data is an ordinary address.
 fn is_linear_per_cpu(name: &[u8]) -> bool {
     matches!(name, b"__init_begin" | b"__per_cpu_load") || name.starts_with(b"init_per_cpu_")
 }
 
-/// Absolute symbols that the linker script defines by addresses of the image.
+/// Returns whether an absolute symbol is derived from an image address by the linker script.
 fn is_relative(name: &[u8]) -> bool {
     const NAMES: [&[u8]; 17] = [
         b"__init_begin",

@@ -1,7 +1,9 @@
-//! Virtual machines as processes of Linux: what `parador run` does before the first process of the guest runs.
+//! Loader for VMs as Linux processes: everything that `parador run` does before the guest's first
+//! process runs.
 //!
-//! [`Image`] is a pre-virtualized kernel, checked; [`prepare`] moves it to the lower half of the address space, puts it into memory with all
-//! that it needs, and gives the descriptors that the wedge (`wedge/on-linux`) is started with.
+//! [`Image`] is a validated pre-virtualized kernel; [`prepare`] relocates it to the lower half of
+//! the address space, places it in memory with its boot data, and returns the descriptors for the
+//! wedge (`wedge/on-linux`). It also builds the seccomp filters.
 #![forbid(unsafe_code)]
 
 mod error;
@@ -13,4 +15,4 @@ pub mod symbols;
 pub use error::Error;
 pub use filters::{confine, confine_relay, confine_switch};
 pub use image::Image;
-pub use prepare::{Machine, Prepared, check_host, check_memory, empty, has_keys, prepare};
+pub use prepare::{Prepared, VmSpec, check_host, check_memory, empty, has_keys, prepare};

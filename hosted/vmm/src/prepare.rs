@@ -1,4 +1,4 @@
-//! Memory of a machine, ready to run.
+//! Memory of a VM, ready to run.
 
 use std::arch::x86_64::{__cpuid, __cpuid_count};
 use std::os::fd::OwnedFd;
@@ -14,32 +14,32 @@ use vmm_mem::{GuestMemory, PAGE_SIZE};
 use crate::Error;
 use crate::image::{Image, moved, physical};
 
-/// Two page tables behind the ACPI tables, in memory that the guest's memory map keeps from it: the root by which the kernel's own addresses
-/// below 2 GiB are resolved, and the table below it.
+/// Two page tables after the ACPI tables, in memory that the guest's memory map reserves: the root
+/// that translates kernel addresses below 2 GiB, and the next level.
 const ROOT: u64 = 0xf_0000;
 const LEVEL_3: u64 = ROOT + 0x1000;
 const TABLE: u64 = entry::PRESENT | entry::WRITE | entry::ACCESSED | entry::DIRTY;
-/// Entry of the kernel's image in the table of level 3, and entries of the fixed mappings in that of level 2.
+/// Entry of the kernel image in the level 3 table, and entries of the fixmap in the level 2 table.
 const IMAGE_ENTRY: u64 = layout::IMAGE >> 30;
 const FIXMAP_ENTRIES: [(u64, u64); 2] = [(506, 0), (507, 0x1000)];
 /// `__KERNEL_CS`.
 const KERNEL_CODE: u64 = 0x10;
-/// What a machine is made of.
+/// Configuration of a VM.
 #[derive(Clone, Copy, Debug)]
-pub struct Machine<'a> {
-    /// Bytes of memory, a multiple of the page size.
+pub struct VmSpec<'a> {
+    /// Guest memory in bytes, a multiple of the page size.
     pub memory: u64,
-    /// Virtual CPUs, 1 to [`proto::system::MAX_VCPUS`].
+    /// vCPUs, 1 to [`proto::system::MAX_VCPUS`].
     pub vcpus: u8,
     /// Initial RAM disk.
     pub initrd: Option<&'a [u8]>,
-    /// Command line of the kernel.
+    /// Kernel command line.
     pub command_line: &'a str,
     /// Bits of [`proto::wedge::option`].
     pub options: u64,
-    /// Least grave messages that are printed: see [`proto::wedge::log`].
+    /// Least severe messages that are printed: see [`proto::wedge::log`].
     pub log: u64,
-    /// Bytes that the guest is to give up at first, if it has a balloon.
+    /// Initial size of the balloon in bytes; `None`: no balloon.
     pub balloon: Option<u64>,
     /// Disks.
     pub disks: &'a [DiskRecord],
@@ -47,25 +47,26 @@ pub struct Machine<'a> {
     pub nets: &'a [NetRecord],
     /// Shared directories.
     pub shares: &'a [ShareRecord],
-    /// The guest's number for vsock, if it has that.
+    /// Guest CID of the vsock device, if there is one.
     pub vsock: Option<u32>,
-    /// It has a virtio console beside the serial line.
+    /// The VM has a virtio console in addition to the serial line.
     pub console: bool,
 }
 
-/// What a machine's first process is started with.
+/// Descriptors for a VM's first process.
 #[derive(Debug)]
 pub struct Prepared {
     /// Guest memory, for [`layout::MEMORY_FD`].
     pub memory: OwnedFd,
-    /// Bytes of it that are below 4 GiB, which come first; the others are from there on.
+    /// Bytes of guest memory below 4 GiB, which come first in the file; the rest is mapped from 4
+    /// GiB on.
     pub low: u64,
     /// Shared memory, for [`layout::SHARED_FD`].
     pub shared: OwnedFd,
 }
 
-/// Puts a kernel into the memory of a new machine.
-pub fn prepare(image: &Image<'_>, machine: &Machine<'_>) -> Result<Prepared, Error> {
+/// Loads a kernel into the memory of a new VM.
+pub fn prepare(image: &Image<'_>, machine: &VmSpec<'_>) -> Result<Prepared, Error> {
     let xcr0 = check_host()?;
     check_memory(machine.memory)?;
     if machine.disks.len() > MAX_DISKS {
@@ -79,17 +80,17 @@ pub fn prepare(image: &Image<'_>, machine: &Machine<'_>) -> Result<Prepared, Err
     }
     let chips = vmm_machine::layout_with_pci();
     let host = |action| move |error| Error::Host(action, error);
-    // For each virtual CPU, copies of what programs execute are behind guest memory.
+    // Copies of executable user pages, per vCPU, follow guest memory.
     let copies = if machine.options & option::KEYS != 0 { machine.vcpus.into() } else { 0 };
     let mut memory = guest_memory(machine.memory * (1 + copies))?;
     check_room(image, machine.memory)?;
-    // The kernel is at the beginning of memory, which is that of the descriptor. What follows a part's bytes is zero already.
+    // The kernel is at the beginning of guest memory. The rest of a segment is zero already.
     for part in image.moved()? {
         memory.write_at(part.address, &part.bytes).map_err(host("write the kernel to memory"))?;
     }
     let ranges: Vec<_> = vmm_boot::ram_ranges(machine.memory, chips.hole_start).collect();
     let (sites, sites_length) = image.sites();
-    // A kernel without them does it itself.
+    // Kernels without these functions patch code by themselves.
     let function = |name| image.symbol(name).map_or(0, crate::image::moved);
     let mut start = Start {
         memory: machine.memory,
@@ -114,9 +115,9 @@ pub fn prepare(image: &Image<'_>, machine: &Machine<'_>) -> Result<Prepared, Err
     };
     memory
         .with(ranges, |memory| fill(memory, image, machine, &chips, &mut start))
-        .map_err(host("lay the guest's memory out"))??;
+        .map_err(host("lay out guest memory"))??;
     let filters = crate::filters::words(machine.options)?;
-    // Where programs are apart, what their processes share with the kernel's is behind.
+    // With user process isolation, memory shared by kernel and user processes follows.
     let mailboxes =
         if machine.options & option::USER_PROCESS != 0 { machine.vcpus.into() } else { 0 };
     let mut shared = shared_memory(layout::mailbox(mailboxes, 0))?;
@@ -131,27 +132,27 @@ pub fn prepare(image: &Image<'_>, machine: &Machine<'_>) -> Result<Prepared, Err
         let words = (0..).step_by(8).zip(start.to_words()).chain(disks).chain(nets);
         words.chain(shares).chain(filters).try_for_each(|(at, word)| memory.write(at, word))
     });
-    written.map_err(host("fill shared memory"))?.map_err(vmm_boot::BootError::from)?;
+    written.map_err(host("write shared memory"))?.map_err(vmm_boot::BootError::from)?;
     prepared(memory, shared, machine.memory)
 }
 
-/// A new machine with so many bytes of memory, whose kernel its own process loads.
+/// Creates a VM with `memory` bytes of memory; its own process loads the kernel.
 pub fn empty(memory: u64) -> Result<Prepared, Error> {
     check_memory(memory)?;
     prepared(guest_memory(memory)?, shared_memory(layout::SHARED_LENGTH)?, memory)
 }
 
-/// Name of the file in memory that is the guest's.
+/// Name of the memory file with guest memory.
 pub const GUEST_MEMORY: &str = "parador-guest";
 
 fn guest_memory(bytes: u64) -> Result<SharedMemory, Error> {
     SharedMemory::new(GUEST_MEMORY, bytes)
-        .map_err(|error| Error::Host("make the guest's memory", error))
+        .map_err(|error| Error::Host("create guest memory", error))
 }
 
 fn shared_memory(bytes: u64) -> Result<SharedMemory, Error> {
     SharedMemory::new("parador-shared", bytes)
-        .map_err(|error| Error::Host("make the machine's shared memory", error))
+        .map_err(|error| Error::Host("create shared memory", error))
 }
 
 fn prepared(memory: SharedMemory, shared: SharedMemory, length: u64) -> Result<Prepared, Error> {
@@ -173,7 +174,7 @@ fn check_room(image: &Image<'_>, available: u64) -> Result<(), Error> {
 fn fill(
     memory: &GuestMemory,
     image: &Image<'_>,
-    machine: &Machine<'_>,
+    machine: &VmSpec<'_>,
     chips: &vmm_boot::PcLayout,
     start: &mut Start,
 ) -> Result<(), Error> {
@@ -196,7 +197,7 @@ fn fill(
     for (name, value) in variables {
         write(physical(image.symbol(name)?), value)?;
     }
-    // Page tables as Linux' own start-up code would leave them, but in the lower half.
+    // Page tables as Linux' start-up code leaves them, but in the lower half.
     let table = |name| image.symbol(name).map(physical);
     let (level_2, level_1) = (table("level2_kernel_pgt")?, table("level1_fixmap_pgt")?);
     memory.fill(ROOT, 2 * 0x1000, 0).map_err(failed)?;
@@ -211,7 +212,7 @@ fn fill(
     start.cr3 = top;
     let read = |name| -> Result<u64, Error> { memory.read(table(name)?).map_err(failed) };
     start.rip = moved(image.symbol("x86_64_start_kernel")?);
-    // As after a call, whose return address nobody uses.
+    // As after a call; the return address is not used.
     start.rsp = read("initial_stack")? - 8;
     start.gs_base = read("initial_gs")?;
     let descriptor = table("early_gdt_descr")?;
@@ -232,27 +233,27 @@ fn fill(
     Ok(())
 }
 
-/// Reads eight bytes that need not be aligned.
+/// Reads eight unaligned bytes.
 fn memory_word(memory: &GuestMemory, at: u64) -> Result<u64, vmm_mem::MemoryError> {
     let mut bytes = [0; 8];
     memory.read_slice(at, &mut bytes)?;
     Ok(u64::from_le_bytes(bytes))
 }
 
-/// Whether the host has so many bytes of memory.
+/// Checks that the host has this much memory.
 ///
 /// # Errors
 /// [`Error::TooMuchMemory`]
 pub fn check_memory(wanted: u64) -> Result<(), Error> {
     let host = rustix::system::sysinfo();
     let unit = u64::from(host.mem_unit.max(1));
-    // Numbers of the host's kernel, which counts in units so that they fit.
+    // The kernel reports memory in units of `mem_unit` bytes.
     let available = host.totalram.saturating_add(host.totalswap).saturating_mul(unit);
     if wanted > available { Err(Error::TooMuchMemory { wanted, available }) } else { Ok(()) }
 }
 
-/// Whether the host's processor and kernel let a program be the processor of a machine. Gives the extended state that its guest may use
-/// (`XCR0`).
+/// Checks that host CPU and kernel support the process back end. Returns the extended state that
+/// the guest may use (`XCR0`).
 ///
 /// # Errors
 /// [`Error::Lacking`]
@@ -260,8 +261,9 @@ pub fn check_host() -> Result<u64, Error> {
     check_processor(__cpuid(1).ecx, rustix::param::linux_hwcap().1)
 }
 
-/// Whether the processor and the host's kernel have protection keys (`OSPKE`; SDM vol. 2, CPUID), and no encoding of instructions that the
-/// wedge does not search for (`APX_F`; Intel's APX Architecture Specification, 3.1.4.1).
+/// Returns whether the CPU and the host kernel have protection keys (`OSPKE`; SDM vol. 2, CPUID),
+/// and no instruction encoding that the wedge does not scan for (`APX_F`; Intel's APX Architecture
+/// Specification, 3.1.4.1).
 pub fn has_keys() -> bool {
     const OSPKE: u32 = 1 << 4;
     const APX: u32 = 1 << 21;
@@ -270,19 +272,20 @@ pub fn has_keys() -> bool {
     features.ecx & OSPKE != 0 && !has_apx
 }
 
-/// What the wedge cannot do without, of `CPUID` leaf 1 (`ECX`) and what the host's kernel says (`AT_HWCAP2`); gives the extended state
-/// that the guest may use.
+/// Checks the required features in `CPUID` leaf 1 (`ECX`) and in `AT_HWCAP2`; returns the extended
+/// state that the guest may use.
 fn check_processor(features: u32, hwcap2: usize) -> Result<u64, Error> {
     const XSAVE: u32 = 1 << 26;
     const OSXSAVE: u32 = 1 << 27;
     if features & (XSAVE | OSXSAVE) != XSAVE | OSXSAVE {
         return Err(Error::Lacking("XSAVE"));
     }
-    // `HWCAP2_FSGSBASE` (`arch/x86/include/uapi/asm/hwcap2.h` in Linux): the host's kernel lets programs use them.
+    // `HWCAP2_FSGSBASE` (`arch/x86/include/uapi/asm/hwcap2.h` in Linux): the host kernel enables
+    // the instructions in user mode.
     const FSGSBASE: usize = 1 << 1;
     if hwcap2 & FSGSBASE == 0 {
         return Err(Error::Lacking(
-            "FSGSBASE for programs (a processor of 2013 and Linux 5.9, or newer)",
+            "FSGSBASE in user mode (requires a CPU of 2013 and Linux 5.9, or newer)",
         ));
     }
     let state = __cpuid_count(0xd, 0);

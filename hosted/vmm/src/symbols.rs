@@ -1,5 +1,6 @@
-//! The functions of a guest's kernel for `perf`, which looks up an address in the file that it is mapped from: guest memory. So there is a file of
-//! that name, with a section that begins where the kernel is in guest memory, and nothing but symbols in it.
+//! Symbol file of a guest kernel for `perf`, which resolves an address in the file mapped there:
+//! guest memory. The file has that name and a section at the kernel's offset in guest memory, with
+//! symbols only.
 
 use object::elf;
 use object::endian::Endianness;
@@ -10,20 +11,20 @@ use crate::image::physical_of_moved;
 use crate::prepare::GUEST_MEMORY;
 use crate::{Error, Image};
 
-/// Its name for `perf`: that of guest memory in `/proc/PID/maps`.
+/// Returns the file name for `perf`: that of guest memory in `/proc/PID/maps`.
 pub fn name() -> String {
     format!("memfd:{GUEST_MEMORY} (deleted)")
 }
 
-/// An object file (ELF) whose offsets are guest-physical addresses.
+/// Returns an ELF object whose offsets are guest-physical addresses.
 ///
 /// # Errors
-/// The kernel has no functions, or too many for a file of this kind.
+/// The kernel has no functions, or too many for an object file.
 pub fn object(image: &Image<'_>) -> Result<Vec<u8>, Error> {
     write(&image.functions())
 }
 
-/// Of functions in ascending order: address in the moved image, bytes, name.
+/// Writes functions in ascending order: relocated address, size, name.
 fn write(functions: &[(u64, u64, String)]) -> Result<Vec<u8>, Error> {
     let bounds = functions.first().zip(functions.last());
     let ((first, ..), (last, size, _)) = bounds.ok_or(Error::Symbol("_stext"))?;
@@ -32,7 +33,7 @@ fn write(functions: &[(u64, u64, String)]) -> Result<Vec<u8>, Error> {
     let mut bytes = Vec::new();
     let mut writer = Writer::new(Endianness::Little, true, &mut bytes);
     let failed =
-        |_| Error::Kernel("the kernel has too many symbols", "give the kernel as it was built");
+        |_| Error::Kernel("the kernel has too many symbols", "use the kernel as it was built");
     writer.reserve_file_header();
     writer.reserve_null_section_index();
     let text_name = writer.add_section_name(b".text");

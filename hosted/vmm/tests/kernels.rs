@@ -1,8 +1,9 @@
-//! Kernels that cannot run: each is refused with its reason. They are made here, byte by byte, and are as small as they can be.
+//! Kernels that cannot run: each is refused with its reason. The tests build minimal files byte by
+//! byte.
 
-use hosted_vmm::{Error, Image, Machine, prepare};
+use hosted_vmm::{Error, Image, VmSpec, prepare};
 
-/// Where the made-up kernel is linked, and its place in memory.
+/// Link address of the test kernel, and its guest-physical address.
 const LINKED: u64 = 0xffff_ffff_8100_0000;
 const PHYSICAL: u64 = 0x100_0000;
 /// `SHF_ALLOC`.
@@ -23,7 +24,8 @@ const MEMORY: u64 = 64 << 20;
 /// Name, type, flags, content, and the sections that it refers to.
 type Section<'a> = (&'a str, u32, u64, &'a [u8], [u32; 2]);
 
-/// An ELF file (System V ABI, chapters 4 and 5) with one segment, of which 48 bytes are in the file, and these sections.
+/// An ELF file (System V ABI, chapters 4 and 5) with one segment, of which 48 bytes are in the
+/// file, and these sections.
 fn elf(sections: &[Section<'_>]) -> Vec<u8> {
     let mut names = vec![0];
     let starts: Vec<u32> = sections
@@ -106,8 +108,8 @@ fn whole() -> Vec<u8> {
     kernel(&SITE, &relocation(0, ABSOLUTE))
 }
 
-fn machine(memory: u64) -> Machine<'static> {
-    Machine {
+fn machine(memory: u64) -> VmSpec<'static> {
+    VmSpec {
         memory,
         vcpus: 1,
         initrd: None,
@@ -125,7 +127,7 @@ fn machine(memory: u64) -> Machine<'static> {
 
 /// Why a kernel is refused, and what to do.
 #[track_caller]
-fn refusal(file: &[u8], machine: &Machine<'_>) -> (Error, String) {
+fn refusal(file: &[u8], machine: &VmSpec<'_>) -> (Error, String) {
     let error = Image::parse(file).and_then(|image| prepare(&image, machine).map(drop));
     let error = error.unwrap_err();
     let text = format!("{error} | {}", error.help().unwrap_or_default());
@@ -140,15 +142,15 @@ fn refused(file: &[u8], why: &str) {
 
 #[test]
 fn files_of_other_kinds() {
-    refused(b"", "no ELF file");
-    refused(b"\x7fEL", "no ELF file");
+    refused(b"", "not an ELF file");
+    refused(b"\x7fEL", "not an ELF file");
     refused(b"MZ and so on, as a bzImage begins", "not a bzImage");
     let mut narrow = whole();
     narrow[4] = 1;
-    refused(&narrow, "no sound ELF file");
+    refused(&narrow, "not a valid ELF file");
     let mut other = whole();
     other[18] = 183;
-    refused(&other, "another processor");
+    refused(&other, "another architecture");
 }
 
 #[test]
@@ -176,8 +178,8 @@ fn kernels_without_sites_or_with_others() {
 #[test]
 fn kernels_that_cannot_be_moved() {
     refused(&kernel(&SITE, &[]), "do not strip it");
-    refused(&kernel(&SITE, &relocation(0x10_0000, ABSOLUTE)), "x does not fit");
-    refused(&kernel(&SITE, &relocation(0, 99)), "x does not fit");
+    refused(&kernel(&SITE, &relocation(0x10_0000, ABSOLUTE)), "reference to x at");
+    refused(&kernel(&SITE, &relocation(0, 99)), "reference to x at");
     // Moved, but not Linux.
     refused(&whole(), "no symbol `");
 }
@@ -185,17 +187,17 @@ fn kernels_that_cannot_be_moved() {
 #[test]
 fn machines_that_do_not_fit() {
     let whole = whole();
-    for (memory, why) in [(16 << 20, "--memory"), (1 << 60, "of this host")] {
+    for (memory, why) in [(16 << 20, "--memory"), (1 << 60, "the host has")] {
         let (_, text) = refusal(&whole, &machine(memory));
         assert!(text.contains(why), "{text}");
     }
     let initrd = vec![0; 80 << 20];
-    let (_, text) = refusal(&whole, &Machine { initrd: Some(&initrd), ..machine(MEMORY) });
+    let (_, text) = refusal(&whole, &VmSpec { initrd: Some(&initrd), ..machine(MEMORY) });
     assert!(text.contains("--memory"), "{text}");
     let disks = [proto::wedge::DiskRecord::default(); 5];
-    let (error, _) = refusal(&whole, &Machine { disks: &disks, ..machine(MEMORY) });
+    let (error, _) = refusal(&whole, &VmSpec { disks: &disks, ..machine(MEMORY) });
     assert!(matches!(error, Error::TooManyDisks(5)), "{error}");
     let line = "x".repeat(100_000);
-    let (_, text) = refusal(&whole, &Machine { command_line: &line, ..machine(MEMORY) });
+    let (_, text) = refusal(&whole, &VmSpec { command_line: &line, ..machine(MEMORY) });
     assert!(text.contains("command line"), "{text}");
 }

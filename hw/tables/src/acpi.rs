@@ -6,6 +6,9 @@
 
 use crate::bytes;
 
+mod ivrs;
+pub use ivrs::IvrsIoApic;
+
 const HEADER_LENGTH: usize = 36;
 /// Maximum plausible length of a table in bytes.
 const MAX_TABLE_LENGTH: usize = 1 << 24;
@@ -420,14 +423,7 @@ impl<'a> Ivrs<'a> {
 
     /// IVHDs up to the first malformed block.
     pub fn iommus(&self) -> impl Iterator<Item = Ivhd> + use<'a> {
-        let mut rest = self.bytes.get(Self::FIXED..).unwrap_or(&[]);
-        let blocks = core::iter::from_fn(move || {
-            let length = usize::from(bytes::u16(rest, 2)?);
-            let block = rest.get(..length).filter(|block| block.len() >= 4)?;
-            rest = &rest[length..];
-            Some(block)
-        });
-        blocks.filter(|block| Self::IVHD.contains(&block[0])).filter_map(|block| {
+        self.blocks().filter_map(|block| {
             Some(Ivhd {
                 device: bytes::u16(block, 4)?,
                 base: bytes::u64(block, 8)?,
@@ -589,7 +585,7 @@ mod tests {
         table
     }
 
-    fn table(signature: &[u8; 4], body: &[u8]) -> Vec<u8> {
+    pub(crate) fn table(signature: &[u8; 4], body: &[u8]) -> Vec<u8> {
         let mut table = vec![0; HEADER_LENGTH];
         table[..4].copy_from_slice(signature);
         table[4..8].copy_from_slice(&((HEADER_LENGTH + body.len()) as u32).to_le_bytes());

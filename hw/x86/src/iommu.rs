@@ -1,5 +1,5 @@
 //! AMD IOMMU ("AMD I/O Virtualization Technology (IOMMU) Specification", 48882, rev. 3.0x):
-//! registers, device table, page tables, commands and events.
+//! registers, device table, page tables, interrupt remapping, commands and events.
 
 /// Registers, 64 bits each (section 3.4).
 pub mod register {
@@ -70,10 +70,48 @@ const fn level(level: u8) -> u64 {
 /// without rights.
 pub const BLOCKED: [u64; 4] = [0b11 | level(LEVELS), 0, 0, 0];
 
-/// Device table entry of a function that accesses memory through the page table at `root`.
-/// Interrupts are not remapped.
+/// Device table entry of a function that accesses memory through the page table at `root`. Its
+/// interrupts pass unless [`with_interrupts`] remaps them.
 pub const fn device_entry(root: u64, domain: u16) -> [u64; 4] {
     [BLOCKED[0] | root & ADDRESS | READ | WRITE, domain as u64, 0, 0]
+}
+
+/// Entries of an interrupt remapping table (section 2.2.5): all that a message can name.
+pub const INTERRUPTS: u64 = 1 << INTERRUPTS_LOG2;
+/// Bytes of an entry of an interrupt remapping table.
+pub const INTERRUPT_ENTRY: u64 = 4;
+const INTERRUPTS_LOG2: u64 = 11;
+
+/// Third word of a device table entry: interrupt remapping (bits 191:128).
+mod interrupts {
+    /// IV: the rest of the word is valid.
+    pub const VALID: u64 = 1 << 0;
+    /// IntTabLen, lowest bit: logarithm of the number of entries.
+    pub const LENGTH_SHIFT: u64 = 1;
+    /// Address of the table.
+    pub const TABLE: u64 = 0xf_ffff_ffff_ffc0;
+    /// IntCtl: fixed and arbitrated interrupts are remapped. 0: they are aborted.
+    pub const REMAPPED: u64 = 2 << 60;
+}
+
+/// Returns the device table entry of a function whose fixed and arbitrated interrupts are remapped
+/// by `table`. INIT, NMI and external interrupts are blocked; without a table all interrupts are.
+pub const fn with_interrupts(entry: [u64; 4], table: Option<u64>) -> [u64; 4] {
+    let word = match table {
+        Some(table) => {
+            let length = INTERRUPTS_LOG2 << interrupts::LENGTH_SHIFT;
+            table & interrupts::TABLE | interrupts::REMAPPED | length | interrupts::VALID
+        }
+        None => interrupts::VALID,
+    };
+    [entry[0], entry[1], word, entry[3]]
+}
+
+/// Entry of an interrupt remapping table (section 2.2.5.1): a message with its index becomes the
+/// fixed interrupt `vector` of the CPU whose local APIC has this id. An entry of 0 blocks.
+pub const fn remapped(vector: u8, apic_id: u8) -> u32 {
+    const ENABLED: u32 = 1 << 0;
+    (vector as u32) << 16 | (apic_id as u32) << 8 | ENABLED
 }
 
 /// Page table entry (section 2.2.3) of a page. 0 is not present.
@@ -109,6 +147,11 @@ pub mod command {
         [2 << 60 | device as u64, 0]
     }
 
+    /// Invalidates the cached interrupt remapping table of a function (INVALIDATE_INTERRUPT_TABLE).
+    pub const fn invalidate_interrupts(device: u16) -> [u64; 2] {
+        [5 << 60 | device as u64, 0]
+    }
+
     /// Invalidates all translations of a domain (INVALIDATE_IOMMU_PAGES, all pages).
     pub const fn invalidate_domain(domain: u16) -> [u64; 2] {
         [3 << 60 | (domain as u64) << 32, 0x7fff_ffff_ffff_f003]
@@ -130,6 +173,11 @@ mod tests {
     fn entries() {
         assert_eq!(device_entry(0x12_3000, 7), [0x6000_0000_0012_3603, 7, 0, 0]);
         assert_eq!(BLOCKED[0] & (READ | WRITE), 0);
+        let remapped_entry = with_interrupts(device_entry(0x12_3000, 7), Some(0x45_6000));
+        assert_eq!(remapped_entry, [0x6000_0000_0012_3603, 7, 0x2000_0000_0045_6017, 0]);
+        assert_eq!(with_interrupts(BLOCKED, None), [BLOCKED[0], 0, 1, 0]);
+        assert_eq!(remapped(0x31, 5), 0x0031_0501);
+        assert_eq!(INTERRUPTS * INTERRUPT_ENTRY, 0x2000);
         assert_eq!(leaf(0x5000), 0x6000_0000_0000_5001);
         assert_eq!(table(0x5000, 2), 0x6000_0000_0000_5401);
         assert_eq!((next_table(table(0x5000, 1)), next_table(0)), (Some(0x5000), None));
@@ -143,6 +191,7 @@ mod tests {
     fn commands_and_events() {
         assert_eq!(command::completion(0x1008, 5), [0x1000_0000_0000_1009, 5]);
         assert_eq!(command::invalidate_device(0x18), [0x2000_0000_0000_0018, 0]);
+        assert_eq!(command::invalidate_interrupts(0x18), [0x5000_0000_0000_0018, 0]);
         assert_eq!(command::invalidate_domain(2), [0x3000_0002_0000_0000, 0x7fff_ffff_ffff_f003]);
         assert_eq!(event_device(0x2000_0000_0000_0020), 0x20);
     }

@@ -60,6 +60,10 @@ pub const VM_HSAVE_PA: u32 = 0xc001_0117;
 pub mod mc_status {
     /// The bank contains an error.
     pub const VAL: u64 = 1 << 63;
+    /// The hardware has not corrected the error.
+    pub const UC: u64 = 1 << 61;
+    /// Errors of this kind raise machine checks, by the bank's control register.
+    pub const EN: u64 = 1 << 60;
     /// The bank's address register is valid.
     pub const ADDRV: u64 = 1 << 58;
 }

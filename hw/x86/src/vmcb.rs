@@ -1,6 +1,9 @@
 //! Virtual machine control block of AMD SVM: APM vol. 2 (24593), chapter 15 and appendix B
 //! (layout), appendix C (exit codes).
+//!
+//! The fields are cells, because the processor writes them while a guest runs.
 
+use core::cell::Cell;
 use core::mem::{offset_of, size_of};
 
 /// A segment register in the state save area (APM vol. 2, table B-2).
@@ -17,109 +20,115 @@ pub struct VmcbSegment {
     pub base: u64,
 }
 
+/// A segment register in the state save area, as two words (APM vol. 2, table B-2).
+#[repr(C)]
+pub struct SavedSegment {
+    /// Selector in bits 15:0, attributes in bits 31:16, limit in bits 63:32.
+    pub access: Cell<u64>,
+    /// Base address.
+    pub base: Cell<u64>,
+}
+
 /// Control area (APM vol. 2, table B-1).
 #[allow(missing_docs, reason = "the fields carry the manual's names")]
-#[derive(Clone, Copy)]
 #[repr(C)]
 pub struct ControlArea {
     /// Offset 000h: intercepts of CR reads (15:0) and writes (31:16).
-    pub intercept_cr: u32,
+    pub intercept_cr: Cell<u32>,
     /// Offset 004h: intercepts of DR reads and writes.
-    pub intercept_dr: u32,
+    pub intercept_dr: Cell<u32>,
     /// Offset 008h: intercepted exceptions, one bit per vector.
-    pub intercept_exceptions: u32,
+    pub intercept_exceptions: Cell<u32>,
     /// Offset 00Ch: [`intercept3`].
-    pub intercept3: u32,
+    pub intercept3: Cell<u32>,
     /// Offset 010h: [`intercept4`].
-    pub intercept4: u32,
-    pub intercept5: u32,
+    pub intercept4: Cell<u32>,
+    pub intercept5: Cell<u32>,
     reserved_018: [u8; 0x24],
     /// Offset 03Ch.
-    pub pause_filter_threshold: u16,
-    pub pause_filter_count: u16,
+    pub pause_filter_threshold: Cell<u16>,
+    pub pause_filter_count: Cell<u16>,
     /// Offset 040h: physical address of the I/O permission map (12 KiB).
-    pub iopm_base_pa: u64,
+    pub iopm_base_pa: Cell<u64>,
     /// Offset 048h: physical address of the MSR permission map (8 KiB).
-    pub msrpm_base_pa: u64,
-    pub tsc_offset: u64,
+    pub msrpm_base_pa: Cell<u64>,
+    pub tsc_offset: Cell<u64>,
     /// Offset 058h: address space identifier; 0 is reserved for the host.
-    pub guest_asid: u32,
+    pub guest_asid: Cell<u32>,
     /// Offset 05Ch: [`tlb_control`].
-    pub tlb_control: u32,
+    pub tlb_control: Cell<u32>,
     /// Offset 060h: virtual interrupt control, [`v_intr`].
-    pub v_intr: u64,
+    pub v_intr: Cell<u64>,
     /// Offset 068h: bit 0 interrupt shadow, bit 1 guest interrupt mask.
-    pub interrupt_shadow: u64,
-    pub exit_code: u64,
-    pub exit_info1: u64,
-    pub exit_info2: u64,
+    pub interrupt_shadow: Cell<u64>,
+    pub exit_code: Cell<u64>,
+    pub exit_info1: Cell<u64>,
+    pub exit_info2: Cell<u64>,
     /// Offset 088h: event whose delivery the exit interrupted, [`event`].
-    pub exit_int_info: u64,
+    pub exit_int_info: Cell<u64>,
     /// Offset 090h: bit 0 NP_ENABLE.
-    pub nested_control: u64,
-    pub avic_apic_bar: u64,
-    pub ghcb_pa: u64,
+    pub nested_control: Cell<u64>,
+    pub avic_apic_bar: Cell<u64>,
+    pub ghcb_pa: Cell<u64>,
     /// Offset 0A8h: event to inject, [`event`].
-    pub event_inj: u64,
+    pub event_inj: Cell<u64>,
     /// Offset 0B0h: physical address of the nested page table root.
-    pub n_cr3: u64,
+    pub n_cr3: Cell<u64>,
     /// Offset 0B8h: bit 0 LBR virtualization.
-    pub lbr_control: u64,
+    pub lbr_control: Cell<u64>,
     /// Offset 0C0h: clean bits; a set bit marks an unchanged group that the processor may have
     /// cached.
-    pub clean: u64,
+    pub clean: Cell<u64>,
     /// Offset 0C8h: address of the next instruction, if the processor saves it.
-    pub n_rip: u64,
+    pub n_rip: Cell<u64>,
     /// Offset 0D0h: number of valid bytes in `instruction_bytes`.
-    pub fetched_bytes: u8,
-    pub instruction_bytes: [u8; 15],
+    pub fetched_bytes: Cell<u8>,
+    pub instruction_bytes: Cell<[u8; 15]>,
     reserved_0e0: [u8; 0x400 - 0xe0],
 }
 
 /// State save area (APM vol. 2, table B-2).
 #[allow(missing_docs, reason = "the fields carry the manual's names")]
-#[derive(Clone, Copy)]
 #[repr(C)]
 pub struct SaveArea {
     /// `es, cs, ss, ds, fs, gs`.
-    pub segments: [VmcbSegment; 6],
-    pub gdtr: VmcbSegment,
-    pub ldtr: VmcbSegment,
-    pub idtr: VmcbSegment,
-    pub tr: VmcbSegment,
+    pub segments: [SavedSegment; 6],
+    pub gdtr: SavedSegment,
+    pub ldtr: SavedSegment,
+    pub idtr: SavedSegment,
+    pub tr: SavedSegment,
     reserved_0a0: [u8; 0xcb - 0xa0],
-    pub cpl: u8,
+    pub cpl: Cell<u8>,
     reserved_0cc: u32,
-    pub efer: u64,
+    pub efer: Cell<u64>,
     reserved_0d8: [u8; 0x148 - 0xd8],
-    pub cr4: u64,
-    pub cr3: u64,
-    pub cr0: u64,
-    pub dr7: u64,
-    pub dr6: u64,
-    pub rflags: u64,
-    pub rip: u64,
+    pub cr4: Cell<u64>,
+    pub cr3: Cell<u64>,
+    pub cr0: Cell<u64>,
+    pub dr7: Cell<u64>,
+    pub dr6: Cell<u64>,
+    pub rflags: Cell<u64>,
+    pub rip: Cell<u64>,
     reserved_180: [u8; 0x1d8 - 0x180],
-    pub rsp: u64,
+    pub rsp: Cell<u64>,
     reserved_1e0: [u8; 0x1f8 - 0x1e0],
-    pub rax: u64,
-    pub star: u64,
-    pub lstar: u64,
-    pub cstar: u64,
-    pub sfmask: u64,
-    pub kernel_gs_base: u64,
-    pub sysenter_cs: u64,
-    pub sysenter_esp: u64,
-    pub sysenter_eip: u64,
-    pub cr2: u64,
+    pub rax: Cell<u64>,
+    pub star: Cell<u64>,
+    pub lstar: Cell<u64>,
+    pub cstar: Cell<u64>,
+    pub sfmask: Cell<u64>,
+    pub kernel_gs_base: Cell<u64>,
+    pub sysenter_cs: Cell<u64>,
+    pub sysenter_esp: Cell<u64>,
+    pub sysenter_eip: Cell<u64>,
+    pub cr2: Cell<u64>,
     reserved_248: [u8; 0x268 - 0x248],
-    pub g_pat: u64,
-    pub dbgctl: u64,
+    pub g_pat: Cell<u64>,
+    pub dbgctl: Cell<u64>,
     reserved_278: [u8; 0xc00 - 0x278],
 }
 
 /// Virtual machine control block: one page, naturally aligned.
-#[derive(Clone, Copy)]
 #[repr(C, align(4096))]
 pub struct Vmcb {
     /// Control area: configuration and exit information.
@@ -129,6 +138,7 @@ pub struct Vmcb {
 }
 
 const _: () = {
+    assert!(size_of::<SavedSegment>() == size_of::<VmcbSegment>());
     assert!(size_of::<ControlArea>() == 0x400);
     assert!(size_of::<SaveArea>() == 0xc00);
     assert!(size_of::<Vmcb>() == 0x1000);

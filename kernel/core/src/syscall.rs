@@ -414,9 +414,6 @@ impl<A: Arch> Kernel<A> {
             1 => A::irq_set(irq, false),
             2 => A::irq_set(irq, true),
             3 => {
-                if irq.source != IrqSource::Message {
-                    return Err(Status::BadOperation);
-                }
                 let (address, data) = A::irq_message(irq);
                 thread.context.set_result(0, address);
                 thread.context.set_result(1, data);

@@ -112,7 +112,7 @@ impl<R: ApicRegisters> Apic<R> {
         for source in [local::LVT_LINT0, local::LVT_LINT1, local::LVT_ERROR] {
             self.write(source, local::LVT_MASKED);
         }
-        self.write(local::TPR, 0);
+        self.write(local::TPR, (idt::TASK_PRIORITY as u32) << 4);
         self.write(local::SVR, local::SVR_ENABLE | idt::SPURIOUS as u32);
         self.write(local::TIMER_DIVIDE, local::DIVIDE_BY_1);
         self.write(local::TIMER_INITIAL, 0);
@@ -146,6 +146,13 @@ impl<R: ApicRegisters> Apic<R> {
     #[inline]
     pub fn eoi(&self) {
         self.write(local::EOI, 0);
+    }
+
+    /// Returns whether the interrupt with this vector is in service; a spurious one is not.
+    #[cold]
+    pub fn is_in_service(&self, vector: u8) -> bool {
+        let register = local::ISR + 0x10 * (vector as u32 / 32);
+        self.read(register) & 1 << (vector % 32) != 0
     }
 
     /// Sends an interrupt command to a local APIC.
@@ -281,11 +288,12 @@ mod tests {
         base: u64,
         now: u64,
         pending: RefCell<u32>,
+        in_service: u8,
     }
 
     impl Fake {
         fn new(base: u64, now: u64) -> Self {
-            Self { events: RefCell::default(), base, now, pending: RefCell::new(0) }
+            Self { events: RefCell::default(), base, now, pending: RefCell::new(0), in_service: 0 }
         }
     }
 
@@ -296,6 +304,9 @@ mod tests {
                 local::ICR_LOW if *self.pending.borrow() > 0 => {
                     *self.pending.borrow_mut() -= 1;
                     local::ICR_PENDING
+                }
+                register if register == local::ISR + 0x10 * (self.in_service as u32 / 32) => {
+                    1 << (self.in_service % 32)
                 }
                 _ => 0,
             }
@@ -329,6 +340,7 @@ mod tests {
         let events = taken(&apic);
         assert!(events.iter().all(|event| matches!(event, Write(..))), "{events:?}");
         assert!(events.contains(&Write(local::SVR, 0x1ff)));
+        assert!(events.contains(&Write(local::TPR, 0x10)), "vectors 0 to 31 are held off");
         assert!(events.contains(&Write(local::LVT_TIMER, 0xf0)));
         assert_eq!(apic.id(), 5);
         *apic.registers.pending.borrow_mut() = 3;
@@ -347,6 +359,7 @@ mod tests {
         assert_eq!(events[..2], [Msr(0x1b, 0xfee0_0900), Msr(0x1b, 0xfee0_0d00)]);
         assert!(events.iter().all(|event| matches!(event, Msr(..))), "{events:?}");
         assert!(events.contains(&Msr(0x832, 2 << 17 | 0xf0)));
+        assert!(events.contains(&Msr(0x808, 0x10)), "vectors 0 to 31 are held off");
         assert_eq!(events.last(), Some(&Msr(msr::TSC_DEADLINE, 0)));
         assert_eq!(apic.id(), 0x1_0005);
         apic.send_init(0x1_0007);
@@ -363,6 +376,17 @@ mod tests {
         let apic = Apic::new(Fake::new(0xfee0_0d00, 0), true, true);
         apic.enable();
         assert!(!taken(&apic).iter().any(|event| matches!(event, Msr(0x1b, _))));
+    }
+
+    #[test]
+    fn in_service() {
+        for vector in [0x20, 0x5f, 0xf0, 0xff] {
+            let mut fake = Fake::new(0xfee0_0900, 0);
+            fake.in_service = vector;
+            let apic = Apic::new(fake, false, false);
+            let found: Vec<u8> = (0..=u8::MAX).filter(|&it| apic.is_in_service(it)).collect();
+            assert_eq!(found, [vector]);
+        }
     }
 
     #[test]

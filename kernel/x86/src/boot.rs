@@ -340,6 +340,7 @@ extern "C" fn continue_on_own_stack() -> ! {
         panic!("the local APIC is not below 4 GiB, and the CPU has no x2APIC mode");
     };
     local.enable();
+    crate::machine_check::init();
     find_frequencies(machine);
     if let Some(madt) = find_madt(machine.rsdp) {
         ioapic::init(&madt);

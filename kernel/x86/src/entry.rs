@@ -3,7 +3,8 @@
 //! The entry code saves a thread's registers directly in its [`Context`]: TSS.RSP0 points to the
 //! end of the context, so the processor itself pushes the last five words. The kernel then runs on
 //! the CPU's own stack. Interrupts in ring 0, which occur only where the kernel enables them (idle,
-//! and after a guest), are recorded in `PerCpu::pending`.
+//! and after a guest), are recorded in `PerCpu::pending`. Vectors 0 to 31 are always exceptions:
+//! the local APIC delivers no interrupt there (`idt::TASK_PRIORITY`).
 
 use core::arch::{global_asm, naked_asm};
 use core::cell::UnsafeCell;

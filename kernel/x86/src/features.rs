@@ -44,6 +44,8 @@ pub struct Features {
     pub pku: bool,
     /// Machine-check exceptions.
     pub mce: bool,
+    /// Machine-check architecture: error-reporting registers.
+    pub mca: bool,
     /// FXSAVE and FXRSTOR.
     pub fxsr: bool,
     /// XSAVE.
@@ -110,6 +112,7 @@ impl Features {
             umip: bit(seven.ecx, 2),
             pku: bit(seven.ecx, 3),
             mce: bit(one.edx, 7),
+            mca: bit(one.edx, 14),
             fxsr: bit(one.edx, 24),
             xsave: bit(one.ecx, 26),
             xcr0_mask: xcr0::X87 | xcr0::SSE,

@@ -1,16 +1,16 @@
-//! The interrupt descriptor table, shared by all CPUs (APM vol. 2 §8.9).
+//! Interrupt descriptor table, shared by all CPUs (APM vol. 2 §8.9).
 
 use crate::cpu::selector;
 use core::arch::asm;
 use hw_x86::paging::GateDescriptor;
 use spin::Once;
 
-/// Vectors of exceptions that need a stack of their own, because they can happen where the
-/// kernel's is unusable, and the index of that stack.
+/// Exceptions with their own stack, because they can occur where the kernel stack is unusable:
+/// vector, and index of the stack.
 pub mod stack {
-    /// Non-maskable interrupt (vector 2): can come between SYSCALL and the switch of stacks.
+    /// Non-maskable interrupt (vector 2): can occur between SYSCALL and the stack switch.
     pub const NMI: (u8, u8) = (2, 1);
-    /// Double fault (vector 8): usually the kernel's stack has overflowed.
+    /// Double fault (vector 8): usually a kernel stack overflow.
     pub const DOUBLE_FAULT: (u8, u8) = (8, 2);
     /// Machine check (vector 18): like NMI.
     pub const MACHINE_CHECK: (u8, u8) = (18, 3);
@@ -18,19 +18,25 @@ pub mod stack {
 
 /// Vector of the local APIC's timer.
 pub const TIMER: u8 = 0xf0;
-/// Vector of interrupts between CPUs: reschedule, shoot down.
+/// Vector of IPIs: reschedule, TLB shootdown.
 pub const IPI: u8 = 0xf1;
-/// Vector of spurious interrupts; needs no end of interrupt.
+/// Vector of spurious interrupts, which need no EOI.
 pub const SPURIOUS: u8 = 0xff;
 /// First vector after the exceptions.
 pub const FIRST_INTERRUPT: u8 = 0x20;
+/// Task priority class of every CPU (bits 7:4 of TPR, CR8), constant: the local APIC delivers no
+/// interrupt of this class and below, i.e. vectors 0 to 31. A device may request one by an MSI. If
+/// it were delivered, the entry code could not distinguish it from the exception with that vector
+/// before reading the stack, since it has no error code.
+pub const TASK_PRIORITY: u8 = FIRST_INTERRUPT / 16 - 1;
 
-/// Breakpoint and overflow: the two exceptions that a task may raise by instruction.
+/// Breakpoint and overflow: the exceptions that tasks may raise by instruction.
 const BY_SOFTWARE: [usize; 2] = [3, 4];
 
 static IDT: Once<[GateDescriptor; 256]> = Once::new();
 
-/// Makes the table from one entry point per vector, and one that does not return for machine checks. The first call wins.
+/// Initialises the table with one entry point per vector, and a non-returning one for machine
+/// checks. The first call wins.
 pub fn init(stubs: &[unsafe extern "C" fn(); 256], machine_check: unsafe extern "C" fn()) {
     IDT.call_once(|| {
         core::array::from_fn(|vector| {
@@ -46,14 +52,14 @@ pub fn init(stubs: &[unsafe extern "C" fn(); 256], machine_check: unsafe extern 
     });
 }
 
-/// Loads the table on this CPU, if it was made.
+/// Loads the table on this CPU, if it is initialised.
 ///
 /// # Safety
-/// The entry points are those of exceptions and interrupts, and this CPU's stacks for them are in place.
+/// The entry points handle exceptions and interrupts, and this CPU's stacks for them are set up.
 pub unsafe fn load() {
     if let Some(table) = IDT.get() {
         let pointer = crate::cpu::TablePointer::to(table);
-        // SAFETY: a static table of gates; its entry points are the caller's.
+        // SAFETY: a static table of gates; its entry points are valid by contract.
         unsafe { asm!("lidt [{}]", in(reg) &pointer, options(readonly, nostack, preserves_flags)) };
     }
 }

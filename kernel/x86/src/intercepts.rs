@@ -1,68 +1,75 @@
-//! Intercepts: what makes the processor leave a guest (APM vol. 2 §15.7 to §15.14). Permission maps of ports and MSRs
-//! are in `svm`; the intercepts that change, those of virtual interrupts, writes of CR8, and IRET, are in `virq`.
+//! Constant intercepts, the causes of VM exits (APM vol. 2 §15.7 to §15.14). `svm` has the
+//! permission maps of ports and MSRs, `virq` the intercepts that change: virtual interrupts, writes
+//! of CR8, and IRET.
 
 use hw_x86::vmcb::{ControlArea, intercept_exceptions, intercept3, intercept4};
 
 /// Sets the intercepts of a vCPU in its reset state.
-pub fn set(control: &mut ControlArea) {
-    // CR8 is the VMCB's `V_TPR`, since interrupts are masked virtually; the host's task priority stays.
-    control.intercept_cr = 0;
-    control.intercept_dr = 0;
-    control.intercept_exceptions =
-        intercept_exceptions::DB | intercept_exceptions::AC | intercept_exceptions::MC;
-    control.intercept3 = intercept3::INTR
-        | intercept3::NMI
-        | intercept3::SMI
-        | intercept3::INIT
-        | intercept3::RDPMC
-        | intercept3::CPUID
-        | intercept3::INVD
-        | intercept3::HLT
-        | intercept3::INVLPGA
-        | intercept3::IOIO_PROT
-        | intercept3::MSR_PROT
-        | intercept3::TASK_SWITCH
-        | intercept3::FERR_FREEZE
-        | intercept3::SHUTDOWN;
-    control.intercept4 = intercept4::VMRUN
-        | intercept4::VMMCALL
-        | intercept4::VMLOAD
-        | intercept4::VMSAVE
-        | intercept4::STGI
-        | intercept4::CLGI
-        | intercept4::SKINIT
-        | intercept4::WBINVD
-        | intercept4::MONITOR
-        | intercept4::MWAIT
-        | intercept4::XSETBV
-        | intercept4::RDPRU;
-    control.intercept5 = 0;
+pub fn set(control: &ControlArea) {
+    // The guest's CR8 is the VMCB's `V_TPR`, since interrupts are masked virtually; the host's task
+    // priority is not affected.
+    control.intercept_cr.set(0);
+    control.intercept_dr.set(0);
+    control
+        .intercept_exceptions
+        .set(intercept_exceptions::DB | intercept_exceptions::AC | intercept_exceptions::MC);
+    control.intercept3.set(
+        intercept3::INTR
+            | intercept3::NMI
+            | intercept3::SMI
+            | intercept3::INIT
+            | intercept3::RDPMC
+            | intercept3::CPUID
+            | intercept3::INVD
+            | intercept3::HLT
+            | intercept3::INVLPGA
+            | intercept3::IOIO_PROT
+            | intercept3::MSR_PROT
+            | intercept3::TASK_SWITCH
+            | intercept3::FERR_FREEZE
+            | intercept3::SHUTDOWN,
+    );
+    control.intercept4.set(
+        intercept4::VMRUN
+            | intercept4::VMMCALL
+            | intercept4::VMLOAD
+            | intercept4::VMSAVE
+            | intercept4::STGI
+            | intercept4::CLGI
+            | intercept4::SKINIT
+            | intercept4::WBINVD
+            | intercept4::MONITOR
+            | intercept4::MWAIT
+            | intercept4::XSETBV
+            | intercept4::RDPRU,
+    );
+    control.intercept5.set(0);
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// Bits of one intercept word, and why each is set.
+    /// Bits of one intercept word, each with its reason.
     type Table = &'static [(u32, &'static str)];
 
     const EXCEPTIONS: Table = &[
-        (1, "#DB: its delivery may raise it again, without end (CVE-2015-8104)"),
-        (17, "#AC: its delivery may raise it again, without end (CVE-2015-5307)"),
-        (18, "#MC: an error of the machine is the host's"),
+        (1, "#DB: its delivery may raise it again endlessly (CVE-2015-8104)"),
+        (17, "#AC: its delivery may raise it again endlessly (CVE-2015-5307)"),
+        (18, "#MC: hardware errors are the host's"),
     ];
     const WORD_3: Table = &[
         (0, "INTR: interrupts are the host's"),
         (1, "NMI: NMIs are the host's"),
-        (2, "SMI: as the host has it, not with the guest's state"),
+        (2, "SMI: runs with host state, not the guest's"),
         (3, "INIT: must not reset the CPU"),
-        (15, "RDPMC: counters tell about others"),
-        (18, "CPUID: the guest's processor is the VMM's choice"),
-        (22, "INVD: would lose what others wrote"),
-        (24, "HLT: the CPU goes on with others"),
-        (26, "INVLPGA: flushes of other ASIDs"),
-        (27, "IOIO_PROT: ports that the map does not give"),
-        (28, "MSR_PROT: MSRs that the map does not give"),
+        (15, "RDPMC: counters reveal activity of other guests"),
+        (18, "CPUID: the VMM defines the guest's features"),
+        (22, "INVD: would discard modified cache lines of others"),
+        (24, "HLT: the CPU runs other threads"),
+        (26, "INVLPGA: would flush other ASIDs"),
+        (27, "IOIO_PROT: ports denied by the map"),
+        (28, "MSR_PROT: MSRs denied by the map"),
         (29, "TASK_SWITCH: nested paging needs it (APM vol. 2, section 15.14.1)"),
         (30, "FERR_FREEZE: the legacy FPU error line is the host's"),
         (31, "SHUTDOWN: a triple fault must not reset the machine"),
@@ -75,28 +82,29 @@ mod tests {
         (4, "STGI: the global interrupt flag is the host's"),
         (5, "CLGI: the global interrupt flag is the host's"),
         (6, "SKINIT: would restart the machine"),
-        (9, "WBINVD: takes long, and others pay"),
-        (10, "MONITOR: the guest has none"),
-        (11, "MWAIT: would keep the CPU idle"),
+        (9, "WBINVD: slow, and affects other guests"),
+        (10, "MONITOR: not offered to guests"),
+        (11, "MWAIT: would idle the CPU"),
         (13, "XSETBV: the VMM limits what the guest may enable"),
-        (14, "RDPRU: counters tell about others"),
+        (14, "RDPRU: counters reveal activity of other guests"),
     ];
 
     #[test]
     fn every_intercept_has_a_reason() {
         // SAFETY: all fields are integers.
-        let mut control: ControlArea = unsafe { core::mem::zeroed() };
-        // What was there before does not stay.
-        (control.intercept_cr, control.intercept_dr) = (u32::MAX, u32::MAX);
-        control.intercept5 = u32::MAX;
-        set(&mut control);
+        let control: ControlArea = unsafe { core::mem::zeroed() };
+        // Previous values must be overwritten.
+        control.intercept_cr.set(u32::MAX);
+        control.intercept_dr.set(u32::MAX);
+        control.intercept5.set(u32::MAX);
+        set(&control);
         let words: [(&str, u32, Table); 6] = [
-            ("CR", control.intercept_cr, &[]),
-            ("DR", control.intercept_dr, &[]),
-            ("exceptions", control.intercept_exceptions, EXCEPTIONS),
-            ("word 3", control.intercept3, WORD_3),
-            ("word 4", control.intercept4, WORD_4),
-            ("word 5", control.intercept5, &[]),
+            ("CR", control.intercept_cr.get(), &[]),
+            ("DR", control.intercept_dr.get(), &[]),
+            ("exceptions", control.intercept_exceptions.get(), EXCEPTIONS),
+            ("word 3", control.intercept3.get(), WORD_3),
+            ("word 4", control.intercept4.get(), WORD_4),
+            ("word 5", control.intercept5.get(), &[]),
         ];
         for (name, word, table) in words {
             let listed = table.iter().fold(0, |bits, (bit, _)| bits | 1 << bit);

@@ -157,7 +157,9 @@ fn arm_for_log(cpu_index: usize) {
 pub fn handle_vector(kernel: &Kernel<X86>, cpu_index: usize, vector: u8) {
     count(&kernel.counters.interrupts);
     match vector {
-        idt::SPURIOUS => return,
+        // A device can also send this vector. Such an interrupt is in service and needs an EOI.
+        idt::SPURIOUS if !apic::local().is_in_service(vector) => return,
+        idt::SPURIOUS => {}
         idt::TIMER => {
             local(cpu_index).timer_deadline.set(u64::MAX);
             kernel.timer(cpu_index);

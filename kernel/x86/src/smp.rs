@@ -96,6 +96,7 @@ pub unsafe extern "C" fn processor_main(index: usize) -> ! {
     // SAFETY: the first function that this CPU executes, and its area exists.
     unsafe { cpu::activate(index) };
     apic::local().enable();
+    crate::machine_check::init();
     let id = apic::local().id();
     if id != cpu::current().apic_id {
         log!("CPU {index}: local APIC id is {id}, but the MADT lists {}", cpu::current().apic_id);

@@ -1,26 +1,30 @@
-//! Guests on AMD SVM: the world switch, what the kernel settles itself, and the exchange of state
-//! with the VMM through the state page (`abi::vcpu`).
+//! Guests on AMD SVM: world switch, exits handled in the kernel, and exchange of state with the VMM
+//! through the state page (`abi::vcpu`).
 //!
 //! # Invariants
 //!
-//! * While a guest runs, this CPU does not hold the kernel lock. Whoever takes the vCPU apart first makes the CPU
-//!   leave the guest (`Arch::shootdown`), and everything about the vCPU is looked up again afterwards.
-//! * The VMM chooses guest state only: intercepts, maps, nested tables and ASIDs are the kernel's, so whatever it
-//!   writes harms its own guest at most (a state that the processor refuses is an exit).
-//! * An event is in exactly one place: the state page's `inject`, the VMCB's `EVENTINJ`, its virtual interrupt, or delivered.
-//! * FPU and debug address registers stay those of the vCPU that ran last on the CPU, until another one runs there; host
-//!   programs cannot read them. TSC_AUX, which they can, is 0 whenever another task than that vCPU's VMM runs.
+//! * While a guest runs, its CPU does not hold the kernel lock. Before a vCPU is destroyed, its CPU
+//!   is forced out of the guest (`Arch::shootdown`), and afterwards looks up everything about it
+//!   again.
+//! * The VMM controls guest state only; intercepts, permission maps, nested tables and ASIDs are
+//!   the kernel's. Any value that the VMM writes harms at most its own guest: a state that the
+//!   processor refuses is an exit.
+//! * An event is in exactly one place: the state page's `inject`, the VMCB's `EVENTINJ`, the VMCB's
+//!   virtual interrupt, or delivered.
+//! * FPU and debug address registers stay loaded for the vCPU that ran last on the CPU, until
+//!   another vCPU runs there; user tasks cannot read them. TSC_AUX, which tasks can read, is 0
+//!   whenever a task other than that vCPU's VMM runs.
 
 use core::arch::asm;
 use core::cell::{Cell, UnsafeCell};
 use core::ptr;
 use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use abi::vcpu::{Segment, VcpuState, exit as kernel_exit, gpr, group, window};
+use abi::vcpu::{SharedSegment, VcpuState, exit as kernel_exit, gpr, group, window};
 use abi::{ABI_VERSION, Status};
 use hw_x86::msr;
 use hw_x86::paging::{cr0, xcr0};
-use hw_x86::vmcb::{ControlArea, Vmcb, VmcbSegment, event, exit, npf, tlb_control, v_intr};
+use hw_x86::vmcb::{ControlArea, SavedSegment, Vmcb, event, exit, npf, tlb_control, v_intr};
 use kernel_core::arch::Arch;
 use kernel_core::object::{Notification, Task, Thread, Vcpu, Vm};
 use kernel_core::pool::{Factory, Frame, Handle, Memory};
@@ -32,12 +36,12 @@ use crate::features::{Features, features};
 use crate::io::{rdmsr, read_cr0, read_xcr0, write_cr0, write_xcr0, wrmsr};
 use crate::memory::IMAGE_OFFSET;
 use crate::run::{Guard, X86, arm, handle_pending, local, lock, unlock};
-use crate::{vectors, virq};
+use crate::{idt, vectors, virq};
 
-// ---- permission maps -------------------------------------------------------------------------------
+// ---- permission maps ---------------------------------------------------------------------------
 
-/// Maps that all guests share: every port and every MSR intercepted, but for those MSRs that the world switch
-/// carries with the guest.
+/// Permission maps that all guests share: every port and every MSR is intercepted, except the MSRs
+/// that the world switch saves and restores.
 #[repr(C, align(4096))]
 struct PermissionMaps {
     io: [u8; 3 * 4096],
@@ -52,10 +56,10 @@ unsafe impl Sync for SharedMaps {}
 static MAPS: SharedMaps =
     SharedMaps(UnsafeCell::new(PermissionMaps { io: [0xff; 3 * 4096], msr: [0xff; 2 * 4096] }));
 static IS_READY: AtomicBool = AtomicBool::new(false);
-/// The machine has TSC_AUX.
+/// The CPU has TSC_AUX.
 static HAS_TSC_AUX: AtomicBool = AtomicBool::new(false);
 
-/// MSRs that a guest reads and writes without an exit: VMLOAD and VMSAVE switch them.
+/// MSRs that a guest accesses without an exit: VMLOAD and VMSAVE switch them.
 const SWITCHED: [u32; 10] = [
     msr::SYSENTER_CS,
     msr::SYSENTER_ESP,
@@ -80,19 +84,19 @@ const fn msr_bit_position(msr: u32) -> (usize, u32) {
     (offset + index as usize / 4, index % 4 * 2)
 }
 
-/// Physical address of something in the kernel's image.
+/// Physical address of an object in the kernel image.
 fn image_physical<T>(pointer: *const T) -> u64 {
     pointer as u64 - IMAGE_OFFSET
 }
 
-/// Host state of each CPU for VMRUN and VMSAVE.
+/// Host state of a CPU for VMRUN and VMSAVE.
 #[repr(C, align(4096))]
 struct HostPages {
     hsave: [u8; 4096],
     state: [u8; 4096],
 }
 
-/// Prepares guests on this machine: the shared maps. First CPU, before any other.
+/// Initialises the shared permission maps. Called on the first CPU, before all others.
 pub fn init_maps() {
     if !features().npt {
         return;
@@ -108,7 +112,7 @@ pub fn init_maps() {
     IS_READY.store(true, Ordering::Release);
 }
 
-/// Turns SVM on, on this CPU. `pages` are two frames of its own.
+/// Enables SVM on this CPU. `pages` are two frames for its exclusive use.
 pub fn init_cpu(cpu_index: usize, memory: &Memory, pages: Frame) {
     if !is_ready() {
         return;
@@ -119,11 +123,11 @@ pub fn init_cpu(cpu_index: usize, memory: &Memory, pages: Frame) {
         .guest
         .host_state
         .set(physical + core::mem::offset_of!(HostPages, state) as u64);
-    // SAFETY: SVM is there (`is_ready`); the host save area is a frame that nobody else uses.
+    // SAFETY: the CPU has SVM (`is_ready`); the host save area is a frame for this use only.
     unsafe {
         if rdmsr(msr::VM_CR) & msr::vm_cr::SVMDIS != 0 {
             IS_READY.store(false, Ordering::Release);
-            crate::log!("SVM is disabled by the firmware: virtual machines are not possible");
+            crate::log!("SVM is disabled by the firmware: cannot run VMs");
             return;
         }
         wrmsr(msr::EFER, rdmsr(msr::EFER) | msr::efer::SVME);
@@ -131,32 +135,32 @@ pub fn init_cpu(cpu_index: usize, memory: &Memory, pages: Frame) {
     }
 }
 
-/// Whether guests can run.
+/// Returns whether guests can run.
 pub fn is_ready() -> bool {
     IS_READY.load(Ordering::Acquire)
 }
 
-// ---- what a CPU remembers --------------------------------------------------------------------------
+// ---- per-CPU state -----------------------------------------------------------------------------
 
-/// A CPU's part.
+/// Per-CPU state of guests.
 pub struct Local {
-    /// The bit of the CPU in masks.
+    /// Bit of the CPU in CPU masks.
     bit: Cell<u64>,
-    /// Physical address of the page that VMSAVE keeps host state in.
+    /// Physical address of the page for host state (VMSAVE).
     host_state: Cell<u64>,
-    /// vCPU whose FPU and debug registers are in the CPU.
+    /// vCPU whose FPU and debug registers are loaded.
     state_owner: Cell<Option<Handle<Vcpu<X86>>>>,
-    /// The same, if its TSC_AUX is in the CPU, too. Then the loaded space is its VMM's.
+    /// The same vCPU if its TSC_AUX is loaded, too; then its VMM's address space is loaded.
     tsc_aux_owner: Cell<Option<Handle<Vcpu<X86>>>>,
-    /// TSC_AUX of the owner, while the CPU's is 0.
+    /// TSC_AUX of `state_owner`, while the CPU's is 0.
     saved_tsc_aux: Cell<u32>,
-    /// Next unused ASID, and how often they ran out.
+    /// Next unused ASID, and number of times that the ASIDs were exhausted.
     next_asid: Cell<u32>,
     asid_epoch: Cell<u64>,
 }
 
 impl Local {
-    /// Before the first guest.
+    /// State before the first guest.
     pub const fn new() -> Self {
         Self {
             bit: Cell::new(0),
@@ -171,14 +175,14 @@ impl Local {
 }
 
 impl Local {
-    /// Another task than the VMM of the guest that ran last is about to run: TSC_AUX becomes 0.
+    /// Saves TSC_AUX and sets it to 0, before a task other than the last guest's VMM runs.
     #[cold]
     #[inline(never)]
     pub fn clear_tsc_aux(&self) {
         self.tsc_aux_owner.set(None);
         cpu::current().guest_tsc_aux.store(false, Ordering::Relaxed);
         if HAS_TSC_AUX.load(Ordering::Relaxed) {
-            // SAFETY: the register is there, and is no memory.
+            // SAFETY: the register exists and does not affect memory.
             unsafe {
                 self.saved_tsc_aux.set(rdmsr(msr::TSC_AUX) as u32);
                 wrmsr(msr::TSC_AUX, 0);
@@ -186,11 +190,11 @@ impl Local {
         }
     }
 
-    /// Makes `aux` the CPU's TSC_AUX, that of the owner.
+    /// Loads `aux` as TSC_AUX of `state_owner`.
     #[inline(always)]
     fn load_tsc_aux(&self, aux: u32) {
         if HAS_TSC_AUX.load(Ordering::Relaxed) {
-            // SAFETY: the register is there, and is no memory; the upper half is reserved.
+            // SAFETY: the register exists and does not affect memory; its upper half is reserved.
             unsafe { wrmsr(msr::TSC_AUX, aux.into()) };
         }
         self.tsc_aux_owner.set(self.state_owner.get());
@@ -204,19 +208,19 @@ impl Default for Local {
     }
 }
 
-// ---- the vCPU's frames -----------------------------------------------------------------------------
+// ---- the vCPU's frames -------------------------------------------------------------------------
 
 /// Processor structures of a vCPU.
 #[derive(Clone)]
 pub struct VcpuFrames {
     vmcb_frame: Frame,
     fpu_frame: Frame,
-    vmcb: *mut Vmcb,
+    vmcb: *const Vmcb,
     vmcb_physical: u64,
-    state: *mut VcpuState,
+    state: *const VcpuState,
     fpu: *mut u8,
-    /// Objects that belong to the vCPU, found once for many entries. Objects do not move, and these are there as long as
-    /// `Memory::destroyed_count` is what it was.
+    /// Objects of the vCPU, cached over many entries. Objects do not move, and these exist as long
+    /// as `Memory::destroyed_count` is unchanged.
     vm: Cell<*const Vm<X86>>,
     notification: Cell<*const Notification<X86>>,
     destroyed_count: Cell<u64>,
@@ -226,13 +230,14 @@ pub struct VcpuFrames {
     xcr0: Cell<u64>,
     debug: Cell<[u64; 4]>,
     tsc_aux: Cell<u32>,
-    /// The `window` of the state page that the VMCB has.
+    /// Value of the state page's `window` that the VMCB is configured for.
     window: Cell<u64>,
-    /// The interrupt that the VMCB has as a virtual one instead of injecting it; 0: none.
+    /// Event that the VMCB holds as a virtual interrupt instead of injecting it; 0: none.
     virq_offered: Cell<u64>,
-    /// The processor's copy of the VMCB is out of date.
+    /// The processor's cached copy of the VMCB is out of date.
     vmcb_changed: Cell<bool>,
-    /// The guest is at `HLT`, and its VMM's thread has slept since this value of the TSC; 0: not so.
+    /// TSC value at which the VMM's thread blocked because the guest is at `HLT`; 0: it is not
+    /// blocked.
     halted: Cell<u64>,
 }
 
@@ -241,7 +246,7 @@ fn fpu_frames() -> u32 {
 }
 
 impl VcpuFrames {
-    /// Frames for a vCPU in its reset state.
+    /// Allocates frames for a vCPU in its reset state.
     pub fn new(
         memory: &Memory,
         factory: Option<Handle<Factory>>,
@@ -276,43 +281,38 @@ impl VcpuFrames {
         Ok(this)
     }
 
-    /// Counts that something else runs instead.
+    /// Counts a preemption of the vCPU's thread.
     pub fn count_preemption(&self) {
-        self.state().preemptions += 1;
+        self.state().preemptions.add(1);
     }
 
-    /// Gives the frames back.
+    /// Frees the frames.
     pub fn free(&self, memory: &Memory) {
         memory.free_raw(self.vmcb_frame, 1);
         memory.free_raw(self.fpu_frame, fpu_frames());
     }
 
+    /// The VMCB. Its fields are cells: the processor writes them while the guest runs.
     #[inline(always)]
-    #[expect(
-        clippy::mut_from_ref,
-        reason = "a frame outside `self`; every user follows the rule below"
-    )]
-    fn vmcb(&self) -> &mut Vmcb {
-        // SAFETY: a frame of this vCPU alone, zeroed when allocated (all fields are integers). References are
-        // short-lived: within one function of this module, by the CPU that runs the vCPU or holds the lock, and
-        // none is used again after another was taken.
-        unsafe { &mut *self.vmcb }
+    fn vmcb(&self) -> &Vmcb {
+        // SAFETY: a frame of this vCPU only, zeroed when allocated, which is valid for all fields
+        // (cells of integers). Only the CPU that runs the vCPU or holds the lock uses it.
+        unsafe { &*self.vmcb }
     }
 
-    /// The state page. The VMM may write it at any time, so each field is read once.
+    /// The state page. The VMM may write it at any time: each field is an atomic word, read once.
     #[inline(always)]
-    #[expect(clippy::mut_from_ref, reason = "a frame outside `self`; the rule is that of `vmcb`")]
-    fn state(&self) -> &mut VcpuState {
-        // SAFETY: as for the VMCB; all fields are integers, any value is valid. The VMM's own thread is in the
-        // kernel; if another of its threads writes meanwhile, it races only for its own guest's values.
-        unsafe { &mut *self.state }
+    fn state(&self) -> &VcpuState {
+        // SAFETY: a frame that exists as long as the vCPU; all fields are atomic integers, any
+        // value is valid.
+        unsafe { &*self.state }
     }
 
-    /// Whether the guest, left at a `VMMCALL`, rings a doorbell.
+    /// Returns whether a `VMMCALL` exit is a doorbell hypercall.
     #[inline(always)]
     fn is_doorbell(&self) -> bool {
         let save = &self.vmcb().save;
-        save.rax == abi::vcpu::HYPERCALL_DOORBELL && save.cpl == 0
+        save.rax.get() == abi::vcpu::HYPERCALL_DOORBELL && save.cpl.get() == 0
     }
 
     fn reset(&self) {
@@ -324,17 +324,17 @@ impl VcpuFrames {
         crate::intercepts::set(control);
         // SAFETY: only the addresses of the maps are taken.
         let (io, msr) = unsafe { (&raw const (*MAPS.0.get()).io, &raw const (*MAPS.0.get()).msr) };
-        control.iopm_base_pa = image_physical(io);
-        control.msrpm_base_pa = image_physical(msr);
-        control.v_intr = v_intr::INTR_MASKING;
-        control.nested_control = NESTED_PAGING;
-        save.efer = msr::efer::SVME;
-        save.cr0 = cr0::ET;
-        save.rflags = 2;
-        save.dr6 = 0xffff_0ff0;
-        save.dr7 = 0x400;
-        save.g_pat = PAT;
-        self.state().deadline = abi::FOREVER;
+        control.iopm_base_pa.set(image_physical(io));
+        control.msrpm_base_pa.set(image_physical(msr));
+        control.v_intr.set(v_intr::INTR_MASKING);
+        control.nested_control.set(NESTED_PAGING);
+        save.efer.set(msr::efer::SVME);
+        save.cr0.set(cr0::ET);
+        save.rflags.set(2);
+        save.dr6.set(0xffff_0ff0);
+        save.dr7.set(0x400);
+        save.g_pat.set(PAT);
+        self.state().deadline.set(abi::FOREVER);
         // SAFETY: inside the FPU frames; an XSAVE area whose header is zero restores initial state.
         unsafe {
             self.fpu.add(LEGACY_FCW).cast::<u16>().write(0x37f);
@@ -342,7 +342,7 @@ impl VcpuFrames {
         }
     }
 
-    /// Copies groups to the state page and marks them valid.
+    /// Copies groups from the VMCB to the state page. The caller marks them valid.
     fn read_groups(&self, groups: u64) {
         let (state, vmcb) = (self.state(), self.vmcb());
         read_code(state, vmcb, groups);
@@ -350,39 +350,39 @@ impl VcpuFrames {
         if groups & group::SEGMENTS != 0 {
             for (index, from) in save.segments.iter().enumerate() {
                 if index != VcpuState::CS {
-                    state.segments[index] = to_abi(from);
+                    copy_to_state(&state.segments[index], from);
                 }
             }
-            state.gdtr = to_abi(&save.gdtr);
-            state.ldtr = to_abi(&save.ldtr);
-            state.idtr = to_abi(&save.idtr);
-            state.tr = to_abi(&save.tr);
+            copy_to_state(&state.gdtr, &save.gdtr);
+            copy_to_state(&state.ldtr, &save.ldtr);
+            copy_to_state(&state.idtr, &save.idtr);
+            copy_to_state(&state.tr, &save.tr);
         }
         if groups & group::MSRS != 0 {
-            state.star = save.star;
-            state.lstar = save.lstar;
-            state.cstar = save.cstar;
-            state.sfmask = save.sfmask;
-            state.kernel_gs_base = save.kernel_gs_base;
-            state.sysenter_cs = save.sysenter_cs;
-            state.sysenter_esp = save.sysenter_esp;
-            state.sysenter_eip = save.sysenter_eip;
-            state.pat = save.g_pat;
+            state.star.set(save.star.get());
+            state.lstar.set(save.lstar.get());
+            state.cstar.set(save.cstar.get());
+            state.sfmask.set(save.sfmask.get());
+            state.kernel_gs_base.set(save.kernel_gs_base.get());
+            state.sysenter_cs.set(save.sysenter_cs.get());
+            state.sysenter_esp.set(save.sysenter_esp.get());
+            state.sysenter_eip.set(save.sysenter_eip.get());
+            state.pat.set(save.g_pat.get());
         }
         if groups & group::DEBUG != 0 {
-            state.dr6 = save.dr6;
-            state.dr7 = save.dr7;
+            state.dr6.set(save.dr6.get());
+            state.dr7.set(save.dr7.get());
         }
         if groups & group::TSC != 0 {
-            state.tsc_offset = control.tsc_offset;
+            state.tsc_offset.set(control.tsc_offset.get());
         }
         if groups & group::XCR0 != 0 {
-            state.xcr0 = self.xcr0.get();
+            state.xcr0.set(self.xcr0.get());
         }
     }
 
-    /// Takes XCR0 from the CPU, which holds this vCPU's extended state: the guest may have set it without an exit. QEMU's
-    /// processor does not intercept `XSETBV`.
+    /// Saves XCR0 from the CPU, which holds this vCPU's extended state. The guest may have changed
+    /// it without an exit: QEMU TCG does not intercept `XSETBV`.
     fn save_xcr0(&self, have: &Features) {
         if have.xsave {
             // SAFETY: with XSAVE the kernel has set CR4.OSXSAVE.
@@ -390,20 +390,21 @@ impl VcpuFrames {
         }
     }
 
-    /// Says what happens as soon as the guest can take an interrupt.
+    /// Configures the VMCB for a new value of the state page's `window`.
     #[cold]
     fn set_window(&self, wanted: u64) {
         self.window.set(wanted);
         self.vmcb_changed.set(true);
-        virq::set_window(&mut self.vmcb().control, wanted);
+        virq::set_window(&self.vmcb().control, wanted);
     }
 
-    /// Gives the guest an event at the next entry. An interrupt is made pending where that is possible: QEMU may deliver one
-    /// from `EVENTINJ` twice, the second time whether the guest wants it or not, if the host needs the processor before
-    /// the guest's next exit. With the intercept of a window that is not possible.
+    /// Injects an event at the next entry. An interrupt is made pending as a virtual interrupt if
+    /// possible: QEMU TCG may deliver one from `EVENTINJ` twice, the second time even if the guest
+    /// masks it, if a host interrupt arrives before the guest's next exit. It is not possible while
+    /// a window uses the virtual interrupt.
     #[cold]
     fn inject(&self, event: u64) {
-        let control = &mut self.vmcb().control;
+        let control = &self.vmcb().control;
         let is_interrupt =
             event & (event::VALID | event::TYPE_MASK) == event::VALID | event::TYPE_INTR;
         if is_interrupt && virq::is_unused(self.window.get()) {
@@ -411,14 +412,14 @@ impl VcpuFrames {
             self.virq_offered.set(event);
             self.vmcb_changed.set(true);
         } else {
-            control.event_inj = event;
+            control.event_inj.set(event);
         }
     }
 
-    /// Takes the interrupt back that the guest has not taken, if any.
+    /// Withdraws the virtual interrupt. Returns it if the guest has not taken it, else 0.
     #[cold]
     fn withdraw_virq(&self) -> u64 {
-        let control = &mut self.vmcb().control;
+        let control = &self.vmcb().control;
         let offered = self.virq_offered.take();
         let taken = !virq::is_pending(control);
         virq::clear(control, self.window.get());
@@ -426,16 +427,16 @@ impl VcpuFrames {
         if taken { 0 } else { offered }
     }
 
-    /// Takes over the groups that the VMM changed. `Err`: an XCR0 that the machine does not have.
-    /// `is_owner`: the CPU holds this vCPU's extended state.
+    /// Applies the groups that the VMM has changed. Fails for an XCR0 that the machine does not
+    /// support. `is_owner`: the CPU holds this vCPU's extended state.
     #[inline(always)]
     fn write_groups(&self, state: &VcpuState, dirty: u64, is_owner: bool) -> Result<(), Status> {
         let Vmcb { control, save } = self.vmcb();
         if dirty & group::IP != 0 {
-            save.rip = state.rip;
-            save.rsp = state.rsp;
-            save.rflags = state.rflags;
-            control.interrupt_shadow = state.interrupt_shadow & SHADOW;
+            save.rip.set(state.rip.get());
+            save.rsp.set(state.rsp.get());
+            save.rflags.set(state.rflags.get());
+            control.interrupt_shadow.set(state.interrupt_shadow.get() & SHADOW);
         }
         if dirty & !(group::IP | group::INJECT) != 0 {
             self.write_slow_groups(state, dirty, is_owner)?;
@@ -453,55 +454,55 @@ impl VcpuFrames {
         let Vmcb { control, save } = self.vmcb();
         self.vmcb_changed.set(true);
         if dirty & group::CONTROL != 0 {
-            save.cr0 = state.cr0;
-            save.cr2 = state.cr2;
-            save.cr3 = state.cr3;
-            save.cr4 = state.cr4;
-            save.efer = state.efer | msr::efer::SVME;
-            save.cpl = state.cpl as u8 & 3;
-            // What the guest's TLB holds may not fit the new registers.
+            save.cr0.set(state.cr0.get());
+            save.cr2.set(state.cr2.get());
+            save.cr3.set(state.cr3.get());
+            save.cr4.set(state.cr4.get());
+            save.efer.set(state.efer.get() | msr::efer::SVME);
+            save.cpl.set(state.cpl.get() as u8 & 3);
+            // TLB entries may be stale for the new registers: assign a new ASID.
             self.asid_epoch.set(0);
         }
         if dirty & group::CODE != 0 {
-            save.segments[VcpuState::CS] = from_abi(&state.segments[VcpuState::CS]);
+            copy_from_state(&save.segments[VcpuState::CS], &state.segments[VcpuState::CS]);
         }
         if dirty & group::SEGMENTS != 0 {
             for (index, from) in state.segments.iter().enumerate() {
                 if index != VcpuState::CS {
-                    save.segments[index] = from_abi(from);
+                    copy_from_state(&save.segments[index], from);
                 }
             }
-            save.gdtr = from_abi(&state.gdtr);
-            save.ldtr = from_abi(&state.ldtr);
-            save.idtr = from_abi(&state.idtr);
-            save.tr = from_abi(&state.tr);
+            copy_from_state(&save.gdtr, &state.gdtr);
+            copy_from_state(&save.ldtr, &state.ldtr);
+            copy_from_state(&save.idtr, &state.idtr);
+            copy_from_state(&save.tr, &state.tr);
         }
         if dirty & group::MSRS != 0 {
-            save.star = state.star;
-            save.lstar = state.lstar;
-            save.cstar = state.cstar;
-            save.sfmask = state.sfmask;
-            save.kernel_gs_base = state.kernel_gs_base;
-            save.sysenter_cs = state.sysenter_cs;
-            save.sysenter_esp = state.sysenter_esp;
-            save.sysenter_eip = state.sysenter_eip;
-            save.g_pat = state.pat;
+            save.star.set(state.star.get());
+            save.lstar.set(state.lstar.get());
+            save.cstar.set(state.cstar.get());
+            save.sfmask.set(state.sfmask.get());
+            save.kernel_gs_base.set(state.kernel_gs_base.get());
+            save.sysenter_cs.set(state.sysenter_cs.get());
+            save.sysenter_esp.set(state.sysenter_esp.get());
+            save.sysenter_eip.set(state.sysenter_eip.get());
+            save.g_pat.set(state.pat.get());
         }
         if dirty & group::DEBUG != 0 {
-            save.dr6 = state.dr6;
-            save.dr7 = state.dr7;
+            save.dr6.set(state.dr6.get());
+            save.dr7.set(state.dr7.get());
         }
         if dirty & group::TSC != 0 {
-            control.tsc_offset = state.tsc_offset;
+            control.tsc_offset.set(state.tsc_offset.get());
         }
         if dirty & group::PRIORITY != 0 {
-            virq::set_priority(control, state.cr8);
+            virq::set_priority(control, state.cr8.get());
         }
         if dirty & group::VECTORS != 0 {
             self.write_vectors(state, is_owner);
         }
         if dirty & group::XCR0 != 0 {
-            let new = state.xcr0;
+            let new = state.xcr0.get();
             let avx512 = new & xcr0::AVX512;
             let valid = new & xcr0::X87 != 0
                 && new & !features().xcr0_mask == 0
@@ -512,7 +513,7 @@ impl VcpuFrames {
             }
             self.xcr0.set(new);
             if is_owner && features().xsave {
-                // SAFETY: the value has been checked against the machine's.
+                // SAFETY: the value was checked against the machine's features.
                 unsafe { write_xcr0(new) };
             }
         }
@@ -522,26 +523,33 @@ impl VcpuFrames {
 
 impl VcpuFrames {
     fn read_vectors(&self, is_owner: bool) {
-        let to = &mut self.state().xmm;
+        let mut vectors = [[0; 2]; 16];
         if is_owner {
-            vectors::from_cpu(to);
+            vectors::from_cpu(&mut vectors);
         } else {
-            // SAFETY: the vCPU's own area, which only the CPU that holds its registers writes, with the lock held.
-            *to = unsafe { vectors::from_area(self.fpu) };
+            // SAFETY: the vCPU's own area, which is written only by the CPU that holds its
+            // registers, under the lock.
+            vectors = unsafe { vectors::from_area(self.fpu) };
+        }
+        for (to, from) in self.state().xmm.iter().zip(vectors) {
+            to[0].set(from[0]);
+            to[1].set(from[1]);
         }
     }
 
     fn write_vectors(&self, state: &VcpuState, is_owner: bool) {
+        let vectors =
+            core::array::from_fn(|index| [state.xmm[index][0].get(), state.xmm[index][1].get()]);
         if is_owner {
-            vectors::to_cpu(&state.xmm);
+            vectors::to_cpu(&vectors);
         } else {
             // SAFETY: as above.
-            unsafe { vectors::to_area(self.fpu, &state.xmm, features().xsave) };
+            unsafe { vectors::to_area(self.fpu, &vectors, features().xsave) };
         }
     }
 }
 
-/// Copies groups of a vCPU's state to its state page, those too that the CPU holds.
+/// Copies groups of a vCPU's state to its state page, including state loaded in the CPU.
 pub fn read_groups(memory: &Memory, local: &Local, vcpu: &Vcpu<X86>, groups: u64) {
     if groups & (group::XCR0 | group::VECTORS) != 0 {
         let owner = local.state_owner.get().and_then(|owner| memory.get(owner));
@@ -554,50 +562,55 @@ pub fn read_groups(memory: &Memory, local: &Local, vcpu: &Vcpu<X86>, groups: u64
         }
     }
     vcpu.arch.read_groups(groups);
+    let state = vcpu.arch.state();
+    state.valid.set(state.valid.get() | groups & group::ALL);
 }
 
-/// Copies what most exits need: where the guest is, and for `CONTROL` and `CODE` how its code is to be read.
+/// Copies the groups of most exits: `IP`, and for decoding of the instruction `CONTROL` and `CODE`.
 #[inline(always)]
-fn read_code(state: &mut VcpuState, Vmcb { control, save }: &Vmcb, groups: u64) {
+fn read_code(state: &VcpuState, Vmcb { control, save }: &Vmcb, groups: u64) {
     if groups & group::IP != 0 {
-        state.rip = save.rip;
-        state.rsp = save.rsp;
-        state.rflags = save.rflags;
-        state.interrupt_shadow = control.interrupt_shadow & SHADOW;
+        state.rip.set(save.rip.get());
+        state.rsp.set(save.rsp.get());
+        state.rflags.set(save.rflags.get());
+        state.interrupt_shadow.set(control.interrupt_shadow.get() & SHADOW);
     }
     if groups & group::CONTROL != 0 {
-        state.cr0 = save.cr0;
-        state.cr2 = save.cr2;
-        state.cr3 = save.cr3;
-        state.cr4 = save.cr4;
-        state.efer = save.efer & !msr::efer::SVME;
-        state.cpl = save.cpl as u64;
+        state.cr0.set(save.cr0.get());
+        state.cr2.set(save.cr2.get());
+        state.cr3.set(save.cr3.get());
+        state.cr4.set(save.cr4.get());
+        state.efer.set(save.efer.get() & !msr::efer::SVME);
+        state.cpl.set(save.cpl.get() as u64);
     }
     if groups & group::CODE != 0 {
-        state.segments[VcpuState::CS] = to_abi(&save.segments[VcpuState::CS]);
+        copy_to_state(&state.segments[VcpuState::CS], &save.segments[VcpuState::CS]);
     }
-    state.valid |= groups & group::ALL;
 }
 
-fn to_abi(from: &VmcbSegment) -> Segment {
-    Segment { selector: from.selector, attrib: from.attrib, limit: from.limit, base: from.base }
+fn copy_to_state(to: &SharedSegment, from: &SavedSegment) {
+    to.access.set(from.access.get());
+    to.base.set(from.base.get());
 }
 
-fn from_abi(from: &Segment) -> VmcbSegment {
-    VmcbSegment { selector: from.selector, attrib: from.attrib, limit: from.limit, base: from.base }
+fn copy_from_state(to: &SavedSegment, from: &SharedSegment) {
+    to.access.set(from.access.get());
+    to.base.set(from.base.get());
 }
 
-// ---- the world switch ------------------------------------------------------------------------------
+// ---- the world switch --------------------------------------------------------------------------
 
-/// Runs the guest until the next exit: loads its general registers from `registers` (`VcpuState::gpr`), executes
-/// VMRUN, saves them there. `rax` and `rsp` are in the VMCB. Leaves with GIF clear.
+/// Runs the guest until the next exit: loads its general-purpose registers from `registers`
+/// (`VcpuState::gpr`), executes VMRUN, and saves them there. `rax` and `rsp` are in the VMCB. GIF
+/// is clear on return.
 ///
 /// # Safety
-/// GIF is clear and IF set; host state was saved and guest state loaded (VMSAVE, VMLOAD); the VMCB is as SVM wants it.
+/// GIF is clear and IF set; host state was saved and guest state loaded (VMSAVE, VMLOAD); the VMCB
+/// is complete.
 #[inline(always)]
 unsafe fn world_switch(vmcb: u64, registers: *mut u64) {
-    // SAFETY: the caller's contract. Everything that the guest may change is declared, or pushed where the compiler keeps
-    // the register to itself.
+    // SAFETY: the caller's contract. Every register that the guest may change is declared, or
+    // pushed where the compiler reserves it.
     unsafe {
         asm!(
             "push rbx",
@@ -644,7 +657,8 @@ unsafe fn world_switch(vmcb: u64, registers: *mut u64) {
     }
 }
 
-/// Lets pending host interrupts in (they are noted in `PerCpu::pending`) or not, and sets GIF.
+/// Sets GIF, and with `interrupts` takes pending host interrupts, which are recorded in
+/// `PerCpu::pending`.
 ///
 /// # Safety
 /// Host state is loaded, the kernel lock is not held, GIF is clear and IF set.
@@ -660,65 +674,68 @@ unsafe fn end_guest_mode(interrupts: bool) {
     }
 }
 
-/// The guest goes on after the `VMMCALL` that it was left at.
+/// Advances the guest beyond the `VMMCALL` that caused the exit.
 #[inline(always)]
-fn step_over_hypercall(vmcb: &mut Vmcb) {
+fn step_over_hypercall(vmcb: &Vmcb) {
     const VMMCALL_LENGTH: u64 = 3;
-    vmcb.save.rip = vmcb.save.rip.wrapping_add(VMMCALL_LENGTH);
-    vmcb.control.interrupt_shadow = 0;
+    vmcb.save.rip.set(vmcb.save.rip.get().wrapping_add(VMMCALL_LENGTH));
+    vmcb.control.interrupt_shadow.set(0);
 }
 
-/// Runs the guest with the lock not held; returns its exit code, and how many of its hypercalls the kernel answered.
+/// Runs the guest without the kernel lock. Returns its exit code and the number of hypercalls
+/// handled.
 #[inline(always)]
 fn enter(frames: &VcpuFrames, host_state: u64) -> (u64, u64) {
     let vmcb = frames.vmcb();
     let state = frames.state();
-    let registers = (&raw mut state.gpr).cast::<u64>();
-    vmcb.save.rax = state.gpr[gpr::RAX];
+    let registers = state.gpr.as_ptr().cast::<u64>().cast_mut();
+    vmcb.save.rax.set(state.gpr[gpr::RAX].get());
     let mut handled = 0;
-    // SAFETY: host state goes to this CPU's own page and comes back from there; the VMCB is complete, its maps and
-    // tables are the kernel's. With GIF clear nothing interrupts between VMLOAD and VMRUN.
+    // SAFETY: host state is saved in this CPU's own page and restored from there; the VMCB is
+    // complete, with the kernel's maps and tables. With GIF clear, no interrupt occurs between
+    // VMLOAD and VMRUN.
     let code = unsafe {
         asm!("clgi", "sti", "vmsave rax", in("rax") host_state, options(nostack));
         asm!("vmload rax", in("rax") frames.vmcb_physical, options(nostack));
         loop {
             world_switch(frames.vmcb_physical, registers);
-            let code = (&raw const vmcb.control.exit_code).read_volatile();
-            if code != exit::VMMCALL || vmcb.save.rax != abi::vcpu::HYPERCALL_VERSION {
+            let code = vmcb.control.exit_code.get();
+            if code != exit::VMMCALL || vmcb.save.rax.get() != abi::vcpu::HYPERCALL_VERSION {
                 break code;
             }
-            // A hypercall of the kernel's own.
+            // A hypercall handled in the kernel.
             handled += 1;
-            vmcb.save.rax = ABI_VERSION as u64;
+            vmcb.save.rax.set(ABI_VERSION as u64);
             step_over_hypercall(vmcb);
-            vmcb.control.event_inj = 0;
-            vmcb.control.tlb_control = tlb_control::NOTHING;
+            vmcb.control.event_inj.set(0);
+            vmcb.control.tlb_control.set(tlb_control::NOTHING);
         }
     };
-    // SAFETY: as above; the host's registers are back before anything uses GS or SYSRET.
+    // SAFETY: as above; host registers are restored before any use of GS or SYSRET.
     unsafe {
         asm!("vmsave rax", in("rax") frames.vmcb_physical, options(nostack));
         asm!("vmload rax", in("rax") host_state, options(nostack));
         if frames.window.get() != 0 || frames.virq_offered.get() != 0 {
-            // QEMU's VMRUN makes V_IRQ known without a lock, and may undo that an interrupt of the host became known at that
-            // moment. It stays pending in the local APIC unnoticed until that looks again, as it does when its task
-            // priority is written.
-            asm!("mov cr8, {}", in(reg) 0u64, options(nostack, preserves_flags));
+            // QEMU TCG's VMRUN raises V_IRQ without a lock, and may clear the pending state of a
+            // host interrupt that arrives at that moment. The interrupt stays in the local APIC
+            // unnoticed until that re-evaluates it, as it does on a write of its task priority.
+            asm!("mov cr8, {}", in(reg) idt::TASK_PRIORITY as u64, options(nostack, preserves_flags));
         }
         end_guest_mode(matches!(code, exit::INTR | exit::NMI));
     }
-    state.gpr[gpr::RAX] = vmcb.save.rax;
+    state.gpr[gpr::RAX].set(vmcb.save.rax.get());
     (code, handled)
 }
 
-// ---- FPU, debug and auxiliary registers --------------------------------------------------------------
+// ---- FPU, debug and auxiliary registers --------------------------------------------------------
 
-/// Makes this vCPU's registers those in the CPU.
+/// Loads this vCPU's FPU, debug and TSC_AUX registers, after saving those of the previous owner.
 #[cold]
 fn become_owner(kernel: &Kernel<X86>, local: &Local, GuestEntry { thread, vcpu }: GuestEntry<'_>) {
     let cpu_index = X86::this_cpu();
     if kernel.cpus[cpu_index].space.get() != Some(thread.task) {
-        // Whoever runs next loads the space, and so hides TSC_AUX from others.
+        // The next task to run then loads its address space, which clears TSC_AUX
+        // (`run::load_space`).
         X86::flush_local();
         kernel.clear_loaded_space(cpu_index);
     }
@@ -735,9 +752,9 @@ fn become_owner(kernel: &Kernel<X86>, local: &Local, GuestEntry { thread, vcpu }
         old.arch.tsc_aux.set(local.saved_tsc_aux.get());
     }
     local.load_tsc_aux(vcpu.arch.tsc_aux.get());
-    // SAFETY: TS is cleared around FPU instructions only; areas are as large as `xsave_size`, aligned to pages; XCR0
-    // values are within the machine's. Debug registers are no memory. A vCPU that no longer exists left
-    // no area to save to.
+    // SAFETY: TS is cleared around FPU instructions only; areas are `xsave_size` long and
+    // page-aligned; XCR0 values are valid for the machine. Debug registers do not affect memory.
+    // For a destroyed vCPU there is no area, and nothing is saved.
     unsafe {
         write_cr0(read_cr0() & !cr0::TS);
         if have.xsave {
@@ -768,53 +785,53 @@ fn become_owner(kernel: &Kernel<X86>, local: &Local, GuestEntry { thread, vcpu }
     }
 }
 
-// ---- ASIDs -----------------------------------------------------------------------------------------
+// ---- ASIDs -------------------------------------------------------------------------------------
 
-/// Gives the vCPU an ASID under which the TLB holds nothing. This is also how a guest's TLB is flushed.
+/// Assigns an ASID without TLB entries to the vCPU. This is also how a guest's TLB is flushed.
 #[cold]
 fn assign_asid(local: &Local, frames: &VcpuFrames, vm: &Vm<X86>) {
-    let control = &mut frames.vmcb().control;
+    let control = &frames.vmcb().control;
     if local.next_asid.get() >= features().asids {
         local.next_asid.set(1);
         local.asid_epoch.set(local.asid_epoch.get() + 1);
-        control.tlb_control = tlb_control::FLUSH_ALL;
+        control.tlb_control.set(tlb_control::FLUSH_ALL);
     }
-    control.guest_asid = local.next_asid.replace(local.next_asid.get() + 1);
+    control.guest_asid.set(local.next_asid.replace(local.next_asid.get() + 1));
     frames.asid_epoch.set(local.asid_epoch.get());
     frames.vm_generation.set(vm.space.generation.get());
     frames.vmcb_changed.set(true);
 }
 
-// ---- VcpuRun ---------------------------------------------------------------------------------------
+// ---- VcpuRun -----------------------------------------------------------------------------------
 
 /// Interrupt shadow in the VMCB (APM vol. 2 §15.21.5).
 const SHADOW: u64 = 1;
-/// Clean bits for a VMCB whose cached parts have not changed: all that are defined (APM vol. 2 §15.15.3).
+/// Clean bits of a VMCB without changes in cached groups: all defined bits (APM vol. 2 §15.15.3).
 const CLEAN: u64 = 0xfff;
 
-/// Why a vCPU is not entered.
+/// Reason why a vCPU is not entered.
 enum EntryError {
-    /// The VMM is to see this exit.
+    /// The VMM gets this exit.
     Exit(u64),
-    /// The call ends with this status.
+    /// `VcpuRun` ends with this status.
     Failed(Status),
 }
 
-/// Who takes part in an entry, besides what the vCPU knows.
+/// Thread and vCPU of an entry, looked up under the kernel lock.
 #[derive(Clone, Copy)]
 struct GuestEntry<'a> {
     thread: &'a Thread<X86>,
     vcpu: &'a Vcpu<X86>,
 }
 
-/// A [`GuestEntry`] while the lock is not held.
+/// A [`GuestEntry`] across release of the kernel lock.
 struct UnlockedEntry {
     thread: *const Thread<X86>,
     vcpu: *const Vcpu<X86>,
 }
 
 impl<'a> GuestEntry<'a> {
-    /// `None`: not all are there any more.
+    /// Entry of `vcpu` by `thread`. `None` if its VM or notification no longer exists.
     #[inline(always)]
     fn new(kernel: &'a Kernel<X86>, thread: &'a Thread<X86>, vcpu: &'a Vcpu<X86>) -> Option<Self> {
         if vcpu.arch.destroyed_count.get() != kernel.memory.destroyed_count() {
@@ -823,7 +840,7 @@ impl<'a> GuestEntry<'a> {
         Some(Self { thread, vcpu })
     }
 
-    /// The entry of the CPU's current thread, if that is in `VcpuRun`.
+    /// Entry of the CPU's current thread, if that is in `VcpuRun`.
     #[cold]
     #[inline(never)]
     fn current(kernel: &'a Kernel<X86>, cpu_index: usize) -> Option<Self> {
@@ -831,7 +848,8 @@ impl<'a> GuestEntry<'a> {
         Self::new(kernel, thread, kernel.memory.get(thread.vcpu.get()?)?)
     }
 
-    /// The same after the lock was given back, or what has become of it. `ended`: `Memory::destroyed_count` before.
+    /// Revalidates an entry after the lock was re-acquired. `destroyed_count`: value before its
+    /// release.
     #[inline(always)]
     fn revalidate(
         kernel: &'a Kernel<X86>,
@@ -842,7 +860,7 @@ impl<'a> GuestEntry<'a> {
         if destroyed_count != kernel.memory.destroyed_count() {
             return Self::current(kernel, cpu_index);
         }
-        // SAFETY: objects do not move, and none has ended since these were references.
+        // SAFETY: objects do not move, and none was destroyed since these were references.
         Some(unsafe { Self { thread: &*unlocked.thread, vcpu: &*unlocked.vcpu } })
     }
 
@@ -853,7 +871,8 @@ impl<'a> GuestEntry<'a> {
 
     #[inline(always)]
     fn vm(&self) -> &'a Vm<X86> {
-        // SAFETY: nothing has ended since it was found; that was seen when the entry was made, and the lock is held.
+        // SAFETY: no object was destroyed since the look-up, as checked when the entry was made;
+        // the lock is held.
         unsafe { &*self.vcpu.arch.vm.get() }
     }
 
@@ -873,8 +892,8 @@ fn cache_objects(memory: &Memory, vcpu: &Vcpu<X86>) -> Option<()> {
     Some(())
 }
 
-/// Enters the vCPU that the CPU's current thread, `thread`, is in `VcpuRun` on. Unless there is something for its VMM the
-/// thread stays in `VcpuRun`: it enters again when it is chosen again.
+/// Enters the vCPU that `thread`, the CPU's current thread, runs in `VcpuRun`. Unless the VMM gets
+/// an exit, the thread stays in `VcpuRun` and enters the guest again when next dispatched.
 #[inline(always)]
 pub fn run(
     mut kernel: Guard,
@@ -898,11 +917,12 @@ pub fn run(
         }
         let active = &entry.vm().space.active;
         active.set(active.get() | local.guest.bit.get());
-        arm(local, kernel.cpus[cpu_index].deadline().min(entry.vcpu.arch.state().deadline));
+        arm(local, kernel.cpus[cpu_index].deadline().min(entry.vcpu.arch.state().deadline.get()));
         let (frames, unlocked, destroyed_count) =
             (&raw const entry.vcpu.arch, entry.unlocked(), kernel.memory.destroyed_count());
         unlock(kernel);
-        // SAFETY: the vCPU is not freed before this CPU has answered a shootdown, which it does when it takes the lock.
+        // SAFETY: the vCPU is not freed before this CPU has answered a shootdown, when it acquires
+        // the lock.
         let frames = unsafe { &*frames };
         let (code, handled) = enter(frames, local.guest.host_state.get());
         kernel = lock(cpu_index);
@@ -920,40 +940,41 @@ pub fn run(
         active.set(active.get() & !local.guest.bit.get());
         let frames = &entry.vcpu.arch;
         let undelivered = if frames.virq_offered.get() != 0 { frames.withdraw_virq() } else { 0 };
-        let (state, control) = (frames.state(), &mut frames.vmcb().control);
-        state.entries += 1;
+        let (state, control) = (frames.state(), &frames.vmcb().control);
+        state.entries.add(1);
         if handled != 0 {
-            // Each is an exit and another entry.
-            state.entries += handled;
-            state.handled_in_kernel += handled;
+            // Each counts as an exit and another entry.
+            state.entries.add(handled);
+            state.handled_in_kernel.add(handled);
             add(&kernel.counters.vm_entries, handled);
             add(&kernel.counters.handled_in_kernel, handled);
         }
-        control.tlb_control = tlb_control::NOTHING;
-        state.inject = match interrupted_event(control.exit_int_info) {
+        control.tlb_control.set(tlb_control::NOTHING);
+        state.inject.set(match interrupted_event(control.exit_int_info.get()) {
             0 => undelivered,
-            // QEMU keeps one pending too whose delivery was cut short.
+            // QEMU TCG also keeps a virtual interrupt pending whose delivery was interrupted.
             event => event,
-        };
-        state.cr8 = virq::priority(control);
+        });
+        state.cr8.set(virq::priority(control));
         if frames.window.get() & window::DELIVER_VIRQ != 0 {
             if !virq::is_pending(control) {
-                // The guest has taken it.
+                // The guest has taken the virtual interrupt.
                 let left = frames.window.get() & window::PERSISTENT;
                 frames.window.set(left);
                 frames.vmcb_changed.set(true);
                 virq::clear(control, left);
-                state.window = left;
-            } else if (state.inject ^ frames.window.get()) & event::VECTOR == 0 {
-                // QEMU again: it is pending still, and comes that way.
-                state.inject = 0;
+                state.window.set(left);
+            } else if (state.inject.get() ^ frames.window.get()) & event::VECTOR == 0 {
+                // QEMU TCG: still pending as a virtual interrupt, which delivers it.
+                state.inject.set(0);
             }
         }
         let to_vmm = match code {
             exit::VMMCALL if frames.is_doorbell() => {
-                state.gpr[gpr::RAX] = kernel.ring_doorbell(entry.vm(), state.gpr[gpr::RBX]);
+                state.gpr[gpr::RAX]
+                    .set(kernel.ring_doorbell(entry.vm(), state.gpr[gpr::RBX].get()));
                 step_over_hypercall(frames.vmcb());
-                state.handled_in_kernel += 1;
+                state.handled_in_kernel.add(1);
                 count(&kernel.counters.handled_in_kernel);
                 if !kernel.has_work(cpu_index) {
                     continue;
@@ -961,23 +982,24 @@ pub fn run(
                 None
             }
             exit::INTR | exit::NMI | exit::SMI | exit::INIT => {
-                state.handled_in_kernel += 1;
+                state.handled_in_kernel.add(1);
                 count(&kernel.counters.handled_in_kernel);
                 handle_pending(&kernel, cpu_index);
                 after_interrupt(&kernel, cpu_index);
                 None
             }
             exit::MACHINE_CHECK => {
-                crate::machine_check::stop("while a guest ran", frames.vmcb().save.rip)
+                crate::machine_check::stop("while a guest ran", frames.vmcb().save.rip.get())
             }
+            exit::SHUTDOWN => Some(shut_down(&kernel, entry)),
             exit::VINTR => {
-                state.window &= window::PERSISTENT;
+                state.window.set(state.window.get() & window::PERSISTENT);
                 Some(return_exit(&kernel, entry, kernel_exit::WINDOW, group::IP))
             }
             exit::HLT
-                if state.halt != 0
-                    && state.window == 0
-                    && state.inject == 0
+                if state.halt.get() != 0
+                    && state.window.get() == 0
+                    && state.inject.get() == 0
                     && halt(&kernel, cpu_index, entry) =>
             {
                 None
@@ -988,14 +1010,15 @@ pub fn run(
     }
 }
 
-/// The VMM's thread waits in `VcpuRun`, if it can.
+/// Blocks the VMM's thread in `VcpuRun` until an event or the deadline. Returns `false` if it
+/// cannot wait.
 #[inline(always)]
 fn halt(kernel: &Kernel<X86>, cpu_index: usize, entry: GuestEntry<'_>) -> bool {
     let GuestEntry { thread, vcpu, .. } = entry;
-    // It may have been stopped meanwhile.
+    // The thread may have been stopped meanwhile.
     let Some(name) = kernel.cpus[cpu_index].current.get() else { return false };
     let since = crate::time::tsc();
-    let deadline = vcpu.arch.state().deadline;
+    let deadline = vcpu.arch.state().deadline.get();
     let halts = deadline > since
         && kernel.halt(name, thread, (vcpu.notification, entry.notification()), deadline);
     if halts {
@@ -1004,45 +1027,53 @@ fn halt(kernel: &Kernel<X86>, cpu_index: usize, entry: GuestEntry<'_>) -> bool {
     halts
 }
 
-/// The VMM's thread goes on after the guest's `HLT`, since there are events or the deadline has passed.
+/// Ends the wait at the guest's `HLT`: events are pending, or the deadline has passed.
 #[cold]
 fn end_halt(kernel: &Kernel<X86>, entry: GuestEntry<'_>) -> ExitToVmm {
     let state = entry.vcpu.arch.state();
     let since = entry.vcpu.arch.halted.take();
-    state.events = entry.notification().bits.take();
-    state.halted += crate::time::tsc().saturating_sub(since);
+    state.events.set(entry.notification().bits.take());
+    state.halted.add(crate::time::tsc().saturating_sub(since));
     report(kernel, entry, exit::HLT, kernel_exit::HALTED)
 }
 
-/// Gives the VMM an exit of the processor's, `code`, as `reported`.
+/// Returns the processor's exit `code` to the VMM, as `reported`.
 #[inline(always)]
 fn report(kernel: &Kernel<X86>, entry: GuestEntry<'_>, code: u64, reported: u64) -> ExitToVmm {
     let frames = &entry.vcpu.arch;
     let (state, control) = (frames.state(), &frames.vmcb().control);
-    state.exit_info1 = control.exit_info1;
-    state.exit_info2 = control.exit_info2;
-    // A processor that does not save the next instruction's address leaves 0. Then the VMM looks at the
-    // instruction, but for port accesses, where EXITINFO2 has that address.
-    state.next_rip = control.n_rip;
-    state.bytes_len = 0;
+    state.exit_info1.set(control.exit_info1.get());
+    state.exit_info2.set(control.exit_info2.get());
+    // 0 if the processor does not save the next instruction's address. Then the VMM decodes the
+    // instruction, except for port accesses, where EXITINFO2 has that address.
+    state.next_rip.set(control.n_rip.get());
+    state.bytes_len.set(0);
     let groups = match code {
         exit::NPF => {
             page_fault_bytes(state, control);
             group::IP | group::CONTROL | group::CODE | group::SEGMENTS
         }
         exit::IOIO => group::IP,
-        // The sizes in this leaf depend on it.
-        exit::CPUID if state.gpr[gpr::RAX] as u32 == hw_x86::cpuid::leaf::XSAVE => {
+        // The sizes in this leaf depend on XCR0.
+        exit::CPUID if state.gpr[gpr::RAX].get() as u32 == hw_x86::cpuid::leaf::XSAVE => {
             frames.save_xcr0(features());
             group::IP | group::CONTROL | group::CODE | group::XCR0
         }
-        _ if control.n_rip != 0 => group::IP,
+        _ if control.n_rip.get() != 0 => group::IP,
         _ => group::IP | group::CONTROL | group::CODE,
     };
     return_exit(kernel, entry, reported, groups)
 }
 
-/// Brings the processor structures of a vCPU, and what the CPU holds of it, up to date.
+/// Handles a shutdown of the guest: an exit for its VMM, unless a hardware error caused it.
+#[cold]
+#[inline(never)]
+fn shut_down(kernel: &Kernel<X86>, entry: GuestEntry<'_>) -> ExitToVmm {
+    crate::machine_check::check_after_shutdown(entry.vcpu.arch.vmcb().save.rip.get());
+    report(kernel, entry, exit::SHUTDOWN, exit::SHUTDOWN)
+}
+
+/// Updates the processor structures of a vCPU, and its state loaded in the CPU, before an entry.
 #[inline(always)]
 fn prepare(kernel: &Kernel<X86>, local: &Local, entry: GuestEntry<'_>) -> Result<(), EntryError> {
     let (vcpu, vm) = (entry.vcpu, entry.vm());
@@ -1051,15 +1082,15 @@ fn prepare(kernel: &Kernel<X86>, local: &Local, entry: GuestEntry<'_>) -> Result
     }
     let frames = &vcpu.arch;
     let state = frames.state();
-    let dirty = state.dirty;
+    let dirty = state.dirty.get();
     if dirty != 0 {
         let is_owner = local.state_owner.get() == entry.thread.vcpu.get();
-        state.dirty = 0;
+        state.dirty.set(0);
         frames.write_groups(state, dirty, is_owner).map_err(EntryError::Failed)?;
     }
     let bits = entry.notification().bits.take();
     if bits != 0 {
-        state.events = bits;
+        state.events.set(bits);
         return Err(EntryError::Exit(kernel_exit::RECALL));
     }
     if local.tsc_aux_owner.get() != entry.thread.vcpu.get() {
@@ -1069,28 +1100,30 @@ fn prepare(kernel: &Kernel<X86>, local: &Local, entry: GuestEntry<'_>) -> Result
         || frames.vm_generation.get() != vm.space.generation.get()
     {
         assign_asid(local, frames, vm);
-        frames.vmcb().control.n_cr3 = kernel.memory.physical(vm.space.root);
+        frames.vmcb().control.n_cr3.set(kernel.memory.physical(vm.space.root));
     }
     if frames.port_generation.get() != vm.space.port_generation.get() {
         frames.port_generation.set(vm.space.port_generation.get());
         frames.vmcb_changed.set(true);
         if let Some(map) = vm.space.port_map.get() {
-            frames.vmcb().control.iopm_base_pa = kernel.memory.physical(map);
+            frames.vmcb().control.iopm_base_pa.set(kernel.memory.physical(map));
         }
     }
-    let window = state.window;
+    let window = state.window.get();
     if frames.window.get() != window {
         frames.set_window(window);
     }
-    frames.vmcb().control.event_inj = 0;
-    if state.inject != 0 {
-        frames.inject(core::mem::take(&mut state.inject));
+    frames.vmcb().control.event_inj.set(0);
+    let event = state.inject.get();
+    if event != 0 {
+        state.inject.set(0);
+        frames.inject(event);
     }
-    let control = &mut frames.vmcb().control;
-    control.clean = CLEAN;
+    let control = &frames.vmcb().control;
+    control.clean.set(CLEAN);
     if frames.vmcb_changed.get() {
         frames.vmcb_changed.set(false);
-        control.clean = 0;
+        control.clean.set(0);
     }
     Ok(())
 }
@@ -1104,14 +1137,15 @@ fn abort_entry(kernel: &Kernel<X86>, entry: GuestEntry<'_>, error: EntryError) -
     }
 }
 
-/// Ends the `VcpuRun` of a thread whose vCPU has ended: it is in none.
+/// Ends the `VcpuRun` of a thread whose vCPU was destroyed. Returns null.
 #[cold]
 pub fn abort_destroyed_vcpu(kernel: &Kernel<X86>, thread: &Thread<X86>) -> *const Vcpu<X86> {
     kernel.vcpu_return(thread, None, Status::Aborted);
     ptr::null()
 }
 
-/// Ends the `VcpuRun` of the CPU's current thread, if it still is in it, because an object that it needs has ended.
+/// Ends the `VcpuRun` of the CPU's current thread, if it is still in it, because an object that it
+/// needs was destroyed.
 #[cold]
 #[inline(never)]
 fn abort_run(kernel: &Kernel<X86>, cpu_index: usize) {
@@ -1123,29 +1157,33 @@ fn abort_run(kernel: &Kernel<X86>, cpu_index: usize) {
     }
 }
 
-/// What the VMM has to know after a host interrupt, if anything. The deadline is looked at only here: on the way in the VMM
-/// has just looked at its clock, and a deadline that is past interrupts at once.
+/// Returns an exit to the VMM after a host interrupt, if needed. Only here is the deadline compared
+/// with the clock: before an entry the VMM has just read the clock, and a deadline in the past
+/// interrupts at once.
 #[cold]
 fn after_interrupt(kernel: &Kernel<X86>, cpu_index: usize) {
-    // The thread may have been stopped or its call ended.
+    // The thread may have been stopped, or its `VcpuRun` aborted.
     let Some(entry) = GuestEntry::current(kernel, cpu_index) else { return };
     let frames = &entry.vcpu.arch;
-    if frames.vmcb().control.interrupt_shadow & SHADOW != 0 {
-        // Not every processor takes a shadow back into the guest (QEMU's does not), so the VMM has to see the
-        // instruction in it.
-        frames.state().events = 0;
+    if frames.vmcb().control.interrupt_shadow.get() & SHADOW != 0 {
+        // Not every processor restores an interrupt shadow on entry (QEMU TCG does not), so the VMM
+        // must emulate the instruction in it.
+        frames.state().events.set(0);
         return_exit(kernel, entry, kernel_exit::RECALL, group::IP);
-    } else if frames.state().deadline <= crate::time::tsc() {
+    } else if frames.state().deadline.get() <= crate::time::tsc() {
         return_exit(kernel, entry, kernel_exit::DEADLINE, group::IP);
     }
 }
 
-/// Bytes of the instruction that faulted, where the processor has them (APM vol. 2 §15.33.5).
+/// Copies the bytes of the faulting instruction, if the processor reports them (APM vol. 2
+/// §15.33.5).
 #[cold]
-fn page_fault_bytes(state: &mut VcpuState, control: &ControlArea) {
-    if features().decode_assist && control.exit_info1 & npf::FETCH == 0 {
-        state.bytes_len = control.fetched_bytes as u64 & 0xf;
-        state.bytes[..15].copy_from_slice(&control.instruction_bytes);
+fn page_fault_bytes(state: &VcpuState, control: &ControlArea) {
+    if features().decode_assist && control.exit_info1.get() & npf::FETCH == 0 {
+        state.bytes_len.set(control.fetched_bytes.get() as u64 & 0xf);
+        for (to, from) in state.bytes.iter().zip(control.instruction_bytes.get()) {
+            to.set(from);
+        }
     }
 }
 
@@ -1153,8 +1191,8 @@ fn add(counter: &Cell<u64>, value: u64) {
     counter.set(counter.get() + value);
 }
 
-/// What must be injected again after an exit that cut a delivery short. Software interrupts and exceptions happen again
-/// by themselves, because their instruction has not completed (APM vol. 2 §15.20).
+/// Event to inject again after an exit that interrupted its delivery. Software interrupts and
+/// exceptions recur, because their instruction has not completed (APM vol. 2 §15.20).
 #[inline(always)]
 fn interrupted_event(info: u64) -> u64 {
     if info & event::VALID == 0 {
@@ -1166,11 +1204,12 @@ fn interrupted_event(info: u64) -> u64 {
     if by_instruction { 0 } else { info }
 }
 
-/// The VMM's thread whose `VcpuRun` has ended, which is the CPU's current one.
+/// Return to user mode of the CPU's current thread: a VMM thread whose `VcpuRun` has ended.
+/// Ordinary threads return in the same way.
 pub struct ExitToVmm {
-    /// Its task.
+    /// Task of the thread.
     pub task: Handle<Task<X86>>,
-    /// Its registers.
+    /// Saved registers of the thread.
     pub context: *const Context,
 }
 
@@ -1185,9 +1224,9 @@ fn return_exit(
     const IP_ONLY: u64 = group::IP;
     const DECODE: u64 = group::IP | group::CONTROL | group::CODE;
     let (state, vmcb) = (vcpu.arch.state(), vcpu.arch.vmcb());
-    state.exit_code = code;
-    state.valid = group::INJECT | group::PRIORITY;
-    // Constants make straight code of the frequent cases.
+    state.exit_code.set(code);
+    state.valid.set(group::INJECT | group::PRIORITY | groups);
+    // Constant arguments make the frequent cases branch-free.
     match groups {
         IP_ONLY => read_code(state, vmcb, IP_ONLY),
         DECODE => read_code(state, vmcb, DECODE),
@@ -1207,18 +1246,18 @@ fn end_run(
     ExitToVmm { task: thread.task, context: &raw const thread.context }
 }
 
-/// Frames of host state that each CPU needs.
+/// Number of host-state frames per CPU.
 pub const HOST_FRAMES: u32 = (size_of::<HostPages>() / 4096) as u32;
 
-/// Host pages of all CPUs, by physical address: the APs set themselves up from here.
+/// Physical addresses of the host-state pages of all CPUs, for their own initialisation.
 static HOST_PAGES: [AtomicU64; MAX_CPUS] = [const { AtomicU64::new(0) }; MAX_CPUS];
 
-/// Remembers a CPU's host pages.
+/// Records a CPU's host-state pages.
 pub fn set_host_pages(memory: &Memory, cpu_index: usize, pages: Frame) {
     HOST_PAGES[cpu_index].store(memory.physical(pages), Ordering::Release);
 }
 
-/// Turns SVM on, on this CPU, with the pages that were set aside for it.
+/// Enables SVM on this CPU, with its recorded host-state pages.
 pub fn init_this_cpu(memory: &Memory, cpu_index: usize) {
     let physical = HOST_PAGES[cpu_index].load(Ordering::Acquire);
     if physical != 0 {

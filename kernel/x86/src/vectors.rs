@@ -1,5 +1,5 @@
-//! SSE registers of a guest, which the VMM sees when it asks for them (`group::VECTORS`): those in the CPU, if this vCPU ran
-//! there last, else those in its save area (APM vol. 2 §11.4.4, §11.5.2).
+//! SSE registers of a guest, which the VMM reads on request (`group::VECTORS`): from the CPU if
+//! this vCPU ran there last, else from its save area (APM vol. 2 §11.4.4, §11.5.2).
 
 use core::arch::asm;
 
@@ -7,19 +7,20 @@ use hw_x86::paging::cr0;
 
 use crate::io::{read_cr0, write_cr0};
 
-/// The registers as the state page has them.
+/// SSE registers in the format of the state page.
 pub type XmmRegisters = [[u64; 2]; 16];
 
 /// Offset of the registers in a save area.
 const XMM: usize = 160;
-/// Offset of the word that says which components of a save area of XSAVE are not in their initial state, and the bit of these.
+/// Offset of the word that marks the components of an XSAVE area that are not in their initial
+/// state, and its bit for the SSE registers.
 const XSTATE_BV: usize = 512;
 const SSE: u64 = 1 << 1;
 
 /// Reads the CPU's registers.
 pub fn from_cpu(to: &mut XmmRegisters) {
-    // SAFETY: only for these instructions CR0.TS is clear; they write `to`, which has room for 16 registers. The kernel enables
-    // SSE wherever there is any, which is on every processor with SVM.
+    // SAFETY: CR0.TS is clear only for these instructions; they write `to`, which has room for 16
+    // registers. The kernel enables SSE if the CPU has it, as every CPU with SVM does.
     unsafe {
         write_cr0(read_cr0() & !cr0::TS);
         asm!(
@@ -37,9 +38,9 @@ pub fn from_cpu(to: &mut XmmRegisters) {
     }
 }
 
-/// Writes the CPU's registers. What else is in their places (the upper half of AVX registers) stays.
+/// Writes the CPU's registers. The upper halves of the AVX registers are preserved.
 pub fn to_cpu(from: &XmmRegisters) {
-    // SAFETY: as above; the registers are the guest's, and the kernel is compiled to use none of them.
+    // SAFETY: as above; the registers are the guest's, and the kernel is compiled not to use them.
     unsafe {
         write_cr0(read_cr0() & !cr0::TS);
         asm!(
@@ -57,19 +58,19 @@ pub fn to_cpu(from: &XmmRegisters) {
     }
 }
 
-/// Reads the registers in a save area.
+/// Reads the registers from a save area.
 ///
 /// # Safety
-/// `area` is a save area of FXSAVE or XSAVE that nobody writes meanwhile.
+/// `area` is an FXSAVE or XSAVE area that is not written concurrently.
 pub unsafe fn from_area(area: *const u8) -> XmmRegisters {
     // SAFETY: by contract; its fields are aligned.
     unsafe { area.add(XMM).cast::<XmmRegisters>().read() }
 }
 
-/// Writes the registers in a save area; `xsave`: one of XSAVE.
+/// Writes the registers to a save area; `xsave`: an XSAVE area.
 ///
 /// # Safety
-/// As for [`from_area`], and nobody reads it meanwhile.
+/// As for [`from_area`], and the area is not read concurrently.
 pub unsafe fn to_area(area: *mut u8, from: &XmmRegisters, xsave: bool) {
     // SAFETY: by contract.
     unsafe {

@@ -1,76 +1,80 @@
-//! Virtual interrupts and the window for them in the VMCB (APM vol. 2 §15.21), and the intercepts that change with it.
+//! Virtual interrupts and interrupt windows in the VMCB (APM vol. 2 §15.21), with the intercepts
+//! that depend on them.
 //!
 //! # Invariants
 //!
-//! * `V_TPR` is the guest's CR8, which it reads and writes without an exit. Nothing here changes it.
-//! * A virtual interrupt ignores `V_TPR`: the VMM has compared with the task priority. So as long as one is pending the guest
-//!   is left when it writes CR8, and the VMM compares again. (`V_INTR_PRIO` would do the same without an exit, but QEMU's
-//!   processor takes an interrupt of the same class, too; and it does not survive a write of CR8 while one is pending.)
+//! * `V_TPR` is the guest's CR8, which the guest reads and writes without an exit. Only
+//!   [`set_priority`] changes it.
+//! * A virtual interrupt ignores `V_TPR`: the VMM has compared it with the task priority. While one
+//!   is pending, writes of CR8 exit, and the VMM compares again. (`V_INTR_PRIO` would do the same
+//!   without an exit, but QEMU TCG also delivers an interrupt of the same class, and loses it on a
+//!   write of CR8 while one is pending.)
 
 use abi::vcpu::window;
 use hw_x86::vmcb::{ControlArea, event, intercept_cr, intercept3, v_intr};
 
-/// A virtual interrupt, whatever the guest's task priority.
+/// A pending virtual interrupt that ignores the guest's task priority.
 const PENDING: u64 = v_intr::IRQ | v_intr::IGNORE_TPR | 0xf << v_intr::PRIO_SHIFT;
 
-/// Sets what is pending, beside the task priority; writes of CR8 exit as long as something is, or if `exit_wanted`.
-fn set(control: &mut ControlArea, pending: u64, exit_wanted: bool) {
-    control.v_intr = control.v_intr & v_intr::TPR | v_intr::INTR_MASKING | pending;
+/// Sets the pending virtual interrupt, keeping the task priority. Writes of CR8 exit while one is
+/// pending, or if `exit_wanted` is set.
+fn set(control: &ControlArea, pending: u64, exit_wanted: bool) {
+    control.v_intr.set(control.v_intr.get() & v_intr::TPR | v_intr::INTR_MASKING | pending);
     let exits = exit_wanted || pending != 0;
-    control.intercept_cr = if exits { intercept_cr::WRITE_CR8 } else { 0 };
+    control.intercept_cr.set(if exits { intercept_cr::WRITE_CR8 } else { 0 });
 }
 
 fn pending(vector: u64) -> u64 {
     PENDING | (vector & event::VECTOR) << v_intr::VECTOR_SHIFT
 }
 
-/// What a window asks of writes of CR8.
+/// Returns whether a window requests exits on writes of CR8.
 const fn wants_cr8_exit(wanted: u64) -> bool {
     wanted & window::PRIORITY != 0
 }
 
-/// Whether a window leaves virtual interrupts to others.
+/// Returns whether a window leaves the virtual interrupt unused.
 pub const fn is_unused(wanted: u64) -> bool {
     wanted & (window::EXIT | window::DELIVER_VIRQ) == 0
 }
 
 /// Sets the guest's task priority.
-pub fn set_priority(control: &mut ControlArea, cr8: u64) {
-    control.v_intr = control.v_intr & !v_intr::TPR | cr8 & v_intr::TPR;
+pub fn set_priority(control: &ControlArea, cr8: u64) {
+    control.v_intr.set(control.v_intr.get() & !v_intr::TPR | cr8 & v_intr::TPR);
 }
 
 /// The guest's task priority.
 #[inline(always)]
 pub fn priority(control: &ControlArea) -> u64 {
-    control.v_intr & v_intr::TPR
+    control.v_intr.get() & v_intr::TPR
 }
 
-/// Whether a virtual interrupt waits for the guest.
+/// Returns whether a virtual interrupt is pending.
 #[inline(always)]
 pub fn is_pending(control: &ControlArea) -> bool {
-    control.v_intr & v_intr::IRQ != 0
+    control.v_intr.get() & v_intr::IRQ != 0
 }
 
-/// Says what happens as soon as the guest can take an interrupt: that is when the processor delivers a virtual one.
-pub fn set_window(control: &mut ControlArea, wanted: u64) {
+/// Configures a window: its action occurs when the processor could deliver a virtual interrupt.
+pub fn set_window(control: &ControlArea, wanted: u64) {
     let virq = if is_unused(wanted) { 0 } else { pending(wanted) };
     set(control, virq, wants_cr8_exit(wanted));
-    control.intercept3 &= !(intercept3::VINTR | intercept3::IRET);
+    control.intercept3.set(control.intercept3.get() & !(intercept3::VINTR | intercept3::IRET));
     if wanted & window::EXIT != 0 {
-        control.intercept3 |= intercept3::VINTR;
+        control.intercept3.set(control.intercept3.get() | intercept3::VINTR);
     }
     if wanted & window::IRET != 0 {
-        control.intercept3 |= intercept3::IRET;
+        control.intercept3.set(control.intercept3.get() | intercept3::IRET);
     }
 }
 
-/// Makes an interrupt pending while the window is free ([`is_unused`]).
-pub fn offer(control: &mut ControlArea, vector: u64, wanted: u64) {
+/// Makes an interrupt pending while the window leaves the virtual interrupt unused ([`is_unused`]).
+pub fn offer(control: &ControlArea, vector: u64, wanted: u64) {
     set(control, pending(vector), wants_cr8_exit(wanted));
 }
 
-/// There is nothing pending any more, because the guest has taken it or it is taken back.
-pub fn clear(control: &mut ControlArea, wanted: u64) {
+/// Clears the virtual interrupt, which the guest has taken or the kernel withdraws.
+pub fn clear(control: &ControlArea, wanted: u64) {
     set(control, 0, wants_cr8_exit(wanted));
 }
 
@@ -80,22 +84,22 @@ mod tests {
 
     fn control(cr8: u64) -> ControlArea {
         // SAFETY: all fields are integers.
-        let mut control: ControlArea = unsafe { core::mem::zeroed() };
-        control.intercept3 = intercept3::HLT;
-        set_priority(&mut control, cr8);
+        let control: ControlArea = unsafe { core::mem::zeroed() };
+        control.intercept3.set(intercept3::HLT);
+        set_priority(&control, cr8);
         control
     }
 
-    /// Whether writes of CR8 exit, whether the window exits, what is pending (its vector), and the task priority.
+    /// State of the VMCB: writes of CR8 exit, the window exits, pending vector, task priority.
     fn state(control: &ControlArea) -> (bool, bool, Option<u64>, u64) {
-        let vector = control.v_intr >> v_intr::VECTOR_SHIFT & 0xff;
-        assert_eq!(control.intercept_cr & !intercept_cr::WRITE_CR8, 0, "reads never exit");
-        assert_eq!(control.intercept3 & !intercept3::VINTR, intercept3::HLT);
-        assert_ne!(control.v_intr & v_intr::INTR_MASKING, 0);
-        assert_eq!(control.v_intr & v_intr::IGNORE_TPR != 0, is_pending(control));
+        let vector = control.v_intr.get() >> v_intr::VECTOR_SHIFT & 0xff;
+        assert_eq!(control.intercept_cr.get() & !intercept_cr::WRITE_CR8, 0, "reads never exit");
+        assert_eq!(control.intercept3.get() & !intercept3::VINTR, intercept3::HLT);
+        assert_ne!(control.v_intr.get() & v_intr::INTR_MASKING, 0);
+        assert_eq!(control.v_intr.get() & v_intr::IGNORE_TPR != 0, is_pending(control));
         (
-            control.intercept_cr != 0,
-            control.intercept3 & intercept3::VINTR != 0,
+            control.intercept_cr.get() != 0,
+            control.intercept3.get() & intercept3::VINTR != 0,
             is_pending(control).then_some(vector),
             priority(control),
         )
@@ -103,7 +107,7 @@ mod tests {
 
     #[test]
     fn windows_keep_the_task_priority() {
-        let mut control = control(9);
+        let control = control(9);
         for (wanted, expected) in [
             (0, (false, false, None, 9)),
             (window::DELIVER_VIRQ | 0x61, (true, false, Some(0x61), 9)),
@@ -112,22 +116,22 @@ mod tests {
             (window::EXIT | window::PRIORITY, (true, true, Some(0), 9)),
             (0, (false, false, None, 9)),
         ] {
-            set_window(&mut control, wanted);
+            set_window(&control, wanted);
             assert_eq!(state(&control), expected, "{wanted:#x}");
         }
-        // What a VMM writes there is a task priority and nothing else.
-        set_priority(&mut control, u64::MAX);
+        // Any value written by a VMM changes only the task priority.
+        set_priority(&control, u64::MAX);
         assert_eq!(state(&control), (false, false, None, 15));
     }
 
     #[test]
     fn iret_exits_if_asked() {
-        let mut control = control(0);
+        let control = control(0);
         for window in [0, window::EXIT, window::DELIVER_VIRQ | 0x41, window::PRIORITY] {
-            set_window(&mut control, window);
-            let without = control.intercept3;
-            set_window(&mut control, window | window::IRET);
-            assert_eq!(control.intercept3, without | intercept3::IRET, "{window:#x}");
+            set_window(&control, window);
+            let without = control.intercept3.get();
+            set_window(&control, window | window::IRET);
+            assert_eq!(control.intercept3.get(), without | intercept3::IRET, "{window:#x}");
             assert_eq!(is_unused(window), is_unused(window | window::IRET));
         }
     }
@@ -136,11 +140,11 @@ mod tests {
     fn writes_of_cr8_exit_while_something_is_pending() {
         for (wanted, wants_cr8_exit) in [(0, false), (window::PRIORITY, true)] {
             assert!(is_unused(wanted));
-            let mut control = control(3);
-            set_window(&mut control, wanted);
-            offer(&mut control, 0x1_0000_0041, wanted);
+            let control = control(3);
+            set_window(&control, wanted);
+            offer(&control, 0x1_0000_0041, wanted);
             assert_eq!(state(&control), (true, false, Some(0x41), 3));
-            clear(&mut control, wanted);
+            clear(&control, wanted);
             assert_eq!(state(&control), (wants_cr8_exit, false, None, 3));
         }
         assert!(!is_unused(window::EXIT) && !is_unused(window::DELIVER_VIRQ | window::PRIORITY));

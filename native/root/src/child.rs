@@ -453,16 +453,17 @@ impl Child {
         Ok(irq)
     }
 
-    /// Gives it a device: eight ports and an interrupt line.
+    /// Gives it a device: eight ports and an interrupt line, which is returned.
     pub fn add_device(
         &mut self,
         resources: &mut Resources,
         ports: u16,
         interrupt: u32,
-    ) -> Result<(), StartError> {
+    ) -> Result<Irq, StartError> {
         const EDGE: u64 = 0;
-        self.add_interrupt(resources, interrupt, EDGE)?;
-        Ok(self.task.delegate_ports(ports, 8)?)
+        let irq = self.add_interrupt(resources, interrupt, EDGE)?;
+        self.task.delegate_ports(ports, 8)?;
+        Ok(irq)
     }
 
     /// Returns its memory ranges.

@@ -1,20 +1,28 @@
-//! AMD IOMMUs: memory that a device may access.
+//! AMD IOMMUs: memory that a device may access, and interrupts that it may send.
 //!
 //! Root owns all memory anyway, so root has the driver of the hardware that protects it from
 //! devices, and the kernel needs none. All IOMMUs of the machine share one device table. A function
 //! without a server may access no memory. A function with a server may access the server's DMA
-//! memory, and the sessions of its clients, at their physical addresses; interrupts pass. Page
-//! tables belong to a server's index and are permanent, as that memory is, so a restarted server
-//! reuses them.
+//! memory, and the sessions of its clients, at their physical addresses. Page tables belong to a
+//! server's index and are permanent, as that memory is, so a restarted server reuses them.
+//!
+//! Interrupts are remapped if the firmware describes all I/O APICs; otherwise their interrupts
+//! could not be distinguished from a device's. Then a function without a server may send none. A
+//! server's function has a table with one interrupt, of root's message; all its other writes to
+//! interrupt addresses are blocked: other vectors and processors, NMI, INIT and external
+//! interrupts. The I/O APICs share a table in which the index of an interrupt is its vector, so the
+//! kernel, which programs them, is unaffected. Without remapping, interrupts pass.
 //!
 //! Reference: [`hw_x86::iommu`].
 
 use abi::{PAGE_SIZE, boot};
 use heapless::Vec;
-use hw_tables::acpi::Ivrs;
+use hw_tables::acpi::{Ivrs, IvrsIoApic, Madt, MadtEntry};
+use hw_x86::apic::msi;
 use hw_x86::iommu::{
-    ADDRESS_LIMIT, BLOCKED, DEVICE_ENTRY, DEVICE_TABLE_LENGTH, ENTRY, LEVELS, RING_PAGE, command,
-    control, device_entry, event_device, index, leaf, next_table, register, status, table,
+    ADDRESS_LIMIT, BLOCKED, DEVICE_ENTRY, DEVICE_TABLE_LENGTH, ENTRY, INTERRUPT_ENTRY, INTERRUPTS,
+    LEVELS, RING_PAGE, command, control, device_entry, event_device, index, leaf, next_table,
+    register, remapped, status, table, with_interrupts,
 };
 use native_rt::device::DeviceRegisters;
 use native_rt::start::Boot;
@@ -26,6 +34,11 @@ use crate::pci::{self, Address};
 
 /// Maximum number of IOMMUs.
 const MAX_UNITS: usize = 8;
+/// Most I/O APICs; the kernel uses no more.
+const MAX_IO_APICS: usize = 8;
+/// Pages of an interrupt remapping table. It has as many entries as a message can name, since QEMU
+/// looks beyond a shorter one.
+const INTERRUPT_PAGES: u64 = (INTERRUPTS * INTERRUPT_ENTRY).div_ceil(PAGE_SIZE);
 /// Pages of a server's page tables: for memory in about as many places.
 const TABLE_PAGES: u64 = 32;
 /// Maximum number of polls until a command must be complete.
@@ -44,17 +57,32 @@ struct Unit {
     head: u64,
 }
 
-/// A server's page tables; the first page is the root.
+/// A server's page tables; the first page is the root. And the remapping table of its function's
+/// interrupts, if they are remapped.
 struct Domain {
     pages: Window,
     used: u64,
+    interrupts: Option<Window>,
 }
+
+/// Remapping of the I/O APICs' interrupts.
+struct Lines {
+    /// The functions that the interrupts come from.
+    devices: Vec<u16, MAX_IO_APICS>,
+    /// Their table.
+    table: Window,
+}
+
+/// Address and data by which a function interrupts, or an input of an I/O APIC.
+pub type Message = (u64, u64);
 
 /// All IOMMUs.
 pub struct Iommu {
     units: Vec<Unit, MAX_UNITS>,
     devices: Window,
     domains: [Option<Domain>; MAX_SERVERS],
+    /// `None`: interrupts are not remapped.
+    lines: Option<Lines>,
 }
 
 /// Error: no memory for page tables, or memory beyond their range.
@@ -78,6 +106,41 @@ fn write(window: Window, offset: u64, words: &[u64]) {
     }
 }
 
+/// Makes an entry of an interrupt remapping table: message `number` arrives as `message` does
+/// without remapping.
+fn remap(table: Window, number: u64, (address, data): Message) {
+    let apic_id = (address >> msi::DESTINATION_SHIFT) as u8;
+    let entry = remapped(data as u8, apic_id);
+    let _ = table.write(number * INTERRUPT_ENTRY, &entry.to_le_bytes());
+}
+
+/// The functions that the I/O APICs' interrupts come from, by their ids in the MADT. `None`: not
+/// all are known.
+fn sources<I: Iterator<Item = IvrsIoApic>>(
+    ids: impl Iterator<Item = u8>,
+    known: impl Fn() -> I,
+) -> Option<Vec<u16, MAX_IO_APICS>> {
+    let mut devices = Vec::new();
+    for id in ids {
+        let io_apic = known().find(|known| known.id == id)?;
+        devices.push(io_apic.device).ok()?;
+    }
+    (!devices.is_empty()).then_some(devices)
+}
+
+impl Lines {
+    /// `None`: interrupts cannot be remapped.
+    fn new(boot: &Boot, ivrs: Ivrs, memory: &mut Memory, owner: usize) -> Option<Self> {
+        let madt = Madt::parse(pci::table(boot, Madt::SIGNATURE)?).ok()?;
+        let ids = madt.entries().filter_map(|entry| match entry {
+            MadtEntry::IoApic { id, .. } => Some(id),
+            _ => None,
+        });
+        let devices = sources(ids, || ivrs.io_apics())?;
+        Some(Self { devices, table: memory.allocate(owner, INTERRUPT_PAGES)? })
+    }
+}
+
 impl Iommu {
     /// Enables all IOMMUs; from then on no device may access memory. Returns `None` if there are
     /// none. Their memory belongs to `owner`.
@@ -85,8 +148,13 @@ impl Iommu {
         let ivrs = Ivrs::parse(pci::table(boot, Ivrs::SIGNATURE)?).ok()?;
         let pages = DEVICE_TABLE_LENGTH / PAGE_SIZE;
         let devices = memory.allocate_aligned(owner, pages, pages)?;
+        let lines = Lines::new(boot, ivrs, memory, owner);
         for entry in 0..DEVICE_TABLE_LENGTH / DEVICE_ENTRY {
-            write(devices, entry * DEVICE_ENTRY, &BLOCKED);
+            write(devices, entry * DEVICE_ENTRY, &blocked(lines.is_some()));
+        }
+        for &device in lines.iter().flat_map(|lines| &lines.devices) {
+            let table = lines.as_ref().map(|lines| physical(lines.table));
+            write(devices, u64::from(device) * DEVICE_ENTRY, &with_interrupts(BLOCKED, table));
         }
         let mut units: Vec<Unit, MAX_UNITS> = Vec::new();
         let mut bases: Vec<u64, MAX_UNITS> = Vec::new();
@@ -106,7 +174,10 @@ impl Iommu {
                 continue;
             };
             unit.enable(devices);
-            info!("IOMMU at {:#x}: devices are limited to the memory of their servers", iommu.base);
+            info!("IOMMU at {:#x}: devices may access what their servers have", iommu.base);
+            if lines.is_none() {
+                warn!("the IOMMU remaps no interrupts: devices may send any");
+            }
             // There is room for as many.
             let _ = (bases.push(iommu.base), units.push(unit));
         }
@@ -114,10 +185,60 @@ impl Iommu {
             units,
             devices,
             domains: [const { None }; MAX_SERVERS],
+            lines,
         })
     }
 
-    /// Lets the function of a server access these windows, and no other memory.
+    /// The tables of a server, made at its first start.
+    fn domain(
+        &mut self,
+        memory: &mut Memory,
+        owner: usize,
+        server: usize,
+    ) -> Result<&mut Domain, NoRoom> {
+        let domain = self.domains.get_mut(server).ok_or(NoRoom)?;
+        if domain.is_none() {
+            let pages = memory.allocate(owner, TABLE_PAGES).ok_or(NoRoom)?;
+            let interrupts = match self.lines {
+                Some(_) => Some(memory.allocate(owner, INTERRUPT_PAGES).ok_or(NoRoom)?),
+                None => None,
+            };
+            let mut new = Domain { pages, used: 0, interrupts };
+            new.add_table().ok_or(NoRoom)?;
+            *domain = Some(new);
+        }
+        domain.as_mut().ok_or(NoRoom)
+    }
+
+    /// The message by which the function of a server is to interrupt, so that it arrives as
+    /// `message` from the next [`allow`](Self::allow) on.
+    pub fn message(
+        &mut self,
+        memory: &mut Memory,
+        owner: usize,
+        server: usize,
+        message: Message,
+    ) -> Result<Message, NoRoom> {
+        const FIRST: u64 = 0;
+        let domain = self.domain(memory, owner, server)?;
+        let Some(table) = domain.interrupts else { return Ok(message) };
+        remap(table, FIRST, message);
+        Ok((msi::ADDRESS, FIRST))
+    }
+
+    /// An input of an I/O APIC may interrupt by this message.
+    pub fn add_line(&mut self, message: Message) {
+        let Some(lines) = &self.lines else { return };
+        // The I/O APIC's own vector is the number of its message.
+        remap(lines.table, message.1 & 0xff, message);
+        for unit in &mut self.units {
+            for &device in &lines.devices {
+                unit.invalidate_interrupts(device);
+            }
+        }
+    }
+
+    /// Lets the function of a server access these windows, and nothing else.
     pub fn allow(
         &mut self,
         memory: &mut Memory,
@@ -126,37 +247,32 @@ impl Iommu {
         function: Address,
         windows: impl Iterator<Item = Window>,
     ) -> Result<(), NoRoom> {
-        let domain = self.domains.get_mut(server).ok_or(NoRoom)?;
-        let domain = match domain {
-            Some(domain) => domain,
-            None => {
-                let pages = memory.allocate(owner, TABLE_PAGES).ok_or(NoRoom)?;
-                let mut new = Domain { pages, used: 0 };
-                new.add_table().ok_or(NoRoom)?;
-                domain.insert(new)
-            }
-        };
+        let domain = self.domain(memory, owner, server)?;
         for window in windows {
             for offset in (0..window.length()).step_by(PAGE_SIZE as usize) {
                 domain.map(physical(window) + offset).ok_or(NoRoom)?;
             }
         }
         let entry = device_entry(physical(domain.pages), domain_number(server));
+        let entry = match domain.interrupts {
+            Some(table) => with_interrupts(entry, Some(physical(table))),
+            None => entry,
+        };
         self.set(function, server, entry);
         Ok(())
     }
 
     /// Removes all access of a server's function.
     pub fn deny(&mut self, server: usize, function: Address) {
-        self.set(function, server, BLOCKED);
+        self.set(function, server, blocked(self.lines.is_some()));
     }
 
     fn set(&mut self, function: Address, server: usize, entry: [u64; 4]) {
         let device = function.number();
         let at = u64::from(device) * DEVICE_ENTRY;
-        // The word with the rights is written last to grant and first to revoke: in between, the
-        // entry grants no access.
-        if entry == BLOCKED {
+        // The rights last when they are given, first when they are taken: either way the first word
+        // alone has none yet, or none any more.
+        if entry[0] == BLOCKED[0] {
             write(self.devices, at, &entry);
         } else {
             write(self.devices, at + 8, &entry[1..]);
@@ -189,7 +305,12 @@ impl Iommu {
     }
 }
 
-/// Domain 0 has no server.
+/// Device table entry of a function that no server drives.
+fn blocked(remaps: bool) -> [u64; 4] {
+    if remaps { with_interrupts(BLOCKED, None) } else { BLOCKED }
+}
+
+/// Domain 0 is nobody's.
 fn domain_number(server: usize) -> u16 {
     server as u16 + 1
 }
@@ -254,10 +375,17 @@ impl Unit {
 
     /// Invalidates the cached entries of a function and a domain, and waits for the completion.
     fn forget(&mut self, device: u16, domain: u16) {
-        self.answer += 1;
-        let place = physical(self.pages) + Self::ANSWER;
         self.put(command::invalidate_device(device));
         self.put(command::invalidate_domain(domain));
+        self.invalidate_interrupts(device);
+    }
+
+    /// Invalidates what the unit has cached of a function's interrupts, and waits until it has
+    /// completed all commands.
+    fn invalidate_interrupts(&mut self, device: u16) {
+        self.answer += 1;
+        let place = physical(self.pages) + Self::ANSWER;
+        self.put(command::invalidate_interrupts(device));
         self.put(command::completion(place, self.answer));
         self.registers.write64(register::COMMAND_TAIL, self.tail);
         let done = (0..MAX_POLLS).any(|_| read(self.pages, Self::ANSWER) == self.answer);
@@ -291,5 +419,27 @@ impl Unit {
         self.registers.write64(register::EVENT_TAIL, 0);
         self.registers.write64(register::STATUS, status::EVENT_OVERFLOW);
         self.registers.write64(register::CONTROL, control);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn interrupts_are_remapped_if_all_io_apics_are_known() {
+        let known = [(0, 0xa0), (2, 0xa1), (0, 0xa2)];
+        let known = known.map(|(id, device)| IvrsIoApic { id, device });
+        let find = |ids: &[u8]| sources(ids.iter().copied(), || known.iter().copied());
+        assert_eq!(find(&[2, 0]).as_deref(), Some(&[0xa1, 0xa0][..]));
+        assert_eq!(find(&[0, 1]), None, "interrupts of the second one would be blocked");
+        assert_eq!(find(&[]), None, "nothing says that there are no others");
+        assert_eq!(find(&[0; MAX_IO_APICS + 1]), None);
+    }
+
+    #[test]
+    fn a_function_without_a_server_sends_nothing() {
+        assert_eq!(blocked(true), [BLOCKED[0], 0, 1, 0]);
+        assert_eq!(blocked(false), BLOCKED, "the machine could not remap what it let pass");
     }
 }

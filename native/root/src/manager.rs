@@ -342,7 +342,8 @@ impl<'a> Manager<'a> {
             _ => return Err(StartError::Device),
         };
         self.build(&config, server.binary, |root, child| {
-            child.add_device(&mut root.resources, port, interrupt)?;
+            let line = child.add_device(&mut root.resources, port, interrupt)?;
+            root.sessions.add_line(line)?;
             let multiplex = server.kind == ServerKind::Multiplexer;
             if multiplex {
                 root.directory = Some((number, child.add_directory(&mut root.resources)?));

@@ -7,8 +7,8 @@
 
 use abi::{PAGE_SIZE, boot, rights};
 use heapless::Vec;
-use native_rt::Window;
 use native_rt::start::Boot;
+use native_rt::{Irq, Window};
 use proto::service::{
     Attachment, DiskClient, DiskDriver, DiskServer, MAX_SESSIONS, NetServer, Service, SwitchPort,
 };
@@ -302,12 +302,25 @@ impl Sessions {
         };
         child.add_window(RangeKind::Dma, window, MEMORY, physical(window))?;
 
-        let (address, data) = child.add_interrupt(resources, 0, MESSAGE)?.message()?;
+        let mut message = child.add_interrupt(resources, 0, MESSAGE)?.message()?;
+        if let Some(iommu) = &mut self.iommu {
+            let remapped = iommu.message(&mut resources.memory, PERMANENT, number, message);
+            message = remapped.map_err(|NoRoom| StartError::Memory)?;
+        }
+        let (address, data) = message;
         if !function.enable(&bars, address, data as u32) {
             return Err(StartError::Device);
         }
         native_rt::info!("server drives PCI function {}", function.address);
         Ok(function.address)
+    }
+
+    /// Lets a server's interrupt of an I/O APIC pass the IOMMU.
+    pub fn add_line(&mut self, interrupt: Irq) -> Result<(), StartError> {
+        if let Some(iommu) = &mut self.iommu {
+            iommu.add_line(interrupt.message()?);
+        }
+        Ok(())
     }
 
     /// Handles the end of a server: its device must not access memory any more.

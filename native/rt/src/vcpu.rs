@@ -16,7 +16,7 @@ static STATE_PAGES_IN_USE: AtomicU32 = AtomicU32::new(0);
 /// A virtual CPU. Dropping it does not destroy the kernel's object.
 pub struct Vcpu {
     selector: Selector,
-    state: &'static mut VcpuState,
+    state: &'static VcpuState,
 }
 
 impl Vcpu {
@@ -36,23 +36,22 @@ impl Vcpu {
         }
         let address = STATE_PAGES + index as u64 * PAGE_SIZE;
         factory.vcpu(slot, vm, address, notification)?;
-        // SAFETY: the kernel has mapped a page of its own there, filled with integers.
-        // `STATE_PAGES_IN_USE` makes this the only reference, and the kernel accesses the page only
-        // within `run` and `fetch`, which borrow the reference exclusively.
-        let state = unsafe { &mut *core::ptr::with_exposed_provenance_mut(address as usize) };
+        // SAFETY: the kernel has mapped a page of its own there, which exists as long as the task;
+        // all fields are atomic integers.
+        let state = unsafe { &*core::ptr::with_exposed_provenance(address as usize) };
         Ok(Self { selector: slot, state })
     }
 
     /// Returns the state page.
     #[inline(always)]
-    pub fn state(&mut self) -> &mut VcpuState {
+    pub fn state(&self) -> &VcpuState {
         self.state
     }
 
     /// Runs the guest until it exits; the exit reason is in the state page.
     #[inline(always)]
     pub fn run(&mut self) -> Result<(), Status> {
-        // SAFETY: changes only the state page, whose reference is borrowed.
+        // SAFETY: changes only the state page, which is made of atomics.
         unsafe { call(Op::VcpuRun, [self.selector, 0, 0, 0, 0, 0]) }.map(drop)
     }
 

@@ -3,7 +3,9 @@
 //! State groups that an exit did not deliver are fetched on first use. A setter changes a group
 //! only after it is valid, because the kernel takes over whole groups.
 
-use abi::vcpu::{Segment as StateSegment, VcpuState, exit, group, window};
+use abi::vcpu::{
+    Segment as StateSegment, SharedSegment, SharedU8, SharedU64, VcpuState, exit, group, window,
+};
 use native_rt::{SchedContext, Vcpu, time};
 use vmm_cpu::exit::Exit;
 use vmm_cpu::{Event, Gpr, InterruptWindow, Reg, Seg, Segment, Vcpu as _, svm};
@@ -14,6 +16,8 @@ use crate::control::CONTROL;
 /// A vCPU of the kernel.
 pub struct NativeVcpu<'a> {
     vcpu: Vcpu,
+    /// Groups of the state page that are valid, taken from it once after each exit.
+    valid: u64,
     console: &'a Console,
     /// Deadline that the VM set for its next timer, as a TSC value.
     deadline: u64,
@@ -41,12 +45,12 @@ struct StealTime {
 impl<'a> NativeVcpu<'a> {
     /// Wraps a vCPU that has not run yet. [`run`](vmm_cpu::Vcpu::run) flushes `console` when its
     /// output has waited long enough.
-    pub fn new(mut vcpu: Vcpu, console: &'a Console) -> Self {
-        // All state in the kernel is zero: every group is valid here, and must be written back.
-        let state = vcpu.state();
-        state.valid = group::ALL;
+    pub fn new(vcpu: Vcpu, console: &'a Console) -> Self {
         Self {
             vcpu,
+            // The kernel's state is zero, as the page is: everything in it is valid, and must be
+            // taken over.
+            valid: group::ALL,
             console,
             deadline: abi::FOREVER,
             paused_ticks: 0,
@@ -61,7 +65,7 @@ impl<'a> NativeVcpu<'a> {
         self.steal_time = StealTime {
             vcpu: Some((index, context)),
             before: CONTROL.missed_ticks(index, context).wrapping_sub(self.halted()),
-            preemptions: self.vcpu.state().preemptions,
+            preemptions: self.vcpu.state().preemptions.get(),
             ticks: 0,
         };
     }
@@ -69,12 +73,12 @@ impl<'a> NativeVcpu<'a> {
     /// Returns the number of world switches, and of exits handled in the kernel.
     pub fn counts(&mut self) -> (u64, u64) {
         let state = self.vcpu.state();
-        (state.entries, state.handled_in_kernel)
+        (state.entries.get(), state.handled_in_kernel.get())
     }
 
     /// Returns the ticks that the kernel has waited while the guest was halted.
     pub fn halted(&mut self) -> u64 {
-        self.vcpu.state().halted
+        self.vcpu.state().halted.get()
     }
 
     /// Sets the time of all pauses, in ticks. The guest's counter continues from its value before
@@ -91,8 +95,8 @@ impl<'a> NativeVcpu<'a> {
 
     /// Returns the state page, with these groups valid.
     #[inline(always)]
-    fn state_with(&mut self, groups: u64) -> &mut VcpuState {
-        if self.vcpu.state().valid & groups != groups {
+    fn state_with(&mut self, groups: u64) -> &VcpuState {
+        if self.valid & groups != groups {
             self.fetch(groups);
         }
         self.vcpu.state()
@@ -100,24 +104,24 @@ impl<'a> NativeVcpu<'a> {
 
     #[cold]
     fn fetch(&mut self, groups: u64) {
-        let missing = groups & !self.vcpu.state().valid;
+        let missing = groups & !self.valid;
         // It fails only for a wrong selector or right, which the next run reports.
         let _ = self.vcpu.fetch(missing);
-        self.vcpu.state().valid |= missing;
+        self.valid |= missing;
     }
 
     /// Sets or clears one of [`window::PERSISTENT`].
     fn set_persistent(&mut self, bit: u64, on: bool) {
         self.window = self.window & !bit | if on { bit } else { 0 };
         let state = self.vcpu.state();
-        state.window = state.window & !window::PERSISTENT | self.window;
+        state.window.set(state.window.get() & !window::PERSISTENT | self.window);
     }
 
     /// Returns the state page, with this group valid and marked as changed.
     #[inline(always)]
-    fn change(&mut self, group: u64) -> &mut VcpuState {
+    fn change(&mut self, group: u64) -> &VcpuState {
         let state = self.state_with(group);
-        state.dirty |= group;
+        state.dirty.set(state.dirty.get() | group);
         state
     }
 }
@@ -154,46 +158,46 @@ const fn group_of_segment(segment: Seg) -> u64 {
 
 /// Returns a register's field in the state page.
 #[inline(always)]
-fn register(state: &mut VcpuState, register: Reg) -> &mut u64 {
+fn register(state: &VcpuState, register: Reg) -> &SharedU64 {
     match register {
-        Reg::Rip => &mut state.rip,
-        Reg::Rflags => &mut state.rflags,
-        Reg::InterruptShadow => &mut state.interrupt_shadow,
-        Reg::Cr0 => &mut state.cr0,
-        Reg::Cr2 => &mut state.cr2,
-        Reg::Cr3 => &mut state.cr3,
-        Reg::Cr4 => &mut state.cr4,
-        Reg::Efer => &mut state.efer,
-        Reg::Cpl => &mut state.cpl,
-        Reg::Star => &mut state.star,
-        Reg::Lstar => &mut state.lstar,
-        Reg::Cstar => &mut state.cstar,
-        Reg::Sfmask => &mut state.sfmask,
-        Reg::KernelGsBase => &mut state.kernel_gs_base,
-        Reg::SysenterCs => &mut state.sysenter_cs,
-        Reg::SysenterEsp => &mut state.sysenter_esp,
-        Reg::SysenterEip => &mut state.sysenter_eip,
-        Reg::Pat => &mut state.pat,
-        Reg::Dr6 => &mut state.dr6,
-        Reg::Dr7 => &mut state.dr7,
-        Reg::TscOffset => &mut state.tsc_offset,
-        Reg::Xcr0 => &mut state.xcr0,
+        Reg::Rip => &state.rip,
+        Reg::Rflags => &state.rflags,
+        Reg::InterruptShadow => &state.interrupt_shadow,
+        Reg::Cr0 => &state.cr0,
+        Reg::Cr2 => &state.cr2,
+        Reg::Cr3 => &state.cr3,
+        Reg::Cr4 => &state.cr4,
+        Reg::Efer => &state.efer,
+        Reg::Cpl => &state.cpl,
+        Reg::Star => &state.star,
+        Reg::Lstar => &state.lstar,
+        Reg::Cstar => &state.cstar,
+        Reg::Sfmask => &state.sfmask,
+        Reg::KernelGsBase => &state.kernel_gs_base,
+        Reg::SysenterCs => &state.sysenter_cs,
+        Reg::SysenterEsp => &state.sysenter_esp,
+        Reg::SysenterEip => &state.sysenter_eip,
+        Reg::Pat => &state.pat,
+        Reg::Dr6 => &state.dr6,
+        Reg::Dr7 => &state.dr7,
+        Reg::TscOffset => &state.tsc_offset,
+        Reg::Xcr0 => &state.xcr0,
     }
 }
 
 #[inline(always)]
-fn segment(state: &mut VcpuState, segment: Seg) -> &mut StateSegment {
+fn segment(state: &VcpuState, segment: Seg) -> &SharedSegment {
     match segment {
-        Seg::Gdtr => &mut state.gdtr,
-        Seg::Ldtr => &mut state.ldtr,
-        Seg::Idtr => &mut state.idtr,
-        Seg::Tr => &mut state.tr,
-        Seg::Es => &mut state.segments[0],
-        Seg::Cs => &mut state.segments[1],
-        Seg::Ss => &mut state.segments[2],
-        Seg::Ds => &mut state.segments[3],
-        Seg::Fs => &mut state.segments[4],
-        Seg::Gs => &mut state.segments[5],
+        Seg::Gdtr => &state.gdtr,
+        Seg::Ldtr => &state.ldtr,
+        Seg::Idtr => &state.idtr,
+        Seg::Tr => &state.tr,
+        Seg::Es => &state.segments[0],
+        Seg::Cs => &state.segments[1],
+        Seg::Ss => &state.segments[2],
+        Seg::Ds => &state.segments[3],
+        Seg::Fs => &state.segments[4],
+        Seg::Gs => &state.segments[5],
     }
 }
 
@@ -201,22 +205,22 @@ impl vmm_cpu::Vcpu for NativeVcpu<'_> {
     #[inline(always)]
     fn gpr(&mut self, register: Gpr) -> u64 {
         match register {
-            Gpr::Rsp => self.state_with(group::IP).rsp,
-            _ => self.vcpu.state().gpr[register as usize],
+            Gpr::Rsp => self.state_with(group::IP).rsp.get(),
+            _ => self.vcpu.state().gpr[register as usize].get(),
         }
     }
 
     #[inline(always)]
     fn set_gpr(&mut self, register: Gpr, value: u64) {
         match register {
-            Gpr::Rsp => self.change(group::IP).rsp = value,
-            _ => self.vcpu.state().gpr[register as usize] = value,
+            Gpr::Rsp => self.change(group::IP).rsp.set(value),
+            _ => self.vcpu.state().gpr[register as usize].set(value),
         }
     }
 
     #[inline(always)]
     fn get(&mut self, name: Reg) -> u64 {
-        let value = *register(self.state_with(group_of(name)), name);
+        let value = register(self.state_with(group_of(name)), name).get();
         // The guest's counter is the VM's time plus an offset.
         if name == Reg::TscOffset { value.wrapping_add(self.paused_ticks) } else { value }
     }
@@ -225,76 +229,85 @@ impl vmm_cpu::Vcpu for NativeVcpu<'_> {
     fn set(&mut self, name: Reg, value: u64) {
         let value =
             if name == Reg::TscOffset { value.wrapping_sub(self.paused_ticks) } else { value };
-        *register(self.change(group_of(name)), name) = value;
+        register(self.change(group_of(name)), name).set(value);
     }
 
     #[inline(always)]
     fn segment(&mut self, name: Seg) -> Segment {
         let StateSegment { selector, attrib, limit, base } =
-            *segment(self.state_with(group_of_segment(name)), name);
+            segment(self.state_with(group_of_segment(name)), name).get();
         Segment { selector, attrib, limit, base }
     }
 
     fn set_segment(&mut self, name: Seg, value: Segment) {
         let Segment { selector, attrib, limit, base } = value;
-        *segment(self.change(group_of_segment(name)), name) =
-            StateSegment { selector, attrib, limit, base };
+        segment(self.change(group_of_segment(name)), name).set(StateSegment {
+            selector,
+            attrib,
+            limit,
+            base,
+        });
     }
 
     fn vector(&mut self, register: u8) -> Option<[u64; 2]> {
-        self.state_with(group::VECTORS).xmm.get(usize::from(register)).copied()
+        let [low, high] = self.state_with(group::VECTORS).xmm.get(usize::from(register))?;
+        Some([low.get(), high.get()])
     }
 
     fn set_vector(&mut self, register: u8, value: [u64; 2]) {
-        if let Some(place) = self.change(group::VECTORS).xmm.get_mut(usize::from(register)) {
-            *place = value;
+        if let Some(place) = self.change(group::VECTORS).xmm.get(usize::from(register)) {
+            place[0].set(value[0]);
+            place[1].set(value[1]);
         }
     }
 
     #[inline(always)]
     fn next_rip(&mut self) -> u64 {
-        self.vcpu.state().next_rip
+        self.vcpu.state().next_rip.get()
     }
 
     fn instruction_bytes(&mut self) -> ([u8; 16], usize) {
         let state = self.vcpu.state();
-        (state.bytes, (state.bytes_len as usize).min(state.bytes.len()))
+        (
+            state.bytes.each_ref().map(SharedU8::get),
+            (state.bytes_len.get() as usize).min(state.bytes.len()),
+        )
     }
 
     #[inline(always)]
     fn event(&mut self) -> Event {
-        Event(self.vcpu.state().inject)
+        Event(self.vcpu.state().inject.get())
     }
 
     #[inline(always)]
     fn set_event(&mut self, event: Event) {
-        self.vcpu.state().inject = event.0;
+        self.vcpu.state().inject.set(event.0);
     }
 
     #[inline(always)]
     fn set_window(&mut self, wanted: InterruptWindow) {
-        self.vcpu.state().window = self.window
-            | match wanted {
-                InterruptWindow::Nothing => 0,
-                InterruptWindow::Exit => window::EXIT,
-                InterruptWindow::DeliverVirq(vector) => window::DELIVER_VIRQ | u64::from(vector),
-            };
+        let wanted = match wanted {
+            InterruptWindow::Nothing => 0,
+            InterruptWindow::Exit => window::EXIT,
+            InterruptWindow::DeliverVirq(vector) => window::DELIVER_VIRQ | u64::from(vector),
+        };
+        self.vcpu.state().window.set(self.window | wanted);
     }
 
     #[inline(always)]
     fn has_window(&mut self) -> bool {
-        self.vcpu.state().window & !window::PERSISTENT != 0
+        self.vcpu.state().window.get() & !window::PERSISTENT != 0
     }
 
     const KEEPS_CR8: bool = true;
 
     #[inline(always)]
     fn cr8(&mut self) -> u8 {
-        self.vcpu.state().cr8 as u8
+        self.vcpu.state().cr8.get() as u8
     }
 
     fn set_cr8(&mut self, value: u8) {
-        self.change(group::PRIORITY).cr8 = value.into();
+        self.change(group::PRIORITY).cr8.set(value.into());
     }
 
     fn set_cr8_exits(&mut self, exit: bool) {
@@ -313,7 +326,7 @@ impl vmm_cpu::Vcpu for NativeVcpu<'_> {
 
     #[inline]
     fn stolen(&mut self) -> u64 {
-        let (preemptions, halted) = (self.vcpu.state().preemptions, self.halted());
+        let (preemptions, halted) = (self.vcpu.state().preemptions.get(), self.halted());
         let steal_time = &mut self.steal_time;
         // Reading the used CPU time takes a system call.
         if let (true, Some((index, context))) =
@@ -344,19 +357,21 @@ impl vmm_cpu::Vcpu for NativeVcpu<'_> {
         loop {
             let state = self.vcpu.state();
             let flush_at = self.console.flush_at();
-            state.deadline = self.deadline.min(flush_at);
+            state.deadline.set(self.deadline.min(flush_at));
             // A halt must not delay pending output.
-            state.halt = if flush_at == abi::FOREVER { self.halt_mode } else { 0 };
+            state.halt.set(if flush_at == abi::FOREVER { self.halt_mode } else { 0 });
             if let Err(status) = self.vcpu.run() {
                 return Exit::HostError(status as u64);
             }
             let state = self.vcpu.state();
-            if state.exit_code < exit::RECALL {
-                return svm::decode(state.exit_code, state.exit_info1, state.exit_info2);
+            self.valid = state.valid.get();
+            let code = state.exit_code.get();
+            if code < exit::RECALL {
+                return svm::decode(code, state.exit_info1.get(), state.exit_info2.get());
             }
-            match state.exit_code {
-                exit::RECALL => return Exit::Recall { events: state.events },
-                exit::HALTED => return Exit::Halted { events: state.events },
+            match code {
+                exit::RECALL => return Exit::Recall { events: state.events.get() },
+                exit::HALTED => return Exit::Halted { events: state.events.get() },
                 exit::WINDOW => return Exit::InterruptWindow,
                 exit::DEADLINE => {
                     let now = time::tsc();
@@ -367,8 +382,15 @@ impl vmm_cpu::Vcpu for NativeVcpu<'_> {
                         return Exit::Deadline;
                     }
                 }
-                code => return svm::decode(code, state.exit_info1, state.exit_info2),
+                code => return decode_invalid(code),
             }
         }
     }
+}
+
+/// Decodes an exit code that is neither below the kernel's codes nor one of them: the CPU rejected
+/// the guest's state. It has no further information.
+#[cold]
+fn decode_invalid(code: u64) -> Exit {
+    svm::decode(code, 0, 0)
 }

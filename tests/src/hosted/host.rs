@@ -84,7 +84,10 @@ fn inside() -> Result<()> {
     let mut machine = rig.run();
     machine.args(["-m", "512M", "--share", "/:host,ro=on"]);
     let ended = end(&mut machine, &script)?;
-    ended.well(5, &["MISSING  this host", "back end `process`), in which no other", "code 69"])?;
+    ended.well(
+        5,
+        &["MISSING  this host", "back end `process`, which cannot run nested VMs", "code 69"],
+    )?;
     Ok(())
 }
 

@@ -255,7 +255,7 @@ fn for_one_user(rig: &Rig, socket: &Path) -> Result<()> {
     let refused = end(rig.run().args(["--net", &net]), "");
     serving.kill().and_then(|()| serving.wait()).context("cannot end parador")?;
     there?;
-    refused?.has(77, &["is another user's"])?;
+    refused?.has(77, &["belongs to another user"])?;
     open(rig.folder(), 0o700).context("cannot change a mode")
 }
 
@@ -350,7 +350,7 @@ pub fn refusals() -> Result<()> {
     let taken = format!("user,hostfwd=tcp:{}:22", taken.local_addr()?.port());
     for (net, code, text) in [
         ("usr", 65, "one of user, passt, none"),
-        ("user,hostfwd=22", 65, "write tcp:2222:22"),
+        ("user,hostfwd=22", 65, "expected tcp:2222:22"),
         ("tap=lo", 65, "lo is no tap device"),
         ("switch=/none/switch", 66, "cannot open /none"),
         (&taken, 71, "passt cannot start"),

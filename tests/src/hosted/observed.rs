@@ -125,7 +125,7 @@ pub fn console() -> Result<()> {
     ensure!(has("Linux version") && has("to the line") && !has("42 is"), "{line}");
 
     let both = ["--console", "stdio", "--serial", "stdio"];
-    end(rig.run().args(both), "")?.has(65, &["connected to the same"])?;
+    end(rig.run().args(both), "")?.has(65, &["have the same target"])?;
     Ok(())
 }
 

@@ -144,9 +144,9 @@ pub fn refusals() -> Result<()> {
     let rig = Rig::new()?;
     let _taken = UnixListener::bind(rig.path("taken")).context("cannot listen")?;
     for (vsock, code, text) in [
-        ("cid=2,path=vsock", 65, "no number of a guest"),
+        ("cid=2,path=vsock", 65, "invalid guest CID"),
         ("cid=3", 65, "no `path`"),
-        ("cid=3,path=taken", 71, "another program serves"),
+        ("cid=3,path=taken", 71, "in use by another process"),
         ("cid=3,path=none/vsock", 66, "none/vsock"),
     ] {
         super::end(rig.run().args(["--vsock", vsock]), "")?.has(code, &[text])?;

@@ -1,8 +1,9 @@
-//! ACPI tables of the machine (ACPI 6.5): RSDP, XSDT, FADT, FACS, MADT, DSDT, and MCFG (PCI Firmware 3.2) if there
-//! is PCI.
+//! ACPI tables of the VM (ACPI 6.5): RSDP, XSDT, FADT, FACS, MADT, DSDT, and MCFG (PCI Firmware
+//! 3.2) if the board has PCI.
 //!
-//! The machine is always in ACPI mode (no SMI command port), has ISA devices but neither a VGA nor an 8042
-//! keyboard controller that a guest should probe for, and no HPET. PCI, if any, is one bus without interrupt pins.
+//! The VM is always in ACPI mode (no SMI command port), has ISA devices but neither a VGA nor an
+//! 8042 keyboard controller for a guest to probe, and no HPET. PCI, if present, is one bus without
+//! interrupt pins.
 
 use crate::BootError;
 use crate::layout::{ACPI, ACPI_ROOM, PcLayout, PciLayout};
@@ -26,14 +27,14 @@ use vmm_mem::GuestMemory;
 const OEM: [u8; 6] = *b"PARADR";
 const OEM_TABLE: [u8; 8] = *b"PARADOR ";
 const OEM_REVISION: u32 = 1;
-/// Alignment of tables; the FACS demands it.
+/// Alignment of tables; the FACS requires it.
 const ALIGNMENT: u64 = 64;
 /// Latency beyond which C2 and C3 count as absent (section 5.2.9, `P_LVL2_LAT`, `P_LVL3_LAT`).
 const NO_C2: u16 = 0xfff;
 const NO_C3: u16 = 0xfff;
 /// `_STA`: present, enabled, shown, working.
 const STATUS: u8 = 0xf;
-/// APIC ids have 8 bits, of which 0xff is the broadcast; the I/O APIC has one too.
+/// APIC ids have 8 bits and 0xff is the broadcast; the I/O APIC has an id too.
 const MOST_VCPUS: u8 = 0xfe;
 
 /// Writes the tables and returns the address of the RSDP.
@@ -41,7 +42,7 @@ pub fn write(memory: &GuestMemory, layout: &PcLayout, vcpus: u8) -> Result<u64, 
     if vcpus == 0 || vcpus > MOST_VCPUS {
         return Err(BootError::BadVcpus);
     }
-    // The RSDP comes first, because guests search for it, but names what follows.
+    // The RSDP comes first, because guests search for it, but refers to later tables.
     let mut at = ACPI + ALIGNMENT;
     let mut place = |table: &dyn Aml| -> Result<u64, BootError> {
         let mut bytes = Vec::new();
@@ -83,12 +84,13 @@ fn fadt(layout: &PcLayout, facs: u64, dsdt: u64) -> FADTBuilder {
         .dsdt_64(dsdt)
         .flag(Flags::Wbinvd)
         .flag(Flags::ProcC1)
-        // There is a fixed power button, but no fixed sleep button and no wake-up by the clock.
+        // A fixed power button, but no fixed sleep button and no wake-up by the RTC.
         .flag(Flags::SlpButton)
         .flag(Flags::FixRtc)
         .flag(Flags::TmrValExt)
         .flag(Flags::ResetRegSup);
-    // Systems that know only 32 bits look here; others prefer the wide fields (ACPI 6.5, table 5.9). Tables are below 1 MiB.
+    // Systems without 64-bit addresses read these fields; others prefer the wide fields (ACPI 6.5,
+    // table 5.9). Tables are below 1 MiB.
     table.firmware_ctrl = (facs as u32).into();
     table.dsdt = (dsdt as u32).into();
     table.sci_int = u16::from(layout.sci).into();
@@ -131,12 +133,12 @@ fn madt(layout: &PcLayout, vcpus: u8) -> Sdt {
     add(&IoApic::new(layout.io_apic_id, layout.io_apic, 0));
     table.append_slice(&interrupt_override(0, layout.pit_gsi, InterruptFlags::BUS));
     table.append_slice(&interrupt_override(layout.sci, layout.sci, InterruptFlags::LEVEL_HIGH));
-    // Type 4: local interrupt input 1 of every processor is NMI.
+    // Type 4: LINT1 of every CPU is NMI.
     table.append_slice(&[4, 6, 0xff, 0, 0, 1]);
     table
 }
 
-/// Type 2: ISA interrupt `source` arrives at global interrupt `gsi`.
+/// Type 2: ISA interrupt `source` is wired to global interrupt `gsi`.
 fn interrupt_override(source: u8, gsi: u8, InterruptFlags(flags): InterruptFlags) -> [u8; 10] {
     let [low, high] = flags.to_le_bytes();
     [2, 10, 0, source, gsi, 0, 0, 0, low, high]
@@ -185,8 +187,9 @@ fn dsdt(layout: &PcLayout) -> Sdt {
     table
 }
 
-/// Root of PCI (PCI Firmware 3.2, section 4.1): bus 0, its windows, and the memory of its configuration space, which
-/// an operating system uses only if it is reserved. Without `_PRT` there are no interrupt pins.
+/// Root of PCI (PCI Firmware 3.2, section 4.1): bus 0, its windows, and the memory of its
+/// configuration space, which an operating system uses only if it is reserved. Without `_PRT` there
+/// are no interrupt pins.
 fn pci_root(pci: &PciLayout) -> Vec<u8> {
     const ECAM_LENGTH: u32 = 1 << 20;
     /// Motherboard resources.
@@ -215,7 +218,7 @@ fn pci_root(pci: &PciLayout) -> Vec<u8> {
     devices
 }
 
-/// A device that works and has these fixed resources.
+/// A present and functional device with these fixed resources.
 fn device(name: &str, hid: &dyn Aml, resources: &[&dyn Aml]) -> Vec<u8> {
     let mut bytes = Vec::new();
     Device::new(
@@ -263,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn tables_say_what_the_layout_says() {
+    fn tables_match_the_layout() {
         let region = written(&LAYOUT, 3);
         let tables = Tables::from_address(ACPI, reach(&region)).unwrap();
         assert_eq!(tables.tables().count(), 2, "both have correct checksums");
@@ -298,7 +301,7 @@ mod tests {
         );
     }
 
-    /// Systems that know only 32-bit addresses find the same tables.
+    /// Systems with 32-bit addresses find the same tables.
     #[test]
     fn narrow_addresses_are_those_of_the_wide_fields() {
         let region = written(&LAYOUT, 1);
@@ -336,7 +339,7 @@ mod tests {
         assert_eq!(write(&ram, &LAYOUT, MOST_VCPUS), Ok(ACPI));
     }
 
-    /// The reference compiler reads the DSDT back, where it is installed.
+    /// The reference compiler disassembles the DSDT, where it is installed.
     #[test]
     fn the_reference_disassembler_understands_the_dsdt() {
         let region = written(&WITH_PCI, 1);

@@ -1,4 +1,4 @@
-//! Linux bzImages by the Linux/x86 boot protocol, `Documentation/arch/x86/boot.rst` in Linux.
+//! Linux bzImages by the Linux/x86 boot protocol (`Documentation/arch/x86/boot.rst` in Linux).
 
 use crate::layout::{BOOT_PARAMS, FOUR_GIB, ONE_MIB, PAGE, memory_map, write_command_line};
 use crate::{BootError, InitialState};
@@ -22,9 +22,9 @@ mod header {
     pub const CMDLINE_SIZE: usize = 0x238;
     pub const PREF_ADDRESS: usize = 0x258;
     pub const INIT_SIZE: usize = 0x260;
-    /// End of the fields used here; a header of version 2.12 has them all.
+    /// End of the fields used; a header of version 2.12 has all of them.
     pub const END: usize = 0x264;
-    /// End of the room for the header in `boot_params`.
+    /// End of the space for the header in `boot_params`.
     pub const ROOM: usize = 0x290;
 }
 
@@ -50,23 +50,23 @@ const SECTOR: usize = 512;
 /// Unit of `syssize`.
 const PARAGRAPH: u64 = 16;
 
-/// A bzImage, checked.
+/// A validated bzImage.
 #[derive(Clone, Copy, Debug)]
 pub struct BzImage<'a> {
     /// Header from [`header::SETUP_SECTS`] on.
     header: &'a [u8],
     /// Protected-mode code.
     code: &'a [u8],
-    /// Where the code goes.
+    /// Load address of the code.
     address: u64,
-    /// First address that is free while the kernel unpacks itself.
+    /// First address that is free while the kernel decompresses itself.
     end: u64,
     initrd_limit: u64,
     command_line_limit: u64,
 }
 
 impl<'a> BzImage<'a> {
-    /// Checks an image.
+    /// Parses and validates an image.
     pub(crate) fn parse(image: &'a [u8]) -> Result<Self, BootError> {
         let actual = image.len() as u64;
         let head = match image.get(..header::END) {
@@ -84,30 +84,30 @@ impl<'a> BzImage<'a> {
             return Err(BootError::OldProtocol { version });
         }
         let sectors = match head[header::SETUP_SECTS] {
-            // As old kernels have it.
+            // Old kernels leave the field 0.
             0 => 4,
             count => usize::from(count),
         };
         let code_at = (sectors + 1) * SECTOR;
         let code_length = u64::from(u32_at(head, header::SYSSIZE)) * PARAGRAPH;
-        // Builds count paragraphs, and some of them do not fill the last one.
+        // Builds count paragraphs, and some do not fill the last one.
         let needed = code_at as u64 + code_length.saturating_sub(PARAGRAPH);
         let code = match image.get(code_at..) {
             Some(code) if needed <= actual => code,
             _ => return Err(BootError::Truncated { needed, actual }),
         };
-        // The length fits `usize` where it is not larger than the image.
+        // The length fits `usize` if it does not exceed the image.
         let code = &code[..code_length.min(code.len() as u64) as usize];
         if u16_at(head, header::XLOADFLAGS) & XLF_KERNEL_64 == 0 {
             return Err(BootError::No64BitEntry);
         }
-        // Kernels that cannot be relocated have to be there, others like to be.
+        // Kernels that are not relocatable must be at this address; others prefer it.
         let address = u64_at(head, header::PREF_ADDRESS);
         let room = u64::from(u32_at(head, header::INIT_SIZE)).max(code_length);
         let end = address.checked_add(room).and_then(|end| end.checked_next_multiple_of(PAGE));
         let end = end.filter(|&end| address >= ONE_MIB && end <= FOUR_GIB);
         let header_end = header::MAGIC + usize::from(head[header::LENGTH]);
-        // Setup code follows the header, so a header that reaches further is no true one.
+        // Setup code follows the header, so a header that extends further is invalid.
         let header_end = header_end.clamp(header::END, header::ROOM).min(image.len());
         Ok(Self {
             header: &image[header::SETUP_SECTS..header_end],
@@ -128,8 +128,8 @@ impl<'a> BzImage<'a> {
     }
 }
 
-/// Puts a bzImage, its command line and `boot_params` into memory that is large enough.
-/// `initrd` is already there: (address, length), below 4 GiB.
+/// Loads a bzImage, its command line and `boot_params` into memory of sufficient size. `initrd` is
+/// loaded already: (address, length), below 4 GiB.
 pub fn load(
     memory: &GuestMemory,
     kernel: &BzImage<'_>,
@@ -176,7 +176,7 @@ pub(crate) fn boot_params(
     Ok(())
 }
 
-// The callers have checked that `at` and what follows lie in the header.
+// The callers have checked that the field at `at` is inside the header.
 
 fn u16_at(head: &[u8], at: usize) -> u16 {
     u16::from_le_bytes([head[at], head[at + 1]])
@@ -200,7 +200,7 @@ mod tests {
     use vmm_mem::testing::memory;
 
     #[test]
-    fn everything_is_where_linux_looks_for_it() {
+    fn all_parts_are_at_the_addresses_of_the_boot_protocol() {
         let ram = memory(&[(0, 48 << 20), (FOUR_GIB, 16 << 20)]);
         let image = bzimage(5000);
         let initrd: Vec<u8> = (0..10_000).map(|index| index as u8).collect();
@@ -269,9 +269,9 @@ mod tests {
         }
     }
 
-    /// A kernel that is not relocatable goes where it prefers to be.
+    /// A kernel that is not relocatable is loaded at its preferred address.
     #[test]
-    fn a_kernel_that_cannot_be_moved_is_not() {
+    fn a_fixed_kernel_is_not_relocated() {
         const RELOCATABLE: usize = 0x234;
         let ram = memory(&[(0, 80 << 20)]);
         let mut image = bzimage(100);
@@ -286,7 +286,7 @@ mod tests {
         };
         assert_eq!(load(&ram, &config).unwrap().rip, 0x340_0200);
         assert_eq!(ram.read(0x340_0000 + 5), Ok(image[1024 + 5]));
-        // Where there is no memory it cannot be.
+        // Memory at the preferred address is required.
         let small = memory(&[(0, 48 << 20)]);
         assert!(matches!(load(&small, &config), Err(BootError::TooLittleMemory { .. })));
     }
@@ -305,7 +305,7 @@ mod tests {
         };
         load(&ram, &config).unwrap();
         assert_eq!(ram.read(BOOT_PARAMS + 0x218), Ok(0x2ff_f000u32));
-        // The kernel needs the memory up to 32 MiB for itself.
+        // The kernel needs the memory up to 32 MiB itself.
         let large = vec![0; (16 << 20) + 1];
         config.initrd = Some(&large);
         assert_eq!(
@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_refused() {
+    fn rejects_invalid_images() {
         let good = bzimage(5000);
         let error = |image: &[u8]| Kernel::detect(image).err();
         let with = |at: usize, bytes: &[u8]| {
@@ -340,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit() {
+    fn rejects_images_that_do_not_fit() {
         let image = bzimage(100);
         let config = BootConfig {
             layout: &LAYOUT,

@@ -1,74 +1,73 @@
-//! Why a guest cannot be booted.
+//! Errors of booting a guest.
 
 use core::fmt;
 use hw_tables::elf::ElfError;
 use vmm_mem::MemoryError;
 
-/// Why a guest cannot be booted.
+/// Reason why a guest cannot be booted.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum BootError {
     /// Neither a bzImage nor an ELF file.
     UnknownFormat,
-    /// The image is shorter than its header says.
+    /// The image is shorter than its header states.
     Truncated {
-        /// Bytes that it should have at least.
+        /// Minimum bytes.
         needed: u64,
-        /// Bytes that it has.
+        /// Actual bytes.
         actual: u64,
     },
     /// bzImage of a boot protocol before 2.12.
     OldProtocol {
-        /// Its version: major in the high byte, minor in the low.
+        /// Version of the image: major in the high byte, minor in the low.
         version: u16,
     },
     /// bzImage without a 64-bit entry.
     No64BitEntry,
-    /// bzImage that asks for addresses below 1 MiB or beyond 4 GiB.
+    /// bzImage with addresses below 1 MiB or beyond 4 GiB.
     BadHeader,
-    /// ELF file that is no executable.
+    /// ELF file that is not a valid executable.
     BadElf(ElfError),
-    /// ELF file for another processor.
+    /// ELF file for another architecture.
     WrongMachine,
     /// ELF file without the PVH entry note, and without a Multiboot header.
     NoPvhEntry,
-    /// A Multiboot header that contradicts itself, or asks for what this loader does not have.
+    /// An inconsistent Multiboot header, or one that requires an unsupported feature.
     BadMultiboot,
-    /// A segment of an ELF kernel lies where the loader puts its own data (below 1 MiB), or beyond
-    /// 4 GiB.
+    /// A segment of an ELF kernel overlaps the loader's data below 1 MiB, or is beyond 4 GiB.
     BadSegment {
         /// First guest-physical address of the segment.
         start: u64,
         /// First address after it.
         end: u64,
     },
-    /// The command line is longer than the kernel takes.
+    /// The command line exceeds the kernel's limit.
     CommandLineTooLong {
-        /// Bytes that the kernel takes.
+        /// Limit of the kernel in bytes.
         limit: u64,
-        /// Bytes that it has.
+        /// Actual length in bytes.
         length: u64,
     },
     /// The command line contains a zero byte.
     BadCommandLine,
-    /// The kernel and initial RAM disk do not fit.
+    /// The kernel and initial RAM disk do not fit into RAM.
     TooLittleMemory {
         /// Bytes of RAM needed.
         needed: u64,
         /// Bytes of RAM below the PCI hole.
         available: u64,
     },
-    /// The initial RAM disk does not fit below the highest address that the kernel allows.
+    /// The initial RAM disk does not fit below the kernel's highest permitted address.
     InitrdTooLarge {
-        /// Largest possible length in bytes.
+        /// Maximum length in bytes.
         limit: u64,
-        /// Its length in bytes.
+        /// Actual length in bytes.
         length: u64,
     },
-    /// No virtual CPU, or more than APIC ids of 8 bits can number.
+    /// No vCPU, or more than 8-bit APIC ids can number.
     BadVcpus,
     /// The tables do not fit into their region; a bug.
     TablesTooLarge,
-    /// Guest memory lacks a page that its ranges promise; a bug.
+    /// Guest memory lacks a page inside its ranges; a bug.
     Memory(MemoryError),
 }
 
@@ -100,51 +99,53 @@ impl fmt::Display for BootError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {
             Self::UnknownFormat => f.write_str(
-                "the kernel is neither a bzImage nor an ELF file, nor has it a Multiboot header",
+                "the kernel is neither a bzImage nor an ELF file, and has no Multiboot header",
             ),
             Self::Truncated { needed, actual } => {
-                write!(f, "the kernel is cut short: it has {actual} of at least {needed} bytes")
+                write!(
+                    f,
+                    "the kernel is truncated: it has {actual} bytes, at least {needed} are needed"
+                )
             }
             Self::OldProtocol { version } => write!(
                 f,
-                "the kernel speaks boot protocol {}.{:02}; 2.12 or newer is needed",
+                "the kernel uses boot protocol {}.{:02}; 2.12 or later is required",
                 version >> 8,
                 version & 0xff
             ),
             Self::No64BitEntry => f.write_str("the kernel has no 64-bit entry"),
             Self::BadHeader => {
-                f.write_str("the kernel asks for addresses below 1 MiB or beyond 4 GiB")
+                f.write_str("the kernel header has addresses below 1 MiB or beyond 4 GiB")
             }
-            Self::BadElf(ElfError::Truncated) => f.write_str("the kernel is cut short"),
-            Self::BadElf(error) => write!(f, "the kernel is a damaged ELF file: {error:?}"),
-            Self::WrongMachine => f.write_str("the kernel is for another processor"),
+            Self::BadElf(ElfError::Truncated) => f.write_str("the kernel is truncated"),
+            Self::BadElf(error) => write!(f, "the kernel is an invalid ELF file: {error:?}"),
+            Self::WrongMachine => f.write_str("the kernel is for another architecture"),
             Self::NoPvhEntry => f.write_str(
                 "the kernel is an ELF file without a PVH entry note and without a Multiboot header",
             ),
             Self::BadMultiboot => f.write_str(
-                "the kernel's Multiboot header contradicts itself or needs a video mode",
+                "the kernel's Multiboot header is inconsistent or requires a video mode",
             ),
-            Self::BadSegment { start, end } => write!(
-                f,
-                "the kernel wants memory {start:#x}..{end:#x}, which is not between 1 MiB and 4 GiB"
-            ),
+            Self::BadSegment { start, end } => {
+                write!(f, "kernel segment {start:#x}..{end:#x} is not between 1 MiB and 4 GiB")
+            }
             Self::CommandLineTooLong { limit, length } => {
-                write!(f, "the command line has {length} bytes; the kernel takes {limit}")
+                write!(f, "the command line has {length} bytes; the kernel's limit is {limit}")
             }
             Self::BadCommandLine => f.write_str("the command line contains a zero byte"),
             Self::TooLittleMemory { needed, available } => write!(
                 f,
-                "kernel and initial RAM disk need {} of memory; the machine has {}",
+                "kernel and initial RAM disk need {} of memory; the VM has {}",
                 Mebibytes(needed),
                 Mebibytes(available)
             ),
             Self::InitrdTooLarge { limit, length } => write!(
                 f,
-                "the initial RAM disk has {length} bytes; the kernel allows {limit} in this memory"
+                "the initial RAM disk has {length} bytes; the limit in this memory is {limit}"
             ),
-            Self::BadVcpus => f.write_str("the number of virtual CPUs is 0 or too large"),
+            Self::BadVcpus => f.write_str("the number of vCPUs is 0 or too large"),
             Self::TablesTooLarge => f.write_str("the firmware tables are too large"),
-            Self::Memory(error) => write!(f, "guest memory has a hole: {error:?}"),
+            Self::Memory(error) => write!(f, "guest memory has an unmapped page: {error:?}"),
         }
     }
 }

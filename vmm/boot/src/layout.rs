@@ -1,5 +1,4 @@
-//! The machine's memory: where RAM is, what the guest is told about it, and where the loader puts its
-//! data below 1 MiB.
+//! Memory layout of the VM: RAM, the memory map for the guest, and the loader's data below 1 MiB.
 
 use crate::BootError;
 use hw_tables::pvh::memory;
@@ -9,7 +8,7 @@ pub const PAGE: u64 = 4096;
 pub const ONE_MIB: u64 = 1 << 20;
 pub const FOUR_GIB: u64 = 1 << 32;
 
-// Below 1 MiB. All but the tables is ordinary RAM to the guest once it has read it.
+// Below 1 MiB. All except the tables is ordinary RAM once the guest has read it.
 
 /// Global descriptor table.
 pub const GDT: u64 = 0x1000;
@@ -19,25 +18,25 @@ pub const START_INFO: u64 = 0x6000;
 pub const BOOT_PARAMS: u64 = 0x7000;
 /// Page tables: one level 4, one level 3, four level 2.
 pub const PAGE_TABLES: u64 = 0x9000;
-/// Top of the stack that a kernel has until it makes its own.
+/// Top of the initial stack of a kernel.
 pub const STACK_TOP: u64 = 0x2_0000;
 /// Command line.
 pub const COMMAND_LINE: u64 = 0x2_0000;
-/// Room for the command line, closing zero included.
+/// Space for the command line, closing zero included.
 pub const COMMAND_LINE_ROOM: u64 = 0x1_0000;
-/// End of conventional memory: where the extended BIOS data area begins on a PC.
+/// End of conventional memory: start of the extended BIOS data area on a PC.
 const CONVENTIONAL_END: u64 = 0x9_fc00;
-/// ACPI tables, the RSDP first: in the area that guests search for it.
+/// ACPI tables, the RSDP first: in the area that guests search.
 pub const ACPI: u64 = 0xe_0000;
-/// Room for ACPI tables.
+/// Space for ACPI tables.
 pub const ACPI_ROOM: u64 = 0x1_0000;
 
-/// Where a machine's chips are. The machine that has the chips is the only place that fills
-/// it in; tables for the guest are made from it.
+/// Addresses of a board's devices. The board defines them; tables for the guest are generated from
+/// them.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct PcLayout {
-    /// Guest-physical address at which RAM below 4 GiB ends at the latest; from there to 4 GiB are
-    /// devices, and further RAM is at 4 GiB. Page-aligned, between 16 MiB and 4 GiB.
+    /// Guest-physical address that limits RAM below 4 GiB; the addresses from there to 4 GiB belong
+    /// to devices, and further RAM starts at 4 GiB. Page-aligned, between 16 MiB and 4 GiB.
     pub hole_start: u64,
     /// Registers of the local APICs.
     pub local_apic: u32,
@@ -45,7 +44,7 @@ pub struct PcLayout {
     pub io_apic: u32,
     /// APIC id of the I/O APIC.
     pub io_apic_id: u8,
-    /// I/O APIC input to which the PIT (ISA interrupt 0) is wired.
+    /// I/O APIC input of the PIT (ISA interrupt 0).
     pub pit_gsi: u8,
     /// Global number of the ACPI interrupt; level, active high.
     pub sci: u8,
@@ -57,11 +56,11 @@ pub struct PcLayout {
     pub pm_timer: u16,
     /// Port of the general-purpose event block 0, 4 bytes.
     pub gpe0: u16,
-    /// `SLP_TYP` value that switches the machine off.
+    /// `SLP_TYP` value for power-off.
     pub sleep_type_off: u8,
     /// Reset port.
     pub reset_port: u16,
-    /// Value that resets the machine when written to the reset port.
+    /// Value that resets the VM when written to the reset port.
     pub reset_value: u8,
     /// First of the 8 ports of the serial line.
     pub serial: u16,
@@ -75,11 +74,11 @@ pub struct PcLayout {
     pub rtc_century: u8,
     /// Port of the pvpanic device.
     pub pvpanic: Option<u16>,
-    /// PCI, if the machine has it.
+    /// PCI, if the board has it.
     pub pci: Option<PciLayout>,
 }
 
-/// Where PCI is: one bus without bridges, whose functions interrupt by messages only.
+/// Addresses of PCI: one bus without bridges, whose functions use message interrupts only.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct PciLayout {
     /// Memory-mapped configuration space of bus 0, 1 MiB, aligned to its size.
@@ -92,12 +91,12 @@ pub struct PciLayout {
     pub config_port: u16,
 }
 
-/// What a range of guest-physical addresses is.
+/// Type of a range of guest-physical addresses.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum MemoryKind {
     /// RAM.
     Ram,
-    /// Not to be used.
+    /// Reserved.
     Reserved,
     /// ACPI tables; RAM once they are no longer needed.
     Acpi,
@@ -114,19 +113,19 @@ impl MemoryKind {
     }
 }
 
-/// A range of the memory map that the guest is given.
+/// A range of the guest's memory map.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct MemoryRange {
     /// First guest-physical address.
     pub start: u64,
     /// First address after it.
     pub end: u64,
-    /// What it is.
+    /// Type of the range.
     pub kind: MemoryKind,
 }
 
-/// Guest-physical ranges (base, length) of `size` bytes of RAM, a multiple of the page size: from
-/// 0 up to the hole, and the rest from 4 GiB on.
+/// Guest-physical ranges (base, length) of `size` bytes of RAM, a multiple of the page size: from 0
+/// up to the hole, and the rest from 4 GiB on.
 pub fn ram_ranges(size: u64, hole_start: u64) -> impl Iterator<Item = (u64, u64)> {
     let low = size.min(hole_start);
     [(0, low), (FOUR_GIB, size - low)].into_iter().filter(|&(_, length)| length != 0)
@@ -149,7 +148,7 @@ pub fn memory_map(memory: &GuestMemory) -> impl Iterator<Item = MemoryRange> + '
     below_1_mib.into_iter().chain(above)
 }
 
-/// End of the RAM that begins at 0, not beyond the hole; at least 1 MiB.
+/// End of the RAM that begins at 0, limited by the hole; at least 1 MiB.
 pub fn low_ram(memory: &GuestMemory, layout: &PcLayout) -> Result<u64, BootError> {
     let low = memory.ranges().next().filter(|range| range.0 == 0).map_or(0, |range| range.1);
     let low = low.min(layout.hole_start);
@@ -159,8 +158,8 @@ pub fn low_ram(memory: &GuestMemory, layout: &PcLayout) -> Result<u64, BootError
     Ok(low)
 }
 
-/// Puts the command line, with a closing zero, where kernels find it. `limit` is the most bytes that the kernel
-/// takes.
+/// Writes the command line, with a closing zero, to its address. `limit` is the kernel's maximum
+/// length in bytes.
 pub fn write_command_line(memory: &GuestMemory, text: &[u8], limit: u64) -> Result<u64, BootError> {
     let limit = limit.min(COMMAND_LINE_ROOM - 1);
     let length = text.len() as u64;

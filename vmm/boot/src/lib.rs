@@ -1,14 +1,15 @@
-//! Boots guests: finds out what a kernel image is, puts it with its command line, initial RAM disk and the
-//! machine's description into guest memory, and says in which state the first virtual CPU starts.
+//! Boots guests: detects the format of a kernel image, loads it with its command line, initial RAM
+//! disk and firmware tables into guest memory, and returns the initial state of the first vCPU.
 //!
 //! Three protocols: Linux/x86 with the 64-bit entry (`Documentation/arch/x86/boot.rst` in Linux),
-//! PVH (Xen, "x86/HVM direct boot ABI"), and Multiboot 0.6.96 (GNU). The machine is described by ACPI tables and a memory
-//! map; where its chips are comes from the caller in a [`PcLayout`].
+//! PVH (Xen, "x86/HVM direct boot ABI"), and Multiboot 0.6.96 (GNU). ACPI tables and a memory map
+//! describe the VM; the caller passes the addresses of its devices in a [`PcLayout`].
 //!
 //! Invariants:
-//! - Images come from outside: nothing in them may panic, and nothing is written outside
-//!   guest RAM or over something else that was placed.
-//! - All that the guest needs to start is below 4 GiB, in the range of memory that begins at 0.
+//! - Images are untrusted: no content causes a panic, and the loader writes only to guest RAM and
+//!   never over data that it has loaded before.
+//! - All data that the guest needs to start is below 4 GiB, in the range of memory that begins at
+//!   0.
 #![cfg_attr(not(test), no_std)]
 #![forbid(unsafe_code)]
 

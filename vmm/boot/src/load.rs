@@ -1,4 +1,4 @@
-//! What to boot, and putting it into memory.
+//! Boot configuration, and loading into guest memory.
 
 use vmm_mem::GuestMemory;
 
@@ -7,12 +7,12 @@ use crate::{
     multiboot, pvh,
 };
 
-/// What to boot.
+/// Kernel, initial RAM disk and command line to boot.
 #[derive(Clone, Copy, Debug)]
 pub struct BootConfig<'a> {
-    /// Where the machine's chips are.
+    /// Addresses of the board's devices.
     pub layout: &'a PcLayout,
-    /// Number of virtual CPUs; their APIC ids are 0, 1, 2 ...
+    /// Number of vCPUs; their APIC ids are 0, 1, 2 ...
     pub vcpus: u8,
     /// Kernel image.
     pub kernel: &'a [u8],
@@ -22,19 +22,19 @@ pub struct BootConfig<'a> {
     pub command_line: &'a [u8],
 }
 
-/// A kernel image, checked.
+/// A validated kernel image.
 #[derive(Clone, Copy, Debug)]
 pub enum Kernel<'a> {
     /// Linux bzImage with a 64-bit entry.
     BzImage(BzImage<'a>),
     /// ELF with the PVH entry note.
     Pvh(PvhKernel<'a>),
-    /// ELF, or anything else, with a Multiboot header.
+    /// Any file with a Multiboot header.
     Multiboot(MultibootKernel<'a>),
 }
 
 impl<'a> Kernel<'a> {
-    /// Finds out what an image is and checks everything about it that does not depend on the machine.
+    /// Detects the format of an image and validates it, as far as it is independent of the VM.
     pub fn detect(image: &'a [u8]) -> Result<Self, BootError> {
         let found = match pvh::is_elf(image) {
             true => PvhKernel::parse(image).map(Self::Pvh),
@@ -49,13 +49,13 @@ impl<'a> Kernel<'a> {
         }
     }
 
-    /// Least RAM in bytes with which the kernel, unpacked, and an initial RAM disk of this length
-    /// have room. What the guest needs to do its work comes on top.
+    /// Minimum RAM in bytes for the unpacked kernel and an initial RAM disk of this length, without
+    /// the memory that the guest needs to run.
     pub fn memory_needed(&self, initrd: u64) -> u64 {
         self.end().saturating_add(initrd.saturating_add(layout::PAGE - 1) & !(layout::PAGE - 1))
     }
 
-    /// First guest-physical address that the kernel does not need.
+    /// First guest-physical address after the kernel.
     fn end(&self) -> u64 {
         match self {
             Self::BzImage(kernel) => kernel.end(),
@@ -64,7 +64,7 @@ impl<'a> Kernel<'a> {
         }
     }
 
-    /// First address that the initial RAM disk must not reach.
+    /// Limit of the initial RAM disk: the first address that it must not reach.
     fn initrd_limit(&self) -> u64 {
         match self {
             Self::BzImage(kernel) => kernel.initrd_limit(),
@@ -73,8 +73,8 @@ impl<'a> Kernel<'a> {
     }
 }
 
-/// Puts everything into guest memory. Memory that is not written is expected to be zero or of no
-/// concern. On error, memory is left partly written.
+/// Loads all parts into guest memory. Memory that is not written must be zero or irrelevant. On
+/// error, memory is written in part.
 pub fn load(memory: &GuestMemory, config: &BootConfig<'_>) -> Result<InitialState, BootError> {
     let kernel = Kernel::detect(config.kernel)?;
     if config.command_line.contains(&0) {
@@ -94,19 +94,19 @@ pub fn load(memory: &GuestMemory, config: &BootConfig<'_>) -> Result<InitialStat
             bzimage::load(memory, &kernel, config.command_line, initrd, rsdp)
         }
         Kernel::Pvh(kernel) => pvh::load(memory, &kernel, config.command_line, initrd, rsdp),
-        // Those find the tables by themselves.
+        // Multiboot kernels search for the tables.
         Kernel::Multiboot(kernel) => multiboot::load(memory, &kernel, config.command_line, initrd),
     }
 }
 
-/// What goes with a kernel that is in memory already.
+/// Data for a kernel that is loaded already.
 #[derive(Clone, Copy, Debug)]
 pub struct Rest<'a> {
-    /// Where the machine's chips are.
+    /// Addresses of the board's devices.
     pub layout: &'a PcLayout,
-    /// Number of virtual CPUs.
+    /// Number of vCPUs.
     pub vcpus: u8,
-    /// First guest-physical address behind the kernel.
+    /// First guest-physical address after the kernel.
     pub end: u64,
     /// Initial RAM disk.
     pub initrd: Option<&'a [u8]>,
@@ -114,7 +114,8 @@ pub struct Rest<'a> {
     pub command_line: &'a [u8],
 }
 
-/// Puts everything but the kernel into memory; gives the address of `boot_params`, for a kernel whose 64-bit code is entered directly.
+/// Loads all parts except the kernel; returns the address of `boot_params`, for a kernel that is
+/// entered directly at its 64-bit code.
 pub fn load_rest(memory: &GuestMemory, rest: &Rest<'_>) -> Result<u64, BootError> {
     if rest.command_line.contains(&0) {
         return Err(BootError::BadCommandLine);
@@ -128,7 +129,7 @@ pub fn load_rest(memory: &GuestMemory, rest: &Rest<'_>) -> Result<u64, BootError
     Ok(layout::BOOT_PARAMS)
 }
 
-/// Puts an initial RAM disk below `top`: address and length.
+/// Loads an initial RAM disk below `top`; returns address and length.
 fn place_initrd(
     memory: &GuestMemory,
     initrd: Option<&[u8]>,

@@ -1,9 +1,9 @@
-//! Kernels of the Multiboot specification, version 0.6.96 (GNU): Xen, many small systems, and test programs. They are
-//! entered in 32-bit protected mode without paging.
+//! Kernels of the Multiboot specification, version 0.6.96 (GNU): Xen, many small systems, and test
+//! kernels. They are entered in 32-bit protected mode without paging.
 //!
-//! The kernel is an ELF file of 32 or 64 bits, or anything whose header says where its parts go. Of the information that is
-//! offered to it there are memory, the memory map, the command line, the loader's name, and the initial RAM disk as the
-//! only module. Missing: video modes, which no machine here has.
+//! The kernel is an ELF file of 32 or 64 bits, or any file whose header has load addresses. The
+//! information structure provides memory size, the memory map, the command line, the loader's name,
+//! and the initial RAM disk as the only module. Missing: video modes, which no board has.
 
 use hw_tables::elf::{Elf, Machine};
 use vmm_mem::GuestMemory;
@@ -13,21 +13,21 @@ use crate::layout::{
 };
 use crate::{BootError, InitialState, MemoryKind};
 
-/// The header (section 3.1): its magic, its place, its flags.
+/// The header (section 3.1): magic, offset, flags.
 const MAGIC: u32 = 0x1bad_b002;
 const SEARCHED: usize = 8192;
 const HEADER: usize = 12;
-/// Flags: modules at pages, the memory's size; the addresses in the header count.
+/// Flags: page-aligned modules, memory size; the addresses in the header are valid.
 const PAGES: u32 = 1 << 0;
 const MEMORY: u32 = 1 << 1;
 const ADDRESSES: u32 = 1 << 16;
-/// Flags of which a loader has to refuse those that it does not know.
+/// Flags that a loader must reject if it does not support them.
 const REQUIRED: u32 = 0xffff;
 
-/// What is in `eax` at the entry (section 3.2).
+/// Value of `eax` at the entry (section 3.2).
 const LOADED: u64 = 0x2bad_b002;
 
-/// The information (section 3.3): offsets of fields, and which of them are there.
+/// The information structure (section 3.3): offsets of fields, and flags of valid ones.
 mod info {
     pub const FLAGS: u64 = 0;
     pub const MEMORY_LOWER: u64 = 4;
@@ -47,18 +47,18 @@ mod info {
 }
 
 const LOADER_NAME: &[u8] = b"Parador\0";
-/// Places in the page of the information.
+/// Offsets in the page of the information structure.
 const LOADER_AT: u64 = START_INFO + info::LENGTH;
 const MODULE_AT: u64 = START_INFO + 0x80;
 const MAP_AT: u64 = START_INFO + 0x90;
-/// An entry of the map, with its length in front, which does not count itself.
+/// An entry of the map, preceded by its length, which does not include itself.
 const MAP_ENTRY: u64 = 24;
 
 const _: () = assert!(info::LENGTH + LOADER_NAME.len() as u64 <= 0x80);
 /// Ranges below 1 MiB and one for each range of RAM fit into the page.
 const _: () = assert!(0x90 + (4 + vmm_mem::MAX_RANGES as u64) * MAP_ENTRY <= PAGE);
 
-/// A kernel, checked.
+/// A validated kernel.
 #[derive(Clone, Copy, Debug)]
 pub struct MultibootKernel<'a> {
     parts: Parts<'a>,
@@ -66,17 +66,17 @@ pub struct MultibootKernel<'a> {
     end: u64,
 }
 
-/// What goes where.
+/// Parts of a kernel with load addresses.
 #[derive(Clone, Copy, Debug)]
 enum Parts<'a> {
     /// The segments of an ELF file.
     Elf(Elf<'a>),
-    /// One part, and how much memory it has.
+    /// One part, and its size in memory.
     Flat { address: u64, data: &'a [u8], size: u64 },
 }
 
 impl<'a> MultibootKernel<'a> {
-    /// Checks an image; `None` if it has no header.
+    /// Parses and validates an image; `None` without a header.
     pub(crate) fn parse(image: &'a [u8]) -> Option<Result<Self, BootError>> {
         let at = header(image)?;
         let word = |index: usize| word(image, at + 4 * index).unwrap_or(0);
@@ -90,7 +90,7 @@ impl<'a> MultibootKernel<'a> {
         })
     }
 
-    /// A kernel whose header has addresses: header, start, end of what is in the file, end of what is zero, entry.
+    /// A kernel with addresses in its header: header, start, end of data, end of zeros, entry.
     fn flat(image: &'a [u8], at: usize) -> Result<Self, BootError> {
         let word = |index: usize| word(image, at + 4 * index).map(u64::from);
         let fields = [3, 4, 5, 6, 7].map(word);
@@ -100,7 +100,8 @@ impl<'a> MultibootKernel<'a> {
                 actual: image.len() as u64,
             });
         };
-        // The file has the header where memory has it; what comes before the start is not loaded.
+        // File and memory have the header at the same distance; bytes before the start are not
+        // loaded.
         let skipped =
             here.checked_sub(start).and_then(|distance| (at as u64).checked_sub(distance));
         let first = skipped.ok_or(BootError::BadMultiboot)?;
@@ -125,7 +126,7 @@ impl<'a> MultibootKernel<'a> {
         for segment in elf.segments().filter(|segment| segment.memsz != 0) {
             end = end.max(checked(segment.paddr, segment.memsz)?);
         }
-        // Where the entry is physically, if a segment has it.
+        // Physical address of the entry, if it is inside a segment.
         let entry = elf.entry();
         let inside = elf.segments().find(|segment| segment.virtual_range().contains(&entry));
         let entry = inside.map_or(entry, |segment| entry - segment.vaddr + segment.paddr);
@@ -138,7 +139,7 @@ impl<'a> MultibootKernel<'a> {
     }
 }
 
-/// The end of a part, if that is where a kernel may be.
+/// End of a part; fails outside the permitted range.
 fn checked(start: u64, length: u64) -> Result<u64, BootError> {
     let end = start.saturating_add(length);
     match start >= ONE_MIB && end <= FOUR_GIB {
@@ -147,7 +148,7 @@ fn checked(start: u64, length: u64) -> Result<u64, BootError> {
     }
 }
 
-/// The place of the header: at a multiple of four, with a sum of 0.
+/// Offset of the header: a multiple of four, with checksum 0.
 fn header(image: &[u8]) -> Option<usize> {
     let head = &image[..image.len().min(SEARCHED)];
     (0..head.len().saturating_sub(HEADER - 1)).step_by(4).find(|&at| {
@@ -163,8 +164,8 @@ fn word(bytes: &[u8], at: usize) -> Option<u32> {
     bytes.get(at..)?.first_chunk().map(|bytes| u32::from_le_bytes(*bytes))
 }
 
-/// Puts a kernel, its command line and the information into memory that is large enough.
-/// `initrd` is already there: (address, length).
+/// Loads a kernel, its command line and the information structure into memory of sufficient size.
+/// `initrd` is loaded already: (address, length).
 pub fn load(
     memory: &GuestMemory,
     kernel: &MultibootKernel<'_>,
@@ -215,7 +216,7 @@ pub fn load(
     Ok(InitialState { rax: LOADED, ..state })
 }
 
-/// Puts a part into memory, and zeros behind it.
+/// Loads a part, followed by zeros.
 fn put(memory: &GuestMemory, address: u64, data: &[u8], size: u64) -> Result<(), BootError> {
     memory.write_slice(address, data)?;
     let length = data.len() as u64;
@@ -239,7 +240,7 @@ mod tests {
         words.iter().chain(fields).flat_map(|word| word.to_le_bytes()).collect()
     }
 
-    /// A 32-bit ELF file of one segment, loaded elsewhere than it is linked to.
+    /// A 32-bit ELF file of one segment whose physical and virtual addresses differ.
     fn elf32(contents: &[u8], linked: u32, entry: u32) -> Vec<u8> {
         let length = contents.len() as u32;
         let segment = [1, 84, linked, BASE, length, length + 0x1000, 7, 4096];
@@ -261,13 +262,13 @@ mod tests {
     }
 
     #[test]
-    fn a_kernel_finds_everything() {
+    fn all_parts_are_loaded() {
         let contents = [&multiboot(PAGES | MEMORY, &[])[..], b"code"].concat();
         let image = elf32(&contents, 0xc010_0000, 0xc010_000c);
         let (state, ram) = start(&image, Some(&[7; 5])).unwrap();
         assert_eq!((state.rip, state.rax, state.rbx), (0x10_000c, LOADED, START_INFO));
         assert_eq!(ram.read(0x10_000c), Ok(u32::from_le_bytes(*b"code")));
-        assert_eq!(ram.read(0x10_0010), Ok(0u32), "zeros behind it");
+        assert_eq!(ram.read(0x10_0010), Ok(0u32), "zeros after it");
         let field = |at: u64| ram.read::<u32>(START_INFO + at).unwrap();
         assert_eq!(field(info::FLAGS), 0b10_0100_1101);
         assert_eq!((field(info::MEMORY_LOWER), field(info::MEMORY_UPPER)), (639, 3 << 10));
@@ -297,7 +298,7 @@ mod tests {
 
     #[test]
     fn kernels_that_are_no_elf_files() {
-        // Eight bytes that are not loaded, the header, code, zeros.
+        // Eight skipped bytes, the header, code, zeros.
         let fields = [BASE, BASE, BASE + 36, BASE + 0x100, BASE + 32];
         let header = multiboot(ADDRESSES | PAGES, &fields);
         let image = [&[1; 8], &header[..], b"code", b"rest"].concat();
@@ -307,7 +308,7 @@ mod tests {
         assert_eq!(ram.read(u64::from(BASE) + 32), Ok(u32::from_le_bytes(*b"code")));
         let zero = |at: u64| ram.read::<u8>(u64::from(BASE) + at).unwrap();
         assert_eq!((zero(36), zero(0xff), zero(0x100)), (0, 0, 0xff));
-        // Everything up to the file's end, if the header has no end.
+        // The complete rest of the file, if the header has no end.
         let header = multiboot(ADDRESSES, &[BASE, BASE, 0, 0, BASE + 32]);
         let image = [&header[..], b"code", b"rest"].concat();
         let (_, ram) = start(&image, None).unwrap();
@@ -325,13 +326,13 @@ mod tests {
     }
 
     #[test]
-    fn what_is_refused() {
+    fn rejects_invalid_images() {
         let error = |image: &[u8]| Kernel::detect(image).err();
         let flat =
             |fields: [u32; 5]| error(&[&multiboot(ADDRESSES, &fields)[..], &[0; 64]].concat());
         let good = [BASE, BASE, BASE + 96, BASE + 96, BASE];
         assert_eq!(flat(good), None);
-        // A video mode is only wanted, what is unknown is needed.
+        // A video mode is optional; an unknown flag is rejected.
         assert_eq!(
             error(&[&multiboot(ADDRESSES | 4, &good)[..], &[0; 64]].concat()),
             Some(BootError::BadMultiboot)
@@ -350,7 +351,7 @@ mod tests {
         let high = u32::MAX - 15;
         assert!(matches!(flat([high, high, 0, 0, BASE]), Some(BootError::BadSegment { .. })));
         assert!(matches!(error(&multiboot(ADDRESSES, &[])), Some(BootError::Truncated { .. })));
-        // Not at a multiple of four, with a wrong sum, too far into the file, cut short.
+        // Not at a multiple of four, with a wrong checksum, too far into the file, truncated.
         let header = multiboot(ADDRESSES, &good);
         let unknown = Some(BootError::UnknownFormat);
         assert_eq!(error(&[&[0; 2], &header[..], &[0; 64]].concat()), unknown);

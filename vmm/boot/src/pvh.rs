@@ -19,12 +19,12 @@ const _: () = assert!(MODULES + Module::LENGTH as u64 <= MEMORY_MAP);
 const _: () =
     assert!(MEMORY_MAP + ((4 + vmm_mem::MAX_RANGES) * MemoryRange::LENGTH) as u64 <= PAGE);
 
-/// Whether an image is an ELF file (or the beginning of one).
+/// Returns true if an image is an ELF file (or the beginning of one).
 pub fn is_elf(image: &[u8]) -> bool {
     image.starts_with(b"\x7fELF")
 }
 
-/// An ELF kernel, checked.
+/// A validated ELF kernel.
 #[derive(Clone, Copy, Debug)]
 pub struct PvhKernel<'a> {
     elf: Elf<'a>,
@@ -33,7 +33,7 @@ pub struct PvhKernel<'a> {
 }
 
 impl<'a> PvhKernel<'a> {
-    /// Checks an image.
+    /// Parses and validates an image.
     pub(crate) fn parse(image: &'a [u8]) -> Result<Self, BootError> {
         let elf = Elf::parse_any(image)?;
         if !matches!(elf.machine(), Machine::X86 | Machine::X86_64) {
@@ -56,8 +56,8 @@ impl<'a> PvhKernel<'a> {
     }
 }
 
-/// Puts an ELF kernel, its command line and start information into memory that is large enough.
-/// `initrd` is already there: (address, length).
+/// Loads an ELF kernel, its command line and start information into memory of sufficient size.
+/// `initrd` is loaded already: (address, length).
 pub fn load(
     memory: &GuestMemory,
     kernel: &PvhKernel<'_>,
@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn everything_is_where_the_kernel_looks_for_it() {
+    fn all_parts_are_at_the_addresses_of_the_boot_protocol() {
         let ram = memory(&[(0, 4 << 20)]);
         let m = &ram;
         m.fill(0x10_0000, 0x4000, 0xff).unwrap();
@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_refused() {
+    fn rejects_invalid_images() {
         let good = elf_kernel(0x10_0000, b"code", 0x3000, 0x10_0040);
         for length in 4..good.len() {
             let error = Kernel::detect(&good[..length]).err();

@@ -1,4 +1,4 @@
-//! State in which the first virtual CPU starts, and the tables in memory that this state refers to.
+//! Initial state of the first vCPU, and the tables in memory that it refers to.
 
 use crate::BootError;
 use crate::layout::{FOUR_GIB, GDT, PAGE, PAGE_TABLES, STACK_TOP};
@@ -9,9 +9,9 @@ use vmm_mem::GuestMemory;
 
 /// Flat 32-bit code, CPL 0.
 const CODE_32: u64 = 0x00cf_9b00_0000_ffff;
-/// Busy task-state segment of 104 bytes at address 0: never used, but the processor wants one.
+/// Busy task-state segment of 104 bytes at address 0: unused, but required by the CPU.
 const TASK_STATE: u64 = 0x0000_8b00_0000_0067;
-/// Selectors that the Linux boot protocol demands: `__BOOT_CS` and `__BOOT_DS`.
+/// Selectors required by the Linux boot protocol: `__BOOT_CS` and `__BOOT_DS`.
 const SELECTOR_CODE: u16 = 0x10;
 const SELECTOR_DATA: u16 = 0x18;
 const SELECTOR_TASK: u16 = 0x20;
@@ -21,19 +21,19 @@ const fn descriptors(code: u64) -> [u64; 6] {
     [0, 0, code, descriptor::KERNEL_DATA, TASK_STATE, 0]
 }
 
-/// Registers of the first virtual CPU; those that are not here are as after reset, general
-/// registers 0.
+/// Registers of the first vCPU; registers not listed have their reset values, general registers are
+/// 0.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct InitialState {
     /// Instruction pointer.
     pub rip: u64,
     /// Stack pointer.
     pub rsp: u64,
-    /// Flags: interrupts are off.
+    /// Flags: interrupts are disabled.
     pub rflags: u64,
-    /// `rax`: the sign of a Multiboot loader.
+    /// `rax`: magic of a Multiboot loader.
     pub rax: u64,
-    /// `rbx`: PVH start information, or that of Multiboot.
+    /// `rbx`: PVH start information or Multiboot information.
     pub rbx: u64,
     /// `rsi`: Linux `boot_params`.
     pub rsi: u64,
@@ -60,7 +60,7 @@ pub struct InitialState {
 }
 
 impl InitialState {
-    /// 64-bit mode with the first 4 GiB mapped to themselves.
+    /// 64-bit mode with an identity map of the first 4 GiB.
     pub fn long_mode(memory: &GuestMemory, rip: u64, boot_params: u64) -> Result<Self, BootError> {
         write_page_tables(memory)?;
         Ok(Self {
@@ -110,7 +110,7 @@ impl InitialState {
     }
 }
 
-/// What a segment register holds after loading a descriptor with base 0.
+/// Content of a segment register after loading a descriptor with base 0.
 fn segment(selector: u16, descriptor: u64) -> VmcbSegment {
     const GRANULARITY: u64 = 1 << 55;
     let limit = (descriptor & 0xffff | descriptor >> 32 & 0xf_0000) as u32;

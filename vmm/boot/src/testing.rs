@@ -1,10 +1,10 @@
-//! For tests: a machine, and kernels that are nothing but valid headers.
+//! For tests: a layout, and kernels that consist of valid headers.
 
 use crate::PcLayout;
 use alloc::vec;
 use alloc::vec::Vec;
 
-/// Where the machine has its chips.
+/// Addresses of the devices.
 pub const LAYOUT: PcLayout = PcLayout {
     hole_start: 0xc000_0000,
     local_apic: 0xfee0_0000,
@@ -28,7 +28,7 @@ pub const LAYOUT: PcLayout = PcLayout {
     pci: None,
 };
 
-/// A bzImage with `length` bytes of code (rounded up to 16) that wants 16 MiB from 16 MiB on.
+/// A bzImage with `length` bytes of code (rounded up to 16) that needs 16 MiB from 16 MiB on.
 pub fn bzimage(length: usize) -> Vec<u8> {
     let mut image = vec![0; 1024];
     let mut set = |at: usize, bytes: &[u8]| image[at..at + bytes.len()].copy_from_slice(bytes);
@@ -84,7 +84,7 @@ pub fn elf32_headers(entry: u32, segments: &[[u32; 8]]) -> Vec<u8> {
     image
 }
 
-/// As [`elf_kernel`], with 32 bits.
+/// Like [`elf_kernel`], with 32 bits.
 pub fn elf_kernel_32(address: u32, code: &[u8], memsz: u32, entry: u32) -> Vec<u8> {
     const CODE_AT: u32 = 52 + 2 * 32 + 20;
     let length = code.len() as u32;
@@ -100,7 +100,8 @@ pub fn elf_kernel_32(address: u32, code: &[u8], memsz: u32, entry: u32) -> Vec<u
     image
 }
 
-/// A Multiboot kernel that is no ELF file: its header, which goes to `address`, code, and zeros up to `size` bytes.
+/// A Multiboot kernel without ELF headers: its header, loaded at `address`, code, and zeros up to
+/// `size` bytes.
 pub fn multiboot_kernel(address: u32, code: &[u8], size: u32) -> Vec<u8> {
     const MAGIC: u32 = 0x1bad_b002;
     const ADDRESSES: u32 = 1 << 16;

@@ -156,8 +156,8 @@ impl<F: Frames> Packets for Sockets<F> {
     }
 
     fn reset(&mut self) {
-        // Host connections of the driver before the reset stay open until the host process drops
-        // them.
+        // A driver that has sent no packet needs no reset: host clients that wait for it keep
+        // waiting.
         self.is_reset |= core::mem::take(&mut self.has_sent);
     }
 }

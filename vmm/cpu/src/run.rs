@@ -53,8 +53,8 @@ const PROTECTION: Event = Event::exception_code(13, 0);
 pub enum StopReason {
     /// Host-defined event bits: handle the events, pass input to the board, run again.
     Recall(u64),
-    /// The vCPU is halted until the host's time-stamp counter reaches this value (`u64::MAX`: no
-    /// timer) or until the vCPU is kicked. Run again after either.
+    /// The vCPU is halted, or waits for a start-up IPI, until the host's time-stamp counter reaches
+    /// this value (`u64::MAX`: no timer) or until the vCPU is kicked. Run again after either.
     Idle {
         /// Host time-stamp counter value.
         deadline_tsc: u64,
@@ -81,15 +81,16 @@ pub struct Cpu {
     started: bool,
     nmi: bool,
     nmi_mask: NmiMask,
-    /// An interrupt whose delivery an exception interrupted. It is in service already and is
-    /// delivered before other interrupts.
+    /// An interrupt that is in service already, and is delivered before others: the guest has yet to
+    /// take it ([`InterruptWindow::DeliverVirq`]), or an exception interrupted its delivery.
     deferred: Event,
     /// The interrupt window requested from the [`Vcpu`].
     window: InterruptWindow,
     /// The task priority known to both the [`Vcpu`] and the local APIC.
     cr8: u8,
-    /// An interrupt is pending below the task priority.
-    held: bool,
+    /// The guest exits when it writes `CR8`: an interrupt is pending below the task priority, or the
+    /// write clears bits that `CR8` does not show.
+    cr8_exits: bool,
     pub(crate) eoi: EoiWord,
     pub(crate) steal: StealRecord,
     /// A virtual interrupt or an EOI without exit is on offer and may have completed without an
@@ -121,7 +122,7 @@ impl Cpu {
             deferred: Event::NONE,
             window: InterruptWindow::Nothing,
             cr8: 0,
-            held: false,
+            cr8_exits: false,
             eoi: EoiWord::OFF,
             steal: StealRecord::OFF,
             virq_offered: false,
@@ -208,9 +209,16 @@ impl Cpu {
                 self.needs_service = true;
             } else {
                 self.window = InterruptWindow::Nothing;
-                board.accept_virq(self.index, vector);
+                if self.deferred.is_some() {
+                    self.deferred = Event::NONE;
+                    self.needs_service = true;
+                } else {
+                    board.accept_virq(self.index, vector);
+                }
             }
         }
+        // The exit interrupted its delivery.
+        self.needs_service |= vcpu.event().is_interrupt();
         // If the guest completed the offered EOI, its interrupt is in service now.
         if self.eoi.is_ended(board.memory()) {
             board.end_of_interrupt(self.index);
@@ -267,9 +275,10 @@ impl Cpu {
             vcpu.set_cr8(signals.cr8);
         }
         let held = signals.interrupt == PendingInterrupt::Masked;
-        if held != self.held {
-            self.held = held;
-            vcpu.set_cr8_exits(held);
+        let cr8_exits = held || signals.tpr_low;
+        if cr8_exits != self.cr8_exits {
+            self.cr8_exits = cr8_exits;
+            vcpu.set_cr8_exits(cr8_exits);
         }
         self.deliver(vcpu, board, if held { PendingInterrupt::None } else { signals.interrupt });
         if self.activity != Activity::Running {
@@ -310,7 +319,8 @@ impl Cpu {
                 self.nmi_mask.delivered(vcpu);
                 window = exit_if(waits);
             } else if self.deferred.is_some() {
-                window = InterruptWindow::Exit;
+                // Other pending events follow it.
+                window = exit_if(nmi || interrupt != PendingInterrupt::None);
                 self.needs_service |= nmi;
             } else if let (PendingInterrupt::Virq { vector, eoi_elidable }, false) =
                 (interrupt, nmi)
@@ -338,10 +348,28 @@ impl Cpu {
                 self.needs_service |= nmi;
             }
         }
+        if window == InterruptWindow::Nothing {
+            window = self.offer_deferred(vcpu);
+        }
         if window != self.window {
             self.window = window;
             vcpu.set_window(window);
         }
+    }
+
+    /// Offers an interrupt that is in service already as a virtual one. The slot would deliver it at
+    /// once, but QEMU TCG sometimes delivers an injected interrupt twice; and an interrupt in the slot
+    /// after an exit always means that the exit interrupted its delivery.
+    fn offer_deferred<V: Vcpu>(&mut self, vcpu: &mut V) -> InterruptWindow {
+        if vcpu.event().is_interrupt() {
+            self.deferred = vcpu.event();
+            vcpu.set_event(Event::NONE);
+        }
+        if !self.deferred.is_some() {
+            return InterruptWindow::Nothing;
+        }
+        self.virq_offered = true;
+        InterruptWindow::DeliverVirq(self.deferred.vector())
     }
 
     /// Executes the `HLT` of `STI; HLT` if the host interrupted the guest between the two. Not
@@ -872,7 +900,7 @@ mod tests {
     use crate::board::{Acknowledged, Signals};
     use crate::clock::TscClock;
     use crate::cpuid::{CpuidConfig, CpuidTable};
-    use crate::testing::ScriptedVcpu;
+    use crate::testing::{ScriptEntry, ScriptedVcpu};
     use crate::walk::{Intent, Paging};
     use hw_x86::kvm::steal_time;
     use hw_x86::msr::kvm;
@@ -906,6 +934,7 @@ mod tests {
         multicasts: Vec<(ApicIds, InterruptMessage)>,
         tsc_written: Vec<u64>,
         cr8: u8,
+        tpr_low: bool,
         apic_base: Option<u64>,
         emulated: Emulated,
     }
@@ -951,6 +980,7 @@ mod tests {
                 multicasts: Vec::new(),
                 tsc_written: Vec::new(),
                 cr8: 0,
+                tpr_low: false,
                 apic_base: None,
                 emulated: Emulated::Unknown,
             }
@@ -1046,6 +1076,7 @@ mod tests {
                 startup: self.startup.take(),
                 deadline: self.deadline,
                 cr8: self.cr8,
+                tpr_low: self.tpr_low,
             }
         }
         fn acknowledge(&mut self, _: usize) -> Option<Acknowledged> {
@@ -1078,13 +1109,33 @@ mod tests {
         (Cpu::new(0, 40), vcpu, board)
     }
 
-    /// Runs until the script ends; returns the entries.
+    /// Runs until the script ends; returns for each entry the event that the guest gets, injected or
+    /// offered, and whether there is an exit window.
     fn play(cpu: &mut Cpu, vcpu: &mut ScriptedVcpu, board: &mut TestBoard) -> Vec<(Event, bool)> {
         assert_eq!(cpu.run(vcpu, board), StopReason::End(Outcome::HostError(0)));
-        vcpu.entries
-            .drain(..)
-            .map(|entry| (entry.event, entry.window == InterruptWindow::Exit))
-            .collect()
+        let seen = |entry: ScriptEntry| {
+            // A back end may make an interrupt pending instead of injecting it, unless there is a window.
+            assert!(!entry.event.is_interrupt() || entry.window != InterruptWindow::Nothing);
+            match entry.window {
+                InterruptWindow::DeliverVirq(vector) if !entry.event.is_some() => {
+                    (Event::interrupt(vector), false)
+                }
+                window => (entry.event, window == InterruptWindow::Exit),
+            }
+        };
+        vcpu.entries.drain(..).map(seen).collect()
+    }
+
+    /// The guest takes the interrupt that is left to it.
+    fn take(vcpu: &mut ScriptedVcpu) {
+        assert!(matches!(vcpu.window, InterruptWindow::DeliverVirq(_)), "{:?}", vcpu.window);
+        vcpu.window = InterruptWindow::Nothing;
+    }
+
+    /// A step in which that is all.
+    fn taking(vcpu: &mut ScriptedVcpu) -> Exit {
+        take(vcpu);
+        Exit::Spurious
     }
 
     fn interrupts(vcpu: &mut ScriptedVcpu, on: bool) {
@@ -1152,23 +1203,77 @@ mod tests {
         });
         vcpu.then(|vcpu| {
             // In the handler of the exception.
+            assert_eq!(vcpu.window, InterruptWindow::DeliverVirq(0x31));
             interrupts(vcpu, false);
             Exit::Spurious
         });
         vcpu.then(|vcpu| {
             interrupts(vcpu, true);
-            Exit::InterruptWindow
+            take(vcpu);
+            Exit::Spurious
         });
-        vcpu.then(|_| Exit::Spurious);
+        let entries = play(&mut cpu, &mut vcpu, &mut board);
+        let exception = Event::exception_code(ALIGNMENT, 0);
+        let events = [Event::NONE, exception, Event::interrupt(0x31), Event::NONE];
+        assert_eq!(entries, events.map(|event| (event, false)));
+        assert_eq!(board.taken, [], "the local APIC knows of it already");
+    }
+
+    #[test]
+    fn others_follow_the_interrupt_that_waited() {
+        let (mut cpu, mut vcpu, mut board) = guest(&[0x90]);
+        interrupts(&mut vcpu, true);
+        vcpu.then(|vcpu| {
+            vcpu.slot = Event::interrupt(0x31);
+            Exit::Exception { vector: ALIGNMENT, code: 0 }
+        });
+        vcpu.then(|vcpu| {
+            // In the handler of the exception, which requests another one.
+            interrupts(vcpu, false);
+            vcpu.set_gpr(Gpr::Rcx, 0x80b);
+            vcpu.set_gpr(Gpr::Rax, 0x40);
+            vcpu.next_rip = CODE + 2;
+            Exit::Msr { write: true }
+        });
+        for _ in 0..2 {
+            vcpu.then(|vcpu| {
+                interrupts(vcpu, true);
+                Exit::InterruptWindow
+            });
+        }
         let entries = play(&mut cpu, &mut vcpu, &mut board);
         let events = [
             (Event::NONE, false),
-            (Event::exception_code(ALIGNMENT, 0), true),
+            (Event::exception_code(ALIGNMENT, 0), false),
             (Event::NONE, true),
-            (Event::interrupt(0x31), false),
-            (Event::NONE, false),
+            (Event::interrupt(0x31), true),
+            (Event::interrupt(0x40), false),
         ];
         assert_eq!(entries, events);
+    }
+
+    #[test]
+    fn an_interrupt_that_the_guest_takes_late_is_not_cut_short() {
+        let (mut cpu, mut vcpu, mut board) = guest(&[0x90]);
+        board.emulated = Emulated::Raise(PROTECTION);
+        board.request(0x31);
+        interrupts(&mut vcpu, true);
+        // It may be taken at once; but this processor is slow, and the guest does something else first, which even faults.
+        vcpu.then(|vcpu| {
+            interrupts(vcpu, false);
+            Exit::MemoryFault(MemoryFault { gpa: 0, write: true, fetch: false, walk: false })
+        });
+        vcpu.then(|_| Exit::Spurious);
+        vcpu.then(|vcpu| {
+            interrupts(vcpu, true);
+            take(vcpu);
+            Exit::Spurious
+        });
+        let entries = play(&mut cpu, &mut vcpu, &mut board);
+        let interrupt = Event::interrupt(0x31);
+        let events = [interrupt, PROTECTION, interrupt, Event::NONE];
+        assert_eq!(entries, events.map(|event| (event, false)));
+        assert_eq!((board.in_service, board.unknown), (std::vec![0x31], std::vec![]));
     }
 
     #[test]
@@ -1429,6 +1534,7 @@ mod tests {
             board.request(0x31);
             vcpu.then(move |vcpu| {
                 assert_eq!((vcpu.flushes, memory.read(STATE)), (flushes, Ok(0_u32)));
+                take(vcpu);
                 Exit::Spurious
             });
             play(&mut cpu, &mut vcpu, &mut board);
@@ -1659,7 +1765,9 @@ mod tests {
         assert_eq!(cpu.run(&mut vcpu, &mut board), idle);
         board.request(0x31);
         vcpu.entries.clear();
-        assert_eq!(play(&mut cpu, &mut vcpu, &mut board), [(Event::interrupt(0x31), false)]);
+        vcpu.then(taking);
+        let wakes = [(Event::interrupt(0x31), false), (Event::NONE, false)];
+        assert_eq!(play(&mut cpu, &mut vcpu, &mut board), wakes);
         assert_eq!(vcpu.deadline, 6000);
         // With interrupts off only an NMI wakes the vCPU.
         vcpu.set(Reg::Rip, CODE);
@@ -1684,13 +1792,17 @@ mod tests {
         // The host interrupts after STI; the guest's timer is due, or not.
         shadow(&mut vcpu);
         board.request(0x31);
-        assert_eq!(play(&mut cpu, &mut vcpu, &mut board), [(Event::interrupt(0x31), false)]);
+        let wakes = |vector| [(Event::interrupt(vector), false), (Event::NONE, false)];
+        vcpu.then(taking);
+        assert_eq!(play(&mut cpu, &mut vcpu, &mut board), wakes(0x31));
         assert_eq!((vcpu.get(Reg::Rip), vcpu.get(Reg::InterruptShadow)), (CODE + 1, 0));
         shadow(&mut vcpu);
         assert_eq!(cpu.run(&mut vcpu, &mut board), idle);
         assert_eq!(vcpu.get(Reg::Rip), CODE + 2);
         board.request(0x32);
-        assert_eq!(play(&mut cpu, &mut vcpu, &mut board), [(Event::interrupt(0x32), false)]);
+        vcpu.then(taking);
+        vcpu.entries.clear();
+        assert_eq!(play(&mut cpu, &mut vcpu, &mut board), wakes(0x32));
         // Other instructions and an exception of higher priority stay as they are.
         for (rip, event) in [(CODE + 2, Event::NONE), (CODE, Event::exception(DEBUG))] {
             vcpu.set(Reg::Rip, rip);
@@ -1999,6 +2111,7 @@ mod tests {
             let (mut cpu, mut vcpu, mut board) = guest(&[]);
             board.asks = asks;
             let mut accepted = Vec::new();
+            let taken = std::rc::Rc::new(core::cell::RefCell::new(Vec::new()));
             let mut requested = Vec::new();
             let mut nmis = 0;
             let mut steps = moves.into_iter();
@@ -2029,8 +2142,17 @@ mod tests {
                 let cut = matches!(step, Some(Move::CutShort));
                 let exception = matches!(step, Some(Move::Exception));
                 let toggle = matches!(step, Some(Move::Toggle)) || step.is_none();
+                let taken_by_guest = taken.clone();
                 vcpu.then(move |vcpu| {
-                    let delivered = vcpu.entries.last().map_or(Event::NONE, |entry| entry.event);
+                    let mut delivered = vcpu.entries.last().map_or(Event::NONE, |entry| entry.event);
+                    if let (InterruptWindow::DeliverVirq(vector), true) = (vcpu.window, cut || exception)
+                        && !delivered.is_some()
+                        && vcpu.get(Reg::Rflags) & RFLAGS_IF != 0
+                    {
+                        // It takes the interrupt, of which there is an end at once.
+                        vcpu.window = InterruptWindow::Nothing;
+                        delivered = Event::interrupt(vector);
+                    }
                     if cut && delivered.is_some() {
                         vcpu.slot = delivered;
                         return Exit::Recall { events: 1 };
@@ -2049,9 +2171,10 @@ mod tests {
                     let open = vcpu.get(Reg::Rflags) & RFLAGS_IF != 0;
                     match vcpu.window {
                         InterruptWindow::Exit if open => return Exit::InterruptWindow,
-                        InterruptWindow::DeliverVirq(_) if open => {
+                        InterruptWindow::DeliverVirq(vector) if open => {
                             vcpu.window = InterruptWindow::Nothing;
                             interrupts(vcpu, false);
+                            taken_by_guest.borrow_mut().push(vector);
                         }
                         _ => {}
                     }
@@ -2077,7 +2200,7 @@ mod tests {
                     interrupts(&mut vcpu, false);
                 }
             }
-            accepted.append(&mut board.taken);
+            accepted.append(&mut taken.borrow_mut());
             requested.sort_unstable();
             accepted.sort_unstable();
             prop_assert_eq!(accepted, requested);

@@ -165,6 +165,11 @@ impl Event {
         (self.0 & event::VECTOR) as u8
     }
 
+    /// True for a maskable interrupt.
+    pub const fn is_interrupt(self) -> bool {
+        self.is_some() && self.0 & event::TYPE_MASK == event::TYPE_INTR
+    }
+
     /// True for an exception (not an interrupt).
     pub const fn is_exception(self) -> bool {
         self.is_some() && self.0 & event::TYPE_MASK == event::TYPE_EXCEPTION
@@ -228,8 +233,10 @@ pub trait Vcpu {
     }
     /// Sets `CR8` for the next entry.
     fn set_cr8(&mut self, _value: u8) {}
-    /// Makes writes of `CR8` exit, because an interrupt is pending below the task priority. A back
-    /// end whose guest always exits when it lowers `CR8` keeps the default.
+    /// Makes writes of `CR8` exit, because an interrupt is pending below the task priority, or
+    /// because the write clears bits 3:0 of the task priority. A back end whose guest always exits
+    /// when it lowers `CR8` keeps the default: its guest finds bits 3:0 unchanged after a write of
+    /// the same class.
     fn set_cr8_exits(&mut self, _exit: bool) {}
 
     /// Makes the next `IRET` exit before it is executed ([`Exit::Iret`]). Returns `false` if the
@@ -239,7 +246,9 @@ pub trait Vcpu {
     }
 
     /// Event in the slot. After an exit: the event whose delivery the exit interrupted; the next
-    /// entry delivers it unless it is replaced.
+    /// entry delivers it unless it is replaced. A maskable interrupt without a window is never put
+    /// there, because a back end may offer it as a virtual one that the guest has not taken yet:
+    /// [`InterruptWindow::DeliverVirq`] offers it instead.
     fn event(&mut self) -> Event;
     /// Puts an event into the slot, or empties it; the next entry delivers it.
     fn set_event(&mut self, event: Event);

@@ -68,7 +68,7 @@ fn subtract(first: u64, second: u64, borrow: u64, size: u8) -> (u64, u64) {
     (result, flags)
 }
 
-/// Whether a condition holds, by the low four bits of an opcode (APM vol. 3, table A-6).
+/// Returns true if a condition holds, by the low four bits of an opcode (APM vol. 3, table A-6).
 pub fn holds(condition: u8, rflags: u64) -> bool {
     let is = |flag: u64| rflags & flag != 0;
     let less = is(SF) != is(OF);
@@ -101,14 +101,14 @@ pub fn alu(op: Alu, first: u64, second: u64, size: u8, rflags: u64) -> (u64, u64
     (result, rflags & !ARITHMETIC | flags)
 }
 
-/// `INC` or `DEC`: as addition or subtraction of 1, but the carry stays.
+/// `INC` or `DEC`: as addition or subtraction of 1, but the carry flag is kept.
 pub fn step(up: bool, value: u64, size: u8, rflags: u64) -> (u64, u64) {
     let op = if up { Alu::Add } else { Alu::Sub };
     let (result, flags) = alu(op, value, 1, size, rflags);
     (result, flags & !CF | rflags & CF)
 }
 
-/// A bit operation on `value`; `bit` is within it. The old bit goes to the carry.
+/// A bit operation on `value`; `bit` is inside it. The old bit goes to the carry flag.
 pub fn bit(op: BitOp, value: u64, bit: u64, rflags: u64) -> (u64, u64) {
     let mask = 1 << (bit & 63);
     let result = match op {
@@ -120,7 +120,8 @@ pub fn bit(op: BitOp, value: u64, bit: u64, rflags: u64) -> (u64, u64) {
     (result, rflags & !CF | if value & mask != 0 { CF } else { 0 })
 }
 
-/// Number of the bit that `BSF` (or backwards `BSR`) finds; `None` if no bit is set. Only ZF is defined after it.
+/// Index of the bit that `BSF` (or backwards `BSR`) finds; `None` if no bit is set. Only ZF is
+/// defined after it.
 pub fn scan(backwards: bool, value: u64, size: u8, rflags: u64) -> (Option<u64>, u64) {
     let value = value & ones(size);
     if value == 0 {
@@ -144,14 +145,15 @@ pub fn count_zeros(backwards: bool, value: u64, size: u8, rflags: u64) -> (u64, 
     (count.into(), rflags & !(CF | ZF) | carry | zero)
 }
 
-/// Low and high half of a product. CF and OF say that the high half holds something; the others are not defined.
+/// Low and high half of a product. CF and OF show if the high half is significant; the other flags
+/// are undefined.
 pub fn multiply(signed: bool, first: u64, second: u64, size: u8, rflags: u64) -> ((u64, u64), u64) {
     let bits = 8 * u32::from(size);
     let wide = |value: u64| match signed {
         true => i128::from(sign_extend(value, size) as i64),
         false => i128::from(value & ones(size)),
     };
-    // 64 by 64 bits fit: without sign in 128 bits, whose sign then means nothing.
+    // 64 by 64 bits fit: unsigned in 128 bits, whose sign bit then has no meaning.
     let product = wide(first).wrapping_mul(wide(second)) as u128;
     let low = product as u64 & ones(size);
     let high = (product >> bits) as u64 & ones(size);
@@ -160,8 +162,8 @@ pub fn multiply(signed: bool, first: u64, second: u64, size: u8, rflags: u64) ->
     ((low, high), rflags & !(CF | OF) | flags)
 }
 
-/// Quotient and remainder of `high:low` by `divisor`, toward zero; `None` if the quotient does not fit, or there is none (`#DE`). No flag is
-/// defined afterwards.
+/// Quotient and remainder of `high:low` by `divisor`, toward zero; `None` (`#DE`) if the divisor is
+/// 0 or the quotient does not fit. All flags are undefined afterwards.
 pub fn divide(signed: bool, high: u64, low: u64, divisor: u64, size: u8) -> Option<(u64, u64)> {
     let bits = 8 * u32::from(size);
     let both = u128::from(high & ones(size)) << bits | u128::from(low & ones(size));
@@ -185,7 +187,8 @@ pub fn divide(signed: bool, high: u64, low: u64, divisor: u64, size: u8) -> Opti
     Some((quotient & ones(size), remainder & ones(size)))
 }
 
-/// `SHLD`, or backwards `SHRD`; `None` if nothing is shifted. AF is not defined, and neither is OF after more than one bit.
+/// `SHLD`, or backwards `SHRD`; `None` for a shift by 0. AF is undefined, and so is OF after a
+/// shift by more than one bit.
 pub fn double_shift(
     backwards: bool,
     first: u64,
@@ -196,7 +199,7 @@ pub fn double_shift(
 ) -> Option<(u64, u64)> {
     let bits = 8 * u32::from(size);
     let count = count as u32 & if size == 8 { 63 } else { 31 };
-    // A 16-bit operand shifted by more than its width is not defined.
+    // The shift of a 16-bit operand by more than its width is undefined.
     let count = if count > bits { count % bits } else { count };
     if count == 0 {
         return None;

@@ -1,11 +1,13 @@
-//! Decoding of the instructions that access device memory in practice (AMD APM vol. 3, chapter 1 and
-//! appendix A).
+//! Decoding of the instructions that access device memory in practice (AMD APM vol. 3, chapter 1
+//! and appendix A).
 //!
-//! Accepted: moves of all sizes, the eight arithmetic and logic operations, `TEST`, `XCHG`, `XADD`, `CMPXCHG`,
-//! `INC`, `DEC`, `NOT`, `NEG`, `MUL`, `IMUL`, `SHLD`, `SHRD`, bit tests and scans, `MOVS`, `CMPS`, `STOS`, `LODS`, `SCAS`,
-//! `INS`, `OUTS`; `PUSH`, `POP`, near `CALL`, `JMP` and `RET`, `ENTER` without nesting, `LEAVE`; `SMSW` and `LTR` of an operand in
-//! memory; `MOVDQU` and its like between memory and SSE registers; in 16-, 32- and 64-bit code with all prefixes. Everything else is unknown. An accepted instruction has the length and operands that the manual
-//! gives it: tests compare with another decoder.
+//! Supported: moves of all sizes, the eight arithmetic and logic operations, `TEST`, `XCHG`,
+//! `XADD`, `CMPXCHG`, `INC`, `DEC`, `NOT`, `NEG`, `MUL`, `IMUL`, `SHLD`, `SHRD`, bit tests and
+//! scans, `MOVS`, `CMPS`, `STOS`, `LODS`, `SCAS`, `INS`, `OUTS`; `PUSH`, `POP`, near `CALL`, `JMP`
+//! and `RET`, `ENTER` without nesting, `LEAVE`; `SMSW` and `LTR` of an operand in memory; `MOVDQU`
+//! and similar between memory and SSE registers; in 16-, 32- and 64-bit code with all prefixes. All
+//! other instructions are unknown. A supported instruction has the length and operands of the
+//! manual: tests compare with another decoder.
 
 use crate::shift::Shift;
 use vmm_cpu::walk::CodeSize;
@@ -47,7 +49,7 @@ pub enum BitOp {
     Complement,
 }
 
-/// What an instruction does. "First" and "second" are its operands in manual order.
+/// Operation of an instruction. "First" and "second" are its operands in manual order.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Op {
     /// First becomes the second.
@@ -64,7 +66,7 @@ pub enum Op {
     Test,
     /// First becomes the second under a condition ([`holds`](crate::alu::holds)).
     MoveIf(u8),
-    /// First becomes whether a condition holds.
+    /// First becomes 1 if a condition holds, else 0.
     SetIf(u8),
     /// First is shifted or rotated by the second.
     Shift(Shift),
@@ -90,7 +92,7 @@ pub enum Op {
     Stos,
     /// The accumulator becomes `[rSI]`.
     Lods,
-    /// `[rDI]` becomes what the port in `dx` gives.
+    /// `[rDI]` becomes the value read from the port in `dx`.
     Ins,
     /// The port in `dx` is written with `[rSI]`.
     Outs,
@@ -98,15 +100,15 @@ pub enum Op {
     Cmps,
     /// Flags of the accumulator minus `[rDI]`.
     Scas,
-    /// First becomes the number of the second's lowest bit that is set.
+    /// First becomes the index of the second's lowest set bit.
     Bsf,
-    /// First becomes the number of the second's highest bit that is set.
+    /// First becomes the index of the second's highest set bit.
     Bsr,
-    /// First becomes the number of zeros at the second's lower end.
+    /// First becomes the number of trailing zeros of the second.
     Tzcnt,
-    /// First becomes the number of zeros at the second's upper end.
+    /// First becomes the number of leading zeros of the second.
     Lzcnt,
-    /// First becomes the product of the second and the third, or of the first and the second, signed.
+    /// `rDX:rAX` becomes the product of the accumulator and the second.
     Imul,
     /// `rDX:rAX` becomes the product of the accumulator and the second, signed or not.
     Multiply {
@@ -124,33 +126,33 @@ pub enum Op {
     Shrd,
     /// First becomes the low half of `CR0`.
     Smsw,
-    /// The task register is loaded with the descriptor that the second selects.
+    /// The task register is loaded with the descriptor selected by the second.
     Ltr,
-    /// The second goes to the stack.
+    /// The second is pushed.
     Push,
-    /// First comes from the stack.
+    /// First is popped.
     Pop,
-    /// The next instruction's address goes to the stack; on at the second.
+    /// The next instruction's address is pushed; jump to the second.
     Call,
-    /// As [`Op::Call`]; the second is counted from the next instruction.
+    /// As [`Op::Call`]; the second is relative to the next instruction.
     CallRelative,
-    /// On at the second.
+    /// Jump to the second.
     Jump,
-    /// On at what comes from the stack, which then becomes shorter by the second.
+    /// Jump to the popped address, then drop the second's number of bytes.
     Return,
-    /// A frame of the second's length on the stack.
+    /// A stack frame of the second's length is created.
     Enter,
-    /// The frame leaves the stack.
+    /// The stack frame is removed.
     Leave,
     /// First becomes the second; one is an SSE register.
     VectorMove {
-        /// An address in memory that is no multiple of 16 raises `#GP`.
+        /// A memory address that is not a multiple of 16 raises `#GP`.
         is_aligned: bool,
     },
 }
 
 impl Op {
-    /// Whether it counts rSI or rDI.
+    /// True if it advances rSI or rDI.
     pub fn is_string(self) -> bool {
         matches!(
             self,
@@ -159,16 +161,16 @@ impl Op {
     }
 }
 
-/// How often a string instruction is carried out.
+/// Repetition of a string instruction.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Repeat {
     /// Once.
     No,
-    /// As often as rCX says.
+    /// rCX times.
     Count,
-    /// At most as often, while what is compared is equal (`REPE`).
+    /// At most rCX times, while the comparison is equal (`REPE`).
     WhileEqual,
-    /// At most as often, while it differs (`REPNE`).
+    /// At most rCX times, while the comparison differs (`REPNE`).
     WhileDifferent,
 }
 
@@ -190,7 +192,7 @@ pub struct Address {
     pub segment: Seg,
     /// Base.
     pub base: Base,
-    /// Index and the power of two it is scaled by.
+    /// Index and its scale as a power of two.
     pub index: Option<(Gpr, u8)>,
     /// Displacement, sign-extended.
     pub displacement: u64,
@@ -203,14 +205,14 @@ pub enum Operand {
     None,
     /// In memory.
     Memory(Address),
-    /// A general register; `high`: bits 15:8 of it (`AH`, `CH`, `DH`, `BH`).
+    /// A general register; `high`: its bits 15:8 (`AH`, `CH`, `DH`, `BH`).
     Register {
-        /// Which.
+        /// The register.
         register: Gpr,
         /// The high byte.
         high: bool,
     },
-    /// A constant, sign-extended where the manual says so.
+    /// A constant, sign-extended according to the manual.
     Immediate(u64),
     /// An SSE register.
     Vector(u8),
@@ -219,11 +221,11 @@ pub enum Operand {
 /// A decoded instruction.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Instruction {
-    /// What it does.
+    /// Operation.
     pub op: Op,
     /// Bytes of its operands: 1, 2, 4 or 8; of SSE registers 16.
     pub size: u8,
-    /// Bytes of the second operand, where it is narrower.
+    /// Bytes of the second operand, if it is narrower.
     pub source_size: u8,
     /// First operand.
     pub first: Operand,
@@ -235,22 +237,22 @@ pub struct Instruction {
     pub segment: Seg,
     /// Bytes of an address: 2, 4 or 8.
     pub address_size: u8,
-    /// `REP` and its like.
+    /// `REP` and similar prefixes.
     pub repeat: Repeat,
     /// Bytes of the instruction.
     pub length: u8,
 }
 
-/// Why bytes are not decoded.
+/// Reason for not decoding bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum DecodeError {
     /// More bytes are needed.
     Truncated,
-    /// Not among the accepted instructions.
+    /// Not a supported instruction.
     Unknown,
 }
 
-/// Bytes being read.
+/// Reader of the instruction's bytes.
 struct Bytes<'a> {
     bytes: &'a [u8],
     at: usize,
@@ -311,7 +313,7 @@ impl Prefixes {
                 0x67 => found.address = true,
                 0xf0 => found.lock = true,
                 0xf2 | 0xf3 => found.repeat = Some(byte),
-                // In 64-bit mode these four mean nothing (APM vol. 3, section 1.2.4).
+                // Ignored in 64-bit mode (APM vol. 3, section 1.2.4).
                 0x26 | 0x2e | 0x36 | 0x3e if mode == CodeSize::Bits64 => {}
                 0x26 => found.segment = Some(Seg::Es),
                 0x2e => found.segment = Some(Seg::Cs),
@@ -319,7 +321,7 @@ impl Prefixes {
                 0x3e => found.segment = Some(Seg::Ds),
                 0x64 => found.segment = Some(Seg::Fs),
                 0x65 => found.segment = Some(Seg::Gs),
-                // REX counts only directly before the opcode.
+                // REX is effective only directly before the opcode.
                 0x40..=0x4f if mode == CodeSize::Bits64 => {
                     found.rex = byte;
                     return Ok((found, bytes.byte()?));
@@ -334,7 +336,7 @@ impl Prefixes {
     }
 }
 
-/// Reads an instruction. `bytes` are at most 15, from its first on.
+/// Decodes an instruction from its first bytes, at most 15.
 ///
 /// # Errors
 /// See [`DecodeError`].
@@ -350,7 +352,7 @@ pub fn decode(bytes: &[u8], mode: CodeSize) -> Result<Instruction, DecodeError> 
         _ => decoder.one_byte(opcode)?,
     };
     instruction.length = decoder.bytes.at as u8;
-    // What LOCK may stand before has a memory operand that it writes (APM vol. 3, section 1.2.5).
+    // LOCK requires a written memory operand (APM vol. 3, section 1.2.5).
     let lockable = match instruction.op {
         Op::Alu(op) => op != Alu::Cmp,
         Op::Bit(op) => op != BitOp::Test,
@@ -367,7 +369,7 @@ struct Decoder<'a> {
     bytes: Bytes<'a>,
     prefixes: Prefixes,
     mode: CodeSize,
-    /// Operand size where the opcode does not say "byte".
+    /// Operand size of non-byte opcodes.
     wide: u8,
     address_size: u8,
 }
@@ -419,7 +421,7 @@ impl<'a> Decoder<'a> {
                     self.make(op, size, register, memory)
                 }
             }
-            // The manuals do not agree on the 16-bit form, which nobody uses.
+            // The manuals differ on the 16-bit form, which compilers do not emit.
             0x63 if self.mode == CodeSize::Bits64 && self.wide != 2 => {
                 let (memory, register) = self.operands(4, self.wide)?;
                 Instruction { source_size: 4, ..self.make(Op::MovSx, self.wide, register, memory) }
@@ -481,7 +483,7 @@ impl<'a> Decoder<'a> {
             0xac | 0xad => self.string(Op::Lods, size),
             0xae | 0xaf => self.string(Op::Scas, size),
             0xc0 | 0xc1 | 0xd0..=0xd3 => {
-                // From register to register they reach no device.
+                // The register form accesses no device.
                 let (memory @ Operand::Memory(_), selector) = self.group(size)? else {
                     return Err(DecodeError::Unknown);
                 };
@@ -534,7 +536,7 @@ impl<'a> Decoder<'a> {
         let size = self.size(opcode);
         Ok(match opcode {
             0x00 | 0x01 => {
-                // In a register only their size differs, which no device sees.
+                // The register forms differ only in size, which no device sees.
                 let (memory @ Operand::Memory(_), selector) = self.group(2)? else {
                     return Err(DecodeError::Unknown);
                 };
@@ -547,7 +549,7 @@ impl<'a> Decoder<'a> {
             0x10 | 0x11 | 0x28 | 0x29 | 0x2b | 0x6f | 0x7f | 0xe7 => {
                 let Prefixes { repeat, operand, .. } = self.prefixes;
                 let (op, stores) = vector::operation(opcode, repeat, operand)?;
-                // From register to register they reach no device.
+                // The register form accesses no device.
                 let (memory @ Operand::Memory(_), register) = self.group(vector::SIZE)? else {
                     return Err(DecodeError::Unknown);
                 };
@@ -596,7 +598,7 @@ impl<'a> Decoder<'a> {
                 if selector < 4 {
                     return Err(DecodeError::Unknown);
                 }
-                // The bit is within the operand.
+                // The bit is inside the operand.
                 let bit = u64::from(self.bytes.byte()?) & (8 * u64::from(self.wide) - 1);
                 let op = Op::Bit(bit_op(selector));
                 self.make(op, self.wide, memory, Operand::Immediate(bit))
@@ -616,7 +618,7 @@ impl<'a> Decoder<'a> {
                 self.make(Op::Xadd, size, memory, register)
             }
             0xc3 if self.prefixes.repeat.is_none() && !self.prefixes.operand => {
-                // MOVNTI: a move that does not stay in the cache. It has no 16-bit form.
+                // MOVNTI: a non-temporal move. It has no 16-bit form.
                 let size = self.wide.max(4);
                 let (memory @ Operand::Memory(_), register) = self.operands(size, size)? else {
                     return Err(DecodeError::Unknown);
@@ -625,7 +627,7 @@ impl<'a> Decoder<'a> {
             }
             0x38 => {
                 let third = self.bytes.byte()?;
-                // With F2 these are CRC32, with F3 nothing.
+                // F2 selects CRC32, F3 is undefined.
                 if !matches!(third, 0xf0 | 0xf1) || self.prefixes.repeat.is_some() {
                     return Err(DecodeError::Unknown);
                 }
@@ -660,7 +662,8 @@ impl<'a> Decoder<'a> {
         Instruction { repeat, ..instruction }
     }
 
-    /// Bytes that an instruction moves to or from the stack (APM vol. 3, section 1.2.2 and table B-5).
+    /// Bytes that an instruction moves to or from the stack (APM vol. 3, section 1.2.2 and table
+    /// B-5).
     fn stack_size(&self) -> u8 {
         match self.mode {
             CodeSize::Bits64 if self.wide != 2 => 8,
@@ -668,7 +671,8 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    /// Bytes of a near branch's target. With a prefix processors do not agree in 64-bit mode, and elsewhere nobody has one.
+    /// Bytes of a near branch's target. With a prefix CPUs differ in 64-bit mode; in other modes it
+    /// is not supported.
     fn branch_size(&self) -> Result<u8, DecodeError> {
         match self.mode {
             _ if self.prefixes.operand => Err(DecodeError::Unknown),
@@ -719,7 +723,7 @@ impl<'a> Decoder<'a> {
         })
     }
 
-    /// Opcode `FF`, whose selector decides even the size.
+    /// Opcode `FF`, whose extension also determines the size.
     fn group_of_ff(&mut self) -> Result<Instruction, DecodeError> {
         let modrm = self.bytes.byte()?;
         let (op, size) = match modrm >> 3 & 7 {
@@ -867,7 +871,7 @@ mod tests {
     use yaxpeax_arch::LengthedInstruction;
     use yaxpeax_x86::{long_mode, protected_mode, real_mode};
 
-    /// What another decoder says: length, name, bytes of the memory operand if there is one.
+    /// Result of another decoder: length, name, bytes of the memory operand if it exists.
     struct Oracle {
         length: u64,
         name: String,
@@ -996,7 +1000,7 @@ mod tests {
         ]
     }
 
-    /// Bytes that often start an accepted instruction.
+    /// Bytes that often begin a supported instruction.
     fn likely() -> impl Strategy<Value = Vec<u8>> {
         let opcode = prop_oneof![
             any::<u8>().prop_map(|byte| vec![byte]),
@@ -1017,7 +1021,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig { cases: 40_000, failure_persistence: None, ..ProptestConfig::default() })]
 
-        /// What is accepted means the same to another decoder.
+        /// Supported instructions have the same meaning in another decoder.
         #[test]
         fn agrees_with_another_decoder(bytes in likely(), mode in modes()) {
             let Ok(found) = decode(&bytes, mode) else { return Ok(()) };
@@ -1029,7 +1033,8 @@ mod tests {
             prop_assert!(name(found.op).contains(&other.name.as_str()), "{}", what);
             let is_memory = |operand| matches!(operand, Operand::Memory(_));
             let string = found.op.is_string();
-            // Of a bit test with a constant the other decoder says 8 bytes in 64-bit code, whatever the prefixes.
+            // For a bit test with a constant the other decoder reports 8 bytes in 64-bit code,
+            // whatever the prefixes.
             let sized = !matches!((found.op, found.second), (Op::Bit(_), Operand::Immediate(_)));
             if !string && sized {
                 let size = if is_memory(found.second) { found.source_size } else { found.size };
@@ -1039,7 +1044,8 @@ mod tests {
             }
         }
 
-        /// Nothing crashes, and a prefix of an instruction is truncated, not something else.
+        /// No input panics, and the beginning of an instruction is truncated, not another
+        /// instruction.
         #[test]
         fn shorter_is_truncated(bytes in likely(), mode in modes()) {
             if let Ok(found) = decode(&bytes, mode) {

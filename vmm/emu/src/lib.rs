@@ -1,17 +1,18 @@
 //! Emulation of instructions that access device memory, and of string port accesses.
 //!
-//! The processor reports such an access before it happens, without saying what the instruction is. It is
-//! fetched through the guest's page tables, decoded, and carried out as the processor would: operands
-//! are translated with the guest's rights, accessed and dirty bits are set, a failing translation
-//! raises the guest's own page fault with nothing changed. An operand may be in memory or with a device,
-//! or cross from one page to another.
+//! The CPU reports such an access before it happens, without the instruction. The emulator fetches
+//! it through the guest's page tables, decodes it, and executes it as the CPU would: operands are
+//! translated with the guest's rights, accessed and dirty bits are set, a failing translation
+//! raises the guest's own page fault with nothing changed. An operand may be in memory or in a
+//! device, or cross from one page to another.
 //!
-//! Repeated string instructions do at most [`MOST_REPEATS`] rounds, one in single-step mode; the rest follows when the
-//! guest executes the instruction again, which is where the processor would take interrupts too.
+//! Repeated string instructions execute at most [`MOST_REPEATS`] iterations, one in single-step
+//! mode; the rest follows when the guest executes the instruction again, which is where a CPU would
+//! take interrupts too.
 //!
-//! Missing: segment limits and rights (they matter in 32-bit code only), protection keys, alignment checks,
-//! atomicity of a locked access that crosses from memory to a device, matches of debug registers with data, and
-//! of what reaches vector registers everything but the moves of whole SSE registers.
+//! Missing: segment limits and rights (relevant to 32-bit code only), protection keys, alignment
+//! checks, atomicity of a locked access that crosses from memory to a device, data breakpoints, and
+//! all vector instructions except moves of complete SSE registers.
 #![cfg_attr(not(test), no_std)]
 #![forbid(unsafe_code)]
 
@@ -32,7 +33,7 @@ use crate::decode::{
     Address, Base, BitOp, DecodeError, Instruction, Op, Operand, Repeat, ones, sign_extend,
 };
 
-/// Most rounds of a repeated string instruction at a time.
+/// Maximum iterations of a repeated string instruction at a time.
 pub const MOST_REPEATS: u32 = 256;
 /// Vectors of exceptions.
 const DIVIDE: u8 = 0;
@@ -42,37 +43,37 @@ const PROTECTION: u8 = 13;
 /// `RFLAGS.TF`.
 const RFLAGS_TF: u64 = 1 << 8;
 
-/// What answers where there is no memory.
+/// Devices at addresses without memory.
 pub trait Devices {
     /// Reads 1 to 8 bytes at a guest-physical address.
     fn read(&mut self, address: u64, size: u8) -> u64;
     /// Writes 1 to 8 bytes.
     fn write(&mut self, address: u64, size: u8, value: u64);
-    /// `IN`.
+    /// Reads a port (`IN`).
     fn port_in(&mut self, port: u16, size: u8) -> u32;
-    /// `OUT`.
+    /// Writes a port (`OUT`).
     fn port_out(&mut self, port: u16, size: u8, value: u32);
 }
 
-/// How an instruction was carried out.
+/// Result of executing an instruction.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Done {
-    /// Entirely: the guest goes on at this address.
+    /// Completed: the guest continues at this address.
     Next(u64),
-    /// A repeated one, up to some round: the guest goes on at it.
+    /// A repeated string instruction, executed in part: the guest continues at the same address.
     Again,
 }
 
-/// Why an instruction was not carried out.
+/// Reason for not executing an instruction.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Stop {
-    /// It raises this exception.
+    /// The instruction raises this exception.
     Raise(Event),
-    /// It is not among those that are emulated: its first bytes, little-endian.
+    /// The instruction is not supported: its first bytes, little-endian.
     Unknown(u64),
 }
 
-/// Emulates the present instruction, which accessed memory where there is none.
+/// Emulates the current instruction, which accessed an address without memory.
 ///
 /// # Errors
 /// See [`Stop`].
@@ -84,7 +85,7 @@ pub fn memory_access<V: Vcpu>(
     let code = CodeView::of(vcpu);
     let (instruction, bytes) = fetch(vcpu, memory, &code)?;
     if matches!(instruction.op, Op::Ins | Op::Outs) {
-        // A device behind INS or OUTS is reached through the port exit, which comes first.
+        // INS and OUTS with a device as memory operand take the port exit, which comes first.
         return Err(Stop::Unknown(bytes));
     }
     if matches!(instruction.op, Op::VectorMove { .. }) && vcpu.vector(0).is_none() {
@@ -93,7 +94,7 @@ pub fn memory_access<V: Vcpu>(
     Emulator { vcpu, memory, devices, code, instruction }.execute()
 }
 
-/// Emulates the present instruction, an `INS` or `OUTS` that exited as `io` says.
+/// Emulates the current instruction, an `INS` or `OUTS` with the exit `io`.
 ///
 /// # Errors
 /// See [`Stop`].
@@ -106,14 +107,14 @@ pub fn string_io<V: Vcpu>(
     let code = CodeView::of(vcpu);
     let (instruction, bytes) = fetch(vcpu, memory, &code)?;
     let expected = if io.write { Op::Outs } else { Op::Ins };
-    // The exit's permission check was for this port and size: nothing else is carried out.
+    // The exit's permission check was for this port and size only.
     if instruction.op != expected || instruction.size != io.size {
         return Err(Stop::Unknown(bytes));
     }
     Emulator { vcpu, memory, devices, code, instruction }.execute()
 }
 
-/// Fetches and decodes; also gives the first bytes for reports.
+/// Fetches and decodes the instruction; also returns the first bytes for reports.
 fn fetch<V: Vcpu>(
     vcpu: &mut V,
     memory: &GuestMemory,
@@ -138,7 +139,7 @@ fn fetch<V: Vcpu>(
         Ok(instruction) => Ok((instruction, first)),
         Err(DecodeError::Unknown) => Err(Stop::Unknown(first)),
         Err(DecodeError::Truncated) => {
-            // It goes on in a page that is not there.
+            // The instruction continues in a page that is not mapped.
             let next = code.linear.wrapping_add(count as u64);
             match code.paging.translate(memory, next, Intent::Fetch, false) {
                 Err(fault) => Err(Stop::Raise(fault.raise(vcpu))),
@@ -148,7 +149,7 @@ fn fetch<V: Vcpu>(
     }
 }
 
-/// Where an operand of up to 8 bytes is: in one piece, or in two pages.
+/// Location of an operand of up to 8 bytes: in one piece, or in two pages.
 #[derive(Clone, Copy)]
 struct Span {
     first: u64,
@@ -185,11 +186,11 @@ impl<V: Vcpu, D: Devices> Emulator<'_, V, D> {
         Ok(Done::Next(next))
     }
 
-    /// What has no order of its own.
+    /// Executes an instruction that is neither a string nor a control-transfer instruction.
     fn single(&mut self) -> Result<(), Stop> {
         let Instruction { op, size, source_size, first, second, .. } = self.instruction;
         let rflags = self.vcpu.get(Reg::Rflags);
-        // Both operands are resolved before anything is read or written, since a device must not see an
+        // Both operands are resolved before the first access, since a device must not see an
         // instruction that faults.
         let writes = !matches!(op, Op::Test | Op::Alu(decode::Alu::Cmp) | Op::Bit(BitOp::Test));
         let to = self.resolve(first, size, writes, second)?;
@@ -204,7 +205,7 @@ impl<V: Vcpu, D: Devices> Emulator<'_, V, D> {
                 self.store(to, size, sign_extend(value, source_size));
             }
             Op::MoveIf(condition) => {
-                // It is read, and the upper half cleared, in any case.
+                // In any case the operand is read and the upper half cleared.
                 let value = self.load(from, size);
                 let is_moved = alu::holds(condition, rflags);
                 let value = if is_moved { value } else { self.load(to, size) };
@@ -256,7 +257,7 @@ impl<V: Vcpu, D: Devices> Emulator<'_, V, D> {
                     let new = self.load(from, size);
                     self.store(to, size, new);
                 } else {
-                    // The processor writes the old value back in this case.
+                    // The CPU writes the old value back in this case.
                     self.store(to, size, old);
                     self.store(accumulator, size, old);
                 }
@@ -290,7 +291,7 @@ impl<V: Vcpu, D: Devices> Emulator<'_, V, D> {
             Op::Bsf | Op::Bsr => {
                 let value = self.load(from, size);
                 let (bit, flags) = alu::scan(op == Op::Bsr, value, size, rflags);
-                // Without a bit the register stays, its upper half too (APM vol. 3, BSF).
+                // Without a set bit the register is kept, its upper half too (APM vol. 3, BSF).
                 if let Some(bit) = bit {
                     self.store(to, size, bit);
                 }
@@ -342,7 +343,7 @@ impl<V: Vcpu, D: Devices> Emulator<'_, V, D> {
                     self.store(to, size, result);
                     self.vcpu.set(Reg::Rflags, flags);
                 } else if size == 4 && matches!(to, Place::Register { .. }) {
-                    // The upper half is cleared all the same.
+                    // The upper half is cleared nevertheless.
                     self.store(to, size, a);
                 }
             }
@@ -350,13 +351,13 @@ impl<V: Vcpu, D: Devices> Emulator<'_, V, D> {
                 let value = self.vcpu.get(Reg::Cr0);
                 self.store(to, size, value);
             }
-            // The rest has been carried out elsewhere.
+            // Handled elsewhere.
             _ => {}
         }
         Ok(())
     }
 
-    /// A string instruction; whether it is finished.
+    /// Executes a string instruction; returns true if it is finished.
     fn string(&mut self) -> Result<bool, Stop> {
         let Instruction { op, size, segment, address_size, repeat, .. } = self.instruction;
         let mask = ones(address_size);
@@ -364,7 +365,7 @@ impl<V: Vcpu, D: Devices> Emulator<'_, V, D> {
         let step = if backwards { u64::from(size).wrapping_neg() } else { size.into() };
         let port = self.vcpu.gpr(Gpr::Rdx) as u16;
         let accumulator = Place::Register { register: Gpr::Rax, high: false };
-        // Each round is a step of its own.
+        // Each iteration is a single step.
         let steps = self.vcpu.get(Reg::Rflags) & RFLAGS_TF != 0;
         let most = if steps { 1 } else { MOST_REPEATS };
         let mut round = 0;
@@ -434,7 +435,7 @@ impl<V: Vcpu, D: Devices> Emulator<'_, V, D> {
         }
     }
 
-    /// Sets the flags as `CMP` does.
+    /// Sets the flags of `CMP`.
     fn compare(&mut self, first: u64, second: u64, size: u8) {
         let rflags = self.vcpu.get(Reg::Rflags);
         let (_, flags) = alu::alu(decode::Alu::Cmp, first, second, size, rflags);
@@ -445,12 +446,12 @@ impl<V: Vcpu, D: Devices> Emulator<'_, V, D> {
     fn count(&mut self, register: Gpr, step: u64, mask: u64) {
         let old = self.vcpu.gpr(register);
         let new = old.wrapping_add(step) & mask;
-        // 32-bit results clear the upper half, 16-bit ones leave the rest.
+        // 32-bit results clear the upper half, 16-bit results keep the other bits.
         let kept = if mask == 0xffff { old & !mask } else { 0 };
         self.vcpu.set_gpr(register, kept | new);
     }
 
-    /// Where an operand is. `other` is the other operand: a bit number may select a word beyond it.
+    /// Resolves an operand. `other` is the other operand: a bit index may select a word beyond it.
     fn resolve(
         &mut self,
         operand: Operand,
@@ -478,7 +479,7 @@ impl<V: Vcpu, D: Devices> Emulator<'_, V, D> {
         })
     }
 
-    /// The offset in its segment that a memory operand names.
+    /// Effective address of a memory operand: the offset in its segment.
     fn effective(&mut self, address: Address) -> u64 {
         let base = match address.base {
             Base::None => 0,
@@ -534,7 +535,7 @@ impl<V: Vcpu, D: Devices> Emulator<'_, V, D> {
 
     fn translate(&mut self, linear: u64, intent: Intent) -> Result<(u64, u64), Stop> {
         let paging: Paging = self.code.paging;
-        // Addresses of 32-bit code wrap, also under a 64-bit kernel's tables.
+        // Addresses of 32-bit code wrap, also with the tables of a 64-bit kernel.
         let narrow = self.code.size != CodeSize::Bits64 && paging.efer & efer::LMA != 0;
         let linear = if narrow { linear & 0xffff_ffff } else { linear };
         paging
@@ -591,7 +592,7 @@ impl<V: Vcpu, D: Devices> Emulator<'_, V, D> {
         }
     }
 
-    /// The value of a place, its upper bits 0.
+    /// Value of an operand, zero-extended.
     fn load(&mut self, place: Place, size: u8) -> u64 {
         let value = match place {
             Place::Constant(value) => value,
@@ -609,7 +610,7 @@ impl<V: Vcpu, D: Devices> Emulator<'_, V, D> {
             Place::Memory(span) => self.write(span, value),
             Place::Register { register, high } => {
                 let shift = if high { 8 } else { 0 };
-                // 32-bit results clear the upper half, narrower ones leave the rest.
+                // 32-bit results clear the upper half, narrower results keep the other bits.
                 let replaced = if size == 4 { u64::MAX } else { ones(size) << shift };
                 let old = self.vcpu.gpr(register);
                 let new = (value & ones(size)) << shift;
@@ -627,7 +628,7 @@ enum Place {
     Memory(Span),
 }
 
-/// Where the upper half of a product or dividend is: of bytes, which make a word in AX, in AH.
+/// Location of the upper half of a product or dividend: AH for bytes, which use AX.
 fn upper_half(size: u8) -> Place {
     match size {
         1 => Place::Register { register: Gpr::Rax, high: true },
@@ -647,7 +648,7 @@ mod tests {
     const CODE: u64 = 0x1000;
     const DEVICE: u64 = 0xfec0_0000;
 
-    /// A device of bytes that records accesses.
+    /// A device of byte registers that records accesses.
     struct Recorder {
         bytes: [u8; 64],
         log: Vec<(char, u64, u8, u64)>,
@@ -703,8 +704,8 @@ mod tests {
         (vcpu, memory, Recorder::new())
     }
 
-    /// One instruction on the device word 0x8000_00f1 at offset 0: what `rax` and the word are after it,
-    /// and the flags.
+    /// Checks one instruction on the device word 0x8000_00f1 at offset 0: `rax`, the word and the
+    /// flags after it.
     #[track_caller]
     fn check(code: &[u8], rax: u64, expected_rax: u64, expected_word: u64, flags: u64) {
         let (mut vcpu, memory, mut device) = long(code);
@@ -723,7 +724,7 @@ mod tests {
         use crate::alu::{AF, CF, OF, PF, SF, ZF};
         const OLD: u64 = 0x8000_00f1;
         let high = 0x1122_3344_5566_7788;
-        // mov eax, [rbx] and its neighbours
+        // mov eax, [rbx] and similar
         check(&[0x8b, 0x03], high, OLD, OLD, 0);
         check(&[0x66, 0x8b, 0x03], high, high & !0xffff | 0xf1, OLD, 0);
         check(&[0x8a, 0x03], high, high & !0xff | 0xf1, OLD, 0);
@@ -799,7 +800,7 @@ mod tests {
         vcpu.set(Reg::Rflags, RFLAGS_TF);
         assert_eq!(memory_access(&mut vcpu, &memory, &mut device), Ok(Done::Again));
         assert_eq!((vcpu.gpr(Gpr::Rcx), vcpu.gpr(Gpr::Rdi)), (1, DEVICE + 1));
-        // No round is left: the last one is the end.
+        // No iteration remains: the last one ends it.
         assert_eq!(memory_access(&mut vcpu, &memory, &mut device), Ok(Done::Next(CODE + 2)));
         assert_eq!((vcpu.gpr(Gpr::Rcx), device.log.len()), (0, 2));
     }
@@ -814,7 +815,7 @@ mod tests {
         let io = IoExit { port: 0x3f8, size: 1, write: true, string: true, rep: true, next_rip: 0 };
         assert_eq!(string_io(&mut vcpu, &memory, &mut device, io), Ok(Done::Next(CODE + 2)));
         assert_eq!(device.log, [('o', 0x3f8, 1, b'o'.into()), ('o', 0x3f8, 1, b'k'.into())]);
-        // An exit that does not fit the instruction is not carried out.
+        // An exit that does not match the instruction is not executed.
         let other = IoExit { size: 2, ..io };
         assert!(matches!(string_io(&mut vcpu, &memory, &mut device, other), Err(Stop::Unknown(_))));
 
@@ -837,7 +838,7 @@ mod tests {
         assert_eq!(stop, Err(Stop::Raise(Event::exception_code(14, 0))));
         assert_eq!(vcpu.get(Reg::Cr2), 5 << 30);
         assert!(device.log.is_empty() && vcpu.gpr(Gpr::Rdi) == DEVICE);
-        // A non-canonical address, through the stack segment and not.
+        // A non-canonical address, with and without the stack segment.
         let (mut vcpu, memory, mut device) = long(&[0x8b, 0x03]);
         vcpu.set_gpr(Gpr::Rbx, 1 << 63);
         let stop = memory_access(&mut vcpu, &memory, &mut device);
@@ -846,13 +847,14 @@ mod tests {
         vcpu.set_gpr(Gpr::Rbp, 1 << 63);
         let stop = memory_access(&mut vcpu, &memory, &mut device);
         assert_eq!(stop, Err(Stop::Raise(Event::exception_code(12, 0))));
-        // Not emulated.
+        // Not supported.
         let (mut vcpu, memory, mut device) = long(&[0x0f, 0x6f, 0x03]);
         let stop = memory_access(&mut vcpu, &memory, &mut device);
         assert_eq!(stop, Err(Stop::Unknown(0x036f0f)));
     }
 
-    /// Tables with 4 KiB pages: an operand over two pages, an instruction over two pages, accessed and dirty bits.
+    /// Tables with 4 KiB pages: an operand over two pages, an instruction over two pages, accessed
+    /// and dirty bits.
     #[test]
     fn pages() {
         let memory = testing::memory(&[(0, 0x10_000)]);
@@ -860,7 +862,7 @@ mod tests {
         memory.write(0x8000, 0x9000 | table).unwrap();
         memory.write(0x9000, 0xa000 | table).unwrap();
         memory.write(0xa000, 0xb000 | table).unwrap();
-        // Code at 0x1fff runs from page 1 to page 2 (at 0x5000); data pages 4 (device) and 6 (memory).
+        // Code at 0x1fff spans pages 1 and 2 (at 0x5000); data pages 4 (device) and 6 (memory).
         for (page, target) in [(1, 0x1000), (2, 0x5000), (4, DEVICE), (5, 0x6000)] {
             memory.write(0xb000 + 8 * page, target | table).unwrap();
         }
@@ -899,14 +901,14 @@ mod tests {
         assert_eq!((leaf(4) & marks, leaf(5) & marks), (marks, marks));
         assert_eq!(memory.read::<u64>(0xa000).unwrap() & marks, entry::ACCESSED);
         assert_eq!(leaf(1) & marks, 0, "fetches again do not mark");
-        // Read-only: a page fault in the guest, nothing written.
+        // Read-only: a page fault in the guest, no write.
         memory.write(0xb000 + 8 * 5, DEVICE | entry::PRESENT).unwrap();
         memory.write(0x6ffd, 0_u16).unwrap();
         let stop = memory_access(&mut vcpu, &memory, &mut device);
         assert_eq!(stop, Err(Stop::Raise(Event::exception_code(14, 3))));
         assert_eq!(vcpu.get(Reg::Cr2), 0x5000);
         assert_eq!(memory.read::<u16>(0x6ffd), Ok(0));
-        // The kernel may write read-only pages when WP is off.
+        // The kernel may write read-only pages while WP is clear.
         vcpu.set(Reg::Cr0, cr0::PE | cr0::PG);
         assert_eq!(memory_access(&mut vcpu, &memory, &mut device), Ok(Done::Next(0x1002)));
     }

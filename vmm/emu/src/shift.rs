@@ -3,7 +3,7 @@
 use crate::alu::{AF, CF, OF, result_flags};
 use crate::decode::{ones, sign_extend};
 
-/// What is done with the bits.
+/// Kind of shift or rotation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Shift {
     /// `ROL`.
@@ -23,7 +23,7 @@ pub enum Shift {
 }
 
 impl Shift {
-    /// By the opcode extension, of which the low three bits count.
+    /// Decodes the low three bits of an opcode extension.
     pub fn from_code(code: u8) -> Self {
         match code & 7 {
             0 => Self::RotateLeft,
@@ -37,7 +37,8 @@ impl Shift {
     }
 }
 
-/// Result and `RFLAGS`; `None` if nothing is shifted, which leaves the flags. OF is defined after one bit only, AF never.
+/// Result and `RFLAGS`; `None` for a shift by 0, which keeps the flags. OF is defined after one bit
+/// only, AF never.
 pub fn shift(kind: Shift, value: u64, count: u64, size: u8, rflags: u64) -> Option<(u64, u64)> {
     let count = count as u32 & if size == 8 { 63 } else { 31 };
     if count == 0 {
@@ -77,7 +78,7 @@ pub fn shift(kind: Shift, value: u64, count: u64, size: u8, rflags: u64) -> Opti
         Shift::RotateRight | Shift::RotateCarryRight => top != bit(result, bits - 2),
     };
     let result = result as u64 & ones(size);
-    // Rotations leave what a result is.
+    // Rotations keep the flags of a result.
     let (kept, flags) = match kind {
         Shift::Left | Shift::Right | Shift::SignedRight => {
             let results = result_flags(0, 1) | result_flags(u64::MAX, 8);
@@ -138,7 +139,7 @@ mod tests {
         assert_eq!(one(Shift::RotateRight, 1), (0x80, CF | OF));
         assert_eq!(one(Shift::RotateCarryLeft, 0x40), (0x80, OF));
         assert_eq!(one(Shift::RotateCarryRight, 0x80), (0x40, OF));
-        // Rotations leave the other flags, no shift leaves all.
+        // Rotations keep the other flags, a shift by 0 keeps all.
         assert_eq!(shift(Shift::RotateLeft, 1, 1, 1, all), Some((2, all & !(CF | OF))));
         assert_eq!(shift(Shift::Left, 0, 1, 1, all), Some((0, ZF | PF)));
         assert_eq!(shift(Shift::Left, 1, 32, 4, all), None);

@@ -1,4 +1,5 @@
-//! Instructions that use the stack, which may be where a device is (AMD APM vol. 3, `PUSH`, `POP`, `CALL`, `RET`, `ENTER`, `LEAVE`).
+//! Instructions that use the stack, which may be in a device (AMD APM vol. 3, `PUSH`, `POP`,
+//! `CALL`, `RET`, `ENTER`, `LEAVE`).
 
 use vmm_cpu::msr::is_canonical;
 use vmm_cpu::walk::{CodeSize, Intent};
@@ -7,11 +8,11 @@ use vmm_cpu::{Event, Gpr, Seg, Vcpu};
 use crate::decode::{Op, Operand, ones};
 use crate::{Devices, Emulator, PROTECTION, Place, Stop};
 
-/// `B` of the stack segment's descriptor: 32 bits of the stack pointer count.
+/// `B` of the stack segment's descriptor: the stack pointer has 32 bits.
 const BIG: u16 = 1 << 10;
 
 impl<V: Vcpu, D: Devices> Emulator<'_, V, D> {
-    /// The bits of the stack pointer that count.
+    /// Mask of the significant bits of the stack pointer.
     fn stack_mask(&mut self) -> u64 {
         match self.code.size {
             CodeSize::Bits64 => u64::MAX,
@@ -27,7 +28,7 @@ impl<V: Vcpu, D: Devices> Emulator<'_, V, D> {
         old & !mask | old.wrapping_add(distance) & mask
     }
 
-    /// A place on the stack.
+    /// Resolves an operand on the stack.
     fn stack_place(&mut self, pointer: u64, size: u8, intent: Intent) -> Result<Place, Stop> {
         let mask = self.stack_mask();
         self.span(Seg::Ss, pointer & mask, size, intent).map(Place::Memory)
@@ -50,7 +51,7 @@ impl<V: Vcpu, D: Devices> Emulator<'_, V, D> {
             Op::Pop => {
                 let old = self.vcpu.gpr(Gpr::Rsp);
                 let from = self.stack_place(old, size, Intent::Read)?;
-                // An address that depends on the stack pointer is that of after the instruction.
+                // An address based on the stack pointer uses its value after the instruction.
                 let top = self.stack_at(Gpr::Rsp, bytes);
                 self.vcpu.set_gpr(Gpr::Rsp, top);
                 let to = self.resolve(first, size, true, Operand::None);
@@ -84,7 +85,8 @@ impl<V: Vcpu, D: Devices> Emulator<'_, V, D> {
         Ok(())
     }
 
-    /// Near `CALL`, `JMP`, `RET`: where the guest goes on. `next`: behind the instruction.
+    /// Executes near `CALL`, `JMP`, `RET`; returns the target. `next`: address after the
+    /// instruction.
     pub(crate) fn branch(&mut self, op: Op, next: u64) -> Result<u64, Stop> {
         let (size, second) = (self.instruction.size, self.instruction.second);
         let bytes = u64::from(size);

@@ -1,4 +1,5 @@
-//! `LTR` of a selector that a device gives (AMD APM vol. 3; descriptors: APM vol. 2, sections 4.8.3 and 12.2.2).
+//! `LTR` with a selector read from a device (AMD APM vol. 3; descriptors: APM vol. 2, sections
+//! 4.8.3 and 12.2.2).
 
 use hw_x86::msr::efer;
 use vmm_cpu::msr::is_canonical;
@@ -12,7 +13,7 @@ use crate::{Devices, Emulator, NOT_PRESENT, PROTECTION, Stop};
 /// Bits of a selector: table, privilege level.
 const LOCAL: u64 = 1 << 2;
 const LEVEL: u64 = 3;
-/// The second byte of a descriptor's rights: type and kind, present; which is the busy bit.
+/// Second byte of a descriptor's rights: type and kind, present, and the busy bit.
 const KIND: u64 = 0x1f;
 const FREE: u64 = 9;
 const FREE_16: u64 = 1;
@@ -22,7 +23,7 @@ const PRESENT: u64 = 1 << 7;
 const PAGES: u64 = 1 << 55;
 
 impl<V: Vcpu, D: Devices> Emulator<'_, V, D> {
-    /// Loads the task register, and marks the descriptor as busy.
+    /// Loads the task register, and marks the descriptor busy.
     pub(crate) fn load_task_register(&mut self) -> Result<(), Stop> {
         let refuse = |vector, code: u64| Stop::Raise(Event::exception_code(vector, code as u32));
         if self.vcpu.get(Reg::Cpl) != 0 {

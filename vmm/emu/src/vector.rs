@@ -1,4 +1,5 @@
-//! Moves of SSE registers (APM vol. 4): what a 16-byte access to a device is made of. A device sees two accesses of 8 bytes.
+//! Moves of SSE registers (APM vol. 4), the source of 16-byte accesses to a device. A device sees
+//! two accesses of 8 bytes.
 
 use vmm_cpu::walk::Intent;
 use vmm_cpu::{Event, Vcpu};
@@ -9,11 +10,11 @@ use crate::{Devices, Emulator, PROTECTION, Stop};
 /// Bytes of a register.
 pub(crate) const SIZE: u8 = 16;
 
-/// What `0F` and this opcode is, with `F3` or `F2` as its last such prefix and with `66` or not: the operation, and whether it
-/// stores.
+/// Decodes `0F` and this opcode, with `F3` or `F2` as the last such prefix and with or without
+/// `66`: returns the operation, and true if it stores.
 ///
 /// # Errors
-/// It is no move of a whole SSE register.
+/// If it is not a move of a complete SSE register.
 pub(crate) fn operation(
     opcode: u8,
     repeat: Option<u8>,
@@ -30,7 +31,7 @@ pub(crate) fn operation(
 }
 
 impl<V: Vcpu, D: Devices> Emulator<'_, V, D> {
-    /// Carries out [`Op::VectorMove`]. One from register to register never comes here.
+    /// Executes [`Op::VectorMove`]. The decoder rejects the register form.
     pub(crate) fn vector_move(&mut self, is_aligned: bool) -> Result<(), Stop> {
         let (address, register, stores) = match (self.instruction.first, self.instruction.second) {
             (Operand::Memory(address), Operand::Vector(register)) => (address, register, true),

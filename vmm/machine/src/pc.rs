@@ -719,7 +719,7 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
     }
 
     /// True if an interrupt is pending for this CPU, even below the task priority: the CPU may have
-    /// a task priority that its local APIC does not know yet.
+    /// a lower task priority that its local APIC does not know yet.
     #[inline]
     fn interrupt_waits(&self, cpu: usize) -> bool {
         self.machine.apics[cpu].has_pending() || self.pic_waits(cpu)
@@ -950,6 +950,7 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
             startup: machine.startup[cpu].take(),
             deadline: machine.router.deadline(cpu),
             cr8: machine.apics[cpu].cr8(),
+            tpr_low: machine.apics[cpu].tpr() & 0xf != 0,
         };
         machine.nmi &= !bit;
         machine.init &= !bit;
@@ -1585,6 +1586,28 @@ mod tests {
             assert_eq!(rig.events().first().copied(), expected);
         }
         assert_eq!(rig.mmio(&memory, 0xfee0_0080, None), 0x30);
+    }
+
+    /// Without the exit nobody learns of a write that does not change the class.
+    #[test]
+    fn a_write_of_cr8_clears_the_lower_half_of_the_task_priority() {
+        let memory = memory();
+        memory.write_slice(0x1000, &[0x0f, 0x22, 0xc0]).unwrap(); // mov cr8, eax
+        let mut rig = Rig::new(&memory, 1);
+        for priority in [9, 4] {
+            rig.mmio(&memory, 0xfee0_0080, Some(0x93));
+            assert_eq!((rig.vcpu.cr8, rig.vcpu.cr8_exits), (9, true));
+            memory.write_slice(0x1000, &[0x0f, 0x22, 0xc0]).unwrap();
+            rig.vcpu.set(Reg::Rip, 0x1000);
+            rig.vcpu.set_gpr(Gpr::Rax, priority.into());
+            rig.exit(Exit::CrAccess { register: 8, write: true });
+            assert_eq!((rig.vcpu.cr8, rig.vcpu.cr8_exits), (priority, false));
+            assert_eq!(rig.mmio(&memory, 0xfee0_0080, None), u32::from(priority) << 4);
+        }
+        // Another write of the register does, too.
+        rig.mmio(&memory, 0xfee0_0080, Some(0x93));
+        rig.mmio(&memory, 0xfee0_0080, Some(0x90));
+        assert!(!rig.vcpu.cr8_exits);
     }
 
     #[test]

@@ -7,7 +7,7 @@
 //! reference to it exists: every access uses atomic operations with relaxed ordering, which the
 //! language allows to race. Values are copied out once and validated afterwards, so a guest cannot
 //! change a validated value. The only unsafe step for a user is [`GuestMemory::new`], which asserts
-//! that the windows exist; after it, every access is bounds-checked in [`GuestMemory::locate`], and
+//! that the windows exist; after it, every access is bounds-checked in `GuestMemory::locate`, and
 //! only there.
 //!
 //! Invariants, established by `new` and never changed: ranges are sorted, do not overlap or wrap,

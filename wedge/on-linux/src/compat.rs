@@ -17,7 +17,7 @@ use vmm_mem::GuestMemory;
 use wedge_core::{VirtualCpu, thread_area};
 use wedge_x86::{CODE_32, CODE_64};
 
-use crate::shared::{has, mine};
+use crate::shared::{has, process};
 use crate::user_process;
 
 /// Selector of Linux's first TLS descriptor (`GDT_ENTRY_TLS_MIN`).
@@ -58,7 +58,7 @@ pub fn load_segments(cpu: &mut VirtualCpu, memory: &GuestMemory) {
     }
     let (fs_base, gs_base) = bases();
     let wanted = cpu.descriptors::<COUNT>(memory, FIRST);
-    let mut host = mine().thread_local.get();
+    let mut host = process().thread_local.get();
     if host.descriptors != wanted {
         for (index, &descriptor) in wanted.iter().enumerate() {
             if host.descriptors[index] != descriptor {
@@ -71,7 +71,7 @@ pub fn load_segments(cpu: &mut VirtualCpu, memory: &GuestMemory) {
                 host.usable[index] = accepted && descriptor != 0;
             }
         }
-        mine().thread_local.set(host);
+        process().thread_local.set(host);
     }
     let selector = |register: usize| {
         let selector = cpu.segments[register].selector;
@@ -112,7 +112,7 @@ pub fn set_bases(fs: u64, gs: u64) {
 
 /// Returns the host's TLS descriptors as arguments of `set_thread_area`.
 pub fn areas() -> [[u32; 4]; COUNT] {
-    let ThreadLocal { descriptors, usable } = mine().thread_local.get();
+    let ThreadLocal { descriptors, usable } = process().thread_local.get();
     core::array::from_fn(|index| {
         describe(index, if usable[index] { descriptors[index] } else { 0 })
     })

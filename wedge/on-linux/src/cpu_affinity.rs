@@ -12,7 +12,7 @@ use linux_raw_sys::general as linux;
 use proto::wedge::layout;
 
 use crate::config::config;
-use crate::shared::{Owned, mine, vcpu};
+use crate::shared::{Owned, process, vcpu};
 use crate::{clock, sys};
 
 /// Words of a CPU set; `CPU_SETSIZE` of Linux's C libraries is 1024.
@@ -127,7 +127,7 @@ pub fn on_take_over() {
     if !has_several_cpus() {
         return;
     }
-    let (placement, binding) = (&vcpu().placement, &mine().binding);
+    let (placement, binding) = (&vcpu().placement, &process().binding);
     let (tsc, cpu) = now();
     if cpu != placement.cpu.get() {
         if binding.cpu.get() != 0 || tsc >= placement.unbound_until.get() {
@@ -143,7 +143,7 @@ pub fn on_take_over() {
 
 /// Unbinds a vCPU that has stayed in this process since the last timer tick of the guest.
 pub fn on_timer_tick() {
-    let binding = &mine().binding;
+    let binding = &process().binding;
     if binding.cpu.get() == 0 {
         return;
     }
@@ -157,7 +157,7 @@ pub fn on_timer_tick() {
 /// Unbinds a vCPU that is about to wait for events, since its CPU may be busy when it resumes.
 /// Rate-limited, because it is a system call.
 pub fn on_idle() {
-    let binding = &mine().binding;
+    let binding = &process().binding;
     if binding.cpu.get() == 0 {
         return;
     }
@@ -169,12 +169,12 @@ pub fn on_idle() {
 
 fn bind(cpu: u32) {
     if set_affinity(set_of_cpu(cpu)) {
-        mine().binding.cpu.set(cpu + 1);
+        process().binding.cpu.set(cpu + 1);
     }
 }
 
 fn unbind(tsc: u64) {
-    let binding = &mine().binding;
+    let binding = &process().binding;
     binding.unbound_at.set(tsc);
     binding.cpu.set(0);
     let _ = set_affinity(address_of(layout::CPU_SET_CPUS));

@@ -12,7 +12,7 @@ use proto::wedge::layout;
 use vmm_mem::GuestMemory;
 use wedge_core::VirtualCpu;
 
-use crate::shared::{mine, vcpu};
+use crate::shared::{process, vcpu};
 use crate::sys;
 use crate::{idle, processes};
 
@@ -85,7 +85,7 @@ pub fn halt(cpu: &mut VirtualCpu, why: u32) -> bool {
     // The other vCPUs do not wait for a stopped one (`frames::sync_before_entry`); it synchronises
     // itself before the guest resumes.
     vcpu().idle.store(idle::state::POLLING, SeqCst);
-    let steps = shared().halt(mine().vcpu.load(SeqCst) as usize, why, &mut registers, &Host);
+    let steps = shared().halt(process().vcpu.load(SeqCst) as usize, why, &mut registers, &Host);
     vcpu().idle.store(idle::state::BUSY, SeqCst);
     let general = cpu.frame.gpr.len();
     cpu.frame.gpr.copy_from_slice(&registers[..general]);

@@ -1,16 +1,20 @@
-//! Page frames of guest memory of which guest processes have private copies ([`crate::syscall_patch`]).
+//! Page frames of guest memory of which guest processes have private copies: pages with rewritten
+//! system calls ([`crate::syscall_patch`]), and with protection keys all executable user pages
+//! ([`crate::exec_scan`]).
 //!
-//! While a frame is in the table of the VM, no process maps it writable where the guest writes: not in the direct map, not in the
-//! kernel's image, not for user mode. A write faults, and a device's write is known when it completes: the frame leaves the table,
-//! each process drops its copies of it before it runs the guest again, and then the write is carried out. A frame that is written
-//! often is not copied for a while.
+//! While a frame is in the VM's table, no process maps it writable for the guest: not in the direct
+//! map, not in the kernel image, not for user mode. A write faults, and a device's write is
+//! reported on completion: the frame leaves the table, each process drops its copies before it runs
+//! the guest again, and then the write is carried out.
 //!
-//! Each process keeps the table as it has applied it. A vCPU applies it before it runs the guest ([`sync_before_entry`]); if frames have left the
-//! table, it also waits until every other vCPU has applied that, is idle, or is in the guest's kernel with interrupts disabled and comes
-//! here before user mode. A copy is only made once every vCPU write-protects the frame, without waiting. Entries have
-//! generations: a frame that left and came back is another entry.
-//!
-//! With protection keys all executable pages are copies that flushes compare ([`crate::exec_scan`]); this table is not used.
+//! The table holds the frames in groups, with a log of its changes, which each process applies. A
+//! vCPU applies it before it runs the guest ([`sync_before_entry`]). If frames have left the table,
+//! it also waits until every other vCPU has applied that, is idle, or is in the guest kernel with
+//! interrupts disabled and calls [`sync_before_entry`] before user mode. A copy is created only
+//! once every vCPU that is not idle write-protects the frame. Rewritten system calls can be
+//! postponed until then ([`may_copy`]); a page that executes only from its copy waits ([`track`]),
+//! which only user mode may do, since it holds no lock of the guest kernel. A frequently written
+//! frame has no rewritten system calls for a while.
 
 use core::sync::atomic::Ordering::SeqCst;
 use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
@@ -19,43 +23,109 @@ use linux_raw_sys::general as linux;
 use proto::wedge::layout;
 
 use crate::memory::{self, PAGE, Ram};
-use crate::shared::{SharedVcpu, mine, shared, vcpu, vcpus};
-use crate::{device, idle, pkeys, sys, syscall_patch};
+use crate::shared::{SharedVcpu, process, shared, vcpu, vcpus};
+use crate::{device, exec_scan, idle, pkeys, report, sys, syscall_patch};
 
-/// Frames in the table.
-pub const FRAMES: usize = 256;
-/// Written frames that are remembered.
+/// Frames of an entry, one bit each.
+const GROUP: u64 = 16;
+/// Length of a group in bytes.
+const GROUP_LENGTH: u64 = GROUP * PAGE;
+/// All frames of an entry.
+const ALL: u64 = (1 << GROUP) - 1;
+/// Number of groups in the table. As long as frames of a group lie together, they use less than
+/// half of the mappings that Linux permits to a process (65,530, `vm.max_map_count`).
+const ENTRIES: usize = 1 << ENTRIES_SHIFT;
+const ENTRIES_SHIFT: u32 = 13;
+/// Number of places of a group.
+const PROBES: usize = 16;
+/// Capacity of the log.
+const LOG: u32 = 1024;
+/// Log entry: frames leave the table.
+const REMOVED: u64 = 1 << 63;
+/// Log entry: all frames leave the table.
+const EMPTIED: u64 = 0;
+/// Capacity in recently written frames.
 const WRITTEN: usize = 256;
-/// Writes after which a frame is not copied for a while.
+/// Number of writes after which a frame is not copied for a while.
 const OFTEN: u64 = 4;
-/// Refusals for which that lasts.
+/// Number of refusals for which that lasts.
 const REFUSALS: u64 = 64;
-/// Looks at the other vCPUs before they are interrupted once more.
+/// Number of checks of the other vCPUs between interrupts.
 const LOOKS: u32 = 256;
+/// Failures of protecting memory after which the VM ends, with protection keys.
+const MOST_REFUSED: u32 = 8;
 
-/// The table of the VM, in shared memory.
+/// Table of the VM, in shared memory.
 #[repr(C)]
 pub struct CopiedFrames {
     /// A vCPU changes the table.
     is_locked: AtomicBool,
-    /// Changes so far.
+    /// Changes begun so far.
+    begun: AtomicU32,
+    /// Changes completed so far.
     changes: AtomicU32,
-    /// The last change that took a frame out.
+    /// Last change that has removed a frame.
     removals: AtomicU32,
-    /// Frame number in the upper half, generation in the lower; 0: free.
-    entries: [AtomicU64; FRAMES],
-    /// Frame number, refusals and writes of frames that were written: 48, 8 and 8 bits.
+    /// Number of frames.
+    used: AtomicU32,
+    /// Group number plus 1, and its frames from bit 0 on ([`GROUP`]); 0: free.
+    entries: [AtomicU64; ENTRIES],
+    /// Last changes: frames that enter, as in [`Self::entries`], or leave, with [`REMOVED`];
+    /// [`EMPTIED`].
+    log: [AtomicU64; LOG as usize],
+    /// Number, refusals and writes of written frames: 48, 8 and 8 bits.
     written: [AtomicU64; WRITTEN],
 }
 
-/// The table as a process has applied it.
+/// Changes of the table that a process has applied.
 #[derive(Clone, Copy)]
 pub struct AppliedFrames {
+    /// Last change applied to its mappings.
     changes: u32,
-    entries: [u64; FRAMES],
-    /// Frame numbers in ascending order.
-    sorted: [u32; FRAMES],
-    used: usize,
+    /// Last removal that all vCPUs of the VM have applied.
+    settled: u32,
+    /// Consecutive failures of protecting frames.
+    refused: u32,
+}
+
+/// Frames of one group.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Frames {
+    group: u64,
+    bits: u64,
+}
+
+impl Frames {
+    /// Decodes an entry of the table or the log.
+    fn of(entry: u64) -> Option<Self> {
+        let group = (entry & !REMOVED) >> GROUP;
+        Some(Self { group: group.checked_sub(1)?, bits: entry & ALL })
+    }
+
+    fn entry(self) -> u64 {
+        ((self.group + 1) << GROUP) | self.bits
+    }
+
+    /// Returns the frames in a range of guest memory, given by its offset.
+    fn in_range(offset: u64, length: u64) -> impl Iterator<Item = Self> {
+        let (first, last) = (offset / PAGE, (offset + length.max(1) - 1) / PAGE);
+        (first / GROUP..=last / GROUP).map(move |group| {
+            let from = first.saturating_sub(group * GROUP);
+            let to = (last - group * GROUP).min(GROUP - 1);
+            Self { group, bits: (ALL << from) & (ALL >> (GROUP - 1 - to)) }
+        })
+    }
+
+    /// Returns the contiguous ranges as offsets in guest memory and lengths.
+    fn runs(self) -> impl Iterator<Item = (u64, u64)> {
+        let Self { group, bits: mut left } = self;
+        core::iter::from_fn(move || {
+            let first = u64::from(left.trailing_zeros());
+            let length = u64::from((left >> first.min(63)).trailing_ones());
+            left &= !((ALL >> (GROUP - length.min(GROUP))) << first.min(63));
+            (length != 0).then_some((group * GROUP_LENGTH + first * PAGE, length * PAGE))
+        })
+    }
 }
 
 fn table() -> &'static CopiedFrames {
@@ -63,172 +133,242 @@ fn table() -> &'static CopiedFrames {
 }
 
 fn applied() -> &'static mut AppliedFrames {
-    // SAFETY: it is in the process's own memory, and only its one thread uses it, outside of signal handlers. The functions here do
-    // not call each other while they have it.
-    unsafe { &mut *mine().copied.at() }
-}
-
-fn number(entry: u64) -> u32 {
-    (entry >> 32) as u32
+    // SAFETY: it is in the process's own memory, used by its only thread outside of signal
+    // handlers. The functions here do not call each other while they hold it.
+    unsafe { &mut *process().copied.at() }
 }
 
 fn is_after(change: u32, other: u32) -> bool {
     change.wrapping_sub(other) as i32 >= 0
 }
 
-/// Changes the table, by a function that gets the change's number; no other vCPU does meanwhile.
-fn change(act: impl FnOnce(&CopiedFrames, u32)) {
-    let table = table();
-    while table.is_locked.swap(true, SeqCst) {
-        sys::yield_now();
+impl CopiedFrames {
+    /// Returns the places of a group.
+    fn places(&self, group: u64) -> impl Iterator<Item = &AtomicU64> {
+        let hash = group.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (64 - ENTRIES_SHIFT);
+        (0..PROBES).map(move |probe| &self.entries[(hash as usize + probe) % ENTRIES])
     }
-    let number = table.changes.load(SeqCst).wrapping_add(1);
-    act(table, number);
-    // Who has seen this number has seen all of the change.
-    table.changes.store(number, SeqCst);
-    table.is_locked.store(false, SeqCst);
+
+    /// Returns the frames that the table contains.
+    fn has(&self, frames: Frames) -> u64 {
+        if self.used.load(SeqCst) == 0 {
+            return 0;
+        }
+        let entries = self.places(frames.group).map(|place| place.load(SeqCst));
+        let found = entries
+            .take_while(|entry| *entry != 0)
+            .find_map(|entry| Frames::of(entry).filter(|found| found.group == frames.group));
+        found.map_or(0, |found| found.bits & frames.bits)
+    }
+
+    /// Calls `act` under the table's lock, with a function that executes a change and logs it.
+    fn change(&self, act: impl FnOnce(&mut dyn FnMut(u64, &mut dyn FnMut()))) {
+        while self.is_locked.swap(true, SeqCst) {
+            sys::yield_now();
+        }
+        act(&mut |record, act| {
+            let number = self.changes.load(SeqCst).wrapping_add(1);
+            // Before the entries: a vCPU that misses one waits for all vCPUs that may not.
+            self.begun.store(number, SeqCst);
+            if record == EMPTIED || record & REMOVED != 0 {
+                self.removals.store(number, SeqCst);
+            }
+            act();
+            self.log[(number % LOG) as usize].store(record, SeqCst);
+            self.changes.store(number, SeqCst);
+        });
+        self.is_locked.store(false, SeqCst);
+    }
+
+    /// Adds frames; removes all other frames first if the table is full.
+    fn insert(&self, frames: Frames) {
+        self.change(|record| {
+            let is_same = |place: &&AtomicU64| {
+                Frames::of(place.load(SeqCst)).is_some_and(|found| found.group == frames.group)
+            };
+            let is_free = |place: &&AtomicU64| place.load(SeqCst) & ALL == 0;
+            let mut places = self.places(frames.group);
+            let place = places.find(is_same);
+            let place = place.or_else(|| self.places(frames.group).find(is_free));
+            let Some(place) = place else {
+                record(EMPTIED, &mut || self.clear());
+                return;
+            };
+            let old = Frames::of(place.load(SeqCst)).filter(|old| old.group == frames.group);
+            let bits = old.map_or(0, |old| old.bits);
+            let new = frames.bits & !bits;
+            if new != 0 {
+                record(Frames { bits: new, ..frames }.entry(), &mut || {
+                    self.used.fetch_add(new.count_ones(), SeqCst);
+                    place.store(Frames { bits: bits | new, ..frames }.entry(), SeqCst);
+                });
+            }
+        });
+    }
+
+    /// Removes frames.
+    fn remove(&self, frames: Frames) {
+        self.change(|record| {
+            let bits = self.has(frames);
+            if bits == 0 {
+                return;
+            }
+            let gone = Frames { bits, ..frames };
+            record(gone.entry() | REMOVED, &mut || {
+                for place in self.places(frames.group) {
+                    let entry = place.load(SeqCst);
+                    if Frames::of(entry).is_some_and(|found| found.group == frames.group) {
+                        place.store(entry & !bits, SeqCst);
+                    }
+                }
+                self.used.fetch_sub(bits.count_ones(), SeqCst);
+            });
+        });
+    }
+
+    /// Removes all frames.
+    fn empty(&self) {
+        self.change(|record| record(EMPTIED, &mut || self.clear()));
+    }
+
+    fn clear(&self) {
+        self.entries.iter().for_each(|place| place.store(0, SeqCst));
+        self.used.store(0, SeqCst);
+    }
+
+    /// Returns the log entry of a change; `None`: overwritten.
+    fn record(&self, change: u32) -> Option<u64> {
+        let record = self.log[(change % LOG) as usize].load(SeqCst);
+        let is_there = self.begun.load(SeqCst).wrapping_sub(change) < LOG;
+        (is_there && record != EMPTIED).then_some(record)
+    }
 }
 
-/// Whether this process may copy the frame at this offset of guest memory now. If not, it may be allowed to later.
+/// Returns whether this process may copy the frame at this offset of guest memory now. If not, a
+/// later call may succeed.
 pub fn may_copy(offset: u64) -> bool {
-    let frame = (offset / PAGE) as u32;
     let table = table();
-    if is_written_often(frame) {
+    if is_written_often(offset / PAGE) {
         return false;
     }
     if holds(offset, PAGE) {
         let changes = table.changes.load(SeqCst);
-        let has_applied = |vcpu: &SharedVcpu| {
-            vcpu.idle.load(SeqCst) != idle::state::BUSY
-                || is_after(vcpu.frames_applied.load(SeqCst), changes)
-        };
-        return applied().changes == changes && other_vcpus().all(|(_, vcpu)| has_applied(vcpu));
+        return applied().changes == changes
+            && other_vcpus().all(|(_, vcpu)| is_up_to(vcpu, changes));
     }
-    insert(frame);
+    Frames::in_range(offset, PAGE).for_each(|frames| table.insert(frames));
     false
 }
 
-fn insert(frame: u32) {
-    change(|table, change| {
-        let (mut free, mut is_there) = (None, false);
-        for place in &table.entries {
-            match place.load(SeqCst) {
-                0 => free = Some(place),
-                entry => is_there |= number(entry) == frame,
-            }
-        }
-        match free {
-            _ if is_there => {}
-            Some(place) => place.store(u64::from(frame) << 32 | u64::from(change), SeqCst),
-            None => {
-                // Another one makes room; it comes back if it is in use.
-                table.removals.store(change, SeqCst);
-                table.entries[change as usize % FRAMES].store(0, SeqCst);
-            }
-        }
-    });
+/// Returns whether a vCPU has write-protected the frames of the table as of a change, or is idle.
+fn is_up_to(vcpu: &SharedVcpu, change: u32) -> bool {
+    vcpu.idle.load(SeqCst) != idle::state::BUSY
+        || is_after(vcpu.frames_applied.load(SeqCst), change)
 }
 
-/// Takes the entries of some frames out.
-fn remove(is_wanted: impl Fn(u64) -> bool) {
-    change(|table, change| {
-        // Before the entries: who misses one waits for all who may not.
-        table.removals.store(change, SeqCst);
-        for place in &table.entries {
-            let entry = place.load(SeqCst);
-            if entry != 0 && is_wanted(entry) {
-                note_written(number(entry));
-                place.store(0, SeqCst);
-            }
+/// With protection keys: makes every vCPU write-protect frames of guest memory, given by their
+/// offset, so that they may be copied. Waits for the other vCPUs only if permitted, which is not
+/// the case in the guest kernel; else returns whether they have done so already.
+pub fn track(offset: u64, length: u64, may_wait: bool) -> bool {
+    let table = table();
+    let is_missing = |frames: &Frames| table.has(*frames) != frames.bits;
+    let mut looks = 0;
+    loop {
+        for frames in Frames::in_range(offset, length).filter(is_missing) {
+            table.insert(frames);
         }
-    });
+        let changes = apply();
+        if Frames::in_range(offset, length).any(|frames| is_missing(&frames)) {
+            continue;
+        }
+        let Some((index, _)) = other_vcpus().find(|(_, vcpu)| !is_up_to(vcpu, changes)) else {
+            return true;
+        };
+        if !may_wait {
+            return false;
+        }
+        if looks % LOOKS == 0 {
+            device::interrupt(index);
+        }
+        looks += 1;
+        sys::yield_now();
+    }
 }
 
-/// The guest writes to a range of guest memory, given by its offset: before it goes on, all copies of these frames go. Returns
-/// whether there was one in the table.
+/// Handles a write of the guest to a range of guest memory, given by its offset: all copies of
+/// these frames are dropped before the guest continues. Returns whether the table contained one.
 pub fn write(offset: u64, length: u64) -> bool {
-    let (first, last) = (offset / PAGE, (offset + length - 1) / PAGE);
-    let is_written = |entry| (first..=last).contains(&u64::from(number(entry)));
-    let is_listed = match is_applied() {
-        true => holds(offset, length),
-        // It was idle: others may have copied what it has not write-protected.
-        false => table()
-            .entries
-            .iter()
-            .map(|place| place.load(SeqCst))
-            .any(|entry| entry != 0 && is_written(entry)),
-    };
-    if is_listed {
-        remove(is_written);
+    let table = table();
+    let mut is_listed = false;
+    for frames in Frames::in_range(offset, length) {
+        let bits = table.has(frames);
+        if bits == 0 {
+            continue;
+        }
+        is_listed = true;
+        table.remove(frames);
+        (0..GROUP)
+            .filter(|bit| bits >> bit & 1 != 0)
+            .for_each(|bit| note_written(frames.group * GROUP + bit));
     }
     is_listed
 }
 
-/// A device writes to guest-physical memory, or has done so: the observer of the only memory that the device models of the wedge have, and
-/// what who carries out their requests says of the rest.
+/// Handles a device's write to guest-physical memory, before or after it: observer of the device
+/// models' memory, also called for requests that other processes carry out.
 pub fn write_by_device(address: u64, length: u64) {
-    if is_applied() && applied().used == 0 {
+    if table().used.load(SeqCst) == 0 || length == 0 {
         return;
     }
     let Some(start) = crate::shared::start() else { return };
-    if let Some((offset, left)) = Ram::new(&start).offset(address)
-        && length != 0
-    {
+    if let Some((offset, left)) = Ram::new(&start).offset(address) {
         write(offset, left.min(length));
     }
 }
 
-/// Whether this process follows the table as it is now.
-fn is_applied() -> bool {
-    applied().changes == table().changes.load(SeqCst)
-}
-
-/// Whether a frame of this range of guest memory is in the table, as far as this process has applied it.
+/// Returns whether the table contains a frame of this range of guest memory.
 pub fn holds(offset: u64, length: u64) -> bool {
-    let applied = applied();
-    let frames = &applied.sorted[..applied.used];
-    let next = frames.partition_point(|&frame| u64::from(frame) < offset / PAGE);
-    frames.get(next).is_some_and(|&frame| u64::from(frame) * PAGE < offset + length)
+    let table = table();
+    table.used.load(SeqCst) != 0
+        && Frames::in_range(offset, length).any(|frames| table.has(frames) != 0)
 }
 
-fn is_written_often(frame: u32) -> bool {
+fn is_written_often(frame: u64) -> bool {
     let place = &table().written[frame as usize % WRITTEN];
     let value = place.load(SeqCst);
     let (writes, refusals) = (value & 0xff, value >> 8 & 0xff);
-    if value >> 16 != u64::from(frame) || writes < OFTEN {
+    if value >> 16 != frame || writes < OFTEN {
         return false;
     }
     let next = if refusals + 1 == REFUSALS { 0 } else { value + 0x100 };
-    // Another vCPU's count is as good.
+    // A concurrent count of another vCPU is equally good.
     let _ = place.compare_exchange(value, next, SeqCst, SeqCst);
     true
 }
 
-fn note_written(frame: u32) {
+fn note_written(frame: u64) {
     let place = &table().written[frame as usize % WRITTEN];
     let value = place.load(SeqCst);
-    let writes = if value >> 16 == u64::from(frame) { (value & 0xff) + 1 } else { 1 };
-    place.store(u64::from(frame) << 16 | writes.min(OFTEN), SeqCst);
+    let writes = if value >> 16 == frame { (value & 0xff) + 1 } else { 1 };
+    place.store(frame << 16 | writes.min(OFTEN), SeqCst);
 }
 
 fn other_vcpus() -> impl Iterator<Item = (usize, &'static SharedVcpu)> {
-    let own = mine().vcpu.load(SeqCst) as usize;
+    let own = process().vcpu.load(SeqCst) as usize;
     vcpus().iter().enumerate().filter(move |(index, _)| *index != own)
 }
 
-/// Before the guest runs: applies the changes of the table, and waits until no vCPU executes a copy that has to go.
+/// Applies the changes of the table before the guest runs, and waits until no vCPU executes a stale
+/// copy.
 pub fn sync_before_entry() {
-    if applied().changes == table().changes.load(SeqCst) {
+    if applied().settled == table().begun.load(SeqCst) {
         return;
     }
     loop {
         let changes = apply();
-        vcpu().frames_applied.store(changes, SeqCst);
         let removals = table().removals.load(SeqCst);
         let is_done = |vcpu: &SharedVcpu| {
-            vcpu.idle.load(SeqCst) != idle::state::BUSY
-                || is_after(vcpu.frames_applied.load(SeqCst), removals)
-                || is_after(vcpu.frames_seen.load(SeqCst), removals)
+            is_up_to(vcpu, removals) || is_after(vcpu.frames_seen.load(SeqCst), removals)
         };
         let mut looks = 0;
         while let Some((index, _)) = other_vcpus().find(|(_, vcpu)| !is_done(vcpu)) {
@@ -241,76 +381,136 @@ pub fn sync_before_entry() {
             looks += 1;
             sys::yield_now();
         }
-        if table().changes.load(SeqCst) == changes {
+        if table().begun.load(SeqCst) == changes {
+            applied().settled = changes;
             return;
         }
     }
 }
 
-/// A signal has found the guest's kernel with interrupts disabled: the vCPU comes to [`sync_before_entry`] before it runs user mode. For signal handlers.
+/// Notes in a signal handler that the guest kernel was interrupted with interrupts disabled: the
+/// vCPU calls [`sync_before_entry`] before it runs user mode.
 pub fn note_interrupted_kernel() {
     vcpu().frames_seen.store(table().changes.load(SeqCst), SeqCst);
 }
 
-/// Makes this process's mappings follow the table; returns the last change that they follow.
+/// Applies the table's changes to this process's mappings; returns the last applied change.
 fn apply() -> u32 {
-    let changes = table().changes.load(SeqCst);
-    if applied().changes == changes {
-        return changes;
-    }
-    for (index, place) in table().entries.iter().enumerate() {
-        let entry = place.load(SeqCst);
-        let old = core::mem::replace(&mut applied().entries[index], entry);
-        if old == entry {
-            continue;
-        }
-        if old != 0 {
-            syscall_patch::drop_copies(u64::from(number(old)) * PAGE);
-            protect(number(old), linux::PROT_READ | linux::PROT_WRITE);
-        }
-        if entry != 0 && !protect(number(entry), linux::PROT_READ) {
-            // The host has no room for the mapping: it is not copied.
-            remove(|other| other == entry);
+    let table = table();
+    let changes = table.changes.load(SeqCst);
+    let mut next = applied().changes;
+    if let Some(ram) = crate::shared::start().map(|start| Ram::new(&start)) {
+        while next != changes {
+            next = next.wrapping_add(1);
+            match table.record(next) {
+                Some(record) => follow(&ram, record),
+                None => {
+                    follow_all(&ram);
+                    break;
+                }
+            }
         }
     }
-    let applied = applied();
-    applied.changes = changes;
-    applied.used = 0;
-    for entry in applied.entries.into_iter().filter(|&entry| entry != 0) {
-        applied.sorted[applied.used] = number(entry);
-        applied.used += 1;
-    }
-    applied.sorted[..applied.used].sort_unstable();
+    applied().changes = changes;
+    vcpu().frames_applied.store(changes, SeqCst);
     changes
 }
 
-/// Changes the rights of a frame in the direct map and in the kernel's image, and drops its writable mappings of user mode; `false`:
-/// the host refuses.
-fn protect(frame: u32, rights: u32) -> bool {
-    let offset = u64::from(frame) * PAGE;
-    let Some(ram) = crate::shared::start().map(|start| Ram::new(&start)) else { return false };
-    let Some(address) = ram.address(offset) else { return false };
-    if rights & linux::PROT_WRITE == 0 {
-        memory::drop_writable(offset);
+/// Applies one change to this process's mappings.
+fn follow(ram: &Ram, record: u64) {
+    let Some(frames) = Frames::of(record) else { return };
+    if record & REMOVED == 0 {
+        frames.runs().for_each(|(offset, length)| memory::drop_writable(offset, length));
+        add(ram, frames);
+        return;
     }
-    let mut done = syscall_patch::protect(layout::DIRECT + address, rights).is_ok();
-    if address < ram.image() {
-        done &= syscall_patch::protect(layout::IMAGE + address, rights | linux::PROT_EXEC).is_ok();
+    for (offset, length) in frames.runs() {
+        match pkeys::is_enabled() {
+            true => exec_scan::drop_copies(offset, length),
+            false => syscall_patch::drop_copies(offset, length),
+        }
+        if protect(ram, offset, length, linux::PROT_READ | linux::PROT_WRITE).is_err() {
+            // The host has no memory for splitting the mapping; one mapping for all needs none.
+            follow_all(ram);
+            return;
+        }
     }
-    done
 }
 
-/// Whether the table is used: the mode has private copies of other pages than protection keys have.
-pub fn is_enabled() -> bool {
-    !pkeys::is_enabled()
+/// Write-protects frames in this process.
+fn add(ram: &Ram, frames: Frames) {
+    for (offset, length) in frames.runs() {
+        let Err(error) = protect(ram, offset, length, linux::PROT_READ) else {
+            applied().refused = 0;
+            continue;
+        };
+        // The host has no memory for the mapping.
+        if !pkeys::is_enabled() {
+            write(offset, length);
+            continue;
+        }
+        applied().refused += 1;
+        if applied().refused > MOST_REFUSED {
+            report::fatal(format_args!("cannot protect guest memory: {error}"));
+        }
+        table().empty();
+        return;
+    }
 }
 
-/// The offset in guest memory of a write by the guest's kernel in its direct map or image, if it is in the table.
-pub fn written_by_kernel(ram: &Ram, linear: u64) -> Option<u64> {
-    let address = match linear {
-        layout::IMAGE..layout::LOW_END => linear - layout::IMAGE,
-        _ => linear.checked_sub(layout::DIRECT)?,
-    };
-    let (offset, _) = ram.offset(address)?;
-    holds(offset & !(PAGE - 1), PAGE).then_some(offset & !(PAGE - 1))
+/// Makes this process's mappings equal to the table, whatever they have applied.
+fn follow_all(ram: &Ram) {
+    memory::drop_user_pages();
+    // A page that stays read-only is handled when it faults.
+    let _ = protect(ram, 0, ram.length(), linux::PROT_READ | linux::PROT_WRITE);
+    for place in &table().entries {
+        if let Some(frames) = Frames::of(place.load(SeqCst)) {
+            add(ram, frames);
+        }
+    }
+}
+
+/// Changes the rights of frames in the direct map, and without protection keys in the kernel image:
+/// with keys user mode executes no original pages, and the kernel writes other memory than its
+/// image through the direct map.
+fn protect(ram: &Ram, offset: u64, length: u64, rights: u32) -> Result<(), sys::Errno> {
+    let mut done = 0;
+    while done < length {
+        // Guest memory has a hole, its file has none.
+        let Some(address) = ram.address(offset + done) else { break };
+        let left = ram.offset(address).map_or(0, |(_, left)| left).min(length - done);
+        if left == 0 {
+            break;
+        }
+        // SAFETY: the wedge accesses guest memory through another mapping.
+        unsafe { sys::protect(layout::DIRECT + address, left, rights) }?;
+        if address < ram.image() && !pkeys::is_enabled() {
+            let left = left.min(ram.image() - address);
+            // SAFETY: as above.
+            unsafe { sys::protect(layout::IMAGE + address, left, rights | linux::PROT_EXEC) }?;
+        }
+        done += left;
+    }
+    Ok(())
+}
+
+/// Handles a write fault of the guest kernel in its direct map or image that is due to the table;
+/// the frame leaves the table.
+pub fn write_by_kernel(ram: &Ram, linear: u64) -> bool {
+    // With protection keys the image is never write-protected. Modules after it are mapped on
+    // demand.
+    let image = linear.checked_sub(layout::IMAGE);
+    let image = image.filter(|&address| address < ram.image() && !pkeys::is_enabled());
+    let address = image.or_else(|| linear.checked_sub(layout::DIRECT));
+    let found = address.and_then(|address| ram.offset(address));
+    let Some((offset, _)) = found else { return false };
+    let page = offset & !(PAGE - 1);
+    if !write(page, PAGE) {
+        // Another vCPU has removed it, or the host has refused to make it writable.
+        let rights = linux::PROT_READ | linux::PROT_WRITE;
+        if let Err(error) = protect(ram, page, PAGE, rights) {
+            report::fatal(format_args!("cannot protect guest memory: {error}"));
+        }
+    }
+    true
 }

@@ -26,9 +26,10 @@ use wedge_x86::{CODE_32, CODE_64, Cause, Stub, decode_all};
 
 use crate::backend::{self, HostEndpoint, LinuxHost, MAX_FUNCTIONS};
 use crate::config::{self, config};
+use crate::exec_scan::Begin;
 use crate::memory::{self, Fault, Ram};
 use crate::shared::{
-    cell, count, counter, event, events, has, mine, own_statistics, shared, start, vcpu, vcpus,
+    cell, count, counter, event, events, has, own_statistics, process, shared, start, vcpu, vcpus,
 };
 use crate::sites::{FUNCTION, MOST_POKED, Sites, write_code};
 use crate::{
@@ -106,6 +107,8 @@ pub struct LinuxVcpu<'m> {
     debugs: bool,
     /// State of a single step for the debugger.
     step: DebugStep,
+    /// The next instruction, in stepped pages, executes before events are checked.
+    steps_at_once: bool,
 }
 
 /// Single step for the debugger.
@@ -170,7 +173,7 @@ impl Host for HostEffects {
         let slot_index = config::slot_of(pcid);
         let slot = &vcpu().slots[slot_index];
         let known = slot.pcid.swap(pcid.into(), Relaxed) == u32::from(pcid);
-        let is_same = slot_index == mine().slot.load(Relaxed) as usize
+        let is_same = slot_index == process().slot.load(Relaxed) as usize
             && slot.root.load(Relaxed) & entry::ADDRESS == cr3 & entry::ADDRESS;
         if !keep || !known {
             slot.stale.store(true, Relaxed);
@@ -196,7 +199,7 @@ impl HostEffects {
             return;
         }
         match linear {
-            Some(linear) if slot_index == mine().slot.load(Relaxed) as usize => {
+            Some(linear) if slot_index == process().slot.load(Relaxed) as usize => {
                 memory::drop_page(linear);
             }
             _ => {
@@ -247,7 +250,10 @@ enum StopAction {
 impl LinuxVcpu<'_> {
     /// Runs the guest until it stops, and emulates the CPU's own reaction.
     fn step(&mut self) -> StopAction {
-        let steps = pkeys::is_enabled() && exec_scan::begin_step(cpu());
+        let begin = if pkeys::is_enabled() { exec_scan::begin_step(cpu()) } else { Begin::Free };
+        if begin == Begin::Instead {
+            return self.step_instead();
+        }
         let cause = processes::enter(&self.ram);
         if compat::has_selectors(cpu()) {
             compat::save_selectors(cpu());
@@ -256,12 +262,12 @@ impl LinuxVcpu<'_> {
             // Clear the trap flag, which the guest did not set and may have stored.
             cpu().frame.rflags &= !rflags::TF;
         }
-        if steps {
+        if begin == Begin::Step {
             let signal = vcpu().signal.get();
             let trapped = matches!(cause, Cause::Signal)
                 && signal.number == linux::SIGTRAP
                 && signal.vector == u64::from(vector::DEBUG);
-            if exec_scan::end_step(cpu(), &self.memory, trapped) {
+            if exec_scan::end_step(cpu(), &self.ram, &self.memory, trapped) {
                 return StopAction::Resume;
             }
         }
@@ -567,11 +573,7 @@ impl LinuxVcpu<'_> {
         {
             return StopAction::Resume;
         }
-        if intent == Intent::Write
-            && cpu.cpl == 0
-            && let Some(offset) = frames::written_by_kernel(&self.ram, linear)
-        {
-            frames::write(offset, memory::PAGE);
+        if intent == Intent::Write && cpu.cpl == 0 && frames::write_by_kernel(&self.ram, linear) {
             return StopAction::Resume;
         }
         if !memory::is_filled_in(linear) {
@@ -603,8 +605,17 @@ impl LinuxVcpu<'_> {
                 let (write, fetch) = (intent == Intent::Write, intent == Intent::Fetch);
                 StopAction::Exit(Exit::MemoryFault(MemoryFault { gpa, write, fetch, walk: false }))
             }
-            Fault::Sequence if exec_scan::open_steps(cpu, &self.memory) => StopAction::Resume,
-            Fault::Sequence => self.emulate_or_fault(Event::exception(vector::UNDEFINED)),
+            Fault::Sequence if exec_scan::open_steps(cpu, &self.ram, &self.memory) => {
+                self.step_at_once()
+            }
+            Fault::OwnCode
+                if exec_scan::open_writing_step(cpu, &self.ram, &self.memory, linear) =>
+            {
+                self.step_at_once()
+            }
+            Fault::Sequence | Fault::OwnCode => {
+                self.emulate_or_fault(Event::exception(vector::UNDEFINED))
+            }
             Fault::Full(error) => {
                 report::warn(format_args!("cannot map guest memory: {error}"));
                 StopAction::Exit(Exit::HostError(error.0 as u64))
@@ -623,6 +634,63 @@ impl LinuxVcpu<'_> {
             let value = self.memory.read::<u64>(current + at).unwrap_or(0);
             let _ = self.memory.write(cpu.shared.root + at, value);
         }
+    }
+
+    /// The pages of a step have been opened: it is done before events, whose handlers would drop
+    /// them. On a slow host there is always one.
+    fn step_at_once(&mut self) -> StopAction {
+        if core::mem::replace(&mut self.steps_at_once, true) {
+            return StopAction::Resume;
+        }
+        frames::sync_before_entry();
+        if compat::has_selectors(cpu()) {
+            compat::load_segments(cpu(), &self.memory);
+        }
+        let held = events().swap(0, SeqCst);
+        let step = self.step();
+        events().fetch_or(held, SeqCst);
+        self.steps_at_once = false;
+        step
+    }
+
+    /// Emulates an instruction in stepped pages that the CPU must not execute: a sequence is
+    /// undefined or emulated, and so is an instruction after which the CPU could execute another
+    /// one before the trap.
+    fn step_instead(&mut self) -> StopAction {
+        let (rip, traps) = (cpu().frame.rip, cpu().frame.rflags & rflags::TF != 0);
+        let step = self.emulate_or_fault(Event::exception(vector::UNDEFINED));
+        let cpu = cpu();
+        if traps
+            && cpu.frame.rip != rip
+            && !self.event.is_some()
+            && matches!(step, StopAction::Resume)
+        {
+            // User mode single-steps itself.
+            cpu.dr[6] |= 1 << 14;
+            self.event = Event::exception(vector::DEBUG);
+        }
+        step
+    }
+
+    /// Emulates an instruction in stepped pages that pops flags, if user mode may read the stack.
+    fn pop_flags(&mut self, instruction: Instruction, bytes: &[u8]) -> StopAction {
+        /// Length of the frame that `IRETQ` pops in bytes.
+        const MOST: u64 = 40;
+        let cpu = cpu();
+        let length = match instruction.op {
+            wedge_core::Op::Iret => MOST,
+            _ => instruction.size.into(),
+        };
+        for at in [cpu.frame.gpr[4], cpu.frame.gpr[4].wrapping_add(length - 1)] {
+            let found = cpu.paging(at, true).translate(&self.memory, at, Intent::Read, true);
+            if let Err(fault) = found {
+                self.faulted = Some((at, Intent::Read));
+                self.event = cpu.page_fault(fault);
+                return StopAction::Resume;
+            }
+        }
+        let resume = cpu.frame.rip.wrapping_add(instruction.length as u64);
+        self.execute_all(&[instruction], &bytes[..instruction.length], resume)
     }
 
     /// Handles `#GP` or `#UD` of the host: emulates a privileged instruction without a patch site
@@ -661,6 +729,7 @@ impl LinuxVcpu<'_> {
                 }
                 StopAction::Resume
             }
+            Ok(instruction) if is_for_steps(&instruction) => self.pop_flags(instruction, &bytes),
             Ok(instruction) if cpu.cpl == 0 || is_user_emulated(&instruction) => {
                 count(counter::UNRECORDED);
                 let resume = cpu.frame.rip.wrapping_add(instruction.length as u64);
@@ -682,6 +751,15 @@ impl LinuxVcpu<'_> {
         const REX: core::ops::RangeInclusive<u8> = 0x40..=0x4f;
         let is_rex = |byte: &u8| REX.contains(byte);
         match wedge_core::decode(bytes) {
+            // In 32-bit code it pops four bytes.
+            Ok(instruction)
+                if instruction.op == wedge_core::Op::Popf
+                    && is_stepped()
+                    && !bytes[..instruction.length].iter().any(is_rex) =>
+            {
+                let size = instruction.size.min(4);
+                self.pop_flags(Instruction { size, ..instruction }, bytes)
+            }
             Ok(instruction)
                 if is_user_emulated(&instruction)
                     && !bytes[..instruction.length].iter().any(is_rex) =>
@@ -735,6 +813,18 @@ fn poke(
         Some(()) => Ok(u64::from_le_bytes(back)),
         None => Err(Event::exception(vector::UNDEFINED)),
     }
+}
+
+/// Returns whether user mode is in stepped pages.
+fn is_stepped() -> bool {
+    cpu().cpl == 3 && pkeys::is_enabled() && exec_scan::is_stepped(cpu().frame.rip)
+}
+
+/// Returns whether the wedge emulates a valid instruction in stepped pages: it changes the trap
+/// flag.
+fn is_for_steps(instruction: &Instruction) -> bool {
+    use wedge_core::Op;
+    matches!(instruction.op, Op::Popf | Op::Iret) && is_stepped()
 }
 
 /// Returns whether the guest kernel may permit an instruction to user mode that the host does not
@@ -928,7 +1018,7 @@ impl Vcpu for LinuxVcpu<'_> {
                 let others = pending & !event::TIMER;
                 if pending & event::TIMER != 0 {
                     // The timer must be set again in any case.
-                    mine().armed.store(u64::MAX, Relaxed);
+                    process().armed.store(u64::MAX, Relaxed);
                     if tsc() < self.deadline {
                         signal::arm_timer();
                     } else if others == 0 {
@@ -1081,7 +1171,7 @@ extern "sysv64" fn secondary_main() -> ! {
     let all = unsafe { &*all };
     // It has no state before its start-up IPI.
     *cpu() = VirtualCpu::new();
-    drive(all, mine().vcpu.load(Relaxed) as usize)
+    drive(all, process().vcpu.load(Relaxed) as usize)
 }
 
 /// Runs a vCPU until the VM ends.
@@ -1108,6 +1198,7 @@ fn drive(all: &VmShared<'_>, index: usize) -> ! {
         star: 0,
         debugs: start.options & option::DEBUG != 0,
         step: DebugStep::None,
+        steps_at_once: false,
     };
     crate::shared::vcpu().deadline.store(u64::MAX, Relaxed);
     steal_time::on_resume();

@@ -8,7 +8,7 @@
 use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use crate::guest::tsc;
-use crate::shared::{event, events, mine, vcpu};
+use crate::shared::{event, events, process, vcpu};
 use crate::{clock, cpu_affinity, signal, steal_time, sys};
 
 /// Initial polling time in microseconds.
@@ -57,7 +57,7 @@ pub fn wait(deadline: u64) -> u32 {
     let pending = events().swap(0, SeqCst);
     if pending & event::TIMER != 0 {
         // The caller checks the time; the timer must be set again in any case.
-        mine().armed.store(u64::MAX, Relaxed);
+        process().armed.store(u64::MAX, Relaxed);
         signal::arm_timer();
     }
     pending

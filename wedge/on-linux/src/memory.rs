@@ -1,10 +1,14 @@
-//! Guest memory in the address space of a process: the vTLB is the host's own page tables.
+//! Guest memory in the address space of a process: the host's page tables serve as the TLB of the
+//! guest.
 //!
-//! Guest-physical memory as a whole (the kernel's direct map) and the beginning of it once more (the kernel's image) are always mapped.
-//! Everything else is filled in when it is touched. When the guest flushes an address space, what its tables say no longer is dropped, and only that: a
-//! process knows what it has mapped for programs. Invariants: what is mapped is what the guest's
-//! tables said at some time since the last flush of it, with no more rights than they gave; pages whose accessed and dirty bits are not set are not
-//! accessible in the way that would set them. Rights of the direct map and the image are not narrowed.
+//! All guest-physical memory (the kernel's direct map) and its beginning once more (the kernel
+//! image) are always mapped. All other pages are mapped on demand. A flush of an address space
+//! unmaps exactly the pages whose translation has changed, from the process's list of user-mode
+//! mappings.
+//!
+//! Invariants: each mapping was in the guest's page tables at some time since its last flush, with
+//! no more rights than they gave. Pages without accessed or dirty bit are not accessible in the way
+//! that would set it. The rights of the direct map and the image are not restricted.
 
 use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 
@@ -17,20 +21,21 @@ use wedge_core::VirtualCpu;
 use wedge_core::mapped::{Mapped, Piece};
 use wedge_x86::CLOSED;
 
-use crate::shared::{EVERYTHING, FLUSHES, Slot, count, counter, has, mine, vcpu};
+use crate::shared::{EVERYTHING, FLUSHES, Slot, count, counter, has, process, vcpu};
 use crate::sys::{self, Backing};
 use crate::{exec_scan, frames, pkeys, profile, syscall_patch, user_process};
 
-/// Page size.
+/// Page size in bytes.
 pub const PAGE: u64 = 4096;
-/// Pieces of programs that a process knows to have mapped.
+/// Capacity of the list of user-mode mappings.
 pub const PIECES: usize = 1024;
-/// Calls of the host by which a flush drops what is out of date, one by one, before it drops everything.
+/// Largest number of system calls by which a flush drops stale mappings individually, before it
+/// drops all.
 const CHANGES: usize = 24;
 const LARGE: u64 = 2 << 20;
 const FOUR_GIB: u64 = 1 << 32;
 
-/// Where the parts of guest memory are.
+/// Layout of guest memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Ram {
     low: u64,
@@ -38,18 +43,19 @@ pub struct Ram {
 }
 
 impl Ram {
-    /// As the loader has laid it out.
+    /// Creates the layout from the loader's record.
     pub fn new(start: &Start) -> Self {
         let low = start.memory.min(start.hole);
         Self { low, high: start.memory - low }
     }
 
-    /// Bytes of it.
+    /// Returns its length in bytes.
     pub fn length(&self) -> u64 {
         self.low + self.high
     }
 
-    /// Where guest-physical memory is in the descriptor, and how much follows.
+    /// Returns the offset of a guest-physical address in the file of guest memory, and the number
+    /// of bytes that follow.
     pub fn offset(&self, address: u64) -> Option<(u64, u64)> {
         if address < self.low {
             return Some((address, self.low - address));
@@ -58,7 +64,7 @@ impl Ram {
         (above < self.high).then(|| (self.low + above, self.high - above))
     }
 
-    /// The guest-physical address of an offset in the descriptor.
+    /// Returns the guest-physical address of an offset in the file.
     pub fn address(&self, offset: u64) -> Option<u64> {
         match offset.checked_sub(self.low) {
             None => Some(offset),
@@ -66,7 +72,7 @@ impl Ram {
         }
     }
 
-    /// Maps guest memory, none of which can be executed: what is always there, but for the kernel's image.
+    /// Maps all guest memory non-executable, except for the kernel image.
     pub fn map(&self) -> Result<(), sys::Errno> {
         self.map_at(layout::WINDOW)?;
         self.map_at(layout::DIRECT)?;
@@ -78,7 +84,7 @@ impl Ram {
         Ok(())
     }
 
-    /// Maps the kernel's image, which can be executed: for guest processes only.
+    /// Maps the kernel image executable, in guest processes.
     pub fn map_image(&self, start: &Start) -> Result<(), sys::Errno> {
         self.open_image()?;
         let data = linux::PROT_READ | linux::PROT_WRITE;
@@ -87,10 +93,10 @@ impl Ram {
         pkeys::protect(start.code, code, data | linux::PROT_EXEC, CLOSED)
     }
 
-    /// All of guest memory at an address.
+    /// Maps all guest memory at an address.
     fn map_at(&self, base: u64) -> Result<(), sys::Errno> {
         let all = linux::PROT_READ | linux::PROT_WRITE;
-        // SAFETY: the callers give ranges that are set aside for the guest; nothing of this program is there.
+        // SAFETY: the callers pass ranges reserved for the guest, without memory of this program.
         unsafe {
             sys::map(base, self.low, all, Backing::Shared(layout::MEMORY_FD, 0))?;
             if self.high != 0 {
@@ -101,12 +107,12 @@ impl Ram {
         Ok(())
     }
 
-    /// Bytes of it that are the kernel's image, too.
+    /// Returns the length of the kernel image mapping in bytes.
     pub fn image(&self) -> u64 {
         self.low.min(layout::IMAGE_LENGTH)
     }
 
-    /// Maps what the guest's kernel has at all times: memory, and its image.
+    /// Maps the kernel's permanent mappings: direct map and image.
     pub fn open(&self) -> Result<(), sys::Errno> {
         self.map_at(layout::DIRECT)?;
         self.open_image()
@@ -115,11 +121,11 @@ impl Ram {
     fn open_image(&self) -> Result<(), sys::Errno> {
         let rights = linux::PROT_READ | linux::PROT_WRITE | linux::PROT_EXEC;
         let image = Backing::Shared(layout::MEMORY_FD, 0);
-        // SAFETY: the range is set aside for it.
+        // SAFETY: the range is reserved for it.
         unsafe { sys::map(layout::IMAGE, self.image(), rights, image) }
     }
 
-    /// Takes away what [`Self::open`] has mapped.
+    /// Unmaps the mappings of [`Self::open`].
     pub fn close(&self) -> Result<(), sys::Errno> {
         let end = if self.high == 0 { self.low } else { FOUR_GIB + self.high };
         // SAFETY: only the guest uses these ranges, and it does not run.
@@ -129,7 +135,7 @@ impl Ram {
         }
     }
 
-    /// Maps the copies of a virtual CPU, if there are any.
+    /// Maps the code copies of a vCPU, with protection keys.
     pub fn map_copies(&self, index: usize) -> Result<(), sys::Errno> {
         if !pkeys::is_enabled() {
             return Ok(());
@@ -137,12 +143,12 @@ impl Ram {
         let all = linux::PROT_READ | linux::PROT_WRITE;
         let length = self.length();
         let copies = Backing::Shared(layout::MEMORY_FD, exec_scan::copies(length, index));
-        // SAFETY: the range is set aside for them.
+        // SAFETY: the range is reserved for them.
         unsafe { sys::map(layout::COPIES, length, all, copies) }?;
         pkeys::protect(layout::COPIES, length, all, CLOSED)
     }
 
-    /// As the VMM library knows it.
+    /// Returns guest memory for the VMM library.
     pub fn memory(&self) -> Option<GuestMemory> {
         let window = |base, length| {
             let host = (layout::WINDOW + base) as *mut u8;
@@ -150,7 +156,7 @@ impl Ram {
         };
         let windows = [window(0, self.low), window(FOUR_GIB, self.high)];
         let used = if self.high == 0 { 1 } else { 2 };
-        // SAFETY: `map` has mapped both in every process, for as long as it lives, and no Rust object is there.
+        // SAFETY: `map` has mapped both in every process for its life, and no Rust object is there.
         unsafe { GuestMemory::new(&windows[..used]) }.ok()
     }
 }
@@ -159,27 +165,27 @@ fn page_end(address: u64) -> u64 {
     address.next_multiple_of(PAGE)
 }
 
-/// A page as the guest's tables have it.
+/// Leaf entry of the guest's page tables.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Leaf {
     /// Guest-physical address.
     pub address: u64,
-    /// Guest-physical address of its entry, and the entry.
+    /// Guest-physical address of the entry.
     at: u64,
     entry: u64,
-    /// Size in bytes.
+    /// Page size in bytes.
     pub size: u64,
-    /// All levels allow writes.
+    /// All levels permit writes.
     pub writable: bool,
-    /// No level forbids fetches.
+    /// All levels permit fetches.
     pub executable: bool,
-    /// All levels allow programs.
+    /// All levels permit user mode.
     user: bool,
     dirty: bool,
 }
 
 impl Leaf {
-    /// What the host is to allow.
+    /// Returns the rights of a host mapping.
     fn rights(&self) -> u32 {
         let mut rights = linux::PROT_READ;
         if self.writable && self.dirty {
@@ -191,7 +197,7 @@ impl Leaf {
         rights
     }
 
-    /// What the host may go on to allow of a page at `linear`, which it has mapped from this offset of guest memory.
+    /// Returns the rights that a host mapping of `linear` to this offset of guest memory may keep.
     fn still_allows(&self, ram: &Ram, memory: &GuestMemory, linear: u64, offset: u64) -> u32 {
         let address = self.address + (linear & (self.size - 1));
         let is_same = ram.offset(address).is_some_and(|(now, _)| now == offset);
@@ -199,8 +205,8 @@ impl Leaf {
     }
 }
 
-/// Makes a page count as accessed, whose entry at `at` had this value; `false`: it has another one now. A processor may do that to any page
-/// that it translates (APM vol. 2, 5.4.2).
+/// Sets the accessed bit of the entry at `at` if it still has this value; `false`: it has changed.
+/// A CPU may set it for any page that it translates (APM vol. 2, 5.4.2).
 fn access(memory: &GuestMemory, at: u64, value: u64) -> bool {
     value & entry::ACCESSED != 0
         || memory
@@ -208,7 +214,7 @@ fn access(memory: &GuestMemory, at: u64, value: u64) -> bool {
             .is_ok_and(|exchanged| exchanged.is_ok())
 }
 
-/// The page that maps `linear`, if there is one.
+/// Returns the leaf entry that maps `linear`.
 pub fn leaf(memory: &GuestMemory, root: u64, linear: u64) -> Option<Leaf> {
     let mut value = root;
     let (mut writable, mut executable, mut user) = (true, true, true);
@@ -239,27 +245,30 @@ pub fn leaf(memory: &GuestMemory, root: u64, linear: u64) -> Option<Leaf> {
     None
 }
 
-/// What a fault is.
+/// Result of a page fault.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Fault {
-    /// The guest's own.
+    /// The guest's own page fault.
     Guest(PageFault),
-    /// An access to this guest-physical address, where a device is.
+    /// Access to a device at this guest-physical address.
     Device(u64),
-    /// Nothing: it is mapped now.
+    /// The page is mapped now.
     Filled,
     /// A page of code that must not be executed ([`exec_scan`]).
     Sequence,
-    /// The host has no room for the mapping.
+    /// With protection keys: a write to a page of code that may contain the instruction itself.
+    OwnCode,
+    /// The host is out of memory or mappings.
     Full(sys::Errno),
 }
 
-/// Pages that are looked at around one, in its part of this size: as many as the guest's kernel makes at once.
+/// Number of pages of a fault-around block, which is aligned: as many as the guest kernel maps at
+/// once.
 const AROUND: u64 = 256;
-/// The same of code that is copied first.
+/// Number of pages of a fault-around block of copied code.
 const CODE_AROUND: u64 = 16;
 
-/// Fills in what an access needs, and what is in one piece with it.
+/// Maps the page for an access, and contiguous pages around it.
 pub fn fill(
     cpu: &VirtualCpu,
     ram: &Ram,
@@ -279,11 +288,16 @@ pub fn fill(
         profile::watch_walk(memory, slot(), paging.cr3, linear);
     }
     let Some(leaf) = leaf(memory, paging.cr3, linear) else { return Fault::Filled };
+    let is_own =
+        intent == Intent::Write && cpu.cpl == 3 && exec_scan::is_beside(cpu.frame.rip, linear);
+    if is_own && is_code(linear, &leaf) {
+        return Fault::OwnCode;
+    }
     let is_alone = profile::is_on() || has(option::NO_BATCHES) || needs_look(&leaf);
     if leaf.size == PAGE && !is_alone {
         return fill_around(ram, memory, linear & !(PAGE - 1), &leaf, intent);
     }
-    if let Some(fault) = fill_code(ram, memory, linear, intent, &leaf) {
+    if let Some(fault) = fill_code(cpu, ram, memory, linear, intent, &leaf) {
         return fault;
     }
     let size = leaf.size.min(LARGE);
@@ -306,30 +320,33 @@ pub fn fill(
     }
     let rights = rights_in_place(linear, &leaf);
     if rights & linux::PROT_WRITE != 0 && frames::write(offset, size) {
-        // It is mapped when no copy is left.
+        // It is mapped once no copy remains.
         return Fault::Filled;
     }
     map(linear, size, rights, offset, leaf.user)
 }
 
-/// With keys: what can be executed is looked at.
+/// Returns whether a page must be scanned: executable, with protection keys.
 fn needs_look(leaf: &Leaf) -> bool {
     leaf.executable && pkeys::is_enabled()
 }
 
-/// With keys: whether it is a page of a program that may be executed.
+/// Returns whether a page is executable user code, with protection keys.
 fn is_code(linear: u64, leaf: &Leaf) -> bool {
-    leaf.executable && is_program(linear) && pkeys::is_enabled()
+    leaf.executable && is_user(linear) && pkeys::is_enabled()
 }
 
-/// The rights of a mapping of guest memory itself.
+/// Returns the rights of a mapping of guest memory itself.
 fn rights_in_place(linear: u64, leaf: &Leaf) -> u32 {
     let rights = leaf.rights();
     if is_code(linear, leaf) { rights & !linux::PROT_EXEC } else { rights }
 }
 
-/// With keys, fills in what is executed, from copies. A page that is written, too, is either. `None`: it is no such access.
+/// With protection keys, maps executable pages from copies. A page that is also writable is mapped
+/// in one way at a time. `None`: another kind of access, or a read by the kernel that must not wait
+/// for a copy.
 fn fill_code(
+    cpu: &VirtualCpu,
     ram: &Ram,
     memory: &GuestMemory,
     linear: u64,
@@ -344,21 +361,25 @@ fn fill_code(
     }
     let page = linear & !(PAGE - 1);
     let (run, base, size) = if leaf.size == PAGE {
-        let (before, behind) = joined(ram, memory, page, leaf, CODE_AROUND)?;
-        (page - before, leaf.address - before, before + PAGE + behind)
+        let (before, after) = contiguous(ram, memory, page, leaf, CODE_AROUND)?;
+        (page - before, leaf.address - before, before + PAGE + after)
     } else {
-        // Some pages of a large one, which a flush drops as a whole.
+        // A part of a large page, which a flush drops as a whole.
         const PIECE: u64 = CODE_AROUND * PAGE;
         slot().large.store(true, Relaxed);
         let run = linear & !(PIECE - 1);
         (run, leaf.address + (run & (leaf.size - 1)), PIECE)
     };
     count(counter::FILLS);
-    // If a page before it ends the run, the page alone.
+    // If a page before it ends the run, map the page alone.
     for (start, length) in [(run, size), (page, PAGE)] {
         let address = base + (start - run);
         let (offset, left) = ram.offset(address)?;
-        match exec_scan::map(memory, start, length.min(left), address, offset) {
+        let length = length.min(left);
+        if !frames::track(offset, length, cpu.cpl == 3) && intent != Intent::Fetch {
+            return None;
+        }
+        match exec_scan::map(memory, start, length, address, offset) {
             Err(error) => return Some(Fault::Full(error)),
             Ok(end) if end > page => return Some(Fault::Filled),
             Ok(_) => {}
@@ -367,22 +388,22 @@ fn fill_code(
     (intent == Intent::Fetch).then_some(Fault::Sequence)
 }
 
-/// Maps what begins in guest memory at an offset of its descriptor.
+/// Maps a range of guest memory, given by its offset in the file.
 fn map(linear: u64, size: u64, rights: u32, offset: u64, user: bool) -> Fault {
     count(counter::FILLS);
     syscall_patch::forget(linear, linear + size);
     exec_scan::forget(linear, linear + size);
     let end = linear + size;
     for attempt in 0..2 {
-        // SAFETY: `reachable` by the guest only: nothing of this program is there.
+        // SAFETY: a range of the guest, without memory of this program.
         match unsafe { sys::map_now(linear, size, rights, layout::MEMORY_FD, offset) } {
             Ok(()) => break,
-            // Too many mappings: everything can be filled in again.
+            // Too many mappings: drop all; they can be faulted in again.
             Err(_) if attempt == 0 => drop_all(),
             Err(error) => return Fault::Full(error),
         }
     }
-    if is_program(linear) {
+    if is_user(linear) {
         mapped().add(Piece { start: linear, end, offset, rights });
         if user {
             user_process::map(linear, size, rights, offset);
@@ -395,24 +416,24 @@ fn map(linear: u64, size: u64, rights: u32, offset: u64, user: bool) -> Fault {
     }
 }
 
-/// What this process has mapped for programs.
+/// Returns the list of user-mode mappings of this process.
 pub fn mapped() -> &'static mut Mapped<PIECES> {
-    // SAFETY: it is in the process's own memory, and only its one thread uses it, outside of signal handlers. Each use ends before the next
-    // begins.
-    unsafe { &mut *mine().mapped.at() }
+    // SAFETY: it is in the process's own memory, used by its only thread outside of signal
+    // handlers. Each use ends before the next begins.
+    unsafe { &mut *process().mapped.at() }
 }
 
-/// Fills in a page and those around it that are in one piece with it.
+/// Maps a page and contiguous pages around it.
 fn fill_around(ram: &Ram, memory: &GuestMemory, linear: u64, leaf: &Leaf, intent: Intent) -> Fault {
     let Some((offset, _)) = ram.offset(leaf.address) else { return Fault::Device(leaf.address) };
     if intent == Intent::Write && frames::write(offset, PAGE) {
-        // It is mapped when no copy is left.
+        // It is mapped once no copy remains.
         return Fault::Filled;
     }
-    let Some((before, behind)) = joined(ram, memory, linear, leaf, AROUND) else {
+    let Some((before, after)) = contiguous(ram, memory, linear, leaf, AROUND) else {
         return Fault::Filled;
     };
-    let (start, size) = (offset - before, before + PAGE + behind);
+    let (start, size) = (offset - before, before + PAGE + after);
     let rights = leaf.rights();
     if rights & linux::PROT_WRITE != 0 && frames::holds(start, size) {
         let is_held = frames::holds(offset, PAGE);
@@ -422,32 +443,41 @@ fn fill_around(ram: &Ram, memory: &GuestMemory, linear: u64, leaf: &Leaf, intent
     map(linear - before, size, rights, start, leaf.user)
 }
 
-/// Drops the mappings for user mode by which a frame, given by its offset in guest memory, could be written.
-pub fn drop_writable(offset: u64) {
+/// Drops the writable user-mode mappings of frames, given by their offset in guest memory.
+pub fn drop_writable(offset: u64, length: u64) {
+    drop_mapped(offset, length, linux::PROT_WRITE);
+}
+
+/// Drops the user-mode mappings of a range of the file of guest memory that have some of these
+/// rights.
+pub fn drop_mapped(offset: u64, length: u64, rights: u32) {
     if !mapped().is_complete() {
-        drop_programs();
+        drop_user_pages();
         return;
     }
-    let is_writable = |piece: &&Piece| {
-        piece.rights & linux::PROT_WRITE != 0
-            && (piece.offset..piece.offset + (piece.end - piece.start)).contains(&offset)
+    let end = offset + length;
+    let is_wanted = |piece: &&Piece| {
+        let last = piece.offset + (piece.end - piece.start);
+        piece.rights & rights != 0 && piece.offset < end && offset < last
     };
-    while let Some(piece) = mapped().pieces().iter().find(is_writable).copied() {
-        let at = piece.start + (offset - piece.offset);
-        unmap(at, at + PAGE);
+    while let Some(piece) = mapped().pieces().iter().find(is_wanted).copied() {
+        let at = |offset: u64| piece.start + (offset - piece.offset);
+        let last = piece.offset + (piece.end - piece.start);
+        unmap(at(offset.max(piece.offset)), at(end.min(last)));
     }
 }
 
-/// Bytes before and behind a page that are in one piece with it: in its part of `around` pages, in guest memory, with the same rights, and not mapped
-/// yet. They count as accessed.
-fn joined(
+/// Returns the number of bytes before and after a page that are contiguous with it: in its block of
+/// `around` pages, in guest memory, with the same rights, and not mapped yet. Sets their accessed
+/// bits.
+fn contiguous(
     ram: &Ram,
     memory: &GuestMemory,
     linear: u64,
     leaf: &Leaf,
     around: u64,
 ) -> Option<(u64, u64)> {
-    /// Bits in which the entries of a piece are equal.
+    /// Bits that must be equal in contiguous entries.
     const SAME: u64 = entry::PRESENT | entry::WRITE | entry::USER | entry::DIRTY | entry::NX;
     let index = linear / PAGE % around;
     let (offset, _) = ram.offset(leaf.address)?;
@@ -457,11 +487,11 @@ fn joined(
             piece.rights == leaf.rights() && piece.offset + (page - piece.start) == offset
         })
     };
-    // `step` pages on; in two's complement, so also back. Other virtual CPUs may change the entries.
+    // `step` pages further; negative steps in two's complement. Other vCPUs may change the entries.
     let joins = |step: u64| {
         let at = leaf.at.wrapping_add(step.wrapping_mul(8));
         let expected = leaf.address.wrapping_add(step.wrapping_mul(PAGE));
-        // Guest memory has a hole, its descriptor has none.
+        // Guest memory has a hole, its file has none.
         let wanted = offset.wrapping_add(step.wrapping_mul(PAGE));
         let page = linear.wrapping_add(step.wrapping_mul(PAGE));
         let in_piece = ram.offset(expected).is_some_and(|(offset, _)| offset == wanted);
@@ -475,17 +505,17 @@ fn joined(
             })
     };
     let before = (1..=index).take_while(|&step| joins(step.wrapping_neg())).count() as u64;
-    let behind = (1..around - index).take_while(|&step| joins(step)).count() as u64;
-    Some((before * PAGE, behind * PAGE))
+    let after = (1..around - index).take_while(|&step| joins(step)).count() as u64;
+    Some((before * PAGE, after * PAGE))
 }
 
-/// Whether a guest may have something filled in here: not what is always mapped, and not the wedge.
+/// Returns whether an address may be mapped on demand: not permanently mapped, and not the wedge's.
 pub fn is_filled_in(linear: u64) -> bool {
-    is_program(linear) || is_kernel(linear)
+    is_user(linear) || is_kernel(linear)
 }
 
-/// Whether an address is a program's.
-pub fn is_program(linear: u64) -> bool {
+/// Returns whether an address belongs to user mode.
+pub fn is_user(linear: u64) -> bool {
     linear < layout::TASK_SIZE && !(layout::IMAGE..layout::LOW_END).contains(&linear)
 }
 
@@ -495,28 +525,29 @@ fn is_kernel(linear: u64) -> bool {
         || (layout::VMALLOC..layout::GUEST_END).contains(&linear)
 }
 
-/// The slot of this process.
+/// Returns the slot of this process.
 pub fn slot() -> &'static Slot {
-    &vcpu().slots[mine().slot.load(Relaxed) as usize]
+    &vcpu().slots[process().slot.load(Relaxed) as usize]
 }
 
 fn unmap(start: u64, end: u64) {
     syscall_patch::forget(start, end);
     mapped().remove(start, end);
     exec_scan::forget(start, end);
-    // SAFETY: the callers give ranges of the guest only. It fails only for want of the host's memory, when a mapping has to be split.
+    // SAFETY: the callers pass ranges of the guest. It fails only without memory for splitting a
+    // mapping.
     let result = unsafe { sys::unmap(start, end - start) };
     if let Err(error) = result {
         crate::report::fatal(format_args!("cannot unmap guest memory at {start:#x}: {error}"));
     }
-    if is_program(start) {
+    if is_user(start) {
         user_process::unmap(start, end);
     }
 }
 
-/// Drops what programs have mapped in this process.
-pub fn drop_programs() {
-    // The host may forbid mappings of the first pages.
+/// Drops all user-mode mappings of this process.
+pub fn drop_user_pages() {
+    // The host may refuse mappings of the first pages.
     unmap(0, layout::IMAGE);
     unmap(layout::LOW_END, layout::TASK_SIZE);
     mapped().clear();
@@ -525,14 +556,15 @@ pub fn drop_programs() {
     slot().stale.store(false, Relaxed);
 }
 
-/// Drops pages of a program in this process.
+/// Drops user-mode mappings of this process.
 pub fn drop_range(start: u64, end: u64) {
-    if is_program(start) && is_program(end - 1) {
+    if is_user(start) && is_user(end - 1) {
         unmap(start, end);
     }
 }
 
-/// With keys: the kernel executes its image outside of its code, where it may do so until it says otherwise.
+/// With protection keys: permits the kernel to execute its image outside of its code segment, where
+/// its page tables permit it, until the next flush.
 pub fn fill_image(cpu: &VirtualCpu, memory: &GuestMemory, linear: u64) -> bool {
     if !pkeys::is_enabled()
         || !(layout::IMAGE..layout::IMAGE + layout::IMAGE_LENGTH).contains(&linear)
@@ -545,13 +577,13 @@ pub fn fill_image(cpu: &VirtualCpu, memory: &GuestMemory, linear: u64) -> bool {
         return false;
     }
     exec_scan::close_kernel(cpu, memory, page, page + PAGE);
-    mine().image.store(true, Relaxed);
+    process().image.store(true, Relaxed);
     let rights = linux::PROT_READ | linux::PROT_WRITE | linux::PROT_EXEC;
     pkeys::protect(page, PAGE, rights, CLOSED).is_ok()
 }
 
 fn drop_kernel() {
-    if mine().image.swap(false, Relaxed) {
+    if process().image.swap(false, Relaxed) {
         close_image();
     }
     unmap(layout::MODULES, layout::MODULES_END);
@@ -559,7 +591,7 @@ fn drop_kernel() {
     unmap(layout::VMALLOC, layout::GUEST_END);
 }
 
-/// Nothing but the kernel's code can be executed in its image.
+/// Makes the kernel image non-executable outside of its code.
 fn close_image() {
     let Some(start) = crate::shared::start() else { return };
     let image = Ram::new(&start).low.min(layout::IMAGE_LENGTH);
@@ -573,32 +605,32 @@ fn close_image() {
 }
 
 fn drop_all() {
-    drop_programs();
+    drop_user_pages();
     drop_kernel();
 }
 
-/// Drops one page of this process, and the large one that it may be part of.
+/// Drops a page of this process, with the large page that may contain it.
 pub fn drop_page(linear: u64) {
     if !is_filled_in(linear) {
         return;
     }
     let size = if slot().large.load(Relaxed) { LARGE } else { PAGE };
     let start = linear & !(size - 1);
-    if size == PAGE || !is_program(linear) || !drop_stale(start, start + size) {
+    if size == PAGE || !is_user(linear) || !drop_stale(start, start + size) {
         unmap(start, start + size);
     }
 }
 
-/// What is to be done to pages that were mapped.
+/// Change of mapped pages.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Change {
     Drop,
-    /// They keep these rights.
+    /// Reduce the rights.
     Narrow(u32),
 }
 
-/// Drops what programs have mapped between two addresses and the tables do not say any longer, and takes rights that they do not give any
-/// longer. `false`: there is too much to do, or it is not known.
+/// Drops the user-mode mappings between two addresses that the page tables do not contain any more,
+/// and reduces rights. `false`: too many changes, or the list is incomplete.
 fn drop_stale(start: u64, end: u64) -> bool {
     let Some(ram) = crate::shared::start().map(|start| Ram::new(&start)) else { return false };
     let Some(memory) = ram.memory() else { return false };
@@ -609,8 +641,8 @@ fn drop_stale(start: u64, end: u64) -> bool {
     let root = slot().root.load(Relaxed);
     let mut changes = [(0, 0, Change::Drop); CHANGES];
     let mut used: usize = 0;
-    // The last page belongs to the last change: nothing is kept in between.
-    let mut goes_on = false;
+    // The last page belongs to the last change: no page is kept in between.
+    let mut continues = false;
     let first = mapped.pieces().partition_point(|piece| piece.end <= start);
     for piece in mapped.pieces()[first..].iter().take_while(|piece| piece.start < end) {
         let mut at = piece.start.max(start);
@@ -619,7 +651,7 @@ fn drop_stale(start: u64, end: u64) -> bool {
             let leaf = leaf(&memory, root, at);
             let size = leaf.map_or(PAGE, |leaf| leaf.size);
             let offset = piece.offset + (at - piece.start);
-            // A copy is of code, which nobody writes.
+            // A copy is of code, which user mode cannot write.
             let copied = exec_scan::original(&ram, offset);
             let unit = if copied.is_some() { PAGE } else { size };
             let next = last.min((at & !(unit - 1)) + unit);
@@ -627,31 +659,31 @@ fn drop_stale(start: u64, end: u64) -> bool {
                 .map_or(0, |leaf| leaf.still_allows(&ram, &memory, at, copied.unwrap_or(offset)));
             let is_old = |leaf: Leaf| {
                 let address = leaf.address + (at & (size - 1));
-                if syscall_patch::has_copy(at) {
-                    unit == PAGE && !syscall_patch::is_current(at, address, &memory)
-                } else {
-                    copied.is_some_and(|offset| !exec_scan::is_current(&memory, address, offset))
-                }
+                // With protection keys all copies follow their frames.
+                !pkeys::is_enabled()
+                    && unit == PAGE
+                    && syscall_patch::has_copy(at)
+                    && !syscall_patch::is_current(at, address, &memory)
             };
             let change = match wanted & piece.rights {
                 rights if rights & linux::PROT_READ == 0 || leaf.is_some_and(is_old) => {
                     Some(Change::Drop)
                 }
-                // It is for what can be executed.
+                // Executable copies are all or nothing.
                 rights if copied.is_some() && rights != piece.rights => Some(Change::Drop),
                 rights if rights != piece.rights => Some(Change::Narrow(rights)),
                 _ => None,
             };
             match (change, used.checked_sub(1).map(|index| &mut changes[index])) {
-                (None, _) => goes_on = false,
-                // What lies between is mapped for nobody, but for the hole of the kernel's image.
+                (None, _) => continues = false,
+                // No mappings lie between, except for the hole of the kernel image.
                 (Some(Change::Drop), Some((from, to, Change::Drop)))
-                    if goes_on && (*from < layout::IMAGE) == (at < layout::IMAGE) =>
+                    if continues && (*from < layout::IMAGE) == (at < layout::IMAGE) =>
                 {
                     *to = next;
                 }
                 (Some(change), Some((_, to, before)))
-                    if goes_on && *to == at && change == *before =>
+                    if continues && *to == at && change == *before =>
                 {
                     *to = next;
                 }
@@ -659,7 +691,7 @@ fn drop_stale(start: u64, end: u64) -> bool {
                     let Some(place) = changes.get_mut(used) else { return false };
                     *place = (at, next, change);
                     used += 1;
-                    goes_on = true;
+                    continues = true;
                 }
             }
             at = next;
@@ -674,11 +706,10 @@ fn drop_stale(start: u64, end: u64) -> bool {
     true
 }
 
-/// Takes rights of pages that are mapped in one go, or pieces of them.
+/// Reduces the rights of pages that are mapped by one call, or parts of them.
 fn narrow(start: u64, end: u64, rights: u32) {
-    let arguments = [start, end - start, rights.into(), 0, 0, 0];
-    // SAFETY: the pages are a program's; only rights are taken.
-    if unsafe { sys::call(linux::__NR_mprotect, arguments) }.is_err() {
+    // SAFETY: the pages are user mode's; the rights are only reduced.
+    if unsafe { sys::protect(start, end - start, rights) }.is_err() {
         unmap(start, end);
         return;
     }
@@ -693,8 +724,8 @@ fn narrow(start: u64, end: u64, rights: u32) {
     }
 }
 
-/// The beginning or the end of a copy has changed: no process of this virtual CPU may go on executing it beside what it has mapped before or
-/// behind.
+/// Notifies all processes of this vCPU that the beginning or end of a code copy has changed: none
+/// may execute it next to previously mapped neighbours.
 pub fn copy_changed(offset: u64) {
     let vcpu = vcpu();
     let number = vcpu.renewals.load(Relaxed);
@@ -703,28 +734,23 @@ pub fn copy_changed(offset: u64) {
     follow_copies();
 }
 
-/// Drops in this process the copies that have changed since it had the virtual CPU.
+/// Drops in this process the copies that have changed since it last ran the vCPU.
 fn follow_copies() {
     let (vcpu, slot) = (vcpu(), slot());
     let now = vcpu.renewals.load(Relaxed);
     let seen = slot.renewals.swap(now, Relaxed);
     if now != seen && (now - seen > FLUSHES as u64 || !mapped().is_complete()) {
-        drop_programs();
+        drop_user_pages();
         return;
     }
     for number in seen..now {
         let offset = vcpu.renewed[number as usize % FLUSHES].load(Relaxed);
-        let has_it = |piece: &&Piece| {
-            (piece.offset..piece.offset + (piece.end - piece.start)).contains(&offset)
-        };
-        while let Some(piece) = mapped().pieces().iter().find(has_it).copied() {
-            let at = piece.start + (offset - piece.offset);
-            unmap(at, at + PAGE);
-        }
+        drop_mapped(offset, PAGE, linux::PROT_READ);
     }
 }
 
-/// The kernel's mapping of an address is to be forgotten by all processes of this virtual CPU; [`EVERYTHING`]: of any.
+/// Notifies all processes of this vCPU of a changed kernel mapping; [`EVERYTHING`]: of all kernel
+/// mappings.
 pub fn kernel_changed(linear: u64) {
     let vcpu = vcpu();
     let number = vcpu.changes.load(Relaxed);
@@ -733,12 +759,12 @@ pub fn kernel_changed(linear: u64) {
     follow();
 }
 
-/// Whether an address is the kernel's, so that its mapping is the same in all processes.
+/// Returns whether an address belongs to the kernel, whose mappings are the same in all processes.
 pub fn is_shared(linear: u64) -> bool {
     is_kernel(linear)
 }
 
-/// Does in this process what has changed since it had the virtual CPU.
+/// Applies to this process all changes since it last ran the vCPU.
 pub fn follow() {
     let (vcpu, slot) = (vcpu(), slot());
     if profile::is_on() {
@@ -764,7 +790,7 @@ pub fn follow() {
         if drop_stale(0, layout::TASK_SIZE) {
             slot.stale.store(false, Relaxed);
         } else {
-            drop_programs();
+            drop_user_pages();
         }
     }
 }

@@ -22,7 +22,7 @@ use crate::report::HOST;
 use crate::setup::{self, Kind};
 use crate::shared::{
     OWN_VCPU, PRIVATE_LENGTH, PRIVATE_STACK_TOP, SharedVcpu, VCPU_LENGTH, cell, count, counter,
-    mine, shared, stack_top, started, vcpu, vcpu_offset, vcpus,
+    process, shared, stack_top, started, vcpu, vcpu_offset, vcpus,
 };
 use crate::sys::{self, Backing, Errno};
 use crate::{cpu_affinity, monitor, pkeys, report, signal, steal_time, user_process, xstate};
@@ -238,8 +238,8 @@ fn become_guest(
         user_process::map_mailbox(index, slot_index)?;
     }
     xstate::detect();
-    mine().slot.store(slot_index as u32, Relaxed);
-    mine().vcpu.store(index as u32, Relaxed);
+    process().slot.store(slot_index as u32, Relaxed);
+    process().vcpu.store(index as u32, Relaxed);
     crate::syscall_patch::set_up()?;
     die_with_parent(parent)?;
     signal::set_up()?;
@@ -407,11 +407,11 @@ pub fn enter(ram: &Ram) -> Cause {
         signal::scrub();
     }
     // SAFETY: this process owns the vCPU, and the guest does not run.
-    let is_program = unsafe { (*cell()).cpu.cpl == 3 };
-    if is_program && user_process::is_enabled() {
+    let is_user = unsafe { (*cell()).cpu.cpl == 3 };
+    if is_user && user_process::is_enabled() {
         return user_process::run_user();
     }
-    let is_closed = is_program && has(option::REMAP);
+    let is_closed = is_user && has(option::REMAP);
     let check = |result| {
         if let Err(error) = result {
             report::fatal(format_args!("cannot map the guest kernel: {error}"));

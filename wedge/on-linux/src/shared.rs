@@ -42,8 +42,9 @@ pub const OWN_VCPU: u64 = CELL;
 const SHARED_STRUCT: u64 = OWN_VCPU + VCPU_LENGTH;
 /// Top of the stack of a process that does not run the vCPU.
 pub const PRIVATE_STACK_TOP: u64 = layout::PRIVATE + 0x2_0000;
-const _: () =
-    assert!(size_of::<Mine>() <= 0x1_8000 && CROSSING == SIGNAL_STACK + SIGNAL_STACK_LENGTH);
+const _: () = assert!(
+    size_of::<ProcessState>() <= 0x1_8000 && CROSSING == SIGNAL_STACK + SIGNAL_STACK_LENGTH
+);
 /// Stack of the signal handlers.
 pub const SIGNAL_STACK: u64 = layout::PRIVATE + 0x2_0000;
 /// Length of the signal stack in bytes.
@@ -402,7 +403,7 @@ pub fn statistics(vcpu: usize) -> &'static VcpuStatistics {
 
 /// Returns the counters of this process's vCPU.
 pub fn own_statistics() -> &'static VcpuStatistics {
-    statistics(mine().vcpu.load(core::sync::atomic::Ordering::Relaxed) as usize)
+    statistics(process().vcpu.load(core::sync::atomic::Ordering::Relaxed) as usize)
 }
 
 /// Returns the address of the state shared with entry code.
@@ -499,7 +500,7 @@ pub fn share(number: usize) -> ShareRecord {
 
 /// Private state of a process.
 #[repr(C)]
-pub struct Mine {
+pub struct ProcessState {
     /// First field: selector of system call dispatch, see [`wedge_x86::Private`].
     pub private: wedge_x86::Private,
     /// Slot of the process.
@@ -541,7 +542,7 @@ pub struct Mine {
 }
 
 /// Returns the process's private state.
-pub fn mine() -> &'static Mine {
+pub fn process() -> &'static ProcessState {
     // SAFETY: `main` maps it first, zeroed; all shared fields are atomic.
-    unsafe { &*(PRIVATE as *const Mine) }
+    unsafe { &*(PRIVATE as *const ProcessState) }
 }

@@ -18,7 +18,7 @@ use wedge_x86::{CODE_64, Unwound};
 use crate::config::config;
 use crate::processes::{KICK, TIMER};
 use crate::shared::{
-    SIGNAL_STACK, SIGNAL_STACK_LENGTH, Signal, cell, count, counter, event, events, mine, vcpu,
+    SIGNAL_STACK, SIGNAL_STACK_LENGTH, Signal, cell, count, counter, event, events, process, vcpu,
 };
 use crate::sys::{self, Errno};
 use crate::{pkeys, report, xstate};
@@ -106,7 +106,7 @@ pub fn set_up() -> Result<(), Errno> {
         prctl::PR_SYS_DISPATCH_ON.into(),
         0,
         0,
-        mine().private.dispatch.as_ptr() as u64,
+        process().private.dispatch.as_ptr() as u64,
         0,
     ];
     // SAFETY: the byte exists for the life of the process; only entry code sets it, on the way to
@@ -139,16 +139,17 @@ fn note_frame(context: u64) {
     // Below the context is only the return address of the handler.
     let page = context & !0xfff;
     if (SIGNAL_STACK..SIGNAL_STACK + SIGNAL_STACK_LENGTH).contains(&page) {
-        mine().frames.fetch_max(SIGNAL_STACK + SIGNAL_STACK_LENGTH - page, Relaxed);
+        process().frames.fetch_max(SIGNAL_STACK + SIGNAL_STACK_LENGTH - page, Relaxed);
     }
 }
 
 /// Marks all used parts of the signal stacks for clearing.
 pub fn mark_stale() {
-    mine().scrubs.store(ALL, Relaxed);
+    process().scrubs.store(ALL, Relaxed);
 }
 
-/// Values of [`crate::shared::Mine::scrubs`]: frames of the kernel only; frames of any origin.
+/// Values of [`crate::shared::ProcessState::scrubs`]: frames of the kernel only; frames of any
+/// origin.
 const KERNEL: u8 = 1;
 const ALL: u8 = 2;
 
@@ -157,12 +158,12 @@ const ALL: u8 = 2;
 pub fn scrub() {
     /// Largest stack usage of a handler on its own stack in bytes.
     const HANDLER: usize = 0x2000;
-    let mine = mine();
-    let scrubs = mine.scrubs.swap(0, Relaxed);
+    let process = process();
+    let scrubs = process.scrubs.swap(0, Relaxed);
     if scrubs == 0 {
         return;
     }
-    let length = mine.frames.swap(0, Relaxed).min(SIGNAL_STACK_LENGTH);
+    let length = process.frames.swap(0, Relaxed).min(SIGNAL_STACK_LENGTH);
     let handler = if scrubs == ALL { HANDLER } else { 0 };
     for (end, length) in [
         (SIGNAL_STACK + SIGNAL_STACK_LENGTH, length as usize),
@@ -190,15 +191,15 @@ unsafe extern "sysv64" fn handler() {
 extern "sysv64" fn on_signal(number: u32, _: *const u8, context: *mut Context) {
     if pkeys::is_enabled() {
         note_frame(context as u64);
-        mine().scrubs.fetch_max(KERNEL, Relaxed);
+        process().scrubs.fetch_max(KERNEL, Relaxed);
     }
     // From here on, system calls are the wedge's.
-    mine().private.dispatch.store(0, Relaxed);
+    process().private.dispatch.store(0, Relaxed);
     let synchronous = SYNCHRONOUS.contains(&number);
     let vcpu = vcpu();
     // SAFETY: the kernel passes the context of this signal.
     let context = unsafe { &mut *context };
-    if vcpu.running.load(SeqCst) != mine().slot.load(Relaxed) {
+    if vcpu.running.load(SeqCst) != process().slot.load(Relaxed) {
         // A stale timer, or a late signal: the process that runs the vCPU has the event.
         if synchronous {
             unexpected(number, context);
@@ -453,17 +454,17 @@ fn unexpected(number: u32, context: &Context) -> ! {
 
 /// Sets this process's timer to the deadline of the vCPU.
 pub fn arm_timer() {
-    let mine = mine();
+    let process = process();
     let deadline = vcpu().deadline.load(Relaxed);
     if deadline <= crate::guest::tsc() {
         // This process's timer may have expired while another process ran the vCPU.
         events().fetch_or(event::TIMER, SeqCst);
         return;
     }
-    if mine.armed.load(Relaxed) == deadline {
+    if process.armed.load(Relaxed) == deadline {
         return;
     }
-    mine.armed.store(deadline, Relaxed);
+    process.armed.store(deadline, Relaxed);
     if let Err(error) = set_timer(deadline) {
         report::fatal(format_args!("timer_settime failed: {error}"));
     }
@@ -477,7 +478,7 @@ pub fn until(tsc: u64) -> u64 {
 }
 
 fn set_timer(deadline: u64) -> Result<(), Errno> {
-    let timer = mine().timer.load(Relaxed).into();
+    let timer = process().timer.load(Relaxed).into();
     // A time of 0 disarms the timer.
     let wait = if deadline == u64::MAX { 0 } else { until(deadline).max(1) };
     let time = [0, 0, wait / 1_000_000_000, wait % 1_000_000_000];
@@ -497,6 +498,6 @@ fn create_timer() -> Result<(), Errno> {
     let arguments = [clock, event.as_ptr() as u64, &raw mut timer as u64, 0, 0, 0];
     // SAFETY: the kernel reads the description and writes the id.
     unsafe { sys::call(linux::__NR_timer_create, arguments) }?;
-    mine().timer.store(timer, Relaxed);
+    process().timer.store(timer, Relaxed);
     Ok(())
 }

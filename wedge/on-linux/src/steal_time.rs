@@ -17,7 +17,7 @@ use linux_raw_sys::general as linux;
 use crate::clock;
 use crate::config::config;
 use crate::guest::tsc;
-use crate::shared::{mine, vcpu};
+use crate::shared::{process, vcpu};
 
 /// Largest number of queries of the host clock per second.
 const QUERIES_PER_SECOND: u64 = 125;
@@ -47,7 +47,7 @@ pub struct TurnTimes {
 }
 
 fn update(change: impl FnOnce(&mut StealState, &mut TurnTimes)) {
-    let (steal, turns) = (&vcpu().steal, &mine().turns);
+    let (steal, turns) = (&vcpu().steal, &process().turns);
     let (mut of_vcpu, mut own) = (steal.get(), turns.get());
     change(&mut of_vcpu, &mut own);
     steal.set(of_vcpu);

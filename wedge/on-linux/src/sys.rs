@@ -97,6 +97,15 @@ pub unsafe fn unmap(address: u64, length: u64) -> Result<()> {
     unsafe { call(linux::__NR_munmap, [address, length, 0, 0, 0, 0]).map(drop) }
 }
 
+/// Changes the rights of a range.
+///
+/// # Safety
+/// The program must not access its own memory in the range in a way that the rights forbid.
+pub unsafe fn protect(address: u64, length: u64, rights: u32) -> Result<()> {
+    // SAFETY: the caller guarantees the range.
+    unsafe { call(linux::__NR_mprotect, [address, length, rights.into(), 0, 0, 0]).map(drop) }
+}
+
 /// Waits until `word` is woken, for `nanoseconds` at most, if its value is `expected`. May return
 /// early.
 pub fn wait(word: &core::sync::atomic::AtomicU32, expected: u32, nanoseconds: Option<u64>) {

@@ -39,7 +39,7 @@ use crate::memory::PAGE;
 use crate::processes::{self, KICK};
 use crate::report::{self, HOST};
 use crate::setup::{self, Kind};
-use crate::shared::{Mine, PRIVATE_LENGTH, cell, events, export_words, mine, vcpu};
+use crate::shared::{PRIVATE_LENGTH, ProcessState, cell, events, export_words, process, vcpu};
 use crate::signal::{self, Context};
 use crate::sys::{self, Backing, Errno};
 use crate::{clock, compat, cpu_affinity, guest, steal_time, xstate};
@@ -266,7 +266,7 @@ fn start_mapper(filters: &Filters) -> Result<(), Errno> {
     if thread < 0 {
         return Err(Errno(-thread as i32));
     }
-    let ready = &mine().mapper.is_confined;
+    let ready = &process().mapper.is_confined;
     while ready.load(SeqCst) == 0 {
         sys::wait(ready, 0, None);
     }
@@ -320,9 +320,9 @@ extern "sysv64" fn begin_mapper(filters: *const Filters) -> ! {
 }
 
 const CONFINED: u64 =
-    layout::PRIVATE + (offset_of!(Mine, mapper) + offset_of!(Mapper, is_confined)) as u64;
+    layout::PRIVATE + (offset_of!(ProcessState, mapper) + offset_of!(Mapper, is_confined)) as u64;
 const MAY_MAP: u64 =
-    layout::PRIVATE + (offset_of!(Mine, mapper) + offset_of!(Mapper, may_map)) as u64;
+    layout::PRIVATE + (offset_of!(ProcessState, mapper) + offset_of!(Mapper, may_map)) as u64;
 
 /// Reports that the mapper has its filter, waits until the user thread has its own, unmaps the
 /// memory that both have used, and enters the mapper loop.
@@ -685,7 +685,7 @@ fn resume_thread() {
 fn peer() -> &'static mut UserProcess {
     // SAFETY: it is in the process's own memory, used by its only thread outside of signal
     // handlers. Each use ends before the next begins.
-    unsafe { &mut *mine().peer.at() }
+    unsafe { &mut *process().peer.at() }
 }
 
 /// Requests a new user process, waits for its first stop, before user mode runs, and records the
@@ -698,7 +698,7 @@ fn connect() {
     request.batch.store(0, SeqCst);
     request.used.store(0, Relaxed);
     let wanted = &vcpu().user_wanted;
-    wanted.store(1 + mine().slot.load(Relaxed), SeqCst);
+    wanted.store(1 + process().slot.load(Relaxed), SeqCst);
     processes::notify();
     let mut times = 0;
     while let number @ 1.. = wanted.load(SeqCst) {
@@ -798,7 +798,7 @@ fn commit() {
     request.used.store(0, Relaxed);
     if !is_done {
         replace_process();
-        mine().unmapped.store(true, Relaxed);
+        process().unmapped.store(true, Relaxed);
     }
 }
 
@@ -869,7 +869,7 @@ pub fn run_user() -> Cause {
     }
     follow_cpu();
     commit();
-    if mine().unmapped.swap(false, Relaxed) {
+    if process().unmapped.swap(false, Relaxed) {
         // The host is out of memory or mappings. The next process has nothing mapped, and all pages
         // can be faulted in again.
         peer().failures += 1;
@@ -878,7 +878,7 @@ pub fn run_user() -> Cause {
                 "cannot map or unmap user memory in {MAX_FAILURES} consecutive user processes"
             ));
         }
-        crate::memory::drop_programs();
+        crate::memory::drop_user_pages();
         return Cause::Events;
     }
     if events().load(SeqCst) != 0 {

@@ -12,7 +12,7 @@ use vmm_mem::GuestMemory;
 use wedge_core::VirtualCpu;
 
 use crate::memory::PAGE;
-use crate::shared::{EXTENDED_STATE, mine, vcpu};
+use crate::shared::{EXTENDED_STATE, process, vcpu};
 
 /// `PKRU` component in `XCR0` (SDM vol. 1, 13.1).
 pub const PKRU: u64 = 1 << 9;
@@ -55,7 +55,7 @@ pub fn detect() {
     let enabled = u64::from(high) << 32 | u64::from(low);
     let length = __cpuid_count(LEAF, 0).ebx.into();
     let is_compacting = __cpuid_count(LEAF, 1).eax & 2 != 0;
-    mine().xsave_layout.set(XsaveLayout { enabled, is_compacting, length, each });
+    process().xsave_layout.set(XsaveLayout { enabled, is_compacting, length, each });
 }
 
 /// Saves the components `features` to `area` (`XSAVE`), whatever its previous contents. The
@@ -110,7 +110,7 @@ pub fn restore(area: u64, left: u64) {
             let features = bytes.add(AT + 8).cast::<u64>().read_unaligned();
             let header = bytes.add(HEADER).cast::<[u64; 8]>().read_unaligned();
             let control = bytes.add(24).cast::<u32>().read_unaligned();
-            let parts = mine().xsave_layout.get();
+            let parts = process().xsave_layout.get();
             if is_valid(&header, control, parts.enabled) && left >= parts.length {
                 load(area, features);
             }
@@ -128,7 +128,7 @@ fn is_valid(header: &[u64; 8], control: u32, known: u64) -> bool {
     let parts = match layout {
         0 => present & !known == 0,
         _ => {
-            mine().xsave_layout.get().is_compacting
+            process().xsave_layout.get().is_compacting
                 && layout & COMPACT != 0
                 && layout & !COMPACT & !known == 0
                 && present & !(layout & !COMPACT) == 0
@@ -202,7 +202,7 @@ fn length(header: &[u64; 8], wanted: u64) -> u64 {
     let compact = layout >> 63 != 0;
     let mut end = LEAST;
     let mut next = LEAST;
-    let parts = mine().xsave_layout.get().each;
+    let parts = process().xsave_layout.get().each;
     for (component, &(offset, length, aligned)) in parts.iter().enumerate().skip(2) {
         let bit = 1 << component;
         let is_read = present & wanted & bit != 0;

@@ -68,6 +68,7 @@ fn exercise(mode: &str, features: u32) {
     apic::send_self(MESSAGE);
     cpu::take_interrupts();
     check!(MESSAGES.load(Relaxed) == 1, "{mode}: a message to itself did not arrive");
+    task_priority(mode);
 
     TIMERS.store(0, Relaxed);
     apic::start_timer(local::TIMER_ONE_SHOT, TIMER, TICKS);
@@ -105,6 +106,16 @@ fn exercise(mode: &str, features: u32) {
         check!(armed.is_ok(), "{mode}: TSC deadline in the past: {armed:?}");
         wait_for(PERIODS + 1);
         apic::stop_timer();
+    }
+}
+
+/// A write of `CR8` sets the whole register: bits 3:0 become 0, even where the class does not change.
+fn task_priority(mode: &str) {
+    for priority in [3, 9, 0] {
+        apic::write(local::TPR, 0x35);
+        cpu::set_priority(priority);
+        let register = u64::from(apic::read(local::TPR));
+        check!(register == priority << 4, "{mode}: TPR is {register:#x} at CR8 {priority:#x}");
     }
 }
 

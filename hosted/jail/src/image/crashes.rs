@@ -1,8 +1,8 @@
-//! Images after the process has been killed, or the host has lost its power, at any moment: a storage that keeps a log of
-//! what is written gives the file as it then is.
+//! Images after the process is killed or the host loses power at any moment: a storage that logs
+//! all writes reproduces the file at that moment.
 
-use super::refcounts::{Found, Header, Medium};
-use super::{Disk, Image, SECTOR};
+use super::refcounts::{CheckResult, Header, Medium};
+use super::{Disk, ImageConfig, SECTOR};
 use imago::io_buffers::{IoVector, IoVectorMut};
 use imago::qcow2::{Qcow2, Qcow2CreateBuilder};
 use imago::storage::drivers::CommonStorageHelper;
@@ -13,15 +13,15 @@ use std::io;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// What happens to a file.
+/// Events on a file.
 #[derive(Debug)]
 enum Event {
     Write(u64, Vec<u8>),
-    /// What came before this event is on the disk.
+    /// All earlier events are on disk.
     Synced(usize),
 }
 
-/// The bytes of a file.
+/// Contents of a file.
 #[derive(Clone, Default, Debug)]
 struct Bytes(Vec<u8>);
 
@@ -58,16 +58,16 @@ impl Medium for RefCell<Bytes> {
     }
 }
 
-/// A file, and all that has happened to it.
+/// A file and its log.
 #[derive(Default, Debug)]
 struct Log {
     bytes: Bytes,
     events: Vec<Event>,
-    /// Syncs that succeed before all fail.
+    /// Number of syncs that succeed before all fail.
     syncs: Option<usize>,
 }
 
-/// The storage of an image.
+/// Storage of an image.
 #[derive(Clone, Default, Debug)]
 struct Recorder(Arc<Mutex<Log>>, Arc<CommonStorageHelper>);
 
@@ -82,7 +82,7 @@ impl Recorder {
         recorder
     }
 
-    /// Events up to now.
+    /// Returns the number of events so far.
     fn now(&self) -> usize {
         self.log().events.len()
     }
@@ -121,7 +121,7 @@ impl Storage for Recorder {
 
     fn sync(&self) -> io::Result<()> {
         let before = self.now();
-        // Others write meanwhile.
+        // Other threads write meanwhile.
         std::thread::yield_now();
         let mut log = self.log();
         if let Some(left) = log.syncs {
@@ -140,7 +140,7 @@ impl Storage for Recorder {
     }
 }
 
-/// Numbers that look random.
+/// Pseudo-random numbers.
 struct Random(u64);
 
 impl Random {
@@ -150,13 +150,14 @@ impl Random {
     }
 }
 
-/// A kind of image: bytes of a cluster, bits of a count, sectors of the disk.
+/// A kind of image: bytes per cluster, bits per count, sectors of the disk.
 type Shape = (usize, usize, u64);
 
-/// Images in which tables of each kind are made often, and the table of refcount blocks grows, too.
+/// Images in which tables of each kind are allocated often, and the table of refcount blocks grows,
+/// too.
 const SHAPES: [Shape; 3] = [(512, 64, 4500), (4096, 16, 9000), (65536, 16, 4096)];
 
-/// An image without data, and its events.
+/// Creates an image without data, and its log.
 fn image((cluster, width, sectors): Shape) -> (Recorder, Disk<Recorder>) {
     let recorder = Recorder::default();
     let builder: Qcow2CreateBuilder<Recorder> = Qcow2::<Recorder>::create_builder(recorder.clone());
@@ -168,13 +169,13 @@ fn image((cluster, width, sectors): Shape) -> (Recorder, Disk<Recorder>) {
 }
 
 fn open(recorder: &Recorder, sectors: u64, read_only: bool) -> Disk<Recorder> {
-    Disk::with(recorder.clone(), Image { read_only, sectors }).unwrap()
+    Disk::with(recorder.clone(), ImageConfig { read_only, sectors }).unwrap()
 }
 
-/// What has been done to an image.
+/// Operations on an image.
 #[derive(Default)]
 struct History {
-    /// For each write: the events that it has caused, its sectors, and what each of them has then (0: zeros).
+    /// For each write: its events, its sectors, and their values after it (0: zeros).
     writes: Vec<(Range<usize>, Range<u64>, u32)>,
     /// Events of each flush.
     flushes: Vec<Range<usize>>,
@@ -186,8 +187,8 @@ fn sector(value: u32) -> [u8; SECTOR as usize] {
 }
 
 impl History {
-    /// Does something at random to these sectors.
-    fn act(
+    /// Performs a random operation on these sectors.
+    fn execute(
         &mut self,
         disk: &Disk<Recorder>,
         recorder: &Recorder,
@@ -208,7 +209,7 @@ impl History {
             }
             1 => return disk.access.flush().unwrap(),
             2 | 3 => {
-                let _claim = disk.claims.claim(at, bytes, true);
+                let _claim = disk.claims.lock(at, bytes, true);
                 // SAFETY: no other request uses these sectors.
                 unsafe { disk.access.discard_to_zero_unsafe(at, bytes) }.unwrap();
                 0
@@ -226,7 +227,7 @@ impl History {
         self.writes.push((before..recorder.now(), first..first + length, value));
     }
 
-    /// Whether each sector has, after so many events, what was flushed or has been written since.
+    /// Asserts that each sector has its flushed value or a later one after this number of events.
     fn check(&self, disk: &Disk<Recorder>, events: usize, sectors: &Range<u64>) {
         let flushed =
             self.flushes.iter().filter(|flush| flush.end <= events).map(|flush| flush.start);
@@ -254,15 +255,15 @@ impl History {
     }
 }
 
-/// What the tables of an image are like: at most there are leaks.
-fn check(medium: &RefCell<Bytes>, what: fmt::Arguments<'_>) -> Found {
+/// Checks the tables of an image: only leaks are acceptable.
+fn check(medium: &RefCell<Bytes>, what: fmt::Arguments<'_>) -> CheckResult {
     let header = Header::read(medium).unwrap();
     let found = header.check(medium).unwrap_or_else(|error| panic!("{what}: {error}"));
     assert_eq!(found.missing, 0, "{what}");
     found
 }
 
-/// The file when the process is killed after each event.
+/// Checks the file after a kill at each event.
 #[test]
 fn killed_anywhere() {
     for (number, shape) in SHAPES.into_iter().enumerate() {
@@ -270,11 +271,11 @@ fn killed_anywhere() {
         let (start, file) = (recorder.now(), RefCell::new(recorder.log().bytes.clone()));
         let (mut history, mut random) = (History::default(), Random(number as u64 + 1));
         for _ in 0..600 {
-            history.act(&disk, &recorder, &mut random, &sectors);
+            history.execute(&disk, &recorder, &mut random, &sectors);
         }
         let log = recorder.log();
         assert!(log.events.len() > 600 && history.flushes.len() > 10);
-        // With the smallest clusters the table of refcount blocks has been moved.
+        // With the smallest clusters, the table of refcount blocks has been moved.
         assert!(number != 0 || log.bytes.0.len() > 2 << 20);
         for (index, event) in log.events.iter().enumerate().skip(start) {
             let Event::Write(at, data) = event else { continue };
@@ -289,7 +290,8 @@ fn killed_anywhere() {
     }
 }
 
-/// The file when the host has lost its power after so many events: of what is not synced, any sectors are on the disk.
+/// Returns the file after a power loss at this event: any subset of the unsynced sectors is on
+/// disk.
 fn after_power_loss(events: &[Event], random: &mut Random) -> Bytes {
     let synced = events.iter().map(|event| match event {
         Event::Synced(before) => *before,
@@ -306,7 +308,7 @@ fn after_power_loss(events: &[Event], random: &mut Random) -> Bytes {
         }
         let mut done = 0;
         while done < data.len() {
-            // Sectors are written wholly or not at all.
+            // Sector writes are atomic.
             let length = SECTOR as usize - (*at as usize + done) % SECTOR as usize;
             let length = length.min(data.len() - done);
             if random.below(4) < share {
@@ -325,20 +327,20 @@ fn power_lost_anywhere() {
         let mut random = Random(number as u64 + 77);
         let mut history = History::default();
         for _ in 0..600 {
-            history.act(&disk, &recorder, &mut random, &sectors);
+            history.execute(&disk, &recorder, &mut random, &sectors);
         }
         let log = recorder.log();
         let is_header = |event: &Event| matches!(event, Event::Write(0, _));
         let moved = log.events[start_of(&history)..].iter().filter(|event| is_header(event));
         assert!(number != 0 || moved.count() != 0, "the table of refcount blocks has been moved");
-        // Any moments, and those at which the header has changed.
+        // Random moments, and those at which the header has changed.
         let moments = log.events.iter().zip(1..).flat_map(|(event, events)| match event {
             event if is_header(event) => [events; 30].to_vec(),
             _ => [events; 1][..usize::from(random.below(6) == 0)].to_vec(),
         });
         for events in moments.collect::<Vec<_>>() {
             let bytes = after_power_loss(&log.events[..events], &mut random);
-            // Where the image itself was not there yet, there is nothing to say.
+            // The image did not exist yet.
             if events <= start_of(&history) {
                 continue;
             }
@@ -354,17 +356,17 @@ fn power_lost_anywhere() {
     }
 }
 
-/// Events before the first write.
+/// Returns the number of events before the first write.
 fn start_of(history: &History) -> usize {
     history.writes.first().map_or(0, |write| write.0.start)
 }
 
-/// The counts are rebuilt, and what is written then is there, beside what was there before.
+/// Rebuilds the counts; later writes are then readable in addition to the earlier data.
 fn second_life(bytes: Bytes, history: &History, events: usize, shape: Shape) {
     let medium = RefCell::new(bytes);
     let header = Header::read(&medium).unwrap();
     header.rebuild(&medium).unwrap();
-    assert_eq!(header.check(&medium).unwrap(), Found::default());
+    assert_eq!(header.check(&medium).unwrap(), CheckResult::default());
     let recorder = Recorder::of(medium.into_inner());
     let disk = open(&recorder, shape.2, false);
     let half = shape.2 / 2;
@@ -381,10 +383,10 @@ fn second_life(bytes: Bytes, history: &History, events: usize, shape: Shape) {
     let beyond = History { writes: beyond.collect(), flushes: history.flushes.clone() };
     beyond.check(&disk, events, &rest);
     let file = RefCell::new(recorder.log().bytes.clone());
-    assert_eq!(check(&file, format_args!("a second life")), Found::default());
+    assert_eq!(check(&file, format_args!("a second life")), CheckResult::default());
 }
 
-/// Threads that write, each its own part, beside each other's flushes.
+/// Threads that each write their own part, concurrently with flushes.
 #[test]
 fn several_at_a_time() {
     let shape = (4096, 16, 12000);
@@ -397,7 +399,7 @@ fn several_at_a_time() {
                 let (mut history, mut random) = (History::default(), Random(thread + 5));
                 let sectors = thread * each..(thread + 1) * each;
                 for _ in 0..200 {
-                    history.act(disk, recorder, &mut random, &sectors);
+                    history.execute(disk, recorder, &mut random, &sectors);
                 }
                 (history, sectors)
             })
@@ -422,7 +424,7 @@ fn several_at_a_time() {
     }
 }
 
-/// The file after these events.
+/// Returns the file after these events.
 fn before(events: &[Event]) -> Bytes {
     let mut bytes = Bytes::default();
     for event in events {
@@ -433,7 +435,7 @@ fn before(events: &[Event]) -> Bytes {
     bytes
 }
 
-/// After a sync has failed, none succeeds, and nothing is pointed to that may not be on the disk.
+/// After a failed sync, all later ones fail, and no table points to data that may not be on disk.
 #[test]
 fn a_failed_sync_is_the_last_word() {
     let shape = (4096, 16, 16384);
@@ -449,7 +451,7 @@ fn a_failed_sync_is_the_last_word() {
             let written = disk.access.write(&sector(number as u32)[..], at + number * 4096);
             let flushed = disk.access.flush().and_then(|()| disk.access.sync());
             match &failed {
-                // The host's disk is well again, but what was lost stays lost.
+                // The host's disk works again, but the lost data stays lost.
                 Some(_) => assert!(flushed.is_err()),
                 None if written.is_err() || flushed.is_err() => {
                     failed = Some(recorder.now());
@@ -464,7 +466,7 @@ fn a_failed_sync_is_the_last_word() {
         let mut random = Random(1);
         let events = &recorder.log().events;
         for _ in 0..20 {
-            // None of the later syncs has been asked for.
+            // No later sync reached the storage.
             let file = RefCell::new(after_power_loss(events, &mut random));
             check(&file, format_args!("after {syncs} syncs, then none"));
         }

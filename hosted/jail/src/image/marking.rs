@@ -1,21 +1,21 @@
-//! The mark of an image that is being written to: the dirty bit of its header.
+//! Dirty bit in the header of a qcow2 image that is open for writing.
 
 use std::fs;
 use std::io;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::refcounts::{COMMAND, Header, Unsound};
+use super::refcounts::{COMMAND, Header, ImageError};
 
-/// Whether an image is marked.
+/// State of the dirty bit.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Mark {
     Unset,
     Set,
-    /// It is closed: nothing is written any more.
+    /// Closed: no further writes.
     Closed,
 }
 
-/// Marks an image from its first change until it is closed.
+/// Marks an image as dirty from its first change until it is closed.
 #[derive(Debug)]
 pub struct Marking {
     mark: Mutex<Mark>,
@@ -31,14 +31,14 @@ struct Marker {
 }
 
 impl Marker {
-    /// Sets or clears the mark; it is on the disk then.
+    /// Sets or clears the bit, and syncs it to disk.
     fn write(&self, is_dirty: bool) -> io::Result<()> {
         self.header.write_dirty(&self.file, is_dirty)?;
         self.file.sync_data()
     }
 
-    /// Rebuilds the counts of an image that was not closed.
-    fn repair(&self) -> Result<(), Unsound> {
+    /// Rebuilds the reference counts of an image that was not closed.
+    fn repair(&self) -> Result<(), ImageError> {
         let found = self.header.rebuild(&self.file)?;
         self.file.sync_data()?;
         eprintln!(
@@ -51,15 +51,16 @@ impl Marker {
 }
 
 impl Marking {
-    /// Marks nothing.
+    /// Creates a marking that does nothing.
     pub const fn none() -> Self {
         Self { mark: Mutex::new(Mark::Unset), marker: None }
     }
 
-    /// Prepares an image that is to be written to. One that was not closed is repaired.
+    /// Prepares an image for writing. One that was not closed is repaired.
     ///
     /// # Errors
-    /// It is no image, cannot be repaired, or has counts that nothing can be allocated with: what the user is told.
+    /// The image is invalid, cannot be repaired, or has reference counts that prevent allocation;
+    /// the text is for the user.
     pub fn new(file: &fs::File) -> Result<Self, String> {
         let header = Header::read(file).map_err(|error| error.to_string())?;
         let is_dirty = header.is_dirty();
@@ -70,7 +71,7 @@ impl Marking {
             repaired.map_err(|error| format!("it was not closed, and {error} ({COMMAND})"))?;
         }
         if !header.counts_itself(&marker.file).map_err(|error| error.to_string())? {
-            return Err(format!("it counts its own header as free ({COMMAND})"));
+            return Err(format!("its reference counts declare its own header free ({COMMAND})"));
         }
         let mark = Mutex::new(if is_dirty { Mark::Set } else { Mark::Unset });
         Ok(Self { mark, marker: header.is_plain().then_some(marker) })
@@ -80,10 +81,10 @@ impl Marking {
         self.mark.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Marks the image before it is changed.
+    /// Marks the image before a change.
     ///
     /// # Errors
-    /// The host's, or the image is closed.
+    /// Errors of the host, or the image is closed.
     pub fn begin_change(&self) -> io::Result<()> {
         let mut mark = self.mark();
         match (*mark, &self.marker) {
@@ -95,20 +96,20 @@ impl Marking {
         Ok(())
     }
 
-    /// Lets no change begin any more, flushes the image, and takes the mark away, unless requests that have begun
-    /// may still change it (`is_settled`).
+    /// Blocks further changes, flushes the image and clears the bit, unless pending requests may
+    /// still change the image (not `is_drained`).
     ///
     /// # Errors
-    /// Those of the flush, or the host's. The mark stays.
+    /// Errors of the flush or the host. The bit stays set.
     pub fn close(
         &self,
-        is_settled: bool,
+        is_drained: bool,
         flush: impl FnOnce() -> io::Result<()>,
     ) -> io::Result<()> {
         let mark = std::mem::replace(&mut *self.mark(), Mark::Closed);
         flush()?;
         match &self.marker {
-            Some(marker) if is_settled && mark == Mark::Set => marker.write(false),
+            Some(marker) if is_drained && mark == Mark::Set => marker.write(false),
             _ => Ok(()),
         }
     }

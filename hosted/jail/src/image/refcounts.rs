@@ -1,14 +1,15 @@
-//! Reference counts of a qcow2 image, compared with its tables and rebuilt from them.
+//! Reference counts of a qcow2 image: comparison with its tables, and their rebuild.
 //!
 //! Source of the format: QEMU, `docs/interop/qcow2.txt`.
 //!
-//! A process that ends without closing an image may leave clusters that are counted but not used. An image that is open
-//! for writing has the dirty bit set in its header, so that whoever opens it next rebuilds the counts first. That needs
-//! memory for the L1 table, the table of refcount blocks and a counter for each of at most [`WINDOW`] clusters; larger
-//! files take several passes over the tables.
+//! A process that exits without closing an image may leave clusters that are counted but not used.
+//! An image that is open for writing has the dirty bit set in its header, so the next opener
+//! rebuilds the counts first. That needs memory for the L1 table, the table of refcount blocks and
+//! a counter for each of at most [`WINDOW`] clusters; larger files take several passes over the
+//! tables.
 //!
-//! Counts are all that is rebuilt. An image whose tables contradict each other (two entries with one cluster, entries
-//! beyond the end of the file) is left to `qemu-img check`, which may have to give data up.
+//! Only counts are rebuilt. An image with contradicting tables (two entries with one cluster,
+//! entries beyond the end of the file) requires `qemu-img check`, which may have to discard data.
 
 use std::fmt;
 use std::fs;
@@ -16,51 +17,51 @@ use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
-/// Command that mends what this module does not.
+/// Command that repairs other damage.
 pub const COMMAND: &str = "qemu-img check -r all FILE";
 
-/// Clusters that are counted in one pass over the tables.
+/// Clusters counted in one pass over the tables.
 const WINDOW: u64 = 32 << 20;
-/// Most bytes of an L1 table and of the table of refcount blocks, the limits of QEMU.
-const MOST_L1: u64 = 32 << 20;
-const MOST_TABLE: u64 = 8 << 20;
+/// Largest L1 table and table of refcount blocks in bytes, as in QEMU.
+const MAX_L1: u64 = 32 << 20;
+const MAX_TABLE: u64 = 8 << 20;
 
-/// The bits of an entry of any table that are an offset.
+/// Offset bits of a table entry.
 const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
-/// A cluster that one entry has for itself.
+/// Cluster with exactly one reference.
 const COPIED: u64 = 1 << 63;
-/// A compressed cluster.
+/// Compressed cluster.
 const COMPRESSED: u64 = 1 << 62;
-/// A cluster that reads as zeros (version 3).
+/// Cluster that reads as zeros (version 3).
 const ZERO: u64 = 1;
 
-/// The dirty bit of the incompatible features.
+/// Dirty bit of the incompatible features.
 const DIRTY: u64 = 1;
-/// Place of the incompatible features in the header.
+/// Offset of the incompatible features in the header.
 const FEATURES: u64 = 72;
-/// Bytes of the header of version 3 without optional fields.
+/// Bytes of a version 3 header without optional fields.
 const HEADER: usize = 104;
-/// Header extensions that own no clusters: none more, name of the backing format, names of features.
+/// Header extensions that own no clusters: end, name of the backing format, names of features.
 const PLAIN_EXTENSIONS: [u32; 3] = [0, 0xe279_2aca, 0x6803_f857];
 
-/// A file, or what stands for it in tests.
+/// A file, or its replacement in tests.
 pub trait Medium {
-    /// Length in bytes.
+    /// Returns the length in bytes.
     ///
     /// # Errors
-    /// The host's.
+    /// Errors of the host.
     fn length(&self) -> io::Result<u64>;
 
-    /// Reads bytes; behind the end of the file there are zeros.
+    /// Reads bytes; after the end of the file, zeros.
     ///
     /// # Errors
-    /// The host's.
+    /// Errors of the host.
     fn read(&self, at: u64, to: &mut [u8]) -> io::Result<()>;
 
     /// Writes bytes.
     ///
     /// # Errors
-    /// The host's.
+    /// Errors of the host.
     fn write(&self, at: u64, from: &[u8]) -> io::Result<()>;
 }
 
@@ -90,22 +91,22 @@ impl Medium for fs::File {
     }
 }
 
-/// Why counts are not rebuilt.
+/// Reason not to rebuild counts.
 #[derive(Debug)]
-pub enum Unsound {
-    /// The host's error.
+pub enum ImageError {
+    /// Error of the host.
     Host(io::Error),
-    /// The tables contradict each other, or the image has something that this module does not know.
+    /// The tables contradict each other, or the image has unknown features.
     Image(String),
 }
 
-impl From<io::Error> for Unsound {
+impl From<io::Error> for ImageError {
     fn from(error: io::Error) -> Self {
         Self::Host(error)
     }
 }
 
-impl fmt::Display for Unsound {
+impl fmt::Display for ImageError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Host(error) => error.fmt(f),
@@ -114,32 +115,32 @@ impl fmt::Display for Unsound {
     }
 }
 
-fn unsound<T>(text: impl Into<String>) -> Result<T, Unsound> {
-    Err(Unsound::Image(text.into()))
+fn image_error<T>(text: impl Into<String>) -> Result<T, ImageError> {
+    Err(ImageError::Image(text.into()))
 }
 
-/// What the counts of an image were like.
+/// Differences between counts and tables.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Found {
-    /// Clusters that are counted too often: they are lost until that is mended.
+pub struct CheckResult {
+    /// Clusters with too high a count: leaked until repaired.
     pub leaked: u64,
-    /// Clusters that are counted too seldom: they would be given away while in use.
+    /// Clusters with too low a count: they would be reallocated while in use.
     pub missing: u64,
 }
 
-/// What the header of an image says of its tables.
+/// Header fields about the tables.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Header {
     cluster_bits: u32,
     l1: u64,
     l1_entries: u64,
-    /// The table of refcount blocks.
+    /// Table of refcount blocks.
     table: u64,
     table_entries: u64,
-    /// Logarithm of the bits of a count.
+    /// Binary logarithm of the bits per count.
     order: u32,
     features: u64,
-    /// All clusters in use are found by this module.
+    /// This module finds all clusters in use.
     is_plain: bool,
 }
 
@@ -147,23 +148,25 @@ impl Header {
     /// Reads the header of an image.
     ///
     /// # Errors
-    /// It is none of an image, or its tables cannot be where it says.
-    pub fn read(medium: &impl Medium) -> Result<Self, Unsound> {
+    /// Not an image header, or the positions of its tables are invalid.
+    pub fn read(medium: &impl Medium) -> Result<Self, ImageError> {
         let mut bytes = [0; HEADER];
         medium.read(0, &mut bytes)?;
         let word = |at: usize| u32::from_be_bytes([0, 1, 2, 3].map(|byte| bytes[at + byte]));
         let long = |at: usize| u64::from(word(at)) << 32 | u64::from(word(at + 4));
         let (version, cluster_bits) = (word(4), word(20));
         if bytes[..4] != *b"QFI\xfb" || !(2..=3).contains(&version) {
-            return unsound("it is no qcow2 image of version 2 or 3");
+            return image_error("it is not a qcow2 image of version 2 or 3");
         }
         if !(9..=21).contains(&cluster_bits) {
-            return unsound(format!("its clusters have 2^{cluster_bits} bytes, not 2^9 to 2^21"));
+            return image_error(format!(
+                "its cluster size is 2^{cluster_bits} bytes (supported: 2^9 to 2^21)"
+            ));
         }
         let is_new = version == 3;
         let (features, order) = if is_new { (long(72), word(96)) } else { (0, 4) };
         if order > 6 {
-            return unsound(format!("its counts have 2^{order} bits, more than 64"));
+            return image_error(format!("its reference counts have 2^{order} bits (limit 64)"));
         }
         // No backing file, encryption or snapshots.
         let is_alone = long(8) == 0 && word(32) == 0 && word(60) == 0;
@@ -182,7 +185,7 @@ impl Header {
         Ok(Self { is_plain, ..header })
     }
 
-    /// Whether no extension, from this place on, can own clusters.
+    /// Returns whether no extension from this offset on can own clusters.
     fn has_plain_extensions(&self, medium: &impl Medium, first: u64) -> io::Result<bool> {
         let mut at = first;
         while at + 8 <= self.cluster() {
@@ -201,13 +204,14 @@ impl Header {
         Ok(false)
     }
 
-    /// Whether the image was open for writing and has not been closed.
+    /// Returns whether the image was open for writing and has not been closed.
     pub const fn is_dirty(&self) -> bool {
         self.features & DIRTY != 0
     }
 
-    /// Whether the image can have the dirty bit, and the counts be rebuilt by [`Self::rebuild`]. Images of version 2 have
-    /// no such bit; those with bitmaps, encryption or snapshots own clusters that this module does not find.
+    /// Returns whether the image supports the dirty bit and [`Self::rebuild`]. Version 2 has no
+    /// such bit; images with bitmaps, encryption or snapshots own clusters that this module does
+    /// not find.
     pub const fn is_plain(&self) -> bool {
         self.is_plain
     }
@@ -215,17 +219,18 @@ impl Header {
     /// Sets or clears the dirty bit in the file.
     ///
     /// # Errors
-    /// The host's.
+    /// Errors of the host.
     pub fn write_dirty(&self, medium: &impl Medium, is_dirty: bool) -> io::Result<()> {
         let features = self.features & !DIRTY | if is_dirty { DIRTY } else { 0 };
         medium.write(FEATURES, &features.to_be_bytes())
     }
 
-    /// Whether the first cluster, where the header is, is in use as the counts have it. If not, the library would give it
-    /// away; without counts of it, it would look for room for them until its stack is full.
+    /// Returns whether the first cluster, with the header, is counted as used. Otherwise the
+    /// library would allocate it; without a refcount block for it, it would recurse in the
+    /// allocation until its stack overflows.
     ///
     /// # Errors
-    /// The host's.
+    /// Errors of the host.
     pub fn counts_itself(&self, medium: &impl Medium) -> io::Result<bool> {
         let block = read_table(medium, self.table, 1)?[0] & OFFSET;
         let mut first = [0; 8];
@@ -233,35 +238,35 @@ impl Header {
         Ok(block != 0 && get_count(&first, 0, self.order) != 0)
     }
 
-    /// Compares all counts with the tables, and corrects them in the file.
+    /// Compares all counts with the tables and corrects them in the file.
     ///
     /// # Errors
-    /// The host's, or the image is none whose counts alone are wrong.
-    pub fn rebuild(&self, medium: &impl Medium) -> Result<Found, Unsound> {
+    /// Errors of the host, or more than the counts is wrong.
+    pub fn rebuild(&self, medium: &impl Medium) -> Result<CheckResult, ImageError> {
         Tables::load(self, medium)?.compare(WINDOW, true)
     }
 
     /// Compares all counts with the tables.
     ///
     /// # Errors
-    /// The host's, or the tables contradict each other.
+    /// Errors of the host, or the tables contradict each other.
     #[cfg(test)]
-    pub fn check(&self, medium: &impl Medium) -> Result<Found, Unsound> {
+    pub fn check(&self, medium: &impl Medium) -> Result<CheckResult, ImageError> {
         Tables::load(self, medium)?.compare(WINDOW, false)
     }
 
-    /// Bytes of a cluster.
+    /// Returns the bytes of a cluster.
     const fn cluster(&self) -> u64 {
         1 << self.cluster_bits
     }
 
-    /// Counts in a refcount block.
+    /// Returns the number of counts in a refcount block.
     const fn counts(&self) -> u64 {
         (8 << self.cluster_bits) >> self.order
     }
 }
 
-/// Numbers of 64 bits, highest byte first, from this place on.
+/// Reads big-endian 64-bit numbers from this offset on.
 fn read_table(medium: &impl Medium, at: u64, entries: u64) -> io::Result<Vec<u64>> {
     let mut bytes = vec![0; entries as usize * 8];
     medium.read(at, &mut bytes)?;
@@ -269,42 +274,43 @@ fn read_table(medium: &impl Medium, at: u64, entries: u64) -> io::Result<Vec<u64
     Ok(bytes.chunks_exact(8).map(entry).collect())
 }
 
-/// The tables of an image that are looked at again and again.
+/// Tables that are read repeatedly.
 struct Tables<'a, M> {
     header: &'a Header,
     medium: &'a M,
-    /// Clusters of the file; the last may be cut off.
+    /// Clusters of the file; the last may be partial.
     clusters: u64,
     l1: Vec<u64>,
     /// Offsets of refcount blocks.
     table: Vec<u64>,
 }
 
-/// How often each cluster of a window is in use.
+/// Uses of each cluster in a window.
 struct Counters {
     first: u64,
     counts: Vec<u16>,
 }
 
 impl Counters {
-    /// A cluster that is no part of another use: it may have one.
+    /// A cluster with one use that permits no other.
     const ALONE: u16 = 1 << 15;
 
     /// Counts a use of these clusters.
-    fn add(&mut self, clusters: Range<u64>, is_shared: bool) -> Result<(), Unsound> {
+    fn add(&mut self, clusters: Range<u64>, is_shared: bool) -> Result<(), ImageError> {
         let end = self.first + self.counts.len() as u64;
         for cluster in clusters.start.max(self.first)..clusters.end.min(end) {
             let count = &mut self.counts[(cluster - self.first) as usize];
             *count = match (*count, is_shared) {
                 (0, false) => Self::ALONE | 1,
                 (count, true) if count < Self::ALONE - 1 => count + 1,
-                _ => return unsound(format!("cluster {cluster} is in use twice")),
+                _ => return image_error(format!("cluster {cluster} is in use twice")),
             };
         }
         Ok(())
     }
 
-    /// The counts of these clusters, as far as the window has them. It does not begin behind them.
+    /// Returns the counts of these clusters, as far as the window has them; they must not begin
+    /// before it.
     fn of(&self, clusters: &Range<u64>) -> impl Iterator<Item = u64> {
         let index = |cluster: u64| (cluster - self.first).min(self.counts.len() as u64) as usize;
         let counts = &self.counts[index(clusters.start)..index(clusters.end)];
@@ -313,13 +319,13 @@ impl Counters {
 }
 
 impl<'a, M: Medium> Tables<'a, M> {
-    fn load(header: &'a Header, medium: &'a M) -> Result<Self, Unsound> {
+    fn load(header: &'a Header, medium: &'a M) -> Result<Self, ImageError> {
         if !header.is_plain {
-            return unsound("it has snapshots, bitmaps, encryption or something unknown");
+            return image_error("it has snapshots, bitmaps, encryption or unknown features");
         }
-        if header.l1_entries * 8 > MOST_L1 || header.table_entries * 8 > MOST_TABLE {
-            return unsound(format!(
-                "its tables have {} and {} bytes, more than {MOST_L1} and {MOST_TABLE}",
+        if header.l1_entries * 8 > MAX_L1 || header.table_entries * 8 > MAX_TABLE {
+            return image_error(format!(
+                "its tables have {} and {} bytes (limits {MAX_L1} and {MAX_TABLE})",
                 header.l1_entries * 8,
                 header.table_entries * 8
             ));
@@ -330,17 +336,17 @@ impl<'a, M: Medium> Tables<'a, M> {
         Ok(Self { header, medium, clusters, l1, table })
     }
 
-    /// Compares the counts of all refcount blocks, as many at a time as have counts for a window of so many clusters.
-    fn compare(&self, window: u64, writes: bool) -> Result<Found, Unsound> {
+    /// Compares the counts of all refcount blocks, in passes over windows of `window` clusters.
+    fn compare(&self, window: u64, writes: bool) -> Result<CheckResult, ImageError> {
         let counts = self.header.counts();
         let blocks = (window / counts).max(1) as usize;
-        let mut found = Found::default();
+        let mut found = CheckResult::default();
         for (number, entries) in self.table.chunks(blocks).enumerate() {
             let first = (number * blocks) as u64 * counts;
             let end = (first + entries.len() as u64 * counts).min(self.clusters);
             let length = end.saturating_sub(first) as usize;
             let mut used = Counters { first, counts: vec![0; length] };
-            // Behind the end of the file nothing is in use; the first pass has seen that.
+            // The first pass has verified that no cluster after the end of the file is in use.
             if length != 0 || number == 0 {
                 self.count(&mut used)?;
             }
@@ -352,21 +358,21 @@ impl<'a, M: Medium> Tables<'a, M> {
         Ok(found)
     }
 
-    /// Counts all uses of a window's clusters.
-    fn count(&self, used: &mut Counters) -> Result<(), Unsound> {
+    /// Counts all uses of the clusters of a window.
+    fn count(&self, used: &mut Counters) -> Result<(), ImageError> {
         let header = self.header;
         used.add(0..1, false)?;
         used.add(self.clusters_of(header.l1, header.l1_entries * 8)?, false)?;
         used.add(self.clusters_of(header.table, header.table_entries * 8)?, false)?;
         for entry in self.table.iter().filter(|entry| **entry != 0) {
             if entry & !OFFSET != 0 {
-                return unsound(format!("a refcount block is said to be at {entry:#x}"));
+                return image_error(format!("a refcount block has the invalid offset {entry:#x}"));
             }
             used.add(self.clusters_of(*entry, header.cluster())?, false)?;
         }
         for entry in self.l1.iter().filter(|entry| **entry != 0) {
             if entry & !(OFFSET | COPIED) != 0 {
-                return unsound(format!("an L2 table is said to be at {entry:#x}"));
+                return image_error(format!("an L2 table has the invalid offset {entry:#x}"));
             }
             let at = entry & OFFSET;
             used.add(self.clusters_of(at, header.cluster())?, false)?;
@@ -377,10 +383,10 @@ impl<'a, M: Medium> Tables<'a, M> {
         Ok(())
     }
 
-    /// Counts the clusters of an entry of an L2 table.
-    fn count_entry(&self, entry: u64, used: &mut Counters) -> Result<(), Unsound> {
+    /// Counts the clusters of an L2 entry.
+    fn count_entry(&self, entry: u64, used: &mut Counters) -> Result<(), ImageError> {
         if entry & COMPRESSED != 0 {
-            // An offset in bytes, and how many sectors there are behind the first one.
+            // Offset in bytes, and the number of sectors after the first.
             let bits = 62 - (self.header.cluster_bits - 8);
             let at = entry & ((1 << bits) - 1);
             let more = (entry & (COMPRESSED - 1)) >> bits;
@@ -390,7 +396,7 @@ impl<'a, M: Medium> Tables<'a, M> {
             return used.add(self.within(first..end)?, true);
         }
         if entry & !(OFFSET | COPIED | ZERO) != 0 {
-            return unsound(format!("a cluster is said to be at {entry:#x}"));
+            return image_error(format!("a cluster has the invalid offset {entry:#x}"));
         }
         match entry & OFFSET {
             0 => Ok(()),
@@ -398,21 +404,21 @@ impl<'a, M: Medium> Tables<'a, M> {
         }
     }
 
-    /// The clusters of something that begins with a cluster.
-    fn clusters_of(&self, at: u64, length: u64) -> Result<Range<u64>, Unsound> {
+    /// Returns the clusters of an object that begins with a cluster.
+    fn clusters_of(&self, at: u64, length: u64) -> Result<Range<u64>, ImageError> {
         if !at.is_multiple_of(self.header.cluster()) {
-            return unsound(format!("{at:#x} is not the beginning of a cluster"));
+            return image_error(format!("{at:#x} is not the offset of a cluster"));
         }
         let first = at >> self.header.cluster_bits;
         self.within(first..first + length.div_ceil(self.header.cluster()))
     }
 
-    /// These clusters, if the file has them, and counts for them.
-    fn within(&self, clusters: Range<u64>) -> Result<Range<u64>, Unsound> {
+    /// Returns these clusters if they are in the file and have counts.
+    fn within(&self, clusters: Range<u64>) -> Result<Range<u64>, ImageError> {
         let counted = self.table.len() as u64 * self.header.counts();
         match clusters.end <= self.clusters.min(counted) || clusters.is_empty() {
             true => Ok(clusters),
-            false => unsound(format!(
+            false => image_error(format!(
                 "cluster {} is in use, but the file has {} and counts for {counted}",
                 clusters.end - 1,
                 self.clusters
@@ -420,22 +426,23 @@ impl<'a, M: Medium> Tables<'a, M> {
         }
     }
 
-    /// Compares a refcount block with the uses of the clusters from `first` on, and corrects it if it is to be written.
+    /// Compares a refcount block with the uses of the clusters from `first` on, and corrects it if
+    /// `writes` is set.
     fn compare_block(
         &self,
         entry: u64,
         first: u64,
         used: &Counters,
         writes: bool,
-        found: &mut Found,
-    ) -> Result<(), Unsound> {
+        found: &mut CheckResult,
+    ) -> Result<(), ImageError> {
         let (header, counts) = (self.header, self.header.counts() as usize);
         let clusters = first..first + counts as u64;
         if entry == 0 {
             return match used.of(&clusters).position(|count| count != 0) {
                 None => Ok(()),
                 Some(index) => {
-                    unsound(format!("there is no count for cluster {}", first + index as u64))
+                    image_error(format!("no reference count for cluster {}", first + index as u64))
                 }
             };
         }
@@ -447,7 +454,9 @@ impl<'a, M: Medium> Tables<'a, M> {
             let is = get_count(&block, index, header.order);
             if header.order < 4 && wanted >> (1 << header.order) != 0 {
                 let cluster = first + index as u64;
-                return unsound(format!("cluster {cluster} is in use too often for its count"));
+                return image_error(format!(
+                    "cluster {cluster} has more uses than its count can represent"
+                ));
             }
             found.leaked += u64::from(is > wanted);
             found.missing += u64::from(is < wanted);
@@ -462,7 +471,8 @@ impl<'a, M: Medium> Tables<'a, M> {
     }
 }
 
-/// A count of a refcount block. Those of several bytes have their highest byte first, smaller ones begin in the lower bits.
+/// Reads a count of a refcount block: big-endian from 8 bits on; smaller counts fill a byte from
+/// its lowest bits.
 fn get_count(block: &[u8], index: usize, order: u32) -> u64 {
     if order < 3 {
         let (bits, in_byte) = (1 << order, 8 >> order);
@@ -474,7 +484,7 @@ fn get_count(block: &[u8], index: usize, order: u32) -> u64 {
     count.fold(0, |count, byte| count << 8 | u64::from(*byte))
 }
 
-/// Changes a count of a refcount block; it has room for the value.
+/// Writes a count of a refcount block; the value must fit.
 fn set_count(block: &mut [u8], index: usize, order: u32, value: u64) {
     if order < 3 {
         let (bits, in_byte) = (1 << order, 8 >> order);
@@ -514,8 +524,9 @@ mod tests {
 
     const CLUSTER: u64 = 512;
 
-    /// An image with clusters of 512 bytes and counts of 64 bits: header, table of refcount blocks, two of these (for 64
-    /// clusters each), L1 table, L2 table, two clusters of data, two that compressed data is in, and a free one.
+    /// An image with clusters of 512 bytes and counts of 64 bits: header, table of refcount blocks,
+    /// two of these (for 64 clusters each), L1 table, L2 table, two data clusters, two clusters of
+    /// compressed data, and a free one.
     fn image() -> RefCell<Vec<u8>> {
         let medium = RefCell::new(vec![0; 11 * CLUSTER as usize]);
         let put = |at: u64, value: u64| medium.write(at, &value.to_be_bytes()).unwrap();
@@ -533,7 +544,7 @@ mod tests {
         put(5 * CLUSTER, (6 * CLUSTER) | COPIED);
         put(5 * CLUSTER + 8, (7 * CLUSTER) | COPIED | ZERO);
         put(5 * CLUSTER + 16, ZERO);
-        // Sectors behind the first are counted from bit 61 on.
+        // The number of sectors after the first begins at bit 61.
         put(5 * CLUSTER + 24, COMPRESSED | (8 * CLUSTER + 100));
         put(5 * CLUSTER + 32, COMPRESSED | 1 << 61 | (8 * CLUSTER + 300));
         for (cluster, count) in (0..10).zip([1, 1, 1, 1, 1, 1, 1, 1, 2, 1]) {
@@ -547,18 +558,18 @@ mod tests {
         let medium = image();
         let header = Header::read(&medium).unwrap();
         assert!(header.is_plain() && !header.is_dirty());
-        assert_eq!(header.check(&medium).unwrap(), Found::default());
+        assert_eq!(header.check(&medium).unwrap(), CheckResult::default());
         let put = |cluster: u64, count: u64| {
             medium.write(2 * CLUSTER + 8 * cluster, &count.to_be_bytes()).unwrap();
         };
         let good = medium.borrow().clone();
-        // An L2 table that is free, a cluster that nothing uses, one behind the end of the file, compressed data.
+        // A free L2 table, an unused cluster, one after the end of the file, compressed data.
         [(5, 0), (10, 1), (20, 7), (8, 1)]
             .iter()
             .for_each(|(cluster, count)| put(*cluster, *count));
         // The first cluster of the second block.
         medium.write(3 * CLUSTER, &1_u64.to_be_bytes()).unwrap();
-        let found = Found { leaked: 3, missing: 2 };
+        let found = CheckResult { leaked: 3, missing: 2 };
         assert_eq!(header.check(&medium).unwrap(), found);
         let broken = medium.borrow().clone();
         for window in [1, 64, 65, 128, WINDOW] {
@@ -584,23 +595,23 @@ mod tests {
     fn contradictions_are_refused() {
         for (at, value, said) in [
             (4 * CLUSTER, (4 * CLUSTER) | COPIED, "in use twice"),
-            (4 * CLUSTER, (5 * CLUSTER) | 1, "L2 table is said"),
+            (4 * CLUSTER, (5 * CLUSTER) | 1, "L2 table has the invalid offset"),
             (4 * CLUSTER, 11 * CLUSTER, "the file has 11"),
-            (4 * CLUSTER, u64::MAX, "L2 table is said"),
+            (4 * CLUSTER, u64::MAX, "L2 table has the invalid offset"),
             (5 * CLUSTER, 0, ""),
             (5 * CLUSTER, 4 * CLUSTER, "cluster 4 is in use twice"),
             (5 * CLUSTER, OFFSET, "the file has 11"),
-            (5 * CLUSTER, (6 * CLUSTER) | 2, "said to be at"),
+            (5 * CLUSTER, (6 * CLUSTER) | 2, "the invalid offset"),
             (5 * CLUSTER, COMPRESSED | (6 * CLUSTER), ""),
             (5 * CLUSTER, COMPRESSED | (5 * CLUSTER), "in use twice"),
             (5 * CLUSTER, u64::MAX, "the file has 11"),
-            (CLUSTER, 0, "no count for cluster 0"),
+            (CLUSTER, 0, "no reference count for cluster 0"),
             (CLUSTER, 3 * CLUSTER, "in use twice"),
             (CLUSTER + 8, 3 * CLUSTER + 8, "refcount block"),
             (40, 2 * CLUSTER, "in use twice"),
-            (40, 100, "beginning of a cluster"),
+            (40, 100, "the offset of a cluster"),
             (48, u64::MAX << 9, ""),
-            (56, u64::MAX << 32, "more than"),
+            (56, u64::MAX << 32, "limits"),
             (32, u64::MAX >> 32, "tables have"),
         ] {
             let medium = image();
@@ -628,7 +639,7 @@ mod tests {
         let medium = image();
         medium.write(104, &0x6803_f857_0000_0009_u64.to_be_bytes()).unwrap();
         assert!(Header::read(&medium).unwrap().is_plain());
-        // None ends them within the cluster.
+        // The end marker is missing in the cluster.
         medium.write(104, &0x6803_f857_ffff_ffff_u64.to_be_bytes()).unwrap();
         assert!(!Header::read(&medium).unwrap().is_plain());
     }

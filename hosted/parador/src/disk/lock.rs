@@ -1,9 +1,10 @@
-//! Locks of a disk's file: one writer, or readers, whether they are VMs of Parador or programs of QEMU.
+//! Locks of disk files: one writer or several readers, among Parador VMs and QEMU tools.
 //!
-//! Two kinds are taken. flock(2) keeps VMs of Parador apart. QEMU knows only locks of open files (fcntl(2), `F_OFD_SETLK`) on single bytes
-//! (QEMU, `block/file-posix.c`): for each permission a byte that says who has it, and one that says who grants it to nobody else. All of
-//! them are shared locks; a program takes its own first, and then looks whether the opposite byte is locked. Both kinds belong to the open
-//! file: they last as long as any process of the VM has it.
+//! Two kinds are taken. flock(2) excludes other Parador VMs. QEMU uses open-file-description locks
+//! (fcntl(2), `F_OFD_SETLK`) on single bytes (QEMU, `block/file-posix.c`): per permission one byte
+//! for holders and one for programs that deny it to others. All are shared locks; a program first
+//! takes its own and then checks whether the opposite byte is locked. Both kinds belong to the open
+//! file description: they last as long as any process of the VM has it open.
 
 use crate::failure::{self, Failure};
 use nix::errno::Errno;
@@ -17,29 +18,30 @@ use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long a file may be in use by others: a VM that has just been killed needs a moment to be gone.
-const PATIENCE: Duration = Duration::from_millis(500);
-/// How long the host's kernel may take to close a file of a VM that has ended.
+/// Time to wait for a file in use: the processes of a killed VM may still be exiting.
+const TIMEOUT: Duration = Duration::from_millis(500);
+/// Time for the host kernel to close a file of an exited VM.
 const RELEASE: Duration = Duration::from_secs(2);
-/// Pause between two tries.
-const PAUSE: Duration = Duration::from_millis(20);
-/// First of the bytes that say which permissions a program of QEMU has.
+/// Interval between two attempts.
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
+/// First byte of the permissions that a QEMU tool holds.
 const HELD: i64 = 100;
-/// First of the bytes that say which permissions it grants to nobody else.
+/// First byte of the permissions that a QEMU tool denies to others.
 const REFUSED: i64 = 200;
-/// QEMU's permissions by number: consistent read, write, resize (QEMU, `include/block/block-common.h`).
+/// QEMU's permissions by index: consistent read, write, resize (QEMU,
+/// `include/block/block-common.h`).
 const READ: i64 = 0;
 const WRITE: i64 = 1;
 const RESIZE: i64 = 3;
-/// Nobody else may change what a VM reads.
+/// Permissions denied to others while a VM reads.
 const UNSHARED: [i64; 2] = [WRITE, RESIZE];
 
-/// Takes the file for this VM alone; readers may share it.
+/// Locks the file for this VM alone; readers may share it.
 ///
 /// # Errors
-/// Another program has it, or the host refuses the lock.
+/// Another program has the file open, or the host refuses the lock.
 pub fn lock(file: &File, path: &Path, is_reader: bool) -> Result<(), Failure> {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     loop {
         let owner = match take_flock(file, is_reader) {
             Ok(true) => match take_qemu(file, is_reader) {
@@ -47,19 +49,19 @@ pub fn lock(file: &File, path: &Path, is_reader: bool) -> Result<(), Failure> {
                 Ok(false) => "another program, such as QEMU",
                 Err(error) => return Err(Failure::file("lock disk", path, &error.into())),
             },
-            Ok(false) => "another machine",
+            Ok(false) => "another VM",
             Err(error) => return Err(Failure::file("lock disk", path, &error.into())),
         };
         if Instant::now() >= deadline {
             let text = format!("disk {} is in use by {owner}", path.display());
             return Err(Failure::new(failure::OS_ERROR, text)
-                .help("a file can be the disk of several machines with ro=on in each"));
+                .help("several VMs can share a disk with ro=on in each"));
         }
-        thread::sleep(PAUSE);
+        thread::sleep(POLL_INTERVAL);
     }
 }
 
-/// Whether no VM of Parador is in the way.
+/// Returns whether no Parador VM conflicts.
 fn take_flock(file: &File, is_reader: bool) -> Result<bool, rustix::io::Errno> {
     let how = if is_reader {
         FlockOperation::NonBlockingLockShared
@@ -73,7 +75,7 @@ fn take_flock(file: &File, is_reader: bool) -> Result<bool, rustix::io::Errno> {
     }
 }
 
-/// Whether no program of QEMU is in the way. If one is, no lock stays.
+/// Returns whether no QEMU tool conflicts. After a conflict, no lock stays.
 fn take_qemu(file: &File, is_reader: bool) -> Result<bool, Errno> {
     let held: &[i64] = if is_reader { &[READ] } else { &[READ, WRITE, RESIZE] };
     let taken = || -> Result<bool, Errno> {
@@ -91,9 +93,9 @@ fn take_qemu(file: &File, is_reader: bool) -> Result<bool, Errno> {
         Ok(true)
     };
     let is_free = match taken() {
-        // A file system without such locks: QEMU has none there, either.
+        // File system without such locks: QEMU uses none there, either.
         Err(Errno::EINVAL | Errno::ENOLCK | Errno::EOPNOTSUPP | Errno::ENOSYS) => return Ok(true),
-        // Somebody has locked a byte for itself alone.
+        // Another program holds an exclusive lock on the byte.
         Err(Errno::EAGAIN | Errno::EACCES) => false,
         result => result?,
     };
@@ -104,12 +106,13 @@ fn take_qemu(file: &File, is_reader: bool) -> Result<bool, Errno> {
     Ok(is_free)
 }
 
-/// Opens the file once more, without any lock. It is looked at only: see [`wait_for_writer`].
+/// Reopens the file without any lock, for [`wait_for_writer`].
 pub fn open_again(file: &File) -> io::Result<File> {
     File::open(format!("/proc/self/fd/{}", file.as_raw_fd()))
 }
 
-/// Waits until nobody writes the file any more, for [`RELEASE`] at most: who it is cannot be told, and another machine may have taken it.
+/// Waits up to [`RELEASE`] until no process has the file open for writing. The writer is unknown:
+/// another VM may have opened the file meanwhile.
 pub fn wait_for_writer(file: &File) {
     let deadline = Instant::now() + RELEASE;
     // A file system without such locks has no writer.
@@ -118,14 +121,14 @@ pub fn wait_for_writer(file: &File) {
     }
 }
 
-/// Whether a VM, or a program of QEMU, has the file for writing.
+/// Returns whether a VM or QEMU tool has the file open for writing.
 fn has_writer(file: &File) -> Result<bool, Errno> {
     let mut found = range(libc::F_WRLCK, HELD + WRITE);
     fcntl(file, FcntlArg::F_OFD_GETLK(&mut found))?;
     Ok(i32::from(found.l_type) != libc::F_UNLCK)
 }
 
-/// One byte of a file.
+/// Creates the lock of one byte.
 const fn range(kind: i32, byte: i64) -> libc::flock {
     let (l_type, l_whence) = (kind as i16, libc::SEEK_SET as i16);
     libc::flock { l_type, l_whence, l_start: byte, l_len: 1, l_pid: 0 }
@@ -135,7 +138,8 @@ const fn range(kind: i32, byte: i64) -> libc::flock {
 mod tests {
     use super::*;
 
-    /// A writer is seen as long as anyone has its open file, and is waited for; a reader is none.
+    /// A writer is waited for as long as any process has its open file description; a reader is
+    /// not.
     #[test]
     fn a_writer_is_waited_for() {
         let file = tempfile::NamedTempFile::new().unwrap();

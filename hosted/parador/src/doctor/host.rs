@@ -1,27 +1,28 @@
-//! Whether this host is a VM of Parador itself.
+//! Detects whether this host is itself a Parador VM.
 //!
-//! A guest sees that by the tables of ACPI, which only the superuser may read, and a guest of processes by its kernel's name and the command
-//! line that it always has. CPUID says nothing: programs of such a guest execute it on the host's processor.
+//! A guest shows it in its ACPI tables, which only the superuser may read, and a process guest in
+//! its kernel release and command line. CPUID does not help: user mode of a process guest executes
+//! it natively.
 
 use super::{Finding, State, read};
 use std::fs;
 
-/// A table of ACPI that every machine has, and where its maker is (ACPI 6.5, 5.2.6).
+/// An ACPI table that every VM has, and the position of its OEM ID (ACPI 6.5, 5.2.6).
 const TABLE: &str = "/sys/firmware/acpi/tables/FACP";
 const MAKER: std::ops::Range<usize> = 10..16;
-/// The maker of ours (`vmm/boot`).
+/// OEM ID of Parador VMs (`vmm/boot`).
 const OURS: &[u8] = b"PARADR";
-/// How the release of a pre-virtualized kernel ends (`guests/linux/kernel/config`).
+/// Suffix of the release of a pre-virtualized kernel (`guests/linux/kernel/config`).
 const RELEASE: &str = "-parador";
 
-/// What this host is.
+/// Kind of host.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Host {
-    /// No VM of Parador, as far as can be seen.
+    /// Not detectably a Parador VM.
     Other,
-    /// A VM that a processor's virtualization runs: of our kernel, or by KVM.
+    /// Parador VM with hardware virtualization: native or KVM.
     Vm,
-    /// A VM in processes.
+    /// Parador VM of the process back end.
     Processes,
 }
 
@@ -30,12 +31,10 @@ pub fn finding() -> Finding {
     let maker = table.as_deref().and_then(|table| table.get(MAKER));
     let release = read("/proc/sys/kernel/osrelease").unwrap_or_default();
     let (state, found) = match host(maker, &release, &read("/proc/cmdline").unwrap_or_default()) {
-        Host::Other => (State::Ok, "no VM of Parador"),
-        Host::Vm => {
-            (State::Ok, "a VM of Parador: what is measured here is slower than on its host")
-        }
+        Host::Other => (State::Ok, "not a Parador VM"),
+        Host::Vm => (State::Ok, "a Parador VM: measurements are slower than on its host"),
         Host::Processes => {
-            let text = "a VM of Parador in processes (back end `process`), in which no other one runs: start it on the host";
+            let text = "a Parador VM of the back end `process`, which cannot run nested VMs: run `parador` on its host";
             (State::Missing, text)
         }
     };

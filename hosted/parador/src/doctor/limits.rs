@@ -1,30 +1,33 @@
-//! Limits of resources, as far as they decide whether a machine starts, and what it can do then (getrlimit(2), cgroups(7)).
+//! Resource limits that decide whether a VM starts, and with which devices (getrlimit(2),
+//! cgroups(7)).
 
 use super::{Finding, State, read};
 use proto::wedge::layout::SLOTS;
 use rustix::process::{Resource, getrlimit};
 use std::path::{Path, PathBuf};
 
-/// Where Linux shows cgroups: those of version 2, and the controller of processes of version 1.
+/// Mount points of cgroups: version 2, and the controllers of version 1.
 const UNIFIED: &str = "/sys/fs/cgroup";
 const PROCESSES: &str = "/sys/fs/cgroup/pids";
 const MEMORY: &str = "/sys/fs/cgroup/memory";
-/// With fewer processes no machine starts; it has so many beside one for each address space of its guest.
+/// Fewest processes that a VM starts with, and its processes in addition to one per guest address
+/// space.
 const PROCESSES_LEAST: u64 = 10;
 const PROCESSES_BESIDE: u64 = 16;
-/// With fewer descriptors no machine starts; and what is enough for one with everything that it can have.
+/// Fewest descriptors that a VM starts with, and enough for a VM with all devices.
 const FILES: (u64, u64) = (64, 256);
-/// Address space with which a machine with the least memory starts, and one with the default: guest memory is mapped up to three times.
+/// Address space for a VM with the least memory and with the default; guest memory is mapped up to
+/// three times.
 const ADDRESSES: (u64, u64) = (256 << 20, 3 << 30);
-/// Least memory of a machine, and the default.
-const LEAST_MEMORY: u64 = 64 << 20;
+/// Least memory of a VM, and the default.
+const MIN_MEMORY: u64 = 64 << 20;
 const DEFAULT_MEMORY: u64 = 1 << 30;
 
-/// A limit and where it comes from.
+/// A limit and its origin.
 #[derive(Clone, PartialEq, Eq, Debug)]
 struct Limit {
     most: u64,
-    /// Of it, what is in use.
+    /// Amount in use.
     used: u64,
     from: &'static str,
 }
@@ -39,7 +42,7 @@ pub fn findings() -> Vec<Finding> {
             "open files",
             limit(Resource::Nofile, "RLIMIT_NOFILE").as_slice(),
             FILES,
-            "disks, networks, shared folders",
+            "disks, networks, shared directories",
         ),
         judged(
             "address space",
@@ -50,13 +53,13 @@ pub fn findings() -> Vec<Finding> {
         judged(
             "file size",
             limit(Resource::Fsize, "RLIMIT_FSIZE").as_slice(),
-            (LEAST_MEMORY, DEFAULT_MEMORY),
+            (MIN_MEMORY, DEFAULT_MEMORY),
             "guest memory, disks",
         ),
     ]
 }
 
-/// Processes, which RLIMIT_NPROC counts for the user and cgroups for all in them.
+/// Checks the limit of processes: RLIMIT_NPROC counts per user, cgroups per group.
 fn processes(groups: &str, value: &dyn Fn(&Path) -> Option<String>) -> Finding {
     let mut limits = limit(Resource::Nproc, "RLIMIT_NPROC");
     let files = [
@@ -65,7 +68,7 @@ fn processes(groups: &str, value: &dyn Fn(&Path) -> Option<String>) -> Finding {
     ];
     limits.extend(of_groups(groups, "cgroup pids.max", &files, value));
     let enough = (PROCESSES_LEAST, PROCESSES_BESIDE + SLOTS as u64);
-    judged("processes", &limits, enough, "one for each address space of a guest")
+    judged("processes", &limits, enough, "one per guest address space")
 }
 
 fn memory(groups: &str, value: &dyn Fn(&Path) -> Option<String>) -> Finding {
@@ -74,17 +77,18 @@ fn memory(groups: &str, value: &dyn Fn(&Path) -> Option<String>) -> Finding {
         (UNIFIED, "", "memory.max", "memory.current"),
     ];
     let limits = of_groups(groups, "cgroup memory.max", &files, value);
-    judged("memory", &limits, (0, LEAST_MEMORY), "guest memory")
+    judged("memory", &limits, (0, MIN_MEMORY), "guest memory")
 }
 
-/// The limit of this process, if there is one.
+/// Returns the limit of this process, if there is one.
 fn limit(resource: Resource, from: &'static str) -> Vec<Limit> {
     let most = getrlimit(resource).current;
     most.map(|most| Limit { most, used: 0, from }).into_iter().collect()
 }
 
-/// The limits of the cgroups that this process is in, and of those above: `groups` is `/proc/self/cgroup`.
-/// Each of `files` is a folder, its controller (none in version 2), and the names of the limit and of what is in use.
+/// Returns the limits of the process's cgroups and their ancestors: `groups` is
+/// `/proc/self/cgroup`. Each of `files` is a folder, its controller (none in version 2) and the
+/// names of the limit and of the amount in use.
 fn of_groups(
     groups: &str,
     from: &'static str,
@@ -103,7 +107,7 @@ fn of_groups(
                 let group = group.strip_prefix("/").unwrap_or(group);
                 let folder = PathBuf::from(root).join(group);
                 let number = |name: &str| value(&folder.join(name))?.trim().parse::<u64>().ok();
-                // Version 1 has a number near 2^63 in the place of `max`.
+                // Version 1 has a number near 2^63 in place of `max`.
                 if let Some(most) = number(most).filter(|most| *most < 1 << 62) {
                     limits.push(Limit { most, used: number(used).unwrap_or(0), from });
                 }
@@ -113,7 +117,8 @@ fn of_groups(
     limits
 }
 
-/// Judges limits: with less than `least` left no machine starts, with less than `enough` not every one.
+/// Creates the finding of the strictest limit: with less than `least` available no VM starts, with
+/// less than `enough` not every VM.
 fn judged(
     name: &'static str,
     limits: &[Limit],
@@ -130,9 +135,9 @@ fn judged(
         _ => State::Ok,
     };
     let Limit { most, used, from } = narrowest;
-    let used = if *used == 0 { String::new() } else { format!(", {used} of them in use") };
+    let used = if *used == 0 { String::new() } else { format!(", {used} in use") };
     let wanted =
-        if state == State::Ok { String::new() } else { format!(": a machine may need {enough}") };
+        if state == State::Ok { String::new() } else { format!(": a VM may need {enough}") };
     Finding { name, state, found: format!("at most {most} ({from}{used}){wanted}"), purpose }
 }
 
@@ -171,7 +176,7 @@ mod tests {
         assert_eq!(state(&[limit(100, 0), limit(20, 1)]), State::Absent);
         assert_eq!(state(&[limit(100, 91), limit(20, 1)]), State::Missing);
         let text = judged("a", &[limit(100, 95)], (10, 20), "b").found;
-        assert_eq!(text, "at most 100 (it, 95 of them in use): a machine may need 20");
+        assert_eq!(text, "at most 100 (it, 95 in use): a VM may need 20");
         assert_eq!(judged("a", &[limit(100, 0)], (10, 20), "b").found, "at most 100 (it)");
     }
 }

@@ -1,4 +1,4 @@
-//! Whether `passt` is there, for networks of machines.
+//! Checks for `passt`, which user networks require.
 
 use super::{Finding, State};
 use crate::passt::PROGRAM;
@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 
 pub fn finding() -> Finding {
     let (state, found) = match supervise::find(Path::new(PROGRAM)) {
-        None => (State::Absent, "not in PATH: Debian's package passt has it".to_owned()),
+        None => (State::Absent, "not in PATH: install Debian's package passt".to_owned()),
         Some(path) => {
             let mut command = Command::new(&path);
             command.arg("--version").stdin(Stdio::null()).stderr(Stdio::null());
@@ -23,7 +23,7 @@ pub fn finding() -> Finding {
     Finding { name: PROGRAM, state, found, purpose: "--net user" }
 }
 
-/// The version in what `passt --version` prints. Debian 12's says "unknown version".
+/// Returns the version in the output of `passt --version`. Debian 12's says "unknown version".
 fn version(text: &str) -> Option<&str> {
     text.lines().next()?.strip_prefix("passt ")
 }

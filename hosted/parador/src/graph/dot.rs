@@ -1,4 +1,4 @@
-//! The graph in the language of Graphviz, for other programs, and for `dot -Tpdf`.
+//! Capability graph in Graphviz' DOT language, for other programs and for `dot -Tpdf`.
 
 use super::{Edge, Graph, Kind, Node};
 use std::fmt::Write;
@@ -13,7 +13,7 @@ const KINDS: [Kind; 7] = [
     Kind::Device,
 ];
 
-/// The graph as DOT. What is made after a template is dashed; grey edges are routine.
+/// Renders the graph as DOT. Templates are dashed; routine edges are grey.
 pub fn render(graph: &Graph, name: &str) -> String {
     let mut text = format!("digraph {} {{\n", quoted(name));
     text += "  rankdir=TB; node [shape=box, style=\"rounded,filled\", fontname=\"sans-serif\"];\n";
@@ -24,7 +24,7 @@ pub fn render(graph: &Graph, name: &str) -> String {
             let lines = std::iter::once(&node.title).chain(&node.details);
             let label: Vec<&str> = lines.map(String::as_str).collect();
             let style = if node.template { ", style=\"rounded,filled,dashed\"" } else { "" };
-            // Writing to a string cannot fail.
+            // Writing to a string does not fail.
             let _ = writeln!(
                 text,
                 "  {} [label={}, fillcolor=\"{}\"{style}];",
@@ -33,7 +33,7 @@ pub fn render(graph: &Graph, name: &str) -> String {
                 color(kind),
             );
         }
-        // Devices stay beside their owners.
+        // Devices stay next to their owners.
         if kind != Kind::Device && nodes.len() > 1 {
             let ids: Vec<String> = nodes.iter().map(|node| quoted(&node.id)).collect();
             let _ = writeln!(text, "  {{ rank=same; {}; }}", ids.join("; "));
@@ -68,7 +68,7 @@ fn color(kind: Kind) -> &'static str {
     }
 }
 
-/// A string of the language: `\n` there is a line break.
+/// Quotes a DOT string, in which `\n` is a line break.
 fn quoted(text: &str) -> String {
     format!("\"{}\"", text.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n"))
 }

@@ -1,34 +1,33 @@
-//! The graph as a picture.
+//! Capability graph as an SVG picture.
 //!
-//! The layers of a system are known, so the layout needs no search: every program is a column with its guest above, and
-//! what several programs hold capabilities to is a bar below: servers and `root` across all columns, a channel from the
-//! one end to the other. A capability is a vertical
-//! line from its holder down to a bar; it passes behind the bars that it has nothing to do with. In each column the lines
-//! that go deepest are leftmost, so what is written beside the end of a line has nothing in its way. Devices are
-//! to the right of their owners.
+//! The layers of a system are known, so the layout needs no search: every program is a column with
+//! its guest above. Objects of several programs are bars below: servers and `root` across all
+//! columns, a channel between its ends. A capability is a vertical line from its holder down to a
+//! bar, behind the bars in between. In each column, the lines to the lowest bars are leftmost, so
+//! the text at the end of a line has free space. Devices are to the right of their owners.
 
 use super::{Edge, Graph, Kind, Node};
 use std::fmt::Write;
 
 /// All lengths are in pixels.
 const MARGIN: i32 = 16;
-/// Between columns, and around text.
+/// Space between columns, and around text.
 const SPACE: i32 = 20;
 /// Height of a line of text.
 const LINE: i32 = 15;
-/// Distance of lines that stand for capabilities.
+/// Distance of the lines of capabilities.
 const SLOT: i32 = 14;
 const BAR: i32 = 40;
 /// Length and half width of an arrow's head.
 const HEAD: (i32, i32) = (8, 4);
 
 const LEGEND: &[&str] = &[
-    "An arrow is a capability, from who holds it to what it is to. Beside these, a program has memory and a quota of kernel memory of its own, a VMM the files that its guest boots from.",
-    "Grey: every program calls root through two gates, log and control; root has its task, thread and notification, and can take back all that it gave.",
-    "A guest holds nothing: it reaches what its VMM lets it reach. Dashed: a template, from which root makes virtual machines at run time.",
+    "An arrow is a capability, from its holder to its object. In addition, each program has its own memory and kernel memory quota, and each VMM the boot files of its guest.",
+    "Grey: every program calls root through two gates, log and control; root holds its task, thread and notification, and can revoke every capability.",
+    "A guest holds no capability: its VMM acts for it. Dashed: a template, from which root creates virtual machines at run time.",
 ];
 
-/// Widths that usual sans-serif fonts do not exceed.
+/// Upper bound of text widths in usual sans-serif fonts.
 fn width(text: &str, bold: bool) -> i32 {
     let tenths = if bold { 86 } else { 66 };
     text.chars().count() as i32 * tenths / 10
@@ -42,27 +41,27 @@ fn widest<'a>(lines: impl IntoIterator<Item = &'a String>) -> i32 {
 struct Column<'a> {
     program: &'a Node,
     guest: Option<(&'a Node, &'a Edge)>,
-    /// From left to right: place, capability.
+    /// From left to right: position, capability.
     slots: Vec<(i32, &'a Edge)>,
     left: i32,
-    /// Of the boxes.
+    /// Width of the boxes.
     width: i32,
 }
 
-/// What is below the columns.
+/// An object below the columns.
 struct Bar<'a> {
     node: &'a Node,
     index: usize,
     top: i32,
     left: i32,
     right: i32,
-    /// Where its own line to `root` is.
+    /// Position of its line to `root`.
     slot: i32,
-    /// Where its text begins.
+    /// Position of its text.
     text: i32,
 }
 
-/// The graph as SVG.
+/// Renders the graph as SVG.
 pub fn render(graph: &Graph, name: &str) -> String {
     let mut order: Vec<(usize, &Node)> = graph
         .nodes
@@ -72,7 +71,7 @@ pub fn render(graph: &Graph, name: &str) -> String {
         .collect();
     order.sort_by_key(|(_, node)| node.kind);
     let channels = order.iter().filter(|(_, node)| node.kind == Kind::Channel).count();
-    // Lines from bars to bars are left of the text.
+    // Lines between bars are left of the text.
     let gutter = SLOT * (order.len() - channels) as i32 + SLOT / 2;
     let depth = |index: usize| order.iter().position(|&(bar, _)| bar == index);
 
@@ -142,7 +141,7 @@ pub fn render(graph: &Graph, name: &str) -> String {
         }
         picture.boxed(program, (*left, programs), (*width, program_height));
     }
-    // All lines are behind all bars.
+    // Lines are drawn before the bars, behind them.
     for bar in &bars {
         for edge in graph.held_by(bar.index) {
             if let Some(end) = top_of(edge.to) {
@@ -184,7 +183,7 @@ fn column<'a>(
     let mut slots = Vec::new();
     for (place, &(depth, edge)) in held.iter().enumerate() {
         slots.push((x, edge));
-        // Beside another that ends at the same bar there must be room for the text of this one.
+        // A line next to another one to the same bar needs space for its text.
         let same = held.get(place + 1).is_some_and(|&(next, _)| next == depth);
         let text = if edge.routine { 0 } else { widest(&edge.label) + SPACE };
         x += if same { SLOT.max(text) } else { SLOT };
@@ -201,7 +200,7 @@ fn column<'a>(
 }
 
 impl Column<'_> {
-    /// End of boxes and of text beside lines.
+    /// Returns the right end of boxes and line labels.
     fn right(&self) -> i32 {
         let beside = self.slots.iter().map(|(x, edge)| match edge.routine {
             true => *x,
@@ -212,7 +211,7 @@ impl Column<'_> {
     }
 }
 
-/// SVG in the making.
+/// SVG under construction.
 struct Picture {
     text: String,
     right: i32,
@@ -220,12 +219,12 @@ struct Picture {
 }
 
 impl Picture {
-    /// Writing to a string cannot fail.
+    /// Writing to a string does not fail.
     fn add(&mut self, text: std::fmt::Arguments<'_>) {
         let _ = writeln!(self.text, "{text}");
     }
 
-    /// Text from the left; `class` is one of those in [`Self::finish`].
+    /// Draws left-aligned text; `class` is one of those in [`Self::finish`].
     fn label(&mut self, x: i32, y: i32, text: &str, class: &str) {
         let text = text.replace('&', "&amp;").replace('<', "&lt;");
         self.add(format_args!("<text class=\"{class}\" x=\"{x}\" y=\"{y}\">{text}</text>"));
@@ -246,7 +245,7 @@ impl Picture {
         ));
     }
 
-    /// A rectangle with the node's name and details.
+    /// Draws a rectangle with the node's name and details.
     fn boxed(&mut self, node: &Node, (x, y): (i32, i32), size: (i32, i32)) {
         self.rectangle(node, (x, y), size);
         let lines = 1 + node.details.len() as i32;
@@ -265,7 +264,7 @@ impl Picture {
         ));
     }
 
-    /// The head of an arrow that points down (`direction` 1) or up (-1).
+    /// Draws an arrow head that points down (`direction` 1) or up (-1).
     fn head(&mut self, (x, y): (i32, i32), direction: i32, edge: &Edge) {
         let class = if edge.routine { "routine" } else { "line" };
         let (length, half) = HEAD;
@@ -276,7 +275,7 @@ impl Picture {
         ));
     }
 
-    /// The label's last line is a bit above `bottom`.
+    /// Draws a label; its last line is slightly above `bottom`.
     fn labels_above(&mut self, x: i32, bottom: i32, edge: &Edge) {
         for (line, text) in edge.label.iter().rev().enumerate() {
             self.label(x, bottom - 9 - LINE * line as i32, text, "e");
@@ -300,7 +299,7 @@ impl Picture {
         self.labels_above(x + SLOT / 2, from, edge);
     }
 
-    /// Its label is above and below the line, in the middle of a bar's height.
+    /// Draws an arrow with its label above and below the line, in the middle of a bar's height.
     fn arrow_right(&mut self, from: i32, to: i32, top: i32, edge: &Edge) {
         let y = top + BAR / 2;
         self.line((from, y), (to, y), edge);

@@ -1,14 +1,14 @@
-//! Changes of source files: unified differences without context (`diff -U0`), as few and as small as they can be.
+//! Patches of source files: unified diffs without context (`diff -U0`).
 //!
-//! Each piece names the lines that it replaces, at least one. They are looked for where they were when the change was made, then
-//! anywhere in the file, where they must occur once. So a change outlives others around it, and one that does not apply
-//! any more is an error, never a guess.
+//! Each hunk replaces at least one line. The old lines must be at their original position, or occur
+//! exactly once in the file. A patch thus survives changes around it, and one that does not apply
+//! any more is an error.
 
 use crate::failure::{self, Failure};
 use std::fs;
 use std::path::Path;
 
-/// Lines and what they become.
+/// Hunk: old and new lines.
 #[derive(Debug, PartialEq, Eq)]
 struct Piece<'a> {
     /// First line in the original file, from 0.
@@ -17,14 +17,14 @@ struct Piece<'a> {
     new: Vec<&'a str>,
 }
 
-/// The pieces of one file.
+/// Hunks of one file.
 #[derive(Debug, PartialEq, Eq)]
 struct Change<'a> {
     path: &'a str,
     pieces: Vec<Piece<'a>>,
 }
 
-/// Applies the differences `text`, which people know as `name`, to the files below `tree`.
+/// Applies the diffs in `text`, called `name` in messages, to the files below `tree`.
 pub fn apply(name: &str, text: &str, tree: &Path) -> Result<(), Failure> {
     let wrong = |reason: String| Failure::new(failure::BAD_CONFIG, format!("{name}: {reason}"));
     for change in parse(text).map_err(wrong)? {
@@ -32,9 +32,9 @@ pub fn apply(name: &str, text: &str, tree: &Path) -> Result<(), Failure> {
         let old = fs::read_to_string(&path)
             .map_err(|error| Failure::file(&format!("apply {name}, to read"), &path, &error))?;
         let new = change.apply(&old).map_err(|line| {
-            let reason = format!("line {line} of {} is not what is to be changed", change.path);
+            let reason = format!("line {line} of {} does not match", change.path);
             wrong(reason).help(
-                "the edits are for Linux 6.1 as Debian 12 has it; give that as --source, or none",
+                "the patches are for Linux 6.1 of Debian 12; use that as --source, or remove --source",
             )
         })?;
         fs::write(&path, new).map_err(|error| Failure::file("write", &path, &error))?;
@@ -42,7 +42,7 @@ pub fn apply(name: &str, text: &str, tree: &Path) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Reads differences. What stands before the first file is for people.
+/// Parses diffs. Text before the first file is ignored.
 fn parse(text: &str) -> Result<Vec<Change<'_>>, String> {
     let mut changes: Vec<Change> = Vec::new();
     for (index, line) in text.lines().enumerate() {
@@ -61,30 +61,32 @@ fn parse(text: &str) -> Result<Vec<Change<'_>>, String> {
         let Some(change) = changes.last_mut() else { continue };
         if let Some(ranges) = line.strip_prefix("@@ -") {
             let digits = ranges.split([',', ' ']).next().unwrap_or_default();
-            let number: usize = digits.parse().map_err(|_| wrong("no number of a line"))?;
-            let line = number.checked_sub(1).ok_or_else(|| wrong("lines are counted from 1"))?;
+            let number: usize = digits.parse().map_err(|_| wrong("invalid line number"))?;
+            let line = number.checked_sub(1).ok_or_else(|| wrong("line numbers start at 1"))?;
             change.pieces.push(Piece { line, old: Vec::new(), new: Vec::new() });
         } else if let Some(old) = line.strip_prefix('-') {
-            let piece = change.pieces.last_mut().ok_or_else(|| wrong("a line without a place"))?;
+            let piece =
+                change.pieces.last_mut().ok_or_else(|| wrong("a line before the first hunk"))?;
             piece.old.push(old);
         } else if let Some(new) = line.strip_prefix('+') {
-            let piece = change.pieces.last_mut().ok_or_else(|| wrong("a line without a place"))?;
+            let piece =
+                change.pieces.last_mut().ok_or_else(|| wrong("a line before the first hunk"))?;
             piece.new.push(new);
         } else if !line.is_empty() {
-            return Err(wrong("neither `-`, `+` nor `@@`"));
+            return Err(wrong("expected `-`, `+` or `@@`"));
         }
     }
     let empty = changes.iter().find(|change| {
         change.pieces.is_empty() || change.pieces.iter().any(|piece| piece.old.is_empty())
     });
     match empty {
-        Some(change) => Err(format!("a change of {} replaces no line", change.path)),
+        Some(change) => Err(format!("a hunk of {} replaces no line", change.path)),
         None => Ok(changes),
     }
 }
 
 impl Change<'_> {
-    /// The changed text, or the number (from 1) of the line where something else stands.
+    /// Returns the changed text, or the number (from 1) of the first line that does not match.
     fn apply(&self, text: &str) -> Result<String, usize> {
         let lines: Vec<&str> = text.lines().collect();
         let mut result = String::with_capacity(text.len() + text.len() / 8);
@@ -106,7 +108,7 @@ impl Change<'_> {
 }
 
 impl Piece<'_> {
-    /// Where the lines are, not before line `from`.
+    /// Returns the position of the old lines, not before line `from`.
     fn find(&self, lines: &[&str], from: usize) -> Option<usize> {
         let is_at = |start: usize| {
             let end = start.checked_add(self.old.len())?;
@@ -138,7 +140,7 @@ mod tests {
     #[test]
     fn lines_may_have_moved_if_they_are_the_only_ones() {
         assert_eq!(change("+++ b/f\n@@ -9 +9 @@\n-c\n+x\n"), Ok("a\nb\nx\nb\nd\n".into()));
-        // Twice there, neither where it was.
+        // Occurs twice, neither at the original position.
         assert_eq!(change("+++ b/f\n@@ -9 +9 @@\n-b\n+x\n"), Err(9));
         assert_eq!(change("+++ b/f\n@@ -4 +4 @@\n-b\n+x\n"), Ok("a\nb\nc\nx\nd\n".into()));
         assert_eq!(change("+++ b/f\n@@ -1 +1 @@\n-e\n+x\n"), Err(1));

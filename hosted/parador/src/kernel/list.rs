@@ -1,6 +1,6 @@
-//! `parador kernel list` and `parador kernel prune`: the kernels in the cache.
+//! `parador kernel list` and `parador kernel prune`: the cached kernels.
 
-use super::store::{Entry, Record, Store};
+use super::store::{CachedKernel, Record, Store};
 use super::{KERNEL_KIND, VMLINUX, recipe};
 use crate::description::Size;
 use crate::failure::{self, Failure};
@@ -10,36 +10,36 @@ use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-/// The kernels, for programs.
+/// Output of `list --json`.
 #[derive(Serialize)]
 struct Listed {
-    /// Folder of the cache that they are in; `null`: there is none yet.
+    /// Cache folder; `null`: it does not exist.
     folder: Option<PathBuf>,
-    kernels: Vec<Kernel>,
+    kernels: Vec<ListedKernel>,
 }
 
 #[derive(Serialize)]
-struct Kernel {
+struct ListedKernel {
     name: String,
     vmlinux: PathBuf,
-    /// `parador run` takes it when it is given none.
+    /// Default kernel of `parador run`.
     is_default: bool,
-    /// What it takes of the disk, in bytes.
+    /// Disk usage in bytes.
     size: u64,
-    /// When it was last built or used, as in RFC 3339.
+    /// Time of the last build or use, RFC 3339.
     used: String,
     #[serde(flatten)]
     record: Record,
 }
 
-/// Prints the kernels in the cache, the one that was used last first.
+/// Prints the cached kernels, most recently used first.
 pub fn list(json: bool) -> Result<(), Failure> {
     let store = Store::existing()?;
     let entries = store.as_ref().map_or_else(|| Ok(Vec::new()), Store::entries)?;
     let default = default(&entries).map(|entry| entry.folder.clone());
-    let kernels: Vec<Kernel> = entries
+    let kernels: Vec<ListedKernel> = entries
         .into_iter()
-        .map(|entry| Kernel {
+        .map(|entry| ListedKernel {
             name: entry.record.inputs.name(),
             vmlinux: entry.folder.join(VMLINUX),
             is_default: default.as_ref() == Some(&entry.folder),
@@ -53,7 +53,7 @@ pub fn list(json: bool) -> Result<(), Failure> {
         let listed = Listed { folder, kernels };
         let text = serde_json::to_string_pretty(&listed);
         let text = text.map_err(|error| {
-            Failure::new(failure::INTERNAL, format!("cannot write JSON: {error}"))
+            Failure::new(failure::INTERNAL, format!("cannot serialize JSON: {error}"))
         })?;
         return output::print(format!("{text}\n"));
     }
@@ -66,7 +66,7 @@ pub fn list(json: bool) -> Result<(), Failure> {
     kernels.iter().try_for_each(|kernel| output::print(kernel.line()))
 }
 
-impl Kernel {
+impl ListedKernel {
     fn line(&self) -> String {
         let mark = if self.is_default { '*' } else { ' ' };
         let size = Size(self.size >> 20 << 20);
@@ -76,9 +76,9 @@ impl Kernel {
     }
 }
 
-/// The kernel that `parador run` takes when it is given none: one that this program would build; of
-/// several that differ in Linux' source or the compiler, the one that was built last.
-pub fn default(entries: &[Entry]) -> Option<&Entry> {
+/// Returns the default kernel of `parador run`: one with the recipe of this `parador`; of several
+/// that differ in Linux source or compiler, the one built last.
+pub fn default(entries: &[CachedKernel]) -> Option<&CachedKernel> {
     let recipe = recipe(false);
     let ours = entries.iter().filter(|entry| {
         let inputs = &entry.record.inputs;
@@ -87,7 +87,7 @@ pub fn default(entries: &[Entry]) -> Option<&Entry> {
     ours.max_by(|a, b| a.record.built.cmp(&b.record.built))
 }
 
-/// Removes all but the `keep` kernels that were used last, and prints which.
+/// Removes all but the `keep` most recently used kernels and prints their names.
 pub fn prune(keep: usize) -> Result<(), Failure> {
     let Some(store) = Store::existing()? else { return Ok(()) };
     for name in store.prune(keep)? {
@@ -96,7 +96,7 @@ pub fn prune(keep: usize) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Bytes on the disk of all files below a folder; what cannot be read counts nothing.
+/// Returns the disk usage of all files below a folder; unreadable files count as zero.
 fn size(folder: &Path) -> u64 {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     let sizes = entries.map(|entry| match entry.metadata() {

@@ -1,4 +1,4 @@
-//! Linux' source: where it is, and as much of it in a folder as our kernel is built from.
+//! Linux source: its location, and a copy of the files that Parador's kernel is built from.
 
 use super::store;
 use crate::failure::{self, Failure};
@@ -14,11 +14,12 @@ use std::path::{Component, Path, PathBuf};
 use std::process::Stdio;
 use std::time::UNIX_EPOCH;
 
-/// Bits of a file's mode that count: its type, and whether it can be executed.
+/// Mode bits that are hashed: file type and execute permission.
 const KIND: u32 = 0o170_111;
-/// Where Debian's package puts it.
+/// Path of the installed Debian package.
 const INSTALLED: &str = "/usr/src/linux-source-6.1.tar.xz";
-/// Folders of which only what describes the build is needed: no configuration of ours uses the rest. It is three quarters of all.
+/// Folders of which only build descriptions are needed: the configuration uses no other file of
+/// them. They are three quarters of the tree.
 const UNUSED: [&str; 20] = [
     "Documentation",
     "LICENSES",
@@ -42,17 +43,17 @@ const UNUSED: [&str; 20] = [
     "tools/usb",
 ];
 
-/// Linux' source.
+/// Linux source.
 #[derive(Debug)]
 pub enum Source {
-    /// A compressed archive, as Debian has it.
+    /// Compressed archive, as in Debian's package.
     Archive(PathBuf),
     /// A folder.
     Folder(PathBuf),
 }
 
 impl Source {
-    /// What was named, else the installed package, else the package from apt.
+    /// Returns the named source, else the installed package, else the package from apt.
     pub fn find(
         named: Option<&Path>,
         step: &Step,
@@ -64,16 +65,16 @@ impl Source {
             Some(path) if path.is_file() => Ok(Self::Archive(path.to_owned())),
             Some(path) => Err(Failure::new(
                 failure::MISSING_FILE,
-                format!("no source of Linux: {}", path.display()),
+                format!("no Linux source: {}", path.display()),
             )),
             None if installed.is_file() => Ok(Self::Archive(installed.to_owned())),
             None => fetch::linux_source(step, interruptible).map(Self::Archive),
         }
     }
 
-    /// Digest of all that a kernel takes from it: of an archive its bytes, of a folder names,
-    /// contents and links of the files in use, and the date of the top Makefile, which a kernel
-    /// says of itself.
+    /// Returns the digest of everything that a kernel takes from the source: the bytes of an
+    /// archive; the names, contents and links of the used files in a folder, and the date of the
+    /// top Makefile, which the kernel reports.
     pub fn identity(&self) -> Result<String, Failure> {
         let digest = |path: &Path| {
             store::file_digest(path).map_err(|error| Failure::file("read", path, &error))
@@ -100,7 +101,7 @@ impl Source {
         Ok(store::digest(parts.iter().map(Vec::as_slice)))
     }
 
-    /// Puts it into the folder `to`, which is not there yet.
+    /// Unpacks the source into the new folder `to`.
     pub fn unpack(&self, to: &Path) -> Result<(), Failure> {
         match self {
             Self::Archive(path) => unpack(path, to),
@@ -108,13 +109,13 @@ impl Source {
         }?;
         match to.join("Kbuild").is_file() && to.join("arch/x86/Kconfig").is_file() {
             true => Ok(()),
-            false => Err(Failure::new(failure::BAD_CONFIG, "that is no source of Linux")
-                .help("give linux-source-6.1.tar.xz of Debian's package, or its unpacked folder")),
+            false => Err(Failure::new(failure::BAD_CONFIG, "not a Linux source tree")
+                .help("use linux-source-6.1.tar.xz of Debian's package, or its unpacked folder")),
         }
     }
 }
 
-/// The first line of the top Makefile's `VERSION`, `PATCHLEVEL` and `SUBLEVEL`, as a number with dots.
+/// Returns the version from the top Makefile's `VERSION`, `PATCHLEVEL` and `SUBLEVEL`, with dots.
 pub fn version(tree: &Path) -> Result<String, Failure> {
     let path = tree.join("Makefile");
     let text = fs::read_to_string(&path).map_err(|error| Failure::file("read", &path, &error))?;
@@ -125,7 +126,7 @@ pub fn version(tree: &Path) -> Result<String, Failure> {
     Ok(["VERSION", "PATCHLEVEL", "SUBLEVEL"].map(field).join("."))
 }
 
-/// Seconds since 1970 when the source was made: the date of its top Makefile.
+/// Returns the date of the source as seconds since 1970: that of its top Makefile.
 pub fn date(tree: &Path) -> Result<u64, Failure> {
     let path = tree.join("Makefile");
     let modified = fs::metadata(&path).and_then(|file| file.modified());
@@ -133,7 +134,7 @@ pub fn date(tree: &Path) -> Result<u64, Failure> {
     Ok(modified.duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()))
 }
 
-/// Whether a file of Linux, by its path there, can be of use.
+/// Returns whether a file of Linux, by its path, is needed for the build.
 fn is_used(path: &Path) -> bool {
     let name = path.file_name().and_then(OsStr::to_str).unwrap_or_default();
     let describes = ["Kconfig", "Makefile", "Kbuild"].iter().any(|start| name.starts_with(start));
@@ -144,7 +145,7 @@ fn is_used(path: &Path) -> bool {
     describes || !unused
 }
 
-/// Adds the files in use below `root/folder`, in order.
+/// Adds the used files below `root/folder`, in order.
 fn list(root: &Path, folder: &Path, files: &mut Vec<PathBuf>) -> Result<(), Failure> {
     let path = root.join(folder);
     let read = |error| Failure::file("read", &path, &error);
@@ -177,7 +178,7 @@ fn copy(from: &Path, to: &Path) -> Result<(), Failure> {
     fs::File::options().write(true).open(to).and_then(|to| to.set_modified(time)).map_err(failed)
 }
 
-/// Copies the files in use from the folder `from`; links come last, as in [`unpack`].
+/// Copies the used files from the folder `from`; links come last, as in [`unpack`].
 fn copy_all(from: &Path, to: &Path) -> Result<(), Failure> {
     let mut files = Vec::new();
     list(from, Path::new(""), &mut files)?;
@@ -193,28 +194,28 @@ fn copy_all(from: &Path, to: &Path) -> Result<(), Failure> {
     make_links(links, from, to)
 }
 
-/// Makes symbolic links, names and targets, below the folder `to` for the source `from`. As long as
-/// all of them stay in the folder, nothing that is done there later reaches beyond it.
+/// Creates symbolic links, by name and target, below the folder `to`. Links that lead out of the
+/// folder are refused, so later writes cannot reach beyond it.
 fn make_links(links: Vec<(PathBuf, PathBuf)>, from: &Path, to: &Path) -> Result<(), Failure> {
     for (name, target) in links {
         if !stays_inside(&name, &target) {
             return Err(leads_out(from, &name, &format!("is a link to {}", target.display())));
         }
-        // It counts from real folders only.
+        // Relative targets are resolved from real folders only.
         let mut above = name.ancestors().skip(1);
         if above.any(|folder| to.join(folder).is_symlink()) {
-            return Err(leads_out(from, &name, "is behind another link, and may lead"));
+            return Err(leads_out(from, &name, "is below another link and may lead"));
         }
         let path = to.join(&name);
         let made = path.parent().map_or(Ok(()), fs::create_dir_all);
         made.and_then(|()| symlink(&target, &path))
-            .map_err(|error| Failure::file("make the link", &path, &error))?;
+            .map_err(|error| Failure::file("create the link", &path, &error))?;
     }
     Ok(())
 }
 
-/// Whether a link of this name in a folder leads to something in that folder, wherever other such
-/// links lead: `..` stand in front only, where they are those of real folders.
+/// Returns whether a link in a folder resolves inside that folder, wherever other such links lead:
+/// `..` components only come first, where they are those of real folders.
 fn stays_inside(name: &Path, target: &Path) -> bool {
     let depth = name.components().count() - 1;
     let up = target.components().take_while(|part| *part == Component::ParentDir).count();
@@ -225,10 +226,10 @@ fn stays_inside(name: &Path, target: &Path) -> bool {
 fn leads_out(archive: &Path, name: &Path, why: &str) -> Failure {
     let text = format!("{}: {} {why}, out of the source", archive.display(), name.display());
     Failure::new(failure::BAD_CONFIG, text)
-        .help("give linux-source-6.1.tar.xz of Debian's package, or its unpacked folder")
+        .help("use linux-source-6.1.tar.xz of Debian's package, or its unpacked folder")
 }
 
-/// Unpacks an archive into the folder `to`, which is not there yet.
+/// Unpacks an archive into the new folder `to`.
 fn unpack(archive: &Path, to: &Path) -> Result<(), Failure> {
     let mut child = supervise::command(OsStr::new("xz"), AtEnd::Kill)?
         .args(["--decompress", "--stdout"])
@@ -240,7 +241,7 @@ fn unpack(archive: &Path, to: &Path) -> Result<(), Failure> {
         .map_err(|error| Failure::program("xz", &error))?;
     let unpacked = child.stdout.take().map_or(Ok(()), |mut tar| {
         unpack_tar(&mut tar, archive, to)?;
-        // What is behind the archive's end is read, too: xz has to come to its own.
+        // Data after the archive's end is read, too: xz must reach its own end.
         let rest = io::copy(&mut tar, &mut io::sink());
         rest.map(drop).map_err(|error| Failure::file("read", archive, &error))
     });
@@ -249,20 +250,20 @@ fn unpack(archive: &Path, to: &Path) -> Result<(), Failure> {
     match status.success() {
         true => Ok(()),
         false => {
-            let message = format!("{} is damaged, or not compressed by xz", archive.display());
+            let message = format!("{} is damaged or not compressed by xz", archive.display());
             Err(Failure::new(failure::BAD_CONFIG, message))
         }
     }
 }
 
-/// Unpacks the files in use of an archive without its compression. It is not trusted: while its
-/// files are written there are no symbolic links through which they could be written elsewhere, and
-/// those that are made then stay inside.
+/// Unpacks the used files of an uncompressed archive. The archive is not trusted: no symbolic links
+/// exist while its files are written, and the links created afterwards stay inside.
 fn unpack_tar(tar: impl Read, archive: &Path, to: &Path) -> Result<(), Failure> {
     let broken = |error: io::Error| {
         let reason = failure::describe(&error);
         let message = format!("cannot unpack {}: {reason}", archive.display());
-        Failure::new(failure::code_of(&error), message).help("is the archive whole, the disk full?")
+        Failure::new(failure::code_of(&error), message)
+            .help("check that the archive is complete and the disk is not full")
     };
     let mut links = Vec::new();
     let mut tar = tar::Archive::new(tar);
@@ -273,7 +274,7 @@ fn unpack_tar(tar: impl Read, archive: &Path, to: &Path) -> Result<(), Failure> 
         if parts.clone().any(|part| !matches!(part, Component::Normal(_))) {
             return Err(leads_out(archive, &path, "is a path"));
         }
-        // Its one folder has the version in its name.
+        // The top folder has the version in its name.
         parts.next();
         let name: PathBuf = parts.collect();
         if name.as_os_str().is_empty() || !is_used(&name) {
@@ -288,9 +289,12 @@ fn unpack_tar(tar: impl Read, archive: &Path, to: &Path) -> Result<(), Failure> 
             place.parent().map_or(Ok(()), fs::create_dir_all).map_err(broken)?;
             entry.unpack(&place).map_err(broken)?;
         } else if !kind.is_dir() && !kind.is_pax_global_extensions() {
-            // Linux has no hard links, devices or pipes.
-            let text =
-                format!("{}: {} is neither file nor link", archive.display(), path.display());
+            // Linux' source contains no hard links, devices or pipes.
+            let text = format!(
+                "{}: {} is neither a file nor a symbolic link",
+                archive.display(),
+                path.display()
+            );
             return Err(Failure::new(failure::BAD_CONFIG, text));
         }
     }
@@ -346,8 +350,7 @@ mod tests {
     /// An entry of an archive, by name, kind and link.
     type Entry<'a> = (&'a str, tar::EntryType, &'a str);
 
-    /// An archive of these entries; what is a file contains its name. Names are written as they
-    /// are.
+    /// An archive of these entries; the content of a file is its name. Names are written as given.
     fn archive(entries: &[Entry<'_>]) -> Vec<u8> {
         let mut tar = tar::Builder::new(Vec::new());
         let more = [("linux/Kbuild", tar::EntryType::Regular, "")];
@@ -404,7 +407,7 @@ mod tests {
             &[("linux/evil", Link, "/etc/passwd")],
             &[("linux/evil", Char, "")],
             &[("linux/evil", Fifo, "")],
-            // Two links that stay inside by their texts, and together lead out.
+            // Two links that each stay inside, and together lead out.
             &[("linux/a/b/c", Symlink, "../../s"), ("linux/t", Symlink, "a/b/c/../..")],
             &[("linux/a/b/c", Symlink, "../../s"), ("linux/a/b/c/t", Symlink, "../../../x")],
         ];

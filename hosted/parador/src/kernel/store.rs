@@ -1,9 +1,9 @@
-//! The kernels in the user's cache: each in a folder named by the digest of what it was built from.
+//! Kernel store in the user's cache: each kernel in a folder named by the digest of its inputs.
 //!
-//! A kernel's folder appears complete or not at all, by a rename. A lock file for each name makes
-//! two builders of one kernel share one build; who uses a kernel holds a shared lock on its folder,
-//! and only folders without one are removed. Locks are those of flock(2): they end with their
-//! process, however that ends.
+//! A kernel's folder appears complete or not at all, by a rename. A lock file per name makes two
+//! builders of one kernel share one build. Users of a kernel hold a shared lock on its folder, and
+//! only folders without one are removed. All locks are flock(2) locks: they end with their process
+//! in any case.
 
 use super::{BZIMAGE, CONFIGURED, HEADERS_FOLDER, MODULES, SYMBOLS, VMLINUX};
 use crate::cache;
@@ -23,28 +23,27 @@ use std::thread;
 use std::time::{Duration, SystemTime};
 use tempfile::TempDir;
 
-/// Folder of the cache that has the kernels.
+/// Folder of the kernels in the cache.
 const FOLDER: &str = "kernels";
 /// File in a kernel's folder with its [`Record`], written last.
 const RECORD: &str = "kernel.json";
-/// Format of the record; a folder with another one is not used.
+/// Format version of the record; folders with another one are ignored.
 const FORMAT: u32 = 1;
-/// Kernels that are kept.
+/// Number of kernels that are kept.
 pub const KEPT: usize = 3;
-/// Beginnings of names of lock files, and of folders of builds that go on and of kernels that are
-/// being removed.
+/// Name prefixes of lock files, and of folders of running builds and of kernels being removed.
 const LOCK: &str = ".lock-";
 const WORK: &str = ".work-";
-/// An abandoned folder is at least this old: a younger one may be about to be locked.
+/// Least age of an abandoned folder: a younger one may be about to be locked.
 const YOUNG: Duration = Duration::from_secs(60);
-/// Pause between looks at another builder's lock.
-const PAUSE: Duration = Duration::from_millis(200);
-/// Longest status of a builder that is shown, in bytes.
+/// Polling interval of another builder's lock.
+const POLL_INTERVAL: Duration = Duration::from_millis(200);
+/// Longest displayed status of another builder in bytes.
 const LONGEST_STATUS: usize = 200;
-/// Free space of a build in bytes: the tree with its objects takes 1.6 GB.
+/// Free space required by a build in bytes: the tree with its objects takes 1.6 GB.
 pub const ROOM: u64 = 2 << 30;
 
-/// SHA-256 over parts, each with its length, as hexadecimal digits.
+/// Returns the SHA-256 over parts, each with its length, in hexadecimal.
 pub fn digest<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> String {
     let mut sha = Sha256::new();
     for part in parts {
@@ -54,7 +53,7 @@ pub fn digest<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> String {
     hexadecimal(&sha.finalize())
 }
 
-/// SHA-256 of a file as sha256sum(1) prints it.
+/// Returns the SHA-256 of a file in the format of sha256sum(1).
 pub fn file_digest(path: &Path) -> io::Result<String> {
     let mut file = File::open(path)?;
     let mut sha = Sha256::new();
@@ -76,21 +75,21 @@ fn hexadecimal(bytes: &[u8]) -> String {
     })
 }
 
-/// Everything that a kernel is built from. Equal inputs give equal kernels.
+/// All inputs of a kernel. Equal inputs give equal kernels.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Inputs {
-    /// With pads and tables of sites (`previrt`), or without (`plain`).
+    /// With padding and site tables (`previrt`), or without (`plain`).
     pub kind: String,
-    /// Digest of what is Parador's own in it: configuration, edits, headers, afterburner.
+    /// Digest of Parador's part: configuration, patches, headers, afterburner.
     pub recipe: String,
-    /// Digest of Linux' source.
+    /// Digest of the Linux source.
     pub source: String,
-    /// Compiler and linker: the first lines that they print of themselves.
+    /// First lines of the version texts of compiler and linker.
     pub compiler: String,
 }
 
 impl Inputs {
-    /// Name of the kernel's folder.
+    /// Returns the name of the kernel's folder.
     pub fn name(&self) -> String {
         let Self { kind, recipe, source, compiler } = self;
         let all = [kind, recipe, source, compiler].map(|part| part.as_bytes());
@@ -98,35 +97,35 @@ impl Inputs {
     }
 }
 
-/// Description of a finished kernel, beside it.
+/// Description of a built kernel, stored with it.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Record {
     format: u32,
-    /// What it was built from.
+    /// Inputs.
     #[serde(flatten)]
     pub inputs: Inputs,
-    /// Linux' version.
+    /// Linux version.
     pub linux: String,
     /// SHA-256 and length in bytes of `vmlinux`.
     pub sha256: String,
     bytes: u64,
-    /// When the build ended, as in RFC 3339.
+    /// Time of the end of the build, RFC 3339.
     pub built: String,
 }
 
 /// A kernel in the cache.
 #[derive(Debug)]
-pub struct Entry {
-    /// Its folder.
+pub struct CachedKernel {
+    /// Folder.
     pub folder: PathBuf,
-    /// What it says of itself.
+    /// Description.
     pub record: Record,
-    /// When it was last built or used.
+    /// Time of the last build or use.
     pub used: SystemTime,
 }
 
-impl Entry {
-    /// The kernel in `folder`; `None` if it is not complete, or others may write to it.
+impl CachedKernel {
+    /// Reads the kernel in `folder`; `None` if it is incomplete, or writable by other users.
     fn read(folder: PathBuf) -> Option<Self> {
         let record: Record = serde_json::from_slice(&fs::read(folder.join(RECORD)).ok()?).ok()?;
         let vmlinux = folder.join(VMLINUX);
@@ -139,46 +138,46 @@ impl Entry {
         sound.then_some(Self { folder, record, used })
     }
 
-    /// Notes a use of it, and keeps it from being removed until the result is dropped.
-    pub fn hold(&self) -> Held {
+    /// Records a use and keeps the kernel until the result is dropped.
+    pub fn hold(&self) -> UseLock {
         hold(&self.folder)
     }
 }
 
-/// Keeps a kernel from being removed from the cache.
+/// Keeps a kernel in the cache.
 #[derive(Debug)]
-pub struct Held {
+pub struct UseLock {
     _folder: Option<File>,
 }
 
-/// Notes a use of the kernel whose `vmlinux` is in `folder` if it is one of a cache, and keeps it
-/// there until the result is dropped. A folder that cannot be locked, as on some network file
-/// systems, is used without.
-pub fn hold(folder: &Path) -> Held {
+/// If `vmlinux` in `folder` is a cached kernel, records a use and keeps it until the result is
+/// dropped. A folder that cannot be locked, as on some network file systems, is used without a
+/// lock.
+pub fn hold(folder: &Path) -> UseLock {
     let held = folder.join(RECORD).is_file().then(|| File::open(folder).ok()).flatten();
     if let Some(file) = &held {
         let _ = file.set_modified(SystemTime::now());
         let _ = file.try_lock_shared();
     }
-    Held { _folder: held }
+    UseLock { _folder: held }
 }
 
-/// A kernel that a build has made in a folder.
-pub struct Made {
-    /// The folder.
+/// Result of a build.
+pub struct BuiltKernel {
+    /// Folder.
     pub folder: PathBuf,
-    /// Linux' version.
+    /// Linux version.
     pub linux: String,
 }
 
-/// The kernels in the user's cache.
+/// Kernels in the user's cache.
 #[derive(Debug)]
 pub struct Store {
     folder: PathBuf,
 }
 
 impl Store {
-    /// The store, whose folder is made if it is not there.
+    /// Opens the store and creates its folder if necessary.
     pub fn open() -> Result<Self, Failure> {
         let folder = cache::folder()?.join(FOLDER);
         let made = DirBuilder::new().recursive(true).mode(0o700).create(&folder);
@@ -186,19 +185,19 @@ impl Store {
         Ok(Self { folder: trust::check(&folder)? })
     }
 
-    /// The store, if its folder is there.
+    /// Opens the store if its folder exists.
     pub fn existing() -> Result<Option<Self>, Failure> {
         let folder = cache::existing()?.map(|cache| cache.join(FOLDER));
         let folder = folder.filter(|folder| folder.is_dir());
         folder.map(|folder| Ok(Self { folder: trust::check(&folder)? })).transpose()
     }
 
-    /// Its folder.
+    /// Returns the folder of the store.
     pub fn folder(&self) -> &Path {
         &self.folder
     }
 
-    /// All folders of kernels, complete or not, by name.
+    /// Returns all kernel folders, complete or not, by name.
     fn all(&self) -> Result<Vec<PathBuf>, Failure> {
         let folders = fs::read_dir(&self.folder)
             .map_err(|error| Failure::file("read", &self.folder, &error))?;
@@ -208,40 +207,40 @@ impl Store {
         Ok(folders)
     }
 
-    /// All complete kernels, the one that was used last first.
-    pub fn entries(&self) -> Result<Vec<Entry>, Failure> {
-        let mut entries: Vec<_> = self.all()?.into_iter().filter_map(Entry::read).collect();
+    /// Returns all complete kernels, most recently used first.
+    pub fn entries(&self) -> Result<Vec<CachedKernel>, Failure> {
+        let mut entries: Vec<_> = self.all()?.into_iter().filter_map(CachedKernel::read).collect();
         entries.sort_by(|a, b| b.used.cmp(&a.used).then_with(|| a.folder.cmp(&b.folder)));
         Ok(entries)
     }
 
-    /// The complete kernel of these inputs, whose `vmlinux` has the digest that was recorded.
-    fn find(&self, inputs: &Inputs) -> Option<Entry> {
-        let entry = Entry::read(self.folder.join(inputs.name()))?;
+    /// Returns the complete kernel with these inputs, if `vmlinux` has the recorded digest.
+    fn find(&self, inputs: &Inputs) -> Option<CachedKernel> {
+        let entry = CachedKernel::read(self.folder.join(inputs.name()))?;
         let digest = file_digest(&entry.folder.join(VMLINUX)).ok()?;
         if digest == entry.record.sha256 {
             return Some(entry);
         }
         let place = entry.folder.display();
-        say(Level::Warn, &format!("the kernel in {place} is damaged and is built anew"));
+        say(Level::Warn, &format!("the kernel in {place} is damaged; rebuilding it"));
         None
     }
 
-    /// The kernel of these inputs: the one that is kept, else the one that another process is
-    /// building, else what `make` builds in the folder that it is given. `make` writes what it does
-    /// into the [`Lock`], for those who wait. Older kernels than the newest [`KEPT`] go afterwards.
+    /// Returns the kernel with these inputs: from the store, from another process that is building
+    /// it, or from `make`, which builds it in the given folder and reports its progress in the
+    /// [`Lock`]. Afterwards, all but the newest [`KEPT`] kernels are removed.
     pub fn get(
         &self,
         inputs: &Inputs,
         interruptible: &Interruptible,
         steps: &Steps,
-        make: impl FnOnce(&Path, &Lock) -> Result<Made, Failure>,
-    ) -> Result<(Entry, Held), Failure> {
+        make: impl FnOnce(&Path, &Lock) -> Result<BuiltKernel, Failure>,
+    ) -> Result<(CachedKernel, UseLock), Failure> {
         let lock = match self.find(inputs) {
             Some(entry) => return kept(entry, steps),
             None => self.lock(&inputs.name(), steps)?,
         };
-        // Another builder may have ended just now.
+        // Another builder may have finished meanwhile.
         if let Some(entry) = self.find(inputs) {
             return kept(entry, steps);
         }
@@ -251,23 +250,27 @@ impl Store {
         let work = TempDir::with_prefix_in(WORK, &self.folder).map_err(failed)?;
         interruptible.remove_on_signal(work.path());
         interruptible.remove_on_signal(&lock.path);
-        // Held until the end, however that comes.
+        // Held until the end of the build.
         let held = File::open(work.path()).map_err(failed)?;
         held.lock().map_err(failed)?;
 
         let made = make(work.path(), &lock).map_err(|failure| self.explain(failure))?;
         let entry = self.put(inputs, made, work.path()).map_err(failed)?;
-        let entry = entry.ok_or_else(|| {
-            Failure::new(failure::INTERNAL, "the kernel that was built is not complete")
-        })?;
+        let entry = entry
+            .ok_or_else(|| Failure::new(failure::INTERNAL, "the built kernel is incomplete"))?;
         let held = entry.hold();
-        // What cannot be removed is in nobody's way.
+        // Kernels that cannot be removed stay.
         let _ = self.prune(KEPT);
         Ok((entry, held))
     }
 
-    /// Records what was made and moves it to its place, in this order also on the disk.
-    fn put(&self, inputs: &Inputs, made: Made, work: &Path) -> io::Result<Option<Entry>> {
+    /// Writes the record and moves the kernel into place, in this order also on disk.
+    fn put(
+        &self,
+        inputs: &Inputs,
+        made: BuiltKernel,
+        work: &Path,
+    ) -> io::Result<Option<CachedKernel>> {
         let vmlinux = made.folder.join(VMLINUX);
         let record = Record {
             format: FORMAT,
@@ -281,16 +284,16 @@ impl Store {
         fs::write(made.folder.join(RECORD), text)?;
         rustix::fs::syncfs(File::open(&made.folder)?)?;
         let place = self.folder.join(inputs.name());
-        // A damaged one, or one of another format.
+        // Damaged, or with another format version.
         if place.symlink_metadata().is_ok() {
             fs::rename(&place, work.join("old"))?;
         }
         fs::rename(&made.folder, &place)?;
         File::open(&self.folder)?.sync_all()?;
-        Ok(Entry::read(place))
+        Ok(CachedKernel::read(place))
     }
 
-    /// The lock of a kernel's builder, after waiting for another one.
+    /// Takes the build lock of a kernel; waits for another builder.
     fn lock(&self, name: &str, steps: &Steps) -> Result<Lock, Failure> {
         let path = self.folder.join(format!("{LOCK}{name}"));
         let failed = |error: io::Error| cache::failed(&path, &error);
@@ -302,15 +305,15 @@ impl Store {
         steps.run("waiting", |step| {
             loop {
                 if let Some(lock) = Lock::take(&path).map_err(failed)? {
-                    return Ok((lock, "the other build has ended".to_owned()));
+                    return Ok((lock, "the other build has finished".to_owned()));
                 }
                 step.now(Lock::status(&path));
-                thread::sleep(PAUSE);
+                thread::sleep(POLL_INTERVAL);
             }
         })
     }
 
-    /// Free space of the cache's file system in bytes.
+    /// Returns the free space of the cache's file system in bytes.
     fn room(&self) -> Result<u64, Failure> {
         let found = rustix::fs::statvfs(&self.folder).map_err(io::Error::from);
         let found = found.map_err(|error| Failure::file("read", &self.folder, &error))?;
@@ -321,14 +324,14 @@ impl Store {
         enough(self.room()?, &self.folder)
     }
 
-    /// Says so if a build failed for lack of space: compilers do so in many ways.
+    /// Adds a remedy if a build failed for lack of space, which compilers report in many ways.
     fn explain(&self, failure: Failure) -> Failure {
         const FULL: u64 = 16 << 20;
         match self.room() {
             Ok(room) if room < FULL => {
                 let folder = self.folder.display();
                 failure.help(format!(
-                    "the file system of {folder} is full; set XDG_CACHE_HOME to a folder with {}",
+                    "the file system of {folder} is full; set XDG_CACHE_HOME to a folder with {} of free space",
                     crate::description::Size(ROOM)
                 ))
             }
@@ -336,9 +339,9 @@ impl Store {
         }
     }
 
-    /// Removes all but the newest `keep` kernels, and returns the names of those. One that is in
-    /// use stays. With `keep` 0 folders go, too, that are no complete kernels for this version of
-    /// Parador.
+    /// Removes all but the newest `keep` kernels and returns the names of the removed ones. Kernels
+    /// in use stay. With `keep` 0, folders without a complete kernel of this version are removed,
+    /// too.
     pub fn prune(&self, keep: usize) -> Result<Vec<String>, Failure> {
         self.remove_abandoned();
         let mut folders: Vec<_> = self.entries()?.into_iter().map(|entry| entry.folder).collect();
@@ -355,8 +358,7 @@ impl Store {
         Ok(removed)
     }
 
-    /// Removes the work folders and lock files that killed processes left, which nobody holds. What
-    /// cannot be removed stays.
+    /// Removes work folders and lock files of killed processes. Those that cannot be removed stay.
     fn remove_abandoned(&self) {
         for entry in fs::read_dir(&self.folder).into_iter().flatten().flatten() {
             let path = entry.path();
@@ -365,7 +367,7 @@ impl Store {
             let age = entry.metadata().and_then(|metadata| metadata.modified());
             let is_old = age.is_ok_and(|time| time.elapsed().is_ok_and(|age| age > YOUNG));
             if starts(LOCK) {
-                // Taking it and giving it back removes it.
+                // Taking and releasing the lock removes its file.
                 drop(Lock::take(&path));
             }
             let is_free = || File::open(&path).is_ok_and(|file| file.try_lock().is_ok());
@@ -376,9 +378,9 @@ impl Store {
     }
 }
 
-fn kept(entry: Entry, steps: &Steps) -> Result<(Entry, Held), Failure> {
+fn kept(entry: CachedKernel, steps: &Steps) -> Result<(CachedKernel, UseLock), Failure> {
     let held = entry.hold();
-    steps.run("kernel", |_| Ok(((), format!("kept from {}", entry.record.built))))?;
+    steps.run("kernel", |_| Ok(((), format!("cached, built {}", entry.record.built))))?;
     Ok((entry, held))
 }
 
@@ -386,7 +388,8 @@ fn is_hidden(path: &Path) -> bool {
     path.file_name().is_none_or(|name| name.as_encoded_bytes().starts_with(b"."))
 }
 
-/// Removes a kernel unless it is in use. It is moved away first: nobody finds half a kernel.
+/// Removes a kernel unless it is in use. It is renamed first, so that no half-removed kernel is
+/// found.
 fn remove(kernel: &Path, store: &Path) -> io::Result<bool> {
     let file = File::open(kernel)?;
     match file.try_lock() {
@@ -405,12 +408,12 @@ fn enough(room: u64, folder: &Path) -> Result<(), Failure> {
     }
     let [needed, room] = [ROOM, room].map(|bytes| bytes >> 20);
     let folder = folder.display();
-    let text = format!("building a kernel takes {needed} MiB; {folder} has {room} MiB left");
+    let text = format!("building a kernel requires {needed} MiB; {folder} has {room} MiB left");
     Err(Failure::new(failure::OS_ERROR, text)
-        .help("make room, or set XDG_CACHE_HOME to a folder of yours that has it"))
+        .help("free some space, or set XDG_CACHE_HOME to another folder of yours"))
 }
 
-/// The right to build one kernel. Its file goes with it.
+/// Exclusive right to build one kernel. Dropping it removes its file.
 #[derive(Debug)]
 pub struct Lock {
     file: File,
@@ -418,7 +421,7 @@ pub struct Lock {
 }
 
 impl Lock {
-    /// Takes the lock if nobody holds it.
+    /// Takes the lock if it is free.
     fn take(path: &Path) -> io::Result<Option<Self>> {
         loop {
             let mut options = OpenOptions::new();
@@ -440,13 +443,13 @@ impl Lock {
         }
     }
 
-    /// Says to those who wait how far the build is. Nothing depends on it.
+    /// Reports progress to waiting builders, for display only.
     pub fn note(&self, text: &str) {
         let text = format!("process {}: {text}\n", std::process::id());
         let _ = self.file.set_len(0).and_then(|()| self.file.write_all_at(text.as_bytes(), 0));
     }
 
-    /// What the holder says.
+    /// Returns the holder's progress.
     fn status(path: &Path) -> String {
         let text = fs::read(path).unwrap_or_default();
         let text = String::from_utf8_lossy(&text);
@@ -457,7 +460,7 @@ impl Lock {
 
 impl Drop for Lock {
     fn drop(&mut self) {
-        // It is still locked: nobody has taken this file for theirs.
+        // The file is still locked, so no other process has taken it.
         let _ = fs::remove_file(&self.path);
     }
 }

@@ -1,4 +1,4 @@
-//! `parador afterburn`, and `parador` under the name of the assembler, with gcc, on a kernel of our own.
+//! `parador afterburn`, and `parador` under the name of the assembler, with gcc and a test kernel.
 
 use crate::support::{Folder, code, errors};
 use serde_json::{Value, json};

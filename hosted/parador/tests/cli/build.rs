@@ -76,7 +76,7 @@ fn missing_programs() {
     std::fs::remove_file(folder.path("programs/vmm")).unwrap();
     let output = folder.parador(&BUILD).output().unwrap();
     assert_eq!(code(&output), 66);
-    assert!(errors(&output).contains("no program `vmm` in /"), "{}", errors(&output));
+    assert!(errors(&output).contains("no binary `vmm` in /"), "{}", errors(&output));
     assert!(folder.list("image").is_empty());
 
     let folder = Folder::new(
@@ -85,7 +85,7 @@ fn missing_programs() {
     let output = folder.parador(&BUILD).output().unwrap();
     assert_eq!(code(&output), 66);
     assert!(
-        errors(&output).contains("system.toml:5:10: error: no program `check-absent`"),
+        errors(&output).contains("system.toml:5:10: error: no binary `check-absent`"),
         "{}",
         errors(&output)
     );
@@ -134,7 +134,7 @@ fn no_apt() {
     let folder = Folder::new(&ONE_VM.replace("\"kernel\"", "\"debian\""));
     let output = folder.parador(&BUILD).env("PATH", folder.path("")).output().unwrap();
     assert_eq!(code(&output), 69);
-    assert!(errors(&output).contains("no program apt-cache"), "{}", errors(&output));
+    assert!(errors(&output).contains("program not found: apt-cache"), "{}", errors(&output));
     assert!(folder.list("image").is_empty());
 }
 

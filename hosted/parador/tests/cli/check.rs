@@ -51,8 +51,9 @@ fn the_examples_are_good() {
             let output =
                 folder.parador(&["system", "check", path.to_str().unwrap()]).output().unwrap();
             let errors = errors(&output);
-            // A kernel and a RAM disk that a command makes need not be there; the message names the command.
-            let unmade = errors.matches("` makes it\n").count();
+            // Kernels and RAM disks that a command creates may be missing; the message names the
+            // command.
+            let unmade = errors.matches("` creates it\n").count();
             let wrong = errors.matches(": error: ").count() - unmade;
             assert_eq!(wrong, 0, "{}: {errors}", path.display());
             assert_eq!(
@@ -96,11 +97,11 @@ fn toml_and_schema() {
         65,
         "system.toml:6:10: error: invalid type: integer `64`, expected a size in quotes with a unit",
     );
-    refused(&ONE_VM.replace("64M", "64MB"), 65, "system.toml:6:10: error: `64MB` is not a size");
+    refused(&ONE_VM.replace("64M", "64MB"), 65, "system.toml:6:10: error: invalid size `64MB`");
     refused(
         "[system]\nboard = \"pc\"\n",
         65,
-        "system.toml:1:1: error: the system has nothing to run",
+        "system.toml:1:1: error: the system has no virtual machine and no task",
     );
 }
 
@@ -109,18 +110,18 @@ fn names() {
     refused(
         &ONE_VM.replace("\"linux\"", "\"Linux\""),
         65,
-        "system.toml:5:8: error: `Linux` is not a name",
+        "system.toml:5:8: error: invalid name `Linux`",
     );
-    refused(&ONE_VM.replace("\"linux\"", "\"\""), 65, "system.toml:5:8: error: `` is not a name");
-    refused(&ONE_VM.replace("linux", &"a".repeat(32)), 65, "system.toml:5:8: error: `aaaa");
-    let twice = format!("{ONE_VM}[[task]]\nname = \"linux\"\nbinary = \"check-hostile\"\n");
+    refused(&ONE_VM.replace("\"linux\"", "\"\""), 65, "system.toml:5:8: error: invalid name ``");
     refused(
-        &twice,
+        &ONE_VM.replace("linux", &"a".repeat(32)),
         65,
-        "system.toml:5:8: error: there is a task or virtual machine `linux` already",
+        "system.toml:5:8: error: invalid name `aaaa",
     );
+    let twice = format!("{ONE_VM}[[task]]\nname = \"linux\"\nbinary = \"check-hostile\"\n");
+    refused(&twice, 65, "system.toml:5:8: error: duplicate task or virtual machine name `linux`");
     let path = format!("{ONE_VM}[[task]]\nname = \"t\"\nbinary = \"../check\"\n");
-    refused(&path, 65, "system.toml:11:10: error: `../check` is no program of the build");
+    refused(&path, 65, "system.toml:11:10: error: `../check` is not the name of a binary");
 }
 
 #[test]
@@ -128,27 +129,27 @@ fn devices_have_one_owner() {
     refused(
         &system("log = \"com1\""),
         65,
-        "system.toml:9:11: error: com1 belongs to the kernel's log already",
+        "system.toml:9:11: error: com1 already belongs to the kernel log",
     );
     let server = "[[server]]\nname = \"a\"\nkind = \"console\"\ndevice = \"com1\"\n";
     let servers = format!("{ONE_VM}{server}{}", server.replace("\"a\"", "\"b\""));
-    refused(&servers, 65, "system.toml:16:10: error: com1 belongs to server `a` already");
+    refused(&servers, 65, "system.toml:16:10: error: com1 already belongs to server `a`");
     refused(
         &format!("{}{server}", system("log = \"com1\"")),
         65,
-        "system.toml:14:10: error: com1 belongs to the kernel's log",
+        "system.toml:14:10: error: com1 already belongs to the kernel log",
     );
     let second =
         "[[vm]]\nname = \"b\"\nmemory = \"64M\"\nkernel = \"kernel\"\nconsole = \"com1\"\n";
     refused(
         &format!("{ONE_VM}{second}"),
         65,
-        "system.toml:13:11: error: com1 is the console of `linux` already",
+        "system.toml:13:11: error: com1 is already the console of `linux`",
     );
     refused(
         &format!("{ONE_VM}{}", server.replace("com1", "com9")),
         65,
-        "system.toml:12:10: error: `com9` is no device",
+        "system.toml:12:10: error: invalid device `com9`",
     );
 }
 
@@ -178,12 +179,12 @@ fn disks_and_networks() {
         assert!(errors.contains(message), "expected {message}\ngot {errors}");
         assert!(errors.contains("\n      | "), "no caret\n{errors}");
     };
-    wrong(&good.replace("blk0:part1", "blk1"), "there is no disk server `blk1`");
-    wrong(&good.replace("blk0:part1", "sw0"), "there is no disk server `sw0`");
-    wrong(&good.replace("blk0:part1", "blk0:x"), "`x` is no part of a disk");
+    wrong(&good.replace("blk0:part1", "blk1"), "no such disk server: `blk1`");
+    wrong(&good.replace("blk0:part1", "sw0"), "no such disk server: `sw0`");
+    wrong(&good.replace("blk0:part1", "blk0:x"), "invalid part of a disk `x`");
     wrong(
         &good.replace("\"blk0:part1\"", "\"blk0:part1\", \"blk0,ro\""),
-        "has these sectors already",
+        "these sectors already belong to",
     );
     wrong(&good.replace("virtio-blk:0", "virtio-blk:1"), "the machine has no pci:virtio-blk:1");
     wrong(
@@ -193,16 +194,19 @@ fn disks_and_networks() {
     wrong(&good.replace("device = \"pci:virtio-blk:0\"\n", ""), "server `blk0` has no device");
     wrong(
         &good.replace("ports = [\"linux\"]", "ports = [\"other\"]"),
-        "there is no virtual machine `other`",
+        "no such virtual machine: `other`",
     );
-    wrong(&good.replace("ports = [\"linux\"]", "ports = []"), "`linux` is no port of switch `sw0`");
+    wrong(
+        &good.replace("ports = [\"linux\"]", "ports = []"),
+        "`linux` is not a port of switch `sw0`",
+    );
     wrong(&good.replace("sw0,group=1", "sw0,group=x"), "unknown option `group=x`");
     let same = "mac=02:00:00:00:00:01";
     let two = format!("\"sw0,{same}\", \"sw0,{same}\"");
     wrong(&good.replace("\"sw0,group=1\"", &two), "another network card has this address");
     wrong(
         &format!("{good}{}", server("b", "block", "pci:virtio-blk:0")),
-        "belongs to server `blk0` already",
+        "already belongs to server `blk0`",
     );
 }
 
@@ -223,13 +227,13 @@ fn a_shared_console() {
     refused(
         &format!("{ONE_VM}\n{other}{shared}"),
         65,
-        "system.toml:14:11: error: com1 is the console of `linux` already",
+        "system.toml:14:11: error: com1 is already the console of `linux`",
     );
 }
 
 #[test]
 fn cpus() {
-    refused(&system("cpus = 0"), 65, "system.toml:3:8: error: a machine has 1 to 288 CPUs, not 0");
+    refused(&system("cpus = 0"), 65, "system.toml:3:8: error: cpus must be 1 to 288 (got 0)");
     let pinned = vm("cpus = { pin = [3] }").replacen("\n\n", "\ncpus = 2\n\n", 1);
     refused(&pinned, 65, "system.toml:10:17: error: the machine has no CPU 3, only 0 to 1");
     assert_eq!(check(&vm("cpus = 8").replacen("\n\n", "\ncpus = 8\n\n", 1)).0, 0);
@@ -238,12 +242,12 @@ fn cpus() {
     refused(
         &vm("cpus = { pin = [] }"),
         65,
-        "system.toml:9:8: error: a virtual machine has 1 to 8 vCPUs, not 0",
+        "system.toml:9:8: error: a virtual machine must have 1 to 8 vCPUs (got 0)",
     );
     refused(
         &vm("cpus = 9"),
         65,
-        "system.toml:9:8: error: a virtual machine has 1 to 8 vCPUs, not 9",
+        "system.toml:9:8: error: a virtual machine must have 1 to 8 vCPUs (got 9)",
     );
     let wide = vm("cpus = 3").replacen("\n\n", "\ncpus = 2\n\n", 1);
     let wide = check(&wide).1;
@@ -253,7 +257,7 @@ fn cpus() {
     refused(&two, 65, "system.toml:15:8: error: no CPU left for `b`: 2 vCPUs so far on 1 CPU");
     assert_eq!(check(&two.replacen("cpus = 1", "cpus = 1\nshare_cpus = true", 1)).0, 0);
     let same = format!("{}{second}cpus = {{ pin = [0] }}\n", vm("cpus = { pin = [0] }"));
-    refused(&same, 65, "system.toml:14:17: error: CPU 0 belongs to `linux` already");
+    refused(&same, 65, "system.toml:14:17: error: CPU 0 already belongs to `linux`");
     let task = format!(
         "{}[[task]]\nname = \"t\"\nbinary = \"check-hostile\"\ncpu = 1\n",
         system("cpus = 1")
@@ -266,36 +270,36 @@ fn memory() {
     refused(
         &system("memory = \"64M\""),
         65,
-        "system.toml:3:10: error: 64 MiB of memory is too little: guests take 64 MiB, boot files",
+        "system.toml:3:10: error: not enough memory (64 MiB): guests need 64 MiB, boot files",
     );
     assert_eq!(check(&system("memory = \"128M\"")).0, 0);
     refused(
         &ONE_VM.replace("64M", "16M"),
         65,
-        "system.toml:6:10: error: 16 MiB of memory is too little for the kernel of `linux`",
+        "system.toml:6:10: error: 16 MiB of memory is not enough for the kernel of `linux`",
     );
     assert!(check(&ONE_VM.replace("64M", "16M")).1.contains("help: give it at least 17M\n"));
     refused(
         &ONE_VM.replace("64M", "0M"),
         65,
-        "system.toml:6:10: error: guest memory is a multiple of 1 MiB",
+        "system.toml:6:10: error: guest memory must be a multiple of 1 MiB",
     );
     refused(
         &ONE_VM.replace("64M", "65537K"),
         65,
-        "system.toml:6:10: error: guest memory is a multiple",
+        "system.toml:6:10: error: guest memory must be a multiple",
     );
     refused(
         &ONE_VM.replace("\"kernel\"", "\"debian\"").replace("64M", "8M"),
         65,
-        "system.toml:6:10: error: 8 MiB of memory is too little",
+        "system.toml:6:10: error: 8 MiB of memory is not enough",
     );
     // Sums beyond 64 bits are not small.
     let huge = ONE_VM.replace("64M", "17179869183G");
     refused(
         &huge.replacen("\n\n", "\nmemory = \"1G\"\n\n", 1),
         65,
-        "system.toml:3:10: error: 1 GiB of memory",
+        "system.toml:3:10: error: not enough memory (1 GiB)",
     );
 }
 
@@ -314,12 +318,12 @@ fn files() {
     refused(
         &ONE_VM.replace("\"kernel\"", "\"short\""),
         65,
-        "system.toml:7:10: error: short: the kernel is cut short: it has 1200 of at least 2032 bytes",
+        "system.toml:7:10: error: short: the kernel is truncated: it has 1200 bytes, at least 2032 are needed",
     );
     refused(
         &ONE_VM.replace("\"kernel\"", "\"text\""),
         65,
-        "system.toml:7:10: error: text: the kernel is neither a bzImage nor an ELF file, nor has it a Multiboot header",
+        "system.toml:7:10: error: text: the kernel is neither a bzImage nor an ELF file, and has no Multiboot header",
     );
     assert_eq!(check(&vm("initrd = \"initrd\"")).0, 0);
     let with_files = |names: &str| ONE_VM.replacen("\n\n", &format!("\nfiles = [{names}]\n\n"), 1);
@@ -332,21 +336,21 @@ fn files() {
     refused(
         &with_files("\"text\", \"./text\""),
         65,
-        "system.toml:3:18: error: another file has the name of ./text",
+        "system.toml:3:18: error: another file has the same name as ./text",
     );
 }
 
 #[test]
 fn programs() {
     let task = |binary: &str| format!("{ONE_VM}[[task]]\nname = \"t\"\nbinary = \"{binary}\"\n");
-    refused(&task("nowhere"), 66, "system.toml:11:10: error: no program `nowhere` in /");
-    refused(&vm("vmm = \"other\""), 66, "system.toml:9:7: error: no program `other` in /");
+    refused(&task("nowhere"), 66, "system.toml:11:10: error: no binary `nowhere` in /");
+    refused(&vm("vmm = \"other\""), 66, "system.toml:9:7: error: no binary `other` in /");
     assert_eq!(check(&task("check-hostile")).0, 0);
 }
 
 #[test]
 fn other_values() {
-    refused(&vm("priority = 64"), 65, "system.toml:9:12: error: priorities are 0 to 63");
+    refused(&vm("priority = 64"), 65, "system.toml:9:12: error: priorities must be 0 to 63");
     refused(
         &vm("restart = \"sometimes\""),
         65,
@@ -361,7 +365,7 @@ fn other_values() {
     refused(
         &vm("cmdline = \"a\\nb\""),
         65,
-        "system.toml:9:11: error: the kernel command line is one line",
+        "system.toml:9:11: error: the kernel command line must be one line",
     );
 }
 
@@ -431,14 +435,17 @@ fn channels() {
         assert_eq!(code, 65, "{errors}");
         assert!(errors.starts_with("system.toml:") && errors.contains("\n      | "), "{errors}");
     };
-    refused(&channel("\"linux\"", "1M"), "between two virtual machines, not 1");
-    refused(&channel("\"linux\", \"linux\"", "1M"), "a channel needs two machines");
-    refused(&channel("\"linux\", \"lunix\"", "1M"), "there is no virtual machine `lunix`");
+    refused(&channel("\"linux\"", "1M"), "connects two virtual machines (got 1)");
+    refused(
+        &channel("\"linux\", \"linux\"", "1M"),
+        "a channel must connect two different virtual machines",
+    );
+    refused(&channel("\"linux\", \"lunix\"", "1M"), "no such virtual machine: `lunix`");
     for size in ["8K", "3M", "32M", "0K"] {
-        refused(&channel(good, size), "a channel does not have");
+        refused(&channel(good, size), "invalid channel size");
     }
     let one = "[[channel]]\nbetween = [\"linux\", \"other\"]\nkind = \"shmem\"\nsize = \"1M\"\n";
-    refused(&two(&one.repeat(5)), "has more than 4 channels");
+    refused(&two(&one.repeat(5)), "has too many channels (limit 4)");
     refused(&two(&one.replace("shmem", "pipe")), "unknown variant `pipe`");
     refused(&two(&one.replace("size", "seize")), "unknown field");
     let template =

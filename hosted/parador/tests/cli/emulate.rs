@@ -58,7 +58,7 @@ fn failures_of_qemu() {
     assert!(errors(&output).contains("  | qemu: no such machine\n"), "{}", errors(&output));
     assert_eq!(code(&folder.emulate("exit 0", &[]).output().unwrap()), 70);
     assert_eq!(code(&folder.emulate("kill -SEGV $$", &[]).output().unwrap()), 139);
-    let output = folder.emulate("", &["--qemu", "qemu-of-nobody"]).output().unwrap();
+    let output = folder.emulate("", &["--qemu", "missing-qemu"]).output().unwrap();
     assert_eq!(code(&output), 69);
     assert!(errors(&output).contains("apt-get install qemu-system-x86"), "{}", errors(&output));
 }
@@ -85,7 +85,7 @@ fn arguments_of_qemu() {
     let output = folder.emulate(script, &["-m", "64M"]).output().unwrap();
     assert_eq!(code(&output), 65);
     assert!(
-        errors(&output).starts_with("system.toml: error: 64 MiB of memory is too little"),
+        errors(&output).starts_with("system.toml: error: not enough memory (64 MiB)"),
         "{}",
         errors(&output)
     );
@@ -96,7 +96,7 @@ fn without_building() {
     let folder = folder();
     let output = folder.emulate("exit 33", &["--no-build"]).output().unwrap();
     assert_eq!(code(&output), 66);
-    assert!(errors(&output).contains("help: build it first"), "{}", errors(&output));
+    assert!(errors(&output).contains("help: build it without"), "{}", errors(&output));
     assert_eq!(code(&folder.emulate("exit 33", &[]).output().unwrap()), 0);
     std::fs::remove_file(folder.path("programs/vmm")).unwrap();
     assert_eq!(code(&folder.emulate("exit 33", &["--no-build"]).output().unwrap()), 0);
@@ -163,7 +163,7 @@ fn signals_end_everything() {
 }
 
 #[test]
-fn nobody_reads_the_console() {
+fn the_console_has_no_reader() {
     let folder = folder();
     let script =
         format!("echo $$ >{}; while echo console; do :; done", folder.path("pid").display());

@@ -44,7 +44,7 @@ fn the_picture_of_the_readme() {
 }
 
 #[test]
-fn the_format_is_that_of_the_name_unless_it_is_told() {
+fn the_format_follows_the_name_unless_it_is_given() {
     let folder = Folder::new(HOUSE);
     let dot = graph(&folder, &["--format", "dot"]);
     let svg = graph(&folder, &["--format", "svg"]);

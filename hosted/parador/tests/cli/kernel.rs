@@ -1,5 +1,5 @@
-//! `parador kernel` around a stand-in for make: what is kept, what is left, and what is said. That the kernel works is tested
-//! by whole systems.
+//! `parador kernel` with a substitute for make: cache contents, cleanup and messages. System tests
+//! check that the kernel works.
 
 use crate::support::{Folder, code, errors, send, wait_for, wait_for_end};
 use rustix::process::Signal;
@@ -103,7 +103,7 @@ fn a_kernel_is_built_once() {
     let calls = folder.read("called");
     let output = build(&folder, &[]);
     assert_eq!(code(&output), 0, "{}", errors(&output));
-    assert!(errors(&output).contains("kept from 20"), "{}", errors(&output));
+    assert!(errors(&output).contains("cached, built 20"), "{}", errors(&output));
     assert_eq!(folder.read("called"), calls);
 
     // Another one, not instead of the first.
@@ -128,11 +128,11 @@ fn modules_are_built_for_it() {
         assert!(errors(&output).contains(text), "{}", errors(&output));
         assert!(!folder.path("called").exists());
     };
-    refused("nowhere", 66, "cannot find the folder of the module's sources nowhere");
-    refused("system.toml", 65, "system.toml is no folder");
+    refused("nowhere", 66, "cannot find the module source folder nowhere");
+    refused("system.toml", 65, "system.toml is not a folder");
     refused("driver", 65, "driver has neither Kbuild nor Makefile");
     folder.write("driver/Makefile", b"all:\n");
-    refused("driver", 65, "names no module to build");
+    refused("driver", 65, "defines no module");
     folder.write("driver/Kbuild", b"obj-m := a.o\n");
     let output = kernel(&folder, &["module", "driver"]).output().unwrap();
     assert_eq!(code(&output), 0, "{}", errors(&output));
@@ -210,7 +210,7 @@ fn two_builds_of_one_kernel_share_it() {
     let first = start();
     wait_for(&folder.path("started"));
     let mut second = start();
-    // It says at once that it waits, and for whom.
+    // It reports at once that it waits, and for which process.
     let mut said = String::new();
     let mut lines = BufReader::new(second.stderr.take().unwrap());
     while !said.contains("waiting for another build") {
@@ -228,7 +228,7 @@ fn two_builds_of_one_kernel_share_it() {
 }
 
 #[test]
-fn the_second_build_goes_on_if_the_first_is_killed() {
+fn the_second_build_continues_if_the_first_is_killed() {
     let folder = folder(&slow_make());
     let mut first = kernel(&folder, &["build"]).stderr(Stdio::null()).spawn().unwrap();
     wait_for(&folder.path("started"));
@@ -300,7 +300,7 @@ fn a_cache_that_cannot_be_used_is_named() {
     fs::set_permissions(folder.path("open"), Permissions::from_mode(0o777)).unwrap();
     let output = build(&folder.path("open")).unwrap();
     assert_eq!(code(&output), 77, "{}", errors(&output));
-    assert!(errors(&output).contains("other users may write to"), "{}", errors(&output));
+    assert!(errors(&output).contains("is writable by other users"), "{}", errors(&output));
 
     // There is no place for one: this copy is in no source tree.
     folder.copy_parador(&folder.path("parador"));
@@ -330,7 +330,7 @@ fn a_cache_that_cannot_be_used_is_named() {
 fn an_archive_cannot_write_elsewhere() {
     let folder = folder(MAKE);
     fs::create_dir(folder.path("outside")).unwrap();
-    // A link, and then a file behind it.
+    // A link, and a file below it.
     let script = "\
 ln -s \"$PWD/outside\" linux/lib && tar -cf source.tar linux && rm linux/lib
 mkdir linux/lib && echo evil >linux/lib/evil && tar -rf source.tar linux/lib/evil

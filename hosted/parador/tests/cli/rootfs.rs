@@ -1,5 +1,5 @@
-//! `parador rootfs debian` around stand-ins for debootstrap and the others: what is left, and when. That the disk boots is tested
-//! by a whole system.
+//! `parador rootfs debian` with substitutes for debootstrap and other tools: results and cleanup. A
+//! system test checks that the disk boots.
 
 use crate::support::{Folder, code, errors, send, wait_for, wait_for_end};
 use rustix::process::{Signal, geteuid};
@@ -77,7 +77,7 @@ fn a_disk_is_made_once() {
 
     let output = rootfs(&folder, &["--include", "vim,git"]).output().unwrap();
     assert_eq!(code(&output), 0);
-    assert!(errors(&output).contains("is there already"), "{}", errors(&output));
+    assert!(errors(&output).contains("already exists"), "{}", errors(&output));
     let output = rootfs(&folder, &[]).output().unwrap();
     assert_eq!(code(&output), 64);
     assert!(errors(&output).contains("--force"), "{}", errors(&output));
@@ -88,7 +88,7 @@ fn a_disk_is_made_once() {
 }
 
 #[test]
-fn what_is_missing_is_told() {
+fn missing_programs_are_reported() {
     let folder = folder(UNSHARE);
     std::fs::remove_file(folder.path("programs/debootstrap")).unwrap();
     let path = folder.path("programs");
@@ -114,7 +114,7 @@ fn a_failure_leaves_nothing() {
 
 #[test]
 fn a_signal_leaves_nothing() {
-    // What was started goes on writing until it is killed.
+    // The child keeps writing until it is killed.
     let folder = folder(
         "echo $$ >pid; while :; do for work in made/.partial-*; do echo >\"$work/file\"; done; done",
     );
@@ -159,10 +159,10 @@ fn root_works_in_no_folder_that_others_may_change() {
         return;
     }
     std::fs::create_dir(folder.path("made")).unwrap();
-    let everybody = std::fs::Permissions::from_mode(0o777);
-    std::fs::set_permissions(folder.path("made"), everybody).unwrap();
+    let writable = std::fs::Permissions::from_mode(0o777);
+    std::fs::set_permissions(folder.path("made"), writable).unwrap();
     let output = rootfs(&folder, &[]).output().unwrap();
     assert_eq!(code(&output), 77, "{}", errors(&output));
-    assert!(errors(&output).contains("other users may write to"), "{}", errors(&output));
+    assert!(errors(&output).contains("is writable by other users"), "{}", errors(&output));
     assert!(folder.list("made").is_empty() && !folder.path("called").exists());
 }

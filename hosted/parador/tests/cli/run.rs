@@ -1,5 +1,4 @@
-//! `parador run` where it refuses: what is wrong on the command line, with files, with kernels. Machines that run are tested by
-//! whole systems.
+//! Refusals of `parador run`: invalid command lines, files and kernels. System tests run VMs.
 
 use crate::support::{Folder, bzimage, code, errors};
 use serde_json::Value;
@@ -21,16 +20,21 @@ fn command_lines() {
     let folder = Folder::new("");
     refused(&folder, &[], 66, "`parador kernel build` builds one");
     refused(&folder, &["k", "--kernel", "k"], 64, "cannot be used with");
-    refused(&folder, &["k", "-m", "63M"], 64, "64M at least");
-    refused(&folder, &["k", "-m", "much"], 64, "not a size");
+    refused(
+        &folder,
+        &["k", "-m", "63M"],
+        64,
+        "memory must be page-aligned and at least 64 MiB (got 66060288 bytes)",
+    );
+    refused(&folder, &["k", "-m", "much"], 64, "invalid size");
     refused(&folder, &["k", "-c", "9"], 64, "9");
     refused(&folder, &["k", "--backend", "vmx"], 64, "possible values");
     refused(&folder, &["k", "--log", "loud"], 64, "possible values");
     refused(&folder, &["k", "--timeout", "soon"], 64, "not a time");
-    refused(&folder, &["k", "--balloon", "some"], 64, "not a size");
+    refused(&folder, &["k", "--balloon", "some"], 64, "invalid size");
     refused(&folder, &["k", "-m", "128M", "--balloon", "65M"], 64, "--balloon on");
     refused(&folder, &["k", "--memry", "1G"], 64, "--memory");
-    refused(&folder, &["k", "--on-reset", "exit:256"], 64, "none of exit");
+    refused(&folder, &["k", "--on-reset", "exit:256"], 64, "expected exit");
     refused(&folder, &["k", "--on-reset", "reset", "--no-reboot"], 64, "cannot be used with");
 }
 
@@ -40,7 +44,7 @@ fn spellings_of_others() {
     refused(&folder, &["-kernel", "k"], 64, "did you mean -k FILE?");
     refused(&folder, &["k", "-append", "quiet"], 64, "did you mean -p TEXT?");
     refused(&folder, &["k", "-hda", "disk"], 64, "did you mean -d FILE?");
-    refused(&folder, &["k", "--serial", "tty"], 64, "none of stdio");
+    refused(&folder, &["k", "--serial", "tty"], 64, "expected stdio");
 }
 
 #[test]
@@ -68,14 +72,14 @@ fn kernels() {
     let process = ["vmlinux", "--backend", "process"];
     refused(&folder, &["vmlinux"], 66, "parador kernel build");
     folder.write("vmlinux", b"");
-    refused(&folder, &process, 65, "no ELF file");
+    refused(&folder, &process, 65, "not an ELF file");
     folder.write("vmlinux", &bzimage());
     refused(&folder, &process, 65, "not a bzImage");
     folder.write("vmlinux", b"\x7fELF and no more");
-    refused(&folder, &process, 65, "no sound ELF file");
+    refused(&folder, &process, 65, "not a valid ELF file");
     refused(&folder, &["programs"], 71, "directory");
     let counters = ["vmlinux", "--backend", "kvm", "--counters"];
-    refused(&folder, &counters, 64, "are of processes");
+    refused(&folder, &counters, 64, "require --backend process");
 }
 
 #[test]
@@ -112,7 +116,7 @@ fn descriptions() {
     config("vm = {");
     refused(&folder, &run, 65, "vm.toml:1:");
     config("[[disk]]\npath = \"root.img\"\n");
-    refused(&folder, &run, 66, "no kernel is named");
+    refused(&folder, &run, 66, "no kernel given");
     config(CONFIG);
     refused(&folder, &run, 66, "root.img");
 }
@@ -149,17 +153,17 @@ fn disks() {
     run("path=a.img,fromat=raw", 65, "did you mean `format`?");
     run("path=a.img,format=vmdk", 65, "qemu-img");
     let five = ["-d", "a", "-d", "b", "-d", "c", "-d", "d", "-d", "e"];
-    refused(&folder, &[&["k"][..], &five].concat(), 64, "5 disks are more than 4");
+    refused(&folder, &[&["k"][..], &five].concat(), 64, "5 disks (limit 4)");
     run("none.img", 66, "none.img");
     let small = File::create(folder.path("small.img")).unwrap();
     small.set_len(1000).unwrap();
     run("small.img", 65, "1000 bytes");
     run("programs", 71, "directory");
-    run("/dev/null", 65, "no block device");
+    run("/dev/null", 65, "neither a file nor a block device");
 }
 
 #[test]
-fn nobody_to_control() {
+fn no_vm_to_control() {
     let folder = Folder::new("");
     let ctl = |words: &[&str]| {
         let output = folder.parador(&["ctl"]).args(words).output().unwrap();
@@ -178,7 +182,7 @@ fn nobody_to_control() {
     other.join().unwrap();
 }
 
-/// What it finds depends on the host; that it says so, how, and what it makes of it does not.
+/// The findings depend on the host; their format and the exit code do not.
 #[test]
 fn doctor() {
     let folder = Folder::new("");
@@ -195,7 +199,7 @@ fn doctor() {
     assert_eq!(report["backend"].is_null(), missing, "{report}");
     assert_eq!(text.contains("\nMISSING"), missing, "{text}");
     assert_eq!((code(&table), code(&json)), if missing { (69, 69) } else { (0, 0) });
-    // Nobody takes what it prints.
+    // Standard output is closed.
     let mut closed = folder.parador(&["doctor"]);
     closed.stdout(File::options().write(true).open("/dev/full").unwrap());
     let output = closed.output().unwrap();

@@ -1,4 +1,5 @@
-//! A folder with a description, stand-ins for Parador's programs and for QEMU, and `parador` run in it.
+//! A folder with a description, substitutes for Parador's binaries and for QEMU, and `parador` run
+//! in it.
 
 use rustix::process::{Pid, Signal, kill_process};
 use std::fs;
@@ -95,7 +96,7 @@ pub fn code(output: &Output) -> i32 {
     output.status.code().unwrap()
 }
 
-/// What it wrote to standard error.
+/// Returns the standard error of a finished `parador`.
 pub fn errors(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
@@ -111,7 +112,7 @@ pub fn wait_for(path: &Path) -> String {
     panic!("{} does not appear", path.display());
 }
 
-/// Whether a process is there and not just waiting to be buried.
+/// Returns whether a process exists and is not a zombie.
 pub fn alive(pid: &str) -> bool {
     let stat = fs::read_to_string(format!("/proc/{}/stat", pid.trim())).unwrap_or_default();
     stat.rsplit(')').next().is_some_and(|rest| !rest.is_empty() && !rest.starts_with(" Z"))

@@ -1,5 +1,5 @@
-//! Which programs are executed: those of the source tree that `parador` is in or that was named, if
-//! nobody else can change it, and never what lies around the current folder.
+//! Origin of executed binaries: the source tree that contains `parador` or that was given, if no
+//! other user can change it, and never the current folder.
 
 use crate::support::{Folder, ONE_VM, bzimage, code, errors};
 use std::fs::{self, Permissions};
@@ -63,7 +63,7 @@ fn the_current_folder_decides_nothing() {
     let program = folder.path("bin/parador");
     for current in [tree.clone(), tree.join("below")] {
         let output = parador(&folder, &program, &current, &BUILD).output().unwrap();
-        refused(&output, 66, "cannot find Parador's own programs");
+        refused(&output, 66, "cannot find Parador's binaries");
         assert!(!folder.path("owned").exists());
     }
     // Nor do folders of PATH that mean it.
@@ -78,7 +78,7 @@ fn the_current_folder_decides_nothing() {
 }
 
 #[test]
-fn a_tree_that_was_named_is_used_if_nobody_else_can_change_it() {
+fn a_given_tree_is_used_if_it_is_trusted() {
     let folder = Folder::new("");
     let tree = decoy(&folder);
     let program = folder.path("bin/parador");
@@ -94,14 +94,14 @@ fn a_tree_that_was_named_is_used_if_nobody_else_can_change_it() {
         [("", 0o777), ("scripts", 0o757), ("scripts/cargo", 0o757), (".cargo", 0o777)]
     {
         set(name, mode);
-        refused(&build(&["--tree", "decoy"]), 77, "other users may write to");
+        refused(&build(&["--tree", "decoy"]), 77, "is writable by other users");
         assert!(!folder.path("owned").exists(), "{name}");
         set(name, 0o755);
     }
-    refused(&build(&["--tree", "programs"]), 66, "no source tree of Parador");
+    refused(&build(&["--tree", "programs"]), 66, "not a Parador source tree");
     refused(&build(&["--tree", "decoy", "--artifacts", "programs"]), 64, "cannot be used with");
 
-    refused(&build(&["--tree", "decoy"]), 70, "cannot build Parador's programs");
+    refused(&build(&["--tree", "decoy"]), 70, "cannot build Parador's binaries");
     let owned = String::from_utf8(folder.read("owned")).unwrap();
     assert!(owned.contains("decoy/scripts/cargo xtask build"), "{owned}");
     // The environment does the same.
@@ -110,16 +110,16 @@ fn a_tree_that_was_named_is_used_if_nobody_else_can_change_it() {
 }
 
 #[test]
-fn the_own_tree_is_used_if_nobody_else_can_change_it() {
+fn the_own_tree_is_used_if_it_is_trusted() {
     let folder = Folder::new("");
     let tree = decoy(&folder);
     let program = tree.join("target/release/parador");
     let current = folder.path("");
     let build = || parador(&folder, &program, &current, &BUILD).output().unwrap();
-    refused(&build(), 70, "cannot build Parador's programs");
+    refused(&build(), 70, "cannot build Parador's binaries");
     fs::remove_file(folder.path("owned")).unwrap();
     fs::set_permissions(&tree, Permissions::from_mode(0o777)).unwrap();
-    refused(&build(), 77, "other users may write to");
+    refused(&build(), 77, "is writable by other users");
     assert!(!folder.path("owned").exists());
 }
 
@@ -129,5 +129,5 @@ fn programs_that_others_may_change_are_not_used() {
     folder.write("kernel", &bzimage());
     let mut build = folder.parador(&BUILD);
     fs::set_permissions(folder.path("programs"), Permissions::from_mode(0o777)).unwrap();
-    refused(&build.output().unwrap(), 77, "other users may write to");
+    refused(&build.output().unwrap(), 77, "is writable by other users");
 }

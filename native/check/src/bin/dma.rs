@@ -1,5 +1,6 @@
-//! Replaces a disk server: makes its disk read and write foreign memory, and prints whether the
-//! disk could. Overwrites a sector between the partition table and the first partition.
+//! Replaces a disk server: makes its disk read and write foreign memory and send foreign
+//! interrupts, and prints whether the disk could. Overwrites a sector between the partition table
+//! and the first partition.
 //!
 //! Devices may report success for an access that an IOMMU blocked, so only contents count. The disk
 //! reads the kernel's program text. It writes memory that no program uses after boot; if the IOMMU
@@ -12,10 +13,10 @@ use core::sync::atomic::{AtomicU64, Ordering};
 
 use native_check::Report;
 use native_rt::device::{configuration, dma, registers};
-use native_rt::{Notification, info, time};
+use native_rt::{Irq, Notification, info, time};
 use native_virtio::{QUEUE_BYTES, Queue, Transport, WRITE};
 use proto::disk::SECTOR;
-use proto::start::{Clock, Start, slot};
+use proto::start::{Clock, Start, event, slot};
 
 /// Physical address of the kernel's image, and a lower bound of its sectors.
 const KERNEL: u64 = 0x10_0000;
@@ -33,6 +34,20 @@ const OUT: u64 = 1;
 const RECORD: usize = QUEUE_BYTES as usize / 8;
 const STATUS: usize = RECORD + 2;
 const DATA: usize = RECORD + 64;
+/// Bytes of an interrupt message, and the address range of the local APICs (APM vol. 2, section
+/// 16.6.9).
+const MESSAGE: u64 = 4;
+const APIC: u64 = 0xfee0_0000;
+/// Number of exception vectors, and the vector of spurious interrupts.
+const EXCEPTIONS: u32 = 32;
+const SPURIOUS: u32 = 0xff;
+/// Delivery modes of messages: lowest priority, NMI, ExtINT. Two are omitted: SMI is the
+/// firmware's, and INIT resets the processor, which only interrupt remapping prevents.
+const LOWEST: u32 = 1 << 8;
+const NMI: u32 = 4 << 8;
+const EXTERNAL: u32 = 7 << 8;
+/// Flag of the available ring: the device sends no interrupts (virtio 1.2, section 2.7.7).
+const NO_INTERRUPT: u64 = 1;
 /// Time limit of a request: number of polls, and ns between them.
 const MAX_POLLS: u32 = 100;
 const PAUSE: u64 = 10_000_000;
@@ -42,6 +57,7 @@ native_rt::entry!(main);
 fn main(start: &Start<'static>) -> u64 {
     let mut report = Report::default();
     report.case("dma", check(start));
+    report.case("messages", messages(start));
     report.exit_code()
 }
 
@@ -66,6 +82,40 @@ fn check(start: &Start<'static>) -> Result<(), &'static str> {
     if again == Some(table) { Ok(()) } else { Err("the disk does not work any more") }
 }
 
+/// Checks that the kernel takes none of these interrupts for an exception, and continues to accept
+/// others.
+fn messages(start: &Start<'static>) -> Result<(), &'static str> {
+    let mut disk = Disk::new(start)?;
+    let irq = Irq::at(slot::DEVICE);
+    let notification = Notification::at(slot::NOTIFICATION);
+    irq.bind(notification, event::INTERRUPT.trailing_zeros()).map_err(|_| "no interrupt")?;
+    let (address, own) = irq.message().map_err(|_| "the interrupt is no message")?;
+    if address & !0xf_f000 != APIC {
+        return Err("messages are written elsewhere");
+    }
+    disk.silence();
+    disk.events = 0;
+    // They arrive while other tasks run or the CPU is idle; then while this program runs.
+    for waits in [true, false] {
+        disk.waits = waits;
+        for vector in 0..EXCEPTIONS {
+            disk.send(start, vector)?;
+            disk.send(start, LOWEST | vector)?;
+        }
+        for message in [SPURIOUS, NMI, EXTERNAL, SPURIOUS] {
+            disk.send(start, message)?;
+        }
+    }
+    if disk.events != 0 {
+        return Err("an unexpected interrupt arrived");
+    }
+    disk.send(start, own as u32)?;
+    disk.events |= notification.wait(time::after(&start.clock, PAUSE)).unwrap_or(0);
+    let can = disk.events & event::INTERRUPT != 0;
+    info!("the disk {} send interrupts of its choice", if can { "can" } else { "cannot" });
+    Ok(())
+}
+
 /// Words of a sector.
 type Sector = [u64; SECTOR as usize / 8];
 
@@ -75,6 +125,10 @@ struct Disk {
     queue: Queue<'static>,
     words: &'static [AtomicU64],
     physical: u64,
+    /// The program sleeps while the disk works.
+    waits: bool,
+    /// Events received meanwhile.
+    events: u64,
 }
 
 impl Disk {
@@ -88,7 +142,31 @@ impl Disk {
         let queue = Queue::new(words, physical, transport.queue_size(0)).ok_or("no queue")?;
         transport.set_queue(0, &queue).map_err(|_| "no queue")?;
         transport.start();
-        Ok(Self { clock: start.clock, transport, queue, words, physical })
+        let clock = start.clock;
+        Ok(Self { clock, transport, queue, words, physical, waits: true, events: 0 })
+    }
+
+    /// Disables completion interrupts of the disk.
+    fn silence(&self) {
+        let [_, available, _] = self.queue.addresses();
+        self.words[((available - self.physical) / 8) as usize]
+            .fetch_or(NO_INTERRUPT, Ordering::Release);
+    }
+
+    /// Makes the disk write a message to a local APIC: it reads a sector that begins with the
+    /// message.
+    fn send(&mut self, start: &Start<'static>, message: u32) -> Result<(), &'static str> {
+        self.words[DATA].store(message.into(), Ordering::Relaxed);
+        if !self.request(OUT, FREE, self.at(DATA)) {
+            return Err("the disk cannot write");
+        }
+        let rest = (self.at(DATA + 1), (SECTOR - MESSAGE) as u32);
+        if !self.transfer(IN, FREE, &[(APIC, MESSAGE as u32), rest]) {
+            let (waits, events) = (self.waits, self.events);
+            *self = Self { waits, events, ..Self::new(start)? };
+            self.silence();
+        }
+        Ok(())
     }
 
     /// Returns the physical address of a word of its memory.
@@ -131,26 +209,43 @@ impl Disk {
 
     /// Transfers a sector from or to a physical address; returns whether the disk reported success.
     fn request(&mut self, kind: u64, sector: u64, address: u64) -> bool {
+        self.transfer(kind, sector, &[(address, SECTOR as u32)])
+    }
+
+    /// Transfers a sector in one or two parts: physical addresses and lengths.
+    fn transfer(&mut self, kind: u64, sector: u64, parts: &[(u64, u32)]) -> bool {
         for (word, value) in [(RECORD, kind), (RECORD + 1, sector), (STATUS, u64::MAX)] {
             self.words[word].store(value, Ordering::Relaxed);
         }
         let flags = if kind == IN { WRITE } else { 0 };
         let (record, status) = (self.at(RECORD), self.at(STATUS));
-        let chain = [(record, 16, 0), (address, SECTOR as u32, flags), (status, 1, WRITE)];
-        if !self.queue.offer(0, &chain) {
+        let part = |&(address, length): &(u64, u32)| (address, length, flags);
+        let (head, tail) = ((record, 16, 0), (status, 1, WRITE));
+        let offered = match parts {
+            [one] => self.queue.offer(0, &[head, part(one), tail]),
+            [one, two] => self.queue.offer(0, &[head, part(one), part(two), tail]),
+            _ => false,
+        };
+        if !offered {
             return false;
         }
         self.transport.notify(self.transport.doorbell(0), 0);
-        for _ in 0..MAX_POLLS {
+        self.finish()
+    }
+
+    /// Waits for the end of a request; returns whether it succeeded.
+    fn finish(&mut self) -> bool {
+        let end = time::after(&self.clock, PAUSE * u64::from(MAX_POLLS));
+        while time::tsc() < end {
             if self.queue.take().is_ok_and(|taken| taken.is_some()) {
                 return self.words[STATUS].load(Ordering::Acquire) as u8 == 0;
             }
             if self.transport.needs_reset() {
                 return false;
             }
-            let deadline = time::after(&self.clock, PAUSE);
-            // No event arrives: this is a delay.
-            let _ = Notification::at(slot::NOTIFICATION).wait(deadline);
+            // A pause, unless an interrupt comes.
+            let deadline = if self.waits { time::after(&self.clock, PAUSE) } else { 0 };
+            self.events |= Notification::at(slot::NOTIFICATION).wait(deadline).unwrap_or(0);
         }
         false
     }

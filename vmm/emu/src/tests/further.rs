@@ -1,4 +1,4 @@
-//! Products, scans, shifts, comparisons, the stack and the task register, with operands of a device.
+//! Products, scans, shifts, comparisons, the stack and the task register, with device operands.
 
 use super::*;
 use crate::alu::{AF, CF, OF, PF, SF, ZF};
@@ -21,7 +21,7 @@ fn products_scans_and_shifts() {
     check(&[0x66, 0x0f, 0xbd, 0x03], 0x7_0000, 0x7_0007, OLD, 0);
     check(&[0xf3, 0x0f, 0xbc, 0x03], 7, 0, OLD, ZF);
     check(&[0xf3, 0x0f, 0xbd, 0x43, 0x01], 7, 8, OLD, 0);
-    // Nothing is set: the register stays, or has the width.
+    // No bit set: the register is kept, or gets the width.
     let high = 0x1122_3344_5566_7788;
     check(&[0x0f, 0xbc, 0x43, 0x04], high, high, OLD, ZF);
     check(&[0xf3, 0x48, 0x0f, 0xbd, 0x43, 0x08], high, 64, OLD, CF);
@@ -30,7 +30,7 @@ fn products_scans_and_shifts() {
     check(&[0x0f, 0xac, 0x03, 4], 5, 5, 0x5800_000f, PF | OF);
     check(&[0x0f, 0xad, 0x03], 5, 5, OLD, 0);
     check(&[0x0f, 0xac, 0x03, 1], 1, 1, 0xc000_0078, CF | SF | PF);
-    // smsw [rbx]: two bytes, whatever the size.
+    // smsw [rbx]: two bytes, whatever the operand size.
     check(&[0x48, 0x0f, 0x01, 0x23], 0, 0, 0x8000_0011, 0);
 }
 
@@ -49,7 +49,7 @@ fn conditions_and_shifts() {
     check(&[0xc1, 0x2b, 4], 0, 0, 0x0800_000f, PF | OF);
     check(&[0xc1, 0x3b, 4], 0, 0, 0xf800_000f, PF | SF);
     check(&[0xd2, 0x03], 0, 0, OLD, 0);
-    // From overflow (0) to greater (15), with each flag that they look at.
+    // From overflow (0) to greater (15), with each flag that they test.
     let table: [(u64, u16); 7] = [
         (0, 0b1010_1010_1010_1010),
         (CF, 0b1010_1010_0110_0110),
@@ -82,7 +82,8 @@ fn products_of_every_size() {
     assert_eq!(vcpu.get(Reg::Rflags) & (CF | OF), CF | OF);
 }
 
-/// Divides by the device: registers of the dividend, what the device has, registers of the result, or none of them changed and `#DE`.
+/// Divides by the device: registers of the dividend, the divisor in the device, registers of the
+/// result; or none of them changed and `#DE`.
 #[test]
 fn quotients() {
     let divide = |code: &[u8], rdx: u64, rax: u64, divisor: u64| {
@@ -148,7 +149,7 @@ fn comparisons_end_where_they_must() {
     assert_eq!(compare(&[repe, 0xa7], b"abcd", 1), (0, 4, 4, equal));
     assert_eq!(compare(&[repne, 0xae], b"xxxx", 9), (6, 0, 3, equal));
     assert_eq!(compare(&[repe, 0xae], b"xxxx", 9), (8, 0, 1, 0));
-    // Downwards, and a step at a time.
+    // Downwards, and one step at a time.
     let (mut vcpu, memory, mut device) = long(&[repe, 0xae]);
     vcpu.set_gpr(Gpr::Rdi, DEVICE + 3);
     vcpu.set_gpr(Gpr::Rcx, 3);
@@ -157,10 +158,11 @@ fn comparisons_end_where_they_must() {
     assert_eq!((vcpu.gpr(Gpr::Rdi), vcpu.gpr(Gpr::Rcx)), (DEVICE + 2, 2));
 }
 
-/// What a device has seen: reads and writes, place, bytes, value.
+/// Accesses of a device: read or write, offset, bytes, value.
 type Log = Vec<(char, u64, u8, u64)>;
 
-/// An instruction with the stack at the device's middle: what it gives, the stack pointer, what was accessed.
+/// An instruction with the stack in the middle of the device: its result, the stack pointer, the
+/// accesses.
 fn on_stack(code: &[u8]) -> (Result<Done, Stop>, i64, Log, ScriptedVcpu) {
     let (mut vcpu, memory, mut device) = long(code);
     device.bytes[0x20..0x28].copy_from_slice(&0x1234_5678_9abc_u64.to_le_bytes());
@@ -179,7 +181,7 @@ fn a_stack_of_a_device() {
         assert_eq!(done, Ok(Done::Next(CODE + code.len() as u64)), "{code:x?}");
         assert_eq!((by, log), (moved, vec![('w', written.0, written.1, written.2)]), "{code:x?}");
     };
-    // push -7; push -2; push rax; push ax; push rsp: as it was
+    // push -7; push -2; push rax; push ax; push rsp: its value before
     writes(&[0x6a, 0xf9], -8, (0x18, 8, -7_i64 as u64));
     writes(&[0x68, 0xfe, 0xff, 0xff, 0xff], -8, (0x18, 8, -2_i64 as u64));
     writes(&[0x50], -8, (0x18, 8, 0x55));
@@ -188,7 +190,7 @@ fn a_stack_of_a_device() {
     // enter 16, 0
     writes(&[0xc8, 16, 0, 0], -24, (0x18, 8, DEVICE + 0x10));
     assert_eq!(on_stack(&[0xc8, 16, 0, 0]).3.gpr(Gpr::Rbp), DEVICE + 0x18);
-    // push [rbx]; pop rax; pop [rsp]: behind what was taken
+    // push [rbx]; pop rax; pop [rsp]: relative to the new stack pointer
     let (_, moved, log, _) = on_stack(&[0xff, 0x33]);
     assert_eq!((moved, log), (-8, vec![('r', 0, 8, 0), ('w', 0x18, 8, 0)]));
     let (_, moved, log, mut vcpu) = on_stack(&[0x58]);
@@ -218,7 +220,7 @@ fn branches_through_a_device() {
     assert_eq!(next(&[0xff, 0x53, 0x20]), (there, -8, vec![read, ('w', 0x18, 8, CODE + 3)]));
     assert_eq!(next(&[0xff, 0x63, 0x20]), (there, 0, vec![read]));
     assert_eq!(next(&[0xff, 0xd0]).0, Ok(Done::Next(0x55)));
-    // To an address that is none: nothing has changed but what the device has seen.
+    // To a non-canonical address: no change except the device's accesses.
     let (mut vcpu, memory, mut device) = long(&[0xff, 0x13]);
     device.bytes[7] = 0x80;
     vcpu.set_gpr(Gpr::Rsp, DEVICE + 0x20);
@@ -229,7 +231,7 @@ fn branches_through_a_device() {
 
 #[test]
 fn a_fault_leaves_the_stack() {
-    // pop [rax] where nothing is mapped; push [rbx] with a stack that is none.
+    // pop [rax] of an unmapped address; push [rbx] with a non-canonical stack.
     let (mut vcpu, memory, mut device) = long(&[0x8f, 0x00]);
     vcpu.set_gpr(Gpr::Rsp, DEVICE);
     vcpu.set_gpr(Gpr::Rax, 5 << 30);
@@ -249,7 +251,7 @@ fn stacks_of_16_and_32_bits() {
     memory.write_slice(CODE, &[0x6a, 0x81]).unwrap();
     for (attrib, rsp, top, at) in [
         (0xc93_u16, 0x20, 0x1c, 0x1c),
-        // Only the low half counts, and it wraps around.
+        // Only the low half is used, and it wraps around.
         (0x893, 0x7_0002, 0x7_fffe, 0xfffe),
     ] {
         let mut vcpu = ScriptedVcpu::flat32();
@@ -333,7 +335,7 @@ fn moves_of_sse_registers() {
         let (done, vectors, _, accesses) = run(code, 0);
         assert_eq!(done, Ok(Done::Next(CODE + code.len() as u64)), "{code:x?}");
         assert_eq!((vectors[12], vectors[4], accesses), (old, [7, 8], 2), "{code:x?}");
-        // Not at a multiple of 16: three may.
+        // Not at a multiple of 16: three are permitted.
         let (done, vectors, ..) = run(code, 1);
         let fault = Err(Stop::Raise(Event::exception_code(13, 0)));
         assert_eq!(done, if number < 3 { Ok(Done::Next(CODE + code.len() as u64)) } else { fault });
@@ -353,7 +355,7 @@ fn moves_of_sse_registers() {
         assert_eq!(done, Ok(Done::Next(CODE + code.len() as u64)), "{code:x?}");
         assert_eq!((stored, vectors[12], accesses), (as_number(new), new, 2), "{code:x?}");
     }
-    // A back end without these registers; movss, movq mm4, movlps: nothing of these is known.
+    // A back end without these registers; movss, movq mm4, movlps: not supported.
     let (mut vcpu, memory, mut device) = long(loads[0]);
     assert!(matches!(memory_access(&mut vcpu, &memory, &mut device), Err(Stop::Unknown(_))));
     for code in [&[0xf3, 0x0f, 0x10, 0x23][..], &[0x0f, 0x6f, 0x23], &[0x0f, 0x12, 0x23]] {

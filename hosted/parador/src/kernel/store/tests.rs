@@ -1,4 +1,4 @@
-//! Tests of the store with builds that take no time.
+//! Tests of the store with instant builds.
 
 use super::*;
 use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
@@ -15,8 +15,8 @@ fn inputs(source: &str) -> Inputs {
     Inputs { kind, recipe, source: source.to_owned(), compiler }
 }
 
-/// Makes what a build does.
-fn make(work: &Path, _: &Lock) -> Result<Made, Failure> {
+/// Creates the files of a build.
+fn make(work: &Path, _: &Lock) -> Result<BuiltKernel, Failure> {
     let folder = work.join("kept");
     for name in [MODULES, HEADERS_FOLDER] {
         fs::create_dir_all(folder.join(name)).unwrap();
@@ -24,22 +24,22 @@ fn make(work: &Path, _: &Lock) -> Result<Made, Failure> {
     for name in [VMLINUX, BZIMAGE, SYMBOLS, CONFIGURED] {
         fs::write(folder.join(name), name).unwrap();
     }
-    Ok(Made { folder, linux: "6.1.192".to_owned() })
+    Ok(BuiltKernel { folder, linux: "6.1.192".to_owned() })
 }
 
 fn get(
     store: &Store,
     source: &str,
-    make: impl FnOnce(&Path, &Lock) -> Result<Made, Failure>,
-) -> Result<(Entry, Held), Failure> {
+    make: impl FnOnce(&Path, &Lock) -> Result<BuiltKernel, Failure>,
+) -> Result<(CachedKernel, UseLock), Failure> {
     store.get(&inputs(source), &Interruptible::new().unwrap(), &Steps::new(), make)
 }
 
-fn never(_: &Path, _: &Lock) -> Result<Made, Failure> {
+fn never(_: &Path, _: &Lock) -> Result<BuiltKernel, Failure> {
     panic!("this kernel is there")
 }
 
-/// Names in the store, hidden ones too.
+/// Returns the names in the store, hidden ones too.
 fn names(store: &Store) -> Vec<String> {
     let entries = fs::read_dir(store.folder()).unwrap().flatten();
     let mut names: Vec<_> = entries.map(|e| e.file_name().into_string().unwrap()).collect();
@@ -47,7 +47,7 @@ fn names(store: &Store) -> Vec<String> {
     names
 }
 
-/// Sets the last use to so long ago.
+/// Sets the last use to this long ago.
 fn age(folder: &Path, age: Duration) {
     File::open(folder).unwrap().set_modified(SystemTime::now() - age).unwrap();
 }
@@ -63,7 +63,7 @@ fn a_kernel_is_built_once() {
     assert_eq!(again.folder, built.folder);
     let (other, _) = get(&store, "b", make).unwrap();
     assert_ne!(other.folder, built.folder);
-    assert_eq!(names(&store).len(), 2, "nothing of the builds is left");
+    assert_eq!(names(&store).len(), 2, "the work folders are removed");
 }
 
 #[test]
@@ -81,18 +81,18 @@ fn every_input_counts() {
         change(&mut inputs);
         assert_ne!(inputs.name(), name, "{inputs:?}");
     }
-    // Where one part ends and the next begins counts, too.
+    // The boundaries of parts count, too.
     assert_ne!(digest([&b"ab"[..], b"c"]), digest([&b"a"[..], b"bc"]));
 }
 
 #[test]
-fn incomplete_and_damaged_kernels_are_built_anew() {
+fn incomplete_and_damaged_kernels_are_rebuilt() {
     let (_folder, store) = store();
     let damages: [fn(&Path); 4] = [
         |folder| fs::remove_file(folder.join(RECORD)).unwrap(),
         |folder| fs::remove_file(folder.join(BZIMAGE)).unwrap(),
         |folder| fs::write(folder.join(VMLINUX), "short").unwrap(),
-        // As long as it was.
+        // Same length.
         |folder| fs::write(folder.join(VMLINUX), "VMLINUX").unwrap(),
     ];
     let (built, _) = get(&store, "a", make).unwrap();
@@ -132,7 +132,7 @@ fn a_build_that_fails_leaves_nothing() {
     assert_eq!(names(&store), [""; 0]);
 }
 
-/// Starts a build of `a` that ends when it is told to, and returns when it has begun.
+/// Starts a build of `a` that ends on request, and returns once it has begun.
 fn slow_build<'a>(
     scope: &'a thread::Scope<'a, '_>,
     store: &'a Store,
@@ -165,7 +165,7 @@ fn two_builders_share_one_build() {
         let path = store.folder().join(format!("{LOCK}{}", inputs("a").name()));
         let status = Lock::status(&path);
         assert_eq!(status, format!("process {}: 512 of about 1650: mm/slub.o", std::process::id()));
-        thread::sleep(3 * PAUSE);
+        thread::sleep(3 * POLL_INTERVAL);
         assert!(!second.is_finished(), "it waits");
         end.send(()).unwrap();
         assert!(second.join().unwrap().join(VMLINUX).is_file());
@@ -179,7 +179,7 @@ fn the_second_builds_if_the_first_fails() {
     thread::scope(|scope| {
         let end = slow_build(scope, &store, true);
         let second = scope.spawn(|| get(&store, "a", make).unwrap());
-        thread::sleep(PAUSE);
+        thread::sleep(POLL_INTERVAL);
         end.send(()).unwrap();
         second.join().unwrap();
     });
@@ -216,7 +216,7 @@ fn the_last_ones_are_kept_and_those_in_use() {
         age(&entry.folder, YOUNG * (10 - index as u32));
         folders.push(entry.folder);
     }
-    // Using one makes it the newest.
+    // A use makes it the newest.
     let used = get(&store, "a", never).unwrap();
     drop(used);
     get(&store, "d", make).unwrap();

@@ -1,4 +1,4 @@
-//! One machine, from its description to its end.
+//! The KVM process: runs one VM from its configuration to its exit.
 
 use std::fmt;
 use std::fs::File;
@@ -37,19 +37,20 @@ use vmm_mem::shared::SharedMemory;
 use vmm_mem::{GuestMemory, PAGE_SIZE};
 
 use crate::Error;
-use crate::balloon::Balloon;
-use crate::console::Console;
-use crate::control::{self, Gate};
-use crate::debug::Stops;
-use crate::disk::{Disk, WORKERS};
+use crate::balloon::HostBalloon;
+use crate::console::ConsoleBuffer;
+use crate::control::{self, PauseGate};
+use crate::debug::DebugStops;
+use crate::disk::{RawDisk, WORKERS};
 use crate::net::{self, Network};
-use crate::seat::{Seat, event, tsc};
-use crate::vcpu::{KvmVcpu, listen_to_kicks};
-use crate::vm::{Vm, set_cpuid};
+use crate::vcpu::{KvmVcpu, install_kick_handler};
+use crate::vcpu_thread::{VcpuThread, event, tsc};
+use crate::vm::{KvmVm, set_cpuid};
 
-/// What the process is started with, beside the descriptors that machines of both back ends have ([`proto::wedge::layout`]).
+/// Descriptors of the KVM process, in addition to those of both back ends
+/// ([`proto::wedge::layout`]).
 pub mod descriptor {
-    /// [`Machine`](super::Machine) as JSON.
+    /// [`KvmConfig`](super::KvmConfig) as JSON.
     pub const DESCRIPTION: u32 = 40;
     /// The kernel.
     pub const KERNEL: u32 = 41;
@@ -57,16 +58,16 @@ pub mod descriptor {
     pub const INITRD: u32 = 42;
 }
 
-/// What a machine is made of.
+/// Configuration of a VM.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Machine {
-    /// Bytes of memory, a multiple of the page size.
+pub struct KvmConfig {
+    /// Guest memory in bytes, a multiple of the page size.
     pub memory: u64,
-    /// Virtual processors.
+    /// vCPUs.
     pub cpus: u8,
-    /// Command line of the kernel.
+    /// Kernel command line.
     pub command_line: String,
-    /// Least grave messages that are printed: see [`proto::wedge::log`].
+    /// Least severe messages that are printed: see [`proto::wedge::log`].
     pub log: u64,
     /// Disks: words of [`proto::wedge::DiskRecord`].
     pub disks: Vec<[u64; Record::WORDS]>,
@@ -74,62 +75,63 @@ pub struct Machine {
     pub nets: Vec<[u64; NetRecord::WORDS]>,
     /// Shared directories: words of [`proto::wedge::ShareRecord`].
     pub shares: Vec<[u64; ShareRecord::WORDS]>,
-    /// The guest's number for vsock, if it has that.
+    /// Guest CID of the vsock device, if there is one.
     pub vsock: Option<u32>,
-    /// There is a virtio console beside the serial line.
+    /// The VM has a virtio console in addition to the serial line.
     pub console: bool,
-    /// Bytes that the guest is to give up at first, if it has a balloon.
+    /// Initial size of the balloon in bytes; `None`: no balloon.
     pub balloon: Option<u64>,
-    /// What the process gives up beside system calls.
+    /// Sandboxing in addition to the seccomp filter.
     pub sandbox: Sandbox,
-    /// A debugger may stop it.
+    /// A debugger may stop the VM.
     pub debug: bool,
 }
 
-/// How far the process is shut in, beside its filter of system calls.
+/// Sandboxing of the process in addition to its seccomp filter.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub enum Sandbox {
-    /// As far as the host lets its users.
+    /// As far as the host permits it to unprivileged users.
     On,
-    /// Not at all.
+    /// Disabled.
     Off,
-    /// Wholly, or the machine does not start.
+    /// Complete, or the VM does not start.
     Strict,
 }
 
-/// PCI functions of a machine: disks, shared directories, the source of random numbers, networks, vsock, the balloon, the console.
+/// Most PCI functions of a VM: disks, shared directories, entropy source, networks, vsock, balloon,
+/// console.
 const MAX_FUNCTIONS: usize = MAX_DISKS + MAX_SHARES + MAX_NETS + 4;
 
-/// Lets others run while a processor waits for the machine's lock.
-struct Yielding;
+/// Yields the CPU while a vCPU thread waits for the VM's lock.
+struct YieldRelax;
 
-impl RelaxStrategy for Yielding {
+impl RelaxStrategy for YieldRelax {
     fn relax() {
         thread::yield_now();
     }
 }
 
-type Board<'m, 'o> = Pc<'m, Yielding, MAX_VCPUS, Slots<Link<'o>, MAX_FUNCTIONS>>;
+type Board<'m, 'o> = Pc<'m, YieldRelax, MAX_VCPUS, Slots<HostEndpoint<'o>, MAX_FUNCTIONS>>;
 
-/// What a PCI function is connected to.
-enum Link<'o> {
-    /// A file.
-    Disk(&'o Disk),
-    /// A process of the host that carries requests out.
-    Requests(Requests<'o, Sleep>),
+/// Host end of a PCI function.
+enum HostEndpoint<'o> {
+    /// A raw disk file.
+    Disk(&'o RawDisk),
+    /// A device process that executes requests.
+    Requests(Requests<'o, FutexWait>),
     /// A network.
-    Net(NetPort<net::Link<'o>>),
-    /// Sockets of the host.
-    Sockets(Sockets<net::Link<'o>>),
-    /// The host's memory.
-    Balloon(Balloon),
-    /// The host's random numbers.
+    Net(NetPort<net::FrameEndpoint<'o>>),
+    /// Packet stream of the vsock process.
+    Sockets(Sockets<net::FrameEndpoint<'o>>),
+    /// Guest memory, which the balloon returns to the host.
+    Balloon(HostBalloon),
+    /// Random numbers of the host.
     Entropy,
-    /// A line.
-    Console(&'o Console),
+    /// A console line.
+    Console(&'o ConsoleBuffer),
 }
 
-impl DeviceBackend for Link<'_> {
+impl DeviceBackend for HostEndpoint<'_> {
     fn block(&mut self) -> Option<&mut dyn Block> {
         match self {
             Self::Disk(disk) => Some(disk),
@@ -186,11 +188,11 @@ impl DeviceBackend for Link<'_> {
     }
 }
 
-/// The outside of the machine.
+/// Host services for the VM.
 #[derive(Clone, Copy)]
 struct KvmHost<'o> {
-    console: &'o Console,
-    seats: &'o [Seat],
+    console: &'o ConsoleBuffer,
+    vcpu_threads: &'o [VcpuThread],
     log: u64,
 }
 
@@ -214,11 +216,11 @@ impl Host for KvmHost<'_> {
     }
 
     fn kick(&mut self, index: usize) {
-        self.seats[index].tell(event::KICK);
+        self.vcpu_threads[index].notify(event::KICK);
     }
 }
 
-/// Runs the machine that this process was started for, and ends the process with its exit code.
+/// Runs the VM that this process was started for, and exits with its exit code.
 pub fn run() -> ! {
     let error = match serve() {
         Ok(never) => match never {},
@@ -228,18 +230,18 @@ pub fn run() -> ! {
     process::exit(error.exit_code().into())
 }
 
-/// No value: the process ends first.
+/// Uninhabited: the process exits first.
 enum Never {}
 
-/// A descriptor that the process was started with. Each is taken once.
+/// Takes a descriptor that the process was started with. Each is taken once.
 fn inherited(number: u32) -> File {
-    // SAFETY: whoever starts this program gives it these descriptors, and nobody else here uses them. If there is none of this number, or
-    // another kind, using it fails.
+    // SAFETY: the parent passes these descriptors, and no other code here uses them. If the number
+    // is not open or of another kind, its use fails.
     unsafe { File::from_raw_fd(number as i32) }
 }
 
 fn serve() -> Result<Never, Error> {
-    let machine: Machine =
+    let machine: KvmConfig =
         serde_json::from_reader(inherited(descriptor::DESCRIPTION)).map_err(Error::Description)?;
     let disks: Vec<Storage> = (layout::DISKS_FD..)
         .zip(&machine.disks)
@@ -248,47 +250,48 @@ fn serve() -> Result<Never, Error> {
             let record = Record::from_words(words);
             match record.is_external {
                 true => Storage::Elsewhere(record),
-                false => Storage::File(Disk::new(inherited(number), record)),
+                false => Storage::File(RawDisk::new(inherited(number), record)),
             }
         })
         .collect();
     let networks = networks(&machine)?;
     let shared = SharedMemory::open(inherited(layout::SHARED_FD).into(), layout::SHARED_LENGTH)
-        .map_err(Error::host("map the machine's shared memory"))?;
-    let queues = queues(&shared).map_err(Error::host("find requests"))?;
-    let debug = debug(&shared).map_err(Error::host("find what debuggers leave"))?;
-    listen_to_kicks()?;
+        .map_err(Error::host("map shared memory"))?;
+    let queues = queues(&shared).map_err(Error::host("locate the request queues"))?;
+    let debug = debug(&shared).map_err(Error::host("locate the debug area"))?;
+    install_kick_handler()?;
     set_dumpable_behavior(DumpableBehavior::NotDumpable)
-        .map_err(Error::host("close this process to others"))?;
-    let vm = Vm::new()?;
+        .map_err(Error::host("make this process undumpable"))?;
+    let vm = KvmVm::new()?;
     let count = usize::from(machine.cpus).clamp(1, MAX_VCPUS);
     let fds = (0..count).map(|index| vm.vcpu(index)).collect::<Result<Vec<_>, _>>()?;
-    // From here on it has no use for names. Threads, of which there are none yet, inherit it.
-    shut_in(&machine)?;
+    // No path names are needed from here on. Threads, of which there are none yet, inherit the
+    // restriction.
+    confine_process(&machine)?;
     let hole = vmm_machine::layout_with_pci().hole_start;
     let ranges: Vec<_> = vmm_boot::ram_ranges(machine.memory, hole).collect();
     let memory = OwnedFd::from(inherited(layout::MEMORY_FD));
-    let mut memory = SharedMemory::open(memory, machine.memory)
-        .map_err(Error::host("map the guest's memory"))?;
+    let mut memory =
+        SharedMemory::open(memory, machine.memory).map_err(Error::host("map guest memory"))?;
     let copy = memory.descriptor().try_clone_to_owned();
-    let copy = copy.map_err(Error::host("copy a descriptor"))?;
+    let copy = copy.map_err(Error::host("duplicate a descriptor"))?;
     let balloon =
-        machine.balloon.map(|bytes| Balloon::new(copy, ranges.clone(), bytes / PAGE_SIZE));
-    let outer = Outer { disks: &disks, queues, networks: &networks, debug };
+        machine.balloon.map(|bytes| HostBalloon::new(copy, ranges.clone(), bytes / PAGE_SIZE));
+    let outer = Backends { disks: &disks, queues, networks: &networks, debug };
     memory
         .with(ranges, |memory| power_on(&machine, outer, balloon, vm, fds, memory))
-        .map_err(Error::host("lay the guest's memory out"))?
+        .map_err(Error::host("lay out guest memory"))?
 }
 
-/// Gives up names of files, networks and other processes as far as is wanted, and all capabilities in any case.
-fn shut_in(machine: &Machine) -> Result<(), Error> {
+/// Enters the configured sandbox, and drops all capabilities in any case.
+fn confine_process(machine: &KvmConfig) -> Result<(), Error> {
     let entered = enter_sandbox(machine);
     let dropped = hosted_jail::drop_capabilities().map_err(io::Error::from);
-    dropped.map_err(Error::host("give up capabilities"))?;
+    dropped.map_err(Error::host("drop capabilities"))?;
     entered
 }
 
-fn enter_sandbox(machine: &Machine) -> Result<(), Error> {
+fn enter_sandbox(machine: &KvmConfig) -> Result<(), Error> {
     if machine.sandbox == Sandbox::Off {
         return Ok(());
     }
@@ -300,19 +303,19 @@ fn enter_sandbox(machine: &Machine) -> Result<(), Error> {
         return Err(Error::Sandbox(refused));
     }
     if machine.log >= log::INFO {
-        eprintln!("<{}>cannot enter the sandbox: {refused}", log::INFO);
+        eprintln!("<{}>incomplete sandbox: {refused}", log::INFO);
     }
     Ok(())
 }
 
-/// A disk: a file of this process, or of another one.
+/// A disk: a file of this process, or a device process.
 enum Storage {
-    File(Disk),
+    File(RawDisk),
     Elsewhere(Record),
 }
 
-/// Opens the networks, and behind them the stream of vsock's packets.
-fn networks(machine: &Machine) -> Result<Vec<Network>, Error> {
+/// Opens the networks, and after them the packet stream of vsock.
+fn networks(machine: &KvmConfig) -> Result<Vec<Network>, Error> {
     let nets = machine.nets.iter().take(MAX_NETS).enumerate().map(|(number, words)| {
         let file = inherited(layout::NETS_FD + number as u32);
         Network::new(format!("network {number}"), file, &NetRecord::from_words(words))
@@ -324,68 +327,70 @@ fn networks(machine: &Machine) -> Result<Vec<Network>, Error> {
     nets.chain(vsock).collect()
 }
 
-/// The queues of requests to other processes.
+/// Returns the request queues of device processes.
 fn queues(shared: &SharedMemory) -> io::Result<&[Queue; MAX_QUEUES]> {
     let place = shared.at(layout::QUEUES, size_of::<[Queue; MAX_QUEUES]>() as u64)?;
-    // SAFETY: they lie in the mapping, which lives as long as `shared`, page-aligned; all of it is atomic, with no value that is not allowed.
+    // SAFETY: the queues lie in the mapping, which lives as long as `shared`, page-aligned; all of
+    // it is atomic, with no invalid value.
     Ok(unsafe { &*place.cast() })
 }
 
-/// What debugger and processors leave for each other.
+/// Returns the area shared with the debugger.
 fn debug(shared: &SharedMemory) -> io::Result<&DebugState> {
     let place = shared.at(layout::DEBUG, size_of::<DebugState>() as u64)?;
-    // SAFETY: it lies in the mapping, which lives as long as `shared`, page-aligned; all of it is atomic, with no value that is not allowed.
+    // SAFETY: the area lies in the mapping, which lives as long as `shared`, page-aligned; all of
+    // it is atomic, with no invalid value.
     Ok(unsafe { &*place.cast() })
 }
 
-/// Words of shared memory that threads wait for.
-struct Sleep;
+/// Waits on words of shared memory with futex(2).
+struct FutexWait;
 
-impl Futex for Sleep {
+impl Futex for FutexWait {
     fn wake_one(word: &AtomicU32) {
-        // It cannot fail with a mapped word.
+        // Cannot fail for a mapped word.
         let _ = futex::wake(word, futex::Flags::empty(), 1);
     }
 
     fn wait(word: &AtomicU32, value: u32) {
-        // An early return is allowed.
+        // Early returns are allowed.
         let _ = futex::wait(word, futex::Flags::empty(), value, None);
     }
 }
 
-/// Passes on, until the process ends, that workers of other processes have answered.
-fn answer_the_door(mut bell: &File, queues: &[Queue], seat: &Seat) {
+/// Forwards doorbells of device processes to a vCPU until the process ends.
+fn pump_doorbell(mut doorbell: &File, queues: &[Queue], vcpu_thread: &VcpuThread) {
     let mut count = [0; 8];
     loop {
-        match bell.read(&mut count) {
+        match doorbell.read(&mut count) {
             Ok(1..) => {}
             Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
             Ok(0) | Err(_) => return,
         }
-        // All of them, since the bell has rung once for all.
+        // All queues, because one doorbell may stand for several.
         let rung = queues.iter().filter(|queue| queue.pending.swap(0, SeqCst) != 0).count();
         if rung != 0 {
-            seat.tell(event::DISK);
+            vcpu_thread.notify(event::DISK);
         }
     }
 }
 
-/// What devices are connected to.
+/// Host ends of the devices.
 #[derive(Clone, Copy)]
-struct Outer<'o> {
+struct Backends<'o> {
     disks: &'o [Storage],
     queues: &'o [Queue; MAX_QUEUES],
-    /// The last one is vsock's, if there is that.
+    /// The last one is that of vsock, if there is one.
     networks: &'o [Network],
     debug: &'o DebugState,
 }
 
-/// Makes the board and the threads, and runs.
+/// Creates the board and the threads, and runs the VM.
 fn power_on(
-    machine: &Machine,
-    Outer { disks, queues, networks, debug }: Outer<'_>,
-    balloon: Option<Balloon>,
-    vm: Vm,
+    machine: &KvmConfig,
+    Backends { disks, queues, networks, debug }: Backends<'_>,
+    balloon: Option<HostBalloon>,
+    vm: KvmVm,
     fds: Vec<VcpuFd>,
     memory: &GuestMemory,
 ) -> Result<Never, Error> {
@@ -395,79 +400,82 @@ fn power_on(
         vcpus: fds.len() as u8,
         clock,
         xcr0_mask: vm.xcr0(),
-        // Before 1970 it is not.
+        // 0 for clocks before 1970.
         start_unix: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()),
         kvmclock: true,
-        // It would need to know when the host's scheduler takes a thread away.
+        // Stolen time would require the host scheduler's statistics of the threads.
         steal_time: false,
         pv_flush: false,
         // KVM would send these interrupts itself, to local APICs that it does not have.
         pv_ipi: false,
         id: 1,
     };
-    let serial = Console::new(event::CONSOLE);
-    let second = machine.console.then(|| Console::new(event::SECOND));
+    let serial = ConsoleBuffer::new(event::CONSOLE);
+    let second = machine.console.then(|| ConsoleBuffer::new(event::VIRTIO_CONSOLE));
     let mut slots = Slots::new();
-    // There are as many slots.
+    // There are enough slots.
     for (disk, queue) in disks.iter().zip(queues) {
         let (info, link) = match disk {
-            Storage::File(disk) => (disk.info(), Link::Disk(disk)),
-            Storage::Elsewhere(record) => {
-                (BlockInfo::of_file(record), Link::Requests(Requests::with_device_process(queue)))
-            }
+            Storage::File(disk) => (disk.info(), HostEndpoint::Disk(disk)),
+            Storage::Elsewhere(record) => (
+                BlockInfo::of_file(record),
+                HostEndpoint::Requests(Requests::with_device_process(queue)),
+            ),
         };
         let _ = slots.add(Model::Block(info), link);
     }
     for (words, queue) in machine.shares.iter().zip(&queues[MAX_DISKS..]) {
         let tag = ShareRecord::from_words(words).tag;
-        let _ = slots.add(Model::P9(tag), Link::Requests(Requests::with_device_process(queue)));
+        let _ =
+            slots.add(Model::P9(tag), HostEndpoint::Requests(Requests::with_device_process(queue)));
     }
     let mut used = disks.len() + machine.shares.len().min(MAX_SHARES);
     let disk_slots = 0..used;
-    let _ = slots.add(Model::Entropy, Link::Entropy);
+    let _ = slots.add(Model::Entropy, HostEndpoint::Entropy);
     used += 1;
     let net_slots = used..used + networks.len();
     for (words, network) in machine.nets.iter().zip(networks) {
         let record = NetRecord::from_words(words);
-        let link = NetPort::new(net::Link::new(network), &record);
-        let _ = slots.add(Model::Net(frames::info(&record)), Link::Net(link));
+        let link = NetPort::new(net::FrameEndpoint::new(network), &record);
+        let _ = slots.add(Model::Net(frames::info(&record)), HostEndpoint::Net(link));
     }
     if let (Some(cid), Some(network)) = (machine.vsock, networks.last()) {
-        let link = Link::Sockets(Sockets::new(net::Link::new(network)));
+        let link = HostEndpoint::Sockets(Sockets::new(net::FrameEndpoint::new(network)));
         let _ = slots.add(Model::Vsock(cid.into()), link);
     }
     if let Some(balloon) = balloon {
-        let _ = slots.add(Model::Balloon, Link::Balloon(balloon));
+        let _ = slots.add(Model::Balloon, HostEndpoint::Balloon(balloon));
     }
-    let console = second.as_ref().map(Link::Console);
+    let console = second.as_ref().map(HostEndpoint::Console);
     let console = console.and_then(|console| slots.add(Model::Console, console).ok());
     let console = console.map_or(0..0, |slot| slot..slot + 1);
-    let about = [(event::DISK, disk_slots), (event::NET, net_slots), (event::SECOND, console)];
+    let about =
+        [(event::DISK, disk_slots), (event::NET, net_slots), (event::VIRTIO_CONSOLE, console)];
     let board: Board<'_, '_> =
         Pc::with_functions(config, memory, |number, subleaf| vm.cpuid(number, subleaf), slots);
     for (index, fd) in fds.iter().enumerate() {
         set_cpuid(fd, index, board.cpuid())?;
     }
-    // What it has made stays as long as there are processors.
+    // Leaked: used as long as vCPUs run.
     drop(vm);
 
-    let seats: Vec<Seat> = fds.iter().map(|_| Seat::default()).collect();
-    let host = KvmHost { console: &serial, seats: &seats, log: machine.log };
-    let (stream, gate) = (inherited(layout::CONTROL_FD), Gate::default());
-    // Every thread is there before the process is confined, and makes no other.
+    let vcpu_threads: Vec<VcpuThread> = fds.iter().map(|_| VcpuThread::default()).collect();
+    let host = KvmHost { console: &serial, vcpu_threads: &vcpu_threads, log: machine.log };
+    let (stream, gate) = (inherited(layout::CONTROL_FD), PauseGate::default());
+    // All threads are created before the process is confined; none later.
     let mut threads: Vec<Job<'_>> = Vec::new();
-    let first = &seats[0];
+    let first = &vcpu_threads[0];
     threads.push(Box::new(|| serial.write(std::io::stdout(), first)));
     threads.push(Box::new(|| serial.read(std::io::stdin(), first)));
-    threads.push(Box::new(|| control::serve(&stream, &gate, &seats, debug)));
+    threads.push(Box::new(|| control::serve(&stream, &gate, &vcpu_threads, debug)));
     if let Some(console) = &second {
         let line = Arc::new(inherited(layout::CONSOLE_FD));
         let other = Arc::clone(&line);
         threads.push(Box::new(move || console.write(&*line, first)));
         threads.push(Box::new(move || console.read(&*other, first)));
     }
-    let bell = inherited(layout::DOORBELL_FD);
-    threads.push(Box::new(move || answer_the_door(&bell, queues, first)));
+    let doorbell = inherited(layout::DOORBELL_FD);
+    threads.push(Box::new(move || pump_doorbell(&doorbell, queues, first)));
     for network in networks {
         threads.push(Box::new(move || network.send(first)));
         threads.push(Box::new(move || network.receive(first)));
@@ -489,11 +497,11 @@ fn power_on(
         }
         let mut drivers = fds.into_iter().enumerate().map(|(index, fd)| {
             move || {
-                let seat = &host.seats[index];
-                seat.take_place();
-                let stops = Stops { index, shared: debug, gate, seat, stream };
+                let vcpu_thread = &host.vcpu_threads[index];
+                vcpu_thread.register_current();
+                let stops = DebugStops { index, shared: debug, gate, vcpu_thread, stream };
                 let stops = machine.debug.then_some(stops);
-                let vcpu = KvmVcpu::new(fd, seat, memory, clock, stops);
+                let vcpu = KvmVcpu::new(fd, vcpu_thread, memory, clock, stops);
                 barrier.wait();
                 let result = vcpu.and_then(|mut vcpu| {
                     if index == 0 {
@@ -501,7 +509,7 @@ fn power_on(
                         control::started(stream);
                         vcpu.stop();
                     }
-                    drive(board, index, &mut vcpu, host, Known { clock, gate, about });
+                    run_vcpu(board, index, &mut vcpu, host, VcpuContext { clock, gate, about });
                     Ok(())
                 });
                 if let Err(error) = result {
@@ -522,11 +530,11 @@ fn power_on(
     })
 }
 
-/// What a thread beside those of virtual processors does.
+/// Loop of a thread other than those of vCPUs.
 type Job<'s> = Box<dyn FnOnce() + Send + 's>;
 
-/// Confines the process, and puts the kernel into memory and the first processor into the state that it wants.
-fn load(machine: &Machine, memory: &GuestMemory, vcpu: &mut KvmVcpu<'_>) -> Result<(), Error> {
+/// Confines the process, loads the kernel, and sets the first vCPU to its initial state.
+fn load(machine: &KvmConfig, memory: &GuestMemory, vcpu: &mut KvmVcpu<'_>) -> Result<(), Error> {
     confine(machine.debug).map_err(Error::Filter)?;
     let read = |number, action| {
         let mut bytes = Vec::new();
@@ -547,34 +555,34 @@ fn load(machine: &Machine, memory: &GuestMemory, vcpu: &mut KvmVcpu<'_>) -> Resu
     Ok(())
 }
 
-/// What a virtual processor needs to know beside its machine.
+/// Context of a vCPU besides the VM.
 #[derive(Clone, Copy)]
-struct Known<'o> {
+struct VcpuContext<'o> {
     clock: TscClock,
-    gate: &'o Gate,
-    /// Slots of the functions that events are about.
+    gate: &'o PauseGate,
+    /// Slots of the functions that events refer to.
     about: &'o [(u64, Range<usize>)],
 }
 
-/// Runs a virtual processor until the machine ends.
-fn drive(
+/// Runs a vCPU until the VM ends.
+fn run_vcpu(
     board: &Board<'_, '_>,
     index: usize,
     vcpu: &mut KvmVcpu<'_>,
     mut host: KvmHost<'_>,
-    Known { clock, gate, about }: Known<'_>,
+    VcpuContext { clock, gate, about }: VcpuContext<'_>,
 ) {
     let host = &mut host;
     let mut cpu = board.cpu(index);
-    let seat = &host.seats[index];
+    let vcpu_thread = &host.vcpu_threads[index];
     let outcome = loop {
         let events = match board.run(&mut cpu, vcpu, host) {
             StopReason::Recall(events) => events,
-            StopReason::Idle { deadline_tsc } => seat.wait(&clock, deadline_tsc),
+            StopReason::Idle { deadline_tsc } => vcpu_thread.wait(&clock, deadline_tsc),
             StopReason::End(outcome) => break outcome,
         };
         if events & event::PAUSE != 0 {
-            gate.pass();
+            gate.wait_if_paused();
         }
         if events & event::DEBUG != 0 {
             vcpu.stop();
@@ -592,20 +600,20 @@ fn drive(
         }
     };
     if outcome == Outcome::TripleFault {
-        describe(index, vcpu);
+        report_registers(index, vcpu);
     }
-    // The others end too.
+    // The other vCPUs end, too.
     board.end(outcome, host);
 }
 
-/// Where a virtual processor was when it gave up.
-fn describe(index: usize, vcpu: &mut KvmVcpu<'_>) {
+/// Prints the registers of a failed vCPU.
+fn report_registers(index: usize, vcpu: &mut KvmVcpu<'_>) {
     let [rip, rflags, cr0, cr2, cr3, cr4] =
         [Reg::Rip, Reg::Rflags, Reg::Cr0, Reg::Cr2, Reg::Cr3, Reg::Cr4]
             .map(|register| vcpu.get(register));
     let rsp = vcpu.gpr(Gpr::Rsp);
     eprintln!(
-        "<{}>virtual processor {index} gave up: rip {rip:#x} rsp {rsp:#x} rflags {rflags:#x} \
+        "<{}>vCPU {index} failed: rip {rip:#x} rsp {rsp:#x} rflags {rflags:#x} \
          cr0 {cr0:#x} cr2 {cr2:#x} cr3 {cr3:#x} cr4 {cr4:#x}",
         log::WARN
     );

@@ -1,4 +1,4 @@
-//! Threads of virtual processors: how they are told of events, and how they wait.
+//! vCPU threads: delivery of events to them, and their waits.
 
 use std::arch::x86_64::_rdtsc;
 use std::sync::OnceLock;
@@ -11,76 +11,76 @@ use vmm_cpu::TscClock;
 
 use crate::vcpu::KICK;
 
-/// The host's time-stamp counter.
+/// Returns the host's time-stamp counter.
 pub fn tsc() -> u64 {
-    // SAFETY: every processor has it, and programs may read it.
+    // SAFETY: every x86-64 CPU has the counter, and user mode may read it.
     unsafe { _rdtsc() }
 }
 
-/// What happens outside of a virtual processor.
+/// Events for a vCPU.
 pub mod event {
-    /// Another one has left something for it.
+    /// IPI or interrupt from another vCPU.
     pub const KICK: u64 = 1 << 0;
-    /// The console has bytes, or takes bytes again.
+    /// The serial line has input, or space for output again.
     pub const CONSOLE: u64 = 1 << 1;
-    /// A disk has finished requests.
+    /// A disk has completed requests.
     pub const DISK: u64 = 1 << 2;
-    /// The virtio console has bytes, or takes bytes again.
-    pub const SECOND: u64 = 1 << 3;
-    /// A network has something, or takes something again.
+    /// The virtio console has input, or space for output again.
+    pub const VIRTIO_CONSOLE: u64 = 1 << 3;
+    /// A network has frames, or space for frames again.
     pub const NET: u64 = 1 << 6;
-    /// The machine is paused.
+    /// The VM is paused.
     pub const PAUSE: u64 = 1 << 4;
     /// The power button is pressed.
     pub const POWER_BUTTON: u64 = 1 << 5;
-    /// A debugger wants it to stop.
+    /// A debugger requests a stop.
     pub const DEBUG: u64 = 1 << 7;
 }
 
-/// The place of a virtual processor's thread.
+/// Event state of a vCPU thread.
 #[derive(Default)]
-pub struct Seat {
+pub struct VcpuThread {
     events: AtomicU64,
-    /// It is in the guest, or about to enter it: a signal makes it look.
+    /// The vCPU is in the guest or about to enter it: a signal makes it check for events.
     pub is_in_guest: AtomicBool,
     thread: OnceLock<(Thread, Pthread)>,
 }
 
-impl Seat {
-    /// The calling thread takes it.
-    pub fn take_place(&self) {
+impl VcpuThread {
+    /// Registers the calling thread.
+    pub fn register_current(&self) {
         self.thread.get_or_init(|| (thread::current(), pthread_self()));
     }
 
-    /// Takes the events that have come.
-    pub fn take(&self) -> u64 {
+    /// Takes the pending events.
+    pub fn take_events(&self) -> u64 {
         self.events.swap(0, SeqCst)
     }
 
-    /// Drops events that have come.
-    pub fn forget(&self, events: u64) {
+    /// Drops pending events.
+    pub fn clear(&self, events: u64) {
         self.events.fetch_and(!events, SeqCst);
     }
 
-    /// Tells the processor of events, wherever it is.
-    pub fn tell(&self, events: u64) {
+    /// Notifies the vCPU of events, whether it runs or waits.
+    pub fn notify(&self, events: u64) {
         if self.events.fetch_or(events, SeqCst) & events == events {
-            // Who has told it before has seen to it that it looks.
+            // The earlier notification of the same events has woken the vCPU.
             return;
         }
         let Some((thread, id)) = self.thread.get() else { return };
         if self.is_in_guest.load(SeqCst) {
-            // It fails only if the thread has ended, and the machine with it.
+            // Fails only if the thread, and thus the VM, has ended.
             let _ = pthread_kill(*id, KICK);
         } else {
             thread.unpark();
         }
     }
 
-    /// Waits for events, which it takes, at most until the host's counter has this value.
+    /// Waits for events and takes them, at most until the host's counter reaches `deadline`.
     pub fn wait(&self, clock: &TscClock, deadline: u64) -> u64 {
         loop {
-            let events = self.take();
+            let events = self.take_events();
             let now = tsc();
             if events != 0 || now >= deadline {
                 return events;
@@ -105,17 +105,17 @@ mod tests {
     #[test]
     fn events_are_not_lost() {
         let clock = TscClock::new(1_000_000, 0);
-        let seat = Seat::default();
-        seat.take_place();
-        seat.tell(event::CONSOLE);
-        seat.tell(event::CONSOLE | event::DISK);
-        assert_eq!(seat.wait(&clock, u64::MAX), event::CONSOLE | event::DISK);
+        let vcpu_thread = VcpuThread::default();
+        vcpu_thread.register_current();
+        vcpu_thread.notify(event::CONSOLE);
+        vcpu_thread.notify(event::CONSOLE | event::DISK);
+        assert_eq!(vcpu_thread.wait(&clock, u64::MAX), event::CONSOLE | event::DISK);
         thread::scope(|scope| {
-            scope.spawn(|| seat.tell(event::KICK));
-            assert_eq!(seat.wait(&clock, u64::MAX), event::KICK);
+            scope.spawn(|| vcpu_thread.notify(event::KICK));
+            assert_eq!(vcpu_thread.wait(&clock, u64::MAX), event::KICK);
         });
         let start = Instant::now();
-        assert_eq!(seat.wait(&clock, tsc() + 1_000_000), 0);
+        assert_eq!(vcpu_thread.wait(&clock, tsc() + 1_000_000), 0);
         assert!(start.elapsed() < Duration::from_secs(5));
     }
 }

@@ -1,15 +1,15 @@
-//! A machine that is another program, and the terminal that is its console.
+//! The child process that runs a VM, and the terminal that is the VM's console.
 //!
-//! The program talks to pipes, never to the terminal itself: whatever ends this program, the terminal's modes are restored here and the
-//! machine dies with it (parent-death signal). It runs in a process group of its own, so signals from the terminal reach this
-//! program only.
+//! The child uses pipes, never the terminal: however `parador` ends, the terminal's modes are
+//! restored here, and the child dies with `parador` (parent-death signal). The child runs in a
+//! process group of its own, so signals from the terminal reach `parador` only.
 
-use crate::console::{Console, Input};
+use crate::console::{HostConsole, Input};
 use crate::failure::{self, Failure};
 use crate::interrupt::ENDING;
-use crate::messages::{self, Heard, Level};
+use crate::messages::{self, Level, MessageLog};
+use crate::orphans;
 use crate::profile;
-use crate::remains;
 use crate::terminal::{Keys, Raw};
 use hosted_jail::READY;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -25,56 +25,57 @@ use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Time that a process beside the machine has to write what it keeps.
-const AT_END: Duration = Duration::from_secs(10);
-/// Bytes of a refusal that are read.
+/// Time for a device process to write its cached data.
+const TERMINATION_GRACE: Duration = Duration::from_secs(10);
+/// Longest error message of a device process in bytes.
 const REFUSAL: u64 = 16 << 10;
 
-/// How a machine ended.
+/// Cause of the end of a VM.
 #[derive(Debug, PartialEq, Eq)]
-pub enum End {
-    /// Its program ended.
+pub enum ExitCause {
+    /// The child process exited.
     Exited(ExitStatus),
-    /// The time limit was reached.
+    /// `--timeout` was reached.
     Timeout,
-    /// This program got a signal that asks it to end.
+    /// `parador` received this termination signal.
     Signal(i32),
     /// The user pressed Ctrl-A X.
-    Keys,
-    /// Nobody reads the console any more.
+    Keyboard,
+    /// The reader of the console has closed it.
     OutputClosed,
-    /// Somebody wants it by the control socket.
+    /// Shutdown by the control socket.
     Request,
-    /// So, and it starts anew.
+    /// Restart by the control socket.
     Reset,
-    /// Another process of it ended: which, and how.
-    Other(String, ExitStatus),
+    /// A device process exited: its name and status.
+    DeviceProcess(String, ExitStatus),
 }
 
-/// What else is watched while a machine runs.
-pub trait Watched {
-    /// Descriptors that may become readable.
+/// Additional descriptors that the event loop polls.
+pub trait EventSource {
+    /// Returns the descriptors to poll.
     fn descriptors(&self) -> Vec<BorrowedFd<'_>>;
 
-    /// The descriptor of this index is readable. An end ends the machine.
-    fn readable(&mut self, index: usize) -> Option<End>;
+    /// Handles a readable descriptor, by its index. A returned cause ends the VM.
+    fn readable(&mut self, index: usize) -> Option<ExitCause>;
 }
 
-/// A line beside the serial one: the machine's side of it, and what it is connected to.
-pub struct Second<'a> {
+/// Virtio console: the VM's side and its connection.
+pub struct SecondaryConsole<'a> {
     /// Both directions.
     pub stream: UnixStream,
-    /// What it is connected to.
-    pub console: &'a mut Console,
+    /// Connection.
+    pub console: &'a mut HostConsole,
 }
 
-/// When a time limit that begins now is reached.
+/// Returns the deadline of a time limit that begins now.
 pub fn deadline(timeout: Option<Duration>) -> Option<Instant> {
     timeout.and_then(|timeout| Instant::now().checked_add(timeout))
 }
 
-/// How long that is from now on, for poll(2): for ever, or some time; `None`: it is reached.
-pub fn left(deadline: Option<Instant>) -> Option<Option<Timespec>> {
+/// Returns the timeout for poll(2) until a deadline: `Some(None)` is infinite; `None`: the deadline
+/// has passed.
+pub fn poll_timeout(deadline: Option<Instant>) -> Option<Option<Timespec>> {
     let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
     if left == Some(Duration::ZERO) {
         return None;
@@ -82,7 +83,8 @@ pub fn left(deadline: Option<Instant>) -> Option<Option<Timespec>> {
     Some(left.and_then(|left| Timespec::try_from(left).ok()))
 }
 
-/// One pipe for each of [`ENDING`], readable when the signal has come, which then does nothing else.
+/// Returns one pipe for each signal of [`ENDING`], readable once the signal has arrived; the
+/// signals have no other effect.
 pub fn ending_signals() -> Result<Vec<(i32, UnixStream)>, Failure> {
     let pipes = ENDING.into_iter().map(|signal| {
         let (ours, theirs) = UnixStream::pair()?;
@@ -90,20 +92,21 @@ pub fn ending_signals() -> Result<Vec<(i32, UnixStream)>, Failure> {
         Ok((signal, ours))
     });
     let pipes: io::Result<_> = pipes.collect();
-    pipes.map_err(|error| Failure::os("listen to signals", &error))
+    pipes.map_err(|error| Failure::os("install signal handlers", &error))
 }
 
-/// A process beside the machine's program that the machine cannot do without. Dropping it ends it.
+/// A device process of a VM. The VM ends with it; dropping it ends it.
 #[derive(Debug)]
-pub struct Other {
+pub struct DeviceProcess {
     name: String,
     child: Child,
-    /// Closed when it ends.
+    /// Standard output: hangs up when the process exits.
     alive: ChildStdout,
 }
 
-impl Other {
-    /// Starts it, with a pipe as its output, and waits until it says there that it serves. `name` is for messages.
+impl DeviceProcess {
+    /// Starts the process with a pipe as standard output and waits for [`READY`] on it. `name` is
+    /// for messages.
     pub fn start(name: String, command: &mut Command) -> Result<Self, Failure> {
         let started = command.process_group(0).spawn();
         let mut child = started.map_err(|error| Failure::program(&name, &error))?;
@@ -118,10 +121,11 @@ impl Other {
         }
     }
 
-    /// What it says instead, which begins with `first`.
+    /// Creates the failure from the error message that the process wrote instead of READY; it
+    /// begins with `first`.
     fn refusal(mut self, first: [u8; 1]) -> Failure {
         let mut said = first.to_vec();
-        // What can be read is what there is to say.
+        // On a read error, the text so far is reported.
         let _ = (&mut self.alive).take(REFUSAL).read_to_end(&mut said);
         let text = String::from_utf8_lossy(&said).replace(char::is_control, "");
         let told = |status: &ExitStatus| {
@@ -131,7 +135,7 @@ impl Other {
         let (code, text) = match self.child.wait().map(|status| (told(&status), status)) {
             Ok((Some(code), _)) => (code, text),
             Ok((None, status)) => {
-                (failure::INTERNAL, format!("its process has ended ({status}) {text}"))
+                (failure::INTERNAL, format!("the process exited ({status}) {text}"))
             }
             Err(error) => (failure::INTERNAL, failure::describe(&error)),
         };
@@ -139,42 +143,42 @@ impl Other {
     }
 }
 
-impl Drop for Other {
+impl Drop for DeviceProcess {
     fn drop(&mut self) {
-        let deadline = Instant::now() + AT_END;
+        let deadline = Instant::now() + TERMINATION_GRACE;
         let id = Pid::from_child(&self.child);
-        // Fails if it has ended, which is what is wanted.
+        // The signal fails if the process has exited.
         let _ = kill_process(id, Signal::TERM);
         while Instant::now() < deadline && matches!(self.child.try_wait(), Ok(None)) {
             thread::sleep(Duration::from_millis(2));
         }
         let _ = self.child.kill();
         let _ = self.child.wait();
-        remains::wait(id);
+        orphans::wait(id);
     }
 }
 
-/// A running machine. Dropping it ends it.
-pub struct Machine {
-    /// Its program's name, for messages.
+/// A running VM. Dropping it ends the VM.
+pub struct VmProcess {
+    /// Name of the program, for messages.
     name: &'static str,
     child: Child,
-    others: Vec<Other>,
+    device_processes: Vec<DeviceProcess>,
     /// See [`ending_signals`].
     signals: Vec<(i32, UnixStream)>,
 }
 
-impl Drop for Machine {
+impl Drop for VmProcess {
     fn drop(&mut self) {
-        // Fails if it has ended, which is what is wanted.
+        // Fails if the process has exited.
         let _ = self.child.kill();
         let _ = self.child.wait();
-        remains::wait(Pid::from_child(&self.child));
+        orphans::wait(Pid::from_child(&self.child));
     }
 }
 
-impl Machine {
-    /// Starts the program, which is called `name` in messages.
+impl VmProcess {
+    /// Starts the child process; `name` is its name in messages.
     pub fn start(name: &'static str, mut command: Command) -> Result<Self, Failure> {
         let signals = ending_signals()?;
         let child = command
@@ -184,35 +188,36 @@ impl Machine {
             .stderr(Stdio::piped())
             .spawn()
             .map_err(|error| Failure::program(name, &error))?;
-        Ok(Self { name, child, others: Vec::new(), signals })
+        Ok(Self { name, child, device_processes: Vec::new(), signals })
     }
 
-    /// Adds processes that end with it, and it with them.
-    pub fn add(&mut self, others: Vec<Other>) {
-        self.others.extend(others);
+    /// Adds device processes. The VM ends with any of them.
+    pub fn add(&mut self, device_processes: Vec<DeviceProcess>) {
+        self.device_processes.extend(device_processes);
     }
 
-    /// The number of its process.
+    /// Returns the process ID.
     pub fn process(&self) -> u32 {
         self.child.id()
     }
 
-    /// Carries bytes between terminal and machine until something ends. Returns the program's messages, too.
+    /// Serves the consoles until the VM ends. Returns the cause and the child's messages.
     pub fn serve(
         mut self,
         deadline: Option<Instant>,
         keys: &str,
-        console: &mut Console,
-        second: Option<Second<'_>>,
-        watched: Option<&mut dyn Watched>,
-    ) -> Result<(End, Heard), Failure> {
+        console: &mut HostConsole,
+        second: Option<SecondaryConsole<'_>>,
+        sources: Option<&mut dyn EventSource>,
+    ) -> Result<(ExitCause, MessageLog), Failure> {
         let (Some(input), Some(output), Some(errors)) =
             (self.child.stdin.take(), self.child.stdout.take(), self.child.stderr.take())
         else {
             return Err(Failure::new(failure::INTERNAL, format!("{} has no pipes", self.name)));
         };
         set_nonblocking(input.as_fd())?;
-        let (stream, second) = second.map(|Second { stream, console }| (stream, console)).unzip();
+        let (stream, second) =
+            second.map(|SecondaryConsole { stream, console }| (stream, console)).unzip();
         if let Some(stream) = &stream {
             set_nonblocking(stream.as_fd())?;
         }
@@ -225,32 +230,31 @@ impl Machine {
                 eprint!("parador: {}\r\n", keys.replace('\n', "\r\n"));
             }
         }
-        let mut lines = vec![Line::new(input.as_fd(), output.as_fd(), console)];
+        let mut lines = vec![ConsoleLine::new(input.as_fd(), output.as_fd(), console)];
         if let (Some(stream), Some(console)) = (&stream, second) {
-            lines.push(Line::new(stream.as_fd(), stream.as_fd(), console));
+            lines.push(ConsoleLine::new(stream.as_fd(), stream.as_fd(), console));
         }
-        let mut traffic = Traffic {
+        let mut traffic = EventLoop {
             raw: raw.is_some(),
             keys: Keys::default(),
             lines,
-            messages: Heard::new(self.name, Some(profile::MARK)),
+            messages: MessageLog::new(self.name, Some(profile::MARK)),
         };
-        let stop = traffic.carry(&self.signals, &self.others, errors.as_fd(), deadline, watched);
+        let stop =
+            traffic.run(&self.signals, &self.device_processes, errors.as_fd(), deadline, sources);
         drop(raw);
         let end = match stop? {
-            Stop::End(end) => end,
-            Stop::Other(number) => {
-                let Other { name, child, .. } = &mut self.others[number];
+            LoopExit::Cause(end) => end,
+            LoopExit::DeviceProcess(number) => {
+                let DeviceProcess { name, child, .. } = &mut self.device_processes[number];
                 let status =
                     child.wait().map_err(|error| Failure::os("wait for a process", &error))?;
-                End::Other(name.clone(), status)
+                ExitCause::DeviceProcess(name.clone(), status)
             }
-            Stop::Closed => {
-                let status = self
-                    .child
-                    .wait()
-                    .map_err(|error| Failure::os("wait for the machine", &error))?;
-                End::Exited(status)
+            LoopExit::OutputClosed => {
+                let status =
+                    self.child.wait().map_err(|error| Failure::os("wait for the VM", &error))?;
+                ExitCause::Exited(status)
             }
         };
         traffic.messages.end();
@@ -264,24 +268,24 @@ fn set_nonblocking(pipe: BorrowedFd<'_>) -> Result<(), Failure> {
         .map_err(|error| Failure::os("set up a pipe", &error.into()))
 }
 
-/// A line of the machine, and what it is connected to.
-struct Line<'a> {
+/// A console line of the VM and its connection on the host.
+struct ConsoleLine<'a> {
     input: BorrowedFd<'a>,
     output: BorrowedFd<'a>,
-    console: &'a mut Console,
+    console: &'a mut HostConsole,
     input_open: bool,
     output_open: bool,
-    /// Keys that the machine has not taken yet; while there are any, no more are read.
+    /// Input that the VM has not taken yet; no more is read meanwhile.
     pending: Vec<u8>,
 }
 
-impl<'a> Line<'a> {
-    fn new(input: BorrowedFd<'a>, output: BorrowedFd<'a>, console: &'a mut Console) -> Self {
+impl<'a> ConsoleLine<'a> {
+    fn new(input: BorrowedFd<'a>, output: BorrowedFd<'a>, console: &'a mut HostConsole) -> Self {
         Self { input, output, console, input_open: true, output_open: true, pending: Vec::new() }
     }
 
-    /// What is wanted of its descriptors.
-    fn wanted(&self, index: usize) -> impl Iterator<Item = (Source, BorrowedFd<'_>, PollFlags)> {
+    /// Returns the descriptors to poll and the events to wait for.
+    fn interest(&self, index: usize) -> impl Iterator<Item = (Source, BorrowedFd<'_>, PollFlags)> {
         let reads = self.input_open && self.pending.is_empty();
         let keyboard = self.console.input().filter(|_| reads);
         let keyboard = keyboard.map(|fd| (Source::Keyboard(index), fd, PollFlags::IN));
@@ -292,12 +296,12 @@ impl<'a> Line<'a> {
         output.into_iter().chain(keyboard).chain(input)
     }
 
-    /// To the machine, as much as it takes.
+    /// Writes pending input to the VM, as much as it takes.
     fn send(&mut self) {
         match write(self.input, &self.pending) {
             Ok(taken) => drop(self.pending.drain(..taken)),
             Err(Errno::AGAIN | Errno::INTR) => {}
-            // It has ended, or closed its side: nothing will be taken any more.
+            // The VM has exited or closed its end.
             Err(_) => {
                 self.pending.clear();
                 self.input_open = false;
@@ -306,103 +310,106 @@ impl<'a> Line<'a> {
     }
 }
 
-/// Bytes on their way.
-struct Traffic<'a> {
+/// State of the event loop.
+struct EventLoop<'a> {
     raw: bool,
     keys: Keys,
-    lines: Vec<Line<'a>>,
-    messages: Heard,
+    lines: Vec<ConsoleLine<'a>>,
+    messages: MessageLog,
 }
 
-/// What is watched while a machine runs.
+/// Source of an event.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Source {
     Signal(i32),
-    /// Another process, by its number.
-    Other(usize),
-    /// Of a line, by its number.
+    /// Hang-up of the device process with this index.
+    DeviceProcess(usize),
+    /// Output of the console line with this index.
     Output(usize),
     Errors,
     Keyboard(usize),
     Input(usize),
-    /// A descriptor of [`Watched`].
+    /// Descriptor of [`EventSource`] with this index.
     Watched(usize),
 }
 
-impl Traffic<'_> {
-    /// Until something ends.
-    fn carry(
+impl EventLoop<'_> {
+    /// Runs until the VM ends.
+    fn run(
         &mut self,
         signals: &[(i32, UnixStream)],
-        others: &[Other],
+        device_processes: &[DeviceProcess],
         errors: BorrowedFd<'_>,
         deadline: Option<Instant>,
-        mut watched: Option<&mut dyn Watched>,
-    ) -> Result<Stop, Failure> {
+        mut watched: Option<&mut dyn EventSource>,
+    ) -> Result<LoopExit, Failure> {
         let mut errors_open = true;
         while errors_open || self.lines.iter().any(|line| line.output_open) {
-            // A descriptor reports hang-ups even if nothing is wanted from it; so only those that
-            // matter now are listed.
+            // poll(2) reports hang-ups of every listed descriptor, so descriptors without interest
+            // are left out.
             let errors_wanted = errors_open.then_some((Source::Errors, errors, PollFlags::IN));
             let lines = self.lines.iter().enumerate();
-            let pipes = lines.flat_map(|(index, line)| line.wanted(index)).chain(errors_wanted);
+            let pipes = lines.flat_map(|(index, line)| line.interest(index)).chain(errors_wanted);
             let signals = signals
                 .iter()
                 .map(|(signal, pipe)| (Source::Signal(*signal), pipe.as_fd(), PollFlags::IN));
-            let others = others
-                .iter()
-                .enumerate()
-                .map(|(number, other)| (Source::Other(number), other.alive.as_fd(), PollFlags::IN));
+            let device_processes = device_processes.iter().enumerate().map(|(number, other)| {
+                (Source::DeviceProcess(number), other.alive.as_fd(), PollFlags::IN)
+            });
             let more = watched.as_ref().map(|watched| watched.descriptors()).unwrap_or_default();
             let more = more
                 .into_iter()
                 .enumerate()
                 .map(|(index, fd)| (Source::Watched(index), fd, PollFlags::IN));
             let (sources, mut fds): (Vec<Source>, Vec<PollFd<'_>>) = signals
-                .chain(others)
+                .chain(device_processes)
                 .chain(pipes)
                 .chain(more)
                 .map(|(source, fd, flags)| (source, PollFd::from_borrowed_fd(fd, flags)))
                 .unzip();
-            let Some(left) = left(deadline) else { return Ok(Stop::End(End::Timeout)) };
-            match poll(&mut fds, left.as_ref()) {
+            let Some(timeout) = poll_timeout(deadline) else {
+                return Ok(LoopExit::Cause(ExitCause::Timeout));
+            };
+            match poll(&mut fds, timeout.as_ref()) {
                 Ok(_) | Err(Errno::INTR) => {}
-                Err(error) => return Err(Failure::os("wait for the machine", &error.into())),
+                Err(error) => return Err(Failure::os("wait for the VM", &error.into())),
             }
             let ready = sources.into_iter().zip(&fds).filter(|(_, fd)| !fd.revents().is_empty());
             let ready: Vec<Source> = ready.map(|(source, _)| source).collect();
             for source in ready {
                 match source {
-                    Source::Signal(signal) => return Ok(Stop::End(End::Signal(signal))),
-                    Source::Other(number) => return Ok(Stop::Other(number)),
+                    Source::Signal(signal) => {
+                        return Ok(LoopExit::Cause(ExitCause::Signal(signal)));
+                    }
+                    Source::DeviceProcess(number) => return Ok(LoopExit::DeviceProcess(number)),
                     Source::Output(index) => {
                         let line = &mut self.lines[index];
                         match pass(line.output, line.console)? {
                             Flow::Open => {}
                             Flow::Closed => line.output_open = false,
-                            Flow::Ended(end) => return Ok(Stop::End(end)),
+                            Flow::Ended(end) => return Ok(LoopExit::Cause(end)),
                         }
                     }
                     Source::Errors => errors_open = self.errors(errors)?,
                     Source::Keyboard(index) => {
                         if self.keyboard(index) {
-                            return Ok(Stop::End(End::Keys));
+                            return Ok(LoopExit::Cause(ExitCause::Keyboard));
                         }
                     }
                     Source::Input(index) => self.lines[index].send(),
                     Source::Watched(index) => {
                         let end = watched.as_mut().and_then(|watched| watched.readable(index));
                         if let Some(end) = end {
-                            return Ok(Stop::End(end));
+                            return Ok(LoopExit::Cause(end));
                         }
                     }
                 }
             }
         }
-        Ok(Stop::Closed)
+        Ok(LoopExit::OutputClosed)
     }
 
-    /// From the machine's standard error.
+    /// Reads the VM's standard error.
     fn errors(&mut self, from: BorrowedFd<'_>) -> Result<bool, Failure> {
         let mut buffer = [0; 4096];
         let length = receive(from, &mut buffer)?;
@@ -410,7 +417,7 @@ impl Traffic<'_> {
         Ok(length != 0)
     }
 
-    /// From what a line is connected to. `true`: the user ends the machine.
+    /// Reads console input. Returns `true` if the user ends the VM.
     fn keyboard(&mut self, index: usize) -> bool {
         let line = &mut self.lines[index];
         let mut buffer = [0; 4096];
@@ -426,25 +433,25 @@ impl Traffic<'_> {
     }
 }
 
-/// Why no more bytes are carried.
-enum Stop {
-    /// The machine closed its pipes, so it has ended.
-    Closed,
-    /// Something else.
-    End(End),
-    /// The other process with this number has ended.
-    Other(usize),
+/// Reason for the end of the event loop.
+enum LoopExit {
+    /// The VM has closed its output: it has exited.
+    OutputClosed,
+    /// Another cause.
+    Cause(ExitCause),
+    /// The device process with this index has exited.
+    DeviceProcess(usize),
 }
 
-/// What became of the machine's output.
+/// State of the VM's output after a read.
 enum Flow {
     Open,
     Closed,
-    Ended(End),
+    Ended(ExitCause),
 }
 
-/// From the machine to its console.
-fn pass(from: BorrowedFd<'_>, console: &mut Console) -> Result<Flow, Failure> {
+/// Copies VM output to its console.
+fn pass(from: BorrowedFd<'_>, console: &mut HostConsole) -> Result<Flow, Failure> {
     let mut buffer = [0; 4096];
     let length = receive(from, &mut buffer)?;
     if length == 0 {
@@ -453,22 +460,22 @@ fn pass(from: BorrowedFd<'_>, console: &mut Console) -> Result<Flow, Failure> {
     match console.write(&buffer[..length]) {
         Ok(()) => Ok(Flow::Open),
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {
-            Ok(Flow::Ended(End::OutputClosed))
+            Ok(Flow::Ended(ExitCause::OutputClosed))
         }
         Err(error) if console.is_stdio() => Err(Failure::os("write to standard output", &error)),
-        Err(error) => Err(Failure::os("write what the guest prints", &error)),
+        Err(error) => Err(Failure::os("write the console output", &error)),
     }
 }
 
-/// Reads what is there; 0 at the end of the file.
+/// Reads available bytes; 0 at the end of the file.
 fn receive(from: BorrowedFd<'_>, buffer: &mut [u8]) -> Result<usize, Failure> {
     loop {
         match read(from, &mut *buffer) {
             Ok(length) => return Ok(length),
             Err(Errno::INTR) => {}
-            // The other side of a socket has ended and left something that it was sent.
+            // The peer closed the socket with unread data.
             Err(Errno::CONNRESET) => return Ok(0),
-            Err(error) => return Err(Failure::os("read", &error.into())),
+            Err(error) => return Err(Failure::os("read from a pipe", &error.into())),
         }
     }
 }

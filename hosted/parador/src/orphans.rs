@@ -1,7 +1,8 @@
-//! Processes that a machine leaves when its first one has ended.
+//! Processes of a VM that outlive its first process.
 //!
-//! Each of them ends soon after its parent, by a signal of its own, and becomes a child of this program, which waits for it: who waits for
-//! `parador run` finds no process, and no file that one of them had open.
+//! Each of them exits shortly after its parent, by its parent-death signal, and becomes a child of
+//! `parador`, which reaps it: when `parador run` exits, no process of the VM is left, and no file
+//! that one of them had open.
 
 use crate::failure::Failure;
 use crate::messages::{Level, say};
@@ -12,26 +13,27 @@ use rustix::process::{
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long processes may take to end by themselves, and then by SIGKILL: memory of many GiB takes the host's kernel a second to free.
-const PATIENCE: Duration = Duration::from_secs(5);
-/// Pause between two looks.
-const PAUSE: Duration = Duration::from_millis(1);
+/// Time limit for processes to exit by themselves, and then by SIGKILL: freeing many GiB takes the
+/// host kernel a second.
+const TIMEOUT: Duration = Duration::from_secs(5);
+/// Polling interval.
+const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
-/// Makes this program the parent of descendants whose own parent ends (prctl(2), `PR_SET_CHILD_SUBREAPER`).
+/// Makes `parador` the subreaper of its descendants (prctl(2), `PR_SET_CHILD_SUBREAPER`).
 pub fn adopt() -> Result<(), Failure> {
     set_child_subreaper(Some(getpid()))
-        .map_err(|error| Failure::os("adopt processes of the machine", &error.into()))
+        .map_err(|error| Failure::os("become the subreaper of the VM's processes", &error.into()))
 }
 
-/// Waits until no process of a group is left, whose leader was this program's child and has been waited for.
+/// Reaps all processes of a group whose leader was a child of `parador` and has been reaped.
 pub fn wait(group: Pid) {
-    if is_gone(group, Instant::now() + PATIENCE) {
+    if is_gone(group, Instant::now() + TIMEOUT) {
         return;
     }
-    // There are some, so the number still means them. It fails if they have just ended.
+    // The group is not empty, so its ID is still valid. Fails if its processes have just exited.
     let _ = kill_process_group(group, Signal::KILL);
-    if !is_gone(group, Instant::now() + PATIENCE) {
-        say(Level::Warn, "processes of the machine do not end: the host's kernel holds them");
+    if !is_gone(group, Instant::now() + TIMEOUT) {
+        say(Level::Warn, "processes of the VM do not exit: the host kernel blocks them");
     }
 }
 
@@ -40,8 +42,8 @@ fn is_gone(group: Pid, deadline: Instant) -> bool {
         match waitpgid(group, WaitOptions::NOHANG) {
             Ok(Some(_)) | Err(Errno::INTR) => {}
             Ok(None) if Instant::now() >= deadline => return false,
-            Ok(None) => thread::sleep(PAUSE),
-            // There is no child in this group.
+            Ok(None) => thread::sleep(POLL_INTERVAL),
+            // No child in this group.
             Err(_) => return true,
         }
     }
@@ -53,7 +55,7 @@ mod tests {
     use std::os::unix::process::CommandExt;
     use std::process::Command;
 
-    /// A process whose parent has ended is waited for.
+    /// An orphan is reaped.
     #[test]
     fn orphans_are_waited_for() {
         adopt().unwrap();

@@ -1,17 +1,19 @@
-//! What makes sense in a system description. The rules, each refused with its place:
+//! Validation of system descriptions. The rules, each reported with its position in the file:
 //!
-//! - names are unique, short and of `a-z 0-9 -`; what they refer to exists;
-//! - a channel connects two different virtual machines (`channels`);
+//! - names are unique, short and of `a-z 0-9 -`; referenced objects exist;
+//! - a channel connects two different VMs (`channels`);
 //! - a device has one owner; a console has one client, or all of its clients share it;
-//! - CPUs that are named exist, and without `share_cpus` every vCPU has a CPU of its own;
-//! - no CPU is promised more than once (`cpu_time`);
+//! - CPUs exist, and without `share_cpus` every vCPU has a CPU of its own;
+//! - no CPU is reserved beyond 100 % (`cpu_time`);
 //! - guests, boot files and Parador itself fit into the machine's memory;
-//! - a kernel is whole, and its guest has the memory that it needs.
+//! - a kernel file is complete, and its guest has enough memory for it.
 //!
-//! The last rule and the sizes of boot files need the files: [`check`] judges what it can see
-//! and [`Plan::check_files`] is called again when everything is there.
+//! The last rule and the sizes of boot files need the files: [`validate`] checks the files that
+//! exist, and [`ResolvedSystem::check_files`] is called again when all have been fetched.
 
-use crate::attach::{Bus, Device, Disk, MachineDisk, MachineNet, Net, chosen_mac};
+use crate::attach::{
+    Bus, DiskAttachment, EmulatedDisk, EmulatedNic, NetAttachment, ServerDevice, chosen_mac,
+};
 use crate::channels;
 use crate::cpu_time::{Budget, Promises};
 use crate::description::{
@@ -19,7 +21,7 @@ use crate::description::{
 };
 use crate::failure::{self, Failure};
 use crate::guest;
-use crate::problem::{Problem, Report};
+use crate::problem::{Diagnostics, Problem};
 use crate::rootfs;
 use proto::channel::MAX_CHANNELS;
 use proto::service::MAX_SESSIONS;
@@ -32,77 +34,78 @@ use std::path::{Path, PathBuf};
 use toml::Spanned;
 use vmm_boot::Kernel;
 
-/// Name of the console server that is added when a virtual machine uses COM1 and none is described.
+/// Name of the console server that is added when a VM uses COM1 and none is described.
 const CONSOLE_NAME: &str = "console";
-/// Program of a console server.
+/// Binary of a console server.
 const CONSOLE_BINARY: &str = "console";
-/// Programs of a disk server and of a switch.
+/// Binaries of a disk server and of a switch.
 const DISK_BINARY: &str = "disk";
 const NET_BINARY: &str = "net";
-/// Program of a VMM.
+/// Binary of a VMM.
 const VMM_BINARY: &str = "vmm";
-/// Kernel command line where none is given.
+/// Default kernel command line.
 const DEFAULT_COMMAND_LINE: &str = "console=ttyS0";
 const DEFAULT_PRIORITY: u8 = 10;
-/// Servers go before their clients, or a busy client could starve its own console.
+/// Servers have a higher priority than their clients, or a busy client could starve its own
+/// console.
 const DEFAULT_SERVER_PRIORITY: u8 = 40;
 
-/// Memory for the kernel with its objects, `root` and the servers, in bytes.
+/// Memory of the kernel with its objects, `root` and the servers, in bytes.
 const FIXED_MEMORY: u64 = 16 << 20;
-/// Memory beyond its own that a virtual machine needs: VMM and kernel objects, in bytes.
+/// Memory of a VM beyond guest memory: VMM and kernel objects, in bytes.
 const PER_VM_MEMORY: u64 = 1 << 20;
-/// Nested page tables take 8 bytes for each 4 KiB page at worst, and as much again for the mapping database.
+/// Nested page tables take 8 bytes per 4 KiB page at worst, and the mapping database as much again.
 const PAGE_TABLE_SHIFT: u32 = 8;
-/// Assumed length of the boot files of a virtual machine whose kernel was not fetched yet, in bytes.
+/// Assumed length of the boot files of a VM whose kernel has not been fetched, in bytes.
 const UNFETCHED_FILES: u64 = 20 << 20;
-/// Assumed length of a micro-guest that was not built yet, in bytes.
+/// Assumed length of a micro-guest that has not been built, in bytes.
 const MICRO_FILES: u64 = 1 << 20;
-/// What the name of a micro-guest follows.
+/// Prefix of the name of a micro-guest.
 const MICRO_PREFIX: &str = "micro:";
-/// An emulated machine's memory is a multiple of this, in bytes.
+/// Granularity of an emulated machine's memory in bytes.
 const MEMORY_STEP: u64 = 64 << 20;
 /// QEMU's limit for the q35 board with default settings.
 const MAX_CPUS: u32 = 288;
-/// Guest memory is mapped in large pages and given in multiples of this, in bytes.
+/// Granularity of guest memory in bytes: it is mapped in large pages.
 const GUEST_MEMORY_STEP: u64 = 1 << 20;
 
-/// What the command line changes in a description.
+/// Values of the command line that override a description.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Overrides {
-    /// CPUs of the machine.
+    /// CPUs of the emulated machine.
     pub cpus: Option<u32>,
-    /// Memory of the machine in bytes.
+    /// Memory of the emulated machine in bytes.
     pub memory: Option<Size>,
 }
 
-/// A checked description.
+/// A validated description.
 #[derive(Debug)]
-pub struct Plan {
-    /// The machine.
+pub struct ResolvedSystem {
+    /// Board.
     pub board: Board,
-    /// Where the kernel's log goes.
+    /// Destination of the kernel log.
     pub log: Log,
-    /// Parador's CPUs; `None`: not known (board `pc`).
+    /// CPUs of the machine; `None`: unknown (board `pc`).
     pub cpus: Option<u32>,
-    /// Memory that was asked for, in bytes.
+    /// Requested memory in bytes.
     memory: Option<(Size, Option<Range<usize>>)>,
     share_cpus: bool,
     /// The emulated machine has an IOMMU.
     pub iommu: bool,
-    /// Files for the RAM disk that is made from busybox.
+    /// Files for the RAM disk with busybox.
     pub files: Vec<PathBuf>,
-    /// Servers, in the order of their indices.
-    pub servers: Vec<Server>,
-    /// Native programs.
-    pub tasks: Vec<Task>,
+    /// Servers, by index.
+    pub servers: Vec<ResolvedServer>,
+    /// Native tasks.
+    pub tasks: Vec<ResolvedTask>,
     /// Virtual machines.
-    pub vms: Vec<Vm>,
-    /// Channels between them.
+    pub vms: Vec<ResolvedVm>,
+    /// Channels between VMs.
     pub channels: Vec<compiled::Channel>,
     /// Disks of the emulated machine.
-    pub disks: Vec<MachineDisk>,
+    pub disks: Vec<EmulatedDisk>,
     /// Network cards of the emulated machine.
-    pub nets: Vec<MachineNet>,
+    pub nets: Vec<EmulatedNic>,
     source: Source,
 }
 
@@ -112,28 +115,28 @@ struct Source {
     text: String,
 }
 
-/// A checked server.
+/// A validated server.
 #[derive(Debug)]
-pub struct Server {
+pub struct ResolvedServer {
     /// Its name.
     pub name: String,
-    /// What it serves.
+    /// Kind of service.
     pub kind: ServerKind,
-    /// It has several clients.
+    /// The server has several clients.
     pub shared: bool,
-    /// What it owns.
-    pub device: Option<Device>,
-    /// Its program, if it is not the usual one.
+    /// Device that the server owns.
+    pub device: Option<ServerDevice>,
+    /// Binary, if it is not the default.
     program: Option<Spanned<String>>,
-    /// Which ends start it again.
+    /// Restart policy.
     pub restart: Restart,
     /// 0 to [`compiled::MAX_PRIORITY`].
     pub priority: u8,
-    /// Its CPU time, if it has a budget.
+    /// CPU time budget, if there is one.
     pub cpu_time: Option<compiled::CpuTime>,
 }
 
-impl Server {
+impl ResolvedServer {
     fn binary(&self) -> &str {
         if let Some(program) = &self.program {
             return program.get_ref();
@@ -146,9 +149,9 @@ impl Server {
     }
 }
 
-/// A checked native program.
+/// A validated native task.
 #[derive(Debug)]
-pub struct Task {
+pub struct ResolvedTask {
     /// Its name.
     pub name: String,
     binary: Spanned<String>,
@@ -156,72 +159,72 @@ pub struct Task {
     cpu: u32,
     /// 0 to [`compiled::MAX_PRIORITY`].
     pub priority: u8,
-    /// Its CPU time, if it has a budget.
+    /// CPU time budget, if there is one.
     pub cpu_time: Option<compiled::CpuTime>,
     essential: bool,
-    /// Index of its console server.
+    /// Index of the console server.
     pub console: Option<u8>,
-    /// It has root's management gate.
+    /// The task has root's management gate.
     pub manage: bool,
 }
 
-/// A checked virtual machine.
+/// A validated VM.
 #[derive(Debug)]
-pub struct Vm {
+pub struct ResolvedVm {
     /// Its name.
     pub name: String,
     /// Guest memory.
     memory: Spanned<Size>,
     vcpus: u32,
     pins: Vec<u32>,
-    /// Where its kernel comes from.
+    /// Source of the kernel.
     pub kernel: Spanned<KernelSource>,
-    /// Where its initial RAM disk comes from.
+    /// Source of the initial RAM disk.
     pub initrd: Option<Spanned<InitrdSource>>,
     command_line: String,
-    /// Index of its console server.
+    /// Index of the console server.
     pub console: Option<u8>,
-    /// Another VMM than [`VMM_BINARY`].
+    /// VMM binary, if it is not [`VMM_BINARY`].
     vmm: Option<Spanned<String>>,
     /// 0 to [`compiled::MAX_PRIORITY`].
     pub priority: u8,
-    /// Its CPU time, if it has a budget.
+    /// CPU time budget, if there is one.
     pub cpu_time: Option<compiled::CpuTime>,
-    /// Which ends start it again.
+    /// Restart policy.
     pub restart: Restart,
     on_reset: OnReset,
     kvmclock: bool,
     virtio_console: bool,
     essential: bool,
-    /// Virtual machines are made after it at run time.
+    /// Template for VMs that are created at run time.
     pub template: bool,
-    /// Its disks, each with the index of its server.
+    /// Disks, each with the index of its server.
     pub disks: Vec<compiled::VmDisk>,
-    /// Its network cards, each with the index of its switch.
+    /// Network cards, each with the index of its switch.
     pub nets: Vec<compiled::VmNet>,
 }
 
-/// Where a kernel comes from.
+/// Source of a kernel.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum KernelSource {
     /// Debian's cloud kernel, fetched with apt.
     Debian,
-    /// A micro-guest of the build, the name of its file.
+    /// Micro-guest of the build, by file name.
     Micro(String),
     /// A file.
     File(PathBuf),
 }
 
-/// Where an initial RAM disk comes from.
+/// Source of an initial RAM disk.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum InitrdSource {
-    /// Made from busybox.
+    /// Built from busybox.
     Busybox,
     /// A file.
     File(PathBuf),
 }
 
-/// Files of a virtual machine, as found or made.
+/// Boot files of a VM.
 #[derive(Clone, Debug)]
 pub struct VmFiles {
     /// The kernel.
@@ -230,8 +233,8 @@ pub struct VmFiles {
     pub initrd: Option<PathBuf>,
 }
 
-/// Reads and checks the description in `file`.
-pub fn check(file: &Path, overrides: Overrides) -> Result<Plan, Failure> {
+/// Reads and validates the description in `file`.
+pub fn validate(file: &Path, overrides: Overrides) -> Result<ResolvedSystem, Failure> {
     let text = fs::read_to_string(file).map_err(|error| match error.kind() {
         std::io::ErrorKind::InvalidData => {
             Failure::new(failure::BAD_CONFIG, format!("{} is not UTF-8 text", file.display()))
@@ -244,25 +247,39 @@ pub fn check(file: &Path, overrides: Overrides) -> Result<Plan, Failure> {
         Err(problem) => return Err(source.refuse(vec![problem])),
     };
     let folder = file.parent().unwrap_or(Path::new(""));
-    let mut checker = Checker { problems: Vec::new(), folder };
-    let plan = checker.plan(description, overrides, source);
-    if checker.problems.is_empty() { Ok(plan) } else { Err(plan.source.refuse(checker.problems)) }
+    let mut checker = Validator { problems: Vec::new(), folder };
+    let resolved = checker.resolved(description, overrides, source);
+    if checker.problems.is_empty() {
+        Ok(resolved)
+    } else {
+        Err(resolved.source.refuse(checker.problems))
+    }
 }
 
 impl Source {
     fn refuse(&self, problems: Vec<Problem>) -> Failure {
-        Failure::Description(Report { file: self.file.clone(), text: self.text.clone(), problems })
+        Failure::Description(Diagnostics {
+            file: self.file.clone(),
+            text: self.text.clone(),
+            problems,
+        })
     }
 }
 
-/// Collects problems while the plan is made; where something is refused, a stand-in lets the rest be judged.
-struct Checker<'a> {
+/// Collects problems during validation; a placeholder replaces each invalid value, so that the rest
+/// is checked, too.
+struct Validator<'a> {
     problems: Vec<Problem>,
     folder: &'a Path,
 }
 
-impl Checker<'_> {
-    fn plan(&mut self, description: Description, overrides: Overrides, source: Source) -> Plan {
+impl Validator<'_> {
+    fn resolved(
+        &mut self,
+        description: Description,
+        overrides: Overrides,
+        source: Source,
+    ) -> ResolvedSystem {
         let Description { system, server, task, vm, channel } = description;
         let system_span = system.span();
         let system = system.into_inner();
@@ -270,7 +287,8 @@ impl Checker<'_> {
         self.limit("tasks", task.len(), compiled::MAX_TASKS, &task);
         self.limit("servers", server.len(), compiled::MAX_SERVERS, &server);
         if vm.is_empty() && task.is_empty() {
-            let problem = Problem::new(system_span, "the system has nothing to run");
+            let problem =
+                Problem::new(system_span, "the system has no virtual machine and no task");
             self.problems.push(problem.help("add a [[vm]] or a [[task]]"));
         }
 
@@ -284,13 +302,13 @@ impl Checker<'_> {
         let consoles = self.consoles(&vm, &task);
         let servers = self.servers(server, &consoles, system.log, machine);
         let mut names = Names::new("task or virtual machine");
-        let console = servers.iter().position(|server| server.device == Some(Device::Com1));
+        let console = servers.iter().position(|server| server.device == Some(ServerDevice::Com1));
         let console = console.map(|index| index as u8);
-        let tasks: Vec<Task> = task
+        let tasks: Vec<ResolvedTask> = task
             .into_iter()
             .map(|task| self.task(task.into_inner(), &mut names, console))
             .collect();
-        // What is made after a template at run time shares CPUs with others.
+        // VMs created from a template share CPUs with other VMs.
         let started = vm.iter().map(Spanned::get_ref).filter(|vm| !vm.template);
         let requests: Vec<CpuRequest> = started.map(CpuRequest::of).collect();
         let mut attached = Attached::default();
@@ -301,7 +319,7 @@ impl Checker<'_> {
                 let vm = vm.into_inner();
                 let disks = self.disks(&vm, &servers, &mut attached);
                 let nets = self.nets(index, &vm, &servers, &mut attached);
-                Vm { disks, nets, ..self.vm(vm, &mut names, console) }
+                ResolvedVm { disks, nets, ..self.vm(vm, &mut names, console) }
             })
             .collect();
 
@@ -309,7 +327,7 @@ impl Checker<'_> {
         let cpus = match overrides.cpus.map(|cpus| (cpus, None)).or(described) {
             Some((cpus, span)) => {
                 if cpus == 0 || cpus > MAX_CPUS {
-                    let message = format!("a machine has 1 to {MAX_CPUS} CPUs, not {cpus}");
+                    let message = format!("cpus must be 1 to {MAX_CPUS} (got {cpus})");
                     self.problems.push(Problem { span, ..Problem::new(0..0, message) });
                 }
                 Some(cpus)
@@ -320,7 +338,7 @@ impl Checker<'_> {
         self.cpus(&requests, &tasks, cpus, system.share_cpus);
 
         let described = system.memory.as_ref().map(|size| (*size.get_ref(), Some(size.span())));
-        let plan = Plan {
+        let resolved = ResolvedSystem {
             board: system.board,
             log: system.log,
             cpus,
@@ -336,15 +354,15 @@ impl Checker<'_> {
             nets,
             source,
         };
-        self.promises(&plan);
-        let files = plan.visible_files();
-        plan.file_problems(&files, &mut self.problems);
-        plan
+        self.promises(&resolved);
+        let files = resolved.visible_files();
+        resolved.file_problems(&files, &mut self.problems);
+        resolved
     }
 
     fn limit<T>(&mut self, what: &str, count: usize, most: usize, items: &[Spanned<T>]) {
         if count > most {
-            let message = format!("{count} {what}, but a system has at most {most}");
+            let message = format!("{count} {what} (limit {most})");
             self.problems.push(Problem::new(items[most].span(), message));
         }
     }
@@ -354,11 +372,11 @@ impl Checker<'_> {
         described: Vec<Spanned<description::Server>>,
         consoles: &[Client],
         log: Log,
-        machine: Option<(&[MachineDisk], &[MachineNet])>,
-    ) -> Vec<Server> {
+        machine: Option<(&[EmulatedDisk], &[EmulatedNic])>,
+    ) -> Vec<ResolvedServer> {
         let shared = consoles.iter().any(|client| client.shares);
         let mut names = Names::new("server");
-        let mut servers: Vec<Server> = Vec::new();
+        let mut servers: Vec<ResolvedServer> = Vec::new();
         for server in described {
             let server = server.into_inner();
             names.add(&server.name, &mut self.problems);
@@ -368,13 +386,13 @@ impl Checker<'_> {
                     .iter()
                     .find(|other| other.device.is_some_and(|other| other.overlaps(device)));
                 if let Some(owner) = owner {
-                    let message = format!("{device} belongs to server `{}` already", owner.name);
+                    let message = format!("{device} already belongs to server `{}`", owner.name);
                     let problem = Problem::new(written.span(), message);
                     self.problems.push(
                         problem.help("a device has one owner; remove one of the two servers"),
                     );
                 }
-                if device == Device::Com1 && log == Log::Com1 {
+                if device == ServerDevice::Com1 && log == Log::Com1 {
                     self.problems.push(log_conflict(written.span()));
                 }
                 if let Some(missing) = machine.and_then(|machine| missing_device(device, machine)) {
@@ -385,7 +403,7 @@ impl Checker<'_> {
             if let Some(program) = &server.program {
                 self.binary(program);
             }
-            servers.push(Server {
+            servers.push(ResolvedServer {
                 name: server.name.into_inner(),
                 kind: server.kind,
                 shared,
@@ -401,11 +419,11 @@ impl Checker<'_> {
             if log == Log::Com1 {
                 self.problems.push(log_conflict(user.span.clone()));
             }
-            servers.push(Server {
+            servers.push(ResolvedServer {
                 name: CONSOLE_NAME.to_owned(),
                 kind: ServerKind::Console,
                 shared,
-                device: Some(Device::Com1),
+                device: Some(ServerDevice::Com1),
                 program: None,
                 restart: Restart::OnCrash,
                 priority: DEFAULT_SERVER_PRIORITY,
@@ -415,7 +433,7 @@ impl Checker<'_> {
         servers
     }
 
-    /// Who uses the console: one client alone, or several that all know of each other.
+    /// Checks that the console has one client, or several that all share it.
     fn consoles(
         &mut self,
         vms: &[Spanned<description::Vm>],
@@ -437,7 +455,7 @@ impl Checker<'_> {
             else {
                 continue;
             };
-            let message = format!("com1 is the console of `{}` already", other.name);
+            let message = format!("com1 is already the console of `{}`", other.name);
             let problem = Problem::new(client.span.clone(), message);
             self.problems.push(problem.help(
                 "let all of them share it with console = \"mux\", or give all but one \"none\"",
@@ -446,15 +464,21 @@ impl Checker<'_> {
         clients
     }
 
-    fn task(&mut self, task: description::Task, names: &mut Names, console: Option<u8>) -> Task {
+    fn task(
+        &mut self,
+        task: description::Task,
+        names: &mut Names,
+        console: Option<u8>,
+    ) -> ResolvedTask {
         names.add(&task.name, &mut self.problems);
         self.binary(&task.binary);
         if let Some(argument) = task.args.get(compiled::MAX_ARGUMENTS) {
-            let message = format!("a task has at most {} arguments", compiled::MAX_ARGUMENTS);
+            let message =
+                format!("too many arguments of a task (limit {})", compiled::MAX_ARGUMENTS);
             self.problems.push(Problem::new(argument.span(), message));
         }
         let cpu = task.cpu.unwrap_or_default();
-        Task {
+        ResolvedTask {
             name: task.name.into_inner(),
             arguments: task.args.into_iter().map(Spanned::into_inner).collect(),
             cpu: cpu.number.unwrap_or(0),
@@ -469,23 +493,24 @@ impl Checker<'_> {
 
     fn binary(&mut self, name: &Spanned<String>) {
         if !is_name(name.get_ref()) {
-            let message = format!("`{}` is no program of the build", name.get_ref());
+            let message = format!("`{}` is not the name of a binary", name.get_ref());
             let problem = Problem::new(name.span(), message);
-            self.problems.push(problem.help("name it without a folder, as in \"check-hostile\""));
+            self.problems
+                .push(problem.help("use a file name without a folder, as in \"check-hostile\""));
         }
     }
 
-    fn vm(&mut self, vm: description::Vm, names: &mut Names, console: Option<u8>) -> Vm {
+    fn vm(&mut self, vm: description::Vm, names: &mut Names, console: Option<u8>) -> ResolvedVm {
         names.add(&vm.name, &mut self.problems);
         let Size(memory) = *vm.memory.get_ref();
         if memory == 0 || memory % GUEST_MEMORY_STEP != 0 {
-            let message = format!("guest memory is a multiple of {}", Size(GUEST_MEMORY_STEP));
+            let message = format!("guest memory must be a multiple of {}", Size(GUEST_MEMORY_STEP));
             self.problems.push(Problem::new(vm.memory.span(), message));
         }
         let request = CpuRequest::of(&vm);
         if request.vcpus == 0 || request.vcpus as usize > compiled::MAX_VCPUS {
             let message = format!(
-                "a virtual machine has 1 to {} vCPUs, not {}",
+                "a virtual machine must have 1 to {} vCPUs (got {})",
                 compiled::MAX_VCPUS,
                 request.vcpus
             );
@@ -515,7 +540,7 @@ impl Checker<'_> {
         if let Some(vmm) = &vm.vmm {
             self.binary(vmm);
         }
-        Vm {
+        ResolvedVm {
             name: vm.name.into_inner(),
             memory: vm.memory,
             vcpus: request.vcpus,
@@ -542,14 +567,14 @@ impl Checker<'_> {
         let line = text.get_ref();
         if line.len() > compiled::MAX_COMMAND_LINE {
             let message = format!(
-                "the kernel command line has {} bytes; Linux takes {}",
+                "the kernel command line has {} bytes (limit {})",
                 line.len(),
                 compiled::MAX_COMMAND_LINE
             );
             self.problems.push(Problem::new(text.span(), message));
         }
         if line.contains(|character: char| character.is_control()) {
-            let message = "the kernel command line is one line without control characters";
+            let message = "the kernel command line must be one line without control characters";
             self.problems.push(Problem::new(text.span(), message));
         }
     }
@@ -559,7 +584,8 @@ impl Checker<'_> {
         match u8::try_from(*given.get_ref()) {
             Ok(priority) if priority <= compiled::MAX_PRIORITY => priority,
             _ => {
-                let message = format!("priorities are 0 to {} (first)", compiled::MAX_PRIORITY);
+                let message =
+                    format!("priorities must be 0 to {} (highest)", compiled::MAX_PRIORITY);
                 self.problems.push(Problem::new(given.span(), message));
                 default
             }
@@ -570,17 +596,17 @@ impl Checker<'_> {
         given?.check(&mut self.problems)
     }
 
-    /// Adds up what is promised of each CPU, as root places it.
-    fn promises(&mut self, plan: &Plan) {
+    /// Sums the reservations of each CPU, with the VMs placed as root places them.
+    fn promises(&mut self, resolved: &ResolvedSystem) {
         let mut promises = Promises::default();
-        for server in &plan.servers {
+        for server in &resolved.servers {
             promises.add(0, &server.name, server.cpu_time);
         }
-        for task in &plan.tasks {
+        for task in &resolved.tasks {
             promises.add(task.cpu, &task.name, task.cpu_time);
         }
-        for (index, vm) in plan.vms.iter().enumerate().filter(|(_, vm)| !vm.template) {
-            let count = plan.cpus.unwrap_or(MAX_CPUS).max(1);
+        for (index, vm) in resolved.vms.iter().enumerate().filter(|(_, vm)| !vm.template) {
+            let count = resolved.cpus.unwrap_or(MAX_CPUS).max(1);
             for vcpu in 0..vm.vcpus {
                 let chosen = (index as u32 + vcpu) % count;
                 let cpu = vm.pins.get(vcpu as usize).copied().unwrap_or(chosen);
@@ -590,7 +616,13 @@ impl Checker<'_> {
         promises.check(&mut self.problems);
     }
 
-    fn cpus(&mut self, requests: &[CpuRequest], tasks: &[Task], cpus: Option<u32>, share: bool) {
+    fn cpus(
+        &mut self,
+        requests: &[CpuRequest],
+        tasks: &[ResolvedTask],
+        cpus: Option<u32>,
+        share: bool,
+    ) {
         let mut owners: HashMap<u32, &str> = HashMap::new();
         for request in requests {
             let mut own: Vec<u32> = Vec::new();
@@ -604,7 +636,7 @@ impl Checker<'_> {
                     let message = format!("CPU {cpu} is listed twice");
                     self.problems.push(Problem::new(pin.span(), message));
                 } else if let (Some(other), false) = (owners.get(&cpu), share) {
-                    let message = format!("CPU {cpu} belongs to `{other}` already");
+                    let message = format!("CPU {cpu} already belongs to `{other}`");
                     let problem = Problem::new(pin.span(), message);
                     self.problems.push(problem.help(SHARE_HELP));
                 }
@@ -659,18 +691,18 @@ fn uses_console(console: Option<&Spanned<Console>>) -> bool {
     console.is_some_and(|console| *console.get_ref() != Console::None)
 }
 
-/// What was attached to servers so far.
+/// Disks and sessions attached to servers so far.
 #[derive(Default)]
 struct Attached {
-    /// Disks, with the virtual machine that has it.
-    disks: Vec<(String, Disk)>,
+    /// Disks and their VMs.
+    disks: Vec<(String, DiskAttachment)>,
     macs: Vec<proto::net::Mac>,
-    /// Sessions of each server.
+    /// Sessions per server.
     sessions: HashMap<u8, usize>,
 }
 
-/// Disks, network cards and the servers behind them.
-impl Checker<'_> {
+/// Disks, network cards and the servers that provide them.
+impl Validator<'_> {
     fn parsed<T>(
         &mut self,
         text: &Spanned<String>,
@@ -680,11 +712,11 @@ impl Checker<'_> {
         parsed.map_err(|message| self.problems.push(Problem::new(text.span(), message))).ok()
     }
 
-    fn machine_disks(&mut self, written: &[Spanned<String>]) -> Vec<MachineDisk> {
+    fn machine_disks(&mut self, written: &[Spanned<String>]) -> Vec<EmulatedDisk> {
         let folder = self.folder;
         let mut disks = Vec::new();
         for text in written {
-            let Some(disk) = self.parsed(text, |text| MachineDisk::parse(text, folder)) else {
+            let Some(disk) = self.parsed(text, |text| EmulatedDisk::parse(text, folder)) else {
                 continue;
             };
             disks.push(disk);
@@ -692,11 +724,11 @@ impl Checker<'_> {
         disks
     }
 
-    fn machine_nets(&mut self, written: &[Spanned<String>]) -> Vec<MachineNet> {
-        written.iter().filter_map(|text| self.parsed(text, MachineNet::parse)).collect()
+    fn machine_nets(&mut self, written: &[Spanned<String>]) -> Vec<EmulatedNic> {
+        written.iter().filter_map(|text| self.parsed(text, EmulatedNic::parse)).collect()
     }
 
-    /// Files for the RAM disk, which has them in one folder.
+    /// Resolves the files for the RAM disk, which holds them in one folder.
     fn guest_files(&mut self, written: &[Spanned<String>]) -> Vec<PathBuf> {
         let mut files: Vec<PathBuf> = Vec::new();
         for text in written {
@@ -704,8 +736,8 @@ impl Checker<'_> {
             if let Err(error) = file_length(&path) {
                 self.problems.push(unreadable(text.span(), "file", &path, &error));
             } else if files.iter().any(|other| other.file_name() == path.file_name()) {
-                let message = format!("another file has the name of {}", path.display());
-                let help = "guests find them all in /root; rename one";
+                let message = format!("another file has the same name as {}", path.display());
+                let help = "all files are in /root in the guest; rename one";
                 self.problems.push(Problem::new(text.span(), message).help(help));
             }
             files.push(path);
@@ -713,8 +745,8 @@ impl Checker<'_> {
         files
     }
 
-    /// The device of a server, if it is one that such a server can drive.
-    fn device(&mut self, server: &description::Server) -> Option<Device> {
+    /// Returns the device of a server, if the server can drive it.
+    fn device(&mut self, server: &description::Server) -> Option<ServerDevice> {
         let Some(written) = &server.device else {
             if server.kind != ServerKind::Switch {
                 let message = format!("server `{}` has no device", server.name.get_ref());
@@ -723,11 +755,13 @@ impl Checker<'_> {
             }
             return None;
         };
-        let device = self.parsed(written, Device::parse)?;
+        let device = self.parsed(written, ServerDevice::parse)?;
         let fits = match server.kind {
-            ServerKind::Console => device == Device::Com1,
-            ServerKind::Block => matches!(device, Device::VirtioBlk(_) | Device::Ahci(..)),
-            ServerKind::Switch => matches!(device, Device::VirtioNet(_)),
+            ServerKind::Console => device == ServerDevice::Com1,
+            ServerKind::Block => {
+                matches!(device, ServerDevice::VirtioBlk(_) | ServerDevice::Ahci(..))
+            }
+            ServerKind::Switch => matches!(device, ServerDevice::VirtioNet(_)),
         };
         if !fits {
             let message = format!("server `{}` cannot drive {device}", server.name.get_ref());
@@ -737,7 +771,7 @@ impl Checker<'_> {
         Some(device)
     }
 
-    /// Checks that lists of ports name virtual machines, and all that are connected.
+    /// Checks that ports name VMs, and that every client of a switch is among its ports.
     fn ports(
         &mut self,
         servers: &[Spanned<description::Server>],
@@ -754,7 +788,7 @@ impl Checker<'_> {
             for port in ports {
                 let known = vms.iter().any(|vm| vm.get_ref().name.get_ref() == port.get_ref());
                 if !known {
-                    let message = format!("there is no virtual machine `{}`", port.get_ref());
+                    let message = format!("no such virtual machine: `{}`", port.get_ref());
                     self.problems.push(Problem::new(port.span(), message));
                 }
             }
@@ -765,7 +799,7 @@ impl Checker<'_> {
                 let listed = ports.iter().any(|port| port.get_ref() == vm.name.get_ref());
                 if let (Some(net), false) = (connected, listed) {
                     let message = format!(
-                        "`{}` is no port of switch `{}`",
+                        "`{}` is not a port of switch `{}`",
                         vm.name.get_ref(),
                         server.name.get_ref()
                     );
@@ -776,13 +810,13 @@ impl Checker<'_> {
         }
     }
 
-    /// Index of the server of that name and kind.
+    /// Returns the index of the server with this name and kind.
     fn server_of(
         &mut self,
         name: &str,
         kind: ServerKind,
         span: Range<usize>,
-        servers: &[Server],
+        servers: &[ResolvedServer],
         attached: &mut Attached,
     ) -> Option<u8> {
         let what = match kind {
@@ -792,7 +826,7 @@ impl Checker<'_> {
         };
         let found = servers.iter().position(|server| server.name == name);
         let Some(index) = found.filter(|&index| servers[index].kind == kind) else {
-            let message = format!("there is no {what} `{name}`");
+            let message = format!("no such {what}: `{name}`");
             let kind = if kind == ServerKind::Block { "block" } else { "switch" };
             let help = format!("add a [[server]] with name = \"{name}\" and kind = \"{kind}\"");
             self.problems.push(Problem::new(span, message).help(help));
@@ -802,7 +836,7 @@ impl Checker<'_> {
         let sessions = attached.sessions.entry(index).or_default();
         *sessions += 1;
         if *sessions == MAX_SESSIONS + 1 {
-            let message = format!("{what} `{name}` has more than {MAX_SESSIONS} clients");
+            let message = format!("{what} `{name}` has too many clients (limit {MAX_SESSIONS})");
             self.problems.push(Problem::new(span, message).help("add a second server"));
         }
         Some(index)
@@ -811,20 +845,21 @@ impl Checker<'_> {
     fn disks(
         &mut self,
         vm: &description::Vm,
-        servers: &[Server],
+        servers: &[ResolvedServer],
         attached: &mut Attached,
     ) -> Vec<compiled::VmDisk> {
         let mut disks = Vec::new();
         if let (Some(text), true) = (vm.disk.first().or(vm.net.first()), vm.template) {
-            let message = "what is made after a template has neither disks nor network cards";
+            let message = "a template cannot have disks or network cards";
             self.problems.push(Problem::new(text.span(), message));
         }
         if let Some(text) = vm.disk.get(compiled::MAX_VM_DISKS) {
-            let message = format!("a virtual machine has at most {} disks", compiled::MAX_VM_DISKS);
+            let message =
+                format!("too many disks of a virtual machine (limit {})", compiled::MAX_VM_DISKS);
             self.problems.push(Problem::new(text.span(), message));
         }
         for text in &vm.disk {
-            let Some(disk) = self.parsed(text, Disk::parse) else { continue };
+            let Some(disk) = self.parsed(text, DiskAttachment::parse) else { continue };
             let kind = ServerKind::Block;
             let Some(server) = self.server_of(&disk.server, kind, text.span(), servers, attached)
             else {
@@ -832,10 +867,11 @@ impl Checker<'_> {
             };
             if let Some((other, _)) = attached.disks.iter().find(|(_, other)| disk.conflicts(other))
             {
-                let message = format!("`{other}` has these sectors already");
+                let message = format!("these sectors already belong to `{other}`");
                 let problem = Problem::new(text.span(), message);
-                self.problems
-                    .push(problem.help("what is shared is read-only for all: add `,ro` to each"));
+                self.problems.push(
+                    problem.help("shared sectors must be read-only for all: add `,ro` to each"),
+                );
             }
             disks.push(compiled::VmDisk { server, part: disk.part, read_only: disk.read_only });
             attached.disks.push((vm.name.get_ref().clone(), disk));
@@ -847,17 +883,17 @@ impl Checker<'_> {
         &mut self,
         index: usize,
         vm: &description::Vm,
-        servers: &[Server],
+        servers: &[ResolvedServer],
         attached: &mut Attached,
     ) -> Vec<compiled::VmNet> {
         let mut nets = Vec::new();
         if let Some(text) = vm.net.get(compiled::MAX_VM_NETS) {
             let most = compiled::MAX_VM_NETS;
-            let message = format!("a virtual machine has at most {most} network cards");
+            let message = format!("too many network cards of a virtual machine (limit {most})");
             self.problems.push(Problem::new(text.span(), message));
         }
         for (card, text) in vm.net.iter().enumerate() {
-            let Some(net) = self.parsed(text, Net::parse) else { continue };
+            let Some(net) = self.parsed(text, NetAttachment::parse) else { continue };
             let kind = ServerKind::Switch;
             let Some(server) = self.server_of(&net.server, kind, text.span(), servers, attached)
             else {
@@ -866,7 +902,7 @@ impl Checker<'_> {
             let mac = net.mac.unwrap_or(chosen_mac(index, card));
             if attached.macs.contains(&mac) {
                 let problem = Problem::new(text.span(), "another network card has this address");
-                self.problems.push(problem.help("choose another one, or leave `mac` out"));
+                self.problems.push(problem.help("use another address, or remove `mac`"));
             }
             attached.macs.push(mac);
             nets.push(compiled::VmNet { server, mac, group: net.group, rate: net.rate });
@@ -883,23 +919,23 @@ fn device_help(kind: ServerKind) -> &'static str {
     }
 }
 
-/// What to do if the emulated machine lacks a device.
+/// Returns whether the emulated machine lacks the device, and the remedy.
 fn missing_device(
-    device: Device,
-    (disks, nets): (&[MachineDisk], &[MachineNet]),
+    device: ServerDevice,
+    (disks, nets): (&[EmulatedDisk], &[EmulatedNic]),
 ) -> Option<&'static str> {
     let on = |bus| disks.iter().filter(|disk| disk.bus == bus).count();
     let (there, help) = match device {
-        Device::Com1 => (true, ""),
-        Device::VirtioBlk(index) => {
+        ServerDevice::Com1 => (true, ""),
+        ServerDevice::VirtioBlk(index) => {
             (usize::from(index) < on(Bus::Virtio), "add [system] disk = [\"disk.img\"]")
         }
-        // The board has one controller; its disks are at the first ports.
-        Device::Ahci(index, port) => (
+        // The board has one AHCI controller; disks occupy its first ports.
+        ServerDevice::Ahci(index, port) => (
             index == 0 && usize::from(port.unwrap_or(0)) < on(Bus::Ahci),
             "add [system] disk = [\"disk.img,bus=ahci\"]; the board has one controller",
         ),
-        Device::VirtioNet(index) => {
+        ServerDevice::VirtioNet(index) => {
             (usize::from(index) < nets.len(), "add [system] net = [\"user\"]")
         }
     };
@@ -917,7 +953,7 @@ fn compile_restart(restart: Restart) -> compiled::Restart {
 const SHARE_HELP: &str = "use other CPUs, or allow time slices with [system] share_cpus = true";
 
 fn log_conflict(span: Range<usize>) -> Problem {
-    Problem::new(span, "com1 belongs to the kernel's log already")
+    Problem::new(span, "com1 already belongs to the kernel log")
         .help("set [system] log = \"com2\" or \"none\"")
 }
 
@@ -932,7 +968,7 @@ fn plural(count: u32, what: &str) -> String {
     if count == 1 { format!("1 {what}") } else { format!("{count} {what}s") }
 }
 
-/// What a virtual machine asks of the machine's CPUs.
+/// CPUs that a VM requests.
 struct CpuRequest {
     name: String,
     vcpus: u32,
@@ -957,8 +993,8 @@ impl CpuRequest {
     }
 }
 
-/// CPUs of an emulated machine for which none are given.
-fn least_cpus(requests: &[CpuRequest], tasks: &[Task], share: bool) -> u32 {
+/// Returns the default number of CPUs of an emulated machine.
+fn least_cpus(requests: &[CpuRequest], tasks: &[ResolvedTask], share: bool) -> u32 {
     let vcpus = requests.iter().map(|request| request.vcpus);
     let together = if share { vcpus.max() } else { vcpus.reduce(u32::saturating_add) };
     let pins = requests.iter().flat_map(|request| &request.pins).map(|pin| *pin.get_ref());
@@ -967,7 +1003,7 @@ fn least_cpus(requests: &[CpuRequest], tasks: &[Task], share: bool) -> u32 {
     least.clamp(1, MAX_CPUS)
 }
 
-/// Names of one kind, with the line of the first use.
+/// Names of one kind, with the position of the first use.
 struct Names {
     kind: &'static str,
     known: Vec<String>,
@@ -981,14 +1017,14 @@ impl Names {
     fn add(&mut self, name: &Spanned<String>, problems: &mut Vec<Problem>) {
         let text = name.get_ref();
         if !is_name(text) {
-            let message = format!("`{text}` is not a name");
+            let message = format!("invalid name `{text}`");
             problems.push(Problem::new(name.span(), message).help(format!(
-                "names have 1 to {} characters of a-z, 0-9 and -",
+                "names consist of 1 to {} characters of a-z, 0-9 and -",
                 compiled::MAX_NAME
             )));
         }
         if self.known.contains(text) {
-            let message = format!("there is a {} `{text}` already", self.kind);
+            let message = format!("duplicate {} name `{text}`", self.kind);
             problems.push(Problem::new(name.span(), message).help("choose another name"));
         }
         self.known.push(text.clone());
@@ -1000,15 +1036,16 @@ fn is_name(text: &str) -> bool {
     (1..=compiled::MAX_NAME).contains(&text.len()) && text.bytes().all(allowed)
 }
 
-impl Plan {
-    /// The kernel's command line.
+impl ResolvedSystem {
+    /// Returns Parador's kernel command line.
     pub fn kernel_command_line(&self) -> String {
         let log = match self.log {
             Log::Com1 => "com1",
             Log::Com2 => "com2",
             Log::None => "none",
         };
-        // After a panic an emulated machine ends, a real one halts with the message on its screen.
+        // After a panic, an emulated machine exits; a real one halts with the message on its
+        // screen.
         let panic = match self.board {
             Board::QemuQ35 => "debug-exit",
             Board::Pc => "halt",
@@ -1016,7 +1053,8 @@ impl Plan {
         format!("log={log} panic={panic}")
     }
 
-    /// Who shares the console, in the order of their numbers there, from 1; nobody if one has it alone.
+    /// Returns the clients of a shared console, in the order of their numbers there, from 1; empty
+    /// if the console is not shared.
     pub fn console_clients(&self) -> Vec<&str> {
         let shared =
             |console: Option<u8>| console.and_then(|server| self.servers.get(usize::from(server)));
@@ -1029,8 +1067,8 @@ impl Plan {
             .collect()
     }
 
-    /// Programs of the build that the system needs beside the kernel and `root`: name and place in
-    /// the description, if it is named there.
+    /// Returns the binaries that the system needs besides the kernel and `root`: name, and position
+    /// in the description if it is named there.
     pub fn binaries(&self) -> Vec<(&str, Option<Range<usize>>)> {
         let mut binaries: Vec<(&str, Option<Range<usize>>)> = Vec::new();
         let servers = self
@@ -1053,7 +1091,7 @@ impl Plan {
         binaries
     }
 
-    /// Checks that the programs that the description names are in the folder `programs`.
+    /// Checks that the binaries that the description names are in the folder `programs`.
     pub fn check_programs(&self, programs: &Path) -> Result<(), Failure> {
         let missing = |name: &str| !programs.join(name).is_file();
         let problems: Vec<Problem> = self
@@ -1061,15 +1099,15 @@ impl Plan {
             .into_iter()
             .filter_map(|(name, span)| Some((name, span.filter(|_| missing(name))?)))
             .map(|(name, span)| {
-                let message = format!("no program `{name}` in {}", programs.display());
+                let message = format!("no binary `{name}` in {}", programs.display());
                 Problem::missing(span, message)
-                    .help("correct the name, or build the program: `cargo xtask build`")
+                    .help("correct the name, or build it: `cargo xtask build`")
             })
             .collect();
         if problems.is_empty() { Ok(()) } else { Err(self.source.refuse(problems)) }
     }
 
-    /// Files that are there without fetching or making anything.
+    /// Returns the files that exist without fetching or building.
     fn visible_files(&self) -> Vec<Option<VmFiles>> {
         let files = self.vms.iter().map(|vm| {
             let KernelSource::File(kernel) = vm.kernel.get_ref() else { return None };
@@ -1082,7 +1120,7 @@ impl Plan {
         files.collect()
     }
 
-    /// Checks all files of all virtual machines, and the memory for them.
+    /// Checks all files of all VMs, and the memory for them.
     pub fn check_files(&self, files: &[VmFiles]) -> Result<(), Failure> {
         let mut problems = Vec::new();
         let files: Vec<Option<VmFiles>> = files.iter().cloned().map(Some).collect();
@@ -1127,7 +1165,7 @@ impl Plan {
             let needed = self.memory_needed(boot_files);
             if given.0 < needed {
                 let message = format!(
-                    "{given} of memory is too little: guests take {}, boot files {}, Parador {}",
+                    "not enough memory ({given}): guests need {}, boot files {}, Parador {}",
                     Size(self.guest_memory()),
                     Size(boot_files),
                     Size(needed - self.guest_memory() - boot_files),
@@ -1143,7 +1181,8 @@ impl Plan {
         self.vms.iter().fold(0, |sum: u64, vm| sum.saturating_add(vm.memory.get_ref().0))
     }
 
-    /// Least memory of a machine for this system, in bytes, with boot files of the given length.
+    /// Returns the least memory of a machine for this system in bytes, with boot files of this
+    /// length.
     fn memory_needed(&self, boot_files: u64) -> u64 {
         let guests = self.guest_memory();
         let disks = self.vms.iter().map(|vm| vm.disks.len()).sum::<usize>() as u64;
@@ -1154,7 +1193,8 @@ impl Plan {
         guests.saturating_add(guests >> PAGE_TABLE_SHIFT).saturating_add(fixed + boot_files)
     }
 
-    /// Memory of an emulated machine in bytes: as asked for, or with some to spare.
+    /// Returns the memory of the emulated machine in bytes: as requested, else the least plus a
+    /// margin.
     pub fn machine_memory(&self, boot_files: u64) -> u64 {
         match &self.memory {
             Some((size, _)) => size.0,
@@ -1165,8 +1205,8 @@ impl Plan {
         }
     }
 
-    /// The description as `root` reads it. Names of kernels and RAM disks in the bundle are given
-    /// in the order of `vms`.
+    /// Encodes the description for `root`. `names` are the kernels and RAM disks in the bundle, in
+    /// the order of `vms`.
     pub fn compile(&self, names: &[(String, Option<String>)]) -> Result<Vec<u8>, Failure> {
         let servers = self.servers.iter().map(|server| compiled::Server {
             name: &server.name,
@@ -1178,14 +1218,14 @@ impl Plan {
             },
             device: match server.device {
                 None => compiled::Device::None,
-                Some(Device::Com1) => compiled::Device::Serial(compiled::SerialPort::Com1),
-                Some(Device::VirtioBlk(index)) => {
+                Some(ServerDevice::Com1) => compiled::Device::Serial(compiled::SerialPort::Com1),
+                Some(ServerDevice::VirtioBlk(index)) => {
                     compiled::Device::Pci(compiled::PciClass::VirtioBlk, index)
                 }
-                Some(Device::VirtioNet(index)) => {
+                Some(ServerDevice::VirtioNet(index)) => {
                     compiled::Device::Pci(compiled::PciClass::VirtioNet, index)
                 }
-                Some(Device::Ahci(index, port)) => {
+                Some(ServerDevice::Ahci(index, port)) => {
                     compiled::Device::Pci(compiled::PciClass::Ahci(port), index)
                 }
             },
@@ -1245,38 +1285,37 @@ impl Plan {
             vms: vms.collect(),
             channels: self.channels.iter().copied().collect(),
         };
-        // Strings dominate; 64 KiB hold sixteen virtual machines with the longest command lines.
+        // Strings dominate; 64 KiB hold sixteen VMs with the longest command lines.
         let mut buffer = vec![0; 64 << 10];
         match system.encode(&mut buffer) {
             Ok(bytes) => Ok(bytes.to_vec()),
-            Err(_) => Err(Failure::new(
-                failure::BAD_CONFIG,
-                "the texts in the description are too long: more than 64 KiB together",
-            )
-            .help("shorten the arguments of tasks")),
+            Err(_) => {
+                Err(Failure::new(failure::BAD_CONFIG, "the texts in the description exceed 64 KiB")
+                    .help("shorten the arguments of tasks"))
+            }
         }
     }
 }
 
-impl Vm {
-    /// Name of its VMM's program.
+impl ResolvedVm {
+    /// Returns the name of the VMM binary.
     pub fn binary(&self) -> &str {
         self.vmm.as_ref().map_or(VMM_BINARY, |vmm| vmm.get_ref().as_str())
     }
 
-    /// What it has of the machine, for people.
+    /// Describes vCPUs and memory for messages.
     pub fn cpus_and_memory(&self) -> String {
         format!("{}, {}", plural(self.vcpus, "vCPU"), self.memory.get_ref())
     }
 
-    /// Whether it is a client of the server with this index.
+    /// Returns whether the VM is a client of the server with this index.
     fn uses(&self, server: u8) -> bool {
         self.console == Some(server)
             || self.disks.iter().any(|disk| disk.server == server)
             || self.nets.iter().any(|net| net.server == server)
     }
 
-    /// Returns the kernel's length.
+    /// Checks the kernel file and returns its length.
     fn kernel_problems(&self, path: &Path, initrd: u64, problems: &mut Vec<Problem>) -> u64 {
         let span = self.kernel.span();
         let bytes = match fs::read(path) {
@@ -1290,7 +1329,7 @@ impl Vm {
             Err(error) => {
                 let message = format!("{}: {error}", path.display());
                 problems.push(Problem::new(span, message).help(
-                    "give a whole bzImage for x86-64 (vmlinuz), a PVH or Multiboot kernel, or \"debian\"",
+                    "use a complete bzImage for x86-64 (vmlinuz), a PVH or Multiboot kernel, or \"debian\"",
                 ));
             }
             Ok(kernel) => {
@@ -1305,7 +1344,7 @@ impl Vm {
 
     fn too_little_memory(&self, least: u64) -> Problem {
         let message = format!(
-            "{} of memory is too little for the kernel of `{}`",
+            "{} of memory is not enough for the kernel of `{}`",
             self.memory.get_ref(),
             self.name
         );
@@ -1318,11 +1357,11 @@ fn unreadable(span: Range<usize>, what: &str, path: &Path, error: &std::io::Erro
     let reason = failure::describe(error);
     let message = format!("cannot read the {what} {}: {reason}", path.display());
     let help = rootfs::advice(path)
-        .unwrap_or_else(|| "paths start at the folder of this description".to_owned());
+        .unwrap_or_else(|| "paths are relative to the folder of this description".to_owned());
     Problem::missing(span, message).code(failure::code_of(error)).help(help)
 }
 
-/// Length of a regular file that can be read.
+/// Returns the length of a readable regular file.
 fn file_length(path: &Path) -> std::io::Result<u64> {
     let metadata = fs::File::open(path)?.metadata()?;
     if metadata.is_file() {
@@ -1332,8 +1371,8 @@ fn file_length(path: &Path) -> std::io::Result<u64> {
     }
 }
 
-/// What [`check`] proved, for people.
-impl fmt::Display for Plan {
+/// Summary of the verified properties.
+impl fmt::Display for ResolvedSystem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let board = match self.board {
             Board::QemuQ35 => "qemu-q35",
@@ -1344,18 +1383,14 @@ impl fmt::Display for Plan {
         let count = |items: usize, what: &str| plural(items as u32, what);
         writeln!(
             f,
-            "  parts    {}, {}, {}: names unique, nothing dangling",
+            "  parts    {}, {}, {}: names unique, references valid",
             count(self.vms.len(), "virtual machine"),
             count(self.tasks.len(), "task"),
             count(self.servers.len(), "server"),
         )?;
         let vcpus = self.vms.iter().filter(|vm| !vm.template).map(|vm| vm.vcpus).sum();
         match self.cpus {
-            None => writeln!(
-                f,
-                "  CPUs     {}; the machine's number is not known",
-                plural(vcpus, "vCPU")
-            )?,
+            None => writeln!(f, "  CPUs     {}; number of CPUs unknown", plural(vcpus, "vCPU"))?,
             Some(cpus) if self.share_cpus => {
                 writeln!(
                     f,
@@ -1382,9 +1417,9 @@ impl fmt::Display for Plan {
                 )?;
             }
             None if self.board == Board::Pc => {
-                writeln!(f, "  memory   {guests} for guests; the machine's size is not known")?;
+                writeln!(f, "  memory   {guests} for guests; memory size unknown")?;
             }
-            None => writeln!(f, "  memory   {guests} for guests; the machine is given enough")?,
+            None => writeln!(f, "  memory   {guests} for guests; memory size chosen to fit")?,
         }
         let log = match self.log {
             Log::Com1 => "com1: kernel log",
@@ -1412,9 +1447,9 @@ impl fmt::Display for Plan {
         writeln!(f)?;
         for vm in &self.vms {
             let kernel = match vm.kernel.get_ref() {
-                KernelSource::Debian => "Debian's kernel, checked when it is fetched".to_owned(),
+                KernelSource::Debian => "Debian's kernel, checked after fetching".to_owned(),
                 KernelSource::Micro(name) => format!("{name} of the build"),
-                KernelSource::File(path) => format!("{} is whole", path.display()),
+                KernelSource::File(path) => format!("{} is complete", path.display()),
             };
             writeln!(f, "  {:<8} {}, {kernel}", vm.name, vm.memory.get_ref())?;
         }
