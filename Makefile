@@ -12,7 +12,7 @@ help:
 	@echo "make bench-previrt  measure what it costs a kernel to be pre-virtualized"
 	@echo "make bench-hosted  time programs in processes of this host, beside QEMU and User-Mode Linux"
 	@echo "make image    build a bootable ISO image"
-	@echo "make check    format, lints, import rules, unsafe counts, generated documents"
+	@echo "make check    format, lints, import rules, unsafe counts, generated documents, wording"
 	@echo "make clean    remove everything that was built"
 
 run run-hosted test bench image check: setup

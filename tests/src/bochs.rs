@@ -189,7 +189,7 @@ mod tests {
 
     #[test]
     fn codes_in_logs() {
-        let end = format!("root: outcome 83\nroot: {END}83: nothing runs");
+        let end = format!("root: outcome 83\nroot: {END}83: the machine");
         assert_eq!(code(&end).unwrap(), Some(83));
         assert_eq!(code(&format!("root: {END}8")).unwrap(), None);
         assert_eq!(code("root: vm guest started\n").unwrap(), None);

@@ -98,7 +98,7 @@ pub const VISITS: [Visit; 2] = [
             Step {
                 name: "the steward shuts down",
                 keys: "\x1d1shutdown\r",
-                texts: &["the steward leaves"],
+                texts: &["the operator shell ends"],
                 minutes: 2,
             },
         ],

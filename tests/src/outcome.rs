@@ -36,7 +36,7 @@ struct KnownBug {
 }
 
 const KNOWN_BUGS: [KnownBug; 3] = [
-    KnownBug { name: "QEMU saved the host's state over a guest's", sign: "gave up: rip " },
+    KnownBug { name: "QEMU saved the host's state over a guest's", sign: "failed: rip " },
     KnownBug { name: "QEMU kept code that Linux had changed", sign: "int3: 0000 [#1]" },
     KnownBug { name: "QEMU crashed", sign: "QEMU was killed by signal 11" },
 ];
@@ -157,7 +157,7 @@ mod tests {
     #[test]
     fn one_retry_for_a_known_bug() {
         const CRASH: &str = "log\nQEMU was killed by signal 11";
-        const LOST: &str = "vmm gave up: rip 0xffff";
+        const LOST: &str = "vCPU 0 failed: rip 0xffff";
         let outcome = failing(&[CRASH], 4);
         assert_eq!(outcome.error, None);
         let retry = outcome.retry.unwrap();

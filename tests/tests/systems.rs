@@ -200,7 +200,7 @@ fn check_scenarios() -> Vec<Scenario> {
                 "vm worker ended: power-off code 0".into(),
             ],
             never: &["FAIL"],
-            most: &[("chatter: ", 100 + 10 * 240), ("are not shown", 241)],
+            most: &[("chatter: ", 100 + 10 * 240), ("lines dropped", 241)],
             limit: 240,
             ..base(
                 "log-flood",
@@ -459,11 +459,11 @@ fn guest_scenarios() -> Vec<Scenario> {
             // double the time.
             texts: vec![
                 "vm resetting ended: reset code 83".into(),
-                "vm resetting starts again in ".into(),
+                "vm resetting restarts in ".into(),
             ],
             never: &[
                 "FAILED",
-                "vm resetting starts again in 100 ms",
+                "vm resetting restarts in 100 ms",
                 "again in 200 ms",
                 "again in 400 ms",
             ],
@@ -552,7 +552,7 @@ fn channel_scenarios() -> Vec<Scenario> {
             // The second VM's quota covers itself and its first channel, but not the second
             // channel: its start fails in the middle.
             machine: Machine { qemu: &["-m", "50M"], ..Machine::default() },
-            texts: vec!["vm second cannot be started: Memory".into(), ended("first")],
+            texts: vec!["cannot start vm second: Memory".into(), ended("first")],
             never: &["FAILED"],
             ..base("channel-peer-cannot-start", {
                 micro("first", "channel-alone", "console = \"com1\"")
@@ -572,7 +572,7 @@ fn channel_scenarios() -> Vec<Scenario> {
         Scenario {
             cpus: &[1, 2],
             texts: vec!["heard: one".into(), "heard: two".into()],
-            never: &["Oops", "BUG: ", "general protection", "cannot be started"],
+            never: &["Oops", "BUG: ", "general protection", "cannot start"],
             limit: 240,
             ..base("linux-channels", linux)
         },
@@ -603,14 +603,14 @@ fn machine_scenarios() -> Vec<Scenario> {
     vec![
         Scenario {
             machine: Machine { qemu: &["-cpu", "EPYC,-svm"], ..Machine::default() },
-            texts: vec!["vm linux cannot be started".into()],
+            texts: vec!["cannot start vm linux".into()],
             code: 65,
             ..base("no-svm", linux("linux", "", ""))
         },
         Scenario {
             // The description promises more than the machine turns out to have.
             machine: Machine { qemu: &["-m", "160M"], ..Machine::default() },
-            texts: vec!["vm linux cannot be started".into()],
+            texts: vec!["cannot start vm linux".into()],
             code: 65,
             ..base("too-little-memory", linux("linux", "", ""))
         },
@@ -810,7 +810,7 @@ fn console_scenarios() -> Vec<Scenario> {
                 Step::Type("start linux-2\r"),
                 Step::Console("no entry has this name"),
                 Step::Type("shutdown\r"),
-                Step::Console("the steward leaves"),
+                Step::Console("the operator shell ends"),
             ],
             limit: 300,
             // What `make run` starts.
@@ -865,7 +865,7 @@ fn console_scenarios() -> Vec<Scenario> {
                 Step::Type("poweroff\n"),
             ],
             texts: vec!["CHECK killer ok".into()],
-            never: &["FAIL", "does not come back"],
+            never: &["FAIL", "has ended for good"],
             ..base(
                 "console-restarts",
                 task("killer", "check-killer", &["console", "8", "150"], "manage = true")
@@ -900,10 +900,10 @@ fn console_scenarios() -> Vec<Scenario> {
                     Step::Console("steward (1"),
                 ]
                 .repeat(3),
-                vec![Step::Type("shutdown\r"), Step::Console("the steward leaves")],
+                vec![Step::Type("shutdown\r"), Step::Console("the operator shell ends")],
             ]
             .concat(),
-            never: &["does not come back"],
+            never: &["has ended for good"],
             limit: 240,
             ..base("multiplexer-restarts", steward.clone() + &linux("linux", "", SHARED))
         },
@@ -923,7 +923,7 @@ fn console_scenarios() -> Vec<Scenario> {
                 Step::Type("start again\r"),
                 Step::Console("[again] hello from a micro-guest"),
                 Step::Type("shutdown\r"),
-                Step::Console("[steward] the steward leaves"),
+                Step::Console("[steward] the operator shell ends"),
             ],
             limit: 240,
             ..base(
@@ -1123,9 +1123,9 @@ fn server_scenarios() -> Vec<Scenario> {
             // clients.
             machine: Machine { qemu: &["-m", "10M"], ..Machine::default() },
             texts: vec![
-                "root: server has PCI function 00:".into(),
-                "server sw0 cannot be started: Memory".into(),
-                " is off".into(),
+                "root: server drives PCI function 00:".into(),
+                "cannot start server sw0: Memory".into(),
+                " is disabled".into(),
             ],
             code: 65,
             ..base(
@@ -1152,12 +1152,12 @@ fn server_scenarios() -> Vec<Scenario> {
                 Step::Console("create new: done"),
                 Step::Type("start new\r"),
                 Step::Console("start new: done"),
-                Step::Log("new: looks for 5000 ms"),
+                Step::Log("new: probes for 5000 ms"),
                 Step::Type("restart blk0\r"),
                 Step::Console("restart blk0: done"),
                 Step::Log("new: CHECK stranger ok"),
                 Step::Type("shutdown\r"),
-                Step::Console("the steward leaves"),
+                Step::Console("the operator shell ends"),
             ],
             never: &["FAIL"],
             ..base(
@@ -1205,7 +1205,7 @@ fn server_scenarios() -> Vec<Scenario> {
                 Step::Log("CHECK messages ok"),
                 Step::Log("vm witness ended: power-off code 0"),
                 Step::Type("shutdown\r"),
-                Step::Console("the steward leaves"),
+                Step::Console("the operator shell ends"),
             ],
             never: &["FAIL"],
             ..base(
@@ -1222,7 +1222,7 @@ fn server_scenarios() -> Vec<Scenario> {
                 Step::Log("CHECK messages ok"),
                 Step::Log("vm witness ended: power-off code 0"),
                 Step::Type("shutdown\r"),
-                Step::Console("the steward leaves"),
+                Step::Console("the operator shell ends"),
             ],
             never: &["FAIL"],
             ..base("hostile-device", first.to_owned() + &hostile + &witness)

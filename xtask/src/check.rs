@@ -4,6 +4,7 @@ use crate::build::{self, GROUPS, artifacts, build, group_cargo};
 use crate::process::{output, run, target, workspace};
 use crate::rules;
 use crate::toolchain::{Bare, host_cargo};
+use crate::words;
 use crate::workspace::packages;
 use crate::{spec, specification};
 use anyhow::{Context, Result, bail};
@@ -157,6 +158,7 @@ pub fn check() -> Result<()> {
     rules::deps()?;
     rules::unsafe_code(&[])?;
     spec::spec(&[])?;
+    words::words(&[])?;
     specification::specification(&[])?;
     rules::size()
 }

@@ -44,7 +44,7 @@ usage: cargo xtask COMMAND
                           the ladder alone; what protection keys cost, in instructions of an emulated host
   fuzz TARGET [--seconds N]
                           look for inputs that break a target of fuzz/; --seeds writes the first ones
-  check                   format, clippy, deps, unsafe, spec, size
+  check                   format, clippy, deps, unsafe, spec, words, size
   ci                      check and test
 
   deps                    check the import rules of the top folders' READMEs

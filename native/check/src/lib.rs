@@ -1,5 +1,5 @@
-//! Programs that test the kernel from inside, started by root as tasks. Each prints a line `CHECK name ok` or
-//! `CHECK name FAIL why` per case; its exit code is the number of failures.
+//! Programs that test the kernel from user mode, started by root as tasks. Each prints a line
+//! `CHECK name ok` or `CHECK name FAIL why` per case; its exit code is the number of failures.
 #![cfg_attr(not(test), no_std)]
 #![forbid(unsafe_code)]
 
@@ -8,7 +8,7 @@ use core::fmt::Debug;
 use native_rt::{error, info};
 use proto::start::{Role, Start};
 
-/// Argument `index` of the program.
+/// Returns argument `index` of the program.
 pub fn argument(start: &Start<'static>, index: usize) -> Option<&'static str> {
     match &start.role {
         Role::Program(arguments) => arguments.get(index).copied(),
@@ -16,13 +16,13 @@ pub fn argument(start: &Start<'static>, index: usize) -> Option<&'static str> {
     }
 }
 
-/// Argument `index` as a number, or `default` if it is absent.
+/// Returns argument `index` as a number, or `default` if it is absent.
 pub fn number(start: &Start<'static>, index: usize, default: u64) -> u64 {
     argument(start, index).and_then(|text| text.parse().ok()).unwrap_or(default)
 }
 
-/// A generator of numbers that look random: xorshift64* (Vigna, "An experimental exploration of
-/// Marsaglia's xorshift generators").
+/// A pseudo-random generator: xorshift64* (Vigna, "An experimental exploration of Marsaglia's
+/// xorshift generators").
 #[derive(Clone, Debug)]
 pub struct Random(u64);
 
@@ -46,14 +46,14 @@ impl Random {
     }
 }
 
-/// The results of a program.
+/// Results of a program.
 #[derive(Debug, Default)]
 pub struct Report {
     failures: u64,
 }
 
 impl Report {
-    /// Reports a case.
+    /// Prints the result of a case.
     pub fn case(&mut self, name: &str, result: Result<(), &str>) {
         match result {
             Ok(()) => info!("CHECK {name} ok"),
@@ -64,13 +64,13 @@ impl Report {
         }
     }
 
-    /// Number of failed cases, as an exit code.
+    /// Returns the number of failed cases, as an exit code.
     pub fn exit_code(&self) -> u64 {
         self.failures.min(63)
     }
 }
 
-/// Whether both are equal; logs them if not.
+/// Compares two values; logs them and returns an error if they differ.
 pub fn same<T: PartialEq + Debug>(
     what: &'static str,
     got: T,

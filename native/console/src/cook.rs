@@ -1,38 +1,39 @@
-//! Makes lines of plain text out of what a terminal program writes.
+//! Filters the output of terminal programs into lines of plain text.
 //!
-//! Invariant: what is made of any input is printable ASCII in lines of limited length, and moves to the left
-//! never beyond the start of the line. So whoever shows it behind a prefix decides what every line begins with.
+//! Invariant: for any input, the output is printable ASCII in lines of limited length, and never
+//! moves the cursor left of the start of the line. So a prefix in front of each line cannot be
+//! forged.
 
-/// Longest line together with what precedes it: terminals of 80 columns do not wrap it.
+/// Maximum length of a line and its prefix: terminals of 80 columns do not wrap it.
 pub const COLUMNS: usize = 79;
 
-/// What one byte comes to.
+/// Effect of one byte.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cooked {
-    /// Nothing.
+    /// No effect.
     Nothing,
-    /// A character was added to the line.
+    /// The byte added a character to the line.
     Added(u8),
-    /// The cursor went one to the left, over a character that is gone now.
+    /// The cursor moved left by one and deleted a character.
     Erased,
-    /// The line is complete; [`Cook::next_line`] starts another one.
+    /// The line is complete; [`Cook::next_line`] starts the next one.
     Ended,
 }
 
-/// Where in an escape sequence (ECMA-48) the input is.
+/// Position in an escape sequence (ECMA-48).
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum State {
     Text,
     /// After a carriage return: a line feed may follow.
     Return,
     Escape,
-    /// Control sequence: up to a byte from `@` on.
+    /// Control sequence: ends with a byte from `@` on.
     Control,
-    /// Command string: up to BEL or ESC.
+    /// Command string: ends with BEL or ESC.
     String,
 }
 
-/// A line in the making.
+/// Filter with the current line.
 pub struct Cook {
     state: State,
     line: [u8; COLUMNS],
@@ -40,12 +41,12 @@ pub struct Cook {
 }
 
 impl Cook {
-    /// An empty line.
+    /// Creates a filter with an empty line.
     pub const fn new() -> Self {
         Self { state: State::Text, line: [0; COLUMNS], length: 0 }
     }
 
-    /// The line so far.
+    /// Returns the current line.
     pub fn line(&self) -> &[u8] {
         &self.line[..self.length]
     }
@@ -55,15 +56,15 @@ impl Cook {
         self.length = 0;
     }
 
-    /// Takes a byte, for a line of at most `width` characters. `false` in the second place: the byte has to come
-    /// again, because only room for it was made.
+    /// Processes a byte, for a line of at most `width` characters. `false` in the second place: the
+    /// call only completed a full line, and the caller must pass the byte again.
     pub fn take(&mut self, byte: u8, width: usize) -> (Cooked, bool) {
         match (self.state, byte) {
             (_, b'\n') => {
                 self.state = State::Text;
                 return (Cooked::Ended, true);
             }
-            // The program writes over its line: that is another one here.
+            // The program overwrites its line: the filter starts a new one.
             (State::Return, _) if byte != b'\r' => {
                 self.state = State::Text;
                 return if self.length == 0 {
@@ -152,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn whatever_comes_lines_are_plain() {
+    fn any_input_gives_plain_lines() {
         let mut random = 1_u32;
         let mut input = Vec::new();
         for _ in 0..100_000 {

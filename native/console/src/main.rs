@@ -1,9 +1,10 @@
 //! Console server: owns a 16550 serial port and serves it to clients as byte streams.
 //!
-//! One client has the line for itself, byte for byte. Several share it through [`mux`]: an escape key selects
-//! the one that is shown and typed to, and what the others write is kept. Both directions are driven by interrupts.
-//! The server never waits for the line or for a client: a write that does not fit is cut, and the client's
-//! notification says when to go on.
+//! A single client has the line exclusively, byte for byte. [`mux`] lets several clients share it:
+//! an escape key selects the client that the line shows and sends keys to, and the server keeps the
+//! output of the other clients. Interrupts drive both directions. The server never waits for the
+//! line or for a client: it truncates a write that does not fit, and signals the client's
+//! notification when there is room.
 #![cfg_attr(not(test), no_std, no_main)]
 #![forbid(unsafe_code)]
 
@@ -16,33 +17,33 @@ mod server;
 mod uart;
 
 use native_rt::start::windows;
-use native_rt::{Caller, Irq, Notification, Ports, error, reply_wait, wait};
+use native_rt::{Incoming, Irq, Notification, Ports, error, reply_wait, wait};
 use proto::control::code;
 use proto::start::{RangeKind, Role, Start, event, slot};
 use spin::{Mutex, MutexGuard};
 
 use crate::directory::Directory;
 use crate::mux::Mux;
-use crate::server::Server;
+use crate::server::ConsoleServer;
 use crate::uart::Uart;
 
 /// Too large for the stack.
 static MUX: Mutex<Mux> = Mutex::new(Mux::new());
-/// Failures to wait, one after the other, that end the server.
+/// Consecutive failures to wait after which the server ends.
 const MAX_FAILURES: u32 = 1000;
 
 #[cfg(not(test))]
 native_rt::entry!(main);
 
-/// Serves for ever; returns the exit code of a failure.
+/// Runs the server; returns the exit code of a failure.
 #[cfg_attr(test, allow(dead_code, reason = "needs the kernel"))]
 fn main(start: &Start<'static>) -> u64 {
     let Role::Console { port, multiplex } = start.role else {
-        error!("started as something else than a console");
+        error!("the start page does not describe a console server");
         return code::BAD_CONFIG;
     };
     let Some(ports) = Ports::new(port, 8) else {
-        error!("no serial port at {port:#x}");
+        error!("port {port:#x} is no known serial port");
         return code::BAD_CONFIG;
     };
     let irq = Irq::at(slot::DEVICE);
@@ -52,27 +53,27 @@ fn main(start: &Start<'static>) -> u64 {
         return code::INTERNAL;
     }
     let directory = windows(start, RangeKind::Directory).next().map(Directory::new);
-    // The program's only thread comes here once.
+    // The program's only thread reaches this line once.
     let mux = MutexGuard::leak(MUX.lock());
     if multiplex {
         mux.multiplex();
     }
-    let mut server = Server::new(Uart::new(ports), irq, mux, directory);
+    let mut server = ConsoleServer::new(Uart::new(ports), irq, mux, directory);
     server.interrupt();
     serve(&mut server)
 }
 
-fn serve(server: &mut Server<Ports>) -> u64 {
+fn serve(server: &mut ConsoleServer<Ports>) -> u64 {
     let mut failures = 0;
     let mut next = wait();
     loop {
         match next {
-            Ok(Caller::Call(badge, message)) => {
+            Ok(Incoming::Call(badge, message)) => {
                 failures = 0;
                 let answer = server.call(badge, message);
                 next = reply_wait(answer);
             }
-            Ok(Caller::Events(events)) => {
+            Ok(Incoming::Events(events)) => {
                 failures = 0;
                 server.events(events);
                 next = wait();

@@ -1,15 +1,18 @@
-//! One line for many clients: who is shown, who gets the keys, and what is kept of the others.
+//! Multiplexer of one line for many clients: selection, routing of keys, and output history of each
+//! client.
 //!
-//! Two ways to show output. *One*: the bytes of the selected client pass as they are, those of others are only
-//! kept. *All*: everybody's output is shown line by line behind a prefix `[name] `; see [`crate::cook`] why no
-//! client can forge one. Keys go to the selected client in both.
+//! Two views. *One*: the line shows the bytes of the selected client unchanged; output of the other
+//! clients is only kept. *All*: the line shows the output of all clients line by line with a prefix
+//! `[name] `; [`crate::cook`] explains why no client can forge one. Keys go to the selected client
+//! in both views.
 //!
-//! In the view of all, each client may have as many bytes waiting to be sent as would still fit, less what the selected
-//! one needs: so one that floods the line has at most a part of it, whatever the others do, and less the more of them
-//! write. Only the selected client waits for room; lines of others that find none are counted instead.
+//! In the view of all clients, each client may have as many bytes queued as there is free room,
+//! less what the selected client needs: so a flooding client gets at most a part of the queue, and
+//! a smaller one the more clients flood. Only the selected client waits for room; lines of other
+//! clients without room are counted instead.
 //!
-//! Invariants: no client makes another one wait, other than by the speed of the line itself while it is the
-//! selected one; memory is fixed; everything is decided by the order of calls.
+//! Invariants: no client delays another one, except by the speed of the line while it is selected;
+//! memory is fixed; the order of calls determines all results.
 
 use core::fmt::{self, Write};
 
@@ -19,28 +22,29 @@ use proto::system::MAX_NAME;
 
 use crate::cook::{COLUMNS, Cook, Cooked};
 use crate::output::{Output, Owner};
-use crate::ring::{Kept, Ring};
+use crate::ring::{History, Ring};
 
-/// The key after which the next one is a command: Ctrl-].
+/// Escape key: the next key is a command. Ctrl-].
 pub const ESCAPE: u8 = 0x1d;
 
-/// Bytes that wait to be sent.
+/// Bytes of output queued for the line.
 const OUTPUT: usize = 16 << 10;
-/// Room that clients' output leaves for messages and for what is shown after a switch.
+/// Room that client output leaves for messages and for the history after a switch.
 const RESERVE: usize = 4 << 10;
-/// More than the longest line takes, with what goes before and after it.
+/// Upper bound of a line with the output before and after it.
 const LINE_ROOM: usize = 4 * COLUMNS;
-/// Room that lines of others leave for the selected client: with nothing waiting, it never has to wait for them.
+/// Room that lines of other clients leave for the selected client: with no output queued, it never
+/// waits for them.
 const SELECTED_ROOM: usize = 2 << 10;
-/// Bytes that wait to be read, of one client.
+/// Bytes of input queued per client.
 const INPUT: usize = 1 << 10;
-/// Bytes of output that are kept, of one client.
-const KEPT: usize = 8 << 10;
-/// Lines and bytes that are shown after a switch.
+/// Bytes of output history per client.
+const HISTORY: usize = 8 << 10;
+/// Lines and bytes of history shown after a switch.
 const SHOWN_LINES: usize = 20;
 const SHOWN_BYTES: usize = 2 << 10;
 
-/// What becomes of the next key.
+/// Interpretation of the next key.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Keys {
     /// It goes to the selected client.
@@ -51,88 +55,89 @@ enum Keys {
     Name,
 }
 
-/// How far a client has come.
+/// Connection state of a client.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Life {
-    /// It was never there.
+enum ClientState {
+    /// Never connected.
     Unknown,
-    /// It is about to open its session.
+    /// Named by root, session not open yet.
     Expected,
-    /// Its session is open.
+    /// Session open.
     Open,
-    /// It has ended; its output is kept.
+    /// Ended; its output is kept.
     Ended,
 }
 
 struct Client {
-    life: Life,
-    /// By which users know it.
+    state: ClientState,
+    /// Number by which users select it.
     number: u8,
     name: String<MAX_NAME>,
-    kept: Kept<KEPT>,
+    history: History<HISTORY>,
     input: Ring<INPUT>,
-    /// A write was cut.
+    /// A write was truncated, and the client waits for room.
     wants_room: bool,
-    /// It has written since it was last shown.
-    unseen: bool,
-    /// It has ended, and not opened its session since.
+    /// Output arrived since the client was last shown.
+    has_unseen_output: bool,
+    /// The client ended and has not opened a session since.
     ended: bool,
     cook: Cook,
-    /// Complete lines that there was no room to show.
-    hidden: u32,
+    /// Number of complete lines without room to show them.
+    hidden_lines: u32,
 }
 
 impl Client {
     const UNKNOWN: Self = Self {
-        life: Life::Unknown,
+        state: ClientState::Unknown,
         number: 0,
         name: String::new(),
-        kept: Kept::new(),
+        history: History::new(),
         input: Ring::new(),
         wants_room: false,
-        unseen: false,
+        has_unseen_output: false,
         ended: false,
         cook: Cook::new(),
-        hidden: 0,
+        hidden_lines: 0,
     };
 
-    /// Characters of text in a line behind the prefix.
+    /// Returns the number of characters of text in a line after the prefix.
     fn width(&self) -> usize {
         COLUMNS - self.name.len() - "[] ".len()
     }
 }
 
-/// The multiplexer. A client is known by its session, less than [`SESSIONS`].
+/// The multiplexer. A session identifies a client, and is less than [`SESSIONS`].
 pub struct Mux {
-    /// There is more than one client; else its bytes pass as they are, both ways.
-    many: bool,
+    /// Several clients may share the line; otherwise the bytes of the only one pass unchanged in
+    /// both directions.
+    shared: bool,
     clients: [Client; SESSIONS],
     output: Output<OUTPUT>,
-    /// A client waits for room.
-    is_awaited: bool,
+    /// At least one client waits for room.
+    has_waiter: bool,
     selected: usize,
     keys: Keys,
     typed: String<MAX_NAME>,
-    /// Everybody's lines are shown.
+    /// The line shows the output of all clients.
     all: bool,
     /// The last byte on the line was a line feed.
     at_start: bool,
     /// The selected client's incomplete line is on the screen.
     partial: bool,
-    /// Clients that have to be told of input or room, by bit.
+    /// Clients to signal for input or room, one bit each.
     wakes: u64,
 }
 
 const _: () = assert!(SESSIONS <= 64);
 
 impl Mux {
-    /// A line without clients.
+    /// Creates a line without clients.
     pub const fn new() -> Self {
         Self {
-            many: false,
+            shared: false,
             clients: [Client::UNKNOWN; SESSIONS],
             output: Output::new(),
-            is_awaited: false,
+            has_waiter: false,
             selected: 0,
             keys: Keys::Pass,
             typed: String::new(),
@@ -143,16 +148,16 @@ impl Mux {
         }
     }
 
-    /// From now on there may be many clients, the log among them.
+    /// Enables sharing by several clients, with the log as one of them.
     pub fn multiplex(&mut self) {
-        self.many = true;
+        self.shared = true;
         self.at_start = true;
-        self.clients[LOG_SESSION].life = Life::Open;
+        self.clients[LOG_SESSION].state = ClientState::Open;
         // It fits.
         let _ = self.clients[LOG_SESSION].name.push_str("log");
     }
 
-    /// Clients to tell that they have input or room; each is named once.
+    /// Clients to signal for input or room; each is returned once.
     pub fn take_wakes(&mut self) -> impl Iterator<Item = usize> + use<> {
         let wakes = core::mem::take(&mut self.wakes);
         (0..SESSIONS).filter(move |client| wakes & 1 << client != 0)
@@ -160,124 +165,127 @@ impl Mux {
 
     // ---- sessions ----------------------------------------------------------------------------
 
-    /// A client is about to come: it has its number from now on, and can be selected.
-    pub fn expect(&mut self, client: usize, name: &str) {
-        let first = (1..SESSIONS).all(|other| self.clients[other].life == Life::Unknown);
+    /// Announces a client: it gets its number, and can be selected.
+    pub fn announce(&mut self, client: usize, name: &str) {
+        let first = (1..SESSIONS).all(|other| self.clients[other].state == ClientState::Unknown);
         let free = self.free_number();
         let new = &mut self.clients[client];
         if new.name != name {
-            new.kept.clear();
+            new.history.clear();
             new.name.clear();
             // The name of an entry of the directory fits.
             let _ = new.name.push_str(name);
         }
-        match new.life {
-            Life::Unknown => (new.life, new.number) = (Life::Expected, free),
-            Life::Ended => {
-                new.life = Life::Expected;
+        match new.state {
+            ClientState::Unknown => (new.state, new.number) = (ClientState::Expected, free),
+            ClientState::Ended => {
+                new.state = ClientState::Expected;
                 new.input.clear();
             }
-            Life::Expected | Life::Open => return,
+            ClientState::Expected | ClientState::Open => return,
         }
-        if first && self.many {
-            self.inherit(client);
+        if first && self.shared {
+            self.take_early_keys(client);
             self.select(client);
         }
     }
 
-    /// Keys that came before anybody was there are this client's.
-    fn inherit(&mut self, client: usize) {
+    /// Assigns keys that arrived before any client to this one.
+    fn take_early_keys(&mut self, client: usize) {
         let selected = &self.clients[self.selected];
-        if selected.life == Life::Unknown || self.selected == LOG_SESSION {
+        if selected.state == ClientState::Unknown || self.selected == LOG_SESSION {
             while let Some(key) = self.clients[self.selected].input.take() {
                 self.clients[client].input.put(key);
             }
         }
     }
 
-    /// A client opens its session, or opens it anew. It finds the keys that came for it since it was expected.
+    /// Opens or reopens a client's session. It receives the keys typed for it since it was
+    /// announced.
     pub fn open(&mut self, client: usize, name: &str) {
         let again = self.clients[client].ended;
-        if self.clients[client].life == Life::Open {
+        if self.clients[client].state == ClientState::Open {
             self.clients[client].input.clear();
         }
-        self.expect(client, name);
-        if !self.many {
-            self.inherit(client);
+        self.announce(client, name);
+        if !self.shared {
+            self.take_early_keys(client);
         }
         let new = &mut self.clients[client];
-        (new.life, new.ended) = (Life::Open, false);
+        (new.state, new.ended) = (ClientState::Open, false);
         new.cook = Cook::new();
-        (new.wants_room, new.hidden) = (false, 0);
+        (new.wants_room, new.hidden_lines) = (false, 0);
         if new.input.len() != 0 {
             self.wakes |= 1 << client;
         }
-        if !self.many {
+        if !self.shared {
             self.selected = client;
         } else if client == self.selected && again {
-            self.say(format_args!("{name} is here again"));
+            self.print(format_args!("{name} is connected again"));
         }
     }
 
     fn free_number(&self) -> u8 {
         let taken = |number: &u8| {
-            self.clients.iter().any(|other| other.life != Life::Unknown && other.number == *number)
+            self.clients
+                .iter()
+                .any(|other| other.state != ClientState::Unknown && other.number == *number)
         };
         (1..u8::MAX).find(|number| !taken(number)).unwrap_or(0)
     }
 
-    /// A client is gone.
+    /// Ends a client's session.
     pub fn close(&mut self, client: usize) {
-        if matches!(self.clients[client].life, Life::Unknown | Life::Ended) {
+        if matches!(self.clients[client].state, ClientState::Unknown | ClientState::Ended) {
             return;
         }
-        (self.clients[client].life, self.clients[client].ended) = (Life::Ended, true);
-        if client == self.selected && self.many {
+        (self.clients[client].state, self.clients[client].ended) = (ClientState::Ended, true);
+        if client == self.selected && self.shared {
             let name = self.clients[client].name.clone();
-            self.say(format_args!("{name} has ended; Ctrl-] ? shows who is here"));
+            self.print(format_args!("{name} has ended; Ctrl-] ? lists the clients"));
         } else if client == self.selected {
-            let other = self.clients.iter().position(|other| other.life == Life::Open);
+            let other = self.clients.iter().position(|other| other.state == ClientState::Open);
             self.selected = other.unwrap_or(client);
         }
     }
 
     // ---- output ------------------------------------------------------------------------------
 
-    /// The next byte for the line.
+    /// Returns the next byte for the line.
     pub fn next(&mut self) -> Option<u8> {
         let byte = self.output.take();
-        if self.is_awaited && self.output.room() >= self.room_to_go_on() {
-            self.tell_of_room();
+        if self.has_waiter && self.output.room() >= self.wake_threshold() {
+            self.wake_waiters();
         }
         byte
     }
 
-    /// Room at which whoever waits for it is told: so much that it can write more than a few bytes.
-    fn room_to_go_on(&self) -> usize {
-        if self.many && self.all {
+    /// Returns the room at which a waiting client is signalled: enough for more than a few bytes.
+    fn wake_threshold(&self) -> usize {
+        if self.shared && self.all {
             RESERVE + LINE_ROOM + 2 * self.output.waiting(Owner::client(self.selected))
         } else {
             OUTPUT / 2
         }
     }
 
-    /// Whether a line of a client, or a byte of the selected one, may be shown now.
+    /// Returns whether there is room for a line of a client, or for a byte of the selected one.
     fn has_room(&self, client: usize) -> bool {
-        let kept = match (self.all, client == self.selected) {
+        let reserved = match (self.all, client == self.selected) {
             (false, _) => 0,
             (true, true) => self.output.waiting(Owner::client(client)),
             (true, false) => SELECTED_ROOM + self.output.waiting(Owner::client(client)),
         };
-        self.output.room() >= RESERVE + LINE_ROOM + kept
+        self.output.room() >= RESERVE + LINE_ROOM + reserved
     }
 
-    /// Nothing waits to be sent.
+    /// Returns whether no output is queued.
     pub fn is_empty(&self) -> bool {
         self.output.len() == 0
     }
 
-    fn tell_of_room(&mut self) {
-        self.is_awaited = false;
+    fn wake_waiters(&mut self) {
+        self.has_waiter = false;
         for (index, client) in self.clients.iter_mut().enumerate() {
             if core::mem::take(&mut client.wants_room) {
                 self.wakes |= 1 << index;
@@ -285,13 +293,14 @@ impl Mux {
         }
     }
 
-    /// A client writes. Returns how many bytes were taken; it is told when there is room for the others.
+    /// Writes output of a client. Returns the number of bytes accepted; the client is signalled
+    /// when there is room for the remaining ones.
     pub fn write(&mut self, client: usize, bytes: &[u8]) -> usize {
         let mut taken = 0;
         for &byte in bytes {
             if !self.put(client, byte) {
                 self.clients[client].wants_room = true;
-                self.is_awaited = true;
+                self.has_waiter = true;
                 break;
             }
             taken += 1;
@@ -299,7 +308,7 @@ impl Mux {
         taken
     }
 
-    /// Root writes to its log, which waits for nobody.
+    /// Writes to root's log, which never waits.
     pub fn log(&mut self, bytes: &[u8]) {
         for &byte in bytes {
             if byte == b'\n' {
@@ -311,32 +320,33 @@ impl Mux {
 
     fn log_byte(&mut self, byte: u8) {
         if !self.put(LOG_SESSION, byte) {
-            self.clients[LOG_SESSION].kept.put(byte);
+            self.clients[LOG_SESSION].history.put(byte);
         }
     }
 
-    /// Takes a byte of a client's output; `false` if there is no room.
+    /// Queues a byte of a client's output; returns `false` without room.
     fn put(&mut self, client: usize, byte: u8) -> bool {
-        if !self.many {
+        if !self.shared {
             return self.output.put(Owner::client(client), byte);
         }
         let shown = client == self.selected;
         if shown && !self.has_room(client) {
             return false;
         }
-        self.clients[client].kept.put(byte);
+        self.clients[client].history.put(byte);
         if self.all {
             self.show_cooked(client, byte);
         } else if shown {
             self.output.put(Owner::client(client), byte);
             self.at_start = byte == b'\n';
         } else {
-            self.clients[client].unseen = true;
+            self.clients[client].has_unseen_output = true;
         }
         true
     }
 
-    /// Shows a byte of a client as a part of one of its lines. There is room if it is the selected one's.
+    /// Shows a byte of a client as a part of one of its lines. There is room if the client is
+    /// selected.
     fn show_cooked(&mut self, index: usize, byte: u8) {
         let width = self.clients[index].width();
         loop {
@@ -368,34 +378,34 @@ impl Mux {
         }
     }
 
-    /// Shows the selected client's incomplete line, if there is one, from the start, at the expense of whoever made that
-    /// necessary.
+    /// Shows the selected client's incomplete line, if there is one, from its start, charged to the
+    /// owner of the output that interrupted it.
     fn show_partial(&mut self, owner: Owner) {
         let Self { clients, output, selected, .. } = self;
         let client = &clients[*selected];
         self.partial = !client.cook.line().is_empty();
         if self.partial {
-            put_line(output, owner, client);
+            put_prefixed_line(output, owner, client);
             self.at_start = false;
         }
     }
 
-    /// Shows a client's line, which is complete.
+    /// Shows a complete line of a client.
     fn show_line(&mut self, index: usize) {
         let (own, owner) = (index == self.selected, Owner::client(index));
         if !own && !self.has_room(index) {
-            self.clients[index].hidden += 1;
+            self.clients[index].hidden_lines += 1;
             return;
         }
         if !(own && self.partial) {
             self.fresh_line(owner);
-            let hidden = core::mem::take(&mut self.clients[index].hidden);
-            if hidden != 0 {
+            let hidden_lines = core::mem::take(&mut self.clients[index].hidden_lines);
+            if hidden_lines != 0 {
                 let name = self.clients[index].name.clone();
                 let mut line = Line(&mut self.output, owner);
-                let _ = write!(line, "[{name}] ({hidden} lines are not shown)\r\n");
+                let _ = write!(line, "[{name}] ({hidden_lines} lines dropped)\r\n");
             }
-            put_line(&mut self.output, owner, &self.clients[index]);
+            put_prefixed_line(&mut self.output, owner, &self.clients[index]);
         }
         self.output.put_all(owner, b"\r\n");
         (self.partial, self.at_start) = (false, true);
@@ -404,7 +414,8 @@ impl Mux {
         }
     }
 
-    /// Goes to the start of a line on the screen. An incomplete line makes room: it is shown again.
+    /// Moves to the start of a line on the screen. An incomplete line is erased and shown again
+    /// later.
     fn fresh_line(&mut self, owner: Owner) {
         if self.partial {
             self.output.put_all(owner, b"\r\x1b[K");
@@ -414,8 +425,8 @@ impl Mux {
         (self.partial, self.at_start) = (false, true);
     }
 
-    /// Shows a message of the multiplexer itself.
-    fn say(&mut self, text: fmt::Arguments) {
+    /// Shows a message of the multiplexer.
+    fn print(&mut self, text: fmt::Arguments) {
         self.fresh_line(Owner::MULTIPLEXER);
         let _ = write!(self.message(), "[parador] {text}\r\n");
         if self.all {
@@ -423,24 +434,25 @@ impl Mux {
         }
     }
 
-    /// Where the multiplexer's own text goes.
+    /// Returns a writer for the multiplexer's own text.
     fn message(&mut self) -> Line<'_> {
         Line(&mut self.output, Owner::MULTIPLEXER)
     }
 
     // ---- input -------------------------------------------------------------------------------
 
-    /// How many keys may come now.
+    /// Returns the number of keys that can be accepted now.
     pub fn input_room(&self) -> usize {
-        // With many clients one that does not read must not keep the user from the others.
-        if self.many { INPUT } else { self.clients[self.selected].input.room() }
+        // With several clients, one that does not read must not keep the user from selecting
+        // another one.
+        if self.shared { INPUT } else { self.clients[self.selected].input.room() }
     }
 
-    /// A key was pressed.
+    /// Processes a key.
     pub fn key(&mut self, byte: u8) {
         match self.keys {
-            Keys::Pass if byte == ESCAPE && self.many => self.keys = Keys::Command,
-            Keys::Pass => self.pass(byte),
+            Keys::Pass if byte == ESCAPE && self.shared => self.keys = Keys::Command,
+            Keys::Pass => self.forward_key(byte),
             Keys::Command => {
                 self.keys = Keys::Pass;
                 self.command(byte);
@@ -449,18 +461,18 @@ impl Mux {
         }
     }
 
-    /// Gives a key to the selected client, also if it has yet to come; one too many is lost.
-    fn pass(&mut self, byte: u8) {
+    /// Queues a key for the selected client, connected or not; drops it if the queue is full.
+    fn forward_key(&mut self, byte: u8) {
         let client = &mut self.clients[self.selected];
-        if client.life == Life::Open && client.input.len() == 0 {
+        if client.state == ClientState::Open && client.input.len() == 0 {
             self.wakes |= 1 << self.selected;
         }
-        if client.life != Life::Ended {
+        if client.state != ClientState::Ended {
             client.input.put(byte);
         }
     }
 
-    /// A client reads; returns how many bytes there were.
+    /// Reads input of a client; returns the number of bytes.
     pub fn read(&mut self, client: usize, bytes: &mut [u8]) -> usize {
         let input = &mut self.clients[client].input;
         let mut length = 0;
@@ -475,7 +487,7 @@ impl Mux {
 
     fn command(&mut self, key: u8) {
         match key {
-            ESCAPE => self.pass(ESCAPE),
+            ESCAPE => self.forward_key(ESCAPE),
             b'0'..=b'9' => self.select_number(key - b'0'),
             b'n' => self.select_next(true),
             b'p' => self.select_next(false),
@@ -487,9 +499,9 @@ impl Mux {
                 self.at_start = false;
             }
             b'a' => self.toggle_all(),
-            b's' => self.show_kept(),
+            b's' => self.show_history(),
             b'?' | b'h' => self.show_clients(),
-            _ => self.say(format_args!("no such command; Ctrl-] ? shows them")),
+            _ => self.print(format_args!("unknown command; Ctrl-] ? lists the commands")),
         }
     }
 
@@ -512,53 +524,54 @@ impl Mux {
             }
             _ => {
                 self.keys = Keys::Pass;
-                self.say(format_args!("nothing chosen"));
+                self.print(format_args!("selection cancelled"));
             }
         }
     }
 
     fn select_number(&mut self, number: u8) {
-        let found = self.known().find(|&index| self.clients[index].number == number);
+        let found = self.named_clients().find(|&index| self.clients[index].number == number);
         match found {
             Some(index) => self.select(index),
-            None => self.say(format_args!("no client has number {number}")),
+            None => self.print(format_args!("no client has number {number}")),
         }
     }
 
-    /// Selects a client by its name, the start of its name that no other has, or its number.
+    /// Selects a client by its name, an unambiguous prefix of its name, or its number.
     fn select_name(&mut self, name: &str) {
         if let Ok(number) = name.parse() {
             return self.select_number(number);
         }
-        let exact = self.known().find(|&index| self.clients[index].name == name);
+        let exact = self.named_clients().find(|&index| self.clients[index].name == name);
         let starts =
             |index: &usize| !name.is_empty() && self.clients[*index].name.starts_with(name);
-        let only = self.known().find(starts);
-        let several = self.known().filter(starts).nth(1).is_some();
+        let only = self.named_clients().find(starts);
+        let several = self.named_clients().filter(starts).nth(1).is_some();
         match exact.or(only.filter(|_| !several)) {
             Some(index) => self.select(index),
             None => {
-                let what = if several { "several clients are" } else { "no client is" };
-                // What was typed is printable.
-                self.say(format_args!("{what} called {name:?}"));
+                let what = if several { "several clients match" } else { "no client matches" };
+                // Only printable characters are collected.
+                self.print(format_args!("{what} {name:?}"));
             }
         }
     }
 
-    fn known(&self) -> impl Iterator<Item = usize> {
-        (0..SESSIONS).filter(|&index| self.clients[index].life != Life::Unknown)
+    fn named_clients(&self) -> impl Iterator<Item = usize> {
+        (0..SESSIONS).filter(|&index| self.clients[index].state != ClientState::Unknown)
     }
 
-    /// Selects the open client with the next number, or the one before.
+    /// Selects the open client with the next higher or lower number.
     fn select_next(&mut self, up: bool) {
         let from = self.clients[self.selected].number;
         let distance = |index: &usize| {
             let number = self.clients[*index].number;
             if up { number.wrapping_sub(from) } else { from.wrapping_sub(number) }
         };
-        let others = self.known().filter(|&index| {
+        let others = self.named_clients().filter(|&index| {
             let client = &self.clients[index];
-            matches!(client.life, Life::Expected | Life::Open) && client.number != from
+            matches!(client.state, ClientState::Expected | ClientState::Open)
+                && client.number != from
         });
         if let Some(index) = others.min_by_key(distance) {
             self.select(index);
@@ -566,80 +579,81 @@ impl Mux {
     }
 
     fn select(&mut self, index: usize) {
-        // What waits is kept; so the switch is seen at once.
+        // Queued output is in the history; dropping it makes the switch visible at once.
         self.output.clear();
-        self.tell_of_room();
+        self.wake_waiters();
         self.selected = index;
         (self.partial, self.at_start) = (false, false);
-        self.clients[index].unseen = false;
+        self.clients[index].has_unseen_output = false;
         let Client { number, name, .. } = &self.clients[index];
         let (number, name) = (*number, name.clone());
-        let ended = if self.clients[index].life == Life::Ended { ", ended" } else { "" };
-        // Colours that the last client has set end here.
+        let ended = if self.clients[index].state == ClientState::Ended { ", ended" } else { "" };
+        // Resets colours that the last client has set.
         self.output.put_all(Owner::MULTIPLEXER, b"\x1b[m");
-        self.say(format_args!("{name} ({number}{ended}); Ctrl-] ? for help"));
+        self.print(format_args!("{name} ({number}{ended}); Ctrl-] ? for help"));
         if !self.all {
             self.show_last(SHOWN_LINES, SHOWN_BYTES);
         }
     }
 
-    /// Shows the selected client's last output.
+    /// Shows the end of the selected client's history.
     fn show_last(&mut self, lines: usize, bytes: usize) {
         let Self { clients, output, selected, at_start, .. } = self;
         let client = &clients[*selected];
-        let length = client.kept.last_lines(lines, bytes.min(output.room()));
-        for byte in client.kept.last(length) {
+        let length = client.history.last_lines(lines, bytes.min(output.room()));
+        for byte in client.history.last(length) {
             output.put(Owner::MULTIPLEXER, byte);
             *at_start = byte == b'\n';
         }
     }
 
-    fn show_kept(&mut self) {
+    fn show_history(&mut self) {
         self.output.clear();
-        self.tell_of_room();
+        self.wake_waiters();
         (self.partial, self.at_start) = (false, false);
         let name = self.clients[self.selected].name.clone();
-        self.say(format_args!("all that is kept of {name}:"));
-        self.show_last(KEPT, KEPT);
+        self.print(format_args!("output history of {name}:"));
+        self.show_last(HISTORY, HISTORY);
     }
 
     fn toggle_all(&mut self) {
         self.all = !self.all;
-        // What it waited for may be there already, as the other view counts.
-        self.tell_of_room();
+        // The other view may have the room that the client waits for.
+        self.wake_waiters();
         for client in &mut self.clients {
             client.cook = Cook::new();
-            (client.hidden, client.unseen) = (0, false);
+            (client.hidden_lines, client.has_unseen_output) = (0, false);
         }
         self.partial = false;
         match self.all {
-            true => self.say(format_args!("lines of all clients; Ctrl-] a for one again")),
-            false => self.say(format_args!("output of one client")),
+            true => self.print(format_args!("showing all clients; Ctrl-] a shows one")),
+            false => self.print(format_args!("showing one client")),
         }
     }
 
     fn show_clients(&mut self) {
         self.fresh_line(Owner::MULTIPLEXER);
         let mut numbers = 0_u64;
-        for index in self.known() {
+        for index in self.named_clients() {
             numbers |= 1 << self.clients[index].number.min(63);
         }
         for number in (0..64).filter(|number| numbers & 1 << number != 0) {
-            let Some(index) = self.known().find(|&index| self.clients[index].number == number)
+            let Some(index) =
+                self.named_clients().find(|&index| self.clients[index].number == number)
             else {
                 continue;
             };
             let Self { clients, output, .. } = self;
             let client = &clients[index];
             let mark = if index == self.selected { '>' } else { ' ' };
-            let state = match (client.life, client.unseen) {
-                (Life::Ended, _) => "ended",
+            let label = match (client.state, client.has_unseen_output) {
+                (ClientState::Ended, _) => "ended",
                 (_, true) => "new output",
                 _ => "",
             };
             let name = &client.name;
             let mut line = Line(output, Owner::MULTIPLEXER);
-            let _ = write!(line, "[parador] {mark}{number:>2} {name} {state}\r\n");
+            let _ = write!(line, "[parador] {mark}{number:>2} {name} {label}\r\n");
         }
         for line in HELP {
             let _ = write!(self.message(), "[parador] {line}\r\n");
@@ -651,22 +665,22 @@ impl Mux {
 }
 
 const HELP: &[&str] = &[
-    "Ctrl-] 0..9      show this client and type to it",
-    "Ctrl-] n, p      the next one, the one before",
-    "Ctrl-] : NAME    the one of this name or number; the start of the name will do",
-    "Ctrl-] a         show lines of all clients, or of one again",
-    "Ctrl-] s         show all that is kept of this client",
-    "Ctrl-] Ctrl-]    type Ctrl-]",
+    "Ctrl-] 0..9      show this client and send it the keys",
+    "Ctrl-] n, p      show the next or the previous client",
+    "Ctrl-] : NAME    show the client with this name, start of a name, or number",
+    "Ctrl-] a         show all clients, or one again",
+    "Ctrl-] s         show the output history of this client",
+    "Ctrl-] Ctrl-]    send Ctrl-] to the client",
 ];
 
-/// Puts a client's line behind its prefix.
-fn put_line(output: &mut Output<OUTPUT>, owner: Owner, client: &Client) {
-    // What does not fit is lost; the callers see to it that it does.
+/// Writes a client's line after its prefix.
+fn put_prefixed_line(output: &mut Output<OUTPUT>, owner: Owner, client: &Client) {
+    // The callers ensure that the line fits.
     let _ = write!(Line(output, owner), "[{}] ", client.name);
     output.put_all(owner, client.cook.line());
 }
 
-/// Text for the line, and whose it is.
+/// Writer of text for the line, charged to an owner.
 struct Line<'a>(&'a mut Output<OUTPUT>, Owner);
 
 impl Write for Line<'_> {

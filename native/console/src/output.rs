@@ -1,10 +1,10 @@
-//! Bytes that wait to be sent, and whose they are.
+//! Queue of output bytes with their owners.
 
 use proto::console::directory::SESSIONS;
 
 use crate::ring::Ring;
 
-/// Whose a byte is: a client's session, or the multiplexer's own.
+/// Owner of a byte: a client's session, or the multiplexer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Owner(u8);
 
@@ -12,7 +12,7 @@ impl Owner {
     /// The multiplexer itself.
     pub const MULTIPLEXER: Self = Self(SESSIONS as u8);
 
-    /// A client, by its session, less than [`SESSIONS`].
+    /// Returns the owner of a client's output, by its session, less than [`SESSIONS`].
     pub const fn client(session: usize) -> Self {
         Self(session as u8)
     }
@@ -20,7 +20,7 @@ impl Owner {
 
 const _: () = assert!(SESSIONS < u8::MAX as usize);
 
-/// First in, first out.
+/// First-in, first-out queue.
 pub struct Output<const SIZE: usize> {
     bytes: Ring<SIZE>,
     owners: Ring<SIZE>,
@@ -28,27 +28,27 @@ pub struct Output<const SIZE: usize> {
 }
 
 impl<const SIZE: usize> Output<SIZE> {
-    /// Nothing waits.
+    /// Creates an empty queue.
     pub const fn new() -> Self {
         Self { bytes: Ring::new(), owners: Ring::new(), waiting: [0; SESSIONS + 1] }
     }
 
-    /// Number of bytes that wait.
+    /// Returns the number of queued bytes.
     pub const fn len(&self) -> usize {
         self.bytes.len()
     }
 
-    /// Number of bytes that still fit.
+    /// Returns the number of free bytes.
     pub const fn room(&self) -> usize {
         self.bytes.room()
     }
 
-    /// Number of bytes of an owner that wait.
+    /// Returns the number of queued bytes of an owner.
     pub fn waiting(&self, owner: Owner) -> usize {
         self.waiting[usize::from(owner.0)]
     }
 
-    /// Puts a byte, if it fits.
+    /// Queues a byte; returns `false` if the queue is full.
     pub fn put(&mut self, owner: Owner, byte: u8) -> bool {
         let fits = self.bytes.put(byte);
         if fits {
@@ -58,7 +58,7 @@ impl<const SIZE: usize> Output<SIZE> {
         fits
     }
 
-    /// Puts bytes as far as they fit.
+    /// Queues bytes until the queue is full.
     pub fn put_all(&mut self, owner: Owner, bytes: &[u8]) {
         for &byte in bytes {
             self.put(owner, byte);
@@ -72,7 +72,7 @@ impl<const SIZE: usize> Output<SIZE> {
         self.bytes.take()
     }
 
-    /// Drops everything.
+    /// Drops all bytes.
     pub fn clear(&mut self) {
         self.bytes.clear();
         self.owners.clear();

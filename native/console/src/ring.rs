@@ -1,31 +1,31 @@
-//! Rings of bytes.
+//! Byte rings.
 
-/// First in, first out; `SIZE` is a power of two.
+/// First-in, first-out ring; `SIZE` is a power of two.
 pub struct Ring<const SIZE: usize> {
     bytes: [u8; SIZE],
-    /// Bytes ever taken and put, modulo 2^32.
+    /// Number of bytes taken and put so far, modulo 2^32.
     taken: u32,
     put: u32,
 }
 
 impl<const SIZE: usize> Ring<SIZE> {
-    /// An empty ring.
+    /// Creates an empty ring.
     pub const fn new() -> Self {
         assert!(SIZE.is_power_of_two() && SIZE <= 1 << 31);
         Self { bytes: [0; SIZE], taken: 0, put: 0 }
     }
 
-    /// Number of bytes in it.
+    /// Returns the number of bytes in the ring.
     pub const fn len(&self) -> usize {
         self.put.wrapping_sub(self.taken) as usize
     }
 
-    /// Number of bytes that still fit.
+    /// Returns the number of free bytes.
     pub const fn room(&self) -> usize {
         SIZE - self.len()
     }
 
-    /// Puts a byte, if it fits.
+    /// Adds a byte; returns `false` if the ring is full.
     pub fn put(&mut self, byte: u8) -> bool {
         let fits = self.room() > 0;
         if fits {
@@ -44,64 +44,65 @@ impl<const SIZE: usize> Ring<SIZE> {
         })
     }
 
-    /// Drops everything.
+    /// Drops all bytes.
     pub fn clear(&mut self) {
         self.taken = self.put;
     }
 }
 
 /// The last `SIZE` bytes of a stream; `SIZE` is a power of two.
-pub struct Kept<const SIZE: usize> {
+pub struct History<const SIZE: usize> {
     bytes: [u8; SIZE],
-    /// Bytes ever put, modulo 2^32.
+    /// Number of bytes added so far, modulo 2^32.
     put: u32,
-    /// Bytes in it.
+    /// Number of bytes kept.
     length: u32,
 }
 
-impl<const SIZE: usize> Kept<SIZE> {
-    /// Nothing is kept.
+impl<const SIZE: usize> History<SIZE> {
+    /// Creates an empty history.
     pub const fn new() -> Self {
         assert!(SIZE.is_power_of_two() && SIZE <= 1 << 31);
         Self { bytes: [0; SIZE], put: 0, length: 0 }
     }
 
-    /// Puts a byte in place of the oldest one.
+    /// Adds a byte, replacing the oldest one when full.
     pub fn put(&mut self, byte: u8) {
         self.bytes[self.put as usize % SIZE] = byte;
         self.put = self.put.wrapping_add(1);
         self.length = (self.length + 1).min(SIZE as u32);
     }
 
-    /// Number of bytes in it.
+    /// Returns the number of bytes kept.
     pub const fn len(&self) -> usize {
         self.length as usize
     }
 
-    /// The byte that was put `back` bytes ago: 0 is the last one.
+    /// Returns the byte that was added `back` bytes ago: 0 is the last one.
     fn ago(&self, back: usize) -> u8 {
         self.bytes[self.put.wrapping_sub(1).wrapping_sub(back as u32) as usize % SIZE]
     }
 
-    /// The last bytes, at most `most`.
+    /// Last bytes, at most `most`.
     pub fn last(&self, most: usize) -> impl Iterator<Item = u8> {
         (0..self.len().min(most)).rev().map(|back| self.ago(back))
     }
 
-    /// How many of the last bytes make `lines` lines, at most `most` bytes. What comes after the last line feed is
-    /// a line, too. If there are as many bytes but fewer line feeds, the first line is a part of one.
+    /// Returns the number of last bytes that make `lines` lines, at most `most` bytes. Bytes after
+    /// the last line feed count as a line. If the limit of bytes is reached first, it returns only
+    /// complete lines, or a part of one line if there is no complete one.
     pub fn last_lines(&self, lines: usize, most: usize) -> usize {
         let within = self.len().min(most);
         let mut feeds = (0..within).filter(|&back| self.ago(back) == b'\n');
         match feeds.nth(lines) {
             Some(start) => start,
             None if within == self.len() => within,
-            // The oldest line that is whole starts after the oldest line feed.
+            // The oldest complete line starts after the oldest line feed.
             None => (0..within).rev().find(|&back| self.ago(back) == b'\n').unwrap_or(within),
         }
     }
 
-    /// Drops everything.
+    /// Drops all bytes.
     pub fn clear(&mut self) {
         self.length = 0;
     }
@@ -130,33 +131,33 @@ mod tests {
 
     #[test]
     fn the_last_bytes_are_kept() {
-        let mut kept = Kept::<8>::new();
-        kept.put = u32::MAX - 2;
-        let last = |kept: &Kept<8>, most| kept.last(most).collect::<Vec<_>>();
-        assert_eq!(last(&kept, 9), b"");
-        b"abc".iter().for_each(|&byte| kept.put(byte));
-        assert_eq!(last(&kept, 9), b"abc");
-        b"defghijkl".iter().for_each(|&byte| kept.put(byte));
-        assert_eq!(last(&kept, 9), b"efghijkl");
-        assert_eq!(last(&kept, 2), b"kl");
-        kept.clear();
-        assert_eq!(last(&kept, 9), b"");
+        let mut history = History::<8>::new();
+        history.put = u32::MAX - 2;
+        let last = |history: &History<8>, most| history.last(most).collect::<Vec<_>>();
+        assert_eq!(last(&history, 9), b"");
+        b"abc".iter().for_each(|&byte| history.put(byte));
+        assert_eq!(last(&history, 9), b"abc");
+        b"defghijkl".iter().for_each(|&byte| history.put(byte));
+        assert_eq!(last(&history, 9), b"efghijkl");
+        assert_eq!(last(&history, 2), b"kl");
+        history.clear();
+        assert_eq!(last(&history, 9), b"");
     }
 
     #[test]
     fn lines_from_the_end() {
-        let mut kept = Kept::<16>::new();
-        let lines = |kept: &Kept<16>, lines, most| {
-            let count = kept.last_lines(lines, most);
-            String::from_utf8(kept.last(count).collect()).unwrap()
+        let mut history = History::<16>::new();
+        let lines = |history: &History<16>, lines, most| {
+            let count = history.last_lines(lines, most);
+            String::from_utf8(history.last(count).collect()).unwrap()
         };
-        b"1\n22\n333\n$".iter().for_each(|&byte| kept.put(byte));
-        assert_eq!(lines(&kept, 1, 16), "333\n$");
-        assert_eq!(lines(&kept, 0, 16), "$");
-        assert_eq!(lines(&kept, 9, 16), "1\n22\n333\n$");
-        assert_eq!(lines(&kept, 9, 7), "333\n$", "whole lines only");
-        assert_eq!(lines(&kept, 9, 3), "$");
-        b"xxxxxxxxxxxxxxxxxxxx".iter().for_each(|&byte| kept.put(byte));
-        assert_eq!(lines(&kept, 2, 16), "xxxxxxxxxxxxxxxx", "one line that is too long");
+        b"1\n22\n333\n$".iter().for_each(|&byte| history.put(byte));
+        assert_eq!(lines(&history, 1, 16), "333\n$");
+        assert_eq!(lines(&history, 0, 16), "$");
+        assert_eq!(lines(&history, 9, 16), "1\n22\n333\n$");
+        assert_eq!(lines(&history, 9, 7), "333\n$", "whole lines only");
+        assert_eq!(lines(&history, 9, 3), "$");
+        b"xxxxxxxxxxxxxxxxxxxx".iter().for_each(|&byte| history.put(byte));
+        assert_eq!(lines(&history, 2, 16), "xxxxxxxxxxxxxxxx", "one line that is too long");
     }
 }

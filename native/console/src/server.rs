@@ -1,4 +1,4 @@
-//! Sessions, and what happens on calls and events.
+//! Sessions of the console server, and its reaction to calls and events.
 
 use native_rt::{Gate, Irq, Message, Notification, Page, Slots, drop_capability};
 use proto::console::directory::{self, SESSIONS};
@@ -9,7 +9,7 @@ use proto::{DONE, REFUSED};
 
 use crate::directory::Directory;
 use crate::mux::Mux;
-use crate::uart::{Registers, Uart};
+use crate::uart::{Uart, UartRegisters};
 
 #[derive(Clone, Copy)]
 struct Session {
@@ -17,23 +17,23 @@ struct Session {
     events: u64,
 }
 
-/// The server. A session is the badge of its gate.
-pub struct Server<R> {
+/// The console server. A session is the badge of its gate.
+pub struct ConsoleServer<R> {
     uart: Uart<R>,
     irq: Irq,
     mux: &'static mut Mux,
     directory: Option<Directory>,
     sessions: [Option<Session>; SESSIONS],
-    /// Where clients' notifications come.
+    /// Slots for clients' notifications.
     slots: Slots<1>,
-    /// The slot that the next one comes to.
-    offered: Option<u64>,
-    /// Root waits for the output to end.
+    /// Slot that accepts the next capability.
+    accept_slot: Option<u64>,
+    /// Root waits for the output to drain.
     draining: bool,
 }
 
-impl<R: Registers> Server<R> {
-    /// A server without sessions.
+impl<R: UartRegisters> ConsoleServer<R> {
+    /// Creates a server without sessions.
     pub fn new(
         uart: Uart<R>,
         irq: Irq,
@@ -47,68 +47,68 @@ impl<R: Registers> Server<R> {
             directory,
             sessions: [None; SESSIONS],
             slots: Slots::new(slot::FREE),
-            offered: None,
+            accept_slot: None,
             draining: false,
         };
-        server.offer();
+        server.accept_capability();
         server
     }
 
-    /// Offers a slot for the next capability, unless one is offered.
-    fn offer(&mut self) {
-        self.offered = self.offered.or_else(|| self.slots.take());
-        let (base, count) = self.offered.map_or((0, 0), |slot| (slot, 1));
+    /// Accepts a capability in a free slot, unless one is already prepared.
+    fn accept_capability(&mut self) {
+        self.accept_slot = self.accept_slot.or_else(|| self.slots.allocate());
+        let (base, count) = self.accept_slot.map_or((0, 0), |slot| (slot, 1));
         Page::current().accept_capabilities(base, count);
     }
 
-    /// Gives a slot up.
-    fn discard(&mut self, slot: u64) {
-        // An empty slot is what is wanted.
+    /// Frees a slot and its capability.
+    fn free_slot(&mut self, slot: u64) {
+        // An empty slot is the desired result.
         let _ = drop_capability(slot);
-        self.slots.give(slot);
-        self.offer();
+        self.slots.free(slot);
+        self.accept_capability();
     }
 
-    /// Answers a call.
+    /// Handles a call and returns the reply.
     pub fn call(&mut self, badge: u64, message: Message) -> Message {
-        let came = (message.tag.items != 0).then(|| self.offered.take()).flatten();
+        let received = (message.tag.items != 0).then(|| self.accept_slot.take()).flatten();
         let Some(index) = usize::try_from(badge).ok().filter(|&index| index < SESSIONS) else {
-            self.forget(came);
+            self.drop_received(received);
             return refused();
         };
         let answer = match message.tag.label {
-            OPEN if came.is_some() => {
+            OPEN if received.is_some() => {
                 self.drop_session(index);
-                self.sessions[index] = came.map(|slot| Session {
+                self.sessions[index] = received.map(|slot| Session {
                     notification: Notification::at(slot),
                     events: message.words[0],
                 });
-                self.offer();
+                self.accept_capability();
                 let entry = self.directory.as_ref().and_then(|directory| directory.entry(index));
                 let name = entry.as_ref().and_then(directory::name);
                 self.mux.open(index, name.unwrap_or("?"));
                 done(0)
             }
-            // Who has not opened a session speaks to a server that was here before.
+            // A client without a session opened it with a previous server instance.
             WRITE | READ if self.sessions[index].is_none() => {
-                self.forget(came);
+                self.drop_received(received);
                 refused()
             }
             WRITE => {
-                self.forget(came);
+                self.drop_received(received);
                 self.write(index, message)
             }
             READ => {
-                self.forget(came);
+                self.drop_received(received);
                 self.read(index, message.words[0])
             }
             CLOSE => {
-                self.forget(came);
+                self.drop_received(received);
                 self.close(index);
                 done(0)
             }
             _ => {
-                self.forget(came);
+                self.drop_received(received);
                 refused()
             }
         };
@@ -117,16 +117,16 @@ impl<R: Registers> Server<R> {
         answer
     }
 
-    /// Gives a capability up that came where none was expected.
-    fn forget(&mut self, came: Option<u64>) {
-        if let Some(slot) = came {
-            self.discard(slot);
+    /// Drops a capability that a message delegated unexpectedly.
+    fn drop_received(&mut self, received: Option<u64>) {
+        if let Some(slot) = received {
+            self.free_slot(slot);
         }
     }
 
     fn drop_session(&mut self, index: usize) {
         if let Some(session) = self.sessions[index].take() {
-            self.discard(session.notification.selector());
+            self.free_slot(session.notification.selector());
         }
     }
 
@@ -146,7 +146,7 @@ impl<R: Registers> Server<R> {
         let wanted = wanted.min(MAX_BYTES as u64) as usize;
         let length = self.mux.read(index, &mut bytes[..wanted]);
         if length < wanted {
-            // There is room now; more may be waiting in the port.
+            // There is room now; the port may hold more input.
             self.service();
         }
         self.wake();
@@ -154,21 +154,21 @@ impl<R: Registers> Server<R> {
         done(length as u64).with_page(words)
     }
 
-    /// Takes events of the server's notification.
+    /// Handles events of the server's notification.
     pub fn events(&mut self, events: u64) {
         if events & DRAIN != 0 {
             self.draining = true;
         }
         if events & CHANGED != 0 {
-            self.follow_root();
+            self.read_directory();
         }
         if events & (event::INTERRUPT | DRAIN) != 0 {
             self.interrupt();
         }
     }
 
-    /// Takes over what root has written: who comes, who is gone, and the log.
-    fn follow_root(&mut self) {
+    /// Applies root's changes of the directory: new clients, ended clients, and the log.
+    fn read_directory(&mut self) {
         let Some(directory) = &mut self.directory else { return };
         let mut buffer = [0; 512];
         while let Some(bytes) = directory.read_log(&mut buffer) {
@@ -179,7 +179,7 @@ impl<R: Registers> Server<R> {
             match entry.as_ref().and_then(directory::name) {
                 // The log is not a client.
                 Some(_) if index == directory::LOG_SESSION => {}
-                Some(name) => self.mux.expect(index, name),
+                Some(name) => self.mux.announce(index, name),
                 None => self.close(index),
             }
         }
@@ -187,17 +187,18 @@ impl<R: Registers> Server<R> {
         self.wake();
     }
 
-    /// Serves the device.
+    /// Handles an interrupt of the port.
     pub fn interrupt(&mut self) {
-        // First: an edge that comes while the interrupt is masked would be lost.
+        // First: an edge during the masked interval would be lost.
         let _ = self.irq.acknowledge();
         self.service();
-        // Answers to keys.
+        // Replies to keys.
         self.send();
         self.wake();
-        if self.draining && self.mux.is_empty() && self.uart.finish() {
+        if self.draining && self.mux.is_empty() && self.uart.drain() {
             self.draining = false;
-            // Root waits for nobody, so it answers; or it has gone on without us.
+            // Root never blocks on a server, so it replies; or it has stopped waiting for this
+            // server.
             let _ = Gate::at(slot::CONTROL).call(Message::new(DRAINED, [0; 4]));
         }
     }
@@ -213,13 +214,13 @@ impl<R: Registers> Server<R> {
         uart.send(|| mux.next());
     }
 
-    /// Tells clients of input and room.
+    /// Signals clients that have input or room.
     fn wake(&mut self) {
         for index in self.mux.take_wakes() {
             if let Some(session) = self.sessions[index]
                 && session.notification.signal(session.events).is_err()
             {
-                // The client is gone.
+                // The client has ended.
                 self.close(index);
             }
         }

@@ -25,7 +25,8 @@ const IER_RECEIVED: u8 = 1 << 0;
 const IER_TRANSMITTED: u8 = 1 << 1;
 /// Set: no interrupt is pending.
 const IIR_NONE: u8 = 1 << 0;
-/// FIFOs on, with what is in them since the last server, receive interrupt at one byte: nobody types faster than we read.
+/// FIFOs enabled without clearing input left by a previous server; receive trigger at one byte, as
+/// typing is slower than the server.
 const FCR_START: u8 = 0x01;
 const LCR_8N1: u8 = 0x03;
 const LCR_DIVISOR: u8 = 1 << 7;
@@ -39,20 +40,20 @@ const LSR_IDLE: u8 = 1 << 6;
 const FIFO: usize = 16;
 /// 115200 baud.
 const DIVISOR: u8 = 1;
-/// Reads of the status until the last bytes must have left; far more than 16 at 115200 baud take.
+/// Status reads until the transmitter must be idle; far more than 16 bytes at 115200 baud take.
 const IDLE_READS: u32 = 100_000;
-/// Rounds of one interrupt, so that a broken device cannot hold the server.
+/// Maximum number of rounds per interrupt, so that a broken device cannot block the server.
 const MAX_ROUNDS: u32 = 256;
 
-/// Access to the registers.
-pub trait Registers {
+/// Register access of a 16550.
+pub trait UartRegisters {
     /// Reads a register.
     fn read(&mut self, register: u16) -> u8;
     /// Writes a register.
     fn write(&mut self, register: u16, value: u8);
 }
 
-impl Registers for Ports {
+impl UartRegisters for Ports {
     fn read(&mut self, register: u16) -> u8 {
         Ports::read(*self, register)
     }
@@ -61,15 +62,15 @@ impl Registers for Ports {
     }
 }
 
-/// A serial port.
+/// Driver of a serial port.
 pub struct Uart<R> {
     registers: R,
     /// Enabled interrupts.
     enabled: u8,
 }
 
-impl<R: Registers> Uart<R> {
-    /// Sets the port up: 115200 baud, 8 bits, no parity, receive interrupt.
+impl<R: UartRegisters> Uart<R> {
+    /// Initialises the port: 115200 baud, 8 bits, no parity, receive interrupt.
     pub fn new(mut registers: R) -> Self {
         registers.write(register::IER, 0);
         registers.write(register::LCR, LCR_DIVISOR | LCR_8N1);
@@ -91,9 +92,10 @@ impl<R: Registers> Uart<R> {
         }
     }
 
-    /// Moves bytes both ways until the port wants no attention, which lets its interrupt line fall: the line is
-    /// edge-triggered. `next` gives `client`'s bytes to send, `received` takes at most `room` bytes that came. With no room
-    /// left the rest stays in the port, and does not interrupt until there is room again.
+    /// Moves bytes in both directions until the port asserts no interrupt, which deasserts its
+    /// line: the line is edge-triggered. `next` returns `client`'s bytes to send, `received`
+    /// accepts at most `room` bytes of input. Excess input stays in the port, which does not
+    /// interrupt until there is room again.
     pub fn service<T>(
         &mut self,
         room: usize,
@@ -116,7 +118,7 @@ impl<R: Registers> Uart<R> {
         }
     }
 
-    /// Fills the transmit FIFO if it is empty, and lets the port interrupt when it is so again.
+    /// Fills the transmit FIFO if it is empty, and enables the interrupt for the next time.
     pub fn send(&mut self, mut next: impl FnMut() -> Option<u8>) {
         if self.registers.read(register::LSR) & LSR_ROOM == 0 {
             return;
@@ -131,8 +133,8 @@ impl<R: Registers> Uart<R> {
         self.enable(IER_TRANSMITTED, sent != 0);
     }
 
-    /// Whether the transmitter will become idle by itself, and waits the moment that takes.
-    pub fn finish(&mut self) -> bool {
+    /// Waits for the transmitter to become idle; returns whether it did.
+    pub fn drain(&mut self) -> bool {
         (0..IDLE_READS).any(|_| self.registers.read(register::LSR) & LSR_IDLE != 0)
     }
 }
@@ -148,16 +150,16 @@ pub mod testing {
         pub typed: Vec<u8>,
         pub ier: u8,
         pub lcr: u8,
-        /// Bytes that it still takes.
-        pub takes: usize,
+        /// Number of bytes that it still accepts.
+        pub room: usize,
     }
 
-    impl Registers for Line {
+    impl UartRegisters for Line {
         fn read(&mut self, register: u16) -> u8 {
             match register {
                 register::DATA => self.typed.remove(0),
                 register::LSR => {
-                    let room = if self.takes >= FIFO { LSR_ROOM | LSR_IDLE } else { 0 };
+                    let room = if self.room >= FIFO { LSR_ROOM | LSR_IDLE } else { 0 };
                     room | if self.typed.is_empty() { 0 } else { LSR_RECEIVED }
                 }
                 register::IIR => IIR_NONE,
@@ -168,7 +170,7 @@ pub mod testing {
             match register {
                 register::DATA if self.lcr & LCR_DIVISOR == 0 => {
                     self.sent.push(value);
-                    self.takes -= 1;
+                    self.room -= 1;
                 }
                 register::IER if self.lcr & LCR_DIVISOR == 0 => self.ier = value,
                 register::LCR => self.lcr = value,
@@ -191,7 +193,7 @@ mod tests {
 
     #[test]
     fn transmit_interrupt_only_while_sending() {
-        let mut uart = Uart::new(Line { takes: 17, ..Line::default() });
+        let mut uart = Uart::new(Line { room: 17, ..Line::default() });
         assert_eq!(uart.line().ier, IER_RECEIVED);
         let mut bytes = 0..20u8;
         uart.send(|| bytes.next());
@@ -199,7 +201,7 @@ mod tests {
         assert_eq!(uart.line().ier, IER_RECEIVED | IER_TRANSMITTED);
         uart.send(|| bytes.next());
         assert_eq!(uart.line().sent.len(), FIFO, "no room, nothing sent");
-        uart.line().takes = 32;
+        uart.line().room = 32;
         uart.send(|| bytes.next());
         uart.send(|| bytes.next());
         assert_eq!(uart.line().sent, (0..20).collect::<Vec<_>>());
@@ -208,7 +210,7 @@ mod tests {
 
     #[test]
     fn receives_all() {
-        let mut uart = Uart::new(Line { typed: b"abc".to_vec(), takes: 16, ..Line::default() });
+        let mut uart = Uart::new(Line { typed: b"abc".to_vec(), room: 16, ..Line::default() });
         let mut received = Vec::new();
         uart.service(2, &mut received, |_| None, Vec::push);
         assert_eq!(received, b"ab", "no room for more");

@@ -1,14 +1,15 @@
 //! Driver of one port of an AHCI controller (AHCI 1.3.1; commands from ATA8-ACS).
 //!
-//! Each command has a slot, with a table of its own in the memory shared with the device. Where controller and disk can, reads
-//! and writes are queued in the disk (NCQ), which does them in the order that it likes. Other commands are plain: one after the
-//! other, and while none of the queued ones is under way.
+//! Each command uses a slot with a command table of its own in the memory shared with the device.
+//! If controller and disk support NCQ, reads and writes are queued in the disk, which may reorder
+//! them. Other commands are non-queued (*plain*): the driver issues one at a time, and only while
+//! no queued command is in flight.
 //!
-//! A disk that fails at a queued command gives up all of them. They are sent again as plain ones, so that it is seen which one
-//! it was.
+//! A disk that fails a queued command aborts all of them. The driver reissues them as plain
+//! commands to identify the failed one.
 //!
-//! The bit of a command that failed may be cleared as that of one that succeeded. So a command has succeeded only if no error is
-//! reported after its bit was seen clear.
+//! The device may clear the bit of a failed command as it does for a successful one. So a command
+//! has succeeded only if no error is reported after the driver has seen its bit clear.
 
 use core::sync::atomic::{AtomicU64, Ordering};
 
@@ -16,17 +17,17 @@ use proto::disk::{Operation, SECTOR, Status};
 
 use crate::device::{Command, DeviceError, Disk, Geometry, MAX_DEPTH};
 
-/// A controller's registers, and the time that it is given.
+/// Registers of a controller, and a clock.
 pub trait Controller {
-    /// Bytes of registers.
+    /// Returns the size of the registers in bytes.
     fn length(&self) -> u64;
-    /// Reads a register; all ones where there is none.
+    /// Reads a register; returns all ones for an absent one.
     fn read(&self, register: u64) -> u32;
     /// Writes a register.
     fn write(&self, register: u64, value: u32);
-    /// Time that has passed since any moment before, in nanoseconds.
+    /// Returns the time since an arbitrary fixed moment, in nanoseconds.
     fn now(&self) -> u64;
-    /// Leaves the processor to others for a moment.
+    /// Yields the CPU briefly.
     fn pause(&self);
 }
 
@@ -36,9 +37,9 @@ mod host {
     pub const CONTROL: u64 = 0x04;
     pub const INTERRUPTS: u64 = 0x08;
     pub const PORTS: u64 = 0x0c;
-    /// Of `CAPABILITIES`: queued commands.
+    /// Of `CAPABILITIES`: native command queuing.
     pub const QUEUES: u32 = 1 << 30;
-    /// Of `CONTROL`: reset, interrupts on, AHCI on.
+    /// Of `CONTROL`: reset, interrupt enable, AHCI enable.
     pub const RESET: u32 = 1 << 0;
     pub const INTERRUPT: u32 = 1 << 1;
     pub const ENABLE: u32 = 1 << 31;
@@ -58,21 +59,22 @@ mod port {
     pub const ERROR: u64 = 0x30;
     pub const QUEUED: u64 = 0x34;
     pub const ISSUE: u64 = 0x38;
-    /// Of `COMMAND`: start, receive, receiving, running.
+    /// Of `COMMAND`: start, spin up, power on, FIS receive enable, FIS receive running, command
+    /// list running.
     pub const START: u32 = 1 << 0;
     pub const SPIN_UP: u32 = 1 << 1;
     pub const POWER: u32 = 1 << 2;
     pub const RECEIVE: u32 = 1 << 4;
     pub const RECEIVING: u32 = 1 << 14;
     pub const RUNNING: u32 = 1 << 15;
-    /// Of `INTERRUPTS`: an answer, also of queued commands.
+    /// Of `INTERRUPTS`: FIS received, also for queued commands.
     pub const ANSWERS: u32 = 0b1111;
-    /// Of `INTERRUPTS`: every error that stops the port (section 6.1): task file, host bus, interface, overflow, and that the
-    /// link was lost.
+    /// Of `INTERRUPTS`: every error that stops the port (section 6.1): task file, host bus,
+    /// interface, overflow, and loss of the link.
     pub const ERRORS: u32 = 0xf << 27 | 1 << 24 | 1 << 22;
-    /// Of `LINK_CONTROL`: the link is reset.
+    /// Of `LINK_CONTROL`: link reset.
     pub const LINK_RESET: u32 = 1;
-    /// Of `LINK`: a device is there; and the link is up and the device awake.
+    /// Of `LINK`: device present; link up and device active.
     pub const PRESENT: u32 = 0xf;
     pub const LINK_MASK: u32 = 0xf0f;
     pub const LINK_ACTIVE: u32 = 0x103;
@@ -84,26 +86,27 @@ const PORT: u64 = 0x100;
 const PORT_LENGTH: u64 = 0x80;
 const PORTS: u32 = 32;
 
-/// The longest that things may take, in nanoseconds.
+/// Time limits, in nanoseconds.
 mod limit {
     const MILLISECOND: u64 = 1_000_000;
     /// Reset of the controller (section 10.4.3).
     pub const RESET: u64 = 1000 * MILLISECOND;
-    /// The end of what the port does when it is stopped (section 10.1.2).
+    /// Stop of a port (section 10.1.2).
     pub const STOP: u64 = 500 * MILLISECOND;
-    /// The shortest reset of a link that a device sees (section 10.4.2).
+    /// Minimum length of a link reset (section 10.4.2).
     pub const LINK_RESET: u64 = MILLISECOND;
-    /// A device shows that it is there 10 ms after a reset (Serial ATA, out-of-band signalling).
+    /// Detection of a device: 10 ms after a reset (Serial ATA, out-of-band signalling).
     pub const DETECTION: u64 = 100 * MILLISECOND;
-    /// The link to a device that is there is up.
+    /// Link-up of a detected device.
     pub const LINK: u64 = 2000 * MILLISECOND;
-    /// A disk takes commands after a reset: it may have to start its spindle (ATA8-ACS, power-on and hardware reset).
+    /// Readiness of a disk after a reset, including its spin-up (ATA8-ACS, power-on and hardware
+    /// reset).
     pub const SPIN_UP: u64 = 31_000 * MILLISECOND;
-    /// A command that moves no more than a sector.
+    /// Completion of a command that transfers at most one sector.
     pub const COMMAND: u64 = 31_000 * MILLISECOND;
 }
 
-/// Signature of a disk, as opposed to a CD drive.
+/// Signature of a disk; CD drives have another one.
 const DISK_SIGNATURE: u32 = 0x0101;
 
 /// ATA commands.
@@ -119,35 +122,36 @@ mod ata {
     pub const IDENTIFY: u8 = 0xec;
 }
 
-/// Layout of the shared memory: command list, received FIS, IDENTIFY's data, tables, sectors of ranges to be discarded.
+/// Layout of the shared memory: command list, received FIS, IDENTIFY data, command tables, range
+/// sectors for TRIM.
 const LIST: usize = 0;
 const RECEIVED: usize = 1024;
 const IDENTITY: usize = 2048;
 const TABLES: usize = 4096;
 const TABLE: usize = 256;
-/// Offset of the data's description in a table.
+/// Offset of the PRDT in a command table.
 const REGION: usize = 0x80;
 const SLOTS: usize = 32;
 const RANGES: usize = TABLES + SLOTS * TABLE;
-/// Ranges in a sector, and most sectors of one.
+/// Number of ranges in a sector, and maximum number of sectors of a range.
 const RANGE_COUNT: usize = SECTOR as usize / 8;
 const MAX_RANGE: u64 = 0xffff;
 /// Bytes of shared memory that the driver needs.
 pub const BYTES: u64 = (RANGES + SLOTS * SECTOR as usize) as u64;
-/// Sectors of one description of data: 4 MiB.
+/// Maximum sectors of one PRDT entry: 4 MiB.
 const MAX_SECTORS: u32 = 8192;
 const _: () = assert!(SLOTS <= MAX_DEPTH);
 
-/// Why there is no disk.
+/// Error of the set-up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AhciError {
     /// The registers or the shared memory are too short.
     Memory,
     /// The controller does not answer, or no disk is at the port.
     NoDisk,
-    /// The disk cannot be identified.
+    /// IDENTIFY fails.
     Identify,
-    /// It has no 48-bit commands.
+    /// The disk lacks 48-bit commands.
     Old,
 }
 
@@ -159,26 +163,26 @@ pub struct AhciDisk<'m, C> {
     physical: u64,
     slots: usize,
     sectors: u64,
-    /// Reads and writes are queued in the disk.
+    /// Reads and writes use NCQ.
     queues: bool,
-    /// It knows which sectors are not needed.
+    /// The disk supports TRIM.
     trims: bool,
-    /// What is in each slot.
+    /// Command of each slot.
     commands: [Command; SLOTS],
-    /// Slots under way.
+    /// Slots in flight.
     issued: u32,
-    /// Slots that have ended and were not reported, and which of them failed.
+    /// Slots that have ended and were not reported, and those of them that failed.
     ended: u32,
     failed: u32,
-    /// Slots whose turn at the controller has not come.
+    /// Slots that wait for issue.
     waiting: u32,
-    /// Slots whose command is not queued in the disk.
+    /// Slots with plain commands.
     plain: u32,
-    /// The last ones that were told to the controller were such.
-    was_plain: bool,
+    /// The last issued slots held a plain command.
+    last_was_plain: bool,
 }
 
-/// A command as the disk gets it.
+/// A command FIS.
 struct Fis {
     command: u8,
     features: u16,
@@ -186,11 +190,11 @@ struct Fis {
     count: u16,
 }
 
-/// Which slots to tell to the controller next: queued commands together, plain ones one at a time, in turns. Masks of slots:
-/// those that wait, those under way, those with plain commands.
-fn turn(waiting: u32, issued: u32, plain: u32, was_plain: bool) -> u32 {
+/// Returns the slots to issue next: all queued commands together, or one plain command,
+/// alternating. The arguments are masks of slots: waiting, in flight, plain.
+fn next_slots(waiting: u32, issued: u32, plain: u32, last_was_plain: bool) -> u32 {
     let (others, queued) = (waiting & plain, waiting & !plain);
-    let others_wait = others != 0 && (queued == 0 || !was_plain || issued != 0);
+    let others_wait = others != 0 && (queued == 0 || !last_was_plain || issued != 0);
     match (others_wait, issued & plain) {
         (true, _) if issued == 0 => others & others.wrapping_neg(),
         (false, 0) => queued,
@@ -198,7 +202,7 @@ fn turn(waiting: u32, issued: u32, plain: u32, was_plain: bool) -> u32 {
     }
 }
 
-/// Resets the controller and turns it on (section 10.4.3).
+/// Resets the controller and enables AHCI (section 10.4.3).
 fn reset(controller: &impl Controller) -> bool {
     let control = |bits| controller.write(host::CONTROL, controller.read(host::CONTROL) | bits);
     control(host::ENABLE);
@@ -208,7 +212,8 @@ fn reset(controller: &impl Controller) -> bool {
     done
 }
 
-/// Waits until `done`, for so many nanoseconds. It is asked once more when they are over: the time may have been another's.
+/// Waits until `done` or for `limit` nanoseconds. Checks once more after the limit: the thread may
+/// have been preempted meanwhile.
 fn wait(controller: &impl Controller, limit: u64, mut done: impl FnMut() -> bool) -> bool {
     let start = controller.now();
     loop {
@@ -224,8 +229,8 @@ fn wait(controller: &impl Controller, limit: u64, mut done: impl FnMut() -> bool
 }
 
 impl<'m, C: Controller> AhciDisk<'m, C> {
-    /// Resets the controller and sets up the disk at a port, or at the first one with a disk. `memory` is
-    /// [`BYTES`] long and has the address `physical` for the device.
+    /// Resets the controller and sets up the disk at a port, or at the first port with a disk.
+    /// `memory` is [`BYTES`] long and at address `physical` for the device.
     pub fn new(
         controller: C,
         wanted: Option<u8>,
@@ -256,14 +261,14 @@ impl<'m, C: Controller> AhciDisk<'m, C> {
             failed: 0,
             waiting: 0,
             plain: 0,
-            was_plain: false,
+            last_was_plain: false,
         };
         let length = disk.controller.length();
         let mut ports = (0..PORTS)
             .filter(|number| there >> number & 1 != 0)
             .filter(|&number| wanted.is_none_or(|wanted| u32::from(wanted) == number))
             .filter(|number| PORT + PORT_LENGTH * u64::from(number + 1) <= length);
-        let number = ports.find(|&number| disk.begin(number)).ok_or(AhciError::NoDisk)?;
+        let number = ports.find(|&number| disk.start_port(number)).ok_or(AhciError::NoDisk)?;
         disk.number = number;
         disk.identify()?;
         disk.write(port::INTERRUPT_ENABLE, port::ANSWERS | port::ERRORS);
@@ -286,8 +291,8 @@ impl<'m, C: Controller> AhciDisk<'m, C> {
         wait(&self.controller, limit, done)
     }
 
-    /// Starts a port. Whether a disk is at it; a link takes some time to come up after a reset.
-    fn begin(&mut self, number: u32) -> bool {
+    /// Starts a port; returns whether it has a disk. The link takes time to come up after a reset.
+    fn start_port(&mut self, number: u32) -> bool {
         self.number = number;
         self.write(port::COMMAND, self.read(port::COMMAND) | port::SPIN_UP | port::POWER);
         if !self.is_linked() || !self.stop() || !self.stop_receiving() {
@@ -299,7 +304,7 @@ impl<'m, C: Controller> AhciDisk<'m, C> {
         };
         set(port::COMMANDS, self.physical + LIST as u64);
         set(port::RECEIVED, self.physical + RECEIVED as u64);
-        // The signature comes with the first message of the device, after which it is not busy.
+        // The signature arrives with the device's first FIS, which ends the busy state.
         let found = self.run() && self.read(port::SIGNATURE) == DISK_SIGNATURE;
         if !found {
             self.stop();
@@ -308,14 +313,14 @@ impl<'m, C: Controller> AhciDisk<'m, C> {
         found
     }
 
-    /// Waits until the link is up, if a device is there.
+    /// Waits for the link if a device is present; returns whether the link is up.
     fn is_linked(&self) -> bool {
         let present = || self.read(port::LINK) & port::PRESENT != 0;
         let active = || self.read(port::LINK) & port::LINK_MASK == port::LINK_ACTIVE;
         self.wait(limit::DETECTION, present) && self.wait(limit::LINK, active)
     }
 
-    /// Lets the port take no more commands; forgets those that it has (section 10.3.2).
+    /// Stops the command list, which discards issued commands (section 10.3.2).
     fn stop(&self) -> bool {
         self.write(port::COMMAND, self.read(port::COMMAND) & !port::START);
         self.wait(limit::STOP, || self.read(port::COMMAND) & port::RUNNING == 0)
@@ -326,7 +331,8 @@ impl<'m, C: Controller> AhciDisk<'m, C> {
         self.wait(limit::STOP, || self.read(port::COMMAND) & port::RECEIVING == 0)
     }
 
-    /// Lets the port take commands, once the device does (section 10.3.1). False if it does not.
+    /// Starts the command list once the device is ready (section 10.3.1); returns `false` if it
+    /// does not become ready.
     fn run(&self) -> bool {
         self.write(port::ERROR, u32::MAX);
         self.write(port::INTERRUPTS, u32::MAX);
@@ -347,7 +353,8 @@ impl<'m, C: Controller> AhciDisk<'m, C> {
         self.memory[byte / 8].store(value, Ordering::Relaxed);
     }
 
-    /// Fills a slot (sections 4.2.2 and 4.2.3). `data`: address, bytes, and whether the disk gets them.
+    /// Fills a slot (sections 4.2.2 and 4.2.3). `data`: address, bytes, and whether the disk reads
+    /// them (a write).
     fn fill(&self, slot: usize, fis: &Fis, data: Option<(u64, u64, bool)>) {
         const FIS_WORDS: u64 = 5;
         const WRITES: u64 = 1 << 6;
@@ -376,7 +383,7 @@ impl<'m, C: Controller> AhciDisk<'m, C> {
         self.put(LIST + 32 * slot + 8, self.physical + table as u64);
     }
 
-    /// Fills a slot with its command, to be queued in the disk or not.
+    /// Fills a slot with its command, queued or plain.
     fn fill_with(&mut self, slot: usize, queued: bool) {
         let Command { operation, sector, sectors, address } = self.commands[slot];
         let (command, queued_command) = match operation {
@@ -390,7 +397,7 @@ impl<'m, C: Controller> AhciDisk<'m, C> {
                 let address = self.physical + ranges as u64;
                 return self.fill(slot, &fis, Some((address, SECTOR, true)));
             }
-            // The last is not offered to clients.
+            // The driver does not offer write-zeroes to clients.
             Operation::Flush | Operation::WriteZeroes => {
                 let fis = Fis { command: ata::FLUSH, features: 0, sector: 0, count: 0 };
                 return self.fill(slot, &fis, None);
@@ -398,7 +405,7 @@ impl<'m, C: Controller> AhciDisk<'m, C> {
         };
         let count = sectors as u16;
         let fis = if queued {
-            // The count is elsewhere; in its place is the slot's number.
+            // The features hold the count; the count field holds the slot's number.
             Fis { command: queued_command, features: count, sector, count: (slot as u16) << 3 }
         } else {
             Fis { command, features: 0, sector, count }
@@ -407,7 +414,8 @@ impl<'m, C: Controller> AhciDisk<'m, C> {
         self.fill(slot, &fis, Some((address, bytes, operation == Operation::Write)));
     }
 
-    /// Describes sectors to be discarded. Those for which there is no room stay: nobody may count on it.
+    /// Writes the ranges of a TRIM. Ranges without room are not discarded: a discard is only a
+    /// hint.
     fn put_ranges(&self, place: usize, sector: u64, sectors: u32) {
         let (mut sector, mut left) = (sector, u64::from(sectors));
         for index in 0..RANGE_COUNT {
@@ -428,13 +436,14 @@ impl<'m, C: Controller> AhciDisk<'m, C> {
         self.write(port::ISSUE, 1);
         let errors = || self.read(port::INTERRUPTS) & port::ERRORS != 0;
         let done = self.wait(limit::COMMAND, || self.read(port::ISSUE) & 1 == 0 || errors());
-        // The bit is cleared before or after an error is reported.
+        // The device may clear the bit before or after it reports an error.
         let failed = errors();
         self.acknowledge();
         if !done || failed {
             return Err(AhciError::Identify);
         }
-        // Words of 16 bits: 75 length of the queue, 76 and 83 features, 100 to 103 number of sectors, 169 trim.
+        // Words of 16 bits: 75 queue depth, 76 and 83 features, 100 to 103 number of sectors, 169
+        // TRIM.
         let word = |index: usize| {
             let word = self.memory[(IDENTITY + 2 * index) / 8].load(Ordering::Acquire);
             word >> (16 * (index % 4)) & 0xffff
@@ -458,33 +467,33 @@ impl<'m, C: Controller> AhciDisk<'m, C> {
         interrupts
     }
 
-    /// Tells the controller about the slots whose turn it is.
+    /// Issues the next slots to the controller.
     fn issue(&mut self) {
-        let slots = turn(self.waiting, self.issued, self.plain, self.was_plain);
+        let slots = next_slots(self.waiting, self.issued, self.plain, self.last_was_plain);
         if slots == 0 {
             return;
         }
-        self.was_plain = slots & self.plain != 0;
+        self.last_was_plain = slots & self.plain != 0;
         self.waiting &= !slots;
         self.issued |= slots;
         core::sync::atomic::fence(Ordering::SeqCst);
-        if !self.was_plain {
+        if !self.last_was_plain {
             self.write(port::QUEUED, slots);
         }
         self.write(port::ISSUE, slots);
     }
 
-    /// Slots that the controller or the disk still works on.
+    /// Returns the slots that the controller or the disk is still processing.
     fn active(&self) -> u32 {
         self.read(port::ISSUE) | self.read(port::QUEUED)
     }
 
-    /// Looks at what has ended.
-    fn look(&mut self) -> Result<(), DeviceError> {
-        // First the interrupt, then what it tells of: what ends in between interrupts again.
+    /// Collects completed slots.
+    fn collect(&mut self) -> Result<(), DeviceError> {
+        // The interrupt status comes first: a completion after that read interrupts again.
         let before = self.acknowledge();
         let done = self.issued & !self.active();
-        // What failed up to here is reported now.
+        // An error up to this point is reported now.
         if (before | self.read(port::INTERRUPTS)) & port::ERRORS != 0 {
             return self.recover();
         }
@@ -494,9 +503,10 @@ impl<'m, C: Controller> AhciDisk<'m, C> {
         Ok(())
     }
 
-    /// The way back from an error (section 6.2.2). If only one command was under way, it has failed. Which ones of several have
-    /// ended is not known for sure, so all of them come back as plain ones; none of them was reported. Queued ones are
-    /// forgotten by the disk, by a reset of the link, and so is one that keeps the disk busy.
+    /// Recovers from an error (section 6.2.2). If only one command was in flight, it has failed. Of
+    /// several commands the completed ones are not known reliably, so the driver reissues all of
+    /// them as plain ones; none has been reported. A link reset makes the disk forget queued
+    /// commands, and one that keeps it busy.
     fn recover(&mut self) -> Result<(), DeviceError> {
         if !self.stop() {
             return Err(DeviceError("the port does not stop"));
@@ -522,16 +532,16 @@ impl<'m, C: Controller> AhciDisk<'m, C> {
         Ok(())
     }
 
-    /// Resets the link, and with it the disk's commands (section 10.4.2).
+    /// Resets the link, which aborts the disk's commands (section 10.4.2).
     fn reset_link(&self) -> Result<(), DeviceError> {
         let control = self.read(port::LINK_CONTROL) & !port::PRESENT;
         self.write(port::LINK_CONTROL, control | port::LINK_RESET);
-        // It has to last so long; nothing ends it earlier.
+        // This minimum length has no early end.
         self.wait(limit::LINK_RESET, || false);
         self.write(port::LINK_CONTROL, control);
         match self.is_linked() {
             true => Ok(()),
-            false => Err(DeviceError("the link does not come up again")),
+            false => Err(DeviceError("the link stays down after a reset")),
         }
     }
 }
@@ -566,7 +576,7 @@ impl<C: Controller> Disk for AhciDisk<'_, C> {
 
     fn completed(&mut self) -> Result<Option<(usize, Status)>, DeviceError> {
         if self.ended == 0 && self.issued != 0 {
-            self.look()?;
+            self.collect()?;
         }
         if self.ended == 0 {
             return Ok(None);
@@ -586,19 +596,20 @@ mod fake;
 mod tests;
 
 #[cfg(test)]
-mod turns {
+mod next_slots_tests {
     use super::*;
 
     #[test]
     fn kinds_take_turns() {
         const PLAIN: u32 = 0b0011;
         let cases = [
-            // Nothing under way: what there is, and of both the kind that was not the last.
+            // With no command in flight: the waiting slots, and of both kinds the one that was not
+            // issued last.
             (0b1100, 0, true, 0b1100),
             (0b0011, 0, true, 0b0001),
             (0b0110, 0, false, 0b0010),
             (0b0110, 0, true, 0b0100),
-            // More queued ones as long as no plain one waits, and nothing beside a plain one.
+            // Further queued commands while no plain one waits, and no command beside a plain one.
             (0b0100, 0b1000, false, 0b0100),
             (0b0101, 0b1000, false, 0),
             (0b0101, 0b1000, true, 0),
@@ -607,8 +618,12 @@ mod turns {
             (0b0001, 0b0010, true, 0),
             (0, 0, false, 0),
         ];
-        for (waiting, issued, was_plain, next) in cases {
-            assert_eq!(turn(waiting, issued, PLAIN, was_plain), next, "{waiting:b} {issued:b}");
+        for (waiting, issued, last_was_plain, next) in cases {
+            assert_eq!(
+                next_slots(waiting, issued, PLAIN, last_was_plain),
+                next,
+                "{waiting:b} {issued:b}"
+            );
         }
     }
 }

@@ -1,31 +1,31 @@
-//! What a disk is to the server.
+//! Interface of disk drivers to the server.
 
 use proto::disk::{Operation, Status};
 
-/// What a disk is like.
+/// Properties of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Geometry {
     /// Length in sectors of 512 bytes.
     pub sectors: u64,
-    /// It cannot be written.
+    /// The disk is read-only.
     pub read_only: bool,
-    /// It knows [`Operation::Discard`].
+    /// The disk supports [`Operation::Discard`].
     pub discard: bool,
-    /// It knows [`Operation::WriteZeroes`].
+    /// The disk supports [`Operation::WriteZeroes`].
     pub write_zeroes: bool,
-    /// Most sectors of one read or write.
+    /// Maximum number of sectors of a read or write.
     pub max_sectors: u32,
-    /// Requests that it works on at once, at most [`MAX_DEPTH`].
+    /// Number of concurrent requests, at most [`MAX_DEPTH`].
     pub depth: usize,
 }
 
-/// Most requests under way at a disk.
+/// Maximum number of requests in flight at a disk.
 pub const MAX_DEPTH: usize = 64;
 
 /// A command to a disk, within its length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Command {
-    /// What to do.
+    /// Operation.
     pub operation: Operation,
     /// First sector.
     pub sector: u64,
@@ -40,18 +40,18 @@ impl Command {
     pub const FLUSH: Self = Self { operation: Operation::Flush, sector: 0, sectors: 0, address: 0 };
 }
 
-/// A disk. Commands are numbered by the server, below the disk's depth; they complete in any order.
+/// A disk driver. The server numbers commands, below the disk's depth; they complete in any order.
 pub trait Disk {
-    /// What it is like.
+    /// Returns the disk's properties.
     fn geometry(&self) -> Geometry;
-    /// Starts command `number`, which is not under way.
+    /// Starts command `number`, which is not in flight.
     fn start(&mut self, number: usize, command: &Command);
-    /// Lets the disk see what was started.
+    /// Notifies the disk of started commands.
     fn flush_doorbell(&mut self);
-    /// The next command that has ended. An error of the device itself is the server's end.
+    /// Returns the next completed command. An error of the device ends the server.
     fn completed(&mut self) -> Result<Option<(usize, Status)>, DeviceError>;
 }
 
-/// The device does what none may. Only a reset, that is a restart of the server, helps.
+/// A protocol violation by the device. The remedy is a reset, by a restart of the server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceError(pub &'static str);

@@ -1,8 +1,9 @@
-//! Disk server: drives one disk and serves parts of it to clients, over sessions in shared memory (`proto::disk`).
+//! Disk server: drives one disk and serves ranges of it to clients, over sessions in shared memory
+//! (`proto::disk`).
 //!
-//! The disk moves data between its medium and the clients' sessions by itself. A request is answered when
-//! the disk has done it. The server keeps nothing that matters over a restart: it resets the disk, reads the
-//! partitions, and clients send again what was not answered.
+//! The disk transfers data directly between its medium and the clients' sessions (DMA). The server
+//! answers a request when the disk has completed it. The server keeps no state over a restart: it
+//! resets the disk, reads the partition table, and clients resend unanswered requests.
 #![cfg_attr(not(test), no_std, no_main)]
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(dead_code, reason = "the rest needs the kernel"))]
@@ -15,7 +16,7 @@ mod virtio;
 
 use abi::FOREVER;
 use heapless::Vec;
-use native_rt::device::{self as memory, Registers, Shared};
+use native_rt::device::{self as memory, DeviceRegisters, Shared};
 use native_rt::{Irq, Notification, error, info, time, warn};
 use proto::control::code;
 use proto::disk::{Operation, Session, Status};
@@ -23,27 +24,27 @@ use proto::service::{DiskDriver, DiskServer, MAX_SESSIONS};
 use proto::start::{Role, Start, event, slot};
 
 use crate::device::{Command, Disk};
-use crate::partition::{Found, SECTOR};
-use crate::server::{Extent, Server};
+use crate::partition::{SECTOR, ScanResult};
+use crate::server::{BlockServer, Extent};
 
-/// Register ranges: virtio's are told by its configuration, AHCI's is the last one.
+/// Register ranges: virtio's configuration names its own, AHCI uses the last one (ABAR).
 const AHCI_BAR: u64 = 5;
-/// Where the sector is read to that partitions are looked for in.
+/// Offset of the buffer for sectors of partition tables.
 const SCAN: u64 = 64 << 10;
 const _: () = assert!(virtio::BYTES <= SCAN && ahci::BYTES <= SCAN);
 
 #[cfg(not(test))]
 native_rt::entry!(main);
 
-/// Serves for ever; returns the exit code of a failure.
+/// Runs the server; returns the exit code of a failure.
 fn main(start: &Start<'static>) -> u64 {
     let Role::Disk(plan) = &start.role else {
-        error!("started as something else than a disk server");
+        error!("the start page does not describe a disk server");
         return code::BAD_CONFIG;
     };
     let (Some(configuration), Some(dma)) = (memory::configuration(start), memory::dma(start))
     else {
-        error!("there is no device");
+        error!("the start page has no device");
         return code::BAD_CONFIG;
     };
     let irq = Irq::at(slot::DEVICE);
@@ -59,7 +60,7 @@ fn main(start: &Start<'static>) -> u64 {
             match virtio::VirtioDisk::new(configuration, bar, words, physical) {
                 Ok(disk) => serve(start, plan, disk, dma),
                 Err(error) => {
-                    error!("the disk cannot be set up: {error:?}");
+                    error!("cannot set up the disk: {error:?}");
                     code::INTERNAL
                 }
             }
@@ -73,7 +74,7 @@ fn main(start: &Start<'static>) -> u64 {
             match ahci::AhciDisk::new(controller, port, words, physical) {
                 Ok(disk) => serve(start, plan, disk, dma),
                 Err(error) => {
-                    error!("the disk cannot be set up: {error:?}");
+                    error!("cannot set up the disk: {error:?}");
                     code::INTERNAL
                 }
             }
@@ -81,9 +82,9 @@ fn main(start: &Start<'static>) -> u64 {
     }
 }
 
-/// An AHCI controller, and the machine's clock.
+/// Registers of an AHCI controller, and the TSC clock.
 struct Hardware {
-    registers: Registers,
+    registers: DeviceRegisters,
     tsc_khz: u64,
 }
 
@@ -109,10 +110,10 @@ impl ahci::Controller for Hardware {
     }
 }
 
-/// Waits for an event: of the device, or of a client.
+/// Waits for an event of the device or of a client.
 fn wait() -> bool {
     let waited = Notification::at(slot::NOTIFICATION).wait(FOREVER);
-    // The interrupt is a message, which needs no acknowledgement by the device.
+    // The interrupt is a message (MSI), which needs no acknowledgement at the device.
     let _ = Irq::at(slot::DEVICE).acknowledge();
     waited.is_ok()
 }
@@ -138,16 +139,18 @@ fn read_sector(
     }
 }
 
-fn find_partitions(disk: &mut impl Disk, dma: Shared) -> Found {
+fn find_partitions(disk: &mut impl Disk, dma: Shared) -> ScanResult {
     let sectors = disk.geometry().sectors;
     partition::find(sectors, |sector, bytes| read_sector(disk, dma, sector, bytes))
 }
 
 fn serve(start: &Start, plan: &DiskServer, mut disk: impl Disk, dma: Shared) -> u64 {
     let geometry = disk.geometry();
-    let Found { partitions, refused } = find_partitions(&mut disk, dma);
+    let ScanResult { partitions, refused } = find_partitions(&mut disk, dma);
     for number in refused {
-        warn!("partition {number} overlaps another one or a partition table: it is not served");
+        warn!(
+            "partition {number} is not served: it overlaps another partition or a partition table"
+        );
     }
     info!(
         "{} MiB, {} partitions, {} requests at once",
@@ -155,7 +158,7 @@ fn serve(start: &Start, plan: &DiskServer, mut disk: impl Disk, dma: Shared) -> 
         partitions.len(),
         geometry.depth
     );
-    let mut server = Server::new(disk);
+    let mut server = BlockServer::new(disk);
     let mut given: Vec<(Extent, bool), MAX_SESSIONS> = Vec::new();
     for (number, (client, memory)) in plan.clients.iter().zip(memory::sessions(start)).enumerate() {
         let extent = server::locate(&client.part, &partitions, geometry.sectors);
@@ -165,14 +168,14 @@ fn serve(start: &Start, plan: &DiskServer, mut disk: impl Disk, dma: Shared) -> 
             Ok((extent, info))
         });
         if let Ok((extent, _)) = &both {
-            // There are no more clients than sessions.
+            // There are at most as many clients as sessions.
             let _ = given.push((*extent, client.read_only));
         }
         let client = match both {
             Ok((extent, info)) => Session::new(memory.words(), memory.window().length(), info)
                 .map(|session| (session, extent, memory.physical(), client.signal)),
             Err(error) => {
-                warn!("client {number} gets no disk: {error:?}");
+                warn!("cannot serve client {number}: {error:?}");
                 None
             }
         };
@@ -180,7 +183,7 @@ fn serve(start: &Start, plan: &DiskServer, mut disk: impl Disk, dma: Shared) -> 
     }
     loop {
         let signal = |number: usize, events| {
-            // A client that is gone comes again by itself.
+            // A client that has ended gets a new session when it restarts.
             let _ = Notification::at(slot::SESSIONS + number as u64).signal(events);
         };
         if let Err(error) = server.serve(signal) {
@@ -188,7 +191,7 @@ fn serve(start: &Start, plan: &DiskServer, mut disk: impl Disk, dma: Shared) -> 
             return code::INTERNAL;
         }
         if !wait() {
-            error!("cannot wait");
+            error!("cannot wait for events");
             return code::INTERNAL;
         }
     }

@@ -1,22 +1,23 @@
-//! Partition tables: GPT (UEFI 2.10, section 5.3) and MBR (section 5.2.1) with logical partitions, which are numbered from 5 as
-//! Linux does.
+//! Partition tables: GPT (UEFI 2.10, section 5.3) and MBR (section 5.2.1) with logical partitions,
+//! which are numbered from 5 as in Linux.
 //!
-//! A table is read sector by sector; every number in it is checked, and a table that contradicts itself is none. Partitions
-//! are for clients that do not trust each other: of those that overlap, none is served, and neither is one that holds sectors
-//! of a table, with which its client could give itself others.
+//! The parser reads a table sector by sector, checks every number in it, and rejects a table that
+//! contradicts itself. Partitions belong to clients that do not trust each other: of overlapping
+//! ones, none is served, and neither is one that contains sectors of a table, with which its client
+//! could change the partitions of other clients.
 
 use crc::{CRC_32_ISO_HDLC, Crc, Digest, Table};
 use heapless::Vec;
 
 use crate::server::Extent;
 
-/// Most partitions that are looked at.
+/// Maximum number of partitions that are examined.
 pub const MAX_PARTITIONS: usize = 32;
 /// Bytes of a sector.
 pub const SECTOR: usize = 512;
 
 const SIGNATURE: &[u8; 8] = b"EFI PART";
-/// MBR partition types: none, extended (CHS, LBA, and Linux'), and the one that protects a GPT.
+/// MBR partition types: empty, extended (CHS, LBA, and Linux), and protective MBR of a GPT.
 const TYPE_NONE: u8 = 0;
 const TYPE_EXTENDED: [u8; 3] = [0x05, 0x0f, 0x85];
 const TYPE_GPT: u8 = 0xee;
@@ -26,7 +27,7 @@ const MBR_ENTRY: usize = 16;
 /// Number of the first logical partition.
 const FIRST_LOGICAL: u8 = 5;
 const HEADER: core::ops::RangeInclusive<u32> = 92..=SECTOR as u32;
-/// Entries are 128 bytes times a power of two; no table needs more sectors than this.
+/// An entry has 128 bytes times a power of two; a table has at most this many sectors.
 const MAX_TABLE_SECTORS: u64 = 256;
 
 static CRC: Crc<u32, Table<1>> = Crc::<u32, Table<1>>::new(&CRC_32_ISO_HDLC);
@@ -34,26 +35,28 @@ static CRC: Crc<u32, Table<1>> = Crc::<u32, Table<1>>::new(&CRC_32_ISO_HDLC);
 /// A partition.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Partition {
-    /// From 1, in the order of the table, empty entries counted; logical ones from 5, in the order of their chain.
+    /// Number from 1 in the order of the table, empty entries counted; from 5 for logical
+    /// partitions, in the order of their chain.
     pub number: u8,
-    /// Where it is.
+    /// Sectors of the partition.
     pub extent: Extent,
 }
 
 /// The partitions of a disk.
 pub type Partitions = Vec<Partition, MAX_PARTITIONS>;
 
-/// What a disk's tables say.
+/// Result of a scan.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Found {
+pub struct ScanResult {
     /// Partitions that are served.
     pub partitions: Partitions,
-    /// Numbers of those that are not: they overlap each other, or a table.
+    /// Numbers of partitions that are not served: they overlap each other or a table.
     pub refused: Vec<u8, MAX_PARTITIONS>,
 }
 
-impl Found {
-    /// Keeps what overlaps nothing else. `reserved` belongs to tables.
+impl ScanResult {
+    /// Splits partitions into those without overlap and those that overlap one another or a
+    /// `reserved` extent of tables.
     fn of(all: &[Partition], reserved: &[Extent]) -> Self {
         let mut found = Self::default();
         for partition in all {
@@ -61,7 +64,7 @@ impl Found {
             let mut others = all.iter().filter(|other| other.number != partition.number);
             let overlaps = others.any(|other| other.extent.overlaps(extent))
                 || reserved.iter().any(|reserved| reserved.overlaps(extent));
-            // Neither has more than there are partitions.
+            // Neither list has more entries than there are partitions.
             let _ = match overlaps {
                 true => found.refused.push(partition.number).is_ok(),
                 false => found.partitions.push(*partition).is_ok(),
@@ -79,45 +82,48 @@ fn u64_at(bytes: &[u8], at: usize) -> u64 {
     bytes.get(at..at + 8).and_then(|bytes| bytes.try_into().ok()).map_or(0, u64::from_le_bytes)
 }
 
-/// Finds the partitions of a disk of `sectors` sectors. `read` reads one sector; `None` if that fails.
-pub fn find(sectors: u64, mut read: impl FnMut(u64, &mut [u8; SECTOR]) -> Option<()>) -> Found {
+/// Finds the partitions of a disk of `sectors` sectors. `read` reads one sector; `None` on failure.
+pub fn find(
+    sectors: u64,
+    mut read: impl FnMut(u64, &mut [u8; SECTOR]) -> Option<()>,
+) -> ScanResult {
     let mut sector = [0; SECTOR];
     if sectors < 2 || read(0, &mut sector).is_none() || sector[510..] != MBR_SIGNATURE {
-        return Found::default();
+        return ScanResult::default();
     }
     let kind = |index: usize, sector: &[u8; SECTOR]| sector[MBR_ENTRIES + MBR_ENTRY * index + 4];
     if (0..4).any(|index| kind(index, &sector) == TYPE_GPT) {
         return gpt(sectors, read).unwrap_or_default();
     }
-    // The table is in nobody's part.
-    let behind = Extent { first: 1, sectors: sectors - 1 };
+    // No partition may contain the table.
+    let after_table = Extent { first: 1, sectors: sectors - 1 };
     let mut all = Partitions::new();
     let mut extended: Option<Extent> = None;
     for index in 0..4 {
         let entry = Entry::at(&sector, index, 0);
         if entry.is_extended() {
-            extended = extended.or_else(|| entry.within(&behind));
-        } else if let Some(extent) = entry.within(&behind) {
-            // There are four at most.
+            extended = extended.or_else(|| entry.within(&after_table));
+        } else if let Some(extent) = entry.within(&after_table) {
+            // There are at most four.
             let _ = all.push(Partition { number: index as u8 + 1, extent });
         }
     }
-    let Some(extended) = extended else { return Found::of(&all, &[]) };
+    let Some(extended) = extended else { return ScanResult::of(&all, &[]) };
     let primary = all.len();
     let tables = logical(&extended, &mut all, read);
-    // A primary partition has no part of the extended one, used or not.
+    // A primary partition must not overlap the extended one, even where that is unused.
     match all[..primary].iter().any(|partition| partition.extent.overlaps(&extended)) {
-        true => Found::of(&all, &[extended]),
-        false => Found::of(&all, &tables),
+        true => ScanResult::of(&all, &[extended]),
+        false => ScanResult::of(&all, &tables),
     }
 }
 
-/// Most tables of logical partitions.
+/// Tables of logical partitions.
 type Tables = Vec<Extent, MAX_PARTITIONS>;
 
-/// Finds the logical partitions in an extended one, and returns where their tables are. Each has a table of its own before it,
-/// with an entry for it, counted from the table, and one for the next table, counted from the beginning of the extended
-/// partition.
+/// Finds the logical partitions in an extended one, and returns the extents of their tables. Each
+/// partition has a table in front of it with two entries: the partition, relative to this table,
+/// and the next table, relative to the extended partition.
 fn logical(
     extended: &Extent,
     partitions: &mut Partitions,
@@ -128,7 +134,7 @@ fn logical(
     let mut number = FIRST_LOGICAL;
     let mut next = Some(extended.first);
     while let Some(place) = next {
-        // Wherever the chain leads, it ends: in a circle, or here.
+        // The limit ends a chain that forms a cycle.
         let table = Extent { first: place, sectors: 1 };
         let is_new = !tables.contains(&table) && tables.push(table).is_ok();
         if !is_new || read(place, &mut sector).is_none() || sector[510..] != MBR_SIGNATURE {
@@ -136,7 +142,7 @@ fn logical(
         }
         for entry in (0..4).map(|index| Entry::at(&sector, index, place)) {
             if let (false, Some(extent)) = (entry.is_extended(), entry.within(extended)) {
-                // Beyond the limit they are not served.
+                // Partitions beyond the limit are not served.
                 let _ = partitions.push(Partition { number, extent });
                 number += 1;
             }
@@ -148,7 +154,7 @@ fn logical(
     tables
 }
 
-/// An entry of a table in an MBR, or before a logical partition.
+/// An entry of a table in an MBR, or of a table of a logical partition.
 struct Entry {
     kind: u8,
     first: u64,
@@ -156,7 +162,7 @@ struct Entry {
 }
 
 impl Entry {
-    /// Entry `index` of a table whose sectors are counted from `base`.
+    /// Parses entry `index` of a table whose sectors count from `base`.
     fn at(sector: &[u8; SECTOR], index: usize, base: u64) -> Self {
         let at = MBR_ENTRIES + MBR_ENTRY * index;
         Self {
@@ -170,7 +176,7 @@ impl Entry {
         TYPE_EXTENDED.contains(&self.kind)
     }
 
-    /// What it names, if that is anything and within `whole`.
+    /// Returns the extent if it is not empty and within `whole`.
     fn within(&self, whole: &Extent) -> Option<Extent> {
         let extent = Extent { first: self.first, sectors: self.sectors };
         let is_there = self.kind != TYPE_NONE && self.sectors > 0;
@@ -179,7 +185,7 @@ impl Entry {
     }
 }
 
-/// A GPT's header: where its partitions may be, and its table of them.
+/// A GPT header: usable sectors and the location of the entries.
 struct Header {
     first: u64,
     last: u64,
@@ -190,7 +196,7 @@ struct Header {
 }
 
 impl Header {
-    /// The header in a sector that was read from `place`.
+    /// Parses the header in a sector read from `place`.
     fn parse(mut sector: [u8; SECTOR], place: u64, sectors: u64) -> Option<Self> {
         let length = u32_at(&sector, 12);
         let is_here = u64_at(&sector, 24) == place;
@@ -216,8 +222,11 @@ impl Header {
     }
 }
 
-/// Reads a disk's GPT: the first copy that is right. The second one is in the last sector.
-fn gpt(sectors: u64, mut read: impl FnMut(u64, &mut [u8; SECTOR]) -> Option<()>) -> Option<Found> {
+/// Reads a disk's GPT: the first valid copy. The second copy is in the last sector.
+fn gpt(
+    sectors: u64,
+    mut read: impl FnMut(u64, &mut [u8; SECTOR]) -> Option<()>,
+) -> Option<ScanResult> {
     let places = [1, sectors - 1];
     let headers = places.map(|place| {
         let mut sector = [0; SECTOR];
@@ -233,10 +242,10 @@ fn gpt(sectors: u64, mut read: impl FnMut(u64, &mut [u8; SECTOR]) -> Option<()>)
         let _ = reserved.push(extent);
     }
     let all = headers.iter().flatten().find_map(|header| entries(header, &mut read))?;
-    Some(Found::of(&all, &reserved))
+    Some(ScanResult::of(&all, &reserved))
 }
 
-/// Reads the partitions of a GPT; `None` if its checksum is wrong.
+/// Reads the partitions of a GPT; `None` if the checksum of the entries is wrong.
 fn entries(
     header: &Header,
     mut read: impl FnMut(u64, &mut [u8; SECTOR]) -> Option<()>,
@@ -257,7 +266,7 @@ fn entries(
             let is_empty = bytes[..16].iter().all(|&byte| byte == 0);
             if !is_empty && number < 256 && start >= first && start <= end && end <= last {
                 let extent = Extent { first: start, sectors: end - start + 1 };
-                // Beyond the limit they are not served.
+                // Partitions beyond the limit are not served.
                 let _ = partitions.push(Partition { number: number as u8, extent });
             }
         }
@@ -278,7 +287,7 @@ mod tests {
         search_all(image).partitions
     }
 
-    fn search_all(image: &[u8]) -> Found {
+    fn search_all(image: &[u8]) -> ScanResult {
         find(SECTORS, |number, sector| {
             let at = number as usize * SECTOR;
             sector.copy_from_slice(image.get(at..at + SECTOR)?);
@@ -354,7 +363,8 @@ mod tests {
         assert_eq!(search(&gpt_image()), two(), "the fourth lies outside");
     }
 
-    /// Puts a table for a logical partition at `place`, with the next one at `next`, both counted from the extended partition.
+    /// Writes a table for a logical partition at `place`, with the next one at `next`, both
+    /// relative to the extended partition.
     fn ebr(image: &mut Image, place: u64, logical: (u8, u32, u32), next: Option<u32>) {
         let at = place as usize * SECTOR;
         put(image, at + 510, &MBR_SIGNATURE);
@@ -371,7 +381,8 @@ mod tests {
     fn logical_partitions() {
         let mut image = mbr(&[(0x83, 64, 100), (0x0f, 300, 500)]);
         ebr(&mut image, 300, (0x83, 20, 30), Some(200));
-        // Not in the order of the disk, one empty, one beyond the extended partition, one that fills it.
+        // Out of the order of the disk, one empty, one beyond the extended partition, one that
+        // fills it.
         ebr(&mut image, 500, (0x83, 10, 20), Some(100));
         ebr(&mut image, 400, (0, 0, 0), Some(250));
         ebr(&mut image, 550, (0x83, 1, 250), Some(260));
@@ -379,15 +390,16 @@ mod tests {
         let at = |number, first, sectors| Partition { number, extent: Extent { first, sectors } };
         let all = [at(1, 64, 100), at(5, 320, 30), at(6, 510, 20), at(7, 600, 200)];
         assert_eq!(search(&image), all);
-        // The chain is a circle, leads out, or comes to no table.
+        // The chain is a cycle, leaves the extended partition, or leads to a sector without a
+        // table.
         for next in [0, 200, 250, 500, 900, u32::MAX, 233] {
             ebr(&mut image, 560, (0x83, 40, 200), Some(next));
             assert_eq!(search(&image), all, "next table at {next}");
         }
-        // It comes to a sector of a partition, whose client could make it a table.
+        // The chain leads to a sector of a partition, whose client could forge a table there.
         ebr(&mut image, 560, (0x83, 40, 200), Some(333));
         assert_eq!(search(&image), all[..3]);
-        // More than are looked at: bounded in number and in reads.
+        // More than are examined: bounded in number and in reads.
         let mut image = mbr(&[(0x05, 300, 1000)]);
         for number in 0..100 {
             let next = Some(2 * number as u32 + 2);
@@ -416,19 +428,19 @@ mod tests {
     }
 
     #[test]
-    fn what_overlaps_is_not_served() {
-        let split = |found: Found| -> (std::vec::Vec<u8>, std::vec::Vec<u8>) {
+    fn overlapping_partitions_are_not_served() {
+        let split = |found: ScanResult| -> (std::vec::Vec<u8>, std::vec::Vec<u8>) {
             let served = found.partitions.iter().map(|partition| partition.number).collect();
             (served, found.refused.iter().copied().collect())
         };
         let of_mbr = |entries: &[(u8, u32, u32)]| split(search_all(&mbr(entries)));
-        // By a sector, entirely, the same; beside each other.
+        // By a sector, entirely, identical; adjacent.
         let third = (0x83, 900, 10);
         assert_eq!(of_mbr(&[(0x83, 64, 100), (0x83, 163, 9), third]), (vec![3], vec![1, 2]));
         assert_eq!(of_mbr(&[(0x83, 64, 100), (0x83, 70, 9), third]), (vec![3], vec![1, 2]));
         assert_eq!(of_mbr(&[(0x83, 64, 9), (0x83, 64, 9), third]), (vec![3], vec![1, 2]));
         assert_eq!(of_mbr(&[(0x83, 64, 100), (0x83, 164, 9), third]), (vec![1, 2, 3], vec![]));
-        // Around the end of 32 bits, and the table itself.
+        // Around the end of 32 bits, and over the table itself.
         assert_eq!(of_mbr(&[(0x83, u32::MAX, 66), third]), (vec![2], vec![]));
         assert_eq!(of_mbr(&[(0x83, 64, u32::MAX), third]), (vec![2], vec![]));
         assert_eq!(of_mbr(&[(0x83, 0, 66), third]), (vec![2], vec![]));
@@ -454,7 +466,7 @@ mod tests {
             }
             search_all(&image)
         };
-        // A header that says that partitions may be anywhere.
+        // A header that permits partitions anywhere.
         let places = [(0, 0), (1, 1), (2, 2), (33, 40), (SECTORS - 40, SECTORS - 33)];
         for (first, last) in places.into_iter().chain([(SECTORS - 1, SECTORS - 1)]) {
             let found = of_gpt(&[(0, first, last), (1, 100, 200)], 0, SECTORS - 1);
@@ -465,7 +477,8 @@ mod tests {
         assert_eq!(found.refused, []);
         assert_eq!(found.partitions.len(), 1);
 
-        // The tables of logical partitions: the next one, its own, and one whose primary holds them all.
+        // Tables of logical partitions: the next one, its own, and a primary partition over all of
+        // them.
         let chain = |first: (u32, u32)| {
             let mut image = mbr(&[(0x83, 64, 100), (0x0f, 300, 500)]);
             ebr(&mut image, 300, (0x83, first.0, first.1), Some(200));
@@ -486,7 +499,7 @@ mod tests {
         assert_eq!(found.refused, [1, 5]);
     }
 
-    /// Whatever is served shares no sector.
+    /// Returns whether no two partitions share a sector.
     fn is_disjoint(partitions: &[Partition]) -> bool {
         partitions.iter().enumerate().all(|(index, one)| {
             partitions[..index].iter().all(|other| !one.extent.overlaps(&other.extent))
@@ -518,7 +531,7 @@ mod tests {
             }
             put(&mut image, 510, &[0x55, 0xaa]);
             if sealed {
-                // Right checksums do not make nonsense right.
+                // Valid checksums do not make invalid entries valid.
                 let sum = CRC.checksum(&image[2 * SECTOR..][..128 * 128]);
                 put(&mut image, SECTOR + 88, &sum.to_le_bytes());
                 put(&mut image, SECTOR + 16, &[0; 4]);

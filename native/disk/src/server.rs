@@ -1,9 +1,10 @@
-//! Clients, and the way of their requests to the disk and back.
+//! Clients, and the path of their requests to the disk and back.
 //!
-//! Clients take turns, one request each, so that none holds up the others. A request is answered when the disk has
-//! completed it: what was acknowledged survives this server. A flush waits for nothing here, as the disk completes it
-//! after all writes that it has completed before. After a flush has failed, all fail until the server is started anew:
-//! a disk gives up what it could not write, and its next flush succeeds (ATA8-ACS, FLUSH CACHE EXT).
+//! Clients take turns, one request each, so that none delays the other clients. The server answers
+//! a request when the disk has completed it: acknowledged data survives this server. A flush needs
+//! no ordering here, as the disk includes all writes that it has completed before. After a failed
+//! flush, all flushes fail until the server restarts: a disk drops data that it could not write,
+//! and its next flush succeeds (ATA8-ACS, FLUSH CACHE EXT).
 
 use heapless::Vec;
 use proto::disk::{Info, Operation, Request, SECTOR, Session, Status};
@@ -12,7 +13,7 @@ use proto::service::{DiskClient, DiskRange, MAX_SESSIONS};
 use crate::device::{Command, DeviceError, Disk, Geometry, MAX_DEPTH};
 use crate::partition::Partition;
 
-/// Sectors that a client sees.
+/// Range of sectors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extent {
     /// First sector on the disk.
@@ -22,65 +23,70 @@ pub struct Extent {
 }
 
 impl Extent {
-    /// The sector behind the last one.
+    /// Returns the first sector after the extent.
     pub fn end(&self) -> u64 {
         self.first.saturating_add(self.sectors)
     }
 
-    /// Whether some sector is in both.
+    /// Returns whether the extents share a sector.
     pub fn overlaps(&self, other: &Self) -> bool {
         self.first < other.end() && other.first < self.end()
     }
 }
 
-/// Why a client's part cannot be served.
+/// Error of a client's range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PartError {
-    /// There is no such partition.
+pub enum RangeError {
+    /// The partition does not exist.
     NoPartition(u8),
-    /// It is not within the disk or partition, or empty.
+    /// The range is empty, or exceeds the disk or partition.
     Beyond,
     /// The disk is read-only, the client wants to write.
     ReadOnly,
-    /// It has sectors of a client before it, and one of the two may write.
+    /// The range shares sectors with an earlier client's, and one of the two may write.
     Shared,
 }
 
-/// Whether a client may have this part beside those that others have, each with whether it is read-only.
-pub fn admit(extent: &Extent, read_only: bool, others: &[(Extent, bool)]) -> Result<(), PartError> {
+/// Checks whether a client may have this range beside those of `others`, each with its read-only
+/// flag.
+pub fn admit(
+    extent: &Extent,
+    read_only: bool,
+    others: &[(Extent, bool)],
+) -> Result<(), RangeError> {
     let clash = |(other, other_read_only): &(Extent, bool)| {
         other.overlaps(extent) && !(read_only && *other_read_only)
     };
-    if others.iter().any(clash) { Err(PartError::Shared) } else { Ok(()) }
+    if others.iter().any(clash) { Err(RangeError::Shared) } else { Ok(()) }
 }
 
-/// Finds a client's part on a disk of `sectors` sectors.
+/// Finds a client's range on a disk of `sectors` sectors.
 pub fn locate(
     part: &DiskRange,
     partitions: &[Partition],
     sectors: u64,
-) -> Result<Extent, PartError> {
+) -> Result<Extent, RangeError> {
     let whole = match part.partition {
         None => Extent { first: 0, sectors },
         Some(number) => {
             let found = partitions.iter().find(|partition| partition.number == number);
-            found.ok_or(PartError::NoPartition(number))?.extent
+            found.ok_or(RangeError::NoPartition(number))?.extent
         }
     };
     let end = whole.first.checked_add(whole.sectors).filter(|&end| end <= sectors);
     let left = whole.sectors.checked_sub(part.first);
-    let (Some(_), Some(left)) = (end, left) else { return Err(PartError::Beyond) };
+    let (Some(_), Some(left)) = (end, left) else { return Err(RangeError::Beyond) };
     let length = if part.sectors == 0 { left } else { part.sectors };
     if length == 0 || length > left {
-        return Err(PartError::Beyond);
+        return Err(RangeError::Beyond);
     }
     Ok(Extent { first: whole.first + part.first, sectors: length })
 }
 
-/// What to tell a client about its part.
-pub fn info(client: &DiskClient, extent: &Extent, disk: &Geometry) -> Result<Info, PartError> {
+/// Returns the properties of a range for its client.
+pub fn info(client: &DiskClient, extent: &Extent, disk: &Geometry) -> Result<Info, RangeError> {
     if disk.read_only && !client.read_only {
-        return Err(PartError::ReadOnly);
+        return Err(RangeError::ReadOnly);
     }
     Ok(Info {
         sectors: extent.sectors,
@@ -101,35 +107,35 @@ struct Client<'m> {
 }
 
 #[derive(Clone, Copy)]
-struct UnderWay {
+struct InFlight {
     client: usize,
     id: u16,
     is_flush: bool,
 }
 
-/// The server.
-pub struct Server<'m, D> {
+/// The disk server.
+pub struct BlockServer<'m, D> {
     disk: D,
     depth: usize,
-    /// By session number; one that cannot be served has no entry.
+    /// By session index; a client without a range has no entry.
     clients: Vec<Option<Client<'m>>, MAX_SESSIONS>,
-    under_way: [Option<UnderWay>; MAX_DEPTH],
-    /// Whose turn it is.
+    in_flight: [Option<InFlight>; MAX_DEPTH],
+    /// Index of the client whose turn is next.
     turn: usize,
     /// A flush has failed.
-    has_lost: bool,
+    flush_failed: bool,
 }
 
-impl<'m, D: Disk> Server<'m, D> {
-    /// A server without clients. Nothing is under way at the disk.
+impl<'m, D: Disk> BlockServer<'m, D> {
+    /// Creates a server without clients. The disk has no commands in flight.
     pub fn new(disk: D) -> Self {
         let depth = disk.geometry().depth.clamp(1, MAX_DEPTH);
-        let under_way = [None; MAX_DEPTH];
-        Self { disk, depth, clients: Vec::new(), under_way, turn: 0, has_lost: false }
+        let in_flight = [None; MAX_DEPTH];
+        Self { disk, depth, clients: Vec::new(), in_flight, turn: 0, flush_failed: false }
     }
 
-    /// Adds the next client: its session, whose memory is at `physical` for the disk, and the events to signal to it. `None`:
-    /// it gets no disk.
+    /// Adds the next client: its session, whose memory is at `physical` for the disk, its range,
+    /// and the events to signal to it. `None`: the client gets no disk.
     pub fn add(&mut self, client: Option<(Session<'m>, Extent, u64, u64)>) {
         let client = client.map(|(session, extent, physical, signal)| Client {
             session,
@@ -137,12 +143,12 @@ impl<'m, D: Disk> Server<'m, D> {
             physical,
             signal,
         });
-        // There are no more sessions than places.
+        // There are at most as many sessions as places.
         let _ = self.clients.push(client);
     }
 
-    /// Does all that can be done now, then asks everybody for signals. `signal` gets number and events of clients to be
-    /// signalled.
+    /// Processes all available work, then requests signals from all clients. Calls `signal` with
+    /// index and events of each client to signal.
     pub fn serve(&mut self, mut signal: impl FnMut(usize, u64)) -> Result<(), DeviceError> {
         loop {
             let mut progress = false;
@@ -161,18 +167,18 @@ impl<'m, D: Disk> Server<'m, D> {
                 self.disk.flush_doorbell();
                 progress = true;
             }
-            for (number, client) in self.clients.iter_mut().enumerate() {
+            for (index, client) in self.clients.iter_mut().enumerate() {
                 if let Some(client) = client
                     && client.session.take_signal()
                 {
-                    signal(number, client.signal);
+                    signal(index, client.signal);
                 }
             }
-            // With all places taken, the next completion is what wakes the server.
+            // With all places in use, the next completion wakes the server.
             let full = self.free().is_none();
             let mut idle = true;
             for client in self.clients.iter_mut().flatten() {
-                // All of them are asked.
+                // Every client must get the request.
                 idle &= client.session.sleep();
             }
             if !progress && (idle || full) {
@@ -181,12 +187,12 @@ impl<'m, D: Disk> Server<'m, D> {
         }
     }
 
-    /// A number for another command.
+    /// Returns a free command number.
     fn free(&self) -> Option<usize> {
-        self.under_way[..self.depth].iter().position(Option::is_none)
+        self.in_flight[..self.depth].iter().position(Option::is_none)
     }
 
-    /// The next request of the client whose turn it is, or of one after it.
+    /// Returns the next request of the client whose turn it is, or of the next client that has one.
     fn next(&mut self) -> Option<(usize, Request)> {
         let (count, turn) = (self.clients.len(), self.turn);
         (0..count).map(|step| (turn + step) % count).find_map(|index| {
@@ -199,7 +205,7 @@ impl<'m, D: Disk> Server<'m, D> {
     fn start(&mut self, number: usize, index: usize, request: &Request) {
         let Some(Some(client)) = self.clients.get_mut(index) else { return };
         let is_flush = request.operation == Operation::Flush;
-        if is_flush && self.has_lost {
+        if is_flush && self.flush_failed {
             client.session.complete(request.id, Status::Failed);
             return;
         }
@@ -210,17 +216,17 @@ impl<'m, D: Disk> Server<'m, D> {
             sectors: request.sectors,
             address: client.physical + request.offset,
         };
-        self.under_way[number] = Some(UnderWay { client: index, id: request.id, is_flush });
+        self.in_flight[number] = Some(InFlight { client: index, id: request.id, is_flush });
         self.disk.start(number, &command);
     }
 
     fn complete(&mut self, number: usize, status: Status) -> Result<(), DeviceError> {
-        let place = self.under_way.get_mut(number).and_then(Option::take);
-        let UnderWay { client, id, is_flush } =
-            place.ok_or(DeviceError("completed what was not under way"))?;
-        self.has_lost |= is_flush && status != Status::Ok;
-        // Another flush that was under way beside the one that failed has lost as much.
-        let status = if is_flush && self.has_lost { Status::Failed } else { status };
+        let place = self.in_flight.get_mut(number).and_then(Option::take);
+        let InFlight { client, id, is_flush } =
+            place.ok_or(DeviceError("the device completed a command that was not in flight"))?;
+        self.flush_failed |= is_flush && status != Status::Ok;
+        // A flush that was in flight beside the failed one has lost the same data.
+        let status = if is_flush && self.flush_failed { Status::Failed } else { status };
         if let Some(Some(client)) = self.clients.get_mut(client) {
             client.session.complete(id, status);
         }
@@ -243,18 +249,18 @@ mod tests {
     use super::*;
 
     /// A disk in memory. Data is one word for each sector; addresses are of words of a session.
-    struct Platter {
+    struct Medium {
         sectors: RefCell<BTreeMap<u64, u64>>,
         memories: Vec2<Rc<Vec2<AtomicU64>>>,
     }
     type Vec2<T> = std::vec::Vec<T>;
 
     struct Fake {
-        platter: Rc<Platter>,
+        medium: Rc<Medium>,
         queue: Vec2<(usize, Command)>,
-        /// Commands that complete with the next look.
+        /// Number of commands that complete at the next look.
         ready: usize,
-        /// How the next flush ends.
+        /// Result of the next flush.
         flushed: Status,
         pick: u64,
     }
@@ -287,7 +293,7 @@ mod tests {
             fake.pick = fake.pick.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
             let index = (fake.pick >> 33) as usize % fake.queue.len();
             let (number, command) = fake.queue.remove(index);
-            fake.platter.carry_out(&command);
+            fake.medium.execute(&command);
             let status = match command.operation {
                 Operation::Flush => std::mem::replace(&mut fake.flushed, Status::Ok),
                 _ => Status::Ok,
@@ -296,8 +302,8 @@ mod tests {
         }
     }
 
-    impl Platter {
-        fn carry_out(&self, command: &Command) {
+    impl Medium {
+        fn execute(&self, command: &Command) {
             assert!(command.sector + u64::from(command.sectors) <= 4096);
             if !command.operation.has_data() {
                 return;
@@ -319,30 +325,30 @@ mod tests {
 
     const LENGTH: u64 = DATA + 16 * BUFFER;
 
-    fn platter(clients: usize) -> Rc<Platter> {
+    fn medium(clients: usize) -> Rc<Medium> {
         let memory = || Rc::new((0..LENGTH / 8).map(|_| AtomicU64::new(0)).collect::<Vec2<_>>());
         let memories = (0..clients).map(|_| memory()).collect();
-        Rc::new(Platter { sectors: RefCell::default(), memories })
+        Rc::new(Medium { sectors: RefCell::default(), memories })
     }
 
-    fn fake(platter: &Rc<Platter>) -> RefCell<Fake> {
-        let platter = platter.clone();
-        RefCell::new(Fake { platter, queue: Vec2::new(), ready: 0, flushed: Status::Ok, pick: 1 })
+    fn fake(medium: &Rc<Medium>) -> RefCell<Fake> {
+        let medium = medium.clone();
+        RefCell::new(Fake { medium, queue: Vec2::new(), ready: 0, flushed: Status::Ok, pick: 1 })
     }
 
-    fn clients(platter: &Platter) -> Vec2<Session2<'_>> {
+    fn clients(medium: &Medium) -> Vec2<Session2<'_>> {
         let client = |memory| Session2::new(memory, LENGTH).unwrap();
-        platter.memories.iter().map(|memory| client(&memory[..])).collect()
+        medium.memories.iter().map(|memory| client(&memory[..])).collect()
     }
 
-    /// Parts of 1000 sectors, one behind the other, from sector 10.
+    /// Ranges of 1000 sectors, contiguous from sector 10.
     fn server<'m, 'f>(
-        platter: &'m Platter,
+        medium: &'m Medium,
         fake: &'f RefCell<Fake>,
-    ) -> Server<'m, &'f RefCell<Fake>> {
-        let mut server = Server::new(fake);
+    ) -> BlockServer<'m, &'f RefCell<Fake>> {
+        let mut server = BlockServer::new(fake);
         let geometry = server.disk.geometry();
-        for (index, memory) in platter.memories.iter().enumerate() {
+        for (index, memory) in medium.memories.iter().enumerate() {
             let part =
                 DiskRange { partition: None, first: 10 + 1000 * index as u64, sectors: 1000 };
             let extent = locate(&part, &[], geometry.sectors).unwrap();
@@ -363,14 +369,14 @@ mod tests {
         assert_eq!(locate(None, 0, 0), Ok(Extent { first: 0, sectors: 1000 }));
         assert_eq!(locate(Some(1), 10, 0), Ok(Extent { first: 74, sectors: 90 }));
         assert_eq!(locate(Some(1), 10, 90), Ok(Extent { first: 74, sectors: 90 }));
-        assert_eq!(locate(Some(1), 10, 91), Err(PartError::Beyond));
-        assert_eq!(locate(Some(1), 100, 0), Err(PartError::Beyond));
-        assert_eq!(locate(Some(1), u64::MAX, 2), Err(PartError::Beyond));
-        assert_eq!(locate(None, 999, 2), Err(PartError::Beyond));
-        assert_eq!(locate(Some(2), 0, 0), Err(PartError::NoPartition(2)));
+        assert_eq!(locate(Some(1), 10, 91), Err(RangeError::Beyond));
+        assert_eq!(locate(Some(1), 100, 0), Err(RangeError::Beyond));
+        assert_eq!(locate(Some(1), u64::MAX, 2), Err(RangeError::Beyond));
+        assert_eq!(locate(None, 999, 2), Err(RangeError::Beyond));
+        assert_eq!(locate(Some(2), 0, 0), Err(RangeError::NoPartition(2)));
         let huge = [Partition { number: 1, extent: Extent { first: 1, sectors: u64::MAX } }];
         let part = DiskRange { partition: Some(1), ..DiskRange::WHOLE };
-        assert_eq!(super::locate(&part, &huge, 1000), Err(PartError::Beyond));
+        assert_eq!(super::locate(&part, &huge, 1000), Err(RangeError::Beyond));
     }
 
     #[test]
@@ -378,19 +384,19 @@ mod tests {
         let extent = |first, sectors| Extent { first, sectors };
         let others = [(extent(10, 10), false), (extent(30, 10), true)];
         assert_eq!(admit(&extent(20, 10), false, &others), Ok(()));
-        assert_eq!(admit(&extent(19, 1), true, &others), Err(PartError::Shared));
-        assert_eq!(admit(&extent(0, 11), false, &others), Err(PartError::Shared));
+        assert_eq!(admit(&extent(19, 1), true, &others), Err(RangeError::Shared));
+        assert_eq!(admit(&extent(0, 11), false, &others), Err(RangeError::Shared));
         assert_eq!(admit(&extent(20, 11), true, &others), Ok(()));
-        assert_eq!(admit(&extent(20, 11), false, &others), Err(PartError::Shared));
+        assert_eq!(admit(&extent(20, 11), false, &others), Err(RangeError::Shared));
         assert_eq!(admit(&extent(u64::MAX, 9), false, &others), Ok(()));
     }
 
     #[test]
     fn clients_take_turns() {
-        let platter = platter(3);
-        let fake = fake(&platter);
-        let mut server = server(&platter, &fake);
-        let mut clients = clients(&platter);
+        let medium = medium(3);
+        let fake = fake(&medium);
+        let mut server = server(&medium, &fake);
+        let mut clients = clients(&medium);
         for _ in 0..2 {
             clients.iter_mut().for_each(|client| assert_eq!(client.poll(), None));
             server.serve(|_, _| {}).unwrap();
@@ -405,13 +411,13 @@ mod tests {
         assert_eq!(sectors, [10, 1010, 2010, 10, 1010], "five at a time, in turns");
     }
 
-    /// The disk says once that it has lost data.
+    /// The disk reports once that it has lost data.
     #[test]
     fn a_failed_flush_is_the_last_word() {
-        let platter = platter(2);
-        let fake = fake(&platter);
-        let mut server = server(&platter, &fake);
-        let mut clients = clients(&platter);
+        let medium = medium(2);
+        let fake = fake(&medium);
+        let mut server = server(&medium, &fake);
+        let mut clients = clients(&medium);
         let mut round = |flushed| {
             fake.borrow_mut().flushed = flushed;
             for client in &mut clients {
@@ -434,7 +440,7 @@ mod tests {
         assert_eq!(round(ok), [[ok, ok]; 2]);
         let first = round(failed);
         assert!(first.iter().any(|client| client[1] == failed));
-        // Of both clients, whichever of them it was told.
+        // For both clients, whichever of them received the failure first.
         assert_eq!(round(ok), [[ok, failed]; 2]);
     }
 
@@ -448,8 +454,8 @@ mod tests {
     }
 
     proptest! {
-        /// Two clients write and the server is killed at any point: whatever a client was told is written is on the disk, and
-        /// nothing of one client's is in the other one's part.
+        /// Two clients write and the server is killed at any point: every acknowledged write is on
+        /// the disk, and no data of one client is in the other client's range.
         #[test]
         fn no_acknowledged_write_is_lost(steps in prop::collection::vec((0..2usize, prop_oneof![
             6 => (0..40u64, 1..4u8).prop_map(|(sector, count)| Step::Write(sector, count)),
@@ -458,19 +464,20 @@ mod tests {
             5 => Just(Step::Poll),
             1 => Just(Step::Kill),
         ]), 0..200)) {
-            let platter = platter(2);
-            let mut clients = clients(&platter);
+            let medium = medium(2);
+            let mut clients = clients(&medium);
             // For each tag: client, first sector, number, buffer.
             let mut requests = BTreeMap::new();
-            // Last value that was acknowledged, for each sector of each client; none while a write is under way.
+            // Last acknowledged value of each sector of each client; none while a write is in
+            // flight.
             let mut known: [BTreeMap<u64, u64>; 2] = Default::default();
             let mut busy: [BTreeMap<u64, u32>; 2] = Default::default();
             let mut tag = 0u64;
             let mut kills = 0;
             let mut rest = steps.into_iter();
             'life: loop {
-                let device = fake(&platter);
-                let mut server = server(&platter, &device);
+                let device = fake(&medium);
+                let mut server = server(&medium, &device);
                 for (who, step) in rest.by_ref() {
                     match step {
                         Step::Write(sector, count) => {
@@ -482,7 +489,7 @@ mod tests {
                             let Some(buffer) = clients[who].allocate(bytes) else { continue };
                             for index in 0..u64::from(count) {
                                 let word = (buffer.offset + index * SECTOR) / 8;
-                                platter.memories[who][word as usize].store(tag << 8 | index, Ordering::Relaxed);
+                                medium.memories[who][word as usize].store(tag << 8 | index, Ordering::Relaxed);
                                 busy[who].insert(sector + index, 1);
                                 known[who].remove(&(sector + index));
                             }
@@ -517,7 +524,7 @@ mod tests {
                             continue 'life;
                         }
                     }
-                    let sectors = platter.sectors.borrow();
+                    let sectors = medium.sectors.borrow();
                     for (who, known) in known.iter().enumerate() {
                         for (sector, value) in known {
                             prop_assert_eq!(sectors.get(&(10 + 1000 * who as u64 + sector)), Some(value), "after {} kills", kills);

@@ -1,11 +1,11 @@
 //! Driver of virtio-blk (virtio 1.2, section 5.2).
 //!
-//! Each command has three descriptors and a record of its own in the memory shared with the device, so numbers are
-//! places and nothing is allocated.
+//! Each command has three descriptors and a record of its own in the memory shared with the device,
+//! so command numbers determine offsets and the driver allocates nothing.
 
 use core::sync::atomic::{AtomicU64, Ordering};
 
-use native_rt::device::Registers;
+use native_rt::device::DeviceRegisters;
 use native_virtio::{QUEUE_BYTES, Queue, SetupError, Transport, WRITE};
 use proto::disk::{Operation, SECTOR, Status};
 
@@ -59,15 +59,16 @@ pub struct VirtioDisk<'m> {
     has_flush: bool,
     max_discard: u32,
     max_zeroes: u32,
-    /// Commands that end without the device.
+    /// Commands that complete without the device.
     ended: [Option<Status>; MAX_DEPTH],
 }
 
 impl<'m> VirtioDisk<'m> {
-    /// Resets the device and sets it up. `memory` is [`BYTES`] long and has the address `physical` for the device.
+    /// Resets the device and sets it up. `memory` is [`BYTES`] long and at address `physical` for
+    /// the device.
     pub fn new(
-        configuration: Registers,
-        bar: impl Fn(u64) -> Option<Registers>,
+        configuration: DeviceRegisters,
+        bar: impl Fn(u64) -> Option<DeviceRegisters>,
         memory: &'m [AtomicU64],
         physical: u64,
     ) -> Result<Self, SetupError> {
@@ -112,16 +113,16 @@ impl<'m> VirtioDisk<'m> {
         self.memory[RECORDS + RECORD * number + word].store(value, Ordering::Relaxed);
     }
 
-    /// Offers the command to the device; a status if it is done without.
+    /// Offers the command to the device; returns a status if it completes without the device.
     fn offer(&mut self, number: usize, command: &Command) -> Option<Status> {
         let range = command.sectors;
         let (kind, sector) = match command.operation {
             Operation::Read => (IN, command.sector),
             Operation::Write => (OUT, command.sector),
-            // A device without the feature answers no write before it is on stable storage.
+            // A device without the feature completes a write only when it is on stable storage.
             Operation::Flush if !self.has_flush => return Some(Status::Ok),
             Operation::Flush => (FLUSH, 0),
-            // The device may forget less than it is asked to.
+            // A discard is only a hint.
             Operation::Discard if range > self.max_discard => return Some(Status::Ok),
             Operation::Discard => (DISCARD, 0),
             Operation::WriteZeroes if range > self.max_zeroes => return Some(Status::Unsupported),
@@ -150,7 +151,8 @@ impl<'m> VirtioDisk<'m> {
                 self.queue.offer(first, &[header, range, status])
             }
         };
-        // The server uses no number twice; were it so, the client is told rather than left waiting.
+        // The server never reuses a number in flight; if it did, the client gets an error instead
+        // of no answer.
         (!offered).then_some(Status::Failed)
     }
 }
@@ -178,7 +180,10 @@ impl Disk for VirtioDisk<'_> {
         if let Some(number) = self.ended.iter().position(Option::is_some) {
             return Ok(self.ended[number].take().map(|status| (number, status)));
         }
-        let taken = self.queue.take().map_err(|_| DeviceError("used what it was not offered"))?;
+        let taken = self
+            .queue
+            .take()
+            .map_err(|_| DeviceError("the device used a chain that was not offered"))?;
         let Some((first, _)) = taken else { return Ok(None) };
         let number = usize::from(first / DESCRIPTORS);
         let word = &self.memory[RECORDS + RECORD * number + STATUS];

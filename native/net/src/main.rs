@@ -1,13 +1,13 @@
-//! Network server: a switch between virtual machines and, with a network card of its own, the outside.
+//! Network server: a switch between VMs and, with a network card, the external network.
 //!
-//! A frame is copied once, from the sender's session to each receiver's, and by the processor that serves them.
-//! Addresses are judged on a copy of the frame's header, which is also what receivers get: the sender cannot change it in
-//! between. Frames that find no room are dropped; nobody waits for anybody.
+//! The server copies a frame once, from the sender's session to each receiver's. It checks
+//! addresses on a private copy of the frame's header, which the receivers get too: the sender
+//! cannot change it in between. It drops frames without room and never waits for a client.
 #![cfg_attr(not(test), no_std, no_main)]
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(dead_code, reason = "the rest needs the kernel"))]
 
-mod finish;
+mod offload;
 mod switch;
 mod uplink;
 
@@ -20,37 +20,37 @@ use proto::net::{Frame, Info, MAX_FRAME, NEEDS_SUM, Offload, OffloadCaps, Port, 
 use proto::service::{MAX_SESSIONS, NetServer};
 use proto::start::{Role, Start, event, slot};
 
-use crate::switch::{End, HEADER, Switch, Verdict};
+use crate::switch::{HEADER, Switch, SwitchEnd, Verdict};
 use crate::uplink::Uplink;
 
-/// Frames of one sender before the others have their turn.
-const TURN: usize = 32;
+/// Maximum number of frames of one sender per turn.
+const MAX_BATCH: usize = 32;
 
-/// A frame that is being finished.
+/// Buffer for software offloads.
 static SCRATCH: spin::Mutex<[u8; MAX_FRAME as usize]> = spin::Mutex::new([0; MAX_FRAME as usize]);
 
 #[cfg(not(test))]
 native_rt::entry!(main);
 
-/// A client's session.
+/// Session of a client.
 struct Client {
     port: Port<'static>,
     window: Window,
     signal: u64,
 }
 
-/// The network card does what it must not.
-struct CardBroken;
+/// The network card violates the protocol.
+struct UplinkError;
 
-/// The server.
-struct Server {
+/// The network server.
+struct NetworkServer {
     switch: Switch,
     clients: Vec<Client, MAX_SESSIONS>,
     uplink: Option<Uplink>,
     tsc_khz: u64,
 }
 
-/// Where a frame's data is.
+/// Location of a frame's data.
 #[derive(Clone, Copy)]
 struct Data {
     window: Window,
@@ -67,8 +67,8 @@ impl Data {
     }
 }
 
-/// Whether a client takes a frame as it is.
-fn passes(takes: OffloadCaps, offload: &Offload) -> bool {
+/// Returns whether a client accepts a frame without software offloads.
+fn accepts(takes: OffloadCaps, offload: &Offload) -> bool {
     let kind = match offload.segments & !segments::ECN {
         segments::NONE => true,
         segments::TCP4 => takes.tcp4,
@@ -78,26 +78,26 @@ fn passes(takes: OffloadCaps, offload: &Offload) -> bool {
     kind && (takes.sums || offload.flags & NEEDS_SUM == 0)
 }
 
-impl Server {
-    /// Moves everything that waits; returns whether there was anything.
-    fn serve(&mut self) -> Result<bool, CardBroken> {
+impl NetworkServer {
+    /// Forwards all waiting frames; returns whether there were any.
+    fn serve(&mut self) -> Result<bool, UplinkError> {
         let now = time::nanos(self.tsc_khz, time::tsc());
         let mut progress = false;
-        for number in 0..self.clients.len() {
-            for _ in 0..TURN {
-                let client = &mut self.clients[number];
+        for index in 0..self.clients.len() {
+            for _ in 0..MAX_BATCH {
+                let client = &mut self.clients[index];
                 let Some(frame) = client.port.receive() else { break };
                 progress = true;
                 let Frame { offset, length, offload } = frame;
                 let window = client.window;
                 let data = Data { window, offset, length, header: [0; HEADER], offload };
-                self.pass(End::Port(number), data, now)?;
-                self.clients[number].port.done();
+                self.forward(SwitchEnd::Port(index), data, now)?;
+                self.clients[index].port.done();
             }
         }
-        for _ in 0..TURN {
+        for _ in 0..MAX_BATCH {
             let Some(uplink) = &mut self.uplink else { break };
-            let Some(received) = uplink.receive().map_err(|_| CardBroken)? else { break };
+            let Some(received) = uplink.receive().map_err(|_| UplinkError)? else { break };
             progress = true;
             let data = Data {
                 window: uplink.memory().window(),
@@ -106,9 +106,9 @@ impl Server {
                 header: [0; HEADER],
                 offload: Offload::default(),
             };
-            self.pass(End::Uplink, data, now)?;
+            self.forward(SwitchEnd::Uplink, data, now)?;
             if let Some(uplink) = &mut self.uplink {
-                uplink.give_back(received);
+                uplink.return_buffer(received);
             }
         }
         if let Some(uplink) = &mut self.uplink {
@@ -117,7 +117,7 @@ impl Server {
         Ok(progress)
     }
 
-    fn pass(&mut self, from: End, mut data: Data, now: u64) -> Result<(), CardBroken> {
+    fn forward(&mut self, from: SwitchEnd, mut data: Data, now: u64) -> Result<(), UplinkError> {
         if !data.window.read(data.offset, &mut data.header) {
             return Ok(());
         }
@@ -125,28 +125,28 @@ impl Server {
             Verdict::Drop(_) => Ok(()),
             Verdict::To(to) => self.deliver(to, &data),
             Verdict::Flood => {
-                for number in 0..self.clients.len() {
-                    if self.switch.reaches(from, End::Port(number)) {
-                        self.deliver(End::Port(number), &data)?;
+                for index in 0..self.clients.len() {
+                    if self.switch.reaches(from, SwitchEnd::Port(index)) {
+                        self.deliver(SwitchEnd::Port(index), &data)?;
                     }
                 }
-                if self.switch.reaches(from, End::Uplink) {
-                    self.deliver(End::Uplink, &data)?;
+                if self.switch.reaches(from, SwitchEnd::Uplink) {
+                    self.deliver(SwitchEnd::Uplink, &data)?;
                 }
                 Ok(())
             }
         }
     }
 
-    fn deliver(&mut self, to: End, data: &Data) -> Result<(), CardBroken> {
+    fn deliver(&mut self, to: SwitchEnd, data: &Data) -> Result<(), UplinkError> {
         let whole = match to {
-            End::Port(number) => {
-                let Some(client) = self.clients.get_mut(number) else { return Ok(()) };
-                passes(client.port.offload_caps(), &data.offload)
+            SwitchEnd::Port(index) => {
+                let Some(client) = self.clients.get_mut(index) else { return Ok(()) };
+                accepts(client.port.offload_caps(), &data.offload)
             }
-            End::Uplink => {
+            SwitchEnd::Uplink => {
                 let uplink = self.uplink.as_ref();
-                uplink.is_some_and(|uplink| uplink.takes(data.length, &data.offload))
+                uplink.is_some_and(|uplink| uplink.accepts(data.length, &data.offload))
             }
         };
         if whole {
@@ -160,7 +160,7 @@ impl Server {
         }
         frame[..HEADER].copy_from_slice(&data.header);
         let mut outcome = Ok(());
-        finish::finish(frame, &data.offload, |frame| {
+        offload::apply_offload(frame, &data.offload, |frame| {
             if outcome.is_ok() {
                 let length = frame.len() as u64;
                 outcome = self.put(to, length, Offload::default(), |window, offset| {
@@ -171,17 +171,17 @@ impl Server {
         outcome
     }
 
-    /// Gives a frame to its receiver, if there is room.
+    /// Copies a frame to its receiver if there is room.
     fn put(
         &mut self,
-        to: End,
+        to: SwitchEnd,
         length: u64,
         offload: Offload,
         fill: impl FnOnce(Window, u64) -> bool,
-    ) -> Result<(), CardBroken> {
+    ) -> Result<(), UplinkError> {
         match to {
-            End::Port(number) => {
-                let Some(client) = self.clients.get_mut(number) else { return Ok(()) };
+            SwitchEnd::Port(index) => {
+                let Some(client) = self.clients.get_mut(index) else { return Ok(()) };
                 if let Some(offset) = client.port.place(length)
                     && fill(client.window, offset)
                 {
@@ -189,23 +189,24 @@ impl Server {
                 }
                 Ok(())
             }
-            End::Uplink => {
+            SwitchEnd::Uplink => {
                 let Some(uplink) = &mut self.uplink else { return Ok(()) };
                 let fill = |memory: Shared, offset| fill(memory.window(), offset);
-                uplink.send(length, &offload, fill).map_err(|_| CardBroken)
+                uplink.send(length, &offload, fill).map_err(|_| UplinkError)
             }
         }
     }
 
-    /// Signals who is to be signalled, and asks all for signals. `false`: something waits already.
+    /// Signals clients with pending events, and requests signals from all. Returns `false` if a
+    /// frame is already waiting.
     fn sleep(&mut self) -> bool {
         let mut idle = true;
-        for (number, client) in self.clients.iter_mut().enumerate() {
+        for (index, client) in self.clients.iter_mut().enumerate() {
             client.port.poll();
             idle &= client.port.sleep();
             if client.port.take_signal() {
-                // A client that is gone comes again by itself.
-                let _ = Notification::at(slot::SESSIONS + number as u64).signal(client.signal);
+                // A client that has ended gets a new session when it restarts.
+                let _ = Notification::at(slot::SESSIONS + index as u64).signal(client.signal);
             }
         }
         idle
@@ -218,7 +219,7 @@ fn connect(start: &Start, plan: &NetServer) -> Result<Option<Uplink>, u64> {
     }
     let (Some(configuration), Some(dma)) = (memory::configuration(start), memory::dma(start))
     else {
-        error!("there is no device");
+        error!("the start page has no device");
         return Err(code::BAD_CONFIG);
     };
     let bit = event::INTERRUPT.trailing_zeros();
@@ -228,15 +229,15 @@ fn connect(start: &Start, plan: &NetServer) -> Result<Option<Uplink>, u64> {
     }
     let bar = |number| memory::registers(start, number);
     Uplink::new(configuration, bar, dma).map(Some).map_err(|error| {
-        error!("the network card cannot be set up: {error:?}");
+        error!("cannot set up the network card: {error:?}");
         code::INTERNAL
     })
 }
 
-/// Serves for ever; returns the exit code of a failure.
+/// Runs the server; returns the exit code of a failure.
 fn main(start: &Start<'static>) -> u64 {
     let Role::Net(plan) = &start.role else {
-        error!("started as something else than a switch");
+        error!("the start page does not describe a switch");
         return code::BAD_CONFIG;
     };
     let uplink = match connect(start, plan) {
@@ -248,20 +249,20 @@ fn main(start: &Start<'static>) -> u64 {
         let info = Info { mac: port.mac };
         let window = memory.window();
         let Some(session) = Port::new(memory.words(), window.length(), info) else {
-            error!("a session is too short");
+            error!("the memory of a session is missing or too short");
             return code::BAD_CONFIG;
         };
-        // There are no more sessions than places.
+        // There are at most as many sessions as places.
         let _ = clients.push(Client { port: session, window, signal: port.signal });
     }
     info!("{} ports, {}", clients.len(), if uplink.is_some() { "uplink" } else { "no uplink" });
     let now = time::nanos(start.clock.tsc_khz, time::tsc());
     let switch = Switch::new(&plan.ports, uplink.is_some(), now);
-    let mut server = Server { switch, clients, uplink, tsc_khz: start.clock.tsc_khz };
+    let mut server = NetworkServer { switch, clients, uplink, tsc_khz: start.clock.tsc_khz };
     loop {
         match server.serve() {
-            Err(CardBroken) => {
-                error!("the network card used what it was not offered");
+            Err(UplinkError) => {
+                error!("the network card used a chain that was not offered");
                 return code::INTERNAL;
             }
             Ok(progress) => {
@@ -271,10 +272,11 @@ fn main(start: &Start<'static>) -> u64 {
             }
         }
         if let Err(status) = Notification::at(slot::NOTIFICATION).wait(FOREVER) {
-            error!("cannot wait: {status:?}");
+            error!("cannot wait for events: {status:?}");
             return code::INTERNAL;
         }
-        // The interrupt is a message, which needs no acknowledgement by the device. Without a card there is none.
+        // The interrupt is a message (MSI), which needs no acknowledgement at the device. Without a
+        // card the capability is absent.
         let _ = Irq::at(slot::DEVICE).acknowledge();
     }
 }

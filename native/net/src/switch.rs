@@ -1,35 +1,35 @@
-//! Where frames go: a learning switch with a rule for each port.
+//! Forwarding decisions: a learning switch with rules per port.
 //!
-//! - A client sends from its own address only, and no one outside may use a client's address.
-//! - Ports of different groups do not reach each other; the uplink is in every group.
-//! - Clients' addresses are known, so a frame to an address that is neither a client's nor learned leaves through
-//!   the uplink; it is never shown to other clients.
-//! - A client that sends more than its rate loses what is too much.
+//! - A client sends from its own address only, and no external station may use a client's address.
+//! - Ports of different groups are isolated; the uplink is in every group.
+//! - Clients' addresses are known, so a frame to an address that is neither a client's nor learned
+//!   leaves through the uplink; other clients never see it.
+//! - A client that exceeds its rate loses the excess frames.
 
 use heapless::Vec;
 use proto::net::{MAX_FRAME, Mac};
 use proto::service::{MAX_SESSIONS, SwitchPort};
 
-/// Addresses behind the uplink that are remembered.
+/// Number of remembered addresses on the uplink.
 const LEARNED: usize = 256;
-/// Time after which an address is forgotten that sends nothing, in ns (IEEE 802.1D, table 7-5).
+/// Lifetime of an address without frames, in ns (IEEE 802.1D, table 7-5).
 const AGE: u64 = 300_000_000_000;
-/// Time whose bytes a client may send at once, in ns.
+/// Burst that a client may send, as time at its rate, in ns.
 const BURST: u64 = 100_000_000;
 
 /// Bytes of addresses and type at the start of a frame.
 pub const HEADER: usize = 14;
 
-/// Where a frame comes from or goes to.
+/// Source or destination of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum End {
+pub enum SwitchEnd {
     /// A client's port.
     Port(usize),
     /// The machine's network card.
     Uplink,
 }
 
-/// Why a frame is dropped.
+/// Reason to drop a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reason {
     /// The source address is not the sender's.
@@ -38,18 +38,18 @@ pub enum Reason {
     Rate,
     /// The receiver is in another group, or is the sender.
     Isolated,
-    /// Nobody has the address.
+    /// No station has the address.
     Unknown,
 }
 
-/// What becomes of a frame.
+/// Forwarding decision.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
     /// It is dropped.
     Drop(Reason),
-    /// It goes there.
-    To(End),
-    /// It goes to all that the sender [reaches](Switch::reaches).
+    /// Forwarded to this end.
+    To(SwitchEnd),
+    /// Forwarded to all ends that the sender [reaches](Switch::reaches).
     Flood,
 }
 
@@ -58,10 +58,10 @@ pub enum Verdict {
 pub struct Bucket {
     /// Bytes per second; 0: no limit.
     rate: u64,
-    /// Most bytes in it, and bytes in it.
+    /// Capacity and content, in bytes.
     depth: u64,
     bytes: u64,
-    /// When it was last filled.
+    /// Time of the last refill.
     filled: u64,
 }
 
@@ -69,12 +69,12 @@ impl Bucket {
     /// A full bucket.
     pub fn new(rate: u64, now: u64) -> Self {
         let burst = u128::from(rate) * u128::from(BURST) / 1_000_000_000;
-        // The longest frame must get through some time.
+        // The longest frame must fit.
         let depth = u64::try_from(burst).unwrap_or(u64::MAX).max(MAX_FRAME);
         Self { rate, depth, bytes: depth, filled: now }
     }
 
-    /// Takes `bytes` at `now`, in ns; `false` if there are not as many.
+    /// Takes `bytes` at `now`, in ns; returns `false` if the bucket has fewer.
     pub fn take(&mut self, bytes: u64, now: u64) -> bool {
         if self.rate == 0 {
             return true;
@@ -103,7 +103,7 @@ struct Port {
 #[derive(Clone, Copy)]
 struct Learned {
     mac: Mac,
-    /// Time of its last frame; 0: free.
+    /// Time of its last frame; 0 for a free entry.
     seen: u64,
 }
 
@@ -118,14 +118,14 @@ fn is_group(mac: Mac) -> bool {
     mac[0] & 1 != 0
 }
 
-/// Destination and source address.
+/// Returns destination and source address.
 fn addresses(header: &[u8; HEADER]) -> (Mac, Mac) {
     let [a, b, c, d, e, f, g, h, i, j, k, l, _, _] = *header;
     ([a, b, c, d, e, f], [g, h, i, j, k, l])
 }
 
 impl Switch {
-    /// A switch with these ports.
+    /// Creates a switch with these ports.
     pub fn new(ports: &[SwitchPort], uplink: bool, now: u64) -> Self {
         let port = |port: &SwitchPort| Port {
             mac: port.mac,
@@ -140,14 +140,14 @@ impl Switch {
         }
     }
 
-    /// Whether frames may pass from one end to another.
-    pub fn reaches(&self, from: End, to: End) -> bool {
+    /// Returns whether frames may pass from one end to another.
+    pub fn reaches(&self, from: SwitchEnd, to: SwitchEnd) -> bool {
         match (from, to) {
-            (End::Port(from), End::Port(to)) => {
+            (SwitchEnd::Port(from), SwitchEnd::Port(to)) => {
                 let group = |port: usize| self.ports.get(port).map(|port| port.group);
                 from != to && group(from).is_some() && group(from) == group(to)
             }
-            (End::Uplink, End::Uplink) => false,
+            (SwitchEnd::Uplink, SwitchEnd::Uplink) => false,
             _ => self.uplink,
         }
     }
@@ -156,7 +156,7 @@ impl Switch {
         self.ports.iter().position(|port| port.mac == mac)
     }
 
-    /// Where an address' entry is, or would be: it shares the place with others, the newest of which is kept.
+    /// Returns the table index of an address: addresses with the same index replace each other.
     fn place(mac: Mac) -> usize {
         let hash =
             mac.iter().fold(0u32, |hash, &byte| hash.wrapping_mul(31).wrapping_add(byte.into()));
@@ -173,11 +173,17 @@ impl Switch {
     }
 
     /// Decides on a frame of `length` bytes at `now`, in ns.
-    pub fn verdict(&mut self, from: End, header: &[u8; HEADER], length: u64, now: u64) -> Verdict {
+    pub fn verdict(
+        &mut self,
+        from: SwitchEnd,
+        header: &[u8; HEADER],
+        length: u64,
+        now: u64,
+    ) -> Verdict {
         let (destination, source) = addresses(header);
         match from {
-            End::Port(number) => {
-                let Some(port) = self.ports.get_mut(number) else {
+            SwitchEnd::Port(index) => {
+                let Some(port) = self.ports.get_mut(index) else {
                     return Verdict::Drop(Reason::Unknown);
                 };
                 if port.mac != source {
@@ -187,7 +193,7 @@ impl Switch {
                     return Verdict::Drop(Reason::Rate);
                 }
             }
-            End::Uplink => {
+            SwitchEnd::Uplink => {
                 if is_group(source) || self.owner(source).is_some() {
                     return Verdict::Drop(Reason::Spoofed);
                 }
@@ -198,16 +204,16 @@ impl Switch {
             return Verdict::Flood;
         }
         if let Some(owner) = self.owner(destination) {
-            let to = End::Port(owner);
+            let to = SwitchEnd::Port(owner);
             return if self.reaches(from, to) {
                 Verdict::To(to)
             } else {
                 Verdict::Drop(Reason::Isolated)
             };
         }
-        // Also where nobody with this address was heard yet: it cannot be anywhere else.
+        // Also if no station with this address was heard yet: it can only be on the uplink.
         match from {
-            End::Port(_) if self.uplink => Verdict::To(End::Uplink),
+            SwitchEnd::Port(_) if self.uplink => Verdict::To(SwitchEnd::Uplink),
             _ if self.is_learned(destination, now) => Verdict::Drop(Reason::Isolated),
             _ => Verdict::Drop(Reason::Unknown),
         }
@@ -236,53 +242,84 @@ mod tests {
         header
     }
 
-    fn decide(switch: &mut Switch, from: End, destination: Mac, source: Mac) -> Verdict {
+    fn decide(switch: &mut Switch, from: SwitchEnd, destination: Mac, source: Mac) -> Verdict {
         switch.verdict(from, &header(destination, source), 100, 0)
     }
 
     #[test]
     fn clients_reach_their_group_and_the_uplink() {
         let switch = &mut switch(true);
-        let from = End::Port(0);
-        assert_eq!(decide(switch, from, mac(1), mac(0)), Verdict::To(End::Port(1)));
+        let from = SwitchEnd::Port(0);
+        assert_eq!(decide(switch, from, mac(1), mac(0)), Verdict::To(SwitchEnd::Port(1)));
         assert_eq!(decide(switch, from, mac(2), mac(0)), Verdict::Drop(Reason::Isolated));
         assert_eq!(decide(switch, from, mac(0), mac(0)), Verdict::Drop(Reason::Isolated));
-        assert_eq!(decide(switch, from, OUTSIDE, mac(0)), Verdict::To(End::Uplink));
+        assert_eq!(decide(switch, from, OUTSIDE, mac(0)), Verdict::To(SwitchEnd::Uplink));
         assert_eq!(decide(switch, from, [0xff; 6], mac(0)), Verdict::Flood);
-        let reached: std::vec::Vec<bool> = [End::Port(0), End::Port(1), End::Port(2), End::Uplink]
-            .map(|to| switch.reaches(from, to))
-            .into();
+        let reached: std::vec::Vec<bool> =
+            [SwitchEnd::Port(0), SwitchEnd::Port(1), SwitchEnd::Port(2), SwitchEnd::Uplink]
+                .map(|to| switch.reaches(from, to))
+                .into();
         assert_eq!(reached, [false, true, false, true]);
-        assert_eq!(decide(switch, End::Uplink, mac(2), OUTSIDE), Verdict::To(End::Port(2)));
-        assert_eq!(decide(switch, End::Uplink, [0x33, 0x33, 0, 0, 0, 1], OUTSIDE), Verdict::Flood);
-        assert!(switch.reaches(End::Uplink, End::Port(2)));
-        assert_eq!(decide(switch, End::Port(9), mac(0), mac(9)), Verdict::Drop(Reason::Unknown));
+        assert_eq!(
+            decide(switch, SwitchEnd::Uplink, mac(2), OUTSIDE),
+            Verdict::To(SwitchEnd::Port(2))
+        );
+        assert_eq!(
+            decide(switch, SwitchEnd::Uplink, [0x33, 0x33, 0, 0, 0, 1], OUTSIDE),
+            Verdict::Flood
+        );
+        assert!(switch.reaches(SwitchEnd::Uplink, SwitchEnd::Port(2)));
+        assert_eq!(
+            decide(switch, SwitchEnd::Port(9), mac(0), mac(9)),
+            Verdict::Drop(Reason::Unknown)
+        );
     }
 
     #[test]
-    fn nobody_uses_addresses_of_others() {
+    fn addresses_of_other_clients_are_rejected() {
         let switch = &mut switch(true);
-        assert_eq!(decide(switch, End::Port(0), mac(1), mac(2)), Verdict::Drop(Reason::Spoofed));
-        assert_eq!(decide(switch, End::Port(0), mac(1), OUTSIDE), Verdict::Drop(Reason::Spoofed));
-        assert_eq!(decide(switch, End::Uplink, mac(1), mac(0)), Verdict::Drop(Reason::Spoofed));
-        assert_eq!(decide(switch, End::Uplink, mac(1), [0xff; 6]), Verdict::Drop(Reason::Spoofed));
+        assert_eq!(
+            decide(switch, SwitchEnd::Port(0), mac(1), mac(2)),
+            Verdict::Drop(Reason::Spoofed)
+        );
+        assert_eq!(
+            decide(switch, SwitchEnd::Port(0), mac(1), OUTSIDE),
+            Verdict::Drop(Reason::Spoofed)
+        );
+        assert_eq!(
+            decide(switch, SwitchEnd::Uplink, mac(1), mac(0)),
+            Verdict::Drop(Reason::Spoofed)
+        );
+        assert_eq!(
+            decide(switch, SwitchEnd::Uplink, mac(1), [0xff; 6]),
+            Verdict::Drop(Reason::Spoofed)
+        );
     }
 
     #[test]
     fn learned_addresses_stay_outside_and_age() {
         let switch = &mut switch(true);
         let other = [0x52, 0x55, 10, 0, 2, 3];
-        assert_eq!(decide(switch, End::Uplink, other, OUTSIDE), Verdict::Drop(Reason::Unknown));
-        assert_eq!(decide(switch, End::Uplink, OUTSIDE, other), Verdict::Drop(Reason::Isolated));
-        let late = switch.verdict(End::Uplink, &header(OUTSIDE, other), 100, AGE + 1);
+        assert_eq!(
+            decide(switch, SwitchEnd::Uplink, other, OUTSIDE),
+            Verdict::Drop(Reason::Unknown)
+        );
+        assert_eq!(
+            decide(switch, SwitchEnd::Uplink, OUTSIDE, other),
+            Verdict::Drop(Reason::Isolated)
+        );
+        let late = switch.verdict(SwitchEnd::Uplink, &header(OUTSIDE, other), 100, AGE + 1);
         assert_eq!(late, Verdict::Drop(Reason::Unknown), "forgotten");
     }
 
     #[test]
     fn without_uplink_unknown_addresses_lead_nowhere() {
         let switch = &mut switch(false);
-        assert_eq!(decide(switch, End::Port(0), OUTSIDE, mac(0)), Verdict::Drop(Reason::Unknown));
-        assert!(!switch.reaches(End::Port(0), End::Uplink));
+        assert_eq!(
+            decide(switch, SwitchEnd::Port(0), OUTSIDE, mac(0)),
+            Verdict::Drop(Reason::Unknown)
+        );
+        assert!(!switch.reaches(SwitchEnd::Port(0), SwitchEnd::Uplink));
     }
 
     #[test]
@@ -297,7 +334,7 @@ mod tests {
         assert_eq!(taken(&mut bucket, SECOND / 100), 100);
         assert_eq!(taken(&mut bucket, SECOND / 100), 0);
         assert_eq!(taken(&mut bucket, 100 * SECOND), 1000, "no more than its depth");
-        assert_eq!(taken(&mut bucket, 0), 0, "time that goes back gains nothing");
+        assert_eq!(taken(&mut bucket, 0), 0, "a clock that goes back refills nothing");
         let mut slow = Bucket::new(1, 0);
         assert!(slow.take(MAX_FRAME, 0));
         let sent = (0..=20 * SECOND).step_by(1000_000).filter(|&now| slow.take(1, now)).count();

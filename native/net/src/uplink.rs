@@ -1,59 +1,60 @@
-//! Driver of virtio-net (virtio 1.2, section 5.1): the switch's way out of the machine.
+//! Driver of virtio-net (virtio 1.2, section 5.1): the switch's uplink to the external network.
 //!
-//! Frames come whole; they leave whole, or with the checksum to be made where the device can.
+//! Received frames are complete; sent frames are too, except for a checksum if the device supports
+//! it.
 
-use native_rt::device::{Registers, Shared};
+use native_rt::device::{DeviceRegisters, Shared};
 use native_virtio::{Broken, QUEUE_BYTES, Queue, SetupError, Transport, WRITE};
 use proto::net::{MIN_FRAME, NEEDS_SUM, Offload};
 
-/// Feature: the device makes checksums.
+/// Feature: the device computes checksums.
 const CSUM: u64 = 1 << 0;
 
 const RECEIVE: u16 = 0;
 const TRANSMIT: u16 = 1;
-/// Frames in each direction.
+/// Number of frames in each direction.
 const FRAMES: u16 = 32;
-/// Bytes of a frame's place, with the header in front.
-const PLACE: u64 = 2048;
+/// Bytes of a frame buffer, including the header.
+const BUFFER: u64 = 2048;
 /// `virtio_net_hdr` with `num_buffers` (section 5.1.6).
 const HEADER: u64 = 12;
-/// Longest frame.
-pub const MAX_FRAME: u64 = PLACE - HEADER;
+/// Maximum length of a frame.
+pub const MAX_FRAME: u64 = BUFFER - HEADER;
 
 const RECEIVED: u64 = 2 * QUEUE_BYTES;
-const SENT: u64 = RECEIVED + FRAMES as u64 * PLACE;
+const SENT: u64 = RECEIVED + FRAMES as u64 * BUFFER;
 /// Bytes of shared memory that the driver needs.
-pub const BYTES: u64 = SENT + FRAMES as u64 * PLACE;
+pub const BYTES: u64 = SENT + FRAMES as u64 * BUFFER;
 
-/// The network card.
+/// Driver of the network card.
 pub struct Uplink {
     transport: Transport,
     receive: Queue<'static>,
     transmit: Queue<'static>,
     doorbells: [u64; 2],
     memory: Shared,
-    /// Places of frames to send that are free.
+    /// Free transmit buffers.
     free: u32,
     makes_sums: bool,
-    /// Places given back to the device that it was not told of.
+    /// Receive buffers were returned to the device without a notification.
     returned: bool,
 }
 
-/// A frame that came.
+/// A received frame.
 #[derive(Clone, Copy, Debug)]
 pub struct Received {
     place: u16,
-    /// Where it is in the shared memory.
+    /// Offset in the shared memory.
     pub offset: u64,
-    /// Its length.
+    /// Length in bytes.
     pub length: u64,
 }
 
 impl Uplink {
     /// Resets the device and sets it up.
     pub fn new(
-        configuration: Registers,
-        bar: impl Fn(u64) -> Option<Registers>,
+        configuration: DeviceRegisters,
+        bar: impl Fn(u64) -> Option<DeviceRegisters>,
         memory: Shared,
     ) -> Result<Self, SetupError> {
         let (transport, features) = Transport::new(configuration, bar, CSUM)?;
@@ -87,16 +88,17 @@ impl Uplink {
     }
 
     fn offer(&mut self, place: u16) {
-        let address = self.memory.physical() + RECEIVED + u64::from(place) * PLACE;
-        self.returned |= self.receive.offer(place, &[(address, PLACE as u32, WRITE)]);
+        let address = self.memory.physical() + RECEIVED + u64::from(place) * BUFFER;
+        self.returned |= self.receive.offer(place, &[(address, BUFFER as u32, WRITE)]);
     }
 
-    /// The next frame that came; its place is to be [given back](Self::give_back).
+    /// Returns the next received frame; the caller must [give its buffer
+    /// back](Self::return_buffer).
     pub fn receive(&mut self) -> Result<Option<Received>, Broken> {
         while let Some((place, written)) = self.receive.take()? {
             let length = u64::from(written).saturating_sub(HEADER);
             if (MIN_FRAME..=MAX_FRAME).contains(&length) {
-                let offset = RECEIVED + u64::from(place) * PLACE + HEADER;
+                let offset = RECEIVED + u64::from(place) * BUFFER + HEADER;
                 return Ok(Some(Received { place, offset, length }));
             }
             self.offer(place);
@@ -104,25 +106,25 @@ impl Uplink {
         Ok(None)
     }
 
-    /// Gives the place of a frame back to the device.
-    pub fn give_back(&mut self, received: Received) {
+    /// Returns the buffer of a frame to the device.
+    pub fn return_buffer(&mut self, received: Received) {
         self.offer(received.place);
     }
 
-    /// Tells the device about places given back.
+    /// Notifies the device of returned buffers.
     pub fn notify(&mut self) {
         if core::mem::take(&mut self.returned) && self.receive.must_notify() {
             self.transport.notify(self.doorbells[0], RECEIVE);
         }
     }
 
-    /// Whether such a frame can be sent as it is.
-    pub fn takes(&self, length: u64, offload: &Offload) -> bool {
+    /// Returns whether the card can send such a frame without software offloads.
+    pub fn accepts(&self, length: u64, offload: &Offload) -> bool {
         let whole = offload.flags & NEEDS_SUM == 0 || self.makes_sums;
         length <= MAX_FRAME && offload.segments == 0 && whole
     }
 
-    /// Sends a frame that `fill` writes to the shared memory at an offset. Without room it is dropped.
+    /// Sends a frame that `fill` writes to the shared memory at an offset. Drops it without room.
     pub fn send(
         &mut self,
         length: u64,
@@ -132,11 +134,11 @@ impl Uplink {
         while let Some((place, _)) = self.transmit.take()? {
             self.free |= 1 << (place % FRAMES);
         }
-        if self.free == 0 || !self.takes(length, offload) {
+        if self.free == 0 || !self.accepts(length, offload) {
             return Ok(());
         }
         let place = self.free.trailing_zeros() as u16;
-        let offset = SENT + u64::from(place) * PLACE;
+        let offset = SENT + u64::from(place) * BUFFER;
         let mut header = [0; HEADER as usize];
         if offload.flags & NEEDS_SUM != 0 {
             header[0] = NEEDS_SUM;
@@ -155,7 +157,7 @@ impl Uplink {
         Ok(())
     }
 
-    /// The shared memory.
+    /// Returns the shared memory.
     pub fn memory(&self) -> Shared {
         self.memory
     }

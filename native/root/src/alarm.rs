@@ -1,40 +1,44 @@
-//! An alarm clock: a second thread that signals root's notification at a set time. Waiting for callers
-//! has no deadline, so that time has to come as an event.
+//! Alarm: a second thread that signals root's notification at a set time. A wait for callers has no
+//! deadline, so root needs the time as an event.
 
 use core::sync::atomic::{AtomicU64, Ordering};
 
 use abi::FOREVER;
-use native_rt::thread::{Making, Stack, spawn};
+use native_rt::thread::{Stack, ThreadResources, spawn};
 use native_rt::{Notification, Status};
 
 static STACK: Stack<{ 16 << 10 }> = Stack::new();
-/// TSC value at which to signal.
+/// TSC value at which the alarm signals.
 static DEADLINE: AtomicU64 = AtomicU64::new(FOREVER);
-/// Slots of root's notification and the alarm's own.
+/// Slots of root's notification and of the alarm's own.
 static ROOT: AtomicU64 = AtomicU64::new(0);
 static OWN: AtomicU64 = AtomicU64::new(0);
 
 /// Event that the alarm signals.
-pub const RINGS: u64 = 1 << 1;
+pub const ALARM: u64 = 1 << 1;
 
-/// The alarm clock. It runs down once.
+/// One-shot alarm.
 pub struct Alarm {
     own: Notification,
 }
 
 impl Alarm {
     /// Starts the thread.
-    pub fn start(making: Making, own: Notification, root: Notification) -> Result<Self, Status> {
+    pub fn start(
+        resources: ThreadResources,
+        own: Notification,
+        root: Notification,
+    ) -> Result<Self, Status> {
         ROOT.store(root.selector(), Ordering::Relaxed);
         OWN.store(own.selector(), Ordering::Relaxed);
-        spawn(making, &STACK, run, 0)?;
+        spawn(resources, &STACK, run, 0)?;
         Ok(Self { own })
     }
 
-    /// Sets the time, a TSC value, in place of the one before; [`FOREVER`] for none.
+    /// Sets the time, a TSC value, replacing the previous one; [`FOREVER`] for none.
     pub fn set(&self, deadline: u64) {
         DEADLINE.store(deadline, Ordering::Release);
-        // Both are root's own.
+        // Both notifications are root's own.
         let _ = self.own.signal(1);
     }
 }
@@ -48,7 +52,7 @@ extern "C" fn run(_: u64) -> ! {
             // A new time may have been set meanwhile.
             let _ =
                 DEADLINE.compare_exchange(deadline, FOREVER, Ordering::AcqRel, Ordering::Relaxed);
-            let _ = root.signal(RINGS);
+            let _ = root.signal(ALARM);
         }
     }
 }

@@ -1,12 +1,13 @@
-//! Channels between virtual machines: their memory, who is at their ends, and what the ends share.
+//! Channels between VMs: their memory, their ends, and the shares of the ends.
 //!
-//! A channel's memory is made when its first end starts, and stays; it is cleared when neither end runs. A share is
-//! mapped a second time in root: what the peer has, it has from there, so taking it back takes nothing from its owner.
-//! A VMM names shares by number only, and guest memory by offset: what it may name is decided here.
+//! Root allocates a channel's memory when its first end starts, and keeps it; it clears the memory
+//! when neither end runs. Root maps a share a second time and delegates the alias to the peer, so
+//! revoking it leaves the owner's mapping intact. A VMM names shares by index only, and guest
+//! memory by offset; root validates both.
 
 use abi::{PAGE_SIZE, rights};
 use heapless::Vec;
-use native_rt::{Message, Window, map_again};
+use native_rt::{Message, Window, map_alias};
 use proto::channel::{
     End, LET_GO, LOOK, MAP, MAX_CHANNELS, MAX_VM_CHANNELS, OFFER, PeerShare, REVOKE, SHARE_BYTES,
     SHARES, ShareRef, ShareState, View,
@@ -17,27 +18,27 @@ use proto::{DONE, REFUSED};
 
 use crate::child::{Child, Resources, StartError};
 use crate::manager::FIRST_VM;
-use crate::sessions::KEPT;
+use crate::sessions::PERMANENT;
 
-/// Distance of second mappings: a share, and room to place it as it is placed in its owner's memory, so that both have
+/// Distance of aliases: a share, and room to align it as in its owner's memory, so that both use
 /// the same few large pages.
-const AGAIN_STRIDE: u64 = 2 * SHARE_BYTES;
+const ALIAS_STRIDE: u64 = 2 * SHARE_BYTES;
 
-/// Memory that one end shows the other one.
+/// Memory that one end shares with the other end.
 struct Share {
-    /// The second mapping.
+    /// Alias of the memory in root.
     window: Window,
     writable: bool,
-    /// The peer has it.
+    /// The peer has mapped it.
     mapped: bool,
 }
 
 /// An end of a channel.
-struct Side {
+struct ChannelSide {
     child: usize,
-    /// Index of its virtual machine in the description.
+    /// Index of its VM in the description.
     plan: usize,
-    /// Number of the channel with its VMM.
+    /// Index of the channel with its VMM.
     number: usize,
     runs: bool,
     starts: u16,
@@ -45,7 +46,7 @@ struct Side {
 }
 
 struct Channel {
-    sides: [Side; 2],
+    sides: [ChannelSide; 2],
     size: u64,
     doorbell: bool,
     memory: Option<Window>,
@@ -57,19 +58,20 @@ pub struct Channels {
 }
 
 impl Channels {
-    /// The channels that the description asks for. What exceeds the limits is left out, which `parador system check` refuses.
+    /// Creates the channels of the description. Ignores those beyond the limits, which `parador
+    /// system check` rejects.
     pub fn new(system: &System) -> Self {
         let mut channels: Vec<Channel, MAX_CHANNELS> = Vec::new();
         for channel in &system.channels {
             let side = |plan: u8| {
                 let plan = usize::from(plan);
-                // Virtual machines are numbered without templates at first.
+                // VMs are numbered without templates at first.
                 let before = system.vms.iter().take(plan).filter(|vm| !vm.template).count();
                 let earlier = channels.iter().flat_map(|channel| &channel.sides);
                 let number = earlier.filter(|side| side.plan == plan).count();
                 let there =
                     number < MAX_VM_CHANNELS && system.vms.get(plan).is_some_and(|vm| !vm.template);
-                there.then_some(Side {
+                there.then_some(ChannelSide {
                     child: FIRST_VM + before,
                     plan,
                     number,
@@ -94,13 +96,14 @@ impl Channels {
         Self { channels }
     }
 
-    /// Number of channels of a virtual machine.
+    /// Returns the number of channels of a VM.
     pub fn count(&self, system: &System, vm: &Vm) -> usize {
         let sides = self.channels.iter().flat_map(|channel| &channel.sides);
         sides.filter(|side| is_of(side, system, vm)).count()
     }
 
-    /// Gives a virtual machine its ends: memory, and a way to ring at each peer; what its VMM is to know.
+    /// Connects a VM to its channels: maps their memory and delegates the peers' notifications.
+    /// Returns the description for its VMM.
     pub fn connect<'a>(
         &mut self,
         number: usize,
@@ -112,14 +115,14 @@ impl Channels {
     ) -> Result<Vec<End<'a>, MAX_VM_CHANNELS>, StartError> {
         let mut ends = Vec::new();
         for channel in &mut self.channels {
-            // Made after a template, it may be in the place of one that had some.
-            let own = |side: &Side| side.child == number && is_of(side, system, vm);
+            // A VM created from a template may reuse the index of one that had channels.
+            let own = |side: &ChannelSide| side.child == number && is_of(side, system, vm);
             let Some(side) = channel.sides.iter().position(own) else { continue };
             let memory = match channel.memory {
                 Some(memory) => memory,
                 None => {
                     let pages = channel.size / PAGE_SIZE;
-                    let memory = resources.memory.take_aligned(KEPT, pages, pages);
+                    let memory = resources.memory.allocate_aligned(PERMANENT, pages, pages);
                     *channel.memory.insert(memory.ok_or(StartError::Memory)?)
                 }
             };
@@ -142,31 +145,31 @@ impl Channels {
             };
             own.runs = true;
             own.starts = own.starts.wrapping_add(1);
-            // No machine has more, by `new`.
+            // `new` limits the number per VM.
             let _ = ends.push(end);
         }
         Ok(ends)
     }
 
-    /// A virtual machine runs: it and its peers are to look.
+    /// Notifies a started VM and its peers.
     pub fn started(&self, number: usize, children: &[Option<Child>]) {
         for channel in &self.channels {
             if channel.sides.iter().any(|side| side.child == number && side.runs) {
-                channel.sides.iter().for_each(|side| tell(side, children));
+                channel.sides.iter().for_each(|side| notify(side, children));
             }
         }
     }
 
-    /// A virtual machine has ended and has been taken apart.
+    /// Handles the end of a VM, after its child has been destroyed.
     pub fn ended(&mut self, number: usize, children: &[Option<Child>]) {
         for channel in &mut self.channels {
-            let own = |side: &Side| side.child == number && side.runs;
+            let own = |side: &ChannelSide| side.child == number && side.runs;
             let Some(side) = channel.sides.iter().position(own) else { continue };
             let (own, peer) = both(&mut channel.sides, side);
             own.runs = false;
             own.shares.iter_mut().for_each(revoke);
             peer.shares.iter_mut().flatten().for_each(let_go);
-            tell(peer, children);
+            notify(peer, children);
             if !peer.runs
                 && let Some(memory) = channel.memory
             {
@@ -175,7 +178,7 @@ impl Channels {
         }
     }
 
-    /// Serves a call of a VMM.
+    /// Handles a call of a VMM.
     pub fn call(
         &mut self,
         number: usize,
@@ -195,7 +198,7 @@ impl Channels {
         children: &[Option<Child>],
     ) -> Option<[u64; 4]> {
         let ShareRef { channel: of_vmm, share } = ShareRef::unpack(place)?;
-        let own = |side: &Side| side.child == number && side.runs && side.number == of_vmm;
+        let own = |side: &ChannelSide| side.child == number && side.runs && side.number == of_vmm;
         let found = self.channels.iter_mut().enumerate().find_map(|(index, channel)| {
             let side = channel.sides.iter().position(own)?;
             Some((index, side, channel))
@@ -212,17 +215,17 @@ impl Channels {
                 if !fits {
                     return None;
                 }
-                let place = ((index * 2 + side) * SHARES + share) as u64 * AGAIN_STRIDE;
+                let place = ((index * 2 + side) * SHARES + share) as u64 * ALIAS_STRIDE;
                 let at = place + offset % SHARE_BYTES;
                 let writable = writable != 0;
                 let rights = rights::READ | if writable { rights::WRITE } else { 0 };
-                let window = map_again(child.guest_pieces(offset, length)?, at, rights).ok()?;
+                let window = map_alias(child.guest_pieces(offset, length)?, at, rights).ok()?;
                 *slot = Some(Share { window, writable, mapped: false });
-                tell(peer, children);
+                notify(peer, children);
             }
             REVOKE => {
                 revoke(&mut own.shares[share]);
-                tell(peer, children);
+                notify(peer, children);
             }
             MAP => {
                 let offered = peer.shares[share].as_mut()?;
@@ -234,12 +237,12 @@ impl Channels {
                         return None;
                     }
                     offered.mapped = true;
-                    tell(peer, children);
+                    notify(peer, children);
                 }
             }
             LET_GO => {
                 let_go(peer.shares[share].as_mut()?);
-                tell(peer, children);
+                notify(peer, children);
             }
             LOOK => return Some(view(own, peer).pack()),
             _ => return None,
@@ -248,19 +251,19 @@ impl Channels {
     }
 }
 
-/// Whether a virtual machine is the one that the description has at an end.
-fn is_of(side: &Side, system: &System, vm: &Vm) -> bool {
+/// Returns whether a VM is the one that the description has at an end.
+fn is_of(side: &ChannelSide, system: &System, vm: &Vm) -> bool {
     system.vms.get(side.plan).is_some_and(|plan| core::ptr::eq(plan, vm))
 }
 
-/// An end, and its peer.
-fn both(sides: &mut [Side; 2], own: usize) -> (&mut Side, &mut Side) {
+/// Returns an end and its peer.
+fn both(sides: &mut [ChannelSide; 2], own: usize) -> (&mut ChannelSide, &mut ChannelSide) {
     let [first, second] = sides;
     if own == 0 { (first, second) } else { (second, first) }
 }
 
-/// Its VMM is to look.
-fn tell(side: &Side, children: &[Option<Child>]) {
+/// Notifies the VMM of an end.
+fn notify(side: &ChannelSide, children: &[Option<Child>]) {
     if let Some(Some(child)) = children.get(side.child)
         && side.runs
     {
@@ -268,7 +271,7 @@ fn tell(side: &Side, children: &[Option<Child>]) {
     }
 }
 
-fn view(own: &Side, peer: &Side) -> View {
+fn view(own: &ChannelSide, peer: &ChannelSide) -> View {
     let state = |share: &Share| if share.mapped { ShareState::Mapped } else { ShareState::Offered };
     let of = |share: &Option<Share>| share.as_ref().map_or(ShareState::None, state);
     View {
@@ -286,16 +289,17 @@ fn view(own: &Side, peer: &Side) -> View {
     }
 }
 
-/// Takes a share back.
+/// Revokes a share.
 fn revoke(share: &mut Option<Share>) {
     if let Some(Share { window, .. }) = share.take() {
-        // Neither fails: what is gone already counts as taken back. First the peer, whatever becomes of the rest.
+        // Neither fails: an absent mapping counts as revoked. The peer comes first, independent of
+        // the result.
         let _ = window.revoke();
         let _ = window.release();
     }
 }
 
-/// Takes a share from the peer; it stays offered.
+/// Unmaps a share from the peer; it stays offered.
 fn let_go(share: &mut Share) {
     // As above.
     let _ = share.window.revoke();

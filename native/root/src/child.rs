@@ -1,11 +1,11 @@
-//! A child: a task with its first thread and the capabilities that it is given.
+//! A child: a task with its first thread and its capabilities.
 
 use abi::{PAGE_SIZE, SHARE_OF_CPU, Selector, boot, rights};
 use heapless::Vec;
 use native_rt::start::Boot;
 use native_rt::{
-    Factory, Gate, Irq, Notification, OwnThread, Platform, Serves, Slots, Space, Status, Task,
-    Thread, Window, drop_capability,
+    Factory, Gate, Irq, Notification, OwnThread, Platform, ServerThread, Slots, Space, Status,
+    Task, Thread, Window, drop_capability,
 };
 use proto::manage::Report;
 use proto::start::{
@@ -18,15 +18,15 @@ use crate::directory::Directory;
 use crate::loader::{self, LoadError};
 use crate::memory::{MAX_GUEST_PIECES, Memory};
 
-/// Root's capability slots, apart from the kernel's and its own first ones.
+/// Root's capability slots, without the kernel's and root's fixed ones.
 pub type RootSlots = Slots<14>;
 
-/// Most slots of root that a child takes.
+/// Maximum number of root's slots per child.
 const MAX_SLOTS: usize = 12;
-/// Length of a turn among threads of the same priority, in ns.
-const TURN: u64 = 10_000_000;
+/// Time slice among threads of the same priority, in ns.
+const TIME_SLICE: u64 = 10_000_000;
 
-/// What a call through a child's gate is about: the low bits of its badge.
+/// Purpose of a child's gate: the low bits of its badge.
 pub mod purpose {
     /// Log gate.
     pub const LOG: u64 = 0;
@@ -40,30 +40,30 @@ pub mod purpose {
     pub const BITS: u32 = 8;
 }
 
-/// Why a child cannot be started.
+/// Error of a child's start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StartError {
-    /// There is no such CPU.
+    /// The CPU does not exist.
     Cpu(u32),
-    /// The machine cannot run guests: no SVM with nested paging.
+    /// The processor lacks SVM with nested paging.
     NoNestedPaging,
-    /// The bundle has no file of that role.
+    /// The bundle lacks the file of that role.
     File(&'static str),
-    /// The file is in the bundle at a place where it cannot be mapped.
+    /// The position of the file in the bundle prevents its mapping.
     Place,
-    /// Root is out of memory, or it is in too many pieces.
+    /// Free memory is exhausted or too fragmented.
     Memory,
-    /// Root is out of capability slots.
+    /// Root's capability slots are exhausted.
     Slots,
-    /// The server that it is connected to does not run.
+    /// The child's server does not run.
     Server,
-    /// Its device cannot be given away: unknown, or the kernel's.
+    /// The device is unknown, or the kernel's.
     Device,
-    /// Its description does not fit the start page.
+    /// The child's description exceeds the start page.
     Description,
-    /// Its program cannot be loaded.
+    /// The program cannot be loaded.
     Load(LoadError),
-    /// The kernel refused to make or bind an object.
+    /// The kernel refused to create or bind an object.
     Kernel(Status),
 }
 
@@ -79,34 +79,34 @@ impl From<LoadError> for StartError {
     }
 }
 
-/// What children are made from.
+/// Resources that children are created from.
 pub struct Resources<'a> {
-    /// What the kernel gave root.
+    /// Resources that the kernel passed to root.
     pub boot: &'a Boot,
-    /// The machine's memory.
+    /// RAM.
     pub memory: Memory,
     /// Root's free slots.
     pub slots: RootSlots,
 }
 
-/// How a child is made.
-pub struct Shape {
-    /// Its number, which is in its badges.
+/// Parameters of a child.
+pub struct ChildConfig {
+    /// Its index, which is in its badges.
     pub number: usize,
     /// CPU of its first thread.
     pub cpu: u32,
-    /// Priority of its first thread, and the highest that it can give to others.
+    /// Priority of its first thread, and the highest that it can assign.
     pub priority: u8,
-    /// CPU time of its first thread; `None`: what others leave.
+    /// CPU time of its first thread; `None`: time that other contexts leave.
     pub cpu_time: Option<CpuTime>,
-    /// Number of its contexts that have that much.
+    /// Number of its contexts with that CPU time.
     pub contexts: u64,
-    /// Pages of kernel memory for it.
+    /// Quota of kernel memory, in pages.
     pub quota: u64,
     /// Bytes of its stack.
     pub stack: u64,
-    /// It makes tasks, threads and gates of its own.
-    pub may_build: bool,
+    /// It creates tasks, threads and gates of its own.
+    pub may_create_objects: bool,
 }
 
 /// A child.
@@ -117,13 +117,13 @@ pub struct Child {
     task: Task,
     thread: Thread,
     notification: Notification,
-    /// Bytes of memory that it uses, apart from guest memory, kernel memory and what is shared.
+    /// Bytes of its memory, without guest memory, kernel memory and shared memory.
     pub bytes: u64,
-    /// Bytes of the program that are mapped from the bundle, where everybody who runs it has them from.
+    /// Bytes of the program that are mapped from the bundle and shared by all its instances.
     pub shared: u64,
-    /// TSC when it was made.
-    pub made: u64,
-    /// Kernel memory set aside for it, in pages.
+    /// TSC value of its creation.
+    pub created_at: u64,
+    /// Quota of kernel memory, in pages.
     pub quota: u64,
     report: Option<Window>,
     /// Guest memory, in its order.
@@ -133,54 +133,58 @@ pub struct Child {
     ranges: Vec<Range, MAX_RANGES>,
 }
 
-/// The part of a CPU that a context takes, in units of 1 / [`SHARE_OF_CPU`], and one more: the kernel rounds up what it counts in
-/// its own clock.
+/// Returns the share of a CPU that a context takes, in units of 1 / [`SHARE_OF_CPU`], plus one: the
+/// kernel rounds up to its own clock.
 fn share(time: CpuTime) -> u64 {
     let parts = u128::from(time.budget) * u128::from(SHARE_OF_CPU);
     parts.div_ceil(u128::from(time.period.max(1))) as u64 + 1
 }
 
-/// Takes a slot of root's for a child.
-fn take(
+/// Allocates one of root's slots for a child.
+fn allocate_slot(
     slots: &mut RootSlots,
     held: &mut Vec<Selector, MAX_SLOTS>,
 ) -> Result<Selector, StartError> {
     if held.is_full() {
         return Err(StartError::Slots);
     }
-    let slot = slots.take().ok_or(StartError::Slots)?;
+    let slot = slots.allocate().ok_or(StartError::Slots)?;
     // Room was checked.
     let _ = held.push(slot);
     Ok(slot)
 }
 
 impl Child {
-    /// Makes the task, its thread, and the capabilities that every child gets. On failure nothing is left.
-    pub fn new(resources: &mut Resources, shape: &Shape) -> Result<Self, StartError> {
+    /// Creates the task, its thread, and the capabilities of every child. A failure leaves no
+    /// object.
+    pub fn new(resources: &mut Resources, config: &ChildConfig) -> Result<Self, StartError> {
         let mut held = Vec::new();
-        let made = Self::make(&mut resources.slots, &mut held, shape);
-        made.map(|child| Self { slots: held.clone(), ..child }).inspect_err(|_| {
+        let created = Self::create(&mut resources.slots, &mut held, config);
+        created.map(|child| Self { slots: held.clone(), ..child }).inspect_err(|_| {
             drop_slots(&mut resources.slots, &held);
         })
     }
 
-    fn make(
+    fn create(
         slots: &mut RootSlots,
         held: &mut Vec<Selector, MAX_SLOTS>,
-        shape: &Shape,
+        config: &ChildConfig,
     ) -> Result<Self, StartError> {
         let own = Factory::at(boot::slot::FACTORY);
-        let share = shape.cpu_time.map_or(0, |time| share(time).saturating_mul(shape.contexts));
-        let factory = own.factory(take(slots, held)?, shape.quota, shape.priority, share)?;
-        let task = factory.task(take(slots, held)?, slot::COUNT)?;
-        let thread = factory.thread(take(slots, held)?, task, shape.cpu, MESSAGE_PAGE)?;
-        let (budget, period) = shape.cpu_time.map_or((TURN, 0), |time| (time.budget, time.period));
-        let sched = factory.sched_context(take(slots, held)?, shape.priority, budget, period)?;
-        let notification = factory.notification(take(slots, held)?)?;
+        let share = config.cpu_time.map_or(0, |time| share(time).saturating_mul(config.contexts));
+        let factory =
+            own.factory(allocate_slot(slots, held)?, config.quota, config.priority, share)?;
+        let task = factory.task(allocate_slot(slots, held)?, slot::COUNT)?;
+        let thread = factory.thread(allocate_slot(slots, held)?, task, config.cpu, MESSAGE_PAGE)?;
+        let (budget, period) =
+            config.cpu_time.map_or((TIME_SLICE, 0), |time| (time.budget, time.period));
+        let sched =
+            factory.sched_context(allocate_slot(slots, held)?, config.priority, budget, period)?;
+        let notification = factory.notification(allocate_slot(slots, held)?)?;
         let root = OwnThread::at(boot::slot::THREAD);
         let mut gate = |purpose| -> Result<Gate, StartError> {
-            let badge = (shape.number as u64) << purpose::BITS | purpose;
-            Ok(factory.gate(take(slots, held)?, root, badge)?)
+            let badge = (config.number as u64) << purpose::BITS | purpose;
+            Ok(factory.gate(allocate_slot(slots, held)?, root, badge)?)
         };
         let log = gate(purpose::LOG)?;
         let control = gate(purpose::CONTROL)?;
@@ -189,20 +193,20 @@ impl Child {
         thread.bind_fault_gate(fault)?;
         thread.bind_notification(notification)?;
 
-        task.give(factory.selector(), slot::FACTORY, rights::CREATE)?;
+        task.delegate(factory.selector(), slot::FACTORY, rights::CREATE)?;
         let all = rights::SIGNAL | rights::WAIT | rights::DELEGATE;
-        task.give(notification.selector(), slot::NOTIFICATION, all)?;
-        task.give(log.selector(), slot::LOG, rights::CALL)?;
-        task.give(control.selector(), slot::CONTROL, rights::CALL)?;
-        if shape.may_build {
+        task.delegate(notification.selector(), slot::NOTIFICATION, all)?;
+        task.delegate(log.selector(), slot::LOG, rights::CALL)?;
+        task.delegate(control.selector(), slot::CONTROL, rights::CALL)?;
+        if config.may_create_objects {
             let all = rights::MAP | rights::THREAD | rights::DELEGATE;
-            task.give(task.selector(), slot::TASK, all)?;
+            task.delegate(task.selector(), slot::TASK, all)?;
             let all = rights::CONTROL | rights::SERVE;
-            task.give(thread.selector(), slot::THREAD, all)?;
+            task.delegate(thread.selector(), slot::THREAD, all)?;
         }
-        task.give(sched.selector(), slot::SCHED, rights::SCHEDULE)?;
+        task.delegate(sched.selector(), slot::SCHED, rights::SCHEDULE)?;
         Ok(Self {
-            number: shape.number,
+            number: config.number,
             slots: Vec::new(),
             factory,
             task,
@@ -210,8 +214,8 @@ impl Child {
             notification,
             bytes: 0,
             shared: 0,
-            made: native_rt::time::tsc(),
-            quota: shape.quota,
+            created_at: native_rt::time::tsc(),
+            quota: config.quota,
             report: None,
             guest: Vec::new(),
             console: None,
@@ -219,7 +223,7 @@ impl Child {
         })
     }
 
-    /// Loads a program and gives it a stack of `stack` bytes. Returns its entry address.
+    /// Loads a program and allocates a stack of `stack` bytes. Returns the entry address.
     pub fn load(
         &mut self,
         resources: &mut Resources,
@@ -235,8 +239,8 @@ impl Child {
         Ok(program.entry)
     }
 
-    /// Maps private pages, one by one: programs give and take single pages, and the kernel does both only
-    /// with whole mappings.
+    /// Maps private pages, one by one: programs grant and unmap single pages, and the kernel
+    /// supports that only for whole mappings.
     fn add_pages(
         &mut self,
         resources: &mut Resources,
@@ -244,7 +248,7 @@ impl Child {
         bytes: u64,
     ) -> Result<(), StartError> {
         let pages = bytes / PAGE_SIZE;
-        let window = resources.memory.take(self.number, pages).ok_or(StartError::Memory)?;
+        let window = resources.memory.allocate(self.number, pages).ok_or(StartError::Memory)?;
         self.bytes += bytes;
         map_pages(self.task, window, address)
     }
@@ -264,7 +268,8 @@ impl Child {
         self.ranges.push(range).map_err(|_| StartError::Description)
     }
 
-    /// Gives it memory that others access too and that stays when it ends. `physical` is the address for devices.
+    /// Maps memory that other tasks or devices access too and that outlives the child. `physical`
+    /// is its address for devices.
     pub fn add_window(
         &mut self,
         kind: RangeKind,
@@ -276,7 +281,7 @@ impl Child {
         self.add_known_range(kind, address, window.length(), physical)
     }
 
-    /// Gives it registers of a device, which is to know them as `number`, `length` bytes long.
+    /// Maps device registers of `length` bytes as range `number`.
     pub fn add_registers(
         &mut self,
         kind: RangeKind,
@@ -290,29 +295,30 @@ impl Child {
         self.add_known_range(kind, address, length, number)
     }
 
-    /// Maps memory that is not its own.
+    /// Maps memory that the child does not own.
     pub fn map(&self, window: Window, address: u64, rights: u8) -> Result<(), Status> {
         self.task.map(window, address, rights)
     }
 
-    /// Lets another child signal this one: puts its notification into a slot there.
+    /// Lets another child signal this one: delegates this child's notification to a slot there.
     pub fn give_notification(&self, other: &Self, slot: Selector) -> Result<(), StartError> {
-        Ok(other.task.give(self.notification.selector(), slot, rights::SIGNAL)?)
+        Ok(other.task.delegate(self.notification.selector(), slot, rights::SIGNAL)?)
     }
 
-    /// Gives it private memory.
+    /// Adds private memory.
     pub fn add_private(&mut self, resources: &mut Resources, bytes: u64) -> Result<(), StartError> {
         self.add_pages(resources, MEMORY, bytes)?;
         self.add_range(RangeKind::Private, MEMORY, bytes)
     }
 
-    /// Gives it guest memory, filled with zeros.
+    /// Adds guest memory, filled with zeros.
     pub fn add_guest(&mut self, resources: &mut Resources, bytes: u64) -> Result<(), StartError> {
-        let windows = resources.memory.take_guest(self.number, bytes).ok_or(StartError::Memory)?;
+        let windows =
+            resources.memory.allocate_guest(self.number, bytes).ok_or(StartError::Memory)?;
         let mut address = GUEST_MEMORY;
         self.guest.clone_from(&windows);
         for window in windows {
-            // The VMM never executes it, but can only pass on rights that it has.
+            // The VMM never executes it, but can only delegate rights that it has.
             let all = rights::READ | rights::WRITE | rights::EXECUTE;
             self.task.map(window, address, all)?;
             self.add_range(RangeKind::Guest, address, window.length())?;
@@ -321,7 +327,8 @@ impl Child {
         Ok(())
     }
 
-    /// The pieces of `length` bytes of guest memory from `offset` on; `None` if it has fewer.
+    /// Returns the pieces of `length` bytes of guest memory from `offset` on; `None` beyond its
+    /// end.
     pub fn guest_pieces(&self, offset: u64, length: u64) -> Option<impl Iterator<Item = Window>> {
         let end = offset.checked_add(length)?;
         let all: u64 = self.guest.iter().map(|window| window.length()).sum();
@@ -354,8 +361,8 @@ impl Child {
         self.add_range(kind, address, length)
     }
 
-    /// Makes a gate that this child serves, for another one. It takes the place of the gate to a server before, if there
-    /// was one.
+    /// Creates a gate that this child serves, for a client. It replaces the gate to a previous
+    /// server, if there was one.
     pub fn session(
         &self,
         slots: &mut RootSlots,
@@ -364,27 +371,27 @@ impl Child {
     ) -> Result<(), StartError> {
         let slot_of_gate = match client.console {
             Some(slot) => {
-                // The client's capability goes with it.
+                // This revokes the client's capability, too.
                 drop_capability(slot)?;
                 slot
             }
-            None => *client.console.insert(take(slots, &mut client.slots)?),
+            None => *client.console.insert(allocate_slot(slots, &mut client.slots)?),
         };
         let gate = client.factory.gate(slot_of_gate, self.thread, badge)?;
-        client.task.give(gate.selector(), slot::DEVICE, rights::CALL)?;
+        client.task.delegate(gate.selector(), slot::DEVICE, rights::CALL)?;
         Ok(())
     }
 
-    /// Gives it the management gate.
+    /// Delegates the management gate.
     pub fn add_management(&mut self, slots: &mut RootSlots) -> Result<(), StartError> {
-        let slot_of_gate = take(slots, &mut self.slots)?;
+        let slot_of_gate = allocate_slot(slots, &mut self.slots)?;
         let badge = (self.number as u64) << purpose::BITS | purpose::MANAGE;
         let gate = self.factory.gate(slot_of_gate, OwnThread::at(boot::slot::THREAD), badge)?;
-        self.task.give(gate.selector(), slot::MANAGE, rights::CALL)?;
+        self.task.delegate(gate.selector(), slot::MANAGE, rights::CALL)?;
         Ok(())
     }
 
-    /// Gives it pages that root writes too, filled with zeros, and returns them.
+    /// Adds pages that root writes too, filled with zeros, and returns them.
     fn add_shared(
         &mut self,
         resources: &mut Resources,
@@ -393,21 +400,21 @@ impl Child {
         pages: u64,
         rights: u8,
     ) -> Result<Window, StartError> {
-        let window = resources.memory.take(self.number, pages).ok_or(StartError::Memory)?;
+        let window = resources.memory.allocate(self.number, pages).ok_or(StartError::Memory)?;
         self.bytes += window.length();
         self.task.map(window, address, rights)?;
         self.add_range(kind, address, window.length())?;
         Ok(window)
     }
 
-    /// Gives it the directory of console clients.
+    /// Adds the directory of console clients.
     pub fn add_directory(&mut self, resources: &mut Resources) -> Result<Directory, StartError> {
         let (kind, pages) = (RangeKind::Directory, Directory::PAGES);
         let window = self.add_shared(resources, kind, MEMORY, pages, rights::READ)?;
         Ok(Directory::new(window, self.notification))
     }
 
-    /// Gives it a page for reports.
+    /// Adds a page for reports.
     pub fn add_report(&mut self, resources: &mut Resources) -> Result<(), StartError> {
         let rights = rights::READ | rights::WRITE;
         let window = self.add_shared(resources, RangeKind::Report, REPORT_PAGE, 1, rights)?;
@@ -415,7 +422,7 @@ impl Child {
         Ok(())
     }
 
-    /// Its last report, if it is whole.
+    /// Returns its last report, if that is consistent.
     pub fn report(&self) -> Option<Report> {
         let mut bytes = [0; Report::LENGTH];
         let window = self.report?;
@@ -432,17 +439,17 @@ impl Child {
         whole.then(|| words.first_chunk().map(Report::unpack)).flatten()
     }
 
-    /// Gives it the interrupt of its device; number and flags as for `Create` in `abi`.
+    /// Delegates the interrupt of its device; number and flags as for `Create` in `abi`.
     pub fn add_interrupt(
         &mut self,
         resources: &mut Resources,
         interrupt: u32,
         flags: u64,
     ) -> Result<Irq, StartError> {
-        let slot_of_irq = take(&mut resources.slots, &mut self.slots)?;
+        let slot_of_irq = allocate_slot(&mut resources.slots, &mut self.slots)?;
         let platform = Platform::at(boot::slot::PLATFORM);
         let irq = self.factory.irq(slot_of_irq, platform, interrupt, flags)?;
-        self.task.give(irq.selector(), slot::DEVICE, rights::IRQ)?;
+        self.task.delegate(irq.selector(), slot::DEVICE, rights::IRQ)?;
         Ok(irq)
     }
 
@@ -455,11 +462,11 @@ impl Child {
     ) -> Result<Irq, StartError> {
         const EDGE: u64 = 0;
         let irq = self.add_interrupt(resources, interrupt, EDGE)?;
-        self.task.give_ports(ports, 8)?;
+        self.task.delegate_ports(ports, 8)?;
         Ok(irq)
     }
 
-    /// The memory ranges that it has been given.
+    /// Returns its memory ranges.
     pub fn ranges(&self) -> &Vec<Range, MAX_RANGES> {
         &self.ranges
     }
@@ -473,7 +480,7 @@ impl Child {
     ) -> Result<(), StartError> {
         let mut buffer = [0; MAX_START];
         let bytes = start.encode(&mut buffer).ok_or(StartError::Description)?;
-        let window = resources.memory.take(self.number, 1).ok_or(StartError::Memory)?;
+        let window = resources.memory.allocate(self.number, 1).ok_or(StartError::Memory)?;
         if !window.write(0, bytes) {
             return Err(StartError::Description);
         }
@@ -485,15 +492,15 @@ impl Child {
 
     /// Signals its notification.
     pub fn signal(&self, events: u64) {
-        // It may have just ended.
+        // The child may have just ended.
         let _ = self.notification.signal(events);
     }
 
-    /// Takes everything back that it had.
+    /// Frees all its resources.
     pub fn destroy(self, resources: &mut Resources) {
         let _ = self.thread.stop();
         drop_slots(&mut resources.slots, &self.slots);
-        resources.memory.give_all(self.number);
+        resources.memory.free_all(self.number);
     }
 }
 
@@ -506,11 +513,11 @@ fn map_pages(task: Task, window: Window, address: u64) -> Result<(), StartError>
     Ok(())
 }
 
-/// Empties slots, the last taken first, so that the factory goes after what was made from it.
+/// Empties slots in reverse order, so that objects are destroyed before their factory.
 fn drop_slots(slots: &mut RootSlots, held: &[Selector]) {
     for &slot in held.iter().rev() {
-        // A slot whose object could not be made is empty already.
+        // A slot whose object could not be created is already empty.
         let _ = drop_capability(slot);
-        slots.give(slot);
+        slots.free(slot);
     }
 }

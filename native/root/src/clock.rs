@@ -17,12 +17,14 @@ const A_UPDATING: u8 = 1 << 7;
 const B_24_HOURS: u8 = 1 << 1;
 const B_BINARY: u8 = 1 << 2;
 const PM: u8 = 1 << 7;
-/// The year of two digits counts from here.
+/// Base of the two-digit year.
 const CENTURY: u64 = 2000;
-/// Readings of a clock that is being updated or changes under our eyes, until it is taken as it is.
+/// Attempts to read a stable time from a clock that is being updated; the last one is taken as it
+/// is.
 const MAX_READS: u32 = 10_000;
 
-/// Reads the wall clock: TSC, and seconds since 1970 at that time. A machine without such a clock is in 1970.
+/// Reads the wall clock: TSC, and seconds since 1970 at that time. Returns 1970 if the clock is
+/// missing.
 pub fn read_wall_clock() -> (u64, u64) {
     let Some(ports) = Ports::new(0x70, 2) else { return (time::tsc(), 0) };
     let mut register = |index| {
@@ -42,7 +44,7 @@ pub fn read_wall_clock() -> (u64, u64) {
     (time::tsc(), read(&mut register).unwrap_or(0))
 }
 
-/// Seconds since 1970; `None` if the registers hold no date.
+/// Returns seconds since 1970; `None` if the registers hold no valid date.
 fn read(register: &mut impl FnMut(u8) -> u8) -> Option<u64> {
     let status = register(STATUS_B);
     let number = |value: u8| {
@@ -70,7 +72,7 @@ fn read(register: &mut impl FnMut(u8) -> u8) -> Option<u64> {
     valid.then(|| ((days(CENTURY + year, month, day) * 24 + hours) * 60 + minutes) * 60 + seconds)
 }
 
-/// Days from 1970-01-01 to a date after it, in the Gregorian calendar.
+/// Returns the days from 1970-01-01 to a later date, in the Gregorian calendar.
 fn days(year: u64, month: u64, day: u64) -> u64 {
     // Years begin in March here, so that the leap day comes last.
     let (year, month) = if month > 2 { (year, month - 3) } else { (year - 1, month + 9) };

@@ -1,4 +1,4 @@
-//! What root shares with a multiplexer of the console: names of its clients, and root's log.
+//! Memory that root shares with a console multiplexer: names of its clients, and root's log.
 
 use native_rt::{Notification, Window, log};
 use proto::console::directory::{ENTRY, LENGTH, LOG_SESSION, entry};
@@ -13,7 +13,7 @@ impl Directory {
     /// Pages of the region.
     pub const PAGES: u64 = LENGTH / abi::PAGE_SIZE;
 
-    /// Takes an empty region into use: the log goes there from now on. `notification` is the multiplexer's.
+    /// Starts to copy the log to an empty region. `notification` is the multiplexer's.
     pub fn new(window: Window, notification: Notification) -> Self {
         let directory = Self { window, notification };
         directory.set(LOG_SESSION, "log");
@@ -21,7 +21,7 @@ impl Directory {
         directory
     }
 
-    /// Names a session; an empty name says that the client is gone.
+    /// Names a session; an empty name removes the client.
     pub fn set(&self, session: usize, name: &str) {
         // There are more entries than children.
         let _ = self.window.write((session * ENTRY) as u64, &entry(name));

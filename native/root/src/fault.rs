@@ -1,4 +1,4 @@
-//! What a fault is called (AMD APM vol. 2, section 8.2).
+//! Names of faults (AMD APM vol. 2, section 8.2).
 
 use core::fmt;
 

@@ -1,8 +1,8 @@
-//! Which physical memory is free.
+//! Allocator of physical memory.
 
 use heapless::Vec;
 
-/// Most separate free ranges.
+/// Maximum number of separate free ranges.
 const MAX_RANGES: usize = 160;
 
 /// A range of page frames.
@@ -31,19 +31,19 @@ struct Free {
 #[derive(Default)]
 pub struct Frames {
     free: Vec<Free, MAX_RANGES>,
-    /// Frames that were given back and could not be kept track of.
-    lost: u64,
+    /// Freed frames that could not be tracked.
+    untracked: u64,
 }
 
 impl Frames {
-    /// Adds a region of free frames above all others. `false`: there are too many.
+    /// Adds a region of free frames above all others. Returns `false` if there are too many.
     pub fn add(&mut self, region: usize, run: Run) -> bool {
         self.free.push(Free { run, region }).is_ok()
     }
 
-    /// Takes `count` frames that follow each other, the first one's number a multiple of `align`, out
-    /// of the smallest range that has them: large ranges are kept for large needs.
-    pub fn take(&mut self, count: u64, align: u64) -> Option<Run> {
+    /// Allocates `count` contiguous frames, aligned to `align` frames, from the smallest range that
+    /// fits: large ranges are kept for large requests.
+    pub fn allocate(&mut self, count: u64, align: u64) -> Option<Run> {
         let fits = |free: &Free| {
             let first = free.run.first.checked_next_multiple_of(align)?;
             let end = first.checked_add(count)?;
@@ -73,8 +73,8 @@ impl Frames {
         Some(Run { first, count })
     }
 
-    /// Gives frames of a region back.
-    pub fn give(&mut self, region: usize, run: Run) {
+    /// Frees frames of a region.
+    pub fn free(&mut self, region: usize, run: Run) {
         let index = self.free.partition_point(|free| free.run.first < run.first);
         let joins_above = self
             .free
@@ -95,18 +95,18 @@ impl Frames {
             }
             (false, false) => {
                 if self.free.insert(index, Free { run, region }).is_err() {
-                    self.lost += run.count;
+                    self.untracked += run.count;
                 }
             }
         }
     }
 
-    /// Number of separate free ranges.
+    /// Returns the number of separate free ranges.
     pub fn pieces(&self) -> u64 {
         self.free.len() as u64
     }
 
-    /// Number of free frames.
+    /// Returns the number of free frames.
     pub fn count(&self) -> u64 {
         self.free.iter().map(|free| free.run.count).sum()
     }
@@ -126,34 +126,34 @@ mod tests {
     #[test]
     fn aligned_and_from_the_smallest() {
         let mut frames = frames();
-        assert_eq!(frames.take(4, 4), Some(Run { first: 4, count: 4 }));
-        assert_eq!(frames.take(2, 1), Some(Run { first: 8, count: 2 }));
-        assert_eq!(frames.take(512, 512), None, "there are as many, but not aligned");
-        assert_eq!(frames.take(256, 256), Some(Run { first: 256, count: 256 }));
-        assert_eq!(frames.take(0, 1), None);
-        assert_eq!(frames.take(u64::MAX, 1), None);
+        assert_eq!(frames.allocate(4, 4), Some(Run { first: 4, count: 4 }));
+        assert_eq!(frames.allocate(2, 1), Some(Run { first: 8, count: 2 }));
+        assert_eq!(frames.allocate(512, 512), None, "there are as many, but not aligned");
+        assert_eq!(frames.allocate(256, 256), Some(Run { first: 256, count: 256 }));
+        assert_eq!(frames.allocate(0, 1), None);
+        assert_eq!(frames.allocate(u64::MAX, 1), None);
     }
 
     #[test]
-    fn everything_comes_back() {
+    fn freed_frames_are_joined() {
         let mut frames = frames();
         let all = frames.count();
         let mut taken: Vec<Run, 64> = Vec::new();
         for count in 1..40 {
-            if let Some(run) = frames.take(count, count.next_power_of_two()) {
+            if let Some(run) = frames.allocate(count, count.next_power_of_two()) {
                 assert!(
                     taken.iter().all(|other| other.end() <= run.first || run.end() <= other.first)
                 );
                 taken.push(run).unwrap();
             }
         }
-        // An order that is neither that of taking nor its reverse.
+        // An order that is neither that of allocation nor its reverse.
         taken.sort_by_key(|run| run.first * 7919 % 101);
         for run in taken {
-            frames.give((run.first >= 13) as usize, run);
+            frames.free((run.first >= 13) as usize, run);
         }
         assert_eq!(frames.count(), all);
         assert_eq!(frames.free.len(), 2, "joined again, but not across regions");
-        assert_eq!(frames.lost, 0);
+        assert_eq!(frames.untracked, 0);
     }
 }

@@ -1,27 +1,27 @@
-//! Virtual machines that there are: those of the description, and those made after its templates.
+//! Virtual machines: those of the description, and those created from its templates.
 
 use heapless::String;
 use proto::manage::{Refusal, is_name};
 use proto::system::{MAX_NAME, MAX_VMS, System, Vm};
 
-/// A name.
+/// Name of a VM.
 pub type Name = String<MAX_NAME>;
 
 /// A virtual machine.
 pub struct Instance<'a> {
     /// Its name.
     pub name: Name,
-    /// What it is.
+    /// Its description.
     pub plan: &'a Vm<'a>,
 }
 
-/// All of them. An index never changes while the virtual machine is there.
+/// All VMs. The index of a VM never changes.
 pub struct Instances<'a> {
     all: [Option<Instance<'a>>; MAX_VMS],
 }
 
 impl<'a> Instances<'a> {
-    /// Those of the description that are no templates.
+    /// Creates the VMs of the description, without templates.
     pub fn new(system: &'a System<'a>) -> Self {
         let mut plans = system.vms.iter().filter(|vm| !vm.template);
         Self {
@@ -33,17 +33,17 @@ impl<'a> Instances<'a> {
         }
     }
 
-    /// The virtual machine with this index.
+    /// Returns the VM with this index.
     pub fn get(&self, index: usize) -> Option<&Instance<'a>> {
         self.all.get(index)?.as_ref()
     }
 
-    /// The index of the virtual machine with this name.
+    /// Returns the index of the VM with this name.
     pub fn find(&self, name: &str) -> Option<usize> {
         self.all.iter().position(|vm| vm.as_ref().is_some_and(|vm| vm.name == name))
     }
 
-    /// Adds a virtual machine; its index.
+    /// Adds a VM; returns its index.
     pub fn add(&mut self, name: &str, plan: &'a Vm<'a>) -> Result<usize, Refusal> {
         if !is_name(name) {
             return Err(Refusal::BadName);
@@ -54,7 +54,7 @@ impl<'a> Instances<'a> {
         Ok(index)
     }
 
-    /// Forgets a virtual machine.
+    /// Removes a VM.
     pub fn remove(&mut self, index: usize) {
         if let Some(entry) = self.all.get_mut(index) {
             *entry = None;

@@ -1,16 +1,17 @@
-//! AMD IOMMUs: what memory a device may access, and what interrupts it may send.
+//! AMD IOMMUs: memory that a device may access, and interrupts that it may send.
 //!
-//! Root has all memory anyway, so the driver of what protects it from devices is in root, and the kernel knows
-//! nothing of it. All IOMMUs of the machine use one device table. A function that no server drives may access
-//! nothing. That of a server may access the memory that the server has for it, and the sessions of its clients, at their
-//! physical addresses. Page tables belong to a server's number and stay, as that memory does, so
-//! a server that is started again needs no new ones.
+//! Root owns all memory anyway, so root has the driver of the hardware that protects it from
+//! devices, and the kernel needs none. All IOMMUs of the machine share one device table. A function
+//! without a server may access no memory. A function with a server may access the server's DMA
+//! memory, and the sessions of its clients, at their physical addresses. Page tables belong to a
+//! server's index and are permanent, as that memory is, so a restarted server reuses them.
 //!
-//! Interrupts are remapped where the firmware describes all I/O APICs, without which theirs could not be told from others. A
-//! function that no server drives may send none then. That of a server has a table with one interrupt, which root's message
-//! names; all else that it writes to the addresses of interrupts is blocked: other vectors and processors, NMI, INIT and external
-//! interrupts. The I/O APICs share a table in which an interrupt's number is its vector, so the kernel, which programs
-//! them, knows nothing of it. Where interrupts are not remapped, they pass.
+//! Interrupts are remapped if the firmware describes all I/O APICs; otherwise their interrupts
+//! could not be distinguished from a device's. Then a function without a server may send none. A
+//! server's function has a table with one interrupt, of root's message; all its other writes to
+//! interrupt addresses are blocked: other vectors and processors, NMI, INIT and external
+//! interrupts. The I/O APICs share a table in which the index of an interrupt is its vector, so the
+//! kernel, which programs them, is unaffected. Without remapping, interrupts pass.
 //!
 //! Reference: [`hw_x86::iommu`].
 
@@ -23,7 +24,7 @@ use hw_x86::iommu::{
     LEVELS, RING_PAGE, command, control, device_entry, event_device, index, leaf, next_table,
     register, remapped, status, table, with_interrupts,
 };
-use native_rt::device::Registers;
+use native_rt::device::DeviceRegisters;
 use native_rt::start::Boot;
 use native_rt::{Window, info, warn};
 use proto::system::MAX_SERVERS;
@@ -31,32 +32,33 @@ use proto::system::MAX_SERVERS;
 use crate::memory::Memory;
 use crate::pci::{self, Address};
 
-/// Most IOMMUs that are driven.
+/// Maximum number of IOMMUs.
 const MAX_UNITS: usize = 8;
 /// Most I/O APICs; the kernel uses no more.
 const MAX_IO_APICS: usize = 8;
-/// Pages of an interrupt remapping table. It has as many entries as a message can name, since QEMU looks beyond a shorter one.
+/// Pages of an interrupt remapping table. It has as many entries as a message can name, since QEMU
+/// looks beyond a shorter one.
 const INTERRUPT_PAGES: u64 = (INTERRUPTS * INTERRUPT_ENTRY).div_ceil(PAGE_SIZE);
 /// Pages of a server's page tables: for memory in about as many places.
 const TABLE_PAGES: u64 = 32;
-/// Looks at memory until a command must have been carried out.
-const PATIENCE: u32 = 10_000_000;
-/// Events that are told of at a time.
-const MAX_TOLD: u32 = 4;
+/// Maximum number of polls until a command must be complete.
+const MAX_POLLS: u32 = 10_000_000;
+/// Maximum number of events logged per call.
+const MAX_LOGGED: u32 = 4;
 
-/// An IOMMU: its registers, and three pages for commands, events, and its answer.
+/// An IOMMU: its registers, and three pages for commands, events, and the completion word.
 struct Unit {
-    registers: Registers,
+    registers: DeviceRegisters,
     pages: Window,
-    /// Offset after the last command, and number of the last answer.
+    /// Offset after the last command, and number of the last completion.
     tail: u64,
     answer: u64,
     /// Offset of the next event.
     head: u64,
 }
 
-/// A server's page tables; the first page is the root. And the remapping table of its function's interrupts, if they are
-/// remapped.
+/// A server's page tables; the first page is the root. And the remapping table of its function's
+/// interrupts, if they are remapped.
 struct Domain {
     pages: Window,
     used: u64,
@@ -83,7 +85,7 @@ pub struct Iommu {
     lines: Option<Lines>,
 }
 
-/// There is no memory for tables, or memory that they do not reach.
+/// Error: no memory for page tables, or memory beyond their range.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct NoRoom;
 
@@ -104,14 +106,16 @@ fn write(window: Window, offset: u64, words: &[u64]) {
     }
 }
 
-/// Makes an entry of an interrupt remapping table: message `number` arrives as `message` does without remapping.
+/// Makes an entry of an interrupt remapping table: message `number` arrives as `message` does
+/// without remapping.
 fn remap(table: Window, number: u64, (address, data): Message) {
     let apic_id = (address >> msi::DESTINATION_SHIFT) as u8;
     let entry = remapped(data as u8, apic_id);
     let _ = table.write(number * INTERRUPT_ENTRY, &entry.to_le_bytes());
 }
 
-/// The functions that the I/O APICs' interrupts come from, by their ids in the MADT. `None`: not all are known.
+/// The functions that the I/O APICs' interrupts come from, by their ids in the MADT. `None`: not
+/// all are known.
 fn sources<I: Iterator<Item = IvrsIoApic>>(
     ids: impl Iterator<Item = u8>,
     known: impl Fn() -> I,
@@ -133,17 +137,17 @@ impl Lines {
             _ => None,
         });
         let devices = sources(ids, || ivrs.io_apics())?;
-        Some(Self { devices, table: memory.take(owner, INTERRUPT_PAGES)? })
+        Some(Self { devices, table: memory.allocate(owner, INTERRUPT_PAGES)? })
     }
 }
 
 impl Iommu {
-    /// Takes all IOMMUs into use; no device may access memory from then on. `None`: there are none. Their memory belongs to
-    /// `owner`.
+    /// Enables all IOMMUs; from then on no device may access memory. Returns `None` if there are
+    /// none. Their memory belongs to `owner`.
     pub fn new(boot: &Boot, memory: &mut Memory, owner: usize) -> Option<Self> {
         let ivrs = Ivrs::parse(pci::table(boot, Ivrs::SIGNATURE)?).ok()?;
         let pages = DEVICE_TABLE_LENGTH / PAGE_SIZE;
-        let devices = memory.take_aligned(owner, pages, pages)?;
+        let devices = memory.allocate_aligned(owner, pages, pages)?;
         let lines = Lines::new(boot, ivrs, memory, owner);
         for entry in 0..DEVICE_TABLE_LENGTH / DEVICE_ENTRY {
             write(devices, entry * DEVICE_ENTRY, &blocked(lines.is_some()));
@@ -160,10 +164,13 @@ impl Iommu {
             }
             let unit = boot
                 .registers(iommu.base, register::LENGTH)
-                .zip(memory.take(owner, 3))
+                .zip(memory.allocate(owner, 3))
                 .map(|(registers, pages)| Unit { registers, pages, tail: 0, answer: 0, head: 0 });
             let Some(unit) = unit.filter(|_| !units.is_full()) else {
-                warn!("an IOMMU at {:#x} stays off: its devices may access all memory", iommu.base);
+                warn!(
+                    "cannot enable the IOMMU at {:#x}: its devices can access all memory",
+                    iommu.base
+                );
                 continue;
             };
             unit.enable(devices);
@@ -191,9 +198,9 @@ impl Iommu {
     ) -> Result<&mut Domain, NoRoom> {
         let domain = self.domains.get_mut(server).ok_or(NoRoom)?;
         if domain.is_none() {
-            let pages = memory.take(owner, TABLE_PAGES).ok_or(NoRoom)?;
+            let pages = memory.allocate(owner, TABLE_PAGES).ok_or(NoRoom)?;
             let interrupts = match self.lines {
-                Some(_) => Some(memory.take(owner, INTERRUPT_PAGES).ok_or(NoRoom)?),
+                Some(_) => Some(memory.allocate(owner, INTERRUPT_PAGES).ok_or(NoRoom)?),
                 None => None,
             };
             let mut new = Domain { pages, used: 0, interrupts };
@@ -203,8 +210,8 @@ impl Iommu {
         domain.as_mut().ok_or(NoRoom)
     }
 
-    /// The message by which the function of a server is to interrupt, so that it arrives as `message` from the next
-    /// [`allow`](Self::allow) on.
+    /// The message by which the function of a server is to interrupt, so that it arrives as
+    /// `message` from the next [`allow`](Self::allow) on.
     pub fn message(
         &mut self,
         memory: &mut Memory,
@@ -255,7 +262,7 @@ impl Iommu {
         Ok(())
     }
 
-    /// The function of a server may access nothing any more.
+    /// Removes all access of a server's function.
     pub fn deny(&mut self, server: usize, function: Address) {
         self.set(function, server, blocked(self.lines.is_some()));
     }
@@ -263,8 +270,8 @@ impl Iommu {
     fn set(&mut self, function: Address, server: usize, entry: [u64; 4]) {
         let device = function.number();
         let at = u64::from(device) * DEVICE_ENTRY;
-        // The rights last when they are given, first when they are taken: either way the first word alone has none yet, or
-        // none any more.
+        // The rights last when they are given, first when they are taken: either way the first word
+        // alone has none yet, or none any more.
         if entry[0] == BLOCKED[0] {
             write(self.devices, at, &entry);
         } else {
@@ -276,13 +283,13 @@ impl Iommu {
         }
     }
 
-    /// Tells the log what devices were kept from.
+    /// Logs device accesses that the IOMMUs blocked.
     pub fn report(&mut self) {
         let mut told = 0;
         let mut more = 0;
         for unit in &mut self.units {
             while let Some(event) = unit.next_event() {
-                if told < MAX_TOLD {
+                if told < MAX_LOGGED {
                     let [first, second] = event;
                     let function = Address::from_number(event_device(first));
                     warn!("IOMMU: event of PCI function {function}: {first:#018x} {second:#018x}");
@@ -309,7 +316,7 @@ fn domain_number(server: usize) -> u16 {
 }
 
 impl Domain {
-    /// Takes a page, which is zeros, into use as a table; its offset.
+    /// Takes a zeroed page into use as a table; returns its offset.
     fn add_table(&mut self) -> Option<u64> {
         let offset = self.used * PAGE_SIZE;
         self.pages.part(offset, PAGE_SIZE)?;
@@ -317,7 +324,7 @@ impl Domain {
         Some(offset)
     }
 
-    /// Maps a page to itself.
+    /// Maps a page to its own address.
     fn map(&mut self, address: u64) -> Option<()> {
         if address >= ADDRESS_LIMIT {
             return None;
@@ -344,7 +351,7 @@ impl Unit {
     const EVENTS: u64 = PAGE_SIZE;
     const ANSWER: u64 = 2 * PAGE_SIZE;
 
-    /// Lets the IOMMU work, from whatever state the firmware has left it in.
+    /// Enables the IOMMU, from any state that the firmware has left.
     fn enable(&self, devices: Window) {
         let registers = self.registers;
         let base = physical(self.pages);
@@ -366,7 +373,7 @@ impl Unit {
         self.tail = (self.tail + ENTRY) % PAGE_SIZE;
     }
 
-    /// Makes the IOMMU forget what it knows of a function and a domain, and waits until it has.
+    /// Invalidates the cached entries of a function and a domain, and waits for the completion.
     fn forget(&mut self, device: u16, domain: u16) {
         self.put(command::invalidate_device(device));
         self.put(command::invalidate_domain(domain));
@@ -381,9 +388,9 @@ impl Unit {
         self.put(command::invalidate_interrupts(device));
         self.put(command::completion(place, self.answer));
         self.registers.write64(register::COMMAND_TAIL, self.tail);
-        let done = (0..PATIENCE).any(|_| read(self.pages, Self::ANSWER) == self.answer);
+        let done = (0..MAX_POLLS).any(|_| read(self.pages, Self::ANSWER) == self.answer);
         if !done {
-            warn!("an IOMMU does not answer");
+            warn!("an IOMMU did not complete a command in time");
         }
     }
 
@@ -391,7 +398,7 @@ impl Unit {
     fn next_event(&mut self) -> Option<[u64; 2]> {
         if self.registers.read64(register::EVENT_TAIL) % PAGE_SIZE == self.head {
             if self.registers.read64(register::STATUS) & status::EVENT_OVERFLOW != 0 {
-                warn!("IOMMU: events were lost");
+                warn!("IOMMU: event log overflow");
                 self.restart_log();
             }
             return None;
@@ -403,7 +410,7 @@ impl Unit {
         Some(event)
     }
 
-    /// Begins anew with the log, which has been full (section 2.5.1).
+    /// Restarts the event log after an overflow (section 2.5.1).
     fn restart_log(&mut self) {
         let control = self.registers.read64(register::CONTROL);
         self.registers.write64(register::CONTROL, control & !control::EVENT_LOG);

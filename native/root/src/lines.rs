@@ -1,7 +1,8 @@
-//! Lines of children in the log.
+//! Log lines of children.
 //!
-//! The log has one line of limited speed for all, and keeps what one child writes to it from showing what others do. So
-//! each child has a [`LineBudget`]; lines beyond it are counted, and the count is logged in their place.
+//! The log has one line of limited speed for all children, and must not let one child's output hide
+//! the other children's. So each child has a [`LineBudget`]; excess lines are counted, and the
+//! count is logged in their place.
 
 use core::fmt::Write;
 
@@ -10,34 +11,35 @@ use native_rt::log::{Text, write_platform};
 use native_rt::{Platform, time};
 use proto::log::Level;
 
-/// Lines that a child may write at once: more than any program of this project writes while it starts.
+/// Burst of lines: more than any program of this project writes while it starts.
 pub const BURST: u64 = 100;
-/// Lines that it may write in each second from then on.
+/// Sustained rate, in lines per second.
 pub const RATE: u64 = 10;
-/// Lines of the text of a panic. They are the child's last, and restarts have a limit of their own, so they cost no budget.
+/// Maximum number of lines of a panic. They are the child's last, and restarts have a limit of
+/// their own, so they cost no budget.
 const PANIC_LINES: usize = 8;
-/// Nanoseconds from the first line that is suppressed to the line that says how many were.
+/// Nanoseconds from the first suppressed line to the line with their number.
 const NOTE_DELAY: u64 = 1_000_000_000;
 
-/// A token bucket of lines. It is a child's as long as the system runs: a restart does not fill it.
+/// A token bucket of lines. It outlives restarts of the child: a restart does not refill it.
 #[derive(Clone, Debug)]
 pub struct LineBudget {
     /// TSC value at which the bucket is full again.
     full_at: u64,
-    /// Lines suppressed and not told of yet.
+    /// Suppressed lines that were not reported yet.
     suppressed: u64,
-    /// TSC value at which to tell of them; [`FOREVER`]: there are none.
+    /// TSC value at which to report them; [`FOREVER`]: none.
     note: u64,
 }
 
 impl LineBudget {
-    /// A full bucket.
+    /// Creates a full bucket.
     pub const fn new() -> Self {
         Self { full_at: 0, suppressed: 0, note: FOREVER }
     }
 
-    /// Takes a token for a line at TSC value `now` of a counter of `khz` kHz; `false`: there is none, and the line counts
-    /// as suppressed.
+    /// Takes a token for a line at TSC value `now` of a counter of `khz` kHz; returns `false` if
+    /// the bucket is empty, and counts the line as suppressed.
     fn take(&mut self, now: u64, khz: u64) -> bool {
         let token = time::ticks(khz, 1_000_000_000 / RATE).max(1);
         let full_at = self.full_at.max(now);
@@ -52,12 +54,13 @@ impl LineBudget {
         true
     }
 
-    /// TSC value at which [`LineBudget::take_suppressed`] is to be called; [`FOREVER`]: not at all.
+    /// Returns the TSC value at which [`LineBudget::take_suppressed`] is due; [`FOREVER`] if no
+    /// line is suppressed.
     pub const fn note(&self) -> u64 {
         self.note
     }
 
-    /// Takes the number of lines suppressed since the last call.
+    /// Returns the number of lines suppressed since the last call.
     pub fn take_suppressed(&mut self) -> u64 {
         self.note = FOREVER;
         core::mem::take(&mut self.suppressed)
@@ -73,7 +76,8 @@ fn write_line(name: &str, level: Level, line: &[u8]) {
     write_platform(platform, compose(name, level, line).bytes());
 }
 
-/// Writes a child's text behind its name, line by line, as far as its budget goes. `khz` is the TSC's frequency.
+/// Writes a child's text with its name in front of each line, within its budget. `khz` is the TSC's
+/// frequency.
 pub fn write(name: &str, level: Level, text: &[u8], budget: &mut LineBudget, khz: u64) {
     for line in lines(text) {
         if budget.take(time::tsc(), khz) {
@@ -82,18 +86,18 @@ pub fn write(name: &str, level: Level, text: &[u8], budget: &mut LineBudget, khz
     }
 }
 
-/// Writes the text of a child's panic behind its name.
+/// Writes the text of a child's panic with its name in front of each line.
 pub fn write_panic(name: &str, text: &[u8]) {
     for line in lines(text).take(PANIC_LINES) {
         write_line(name, Level::Error, line);
     }
 }
 
-/// A line of the log: name, level, text. Only printable ASCII gets through, so that a child can neither imitate
-/// others nor command a terminal.
+/// Composes a log line: name, level, text. Only printable ASCII passes, so that a child can neither
+/// forge lines of other children nor control a terminal.
 fn compose(name: &str, level: Level, line: &[u8]) -> Text {
     let mut text = Text::new();
-    // A text takes everything and cuts what is too long.
+    // A `Text` accepts every write and cuts excess text.
     let _ = write!(text, "{name}: {}", level.prefix());
     let room = proto::log::MAX_TEXT - text.bytes().len() - 1;
     for &byte in &line[..line.len().min(room)] {
@@ -143,7 +147,7 @@ mod tests {
         assert_eq!(budget.take_suppressed(), 900);
         assert_eq!(burst(&mut budget, SECOND + SECOND / 2), RATE as usize / 2);
         assert_eq!(burst(&mut budget, u64::MAX / 2), BURST as usize, "and no more than that");
-        // A clock that stands still, or goes back, gives nothing and breaks nothing.
+        // A clock that stands still or goes back refills nothing and breaks nothing.
         assert_eq!(burst(&mut budget, 0), 0);
         assert!(LineBudget::new().take(0, 0));
     }

@@ -1,4 +1,4 @@
-//! Puts a program into a task.
+//! Loads a program into a task.
 
 use abi::{PAGE_SIZE, rights};
 use heapless::Vec;
@@ -9,36 +9,36 @@ use proto::start::START_PAGE;
 
 use crate::memory::Memory;
 
-/// Lowest address of a program: page 0 and some more stay unmapped, to catch null pointers.
+/// Lowest address of a program: the pages below stay unmapped, to catch null pointers.
 const LOWEST: u64 = 0x1_0000;
-/// Most loadable segments.
+/// Maximum number of loadable segments.
 const MAX_SEGMENTS: usize = 8;
 
-/// Why a program cannot be loaded.
+/// Error of loading a program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LoadError {
-    /// Not an executable.
+    /// Not an ELF executable.
     Elf(ElfError),
-    /// Not for this machine.
+    /// Not for this architecture.
     Machine,
-    /// A segment outside of the range of programs, overlapping another, both writable and
-    /// executable, or one that pages of the file do not fit.
+    /// The segment at this address is outside of the range of programs, overlaps another one, is
+    /// both writable and executable, or is not congruent with the pages of the file.
     Segment(u64),
     /// Too many segments.
     Segments,
-    /// No memory left.
+    /// Memory is exhausted.
     Memory,
-    /// The kernel refused to map it.
+    /// The kernel refused the mapping.
     Map(Status),
 }
 
 /// A loaded program.
 pub struct Program {
-    /// Address at which it starts.
+    /// Entry address.
     pub entry: u64,
-    /// Bytes of its own.
+    /// Bytes of private memory.
     pub bytes: u64,
-    /// Bytes that it shares with the bundle, and with whoever else runs it.
+    /// Bytes mapped from the bundle, shared with all instances of the program.
     pub shared: u64,
 }
 
@@ -46,14 +46,14 @@ fn page_of(address: u64) -> u64 {
     address & !(PAGE_SIZE - 1)
 }
 
-/// Pages that a segment touches: first address and length.
+/// Returns the pages that a segment touches: first address and length.
 fn pages(segment: &Segment) -> (u64, u64) {
     let range = segment.virtual_range();
     let first = page_of(range.start);
     (first, range.end.next_multiple_of(PAGE_SIZE) - first)
 }
 
-/// Checks that segments are separate, inside the range of programs, and obey write xor execute.
+/// Checks that segments are disjoint, inside the range of programs, and obey write xor execute.
 fn check(elf: &Elf) -> Result<Vec<Segment, MAX_SEGMENTS>, LoadError> {
     if elf.machine() != Machine::X86_64 {
         return Err(LoadError::Machine);
@@ -72,7 +72,7 @@ fn check(elf: &Elf) -> Result<Vec<Segment, MAX_SEGMENTS>, LoadError> {
         if first < end_of_last {
             return Err(bad);
         }
-        // What is not written is mapped from the file itself.
+        // A read-only segment is mapped from the file itself.
         let congruent = segment.offset % PAGE_SIZE == segment.vaddr % PAGE_SIZE;
         if !segment.writable() && (!congruent || segment.filesz != segment.memsz) {
             return Err(bad);
@@ -83,8 +83,8 @@ fn check(elf: &Elf) -> Result<Vec<Segment, MAX_SEGMENTS>, LoadError> {
     Ok(segments)
 }
 
-/// Maps the program `file`, which is in the bundle at `offset`, into a task. Read-only segments are shared with the
-/// bundle; writable ones are copied into memory of `owner`.
+/// Maps the program `file`, which is in the bundle at `offset`, into a task. Read-only segments are
+/// shared with the bundle; writable ones are copied into memory of `owner`.
 pub fn load(
     boot: &Boot,
     memory: &mut Memory,
@@ -107,12 +107,12 @@ pub fn load(
             continue;
         }
         bytes += length;
-        let window = memory.take(owner, length / PAGE_SIZE).ok_or(LoadError::Memory)?;
+        let window = memory.allocate(owner, length / PAGE_SIZE).ok_or(LoadError::Memory)?;
         if !window.write(segment.vaddr - first, elf.data(&segment)) {
             return Err(LoadError::Memory);
         }
-        // Page by page: a program takes single pages out of this, as guards below stacks, and the kernel
-        // takes mappings back as they were made.
+        // Page by page: a program unmaps single pages of this, as guard pages of stacks, and the
+        // kernel unmaps only whole mappings.
         for offset in (0..length).step_by(PAGE_SIZE as usize) {
             let page = window.part(offset, PAGE_SIZE).ok_or(LoadError::Memory)?;
             task.map(page, first + offset, rights::READ | rights::WRITE).map_err(LoadError::Map)?;

@@ -1,4 +1,4 @@
-//! The management gate: what an operator's program may ask.
+//! Management gate: requests of the operator shell.
 
 use abi::PAGE_SIZE;
 use native_rt::{Message, Page, Platform, info, time};
@@ -11,13 +11,13 @@ use proto::system::{MAX_NAME, MAX_VMS};
 use proto::{DONE, REFUSED};
 use serde::Serialize;
 
-use crate::manager::{CHILDREN, End, FIRST_TASK, FIRST_VM, Manager, Phase, UNKNOWN};
+use crate::manager::{CHILDREN, EndCause, FIRST_TASK, FIRST_VM, Manager, Phase, UNKNOWN};
 
-/// Numbers from here on are those of templates.
+/// Indices from here on are those of templates.
 const FIRST_TEMPLATE: usize = CHILDREN;
 
 impl Manager<'_> {
-    /// Answers a call through a management gate.
+    /// Handles a call through a management gate.
     pub(crate) fn manage(&mut self, label: u64, message: Message) -> Message {
         match self.try_manage(label, message) {
             Ok(answer) => answer,
@@ -102,9 +102,9 @@ impl Manager<'_> {
     fn restart(&mut self, number: usize) -> Result<(), Refusal> {
         self.running(number)?;
         let record = &mut self.records[number];
-        // It is about to be started again, so its end is not the end of the system.
+        // It is about to be restarted, so its end is not the end of the system.
         (record.hold, record.restart) = (true, 0);
-        self.end(number, End::Killed);
+        self.end(number, EndCause::Killed);
         self.start_now(number)
     }
 
@@ -130,13 +130,13 @@ impl Manager<'_> {
         self.running(number).map_err(|_| Refusal::Failed)
     }
 
-    /// Ends a virtual machine, or what would start it again.
+    /// Ends a VM, or cancels its pending restart.
     fn kill(&mut self, number: usize) -> Result<(), Refusal> {
         let record = &mut self.records[number];
         record.hold = true;
         let waits = core::mem::replace(&mut record.restart, UNKNOWN.restart) != UNKNOWN.restart;
         if self.children[number].is_some() {
-            self.end(number, End::Killed);
+            self.end(number, EndCause::Killed);
         } else if waits {
             self.advance();
         } else {
@@ -157,7 +157,7 @@ impl Manager<'_> {
         }
         let number = FIRST_VM + self.instances.add(name, plan)?;
         self.records[number] = UNKNOWN;
-        info!("vm {name} created after {template}");
+        info!("vm {name} created from template {template}");
         Ok(number)
     }
 
@@ -240,8 +240,9 @@ impl Manager<'_> {
         child.signal(event::REPORT);
         let report = child.report().unwrap_or_default();
         let nanos = |ticks| time::nanos(self.clock.tsc_khz, ticks);
-        // The report is of one moment: its own time counts. Without one, that is the start.
-        let lived = report.written.saturating_sub(child.made);
+        // The report is of one moment: its own time counts. Without a report, the figures are of
+        // the start.
+        let lived = report.written.saturating_sub(child.created_at);
         let vcpus =
             self.instances.get(number.saturating_sub(FIRST_VM)).map_or(1, |vm| vm.plan.vcpus);
         let all = (lived - report.paused.min(lived)).saturating_mul(vcpus.into());
@@ -268,10 +269,10 @@ impl Manager<'_> {
     }
 }
 
-/// An answer with a struct in the page.
+/// Returns a reply with a serialised struct in the page.
 fn answer(value: &impl Serialize) -> Message {
     let mut buffer = [0; MAX_ENCODED];
-    // The longest structs fit, which a test of `proto` shows.
+    // The largest structs fit, as a test of `proto` shows.
     let bytes = postcard::to_slice(value, &mut buffer).map_or(&[][..], |bytes| bytes);
     let words = Page::current().set_bytes(bytes);
     Message::new(DONE, [bytes.len() as u64, 0, 0, 0]).with_page(words)

@@ -1,4 +1,4 @@
-//! Starts the children, serves their gates, and decides what their ends mean.
+//! Starts the children, serves their gates, and handles their ends.
 
 use core::fmt;
 
@@ -6,10 +6,10 @@ use abi::bundle::Header;
 use abi::{FAULT_LABEL, FOREVER, boot};
 use heapless::Vec;
 use native_rt::start::Boot;
-use native_rt::thread::Making;
+use native_rt::thread::ThreadResources;
 use native_rt::{
-    Caller, Factory, Message, OwnThread, Page, Platform, Serves, Slots, error, info, reply_wait,
-    time, wait, warn,
+    Factory, Incoming, Message, OwnThread, Page, Platform, ServerThread, Slots, error, info,
+    reply_wait, time, wait, warn,
 };
 use proto::channel::{LET_GO, LOOK, MAP, MAX_VM_CHANNELS, OFFER, REVOKE};
 use proto::control::{DRAINED, EXITED, PANICKED, STARTED, VmmStatistics, code};
@@ -22,16 +22,16 @@ use proto::system::{
 use proto::{DONE, REFUSED, console};
 use vmm_cpu::exit::EXIT_NAMES;
 
-use crate::alarm::{Alarm, RINGS};
+use crate::alarm::{ALARM, Alarm};
 use crate::channels::Channels;
-use crate::child::{Child, Resources, Shape, StartError, purpose};
+use crate::child::{Child, ChildConfig, Resources, StartError, purpose};
 use crate::directory::Directory;
 use crate::fault::Fault;
 use crate::instances::{Instances, Name};
 use crate::lines::LineBudget;
 use crate::memory::Memory;
 use crate::policy::{Draining, Ended};
-use crate::sessions::{Everyone, Sessions};
+use crate::sessions::{Sessions, SystemView};
 use crate::{leave, lines, policy};
 
 /// Slot of root's notification.
@@ -41,7 +41,7 @@ const ALARM_THREAD: u64 = boot::slot::FREE + 2;
 const ALARM_SCHED: u64 = boot::slot::FREE + 3;
 const FIRST_FREE: u64 = boot::slot::FREE + 4;
 
-/// Children are numbered: servers, tasks, virtual machines.
+/// Children are numbered: servers, tasks, VMs.
 pub(crate) const FIRST_TASK: usize = MAX_SERVERS;
 pub(crate) const FIRST_VM: usize = FIRST_TASK + MAX_TASKS;
 pub(crate) const CHILDREN: usize = FIRST_VM + MAX_VMS;
@@ -49,45 +49,46 @@ const _: () = assert!(CHILDREN <= proto::console::directory::SESSIONS);
 
 /// Kernel memory of a server, in pages.
 const SERVER_QUOTA: u64 = 64;
-/// Kernel memory of a native program: a fair share of what the others leave, within these bounds.
+/// Kernel memory of a native program: an equal part of the remaining quota, within these bounds.
 const MIN_TASK_QUOTA: u64 = 40;
 const MAX_TASK_QUOTA: u64 = 1024;
 /// Kernel memory that root keeps for its own mappings and capabilities.
 const OWN_QUOTA: u64 = 64;
-/// Kernel memory of a VMM: for one vCPU, for each further one, and for the tables of each GiB of guest memory, in
-/// two spaces.
+/// Kernel memory of a VMM: for one vCPU, for each further one, and for the page tables of each GiB
+/// of guest memory, in two address spaces.
 const VMM_QUOTA: u64 = 64;
 const VCPU_QUOTA: u64 = 24;
 const GIB_QUOTA: u64 = 4;
-/// And for a channel: tables, and the shares' mappings.
+/// And for a channel: page tables, and the shares' mappings.
 const CHANNEL_QUOTA: u64 = 24;
-/// Kernel memory that root needs for a channel's second mappings.
+/// Kernel memory that root needs for a channel's aliases.
 const CHANNEL_OWN_QUOTA: u64 = 8;
 const SMALL_STACK: u64 = 48 << 10;
-/// The whole machine of a VMM is on its stack.
+/// A VMM's whole board is on its stack.
 const VMM_STACK: u64 = 32 << 10;
-/// So are its devices with their sessions: for each, and while they are made.
+/// So are its devices with their sessions: per device, and during their set-up.
 const DEVICE_STACK: u64 = 16 << 10;
-const MAKING_STACK: u64 = 12 << 10;
+const SETUP_STACK: u64 = 12 << 10;
 const TASK_STACK: u64 = 64 << 10;
 /// Private memory of a native program.
 const TASK_MEMORY: u64 = 256 << 10;
 
-/// Time for tasks to end by themselves when the system ends, and for output to leave, in ns.
-const PATIENCE: u64 = 3_000_000_000;
+/// Time limit for tasks to end by themselves and for output to drain at the end of the system, in
+/// ns.
+const SHUTDOWN_TIMEOUT: u64 = 3_000_000_000;
 
-/// What is known of a child beyond its life.
+/// State of a child that outlives it.
 #[derive(Clone, Copy)]
 pub(crate) struct Record {
     /// Exit code of its last end.
     pub ended: Option<u64>,
-    /// TSC at which to start it again.
+    /// TSC value of its restart.
     pub restart: u64,
     /// Restarts since it was last healthy.
     restarts: u32,
-    /// Restarts in all.
+    /// Total number of restarts.
     pub all_restarts: u32,
-    /// An operator has asked it to end: it is not started again.
+    /// An operator has ended it: it is not restarted.
     pub hold: bool,
     /// An operator has paused it.
     pub paused: bool,
@@ -102,22 +103,22 @@ pub(crate) const UNKNOWN: Record = Record {
     paused: false,
 };
 
-/// How far the end of the system has come.
+/// Progress of the system's shutdown.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Phase {
     Running,
-    /// Tasks that are left are asked to end, until this TSC value.
+    /// Remaining tasks are asked to end, until this TSC value.
     Stopping(u64),
-    /// Servers are asked to let everything out, until this TSC value.
+    /// Servers are asked to drain their output, until this TSC value.
     Draining(u64),
 }
 
-/// How a child ended.
-pub(crate) enum End<'t> {
+/// Cause of a child's end.
+pub(crate) enum EndCause<'t> {
     Exited(u64, VmmStatistics),
     Panicked(&'t [u8]),
     Faulted(Fault),
-    /// An operator has ended it.
+    /// Ended by an operator.
     Killed,
 }
 
@@ -131,7 +132,7 @@ pub struct Manager<'a> {
     pub(crate) children: [Option<Child>; CHILDREN],
     pub(crate) records: [Record; CHILDREN],
     lines: [LineBudget; CHILDREN],
-    /// Of the console's multiplexer, and the server's number.
+    /// Directory of the console's multiplexer, and the server's index.
     directory: Option<(usize, Directory)>,
     pub(crate) sessions: Sessions,
     channels: Channels,
@@ -142,7 +143,7 @@ pub struct Manager<'a> {
 }
 
 impl<'a> Manager<'a> {
-    /// Takes over the machine. `thread` is the one that runs.
+    /// Initialises root's state. `thread` is the running thread.
     pub fn new(
         boot: &'a Boot,
         header: Header<'a>,
@@ -150,9 +151,9 @@ impl<'a> Manager<'a> {
         clock: Clock,
         thread: OwnThread,
     ) -> Self {
-        let alarm = make_alarm(thread);
+        let alarm = create_alarm(thread);
         if let Err(status) = alarm {
-            warn!("no alarm clock, so nothing is restarted: {status:?}");
+            warn!("cannot start the alarm: no child will be restarted: {status:?}");
         }
         let slots = Slots::new(FIRST_FREE);
         let mut memory = Memory::new(boot);
@@ -176,7 +177,7 @@ impl<'a> Manager<'a> {
         }
     }
 
-    /// Starts everything and serves for ever.
+    /// Starts all children and serves for ever.
     pub fn run(mut self) -> ! {
         info!("{} MiB of memory free", self.resources.memory.free() >> 20);
         for number in 0..CHILDREN {
@@ -186,8 +187,8 @@ impl<'a> Manager<'a> {
         let mut next = wait();
         loop {
             let answer = match next {
-                Ok(Caller::Call(badge, message)) => self.call(badge, message),
-                Ok(Caller::Events(events)) => {
+                Ok(Incoming::Call(badge, message)) => self.call(badge, message),
+                Ok(Incoming::Events(events)) => {
                     self.events(events);
                     None
                 }
@@ -229,7 +230,7 @@ impl<'a> Manager<'a> {
 
     // ---- starting ----------------------------------------------------------------------------
 
-    /// Starts a child if the description has it. A failure is its end.
+    /// Starts a child if the description has it. A failure counts as its end.
     pub(crate) fn start(&mut self, number: usize) {
         let record = &mut self.records[number];
         (record.restart, record.hold, record.paused) = (FOREVER, false, false);
@@ -254,39 +255,39 @@ impl<'a> Manager<'a> {
             }
             Some(Err(error)) => {
                 let (kind, name) = (Self::kind(number), self.name(number));
-                error!("{kind} {name} cannot be started: {error:?}");
+                error!("cannot start {kind} {name}: {error:?}");
                 self.records[number].ended = Some(code::BAD_CONFIG);
-                self.resources.memory.give_all(number);
-                self.forget_name(number);
+                self.resources.memory.free_all(number);
+                self.remove_name(number);
                 self.wake_clients(number);
             }
         }
     }
 
-    /// Makes a child of a program in the bundle, and lets `equip` give it the rest and say its role.
+    /// Creates a child of a program in the bundle; `equip` adds its resources and returns its role.
     fn build(
         &mut self,
-        shape: &Shape,
+        config: &ChildConfig,
         binary: &str,
         equip: impl FnOnce(&mut Self, &mut Child) -> Result<Role<'a>, StartError>,
     ) -> Result<Child, StartError> {
-        if shape.cpu >= self.resources.boot.info.cpus {
-            return Err(StartError::Cpu(shape.cpu));
+        if config.cpu >= self.resources.boot.info.cpus {
+            return Err(StartError::Cpu(config.cpu));
         }
         let file = self.header.find(binary).ok_or(StartError::File("program"))?;
         let range = file.offset as usize..(file.offset + file.length) as usize;
         let bytes = self.resources.boot.bundle.get(range).ok_or(StartError::Place)?;
-        let mut child = Child::new(&mut self.resources, shape)?;
-        let name = self.name(shape.number);
+        let mut child = Child::new(&mut self.resources, config)?;
+        let name = self.name(config.number);
         let done = child
-            .load(&mut self.resources, (file.offset, bytes), shape.stack)
+            .load(&mut self.resources, (file.offset, bytes), config.stack)
             .and_then(|entry| Ok((entry, equip(self, &mut child)?)))
             .and_then(|(entry, role)| {
                 let start = Start {
                     name: &name,
-                    cpu: shape.cpu,
-                    priority: shape.priority,
-                    cpu_time: shape.cpu_time,
+                    cpu: config.cpu,
+                    priority: config.priority,
+                    cpu_time: config.cpu_time,
                     clock: self.clock,
                     ranges: child.ranges().clone(),
                     role,
@@ -296,15 +297,15 @@ impl<'a> Manager<'a> {
         match done {
             Ok(()) => Ok(child),
             Err(error) => {
-                self.take_apart(shape.number, child);
+                self.destroy_child(config.number, child);
                 Err(error)
             }
         }
     }
 
-    /// Takes everything back from a child that has ended, or that cannot be started, and from whatever knows of it: no
-    /// device works for it, no peer takes it for running, and root writes to none of its memory.
-    fn take_apart(&mut self, number: usize, child: Child) {
+    /// Destroys a child that has ended or failed to start, and removes all references to it: its
+    /// device loses access, no peer regards it as running, and root writes to none of its memory.
+    fn destroy_child(&mut self, number: usize, child: Child) {
         if self.directory.as_ref().is_some_and(|(owner, _)| *owner == number) {
             self.directory = None;
         }
@@ -317,7 +318,7 @@ impl<'a> Manager<'a> {
     }
 
     fn start_server(&mut self, number: usize, server: &Server) -> Result<Child, StartError> {
-        let shape = Shape {
+        let config = ChildConfig {
             number,
             cpu: 0,
             priority: server.priority,
@@ -325,13 +326,13 @@ impl<'a> Manager<'a> {
             contexts: 1,
             quota: SERVER_QUOTA,
             stack: SMALL_STACK,
-            may_build: false,
+            may_create_objects: false,
         };
         if matches!(server.kind, ServerKind::Block | ServerKind::Switch) {
-            return self.build(&shape, server.binary, |root, child| {
+            return self.build(&config, server.binary, |root, child| {
                 let Self { sessions, resources, children, instances, system, .. } = root;
-                let everyone = Everyone { system, instances, children };
-                sessions.connect_server(number, server, child, resources, everyone)
+                let view = SystemView { system, instances, children };
+                sessions.connect_server(number, server, child, resources, view)
             });
         }
         let (port, interrupt) = match server.device {
@@ -340,7 +341,7 @@ impl<'a> Manager<'a> {
             Device::Serial(SerialPort::Com2) => (0x2f8, 3),
             _ => return Err(StartError::Device),
         };
-        self.build(&shape, server.binary, |root, child| {
+        self.build(&config, server.binary, |root, child| {
             let line = child.add_device(&mut root.resources, port, interrupt)?;
             root.sessions.add_line(line)?;
             let multiplex = server.kind == ServerKind::Multiplexer;
@@ -351,19 +352,19 @@ impl<'a> Manager<'a> {
         })
     }
 
-    /// Pages of kernel memory for each native program.
+    /// Returns the quota of kernel memory of each native program, in pages.
     fn task_quota(&self) -> u64 {
         let servers = self.system.servers.len() as u64 * SERVER_QUOTA;
         let vms: u64 = self.system.vms.iter().map(|vm| self.vmm_quota(vm)).sum();
         let own = OWN_QUOTA + CHANNEL_OWN_QUOTA * self.system.channels.len() as u64;
         let left = self.resources.boot.info.quota_pages.saturating_sub(own + servers + vms);
-        // One part stays for what is started later.
+        // One part remains for programs that start later.
         (left / (self.system.tasks.len() as u64 + 1)).clamp(MIN_TASK_QUOTA, MAX_TASK_QUOTA)
     }
 
     fn start_task(&mut self, number: usize) -> Result<Child, StartError> {
         let task = &self.system.tasks[number - FIRST_TASK];
-        let shape = Shape {
+        let config = ChildConfig {
             number,
             cpu: task.cpu,
             priority: task.priority,
@@ -371,9 +372,9 @@ impl<'a> Manager<'a> {
             contexts: 1,
             quota: self.task_quota(),
             stack: TASK_STACK,
-            may_build: true,
+            may_create_objects: true,
         };
-        self.build(&shape, task.binary, |root, child| {
+        self.build(&config, task.binary, |root, child| {
             child.add_private(&mut root.resources, TASK_MEMORY)?;
             root.connect_console(child, task.console, number)?;
             if task.manage {
@@ -383,7 +384,7 @@ impl<'a> Manager<'a> {
         })
     }
 
-    /// Pages of kernel memory for a VMM.
+    /// Returns the quota of kernel memory of a VMM, in pages.
     fn vmm_quota(&self, vm: &Vm) -> u64 {
         let further = u64::from(vm.vcpus.saturating_sub(1));
         let channels = self.channels.count(self.system, vm) as u64;
@@ -408,23 +409,23 @@ impl<'a> Manager<'a> {
         let consoles = usize::from(vm.virtio_console);
         let devices = match vm.disks.len() + vm.nets.len() + channels + consoles {
             0 => 0,
-            // The VMM has room for these numbers, and an entropy source.
+            // The VMM has variants for these numbers, plus an entropy source.
             few @ 1..=2 => few + 1,
             3..=4 => 5,
             _ => MAX_VM_DISKS + MAX_VM_NETS + MAX_VM_CHANNELS + 2,
         } as u64;
-        let making = if devices == 0 { 0 } else { MAKING_STACK };
-        let shape = Shape {
+        let setup = if devices == 0 { 0 } else { SETUP_STACK };
+        let config = ChildConfig {
             number,
             cpu: cpus.first().copied().unwrap_or(0),
             priority: vm.priority,
             cpu_time: vm.cpu_time,
             contexts: cpus.len() as u64,
             quota: self.vmm_quota(vm),
-            stack: (VMM_STACK + DEVICE_STACK * devices + making).next_multiple_of(abi::PAGE_SIZE),
-            may_build: cpus.len() > 1,
+            stack: (VMM_STACK + DEVICE_STACK * devices + setup).next_multiple_of(abi::PAGE_SIZE),
+            may_create_objects: cpus.len() > 1,
         };
-        self.build(&shape, vm.binary, |root, child| {
+        self.build(&config, vm.binary, |root, child| {
             child.add_guest(&mut root.resources, vm.memory)?;
             let further = cpus.len() as u64 - 1;
             if further > 0 {
@@ -437,8 +438,8 @@ impl<'a> Manager<'a> {
             root.connect_console(child, vm.console, number)?;
             child.add_report(&mut root.resources)?;
             let Self { sessions, resources, children, channels, instances, system, .. } = root;
-            let everyone = Everyone { system, instances, children };
-            let attachments = sessions.connect_client(number, vm, child, resources, everyone)?;
+            let view = SystemView { system, instances, children };
+            let attachments = sessions.connect_client(number, vm, child, resources, view)?;
             let channels = channels.connect(number, vm, system, child, resources, children)?;
             Ok(Role::Vmm(Vmm {
                 id: index as u32 + 1,
@@ -456,14 +457,15 @@ impl<'a> Manager<'a> {
         })
     }
 
-    /// The console's multiplexer is to know that a child is gone.
-    fn forget_name(&self, number: usize) {
+    /// Removes a child's name from the console's multiplexer.
+    fn remove_name(&self, number: usize) {
         if let Some((_, directory)) = &self.directory {
             directory.set(number, "");
         }
     }
 
-    /// Gives a child its console, if the description has one. The session is the child's number.
+    /// Delegates a child's console gate, if the description has one. The session is the child's
+    /// index.
     fn connect_console(
         &mut self,
         child: &mut Child,
@@ -478,13 +480,13 @@ impl<'a> Manager<'a> {
         }
         match self.children.get(server) {
             Some(Some(server)) => server.session(&mut self.resources.slots, child, number as u64),
-            // It will connect its clients.
+            // It will connect its clients when it starts.
             Some(None) if self.records[server].restart != FOREVER => Ok(()),
             _ => Err(StartError::Server),
         }
     }
 
-    /// Whether a child's console is this server.
+    /// Returns whether a child's console is this server.
     fn is_client(&self, number: usize, server: usize) -> bool {
         let console = match number {
             FIRST_VM.. => self.instances.get(number - FIRST_VM).and_then(|vm| vm.plan.console),
@@ -496,8 +498,8 @@ impl<'a> Manager<'a> {
         console.map(usize::from) == Some(server)
     }
 
-    /// Gives the clients of a console server that was started again their sessions. Those of other servers keep theirs in
-    /// memory.
+    /// Creates sessions for the clients of a restarted console server. Sessions of other servers
+    /// are in memory and stay.
     fn connect_clients(&mut self, server: usize) {
         for number in FIRST_TASK..CHILDREN {
             if !self.is_client(number, server) {
@@ -512,7 +514,7 @@ impl<'a> Manager<'a> {
         self.wake_clients(server);
     }
 
-    /// Tells the clients of a console server that there is another one, or none will come.
+    /// Notifies the clients of a console server that it has restarted, or will not.
     fn wake_clients(&self, server: usize) {
         for number in (FIRST_TASK..CHILDREN).filter(|&number| self.is_client(number, server)) {
             if let Some(child) = &self.children[number] {
@@ -529,7 +531,7 @@ impl<'a> Manager<'a> {
 
     // ---- serving -----------------------------------------------------------------------------
 
-    /// Serves a call; `None` if the caller gets no answer.
+    /// Handles a call; returns `None` if the caller gets no reply.
     fn call(&mut self, badge: u64, message: Message) -> Option<Message> {
         let number = (badge >> purpose::BITS) as usize;
         if number >= CHILDREN || self.children[number].is_none() {
@@ -557,17 +559,17 @@ impl<'a> Manager<'a> {
                 let count = (message.tag.words as usize).min(words.len());
                 page.words(&mut words[..count]);
                 let statistics = VmmStatistics::unpack(&words);
-                self.end(number, End::Exited(message.words[0], statistics));
+                self.end(number, EndCause::Exited(message.words[0], statistics));
                 None
             }
             (purpose::CONTROL, PANICKED) => {
                 let text = page.bytes(message.tag.words, message.words[0], &mut text);
-                self.end(number, End::Panicked(text));
+                self.end(number, EndCause::Panicked(text));
                 None
             }
             (purpose::FAULT, FAULT_LABEL) => {
                 let [vector, error, address, ip] = message.words;
-                self.end(number, End::Faulted(Fault { vector, error, address, ip }));
+                self.end(number, EndCause::Faulted(Fault { vector, error, address, ip }));
                 None
             }
             (purpose::MANAGE, label) => Some(self.manage(label, message)),
@@ -575,25 +577,25 @@ impl<'a> Manager<'a> {
         }
     }
 
-    /// Writes what a child has to say to the log.
+    /// Writes a text of a child to the log.
     fn log(&mut self, number: usize, level: Level, text: &[u8]) {
         let name = self.name(number);
         let budget = &mut self.lines[number];
         let before = budget.note();
         lines::write(&name, level, text, budget, self.clock.tsc_khz);
         if budget.note() != before {
-            // The first line that is not written: the alarm is to tell of it.
+            // The first suppressed line: set the alarm for its report.
             self.advance();
         }
     }
 
-    /// Tells how many lines of a child were not written, if any.
-    fn tell_suppressed(&mut self, number: usize) {
+    /// Reports the number of suppressed lines of a child, if any.
+    fn report_suppressed(&mut self, number: usize) {
         let count = self.lines[number].take_suppressed();
         if count != 0 {
             let (kind, name) = (Self::kind(number), self.name(number));
             warn!(
-                "{kind} {name}: {count} lines are not shown, beyond {} at once or {} a second",
+                "{kind} {name}: {count} lines dropped, beyond {} at once or {} per second",
                 lines::BURST,
                 lines::RATE
             );
@@ -601,12 +603,12 @@ impl<'a> Manager<'a> {
     }
 
     fn events(&mut self, events: u64) {
-        if events & RINGS != 0 {
+        if events & ALARM != 0 {
             self.sessions.report();
             let now = time::tsc();
             for number in 0..CHILDREN {
                 if self.lines[number].note() <= now {
-                    self.tell_suppressed(number);
+                    self.report_suppressed(number);
                 }
                 if self.records[number].restart <= now {
                     self.start(number);
@@ -618,35 +620,35 @@ impl<'a> Manager<'a> {
 
     // ---- ends --------------------------------------------------------------------------------
 
-    /// Takes a child apart, says why, and decides what follows.
-    pub(crate) fn end(&mut self, number: usize, end: End) {
+    /// Destroys a child, logs the cause, and decides about its restart.
+    pub(crate) fn end(&mut self, number: usize, end: EndCause) {
         let (kind, name) = (Self::kind(number), self.name(number));
         let (code, what) = match &end {
-            End::Exited(code, _) => (*code, policy::outcome(*code, number >= FIRST_VM)),
-            End::Panicked(_) => (code::INTERNAL, "panic"),
-            End::Faulted(_) => (code::INTERNAL, "fault"),
-            End::Killed => (code::OK, "killed"),
+            EndCause::Exited(code, _) => (*code, policy::outcome(*code, number >= FIRST_VM)),
+            EndCause::Panicked(_) => (code::INTERNAL, "panic"),
+            EndCause::Faulted(_) => (code::INTERNAL, "fault"),
+            EndCause::Killed => (code::OK, "killed"),
         };
-        self.tell_suppressed(number);
+        self.report_suppressed(number);
         match end {
-            End::Exited(..) | End::Killed => {}
-            End::Panicked(text) => lines::write_panic(&name, text),
-            End::Faulted(fault) => error!("{kind} {name}: {fault}"),
+            EndCause::Exited(..) | EndCause::Killed => {}
+            EndCause::Panicked(text) => lines::write_panic(&name, text),
+            EndCause::Faulted(fault) => error!("{kind} {name}: {fault}"),
         }
         let Some(child) = self.children[number].take() else { return };
-        let lived = time::tsc().saturating_sub(child.made);
+        let lived = time::tsc().saturating_sub(child.created_at);
         let (bytes, shared) = (child.bytes, child.shared);
         let pages = pages_used();
-        self.take_apart(number, child);
+        self.destroy_child(number, child);
         let kernel = pages.saturating_sub(pages_used()) * abi::PAGE_SIZE;
-        if let End::Exited(_, statistics) = end
+        if let EndCause::Exited(_, statistics) = end
             && number >= FIRST_VM
         {
             info!("vm {name}: statistics: {}", Counts(&statistics, bytes + kernel, shared));
         }
         info!("{kind} {name} ended: {what} code {code}");
         self.records[number].ended = Some(code);
-        self.forget_name(number);
+        self.remove_name(number);
 
         let server = self.system.servers.get(number).map(|server| server.restart);
         let vm = number.checked_sub(FIRST_VM).and_then(|index| self.instances.get(index));
@@ -659,7 +661,7 @@ impl<'a> Manager<'a> {
             record.restarts = restarts;
             record.all_restarts = record.all_restarts.saturating_add(1);
             record.restart = time::after(&self.clock, delay);
-            info!("{kind} {name} starts again in {} ms", delay / 1_000_000);
+            info!("{kind} {name} restarts in {} ms", delay / 1_000_000);
         } else if self.records[number].restart == FOREVER {
             self.wake_clients(number);
         }
@@ -670,7 +672,7 @@ impl<'a> Manager<'a> {
         self.children[number].is_none() && self.records[number].restart == FOREVER
     }
 
-    /// Goes to the next phase if the time has come, and sets the alarm for what is next.
+    /// Enters the next phase when it is due, and sets the alarm for the next event.
     pub(crate) fn advance(&mut self) {
         let now = time::tsc();
         if self.phase == Phase::Running {
@@ -680,7 +682,7 @@ impl<'a> Manager<'a> {
                 .all(|number| self.is_over(number));
             if over {
                 info!("all guests ended");
-                self.phase = Phase::Stopping(time::after(&self.clock, PATIENCE));
+                self.phase = Phase::Stopping(time::after(&self.clock, SHUTDOWN_TIMEOUT));
                 self.records.iter_mut().for_each(|record| record.restart = FOREVER);
                 for child in self.children[FIRST_TASK..FIRST_VM].iter().flatten() {
                     child.signal(event::STOP);
@@ -695,8 +697,8 @@ impl<'a> Manager<'a> {
                         warn!("task {} does not end", self.name(number));
                     }
                 }
-                self.outcome = self.judge();
-                self.phase = Phase::Draining(time::after(&self.clock, PATIENCE));
+                self.outcome = self.exit_status();
+                self.phase = Phase::Draining(time::after(&self.clock, SHUTDOWN_TIMEOUT));
                 for (number, server) in self.system.servers.iter().enumerate() {
                     let is_console =
                         matches!(server.kind, ServerKind::Console | ServerKind::Multiplexer);
@@ -724,37 +726,39 @@ impl<'a> Manager<'a> {
         }
     }
 
-    fn judge(&self) -> u64 {
-        policy::judge((FIRST_TASK..CHILDREN).filter_map(|number| {
+    fn exit_status(&self) -> u64 {
+        policy::exit_status((FIRST_TASK..CHILDREN).filter_map(|number| {
             let code = self.records[number].ended?;
             Some(Ended { essential: self.essential(number), task: number < FIRST_VM, code })
         }))
     }
 
     fn leave(&mut self) -> ! {
-        (0..CHILDREN).for_each(|number| self.tell_suppressed(number));
+        (0..CHILDREN).for_each(|number| self.report_suppressed(number));
         info!("outcome {}", self.outcome);
         leave(self.system.board == Board::QemuQ35, self.outcome)
     }
 }
 
-fn make_alarm(thread: OwnThread) -> Result<Alarm, native_rt::Status> {
+fn create_alarm(thread: OwnThread) -> Result<Alarm, native_rt::Status> {
     const PRIORITY: u8 = 63;
     let factory = Factory::at(boot::slot::FACTORY);
     let notification = factory.notification(NOTIFICATION)?;
     thread.bind_notification(notification)?;
     let own = factory.notification(ALARM_NOTIFICATION)?;
     let sched = factory.sched_context(ALARM_SCHED, PRIORITY, 1_000_000, 0)?;
-    let making = Making { factory, task: boot::slot::TASK, slot: ALARM_THREAD, cpu: 0, sched };
-    Alarm::start(making, own, notification)
+    let resources =
+        ThreadResources { factory, task: boot::slot::TASK, slot: ALARM_THREAD, cpu: 0, sched };
+    Alarm::start(resources, own, notification)
 }
 
-/// Pages of kernel memory in use.
+/// Returns the pages of kernel memory in use.
 pub(crate) fn pages_used() -> u64 {
     Platform::at(boot::slot::PLATFORM).stats().map_or(0, |stats| stats.pages_used)
 }
 
-/// VmmStatistics of a VMM as `name=value`, with the bytes that were taken for it, and those that it shared.
+/// Statistics of a VMM as `name=value`, with the bytes that were taken for it, and those that it
+/// shared.
 struct Counts<'s>(&'s VmmStatistics, u64, u64);
 
 impl fmt::Display for Counts<'_> {

@@ -1,4 +1,4 @@
-//! Memory of the machine, and who has it.
+//! Physical memory and its owners.
 
 use abi::{Item, PAGE_SIZE};
 use heapless::Vec;
@@ -7,9 +7,9 @@ use native_rt::start::Boot;
 
 use crate::frames::{Frames, Run};
 
-/// Most pieces of memory of all children together.
+/// Maximum number of pieces of memory of all children together.
 const MAX_PIECES: usize = 256;
-/// Most pieces that guest memory is made of.
+/// Maximum number of pieces of guest memory.
 pub const MAX_GUEST_PIECES: usize = 20;
 /// Smallest piece of guest memory: 1 MiB.
 const MIN_GUEST_ORDER: u8 = 8;
@@ -20,7 +20,7 @@ struct Piece {
     run: Run,
 }
 
-/// All RAM that the kernel gave root: each page is free or belongs to one child.
+/// All RAM that the kernel passed to root: each page is free or has one owner.
 pub struct Memory {
     frames: Frames,
     /// First frame and window of each region.
@@ -29,7 +29,7 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// Everything is free.
+    /// Creates the allocator with all RAM free.
     pub fn new(boot: &Boot) -> Self {
         let mut memory =
             Self { frames: Frames::default(), regions: Vec::new(), pieces: Vec::new() };
@@ -43,12 +43,12 @@ impl Memory {
         memory
     }
 
-    /// Free bytes.
+    /// Returns the number of free bytes.
     pub fn free(&self) -> u64 {
         self.frames.count() * PAGE_SIZE
     }
 
-    /// Pieces that free memory is in.
+    /// Returns the number of free ranges.
     pub fn pieces(&self) -> u64 {
         self.frames.pieces()
     }
@@ -60,12 +60,12 @@ impl Memory {
         })
     }
 
-    /// The same, the first page's number a multiple of `align`.
-    pub fn take_aligned(&mut self, owner: usize, pages: u64, align: u64) -> Option<Window> {
+    /// Allocates zeroed pages in one piece for `owner`, aligned to `align` pages.
+    pub fn allocate_aligned(&mut self, owner: usize, pages: u64, align: u64) -> Option<Window> {
         if self.pieces.is_full() {
             return None;
         }
-        let run = self.frames.take(pages, align)?;
+        let run = self.frames.allocate(pages, align)?;
         let (_, window) = self.locate(run)?;
         // Room was checked.
         let _ = self.pieces.push(Piece { owner, run });
@@ -73,14 +73,15 @@ impl Memory {
         Some(window)
     }
 
-    /// Takes `pages` pages, filled with zeros, in one piece for `owner`.
-    pub fn take(&mut self, owner: usize, pages: u64) -> Option<Window> {
-        self.take_aligned(owner, pages, 1)
+    /// Allocates `pages` pages, filled with zeros, in one piece for `owner`.
+    pub fn allocate(&mut self, owner: usize, pages: u64) -> Option<Window> {
+        self.allocate_aligned(owner, pages, 1)
     }
 
-    /// Takes `bytes` bytes of guest memory for `owner`: naturally aligned powers of two, largest first, so that
-    /// large pages map it. `None` if that much is not there in few enough pieces; some may be taken then.
-    pub fn take_guest(
+    /// Allocates `bytes` bytes of guest memory for `owner`: naturally aligned powers of two,
+    /// largest first, so that large pages map it. Returns `None` if memory is too small or too
+    /// fragmented; some pieces may be allocated then.
+    pub fn allocate_guest(
         &mut self,
         owner: usize,
         bytes: u64,
@@ -94,7 +95,7 @@ impl Memory {
             }
             let pages = 1 << order;
             if left >= pages
-                && let Some(window) = self.take_aligned(owner, pages, pages)
+                && let Some(window) = self.allocate_aligned(owner, pages, pages)
             {
                 left -= pages;
                 // Room was checked.
@@ -108,14 +109,14 @@ impl Memory {
         Some(windows)
     }
 
-    /// Takes everything back from `owner` and from everybody whom it was passed on to.
-    pub fn give_all(&mut self, owner: usize) {
+    /// Frees all memory of `owner` and revokes its delegations.
+    pub fn free_all(&mut self, owner: usize) {
         while let Some(index) = self.pieces.iter().position(|piece| piece.owner == owner) {
             let run = self.pieces.swap_remove(index).run;
             if let Some((region, window)) = self.locate(run) {
-                // Fails only if nobody has it any more.
+                // It fails only if the memory has no mapping left.
                 let _ = window.revoke();
-                self.frames.give(region, run);
+                self.frames.free(region, run);
             }
         }
     }

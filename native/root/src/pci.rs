@@ -1,11 +1,12 @@
-//! PCI functions: finding them, and preparing one for the server that is to drive it.
+//! PCI functions: enumeration, and preparation for the server that drives one.
 //!
-//! Root alone writes configuration space: addresses, bus mastering and interrupt messages are settings by which a
-//! device could reach what its driver must not. A server gets the function's registers and reads its
-//! configuration. Pages with the table of MSI-X are left out; root fills the table: all interrupts of the function are
-//! the first entry.
+//! Only root writes configuration space: addresses, bus mastering and interrupt messages are
+//! settings by which a device could access foreign memory. A server gets the function's registers
+//! and reads its configuration. Pages with the MSI-X table are not mapped; root fills the table so
+//! that all interrupts of the function use the first entry.
 //!
-//! A function may access memory only from [`Function::enable`] to [`Function::disable`], while its server lives.
+//! A function may access memory only between [`Function::enable`] and [`Function::disable`], while
+//! its server lives.
 
 use heapless::Vec;
 use hw_tables::acpi::{Mcfg, Rsdp, Table, Tables, find_rsdp};
@@ -13,16 +14,17 @@ use hw_tables::pci::{
     BARS, DEVICES, FUNCTIONS, MemoryBar, SPACE, capabilities, capability, command, msi, msi_x,
     register,
 };
-use native_rt::device::Registers;
+use native_rt::device::DeviceRegisters;
 use native_rt::start::Boot;
 use proto::system::PciClass;
 
-/// Where firmware leaves the root pointer if the loader did not say (ACPI 6.5, section 5.2.5.1).
+/// Firmware area with the root pointer if the boot loader did not pass it (ACPI 6.5, section
+/// 5.2.5.1).
 const BIOS: (u64, usize) = (0xe_0000, 0x2_0000);
-/// Most bridges that are looked behind.
+/// Maximum number of buses that are searched.
 const MAX_BUSES: usize = 32;
 
-/// A PCI function's place.
+/// Address of a PCI function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Address {
     bus: u8,
@@ -31,12 +33,12 @@ pub struct Address {
 }
 
 impl Address {
-    /// As one number: bus, device (5 bits), function (3 bits).
+    /// Returns the requester id: bus, device (5 bits), function (3 bits).
     pub fn number(self) -> u16 {
         u16::from(self.bus) << 8 | u16::from(self.device) << 3 | u16::from(self.function)
     }
 
-    /// The place with this number.
+    /// Returns the address of a requester id.
     pub fn from_number(number: u16) -> Self {
         let (bus, rest) = ((number >> 8) as u8, number as u8);
         Self { bus, device: rest >> 3, function: rest & 7 }
@@ -49,10 +51,10 @@ impl core::fmt::Display for Address {
     }
 }
 
-/// Memory of a function's registers.
+/// Memory range of a function's registers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Bar {
-    /// Number of the base address register.
+    /// Index of the base address register.
     pub number: u8,
     /// Physical address.
     pub base: u64,
@@ -60,7 +62,7 @@ pub struct Bar {
     pub length: u64,
 }
 
-/// Configuration space, as far as root can reach it.
+/// Configuration space, as far as root can access it.
 #[derive(Clone, Copy)]
 pub struct Pci<'a> {
     boot: &'a Boot,
@@ -73,18 +75,18 @@ pub struct Pci<'a> {
 #[derive(Clone, Copy)]
 pub struct Function<'a> {
     boot: &'a Boot,
-    /// Its place.
+    /// Its address.
     pub address: Address,
     /// Physical address of its configuration space.
     pub configuration: u64,
-    registers: Registers,
+    registers: DeviceRegisters,
 }
 
-/// The table with a signature, if the firmware left one.
+/// Returns the ACPI table with a signature, if the firmware has one.
 pub fn table(boot: &Boot, signature: &[u8; 4]) -> Option<Table<'static>> {
     let memory = |address, length| boot.firmware(address, length);
     let tables = Tables::from_address(boot.info.rsdp, memory).ok().or_else(|| {
-        // The loader's copy of the pointer may be where root has no access.
+        // The loader's copy of the pointer may be in inaccessible memory.
         let bytes = boot.firmware(BIOS.0, BIOS.1)?;
         let rsdp = Rsdp::parse(bytes.get(find_rsdp(bytes)?..)?).ok()?;
         Tables::new(rsdp, memory).ok()
@@ -111,7 +113,7 @@ impl<'a> Pci<'a> {
         (registers.read16(register::VENDOR.into()) != u16::MAX).then_some(function)
     }
 
-    /// Calls `found` with every function, bus by bus, until it returns something.
+    /// Calls `found` with every function, bus by bus, until it returns a value.
     fn search<T>(self, mut found: impl FnMut(Function<'a>) -> Option<T>) -> Option<T> {
         let mut buses: Vec<u8, MAX_BUSES> = Vec::new();
         // There is room for one.
@@ -131,7 +133,7 @@ impl<'a> Pci<'a> {
                     if let Some(behind) = function.bridged_bus()
                         && !buses.contains(&behind)
                     {
-                        // Buses beyond the limit are not looked at.
+                        // Buses beyond the limit are not searched.
                         let _ = buses.push(behind);
                     }
                     if let Some(result) = found(function) {
@@ -143,7 +145,7 @@ impl<'a> Pci<'a> {
         None
     }
 
-    /// Function number `index` of a class.
+    /// Returns function `index` of a class.
     pub fn nth(self, class: PciClass, index: u8) -> Option<Function<'a>> {
         let mut left = index;
         self.search(|function| {
@@ -181,7 +183,8 @@ impl Function<'_> {
         const VIRTIO: u16 = 0x1af4;
         let vendor = self.registers.read16(register::VENDOR.into());
         let device = self.registers.read16(register::DEVICE.into());
-        // Devices that also speak the older protocol have ids of their own (virtio 1.2, section 4.1.2.1).
+        // Devices that also support the legacy protocol have ids of their own (virtio 1.2, section
+        // 4.1.2.1).
         self.layout() == 0
             && match class {
                 PciClass::VirtioNet => vendor == VIRTIO && matches!(device, 0x1000 | 0x1041),
@@ -196,17 +199,17 @@ impl Function<'_> {
         self.registers.write16(offset, value & !clear | set);
     }
 
-    /// Its registers in memory that root can give away.
+    /// Returns the memory BARs that root can delegate.
     pub fn bars(&self) -> Vec<Bar, { BARS as usize }> {
         let mut bars = Vec::new();
-        // While its size is asked, a register holds an address that is somebody else's.
+        // During sizing, a register holds an address that may belong to another device.
         let before = self.registers.read16(register::COMMAND.into());
         self.change_command(0, command::IO | command::MEMORY | command::BUS_MASTER);
         let mut number = 0;
         while number < BARS {
             let offset = u64::from(register::BASE_ADDRESS) + 4 * u64::from(number);
             let has_next = number + 1 < BARS;
-            let both = |registers: Registers| {
+            let both = |registers: DeviceRegisters| {
                 (registers.read32(offset), if has_next { registers.read32(offset + 4) } else { 0 })
             };
             let (low, high) = both(self.registers);
@@ -240,7 +243,7 @@ impl Function<'_> {
         capabilities(|offset| self.read(offset)).find(|&(_, found)| found == id).map(|(at, _)| at)
     }
 
-    /// Where the table of MSI-X is: number of the base address register, offset, length.
+    /// Returns the location of the MSI-X table: index of the base address register, offset, length.
     pub fn table(&self) -> Option<(u8, u64, u64)> {
         let at = self.capability(capability::MSI_X)?;
         let entries = u64::from(self.registers.read16(u64::from(at) + 2) & msi_x::SIZE) + 1;
@@ -248,7 +251,8 @@ impl Function<'_> {
         Some(((place & 7) as u8, u64::from(place & !7), entries * msi_x::ENTRY))
     }
 
-    /// Makes all interrupts of the function one message. `false`: it cannot send messages.
+    /// Routes all interrupts of the function to one message. Returns `false` if it cannot send
+    /// messages.
     fn set_message(&self, bars: &[Bar], address: u64, data: u32) -> bool {
         if let Some((number, offset, length)) = self.table()
             && let Some(at) = self.capability(capability::MSI_X)
@@ -284,9 +288,10 @@ impl Function<'_> {
         true
     }
 
-    /// Lets the function answer, access memory and interrupt by this message. `false`: it cannot send messages.
+    /// Enables memory decoding, bus mastering and interrupts by this message. Returns `false` if
+    /// the function cannot send messages.
     pub fn enable(&self, bars: &[Bar], address: u64, data: u32) -> bool {
-        // The table is in its registers.
+        // The MSI-X table is in its registers.
         self.change_command(command::MEMORY | command::NO_LINE, command::IO | command::BUS_MASTER);
         let can = self.set_message(bars, address, data);
         if can {
@@ -295,8 +300,8 @@ impl Function<'_> {
         can
     }
 
-    /// The function accesses no memory any more, and answers no access to its registers. `false`: it says that it still
-    /// does.
+    /// Disables bus mastering and memory decoding. Returns `false` if the function reports that
+    /// they are still on.
     pub fn disable(&self) -> bool {
         const ON: u16 = command::MEMORY | command::BUS_MASTER;
         self.change_command(0, ON);

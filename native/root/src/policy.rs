@@ -1,15 +1,15 @@
-//! Decisions about ends: pure functions, apart from what carries them out.
+//! Decisions about the ends of children, as pure functions.
 
 use proto::control::code;
 use proto::system::{MAX_SERVERS, Restart};
 
-/// Shortest time until a restart, in ns, and how often it doubles.
+/// Minimum delay of a restart, in ns, and number of its doublings.
 const FIRST_DELAY: u64 = 100_000_000;
 const MAX_DOUBLINGS: u32 = 7;
-/// A child that lived this long, in ns, is thought healthy: what made it end is new.
+/// A child that lived this long, in ns, counts as healthy: its end has a new cause.
 const HEALTHY: u64 = 30_000_000_000;
 
-/// Whether a child that ended with this code is started again.
+/// Returns whether a child that ended with this code is restarted.
 pub fn starts_again(policy: Restart, code: u64) -> bool {
     match policy {
         Restart::Never => false,
@@ -18,10 +18,11 @@ pub fn starts_again(policy: Restart, code: u64) -> bool {
     }
 }
 
-/// Returns the time until the next start in ns, and the new number of restarts, for a child that lived `lived` ns, ended
-/// with `code`, and had been restarted `restarts` times since it was last healthy. A guest that resets its machine is
-/// started at once: a reset is no failure, so it does not count, and only two starts are kept apart by [`FIRST_DELAY`],
-/// because making a virtual machine is work of root's that the guest's own time does not pay for. Other ends back off.
+/// Returns the delay of the next start in ns, and the new number of restarts, for a child that
+/// lived `lived` ns, ended with `code`, and had been restarted `restarts` times since it was last
+/// healthy. A guest reset restarts the VM at once: it is no failure, so it does not count, and only
+/// [`FIRST_DELAY`] must separate two starts, because creating a VM is work of root that the guest's
+/// CPU time does not pay for. Other ends back off.
 pub fn next_restart(restarts: u32, lived: u64, code: u64) -> (u64, u32) {
     let restarts = if lived >= HEALTHY { 0 } else { restarts };
     match code {
@@ -30,31 +31,31 @@ pub fn next_restart(restarts: u32, lived: u64, code: u64) -> (u64, u32) {
     }
 }
 
-/// Console servers that still have output to send when the system ends. It does not end before all have sent theirs.
+/// Console servers with pending output when the system ends. The system waits for all of them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Draining(u32);
 
 const _: () = assert!(MAX_SERVERS <= u32::BITS as usize);
 
 impl Draining {
-    /// Waits for a server, by its number.
+    /// Adds a server, by its index.
     pub fn add(&mut self, server: usize) {
         self.0 |= 1 << server;
     }
 
-    /// Waits no more for a child, which has sent everything or has ended. Children that are not waited for change nothing.
+    /// Removes a child that has sent its output or has ended. Other children are ignored.
     pub fn remove(&mut self, number: usize) {
         let bit = u32::try_from(number).ok().and_then(|number| 1u32.checked_shl(number));
         self.0 &= !bit.unwrap_or(0);
     }
 
-    /// Whether there is none to wait for.
+    /// Returns whether no server is left.
     pub const fn is_over(self) -> bool {
         self.0 == 0
     }
 }
 
-/// What counts of a child's end.
+/// Properties of a child's end that determine the outcome.
 #[derive(Clone, Copy, Debug)]
 pub struct Ended {
     /// The system waited for it.
@@ -65,16 +66,17 @@ pub struct Ended {
     pub code: u64,
 }
 
-/// The outcome of the system: the first failure, in the order of the description. A native program that
-/// was only there until the others ended has its say too, unless it crashed: crashing may be its purpose.
-pub fn judge(ends: impl Iterator<Item = Ended>) -> u64 {
+/// Returns the outcome of the system: the first failure, in the order of the description. A native
+/// program that only ran until the essential children ended counts too, unless it crashed: crashing
+/// may be its purpose.
+pub fn exit_status(ends: impl Iterator<Item = Ended>) -> u64 {
     ends.filter(|end| end.essential || end.task && end.code < code::INTERNAL)
         .map(|end| end.code)
         .find(|&code| code != code::OK)
         .unwrap_or(code::OK)
 }
 
-/// What an exit code means.
+/// Returns the description of an exit code.
 pub fn outcome(code: u64, of_guest: bool) -> &'static str {
     match code {
         code::OK if of_guest => "power-off",
@@ -108,12 +110,12 @@ mod tests {
 
     #[test]
     fn a_reset_starts_at_once() {
-        // Whatever has happened before, and without a trace of it.
+        // Independent of earlier restarts, and without counting.
         for restarts in [0, 1, 7, u32::MAX] {
             assert_eq!(next_restart(restarts, FIRST_DELAY, code::RESET), (0, restarts));
             assert_eq!(next_restart(restarts, HEALTHY, code::RESET), (0, 0));
         }
-        // One that does nothing else is started ten times in a second, not more.
+        // A VM that only resets restarts ten times per second at most.
         assert_eq!(next_restart(3, FIRST_DELAY / 4, code::RESET), (FIRST_DELAY / 4 * 3, 3));
     }
 
@@ -133,7 +135,7 @@ mod tests {
         draining.add(4);
         draining.remove(1);
         assert!(!draining.is_over(), "the first one");
-        // It says so again; a program, and no server at all, say so.
+        // A repeated message; messages of a program and of no server at all.
         [1, 0, 8, 31, 32, usize::MAX].into_iter().for_each(|number| draining.remove(number));
         assert!(!draining.is_over());
         draining.remove(4);
@@ -143,11 +145,14 @@ mod tests {
     #[test]
     fn first_failure_counts() {
         let end = |essential, task, code| Ended { essential, task, code };
-        let judge = |ends: &[Ended]| judge(ends.iter().copied());
-        assert_eq!(judge(&[]), 0);
-        assert_eq!(judge(&[end(true, false, 0), end(true, false, 83), end(true, false, 80)]), 83);
-        assert_eq!(judge(&[end(false, true, 2)]), 2, "a helper that found a mistake");
-        assert_eq!(judge(&[end(false, true, code::INTERNAL)]), 0, "a helper that crashed");
-        assert_eq!(judge(&[end(false, false, 83)]), 0, "a guest that does not matter");
+        let exit_status = |ends: &[Ended]| exit_status(ends.iter().copied());
+        assert_eq!(exit_status(&[]), 0);
+        assert_eq!(
+            exit_status(&[end(true, false, 0), end(true, false, 83), end(true, false, 80)]),
+            83
+        );
+        assert_eq!(exit_status(&[end(false, true, 2)]), 2, "a helper that found a mistake");
+        assert_eq!(exit_status(&[end(false, true, code::INTERNAL)]), 0, "a helper that crashed");
+        assert_eq!(exit_status(&[end(false, false, 83)]), 0, "a guest that does not matter");
     }
 }

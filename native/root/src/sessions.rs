@@ -1,8 +1,9 @@
-//! Sessions in shared memory between clients and servers, and what servers of PCI devices get.
+//! Sessions in shared memory between clients and servers, and devices of PCI servers.
 //!
-//! A session's memory is made when its first side starts, and stays for good: a device may still write to it after
-//! both sides have ended, until the next server has reset the device. The same holds for the memory that a server has for
-//! its device. So whatever an old server has told a device, it reaches no one else.
+//! Root allocates a session's memory when its first side starts, and keeps it permanently: a device
+//! may still write to it after both sides have ended, until the next server has reset the device.
+//! The same holds for a server's DMA memory. So no address programmed by an old server ever belongs
+//! to another owner.
 
 use abi::{PAGE_SIZE, boot, rights};
 use heapless::Vec;
@@ -24,15 +25,15 @@ use crate::manager::{CHILDREN, FIRST_VM};
 use crate::memory::Memory;
 use crate::pci::{Address, Bar, Function, Pci};
 
-/// Most sessions in a system.
+/// Maximum number of sessions in a system.
 const MAX_ALL: usize = 64;
-/// Memory of a server for its device, in pages: queues, commands and tables; of a switch, frames too.
+/// DMA memory of a server, in pages: queues, commands and tables; for a switch, frames too.
 const DISK_PAGES: u64 = 32;
 const SWITCH_PAGES: u64 = 34;
 const DMA_PAGES_ALIGN: u64 = 16;
-/// Owner of memory that stays: sessions, servers' memory for devices, channels.
-pub const KEPT: usize = CHILDREN;
-/// Interrupt objects that stand for a message (see `Create` in `abi`).
+/// Owner of permanent memory: sessions, DMA memory, channels.
+pub const PERMANENT: usize = CHILDREN;
+/// Flag of interrupt objects that are messages (see `Create` in `abi`).
 const MESSAGE: u64 = 4;
 
 /// A session.
@@ -40,9 +41,9 @@ struct Session {
     service: Service,
     server: usize,
     client: usize,
-    /// Index of its virtual machine in the description.
+    /// Index of its VM in the description.
     plan: usize,
-    /// Its number with the server, and with the client.
+    /// Its index with the server, and with the client.
     of_server: usize,
     of_client: usize,
     /// Index into the client's disks or network cards.
@@ -51,14 +52,14 @@ struct Session {
 }
 
 impl Session {
-    /// Whether a virtual machine with this number is the session's client. One made after a template may have the number of
-    /// one that was destroyed.
+    /// Returns whether a VM with this index is the session's client. A VM created from a template
+    /// may reuse the index of a destroyed one.
     fn is_client(&self, number: usize, vm: &Vm, system: &System) -> bool {
         let plan = system.vms.get(self.plan);
         self.client == number && plan.is_some_and(|plan| core::ptr::eq(plan, vm))
     }
 
-    /// The child that is the client, if it is there.
+    /// Returns the client's child, if it runs.
     fn find_client<'c>(
         &self,
         system: &System,
@@ -70,35 +71,36 @@ impl Session {
     }
 }
 
-/// Who is there: what the description says, the virtual machines, and the children that run.
+/// The description, the VMs, and the running children.
 #[derive(Clone, Copy)]
-pub struct Everyone<'e> {
+pub struct SystemView<'e> {
     /// The description.
     pub system: &'e System<'e>,
     /// Virtual machines.
     pub instances: &'e Instances<'e>,
-    /// Children, by number.
+    /// Children, by index.
     pub children: &'e [Option<Child>],
 }
 
-/// All sessions of the system, and the memory of devices.
+/// All sessions of the system, and the DMA memory of devices.
 pub struct Sessions {
     sessions: Vec<Session, MAX_ALL>,
     dma: [Option<Window>; MAX_SERVERS],
-    /// What keeps devices from other memory, if the machine has it.
+    /// The IOMMU, if the platform has one.
     iommu: Option<Iommu>,
 }
 
-/// Physical address of memory in root's window.
+/// Returns the physical address of memory in root's window.
 fn physical(window: Window) -> u64 {
     window.base() - boot::PHYSICAL_WINDOW
 }
 
 impl Sessions {
-    /// The sessions that the description asks for. What exceeds the limits is left out, which `parador system check` refuses.
+    /// Creates the sessions of the description. Ignores those beyond the limits, which `parador
+    /// system check` rejects.
     pub fn new(system: &System, boot: &Boot, memory: &mut Memory) -> Self {
         let mut sessions: Vec<Session, MAX_ALL> = Vec::new();
-        // Templates have none, and virtual machines are numbered without them at first.
+        // Templates have none, and VMs are numbered without them at first.
         let started = system.vms.iter().enumerate().filter(|(_, vm)| !vm.template);
         for (vm, (index_of_plan, plan)) in started.enumerate().take(MAX_VMS) {
             let client = FIRST_VM + vm;
@@ -124,21 +126,21 @@ impl Sessions {
                 }
             }
         }
-        let iommu = Iommu::new(boot, memory, KEPT);
+        let iommu = Iommu::new(boot, memory, PERMANENT);
         Self { sessions, dma: [None; MAX_SERVERS], iommu }
     }
 
-    /// Gives a child its side of its sessions: memory, and each side's notification to the other one. `vm`: it is this
-    /// virtual machine, and else a server.
+    /// Connects a child to its side of its sessions: maps their memory, and delegates each side's
+    /// notification to the peer. `vm`: the child is this VM, otherwise a server.
     fn connect(
         &mut self,
         number: usize,
         vm: Option<&Vm>,
         child: &mut Child,
         resources: &mut Resources,
-        everyone: Everyone,
+        view: SystemView,
     ) -> Result<(), StartError> {
-        let Everyone { system, instances, children } = everyone;
+        let SystemView { system, instances, children } = view;
         for session in &mut self.sessions {
             let (own, other, there) = match vm {
                 None if session.server == number => {
@@ -160,7 +162,7 @@ impl Sessions {
                     };
                     let pages = bytes / PAGE_SIZE;
                     let memory = &mut resources.memory;
-                    let window = memory.take_aligned(KEPT, pages, 1 << pages.ilog2());
+                    let window = memory.allocate_aligned(PERMANENT, pages, 1 << pages.ilog2());
                     *session.memory.insert(window.ok_or(StartError::Memory)?)
                 }
             };
@@ -174,18 +176,18 @@ impl Sessions {
         Ok(())
     }
 
-    /// Connects a virtual machine; what its VMM is to know.
+    /// Connects a VM; returns the description for its VMM.
     pub fn connect_client(
         &mut self,
         number: usize,
         vm: &Vm,
         child: &mut Child,
         resources: &mut Resources,
-        everyone: Everyone,
+        view: SystemView,
     ) -> Result<Vec<Attachment, MAX_SESSIONS>, StartError> {
-        self.connect(number, Some(vm), child, resources, everyone)?;
+        self.connect(number, Some(vm), child, resources, view)?;
         let own = self.sessions.iter();
-        let own = own.filter(|session| session.is_client(number, vm, everyone.system));
+        let own = own.filter(|session| session.is_client(number, vm, view.system));
         Ok(own
             .map(|session| Attachment {
                 service: session.service,
@@ -194,16 +196,16 @@ impl Sessions {
             .collect())
     }
 
-    /// Connects a server of disks or networks and gives it its device; its role.
+    /// Connects a disk or network server and delegates its device; returns its role.
     pub fn connect_server(
         &mut self,
         number: usize,
         server: &Server,
         child: &mut Child,
         resources: &mut Resources,
-        everyone: Everyone,
+        view: SystemView,
     ) -> Result<Role<'static>, StartError> {
-        let system = everyone.system;
+        let system = view.system;
         let (class, function) = match server.device {
             Device::Pci(class, index) => {
                 let function = self.add_function(number, child, resources, class, index)?;
@@ -212,11 +214,11 @@ impl Sessions {
             Device::None => (None, None),
             Device::Serial(_) => return Err(StartError::Device),
         };
-        self.connect(number, None, child, resources, everyone)?;
+        self.connect(number, None, child, resources, view)?;
         if let (Some(iommu), Some(function)) = (&mut self.iommu, function) {
             let own = self.sessions.iter().filter(|session| session.server == number);
             let windows = self.dma[number].into_iter().chain(own.filter_map(|own| own.memory));
-            let done = iommu.allow(&mut resources.memory, KEPT, number, function, windows);
+            let done = iommu.allow(&mut resources.memory, PERMANENT, number, function, windows);
             done.map_err(|NoRoom| StartError::Memory)?;
         }
         let own = self.sessions.iter().filter(|session| session.server == number);
@@ -249,7 +251,8 @@ impl Sessions {
         }
     }
 
-    /// Gives a server a PCI function: registers, configuration (read-only), memory for it, and its interrupt.
+    /// Delegates a PCI function to a server: registers, configuration (read-only), DMA memory, and
+    /// its interrupt.
     fn add_function(
         &mut self,
         number: usize,
@@ -276,9 +279,11 @@ impl Sessions {
         child.add_registers(RangeKind::Configuration, window, place, rights::READ, 0, PAGE_SIZE)?;
         for bar in &bars {
             let length = bar.length.max(PAGE_SIZE);
-            // Registers that are larger than all others together are memory of a graphics card, not of a disk.
+            // A register range larger than the whole window is memory of a graphics card, not of a
+            // disk.
             let Some(place) = next(length) else { continue };
-            // What shares a page with this is the device's too: bridges give devices whole pages.
+            // Other registers in the same page are of this device: bridges assign whole pages to
+            // devices.
             let window = boot.device_pages(bar.base, bar.length).ok_or(StartError::Device)?;
             if bar.base % PAGE_SIZE != 0 {
                 continue;
@@ -291,7 +296,7 @@ impl Sessions {
         let window = match *memory {
             Some(window) => window,
             None => {
-                let window = resources.memory.take_aligned(KEPT, pages, DMA_PAGES_ALIGN);
+                let window = resources.memory.allocate_aligned(PERMANENT, pages, DMA_PAGES_ALIGN);
                 *memory.insert(window.ok_or(StartError::Memory)?)
             }
         };
@@ -299,18 +304,18 @@ impl Sessions {
 
         let mut message = child.add_interrupt(resources, 0, MESSAGE)?.message()?;
         if let Some(iommu) = &mut self.iommu {
-            let remapped = iommu.message(&mut resources.memory, KEPT, number, message);
+            let remapped = iommu.message(&mut resources.memory, PERMANENT, number, message);
             message = remapped.map_err(|NoRoom| StartError::Memory)?;
         }
         let (address, data) = message;
         if !function.enable(&bars, address, data as u32) {
             return Err(StartError::Device);
         }
-        native_rt::info!("server has PCI function {}", function.address);
+        native_rt::info!("server drives PCI function {}", function.address);
         Ok(function.address)
     }
 
-    /// A server has this interrupt of an I/O APIC.
+    /// Lets a server's interrupt of an I/O APIC pass the IOMMU.
     pub fn add_line(&mut self, interrupt: Irq) -> Result<(), StartError> {
         if let Some(iommu) = &mut self.iommu {
             iommu.add_line(interrupt.message()?);
@@ -318,19 +323,16 @@ impl Sessions {
         Ok(())
     }
 
-    /// A server has ended: its device must not access memory any more.
+    /// Handles the end of a server: its device must not access memory any more.
     pub fn server_ended(&mut self, boot: &Boot, number: usize, server: &Server) {
         if let Device::Pci(class, index) = server.device
             && let Some(function) = find(boot, class, index)
         {
-            // The log is to say what the device says, not what it was told.
+            // The log reports the device's own state.
             if function.disable() {
-                native_rt::info!("PCI function {} is off", function.address);
+                native_rt::info!("PCI function {} is disabled", function.address);
             } else {
-                native_rt::error!(
-                    "PCI function {} does not let itself be turned off",
-                    function.address
-                );
+                native_rt::error!("cannot disable PCI function {}", function.address);
             }
             if let Some(iommu) = &mut self.iommu {
                 iommu.deny(number, function.address);
@@ -339,7 +341,7 @@ impl Sessions {
         self.report();
     }
 
-    /// Tells the log what devices were kept from.
+    /// Logs device accesses that the IOMMU blocked.
     pub fn report(&mut self) {
         if let Some(iommu) = &mut self.iommu {
             iommu.report();
@@ -369,7 +371,8 @@ fn add_bar(
     let end = (offset + length).next_multiple_of(PAGE_SIZE).min(window.length());
     let below = window.part(0, first).ok_or(StartError::Device)?;
     let above = window.part(end, window.length() - end).ok_or(StartError::Device)?;
-    // The range tells the whole length: what is left out faults, and no driver has business there.
+    // The range covers the whole length: an access to the omitted pages faults, and no driver needs
+    // them.
     if above.length() != 0 {
         child.map(above, place + end, all)?;
     }
@@ -403,7 +406,7 @@ mod tests {
             vm.is_some_and(|vm| session.is_client(FIRST_VM + index, vm, &system))
         };
         assert!(is_client(&instances, 0));
-        // Destroyed, and another one made in its place.
+        // Destroyed, and another VM created in its place.
         instances.remove(0);
         assert!(!is_client(&instances, 0));
         assert_eq!(instances.add("new", &system.vms[1]), Ok(0));

@@ -1,4 +1,4 @@
-//! Devices that are programmed by registers in memory, and memory that they and other tasks access.
+//! Device registers in memory, and memory that this task shares with devices and other tasks.
 
 use core::sync::atomic::AtomicU64;
 
@@ -7,9 +7,9 @@ use proto::start::{Range, RangeKind, Start};
 
 use crate::memory::Window;
 
-/// Registers of a device in memory. Every access is one of the processor, of just this size.
+/// Registers of a device in memory. Each access is one load or store of exactly the given size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Registers {
+pub struct DeviceRegisters {
     base: u64,
     length: u64,
 }
@@ -17,17 +17,18 @@ pub struct Registers {
 macro_rules! accesses {
     ($($read:ident $write:ident $type:ident;)+) => {
         $(
-            /// Reads a register at an offset; all ones beyond the range, and where the offset is not a multiple of
-            /// the size.
+            /// Reads the register at an offset; returns all ones beyond the range and if the offset
+            /// is not a multiple of the size.
             #[inline]
             pub fn $read(self, offset: u64) -> $type {
                 let Some(address) = self.address(offset, size_of::<$type>() as u64) else { return $type::MAX };
-                // SAFETY: device memory that root mapped for this, in which there is no Rust object; aligned.
+                // SAFETY: root mapped device memory here, which holds no Rust object; the address
+                // is aligned.
                 unsafe { core::ptr::with_exposed_provenance::<$type>(address).read_volatile() }
             }
 
-            /// Writes a register at an offset. Beyond the range, and where the offset is not a multiple of the size,
-            /// nothing happens.
+            /// Writes the register at an offset. Ignores a write beyond the range or at an offset
+            /// that is not a multiple of the size.
             #[inline]
             pub fn $write(self, offset: u64, value: $type) {
                 let Some(address) = self.address(offset, size_of::<$type>() as u64) else { return };
@@ -38,7 +39,7 @@ macro_rules! accesses {
     };
 }
 
-impl Registers {
+impl DeviceRegisters {
     /// Registers at `base..base + length`, which is page-aligned.
     ///
     /// # Safety
@@ -52,7 +53,8 @@ impl Registers {
         self.length
     }
 
-    /// The registers of `length` bytes from `offset`, a multiple of 8, if there are as many.
+    /// Returns the `length` bytes of registers from `offset`, a multiple of 8; `None` if the range
+    /// is shorter.
     pub fn part(self, offset: u64, length: u64) -> Option<Self> {
         let end = offset.checked_add(length)?;
         let fits = end <= self.length && offset.is_multiple_of(8);
@@ -72,7 +74,7 @@ impl Registers {
     }
 }
 
-/// Memory that another task or a device accesses at the same time, in one piece.
+/// A contiguous range of memory that another task or a device accesses concurrently.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shared {
     window: Window,
@@ -80,21 +82,22 @@ pub struct Shared {
 }
 
 impl Shared {
-    /// The memory, to copy to and from.
+    /// Returns the memory as a window to copy to and from.
     pub const fn window(self) -> Window {
         self.window
     }
 
-    /// The address by which a device knows the first byte.
+    /// Returns the address of the first byte as the device sees it.
     pub const fn physical(self) -> u64 {
         self.physical
     }
 
-    /// The memory as words.
+    /// Returns the memory as words.
     pub fn words(self) -> &'static [AtomicU64] {
         let first = core::ptr::with_exposed_provenance(self.window.base() as usize);
-        // SAFETY: the memory is mapped writable for as long as the program runs, page-aligned, and holds no other Rust
-        // object; whoever else accesses it does so outside of this program.
+        // SAFETY: the memory is mapped writable as long as the program runs, page-aligned, and
+        // holds no Rust object except these words; other tasks and devices access it outside of
+        // this program.
         unsafe { core::slice::from_raw_parts(first, (self.window.length() / 8) as usize) }
     }
 
@@ -109,18 +112,18 @@ fn ranges<'a>(start: &'a Start, kind: RangeKind) -> impl Iterator<Item = &'a Ran
     start.ranges.iter().filter(move |range| range.kind == kind)
 }
 
-/// The memory of the task's sessions, in their order.
+/// Memory of the task's sessions, in the order of their slots.
 pub fn sessions(start: &Start) -> impl Iterator<Item = Shared> {
     ranges(start, RangeKind::Session).map(Shared::of)
 }
 
-/// The memory of a VMM's channels, in their order.
+/// Memory of a VMM's channels, in the order of the channels.
 pub fn channels(start: &Start) -> impl Iterator<Item = Shared> {
     ranges(start, RangeKind::Channel).map(Shared::of)
 }
 
-/// Where the peer's shares of a VMM's channel are, one after the other. Only to be passed on: what is mapped
-/// there comes and goes.
+/// Window for the peer's shares of a VMM's channel, one after the other. The VMM only delegates it:
+/// root maps and revokes pages in it.
 pub fn shares(channel: usize) -> Option<Window> {
     const LENGTH: u64 = SHARES as u64 * SHARE_BYTES;
     // SAFETY: root keeps the range clear of the program's image, stack and pages.
@@ -128,23 +131,24 @@ pub fn shares(channel: usize) -> Option<Window> {
         .then(|| unsafe { Window::new(proto::start::shares(channel, 0), LENGTH) })
 }
 
-/// The memory that a server has for its device.
+/// Memory that a server shares with its device (DMA).
 pub fn dma(start: &Start) -> Option<Shared> {
     ranges(start, RangeKind::Dma).next().map(Shared::of)
 }
 
-/// Base address range `number` of the task's device.
-pub fn registers(start: &Start, number: u64) -> Option<Registers> {
+/// Registers of base address range `number` of the task's device.
+pub fn registers(start: &Start, number: u64) -> Option<DeviceRegisters> {
     let range = ranges(start, RangeKind::Registers).find(|range| range.physical == number)?;
     // SAFETY: root maps the device there, writable, for as long as the task exists.
-    Some(unsafe { Registers::new(range.base, range.length) })
+    Some(unsafe { DeviceRegisters::new(range.base, range.length) })
 }
 
-/// The configuration space of the task's device, read-only: writing to it faults.
-pub fn configuration(start: &Start) -> Option<Registers> {
+/// Read-only configuration space of the task's device: a write faults.
+pub fn configuration(start: &Start) -> Option<DeviceRegisters> {
     let range = ranges(start, RangeKind::Configuration).next()?;
-    // SAFETY: root maps it there for as long as the task exists. A write faults, which ends the program.
-    Some(unsafe { Registers::new(range.base, range.length) })
+    // SAFETY: root maps it there as long as the task exists. A write faults, which ends the
+    // program.
+    Some(unsafe { DeviceRegisters::new(range.base, range.length) })
 }
 
 #[cfg(test)]
@@ -154,8 +158,8 @@ mod tests {
     #[test]
     fn accesses_stay_inside_and_aligned() {
         let memory = vec![0u64; 4].leak();
-        // SAFETY: leaked memory of this length that nobody else uses.
-        let registers = unsafe { Registers::new(memory.as_mut_ptr() as u64, 32) };
+        // SAFETY: leaked memory of this length without other users.
+        let registers = unsafe { DeviceRegisters::new(memory.as_mut_ptr() as u64, 32) };
         registers.write32(4, 0x1234_5678);
         assert_eq!(registers.read64(0), 0x1234_5678_0000_0000);
         assert_eq!(registers.read16(6), 0x1234);

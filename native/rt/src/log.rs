@@ -1,4 +1,4 @@
-//! The task's log: lines of text to root, or from root to the kernel.
+//! The task's log: lines of text that a task sends to root, and root to the kernel.
 
 use core::fmt::{self, Write};
 use core::sync::atomic::{AtomicU64, Ordering};
@@ -12,7 +12,7 @@ use crate::memory::Window;
 use crate::objects::{Gate, Message, Notification, Platform};
 use crate::page::Page;
 
-/// Slot of the log gate; of the platform with [`PLATFORM`]; 0 before start.
+/// Slot of the log gate, or of the platform with [`PLATFORM`] set; 0 before start.
 static SINK: AtomicU64 = AtomicU64::new(0);
 const PLATFORM: u64 = 1 << 63;
 
@@ -24,19 +24,19 @@ pub(crate) fn to_platform(platform: Platform) {
     SINK.store(platform.selector() | PLATFORM, Ordering::Relaxed);
 }
 
-/// Text in a buffer of fixed size; what does not fit is cut.
+/// Text in a buffer of fixed size; excess text is cut.
 pub struct Text {
     bytes: [u8; MAX_TEXT],
     length: usize,
 }
 
 impl Text {
-    /// No text.
+    /// Creates an empty text.
     pub const fn new() -> Self {
         Self { bytes: [0; MAX_TEXT], length: 0 }
     }
 
-    /// The text, which may end within a character.
+    /// Returns the text, which may end within a character.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes[..self.length]
     }
@@ -58,14 +58,14 @@ impl Write for Text {
     }
 }
 
-/// Writes a text to the log. What cannot be written is lost.
+/// Writes a text to the log; drops it on failure.
 #[cold]
 #[inline(never)]
 pub fn write(level: Level, arguments: fmt::Arguments) {
     let mut text = Text::new();
     let sink = SINK.load(Ordering::Relaxed);
     if sink & PLATFORM != 0 {
-        // A text takes everything and cuts what is too long.
+        // A `Text` accepts every write and cuts excess text.
         let _ = write!(text, "root: {}{arguments}", level.prefix());
         text.length = text.length.min(MAX_TEXT - 1);
         let _ = text.write_char('\n');
@@ -79,7 +79,7 @@ pub fn write(level: Level, arguments: fmt::Arguments) {
     }
 }
 
-/// Writes bytes to the kernel's log, at most [`MAX_TEXT`].
+/// Writes at most [`MAX_TEXT`] bytes to the kernel's log.
 pub fn write_platform(platform: Platform, bytes: &[u8]) {
     let bytes = &bytes[..bytes.len().min(MAX_TEXT)];
     Page::current().set_bytes(bytes);
@@ -87,13 +87,13 @@ pub fn write_platform(platform: Platform, bytes: &[u8]) {
     write_mirror(bytes);
 }
 
-/// Waits until the kernel has sent all of its log, or the port takes nothing any more.
+/// Waits until the kernel has sent its whole log, or the port accepts no more bytes.
 pub fn flush(platform: Platform) {
-    /// Calls without a byte sent, one after the other: far longer than the port takes for those that it has.
-    const PATIENCE: u32 = 1_000_000;
+    /// Consecutive calls without progress: far longer than the port needs to send its FIFO.
+    const MAX_IDLE_CALLS: u32 = 1_000_000;
     let mut waiting = u64::MAX;
     let mut calls = 0;
-    while calls < PATIENCE
+    while calls < MAX_IDLE_CALLS
         && let Ok(left @ 1..) = platform.log(0)
     {
         calls = if left < waiting { 0 } else { calls + 1 };
@@ -101,14 +101,14 @@ pub fn flush(platform: Platform) {
     }
 }
 
-/// Address of the mirror, slot of the notification; 0: there is none.
+/// Address of the mirror and slot of its notification; 0 without a mirror.
 static MIRROR: AtomicU64 = AtomicU64::new(0);
 static MIRROR_NOTIFICATION: AtomicU64 = AtomicU64::new(0);
-/// Bytes ever written to the mirror.
+/// Bytes written to the mirror so far.
 static MIRROR_END: AtomicU64 = AtomicU64::new(0);
 
-/// Copies root's log to a region from now on (see `proto::console::directory`), and signals its reader. Only one
-/// thread of root writes to the log.
+/// Copies root's log to a region from now on (see `proto::console::directory`) and signals its
+/// reader. Only one thread of root writes to the log.
 pub fn mirror(to: Option<(Window, Notification)>) {
     let large = |window: &Window| window.length() >= LOG + LOG_LENGTH;
     let (address, slot) = to
@@ -124,41 +124,42 @@ fn write_mirror(bytes: &[u8]) {
     if address == 0 {
         return;
     }
-    // SAFETY: `mirror` was given a window of at least this length.
+    // SAFETY: `mirror` received a window of at least this length.
     let window = unsafe { Window::new(address, LOG + LOG_LENGTH) };
     let end = MIRROR_END.load(Ordering::Relaxed);
     let offset = end % LOG_LENGTH;
     let (first, second) = bytes.split_at(bytes.len().min((LOG_LENGTH - offset) as usize));
     let after = end + bytes.len() as u64;
-    // The parts are within the window. The end comes last: what is before it is there.
+    // The parts are within the window. The end is written last: the reader finds all bytes before
+    // it.
     let _ = window.write(LOG + offset, first)
         && window.write(LOG, second)
         && window.write(LOG_END, &after.to_le_bytes());
     MIRROR_END.store(after, Ordering::Relaxed);
     let notification = Notification::at(MIRROR_NOTIFICATION.load(Ordering::Relaxed));
-    // Its reader may have just ended.
+    // The reader may have ended.
     let _ = notification.signal(proto::console::CHANGED);
 }
 
-/// Logs that something failed.
+/// Logs a failure.
 #[macro_export]
 macro_rules! error {
     ($($arguments:tt)+) => { $crate::log::write($crate::log::Level::Error, format_args!($($arguments)+)) };
 }
 
-/// Logs that something is odd.
+/// Logs a warning.
 #[macro_export]
 macro_rules! warn {
     ($($arguments:tt)+) => { $crate::log::write($crate::log::Level::Warn, format_args!($($arguments)+)) };
 }
 
-/// Logs what a user wants to know.
+/// Logs information for users.
 #[macro_export]
 macro_rules! info {
     ($($arguments:tt)+) => { $crate::log::write($crate::log::Level::Info, format_args!($($arguments)+)) };
 }
 
-/// Logs what a developer wants to know.
+/// Logs information for developers.
 #[macro_export]
 macro_rules! debug {
     ($($arguments:tt)+) => { $crate::log::write($crate::log::Level::Debug, format_args!($($arguments)+)) };

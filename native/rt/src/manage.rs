@@ -1,4 +1,4 @@
-//! The management gate, for programs that root has given one: see `proto::manage`.
+//! Client of root's management gate (`proto::manage`), for programs that have one.
 
 use proto::DONE;
 use proto::manage::{Entry, FIGURES, Figures, LIST, MAX_ENCODED, MEMORY, Refusal};
@@ -8,21 +8,21 @@ use proto::system::MAX_NAME;
 use crate::objects::{Gate, Message};
 use crate::page::Page;
 
-/// Most things that are listed.
+/// Maximum number of entries in a list.
 const MAX_LISTED: u64 = 64;
 
-/// Root, as a manager sees it.
+/// Management gate of root.
 #[derive(Clone, Copy)]
-pub struct Root(Gate);
+pub struct ManagementGate(Gate);
 
-impl Default for Root {
+impl Default for ManagementGate {
     fn default() -> Self {
         Self::new()
     }
 }
 
-impl Root {
-    /// The gate that root has given.
+impl ManagementGate {
+    /// Returns the gate that root delegated at start.
     pub fn new() -> Self {
         Self(Gate::at(slot::MANAGE))
     }
@@ -31,13 +31,13 @@ impl Root {
         match self.0.call(message) {
             Ok(answer) if answer.tag.label == DONE => Ok(answer),
             Ok(answer) => Err(Refusal::from_code(answer.words[0])),
-            // Without the gate, nothing is possible.
+            // The call fails only without the gate.
             Err(_) => Err(Refusal::Malformed),
         }
     }
 
-    /// Asks for something about one name, or two.
-    pub fn ask(self, label: u64, name: &str, second: &str) -> Result<(), Refusal> {
+    /// Requests an operation on one or two names.
+    pub fn request(self, label: u64, name: &str, second: &str) -> Result<(), Refusal> {
         if name.len() > MAX_NAME || second.len() > MAX_NAME {
             return Err(Refusal::BadName);
         }
@@ -49,7 +49,7 @@ impl Root {
         self.call(Message::new(label, lengths).with_page(words)).map(drop)
     }
 
-    /// Calls `each` with everything that is listed.
+    /// Calls `each` with every listed entry.
     pub fn list(self, mut each: impl FnMut(&Entry)) -> Result<(), Refusal> {
         let mut from = 0;
         for _ in 0..MAX_LISTED {
@@ -66,7 +66,7 @@ impl Root {
         Ok(())
     }
 
-    /// The figures of a listed thing.
+    /// Returns the figures of entry `number`.
     pub fn figures(self, number: u32) -> Result<Figures, Refusal> {
         let answer = self.call(Message::new(FIGURES, [number.into(), 0, 0, 0]))?;
         let mut buffer = [0; MAX_ENCODED];
@@ -74,7 +74,7 @@ impl Root {
         Figures::decode(bytes).ok_or(Refusal::Malformed)
     }
 
-    /// Free bytes, free pieces, kernel pages in use, and in all.
+    /// Returns free bytes, free ranges, kernel pages in use, and kernel pages in total.
     pub fn memory(self) -> Result<[u64; 4], Refusal> {
         self.call(Message::new(MEMORY, [0; 4])).map(|answer| answer.words)
     }

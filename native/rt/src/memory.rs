@@ -1,4 +1,4 @@
-//! Memory without Rust objects: windows that are copied to and from, and delegated.
+//! Windows: memory without Rust objects, which is copied to and from, and delegated.
 
 use core::arch::asm;
 
@@ -8,13 +8,13 @@ use crate::objects::{Task, Vm};
 use crate::page::Page;
 use crate::syscall::call;
 
-/// Received memory goes here: `proto::start` and `abi::boot` leave these 64 GiB free.
+/// Base of the range for received memory: `proto::start` and `abi::boot` leave these 64 GiB free.
 const RECEIVE: u64 = 0x20_0000_0000;
-/// Bytes of the reserve.
+/// Bytes of the range for received memory.
 const RECEIVE_LENGTH: u64 = 0x10_0000_0000;
 
-/// A range of mapped memory in which no Rust object lives. Other tasks, guests and devices may
-/// access it at any time, so it is only ever copied, and what is read may be anything.
+/// A range of mapped memory without Rust objects. Other tasks, guests and devices may access it
+/// concurrently, so it is only copied, and its content is untrusted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Window {
     base: u64,
@@ -23,18 +23,19 @@ pub struct Window {
 }
 
 impl Window {
-    /// A window over `base..base + length`.
+    /// Creates a window over `base..base + length`.
     ///
     /// # Safety
-    /// No Rust object lives in the range, now or later.
+    /// No Rust object is in the range, now or later.
     pub(crate) const unsafe fn new(base: u64, length: u64) -> Self {
         Self { base, length, writable: true }
     }
 
-    /// A window over `base..base + length` that is not written to, and delegated without the right to.
+    /// Creates a window over `base..base + length` that is not written to, and delegated without
+    /// the write right.
     ///
     /// # Safety
-    /// No Rust object lives in the range, now or later, other than constant bytes.
+    /// No Rust object except constant bytes is in the range, now or later.
     pub(crate) const unsafe fn read_only(base: u64, length: u64) -> Self {
         Self { base, length, writable: false }
     }
@@ -49,19 +50,19 @@ impl Window {
         self.length
     }
 
-    /// Those of `rights` that the window can be delegated with.
-    pub(crate) const fn keep(self, rights: u8) -> u8 {
+    /// Returns those of `rights` that the window can be delegated with.
+    pub(crate) const fn allowed_rights(self, rights: u8) -> u8 {
         if self.writable { rights } else { rights & !abi::rights::WRITE }
     }
 
-    /// The part of `length` bytes from `offset`, if the window has it.
+    /// Returns the part of `length` bytes from `offset`; `None` beyond the window.
     pub fn part(self, offset: u64, length: u64) -> Option<Self> {
         let end = offset.checked_add(length)?;
         (end <= self.length).then_some(Self { base: self.base + offset, length, ..self })
     }
 
-    /// Copies `bytes` to `offset`; `false`, and nothing done, if they do not fit or the window is
-    /// read-only.
+    /// Copies `bytes` to `offset`; returns `false` without effect if they do not fit or the window
+    /// is read-only.
     #[must_use]
     pub fn write(self, offset: u64, bytes: &[u8]) -> bool {
         let Some(part) = self.part(offset, bytes.len() as u64) else { return false };
@@ -73,7 +74,7 @@ impl Window {
         true
     }
 
-    /// Copies from `offset` to `bytes`; `false`, and nothing done, if there is not as much.
+    /// Copies from `offset` to `bytes`; returns `false` without effect beyond the window.
     #[must_use]
     pub fn read(self, offset: u64, bytes: &mut [u8]) -> bool {
         let Some(part) = self.part(offset, bytes.len() as u64) else { return false };
@@ -82,8 +83,8 @@ impl Window {
         true
     }
 
-    /// Copies `length` bytes from `offset` to `to` of another window; `false`, and nothing done, if either has not as many
-    /// or the other one is read-only.
+    /// Copies `length` bytes from `offset` to `to` of another window; returns `false` without
+    /// effect if either window is too short or `other` is read-only.
     #[must_use]
     pub fn copy_to(self, offset: u64, length: u64, other: Self, to: u64) -> bool {
         let (Some(source), Some(destination)) = (self.part(offset, length), other.part(to, length))
@@ -93,14 +94,15 @@ impl Window {
         if !other.writable {
             return false;
         }
-        // SAFETY: both are in windows, in which there are no Rust objects. Should they overlap, the bytes are
-        // others than meant, no more.
+        // SAFETY: both are in windows, in which there are no Rust objects. If they overlap, the
+        // copied bytes are unspecified, which is safe.
         unsafe { copy(source.base, destination.base, length) };
         true
     }
 
-    /// Copies `length` bytes of guest memory from `address` to `offset`; `false` if there is not as much, in the guest or
-    /// here, or the window is read-only. Something may have been copied then.
+    /// Copies `length` bytes of guest memory from `address` to `offset`; returns `false` if guest
+    /// memory or the window is too short, or the window is read-only. A part may have been copied
+    /// then.
     #[cfg(feature = "guest")]
     #[must_use]
     pub fn copy_from_guest(
@@ -114,8 +116,8 @@ impl Window {
         part.is_some_and(|part| part.exchange(vmm_mem::Transfer::FromGuest, guest, address))
     }
 
-    /// Copies `length` bytes from `offset` to guest memory at `address`; `false` as for
-    /// [`copy_from_guest`](Self::copy_from_guest).
+    /// Copies `length` bytes from `offset` to guest memory at `address`; returns `false` as
+    /// [`copy_from_guest`](Self::copy_from_guest) does.
     #[cfg(feature = "guest")]
     #[must_use]
     pub fn copy_to_guest(
@@ -129,25 +131,27 @@ impl Window {
         part.is_some_and(|part| part.exchange(vmm_mem::Transfer::ToGuest, guest, address))
     }
 
-    /// Copies between all of the window, which must be writable if it is the destination, and guest memory at `address`.
+    /// Copies between the whole window, which must be writable if it is the destination, and guest
+    /// memory at `address`.
     #[cfg(feature = "guest")]
     fn exchange(self, way: vmm_mem::Transfer, guest: &vmm_mem::GuestMemory, address: u64) -> bool {
-        let mut ours = self.base;
-        let copied = guest.for_each_part(way, address, self.length, |theirs, length| {
-            let theirs = theirs.expose_provenance() as u64;
+        let mut own = self.base;
+        let copied = guest.for_each_part(way, address, self.length, |guest_part, length| {
+            let guest_part = guest_part.expose_provenance() as u64;
             let (from, to) = match way {
-                vmm_mem::Transfer::FromGuest => (theirs, ours),
-                vmm_mem::Transfer::ToGuest => (ours, theirs),
+                vmm_mem::Transfer::FromGuest => (guest_part, own),
+                vmm_mem::Transfer::ToGuest => (own, guest_part),
             };
-            // SAFETY: one is guest memory, the other in the window: both are ours and without Rust objects. The
-            // lengths of the parts add up to no more than the window's.
+            // SAFETY: one range is guest memory, the other is in the window: both belong to this
+            // task and hold no Rust objects. The lengths of the parts add up to at most the
+            // window's.
             unsafe { copy(from, to, length as u64) };
-            ours += length as u64;
+            own += length as u64;
         });
         copied.is_ok()
     }
 
-    /// Fills everything with zeros, unless the window is read-only.
+    /// Fills the window with zeros, unless it is read-only.
     pub fn clear(self) {
         if !self.writable {
             return;
@@ -162,8 +166,8 @@ impl Window {
         }
     }
 
-    /// Splits the window's pages into naturally aligned blocks that are as large as possible if they
-    /// are to be mapped one after the other from address `destination`: address and order of each.
+    /// Splits the window into the largest blocks that are naturally aligned both here and when
+    /// mapped contiguously from address `destination`: address and order of each.
     pub fn blocks(self, destination: u64) -> impl Iterator<Item = (u64, u8)> + Clone {
         let mut at = self.base;
         let end = self.base + self.length;
@@ -181,12 +185,12 @@ impl Window {
         })
     }
 
-    /// Takes the window's pages back from everybody whom they were delegated to.
+    /// Revokes the window's pages from all tasks and VMs that they were delegated to.
     pub fn revoke(self) -> Result<(), Status> {
         self.unmap(0)
     }
 
-    /// Takes the window's pages back from everybody, this task included.
+    /// Revokes the window's pages from all holders, this task included.
     pub fn release(self) -> Result<(), Status> {
         self.unmap(ops::UNMAP_SELF)
     }
@@ -194,21 +198,21 @@ impl Window {
     fn unmap(self, flags: u64) -> Result<(), Status> {
         for (base, order) in self.blocks(self.base) {
             let item = Item::memory(order, abi::rights::ALL);
-            // SAFETY: no Rust object lives in a window.
+            // SAFETY: no Rust object is in a window.
             unsafe { call(Op::Unmap, [item.pack(), base >> PAGE_SHIFT, flags, 0, 0, 0]) }?;
         }
         Ok(())
     }
 }
 
-/// Spaces that memory can be delegated to.
+/// Address spaces that memory can be delegated to.
 pub trait Space: Copy {
-    /// The slot of the task or guest.
+    /// Returns the slot of the task or VM.
     fn space(self) -> Selector;
 
     /// Delegates a window's pages to `destination` there, with these rights.
     fn map(self, window: Window, destination: u64, rights: u8) -> Result<(), Status> {
-        let rights = window.keep(rights);
+        let rights = window.allowed_rights(rights);
         for (base, order) in window.blocks(destination) {
             let there = destination + (base - window.base());
             delegate(
@@ -228,7 +232,7 @@ impl Space for Task {
     }
 }
 
-/// The running program's own task.
+/// The running program's task.
 #[derive(Clone, Copy)]
 struct OwnTask;
 
@@ -245,43 +249,43 @@ impl Space for Vm {
 }
 
 impl Task {
-    /// Delegates a capability to a slot there, with these of its rights.
-    pub fn give(self, capability: Selector, slot: Selector, rights: u8) -> Result<(), Status> {
+    /// Delegates a capability to a slot there, with a subset of its rights.
+    pub fn delegate(self, capability: Selector, slot: Selector, rights: u8) -> Result<(), Status> {
         delegate(self.selector(), Item::capability(rights), capability, slot)
     }
 
-    /// Delegates the I/O ports `base..base + count`, where `count` is a power of two that `base` is a multiple of.
-    pub fn give_ports(self, base: u16, count: u16) -> Result<(), Status> {
+    /// Delegates the I/O ports `base..base + count`; `count` is a power of two and divides `base`.
+    pub fn delegate_ports(self, base: u16, count: u16) -> Result<(), Status> {
         let order = count.trailing_zeros() as u8;
         delegate(self.selector(), Item::ports(order), base as u64, base as u64)
     }
 }
 
-/// Copies a capability to a free slot of this task, with these of its rights.
+/// Copies a capability to a free slot of this task, with a subset of its rights.
 pub fn copy_capability(capability: Selector, slot: Selector, rights: u8) -> Result<(), Status> {
     delegate(ops::SELF, Item::capability(rights), capability, slot)
 }
 
 fn delegate(target: Selector, item: Item, source: u64, destination: u64) -> Result<(), Status> {
-    // SAFETY: memory comes out of a window. It goes to another space, or to where nothing was
-    // mapped in this one.
+    // SAFETY: memory comes out of a window. It goes to another space, or to an unmapped range of
+    // this one.
     unsafe { call(Op::Delegate, [target, item.pack(), source, destination, 0, 0]) }.map(drop)
 }
 
 pub(crate) fn unmap_capability(selector: Selector, own: bool) -> Result<(), Status> {
     let item = Item::capability(abi::rights::ALL);
     let flags = if own { ops::UNMAP_SELF } else { 0 };
-    // SAFETY: no memory of this task changes, other than by losing it.
+    // SAFETY: the only change to this task's memory is an unmapping.
     unsafe { call(Op::Unmap, [item.pack(), selector, flags, 0, 0, 0]) }.map(drop)
 }
 
-/// Takes a capability back from everybody whom it was delegated to, and keeps it.
+/// Revokes all delegations of a capability, and keeps it.
 pub fn revoke_capability(selector: Selector) -> Result<(), Status> {
     unmap_capability(selector, false)
 }
 
-/// Lets the running thread receive memory with messages: up to `length` bytes, at `offset` of the range that
-/// is reserved for it. 0 refuses.
+/// Lets the running thread receive memory with messages: up to `length` bytes, at `offset` of the
+/// range for received memory. A length of 0 refuses memory.
 pub fn accept_memory(offset: u64, length: u64) -> bool {
     let fits = offset.checked_add(length).is_some_and(|end| end <= RECEIVE_LENGTH);
     if fits {
@@ -292,9 +296,10 @@ pub fn accept_memory(offset: u64, length: u64) -> bool {
     fits
 }
 
-/// Maps windows a second time in this task, one after the other, as one window at `offset` of the range that is reserved
-/// for received memory. What is passed on from there can be taken back alone. On failure nothing stays.
-pub fn map_again(
+/// Maps windows a second time in this task, contiguously, as one window at `offset` of the range
+/// for received memory. Delegations from the alias can be revoked without affecting the original. A
+/// failure leaves no mapping.
+pub fn map_alias(
     pieces: impl Iterator<Item = Window>,
     offset: u64,
     rights: u8,
@@ -308,7 +313,7 @@ pub fn map_again(
         let fits = offset.checked_add(whole.length).is_some_and(|end| end <= RECEIVE_LENGTH);
         let mapped = if fits { OwnTask.map(piece, at, rights) } else { Err(Status::BadArgument) };
         if let Err(status) = mapped {
-            // What is not there counts as taken back.
+            // An absent mapping counts as revoked.
             let _ = whole.release();
             return Err(status);
         }
@@ -316,7 +321,7 @@ pub fn map_again(
     Ok(whole)
 }
 
-/// The memory that came as item `index` of the message just received.
+/// Returns the memory that item `index` of the last received message delegated.
 pub fn received_memory(index: usize) -> Option<Window> {
     let (item, base) = Page::current().item(index)?;
     let base = base.checked_mul(PAGE_SIZE)?;
@@ -332,11 +337,11 @@ pub fn received_memory(index: usize) -> Option<Window> {
 /// Copies bytes.
 ///
 /// # Safety
-/// Source and destination are mapped, do not overlap, and no reference to the destination is
-/// live, other than the caller's.
+/// Source and destination are mapped, do not overlap, and the caller has the only live reference to
+/// the destination.
 unsafe fn copy(source: u64, destination: u64, length: u64) {
     let head = length & !7;
-    // SAFETY: the caller vouches for the ranges. The direction flag is clear in Rust code.
+    // SAFETY: the caller guarantees the ranges. The direction flag is clear in Rust code.
     unsafe {
         asm!("rep movsq", inout("rcx") length / 8 => _, inout("rsi") source => _,
              inout("rdi") destination => _, options(nostack, preserves_flags));
@@ -406,7 +411,7 @@ mod tests {
         let page = Box::leak(Box::new(Page([7; 4096])));
         let host = page.0.as_mut_ptr();
         let memory = vmm_mem::Window { base: 0x1000, length: 4096, host };
-        // SAFETY: leaked memory that nobody else uses.
+        // SAFETY: leaked memory without other users.
         let guest = unsafe { vmm_mem::GuestMemory::new(&[memory]) }.unwrap();
         let window = window(vec![1u8; 100].leak().as_mut_ptr() as u64, 100);
         assert!(window.write(0, b"to a guest"));

@@ -1,7 +1,7 @@
-//! Handles of kernel objects: a selector and a type.
+//! Typed handles of kernel objects.
 //!
-//! A handle is a copyable number. It may name an empty or reused slot; the kernel notices and answers
-//! with a status.
+//! A handle is a copyable selector. It may name an empty or reused slot; the kernel checks it and
+//! returns a status.
 
 use abi::{Binding, Kind, Op, PlatformAction, Selector, Status, Tag, reply_wait as flags};
 
@@ -16,12 +16,12 @@ macro_rules! handles {
             pub struct $name(Selector);
 
             impl $name {
-                /// The capability in this slot, which should be one of this kind.
+                /// Names the capability in this slot, which should be of this kind.
                 pub const fn at(selector: Selector) -> Self {
                     Self(selector)
                 }
 
-                /// Its slot.
+                /// Returns the slot.
                 pub const fn selector(self) -> Selector {
                     self.0
                 }
@@ -31,9 +31,9 @@ macro_rules! handles {
 }
 
 handles! {
-    /// Endpoint for calls.
+    /// Endpoint for synchronous calls.
     Gate;
-    /// Event word.
+    /// Sticky event word.
     Notification;
     /// Hardware interrupt.
     Irq;
@@ -41,15 +41,15 @@ handles! {
     Factory;
     /// Right to CPU time.
     SchedContext;
-    /// The machine.
+    /// Access to platform operations: kernel log, reset, counters.
     Platform;
-    /// Guest-physical space.
+    /// Guest-physical address space.
     Vm;
-    /// The running program's own thread.
+    /// Thread of the running program.
     OwnThread;
 }
 
-/// Another task, made by this one.
+/// Another task, created by this one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Task(Selector);
 
@@ -58,37 +58,37 @@ pub struct Task(Selector);
 pub struct Thread(Selector);
 
 impl Task {
-    /// Its slot.
+    /// Returns the slot.
     pub const fn selector(self) -> Selector {
         self.0
     }
 }
 
 impl Thread {
-    /// Its slot.
+    /// Returns the slot.
     pub const fn selector(self) -> Selector {
         self.0
     }
 
-    /// Starts it at `ip` of its task, with stack `sp` and an argument.
+    /// Starts the thread at `ip` in its task, with stack pointer `sp` and an argument.
     pub fn start(self, ip: u64, sp: u64, argument: u64) -> Result<(), Status> {
         // SAFETY: the thread runs in another address space.
         unsafe { call(Op::ThreadStart, [self.0, ip, sp, argument, 0, 0]) }.map(drop)
     }
 
-    /// Stops it.
+    /// Stops the thread.
     pub fn stop(self) -> Result<(), Status> {
         // SAFETY: no memory changes.
         unsafe { call(Op::ThreadStop, [self.0, 0, 0, 0, 0, 0]) }.map(drop)
     }
 }
 
-/// Threads that gates can be made for.
-pub trait Serves {
-    /// The thread's slot.
+/// Threads that can serve gates.
+pub trait ServerThread {
+    /// Returns the thread's slot.
     fn thread(self) -> Selector;
 
-    /// Gives it a scheduling context.
+    /// Binds a scheduling context.
     fn bind_sched(self, context: SchedContext) -> Result<(), Status>
     where
         Self: Sized,
@@ -96,7 +96,7 @@ pub trait Serves {
         bind(self.thread(), Binding::SchedContext, context.0)
     }
 
-    /// Sends its faults to a gate.
+    /// Delivers the thread's faults to a gate.
     fn bind_fault_gate(self, gate: Gate) -> Result<(), Status>
     where
         Self: Sized,
@@ -104,7 +104,7 @@ pub trait Serves {
         bind(self.thread(), Binding::FaultGate, gate.0)
     }
 
-    /// Lets a notification wake it while it waits for callers.
+    /// Lets a notification wake the thread while it waits for callers.
     fn bind_notification(self, notification: Notification) -> Result<(), Status>
     where
         Self: Sized,
@@ -113,13 +113,13 @@ pub trait Serves {
     }
 }
 
-impl Serves for Thread {
+impl ServerThread for Thread {
     fn thread(self) -> Selector {
         self.0
     }
 }
 
-impl Serves for OwnThread {
+impl ServerThread for OwnThread {
     fn thread(self) -> Selector {
         self.0
     }
@@ -131,7 +131,7 @@ fn bind(thread: Selector, binding: Binding, object: Selector) -> Result<(), Stat
 }
 
 impl OwnThread {
-    /// Stops it; what it waits for is aborted.
+    /// Stops the thread and aborts its pending operation.
     pub fn stop(self) -> Result<(), Status> {
         // SAFETY: no memory changes.
         unsafe { call(Op::ThreadStop, [self.0, 0, 0, 0, 0, 0]) }.map(drop)
@@ -141,22 +141,22 @@ impl OwnThread {
 impl Factory {
     fn create(self, kind: Kind, slot: Selector, arguments: [u64; 3]) -> Result<(), Status> {
         let [a, b, c] = arguments;
-        // SAFETY: objects live in kernel memory. The pages that come with threads and vCPUs are
-        // placed where nothing is mapped, and not touched except as their owners document.
+        // SAFETY: objects are in kernel memory. The kernel maps the pages of threads and vCPUs in
+        // unmapped ranges, and only their owners access them, as documented there.
         unsafe { call(Op::Create, [self.0, kind as u64, slot, a, b, c]) }.map(drop)
     }
 
-    /// Makes a task with `slots` capability slots.
+    /// Creates a task with `slots` capability slots.
     pub fn task(self, slot: Selector, slots: u64) -> Result<Task, Status> {
         self.create(Kind::Task, slot, [slots, 0, 0]).map(|()| Task(slot))
     }
 
-    /// Makes a thread of another task on a CPU, with its message page at `page` there.
+    /// Creates a thread of another task on a CPU, with its message page at `page` there.
     pub fn thread(self, slot: Selector, task: Task, cpu: u32, page: u64) -> Result<Thread, Status> {
         self.create(Kind::Thread, slot, [task.0, cpu as u64, page]).map(|()| Thread(slot))
     }
 
-    /// Makes a thread of this task; [`crate::thread`] starts it.
+    /// Creates a thread of this task; [`crate::thread`] starts it.
     pub(crate) fn own_thread(
         self,
         slot: Selector,
@@ -167,17 +167,22 @@ impl Factory {
         self.create(Kind::Thread, slot, [task, cpu as u64, page]).map(|()| OwnThread(slot))
     }
 
-    /// Makes a gate that a thread serves.
-    pub fn gate(self, slot: Selector, server: impl Serves, badge: u64) -> Result<Gate, Status> {
+    /// Creates a gate that a thread serves.
+    pub fn gate(
+        self,
+        slot: Selector,
+        server: impl ServerThread,
+        badge: u64,
+    ) -> Result<Gate, Status> {
         self.create(Kind::Gate, slot, [server.thread(), badge, 0]).map(|()| Gate(slot))
     }
 
-    /// Makes a notification.
+    /// Creates a notification.
     pub fn notification(self, slot: Selector) -> Result<Notification, Status> {
         self.create(Kind::Notification, slot, [0; 3]).map(|()| Notification(slot))
     }
 
-    /// Makes the object of a hardware interrupt. `flags` as for `Create` in `abi`.
+    /// Creates the object of a hardware interrupt. `flags` as for `Create` in `abi`.
     pub fn irq(
         self,
         slot: Selector,
@@ -188,8 +193,8 @@ impl Factory {
         self.create(Kind::Irq, slot, [platform.0, gsi as u64, flags]).map(|()| Irq(slot))
     }
 
-    /// Splits a factory off, with `pages` pages of quota, a highest priority, and a share of CPU time in units of
-    /// 1 / [`abi::SHARE_OF_CPU`] of a CPU; 0: it has no share of its own.
+    /// Creates a factory with a quota of `pages` pages from this one, with a highest priority and a
+    /// share of CPU time in units of 1 / [`abi::SHARE_OF_CPU`] of a CPU; 0: no share of its own.
     pub fn factory(
         self,
         slot: Selector,
@@ -201,7 +206,7 @@ impl Factory {
             .map(|()| Factory(slot))
     }
 
-    /// Makes a scheduling context; budget and period in ns, 0 period for round robin.
+    /// Creates a scheduling context; budget and period in ns, period 0 for round robin.
     pub fn sched_context(
         self,
         slot: Selector,
@@ -213,7 +218,7 @@ impl Factory {
             .map(|()| SchedContext(slot))
     }
 
-    /// Makes a guest-physical space with nested paging.
+    /// Creates a guest-physical space with nested paging.
     pub fn vm(self, slot: Selector) -> Result<Vm, Status> {
         self.create(Kind::Vm, slot, [0; 3]).map(|()| Vm(slot))
     }
@@ -229,18 +234,17 @@ impl Factory {
     }
 }
 
-/// A message or its answer, as far as it travels in registers; the rest is in the
-/// [message page](crate::Page).
+/// Register part of a message or reply; the remaining words are in the [message page](crate::Page).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Message {
-    /// Label, and how much of the message page belongs to the message.
+    /// Label, and the amount of the message page that belongs to the message.
     pub tag: Tag,
     /// The first four words.
     pub words: [u64; 4],
 }
 
 impl Message {
-    /// A message in registers only.
+    /// Creates a message in registers only.
     pub const fn new(label: u64, words: [u64; 4]) -> Self {
         Self { tag: Tag::label(label), words }
     }
@@ -271,54 +275,55 @@ impl Message {
 }
 
 impl Gate {
-    /// Calls the gate and waits for the answer.
+    /// Calls the gate and waits for the reply.
     #[inline]
     pub fn call(self, message: Message) -> Result<Message, Status> {
-        // SAFETY: delegations come out of windows and go into the range reserved for them.
+        // SAFETY: delegated memory comes out of windows, received memory goes into the reserved
+        // range.
         unsafe { call(Op::GateCall, message.arguments(self.0)) }.map(Message::read)
     }
 }
 
-/// Who woke a server, and why.
+/// Event that woke a server thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Caller {
-    /// A caller of the gate with this badge; it waits for a reply.
+pub enum Incoming {
+    /// A caller of the gate with this badge, which waits for a reply.
     Call(u64, Message),
     /// The bound notification, with these events.
     Events(u64),
 }
 
 #[inline(always)]
-fn reply_wait_flags(flags: u64, message: Message) -> Result<Caller, Status> {
+fn reply_wait_flags(flags: u64, message: Message) -> Result<Incoming, Status> {
     // SAFETY: as for `Gate::call`.
     let words = unsafe { call(Op::GateReplyWait, message.arguments(flags)) }?;
     let message = Message::read(words);
     Ok(match words[0] {
-        abi::NOTIFICATION_BADGE => Caller::Events(message.words[0]),
-        badge => Caller::Call(badge, message),
+        abi::NOTIFICATION_BADGE => Incoming::Events(message.words[0]),
+        badge => Incoming::Call(badge, message),
     })
 }
 
-/// Waits for a caller or the bound notification. A caller that still waits for its reply is aborted.
+/// Waits for a caller or the bound notification. Aborts a caller that still waits for its reply.
 #[inline]
-pub fn wait() -> Result<Caller, Status> {
+pub fn wait() -> Result<Incoming, Status> {
     reply_wait_flags(flags::WAIT, Message::new(0, [0; 4]))
 }
 
-/// Answers the caller being served, then waits like [`wait`].
+/// Replies to the current caller, then waits like [`wait`].
 #[inline]
-pub fn reply_wait(answer: Message) -> Result<Caller, Status> {
+pub fn reply_wait(answer: Message) -> Result<Incoming, Status> {
     reply_wait_flags(flags::REPLY | flags::WAIT, answer)
 }
 
-/// Answers the caller being served.
+/// Replies to the current caller.
 pub fn reply(answer: Message) -> Result<(), Status> {
     reply_wait_flags(flags::REPLY, answer).map(drop)
 }
 
-/// Gives up the rest of the time slice.
+/// Yields the rest of the time slice.
 pub fn yield_now() {
-    // SAFETY: no memory changes. The operation has no way to fail.
+    // SAFETY: no memory changes. The operation cannot fail.
     let _ = unsafe { call(Op::Yield, [0; 6]) };
 }
 
@@ -330,14 +335,14 @@ impl Notification {
         unsafe { call(Op::NotificationSignal, [self.0, bits, 0, 0, 0, 0]) }.map(drop)
     }
 
-    /// Takes the events, waiting for some until `deadline`, an absolute TSC value.
+    /// Takes the events; waits for an event until `deadline`, an absolute TSC value.
     #[inline]
     pub fn wait(self, deadline: u64) -> Result<u64, Status> {
         // SAFETY: no memory changes.
         unsafe { call(Op::NotificationWait, [self.0, deadline, 0, 0, 0, 0]) }.map(|words| words[0])
     }
 
-    /// Takes the events that are there, 0 for none.
+    /// Takes the pending events, 0 if there are none.
     #[inline]
     pub fn poll(self) -> u64 {
         self.wait(0).unwrap_or(0)
@@ -345,7 +350,7 @@ impl Notification {
 }
 
 impl Vm {
-    /// Makes the guest's doorbell `index` set `bits` of a notification; 0: it has none.
+    /// Binds the guest's doorbell `index` to `bits` of a notification; 0 unbinds it.
     pub fn bind_doorbell(
         self,
         index: u64,
@@ -363,35 +368,36 @@ impl Irq {
         unsafe { call(Op::IrqControl, [self.0, action, notification, bit, 0, 0]) }
     }
 
-    /// Makes the interrupt set bit number `bit` of a notification.
+    /// Binds the interrupt to bit number `bit` of a notification.
     pub fn bind(self, notification: Notification, bit: u32) -> Result<(), Status> {
         self.control(0, notification.0, bit as u64).map(drop)
     }
 
-    /// Lets the next interrupt come.
+    /// Acknowledges and unmasks the interrupt.
     pub fn acknowledge(self) -> Result<(), Status> {
         self.control(1, 0, 0).map(drop)
     }
 
-    /// Address and data of the message that a device sends to interrupt, if it is of that sort.
+    /// Returns address and data of the message (MSI) that the device must send, if the object is of
+    /// that kind.
     pub fn message(self) -> Result<(u64, u64), Status> {
         self.control(3, 0, 0).map(|words| (words[0], words[1]))
     }
 
-    /// Lets none come.
+    /// Masks the interrupt.
     pub fn mask(self) -> Result<(), Status> {
         self.control(2, 0, 0).map(drop)
     }
 }
 
 impl SchedContext {
-    /// Changes priority, budget and period (ns).
+    /// Sets priority, budget and period (ns).
     pub fn set(self, priority: u8, budget: u64, period: u64) -> Result<(), Status> {
         // SAFETY: no memory changes.
         unsafe { call(Op::SchedControl, [self.0, priority as u64, budget, period, 0, 0]) }.map(drop)
     }
 
-    /// CPU time used on it so far, in ticks of the time-stamp counter; 0 without the right to know.
+    /// Returns the CPU time consumed so far, in TSC ticks; 0 without the right to read it.
     pub fn used(self) -> u64 {
         // SAFETY: no memory changes.
         let words = unsafe { call(Op::SchedControl, [self.0, 0, 0, 0, 0, 0]) };
@@ -407,8 +413,8 @@ impl Platform {
         words.map(|words| words[0])
     }
 
-    /// Writes `length` bytes, at most 512, from the start of the message page to the kernel's log. Returns the number of
-    /// bytes of the log that wait to be sent.
+    /// Writes `length` bytes, at most 512, from the start of the message page to the kernel's log.
+    /// Returns the number of bytes of the log that the kernel has yet to send.
     pub fn log(self, length: u64) -> Result<u64, Status> {
         self.control(PlatformAction::Log, length)
     }
@@ -418,7 +424,7 @@ impl Platform {
         self.control(PlatformAction::Reset, 0).map(drop)
     }
 
-    /// The kernel's counters.
+    /// Returns the kernel's counters.
     pub fn stats(self) -> Result<abi::boot::KernelStats, Status> {
         self.control(PlatformAction::Stats, 0)?;
         let mut words = [0; 8];
@@ -446,7 +452,8 @@ impl Platform {
     }
 }
 
-/// Empties a slot, after taking back what was delegated from it. The object goes with its last capability.
+/// Empties a slot and revokes all delegations of its capability. The last capability destroys the
+/// object.
 pub fn drop_capability(selector: Selector) -> Result<(), Status> {
     unmap_capability(selector, true)
 }

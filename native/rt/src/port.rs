@@ -1,10 +1,10 @@
-//! I/O ports of devices that are programmed by ports alone.
+//! I/O ports of devices without DMA.
 
 use core::arch::asm;
 
-/// First and last port of devices that cannot be made to access memory by themselves.
+/// First and last port of devices that cannot be programmed to access memory.
 const HARMLESS: &[(u16, u16)] = &[
-    // Real-time clock and its memory.
+    // Real-time clock and its NVRAM.
     (0x70, 0x71),
     // QEMU's isa-debug-exit.
     (0xf4, 0xf4),
@@ -15,7 +15,7 @@ const HARMLESS: &[(u16, u16)] = &[
     (0x3f8, 0x3ff),
 ];
 
-/// A range of I/O ports. Accessing one that this task was not given stops the thread.
+/// A range of I/O ports. An access to a port that this task does not own stops the thread.
 #[derive(Clone, Copy, Debug)]
 pub struct Ports {
     base: u16,
@@ -23,7 +23,7 @@ pub struct Ports {
 }
 
 impl Ports {
-    /// The ports `base..base + count`, if they belong to a device that cannot access memory.
+    /// Creates a handle for the ports `base..base + count` if they belong to a device without DMA.
     pub fn new(base: u16, count: u16) -> Option<Self> {
         let last = base.checked_add(count.checked_sub(1)?)?;
         HARMLESS
@@ -36,7 +36,7 @@ impl Ports {
         (offset < self.count).then_some(self.base + offset)
     }
 
-    /// Reads a byte; all ones beyond the range.
+    /// Reads a byte; returns all ones beyond the range.
     #[inline]
     pub fn read(self, offset: u16) -> u8 {
         let Some(port) = self.port(offset) else { return 0xff };
@@ -48,7 +48,7 @@ impl Ports {
         value
     }
 
-    /// Writes a byte; beyond the range nothing happens.
+    /// Writes a byte; ignores a write beyond the range.
     #[inline]
     pub fn write(self, offset: u16, value: u8) {
         let Some(port) = self.port(offset) else { return };

@@ -1,6 +1,6 @@
 //! Raw system calls and deliberate faults, for programs that test the kernel.
 //!
-//! Nothing here keeps the promises of this crate: that is its purpose. A program that enables this
+//! This module breaks the soundness argument of the crate on purpose. A program that enables the
 //! feature must expect to be stopped at any point, and runs in a task of its own.
 
 use core::arch::x86_64::{__cpuid, __rdtscp};
@@ -11,9 +11,9 @@ use abi::{Op, PAGE_SIZE, reply_wait};
 use crate::memory::Window;
 use crate::syscall;
 
-/// Makes a system call with any number and arguments; returns `rax` and the result words.
+/// Performs a system call with any number and arguments; returns `rax` and the result words.
 pub fn system_call(op: u64, arguments: [u64; 6]) -> (u64, [u64; 6]) {
-    // SAFETY: none; the program is a test and its task holds nothing of value.
+    // SAFETY: none; the program is a test and its task holds no data of value.
     unsafe { syscall::raw(op, arguments) }
 }
 
@@ -33,7 +33,7 @@ pub fn write(address: u64, value: u8) {
     unsafe { asm!("mov byte ptr [{}], {}", in(reg) address, in(reg_byte) value, options(nostack)) }
 }
 
-/// Continues at any address.
+/// Jumps to any address.
 pub fn jump(address: u64) -> ! {
     // SAFETY: none; see the module's head.
     unsafe { asm!("jmp {}", in(reg) address, options(noreturn)) }
@@ -51,23 +51,23 @@ pub fn privileged() {
     unsafe { asm!("cli", options(nomem, nostack)) }
 }
 
-/// Sets the base of FS, which is not part of a thread's registers.
+/// Writes the base of FS, which is not part of a thread's registers.
 pub fn set_fs_base() {
     // SAFETY: faults and stops the thread; nothing here uses FS.
     unsafe { asm!("wrfsbase {}", in(reg) 0x1234_5000_u64, options(nomem, nostack)) }
 }
 
-/// What `RDTSCP` tells of TSC_AUX; `None`: there is no such instruction.
+/// Returns TSC_AUX as `RDTSCP` reads it; `None` if the processor lacks the instruction.
 pub fn tsc_aux() -> Option<u32> {
     const RDTSCP: u32 = 1 << 27;
     let features = __cpuid(0x8000_0001).edx;
     let mut value = 0;
-    // SAFETY: the processor has the instruction, and writes the value only.
+    // SAFETY: the processor has the instruction, which writes the value only.
     (features & RDTSCP != 0).then(|| unsafe { __rdtscp(&mut value) })?;
     Some(value)
 }
 
-/// Pushes until the stack ends.
+/// Pushes until the stack overflows.
 pub fn exhaust_stack() -> ! {
     // SAFETY: writes to the unused part of the stack, then faults at the guard page.
     unsafe { asm!("2: push rax", "jmp 2b", options(noreturn)) }
@@ -81,13 +81,13 @@ pub fn divide_by_zero() {
     }
 }
 
-/// Address of this program's code and constants, which are mapped read-only.
+/// Returns the address of this program's code and constants, which are mapped read-only.
 pub fn code_address() -> u64 {
     undefined as *const () as u64
 }
 
-/// Fills every general register with a pattern made from `seed`, spends `loops` rounds, and counts the registers
-/// that changed meanwhile.
+/// Fills every general register with a pattern derived from `seed`, spins for `loops` rounds, and
+/// returns the number of registers that changed.
 pub fn check_registers(seed: u64, loops: u64) -> u64 {
     let mismatches: u64;
     // SAFETY: `rbx` and `rbp` are saved on the stack, all others are declared; balanced stack.
@@ -111,7 +111,7 @@ pub fn check_registers(seed: u64, loops: u64) -> u64 {
             "2:",
             "dec rcx",
             "jnz 2b",
-            // Every difference to rax that is as expected cancels out; any other leaves bits in rcx.
+            // Each expected difference to rax cancels out; any other leaves bits in rcx.
             "sub rdx, rax", "xor rdx, 1", "or rcx, rdx",
             "sub rbx, rax", "xor rbx, 2", "or rcx, rbx",
             "sub rbp, rax", "xor rbp, 3", "or rcx, rbp",
@@ -137,8 +137,9 @@ pub fn check_registers(seed: u64, loops: u64) -> u64 {
     (mismatches != 0) as u64
 }
 
-// A server that answers every call with its own words, the last of them replaced by the gate's badge. It uses no
-// memory, so the page that it lies in is all that a task needs to run it. Aligned so as to lie in one page.
+// A server that replies to every call with the caller's words, the last of them replaced by the
+// gate's badge. It uses no memory, so a task needs only its page to run it. Aligned to lie in one
+// page.
 global_asm!(
     ".pushsection .text.native_echo, \"ax\", @progbits",
     ".balign 64",
@@ -157,9 +158,9 @@ global_asm!(
     reply_wait = const Op::GateReplyWait as u64,
 );
 
-/// A page of this program that holds a server needing no memory, to be mapped executable at the same address in
-/// another task, and the server's entry. It answers a call with the caller's words, the last one replaced
-/// by the badge.
+/// Returns a page of this program with a server that needs no memory, to be mapped executable at
+/// the same address in another task, and the server's entry address. The server replies with the
+/// caller's words, the last one replaced by the badge.
 pub fn echo_server() -> (Window, u64) {
     unsafe extern "C" {
         safe fn native_echo();
@@ -169,8 +170,8 @@ pub fn echo_server() -> (Window, u64) {
     (unsafe { Window::read_only(entry & !(PAGE_SIZE - 1), PAGE_SIZE) }, entry)
 }
 
-// A thread that makes the system call that its argument names: four words, the operation and three arguments; then it
-// waits for ever. It needs no stack.
+// A thread that performs the system call that its argument points to: four words, the operation and
+// three arguments; then it waits for ever. It needs no stack.
 global_asm!(
     ".pushsection .text.native_call_once, \"ax\", @progbits",
     ".balign 64",
@@ -185,8 +186,9 @@ global_asm!(
     ".popsection",
 );
 
-/// A page of this program that holds a thread's code, to be mapped executable at the same address in another task, and
-/// the entry: it makes the system call that is described in four words, operation and three arguments, at its argument.
+/// Returns a page of this program with a thread's code, to be mapped executable at the same address
+/// in another task, and the entry address. The thread performs the system call described by four
+/// words at its argument: the operation and three arguments.
 pub fn call_once() -> (Window, u64) {
     unsafe extern "C" {
         safe fn native_call_once();

@@ -1,4 +1,4 @@
-//! Which capability slots are free.
+//! Allocator of capability slots.
 
 use abi::Selector;
 
@@ -10,13 +10,13 @@ pub struct Slots<const WORDS: usize> {
 }
 
 impl<const WORDS: usize> Slots<WORDS> {
-    /// All slots from `first` are free.
+    /// Creates an allocator with all slots from `first` on free.
     pub const fn new(first: Selector) -> Self {
         Self { first, used: [0; WORDS] }
     }
 
-    /// Takes a free slot.
-    pub fn take(&mut self) -> Option<Selector> {
+    /// Allocates a free slot.
+    pub fn allocate(&mut self) -> Option<Selector> {
         let (index, word) =
             self.used.iter_mut().enumerate().find(|(_, word)| **word != u64::MAX)?;
         let bit = word.trailing_ones();
@@ -24,16 +24,16 @@ impl<const WORDS: usize> Slots<WORDS> {
         Some(self.first + 64 * index as u64 + bit as u64)
     }
 
-    /// Gives a slot back, whose capability is gone.
-    pub fn give(&mut self, slot: Selector) {
+    /// Frees a slot, which must be empty.
+    pub fn free(&mut self, slot: Selector) {
         let index = slot.wrapping_sub(self.first);
         if let Some(word) = self.used.get_mut((index / 64) as usize) {
             *word &= !(1 << (index % 64));
         }
     }
 
-    /// Number of free slots.
-    pub fn free(&self) -> u32 {
+    /// Returns the number of free slots.
+    pub fn free_count(&self) -> u32 {
         self.used.iter().map(|word| word.count_zeros()).sum()
     }
 }
@@ -45,13 +45,13 @@ mod tests {
     #[test]
     fn every_slot_once() {
         let mut slots = Slots::<2>::new(16);
-        let taken: Vec<_> = core::iter::from_fn(|| slots.take()).collect();
+        let taken: Vec<_> = core::iter::from_fn(|| slots.allocate()).collect();
         assert_eq!(taken, (16..144).collect::<Vec<_>>());
-        slots.give(77);
-        slots.give(3);
-        slots.give(1000);
-        assert_eq!(slots.free(), 1);
-        assert_eq!(slots.take(), Some(77));
-        assert_eq!(slots.take(), None);
+        slots.free(77);
+        slots.free(3);
+        slots.free(1000);
+        assert_eq!(slots.free_count(), 1);
+        assert_eq!(slots.allocate(), Some(77));
+        assert_eq!(slots.allocate(), None);
     }
 }

@@ -9,14 +9,15 @@ use proto::start::{
     FILES, FILES_ALIGN, MAX_START, MESSAGE_PAGE, RangeKind, START_PAGE, Start, slot,
 };
 
-use crate::device::Registers;
+use crate::device::DeviceRegisters;
 use crate::memory::Window;
 use crate::objects::{Gate, Message, Platform};
 use crate::page::Page;
 use crate::port::Ports;
 use crate::{log, thread};
 
-/// Makes `main(&'static Start) -> u64` the program of a task that root starts; it returns the exit code.
+/// Makes `main(&'static Start) -> u64` the entry of a task that root starts; it returns the exit
+/// code.
 #[macro_export]
 macro_rules! entry {
     ($main:path) => {
@@ -27,7 +28,7 @@ macro_rules! entry {
     };
 }
 
-/// Makes `main(Boot) -> !` the first program, root.
+/// Makes `main(Boot) -> !` the entry of root, the first task.
 #[macro_export]
 macro_rules! root_entry {
     ($main:path) => {
@@ -64,7 +65,7 @@ pub fn run(main: fn(&Start<'static>) -> u64) -> ! {
     exit(code, &control::VmmStatistics::ZERO)
 }
 
-/// Ends the program.
+/// Ends the program: reports the exit code and statistics to root.
 pub fn exit(code: u64, statistics: &control::VmmStatistics) -> ! {
     let words = statistics.pack();
     Page::current().set_words(&words);
@@ -73,7 +74,7 @@ pub fn exit(code: u64, statistics: &control::VmmStatistics) -> ! {
     stop()
 }
 
-/// The end of a thread: a fault that whoever watches over the task sees.
+/// Ends the thread by a fault, which root receives through the task's fault gate.
 fn stop() -> ! {
     loop {
         // SAFETY: an undefined instruction; the kernel stops the thread.
@@ -81,11 +82,11 @@ fn stop() -> ! {
     }
 }
 
-/// The memory ranges of a kind that root describes in the start page.
+/// Memory ranges of a kind that the start page describes.
 pub fn windows<'a>(start: &'a Start, kind: RangeKind) -> impl Iterator<Item = Window> + 'a {
     start.ranges.iter().filter(move |range| range.kind == kind).map(|range| {
-        // SAFETY: root keeps the ranges clear of the program's image, stack and pages, and files are
-        // constant.
+        // SAFETY: root keeps the ranges clear of the program's image, stack and pages, and files
+        // are constant.
         unsafe {
             match range.kind {
                 RangeKind::Private
@@ -107,7 +108,7 @@ pub fn windows<'a>(start: &'a Start, kind: RangeKind) -> impl Iterator<Item = Wi
     })
 }
 
-/// The read-only file that root maps for this task.
+/// Returns the read-only file that root maps for this task.
 pub fn file(start: &Start, kind: RangeKind) -> Option<&'static [u8]> {
     let range = start.ranges.iter().find(|range| range.kind == kind)?;
     let fits =
@@ -116,18 +117,18 @@ pub fn file(start: &Start, kind: RangeKind) -> Option<&'static [u8]> {
         return None;
     }
     let pointer = core::ptr::with_exposed_provenance(range.base as usize);
-    // SAFETY: root maps files of the bundle there, read-only, and nobody has write access.
+    // SAFETY: root maps files of the bundle there, read-only, and no task has write access.
     Some(unsafe { slice::from_raw_parts(pointer, range.length as usize) })
 }
 
-/// The guest memory that root describes in the start page, at the guest-physical `ranges` (base, length), in order.
-/// `None` if there is not exactly as much, or the ranges are no memory layout.
+/// Returns the guest memory that the start page describes, at the guest-physical `ranges` (base,
+/// length), in order; `None` if its size differs or the ranges are no valid memory layout.
 #[cfg(feature = "guest")]
 pub fn guest_memory(
     start: &Start,
     ranges: impl Iterator<Item = (u64, u64)>,
 ) -> Option<vmm_mem::GuestMemory> {
-    // Root maps the pieces one after the other.
+    // Root maps the pieces contiguously.
     let mut next = proto::start::GUEST_MEMORY;
     for window in windows(start, RangeKind::Guest) {
         if window.base() != next {
@@ -149,35 +150,35 @@ pub fn guest_memory(
     if next != end {
         return None;
     }
-    // SAFETY: the windows are parts of the guest memory that root mapped writable for this task, checked
-    // above; there are no Rust objects in it, and the task never gives it up.
+    // SAFETY: the windows are parts of the guest memory that root mapped writable for this task,
+    // checked above; it holds no Rust objects, and the task never unmaps it.
     unsafe { vmm_mem::GuestMemory::new(&all[..count]) }.ok()
 }
 
-/// What the kernel gives root.
+/// Resources that the kernel passes to root.
 pub struct Boot {
     /// The boot page.
     pub info: &'static BootInfo,
-    /// The boot bundle; read-only for everybody.
+    /// The boot bundle; read-only for all tasks.
     pub bundle: &'static [u8],
 }
 
 impl Boot {
-    /// The RAM regions: physical address and memory.
+    /// RAM regions: physical address and memory.
     pub fn ram(&self) -> impl Iterator<Item = (u64, Window)> {
         let count = (self.info.region_count as usize).min(boot::MAX_REGIONS);
         self.info.regions[..count]
             .iter()
             .filter(|region| region.kind == RegionKind::Ram as u32)
             .map(|region| {
-                // SAFETY: the kernel maps free RAM there, which holds nothing of this program's.
+                // SAFETY: the kernel maps free RAM there, which is no part of this program.
                 (region.base, unsafe {
                     Window::new(boot::PHYSICAL_WINDOW + region.base, region.length)
                 })
             })
     }
 
-    /// The pages of device memory at `base..base + length`, to delegate.
+    /// Returns the pages of device memory at `base..base + length`, to delegate.
     pub fn device_pages(&self, base: u64, length: u64) -> Option<Window> {
         let first = base & !(abi::PAGE_SIZE - 1);
         let end = base.checked_add(length)?.checked_next_multiple_of(abi::PAGE_SIZE)?;
@@ -193,24 +194,24 @@ impl Boot {
         })
     }
 
-    /// The device registers at the physical addresses `base..base + length`, page-aligned.
-    pub fn registers(&self, base: u64, length: u64) -> Option<Registers> {
+    /// Returns the device registers at the physical addresses `base..base + length`, page-aligned.
+    pub fn registers(&self, base: u64, length: u64) -> Option<DeviceRegisters> {
         let window =
             self.device_pages(base, length).filter(|_| base.is_multiple_of(abi::PAGE_SIZE))?;
-        // SAFETY: the kernel maps device memory there, writable, for good.
-        Some(unsafe { Registers::new(window.base(), length) })
+        // SAFETY: the kernel maps device memory there, writable and permanently.
+        Some(unsafe { DeviceRegisters::new(window.base(), length) })
     }
 
-    /// Bytes of tables that the firmware left in memory, which is not RAM for root.
+    /// Returns bytes of firmware tables, which are not RAM for root.
     pub fn firmware(&self, base: u64, length: usize) -> Option<&'static [u8]> {
         self.device_pages(base, length as u64)?;
         let address = (boot::PHYSICAL_WINDOW + base) as usize;
-        // SAFETY: mapped, checked above. The firmware has finished with its tables, and root gives away only registers
-        // of devices, among which there are none.
+        // SAFETY: mapped, checked above. The firmware has finished with its tables, and root
+        // delegates only device registers, which do not overlap them.
         Some(unsafe { slice::from_raw_parts(core::ptr::with_exposed_provenance(address), length) })
     }
 
-    /// The pages of the bundle that hold `offset..offset + length`, to delegate read-only.
+    /// Returns the pages of the bundle that hold `offset..offset + length`, to delegate read-only.
     pub fn bundle_pages(&self, offset: u64, length: u64) -> Option<Window> {
         let end = offset.checked_add(length)?;
         if end > self.info.bundle_length {
@@ -232,7 +233,7 @@ pub fn run_root(main: fn(Boot) -> !) -> ! {
     // SAFETY: the kernel maps the boot page read-only and never changes it.
     let info = unsafe { &*info };
     let address = (boot::PHYSICAL_WINDOW + info.bundle_base) as usize;
-    // SAFETY: the kernel maps the bundle there; root never makes a writable window of it.
+    // SAFETY: the kernel maps the bundle there; root never creates a writable window of it.
     let bundle = unsafe {
         slice::from_raw_parts(
             core::ptr::with_exposed_provenance(address),
@@ -243,14 +244,14 @@ pub fn run_root(main: fn(Boot) -> !) -> ! {
 }
 
 /// Port and value that end the machine when root panics; bit 31 marks them as set.
-static LAST_WORDS: AtomicU32 = AtomicU32::new(0);
+static PANIC_PORT_WRITE: AtomicU32 = AtomicU32::new(0);
 
 /// Makes a panic of root write `value` to `port` before it resets the machine.
 pub fn on_root_panic(port: u16, value: u8) {
-    LAST_WORDS.store(1 << 31 | (port as u32) << 8 | value as u32, Ordering::Relaxed);
+    PANIC_PORT_WRITE.store(1 << 31 | (port as u32) << 8 | value as u32, Ordering::Relaxed);
 }
 
-/// Tells a panic to whoever watches over the program, and stops.
+/// Reports a panic to root (or, in root, to the kernel's log) and stops.
 #[cfg(target_os = "none")]
 #[panic_handler]
 fn panic(info: &core::panic::PanicInfo) -> ! {
@@ -275,7 +276,7 @@ fn root_panicked(text: &[u8]) {
     log::write_platform(platform, text);
     log::write_platform(platform, b"\n");
     log::flush(platform);
-    let last = LAST_WORDS.load(Ordering::Relaxed);
+    let last = PANIC_PORT_WRITE.load(Ordering::Relaxed);
     if last >> 31 != 0
         && let Some(port) = Ports::new((last >> 8) as u16, 1)
     {

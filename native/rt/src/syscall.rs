@@ -6,21 +6,21 @@ use core::arch::asm;
 /// Results of a system call: `rdi, rsi, rdx, r10, r8, r9`.
 pub(crate) type Words = [u64; 6];
 
-/// Makes a system call.
+/// Performs a system call.
 ///
 /// # Safety
-/// The operation must not change memory that Rust objects live in, as the crate's documentation
+/// The operation must not change memory that holds Rust objects, as the crate's documentation
 /// explains.
 #[inline(always)]
 pub(crate) unsafe fn call(op: Op, arguments: Words) -> Result<Words, Status> {
     let (status, words) = {
-        // SAFETY: the caller vouches for the operation.
+        // SAFETY: the caller guarantees the operation.
         unsafe { raw(op as u64, arguments) }
     };
     if status == Status::Ok as u64 { Ok(words) } else { Err(Status::from_code(status)) }
 }
 
-/// Makes the system call with this number, valid or not.
+/// Performs the system call with this number, valid or not.
 ///
 /// # Safety
 /// As [`call`].
@@ -28,8 +28,8 @@ pub(crate) unsafe fn call(op: Op, arguments: Words) -> Result<Words, Status> {
 pub(crate) unsafe fn raw(op: u64, arguments: Words) -> (u64, Words) {
     let [mut a, mut b, mut c, mut d, mut e, mut f] = arguments;
     let status;
-    // SAFETY: the registers are those of `abi`'s convention; all others are preserved and the
-    // stack is not used.
+    // SAFETY: the registers are those of `abi`'s convention; the kernel preserves all others and
+    // the stack is not used.
     unsafe {
         asm!(
             "syscall",

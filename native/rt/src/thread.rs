@@ -1,4 +1,4 @@
-//! Further threads of this program.
+//! Additional threads of this program.
 
 use core::arch::naked_asm;
 use core::cell::UnsafeCell;
@@ -8,32 +8,34 @@ use abi::{Item, Op, PAGE_SHIFT, PAGE_SIZE, Selector, Status, ops};
 use proto::start::MAX_THREADS;
 
 use crate::memory::Window;
-use crate::objects::{Factory, OwnThread, SchedContext, Serves, yield_now};
+use crate::objects::{Factory, OwnThread, SchedContext, ServerThread, yield_now};
 use crate::syscall::call;
 use crate::time;
 
-/// Stacks of the further threads, lowest and highest address; thread `n` of the program has entry `n - 1`.
+/// Stacks of the additional threads, lowest and highest address; thread `n` of the program has
+/// entry `n - 1`.
 static STACKS: [(AtomicU64, AtomicU64); MAX_THREADS] =
     [const { (AtomicU64::new(0), AtomicU64::new(0)) }; MAX_THREADS];
-/// Message page of the first thread; the others' follow.
+/// Message page of the first thread; those of the other threads follow.
 static FIRST_PAGE: AtomicU64 = AtomicU64::new(0);
 
-/// A stack of `BYTES` bytes for a thread, to be put into a static. The lowest page of it becomes the guard.
+/// A stack of `BYTES` bytes for a thread, to be placed in a static. Its lowest page becomes the
+/// guard page.
 #[repr(C, align(4096))]
 pub struct Stack<const BYTES: usize> {
     memory: UnsafeCell<[u8; BYTES]>,
-    taken: AtomicBool,
+    in_use: AtomicBool,
 }
 
-// SAFETY: the memory is handed out once, to the thread that runs on it.
+// SAFETY: `spawn` uses the memory once, for the thread that runs on it.
 unsafe impl<const BYTES: usize> Sync for Stack<BYTES> {}
 
 impl<const BYTES: usize> Stack<BYTES> {
-    /// A stack that is not in use.
+    /// Creates a stack that is not in use.
     #[allow(clippy::new_without_default, reason = "a stack is only of use in a static")]
     pub const fn new() -> Self {
         assert!(BYTES >= 3 * PAGE_SIZE as usize && BYTES.is_multiple_of(PAGE_SIZE as usize));
-        Self { memory: UnsafeCell::new([0; BYTES]), taken: AtomicBool::new(false) }
+        Self { memory: UnsafeCell::new([0; BYTES]), in_use: AtomicBool::new(false) }
     }
 }
 
@@ -42,14 +44,14 @@ pub(crate) fn set_first_page(address: u64) {
     FIRST_PAGE.store(address, Ordering::Relaxed);
 }
 
-/// Message page of the first thread.
+/// Returns the message page of the first thread.
 #[cfg_attr(not(target_os = "none"), allow(dead_code, reason = "only asked when panicking"))]
 pub(crate) fn first_page() -> u64 {
     FIRST_PAGE.load(Ordering::Relaxed)
 }
 
-/// The number of the running thread, by the stack that it runs on. 0 is the first.
-fn number() -> u64 {
+/// Returns the index of the running thread, determined by its stack. 0 is the first thread.
+fn thread_index() -> u64 {
     let here = 0u8;
     let address = (&raw const here) as u64;
     STACKS
@@ -60,48 +62,53 @@ fn number() -> u64 {
         .map_or(0, |index| index as u64 + 1)
 }
 
-/// Address of the running thread's message page.
+/// Returns the address of the running thread's message page.
 pub(crate) fn message_page() -> u64 {
-    FIRST_PAGE.load(Ordering::Relaxed) + number() * PAGE_SIZE
+    FIRST_PAGE.load(Ordering::Relaxed) + thread_index() * PAGE_SIZE
 }
 
-/// What a thread is made of.
-pub struct Making {
-    /// The factory that pays.
+/// Resources of a new thread.
+pub struct ThreadResources {
+    /// Factory whose quota pays for it.
     pub factory: Factory,
     /// This task.
     pub task: Selector,
-    /// The free slot for the thread.
+    /// Free slot for the thread.
     pub slot: Selector,
-    /// Its CPU.
+    /// CPU of the thread.
     pub cpu: u32,
-    /// What it runs on.
+    /// Scheduling context of the thread.
     pub sched: SchedContext,
 }
 
 /// Starts a thread of this program in `body`, with an argument. It runs until it is stopped.
 pub fn spawn<const BYTES: usize>(
-    making: Making,
+    resources: ThreadResources,
     stack: &'static Stack<BYTES>,
     body: extern "C" fn(u64) -> !,
     argument: u64,
 ) -> Result<OwnThread, Status> {
-    if stack.taken.swap(true, Ordering::Relaxed) {
+    if stack.in_use.swap(true, Ordering::Relaxed) {
         return Err(Status::Busy);
     }
     let low = stack.memory.get() as u64;
     let high = low + BYTES as u64;
-    // SAFETY: the memory is the stack's, which was taken just now.
-    let thread = unsafe { make(making, low, high) }?;
-    begin(thread, high, body, argument)?;
+    // SAFETY: the memory is the stack's, which this call has just claimed.
+    let thread = unsafe { create_thread(resources, low, high) }?;
+    start_thread(thread, high, body, argument)?;
     Ok(thread)
 }
 
-/// Makes a stopped thread that has time and a stack at `low..high`, whose lowest page becomes the guard.
+/// Creates a stopped thread with a scheduling context and a stack at `low..high`, whose lowest page
+/// becomes the guard page.
 ///
 /// # Safety
-/// The stack's memory is this thread's alone.
-unsafe fn make(making: Making, low: u64, high: u64) -> Result<OwnThread, Status> {
+/// Only this thread uses the stack's memory.
+unsafe fn create_thread(
+    resources: ThreadResources,
+    low: u64,
+    high: u64,
+) -> Result<OwnThread, Status> {
     let index = STACKS
         .iter()
         .position(|entry| {
@@ -110,37 +117,38 @@ unsafe fn make(making: Making, low: u64, high: u64) -> Result<OwnThread, Status>
         .ok_or(Status::Overflow)?;
     STACKS[index].1.store(high, Ordering::Relaxed);
     let page = FIRST_PAGE.load(Ordering::Relaxed) + (index as u64 + 1) * PAGE_SIZE;
-    let thread = making.factory.own_thread(making.slot, making.task, making.cpu, page)?;
-    thread.bind_sched(making.sched)?;
+    let thread =
+        resources.factory.own_thread(resources.slot, resources.task, resources.cpu, page)?;
+    thread.bind_sched(resources.sched)?;
 
     let guard = Item::memory(0, abi::rights::ALL).pack();
-    // SAFETY: the page is part of the stack, which no Rust object lives in yet; nothing will be
-    // put there because access faults.
+    // SAFETY: the page is part of the stack, which holds no Rust object yet; none will be placed
+    // there because access faults.
     unsafe { call(Op::Unmap, [guard, low >> PAGE_SHIFT, ops::UNMAP_SELF, 0, 0, 0]) }?;
     Ok(thread)
 }
 
-/// A thread that helps the first one for as long as a function runs, again and again.
-pub struct Hand {
+/// A thread that executes functions in parallel with the first one, repeatedly.
+pub struct HelperThread {
     thread: OwnThread,
     top_of_stack: u64,
 }
 
-impl Hand {
-    /// A thread that does nothing yet. Its stack is `stack`, of at least three pages, the lowest of which becomes
-    /// the guard.
-    pub fn new(making: Making, stack: Window) -> Result<Self, Status> {
+impl HelperThread {
+    /// Creates an idle helper. `stack` has at least three pages, the lowest of which becomes the
+    /// guard page.
+    pub fn new(resources: ThreadResources, stack: Window) -> Result<Self, Status> {
         let (low, high) = (stack.base(), stack.base() + stack.length());
         if stack.length() < 3 * PAGE_SIZE {
             return Err(Status::BadArgument);
         }
-        // SAFETY: no Rust object lives in a window, and nobody but this program knows this one.
-        let thread = unsafe { make(making, low, high) }?;
+        // SAFETY: no Rust object is in a window, and only this program has access to this one.
+        let thread = unsafe { create_thread(resources, low, high) }?;
         Ok(Self { thread, top_of_stack: high })
     }
 }
 
-/// What a hand does.
+/// Work of a helper.
 struct Job<'a> {
     body: &'a (dyn Fn(usize) + Sync),
     index: usize,
@@ -148,48 +156,49 @@ struct Job<'a> {
     is_done: AtomicBool,
 }
 
-/// Lets hand `n` run `body(n + 1)` while this thread runs `main`, and returns when all have returned. A hand that
-/// has not `patience` ticks of the time-stamp counter after `main` is stopped wherever it is. The first error, if a
-/// hand does not start: then nothing runs, `main` neither.
-pub fn together<T>(
-    hands: &mut [Hand],
-    patience: u64,
+/// Runs `body(n + 1)` on helper `n` while this thread runs `main`, and returns when all have
+/// returned. Stops a helper that has not returned `timeout` TSC ticks after `main`, at any
+/// instruction. Returns the first error if a helper does not start; then neither `main` nor any
+/// helper runs.
+pub fn run_parallel<T>(
+    helpers: &mut [HelperThread],
+    timeout: u64,
     body: &(dyn Fn(usize) + Sync),
     main: impl FnOnce() -> T,
 ) -> Result<T, Status> {
-    if hands.is_empty() { Ok(main()) } else { with_hands(hands, patience, body, main) }
+    if helpers.is_empty() { Ok(main()) } else { run_with_helpers(helpers, timeout, body, main) }
 }
 
 #[inline(never)]
-fn with_hands<T>(
-    hands: &mut [Hand],
-    patience: u64,
+fn run_with_helpers<T>(
+    helpers: &mut [HelperThread],
+    timeout: u64,
     body: &(dyn Fn(usize) + Sync),
     main: impl FnOnce() -> T,
 ) -> Result<T, Status> {
     let job = |index: usize| Job {
         body,
         index: index + 1,
-        thread: hands[index].thread,
+        thread: helpers[index].thread,
         is_done: AtomicBool::new(false),
     };
     let jobs: [Option<Job>; MAX_THREADS] =
-        core::array::from_fn(|index| (index < hands.len()).then(|| job(index)));
+        core::array::from_fn(|index| (index < helpers.len()).then(|| job(index)));
     let stop = |jobs: &[Option<Job>]| {
         for job in jobs.iter().flatten() {
-            // It fails only if the thread has stopped itself meanwhile.
+            // It fails only if the thread has stopped itself.
             let _ = job.thread.stop();
         }
     };
-    for (index, (job, hand)) in jobs.iter().flatten().zip(hands.iter()).enumerate() {
+    for (index, (job, helper)) in jobs.iter().flatten().zip(helpers.iter()).enumerate() {
         let argument = (&raw const *job) as u64;
-        if let Err(status) = begin(hand.thread, hand.top_of_stack, work, argument) {
+        if let Err(status) = start_thread(helper.thread, helper.top_of_stack, run_job, argument) {
             stop(&jobs[..index]);
             return Err(status);
         }
     }
     let result = main();
-    let deadline = time::tsc().saturating_add(patience);
+    let deadline = time::tsc().saturating_add(timeout);
     while !jobs.iter().flatten().all(|job| job.is_done.load(Ordering::Acquire))
         && time::tsc() < deadline
     {
@@ -199,9 +208,10 @@ fn with_hands<T>(
     Ok(result)
 }
 
-/// Where a hand starts; the argument is its job's address.
-extern "C" fn work(job: u64) -> ! {
-    // SAFETY: `together` passes a job's address and does not return before the thread has stopped.
+/// Entry of a helper; the argument is the address of its job.
+extern "C" fn run_job(job: u64) -> ! {
+    // SAFETY: `run_parallel` passes a job's address and does not return before the thread has
+    // stopped.
     let job = unsafe { &*core::ptr::with_exposed_provenance::<Job>(job as usize) };
     (job.body)(job.index);
     let thread = job.thread;
@@ -212,7 +222,7 @@ extern "C" fn work(job: u64) -> ! {
 }
 
 /// Starts a thread with an empty stack.
-fn begin(
+fn start_thread(
     thread: OwnThread,
     top_of_stack: u64,
     body: extern "C" fn(u64) -> !,
@@ -230,7 +240,7 @@ fn begin(
         .map(drop)
 }
 
-/// Stops a thread wherever it is and starts it again from the beginning. What it held is lost.
+/// Stops a thread at any instruction and restarts it from the beginning. Its resources leak.
 #[cfg(feature = "probe")]
 pub fn restart<const BYTES: usize>(
     thread: OwnThread,
@@ -239,7 +249,7 @@ pub fn restart<const BYTES: usize>(
     argument: u64,
 ) -> Result<(), Status> {
     thread.stop()?;
-    begin(thread, stack.memory.get() as u64 + BYTES as u64, body, argument)
+    start_thread(thread, stack.memory.get() as u64 + BYTES as u64, body, argument)
 }
 
 /// First instructions of a thread: the body's address and its argument are on the stack.

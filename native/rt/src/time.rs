@@ -1,33 +1,33 @@
-//! Time: the time-stamp counter, and what it means.
+//! Time-stamp counter and conversions.
 
 use proto::start::Clock;
 
-/// The time-stamp counter, now.
+/// Reads the time-stamp counter.
 #[inline(always)]
 pub fn tsc() -> u64 {
-    // SAFETY: reads a counter; the kernel leaves `RDTSC` to everybody.
+    // SAFETY: reads a counter; the kernel permits `RDTSC` in user mode.
     unsafe { core::arch::x86_64::_rdtsc() }
 }
 
-/// Ticks of the time-stamp counter in `nanos` nanoseconds, rounded up, at `khz` kHz.
+/// Converts nanoseconds to ticks of the time-stamp counter at `khz` kHz, rounded up.
 pub const fn ticks(khz: u64, nanos: u64) -> u64 {
     let ticks = (nanos as u128 * khz as u128).div_ceil(1_000_000);
     if ticks > u64::MAX as u128 { u64::MAX } else { ticks as u64 }
 }
 
-/// Nanoseconds in `ticks` ticks at `khz` kHz.
+/// Converts ticks at `khz` kHz to nanoseconds.
 pub const fn nanos(khz: u64, ticks: u64) -> u64 {
     let khz = if khz == 0 { 1 } else { khz };
     let nanos = ticks as u128 * 1_000_000 / khz as u128;
     if nanos > u64::MAX as u128 { u64::MAX } else { nanos as u64 }
 }
 
-/// The tick `nanos` nanoseconds from now.
+/// Returns the TSC value `nanos` nanoseconds from now.
 pub fn after(clock: &Clock, nanos: u64) -> u64 {
     tsc().saturating_add(ticks(clock.tsc_khz, nanos))
 }
 
-/// Wall-clock time in seconds since 1970, UTC.
+/// Returns the wall-clock time in seconds since 1970, UTC.
 pub fn unix_seconds(clock: &Clock) -> u64 {
     clock.unix_seconds + nanos(clock.tsc_khz, tsc().saturating_sub(clock.tsc)) / 1_000_000_000
 }

@@ -10,17 +10,18 @@ use proto::system::MAX_VCPUS;
 use crate::objects::{Factory, Notification, Vm};
 use crate::syscall::call;
 
-/// State pages in use; a page is never given to a second vCPU.
-static TAKEN: AtomicU32 = AtomicU32::new(0);
+/// Bit mask of state pages in use; a page is never used for a second vCPU.
+static STATE_PAGES_IN_USE: AtomicU32 = AtomicU32::new(0);
 
-/// A virtual CPU. Dropping it leaves the kernel's object as it is.
+/// A virtual CPU. Dropping it does not destroy the kernel's object.
 pub struct Vcpu {
     selector: Selector,
     state: &'static VcpuState,
 }
 
 impl Vcpu {
-    /// Makes virtual CPU `index` (below [`MAX_VCPUS`]) of a guest; events of `notification` make [`Vcpu::run`] return.
+    /// Creates virtual CPU `index` (below [`MAX_VCPUS`]) of a VM; events of `notification` make
+    /// [`Vcpu::run`] return.
     pub fn create(
         factory: Factory,
         slot: Selector,
@@ -29,25 +30,25 @@ impl Vcpu {
         notification: Notification,
     ) -> Result<Self, Status> {
         if index as usize >= MAX_VCPUS
-            || TAKEN.fetch_or(1 << index, Ordering::Relaxed) & 1 << index != 0
+            || STATE_PAGES_IN_USE.fetch_or(1 << index, Ordering::Relaxed) & 1 << index != 0
         {
             return Err(Status::Busy);
         }
         let address = STATE_PAGES + index as u64 * PAGE_SIZE;
         factory.vcpu(slot, vm, address, notification)?;
-        // SAFETY: the kernel has mapped a page of its own there, which stays as long as the task; all
-        // fields are atomic integers.
+        // SAFETY: the kernel has mapped a page of its own there, which exists as long as the task;
+        // all fields are atomic integers.
         let state = unsafe { &*core::ptr::with_exposed_provenance(address as usize) };
         Ok(Self { selector: slot, state })
     }
 
-    /// The state page.
+    /// Returns the state page.
     #[inline(always)]
     pub fn state(&self) -> &VcpuState {
         self.state
     }
 
-    /// Runs the guest until it exits; why is in the state page.
+    /// Runs the guest until it exits; the exit reason is in the state page.
     #[inline(always)]
     pub fn run(&mut self) -> Result<(), Status> {
         // SAFETY: changes only the state page, which is made of atomics.

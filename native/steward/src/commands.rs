@@ -1,4 +1,4 @@
-//! What a user can say, and how half a word is completed.
+//! Commands of the operator shell, their syntax, and completion.
 
 use heapless::{String, Vec};
 use proto::manage::{Kind, State};
@@ -6,37 +6,37 @@ use proto::system::MAX_NAME;
 
 use crate::editor::WIDTH;
 
-/// What a word of a command names.
+/// Kind of a word in a command line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Word {
     /// A command.
     Command,
-    /// A virtual machine that runs.
+    /// A running VM.
     Running,
-    /// A virtual machine that is paused.
+    /// A paused VM.
     Paused,
-    /// A virtual machine that does not run.
+    /// A stopped VM.
     Stopped,
-    /// A virtual machine.
+    /// Any VM.
     Vm,
     /// A template.
     Template,
-    /// Something new, or nothing.
+    /// A new name or a number: not completed.
     Free,
 }
 
 /// A command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Command {
-    /// Its name.
+    /// Name.
     pub name: &'static str,
-    /// What follows it, for users.
+    /// Arguments, as shown to users.
     pub usage: &'static str,
-    /// What its words are, after the first.
+    /// Kinds of its arguments.
     pub words: &'static [Word],
-    /// How many of them may be left out.
+    /// Number of optional arguments, at the end.
     pub optional: usize,
-    /// What it does.
+    /// Description for users.
     pub help: &'static str,
 }
 
@@ -54,64 +54,64 @@ macro_rules! commands {
 
 /// All commands.
 pub const COMMANDS: &[Command] = commands! {
-    "help" "[COMMAND]" [Command] 1 "shows what there is to say";
-    "list" "" [] 0 "shows servers, programs, virtual machines and templates";
-    "start" "VM" [Stopped] 0 "starts a virtual machine that does not run";
-    "stop" "VM" [Running] 0 "presses its power button: the guest shuts down if it listens";
-    "kill" "VM" [Running] 0 "ends it at once";
-    "pause" "VM" [Running] 0 "stops its virtual CPUs and its time";
-    "resume" "VM" [Paused] 0 "lets it go on after a pause";
-    "restart" "VM" [Running] 0 "ends it at once and starts it anew";
-    "create" "NAME TEMPLATE" [Free Template] 0 "makes a virtual machine after a template";
-    "destroy" "VM" [Vm] 0 "ends it at once and forgets it";
-    "top" "[ROUNDS]" [Free] 1 "shows time, exits and memory of each, second by second";
-    "memory" "" [] 0 "shows the memory that is left";
-    "shutdown" "" [] 0 "stops all virtual machines, then ends itself";
+    "help" "[COMMAND]" [Command] 1 "lists the commands, or describes one";
+    "list" "" [] 0 "lists servers, programs, VMs and templates";
+    "start" "VM" [Stopped] 0 "starts a stopped VM";
+    "stop" "VM" [Running] 0 "presses the ACPI power button: the guest decides how it reacts";
+    "kill" "VM" [Running] 0 "ends a VM immediately";
+    "pause" "VM" [Running] 0 "stops its vCPUs and its clock";
+    "resume" "VM" [Paused] 0 "resumes a paused VM";
+    "restart" "VM" [Running] 0 "ends a VM immediately and starts it again";
+    "create" "NAME TEMPLATE" [Free Template] 0 "creates a VM from a template";
+    "destroy" "VM" [Vm] 0 "ends a VM immediately and removes it";
+    "top" "[ROUNDS]" [Free] 1 "shows CPU time, exits and memory of the VMs each second";
+    "memory" "" [] 0 "shows free memory";
+    "shutdown" "" [] 0 "shuts down all VMs, then the shell";
 };
 
-/// The command of this name.
+/// Returns the command of this name.
 pub fn find(name: &str) -> Option<&'static Command> {
     COMMANDS.iter().find(|command| command.name == name)
 }
 
-/// A line taken apart.
+/// A parsed line.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Said<'l> {
+pub struct ParsedCommand<'l> {
     /// The command.
     pub command: &'static Command,
-    /// Its words, as many as it wants.
+    /// Its arguments.
     pub words: Vec<&'l str, 2>,
 }
 
-/// Why a line is no command.
+/// Syntax error.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Wrong<'l> {
-    /// There is no such command.
+pub enum SyntaxError<'l> {
+    /// The command does not exist.
     Unknown(&'l str),
-    /// It wants other words.
+    /// The number of arguments is wrong.
     Usage(&'static Command),
 }
 
-/// Takes a line apart; `None` if it is empty.
-pub fn parse(line: &str) -> Option<Result<Said<'_>, Wrong<'_>>> {
+/// Parses a line; `None` if it is empty.
+pub fn parse(line: &str) -> Option<Result<ParsedCommand<'_>, SyntaxError<'_>>> {
     let mut words = line.split_ascii_whitespace();
     let name = words.next()?;
-    let Some(command) = find(name) else { return Some(Err(Wrong::Unknown(name))) };
+    let Some(command) = find(name) else { return Some(Err(SyntaxError::Unknown(name))) };
     let mut rest = Vec::new();
     for word in words {
         if rest.len() == command.words.len() || rest.push(word).is_err() {
-            return Some(Err(Wrong::Usage(command)));
+            return Some(Err(SyntaxError::Usage(command)));
         }
     }
     let least = command.words.len() - command.optional;
     Some(if rest.len() < least {
-        Err(Wrong::Usage(command))
+        Err(SyntaxError::Usage(command))
     } else {
-        Ok(Said { command, words: rest })
+        Ok(ParsedCommand { command, words: rest })
     })
 }
 
-/// What the word at the end of `before_cursor` names, and what is there of it.
+/// Returns the kind of the word at the end of `before_cursor`, and the word's text so far.
 pub fn word_at_end(before_cursor: &str) -> (Word, &str) {
     let start = before_cursor.rfind(' ').map_or(0, |space| space + 1);
     let (before, word) = before_cursor.split_at(start);
@@ -127,8 +127,8 @@ pub fn word_at_end(before_cursor: &str) -> (Word, &str) {
     (kind, word)
 }
 
-/// Whether a listed thing is what a word names.
-pub fn is_named(word: Word, kind: Kind, state: State) -> bool {
+/// Returns whether a listed entry matches the kind of a word.
+pub fn matches_kind(word: Word, kind: Kind, state: State) -> bool {
     let lives = matches!(state, State::Running | State::Paused);
     match word {
         Word::Command | Word::Free => false,
@@ -140,14 +140,14 @@ pub fn is_named(word: Word, kind: Kind, state: State) -> bool {
     }
 }
 
-/// A completion in the making: the candidates that begin with what is there.
+/// State of a completion: the candidates that begin with the typed text.
 #[derive(Default)]
 pub struct Completion {
-    /// What all candidates begin with.
+    /// Longest common prefix of the candidates.
     common: String<MAX_NAME>,
     /// Number of candidates.
     count: usize,
-    /// The candidates, for the user to choose.
+    /// The candidates, shown if there are several.
     list: String<{ 8 * WIDTH }>,
 }
 
@@ -158,23 +158,23 @@ impl Completion {
             return;
         }
         if self.count == 0 {
-            // Names are short enough.
+            // Names fit.
             let _ = self.common.push_str(name);
         } else {
             let same = self.common.bytes().zip(name.bytes()).take_while(|(a, b)| a == b).count();
             self.common.truncate(same);
         }
         self.count += 1;
-        // A list that is too long is cut.
+        // An overlong list is truncated.
         let _ = self.list.push_str(name).and_then(|()| self.list.push_str("  "));
     }
 
-    /// What can be added to `word`, and whether the word is complete then.
+    /// Returns the text to append to `word`, and whether the word is complete then.
     pub fn rest(&self, word: &str) -> (&str, bool) {
         (self.common.get(word.len()..).unwrap_or_default(), self.count == 1)
     }
 
-    /// The candidates, if there are several.
+    /// Returns the candidates if there are several.
     pub fn choices(&self) -> Option<&str> {
         (self.count > 1).then(|| self.list.trim_end())
     }
@@ -187,14 +187,15 @@ mod tests {
     #[test]
     fn lines_are_taken_apart() {
         assert_eq!(parse("  "), None);
-        let said = |line| parse(line).unwrap().map(|said| (said.command.name, said.words.to_vec()));
-        assert_eq!(said(" list "), Ok(("list", vec![])));
-        assert_eq!(said("create a  b"), Ok(("create", vec!["a", "b"])));
-        assert_eq!(said("top"), Ok(("top", vec![])));
-        assert_eq!(said("top 3"), Ok(("top", vec!["3"])));
-        assert_eq!(said("lst"), Err(Wrong::Unknown("lst")));
+        let parsed =
+            |line| parse(line).unwrap().map(|parsed| (parsed.command.name, parsed.words.to_vec()));
+        assert_eq!(parsed(" list "), Ok(("list", vec![])));
+        assert_eq!(parsed("create a  b"), Ok(("create", vec!["a", "b"])));
+        assert_eq!(parsed("top"), Ok(("top", vec![])));
+        assert_eq!(parsed("top 3"), Ok(("top", vec!["3"])));
+        assert_eq!(parsed("lst"), Err(SyntaxError::Unknown("lst")));
         for line in ["start", "create a", "list x", "top 1 2", "create a b c"] {
-            assert!(matches!(said(line), Err(Wrong::Usage(_))), "{line}");
+            assert!(matches!(parsed(line), Err(SyntaxError::Usage(_))), "{line}");
         }
     }
 
@@ -225,11 +226,11 @@ mod tests {
 
     #[test]
     fn names_fit_their_commands() {
-        assert!(is_named(Word::Running, Kind::Vm, State::Paused));
-        assert!(!is_named(Word::Running, Kind::Task, State::Running));
-        assert!(is_named(Word::Stopped, Kind::Vm, State::Ended(3)));
-        assert!(!is_named(Word::Stopped, Kind::Vm, State::Running));
-        assert!(is_named(Word::Template, Kind::Template, State::New));
-        assert!(!is_named(Word::Free, Kind::Vm, State::New));
+        assert!(matches_kind(Word::Running, Kind::Vm, State::Paused));
+        assert!(!matches_kind(Word::Running, Kind::Task, State::Running));
+        assert!(matches_kind(Word::Stopped, Kind::Vm, State::Ended(3)));
+        assert!(!matches_kind(Word::Stopped, Kind::Vm, State::Running));
+        assert!(matches_kind(Word::Template, Kind::Template, State::New));
+        assert!(!matches_kind(Word::Free, Kind::Vm, State::New));
     }
 }

@@ -1,32 +1,32 @@
-//! A line editor: keys in, a line out, and on the screen what a user expects.
+//! Line editor: translates keys into a line, and updates the screen.
 //!
-//! At the end of the line, where most typing happens, only what changes is written; elsewhere the line is written
-//! anew. Keys are those of a VT100 (ECMA-48 sequences) and of the usual control characters.
+//! At the end of the line, the editor writes only the change; elsewhere it rewrites the line. It
+//! supports the keys of a VT100 (ECMA-48 sequences) and the usual control characters.
 
 use core::fmt::Write;
 
 use heapless::{Deque, String};
 
-/// Longest line.
+/// Maximum length of a line.
 pub const WIDTH: usize = 72;
-/// Lines that are remembered.
+/// Number of lines in the history.
 const HISTORY: usize = 16;
 
-/// A line.
+/// A line of input.
 pub type Line = String<WIDTH>;
 
-/// What a key comes to.
+/// Result of a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// Nothing that the user of the editor has to do something about.
+    /// No action for the caller.
     None,
     /// The line is complete.
     Line,
-    /// The word before the cursor is to be completed.
+    /// The user requests completion of the word before the cursor.
     Complete,
 }
 
-/// Where in a key's sequence of bytes the input is.
+/// Position in the byte sequence of a key.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum State {
     Plain,
@@ -34,25 +34,25 @@ enum State {
     Escape,
     /// In a control sequence, with its first parameter.
     Control(u8),
-    /// After a carriage return: a line feed belongs to it.
+    /// After a carriage return: a following line feed belongs to it.
     Return,
 }
 
-/// The editor.
+/// Line editor.
 pub struct Editor {
     prompt: &'static str,
     line: Line,
     cursor: usize,
     state: State,
     history: Deque<Line, HISTORY>,
-    /// How far back in the history the line is from; 0: it is new.
+    /// Position in the history, counted from its end; 0 for the new line.
     back: usize,
-    /// The new line, while an old one is shown.
+    /// The new line, while a history line is shown.
     new: Line,
 }
 
 impl Editor {
-    /// An editor with an empty line.
+    /// Creates an editor with an empty line.
     pub fn new(prompt: &'static str) -> Self {
         Self {
             prompt,
@@ -65,12 +65,12 @@ impl Editor {
         }
     }
 
-    /// The line up to the cursor.
+    /// Returns the line up to the cursor.
     pub fn before_cursor(&self) -> &str {
         &self.line[..self.cursor]
     }
 
-    /// Takes the complete line, remembers it and starts another one.
+    /// Takes the complete line, adds it to the history and starts a new one.
     pub fn take_line(&mut self) -> Line {
         let line = core::mem::take(&mut self.line);
         (self.cursor, self.back) = (0, 0);
@@ -87,7 +87,7 @@ impl Editor {
     /// Writes prompt and line, on an empty line of the screen.
     pub fn show(&self, screen: &mut impl Write) {
         let left = self.line.len() - self.cursor;
-        // A screen takes everything.
+        // A screen accepts all text.
         let _ = write!(screen, "{}{}", self.prompt, self.line);
         if left > 0 {
             let _ = write!(screen, "\x1b[{left}D");
@@ -99,7 +99,7 @@ impl Editor {
         self.show(screen);
     }
 
-    /// Takes a byte of a key.
+    /// Processes a byte of a key.
     pub fn key(&mut self, byte: u8, screen: &mut impl Write) -> Event {
         let state = core::mem::replace(&mut self.state, State::Plain);
         match (state, byte) {
@@ -154,8 +154,8 @@ impl Editor {
 
     fn control(&mut self, number: u8, last: u8, screen: &mut impl Write) {
         match (last, number) {
-            (b'A', _) => self.travel(self.back + 1, screen),
-            (b'B', _) => self.travel(self.back.wrapping_sub(1), screen),
+            (b'A', _) => self.show_history(self.back + 1, screen),
+            (b'B', _) => self.show_history(self.back.wrapping_sub(1), screen),
             (b'C', _) => self.go_to(self.cursor + 1, screen),
             (b'D', _) => self.go_to(self.cursor.saturating_sub(1), screen),
             (b'H', _) | (b'~', 1 | 7) => self.go_to(0, screen),
@@ -165,7 +165,7 @@ impl Editor {
         }
     }
 
-    /// Puts a character at the cursor, if there is room.
+    /// Inserts a character at the cursor, if there is room.
     fn insert(&mut self, character: char, screen: &mut impl Write) {
         let at_end = self.cursor == self.line.len();
         // The line is ASCII: the cursor is between characters.
@@ -180,17 +180,17 @@ impl Editor {
         }
     }
 
-    /// Puts a text at the cursor, as far as there is room.
+    /// Inserts a text at the cursor, as far as there is room.
     pub fn insert_text(&mut self, text: &str, screen: &mut impl Write) {
         text.chars().filter(char::is_ascii_graphic).for_each(|c| self.insert(c, screen));
     }
 
-    /// Puts a space at the cursor, if there is room.
+    /// Inserts a space at the cursor, if there is room.
     pub fn insert_space(&mut self, screen: &mut impl Write) {
         self.insert(' ', screen);
     }
 
-    /// Deletes characters of the line, as far as it has them.
+    /// Deletes a range of characters, limited to the line.
     fn delete(&mut self, from: usize, to: usize, screen: &mut impl Write) {
         let to = to.min(self.line.len());
         if from >= to {
@@ -198,7 +198,7 @@ impl Editor {
         }
         let last_before_cursor = from + 1 == to && to == self.cursor && to == self.line.len();
         let mut line = Line::new();
-        // Both parts fit: they were in a line.
+        // Both parts fit: they were in one line.
         let _ = line.push_str(&self.line[..from]);
         let _ = line.push_str(&self.line[to..]);
         self.line = line;
@@ -226,8 +226,8 @@ impl Editor {
         };
     }
 
-    /// Shows a line of the history, or the new one again.
-    fn travel(&mut self, back: usize, screen: &mut impl Write) {
+    /// Shows a line of the history, or the new line.
+    fn show_history(&mut self, back: usize, screen: &mut impl Write) {
         if back > self.history.len() {
             return;
         }
@@ -252,7 +252,7 @@ mod tests {
     use super::*;
     use std::string::String;
 
-    /// A terminal of one line, as far as the editor uses one.
+    /// A terminal of one line, limited to the sequences that the editor uses.
     #[derive(Default)]
     struct Terminal {
         text: Vec<char>,
@@ -326,7 +326,7 @@ mod tests {
             self.terminal.take(&output);
         }
 
-        /// Types keys; the events that are not `None`.
+        /// Types keys; returns the events that are not `None`.
         fn keys(&mut self, keys: &str) -> Vec<Event> {
             let mut events = Vec::new();
             for byte in keys.bytes() {
@@ -341,7 +341,7 @@ mod tests {
                     self.show();
                 }
             }
-            // The screen shows the line and the cursor in it, whatever the keys were.
+            // The screen always shows the line and the cursor in it.
             let shown: String = self.terminal.text.iter().collect();
             assert_eq!(shown.trim_end(), format!("> {}", self.editor.line).trim_end(), "{keys:?}");
             assert_eq!(self.terminal.cursor, 2 + self.editor.cursor, "{keys:?}");

@@ -1,6 +1,7 @@
-//! Steward: the operator's program. It shows what runs and carries out commands, at a line of the console.
+//! Operator shell (`steward`): lists, starts, stops and pauses VMs from the console.
 //!
-//! It holds its console session and the management gate, nothing else: whatever it does, root decides.
+//! Its only capabilities are its console session and the management gate; root checks every
+//! request.
 #![cfg_attr(not(test), no_std, no_main)]
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(dead_code, reason = "the rest needs the kernel"))]
@@ -13,7 +14,7 @@ mod table;
 use core::fmt::Write;
 
 use abi::FOREVER;
-use native_rt::manage::Root;
+use native_rt::manage::ManagementGate;
 use native_rt::{error, time};
 use proto::console::MAX_BYTES;
 use proto::control::code;
@@ -21,25 +22,25 @@ use proto::manage::{self, Figures, Kind, Refusal, State};
 use proto::start::{Clock, Start, event};
 use proto::system::{MAX_NAME, MAX_VMS};
 
-use crate::commands::{COMMANDS, Command, Completion, Said, Word, Wrong};
+use crate::commands::{COMMANDS, Command, Completion, ParsedCommand, SyntaxError, Word};
 use crate::editor::{Editor, Event};
 use crate::screen::Screen;
 
 /// One second, in ns.
 const SECOND: u64 = 1_000_000_000;
-/// Time that a VMM has for a report, in ns.
+/// Time limit of a VMM's report, in ns.
 const REPORT_TIME: u64 = 20_000_000;
-/// How often that is waited at most.
+/// Maximum number of repetitions of that wait.
 const REPORT_TURNS: u32 = 10;
 /// Seconds that guests have to shut down.
-const PATIENCE: u32 = 20;
+const SHUTDOWN_SECONDS: u32 = 20;
 
 type Name = heapless::String<MAX_NAME>;
 
 #[cfg(not(test))]
 native_rt::entry!(main);
 
-/// Serves the operator until `shutdown`; returns the exit code.
+/// Runs the shell until `shutdown`; returns the exit code.
 fn main(start: &Start<'static>) -> u64 {
     let screen = match Screen::open() {
         Ok(screen) => screen,
@@ -48,27 +49,31 @@ fn main(start: &Start<'static>) -> u64 {
             return code::BAD_CONFIG;
         }
     };
-    let mut steward =
-        Steward { screen, root: Root::new(), clock: start.clock, editor: Editor::new("steward> ") };
-    steward.say(format_args!("This is the steward of this system; `help` shows what to say."));
+    let mut steward = Shell {
+        screen,
+        root: ManagementGate::new(),
+        clock: start.clock,
+        editor: Editor::new("steward> "),
+    };
+    steward.print(format_args!("Operator shell of this system; `help` lists the commands."));
     steward.serve()
 }
 
-struct Steward {
+struct Shell {
     screen: Screen,
-    root: Root,
+    root: ManagementGate,
     clock: Clock,
     editor: Editor,
 }
 
-/// What follows a command.
+/// Action after a command.
 #[derive(PartialEq, Eq)]
 enum Next {
     Another,
     End,
 }
 
-impl Steward {
+impl Shell {
     fn serve(&mut self) -> u64 {
         self.editor.show(&mut self.screen);
         loop {
@@ -77,7 +82,7 @@ impl Steward {
                 return code::OK;
             }
             if self.screen.is_gone() {
-                error!("the console is gone");
+                error!("the console server has ended");
                 return code::INTERNAL;
             }
             if events & event::CONSOLE != 0 && self.read() == Next::End {
@@ -87,7 +92,7 @@ impl Steward {
         }
     }
 
-    /// Takes all keys that were typed.
+    /// Processes all pending keys.
     fn read(&mut self) -> Next {
         let mut buffer = [0; MAX_BYTES];
         loop {
@@ -98,7 +103,7 @@ impl Steward {
                     Event::Complete => self.complete(),
                     Event::Line => {
                         let line = self.editor.take_line();
-                        if self.carry_out(&line) == Next::End {
+                        if self.execute(&line) == Next::End {
                             return Next::End;
                         }
                         self.editor.show(&mut self.screen);
@@ -111,8 +116,8 @@ impl Steward {
         }
     }
 
-    fn say(&mut self, text: core::fmt::Arguments) {
-        // A screen takes everything.
+    fn print(&mut self, text: core::fmt::Arguments) {
+        // A screen accepts all text.
         let _ = write!(self.screen, "{text}\r\n");
     }
 
@@ -121,15 +126,15 @@ impl Steward {
     fn complete(&mut self) {
         let (kind, word) = commands::word_at_end(self.editor.before_cursor());
         let mut typed = editor::Line::new();
-        // It comes out of a line.
+        // It is a part of a line.
         let _ = typed.push_str(word);
         let mut completion = Completion::default();
         if kind == Word::Command {
             COMMANDS.iter().for_each(|command| completion.offer(&typed, command.name));
         } else {
-            // Without an answer there is nothing to offer.
+            // Without a reply there are no candidates.
             let _ = self.root.list(|entry| {
-                if commands::is_named(kind, entry.kind, entry.state) {
+                if commands::matches_kind(kind, entry.kind, entry.state) {
                     completion.offer(&typed, entry.name);
                 }
             });
@@ -148,18 +153,18 @@ impl Steward {
 
     // ---- commands ----------------------------------------------------------------------------
 
-    fn carry_out(&mut self, line: &str) -> Next {
+    fn execute(&mut self, line: &str) -> Next {
         let result = match commands::parse(line) {
             None => Ok(()),
-            Some(Err(Wrong::Unknown(name))) => {
-                self.say(format_args!("there is no command {name:?}; `help` shows all"));
+            Some(Err(SyntaxError::Unknown(name))) => {
+                self.print(format_args!("unknown command {name:?}; `help` lists all"));
                 Ok(())
             }
-            Some(Err(Wrong::Usage(command))) => {
+            Some(Err(SyntaxError::Usage(command))) => {
                 self.show_usage(command);
                 Ok(())
             }
-            Some(Ok(Said { command, words })) => {
+            Some(Ok(ParsedCommand { command, words })) => {
                 let first = words.first().copied().unwrap_or_default();
                 let second = words.get(1).copied().unwrap_or_default();
                 match command.name {
@@ -172,7 +177,7 @@ impl Steward {
             }
         };
         if let Err(refusal) = result {
-            self.say(format_args!("refused: {}", refusal.text()));
+            self.print(format_args!("refused: {}", refusal.text()));
         }
         Next::Another
     }
@@ -192,14 +197,14 @@ impl Steward {
             "create" => manage::CREATE,
             _ => manage::DESTROY,
         };
-        self.root.ask(label, first, second)?;
-        self.say(format_args!("{command} {first}: done"));
+        self.root.request(label, first, second)?;
+        self.print(format_args!("{command} {first}: done"));
         Ok(())
     }
 
     fn show_usage(&mut self, command: &Command) {
         let Command { name, usage, help, .. } = command;
-        self.say(format_args!("{name} {usage}: {help}"));
+        self.print(format_args!("{name} {usage}: {help}"));
     }
 
     fn help(&mut self, name: &str) -> Result<(), Refusal> {
@@ -209,16 +214,16 @@ impl Steward {
         }
         for Command { name, usage, help, .. } in COMMANDS {
             let space = 21_usize.saturating_sub(name.len());
-            self.say(format_args!("  {name} {usage:<space$} {help}"));
+            self.print(format_args!("  {name} {usage:<space$} {help}"));
         }
-        self.say(format_args!(
-            "Tab completes, arrow keys bring lines back. Ctrl-] ? is the console's help."
+        self.print(format_args!(
+            "Tab completes, arrow keys select earlier lines, Ctrl-] ? shows the console's help."
         ));
         Ok(())
     }
 
     fn list(&mut self) -> Result<(), Refusal> {
-        self.say(format_args!("{}", table::LIST_HEAD));
+        self.print(format_args!("{}", table::LIST_HEAD));
         let Self { root, screen, .. } = self;
         root.list(|entry| {
             let _ = table::entry(entry, screen);
@@ -229,25 +234,25 @@ impl Steward {
     fn memory(&mut self) -> Result<(), Refusal> {
         let [free, pieces, used, all] = self.root.memory()?;
         let kib = free >> 10;
-        self.say(format_args!("free: {kib} KiB in {pieces} pieces"));
-        self.say(format_args!("kernel memory: {used} of {all} pages in use"));
+        self.print(format_args!("free: {kib} KiB in {pieces} pieces"));
+        self.print(format_args!("kernel memory: {used} of {all} pages in use"));
         Ok(())
     }
 
-    /// Virtual machines that are alive: number and name.
+    /// Returns the running VMs: number and name.
     fn alive(&self) -> Result<heapless::Vec<(u32, Name), MAX_VMS>, Refusal> {
         let mut alive = heapless::Vec::new();
         self.root.list(|entry| {
             if entry.kind == Kind::Vm && matches!(entry.state, State::Running | State::Paused) {
                 let name = entry.name.try_into().unwrap_or_default();
-                // There are no more than fit.
+                // There are at most `MAX_VMS`.
                 let _ = alive.push((entry.number, name));
             }
         })?;
         Ok(alive)
     }
 
-    /// Waits; `false` if the operator pressed a key.
+    /// Waits; returns `false` if the operator pressed a key.
     fn sleep(&mut self, nanos: u64) -> bool {
         let until = time::after(&self.clock, nanos);
         while time::tsc() < until {
@@ -258,10 +263,10 @@ impl Steward {
         true
     }
 
-    /// Fresh figures of virtual machines.
+    /// Requests reports of VMs and returns their figures.
     fn figures(&mut self, of: &[(u32, Name)]) -> Option<heapless::Vec<Option<Figures>, MAX_VMS>> {
         for (number, _) in of {
-            // Orders a report. One that has ended has no figures below.
+            // This call triggers a report. A VM that has ended has no figures below.
             let _ = self.root.figures(*number);
         }
         let mut figures = heapless::Vec::new();
@@ -270,7 +275,7 @@ impl Steward {
                 return None;
             }
             figures = of.iter().map(|(number, _)| self.root.figures(*number).ok()).collect();
-            // On a busy machine the first report takes longer.
+            // On a loaded machine the first report takes longer.
             if figures.iter().flatten().all(|figures: &Figures| figures.lived != 0) {
                 break;
             }
@@ -287,7 +292,7 @@ impl Steward {
                 break;
             }
             let Some(now) = self.figures(&vms) else { break };
-            self.say(format_args!("{}", table::TOP_HEAD));
+            self.print(format_args!("{}", table::TOP_HEAD));
             let Self { root, screen, .. } = self;
             root.list(|entry| {
                 let index = vms.iter().position(|(number, _)| *number == entry.number);
@@ -303,7 +308,7 @@ impl Steward {
     }
 
     fn shutdown(&mut self) {
-        for round in 0..=PATIENCE {
+        for round in 0..=SHUTDOWN_SECONDS {
             let alive = self.alive().unwrap_or_default();
             if alive.is_empty() {
                 break;
@@ -311,22 +316,24 @@ impl Steward {
             for (_, name) in &alive {
                 let _ = match round {
                     0 => {
-                        self.say(format_args!("{name} is asked to shut down"));
-                        // One that has just ended need not be asked.
-                        let _ = self.root.ask(manage::RESUME, name, "");
-                        self.root.ask(manage::STOP, name, "")
+                        self.print(format_args!("{name}: shutdown requested"));
+                        // A VM that has just ended needs no request.
+                        let _ = self.root.request(manage::RESUME, name, "");
+                        self.root.request(manage::STOP, name, "")
                     }
-                    PATIENCE => {
-                        self.say(format_args!("{name} does not, and is ended"));
-                        self.root.ask(manage::KILL, name, "")
+                    SHUTDOWN_SECONDS => {
+                        self.print(format_args!(
+                            "{name}: no shutdown within {SHUTDOWN_SECONDS} s, killed"
+                        ));
+                        self.root.request(manage::KILL, name, "")
                     }
                     _ => Ok(()),
                 };
             }
-            if round < PATIENCE {
+            if round < SHUTDOWN_SECONDS {
                 self.sleep(SECOND);
             }
         }
-        self.say(format_args!("the steward leaves"));
+        self.print(format_args!("the operator shell ends"));
     }
 }

@@ -1,6 +1,7 @@
-//! The console session: text out, keys in.
+//! Console session of the shell: text output and keys.
 //!
-//! A server that does not answer has ended. Root signals [`event::CONSOLE`] when another one is there, or none will come.
+//! A server that does not answer has ended. Root signals [`event::CONSOLE`] when it has restarted
+//! the server, or will not restart it.
 
 use core::fmt;
 
@@ -10,14 +11,14 @@ use proto::DONE;
 use proto::console::{MAX_BYTES, OPEN, READ, WRITE};
 use proto::start::{event, slot};
 
-/// The session.
+/// Console session.
 pub struct Screen {
     gate: Gate,
     notification: Notification,
     output: heapless::Vec<u8, MAX_BYTES>,
-    /// Events that came while something else was waited for.
+    /// Events that arrived during a wait for other events.
     events: u64,
-    /// There is no server, and none will come.
+    /// The server has ended and will not restart.
     gone: bool,
 }
 
@@ -41,7 +42,8 @@ impl Screen {
         if answer.tag.label == DONE { Ok(()) } else { Err(Status::BadArgument) }
     }
 
-    /// Opens the session with another server. If the old one has just ended, waits for the next one, or the order to end.
+    /// Opens the session with a restarted server. If the old one has just ended, waits for its
+    /// successor, or for the order to end.
     fn reconnect(&mut self, ended: bool) {
         const NEWS: u64 = event::CONSOLE | event::STOP;
         let mut events = if ended { 0 } else { event::CONSOLE };
@@ -52,7 +54,7 @@ impl Screen {
         self.gone = events & event::STOP != 0 || self.connect().is_err();
     }
 
-    /// Waits for events until `deadline`, a TSC value; 0 if none came.
+    /// Waits for events until `deadline`, a TSC value; returns 0 on a timeout.
     pub fn wait(&mut self, deadline: u64) -> u64 {
         self.flush();
         let earlier = core::mem::take(&mut self.events);
@@ -62,12 +64,13 @@ impl Screen {
         self.notification.wait(deadline).unwrap_or(0)
     }
 
-    /// There is no server any more.
+    /// Returns whether the server has ended permanently.
     pub fn is_gone(&self) -> bool {
         self.gone
     }
 
-    /// Keys that were typed: the part of `buffer` that has them. Fewer than fit: there are no more.
+    /// Reads typed keys into `buffer`; returns the filled part, which is shorter than the buffer if
+    /// there are no more keys.
     pub fn read<'b>(&mut self, buffer: &'b mut [u8; MAX_BYTES]) -> &'b [u8] {
         match self.gate.call(Message::new(READ, [MAX_BYTES as u64, 0, 0, 0])) {
             Ok(answer) if answer.tag.label == DONE => {
@@ -80,7 +83,7 @@ impl Screen {
         }
     }
 
-    /// Sends what waits, for as long as it takes.
+    /// Sends pending output; blocks until the server accepts it.
     pub fn flush(&mut self) {
         let mut sent = 0;
         while sent < self.output.len() && !self.gone {
@@ -95,7 +98,7 @@ impl Screen {
                         self.events |= self.notification.wait(FOREVER).unwrap_or(0);
                     }
                 }
-                // What the last server took and had not shown is lost.
+                // Output that the last server accepted but did not show is lost.
                 answer => self.reconnect(answer.is_err()),
             }
         }

@@ -1,4 +1,4 @@
-//! Tables for people.
+//! Text tables of the shell.
 
 use core::fmt::{self, Display, Write};
 
@@ -6,13 +6,13 @@ use proto::control::REASONS;
 use proto::manage::{Entry, Figures, Kind, State};
 use vmm_cpu::exit::EXIT_NAMES;
 
-/// Exit reasons in a line of figures.
+/// Number of exit reasons in a line of figures.
 const SHOWN_REASONS: usize = 3;
 
-/// Head of the list.
+/// Header of the list.
 pub const LIST_HEAD: &str =
     "NAME                 KIND      STATE      CPUS   MEMORY  PRIO  RESTARTS";
-/// Head of the figures.
+/// Header of the figures.
 pub const TOP_HEAD: &str =
     "NAME              RUN%  STEAL%   HALT%   MEMORY   OWN-KIB  EXITS/S  MOST";
 
@@ -33,7 +33,7 @@ impl Display for Bytes {
     }
 }
 
-/// A line of the list.
+/// Writes a line of the list.
 pub fn entry(entry: &Entry, to: &mut impl Write) -> fmt::Result {
     let kind = match entry.kind {
         Kind::Server => "server",
@@ -68,7 +68,7 @@ impl Display for Percent {
     }
 }
 
-/// A line of figures: what has changed from `before` to `now`.
+/// Writes a line of figures: the difference between `before` and `now`.
 pub fn figures(entry: &Entry, before: &Figures, now: &Figures, to: &mut impl Write) -> fmt::Result {
     let time = now.lived.saturating_sub(before.lived);
     let percent = |of: fn(&Figures) -> u64| Percent(of(now).saturating_sub(of(before)), time);
@@ -159,7 +159,7 @@ mod tests {
                 "linux             25.0     0.0    74.9     256M       256     1501  io=1000 hlt=500 cpuid=1",
             ]
         );
-        // The clock stands still, and figures go back: after a restart.
+        // The clock stands still, and figures decrease: after a restart.
         text.clear();
         figures(&example(Kind::Vm, State::Running), &now, &before, &mut text).unwrap();
     }

@@ -1,9 +1,11 @@
-//! The driver's side of virtio over PCI (virtio 1.2, sections 2.7 and 4.1): queues and the modern transport with MSI-X.
-//! Safe code only: queues are atomic words in memory shared with the device, requests name physical addresses.
+//! Driver side of virtio over PCI (virtio 1.2, sections 2.7 and 4.1): queues and the modern
+//! transport with MSI-X. Safe code only: queues are atomic words in memory shared with the device,
+//! requests name physical addresses.
 //!
-//! The `virtio-drivers` crate was considered. It takes requests as Rust slices, but the data of a disk's or
-//! network's clients is memory of other tasks; its block driver cannot flush while other requests are under way; it
-//! does not set interrupt vectors; and it trusts the device's ring. What remains of it is what is here.
+//! The `virtio-drivers` crate was considered. It takes requests as Rust slices, but the data of a
+//! disk's or network's clients is memory of other tasks; its block driver cannot flush while other
+//! requests are in flight; it does not set interrupt vectors; and it trusts the device's ring. The
+//! remaining part would be the size of this crate.
 #![cfg_attr(not(test), no_std)]
 #![forbid(unsafe_code)]
 

@@ -1,22 +1,23 @@
-//! The modern transport over PCI (virtio 1.2, section 4.1).
+//! Modern transport over PCI (virtio 1.2, section 4.1).
 
 use hw_tables::pci::{capabilities, capability};
-use native_rt::device::Registers;
+use native_rt::device::DeviceRegisters;
 
 use crate::queue::Queue;
 
-/// Feature bit: the device follows virtio 1.
+/// Feature bit: the device conforms to virtio 1.
 pub const VERSION_1: u64 = 1 << 32;
-/// Feature bit: the device reaches memory as the platform lets it, through an IOMMU if there is one.
+/// Feature bit: the device accesses memory as the platform permits, through an IOMMU if there is
+/// one.
 const ACCESS_PLATFORM: u64 = 1 << 33;
 
-/// Structures (section 4.1.4), by `cfg_type`.
+/// Structure types, `cfg_type` (section 4.1.4).
 const COMMON: u8 = 1;
 const NOTIFY: u8 = 2;
 const ISR: u8 = 3;
 const DEVICE: u8 = 4;
 
-/// Registers of the common structure (section 4.1.4.3).
+/// Registers of the common configuration structure (section 4.1.4.3).
 mod common {
     pub const DEVICE_FEATURE_SELECT: u64 = 0;
     pub const DEVICE_FEATURE: u64 = 4;
@@ -43,38 +44,39 @@ mod status {
     pub const NEEDS_RESET: u8 = 64;
 }
 
-/// Reads of the status until a reset must be over.
+/// Maximum number of status reads until a reset completes.
 const RESET_READS: u32 = 1_000_000;
-/// The only interrupt that root lets the device send.
+/// Interrupt vector of all queues: the only one that root enables.
 const VECTOR: u16 = 0;
 
-/// Why a device cannot be driven.
+/// Error of a device setup.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SetupError {
-    /// It lacks a structure of the modern transport.
+    /// The device lacks a structure of the modern transport, of this `cfg_type`.
     Structure(u8),
-    /// It does not finish its reset.
+    /// The device does not complete its reset.
     Reset,
-    /// It does not take the features that it offers.
+    /// The device rejects the features that it offers.
     Features,
     /// A queue is missing, or cannot interrupt.
     Queue(u16),
 }
 
-/// A device.
+/// A virtio device over PCI.
 pub struct Transport {
-    common: Registers,
-    notify: Registers,
+    common: DeviceRegisters,
+    notify: DeviceRegisters,
     notify_step: u64,
-    device: Registers,
+    device: DeviceRegisters,
 }
 
 impl Transport {
-    /// Finds the device's structures, resets it and negotiates: takes those of `wanted` that it offers, and [`VERSION_1`].
-    /// Returns them too. `bar` gives the registers of a base address register.
+    /// Finds the device's structures, resets it and negotiates those of the `wanted` features that
+    /// it offers, and [`VERSION_1`]. Returns the negotiated features too. `bar` maps the registers
+    /// of a base address register.
     pub fn new(
-        configuration: Registers,
-        bar: impl Fn(u64) -> Option<Registers>,
+        configuration: DeviceRegisters,
+        bar: impl Fn(u64) -> Option<DeviceRegisters>,
         wanted: u64,
     ) -> Result<(Self, u64), SetupError> {
         let read = |offset: u16| configuration.read32(offset.into());
@@ -132,13 +134,13 @@ impl Transport {
         half(0) | half(1) << 32
     }
 
-    /// Most descriptors of queue `number`; 0 if there is none.
+    /// Returns the maximum number of descriptors of queue `number`; 0 if it does not exist.
     pub fn queue_size(&self, number: u16) -> u16 {
         self.common.write16(common::QUEUE_SELECT, number);
         self.common.read16(common::QUEUE_SIZE)
     }
 
-    /// Puts a queue into service. Its completions interrupt.
+    /// Enables a queue, with an interrupt on completions.
     pub fn set_queue(&self, number: u16, queue: &Queue) -> Result<(), SetupError> {
         let common = self.common;
         if self.queue_size(number) < queue.size() {
@@ -159,35 +161,37 @@ impl Transport {
         Ok(())
     }
 
-    /// The device begins to work.
+    /// Sets `DRIVER_OK`: the device starts.
     pub fn start(&self) {
         self.add_status(status::DRIVER_OK);
     }
 
-    /// Where queue `number` is notified, for [`notify`](Self::notify).
+    /// Returns the doorbell of queue `number`, for [`notify`](Self::notify).
     pub fn doorbell(&self, number: u16) -> u64 {
         self.common.write16(common::QUEUE_SELECT, number);
         u64::from(self.common.read16(common::QUEUE_NOTIFY)) * self.notify_step
     }
 
-    /// Tells the device that queue `number` has something new.
+    /// Notifies the device of new buffers in queue `number`.
     #[inline]
     pub fn notify(&self, doorbell: u64, number: u16) {
         self.notify.write16(doorbell, number);
     }
 
-    /// Whether the device has given up and must be set up anew.
+    /// Returns whether the device has failed and needs a reset.
     pub fn needs_reset(&self) -> bool {
         self.common.read8(common::STATUS) & status::NEEDS_RESET != 0
     }
 
-    /// Registers of its kind of device. What is read in several parts is read by [`consistent`](Self::consistent).
-    pub fn device(&self) -> Registers {
+    /// Returns the device-specific registers. Values that span several registers are read by
+    /// [`consistent`](Self::consistent).
+    pub fn device(&self) -> DeviceRegisters {
         self.device
     }
 
-    /// Reads registers of its kind of device that change together.
-    pub fn consistent<T>(&self, read: impl Fn(Registers) -> T) -> T {
+    /// Reads device-specific registers that change together, repeating until their generation is
+    /// stable.
+    pub fn consistent<T>(&self, read: impl Fn(DeviceRegisters) -> T) -> T {
         loop {
             let before = self.common.read8(common::GENERATION);
             let value = read(self.device);

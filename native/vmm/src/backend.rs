@@ -1,7 +1,7 @@
-//! A virtual CPU of the kernel as the VMM library wants it.
+//! Native back end of a vCPU: [`vmm_cpu::Vcpu`] over a vCPU object of the kernel.
 //!
-//! State groups that an exit did not deliver are fetched on first use. A setter changes a group only after
-//! it is valid, because the kernel takes back whole groups.
+//! State groups that an exit did not deliver are fetched on first use. A setter changes a group
+//! only after it is valid, because the kernel takes over whole groups.
 
 use abi::vcpu::{
     Segment as StateSegment, SharedSegment, SharedU8, SharedU64, VcpuState, exit, group, window,
@@ -13,87 +13,89 @@ use vmm_cpu::{Event, Gpr, InterruptWindow, Reg, Seg, Segment, Vcpu as _, svm};
 use crate::console::Console;
 use crate::control::CONTROL;
 
-/// A virtual CPU.
+/// A vCPU of the kernel.
 pub struct NativeVcpu<'a> {
     vcpu: Vcpu,
     /// Groups of the state page that are valid, taken from it once after each exit.
     valid: u64,
     console: &'a Console,
-    /// When the machine wants the guest to be left, as a TSC value.
+    /// Deadline that the VM set for its next timer, as a TSC value.
     deadline: u64,
-    /// Ticks that the machine's time is behind the host's.
-    behind: u64,
-    /// Those of [`window::PERSISTENT`] that are asked for.
+    /// Ticks during which the VM was paused: its time is this much less than the host's.
+    paused_ticks: u64,
+    /// Requested bits of [`window::PERSISTENT`].
     window: u64,
-    /// What the kernel is told of halts, if nothing else prevents it from waiting.
-    halts: u64,
-    stolen: Stolen,
+    /// Halt mode for the kernel, unless pending output requires an exit.
+    halt_mode: u64,
+    steal_time: StealTime,
 }
 
-/// Time that others took from the thread of a virtual CPU, in ticks.
+/// Steal time of a vCPU, in ticks.
 #[derive(Default)]
-struct Stolen {
-    /// Which CPU it is, and what its thread runs on.
-    of: Option<(usize, SchedContext)>,
-    /// What the thread had missed when the machine started.
+struct StealTime {
+    /// Index of the vCPU, and scheduling context of its thread.
+    vcpu: Option<(usize, SchedContext)>,
+    /// Missed time of the thread when the VM started.
     before: u64,
-    /// `preemptions` of the state page, and stolen time, when they were looked at.
+    /// `preemptions` of the state page, and steal time, at the last update.
     preemptions: u64,
     ticks: u64,
 }
 
 impl<'a> NativeVcpu<'a> {
-    /// Wraps a virtual CPU that has not run yet. `console` is flushed when its output has waited long enough.
+    /// Wraps a vCPU that has not run yet. [`run`](vmm_cpu::Vcpu::run) flushes `console` when its
+    /// output has waited long enough.
     pub fn new(vcpu: Vcpu, console: &'a Console) -> Self {
         Self {
             vcpu,
-            // The kernel's state is zero, as the page is: everything in it is valid, and must be taken over.
+            // The kernel's state is zero, as the page is: everything in it is valid, and must be
+            // taken over.
             valid: group::ALL,
             console,
             deadline: abi::FOREVER,
-            behind: 0,
+            paused_ticks: 0,
             window: 0,
-            halts: 1,
-            stolen: Stolen::default(),
+            halt_mode: 1,
+            steal_time: StealTime::default(),
         }
     }
 
-    /// The machine starts, with this as its virtual CPU `index`; its thread runs on `context`.
+    /// Starts the VM with this as its vCPU `index`, whose thread runs on `context`.
     pub fn start(&mut self, index: usize, context: SchedContext) {
-        self.stolen = Stolen {
-            of: Some((index, context)),
-            before: CONTROL.missed(index, context).wrapping_sub(self.halted()),
+        self.steal_time = StealTime {
+            vcpu: Some((index, context)),
+            before: CONTROL.missed_ticks(index, context).wrapping_sub(self.halted()),
             preemptions: self.vcpu.state().preemptions.get(),
             ticks: 0,
         };
     }
 
-    /// World switches and exits that the kernel settled.
+    /// Returns the number of world switches, and of exits handled in the kernel.
     pub fn counts(&mut self) -> (u64, u64) {
         let state = self.vcpu.state();
         (state.entries.get(), state.handled_in_kernel.get())
     }
 
-    /// Ticks that the kernel has waited while the guest was halted.
+    /// Returns the ticks that the kernel has waited while the guest was halted.
     pub fn halted(&mut self) -> u64 {
         self.vcpu.state().halted.get()
     }
 
-    /// From now on the machine's time is behind the host's by so many ticks. The guest's counter goes on where
-    /// it was.
-    pub fn set_behind(&mut self, ticks: u64) {
-        if ticks != self.behind {
+    /// Sets the time of all pauses, in ticks. The guest's counter continues from its value before
+    /// the pause.
+    pub fn set_paused_ticks(&mut self, ticks: u64) {
+        if ticks != self.paused_ticks {
             let offset = self.get(Reg::TscOffset);
-            self.behind = ticks;
+            self.paused_ticks = ticks;
             self.set(Reg::TscOffset, offset);
-            // The kernel looks at a new deadline before the guest runs; this one is the machine's again.
+            // The kernel checks a new deadline before the guest runs; this one is in VM time again.
             self.deadline = 0;
         }
     }
 
-    /// The state page, with these groups valid.
+    /// Returns the state page, with these groups valid.
     #[inline(always)]
-    fn with(&mut self, groups: u64) -> &VcpuState {
+    fn state_with(&mut self, groups: u64) -> &VcpuState {
         if self.valid & groups != groups {
             self.fetch(groups);
         }
@@ -103,28 +105,28 @@ impl<'a> NativeVcpu<'a> {
     #[cold]
     fn fetch(&mut self, groups: u64) {
         let missing = groups & !self.valid;
-        // The only ways to fail are wrong selectors and rights, which the next run reports.
+        // It fails only for a wrong selector or right, which the next run reports.
         let _ = self.vcpu.fetch(missing);
         self.valid |= missing;
     }
 
-    /// Asks for one of [`window::PERSISTENT`], or no longer.
-    fn stand(&mut self, bit: u64, on: bool) {
+    /// Sets or clears one of [`window::PERSISTENT`].
+    fn set_persistent(&mut self, bit: u64, on: bool) {
         self.window = self.window & !bit | if on { bit } else { 0 };
         let state = self.vcpu.state();
         state.window.set(state.window.get() & !window::PERSISTENT | self.window);
     }
 
-    /// The state page, with this group valid and marked as changed.
+    /// Returns the state page, with this group valid and marked as changed.
     #[inline(always)]
     fn change(&mut self, group: u64) -> &VcpuState {
-        let state = self.with(group);
+        let state = self.state_with(group);
         state.dirty.set(state.dirty.get() | group);
         state
     }
 }
 
-/// The group that a register belongs to.
+/// Returns the group of a register.
 #[inline(always)]
 const fn group_of(register: Reg) -> u64 {
     match register {
@@ -145,7 +147,7 @@ const fn group_of(register: Reg) -> u64 {
     }
 }
 
-/// The group that a segment register belongs to.
+/// Returns the group of a segment register.
 #[inline(always)]
 const fn group_of_segment(segment: Seg) -> u64 {
     match segment {
@@ -154,7 +156,7 @@ const fn group_of_segment(segment: Seg) -> u64 {
     }
 }
 
-/// Where a register is in the state page.
+/// Returns a register's field in the state page.
 #[inline(always)]
 fn register(state: &VcpuState, register: Reg) -> &SharedU64 {
     match register {
@@ -203,7 +205,7 @@ impl vmm_cpu::Vcpu for NativeVcpu<'_> {
     #[inline(always)]
     fn gpr(&mut self, register: Gpr) -> u64 {
         match register {
-            Gpr::Rsp => self.with(group::IP).rsp.get(),
+            Gpr::Rsp => self.state_with(group::IP).rsp.get(),
             _ => self.vcpu.state().gpr[register as usize].get(),
         }
     }
@@ -218,21 +220,22 @@ impl vmm_cpu::Vcpu for NativeVcpu<'_> {
 
     #[inline(always)]
     fn get(&mut self, name: Reg) -> u64 {
-        let value = register(self.with(group_of(name)), name).get();
-        // The guest's counter is the machine's time and an offset.
-        if name == Reg::TscOffset { value.wrapping_add(self.behind) } else { value }
+        let value = register(self.state_with(group_of(name)), name).get();
+        // The guest's counter is the VM's time plus an offset.
+        if name == Reg::TscOffset { value.wrapping_add(self.paused_ticks) } else { value }
     }
 
     #[inline(always)]
     fn set(&mut self, name: Reg, value: u64) {
-        let value = if name == Reg::TscOffset { value.wrapping_sub(self.behind) } else { value };
+        let value =
+            if name == Reg::TscOffset { value.wrapping_sub(self.paused_ticks) } else { value };
         register(self.change(group_of(name)), name).set(value);
     }
 
     #[inline(always)]
     fn segment(&mut self, name: Seg) -> Segment {
         let StateSegment { selector, attrib, limit, base } =
-            segment(self.with(group_of_segment(name)), name).get();
+            segment(self.state_with(group_of_segment(name)), name).get();
         Segment { selector, attrib, limit, base }
     }
 
@@ -247,7 +250,7 @@ impl vmm_cpu::Vcpu for NativeVcpu<'_> {
     }
 
     fn vector(&mut self, register: u8) -> Option<[u64; 2]> {
-        let [low, high] = self.with(group::VECTORS).xmm.get(usize::from(register))?;
+        let [low, high] = self.state_with(group::VECTORS).xmm.get(usize::from(register))?;
         Some([low.get(), high.get()])
     }
 
@@ -308,53 +311,55 @@ impl vmm_cpu::Vcpu for NativeVcpu<'_> {
     }
 
     fn set_cr8_exits(&mut self, exit: bool) {
-        self.stand(window::PRIORITY, exit);
+        self.set_persistent(window::PRIORITY, exit);
     }
 
     fn set_iret_exits(&mut self, exit: bool) -> bool {
-        self.stand(window::IRET, exit);
+        self.set_persistent(window::IRET, exit);
         true
     }
 
     #[inline(always)]
     fn set_deadline(&mut self, tsc: u64) {
-        self.deadline = tsc.saturating_add(self.behind);
+        self.deadline = tsc.saturating_add(self.paused_ticks);
     }
 
     #[inline]
     fn stolen(&mut self) -> u64 {
         let (preemptions, halted) = (self.vcpu.state().preemptions.get(), self.halted());
-        let stolen = &mut self.stolen;
-        // To ask for the time used takes a system call.
-        if let (true, Some((index, context))) = (preemptions != stolen.preemptions, stolen.of) {
-            stolen.preemptions = preemptions;
-            let missed = CONTROL.missed(index, context).wrapping_sub(halted);
-            let missed = missed.wrapping_sub(stolen.before);
-            // It is composed of several clocks, none of which stands still meanwhile.
-            stolen.ticks = stolen.ticks.max(missed);
+        let steal_time = &mut self.steal_time;
+        // Reading the used CPU time takes a system call.
+        if let (true, Some((index, context))) =
+            (preemptions != steal_time.preemptions, steal_time.vcpu)
+        {
+            steal_time.preemptions = preemptions;
+            let missed = CONTROL.missed_ticks(index, context).wrapping_sub(halted);
+            let missed = missed.wrapping_sub(steal_time.before);
+            // It is the difference of several clocks, which all advance meanwhile.
+            steal_time.ticks = steal_time.ticks.max(missed);
         }
-        stolen.ticks
+        steal_time.ticks
     }
 
     fn set_hlt_exits(&mut self, exit: bool) {
-        self.halts = u64::from(!exit);
+        self.halt_mode = u64::from(!exit);
     }
 
     fn flush_tlb(&mut self) {
-        // The kernel flushes it when control registers change, also if they become what they were.
+        // The kernel flushes the TLB when control registers change, even to the same values.
         self.change(group::CONTROL);
     }
 
-    /// Runs the guest. Output that has waited too long is flushed on the way: a guest that computes without ever
-    /// being idle gives the VMM no other occasion.
+    /// Runs the guest. Flushes overdue output first: a guest that computes without ever being idle
+    /// gives the VMM no other occasion.
     #[inline(always)]
     fn run(&mut self) -> Exit {
         loop {
             let state = self.vcpu.state();
             let flush_at = self.console.flush_at();
             state.deadline.set(self.deadline.min(flush_at));
-            // Output does not wait until the guest goes on.
-            state.halt.set(if flush_at == abi::FOREVER { self.halts } else { 0 });
+            // A halt must not delay pending output.
+            state.halt.set(if flush_at == abi::FOREVER { self.halt_mode } else { 0 });
             if let Err(status) = self.vcpu.run() {
                 return Exit::HostError(status as u64);
             }

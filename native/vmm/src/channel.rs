@@ -1,7 +1,7 @@
-//! An end of a channel to another machine: root knows who shares what, the kernel maps it.
+//! Back end of a channel to another VM: root tracks the shares, the kernel maps them.
 //!
-//! The rings are the guest's. They are touched here only for a guest that asks by hypercall, and what is in them is believed
-//! by nobody. Everything here is used under the machine's lock.
+//! The guests own the rings. The VMM accesses them only for hypercalls, and validates what it
+//! reads. All code here runs under the VM's lock.
 
 use abi::rights;
 use native_rt::device::{Shared, shares};
@@ -18,12 +18,12 @@ use vmm_machine::layout;
 
 use crate::VM;
 
-// The kernel answers this one; for other hosts the library does.
+// The kernel handles this hypercall; for other hosts the library does.
 const _: () = assert!(hypercall::DOORBELL == abi::vcpu::HYPERCALL_DOORBELL);
 const FOUR_GIB: u64 = 1 << 32;
 
-/// An end of a channel.
-pub struct Peer {
+/// One end of a channel.
+pub struct ChannelEnd {
     number: usize,
     side: usize,
     doorbell: bool,
@@ -32,19 +32,20 @@ pub struct Peer {
     vm: Vm,
     memory: Shared,
     shares: Window,
-    /// Where the guest has memory and shares.
+    /// Guest-physical addresses of the channel's memory and of the shares.
     memory_at: Option<u64>,
     shares_at: Option<u64>,
-    /// Shares of this side that root may know of, one bit each.
+    /// Shares of this side that root may know, one bit each.
     offered: u32,
-    /// Bytes of the peer's shares that are mapped; 0: not.
+    /// Mapped bytes of each of the peer's shares; 0: not mapped.
     mapped: [u64; SHARES],
     sender: Option<Sender<'static>>,
     receiver: Option<Receiver<'static>>,
 }
 
-impl Peer {
-    /// Channel `number`, and what the guest is to see of it. `own` is this machine's name and number.
+impl ChannelEnd {
+    /// Creates the end of channel `number`, and describes it for the guest. `own` is this VM's name
+    /// and index.
     pub fn new(
         number: usize,
         end: &End,
@@ -80,48 +81,49 @@ impl Peer {
         Some((info, peer))
     }
 
-    /// Asks root; `None` if it refuses.
-    fn ask(&self, label: u64, share: usize, words: [u64; 3]) -> Option<[u64; 4]> {
+    /// Sends a request to root; returns `None` if root refuses it.
+    fn call_root(&self, label: u64, share: usize, words: [u64; 3]) -> Option<[u64; 4]> {
         let place = ShareRef { channel: self.number, share }.pack();
         let [a, b, c] = words;
         let answer = Gate::at(slot::CONTROL).call(Call::new(label, [place, a, b, c])).ok()?;
         (answer.tag.label == DONE).then_some(answer.words)
     }
 
-    /// The part of the window that a share fills.
+    /// Returns the part of the window that a share occupies.
     fn share(&self, share: usize) -> Option<Window> {
         self.shares.part(share as u64 * SHARE_BYTES, self.mapped[share])
     }
 
-    /// Maps a share for the guest, if its window has a place.
-    fn show(&self, share: usize) -> bool {
+    /// Maps a share for the guest; returns `false` if its window has no guest address.
+    fn map_share(&self, share: usize) -> bool {
         let (Some(at), Some(window)) = (self.shares_at, self.share(share)) else { return true };
-        map(self.vm, window, at + share as u64 * SHARE_BYTES)
+        map_guest(self.vm, window, at + share as u64 * SHARE_BYTES)
     }
 }
 
-/// Maps memory for the guest. What cannot be has no place: there is something else, or no memory for tables.
-fn map(vm: Vm, window: Window, address: u64) -> bool {
+/// Maps memory for the guest; returns `false` without effect if the address is in use, or memory
+/// for page tables is exhausted.
+fn map_guest(vm: Vm, window: Window, address: u64) -> bool {
     let mapped = vm.map(window, address, rights::READ | rights::WRITE);
     if mapped.is_err() {
-        hide(window);
+        unmap_guest(window);
     }
     mapped.is_ok()
 }
 
-/// Takes memory from the guest.
-fn hide(window: Window) {
-    // What is not there counts as taken back.
+/// Unmaps memory from the guest.
+fn unmap_guest(window: Window) {
+    // An absent mapping counts as revoked.
     let _ = window.revoke();
 }
 
-/// An address that the board leaves to functions.
+/// Returns whether the range is in the window of PCI functions.
 fn in_pci_window(address: u64, length: u64) -> bool {
     let first = u64::from(layout::PCI_WINDOW);
     address >= first && address + length <= first + u64::from(layout::PCI_WINDOW_LENGTH)
 }
 
-/// Offset in guest memory of guest-physical addresses, if they can be in one piece of it.
+/// Returns the offset in guest memory of a guest-physical range; `None` if it may be split.
 fn offset(address: u64, length: u64) -> Option<u64> {
     match address {
         ..layout::HOLE => (address + length <= layout::HOLE).then_some(address),
@@ -138,19 +140,20 @@ fn name(text: &str) -> [u8; NAME_LEN] {
     name
 }
 
-impl ChannelBackend for Peer {
+impl ChannelBackend for ChannelEnd {
     fn notify(&mut self) -> bool {
         self.doorbell && self.notification.signal(self.signal).is_ok()
     }
 
     fn view(&mut self) -> View {
-        let view = self.ask(LOOK, 0, [0; 3]).map_or(View::default(), View::unpack);
+        let view = self.call_root(LOOK, 0, [0; 3]).map_or(View::default(), View::unpack);
         for (mapped, share) in self.mapped.iter_mut().zip(view.peers) {
             if share.state != ShareState::Mapped {
                 *mapped = 0;
             }
         }
-        // A peer that was started again has another notification. Where it is gone, the doorbell is dead already.
+        // A restarted peer has another notification. If it has ended, the doorbell is already
+        // unbound.
         let signal = if self.doorbell && view.peer_runs { self.signal } else { 0 };
         let _ = self.vm.bind_doorbell(self.number as u64, self.notification, signal);
         view
@@ -159,13 +162,13 @@ impl ChannelBackend for Peer {
     fn offer(&mut self, share: usize, address: u64, length: u32, writable: bool) -> bool {
         let length = u64::from(length);
         let Some(offset) = offset(address, length) else { return false };
-        let done = self.ask(OFFER, share, [offset, length, writable.into()]).is_some();
+        let done = self.call_root(OFFER, share, [offset, length, writable.into()]).is_some();
         self.offered |= u32::from(done) << share;
         done
     }
 
     fn revoke(&mut self, share: usize) {
-        if self.offered & 1 << share != 0 && self.ask(REVOKE, share, [0; 3]).is_some() {
+        if self.offered & 1 << share != 0 && self.call_root(REVOKE, share, [0; 3]).is_some() {
             self.offered &= !(1 << share);
         }
     }
@@ -174,14 +177,14 @@ impl ChannelBackend for Peer {
         if self.mapped[share] != 0 {
             return true;
         }
-        if self.ask(MAP, share, [0; 3]).is_none() {
+        if self.call_root(MAP, share, [0; 3]).is_none() {
             return false;
         }
         let view = self.view().peers[share];
         if view.state == ShareState::Mapped {
             self.mapped[share] = view.length.into();
         }
-        let shown = self.mapped[share] != 0 && self.show(share);
+        let shown = self.mapped[share] != 0 && self.map_share(share);
         if !shown {
             self.unmap(share);
         }
@@ -189,8 +192,8 @@ impl ChannelBackend for Peer {
     }
 
     fn unmap(&mut self, share: usize) {
-        // Refused if it has been revoked meanwhile.
-        let _ = self.ask(LET_GO, share, [0; 3]);
+        // Root refuses it if the peer has revoked the share meanwhile.
+        let _ = self.call_root(LET_GO, share, [0; 3]);
         self.mapped[share] = 0;
     }
 
@@ -199,14 +202,14 @@ impl ChannelBackend for Peer {
         let memory = memory.filter(|&at| in_pci_window(at, window.length()));
         let shares = shares.filter(|&at| in_pci_window(at, self.shares.length()));
         if memory != self.memory_at {
-            hide(window);
-            self.memory_at = memory.filter(|&at| map(self.vm, window, at));
+            unmap_guest(window);
+            self.memory_at = memory.filter(|&at| map_guest(self.vm, window, at));
         }
         if shares != self.shares_at {
-            hide(self.shares);
+            unmap_guest(self.shares);
             self.shares_at = shares;
             for share in 0..SHARES {
-                if self.mapped[share] != 0 && !self.show(share) {
+                if self.mapped[share] != 0 && !self.map_share(share) {
                     self.unmap(share);
                 }
             }
@@ -221,7 +224,8 @@ impl ChannelBackend for Peer {
         };
         match sender.send(message) {
             Ok(true) => {
-                // Nobody hears it if the peer has just ended; the message waits for its next life.
+                // No signal arrives if the peer has just ended; the message waits until it
+                // restarts.
                 let _ = self.notify();
                 Ok(())
             }

@@ -1,8 +1,9 @@
-//! The guest's serial line, and the virtio console beside it: one session of a console server for both, with buffers that save
-//! calls. Input goes to the line to which the guest has written last.
+//! Serial port and virtio console of the guest: one session of a console server for both, with
+//! buffers that save calls. Input goes to the device to which the guest has written last.
 //!
-//! A server that does not answer has ended. Output waits, as if the server had no room, until root signals
-//! [`event::CONSOLE`]: then either another server is there, or none will come and output is discarded from now on.
+//! A server that does not answer has ended. Output waits, as if the server had no room, until root
+//! signals [`event::CONSOLE`]: then either root has restarted the server, or it will not and the
+//! VMM discards all further output.
 
 use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -12,18 +13,18 @@ use proto::console::{MAX_BYTES, OPEN, READ, WRITE};
 use proto::start::{Clock, event, slot};
 use spin::mutex::SpinMutex;
 
-use crate::Yielding;
+use crate::YieldRelax;
 
-/// Bytes of output and input that are kept here.
+/// Bytes of output and input that the VMM buffers.
 const BUFFER: usize = MAX_BYTES;
-/// Output of this length is flushed.
-const FULL: usize = 256;
-/// Output waits at most this long, in ns.
-const PATIENCE: u64 = 2_000_000;
-/// At the end of the guest the last output may take this long, in ns.
-const LAST_PATIENCE: u64 = 1_000_000_000;
+/// Amount of output that is flushed immediately.
+const FLUSH_LENGTH: usize = 256;
+/// Maximum delay of output, in ns.
+const MAX_DELAY: u64 = 2_000_000;
+/// Time limit for the last output at the end of the guest, in ns.
+const FINISH_TIMEOUT: u64 = 1_000_000_000;
 
-/// Bytes on their way, in one direction.
+/// Buffered bytes of one direction.
 struct Buffer {
     bytes: [u8; BUFFER],
     start: usize,
@@ -59,44 +60,45 @@ impl Buffer {
     }
 }
 
-/// A way from the guest to its console.
+/// A console device of the guest.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Line {
+pub enum ConsoleLine {
     /// The first serial port.
     Serial,
     /// The virtio device.
     Virtio,
 }
 
-/// The console of this program's machine.
+/// Console of this program's VM.
 pub static CONSOLE: Console = Console::closed();
 
-/// The outside of both lines, for all threads of the VMM. Without a server, output is discarded and nothing is typed.
+/// Host side of both devices, used by all threads of the VMM. Without a server it discards output
+/// and has no input.
 pub struct Console {
-    /// TSC value at which the output has waited long enough.
+    /// TSC value at which pending output is due.
     flush_at: AtomicU64,
     ticks: AtomicU64,
     last_ticks: AtomicU64,
     /// The guest has written to the virtio device last.
     virtio: AtomicBool,
-    session: SpinMutex<Session, Yielding>,
+    session: SpinMutex<Session, YieldRelax>,
 }
 
 struct Session {
-    /// `None`: there is no server, and none will come.
+    /// `None`: there is no server, and it will not restart.
     gate: Option<Gate>,
     /// The server has ended.
     lost: bool,
     output: Buffer,
     input: Buffer,
-    /// The server has no room: it will say when it has.
+    /// The server has no room; it signals when it has.
     blocked: bool,
     /// The server may have input.
     may_read: bool,
 }
 
 impl Console {
-    /// No server yet.
+    /// Creates a console without a server.
     const fn closed() -> Self {
         Self {
             flush_at: AtomicU64::new(FOREVER),
@@ -114,25 +116,26 @@ impl Console {
         }
     }
 
-    /// Opens the session, if the VMM has been given one.
+    /// Opens the session, if the VMM has a console gate.
     pub fn open(&self, present: bool, clock: &Clock) {
         let ticks = |nanos| time::ticks(clock.tsc_khz, nanos);
-        self.ticks.store(ticks(PATIENCE), Ordering::Relaxed);
-        self.last_ticks.store(ticks(LAST_PATIENCE), Ordering::Relaxed);
+        self.ticks.store(ticks(MAX_DELAY), Ordering::Relaxed);
+        self.last_ticks.store(ticks(FINISH_TIMEOUT), Ordering::Relaxed);
         let mut session = self.session.lock();
         session.gate = present.then(|| Gate::at(slot::DEVICE));
         session.open();
     }
 
-    /// TSC value at which [`Console::flush`] is due.
+    /// Returns the TSC value at which [`Console::flush`] is due.
     #[inline(always)]
     pub fn flush_at(&self) -> u64 {
         self.flush_at.load(Ordering::Relaxed)
     }
 
-    /// Takes a byte of output, unless the server has had no room for long.
-    pub fn put(&self, line: Line, byte: u8) -> bool {
-        self.virtio.store(line == Line::Virtio, Ordering::Relaxed);
+    /// Accepts a byte of output; returns `false` if the buffer is full because the server has no
+    /// room.
+    pub fn put(&self, line: ConsoleLine, byte: u8) -> bool {
+        self.virtio.store(line == ConsoleLine::Virtio, Ordering::Relaxed);
         let session = &mut *self.session.lock();
         if session.gate.is_none() {
             return true;
@@ -140,7 +143,7 @@ impl Console {
         let taken = session.output.put(byte);
         let length = session.output.waiting().len();
         if !session.blocked {
-            if byte == b'\n' || length >= FULL {
+            if byte == b'\n' || length >= FLUSH_LENGTH {
                 self.send(session);
             } else if length == 1 {
                 let ticks = self.ticks.load(Ordering::Relaxed);
@@ -150,7 +153,7 @@ impl Console {
         taken || session.output.put(byte)
     }
 
-    /// Sends the output, as far as the server takes it.
+    /// Sends the output, as far as the server accepts it.
     #[cold]
     pub fn flush(&self) {
         self.send(&mut self.session.lock());
@@ -161,11 +164,12 @@ impl Console {
         session.send();
     }
 
-    /// The server says that there is input or room; or root, that there is another server or none.
+    /// Handles a signal: the server has input or room, or root has restarted the server or will
+    /// not.
     pub fn wake(&self) {
         let session = &mut *self.session.lock();
         if session.lost && !session.open() {
-            warn!("the console does not come back");
+            warn!("the console server has ended for good; output is discarded");
             (session.gate, session.lost) = (None, false);
         }
         session.may_read = true;
@@ -173,13 +177,13 @@ impl Console {
         self.send(session);
     }
 
-    /// Takes a byte of input, if it is for this line.
-    pub fn take(&self, line: Line) -> Option<u8> {
-        let is_meant = self.virtio.load(Ordering::Relaxed) == (line == Line::Virtio);
+    /// Takes a byte of input, if it is for this device.
+    pub fn take(&self, line: ConsoleLine) -> Option<u8> {
+        let is_meant = self.virtio.load(Ordering::Relaxed) == (line == ConsoleLine::Virtio);
         is_meant.then(|| self.session.lock().take()).flatten()
     }
 
-    /// Sends the last output, waiting for room if need be.
+    /// Sends the last output; waits for room if necessary.
     pub fn finish(&self, notification: Notification) {
         let deadline = time::tsc().saturating_add(self.last_ticks.load(Ordering::Relaxed));
         self.flush();
@@ -194,7 +198,7 @@ impl Console {
 }
 
 impl Session {
-    /// Opens the session, if there is a gate; whether that was possible.
+    /// Opens the session if there is a gate; returns whether it is open.
     fn open(&mut self) -> bool {
         let Some(gate) = self.gate else { return false };
         Page::current().set_capability(0, slot::NOTIFICATION, rights::SIGNAL);
@@ -225,13 +229,14 @@ impl Session {
                         return;
                     }
                 }
-                answer => self.lose(answer),
+                answer => self.mark_lost(answer),
             }
         }
     }
 
-    /// A call has failed. If it was refused, there is another server already, which does not know the session.
-    fn lose(&mut self, answer: Result<Message, native_rt::Status>) {
+    /// Handles a failed call. A refusal means that the server has restarted and does not know the
+    /// session.
+    fn mark_lost(&mut self, answer: Result<Message, native_rt::Status>) {
         if answer.is_err() || !self.open() {
             (self.lost, self.blocked) = (true, true);
         }
@@ -252,7 +257,7 @@ impl Session {
                     (input.start, input.end) = (0, length);
                     self.may_read = length == MAX_BYTES;
                 }
-                answer => self.lose(answer),
+                answer => self.mark_lost(answer),
             }
         }
         let byte = self.input.waiting().first().copied();

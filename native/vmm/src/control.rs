@@ -1,11 +1,11 @@
-//! What root asks of a machine that runs: the power button, a pause, a report.
+//! Control of a running VM by root: power button, pause, reports.
 //!
-//! The first virtual CPU listens to root. What concerns all is an *order*: its number is counted up, and the others
-//! are kicked. Whoever finds an order that it has not seen publishes its figures, and rests as long as the machine
-//! is paused.
+//! vCPU 0 receives root's events. A request to all vCPUs is an *order*: vCPU 0 increments the order
+//! number and kicks the other vCPUs. Each vCPU that finds a new order number publishes its figures,
+//! and parks as long as the VM is paused.
 //!
-//! While all rest, the machine's time stands still: it is *behind* the host's by the length of all pauses. A pause
-//! begins when the last virtual CPU has come to rest, so no virtual CPU sees time go back.
+//! While all vCPUs are parked, the VM's time stands still: it is less than the host's by the length
+//! of all pauses. A pause begins when the last vCPU has parked, so no vCPU sees time go back.
 
 use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
@@ -20,94 +20,95 @@ use crate::Cell;
 use crate::backend::NativeVcpu;
 
 /// Events that root signals.
-pub const ORDERS: u64 = event::POWER_BUTTON | event::PAUSE | event::RESUME | event::REPORT;
-/// Longest wait for the others to come to rest, in turns of the CPU. They have been kicked.
-const REST_TURNS: u32 = 100_000;
+pub const ROOT_EVENTS: u64 = event::POWER_BUTTON | event::PAUSE | event::RESUME | event::REPORT;
+/// Maximum wait for the other vCPUs to park, in yields of the CPU. They have been kicked.
+const PARK_YIELDS: u32 = 100_000;
 
-/// What a virtual CPU tells of itself.
+/// Figures of a vCPU.
 #[derive(Clone, Copy)]
-pub struct Share {
+pub struct VcpuFigures {
     /// World switches.
     pub entries: u64,
-    /// Exits that the kernel settled.
-    pub settled: u64,
+    /// Exits handled in the kernel.
+    pub handled: u64,
     /// Exits by reason.
     pub exits: [u64; REASONS],
-    /// Ticks for which the kernel has waited while the guest was halted.
+    /// Ticks that the kernel has waited while the guest was halted.
     halted: u64,
-    /// CPU time of its thread, in ticks.
+    /// CPU time of the thread, in ticks.
     used: u64,
 }
 
-const NO_SHARE: Share = Share { entries: 0, settled: 0, exits: [0; REASONS], halted: 0, used: 0 };
+const NO_FIGURES: VcpuFigures =
+    VcpuFigures { entries: 0, handled: 0, exits: [0; REASONS], halted: 0, used: 0 };
 
-/// Time that a virtual CPU was idle in the VMM.
+/// Idle time of a vCPU in the VMM.
 struct Idle {
-    /// In all, apart from now.
+    /// Total, without a current idle phase.
     ticks: AtomicU64,
-    /// Since when it is; 0: it is not.
+    /// Start of the current idle phase; 0: not idle.
     since: AtomicU64,
 }
 
-struct Shares {
-    each: [Share; MAX_VCPUS],
-    /// Exits before the last reset of the machine.
+struct AllFigures {
+    each: [VcpuFigures; MAX_VCPUS],
+    /// Exits before the last reset of the VM.
     past: [u64; REASONS],
     sequence: u64,
-    /// Where reports go.
+    /// Page for reports.
     page: Option<Window>,
 }
 
-/// The control of this program's machine: too large for a stack.
+/// Control of this program's VM: too large for a stack.
 pub static CONTROL: Control = Control::new();
 
-/// The state of a machine's control.
+/// State of a VM's control.
 pub struct Control {
     orders: AtomicU32,
     paused: AtomicBool,
-    resting: AtomicU32,
-    /// When the last virtual CPU came to rest.
-    rests_since: AtomicU64,
-    behind: AtomicU64,
+    parked: AtomicU32,
+    /// TSC value at which the last vCPU parked.
+    parked_since: AtomicU64,
+    paused_ticks: AtomicU64,
     idle: [Idle; MAX_VCPUS],
-    shares: Cell<Shares>,
+    figures: Cell<AllFigures>,
 }
 
-/// The machine as a virtual CPU's thread gives it to [`Control::serve`].
-pub trait Machine {
+/// A VM as the thread of one vCPU passes it to [`Control::serve`].
+pub trait ControlledVm {
     /// Presses the power button.
     fn press_power_button(&mut self);
-    /// Whether the machine has ended.
+    /// Returns whether the VM has ended.
     fn has_ended(&self) -> bool;
-    /// The figures of the virtual CPU, apart from CPU time.
-    fn share(&mut self) -> Share;
+    /// Returns the figures of the vCPU, without CPU time.
+    fn figures(&mut self) -> VcpuFigures;
 }
 
-impl Share {
-    /// A share without CPU time.
+impl VcpuFigures {
+    /// Returns figures without CPU time.
     pub fn new(vcpu: &mut NativeVcpu, exits: &[u64]) -> Self {
-        let (entries, settled) = vcpu.counts();
-        let mut share = Self { entries, settled, halted: vcpu.halted(), ..NO_SHARE };
-        for (sum, count) in share.exits.iter_mut().zip(exits) {
+        let (entries, handled) = vcpu.counts();
+        let mut own = Self { entries, handled, halted: vcpu.halted(), ..NO_FIGURES };
+        for (sum, count) in own.exits.iter_mut().zip(exits) {
             *sum = *count;
         }
-        share
+        own
     }
 }
 
 impl Control {
-    /// Nothing is asked yet.
+    /// Creates a control without orders.
     const fn new() -> Self {
         Self {
             orders: AtomicU32::new(0),
             paused: AtomicBool::new(false),
-            resting: AtomicU32::new(0),
-            rests_since: AtomicU64::new(0),
-            behind: AtomicU64::new(0),
+            parked: AtomicU32::new(0),
+            parked_since: AtomicU64::new(0),
+            paused_ticks: AtomicU64::new(0),
             idle: [const { Idle { ticks: AtomicU64::new(0), since: AtomicU64::new(0) } };
                 MAX_VCPUS],
-            shares: Cell::new(Shares {
-                each: [NO_SHARE; MAX_VCPUS],
+            figures: Cell::new(AllFigures {
+                each: [NO_FIGURES; MAX_VCPUS],
                 past: [0; REASONS],
                 sequence: 0,
                 page: None,
@@ -115,57 +116,58 @@ impl Control {
         }
     }
 
-    /// Reports go to `page`.
+    /// Sets the page for reports.
     pub fn report_to(&self, page: Option<Window>) {
-        self.shares.lock().page = page;
+        self.figures.lock().page = page;
     }
 
-    /// Ticks that the machine's time is behind the host's.
-    pub fn behind(&self) -> u64 {
-        self.behind.load(Ordering::Relaxed)
+    /// Returns the ticks by which the VM's time is less than the host's.
+    pub fn paused_ticks(&self) -> u64 {
+        self.paused_ticks.load(Ordering::Relaxed)
     }
 
-    /// The number of the last order.
+    /// Returns the number of the last order.
     pub fn orders(&self) -> u32 {
         self.orders.load(Ordering::Relaxed)
     }
 
-    /// Ticks in which the thread of virtual CPU `index` neither ran, on `context`, nor was idle here or paused, since some moment
-    /// in the past.
-    pub fn missed(&self, index: usize, context: SchedContext) -> u64 {
-        let rest = context.used() + self.idle[index].ticks.load(Ordering::Relaxed) + self.behind();
+    /// Returns the ticks in which the thread of vCPU `index` neither ran, on `context`, nor was
+    /// idle or parked here, relative to a fixed moment in the past.
+    pub fn missed_ticks(&self, index: usize, context: SchedContext) -> u64 {
+        let rest =
+            context.used() + self.idle[index].ticks.load(Ordering::Relaxed) + self.paused_ticks();
         time::tsc().wrapping_sub(rest)
     }
 
-    /// Waits for events of an idle virtual CPU until `deadline`, a TSC value of the host's.
+    /// Waits for events of an idle vCPU until `deadline`, a host TSC value.
     pub fn idle(&self, index: usize, of: Notification, deadline: u64) -> Result<u64, Status> {
         let since = time::tsc();
         let idle = &self.idle[index];
         idle.since.store(since, Ordering::Relaxed);
         let result = of.wait(deadline);
         idle.since.store(0, Ordering::Relaxed);
-        // After the deadline it was ready.
+        // After the deadline the vCPU was ready.
         let until = match result {
             Err(Status::Timeout) => time::tsc().min(deadline),
             _ => time::tsc(),
         };
-        // Nobody else writes it.
+        // Only this thread writes it.
         let ticks = idle.ticks.load(Ordering::Relaxed) + until.saturating_sub(since);
         idle.ticks.store(ticks, Ordering::Relaxed);
         result
     }
 
-    /// Adds the exits of a machine that is about to be reset.
+    /// Adds the exits of a VM that is about to be reset.
     pub fn close(&self, index: usize, exits: &[u64]) {
-        let mut shares = self.shares.lock();
-        shares.each[index].exits = [0; REASONS];
-        for (sum, count) in shares.past.iter_mut().zip(exits) {
+        let mut figures = self.figures.lock();
+        figures.each[index].exits = [0; REASONS];
+        for (sum, count) in figures.past.iter_mut().zip(exits) {
             *sum += *count;
         }
     }
 
-    /// Does what root's events ask (they come to virtual CPU 0 only) and what orders are about. Returns events that
-    /// came meanwhile and are the caller's. `context` is what the thread runs on.
+    /// Handles root's events (only on vCPU 0) and new orders. Returns other events that arrived
+    /// meanwhile. `context` is the thread's scheduling context.
     #[cold]
     #[inline(never)]
     pub fn serve(
@@ -174,119 +176,125 @@ impl Control {
         events: u64,
         notifications: &[Notification],
         context: SchedContext,
-        machine: &mut impl Machine,
+        vm: &mut impl ControlledVm,
     ) -> u64 {
         let mut events = events;
-        let mut left = 0;
+        let mut remaining = 0;
         let own = notifications[index];
         if index == 0 {
-            self.obey(events, notifications, machine);
+            self.handle_root_events(events, notifications, vm);
         }
-        self.publish(index, notifications.len(), context, machine);
+        self.publish(index, notifications.len(), context, vm);
         if self.paused.load(Ordering::Acquire) {
-            self.rests_since.fetch_max(time::tsc(), Ordering::Relaxed);
-            self.resting.fetch_add(1, Ordering::AcqRel);
-            while self.paused.load(Ordering::Acquire) && !machine.has_ended() {
-                // The only way to fail is that the notification is gone, and then everything is.
+            self.parked_since.fetch_max(time::tsc(), Ordering::Relaxed);
+            self.parked.fetch_add(1, Ordering::AcqRel);
+            while self.paused.load(Ordering::Acquire) && !vm.has_ended() {
+                // It fails only if the notification is gone, and the whole VM with it.
                 let Ok(new) = own.wait(FOREVER) else { break };
                 events = new;
-                left |= events & !ORDERS;
+                remaining |= events & !ROOT_EVENTS;
                 if index == 0 && events & event::RESUME != 0 {
                     self.resume(notifications);
                 } else if index == 0 {
-                    self.obey(events, notifications, machine);
+                    self.handle_root_events(events, notifications, vm);
                 }
-                self.publish(index, notifications.len(), context, machine);
+                self.publish(index, notifications.len(), context, vm);
             }
-            self.resting.fetch_sub(1, Ordering::AcqRel);
+            self.parked.fetch_sub(1, Ordering::AcqRel);
         }
-        left
+        remaining
     }
 
-    /// Carries out root's events.
-    fn obey(&self, events: u64, notifications: &[Notification], machine: &mut impl Machine) {
+    /// Handles root's events.
+    fn handle_root_events(
+        &self,
+        events: u64,
+        notifications: &[Notification],
+        vm: &mut impl ControlledVm,
+    ) {
         if events & event::POWER_BUTTON != 0 {
-            machine.press_power_button();
+            vm.press_power_button();
         }
-        // A pause that was taken back before it began is none.
+        // A pause revoked before it began has no effect.
         if events & event::PAUSE != 0 && events & event::RESUME == 0 {
             self.paused.store(true, Ordering::Release);
         }
         if events & (event::PAUSE | event::REPORT) != 0 {
-            self.order(notifications);
+            self.kick_all(notifications);
         }
     }
 
-    /// Gives an order to the other virtual CPUs.
-    fn order(&self, notifications: &[Notification]) {
+    /// Issues an order to the other vCPUs.
+    fn kick_all(&self, notifications: &[Notification]) {
         self.orders.fetch_add(1, Ordering::Relaxed);
         for other in notifications.iter().skip(1) {
-            // It fails only if the virtual CPU is gone.
+            // It fails only if the vCPU is gone.
             let _ = other.signal(event::KICK);
         }
     }
 
-    /// Ends a pause, when it has begun for all.
+    /// Ends a pause, once it has begun for all vCPUs.
     fn resume(&self, notifications: &[Notification]) {
-        for _ in 0..REST_TURNS {
-            if self.resting.load(Ordering::Acquire) as usize >= notifications.len() {
+        for _ in 0..PARK_YIELDS {
+            if self.parked.load(Ordering::Acquire) as usize >= notifications.len() {
                 break;
             }
             native_rt::yield_now();
         }
-        let since = self.rests_since.swap(0, Ordering::Relaxed);
-        self.behind.fetch_add(time::tsc().saturating_sub(since), Ordering::Relaxed);
+        let since = self.parked_since.swap(0, Ordering::Relaxed);
+        self.paused_ticks.fetch_add(time::tsc().saturating_sub(since), Ordering::Relaxed);
         self.paused.store(false, Ordering::Release);
-        self.order(notifications);
+        self.kick_all(notifications);
     }
 
-    /// Publishes the figures of a virtual CPU, in a report with the last ones of the others, once each of `count` has told its first:
-    /// what one did before it told would seem to be of the time after the report.
+    /// Publishes the figures of a vCPU: together with the last ones of the other vCPUs, once each
+    /// of `count` has published its first. Otherwise the exits of a vCPU before its first
+    /// publication would be counted after the report.
     fn publish(
         &self,
         index: usize,
         count: usize,
         context: SchedContext,
-        machine: &mut impl Machine,
+        vm: &mut impl ControlledVm,
     ) {
-        let share = Share { used: context.used(), ..machine.share() };
-        let mut shares = self.shares.lock();
-        let Some(page) = shares.page else { return };
-        shares.each[index] = share;
-        if shares.each.iter().take(count).any(|share| share.used == 0) {
+        let own = VcpuFigures { used: context.used(), ..vm.figures() };
+        let mut figures = self.figures.lock();
+        let Some(page) = figures.page else { return };
+        figures.each[index] = own;
+        if figures.each.iter().take(count).any(|vcpu| vcpu.used == 0) {
             return;
         }
-        let report = self.sum(&shares);
-        let begun = shares.sequence + 1;
-        shares.sequence += 2;
+        let report = self.sum(&figures);
+        let begun = figures.sequence + 1;
+        figures.sequence += 2;
         let mut bytes = [0; Report::LENGTH];
         for (chunk, word) in bytes[8..].as_chunks_mut::<8>().0.iter_mut().zip(report.pack()) {
             *chunk = word.to_le_bytes();
         }
-        // The page has a fixed size. An odd number says that the rest is being written.
+        // The page has a fixed size. An odd number marks the rest as being written.
         let _ = page.write(0, &begun.to_le_bytes())
             && page.write(8, &bytes[8..])
-            && page.write(0, &shares.sequence.to_le_bytes());
+            && page.write(0, &figures.sequence.to_le_bytes());
     }
 
-    fn sum(&self, shares: &Shares) -> Report {
+    fn sum(&self, figures: &AllFigures) -> Report {
         let now = time::tsc();
-        let mut report = Report { written: now, exits: shares.past, ..Report::default() };
-        for (share, idle) in shares.each.iter().zip(&self.idle) {
-            report.entries += share.entries;
-            report.handled_in_kernel += share.settled;
-            report.halted += share.halted;
-            report.used += share.used;
-            for (sum, count) in report.exits.iter_mut().zip(share.exits) {
+        let mut report = Report { written: now, exits: figures.past, ..Report::default() };
+        for (vcpu, idle) in figures.each.iter().zip(&self.idle) {
+            report.entries += vcpu.entries;
+            report.handled_in_kernel += vcpu.handled;
+            report.halted += vcpu.halted;
+            report.used += vcpu.used;
+            for (sum, count) in report.exits.iter_mut().zip(vcpu.exits) {
                 *sum += count;
             }
             let since = idle.since.load(Ordering::Relaxed);
             let current = if since == 0 { 0 } else { now.saturating_sub(since) };
             report.halted += idle.ticks.load(Ordering::Relaxed) + current;
         }
-        let since = self.rests_since.load(Ordering::Relaxed);
+        let since = self.parked_since.load(Ordering::Relaxed);
         let current = if since == 0 { 0 } else { now.saturating_sub(since) };
-        report.paused = self.behind() + current;
+        report.paused = self.paused_ticks() + current;
         report
     }
 }

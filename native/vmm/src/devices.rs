@@ -1,14 +1,14 @@
 //! Virtio devices of the guest, and their sessions with servers.
 //!
-//! A machine with attachments has a PCI bus with a device for each of them, in their order, and an entropy source
-//! behind them; then come its channels and, if it has one, the console. Data is copied once between guest memory and the
-//! session's; requests that are under way when a server is restarted are sent again by the session. Everything here is
-//! used under the machine's lock.
+//! A VM with attachments has a PCI bus with a device for each of them, in their order, and an
+//! entropy source after them; then come its channels and, if configured, the console. Data is
+//! copied once between guest memory and the session's memory; the session resends requests in
+//! flight when a server restarts. All code here runs under the VM's lock.
 
 use core::fmt;
 
-use crate::channel::Peer;
-use crate::console::{CONSOLE, Line};
+use crate::channel::ChannelEnd;
+use crate::console::{CONSOLE, ConsoleLine};
 use heapless::Vec;
 use native_rt::device::{Shared, channels, sessions};
 use native_rt::{Notification, Window, random, time};
@@ -24,68 +24,72 @@ use vmm_bus::backend::{
 };
 use vmm_machine::{DeviceBackend, Model, Slots};
 
-/// Most attachments of a machine.
+/// Maximum number of attachments of a VM.
 const MAX_ATTACHMENTS: usize = MAX_VM_DISKS + MAX_VM_NETS;
-/// Most devices of a machine.
+/// Maximum number of devices of a VM.
 pub const MAX_DEVICES: usize = MAX_ATTACHMENTS + 1 + MAX_VM_CHANNELS + 1;
-/// Time in which servers have to answer when the machine starts, in ns.
-const PATIENCE: u64 = 10_000_000_000;
-/// Most bytes of one request to a disk: several of them are to fit a session.
+/// Time limit for servers to answer when the VM starts, in ns.
+const ANSWER_TIMEOUT: u64 = 10_000_000_000;
+/// Maximum bytes of one disk request: several of them fit a session.
 const MAX_REQUEST: u32 = 64 << 10;
 
-/// Why there are no devices.
+/// Error of the device set-up.
 #[derive(Debug)]
-pub enum Problem {
+pub enum DeviceSetupError {
     /// More attachments than devices.
     TooMany,
-    /// The session with this number is not there, or too short.
+    /// The session with this index is missing or too short.
     NoSession(usize),
-    /// The server of the session with this number does not answer.
+    /// The server of the session with this index does not answer.
     NoAnswer(usize),
-    /// The memory of the channel with this number is not there.
+    /// The memory of the channel with this index is missing.
     NoChannel(usize),
 }
 
-impl fmt::Display for Problem {
+impl fmt::Display for DeviceSetupError {
     fn fmt(&self, to: &mut fmt::Formatter) -> fmt::Result {
         match self {
-            Self::TooMany => write!(to, "there are too many"),
-            Self::NoSession(number) => write!(to, "no memory for session {number}"),
-            Self::NoChannel(number) => write!(to, "no memory for channel {number}"),
-            Self::NoAnswer(number) => write!(to, "the server of session {number} does not answer"),
+            Self::TooMany => write!(to, "more devices than slots"),
+            Self::NoSession(index) => {
+                write!(to, "the memory of session {index} is missing or too short")
+            }
+            Self::NoChannel(index) => {
+                write!(to, "the memory of channel {index} is missing or too short")
+            }
+            Self::NoAnswer(index) => write!(to, "the server of session {index} does not answer"),
         }
     }
 }
 
-/// The other side of a session.
-struct Server {
+/// Server side of a session.
+struct ServerSide {
     notification: Notification,
     signal: u64,
 }
 
-impl Server {
+impl ServerSide {
     fn signal(&self) {
-        // It fails only if the server is gone; root tells the next one.
+        // It fails only if the server has ended; root signals the next one.
         let _ = self.notification.signal(self.signal);
     }
 }
 
-/// What a device is connected to.
+/// Host side of a device.
 #[expect(clippy::large_enum_variant, reason = "there are few, and nothing allocates")]
-pub enum Link {
+pub enum HostEndpoint {
     /// A disk server.
-    Disk(Disk),
-    /// A switch.
-    Net(Port),
-    /// The processor.
+    Disk(DiskSession),
+    /// A port of a switch.
+    Net(NetSession),
+    /// The processor's random numbers.
     Entropy,
-    /// Another machine.
-    Channel(Peer),
-    /// The console, which the serial line has too.
+    /// A channel to another VM.
+    Channel(ChannelEnd),
+    /// The console, shared with the serial port.
     Console,
 }
 
-impl DeviceBackend for Link {
+impl DeviceBackend for HostEndpoint {
     fn block(&mut self) -> Option<&mut dyn Block> {
         match self {
             Self::Disk(disk) => Some(disk),
@@ -108,11 +112,11 @@ impl DeviceBackend for Link {
     }
 
     fn put(&mut self, byte: u8) -> bool {
-        CONSOLE.put(Line::Virtio, byte)
+        CONSOLE.put(ConsoleLine::Virtio, byte)
     }
 
     fn take(&mut self) -> Option<u8> {
-        CONSOLE.take(Line::Virtio)
+        CONSOLE.take(ConsoleLine::Virtio)
     }
 
     fn entropy(&mut self, to: &mut [u8]) -> bool {
@@ -120,91 +124,93 @@ impl DeviceBackend for Link {
     }
 }
 
-impl Link {
-    /// Looks whether the server has answered, and what the device is like then.
-    fn look(&mut self) -> Option<Model> {
+impl HostEndpoint {
+    /// Checks for the server's answer; returns the device model once it is known.
+    fn poll_model(&mut self) -> Option<Model> {
         match self {
-            Self::Disk(disk) => disk.look().map(Model::Block),
-            Self::Net(port) => port.look().map(Model::Net),
+            Self::Disk(disk) => disk.poll_model().map(Model::Block),
+            Self::Net(port) => port.poll_model().map(Model::Net),
             Self::Entropy => Some(Model::Entropy),
-            // They are not asked: nobody need answer.
+            // They need no answer.
             Self::Channel(_) | Self::Console => None,
         }
     }
 }
 
 /// Opens the sessions, waits until all servers have answered, and fills empty slots.
-// Not inlined: what it needs on the stack is free again when the machine runs.
+// Not inlined: its stack is free again while the VM runs.
 #[inline(never)]
 pub fn open<const N: usize>(
-    devices: &mut Slots<Link, N>,
+    devices: &mut Slots<HostEndpoint, N>,
     start: &Start,
     plan: &Vmm,
-) -> Result<(), Problem> {
-    let patience = time::ticks(start.clock.tsc_khz, PATIENCE);
-    let deadline = time::tsc().saturating_add(patience);
+) -> Result<(), DeviceSetupError> {
+    let timeout = time::ticks(start.clock.tsc_khz, ANSWER_TIMEOUT);
+    let deadline = time::tsc().saturating_add(timeout);
     let mut memory = sessions(start);
     let own = Notification::at(slot::NOTIFICATION);
-    // What has come meanwhile is for others.
+    // Other events that arrived meanwhile.
     let mut events = 0;
-    for (number, attachment) in plan.attachments.iter().enumerate() {
-        let session = memory.next().ok_or(Problem::NoSession(number))?;
-        let notification = Notification::at(slot::SESSIONS + number as u64);
-        let server = Server { notification, signal: attachment.signal };
-        let link = match attachment.service {
-            Service::Disk => Disk::new(session, server).map(Link::Disk),
-            Service::Net => Port::new(session, server).map(Link::Net),
+    for (index, attachment) in plan.attachments.iter().enumerate() {
+        let session = memory.next().ok_or(DeviceSetupError::NoSession(index))?;
+        let notification = Notification::at(slot::SESSIONS + index as u64);
+        let server = ServerSide { notification, signal: attachment.signal };
+        let endpoint = match attachment.service {
+            Service::Disk => DiskSession::new(session, server).map(HostEndpoint::Disk),
+            Service::Net => NetSession::new(session, server).map(HostEndpoint::Net),
         };
-        let mut link = link.ok_or(Problem::NoSession(number))?;
+        let mut endpoint = endpoint.ok_or(DeviceSetupError::NoSession(index))?;
         let device = loop {
-            if let Some(device) = link.look() {
+            if let Some(device) = endpoint.poll_model() {
                 break device;
             }
-            events |= own.wait(deadline).map_err(|_| Problem::NoAnswer(number))?;
+            events |= own.wait(deadline).map_err(|_| DeviceSetupError::NoAnswer(index))?;
         };
-        devices.add(device, link).map_err(|_| Problem::TooMany)?;
+        devices.add(device, endpoint).map_err(|_| DeviceSetupError::TooMany)?;
     }
-    devices.add(Model::Entropy, Link::Entropy).map_err(|_| Problem::TooMany)?;
+    devices.add(Model::Entropy, HostEndpoint::Entropy).map_err(|_| DeviceSetupError::TooMany)?;
     if events != 0 {
-        // It fails only without the right, and then nobody else waits for anything.
+        // It fails only without the right, and then no code waits for events.
         let _ = own.signal(events);
     }
     Ok(())
 }
 
-/// Fills further slots with the ends of channels. Their peers need not be there.
+/// Fills further slots with the ends of channels. Their peers need not run.
 // Not inlined, for the same reason.
 #[inline(never)]
 pub fn open_channels<const N: usize>(
-    devices: &mut Slots<Link, N>,
+    devices: &mut Slots<HostEndpoint, N>,
     start: &Start,
     plan: &Vmm,
-) -> Result<(), Problem> {
+) -> Result<(), DeviceSetupError> {
     let mut memory = channels(start);
-    for (number, end) in plan.channels.iter().enumerate() {
-        let memory = memory.next().ok_or(Problem::NoChannel(number))?;
-        let made = Peer::new(number, end, memory, (start.name, plan.id));
-        let (info, peer) = made.ok_or(Problem::NoChannel(number))?;
-        let added = devices.add(Model::Channel(info), Link::Channel(peer));
-        added.map_err(|_| Problem::TooMany)?;
+    for (index, end) in plan.channels.iter().enumerate() {
+        let memory = memory.next().ok_or(DeviceSetupError::NoChannel(index))?;
+        let created = ChannelEnd::new(index, end, memory, (start.name, plan.id));
+        let (info, peer) = created.ok_or(DeviceSetupError::NoChannel(index))?;
+        let added = devices.add(Model::Channel(info), HostEndpoint::Channel(peer));
+        added.map_err(|_| DeviceSetupError::TooMany)?;
     }
     Ok(())
 }
 
-/// Fills a further slot with the console, if the guest is to have it as a device.
+/// Fills a further slot with the console, if the guest has it as a device.
 // Not inlined, for the same reason.
 #[inline(never)]
 pub fn open_console<const N: usize>(
-    devices: &mut Slots<Link, N>,
+    devices: &mut Slots<HostEndpoint, N>,
     plan: &Vmm,
-) -> Result<(), Problem> {
+) -> Result<(), DeviceSetupError> {
     if plan.virtio_console {
-        devices.add(Model::Console, Link::Console).map_err(|_| Problem::TooMany)?;
+        devices
+            .add(Model::Console, HostEndpoint::Console)
+            .map_err(|_| DeviceSetupError::TooMany)?;
     }
     Ok(())
 }
 
-/// Number of devices of a machine; 0: it has no PCI bus.
+/// Returns the number of devices of a VM; 0: it has no PCI bus.
 pub fn count(plan: &Vmm) -> usize {
     match plan.attachments.len() + plan.channels.len() + usize::from(plan.virtio_console) {
         0 => 0,
@@ -212,7 +218,7 @@ pub fn count(plan: &Vmm) -> usize {
     }
 }
 
-/// The devices that events are about.
+/// Mapping from events to devices.
 #[derive(Clone, Copy)]
 pub struct Listeners {
     attachments: usize,
@@ -221,42 +227,43 @@ pub struct Listeners {
 }
 
 impl Listeners {
-    /// The devices of a machine.
+    /// Creates the mapping for a VM.
     pub fn new(plan: &Vmm) -> Self {
         let (attachments, channels) = (plan.attachments.len(), plan.channels.len());
         Self { attachments, channels, console: plan.virtio_console }
     }
 
-    /// Slot of the console, if the guest has it as a device.
+    /// Returns the slot of the console, if the guest has it as a device.
     pub fn console(self) -> Option<usize> {
         self.console.then_some(self.attachments + 1 + self.channels)
     }
 
-    /// Slots of the devices whose servers have something to say, and of the channels whose peers ring.
-    pub fn called(self, events: u64) -> impl Iterator<Item = usize> {
+    /// Slots of the devices whose servers have signalled, and of the channels whose peers have rung
+    /// the doorbell.
+    pub fn notified(self, events: u64) -> impl Iterator<Item = usize> {
         let sessions = (0..self.attachments).filter(move |&n| events & event::session(n) != 0);
         let channels = (0..self.channels).filter(move |&n| events & event::channel(n) != 0);
-        sessions.chain(channels.map(move |number| self.attachments + 1 + number))
+        sessions.chain(channels.map(move |index| self.attachments + 1 + index))
     }
 
-    /// Slots of the devices whose outside has changed.
+    /// Slots of the devices whose host side has changed.
     pub fn changed(self, events: u64) -> impl Iterator<Item = usize> {
         let channels = if events & event::CHANNELS != 0 { self.channels } else { 0 };
-        (0..channels).map(move |number| self.attachments + 1 + number)
+        (0..channels).map(move |index| self.attachments + 1 + index)
     }
 }
 
-/// A disk.
-pub struct Disk {
+/// Session with a disk server.
+pub struct DiskSession {
     client: disk::Client<'static>,
     window: Window,
-    server: Server,
-    /// Requests that are not finished.
+    server: ServerSide,
+    /// Requests in flight.
     requests: Vec<Request, { disk::SLOTS }>,
-    /// Changes when the device forgets its requests.
+    /// Incremented when the device resets and drops its requests.
     generation: u32,
-    /// An answer that came while a request was started.
-    early: Option<disk::Completion>,
+    /// An answer received while a request was started.
+    early_answer: Option<disk::Completion>,
 }
 
 /// A request.
@@ -266,18 +273,26 @@ struct Request {
     buffer: Option<disk::Buffer>,
 }
 
-impl Disk {
-    fn new(session: Shared, server: Server) -> Option<Self> {
+impl DiskSession {
+    fn new(session: Shared, server: ServerSide) -> Option<Self> {
         let window = session.window();
         let client = disk::Client::new(session.words(), window.length())?;
-        Some(Self { client, window, server, requests: Vec::new(), generation: 0, early: None })
+        Some(Self {
+            client,
+            window,
+            server,
+            requests: Vec::new(),
+            generation: 0,
+            early_answer: None,
+        })
     }
 
-    fn look(&mut self) -> Option<BlockInfo> {
-        // Nothing is under way, so there is no answer. The server is to signal the first one.
+    fn poll_model(&mut self) -> Option<BlockInfo> {
+        // No request is in flight, so there is no answer. The call makes the server signal the
+        // first one.
         self.client.poll();
         self.client.sleep();
-        self.tell();
+        self.notify_server();
         let info = self.client.info()?;
         let most = u64::from(info.max_sectors) * disk::SECTOR;
         Some(BlockInfo {
@@ -290,7 +305,7 @@ impl Disk {
         })
     }
 
-    fn tell(&mut self) {
+    fn notify_server(&mut self) {
         if self.client.take_signal() {
             self.server.signal();
         }
@@ -300,7 +315,7 @@ impl Disk {
         u64::from(self.generation) << 16 | u64::from(id)
     }
 
-    /// Takes a request out, and gives its buffer back.
+    /// Removes a request and frees its buffer.
     fn remove(&mut self, tag: u64) -> Option<Request> {
         let at = self.requests.iter().position(|request| request.tag == tag)?;
         let request = self.requests.swap_remove(at);
@@ -311,14 +326,14 @@ impl Disk {
     }
 }
 
-impl Block for Disk {
+impl Block for DiskSession {
     fn start(&mut self, id: u16, op: BlockOp, data: &mut Data<'_>) -> bool {
-        // The server may have been restarted while the guest had no use for the disk, and nobody looked.
-        if self.early.is_none() {
-            self.early = self.client.poll();
+        // The server may have restarted while the guest did not use the disk.
+        if self.early_answer.is_none() {
+            self.early_answer = self.client.poll();
         }
         if self.requests.is_full() || !self.client.has_room() {
-            self.tell();
+            self.notify_server();
             return false;
         }
         let sectors = u64::from(data.remaining()) / disk::SECTOR;
@@ -343,15 +358,15 @@ impl Block for Disk {
         // There is room for both.
         let _ = self.requests.push(Request { tag, buffer });
         let _ = self.client.submit(operation, sector, count, offset, tag);
-        self.tell();
+        self.notify_server();
         true
     }
 
     fn completed(&mut self) -> Option<(u16, BlockStatus)> {
-        // A server that runs wild is left alone after as many nonsensical answers.
+        // Ignores a server that keeps sending invalid answers after this many of them.
         for _ in 0..2 * disk::SLOTS {
-            let completion = self.early.take().or_else(|| self.client.poll());
-            self.tell();
+            let completion = self.early_answer.take().or_else(|| self.client.poll());
+            self.notify_server();
             let Some(completion) = completion else {
                 if self.client.sleep() {
                     return None;
@@ -385,24 +400,24 @@ impl Block for Disk {
     }
 }
 
-/// A port of a switch.
-pub struct Port {
+/// Session with a switch.
+pub struct NetSession {
     client: net::Client<'static>,
     window: Window,
-    server: Server,
+    server: ServerSide,
     up: bool,
-    /// The frame that waits first.
+    /// The oldest waiting frame.
     first: Option<net::Frame>,
 }
 
-impl Port {
-    fn new(session: Shared, server: Server) -> Option<Self> {
+impl NetSession {
+    fn new(session: Shared, server: ServerSide) -> Option<Self> {
         let window = session.window();
         let client = net::Client::new(session.words(), window.length())?;
         Some(Self { client, window, server, up: false, first: None })
     }
 
-    fn look(&mut self) -> Option<NetInfo> {
+    fn poll_model(&mut self) -> Option<NetInfo> {
         self.poll();
         self.client.info().map(|info| NetInfo { mac: info.mac, ..NetInfo::default() })
     }
@@ -414,18 +429,18 @@ impl Port {
             self.first = None;
         }
         self.up = up;
-        self.tell();
+        self.notify_server();
         up
     }
 
-    fn tell(&mut self) {
+    fn notify_server(&mut self) {
         if self.client.take_signal() {
             self.server.signal();
         }
     }
 }
 
-impl Net for Port {
+impl Net for NetSession {
     fn link_up(&self) -> bool {
         self.up
     }
@@ -437,13 +452,13 @@ impl Net for Port {
 
     fn send(&mut self, offload: Offload, frame: &mut Data<'_>) -> bool {
         let length = u64::from(frame.remaining());
-        // Without a switch, and where no frame is so short or long, it is lost.
+        // The frame is lost without a switch, or if it is too short or too long.
         if !self.poll() || !(net::MIN_FRAME..=net::MAX_FRAME).contains(&length) {
             return true;
         }
         let mut place = self.client.place(length);
         if place.is_none() && !self.client.sleep_for_room() {
-            // The switch has made room just now; else the frame is lost.
+            // The switch may have created room just now; otherwise the frame is lost.
             place = self.client.place(length);
         } else if place.is_none() {
             return false;
@@ -451,7 +466,7 @@ impl Net for Port {
         let Some(place) = place else { return true };
         put(self.window, place, frame);
         self.client.send(net::Frame { offset: place, length, offload: to_session(offload) });
-        self.tell();
+        self.notify_server();
         true
     }
 
@@ -482,7 +497,7 @@ impl Net for Port {
     fn drop_first(&mut self) {
         if self.first.take().is_some() {
             self.client.done();
-            self.tell();
+            self.notify_server();
         }
     }
 }
@@ -509,7 +524,7 @@ fn to_session(offload: Offload) -> net::Offload {
     }
 }
 
-/// `None`: the device has no such thing to say to a guest.
+/// Converts an offload from the session; `None`: a guest cannot receive such a frame.
 fn from_session(offload: net::Offload) -> Option<Offload> {
     Some(Offload {
         needs_csum: offload.flags & net::NEEDS_SUM != 0,
@@ -528,7 +543,7 @@ fn from_session(offload: net::Offload) -> Option<Offload> {
     })
 }
 
-/// Copies all data to a place of the session, as far as there is both.
+/// Copies all data to an offset of the session, limited to both lengths.
 fn put(window: Window, mut offset: u64, data: &mut Data<'_>) {
     while let Some(Part { address, length }) = data.part(u32::MAX) {
         if !window.copy_from_guest(offset, data.memory(), address, length.into()) {
@@ -538,7 +553,7 @@ fn put(window: Window, mut offset: u64, data: &mut Data<'_>) {
     }
 }
 
-/// Copies from a place of the session until the data is full, as far as there is both.
+/// Copies from an offset of the session until the data is full, limited to both lengths.
 fn get(window: Window, mut offset: u64, data: &mut Data<'_>) {
     while let Some(Part { address, length }) = data.part(u32::MAX) {
         if !window.copy_to_guest(offset, data.memory(), address, length.into()) {

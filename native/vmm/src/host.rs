@@ -1,4 +1,4 @@
-//! The outside of the machine.
+//! Host services of the VM.
 
 use core::fmt;
 
@@ -6,33 +6,33 @@ use native_rt::{Notification, log, time};
 use proto::start::event;
 use vmm_machine::{Host, Level};
 
-use crate::console::{Console, Line};
+use crate::console::{Console, ConsoleLine};
 use crate::devices::Listeners;
 
-/// The outside of the machine as one thread reaches it: clock, console, log, other threads.
+/// Host services as one thread uses them: clock, console, log, kicks of other threads.
 pub struct NativeHost<'a> {
-    /// The serial line.
+    /// Serial port.
     pub console: &'a Console,
-    /// What wakes each virtual CPU.
+    /// Notification of each vCPU.
     pub notifications: &'a [Notification],
-    /// The devices that events are about.
+    /// Mapping from events to devices.
     pub listeners: Listeners,
-    /// Ticks that the machine's time is behind the host's, because it was paused.
-    pub behind: u64,
+    /// Ticks by which the VM's time is less than the host's, because of pauses.
+    pub paused_ticks: u64,
 }
 
 impl Host for NativeHost<'_> {
     #[inline(always)]
     fn tsc(&self) -> u64 {
-        time::tsc().wrapping_sub(self.behind)
+        time::tsc().wrapping_sub(self.paused_ticks)
     }
 
     fn put(&mut self, byte: u8) -> bool {
-        self.console.put(Line::Serial, byte)
+        self.console.put(ConsoleLine::Serial, byte)
     }
 
     fn take(&mut self) -> Option<u8> {
-        self.console.take(Line::Serial)
+        self.console.take(ConsoleLine::Serial)
     }
 
     fn log(&mut self, level: Level, text: fmt::Arguments<'_>) {
@@ -46,7 +46,7 @@ impl Host for NativeHost<'_> {
 
     fn kick(&mut self, index: usize) {
         if let Some(notification) = self.notifications.get(index) {
-            // It fails only if the capability is gone, and the virtual CPU with it.
+            // It fails only if the capability is gone, and the vCPU with it.
             let _ = notification.signal(event::KICK);
         }
     }

@@ -1,9 +1,8 @@
-//! The VMM of one virtual machine: connects the machine of the VMM library with the kernel and the
-//! servers.
+//! VMM of one VM: connects the board of the VMM library with the kernel and the servers.
 //!
-//! It holds capabilities for its guest's memory, its console session and gates to root; nothing else. The memory
-//! that it uses beyond the guest's is fixed when it starts: image, a stack for each virtual CPU, one heap. Each virtual
-//! CPU has a thread and a notification; the first thread also listens to the servers and to root ([`control`]).
+//! Its only capabilities are its guest memory, its console session and gates to root. Its own
+//! memory is fixed at start: image, a stack per vCPU, one heap. Each vCPU has a thread and a
+//! notification; the first thread also handles events of the servers and of root ([`control`]).
 #![cfg_attr(not(test), no_std, no_main)]
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(dead_code, reason = "the rest needs the kernel"))]
@@ -20,7 +19,7 @@ use core::arch::x86_64::__cpuid_count;
 use abi::{FOREVER, rights};
 use heapless::Vec;
 use native_rt::start::{exit, file, guest_memory, windows};
-use native_rt::thread::{Hand, Making, together};
+use native_rt::thread::{HelperThread, ThreadResources, run_parallel};
 use native_rt::{
     Factory, Gate, Message, Notification, SchedContext, Space, Status, Vcpu, Vm, error, info, time,
     warn,
@@ -37,43 +36,43 @@ use vmm_mem::GuestMemory;
 
 use crate::backend::NativeVcpu;
 use crate::console::{CONSOLE, Console};
-use crate::control::{CONTROL, ORDERS, Share};
+use crate::control::{CONTROL, ROOT_EVENTS, VcpuFigures};
 use crate::devices::{Listeners, MAX_DEVICES};
 use crate::host::NativeHost;
 
 const VM: u64 = slot::FREE;
-/// Slots of a virtual CPU: itself, its notification, its thread and what that runs on.
+/// Returns the first slot of a vCPU: vCPU object, notification, thread and scheduling context.
 const fn vcpu_slots(index: usize) -> u64 {
     VM + 1 + 4 * index as u64
 }
-/// Turn of a virtual CPU's thread, in ns.
-const TURN: u64 = 10_000_000;
-/// Time for the other virtual CPUs to stop when one has ended the machine, in ns.
-const PATIENCE: u64 = 1_000_000_000;
+/// Time slice of a vCPU's thread, in ns.
+const TIME_SLICE: u64 = 10_000_000;
+/// Time limit for the other vCPUs to stop after one has ended the VM, in ns.
+const STOP_TIMEOUT: u64 = 1_000_000_000;
 
-/// Lets others run while it waits for a lock: whoever has it may share the CPU.
-struct Yielding;
+/// Yields while it waits for a lock: the owner may share the CPU.
+struct YieldRelax;
 
-impl RelaxStrategy for Yielding {
+impl RelaxStrategy for YieldRelax {
     fn relax() {
         native_rt::yield_now();
     }
 }
 
-type Machine<'m> = Pc<'m, Yielding, MAX_VCPUS, Option<&'m mut Devices>>;
+type Board<'m> = Pc<'m, YieldRelax, MAX_VCPUS, Option<&'m mut Devices>>;
 type Devices = dyn Functions + Send;
-type Cell<T> = SpinMutex<T, Yielding>;
+type Cell<T> = SpinMutex<T, YieldRelax>;
 
 #[cfg(not(test))]
 native_rt::entry!(main);
 
-/// Runs the virtual machine; returns its exit code.
+/// Runs the VM; returns its exit code.
 fn main(start: &Start<'static>) -> u64 {
     let Role::Vmm(plan) = &start.role else {
-        error!("started as something else than a VMM");
+        error!("the start page does not describe a VMM");
         return code::BAD_CONFIG;
     };
-    // Devices take room on the stack, of which root gives as much as there are of them.
+    // Devices use stack memory, for which root reserves space by their number.
     match devices::count(plan) {
         0 => serve(start, plan, None),
         1..=2 => with_devices::<2>(start, plan),
@@ -83,7 +82,7 @@ fn main(start: &Start<'static>) -> u64 {
     }
 }
 
-/// Runs a virtual machine with at most `N` devices.
+/// Runs a VM with at most `N` devices.
 #[inline(never)]
 fn with_devices<const N: usize>(start: &Start<'static>, plan: &Vmm) -> u64 {
     let mut devices = Slots::<_, N>::new();
@@ -92,22 +91,22 @@ fn with_devices<const N: usize>(start: &Start<'static>, plan: &Vmm) -> u64 {
     match opened.and_then(|()| devices::open_console(&mut devices, plan)) {
         Ok(()) => serve(start, plan, Some(&mut devices)),
         Err(problem) => {
-            error!("the devices cannot be connected: {problem}");
+            error!("cannot connect the devices: {problem}");
             code::INTERNAL
         }
     }
 }
 
-/// Runs the virtual machine with these devices, if any; returns its exit code.
+/// Runs the VM with these devices, if any; returns its exit code.
 fn serve(start: &Start<'static>, plan: &Vmm, mut devices: Option<&mut Devices>) -> u64 {
     if !(1..=MAX_VCPUS).contains(&plan.cpus.len()) {
-        error!("{} virtual CPUs; this version runs 1 to {MAX_VCPUS}", plan.cpus.len());
+        error!("{} vCPUs requested; the limit is 1 to {MAX_VCPUS}", plan.cpus.len());
         return code::BAD_CONFIG;
     }
     let layout = vmm_machine::layout();
     let ranges = vmm_boot::ram_ranges(plan.memory, layout.hole_start);
     let Some(memory) = guest_memory(start, ranges) else {
-        error!("guest memory is not {} bytes", plan.memory);
+        error!("the start page does not describe {} bytes of guest memory", plan.memory);
         return code::BAD_CONFIG;
     };
     let console = &CONSOLE;
@@ -115,7 +114,7 @@ fn serve(start: &Start<'static>, plan: &Vmm, mut devices: Option<&mut Devices>) 
     let mut guest = match Guest::new(start, plan, console) {
         Ok(made) => made,
         Err(status) => {
-            error!("the kernel makes no guest: {status:?}");
+            error!("cannot create the VM: {status:?}");
             return code::INTERNAL;
         }
     };
@@ -125,10 +124,10 @@ fn serve(start: &Start<'static>, plan: &Vmm, mut devices: Option<&mut Devices>) 
     }
     let statistics = Cell::new(VmmStatistics::ZERO);
     CONTROL.report_to(windows(start, RangeKind::Report).next());
-    // Root goes on in any case.
+    // Root continues in any case.
     let _ = Gate::at(slot::CONTROL).call(Message::new(STARTED, [0; 4]));
     let mut resets = 0u32;
-    // Of all boots together: a guest that resets is told of once.
+    // For all boots together: a guest that resets repeatedly is logged once.
     let mut logged = Once::new();
     loop {
         let outcome = match run(
@@ -145,7 +144,7 @@ fn serve(start: &Start<'static>, plan: &Vmm, mut devices: Option<&mut Devices>) 
         };
         if outcome == Outcome::Reset && plan.on_reset == OnReset::Reset {
             resets = resets.wrapping_add(1);
-            // A guest may do nothing else than reset.
+            // A guest may reset in a loop.
             if resets.is_power_of_two() {
                 info!("reset number {resets}");
             }
@@ -162,13 +161,13 @@ fn serve(start: &Start<'static>, plan: &Vmm, mut devices: Option<&mut Devices>) 
     }
 }
 
-/// The kernel's objects.
+/// Kernel objects of the VM.
 struct Guest<'a> {
     vm: Vm,
     vcpus: Vec<Cell<NativeVcpu<'a>>, MAX_VCPUS>,
     notifications: Vec<Notification, MAX_VCPUS>,
-    /// Threads of the virtual CPUs from the second on.
-    hands: Vec<Hand, MAX_VCPUS>,
+    /// Threads of all vCPUs but the first.
+    helpers: Vec<HelperThread, MAX_VCPUS>,
 }
 
 impl<'a> Guest<'a> {
@@ -178,7 +177,7 @@ impl<'a> Guest<'a> {
             vm: factory.vm(VM)?,
             vcpus: Vec::new(),
             notifications: Vec::new(),
-            hands: Vec::new(),
+            helpers: Vec::new(),
         };
         let stacks = windows(start, RangeKind::Private).next();
         for (index, &cpu) in plan.cpus.iter().enumerate() {
@@ -190,11 +189,13 @@ impl<'a> Guest<'a> {
                 let stack = stacks
                     .and_then(|window| window.part(further * VCPU_STACK, VCPU_STACK))
                     .ok_or(Status::NoQuota)?;
-                let time = start.cpu_time.map_or((TURN, 0), |time| (time.budget, time.period));
+                let time =
+                    start.cpu_time.map_or((TIME_SLICE, 0), |time| (time.budget, time.period));
                 let sched = factory.sched_context(slots + 3, start.priority, time.0, time.1)?;
-                let making = Making { factory, task: slot::TASK, slot: slots + 2, cpu, sched };
-                let hand = Hand::new(making, stack)?;
-                guest.hands.push(hand).map_err(|_| Status::Overflow)?;
+                let resources =
+                    ThreadResources { factory, task: slot::TASK, slot: slots + 2, cpu, sched };
+                let helper = HelperThread::new(resources, stack)?;
+                guest.helpers.push(helper).map_err(|_| Status::Overflow)?;
                 factory.notification(slots + 1)?
             };
             let vcpu = Vcpu::create(factory, slots, guest.vm, index as u32, notification)?;
@@ -206,7 +207,7 @@ impl<'a> Guest<'a> {
     }
 }
 
-/// Maps guest memory for the guest: from 0 to the hole, the rest from 4 GiB on.
+/// Maps guest memory: from 0 to the hole, and the rest from 4 GiB on.
 fn map_guest(start: &Start, vm: Vm, hole_start: u64) -> Result<(), Status> {
     const FOUR_GIB: u64 = 1 << 32;
     let all = rights::READ | rights::WRITE | rights::EXECUTE;
@@ -234,7 +235,7 @@ fn run(
     (statistics, logged): (&Cell<VmmStatistics>, &mut Once),
     devices: Option<&mut Devices>,
 ) -> Result<Outcome, u64> {
-    let Guest { vcpus, notifications, hands, .. } = guest;
+    let Guest { vcpus, notifications, helpers, .. } = guest;
     let layout =
         if devices.is_some() { vmm_machine::layout_with_pci() } else { vmm_machine::layout() };
     let count = vcpus.len() as u8;
@@ -248,7 +249,7 @@ fn run(
     match vmm_boot::load(memory, &config) {
         Ok(state) => vmm_machine::registers::set(&mut *vcpus[0].lock(), &state),
         Err(error) => {
-            error!("the guest cannot be loaded: {error:?}");
+            error!("cannot load the guest: {error:?}");
             return Err(code::BAD_CONFIG);
         }
     }
@@ -257,56 +258,56 @@ fn run(
     }
     let config = PcConfig {
         vcpus: count,
-        clock: TscClock::new(start.clock.tsc_khz, time::tsc().wrapping_sub(CONTROL.behind())),
+        clock: TscClock::new(start.clock.tsc_khz, time::tsc().wrapping_sub(CONTROL.paused_ticks())),
         xcr0_mask: plan.xcr0_mask,
         start_unix: time::unix_seconds(&start.clock),
         kvmclock: plan.kvmclock,
-        // Linux reads it at every switch of processes: too dear for what a lone CPU has of it.
+        // Linux reads it at every context switch: too expensive for its use on a single CPU.
         steal_time: count > 1,
         pv_flush: true,
         pv_ipi: true,
         id: plan.id,
     };
-    let pc = Machine::with_functions(config, memory, host_cpuid, devices);
+    let pc = Board::with_functions(config, memory, host_cpuid, devices);
     pc.keep_logged(logged.clone());
     let drive = |index: usize| {
         let listeners = Listeners::new(plan);
-        let behind = CONTROL.behind();
-        let mut host = NativeHost { console, notifications, listeners, behind };
+        let paused_ticks = CONTROL.paused_ticks();
+        let mut host = NativeHost { console, notifications, listeners, paused_ticks };
         let mut cpu = pc.cpu(index);
         let mut vcpu = vcpus[index].lock();
         vcpu.start(index, context(index));
         let outcome = drive(&pc, &mut cpu, &mut vcpu, &mut host);
-        // The others end too.
+        // The other vCPUs end too.
         pc.end(outcome, &mut host);
         CONTROL.close(index, cpu.exits());
         for (sum, count) in statistics.lock().exits.iter_mut().zip(cpu.exits()) {
             *sum += count;
         }
     };
-    let patience = time::ticks(start.clock.tsc_khz, PATIENCE);
-    let ran = together(hands, patience, &drive, || drive(0));
+    let timeout = time::ticks(start.clock.tsc_khz, STOP_TIMEOUT);
+    let ran = run_parallel(helpers, timeout, &drive, || drive(0));
     *logged = pc.logged();
     match ran {
         Ok(()) => Ok(pc.outcome().unwrap_or(Outcome::HostError(0))),
         Err(status) => {
-            error!("a virtual CPU's thread does not start: {status:?}");
+            error!("cannot start the thread of a vCPU: {status:?}");
             Err(code::INTERNAL)
         }
     }
 }
 
-/// Runs a virtual CPU until the machine ends.
-fn drive(pc: &Machine, cpu: &mut Cpu, vcpu: &mut NativeVcpu, host: &mut NativeHost) -> Outcome {
+/// Runs a vCPU until the VM ends.
+fn drive(pc: &Board, cpu: &mut Cpu, vcpu: &mut NativeVcpu, host: &mut NativeHost) -> Outcome {
     let index = cpu.index();
     let notification = host.notifications[index];
-    // Orders before are for the machine before.
+    // Earlier orders concern the VM before its reset.
     let mut seen = CONTROL.orders();
     loop {
         let mut events = match pc.run(cpu, vcpu, host) {
             StopReason::End(outcome) => {
                 if outcome == Outcome::TripleFault {
-                    describe(index, vcpu);
+                    log_vcpu_state(index, vcpu);
                 }
                 return outcome;
             }
@@ -315,24 +316,24 @@ fn drive(pc: &Machine, cpu: &mut Cpu, vcpu: &mut NativeVcpu, host: &mut NativeHo
                 if host.console.flush_at() != FOREVER {
                     host.console.flush();
                 }
-                let deadline = deadline_tsc.saturating_add(host.behind);
+                let deadline = deadline_tsc.saturating_add(host.paused_ticks);
                 match CONTROL.idle(index, notification, deadline) {
                     Ok(events) => events,
                     Err(Status::Timeout) => continue,
                     Err(status) => {
-                        error!("cannot wait: {status:?}");
+                        error!("cannot wait for events: {status:?}");
                         return Outcome::HostError(status as u64);
                     }
                 }
             }
         };
-        if events & ORDERS != 0 || seen != CONTROL.orders() {
+        if events & ROOT_EVENTS != 0 || seen != CONTROL.orders() {
             seen = CONTROL.orders();
             let notifications = host.notifications;
-            let mut driven = Driven { pc, cpu, vcpu, host };
+            let mut driven = RunningVcpu { pc, cpu, vcpu, host };
             events |= CONTROL.serve(index, events, notifications, context(index), &mut driven);
-            host.behind = CONTROL.behind();
-            vcpu.set_behind(host.behind);
+            host.paused_ticks = CONTROL.paused_ticks();
+            vcpu.set_paused_ticks(host.paused_ticks);
         }
         if events & event::CONSOLE != 0 {
             host.console.wake();
@@ -341,7 +342,7 @@ fn drive(pc: &Machine, cpu: &mut Cpu, vcpu: &mut NativeVcpu, host: &mut NativeHo
             }
             pc.input(Some(cpu), host);
         }
-        for slot in host.listeners.called(events) {
+        for slot in host.listeners.notified(events) {
             pc.function_input(slot, Some(cpu), host);
         }
         for slot in host.listeners.changed(events) {
@@ -350,14 +351,14 @@ fn drive(pc: &Machine, cpu: &mut Cpu, vcpu: &mut NativeVcpu, host: &mut NativeHo
     }
 }
 
-/// Where a virtual CPU was when it gave up.
+/// Logs the state of a vCPU after a triple fault or an error.
 #[cold]
-fn describe(index: usize, vcpu: &mut NativeVcpu) {
+fn log_vcpu_state(index: usize, vcpu: &mut NativeVcpu) {
     let [rip, rflags] = [Reg::Rip, Reg::Rflags].map(|register| vcpu.get(register));
     let rsp = vcpu.gpr(Gpr::Rsp);
     let [cr0, cr2, cr3, cr4] =
         [Reg::Cr0, Reg::Cr2, Reg::Cr3, Reg::Cr4].map(|register| vcpu.get(register));
-    error!("virtual CPU {index} gave up: rip {rip:#x} rsp {rsp:#x} rflags {rflags:#x}");
+    error!("vCPU {index} failed: rip {rip:#x} rsp {rsp:#x} rflags {rflags:#x}");
     error!("  cr0 {cr0:#x} cr2 {cr2:#x} cr3 {cr3:#x} cr4 {cr4:#x}");
     let [cs, ss, idtr] = [Seg::Cs, Seg::Ss, Seg::Idtr].map(|segment| vcpu.segment(segment));
     error!(
@@ -370,20 +371,20 @@ fn describe(index: usize, vcpu: &mut NativeVcpu) {
     );
 }
 
-/// What the thread of a virtual CPU runs on.
+/// Returns the scheduling context of a vCPU's thread.
 fn context(index: usize) -> SchedContext {
     SchedContext::at(if index == 0 { slot::SCHED } else { vcpu_slots(index) + 3 })
 }
 
-/// A machine and the virtual CPU that a thread drives.
-struct Driven<'d, 'm, 'v, 'h> {
-    pc: &'d Machine<'m>,
+/// A VM and the vCPU that a thread runs.
+struct RunningVcpu<'d, 'm, 'v, 'h> {
+    pc: &'d Board<'m>,
     cpu: &'d Cpu,
     vcpu: &'d mut NativeVcpu<'v>,
     host: &'d mut NativeHost<'h>,
 }
 
-impl control::Machine for Driven<'_, '_, '_, '_> {
+impl control::ControlledVm for RunningVcpu<'_, '_, '_, '_> {
     fn press_power_button(&mut self) {
         self.pc.press_power_button(self.host);
     }
@@ -392,17 +393,17 @@ impl control::Machine for Driven<'_, '_, '_, '_> {
         self.pc.outcome().is_some()
     }
 
-    fn share(&mut self) -> Share {
-        Share::new(self.vcpu, self.cpu.exits())
+    fn figures(&mut self) -> VcpuFigures {
+        VcpuFigures::new(self.vcpu, self.cpu.exits())
     }
 }
 
-/// Gives the files up, and the page tables that map them: the guest will not be loaded again.
+/// Unmaps the files and frees the page tables that map them: the guest is not loaded again.
 fn release_files(start: &Start) {
     for kind in [RangeKind::Kernel, RangeKind::Initrd] {
         for window in windows(start, kind) {
             if let Err(status) = window.release() {
-                warn!("a file cannot be given up: {status:?}");
+                warn!("cannot unmap a file: {status:?}");
             }
         }
     }
@@ -421,7 +422,7 @@ fn exit_code(outcome: Outcome) -> u64 {
         Outcome::TripleFault => code::GUEST_FAULT,
         Outcome::Reset => code::RESET,
         Outcome::HostError(what) => {
-            error!("the virtual CPU cannot run: {what:#x}");
+            error!("cannot run the vCPU: {what:#x}");
             code::INTERNAL
         }
     }

@@ -1,4 +1,4 @@
-//! Writes lines to the log as fast as it can, until root asks it to stop.
+//! Writes lines to the log at full speed, until root asks it to stop.
 #![no_std]
 #![no_main]
 #![forbid(unsafe_code)]
@@ -13,7 +13,7 @@ fn main(_: &Start<'static>) -> u64 {
     let mut count = 0u64;
     while notification.poll() & event::STOP == 0 {
         count += 1;
-        // Two lines each time: they count one by one.
+        // Two lines per call: the budget counts each.
         info!("line {count}\nand one more");
     }
     0

@@ -1,4 +1,4 @@
-//! Crashes in the way that its argument names. If it survives, that is a failure.
+//! Crashes in the way that its argument names. Survival is a failure.
 #![no_std]
 #![no_main]
 #![forbid(unsafe_code)]
@@ -9,7 +9,7 @@ use proto::start::Start;
 
 /// An address of the kernel's half.
 const KERNEL: u64 = 0xffff_8000_0010_0000;
-/// Neither half.
+/// A non-canonical address.
 const NOWHERE: u64 = 0x0000_8000_0000_0000;
 
 native_rt::entry!(main);

@@ -1,11 +1,12 @@
-//! Makes, runs and destroys a virtual machine again and again, by the management gate, and compares the memory that is
-//! left. Arguments: the template, the number of cycles, and if there is one, a virtual machine that is started as often.
+//! Creates, runs and destroys a VM repeatedly, through the management gate, and compares free
+//! memory. Arguments: the template, the number of cycles, and optionally a VM that is restarted as
+//! often.
 #![no_std]
 #![no_main]
 #![forbid(unsafe_code)]
 
 use native_check::{Report, argument, number, same};
-use native_rt::manage::Root;
+use native_rt::manage::ManagementGate;
 use native_rt::{Notification, error, info, time};
 use proto::manage::{CREATE, DESTROY, PAUSE, RESTART, RESUME, Refusal, START, STOP, State};
 use proto::start::{Clock, Start, slot};
@@ -18,7 +19,7 @@ native_rt::entry!(main);
 fn main(start: &Start<'static>) -> u64 {
     let template = argument(start, 0).unwrap_or("template");
     let mut report = Report::default();
-    let manager = Manager { root: Root::new(), clock: start.clock };
+    let manager = Manager { root: ManagementGate::new(), clock: start.clock };
     let count = number(start, 1, 200);
     // First, so that it does not run meanwhile.
     if let Some(vm) = argument(start, 2) {
@@ -30,21 +31,21 @@ fn main(start: &Start<'static>) -> u64 {
 }
 
 struct Manager {
-    root: Root,
+    root: ManagementGate,
     clock: Clock,
 }
 
 impl Manager {
-    fn ask(&self, label: u64, what: &'static str) -> Result<(), &'static str> {
-        self.root.ask(label, NAME, "").map_err(|refusal| {
+    fn request(&self, label: u64, what: &'static str) -> Result<(), &'static str> {
+        self.root.request(label, NAME, "").map_err(|refusal| {
             error!("{what}: {}", refusal.text());
             what
         })
     }
 
-    /// What cannot be done is refused, and changes nothing.
+    /// Checks that impossible requests are refused without effect.
     fn refusals(&self, template: &'static str) -> Result<(), &'static str> {
-        let ask = |label, name, second| self.root.ask(label, name, second);
+        let ask = |label, name, second| self.root.request(label, name, second);
         let before = self.root.memory();
         same("unknown", ask(START, NAME, ""), Err(Refusal::Unknown))?;
         same("template runs", ask(START, template, ""), Err(Refusal::NoVm))?;
@@ -64,37 +65,38 @@ impl Manager {
     fn cycles(&self, template: &str, count: u64) -> Result<(), &'static str> {
         let before = self.root.memory();
         for cycle in 0..count {
-            self.root.ask(CREATE, NAME, template).map_err(|_| "create")?;
-            self.ask(START, "start")?;
+            self.root.request(CREATE, NAME, template).map_err(|_| "create")?;
+            self.request(START, "start")?;
             self.wait_for_end(NAME)?;
-            self.ask(DESTROY, "destroy")?;
+            self.request(DESTROY, "destroy")?;
             if self.root.memory() != before {
                 info!("cycle {cycle}: {:?} instead of {before:?}", self.root.memory());
-                return Err("memory is gone");
+                return Err("memory leaked");
             }
         }
         info!("{count} cycles: {before:?}");
         Ok(())
     }
 
-    /// A virtual machine that has ends of channels cannot be made, but started again. Its peers go on.
+    /// Restarts a VM with channels, which cannot be created from a template. Its peers keep
+    /// running.
     fn lives(&self, vm: &str, count: u64) -> Result<(), &'static str> {
-        // What is made for the first life and kept, such as the channel's memory, is not lost.
+        // Memory allocated for the first start and kept, such as the channel's, is no leak.
         self.wait_for_end(vm)?;
         let before = self.root.memory();
         for life in 0..count {
-            self.root.ask(START, vm, "").map_err(|_| "start again")?;
+            self.root.request(START, vm, "").map_err(|_| "start again")?;
             self.wait_for_end(vm)?;
             if self.root.memory() != before {
                 info!("life {life}: {:?} instead of {before:?}", self.root.memory());
-                return Err("memory is gone");
+                return Err("memory leaked");
             }
         }
         info!("{count} lives: {before:?}");
         Ok(())
     }
 
-    /// Waits until the guest has switched itself off.
+    /// Waits until the guest has shut down.
     fn wait_for_end(&self, vm: &str) -> Result<(), &'static str> {
         let notification = Notification::at(slot::NOTIFICATION);
         let limit = time::after(&self.clock, 20 * SECOND);
@@ -106,7 +108,7 @@ impl Manager {
                     return Err("the guest failed");
                 }
                 _ if time::tsc() > limit => return Err("the guest does not end"),
-                // A moment, which an event may shorten.
+                // A short wait, which an event may shorten.
                 _ => drop(notification.wait(time::after(&self.clock, SECOND / 1000))),
             }
         }

@@ -1,5 +1,6 @@
-//! In place of a VMM: writes, reads and flushes its first disk with many requests under way, and compares everything that it
-//! reads with what was acknowledged. Command line: number of requests, seed. The disk's server may be killed meanwhile.
+//! Replaces a VMM: writes, reads and flushes its first disk with many requests in flight, and
+//! compares all data read with the acknowledged writes. Command line: number of requests, seed.
+//! Another check may kill the disk's server meanwhile.
 #![no_std]
 #![no_main]
 #![forbid(unsafe_code)]
@@ -11,17 +12,17 @@ use proto::disk::{BUFFER, Buffer, Client, Operation, SECTOR, Status};
 use proto::service::{Attachment, Service};
 use proto::start::{Role, Start, event, slot};
 
-/// Blocks of 4 KiB that are used.
+/// Number of 4-KiB blocks used.
 const BLOCKS: usize = 256;
-/// Requests under way.
+/// Number of requests in flight.
 const DEPTH: usize = 16;
 const SECTORS: u32 = (BUFFER / SECTOR) as u32;
-/// Time without any answer after which the check has failed, in ns.
-const PATIENCE: u64 = 20_000_000_000;
+/// Time without any answer after which the check fails, in ns.
+const ANSWER_TIMEOUT: u64 = 20_000_000_000;
 
 native_rt::entry!(main);
 
-/// A block's content: the version that was acknowledged last; `None` while it is being written.
+/// Content of each block: the last acknowledged version; `None` during a write.
 type Versions = [Option<u64>; BLOCKS];
 
 #[derive(Clone, Copy)]
@@ -50,7 +51,7 @@ fn main(start: &Start<'static>) -> u64 {
 }
 
 fn check(start: &Start<'static>) -> Result<(), &'static str> {
-    let Role::Vmm(plan) = &start.role else { return Err("not in place of a VMM") };
+    let Role::Vmm(plan) = &start.role else { return Err("the start page does not describe a VMM") };
     let mut words = plan.command_line.split_ascii_whitespace();
     let mut number = || words.next().and_then(|word| word.parse().ok());
     let (count, seed) = (number().unwrap_or(1000), number().unwrap_or(1));
@@ -106,7 +107,7 @@ impl Check<'_> {
         let block = random.below(BLOCKS as u64) as usize;
         let operation = match random.below(16) {
             0 => Operation::Flush,
-            // What was never written holds something unknown.
+            // A block that was never written has unknown content.
             1..8 if self.versions[block].is_some() => Operation::Read,
             _ => Operation::Write,
         };
@@ -142,7 +143,7 @@ impl Check<'_> {
         self.client.submit(operation, sector, SECTORS, buffer.offset, tag as u64)
     }
 
-    /// Takes answers; whether there were any.
+    /// Collects answers; returns whether there were any.
     fn collect(&mut self) -> Result<bool, &'static str> {
         let mut any = false;
         while let Some(completion) = self.client.poll() {
@@ -198,7 +199,7 @@ impl Check<'_> {
 
     fn signal(&mut self) {
         if self.client.take_signal() {
-            // A server that is gone comes again by itself.
+            // A server that has ended receives the requests again when it restarts.
             let _ = Notification::at(slot::SESSIONS).signal(self.attachment.signal);
         }
     }
@@ -207,7 +208,7 @@ impl Check<'_> {
         if !self.client.sleep() {
             return Ok(());
         }
-        let deadline = time::after(&self.start.clock, PATIENCE);
+        let deadline = time::after(&self.start.clock, ANSWER_TIMEOUT);
         let events = Notification::at(slot::NOTIFICATION).wait(deadline);
         match events {
             Ok(events) if events & event::STOP != 0 => Err("stopped"),

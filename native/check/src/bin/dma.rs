@@ -1,9 +1,10 @@
-//! In place of a disk server: has its disk read and write memory that it was not given, and send interrupts that it was not
-//! given, and prints whether the disk could. Overwrites a sector between the partition table and the first partition.
+//! Replaces a disk server: makes its disk read and write foreign memory and send foreign
+//! interrupts, and prints whether the disk could. Overwrites a sector between the partition table
+//! and the first partition.
 //!
-//! Devices may report success for what an IOMMU kept from them, so only contents count. What is read is the kernel's program. What is
-//! written is memory that nobody uses after boot; if that is not possible, the kernel's program is overwritten, too: whoever
-//! is alive afterwards was protected.
+//! Devices may report success for an access that an IOMMU blocked, so only contents count. The disk
+//! reads the kernel's program text. It writes memory that no program uses after boot; if the IOMMU
+//! blocks that, it writes the kernel's text, too: if the system survives, it was protected.
 #![no_std]
 #![no_main]
 #![forbid(unsafe_code)]
@@ -17,37 +18,38 @@ use native_virtio::{QUEUE_BYTES, Queue, Transport, WRITE};
 use proto::disk::SECTOR;
 use proto::start::{Clock, Start, event, slot};
 
-/// Where the kernel's program is in physical memory, and at least so many sectors of it.
+/// Physical address of the kernel's image, and a lower bound of its sectors.
 const KERNEL: u64 = 0x10_0000;
 const KERNEL_SECTORS: u64 = 128;
-/// Conventional memory after the BIOS' data.
+/// Conventional memory after the BIOS data area.
 const UNUSED: u64 = 0x600;
 /// The last word of a partition table.
 const SIGNATURE: u64 = 0xaa55;
-/// A sector that belongs to nobody.
+/// A sector outside of all partitions.
 const FREE: u64 = 100;
-/// Types of requests (virtio 1.2, section 5.2.6).
+/// Request types (virtio 1.2, section 5.2.6).
 const IN: u64 = 0;
 const OUT: u64 = 1;
-/// Words behind the queue: type, sector, status, and from `DATA` on a sector.
+/// Words after the queue: type, sector, status, and from `DATA` on a sector.
 const RECORD: usize = QUEUE_BYTES as usize / 8;
 const STATUS: usize = RECORD + 2;
 const DATA: usize = RECORD + 64;
-/// Bytes of a message that interrupts; where a device writes them is the local APICs' (APM vol. 2, section 16.6.9).
+/// Bytes of an interrupt message, and the address range of the local APICs (APM vol. 2, section
+/// 16.6.9).
 const MESSAGE: u64 = 4;
 const APIC: u64 = 0xfee0_0000;
-/// Vectors of exceptions, and the last one, which is that of spurious interrupts.
+/// Number of exception vectors, and the vector of spurious interrupts.
 const EXCEPTIONS: u32 = 32;
 const SPURIOUS: u32 = 0xff;
-/// Delivery modes of messages: lowest priority, NMI, and as the 8259 says. Two are left out: SMI is the firmware's, and INIT resets
-/// the processor, which nothing but the remapping of interrupts keeps a device from.
+/// Delivery modes of messages: lowest priority, NMI, ExtINT. Two are omitted: SMI is the
+/// firmware's, and INIT resets the processor, which only interrupt remapping prevents.
 const LOWEST: u32 = 1 << 8;
 const NMI: u32 = 4 << 8;
 const EXTERNAL: u32 = 7 << 8;
-/// Flag of the available ring: the device is not to interrupt (virtio 1.2, section 2.7.7).
+/// Flag of the available ring: the device sends no interrupts (virtio 1.2, section 2.7.7).
 const NO_INTERRUPT: u64 = 1;
-/// Time for a request, in looks and ns.
-const LOOKS: u32 = 100;
+/// Time limit of a request: number of polls, and ns between them.
+const MAX_POLLS: u32 = 100;
 const PAUSE: u64 = 10_000_000;
 
 native_rt::entry!(main);
@@ -75,12 +77,13 @@ fn check(start: &Start<'static>) -> Result<(), &'static str> {
     }
     let tell = |could| if could { "can" } else { "cannot" };
     info!("the disk {} read and {} write what is not its server's", tell(reads), tell(writes));
-    // It is no worse for that.
+    // The disk must still work.
     let again = disk.read(0);
     if again == Some(table) { Ok(()) } else { Err("the disk does not work any more") }
 }
 
-/// The kernel takes none of these for an exception of whoever runs, of itself neither, and goes on taking other interrupts.
+/// Checks that the kernel takes none of these interrupts for an exception, and continues to accept
+/// others.
 fn messages(start: &Start<'static>) -> Result<(), &'static str> {
     let mut disk = Disk::new(start)?;
     let irq = Irq::at(slot::DEVICE);
@@ -92,7 +95,7 @@ fn messages(start: &Start<'static>) -> Result<(), &'static str> {
     }
     disk.silence();
     disk.events = 0;
-    // They come while other programs and guests run, or nobody does; then while this one does.
+    // They arrive while other tasks run or the CPU is idle; then while this program runs.
     for waits in [true, false] {
         disk.waits = waits;
         for vector in 0..EXCEPTIONS {
@@ -104,7 +107,7 @@ fn messages(start: &Start<'static>) -> Result<(), &'static str> {
         }
     }
     if disk.events != 0 {
-        return Err("an interrupt came that nobody has sent");
+        return Err("an unexpected interrupt arrived");
     }
     disk.send(start, own as u32)?;
     disk.events |= notification.wait(time::after(&start.clock, PAUSE)).unwrap_or(0);
@@ -113,7 +116,7 @@ fn messages(start: &Start<'static>) -> Result<(), &'static str> {
     Ok(())
 }
 
-/// The words of a sector.
+/// Words of a sector.
 type Sector = [u64; SECTOR as usize / 8];
 
 struct Disk {
@@ -122,9 +125,9 @@ struct Disk {
     queue: Queue<'static>,
     words: &'static [AtomicU64],
     physical: u64,
-    /// Whether it sleeps while the disk works.
+    /// The program sleeps while the disk works.
     waits: bool,
-    /// What came meanwhile.
+    /// Events received meanwhile.
     events: u64,
 }
 
@@ -134,7 +137,7 @@ impl Disk {
         let memory = dma(start).ok_or("no memory for the disk")?;
         let space = configuration(start).ok_or("no disk")?;
         let (transport, _) = Transport::new(space, |number| registers(start, number), 0)
-            .map_err(|_| "the disk cannot be set up")?;
+            .map_err(|_| "cannot set up the disk")?;
         let (words, physical) = (memory.words(), memory.physical());
         let queue = Queue::new(words, physical, transport.queue_size(0)).ok_or("no queue")?;
         transport.set_queue(0, &queue).map_err(|_| "no queue")?;
@@ -143,14 +146,15 @@ impl Disk {
         Ok(Self { clock, transport, queue, words, physical, waits: true, events: 0 })
     }
 
-    /// The disk does not interrupt any more when it has done something.
+    /// Disables completion interrupts of the disk.
     fn silence(&self) {
         let [_, available, _] = self.queue.addresses();
         self.words[((available - self.physical) / 8) as usize]
             .fetch_or(NO_INTERRUPT, Ordering::Release);
     }
 
-    /// Has the disk write a message to a processor's local APIC: reads a sector that begins with it.
+    /// Makes the disk write a message to a local APIC: it reads a sector that begins with the
+    /// message.
     fn send(&mut self, start: &Start<'static>, message: u32) -> Result<(), &'static str> {
         self.words[DATA].store(message.into(), Ordering::Relaxed);
         if !self.request(OUT, FREE, self.at(DATA)) {
@@ -165,7 +169,7 @@ impl Disk {
         Ok(())
     }
 
-    /// The address of a word of its memory.
+    /// Returns the physical address of a word of its memory.
     fn at(&self, word: usize) -> u64 {
         self.physical + 8 * word as u64
     }
@@ -176,7 +180,8 @@ impl Disk {
         done.then(|| core::array::from_fn(|word| self.words[DATA + word].load(Ordering::Acquire)))
     }
 
-    /// What the disk finds at a physical address; zeros if it reads nothing.
+    /// Makes the disk write a sector from a physical address, and returns it; zeros if the disk
+    /// cannot read there.
     fn peek(&mut self, start: &Start<'static>, address: u64) -> Result<Sector, &'static str> {
         for word in 0..SECTOR as usize / 8 {
             self.words[DATA + word].store(0, Ordering::Relaxed);
@@ -188,7 +193,7 @@ impl Disk {
         self.read(FREE).ok_or("the disk cannot read what it wrote")
     }
 
-    /// A request that may fail, and leave the disk in need of a reset.
+    /// Performs a request that may fail, and resets the disk if that is necessary.
     fn try_request(
         &mut self,
         start: &Start<'static>,
@@ -202,12 +207,12 @@ impl Disk {
         Ok(())
     }
 
-    /// Moves a sector from or to a physical address; whether the disk did.
+    /// Transfers a sector from or to a physical address; returns whether the disk reported success.
     fn request(&mut self, kind: u64, sector: u64, address: u64) -> bool {
         self.transfer(kind, sector, &[(address, SECTOR as u32)])
     }
 
-    /// Moves a sector from or to a place in one or two parts: physical addresses and lengths.
+    /// Transfers a sector in one or two parts: physical addresses and lengths.
     fn transfer(&mut self, kind: u64, sector: u64, parts: &[(u64, u32)]) -> bool {
         for (word, value) in [(RECORD, kind), (RECORD + 1, sector), (STATUS, u64::MAX)] {
             self.words[word].store(value, Ordering::Relaxed);
@@ -228,9 +233,9 @@ impl Disk {
         self.finish()
     }
 
-    /// Waits for the end of a request; whether it succeeded.
+    /// Waits for the end of a request; returns whether it succeeded.
     fn finish(&mut self) -> bool {
-        let end = time::after(&self.clock, PAUSE * u64::from(LOOKS));
+        let end = time::after(&self.clock, PAUSE * u64::from(MAX_POLLS));
         while time::tsc() < end {
             if self.queue.take().is_ok_and(|taken| taken.is_some()) {
                 return self.words[STATUS].load(Ordering::Acquire) as u8 == 0;

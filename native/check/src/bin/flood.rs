@@ -1,4 +1,5 @@
-//! Exhausts a quota with objects of each kind, frees them, and does it again: the same number must fit every time.
+//! Exhausts a quota with objects of each kind, frees them, and repeats: the same number must fit
+//! every time.
 #![no_std]
 #![no_main]
 #![forbid(unsafe_code)]
@@ -9,7 +10,7 @@ use proto::start::{Start, slot};
 
 const FACTORY: u64 = slot::FREE;
 const FIRST: u64 = slot::FREE + 1;
-/// Kinds of objects, and the pages of the quota that is exhausted with each.
+/// Kinds of objects, and the quota in pages that each exhausts.
 const KINDS: [(&str, u64); 6] = [
     ("task", 24),
     ("gate", 1),
@@ -45,7 +46,7 @@ fn make(factory: Factory, kind: usize, at: u64) -> Result<(), Status> {
     }
 }
 
-/// Fills and empties the quota; returns how many objects fit.
+/// Fills and empties the quota; returns the number of objects that fit.
 fn flood(kind: usize, pages: u64, rounds: u64) -> Result<u64, &'static str> {
     let factory = Factory::at(slot::FACTORY)
         .factory(FACTORY, pages, 1, 0)
@@ -69,7 +70,7 @@ fn flood(kind: usize, pages: u64, rounds: u64) -> Result<u64, &'static str> {
         }
         if !matches!(end, Ok(()) | Err(Status::NoQuota | Status::Unsupported)) {
             error!("{end:?} after {count}");
-            return Err("something else than the quota ended it");
+            return Err("creation failed for another reason than the quota");
         }
         if *first.get_or_insert(count) != count {
             error!("round {round}: {count}");

@@ -1,7 +1,9 @@
-//! Makes random system calls with random and nearly valid arguments. The kernel must not mind.
+//! Fuzzes the system calls: random and nearly valid operations and arguments. The kernel must
+//! survive.
 //!
-//! A worker thread makes the calls; the first thread sees to it that the worker goes on: it restarts it when a call
-//! has stopped or blocked it. Calls that would only take away what the test itself needs are left out.
+//! A worker thread performs the calls; the first thread monitors its progress and restarts it when
+//! a call has stopped or blocked it. The worker skips calls that would only remove the resources of
+//! the test itself.
 #![no_std]
 #![no_main]
 #![forbid(unsafe_code)]
@@ -11,26 +13,26 @@ use core::sync::atomic::{AtomicU64, Ordering};
 use abi::ops::{SELF, UNMAP_SELF};
 use abi::{Item, ItemKind, Op, PAGE_SHIFT, PAGE_SIZE, USER_END};
 use native_check::{Random, Report, number};
-use native_rt::thread::{Making, Stack, restart, spawn};
+use native_rt::thread::{Stack, ThreadResources, restart, spawn};
 use native_rt::{
-    Factory, Notification, Page, SchedContext, Serves, Status, drop_capability, error, info, probe,
-    time,
+    Factory, Notification, Page, SchedContext, ServerThread, Status, drop_capability, error, info,
+    probe, time,
 };
 use proto::start::{MEMORY, STACK_TOP, START_PAGE, Start, slot};
 
-/// What the first thread needs.
+/// Capabilities of the first thread, which calls must not remove.
 const WORKER: u64 = slot::FREE;
 const SCHED: u64 = slot::FREE + 1;
 const PROTECTED: [u64; 6] =
     [slot::THREAD, slot::NOTIFICATION, slot::LOG, slot::CONTROL, WORKER, SCHED];
 /// Private memory, which may be lost.
 const PRIVATE: core::ops::Range<u64> = MEMORY..MEMORY + (256 << 10);
-/// Where the program itself is.
+/// Address ranges of the program itself.
 const OWN: [core::ops::Range<u64>; 2] = [0x1_0000..PRIVATE.start, PRIVATE.end..STACK_TOP];
-/// Time between looks at the worker, and its turn, in ns.
+/// Interval of the monitor, and the worker's time slice, in ns.
 const LOOK: u64 = 30_000_000;
-const TURN: u64 = 5_000_000;
-/// Operations beyond the last one that are tried too.
+const TIME_SLICE: u64 = 5_000_000;
+/// Number of undefined operations that are tried too.
 const BEYOND: u64 = 4;
 
 static STACK: Stack<{ 16 << 10 }> = Stack::new();
@@ -59,25 +61,26 @@ fn main(start: &Start<'static>) -> u64 {
     report.exit_code()
 }
 
-/// Runs the worker until it has made all calls; returns how often it had to be restarted.
+/// Runs the worker until it has performed all calls; returns the number of restarts.
 fn watch(start: &Start, seed: u64) -> Result<u64, Status> {
-    // The worker must not take this thread's time away.
+    // The worker must not preempt this thread.
     drop_capability(slot::SCHED)?;
     let factory = Factory::at(slot::FACTORY);
     let priority = start.priority;
-    let sched = factory.sched_context(SCHED, priority, TURN, 0)?;
-    let making = Making { factory, task: slot::TASK, slot: WORKER, cpu: start.cpu, sched };
-    let thread = spawn(making, &STACK, work, seed)?;
+    let sched = factory.sched_context(SCHED, priority, TIME_SLICE, 0)?;
+    let resources =
+        ThreadResources { factory, task: slot::TASK, slot: WORKER, cpu: start.cpu, sched };
+    let thread = spawn(resources, &STACK, work, seed)?;
     let notification = Notification::at(slot::NOTIFICATION);
     let (mut restarts, mut last) = (0, 0);
     while CALLS.load(Ordering::Relaxed) < WANTED.load(Ordering::Relaxed) {
-        // Events are the worker's own doing.
+        // Events come from the worker.
         let _ = notification.wait(time::after(&start.clock, LOOK));
         let calls = CALLS.load(Ordering::Relaxed);
         if calls == last {
             restarts += 1;
-            // The worker may have taken its own time away.
-            let _ = SchedContext::at(SCHED).set(priority, TURN, 0);
+            // The worker may have changed its own scheduling context.
+            let _ = SchedContext::at(SCHED).set(priority, TIME_SLICE, 0);
             let _ = thread.bind_sched(sched);
             restart(thread, &STACK, work, seed.wrapping_add(restarts << 32))?;
         }
@@ -91,14 +94,14 @@ extern "C" fn work(seed: u64) -> ! {
     let mut random = Random::new(seed);
     loop {
         let operation = random.below(abi::OPERATIONS.len() as u64 + BEYOND);
-        // Giving the turn away is harmless but slow: others on the CPU take theirs.
+        // `Yield` is harmless but slow: other tasks on the CPU run meanwhile.
         if operation == Op::Yield as u64 && random.below(1000) != 0 {
             continue;
         }
         let mut arguments = [0; 6];
         arguments.fill_with(|| value(&mut random));
         shape(operation, &mut arguments, &mut random);
-        if is_suicide(operation, &arguments) {
+        if ends_test(operation, &arguments) {
             continue;
         }
         if random.below(64) == 0 {
@@ -117,7 +120,7 @@ extern "C" fn work(seed: u64) -> ! {
     }
 }
 
-/// An argument: now and then anything, mostly something that a kernel might take.
+/// Returns a random argument: mostly a plausible one, sometimes any value.
 fn value(random: &mut Random) -> u64 {
     match random.below(16) {
         0 => random.draw(),
@@ -145,7 +148,7 @@ fn item(random: &mut Random) -> Item {
     }
 }
 
-/// Makes the arguments of some operations more likely to get somewhere, and waits short.
+/// Makes the arguments of some operations more plausible, and limits waits.
 fn shape(operation: u64, arguments: &mut [u64; 6], random: &mut Random) {
     match Op::from_code(operation) {
         Some(Op::GateReplyWait) => arguments[0] &= !abi::reply_wait::WAIT,
@@ -170,9 +173,9 @@ fn shape(operation: u64, arguments: &mut [u64; 6], random: &mut Random) {
     }
 }
 
-/// Whether a call would only end the test: it takes the program's own pages or the first thread's tools, stops the first
-/// thread, or talks to root in the program's name.
-fn is_suicide(operation: u64, arguments: &[u64; 6]) -> bool {
+/// Returns whether a call would only end the test: it unmaps the program's own pages or the first
+/// thread's resources, stops the first thread, or calls root as this task.
+fn ends_test(operation: u64, arguments: &[u64; 6]) -> bool {
     let [first, second, third, ..] = *arguments;
     match Op::from_code(operation) {
         Some(Op::GateCall) => first == slot::LOG || first == slot::CONTROL,
@@ -185,7 +188,7 @@ fn is_suicide(operation: u64, arguments: &[u64; 6]) -> bool {
     }
 }
 
-/// Whether the program cannot do without what the item names.
+/// Returns whether the item names a resource that the program needs.
 fn takes(item: u64, base: u64) -> bool {
     let Some(item) = Item::unpack(item) else { return false };
     let count = 1u64 << item.order;

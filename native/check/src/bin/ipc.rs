@@ -1,5 +1,5 @@
-//! Tests what the kernel promises: notifications, gates, messages, delegation, revocation, rights, quotas,
-//! priorities, budgets.
+//! Tests the kernel's contracts: notifications, gates, messages, delegation, revocation, rights,
+//! quotas, priorities, budgets.
 #![no_std]
 #![no_main]
 #![forbid(unsafe_code)]
@@ -9,29 +9,30 @@ use core::sync::atomic::{AtomicU64, Ordering};
 use abi::{Item, Op, PAGE_SIZE, rights};
 use native_check::{Report, same};
 use native_rt::start::windows;
-use native_rt::thread::{Making, Stack, spawn};
+use native_rt::thread::{Stack, ThreadResources, spawn};
 use native_rt::{
-    Caller, Factory, Gate, Message, Notification, OwnThread, Page, SchedContext, Serves, Slots,
-    Space, Status, Window, accept_memory, copy_capability, drop_capability, probe, received_memory,
-    reply_wait, revoke_capability, time, wait,
+    Factory, Gate, Incoming, Message, Notification, OwnThread, Page, SchedContext, ServerThread,
+    Slots, Space, Status, Window, accept_memory, copy_capability, drop_capability, probe,
+    received_memory, reply_wait, revoke_capability, time, wait,
 };
 use proto::start::{MESSAGE_PAGE, RangeKind, Start, slot};
 
 type Case = Result<(), &'static str>;
 
 const MILLISECOND: u64 = 1_000_000;
-/// Turn of every thread here, in ns.
-const TURN: u64 = 10 * MILLISECOND;
-/// Base of the port range that nobody gave us.
+/// Time slice of every thread here, in ns.
+const TIME_SLICE: u64 = 10 * MILLISECOND;
+/// Base of a port range that this task does not own.
 const FOREIGN_PORT: u16 = 0x3f8;
 
 native_rt::entry!(main);
 
 fn main(start: &Start<'static>) -> u64 {
     let mut report = Report::default();
-    // Below the highest priority that we can give to others, so that these can run before us.
+    // Below the highest priority that this task may assign, so that other threads can preempt this
+    // one.
     let below = start.priority.saturating_sub(1);
-    if SchedContext::at(slot::SCHED).set(below, TURN, 0).is_err() {
+    if SchedContext::at(slot::SCHED).set(below, TIME_SLICE, 0).is_err() {
         report.case("own-priority", Err("cannot lower it"));
     }
     let mut tests =
@@ -69,14 +70,14 @@ fn cases<'a>() -> [NamedCase<'a>; 18] {
     ]
 }
 
-/// What the cases share.
+/// State shared by the cases.
 struct Tests<'a> {
     start: &'a Start<'static>,
     factory: Factory,
     slots: Slots<1>,
 }
 
-/// Turns a failure of preparation into a failed case.
+/// Turns a failure of the preparation into a failed case.
 fn ready<T>(what: &'static str, result: Result<T, Status>) -> Result<T, &'static str> {
     result.map_err(|status| {
         native_rt::error!("{what}: {status:?}");
@@ -86,7 +87,7 @@ fn ready<T>(what: &'static str, result: Result<T, Status>) -> Result<T, &'static
 
 impl Tests<'_> {
     fn slot(&mut self) -> Result<u64, &'static str> {
-        self.slots.take().ok_or("no slot left")
+        self.slots.allocate().ok_or("no slot left")
     }
 
     fn notification(&mut self) -> Result<Notification, &'static str> {
@@ -116,17 +117,23 @@ impl Tests<'_> {
         argument: u64,
     ) -> Result<OwnThread, &'static str> {
         let slot = self.slot()?;
-        let making =
-            Making { factory: self.factory, task: slot::TASK, slot, cpu: self.start.cpu, sched };
-        ready("start a thread", spawn(making, stack, body, argument))
+        let resources = ThreadResources {
+            factory: self.factory,
+            task: slot::TASK,
+            slot,
+            cpu: self.start.cpu,
+            sched,
+        };
+        ready("start a thread", spawn(resources, stack, body, argument))
     }
 
-    /// A server thread of this task above the first thread, and a gate to it.
+    /// Creates a server thread of this task with a higher priority than the first thread, and a
+    /// gate to it.
     fn server<const BYTES: usize>(
         &mut self,
         stack: &'static Stack<BYTES>,
     ) -> Result<(OwnThread, Gate), &'static str> {
-        let sched = self.sched(self.above(), TURN, 0)?;
+        let sched = self.sched(self.above(), TIME_SLICE, 0)?;
         let slot = self.slot()?;
         let thread = self.thread(sched, stack, serve, slot)?;
         let slot = self.slot()?;
@@ -134,7 +141,7 @@ impl Tests<'_> {
         Ok((thread, gate))
     }
 
-    /// A priority above our own, and the highest that we can give.
+    /// Returns the highest priority that this task can assign, which is above its own.
     fn above(&self) -> u8 {
         self.start.priority
     }
@@ -221,7 +228,7 @@ impl Tests<'_> {
         same("no operation", status, Status::BadOperation as u64)?;
         let (status, _) = probe::system_call(u64::MAX, [0; 6]);
         same("no operation", status, Status::BadOperation as u64)?;
-        // Ports that we do not have cannot be delegated either.
+        // Foreign ports cannot be delegated either.
         let item = Item::ports(0).pack();
         let port = FOREIGN_PORT as u64;
         let arguments = [abi::ops::SELF, item, port, port, 0, 0];
@@ -249,7 +256,7 @@ impl Tests<'_> {
 
     // ---- gates -------------------------------------------------------------------------------
 
-    /// A server in a task of its own: the slots of thread and task, and its gate.
+    /// Creates a server in a task of its own; returns the slots of thread and task, and its gate.
     fn echo(&mut self) -> Result<([u64; 2], Gate), &'static str> {
         let task_slot = self.slot()?;
         let task = ready("make a task", self.factory.task(task_slot, 16))?;
@@ -259,7 +266,7 @@ impl Tests<'_> {
         let at = self.slot()?;
         let thread =
             ready("make a thread", self.factory.thread(at, task, self.start.cpu, MESSAGE_PAGE))?;
-        let sched = self.sched(self.above(), TURN, 0)?;
+        let sched = self.sched(self.above(), TIME_SLICE, 0)?;
         ready("bind", thread.bind_sched(sched))?;
         ready("start", thread.start(entry, 0, 0))?;
         let at_gate = self.slot()?;
@@ -327,7 +334,7 @@ impl Tests<'_> {
         same("signal", answer.words[0], Status::Ok as u64)?;
         same("wait without the right", answer.words[1], Status::BadRights as u64)?;
         same("bits", notification.wait(0), Ok(0b1010))?;
-        // The server takes capabilities only before that call.
+        // The server accepts capabilities only before that call.
         same("refused", send(rights::SIGNAL), Err(Status::Overflow))
     }
 
@@ -355,10 +362,10 @@ impl Tests<'_> {
         let window = self.window()?.part(16 * PAGE_SIZE, PAGE_SIZE).ok_or("no page")?;
         Page::current().set_memory(0, window, rights::READ | rights::WRITE, true);
         ready("call", gate.call(Message::new(SHARE, [0; 4]).with_items(1)))?;
-        // Gone from here: it cannot be given again.
+        // The memory is gone from this task: it cannot be shared again.
         Page::current().set_memory(0, window, rights::READ, false);
         let again = gate.call(Message::new(SHARE, [0; 4]).with_items(1));
-        if again.is_ok() { Err("granted memory is still ours") } else { Ok(()) }
+        if again.is_ok() { Err("granted memory is still mapped") } else { Ok(()) }
     }
 
     fn abort(&mut self) -> Case {
@@ -366,7 +373,7 @@ impl Tests<'_> {
         static CALLER: Stack<{ 16 << 10 }> = Stack::new();
         let (server, gate) = self.server(&SERVER)?;
         RESULT.store(u64::MAX, Ordering::Relaxed);
-        let sched = self.sched(self.above(), TURN, 0)?;
+        let sched = self.sched(self.above(), TIME_SLICE, 0)?;
         self.thread(sched, &CALLER, call_for_ever, gate.selector())?;
         same("the caller waits", RESULT.load(Ordering::Relaxed), u64::MAX)?;
         same("stop", server.stop(), Ok(()))?;
@@ -381,20 +388,20 @@ impl Tests<'_> {
     fn ceiling(&mut self) -> Case {
         let too_high = self.above() + 1;
         let at = self.slot()?;
-        let made = self.factory.sched_context(at, too_high, TURN, 0).map(drop);
+        let made = self.factory.sched_context(at, too_high, TIME_SLICE, 0).map(drop);
         same("made too high", made, Err(Status::BadRights))?;
         let split = self.factory.factory(at, 1, too_high, 0).map(drop);
         same("a factory for more", split, Err(Status::BadRights))?;
-        let sched = self.sched(self.above(), TURN, 0)?;
-        same("raised", sched.set(too_high, TURN, 0), Err(Status::BadRights))?;
-        same("lowered", sched.set(0, TURN, 0), Ok(()))
+        let sched = self.sched(self.above(), TIME_SLICE, 0)?;
+        same("raised", sched.set(too_high, TIME_SLICE, 0), Err(Status::BadRights))?;
+        same("lowered", sched.set(0, TIME_SLICE, 0), Ok(()))
     }
 
     fn priority(&mut self) -> Case {
         static STACK: Stack<{ 16 << 10 }> = Stack::new();
         let notification = self.notification()?;
         COUNT.store(0, Ordering::Relaxed);
-        let sched = self.sched(self.above(), TURN, 0)?;
+        let sched = self.sched(self.above(), TIME_SLICE, 0)?;
         self.thread(sched, &STACK, count_signals, notification.selector())?;
         for round in 1..=10 {
             same("signal", notification.signal(1), Ok(()))?;
@@ -407,7 +414,7 @@ impl Tests<'_> {
         static STACK: Stack<{ 16 << 10 }> = Stack::new();
         let khz = self.start.clock.tsc_khz;
         COUNT.store(0, Ordering::Relaxed);
-        // Above us, but with a tenth of the time only.
+        // Above this thread, but with a tenth of the time only.
         let sched = self.sched(self.above(), MILLISECOND, 10 * MILLISECOND)?;
         let spinner = self.thread(sched, &STACK, spin, khz)?;
         let begin = time::tsc();
@@ -424,7 +431,7 @@ impl Tests<'_> {
     }
 }
 
-// ---- the other threads -------------------------------------------------------------------------
+// ---- other threads -----------------------------------------------------------------------------
 
 /// Operations of [`serve`].
 const REVERSE: u64 = 1;
@@ -435,15 +442,15 @@ const HANG: u64 = 4;
 static RESULT: AtomicU64 = AtomicU64::new(0);
 static COUNT: AtomicU64 = AtomicU64::new(0);
 
-/// Serves; takes one capability into `slot`, and one page at a time.
+/// Serves calls; accepts one capability into `slot`, and one page at a time.
 extern "C" fn serve(slot: u64) -> ! {
     Page::current().accept_capabilities(slot, 1);
     accept_memory(0, PAGE_SIZE);
     let mut next = wait();
     loop {
         next = match next {
-            Ok(Caller::Call(_, message)) if message.tag.label == HANG => sleep(),
-            Ok(Caller::Call(_, message)) => reply_wait(answer(slot, message)),
+            Ok(Incoming::Call(_, message)) if message.tag.label == HANG => sleep(),
+            Ok(Incoming::Call(_, message)) => reply_wait(answer(slot, message)),
             _ => wait(),
         };
     }
@@ -481,7 +488,7 @@ fn answer(slot: u64, message: Message) -> Message {
     }
 }
 
-/// Calls a gate whose server does not answer.
+/// Calls a gate whose server does not reply.
 extern "C" fn call_for_ever(gate: u64) -> ! {
     let status = Gate::at(gate).call(Message::new(HANG, [0; 4])).err().unwrap_or(Status::Ok);
     RESULT.store(status as u64, Ordering::Relaxed);
@@ -496,7 +503,7 @@ extern "C" fn count_signals(notification: u64) -> ! {
     }
 }
 
-/// Adds up the time that it runs.
+/// Accumulates the time that it runs.
 extern "C" fn spin(khz: u64) -> ! {
     let mut own = OwnTime::new(khz);
     loop {
@@ -505,8 +512,8 @@ extern "C" fn spin(khz: u64) -> ! {
     }
 }
 
-/// Time that a thread has run, in ticks: steps between looks at the clock that are too short for anybody else to
-/// have run meanwhile, be it another thread or another program on the machine that emulates this one.
+/// Run time of a thread, in ticks: the sum of steps between reads of the clock that are too short
+/// for a preemption, by another thread here or by another program on the host of an emulator.
 struct OwnTime {
     sum: u64,
     last: u64,
@@ -528,7 +535,7 @@ impl OwnTime {
     }
 }
 
-/// Waits for events, of which there are none.
+/// Waits for events that never arrive.
 fn sleep() -> ! {
     loop {
         let _ = Notification::at(slot::NOTIFICATION).wait(abi::FOREVER);

@@ -1,5 +1,6 @@
-//! Makes the kernel do the most that one entry can: thousands of mappings and capabilities that end at once, a crowd of
-//! callers whose server stops, many timeouts at the same time. The kernel that measures itself logs the longest path.
+//! Triggers the longest kernel paths: destruction of thousands of mappings and capabilities at
+//! once, many callers of a server that stops, many simultaneous timeouts. A kernel built to measure
+//! itself logs the longest path.
 #![no_std]
 #![no_main]
 #![forbid(unsafe_code)]
@@ -8,28 +9,28 @@ use abi::{Item, Op, PAGE_SHIFT, PAGE_SIZE, ops, rights};
 use native_check::Report;
 use native_rt::start::windows;
 use native_rt::{
-    Factory, Serves, Slots, Space, Status, Task, Thread, Window, drop_capability, info, probe,
-    revoke_capability, time,
+    Factory, ServerThread, Slots, Space, Status, Task, Thread, Window, drop_capability, info,
+    probe, revoke_capability, time,
 };
 use proto::start::{RangeKind, Start, slot};
 
-/// What there is of everything.
+/// Numbers of objects.
 const MAPPINGS: u64 = 10_000;
 const CAPABILITIES: u64 = 8192;
 const CALLERS: u64 = 256;
 const SLEEPERS: u64 = 64;
-/// Where mappings go in this task, and where threads of the other task have their message pages.
+/// Addresses of mappings in this task, and of message pages of the other task's threads.
 const FAR: u64 = 1 << 40;
 const MESSAGES: u64 = 1 << 30;
-/// Where the words of the other task's threads are.
+/// Address of the words of the other task's threads.
 const WORDS: u64 = 1 << 31;
 /// Distance of mappings that need page tables of their own.
 const APART: u64 = 1 << 30;
-const TURN: u64 = 1_000_000;
+const TIME_SLICE: u64 = 1_000_000;
 const SECOND: u64 = 1_000_000_000;
-/// Slots of the other task: for what its threads call or wait for, and for the threads themselves.
+/// Slots of the other task: for the objects that its threads use, and for the threads themselves.
 const CALLED: u64 = 600;
-const KEPT: u64 = 2000;
+const THREADS: u64 = 2000;
 
 native_rt::entry!(main);
 
@@ -58,14 +59,14 @@ fn parts<'a>() -> [(&'static str, Part<'a>); 5] {
     ]
 }
 
-/// What the parts share.
+/// State shared by the parts.
 struct Load<'a> {
     start: &'a Start<'static>,
     factory: Factory,
     slots: Slots<1>,
 }
 
-/// A task whose threads make one system call each.
+/// A task whose threads perform one system call each.
 struct Crowd {
     task: Task,
     slot: u64,
@@ -83,7 +84,7 @@ fn call(operation: Op, arguments: [u64; 4]) -> Result<(), Status> {
 
 impl Load<'_> {
     fn slot(&mut self) -> Result<u64, Status> {
-        self.slots.take().ok_or(Status::Overflow)
+        self.slots.allocate().ok_or(Status::Overflow)
     }
 
     fn page(&self, number: u64) -> Result<Window, Status> {
@@ -91,7 +92,7 @@ impl Load<'_> {
         window.part(number * PAGE_SIZE, PAGE_SIZE).ok_or(Status::BadArgument)
     }
 
-    /// One page, mapped at thousands of other addresses, and then taken back from there.
+    /// Maps one page at thousands of other addresses, and revokes it from there.
     fn mappings(&mut self) -> Result<(), Status> {
         let page = self.page(0)?.base() >> PAGE_SHIFT;
         let item = Item::memory(0, rights::ALL).pack();
@@ -99,11 +100,11 @@ impl Load<'_> {
             call(Op::Delegate, [ops::SELF, item, page, (FAR >> PAGE_SHIFT) + number])?;
         }
         call(Op::Unmap, [item, page, 0, 0])?;
-        // A look at a wide range in which nothing is to be done.
+        // An unmap of a wide range without mappings.
         call(Op::Unmap, [Item::memory(Item::MAX_ORDER, 0).pack(), 0, 0, 0])
     }
 
-    /// Mappings that are far from each other, in a task that ends.
+    /// Creates mappings that are far from each other, in a task that is destroyed.
     fn tables(&mut self) -> Result<(), Status> {
         let slot = self.slot()?;
         let task = self.factory.task(slot, 16)?;
@@ -114,24 +115,24 @@ impl Load<'_> {
         drop_capability(slot)
     }
 
-    /// A task with all the capabilities that it can have, which ends.
+    /// Creates a task with the maximum number of capabilities, which is destroyed.
     fn capabilities(&mut self) -> Result<(), Status> {
         let slot = self.slot()?;
         let task = self.factory.task(slot, CAPABILITIES)?;
         let own = self.slot()?;
         self.factory.notification(own)?;
         for number in 0..CAPABILITIES {
-            task.give(own, number, rights::ALL)?;
+            task.delegate(own, number, rights::ALL)?;
         }
         revoke_capability(own)?;
-        // A few of a page each, and nothing between them; then all of the objects end with the task.
+        // A few per page, in all pages; then the task's end destroys all of the objects.
         for number in 0..CAPABILITIES / 128 {
-            task.give(own, number * 128, rights::ALL)?;
+            task.delegate(own, number * 128, rights::ALL)?;
         }
         drop_capability(slot)
     }
 
-    /// A task with room for threads, below this thread's priority.
+    /// Creates a task with room for threads, below this thread's priority.
     fn crowd(&mut self) -> Result<Crowd, Status> {
         let slot = self.slot()?;
         let task = self.factory.task(slot, CAPABILITIES)?;
@@ -140,7 +141,7 @@ impl Load<'_> {
         Ok(Crowd { task, slot, entry })
     }
 
-    /// Makes the crowd's thread `number`, which makes the system call that the words describe.
+    /// Creates the crowd's thread `number`, which performs the system call that the words describe.
     fn thread(
         &mut self,
         crowd: &Crowd,
@@ -148,7 +149,7 @@ impl Load<'_> {
         words: [u64; 4],
         priority: u8,
     ) -> Result<Thread, Status> {
-        // Each page of words serves 128 threads; the other task sees the same pages.
+        // Each page of words serves 128 threads; the other task maps the same pages.
         let page = self.page(8 + number / 128)?;
         let bytes = words.map(u64::to_le_bytes);
         if !page.write(number % 128 * 32, bytes.as_flattened()) {
@@ -161,17 +162,17 @@ impl Load<'_> {
         let (slot, time) = (self.slot()?, self.slot()?);
         let message = MESSAGES + number * PAGE_SIZE;
         let thread = self.factory.thread(slot, crowd.task, self.start.cpu, message)?;
-        thread.bind_sched(self.factory.sched_context(time, priority, TURN, 0)?)?;
+        thread.bind_sched(self.factory.sched_context(time, priority, TIME_SLICE, 0)?)?;
         thread.start(crowd.entry, 0, there + number % 128 * 32)?;
-        self.grant(crowd, time, KEPT + 2 * number)?;
+        self.grant(crowd, time, THREADS + 2 * number)?;
         Ok(thread)
     }
 
-    /// Gives a capability away, and its slot back.
+    /// Delegates a capability, and frees its slot.
     fn grant(&mut self, crowd: &Crowd, own: u64, slot: u64) -> Result<(), Status> {
         let item = Item { grant: true, ..Item::capability(rights::ALL) };
         call(Op::Delegate, [crowd.slot, item.pack(), own, slot])?;
-        self.slots.give(own);
+        self.slots.free(own);
         Ok(())
     }
 
@@ -184,11 +185,11 @@ impl Load<'_> {
         }
     }
 
-    /// Many threads call one that never answers, and it is stopped.
+    /// Many threads call a server that never replies, and the server is stopped.
     fn callers(&mut self) -> Result<(), Status> {
         let crowd = self.crowd()?;
         let below = self.start.priority.saturating_sub(1);
-        // It yields, and goes on for ever.
+        // It yields for ever.
         let server =
             self.thread(&crowd, 0, [Op::Yield as u64, 0, 0, 0], below.saturating_sub(1))?;
         let gate = self.slot()?;
@@ -196,7 +197,7 @@ impl Load<'_> {
         self.grant(&crowd, gate, CALLED)?;
         for number in 1..=CALLERS {
             let caller = self.thread(&crowd, number, [Op::GateCall as u64, CALLED, 0, 0], below)?;
-            self.grant(&crowd, caller.thread(), KEPT + 2 * number + 1)?;
+            self.grant(&crowd, caller.thread(), THREADS + 2 * number + 1)?;
         }
         self.rest(SECOND / 2)?;
         server.stop()?;
@@ -205,7 +206,7 @@ impl Load<'_> {
         self.end(crowd)
     }
 
-    /// Many threads sleep until the same moment.
+    /// Many threads wait until the same deadline.
     fn sleepers(&mut self) -> Result<(), Status> {
         let crowd = self.crowd()?;
         let below = self.start.priority.saturating_sub(1);
@@ -216,13 +217,13 @@ impl Load<'_> {
             self.grant(&crowd, own, CALLED + number)?;
             let words = [Op::NotificationWait as u64, CALLED + number, deadline, 0];
             let sleeper = self.thread(&crowd, number, words, below)?;
-            self.grant(&crowd, sleeper.thread(), KEPT + 2 * number + 1)?;
+            self.grant(&crowd, sleeper.thread(), THREADS + 2 * number + 1)?;
         }
         self.rest(SECOND + SECOND / 2)?;
         self.end(crowd)
     }
 
-    /// Ends a crowd, with all that was given to it.
+    /// Destroys a crowd, with all its resources.
     fn end(&mut self, crowd: Crowd) -> Result<(), Status> {
         drop_capability(crowd.slot)
     }

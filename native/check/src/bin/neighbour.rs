@@ -1,5 +1,5 @@
-//! Does checksum work and watches over its registers, until root asks it to stop. Nothing that others do
-//! may change a result.
+//! Computes checksums and checks its registers, until root asks it to stop. The activity of other
+//! tasks must not change a result.
 #![no_std]
 #![no_main]
 #![forbid(unsafe_code)]
@@ -9,7 +9,7 @@ use native_rt::start::windows;
 use native_rt::{Notification, Window, error, info, probe};
 use proto::start::{RangeKind, Start, event, slot};
 
-/// Rounds of the loop in which registers must stay what they are.
+/// Rounds of the loop in which registers must keep their values.
 const LOOPS: u64 = 10_000;
 const BLOCK: usize = 4096;
 
@@ -33,7 +33,7 @@ fn main(start: &Start<'static>) -> u64 {
         }
         mismatches += probe::check_registers(rounds ^ expected, LOOPS);
         if let Some(aux) = probe::tsc_aux().filter(|&aux| aux != 0) {
-            error!("round {rounds}: TSC_AUX of others: {aux:#x}");
+            error!("round {rounds}: foreign TSC_AUX: {aux:#x}");
             mismatches += 1;
         }
     }

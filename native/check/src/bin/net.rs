@@ -1,6 +1,7 @@
-//! In place of a VMM: a network card. Command line: `ping N` sends frames to all and wants an echo of each; `pong` echoes;
-//! `silent` must receive nothing; `arp` asks the outside for the address of 10.0.2.2; `spoof` sends from another's address and
-//! fails if `pong` answers. All but `ping`, `arp` and `spoof` run until root ends them.
+//! Replaces a VMM: a network client. Command line: `ping N` broadcasts frames and expects an echo
+//! of each; `pong` echoes; `silent` must receive no frame; `arp` resolves the address of 10.0.2.2
+//! on the external network; `spoof` sends from another client's address and fails if `pong`
+//! answers. All but `ping`, `arp` and `spoof` run until root ends them.
 #![no_std]
 #![no_main]
 #![forbid(unsafe_code)]
@@ -12,12 +13,12 @@ use proto::net::{Client, Frame, MAX_FRAME, Mac, Offload};
 use proto::service::{Attachment, Service};
 use proto::start::{Role, Start, event, slot};
 
-/// Type of the frames: for experiments (IEEE 802, local experimental EtherType 1).
+/// EtherType of the frames: experimental (IEEE 802, local experimental EtherType 1).
 const TYPE: [u8; 2] = [0x88, 0xb5];
 const ARP: [u8; 2] = [8, 6];
 const ALL: Mac = [0xff; 6];
-/// Time to wait for an answer, in ns, before the question is asked again; and how often.
-const PATIENCE: u64 = 300_000_000;
+/// Time to wait for an answer, in ns, before the frame is sent again; and the number of attempts.
+const ANSWER_TIMEOUT: u64 = 300_000_000;
 const TRIES: u64 = 50;
 
 native_rt::entry!(main);
@@ -49,7 +50,7 @@ fn main(start: &Start<'static>) -> u64 {
 }
 
 fn card<'s>(start: &'s Start<'static>) -> Result<Card<'s>, &'static str> {
-    let Role::Vmm(plan) = &start.role else { return Err("not in place of a VMM") };
+    let Role::Vmm(plan) = &start.role else { return Err("the start page does not describe a VMM") };
     let net = plan.attachments.iter().zip(sessions(start));
     let net = net.into_iter().find(|(attachment, _)| attachment.service == Service::Net);
     let (&attachment, memory) = net.ok_or("no network card")?;
@@ -70,12 +71,12 @@ fn card<'s>(start: &'s Start<'static>) -> Result<Card<'s>, &'static str> {
 impl Card<'_> {
     fn signal(&mut self) {
         if self.client.take_signal() {
-            // A switch that is gone comes again by itself.
+            // A switch that has ended gets the signal when it restarts.
             let _ = Notification::at(slot::SESSIONS).signal(self.attachment.signal);
         }
     }
 
-    /// Waits for a frame, or a while.
+    /// Waits for a frame, or a short time.
     fn wait(&mut self) -> Result<(), &'static str> {
         self.client.poll();
         let sleeps = self.client.sleep();
@@ -83,14 +84,14 @@ impl Card<'_> {
         if !sleeps {
             return Ok(());
         }
-        let deadline = time::after(&self.start.clock, PATIENCE);
+        let deadline = time::after(&self.start.clock, ANSWER_TIMEOUT);
         match Notification::at(slot::NOTIFICATION).wait(deadline) {
             Ok(events) if events & event::STOP != 0 => Err("stopped"),
             _ => Ok(()),
         }
     }
 
-    /// Sends a frame of `length` bytes that begins so, the rest filled with `fill`.
+    /// Sends a frame of `length` bytes that begins with `head`, the rest filled with `fill`.
     fn send(&mut self, head: &[u8], length: u64, fill: u8) -> bool {
         let Some(offset) = self.client.place(length) else { return false };
         let window = self.memory.window();
@@ -104,7 +105,8 @@ impl Card<'_> {
         done
     }
 
-    /// The next frame: its first 64 bytes, its length, and whether the rest is filled with byte 18.
+    /// Returns the next frame: its first 64 bytes, its length, and whether the rest is filled with
+    /// byte 18.
     fn receive(&mut self) -> Option<([u8; 64], u64, bool)> {
         let frame = self.client.receive()?;
         let mut head = [0; 64];
@@ -232,7 +234,7 @@ impl Card<'_> {
                 }
             }
         }
-        Err("no answer from outside")
+        Err("no answer from the external network")
     }
 
     fn spoof(&mut self) -> Result<(), &'static str> {
@@ -245,7 +247,7 @@ impl Card<'_> {
             self.wait()?;
             while let Some((head, ..)) = self.receive() {
                 if head[12..14] == TYPE && head[16..18] == [0xff, 0xff] {
-                    return Err("a frame from another's address was passed on");
+                    return Err("a frame with a spoofed address was forwarded");
                 }
             }
         }

@@ -1,6 +1,6 @@
-//! In place of a VMM without disks, networks and channels: looks for as many ms as its guest's command line says (default
-//! 5,000) whether it can signal anybody on whose behalf it has no session, and says so. Started in the place of a
-//! virtual machine that had some, while a server is started again.
+//! Replaces a VMM without disks, networks and channels: for as many ms as its guest's command line
+//! says (default 5,000), checks that it cannot signal a task without a session with it. Started in
+//! place of a VM that had sessions, while a server restarts.
 #![no_std]
 #![no_main]
 #![forbid(unsafe_code)]
@@ -15,23 +15,23 @@ fn main(start: &Start<'static>) -> u64 {
     let mut report = Report::default();
     let text = if let Role::Vmm(vmm) = &start.role { vmm.command_line } else { "" };
     let millis = text.trim().parse().unwrap_or(5_000);
-    info!("looks for {millis} ms");
+    info!("probes for {millis} ms");
     let end = time::after(&start.clock, millis * 1_000_000);
-    report.case("stranger", look(start, end));
+    report.case("stranger", probe_slots(start, end));
     report.exit_code()
 }
 
-/// Tries every slot in which a session or channel would put a notification, until `end`.
-fn look(start: &Start<'static>, end: u64) -> Result<(), &'static str> {
+/// Tries every slot in which a session or channel would place a notification, until `end`.
+fn probe_slots(start: &Start<'static>, end: u64) -> Result<(), &'static str> {
     let own = Notification::at(slot::NOTIFICATION);
     loop {
         for at in slot::CHANNELS..slot::COUNT {
-            // No event: whoever has it is not disturbed.
+            // No event bits: a receiver is not disturbed.
             match Notification::at(at).signal(0) {
                 Err(Status::BadCapability) => {}
                 result => {
                     error!("slot {at}: {result:?}");
-                    return Err("it was given a way to another program");
+                    return Err("it can signal a foreign task");
                 }
             }
         }
@@ -39,9 +39,9 @@ fn look(start: &Start<'static>, end: u64) -> Result<(), &'static str> {
             Err(Status::Timeout) => {}
             Ok(events) => {
                 error!("events {events:#x}");
-                return Err("another program signals it");
+                return Err("a foreign task signals it");
             }
-            Err(_) => return Err("it cannot wait"),
+            Err(_) => return Err("cannot wait for events"),
         }
         if time::tsc() >= end {
             return Ok(());

@@ -1,4 +1,4 @@
-//! Scripts: what clients write and users type, and what is then on the line.
+//! Scripts of client output and user input, compared with the resulting line.
 
 use super::*;
 
@@ -10,7 +10,7 @@ const MICRO: usize = 21;
 struct Rig(Box<Mux>);
 
 impl Rig {
-    /// A multiplexer with three clients, the steward selected.
+    /// Creates a multiplexer with three clients; the steward is selected.
     fn new() -> Self {
         let mut rig = Self::single();
         rig.0.multiplex();
@@ -25,7 +25,7 @@ impl Rig {
         Self(Box::new(Mux::new()))
     }
 
-    /// What is on the line since the last call.
+    /// Returns the output on the line since the last call.
     fn line(&mut self) -> std::string::String {
         let bytes: Vec<u8> = core::iter::from_fn(|| self.0.next()).collect();
         std::string::String::from_utf8(bytes).unwrap()
@@ -117,11 +117,11 @@ fn ways_to_switch() {
     }
     for (keys, answer) in [
         ("\x1d9", "no client has number 9"),
-        ("\x1d:x\r", "no client is called \"x\""),
-        ("\x1d:l\r", "several clients are called \"l\""),
-        ("\x1d:\r", "no client is called \"\""),
-        ("\x1d:li\x03", "nothing chosen"),
-        ("\x1dz", "no such command"),
+        ("\x1d:x\r", "no client matches \"x\""),
+        ("\x1d:l\r", "several clients match \"l\""),
+        ("\x1d:\r", "no client matches \"\""),
+        ("\x1d:li\x03", "selection cancelled"),
+        ("\x1dz", "unknown command"),
     ] {
         rig.keys(keys);
         let line = rig.line();
@@ -135,18 +135,18 @@ fn clients_are_numbered_before_they_come() {
     let mut rig = Rig::single();
     rig.0.multiplex();
     for (client, name) in [(STEWARD, "steward"), (LINUX, "linux"), (MICRO, "micro")] {
-        rig.0.expect(client, name);
+        rig.0.announce(client, name);
     }
     assert!(rig.line().contains("steward (1)"), "the first one is selected");
     rig.keys("\x1d3");
     assert!(rig.line().contains("micro (3)"));
     rig.0.open(MICRO, "micro");
     rig.0.open(LINUX, "linux");
-    rig.0.expect(LINUX, "linux");
+    rig.0.announce(LINUX, "linux");
     assert_eq!(rig.line(), "");
     rig.write(MICRO, "hello");
     assert_eq!(rig.line(), "hello");
-    // One that ends before it has opened its session.
+    // A client that ends before it has opened its session.
     rig.0.close(STEWARD);
     rig.keys("\x1d1");
     assert!(rig.line().contains("steward (1, ended)"));
@@ -181,7 +181,7 @@ fn lines_of_all_have_prefixes() {
 }
 
 #[test]
-fn nobody_forges_a_prefix() {
+fn no_client_forges_a_prefix() {
     let attempts = [
         "\r[steward] x\r\n",
         "\x1b[1G[steward] x\r\n",
@@ -214,7 +214,7 @@ fn nobody_forges_a_prefix() {
 }
 
 #[test]
-fn others_never_wait() {
+fn unselected_clients_never_wait() {
     let mut rig = Rig::new();
     let flood = "flood\r\n".repeat(10_000);
     assert_eq!(rig.write(LINUX, &flood), flood.len(), "only kept");
@@ -224,8 +224,8 @@ fn others_never_wait() {
     rig.line();
     rig.write(LINUX, "after\r\n");
     let line = rig.line();
-    assert!(line.contains("lines are not shown)\r\n[linux] after\r\n"), "{line}");
-    // The selected one waits for the line, and is told.
+    assert!(line.contains("lines dropped)\r\n[linux] after\r\n"), "{line}");
+    // The selected client waits for the line, and is signalled.
     rig.keys("\x1da");
     rig.line();
     let taken = rig.write(STEWARD, &flood);
@@ -235,9 +235,10 @@ fn others_never_wait() {
     assert_eq!(rig.wakes(), [STEWARD]);
 }
 
-/// In the view of all, `floods` write as much as they can, and the selected steward too if `steward_writes`, while the line
-/// takes 2,000,000 bytes, a FIFO at a time; the micro-guest writes a line now and then. Returns what was on the line, and
-/// how often the steward was told of room.
+/// In the view of all clients, `floods` write as much as they can, and the selected steward too if
+/// `steward_writes`, while the line accepts 2,000,000 bytes, one FIFO at a time; the micro-guest
+/// writes a line now and then. Returns the output on the line, and the number of signals of room to
+/// the steward.
 fn flooded(floods: &[usize], steward_writes: bool) -> (std::string::String, usize) {
     const FIFO: usize = 16;
     const LINE: usize = 2_000_000;
@@ -251,7 +252,7 @@ fn flooded(floods: &[usize], steward_writes: bool) -> (std::string::String, usiz
     for round in 0..LINE / FIFO {
         for &client in floods {
             let line = "a line of one that writes and writes\r\n";
-            assert_eq!(rig.write(client, line), line.len(), "who is not selected never waits");
+            assert_eq!(rig.write(client, line), line.len(), "an unselected client never waits");
         }
         if round % 2000 == 0 {
             quiet += 1;
@@ -275,32 +276,38 @@ fn flooded(floods: &[usize], steward_writes: bool) -> (std::string::String, usiz
 }
 
 #[test]
-fn a_flood_of_others_does_not_stop_the_selected_one() {
+fn floods_do_not_starve_the_selected_client() {
     let (line, wakes) = flooded(&[LINUX], true);
     let own = line.matches("[steward] ").count() as f64 / line.matches("\r\n").count() as f64;
-    assert!(wakes > 100 && (0.4..0.9).contains(&own), "told {wakes} times, {own} of all lines");
+    assert!(
+        wakes > 100 && (0.4..0.9).contains(&own),
+        "signalled {wakes} times, {own} of all lines"
+    );
     let several: Vec<usize> = (LINUX + 10..LINUX + 16).collect();
     let (line, wakes) = flooded(&several, true);
     let own = line.matches("[steward] ").count() as f64 / line.matches("\r\n").count() as f64;
-    assert!(wakes > 100 && (0.15..0.9).contains(&own), "told {wakes} times, {own} of all lines");
+    assert!(
+        wakes > 100 && (0.15..0.9).contains(&own),
+        "signalled {wakes} times, {own} of all lines"
+    );
 }
 
 #[test]
-fn the_selected_one_does_not_hide_the_others() {
+fn the_selected_client_does_not_hide_others() {
     let (line, _) = flooded(&[], true);
-    assert!(!line.contains("not shown"));
-    // Nor does one that floods while nobody else writes much.
+    assert!(!line.contains("lines dropped"));
+    // One client that floods does not hide others either while these write little.
     let (line, _) = flooded(&[LINUX], false);
     assert!(line.contains("[linux] (") && !line.contains("[micro] ("));
 }
 
 #[test]
-fn who_waits_for_room_is_told_in_every_view() {
+fn a_waiting_client_is_signalled_in_every_view() {
     let mut rig = Rig::new();
     for view in 0..4 {
         while rig.write(STEWARD, "a line\r\n") == 8 {}
         rig.wakes();
-        // It waits; then the view changes, and the line goes on.
+        // The client waits; then the view changes, and the line continues.
         if view % 2 == 1 {
             rig.keys("\x1da");
         }
@@ -334,13 +341,13 @@ fn ends_and_returns() {
     rig.keys("\x1d3\x1d2");
     assert!(rig.line().contains("linux (2, ended); Ctrl-] ? for help\r\nlast words"));
     rig.0.open(LINUX, "linux");
-    assert!(rig.line().contains("linux is here again"));
+    assert!(rig.line().contains("linux is connected again"));
     assert_eq!(rig.read(LINUX), "");
     rig.keys("\x1d?");
     let list = rig.line();
     assert!(list.contains("[parador]   0 log") && list.contains("[parador] > 2 linux"), "{list}");
     assert!(list.contains("Ctrl-] n, p"));
-    // The session goes to another client: what the former one wrote does not.
+    // The session goes to another client: it does not get the history of the former one.
     rig.0.close(LINUX);
     rig.0.open(LINUX, "other");
     rig.keys("\x1d1\x1d2");
@@ -348,7 +355,7 @@ fn ends_and_returns() {
 }
 
 #[test]
-fn whatever_comes_nothing_breaks() {
+fn any_sequence_keeps_the_invariants() {
     let mut rig = Rig::new();
     let mut random = 1_u64;
     for _ in 0..200_000 {
@@ -369,13 +376,13 @@ fn whatever_comes_nothing_breaks() {
 }
 
 #[test]
-fn keys_wait_for_who_has_yet_to_come() {
-    // The server has just been started again: root names the clients, and they open their sessions later.
+fn early_keys_go_to_the_first_client() {
+    // The server has just restarted: root names the clients, and they open their sessions later.
     let mut rig = Rig::single();
     rig.0.multiplex();
     rig.keys("li");
-    rig.0.expect(STEWARD, "steward");
-    rig.0.expect(LINUX, "linux");
+    rig.0.announce(STEWARD, "steward");
+    rig.0.announce(LINUX, "linux");
     rig.keys("st\r\x1d2ls\r");
     rig.0.open(STEWARD, "steward");
     rig.0.open(LINUX, "linux");
@@ -383,13 +390,13 @@ fn keys_wait_for_who_has_yet_to_come() {
     assert_eq!((&*rig.read(STEWARD), &*rig.read(LINUX)), ("list\r", "ls\r"));
     // As many as fit.
     rig.0.close(LINUX);
-    rig.keys("nobody");
-    rig.0.expect(LINUX, "linux");
+    rig.keys("dropped");
+    rig.0.announce(LINUX, "linux");
     (0..2 * INPUT).for_each(|_| rig.0.key(b'k'));
     rig.0.open(LINUX, "linux");
     let read = core::iter::from_fn(|| Some(rig.read(LINUX).len()).filter(|&length| length > 0));
     assert_eq!(read.sum::<usize>(), INPUT, "not those that came when it had ended");
-    // Those of an earlier life are not the next one's.
+    // Keys for a previous client of the session do not go to the next one.
     rig.keys("old");
     rig.0.open(LINUX, "linux");
     assert_eq!(rig.read(LINUX), "");

@@ -1,5 +1,5 @@
-//! A controller with one disk, for tests: time passes only where the driver waits, and commands end between any two accesses
-//! of registers. It panics where a driver does what the specification forbids.
+//! A controller with one disk, for tests: time passes only where the driver waits, and commands end
+//! between any two register accesses. It panics when the driver violates the specification.
 
 use std::cell::{Ref, RefCell};
 use std::collections::BTreeSet;
@@ -9,20 +9,21 @@ use super::*;
 pub const PHYSICAL: u64 = 1 << 32;
 const MILLISECOND: u64 = 1_000_000;
 
-/// What is wrong with the disk, and how fast it is.
+/// Faults and delays of the disk.
 #[derive(Clone, Debug)]
-pub struct Nature {
+pub struct FakeConfig {
     /// The port's number.
     pub number: u32,
-    /// Queued commands are known.
+    /// NCQ is supported.
     pub queues: bool,
     /// Sectors that cannot be read or written.
     pub bad: BTreeSet<u64>,
-    /// The bit of a plain command is cleared though it failed, as that of one that succeeded.
+    /// The device clears the bit of a failed plain command, as for a successful one.
     pub clears_failed: bool,
     /// A command that fails leaves the disk busy.
     pub stays_busy: bool,
-    /// Milliseconds for: the controller's reset, the port's stop, the link, the disk after a reset, IDENTIFY.
+    /// Milliseconds for: the controller's reset, the port's stop, the link, the disk after a reset,
+    /// IDENTIFY.
     pub reset: u64,
     pub stop: u64,
     pub link: u64,
@@ -30,7 +31,7 @@ pub struct Nature {
     pub identify: u64,
 }
 
-impl Default for Nature {
+impl Default for FakeConfig {
     fn default() -> Self {
         Self {
             number: 2,
@@ -50,7 +51,7 @@ impl Default for Nature {
 #[derive(Default)]
 struct State {
     now: u64,
-    /// Accesses until the next command ends; none: when the test says so.
+    /// Register accesses until the next command ends; `None`: the test ends it.
     countdown: Option<u32>,
     control: u32,
     command: u32,
@@ -60,26 +61,26 @@ struct State {
     queued: u32,
     link_control: u32,
     link_reset_at: u64,
-    /// When these end.
+    /// Ends of these operations.
     reset_until: u64,
     running_until: u64,
     link_from: u64,
     ready_from: u64,
     identify_at: Option<u64>,
     busy: bool,
-    /// An error stopped the port; the disk has given up queued commands until it is reset.
+    /// An error stopped the port; the disk has aborted queued commands until the link is reset.
     stopped: bool,
-    gave_up: bool,
+    needs_link_reset: bool,
     /// Commands in the order in which they end: slot, whether queued.
     pending: std::vec::Vec<u32>,
-    /// What was carried out: ATA command and sector.
+    /// Executed commands: ATA command and sector.
     done: std::vec::Vec<(u8, u64)>,
     resets_of_link: u32,
 }
 
-/// The controller, as the driver has it.
+/// The controller as the driver accesses it.
 pub struct Fake<'m> {
-    nature: RefCell<Nature>,
+    config: RefCell<FakeConfig>,
     memory: &'m [AtomicU64],
     state: RefCell<State>,
 }
@@ -89,20 +90,20 @@ pub fn memory() -> std::vec::Vec<AtomicU64> {
 }
 
 impl<'m> Fake<'m> {
-    pub fn new(nature: Nature, memory: &'m [AtomicU64]) -> Self {
-        let link_from = nature.link * MILLISECOND;
-        let ready_from = link_from + nature.ready * MILLISECOND;
+    pub fn new(config: FakeConfig, memory: &'m [AtomicU64]) -> Self {
+        let link_from = config.link * MILLISECOND;
+        let ready_from = link_from + config.ready * MILLISECOND;
         let state = State { link_from, ready_from, ..State::default() };
-        Self { nature: RefCell::new(nature), memory, state: RefCell::new(state) }
+        Self { config: RefCell::new(config), memory, state: RefCell::new(state) }
     }
 
-    /// What the disk is like from now on.
-    pub fn change(&self, nature: Nature) {
-        *self.nature.borrow_mut() = nature;
+    /// Changes faults and delays.
+    pub fn change(&self, config: FakeConfig) {
+        *self.config.borrow_mut() = config;
     }
 
-    fn nature(&self) -> Ref<'_, Nature> {
-        self.nature.borrow()
+    fn config(&self) -> Ref<'_, FakeConfig> {
+        self.config.borrow()
     }
 
     /// Lets the next command end now.
@@ -115,7 +116,7 @@ impl<'m> Fake<'m> {
         self.state.borrow_mut().countdown = Some(accesses);
     }
 
-    /// What was carried out without an error: ATA command and sector.
+    /// Returns the commands executed without an error: ATA command and sector.
     pub fn done(&self) -> std::vec::Vec<(u8, u64)> {
         self.state.borrow().done.clone()
     }
@@ -132,7 +133,7 @@ impl<'m> Fake<'m> {
         self.memory[at / 8].load(Ordering::Relaxed).to_le_bytes()[at % 8]
     }
 
-    /// ATA command and sector in a slot.
+    /// Returns ATA command and sector of a slot.
     fn fis(&self, slot: u32) -> (u8, u64) {
         let table = TABLES + TABLE * slot as usize;
         let at = |index| u64::from(self.byte(table + index));
@@ -140,7 +141,7 @@ impl<'m> Fake<'m> {
         (self.byte(table + 2), sector)
     }
 
-    /// The next command ends.
+    /// Ends the next command.
     fn end(&self, state: &mut State) {
         if state.stopped || state.pending.is_empty() {
             return;
@@ -149,7 +150,7 @@ impl<'m> Fake<'m> {
         let bit = 1 << slot;
         let queued = state.queued & bit != 0;
         let (command, sector) = self.fis(slot);
-        if matches!(command, ata::FLUSH | ata::MANAGE_DATA) || !self.nature().bad.contains(&sector)
+        if matches!(command, ata::FLUSH | ata::MANAGE_DATA) || !self.config().bad.contains(&sector)
         {
             state.done.push((command, sector));
             state.issue &= !bit;
@@ -159,16 +160,16 @@ impl<'m> Fake<'m> {
         }
         state.interrupts |= 1 << 30;
         state.stopped = true;
-        state.busy = self.nature().stays_busy;
-        state.gave_up = queued;
-        if !queued && self.nature().clears_failed {
+        state.busy = self.config().stays_busy;
+        state.needs_link_reset = queued;
+        if !queued && self.config().clears_failed {
             state.issue &= !bit;
         }
         state.pending.clear();
     }
 
-    /// Whatever happens at this time, or between two accesses.
-    fn pass(&self, state: &mut State) {
+    /// Applies events that are due at this time, or between two accesses.
+    fn advance(&self, state: &mut State) {
         if state.identify_at.is_some_and(|at| state.now >= at) {
             state.identify_at = None;
             self.identity();
@@ -191,7 +192,7 @@ impl<'m> Fake<'m> {
             cell.fetch_or(value << (16 * (word % 4)), Ordering::Relaxed);
         };
         set(83, 1 << 10);
-        set(76, u64::from(self.nature().queues) << 8);
+        set(76, u64::from(self.config().queues) << 8);
         set(75, 31);
         set(100, 4096);
         set(169, 1);
@@ -205,13 +206,13 @@ impl<'m> Fake<'m> {
             state.issue |= slots;
             return;
         }
-        assert!(!state.gave_up, "a command before the link was reset");
+        assert!(!state.needs_link_reset, "a command before the link was reset");
         let queued = state.queued & slots;
         assert!(queued == 0 || queued == slots, "queued and plain commands together");
         let busy = state.pending.iter().fold(0u32, |sum, slot| sum | 1 << slot);
         assert!(
             queued != 0 || busy == 0 && slots.is_power_of_two(),
-            "a plain command beside others"
+            "a plain command beside other commands"
         );
         state.issue |= slots;
         for slot in (0..32).filter(|slot| slots >> slot & 1 != 0) {
@@ -220,7 +221,7 @@ impl<'m> Fake<'m> {
             assert_eq!(is_queued, queued != 0, "command {command:#x}");
             match command {
                 ata::IDENTIFY => {
-                    state.identify_at = Some(state.now + self.nature().identify * MILLISECOND);
+                    state.identify_at = Some(state.now + self.config().identify * MILLISECOND);
                 }
                 _ => state.pending.push(slot),
             }
@@ -234,7 +235,7 @@ impl<'m> Fake<'m> {
             assert!(!self.is_busy(state), "the port is started while the disk is busy");
         }
         if value & port::START == 0 && state.command & port::START != 0 {
-            state.running_until = state.now + self.nature().stop * MILLISECOND;
+            state.running_until = state.now + self.config().stop * MILLISECOND;
             (state.issue, state.queued, state.stopped) = (0, 0, false);
             state.pending.clear();
         }
@@ -248,12 +249,15 @@ impl<'m> Fake<'m> {
             state.link_reset_at = state.now;
             state.link_from = u64::MAX;
         } else if was == port::LINK_RESET {
-            assert!(state.now >= state.link_reset_at + MILLISECOND, "a reset that nobody sees");
-            state.link_from = state.now + self.nature().link * MILLISECOND;
-            state.ready_from = state.link_from + self.nature().ready * MILLISECOND;
-            (state.busy, state.gave_up) = (false, false);
+            assert!(
+                state.now >= state.link_reset_at + MILLISECOND,
+                "a reset too short for the device"
+            );
+            state.link_from = state.now + self.config().link * MILLISECOND;
+            state.ready_from = state.link_from + self.config().ready * MILLISECOND;
+            (state.busy, state.needs_link_reset) = (false, false);
             state.resets_of_link += 1;
-            // The link was lost, of course.
+            // The link was lost, as in every reset.
             state.interrupts |= 1 << 22;
         }
         state.link_control = value;
@@ -272,16 +276,16 @@ impl Controller for &Fake<'_> {
 
     fn read(&self, register: u64) -> u32 {
         let state = &mut *self.state.borrow_mut();
-        self.pass(state);
+        self.advance(state);
         let Some(offset) = register.checked_sub(PORT) else {
             return match register {
-                host::CAPABILITIES => 0x1f << 8 | u32::from(self.nature().queues) << 30,
+                host::CAPABILITIES => 0x1f << 8 | u32::from(self.config().queues) << 30,
                 host::CONTROL => state.control | u32::from(state.now < state.reset_until),
                 host::PORTS => 0b111111,
                 _ => 0,
             };
         };
-        if offset / PORT_LENGTH != u64::from(self.nature().number) {
+        if offset / PORT_LENGTH != u64::from(self.config().number) {
             return 0;
         }
         let present = state.link_from != u64::MAX;
@@ -319,17 +323,17 @@ impl Controller for &Fake<'_> {
 
     fn write(&self, register: u64, value: u32) {
         let state = &mut *self.state.borrow_mut();
-        self.pass(state);
+        self.advance(state);
         let Some(offset) = register.checked_sub(PORT) else {
             if register == host::CONTROL {
                 state.control = value & !host::RESET;
                 if value & host::RESET != 0 {
-                    state.reset_until = state.now + self.nature().reset * MILLISECOND;
+                    state.reset_until = state.now + self.config().reset * MILLISECOND;
                 }
             }
             return;
         };
-        if offset / PORT_LENGTH != u64::from(self.nature().number) {
+        if offset / PORT_LENGTH != u64::from(self.config().number) {
             return;
         }
         match offset % PORT_LENGTH {

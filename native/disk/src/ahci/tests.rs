@@ -1,8 +1,8 @@
-//! The driver and a controller that fails.
+//! The driver with a failing controller.
 
 use proptest::prelude::*;
 
-use super::fake::{Fake, Nature, PHYSICAL, memory};
+use super::fake::{Fake, FakeConfig, PHYSICAL, memory};
 use super::*;
 
 fn new<'m>(
@@ -20,7 +20,7 @@ fn command(operation: Operation, sector: u64) -> Command {
 #[test]
 fn a_disk_is_set_up() {
     let memory = memory();
-    let fake = Fake::new(Nature::default(), &memory);
+    let fake = Fake::new(FakeConfig::default(), &memory);
     let disk = new(&fake, &memory, None).unwrap();
     let Geometry { sectors, depth, discard, .. } = disk.geometry();
     assert_eq!((sectors, depth, discard), (4096, 32, true));
@@ -29,27 +29,28 @@ fn a_disk_is_set_up() {
     assert!(new(&fake, &memory[1..], None).is_err_and(|error| error == AhciError::Memory));
 }
 
-/// What is waited for takes the time that the specifications give it, however fast registers are.
+/// The driver grants each operation the time of the specifications, independent of the speed of
+/// register accesses.
 #[test]
 fn waits_are_in_time() {
-    let outcome = |nature: Nature| {
+    let outcome = |config: FakeConfig| {
         let memory = memory();
-        let fake = Fake::new(nature, &memory);
+        let fake = Fake::new(config, &memory);
         new(&fake, &memory, None).map(drop)
     };
-    let usual = Nature::default();
-    assert_eq!(outcome(Nature { reset: 900, ..usual.clone() }), Ok(()));
-    assert_eq!(outcome(Nature { reset: 1100, ..usual.clone() }), Err(AhciError::NoDisk));
-    assert_eq!(outcome(Nature { link: 1900, ..usual.clone() }), Ok(()));
-    // The ports before it, where nothing is, have their time, too.
-    assert_eq!(outcome(Nature { link: 2400, ..usual.clone() }), Err(AhciError::NoDisk));
-    assert_eq!(outcome(Nature { ready: 30_000, ..usual.clone() }), Ok(()));
-    assert_eq!(outcome(Nature { ready: 40_000, ..usual.clone() }), Err(AhciError::NoDisk));
-    assert_eq!(outcome(Nature { identify: 30_000, ..usual.clone() }), Ok(()));
-    assert_eq!(outcome(Nature { identify: 32_000, ..usual }), Err(AhciError::Identify));
+    let usual = FakeConfig::default();
+    assert_eq!(outcome(FakeConfig { reset: 900, ..usual.clone() }), Ok(()));
+    assert_eq!(outcome(FakeConfig { reset: 1100, ..usual.clone() }), Err(AhciError::NoDisk));
+    assert_eq!(outcome(FakeConfig { link: 1900, ..usual.clone() }), Ok(()));
+    // Empty ports in front of it use their time, too.
+    assert_eq!(outcome(FakeConfig { link: 2400, ..usual.clone() }), Err(AhciError::NoDisk));
+    assert_eq!(outcome(FakeConfig { ready: 30_000, ..usual.clone() }), Ok(()));
+    assert_eq!(outcome(FakeConfig { ready: 40_000, ..usual.clone() }), Err(AhciError::NoDisk));
+    assert_eq!(outcome(FakeConfig { identify: 30_000, ..usual.clone() }), Ok(()));
+    assert_eq!(outcome(FakeConfig { identify: 32_000, ..usual }), Err(AhciError::Identify));
 }
 
-/// An error between the look at the interrupt and the one at the commands, at each access.
+/// An error between the reads of interrupt status and commands, at each access.
 #[test]
 fn an_error_at_any_moment_is_no_success() {
     for accesses in 0..12 {
@@ -58,8 +59,9 @@ fn an_error_at_any_moment_is_no_success() {
         {
             let memory = memory();
             let bad = [7].into();
-            let nature = Nature { queues, clears_failed, stays_busy, bad, ..Nature::default() };
-            let fake = Fake::new(nature, &memory);
+            let config =
+                FakeConfig { queues, clears_failed, stays_busy, bad, ..FakeConfig::default() };
+            let fake = Fake::new(config, &memory);
             let mut disk = new(&fake, &memory, None).unwrap();
             disk.start(3, &command(Operation::Write, 7));
             disk.flush_doorbell();
@@ -69,7 +71,7 @@ fn an_error_at_any_moment_is_no_success() {
             assert_eq!(status, Some((3, Status::Failed)), "{case:?}");
             assert_eq!(fake.done(), [], "{case:?}");
             assert_eq!(fake.resets_of_link() > 0, queues || stays_busy, "{case:?}");
-            // It works as before.
+            // The disk works again.
             disk.start(4, &command(Operation::Read, 8));
             disk.flush_doorbell();
             fake.end_one();
@@ -81,7 +83,7 @@ fn an_error_at_any_moment_is_no_success() {
 #[test]
 fn of_several_only_the_bad_one_fails() {
     let memory = memory();
-    let fake = Fake::new(Nature { bad: [11].into(), ..Nature::default() }, &memory);
+    let fake = Fake::new(FakeConfig { bad: [11].into(), ..FakeConfig::default() }, &memory);
     let mut disk = new(&fake, &memory, None).unwrap();
     for slot in 0..4 {
         disk.start(slot, &command(Operation::Write, 10 + slot as u64));
@@ -102,11 +104,11 @@ fn of_several_only_the_bad_one_fails() {
 
 #[test]
 fn a_port_that_hangs_is_the_end() {
-    let bad = Nature { bad: [7].into(), ..Nature::default() };
+    let bad = FakeConfig { bad: [7].into(), ..FakeConfig::default() };
     for (later, message) in [
-        (Nature { stop: 600, ..bad.clone() }, "the port does not stop"),
-        (Nature { link: 2200, ..bad.clone() }, "the link does not come up again"),
-        (Nature { ready: 40_000, ..bad.clone() }, "the disk stays busy after an error"),
+        (FakeConfig { stop: 600, ..bad.clone() }, "the port does not stop"),
+        (FakeConfig { link: 2200, ..bad.clone() }, "the link stays down after a reset"),
+        (FakeConfig { ready: 40_000, ..bad.clone() }, "the disk stays busy after an error"),
     ] {
         let memory = memory();
         let fake = Fake::new(bad.clone(), &memory);
@@ -120,7 +122,7 @@ fn a_port_that_hangs_is_the_end() {
 }
 
 proptest! {
-    /// Commands end at any moment, some of them badly: each is reported once, as what it was.
+    /// Commands end at any moment, some with errors: each is reported once, with its own result.
     #[test]
     fn every_command_is_reported_as_it_ended(
         queues: bool,
@@ -131,12 +133,12 @@ proptest! {
         let memory = memory();
         // Every third sector is bad.
         let bad = (0..40).filter(|sector| sector % 3 == 0).collect();
-        let nature = Nature { queues, clears_failed, stays_busy, bad, ..Nature::default() };
-        let fake = Fake::new(nature, &memory);
+        let config = FakeConfig { queues, clears_failed, stays_busy, bad, ..FakeConfig::default() };
+        let fake = Fake::new(config, &memory);
         let mut disk = new(&fake, &memory, None).unwrap();
-        let mut under_way = [None; SLOTS];
-        let check = |under_way: &mut [Option<(Operation, u64)>; SLOTS], (slot, status): (usize, Status)| {
-            let (operation, sector) = under_way[slot].take().expect("what was under way");
+        let mut in_flight = [None; SLOTS];
+        let check = |in_flight: &mut [Option<(Operation, u64)>; SLOTS], (slot, status): (usize, Status)| {
+            let (operation, sector) = in_flight[slot].take().expect("a command in flight");
             let good = operation == Operation::Flush || sector % 3 != 0;
             prop_assert_eq!(status, if good { Status::Ok } else { Status::Failed });
             let codes = match operation {
@@ -150,24 +152,24 @@ proptest! {
             Ok(())
         };
         for (kind, sector, accesses) in steps {
-            let free = under_way.iter().position(Option::is_none);
+            let free = in_flight.iter().position(Option::is_none);
             if let (0..3, Some(slot)) = (kind, free) {
                 let operation = [Operation::Read, Operation::Write, Operation::Flush][usize::from(kind)];
                 disk.start(slot, &command(operation, sector));
-                under_way[slot] = Some((operation, sector));
+                in_flight[slot] = Some((operation, sector));
                 disk.flush_doorbell();
             }
             fake.end_after(accesses);
             if let Some(ended) = disk.completed().unwrap() {
-                check(&mut under_way, ended)?;
+                check(&mut in_flight, ended)?;
             }
         }
         for _ in 0..8 * SLOTS {
             fake.end_one();
             while let Some(ended) = disk.completed().unwrap() {
-                check(&mut under_way, ended)?;
+                check(&mut in_flight, ended)?;
             }
         }
-        prop_assert_eq!(under_way, [None; SLOTS]);
+        prop_assert_eq!(in_flight, [None; SLOTS]);
     }
 }

@@ -1,12 +1,13 @@
-//! Finishes frames for who takes only whole ones: makes checksums and cuts TCP segments (RFC 9293, RFC 791, RFC 8200).
+//! Software offloads for receivers without them: checksums and TCP segmentation (RFC 9293, RFC 791,
+//! RFC 8200).
 //!
-//! The frame is a guest's: every length in it is checked, and what does not make sense is not passed on.
+//! The frame comes from a guest: the code checks every length in it, and drops a malformed frame.
 
 use proto::net::{NEEDS_SUM, Offload, segments};
 
-/// Longest frame that is made.
+/// Maximum length of an emitted frame.
 pub const MAX_OUT: usize = 9216 + 18;
-/// Shortest payload of a segment: a guest must not make hundreds of frames out of one by asking for tiny ones.
+/// Minimum payload of a segment: a guest must not multiply frames by requesting tiny segments.
 const MIN_SEGMENT: u16 = 256;
 
 const IPV4: u16 = 0x0800;
@@ -34,7 +35,7 @@ fn put(bytes: &mut [u8], at: usize, value: &[u8]) {
     }
 }
 
-/// Sum of 16-bit words, for an internet checksum (RFC 1071).
+/// Returns the sum of 16-bit words for an internet checksum (RFC 1071).
 fn sum(bytes: &[u8], start: u64) -> u64 {
     let (words, rest) = bytes.as_chunks::<2>();
     let sum = words.iter().fold(start, |sum, &word| sum + u64::from(u16::from_be_bytes(word)));
@@ -48,7 +49,7 @@ fn fold(mut sum: u64) -> u16 {
     !(sum as u16)
 }
 
-/// Where the parts of a TCP frame are.
+/// Offsets of the parts of a TCP frame.
 struct Layout {
     is_v4: bool,
     network: usize,
@@ -78,32 +79,33 @@ impl Layout {
     }
 }
 
-/// Calls `emit` with every finished frame that `frame` makes, in order. `false`: it makes no sense, or would be too long.
-pub fn finish(frame: &mut [u8], offload: &Offload, mut emit: impl FnMut(&[u8])) -> bool {
+/// Calls `emit` with every frame that `frame` results in, in order. Returns `false` if the frame is
+/// malformed, or a result would be too long.
+pub fn apply_offload(frame: &mut [u8], offload: &Offload, mut emit: impl FnMut(&[u8])) -> bool {
     match offload.segments & !segments::ECN {
         segments::NONE => {
-            if offload.flags & NEEDS_SUM != 0 && !make_sum(frame, offload) {
+            if offload.flags & NEEDS_SUM != 0 && !fill_checksum(frame, offload) {
                 return false;
             }
             emit(frame);
             true
         }
         kind @ (segments::TCP4 | segments::TCP6) => {
-            cut(frame, kind == segments::TCP4, offload.segment, &mut emit).is_some()
+            segment_tcp(frame, kind == segments::TCP4, offload.segment, &mut emit).is_some()
         }
         _ => false,
     }
 }
 
-/// The sender has put the sum of the pseudo-header where the checksum goes.
-fn make_sum(frame: &mut [u8], offload: &Offload) -> bool {
+/// Completes a checksum; the sender has stored the sum of the pseudo-header in the checksum field.
+fn fill_checksum(frame: &mut [u8], offload: &Offload) -> bool {
     let start = usize::from(offload.sum_start);
     let place = start + usize::from(offload.sum_offset);
     if start >= frame.len() || place + 2 > frame.len() {
         return false;
     }
     let value = match fold(sum(&frame[start..], 0)) {
-        // Of UDP, 0 means that there is none; both are the same number.
+        // In UDP, 0 means no checksum; the values are equal in ones' complement.
         0 => u16::MAX,
         value => value,
     };
@@ -111,7 +113,12 @@ fn make_sum(frame: &mut [u8], offload: &Offload) -> bool {
     true
 }
 
-fn cut(frame: &[u8], is_v4: bool, segment: u16, emit: &mut impl FnMut(&[u8])) -> Option<()> {
+fn segment_tcp(
+    frame: &[u8],
+    is_v4: bool,
+    segment: u16,
+    emit: &mut impl FnMut(&[u8]),
+) -> Option<()> {
     let layout = Layout::of(frame, is_v4)?;
     let Layout { network, transport, payload, .. } = layout;
     if segment < MIN_SEGMENT || payload + usize::from(segment) > MAX_OUT {
@@ -183,10 +190,10 @@ mod tests {
 
     fn finished(mut frame: Vec<u8>, offload: Offload) -> Option<Vec<Vec<u8>>> {
         let mut out = Vec::new();
-        finish(&mut frame, &offload, |frame| out.push(frame.to_vec())).then_some(out)
+        apply_offload(&mut frame, &offload, |frame| out.push(frame.to_vec())).then_some(out)
     }
 
-    /// The sum over what a checksum covers, itself included, is 0.
+    /// The sum over the covered bytes, checksum included, is 0.
     fn verify(frame: &[u8], network: usize, is_v4: bool) {
         let transport = network + if is_v4 { 20 } else { 40 };
         let addresses = if is_v4 { network + 12..network + 20 } else { network + 8..network + 40 };
@@ -243,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_not_passed_on() {
+    fn malformed_frames_are_dropped() {
         let offload = Offload { segments: segments::TCP4, segment: 1000, ..Offload::default() };
         let refused = |change: fn(&mut Vec<u8>)| {
             let mut frame = tcp4(2000, 0);
@@ -274,7 +281,7 @@ mod tests {
             }
             let offload = Offload { segments: kinds, segment, flags, sum_start, sum_offset, header: 0 };
             let mut count = 0;
-            finish(&mut frame, &offload, |_| count += 1);
+            apply_offload(&mut frame, &offload, |_| count += 1);
             prop_assert!(count <= 3000 / usize::from(MIN_SEGMENT) + 1);
         }
     }
