@@ -302,7 +302,7 @@ fn example_system() -> Vec<u8> {
     let mut tasks = heapless::Vec::new();
     let mut arguments = heapless::Vec::new();
     let _ = arguments.push("1000");
-    let _ = tasks.push(Task {
+    let _ = tasks.push(TaskSpec {
         name: "steward",
         binary: "steward",
         arguments,

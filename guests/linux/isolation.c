@@ -824,7 +824,7 @@ static void stepped_neighbours(void)
 static void own_code(void)
 {
 	static const volatile uint8_t lone[] = { 0x0f, 0x01, 0xef, 0x90 };
-	// incb 0x100(%rsi); rep movsb, from 0x300 on; movb $5, to the number of the next instruction.
+	// incb 0x100(%rsi); rep movsb; movb $5, to the immediate of the next instruction.
 	static const volatile uint8_t increment[] = { 0xfe, 0x86, 0, 1, 0, 0, 0xc3 };
 	static const volatile uint8_t copy[] = { 0xf3, 0xa4, 0xc3 };
 	static const volatile uint8_t change[] = { 0xc6, 0x05, 1, 0, 0, 0, 5, 0xb8, 1, 0, 0, 0, 0xc3 };

@@ -53,7 +53,7 @@ pub struct System<'a> {
     pub servers: Vec<Server<'a>, MAX_SERVERS>,
     /// Native programs, started second.
     #[serde(borrow)]
-    pub tasks: Vec<Task<'a>, MAX_TASKS>,
+    pub tasks: Vec<TaskSpec<'a>, MAX_TASKS>,
     /// VMs, started last.
     #[serde(borrow)]
     pub vms: Vec<Vm<'a>, MAX_VMS>,
@@ -248,7 +248,7 @@ pub enum OnReset {
 
 /// A native program that `root` starts.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Task<'a> {
+pub struct TaskSpec<'a> {
     /// Name, unique among VMs and tasks.
     pub name: &'a str,
     /// Bundle name of the binary.
@@ -316,7 +316,7 @@ mod tests {
                 cpu_time: None,
                 restart: Restart::OnCrash,
             }]),
-            tasks: Vec::from_iter([Task {
+            tasks: Vec::from_iter([TaskSpec {
                 name: "neighbour",
                 binary: "check",
                 arguments: Vec::from_iter(["neighbour", "1000"]),

@@ -1258,7 +1258,7 @@ pub fn boot() -> Result<()> {
     machine.told(&["boot"], 0, "starting")?;
     let deadline = Instant::now() + 3 * GONE;
     while !machine.ctl(&["metrics"])?.1.contains("parador_resets_total 2") {
-        ensure!(Instant::now() < deadline, "it does not start anew");
+        ensure!(Instant::now() < deadline, "the guest does not restart");
         std::thread::sleep(Duration::from_millis(50));
     }
     machine.told(&["shutdown", "--force"], 0, "ended")?;

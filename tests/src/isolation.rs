@@ -40,8 +40,8 @@ pub const COPY_TESTS: [&str; 6] = [
 pub const STEP_TESTS: [&str; 5] =
     ["alignment-checks", "stale-copies", "steps-everywhere", "stepped-calls", "own-code"];
 
-/// Returns the commands that give the source of random numbers to the module that has a page for it,
-/// which is in this folder.
+/// Returns the commands that give the source of random numbers to the module that has a page for
+/// it, which is in this folder.
 pub fn driver(folder: &str) -> String {
     format!(
         "cd /sys/bus/virtio/drivers/virtio_rng; echo virtio[0-9]* >unbind; cd /; insmod {folder}/check_device.ko"

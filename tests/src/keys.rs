@@ -62,8 +62,8 @@ ls / >/dev/null && echo continues
 /// Texts that Linux prints when it detects a kernel bug.
 const WRONG: [&str; 5] = ["BUG:", "WARNING:", "Oops", "Call Trace", "SUCCEEDS"];
 
-/// With keys, copies of code follow what is written to their frames, by whatever way; and a program whose own code is executed in steps does what it
-/// does elsewhere.
+/// With keys, copies of code follow what is written to their frames, by whatever way; and a program
+/// whose own code is executed in steps does what it does elsewhere.
 pub fn copies() -> Result<()> {
     let rig = Rig::new()?;
     let folder = rig.folder();

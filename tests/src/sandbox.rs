@@ -26,7 +26,7 @@ pub const ENTER_OLD: &str = "--sandboxed-old";
 /// First argument of this program when a host is to refuse a system call about some memory
 /// ([`enter_refusing`]).
 pub const ENTER_REFUSING: &str = "--refusing";
-/// Address range of the refusals, which only programs of `guests/linux/fuzz.c` use: 1 MiB.
+/// Address range of the refusals, which only `guests/linux/fuzz.c` uses: 1 MiB.
 const REFUSED: u64 = 0x3000_0000;
 /// Machines at once, and memory of each.
 const MACHINES: u32 = 20;

@@ -303,8 +303,8 @@ const NOT_ON_BOCHS: &[(&str, &str)] = &[
 ];
 const BOCHS: &[Backend] = &[Backend::Bochs(Model::Ryzen), Backend::Bochs(Model::Phenom)];
 
-/// Command line for Debian's kernel on Bochs' `phenom_8650_toliman`, which reports POPCNT (CPUID leaf
-/// 1, ECX bit 23) and raises `#UD` at it.
+/// Command line for Debian's kernel on Bochs' `phenom_8650_toliman`, which reports POPCNT (CPUID
+/// leaf 1, ECX bit 23) and raises `#UD` at it.
 const NO_POPCNT: &str = "console=ttyS0 clearcpuid=151 ";
 
 /// The same guests on another emulator's processors, and Debian's kernel.

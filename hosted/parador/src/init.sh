@@ -32,8 +32,8 @@ trap 'halt -f' USR1
 
 line=$(cat /proc/cmdline)
 
-# The network as the kernel's parameter ip=ADDRESS:NEIGHBOUR:GATEWAY:NETMASK:NAME says it (nfsroot.rst in Linux's
-# documentation calls the neighbour a server). Debian's kernel leaves it to its first program.
+# Configures the network by the kernel parameter ip=ADDRESS:NEIGHBOUR:GATEWAY:NETMASK:NAME (Linux's
+# nfsroot.rst calls the neighbour a server). Debian's kernel leaves it to init.
 neighbour=
 case " $line" in
 *" ip="*)
@@ -69,7 +69,7 @@ case " $line" in
         ;;
     *) command=${command%% *} ;;
     esac
-    # What the terminal's driver still holds when its session ends is lost; a new setting waits until that has gone out.
+    # Output in the terminal driver is lost when its session ends; stty waits for it.
     set -- sh -c '"$@"; status=$?; stty echo </dev/tty; exit $status' - sh -c "$command"
     ;;
 *)

@@ -1,5 +1,5 @@
 #!/bin/sh
-# What the client of DHCP does with a lease (busybox udhcpc): `udhcpc -i eth0 -n -q` sets address, route and name servers.
+# DHCP lease script for busybox udhcpc: `udhcpc -i eth0 -n -q` sets address, route and name servers.
 case $1 in
 deconfig)
     ifconfig "$interface" 0.0.0.0

@@ -1,5 +1,5 @@
-# Makes a fresh debootstrap tree a Debian that boots as a guest. Runs in mount and process namespaces of its own, so that
-# mounts and processes are gone when it ends, however it ends.
+# Makes a fresh debootstrap tree a Debian that boots as a guest. Runs in mount and PID namespaces of
+# its own, so that mounts and processes are gone when it ends.
 #
 # Environment: TREE, the tree; ARCHIVES, where packages are kept; SUITE and MIRROR;
 # SECURITY_MIRROR, empty for none; KEY, a file with a public key.

@@ -1234,7 +1234,7 @@ impl ResolvedSystem {
             cpu_time: server.cpu_time,
             restart: compile_restart(server.restart),
         });
-        let tasks = self.tasks.iter().map(|task| compiled::Task {
+        let tasks = self.tasks.iter().map(|task| compiled::TaskSpec {
             name: &task.name,
             binary: task.binary.get_ref(),
             arguments: task.arguments.iter().map(String::as_str).collect(),

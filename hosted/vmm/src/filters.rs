@@ -33,8 +33,8 @@ type Conditions<'a> = &'a [(u8, u32)];
 
 /// Returns the filters in the wedge's format.
 ///
-/// They depend on [`option::TRACED`] and [`option::USER_PROCESS`]: the tracer of guest processes and the
-/// user processes are created by the device process.
+/// They depend on [`option::TRACED`] and [`option::USER_PROCESS`]: the tracer of guest processes
+/// and the user processes are created by the device process.
 pub fn words(options: u64) -> Result<Vec<u64>, Error> {
     let mut words = Vec::new();
     let kicking = |rules: Result<Rules, _>| {

@@ -89,7 +89,8 @@ pub struct Signals {
     pub deadline: Nanos,
     /// Task priority as read from `CR8`.
     pub cr8: u8,
-    /// Bits 3:0 of the task priority are not 0. A write of `CR8` clears them, even one of the same value.
+    /// Bits 3:0 of the task priority are not 0. A write of `CR8` clears them, even one of the same
+    /// value.
     pub tpr_low: bool,
 }
 

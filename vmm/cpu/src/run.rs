@@ -81,15 +81,15 @@ pub struct Cpu {
     started: bool,
     nmi: bool,
     nmi_mask: NmiMask,
-    /// An interrupt that is in service already, and is delivered before others: the guest has yet to
-    /// take it ([`InterruptWindow::DeliverVirq`]), or an exception interrupted its delivery.
+    /// An interrupt that is in service already, and is delivered before others: the guest has yet
+    /// to take it ([`InterruptWindow::DeliverVirq`]), or an exception interrupted its delivery.
     deferred: Event,
     /// The interrupt window requested from the [`Vcpu`].
     window: InterruptWindow,
     /// The task priority known to both the [`Vcpu`] and the local APIC.
     cr8: u8,
-    /// The guest exits when it writes `CR8`: an interrupt is pending below the task priority, or the
-    /// write clears bits that `CR8` does not show.
+    /// The guest exits when it writes `CR8`: an interrupt is pending below the task priority, or
+    /// the write clears bits that `CR8` does not show.
     cr8_exits: bool,
     pub(crate) eoi: EoiWord,
     pub(crate) steal: StealRecord,
@@ -357,9 +357,9 @@ impl Cpu {
         }
     }
 
-    /// Offers an interrupt that is in service already as a virtual one. The slot would deliver it at
-    /// once, but QEMU TCG sometimes delivers an injected interrupt twice; and an interrupt in the slot
-    /// after an exit always means that the exit interrupted its delivery.
+    /// Offers an interrupt that is in service already as a virtual one. The slot would deliver it
+    /// at once, but QEMU TCG sometimes delivers an injected interrupt twice; and an interrupt in
+    /// the slot after an exit always means that the exit interrupted its delivery.
     fn offer_deferred<V: Vcpu>(&mut self, vcpu: &mut V) -> InterruptWindow {
         if vcpu.event().is_interrupt() {
             self.deferred = vcpu.event();
@@ -1109,12 +1109,13 @@ mod tests {
         (Cpu::new(0, 40), vcpu, board)
     }
 
-    /// Runs until the script ends; returns for each entry the event that the guest gets, injected or
-    /// offered, and whether there is an exit window.
+    /// Runs until the script ends; returns for each entry the event that the guest gets, injected
+    /// or offered, and whether there is an exit window.
     fn play(cpu: &mut Cpu, vcpu: &mut ScriptedVcpu, board: &mut TestBoard) -> Vec<(Event, bool)> {
         assert_eq!(cpu.run(vcpu, board), StopReason::End(Outcome::HostError(0)));
         let seen = |entry: ScriptEntry| {
-            // A back end may make an interrupt pending instead of injecting it, unless there is a window.
+            // A back end may make an interrupt pending instead of injecting it, unless there is a
+            // window.
             assert!(!entry.event.is_interrupt() || entry.window != InterruptWindow::Nothing);
             match entry.window {
                 InterruptWindow::DeliverVirq(vector) if !entry.event.is_some() => {
@@ -1126,7 +1127,7 @@ mod tests {
         vcpu.entries.drain(..).map(seen).collect()
     }
 
-    /// The guest takes the interrupt that is left to it.
+    /// The guest takes the virtual interrupt that is offered to it.
     fn take(vcpu: &mut ScriptedVcpu) {
         assert!(matches!(vcpu.window, InterruptWindow::DeliverVirq(_)), "{:?}", vcpu.window);
         vcpu.window = InterruptWindow::Nothing;
@@ -1258,7 +1259,8 @@ mod tests {
         board.emulated = Emulated::Raise(PROTECTION);
         board.request(0x31);
         interrupts(&mut vcpu, true);
-        // It may be taken at once; but this processor is slow, and the guest does something else first, which even faults.
+        // It may be taken at once; but this processor is slow, and the guest does something else
+        // first, which even faults.
         vcpu.then(|vcpu| {
             interrupts(vcpu, false);
             Exit::MemoryFault(MemoryFault { gpa: 0, write: true, fetch: false, walk: false })

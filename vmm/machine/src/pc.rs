@@ -1588,7 +1588,7 @@ mod tests {
         assert_eq!(rig.mmio(&memory, 0xfee0_0080, None), 0x30);
     }
 
-    /// Without the exit nobody learns of a write that does not change the class.
+    /// The exit is the only sign of a write that does not change the class.
     #[test]
     fn a_write_of_cr8_clears_the_lower_half_of_the_task_priority() {
         let memory = memory();

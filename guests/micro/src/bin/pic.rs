@@ -1,5 +1,6 @@
-//! Interrupts of the 8259 pair arrive, each once, while the processor switches interrupts off and on and accesses a device in
-//! between: the pair has been told that an interrupt is taken, so it must not be lost when the processor takes it late.
+//! Each interrupt of the 8259 pair arrives exactly once while the CPU disables and enables
+//! interrupts and accesses a device in between: the pair's vector is acknowledged before the CPU
+//! takes the interrupt late.
 #![no_std]
 #![no_main]
 
@@ -36,7 +37,8 @@ fn trap(frame: &mut TrapFrame) {
 
 fn main() {
     apic::enable();
-    // Edge-triggered, two chips, four words: vectors, the line of the other chip, 8086 mode. Then the mask: all lines but the first.
+    // Edge-triggered, two chips, four words: vectors, cascade line, 8086 mode. Then the mask: all
+    // lines but the first.
     port::write8(COMMAND, 0x11);
     for word in [TIMER, 1 << 2, 1, 0xfe] {
         port::write8(DATA, word);

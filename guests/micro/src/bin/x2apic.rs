@@ -109,7 +109,8 @@ fn exercise(mode: &str, features: u32) {
     }
 }
 
-/// A write of `CR8` sets the whole register: bits 3:0 become 0, even where the class does not change.
+/// A write of `CR8` sets the whole register: bits 3:0 become 0, even where the class does not
+/// change.
 fn task_priority(mode: &str) {
     for priority in [3, 9, 0] {
         apic::write(local::TPR, 0x35);
