@@ -48,6 +48,8 @@ use crate::{clock, compat, cpu_affinity, guest, steal_time, xstate};
 const MAX_COMMANDS: usize = 256;
 /// Length of the user thread's signal stack in bytes. The thread always has one.
 const STACK: usize = 0x8000;
+/// Flag of sigaltstack(2): the host disables the signal stack while a handler runs.
+const SS_AUTODISARM: u64 = 1 << 31;
 /// Largest number of waits of [`WAIT_TIME`] each, after which the user process counts as
 /// unresponsive. Elapsed time is no criterion, because the VM may be paused.
 const MAX_WAITS: u32 = 10_000;
@@ -223,7 +225,9 @@ fn become_user_process(vcpu: usize, slot: usize, filters: &Filters) -> Result<In
     sys::close(layout::MEMORY_FD + 1, u32::MAX)?;
     start_mapper(&filters)?;
     sys::close(layout::MEMORY_FD, layout::MEMORY_FD)?;
-    let stack = [RESPONSE + offset_of!(Response, stack) as u64, 0, STACK as u64];
+    // With `SS_AUTODISARM` each signal frame is at the top, even if user mode's stack pointer is in
+    // the signal stack: the kernel process expects it there, and it always fits.
+    let stack = [RESPONSE + offset_of!(Response, stack) as u64, SS_AUTODISARM, STACK as u64];
     // SAFETY: the stack has no other use.
     unsafe { sys::call(linux::__NR_sigaltstack, [stack.as_ptr() as u64, 0, 0, 0, 0, 0]) }?;
     // Signals do not nest.
