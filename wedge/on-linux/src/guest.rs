@@ -107,8 +107,6 @@ pub struct LinuxVcpu<'m> {
     debugs: bool,
     /// State of a single step for the debugger.
     step: DebugStep,
-    /// The next instruction, in stepped pages, executes before events are checked.
-    steps_at_once: bool,
 }
 
 /// Single step for the debugger.
@@ -606,12 +604,12 @@ impl LinuxVcpu<'_> {
                 StopAction::Exit(Exit::MemoryFault(MemoryFault { gpa, write, fetch, walk: false }))
             }
             Fault::Sequence if exec_scan::open_steps(cpu, &self.ram, &self.memory) => {
-                self.step_at_once()
+                StopAction::Resume
             }
             Fault::OwnCode
                 if exec_scan::open_writing_step(cpu, &self.ram, &self.memory, linear) =>
             {
-                self.step_at_once()
+                StopAction::Resume
             }
             Fault::Sequence | Fault::OwnCode => {
                 self.emulate_or_fault(Event::exception(vector::UNDEFINED))
@@ -634,23 +632,6 @@ impl LinuxVcpu<'_> {
             let value = self.memory.read::<u64>(current + at).unwrap_or(0);
             let _ = self.memory.write(cpu.shared.root + at, value);
         }
-    }
-
-    /// The pages of a step have been opened: it is done before events, whose handlers would drop
-    /// them. On a slow host there is always one.
-    fn step_at_once(&mut self) -> StopAction {
-        if core::mem::replace(&mut self.steps_at_once, true) {
-            return StopAction::Resume;
-        }
-        frames::sync_before_entry();
-        if compat::has_selectors(cpu()) {
-            compat::load_segments(cpu(), &self.memory);
-        }
-        let held = events().swap(0, SeqCst);
-        let step = self.step();
-        events().fetch_or(held, SeqCst);
-        self.steps_at_once = false;
-        step
     }
 
     /// Emulates an instruction in stepped pages that the CPU must not execute: a sequence is
@@ -1198,7 +1179,6 @@ fn drive(all: &VmShared<'_>, index: usize) -> ! {
         star: 0,
         debugs: start.options & option::DEBUG != 0,
         step: DebugStep::None,
-        steps_at_once: false,
     };
     crate::shared::vcpu().deadline.store(u64::MAX, Relaxed);
     steal_time::on_resume();
