@@ -66,6 +66,12 @@ pub mod mc_status {
     pub const EN: u64 = 1 << 60;
     /// The bank's address register is valid.
     pub const ADDRV: u64 = 1 << 58;
+
+    /// Returns true for the status of an error that raised a machine check: uncorrected, and enabled
+    /// for reporting.
+    pub const fn raised_machine_check(status: u64) -> bool {
+        status & (VAL | UC | EN) == VAL | UC | EN
+    }
 }
 
 /// Bits of [`APIC_BASE`].
@@ -159,4 +165,28 @@ pub mod kvm {
     pub const STEAL_TIME: u32 = 0x4b56_4d03;
     /// Address of the word through which this vCPU signals EOI; bit 0 enables it.
     pub const EOI: u32 = 0x4b56_4d04;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_errors_that_raise_machine_checks_stop_the_machine() {
+        // Bits of the status of bank 0, from bit 63 down: VAL, OVER, UC, EN, MISCV, ADDRV, PCC.
+        for (status, expected) in [
+            (0, false),
+            // Corrected, and corrected with an overflow.
+            (0x9000_0000_0000_0135, false),
+            (0xd000_0000_0000_0135, false),
+            // Uncorrected, but reporting is disabled.
+            (0xa000_0000_0000_0135, false),
+            // VAL is clear: no error.
+            (0x3000_0000_0000_0135, false),
+            (0xb000_0000_0000_0135, true),
+            (0xfe00_0000_0007_0b0f, true),
+        ] {
+            assert_eq!(mc_status::raised_machine_check(status), expected, "{status:#x}");
+        }
+    }
 }
