@@ -819,6 +819,14 @@ static void stepped_neighbours(void)
 	}
 }
 
+// Rounds of own_code() are combinations of four bits. Where the program itself is executed in steps,
+// a signal each, four rounds still have each bit set and clear.
+#ifdef STEPS
+#define OWN_CODE_STRIDE 5
+#else
+#define OWN_CODE_STRIDE 1
+#endif
+
 // An instruction that writes to a page that it is in itself is carried out, once, and what it
 // writes is executed; also across the border of two pages, and where it is executed as a step.
 static void own_code(void)
@@ -828,7 +836,7 @@ static void own_code(void)
 	static const volatile uint8_t increment[] = { 0xfe, 0x86, 0, 1, 0, 0, 0xc3 };
 	static const volatile uint8_t copy[] = { 0xf3, 0xa4, 0xc3 };
 	static const volatile uint8_t change[] = { 0xc6, 0x05, 1, 0, 0, 0, 5, 0xb8, 1, 0, 0, 0, 0xc3 };
-	for (int round = 0; round < 16; round++) {
+	for (int round = 0; round < 16; round += OWN_CODE_STRIDE) {
 		uint8_t *code = pages(2 * PAGE, PROT_READ | PROT_WRITE | PROT_EXEC);
 		// One byte before the border, or two.
 		const int crosses = round & 1, border = PAGE - 1 - (round >> 1 & 1);
