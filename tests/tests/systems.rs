@@ -420,7 +420,7 @@ fn guest_scenarios() -> Vec<Scenario> {
             )
         },
         Scenario {
-            texts: vec!["vm falling starts again".into()],
+            texts: vec!["vm falling restarts in ".into()],
             never: &["FAILED"],
             ..base(
                 "restart-on-crash",
@@ -464,8 +464,8 @@ fn guest_scenarios() -> Vec<Scenario> {
             never: &[
                 "FAILED",
                 "vm resetting restarts in 100 ms",
-                "again in 200 ms",
-                "again in 400 ms",
+                "restarts in 200 ms",
+                "restarts in 400 ms",
             ],
             ..base(
                 "restart-after-reset",
@@ -544,7 +544,7 @@ fn channel_scenarios() -> Vec<Scenario> {
         Scenario {
             cpus: &[1, 4],
             machine: Machine { counted: true, ..Machine::default() },
-            texts: vec!["vm asks starts again".into(), ended("answers")],
+            texts: vec!["vm asks restarts in ".into(), ended("answers")],
             never: &["FAIL"],
             ..base("channel-peer-ends", lives(6, "restart = \"always\"\ncmdline = \"messages=50\""))
         },
@@ -584,7 +584,7 @@ fn channel_scenarios() -> Vec<Scenario> {
         },
         Scenario {
             cpus: &[1, 4],
-            texts: vec![ended("first"), ended("second"), "vm hostile starts again".into()],
+            texts: vec![ended("first"), ended("second"), "vm hostile restarts in ".into()],
             never: &["FAILED", "vm hostile ended: fault", "vm first ended: fault"],
             limit: 240,
             ..base(
