@@ -798,7 +798,7 @@ fn console_scenarios() -> Vec<Scenario> {
                 Step::Console("after 23"),
                 // Lines of all, behind names.
                 Step::Type("\x1da"),
-                Step::Console("[parador] lines of all clients"),
+                Step::Console("[parador] showing all clients"),
                 Step::Type("poweroff\n"),
                 Step::Console("[log] root: vm linux-1 ended: power-off"),
                 Step::Type("\x1da\x1d1"),
@@ -915,7 +915,7 @@ fn console_scenarios() -> Vec<Scenario> {
             steps: vec![
                 Step::Console("steward> "),
                 Step::Type("\x1da"),
-                Step::Console("[parador] lines of all clients"),
+                Step::Console("[parador] showing all clients"),
                 Step::Console("[flood] line "),
                 Step::Type("create again small\r"),
                 Step::Console("[steward] create again: done"),

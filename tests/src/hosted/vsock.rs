@@ -145,7 +145,7 @@ pub fn refusals() -> Result<()> {
     let _taken = UnixListener::bind(rig.path("taken")).context("cannot listen")?;
     for (vsock, code, text) in [
         ("cid=2,path=vsock", 65, "invalid guest CID"),
-        ("cid=3", 65, "no `path`"),
+        ("cid=3", 65, "`path` is missing"),
         ("cid=3,path=taken", 71, "in use by another process"),
         ("cid=3,path=none/vsock", 66, "none/vsock"),
     ] {
