@@ -454,7 +454,7 @@ pub fn shell() -> Result<()> {
     ensure!(output.status.success() && printed.contains("it ends"), "quiet: {output:?}");
     ensure!(output.stderr.is_empty(), "quiet: {}", String::from_utf8_lossy(&output.stderr));
     let long = "x".repeat(2048);
-    end(rig.run().args(["-p", &long]), "")?.has(65, &["Linux takes 2047"])?;
+    end(rig.run().args(["-p", &long]), "")?.has(65, &["(limit 2047)"])?;
     // Without input the guest runs on.
     end(rig.run().args(["-p", "parador.run=false"]), "")?.well(1, &[])?;
     let mut output = rig.run();

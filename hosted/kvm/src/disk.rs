@@ -97,7 +97,7 @@ impl RawDisk {
                     if !std::mem::replace(&mut state.told, true) {
                         let level = log::WARN;
                         let cause = Cause::new(error.raw_os_error(), &error);
-                        eprintln!("<{level}>disk {number}: I/O error: {cause}");
+                        eprintln!("<{level}>disk {number}: request failed: {cause}");
                     }
                     BlockStatus::Failed
                 }

@@ -153,7 +153,7 @@ impl Network {
     /// Takes the link down.
     fn end(&self, error: &dyn std::fmt::Display) {
         if !self.is_down.swap(true, SeqCst) {
-            eprintln!("<{}>{}: connection lost: {error}", log::WARN, self.name);
+            eprintln!("<{}>{}: connection closed: {error}", log::WARN, self.name);
         }
     }
 }

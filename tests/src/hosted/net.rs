@@ -351,7 +351,7 @@ pub fn refusals() -> Result<()> {
     for (net, code, text) in [
         ("usr", 65, "one of user, passt, none"),
         ("user,hostfwd=22", 65, "expected tcp:2222:22"),
-        ("tap=lo", 65, "lo is no tap device"),
+        ("tap=lo", 65, "lo is not a tap device"),
         ("switch=/none/switch", 66, "cannot open /none"),
         (&taken, 71, "passt cannot start"),
     ] {
