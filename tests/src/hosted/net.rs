@@ -364,7 +364,7 @@ pub fn refusals() -> Result<()> {
     let mut machine = Command::new(program);
     machine.args(without.args(["--net", "user"]).get_args()).current_dir(rig.folder.path());
     machine.envs(without.get_envs().filter_map(|(name, value)| Some((name, value?))));
-    end(machine.env("PATH", "/none"), "")?.has(69, &["no program passt", "install"])?;
+    end(machine.env("PATH", "/none"), "")?.has(69, &["program not found: passt", "install"])?;
     Ok(())
 }
 
