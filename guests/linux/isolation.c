@@ -819,8 +819,8 @@ static void stepped_neighbours(void)
 	}
 }
 
-// Rounds of own_code() are combinations of four bits. Where the program itself is executed in steps,
-// a signal each, four rounds still have each bit set and clear.
+// Rounds of own_code() are combinations of four bits. Where the program itself is executed in
+// steps, a signal each, four rounds still have each bit set and clear.
 #ifdef STEPS
 #define OWN_CODE_STRIDE 5
 #else

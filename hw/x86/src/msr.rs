@@ -67,8 +67,8 @@ pub mod mc_status {
     /// The bank's address register is valid.
     pub const ADDRV: u64 = 1 << 58;
 
-    /// Returns true for the status of an error that raised a machine check: uncorrected, and enabled
-    /// for reporting.
+    /// Returns true for the status of an error that raised a machine check: uncorrected, and
+    /// enabled for reporting.
     pub const fn raised_machine_check(status: u64) -> bool {
         status & (VAL | UC | EN) == VAL | UC | EN
     }
