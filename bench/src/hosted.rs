@@ -437,6 +437,13 @@ mod tests {
     }
 
     #[test]
+    fn every_row_has_a_limit() {
+        for row in &ROWS {
+            assert!(promises::limit(row.name).is_ok(), "{}", row.name);
+        }
+    }
+
+    #[test]
     fn limits_are_kept_or_missed() {
         for (row, values, holds) in [
             (&ROWS[1], [10.0, 29.0], true),

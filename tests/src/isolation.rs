@@ -47,6 +47,7 @@ pub fn driver(folder: &str) -> String {
         "cd /sys/bus/virtio/drivers/virtio_rng; echo virtio[0-9]* >unbind; cd /; insmod {folder}/check_device.ko"
     )
 }
+
 /// Tests of the program with `--protection process`: user mode forges each word that its process
 /// and the kernel's share and that it can write, and pages that the kernel frees are gone all the
 /// same.
