@@ -168,6 +168,8 @@ stty -F /dev/ttyS1 115200 raw -echo; exec 3<>/dev/ttyS1
 mkfifo keys; exec 4<>keys
 attach() { echo "== $1"; until nc 127.0.0.1 1234 <&3 >&3; do sleep 1; done; }
 run() {
+    # The log of the VM before must not be taken for this one's, which opens it in the background.
+    rm -f log; touch log
     parador run $1 --backend kvm -c $2 -i busybox -m 128M --timeout 300s --gdb tcp=:1234$3 -p 'quiet parador.run="
         grep \ _text$ /proc/kallsyms; echo it runs; until read -t 1 end; do sync; done; machine-exit 3"' <keys >log 2>&1 &
     machine=$!
