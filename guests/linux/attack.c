@@ -19,7 +19,7 @@
 
 #define PAGE 4096
 #define BROKEN 66
-// `proto::wedge::layout`, and what the wedge has there.
+// `proto::hosted::layout`, and what the wedge has there.
 #define IMAGE 0x40000000ul
 #define IMAGE_END 0x50000000ul
 #define WEDGE 0x70000000ul

@@ -63,7 +63,7 @@
 #define STACK (ARENA + 0x300000)
 #define STATE (ARENA + 0x400000)
 
-// What programs must not read (`proto::wedge::layout`).
+// What programs must not read (`proto::hosted::layout`).
 #define IMAGE 0x40000000ul
 #define SHARED 0x71000000ul
 #define STUBS 0x72000000ul

@@ -15,6 +15,7 @@ pub mod console;
 pub mod control;
 pub mod disk;
 pub mod errno;
+pub mod hosted;
 pub mod log;
 pub mod manage;
 pub mod net;
@@ -27,7 +28,6 @@ pub mod system;
 #[cfg(test)]
 mod testing;
 pub mod vsock;
-pub mod wedge;
 
 /// Label of a reply to a valid message.
 pub const DONE: u64 = 0;

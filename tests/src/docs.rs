@@ -119,7 +119,7 @@ mod tests {
         let tests = ["hosted/disk".to_owned(), "native-x86-npt/smp/1-cpu".to_owned()];
         let own = "`tests/src/docs.rs`: `names`, `others`";
         let found = |text: &str| check(text, &tests).map_err(|error| error.to_string());
-        assert_eq!(found("`hosted/disk`, `native-x86-npt/smp`; `hosted/jail`"), Ok(2));
+        assert_eq!(found("`hosted/disk`, `native-x86-npt/smp`; `hosted/devices`"), Ok(2));
         assert_eq!(found(&own.replace("others", "check")), Ok(2));
         for (text, said) in [
             ("`hosted/disks`", "there is no test `hosted/disks`"),

@@ -7,7 +7,7 @@ use crate::hosted::{Rig, children, end, ended, start};
 use crate::previrt::Kernel;
 use crate::system::artifacts;
 use anyhow::{Context, Result, ensure};
-use proto::wedge::layout;
+use proto::hosted::layout;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 

@@ -14,7 +14,7 @@ const UNSAFE_ALLOWED: &[&str] = &[
     "kernel/core",
     "kernel/image",
     "vmm/mem",
-    "hosted/jail",
+    "hosted/devices",
     "native/rt",
     "hosted/kvm",
     "guests/micro",

@@ -1,11 +1,11 @@
-//! Control commands from `parador run`, and responses: bytes of [`proto::wedge::control`].
+//! Control commands from `parador run`, and responses: bytes of [`proto::hosted::control`].
 
 use std::fs::File;
 use std::io::{ErrorKind, Read, Write};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
-use proto::wedge::control;
-use proto::wedge::debug::DebugState;
+use proto::hosted::control;
+use proto::hosted::debug::DebugState;
 
 use crate::debug;
 use crate::vcpu_thread::{VcpuThread, event};

@@ -1,5 +1,5 @@
 //! Debugger stops of vCPUs (`docs/design/0015-debugger.md`): the vCPUs' side of the shared area
-//! ([`proto::wedge::debug`]).
+//! ([`proto::hosted::debug`]).
 
 use std::fs::File;
 use std::io::Write;
@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
 use std::time::Duration;
 
 use kvm_bindings::{KVM_GUESTDBG_ENABLE, KVM_GUESTDBG_SINGLESTEP, kvm_guest_debug};
-use proto::wedge::control;
-use proto::wedge::debug::{DebugHost, DebugState, command, register};
+use proto::hosted::control;
+use proto::hosted::debug::{DebugHost, DebugState, command, register};
 use rustix::fs::Timespec;
 use rustix::thread::futex;
 
@@ -85,7 +85,7 @@ pub fn control(steps: bool) -> kvm_guest_debug {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use proto::wedge::debug::reason;
+    use proto::hosted::debug::reason;
     use std::io::Read;
     use std::os::fd::OwnedFd;
     use std::os::unix::net::UnixStream;

@@ -10,7 +10,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 use proto::errno::Cause;
-use proto::wedge::{DiskRecord as Record, log};
+use proto::hosted::{DiskRecord as Record, log};
 use rustix::fs::{FallocateFlags, fallocate};
 use rustix::io::Errno;
 use vmm_bus::Block;

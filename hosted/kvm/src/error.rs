@@ -24,9 +24,9 @@ pub enum Error {
     /// Kernel, command line and RAM disk do not fit into memory.
     Boot(vmm_boot::BootError),
     /// The seccomp filter cannot be built.
-    Filter(hosted_vmm::Error),
+    Filter(hosted_loader::Error),
     /// The host refuses parts of a strict sandbox.
-    Sandbox(hosted_jail::SandboxRefusal),
+    Sandbox(hosted_devices::SandboxRefusal),
 }
 
 impl Error {

@@ -3,7 +3,8 @@
 //! The VM is `vmm_machine::Pc` as on every other host, with all its interrupt controllers and
 //! timers; [`vm`] and [`vcpu`] connect it with KVM. The process has a thread per vCPU, one for its
 //! control and one for its doorbell, two per line, disk and network. Before it reads guest data, it
-//! installs a seccomp filter (`hosted_vmm::filters`), which restricts it to its open descriptors.
+//! installs a seccomp filter (`hosted_loader::filters`), which restricts it to its open
+//! descriptors.
 #![deny(unsafe_code)]
 
 mod balloon;

@@ -11,8 +11,8 @@ use std::io::{self, ErrorKind, Read, Write};
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
-use hosted_jail::describe;
-use proto::wedge::{NetRecord as Record, log};
+use hosted_devices::describe;
+use proto::hosted::{NetRecord as Record, log};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use vmm_bus::Data;

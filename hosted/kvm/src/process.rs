@@ -11,14 +11,14 @@ use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use hosted_vmm::confine;
+use hosted_loader::confine;
 use kvm_ioctls::VcpuFd;
-use proto::requests::Queue;
-use proto::wedge::debug::DebugState;
-use proto::wedge::{
+use proto::hosted::debug::DebugState;
+use proto::hosted::{
     DiskRecord as Record, MAX_DISKS, MAX_NETS, MAX_QUEUES, MAX_SHARES, NetRecord, ShareRecord,
     layout, log,
 };
+use proto::requests::Queue;
 use rustix::process::{DumpableBehavior, set_dumpable_behavior};
 use rustix::rand::{GetRandomFlags, getrandom};
 use rustix::thread::futex;
@@ -48,7 +48,7 @@ use crate::vcpu_thread::{VcpuThread, event, tsc};
 use crate::vm::{KvmVm, set_cpuid};
 
 /// Descriptors of the KVM process, in addition to those of both back ends
-/// ([`proto::wedge::layout`]).
+/// ([`proto::hosted::layout`]).
 pub mod descriptor {
     /// [`KvmConfig`](super::KvmConfig) as JSON.
     pub const DESCRIPTION: u32 = 40;
@@ -67,13 +67,13 @@ pub struct KvmConfig {
     pub cpus: u8,
     /// Kernel command line.
     pub command_line: String,
-    /// Least severe messages that are printed: see [`proto::wedge::log`].
+    /// Least severe messages that are printed: see [`proto::hosted::log`].
     pub log: u64,
-    /// Disks: words of [`proto::wedge::DiskRecord`].
+    /// Disks: words of [`proto::hosted::DiskRecord`].
     pub disks: Vec<[u64; Record::WORDS]>,
-    /// Networks: words of [`proto::wedge::NetRecord`].
+    /// Networks: words of [`proto::hosted::NetRecord`].
     pub nets: Vec<[u64; NetRecord::WORDS]>,
-    /// Shared directories: words of [`proto::wedge::ShareRecord`].
+    /// Shared directories: words of [`proto::hosted::ShareRecord`].
     pub shares: Vec<[u64; ShareRecord::WORDS]>,
     /// Guest CID of the vsock device, if there is one.
     pub vsock: Option<u32>,
@@ -286,7 +286,7 @@ fn serve() -> Result<Never, Error> {
 /// Enters the configured sandbox, and drops all capabilities in any case.
 fn confine_process(machine: &KvmConfig) -> Result<(), Error> {
     let entered = enter_sandbox(machine);
-    let dropped = hosted_jail::drop_capabilities().map_err(io::Error::from);
+    let dropped = hosted_devices::drop_capabilities().map_err(io::Error::from);
     dropped.map_err(Error::host("drop capabilities"))?;
     entered
 }
@@ -295,7 +295,7 @@ fn enter_sandbox(machine: &KvmConfig) -> Result<(), Error> {
     if machine.sandbox == Sandbox::Off {
         return Ok(());
     }
-    let refused = hosted_jail::enter();
+    let refused = hosted_devices::enter();
     if refused.is_empty() {
         return Ok(());
     }

@@ -26,8 +26,8 @@ use nix::sys::signal::{SigEvent, SigevNotify, Signal};
 use nix::sys::time::TimeSpec;
 use nix::sys::timer::{Expiration, Timer, TimerSetTimeFlags};
 use nix::time::ClockId;
-use proto::wedge::debug::{HALT, reason, register};
-use proto::wedge::log;
+use proto::hosted::debug::{HALT, reason, register};
+use proto::hosted::log;
 use rustix::io::Errno;
 use vmm_cpu::walk::CodeView;
 use vmm_cpu::{

@@ -11,7 +11,7 @@ use crate::perf::Maps;
 use crate::statistics::{self, Statistics};
 use crate::vm_process::{self, EventSource, ExitCause};
 use hyper::body::Bytes;
-use proto::wedge::control as byte;
+use proto::hosted::control as byte;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::{Errno, read, write};
 use schemars::JsonSchema;

@@ -26,11 +26,11 @@ use gdbstub::target::ext::section_offsets::{Offsets, SectionOffsets, SectionOffs
 use gdbstub::target::{Target, TargetError, TargetResult};
 use gdbstub_arch::x86::X86_64_SSE;
 use gdbstub_arch::x86::reg::X86_64CoreRegs;
-use hosted_vmm::Image;
-use proto::wedge::debug::{
+use hosted_loader::Image;
+use proto::hosted::debug::{
     BREAKPOINT, BREAKPOINTS, DebugState, HALT, VcpuDebug, command, reason, register,
 };
-use proto::wedge::layout;
+use proto::hosted::layout;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::Shutdown;
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};

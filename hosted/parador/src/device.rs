@@ -5,8 +5,8 @@ use crate::failure::{self, Failure};
 use crate::supervise::{self, AtEnd};
 use crate::vm_process::DeviceProcess;
 use command_fds::FdMapping;
-use hosted_jail::{ImageConfig, SetupError, Share, Vsock};
-use proto::wedge::layout;
+use hosted_devices::{ImageConfig, SetupError, Share, Vsock};
+use proto::hosted::layout;
 use signal_hook::consts::{SIGTERM, SIGXFSZ};
 use signal_hook::flag;
 use std::env;
@@ -111,12 +111,12 @@ pub fn become_device() -> Option<ExitCode> {
         .map_err(SetupError::from);
     let served = listens.and_then(|_| match device {
         Served::Requests(machine, DeviceKind::Share(share)) => {
-            hosted_jail::serve_share(machine, share, &end)
+            hosted_devices::serve_share(machine, share, &end)
         }
         Served::Requests(machine, DeviceKind::Image(image)) => {
-            hosted_jail::serve_image(machine, image, &end)
+            hosted_devices::serve_image(machine, image, &end)
         }
-        Served::Vsock(vsock) => hosted_jail::serve_vsock(vsock, &end),
+        Served::Vsock(vsock) => hosted_devices::serve_vsock(vsock, &end),
     });
     Some(match served {
         Ok(()) => ExitCode::SUCCESS,
@@ -131,7 +131,7 @@ pub fn become_device() -> Option<ExitCode> {
 /// Task of a device process.
 enum Served {
     /// Requests of a virtio device in shared memory.
-    Requests(hosted_jail::GuestQueue, DeviceKind),
+    Requests(hosted_devices::GuestQueue, DeviceKind),
     /// Vsock connections.
     Vsock(Vsock),
 }
@@ -151,5 +151,5 @@ fn parse_arguments(mut arguments: impl Iterator<Item = String>) -> Option<Served
         IMAGE => DeviceKind::Image(ImageConfig { read_only, sectors }),
         _ => return None,
     };
-    Some(Served::Requests(hosted_jail::GuestQueue { memory, queue }, device))
+    Some(Served::Requests(hosted_devices::GuestQueue { memory, queue }, device))
 }

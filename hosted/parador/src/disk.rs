@@ -74,7 +74,7 @@ pub struct Disk {
     /// File, locked against other writers.
     pub file: File,
     /// Description for the VM.
-    pub record: proto::wedge::DiskRecord,
+    pub record: proto::hosted::DiskRecord,
     /// Path for messages.
     path: PathBuf,
 }
@@ -141,7 +141,7 @@ impl DiskConfig {
             _ => format!("disk{number}"),
         };
         serial[..name.len()].copy_from_slice(name.as_bytes());
-        let record = proto::wedge::DiskRecord {
+        let record = proto::hosted::DiskRecord {
             sectors: length / SECTOR,
             read_only: self.ro,
             is_external: is_image,
@@ -238,8 +238,8 @@ impl Disk {
         machine: &device::VmDescriptors<'_>,
         queue: usize,
     ) -> Option<Result<DeviceProcess, Failure>> {
-        let proto::wedge::DiskRecord { sectors, read_only, is_external, .. } = self.record;
-        let image = device::DeviceKind::Image(hosted_jail::ImageConfig { read_only, sectors });
+        let proto::hosted::DiskRecord { sectors, read_only, is_external, .. } = self.record;
+        let image = device::DeviceKind::Image(hosted_devices::ImageConfig { read_only, sectors });
         let name = format!("disk {}", self.path.display());
         is_external.then(|| device::start(machine, queue, image, self.file.as_fd(), name))
     }

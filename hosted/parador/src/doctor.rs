@@ -75,7 +75,7 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         return Ok(try_kvm());
     }
     if options.try_sandbox {
-        let refused = hosted_jail::enter();
+        let refused = hosted_devices::enter();
         output::print(Sandbox::of(&refused).lines())?;
         return Ok(0);
     }
@@ -101,7 +101,7 @@ fn examine() -> Report {
         processor(),
         present(
             "protection keys",
-            hosted_vmm::has_keys(),
+            hosted_loader::has_keys(),
             State::Absent,
             "isolation of the guest kernel from guest user mode",
         ),
@@ -171,7 +171,7 @@ struct Sandbox {
 }
 
 impl Sandbox {
-    fn of(refused: &hosted_jail::SandboxRefusal) -> Self {
+    fn of(refused: &hosted_devices::SandboxRefusal) -> Self {
         Self { namespaces: refused.namespaces(), landlock: refused.landlock().map(str::to_owned) }
     }
 
@@ -208,7 +208,7 @@ impl Sandbox {
 /// Checks the CPU features that the wedge requires.
 fn processor() -> Finding {
     let size = __cpuid_count(0xd, 0).ebx;
-    let (state, found) = match hosted_vmm::check_host() {
+    let (state, found) = match hosted_loader::check_host() {
         Ok(_) => (State::Ok, format!("yes; {size} bytes of extended state")),
         Err(error) => (State::Missing, error.to_string()),
     };
@@ -281,7 +281,7 @@ fn large_pages() -> Finding {
 fn rings() -> Finding {
     let release = read("/proc/sys/kernel/osrelease").unwrap_or_default();
     let is_new = version(&release).is_some_and(|version| version >= (6, 7));
-    let (state, found) = match (is_new, hosted_jail::has_rings()) {
+    let (state, found) = match (is_new, hosted_devices::has_rings()) {
         (true, true) => (State::Ok, "yes: all requests of a disk in parallel"),
         (false, _) => (State::Absent, "requires Linux 6.7: two requests of a disk in parallel"),
         (_, false) => (State::Absent, "not permitted: two requests of a disk in parallel"),

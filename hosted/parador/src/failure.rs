@@ -22,7 +22,7 @@
 
 use crate::messages::{self, Level, More};
 use crate::problem::Diagnostics;
-use proto::wedge::exit;
+use proto::hosted::exit;
 use std::fmt;
 use std::io;
 use std::path::Path;

@@ -18,7 +18,7 @@ use crate::run::refused;
 use crate::steps::{Step, Steps};
 use crate::supervise::{self, AtEnd};
 use clap::{Args, Subcommand};
-use hosted_vmm::{Image, symbols};
+use hosted_loader::{Image, symbols};
 use nix::sys::resource::{UsageWho, getrusage};
 use serde::{Deserialize, Serialize};
 use source::Source;

@@ -4,7 +4,7 @@
 //! reduced to one line of plain text.
 
 use clap::ValueEnum;
-use proto::wedge::log;
+use proto::hosted::log;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::borrow::Cow;

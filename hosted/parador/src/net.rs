@@ -101,7 +101,7 @@ pub struct NetBackend {
     /// Descriptor that carries the frames.
     descriptor: OwnedFd,
     /// Description for the VM.
-    pub record: proto::wedge::NetRecord,
+    pub record: proto::hosted::NetRecord,
     /// User-mode network process, which ends with this.
     passt: Option<Passt>,
 }
@@ -151,7 +151,7 @@ impl NetConfig {
             Some(Mac(mac)) => mac,
             None => random_mac()?,
         };
-        let stream = proto::wedge::NetRecord { mac, mtu: STREAM_MTU, tap: [0; 16] };
+        let stream = proto::hosted::NetRecord { mac, mtu: STREAM_MTU, tap: [0; 16] };
         if let Some(DeviceName(name)) = &self.tap {
             let mtu = look_at_tap(name)?;
             let mut tap = [0; 16];
@@ -161,7 +161,7 @@ impl NetConfig {
                 let failure = Failure::file("open", Path::new(TUN), &error);
                 failure.help("use `--net user`, which needs no host device")
             })?;
-            let record = proto::wedge::NetRecord { mac, mtu, tap };
+            let record = proto::hosted::NetRecord { mac, mtu, tap };
             return Ok(Some(NetBackend { descriptor: file.into(), record, passt: None }));
         }
         if let Some(path) = &self.switch {

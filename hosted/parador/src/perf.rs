@@ -6,7 +6,7 @@
 
 use crate::failure::{Failure, describe};
 use crate::messages::{Level, say};
-use hosted_vmm::Image;
+use hosted_loader::Image;
 use rustix::process::geteuid;
 use std::collections::BTreeSet;
 use std::fmt::Write as _;

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
-use hosted_vmm::Image;
+use hosted_loader::Image;
 
 /// Prefix of the wedge's lines.
 pub const MARK: &str = "profile ";

@@ -50,9 +50,9 @@ fn serve() -> io::Result<()> {
     guest.set_nonblocking(true)?;
     host.set_nonblocking(true)?;
     // As far as the host supports it.
-    let _ = hosted_jail::forbid_files();
-    hosted_jail::drop_capabilities()?;
-    hosted_vmm::confine_relay().map_err(|error| io::Error::other(error.to_string()))?;
+    let _ = hosted_devices::forbid_files();
+    hosted_devices::drop_capabilities()?;
+    hosted_loader::confine_relay().map_err(|error| io::Error::other(error.to_string()))?;
     let (mut out, mut inward) = (Way::default(), Way::default());
     let mut buffer = vec![0; CHUNK];
     loop {

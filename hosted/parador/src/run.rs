@@ -32,9 +32,9 @@ use crate::vsock::Vsock;
 use crate::wedge::{self, Wedge};
 use clap::Args;
 use command_fds::FdMapping;
-use hosted_vmm::{Error, Image, Prepared};
+use hosted_loader::{Error, Image, Prepared};
+use proto::hosted::{MAX_DISKS, MAX_NETS, MAX_SHARES, exit, layout, log, option};
 use proto::system::MAX_VCPUS;
-use proto::wedge::{MAX_DISKS, MAX_NETS, MAX_SHARES, exit, layout, log, option};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::process::Signal;
 use signal_hook::consts::{SIGUSR1, SIGXFSZ};
@@ -122,7 +122,7 @@ fn use_protection_keys(vm: &VmConfig) -> Result<(bool, Option<&'static str>), Fa
         Some("`--profile-writes` changes the access rights of kernel memory")
     } else if vm.without.contains(&Optimisation::Functions) {
         Some("`--without functions` lets the kernel modify its code unnoticed")
-    } else if !hosted_vmm::has_keys() {
+    } else if !hosted_loader::has_keys() {
         Some("the host has no protection keys (PKU)")
     } else {
         None
@@ -355,7 +355,7 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         let initrd = initrd()?;
         let ready = match runner {
             Runner::Process(image) => {
-                let machine = hosted_vmm::VmSpec {
+                let machine = hosted_loader::VmSpec {
                     memory,
                     vcpus,
                     initrd: initrd.as_deref(),
@@ -371,7 +371,7 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
                     vsock: config.vsock.as_ref().map(|vsock| vsock.cid()),
                     console: second.is_some(),
                 };
-                let prepared = hosted_vmm::prepare(image, &machine)
+                let prepared = hosted_loader::prepare(image, &machine)
                     .map_err(|error| refused(&error, kernel))?;
                 Ready { prepared, more: Vec::new() }
             }
@@ -398,7 +398,7 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
                 };
                 let more = kvm::files(&machine, bytes, &initrd)?;
                 let prepared =
-                    hosted_vmm::empty(memory).map_err(|error| refused(&error, kernel))?;
+                    hosted_loader::empty(memory).map_err(|error| refused(&error, kernel))?;
                 Ready { prepared, more }
             }
         };
@@ -531,7 +531,7 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
             metrics_request.as_ref().map(|pipe| (pipe, &write_metrics as &dyn Fn()));
         let mut supervisor =
             Supervisor::new(&control, &woken, ours, metrics_request, maps.as_mut());
-        hosted_jail::release_memory();
+        hosted_devices::release_memory();
         let second = match (&mut second, stream) {
             (Some(console), Some(stream)) => Some(SecondaryConsole { stream, console }),
             _ => None,

@@ -52,7 +52,7 @@ pub struct Share {
     folder: OwnedFd,
     read_only: bool,
     /// Description for the VM.
-    pub record: proto::wedge::ShareRecord,
+    pub record: proto::hosted::ShareRecord,
 }
 
 /// Parses `DIR:TAG[,KEY=VALUE]...`.
@@ -78,7 +78,7 @@ impl ShareConfig {
         let folder = openat(CWD, &self.path, flags, Mode::empty())
             .map_err(|error| Failure::file("open folder", &self.path, &error.into()))?;
         let Tag(name) = &self.tag;
-        let mut record = proto::wedge::ShareRecord::default();
+        let mut record = proto::hosted::ShareRecord::default();
         record.tag[..name.len()].copy_from_slice(name.as_bytes());
         Ok(Share { name: name.clone(), folder, read_only: self.ro, record })
     }
@@ -92,7 +92,7 @@ impl Share {
         queue: usize,
     ) -> Result<DeviceProcess, Failure> {
         let name = format!("shared directory {}", self.name);
-        let share = device::DeviceKind::Share(hosted_jail::Share { read_only: self.read_only });
+        let share = device::DeviceKind::Share(hosted_devices::Share { read_only: self.read_only });
         device::start(machine, queue, share, self.folder.as_fd(), name)
     }
 }

@@ -4,8 +4,8 @@
 
 use crate::control::State;
 use nix::sys::resource::{UsageWho, getrusage};
+use proto::hosted::{self, counter, layout};
 use proto::system::MAX_VCPUS;
-use proto::wedge::{self, counter, layout};
 use rustix::fs::fstat;
 use rustix::param::clock_ticks_per_second;
 use schemars::JsonSchema;
@@ -125,7 +125,7 @@ pub fn wedge(shared: &File) -> Wedge {
         let mut sums = vec![0_u64; count];
         for vcpu in 0..MAX_VCPUS {
             let mut bytes = vec![0; 8 * count];
-            let at = vcpu * size_of::<wedge::VcpuStatistics>() + at;
+            let at = vcpu * size_of::<hosted::VcpuStatistics>() + at;
             // Missing words count as zero.
             let _ = shared.read_exact_at(&mut bytes, layout::STATISTICS + at as u64);
             for (sum, word) in sums.iter_mut().zip(bytes.chunks(8)) {
@@ -135,9 +135,9 @@ pub fn wedge(shared: &File) -> Wedge {
         }
         sums
     };
-    let counters = words(offset_of!(wedge::VcpuStatistics, counters), counter::NAMES.len());
+    let counters = words(offset_of!(hosted::VcpuStatistics, counters), counter::NAMES.len());
     let names = counter::NAMES.iter().map(|name| name.replace(' ', "_"));
-    let sites = words(offset_of!(wedge::VcpuStatistics, sites), 256);
+    let sites = words(offset_of!(hosted::VcpuStatistics, sites), 256);
     let kinds = sites.into_iter().enumerate().filter(|(_, count)| *count != 0);
     let name = |number| match number {
         FUNCTIONS => "functions".to_owned(),

@@ -162,11 +162,11 @@ fn serve() -> io::Result<()> {
     listener.set_nonblocking(true)?;
     // Landlock as far as the host supports it. Not namespaces: in a user namespace, user IDs of
     // peers would be unmapped.
-    let _ = hosted_jail::forbid_files();
-    hosted_jail::drop_capabilities()?;
+    let _ = hosted_devices::forbid_files();
+    hosted_devices::drop_capabilities()?;
     // The seccomp filter forbids the call later.
     let mut switch = Switch::new(geteuid());
-    let filtered = hosted_vmm::confine_switch(FOLDER);
+    let filtered = hosted_loader::confine_switch(FOLDER);
     filtered.map_err(|error| io::Error::other(error.to_string()))?;
     let mut buffer = vec![0; LENGTH + FRAME.end() + CHUNK];
     loop {

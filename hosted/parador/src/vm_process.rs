@@ -11,7 +11,7 @@ use crate::messages::{self, Level, MessageLog};
 use crate::orphans;
 use crate::profile;
 use crate::terminal::{Keys, Raw};
-use hosted_jail::READY;
+use hosted_devices::READY;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::io::{Errno, read, write};

@@ -118,7 +118,7 @@ impl Vsock {
             .spawn(move || connect_for(&requests, &path))
             .map_err(failed)?;
         let own = [theirs.into(), listener.into(), asks];
-        let vsock = hosted_jail::Vsock { cid: self.description.cid() };
+        let vsock = hosted_devices::Vsock { cid: self.description.cid() };
         Ok((device::start_vsock(vsock, own)?, stream.into()))
     }
 }

@@ -2,9 +2,9 @@
 //! finds leaked clusters at most. Needs `qemu-img`.
 
 use command_fds::{CommandFdExt, FdMapping};
-use hosted_jail::testing::{Driver, Session};
+use hosted_devices::testing::{Driver, Session};
+use proto::hosted::layout;
 use proto::requests::{op, status};
-use proto::wedge::layout;
 use rustix::process::{Pid, Signal, kill_process};
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -94,7 +94,7 @@ impl<'a> Process<'a> {
         let mut said = [1];
         let mut output = child.stdout.take().unwrap();
         output.read_exact(&mut said).unwrap();
-        if said != [hosted_jail::READY] {
+        if said != [hosted_devices::READY] {
             let mut text = String::from_utf8_lossy(&said).into_owned();
             output.read_to_string(&mut text).unwrap();
             panic!("{}: {text}", path.display());

@@ -139,7 +139,7 @@ pub fn perf_map() -> Result<()> {
     let symbol = system_map.lines().find_map(|line| line.strip_suffix(" T do_syscall_64"));
     let linked = u64::from_str_radix(symbol.context("no do_syscall_64")?, 16)?;
     let offset = linked.wrapping_sub(0xffff_ffff_8000_0000);
-    // Where `proto::wedge::layout::IMAGE` is.
+    // Where `proto::hosted::layout::IMAGE` is.
     let wanted = format!("{:x} ", offset + 0x4000_0000);
     let path = |process: u32| PathBuf::from(format!("/tmp/perf-{process}.map"));
     let has_map = |process: &u32| {

@@ -2,7 +2,7 @@
 
 use super::{Rig, end};
 use anyhow::{Context, Result, ensure};
-use proto::wedge::layout;
+use proto::hosted::layout;
 use std::collections::BTreeMap;
 use std::fs;
 use std::process::Command;

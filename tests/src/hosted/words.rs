@@ -6,13 +6,13 @@
 
 use crate::system::{artifacts, workspace};
 use anyhow::{Context, Result, ensure};
-use proto::requests::{PARTS, Part, Queue, REQUESTS, Request, op};
-use proto::system::MAX_VCPUS;
-use proto::wedge::debug::DebugState;
-use proto::wedge::{
+use proto::hosted::debug::DebugState;
+use proto::hosted::{
     DiskRecord, Filters, MAX_DISKS, MAX_NETS, MAX_QUEUES, MAX_SHARES, NetRecord, ShareRecord,
     Start, layout,
 };
+use proto::requests::{PARTS, Part, Queue, REQUESTS, Request, op};
+use proto::system::MAX_VCPUS;
 use std::fmt::Write;
 use std::fs;
 use std::mem::offset_of;

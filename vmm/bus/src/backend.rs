@@ -6,8 +6,8 @@
 //! [`WAKE_INPUT`](crate::WAKE_INPUT).
 
 use proto::channel::{Broken, Message, SendError, View, register::NAME_LEN};
+use proto::hosted::DiskRecord;
 use proto::vsock::Header;
-use proto::wedge::DiskRecord;
 use vmm_mem::GuestMemory;
 
 /// A contiguous part of guest-physical memory.

@@ -4,8 +4,8 @@
 use core::iter;
 use core::ops::RangeInclusive;
 
+use proto::hosted;
 use proto::vsock::{HEADER, Header, MOST_DATA};
-use proto::wedge;
 
 use crate::backend::{Data, MAX_FRAME, Net, NetInfo, Offload, OffloadCaps, Packets};
 
@@ -38,7 +38,7 @@ pub trait NetEndpoint: Frames {
 }
 
 /// Properties of a network for the device model.
-pub fn info(record: &wedge::NetRecord) -> NetInfo {
+pub fn info(record: &hosted::NetRecord) -> NetInfo {
     NetInfo { mac: record.mac, mtu: record.mtu, no_offloads: !record.is_tap() }
 }
 
@@ -54,7 +54,7 @@ pub struct NetPort<P> {
 
 impl<P: NetEndpoint> NetPort<P> {
     /// Creates a port with frames of a stream, or of a tap device with offload headers.
-    pub fn new(endpoint: P, record: &wedge::NetRecord) -> Self {
+    pub fn new(endpoint: P, record: &hosted::NetRecord) -> Self {
         let (header, most) = match record.is_tap() {
             true => (Offload::HEADER as u32, MAX_FRAME),
             false => (0, MAX_STREAM_FRAME),
@@ -103,7 +103,7 @@ impl<P: NetEndpoint> Net for NetPort<P> {
     }
 }
 
-/// Back end of a socket device. Packets go over a stream to a host process (`hosted/jail`), which
+/// Back end of a socket device. Packets go over a stream to a host process (`hosted/devices`) that
 /// keeps the connections. An empty packet signals a reset of the guest's device.
 #[derive(Debug)]
 pub struct Sockets<F> {

@@ -38,7 +38,7 @@ pub use functions::{DeviceBackend, Functions, Model, Slots};
 pub use layout::{layout, layout_with_pci};
 pub use once::Once;
 pub use pc::{Counters, Pc};
-use proto::wedge::log;
+use proto::hosted::log;
 use vmm_cpu::TscClock;
 pub use vmm_cpu::{Outcome, StopReason};
 
@@ -78,7 +78,7 @@ pub enum Level {
 }
 
 impl Level {
-    /// Value in [`proto::wedge::log`].
+    /// Value in [`proto::hosted::log`].
     pub const fn number(self) -> u64 {
         match self {
             Self::Error => log::ERROR,

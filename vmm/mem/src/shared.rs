@@ -112,7 +112,7 @@ impl SharedMemory {
         // SAFETY: the windows are disjoint parts of the mapping, which outlives `act` and has no
         // other user: `self` is borrowed mutably. Only a copy of the result that outlives `act`
         // would break this; such a copy exists only of memory that is never unmapped
-        // (`hosted/jail`).
+        // (`hosted/devices`).
         let memory = unsafe { GuestMemory::new(&windows) };
         let memory = memory.map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;
         Ok(act(&memory))

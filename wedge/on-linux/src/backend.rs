@@ -4,7 +4,7 @@
 use core::fmt;
 use core::ops::Range;
 
-use proto::wedge::{MAX_DISKS, MAX_NETS, MAX_SHARES, Start};
+use proto::hosted::{MAX_DISKS, MAX_NETS, MAX_SHARES, Start};
 use vmm_bus::backend::BlockInfo;
 use vmm_bus::frames;
 use vmm_bus::{BalloonBackend, Block, Messages, Net, Packets};

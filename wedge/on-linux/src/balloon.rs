@@ -6,7 +6,7 @@
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
 
 use linux_raw_sys::general as linux;
-use proto::wedge::{Start, layout};
+use proto::hosted::{Start, layout};
 use vmm_bus::BalloonBackend;
 
 use crate::memory::Ram;

@@ -12,7 +12,7 @@
 
 use core::arch::asm;
 
-use proto::wedge::option;
+use proto::hosted::option;
 use vmm_mem::GuestMemory;
 use wedge_core::{VirtualCpu, thread_area};
 use wedge_x86::{CODE_32, CODE_64};

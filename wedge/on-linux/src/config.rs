@@ -10,7 +10,7 @@
 use core::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
 
 use linux_raw_sys::general as linux;
-use proto::wedge::{
+use proto::hosted::{
     DiskRecord, Filters, MAX_DISKS, MAX_NETS, MAX_SHARES, NetRecord, ShareRecord, Start, layout,
     option,
 };
@@ -99,7 +99,7 @@ pub fn config() -> &'static Config {
     unsafe { &*(layout::CONFIG as *const Config) }
 }
 
-/// Returns whether an option of [`proto::wedge::option`] is set.
+/// Returns whether an option of [`proto::hosted::option`] is set.
 pub fn has(option: u64) -> bool {
     config().start.options & option != 0
 }

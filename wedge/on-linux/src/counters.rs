@@ -2,7 +2,7 @@
 
 use core::sync::atomic::Ordering::Relaxed;
 
-use proto::wedge::{log, option};
+use proto::hosted::{log, option};
 use wedge_sites::Kind;
 
 use crate::report::print_line;

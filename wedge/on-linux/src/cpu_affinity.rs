@@ -9,7 +9,7 @@
 use core::arch::x86_64::{__cpuid, __rdtscp};
 use hw_x86::cpuid::leaf;
 use linux_raw_sys::general as linux;
-use proto::wedge::layout;
+use proto::hosted::layout;
 
 use crate::config::config;
 use crate::shared::{Owned, process, vcpu};

@@ -7,8 +7,8 @@
 use core::sync::atomic::AtomicU32;
 use core::sync::atomic::Ordering::SeqCst;
 
-use proto::wedge::debug::{BREAKPOINT, DebugHost, DebugState, command, register};
-use proto::wedge::layout;
+use proto::hosted::debug::{BREAKPOINT, DebugHost, DebugState, command, register};
+use proto::hosted::layout;
 use vmm_mem::GuestMemory;
 use wedge_core::VirtualCpu;
 

@@ -5,7 +5,7 @@ use core::fmt;
 use core::sync::atomic::Ordering::SeqCst;
 
 use linux_raw_sys::general as linux;
-use proto::wedge::{Filters, MAX_DISKS, MAX_QUEUES, control, exit, layout};
+use proto::hosted::{Filters, MAX_DISKS, MAX_QUEUES, control, exit, layout};
 use vmm_cpu::MAX_VCPUS;
 
 use crate::config::{self, config};

@@ -17,8 +17,8 @@ use core::sync::atomic::{AtomicU32, Ordering::Relaxed, Ordering::SeqCst};
 
 use linux_raw_sys::errno;
 use linux_raw_sys::general as linux;
+use proto::hosted::{DiskRecord, Filters, MAX_DISKS, MAX_QUEUES, Start, layout};
 use proto::requests::{PARTS, Queue, REQUESTS, Request, op, status};
-use proto::wedge::{DiskRecord, Filters, MAX_DISKS, MAX_QUEUES, Start, layout};
 use vmm_bus::backend::SECTOR;
 use vmm_bus::requests::{Futex, Requests};
 

@@ -23,7 +23,7 @@
 use core::sync::atomic::Ordering::Relaxed;
 
 use linux_raw_sys::general as linux;
-use proto::wedge::layout;
+use proto::hosted::layout;
 use vmm_cpu::walk::Intent;
 use vmm_mem::GuestMemory;
 use wedge_core::VirtualCpu;

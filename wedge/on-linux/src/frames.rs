@@ -20,7 +20,7 @@ use core::sync::atomic::Ordering::SeqCst;
 use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
 
 use linux_raw_sys::general as linux;
-use proto::wedge::layout;
+use proto::hosted::layout;
 
 use crate::memory::{self, PAGE, Ram};
 use crate::shared::{SharedVcpu, process, shared, vcpu, vcpus};

@@ -16,7 +16,7 @@ use linux_raw_sys::io_uring::{
     io_uring_op as op, io_uring_register_op as register,
     io_uring_register_restriction_op as restriction,
 };
-use proto::wedge::layout;
+use proto::hosted::layout;
 
 use crate::sys::{self, Errno, Vector};
 

@@ -2,7 +2,7 @@
 //! virtualization and without KVM.
 //!
 //! `parador run` starts the program with file descriptors of guest memory and of the memory shared
-//! by all processes of the VM, with the loader's record ([`proto::wedge`]). The first process is
+//! by all processes of the VM, with the loader's record ([`proto::hosted`]). The first process is
 //! the device process; each guest address space has one further process per vCPU ([`processes`]).
 //! All state is in shared memory at fixed addresses ([`shared`]); the program has no static
 //! variables.
@@ -47,7 +47,7 @@ use core::sync::atomic::Ordering::Relaxed;
 
 use linux_raw_sys::general as linux;
 use linux_raw_sys::prctl;
-use proto::wedge::{Start, layout, log, option};
+use proto::hosted::{Start, layout, log, option};
 
 use crate::config::{Config, config};
 use crate::device::DeviceServer;

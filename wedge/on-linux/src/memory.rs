@@ -14,7 +14,7 @@ use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use hw_x86::paging::entry;
 use linux_raw_sys::general as linux;
-use proto::wedge::{Start, layout, option};
+use proto::hosted::{Start, layout, option};
 use vmm_cpu::walk::{Intent, PageFault};
 use vmm_mem::{GuestMemory, Window};
 use wedge_core::VirtualCpu;

@@ -20,7 +20,7 @@ use core::sync::atomic::{AtomicU32, Ordering::SeqCst};
 
 use linux_raw_sys::general as linux;
 use linux_raw_sys::{errno, if_tun, ioctl};
-use proto::wedge::{Filters, MAX_NETS, NetRecord as Record, Start, layout};
+use proto::hosted::{Filters, MAX_NETS, NetRecord as Record, Start, layout};
 use vmm_bus::backend::{Data, MAX_FRAME, Offload, OffloadCaps};
 use vmm_bus::frames::{Frames, NetEndpoint as Connection, NetPort, Sockets};
 use vmm_mem::Transfer;

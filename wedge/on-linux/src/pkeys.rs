@@ -8,7 +8,7 @@
 //! argument.
 
 use linux_raw_sys::general as linux;
-use proto::wedge::{layout, option};
+use proto::hosted::{layout, option};
 use wedge_x86::{CLOSED, PRIVATE, READABLE};
 
 use crate::config::has;

@@ -13,7 +13,7 @@ use core::mem::offset_of;
 use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use linux_raw_sys::general as linux;
-use proto::wedge::{Filters, layout, option};
+use proto::hosted::{Filters, layout, option};
 use wedge_x86::Cause;
 
 use crate::config::{self, config, has};

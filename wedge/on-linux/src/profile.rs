@@ -15,7 +15,7 @@ use core::sync::atomic::Ordering::Relaxed;
 
 use hw_x86::paging::entry;
 use linux_raw_sys::general as linux;
-use proto::wedge::{layout, log, option};
+use proto::hosted::{layout, log, option};
 use vmm_mem::GuestMemory;
 use wedge_core::VirtualCpu;
 use wedge_core::cpu::rflags;

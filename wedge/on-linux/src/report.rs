@@ -2,7 +2,7 @@
 
 use core::fmt::{self, Write};
 
-use proto::wedge::{layout, log};
+use proto::hosted::{layout, log};
 
 use crate::sys;
 

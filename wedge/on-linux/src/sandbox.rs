@@ -1,5 +1,5 @@
-//! Sandbox of the VM's processes in addition to the seccomp filters (see `hosted_vmm`): no access
-//! to files, networks and other processes.
+//! Sandbox of the VM's processes in addition to the seccomp filters (see `hosted_loader`): no
+//! access to files, networks and other processes.
 //!
 //! The device process enters it before it forks. Each part is an additional layer, which not every
 //! host permits to its users: a refused part is skipped, or ends the VM, according to the loader's
@@ -9,7 +9,7 @@ use core::fmt;
 
 use linux_raw_sys::general as linux;
 use linux_raw_sys::landlock;
-use proto::wedge::option;
+use proto::hosted::option;
 
 use crate::config::has;
 use crate::sys::{self, Errno};

@@ -8,7 +8,7 @@ use core::sync::atomic::Ordering::SeqCst;
 use core::sync::atomic::{AtomicBool, AtomicU32};
 
 use linux_raw_sys::general as linux;
-use proto::wedge::layout;
+use proto::hosted::layout;
 use vmm_cpu::MAX_VCPUS;
 
 use crate::shared::SLOTS;

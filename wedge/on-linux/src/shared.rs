@@ -8,9 +8,9 @@
 use core::cell::UnsafeCell;
 use core::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64};
 
-pub use proto::wedge::counter;
-pub use proto::wedge::layout::SLOTS;
-use proto::wedge::{
+pub use proto::hosted::counter;
+pub use proto::hosted::layout::SLOTS;
+use proto::hosted::{
     DiskRecord, Filters, MAX_DISKS, MAX_NETS, MAX_SHARES, NetRecord, ShareRecord, Start,
     VcpuStatistics, layout,
 };

@@ -10,7 +10,7 @@ use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use linux_raw_sys::general as linux;
 use linux_raw_sys::prctl;
-use proto::wedge::layout;
+use proto::hosted::layout;
 use wedge_core::cpu::rflags;
 use wedge_core::{VirtualCpu, vector};
 use wedge_x86::{CODE_64, Unwound};

@@ -5,7 +5,7 @@ use core::fmt;
 
 use crate::memory::PAGE;
 use crate::user_process;
-use proto::wedge::{layout, option};
+use proto::hosted::{layout, option};
 use vmm_cpu::walk::Intent;
 use vmm_mem::GuestMemory;
 use wedge_core::VirtualCpu;

@@ -18,7 +18,7 @@
 //! copies of the process were dropped.
 
 use linux_raw_sys::general as linux;
-use proto::wedge::layout;
+use proto::hosted::layout;
 use vmm_mem::GuestMemory;
 use wedge_core::{VirtualCpu, padding};
 use wedge_x86::{CLOSED, READABLE};

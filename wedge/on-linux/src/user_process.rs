@@ -30,7 +30,7 @@ use core::sync::atomic::{AtomicU32, AtomicU64};
 
 use linux_raw_sys::general as linux;
 use linux_raw_sys::prctl;
-use proto::wedge::{Filters, layout, option};
+use proto::hosted::{Filters, layout, option};
 use wedge_core::cpu::rflags;
 use wedge_x86::Cause;
 

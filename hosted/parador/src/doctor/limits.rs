@@ -2,7 +2,7 @@
 //! cgroups(7)).
 
 use super::{Finding, State, read};
-use proto::wedge::layout::SLOTS;
+use proto::hosted::layout::SLOTS;
 use rustix::process::{Resource, getrlimit};
 use std::path::{Path, PathBuf};
 

@@ -5,8 +5,8 @@ use std::os::fd::{FromRawFd, OwnedFd};
 use std::sync::atomic::AtomicBool;
 
 use linux_raw_sys::errno;
+use proto::hosted::layout;
 use proto::requests::status;
-use proto::wedge::layout;
 
 use crate::confine::{FileAccess, SetupError, confine};
 use crate::ninep::{HEAD, MAX_MESSAGE, NinepServer, error, kind, tag};

@@ -1,7 +1,7 @@
 //! Kernels that cannot run: each is refused with its reason. The tests build minimal files byte by
 //! byte.
 
-use hosted_vmm::{Error, Image, VmSpec, prepare};
+use hosted_loader::{Error, Image, VmSpec, prepare};
 
 /// Link address of the test kernel, and its guest-physical address.
 const LINKED: u64 = 0xffff_ffff_8100_0000;
@@ -194,7 +194,7 @@ fn machines_that_do_not_fit() {
     let initrd = vec![0; 80 << 20];
     let (_, text) = refusal(&whole, &VmSpec { initrd: Some(&initrd), ..machine(MEMORY) });
     assert!(text.contains("--memory"), "{text}");
-    let disks = [proto::wedge::DiskRecord::default(); 5];
+    let disks = [proto::hosted::DiskRecord::default(); 5];
     let (error, _) = refusal(&whole, &VmSpec { disks: &disks, ..machine(MEMORY) });
     assert!(matches!(error, Error::TooManyDisks(5)), "{error}");
     let line = "x".repeat(100_000);

@@ -9,7 +9,7 @@
 use object::elf;
 use object::read::elf::{ElfFile64, FileHeader, Rela, SectionHeader, Sym};
 use object::{LittleEndian, Object, ObjectSection, ObjectSymbol};
-use proto::wedge::layout;
+use proto::hosted::layout;
 use vmm_mem::large::Large;
 use wedge_sites::{ConstantId, Constants, Sites, Table, Width};
 

@@ -15,7 +15,7 @@
 use std::collections::BTreeMap;
 
 use linux_raw_sys::{general as linux, io_uring, ioctl, net, prctl, ptrace};
-use proto::wedge::{Filters, MAX_DISKS, MAX_NETS, layout, option};
+use proto::hosted::{Filters, MAX_DISKS, MAX_NETS, layout, option};
 use seccompiler::SeccompCmpArgLen::{Dword, Qword};
 use seccompiler::SeccompCmpOp::{Eq, Ge, Le, MaskedEq};
 use seccompiler::{

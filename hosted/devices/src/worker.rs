@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicBool, AtomicU32};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use proto::hosted::{MAX_QUEUES, layout};
 use proto::requests::{PARTS, Queue, REQUESTS, Request, op};
-use proto::wedge::{MAX_QUEUES, layout};
 use rustix::fs::Timespec;
 use rustix::thread::futex;
 use vmm_mem::GuestMemory;

@@ -19,8 +19,8 @@ use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
+use proto::hosted::layout;
 use proto::vsock::{HEADER, HOST, Header, MOST_DATA, STREAM, op, shutdown};
-use proto::wedge::layout;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::Timespec;
 use rustix::io::Errno;

@@ -4,7 +4,7 @@ use std::arch::x86_64::{__cpuid, __cpuid_count};
 use std::os::fd::OwnedFd;
 
 use hw_x86::paging::{entry, xcr0};
-use proto::wedge::{
+use proto::hosted::{
     DiskRecord, MAX_DISKS, MAX_NETS, MAX_SHARES, NetRecord, ShareRecord, Start, layout, option,
 };
 use vmm_boot::Rest;
@@ -35,9 +35,9 @@ pub struct VmSpec<'a> {
     pub initrd: Option<&'a [u8]>,
     /// Kernel command line.
     pub command_line: &'a str,
-    /// Bits of [`proto::wedge::option`].
+    /// Bits of [`proto::hosted::option`].
     pub options: u64,
-    /// Least severe messages that are printed: see [`proto::wedge::log`].
+    /// Least severe messages that are printed: see [`proto::hosted::log`].
     pub log: u64,
     /// Initial size of the balloon in bytes; `None`: no balloon.
     pub balloon: Option<u64>,

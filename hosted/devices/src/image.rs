@@ -23,8 +23,8 @@ use imago::format::drivers::FormatDriverInstance;
 use imago::qcow2::Qcow2;
 use imago::{DenyImplicitOpenGate, FormatAccess, FormatDriverBuilder, Storage, StorageOpenOptions};
 use proto::errno::Cause;
+use proto::hosted::layout;
 use proto::requests::{op, status};
-use proto::wedge::layout;
 
 use self::marking::Marking;
 use crate::confine::{FileAccess, SetupError, confine};

@@ -64,13 +64,13 @@ impl fmt::Display for Error {
                 write!(f, "{wanted} MiB of memory requested; the host has {available} MiB")
             }
             Self::TooManyDisks(count) => {
-                write!(f, "{count} disks (limit {})", proto::wedge::MAX_DISKS)
+                write!(f, "{count} disks (limit {})", proto::hosted::MAX_DISKS)
             }
             Self::TooManyNets(count) => {
-                write!(f, "{count} networks (limit {})", proto::wedge::MAX_NETS)
+                write!(f, "{count} networks (limit {})", proto::hosted::MAX_NETS)
             }
             Self::TooManyShares(count) => {
-                let most = proto::wedge::MAX_SHARES;
+                let most = proto::hosted::MAX_SHARES;
                 write!(f, "{count} shared directories (limit {most})")
             }
             Self::Filters(why) => write!(f, "cannot build the seccomp filters: {why}"),

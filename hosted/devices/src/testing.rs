@@ -6,8 +6,8 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 use std::time::{Duration, Instant};
 
+use proto::hosted::layout;
 use proto::requests::{Client, Queue};
-use proto::wedge::layout;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::Timespec;
 use rustix::thread::futex;
