@@ -164,6 +164,13 @@ pub const fn event_device(first: u64) -> u16 {
     first as u16
 }
 
+/// Returns whether an event is a request of its function that was blocked, from the first word of
+/// the event log entry: IO_PAGE_FAULT (section 2.5.3), of memory or of an interrupt, or
+/// INVALID_DEVICE_REQUEST (section 2.5.9). The other events are errors of tables and commands.
+pub const fn is_blocked_request(first: u64) -> bool {
+    matches!(first >> 60, 2 | 8)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -194,5 +201,10 @@ mod tests {
         assert_eq!(command::invalidate_interrupts(0x18), [0x5000_0000_0000_0018, 0]);
         assert_eq!(command::invalidate_domain(2), [0x3000_0002_0000_0000, 0x7fff_ffff_ffff_f003]);
         assert_eq!(event_device(0x2000_0000_0000_0020), 0x20);
+        let memory = 0x2000_0000_0000_0020;
+        // Bit 51 (I): the request was an interrupt.
+        let interrupt = memory | 1 << 51;
+        assert!([memory, interrupt, 8 << 60].map(is_blocked_request).iter().all(|&is| is));
+        assert!(![1, 3, 4, 5, 6, 7].map(|code| is_blocked_request(code << 60)).contains(&true));
     }
 }

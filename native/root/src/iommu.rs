@@ -13,6 +13,8 @@
 //! interrupts. The I/O APICs share a table in which the index of an interrupt is its vector, so the
 //! kernel, which programs them, is unaffected. Without remapping, interrupts pass.
 //!
+//! The IOMMUs log what they block. A server whose function made such a request is stopped.
+//!
 //! Reference: [`hw_x86::iommu`].
 
 use abi::{PAGE_SIZE, boot};
@@ -21,8 +23,8 @@ use hw_tables::acpi::{Ivrs, IvrsIoApic, Madt, MadtEntry};
 use hw_x86::apic::msi;
 use hw_x86::iommu::{
     ADDRESS_LIMIT, BLOCKED, DEVICE_ENTRY, DEVICE_TABLE_LENGTH, ENTRY, INTERRUPT_ENTRY, INTERRUPTS,
-    LEVELS, RING_PAGE, command, control, device_entry, event_device, index, leaf, next_table,
-    register, remapped, status, table, with_interrupts,
+    LEVELS, RING_PAGE, command, control, device_entry, event_device, index, is_blocked_request,
+    leaf, next_table, register, remapped, status, table, with_interrupts,
 };
 use native_rt::device::DeviceRegisters;
 use native_rt::start::Boot;
@@ -63,6 +65,8 @@ struct Domain {
     pages: Window,
     used: u64,
     interrupts: Option<Window>,
+    /// The function that the server drives now.
+    function: Option<Address>,
 }
 
 /// Remapping of the I/O APICs' interrupts.
@@ -83,7 +87,11 @@ pub struct Iommu {
     domains: [Option<Domain>; MAX_SERVERS],
     /// `None`: interrupts are not remapped.
     lines: Option<Lines>,
+    /// Servers whose function made a request that was blocked, as a bit mask.
+    offenders: u64,
 }
+
+const _: () = assert!(MAX_SERVERS <= u64::BITS as usize);
 
 /// Error: no memory for page tables, or memory beyond their range.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -186,6 +194,7 @@ impl Iommu {
             devices,
             domains: [const { None }; MAX_SERVERS],
             lines,
+            offenders: 0,
         })
     }
 
@@ -203,7 +212,7 @@ impl Iommu {
                 Some(_) => Some(memory.allocate(owner, INTERRUPT_PAGES).ok_or(NoRoom)?),
                 None => None,
             };
-            let mut new = Domain { pages, used: 0, interrupts };
+            let mut new = Domain { pages, used: 0, interrupts, function: None };
             new.add_table().ok_or(NoRoom)?;
             *domain = Some(new);
         }
@@ -258,12 +267,21 @@ impl Iommu {
             Some(table) => with_interrupts(entry, Some(physical(table))),
             None => entry,
         };
+        // Earlier requests of the function are not this server's.
+        self.report();
+        if let Some(domain) = &mut self.domains[server] {
+            domain.function = Some(function);
+        }
         self.set(function, server, entry);
         Ok(())
     }
 
     /// Removes all access of a server's function.
     pub fn deny(&mut self, server: usize, function: Address) {
+        if let Some(domain) = self.domains.get_mut(server).and_then(Option::as_mut) {
+            domain.function = None;
+            self.offenders &= !(1 << server);
+        }
         self.set(function, server, blocked(self.lines.is_some()));
     }
 
@@ -283,17 +301,19 @@ impl Iommu {
         }
     }
 
-    /// Logs device accesses that the IOMMUs blocked.
+    /// Reads the logs of the IOMMUs, logs what they blocked, and notes the servers whose functions
+    /// it came from for [`take_offender`](Self::take_offender).
     pub fn report(&mut self) {
-        let mut told = 0;
+        let mut logged = 0;
         let mut more = 0;
         for unit in &mut self.units {
-            while let Some(event) = unit.next_event() {
-                if told < MAX_LOGGED {
-                    let [first, second] = event;
-                    let function = Address::from_number(event_device(first));
+            while let Some([first, second]) = unit.next_event() {
+                let function = Address::from_number(event_device(first));
+                let driven = self.domains.iter().map(|domain| domain.as_ref()?.function);
+                self.offenders |= offender(driven, function, first);
+                if logged < MAX_LOGGED {
                     warn!("IOMMU: event of PCI function {function}: {first:#018x} {second:#018x}");
-                    told += 1;
+                    logged += 1;
                 } else {
                     more += 1;
                 }
@@ -302,6 +322,31 @@ impl Iommu {
         if more != 0 {
             warn!("IOMMU: {more} more events");
         }
+    }
+
+    /// Returns whether any server drives a function.
+    pub fn is_used(&self) -> bool {
+        self.domains.iter().flatten().any(|domain| domain.function.is_some())
+    }
+
+    /// Returns a server whose function made a request that was blocked, once.
+    pub fn take_offender(&mut self) -> Option<usize> {
+        let server = self.offenders.trailing_zeros() as usize;
+        self.offenders &= self.offenders.wrapping_sub(1);
+        (server < MAX_SERVERS).then_some(server)
+    }
+}
+
+/// Returns the server that an event accuses, as a bit mask: the one that drives the function now,
+/// if the event is a blocked request. `driven` are the servers' functions, by index.
+fn offender(
+    mut driven: impl Iterator<Item = Option<Address>>,
+    function: Address,
+    first: u64,
+) -> u64 {
+    match driven.position(|driven| driven == Some(function)) {
+        Some(server) if is_blocked_request(first) => 1 << server,
+        _ => 0,
     }
 }
 
@@ -441,5 +486,18 @@ mod tests {
     fn a_function_without_a_server_sends_nothing() {
         assert_eq!(blocked(true), [BLOCKED[0], 0, 1, 0]);
         assert_eq!(blocked(false), BLOCKED, "the machine could not remap what it let pass");
+    }
+
+    #[test]
+    fn a_blocked_request_accuses_the_server_that_drives_the_function() {
+        let function = Address::from_number(0x18);
+        let domains = [None, None, Some(function)];
+        let offender =
+            |count, function, first| offender(domains.iter().copied().take(count), function, first);
+        let fault = 2 << 60 | 0x18;
+        assert_eq!(offender(3, function, fault), 1 << 2);
+        assert_eq!(offender(3, function, 4 << 60 | 0x18), 0, "an error of the hardware");
+        assert_eq!(offender(3, Address::from_number(0x20), fault), 0, "no server drives it");
+        assert_eq!(offender(2, function, fault), 0, "its server has ended");
     }
 }

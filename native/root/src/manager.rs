@@ -77,6 +77,9 @@ const TASK_MEMORY: u64 = 256 << 10;
 /// ns.
 const SHUTDOWN_TIMEOUT: u64 = 3_000_000_000;
 
+/// Time between two looks at the log of the IOMMUs, while servers have devices, in ns.
+const DEVICE_CHECK: u64 = 1_000_000_000;
+
 /// State of a child that outlives it.
 #[derive(Clone, Copy)]
 pub(crate) struct Record {
@@ -120,6 +123,8 @@ pub(crate) enum EndCause<'t> {
     Faulted(Fault),
     /// Ended by an operator.
     Killed,
+    /// Its device made a request that the IOMMU blocked.
+    DeviceBlocked,
 }
 
 /// Root's state.
@@ -135,6 +140,8 @@ pub struct Manager<'a> {
     /// Directory of the console's multiplexer, and the server's index.
     directory: Option<(usize, Directory)>,
     pub(crate) sessions: Sessions,
+    /// TSC value of the next look at the log of the IOMMUs.
+    device_check: u64,
     channels: Channels,
     alarm: Option<Alarm>,
     pub(crate) phase: Phase,
@@ -169,6 +176,7 @@ impl<'a> Manager<'a> {
             lines: [const { LineBudget::new() }; CHILDREN],
             directory: None,
             sessions,
+            device_check: FOREVER,
             channels: Channels::new(system),
             alarm: alarm.ok(),
             phase: Phase::Running,
@@ -604,8 +612,13 @@ impl<'a> Manager<'a> {
 
     fn events(&mut self, events: u64) {
         if events & ALARM != 0 {
-            self.sessions.report();
+            while let Some(server) = self.sessions.report() {
+                self.end(server, EndCause::DeviceBlocked);
+            }
             let now = time::tsc();
+            if self.device_check <= now {
+                self.device_check = FOREVER;
+            }
             for number in 0..CHILDREN {
                 if self.lines[number].note() <= now {
                     self.report_suppressed(number);
@@ -628,10 +641,11 @@ impl<'a> Manager<'a> {
             EndCause::Panicked(_) => (code::INTERNAL, "panic"),
             EndCause::Faulted(_) => (code::INTERNAL, "fault"),
             EndCause::Killed => (code::OK, "killed"),
+            EndCause::DeviceBlocked => (code::INTERNAL, "blocked request of its device"),
         };
         self.report_suppressed(number);
         match end {
-            EndCause::Exited(..) | EndCause::Killed => {}
+            EndCause::Exited(..) | EndCause::Killed | EndCause::DeviceBlocked => {}
             EndCause::Panicked(text) => lines::write_panic(&name, text),
             EndCause::Faulted(fault) => error!("{kind} {name}: {fault}"),
         }
@@ -720,7 +734,10 @@ impl<'a> Manager<'a> {
         };
         let restarts = self.records.iter().map(|record| record.restart);
         let notes = self.lines.iter().map(LineBudget::note);
-        let next = restarts.chain(notes).fold(phase_ends, u64::min);
+        if self.device_check == FOREVER && self.sessions.has_guarded_devices() {
+            self.device_check = time::after(&self.clock, DEVICE_CHECK);
+        }
+        let next = restarts.chain(notes).fold(phase_ends.min(self.device_check), u64::min);
         if let Some(alarm) = &self.alarm {
             alarm.set(next);
         }

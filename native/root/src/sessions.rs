@@ -338,14 +338,22 @@ impl Sessions {
                 iommu.deny(number, function.address);
             }
         }
-        self.report();
-    }
-
-    /// Logs device accesses that the IOMMU blocked.
-    pub fn report(&mut self) {
         if let Some(iommu) = &mut self.iommu {
             iommu.report();
         }
+    }
+
+    /// Logs requests of devices that the IOMMU blocked. Returns a running server whose device made
+    /// one; it is to be stopped, and the function to be called again.
+    pub fn report(&mut self) -> Option<usize> {
+        let iommu = self.iommu.as_mut()?;
+        iommu.report();
+        iommu.take_offender()
+    }
+
+    /// Returns whether the IOMMU's log has to be read now and then.
+    pub fn has_guarded_devices(&self) -> bool {
+        self.iommu.as_ref().is_some_and(Iommu::is_used)
     }
 }
 
