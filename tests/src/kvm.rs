@@ -7,12 +7,13 @@
 use crate::hosted::debugger::{at_sync, gdb_at, has};
 use crate::hosted::{LIFE, Rig, kernel};
 use crate::system::{ONE_THREAD, artifacts, parador, qemu, target};
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use std::fs;
 use std::io::{BufRead, BufReader, Lines};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
+use std::sync::OnceLock;
 use tempfile::TempDir;
 
 /// Seconds that the emulated host may run on a busy machine; three minutes on an idle one.
@@ -139,15 +140,17 @@ echo "== end"
 /// of all kinds; looks at the process of a machine, and controls one; each ends in its own way.
 pub fn guests() -> Result<()> {
     let folder = TempDir::with_prefix("parador-test-").context("cannot make a folder")?;
-    let text = succeed(emulated(folder.path(), SCRIPT)?.stdin(Stdio::null()))?;
+    let text =
+        succeed(emulated(folder.path(), SCRIPT, &["interrupts", "refused"])?.stdin(Stdio::null()))?;
     check(&text).with_context(|| format!("the emulated host has printed:\n{text}"))
 }
 
-/// An emulated host that does this, started in this folder. Its serial line is standard output.
-pub fn emulated(folder: &Path, script: &str) -> Result<Command> {
+/// An emulated host that does this, with these micro-guests, started in this folder. Its serial
+/// line is standard output.
+pub fn emulated(folder: &Path, script: &str, guests: &[&str]) -> Result<Command> {
     let tree = folder.join("tree");
     let host = debian_kernel()?;
-    fill(&tree, &host, script)?;
+    fill(&tree, &host, script, guests)?;
     let pack = "find . | cpio -o -H newc --quiet >../disk";
     succeed(Command::new("sh").args(["-c", pack]).current_dir(&tree))?;
     let mut machine = qemu(LIMIT, ONE_THREAD);
@@ -188,7 +191,7 @@ echo "== end"
 /// single steps, and continues it; `parador` reports the load address of a relocated kernel.
 pub fn debugged() -> Result<()> {
     let rig = Rig::new()?;
-    let mut machine = emulated(rig.folder(), DEBUGGED)?;
+    let mut machine = emulated(rig.folder(), DEBUGGED, &[])?;
     machine.args(["-serial", "unix:gdb,server=on,wait=off"]);
     let mut host = Host::start(&mut machine)?;
     let mut sessions = || {
@@ -214,6 +217,47 @@ pub fn debugged() -> Result<()> {
     let result = sessions();
     host.end(result.is_err())?;
     result.with_context(|| format!("the emulated host has printed:\n{}", host.printed))
+}
+
+/// A micro-guest: name, number of virtual CPUs, exit code, text of its console.
+#[derive(Clone, Copy, Debug)]
+pub struct MicroGuest {
+    /// Name of its program, without `guest-`.
+    pub name: &'static str,
+    /// Number of virtual CPUs.
+    pub cpus: u32,
+    /// Exit code of `parador`.
+    pub code: i32,
+    /// Text of its console; `None`: the exit code tells enough.
+    pub text: Option<&'static str>,
+}
+
+/// Runs all micro-guests by KVM, once for all tests, and checks one of them.
+pub fn micro(all: &[MicroGuest], guest: MicroGuest) -> Result<()> {
+    static PRINTED: OnceLock<Result<String, String>> = OnceLock::new();
+    let printed = PRINTED.get_or_init(|| micro_guests(all).map_err(|error| format!("{error:#}")));
+    let printed = printed.as_ref().map_err(|error| anyhow!("{error}"))?;
+    let head = format!("== {}\n", guest.name);
+    let part = printed.split_once(&head).and_then(|(_, rest)| rest.split("== ").next());
+    let part = part.with_context(|| format!("it did not start:\n{printed}"))?;
+    let code = format!("code {}\n", guest.code);
+    let has = |text: &str| part.contains(text);
+    let is_good = has("back end `kvm`") && has(&code) && guest.text.is_none_or(has);
+    ensure!(is_good && !has("FAILED"), "expected {guest:?}, got:\n{part}");
+    Ok(())
+}
+
+/// Output of an emulated host that runs these micro-guests, one after the other.
+fn micro_guests(all: &[MicroGuest]) -> Result<String> {
+    let run = |guest: &MicroGuest| {
+        let (name, cpus) = (guest.name, guest.cpus);
+        let run = format!("parador run /{name} --backend kvm -c {cpus} -m 64M --timeout 120s");
+        format!("echo '== {name}'\n{run} </dev/null 2>&1\necho \"code $?\"\n")
+    };
+    let script = all.iter().map(run).collect::<String>() + "echo '== end'\n";
+    let names: Vec<_> = all.iter().map(|guest| guest.name).collect();
+    let folder = TempDir::with_prefix("parador-test-").context("cannot make a folder")?;
+    succeed(emulated(folder.path(), &script, &names)?.stdin(Stdio::null()))
 }
 
 /// An emulated host that runs.
@@ -332,7 +376,7 @@ fn check(text: &str) -> Result<()> {
 }
 
 /// The emulated host's files.
-fn fill(tree: &Path, host: &Path, script: &str) -> Result<()> {
+fn fill(tree: &Path, host: &Path, script: &str, guests: &[&str]) -> Result<()> {
     for name in ["bin", "dev", "modules", "proc", "root", "sys", "tmp"] {
         fs::create_dir_all(tree.join(name)).context("cannot make a folder")?;
     }
@@ -355,7 +399,7 @@ fn fill(tree: &Path, host: &Path, script: &str) -> Result<()> {
     copy(&host.join("vmlinuz"), "vmlinuz")?;
     copy(&artifacts().join("parador-wedge"), "bin/parador-wedge")?;
     copy(&artifacts().join("linux-vsock"), "vsock")?;
-    for guest in ["interrupts", "refused"] {
+    for guest in guests {
         copy(&artifacts().join(format!("guest-{guest}")), guest)?;
     }
     let raw = tree.join("raw");
