@@ -21,7 +21,6 @@
 //! | 128+n | ended by signal n |
 
 use crate::messages::{self, Level, More};
-use crate::problem::Diagnostics;
 use proto::hosted::exit;
 use std::fmt;
 use std::io;
@@ -99,8 +98,13 @@ pub enum Failure {
         /// Remedy.
         help: Option<String>,
     },
-    /// Problems of a description.
-    Description(Diagnostics),
+    /// Problems of a file, as they are printed ([`crate::problem`]).
+    Report {
+        /// Exit code.
+        code: u8,
+        /// Complete lines.
+        text: String,
+    },
 }
 
 impl Failure {
@@ -140,8 +144,7 @@ impl Failure {
     /// Returns the exit code.
     pub fn code(&self) -> u8 {
         match self {
-            Self::Simple { code, .. } => *code,
-            Self::Description(report) => report.code(),
+            Self::Simple { code, .. } | Self::Report { code, .. } => *code,
         }
     }
 
@@ -151,10 +154,9 @@ impl Failure {
             eprint!("{self}");
             return;
         }
-        let whole = self.to_string();
         let (text, help) = match self {
             Self::Simple { message, help, .. } => (message, help.as_deref()),
-            Self::Description(_) => (&whole, None),
+            Self::Report { text, .. } => (text, None),
         };
         let (code, reason) = (Some(self.code()), word(self.code()));
         let more = More { help, code, reason };
@@ -171,7 +173,7 @@ impl fmt::Display for Failure {
                 writeln!(f, "parador: error: {message}")?;
                 help.iter().try_for_each(|help| writeln!(f, "   help: {help}"))
             }
-            Self::Description(report) => report.fmt(f),
+            Self::Report { text, .. } => f.write_str(text),
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Problems of a system description, printed as compilers do: position, line, caret, remedy.
 
-use crate::failure::{BAD_CONFIG, MISSING_FILE};
+use crate::failure::{BAD_CONFIG, Failure, MISSING_FILE};
 use std::fmt;
 use std::ops::Range;
 
@@ -53,6 +53,12 @@ impl Diagnostics {
         let mut codes = self.problems.iter().map(|problem| problem.code);
         let first = codes.next().unwrap_or(BAD_CONFIG);
         if codes.all(|code| code == first) { first } else { BAD_CONFIG }
+    }
+}
+
+impl From<Diagnostics> for Failure {
+    fn from(diagnostics: Diagnostics) -> Self {
+        Self::Report { code: diagnostics.code(), text: diagnostics.to_string() }
     }
 }
 

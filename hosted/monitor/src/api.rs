@@ -5,8 +5,9 @@
 //! client affects neither other clients nor the VM.
 
 use crate::console::listen;
-use crate::control::{Answer, Command, Control, State, VmInfo};
+use crate::control::{Answer, Command, Control, VmInfo};
 use crate::events::EventRecord;
+use crate::state::State;
 use crate::statistics::Statistics;
 use hosted_command::failure::Failure;
 use hyper::body::{Body, Bytes, Frame, Incoming, SizeHint};

@@ -1,19 +1,22 @@
 //! Shared state of a running VM: its lifecycle state, its events and the queue of pending commands.
 //!
-//! [`Control`] connects the loop that serves the VM ([`Supervisor`]) with the thread that serves
-//! the control socket. Only the supervisor acts on the VM; commands stay in a queue until it has
-//! executed or refused them.
+//! [`Control`] connects the loop that serves the VM with the thread that serves the control socket.
+//! Only [`executor::CommandExecutor`] acts on the VM; commands stay in a queue until it has executed
+//! or refused them.
+
+pub mod executor;
 
 use crate::config::Config;
+use crate::event_loop::{self, EndingSignals, EventHandler, drain};
 use crate::events::{Event, Events};
-use crate::perf::Maps;
+use crate::exit::ExitCause;
+use crate::metrics::Metrics;
+use crate::state::State;
 use crate::statistics::{self, Statistics};
-use crate::vm_process::{self, EventSource, ExitCause};
 use hosted_command::failure::Failure;
 use hyper::body::Bytes;
-use proto::hosted::control as byte;
-use rustix::event::{PollFd, PollFlags, poll};
-use rustix::io::{Errno, read, write};
+use rustix::event::PollFlags;
+use rustix::io::write;
 use schemars::JsonSchema;
 use serde::Serialize;
 use std::collections::VecDeque;
@@ -26,22 +29,6 @@ use tokio::sync::{mpsc, oneshot};
 
 /// Longest queue of pending commands.
 const MAX_COMMANDS: usize = 16;
-
-/// Lifecycle state of a VM.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, JsonSchema)]
-#[serde(rename_all = "lowercase")]
-pub enum State {
-    /// Not started: the VM waits for boot.
-    Created,
-    /// Started; the guest has not executed its first instruction.
-    Starting,
-    /// The guest runs.
-    Running,
-    /// The guest is paused and can be resumed.
-    Paused,
-    /// The VM has exited.
-    Ended,
-}
 
 /// Commands to a VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -135,7 +122,7 @@ pub struct VmInfo {
 
 impl Control {
     /// Creates the state of a VM with `size` bytes of memory and this back end. Events are also
-    /// written to `sink`. The second value is for [`Supervisor::new`].
+    /// written to `sink`. The second value is for [`executor::CommandExecutor::new`].
     pub fn new(
         config: Config,
         size: u64,
@@ -190,63 +177,38 @@ impl Control {
     }
 
     /// Waits for [`Command::Boot`]; returns the cause if something else ends the VM. `wakeup` is
-    /// the second value of [`Self::new`]; `metrics_request` is as in [`Supervisor::new`].
+    /// the second value of [`Self::new`].
     pub fn await_boot(
         &self,
         wakeup: &UnixStream,
         deadline: Option<Instant>,
-        metrics_request: Option<(&UnixStream, &dyn Fn())>,
+        metrics: Option<&Metrics>,
     ) -> Result<Option<ExitCause>, Failure> {
-        let signals = vm_process::ending_signals()?;
-        loop {
-            let mut fds = vec![
-                wakeup.as_fd(),
-                metrics_request.map_or(wakeup, |metrics_request| metrics_request.0).as_fd(),
-            ];
-            fds.extend(signals.iter().map(|signal| signal.1.as_fd()));
-            let mut fds: Vec<_> =
-                fds.iter().map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN)).collect();
-            let Some(left) = vm_process::poll_timeout(deadline) else {
-                return Ok(Some(ExitCause::Timeout));
-            };
-            match poll(&mut fds, left.as_ref()) {
-                Ok(_) | Err(Errno::INTR) => {}
-                Err(error) => return Err(Failure::os("wait for boot", &error.into())),
-            }
-            let is_ready = |index: usize| !fds[index].revents().is_empty();
-            let signal = signals.iter().enumerate().find(|(index, _)| is_ready(index + 2));
-            if let Some((_, (signal, _))) = signal {
-                return Ok(Some(ExitCause::Signal(*signal)));
-            }
-            if let Some((pipe, write)) = metrics_request.filter(|_| is_ready(1)) {
-                drain(pipe.as_fd());
-                write();
-            }
-            drain(wakeup.as_fd());
-            if let Some(what) = self.commands_before_boot() {
-                return Ok(what);
-            }
+        let signals = EndingSignals::subscribe()?;
+        let mut waiter = BootWaiter { control: self, wakeup, metrics };
+        match event_loop::run(&mut waiter, &signals, deadline, "wait for boot")? {
+            BootEnd::Boot => Ok(None),
+            BootEnd::Cause(cause) => Ok(Some(cause)),
         }
     }
 
-    /// Executes the commands of a VM that waits for boot. Returns `Some` when it boots (`None`) or
-    /// ends (the cause).
-    fn commands_before_boot(&self) -> Option<Option<ExitCause>> {
+    /// Executes the commands of a VM that waits for boot. Returns the end of the wait.
+    fn commands_before_boot(&self) -> Option<BootEnd> {
         let mut status = self.status();
         loop {
             let (command, answer) = status.commands.pop_front()?;
-            let (said, what) = match command {
-                Command::Boot => (Ok(State::Starting), Some(None)),
-                Command::Terminate => (Ok(State::Ended), Some(Some(ExitCause::Request))),
+            let (said, end) = match command {
+                Command::Boot => (Ok(State::Starting), Some(BootEnd::Boot)),
+                Command::Terminate => (Ok(State::Ended), Some(BootEnd::Cause(ExitCause::Request))),
                 _ => (Err("the VM waits for boot".to_owned()), None),
             };
-            if what == Some(None) {
+            if matches!(end, Some(BootEnd::Boot)) {
                 status.state = State::Starting;
             }
             // The client may have disconnected in the meantime.
             let _ = answer.send(said);
-            if what.is_some() {
-                return what;
+            if end.is_some() {
+                return end;
             }
         }
     }
@@ -354,175 +316,56 @@ fn milliseconds(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// Executes commands and follows the VM's state, in the loop that serves the VM.
-pub struct Supervisor<'a> {
+/// Reason for the end of the wait for boot.
+enum BootEnd {
+    /// The VM boots.
+    Boot,
+    /// The VM ends.
+    Cause(ExitCause),
+}
+
+impl From<ExitCause> for BootEnd {
+    fn from(cause: ExitCause) -> Self {
+        Self::Cause(cause)
+    }
+}
+
+/// Handler of the events of a VM that waits for boot.
+struct BootWaiter<'a> {
     control: &'a Control,
-    /// Readable when commands are pending.
     wakeup: &'a UnixStream,
-    /// A pipe that is readable after SIGUSR1, and the function that then writes statistics.
-    metrics_request: Option<(&'a UnixStream, &'a dyn Fn())>,
-    /// Symbol maps for profilers.
-    maps: Option<&'a mut Maps>,
-    /// Control socket of the VM's first process; `None` if it has closed it.
-    device: Option<UnixStream>,
-    /// Commands sent to the first process, with the receivers of their results.
-    waiting: Vec<(u8, oneshot::Sender<Answer>)>,
+    metrics: Option<&'a Metrics>,
 }
 
-impl<'a> Supervisor<'a> {
-    /// Creates the supervisor. `device` is this side of the control socket of the VM's first
-    /// process.
-    pub fn new(
-        control: &'a Control,
-        wakeup: &'a UnixStream,
-        device: UnixStream,
-        metrics_request: Option<(&'a UnixStream, &'a dyn Fn())>,
-        maps: Option<&'a mut Maps>,
-    ) -> Self {
-        Self { control, wakeup, metrics_request, maps, device: Some(device), waiting: Vec::new() }
-    }
-
-    fn commands(&mut self) -> Option<ExitCause> {
-        drain(self.wakeup.as_fd());
-        loop {
-            let (state, command) = {
-                let mut status = self.control.status();
-                (status.state, status.commands.pop_front())
-            };
-            let (command, answer) = command?;
-            let byte = match (command, state) {
-                (Command::Terminate, _) => {
-                    let _ = answer.send(Ok(State::Ended));
-                    return Some(ExitCause::Request);
-                }
-                (Command::Boot, _) => {
-                    let _ = answer.send(Err("the VM has already been started".to_owned()));
-                    continue;
-                }
-                (Command::Reset, _) => {
-                    let _ = answer.send(Ok(State::Starting));
-                    return Some(ExitCause::Reset);
-                }
-                (Command::Halt, State::Starting | State::Running | State::Paused) => byte::HALT,
-                (Command::Go, State::Starting | State::Running | State::Paused) => byte::GO,
-                (Command::Pause, State::Running) => byte::PAUSE,
-                (Command::Resume, State::Paused) => byte::RESUME,
-                (Command::Shutdown, State::Running) => byte::POWER_BUTTON,
-                (Command::Pause, State::Paused) => {
-                    let _ = answer.send(Err("the VM is already paused".to_owned()));
-                    continue;
-                }
-                (Command::Shutdown, State::Paused) => {
-                    let text = "the VM is paused: resume it, or use --force";
-                    let _ = answer.send(Err(text.to_owned()));
-                    continue;
-                }
-                (Command::Resume, State::Running) => {
-                    let _ = answer.send(Err("the VM is not paused".to_owned()));
-                    continue;
-                }
-                (_, State::Created | State::Starting | State::Ended) => {
-                    let _ = answer.send(Err("the guest is not running yet".to_owned()));
-                    continue;
-                }
-            };
-            match self.device.as_ref().map(|device| write(device, &[byte])) {
-                Some(Ok(1)) => self.waiting.push((byte, answer)),
-                _ => drop(answer.send(Err("the VM's control socket is closed".to_owned()))),
-            }
-        }
-    }
-
-    /// Handles the creation of a process of the VM.
-    fn on_process_created(&mut self) {
-        let process = self.control.status().process;
-        if let (Some(maps), Some(process)) = (&mut self.maps, process) {
-            maps.processes(statistics::children(process));
-        }
-    }
-
-    /// Handles messages of the VM's first process.
-    fn on_device_message(&mut self) {
-        let Some(device) = &self.device else { return };
-        let mut bytes = [0; 64];
-        let length = match read(device, &mut bytes[..]) {
-            Err(Errno::INTR | Errno::AGAIN) => return,
-            Err(_) | Ok(0) => {
-                self.device = None;
-                return;
-            }
-            Ok(length) => length,
-        };
-        for &byte in &bytes[..length] {
-            if byte == byte::PROCESS_CREATED {
-                self.on_process_created();
-                continue;
-            }
-            let mut status = self.control.status();
-            let (state, event) = match byte {
-                byte::STARTED if status.start.is_none() => {
-                    let start = status.began.elapsed();
-                    status.start = Some(start);
-                    (State::Running, Event::Running { start_ms: milliseconds(start) })
-                }
-                byte::HALTED => {
-                    status.notify_debugger();
-                    continue;
-                }
-                byte::HALT | byte::GO => {
-                    let state = status.state;
-                    drop(status);
-                    self.answer(byte, state);
-                    continue;
-                }
-                byte::PAUSE => (State::Paused, Event::Paused),
-                byte::RESUME => (State::Running, Event::Resumed),
-                byte::POWER_BUTTON => (status.state, Event::ShutdownRequested),
-                _ => continue,
-            };
-            status.state = state;
-            status.events.record(event);
-            drop(status);
-            self.answer(byte, state);
-        }
-    }
-
-    /// Completes the oldest command of this kind.
-    fn answer(&mut self, byte: u8, state: State) {
-        if let Some(index) = self.waiting.iter().position(|waiting| waiting.0 == byte) {
-            // The client may have disconnected in the meantime.
-            let _ = self.waiting.swap_remove(index).1.send(Ok(state));
-        }
-    }
+/// Source of an event before boot.
+#[derive(Clone, Copy)]
+enum BootSource {
+    Metrics,
+    Commands,
 }
 
-impl EventSource for Supervisor<'_> {
-    fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
-        let metrics_request =
-            self.metrics_request.map_or(self.wakeup, |metrics_request| metrics_request.0);
-        let mut all = vec![self.wakeup.as_fd(), metrics_request.as_fd()];
-        all.extend(self.device.as_ref().map(AsFd::as_fd));
-        all
+impl EventHandler for BootWaiter<'_> {
+    type Source = BootSource;
+    type End = BootEnd;
+
+    fn interest(&self) -> Vec<(BootSource, BorrowedFd<'_>, PollFlags)> {
+        let metrics = self.metrics.map(|metrics| (BootSource::Metrics, metrics.request()));
+        let commands = (BootSource::Commands, self.wakeup.as_fd());
+        let all = metrics.into_iter().chain([commands]);
+        all.map(|(source, fd)| (source, fd, PollFlags::IN)).collect()
     }
 
-    fn readable(&mut self, index: usize) -> Option<ExitCause> {
-        match index {
-            0 => return self.commands(),
-            1 => {
-                if let Some((pipe, write)) = self.metrics_request {
-                    drain(pipe.as_fd());
-                    write();
-                }
+    fn ready(&mut self, source: BootSource) -> Result<Option<BootEnd>, Failure> {
+        match (source, self.metrics) {
+            (BootSource::Metrics, Some(metrics)) => {
+                metrics.take_request();
+                metrics.write(&self.control.statistics());
+                Ok(None)
             }
-            _ => self.on_device_message(),
+            _ => {
+                drain(self.wakeup.as_fd());
+                Ok(self.control.commands_before_boot())
+            }
         }
-        None
     }
-}
-
-/// Empties a pipe that only wakes.
-fn drain(pipe: BorrowedFd<'_>) {
-    let mut bytes = [0; 64];
-    // Reads do not block.
-    while matches!(read(pipe, &mut bytes[..]), Ok(1..)) {}
 }

@@ -5,8 +5,10 @@
 //! process to stop and resume virtual CPUs. It does not trust the contents of either: the guest may
 //! have written them. Virtual CPUs are threads 1, 2 ... of the debugger.
 
+use crate::config::gdb::{GdbAddress, GdbEndpoint};
 use crate::console::listen;
-use crate::control::{Command, Control, State};
+use crate::control::{Command, Control};
+use crate::state::State;
 use gdbstub::arch::Arch;
 use gdbstub::common::{Signal, Tid};
 use gdbstub::conn::ConnectionExt;
@@ -33,10 +35,6 @@ use proto::hosted::debug::{
 use proto::hosted::layout;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::Shutdown;
-use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
-use serde::de::{self, Deserializer};
-use serde::{Deserialize, Serialize, Serializer};
-use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -67,93 +65,6 @@ const HIGH: u64 = 1 << 32;
 /// General registers in GDB's order (rax, rbx, rcx, rdx, rsi, rdi, rbp, rsp, r8 ...), by their
 /// instruction encoding.
 const ORDER: [usize; 16] = [0, 3, 1, 2, 6, 7, 5, 4, 8, 9, 10, 11, 12, 13, 14, 15];
-
-/// Listening address for a debugger.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct GdbEndpoint {
-    /// Socket.
-    address: Address,
-    /// The guest does not start before the debugger connects.
-    wait: bool,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq)]
-enum Address {
-    Unix(PathBuf),
-    /// Host (default: the loopback address) and port.
-    Tcp(String),
-}
-
-impl GdbEndpoint {
-    /// Parses `unix=SOCKET` or `tcp=[HOST]:PORT`, and `,wait`.
-    pub fn parse(text: &str) -> Result<Self, String> {
-        let (address, wait) = match text.strip_suffix(",wait") {
-            Some(address) => (address, true),
-            None => (text, false),
-        };
-        let refuse = || {
-            format!(
-                "invalid debugger address `{text}`: expected unix=SOCKET or tcp=:PORT, optionally with `,wait`"
-            )
-        };
-        let address = match address.split_once('=').ok_or_else(refuse)? {
-            ("unix", path) if !path.is_empty() => Address::Unix(path.into()),
-            ("tcp", address) => {
-                let (_, port) = address.rsplit_once(':').ok_or_else(refuse)?;
-                port.parse::<u16>().map_err(|_| refuse())?;
-                Address::Tcp(address.to_owned())
-            }
-            _ => return Err(refuse()),
-        };
-        Ok(Self { address, wait })
-    }
-
-    /// Returns whether the guest waits for the debugger.
-    pub fn waits(&self) -> bool {
-        self.wait
-    }
-
-    /// Returns the path of the Unix socket, if it is one.
-    pub fn path_mut(&mut self) -> Option<&mut PathBuf> {
-        match &mut self.address {
-            Address::Unix(path) => Some(path),
-            Address::Tcp(_) => None,
-        }
-    }
-}
-
-impl JsonSchema for GdbEndpoint {
-    fn schema_name() -> Cow<'static, str> {
-        "Gdb".into()
-    }
-
-    fn json_schema(_: &mut SchemaGenerator) -> Schema {
-        json_schema!({
-            "description": "Listening address for GDB; with `,wait` the guest does not start before GDB connects.",
-            "type": "string",
-            "pattern": "^(unix=.+|tcp=.*:[0-9]+)(,wait)?$",
-        })
-    }
-}
-
-impl Serialize for GdbEndpoint {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let wait = if self.wait { ",wait" } else { "" };
-        match &self.address {
-            Address::Unix(path) => match path.to_str() {
-                Some(path) => serializer.serialize_str(&format!("unix={path}{wait}")),
-                None => Err(serde::ser::Error::custom("a path is not UTF-8")),
-            },
-            Address::Tcp(address) => serializer.serialize_str(&format!("tcp={address}{wait}")),
-        }
-    }
-}
-
-impl<'de> Deserialize<'de> for GdbEndpoint {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        Self::parse(&String::deserialize(deserializer)?).map_err(de::Error::custom)
-    }
-}
 
 /// Makes a VM that is about to start wait for the debugger; `shared` is its shared memory.
 pub fn make_wait(shared: &OwnedFd) -> Result<(), Failure> {
@@ -275,11 +186,11 @@ impl Debugger {
         kernel: GuestKernel,
         (vcpus, ram): (u8, Ram),
     ) -> Result<Self, Failure> {
-        let (listener, path) = match &place.address {
-            Address::Unix(path) => {
+        let (listener, path) = match place.address() {
+            GdbAddress::Unix(path) => {
                 (Listener::Unix(listen(path, "the debugger's socket")?), Some(path.clone()))
             }
-            Address::Tcp(address) => (Listener::Tcp(listen_tcp(address)?), None),
+            GdbAddress::Tcp(address) => (Listener::Tcp(listen_tcp(address)?), None),
         };
         let failed = |error| Failure::os("listen for a debugger", &error);
         let (news, wake) = UnixStream::pair().map_err(failed)?;
@@ -944,18 +855,6 @@ impl SwBreakpoint for Session {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn places() {
-        for text in ["unix=/run/gdb", "unix=g,wait", "tcp=:1234", "tcp=[::1]:1,wait"] {
-            let place = GdbEndpoint::parse(text).unwrap();
-            assert_eq!(place.wait, text.ends_with(",wait"));
-            assert_eq!(serde_json::to_string(&place).unwrap(), format!("\"{text}\""));
-        }
-        for text in ["", "unix=", "tcp=1234", "tcp=:port", ":1234", "tcp=:1234,stop"] {
-            assert!(GdbEndpoint::parse(text).is_err(), "{text}");
-        }
-    }
 
     #[test]
     fn tables_of_all_sizes() {

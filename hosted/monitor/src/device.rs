@@ -1,7 +1,7 @@
 //! Device processes: `parador` executed again, with only the resources of one device.
 
 use crate::descriptors;
-use crate::vm_process::DeviceProcess;
+use crate::device_process::DeviceProcess;
 use command_fds::FdMapping;
 use hosted_command::failure::{self, Failure};
 use hosted_command::supervise::{self, AtEnd};

@@ -1,13 +1,11 @@
 //! Disks of `parador run`: their configuration, and their files, opened and locked for one VM.
 
+use crate::config::disk::{DiskConfig, NAME, Name};
 use crate::device;
-use crate::vm_process::DeviceProcess;
+use crate::device_process::DeviceProcess;
 use hosted_command::failure::{self, Failure};
-use hosted_command::keyvalue;
 use rustix::fs::OFlags;
 use rustix::io::Errno;
-use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
 use std::fs::{File, OpenOptions};
 use std::io::{ErrorKind, Read, Seek, SeekFrom};
 use std::os::fd::AsFd;
@@ -22,51 +20,6 @@ const SECTOR: u64 = 512;
 const QCOW2: [u8; 4] = *b"QFI\xfb";
 /// Bytes of the header common to all versions.
 const HEADER: usize = 72;
-/// Longest name of a disk in bytes (VIRTIO 1.2, section 5.2.6).
-const NAME: usize = 20;
-
-/// Configuration of a disk: `[[disk]]`.
-#[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
-#[serde(deny_unknown_fields)]
-pub struct DiskConfig {
-    /// File of whole 512-byte sectors, block device, or qcow2 image.
-    pub path: PathBuf,
-    /// Read-only for the guest; several VMs may share the file.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    ro: bool,
-    /// Name for the guest [default: disk and its index].
-    #[schemars(length(max = 20))]
-    id: Option<Name>,
-    /// Format of the file [default: qcow2 if its name ends in .qcow2, else raw]; required for a raw
-    /// file that looks like a qcow2 image.
-    format: Option<Format>,
-}
-
-/// Format of a disk file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
-#[serde(rename_all = "lowercase")]
-enum Format {
-    /// Sectors in order.
-    Raw,
-    /// QEMU's copy-on-write format.
-    Qcow2,
-}
-
-/// Name of a disk, at most 20 bytes (VIRTIO 1.2, section 5.2.6).
-#[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
-#[serde(try_from = "String")]
-struct Name(String);
-
-impl TryFrom<String> for Name {
-    type Error = String;
-
-    fn try_from(name: String) -> Result<Self, String> {
-        match name.len() <= NAME {
-            true => Ok(Self(name)),
-            false => Err(format!("the name `{name}` is longer than {NAME} bytes")),
-        }
-    }
-}
 
 /// Opened disk of a VM.
 #[derive(Debug)]
@@ -77,21 +30,6 @@ pub struct Disk {
     pub record: proto::hosted::DiskRecord,
     /// Path for messages.
     path: PathBuf,
-}
-
-/// Parses `FILE[,KEY=VALUE]...` or `path=FILE[,KEY=VALUE]...`.
-pub fn parse(text: &str) -> Result<DiskConfig, Failure> {
-    let disk: Result<DiskConfig, Failure> = keyvalue::parse("--disk", "path", text);
-    disk.and_then(|disk| match disk.path.as_os_str().is_empty() {
-        false => Ok(disk),
-        true => Err(Failure::new(failure::BAD_CONFIG, format!("--disk {text}: no file name"))),
-    })
-    .map_err(|failure| {
-        failure.help(
-            "use -d FILE or -d path=FILE,ro=on,id=NAME,format=raw or format=qcow2; \
-             `qemu-img convert -O qcow2 OLD NEW` converts other formats",
-        )
-    })
 }
 
 impl DiskConfig {
@@ -148,15 +86,6 @@ impl DiskConfig {
             serial,
         };
         Ok(Disk { file, record, path: path.clone() })
-    }
-
-    /// Returns whether the disk is a qcow2 image. The contents do not decide: a guest could write a
-    /// qcow2 header into its raw disk.
-    pub fn is_image(&self) -> bool {
-        match self.format {
-            Some(format) => format == Format::Qcow2,
-            None => self.path.extension().is_some_and(|extension| extension == "qcow2"),
-        }
     }
 
     /// Reads the virtual size from an image's header. The rest of the image is only read by a
@@ -248,37 +177,9 @@ impl Disk {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::disk::parse;
     use std::process::{Command, Stdio};
     use std::time::{Duration, Instant};
-
-    #[test]
-    fn descriptions() {
-        let disk = |path: &str| DiskConfig { path: path.into(), ro: false, id: None, format: None };
-        assert_eq!(parse("a.img").unwrap(), disk("a.img"));
-        assert_eq!(parse("path=a=b").unwrap(), disk("a=b"));
-        let id = Some(Name("root".into()));
-        let wanted = DiskConfig { ro: true, id, format: Some(Format::Raw), ..disk("a") };
-        assert_eq!(parse("a,ro=on,id=root,format=raw").unwrap(), wanted);
-        assert_eq!(parse("ro=off,path=a").unwrap(), disk("a"));
-    }
-
-    #[test]
-    fn bad_descriptions() {
-        for (text, said) in [
-            ("a,rw=on", "unknown key `rw`"),
-            ("a,format=vmdk", "qemu-img"),
-            ("pth=a", "did you mean `path`?"),
-            ("ro=on", "`path` is missing"),
-            ("a,ro", "`ro` has no value"),
-            ("a,ro=yes", "`on` or `off`"),
-            ("a,id=123456789012345678901", "20 bytes"),
-            ("", "no file name"),
-        ] {
-            let failure = parse(text).unwrap_err();
-            assert_eq!(failure.code(), failure::BAD_CONFIG, "{text}");
-            assert!(failure.to_string().contains(said), "{text}: {failure}");
-        }
-    }
 
     #[test]
     fn files() {

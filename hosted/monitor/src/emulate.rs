@@ -1,7 +1,9 @@
 //! Starts a built system in QEMU and connects the terminal to the guest's console.
 
 use crate::console::HostConsole;
-use crate::vm_process::{self, ExitCause, VmProcess};
+use crate::event_loop::deadline;
+use crate::exit::ExitCause;
+use crate::vm_process::VmProcess;
 use hosted_command::failure::{self, Failure};
 use hosted_command::supervise::{self, AtEnd};
 use hosted_system::attach::Bus;
@@ -70,7 +72,7 @@ pub fn run(system: &ResolvedSystem, image: &Image, options: &Options) -> Result<
     fs::write(&options.log, "").map_err(|error| Failure::file("write", &options.log, &error))?;
     let start = Instant::now();
     let machine = VmProcess::start("QEMU", command)?;
-    let limit = vm_process::deadline(options.timeout);
+    let limit = deadline(options.timeout);
     let (end, messages) = machine.serve(
         limit,
         &keys(&system.console_clients()),

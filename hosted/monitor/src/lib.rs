@@ -7,6 +7,7 @@
 #![forbid(unsafe_code)]
 
 mod api;
+mod backend;
 mod compat;
 mod config;
 mod console;
@@ -15,11 +16,15 @@ pub mod ctl;
 mod debugger;
 mod descriptors;
 mod device;
+mod device_process;
 mod disk;
 pub mod doctor;
 pub mod emulate;
+mod event_loop;
 mod events;
+mod exit;
 mod kvm;
+mod metrics;
 mod net;
 mod orphans;
 mod passt;
@@ -28,11 +33,15 @@ mod profile;
 mod relay;
 pub mod run;
 mod share;
+mod spec;
 #[cfg(test)]
 mod specification;
+mod state;
 mod statistics;
+mod supervisor;
 mod switch;
 mod terminal;
+mod vm_files;
 mod vm_process;
 mod vsock;
 mod wedge;

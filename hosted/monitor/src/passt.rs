@@ -2,21 +2,20 @@
 //! other side, without privileges. It runs as a child, sandboxes itself, and exits when the VM's
 //! end of its socket is closed.
 
+use crate::config::net::Forward;
 use crate::descriptors;
-use crate::net::STREAM_MTU;
 use crate::relay;
+use crate::switch::STREAM_MTU;
 use command_fds::FdMapping;
 use hosted_command::failure::{self, Failure};
 use hosted_command::supervise::{self, AtEnd};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{OFlags, fcntl_setfl};
 use rustix::net::sockopt::set_socket_send_buffer_size;
-use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
 use std::ffi::OsStr;
 use std::fs;
 use std::io::{self, PipeReader, Read, Write};
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::IpAddr;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Stdio};
@@ -36,76 +35,10 @@ const TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
 /// Longest frame from passt.
 const MAX_FRAME: usize = 1 << 16;
 
-/// Port forwarding from the host to the guest.
-#[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
-#[serde(try_from = "String", into = "String")]
-pub struct Forward {
-    udp: bool,
-    /// Listening address on the host.
-    address: IpAddr,
-    port: u16,
-    /// Guest port.
-    to: u16,
-}
-
-impl Forward {
-    /// Parses `tcp:HOST_PORT:PORT`, or QEMU's form `tcp:[ADDRESS]:HOST_PORT-:PORT`. The default
-    /// address is the loopback address.
-    pub fn parse(text: &str) -> Result<Self, String> {
-        let refuse = || {
-            format!(
-                "invalid port forwarding `{text}`: expected tcp:2222:22 or tcp:0.0.0.0:2222-:22"
-            )
-        };
-        let (protocol, rest) = text.split_once(':').ok_or_else(refuse)?;
-        let (host, to) = match rest.split_once("-:") {
-            Some(pair) => pair,
-            None => rest.split_once(':').ok_or_else(refuse)?,
-        };
-        let (address, port) = host.rsplit_once(':').unwrap_or(("", host));
-        let number = |text: &str| text.parse().ok().filter(|&port| port != 0).ok_or_else(refuse);
-        let udp = match protocol {
-            "tcp" => false,
-            "udp" => true,
-            _ => return Err(refuse()),
-        };
-        let address = match address.trim_matches(['[', ']']) {
-            "" => Ipv4Addr::LOCALHOST.into(),
-            address => address.parse().map_err(|_| refuse())?,
-        };
-        Ok(Self { udp, address, port: number(port)?, to: number(to)? })
-    }
-
-    /// Formats the forwarding as it is parsed.
-    fn text(&self) -> String {
-        let protocol = if self.udp { "udp" } else { "tcp" };
-        let Self { address, port, to, .. } = self;
-        match address {
-            IpAddr::V4(Ipv4Addr::LOCALHOST) => format!("{protocol}:{port}:{to}"),
-            IpAddr::V4(address) => format!("{protocol}:{address}:{port}-:{to}"),
-            IpAddr::V6(address) => format!("{protocol}:[{address}]:{port}-:{to}"),
-        }
-    }
-
-    /// Returns the arguments of passt.
-    fn arguments(&self) -> [String; 2] {
-        let option = if self.udp { "--udp-ports" } else { "--tcp-ports" };
-        [option.to_owned(), format!("{}/{}:{}", self.address, self.port, self.to)]
-    }
-}
-
-impl TryFrom<String> for Forward {
-    type Error = String;
-
-    fn try_from(text: String) -> Result<Self, String> {
-        Self::parse(&text)
-    }
-}
-
-impl From<Forward> for String {
-    fn from(forward: Forward) -> Self {
-        forward.text()
-    }
+/// Returns the arguments of passt for a port forwarding.
+fn forward_arguments(forward: &Forward) -> [String; 2] {
+    let option = if forward.udp { "--udp-ports" } else { "--tcp-ports" };
+    [option.to_owned(), format!("{}/{}:{}", forward.address, forward.port, forward.to)]
 }
 
 /// A running `passt`. Dropping it ends it.
@@ -146,7 +79,7 @@ impl Passt {
             })?;
         let mtu = STREAM_MTU.to_string();
         command.args(["--foreground", "--quiet", "--mtu", &mtu, "--fd", &SOCKET.to_string()]);
-        command.args(forwards.iter().flat_map(Forward::arguments));
+        command.args(forwards.iter().flat_map(forward_arguments));
         if !hostloopback {
             command.args(without_loopback());
         }
@@ -270,17 +203,11 @@ mod tests {
     }
 
     #[test]
-    fn forwards() {
-        let arguments = |text: &str| Forward::parse(text).unwrap().arguments().join(" ");
+    fn arguments_of_forwards() {
+        let arguments = |text: &str| forward_arguments(&Forward::parse(text).unwrap()).join(" ");
         assert_eq!(arguments("tcp:2222:22"), "--tcp-ports 127.0.0.1/2222:22");
         assert_eq!(arguments("tcp::2222-:22"), "--tcp-ports 127.0.0.1/2222:22");
         assert_eq!(arguments("udp:0.0.0.0:53-:5353"), "--udp-ports 0.0.0.0/53:5353");
         assert_eq!(arguments("tcp:[::1]:80-:80"), "--tcp-ports ::1/80:80");
-        for text in ["tcp:2222:22", "udp:0.0.0.0:53-:5353", "tcp:[::1]:80-:80"] {
-            assert_eq!(Forward::parse(text).unwrap().text(), text);
-        }
-        for text in ["", "tcp", "tcp:22", "icmp:1:2", "tcp:1:70000", "tcp:a:1:2", "tcp:a:1-:2"] {
-            assert!(Forward::parse(text).is_err(), "{text}");
-        }
     }
 }

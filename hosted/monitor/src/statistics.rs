@@ -2,7 +2,7 @@
 //!
 //! The wedge's counters lie in memory that the guest can modify: they are only displayed.
 
-use crate::control::State;
+use crate::state::State;
 use nix::sys::resource::{UsageWho, getrusage};
 use proto::hosted::{self, counter, layout};
 use proto::system::MAX_VCPUS;

@@ -1,18 +1,15 @@
 //! Vsock device of `parador run`: its configuration and its Unix sockets on the host.
 
+use crate::config::vsock::VsockConfig;
 use crate::console::listen;
 use crate::device;
-use crate::vm_process::DeviceProcess;
+use crate::device_process::DeviceProcess;
 use hosted_command::failure::{self, Failure};
-use hosted_command::keyvalue;
-use proto::vsock::GUESTS;
 use rustix::io::{Errno, retry_on_intr};
 use rustix::net::{
     AddressFamily, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix,
     SocketFlags, SocketType, connect, recv, sendmsg, socket_with, socketpair,
 };
-use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
 use std::ffi::OsString;
 use std::io::{self, IoSlice};
 use std::mem::MaybeUninit;
@@ -26,50 +23,6 @@ use std::thread;
 const NAME: usize = 107;
 /// Longest suffix for a port.
 const PORT: usize = "_4294967295".len();
-
-/// Configuration of the vsock device: `[vsock]`.
-#[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
-#[serde(deny_unknown_fields)]
-pub struct VsockConfig {
-    /// Guest CID, 3 or more. Several VMs may use the same CID: they are not connected.
-    #[schemars(range(min = 3))]
-    cid: Cid,
-    /// Socket for host-to-guest connections. Guest connections to port P arrive at the socket with
-    /// `_P` appended to this path.
-    pub path: PathBuf,
-}
-
-/// Guest CID.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
-#[serde(try_from = "u32")]
-struct Cid(u32);
-
-impl TryFrom<u32> for Cid {
-    type Error = String;
-
-    fn try_from(cid: u32) -> Result<Self, String> {
-        match GUESTS.contains(&cid) {
-            true => Ok(Self(cid)),
-            false => {
-                let (first, last) = (GUESTS.start(), GUESTS.end());
-                Err(format!("invalid guest CID {cid}: must be {first} to {last}"))
-            }
-        }
-    }
-}
-
-/// Parses `cid=CID,path=SOCKET`.
-pub fn parse(text: &str) -> Result<VsockConfig, Failure> {
-    let parsed = keyvalue::parse("--vsock", "cid", text);
-    parsed.map_err(|failure| failure.help("use --vsock cid=3,path=SOCKET"))
-}
-
-impl VsockConfig {
-    /// Returns the guest CID.
-    pub fn cid(&self) -> u32 {
-        self.cid.0
-    }
-}
 
 /// Socket for host-to-guest connections. Dropping it removes it.
 #[derive(Debug)]
@@ -163,30 +116,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn descriptions() {
-        let wanted = VsockConfig { cid: Cid(3), path: "a=b".into() };
-        assert_eq!(parse("cid=3,path=a=b").unwrap(), wanted);
-        assert_eq!(parse("3,path=a=b").unwrap(), wanted);
-        for (text, said) in [
-            ("", "not ``"),
-            ("cid=3", "`path` is missing"),
-            ("path=a", "`cid` is missing"),
-            ("cid=2,path=a", "invalid guest CID 2"),
-            ("cid=4294967295,path=a", "invalid guest CID"),
-            ("cid=4294967296,path=a", "4294967296"),
-            ("cid=3,path=a,port=1", "unknown key `port`"),
-        ] {
-            let failure = parse(text).unwrap_err();
-            assert_eq!(failure.code(), failure::BAD_CONFIG, "{text}");
-            assert!(failure.to_string().contains(said), "{text}: {failure}");
-        }
-    }
-
-    #[test]
     fn sockets_are_the_users_and_go() {
         use std::os::unix::fs::PermissionsExt;
         let folder = tempfile::tempdir().unwrap();
-        let at = |name: &str| VsockConfig { cid: Cid(3), path: folder.path().join(name) };
+        let at =
+            |name: &str| VsockConfig { cid: 3.try_into().unwrap(), path: folder.path().join(name) };
         let vsock = Vsock::open(&at("vsock")).unwrap();
         let path = vsock.description.path.clone();
         assert_eq!(path.metadata().unwrap().permissions().mode() & 0o777, 0o600);

@@ -260,11 +260,7 @@ pub fn validate(file: &Path, overrides: Overrides) -> Result<ResolvedSystem, Fai
 
 impl Source {
     fn refuse(&self, problems: Vec<Problem>) -> Failure {
-        Failure::Description(Diagnostics {
-            file: self.file.clone(),
-            text: self.text.clone(),
-            problems,
-        })
+        Diagnostics { file: self.file.clone(), text: self.text.clone(), problems }.into()
     }
 }
 

@@ -42,9 +42,10 @@ pub fn finding() -> Finding {
 }
 
 fn host(maker: Option<&[u8]>, release: &str, command_line: &str) -> Host {
-    let is_ours = command_line.split_once(crate::run::COMMAND_LINE).is_some_and(|(before, _)| {
-        before.split_whitespace().all(|word| word.starts_with("console="))
-    });
+    let is_ours =
+        command_line.split_once(crate::backend::COMMAND_LINE).is_some_and(|(before, _)| {
+            before.split_whitespace().all(|word| word.starts_with("console="))
+        });
     if release.trim_end().ends_with(RELEASE) && is_ours {
         Host::Processes
     } else if maker == Some(OURS) {
@@ -62,7 +63,7 @@ mod tests {
     fn hosts() {
         let stock = "6.1.0-56-cloud-amd64\n";
         let own = "6.1.192-parador\n";
-        let line = format!("console=ttyS0 {} parador.run=\"true\"\n", crate::run::COMMAND_LINE);
+        let line = format!("console=ttyS0 {} parador.run=\"true\"\n", crate::backend::COMMAND_LINE);
         assert_eq!(host(Some(OURS), own, &line), Host::Processes);
         assert_eq!(host(None, own, &line), Host::Processes, "a user who may not read tables");
         assert_eq!(host(Some(OURS), stock, "console=ttyS0 panic=-1"), Host::Vm);
