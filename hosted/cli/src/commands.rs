@@ -16,7 +16,7 @@ use hosted_system::description::Board;
 use hosted_system::graph::{self, Graph};
 use hosted_system::image::{self, Image};
 use hosted_system::rootfs;
-use hosted_system::validate::{self, Overrides, ResolvedSystem};
+use hosted_system::validate::{self, Overrides};
 use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -352,7 +352,7 @@ fn graph(file: &Path, format: Format, output: Option<&Path>) -> Result<u8, Failu
 
 fn emulate(arguments: EmulateArguments) -> Result<u8, Failure> {
     let EmulateArguments { file, place, cpus, memory, .. } = arguments;
-    let resolved: ResolvedSystem = validate::validate(&file, Overrides { cpus, memory })?;
+    let resolved = validate::validate(&file, Overrides { cpus, memory })?;
     if resolved.board != Board::QemuQ35 {
         let message = format!("{} is not for board \"qemu-q35\"", file.display());
         return Err(Failure::new(failure::BAD_CONFIG, message).help(

@@ -6,34 +6,39 @@
 //! (`wedge/afterburn`). Equal inputs give equal kernels: no date, name or path of the host enters
 //! the result. A kernel is built once for its inputs and kept in the user's cache (`store`).
 
+mod built;
 mod edits;
+mod layout;
 mod list;
 mod source;
 mod store;
+mod tools;
 
 use crate::refusal::refused;
+pub use built::Kernel;
 use clap::{Args, Subcommand};
 use hosted_command::failure::{self, Failure};
 use hosted_command::interrupt::Interruptible;
 use hosted_command::output;
 use hosted_command::steps::{Step, Steps};
-use hosted_command::supervise::{self, AtEnd};
+use hosted_command::supervise;
 use hosted_loader::{Image, symbols};
+use layout::{BZIMAGE, CONFIGURED, COST, HEADERS_FOLDER, MODULES, SYMBOLS, VMLINUX};
 use nix::sys::resource::{UsageWho, getrusage};
 use serde::{Deserialize, Serialize};
 use source::Source;
-use std::collections::VecDeque;
 use std::env;
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsString;
 use std::fs::{self, File};
-use std::io::{self, BufRead, BufReader, Write};
+use std::io::{self, BufReader, Write};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::thread;
 use std::time::Duration;
 use store::{BuiltKernel, Inputs, Lock, Store};
 pub use store::{UseLock, hold};
-use tempfile::{NamedTempFile, TempDir};
+use tempfile::NamedTempFile;
+use tools::{compiled, follow, tool};
 
 /// Version of the build procedure. Configuration, patches, headers and the afterburner's sources
 /// are hashed separately.
@@ -80,18 +85,6 @@ const HEADERS: [(&str, &str); 9] = ours![
 const OURS: &str = "parador";
 /// File there with the kernel's build date, which is the date of its source.
 const DATE: &str = "date";
-
-/// File names in a kernel's folder: kernel with symbols and relocations, kernel for PC boot
-/// loaders, symbol table, configuration, modules as below `/`, and the files that external modules
-/// are built against.
-const VMLINUX: &str = "vmlinux";
-const BZIMAGE: &str = "bzImage";
-const SYMBOLS: &str = "System.map";
-const CONFIGURED: &str = "config";
-const MODULES: &str = "modules";
-const HEADERS_FOLDER: &str = "headers";
-/// CPU time of the build, which is not reproducible.
-const COST: &str = "cost.json";
 
 /// Files in Linux' tree that external modules are built against.
 const FOR_MODULES: [&str; 11] = [
@@ -141,8 +134,6 @@ const SKIPPED: &[&str] = &[
 
 /// Approximate number of compiled files, for the progress display.
 const OBJECTS: usize = 1650;
-/// Output lines shown of a failed program.
-const SHOWN_LINES: usize = 40;
 
 /// Subcommands of `parador kernel`.
 #[derive(Debug, Subcommand)]
@@ -290,61 +281,6 @@ pub struct Options {
     pub jobs: Option<usize>,
 }
 
-/// A built kernel.
-#[derive(Debug)]
-pub struct Kernel {
-    folder: PathBuf,
-    // Keeps a cached kernel in the cache.
-    _held: Option<UseLock>,
-}
-
-impl Kernel {
-    /// Returns the path of the kernel.
-    pub fn vmlinux(&self) -> PathBuf {
-        self.folder.join(VMLINUX)
-    }
-
-    /// Returns the SHA-256 of the kernel in hexadecimal.
-    pub fn digest(&self) -> Result<String, Failure> {
-        let path = self.vmlinux();
-        store::file_digest(&path).map_err(|error| Failure::file("read", &path, &error))
-    }
-
-    /// Copies the kernel to another folder, which appears complete or not at all.
-    pub fn copy_to(&self, output: &Path) -> Result<Self, Failure> {
-        let parent = match output.parent() {
-            Some(parent) if parent != Path::new("") => parent,
-            _ => Path::new("."),
-        };
-        let failed = |path: &Path, error| Failure::file("create the folder", path, &error);
-        fs::create_dir_all(parent).map_err(|error| failed(parent, error))?;
-        if output.exists() && !output.join(VMLINUX).is_file() {
-            let empty = fs::read_dir(output).is_ok_and(|mut entries| entries.next().is_none());
-            if !empty {
-                let message = format!("{} contains other files", output.display());
-                return Err(Failure::new(failure::USAGE, message)
-                    .help("use a folder that does not exist, or one with a kernel"));
-            }
-        }
-        let interruptible = Interruptible::new()?;
-        let work =
-            TempDir::with_prefix_in(".partial-", parent).map_err(|error| failed(parent, error))?;
-        interruptible.remove_on_signal(work.path());
-        let copy = work.path().join("kernel");
-        let mut command = tool("cp")?;
-        command.arg("--recursive").arg("--preserve=mode,links,timestamps");
-        follow(command.arg(&self.folder).arg(&copy), "cp", &interruptible, |_| {})?;
-        let put = |from: &Path, to: &Path| {
-            fs::rename(from, to).map_err(|error| Failure::file("move", from, &error))
-        };
-        if output.exists() {
-            put(output, &work.path().join("old"))?;
-        }
-        put(&copy, output)?;
-        Ok(Self { folder: output.to_owned(), _held: None })
-    }
-}
-
 /// Returns the cached kernel for these options, else builds it.
 pub fn build(options: &Options, steps: &Steps) -> Result<Kernel, Failure> {
     check_host()?;
@@ -365,7 +301,7 @@ pub fn build(options: &Options, steps: &Steps) -> Result<Kernel, Failure> {
         let folder = steps.run("modules", |_| making.collect(&cost))?;
         Ok(BuiltKernel { folder, linux: version })
     })?;
-    Ok(Kernel { folder: entry.folder, _held: Some(held) })
+    Ok(Kernel::new(entry.folder, Some(held)))
 }
 
 /// Returns the default kernel of `parador run` from the cache ([`list::default`]).
@@ -384,7 +320,7 @@ pub fn cached() -> Result<Kernel, Failure> {
     let entries = store.entries()?;
     let entry = list::default(&entries);
     let entry = entry.ok_or_else(|| none(format!("in {}", store.folder().display())))?;
-    Ok(Kernel { folder: entry.folder.clone(), _held: Some(entry.hold()) })
+    Ok(Kernel::new(entry.folder.clone(), Some(entry.hold())))
 }
 
 /// Builds the modules with sources in `folder`, in that folder, for the kernel of [`build`] with
@@ -398,7 +334,7 @@ pub fn module(
     let folder = modules_source(folder)?;
     check_host()?;
     let kernel = match kernel {
-        Some(path) => Kernel { folder: path.to_owned(), _held: Some(hold(path)) },
+        Some(path) => Kernel::new(path.to_owned(), Some(hold(path))),
         None => build(options, steps)?,
     };
     let made = kernel.folder.join(HEADERS_FOLDER);
@@ -633,13 +569,6 @@ fn afterburner_cpu(stats: &Path) -> Result<Duration, Failure> {
     Ok(Duration::from_micros(sum))
 }
 
-/// Returns the file that a line of `make` reports as compiled or assembled for the kernel.
-fn compiled(line: &str) -> Option<&str> {
-    let mut words = line.split_whitespace();
-    let what = words.next()?;
-    matches!(what, "CC" | "AS").then(|| words.find(|word| *word != "[M]")).flatten()
-}
-
 /// Returns the first requested configuration line that is not in effect.
 fn unmet<'a>(wanted: &'a str, configured: &str) -> Option<&'a str> {
     let has = |line: &str| configured.lines().any(|other| other == line);
@@ -725,18 +654,6 @@ fn jobs(options: &Options) -> String {
     format!("-j{}", options.jobs.unwrap_or_else(cpus))
 }
 
-/// Creates a command for a build tool. Its environment is nearly empty, because variables could
-/// change the result.
-fn tool(name: &str) -> Result<Command, Failure> {
-    let mut command = supervise::command(OsStr::new(name), AtEnd::Terminate)?;
-    command.env_clear().env("LC_ALL", "C").stdin(Stdio::null());
-    // `depmod` is in the last ones.
-    let folders = supervise::search_path().chain(["/usr/sbin", "/sbin"].map(PathBuf::from));
-    // The folders come from `PATH`, so none contains a colon.
-    command.env("PATH", env::join_paths(folders).unwrap_or_default());
-    Ok(command)
-}
-
 /// Creates a `make` command for a Linux tree. In the folder `bin`, `parador` becomes the assembler
 /// and records its CPU time in the file `stats`.
 fn make(linux: &Path, bin: Option<&Path>, stats: Option<&Path>) -> Result<Command, Failure> {
@@ -773,53 +690,9 @@ fn make(linux: &Path, bin: Option<&Path>, stats: Option<&Path>) -> Result<Comman
     Ok(make)
 }
 
-/// Runs a command and passes on its output lines.
-fn follow(
-    command: &mut Command,
-    name: &str,
-    interruptible: &Interruptible,
-    mut line: impl FnMut(&str),
-) -> Result<(), Failure> {
-    let (reader, writer) = io::pipe().map_err(|error| Failure::os("create a pipe", &error))?;
-    let errors = writer.try_clone().map_err(|error| Failure::os("create a pipe", &error))?;
-    let spawned = command.stdout(writer).stderr(errors).spawn();
-    // Otherwise this process would keep the pipe open.
-    command.stdout(Stdio::null()).stderr(Stdio::null());
-    let mut child = spawned.map_err(|error| Failure::program(name, &error))?;
-    interruptible.kill_on_signal(&child)?;
-    let mut last: VecDeque<String> = VecDeque::new();
-    for text in BufReader::new(reader).split(b'\n').map_while(Result::ok) {
-        let text = String::from_utf8_lossy(&text).trim_end().to_owned();
-        line(&text);
-        // With parallel compilers, the error is not in the last line.
-        if !text.is_empty() && compiled(&text).is_none() {
-            if last.len() == SHOWN_LINES {
-                last.pop_front();
-            }
-            last.push_back(text);
-        }
-    }
-    let status = child.wait().map_err(|error| Failure::os("wait for a program", &error))?;
-    match status.success() {
-        true => Ok(()),
-        false => {
-            let lines = Vec::from(last).join("\n");
-            Err(Failure::new(failure::INTERNAL, format!("{name} failed:\n{lines}")))
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn lines_of_make() {
-        assert_eq!(compiled("  CC      mm/slub.o"), Some("mm/slub.o"));
-        assert_eq!(compiled("  CC [M]  net/bridge/br.o"), Some("net/bridge/br.o"));
-        assert_eq!(compiled("  HOSTCC  scripts/kallsyms"), None);
-        assert_eq!(compiled(""), None);
-    }
 
     #[test]
     fn every_line_of_the_configuration_must_come_out() {

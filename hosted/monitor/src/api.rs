@@ -222,17 +222,15 @@ fn json<T: Serialize>(value: &T) -> Result<Response<Payload>, ProblemDetails> {
     Ok(response("application/json", text))
 }
 
-async fn reply(
-    request: Request<Incoming>,
-    control: &Control,
-) -> Result<Response<Payload>, ProblemDetails> {
+/// Checks that the resource exists, with this method, and that the request has no body.
+fn check_request(request: &Request<Incoming>) -> Result<(), ProblemDetails> {
     let headers = request.headers();
     let is_empty = headers.get(CONTENT_LENGTH).is_none_or(|length| length == "0");
     if !is_empty || headers.contains_key(TRANSFER_ENCODING) {
         let text = "request bodies are not supported";
         return Err(ProblemDetails::new(StatusCode::PAYLOAD_TOO_LARGE, text));
     }
-    let (path, query) = (request.uri().path(), request.uri().query());
+    let path = request.uri().path();
     let Some(&(_, method, _)) = PATHS.iter().find(|known| known.0 == path) else {
         return Err(ProblemDetails::new(
             StatusCode::NOT_FOUND,
@@ -247,6 +245,15 @@ async fn reply(
         problem.allow = Some(method);
         return Err(problem);
     }
+    Ok(())
+}
+
+async fn reply(
+    request: Request<Incoming>,
+    control: &Control,
+) -> Result<Response<Payload>, ProblemDetails> {
+    check_request(&request)?;
+    let (path, query) = (request.uri().path(), request.uri().query());
     let command = match (path, query) {
         ("/v1/vm/shutdown", Some("force" | "force=true")) => Some(Command::Terminate),
         (_, Some(query)) => {
@@ -267,17 +274,24 @@ async fn reply(
         ("/v1/vm/shutdown", None) => Some(Command::Shutdown),
         _ => None,
     };
-    let Some(command) = command else {
-        let listener = control.subscribe().ok_or_else(|| {
-            ProblemDetails::new(
-                StatusCode::SERVICE_UNAVAILABLE,
-                "too many event subscribers (limit 8)",
-            )
-        })?;
-        let mut response = response("application/jsonl", Bytes::new());
-        *response.body_mut() = Payload { text: None, rest: Some(listener) };
-        return Ok(response);
-    };
+    match command {
+        Some(command) => execute(control, command).await,
+        None => events(control),
+    }
+}
+
+/// Streams past and future events.
+fn events(control: &Control) -> Result<Response<Payload>, ProblemDetails> {
+    let listener = control.subscribe().ok_or_else(|| {
+        ProblemDetails::new(StatusCode::SERVICE_UNAVAILABLE, "too many event subscribers (limit 8)")
+    })?;
+    let mut response = response("application/jsonl", Bytes::new());
+    *response.body_mut() = Payload { text: None, rest: Some(listener) };
+    Ok(response)
+}
+
+/// Executes a command and waits for its result.
+async fn execute(control: &Control, command: Command) -> Result<Response<Payload>, ProblemDetails> {
     let refused = |text: String| ProblemDetails::new(StatusCode::CONFLICT, text);
     match tokio::time::timeout(COMMAND_TIMEOUT, control.submit(command)).await {
         Ok(Ok(answer)) => json(&CommandResult { state: Answer::map_err(answer, refused)? }),

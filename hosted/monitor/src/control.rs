@@ -1,8 +1,8 @@
 //! Shared state of a running VM: its lifecycle state, its events and the queue of pending commands.
 //!
 //! [`Control`] connects the loop that serves the VM with the thread that serves the control socket.
-//! Only [`executor::CommandExecutor`] acts on the VM; commands stay in a queue until it has executed
-//! or refused them.
+//! Only [`executor::CommandExecutor`] acts on the VM; commands stay in a queue until it has
+//! executed or refused them.
 
 pub mod executor;
 

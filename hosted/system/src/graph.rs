@@ -9,7 +9,7 @@ pub mod svg;
 
 use crate::attach::ServerDevice;
 use crate::description::{Log, Restart, ServerKind};
-use crate::validate::{ResolvedServer, ResolvedSystem, ResolvedVm};
+use crate::resolved::{ResolvedServer, ResolvedSystem, ResolvedVm};
 use hosted_command::value::Size;
 use proto::service::DiskRange;
 use proto::{disk, net};

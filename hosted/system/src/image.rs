@@ -4,7 +4,7 @@
 //! error, a full disk or a signal leaves the former image or none.
 
 use crate::initramfs;
-use crate::validate::{InitrdSource, KernelSource, ResolvedSystem, VmFiles};
+use crate::resolved::{InitrdSource, KernelSource, ResolvedSystem, VmFiles};
 use abi::bundle;
 use hosted_command::failure::{self, Failure};
 use hosted_command::fetch::{self, Fetched};

@@ -6,7 +6,9 @@
 #![forbid(unsafe_code)]
 
 pub mod attach;
+mod boot_files;
 mod channels;
+mod compile;
 mod cpu_time;
 pub mod description;
 pub mod graph;
@@ -14,5 +16,7 @@ pub mod guest;
 pub mod image;
 pub mod initramfs;
 mod machine_exit;
+pub mod resolved;
 pub mod rootfs;
+mod summary;
 pub mod validate;

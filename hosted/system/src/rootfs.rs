@@ -254,6 +254,18 @@ fn public_key(path: &Path) -> Result<String, Failure> {
     }
 }
 
+/// Copies kernel and initial RAM disk out of the tree.
+fn copy_boot_files(tree: &Path, version: &str, result: &Path) -> Result<(), Failure> {
+    for (name, prefix) in [(KERNEL, "vmlinuz-"), (INITRD, "initrd.img-")] {
+        let (from, to) = (tree.join("boot").join(format!("{prefix}{version}")), result.join(name));
+        fs::copy(&from, &to).map_err(|error| Failure::file("copy", &from, &error))?;
+        // The host's user, who is not root, starts the guest.
+        fs::set_permissions(&to, fs::Permissions::from_mode(0o644))
+            .map_err(|error| Failure::file("change", &to, &error))?;
+    }
+    Ok(())
+}
+
 /// Builds everything but the record in `result`.
 fn make(
     options: &Options,
@@ -296,13 +308,7 @@ fn make(
         Ok(((), format!("{} and their dependencies", PACKAGES.len() + include.len())))
     })?;
     let version = kernel_version(&tree)?;
-    for (name, prefix) in [(KERNEL, "vmlinuz-"), (INITRD, "initrd.img-")] {
-        let (from, to) = (tree.join("boot").join(format!("{prefix}{version}")), result.join(name));
-        fs::copy(&from, &to).map_err(|error| Failure::file("copy", &from, &error))?;
-        // The host's user, who is not root, starts the guest.
-        fs::set_permissions(&to, fs::Permissions::from_mode(0o644))
-            .map_err(|error| Failure::file("change", &to, &error))?;
-    }
+    copy_boot_files(&tree, &version, result)?;
     steps.run("disk", |step| {
         let disk = result.join(DISK);
         write_partition_table(&disk, size.0)?;

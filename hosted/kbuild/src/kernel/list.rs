@@ -1,7 +1,8 @@
 //! `parador kernel list` and `parador kernel prune`: the cached kernels.
 
+use super::layout::VMLINUX;
 use super::store::{CachedKernel, Record, Store};
-use super::{KERNEL_KIND, VMLINUX, recipe};
+use super::{KERNEL_KIND, recipe};
 use hosted_command::failure::{self, Failure};
 use hosted_command::output;
 use hosted_command::value::Size;

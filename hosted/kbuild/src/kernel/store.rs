@@ -5,7 +5,7 @@
 //! only folders without one are removed. All locks are flock(2) locks: they end with their process
 //! in any case.
 
-use super::{BZIMAGE, CONFIGURED, HEADERS_FOLDER, MODULES, SYMBOLS, VMLINUX};
+use super::layout::{BZIMAGE, CONFIGURED, HEADERS_FOLDER, MODULES, SYMBOLS, VMLINUX};
 use hosted_command::cache;
 use hosted_command::failure::{self, Failure};
 use hosted_command::interrupt::Interruptible;

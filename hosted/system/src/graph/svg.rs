@@ -61,111 +61,184 @@ struct Bar<'a> {
     text: i32,
 }
 
-/// Renders the graph as SVG.
-pub fn render(graph: &Graph, name: &str) -> String {
-    let mut order: Vec<(usize, &Node)> = graph
-        .nodes
-        .iter()
-        .enumerate()
-        .filter(|(_, node)| !matches!(node.kind, Kind::Guest | Kind::Program | Kind::Device))
-        .collect();
+/// Positions of all parts of a picture.
+struct Layout<'a> {
+    graph: &'a Graph,
+    columns: Vec<Column<'a>>,
+    bars: Vec<Bar<'a>>,
+    /// Right end of columns and bars.
+    right: i32,
+    /// Left end of devices.
+    devices: i32,
+    guest_height: i32,
+    /// Top of the programs.
+    programs: i32,
+    program_height: i32,
+    bottom: i32,
+}
+
+/// Returns the height of the box of a node.
+fn height(node: &Node) -> i32 {
+    LINE * (1 + node.details.len() as i32) + SPACE
+}
+
+/// Returns the space for this number of lines between two parts.
+fn gap(lines: usize) -> i32 {
+    LINE * lines as i32 + SPACE
+}
+
+fn bar_text(node: &Node) -> String {
+    node.details.join(", ")
+}
+
+/// Returns the width of the text of a bar, with space.
+fn text_width(node: &Node) -> i32 {
+    width(&node.title, true) + SPACE + width(&bar_text(node), false) + SPACE
+}
+
+/// Returns the objects that are bars, from top to bottom, with their indices.
+fn bar_order(graph: &Graph) -> Vec<(usize, &Node)> {
+    let nodes = graph.nodes.iter().enumerate();
+    let is_bar = |node: &Node| !matches!(node.kind, Kind::Guest | Kind::Program | Kind::Device);
+    let mut order: Vec<_> = nodes.filter(|(_, node)| is_bar(node)).collect();
     order.sort_by_key(|(_, node)| node.kind);
-    let channels = order.iter().filter(|(_, node)| node.kind == Kind::Channel).count();
-    // Lines between bars are left of the text.
-    let gutter = SLOT * (order.len() - channels) as i32 + SLOT / 2;
-    let depth = |index: usize| order.iter().position(|&(bar, _)| bar == index);
+    order
+}
 
-    // From left to right.
-    let mut columns: Vec<Column> = Vec::new();
-    let mut right = MARGIN;
-    for (index, program) in graph.nodes.iter().enumerate() {
-        if program.kind == Kind::Program {
-            let column = column(graph, index, program, right, depth);
-            right = column.right() + SPACE;
-            columns.push(column);
+impl<'a> Layout<'a> {
+    fn new(graph: &'a Graph) -> Self {
+        let order = bar_order(graph);
+        let channels = order.iter().filter(|(_, node)| node.kind == Kind::Channel).count();
+        // Lines between bars are left of the text.
+        let gutter = SLOT * (order.len() - channels) as i32 + SLOT / 2;
+        let depth = |index: usize| order.iter().position(|&(bar, _)| bar == index);
+
+        // From left to right.
+        let mut columns: Vec<Column> = Vec::new();
+        let mut right = MARGIN;
+        for (index, program) in graph.nodes.iter().enumerate() {
+            if program.kind == Kind::Program {
+                let column = column(graph, index, program, right, depth);
+                right = column.right() + SPACE;
+                columns.push(column);
+            }
         }
-    }
-    let bar_text = |node: &Node| node.details.join(", ");
-    let text_width =
-        |node: &Node| width(&node.title, true) + SPACE + width(&bar_text(node), false) + SPACE;
-    for (_, node) in &order {
-        right = right.max(MARGIN + gutter + text_width(node));
-    }
-    let beyond = graph.edges.iter().filter(|edge| graph.nodes[edge.to].kind == Kind::Device);
-    let devices = right + beyond.map(|edge| widest(&edge.label)).max().unwrap_or(0) + 2 * SPACE;
+        for (_, node) in &order {
+            right = right.max(MARGIN + gutter + text_width(node));
+        }
+        let beyond = graph.edges.iter().filter(|edge| graph.nodes[edge.to].kind == Kind::Device);
+        let devices = right + beyond.map(|edge| widest(&edge.label)).max().unwrap_or(0) + 2 * SPACE;
 
-    // From top to bottom.
-    let height = |node: &Node| LINE * (1 + node.details.len() as i32) + SPACE;
-    let guests = columns.iter().filter_map(|column| column.guest);
-    let guest_height = guests.map(|(node, _)| height(node)).max().unwrap_or(0);
-    let gap = |lines: usize| LINE * lines as i32 + SPACE;
-    let programs = match guest_height {
-        0 => MARGIN + SPACE,
-        _ => MARGIN + SPACE + guest_height + gap(2),
-    };
-    let program_height = columns.iter().map(|column| height(column.program)).max().unwrap_or(0);
-    let mut bottom = programs + program_height;
-    let mut bars: Vec<Bar> = Vec::new();
-    for (place, &(index, node)) in order.iter().enumerate() {
-        let ends = graph.edges.iter().filter(|edge| edge.to == index && !edge.routine);
-        bottom += gap(ends.map(|edge| edge.label.len()).max().unwrap_or(0));
-        let top = bottom;
-        bars.push(if node.kind == Kind::Channel {
-            let slots = columns.iter().flat_map(|column| &column.slots);
+        // From top to bottom.
+        let guests = columns.iter().filter_map(|column| column.guest);
+        let guest_height = guests.map(|(node, _)| height(node)).max().unwrap_or(0);
+        let programs = match guest_height {
+            0 => MARGIN + SPACE,
+            _ => MARGIN + SPACE + guest_height + gap(2),
+        };
+        let program_height = columns.iter().map(|column| height(column.program)).max().unwrap_or(0);
+        let bottom = programs + program_height;
+        let bars = Vec::new();
+        let mut layout = Self {
+            graph,
+            columns,
+            bars,
+            right,
+            devices,
+            guest_height,
+            programs,
+            program_height,
+            bottom,
+        };
+        for (place, &(index, node)) in order.iter().enumerate() {
+            let slot = MARGIN + SLOT * (place as i32 - channels as i32) + SLOT / 2;
+            layout.add_bar(index, node, slot, MARGIN + gutter);
+        }
+        layout
+    }
+
+    /// Adds a bar at the bottom; `slot` and `text` are the positions in one across all columns.
+    fn add_bar(&mut self, index: usize, node: &'a Node, slot: i32, text: i32) {
+        let ends = self.graph.edges.iter().filter(|edge| edge.to == index && !edge.routine);
+        self.bottom += gap(ends.map(|edge| edge.label.len()).max().unwrap_or(0));
+        let top = self.bottom;
+        self.bars.push(if node.kind == Kind::Channel {
+            let slots = self.columns.iter().flat_map(|column| &column.slots);
             let ends = slots.filter(|(_, edge)| edge.to == index).map(|(x, _)| *x);
             let left = ends.clone().min().unwrap_or(MARGIN) - SLOT / 2;
             let end = ends.max().unwrap_or(MARGIN) + SLOT / 2;
             let right = end.max(left + SLOT + text_width(node));
             Bar { node, index, top, left, right, slot: left, text: left + SLOT }
         } else {
-            let slot = MARGIN + SLOT * (place - channels) as i32 + SLOT / 2;
-            Bar { node, index, top, left: MARGIN, right, slot, text: MARGIN + gutter }
+            Bar { node, index, top, left: MARGIN, right: self.right, slot, text }
         });
-        bottom += BAR;
+        self.bottom += BAR;
     }
 
-    let mut picture = Picture { text: String::new(), right: right.max(devices), bottom };
+    fn top_of(&self, index: usize) -> Option<i32> {
+        self.bars.iter().find(|bar| bar.index == index).map(|bar| bar.top)
+    }
+
+    fn draw_columns(&self, picture: &mut Picture) {
+        for column in &self.columns {
+            let Column { program, guest, slots, left, width } = column;
+            for (x, edge) in slots {
+                if let Some(end) = self.top_of(edge.to) {
+                    picture.arrow_down(*x, self.programs + self.program_height, end, edge);
+                }
+            }
+            if let Some((guest, edge)) = guest {
+                let end = MARGIN + SPACE + self.guest_height;
+                picture.boxed(guest, (*left, MARGIN + SPACE), (*width, self.guest_height));
+                picture.arrow_up(left + SLOT, self.programs, end, edge);
+            }
+            picture.boxed(program, (*left, self.programs), (*width, self.program_height));
+        }
+    }
+
+    /// Draws the lines from bars to bars.
+    fn draw_lines(&self, picture: &mut Picture) {
+        for bar in &self.bars {
+            for edge in self.graph.held_by(bar.index) {
+                if let Some(end) = self.top_of(edge.to) {
+                    picture.arrow_down(bar.slot, bar.top + BAR, end, edge);
+                }
+            }
+        }
+    }
+
+    /// Draws the bars with their devices.
+    fn draw_bars(&self, picture: &mut Picture) {
+        for bar in &self.bars {
+            picture.rectangle(bar.node, (bar.left, bar.top), (bar.right - bar.left, BAR));
+            picture.label(bar.text, bar.top + 25, &bar.node.title, "b");
+            let after = bar.text + width(&bar.node.title, true) + SPACE;
+            picture.label(after, bar.top + 25, &bar_text(bar.node), "n");
+            for edge in self.graph.held_by(bar.index) {
+                let device = &self.graph.nodes[edge.to];
+                if device.kind == Kind::Device {
+                    let widest = widest(&device.details).max(width(&device.title, true));
+                    let height = LINE * device.details.len() as i32 + BAR;
+                    picture.boxed(device, (self.devices, bar.top), (widest + SPACE, height));
+                    picture.arrow_right(self.right, self.devices, bar.top, edge);
+                    picture.right = picture.right.max(self.devices + widest + SPACE);
+                    picture.bottom = picture.bottom.max(bar.top + height);
+                }
+            }
+        }
+    }
+}
+
+/// Renders the graph as SVG.
+pub fn render(graph: &Graph, name: &str) -> String {
+    let layout = Layout::new(graph);
+    let right = layout.right.max(layout.devices);
+    let mut picture = Picture { text: String::new(), right, bottom: layout.bottom };
     picture.label(MARGIN, MARGIN + 4, &format!("Capabilities of {name}"), "b");
-    let top_of = |index: usize| bars.iter().find(|bar| bar.index == index).map(|bar| bar.top);
-    for column in &columns {
-        let Column { program, guest, slots, left, width } = column;
-        for (x, edge) in slots {
-            if let Some(end) = top_of(edge.to) {
-                picture.arrow_down(*x, programs + program_height, end, edge);
-            }
-        }
-        if let Some((guest, edge)) = guest {
-            let end = MARGIN + SPACE + guest_height;
-            picture.boxed(guest, (*left, MARGIN + SPACE), (*width, guest_height));
-            picture.arrow_up(left + SLOT, programs, end, edge);
-        }
-        picture.boxed(program, (*left, programs), (*width, program_height));
-    }
+    layout.draw_columns(&mut picture);
     // Lines are drawn before the bars, behind them.
-    for bar in &bars {
-        for edge in graph.held_by(bar.index) {
-            if let Some(end) = top_of(edge.to) {
-                picture.arrow_down(bar.slot, bar.top + BAR, end, edge);
-            }
-        }
-    }
-    for bar in &bars {
-        picture.rectangle(bar.node, (bar.left, bar.top), (bar.right - bar.left, BAR));
-        picture.label(bar.text, bar.top + 25, &bar.node.title, "b");
-        let after = bar.text + width(&bar.node.title, true) + SPACE;
-        picture.label(after, bar.top + 25, &bar_text(bar.node), "n");
-        for edge in graph.held_by(bar.index) {
-            let device = &graph.nodes[edge.to];
-            if device.kind == Kind::Device {
-                let widest = widest(&device.details).max(width(&device.title, true));
-                let height = LINE * device.details.len() as i32 + BAR;
-                picture.boxed(device, (devices, bar.top), (widest + SPACE, height));
-                picture.arrow_right(right, devices, bar.top, edge);
-                picture.right = picture.right.max(devices + widest + SPACE);
-                picture.bottom = picture.bottom.max(bar.top + height);
-            }
-        }
-    }
+    layout.draw_lines(&mut picture);
+    layout.draw_bars(&mut picture);
     picture.finish()
 }
 
