@@ -1,0 +1,61 @@
+//! `parador`, the host program: builds, validates and starts systems that run on Parador's kernel,
+//! and runs VMs on Linux.
+//!
+//! Exit codes, messages and option names are an interface; `failure` has the table of codes.
+//! Messages go to standard error, results to standard output.
+#![forbid(unsafe_code)]
+
+mod commands;
+mod foreign;
+
+use clap::Parser;
+use clap::error::ErrorKind;
+use hosted_command::failure::{self, Failure};
+use hosted_command::messages;
+use hosted_kbuild::afterburn;
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    let becomes = hosted_monitor::become_part().or_else(afterburn::become_assembler);
+    if let Some(code) = becomes {
+        return code;
+    }
+    messages::set(messages::wanted(std::env::args_os()));
+    if let Err(failure) = foreign::check(std::env::args_os()) {
+        failure.print();
+        return ExitCode::from(failure.code());
+    }
+    let arguments = match commands::Cli::try_parse() {
+        Ok(arguments) => arguments,
+        Err(error) => {
+            // Value parsers with an error of their own return a [`Failure`].
+            let value = std::error::Error::source(&error);
+            if let Some(failure) = value.and_then(|value| value.downcast_ref::<Failure>()) {
+                failure.print();
+                return ExitCode::from(failure.code());
+            }
+            if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) {
+                // There is no fallback if the message cannot be printed.
+                let _ = error.print();
+                return ExitCode::SUCCESS;
+            }
+            if messages::is_json() {
+                let text = error.to_string();
+                let text = text.strip_prefix("error: ").unwrap_or(&text);
+                let text: Vec<_> =
+                    text.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
+                Failure::new(failure::USAGE, text.join("; ")).print();
+            } else {
+                let _ = error.print();
+            }
+            return ExitCode::from(failure::USAGE);
+        }
+    };
+    match commands::run(arguments) {
+        Ok(code) => ExitCode::from(code),
+        Err(failure) => {
+            failure.print();
+            ExitCode::from(failure.code())
+        }
+    }
+}

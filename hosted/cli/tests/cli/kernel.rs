@@ -1,0 +1,346 @@
+//! `parador kernel` with a substitute for make: cache contents, cleanup and messages. System tests
+//! check that the kernel works.
+
+use crate::support::{Folder, code, errors, send, wait_for, wait_for_end};
+use rustix::process::Signal;
+use serde_json::Value;
+use std::fs::{self, Permissions};
+use std::io::{BufRead, BufReader};
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+
+/// Makes what Linux' own Makefile would.
+const MAKE: &str = "\
+echo \"$@\" >>\"$(dirname \"$0\")/../called\"
+while [ \"$1\" != -C ]; do shift; done
+cd \"$2\"
+for target; do
+    case $target in
+    INSTALL_MOD_PATH=*) modules=${target#*=} ;;
+    vmlinux)
+        mkdir -p arch/x86/boot arch/x86/include include scripts tools/objtool
+        touch arch/x86/Makefile arch/x86/Makefile_32.cpu tools/objtool/objtool Module.symvers
+        echo \"  CC      mm/slub.o\"
+        echo symbols >System.map
+        echo boots >arch/x86/boot/bzImage
+        echo kernel >vmlinux
+        ;;
+    allnoconfig) : >.config ;;
+    modules_install)
+        echo \"  INSTALL $modules/a.ko\"
+        mkdir -p \"$modules/lib/modules/6.1\"
+        ln -s /nowhere \"$modules/lib/modules/6.1/build\"
+        ;;
+    M=*) echo module >\"${target#*=}/a.ko\" ;;
+    esac
+done";
+
+/// Stand-ins, and a source of Linux that consists of what the edits change.
+fn folder(make: &str) -> Folder {
+    let folder = Folder::new("");
+    for name in ["bc", "bison", "flex", "depmod"] {
+        folder.script(&format!("programs/{name}"), "exit 1");
+    }
+    for name in ["gcc", "ld"] {
+        folder.script(&format!("programs/{name}"), "echo version 1");
+    }
+    folder.script("programs/make", make);
+
+    let edits = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../guests/linux/kernel/edits");
+    for edit in fs::read_dir(edits).unwrap() {
+        let mut path = folder.path("linux");
+        for line in fs::read_to_string(edit.unwrap().path()).unwrap().lines() {
+            if let Some(name) = line.strip_prefix("+++ b/") {
+                path = folder.path("linux").join(name);
+                fs::create_dir_all(path.parent().unwrap()).unwrap();
+            } else if !line.starts_with("---") && (line.starts_with('-') || line.starts_with('@')) {
+                // Pieces do not touch.
+                let before = fs::read_to_string(&path).unwrap_or_default();
+                let line = line.strip_prefix('-').unwrap_or("//");
+                fs::write(&path, format!("{before}{line}\n")).unwrap();
+            }
+        }
+    }
+    for (name, text) in [
+        ("Kbuild", ""),
+        ("Makefile", "VERSION = 6\nPATCHLEVEL = 1\nSUBLEVEL = 192\n"),
+        ("arch/x86/Kconfig", ""),
+    ] {
+        folder.write(&format!("linux/{name}"), text.as_bytes());
+    }
+    folder
+}
+
+fn kernel(folder: &Folder, arguments: &[&str]) -> Command {
+    let mut command = folder.parador(&["kernel"]);
+    let path = format!("{}:/bin:/usr/bin", folder.path("programs").display());
+    command.args(arguments).args(["--source", "linux"]).env("PATH", path);
+    command
+}
+
+fn build(folder: &Folder, arguments: &[&str]) -> Output {
+    kernel(folder, &[&["build"], arguments].concat()).output().unwrap()
+}
+
+const CACHE: &str = "cache/parador/kernels";
+
+#[test]
+fn a_kernel_is_built_once() {
+    let folder = folder(MAKE);
+    let output = build(&folder, &["-o", "result"]);
+    assert_eq!(code(&output), 0, "{}", errors(&output));
+    let digest = "a0c936696eb7d5ee3192bf53b9d281cecbb40ca9db520de72cb95817ad92ac72";
+    let text = String::from_utf8_lossy(&output.stdout);
+    let (shown, path) = text.trim_end().split_once("  ").unwrap();
+    assert_eq!((shown, path), (digest, "result/vmlinux"));
+    let names = ["System.map", "bzImage", "config", "cost.json", "headers", "kernel.json"];
+    assert_eq!(folder.list("result"), [&names[..], &["modules", "vmlinux"]].concat());
+    assert_eq!(folder.list("result/modules/lib/modules/6.1"), [""; 0]);
+    assert!(errors(&output).contains("Linux 6.1.192, pre-virtualized, 1 files compiled"));
+    assert_eq!(folder.list(CACHE).len(), 1);
+
+    let calls = folder.read("called");
+    let output = build(&folder, &[]);
+    assert_eq!(code(&output), 0, "{}", errors(&output));
+    assert!(errors(&output).contains("cached, built 20"), "{}", errors(&output));
+    assert_eq!(folder.read("called"), calls);
+
+    // Another one, not instead of the first.
+    assert_eq!(code(&build(&folder, &["--plain"])), 0);
+    assert_eq!(folder.list(CACHE).len(), 2);
+
+    folder.write("result/vmlinux", b"older");
+    assert_eq!(code(&build(&folder, &["-o", "result"])), 0);
+    assert_eq!(folder.read("result/vmlinux"), b"kernel\n");
+    let output = build(&folder, &["-o", "programs"]);
+    assert_eq!(code(&output), 64, "{}", errors(&output));
+}
+
+#[test]
+fn modules_are_built_for_it() {
+    let folder = folder(MAKE);
+    fs::create_dir(folder.path("driver")).unwrap();
+    // What is wrong with the folder is said before a kernel is built.
+    let refused = |name: &str, expected: i32, text: &str| {
+        let output = kernel(&folder, &["module", name]).output().unwrap();
+        assert_eq!(code(&output), expected, "{}", errors(&output));
+        assert!(errors(&output).contains(text), "{}", errors(&output));
+        assert!(!folder.path("called").exists());
+    };
+    refused("nowhere", 66, "cannot find the module source folder nowhere");
+    refused("system.toml", 65, "system.toml is not a folder");
+    refused("driver", 65, "driver has neither Kbuild nor Makefile");
+    folder.write("driver/Makefile", b"all:\n");
+    refused("driver", 65, "defines no module");
+    folder.write("driver/Kbuild", b"obj-m := a.o\n");
+    let output = kernel(&folder, &["module", "driver"]).output().unwrap();
+    assert_eq!(code(&output), 0, "{}", errors(&output));
+    assert_eq!(folder.read("driver/a.ko"), b"module\n");
+    let output = kernel(&folder, &["module", "driver", "--kernel", "programs"]).output().unwrap();
+    assert_eq!(code(&output), 66, "{}", errors(&output));
+}
+
+#[test]
+fn symbols_are_those_of_a_kernel() {
+    let folder = folder(MAKE);
+    folder.write("file", b"no kernel");
+    for (kernel, expected) in [("file", 65), ("nowhere", 66)] {
+        let symbols = folder.parador(&["kernel", "symbols", kernel, "symbols"]).output().unwrap();
+        assert_eq!(code(&symbols), expected, "{}", errors(&symbols));
+        assert!(errors(&symbols).contains(kernel) && !folder.path("symbols").exists());
+    }
+}
+
+#[test]
+fn what_is_wrong_is_named() {
+    let folder = folder(MAKE);
+    folder.write("linux/arch/x86/kernel/vmlinux.lds.S", b"something else\n");
+    let output = build(&folder, &[]);
+    assert_eq!(code(&output), 65);
+    let text = errors(&output);
+    assert!(text.contains("8-sections.diff") && text.contains("vmlinux.lds.S"), "{text}");
+    fs::remove_file(folder.path("linux/Kbuild")).unwrap();
+    assert_eq!(code(&build(&folder, &[])), 65);
+    folder.write("archive", b"not compressed");
+    for (source, expected) in [("archive", 65), ("nowhere", 66)] {
+        fs::rename(folder.path("linux"), folder.path("was")).unwrap_or_default();
+        fs::rename(folder.path(source), folder.path("linux")).unwrap_or_default();
+        let output = build(&folder, &[]);
+        assert_eq!(code(&output), expected, "{}", errors(&output));
+        fs::remove_file(folder.path("linux")).unwrap_or_default();
+    }
+    assert_eq!(folder.list(CACHE), [""; 0]);
+}
+
+#[test]
+fn a_compiler_that_fails_leaves_nothing() {
+    let folder = folder("echo x.c:1: it is wrong >&2; exit 2");
+    let output = build(&folder, &[]);
+    assert_eq!(code(&output), 70);
+    assert!(errors(&output).contains("x.c:1: it is wrong"), "{}", errors(&output));
+    assert_eq!(folder.list(CACHE), [""; 0]);
+}
+
+#[test]
+fn an_interrupted_build_leaves_nothing() {
+    let folder = folder("echo $$ >\"$(dirname \"$0\")/../started\"; exec sleep 60");
+    let mut child = kernel(&folder, &["build"]).stderr(Stdio::null()).spawn().unwrap();
+    let make = wait_for(&folder.path("started"));
+    send(&child, Signal::INT);
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+    wait_for_end(&make);
+    assert_eq!(folder.list(CACHE), [""; 0]);
+}
+
+/// Waits in `make` until the file `go` is there, 30 s at most.
+fn slow_make() -> String {
+    let wait = "echo $$ >>\"$(dirname \"$0\")/../started\"
+for _ in $(seq 600); do [ -e \"$(dirname \"$0\")/../go\" ] && break; sleep 0.05; done";
+    format!("{wait}\n{MAKE}")
+}
+
+#[test]
+fn two_builds_of_one_kernel_share_it() {
+    let folder = folder(&slow_make());
+    let start = || {
+        let mut command = kernel(&folder, &["build"]);
+        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    let first = start();
+    wait_for(&folder.path("started"));
+    let mut second = start();
+    // It reports at once that it waits, and for which process.
+    let mut said = String::new();
+    let mut lines = BufReader::new(second.stderr.take().unwrap());
+    while !said.contains("waiting for another build") {
+        said.clear();
+        assert_ne!(lines.read_line(&mut said).unwrap(), 0);
+    }
+    assert!(said.contains(&format!("process {}", first.id())), "{said}");
+    folder.write("go", b"");
+    let [first, second] = [first, second].map(|child| child.wait_with_output().unwrap());
+    assert_eq!((code(&first), code(&second)), (0, 0), "{}", errors(&first));
+    assert_eq!(first.stdout, second.stdout);
+    let calls = String::from_utf8(folder.read("called")).unwrap();
+    assert_eq!(calls.matches("vmlinux bzImage modules").count(), 1, "{calls}");
+    assert_eq!(folder.list(CACHE).len(), 1);
+}
+
+#[test]
+fn the_second_build_continues_if_the_first_is_killed() {
+    let folder = folder(&slow_make());
+    let mut first = kernel(&folder, &["build"]).stderr(Stdio::null()).spawn().unwrap();
+    wait_for(&folder.path("started"));
+    let second = kernel(&folder, &["build"]).stdout(Stdio::piped()).spawn().unwrap();
+    first.kill().unwrap();
+    first.wait().unwrap();
+    folder.write("go", b"");
+    assert_eq!(code(&second.wait_with_output().unwrap()), 0);
+    let left = folder.list(CACHE);
+    let whole = left.iter().filter(|name| name.starts_with("linux-previrt-")).count();
+    assert_eq!(whole, 1, "{left:?}");
+    assert!(!left.iter().any(|name| name.starts_with(".lock-")), "{left:?}");
+}
+
+#[test]
+fn kernels_are_listed_and_removed() {
+    let folder = folder(MAKE);
+    let parador = |arguments: &[&str]| {
+        let output = folder.parador(arguments).output().unwrap();
+        assert_eq!(code(&output), 0, "{}", errors(&output));
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let list = || parador(&["kernel", "list"]);
+    let json =
+        || -> Value { serde_json::from_str(&parador(&["kernel", "list", "--json"])).unwrap() };
+    assert!(list().contains("parador kernel build"));
+    assert_eq!(json(), serde_json::json!({ "folder": null, "kernels": [] }));
+    assert_eq!(parador(&["kernel", "prune"]), "");
+    assert!(!folder.path("cache").exists(), "looking makes nothing");
+
+    // One of another recipe, as a former version left it.
+    build(&folder, &[]);
+    let name = folder.list(CACHE).remove(0);
+    build(&folder, &["--plain"]);
+    let kernels = json()["kernels"].as_array().unwrap().clone();
+    assert_eq!(kernels.len(), 2);
+    let previrt = kernels.iter().find(|kernel| kernel["kind"] == "previrt").unwrap();
+    assert_eq!((&previrt["name"], &previrt["linux"]), (&name.clone().into(), &"6.1.192".into()));
+    let defaults = kernels.iter().filter(|kernel| kernel["is_default"] == true);
+    assert_eq!(defaults.collect::<Vec<_>>(), [previrt]);
+    let text = list();
+    let marked: Vec<_> = text.lines().filter(|line| line.starts_with('*')).collect();
+    assert!(marked.len() == 1 && marked[0].contains(&name), "{text}");
+
+    // A virtual machine gets that one, whichever was used last.
+    let run = folder.parador(&["run", "--backend", "process"]).output().unwrap();
+    assert_eq!(code(&run), 65, "{}", errors(&run));
+    assert!(errors(&run).contains(&format!("{name}/vmlinux")), "{}", errors(&run));
+
+    assert!(parador(&["kernel", "prune", "--keep", "1"]).starts_with("removed linux-plain-"));
+    assert_eq!(parador(&["kernel", "prune", "--all"]), format!("removed {name}\n"));
+    assert_eq!(folder.list(CACHE), [""; 0]);
+    let run = folder.parador(&["run"]).output().unwrap();
+    assert_eq!(code(&run), 66, "{}", errors(&run));
+    assert!(errors(&run).contains("`parador kernel build` builds one"), "{}", errors(&run));
+}
+
+#[test]
+fn a_cache_that_cannot_be_used_is_named() {
+    let folder = folder(MAKE);
+    folder.write("file", b"");
+    let build = |cache: &Path| kernel(&folder, &["build"]).env("XDG_CACHE_HOME", cache).output();
+    let output = build(&folder.path("file")).unwrap();
+    assert_eq!(code(&output), 71, "{}", errors(&output));
+    assert!(errors(&output).contains("set XDG_CACHE_HOME"), "{}", errors(&output));
+
+    // Others may write to it.
+    fs::create_dir_all(folder.path("open/parador")).unwrap();
+    fs::set_permissions(folder.path("open"), Permissions::from_mode(0o777)).unwrap();
+    let output = build(&folder.path("open")).unwrap();
+    assert_eq!(code(&output), 77, "{}", errors(&output));
+    assert!(errors(&output).contains("is writable by other users"), "{}", errors(&output));
+
+    // There is no place for one: this copy is in no source tree.
+    folder.copy_parador(&folder.path("parador"));
+    let mut command = Command::new(folder.path("parador"));
+    command.args(["kernel", "list"]).env_remove("XDG_CACHE_HOME").env_remove("HOME");
+    let output = command.output().unwrap();
+    assert_eq!(code(&output), 66, "{}", errors(&output));
+    assert!(errors(&output).contains("neither XDG_CACHE_HOME nor HOME"), "{}", errors(&output));
+    // In a source tree it is there.
+    let tree = folder.path("tree");
+    for name in ["", "xtask", "kernel/image", "hosted/cli", "bin"] {
+        fs::create_dir_all(tree.join(name)).unwrap();
+        fs::write(tree.join(name).join("Cargo.toml"), "").unwrap();
+    }
+    fs::rename(folder.path("parador"), tree.join("bin/parador")).unwrap();
+    let kernels = tree.join("target/cache/parador/kernels");
+    fs::create_dir_all(&kernels).unwrap();
+    let mut command = Command::new(tree.join("bin/parador"));
+    command.args(["kernel", "list"]).env_remove("XDG_CACHE_HOME").env_remove("HOME");
+    let output = command.env_remove("CARGO_TARGET_DIR").output().unwrap();
+    assert_eq!(code(&output), 0, "{}", errors(&output));
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(text.contains(kernels.to_str().unwrap()), "{text}");
+}
+
+#[test]
+fn an_archive_cannot_write_elsewhere() {
+    let folder = folder(MAKE);
+    fs::create_dir(folder.path("outside")).unwrap();
+    // A link, and a file below it.
+    let script = "\
+ln -s \"$PWD/outside\" linux/lib && tar -cf source.tar linux && rm linux/lib
+mkdir linux/lib && echo evil >linux/lib/evil && tar -rf source.tar linux/lib/evil
+xz source.tar && rm -r linux && mv source.tar.xz linux";
+    let mut command = Command::new("sh");
+    command.args(["-ec", script]).current_dir(folder.path(""));
+    assert!(command.status().unwrap().success());
+    let output = build(&folder, &[]);
+    assert_eq!(code(&output), 65, "{}", errors(&output));
+    assert!(errors(&output).contains("lib is a link to"), "{}", errors(&output));
+    assert_eq!(folder.list("outside"), [""; 0]);
+    assert_eq!(folder.list(CACHE), [""; 0]);
+}

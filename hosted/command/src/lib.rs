@@ -1,0 +1,18 @@
+//! Parts of every command of `parador`: exit codes and messages, progress, values of options,
+//! signals, child programs, Parador's own binaries, the user's cache and downloads.
+#![forbid(unsafe_code)]
+
+pub mod cache;
+pub mod failure;
+pub mod fetch;
+pub mod interrupt;
+pub mod keyvalue;
+pub mod messages;
+pub mod output;
+pub mod problem;
+pub mod programs;
+pub mod steps;
+pub mod supervise;
+pub mod toml_text;
+pub mod trust;
+pub mod value;

@@ -1,0 +1,150 @@
+//! Child programs that end with `parador`, however it ends.
+//!
+//! The parent-death signal (`PR_SET_PDEATHSIG`) survives `exec`, but must be requested between
+//! `fork` and `exec`, where safe Rust cannot run code. So `parador` starts itself again, requests
+//! the signal and executes the other program.
+
+use crate::failure::{self, Failure};
+use proto::errno::Cause;
+use rustix::process::{Pid, Signal, getppid, set_parent_process_death_signal};
+use std::env;
+use std::ffi::{OsStr, OsString};
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+
+/// First argument of such a start.
+const MARK: &str = "--become";
+
+/// In place of a program's path: the copy of the wedge in `parador`. Resolved paths contain a
+/// slash.
+const COPY: &str = "copy";
+
+/// Exit code if a program was found but could not be started. It is even, unlike QEMU's exit codes
+/// from inside a VM.
+const CANNOT_START: u8 = failure::INTERNAL;
+
+/// Signal to the child program when `parador` ends.
+#[derive(Clone, Copy, Debug)]
+pub enum AtEnd {
+    /// SIGTERM, for programs that clean up.
+    Terminate,
+    /// SIGKILL.
+    Kill,
+}
+
+/// Creates a command for `program`, which is looked up in `PATH`. Arguments can be added.
+pub fn command(program: &OsStr, at_end: AtEnd) -> Result<Command, Failure> {
+    let found = find(Path::new(program)).ok_or_else(|| {
+        let name = Path::new(program).display();
+        Failure::new(failure::UNAVAILABLE, format!("program not found: {name}"))
+    })?;
+    let mut command = again(at_end);
+    command.arg(found);
+    Ok(command)
+}
+
+/// Creates a command for the copy of the wedge in `parador`.
+pub fn copied(at_end: AtEnd) -> Command {
+    let mut command = again(at_end);
+    command.arg(COPY);
+    command
+}
+
+/// Creates a command for `parador`, to execute another program.
+fn again(at_end: AtEnd) -> Command {
+    let mut command = Command::new("/proc/self/exe");
+    let signal = match at_end {
+        AtEnd::Terminate => "terminate",
+        AtEnd::Kill => "kill",
+    };
+    command.arg(MARK).arg(signal).arg(std::process::id().to_string());
+    command
+}
+
+/// Returns the path of a program; names without a slash are looked up in `PATH`.
+pub fn find(name: &Path) -> Option<PathBuf> {
+    if name.components().count() > 1 {
+        return Some(name.to_owned()).filter(|path| path.is_file());
+    }
+    search_path().map(|folder| folder.join(name)).find(|path| path.is_file())
+}
+
+/// Returns the absolute folders of `PATH`. Relative and empty ones are ignored: other users may
+/// have put programs into the current folder.
+pub fn search_path() -> impl Iterator<Item = PathBuf> {
+    let path = env::var_os("PATH").unwrap_or_default();
+    absolute_folders(&path).into_iter()
+}
+
+fn absolute_folders(path: &OsStr) -> Vec<PathBuf> {
+    env::split_paths(path).filter(|folder| folder.is_absolute()).collect()
+}
+
+/// Executes another program if this process was started by [`command`]. Returns the exit code if
+/// that fails; `None` in an ordinary `parador`.
+///
+/// `name` and `copy` are the name and the file of the wedge in `parador`.
+pub fn become_other_program(name: &str, copy: fn() -> io::Result<File>) -> Option<ExitCode> {
+    let mut arguments = env::args_os().skip(1);
+    if arguments.next()? != MARK {
+        return None;
+    }
+    let reason = match exec(arguments, name, copy) {
+        Some(reason) => reason,
+        None => format!("{MARK} is for internal use"),
+    };
+    eprintln!("parador: error: {reason}");
+    Some(ExitCode::from(CANNOT_START))
+}
+
+/// Returns the reason of the failure; `None` if the arguments are not those of [`command`].
+fn exec(
+    mut arguments: impl Iterator<Item = OsString>,
+    name: &str,
+    copy: fn() -> io::Result<File>,
+) -> Option<String> {
+    let signal = match arguments.next()?.to_str()? {
+        "terminate" => Signal::TERM,
+        "kill" => Signal::KILL,
+        _ => return None,
+    };
+    let parent = arguments.next()?.to_str()?.parse().ok().and_then(Pid::from_raw)?;
+    let program = arguments.next()?;
+    if let Err(error) = set_parent_process_death_signal(Some(signal)) {
+        let cause = Cause::new(Some(error.raw_os_error()), &error);
+        let text = "cannot request the parent-death signal (prctl PR_SET_PDEATHSIG)";
+        return Some(format!("{text}: {cause}"));
+    }
+    // The parent may have exited before the request.
+    if getppid() != Some(parent) {
+        return Some("parador has exited".to_owned());
+    }
+    let (program, error) = if program == COPY {
+        let become_copy = |file: File| {
+            // The descriptor is closed once the program has been loaded.
+            let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+            Command::new(path).arg0(name).args(arguments).exec()
+        };
+        (name.into(), copy().map_or_else(|error| error, become_copy))
+    } else {
+        let error = Command::new(&program).args(arguments).exec();
+        (program, error)
+    };
+    Some(format!("cannot start {}: {}", program.display(), failure::describe(&error)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_current_folder_has_no_programs() {
+        let folders = |path: &str| absolute_folders(OsStr::new(path));
+        assert_eq!(folders(":.:bin:/usr/bin::/bin:"), ["/usr/bin", "/bin"].map(PathBuf::from));
+        assert_eq!(folders(""), [""; 0].map(PathBuf::from));
+    }
+}

@@ -1,0 +1,717 @@
+//! `parador kernel`: builds a Linux kernel that runs in either half of the address space and has a
+//! table of its sensitive instructions.
+//!
+//! Parador's part (`guests/linux/kernel`) is compiled into `parador`: configuration, patches, and
+//! headers that precede Linux' own. The compiler uses `parador` as its assembler
+//! (`wedge/afterburn`). Equal inputs give equal kernels: no date, name or path of the host enters
+//! the result. A kernel is built once for its inputs and kept in the user's cache (`store`).
+
+mod built;
+mod edits;
+mod layout;
+mod list;
+mod source;
+mod store;
+mod tools;
+
+use crate::refusal::refused;
+pub use built::Kernel;
+use clap::{Args, Subcommand};
+use hosted_command::failure::{self, Failure};
+use hosted_command::interrupt::Interruptible;
+use hosted_command::output;
+use hosted_command::steps::{Step, Steps};
+use hosted_command::supervise;
+use hosted_loader::{Image, symbols};
+use layout::{BZIMAGE, CONFIGURED, COST, HEADERS_FOLDER, MODULES, SYMBOLS, VMLINUX};
+use nix::sys::resource::{UsageWho, getrusage};
+use serde::{Deserialize, Serialize};
+use source::Source;
+use std::env;
+use std::ffi::OsString;
+use std::fs::{self, File};
+use std::io::{self, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::thread;
+use std::time::Duration;
+use store::{BuiltKernel, Inputs, Lock, Store};
+pub use store::{UseLock, hold};
+use tempfile::NamedTempFile;
+use tools::{compiled, follow, tool};
+
+/// Version of the build procedure. Configuration, patches, headers and the afterburner's sources
+/// are hashed separately.
+const VERSION: u32 = 4;
+/// Digest of the afterburner's sources.
+const AFTERBURNER: &str = env!("PARADOR_AFTERBURNER");
+
+macro_rules! ours {
+    ($($name:literal),* $(,)?) => {
+        [$(($name, include_str!(concat!("../../../guests/linux/kernel/", $name)))),*]
+    };
+}
+
+const CONFIG: &str = include_str!("../../../guests/linux/kernel/config");
+/// In the order of application.
+const EDITS: [(&str, &str); 14] = ours![
+    "edits/1-checks.diff",
+    "edits/2-kernel-addresses.diff",
+    "edits/3-user-access.diff",
+    "edits/4-user-mappings.diff",
+    "edits/5-start.diff",
+    "edits/6-address-spaces.diff",
+    "edits/7-modules.diff",
+    "edits/8-sections.diff",
+    "edits/9-accessed-bits.diff",
+    "edits/10-forks.diff",
+    "edits/11-32-bit-programs.diff",
+    "edits/12-more-at-once.diff",
+    "edits/13-compiled-filters.diff",
+    "edits/14-refused-requests.diff",
+];
+const HEADERS: [(&str, &str); 9] = ours![
+    "include/asm/page_64.h",
+    "include/asm/page_64_types.h",
+    "include/asm/parador.h",
+    "include/asm/parador_module.h",
+    "include/asm/pgtable.h",
+    "include/asm/pgtable_64.h",
+    "include/asm/pgtable_64_types.h",
+    "include/asm-generic/access_ok.h",
+    "include/asm-generic/fixmap.h",
+];
+/// Parador's folder in Linux' tree.
+const OURS: &str = "parador";
+/// File there with the kernel's build date, which is the date of its source.
+const DATE: &str = "date";
+
+/// Files in Linux' tree that external modules are built against.
+const FOR_MODULES: [&str; 11] = [
+    ".config",
+    "Makefile",
+    "Kbuild",
+    "Module.symvers",
+    "arch/x86/Makefile",
+    "arch/x86/Makefile_32.cpu",
+    "arch/x86/include",
+    "include",
+    "scripts",
+    "tools/objtool/objtool",
+    OURS,
+];
+
+/// Required programs and their packages.
+const NEEDED: [(&str, &str); 9] = [
+    ("bc", "bc"),
+    ("bison", "bison"),
+    ("flex", "flex"),
+    ("gcc", "gcc"),
+    ("ld", "binutils"),
+    ("make", "make"),
+    ("cmp", "diffutils"),
+    ("depmod", "kmod"),
+    ("xz", "xz-utils"),
+];
+/// A header that Linux' own tools require, and its package.
+const NEEDED_HEADER: (&str, &str) = ("/usr/include/libelf.h", "libelf-dev");
+
+/// Kind of a kernel with padding and site tables.
+const KERNEL_KIND: &str = "previrt";
+
+/// Least length of a site in bytes: see `wedge/afterburn`.
+const PAD: &str = "pad=8";
+/// 64-bit code that runs outside the kernel's image, where sites are not rewritten: output files as
+/// the front end takes them. The same folders contain files of the kernel itself.
+const SKIPPED: &[&str] = &[
+    "arch/x86/boot/*",
+    "arch/x86/entry/vdso/vdso-note.o",
+    "arch/x86/entry/vdso/vclock_gettime.o",
+    "arch/x86/entry/vdso/vgetcpu.o",
+    "arch/x86/purgatory/*",
+    "arch/x86/realmode/rm/*",
+];
+
+/// Approximate number of compiled files, for the progress display.
+const OBJECTS: usize = 1650;
+
+/// Subcommands of `parador kernel`.
+#[derive(Debug, Subcommand)]
+pub enum KernelCommand {
+    /// Build a pre-virtualized Linux 6.1 from Debian's source.
+    #[command(after_help = "\
+Examples:
+  parador kernel build
+  parador kernel build -o kernel
+
+Prints the SHA-256 of `vmlinux` and its path. The folder also contains `bzImage`, `config`, `System.map`,
+`modules` (as below /), `headers`, which `parador kernel module` uses, and `cost.json`, the CPU time
+of the build. Equal inputs give equal kernels, so a kernel is built once and kept in the user's cache
+($XDG_CACHE_HOME/parador, else ~/.cache/parador); that takes 8 to 14 minutes on two CPUs. The newest
+three are kept. A concurrent build of the same kernel waits for the first.")]
+    Build {
+        /// Also copy the result to this folder.
+        #[arg(short, long, value_name = "FOLDER")]
+        output: Option<PathBuf>,
+        /// Options of the build.
+        #[command(flatten)]
+        how: KernelArguments,
+    },
+    /// Build external modules for such a kernel from a source folder.
+    #[command(after_help = "\
+Example: parador kernel module driver
+
+The folder contains a Kbuild or Makefile with `obj-m := NAME.o`; the modules are built in it.")]
+    Module {
+        /// Source folder.
+        folder: PathBuf,
+        /// Output folder of `parador kernel build` [default: the cached kernel, built if
+        /// necessary].
+        #[arg(long, value_name = "FOLDER")]
+        kernel: Option<PathBuf>,
+        /// Options of the build.
+        #[command(flatten)]
+        how: KernelArguments,
+    },
+    /// List the cached kernels.
+    #[command(after_help = "\
+`*` marks the default kernel of `parador run`.")]
+    List {
+        /// Print JSON.
+        #[arg(long)]
+        json: bool,
+    },
+    /// Remove cached kernels.
+    #[command(after_help = "\
+Examples:
+  parador kernel prune --keep 1
+  parador kernel prune --all
+
+The most recently used kernels are kept, and kernels in use by a VM or a build.")]
+    Prune {
+        /// Remove all kernels that are not in use.
+        #[arg(long, conflicts_with = "keep")]
+        all: bool,
+        /// Number of kernels to keep.
+        #[arg(long, value_name = "N", default_value_t = store::KEPT)]
+        keep: usize,
+    },
+    /// Write a kernel's symbols in a form that perf uses for VMs of `parador run`.
+    #[command(after_help = "\
+Example: parador kernel symbols vmlinux symbols
+         perf record -a -g sleep 10
+         perf report --symfs symbols
+
+All VMs of the process back end have the kernel at the same addresses, so this also works when the
+VM has exited. Module symbols are not included.")]
+    Symbols {
+        /// The kernel: `vmlinux` of `parador kernel build`.
+        kernel: PathBuf,
+        /// Output folder for `perf report --symfs`.
+        folder: PathBuf,
+    },
+}
+
+/// Options of a kernel build.
+#[derive(Debug, Args)]
+pub struct KernelArguments {
+    /// Linux 6.1 source: an archive `.tar.xz` or a folder [default: Debian's package
+    /// linux-source-6.1].
+    #[arg(long, value_name = "PATH")]
+    source: Option<PathBuf>,
+    /// Build without padding and site tables, for comparison.
+    #[arg(long)]
+    plain: bool,
+    /// Number of parallel compilers [default: number of CPUs].
+    #[arg(short, long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    jobs: Option<u16>,
+}
+
+impl KernelArguments {
+    fn options(self) -> Options {
+        let Self { source, plain, jobs } = self;
+        Options { source, plain, jobs: jobs.map(usize::from) }
+    }
+}
+
+/// Executes the command and returns the exit code.
+pub fn run(command: KernelCommand) -> Result<u8, Failure> {
+    match command {
+        KernelCommand::Build { output, how } => {
+            let mut kernel = build(&how.options(), &Steps::stderr())?;
+            if let Some(output) = output {
+                kernel = kernel.copy_to(&output)?;
+            }
+            output::print(format!("{}  {}\n", kernel.digest()?, kernel.vmlinux().display()))?;
+        }
+        KernelCommand::Module { folder, kernel, how } => {
+            module(&folder, kernel.as_deref(), &how.options(), &Steps::stderr())?;
+        }
+        KernelCommand::List { json } => list::list(json)?,
+        KernelCommand::Prune { all, keep } => list::prune(if all { 0 } else { keep })?,
+        KernelCommand::Symbols { kernel, folder } => write_symbols(&kernel, &folder)?,
+    }
+    Ok(0)
+}
+
+/// Writes a kernel's symbols for `perf report --symfs FOLDER`.
+fn write_symbols(kernel: &Path, folder: &Path) -> Result<(), Failure> {
+    let bytes = fs::read(kernel).map_err(|error| Failure::file("read", kernel, &error))?;
+    let object = Image::parse(&bytes).and_then(|image| symbols::object(&image));
+    let object = object.map_err(|error| refused(&error, kernel))?;
+    let path = folder.join(symbols::name());
+    fs::create_dir_all(folder)
+        .and_then(|()| {
+            let mut file = NamedTempFile::new_in(folder)?;
+            file.write_all(&object)?;
+            file.persist(&path).map_err(io::Error::from)
+        })
+        .map_err(|error| Failure::file("write", &path, &error))?;
+    Ok(())
+}
+
+/// Options of a kernel build.
+#[derive(Clone, Debug, Default)]
+pub struct Options {
+    /// Linux source, an archive or a folder; `None`: Debian's package.
+    pub source: Option<PathBuf>,
+    /// Build without padding and site tables.
+    pub plain: bool,
+    /// Number of parallel compilers; `None`: one per CPU.
+    pub jobs: Option<usize>,
+}
+
+/// Returns the cached kernel for these options, else builds it.
+pub fn build(options: &Options, steps: &Steps) -> Result<Kernel, Failure> {
+    check_host()?;
+    let store = Store::open()?;
+    let interruptible = Interruptible::new()?;
+    let (source, inputs) = steps.run("source", |step| {
+        let source = Source::find(options.source.as_deref(), step, &interruptible)?;
+        let inputs = inputs(&source, options)?;
+        let (Source::Archive(path) | Source::Folder(path)) = &source;
+        let text = path.display().to_string();
+        Ok(((source, inputs), text))
+    })?;
+    let (entry, held) = store.get(&inputs, &interruptible, steps, |work, lock| {
+        let making = Making { work, options, interruptible: &interruptible, lock };
+        let version = steps.run("tree", |step| making.tree(&source, step))?;
+        steps.run("configuration", |_| making.configure())?;
+        let cost = steps.run("kernel", |step| making.compile(&version, step))?;
+        let folder = steps.run("modules", |_| making.collect(&cost))?;
+        Ok(BuiltKernel { folder, linux: version })
+    })?;
+    Ok(Kernel::new(entry.folder, Some(held)))
+}
+
+/// Returns the default kernel of `parador run` from the cache ([`list::default`]).
+///
+/// # Errors
+/// The cache has none; the message names the command that builds one.
+pub fn cached() -> Result<Kernel, Failure> {
+    let none = |place: String| {
+        let text = format!("no kernel given, and no kernel of this parador version {place}");
+        Failure::new(failure::MISSING_FILE, text).help(
+            "`parador kernel build` builds one in 8 to 14 minutes on two CPUs; or give a \
+             KERNEL",
+        )
+    };
+    let store = Store::existing()?.ok_or_else(|| none("in the cache".to_owned()))?;
+    let entries = store.entries()?;
+    let entry = list::default(&entries);
+    let entry = entry.ok_or_else(|| none(format!("in {}", store.folder().display())))?;
+    Ok(Kernel::new(entry.folder.clone(), Some(entry.hold())))
+}
+
+/// Builds the modules with sources in `folder`, in that folder, for the kernel of [`build`] with
+/// these options or for the one in the folder `kernel`.
+pub fn module(
+    folder: &Path,
+    kernel: Option<&Path>,
+    options: &Options,
+    steps: &Steps,
+) -> Result<(), Failure> {
+    let folder = modules_source(folder)?;
+    check_host()?;
+    let kernel = match kernel {
+        Some(path) => Kernel::new(path.to_owned(), Some(hold(path))),
+        None => build(options, steps)?,
+    };
+    let made = kernel.folder.join(HEADERS_FOLDER);
+    if !made.join("Makefile").is_file() {
+        let message = format!("no kernel headers in {}", made.display());
+        return Err(Failure::new(failure::MISSING_FILE, message)
+            .help("use --kernel with an output folder of `parador kernel build`"));
+    }
+    let interruptible = Interruptible::new()?;
+    let bin = tempfile::tempdir().map_err(|error| Failure::os("create a folder", &error))?;
+    interruptible.remove_on_signal(bin.path());
+    steps.run("module", |step| {
+        let mut make = make(&made, (!options.plain).then_some(bin.path()), None)?;
+        let mut argument = OsString::from("M=");
+        argument.push(&folder);
+        make.arg(jobs(options)).arg(argument).arg("modules");
+        follow(&mut make, "make", &interruptible, |line| step.now(line))?;
+        Ok(((), folder.display().to_string()))
+    })
+}
+
+/// Checks that modules can be built in `folder` and returns it as an absolute path.
+fn modules_source(folder: &Path) -> Result<PathBuf, Failure> {
+    let path = folder
+        .canonicalize()
+        .map_err(|error| Failure::file("find the module source folder", folder, &error))?;
+    let wrong = |text: String, help: &str| Err(Failure::new(failure::BAD_CONFIG, text).help(help));
+    let shown = folder.display();
+    if !path.is_dir() {
+        return wrong(
+            format!("{shown} is not a folder"),
+            "use the folder that contains the sources",
+        );
+    }
+    let Some(makefile) =
+        ["Kbuild", "Makefile"].iter().map(|name| path.join(name)).find(|path| path.is_file())
+    else {
+        let help = "write a Kbuild with `obj-m := NAME.o` for a source NAME.c";
+        return wrong(format!("{shown} has neither Kbuild nor Makefile"), help);
+    };
+    let text = fs::read(&makefile).map_err(|error| Failure::file("read", &makefile, &error))?;
+    // An included Makefile may define the modules.
+    let text = String::from_utf8_lossy(&text);
+    if !text.contains("obj-") && !text.contains("include") {
+        let text = format!("{} defines no module", makefile.display());
+        return wrong(text, "add a line `obj-m := NAME.o` for a source NAME.c");
+    }
+    // The modules and Linux' intermediate files are created there.
+    tempfile::tempfile_in(&path).map_err(|error| Failure::file("write to", folder, &error))?;
+    Ok(path)
+}
+
+/// A kernel build in progress.
+struct Making<'a> {
+    work: &'a Path,
+    options: &'a Options,
+    interruptible: &'a Interruptible,
+    /// Reports progress to other builders.
+    lock: &'a Lock,
+}
+
+impl Making<'_> {
+    fn linux(&self) -> PathBuf {
+        self.work.join("linux")
+    }
+
+    /// Creates a `make` command for Linux' tree, with reproducible settings.
+    fn make(&self) -> Result<Command, Failure> {
+        make(&self.linux(), self.assembler().as_deref(), None)
+    }
+
+    /// Returns the folder with the afterburner as the assembler.
+    fn assembler(&self) -> Option<PathBuf> {
+        (!self.options.plain).then(|| self.work.join("bin"))
+    }
+
+    /// Unpacks the source and applies Parador's changes. Returns Linux' version.
+    fn tree(&self, source: &Source, step: &Step) -> Result<(String, String), Failure> {
+        self.lock.note("unpacking the source");
+        let linux = self.linux();
+        step.now("unpacking");
+        source.unpack(&linux)?;
+        let version = source::version(&linux)?;
+        let date = source::date(&linux)?;
+        for (name, text) in EDITS {
+            step.now(name);
+            edits::apply(name, text, &linux)?;
+        }
+        for (name, text) in HEADERS {
+            let path = linux.join(OURS).join(name);
+            let failed = |error| Failure::file("write", &path, &error);
+            if let Some(folder) = path.parent() {
+                fs::create_dir_all(folder).map_err(failed)?;
+            }
+            fs::write(&path, text).map_err(failed)?;
+        }
+        let mut command = tool("date")?;
+        let text = command.args(["--utc", "--date", &format!("@{date}")]).output();
+        let text = text.map_err(|error| Failure::program("date", &error))?.stdout;
+        let path = linux.join(OURS).join(DATE);
+        fs::write(&path, text).map_err(|error| Failure::file("write", &path, &error))?;
+        let result = format!("Linux {version}, {} edits", EDITS.len());
+        Ok((version, result))
+    }
+
+    /// Writes the configuration and checks that Linux accepts all of it.
+    fn configure(&self) -> Result<((), String), Failure> {
+        let path = self.linux().join(".config");
+        follow(self.make()?.arg("allnoconfig"), "make", self.interruptible, |_| {})?;
+        let read =
+            || fs::read_to_string(&path).map_err(|error| Failure::file("read", &path, &error));
+        let whole = read()? + CONFIG;
+        fs::write(&path, whole).map_err(|error| Failure::file("write", &path, &error))?;
+        follow(self.make()?.arg("olddefconfig"), "make", self.interruptible, |_| {})?;
+        let configured = read()?;
+        if let Some(line) = unmet(CONFIG, &configured) {
+            let message = format!("Linux rejects the configuration line `{line}`");
+            return Err(Failure::new(failure::BAD_CONFIG, message).help(
+                "the configuration is for Linux 6.1 and the compiler of Debian 12; check \
+                 --source",
+            ));
+        }
+        let count = configured.lines().filter(|line| line.starts_with("CONFIG_")).count();
+        Ok(((), format!("{count} options")))
+    }
+
+    fn compile(&self, version: &str, step: &Step) -> Result<(Cost, String), Failure> {
+        let before = children_cpu()?;
+        let stats = self.work.join("stats");
+        let mut make = make(&self.linux(), self.assembler().as_deref(), Some(&stats))?;
+        make.arg(jobs(self.options)).args([VMLINUX, BZIMAGE, "modules"]);
+        let mut count = 0;
+        follow(&mut make, "make", self.interruptible, |line| {
+            if let Some(file) = compiled(line) {
+                count += 1;
+                let text = format!("{count} of about {}: {file}", OBJECTS.max(count));
+                self.lock.note(&text);
+                step.now(text);
+            }
+        })?;
+        let kind = if self.options.plain { "plain" } else { "pre-virtualized" };
+        let cost = Cost {
+            cpu_seconds: (children_cpu()? - before).as_secs_f64(),
+            afterburner_cpu_seconds: afterburner_cpu(&stats)?.as_secs_f64(),
+        };
+        let text = format!(
+            "Linux {version}, {kind}, {count} files compiled; {:.0} s of CPU, {:.1} % of them for sites",
+            cost.cpu_seconds,
+            cost.afterburner_cpu_seconds / cost.cpu_seconds * 100.0
+        );
+        Ok((cost, text))
+    }
+
+    /// Moves the results into a folder and returns it.
+    fn collect(&self, cost: &Cost) -> Result<(PathBuf, String), Failure> {
+        let linux = self.linux();
+        let kept = self.work.join("kept");
+        let modules = kept.join(MODULES);
+        let mut install = OsString::from("INSTALL_MOD_PATH=");
+        install.push(&modules);
+        let mut make = self.make()?;
+        make.arg(install).args(["INSTALL_MOD_STRIP=1", "modules_install"]);
+        fs::create_dir_all(&modules)
+            .map_err(|error| Failure::file("create the folder", &modules, &error))?;
+        let mut count = 0;
+        follow(&mut make, "make", self.interruptible, |line| {
+            count += usize::from(line.trim_start().starts_with("INSTALL"));
+        })?;
+        remove_links(&modules)?;
+
+        let mut wanted = vec![
+            (VMLINUX, PathBuf::from(VMLINUX)),
+            ("arch/x86/boot/bzImage", PathBuf::from(BZIMAGE)),
+            (SYMBOLS, PathBuf::from(SYMBOLS)),
+        ];
+        fs::copy(linux.join(".config"), kept.join(CONFIGURED))
+            .map_err(|error| Failure::file("copy", &linux.join(".config"), &error))?;
+        let headers = Path::new(HEADERS_FOLDER);
+        wanted.extend(FOR_MODULES.map(|name| (name, headers.join(name))));
+        for (from, to) in wanted {
+            let (from, to) = (linux.join(from), kept.join(to));
+            let moved = to.parent().map_or(Ok(()), fs::create_dir_all);
+            moved
+                .and_then(|()| fs::rename(&from, &to))
+                .map_err(|error| Failure::file("move", &from, &error))?;
+        }
+        let path = kept.join(COST);
+        serde_json::to_vec(cost)
+            .map_err(io::Error::from)
+            .and_then(|text| fs::write(&path, text))
+            .map_err(|error| Failure::file("write", &path, &error))?;
+        Ok((kept, format!("{count} modules")))
+    }
+}
+
+/// Cost of a build: CPU time of all programs, and the afterburner's part of it.
+#[derive(Serialize)]
+struct Cost {
+    cpu_seconds: f64,
+    afterburner_cpu_seconds: f64,
+}
+
+/// Returns the CPU time of exited child processes.
+fn children_cpu() -> Result<Duration, Failure> {
+    let usage = getrusage(UsageWho::RUSAGE_CHILDREN)
+        .map_err(|error| Failure::os("read the CPU time of programs", &error.into()))?;
+    Ok([usage.user_time(), usage.system_time()]
+        .map(|time| {
+            Duration::from_secs(time.tv_sec().max(0) as u64)
+                + Duration::from_micros(time.tv_usec().max(0) as u64)
+        })
+        .into_iter()
+        .sum())
+}
+
+/// Returns the afterburner's CPU time, from its records.
+fn afterburner_cpu(stats: &Path) -> Result<Duration, Failure> {
+    #[derive(Deserialize)]
+    struct Line {
+        cpu_us: u64,
+    }
+    let failed = |error: io::Error| Failure::file("read", stats, &error);
+    let file = match File::open(stats) {
+        // A plain kernel has no records.
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Duration::ZERO),
+        opened => opened.map_err(failed)?,
+    };
+    let mut sum = 0;
+    for line in serde_json::Deserializer::from_reader(BufReader::new(file)).into_iter::<Line>() {
+        sum += line.map_err(|error| failed(error.into()))?.cpu_us;
+    }
+    Ok(Duration::from_micros(sum))
+}
+
+/// Returns the first requested configuration line that is not in effect.
+fn unmet<'a>(wanted: &'a str, configured: &str) -> Option<&'a str> {
+    let has = |line: &str| configured.lines().any(|other| other == line);
+    wanted.lines().find(|line| match line.strip_prefix("# CONFIG_") {
+        Some(rest) => rest.split_once(' ').is_some_and(|(name, rest)| {
+            // Options with unmet dependencies are not listed at all.
+            rest == "is not set" && configured.contains(&format!("\nCONFIG_{name}="))
+        }),
+        None => line.starts_with("CONFIG_") && !has(line),
+    })
+}
+
+/// Removes the links to the build folder.
+fn remove_links(modules: &Path) -> Result<(), Failure> {
+    let folder = modules.join("lib/modules");
+    let failed = |error: io::Error| Failure::file("read", &folder, &error);
+    for version in fs::read_dir(&folder).map_err(failed)? {
+        let version = version.map_err(failed)?.path();
+        for name in ["build", "source"] {
+            let path = version.join(name);
+            match fs::remove_file(&path) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                    return Err(Failure::file("remove", &path, &error));
+                }
+                _ => {}
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Returns the digest of Parador's part of its kernels.
+fn recipe(plain: bool) -> String {
+    let version = VERSION.to_string();
+    let files = EDITS.iter().chain(&HEADERS).flat_map(|(name, text)| [*name, *text]);
+    let mut parts: Vec<&str> = [&*version, CONFIG].into_iter().chain(files).collect();
+    if !plain {
+        parts.extend([AFTERBURNER, PAD].into_iter().chain(SKIPPED.iter().copied()));
+    }
+    store::digest(parts.into_iter().map(str::as_bytes))
+}
+
+/// Returns all inputs of a kernel.
+fn inputs(source: &Source, options: &Options) -> Result<Inputs, Failure> {
+    let first_line = |program: &str| {
+        let output = tool(program)?.arg("--version").output();
+        let output = output.map_err(|error| Failure::program(program, &error))?.stdout;
+        let text = String::from_utf8_lossy(&output).into_owned();
+        Ok::<_, Failure>(text.lines().next().unwrap_or_default().trim().to_owned())
+    };
+    Ok(Inputs {
+        kind: if options.plain { "plain" } else { KERNEL_KIND }.to_owned(),
+        recipe: recipe(options.plain),
+        source: source.identity()?,
+        compiler: format!("{}; {}", first_line("gcc")?, first_line("ld")?),
+    })
+}
+
+/// Checks the required programs of the host.
+fn check_host() -> Result<(), Failure> {
+    let programs = NEEDED
+        .iter()
+        .filter(|(program, _)| {
+            let sbin = Path::new("/sbin").join(program);
+            supervise::find(Path::new(program)).is_none() && !sbin.is_file()
+        })
+        .map(|(_, package)| *package);
+    let (header, package) = NEEDED_HEADER;
+    let header = (!Path::new(header).is_file()).then_some(package);
+    let missing: Vec<&str> = programs.chain(header).collect();
+    match missing.is_empty() {
+        true => Ok(()),
+        false => {
+            let message = format!("building a kernel requires {}", missing.join(", "));
+            let help = format!("apt-get install {}", missing.join(" "));
+            Err(Failure::new(failure::UNAVAILABLE, message).help(help))
+        }
+    }
+}
+
+fn jobs(options: &Options) -> String {
+    let cpus = || thread::available_parallelism().map_or(1, usize::from);
+    format!("-j{}", options.jobs.unwrap_or_else(cpus))
+}
+
+/// Creates a `make` command for a Linux tree. In the folder `bin`, `parador` becomes the assembler
+/// and records its CPU time in the file `stats`.
+fn make(linux: &Path, bin: Option<&Path>, stats: Option<&Path>) -> Result<Command, Failure> {
+    // Relative to `srctree` (`.`), so that no path of the host enters a file name.
+    let mut compiler = OsString::from("CC=gcc -I$(srctree)/");
+    compiler.push(Path::new(OURS).join("include"));
+    let mut make = tool("make")?;
+    if let Some(bin) = bin {
+        let own =
+            env::current_exe().map_err(|error| Failure::os("find the parador binary", &error))?;
+        let link = bin.join("as");
+        fs::create_dir_all(bin)
+            .and_then(|()| match std::os::unix::fs::symlink(own, &link) {
+                Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(error),
+                _ => Ok(()),
+            })
+            .map_err(|error| Failure::file("create", &link, &error))?;
+        compiler.push(" -B");
+        compiler.push(bin);
+        let mut options = OsString::from(format!("{PAD},skip={}", SKIPPED.join(":")));
+        if let Some(stats) = stats {
+            options.push(",stats=");
+            options.push(stats);
+        }
+        make.env("PARADOR_AFTERBURN", options);
+    }
+    let path = linux.join(OURS).join(DATE);
+    let date = fs::read_to_string(&path).map_err(|error| Failure::file("read", &path, &error))?;
+    make.arg("-C").arg(linux).args(["ARCH=x86_64", "LOCALVERSION="]).arg(compiler);
+    make.env("KBUILD_BUILD_TIMESTAMP", date.trim())
+        .env("KBUILD_BUILD_USER", "parador")
+        .env("KBUILD_BUILD_HOST", "parador")
+        .env("KBUILD_BUILD_VERSION", "1");
+    Ok(make)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_line_of_the_configuration_must_come_out() {
+        let wanted = "# why\nCONFIG_A=y\n# CONFIG_B is not set\n# CONFIG_C is not set\n";
+        let configured = "\nCONFIG_A=y\n# CONFIG_B is not set\n";
+        assert_eq!(unmet(wanted, configured), None);
+        assert_eq!(unmet(wanted, "\nCONFIG_A=m\n"), Some("CONFIG_A=y"));
+        assert_eq!(unmet(wanted, "\nCONFIG_A=y\nCONFIG_C=\"x\"\n"), Some("# CONFIG_C is not set"));
+    }
+
+    #[test]
+    fn all_that_is_ours_is_built_in() {
+        let ours = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../guests/linux/kernel");
+        let known: Vec<&str> = EDITS.iter().chain(&HEADERS).map(|(name, _)| *name).collect();
+        for folder in ["edits", "include/asm", "include/asm-generic"] {
+            for entry in fs::read_dir(ours.join(folder)).unwrap() {
+                let name = format!("{folder}/{}", entry.unwrap().file_name().display());
+                assert!(known.contains(&&*name), "{name} is not built in");
+            }
+        }
+    }
+}

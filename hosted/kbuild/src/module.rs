@@ -1,0 +1,98 @@
+//! Builds the Linux driver for channels (`guests/linux`) for the downloaded kernel, against
+//! Debian's headers.
+//!
+//! Its sources are compiled into `parador`. Headers are unpacked for the build only; the cache
+//! keeps the module by kernel version and digest of the sources.
+
+use hosted_command::cache;
+use hosted_command::failure::{self, Failure};
+use hosted_command::fetch::{self, Fetched};
+use hosted_command::interrupt::Interruptible;
+use hosted_command::steps::Step;
+use hosted_command::supervise::{self, AtEnd};
+use std::env;
+use std::ffi::OsStr;
+use std::fs;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use tempfile::TempDir;
+
+/// File name of the module.
+const MODULE: &str = "parador_com.ko";
+const SOURCES: [(&str, &str); 3] = [
+    ("Kbuild", include_str!("../../../guests/linux/Kbuild")),
+    ("parador_com.h", include_str!("../../../guests/linux/parador_com.h")),
+    ("parador_com.c", include_str!("../../../guests/linux/parador_com.c")),
+];
+const ADVICE: &str =
+    "building the channel driver requires make, gcc and libelf1; install.sh installs them";
+
+/// Returns the module for this kernel, and the result for messages.
+pub fn channels(
+    kernel: &Fetched,
+    step: &Step,
+    interruptible: &Interruptible,
+) -> Result<(PathBuf, String), Failure> {
+    let mut hasher = DefaultHasher::new();
+    SOURCES.hash(&mut hasher);
+    let cache = cache::folder()?;
+    let folder = cache.join(format!("parador_com_{}_{:016x}", kernel.version(), hasher.finish()));
+    let module = folder.join(MODULE);
+    if module.is_file() {
+        return Ok((module, "cached".to_owned()));
+    }
+    let work = TempDir::with_prefix_in(".module-", &cache)
+        .map_err(|error| cache::failed(&cache, &error))?;
+    interruptible.remove_on_signal(work.path());
+    let headers = work.path().join("headers");
+    let packages = fetch::kernel_headers(kernel, &headers, step)?;
+
+    let source = work.path().join("source");
+    fs::create_dir(&source).map_err(|error| Failure::file("create the folder", &source, &error))?;
+    for (name, text) in SOURCES {
+        let path = source.join(name);
+        fs::write(&path, text).map_err(|error| Failure::file("write", &path, &error))?;
+    }
+    step.now("compiling");
+    // Replaces Debian's own Makefile there, which contains an absolute path.
+    let sources = headers.join("usr/src");
+    let makefile = sources.join(&packages.common).join("Makefile");
+    let mut argument = OsStr::new("M=").to_owned();
+    argument.push(&source);
+    run("make", |make| {
+        make.arg("-C").arg(sources.join(&packages.headers));
+        make.arg("-f").arg(makefile).arg(argument).arg("modules")
+    })?;
+    let made = source.join(MODULE);
+    run("strip", |strip| strip.arg("--strip-debug").arg(&made))?;
+
+    let kept = work.path().join("kept");
+    fs::create_dir(&kept).map_err(|error| Failure::file("create the folder", &kept, &error))?;
+    let put = |from: &Path, to: &Path| {
+        fs::rename(from, to).map_err(|error| Failure::file("write", to, &error))
+    };
+    put(&made, &kept.join(MODULE))?;
+    match put(&kept, &folder) {
+        // Another process has finished first.
+        Err(_) if module.is_file() => {}
+        result => result?,
+    }
+    Ok((module, "built".to_owned()))
+}
+
+/// Runs a build tool. Its environment is nearly empty, because variables could change the result.
+fn run(name: &str, arguments: impl FnOnce(&mut Command) -> &mut Command) -> Result<(), Failure> {
+    let mut command = supervise::command(OsStr::new(name), AtEnd::Terminate)
+        .map_err(|failure| failure.help(ADVICE))?;
+    command.env_clear().env("LC_ALL", "C").stdin(Stdio::null());
+    command.env("PATH", env::join_paths(supervise::search_path()).unwrap_or_default());
+    let output =
+        arguments(&mut command).output().map_err(|error| Failure::program(name, &error))?;
+    if output.status.success() {
+        return Ok(());
+    }
+    let text = String::from_utf8_lossy(&output.stderr);
+    let message = format!("cannot build the channel driver: {name} failed:\n{}", text.trim_end());
+    Err(Failure::new(failure::UNAVAILABLE, message).help(ADVICE))
+}

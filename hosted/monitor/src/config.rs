@@ -1,0 +1,275 @@
+//! Configuration of one VM: one schema for the command line, `--config FILE` (TOML) and the control
+//! interface (JSON).
+//!
+//! Each key is one field; its doc comment is both the help text of the option and the description
+//! in the JSON schema. Every field defaults to "unset", so that a file and a command line can be
+//! merged; the code that uses a field applies its default.
+
+pub mod console;
+pub mod disk;
+pub mod gdb;
+pub mod net;
+pub mod share;
+pub mod vm;
+pub mod vsock;
+
+use clap::Args;
+use console::Target;
+use gdb::GdbEndpoint;
+use hosted_command::failure::{self, Failure};
+use hosted_command::problem::{Diagnostics, Problem};
+use hosted_command::toml_text;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use std::fs;
+use std::io;
+use std::path::Path;
+use toml::{Table, Value};
+use vm::VmConfig;
+
+/// Configuration of a VM, as `parador run` takes it. Relative paths in a file start at the file's
+/// folder.
+#[derive(Clone, Debug, Default, PartialEq, Args, Deserialize, Serialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+#[schemars(title = "Virtual machine of `parador run`")]
+pub struct Config {
+    /// The VM.
+    #[command(flatten)]
+    pub vm: VmConfig,
+    /// Disk: FILE, or path=FILE,ro=on,id=NAME,format=raw|qcow2; up to four.
+    #[arg(short, long = "disk", value_name = "DISK", value_parser = disk::parse)]
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub disk: Vec<disk::DiskConfig>,
+    /// Network: user or passt, with hostfwd=tcp:2222:22; tap=NAME; switch=SOCKET; or none; each
+    /// with mac=ADDRESS; up to four.
+    #[arg(long = "net", value_name = "NET", value_parser = net::parse)]
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub net: Vec<net::NetConfig>,
+    /// Shared directory (9P): DIR:TAG, DIR:TAG,ro=on; up to four.
+    #[arg(long, value_name = "DIR:TAG", value_parser = share::parse)]
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub share: Vec<share::ShareConfig>,
+    /// Vsock device: guest CID and the path of the Unix socket for host connections.
+    #[arg(long, value_name = "cid=CID,path=SOCKET", value_parser = vsock::parse)]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub vsock: Option<vsock::VsockConfig>,
+}
+
+impl Config {
+    /// Reads a configuration file.
+    ///
+    /// # Errors
+    /// Invalid contents, with the position in the file: code 65. The file cannot be read: 66, 71 or
+    /// 77.
+    pub fn read(path: &Path) -> Result<Self, Failure> {
+        let text = fs::read_to_string(path).map_err(|error| match error.kind() {
+            io::ErrorKind::InvalidData => {
+                Failure::new(failure::BAD_CONFIG, format!("{} is not UTF-8 text", path.display()))
+            }
+            _ => Failure::file("read", path, &error),
+        })?;
+        match Self::parse(&text) {
+            Ok(config) => Ok(config.in_folder(path.parent().unwrap_or(Path::new("")))),
+            Err(problem) => {
+                let file = path.display().to_string();
+                Err(Diagnostics { file, text, problems: vec![problem] }.into())
+            }
+        }
+    }
+
+    fn parse(text: &str) -> Result<Self, Problem> {
+        toml_text::parse(text)
+    }
+
+    /// Resolves relative paths against `folder`.
+    fn in_folder(mut self, folder: &Path) -> Self {
+        let VmConfig {
+            kernel,
+            initrd,
+            profile_writes,
+            api_socket,
+            metrics,
+            serial,
+            console,
+            gdb,
+            ..
+        } = &mut self.vm;
+        let gdb = gdb.iter_mut().filter_map(GdbEndpoint::path_mut);
+        let targets = console.iter_mut().filter_map(|console| console.0.as_mut());
+        let console = targets.filter_map(Target::path_mut);
+        let serial = serial.iter_mut().filter_map(Target::path_mut);
+        let initrd = initrd.iter_mut().filter(|path| !is_busybox(path));
+        let metrics = metrics.iter_mut().filter(|path| !is_stdout(path));
+        let disks = self.disk.iter_mut().map(|disk| &mut disk.path);
+        let shares = self.share.iter_mut().map(|share| &mut share.path);
+        let switches = self.net.iter_mut().filter_map(|net| net.switch.as_mut());
+        let vsock = self.vsock.iter_mut().map(|vsock| &mut vsock.path);
+        let files = kernel.iter_mut().chain(profile_writes).chain(api_socket);
+        let paths = files.chain(initrd).chain(metrics).chain(serial).chain(console).chain(gdb);
+        for path in paths.chain(disks).chain(switches).chain(shares).chain(vsock) {
+            *path = folder.join(&*path);
+        }
+        self
+    }
+
+    /// Merges `over` into this configuration: its values replace, its lists are appended.
+    ///
+    /// # Errors
+    /// A path is not UTF-8.
+    pub fn merge(&self, over: &Self) -> Result<Self, Failure> {
+        let mut table = self.table()?;
+        overlay(&mut table, over.table()?);
+        table.try_into().map_err(|error| {
+            Failure::new(
+                failure::BAD_CONFIG,
+                format!("the options and the configuration file conflict: {error}"),
+            )
+        })
+    }
+
+    fn table(&self) -> Result<Table, Failure> {
+        Table::try_from(self).map_err(|error| {
+            Failure::new(failure::BAD_CONFIG, format!("cannot serialize an option: {error}"))
+        })
+    }
+
+    /// Returns the configuration as a TOML file.
+    ///
+    /// # Errors
+    /// A path is not UTF-8.
+    pub fn to_toml(&self) -> Result<String, Failure> {
+        toml::to_string(self).map_err(|error| {
+            Failure::new(failure::BAD_CONFIG, format!("cannot serialize an option: {error}"))
+        })
+    }
+}
+
+/// Returns whether an initial RAM disk is the one built from busybox.
+pub fn is_busybox(path: &Path) -> bool {
+    path == Path::new("busybox")
+}
+
+/// Returns whether a file is standard output.
+pub fn is_stdout(path: &Path) -> bool {
+    path == Path::new("-")
+}
+
+/// Merges the table `over` into `below`.
+fn overlay(below: &mut Table, over: Table) {
+    for (key, value) in over {
+        match (below.get_mut(&key), value) {
+            (Some(Value::Table(below)), Value::Table(over)) => overlay(below, over),
+            (Some(Value::Array(below)), Value::Array(over)) => below.extend(over),
+            (_, value) => drop(below.insert(key, value)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+    use hosted_command::value::Size;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        config: Config,
+    }
+
+    fn line(words: &[&str]) -> Config {
+        let words = ["run"].iter().chain(words);
+        Line::try_parse_from(words).unwrap_or_else(|error| panic!("{error}")).config
+    }
+
+    const FILE: &str = "\
+[vm]
+kernel = \"vmlinux\"
+initrd = \"busybox\"
+memory = \"512M\"
+timeout = \"2m\"
+without = [\"functions\"]
+
+[[disk]]
+path = \"root.img\"
+ro = true
+
+[[net]]
+kind = \"user\"
+hostfwd = [\"tcp:2222:22\", \"udp:0.0.0.0:53-:53\"]
+
+[[net]]
+switch = \"lan\"
+mac = \"02:00:00:00:00:01\"
+
+[[share]]
+path = \"src\"
+tag = \"host\"
+";
+
+    #[test]
+    fn a_file_and_a_command_line_say_the_same() {
+        let words = ["-k", "vmlinux", "-i", "busybox", "-m", "512M", "--timeout", "2m"];
+        let more = ["--without", "functions", "-d", "root.img,ro=on"];
+        let nets = ["--net", "user,hostfwd=tcp:2222:22,hostfwd=udp:0.0.0.0:53-:53"];
+        let last = ["--net", "switch=lan,mac=02:00:00:00:00:01"];
+        let share = ["--share", "src:host"];
+        let all = [&words[..], &more, &nets, &last, &share].concat();
+        assert_eq!(Config::parse(FILE).unwrap(), line(&all));
+    }
+
+    #[test]
+    fn the_command_line_is_laid_over_the_file() {
+        let file = Config::parse(FILE).unwrap().in_folder(Path::new("/vm"));
+        assert_eq!(file.vm.kernel.as_deref(), Some(Path::new("/vm/vmlinux")));
+        assert_eq!(file.vm.initrd.as_deref(), Some(Path::new("busybox")));
+        let merged = file.merge(&line(&["-m", "1G", "--counters", "-k", "/k", "-d", "b"])).unwrap();
+        assert_eq!(merged.vm.memory, Some(Size(1 << 30)));
+        assert_eq!(merged.vm.kernel.as_deref(), Some(Path::new("/k")));
+        assert_eq!(merged.share[0].path.to_str(), Some("/vm/src"));
+        assert_eq!(merged.vm.timeout, file.vm.timeout);
+        assert!(merged.vm.counters);
+        let disks: Vec<_> = merged.disk.iter().map(|disk| disk.path.to_str().unwrap()).collect();
+        assert_eq!(disks, ["/vm/root.img", "b"]);
+        assert_eq!(merged.net[1].switch.as_deref(), Some(Path::new("/vm/lan")));
+        assert_eq!(file.merge(&Config::default()).unwrap(), file);
+    }
+
+    #[test]
+    fn what_is_written_is_read_again() {
+        let config = Config::parse(FILE).unwrap();
+        let text = config.to_toml().unwrap();
+        assert_eq!(text, FILE.replace("\"2m\"", "\"120s\""));
+        assert_eq!(Config::parse(&text).unwrap(), config);
+        assert_eq!(Config::parse("").unwrap(), Config::default());
+        for word in ["on", "off", "64M"] {
+            let config = line(&["--balloon", word]);
+            let text = config.to_toml().unwrap();
+            assert_eq!((text.contains(word), Config::parse(&text).unwrap()), (true, config));
+        }
+    }
+
+    #[test]
+    fn the_schema_is_in_the_specification() {
+        let schema = schemars::schema_for!(Config);
+        crate::specification::assert_shipped("vm.schema.json", schema.as_value());
+    }
+
+    #[test]
+    fn problems_have_their_place() {
+        let at = |text: &str| {
+            let problem = Config::parse(text).unwrap_err();
+            text[problem.span.unwrap()].to_owned()
+        };
+        assert_eq!(at("[vm]\nmemroy = \"1G\""), "memroy");
+        assert_eq!(at("[vm]\nmemory = 7"), "7");
+        assert_eq!(at("[vm]\ntimeout = \"soon\""), "\"soon\"");
+        assert_eq!(at("[vm]\nbackend = \"tcg\""), "\"tcg\"");
+        assert_eq!(at("[[disk]]\npath = \"a\"\nrw = true"), "rw");
+        assert_eq!(
+            at("[[disk]]\npath = \"a\"\nid = \"a name of more than twenty\""),
+            "\"a name of more than twenty\""
+        );
+        assert_eq!(at("[machine]\n"), "machine");
+    }
+}

@@ -1,0 +1,371 @@
+//! Shared state of a running VM: its lifecycle state, its events and the queue of pending commands.
+//!
+//! [`Control`] connects the loop that serves the VM with the thread that serves the control socket.
+//! Only [`executor::CommandExecutor`] acts on the VM; commands stay in a queue until it has
+//! executed or refused them.
+
+pub mod executor;
+
+use crate::config::Config;
+use crate::event_loop::{self, EndingSignals, EventHandler, drain};
+use crate::events::{Event, Events};
+use crate::exit::ExitCause;
+use crate::metrics::Metrics;
+use crate::state::State;
+use crate::statistics::{self, Statistics};
+use hosted_command::failure::Failure;
+use hyper::body::Bytes;
+use rustix::event::PollFlags;
+use rustix::io::write;
+use schemars::JsonSchema;
+use serde::Serialize;
+use std::collections::VecDeque;
+use std::fs::File;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+use tokio::sync::{mpsc, oneshot};
+
+/// Longest queue of pending commands.
+const MAX_COMMANDS: usize = 16;
+
+/// Commands to a VM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Command {
+    /// Starts a VM that waits for boot.
+    Boot,
+    /// Pauses the guest.
+    Pause,
+    /// Resumes the guest.
+    Resume,
+    /// Restarts the VM.
+    Reset,
+    /// Presses the ACPI power button.
+    Shutdown,
+    /// Stops the virtual CPUs for the debugger.
+    Halt,
+    /// Resumes the virtual CPUs as the debugger has requested.
+    Go,
+    /// Ends the VM, whatever the guest does.
+    Terminate,
+}
+
+/// Result of a command: the state after it, or the reason of the refusal.
+pub type Answer = Result<State, String>;
+
+/// Status of the VM and its pending commands.
+struct VmStatus {
+    state: State,
+    /// Time of the last start.
+    began: Instant,
+    /// Time from the start to the guest's first instruction.
+    start: Option<Duration>,
+    /// Number of restarts.
+    resets: u64,
+    /// Process ID of the VM's first process.
+    process: Option<u32>,
+    /// Guest memory, and the memory shared with the VM's processes.
+    memory: Option<(File, File)>,
+    events: Events,
+    commands: VecDeque<(Command, oneshot::Sender<Answer>)>,
+    /// Wakes the debugger.
+    debugger: Option<UnixStream>,
+}
+
+impl VmStatus {
+    /// Wakes the debugger after a change of the VM.
+    fn notify_debugger(&self) {
+        if let Some(debugger) = &self.debugger {
+            // If the pipe is full, the debugger wakes up anyway.
+            let _ = write(debugger, &[0]);
+        }
+    }
+}
+
+/// Handle on a VM; clones refer to the same VM.
+#[derive(Clone)]
+pub struct Control(Arc<Inner>);
+
+struct Inner {
+    status: Mutex<VmStatus>,
+    /// Wakes the supervisor for a new command.
+    waker: UnixStream,
+    config: Config,
+    /// Guest memory in bytes.
+    size: u64,
+    /// Name of the back end.
+    backend: &'static str,
+}
+
+impl Inner {
+    /// Returns whether the back end has the wedge's counters; KVM has none.
+    fn has_wedge(&self) -> bool {
+        self.backend == "process"
+    }
+}
+
+/// Response of `GET /v1/vm`.
+#[derive(Debug, Serialize, JsonSchema)]
+pub struct VmInfo {
+    /// Lifecycle state.
+    pub state: State,
+    /// Back end: `kvm` or `process`.
+    pub backend: String,
+    /// Process ID of the VM's first process; its other processes are children of it.
+    pub process: Option<u32>,
+    /// Version of Parador.
+    pub version: String,
+    /// Configuration: file and options merged.
+    pub config: Config,
+}
+
+impl Control {
+    /// Creates the state of a VM with `size` bytes of memory and this back end. Events are also
+    /// written to `sink`. The second value is for [`executor::CommandExecutor::new`].
+    pub fn new(
+        config: Config,
+        size: u64,
+        backend: &'static str,
+        sink: Option<File>,
+    ) -> Result<(Self, UnixStream), Failure> {
+        let pair = UnixStream::pair().and_then(|(waker, wakeup)| {
+            waker.set_nonblocking(true)?;
+            wakeup.set_nonblocking(true)?;
+            Ok((waker, wakeup))
+        });
+        let (waker, wakeup) = pair.map_err(|error| Failure::os("create a socket pair", &error))?;
+        let status = VmStatus {
+            state: State::Starting,
+            began: Instant::now(),
+            start: None,
+            resets: 0,
+            process: None,
+            memory: None,
+            events: Events::new(sink),
+            commands: VecDeque::new(),
+            debugger: None,
+        };
+        Ok((
+            Self(Arc::new(Inner { status: Mutex::new(status), waker, config, size, backend })),
+            wakeup,
+        ))
+    }
+
+    fn status(&self) -> MutexGuard<'_, VmStatus> {
+        // No code that can panic leaves the status half updated.
+        self.0.status.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Records a start: `process` is the VM's first process; the descriptors are those of guest
+    /// memory and of the memory shared with the VM's processes.
+    pub fn started(&self, process: u32, memory: (OwnedFd, OwnedFd), began: Instant) {
+        let mut status = self.status();
+        status.state = State::Starting;
+        status.began = began;
+        status.start = None;
+        status.process = Some(process);
+        status.memory = Some((memory.0.into(), memory.1.into()));
+        status.events.record(Event::Started { process });
+    }
+
+    /// Records that the VM waits for boot: see [`Self::await_boot`].
+    pub fn created(&self) {
+        let mut status = self.status();
+        status.state = State::Created;
+        status.events.record(Event::Created);
+    }
+
+    /// Waits for [`Command::Boot`]; returns the cause if something else ends the VM. `wakeup` is
+    /// the second value of [`Self::new`].
+    pub fn await_boot(
+        &self,
+        wakeup: &UnixStream,
+        deadline: Option<Instant>,
+        metrics: Option<&Metrics>,
+    ) -> Result<Option<ExitCause>, Failure> {
+        let signals = EndingSignals::subscribe()?;
+        let mut waiter = BootWaiter { control: self, wakeup, metrics };
+        match event_loop::run(&mut waiter, &signals, deadline, "wait for boot")? {
+            BootEnd::Boot => Ok(None),
+            BootEnd::Cause(cause) => Ok(Some(cause)),
+        }
+    }
+
+    /// Executes the commands of a VM that waits for boot. Returns the end of the wait.
+    fn commands_before_boot(&self) -> Option<BootEnd> {
+        let mut status = self.status();
+        loop {
+            let (command, answer) = status.commands.pop_front()?;
+            let (said, end) = match command {
+                Command::Boot => (Ok(State::Starting), Some(BootEnd::Boot)),
+                Command::Terminate => (Ok(State::Ended), Some(BootEnd::Cause(ExitCause::Request))),
+                _ => (Err("the VM waits for boot".to_owned()), None),
+            };
+            if matches!(end, Some(BootEnd::Boot)) {
+                status.state = State::Starting;
+            }
+            // The client may have disconnected in the meantime.
+            let _ = answer.send(said);
+            if end.is_some() {
+                return end;
+            }
+        }
+    }
+
+    /// Sets the pipe that wakes the debugger at changes of the VM.
+    pub fn set_debugger(&self, notify_debugger: UnixStream) {
+        self.status().debugger = Some(notify_debugger);
+    }
+
+    /// Returns the lifecycle state.
+    pub fn state(&self) -> State {
+        self.status().state
+    }
+
+    /// Returns guest memory and the memory shared with the VM's processes; `None` before the first
+    /// start and after the exit.
+    pub fn memory(&self) -> Option<(File, File)> {
+        let status = self.status();
+        let (memory, shared) = status.memory.as_ref().filter(|_| status.process.is_some())?;
+        memory.try_clone().and_then(|memory| Ok((memory, shared.try_clone()?))).ok()
+    }
+
+    /// Records that the VM exited with this code and restarts.
+    pub fn reset(&self, code: u8) {
+        let mut status = self.status();
+        status.process = None;
+        status.resets += 1;
+        status.events.record(Event::Reset { code });
+    }
+
+    /// Records that the VM exited with this code. Event streams end.
+    pub fn ended(&self, code: u8, reason: &str) {
+        let mut status = self.status();
+        status.state = State::Ended;
+        status.notify_debugger();
+        status.process = None;
+        status.commands.clear();
+        status.events.record(Event::Ended { code, reason: reason.to_owned() });
+        status.events.close();
+    }
+
+    /// Records a panic of the guest kernel.
+    pub fn panicked(&self) {
+        self.status().events.record(Event::Panic);
+    }
+
+    /// Returns state, back end and configuration.
+    pub fn vm(&self) -> VmInfo {
+        let status = self.status();
+        VmInfo {
+            state: status.state,
+            backend: self.0.backend.to_owned(),
+            process: status.process,
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            config: self.0.config.clone(),
+        }
+    }
+
+    /// Returns the current statistics.
+    pub fn statistics(&self) -> Statistics {
+        let status = self.status();
+        let memory = status.memory.as_ref();
+        let cpu = statistics::cpu(status.process);
+        Statistics {
+            state: status.state,
+            uptime_ms: milliseconds(status.began.elapsed()),
+            start_ms: status.start.map(milliseconds),
+            resets: status.resets,
+            processes: cpu.processes,
+            user_ms: cpu.user_ms,
+            system_ms: cpu.system_ms,
+            memory_bytes: self.0.size,
+            memory_used_bytes: memory.map_or(0, |memory| statistics::used(&memory.0)),
+            wedge: memory
+                .filter(|_| self.0.has_wedge())
+                .map(|memory| statistics::wedge(&memory.1))
+                .unwrap_or_default(),
+        }
+    }
+
+    /// Returns a stream of past and future events; `None` if there are too many subscribers.
+    pub fn subscribe(&self) -> Option<mpsc::Receiver<Bytes>> {
+        self.status().events.subscribe()
+    }
+
+    /// Queues a command. The result arrives at the returned receiver.
+    pub fn submit(&self, command: Command) -> oneshot::Receiver<Answer> {
+        let (answer, answered) = oneshot::channel();
+        let mut status = self.status();
+        // A dropped sender signals that the VM has exited.
+        if status.state != State::Ended {
+            if status.commands.len() < MAX_COMMANDS {
+                status.commands.push_back((command, answer));
+            } else {
+                let _ = answer.send(Err("too many pending commands (limit 16)".to_owned()));
+            }
+        }
+        // If the pipe is full, the supervisor wakes up anyway.
+        let _ = write(&self.0.waker, &[0]);
+        answered
+    }
+}
+
+fn milliseconds(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+}
+
+/// Reason for the end of the wait for boot.
+enum BootEnd {
+    /// The VM boots.
+    Boot,
+    /// The VM ends.
+    Cause(ExitCause),
+}
+
+impl From<ExitCause> for BootEnd {
+    fn from(cause: ExitCause) -> Self {
+        Self::Cause(cause)
+    }
+}
+
+/// Handler of the events of a VM that waits for boot.
+struct BootWaiter<'a> {
+    control: &'a Control,
+    wakeup: &'a UnixStream,
+    metrics: Option<&'a Metrics>,
+}
+
+/// Source of an event before boot.
+#[derive(Clone, Copy)]
+enum BootSource {
+    Metrics,
+    Commands,
+}
+
+impl EventHandler for BootWaiter<'_> {
+    type Source = BootSource;
+    type End = BootEnd;
+
+    fn interest(&self) -> Vec<(BootSource, BorrowedFd<'_>, PollFlags)> {
+        let metrics = self.metrics.map(|metrics| (BootSource::Metrics, metrics.request()));
+        let commands = (BootSource::Commands, self.wakeup.as_fd());
+        let all = metrics.into_iter().chain([commands]);
+        all.map(|(source, fd)| (source, fd, PollFlags::IN)).collect()
+    }
+
+    fn ready(&mut self, source: BootSource) -> Result<Option<BootEnd>, Failure> {
+        match (source, self.metrics) {
+            (BootSource::Metrics, Some(metrics)) => {
+                metrics.take_request();
+                metrics.write(&self.control.statistics());
+                Ok(None)
+            }
+            _ => {
+                drain(self.wakeup.as_fd());
+                Ok(self.control.commands_before_boot())
+            }
+        }
+    }
+}

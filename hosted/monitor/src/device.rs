@@ -1,0 +1,155 @@
+//! Device processes: `parador` executed again, with only the resources of one device.
+
+use crate::descriptors;
+use crate::device_process::DeviceProcess;
+use command_fds::FdMapping;
+use hosted_command::failure::{self, Failure};
+use hosted_command::supervise::{self, AtEnd};
+use hosted_devices::{ImageConfig, SetupError, Share, Vsock};
+use proto::hosted::layout;
+use signal_hook::consts::{SIGTERM, SIGXFSZ};
+use signal_hook::flag;
+use std::env;
+use std::ffi::OsStr;
+use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::process::{ExitCode, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+/// First argument of such a process.
+const MARK: &str = "--device";
+/// Kinds of devices, as the second argument.
+const SHARE: &str = "share";
+const IMAGE: &str = "image";
+const VSOCK: &str = "vsock";
+
+/// Resources shared by all device processes of a VM.
+#[derive(Clone, Copy, Debug)]
+pub struct VmDescriptors<'a> {
+    /// Guest memory in bytes.
+    pub memory: u64,
+    /// Descriptors of guest memory, shared memory and the doorbell.
+    pub descriptors: [BorrowedFd<'a>; 3],
+}
+
+/// Device that a process serves.
+#[derive(Clone, Copy, Debug)]
+pub enum DeviceKind {
+    /// Shared directory.
+    Share(Share),
+    /// Disk with a qcow2 image.
+    Image(ImageConfig),
+}
+
+/// Starts the process of a device. `queue` is the index of its request queue, `own` the descriptor
+/// of its file; `name` is for messages.
+pub fn start(
+    machine: &VmDescriptors<'_>,
+    queue: usize,
+    device: DeviceKind,
+    own: BorrowedFd<'_>,
+    name: String,
+) -> Result<DeviceProcess, Failure> {
+    let failed = |error: io::Error| Failure::os("start a device process", &error);
+    let numbers = [layout::MEMORY_FD, layout::SHARED_FD, layout::DOORBELL_FD];
+    let own = [(own, layout::DISKS_FD)];
+    let (kind, read_only, sectors) = match device {
+        DeviceKind::Share(Share { read_only }) => (SHARE, read_only, 0),
+        DeviceKind::Image(ImageConfig { read_only, sectors }) => (IMAGE, read_only, sectors),
+    };
+    let mut mappings = Vec::new();
+    for (descriptor, number) in machine.descriptors.into_iter().zip(numbers).chain(own) {
+        let parent_fd = descriptor.try_clone_to_owned().map_err(failed)?;
+        mappings.push(FdMapping { parent_fd, child_fd: number as i32 });
+    }
+    let numbers = [machine.memory, queue as u64, sectors].map(|number| number.to_string());
+    let [memory, queue, sectors] = numbers;
+    let arguments = [kind.to_owned(), memory, queue, read_only.to_string(), sectors];
+    spawn(&arguments, mappings, name)
+}
+
+/// Starts the process of the vsock device with its descriptors.
+pub fn start_vsock(vsock: Vsock, own: [OwnedFd; 3]) -> Result<DeviceProcess, Failure> {
+    let numbered = own.into_iter().zip(layout::DISKS_FD as i32..);
+    let mappings = numbered.map(|(parent_fd, child_fd)| FdMapping { parent_fd, child_fd });
+    spawn(&[VSOCK.to_owned(), vsock.cid.to_string()], mappings.collect(), VSOCK.to_owned())
+}
+
+fn spawn(
+    arguments: &[String],
+    mappings: Vec<FdMapping>,
+    name: String,
+) -> Result<DeviceProcess, Failure> {
+    let mut command = supervise::command(OsStr::new("/proc/self/exe"), AtEnd::Terminate)?;
+    command
+        .arg(MARK)
+        .args(arguments)
+        .env_clear()
+        .stdin(Stdio::null())
+        // The process reports READY there; a hang-up is its end.
+        .stdout(Stdio::piped());
+    descriptors::give(&mut command, mappings, layout::DISKS_FD as i32, &name)?;
+    DeviceProcess::start(name, &mut command)
+}
+
+/// Serves a device if this process was started by [`start`] or [`start_vsock`] and returns the exit
+/// code; `None` in an ordinary `parador`.
+pub fn become_device() -> Option<ExitCode> {
+    let mut arguments = env::args().skip(1);
+    if arguments.next()? != MARK {
+        return None;
+    }
+    let Some(device) = parse_arguments(arguments) else {
+        eprintln!("parador: error: {MARK} is for internal use");
+        return Some(ExitCode::from(failure::INTERNAL));
+    };
+    let end = Arc::new(AtomicBool::new(false));
+    // Exceeding RLIMIT_FSIZE is an error of the write, not the end of the process.
+    let listens = flag::register(SIGTERM, end.clone())
+        .and_then(|_| flag::register(SIGXFSZ, Arc::default()))
+        .map_err(SetupError::from);
+    let served = listens.and_then(|_| match device {
+        Served::Requests(machine, DeviceKind::Share(share)) => {
+            hosted_devices::serve_share(machine, share, &end)
+        }
+        Served::Requests(machine, DeviceKind::Image(image)) => {
+            hosted_devices::serve_image(machine, image, &end)
+        }
+        Served::Vsock(vsock) => hosted_devices::serve_vsock(vsock, &end),
+    });
+    Some(match served {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            // The parent process prints the message.
+            print!("{error}");
+            ExitCode::from(if error.is_of_host() { failure::OS_ERROR } else { failure::BAD_CONFIG })
+        }
+    })
+}
+
+/// Task of a device process.
+enum Served {
+    /// Requests of a virtio device in shared memory.
+    Requests(hosted_devices::GuestQueue, DeviceKind),
+    /// Vsock connections.
+    Vsock(Vsock),
+}
+
+/// Parses the arguments that [`start`] and [`start_vsock`] pass.
+fn parse_arguments(mut arguments: impl Iterator<Item = String>) -> Option<Served> {
+    let kind = arguments.next()?;
+    if kind == VSOCK {
+        return Some(Served::Vsock(Vsock { cid: arguments.next()?.parse().ok()? }));
+    }
+    let memory = arguments.next()?.parse().ok()?;
+    let queue = arguments.next()?.parse().ok()?;
+    let read_only = arguments.next()?.parse().ok()?;
+    let sectors = arguments.next()?.parse().ok()?;
+    let device = match kind.as_str() {
+        SHARE => DeviceKind::Share(Share { read_only }),
+        IMAGE => DeviceKind::Image(ImageConfig { read_only, sectors }),
+        _ => return None,
+    };
+    Some(Served::Requests(hosted_devices::GuestQueue { memory, queue }, device))
+}

@@ -1,0 +1,94 @@
+//! Child processes that serve devices of a VM.
+
+use crate::orphans;
+use hosted_command::failure::{self, Failure};
+use hosted_devices::READY;
+use rustix::process::{Pid, Signal, kill_process};
+use std::io::Read;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, ChildStdout, Command, ExitStatus};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Time for a device process to write its cached data.
+const TERMINATION_GRACE: Duration = Duration::from_secs(10);
+/// Longest error message of a device process in bytes.
+const REFUSAL: u64 = 16 << 10;
+
+/// A device process of a VM. The VM ends with it; dropping it ends it.
+#[derive(Debug)]
+pub struct DeviceProcess {
+    name: String,
+    child: Child,
+    /// Standard output: hangs up when the process exits.
+    alive: ChildStdout,
+}
+
+impl DeviceProcess {
+    /// Starts the process with a pipe as standard output and waits for [`READY`] on it. `name` is
+    /// for messages.
+    pub fn start(name: String, command: &mut Command) -> Result<Self, Failure> {
+        let started = command.process_group(0).spawn();
+        let mut child = started.map_err(|error| Failure::program(&name, &error))?;
+        let Some(alive) = child.stdout.take() else {
+            return Err(Failure::new(failure::INTERNAL, format!("{name} has no pipe")));
+        };
+        let mut process = Self { name, child, alive };
+        let mut said = [READY];
+        match process.alive.read(&mut said) {
+            Ok(1) if said == [READY] => Ok(process),
+            _ => Err(process.refusal(said)),
+        }
+    }
+
+    /// Creates the failure from the error message that the process wrote instead of READY; it
+    /// begins with `first`.
+    fn refusal(mut self, first: [u8; 1]) -> Failure {
+        let mut said = first.to_vec();
+        // On a read error, the text so far is reported.
+        let _ = (&mut self.alive).take(REFUSAL).read_to_end(&mut said);
+        let text = String::from_utf8_lossy(&said).replace(char::is_control, "");
+        let known_code = |status: &ExitStatus| {
+            let codes = [failure::BAD_CONFIG, failure::OS_ERROR];
+            codes.into_iter().find(|code| status.code() == Some((*code).into()))
+        };
+        let (code, text) = match self.child.wait().map(|status| (known_code(&status), status)) {
+            Ok((Some(code), _)) => (code, text),
+            Ok((None, status)) => {
+                (failure::INTERNAL, format!("the process exited ({status}) {text}"))
+            }
+            Err(error) => (failure::INTERNAL, failure::describe(&error)),
+        };
+        Failure::new(code, format!("{}: {}", self.name, text.trim()))
+    }
+}
+
+impl DeviceProcess {
+    /// Returns the descriptor that hangs up when the process exits.
+    pub fn alive(&self) -> BorrowedFd<'_> {
+        self.alive.as_fd()
+    }
+
+    /// Waits for the end of the process; returns its name and status.
+    pub fn end(&mut self) -> Result<(String, ExitStatus), Failure> {
+        let status =
+            self.child.wait().map_err(|error| Failure::os("wait for a process", &error))?;
+        Ok((self.name.clone(), status))
+    }
+}
+
+impl Drop for DeviceProcess {
+    fn drop(&mut self) {
+        let deadline = Instant::now() + TERMINATION_GRACE;
+        let id = Pid::from_child(&self.child);
+        // The signal fails if the process has exited.
+        let _ = kill_process(id, Signal::TERM);
+        while Instant::now() < deadline && matches!(self.child.try_wait(), Ok(None)) {
+            thread::sleep(Duration::from_millis(2));
+        }
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        orphans::wait(id);
+    }
+}

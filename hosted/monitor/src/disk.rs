@@ -1,0 +1,281 @@
+//! Disks of `parador run`: their configuration, and their files, opened and locked for one VM.
+
+use crate::config::disk::{DiskConfig, NAME, Name};
+use crate::device;
+use crate::device_process::DeviceProcess;
+use hosted_command::failure::{self, Failure};
+use rustix::fs::OFlags;
+use rustix::io::Errno;
+use std::fs::{File, OpenOptions};
+use std::io::{ErrorKind, Read, Seek, SeekFrom};
+use std::os::fd::AsFd;
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+mod lock;
+
+/// Bytes per sector.
+const SECTOR: u64 = 512;
+/// Magic number of a qcow2 image (QEMU, `docs/interop/qcow2.txt`).
+const QCOW2: [u8; 4] = *b"QFI\xfb";
+/// Bytes of the header common to all versions.
+const HEADER: usize = 72;
+
+/// Opened disk of a VM.
+#[derive(Debug)]
+pub struct Disk {
+    /// File, locked against other writers.
+    pub file: File,
+    /// Description for the VM.
+    pub record: proto::hosted::DiskRecord,
+    /// Path for messages.
+    path: PathBuf,
+}
+
+impl DiskConfig {
+    /// Opens the disk's file for this VM alone; read-only disks may be shared. `number` is the
+    /// index of the disk.
+    pub fn open(&self, number: usize) -> Result<Disk, Failure> {
+        let path = &self.path;
+        let failed = |action: &str, error: std::io::Error| Failure::file(action, path, &error);
+        let is_block_device =
+            path.metadata().is_ok_and(|metadata| metadata.file_type().is_block_device());
+        let is_exclusive = is_block_device && !self.ro;
+        let mut file = self.open_file(is_exclusive)?;
+        let kind = file.metadata().map_err(|error| failed("examine disk", error))?.file_type();
+        if kind.is_block_device() != is_block_device {
+            return Err(self.refuse("was replaced while it was being opened"));
+        }
+        if !kind.is_file() && !kind.is_block_device() {
+            return Err(self.refuse("is neither a file nor a block device"));
+        }
+        lock::lock(&file, path, self.ro)?;
+        let is_image = self.is_image();
+        if is_image && !kind.is_file() {
+            return Err(self.refuse("is a block device, not a qcow2 image"));
+        }
+        let length = if is_image {
+            self.length_of_image(&mut file)?
+        } else {
+            file.seek(SeekFrom::End(0)).map_err(|error| failed("measure disk", error))?
+        };
+        if length == 0 || !length.is_multiple_of(SECTOR) {
+            let text = format!("has {length} bytes, not a positive multiple of {SECTOR}");
+            return Err(self.refuse(&text).help("pad it: `truncate -s %512 FILE`"));
+        }
+        if self.format.is_none() && !is_image {
+            let mut start = [0; QCOW2.len()];
+            let read = file.rewind().and_then(|()| file.read_exact(&mut start));
+            read.map_err(|error| failed("read disk", error))?;
+            if start == QCOW2 {
+                return Err(self
+                    .refuse("looks like a qcow2 image")
+                    .help("add format=qcow2 if the image is trusted, format=raw if a guest may have written the header"));
+            }
+        }
+        let mut serial = [0; NAME];
+        let name = match &self.id {
+            Some(Name(name)) if !name.is_empty() => name.clone(),
+            _ => format!("disk{number}"),
+        };
+        serial[..name.len()].copy_from_slice(name.as_bytes());
+        let record = proto::hosted::DiskRecord {
+            sectors: length / SECTOR,
+            read_only: self.ro,
+            is_external: is_image,
+            serial,
+        };
+        Ok(Disk { file, record, path: path.clone() })
+    }
+
+    /// Reads the virtual size from an image's header. The rest of the image is only read by a
+    /// device process.
+    fn length_of_image(&self, file: &mut File) -> Result<u64, Failure> {
+        let mut header = [0; HEADER];
+        match file.read_exact(&mut header) {
+            Ok(()) if header[..4] == QCOW2 => {}
+            Err(error) if error.kind() != ErrorKind::UnexpectedEof => {
+                return Err(Failure::file("read disk", &self.path, &error));
+            }
+            _ => {
+                return Err(self.refuse("is not a qcow2 image").help(
+                    "use format=raw, or create an image: `qemu-img create -f qcow2 FILE 10G`",
+                ));
+            }
+        }
+        let word = |at: usize| u32::from_be_bytes([0, 1, 2, 3].map(|byte| header[at + byte]));
+        let long = |at: usize| u64::from(word(at)) << 32 | u64::from(word(at + 4));
+        // Offset of the backing file name, encryption, snapshots (QEMU, `docs/interop/qcow2.txt`).
+        if long(8) != 0 {
+            return Err(self
+                .refuse("is a qcow2 image with a backing file")
+                .help("merge them: `qemu-img convert -O qcow2 OLD NEW`"));
+        }
+        if word(32) != 0 {
+            return Err(self
+                .refuse("is an encrypted qcow2 image")
+                .help("convert it: `qemu-img convert -O qcow2 OLD NEW`"));
+        }
+        if word(60) != 0 && !self.ro {
+            return Err(self
+                .refuse("is a qcow2 image with snapshots, which can only be read")
+                .help("add ro=on, or convert it: `qemu-img convert -O qcow2 OLD NEW`"));
+        }
+        Ok(long(24))
+    }
+
+    /// Opens the file. `is_exclusive` refuses a block device that is mounted or in use by the host
+    /// for swap or as part of another device (open(2), `O_EXCL`).
+    fn open_file(&self, is_exclusive: bool) -> Result<File, Failure> {
+        let flags = if is_exclusive { OFlags::EXCL } else { OFlags::empty() };
+        let mut options = OpenOptions::new();
+        options.read(true).write(!self.ro).custom_flags(flags.bits().cast_signed());
+        options.open(&self.path).map_err(|error| {
+            let failure = Failure::file("open disk", &self.path, &error);
+            match failure.code() {
+                _ if is_exclusive && error.raw_os_error() == Some(Errno::BUSY.raw_os_error()) => {
+                    let text = format!("disk {} is in use by the host", self.path.display());
+                    Failure::new(failure::OS_ERROR, text)
+                        .help("unmount it or stop its other user; `lsblk` shows it")
+                }
+                failure::PERMISSION if !self.ro => failure.help("add ro=on for read-only access"),
+                _ => failure,
+            }
+        })
+    }
+
+    fn refuse(&self, text: &str) -> Failure {
+        Failure::new(failure::BAD_CONFIG, format!("disk {} {text}", Path::display(&self.path)))
+    }
+}
+
+/// Closes the disks of an exited VM and waits until the host kernel has closed them, too: it
+/// releases files of io_uring(7) shortly after the exit of the process. Read-only disks are not
+/// waited for.
+pub fn release(disks: Vec<Disk>) {
+    let written = disks.iter().filter(|disk| !disk.record.read_only);
+    // A file that cannot be reopened cannot be checked.
+    let again: Vec<File> = written.filter_map(|disk| lock::open_again(&disk.file).ok()).collect();
+    drop(disks);
+    again.iter().for_each(lock::wait_for_writer);
+}
+
+impl Disk {
+    /// Starts the device process of a qcow2 image; `queue` is the index of its request queue.
+    pub fn start(
+        &self,
+        machine: &device::VmDescriptors<'_>,
+        queue: usize,
+    ) -> Option<Result<DeviceProcess, Failure>> {
+        let proto::hosted::DiskRecord { sectors, read_only, is_external, .. } = self.record;
+        let image = device::DeviceKind::Image(hosted_devices::ImageConfig { read_only, sectors });
+        let name = format!("disk {}", self.path.display());
+        is_external.then(|| device::start(machine, queue, image, self.file.as_fd(), name))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::disk::parse;
+    use std::process::{Command, Stdio};
+    use std::time::{Duration, Instant};
+
+    #[test]
+    fn files() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("disk");
+        let open = |more: &str| parse(&format!("{}{more}", path.display())).unwrap().open(1);
+        assert_eq!(open("").unwrap_err().code(), failure::MISSING_FILE);
+        for length in [0, 511, 513] {
+            std::fs::write(&path, vec![0; length]).unwrap();
+            assert_eq!(open("").unwrap_err().code(), failure::BAD_CONFIG);
+        }
+        std::fs::write(&path, vec![0; 1024]).unwrap();
+        let disk = open("").unwrap();
+        assert_eq!((disk.record.sectors, &disk.record.serial[..6]), (2, b"disk1\0".as_slice()));
+        assert!(open(",ro=on").unwrap_err().to_string().contains("in use"));
+        drop(disk);
+        let readers = (open(",ro=on").unwrap(), open(",ro=on").unwrap());
+        assert!(readers.0.record.read_only);
+        drop(readers);
+        locks(&path);
+        let mut image = vec![0; 512];
+        image[..4].copy_from_slice(&QCOW2);
+        std::fs::write(&path, image).unwrap();
+        assert!(open("").unwrap_err().to_string().contains("qcow2"));
+        assert!(open(",format=raw").is_ok());
+        images(folder.path());
+        let folder = parse(folder.path().to_str().unwrap()).unwrap();
+        assert!(folder.open(0).is_err());
+    }
+
+    /// Excludes QEMU tools and `parador` from each other's disks.
+    fn locks(path: &Path) {
+        let open = |more: &str| parse(&format!("{}{more}", path.display())).unwrap().open(1);
+        let qemu = |options: &[&str]| {
+            let mut command = Command::new("qemu-io");
+            command.args(["-f", "raw", "-c", "read 0 512"]).args(options).arg(path);
+            command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+            command.spawn().unwrap()
+        };
+        // Its first write shows that it has the file open; then it sleeps.
+        let mut writer = qemu(&["-c", "write -P 9 0 512", "-c", "sleep 100000"]);
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while std::fs::read(path).unwrap()[0] != 9 {
+            assert!(Instant::now() < deadline, "it writes nothing");
+        }
+        for more in ["", ",ro=on"] {
+            let failure = open(more).unwrap_err();
+            assert_eq!(failure.code(), failure::OS_ERROR, "{more}: {failure}");
+            assert!(failure.to_string().contains("such as QEMU"), "{more}: {failure}");
+        }
+        writer.kill().and_then(|()| writer.wait()).unwrap();
+        // A read-only QEMU tool permits writers, because it takes no deny lock: a reader of ours
+        // may open the file concurrently.
+        let disk = open(",ro=on").unwrap();
+        assert!(qemu(&["-r"]).wait().unwrap().success());
+        assert!(!qemu(&[]).wait().unwrap().success(), "QEMU writes what we read");
+        drop(disk);
+        let disk = open("").unwrap();
+        let output = qemu(&[]).wait_with_output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success() && said.contains("lock"), "{said}");
+        drop(disk);
+        assert!(qemu(&[]).wait().unwrap().success(), "it is free again");
+    }
+
+    fn images(folder: &Path) {
+        let path = folder.join("disk.qcow2");
+        let open = |more: &str| parse(&format!("{}{more}", path.display())).unwrap().open(1);
+        let write = |field: usize, value: u8| {
+            let mut header = [0; HEADER];
+            header[..4].copy_from_slice(&QCOW2);
+            // 16 MiB.
+            header[28] = 1;
+            header[field] |= value;
+            std::fs::write(&path, header).unwrap();
+        };
+        write(0, 0);
+        let disk = open("").unwrap();
+        assert_eq!((disk.record.sectors, disk.record.is_external), (1 << 15, true));
+        drop(disk);
+        for (field, said) in [
+            (1, "not a qcow2 image"),
+            (15, "backing file"),
+            (35, "encrypted"),
+            (63, "snapshots"),
+            (31, "bytes"),
+        ] {
+            write(field, 1);
+            let failure = open("").unwrap_err();
+            assert_eq!(failure.code(), failure::BAD_CONFIG);
+            assert!(failure.to_string().contains(said), "{said}: {failure}");
+        }
+        write(63, 1);
+        assert!(open(",ro=on").is_ok());
+        std::fs::write(&path, [0; 512]).unwrap();
+        assert!(open("").unwrap_err().to_string().contains("not a qcow2 image"));
+        assert!(!open(",format=raw").unwrap().record.is_external);
+    }
+}

@@ -1,0 +1,284 @@
+//! Starts a built system in QEMU and connects the terminal to the guest's console.
+
+use crate::console::HostConsole;
+use crate::event_loop::deadline;
+use crate::exit::ExitCause;
+use crate::vm_process::VmProcess;
+use hosted_command::failure::{self, Failure};
+use hosted_command::supervise::{self, AtEnd};
+use hosted_system::attach::Bus;
+use hosted_system::image::Image;
+use hosted_system::resolved::ResolvedSystem;
+use hosted_system::rootfs;
+use rustix::process::Signal;
+use std::ffi::OsString;
+use std::fs;
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+/// Offset of exit codes that `root` writes to `isa-debug-exit`, which keeps them apart from QEMU's
+/// own exit codes 0 and 1; QEMU exits with `2 * value + 1`.
+const REPORT_BASE: u8 = 0x10;
+/// Value that Parador's kernel writes after a panic; the exit code with the same value is never
+/// used.
+const KERNEL_PANIC: u8 = 0x7f;
+/// Lines of the kernel log that are shown after a failure.
+const SHOWN_LINES: usize = 20;
+
+/// Warning of QEMU for each feature of the CPU model that TCG lacks.
+const NOISE: &str = "warning: TCG doesn't support requested feature";
+
+/// Options of an emulation.
+#[derive(Debug)]
+pub struct Options {
+    /// QEMU binary.
+    pub qemu: PathBuf,
+    /// Time limit.
+    pub timeout: Option<Duration>,
+    /// Count instructions instead of time.
+    pub icount: bool,
+    /// File for the kernel log.
+    pub log: PathBuf,
+    /// CD-ROM image to boot instead of the kernel.
+    pub iso: Option<PathBuf>,
+    /// Additional QEMU arguments.
+    pub extra: Vec<OsString>,
+}
+
+/// Result of an emulation.
+#[derive(Debug, PartialEq, Eq)]
+struct Verdict {
+    code: u8,
+    text: String,
+    /// The kernel log may contain details.
+    show_log: bool,
+}
+
+/// Runs QEMU to its end and returns the exit code.
+pub fn run(system: &ResolvedSystem, image: &Image, options: &Options) -> Result<u8, Failure> {
+    for disk in &system.disks {
+        fs::File::open(&disk.path).map_err(|error| {
+            let help = rootfs::advice(&disk.path)
+                .unwrap_or_else(|| "create a disk with `truncate -s 1G FILE`".to_owned());
+            Failure::file("open", &disk.path, &error)
+                .help(help + "; paths are relative to the description's folder")
+        })?;
+    }
+    let mut command = supervise::command(options.qemu.as_os_str(), AtEnd::Kill)
+        .map_err(|failure| failure.help("install QEMU: apt-get install qemu-system-x86"))?;
+    command.args(arguments(system, image, options));
+    // QEMU truncates the log, but only if it gets to open it: an old log would mislead.
+    fs::write(&options.log, "").map_err(|error| Failure::file("write", &options.log, &error))?;
+    let start = Instant::now();
+    let machine = VmProcess::start("QEMU", command)?;
+    let limit = deadline(options.timeout);
+    let (end, messages) = machine.serve(
+        limit,
+        &keys(&system.console_clients()),
+        &mut HostConsole::Stdio,
+        None,
+        None,
+    )?;
+    let verdict = exit_verdict(&end);
+    if verdict.show_log {
+        show("QEMU's messages", &messages.text(), &options.qemu.display().to_string());
+        let log = fs::read(&options.log).unwrap_or_default();
+        show(
+            "end of the kernel's log",
+            &String::from_utf8_lossy(&log),
+            &options.log.display().to_string(),
+        );
+    }
+    let seconds = start.elapsed().as_secs_f64();
+    eprintln!("parador: {} (exit code {}, {seconds:.1} s)", verdict.text, verdict.code);
+    Ok(verdict.code)
+}
+
+/// Describes the terminal's keys; `clients` share the console.
+fn keys(clients: &[&str]) -> String {
+    if clients.is_empty() {
+        return "Ctrl-A X kills QEMU; all other keys go to the guest".to_owned();
+    }
+    let digits = (1..=9).zip(clients).map(|(digit, name)| format!(", {digit} {name}"));
+    format!(
+        "this terminal is shared. Ctrl-] and a digit select the console: 0 log{}\n\
+         parador: Ctrl-] ? lists all keys; Ctrl-A X kills QEMU",
+        digits.collect::<String>()
+    )
+}
+
+/// Prints the last lines of a text, if there are any.
+fn show(what: &str, text: &str, origin: &str) {
+    let tells = |line: &&str| !line.trim().is_empty() && !line.contains(NOISE);
+    let lines: Vec<&str> = text.lines().filter(tells).collect();
+    if lines.is_empty() {
+        return;
+    }
+    eprintln!("parador: {what} ({origin}):");
+    for line in &lines[lines.len().saturating_sub(SHOWN_LINES)..] {
+        eprintln!("  | {}", line.trim_end());
+    }
+}
+
+fn exit_verdict(end: &ExitCause) -> Verdict {
+    let verdict = |code: u8, text: &str| Verdict { code, text: text.to_owned(), show_log: false };
+    let failed = |text: String| Verdict { code: failure::INTERNAL, text, show_log: true };
+    match end {
+        ExitCause::Timeout => {
+            Verdict { show_log: true, ..verdict(failure::TIMEOUT, "time limit reached") }
+        }
+        ExitCause::Signal(signal) => {
+            verdict(128 + *signal as u8, &format!("ended by signal {signal}"))
+        }
+        ExitCause::Keyboard => verdict(0, "ended from the keyboard"),
+        ExitCause::OutputClosed => {
+            verdict(128 + Signal::PIPE.as_raw() as u8, "the reader of the console has closed it")
+        }
+        ExitCause::Request | ExitCause::Reset => verdict(0, "ended by request"),
+        ExitCause::DeviceProcess(name, status) => {
+            failed(format!("the process of {name} exited ({status})"))
+        }
+        ExitCause::Exited(status) => match (status.code(), status.signal()) {
+            (Some(0), _) => {
+                failed("QEMU exited without an exit code of the system: reset or power-off".into())
+            }
+            (Some(code), _) if code & 1 == 1 && code >> 1 >= i32::from(REPORT_BASE) => {
+                reported((code >> 1) as u8)
+            }
+            (Some(code), _) => failed(format!("QEMU failed with exit code {code}")),
+            (None, signal) => {
+                let signal = signal.unwrap_or(0);
+                let text = format!("QEMU was killed by signal {signal}");
+                Verdict { code: 128 + signal as u8, text, show_log: true }
+            }
+        },
+    }
+}
+
+/// Interprets a value written to `isa-debug-exit`.
+fn reported(value: u8) -> Verdict {
+    if value == KERNEL_PANIC {
+        let text = "Parador's kernel panicked; this is always a bug in Parador".to_owned();
+        return Verdict { code: failure::INTERNAL, text, show_log: true };
+    }
+    let code = value - REPORT_BASE;
+    Verdict {
+        code,
+        text: failure::meaning_of_end(code),
+        show_log: code >= 64 && code != failure::GUEST_RESET,
+    }
+}
+
+fn arguments(system: &ResolvedSystem, image: &Image, options: &Options) -> Vec<OsString> {
+    let cpus = system.cpus.unwrap_or(1);
+    let megabytes = system.machine_memory(image.bundle_length).div_ceil(1 << 20);
+    let mut arguments: Vec<OsString> = Vec::new();
+    let mut add = |words: &[&str]| arguments.extend(words.iter().map(OsString::from));
+    add(&["-M", "q35", "-cpu", "EPYC,+svm,+npt", "-accel", "tcg"]);
+    add(&["-smp", &cpus.to_string(), "-m", &megabytes.to_string()]);
+    add(&["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]);
+    if options.icount {
+        add(&["-icount", "shift=0,sleep=off", "-seed", "1"]);
+        add(&["-rtc", "base=2024-01-01T00:00:00,clock=vm"]);
+    }
+    // `signal=off`: QEMU passes Ctrl-C through as a byte.
+    add(&["-chardev", "stdio,id=console,signal=off", "-serial", "chardev:console"]);
+    let log = option_path(&options.log);
+    add(&["-chardev", &format!("file,id=log,path={log}"), "-serial", "chardev:log"]);
+    add(&["-device", "isa-debug-exit,iobase=0xf4,iosize=4"]);
+    // Without these options, virtio devices bypass the IOMMU.
+    let translated = if system.iommu { ",iommu_platform=on,disable-legacy=on" } else { "" };
+    if system.iommu {
+        add(&["-device", "amd-iommu,intremap=on"]);
+    }
+    for (number, disk) in system.disks.iter().enumerate() {
+        let on_off = |on| if on { "on" } else { "off" };
+        let drive = format!(
+            "file={},format={},if=none,id=disk{number},readonly={},snapshot={}",
+            option_path(&disk.path),
+            disk.format,
+            on_off(disk.read_only),
+            on_off(disk.snapshot),
+        );
+        let port = system.disks[..number].iter().filter(|other| other.bus == disk.bus).count();
+        let device = match disk.bus {
+            Bus::Virtio => format!("virtio-blk-pci,drive=disk{number}{translated}"),
+            Bus::Ahci => format!("ide-hd,drive=disk{number},bus=ide.{port}"),
+        };
+        add(&["-drive", &drive, "-device", &device]);
+    }
+    for (number, net) in system.nets.iter().enumerate() {
+        let forwards: String =
+            net.forwards.iter().map(|forward| format!(",hostfwd={forward}")).collect();
+        add(&["-netdev", &format!("user,id=net{number}{forwards}")]);
+        add(&["-device", &format!("virtio-net-pci,netdev=net{number},romfile={translated}")]);
+    }
+    match &options.iso {
+        // GRUB requires a display for its menu.
+        Some(iso) => {
+            let drive = format!("file={},format=raw,media=cdrom,readonly=on", option_path(iso));
+            add(&["-drive", &drive, "-boot", "d", "-vga", "std"]);
+        }
+        None => {
+            add(&["-append", &system.kernel_command_line()]);
+            arguments.extend(["-kernel".into(), image.kernel.clone().into_os_string()]);
+            arguments.extend(["-initrd".into(), image.bundle.clone().into_os_string()]);
+        }
+    }
+    arguments.extend(options.extra.iter().cloned());
+    arguments
+}
+
+/// Escapes a path for QEMU's comma-separated options.
+fn option_path(path: &Path) -> String {
+    path.to_string_lossy().replace(',', ",,")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::process::ExitStatus;
+
+    fn exited(code: i32) -> Verdict {
+        exit_verdict(&ExitCause::Exited(ExitStatus::from_raw(code << 8)))
+    }
+
+    /// Returns QEMU's exit status for an exit code that `root` writes.
+    fn status(code: i32) -> i32 {
+        2 * (code + i32::from(REPORT_BASE)) + 1
+    }
+
+    #[test]
+    fn codes_of_guests_pass() {
+        for code in (0..=63).chain(80..=83) {
+            assert_eq!(i32::from(exited(status(code)).code), code);
+        }
+        assert_eq!(exited(status(0)).text, "the guest powered off");
+        assert!(!exited(status(0)).show_log);
+        assert!(exited(status(80)).show_log);
+    }
+
+    #[test]
+    fn failures_of_the_kernel_and_of_qemu() {
+        let kernel = exited(2 * i32::from(KERNEL_PANIC) + 1);
+        assert_eq!((kernel.code, kernel.show_log), (failure::INTERNAL, true));
+        for code in [0, 1, 2, 3, 0x1f, 70] {
+            assert_eq!(exited(code).code, failure::INTERNAL, "{code}");
+        }
+        let killed = exit_verdict(&ExitCause::Exited(ExitStatus::from_raw(9)));
+        assert_eq!(killed.code, 137);
+    }
+
+    #[test]
+    fn ends_from_outside() {
+        assert_eq!(exit_verdict(&ExitCause::Timeout).code, 124);
+        assert_eq!(exit_verdict(&ExitCause::Signal(15)).code, 143);
+        assert_eq!(exit_verdict(&ExitCause::Signal(2)).code, 130);
+    }
+
+    #[test]
+    fn commas_in_paths() {
+        assert_eq!(option_path(Path::new("a,b/c")), "a,,b/c");
+    }
+}

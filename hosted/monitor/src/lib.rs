@@ -1,0 +1,60 @@
+//! Monitor of VMs on Linux: `parador run`, its control socket (`parador ctl`), the check of the
+//! host (`parador doctor`), and systems in QEMU (`parador system emulate`).
+//!
+//! A VM is a child process (`vm_process`), either the wedge (`wedge`) or a KVM process (`kvm`),
+//! with device processes next to it (`device`). The other processes are `parador` again: see
+//! [`become_part`].
+#![forbid(unsafe_code)]
+
+mod api;
+mod backend;
+mod compat;
+mod config;
+mod console;
+mod control;
+pub mod ctl;
+mod debugger;
+mod descriptors;
+mod device;
+mod device_process;
+mod disk;
+pub mod doctor;
+pub mod emulate;
+mod event_loop;
+mod events;
+mod exit;
+mod kvm;
+mod metrics;
+mod net;
+mod orphans;
+mod passt;
+mod perf;
+mod profile;
+mod relay;
+pub mod run;
+mod share;
+mod spec;
+#[cfg(test)]
+mod specification;
+mod state;
+mod statistics;
+mod supervisor;
+mod switch;
+mod terminal;
+mod vm_files;
+mod vm_process;
+mod vsock;
+mod wedge;
+
+use hosted_command::supervise;
+use std::process::ExitCode;
+
+/// Becomes the process of a VM as which this program was started again. Returns its exit code;
+/// `None` in an ordinary `parador`.
+pub fn become_part() -> Option<ExitCode> {
+    supervise::become_other_program(wedge::NAME, wedge::copy)
+        .or_else(device::become_device)
+        .or_else(relay::become_relay)
+        .or_else(switch::become_switch)
+        .or_else(kvm::become_machine)
+}

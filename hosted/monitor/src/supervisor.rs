@@ -1,0 +1,327 @@
+//! The supervisor of a VM: opens its host ends, starts its processes, serves it until it ends, and
+//! restarts it.
+
+use crate::api::ApiServer;
+use crate::backend::{Backend, KernelImage, Start};
+use crate::config::gdb::GdbEndpoint;
+use crate::config::vm::{OnExit, VmConfig};
+use crate::console::HostConsole;
+use crate::control::Control;
+use crate::control::executor::CommandExecutor;
+use crate::debugger::{self, Debugger, GuestKernel, Ram};
+use crate::descriptors;
+use crate::device;
+use crate::device_process::DeviceProcess;
+use crate::exit::{self, ExitCause};
+use crate::metrics::Metrics;
+use crate::net::NetBackend;
+use crate::perf::Maps;
+use crate::profile;
+use crate::spec::Spec;
+use crate::vm_files::VmFiles;
+use crate::vm_process::{SecondaryConsole, VmProcess};
+use crate::vsock::Vsock;
+use command_fds::FdMapping;
+use hosted_command::failure::{self, Failure};
+use hosted_command::messages::{Level, MessageLog, say};
+use hosted_loader::Prepared;
+use proto::hosted::{MAX_DISKS, MAX_NETS, layout};
+use rustix::event::{EventfdFlags, eventfd};
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+/// Name of the serial line in messages.
+const SERIAL: &str = "the serial line";
+/// Name of the virtio console in messages.
+const CONSOLE: &str = "the virtio console";
+/// Help on the terminal keys.
+const KEYS: &str = "Ctrl-A X kills the VM; all other keys go to the guest";
+
+/// Parts of the kernel that are needed while the VM runs.
+pub struct Symbols {
+    /// Kernel for the debugger.
+    debugged: Option<GuestKernel>,
+    /// Symbol maps for profilers.
+    maps: Option<Maps>,
+}
+
+impl Symbols {
+    /// Extracts what the configuration needs.
+    pub fn new(spec: &Spec, kernel: &KernelImage<'_>) -> Result<Self, Failure> {
+        let image = kernel.image();
+        let debugged =
+            spec.vm().gdb.as_ref().map(|_| image.map_or(GuestKernel::Kvm, GuestKernel::new));
+        let maps = image.filter(|_| spec.vm().perf_map).map(Maps::new).transpose()?;
+        Ok(Self { debugged, maps })
+    }
+}
+
+/// A VM and its host ends.
+pub struct Supervisor {
+    server: Option<ApiServer>,
+    debugger: Option<Debugger>,
+    spec: Spec,
+    files: VmFiles,
+    backend: Backend,
+    serial: HostConsole,
+    console: Option<HostConsole>,
+    vsock: Option<Vsock>,
+    control: Control,
+    /// Readable when commands are pending.
+    wakeup: UnixStream,
+    metrics: Option<Metrics>,
+    maps: Option<Maps>,
+    /// End of the time limit.
+    deadline: Option<Instant>,
+}
+
+impl Supervisor {
+    /// Opens the host ends of a VM. `low` is the size of its memory below 4 GiB in bytes.
+    pub fn new(
+        spec: Spec,
+        files: VmFiles,
+        backend: Backend,
+        symbols: Symbols,
+        low: u64,
+        deadline: Option<Instant>,
+    ) -> Result<Self, Failure> {
+        let serial = HostConsole::open(&spec.serial, SERIAL)?;
+        let console = spec.console.as_ref();
+        let console = console.map(|target| HostConsole::open(target, CONSOLE)).transpose()?;
+        let vsock = spec.config.vsock.as_ref().map(Vsock::open).transpose()?;
+        let vm = spec.vm();
+        let sink = vm.event_fd.map(event_sink).transpose()?;
+        let metrics = vm.metrics.as_deref().map(Metrics::open).transpose()?;
+        let name = backend.kind().name();
+        let (control, wakeup) = Control::new(spec.config.clone(), spec.memory, name, sink)?;
+        if vm.wait_boot {
+            control.created();
+        }
+        let socket = vm.api_socket.as_deref();
+        let server = socket.map(|path| ApiServer::start(path, control.clone())).transpose()?;
+        let ram = Ram { low, size: spec.memory };
+        let debugger = vm.gdb.as_ref().zip(symbols.debugged).map(|(endpoint, kernel)| {
+            Debugger::start(endpoint, control.clone(), kernel, (spec.vcpus, ram))
+        });
+        let debugger = debugger.transpose()?;
+        let maps = symbols.maps;
+        Ok(Self {
+            server,
+            debugger,
+            spec,
+            files,
+            backend,
+            serial,
+            console,
+            vsock,
+            control,
+            wakeup,
+            metrics,
+            maps,
+            deadline,
+        })
+    }
+
+    /// Runs the VM to its end and returns the exit code.
+    pub fn run(mut self, mut start: Start) -> Result<u8, Failure> {
+        say(Level::Info, &format!("back end `{}`", self.backend.kind().name()));
+        if self.spec.vm().wait_boot {
+            let began = Instant::now();
+            let metrics = self.metrics.as_ref();
+            if let Some(cause) = self.control.await_boot(&self.wakeup, self.deadline, metrics)? {
+                let (code, text) = exit::exit_status(&cause, self.backend.kind());
+                return Ok(self.finish(code, &text, began));
+            }
+        }
+        loop {
+            let began = Instant::now();
+            let (cause, mut messages) = self.serve(start, began)?;
+            self.write_profile(&mut messages)?;
+            messages.print();
+            let (code, text) = exit::exit_status(&cause, self.backend.kind());
+            if code == failure::GUEST_PANIC {
+                self.control.panicked();
+            }
+            match action_after(self.spec.vm(), &cause, code) {
+                OnExit::Exit => return Ok(self.finish(code, &text, began)),
+                OnExit::Code(code) => return Ok(self.finish(code, &text, began)),
+                OnExit::Reset => start = self.restart(code, &text)?,
+            }
+        }
+    }
+
+    /// Reports the end of the VM and closes its host ends.
+    fn finish(self, code: u8, text: &str, began: Instant) -> u8 {
+        exit::report_exit(code, text, began);
+        self.control.ended(code, text);
+        if let Some(metrics) = &self.metrics {
+            metrics.write(&self.control.statistics());
+        }
+        drop((self.server, self.debugger));
+        self.files.close();
+        code
+    }
+
+    /// Prepares the VM for a start after an end with this code.
+    fn restart(&mut self, code: u8, text: &str) -> Result<Start, Failure> {
+        self.control.reset(code);
+        say(Level::Info, &format!("{text}; restarting the VM"));
+        let prepare =
+            |kernel: &KernelImage<'_>| self.backend.prepare(&self.spec, &self.files, kernel);
+        self.backend.with_kernel(&self.files, prepare)
+    }
+
+    /// Writes the report of `--profile-writes`.
+    fn write_profile(&self, messages: &mut MessageLog) -> Result<(), Failure> {
+        let Some(path) = &self.spec.vm().profile_writes else { return Ok(()) };
+        let lines = messages.take_marked();
+        let profile = self.backend.with_kernel(&self.files, |kernel| {
+            Ok(kernel.image().map(|image| profile::report(&lines, image)).unwrap_or_default())
+        })?;
+        fs::write(path, profile).map_err(|error| Failure::file("write", path, &error))
+    }
+
+    /// Starts the VM's processes and serves them until the VM ends. Returns the cause and the
+    /// messages of the VM's first process.
+    fn serve(&mut self, start: Start, began: Instant) -> Result<(ExitCause, MessageLog), Failure> {
+        let RunningVm { process, control, stream, memory, _nets } = self.start(start)?;
+        self.control.started(process.process(), memory, began);
+        let metrics = self.metrics.as_ref();
+        let maps = self.maps.as_mut();
+        let mut executor =
+            CommandExecutor::new(&self.control, &self.wakeup, control, metrics, maps);
+        hosted_devices::release_memory();
+        let second = match (&mut self.console, stream) {
+            (Some(console), Some(stream)) => Some(SecondaryConsole { stream, console }),
+            _ => None,
+        };
+        process.serve(self.deadline, KEYS, &mut self.serial, second, Some(&mut executor))
+    }
+
+    /// Starts the VM's processes.
+    fn start(&self, start: Start) -> Result<RunningVm, Failure> {
+        let Start { prepared, more, nets } = start;
+        let memory = (duplicate(&prepared.memory)?, duplicate(&prepared.shared)?);
+        let (control, theirs) = UnixStream::pair()
+            .and_then(|(ours, theirs)| ours.set_nonblocking(true).map(|()| (ours, theirs)))
+            .map_err(|error| Failure::os("create a socket pair", &error))?;
+        let doorbell = eventfd(0, EventfdFlags::CLOEXEC)
+            .map_err(|error| Failure::os("create an eventfd", &error.into()))?;
+        let mut devices = self.start_devices(&prepared, doorbell.as_fd())?;
+        let mut given = vec![
+            (prepared.memory, layout::MEMORY_FD),
+            (prepared.shared, layout::SHARED_FD),
+            (doorbell, layout::DOORBELL_FD),
+            (theirs.into(), layout::CONTROL_FD),
+        ];
+        let mut stream = None;
+        if self.console.is_some() {
+            let pair = UnixStream::pair();
+            let (ours, theirs) =
+                pair.map_err(|error| Failure::os("create a socket pair", &error))?;
+            stream = Some(ours);
+            given.push((theirs.into(), layout::CONSOLE_FD));
+        }
+        if let Some(vsock) = &self.vsock {
+            let (process, packets) = vsock.start()?;
+            devices.push(process);
+            given.push((packets, layout::NETS_FD + MAX_NETS as u32));
+        }
+        given.extend(self.raw_disks()?);
+        // The host ends of the networks end with this start.
+        let (frames, nets): (Vec<_>, Vec<_>) = nets.into_iter().map(NetBackend::split).unzip();
+        given.extend(frames.into_iter().zip(layout::NETS_FD..));
+        given.extend(more);
+        let process = self.start_process(given, &memory.1)?;
+        let process = process.with_devices(devices);
+        Ok(RunningVm { process, control, stream, memory, _nets: nets })
+    }
+
+    /// Starts the processes of qcow2 images and shared directories.
+    fn start_devices(
+        &self,
+        prepared: &Prepared,
+        doorbell: BorrowedFd<'_>,
+    ) -> Result<Vec<DeviceProcess>, Failure> {
+        let vm = device::VmDescriptors {
+            memory: self.spec.memory,
+            descriptors: [prepared.memory.as_fd(), prepared.shared.as_fd(), doorbell],
+        };
+        let images = self.files.disks.iter().enumerate();
+        let images = images.filter_map(|(queue, disk)| disk.start(&vm, queue));
+        let shares = (MAX_DISKS..).zip(&self.files.shares);
+        let shares = shares.map(|(queue, share)| share.start(&vm, queue));
+        images.chain(shares).collect()
+    }
+
+    /// Returns the files of raw disks and their descriptor numbers.
+    fn raw_disks(&self) -> Result<Vec<(OwnedFd, u32)>, Failure> {
+        let numbered = self.files.disks.iter().zip(layout::DISKS_FD..);
+        let raw = numbered.filter(|(disk, _)| !disk.record.is_external);
+        raw.map(|(disk, number)| Ok((duplicate(&disk.file)?, number))).collect()
+    }
+
+    /// Starts the VM's first process with these descriptors; `shared` is the shared memory.
+    fn start_process(
+        &self,
+        given: Vec<(OwnedFd, u32)>,
+        shared: &OwnedFd,
+    ) -> Result<VmProcess, Failure> {
+        let name = self.backend.process_name();
+        let mappings = given
+            .into_iter()
+            .map(|(parent_fd, number)| FdMapping { parent_fd, child_fd: number as i32 });
+        let mut command = self.backend.command()?;
+        let last = self.backend.last_descriptor();
+        descriptors::give(&mut command, mappings.collect(), last, name)?;
+        if self.spec.vm().gdb.as_ref().is_some_and(GdbEndpoint::waits) {
+            debugger::make_wait(shared)?;
+        }
+        VmProcess::start(name, command)
+    }
+}
+
+/// A started VM.
+struct RunningVm {
+    process: VmProcess,
+    /// This side of the control socket.
+    control: UnixStream,
+    /// This side of the virtio console.
+    stream: Option<UnixStream>,
+    /// Guest memory, and the memory shared with the VM's processes.
+    memory: (OwnedFd, OwnedFd),
+    /// Processes of networks, which end with this.
+    _nets: Vec<Option<crate::passt::Passt>>,
+}
+
+/// Returns the action after an end with this code.
+fn action_after(vm: &VmConfig, cause: &ExitCause, code: u8) -> OnExit {
+    let wanted = match (cause, code) {
+        (ExitCause::Reset, _) => Some(OnExit::Reset),
+        (ExitCause::Exited(_), 0) => vm.on_shutdown,
+        (ExitCause::Exited(_), failure::GUEST_RESET) => vm.on_reset,
+        (ExitCause::Exited(_), failure::GUEST_PANIC) => vm.on_panic,
+        _ => None,
+    };
+    wanted.unwrap_or_default()
+}
+
+fn duplicate(descriptor: &impl AsFd) -> Result<OwnedFd, Failure> {
+    let copy = descriptor.as_fd().try_clone_to_owned();
+    copy.map_err(|error: io::Error| Failure::os("duplicate a descriptor", &error))
+}
+
+/// Opens the descriptor of `--event-fd`.
+fn event_sink(number: u32) -> Result<File, Failure> {
+    let path = PathBuf::from(format!("/proc/self/fd/{number}"));
+    let opened = OpenOptions::new().append(true).open(&path);
+    opened.map_err(|error| {
+        Failure::file("write to the descriptor", Path::new(&path), &error).help(
+            "--event-fd takes the number of an open file or pipe, as in --event-fd 9 9>events",
+        )
+    })
+}

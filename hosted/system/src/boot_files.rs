@@ -1,0 +1,191 @@
+//! Boot files of the VMs, and the memory of the machine for them.
+
+use crate::guest;
+use crate::resolved::{InitrdSource, KernelSource, ResolvedSystem, ResolvedVm, VmFiles};
+use crate::rootfs;
+use hosted_command::failure::{self, Failure};
+use hosted_command::problem::Problem;
+use hosted_command::value::Size;
+use std::fs;
+use std::ops::Range;
+use std::path::Path;
+use toml::Spanned;
+use vmm_boot::Kernel;
+
+/// Memory of the kernel with its objects, `root` and the servers, in bytes.
+const FIXED_MEMORY: u64 = 16 << 20;
+/// Memory of a VM beyond guest memory: VMM and kernel objects, in bytes.
+const PER_VM_MEMORY: u64 = 1 << 20;
+/// Nested page tables take 8 bytes per 4 KiB page at worst, and the mapping database as much again.
+const PAGE_TABLE_SHIFT: u32 = 8;
+/// Assumed length of the boot files of a VM whose kernel has not been fetched, in bytes.
+const UNFETCHED_FILES: u64 = 20 << 20;
+/// Assumed length of a micro-guest that has not been built, in bytes.
+const MICRO_FILES: u64 = 1 << 20;
+/// Granularity of an emulated machine's memory in bytes.
+const MEMORY_STEP: u64 = 64 << 20;
+
+impl ResolvedSystem {
+    /// Returns the files that exist without fetching or building.
+    pub(crate) fn visible_files(&self) -> Vec<Option<VmFiles>> {
+        let files = self.vms.iter().map(|vm| {
+            let KernelSource::File(kernel) = vm.kernel.get_ref() else { return None };
+            let initrd = match vm.initrd.as_ref().map(Spanned::get_ref) {
+                Some(InitrdSource::File(path)) => Some(path.clone()),
+                _ => None,
+            };
+            Some(VmFiles { kernel: kernel.clone(), initrd })
+        });
+        files.collect()
+    }
+
+    /// Checks all files of all VMs, and the memory for them.
+    pub fn check_files(&self, files: &[VmFiles]) -> Result<(), Failure> {
+        let mut problems = Vec::new();
+        let files: Vec<Option<VmFiles>> = files.iter().cloned().map(Some).collect();
+        self.file_problems(&files, &mut problems);
+        if problems.is_empty() { Ok(()) } else { Err(self.source.refuse(problems)) }
+    }
+
+    /// Adds the problems of these files and of the memory for them.
+    pub(crate) fn file_problems(&self, files: &[Option<VmFiles>], problems: &mut Vec<Problem>) {
+        let mut boot_files = 0;
+        for (vm, files) in self.vms.iter().zip(files) {
+            let initrd_path = files.as_ref().and_then(|files| files.initrd.as_ref());
+            let described = vm.initrd.as_ref().and_then(|initrd| match initrd.get_ref() {
+                InitrdSource::File(path) => Some(path),
+                InitrdSource::Busybox => None,
+            });
+            let mut initrd_length = 0;
+            if let (Some(path), Some(initrd)) = (initrd_path.or(described), &vm.initrd) {
+                match file_length(path) {
+                    Ok(length) => initrd_length = length,
+                    Err(error) => {
+                        problems.push(unreadable(initrd.span(), "RAM disk", path, &error))
+                    }
+                }
+            }
+            match files {
+                None if matches!(vm.kernel.get_ref(), KernelSource::Micro(_)) => {
+                    boot_files += MICRO_FILES + initrd_length;
+                }
+                None => {
+                    boot_files += UNFETCHED_FILES + initrd_length;
+                    if vm.memory.get_ref().0 < guest::LINUX_MINIMUM {
+                        problems.push(vm.too_little_memory(guest::LINUX_MINIMUM));
+                    }
+                }
+                Some(files) => {
+                    let kernel_length = vm.kernel_problems(&files.kernel, initrd_length, problems);
+                    boot_files += kernel_length + initrd_length;
+                }
+            }
+        }
+        if let Some((given, span)) = &self.memory {
+            let needed = self.memory_needed(boot_files);
+            if given.0 < needed {
+                let message = format!(
+                    "not enough memory ({given}): guests need {}, boot files {}, Parador {}",
+                    Size(self.guest_memory()),
+                    Size(boot_files),
+                    Size(needed - self.guest_memory() - boot_files),
+                );
+                let help = format!("give the machine at least {}M", needed.div_ceil(1 << 20));
+                problems
+                    .push(Problem { span: span.clone(), ..Problem::new(0..0, message).help(help) });
+            }
+        }
+    }
+
+    /// Returns the memory of all guests in bytes.
+    pub(crate) fn guest_memory(&self) -> u64 {
+        self.vms.iter().fold(0, |sum: u64, vm| sum.saturating_add(vm.memory.get_ref().0))
+    }
+
+    /// Returns the least memory of a machine for this system in bytes, with boot files of this
+    /// length.
+    fn memory_needed(&self, boot_files: u64) -> u64 {
+        let guests = self.guest_memory();
+        let disks = self.vms.iter().map(|vm| vm.disks.len()).sum::<usize>() as u64;
+        let nets = self.vms.iter().map(|vm| vm.nets.len()).sum::<usize>() as u64;
+        let sessions = disks * proto::disk::SESSION_BYTES + nets * proto::net::SESSION_BYTES;
+        let channels: u64 = self.channels.iter().map(|channel| u64::from(channel.size)).sum();
+        let fixed = FIXED_MEMORY + PER_VM_MEMORY * self.vms.len() as u64 + sessions + channels;
+        guests.saturating_add(guests >> PAGE_TABLE_SHIFT).saturating_add(fixed + boot_files)
+    }
+
+    /// Returns the memory of the emulated machine in bytes: as requested, else the least plus a
+    /// margin.
+    pub fn machine_memory(&self, boot_files: u64) -> u64 {
+        match &self.memory {
+            Some((size, _)) => size.0,
+            None => self
+                .memory_needed(boot_files)
+                .saturating_add(MEMORY_STEP / 2)
+                .next_multiple_of(MEMORY_STEP),
+        }
+    }
+}
+
+impl ResolvedVm {
+    /// Checks the kernel file and returns its length.
+    fn kernel_problems(&self, path: &Path, initrd: u64, problems: &mut Vec<Problem>) -> u64 {
+        let span = self.kernel.span();
+        let bytes = match fs::read(path) {
+            Ok(bytes) => bytes,
+            Err(error) => {
+                problems.push(unreadable(span, "kernel", path, &error));
+                return 0;
+            }
+        };
+        match Kernel::detect(&bytes) {
+            Err(error) => {
+                let message = format!("{}: {error}", path.display());
+                problems.push(Problem::new(span, message).help(
+                    "use a complete bzImage for x86-64 (vmlinuz), a PVH or Multiboot kernel, or \"debian\"",
+                ));
+            }
+            Ok(kernel) => {
+                let least = guest::least_memory(&kernel, initrd);
+                if self.memory.get_ref().0 < least {
+                    problems.push(self.too_little_memory(least));
+                }
+            }
+        }
+        bytes.len() as u64
+    }
+
+    fn too_little_memory(&self, least: u64) -> Problem {
+        let message = format!(
+            "{} of memory is not enough for the kernel of `{}`",
+            self.memory.get_ref(),
+            self.name
+        );
+        let help = format!("give it at least {}M", least.div_ceil(1 << 20));
+        Problem::new(self.memory.span(), message).help(help)
+    }
+}
+
+/// Creates the problem of a file that cannot be read.
+pub(crate) fn unreadable(
+    span: Range<usize>,
+    what: &str,
+    path: &Path,
+    error: &std::io::Error,
+) -> Problem {
+    let reason = failure::describe(error);
+    let message = format!("cannot read the {what} {}: {reason}", path.display());
+    let help = rootfs::advice(path)
+        .unwrap_or_else(|| "paths are relative to the folder of this description".to_owned());
+    Problem::missing(span, message).code(failure::code_of(error)).help(help)
+}
+
+/// Returns the length of a readable regular file.
+pub(crate) fn file_length(path: &Path) -> std::io::Result<u64> {
+    let metadata = fs::File::open(path)?.metadata()?;
+    if metadata.is_file() {
+        Ok(metadata.len())
+    } else {
+        Err(std::io::ErrorKind::IsADirectory.into())
+    }
+}

@@ -1,0 +1,390 @@
+//! Bootable images: the kernel with its bundle, and a CD-ROM image for GRUB.
+//!
+//! All files are created in a folder next to the result and moved into place when complete: an
+//! error, a full disk or a signal leaves the former image or none.
+
+use crate::initramfs;
+use crate::resolved::{InitrdSource, KernelSource, ResolvedSystem, VmFiles};
+use abi::bundle;
+use hosted_command::failure::{self, Failure};
+use hosted_command::fetch::{self, Fetched};
+use hosted_command::interrupt::Interruptible;
+use hosted_command::programs::{self, Named, Programs};
+use hosted_command::steps::Steps;
+use hosted_command::supervise::{self, AtEnd};
+use hosted_command::value::Size;
+use hosted_kbuild::module;
+use std::ffi::OsStr;
+use std::fs::{self, File};
+use std::io::{self, BufWriter, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use tempfile::TempDir;
+
+/// File name of the bundle in an image's folder.
+const BUNDLE: &str = "bundle";
+
+/// Build options in addition to the description.
+#[derive(Clone, Debug, Default)]
+pub struct Options {
+    /// Output folder.
+    pub output: Option<PathBuf>,
+    /// Location of Parador's binaries.
+    pub programs: Named,
+    /// CD-ROM image to create.
+    pub iso: Option<PathBuf>,
+}
+
+/// A complete image.
+#[derive(Debug)]
+pub struct Image {
+    /// Kernel: PVH and Multiboot2.
+    pub kernel: PathBuf,
+    /// Boot module.
+    pub bundle: PathBuf,
+    /// Length of the bundle in bytes.
+    pub bundle_length: u64,
+}
+
+impl Image {
+    /// Returns the image folder of the description `file`.
+    pub fn folder(file: &Path, options: &Options) -> Result<PathBuf, Failure> {
+        match &options.output {
+            Some(folder) => Ok(folder.clone()),
+            None => {
+                let stem = file.file_stem().unwrap_or(file.as_os_str());
+                Ok(Programs::find(&options.programs)?.output_folder().join(stem))
+            }
+        }
+    }
+
+    /// Returns the existing image in `folder`.
+    pub fn existing(folder: &Path) -> Result<Self, Failure> {
+        let missing = |path: &Path, error: io::Error| {
+            Failure::file("use the image", path, &error).help("build it without --no-build")
+        };
+        let (kernel, bundle) = (folder.join(programs::KERNEL), folder.join(BUNDLE));
+        fs::metadata(&kernel).map_err(|error| missing(&kernel, error))?;
+        let length = fs::metadata(&bundle).map_err(|error| missing(&bundle, error))?.len();
+        Ok(Self { kernel, bundle, bundle_length: length })
+    }
+}
+
+/// Builds the image of a validated description in `folder`.
+pub fn build(
+    resolved: &ResolvedSystem,
+    folder: &Path,
+    options: &Options,
+    steps: &Steps,
+) -> Result<Image, Failure> {
+    let interruptible = Interruptible::new()?;
+    let programs = Programs::find(&options.programs)?;
+    let artifacts = steps.run("programs", |step| programs.build(step))?;
+    resolved.check_programs(&artifacts)?;
+
+    let staging = stage(folder, &interruptible)?;
+    let files = boot_files(resolved, &artifacts, staging.path(), steps, &interruptible)?;
+    resolved.check_files(&files)?;
+
+    let kernel = staging.path().join(programs::KERNEL);
+    let bundle = staging.path().join(BUNDLE);
+    let bundle_length = steps.run("bundle", |step| {
+        let contents = contents(resolved, &artifacts, &files)?;
+        step.now("writing");
+        let from = artifacts.join(programs::KERNEL);
+        copy(&from, &kernel, &folder.join(programs::KERNEL))?;
+        let length = write_bundle(&bundle, &folder.join(BUNDLE), &contents)?;
+        Ok((length, format!("{} files, {}", contents.len(), Size(length))))
+    })?;
+    let iso = match &options.iso {
+        None => None,
+        Some(path) => {
+            Some((make_iso(resolved, path, &kernel, &bundle, steps, &interruptible)?, path))
+        }
+    };
+
+    let image =
+        Image { kernel: folder.join(programs::KERNEL), bundle: folder.join(BUNDLE), bundle_length };
+    let put = |from: &Path, to: &Path| {
+        fs::rename(from, to).map_err(|error| Failure::file("write", to, &error))
+    };
+    put(&kernel, &image.kernel)?;
+    put(&bundle, &image.bundle)?;
+    if let Some((made, path)) = &iso {
+        put(&made.path().join(ISO), path)?;
+    }
+    Ok(image)
+}
+
+/// Creates a folder for unfinished files next to the result.
+fn stage(folder: &Path, interruptible: &Interruptible) -> Result<TempDir, Failure> {
+    fs::create_dir_all(folder)
+        .map_err(|error| Failure::file("create the folder", folder, &error))?;
+    let staging = TempDir::with_prefix_in(".partial-", folder)
+        .map_err(|error| Failure::file("write to", folder, &error))?;
+    interruptible.remove_on_signal(staging.path());
+    Ok(staging)
+}
+
+/// Finds, fetches and builds the boot files of the VMs.
+fn boot_files(
+    resolved: &ResolvedSystem,
+    artifacts: &Path,
+    staging: &Path,
+    steps: &Steps,
+    interruptible: &Interruptible,
+) -> Result<Vec<VmFiles>, Failure> {
+    let needs_debian = resolved.vms.iter().any(|vm| *vm.kernel.get_ref() == KernelSource::Debian);
+    let debian: Option<Fetched> = if needs_debian {
+        Some(steps.run("Debian kernel", |step| {
+            let fetched = fetch::debian_kernel(step, interruptible)?;
+            let title = fetched.title.clone();
+            Ok((fetched, title))
+        })?)
+    } else {
+        None
+    };
+    let needs_busybox = resolved.vms.iter().any(|vm| {
+        vm.initrd.as_ref().is_some_and(|initrd| *initrd.get_ref() == InitrdSource::Busybox)
+    });
+    // Guests without channels do not load the driver, so all share one RAM disk.
+    let driver = match &debian {
+        Some(kernel) if needs_busybox && !resolved.channels.is_empty() => Some(
+            steps.run("channel driver", |step| module::channels(kernel, step, interruptible))?,
+        ),
+        _ => None,
+    };
+    let ram_disk = staging.join("initramfs");
+    if needs_busybox {
+        steps.run("RAM disk", |step| {
+            let (busybox, title) = fetch::busybox(step, interruptible)?;
+            // Modules match the kernel they come with; `/init` loads none if they do not.
+            let mut modules = debian.as_ref().map(Fetched::modules).unwrap_or_default();
+            modules.extend(driver);
+            let archive = initramfs::busybox(&busybox, &modules, &resolved.files)?;
+            let length = Size(archive.len() as u64);
+            fs::write(&ram_disk, archive)
+                .map_err(|error| Failure::file("write", &ram_disk, &error))?;
+            Ok(((), format!("{title}, {length}")))
+        })?;
+    }
+    let files = resolved.vms.iter().map(|vm| VmFiles {
+        kernel: match (vm.kernel.get_ref(), &debian) {
+            (KernelSource::File(path), _) => path.clone(),
+            (KernelSource::Debian, Some(fetched)) => fetched.kernel(),
+            (KernelSource::Debian, None) => PathBuf::new(),
+            (KernelSource::Micro(name), _) => artifacts.join(name),
+        },
+        initrd: vm.initrd.as_ref().map(|initrd| match initrd.get_ref() {
+            InitrdSource::File(path) => path.clone(),
+            InitrdSource::Busybox => ram_disk.clone(),
+        }),
+    });
+    Ok(files.collect())
+}
+
+/// A file of a bundle.
+enum Content {
+    File(PathBuf),
+    Bytes(Vec<u8>),
+}
+
+/// Returns the names and contents of all files in the bundle.
+fn contents(
+    resolved: &ResolvedSystem,
+    artifacts: &Path,
+    files: &[VmFiles],
+) -> Result<Vec<(String, Content)>, Failure> {
+    let mut contents = Vec::new();
+    let root = (bundle::ROOT_NAME, None);
+    for (name, _) in [root].into_iter().chain(resolved.binaries()) {
+        let path = artifacts.join(name);
+        if !path.is_file() {
+            let message = format!("no binary `{name}` in {}", artifacts.display());
+            return Err(Failure::new(failure::MISSING_FILE, message)
+                .help("build Parador's programs with `cargo xtask build`"));
+        }
+        contents.push((name.to_owned(), Content::File(path)));
+    }
+    // A file that several VMs use is in the bundle once.
+    let mut known: Vec<(PathBuf, String)> = Vec::new();
+    let mut add = |path: &Path, name: String| match known.iter().find(|(other, _)| other == path) {
+        Some((_, name)) => name.clone(),
+        None => {
+            known.push((path.to_owned(), name.clone()));
+            name
+        }
+    };
+    let names: Vec<(String, Option<String>)> = resolved
+        .vms
+        .iter()
+        .zip(files)
+        .map(|(vm, files)| {
+            let kernel = add(&files.kernel, format!("{}.kernel", vm.name));
+            let initrd = files.initrd.as_ref().map(|path| add(path, format!("{}.initrd", vm.name)));
+            (kernel, initrd)
+        })
+        .collect();
+    let system = resolved.compile(&names)?;
+    contents.push((bundle::SYSTEM_NAME.to_owned(), Content::Bytes(system)));
+    contents.extend(known.into_iter().map(|(path, name)| (name, Content::File(path))));
+    Ok(contents)
+}
+
+/// Writes a bundle to `path` and returns its length in bytes. Write errors name `shown`, its later
+/// path.
+fn write_bundle(path: &Path, shown: &Path, contents: &[(String, Content)]) -> Result<u64, Failure> {
+    let mut files = Vec::new();
+    for (name, content) in contents {
+        let length = match content {
+            Content::Bytes(bytes) => bytes.len() as u64,
+            Content::File(path) => {
+                fs::metadata(path).map_err(|error| Failure::file("read", path, &error))?.len()
+            }
+        };
+        files.push((name.as_str(), length));
+    }
+    let mut offsets = vec![0; files.len()];
+    let header =
+        bundle::write_header(&files, |index, offset| offsets[index] = offset).ok_or_else(|| {
+            Failure::new(
+                failure::BAD_CONFIG,
+                format!(
+                    "too many files for a bundle: {} (limit {})",
+                    files.len(),
+                    bundle::MAX_FILES
+                ),
+            )
+        })?;
+
+    let failed = |error: io::Error| Failure::file("write", shown, &error);
+    let mut output = BufWriter::new(File::create(path).map_err(failed)?);
+    output.write_all(&header).map_err(failed)?;
+    let mut end = header.len() as u64;
+    for (((_, content), (_, length)), offset) in contents.iter().zip(&files).zip(offsets) {
+        output.seek(SeekFrom::Start(offset)).map_err(failed)?;
+        match content {
+            Content::Bytes(bytes) => output.write_all(bytes).map_err(failed)?,
+            Content::File(from) => {
+                let mut input =
+                    File::open(from).map_err(|error| Failure::file("read", from, &error))?;
+                let copied = io::copy(&mut input, &mut output).map_err(failed)?;
+                if copied != *length {
+                    let message = format!("{} changed while it was read", from.display());
+                    return Err(Failure::new(failure::OS_ERROR, message));
+                }
+            }
+        }
+        end = offset + length;
+    }
+    output.flush().map_err(failed)?;
+    Ok(end)
+}
+
+/// Copies a file. Write errors name `shown`, the later path.
+fn copy(from: &Path, to: &Path, shown: &Path) -> Result<(), Failure> {
+    let mut input = File::open(from).map_err(|error| {
+        Failure::file("read", from, &error)
+            .help("build Parador's programs with `cargo xtask build`")
+    })?;
+    let mut output = File::create(to).map_err(|error| Failure::file("write", shown, &error))?;
+    io::copy(&mut input, &mut output).map_err(|error| Failure::file("write", shown, &error))?;
+    Ok(())
+}
+
+/// File name of the CD-ROM image during the build.
+const ISO: &str = "image.iso";
+
+/// Creates a CD-ROM image in a folder next to `path`.
+fn make_iso(
+    resolved: &ResolvedSystem,
+    path: &Path,
+    kernel: &Path,
+    bundle: &Path,
+    steps: &Steps,
+    interruptible: &Interruptible,
+) -> Result<TempDir, Failure> {
+    let folder =
+        path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let staging = stage(folder, interruptible)?;
+    let image = staging.path().join(ISO);
+    steps.run("CD-ROM image", |step| {
+        step.now("copying");
+        let tree = staging.path().join("tree");
+        let boot = tree.join("boot/parador");
+        let grub = tree.join("boot/grub");
+        for folder in [&boot, &grub] {
+            fs::create_dir_all(folder)
+                .map_err(|error| Failure::file("create the folder", folder, &error))?;
+        }
+        copy(kernel, &boot.join(programs::KERNEL), path)?;
+        copy(bundle, &boot.join(BUNDLE), path)?;
+        let menu = grub.join("grub.cfg");
+        fs::write(&menu, grub_menu(resolved))
+            .map_err(|error| Failure::file("write", &menu, &error))?;
+        step.now("grub-mkrescue");
+        let output = supervise::command(OsStr::new("grub-mkrescue"), AtEnd::Terminate)
+            .map_err(|failure| {
+                failure.help("install the packages grub-common, grub-pc-bin, xorriso and mtools")
+            })?
+            .arg("-o")
+            .arg(&image)
+            .arg(&tree)
+            .stdin(Stdio::null())
+            .output()
+            .map_err(|error| Failure::program("grub-mkrescue", &error))?;
+        if !output.status.success() {
+            let text = String::from_utf8_lossy(&output.stderr);
+            let last = text.trim().lines().last().unwrap_or("no reason given").to_owned();
+            return Err(Failure::new(
+                failure::UNAVAILABLE,
+                format!("grub-mkrescue failed: {last}"),
+            )
+            .help(
+                "check that grub-pc-bin, xorriso and mtools are installed and that the disk is not full",
+            ));
+        }
+        let length =
+            fs::metadata(&image).map_err(|error| Failure::file("read", &image, &error))?.len();
+        Ok(((), Size(length).to_string()))
+    })?;
+    Ok(staging)
+}
+
+fn grub_menu(resolved: &ResolvedSystem) -> String {
+    format!(
+        "set timeout=0\n\
+         menuentry \"Parador\" {{\n    \
+             multiboot2 /boot/parador/{} {}\n    \
+             module2 /boot/parador/{BUNDLE} {BUNDLE}\n\
+         }}\n",
+        programs::KERNEL,
+        resolved.kernel_command_line(),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_bundle_reads_back() {
+        let folder = tempfile::tempdir().unwrap();
+        let (program, path) = (folder.path().join("program"), folder.path().join("bundle"));
+        fs::write(&program, vec![7; 5000]).unwrap();
+        let contents = [
+            ("root".to_owned(), Content::File(program)),
+            ("system".to_owned(), Content::Bytes(b"text".to_vec())),
+        ];
+        let length = write_bundle(&path, &path, &contents).unwrap();
+        let bytes = fs::read(&path).unwrap();
+        assert_eq!(bytes.len() as u64, length);
+        let header = bundle::Header::parse(&bytes, length).unwrap();
+        let content = |name: &str| {
+            let file = header.find(name).unwrap();
+            &bytes[file.offset as usize..][..file.length as usize]
+        };
+        assert_eq!(content("root"), vec![7; 5000]);
+        assert_eq!(content("system"), b"text");
+    }
+}

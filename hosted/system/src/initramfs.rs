@@ -1,0 +1,185 @@
+//! Builds the initial RAM disk `busybox`: a cpio archive with busybox, kernel modules and `/init`.
+//!
+//! The archive has the "newc" format (`Documentation/driver-api/early-userspace/buffer-format.rst`
+//! in Linux). It is not compressed: decompression costs a guest more than copying. Times and owners
+//! are 0, so equal inputs give equal archives.
+
+use crate::machine_exit;
+use hosted_command::failure::Failure;
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+
+/// First user process of the guest.
+const INIT: &str = include_str!("init.sh");
+/// Script of busybox' DHCP client.
+const LEASE: &str = include_str!("lease.sh");
+/// Folders, parents first.
+const FOLDERS: [&str; 12] = [
+    "bin",
+    "dev",
+    "etc",
+    "etc/udhcpc",
+    "lib",
+    "lib/modules",
+    "mnt",
+    "proc",
+    "root",
+    "sbin",
+    "sys",
+    "tmp",
+];
+
+const FOLDER: u32 = 0o040_755;
+const EXECUTABLE: u32 = 0o100_755;
+const DATA: u32 = 0o100_644;
+const CHARACTER_DEVICE: u32 = 0o020_600;
+
+/// Builds the archive with this busybox, these kernel modules (loaded in this order), and these
+/// files in `/root`.
+pub fn busybox(busybox: &Path, modules: &[PathBuf], files: &[PathBuf]) -> Result<Vec<u8>, Failure> {
+    let read = |path: &Path| fs::read(path).map_err(|error| Failure::file("read", path, &error));
+    let mut archive = Archive::new();
+    for folder in FOLDERS {
+        archive.add(folder, FOLDER, (0, 0), &[]);
+    }
+    archive.add("etc/udhcpc/default.script", EXECUTABLE, (0, 0), LEASE.as_bytes());
+    // The kernel opens the console before `/init` can mount anything.
+    archive.add("dev/console", CHARACTER_DEVICE, (5, 1), &[]);
+    archive.add("bin/busybox", EXECUTABLE, (0, 0), &read(busybox)?);
+    archive.add(machine_exit::NAME, EXECUTABLE, (0, 0), &machine_exit::program());
+    archive.add("init", EXECUTABLE, (0, 0), INIT.as_bytes());
+    for (index, module) in modules.iter().enumerate() {
+        let name = module.file_name().map(|name| name.to_string_lossy()).unwrap_or_default();
+        archive.add(&format!("lib/modules/{index:02}-{name}"), DATA, (0, 0), &read(module)?);
+    }
+    for file in files {
+        let name = file.file_name().map(|name| name.to_string_lossy()).unwrap_or_default();
+        // Only the execute permission is kept, whatever the user's umask.
+        let executable =
+            fs::metadata(file).is_ok_and(|file| file.permissions().mode() & 0o100 != 0);
+        let mode = if executable { EXECUTABLE } else { DATA };
+        archive.add(&format!("root/{name}"), mode, (0, 0), &read(file)?);
+    }
+    Ok(archive.finish())
+}
+
+/// A cpio archive under construction.
+struct Archive {
+    bytes: Vec<u8>,
+    inode: u32,
+}
+
+impl Archive {
+    fn new() -> Self {
+        Self { bytes: Vec::new(), inode: 0 }
+    }
+
+    /// Adds a file; its folder must precede it.
+    fn add(&mut self, name: &str, mode: u32, (major, minor): (u32, u32), content: &[u8]) {
+        self.inode += 1;
+        let links = if mode == FOLDER { 2 } else { 1 };
+        self.entry(name, [self.inode, mode, links, major, minor], content);
+    }
+
+    /// Returns the archive.
+    fn finish(mut self) -> Vec<u8> {
+        self.entry("TRAILER!!!", [0, 0, 1, 0, 0], &[]);
+        self.bytes
+    }
+
+    fn entry(&mut self, name: &str, [inode, mode, links, major, minor]: [u32; 5], content: &[u8]) {
+        self.bytes.extend_from_slice(b"070701");
+        // inode, mode, uid, gid, links, mtime, size, device, rdevice, name length, checksum
+        let size = content.len() as u32;
+        let name_length = name.len() as u32 + 1;
+        let fields = [inode, mode, 0, 0, links, 0, size, 0, 0, major, minor, name_length, 0];
+        for field in fields {
+            self.bytes.extend_from_slice(format!("{field:08x}").as_bytes());
+        }
+        self.bytes.extend_from_slice(name.as_bytes());
+        self.bytes.push(0);
+        self.pad();
+        self.bytes.extend_from_slice(content);
+        self.pad();
+    }
+
+    fn pad(&mut self) {
+        self.bytes.resize(self.bytes.len().next_multiple_of(4), 0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+    use std::process::{Command, Stdio};
+
+    fn example() -> Vec<u8> {
+        let folder = tempfile::tempdir().unwrap();
+        let program = folder.path().join("busybox");
+        let module = folder.path().join("a.ko");
+        let file = folder.path().join("file");
+        fs::write(&program, b"program").unwrap();
+        fs::write(&module, b"module").unwrap();
+        fs::write(&file, b"file").unwrap();
+        busybox(&program, &[module], &[file]).unwrap()
+    }
+
+    #[test]
+    fn the_format_is_that_of_newc() {
+        let mut archive = Archive::new();
+        archive.add("a", DATA, (0, 0), b"12345");
+        let bytes = archive.finish();
+        let header = concat!(
+            "070701", "00000001", "000081a4", "00000000", "00000000", "00000001", "00000000",
+            "00000005", "00000000", "00000000", "00000000", "00000000", "00000002", "00000000",
+        );
+        assert_eq!(&bytes[..110], header.as_bytes());
+        assert_eq!(&bytes[110..120], b"a\x0012345\0\0\0");
+        assert!(bytes.ends_with(b"TRAILER!!!\0\0\0\0"));
+        assert_eq!(bytes.len() % 4, 0);
+    }
+
+    #[test]
+    fn equal_inputs_give_equal_archives() {
+        assert_eq!(example(), example());
+    }
+
+    #[test]
+    fn cpio_lists_it() {
+        let child = Command::new("cpio")
+            .args(["-t", "--quiet"])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn();
+        // Not installed everywhere; the format is checked above in any case.
+        let Ok(mut child) = child else { return };
+        child.stdin.take().unwrap().write_all(&example()).unwrap();
+        let output = child.wait_with_output().unwrap();
+        assert!(output.status.success());
+        let names = String::from_utf8(output.stdout).unwrap();
+        let expected = [
+            "bin",
+            "dev",
+            "etc",
+            "etc/udhcpc",
+            "lib",
+            "lib/modules",
+            "mnt",
+            "proc",
+            "root",
+            "sbin",
+            "sys",
+            "tmp",
+            "etc/udhcpc/default.script",
+            "dev/console",
+            "bin/busybox",
+            "sbin/machine-exit",
+            "init",
+            "lib/modules/00-a.ko",
+            "root/file",
+        ];
+        assert_eq!(names.lines().collect::<Vec<_>>(), expected);
+    }
+}

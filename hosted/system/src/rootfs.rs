@@ -1,0 +1,553 @@
+//! `parador rootfs debian`: builds a Debian disk image, and the kernel and initial RAM disk that
+//! boot it.
+//!
+//! debootstrap and apt fill a folder, from which `mke2fs -d` creates a file system: no loop
+//! devices, and all mounts are in a namespace of their own. The result is a folder that appears
+//! complete or not at all. An existing disk is only replaced on request: a guest may have written
+//! to it.
+
+use hosted_command::failure::{self, Failure};
+use hosted_command::interrupt::Interruptible;
+use hosted_command::steps::{Step, Steps};
+use hosted_command::supervise::{self, AtEnd};
+use hosted_command::trust;
+use hosted_command::value::Size;
+use std::collections::VecDeque;
+use std::env;
+use std::ffi::OsStr;
+use std::fs::{self, DirBuilder, File};
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt, lchown};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use tempfile::TempDir;
+
+/// File names in the folder: disk, kernel, initial RAM disk, SSH key, and the build record.
+const DISK: &str = "disk.img";
+const KERNEL: &str = "vmlinuz";
+const INITRD: &str = "initrd.img";
+const KEY: &str = "ssh-key";
+const RECORD: &str = "made-with";
+
+/// First line of [`RECORD`]; changes with the build procedure.
+const VERSION: &str = "parador rootfs 1";
+/// Package cache.
+const ARCHIVES: &str = "/var/cache/parador/packages";
+/// Packages of every disk: a stock kernel and its RAM disk, systemd with logins and network, ssh.
+const PACKAGES: [&str; 11] = [
+    "linux-image-cloud-amd64",
+    "initramfs-tools",
+    "zstd",
+    "systemd-sysv",
+    "udev",
+    "dbus",
+    "libpam-systemd",
+    "systemd-resolved",
+    "iproute2",
+    "iputils-ping",
+    "openssh-server",
+];
+/// Script that runs in the tree after debootstrap.
+const SCRIPT: &str = include_str!("rootfs.sh");
+/// Required programs and their packages.
+const NEEDED: [(&str, &str); 6] = [
+    ("debootstrap", "debootstrap"),
+    ("gpgv", "gpgv"),
+    ("mke2fs", "e2fsprogs"),
+    ("ssh-keygen", "openssh-client"),
+    ("unshare", "util-linux"),
+    ("chroot", "coreutils"),
+];
+/// Debian's public keys, which verify a mirror's index, and their package.
+const KEYRING: (&str, &str) =
+    ("/usr/share/keyrings/debian-archive-keyring.gpg", "debian-archive-keyring");
+/// Environment variables passed to programs that run as root: proxies. Others could change what is
+/// executed, as `DEBOOTSTRAP_DIR` does.
+const PASSED: [&str; 6] =
+    ["http_proxy", "https_proxy", "ftp_proxy", "no_proxy", "HTTPS_PROXY", "NO_PROXY"];
+/// Suffix of a mirror's URL, and of its security updates.
+const MIRROR: &str = "/debian";
+const SECURITY: &str = "/debian-security";
+/// Value of --security-mirror that disables security updates.
+const NO_SECURITY: &str = "none";
+/// Output lines shown of a failed program.
+const SHOWN_LINES: usize = 12;
+
+/// First byte of the partition.
+const PARTITION: u64 = 1 << 20;
+const SECTOR: u64 = 512;
+/// Valid sizes: large enough for Debian, addressable by an MBR.
+const SIZES: std::ops::RangeInclusive<u64> = 1 << 30..=1 << 40;
+
+/// Options of the build.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Output folder.
+    pub output: PathBuf,
+    /// Size of the disk.
+    pub size: Size,
+    /// Additional packages.
+    pub include: Vec<String>,
+    /// File with the authorized public key; `None`: a new key pair is generated.
+    pub ssh_key: Option<PathBuf>,
+    /// Debian release.
+    pub suite: String,
+    /// Mirror for packages and updates.
+    pub mirror: String,
+    /// Mirror for security updates; `None`: `debian-security` next to the mirror, [`NO_SECURITY`]:
+    /// none.
+    pub security_mirror: Option<String>,
+    /// Replace an existing disk.
+    pub force: bool,
+}
+
+/// Returns a remedy if the missing file `path` is a result of this command.
+pub fn advice(path: &Path) -> Option<String> {
+    let name = path.file_name()?.to_str()?;
+    let folder = path.parent()?;
+    let is_ours = [DISK, KERNEL, INITRD].contains(&name);
+    is_ours.then(|| format!("`sudo parador rootfs debian -o {}` creates it", folder.display()))
+}
+
+/// Builds the disk unless it exists.
+pub fn debian(options: &Options, steps: &Steps) -> Result<(), Failure> {
+    let Options { output, size, .. } = options;
+    if !SIZES.contains(&size.0) || size.0 % PARTITION != 0 {
+        return Err(Failure::new(failure::USAGE, format!("invalid disk size {size}"))
+            .help("use a whole number of MiB from 1G to 1024G"));
+    }
+    let is_word = |text: &str| {
+        let mut bytes = text.bytes();
+        bytes.next().is_some_and(|byte| byte.is_ascii_alphanumeric())
+            && bytes.all(|byte| byte.is_ascii_alphanumeric() || b"+-.:=~/_".contains(&byte))
+    };
+    let words = options.include.iter().chain([&options.suite, &options.mirror]);
+    let words = words.chain(&options.security_mirror);
+    if let Some(wrong) = words.into_iter().find(|word| !is_word(word)) {
+        let message = format!("invalid name of a package, release or mirror: `{wrong}`");
+        return Err(Failure::new(failure::USAGE, message));
+    }
+    security_mirror(options)?;
+    let key = options.ssh_key.as_deref().map(public_key).transpose()?;
+    let record = record(options, key.as_deref());
+    if is_there(options, &record)? {
+        eprintln!("parador: {} already exists", output.display());
+        return Ok(());
+    }
+    check_host()?;
+
+    let parent = match output.parent() {
+        Some(parent) if parent != Path::new("") => parent,
+        _ => Path::new("."),
+    };
+    let failed = |path: &Path, error| Failure::file("create the folder", path, &error);
+    fs::create_dir_all(parent).map_err(|error| failed(parent, error))?;
+    // Root works there: only root and the caller of sudo may change what the path resolves to.
+    let caller = env::var("SUDO_UID").ok().and_then(|number| number.parse().ok());
+    let parent = &trust::check_for(parent, caller)?;
+    let interruptible = Interruptible::new()?;
+    let work =
+        TempDir::with_prefix_in(".partial-", parent).map_err(|error| failed(parent, error))?;
+    interruptible.remove_on_signal(work.path());
+    let result = work.path().join("result");
+    fs::create_dir(&result).map_err(|error| failed(&result, error))?;
+    make(options, key.as_deref(), work.path(), &result, steps, &interruptible)?;
+    write(&result.join(RECORD), record.as_bytes())?;
+    give_to_owner_of(parent, &result)?;
+
+    // The old disk is removed with the work folder.
+    let put = |from: &Path, to: &Path| {
+        fs::rename(from, to).map_err(|error| Failure::file("move", from, &error))
+    };
+    if output.exists() {
+        put(output, &work.path().join("old"))?;
+    }
+    put(&result, output)
+}
+
+/// Returns the mirror for security updates, if there is one.
+fn security_mirror(options: &Options) -> Result<Option<String>, Failure> {
+    let Options { mirror, security_mirror, .. } = options;
+    match (security_mirror.as_deref(), mirror.trim_end_matches('/').strip_suffix(MIRROR)) {
+        (Some(NO_SECURITY), _) => Ok(None),
+        (Some(url), _) => Ok(Some(url.to_owned())),
+        (None, Some(beside)) => Ok(Some(format!("{beside}{SECURITY}"))),
+        (None, None) => {
+            let text = format!("cannot derive the security mirror from {mirror}");
+            Err(Failure::new(failure::USAGE, text)
+                .help("use --security-mirror URL, or `--security-mirror none`"))
+        }
+    }
+}
+
+/// Returns all inputs of the result, as text.
+fn record(options: &Options, key: Option<&str>) -> String {
+    let Options { size, include, suite, mirror, .. } = options;
+    let mut include = include.clone();
+    include.sort();
+    include.dedup();
+    let security = options.security_mirror.as_deref();
+    format!(
+        "{VERSION}\nsize {size}\nsuite {suite}\nmirror {mirror}\n{}include {}\nkey {}\n",
+        security.map(|url| format!("security mirror {url}\n")).unwrap_or_default(),
+        include.join(","),
+        key.unwrap_or("made here").trim(),
+    )
+}
+
+/// Returns whether the folder contains the requested disk. Fails if it contains other data, which
+/// must not be lost.
+fn is_there(options: &Options, record: &str) -> Result<bool, Failure> {
+    let Options { output, force, .. } = options;
+    let mut entries = match fs::read_dir(output) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(false),
+        entries => entries.map_err(|error| Failure::file("read", output, &error))?,
+    };
+    let known = fs::read_to_string(output.join(RECORD)).ok();
+    let whole = [DISK, KERNEL, INITRD].iter().all(|name| output.join(name).is_file());
+    let shown = output.display();
+    match known {
+        None if entries.next().is_none() => Ok(false),
+        None => Err(Failure::new(failure::USAGE, format!("{shown} contains other files"))
+            .help("use a folder that does not exist")),
+        Some(_) if *force => Ok(false),
+        Some(known) if known == record && whole => Ok(true),
+        Some(_) => {
+            let message =
+                format!("the disk in {shown} was built with other options or is incomplete");
+            Err(Failure::new(failure::USAGE, message)
+                .help("use another folder, or --force to rebuild it: its contents will be lost"))
+        }
+    }
+}
+
+/// Returns the required packages that are missing.
+fn missing(is_there: impl Fn(&Path) -> bool) -> Vec<&'static str> {
+    let all = NEEDED.into_iter().chain([KEYRING]);
+    all.filter(|(file, _)| !is_there(Path::new(file))).map(|(_, package)| package).collect()
+}
+
+/// Checks the requirements on the host.
+fn check_host() -> Result<(), Failure> {
+    // The keyring is a path, programs are names.
+    let missing = missing(|file| supervise::find(file).is_some());
+    if !missing.is_empty() {
+        let message = format!("building a disk requires {}", missing.join(", "));
+        return Err(Failure::new(failure::UNAVAILABLE, message)
+            .help(format!("apt-get install {}", missing.join(" "))));
+    }
+    if !rustix::process::geteuid().is_root() {
+        return Err(Failure::new(failure::PERMISSION, "building a Debian disk requires root")
+            .help("run the same command with sudo: packages install files of several users"));
+    }
+    Ok(())
+}
+
+fn public_key(path: &Path) -> Result<String, Failure> {
+    let text = fs::read_to_string(path).map_err(|error| Failure::file("read", path, &error))?;
+    match text.starts_with("ssh-") || text.starts_with("ecdsa-") || text.starts_with("sk-") {
+        true => Ok(text),
+        false => {
+            let message = format!("{} is not an SSH public key", path.display());
+            Err(Failure::new(failure::BAD_CONFIG, message).help("use the .pub file"))
+        }
+    }
+}
+
+/// Copies kernel and initial RAM disk out of the tree.
+fn copy_boot_files(tree: &Path, version: &str, result: &Path) -> Result<(), Failure> {
+    for (name, prefix) in [(KERNEL, "vmlinuz-"), (INITRD, "initrd.img-")] {
+        let (from, to) = (tree.join("boot").join(format!("{prefix}{version}")), result.join(name));
+        fs::copy(&from, &to).map_err(|error| Failure::file("copy", &from, &error))?;
+        // The host's user, who is not root, starts the guest.
+        fs::set_permissions(&to, fs::Permissions::from_mode(0o644))
+            .map_err(|error| Failure::file("change", &to, &error))?;
+    }
+    Ok(())
+}
+
+/// Builds everything but the record in `result`.
+fn make(
+    options: &Options,
+    key: Option<&str>,
+    work: &Path,
+    result: &Path,
+    steps: &Steps,
+    interruptible: &Interruptible,
+) -> Result<(), Failure> {
+    let Options { suite, mirror, include, size, .. } = options;
+    let archives = archives()?;
+    let tree = work.join("tree");
+    let key_file = match key {
+        Some(text) => {
+            let path = work.join("key.pub");
+            write(&path, text.as_bytes())?;
+            path
+        }
+        None => new_key(&result.join(KEY))?,
+    };
+    let network = "check the network and the mirror's URL; http_proxy sets a proxy";
+
+    steps.run("base system", |step| {
+        let mut command = contained("debootstrap")?;
+        // Without --force-check-gpg, debootstrap only warns about a missing keyring.
+        command.args(["--variant=minbase", "--force-check-gpg", "--keyring", KEYRING.0]);
+        command.arg("--cache-dir").arg(&archives).arg(suite).arg(&tree).arg(mirror);
+        run(&mut command, "debootstrap", step, interruptible)
+            .map_err(|error| error.help(network))?;
+        Ok(((), format!("Debian {suite} from {mirror}")))
+    })?;
+    steps.run("packages", |step| {
+        let mut command = contained("sh")?;
+        command.args(["-c", SCRIPT, "parador-rootfs"]).args(PACKAGES).args(include);
+        command.env("TREE", &tree).env("ARCHIVES", &archives).env("KEY", &key_file);
+        command.env("SUITE", suite).env("MIRROR", mirror);
+        command.env("SECURITY_MIRROR", security_mirror(options)?.unwrap_or_default());
+        run(&mut command, "apt-get", step, interruptible)
+            .map_err(|error| error.help("check the package names and that the disk is not full"))?;
+        Ok(((), format!("{} and their dependencies", PACKAGES.len() + include.len())))
+    })?;
+    let version = kernel_version(&tree)?;
+    copy_boot_files(&tree, &version, result)?;
+    steps.run("disk", |step| {
+        let disk = result.join(DISK);
+        write_partition_table(&disk, size.0)?;
+        step.now("copying files");
+        let mut command = contained("mke2fs")?;
+        command.args(["-q", "-F", "-t", "ext4", "-L", "debian", "-d"]).arg(&tree);
+        command.arg("-E").arg(format!("offset={PARTITION}"));
+        command.arg(&disk).arg(format!("{}k", (size.0 - PARTITION) >> 10));
+        run(&mut command, "mke2fs", step, interruptible)
+            .map_err(|error| error.help("check the free space on this disk, and --size"))?;
+        Ok(((), format!("{size}, Linux {version}")))
+    })
+}
+
+/// Returns the package cache: owned by root under sudo, too, because its contents are
+/// installed with root's rights.
+fn archives() -> Result<PathBuf, Failure> {
+    let folder = Path::new(ARCHIVES);
+    DirBuilder::new()
+        .recursive(true)
+        .mode(0o755)
+        .create(folder)
+        .map_err(|error| Failure::file("create the folder", folder, &error))?;
+    trust::check(folder)
+}
+
+/// Generates a key pair and returns the public key's file.
+fn new_key(path: &Path) -> Result<PathBuf, Failure> {
+    let output = supervise::command(OsStr::new("ssh-keygen"), AtEnd::Kill)?
+        .args(["-q", "-t", "ed25519", "-N", "", "-C", "parador", "-f"])
+        .arg(path)
+        .stdin(Stdio::null())
+        .output()
+        .map_err(|error| Failure::program("ssh-keygen", &error))?;
+    match output.status.success() {
+        true => Ok(path.with_extension("pub")),
+        false => {
+            let text = String::from_utf8_lossy(&output.stderr);
+            Err(Failure::new(failure::UNAVAILABLE, format!("ssh-keygen failed: {}", text.trim())))
+        }
+    }
+}
+
+/// Creates a command whose mounts and processes all end with it.
+fn contained(program: &str) -> Result<Command, Failure> {
+    let mut command = supervise::command(OsStr::new("unshare"), AtEnd::Kill)?;
+    command.args(["--mount", "--propagation", "private", "--pid", "--kill-child", "--", program]);
+    command.env_clear().env("LC_ALL", "C").stdin(Stdio::null());
+    command.env("PATH", env::join_paths(supervise::search_path()).unwrap_or_default());
+    command.envs(PASSED.iter().filter_map(|name| Some((name, env::var_os(name)?))));
+    Ok(command)
+}
+
+/// Runs a command and shows its output as progress.
+fn run(
+    command: &mut Command,
+    name: &str,
+    step: &Step,
+    interruptible: &Interruptible,
+) -> Result<(), Failure> {
+    let (reader, writer) = std::io::pipe().map_err(|error| Failure::os("create a pipe", &error))?;
+    let errors = writer.try_clone().map_err(|error| Failure::os("create a pipe", &error))?;
+    let spawned = command.stdout(writer).stderr(errors).spawn();
+    // Otherwise this process would keep the pipe open.
+    command.stdout(Stdio::null()).stderr(Stdio::null());
+    let mut child = spawned.map_err(|error| Failure::program(name, &error))?;
+    interruptible.kill_on_signal(&child)?;
+    let mut last: VecDeque<String> = VecDeque::new();
+    for line in BufReader::new(reader).split(b'\n').map_while(Result::ok) {
+        let line = String::from_utf8_lossy(&line).trim().to_owned();
+        if !line.is_empty() {
+            match line.strip_prefix("W: ") {
+                Some(warning) => step.warn(&format!("{name}: {warning}")),
+                None => step.now(line.strip_prefix("I: ").unwrap_or(&line)),
+            }
+            if last.len() == SHOWN_LINES {
+                last.pop_front();
+            }
+            last.push_back(line);
+        }
+    }
+    let status = child.wait().map_err(|error| Failure::os("wait for a program", &error))?;
+    if status.success() {
+        return Ok(());
+    }
+    // Programs report the reason at the end, after many lines of progress.
+    let is_error =
+        |line: &&String| ["E: ", "W: ", "mke2fs: "].iter().any(|mark| line.starts_with(mark));
+    let mut shown: Vec<&String> = last.iter().filter(is_error).collect();
+    if shown.is_empty() {
+        shown = last.iter().collect();
+    }
+    let lines: Vec<&str> = shown.into_iter().map(String::as_str).collect();
+    Err(Failure::new(failure::UNAVAILABLE, format!("{name} failed:\n{}", lines.join("\n"))))
+}
+
+/// The version of the one kernel in the tree.
+fn kernel_version(tree: &Path) -> Result<String, Failure> {
+    let boot = tree.join("boot");
+    let names = fs::read_dir(&boot).map_err(|error| Failure::file("read", &boot, &error))?;
+    let mut versions: Vec<String> = names
+        .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
+        .filter_map(|name| name.strip_prefix("vmlinuz-").map(str::to_owned))
+        .collect();
+    // Several kernels are only possible with packages that the user added; the choice just has to
+    // be deterministic.
+    versions.sort();
+    versions
+        .pop()
+        .ok_or_else(|| Failure::new(failure::UNAVAILABLE, "no kernel is installed in the tree"))
+}
+
+/// Creates a disk of `size` bytes with one partition in an MBR: entry at 446 with type and
+/// position, signature at 510.
+fn write_partition_table(path: &Path, size: u64) -> Result<(), Failure> {
+    const LINUX: u8 = 0x83;
+    let mut first = [0; SECTOR as usize];
+    first[450] = LINUX;
+    let sectors = |bytes: u64| u32::try_from(bytes / SECTOR).unwrap_or(u32::MAX).to_le_bytes();
+    first[454..458].copy_from_slice(&sectors(PARTITION));
+    first[458..462].copy_from_slice(&sectors(size - PARTITION));
+    first[510..].copy_from_slice(&[0x55, 0xaa]);
+    File::create(path)
+        .and_then(|mut file| file.write_all(&first).and_then(|()| file.set_len(size)))
+        .map_err(|error| Failure::file("write", path, &error))
+}
+
+fn write(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
+    fs::write(path, bytes).map_err(|error| Failure::file("write", path, &error))
+}
+
+/// Gives a folder and its files to the owner of `parent`: results of `sudo` belong to the user.
+fn give_to_owner_of(parent: &Path, folder: &Path) -> Result<(), Failure> {
+    let failed = |error| Failure::file("change the owner of", folder, &error);
+    let owner = fs::metadata(parent).map_err(failed)?;
+    let give = |path: &Path| lchown(path, Some(owner.uid()), Some(owner.gid()));
+    for entry in fs::read_dir(folder).map_err(failed)? {
+        give(&entry.map_err(failed)?.path()).map_err(failed)?;
+    }
+    // Temporary folders are accessible to their owner only.
+    fs::set_permissions(folder, fs::Permissions::from_mode(0o755)).map_err(failed)?;
+    give(folder).map_err(failed)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn options(output: PathBuf) -> Options {
+        Options {
+            output,
+            size: Size(4 << 30),
+            include: vec!["b".into(), "a".into()],
+            ssh_key: None,
+            suite: "bookworm".into(),
+            mirror: "http://deb.debian.org/debian".into(),
+            security_mirror: None,
+            force: false,
+        }
+    }
+
+    #[test]
+    fn what_is_there_is_kept() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut options = options(folder.path().join("debian"));
+        let record = record(&options, None);
+        assert!(!is_there(&options, &record).unwrap());
+        fs::create_dir(&options.output).unwrap();
+        assert!(!is_there(&options, &record).unwrap());
+        for name in [DISK, KERNEL, INITRD, RECORD] {
+            assert!(name == DISK || is_there(&options, &record).is_err(), "{name}");
+            fs::write(options.output.join(name), &record).unwrap();
+        }
+        assert!(is_there(&options, &record).unwrap());
+        options.include.reverse();
+        assert_eq!(super::record(&options, None), record);
+        options.size = Size(2 << 30);
+        let other = super::record(&options, None);
+        assert!(is_there(&options, &other).is_err());
+        options.force = true;
+        assert!(!is_there(&options, &other).unwrap());
+        fs::remove_file(options.output.join(RECORD)).unwrap();
+        assert!(is_there(&options, &other).is_err(), "never a folder of others");
+    }
+
+    #[test]
+    fn arguments_that_make_no_sense() {
+        let folder = tempfile::tempdir().unwrap();
+        let refused = |change: fn(&mut Options)| {
+            let mut options = options(folder.path().join("debian"));
+            change(&mut options);
+            debian(&options, &Steps::stderr()).unwrap_err().code()
+        };
+        assert_eq!(refused(|options| options.size = Size(1 << 20)), failure::USAGE);
+        assert_eq!(refused(|options| options.size = Size((1 << 30) + 1024)), failure::USAGE);
+        assert_eq!(refused(|options| options.include = vec!["-o".into()]), failure::USAGE);
+        assert_eq!(refused(|options| options.suite = "a b".into()), failure::USAGE);
+        let missing = refused(|options| options.ssh_key = Some("/nowhere".into()));
+        assert_eq!(missing, failure::MISSING_FILE);
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn without_keys_there_is_no_disk() {
+        assert_eq!(missing(|_| true), [""; 0]);
+        assert_eq!(missing(|file| file != Path::new(KEYRING.0)), ["debian-archive-keyring"]);
+        assert_eq!(missing(|file| file != Path::new("gpgv")), ["gpgv"]);
+    }
+
+    #[test]
+    fn the_mirror_has_security_updates_too() {
+        let security = |mirror: &str, security: Option<&str>| {
+            let mut options = options(PathBuf::new());
+            options.mirror = mirror.to_owned();
+            options.security_mirror = security.map(str::to_owned);
+            security_mirror(&options).map_err(|failure| failure.code())
+        };
+        let beside = Ok(Some("http://mirror/debian-security".to_owned()));
+        assert_eq!(security("http://mirror/debian", None), beside);
+        assert_eq!(security("http://mirror/debian/", None), beside);
+        assert_eq!(security("http://mirror/other", None), Err(failure::USAGE));
+        assert_eq!(security("http://mirror/other", Some("file:/s")), Ok(Some("file:/s".into())));
+        assert_eq!(security("http://mirror/debian", Some("none")), Ok(None));
+    }
+
+    #[test]
+    fn one_partition_after_the_first_mebibyte() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("disk");
+        write_partition_table(&path, 1 << 30).unwrap();
+        assert_eq!(fs::metadata(&path).unwrap().len(), 1 << 30);
+        let bytes = fs::read(&path).unwrap();
+        assert_eq!(bytes[446..462], [0, 0, 0, 0, 0x83, 0, 0, 0, 0, 8, 0, 0, 0, 0xf8, 0x1f, 0]);
+    }
+
+    #[test]
+    fn advice_names_the_folder() {
+        let advice = advice(Path::new("a/debian/vmlinuz")).unwrap();
+        assert_eq!(advice, "`sudo parador rootfs debian -o a/debian` creates it");
+        assert_eq!(super::advice(Path::new("a/debian/disk")), None);
+    }
+}

@@ -1,0 +1,236 @@
+//! Servers: their devices, their binaries, and the clients of the console.
+
+use super::Validator;
+use super::names::Names;
+use crate::attach::{Bus, EmulatedDisk, EmulatedNic, ServerDevice};
+use crate::description::{self, Console, Log, Restart, ServerKind};
+use crate::resolved::ResolvedServer;
+use hosted_command::problem::Problem;
+use std::ops::Range;
+use toml::Spanned;
+
+/// Name of the console server that is added when a VM uses COM1 and none is described.
+const CONSOLE_NAME: &str = "console";
+/// Servers have a higher priority than their clients, or a busy client could starve its own
+/// console.
+const DEFAULT_SERVER_PRIORITY: u8 = 40;
+
+/// A client of the console.
+pub(super) struct ConsoleClient {
+    name: String,
+    span: Range<usize>,
+    shares: bool,
+}
+
+impl Validator<'_> {
+    /// Resolves all servers, and adds one for a console that is used but not described.
+    pub(super) fn servers(
+        &mut self,
+        described: Vec<Spanned<description::Server>>,
+        consoles: &[ConsoleClient],
+        log: Log,
+        machine: Option<(&[EmulatedDisk], &[EmulatedNic])>,
+    ) -> Vec<ResolvedServer> {
+        let shared = consoles.iter().any(|client| client.shares);
+        let mut names = Names::new("server");
+        let mut servers: Vec<ResolvedServer> = Vec::new();
+        for server in described {
+            let server = server.into_inner();
+            names.add(&server.name, &mut self.problems);
+            let device = self.device(&server);
+            if let (Some(device), Some(written)) = (device, &server.device) {
+                self.device_owner(device, written, &servers);
+                if device == ServerDevice::Com1 && log == Log::Com1 {
+                    self.problems.push(log_conflict(written.span()));
+                }
+                if let Some(missing) = machine.and_then(|machine| missing_device(device, machine)) {
+                    let message = format!("the machine has no {device}");
+                    self.problems.push(Problem::new(written.span(), message).help(missing));
+                }
+            }
+            if let Some(program) = &server.program {
+                self.binary(program);
+            }
+            servers.push(ResolvedServer {
+                name: server.name.into_inner(),
+                kind: server.kind,
+                shared,
+                device,
+                program: server.program,
+                restart: server.restart.unwrap_or(Restart::OnCrash),
+                priority: self.priority(server.priority, DEFAULT_SERVER_PRIORITY),
+                cpu_time: self.cpu_time(server.cpu.as_ref()),
+            });
+        }
+        let has_console = servers.iter().any(|server| server.kind == ServerKind::Console);
+        if let (Some(user), false) = (consoles.first(), has_console) {
+            if log == Log::Com1 {
+                self.problems.push(log_conflict(user.span.clone()));
+            }
+            servers.push(ResolvedServer {
+                name: CONSOLE_NAME.to_owned(),
+                kind: ServerKind::Console,
+                shared,
+                device: Some(ServerDevice::Com1),
+                program: None,
+                restart: Restart::OnCrash,
+                priority: DEFAULT_SERVER_PRIORITY,
+                cpu_time: None,
+            });
+        }
+        servers
+    }
+
+    /// Checks that no server before this one owns the device.
+    fn device_owner(
+        &mut self,
+        device: ServerDevice,
+        written: &Spanned<String>,
+        servers: &[ResolvedServer],
+    ) {
+        let owner =
+            servers.iter().find(|other| other.device.is_some_and(|other| other.overlaps(device)));
+        if let Some(owner) = owner {
+            let message = format!("{device} already belongs to server `{}`", owner.name);
+            let problem = Problem::new(written.span(), message);
+            self.problems
+                .push(problem.help("a device has one owner; remove one of the two servers"));
+        }
+    }
+
+    /// Checks that the console has one client, or several that all share it.
+    pub(super) fn consoles(
+        &mut self,
+        vms: &[Spanned<description::Vm>],
+        tasks: &[Spanned<description::Task>],
+    ) -> Vec<ConsoleClient> {
+        let vms = vms.iter().map(|vm| (&vm.get_ref().name, &vm.get_ref().console));
+        let tasks = tasks.iter().map(|task| (&task.get_ref().name, &task.get_ref().console));
+        let clients: Vec<ConsoleClient> = tasks
+            .chain(vms)
+            .filter_map(|(name, console)| {
+                let console = console.as_ref()?;
+                let shares = *console.get_ref() == Console::Mux;
+                let uses = shares || *console.get_ref() == Console::Com1;
+                uses.then(|| ConsoleClient {
+                    name: name.get_ref().clone(),
+                    span: console.span(),
+                    shares,
+                })
+            })
+            .collect();
+        for (index, client) in clients.iter().enumerate() {
+            let Some(other) = clients[..index].iter().find(|other| !other.shares || !client.shares)
+            else {
+                continue;
+            };
+            let message = format!("com1 is already the console of `{}`", other.name);
+            let problem = Problem::new(client.span.clone(), message);
+            self.problems.push(problem.help(
+                "let all of them share it with console = \"mux\", or give all but one \"none\"",
+            ));
+        }
+        clients
+    }
+
+    /// Returns the device of a server, if the server can drive it.
+    fn device(&mut self, server: &description::Server) -> Option<ServerDevice> {
+        let Some(written) = &server.device else {
+            if server.kind != ServerKind::Switch {
+                let message = format!("server `{}` has no device", server.name.get_ref());
+                let problem = Problem::new(server.name.span(), message);
+                self.problems.push(problem.help(device_help(server.kind)));
+            }
+            return None;
+        };
+        let device = self.parsed(written, ServerDevice::parse)?;
+        let fits = match server.kind {
+            ServerKind::Console => device == ServerDevice::Com1,
+            ServerKind::Block => {
+                matches!(device, ServerDevice::VirtioBlk(_) | ServerDevice::Ahci(..))
+            }
+            ServerKind::Switch => matches!(device, ServerDevice::VirtioNet(_)),
+        };
+        if !fits {
+            let message = format!("server `{}` cannot drive {device}", server.name.get_ref());
+            let problem = Problem::new(written.span(), message);
+            self.problems.push(problem.help(device_help(server.kind)));
+        }
+        Some(device)
+    }
+
+    /// Checks that ports name VMs, and that every client of a switch is among its ports.
+    pub(super) fn ports(
+        &mut self,
+        servers: &[Spanned<description::Server>],
+        vms: &[Spanned<description::Vm>],
+    ) {
+        for server in servers.iter().map(Spanned::get_ref) {
+            let Some(ports) = &server.ports else { continue };
+            if server.kind != ServerKind::Switch {
+                let message = format!("server `{}` has no ports", server.name.get_ref());
+                let problem = Problem::new(server.name.span(), message);
+                self.problems.push(problem.help("remove `ports`, or set kind = \"switch\""));
+                continue;
+            }
+            for port in ports {
+                let known = vms.iter().any(|vm| vm.get_ref().name.get_ref() == port.get_ref());
+                if !known {
+                    let message = format!("no such virtual machine: `{}`", port.get_ref());
+                    self.problems.push(Problem::new(port.span(), message));
+                }
+            }
+            for vm in vms.iter().map(Spanned::get_ref) {
+                let connected = vm.net.iter().find(|net| {
+                    net.get_ref().split(',').next() == Some(server.name.get_ref().as_str())
+                });
+                let listed = ports.iter().any(|port| port.get_ref() == vm.name.get_ref());
+                if let (Some(net), false) = (connected, listed) {
+                    let message = format!(
+                        "`{}` is not a port of switch `{}`",
+                        vm.name.get_ref(),
+                        server.name.get_ref()
+                    );
+                    let problem = Problem::new(net.span(), message);
+                    self.problems.push(problem.help("add it to the switch's `ports`"));
+                }
+            }
+        }
+    }
+}
+
+fn device_help(kind: ServerKind) -> &'static str {
+    match kind {
+        ServerKind::Console => "a console drives com1",
+        ServerKind::Block => "a disk server drives pci:virtio-blk:0 or pci:ahci:0",
+        ServerKind::Switch => "a switch drives pci:virtio-net:0, or nothing",
+    }
+}
+
+/// Returns whether the emulated machine lacks the device, and the remedy.
+fn missing_device(
+    device: ServerDevice,
+    (disks, nets): (&[EmulatedDisk], &[EmulatedNic]),
+) -> Option<&'static str> {
+    let on = |bus| disks.iter().filter(|disk| disk.bus == bus).count();
+    let (there, help) = match device {
+        ServerDevice::Com1 => (true, ""),
+        ServerDevice::VirtioBlk(index) => {
+            (usize::from(index) < on(Bus::Virtio), "add [system] disk = [\"disk.img\"]")
+        }
+        // The board has one AHCI controller; disks occupy its first ports.
+        ServerDevice::Ahci(index, port) => (
+            index == 0 && usize::from(port.unwrap_or(0)) < on(Bus::Ahci),
+            "add [system] disk = [\"disk.img,bus=ahci\"]; the board has one controller",
+        ),
+        ServerDevice::VirtioNet(index) => {
+            (usize::from(index) < nets.len(), "add [system] net = [\"user\"]")
+        }
+    };
+    (!there).then_some(help)
+}
+
+fn log_conflict(span: Range<usize>) -> Problem {
+    Problem::new(span, "com1 already belongs to the kernel log")
+        .help("set [system] log = \"com2\" or \"none\"")
+}
