@@ -15,7 +15,6 @@ pub mod entry;
 pub mod features;
 pub mod format;
 pub mod idt;
-pub mod intercepts;
 pub mod io;
 pub mod ioapic;
 pub mod log;
@@ -33,8 +32,6 @@ pub mod run;
 pub mod smp;
 #[cfg(target_os = "none")]
 pub mod start;
-#[cfg(target_os = "none")]
 pub mod svm;
 pub mod time;
 pub mod vectors;
-pub mod virq;
