@@ -1,5 +1,6 @@
 //! Guests on AMD SVM.
 
+pub mod exit;
 pub mod intercepts;
 #[cfg(target_os = "none")]
 pub mod vcpu;

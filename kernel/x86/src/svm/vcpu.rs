@@ -20,11 +20,13 @@ use core::cell::{Cell, UnsafeCell};
 use core::ptr;
 use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use abi::vcpu::{SharedSegment, VcpuState, exit as kernel_exit, gpr, group, window};
+use abi::vcpu::x86::{SharedSegment, VcpuState, exit as x86_exit, gpr, group, window};
+use abi::vcpu::{HYPERCALL_DOORBELL, HYPERCALL_VERSION, exit};
 use abi::{ABI_VERSION, Status};
 use hw_x86::msr;
 use hw_x86::paging::{cr0, xcr0};
-use hw_x86::vmcb::{ControlArea, SavedSegment, Vmcb, event, exit, npf, tlb_control, v_intr};
+use hw_x86::vmcb;
+use hw_x86::vmcb::{ControlArea, SavedSegment, Vmcb, event, npf, tlb_control, v_intr};
 use kernel_core::arch::Arch;
 use kernel_core::object::{Notification, Task, Thread, Vcpu, Vm};
 use kernel_core::pool::{Factory, Frame, Handle, Memory};
@@ -36,6 +38,7 @@ use crate::features::{Features, features};
 use crate::io::{rdmsr, read_cr0, read_xcr0, write_cr0, write_xcr0, wrmsr};
 use crate::memory::IMAGE_OFFSET;
 use crate::run::{Guard, X86, arm, handle_pending, local, lock, unlock};
+use crate::svm::exit::{self as decode, internal};
 use crate::svm::{intercepts, virq};
 use crate::{idt, vectors};
 
@@ -284,7 +287,7 @@ impl VcpuFrames {
 
     /// Counts a preemption of the vCPU's thread.
     pub fn count_preemption(&self) {
-        self.state().preemptions.add(1);
+        self.state().run.preemptions.add(1);
     }
 
     /// Frees the frames.
@@ -313,7 +316,7 @@ impl VcpuFrames {
     #[inline(always)]
     fn is_doorbell(&self) -> bool {
         let save = &self.vmcb().save;
-        save.rax.get() == abi::vcpu::HYPERCALL_DOORBELL && save.cpl.get() == 0
+        save.rax.get() == HYPERCALL_DOORBELL && save.cpl.get() == 0
     }
 
     fn reset(&self) {
@@ -335,7 +338,7 @@ impl VcpuFrames {
         save.dr6.set(0xffff_0ff0);
         save.dr7.set(0x400);
         save.g_pat.set(PAT);
-        self.state().deadline.set(abi::FOREVER);
+        self.state().run.deadline.set(abi::FOREVER);
         // SAFETY: inside the FPU frames; an XSAVE area whose header is zero restores initial state.
         unsafe {
             self.fpu.add(LEGACY_FCW).cast::<u16>().write(0x37f);
@@ -413,7 +416,7 @@ impl VcpuFrames {
             self.virq_offered.set(event);
             self.vmcb_changed.set(true);
         } else {
-            control.event_inj.set(event);
+            control.event_inj.set(decode::to_event_inj(event));
         }
     }
 
@@ -564,7 +567,7 @@ pub fn read_groups(memory: &Memory, local: &Local, vcpu: &Vcpu<X86>, groups: u64
     }
     vcpu.arch.read_groups(groups);
     let state = vcpu.arch.state();
-    state.valid.set(state.valid.get() | groups & group::ALL);
+    state.run.valid.set(state.run.valid.get() | groups & group::ALL);
 }
 
 /// Copies the groups of most exits: `IP`, and for decoding of the instruction `CONTROL` and `CODE`.
@@ -595,7 +598,7 @@ fn copy_to_state(to: &SharedSegment, from: &SavedSegment) {
 }
 
 fn copy_from_state(to: &SavedSegment, from: &SharedSegment) {
-    to.access.set(from.access.get());
+    to.access.set(decode::to_vmcb_access(from.access.get()));
     to.base.set(from.base.get());
 }
 
@@ -683,7 +686,7 @@ fn step_over_hypercall(vmcb: &Vmcb) {
     vmcb.control.interrupt_shadow.set(0);
 }
 
-/// Runs the guest without the kernel lock. Returns its exit code and the number of hypercalls
+/// Runs the guest without the kernel lock. Returns its exit reason and the number of hypercalls
 /// handled.
 #[inline(always)]
 fn enter(frames: &VcpuFrames, host_state: u64) -> (u64, u64) {
@@ -695,14 +698,17 @@ fn enter(frames: &VcpuFrames, host_state: u64) -> (u64, u64) {
     // SAFETY: host state is saved in this CPU's own page and restored from there; the VMCB is
     // complete, with the kernel's maps and tables. With GIF clear, no interrupt occurs between
     // VMLOAD and VMRUN.
-    let code = unsafe {
+    let reason = unsafe {
         asm!("clgi", "sti", "vmsave rax", in("rax") host_state, options(nostack));
         asm!("vmload rax", in("rax") frames.vmcb_physical, options(nostack));
         loop {
             world_switch(frames.vmcb_physical, registers);
             let code = vmcb.control.exit_code.get();
-            if code != exit::VMMCALL || vmcb.save.rax.get() != abi::vcpu::HYPERCALL_VERSION {
-                break code;
+            if code != vmcb::exit::VMMCALL {
+                break decode::reason(code);
+            }
+            if vmcb.save.rax.get() != HYPERCALL_VERSION {
+                break exit::HYPERCALL;
             }
             // A hypercall handled in the kernel.
             handled += 1;
@@ -722,10 +728,10 @@ fn enter(frames: &VcpuFrames, host_state: u64) -> (u64, u64) {
             // unnoticed until that re-evaluates it, as it does on a write of its task priority.
             asm!("mov cr8, {}", in(reg) idt::TASK_PRIORITY as u64, options(nostack, preserves_flags));
         }
-        end_guest_mode(matches!(code, exit::INTR | exit::NMI));
+        end_guest_mode(reason == internal::HOST_INTERRUPT);
     }
     state.gpr[gpr::RAX].set(vmcb.save.rax.get());
-    (code, handled)
+    (reason, handled)
 }
 
 // ---- FPU, debug and auxiliary registers --------------------------------------------------------
@@ -918,14 +924,17 @@ pub fn run(
         }
         let active = &entry.vm().space.active;
         active.set(active.get() | local.guest.bit.get());
-        arm(local, kernel.cpus[cpu_index].deadline().min(entry.vcpu.arch.state().deadline.get()));
+        arm(
+            local,
+            kernel.cpus[cpu_index].deadline().min(entry.vcpu.arch.state().run.deadline.get()),
+        );
         let (frames, unlocked, destroyed_count) =
             (&raw const entry.vcpu.arch, entry.unlocked(), kernel.memory.destroyed_count());
         unlock(kernel);
         // SAFETY: the vCPU is not freed before this CPU has answered a shootdown, when it acquires
         // the lock.
         let frames = unsafe { &*frames };
-        let (code, handled) = enter(frames, local.guest.host_state.get());
+        let (reason, handled) = enter(frames, local.guest.host_state.get());
         kernel = lock(cpu_index);
 
         count(&kernel.counters.vm_entries);
@@ -942,16 +951,16 @@ pub fn run(
         let frames = &entry.vcpu.arch;
         let undelivered = if frames.virq_offered.get() != 0 { frames.withdraw_virq() } else { 0 };
         let (state, control) = (frames.state(), &frames.vmcb().control);
-        state.entries.add(1);
+        state.run.entries.add(1);
         if handled != 0 {
             // Each counts as an exit and another entry.
-            state.entries.add(handled);
-            state.handled_in_kernel.add(handled);
+            state.run.entries.add(handled);
+            state.run.handled_in_kernel.add(handled);
             add(&kernel.counters.vm_entries, handled);
             add(&kernel.counters.handled_in_kernel, handled);
         }
         control.tlb_control.set(tlb_control::NOTHING);
-        state.inject.set(match interrupted_event(control.exit_int_info.get()) {
+        state.inject.set(match decode::interrupted_event(control.exit_int_info.get()) {
             0 => undelivered,
             // QEMU TCG also keeps a virtual interrupt pending whose delivery was interrupted.
             event => event,
@@ -970,42 +979,42 @@ pub fn run(
                 state.inject.set(0);
             }
         }
-        let to_vmm = match code {
-            exit::VMMCALL if frames.is_doorbell() => {
+        let to_vmm = match reason {
+            exit::HYPERCALL if frames.is_doorbell() => {
                 state.gpr[gpr::RAX]
                     .set(kernel.ring_doorbell(entry.vm(), state.gpr[gpr::RBX].get()));
                 step_over_hypercall(frames.vmcb());
-                state.handled_in_kernel.add(1);
+                state.run.handled_in_kernel.add(1);
                 count(&kernel.counters.handled_in_kernel);
                 if !kernel.has_work(cpu_index) {
                     continue;
                 }
                 None
             }
-            exit::INTR | exit::NMI | exit::SMI | exit::INIT => {
-                state.handled_in_kernel.add(1);
+            internal::HOST_INTERRUPT => {
+                state.run.handled_in_kernel.add(1);
                 count(&kernel.counters.handled_in_kernel);
                 handle_pending(&kernel, cpu_index);
                 after_interrupt(&kernel, cpu_index);
                 None
             }
-            exit::MACHINE_CHECK => {
+            internal::MACHINE_CHECK => {
                 crate::machine_check::stop("while a guest ran", frames.vmcb().save.rip.get())
             }
-            exit::SHUTDOWN => Some(shut_down(&kernel, entry)),
-            exit::VINTR => {
+            x86_exit::SHUTDOWN => Some(shut_down(&kernel, entry)),
+            x86_exit::WINDOW => {
                 state.window.set(state.window.get() & window::PERSISTENT);
-                Some(return_exit(&kernel, entry, kernel_exit::WINDOW, group::IP))
+                Some(return_exit(&kernel, entry, x86_exit::WINDOW, group::IP))
             }
-            exit::HLT
-                if state.halt.get() != 0
+            exit::HALT
+                if state.run.halt.get() != 0
                     && state.window.get() == 0
                     && state.inject.get() == 0
                     && halt(&kernel, cpu_index, entry) =>
             {
                 None
             }
-            _ => Some(report(&kernel, entry, code, code)),
+            _ => Some(report(&kernel, entry, reason, reason)),
         };
         return (kernel, to_vmm);
     }
@@ -1019,7 +1028,7 @@ fn halt(kernel: &Kernel<X86>, cpu_index: usize, entry: GuestEntry<'_>) -> bool {
     // The thread may have been stopped meanwhile.
     let Some(name) = kernel.cpus[cpu_index].current.get() else { return false };
     let since = crate::time::tsc();
-    let deadline = vcpu.arch.state().deadline.get();
+    let deadline = vcpu.arch.state().run.deadline.get();
     let halts = deadline > since
         && kernel.halt(name, thread, (vcpu.notification, entry.notification()), deadline);
     if halts {
@@ -1033,35 +1042,45 @@ fn halt(kernel: &Kernel<X86>, cpu_index: usize, entry: GuestEntry<'_>) -> bool {
 fn end_halt(kernel: &Kernel<X86>, entry: GuestEntry<'_>) -> ExitToVmm {
     let state = entry.vcpu.arch.state();
     let since = entry.vcpu.arch.halted.take();
-    state.events.set(entry.notification().bits.take());
-    state.halted.add(crate::time::tsc().saturating_sub(since));
-    report(kernel, entry, exit::HLT, kernel_exit::HALTED)
+    state.run.events.set(entry.notification().bits.take());
+    state.run.halted.add(crate::time::tsc().saturating_sub(since));
+    report(kernel, entry, exit::HALT, exit::HALTED)
 }
 
-/// Returns the processor's exit `code` to the VMM, as `reported`.
+/// Returns an exit of the guest to the VMM, as `reported`.
 #[inline(always)]
-fn report(kernel: &Kernel<X86>, entry: GuestEntry<'_>, code: u64, reported: u64) -> ExitToVmm {
+fn report(kernel: &Kernel<X86>, entry: GuestEntry<'_>, reason: u64, reported: u64) -> ExitToVmm {
     let frames = &entry.vcpu.arch;
     let (state, control) = (frames.state(), &frames.vmcb().control);
-    state.exit_info1.set(control.exit_info1.get());
-    state.exit_info2.set(control.exit_info2.get());
     // 0 if the processor does not save the next instruction's address. Then the VMM decodes the
     // instruction, except for port accesses, where EXITINFO2 has that address.
-    state.next_rip.set(control.n_rip.get());
+    let next_rip = control.n_rip.get();
+    state.next_rip.set(next_rip);
     state.bytes_len.set(0);
-    let groups = match code {
-        exit::NPF => {
+    let groups = match reason {
+        exit::MEMORY_FAULT => {
+            let info1 = control.exit_info1.get();
+            state.run.exit_info.set(decode::memory_fault_info(info1));
+            state.run.fault_address.set(control.exit_info2.get());
             page_fault_bytes(state, control);
             group::IP | group::CONTROL | group::CODE | group::SEGMENTS
         }
-        exit::IOIO => group::IP,
+        x86_exit::PORT => {
+            state.run.exit_info.set(decode::port_info(control.exit_info1.get()));
+            state.next_rip.set(control.exit_info2.get());
+            group::IP
+        }
         // The sizes in this leaf depend on XCR0.
-        exit::CPUID if state.gpr[gpr::RAX].get() as u32 == hw_x86::cpuid::leaf::XSAVE => {
+        x86_exit::CPUID if state.gpr[gpr::RAX].get() as u32 == hw_x86::cpuid::leaf::XSAVE => {
             frames.save_xcr0(features());
             group::IP | group::CONTROL | group::CODE | group::XCR0
         }
-        _ if control.n_rip.get() != 0 => group::IP,
-        _ => group::IP | group::CONTROL | group::CODE,
+        _ => {
+            if reason != x86_exit::CPUID {
+                state.run.exit_info.set(decode::info(reason, control));
+            }
+            if next_rip != 0 { group::IP } else { group::IP | group::CONTROL | group::CODE }
+        }
     };
     return_exit(kernel, entry, reported, groups)
 }
@@ -1071,7 +1090,7 @@ fn report(kernel: &Kernel<X86>, entry: GuestEntry<'_>, code: u64, reported: u64)
 #[inline(never)]
 fn shut_down(kernel: &Kernel<X86>, entry: GuestEntry<'_>) -> ExitToVmm {
     crate::machine_check::check_after_shutdown(entry.vcpu.arch.vmcb().save.rip.get());
-    report(kernel, entry, exit::SHUTDOWN, exit::SHUTDOWN)
+    report(kernel, entry, x86_exit::SHUTDOWN, x86_exit::SHUTDOWN)
 }
 
 /// Updates the processor structures of a vCPU, and its state loaded in the CPU, before an entry.
@@ -1083,16 +1102,16 @@ fn prepare(kernel: &Kernel<X86>, local: &Local, entry: GuestEntry<'_>) -> Result
     }
     let frames = &vcpu.arch;
     let state = frames.state();
-    let dirty = state.dirty.get();
+    let dirty = state.run.dirty.get();
     if dirty != 0 {
         let is_owner = local.state_owner.get() == entry.thread.vcpu.get();
-        state.dirty.set(0);
+        state.run.dirty.set(0);
         frames.write_groups(state, dirty, is_owner).map_err(EntryError::Failed)?;
     }
     let bits = entry.notification().bits.take();
     if bits != 0 {
-        state.events.set(bits);
-        return Err(EntryError::Exit(kernel_exit::RECALL));
+        state.run.events.set(bits);
+        return Err(EntryError::Exit(exit::RECALL));
     }
     if local.tsc_aux_owner.get() != entry.thread.vcpu.get() {
         become_owner(kernel, local, entry);
@@ -1133,7 +1152,7 @@ fn prepare(kernel: &Kernel<X86>, local: &Local, entry: GuestEntry<'_>) -> Result
 #[cold]
 fn abort_entry(kernel: &Kernel<X86>, entry: GuestEntry<'_>, error: EntryError) -> ExitToVmm {
     match error {
-        EntryError::Exit(code) => return_exit(kernel, entry, code, group::IP),
+        EntryError::Exit(reason) => return_exit(kernel, entry, reason, group::IP),
         EntryError::Failed(status) => end_run(kernel, entry, status),
     }
 }
@@ -1169,10 +1188,10 @@ fn after_interrupt(kernel: &Kernel<X86>, cpu_index: usize) {
     if frames.vmcb().control.interrupt_shadow.get() & SHADOW != 0 {
         // Not every processor restores an interrupt shadow on entry (QEMU TCG does not), so the VMM
         // must emulate the instruction in it.
-        frames.state().events.set(0);
-        return_exit(kernel, entry, kernel_exit::RECALL, group::IP);
-    } else if frames.state().deadline.get() <= crate::time::tsc() {
-        return_exit(kernel, entry, kernel_exit::DEADLINE, group::IP);
+        frames.state().run.events.set(0);
+        return_exit(kernel, entry, exit::RECALL, group::IP);
+    } else if frames.state().run.deadline.get() <= crate::time::tsc() {
+        return_exit(kernel, entry, exit::DEADLINE, group::IP);
     }
 }
 
@@ -1192,19 +1211,6 @@ fn add(counter: &Cell<u64>, value: u64) {
     counter.set(counter.get() + value);
 }
 
-/// Event to inject again after an exit that interrupted its delivery. Software interrupts and
-/// exceptions recur, because their instruction has not completed (APM vol. 2 §15.20).
-#[inline(always)]
-fn interrupted_event(info: u64) -> u64 {
-    if info & event::VALID == 0 {
-        return 0;
-    }
-    let by_instruction = info & event::TYPE_MASK == event::TYPE_SOFT
-        || info & event::TYPE_MASK == event::TYPE_EXCEPTION
-            && matches!(info & event::VECTOR, 3 | 4);
-    if by_instruction { 0 } else { info }
-}
-
 /// Return to user mode of the CPU's current thread: a VMM thread whose `VcpuRun` has ended.
 /// Ordinary threads return in the same way.
 pub struct ExitToVmm {
@@ -1219,14 +1225,14 @@ pub struct ExitToVmm {
 fn return_exit(
     kernel: &Kernel<X86>,
     GuestEntry { thread, vcpu }: GuestEntry<'_>,
-    code: u64,
+    reason: u64,
     groups: u64,
 ) -> ExitToVmm {
     const IP_ONLY: u64 = group::IP;
     const DECODE: u64 = group::IP | group::CONTROL | group::CODE;
     let (state, vmcb) = (vcpu.arch.state(), vcpu.arch.vmcb());
-    state.exit_code.set(code);
-    state.valid.set(group::INJECT | group::PRIORITY | groups);
+    state.run.exit_reason.set(reason);
+    state.run.valid.set(group::INJECT | group::PRIORITY | groups);
     // Constant arguments make the frequent cases branch-free.
     match groups {
         IP_ONLY => read_code(state, vmcb, IP_ONLY),
