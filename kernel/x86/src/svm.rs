@@ -1,13 +1,398 @@
-//! Guests on AMD SVM.
+//! Guests on AMD SVM (APM vol. 2, chapter 15): VMCB, world switch and injection of events.
+//!
+//! # Invariants
+//!
+//! * The VMM controls guest state only; intercepts, permission maps, nested tables and ASIDs are
+//!   the kernel's. Any value that the VMM writes harms at most its own guest: a state that the
+//!   processor refuses is an exit.
+//! * An event is in exactly one place: the state page's `inject`, the VMCB's `EVENTINJ`, the VMCB's
+//!   virtual interrupt, or delivered.
 
+pub mod asid;
 pub mod exit;
 pub mod intercepts;
-#[cfg(target_os = "none")]
-pub mod vcpu;
+pub mod state;
+mod switch;
 pub mod virq;
+pub mod vmcb;
 
-#[cfg(target_os = "none")]
-pub use vcpu::{
-    ExitToVmm, HOST_FRAMES, Local, VcpuFrames, abort_destroyed_vcpu, init_maps, init_this_cpu,
-    is_ready, read_groups, run, set_host_pages,
-};
+use core::cell::Cell;
+use core::sync::atomic::{AtomicBool, Ordering};
+
+use abi::vcpu::HYPERCALL_VERSION;
+use abi::vcpu::exit::{HYPERCALL, MEMORY_FAULT};
+use abi::vcpu::x86::exit::{CPUID, PORT};
+use abi::vcpu::x86::{VcpuState, gpr, group, window};
+use abi::{ABI_VERSION, Status};
+use hw_x86::msr;
+use hw_x86::vmcb::exit::VMMCALL;
+use hw_x86::vmcb::{ControlArea, Vmcb, event, npf, tlb_control};
+use kernel_core::pool::{Factory, Frame, Handle, Memory};
+
+use crate::features::features;
+use crate::hvm::{GuestExit, Hvm, internal};
+use crate::io::{rdmsr, wrmsr};
+use asid::Asids;
+
+/// Clean bits of a VMCB without changes in cached groups: all defined bits (APM vol. 2 §15.15.3).
+const CLEAN: u64 = 0xfff;
+
+static IS_READY: AtomicBool = AtomicBool::new(false);
+/// The processor is QEMU's TCG, whose errors need workarounds: [`Features::is_tcg`], in a place of
+/// its own for the world switch.
+///
+/// [`Features::is_tcg`]: crate::features::Features::is_tcg
+static IS_TCG: AtomicBool = AtomicBool::new(false);
+
+#[inline(always)]
+fn is_tcg() -> bool {
+    IS_TCG.load(Ordering::Relaxed)
+}
+
+/// Host state of a CPU for VMRUN and VMSAVE.
+#[repr(C, align(4096))]
+struct HostPages {
+    hsave: [u8; 4096],
+    state: [u8; 4096],
+}
+
+/// State of SVM on a CPU.
+pub struct Local {
+    /// Physical address of the page for host state (VMSAVE).
+    host_state: Cell<u64>,
+    asids: Asids,
+}
+
+/// The VMCB of a vCPU.
+#[derive(Clone)]
+pub struct Svm {
+    frame: Frame,
+    vmcb: *const Vmcb,
+    physical: u64,
+    /// Epoch of the VMCB's ASID; 0: it has none.
+    asid_epoch: Cell<u64>,
+    /// Value of the state page's `window` that the VMCB is configured for.
+    window: Cell<u64>,
+    /// Event that the VMCB holds as a virtual interrupt instead of injecting it; 0: none.
+    virq_offered: Cell<u64>,
+    /// The processor's cached copy of the VMCB is out of date.
+    is_changed: Cell<bool>,
+}
+
+impl Svm {
+    /// The VMCB. Its fields are cells: the processor writes them while the guest runs.
+    #[inline(always)]
+    fn vmcb(&self) -> &Vmcb {
+        // SAFETY: a frame of this vCPU only, zeroed when allocated, which is valid for all fields
+        // (cells of integers). Only the CPU that runs the vCPU or holds the lock uses it.
+        unsafe { &*self.vmcb }
+    }
+
+    /// Configures the VMCB for a new value of the state page's `window`.
+    #[cold]
+    #[inline(never)]
+    fn set_window(&self, wanted: u64) {
+        self.window.set(wanted);
+        self.is_changed.set(true);
+        virq::set_window(&self.vmcb().control, wanted);
+    }
+
+    /// Injects an event at the next entry.
+    ///
+    /// On QEMU TCG an interrupt is made pending as a virtual interrupt if possible: TCG may deliver
+    /// one from `EVENTINJ` twice, the second time even if the guest masks it, if a host interrupt
+    /// arrives before the guest's next exit. It is not possible while a window uses the virtual
+    /// interrupt.
+    #[cold]
+    #[inline(never)]
+    fn inject(&self, event: u64) {
+        let control = &self.vmcb().control;
+        let event = exit::to_event_inj(event);
+        let is_interrupt =
+            event & (event::VALID | event::TYPE_MASK) == event::VALID | event::TYPE_INTR;
+        if is_tcg() && is_interrupt && virq::is_unused(self.window.get()) {
+            virq::offer(control, event, self.window.get());
+            self.virq_offered.set(event);
+            self.is_changed.set(true);
+        } else {
+            control.event_inj.set(event);
+        }
+    }
+
+    /// Withdraws the virtual interrupt. Returns it if the guest has not taken it, else 0.
+    #[cold]
+    #[inline(never)]
+    fn withdraw_virq(&self) -> u64 {
+        let control = &self.vmcb().control;
+        let offered = self.virq_offered.take();
+        let taken = !virq::is_pending(control);
+        virq::clear(control, self.window.get());
+        self.is_changed.set(true);
+        if taken { 0 } else { offered }
+    }
+
+    /// Continues [`Hvm::describe`].
+    #[inline(never)]
+    fn describe_rare(&self, reason: u64, state: &VcpuState) -> u64 {
+        let control = &self.vmcb().control;
+        if reason == MEMORY_FAULT {
+            state.run.exit_info.set(exit::memory_fault_info(control.exit_info1.get()));
+            state.run.fault_address.set(control.exit_info2.get());
+            page_fault_bytes(state, control);
+            return group::IP | group::CONTROL | group::CODE | group::SEGMENTS;
+        }
+        state.run.exit_info.set(exit::info(reason, control));
+        groups_to_decode(control.n_rip.get())
+    }
+
+    /// Finds out whether the guest has taken the interrupt of [`window::DELIVER_VIRQ`].
+    #[cold]
+    #[inline(never)]
+    fn finish_window(&self, state: &VcpuState) {
+        let control = &self.vmcb().control;
+        if !virq::is_pending(control) {
+            let left = self.window.get() & window::PERSISTENT;
+            self.window.set(left);
+            self.is_changed.set(true);
+            virq::clear(control, left);
+            state.window.set(left);
+        } else if is_tcg() && (state.inject.get() ^ self.window.get()) & event::VECTOR == 0 {
+            // TCG keeps a virtual interrupt pending whose delivery was interrupted, and delivers
+            // it.
+            state.inject.set(0);
+        }
+    }
+}
+
+impl Hvm for Svm {
+    type Local = Local;
+    const LOCAL: Local = Local { host_state: Cell::new(0), asids: Asids::new() };
+    const HOST_FRAMES: u32 = (size_of::<HostPages>() / 4096) as u32;
+
+    fn init() {
+        if features().npt {
+            vmcb::init_maps();
+            IS_TCG.store(features().is_tcg, Ordering::Relaxed);
+            IS_READY.store(true, Ordering::Release);
+        }
+    }
+
+    fn init_cpu(local: &Local, host: u64) {
+        local.host_state.set(host + core::mem::offset_of!(HostPages, state) as u64);
+        // SAFETY: the CPU has SVM (`is_ready`); the host save area is a frame for this use only.
+        unsafe {
+            if rdmsr(msr::VM_CR) & msr::vm_cr::SVMDIS != 0 {
+                IS_READY.store(false, Ordering::Release);
+                crate::log!("SVM is disabled by the firmware: cannot run VMs");
+                return;
+            }
+            wrmsr(msr::EFER, rdmsr(msr::EFER) | msr::efer::SVME);
+            wrmsr(msr::VM_HSAVE_PA, host + core::mem::offset_of!(HostPages, hsave) as u64);
+        }
+    }
+
+    fn is_ready() -> bool {
+        IS_READY.load(Ordering::Acquire)
+    }
+
+    fn new(memory: &Memory, factory: Option<Handle<Factory>>) -> Result<Self, Status> {
+        let frame = memory.alloc_raw(factory, 1)?;
+        let this = Self {
+            frame,
+            vmcb: memory.address(frame).cast(),
+            physical: memory.physical(frame),
+            asid_epoch: Cell::new(0),
+            window: Cell::new(0),
+            virq_offered: Cell::new(0),
+            is_changed: Cell::new(true),
+        };
+        vmcb::reset(this.vmcb());
+        Ok(this)
+    }
+
+    fn free(&self, memory: &Memory) {
+        memory.free_raw(self.frame, 1);
+    }
+
+    #[inline(always)]
+    fn needs_flush(&self, local: &Local) -> bool {
+        self.asid_epoch.get() != local.asids.epoch()
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn flush(&self, local: &Local, root: u64) {
+        let control = &self.vmcb().control;
+        self.asid_epoch.set(local.asids.assign(control));
+        control.n_cr3.set(root);
+        self.is_changed.set(true);
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn set_port_map(&self, map: u64) {
+        self.vmcb().control.iopm_base_pa.set(map);
+        self.is_changed.set(true);
+    }
+
+    #[inline(always)]
+    fn prepare(&self, state: &VcpuState) {
+        let window = state.window.get();
+        if self.window.get() != window {
+            self.set_window(window);
+        }
+        let control = &self.vmcb().control;
+        control.event_inj.set(0);
+        let event = state.inject.get();
+        if event != 0 {
+            state.inject.set(0);
+            self.inject(event);
+        }
+        control.clean.set(CLEAN);
+        if self.is_changed.get() {
+            self.is_changed.set(false);
+            control.clean.set(0);
+        }
+    }
+
+    #[inline(always)]
+    fn enter(&self, local: &Local, state: &VcpuState) -> GuestExit {
+        let (vmcb, physical, host_state) = (self.vmcb(), self.physical, local.host_state.get());
+        let registers = state.gpr.as_ptr().cast::<u64>().cast_mut();
+        vmcb.save.rax.set(state.gpr[gpr::RAX].get());
+        let mut handled = 0;
+        // SAFETY: host state is saved in this CPU's own page and restored from there, before any
+        // use of GS or SYSRET; the VMCB is complete, with the kernel's maps and tables.
+        let reason = unsafe {
+            switch::load_guest(physical, host_state);
+            let reason = loop {
+                switch::world_switch(physical, registers);
+                let code = vmcb.control.exit_code.get();
+                if code != VMMCALL {
+                    break exit::reason(code);
+                }
+                if vmcb.save.rax.get() != HYPERCALL_VERSION {
+                    break HYPERCALL;
+                }
+                // A hypercall handled in the kernel.
+                handled += 1;
+                vmcb.save.rax.set(ABI_VERSION as u64);
+                step_over_hypercall(vmcb);
+                vmcb.control.event_inj.set(0);
+                vmcb.control.tlb_control.set(tlb_control::NOTHING);
+            };
+            switch::restore_host(physical, host_state);
+            let uses_virq = self.window.get() != 0 || self.virq_offered.get() != 0;
+            if uses_virq && is_tcg() {
+                switch::reevaluate_interrupts();
+            }
+            switch::end_guest_mode(reason == internal::HOST_INTERRUPT);
+            reason
+        };
+        state.gpr[gpr::RAX].set(vmcb.save.rax.get());
+        GuestExit { reason, handled }
+    }
+
+    #[inline(always)]
+    fn finish(&self, state: &VcpuState) {
+        let control = &self.vmcb().control;
+        let undelivered = if self.virq_offered.get() != 0 { self.withdraw_virq() } else { 0 };
+        control.tlb_control.set(tlb_control::NOTHING);
+        state.inject.set(match exit::interrupted_event(control.exit_int_info.get()) {
+            0 => undelivered,
+            // TCG also keeps a virtual interrupt pending whose delivery was interrupted.
+            event => event,
+        });
+        state.cr8.set(virq::priority(control));
+        if self.window.get() & window::DELIVER_VIRQ != 0 {
+            self.finish_window(state);
+        }
+    }
+
+    #[inline(always)]
+    fn describe(&self, reason: u64, state: &VcpuState) -> u64 {
+        let control = &self.vmcb().control;
+        // 0 if the processor does not save the next instruction's address. Then the VMM decodes the
+        // instruction, except for port accesses, where EXITINFO2 has that address.
+        let next_rip = control.n_rip.get();
+        state.next_rip.set(next_rip);
+        state.bytes_len.set(0);
+        match reason {
+            CPUID => groups_to_decode(next_rip),
+            PORT => {
+                state.run.exit_info.set(exit::port_info(control.exit_info1.get()));
+                state.next_rip.set(control.exit_info2.get());
+                group::IP
+            }
+            _ => self.describe_rare(reason, state),
+        }
+    }
+
+    fn read_groups(&self, state: &VcpuState, groups: u64) {
+        state::read(state, self.vmcb(), groups);
+    }
+
+    #[inline(always)]
+    fn read_code(&self, state: &VcpuState, groups: u64) {
+        state::read_code(state, self.vmcb(), groups);
+    }
+
+    #[inline(always)]
+    fn write_ip(&self, state: &VcpuState) {
+        state::write_ip(state, self.vmcb());
+    }
+
+    fn write_groups(&self, state: &VcpuState, dirty: u64) {
+        self.is_changed.set(true);
+        state::write(state, self.vmcb(), dirty);
+        if dirty & group::CONTROL != 0 {
+            // TLB entries may be stale for the new registers: assign a new ASID.
+            self.asid_epoch.set(0);
+        }
+    }
+
+    fn ip(&self) -> u64 {
+        self.vmcb().save.rip.get()
+    }
+
+    #[inline(always)]
+    fn skip_kernel_hypercall(&self, number: u64) -> bool {
+        let vmcb = self.vmcb();
+        let found = vmcb.save.rax.get() == number && vmcb.save.cpl.get() == 0;
+        if found {
+            step_over_hypercall(vmcb);
+        }
+        found
+    }
+
+    fn loses_shadow(&self) -> bool {
+        is_tcg() && self.vmcb().control.interrupt_shadow.get() & state::SHADOW != 0
+    }
+}
+
+/// Advances the guest beyond the `VMMCALL` that caused the exit.
+#[inline(always)]
+fn step_over_hypercall(Vmcb { control, save }: &Vmcb) {
+    const VMMCALL_LENGTH: u64 = 3;
+    save.rip.set(save.rip.get().wrapping_add(VMMCALL_LENGTH));
+    control.interrupt_shadow.set(0);
+}
+
+/// Returns the groups that the handler of an instruction needs. `next_rip`: address of the
+/// instruction after it; 0: unknown.
+#[inline(always)]
+fn groups_to_decode(next_rip: u64) -> u64 {
+    if next_rip != 0 { group::IP } else { group::IP | group::CONTROL | group::CODE }
+}
+
+/// Copies the bytes of the faulting instruction, if the processor reports them (APM vol. 2
+/// §15.33.5).
+#[cold]
+fn page_fault_bytes(state: &VcpuState, control: &ControlArea) {
+    if features().decode_assist && control.exit_info1.get() & npf::FETCH == 0 {
+        state.bytes_len.set(control.fetched_bytes.get() as u64 & 0xf);
+        for (to, from) in state.bytes.iter().zip(control.instruction_bytes.get()) {
+            to.set(from);
+        }
+    }
+}

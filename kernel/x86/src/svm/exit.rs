@@ -13,13 +13,7 @@ use abi::vcpu::x86::exit::{
 use abi::vcpu::x86::{access_rights, control_register, event as neutral, port};
 use hw_x86::vmcb::{ControlArea, event, exit, ioio, npf};
 
-/// Reasons that the kernel handles itself, in the range that [`abi::vcpu::exit`] reserves.
-pub mod internal {
-    /// A host interrupt, or another event of the host that has been handled.
-    pub const HOST_INTERRUPT: u64 = 8;
-    /// A machine check.
-    pub const MACHINE_CHECK: u64 = 9;
-}
+use crate::hvm::internal;
 
 /// Exit reasons, indexed by `EXITCODE`.
 static REASONS: [u8; 0x90] = {
