@@ -25,7 +25,7 @@ pub mod vcpu;
 pub use ops::{OPERATIONS, Op, OpDoc, SHARE_OF_CPU};
 
 /// Version of the ABI, passed in the boot page. Incremented by every incompatible change.
-pub const ABI_VERSION: u32 = 2;
+pub const ABI_VERSION: u32 = 3;
 
 /// Index of a slot in a task's capability space.
 pub type Selector = u64;

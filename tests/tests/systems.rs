@@ -271,7 +271,7 @@ const GUESTS: &[(&str, i32, &str)] = &[
     ("poweroff", 0, "vm guest ended: power-off"),
     ("panic", 80, "vm guest ended: guest panic"),
     ("triple", 81, "vm guest ended: guest fault"),
-    ("refused", 81, "the CPU rejected the guest state (VMEXIT_INVALID)"),
+    ("refused", 81, "the CPU rejected the guest state"),
     ("reset", 83, "vm guest ended: reset"),
 ];
 

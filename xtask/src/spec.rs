@@ -7,6 +7,7 @@ use crate::process::workspace;
 use crate::rules::compare_or_write;
 use crate::source;
 use anyhow::{Context, Result, anyhow, bail};
+use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::path::Path;
 use syn::{Attribute, Expr, Fields, Item, ItemEnum, ItemMod, ItemStruct, Lit, Meta, Type};
@@ -21,6 +22,7 @@ pub fn spec(arguments: &[String]) -> Result<()> {
 fn generate() -> Result<String> {
     let interface = parse("abi/src/lib.rs")?;
     let vcpu = parse("abi/src/vcpu.rs")?;
+    let x86 = parse("abi/src/vcpu/x86.rs")?;
     let boot = parse("abi/src/boot.rs")?;
     let mut out = String::new();
     writeln!(out, "# System calls\n")?;
@@ -67,9 +69,23 @@ fn generate() -> Result<String> {
     constants(&mut out, "First capabilities of root", find_module(&boot, "slot")?)?;
     writeln!(out, "## Virtual CPU\n")?;
     writeln!(out, "{}\n", documentation(&vcpu.attrs))?;
-    constants(&mut out, "State groups", find_module(&vcpu, "group")?)?;
-    constants(&mut out, "Exit codes added to the processor's", find_module(&vcpu, "exit")?)?;
-    structure(&mut out, "State page", find_struct(&vcpu, "VcpuState")?)?;
+    constants(&mut out, "Exit reasons", find_module(&vcpu, "exit")?)?;
+    constants(&mut out, "Information of memory faults", find_module(&vcpu, "memory_fault")?)?;
+    structure(&mut out, "`RunControl`", find_struct(&vcpu, "RunControl")?)?;
+    writeln!(out, "## Virtual CPU on x86-64\n")?;
+    writeln!(out, "{}\n", documentation(&x86.attrs))?;
+    for (title, module) in [
+        ("State groups", "group"),
+        ("Exit reasons of x86-64", "exit"),
+        ("Information of port accesses", "port"),
+        ("Information of control-register accesses", "control_register"),
+        ("Interrupt windows", "window"),
+        ("Events to inject", "event"),
+        ("Access rights of segments", "access_rights"),
+    ] {
+        constants(&mut out, title, find_module(&x86, module)?)?;
+    }
+    structure(&mut out, "State page", find_struct(&x86, "VcpuState")?)?;
     structure(&mut out, "Boot page", find_struct(&boot, "BootInfo")?)?;
     Ok(out.trim_end().to_owned() + "\n")
 }
@@ -151,7 +167,13 @@ fn enumeration(out: &mut String, title: &str, item: &ItemEnum) -> Result<()> {
             .discriminant
             .as_ref()
             .with_context(|| format!("{} has no value in abi", variant.ident))?;
-        writeln!(out, "| {} | `{}` | {} |", evaluate(value)?, variant.ident, cell(&variant.attrs))?;
+        writeln!(
+            out,
+            "| {} | `{}` | {} |",
+            evaluate(value, &Known::new())?,
+            variant.ident,
+            cell(&variant.attrs)
+        )?;
     }
     writeln!(out)?;
     Ok(())
@@ -161,9 +183,11 @@ fn constants(out: &mut String, title: &str, module: &ItemMod) -> Result<()> {
     let text = cell(&module.attrs);
     writeln!(out, "## {title}\n\n{text}\n\n| value | name | meaning |\n|---|---|---|")?;
     let (_, items) = module.content.as_ref().context("abi: module in another file")?;
+    let mut known = Known::new();
     for item in items {
         if let Item::Const(item) = item {
-            let value = evaluate(&item.expr)?;
+            let value = evaluate(&item.expr, &known)?;
+            known.insert(item.ident.to_string(), value);
             writeln!(out, "| {value:#x} | `{}` | {} |", item.ident, cell(&item.attrs))?;
         }
     }
@@ -201,21 +225,25 @@ fn layout(ty: &Type) -> Result<(usize, usize)> {
                 Some("u16") => (2, 2),
                 Some("u32") => (4, 4),
                 Some("u64" | "SharedU64") => (8, 8),
-                Some("Segment" | "SharedSegment") => (size_of::<abi::vcpu::Segment>(), 8),
+                Some("Segment" | "SharedSegment") => (size_of::<abi::vcpu::x86::Segment>(), 8),
+                Some("RunControl") => (size_of::<abi::vcpu::RunControl>(), 8),
                 Some("Region") => (size_of::<abi::boot::Region>(), 8),
                 other => bail!("abi: unknown size of {other:?}"),
             })
         }
         Type::Array(array) => {
             let (size, align) = layout(&array.elem)?;
-            Ok((size * evaluate(&array.len)? as usize, align))
+            Ok((size * evaluate(&array.len, &Known::new())? as usize, align))
         }
         _ => bail!("abi: a field of an unexpected type"),
     }
 }
 
+/// Values of the constants that precede an expression in its module.
+type Known = BTreeMap<String, u64>;
+
 /// The value of a constant expression, of the forms that stand in `abi`.
-fn evaluate(expression: &Expr) -> Result<u64> {
+fn evaluate(expression: &Expr, known: &Known) -> Result<u64> {
     use syn::BinOp;
     Ok(match expression {
         Expr::Lit(literal) => match &literal.lit {
@@ -223,8 +251,8 @@ fn evaluate(expression: &Expr) -> Result<u64> {
             _ => bail!("abi: a constant that is no number"),
         },
         Expr::Binary(binary) => {
-            let left = evaluate(&binary.left)?;
-            let right = evaluate(&binary.right)?;
+            let left = evaluate(&binary.left, known)?;
+            let right = evaluate(&binary.right, known)?;
             match binary.op {
                 BinOp::Shl(_) => left << right,
                 BinOp::BitOr(_) => left | right,
@@ -234,6 +262,11 @@ fn evaluate(expression: &Expr) -> Result<u64> {
             }
         }
         Expr::Path(path) if path.path.is_ident("MAX_REGIONS") => abi::boot::MAX_REGIONS as u64,
+        Expr::Path(path) if path.path.is_ident("FIRST_OF_ARCH") => abi::vcpu::exit::FIRST_OF_ARCH,
+        Expr::Path(path) => {
+            let name = path.path.get_ident().map(ToString::to_string).unwrap_or_default();
+            *known.get(&name).with_context(|| format!("abi: unknown constant {name:?}"))?
+        }
         _ => bail!("abi: an unexpected form of constant"),
     })
 }
@@ -252,9 +285,10 @@ mod tests {
                 .unwrap_or_default();
             assert!(line.starts_with(&format!("| {offset:#x} |")), "{name}: {line}");
         };
-        row(core::mem::offset_of!(abi::vcpu::VcpuState, bytes), "bytes");
-        row(core::mem::offset_of!(abi::vcpu::VcpuState, segments), "segments");
-        row(core::mem::offset_of!(abi::vcpu::VcpuState, handled_in_kernel), "handled_in_kernel");
+        row(core::mem::offset_of!(abi::vcpu::x86::VcpuState, bytes), "bytes");
+        row(core::mem::offset_of!(abi::vcpu::x86::VcpuState, segments), "segments");
+        row(core::mem::offset_of!(abi::vcpu::x86::VcpuState, xmm), "xmm");
+        row(core::mem::offset_of!(abi::vcpu::RunControl, handled_in_kernel), "handled_in_kernel");
         row(core::mem::offset_of!(abi::boot::BootInfo, regions), "regions");
     }
 }

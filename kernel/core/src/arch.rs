@@ -92,7 +92,7 @@ pub trait Arch: Sized + 'static {
     fn vcpu_free(memory: &Memory, vcpu: &Self::Vcpu);
     /// Records that the scheduler preempted the vCPU's thread while it was in the guest.
     fn vcpu_preempted(vcpu: &Self::Vcpu);
-    /// Copies register groups ([`abi::vcpu::group`]) to the vCPU's state page.
+    /// Copies state groups ([`abi::vcpu`]) to the vCPU's state page.
     fn vcpu_state(memory: &Memory, vcpu: &Vcpu<Self>, groups: u64);
 
     /// Returns whether the interrupt source exists.

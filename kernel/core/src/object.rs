@@ -382,7 +382,7 @@ pub struct Vcpu<A: Arch> {
     pub notification: Handle<Notification<A>>,
     /// Factory charged for the vCPU.
     pub factory: Option<Handle<Factory>>,
-    /// State page ([`abi::vcpu::VcpuState`]).
+    /// State page ([`abi::vcpu`]).
     pub state: Frame,
     /// Mapping of the state page in the VMM; also identifies the VMM's task.
     pub state_node: Handle<MapNode<A>>,

@@ -61,6 +61,9 @@ pub struct Features {
     pub physical_bits: u32,
     /// The kernel runs in a virtual machine.
     pub hypervisor: bool,
+    /// The processor is QEMU's emulator TCG, whose errors in SVM the kernel works around
+    /// (docs/CAVEATS.md).
+    pub is_tcg: bool,
     /// TSC frequency in kHz, if reported by CPUID.
     pub tsc_khz: Option<u64>,
     /// Frequency of the local APIC timer in kHz, if reported by CPUID.
@@ -135,6 +138,7 @@ impl Features {
                 .map(|part| part.ebx as usize + part.eax as usize)
                 .fold(XSAVE_MIN, usize::max);
         }
+        found.is_tcg = found.hypervisor && is_signature_of_tcg(&cpuid);
         found.read_frequencies(basic(0x15), cpuid);
         found
     }
@@ -156,6 +160,13 @@ impl Features {
         self.tsc_khz = self.tsc_khz.filter(|&khz| khz != 0);
         self.apic_khz = self.apic_khz.filter(|&khz| khz != 0);
     }
+}
+
+/// Returns whether the hypervisor's signature (leaf 4000_0000h) is that of QEMU's TCG.
+fn is_signature_of_tcg(cpuid: &impl Fn(u32, u32) -> CpuidResult) -> bool {
+    let found = cpuid(hw_x86::cpuid::leaf::HYPERVISOR, 0);
+    let signature = [found.ebx, found.ecx, found.edx].map(u32::to_le_bytes);
+    signature.as_flattened() == b"TCGTCGTCGTCG"
 }
 
 const NOTHING: CpuidResult = CpuidResult { eax: 0, ebx: 0, ecx: 0, edx: 0 };
@@ -212,6 +223,24 @@ mod tests {
         assert_eq!(found.xcr0_mask, 0x2e7);
         assert_eq!(found.xsave_size, 2440);
         assert_eq!((found.tsc_khz, found.apic_khz), (Some(2_400_000), Some(24_000)));
+    }
+
+    #[test]
+    fn tcg_has_its_signature() {
+        let word = |text: &[u8; 4]| u32::from_le_bytes(*text);
+        let is_tcg = |flag: u32, signature: [u32; 3]| {
+            Features::read(|number, _| match number {
+                0 => leaf(1, 0, 0, 0),
+                1 => leaf(0, 0, flag << 31, 0),
+                0x4000_0000 => leaf(0x4000_0001, signature[0], signature[1], signature[2]),
+                _ => NOTHING,
+            })
+            .is_tcg
+        };
+        let tcg = [word(b"TCGT"), word(b"CGTC"), word(b"GTCG")];
+        assert!(is_tcg(1, tcg));
+        assert!(!is_tcg(0, tcg), "a processor without a hypervisor may have any value there");
+        assert!(!is_tcg(1, [word(b"KVMK"), word(b"VMKV"), word(b"M\0\0\0")]));
     }
 
     #[test]

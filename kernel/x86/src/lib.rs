@@ -1,21 +1,27 @@
 //! x86-64 part of the kernel: boot, CPUs, interrupts, time, SVM, and all hardware access that
 //! requires privilege.
 //!
-//! [`boot`] turns the boot loader's information into a [`boot::Machine`], builds the kernel's page
-//! tables ([`memory`]) and the per-CPU areas ([`cpu`]), and starts the CPUs ([`smp`]). Pure code
-//! (ranges, register sequences, conversions) also compiles on the host, where it is tested.
+//! [`boot`] turns the boot loader's information into a [`boot_info::Machine`], builds the kernel's
+//! page tables ([`memory`]) and the per-CPU areas ([`cpu`]), and starts the CPUs ([`smp`]).
+//! [`vcpu`] runs guests on any vendor's virtualization extension ([`hvm`]), of which [`svm`] is
+//! one. Pure code (ranges, register sequences, conversions) also compiles on the host, where it is
+//! tested.
 #![cfg_attr(not(test), no_std)]
 
 pub mod apic;
 #[cfg(target_os = "none")]
 pub mod boot;
+#[cfg(target_os = "none")]
+pub mod boot_info;
 pub mod cpu;
 #[cfg(target_os = "none")]
 pub mod entry;
 pub mod features;
 pub mod format;
+#[cfg(target_os = "none")]
+pub mod fpu;
+pub mod hvm;
 pub mod idt;
-pub mod intercepts;
 pub mod io;
 pub mod ioapic;
 pub mod log;
@@ -33,8 +39,14 @@ pub mod run;
 pub mod smp;
 #[cfg(target_os = "none")]
 pub mod start;
-#[cfg(target_os = "none")]
 pub mod svm;
 pub mod time;
+#[cfg(target_os = "none")]
+pub mod vcpu;
 pub mod vectors;
-pub mod virq;
+
+/// The x86-64 architecture.
+pub struct X86;
+
+/// Virtualization extension of the processor. A second one makes this a type that chooses at start.
+pub type Extension = svm::Svm;

@@ -1,7 +1,7 @@
 //! Kernel panic: always a kernel bug or a hardware error (`machine_check`). Writes an epitaph to
 //! the log and to the symbol `PARADOR_EPITAPH`, and stops all CPUs.
 
-use crate::boot::image;
+use crate::boot_info::image;
 use crate::io::{out8, read_cr2, read_cr3, stack_pointer, stop};
 use crate::{apic, cpu, features, log};
 use core::fmt::{self, Write};

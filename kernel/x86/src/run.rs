@@ -6,7 +6,6 @@ use core::ptr;
 use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use abi::Status;
-use hw_x86::paging::cr0;
 use kernel_core::arch::{Arch, IrqSource};
 use kernel_core::mdb::work::WORK;
 use kernel_core::object::{Irq, Task, Thread, Vcpu};
@@ -16,12 +15,9 @@ use kernel_core::{Kernel, count};
 use crate::cpu::{self, MAX_CPUS};
 use crate::entry::Context;
 use crate::format::UserFormat;
-use crate::io::{out8, read_cr0, write_cr0, write_cr3};
+use crate::io::{out8, write_cr3};
 use crate::ioapic::{self, Line};
-use crate::{apic, idt, log, memory, svm, time};
-
-/// The x86-64 architecture.
-pub struct X86;
+use crate::{X86, apic, idt, log, memory, time, vcpu};
 
 // ---- the lock ----------------------------------------------------------------------------------
 
@@ -102,14 +98,15 @@ pub fn unlock(_guard: Guard) {
 
 // ---- per-CPU state -----------------------------------------------------------------------------
 
-/// State of a CPU that only this CPU accesses.
+/// State of a CPU that only this CPU accesses. The alignment keeps CPUs apart in the caches.
+#[repr(align(128))]
 pub struct Local {
     /// Time for which the timer is armed, in TSC ticks; `u64::MAX` if it is not.
     timer_deadline: Cell<u64>,
     /// Task whose ports are in the I/O permission bitmap, and the generation of its port map.
     loaded_ports: Cell<Option<(Handle<Task<X86>>, u64)>>,
     /// State of guests on this CPU.
-    pub guest: svm::Local,
+    pub guest: vcpu::Local,
 }
 
 struct Locals([Local; MAX_CPUS]);
@@ -122,7 +119,7 @@ static LOCALS: Locals = Locals(
         Local {
             timer_deadline: Cell::new(u64::MAX),
             loaded_ports: Cell::new(None),
-            guest: svm::Local::new(),
+            guest: vcpu::Local::new(),
         }
     }; MAX_CPUS],
 );
@@ -244,7 +241,7 @@ pub fn pick_next(mut kernel: Guard, cpu_index: usize) -> (Guard, Next) {
             kernel
                 .memory
                 .get(name)
-                .map_or_else(|| svm::abort_destroyed_vcpu(&kernel, thread), ptr::from_ref)
+                .map_or_else(|| vcpu::abort_destroyed_vcpu(&kernel, thread), ptr::from_ref)
         });
         let next = Next { thread, vcpu };
         return (kernel, next);
@@ -256,12 +253,12 @@ pub fn pick_next(mut kernel: Guard, cpu_index: usize) -> (Guard, Next) {
 pub fn leave(mut kernel: Guard, cpu_index: usize, mut next: Next) -> *const Context {
     let target = loop {
         // SAFETY: looked up under the lock, which is held since; only `pick_next` frees objects.
-        let (thread, vcpu) = unsafe { (&*next.thread, next.vcpu.as_ref()) };
-        let Some(vcpu) = vcpu else {
+        let (thread, guest) = unsafe { (&*next.thread, next.vcpu.as_ref()) };
+        let Some(guest) = guest else {
             arm(local(cpu_index), kernel.cpus[cpu_index].deadline());
-            break svm::ExitToVmm { task: thread.task, context: &raw const thread.context };
+            break vcpu::ExitToVmm { task: thread.task, context: &raw const thread.context };
         };
-        let (after, target) = svm::run(kernel, cpu_index, thread, vcpu);
+        let (after, target) = vcpu::run(kernel, cpu_index, thread, guest);
         kernel = after;
         // Most VM exits: return to the VMM directly. The timer need not be armed: guests are
         // entered with the CPU's own deadline at the latest, which has not changed.
@@ -288,7 +285,7 @@ fn load_space(kernel: &Kernel<X86>, cpu_index: usize, task: Handle<Task<X86>>) {
         Some(map) => load_ports(kernel, cpu_index, (task, space.port_generation.get()), map),
     }
     if cpu::current().guest_tsc_aux.load(Ordering::Relaxed) {
-        local(cpu_index).guest.clear_tsc_aux();
+        local(cpu_index).guest.owner.clear_tsc_aux();
     }
 }
 
@@ -304,19 +301,6 @@ fn load_ports(kernel: &Kernel<X86>, cpu_index: usize, of: (Handle<Task<X86>>, u6
     cpu::load_ports(bits);
 }
 
-/// Starts to run threads on this CPU.
-pub fn start(kernel: Guard, cpu_index: usize) -> ! {
-    kernel.cpus[cpu_index].resched.set(true);
-    // A task that uses the FPU faults: native tasks have no FPU state, and the registers may hold a
-    // guest's.
-    // SAFETY: the kernel is compiled without floating point.
-    unsafe { write_cr0(read_cr0() | cr0::TS) };
-    let (kernel, next) = pick_next(kernel, cpu_index);
-    let context = leave(kernel, cpu_index, next);
-    // SAFETY: a thread's context; nothing on this stack is used again.
-    unsafe { crate::entry::leave_to(context) }
-}
-
 // ---- the architecture --------------------------------------------------------------------------
 
 fn line(source: IrqSource) -> Option<Line> {
@@ -330,7 +314,7 @@ impl Arch for X86 {
     type Context = Context;
     type Host = UserFormat;
     type Nested = UserFormat;
-    type Vcpu = svm::VcpuFrames;
+    type Vcpu = vcpu::VcpuFrames;
     const GUEST_PORT_FRAMES: u32 = 3;
     const PORT_FRAMES: u32 = 2;
 
@@ -384,27 +368,27 @@ impl Arch for X86 {
     }
 
     fn has_nested() -> bool {
-        svm::is_ready()
+        vcpu::is_ready()
     }
 
     fn vcpu_new(
         memory: &Memory,
         factory: Option<Handle<Factory>>,
         state: Frame,
-    ) -> Result<svm::VcpuFrames, Status> {
-        svm::VcpuFrames::new(memory, factory, state)
+    ) -> Result<vcpu::VcpuFrames, Status> {
+        vcpu::VcpuFrames::new(memory, factory, state)
     }
 
-    fn vcpu_free(memory: &Memory, vcpu: &svm::VcpuFrames) {
-        vcpu.free(memory);
+    fn vcpu_free(memory: &Memory, frames: &vcpu::VcpuFrames) {
+        frames.free(memory);
     }
 
-    fn vcpu_preempted(vcpu: &svm::VcpuFrames) {
-        vcpu.count_preemption();
+    fn vcpu_preempted(frames: &vcpu::VcpuFrames) {
+        frames.count_preemption();
     }
 
-    fn vcpu_state(memory: &Memory, vcpu: &Vcpu<Self>, groups: u64) {
-        svm::read_groups(memory, &local(Self::this_cpu()).guest, vcpu, groups);
+    fn vcpu_state(memory: &Memory, of: &Vcpu<Self>, groups: u64) {
+        vcpu::read_groups(memory, &local(Self::this_cpu()).guest.owner, of, groups);
     }
 
     fn irq_valid(source: IrqSource) -> bool {

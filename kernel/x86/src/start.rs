@@ -4,18 +4,20 @@ use abi::boot::{self, BootInfo, Region, RegionKind, slot};
 use abi::bundle::{self, Header};
 use abi::{ItemKind, PAGE_SHIFT, PAGE_SIZE, Status, rights};
 use hw_tables::elf::{self, Elf};
+use hw_x86::paging::cr0;
 use kernel_core::Kernel;
 use kernel_core::mdb::Extent;
 use kernel_core::object::{ObjectRef, SpaceRef, Task};
 use kernel_core::pool::{Handle, MAX_BYTES, Memory};
 use kernel_core::sched::PRIORITIES;
 
-use crate::boot::Machine;
+use crate::boot_info::Machine;
 use crate::features::features;
+use crate::io::{read_cr0, write_cr0};
 use crate::memory::{FOUR_GIB, direct};
 use crate::ranges::Range;
-use crate::run::{self, X86};
-use crate::{entry, log, svm};
+use crate::run::{self, Guard};
+use crate::{X86, entry, log, vcpu};
 
 /// Size of kernel memory: RAM divided by this, within these bounds in bytes.
 const POOL_SHARE: u64 = 16;
@@ -37,7 +39,7 @@ type RootError = &'static str;
 /// Continues the start of the first CPU after boot.
 pub fn bsp_main(machine: &'static mut Machine) -> ! {
     entry::init();
-    svm::init_maps();
+    vcpu::init();
     let share = (machine.memory.ram.total() / POOL_SHARE).clamp(POOL_MIN, POOL_MAX);
     let length = machine.option("pool").and_then(parse_size).unwrap_or(share);
     let length = length.min(MAX_BYTES as u64) & !(PAGE_SIZE - 1);
@@ -53,19 +55,16 @@ pub fn bsp_main(machine: &'static mut Machine) -> ! {
     run::set_cpus(machine.cpus);
     let kernel = run::publish(memory);
     for cpu_index in 0..machine.cpus {
-        match kernel.memory.alloc_raw(None, svm::HOST_FRAMES) {
-            Ok(pages) => svm::set_host_pages(&kernel.memory, cpu_index, pages),
-            Err(_) => {
-                panic!("kernel memory is too small for {} CPUs; increase pool=", machine.cpus)
-            }
+        if vcpu::alloc_host_pages(&kernel.memory, cpu_index).is_err() {
+            panic!("kernel memory is too small for {} CPUs; increase pool=", machine.cpus)
         }
     }
-    svm::init_this_cpu(&kernel.memory, 0);
+    vcpu::init_this_cpu(0);
     if let Err(error) = start_root(&kernel, machine) {
         panic!("cannot start root: {error}");
     }
     log::start_buffering();
-    run::start(kernel, 0)
+    run_threads(kernel, 0)
 }
 
 /// Continues the start of the other CPUs.
@@ -73,8 +72,21 @@ pub fn ap_main(index: usize) -> ! {
     entry::init();
     run::wait_until_published();
     let kernel = run::lock(index);
-    svm::init_this_cpu(&kernel.memory, index);
-    run::start(kernel, index)
+    vcpu::init_this_cpu(index);
+    run_threads(kernel, index)
+}
+
+/// Starts to run threads on this CPU.
+fn run_threads(kernel: Guard, cpu_index: usize) -> ! {
+    kernel.cpus[cpu_index].resched.set(true);
+    // A task that uses the FPU faults: native tasks have no FPU state, and the registers may hold a
+    // guest's.
+    // SAFETY: the kernel is compiled without floating point.
+    unsafe { write_cr0(read_cr0() | cr0::TS) };
+    let (kernel, next) = run::pick_next(kernel, cpu_index);
+    let context = run::leave(kernel, cpu_index, next);
+    // SAFETY: a thread's context; nothing on this stack is used again.
+    unsafe { entry::leave_to(context) }
 }
 
 /// Parses a number of bytes with an optional suffix K, M or G.
@@ -133,7 +145,7 @@ fn start_root(kernel: &Kernel<X86>, machine: &mut Machine) -> Result<(), RootErr
     page.tsc_khz = machine.tsc_khz;
     page.rsdp = machine.rsdp;
     page.quota_pages = memory.at(factory).available() as u64;
-    page.features = if svm::is_ready() { boot::FEATURE_NESTED } else { 0 };
+    page.features = if vcpu::is_ready() { boot::FEATURE_NESTED } else { 0 };
     page.xcr0_mask = features().xcr0_mask;
     page.bundle_base = bundle.base;
     page.bundle_length = bundle.end - bundle.base;

@@ -2,7 +2,7 @@
 
 use core::sync::atomic::{AtomicU32, Ordering};
 
-use abi::vcpu::VcpuState;
+use abi::vcpu::x86::VcpuState;
 use abi::{Op, PAGE_SIZE, Selector, Status};
 use proto::start::STATE_PAGES;
 use proto::system::MAX_VCPUS;

@@ -3,15 +3,17 @@
 //! State groups that an exit did not deliver are fetched on first use. A setter changes a group
 //! only after it is valid, because the kernel takes over whole groups.
 
-use abi::vcpu::{
-    Segment as StateSegment, SharedSegment, SharedU8, SharedU64, VcpuState, exit, group, window,
+use abi::vcpu::x86::{
+    Segment as StateSegment, SharedSegment, VcpuState, event as state_event, group, window,
 };
+use abi::vcpu::{SharedU8, SharedU64, exit};
 use native_rt::{SchedContext, Vcpu, time};
 use vmm_cpu::exit::Exit;
-use vmm_cpu::{Event, Gpr, InterruptWindow, Reg, Seg, Segment, Vcpu as _, svm};
+use vmm_cpu::{Event, Gpr, InterruptWindow, Reg, Seg, Segment, Vcpu as _};
 
 use crate::console::Console;
 use crate::control::CONTROL;
+use crate::exit::decode;
 
 /// A vCPU of the kernel.
 pub struct NativeVcpu<'a> {
@@ -65,7 +67,7 @@ impl<'a> NativeVcpu<'a> {
         self.steal_time = StealTime {
             vcpu: Some((index, context)),
             before: CONTROL.missed_ticks(index, context).wrapping_sub(self.halted()),
-            preemptions: self.vcpu.state().preemptions.get(),
+            preemptions: self.vcpu.state().run.preemptions.get(),
             ticks: 0,
         };
     }
@@ -73,12 +75,12 @@ impl<'a> NativeVcpu<'a> {
     /// Returns the number of world switches, and of exits handled in the kernel.
     pub fn counts(&mut self) -> (u64, u64) {
         let state = self.vcpu.state();
-        (state.entries.get(), state.handled_in_kernel.get())
+        (state.run.entries.get(), state.run.handled_in_kernel.get())
     }
 
     /// Returns the ticks that the kernel has waited while the guest was halted.
     pub fn halted(&mut self) -> u64 {
-        self.vcpu.state().halted.get()
+        self.vcpu.state().run.halted.get()
     }
 
     /// Sets the time of all pauses, in ticks. The guest's counter continues from its value before
@@ -121,7 +123,7 @@ impl<'a> NativeVcpu<'a> {
     #[inline(always)]
     fn change(&mut self, group: u64) -> &VcpuState {
         let state = self.state_with(group);
-        state.dirty.set(state.dirty.get() | group);
+        state.run.dirty.set(state.run.dirty.get() | group);
         state
     }
 }
@@ -234,16 +236,16 @@ impl vmm_cpu::Vcpu for NativeVcpu<'_> {
 
     #[inline(always)]
     fn segment(&mut self, name: Seg) -> Segment {
-        let StateSegment { selector, attrib, limit, base } =
+        let StateSegment { selector, access_rights, limit, base } =
             segment(self.state_with(group_of_segment(name)), name).get();
-        Segment { selector, attrib, limit, base }
+        Segment { selector, attrib: access_rights, limit, base }
     }
 
     fn set_segment(&mut self, name: Seg, value: Segment) {
         let Segment { selector, attrib, limit, base } = value;
         segment(self.change(group_of_segment(name)), name).set(StateSegment {
             selector,
-            attrib,
+            access_rights: attrib,
             limit,
             base,
         });
@@ -326,7 +328,7 @@ impl vmm_cpu::Vcpu for NativeVcpu<'_> {
 
     #[inline]
     fn stolen(&mut self) -> u64 {
-        let (preemptions, halted) = (self.vcpu.state().preemptions.get(), self.halted());
+        let (preemptions, halted) = (self.vcpu.state().run.preemptions.get(), self.halted());
         let steal_time = &mut self.steal_time;
         // Reading the used CPU time takes a system call.
         if let (true, Some((index, context))) =
@@ -357,40 +359,35 @@ impl vmm_cpu::Vcpu for NativeVcpu<'_> {
         loop {
             let state = self.vcpu.state();
             let flush_at = self.console.flush_at();
-            state.deadline.set(self.deadline.min(flush_at));
+            state.run.deadline.set(self.deadline.min(flush_at));
             // A halt must not delay pending output.
-            state.halt.set(if flush_at == abi::FOREVER { self.halt_mode } else { 0 });
+            state.run.halt.set(if flush_at == abi::FOREVER { self.halt_mode } else { 0 });
             if let Err(status) = self.vcpu.run() {
                 return Exit::HostError(status as u64);
             }
             let state = self.vcpu.state();
-            self.valid = state.valid.get();
-            let code = state.exit_code.get();
-            if code < exit::RECALL {
-                return svm::decode(code, state.exit_info1.get(), state.exit_info2.get());
+            self.valid = state.run.valid.get();
+            let reason = state.run.exit_reason.get();
+            if reason != exit::DEADLINE {
+                return decode(reason, state);
             }
-            match code {
-                exit::RECALL => return Exit::Recall { events: state.events.get() },
-                exit::HALTED => return Exit::Halted { events: state.events.get() },
-                exit::WINDOW => return Exit::InterruptWindow,
-                exit::DEADLINE => {
-                    let now = time::tsc();
-                    if self.console.flush_at() <= now {
-                        self.console.flush();
-                    }
-                    if self.deadline <= now {
-                        return Exit::Deadline;
-                    }
-                }
-                code => return decode_invalid(code),
+            let now = time::tsc();
+            if self.console.flush_at() <= now {
+                self.console.flush();
+            }
+            if self.deadline <= now {
+                return Exit::Deadline;
             }
         }
     }
 }
 
-/// Decodes an exit code that is neither below the kernel's codes nor one of them: the CPU rejected
-/// the guest's state. It has no further information.
-#[cold]
-fn decode_invalid(code: u64) -> Exit {
-    svm::decode(code, 0, 0)
-}
+/// [`Event`] has the layout of the state page's `inject`.
+const _: () = {
+    const CODE: u64 = state_event::VALID | state_event::EXCEPTION | state_event::HAS_CODE;
+    assert!(Event::NONE.0 == 0);
+    assert!(Event::NMI.0 == state_event::VALID | state_event::NMI | 2);
+    assert!(Event::interrupt(0x41).0 == state_event::VALID | state_event::INTERRUPT | 0x41);
+    assert!(Event::exception(6).0 == state_event::VALID | state_event::EXCEPTION | 6);
+    assert!(Event::exception_code(14, 5).0 == CODE | 14 | 5 << state_event::CODE_SHIFT);
+};

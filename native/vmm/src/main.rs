@@ -12,6 +12,7 @@ mod channel;
 mod console;
 mod control;
 mod devices;
+mod exit;
 mod host;
 
 use core::arch::x86_64::__cpuid_count;

@@ -19,7 +19,6 @@ pub mod msr;
 mod nmi;
 pub mod pv;
 pub mod run;
-pub mod svm;
 pub mod vcpu;
 pub mod walk;
 

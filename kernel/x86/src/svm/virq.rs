@@ -10,7 +10,7 @@
 //!   without an exit, but QEMU TCG also delivers an interrupt of the same class, and loses it on a
 //!   write of CR8 while one is pending.)
 
-use abi::vcpu::window;
+use abi::vcpu::x86::window;
 use hw_x86::vmcb::{ControlArea, event, intercept_cr, intercept3, v_intr};
 
 /// A pending virtual interrupt that ignores the guest's task priority.
