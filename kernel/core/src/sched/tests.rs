@@ -1,8 +1,9 @@
 use std::collections::BTreeMap;
 use std::vec::Vec;
 
-use abi::{FOREVER, Op, Status};
+use abi::{FOREVER, Op, SHARE_OF_CPU, Status};
 
+use super::context::{MAX_PERIOD_NS, MIN_BUDGET_NS};
 use super::*;
 use crate::testing::{Fake, NORMAL, Random, World, check_threads, machine, on_cpu, set_time};
 

@@ -1,9 +1,15 @@
+use core::sync::atomic::Ordering;
 use std::vec::Vec;
 
 use abi::reply_wait::{REPLY, WAIT};
 use abi::vcpu::DOORBELLS;
-use abi::{FAULT_LABEL, FOREVER, FaultAction, NOTIFICATION_BADGE, Op, rights};
+use abi::vcpu::doorbell;
+use abi::{FAULT_LABEL, FOREVER, FaultAction, Item, NOTIFICATION_BADGE, Op, Tag, rights};
 
+use super::donation::MAX_DONORS;
+use super::fault::FAULT_LINES;
+use super::ipc::MAX_REFUSED;
+use super::message::{ITEMS_AT, WINDOWS_AT};
 use super::*;
 use crate::mdb::Extent;
 use crate::pool::testing::all;

@@ -1,0 +1,153 @@
+//! Notifications and doorbells.
+
+use core::cell::Cell;
+
+use abi::Status;
+use abi::vcpu::doorbell;
+
+use crate::Kernel;
+use crate::arch::{Arch, Context};
+use crate::object::*;
+use crate::pool::Handle;
+
+impl<A: Arch> Kernel<A> {
+    /// Sets event bits and wakes the waiting thread.
+    pub fn signal(&self, handle: Handle<Notification<A>>, bits: u64) {
+        if let Some(notification) = self.memory.get(handle) {
+            self.notify(notification, bits);
+        }
+    }
+
+    #[inline(always)]
+    fn notify(&self, notification: &Notification<A>, bits: u64) {
+        let old = notification.bits.get();
+        // For bits already pending the receiver has been woken before.
+        if old & bits != bits || bits == 0 {
+            notification.bits.set(old | bits);
+            self.wake_waiter(notification);
+        }
+    }
+
+    #[inline(never)]
+    fn wake_waiter(&self, notification: &Notification<A>) {
+        if notification.bits.get() == 0 {
+            return;
+        }
+        if let Some(waiter) = notification.waiter.take() {
+            let thread = self.memory.at(waiter);
+            thread.waiting_on.set(None);
+            self.clear_timeout(waiter, thread);
+            // A thread in `VcpuRun` reads the bits itself.
+            if thread.vcpu.get().is_none() {
+                thread.context.set_status(Status::Ok);
+                thread.context.set_result(0, notification.bits.take());
+            }
+            self.wake(waiter);
+        } else if let Some(bound) = notification.thread.get()
+            && let Some(thread) = self.memory.get(bound)
+            && thread.state.get() == ThreadState::Receiving
+        {
+            Self::deliver_events(thread, notification.bits.take());
+            self.wake(bound);
+        } else if let Some(vcpu) = notification.vcpu.get().and_then(|vcpu| self.memory.get(vcpu))
+            && let Some(runner) = vcpu.runner.get().and_then(|runner| self.memory.get(runner))
+            && runner.cpu != A::this_cpu()
+        {
+            A::kick(runner.cpu);
+        }
+    }
+
+    /// Signals a doorbell of a VM. Returns the result of `HYPERCALL_DOORBELL`.
+    #[inline(always)]
+    pub fn ring_doorbell(&self, vm: &Vm<A>, index: u64) -> u64 {
+        let index = usize::try_from(index).unwrap_or(usize::MAX);
+        if let Some(bell) = vm.doorbells.get(index).and_then(Cell::get)
+            && let Some(notification) = self.memory.get(bell.notification)
+        {
+            self.notify(notification, bell.bits);
+            doorbell::RUNG
+        } else {
+            doorbell::UNBOUND
+        }
+    }
+
+    /// `NotificationWait`.
+    pub fn notification_wait(
+        &self,
+        handle: Handle<Thread<A>>,
+        name: Handle<Notification<A>>,
+        deadline: u64,
+    ) -> Result<(), Status> {
+        let thread = self.memory.at(handle);
+        let notification = self.memory.get(name).ok_or(Status::BadCapability)?;
+        let bits = notification.bits.take();
+        thread.context.set_result(0, bits);
+        if bits != 0 {
+            thread.context.set_status(Status::Ok);
+            return Ok(());
+        }
+        if deadline == 0 || deadline <= A::now() {
+            return Err(Status::Timeout);
+        }
+        if notification.waiter.get().is_some() {
+            return Err(Status::Busy);
+        }
+        self.block_on(handle, thread, name, notification, deadline);
+        Ok(())
+    }
+
+    /// Blocks a thread in `VcpuRun`, whose guest executed HLT, until the vCPU's notification has
+    /// events or the deadline passes. Returns `false` if events are pending or another thread is
+    /// blocked there.
+    #[inline(always)]
+    pub fn halt(
+        &self,
+        handle: Handle<Thread<A>>,
+        thread: &Thread<A>,
+        (name, notification): (Handle<Notification<A>>, &Notification<A>),
+        deadline: u64,
+    ) -> bool {
+        let can = notification.bits.get() == 0 && notification.waiter.get().is_none();
+        if can {
+            self.block_on(handle, thread, name, notification, deadline);
+        }
+        can
+    }
+
+    #[inline(always)]
+    fn block_on(
+        &self,
+        handle: Handle<Thread<A>>,
+        thread: &Thread<A>,
+        name: Handle<Notification<A>>,
+        notification: &Notification<A>,
+        deadline: u64,
+    ) {
+        notification.waiter.set(Some(handle));
+        thread.waiting_on.set(Some(name));
+        self.set_timeout(handle, thread, deadline);
+        thread.state.set(ThreadState::Blocked);
+        // The current thread: the scheduler dequeues its context when it picks another.
+        self.cpus[thread.cpu].resched.set(true);
+    }
+
+    /// Ends a thread's wait for a notification, if it is blocked on one.
+    pub(crate) fn end_wait(&self, handle: Handle<Thread<A>>, thread: &Thread<A>) {
+        if let Some(on) = thread.waiting_on.take().and_then(|on| self.memory.get(on)) {
+            on.waiter.set(None);
+        }
+        self.clear_timeout(handle, thread);
+    }
+
+    pub(crate) fn destroy_notification(&self, handle: Handle<Notification<A>>) {
+        let notification = self.memory.at(handle);
+        if let Some(waiter) = notification.waiter.take() {
+            let thread = self.memory.at(waiter);
+            thread.waiting_on.set(None);
+            self.clear_timeout(waiter, thread);
+            thread.context.set_status(Status::Aborted);
+            self.wake(waiter);
+        }
+        self.memory.free(handle);
+    }
+}
