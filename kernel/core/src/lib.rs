@@ -22,7 +22,7 @@ pub mod tree;
 use core::cell::Cell;
 
 use arch::Arch;
-use object::{Irq, Space, Task, Thread, Vm};
+use object::{Irq, Task, Thread, Vm};
 use pool::{Handle, Memory};
 use sched::Cpu;
 
@@ -127,9 +127,8 @@ impl<A: Arch> Kernel<A> {
     /// Records a task's address space as loaded on a CPU. The caller must load its root table at
     /// once.
     #[inline(always)]
-    pub fn enter_space(&self, cpu: usize, handle: Handle<Task<A>>) -> &Space<A> {
+    pub fn enter_space(&self, cpu: usize, handle: Handle<Task<A>>) {
         self.cpus[cpu].space.set(Some(handle));
-        &self.memory.at(handle).space
     }
 
     /// Executes the TLB flushes that were requested ([`table::Flush`]) during this kernel entry.

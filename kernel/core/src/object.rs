@@ -6,7 +6,7 @@ use abi::ItemKind;
 use abi::vcpu::DOORBELLS;
 
 use crate::arch::{Arch, IrqSource};
-use crate::pool::{Factory, Frame, Handle, Object};
+use crate::pool::{Cached, Factory, Frame, Handle, Object};
 use crate::sched::SchedContext;
 use crate::tree::{Keyed, Links, Tree};
 
@@ -222,19 +222,160 @@ impl<A: Arch> Clone for Doorbell<A> {
 
 impl<A: Arch> Copy for Doorbell<A> {}
 
-/// Execution state of a thread.
+/// Content of a call.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum ThreadState {
+pub enum CallContent {
+    /// The message in the caller's registers and message page.
+    Message,
+    /// The caller's fault, in [`Thread::fault`].
+    Fault,
+}
+
+/// Execution state of a thread, with the data that belongs to it.
+pub enum ThreadState<A: Arch> {
+    /// Running in user mode, or runnable as soon as its scheduling context is dispatched.
+    Ready,
+    /// In `VcpuRun`, running the guest or runnable.
+    InGuest {
+        /// The vCPU.
+        vcpu: Handle<Vcpu<A>>,
+    },
     /// Never started, stopped, or stopped by a fault.
     Stopped,
-    /// Running, or runnable as soon as its scheduling context is dispatched.
-    Ready,
-    /// Called a gate; waits in the server's queue or for the reply.
-    Calling,
     /// Server waiting for a caller.
     Receiving,
+    /// Called a gate: in the server's queue, not received yet.
+    Sending {
+        /// Thread that serves the gate.
+        server: Handle<Thread<A>>,
+        /// Badge of the gate.
+        badge: u64,
+        /// Content of the call.
+        content: CallContent,
+    },
+    /// Called a gate: the server has received the call.
+    AwaitingReply {
+        /// Thread that serves the gate.
+        server: Handle<Thread<A>>,
+        /// Content of the call.
+        content: CallContent,
+    },
     /// Waiting for a notification.
-    Blocked,
+    Blocked {
+        /// The notification.
+        on: Handle<Notification<A>>,
+        /// Timeout in ticks; [`abi::FOREVER`] if none.
+        deadline: u64,
+    },
+    /// In `VcpuRun`, waiting for the vCPU's notification: the guest has executed HLT.
+    Halted {
+        /// The vCPU.
+        vcpu: Handle<Vcpu<A>>,
+        /// Timeout in ticks; [`abi::FOREVER`] if none.
+        deadline: u64,
+    },
+}
+
+impl<A: Arch> Clone for ThreadState<A> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<A: Arch> Copy for ThreadState<A> {}
+
+impl<A: Arch> ThreadState<A> {
+    /// Returns whether the thread runs when its scheduling context is dispatched.
+    #[inline(always)]
+    pub fn is_runnable(self) -> bool {
+        matches!(self, Self::Ready | Self::InGuest { .. })
+    }
+
+    /// Called server.
+    #[inline(always)]
+    pub fn server(self) -> Option<Handle<Thread<A>>> {
+        match self {
+            Self::Sending { server, .. } | Self::AwaitingReply { server, .. } => Some(server),
+            _ => None,
+        }
+    }
+
+    /// vCPU that the thread runs in `VcpuRun`.
+    #[inline(always)]
+    pub fn vcpu(self) -> Option<Handle<Vcpu<A>>> {
+        match self {
+            Self::InGuest { vcpu } | Self::Halted { vcpu, .. } => Some(vcpu),
+            _ => None,
+        }
+    }
+
+    /// Timeout in ticks; [`abi::FOREVER`] if none.
+    #[inline(always)]
+    pub fn deadline(self) -> u64 {
+        match self {
+            Self::Blocked { deadline, .. } | Self::Halted { deadline, .. } => deadline,
+            _ => abi::FOREVER,
+        }
+    }
+}
+
+/// Progress of the end of a thread that others wait for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Stopping {
+    /// The thread is not in the list of stopped threads.
+    No,
+    /// In that list: its callers have not been aborted yet.
+    AbortsCallers,
+    /// The same, and its last capability was removed: freed once its callers have been aborted.
+    Destroyed,
+}
+
+/// Links of a thread in a list.
+pub struct ListLinks<A: Arch> {
+    /// Next thread.
+    pub next: Link<Thread<A>>,
+    /// Previous thread.
+    pub prev: Link<Thread<A>>,
+}
+
+impl<A: Arch> ListLinks<A> {
+    /// Links of a thread that is in no list.
+    pub const fn new() -> Self {
+        Self { next: Cell::new(None), prev: Cell::new(None) }
+    }
+}
+
+impl<A: Arch> Default for ListLinks<A> {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// Callers of a server.
+pub struct Callers<A: Arch> {
+    /// Caller that waits for the reply.
+    pub served: Link<Thread<A>>,
+    /// First queued caller.
+    pub head: Link<Thread<A>>,
+    /// Last queued caller.
+    pub tail: Link<Thread<A>>,
+}
+
+impl<A: Arch> Callers<A> {
+    /// No callers.
+    pub const fn new() -> Self {
+        Self { served: Cell::new(None), head: Cell::new(None), tail: Cell::new(None) }
+    }
+
+    /// The caller being served, else the first queued one.
+    pub fn first(&self) -> Option<Handle<Thread<A>>> {
+        self.served.get().or(self.head.get())
+    }
+}
+
+impl<A: Arch> Default for Callers<A> {
+    fn default() -> Self {
+        Self::new()
+    }
 }
 
 /// Thread of execution in a task.
@@ -252,80 +393,100 @@ pub struct Thread<A: Arch> {
     /// Mapping of the message page in the task.
     pub message_node: Handle<MapNode<A>>,
     /// Execution state.
-    pub state: Cell<ThreadState>,
+    pub state: Cell<ThreadState<A>>,
     /// Scheduling context bound to this thread.
     pub own_sched: Link<SchedContext<A>>,
     /// Scheduling context in use: its own, or one donated by a caller.
     pub sched: Link<SchedContext<A>>,
     /// Server: caller that donated `sched`; `None` if `sched` is the server's own.
     pub donor: Link<Thread<A>>,
-    /// Stopped, and in the list of threads whose callers have not been aborted yet.
-    pub stopping: Cell<bool>,
-    /// Next thread in that list.
-    pub stopping_next: Link<Thread<A>>,
-    /// Last capability removed; freed once its callers have been aborted.
-    pub destroyed: Cell<bool>,
-    /// Server: caller that waits for the reply.
-    pub caller: Link<Thread<A>>,
-    /// Server: first queued caller.
-    pub queue_head: Link<Thread<A>>,
-    /// Server: last queued caller.
-    pub queue_tail: Link<Thread<A>>,
-    /// Caller: called server.
-    pub server: Link<Thread<A>>,
-    /// Caller: in the server's queue, not served yet.
-    pub queued: Cell<bool>,
-    /// Caller: badge of the called gate.
-    pub badge: Cell<u64>,
-    /// Caller: next caller in the server's queue.
-    pub queue_next: Link<Thread<A>>,
-    /// Caller: previous caller in the server's queue.
-    pub queue_prev: Link<Thread<A>>,
-    /// Caller: fault to deliver as the message, instead of the registers.
-    pub fault: Cell<Option<[u64; 4]>>,
-    /// Blocked: notification waited for.
-    pub waiting_on: Link<Notification<A>>,
+    /// Server: its callers.
+    pub callers: Callers<A>,
+    /// Caller: links in the server's queue.
+    pub queue: ListLinks<A>,
+    /// Caller: the fault that its call reports ([`CallContent::Fault`]).
+    pub fault: Cell<[u64; 4]>,
     /// Gate called when the thread faults.
     pub fault_gate: Link<Gate<A>>,
     /// Notification that also wakes the thread while it is receiving.
     pub bound: Link<Notification<A>>,
-    /// vCPU that the thread runs in `VcpuRun`.
-    pub vcpu: Link<Vcpu<A>>,
+    /// Cached look-up of the thread's task.
+    pub task_lookup: Cell<Cached<Task<A>>>,
+    /// Cached selector look-up of the last `GateCall` on the fast path.
+    pub gate_lookup: GateLookup<A>,
+    /// Server: the caller of the last call received on the fast path.
+    pub caller_lookup: Cell<Cached<Thread<A>>>,
     /// Cached selector look-up of the last `VcpuRun`.
-    pub vcpu_lookup: Cell<Option<VcpuLookup<A>>>,
-    /// Blocked: timeout in ticks; `u64::MAX` if none.
-    pub deadline: Cell<u64>,
+    pub vcpu_lookup: VcpuLookup<A>,
     /// Links in the CPU's tree of timeouts.
     pub timeout: Links<Thread<A>>,
-    /// Next thread of the task.
-    pub task_next: Link<Thread<A>>,
-    /// Previous thread of the task.
-    pub task_prev: Link<Thread<A>>,
+    /// Membership in the list of stopped threads with callers.
+    pub stopping: Cell<Stopping>,
+    /// Next thread in that list.
+    pub stopping_next: Link<Thread<A>>,
+    /// Links in the task's list of threads.
+    pub siblings: ListLinks<A>,
 }
 
-/// Cached look-up of a vCPU selector. Removal of a capability destroys its node, so the entry is
-/// valid as long as no object has been destroyed.
-pub struct VcpuLookup<A: Arch> {
-    /// Selector passed to `VcpuRun`.
-    pub selector: u64,
-    /// vCPU found, with the right to run it checked.
-    pub vcpu: Handle<Vcpu<A>>,
-    /// [`crate::pool::Memory::destroyed_count`] at the time of the look-up.
-    pub destroyed_count: u64,
+/// Cached look-up of a gate's selector, for [`crate::Kernel::fast_ipc`]. Removal of a capability
+/// destroys its node, so the entry is valid as long as no object has been destroyed.
+pub struct GateLookup<A: Arch> {
+    /// Selector of the gate, with the right to call it checked.
+    pub selector: Cell<u64>,
+    /// Badge of the gate.
+    pub badge: Cell<u64>,
+    /// Thread that serves the gate, on the caller's CPU.
+    pub server: Link<Thread<A>>,
+    /// The same.
+    pub server_thread: Cell<Cached<Thread<A>>>,
+    /// The calling thread.
+    pub caller: Cell<Cached<Thread<A>>>,
 }
 
-impl<A: Arch> Clone for VcpuLookup<A> {
-    fn clone(&self) -> Self {
-        *self
+impl<A: Arch> GateLookup<A> {
+    /// No look-up.
+    pub const fn new() -> Self {
+        Self {
+            selector: Cell::new(0),
+            badge: Cell::new(0),
+            server: Cell::new(None),
+            server_thread: Cell::new(Cached::NONE),
+            caller: Cell::new(Cached::NONE),
+        }
     }
 }
 
-impl<A: Arch> Copy for VcpuLookup<A> {}
+impl<A: Arch> Default for GateLookup<A> {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// Cached look-up of the selector of a vCPU, valid as long as no object has been destroyed.
+pub struct VcpuLookup<A: Arch> {
+    /// Selector passed to the last `VcpuRun`, with the right to run the vCPU checked.
+    pub selector: Cell<u64>,
+    /// vCPU found.
+    pub vcpu: Cell<Cached<Vcpu<A>>>,
+}
+
+impl<A: Arch> VcpuLookup<A> {
+    /// No look-up.
+    pub const fn new() -> Self {
+        Self { selector: Cell::new(0), vcpu: Cell::new(Cached::NONE) }
+    }
+}
+
+impl<A: Arch> Default for VcpuLookup<A> {
+    fn default() -> Self {
+        Self::new()
+    }
+}
 
 impl<A: Arch> Keyed for Thread<A> {
     type Key = (u64, u64);
     fn key(&self, handle: Handle<Self>) -> (u64, u64) {
-        (self.deadline.get(), handle.id())
+        (self.state.get().deadline(), handle.id())
     }
     fn links(&self) -> &Links<Self> {
         &self.timeout
@@ -388,6 +549,8 @@ pub struct Vcpu<A: Arch> {
     pub state_node: Handle<MapNode<A>>,
     /// CPU that the vCPU is bound to; set by its first run.
     pub cpu: Cell<Option<usize>>,
+    /// Its own handle.
+    pub handle: Link<Vcpu<A>>,
     /// Thread that runs the vCPU in `VcpuRun`.
     pub runner: Link<Thread<A>>,
     /// Processor structures.

@@ -14,6 +14,8 @@
 //!   which takes `&mut self` and therefore cannot run while any `&T` from `get` lives.
 //! * Raw frames are only accessible as arrays of atomics ([`Memory::words`]), and only while the
 //!   class of the frame is raw. User tasks and the page-table walker may write them at any time.
+//! * A [`Cached`] address is used only while [`Memory::destroyed_count`] is unchanged: then the
+//!   object has not been freed. Counts of different memories never agree.
 //! * `Memory` is used under the kernel lock only; it is neither `Sync` nor copied.
 #![allow(unsafe_code)]
 
@@ -21,7 +23,7 @@ use core::cell::{Cell, UnsafeCell};
 use core::marker::PhantomData;
 use core::mem::{MaybeUninit, size_of};
 use core::num::NonZeroU64;
-use core::sync::atomic::AtomicU64;
+use core::sync::atomic::{AtomicU64, Ordering};
 
 use abi::{PAGE_SHIFT, Status};
 
@@ -56,6 +58,30 @@ pub trait Object: Sized + 'static {
     /// Unique index of the type, below [`CLASSES`].
     const CLASS: u8;
 }
+
+/// Address of an object, valid until an object is destroyed: cheaper than the look-up of a
+/// [`Handle`].
+pub struct Cached<T> {
+    object: *const T,
+    /// [`Memory::destroyed_count`] when the object was found.
+    destroyed_count: u64,
+}
+
+impl<T> Cached<T> {
+    /// No object.
+    pub const NONE: Self = Self { object: core::ptr::null(), destroyed_count: 0 };
+}
+
+impl<T> Clone for Cached<T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<T> Copy for Cached<T> {}
+
+/// Start values of [`Memory::destroyed_count`], so far apart that none is reached from another: at
+/// most `2^GENERATION_BITS` objects can be destroyed.
+static DESTROYED_COUNTS: AtomicU64 = AtomicU64::new(1 << GENERATION_BITS);
 
 /// A raw frame: page table, message page or processor structure.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -188,6 +214,9 @@ impl Memory {
         for index in fixed..count {
             memory.set_free(index as u32, true);
         }
+        let start = DESTROYED_COUNTS.fetch_add(1 << GENERATION_BITS, Ordering::Relaxed);
+        assert!(start >> 63 == 0, "too many memories");
+        memory.destroyed_count.set(start);
         Some(memory)
     }
 
@@ -271,6 +300,24 @@ impl Memory {
         // SAFETY: the slot is in use, so its value is initialised; it is not written or reused
         // before `reclaim`.
         Some(unsafe { (*slot.value.get()).assume_init_ref() })
+    }
+
+    /// Address of an object for [`Memory::cached`]; `None` if it has been freed.
+    pub fn cache<T: Object>(&self, handle: Handle<T>) -> Option<Cached<T>> {
+        let destroyed_count = self.destroyed_count.get();
+        self.get(handle).map(|object| Cached { object, destroyed_count })
+    }
+
+    /// Returns the object, or `None` if any object has been destroyed since [`Memory::cache`].
+    #[inline(always)]
+    pub fn cached<T: Object>(&self, cached: Cached<T>) -> Option<&T> {
+        if cached.destroyed_count != self.destroyed_count.get() {
+            return None;
+        }
+        // SAFETY: counts are unique to this memory and never return to an earlier value, so `cache`
+        // found the object here, and no object was freed since; it is not written or reused before
+        // `reclaim`, which needs `&mut self`. `NONE` has count 0, which no memory has.
+        Some(unsafe { &*cached.object })
     }
 
     /// Returns the object. Panics if it has been freed, which is a kernel bug.
@@ -367,8 +414,8 @@ impl Memory {
         self.destroyed_count.set(self.destroyed_count.get() + 1);
     }
 
-    /// Number of objects destroyed so far. While it is unchanged, objects found by handle still
-    /// exist.
+    /// Number of objects destroyed so far, from a start value that differs between memories. While
+    /// it is unchanged, objects found by handle still exist.
     #[inline(always)]
     pub fn destroyed_count(&self) -> u64 {
         self.destroyed_count.get()

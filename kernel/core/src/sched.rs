@@ -15,7 +15,7 @@ use core::cell::Cell;
 
 use crate::Kernel;
 use crate::arch::Arch;
-use crate::object::{Task, Thread, ThreadState};
+use crate::object::{Task, Thread};
 use crate::pool::Handle;
 use crate::tree::Tree;
 
@@ -176,7 +176,7 @@ impl<A: Arch> Kernel<A> {
         }
         let _ = Self::revert_donation(server);
         self.set_holder(handle, donor);
-        self.wake(name);
+        self.enqueue_thread(name, server);
         true
     }
 
@@ -235,7 +235,7 @@ impl<A: Arch> Kernel<A> {
             sched.holder.set(cpu.current.get());
             runnable = cpu.current.get().filter(|&holder| {
                 let holder = self.memory.get(holder);
-                holder.is_some_and(|holder| holder.state.get() == ThreadState::Ready)
+                holder.is_some_and(|holder| holder.state.get().is_runnable())
             });
             if runnable.is_some() && sched.remaining.get() == 0 {
                 self.end_of_run(handle, sched, cpu.charged.get());
@@ -251,8 +251,7 @@ impl<A: Arch> Kernel<A> {
             let sched = self.memory.at(handle);
             self.pop(cpu, priority, sched);
             let Some(holder) = sched.holder.get() else { continue };
-            if self.memory.get(holder).is_none_or(|holder| holder.state.get() != ThreadState::Ready)
-            {
+            if !self.memory.get(holder).is_some_and(|holder| holder.state.get().is_runnable()) {
                 continue;
             }
             sched.state.set(SchedState::Running);
@@ -281,7 +280,7 @@ impl<A: Arch> Kernel<A> {
     /// Records preemption of a runnable thread.
     #[cold]
     fn preempted(&self, handle: Handle<Thread<A>>) {
-        let vcpu = self.memory.at(handle).vcpu.get();
+        let vcpu = self.memory.at(handle).state.get().vcpu();
         if let Some(vcpu) = vcpu.and_then(|vcpu| self.memory.get(vcpu)) {
             A::vcpu_preempted(&vcpu.arch);
         }

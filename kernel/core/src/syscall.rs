@@ -63,34 +63,28 @@ impl<A: Arch> Kernel<A> {
         }
     }
 
-    /// Handles a system call of the CPU's current thread. Returns the CPU's current thread if it is
-    /// known; it resumes unless the CPU has other work ([`Kernel::has_work`]).
+    /// Handles a system call of `thread`, the current thread of `cpu`. Returns the CPU's current
+    /// thread if it is known; it resumes unless the CPU has other work ([`Kernel::has_work`]).
     #[inline(always)]
-    pub fn system_call(&self, cpu: usize) -> Option<Next<'_, A>> {
+    pub fn system_call<'a>(
+        &'a self,
+        cpu: usize,
+        handle: Handle<Thread<A>>,
+        thread: &'a Thread<A>,
+    ) -> Option<Next<'a, A>> {
         count(&self.counters.system_calls);
-        let handle = self.cpus[cpu].current.get()?;
-        let thread = self.memory.get(handle)?;
         let context = &thread.context;
-        const GATE_CALL: u64 = Op::GateCall as u64;
-        const GATE_REPLY_WAIT: u64 = Op::GateReplyWait as u64;
         const VCPU_RUN: u64 = Op::VcpuRun as u64;
-        // The operations of a VM exit are inlined here and set the status themselves.
-        let done = match context.operation() {
-            GATE_CALL => self.gate_call_by_selector(cpu, handle, thread),
-            GATE_REPLY_WAIT => self.gate_reply_wait(cpu, handle, thread, context.argument(0)),
-            VCPU_RUN => self.vcpu_run_by_selector(handle, thread),
-            code => {
-                self.slow_call(cpu, code, handle, thread);
-                return None;
-            }
-        };
-        done.unwrap_or_else(|status| {
+        // The operation of a VM exit is inlined here and sets the status itself.
+        if context.operation() != VCPU_RUN {
+            return self.slow_call(cpu, handle, thread);
+        }
+        self.vcpu_run_by_selector(handle, thread).unwrap_or_else(|status| {
             context.set_status(status);
             None
         })
     }
 
-    #[inline(always)]
     fn gate_call_by_selector(
         &self,
         cpu: usize,
@@ -99,7 +93,7 @@ impl<A: Arch> Kernel<A> {
     ) -> Result<Option<Next<'_, A>>, Status> {
         let gate =
             self.gate_cap(self.task_of(thread)?, thread.context.argument(0), rights::CALL)?;
-        self.gate_call(cpu, handle, thread, gate)
+        self.gate_call(cpu, handle, thread, gate, CallContent::Message)
     }
 
     #[inline(always)]
@@ -109,29 +103,22 @@ impl<A: Arch> Kernel<A> {
         thread: &'a Thread<A>,
     ) -> Result<Option<Next<'a, A>>, Status> {
         let selector = thread.context.argument(0);
-        let vcpu = match thread.vcpu_lookup.get() {
-            Some(known)
-                if known.selector == selector
-                    && known.destroyed_count == self.memory.destroyed_count() =>
-            {
-                known.vcpu
-            }
+        let lookup = &thread.vcpu_lookup;
+        let vcpu = match self.memory.cached(lookup.vcpu.get()) {
+            Some(vcpu) if lookup.selector.get() == selector => vcpu,
             _ => self.look_up_vcpu(thread, selector)?,
         };
-        let vcpu = self.vcpu_run(handle, thread, vcpu)?;
+        self.vcpu_run(handle, thread, vcpu)?;
         Ok(Some(Next { thread, vcpu: Some(vcpu) }))
     }
 
     #[cold]
     #[inline(never)]
-    fn look_up_vcpu(&self, thread: &Thread<A>, selector: u64) -> Result<Handle<Vcpu<A>>, Status> {
+    fn look_up_vcpu(&self, thread: &Thread<A>, selector: u64) -> Result<&Vcpu<A>, Status> {
         let vcpu = self.vcpu_cap(self.task_of(thread)?, selector, rights::RUN)?;
-        thread.vcpu_lookup.set(Some(VcpuLookup {
-            selector,
-            vcpu,
-            destroyed_count: self.memory.destroyed_count(),
-        }));
-        Ok(vcpu)
+        thread.vcpu_lookup.selector.set(selector);
+        thread.vcpu_lookup.vcpu.set(self.memory.cache(vcpu).ok_or(Status::BadCapability)?);
+        self.memory.get(vcpu).ok_or(Status::BadCapability)
     }
 
     #[inline(always)]
@@ -140,17 +127,36 @@ impl<A: Arch> Kernel<A> {
     }
 
     #[inline(never)]
-    fn slow_call(&self, cpu: usize, code: u64, handle: Handle<Thread<A>>, thread: &Thread<A>) {
-        let operation = Op::from_code(code).ok_or(Status::BadOperation);
-        let done = operation.and_then(|operation| {
-            self.dispatch(cpu, operation, handle, thread, self.task_of(thread)?)
-        });
-        match done {
-            Ok(CallResult::Done) => thread.context.set_status(Status::Ok),
-            Ok(CallResult::StatusSet) => {}
-            Ok(CallResult::Restart) => thread.context.restart(),
-            Err(status) => thread.context.set_status(status),
-        }
+    fn slow_call(
+        &self,
+        cpu: usize,
+        handle: Handle<Thread<A>>,
+        thread: &Thread<A>,
+    ) -> Option<Next<'_, A>> {
+        let context = &thread.context;
+        let done = match Op::from_code(context.operation()) {
+            // IPC sets the status itself.
+            Some(Op::GateCall) => self.gate_call_by_selector(cpu, handle, thread),
+            Some(Op::GateReplyWait) => {
+                self.gate_reply_wait(cpu, handle, thread, context.argument(0))
+            }
+            Some(operation) => self
+                .task_of(thread)
+                .and_then(|task| self.dispatch(cpu, operation, handle, thread, task))
+                .map(|result| {
+                    match result {
+                        CallResult::Done => context.set_status(Status::Ok),
+                        CallResult::StatusSet => {}
+                        CallResult::Restart => context.restart(),
+                    }
+                    None
+                }),
+            None => Err(Status::BadOperation),
+        };
+        done.unwrap_or_else(|status| {
+            context.set_status(status);
+            None
+        })
     }
 
     fn dispatch(

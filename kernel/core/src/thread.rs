@@ -2,7 +2,8 @@
 //!
 //! # Invariants
 //!
-//! * A calling thread is either in its server's queue (`queued`) or is the server's `caller`.
+//! * [`ThreadState`] holds the data of each state. A thread is `Sending` while it is in its
+//!   server's queue, and `AwaitingReply` while it is the caller being served.
 //! * A caller donates its scheduling context to a server on the same CPU that is receiving or has
 //!   none of its own, transitively along the call chain. Every holder except the owner records its
 //!   `donor`, which waits for it, so the chain always leads back to the owner. Only calling threads
@@ -21,10 +22,11 @@ use abi::Status;
 use crate::Kernel;
 use crate::arch::{Arch, Context};
 use crate::object::*;
-use crate::pool::{Factory, Handle};
+use crate::pool::{Cached, Factory, Handle};
 use crate::tree::Links;
 
 mod donation;
+pub mod fastpath;
 pub(crate) mod fault;
 mod ipc;
 mod irq;
@@ -75,27 +77,22 @@ impl<A: Arch> Kernel<A> {
                     own_sched: Cell::new(None),
                     sched: Cell::new(None),
                     donor: Cell::new(None),
-                    stopping: Cell::new(false),
-                    stopping_next: Cell::new(None),
-                    destroyed: Cell::new(false),
-                    caller: Cell::new(None),
-                    queue_head: Cell::new(None),
-                    queue_tail: Cell::new(None),
-                    server: Cell::new(None),
-                    queued: Cell::new(false),
-                    badge: Cell::new(0),
-                    queue_next: Cell::new(None),
-                    queue_prev: Cell::new(None),
-                    fault: Cell::new(None),
-                    waiting_on: Cell::new(None),
+                    callers: Callers::new(),
+                    queue: ListLinks::new(),
+                    fault: Cell::new([0; 4]),
                     fault_gate: Cell::new(None),
                     bound: Cell::new(None),
-                    vcpu: Cell::new(None),
-                    vcpu_lookup: Cell::new(None),
-                    deadline: Cell::new(u64::MAX),
+                    task_lookup: Cell::new(Cached::NONE),
+                    gate_lookup: GateLookup::new(),
+                    caller_lookup: Cell::new(Cached::NONE),
+                    vcpu_lookup: VcpuLookup::new(),
                     timeout: Links::new(),
-                    task_next: Cell::new(owner.threads.get()),
-                    task_prev: Cell::new(None),
+                    stopping: Cell::new(Stopping::No),
+                    stopping_next: Cell::new(None),
+                    siblings: ListLinks {
+                        next: Cell::new(owner.threads.get()),
+                        prev: Cell::new(None),
+                    },
                 },
             )
             .inspect_err(|_| {
@@ -103,7 +100,7 @@ impl<A: Arch> Kernel<A> {
                 self.memory.free_raw(message, 1);
             })?;
         if let Some(next) = owner.threads.replace(Some(handle)) {
-            self.memory.at(next).task_prev.set(Some(handle));
+            self.memory.at(next).siblings.prev.set(Some(handle));
         }
         Ok(handle)
     }
@@ -117,7 +114,7 @@ impl<A: Arch> Kernel<A> {
         argument: u64,
     ) -> Result<(), Status> {
         let thread = self.memory.at(handle);
-        if thread.state.get() != ThreadState::Stopped {
+        if !matches!(thread.state.get(), ThreadState::Stopped) {
             return Err(Status::Busy);
         }
         if self.memory.get(thread.task).is_none_or(|task| task.space.dying.get()) {
@@ -126,7 +123,6 @@ impl<A: Arch> Kernel<A> {
         if ip >= abi::USER_END || sp > abi::USER_END {
             return Err(Status::BadArgument);
         }
-        thread.fault.set(None);
         thread.context.start(ip, sp, argument);
         self.wake(handle);
         Ok(())
@@ -136,6 +132,13 @@ impl<A: Arch> Kernel<A> {
     pub fn wake(&self, handle: Handle<Thread<A>>) {
         let thread = self.memory.at(handle);
         thread.state.set(ThreadState::Ready);
+        self.enqueue_thread(handle, thread);
+    }
+
+    /// Enqueues the scheduling context of a runnable thread. A thread without one gets it from a
+    /// caller.
+    #[inline(always)]
+    pub(crate) fn enqueue_thread(&self, handle: Handle<Thread<A>>, thread: &Thread<A>) {
         match thread.sched.get() {
             Some(sched) => self.enqueue(sched),
             None => self.find_donor(handle),
@@ -143,7 +146,7 @@ impl<A: Arch> Kernel<A> {
     }
 
     /// Sets a waiting or stopped state and dequeues the thread's scheduling context.
-    fn block(&self, handle: Handle<Thread<A>>, state: ThreadState) {
+    fn block(&self, handle: Handle<Thread<A>>, state: ThreadState<A>) {
         let thread = self.memory.at(handle);
         thread.state.set(state);
         if let Some(sched) = thread.sched.get() {
@@ -159,29 +162,37 @@ impl<A: Arch> Kernel<A> {
     /// aborted later, but before they can call again.
     pub fn stop_thread(&self, handle: Handle<Thread<A>>) {
         let thread = self.memory.at(handle);
-        match thread.state.get() {
-            ThreadState::Stopped | ThreadState::Ready | ThreadState::Receiving => {}
-            ThreadState::Blocked => self.end_wait(handle, thread),
-            ThreadState::Calling => {
-                if let Some(server) = thread.server.take()
-                    && let Some(partner) = self.memory.get(server)
+        let state = thread.state.get();
+        match state {
+            ThreadState::Stopped
+            | ThreadState::Ready
+            | ThreadState::Receiving
+            | ThreadState::InGuest { .. } => {}
+            ThreadState::Blocked { .. } | ThreadState::Halted { .. } => {
+                self.end_wait(handle, thread);
+            }
+            ThreadState::Sending { server, .. } => {
+                if let Some(partner) = self.memory.get(server) {
+                    self.dequeue_caller(partner, handle);
+                }
+            }
+            ThreadState::AwaitingReply { server, .. } => {
+                if let Some(partner) = self.memory.get(server)
+                    && partner.callers.served.get() == Some(handle)
                 {
-                    if thread.queued.get() {
-                        self.dequeue_caller(partner, handle);
-                    } else if partner.caller.get() == Some(handle) {
-                        partner.caller.set(None);
-                    }
-                    self.reclaim_donation(handle, thread, server);
+                    partner.callers.served.set(None);
                 }
             }
         }
-        if let Some(vcpu) = thread.vcpu.take().and_then(|vcpu| self.memory.get(vcpu)) {
+        if let Some(vcpu) = state.vcpu().and_then(|vcpu| self.memory.get(vcpu)) {
             vcpu.runner.set(None);
         }
-        thread.fault.set(None);
         self.block(handle, ThreadState::Stopped);
+        if let Some(server) = state.server() {
+            self.reclaim_donation(handle, server);
+        }
         // The caller being served would wait for ever.
-        if let Some(caller) = thread.caller.take() {
+        if let Some(caller) = thread.callers.served.take() {
             self.abort_call(handle, caller);
         }
         self.defer_abort_calls(handle, thread);
@@ -200,8 +211,8 @@ impl<A: Arch> Kernel<A> {
         if let Some(donor) = thread.donor.get() {
             self.return_donation(thread, donor);
         }
-        let awaited = thread.caller.get().is_some() || thread.queue_head.get().is_some();
-        if awaited && !thread.stopping.replace(true) {
+        if thread.callers.first().is_some() && thread.stopping.get() == Stopping::No {
+            thread.stopping.set(Stopping::AbortsCallers);
             thread.stopping_next.set(self.stopping.replace(Some(handle)));
             self.memory.request_work();
         }
@@ -213,17 +224,15 @@ impl<A: Arch> Kernel<A> {
         for _ in 0..ABORTS {
             let Some(handle) = self.stopping.get() else { return false };
             let thread = self.memory.at(handle);
-            let stopped = thread.state.get() == ThreadState::Stopped;
-            let waits = thread.caller.get().or(thread.queue_head.get()).filter(|_| stopped);
-            let Some(caller) = waits else {
+            let stopped = matches!(thread.state.get(), ThreadState::Stopped);
+            let Some(caller) = thread.callers.first().filter(|_| stopped) else {
                 self.stopping.set(thread.stopping_next.take());
-                thread.stopping.set(false);
-                if thread.destroyed.get() {
+                if thread.stopping.replace(Stopping::No) == Stopping::Destroyed {
                     self.memory.free(handle);
                 }
                 continue;
             };
-            if thread.caller.take().is_none() {
+            if thread.callers.served.take().is_none() {
                 self.dequeue_caller(thread, caller);
             }
             self.abort_call(handle, caller);
@@ -236,8 +245,12 @@ impl<A: Arch> Kernel<A> {
     fn abort_call(&self, server: Handle<Thread<A>>, caller: Handle<Thread<A>>) {
         let Some(thread) = self.memory.get(caller) else { return };
         self.return_donation(self.memory.at(server), caller);
-        thread.server.set(None);
-        if thread.fault.take().is_some() {
+        let faulted = matches!(
+            thread.state.get(),
+            ThreadState::Sending { content: CallContent::Fault, .. }
+                | ThreadState::AwaitingReply { content: CallContent::Fault, .. }
+        );
+        if faulted {
             self.block(caller, ThreadState::Stopped);
             self.defer_abort_calls(caller, thread);
             return;
@@ -251,19 +264,19 @@ impl<A: Arch> Kernel<A> {
         self.stop_thread(handle);
         let thread = self.memory.at(handle);
         if let Some(task) = self.memory.get(thread.task) {
-            match thread.task_prev.get() {
-                Some(prev) => self.memory.at(prev).task_next.set(thread.task_next.get()),
+            match thread.siblings.prev.get() {
+                Some(prev) => self.memory.at(prev).siblings.next.set(thread.siblings.next.get()),
                 None if task.threads.get() == Some(handle) => {
-                    task.threads.set(thread.task_next.get())
+                    task.threads.set(thread.siblings.next.get())
                 }
                 None => return,
             }
-            if let Some(next) = thread.task_next.get() {
-                self.memory.at(next).task_prev.set(thread.task_prev.get());
+            if let Some(next) = thread.siblings.next.get() {
+                self.memory.at(next).siblings.prev.set(thread.siblings.prev.get());
             }
         }
-        thread.task_prev.set(None);
-        thread.task_next.set(None);
+        thread.siblings.prev.set(None);
+        thread.siblings.next.set(None);
         self.remove_fixed(thread.message_node);
     }
 
@@ -285,10 +298,9 @@ impl<A: Arch> Kernel<A> {
             bound.thread.set(None);
         }
         self.memory.free_raw(thread.message, 1);
-        if thread.stopping.get() {
-            thread.destroyed.set(true);
-        } else {
-            self.memory.free(handle);
+        match thread.stopping.get() {
+            Stopping::No => self.memory.free(handle),
+            _ => thread.stopping.set(Stopping::Destroyed),
         }
     }
 }

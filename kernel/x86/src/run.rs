@@ -1,6 +1,7 @@
 //! Kernel lock, kernel exit, and the implementation of `kernel_core::arch::Arch` for x86-64.
 
 use core::cell::{Cell, UnsafeCell};
+use core::mem::offset_of;
 use core::ops::{Deref, DerefMut, Range};
 use core::ptr;
 use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -9,7 +10,7 @@ use abi::Status;
 use hw_x86::paging::cr0;
 use kernel_core::arch::{Arch, IrqSource};
 use kernel_core::mdb::work::WORK;
-use kernel_core::object::{Irq, Task, Thread, Vcpu};
+use kernel_core::object::{Irq, Space, Task, Thread, ThreadState, Vcpu};
 use kernel_core::pool::{Factory, Frame, Handle, Memory};
 use kernel_core::{Kernel, count};
 
@@ -240,15 +241,61 @@ pub fn pick_next(mut kernel: Guard, cpu_index: usize) -> (Guard, Next) {
             continue;
         };
         let thread = kernel.memory.at(handle);
-        let vcpu = thread.vcpu.get().map_or(ptr::null(), |name| {
-            kernel
-                .memory
-                .get(name)
-                .map_or_else(|| svm::abort_destroyed_vcpu(&kernel, thread), ptr::from_ref)
-        });
+        let vcpu = match thread.state.get() {
+            ThreadState::InGuest { vcpu } => kernel
+                .vcpu_of(thread, vcpu)
+                .map_or_else(|| svm::abort_destroyed_vcpu(&kernel, thread), ptr::from_ref),
+            _ => ptr::null(),
+        };
         let next = Next { thread, vcpu };
         return (kernel, next);
     }
+}
+
+/// The thread whose system call this CPU handles; `None` if another CPU has stopped it meanwhile.
+///
+/// # Safety
+/// This CPU has entered the kernel from user mode in this kernel entry, and has not changed its
+/// current thread since.
+#[inline(always)]
+pub unsafe fn calling_thread(
+    kernel: &Kernel<X86>,
+    cpu_index: usize,
+) -> Option<(Handle<Thread<X86>>, &Thread<X86>)> {
+    const FROM_THREAD: usize = offset_of!(Thread<X86>, context) + size_of::<Context>();
+    let handle = kernel.cpus[cpu_index].current.get()?;
+    let thread = (cpu::interrupt_stack() as usize - FROM_THREAD) as *const Thread<X86>;
+    // SAFETY: `leave` sets the stack to the end of the current thread's context. While a CPU is in
+    // user mode, its current thread changes only to `None` (`Kernel::stop_thread`), so this is the
+    // current one, which exists. It is not freed while the kernel is borrowed.
+    Some((handle, unsafe { &*thread }))
+}
+
+/// Attempts a system call on the fast path of IPC ([`Kernel::fast_ipc`]). Returns the context of
+/// the thread to be resumed, or null, without effect, if the call needs the general path. Every
+/// thread that this resumes is in a system call.
+///
+/// # Safety
+/// This CPU has entered the kernel from user mode in this kernel entry.
+#[inline(always)]
+pub unsafe fn fast_ipc() -> *const Context {
+    let cpu_index = cpu::current().id as usize;
+    let kernel = lock(cpu_index);
+    // SAFETY: the caller's contract.
+    let caller = unsafe { calling_thread(&kernel, cpu_index) };
+    let Some(next) = caller.and_then(|(handle, thread)| kernel.fast_ipc(cpu_index, handle, thread))
+    else {
+        unlock(kernel);
+        return ptr::null();
+    };
+    // The timer is armed for the CPU's deadline, which the switch has not changed.
+    if kernel.cpus[cpu_index].space.get() != Some(next.thread.task) {
+        load_space(&kernel, cpu_index, next.thread.task, next.space);
+    }
+    let context = &raw const next.thread.context;
+    cpu::set_interrupt_stack(Context::end(context));
+    unlock(kernel);
+    context
 }
 
 /// Runs guests until a thread is to return to user mode, and returns that thread's context.
@@ -271,16 +318,17 @@ pub fn leave(mut kernel: Guard, cpu_index: usize, mut next: Next) -> *const Cont
         (kernel, next) = pick_next(kernel, cpu_index);
     };
     if kernel.cpus[cpu_index].space.get() != Some(target.task) {
-        load_space(&kernel, cpu_index, target.task);
+        load_space(&kernel, cpu_index, target.task, &kernel.memory.at(target.task).space);
     }
     cpu::set_interrupt_stack(Context::end(target.context));
     unlock(kernel);
     target.context
 }
 
+/// Loads the address space `space` of `task`.
 #[inline(always)]
-fn load_space(kernel: &Kernel<X86>, cpu_index: usize, task: Handle<Task<X86>>) {
-    let space = kernel.enter_space(cpu_index, task);
+fn load_space(kernel: &Kernel<X86>, cpu_index: usize, task: Handle<Task<X86>>, space: &Space<X86>) {
+    kernel.enter_space(cpu_index, task);
     // SAFETY: every task's root includes the kernel half (`init_root`).
     unsafe { write_cr3(kernel.memory.physical(space.root)) };
     match space.port_map.get() {

@@ -739,14 +739,14 @@ fn become_owner(kernel: &Kernel<X86>, local: &Local, GuestEntry { thread, vcpu }
         X86::flush_local();
         kernel.clear_loaded_space(cpu_index);
     }
-    if local.state_owner.get() == thread.vcpu.get() {
+    if local.state_owner.get() == vcpu.handle.get() {
         return local.load_tsc_aux(local.saved_tsc_aux.get());
     }
     let have = features();
     if local.tsc_aux_owner.get().is_some() {
         local.clear_tsc_aux();
     }
-    let old = local.state_owner.replace(thread.vcpu.get()).and_then(|old| kernel.memory.get(old));
+    let old = local.state_owner.replace(vcpu.handle.get()).and_then(|old| kernel.memory.get(old));
     if let Some(old) = old {
         old.arch.save_xcr0(have);
         old.arch.tsc_aux.set(local.saved_tsc_aux.get());
@@ -845,7 +845,7 @@ impl<'a> GuestEntry<'a> {
     #[inline(never)]
     fn current(kernel: &'a Kernel<X86>, cpu_index: usize) -> Option<Self> {
         let thread = kernel.memory.get(kernel.cpus[cpu_index].current.get()?)?;
-        Self::new(kernel, thread, kernel.memory.get(thread.vcpu.get()?)?)
+        Self::new(kernel, thread, kernel.memory.get(thread.state.get().vcpu()?)?)
     }
 
     /// Revalidates an entry after the lock was re-acquired. `destroyed_count`: value before its
@@ -1019,8 +1019,7 @@ fn halt(kernel: &Kernel<X86>, cpu_index: usize, entry: GuestEntry<'_>) -> bool {
     let Some(name) = kernel.cpus[cpu_index].current.get() else { return false };
     let since = crate::time::tsc();
     let deadline = vcpu.arch.state().deadline.get();
-    let halts = deadline > since
-        && kernel.halt(name, thread, (vcpu.notification, entry.notification()), deadline);
+    let halts = deadline > since && kernel.halt(name, thread, entry.notification(), deadline);
     if halts {
         vcpu.arch.halted.set(since);
     }
@@ -1084,7 +1083,7 @@ fn prepare(kernel: &Kernel<X86>, local: &Local, entry: GuestEntry<'_>) -> Result
     let state = frames.state();
     let dirty = state.dirty.get();
     if dirty != 0 {
-        let is_owner = local.state_owner.get() == entry.thread.vcpu.get();
+        let is_owner = local.state_owner.get() == vcpu.handle.get();
         state.dirty.set(0);
         frames.write_groups(state, dirty, is_owner).map_err(EntryError::Failed)?;
     }
@@ -1093,7 +1092,7 @@ fn prepare(kernel: &Kernel<X86>, local: &Local, entry: GuestEntry<'_>) -> Result
         state.events.set(bits);
         return Err(EntryError::Exit(kernel_exit::RECALL));
     }
-    if local.tsc_aux_owner.get() != entry.thread.vcpu.get() {
+    if local.tsc_aux_owner.get() != vcpu.handle.get() {
         become_owner(kernel, local, entry);
     }
     if frames.asid_epoch.get() != local.asid_epoch.get()
@@ -1151,7 +1150,7 @@ pub fn abort_destroyed_vcpu(kernel: &Kernel<X86>, thread: &Thread<X86>) -> *cons
 fn abort_run(kernel: &Kernel<X86>, cpu_index: usize) {
     if let Some(thread) =
         kernel.cpus[cpu_index].current.get().and_then(|name| kernel.memory.get(name))
-        && let Some(name) = thread.vcpu.get()
+        && let Some(name) = thread.state.get().vcpu()
     {
         kernel.vcpu_return(thread, kernel.memory.get(name), Status::Aborted);
     }

@@ -255,14 +255,16 @@ impl<A: Arch> Kernel<A> {
         sched.owner.set(Some(thread_handle));
         sched.holder.set(Some(thread_handle));
         thread.own_sched.set(Some(handle));
-        let server = thread.server.get().and_then(|server| self.memory.get(server));
+        let server = thread.state.get().server().and_then(|server| self.memory.get(server));
         let has_donated = server.is_some_and(|server| server.donor.get() == Some(thread_handle));
         // A thread that runs on a donated context, or has passed that on, keeps its own in reserve.
         if thread.sched.get().is_none() && !has_donated {
             thread.sched.set(Some(handle));
             match thread.state.get() {
-                ThreadState::Ready => self.enqueue(handle),
-                ThreadState::Calling => self.donate(thread_handle),
+                ThreadState::Ready | ThreadState::InGuest { .. } => self.enqueue(handle),
+                ThreadState::Sending { .. } | ThreadState::AwaitingReply { .. } => {
+                    self.donate(thread_handle);
+                }
                 _ => {}
             }
         }

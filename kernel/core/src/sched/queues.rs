@@ -7,6 +7,7 @@ use crate::pool::Handle;
 use super::{Cpu, SchedContext, SchedState};
 
 impl<A: Arch> Kernel<A> {
+    #[inline(always)]
     pub(super) fn push(&self, handle: Handle<SchedContext<A>>, front: bool) {
         let sched = self.memory.at(handle);
         let cpu = &self.cpus[sched.cpu.get()];

@@ -41,10 +41,10 @@ impl<A: Arch> Kernel<A> {
         let mut sleeping = false;
         for handle in crate::pool::testing::all::<Thread<A>>(&self.memory) {
             let thread = self.memory.at(handle);
-            if thread.cpu == index && thread.deadline.get() != u64::MAX {
+            if thread.cpu == index && thread.state.get().deadline() != u64::MAX {
                 let key = thread.key(handle);
                 assert!(cpu.timeouts.at_most(&self.memory, key) == Some(handle));
-                earliest = earliest.min(thread.deadline.get());
+                earliest = earliest.min(thread.state.get().deadline());
                 sleeping = true;
             }
         }

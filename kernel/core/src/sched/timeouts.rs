@@ -4,7 +4,7 @@ use abi::Status;
 
 use crate::Kernel;
 use crate::arch::{Arch, Context};
-use crate::object::Thread;
+use crate::object::{Thread, ThreadState};
 use crate::pool::Handle;
 
 /// Maximum number of timeouts and replenishments handled per timer interrupt.
@@ -14,7 +14,8 @@ impl<A: Arch> Kernel<A> {
     pub(super) fn update_next_event(&self, index: usize) {
         let cpu = &self.cpus[index];
         let before = cpu.next_event.get();
-        let timeout = cpu.timeouts.first(&self.memory).map(|t| self.memory.at(t).deadline.get());
+        let timeout =
+            cpu.timeouts.first(&self.memory).map(|t| self.memory.at(t).state.get().deadline());
         let refill = cpu.refills.first(&self.memory).map(|s| self.memory.at(s).refill.get());
         let next = timeout.unwrap_or(u64::MAX).min(refill.unwrap_or(u64::MAX));
         cpu.next_event.set(next);
@@ -24,25 +25,26 @@ impl<A: Arch> Kernel<A> {
         }
     }
 
-    /// Arms a thread's timeout; `u64::MAX` means none.
+    /// Arms the timeout of a thread that waits until `deadline`, as its state says; `FOREVER`
+    /// means none.
     #[inline(always)]
     pub fn set_timeout(&self, handle: Handle<Thread<A>>, thread: &Thread<A>, deadline: u64) {
-        if deadline != u64::MAX {
-            self.arm_timeout(handle, thread, deadline);
+        if deadline != abi::FOREVER {
+            self.arm_timeout(handle, thread);
         }
     }
 
     #[inline(never)]
-    fn arm_timeout(&self, handle: Handle<Thread<A>>, thread: &Thread<A>, deadline: u64) {
-        thread.deadline.set(deadline);
+    fn arm_timeout(&self, handle: Handle<Thread<A>>, thread: &Thread<A>) {
         self.cpus[thread.cpu].timeouts.insert(&self.memory, handle);
         self.update_next_event(thread.cpu);
     }
 
-    /// Disarms a thread's timeout, if it has one.
+    /// Disarms the timeout of a thread that waits until `deadline`, as its state says. The caller
+    /// sets another state at once.
     #[inline(always)]
-    pub fn clear_timeout(&self, handle: Handle<Thread<A>>, thread: &Thread<A>) {
-        if thread.deadline.get() != u64::MAX {
+    pub fn clear_timeout(&self, handle: Handle<Thread<A>>, thread: &Thread<A>, deadline: u64) {
+        if deadline != abi::FOREVER {
             self.disarm_timeout(handle, thread);
         }
     }
@@ -50,7 +52,6 @@ impl<A: Arch> Kernel<A> {
     #[inline(never)]
     fn disarm_timeout(&self, handle: Handle<Thread<A>>, thread: &Thread<A>) {
         self.cpus[thread.cpu].timeouts.remove(&self.memory, handle);
-        thread.deadline.set(u64::MAX);
         self.update_next_event(thread.cpu);
     }
 
@@ -61,7 +62,7 @@ impl<A: Arch> Kernel<A> {
         let now = A::now();
         for _ in 0..MAX_EXPIRED {
             if let Some(handle) = cpu.timeouts.first(&self.memory)
-                && self.memory.at(handle).deadline.get() <= now
+                && self.memory.at(handle).state.get().deadline() <= now
             {
                 self.time_out(handle);
             } else if let Some(handle) = cpu.refills.first(&self.memory)
@@ -82,10 +83,13 @@ impl<A: Arch> Kernel<A> {
     fn time_out(&self, handle: Handle<Thread<A>>) {
         let thread = self.memory.at(handle);
         self.end_wait(handle, thread);
-        if thread.vcpu.get().is_none() {
+        if let ThreadState::Halted { vcpu, .. } = thread.state.get() {
+            thread.state.set(ThreadState::InGuest { vcpu });
+        } else {
             thread.context.set_status(Status::Timeout);
             thread.context.set_result(0, 0);
+            thread.state.set(ThreadState::Ready);
         }
-        self.wake(handle);
+        self.enqueue_thread(handle, thread);
     }
 }

@@ -63,13 +63,9 @@ impl<A: Arch> Kernel<A> {
     }
 
     /// Takes back the scheduling context that a caller donated, from its current holder.
-    pub(super) fn reclaim_donation(
-        &self,
-        handle: Handle<Thread<A>>,
-        thread: &Thread<A>,
-        server: Handle<Thread<A>>,
-    ) {
-        debug_assert!(thread.server.get().is_none(), "else it would donate again at once");
+    pub(super) fn reclaim_donation(&self, handle: Handle<Thread<A>>, server: Handle<Thread<A>>) {
+        let state = self.memory.at(handle).state.get();
+        debug_assert!(state.server().is_none(), "else it would donate again at once");
         let (mut donor, mut next) = (handle, Some(server));
         while let Some(name) = next
             && let Some(server) = self.memory.get(name)
@@ -77,12 +73,12 @@ impl<A: Arch> Kernel<A> {
         {
             if let Some(sched) = Self::revert_donation(server) {
                 self.set_holder(sched, handle);
-                if server.state.get() == ThreadState::Ready {
-                    self.wake(name);
+                if server.state.get().is_runnable() {
+                    self.enqueue_thread(name, server);
                 }
                 return;
             }
-            (donor, next) = (name, server.server.get());
+            (donor, next) = (name, server.state.get().server());
         }
     }
 
@@ -94,8 +90,9 @@ impl<A: Arch> Kernel<A> {
             next = thread.donor.get();
             let _ = Self::revert_donation(thread);
         }
-        if self.memory.at(holder).state.get() == ThreadState::Ready {
-            self.wake(holder);
+        let thread = self.memory.at(holder);
+        if thread.state.get().is_runnable() {
+            self.enqueue_thread(holder, thread);
         }
     }
 
@@ -106,7 +103,7 @@ impl<A: Arch> Kernel<A> {
         let mut next = Some(handle);
         let mut visited = 0;
         while let Some(thread) = next.map(|name| self.memory.at(name)) {
-            let mut candidate = thread.caller.get().or(thread.queue_head.get());
+            let mut candidate = thread.callers.first();
             while let Some(name) = candidate {
                 let waiting = self.memory.at(name);
                 if waiting.cpu == cpu && waiting.sched.get().is_some() {
@@ -116,13 +113,12 @@ impl<A: Arch> Kernel<A> {
                 if visited == MAX_DONATION_HOPS {
                     return;
                 }
-                candidate = if waiting.queued.get() {
-                    waiting.queue_next.get()
-                } else {
-                    thread.queue_head.get()
+                candidate = match waiting.state.get() {
+                    ThreadState::Sending { .. } => waiting.queue.next.get(),
+                    _ => thread.callers.head.get(),
                 };
             }
-            next = thread.caller.get();
+            next = thread.callers.served.get();
         }
     }
 
@@ -135,27 +131,27 @@ impl<A: Arch> Kernel<A> {
         }
         let mut end = caller;
         for hops in 1..=MAX_DONATION_HOPS {
-            let Some(name) = self.memory.at(end).server.get() else { return };
+            let Some(name) = self.memory.at(end).state.get().server() else { return };
             let server = self.memory.at(name);
             if server.cpu != *cpu || server.sched.get().is_some() {
                 return;
             }
             end = name;
-            if server.state.get() == ThreadState::Ready {
+            if server.state.get().is_runnable() {
                 if self.donation_chain_is_full(self.memory.at(caller), hops) {
                     return;
                 }
                 let mut donor = caller;
                 for _ in 0..hops {
                     let thread = self.memory.at(donor);
-                    let Some(server) = thread.server.get() else { return };
+                    let Some(server) = thread.state.get().server() else { return };
                     if let Some(sched) = thread.sched.get() {
                         Self::transfer_sched(donor, thread, sched, self.memory.at(server));
                         self.memory.at(sched).holder.set(Some(server));
                     }
                     donor = server;
                 }
-                return self.wake(end);
+                return self.enqueue_thread(end, server);
             }
         }
     }

@@ -16,11 +16,10 @@ impl<A: Arch> Kernel<A> {
     pub fn fault(&self, cpu: usize, handle: Handle<Thread<A>>, words: [u64; 4]) {
         let thread = self.memory.at(handle);
         if let Some(gate) = thread.fault_gate.get() {
-            thread.fault.set(Some(words));
-            if self.gate_call(cpu, handle, thread, gate).is_ok() {
+            thread.fault.set(words);
+            if self.gate_call(cpu, handle, thread, gate, CallContent::Fault).is_ok() {
                 return;
             }
-            thread.fault.set(None);
         }
         self.log_fault(thread, words);
         self.stop_thread(handle);

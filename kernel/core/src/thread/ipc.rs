@@ -13,31 +13,30 @@ pub(super) const MAX_REFUSED: u32 = 4;
 impl<A: Arch> Kernel<A> {
     fn enqueue_caller(&self, server: &Thread<A>, caller: Handle<Thread<A>>) {
         let thread = self.memory.at(caller);
-        let last = server.queue_tail.replace(Some(caller));
-        thread.queue_prev.set(last);
-        thread.queue_next.set(None);
-        thread.queued.set(true);
+        let last = server.callers.tail.replace(Some(caller));
+        thread.queue.prev.set(last);
+        thread.queue.next.set(None);
         match last {
-            Some(last) => self.memory.at(last).queue_next.set(Some(caller)),
-            None => server.queue_head.set(Some(caller)),
+            Some(last) => self.memory.at(last).queue.next.set(Some(caller)),
+            None => server.callers.head.set(Some(caller)),
         }
     }
 
     pub(super) fn dequeue_caller(&self, server: &Thread<A>, caller: Handle<Thread<A>>) {
         let thread = self.memory.at(caller);
-        let (prev, next) = (thread.queue_prev.take(), thread.queue_next.take());
+        let (prev, next) = (thread.queue.prev.take(), thread.queue.next.take());
         match prev {
-            Some(prev) => self.memory.at(prev).queue_next.set(next),
-            None => server.queue_head.set(next),
+            Some(prev) => self.memory.at(prev).queue.next.set(next),
+            None => server.callers.head.set(next),
         }
         match next {
-            Some(next) => self.memory.at(next).queue_prev.set(prev),
-            None => server.queue_tail.set(prev),
+            Some(next) => self.memory.at(next).queue.prev.set(prev),
+            None => server.callers.tail.set(prev),
         }
-        thread.queued.set(false);
     }
 
-    /// `GateCall`. Returns the server if it becomes the CPU's current thread directly.
+    /// `GateCall`, or the call that reports a fault. Returns the server if it becomes the CPU's
+    /// current thread directly.
     #[inline(always)]
     pub fn gate_call(
         &self,
@@ -45,6 +44,7 @@ impl<A: Arch> Kernel<A> {
         handle: Handle<Thread<A>>,
         thread: &Thread<A>,
         gate: Handle<Gate<A>>,
+        content: CallContent,
     ) -> Result<Option<Next<'_, A>>, Status> {
         let gate = self.memory.get(gate).ok_or(Status::BadCapability)?;
         let server = gate.thread;
@@ -53,55 +53,50 @@ impl<A: Arch> Kernel<A> {
         debug_assert!(here.current.get() == Some(handle), "only the current thread calls");
         // Fast path: the server is receiving on this CPU and runs directly, on the caller's
         // scheduling context. The server is not the caller, whose state is `Ready`.
-        if partner.state.get() == ThreadState::Receiving
+        if matches!(partner.state.get(), ThreadState::Receiving)
             && partner.cpu == cpu
             && let Some(sched) = thread.sched.get()
         {
             if thread.donor.get().is_some() && self.donation_chain_is_full(thread, 1) {
                 return Err(Status::Overflow);
             }
-            self.deliver(thread, partner, gate.badge)?;
-            thread.state.set(ThreadState::Calling);
-            thread.server.set(Some(server));
-            partner.caller.set(Some(handle));
+            self.deliver(thread, partner, gate.badge, content)?;
+            thread.state.set(ThreadState::AwaitingReply { server, content });
+            partner.callers.served.set(Some(handle));
             Self::transfer_sched(handle, thread, sched, partner);
             partner.state.set(ThreadState::Ready);
             here.current.set(Some(server));
             return Ok(Some(Next { thread: partner, vcpu: None }));
         }
-        self.gate_call_slow(cpu, handle, thread, gate, partner)?;
+        self.gate_call_slow((handle, thread), gate, partner, content)?;
         Ok(None)
     }
 
     #[inline(never)]
     fn gate_call_slow(
         &self,
-        cpu: usize,
-        handle: Handle<Thread<A>>,
-        thread: &Thread<A>,
+        (handle, thread): (Handle<Thread<A>>, &Thread<A>),
         gate: &Gate<A>,
         partner: &Thread<A>,
+        content: CallContent,
     ) -> Result<(), Status> {
         let server = gate.thread;
-        if server == handle || partner.state.get() == ThreadState::Stopped {
+        let state = partner.state.get();
+        if server == handle || matches!(state, ThreadState::Stopped) {
             return Err(Status::Aborted);
         }
-        if partner.cpu != cpu && partner.own_sched.get().is_none() {
+        if partner.cpu != thread.cpu && partner.own_sched.get().is_none() {
             return Err(Status::BadCpu);
         }
-        if partner.state.get() == ThreadState::Receiving {
-            self.deliver(thread, partner, gate.badge)?;
-            thread.state.set(ThreadState::Calling);
-            thread.server.set(Some(server));
-            partner.caller.set(Some(handle));
-            self.block(handle, ThreadState::Calling);
+        if matches!(state, ThreadState::Receiving) {
+            self.deliver(thread, partner, gate.badge, content)?;
+            partner.callers.served.set(Some(handle));
+            self.block(handle, ThreadState::AwaitingReply { server, content });
             self.wake(server);
             return Ok(());
         }
-        thread.badge.set(gate.badge);
-        thread.server.set(Some(server));
         self.enqueue_caller(partner, handle);
-        self.block(handle, ThreadState::Calling);
+        self.block(handle, ThreadState::Sending { server, badge: gate.badge, content });
         // A server without a scheduling context continues on its caller's.
         self.donate(handle);
         Ok(())
@@ -118,7 +113,7 @@ impl<A: Arch> Kernel<A> {
         flags: u64,
     ) -> Result<Option<Next<'_, A>>, Status> {
         let mut next = None;
-        if let Some(caller) = thread.caller.get() {
+        if let Some(caller) = thread.callers.served.get() {
             if flags & abi::reply_wait::REPLY != 0 {
                 next = self.reply(cpu, handle, thread, caller)?;
             } else if flags & abi::reply_wait::WAIT != 0 {
@@ -142,7 +137,7 @@ impl<A: Arch> Kernel<A> {
         thread: &Thread<A>,
         caller: Handle<Thread<A>>,
     ) {
-        thread.caller.set(None);
+        thread.callers.served.set(None);
         self.abort_call(handle, caller);
     }
 
@@ -155,17 +150,19 @@ impl<A: Arch> Kernel<A> {
         caller: Handle<Thread<A>>,
     ) -> Result<Option<Next<'_, A>>, Status> {
         let Some(partner) = self.memory.get(caller) else {
-            thread.caller.set(None);
+            thread.callers.served.set(None);
             return Ok(None);
         };
-        if partner.fault.get().is_some() {
-            self.reply_to_fault(handle, thread, caller, partner);
+        if !matches!(
+            partner.state.get(),
+            ThreadState::AwaitingReply { content: CallContent::Message, .. }
+        ) {
+            self.reply_to_fault(handle, thread, caller);
             self.cpus[cpu].resched.set(true);
             return Ok(None);
         }
-        self.deliver(thread, partner, 0)?;
-        thread.caller.set(None);
-        partner.server.set(None);
+        self.deliver(thread, partner, 0, CallContent::Message)?;
+        thread.callers.served.set(None);
         let here = &self.cpus[cpu];
         debug_assert!(here.current.get() == Some(handle), "only the current thread replies");
         // Fast path: resume the caller on its own scheduling context, without the scheduler.
@@ -193,11 +190,8 @@ impl<A: Arch> Kernel<A> {
         handle: Handle<Thread<A>>,
         thread: &Thread<A>,
         caller: Handle<Thread<A>>,
-        partner: &Thread<A>,
     ) {
-        partner.fault.set(None);
-        thread.caller.set(None);
-        partner.server.set(None);
+        thread.callers.served.set(None);
         let resumed = thread.context.argument(2) == abi::FaultAction::Resume as u64;
         self.resume_caller(handle, thread, caller, resumed);
     }
@@ -222,7 +216,7 @@ impl<A: Arch> Kernel<A> {
     /// Receives a pending event or the next queued caller, else blocks the server.
     #[inline(always)]
     fn receive(&self, cpu: usize, handle: Handle<Thread<A>>, thread: &Thread<A>) {
-        let pending = thread.bound.get().is_some() || thread.queue_head.get().is_some();
+        let pending = thread.bound.get().is_some() || thread.callers.head.get().is_some();
         if pending && self.receive_pending(handle, thread) {
             return;
         }
@@ -249,17 +243,20 @@ impl<A: Arch> Kernel<A> {
             }
         }
         for _ in 0..MAX_REFUSED {
-            let Some(caller) = thread.queue_head.get() else { return false };
+            let Some(caller) = thread.callers.head.get() else { return false };
             let partner = self.memory.at(caller);
+            let ThreadState::Sending { server, badge, content } = partner.state.get() else {
+                return false;
+            };
             self.dequeue_caller(thread, caller);
-            if let Err(status) = self.deliver(partner, thread, partner.badge.get()) {
+            if let Err(status) = self.deliver(partner, thread, badge, content) {
                 self.return_donation(thread, caller);
-                partner.server.set(None);
                 partner.context.set_status(status);
                 self.wake(caller);
                 continue;
             }
-            thread.caller.set(Some(caller));
+            partner.state.set(ThreadState::AwaitingReply { server, content });
+            thread.callers.served.set(Some(caller));
             // Runs on its own scheduling context, or on one donated by a waiting caller, this one
             // first.
             self.wake(handle);

@@ -22,24 +22,30 @@ impl<A: Arch> Kernel<A> {
         sender: &Thread<A>,
         receiver: &Thread<A>,
         badge: u64,
+        content: CallContent,
     ) -> Result<(), Status> {
         let to = &receiver.context;
-        if sender.fault.get().is_some() {
+        if content == CallContent::Fault {
             Self::deliver_fault(sender, receiver);
         } else {
-            let from = &sender.context;
-            let raw = from.argument(1);
-            if raw & 0xffff != 0 {
+            let raw = sender.context.argument(1);
+            if !Tag::is_in_registers(raw) {
                 self.deliver_page(sender, receiver, Tag::unpack(raw))?;
             }
-            to.set_result(1, raw);
-            for index in 2..6 {
-                to.set_result(index, from.argument(index));
-            }
+            Self::deliver_registers(sender, receiver, raw);
         }
         to.set_result(0, badge);
         to.set_status(Status::Ok);
         Ok(())
+    }
+
+    /// Transfers the part of a message in registers; `tag` is the sender's.
+    #[inline(always)]
+    pub(super) fn deliver_registers(sender: &Thread<A>, receiver: &Thread<A>, tag: u64) {
+        receiver.context.set_result(1, tag);
+        for index in 2..6 {
+            receiver.context.set_result(index, sender.context.argument(index));
+        }
     }
 
     #[cold]
@@ -47,7 +53,7 @@ impl<A: Arch> Kernel<A> {
     fn deliver_fault(sender: &Thread<A>, receiver: &Thread<A>) {
         let to = &receiver.context;
         to.set_result(1, Tag::label(abi::FAULT_LABEL).pack());
-        for (index, word) in sender.fault.get().into_iter().flatten().enumerate() {
+        for (index, word) in sender.fault.get().into_iter().enumerate() {
             to.set_result(2 + index, word);
         }
     }

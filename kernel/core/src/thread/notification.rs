@@ -35,17 +35,20 @@ impl<A: Arch> Kernel<A> {
         }
         if let Some(waiter) = notification.waiter.take() {
             let thread = self.memory.at(waiter);
-            thread.waiting_on.set(None);
-            self.clear_timeout(waiter, thread);
             // A thread in `VcpuRun` reads the bits itself.
-            if thread.vcpu.get().is_none() {
+            if let ThreadState::Halted { vcpu, deadline } = thread.state.get() {
+                self.clear_timeout(waiter, thread, deadline);
+                thread.state.set(ThreadState::InGuest { vcpu });
+            } else {
+                self.clear_timeout(waiter, thread, thread.state.get().deadline());
                 thread.context.set_status(Status::Ok);
                 thread.context.set_result(0, notification.bits.take());
+                thread.state.set(ThreadState::Ready);
             }
-            self.wake(waiter);
+            self.enqueue_thread(waiter, thread);
         } else if let Some(bound) = notification.thread.get()
             && let Some(thread) = self.memory.get(bound)
-            && thread.state.get() == ThreadState::Receiving
+            && matches!(thread.state.get(), ThreadState::Receiving)
         {
             Self::deliver_events(thread, notification.bits.take());
             self.wake(bound);
@@ -92,7 +95,8 @@ impl<A: Arch> Kernel<A> {
         if notification.waiter.get().is_some() {
             return Err(Status::Busy);
         }
-        self.block_on(handle, thread, name, notification, deadline);
+        let state = ThreadState::Blocked { on: name, deadline };
+        self.block_on(handle, thread, notification, state);
         Ok(())
     }
 
@@ -104,14 +108,18 @@ impl<A: Arch> Kernel<A> {
         &self,
         handle: Handle<Thread<A>>,
         thread: &Thread<A>,
-        (name, notification): (Handle<Notification<A>>, &Notification<A>),
+        notification: &Notification<A>,
         deadline: u64,
     ) -> bool {
-        let can = notification.bits.get() == 0 && notification.waiter.get().is_none();
-        if can {
-            self.block_on(handle, thread, name, notification, deadline);
+        if notification.bits.get() == 0
+            && notification.waiter.get().is_none()
+            && let ThreadState::InGuest { vcpu } = thread.state.get()
+        {
+            let state = ThreadState::Halted { vcpu, deadline };
+            self.block_on(handle, thread, notification, state);
+            return true;
         }
-        can
+        false
     }
 
     #[inline(always)]
@@ -119,34 +127,43 @@ impl<A: Arch> Kernel<A> {
         &self,
         handle: Handle<Thread<A>>,
         thread: &Thread<A>,
-        name: Handle<Notification<A>>,
         notification: &Notification<A>,
-        deadline: u64,
+        state: ThreadState<A>,
     ) {
         notification.waiter.set(Some(handle));
-        thread.waiting_on.set(Some(name));
-        self.set_timeout(handle, thread, deadline);
-        thread.state.set(ThreadState::Blocked);
+        thread.state.set(state);
+        self.set_timeout(handle, thread, state.deadline());
         // The current thread: the scheduler dequeues its context when it picks another.
         self.cpus[thread.cpu].resched.set(true);
     }
 
-    /// Ends a thread's wait for a notification, if it is blocked on one.
+    /// Ends a thread's wait for a notification, if it is blocked on one. The caller sets another
+    /// state at once.
     pub(crate) fn end_wait(&self, handle: Handle<Thread<A>>, thread: &Thread<A>) {
-        if let Some(on) = thread.waiting_on.take().and_then(|on| self.memory.get(on)) {
+        let on = match thread.state.get() {
+            ThreadState::Blocked { on, .. } => Some(on),
+            ThreadState::Halted { vcpu, .. } => self.memory.get(vcpu).map(|vcpu| vcpu.notification),
+            _ => None,
+        };
+        if let Some(on) = on.and_then(|on| self.memory.get(on)) {
             on.waiter.set(None);
         }
-        self.clear_timeout(handle, thread);
+        self.clear_timeout(handle, thread, thread.state.get().deadline());
     }
 
     pub(crate) fn destroy_notification(&self, handle: Handle<Notification<A>>) {
         let notification = self.memory.at(handle);
         if let Some(waiter) = notification.waiter.take() {
             let thread = self.memory.at(waiter);
-            thread.waiting_on.set(None);
-            self.clear_timeout(waiter, thread);
-            thread.context.set_status(Status::Aborted);
-            self.wake(waiter);
+            self.clear_timeout(waiter, thread, thread.state.get().deadline());
+            if let ThreadState::Halted { vcpu, .. } = thread.state.get() {
+                // The entry fails with `Aborted` when the thread runs.
+                thread.state.set(ThreadState::InGuest { vcpu });
+            } else {
+                thread.context.set_status(Status::Aborted);
+                thread.state.set(ThreadState::Ready);
+            }
+            self.enqueue_thread(waiter, thread);
         }
         self.memory.free(handle);
     }

@@ -42,11 +42,13 @@ impl<A: Arch> Kernel<A> {
             state,
             state_node,
             cpu: Cell::new(None),
+            handle: Cell::new(None),
             runner: Cell::new(None),
             arch,
         };
         match self.memory.alloc(factory, vcpu) {
             Ok(handle) => {
+                self.memory.at(handle).handle.set(Some(handle));
                 events.vcpu.set(Some(handle));
                 Ok(handle)
             }
@@ -65,9 +67,9 @@ impl<A: Arch> Kernel<A> {
         &self,
         handle: Handle<Thread<A>>,
         thread: &Thread<A>,
-        name: Handle<Vcpu<A>>,
-    ) -> Result<&Vcpu<A>, Status> {
-        let vcpu = self.memory.get(name).ok_or(Status::BadCapability)?;
+        vcpu: &Vcpu<A>,
+    ) -> Result<(), Status> {
+        let name = vcpu.handle.get().ok_or(Status::BadCapability)?;
         if vcpu.cpu.get().is_some_and(|cpu| cpu != thread.cpu) {
             return Err(Status::BadCpu);
         }
@@ -76,13 +78,26 @@ impl<A: Arch> Kernel<A> {
         }
         vcpu.cpu.set(Some(thread.cpu));
         vcpu.runner.set(Some(handle));
-        thread.vcpu.set(Some(name));
-        Ok(vcpu)
+        thread.state.set(ThreadState::InGuest { vcpu: name });
+        Ok(())
+    }
+
+    /// vCPU of a thread in the state `InGuest { vcpu }`; `None` if it has been destroyed.
+    #[inline(always)]
+    pub fn vcpu_of(&self, thread: &Thread<A>, vcpu: Handle<Vcpu<A>>) -> Option<&Vcpu<A>> {
+        // Its last `VcpuRun` has looked it up.
+        match self.memory.cached(thread.vcpu_lookup.vcpu.get()) {
+            Some(found) if found.handle.get() == Some(vcpu) => Some(found),
+            _ => self.memory.get(vcpu),
+        }
     }
 
     /// Ends the thread's `VcpuRun` with `status`.
     pub fn vcpu_return(&self, thread: &Thread<A>, vcpu: Option<&Vcpu<A>>, status: Status) {
-        thread.vcpu.set(None);
+        // The thread may have been stopped meanwhile.
+        if matches!(thread.state.get(), ThreadState::InGuest { .. }) {
+            thread.state.set(ThreadState::Ready);
+        }
         if let Some(vcpu) = vcpu {
             vcpu.runner.set(None);
         }
@@ -99,10 +114,12 @@ impl<A: Arch> Kernel<A> {
                 A::shootdown(1 << runner.cpu);
                 self.clear_loaded_space(runner.cpu);
             }
-            self.vcpu_return(runner, None, Status::Aborted);
-            if runner.state.get() == ThreadState::Blocked {
+            if matches!(runner.state.get(), ThreadState::Halted { .. }) {
                 self.end_wait(name, runner);
+                runner.context.set_status(Status::Aborted);
                 self.wake(name);
+            } else {
+                self.vcpu_return(runner, None, Status::Aborted);
             }
         }
         A::vcpu_free(&self.memory, &vcpu.arch);
