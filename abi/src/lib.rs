@@ -17,6 +17,7 @@
 #![cfg_attr(not(test), no_std)]
 #![forbid(unsafe_code)]
 
+pub mod args;
 pub mod boot;
 pub mod bundle;
 pub mod ops;

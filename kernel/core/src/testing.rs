@@ -7,9 +7,10 @@ use core::sync::atomic::AtomicU64;
 use std::vec::Vec;
 
 use abi::Status;
+use abi::args::IrqSource;
 
 use crate::Kernel;
-use crate::arch::{Arch, Context, IrqSource};
+use crate::arch::{Arch, Context};
 use crate::mdb::Delegation;
 use crate::mdb::work::WORK;
 use crate::object::*;
@@ -29,6 +30,8 @@ pub struct Machine {
     pub preemptions: Cell<u32>,
     /// Maximum leaf level of both page-table formats.
     pub max_leaf: Cell<u32>,
+    /// The processor requires break-before-make.
+    pub break_before_make: Cell<bool>,
 }
 
 std::thread_local! {
@@ -110,6 +113,9 @@ impl Format for Invented {
     fn max_leaf_level() -> u32 {
         machine(|machine| machine.max_leaf.get())
     }
+    fn may_replace_table() -> bool {
+        !machine(|machine| machine.break_before_make.get())
+    }
     fn leaf(physical: u64, access: Access, level: u32) -> u64 {
         let flag = |set: bool, bit: u64| if set { bit } else { 0 };
         physical
@@ -190,7 +196,7 @@ impl Arch for Fake {
     }
     fn irq_set(_: &Irq<Self>, _: bool) {}
     fn irq_message(irq: &Irq<Self>) -> (u64, u64) {
-        (0xfee0_0000, irq.vector as u64)
+        (0xfee0_0000, irq.number.0 as u64)
     }
     fn log(_: core::fmt::Arguments<'_>) {
         machine(|machine| machine.logged.set(machine.logged.get() + 1));
@@ -626,14 +632,7 @@ impl World {
 
     /// Creates a notification; also returns its selector in the first task.
     pub fn notification(&mut self) -> (Handle<Notification<Fake>>, u64) {
-        let notification = Notification {
-            caps: Cell::new(0),
-            bits: Cell::new(0),
-            waiter: Cell::new(None),
-            thread: Cell::new(None),
-            vcpu: Cell::new(None),
-        };
-        let handle = self.kernel.memory.alloc(Some(self.factory), notification).unwrap();
+        let handle = self.kernel.memory.alloc(Some(self.factory), Notification::new()).unwrap();
         (handle, self.insert_cap(ObjectRef::Notification(handle)))
     }
 

@@ -7,151 +7,18 @@
 //! the local APIC delivers no interrupt there (`idt::TASK_PRIORITY`).
 
 use core::arch::{global_asm, naked_asm};
-use core::cell::UnsafeCell;
-use core::mem::{offset_of, size_of};
+use core::mem::offset_of;
 
-use abi::{Op, Status};
+use abi::Op;
 use hw_x86::msr;
 
+use crate::context::{Context, Registers, SYSCALL, from_end};
 use crate::cpu::{self, selector};
 use crate::io::{read_cr2, wrmsr};
-use crate::run;
+use crate::{fastpath, run};
 
-/// Value of `vector` for a context saved by SYSCALL, which SYSRET can restore.
-const SYSCALL: u64 = 0x100;
-/// Initial RFLAGS of a thread: IF. Tasks cannot change IOPL, NT, VM, RF, VIF, VIP.
-const USER_FLAGS: u64 = 0x202;
 /// RFLAGS cleared by SYSCALL: TF, IF, DF, NT, AC.
 const SYSCALL_MASK: u64 = 1 << 8 | 1 << 9 | 1 << 10 | 1 << 14 | 1 << 18;
-
-/// Registers of a thread, in reverse order of the pushes at entry.
-#[repr(C)]
-#[derive(Clone, Copy, Default)]
-pub struct Registers {
-    r15: u64,
-    r14: u64,
-    r13: u64,
-    r12: u64,
-    rbp: u64,
-    rbx: u64,
-    r11: u64,
-    r10: u64,
-    r9: u64,
-    r8: u64,
-    rax: u64,
-    rcx: u64,
-    rdx: u64,
-    rsi: u64,
-    rdi: u64,
-    vector: u64,
-    error: u64,
-    rip: u64,
-    cs: u64,
-    rflags: u64,
-    rsp: u64,
-    ss: u64,
-}
-
-/// Saved registers of a thread.
-#[repr(C, align(16))]
-#[derive(Default)]
-pub struct Context(UnsafeCell<Registers>);
-
-const _: () = assert!(size_of::<Context>() == size_of::<Registers>());
-// The pushes of `interrupt_entry` end at the start of the context, and those of the processor begin
-// at its end.
-const _: () = assert!(offset_of!(Registers, r15) == 0);
-const _: () = assert!(offset_of!(Registers, ss) + size_of::<u64>() == size_of::<Context>());
-
-/// Offset from the end of a context, where TSS.RSP0 points, to a register in it.
-macro_rules! from_end {
-    ($field:ident) => {
-        offset_of!(Registers, $field) as isize - size_of::<Context>() as isize
-    };
-}
-
-macro_rules! register {
-    ($self:ident.$field:ident) => {
-        // SAFETY: the entry path writes the context only while its thread runs in user mode; the
-        // kernel reads and writes single words of it under the lock, holding no reference.
-        unsafe { (&raw const (*$self.0.get()).$field).read() }
-    };
-    ($self:ident.$field:ident = $value:expr) => {
-        // SAFETY: as above.
-        unsafe { (&raw mut (*$self.0.get()).$field).write($value) }
-    };
-}
-
-impl Context {
-    /// Initial stack pointer of an entry from user mode.
-    pub fn end(this: *const Self) -> u64 {
-        this as u64 + size_of::<Self>() as u64
-    }
-
-    /// Cause of the kernel entry: vector and error code.
-    fn cause(&self) -> (u64, u64) {
-        (register!(self.vector), register!(self.error))
-    }
-}
-
-impl kernel_core::arch::Context for Context {
-    #[inline(always)]
-    fn operation(&self) -> u64 {
-        register!(self.rax)
-    }
-
-    #[inline(always)]
-    fn argument(&self, index: usize) -> u64 {
-        match index {
-            0 => register!(self.rdi),
-            1 => register!(self.rsi),
-            2 => register!(self.rdx),
-            3 => register!(self.r10),
-            4 => register!(self.r8),
-            _ => register!(self.r9),
-        }
-    }
-
-    #[inline(always)]
-    fn set_status(&self, status: Status) {
-        register!(self.rax = status as u64);
-    }
-
-    #[inline(always)]
-    fn set_result(&self, index: usize, value: u64) {
-        match index {
-            0 => register!(self.rdi = value),
-            1 => register!(self.rsi = value),
-            2 => register!(self.rdx = value),
-            3 => register!(self.r10 = value),
-            4 => register!(self.r8 = value),
-            _ => register!(self.r9 = value),
-        }
-    }
-
-    fn restart(&self) {
-        // Repeat the SYSCALL instruction, which is two bytes long; `rax` still holds the operation.
-        register!(self.rip = self.ip().wrapping_sub(2));
-    }
-
-    fn start(&self, ip: u64, sp: u64, argument: u64) {
-        let fresh = Registers {
-            rdi: argument,
-            rip: ip,
-            cs: selector::USER_CODE as u64,
-            rflags: USER_FLAGS,
-            rsp: sp,
-            ss: selector::USER_DATA as u64,
-            ..Registers::default()
-        };
-        // SAFETY: the thread is stopped, so no CPU saves registers here.
-        unsafe { self.0.get().write(fresh) };
-    }
-
-    fn ip(&self) -> u64 {
-        register!(self.rip)
-    }
-}
 
 /// Enables SYSCALL on this CPU.
 pub fn init() {
@@ -199,9 +66,8 @@ unsafe extern "C" fn syscall_entry() {
         "mov rsp, gs:[{kernel_stack}]",
         "cmp rax, {last_ipc}",
         "ja 2f",
+        // Returns only if `syscall_handler` must handle the system call.
         "call {fast}",
-        "test rax, rax",
-        "jnz {leave}",
         "2:",
         "call {handler}",
         scratch = const offset_of!(cpu::PerCpu, scratch),
@@ -209,25 +75,24 @@ unsafe extern "C" fn syscall_entry() {
         kernel_stack = const offset_of!(cpu::PerCpu, kernel_stack_top),
         syscall = const SYSCALL,
         last_ipc = const Op::GateReplyWait as u64,
-        rip = const from_end!(rip),
-        rsp_ = const from_end!(rsp),
-        rflags = const from_end!(rflags),
-        vector = const from_end!(vector),
-        rdi = const from_end!(rdi),
-        rsi = const from_end!(rsi),
-        rdx = const from_end!(rdx),
-        rax = const from_end!(rax),
-        r8 = const from_end!(r8),
-        r9 = const from_end!(r9),
-        r10 = const from_end!(r10),
-        rbx = const from_end!(rbx),
-        rbp = const from_end!(rbp),
-        r12 = const from_end!(r12),
-        r13 = const from_end!(r13),
-        r14 = const from_end!(r14),
-        r15 = const from_end!(r15),
+        rip = const from_end(offset_of!(Registers, rip)),
+        rsp_ = const from_end(offset_of!(Registers, rsp)),
+        rflags = const from_end(offset_of!(Registers, rflags)),
+        vector = const from_end(offset_of!(Registers, vector)),
+        rdi = const from_end(offset_of!(Registers, rdi)),
+        rsi = const from_end(offset_of!(Registers, rsi)),
+        rdx = const from_end(offset_of!(Registers, rdx)),
+        rax = const from_end(offset_of!(Registers, rax)),
+        r8 = const from_end(offset_of!(Registers, r8)),
+        r9 = const from_end(offset_of!(Registers, r9)),
+        r10 = const from_end(offset_of!(Registers, r10)),
+        rbx = const from_end(offset_of!(Registers, rbx)),
+        rbp = const from_end(offset_of!(Registers, rbp)),
+        r12 = const from_end(offset_of!(Registers, r12)),
+        r13 = const from_end(offset_of!(Registers, r13)),
+        r14 = const from_end(offset_of!(Registers, r14)),
+        r15 = const from_end(offset_of!(Registers, r15)),
         fast = sym fast_ipc_handler,
-        leave = sym leave_system_call,
         handler = sym syscall_handler,
     )
 }
@@ -458,11 +323,18 @@ extern "C" fn kernel_exception(vector: u64, error: u64, rip: u64) -> ! {
     panic!("exception {vector} in the kernel at {rip:#x}, error code {error:#x}");
 }
 
-/// Attempts a call, or a reply and wait, on the fast path. Returns the context of the thread to be
-/// resumed, or null if `syscall_handler` must handle the system call.
-extern "C" fn fast_ipc_handler() -> *const Context {
+/// Attempts a call, or a reply and wait, on the fast path. Returns, without effect, if
+/// `syscall_handler` must handle the system call.
+extern "C" fn fast_ipc_handler() {
     // SAFETY: called by `syscall_entry` only.
-    unsafe { run::fast_ipc() }
+    let context = unsafe { fastpath::fast_ipc() };
+    if !context.is_null() {
+        // SAFETY: the context of a thread in a system call; the next entry starts on an empty
+        // stack.
+        unsafe {
+            core::arch::asm!("jmp {}", sym leave_system_call, in("rax") context, options(noreturn));
+        }
+    }
 }
 
 /// Handles a system call. Does not return: `leave_kernel` loads all registers anyway.
@@ -470,7 +342,7 @@ extern "C" fn syscall_handler() -> ! {
     let cpu_index = cpu::current().id as usize;
     let kernel = run::lock(cpu_index);
     // SAFETY: called by `syscall_entry` only, and `fast_ipc_handler` has had no effect.
-    let caller = unsafe { run::calling_thread(&kernel, cpu_index) };
+    let caller = unsafe { fastpath::calling_thread(&kernel, cpu_index) };
     #[cfg(parador_longest_path)]
     {
         use kernel_core::arch::Context as _;

@@ -9,9 +9,13 @@
 pub mod apic;
 #[cfg(target_os = "none")]
 pub mod boot;
+#[cfg(target_os = "none")]
+pub mod context;
 pub mod cpu;
 #[cfg(target_os = "none")]
 pub mod entry;
+#[cfg(target_os = "none")]
+pub mod fastpath;
 pub mod features;
 pub mod format;
 pub mod idt;

@@ -1,21 +1,21 @@
 //! Kernel lock, kernel exit, and the implementation of `kernel_core::arch::Arch` for x86-64.
 
 use core::cell::{Cell, UnsafeCell};
-use core::mem::offset_of;
 use core::ops::{Deref, DerefMut, Range};
 use core::ptr;
 use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use abi::Status;
+use abi::args::IrqSource;
 use hw_x86::paging::cr0;
-use kernel_core::arch::{Arch, IrqSource};
+use kernel_core::arch::Arch;
 use kernel_core::mdb::work::WORK;
 use kernel_core::object::{Irq, Space, Task, Thread, ThreadState, Vcpu};
 use kernel_core::pool::{Factory, Frame, Handle, Memory};
 use kernel_core::{Kernel, count};
 
+use crate::context::Context;
 use crate::cpu::{self, MAX_CPUS};
-use crate::entry::Context;
 use crate::format::UserFormat;
 use crate::io::{out8, read_cr0, write_cr0, write_cr3};
 use crate::ioapic::{self, Line};
@@ -171,7 +171,7 @@ pub fn handle_vector(kernel: &Kernel<X86>, cpu_index: usize, vector: u8) {
         }
         // The sender has changed scheduler state that this CPU evaluates on kernel exit.
         idt::IPI => {}
-        _ => kernel.interrupt(vector),
+        _ => kernel.interrupt(idt::irq_number(vector)),
     }
     apic::local().eoi();
 }
@@ -252,52 +252,6 @@ pub fn pick_next(mut kernel: Guard, cpu_index: usize) -> (Guard, Next) {
     }
 }
 
-/// The thread whose system call this CPU handles; `None` if another CPU has stopped it meanwhile.
-///
-/// # Safety
-/// This CPU has entered the kernel from user mode in this kernel entry, and has not changed its
-/// current thread since.
-#[inline(always)]
-pub unsafe fn calling_thread(
-    kernel: &Kernel<X86>,
-    cpu_index: usize,
-) -> Option<(Handle<Thread<X86>>, &Thread<X86>)> {
-    const FROM_THREAD: usize = offset_of!(Thread<X86>, context) + size_of::<Context>();
-    let handle = kernel.cpus[cpu_index].current.get()?;
-    let thread = (cpu::interrupt_stack() as usize - FROM_THREAD) as *const Thread<X86>;
-    // SAFETY: `leave` sets the stack to the end of the current thread's context. While a CPU is in
-    // user mode, its current thread changes only to `None` (`Kernel::stop_thread`), so this is the
-    // current one, which exists. It is not freed while the kernel is borrowed.
-    Some((handle, unsafe { &*thread }))
-}
-
-/// Attempts a system call on the fast path of IPC ([`Kernel::fast_ipc`]). Returns the context of
-/// the thread to be resumed, or null, without effect, if the call needs the general path. Every
-/// thread that this resumes is in a system call.
-///
-/// # Safety
-/// This CPU has entered the kernel from user mode in this kernel entry.
-#[inline(always)]
-pub unsafe fn fast_ipc() -> *const Context {
-    let cpu_index = cpu::current().id as usize;
-    let kernel = lock(cpu_index);
-    // SAFETY: the caller's contract.
-    let caller = unsafe { calling_thread(&kernel, cpu_index) };
-    let Some(next) = caller.and_then(|(handle, thread)| kernel.fast_ipc(cpu_index, handle, thread))
-    else {
-        unlock(kernel);
-        return ptr::null();
-    };
-    // The timer is armed for the CPU's deadline, which the switch has not changed.
-    if kernel.cpus[cpu_index].space.get() != Some(next.thread.task) {
-        load_space(&kernel, cpu_index, next.thread.task, next.space);
-    }
-    let context = &raw const next.thread.context;
-    cpu::set_interrupt_stack(Context::end(context));
-    unlock(kernel);
-    context
-}
-
 /// Runs guests until a thread is to return to user mode, and returns that thread's context.
 #[inline(always)]
 pub fn leave(mut kernel: Guard, cpu_index: usize, mut next: Next) -> *const Context {
@@ -327,7 +281,12 @@ pub fn leave(mut kernel: Guard, cpu_index: usize, mut next: Next) -> *const Cont
 
 /// Loads the address space `space` of `task`.
 #[inline(always)]
-fn load_space(kernel: &Kernel<X86>, cpu_index: usize, task: Handle<Task<X86>>, space: &Space<X86>) {
+pub fn load_space(
+    kernel: &Kernel<X86>,
+    cpu_index: usize,
+    task: Handle<Task<X86>>,
+    space: &Space<X86>,
+) {
     kernel.enter_space(cpu_index, task);
     // SAFETY: every task's root includes the kernel half (`init_root`).
     unsafe { write_cr3(kernel.memory.physical(space.root)) };
@@ -463,14 +422,14 @@ impl Arch for X86 {
         let Some(line) = line(irq.source) else { return };
         if masked {
             ioapic::mask(line.gsi);
-        } else if ioapic::configure(line, irq.vector, irq.cpu).is_ok() {
+        } else if ioapic::configure(line, idt::vector(irq.number), irq.cpu).is_ok() {
             ioapic::unmask(line.gsi);
         }
     }
 
     fn irq_message(irq: &Irq<Self>) -> (u64, u64) {
         let address = ioapic::msi_address(irq.cpu).unwrap_or(0);
-        (address, ioapic::msi_data(irq.vector) as u64)
+        (address, ioapic::msi_data(idt::vector(irq.number)) as u64)
     }
 
     fn log(text: core::fmt::Arguments<'_>) {

@@ -1,6 +1,6 @@
 use std::vec::Vec;
 
-use abi::{ItemKind, Tag};
+use abi::{Item, ItemKind, Kind, Tag};
 
 use super::*;
 use crate::mdb::Extent;
@@ -270,7 +270,7 @@ fn step(world: &mut World, random: &mut Random, now: &mut u64) {
         world.finish();
     }
     if random.once_in(40) {
-        world.kernel.interrupt(FIRST_IRQ_VECTOR + random.below(3) as u8);
+        world.kernel.interrupt(IrqNumber(random.below(3) as u32));
         world.finish();
     }
     let Some(current) = world.current(cpu) else { return };

@@ -6,15 +6,13 @@
 //! selector look-up. Otherwise it has no effect and the general path ([`Kernel::system_call`])
 //! executes the system call. Both leave the same state (`thread/tests/fastpath.rs`).
 
+use abi::args::{GateCall, GateReplyWait};
 use abi::{Op, Tag, rights};
 
 use crate::arch::{Arch, Context};
 use crate::object::*;
 use crate::pool::Handle;
 use crate::{Kernel, count};
-
-/// `GateReplyWait` that replies and waits.
-const REPLY_WAIT: u64 = abi::reply_wait::REPLY | abi::reply_wait::WAIT;
 
 /// Thread that the fast path has made the CPU's current one, and its address space.
 pub struct FastSwitch<'a, A: Arch> {
@@ -57,7 +55,7 @@ impl<A: Arch> Kernel<A> {
         thread: &Thread<A>,
         tag: u64,
     ) -> Option<FastSwitch<'_, A>> {
-        let selector = thread.context.argument(0);
+        let selector = GateCall::read(|index| thread.context.argument(index)).gate;
         let lookup = &thread.gate_lookup;
         let server = match self.memory.cached(lookup.server_thread.get()) {
             Some(server) if lookup.selector.get() == selector => server,
@@ -106,7 +104,8 @@ impl<A: Arch> Kernel<A> {
             && thread.callers.served.get() == Some(name)
             && thread.callers.head.get().is_none()
             && thread.bound.get().is_none();
-        if !waits || thread.context.argument(0) != REPLY_WAIT {
+        let args = GateReplyWait::read(|index| thread.context.argument(index));
+        if !waits || !args.replies() || !args.waits() {
             return None;
         }
         let space = self.space_of(caller)?;

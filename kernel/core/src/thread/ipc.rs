@@ -6,6 +6,7 @@ use crate::object::*;
 use crate::pool::Handle;
 use crate::thread::Next;
 use abi::Status;
+use abi::args::GateReplyWait;
 
 /// Maximum number of undeliverable calls that a server skips per kernel entry.
 pub(super) const MAX_REFUSED: u32 = 4;
@@ -110,17 +111,17 @@ impl<A: Arch> Kernel<A> {
         cpu: usize,
         handle: Handle<Thread<A>>,
         thread: &Thread<A>,
-        flags: u64,
+        args: GateReplyWait,
     ) -> Result<Option<Next<'_, A>>, Status> {
         let mut next = None;
         if let Some(caller) = thread.callers.served.get() {
-            if flags & abi::reply_wait::REPLY != 0 {
+            if args.replies() {
                 next = self.reply(cpu, handle, thread, caller)?;
-            } else if flags & abi::reply_wait::WAIT != 0 {
+            } else if args.waits() {
                 self.abort_caller(handle, thread, caller);
             }
         }
-        if flags & abi::reply_wait::WAIT == 0 {
+        if !args.waits() {
             thread.context.set_status(Status::Ok);
             self.wake(handle);
             return Ok(next);

@@ -137,6 +137,26 @@ impl<A: Arch> Kernel<A> {
         self.cpus[thread.cpu].resched.set(true);
     }
 
+    /// Binds a notification to a thread, which it then also wakes while the thread is receiving.
+    pub(crate) fn bind_notification(
+        &self,
+        handle: Handle<Thread<A>>,
+        name: Handle<Notification<A>>,
+    ) -> Result<(), Status> {
+        let (thread, notification) = (self.memory.at(handle), self.memory.at(name));
+        let taken = notification.thread.get().is_some_and(|t| self.memory.get(t).is_some())
+            || thread.bound.get().is_some_and(|n| self.memory.get(n).is_some());
+        if taken {
+            return Err(Status::Busy);
+        }
+        notification.thread.set(Some(handle));
+        thread.bound.set(Some(name));
+        if notification.bits.get() != 0 {
+            self.signal(name, 0);
+        }
+        Ok(())
+    }
+
     /// Ends a thread's wait for a notification, if it is blocked on one. The caller sets another
     /// state at once.
     pub(crate) fn end_wait(&self, handle: Handle<Thread<A>>, thread: &Thread<A>) {
