@@ -17,6 +17,7 @@
 #![cfg_attr(not(test), no_std)]
 #![forbid(unsafe_code)]
 
+pub mod args;
 pub mod boot;
 pub mod bundle;
 pub mod ops;
@@ -281,6 +282,11 @@ impl Tag {
         self.words as u64 | (self.items as u64) << 8 | self.label << 16
     }
 
+    /// Returns whether a packed descriptor names no words or items in the message page.
+    pub const fn is_in_registers(raw: u64) -> bool {
+        raw & 0xffff == 0
+    }
+
     /// Unpacks a descriptor. Counts above the page's limits fail with `Overflow` in the kernel.
     pub const fn unpack(raw: u64) -> Self {
         Self { words: raw as u8, items: (raw >> 8 & 0x1f) as u8, label: raw >> 16 }
@@ -410,5 +416,8 @@ mod tests {
     fn tag_round_trip() {
         let tag = Tag { words: 64, items: 16, label: 0x1234_5678_9abc };
         assert_eq!(Tag::unpack(tag.pack()), tag);
+        assert!(!Tag::is_in_registers(tag.pack()));
+        assert!(!Tag::is_in_registers(Tag { words: 0, items: 1, label: 0 }.pack()));
+        assert!(Tag::is_in_registers(Tag::label(u64::MAX >> 16).pack()));
     }
 }

@@ -61,8 +61,8 @@ operations! {
     /// `SIGNAL`.
     NotificationSignal = 2 ("notification, bits") -> ("");
     /// Waits until a notification has pending bits, and takes them all. `deadline` is an absolute
-    /// TSC value; 0 polls, `FOREVER` waits without limit. Fails with `Timeout` if the deadline
-    /// passes first. Rights: notification `WAIT`.
+    /// time in ticks (x86-64: of the TSC); 0 polls, `FOREVER` waits without limit. Fails with
+    /// `Timeout` if the deadline passes first. Rights: notification `WAIT`.
     NotificationWait = 3 ("notification, deadline") -> ("bits");
     /// Creates an object from a factory's quota and inserts a capability to it, with all rights,
     /// into the caller's free slot `slot`. `kind` is a `Kind`, on which the arguments depend:
@@ -129,7 +129,7 @@ operations! {
     IrqControl = 12 ("irq, action, notification, bit") -> ("address, data");
     /// Changes priority (at most the maximum of the factory that it was created from), budget and
     /// period; with budget 0 changes nothing. Budget used so far stays used. Returns the CPU time
-    /// used in total, in TSC ticks. Fails with `BadRights` if the priority is too high, and with
+    /// used in total, in ticks. Fails with `BadRights` if the priority is too high, and with
     /// `NoQuota` if the factory's share is exceeded. Rights: scheduling context `SCHEDULE`.
     SchedControl = 13 ("sched_context, priority, budget, period") -> ("used");
     /// Writes the log, resets the machine or reads counters, by `PlatformAction`, which lists the

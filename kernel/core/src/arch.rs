@@ -3,6 +3,7 @@
 use core::sync::atomic::AtomicU64;
 
 use abi::Status;
+use abi::args::IrqSource;
 
 use crate::object::{Irq, Vcpu};
 use crate::pool::{Factory, Frame, Handle, Memory};
@@ -28,22 +29,6 @@ pub trait Context: Default + 'static {
     fn ip(&self) -> u64;
 }
 
-/// Source of a hardware interrupt.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum IrqSource {
-    /// An input of the interrupt controllers.
-    Line {
-        /// Global system interrupt number.
-        gsi: u32,
-        /// Level-triggered; else edge-triggered.
-        level: bool,
-        /// Active low.
-        active_low: bool,
-    },
-    /// A message-signalled interrupt.
-    Message,
-}
-
 /// A processor architecture. Unless stated otherwise, every function is called with the kernel lock
 /// held, on the CPU that it concerns.
 pub trait Arch: Sized + 'static {
@@ -64,7 +49,7 @@ pub trait Arch: Sized + 'static {
     fn this_cpu() -> usize;
     /// Number of running CPUs.
     fn cpus() -> usize;
-    /// Current value of the time-stamp counter.
+    /// Current time, in ticks of a counter that all CPUs share and that never stops.
     fn now() -> u64;
     /// Converts nanoseconds to ticks of [`Arch::now`].
     fn ticks(nanoseconds: u64) -> u64;
@@ -97,7 +82,8 @@ pub trait Arch: Sized + 'static {
 
     /// Returns whether the interrupt source exists.
     fn irq_valid(source: IrqSource) -> bool;
-    /// Masks an interrupt, or routes it to its vector and CPU and unmasks it.
+    /// Masks an interrupt, or routes it to its CPU and unmasks it. The architecture reports it by
+    /// its number ([`crate::Kernel::interrupt`]).
     fn irq_set(irq: &Irq<Self>, masked: bool);
     /// MSI address and data that a device must write to raise this interrupt.
     fn irq_message(irq: &Irq<Self>) -> (u64, u64);

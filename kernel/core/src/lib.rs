@@ -22,16 +22,14 @@ pub mod tree;
 use core::cell::Cell;
 
 use arch::Arch;
-use object::{Irq, Space, Task, Thread, Vm};
+use object::{Irq, Task, Thread, Vm};
 use pool::{Handle, Memory};
 use sched::Cpu;
 
 /// Maximum number of CPUs that the kernel schedules.
 pub const MAX_CPUS: usize = 64;
-/// First vector available to device interrupts.
-pub const FIRST_IRQ_VECTOR: u8 = 0x30;
-/// Number of vectors for device interrupts.
-pub const IRQ_VECTORS: usize = 0xf0 - FIRST_IRQ_VECTOR as usize;
+/// Maximum number of hardware interrupts with a kernel object.
+pub const MAX_IRQS: usize = 192;
 
 /// Event counters, exported as [`abi::boot::KernelStats`].
 pub struct Counters {
@@ -83,7 +81,7 @@ pub struct Kernel<A: Arch> {
     /// Counters.
     pub counters: Counters,
     platform_caps: Cell<u32>,
-    irqs: [Cell<Option<Handle<Irq<A>>>>; IRQ_VECTORS],
+    irqs: [Cell<Option<Handle<Irq<A>>>>; MAX_IRQS],
     /// CPUs whose TLBs must be flushed before the current kernel entry ends (bit mask).
     flush: Cell<u64>,
     /// Time, in ticks, from which a full burst of [`FAULT_LINES`](thread::FAULT_LINES) fault
@@ -105,7 +103,7 @@ impl<A: Arch> Kernel<A> {
             cpus: [const { Cpu::new() }; MAX_CPUS],
             counters: Counters::new(),
             platform_caps: Cell::new(0),
-            irqs: [const { Cell::new(None) }; IRQ_VECTORS],
+            irqs: [const { Cell::new(None) }; MAX_IRQS],
             flush: Cell::new(0),
             fault_lines: Cell::new(0),
             faults_not_logged: Cell::new(0),
@@ -113,10 +111,6 @@ impl<A: Arch> Kernel<A> {
             dying_tasks: Cell::new(None),
             dying_vms: Cell::new(None),
         }
-    }
-
-    fn irq_slot(&self, vector: u8) -> Option<&Cell<Option<Handle<Irq<A>>>>> {
-        self.irqs.get(vector.wrapping_sub(FIRST_IRQ_VECTOR) as usize)
     }
 
     /// Records that the CPU has no task's address space loaded any more.
@@ -127,9 +121,8 @@ impl<A: Arch> Kernel<A> {
     /// Records a task's address space as loaded on a CPU. The caller must load its root table at
     /// once.
     #[inline(always)]
-    pub fn enter_space(&self, cpu: usize, handle: Handle<Task<A>>) -> &Space<A> {
+    pub fn enter_space(&self, cpu: usize, handle: Handle<Task<A>>) {
         self.cpus[cpu].space.set(Some(handle));
-        &self.memory.at(handle).space
     }
 
     /// Executes the TLB flushes that were requested ([`table::Flush`]) during this kernel entry.

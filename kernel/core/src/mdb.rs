@@ -354,6 +354,14 @@ impl<A: Arch> Kernel<A> {
         }
     }
 
+    /// Requests the flush of an address space that an operation on its tables has returned.
+    fn request_flush(&self, of: SpaceRef<A>, space: &Space<A>, flush: table::Flush) {
+        if let Some(root) = flush.root() {
+            debug_assert_eq!(root, self.memory.physical(space.root), "another address space");
+            self.need_flush(of, space);
+        }
+    }
+
     fn need_flush(&self, of: SpaceRef<A>, space: &Space<A>) {
         space.generation.set(space.generation.get() + 1);
         let active = match of {
@@ -394,9 +402,7 @@ impl<A: Arch> Kernel<A> {
                             table::unmap::<A::Nested>(&tables, root, node.base, node.order)
                         }
                     };
-                    if flush.is_needed() {
-                        self.need_flush(space_ref, space);
-                    }
+                    self.request_flush(space_ref, space, flush);
                     space.memory.remove(&self.memory, handle);
                 }
             }

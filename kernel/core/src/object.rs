@@ -3,12 +3,17 @@
 use core::cell::Cell;
 
 use abi::ItemKind;
+use abi::args::IrqSource;
 use abi::vcpu::DOORBELLS;
 
-use crate::arch::{Arch, IrqSource};
+use crate::arch::Arch;
 use crate::pool::{Factory, Frame, Handle, Object};
 use crate::sched::SchedContext;
 use crate::tree::{Keyed, Links, Tree};
+
+pub use thread::*;
+
+mod thread;
 
 /// Capability slots in a [`SlotPage`], which fills a frame together with the slab header.
 pub const SLOTS_PER_PAGE: usize = 120;
@@ -222,116 +227,6 @@ impl<A: Arch> Clone for Doorbell<A> {
 
 impl<A: Arch> Copy for Doorbell<A> {}
 
-/// Execution state of a thread.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum ThreadState {
-    /// Never started, stopped, or stopped by a fault.
-    Stopped,
-    /// Running, or runnable as soon as its scheduling context is dispatched.
-    Ready,
-    /// Called a gate; waits in the server's queue or for the reply.
-    Calling,
-    /// Server waiting for a caller.
-    Receiving,
-    /// Waiting for a notification.
-    Blocked,
-}
-
-/// Thread of execution in a task.
-pub struct Thread<A: Arch> {
-    /// User registers.
-    pub context: A::Context,
-    /// Number of capabilities to this thread.
-    pub caps: Cell<u32>,
-    /// Task that the thread runs in.
-    pub task: Handle<Task<A>>,
-    /// CPU that the thread is bound to.
-    pub cpu: usize,
-    /// Message page.
-    pub message: Frame,
-    /// Mapping of the message page in the task.
-    pub message_node: Handle<MapNode<A>>,
-    /// Execution state.
-    pub state: Cell<ThreadState>,
-    /// Scheduling context bound to this thread.
-    pub own_sched: Link<SchedContext<A>>,
-    /// Scheduling context in use: its own, or one donated by a caller.
-    pub sched: Link<SchedContext<A>>,
-    /// Server: caller that donated `sched`; `None` if `sched` is the server's own.
-    pub donor: Link<Thread<A>>,
-    /// Stopped, and in the list of threads whose callers have not been aborted yet.
-    pub stopping: Cell<bool>,
-    /// Next thread in that list.
-    pub stopping_next: Link<Thread<A>>,
-    /// Last capability removed; freed once its callers have been aborted.
-    pub destroyed: Cell<bool>,
-    /// Server: caller that waits for the reply.
-    pub caller: Link<Thread<A>>,
-    /// Server: first queued caller.
-    pub queue_head: Link<Thread<A>>,
-    /// Server: last queued caller.
-    pub queue_tail: Link<Thread<A>>,
-    /// Caller: called server.
-    pub server: Link<Thread<A>>,
-    /// Caller: in the server's queue, not served yet.
-    pub queued: Cell<bool>,
-    /// Caller: badge of the called gate.
-    pub badge: Cell<u64>,
-    /// Caller: next caller in the server's queue.
-    pub queue_next: Link<Thread<A>>,
-    /// Caller: previous caller in the server's queue.
-    pub queue_prev: Link<Thread<A>>,
-    /// Caller: fault to deliver as the message, instead of the registers.
-    pub fault: Cell<Option<[u64; 4]>>,
-    /// Blocked: notification waited for.
-    pub waiting_on: Link<Notification<A>>,
-    /// Gate called when the thread faults.
-    pub fault_gate: Link<Gate<A>>,
-    /// Notification that also wakes the thread while it is receiving.
-    pub bound: Link<Notification<A>>,
-    /// vCPU that the thread runs in `VcpuRun`.
-    pub vcpu: Link<Vcpu<A>>,
-    /// Cached selector look-up of the last `VcpuRun`.
-    pub vcpu_lookup: Cell<Option<VcpuLookup<A>>>,
-    /// Blocked: timeout in ticks; `u64::MAX` if none.
-    pub deadline: Cell<u64>,
-    /// Links in the CPU's tree of timeouts.
-    pub timeout: Links<Thread<A>>,
-    /// Next thread of the task.
-    pub task_next: Link<Thread<A>>,
-    /// Previous thread of the task.
-    pub task_prev: Link<Thread<A>>,
-}
-
-/// Cached look-up of a vCPU selector. Removal of a capability destroys its node, so the entry is
-/// valid as long as no object has been destroyed.
-pub struct VcpuLookup<A: Arch> {
-    /// Selector passed to `VcpuRun`.
-    pub selector: u64,
-    /// vCPU found, with the right to run it checked.
-    pub vcpu: Handle<Vcpu<A>>,
-    /// [`crate::pool::Memory::destroyed_count`] at the time of the look-up.
-    pub destroyed_count: u64,
-}
-
-impl<A: Arch> Clone for VcpuLookup<A> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-
-impl<A: Arch> Copy for VcpuLookup<A> {}
-
-impl<A: Arch> Keyed for Thread<A> {
-    type Key = (u64, u64);
-    fn key(&self, handle: Handle<Self>) -> (u64, u64) {
-        (self.deadline.get(), handle.id())
-    }
-    fn links(&self) -> &Links<Self> {
-        &self.timeout
-    }
-}
-
 /// IPC endpoint for synchronous calls.
 pub struct Gate<A: Arch> {
     /// Number of capabilities to this gate.
@@ -356,6 +251,37 @@ pub struct Notification<A: Arch> {
     pub vcpu: Link<Vcpu<A>>,
 }
 
+impl<A: Arch> Notification<A> {
+    /// A notification without events that nothing waits for.
+    pub const fn new() -> Self {
+        Self {
+            caps: Cell::new(0),
+            bits: Cell::new(0),
+            waiter: Cell::new(None),
+            thread: Cell::new(None),
+            vcpu: Cell::new(None),
+        }
+    }
+}
+
+impl<A: Arch> Default for Notification<A> {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// Number of a hardware interrupt object, below [`crate::MAX_IRQS`]. The architecture maps it to
+/// what its interrupt controllers deliver: a vector on x86.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct IrqNumber(pub u32);
+
+impl IrqNumber {
+    /// Index in the kernel's table of interrupts.
+    pub fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
 /// Hardware interrupt.
 pub struct Irq<A: Arch> {
     /// Number of capabilities to this interrupt.
@@ -364,8 +290,8 @@ pub struct Irq<A: Arch> {
     pub source: IrqSource,
     /// Destination CPU.
     pub cpu: usize,
-    /// Vector on the destination CPU.
-    pub vector: u8,
+    /// Number by which the architecture reports it.
+    pub number: IrqNumber,
     /// Notification that the interrupt signals.
     pub notification: Link<Notification<A>>,
     /// Index of the signalled event bit.
@@ -388,6 +314,8 @@ pub struct Vcpu<A: Arch> {
     pub state_node: Handle<MapNode<A>>,
     /// CPU that the vCPU is bound to; set by its first run.
     pub cpu: Cell<Option<usize>>,
+    /// Its own handle.
+    pub handle: Link<Vcpu<A>>,
     /// Thread that runs the vCPU in `VcpuRun`.
     pub runner: Link<Thread<A>>,
     /// Processor structures.

@@ -14,6 +14,8 @@
 //!   which takes `&mut self` and therefore cannot run while any `&T` from `get` lives.
 //! * Raw frames are only accessible as arrays of atomics ([`Memory::words`]), and only while the
 //!   class of the frame is raw. User tasks and the page-table walker may write them at any time.
+//! * A [`Cached`] address is used only while [`Memory::destroyed_count`] is unchanged: then the
+//!   object has not been freed. Counts of different memories never agree.
 //! * `Memory` is used under the kernel lock only; it is neither `Sync` nor copied.
 #![allow(unsafe_code)]
 
@@ -24,6 +26,13 @@ use core::num::NonZeroU64;
 use core::sync::atomic::{AtomicU64, Ordering};
 
 use abi::{PAGE_SHIFT, Status};
+
+pub use factory::Factory;
+pub use handle::Handle;
+
+mod factory;
+mod frames;
+mod handle;
 
 const FRAME: usize = abi::PAGE_SIZE as usize;
 const NONE: u32 = u32::MAX;
@@ -50,116 +59,33 @@ pub trait Object: Sized + 'static {
     const CLASS: u8;
 }
 
-/// Reference to an object: slot index (high bits, extracted by one shift) and generation.
-pub struct Handle<T>(NonZeroU64, PhantomData<*const T>);
+/// Address of an object, valid until an object is destroyed: cheaper than the look-up of a
+/// [`Handle`].
+pub struct Cached<T> {
+    object: *const T,
+    /// [`Memory::destroyed_count`] when the object was found.
+    destroyed_count: u64,
+}
 
-impl<T> Clone for Handle<T> {
+impl<T> Cached<T> {
+    /// No object.
+    pub const NONE: Self = Self { object: core::ptr::null(), destroyed_count: 0 };
+}
+
+impl<T> Clone for Cached<T> {
     fn clone(&self) -> Self {
         *self
     }
 }
-impl<T> Copy for Handle<T> {}
-impl<T> PartialEq for Handle<T> {
-    fn eq(&self, other: &Self) -> bool {
-        self.0 == other.0
-    }
-}
-impl<T> Eq for Handle<T> {}
-impl<T> core::fmt::Debug for Handle<T> {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        write!(f, "{:#x}", self.0)
-    }
-}
+impl<T> Copy for Cached<T> {}
 
-impl<T> Handle<T> {
-    /// Slot index, in units of 16 bytes from the start of kernel memory.
-    #[inline(always)]
-    fn index(self) -> u32 {
-        (self.0.get() >> GENERATION_BITS) as u32
-    }
-
-    /// Identifier that is unique over all objects ever allocated.
-    pub fn id(self) -> u64 {
-        self.0.get()
-    }
-}
+/// Start values of [`Memory::destroyed_count`], so far apart that none is reached from another: at
+/// most `2^GENERATION_BITS` objects can be destroyed.
+static DESTROYED_COUNTS: AtomicU64 = AtomicU64::new(1 << GENERATION_BITS);
 
 /// A raw frame: page table, message page or processor structure.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Frame(u32);
-
-/// Maximum share of CPU time of a factory: exceeds the CPUs of any machine.
-const MAX_SHARE: u64 = 4096 * abi::SHARE_OF_CPU;
-
-/// Maximum depth of the factory tree.
-const MAX_DEPTH: u8 = 16;
-
-/// Quota of kernel memory (frames) and of CPU time, with the slabs charged to it.
-pub struct Factory {
-    quota: Cell<u32>,
-    used: Cell<u32>,
-    /// Maximum priority of scheduling contexts created from it.
-    pub max_priority: u64,
-    /// CPU time reserved for it, in units of 1 / [`abi::SHARE_OF_CPU`] of a CPU; 0: uses the share
-    /// of the nearest ancestor that has one.
-    share: u64,
-    /// Unused part of the share.
-    free_share: Cell<u64>,
-    /// Nearest ancestor with a share of its own. It outlives this factory, whose memory is charged
-    /// to it.
-    share_owner: Option<Handle<Factory>>,
-    parent: Option<Handle<Factory>>,
-    /// Number of ancestors, which may be destroyed together with this factory.
-    depth: u8,
-    /// Number of capabilities to this factory.
-    pub caps: Cell<u32>,
-    partial: [Cell<u32>; SIZES],
-}
-
-impl Object for Factory {
-    const CLASS: u8 = 0;
-}
-
-impl Factory {
-    const fn new(
-        quota: u32,
-        max_priority: u64,
-        share: u64,
-        parent: Option<Handle<Factory>>,
-        share_owner: Option<Handle<Factory>>,
-        depth: u8,
-    ) -> Self {
-        Self {
-            quota: Cell::new(quota),
-            used: Cell::new(0),
-            max_priority,
-            share,
-            free_share: Cell::new(share),
-            share_owner,
-            parent,
-            depth,
-            caps: Cell::new(0),
-            partial: [const { Cell::new(NONE) }; SIZES],
-        }
-    }
-
-    /// Frames not charged yet.
-    pub fn available(&self) -> u32 {
-        self.quota.get() - self.used.get()
-    }
-
-    fn charge(&self, frames: u32) -> Result<(), Status> {
-        if frames > self.available() {
-            return Err(Status::NoQuota);
-        }
-        self.used.set(self.used.get() + frames);
-        Ok(())
-    }
-
-    fn uncharge(&self, frames: u32) {
-        self.used.set(self.used.get() - frames);
-    }
-}
 
 struct FrameInfo {
     used: Cell<u16>,
@@ -202,12 +128,6 @@ const fn map_words(frames: usize) -> usize {
 const fn table_offset(frames: usize) -> usize {
     const { assert!(align_of::<FrameInfo>() <= align_of::<u64>()) };
     map_offset(frames) + 8 * map_words(frames)
-}
-
-/// Index of the first of `count` consecutive set bits of a word, if it has them.
-fn first_run(word: u64, count: u32) -> Option<u32> {
-    let runs = (1..count).fold(word, |runs, shift| runs & word >> shift);
-    (runs != 0).then(|| runs.trailing_zeros())
 }
 
 /// Kernel memory.
@@ -294,17 +214,10 @@ impl Memory {
         for index in fixed..count {
             memory.set_free(index as u32, true);
         }
+        let start = DESTROYED_COUNTS.fetch_add(1 << GENERATION_BITS, Ordering::Relaxed);
+        assert!(start >> 63 == 0, "too many memories");
+        memory.destroyed_count.set(start);
         Some(memory)
-    }
-
-    /// Number of free frames.
-    pub fn free_frames(&self) -> u32 {
-        self.free.get()
-    }
-
-    /// Total number of frames.
-    pub fn total_frames(&self) -> u32 {
-        self.count
     }
 
     /// Root factory, charged for everything without another factory.
@@ -338,23 +251,6 @@ impl Memory {
         }
     }
 
-    fn set_free(&self, frame: u32, free: bool) {
-        let word = &self.map()[frame as usize / 64];
-        let bit = 1 << (frame % 64);
-        word.set(if free { word.get() | bit } else { word.get() & !bit });
-    }
-
-    /// Finds `count` consecutive free frames within one word of the bitmap.
-    fn find_free(&self, count: u32) -> Option<u32> {
-        let map = self.map();
-        let start = (self.hint.get() as usize / 64).min(map.len());
-        let (before, after) = map.split_at(start);
-        let places = (start..).zip(after).chain((0..).zip(before));
-        places
-            .filter(|(_, word)| word.get() != 0)
-            .find_map(|(index, word)| Some(64 * index as u32 + first_run(word.get(), count)?))
-    }
-
     fn owner(&self, frame: u32) -> &Factory {
         self.info(frame).owner.get().and_then(|handle| self.get(handle)).unwrap_or(&self.root)
     }
@@ -366,89 +262,12 @@ impl Memory {
         }
     }
 
-    /// Allocates `frames` consecutive frames, at most 64, charged to `factory`.
-    fn take_frames(
-        &self,
-        factory: Option<Handle<Factory>>,
-        frames: u32,
-        class: u8,
-    ) -> Result<u32, Status> {
-        let account = self.factory(factory)?;
-        account.charge(frames)?;
-        let Some(first) = self.find_free(frames) else {
-            account.uncharge(frames);
-            return Err(Status::NoQuota);
-        };
-        for frame in first..first + frames {
-            let info = self.info(frame);
-            self.class(frame).set(class);
-            self.set_free(frame, false);
-            info.owner.set(factory);
-            info.used.set(0);
-        }
-        self.free.set(self.free.get() - frames);
-        self.hint.set(first);
-        Ok(first)
-    }
-
-    fn release_frame(&self, frame: u32) {
-        self.owner(frame).uncharge(1);
-        let info = self.info(frame);
-        self.class(frame).set(CLASS_FREE);
-        self.set_free(frame, true);
-        info.owner.set(None);
-        self.free.set(self.free.get() + 1);
-        self.hint.set(frame.min(self.hint.get()));
-    }
-
-    /// Allocates `count` consecutive zeroed raw frames; returns the first.
-    pub fn alloc_raw(&self, factory: Option<Handle<Factory>>, count: u32) -> Result<Frame, Status> {
-        let first = self.take_frames(factory, count, CLASS_RAW)?;
-        for frame in first..first + count {
-            for word in self.words(Frame(frame)) {
-                word.store(0, Ordering::Relaxed);
-            }
-        }
-        Ok(Frame(first))
-    }
-
-    /// Retires `count` raw frames from `first`; [`Memory::reclaim`] frees them.
-    pub fn free_raw(&self, first: Frame, count: u32) {
-        for frame in first.0..first.0 + count {
-            let info = self.info(frame);
-            assert!(self.class(frame).get() == CLASS_RAW);
-            self.class(frame).set(CLASS_RAW_RETIRED);
-            info.next.set(self.retired_raw.replace(frame));
-            self.has_work.set(true);
-        }
-    }
-
     /// Contents of a raw frame.
     pub fn words(&self, frame: Frame) -> &[AtomicU64; 512] {
         assert!(self.class(frame.0).get() == CLASS_RAW);
         // SAFETY: the frame is in range (checked by `info`) and raw, so it holds no typed value;
         // it stays raw or retired until `reclaim`, which needs `&mut self`.
         unsafe { &*self.base.add(frame.0 as usize * FRAME).cast() }
-    }
-
-    /// Physical address of a raw frame.
-    pub fn physical(&self, frame: Frame) -> u64 {
-        self.physical + ((frame.0 as u64) << PAGE_SHIFT)
-    }
-
-    /// Raw frame at index `offset` of an allocation that starts at `first`.
-    pub fn following(&self, first: Frame, offset: u32) -> Frame {
-        let frame = Frame(first.0 + offset);
-        assert!(self.class(frame.0).get() == CLASS_RAW);
-        frame
-    }
-
-    /// Raw frame at a physical address. Panics if there is none: page tables refer only to frames
-    /// that the kernel allocated.
-    pub fn frame_at(&self, physical: u64) -> Frame {
-        let frame = (physical.wrapping_sub(self.physical) >> PAGE_SHIFT) as u32;
-        assert!(self.class(frame).get() == CLASS_RAW);
-        Frame(frame)
     }
 
     /// Kernel virtual address of a raw frame.
@@ -481,6 +300,24 @@ impl Memory {
         // SAFETY: the slot is in use, so its value is initialised; it is not written or reused
         // before `reclaim`.
         Some(unsafe { (*slot.value.get()).assume_init_ref() })
+    }
+
+    /// Address of an object for [`Memory::cached`]; `None` if it has been freed.
+    pub fn cache<T: Object>(&self, handle: Handle<T>) -> Option<Cached<T>> {
+        let destroyed_count = self.destroyed_count.get();
+        self.get(handle).map(|object| Cached { object, destroyed_count })
+    }
+
+    /// Returns the object, or `None` if any object has been destroyed since [`Memory::cache`].
+    #[inline(always)]
+    pub fn cached<T: Object>(&self, cached: Cached<T>) -> Option<&T> {
+        if cached.destroyed_count != self.destroyed_count.get() {
+            return None;
+        }
+        // SAFETY: counts are unique to this memory and never return to an earlier value, so `cache`
+        // found the object here, and no object was freed since; it is not written or reused before
+        // `reclaim`, which needs `&mut self`. `NONE` has count 0, which no memory has.
+        Some(unsafe { &*cached.object })
     }
 
     /// Returns the object. Panics if it has been freed, which is a kernel bug.
@@ -577,90 +414,11 @@ impl Memory {
         self.destroyed_count.set(self.destroyed_count.get() + 1);
     }
 
-    /// Number of objects destroyed so far. While it is unchanged, objects found by handle still
-    /// exist.
+    /// Number of objects destroyed so far, from a start value that differs between memories. While
+    /// it is unchanged, objects found by handle still exist.
     #[inline(always)]
     pub fn destroyed_count(&self) -> u64 {
         self.destroyed_count.get()
-    }
-
-    /// Creates a factory with `quota` frames and, unless 0, `share` of CPU time, both taken from
-    /// `parent` or the owner of its share (`NoQuota`). Fails with `BadRights` if the maximum
-    /// priority exceeds the parent's, and with `Overflow` if the factory tree is too deep.
-    pub fn new_factory(
-        &self,
-        parent: Option<Handle<Factory>>,
-        quota: u32,
-        max_priority: u64,
-        share: u64,
-    ) -> Result<Handle<Factory>, Status> {
-        let account = self.factory(parent)?;
-        if max_priority > account.max_priority {
-            return Err(Status::BadRights);
-        }
-        if share > MAX_SHARE {
-            return Err(Status::BadArgument);
-        }
-        if account.depth >= MAX_DEPTH {
-            return Err(Status::Overflow);
-        }
-        let share_owner = self.share_owner(parent);
-        account.charge(quota)?;
-        let factory =
-            Factory::new(quota, max_priority, share, parent, share_owner, account.depth + 1);
-        self.exchange_share(share_owner, 0, share)
-            .and_then(|()| {
-                self.alloc(parent, factory).inspect_err(|_| self.return_share(share_owner, share))
-            })
-            .inspect_err(|_| account.uncharge(quota))
-    }
-
-    /// Factory whose share of CPU time is charged for objects of `factory`; `None` if unlimited.
-    pub(crate) fn share_owner(&self, factory: Option<Handle<Factory>>) -> Option<Handle<Factory>> {
-        let account = factory.and_then(|handle| self.get(handle))?;
-        if account.share != 0 { factory } else { account.share_owner }
-    }
-
-    /// Replaces a charge of `old` share units by `new`. Fails with `NoQuota`, without effect, if
-    /// the share is exceeded.
-    pub(crate) fn exchange_share(
-        &self,
-        share_owner: Option<Handle<Factory>>,
-        old: u64,
-        new: u64,
-    ) -> Result<(), Status> {
-        let Some(share_owner) = share_owner.and_then(|handle| self.get(handle)) else {
-            return Ok(());
-        };
-        let left = (share_owner.free_share.get() + old).checked_sub(new).ok_or(Status::NoQuota)?;
-        share_owner.free_share.set(left);
-        Ok(())
-    }
-
-    /// Returns `share` units of CPU time.
-    pub(crate) fn return_share(&self, share_owner: Option<Handle<Factory>>, share: u64) {
-        if let Some(share_owner) = share_owner.and_then(|handle| self.get(handle)) {
-            share_owner.free_share.set(share_owner.free_share.get() + share);
-        }
-    }
-
-    /// Destroys a factory without capabilities and charges, and returns its quota to its parent;
-    /// likewise for its ancestors.
-    pub fn destroy_factory(&self, handle: Handle<Factory>) {
-        let mut next = Some(handle);
-        while let Some(handle) = next {
-            let Some(factory) = self.get(handle) else { return };
-            if factory.caps.get() != 0 || factory.used.get() != 0 {
-                return;
-            }
-            let quota = factory.quota.get();
-            next = factory.parent;
-            self.return_share(factory.share_owner, factory.share);
-            self.free(handle);
-            if let Ok(parent) = self.factory(next) {
-                parent.uncharge(quota);
-            }
-        }
     }
 
     /// Frees retired slots and frames.
@@ -723,159 +481,15 @@ impl Memory {
     }
 }
 
+/// Leaked kernel memory of `frames` frames.
 #[cfg(test)]
-pub(crate) mod testing {
-    use super::*;
-
-    /// Leaked kernel memory of `frames` frames.
-    pub fn memory(frames: usize) -> Memory {
-        let layout = std::alloc::Layout::from_size_align(frames * FRAME, FRAME).unwrap();
-        // SAFETY: the layout is not empty; the range is ours for ever.
-        unsafe {
-            Memory::new(std::alloc::alloc_zeroed(layout), 0x4000_0000, frames * FRAME).unwrap()
-        }
-    }
-
-    /// Returns every object of a type.
-    pub fn all<T: Object>(memory: &Memory) -> std::vec::Vec<Handle<T>> {
-        let size = 1 << Slot::<T>::SIZE;
-        let slabs = (0..memory.count).filter(|frame| memory.class(*frame).get() == Slot::<T>::SIZE);
-        slabs
-            .flat_map(|frame| {
-                (0..FRAME / size)
-                    .map(move |index| (frame << (PAGE_SHIFT - 4)) + ((index * size) >> 4) as u32)
-            })
-            .filter_map(|index| {
-                let slot = memory.slot::<T>(index);
-                let raw = NonZeroU64::new(slot.name.get())?;
-                (slot.class.get() == T::CLASS).then_some(Handle(raw, PhantomData))
-            })
-            .collect()
-    }
-
-    /// Number of bookkeeping frames.
-    pub fn fixed(memory: &Memory) -> u32 {
-        (0..memory.count).filter(|&frame| memory.class(frame).get() == CLASS_FIXED).count() as u32
-    }
-
-    /// Checks the quotas: a factory is charged for the frames that it owns and the quotas of its
-    /// children.
-    pub fn audit(memory: &Memory) {
-        let frames = 0..memory.count;
-        let free = frames.clone().filter(|&frame| memory.class(frame).get() == CLASS_FREE).count();
-        assert_eq!(memory.free.get() as usize, free);
-        let factories = all::<Factory>(memory);
-        let used = |name: Option<Handle<Factory>>| {
-            let taken = |&frame: &u32| {
-                !matches!(memory.class(frame).get(), CLASS_FREE | CLASS_FIXED)
-                    && memory.info(frame).owner.get() == name
-            };
-            let passed_on = factories.iter().map(|other| memory.at(*other));
-            frames.clone().filter(taken).count() as u32
-                + passed_on.filter(|other| other.parent == name).map(|f| f.quota.get()).sum::<u32>()
-        };
-        assert_eq!(memory.root.used.get(), used(None));
-        for name in &factories {
-            assert_eq!(memory.at(*name).used.get(), used(Some(*name)));
-        }
-    }
+pub(crate) fn leaked(frames: usize) -> Memory {
+    let layout = std::alloc::Layout::from_size_align(frames * FRAME, FRAME).unwrap();
+    // SAFETY: the layout is not empty; the range is ours for ever.
+    unsafe { Memory::new(std::alloc::alloc_zeroed(layout), 0x4000_0000, frames * FRAME).unwrap() }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use std::vec::Vec;
-
-    struct Small(Cell<u64>);
-    impl Object for Small {
-        const CLASS: u8 = 14;
-    }
-    struct Large(#[allow(dead_code)] [Cell<u64>; 300]);
-    impl Object for Large {
-        const CLASS: u8 = 15;
-    }
-
-    #[test]
-    fn stale_handles_are_refused() {
-        let mut memory = testing::memory(64);
-        let handle = memory.alloc(None, Small(Cell::new(7))).unwrap();
-        assert_eq!(memory.at(handle).0.get(), 7);
-        memory.free(handle);
-        assert!(memory.get(handle).is_none());
-        memory.reclaim();
-        let other = memory.alloc(None, Small(Cell::new(8))).unwrap();
-        assert!(memory.get(handle).is_none(), "the slot was reused, the handle was not");
-        assert_eq!(memory.at(other).0.get(), 8);
-    }
-
-    #[test]
-    fn quota_is_exact_and_returned() {
-        let mut memory = testing::memory(64);
-        let before = memory.free_frames();
-        let factory = memory.new_factory(None, 5, 63, 0).unwrap();
-        memory.at(factory).caps.set(1);
-        let handles: Vec<_> = (0..)
-            .map_while(|_| memory.alloc(Some(factory), Large([const { Cell::new(0) }; 300])).ok())
-            .collect();
-        assert_eq!(handles.len(), 5, "one object a frame");
-        assert_eq!(memory.alloc_raw(Some(factory), 1).err(), Some(Status::NoQuota));
-        for handle in handles {
-            memory.free(handle);
-        }
-        memory.reclaim();
-        assert_eq!(memory.at(factory).available(), 5);
-        memory.at(factory).caps.set(0);
-        memory.destroy_factory(factory);
-        memory.reclaim();
-        assert_eq!(memory.free_frames(), before);
-        assert_eq!(memory.root().used.get(), 0);
-    }
-
-    #[test]
-    fn factory_lives_until_its_objects_are_gone() {
-        let mut memory = testing::memory(64);
-        let parent = memory.new_factory(None, 20, 63, 0).unwrap();
-        memory.at(parent).caps.set(1);
-        let child = memory.new_factory(Some(parent), 10, 63, 0).unwrap();
-        let raw = memory.alloc_raw(Some(child), 3).unwrap();
-        memory.destroy_factory(child);
-        assert!(memory.get(child).is_some(), "frames are still out");
-        memory.free_raw(raw, 3);
-        memory.reclaim();
-        assert!(memory.get(child).is_none());
-        assert_eq!(memory.at(parent).available(), 20);
-    }
-
-    #[test]
-    fn random_objects_against_a_map() {
-        let mut memory = testing::memory(256);
-        let factory = memory.new_factory(None, 100, 63, 0).unwrap();
-        memory.at(factory).caps.set(1);
-        let mut model: Vec<(Handle<Small>, u64)> = Vec::new();
-        let mut seed = 1u64;
-        for step in 0..20_000 {
-            seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-            if seed >> 60 < 8 {
-                if let Ok(handle) = memory.alloc(Some(factory), Small(Cell::new(step))) {
-                    model.push((handle, step));
-                }
-            } else if !model.is_empty() {
-                let (handle, _) = model.swap_remove((seed >> 32) as usize % model.len());
-                memory.free(handle);
-            }
-            if seed >> 40 & 7 == 0 {
-                memory.reclaim();
-            }
-            if step % 64 == 0 {
-                for (handle, value) in &model {
-                    assert_eq!(memory.at(*handle).0.get(), *value);
-                }
-            }
-        }
-        for (handle, _) in model {
-            memory.free(handle);
-        }
-        memory.reclaim();
-        assert_eq!(memory.at(factory).available(), 100);
-    }
-}
+pub(crate) mod testing;
+#[cfg(test)]
+mod tests;

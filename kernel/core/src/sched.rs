@@ -13,118 +13,25 @@
 
 use core::cell::Cell;
 
-use abi::{SHARE_OF_CPU, Status};
-
 use crate::Kernel;
-use crate::arch::{Arch, Context};
-use crate::object::{Task, Thread, ThreadState};
-use crate::pool::{Factory, Handle};
-use crate::tree::{Keyed, Links, Tree};
+use crate::arch::Arch;
+use crate::object::{Task, Thread};
+use crate::pool::Handle;
+use crate::tree::Tree;
 
-use refills::Refills;
+pub use context::{SchedContext, SchedState};
 
+pub mod context;
+mod queues;
 pub mod refills;
+#[cfg(test)]
+mod testing;
+mod timeouts;
 
 /// Number of priorities.
 pub const PRIORITIES: usize = 64;
-/// Minimum budget and period in ns: below this, timer interrupts would consume the CPU.
-pub const MIN_BUDGET_NS: u64 = 20_000;
-/// Maximum number of timeouts and replenishments handled per timer interrupt.
-const MAX_EXPIRED: u32 = 8;
-/// Maximum period in ns.
-pub const MAX_PERIOD_NS: u64 = 10_000_000_000;
 
 type Link<T> = Cell<Option<Handle<T>>>;
-
-/// State of a scheduling context.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum SchedState {
-    /// Its holder is not runnable, or it has no holder.
-    Idle,
-    /// In a ready queue.
-    Queued,
-    /// Dispatched on its CPU.
-    Running,
-    /// Out of budget until its next replenishment.
-    Depleted,
-}
-
-/// Scheduling context: the right to CPU time.
-pub struct SchedContext<A: Arch> {
-    /// Number of capabilities to this context.
-    pub caps: Cell<u32>,
-    /// Priority, 0 to 63; 63 is the highest.
-    pub priority: Cell<usize>,
-    /// Upper limit of the priority.
-    pub max_priority: u64,
-    /// Budget per period, in ticks.
-    pub budget: Cell<u64>,
-    /// Period, in ticks; 0: round robin with `budget` as time slice.
-    pub period: Cell<u64>,
-    /// Ticks until the time slice or the usable budget ends.
-    pub remaining: Cell<u64>,
-    /// CPU time used in total, in ticks.
-    used: Cell<u64>,
-    /// With a period: part of `used` that has been charged to the refills.
-    accounted: Cell<u64>,
-    /// With a period: parts of the budget and the times from which they are usable.
-    refills: Refills,
-    /// Depleted: time of the next replenishment, in ticks.
-    pub refill: Cell<u64>,
-    /// Factory whose share of CPU time this context is charged to; `None` if unlimited.
-    pub share_owner: Option<Handle<Factory>>,
-    /// CPU of the bound thread.
-    pub cpu: Cell<usize>,
-    /// Bound thread.
-    pub owner: Link<Thread<A>>,
-    /// Thread that runs on it; valid unless the state is `Running`.
-    pub holder: Link<Thread<A>>,
-    /// Current state.
-    pub state: Cell<SchedState>,
-    /// Next context in the ready queue.
-    pub next: Link<SchedContext<A>>,
-    /// Previous context in the ready queue.
-    pub prev: Link<SchedContext<A>>,
-    /// Links in the CPU's tree of replenishments.
-    pub links: Links<SchedContext<A>>,
-}
-
-impl<A: Arch> SchedContext<A> {
-    /// With a period: charges the time used since the last call to the refills.
-    #[inline(always)]
-    fn account_run(&self) {
-        if self.period.get() != 0 {
-            self.end_refill_run();
-        }
-    }
-
-    #[inline(never)]
-    fn end_refill_run(&self) {
-        let used = self.used.get().wrapping_sub(self.accounted.replace(self.used.get()));
-        if used != 0 {
-            self.refills.end(used, self.period.get());
-        }
-    }
-
-    /// Sets `remaining`: to a full time slice, or with a period to the budget usable at `now`.
-    #[inline(never)]
-    fn replenish(&self, now: u64) {
-        self.remaining.set(match self.period.get() {
-            0 => self.budget.get(),
-            _ => self.refills.begin(now),
-        });
-    }
-}
-
-impl<A: Arch> Keyed for SchedContext<A> {
-    type Key = (u64, u64);
-    fn key(&self, handle: Handle<Self>) -> (u64, u64) {
-        (self.refill.get(), handle.id())
-    }
-    fn links(&self) -> &Links<Self> {
-        &self.links
-    }
-}
 
 struct Queue<A: Arch> {
     head: Link<SchedContext<A>>,
@@ -190,135 +97,6 @@ impl<A: Arch> Default for Cpu<A> {
 }
 
 impl<A: Arch> Kernel<A> {
-    /// Validates and converts priority, budget and period (ns). Fails with `BadRights` if the
-    /// priority exceeds `max_priority`.
-    fn sched_parameters(
-        priority: u64,
-        budget: u64,
-        period: u64,
-        max_priority: u64,
-    ) -> Result<(usize, u64, u64), Status> {
-        let period = if period == budget { 0 } else { period };
-        let valid = priority < PRIORITIES as u64
-            && (MIN_BUDGET_NS..=MAX_PERIOD_NS).contains(&budget)
-            && (period == 0 || (budget..=MAX_PERIOD_NS).contains(&period));
-        if !valid {
-            return Err(Status::BadArgument);
-        }
-        if priority > max_priority {
-            return Err(Status::BadRights);
-        }
-        Ok((priority as usize, A::ticks(budget), A::ticks(period)))
-    }
-
-    /// Share of a CPU that `budget` per `period` (ticks) amounts to, in units of 1 /
-    /// [`SHARE_OF_CPU`], rounded up; a whole CPU for round robin.
-    fn share(budget: u64, period: u64) -> u64 {
-        match period {
-            0 => SHARE_OF_CPU,
-            _ => {
-                (u128::from(budget) * u128::from(SHARE_OF_CPU)).div_ceil(u128::from(period)) as u64
-            }
-        }
-    }
-
-    /// Creates an unbound scheduling context. Fails with `BadRights` if the priority exceeds the
-    /// factory's maximum, and with `NoQuota` if the factory's share of CPU time is exceeded.
-    pub fn new_sched(
-        &self,
-        factory: Option<Handle<Factory>>,
-        priority: u64,
-        budget: u64,
-        period: u64,
-    ) -> Result<Handle<SchedContext<A>>, Status> {
-        let account = self.memory.factory(factory)?;
-        let (priority, budget, period) =
-            Self::sched_parameters(priority, budget, period, account.max_priority)?;
-        let (share, share_owner) = (Self::share(budget, period), self.memory.share_owner(factory));
-        self.memory.exchange_share(share_owner, 0, share)?;
-        let sched = SchedContext {
-            caps: Cell::new(0),
-            priority: Cell::new(priority),
-            max_priority: account.max_priority,
-            budget: Cell::new(budget),
-            period: Cell::new(period),
-            remaining: Cell::new(0),
-            used: Cell::new(0),
-            accounted: Cell::new(0),
-            refills: Refills::new(budget, A::now()),
-            refill: Cell::new(0),
-            share_owner,
-            cpu: Cell::new(0),
-            owner: Cell::new(None),
-            holder: Cell::new(None),
-            state: Cell::new(SchedState::Idle),
-            next: Cell::new(None),
-            prev: Cell::new(None),
-            links: Links::new(),
-        };
-        let made = self.memory.alloc(factory, sched);
-        made.inspect_err(|_| self.memory.return_share(share_owner, share))
-    }
-
-    /// CPU time used so far, in ticks.
-    pub fn used(&self, handle: Handle<SchedContext<A>>) -> u64 {
-        let sched = self.memory.at(handle);
-        if sched.state.get() == SchedState::Running {
-            self.charge(sched.cpu.get());
-        }
-        sched.used.get()
-    }
-
-    /// Changes priority, budget and period. Time used so far stays charged. Fails with `NoQuota` if
-    /// the share of CPU time is exceeded.
-    pub fn change_sched(
-        &self,
-        handle: Handle<SchedContext<A>>,
-        priority: u64,
-        budget: u64,
-        period: u64,
-    ) -> Result<(), Status> {
-        let sched = self.memory.at(handle);
-        let (priority, budget, period) =
-            Self::sched_parameters(priority, budget, period, sched.max_priority)?;
-        let (before, old) = (sched.period.get(), sched.budget.get());
-        self.memory.exchange_share(
-            sched.share_owner,
-            Self::share(old, before),
-            Self::share(budget, period),
-        )?;
-        let state = sched.state.get();
-        if state == SchedState::Running {
-            // Time used until now is charged to the old budget.
-            self.charge(sched.cpu.get());
-        }
-        if matches!(state, SchedState::Queued | SchedState::Depleted) {
-            self.remove_from_queue(handle);
-        }
-        let now = A::now();
-        sched.account_run();
-        match (before, period) {
-            (_, 0) => {}
-            // Round robin keeps no refills: the whole budget counts as used.
-            (0, _) => {
-                sched.refills.change((sched.refills.total(), 0), (0, 0), now);
-                sched.refills.change((0, budget), (period, period), now);
-                sched.accounted.set(sched.used.get());
-            }
-            _ => sched.refills.change((old, budget), (before, period), now),
-        }
-        sched.priority.set(priority);
-        sched.budget.set(budget);
-        sched.period.set(period);
-        sched.replenish(now);
-        match state {
-            SchedState::Idle => {}
-            SchedState::Running => self.request_schedule(sched.cpu.get()),
-            SchedState::Queued | SchedState::Depleted => self.enqueue(handle),
-        }
-        Ok(())
-    }
-
     /// Requests rescheduling of a CPU.
     pub fn request_schedule(&self, cpu: usize) {
         self.cpus[cpu].resched.set(true);
@@ -330,70 +108,6 @@ impl<A: Arch> Kernel<A> {
         if cpu != A::this_cpu() {
             A::kick(cpu);
         }
-    }
-
-    fn push(&self, handle: Handle<SchedContext<A>>, front: bool) {
-        let sched = self.memory.at(handle);
-        let cpu = &self.cpus[sched.cpu.get()];
-        let queue = &cpu.queues[sched.priority.get()];
-        let (near, far) =
-            if front { (&queue.head, &queue.tail) } else { (&queue.tail, &queue.head) };
-        let neighbour = near.replace(Some(handle));
-        let (before, after) = if front { (None, neighbour) } else { (neighbour, None) };
-        sched.prev.set(before);
-        sched.next.set(after);
-        match neighbour.map(|neighbour| self.memory.at(neighbour)) {
-            Some(neighbour) if front => neighbour.prev.set(Some(handle)),
-            Some(neighbour) => neighbour.next.set(Some(handle)),
-            None => far.set(Some(handle)),
-        }
-        sched.state.set(SchedState::Queued);
-        cpu.ready.set(cpu.ready.get() | 1 << sched.priority.get());
-    }
-
-    /// Removes `sched`, the first context of a ready queue.
-    #[inline(always)]
-    fn pop(&self, cpu: &Cpu<A>, priority: usize, sched: &SchedContext<A>) {
-        let queue = &cpu.queues[priority];
-        let next = sched.next.get();
-        queue.head.set(next);
-        match next {
-            Some(next) => self.memory.at(next).prev.set(None),
-            None => {
-                queue.tail.set(None);
-                cpu.ready.set(cpu.ready.get() & !(1 << priority));
-            }
-        }
-        sched.state.set(SchedState::Idle);
-    }
-
-    /// Removes a context from the ready queue or the tree of replenishments.
-    fn remove_from_queue(&self, handle: Handle<SchedContext<A>>) {
-        let sched = self.memory.at(handle);
-        let cpu = &self.cpus[sched.cpu.get()];
-        match sched.state.get() {
-            SchedState::Queued => {
-                let queue = &cpu.queues[sched.priority.get()];
-                match sched.prev.get() {
-                    Some(prev) => self.memory.at(prev).next.set(sched.next.get()),
-                    None => queue.head.set(sched.next.get()),
-                }
-                match sched.next.get() {
-                    Some(next) => self.memory.at(next).prev.set(sched.prev.get()),
-                    None => queue.tail.set(sched.prev.get()),
-                }
-                if queue.head.get().is_none() {
-                    cpu.ready.set(cpu.ready.get() & !(1 << sched.priority.get()));
-                }
-            }
-            SchedState::Depleted => {
-                cpu.refills.remove(&self.memory, handle);
-                self.update_next_event(sched.cpu.get());
-            }
-            SchedState::Running => self.request_schedule(sched.cpu.get()),
-            SchedState::Idle => {}
-        }
-        sched.state.set(SchedState::Idle);
     }
 
     /// Enqueues an idle context whose holder has become runnable.
@@ -462,7 +176,7 @@ impl<A: Arch> Kernel<A> {
         }
         let _ = Self::revert_donation(server);
         self.set_holder(handle, donor);
-        self.wake(name);
+        self.enqueue_thread(name, server);
         true
     }
 
@@ -521,7 +235,7 @@ impl<A: Arch> Kernel<A> {
             sched.holder.set(cpu.current.get());
             runnable = cpu.current.get().filter(|&holder| {
                 let holder = self.memory.get(holder);
-                holder.is_some_and(|holder| holder.state.get() == ThreadState::Ready)
+                holder.is_some_and(|holder| holder.state.get().is_runnable())
             });
             if runnable.is_some() && sched.remaining.get() == 0 {
                 self.end_of_run(handle, sched, cpu.charged.get());
@@ -537,8 +251,7 @@ impl<A: Arch> Kernel<A> {
             let sched = self.memory.at(handle);
             self.pop(cpu, priority, sched);
             let Some(holder) = sched.holder.get() else { continue };
-            if self.memory.get(holder).is_none_or(|holder| holder.state.get() != ThreadState::Ready)
-            {
+            if !self.memory.get(holder).is_some_and(|holder| holder.state.get().is_runnable()) {
                 continue;
             }
             sched.state.set(SchedState::Running);
@@ -567,196 +280,9 @@ impl<A: Arch> Kernel<A> {
     /// Records preemption of a runnable thread.
     #[cold]
     fn preempted(&self, handle: Handle<Thread<A>>) {
-        let vcpu = self.memory.at(handle).vcpu.get();
+        let vcpu = self.memory.at(handle).state.get().vcpu();
         if let Some(vcpu) = vcpu.and_then(|vcpu| self.memory.get(vcpu)) {
             A::vcpu_preempted(&vcpu.arch);
-        }
-    }
-
-    // ---- timeouts ----------------------------------------------------------------------------
-
-    fn update_next_event(&self, index: usize) {
-        let cpu = &self.cpus[index];
-        let before = cpu.next_event.get();
-        let timeout = cpu.timeouts.first(&self.memory).map(|t| self.memory.at(t).deadline.get());
-        let refill = cpu.refills.first(&self.memory).map(|s| self.memory.at(s).refill.get());
-        let next = timeout.unwrap_or(u64::MAX).min(refill.unwrap_or(u64::MAX));
-        cpu.next_event.set(next);
-        // The other CPU's timer is armed for the previous event, or not armed.
-        if next < before {
-            self.interrupt_if_other(index);
-        }
-    }
-
-    /// Arms a thread's timeout; `u64::MAX` means none.
-    #[inline(always)]
-    pub fn set_timeout(&self, handle: Handle<Thread<A>>, thread: &Thread<A>, deadline: u64) {
-        if deadline != u64::MAX {
-            self.arm_timeout(handle, thread, deadline);
-        }
-    }
-
-    #[inline(never)]
-    fn arm_timeout(&self, handle: Handle<Thread<A>>, thread: &Thread<A>, deadline: u64) {
-        thread.deadline.set(deadline);
-        self.cpus[thread.cpu].timeouts.insert(&self.memory, handle);
-        self.update_next_event(thread.cpu);
-    }
-
-    /// Disarms a thread's timeout, if it has one.
-    #[inline(always)]
-    pub fn clear_timeout(&self, handle: Handle<Thread<A>>, thread: &Thread<A>) {
-        if thread.deadline.get() != u64::MAX {
-            self.disarm_timeout(handle, thread);
-        }
-    }
-
-    #[inline(never)]
-    fn disarm_timeout(&self, handle: Handle<Thread<A>>, thread: &Thread<A>) {
-        self.cpus[thread.cpu].timeouts.remove(&self.memory, handle);
-        thread.deadline.set(u64::MAX);
-        self.update_next_event(thread.cpu);
-    }
-
-    /// Handles a timer interrupt: expired timeouts, due replenishments, end of slice. If more than
-    /// [`MAX_EXPIRED`] events are due, the timer interrupts again.
-    pub fn timer(&self, index: usize) {
-        let cpu = &self.cpus[index];
-        let now = A::now();
-        for _ in 0..MAX_EXPIRED {
-            if let Some(handle) = cpu.timeouts.first(&self.memory)
-                && self.memory.at(handle).deadline.get() <= now
-            {
-                self.time_out(handle);
-            } else if let Some(handle) = cpu.refills.first(&self.memory)
-                && self.memory.at(handle).refill.get() <= now
-            {
-                self.remove_from_queue(handle);
-                self.enqueue(handle);
-            } else {
-                break;
-            }
-        }
-        if cpu.slice_end.get() <= now {
-            cpu.resched.set(true);
-        }
-        self.update_next_event(index);
-    }
-
-    fn time_out(&self, handle: Handle<Thread<A>>) {
-        let thread = self.memory.at(handle);
-        self.end_wait(handle, thread);
-        if thread.vcpu.get().is_none() {
-            thread.context.set_status(Status::Timeout);
-            thread.context.set_result(0, 0);
-        }
-        self.wake(handle);
-    }
-
-    // ---- binding -----------------------------------------------------------------------------
-
-    /// Binds a scheduling context to a thread.
-    pub fn bind_sched(
-        &self,
-        thread_handle: Handle<Thread<A>>,
-        handle: Handle<SchedContext<A>>,
-    ) -> Result<(), Status> {
-        let thread = self.memory.at(thread_handle);
-        let sched = self.memory.at(handle);
-        if thread.own_sched.get().is_some_and(|own| self.memory.get(own).is_some())
-            || sched.owner.get().is_some_and(|owner| self.memory.get(owner).is_some())
-        {
-            return Err(Status::Busy);
-        }
-        sched.cpu.set(thread.cpu);
-        sched.owner.set(Some(thread_handle));
-        sched.holder.set(Some(thread_handle));
-        thread.own_sched.set(Some(handle));
-        let server = thread.server.get().and_then(|server| self.memory.get(server));
-        let has_donated = server.is_some_and(|server| server.donor.get() == Some(thread_handle));
-        // A thread that runs on a donated context, or has passed that on, keeps its own in reserve.
-        if thread.sched.get().is_none() && !has_donated {
-            thread.sched.set(Some(handle));
-            match thread.state.get() {
-                ThreadState::Ready => self.enqueue(handle),
-                ThreadState::Calling => self.donate(thread_handle),
-                _ => {}
-            }
-        }
-        Ok(())
-    }
-
-    /// Destroys a scheduling context; its holder stops running on it.
-    pub(crate) fn destroy_sched(&self, handle: Handle<SchedContext<A>>) {
-        self.dequeue(handle);
-        let sched = self.memory.at(handle);
-        if let Some(owner) = sched.owner.get().and_then(|owner| self.memory.get(owner)) {
-            owner.own_sched.set(None);
-        }
-        if let Some(holder) = sched.holder.get()
-            && self.memory.get(holder).is_some_and(|thread| thread.sched.get() == Some(handle))
-        {
-            self.donor_destroyed(holder);
-        }
-        let share = Self::share(sched.budget.get(), sched.period.get());
-        self.memory.return_share(sched.share_owner, share);
-        self.memory.free(handle);
-    }
-}
-
-#[cfg(test)]
-mod testing {
-    use super::*;
-
-    impl<A: Arch> Kernel<A> {
-        /// Checks the queues and trees of a CPU.
-        pub fn check_queues(&self, index: usize) {
-            let cpu = &self.cpus[index];
-            let mut queued = 0;
-            for (priority, queue) in cpu.queues.iter().enumerate() {
-                let (mut next, mut before) = (queue.head.get(), None);
-                assert_eq!(cpu.ready.get() >> priority & 1 != 0, next.is_some());
-                while let Some(handle) = next {
-                    let sched = self.memory.at(handle);
-                    assert_eq!(sched.state.get(), SchedState::Queued);
-                    assert_eq!((sched.priority.get(), sched.cpu.get()), (priority, index));
-                    assert!(sched.prev.get() == before && sched.remaining.get() > 0);
-                    (before, next) = (next, sched.next.get());
-                    queued += 1;
-                }
-                assert!(queue.tail.get() == before);
-            }
-            let all = crate::pool::testing::all::<SchedContext<A>>(&self.memory);
-            let mut waiting = 0;
-            let mut earliest = u64::MAX;
-            for handle in all {
-                let sched = self.memory.at(handle);
-                if sched.cpu.get() == index && sched.state.get() == SchedState::Queued {
-                    queued -= 1;
-                }
-                if sched.cpu.get() == index && sched.state.get() == SchedState::Depleted {
-                    let key = sched.key(handle);
-                    assert!(cpu.refills.at_most(&self.memory, key) == Some(handle));
-                    earliest = earliest.min(sched.refill.get());
-                    waiting += 1;
-                }
-            }
-            assert_eq!(queued, 0, "queued contexts are in their queue, once");
-            assert_eq!(waiting == 0, cpu.refills.any().is_none());
-            let mut sleeping = false;
-            for handle in crate::pool::testing::all::<Thread<A>>(&self.memory) {
-                let thread = self.memory.at(handle);
-                if thread.cpu == index && thread.deadline.get() != u64::MAX {
-                    let key = thread.key(handle);
-                    assert!(cpu.timeouts.at_most(&self.memory, key) == Some(handle));
-                    earliest = earliest.min(thread.deadline.get());
-                    sleeping = true;
-                }
-            }
-            assert_eq!(sleeping, cpu.timeouts.any().is_some());
-            // 0: an immediate interrupt has been requested and has not arrived yet.
-            let at_once = cpu.next_event.get() == 0;
-            assert!(at_once || cpu.next_event.get() == earliest);
         }
     }
 }

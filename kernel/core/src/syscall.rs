@@ -3,16 +3,17 @@
 use core::cell::Cell;
 use core::sync::atomic::Ordering;
 
+use abi::args::{self, IrqAction, IrqSource, NewObject};
 use abi::boot::KernelStats;
-use abi::{Binding, Item, Kind, Op, PlatformAction, Status, rights};
+use abi::{Binding, Op, PlatformAction, Status, rights};
 
-use crate::arch::{Arch, Context, IrqSource};
+use crate::arch::{Arch, Context};
 use crate::mdb::Delegation;
 use crate::mdb::work::WORK;
 use crate::object::*;
-use crate::pool::Handle;
+use crate::pool::{Factory, Handle};
 use crate::thread::Next;
-use crate::{FIRST_IRQ_VECTOR, Kernel, count};
+use crate::{Kernel, count};
 
 /// Result of a system call that did not fail.
 enum CallResult {
@@ -48,7 +49,7 @@ impl<A: Arch> Kernel<A> {
         gate_cap -> Gate(Gate<A>);
         notification_cap -> Notification(Notification<A>);
         irq_cap -> Irq(Irq<A>);
-        factory_cap -> Factory(crate::pool::Factory);
+        factory_cap -> Factory(Factory);
         sched_cap -> SchedContext(crate::sched::SchedContext<A>);
         vm_cap -> Vm(Vm<A>);
         vcpu_cap -> Vcpu(Vcpu<A>);
@@ -63,43 +64,37 @@ impl<A: Arch> Kernel<A> {
         }
     }
 
-    /// Handles a system call of the CPU's current thread. Returns the CPU's current thread if it is
-    /// known; it resumes unless the CPU has other work ([`Kernel::has_work`]).
+    /// Handles a system call of `thread`, the current thread of `cpu`. Returns the CPU's current
+    /// thread if it is known; it resumes unless the CPU has other work ([`Kernel::has_work`]).
     #[inline(always)]
-    pub fn system_call(&self, cpu: usize) -> Option<Next<'_, A>> {
+    pub fn system_call<'a>(
+        &'a self,
+        cpu: usize,
+        handle: Handle<Thread<A>>,
+        thread: &'a Thread<A>,
+    ) -> Option<Next<'a, A>> {
         count(&self.counters.system_calls);
-        let handle = self.cpus[cpu].current.get()?;
-        let thread = self.memory.get(handle)?;
         let context = &thread.context;
-        const GATE_CALL: u64 = Op::GateCall as u64;
-        const GATE_REPLY_WAIT: u64 = Op::GateReplyWait as u64;
         const VCPU_RUN: u64 = Op::VcpuRun as u64;
-        // The operations of a VM exit are inlined here and set the status themselves.
-        let done = match context.operation() {
-            GATE_CALL => self.gate_call_by_selector(cpu, handle, thread),
-            GATE_REPLY_WAIT => self.gate_reply_wait(cpu, handle, thread, context.argument(0)),
-            VCPU_RUN => self.vcpu_run_by_selector(handle, thread),
-            code => {
-                self.slow_call(cpu, code, handle, thread);
-                return None;
-            }
-        };
-        done.unwrap_or_else(|status| {
+        // The operation of a VM exit is inlined here and sets the status itself.
+        if context.operation() != VCPU_RUN {
+            return self.slow_call(cpu, handle, thread);
+        }
+        self.vcpu_run_by_selector(handle, thread).unwrap_or_else(|status| {
             context.set_status(status);
             None
         })
     }
 
-    #[inline(always)]
     fn gate_call_by_selector(
         &self,
         cpu: usize,
         handle: Handle<Thread<A>>,
         thread: &Thread<A>,
     ) -> Result<Option<Next<'_, A>>, Status> {
-        let gate =
-            self.gate_cap(self.task_of(thread)?, thread.context.argument(0), rights::CALL)?;
-        self.gate_call(cpu, handle, thread, gate)
+        let args = args::GateCall::read(|index| thread.context.argument(index));
+        let gate = self.gate_cap(self.task_of(thread)?, args.gate, rights::CALL)?;
+        self.gate_call(cpu, handle, thread, gate, CallContent::Message)
     }
 
     #[inline(always)]
@@ -108,30 +103,23 @@ impl<A: Arch> Kernel<A> {
         handle: Handle<Thread<A>>,
         thread: &'a Thread<A>,
     ) -> Result<Option<Next<'a, A>>, Status> {
-        let selector = thread.context.argument(0);
-        let vcpu = match thread.vcpu_lookup.get() {
-            Some(known)
-                if known.selector == selector
-                    && known.destroyed_count == self.memory.destroyed_count() =>
-            {
-                known.vcpu
-            }
+        let selector = args::VcpuRun::read(|index| thread.context.argument(index)).vcpu;
+        let lookup = &thread.vcpu_lookup;
+        let vcpu = match self.memory.cached(lookup.vcpu.get()) {
+            Some(vcpu) if lookup.selector.get() == selector => vcpu,
             _ => self.look_up_vcpu(thread, selector)?,
         };
-        let vcpu = self.vcpu_run(handle, thread, vcpu)?;
+        self.vcpu_run(handle, thread, vcpu)?;
         Ok(Some(Next { thread, vcpu: Some(vcpu) }))
     }
 
     #[cold]
     #[inline(never)]
-    fn look_up_vcpu(&self, thread: &Thread<A>, selector: u64) -> Result<Handle<Vcpu<A>>, Status> {
+    fn look_up_vcpu(&self, thread: &Thread<A>, selector: u64) -> Result<&Vcpu<A>, Status> {
         let vcpu = self.vcpu_cap(self.task_of(thread)?, selector, rights::RUN)?;
-        thread.vcpu_lookup.set(Some(VcpuLookup {
-            selector,
-            vcpu,
-            destroyed_count: self.memory.destroyed_count(),
-        }));
-        Ok(vcpu)
+        thread.vcpu_lookup.selector.set(selector);
+        thread.vcpu_lookup.vcpu.set(self.memory.cache(vcpu).ok_or(Status::BadCapability)?);
+        self.memory.get(vcpu).ok_or(Status::BadCapability)
     }
 
     #[inline(always)]
@@ -140,17 +128,37 @@ impl<A: Arch> Kernel<A> {
     }
 
     #[inline(never)]
-    fn slow_call(&self, cpu: usize, code: u64, handle: Handle<Thread<A>>, thread: &Thread<A>) {
-        let operation = Op::from_code(code).ok_or(Status::BadOperation);
-        let done = operation.and_then(|operation| {
-            self.dispatch(cpu, operation, handle, thread, self.task_of(thread)?)
-        });
-        match done {
-            Ok(CallResult::Done) => thread.context.set_status(Status::Ok),
-            Ok(CallResult::StatusSet) => {}
-            Ok(CallResult::Restart) => thread.context.restart(),
-            Err(status) => thread.context.set_status(status),
-        }
+    fn slow_call(
+        &self,
+        cpu: usize,
+        handle: Handle<Thread<A>>,
+        thread: &Thread<A>,
+    ) -> Option<Next<'_, A>> {
+        let context = &thread.context;
+        let done = match Op::from_code(context.operation()) {
+            // IPC sets the status itself.
+            Some(Op::GateCall) => self.gate_call_by_selector(cpu, handle, thread),
+            Some(Op::GateReplyWait) => {
+                let args = args::GateReplyWait::read(|index| context.argument(index));
+                self.gate_reply_wait(cpu, handle, thread, args)
+            }
+            Some(operation) => self
+                .task_of(thread)
+                .and_then(|task| self.dispatch(cpu, operation, handle, thread, task))
+                .map(|result| {
+                    match result {
+                        CallResult::Done => context.set_status(Status::Ok),
+                        CallResult::StatusSet => {}
+                        CallResult::Restart => context.restart(),
+                    }
+                    None
+                }),
+            None => Err(Status::BadOperation),
+        };
+        done.unwrap_or_else(|status| {
+            context.set_status(status);
+            None
+        })
     }
 
     fn dispatch(
@@ -161,70 +169,90 @@ impl<A: Arch> Kernel<A> {
         thread: &Thread<A>,
         task: &Task<A>,
     ) -> Result<CallResult, Status> {
-        let arg = |index| thread.context.argument(index);
+        let argument = |index| thread.context.argument(index);
         match operation {
             Op::GateCall | Op::GateReplyWait | Op::VcpuRun => return Err(Status::BadOperation),
             Op::NotificationSignal => {
-                self.signal(self.notification_cap(task, arg(0), rights::SIGNAL)?, arg(1));
+                let args = args::NotificationSignal::read(argument);
+                let notification =
+                    self.notification_cap(task, args.notification, rights::SIGNAL)?;
+                self.signal(notification, args.bits);
             }
             Op::NotificationWait => {
-                let notification = self.notification_cap(task, arg(0), rights::WAIT)?;
-                self.notification_wait(handle, notification, arg(1))?;
+                let args = args::NotificationWait::read(argument);
+                let notification = self.notification_cap(task, args.notification, rights::WAIT)?;
+                self.notification_wait(handle, notification, args.deadline)?;
                 return Ok(CallResult::StatusSet);
             }
-            Op::Create => self.create(thread.task, task, arg)?,
-            Op::Delegate => {
-                let item = Item::unpack(arg(1)).ok_or(Status::BadArgument)?;
-                let to = self.target(thread.task, task, arg(0))?;
-                let (source, destination) = (arg(2), arg(3));
-                let delegation = Delegation { from: thread.task, item, source, to, destination };
-                let (mut done, mut budget) = (arg(4), WORK);
-                if !self.delegate_part(&delegation, &mut done, &mut budget)? {
-                    thread.context.set_result(4, done);
-                    return Ok(CallResult::Restart);
-                }
-            }
-            Op::Unmap => {
-                let item = Item::unpack(arg(0)).ok_or(Status::BadArgument)?;
-                if arg(2) & !abi::ops::UNMAP_SELF != 0 {
-                    return Err(Status::BadArgument);
-                }
-                let own = arg(2) & abi::ops::UNMAP_SELF != 0;
-                let (mut done, mut budget) = (arg(3), WORK);
-                let range = (item, arg(1));
-                let all = self.unmap(thread.task, range, own, &mut done, &mut budget)?;
-                if !all || !self.reap(&mut budget) {
-                    thread.context.set_result(3, done);
-                    return Ok(CallResult::Restart);
-                }
-            }
+            Op::Create => self.create(thread.task, task, args::Create::read(argument))?,
+            Op::Delegate => return self.delegate_by_selector(thread, task),
+            Op::Unmap => return self.unmap_own(thread),
             Op::ThreadStart => {
-                let target = self.thread_cap(task, arg(0), rights::CONTROL)?;
-                self.start_thread(target, arg(1), arg(2), arg(3))?;
+                let args = args::ThreadStart::read(argument);
+                let target = self.thread_cap(task, args.thread, rights::CONTROL)?;
+                self.start_thread(target, args.ip, args.sp, args.argument)?;
             }
             Op::ThreadStop => {
-                let target = self.thread_cap(task, arg(0), rights::CONTROL)?;
-                self.stop_thread(target);
+                let args = args::ThreadStop::read(argument);
+                self.stop_thread(self.thread_cap(task, args.thread, rights::CONTROL)?);
             }
-            Op::ThreadBind => self.bind(task, arg)?,
+            Op::ThreadBind => self.bind(task, args::ThreadBind::read(argument))?,
             Op::VcpuState => {
-                let vcpu = self.memory.at(self.vcpu_cap(task, arg(0), rights::RUN)?);
+                let args = args::VcpuState::read(argument);
+                let vcpu = self.memory.at(self.vcpu_cap(task, args.vcpu, rights::RUN)?);
                 if vcpu.runner.get().is_some() {
                     return Err(Status::Busy);
                 }
-                A::vcpu_state(&self.memory, vcpu, arg(1));
+                A::vcpu_state(&self.memory, vcpu, args.groups);
             }
-            Op::IrqControl => self.irq_control(task, thread, arg)?,
+            Op::IrqControl => self.irq_control(task, thread, args::IrqControl::read(argument))?,
             Op::SchedControl => {
-                let sched = self.sched_cap(task, arg(0), rights::SCHEDULE)?;
-                if arg(2) != 0 {
-                    self.change_sched(sched, arg(1), arg(2), arg(3))?;
+                let args = args::SchedControl::read(argument);
+                let sched = self.sched_cap(task, args.sched_context, rights::SCHEDULE)?;
+                if args.budget != 0 {
+                    self.change_sched(sched, args.priority, args.budget, args.period)?;
                 }
                 thread.context.set_result(0, self.used(sched));
             }
-            Op::PlatformControl => self.platform_control(task, thread, arg)?,
+            Op::PlatformControl => {
+                self.platform_control(task, thread, args::PlatformControl::read(argument))?;
+            }
             Op::Yield => self.yield_now(cpu),
-            Op::VmDoorbell => self.bind_doorbell(task, arg)?,
+            Op::VmDoorbell => self.bind_doorbell(task, args::VmDoorbell::read(argument))?,
+        }
+        Ok(CallResult::Done)
+    }
+
+    /// `Delegate`: one part. The progress is an argument and the result.
+    fn delegate_by_selector(
+        &self,
+        thread: &Thread<A>,
+        task: &Task<A>,
+    ) -> Result<CallResult, Status> {
+        const PROGRESS: usize = 4;
+        let args = args::Delegate::read(|index| thread.context.argument(index));
+        let item = args.item()?;
+        let to = self.target(thread.task, task, args.target)?;
+        let (source, destination) = (args.source, args.destination);
+        let delegation = Delegation { from: thread.task, item, source, to, destination };
+        let (mut done, mut budget) = (args.done, WORK);
+        if !self.delegate_part(&delegation, &mut done, &mut budget)? {
+            thread.context.set_result(PROGRESS, done);
+            return Ok(CallResult::Restart);
+        }
+        Ok(CallResult::Done)
+    }
+
+    /// `Unmap`: one part. The progress is an argument and the result.
+    fn unmap_own(&self, thread: &Thread<A>) -> Result<CallResult, Status> {
+        const PROGRESS: usize = 3;
+        let args = args::Unmap::read(|index| thread.context.argument(index));
+        let (item, own) = args.item()?;
+        let (mut done, mut budget) = (args.done, WORK);
+        let all = self.unmap(thread.task, (item, args.base), own, &mut done, &mut budget)?;
+        if !all || !self.reap(&mut budget) {
+            thread.context.set_result(PROGRESS, done);
+            return Ok(CallResult::Restart);
         }
         Ok(CallResult::Done)
     }
@@ -251,143 +279,95 @@ impl<A: Arch> Kernel<A> {
         &self,
         own: Handle<Task<A>>,
         task: &Task<A>,
-        arg: impl Fn(usize) -> u64,
+        args: args::Create,
     ) -> Result<(), Status> {
-        let factory = Some(self.factory_cap(task, arg(0), rights::CREATE)?);
-        let kind = Kind::from_code(arg(1)).ok_or(Status::BadArgument)?;
-        let slot = arg(2);
-        if slot >= task.slots {
+        let factory = Some(self.factory_cap(task, args.factory, rights::CREATE)?);
+        let new = args.object()?;
+        if args.slot >= task.slots {
             return Err(Status::BadArgument);
         }
-        if self.capability(task, slot).is_ok() {
+        if self.capability(task, args.slot).is_ok() {
             return Err(Status::Busy);
         }
+        let object = self.new_object(factory, own, task, new)?;
+        self.insert_capability(own, args.slot, object, rights::ALL, None)
+            .inspect_err(|_| self.destroy(object))
+    }
+
+    fn new_object(
+        &self,
+        factory: Option<Handle<Factory>>,
+        own: Handle<Task<A>>,
+        task: &Task<A>,
+        new: NewObject,
+    ) -> Result<ObjectRef<A>, Status> {
         let memory = &self.memory;
-        let object = match kind {
-            Kind::Task => ObjectRef::Task(self.new_task(factory, arg(3))?),
-            Kind::Thread => {
-                let target = self.task_cap(task, arg(3), rights::THREAD)?;
-                ObjectRef::Thread(self.new_thread(factory, target, arg(4) as usize, arg(5))?)
+        Ok(match new {
+            NewObject::Task { slots } => ObjectRef::Task(self.new_task(factory, slots)?),
+            NewObject::Thread { task: target, cpu, message_page } => {
+                let target = self.task_cap(task, target, rights::THREAD)?;
+                ObjectRef::Thread(self.new_thread(factory, target, cpu as usize, message_page)?)
             }
-            Kind::Gate => {
-                let thread = self.thread_cap(task, arg(3), rights::SERVE)?;
-                let gate = Gate { caps: Cell::new(0), thread, badge: arg(4) };
+            NewObject::Gate { thread, badge } => {
+                let thread = self.thread_cap(task, thread, rights::SERVE)?;
+                let gate = Gate { caps: Cell::new(0), thread, badge };
                 ObjectRef::Gate(memory.alloc(factory, gate)?)
             }
-            Kind::Notification => ObjectRef::Notification(memory.alloc(
-                factory,
-                Notification {
-                    caps: Cell::new(0),
-                    bits: Cell::new(0),
-                    waiter: Cell::new(None),
-                    thread: Cell::new(None),
-                    vcpu: Cell::new(None),
-                },
-            )?),
-            Kind::Irq => {
-                self.platform(task, arg(3), rights::MAKE_IRQ)?;
-                ObjectRef::Irq(self.new_irq(factory, arg(4), arg(5))?)
+            NewObject::Notification => {
+                ObjectRef::Notification(memory.alloc(factory, Notification::new())?)
             }
-            Kind::Factory => {
-                let quota = u32::try_from(arg(3)).map_err(|_| Status::NoQuota)?;
-                ObjectRef::Factory(memory.new_factory(factory, quota, arg(4), arg(5))?)
+            NewObject::Irq { platform, gsi, flags } => {
+                self.platform(task, platform, rights::MAKE_IRQ)?;
+                ObjectRef::Irq(self.new_irq(factory, IrqSource::decode(gsi, flags)?)?)
             }
-            Kind::SchedContext => {
-                ObjectRef::SchedContext(self.new_sched(factory, arg(3), arg(4), arg(5))?)
+            NewObject::Factory { quota, max_priority, share } => {
+                let quota = u32::try_from(quota).map_err(|_| Status::NoQuota)?;
+                ObjectRef::Factory(memory.new_factory(factory, quota, max_priority, share)?)
             }
-            Kind::Vm => {
-                if arg(3) != 0 {
+            NewObject::SchedContext { priority, budget, period } => {
+                ObjectRef::SchedContext(self.new_sched(factory, priority, budget, period)?)
+            }
+            NewObject::Vm { mode } => {
+                if mode != 0 {
                     return Err(Status::BadArgument);
                 }
                 ObjectRef::Vm(self.new_vm(factory)?)
             }
-            Kind::Vcpu => {
-                let vm = self.vm_cap(task, arg(3), rights::VCPU)?;
-                let notification = self.notification_cap(task, arg(5), rights::WAIT)?;
-                ObjectRef::Vcpu(self.new_vcpu(factory, own, vm, arg(4), notification)?)
+            NewObject::Vcpu { vm, state_page, notification } => {
+                let vm = self.vm_cap(task, vm, rights::VCPU)?;
+                let notification = self.notification_cap(task, notification, rights::WAIT)?;
+                ObjectRef::Vcpu(self.new_vcpu(factory, own, vm, state_page, notification)?)
             }
-            Kind::Platform => return Err(Status::BadArgument),
-        };
-        self.insert_capability(own, slot, object, rights::ALL, None)
-            .inspect_err(|_| self.destroy(object))
+        })
     }
 
-    fn new_irq(
-        &self,
-        factory: Option<Handle<crate::pool::Factory>>,
-        gsi: u64,
-        flags: u64,
-    ) -> Result<Handle<Irq<A>>, Status> {
-        let source = if flags & 4 != 0 {
-            IrqSource::Message
-        } else {
-            let gsi = u32::try_from(gsi).map_err(|_| Status::BadArgument)?;
-            IrqSource::Line { gsi, level: flags & 1 != 0, active_low: flags & 2 != 0 }
-        };
-        if flags & !7 != 0 || !A::irq_valid(source) {
-            return Err(Status::BadArgument);
-        }
-        let same_line = |irq: &Irq<A>| match (irq.source, source) {
-            (IrqSource::Line { gsi: a, .. }, IrqSource::Line { gsi: b, .. }) => a == b,
-            _ => false,
-        };
-        let mut taken = self.irqs.iter().filter_map(|slot| self.memory.get(slot.get()?));
-        if taken.any(same_line) {
-            return Err(Status::Busy);
-        }
-        let index =
-            self.irqs.iter().position(|slot| slot.get().is_none()).ok_or(Status::NoQuota)?;
-        let handle = self.memory.alloc(
-            factory,
-            Irq {
-                caps: Cell::new(0),
-                source,
-                cpu: 0,
-                vector: FIRST_IRQ_VECTOR + index as u8,
-                notification: Cell::new(None),
-                bit: Cell::new(0),
-            },
-        )?;
-        self.irqs[index].set(Some(handle));
-        Ok(handle)
-    }
-
-    fn bind(&self, task: &Task<A>, arg: impl Fn(usize) -> u64) -> Result<(), Status> {
-        let handle = self.thread_cap(task, arg(0), rights::CONTROL)?;
-        let thread = self.memory.at(handle);
-        if arg(1) == Binding::SchedContext as u64 {
-            let sched = self.sched_cap(task, arg(2), rights::SCHEDULE)?;
-            self.bind_sched(handle, sched)
-        } else if arg(1) == Binding::FaultGate as u64 {
-            thread.fault_gate.set(Some(self.gate_cap(task, arg(2), rights::CALL)?));
-            Ok(())
-        } else if arg(1) == Binding::Notification as u64 {
-            let name = self.notification_cap(task, arg(2), rights::WAIT)?;
-            let notification = self.memory.at(name);
-            let taken = notification.thread.get().is_some_and(|t| self.memory.get(t).is_some())
-                || thread.bound.get().is_some_and(|n| self.memory.get(n).is_some());
-            if taken {
-                return Err(Status::Busy);
+    fn bind(&self, task: &Task<A>, args: args::ThreadBind) -> Result<(), Status> {
+        let handle = self.thread_cap(task, args.thread, rights::CONTROL)?;
+        match args.binding()? {
+            Binding::SchedContext => {
+                self.bind_sched(handle, self.sched_cap(task, args.object, rights::SCHEDULE)?)
             }
-            notification.thread.set(Some(handle));
-            thread.bound.set(Some(name));
-            if notification.bits.get() != 0 {
-                self.signal(name, 0);
+            Binding::FaultGate => {
+                let gate = self.gate_cap(task, args.object, rights::CALL)?;
+                self.memory.at(handle).fault_gate.set(Some(gate));
+                Ok(())
             }
-            Ok(())
-        } else {
-            Err(Status::BadArgument)
+            Binding::Notification => {
+                let notification = self.notification_cap(task, args.object, rights::WAIT)?;
+                self.bind_notification(handle, notification)
+            }
         }
     }
 
-    fn bind_doorbell(&self, task: &Task<A>, arg: impl Fn(usize) -> u64) -> Result<(), Status> {
-        let vm = self.memory.at(self.vm_cap(task, arg(0), rights::VCPU)?);
-        let doorbell = usize::try_from(arg(1)).ok().and_then(|index| vm.doorbells.get(index));
+    fn bind_doorbell(&self, task: &Task<A>, args: args::VmDoorbell) -> Result<(), Status> {
+        let vm = self.memory.at(self.vm_cap(task, args.vm, rights::VCPU)?);
+        let doorbell = usize::try_from(args.index).ok().and_then(|index| vm.doorbells.get(index));
         let doorbell = doorbell.ok_or(Status::BadArgument)?;
-        doorbell.set(match arg(3) {
+        doorbell.set(match args.bits {
             0 => None,
             bits => {
-                let notification = self.notification_cap(task, arg(2), rights::SIGNAL)?;
+                let notification =
+                    self.notification_cap(task, args.notification, rights::SIGNAL)?;
                 Some(Doorbell { notification, bits })
             }
         });
@@ -398,27 +378,24 @@ impl<A: Arch> Kernel<A> {
         &self,
         task: &Task<A>,
         thread: &Thread<A>,
-        arg: impl Fn(usize) -> u64,
+        args: args::IrqControl,
     ) -> Result<(), Status> {
-        let irq = self.memory.at(self.irq_cap(task, arg(0), rights::IRQ)?);
-        match arg(1) {
-            0 => {
-                let notification = self.notification_cap(task, arg(2), rights::SIGNAL)?;
-                if arg(3) >= 64 {
-                    return Err(Status::BadArgument);
-                }
+        let irq = self.memory.at(self.irq_cap(task, args.irq, rights::IRQ)?);
+        match args.action()? {
+            IrqAction::Bind => {
+                let notification =
+                    self.notification_cap(task, args.notification, rights::SIGNAL)?;
+                irq.bit.set(args.bit()?);
                 irq.notification.set(Some(notification));
-                irq.bit.set(arg(3) as u8);
                 A::irq_set(irq, false);
             }
-            1 => A::irq_set(irq, false),
-            2 => A::irq_set(irq, true),
-            3 => {
+            IrqAction::Unmask => A::irq_set(irq, false),
+            IrqAction::Mask => A::irq_set(irq, true),
+            IrqAction::Message => {
                 let (address, data) = A::irq_message(irq);
                 thread.context.set_result(0, address);
                 thread.context.set_result(1, data);
             }
-            _ => return Err(Status::BadArgument),
         }
         Ok(())
     }
@@ -427,45 +404,54 @@ impl<A: Arch> Kernel<A> {
         &self,
         task: &Task<A>,
         thread: &Thread<A>,
-        arg: impl Fn(usize) -> u64,
+        args: args::PlatformControl,
     ) -> Result<(), Status> {
-        let page = self.memory.words(thread.message);
-        if arg(1) == PlatformAction::Log as u64 {
-            self.platform(task, arg(0), rights::LOG)?;
-            let length = arg(2) as usize;
-            if length > LOG_BYTES {
-                return Err(Status::Overflow);
+        let action = args.action()?;
+        let right = match action {
+            PlatformAction::Log => rights::LOG,
+            PlatformAction::Reset | PlatformAction::Stats => rights::MACHINE,
+        };
+        self.platform(task, args.platform, right)?;
+        match action {
+            PlatformAction::Log => self.log_message(thread, args.argument),
+            PlatformAction::Reset => A::reset(),
+            PlatformAction::Stats => {
+                let page = self.memory.words(thread.message);
+                for (word, value) in page.iter().zip(self.stats().words()) {
+                    word.store(value, Ordering::Relaxed);
+                }
+                Ok(())
             }
-            let mut text = [0; LOG_BYTES];
-            for (bytes, word) in text.chunks_mut(8).zip(page) {
-                bytes.copy_from_slice(&word.load(Ordering::Relaxed).to_le_bytes());
-            }
-            let waiting = A::log_text(&text[..length]);
-            thread.context.set_result(0, waiting as u64);
-            Ok(())
-        } else if arg(1) == PlatformAction::Reset as u64 {
-            self.platform(task, arg(0), rights::MACHINE)?;
-            A::reset()
-        } else if arg(1) == PlatformAction::Stats as u64 {
-            self.platform(task, arg(0), rights::MACHINE)?;
-            let counters = &self.counters;
-            let total = self.memory.total_frames() as u64;
-            let stats = KernelStats {
-                system_calls: counters.system_calls.get(),
-                interrupts: counters.interrupts.get(),
-                vm_entries: counters.vm_entries.get(),
-                exits_handled: counters.handled_in_kernel.get(),
-                pages_used: total - self.memory.free_frames() as u64,
-                pages_total: total,
-                switches: counters.switches.get(),
-                shootdowns: counters.shootdowns.get(),
-            };
-            for (word, value) in page.iter().zip(stats.words()) {
-                word.store(value, Ordering::Relaxed);
-            }
-            Ok(())
-        } else {
-            Err(Status::BadArgument)
+        }
+    }
+
+    /// Appends `length` bytes of the thread's message page to the kernel log.
+    fn log_message(&self, thread: &Thread<A>, length: u64) -> Result<(), Status> {
+        let length = length as usize;
+        if length > LOG_BYTES {
+            return Err(Status::Overflow);
+        }
+        let mut text = [0; LOG_BYTES];
+        for (bytes, word) in text.chunks_mut(8).zip(self.memory.words(thread.message)) {
+            bytes.copy_from_slice(&word.load(Ordering::Relaxed).to_le_bytes());
+        }
+        let waiting = A::log_text(&text[..length]);
+        thread.context.set_result(0, waiting as u64);
+        Ok(())
+    }
+
+    fn stats(&self) -> KernelStats {
+        let counters = &self.counters;
+        let total = self.memory.total_frames() as u64;
+        KernelStats {
+            system_calls: counters.system_calls.get(),
+            interrupts: counters.interrupts.get(),
+            vm_entries: counters.vm_entries.get(),
+            exits_handled: counters.handled_in_kernel.get(),
+            pages_used: total - self.memory.free_frames() as u64,
+            pages_total: total,
+            switches: counters.switches.get(),
+            shootdowns: counters.shootdowns.get(),
         }
     }
 }

@@ -26,6 +26,10 @@ pub trait Format {
     const ROOT_LEVEL: u32;
     /// Highest level at which this machine supports leaves.
     fn max_leaf_level() -> u32;
+    /// Returns whether a walker may use an entry of the old kind for a while after a leaf has
+    /// replaced a table, until the TLBs are flushed. If not, the processor requires
+    /// break-before-make: the TLBs must be flushed between the removal of the table and the leaf.
+    fn may_replace_table() -> bool;
     /// Returns a leaf entry at `level`.
     fn leaf(physical: u64, access: Access, level: u32) -> u64;
     /// Returns an entry that refers to the next table.
@@ -60,18 +64,29 @@ pub trait Tables {
     fn free(&self, table: u64);
 }
 
-/// Obligation to flush the TLBs that may hold unmapped translations, before their absence matters.
+/// Obligation to flush the TLBs that may hold unmapped translations of an address space, before
+/// their absence matters.
 #[must_use = "stale translations survive until the space is flushed"]
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Flush(bool);
+pub struct Flush(Option<u64>);
 
 impl Flush {
     /// No flush needed.
-    pub const NONE: Self = Self(false);
+    pub const NONE: Self = Self(None);
+
+    /// Obligation for the address space with this root table.
+    pub const fn of(root: u64) -> Self {
+        Self(Some(root))
+    }
+
+    /// Root table of the address space to be flushed; `None` if no flush is needed.
+    pub const fn root(self) -> Option<u64> {
+        self.0
+    }
 
     /// Returns whether a flush is needed.
-    pub fn is_needed(self) -> bool {
-        self.0
+    pub const fn is_needed(self) -> bool {
+        self.0.is_some()
     }
 }
 
@@ -122,8 +137,9 @@ pub fn entries<F: Format>(order: u8) -> u64 {
 }
 
 /// Frees the empty tables in the range of a mapping, one at a time while `may_continue` returns
-/// `true`. Returns whether all are freed, and whether page-table walkers may have cached any of
-/// them.
+/// `true`. Returns whether the range can be mapped now, and whether page-table walkers may have
+/// cached any of the tables. If tables were freed and [`Format::may_replace_table`] is `false`, the
+/// range can be mapped only after the flush: the caller then repeats the call.
 pub fn make_room<F: Format>(
     tables: &impl Tables,
     root: u64,
@@ -145,12 +161,12 @@ pub fn make_room<F: Format>(
                     return Err(Status::Busy);
                 }
                 free_lowest::<F>(tables, table, slot, level);
-                flush = Flush(true);
+                flush = Flush::of(root);
             }
         }
         Ok(())
     });
-    (done.is_ok(), flush)
+    (done.is_ok() && (F::may_replace_table() || !flush.is_needed()), flush)
 }
 
 /// Calls `visit(page, entries before, entries)` for the part of a mapping in each table of `level`.
@@ -179,7 +195,7 @@ pub fn unmap<F: Format>(tables: &impl Tables, root: u64, page: u64, order: u8) -
         let table = walk::<F>(tables, root, start, level, false)?;
         let first = index(start, level);
         tables.write_all(table, first, count, |_| 0);
-        flush = Flush(true);
+        flush = Flush::of(root);
         Ok(())
     });
     debug_assert!(cleared.is_ok(), "nothing was mapped here");

@@ -7,9 +7,10 @@ use core::sync::atomic::AtomicU64;
 use std::vec::Vec;
 
 use abi::Status;
+use abi::args::IrqSource;
 
 use crate::Kernel;
-use crate::arch::{Arch, Context, IrqSource};
+use crate::arch::{Arch, Context};
 use crate::mdb::Delegation;
 use crate::mdb::work::WORK;
 use crate::object::*;
@@ -29,6 +30,8 @@ pub struct Machine {
     pub preemptions: Cell<u32>,
     /// Maximum leaf level of both page-table formats.
     pub max_leaf: Cell<u32>,
+    /// The processor requires break-before-make.
+    pub break_before_make: Cell<bool>,
 }
 
 std::thread_local! {
@@ -110,6 +113,9 @@ impl Format for Invented {
     fn max_leaf_level() -> u32 {
         machine(|machine| machine.max_leaf.get())
     }
+    fn may_replace_table() -> bool {
+        !machine(|machine| machine.break_before_make.get())
+    }
     fn leaf(physical: u64, access: Access, level: u32) -> u64 {
         let flag = |set: bool, bit: u64| if set { bit } else { 0 };
         physical
@@ -190,7 +196,7 @@ impl Arch for Fake {
     }
     fn irq_set(_: &Irq<Self>, _: bool) {}
     fn irq_message(irq: &Irq<Self>) -> (u64, u64) {
-        (0xfee0_0000, irq.vector as u64)
+        (0xfee0_0000, irq.number.0 as u64)
     }
     fn log(_: core::fmt::Arguments<'_>) {
         machine(|machine| machine.logged.set(machine.logged.get() + 1));
@@ -406,71 +412,72 @@ pub fn check_threads(kernel: &Kernel<Fake>) {
         let thread = memory.at(handle);
         let state = thread.state.get();
         // Server side.
-        let (mut next, mut before) = (thread.queue_head.get(), None);
+        let (mut next, mut before) = (thread.callers.head.get(), None);
         while let Some(caller) = next {
             let waiting = memory.at(caller);
-            assert!(waiting.queued.get() && waiting.server.get() == Some(handle));
-            assert_eq!(waiting.state.get(), ThreadState::Calling);
-            assert!(waiting.queue_prev.get() == before);
+            assert!(
+                matches!(waiting.state.get(), ThreadState::Sending { server, .. } if server == handle)
+            );
+            assert!(waiting.queue.prev.get() == before);
             before = next;
-            next = waiting.queue_next.get();
+            next = waiting.queue.next.get();
         }
-        assert!(thread.queue_tail.get() == before);
-        if let Some(caller) = thread.caller.get() {
-            let waiting = memory.at(caller);
-            assert!(!waiting.queued.get() && waiting.server.get() == Some(handle));
-            assert_eq!(waiting.state.get(), ThreadState::Calling);
+        assert!(thread.callers.tail.get() == before);
+        if let Some(caller) = thread.callers.served.get() {
+            let waiting = memory.at(caller).state.get();
+            assert!(
+                matches!(waiting, ThreadState::AwaitingReply { server, .. } if server == handle)
+            );
         }
         if matches!(state, ThreadState::Stopped | ThreadState::Receiving) {
-            let awaited = thread.caller.get().is_some() || thread.queue_head.get().is_some();
-            assert!(!awaited || state == ThreadState::Stopped && thread.stopping.get());
+            assert!(
+                thread.callers.first().is_none()
+                    || matches!(state, ThreadState::Stopped)
+                        && thread.stopping.get() != Stopping::No
+            );
             assert!(thread.donor.get().is_none());
         }
         // Caller side.
-        if state == ThreadState::Calling {
-            let server = thread.server.get().expect("a caller has a server");
-            if !thread.queued.get() {
-                assert!(
-                    memory.at(server).caller.get() == Some(handle),
-                    "the server records its caller"
-                );
-            }
-        } else {
-            assert!(thread.server.get().is_none() && !thread.queued.get());
-            assert!(thread.fault.get().is_none());
+        if let ThreadState::AwaitingReply { server, .. } = state {
+            let served = memory.at(server).callers.served.get();
+            assert!(served == Some(handle), "the server records its caller");
         }
-        match thread.waiting_on.get() {
-            Some(on) => {
-                assert_eq!(state, ThreadState::Blocked);
+        match state {
+            ThreadState::Blocked { on, .. } => assert!(memory.at(on).waiter.get() == Some(handle)),
+            ThreadState::Halted { vcpu, .. } => {
+                let on = memory.at(vcpu).notification;
                 assert!(memory.at(on).waiter.get() == Some(handle));
             }
-            None => assert!(state != ThreadState::Blocked && thread.deadline.get() == u64::MAX),
+            _ => assert_eq!(state.deadline(), abi::FOREVER),
         }
-        if let Some(vcpu) = thread.vcpu.get() {
+        if let Some(vcpu) = state.vcpu() {
             assert!(memory.at(vcpu).runner.get() == Some(handle));
         }
         // Scheduling contexts.
         if let Some(sched) = thread.sched.get() {
             let sched = memory.at(sched);
             assert!(holder(kernel, sched) == Some(handle), "runs on what it holds");
-            assert_eq!(sched.state.get() != SchedState::Idle, state == ThreadState::Ready);
-        } else if state == ThreadState::Ready {
+            assert_eq!(sched.state.get() != SchedState::Idle, state.is_runnable());
+        } else if state.is_runnable() {
             assert!(thread.own_sched.get().is_none(), "its own context is in use");
-            let mut donor = thread.caller.get().or(thread.queue_head.get());
+            let mut donor = thread.callers.first();
             while let Some(name) = donor {
                 let waiting = memory.at(name);
                 assert!(
                     waiting.cpu != thread.cpu || waiting.sched.get().is_none(),
                     "a server without a context although a waiting caller has one"
                 );
-                donor = if waiting.queued.get() { waiting.queue_next.get() } else { None };
+                donor = match waiting.state.get() {
+                    ThreadState::Sending { .. } => waiting.queue.next.get(),
+                    _ => None,
+                };
             }
         }
         if let Some(own) = thread.own_sched.get() {
             let sched = memory.at(own);
             assert!(sched.owner.get() == Some(handle));
             let holder = holder(kernel, sched).expect("a bound context has a holder");
-            if state != ThreadState::Calling {
+            if state.server().is_none() {
                 assert!(holder == handle, "only calling threads donate");
             }
             assert!(on_donation_path(kernel, holder, handle), "the scheduling context is lost");
@@ -495,14 +502,19 @@ pub fn check_threads(kernel: &Kernel<Fake>) {
         assert_eq!(cpu.current.get().is_some(), cpu.sched.get().is_some());
         if let Some(current) = cpu.current.get() {
             let thread = memory.at(current);
-            assert_eq!(thread.state.get(), ThreadState::Ready);
+            assert!(thread.state.get().is_runnable());
             assert_eq!(thread.cpu, number);
             assert!(thread.sched.get() == cpu.sched.get());
         }
     }
     for handle in pool::testing::all::<Notification<Fake>>(memory) {
         if let Some(waiter) = memory.at(handle).waiter.get() {
-            assert!(memory.at(waiter).waiting_on.get() == Some(handle));
+            let on = match memory.at(waiter).state.get() {
+                ThreadState::Blocked { on, .. } => on,
+                ThreadState::Halted { vcpu, .. } => memory.at(vcpu).notification,
+                _ => panic!("the waiter waits"),
+            };
+            assert!(on == handle);
         }
     }
 }
@@ -512,6 +524,17 @@ pub fn check(kernel: &Kernel<Fake>) {
     check_threads(kernel);
     check_mappings(kernel);
     pool::testing::audit(&kernel.memory);
+}
+
+/// Execution state of a thread, without its data.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Phase {
+    Stopped,
+    Receiving,
+    Sending,
+    AwaitingReply,
+    Blocked,
+    Runnable,
 }
 
 /// A kernel with one task that owns a factory, and helpers that execute system calls in it.
@@ -609,14 +632,7 @@ impl World {
 
     /// Creates a notification; also returns its selector in the first task.
     pub fn notification(&mut self) -> (Handle<Notification<Fake>>, u64) {
-        let notification = Notification {
-            caps: Cell::new(0),
-            bits: Cell::new(0),
-            waiter: Cell::new(None),
-            thread: Cell::new(None),
-            vcpu: Cell::new(None),
-        };
-        let handle = self.kernel.memory.alloc(Some(self.factory), notification).unwrap();
+        let handle = self.kernel.memory.alloc(Some(self.factory), Notification::new()).unwrap();
         (handle, self.insert_cap(ObjectRef::Notification(handle)))
     }
 
@@ -624,8 +640,15 @@ impl World {
         self.kernel.memory.at(thread)
     }
 
-    pub fn state(&self, thread: Handle<Thread<Fake>>) -> ThreadState {
-        self.at(thread).state.get()
+    pub fn phase(&self, thread: Handle<Thread<Fake>>) -> Phase {
+        match self.at(thread).state.get() {
+            ThreadState::Stopped => Phase::Stopped,
+            ThreadState::Receiving => Phase::Receiving,
+            ThreadState::Sending { .. } => Phase::Sending,
+            ThreadState::AwaitingReply { .. } => Phase::AwaitingReply,
+            ThreadState::Blocked { .. } | ThreadState::Halted { .. } => Phase::Blocked,
+            ThreadState::InGuest { .. } | ThreadState::Ready => Phase::Runnable,
+        }
     }
 
     /// Status and words of the last system call that returned.
@@ -670,6 +693,12 @@ impl World {
         self.kernel.change_sched(sched, NORMAL, 1_000_000, 0).unwrap();
     }
 
+    /// Handles the system call whose registers the current thread of `cpu` has.
+    pub fn system_call(&self, cpu: usize) {
+        let current = self.current(cpu).expect("a current thread");
+        self.kernel.system_call(cpu, current, self.at(current));
+    }
+
     /// Executes a system call of this CPU's current thread.
     pub fn call_here(&mut self, operation: abi::Op, arguments: &[u64]) {
         let cpu = Fake::this_cpu();
@@ -680,7 +709,7 @@ impl World {
         for (index, word) in context.words.iter().enumerate() {
             word.set(arguments.get(index).copied().unwrap_or(0));
         }
-        self.kernel.system_call(cpu);
+        self.system_call(cpu);
         self.finish();
     }
 

@@ -280,6 +280,14 @@ unsafe fn set_control_registers() {
     }
 }
 
+/// This CPU's stack for interrupts and exceptions from CPL 3.
+#[inline]
+pub fn interrupt_stack() -> u64 {
+    let cpu = current();
+    // SAFETY: as in `set_interrupt_stack`.
+    unsafe { (&raw const (*cpu.tss.get()).state.rsp).cast::<u64>().read_unaligned() }
+}
+
 /// Sets this CPU's stack for interrupts and exceptions from CPL 3.
 #[inline]
 pub fn set_interrupt_stack(top: u64) {

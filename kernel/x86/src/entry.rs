@@ -7,141 +7,18 @@
 //! the local APIC delivers no interrupt there (`idt::TASK_PRIORITY`).
 
 use core::arch::{global_asm, naked_asm};
-use core::cell::UnsafeCell;
-use core::mem::{offset_of, size_of};
+use core::mem::offset_of;
 
-use abi::Status;
+use abi::Op;
 use hw_x86::msr;
 
+use crate::context::{Context, Registers, SYSCALL, from_end};
 use crate::cpu::{self, selector};
 use crate::io::{read_cr2, wrmsr};
-use crate::run;
+use crate::{fastpath, run};
 
-/// Value of `vector` for a context saved by SYSCALL, which SYSRET can restore.
-const SYSCALL: u64 = 0x100;
-/// Initial RFLAGS of a thread: IF. Tasks cannot change IOPL, NT, VM, RF, VIF, VIP.
-const USER_FLAGS: u64 = 0x202;
 /// RFLAGS cleared by SYSCALL: TF, IF, DF, NT, AC.
 const SYSCALL_MASK: u64 = 1 << 8 | 1 << 9 | 1 << 10 | 1 << 14 | 1 << 18;
-
-/// Registers of a thread, in reverse order of the pushes at entry.
-#[repr(C)]
-#[derive(Clone, Copy, Default)]
-pub struct Registers {
-    r15: u64,
-    r14: u64,
-    r13: u64,
-    r12: u64,
-    rbp: u64,
-    rbx: u64,
-    r11: u64,
-    r10: u64,
-    r9: u64,
-    r8: u64,
-    rax: u64,
-    rcx: u64,
-    rdx: u64,
-    rsi: u64,
-    rdi: u64,
-    vector: u64,
-    error: u64,
-    rip: u64,
-    cs: u64,
-    rflags: u64,
-    rsp: u64,
-    ss: u64,
-}
-
-/// Saved registers of a thread.
-#[repr(C, align(16))]
-#[derive(Default)]
-pub struct Context(UnsafeCell<Registers>);
-
-const _: () = assert!(size_of::<Context>() == 176 && size_of::<Context>().is_multiple_of(16));
-const _: () = assert!(offset_of!(Registers, vector) == 120);
-
-macro_rules! register {
-    ($self:ident.$field:ident) => {
-        // SAFETY: the entry path writes the context only while its thread runs in user mode; the
-        // kernel reads and writes single words of it under the lock, holding no reference.
-        unsafe { (&raw const (*$self.0.get()).$field).read() }
-    };
-    ($self:ident.$field:ident = $value:expr) => {
-        // SAFETY: as above.
-        unsafe { (&raw mut (*$self.0.get()).$field).write($value) }
-    };
-}
-
-impl Context {
-    /// Initial stack pointer of an entry from user mode.
-    pub fn end(this: *const Self) -> u64 {
-        this as u64 + size_of::<Self>() as u64
-    }
-
-    /// Cause of the kernel entry: vector and error code.
-    fn cause(&self) -> (u64, u64) {
-        (register!(self.vector), register!(self.error))
-    }
-}
-
-impl kernel_core::arch::Context for Context {
-    #[inline(always)]
-    fn operation(&self) -> u64 {
-        register!(self.rax)
-    }
-
-    #[inline(always)]
-    fn argument(&self, index: usize) -> u64 {
-        match index {
-            0 => register!(self.rdi),
-            1 => register!(self.rsi),
-            2 => register!(self.rdx),
-            3 => register!(self.r10),
-            4 => register!(self.r8),
-            _ => register!(self.r9),
-        }
-    }
-
-    #[inline(always)]
-    fn set_status(&self, status: Status) {
-        register!(self.rax = status as u64);
-    }
-
-    #[inline(always)]
-    fn set_result(&self, index: usize, value: u64) {
-        match index {
-            0 => register!(self.rdi = value),
-            1 => register!(self.rsi = value),
-            2 => register!(self.rdx = value),
-            3 => register!(self.r10 = value),
-            4 => register!(self.r8 = value),
-            _ => register!(self.r9 = value),
-        }
-    }
-
-    fn restart(&self) {
-        // Repeat the SYSCALL instruction, which is two bytes long; `rax` still holds the operation.
-        register!(self.rip = self.ip().wrapping_sub(2));
-    }
-
-    fn start(&self, ip: u64, sp: u64, argument: u64) {
-        let fresh = Registers {
-            rdi: argument,
-            rip: ip,
-            cs: selector::USER_CODE as u64,
-            rflags: USER_FLAGS,
-            rsp: sp,
-            ss: selector::USER_DATA as u64,
-            ..Registers::default()
-        };
-        // SAFETY: the thread is stopped, so no CPU saves registers here.
-        unsafe { self.0.get().write(fresh) };
-    }
-
-    fn ip(&self) -> u64 {
-        register!(self.rip)
-    }
-}
 
 /// Enables SYSCALL on this CPU.
 pub fn init() {
@@ -165,72 +42,135 @@ unsafe extern "C" fn ignore_entry() {
 unsafe extern "C" fn syscall_entry() {
     naked_asm!(
         "swapgs",
-        "mov gs:[16], rsp",
+        "mov gs:[{scratch}], rsp",
         "mov rsp, gs:[{stack}]",
-        "push {data}",
-        "push gs:[16]",
-        "push r11",
-        "push {code}",
-        "push rcx",
-        // From here as in `interrupt_entry`, but without the error code, `rcx` and `r11`.
-        "mov qword ptr [rsp - 16], {syscall}",
-        "mov [rsp - 24], rdi",
-        "mov [rsp - 32], rsi",
-        "mov [rsp - 40], rdx",
-        "mov [rsp - 56], rax",
-        "mov [rsp - 64], r8",
-        "mov [rsp - 72], r9",
-        "mov [rsp - 80], r10",
-        "mov [rsp - 96], rbx",
-        "mov [rsp - 104], rbp",
-        "mov [rsp - 112], r12",
-        "mov [rsp - 120], r13",
-        "mov [rsp - 128], r14",
-        "mov [rsp - 136], r15",
-        "mov rsp, gs:[8]",
+        // The context keeps `cs` and `ss`, which no task can change.
+        "mov [rsp + {rip}], rcx",
+        "mov rcx, gs:[{scratch}]",
+        "mov [rsp + {rsp_}], rcx",
+        "mov [rsp + {rflags}], r11",
+        "mov qword ptr [rsp + {vector}], {syscall}",
+        "mov [rsp + {rdi}], rdi",
+        "mov [rsp + {rsi}], rsi",
+        "mov [rsp + {rdx}], rdx",
+        "mov [rsp + {rax}], rax",
+        "mov [rsp + {r8}], r8",
+        "mov [rsp + {r9}], r9",
+        "mov [rsp + {r10}], r10",
+        "mov [rsp + {rbx}], rbx",
+        "mov [rsp + {rbp}], rbp",
+        "mov [rsp + {r12}], r12",
+        "mov [rsp + {r13}], r13",
+        "mov [rsp + {r14}], r14",
+        "mov [rsp + {r15}], r15",
+        "mov rsp, gs:[{kernel_stack}]",
+        "cmp rax, {last_ipc}",
+        "ja 2f",
+        // Returns only if `syscall_handler` must handle the system call.
+        "call {fast}",
+        "2:",
         "call {handler}",
+        scratch = const offset_of!(cpu::PerCpu, scratch),
         stack = const cpu::INTERRUPT_STACK,
-        data = const selector::USER_DATA,
-        code = const selector::USER_CODE,
+        kernel_stack = const offset_of!(cpu::PerCpu, kernel_stack_top),
         syscall = const SYSCALL,
+        last_ipc = const Op::GateReplyWait as u64,
+        rip = const from_end(offset_of!(Registers, rip)),
+        rsp_ = const from_end(offset_of!(Registers, rsp)),
+        rflags = const from_end(offset_of!(Registers, rflags)),
+        vector = const from_end(offset_of!(Registers, vector)),
+        rdi = const from_end(offset_of!(Registers, rdi)),
+        rsi = const from_end(offset_of!(Registers, rsi)),
+        rdx = const from_end(offset_of!(Registers, rdx)),
+        rax = const from_end(offset_of!(Registers, rax)),
+        r8 = const from_end(offset_of!(Registers, r8)),
+        r9 = const from_end(offset_of!(Registers, r9)),
+        r10 = const from_end(offset_of!(Registers, r10)),
+        rbx = const from_end(offset_of!(Registers, rbx)),
+        rbp = const from_end(offset_of!(Registers, rbp)),
+        r12 = const from_end(offset_of!(Registers, r12)),
+        r13 = const from_end(offset_of!(Registers, r13)),
+        r14 = const from_end(offset_of!(Registers, r14)),
+        r15 = const from_end(offset_of!(Registers, r15)),
+        fast = sym fast_ipc_handler,
         handler = sym syscall_handler,
     )
+}
+
+// Only these operations have a fast path.
+const _: () = assert!(Op::GateCall as u64 == 0 && Op::GateReplyWait as u64 == 1);
+
+/// Assembly that returns to user mode by SYSRET with the registers of the context in `rax`. The
+/// instructions passed to it follow the loads of the registers that SYSRET and IRETQ preserve.
+macro_rules! leave {
+    ($($extra:literal,)*; $($name:ident = const $value:expr,)*) => {
+        naked_asm!(
+            "mov rdi, [rax + {rdi}]",
+            "mov rsi, [rax + {rsi}]",
+            "mov rdx, [rax + {rdx}]",
+            "mov r8, [rax + {r8}]",
+            "mov r9, [rax + {r9}]",
+            "mov r10, [rax + {r10}]",
+            "mov rbx, [rax + {rbx}]",
+            "mov rbp, [rax + {rbp}]",
+            "mov r12, [rax + {r12}]",
+            "mov r13, [rax + {r13}]",
+            "mov r14, [rax + {r14}]",
+            "mov r15, [rax + {r15}]",
+            $($extra,)*
+            // The last page of the lower half is never mapped, so the address after a SYSCALL is
+            // canonical.
+            "mov rcx, [rax + {rip}]",
+            "mov r11, [rax + {rflags}]",
+            "mov rsp, [rax + {rsp_}]",
+            "mov rax, [rax + {rax_}]",
+            "swapgs",
+            "sysretq",
+            rdi = const offset_of!(Registers, rdi),
+            rsi = const offset_of!(Registers, rsi),
+            rdx = const offset_of!(Registers, rdx),
+            r8 = const offset_of!(Registers, r8),
+            r9 = const offset_of!(Registers, r9),
+            r10 = const offset_of!(Registers, r10),
+            rbx = const offset_of!(Registers, rbx),
+            rbp = const offset_of!(Registers, rbp),
+            r12 = const offset_of!(Registers, r12),
+            r13 = const offset_of!(Registers, r13),
+            r14 = const offset_of!(Registers, r14),
+            r15 = const offset_of!(Registers, r15),
+            rip = const offset_of!(Registers, rip),
+            rflags = const offset_of!(Registers, rflags),
+            rsp_ = const offset_of!(Registers, rsp),
+            rax_ = const offset_of!(Registers, rax),
+            $($name = const $value,)*
+        )
+    };
+}
+
+/// Returns to user mode with the registers of the context in `rax`, whose thread is in a system
+/// call.
+#[unsafe(naked)]
+unsafe extern "C" fn leave_system_call() {
+    leave!(;)
 }
 
 /// Returns to user mode with the registers of the context in `rax`.
 #[unsafe(naked)]
 unsafe extern "C" fn leave_kernel() {
-    naked_asm!(
-        "mov rdi, [rax + 112]",
-        "mov rsi, [rax + 104]",
-        "mov rdx, [rax + 96]",
-        "mov r8, [rax + 72]",
-        "mov r9, [rax + 64]",
-        "mov r10, [rax + 56]",
-        "mov rbx, [rax + 40]",
-        "mov rbp, [rax + 32]",
-        "mov r12, [rax + 24]",
-        "mov r13, [rax + 16]",
-        "mov r14, [rax + 8]",
-        "mov r15, [rax]",
-        "cmp qword ptr [rax + 120], {syscall}",
-        "jne 2f",
-        // The last page of the lower half is never mapped, so the address after a SYSCALL is
-        // canonical.
-        "mov rcx, [rax + 136]",
-        "mov r11, [rax + 152]",
-        "mov rsp, [rax + 160]",
-        "mov rax, [rax + 80]",
-        "swapgs",
-        "sysretq",
-        "2:",
-        "mov r11, [rax + 48]",
-        "mov rcx, [rax + 88]",
-        "lea rsp, [rax + 136]",
-        "mov rax, [rax + 80]",
+    leave!(
+        "cmp qword ptr [rax + {vector}], {syscall}",
+        "je 2f",
+        "mov r11, [rax + {r11}]",
+        "mov rcx, [rax + {rcx}]",
+        "lea rsp, [rax + {rip}]",
+        "mov rax, [rax + {rax_}]",
         "swapgs",
         "iretq",
+        "2:",;
+        vector = const offset_of!(Registers, vector),
         syscall = const SYSCALL,
+        r11 = const offset_of!(Registers, r11),
+        rcx = const offset_of!(Registers, rcx),
     )
 }
 
@@ -307,8 +247,8 @@ unsafe extern "C" fn interrupt_entry() {
         "push r14",
         "push r15",
         "cld",
-        "mov rdi, [rsp + 120]",
-        "mov rsp, gs:[8]",
+        "mov rdi, [rsp + {vector}]",
+        "mov rsp, gs:[{kernel_stack}]",
         "call {handler}",
         "jmp {leave}",
         // From ring 0.
@@ -328,6 +268,8 @@ unsafe extern "C" fn interrupt_entry() {
         "and rsp, -16",
         "call {bug}",
         "ud2",
+        vector = const offset_of!(Registers, vector),
+        kernel_stack = const offset_of!(cpu::PerCpu, kernel_stack_top),
         pending = const offset_of!(cpu::PerCpu, pending),
         nmi = sym nmi_entry,
         handler = sym interrupt_handler,
@@ -381,18 +323,34 @@ extern "C" fn kernel_exception(vector: u64, error: u64, rip: u64) -> ! {
     panic!("exception {vector} in the kernel at {rip:#x}, error code {error:#x}");
 }
 
+/// Attempts a call, or a reply and wait, on the fast path. Returns, without effect, if
+/// `syscall_handler` must handle the system call.
+extern "C" fn fast_ipc_handler() {
+    // SAFETY: called by `syscall_entry` only.
+    let context = unsafe { fastpath::fast_ipc() };
+    if !context.is_null() {
+        // SAFETY: the context of a thread in a system call; the next entry starts on an empty
+        // stack.
+        unsafe {
+            core::arch::asm!("jmp {}", sym leave_system_call, in("rax") context, options(noreturn));
+        }
+    }
+}
+
 /// Handles a system call. Does not return: `leave_kernel` loads all registers anyway.
 extern "C" fn syscall_handler() -> ! {
     let cpu_index = cpu::current().id as usize;
     let kernel = run::lock(cpu_index);
+    // SAFETY: called by `syscall_entry` only, and `fast_ipc_handler` has had no effect.
+    let caller = unsafe { fastpath::calling_thread(&kernel, cpu_index) };
     #[cfg(parador_longest_path)]
     {
         use kernel_core::arch::Context as _;
-        let caller =
-            kernel.cpus[cpu_index].current.get().and_then(|thread| kernel.memory.get(thread));
-        crate::longest::caused_by(caller.map_or(0, |thread| thread.context.operation()));
+        crate::longest::caused_by(caller.map_or(0, |(_, thread)| thread.context.operation()));
     }
-    let next = kernel.system_call(cpu_index).map(|next| run::Next::new(&next));
+    let next = caller
+        .and_then(|(handle, thread)| kernel.system_call(cpu_index, handle, thread))
+        .map(|next| run::Next::new(&next));
     let (kernel, next) = match next {
         Some(next) if !kernel.has_work(cpu_index) => (kernel, next),
         _ => run::pick_next(kernel, cpu_index),

@@ -23,6 +23,11 @@ impl<const LEAF: u64, const TABLE: u64> Format for LongMode<LEAF, TABLE> {
         if features().huge_pages { 2 } else { 1 }
     }
 
+    fn may_replace_table() -> bool {
+        // APM vol. 2 §5.5: stale entries are used until they are invalidated, which is no error.
+        true
+    }
+
     fn leaf(physical: u64, access: Access, level: u32) -> u64 {
         // Accessed and dirty are preset: the kernel never reads them, and setting them later costs
         // a walk.

@@ -3,6 +3,8 @@
 use crate::cpu::selector;
 use core::arch::asm;
 use hw_x86::paging::GateDescriptor;
+use kernel_core::MAX_IRQS;
+use kernel_core::object::IrqNumber;
 use spin::Once;
 
 /// Exceptions with their own stack, because they can occur where the kernel stack is unusable:
@@ -16,6 +18,8 @@ pub mod stack {
     pub const MACHINE_CHECK: (u8, u8) = (18, 3);
 }
 
+/// First vector of device interrupts.
+const FIRST_IRQ: u8 = 0x30;
 /// Vector of the local APIC's timer.
 pub const TIMER: u8 = 0xf0;
 /// Vector of IPIs: reschedule, TLB shootdown.
@@ -29,6 +33,18 @@ pub const FIRST_INTERRUPT: u8 = 0x20;
 /// it were delivered, the entry code could not distinguish it from the exception with that vector
 /// before reading the stack, since it has no error code.
 pub const TASK_PRIORITY: u8 = FIRST_INTERRUPT / 16 - 1;
+
+const _: () = assert!(FIRST_IRQ as usize + MAX_IRQS == TIMER as usize);
+
+/// Vector of a device interrupt.
+pub fn vector(number: IrqNumber) -> u8 {
+    FIRST_IRQ + number.0 as u8
+}
+
+/// Device interrupt of a vector; of other vectors, a number that no interrupt has.
+pub fn irq_number(vector: u8) -> IrqNumber {
+    IrqNumber(vector.wrapping_sub(FIRST_IRQ).into())
+}
 
 /// Breakpoint and overflow: the exceptions that tasks may raise by instruction.
 const BY_SOFTWARE: [usize; 2] = [3, 4];

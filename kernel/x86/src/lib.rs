@@ -13,9 +13,13 @@ pub mod apic;
 pub mod boot;
 #[cfg(target_os = "none")]
 pub mod boot_info;
+#[cfg(target_os = "none")]
+pub mod context;
 pub mod cpu;
 #[cfg(target_os = "none")]
 pub mod entry;
+#[cfg(target_os = "none")]
+pub mod fastpath;
 pub mod features;
 pub mod format;
 #[cfg(target_os = "none")]

@@ -6,14 +6,15 @@ use core::ptr;
 use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use abi::Status;
-use kernel_core::arch::{Arch, IrqSource};
+use abi::args::IrqSource;
+use kernel_core::arch::Arch;
 use kernel_core::mdb::work::WORK;
-use kernel_core::object::{Irq, Task, Thread, Vcpu};
+use kernel_core::object::{Irq, Space, Task, Thread, ThreadState, Vcpu};
 use kernel_core::pool::{Factory, Frame, Handle, Memory};
 use kernel_core::{Kernel, count};
 
+use crate::context::Context;
 use crate::cpu::{self, MAX_CPUS};
-use crate::entry::Context;
 use crate::format::UserFormat;
 use crate::io::{out8, write_cr3};
 use crate::ioapic::{self, Line};
@@ -167,7 +168,7 @@ pub fn handle_vector(kernel: &Kernel<X86>, cpu_index: usize, vector: u8) {
         }
         // The sender has changed scheduler state that this CPU evaluates on kernel exit.
         idt::IPI => {}
-        _ => kernel.interrupt(vector),
+        _ => kernel.interrupt(idt::irq_number(vector)),
     }
     apic::local().eoi();
 }
@@ -237,12 +238,12 @@ pub fn pick_next(mut kernel: Guard, cpu_index: usize) -> (Guard, Next) {
             continue;
         };
         let thread = kernel.memory.at(handle);
-        let vcpu = thread.vcpu.get().map_or(ptr::null(), |name| {
-            kernel
-                .memory
-                .get(name)
-                .map_or_else(|| vcpu::abort_destroyed_vcpu(&kernel, thread), ptr::from_ref)
-        });
+        let vcpu = match thread.state.get() {
+            ThreadState::InGuest { vcpu } => kernel
+                .vcpu_of(thread, vcpu)
+                .map_or_else(|| vcpu::abort_destroyed_vcpu(&kernel, thread), ptr::from_ref),
+            _ => ptr::null(),
+        };
         let next = Next { thread, vcpu };
         return (kernel, next);
     }
@@ -268,16 +269,22 @@ pub fn leave(mut kernel: Guard, cpu_index: usize, mut next: Next) -> *const Cont
         (kernel, next) = pick_next(kernel, cpu_index);
     };
     if kernel.cpus[cpu_index].space.get() != Some(target.task) {
-        load_space(&kernel, cpu_index, target.task);
+        load_space(&kernel, cpu_index, target.task, &kernel.memory.at(target.task).space);
     }
     cpu::set_interrupt_stack(Context::end(target.context));
     unlock(kernel);
     target.context
 }
 
+/// Loads the address space `space` of `task`.
 #[inline(always)]
-fn load_space(kernel: &Kernel<X86>, cpu_index: usize, task: Handle<Task<X86>>) {
-    let space = kernel.enter_space(cpu_index, task);
+pub fn load_space(
+    kernel: &Kernel<X86>,
+    cpu_index: usize,
+    task: Handle<Task<X86>>,
+    space: &Space<X86>,
+) {
+    kernel.enter_space(cpu_index, task);
     // SAFETY: every task's root includes the kernel half (`init_root`).
     unsafe { write_cr3(kernel.memory.physical(space.root)) };
     match space.port_map.get() {
@@ -399,14 +406,14 @@ impl Arch for X86 {
         let Some(line) = line(irq.source) else { return };
         if masked {
             ioapic::mask(line.gsi);
-        } else if ioapic::configure(line, irq.vector, irq.cpu).is_ok() {
+        } else if ioapic::configure(line, idt::vector(irq.number), irq.cpu).is_ok() {
             ioapic::unmask(line.gsi);
         }
     }
 
     fn irq_message(irq: &Irq<Self>) -> (u64, u64) {
         let address = ioapic::msi_address(irq.cpu).unwrap_or(0);
-        (address, ioapic::msi_data(irq.vector) as u64)
+        (address, ioapic::msi_data(idt::vector(irq.number)) as u64)
     }
 
     fn log(text: core::fmt::Arguments<'_>) {

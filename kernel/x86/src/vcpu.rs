@@ -97,12 +97,12 @@ fn become_owner(kernel: &Kernel<X86>, local: &Local, GuestEntry { thread, vcpu }
         kernel.clear_loaded_space(cpu_index);
     }
     let owner = &local.owner;
-    if owner.vcpu() == thread.vcpu.get() {
+    if owner.vcpu() == vcpu.handle.get() {
         return owner.reload_tsc_aux();
     }
     let old = owner.vcpu().and_then(|old| kernel.memory.get(old));
     let old = old.map(|Vcpu { arch, .. }| &arch.extended);
-    owner.switch(old, thread.vcpu.get(), &vcpu.arch.extended);
+    owner.switch(old, vcpu.handle.get(), &vcpu.arch.extended);
 }
 
 // ---- VcpuRun -----------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ fn halt(kernel: &Kernel<X86>, cpu_index: usize, entry: GuestEntry<'_>) -> bool {
     let since = crate::time::tsc();
     let deadline = vcpu.arch.state().run.deadline.get();
     let halts = deadline > since
-        && kernel.halt(name, thread, (vcpu.notification, entry.notification()), deadline);
+        && kernel.halt(name, thread, entry.notification(), deadline);
     if halts {
         vcpu.arch.halted.set(since);
     }
@@ -272,7 +272,7 @@ fn prepare(kernel: &Kernel<X86>, local: &Local, entry: GuestEntry<'_>) -> Result
             frames.hvm.write_ip(state);
         }
         if dirty & !(group::IP | group::INJECT) != 0 {
-            let is_owner = local.owner.vcpu() == entry.thread.vcpu.get();
+            let is_owner = local.owner.vcpu() == vcpu.handle.get();
             frames.write_slow_groups(dirty, is_owner).map_err(EntryError::Failed)?;
         }
     }
@@ -281,7 +281,7 @@ fn prepare(kernel: &Kernel<X86>, local: &Local, entry: GuestEntry<'_>) -> Result
         state.run.events.set(bits);
         return Err(EntryError::Exit(exit::RECALL));
     }
-    if local.owner.of_all() != entry.thread.vcpu.get() {
+    if local.owner.of_all() != vcpu.handle.get() {
         become_owner(kernel, local, entry);
     }
     if frames.hvm.needs_flush(&local.extension)
@@ -323,7 +323,7 @@ pub fn abort_destroyed_vcpu(kernel: &Kernel<X86>, thread: &Thread<X86>) -> *cons
 fn abort_run(kernel: &Kernel<X86>, cpu_index: usize) {
     if let Some(thread) =
         kernel.cpus[cpu_index].current.get().and_then(|name| kernel.memory.get(name))
-        && let Some(name) = thread.vcpu.get()
+        && let Some(name) = thread.state.get().vcpu()
     {
         kernel.vcpu_return(thread, kernel.memory.get(name), Status::Aborted);
     }

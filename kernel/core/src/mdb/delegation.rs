@@ -191,9 +191,7 @@ impl<A: Arch> Kernel<A> {
                 table::make_room::<A::Nested>(&tables, root, page, order, &mut may_continue)
             }
         };
-        if flush.is_needed() {
-            self.need_flush(of, space);
-        }
+        self.request_flush(of, space, flush);
         done
     }
 

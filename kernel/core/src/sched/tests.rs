@@ -1,10 +1,13 @@
 use std::collections::BTreeMap;
 use std::vec::Vec;
 
-use abi::{FOREVER, Op, Status};
+use abi::{FOREVER, Op, SHARE_OF_CPU, Status};
 
+use super::context::{MAX_PERIOD_NS, MIN_BUDGET_NS};
 use super::*;
-use crate::testing::{Fake, NORMAL, Random, World, check_threads, machine, on_cpu, set_time};
+use crate::testing::{
+    Fake, NORMAL, Phase, Random, World, check_threads, machine, on_cpu, set_time,
+};
 
 /// Handles a timer interrupt of this CPU at `now`.
 fn tick(world: &mut World, now: u64) {
@@ -282,7 +285,7 @@ fn a_depleted_donor_does_not_stop_a_server_with_its_own_context() {
     check_threads(&world.kernel);
     world.call_here(Op::GateReplyWait, &[abi::reply_wait::REPLY | abi::reply_wait::WAIT]);
     assert!(world.current(0).is_none());
-    assert_eq!(world.state(client), ThreadState::Ready);
+    assert_eq!(world.phase(client), Phase::Runnable);
     tick(&mut world, 10_000_000);
     assert!(world.current(0) == Some(client));
     world.end();
@@ -300,7 +303,7 @@ fn timeouts_come_in_order_and_only_once() {
             // Some deadlines are equal.
             let deadline = 1000 + random.below(12) * 1000;
             world.call(thread, Op::NotificationWait, &[selector, deadline]);
-            assert_eq!(world.state(thread), ThreadState::Blocked);
+            assert_eq!(world.phase(thread), Phase::Blocked);
             (thread, deadline, selector)
         })
         .collect();
@@ -320,7 +323,7 @@ fn timeouts_come_in_order_and_only_once() {
             if number == 3 || number == 4 {
                 continue;
             }
-            let awake = world.state(*thread) == ThreadState::Ready;
+            let awake = world.phase(*thread) == Phase::Runnable;
             assert_eq!(awake, *deadline <= now);
             assert_eq!(world.result(*thread).0 == Some(Status::Timeout), awake);
         }
@@ -329,7 +332,7 @@ fn timeouts_come_in_order_and_only_once() {
     world.call(signaller, Op::NotificationWait, &[selector, 0]);
     assert_eq!(world.result(signaller).0, Some(Status::Timeout), "a poll does not block");
     world.call(signaller, Op::NotificationWait, &[selector, FOREVER]);
-    assert_eq!(world.state(signaller), ThreadState::Blocked);
+    assert_eq!(world.phase(signaller), Phase::Blocked);
     world.end();
 }
 
@@ -526,11 +529,11 @@ fn against_the_naive_one(seed: u64) {
         let name = random.below(8) as usize;
         let (thread, sched) = threads[name];
         match random.below(8) {
-            0 | 1 if world.state(thread) == ThreadState::Stopped => {
+            0 | 1 if world.phase(thread) == Phase::Stopped => {
                 world.kernel.start_thread(thread, 1, 2, 3).unwrap();
                 naive.make_runnable(name, now);
             }
-            2 if world.state(thread) == ThreadState::Ready => {
+            2 if world.phase(thread) == Phase::Runnable => {
                 world.kernel.stop_thread(thread);
                 naive.dequeue_slow(name, now);
             }

@@ -1,11 +1,11 @@
 use std::vec::Vec;
 
-use abi::{ItemKind, Tag};
+use abi::{Item, ItemKind, Kind, Tag};
 
 use super::*;
 use crate::mdb::Extent;
 use crate::pool;
-use crate::testing::{Fake, Random, World, check, machine, on_cpu, set_time};
+use crate::testing::{Fake, Phase, Random, World, check, machine, on_cpu, set_time};
 
 /// Number of selectors used for objects of the hostile tasks.
 const SLOTS: u64 = 96;
@@ -231,10 +231,10 @@ fn plausible_creation(world: &World, random: &mut Random, thread: &Thread<Fake>)
 /// Restarts threads and re-creates objects from outside, so that the tasks stay active.
 fn revive(world: &mut World, random: &mut Random) {
     for thread in pool::testing::all::<Thread<Fake>>(&world.kernel.memory) {
-        let state = world.state(thread);
-        if state == ThreadState::Stopped {
+        let state = world.phase(thread);
+        if state == Phase::Stopped {
             let _ = world.kernel.start_thread(thread, 0x1000, 0x2000, 0);
-        } else if state != ThreadState::Ready && random.once_in(4) {
+        } else if state != Phase::Runnable && random.once_in(4) {
             world.kernel.stop_thread(thread);
         }
         if random.once_in(4)
@@ -270,12 +270,12 @@ fn step(world: &mut World, random: &mut Random, now: &mut u64) {
         world.finish();
     }
     if random.once_in(40) {
-        world.kernel.interrupt(FIRST_IRQ_VECTOR + random.below(3) as u8);
+        world.kernel.interrupt(IrqNumber(random.below(3) as u32));
         world.finish();
     }
     let Some(current) = world.current(cpu) else { return };
     let thread = world.at(current);
-    if let Some(vcpu) = thread.vcpu.get() {
+    if let Some(vcpu) = thread.state.get().vcpu() {
         if random.once_in(3) {
             world.kernel.vcpu_return(thread, world.kernel.memory.get(vcpu), Status::Ok);
         }
@@ -289,11 +289,9 @@ fn step(world: &mut World, random: &mut Random, now: &mut u64) {
     let restarts = thread.context.restarts.get();
     let operation = some_call(world, random, thread);
     thread.context.status.set(None);
-    world.kernel.system_call(cpu);
+    world.system_call(cpu);
     let thread = world.kernel.memory.get(current);
-    if let Some(thread) = thread.filter(|thread| thread.state.get() == ThreadState::Ready)
-        && thread.vcpu.get().is_none()
-    {
+    if let Some(thread) = thread.filter(|thread| matches!(thread.state.get(), ThreadState::Ready)) {
         let again = thread.context.restarts.get() != restarts;
         assert!(again != thread.context.status.get().is_some(), "{operation:?} has an outcome");
         assert!(!again || operation == Op::Unmap);
@@ -373,7 +371,7 @@ fn every_operation_refuses_every_kind_of_object_it_is_not_for() {
     assert!(refused.iter().all(|status| *status == Some(Status::BadCapability)), "{refused:?}");
     world.choose(thread);
     world.at(thread).context.operation.set(99);
-    world.kernel.system_call(0);
+    world.system_call(0);
     assert_eq!(world.result(thread).0, Some(Status::BadOperation));
     world.end();
 }

@@ -200,3 +200,25 @@ fn a_failed_mapping_across_tables_leaves_no_entry() {
     while !clear::<Invented>(&tables, ROOT, 0..512, &mut || true) {}
     assert_eq!(tables.tables.borrow().len(), 1);
 }
+
+#[test]
+fn a_leaf_replaces_a_table_after_a_flush_where_the_processor_requires_it() {
+    const ORDER: u8 = LEVEL_BITS as u8;
+    let access = Access { write: true, execute: false, device: false };
+    for required in [false, true] {
+        machine(|machine| machine.break_before_make.set(required));
+        let tables = Recorder::new();
+        map::<Invented>(&tables, ROOT, 0, 0x1000_0000, 0, access).unwrap();
+        let flush = unmap::<Invented>(&tables, ROOT, 0, 0);
+        assert_eq!(flush.root(), Some(ROOT));
+        // The empty table is removed; a leaf of 512 pages takes its place.
+        let room = make_room::<Invented>(&tables, ROOT, 0, ORDER, &mut || true);
+        assert_eq!(room, (!required, Flush::of(ROOT)));
+        // After the flush there is room.
+        let room = make_room::<Invented>(&tables, ROOT, 0, ORDER, &mut || true);
+        assert_eq!(room, (true, Flush::NONE));
+        map::<Invented>(&tables, ROOT, 0, 0x1000_0000, ORDER, access).unwrap();
+        assert_eq!(tables.look(511).map(|(physical, _)| physical), Some(0x101f_f000));
+    }
+    machine(|machine| machine.break_before_make.set(false));
+}

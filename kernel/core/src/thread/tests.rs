@@ -1,14 +1,22 @@
+use core::sync::atomic::Ordering;
 use std::vec::Vec;
 
 use abi::reply_wait::{REPLY, WAIT};
 use abi::vcpu::DOORBELLS;
-use abi::{FAULT_LABEL, FOREVER, FaultAction, NOTIFICATION_BADGE, Op, rights};
+use abi::vcpu::doorbell;
+use abi::{FAULT_LABEL, FOREVER, FaultAction, Item, NOTIFICATION_BADGE, Op, Tag, rights};
 
+use super::donation::MAX_DONORS;
+use super::fault::FAULT_LINES;
+use super::ipc::MAX_REFUSED;
+use super::message::{ITEMS_AT, WINDOWS_AT};
 use super::*;
 use crate::mdb::Extent;
 use crate::pool::testing::all;
 use crate::sched::SchedState;
-use crate::testing::{Fake, NORMAL, World, check, machine, on_cpu, set_time, translate};
+use crate::testing::{Fake, NORMAL, Phase, World, check, machine, on_cpu, set_time, translate};
+
+mod fastpath;
 
 type T = Handle<Thread<Fake>>;
 
@@ -22,7 +30,7 @@ fn start() -> World {
 fn waiting(world: &mut World, cpu: usize) -> T {
     let server = world.thread(cpu);
     world.call(server, Op::GateReplyWait, &[WAIT]);
-    assert_eq!(world.state(server), ThreadState::Receiving);
+    assert_eq!(world.phase(server), Phase::Receiving);
     server
 }
 
@@ -35,7 +43,7 @@ fn waiting_passive(world: &mut World) -> T {
     world.call(caller, Op::GateCall, &[gate]);
     world.call_here(Op::GateReplyWait, &[WAIT]);
     world.call_here(Op::GateReplyWait, &[REPLY | WAIT]);
-    assert_eq!(world.state(server), ThreadState::Receiving);
+    assert_eq!(world.phase(server), Phase::Receiving);
     world.kernel.stop_thread(caller);
     world.finish();
     server
@@ -75,17 +83,17 @@ fn callers_are_served_in_order() {
     let callers: Vec<_> = (0..5).map(|_| world.thread(0)).collect();
     for caller in &callers {
         world.call(*caller, Op::GateCall, &[gate, 0, caller.id()]);
-        assert_eq!(world.state(*caller), ThreadState::Calling);
+        assert_eq!(world.phase(*caller), Phase::Sending);
     }
     world.call(server, Op::GateReplyWait, &[WAIT]);
     for (index, caller) in callers.iter().enumerate() {
-        assert!(world.at(server).caller.get() == Some(*caller));
+        assert!(world.at(server).callers.served.get() == Some(*caller));
         assert_eq!(world.result(server).1[2], caller.id());
         world.call(server, Op::GateReplyWait, &[REPLY | WAIT, 0, index as u64]);
         assert_eq!(world.result(*caller).1[2], index as u64);
-        assert_eq!(world.state(*caller), ThreadState::Ready);
+        assert_eq!(world.phase(*caller), Phase::Runnable);
     }
-    assert_eq!(world.state(server), ThreadState::Receiving);
+    assert_eq!(world.phase(server), Phase::Receiving);
     world.end();
 }
 
@@ -130,12 +138,14 @@ fn a_reply_returns_only_what_its_receiver_donated() {
     world.call(second, Op::GateCall, &[gate]);
     assert!(world.current(0) == Some(server) && world.at(server).sched.get() == time);
     world.call_here(Op::GateReplyWait, &[REPLY | WAIT]);
-    assert_eq!(world.state(first), ThreadState::Ready);
+    assert_eq!(world.phase(first), Phase::Runnable);
     assert!(
         world.at(first).sched.get().is_none(),
         "the second caller's context is not the first one's"
     );
-    assert!(world.at(server).caller.get() == Some(second) && world.current(0) == Some(server));
+    assert!(
+        world.at(server).callers.served.get() == Some(second) && world.current(0) == Some(server)
+    );
     world.call_here(Op::GateReplyWait, &[REPLY | WAIT]);
     assert!(world.current(0) == Some(second) && world.at(second).sched.get() == time);
     world.end();
@@ -171,7 +181,7 @@ fn donation_passes_through_waiting_servers() {
     world.call_here(Op::GateReplyWait, &[REPLY | WAIT]);
     assert!(world.current(0) == Some(front));
     world.call_here(Op::GateReplyWait, &[REPLY | WAIT]);
-    assert!(world.current(0) == Some(front) && world.at(front).caller.get() == Some(third));
+    assert!(world.current(0) == Some(front) && world.at(front).callers.served.get() == Some(third));
     world.call_here(Op::GateReplyWait, &[REPLY | WAIT]);
     assert!(world.current(0) == Some(third));
     world.end();
@@ -193,7 +203,7 @@ fn cyclic_calls_block_and_can_be_stopped() {
     world.finish();
     assert_eq!(outcome(&world, outside), Some(Status::Aborted));
     assert_eq!(outcome(&world, ring[2]), Some(Status::Aborted));
-    assert_eq!(world.state(ring[1]), ThreadState::Calling);
+    assert_eq!(world.phase(ring[1]), Phase::Sending);
     world.call(outside, Op::GateCall, &[own]);
     assert_eq!(outcome(&world, outside), Some(Status::Aborted), "a thread cannot call itself");
     world.end();
@@ -211,7 +221,8 @@ fn destroy_during_a_call(served: bool, passive: bool, end_server: bool, destroy:
     let caller = world.thread(0);
     let time = world.at(caller).own_sched.get().unwrap();
     world.call(caller, Op::GateCall, &[gate]);
-    assert_eq!(world.at(caller).queued.get(), !served);
+    let waits = if served { Phase::AwaitingReply } else { Phase::Sending };
+    assert_eq!(world.phase(caller), waits);
     let victim = if end_server { server } else { caller };
     if destroy {
         let slot = (0..500).find(|slot| {
@@ -223,14 +234,14 @@ fn destroy_during_a_call(served: bool, passive: bool, end_server: bool, destroy:
     } else {
         world.kernel.stop_thread(victim);
         world.finish();
-        assert_eq!(world.state(victim), ThreadState::Stopped);
+        assert_eq!(world.phase(victim), Phase::Stopped);
     }
     if end_server {
         assert_eq!(outcome(&world, caller), Some(Status::Aborted));
         assert!(world.at(caller).sched.get() == Some(time));
         assert_ne!(world.kernel.memory.at(time).state.get(), SchedState::Idle);
     } else {
-        assert_eq!(world.state(server), ThreadState::Ready);
+        assert_eq!(world.phase(server), Phase::Runnable);
         assert!(world.at(server).sched.get() != Some(time));
         if passive && served {
             // The server continues where it was, on the context of the next caller.
@@ -279,7 +290,7 @@ fn a_caller_without_reply_is_aborted() {
     world.call(server, Op::GateReplyWait, &[WAIT]);
     assert_eq!(outcome(&world, caller), Some(Status::Aborted));
     assert!(world.current(0) == Some(caller));
-    assert_eq!(world.state(server), ThreadState::Receiving);
+    assert_eq!(world.phase(server), Phase::Receiving);
     world.end();
 }
 
@@ -329,14 +340,14 @@ fn faults_are_calls() {
     world.kernel.fault(0, thread, [13, 0, 0, 0]);
     world.finish();
     world.call(handler, Op::GateReplyWait, &[REPLY | WAIT, 0, FaultAction::Stop as u64]);
-    assert_eq!(world.state(thread), ThreadState::Stopped);
+    assert_eq!(world.phase(thread), Phase::Stopped);
     assert_eq!(outcome(&world, caller), Some(Status::Aborted));
     // Without a fault gate the thread is stopped, and the fault is logged.
     let logged = machine(|machine| machine.logged.get());
     world.choose(caller);
     world.kernel.fault(0, caller, [6, 0, 0, 0]);
     world.finish();
-    assert_eq!(world.state(caller), ThreadState::Stopped);
+    assert_eq!(world.phase(caller), Phase::Stopped);
     assert_eq!(machine(|machine| machine.logged.get()), logged + 1);
     world.end();
 }
@@ -367,11 +378,11 @@ fn a_chain_of_fault_handlers_stops_with_the_last() {
         world.choose(pair[0]);
         world.kernel.fault(0, pair[0], [14, 0, 0, 0]);
         world.finish();
-        assert_eq!(world.state(pair[0]), ThreadState::Calling);
+        assert_eq!(world.phase(pair[0]), Phase::Sending);
     }
     world.kernel.stop_thread(chain[59]);
     world.finish_all();
-    assert!(chain.iter().all(|thread| world.state(*thread) == ThreadState::Stopped));
+    assert!(chain.iter().all(|thread| world.phase(*thread) == Phase::Stopped));
     world.end();
 }
 
@@ -404,7 +415,7 @@ fn calls_to_a_stopped_thread_are_aborted_a_few_at_a_time() {
         before = now;
     }
     assert_eq!(before, 100);
-    assert!(callers.iter().all(|caller| world.state(*caller) == ThreadState::Ready));
+    assert!(callers.iter().all(|caller| world.phase(*caller) == Phase::Runnable));
     world.end();
 }
 
@@ -422,7 +433,7 @@ fn a_destroyed_thread_is_freed_after_its_callers_are_aborted() {
     assert!(world.finish_all() > 1);
     assert!(world.kernel.memory.get(server).is_none());
     let others = callers.iter().filter(|caller| **caller != callers[58]);
-    assert!(others.clone().all(|caller| world.state(*caller) == ThreadState::Ready));
+    assert!(others.clone().all(|caller| world.phase(*caller) == Phase::Runnable));
     assert!(others.clone().all(|caller| {
         let thread = world.at(*caller);
         thread.sched.get() == thread.own_sched.get()
@@ -438,10 +449,10 @@ fn a_restarted_thread_serves_the_remaining_callers() {
     world.finish();
     world.kernel.start_thread(server, 0, 0, 0).unwrap();
     world.finish_all();
-    let left = callers.iter().filter(|caller| world.state(**caller) == ThreadState::Calling);
+    let left = callers.iter().filter(|caller| world.phase(**caller) == Phase::Sending);
     assert!(left.count() > 40, "they wait as before");
     world.call(server, Op::GateReplyWait, &[WAIT]);
-    assert!(world.at(server).caller.get().is_some());
+    assert!(world.at(server).callers.served.get().is_some());
     world.end();
 }
 
@@ -468,7 +479,7 @@ fn callers_whose_messages_do_not_fit_are_refused_a_few_at_a_time() {
         1,
         "the timer interrupts again for the rest"
     );
-    while world.state(server) == ThreadState::Ready {
+    while world.phase(server) == Phase::Runnable {
         world.choose(server);
         world.call_here(Op::GateReplyWait, &[REPLY | WAIT]);
     }
@@ -517,7 +528,7 @@ fn a_server_also_wakes_for_its_notification() {
     world.call(server, Op::GateReplyWait, &[REPLY | WAIT]);
     assert_eq!(world.result(server).1[2], 3);
     world.call(server, Op::GateReplyWait, &[REPLY | WAIT]);
-    assert_eq!(world.state(server), ThreadState::Receiving);
+    assert_eq!(world.phase(server), Phase::Receiving);
     world.drop_slot(selector);
     assert!(world.kernel.memory.get(events).is_none());
     world.end();
@@ -532,7 +543,7 @@ fn at_most_one_thread_waits_for_a_notification() {
     world.call(second, Op::NotificationWait, &[selector, FOREVER]);
     assert_eq!(outcome(&world, second), Some(Status::Busy));
     world.call(second, Op::NotificationSignal, &[selector, 0]);
-    assert_eq!(world.state(first), ThreadState::Blocked, "no event, no wake-up");
+    assert_eq!(world.phase(first), Phase::Blocked, "no event, no wake-up");
     world.drop_slot(selector);
     assert_eq!(outcome(&world, first), Some(Status::Aborted));
     world.end();
@@ -599,19 +610,19 @@ fn a_thread_blocks_while_its_guest_is_halted() {
     let (runner, other) = (world.thread(0), world.thread(0));
     let halt = |world: &mut World, deadline| {
         world.choose(runner);
-        let notification = (events, world.kernel.memory.at(events));
+        let notification = world.kernel.memory.at(events);
         let halts = world.kernel.halt(runner, world.at(runner), notification, deadline);
         world.finish();
         halts
     };
     world.call(runner, Op::VcpuRun, &[slot]);
     assert!(halt(&mut world, FOREVER));
-    assert_eq!(world.state(runner), ThreadState::Blocked);
+    assert_eq!(world.phase(runner), Phase::Blocked);
     check(&world.kernel);
     // The thread stays in its call, in which it reads the events itself.
     world.call(other, Op::NotificationSignal, &[selector, 0b10]);
-    assert_eq!(world.state(runner), ThreadState::Ready);
-    assert!(world.at(runner).vcpu.get() == Some(vcpu));
+    assert_eq!(world.phase(runner), Phase::Runnable);
+    assert!(world.at(runner).state.get().vcpu() == Some(vcpu));
     assert!(!halt(&mut world, FOREVER), "there are events");
     assert_eq!(world.kernel.memory.at(events).bits.take(), 0b10);
     // Or when the deadline passes.
@@ -619,12 +630,12 @@ fn a_thread_blocks_while_its_guest_is_halted() {
     set_time(500);
     world.kernel.timer(0);
     world.finish();
-    assert_eq!(world.state(runner), ThreadState::Ready);
-    assert!(world.at(runner).vcpu.get() == Some(vcpu));
+    assert_eq!(world.phase(runner), Phase::Runnable);
+    assert!(world.at(runner).state.get().vcpu() == Some(vcpu));
     // The vCPU is destroyed meanwhile.
     assert!(halt(&mut world, FOREVER));
     world.drop_slot(slot);
-    assert_eq!(world.state(runner), ThreadState::Ready);
+    assert_eq!(world.phase(runner), Phase::Runnable);
     assert_eq!(outcome(&world, runner), Some(Status::Aborted));
     // The cached look-up of its last call is stale.
     world.call(runner, Op::VcpuRun, &[slot]);
@@ -639,8 +650,8 @@ fn a_vcpu_s_notification_reaches_its_cpu() {
     assert!(new_vcpu(&world, vm, events).is_err(), "the notification has its vCPU");
     let (runner, other) = (world.thread(1), world.thread(0));
     world.call(runner, Op::VcpuRun, &[slot]);
-    assert!(world.at(runner).vcpu.get() == Some(vcpu));
-    assert_eq!(world.state(runner), ThreadState::Ready);
+    assert!(world.at(runner).state.get().vcpu() == Some(vcpu));
+    assert_eq!(world.phase(runner), Phase::Runnable);
     world.call(other, Op::VcpuRun, &[slot]);
     assert_eq!(outcome(&world, other), Some(Status::BadCpu));
     world.call(other, Op::VcpuState, &[slot, 1]);
@@ -713,7 +724,7 @@ fn oversized_messages_are_refused() {
     let refused = |world: &mut World, words: u8, items: u8| {
         let tag = Tag { words, items, label: 0 }.pack();
         world.call(caller, Op::GateCall, &[gate, tag]);
-        assert_eq!(world.state(server), ThreadState::Receiving, "the server is not affected");
+        assert_eq!(world.phase(server), Phase::Receiving, "the server is not affected");
         outcome(world, caller)
     };
     assert_eq!(refused(&mut world, 65, 0), Some(Status::Overflow));
@@ -751,7 +762,7 @@ fn a_queued_message_that_does_not_fit_goes_back_to_its_sender() {
     world.call(good, Op::GateCall, &[gate, 0, 5]);
     world.call(server, Op::GateReplyWait, &[WAIT]);
     assert_eq!(outcome(&world, bad), Some(Status::Overflow));
-    assert!(world.at(server).caller.get() == Some(good));
+    assert!(world.at(server).callers.served.get() == Some(good));
     world.end();
 }
 

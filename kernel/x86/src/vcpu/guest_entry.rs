@@ -40,7 +40,7 @@ impl<'a> GuestEntry<'a> {
     #[inline(never)]
     pub fn current(kernel: &'a Kernel<X86>, cpu_index: usize) -> Option<Self> {
         let thread = kernel.memory.get(kernel.cpus[cpu_index].current.get()?)?;
-        Self::new(kernel, thread, kernel.memory.get(thread.vcpu.get()?)?)
+        Self::new(kernel, thread, kernel.memory.get(thread.state.get().vcpu()?)?)
     }
 
     /// Revalidates an entry after the lock was re-acquired. `destroyed_count`: value before its

@@ -1,0 +1,108 @@
+//! Transfer of messages: words and delegations.
+
+use core::sync::atomic::Ordering;
+
+use abi::{Item, MessagePage, Status, Tag};
+
+use crate::Kernel;
+use crate::arch::{Arch, Context};
+use crate::mdb::Delegation;
+use crate::mdb::work::MESSAGE_WORK;
+use crate::object::*;
+
+/// Offsets in a [`MessagePage`], in words.
+pub(super) const ITEMS_AT: usize = core::mem::offset_of!(MessagePage, items) / 8;
+pub(super) const WINDOWS_AT: usize = core::mem::offset_of!(MessagePage, windows) / 8;
+
+impl<A: Arch> Kernel<A> {
+    /// Transfers a message from `sender` to `receiver`, which gets status `Ok` and the badge.
+    #[inline(always)]
+    pub(super) fn deliver(
+        &self,
+        sender: &Thread<A>,
+        receiver: &Thread<A>,
+        badge: u64,
+        content: CallContent,
+    ) -> Result<(), Status> {
+        let to = &receiver.context;
+        if content == CallContent::Fault {
+            Self::deliver_fault(sender, receiver);
+        } else {
+            let raw = sender.context.argument(1);
+            if !Tag::is_in_registers(raw) {
+                self.deliver_page(sender, receiver, Tag::unpack(raw))?;
+            }
+            Self::deliver_registers(sender, receiver, raw);
+        }
+        to.set_result(0, badge);
+        to.set_status(Status::Ok);
+        Ok(())
+    }
+
+    /// Transfers the part of a message in registers; `tag` is the sender's.
+    #[inline(always)]
+    pub(super) fn deliver_registers(sender: &Thread<A>, receiver: &Thread<A>, tag: u64) {
+        receiver.context.set_result(1, tag);
+        for index in 2..6 {
+            receiver.context.set_result(index, sender.context.argument(index));
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn deliver_fault(sender: &Thread<A>, receiver: &Thread<A>) {
+        let to = &receiver.context;
+        to.set_result(1, Tag::label(abi::FAULT_LABEL).pack());
+        for (index, word) in sender.fault.get().into_iter().enumerate() {
+            to.set_result(2 + index, word);
+        }
+    }
+
+    /// Transfers the part of a message in the message page: words and delegations.
+    #[inline(never)]
+    fn deliver_page(
+        &self,
+        sender: &Thread<A>,
+        receiver: &Thread<A>,
+        tag: Tag,
+    ) -> Result<(), Status> {
+        let (words, items) = (tag.words as usize, tag.items as usize);
+        if words > MessagePage::WORDS || items > MessagePage::ITEMS {
+            return Err(Status::Overflow);
+        }
+        let from = self.memory.words(sender.message);
+        let to = self.memory.words(receiver.message);
+        // A copy of the window bounds: user tasks may write the page at any time.
+        let mut windows = [(0u64, 0u64); 3];
+        for (kind, window) in windows.iter_mut().enumerate() {
+            let at = WINDOWS_AT + 2 * kind;
+            let base = to[at].load(Ordering::Relaxed);
+            *window = (base, base.saturating_add(to[at + 1].load(Ordering::Relaxed)));
+        }
+        let mut budget = MESSAGE_WORK;
+        for index in 0..items {
+            let at = ITEMS_AT + 2 * index;
+            let item = Item::unpack(from[at].load(Ordering::Relaxed)).ok_or(Status::BadArgument)?;
+            let source = from[at + 1].load(Ordering::Relaxed);
+            let window = &mut windows[item.kind as usize];
+            let size = 1u64 << item.order;
+            let base = window.0.checked_next_multiple_of(size).ok_or(Status::Overflow)?;
+            let end = base.checked_add(size).ok_or(Status::Overflow)?;
+            if end > window.1 {
+                return Err(Status::Overflow);
+            }
+            let (from, target) = (sender.task, SpaceRef::Task(receiver.task));
+            let delegation = Delegation { from, item, source, to: target, destination: base };
+            if !self.delegate_part(&delegation, &mut 0, &mut budget)? {
+                return Err(Status::Overflow);
+            }
+            window.0 = end;
+            to[at].store(item.pack(), Ordering::Relaxed);
+            to[at + 1].store(base, Ordering::Relaxed);
+        }
+        for index in 0..words {
+            to[index].store(from[index].load(Ordering::Relaxed), Ordering::Relaxed);
+        }
+        Ok(())
+    }
+}
