@@ -14,10 +14,10 @@ use proto::channel::View;
 use vmm_bus::backend::{BlockInfo, ChannelInfo, NetInfo, Offload};
 use vmm_bus::testing::{ScriptDisk, ScriptPeer, ScriptPort};
 use vmm_bus::{Block, ChannelBackend, Net};
-use vmm_cpu::testing::ScriptedVcpu;
-use vmm_cpu::{Cpu, Exit, Gpr, IoExit, MemoryFault, Reg, StopReason, TscClock, Vcpu};
 use vmm_machine::{DeviceBackend, Host, Level, Model, Pc, PcConfig, Slots, layout};
 use vmm_mem::GuestMemory;
+use vmm_x86::testing::ScriptedVcpu;
+use vmm_x86::{Cpu, Exit, Gpr, IoExit, MemoryFault, Reg, StopReason, TscClock, Vcpu};
 
 use crate::input::{Input, Seed};
 

@@ -8,7 +8,7 @@
 use vmm_bus::backend::{BlockInfo, BlockStatus, NetInfo, Offload, Segments};
 use vmm_bus::testing::{ScriptBalloon, ScriptDisk, ScriptPort, ScriptServer, ScriptVsock};
 use vmm_bus::{Device, WAKE_INPUT};
-use vmm_dev::pc::pci::{Function, spec as config};
+use vmm_dev::pci::{Function, spec as config};
 use vmm_dev::virtio::balloon::{self, Balloon};
 use vmm_dev::virtio::blk::{self, Blk};
 use vmm_dev::virtio::console::{self, Console};

@@ -100,7 +100,7 @@ mod tests {
     use std::os::unix::net::UnixStream;
     use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
     use std::thread;
-    use vmm_cpu::TscClock;
+    use vmm_x86::TscClock;
 
     #[test]
     fn vcpus_pause_and_resume() {

@@ -7,10 +7,10 @@
 
 use hw_x86::paging::cr4;
 use vmm_boot::InitialState;
-use vmm_cpu::{Exit, Gpr, TscClock, Vcpu};
 use vmm_machine::registers;
 use vmm_mem::GuestMemory;
 use vmm_mem::shared::SharedMemory;
+use vmm_x86::{Exit, Gpr, TscClock, Vcpu};
 
 use crate::Error;
 use crate::vcpu::{KvmVcpu, install_kick_handler};

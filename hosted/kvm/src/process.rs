@@ -29,12 +29,12 @@ use vmm_bus::backend::BlockInfo;
 use vmm_bus::frames::{self, NetPort, Sockets};
 use vmm_bus::requests::{Futex, Requests};
 use vmm_bus::{Block, Messages, Packets};
-use vmm_cpu::{Gpr, MAX_VCPUS, Reg, TscClock, Vcpu};
 use vmm_machine::{
     DeviceBackend, Host, Level, Model, Outcome, Pc, PcConfig, Slots, StopReason, registers,
 };
 use vmm_mem::shared::SharedMemory;
 use vmm_mem::{GuestMemory, PAGE_SIZE};
+use vmm_x86::{Gpr, MAX_VCPUS, Reg, TscClock, Vcpu};
 
 use crate::Error;
 use crate::balloon::HostBalloon;

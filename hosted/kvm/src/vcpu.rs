@@ -29,12 +29,12 @@ use nix::time::ClockId;
 use proto::hosted::debug::{HALT, reason, register};
 use proto::hosted::log;
 use rustix::io::Errno;
-use vmm_cpu::walk::CodeView;
-use vmm_cpu::{
-    Access, Event, Exit, Gpr, InterruptWindow, Reg, Seg, Segment, Space, TscClock, Vcpu,
-};
 use vmm_mem::GuestMemory;
 use vmm_sys_util::signal::register_signal_handler;
+use vmm_x86::walk::CodeView;
+use vmm_x86::{
+    Access, Event, Exit, Gpr, InterruptWindow, Reg, Seg, Segment, Space, TscClock, Vcpu,
+};
 
 use crate::debug::{self, DebugStops};
 use crate::error::cause_of;

@@ -7,7 +7,7 @@ use std::thread::{self, Thread};
 use std::time::Duration;
 
 use nix::sys::pthread::{Pthread, pthread_kill, pthread_self};
-use vmm_cpu::TscClock;
+use vmm_x86::TscClock;
 
 use crate::vcpu::KICK;
 

@@ -1,4 +1,4 @@
-//! Native back end of a vCPU: [`vmm_cpu::Vcpu`] over a vCPU object of the kernel.
+//! Native back end of a vCPU: [`vmm_x86::Vcpu`] over a vCPU object of the kernel.
 //!
 //! State groups that an exit did not deliver are fetched on first use. A setter changes a group
 //! only after it is valid, because the kernel takes over whole groups.
@@ -7,8 +7,8 @@ use abi::vcpu::{
     Segment as StateSegment, SharedSegment, SharedU8, SharedU64, VcpuState, exit, group, window,
 };
 use native_rt::{SchedContext, Vcpu, time};
-use vmm_cpu::exit::Exit;
-use vmm_cpu::{Event, Gpr, InterruptWindow, Reg, Seg, Segment, Vcpu as _, svm};
+use vmm_x86::exit::Exit;
+use vmm_x86::{Event, Gpr, InterruptWindow, Reg, Seg, Segment, Vcpu as _, svm};
 
 use crate::console::Console;
 use crate::control::CONTROL;
@@ -43,7 +43,7 @@ struct StealTime {
 }
 
 impl<'a> NativeVcpu<'a> {
-    /// Wraps a vCPU that has not run yet. [`run`](vmm_cpu::Vcpu::run) flushes `console` when its
+    /// Wraps a vCPU that has not run yet. [`run`](vmm_x86::Vcpu::run) flushes `console` when its
     /// output has waited long enough.
     pub fn new(vcpu: Vcpu, console: &'a Console) -> Self {
         Self {
@@ -201,7 +201,7 @@ fn segment(state: &VcpuState, segment: Seg) -> &SharedSegment {
     }
 }
 
-impl vmm_cpu::Vcpu for NativeVcpu<'_> {
+impl vmm_x86::Vcpu for NativeVcpu<'_> {
     #[inline(always)]
     fn gpr(&mut self, register: Gpr) -> u64 {
         match register {

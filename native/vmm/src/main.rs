@@ -30,9 +30,9 @@ use proto::system::OnReset;
 use spin::mutex::SpinMutex;
 use spin::relax::RelaxStrategy;
 use vmm_boot::BootConfig;
-use vmm_cpu::{Cpu, Gpr, MAX_VCPUS, Reg, Seg, TscClock, Vcpu as _};
 use vmm_machine::{Functions, Once, Outcome, Pc, PcConfig, Slots, StopReason};
 use vmm_mem::GuestMemory;
+use vmm_x86::{Cpu, Gpr, MAX_VCPUS, Reg, Seg, TscClock, Vcpu as _};
 
 use crate::backend::NativeVcpu;
 use crate::console::{CONSOLE, Console};

@@ -12,5 +12,6 @@
 
 pub mod channel;
 pub mod pc;
+pub mod pci;
 mod ticks;
 pub mod virtio;

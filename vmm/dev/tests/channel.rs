@@ -6,8 +6,8 @@ use vmm_bus::backend::ChannelInfo;
 use vmm_bus::testing::{Script, ScriptPeer};
 use vmm_bus::{Access, Device, WAKE_CHANGE, WAKE_INPUT};
 use vmm_dev::channel::{Channel, SHARES_WINDOW, spec};
-use vmm_dev::pc::msix::spec as msix;
-use vmm_dev::pc::pci::{Function, spec as pci};
+use vmm_dev::pci::msix::spec as msix;
+use vmm_dev::pci::{Function, spec as pci};
 
 const MEMORY: u32 = 0xd000_0000;
 const SHARES_AT: u32 = 0xd100_0000;

@@ -24,10 +24,10 @@ mod system;
 mod vector;
 
 use hw_x86::msr::efer;
-use vmm_cpu::msr::is_canonical;
-use vmm_cpu::walk::{CodeSize, CodeView, Intent, Paging};
-use vmm_cpu::{Event, Gpr, IoExit, Reg, Seg, Vcpu};
 use vmm_mem::GuestMemory;
+use vmm_x86::msr::is_canonical;
+use vmm_x86::walk::{CodeSize, CodeView, Intent, Paging};
+use vmm_x86::{Event, Gpr, IoExit, Reg, Seg, Vcpu};
 
 use crate::decode::{
     Address, Base, BitOp, DecodeError, Instruction, Op, Operand, Repeat, ones, sign_extend,
@@ -642,8 +642,8 @@ mod tests {
 
     use super::*;
     use hw_x86::paging::{cr0, cr4, entry};
-    use vmm_cpu::testing::ScriptedVcpu;
     use vmm_mem::testing;
+    use vmm_x86::testing::ScriptedVcpu;
 
     const CODE: u64 = 0x1000;
     const DEVICE: u64 = 0xfec0_0000;

@@ -1,9 +1,9 @@
 //! Instructions that use the stack, which may be in a device (AMD APM vol. 3, `PUSH`, `POP`,
 //! `CALL`, `RET`, `ENTER`, `LEAVE`).
 
-use vmm_cpu::msr::is_canonical;
-use vmm_cpu::walk::{CodeSize, Intent};
-use vmm_cpu::{Event, Gpr, Seg, Vcpu};
+use vmm_x86::msr::is_canonical;
+use vmm_x86::walk::{CodeSize, Intent};
+use vmm_x86::{Event, Gpr, Seg, Vcpu};
 
 use crate::decode::{Op, Operand, ones};
 use crate::{Devices, Emulator, PROTECTION, Place, Stop};

@@ -2,10 +2,10 @@
 //! 4.8.3 and 12.2.2).
 
 use hw_x86::msr::efer;
-use vmm_cpu::msr::is_canonical;
-use vmm_cpu::vcpu::Segment;
-use vmm_cpu::walk::Intent;
-use vmm_cpu::{Event, Reg, Seg, Vcpu};
+use vmm_x86::msr::is_canonical;
+use vmm_x86::vcpu::Segment;
+use vmm_x86::walk::Intent;
+use vmm_x86::{Event, Reg, Seg, Vcpu};
 
 use crate::decode::Operand;
 use crate::{Devices, Emulator, NOT_PRESENT, PROTECTION, Stop};

@@ -1,8 +1,8 @@
 //! Moves of SSE registers (APM vol. 4), the source of 16-byte accesses to a device. A device sees
 //! two accesses of 8 bytes.
 
-use vmm_cpu::walk::Intent;
-use vmm_cpu::{Event, Vcpu};
+use vmm_x86::walk::Intent;
+use vmm_x86::{Event, Vcpu};
 
 use crate::decode::{DecodeError, Op, Operand, ones};
 use crate::{Devices, Emulator, PROTECTION, Stop};

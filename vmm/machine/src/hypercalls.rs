@@ -3,7 +3,7 @@
 
 use proto::channel::{Message, SendError, hypercall::*};
 use vmm_bus::ChannelBackend;
-use vmm_cpu::{Gpr, Vcpu};
+use vmm_x86::{Gpr, Vcpu};
 
 use crate::functions::Functions;
 
@@ -56,7 +56,7 @@ mod tests {
     use crate::{DeviceBackend, Model, Slots};
     use vmm_bus::backend::ChannelInfo;
     use vmm_bus::testing::ScriptPeer;
-    use vmm_cpu::testing::ScriptedVcpu;
+    use vmm_x86::testing::ScriptedVcpu;
 
     struct End(ScriptPeer);
 

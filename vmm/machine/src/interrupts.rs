@@ -7,8 +7,8 @@ use vmm_bus::{
     BalloonBackend, Block, ChannelBackend, Env, InterruptMessage, MachineEvent, Messages, NEVER,
     Nanos, Net, Packets,
 };
-use vmm_cpu::{MAX_VCPUS, Outcome, TscClock};
 use vmm_mem::GuestMemory;
+use vmm_x86::{MAX_VCPUS, Outcome, TscClock};
 
 use crate::functions::{DeviceBackend, MAX_FUNCTIONS};
 use crate::layout;

@@ -1,13 +1,13 @@
 //! Boards: the devices of a VM, their addresses and their interrupt wiring.
 //!
-//! The VMM implements [`Host`] for the VM and [`vmm_cpu::Vcpu`] for each vCPU, then calls
+//! The VMM implements [`Host`] for the VM and [`vmm_x86::Vcpu`] for each vCPU, then calls
 //! [`Pc::run`] in a loop:
 //!
 //! ```text
 //! // PcConfig, &GuestMemory, impl Fn(leaf, subleaf) -> [eax, ebx, ecx, edx] of the host
 //! let pc = Pc::new(config, memory, host_cpuid);
 //! let mut cpu = pc.cpu(0);                          // index of the vCPU
-//! // initial registers: from vmm-boot, through vmm_cpu::Vcpu; TSC offset and XCR0: by `run`
+//! // initial registers: from vmm-boot, through vmm_x86::Vcpu; TSC offset and XCR0: by `run`
 //! loop {
 //!     match pc.run(&mut cpu, &mut vcpu, &mut host) {
 //!         StopReason::Recall(events) => { /* handle them */ pc.input(Some(&cpu), &mut host); }
@@ -39,8 +39,8 @@ pub use layout::{layout, layout_with_pci};
 pub use once::Once;
 pub use pc::{Counters, Pc};
 use proto::hosted::log;
-use vmm_cpu::TscClock;
-pub use vmm_cpu::{Outcome, StopReason};
+use vmm_x86::TscClock;
+pub use vmm_x86::{Outcome, StopReason};
 
 /// Configuration of a board.
 #[derive(Clone, Copy, Debug)]

@@ -9,21 +9,16 @@
 
 use hw_x86::cpuid::leaf;
 use vmm_bus::{Access, Device, InterruptMessage, Map, Piece, Region, WAKE_CHANGE, WAKE_INPUT};
-use vmm_cpu::board::Emulated;
-use vmm_cpu::cpuid::{CpuidConfig, CpuidTable, Values};
-use vmm_cpu::pv::ApicIds;
+use vmm_x86::board::Emulated;
+use vmm_x86::cpuid::{CpuidConfig, CpuidTable, Values};
+use vmm_x86::pv::ApicIds;
 
 use spin::mutex::SpinMutex;
 use spin::relax::{RelaxStrategy, Spin};
-use vmm_cpu::{
-    Acknowledged, Board, Cpu, IoExit, MAX_VCPUS, MemoryFault, Outcome, PendingInterrupt, Signals,
-    StopReason, TscClock, Unknown, Vcpu,
-};
 use vmm_dev::pc::debugexit::DebugExit;
 use vmm_dev::pc::ioapic::{self, IoApic};
 use vmm_dev::pc::kbd::Keyboard;
 use vmm_dev::pc::lapic::{self, Config, LocalApic, Mode};
-use vmm_dev::pc::pci::{self, Bridge, ConfigAddress, ConfigTarget, Function};
 use vmm_dev::pc::pic::PicPair;
 use vmm_dev::pc::pit::Pit;
 use vmm_dev::pc::pm::{self, AcpiPm};
@@ -33,8 +28,13 @@ use vmm_dev::pc::pvpanic::PvPanic;
 use vmm_dev::pc::reset::ResetPort;
 use vmm_dev::pc::rtc::{self, Rtc};
 use vmm_dev::pc::uart::Uart;
+use vmm_dev::pci::{self, Bridge, ConfigAddress, ConfigTarget, Function};
 use vmm_emu::{Devices, Done, Stop};
 use vmm_mem::GuestMemory;
+use vmm_x86::{
+    Acknowledged, Board, Cpu, IoExit, MAX_VCPUS, MemoryFault, Outcome, PendingInterrupt, Signals,
+    StopReason, TscClock, Unknown, Vcpu,
+};
 
 use crate::functions::Functions;
 use crate::hypercalls;
@@ -1044,7 +1044,7 @@ impl<'m, H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions> CpuBus<'_, 
             Ok(Done::Again) => Emulated::Again,
             Err(Stop::Raise(event)) => Emulated::Raise(event),
             Err(Stop::Unknown(bytes)) => {
-                let rip = vcpu.get(vmm_cpu::Reg::Rip);
+                let rip = vcpu.get(vmm_x86::Reg::Rip);
                 self.unknown(Unknown::Instruction { rip, bytes });
                 Emulated::Unknown
             }
@@ -1199,9 +1199,9 @@ mod tests {
     use std::collections::VecDeque;
     use std::string::{String, ToString};
     use std::vec::Vec;
-    use vmm_cpu::testing::ScriptedVcpu;
-    use vmm_cpu::{Event, Exit, Gpr, InterruptWindow, Outcome, Reg};
     use vmm_mem::testing;
+    use vmm_x86::testing::ScriptedVcpu;
+    use vmm_x86::{Event, Exit, Gpr, InterruptWindow, Outcome, Reg};
 
     use crate::{DeviceBackend, Level, Model, Slots};
 
@@ -1552,7 +1552,7 @@ mod tests {
         assert_eq!(rig.host.kicks, [1], "once until it runs");
         second.then(|_| Exit::Recall { events: 1 });
         assert_eq!(rig.pc.run(&mut cpu, &mut second, &mut rig.host), StopReason::Recall(1));
-        assert_eq!(second.segment(vmm_cpu::Seg::Cs).base, 0x9000);
+        assert_eq!(second.segment(vmm_x86::Seg::Cs).base, 0x9000);
         // Its own id, and an interrupt from the first.
         second.set_gpr(Gpr::Rax, 1);
         second.next_rip = 2;

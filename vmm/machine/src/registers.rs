@@ -1,7 +1,7 @@
 //! Sets the initial registers of a boot protocol.
 
 use vmm_boot::InitialState;
-use vmm_cpu::{Event, Gpr, InterruptWindow, Reg, Seg, Vcpu};
+use vmm_x86::{Event, Gpr, InterruptWindow, Reg, Seg, Vcpu};
 
 /// `PAT` after reset (AMD APM vol. 2, section 7.8).
 const PAT: u64 = 0x0007_0406_0007_0406;

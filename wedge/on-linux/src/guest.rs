@@ -15,11 +15,11 @@ use proto::hosted::debug::reason;
 use proto::hosted::{Start, layout, option};
 use spin::mutex::SpinMutex;
 use spin::relax::RelaxStrategy;
-use vmm_cpu::vcpu::{InterruptWindow, Segment};
-use vmm_cpu::walk::Intent;
-use vmm_cpu::{Event, Exit, Gpr, MAX_VCPUS, MemoryFault, Reg, Seg, TscClock, Vcpu};
 use vmm_machine::{Outcome, Pc, PcConfig, Slots, StopReason};
 use vmm_mem::GuestMemory;
+use vmm_x86::vcpu::{InterruptWindow, Segment};
+use vmm_x86::walk::Intent;
+use vmm_x86::{Event, Exit, Gpr, MAX_VCPUS, MemoryFault, Reg, Seg, TscClock, Vcpu};
 use wedge_core::cpu::rflags;
 use wedge_core::{Flush, Host, Instruction, VirtualCpu, vector};
 use wedge_x86::{CODE_32, CODE_64, Cause, Stub, decode_all};
@@ -416,7 +416,7 @@ impl LinuxVcpu<'_> {
                     self.bytes = [0; 16];
                     self.bytes[..self.length].copy_from_slice(&bytes[..self.length]);
                     return StopAction::Exit(match exit {
-                        Exit::Io(io) => Exit::Io(vmm_cpu::IoExit { next_rip: next, ..io }),
+                        Exit::Io(io) => Exit::Io(vmm_x86::IoExit { next_rip: next, ..io }),
                         other => other,
                     });
                 }

@@ -6,7 +6,7 @@
 //! Documentation: PCI Local Bus 3.0, section 6.8.2; message format: AMD APM vol. 2, section 16.6
 //! and Intel SDM vol. 3A, section 11.11.
 
-use super::lapic::widen;
+use crate::pc::lapic::widen;
 use vmm_bus::{Access, Env, InterruptMessage};
 
 /// Registers.

@@ -7,11 +7,13 @@
 //!
 //! State: the configuration address; of each function its header.
 //! Features: configuration mechanism 1 and memory-mapped configuration of one bus; functions with
-//! up to three windows of 32-bit memory; capabilities; MSI-X ([`super::msix`]).
+//! up to three windows of 32-bit memory; capabilities; MSI-X ([`self::msix`]).
 //! Missing: bridges and further buses, I/O windows, expansion ROMs, interrupt pins, power
 //! management, the extended configuration space (reads as 0).
 //! Documentation: PCI Local Bus 3.0, chapter 6 and section 3.2.2.3.2; PCI Express Base 4.0, section
 //! 7.2.2; QEMU `docs/specs/pci-ids.rst` (identity of the bridge).
+
+pub mod msix;
 
 use vmm_bus::{Access, Device, Env};
 
