@@ -15,9 +15,11 @@ mod map;
 pub mod requests;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
+mod ticks;
 
 pub use backend::{BalloonBackend, Block, ChannelBackend, Data, Messages, Net, Packets};
 pub use map::{Map, MapError, Piece, Region};
+pub use ticks::Ticks;
 use vmm_mem::GuestMemory;
 
 /// A time in nanoseconds of the VM's monotonic clock.

@@ -1,5 +1,7 @@
 //! A scripted [`Env`]: it records the effects of a device; the test provides the inputs.
 
+pub mod hammer;
+
 use crate::backend::{
     BalloonBackend, Block, BlockOp, BlockStatus, ChannelBackend, Data, Messages, Net, Offload,
     OffloadCaps, Packets,

@@ -13,5 +13,4 @@
 pub mod channel;
 pub mod pc;
 pub mod pci;
-mod ticks;
 pub mod virtio;

@@ -9,6 +9,8 @@
 
 use hw_x86::cpuid::leaf;
 use vmm_bus::{Access, Device, InterruptMessage, Map, Piece, Region, WAKE_CHANGE, WAKE_INPUT};
+use vmm_x86::apic::io::{self, IoApic};
+use vmm_x86::apic::local::{self, Config, LocalApic, Mode};
 use vmm_x86::board::Emulated;
 use vmm_x86::cpuid::{CpuidConfig, CpuidTable, Values};
 use vmm_x86::pv::ApicIds;
@@ -16,9 +18,7 @@ use vmm_x86::pv::ApicIds;
 use spin::mutex::SpinMutex;
 use spin::relax::{RelaxStrategy, Spin};
 use vmm_dev::pc::debugexit::DebugExit;
-use vmm_dev::pc::ioapic::{self, IoApic};
 use vmm_dev::pc::kbd::Keyboard;
-use vmm_dev::pc::lapic::{self, Config, LocalApic, Mode};
 use vmm_dev::pc::pic::PicPair;
 use vmm_dev::pc::pit::Pit;
 use vmm_dev::pc::pm::{self, AcpiPm};
@@ -198,7 +198,7 @@ impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions> Pc<'m, R, CPUS, P> {
             vcpus: vcpus as u8,
             xcr0_mask: config.xcr0_mask,
             tsc_khz,
-            apic_khz: (lapic::spec::BUS_HZ / 1000) as u32,
+            apic_khz: (local::spec::BUS_HZ / 1000) as u32,
             kvmclock: config.kvmclock,
             steal_time: config.steal_time,
             pv_flush: config.pv_flush,
@@ -260,8 +260,8 @@ impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions> Pc<'m, R, CPUS, P> {
             id: config.id,
             maps: Maps {
                 ports: ports(),
-                io_apic: page_of_words(layout::IO_APIC, ioapic::spec::LEN, Chip::IoApic),
-                local_apic: page_of_words(0, lapic::spec::LEN, Chip::LocalApic),
+                io_apic: page_of_words(layout::IO_APIC, io::spec::LEN, Chip::IoApic),
+                local_apic: page_of_words(0, local::spec::LEN, Chip::LocalApic),
             },
         };
         Self { fixed: fixed(cpuid), machine: SpinMutex::new(machine()) }
@@ -613,7 +613,7 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
 
     /// Delivers a message to its local APICs, except the sender.
     fn deliver(&mut self, message: InterruptMessage, sender: Option<usize>) {
-        if message.delivery == lapic::spec::LOWEST {
+        if message.delivery == local::spec::LOWEST {
             return self.deliver_lowest(message, sender);
         }
         for cpu in 0..self.fixed.vcpus {
@@ -779,7 +779,7 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
     fn in_local_apic(&self, cpu: usize, address: u64) -> Option<u64> {
         let apic = &self.machine.apics[cpu];
         let offset = address.wrapping_sub(apic.base());
-        (apic.mode() == Mode::XApic && offset < lapic::spec::LEN).then_some(offset)
+        (apic.mode() == Mode::XApic && offset < local::spec::LEN).then_some(offset)
     }
 }
 

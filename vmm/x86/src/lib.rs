@@ -10,6 +10,7 @@
 #![cfg_attr(not(test), no_std)]
 #![forbid(unsafe_code)]
 
+pub mod apic;
 pub mod board;
 pub mod clock;
 pub mod cpuid;

@@ -6,8 +6,8 @@
 //! Documentation: PCI Local Bus 3.0, section 6.8.2; message format: AMD APM vol. 2, section 16.6
 //! and Intel SDM vol. 3A, section 11.11.
 
-use crate::pc::lapic::widen;
 use vmm_bus::{Access, Env, InterruptMessage};
+use vmm_x86::apic::local::widen;
 
 /// Registers.
 pub mod spec {

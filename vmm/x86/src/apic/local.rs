@@ -21,8 +21,7 @@
 //! Cost: each set of vectors has a summary word, so that [`LocalApic::pending`], [`LocalApic::eoi`]
 //! and delivery access two words, independent of the number of pending vectors.
 
-use crate::ticks::Ticks;
-use vmm_bus::{Access, Device, Env, InterruptMessage, NEVER, Nanos};
+use vmm_bus::{Access, Device, Env, InterruptMessage, NEVER, Nanos, Ticks};
 
 /// Registers beyond those that [`hw_x86::apic::local`] names, by xAPIC offset.
 pub mod spec {
@@ -927,7 +926,7 @@ const fn lvt_index(register: u32) -> usize {
 }
 
 /// Widens an eight-bit destination for a message: the physical broadcast has all 32 bits.
-pub(crate) const fn widen(destination: u32, logical: bool) -> u32 {
+pub const fn widen(destination: u32, logical: bool) -> u32 {
     if destination == 0xff && !logical { u32::MAX } else { destination }
 }
 

@@ -1,6 +1,6 @@
 //! Conversion between VM time and the ticks of a counter, without division at run time.
 
-use vmm_bus::Nanos;
+use crate::Nanos;
 
 /// `x * numerator / denominator` as one wide multiplication.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -32,14 +32,14 @@ impl Ratio {
 
 /// A clock that ticks `hz` times a second from VM time 0.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Ticks {
+pub struct Ticks {
     from_nanos: Ratio,
     to_nanos: Ratio,
 }
 
 impl Ticks {
     /// Creates a clock; 0 is taken as 1.
-    pub(crate) const fn new(hz: u64) -> Self {
+    pub const fn new(hz: u64) -> Self {
         let hz = if hz == 0 { 1 } else { hz };
         const SECOND: u64 = 1_000_000_000;
         Self { from_nanos: Ratio::new(hz, SECOND), to_nanos: Ratio::new(SECOND, hz) }
@@ -47,14 +47,14 @@ impl Ticks {
 
     /// Ticks elapsed in `nanos`.
     #[inline]
-    pub(crate) const fn in_nanos(self, nanos: Nanos) -> u64 {
+    pub const fn in_nanos(self, nanos: Nanos) -> u64 {
         self.from_nanos.apply(nanos)
     }
 
     /// A time by which `ticks` have elapsed, at most three nanoseconds late. `in_nanos` of it is
     /// never less than `ticks`, else a device would re-arm the same deadline without end.
     #[inline]
-    pub(crate) const fn nanos(self, ticks: u64) -> Nanos {
+    pub const fn nanos(self, ticks: u64) -> Nanos {
         self.to_nanos.apply(ticks).saturating_add(1)
     }
 }

@@ -2,7 +2,7 @@
 
 use vmm_bus::testing::Script;
 use vmm_bus::{Device, InterruptMessage};
-use vmm_dev::pc::ioapic::{IoApic, spec::*};
+use vmm_x86::apic::io::{IoApic, spec::*};
 
 fn read(env: &mut Script, chip: &mut IoApic, index: u32) -> u32 {
     env.outl(chip, SELECT, index);

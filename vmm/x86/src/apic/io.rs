@@ -9,7 +9,7 @@
 //! Missing: the delivery status bit (messages are never pending).
 //! Documentation: Intel 82093AA data sheet; Intel ICH9 datasheet, section 13.5 (EOI register).
 
-use super::lapic::widen;
+use super::local::widen;
 use vmm_bus::{Access, Device, Env, InterruptMessage};
 
 /// Registers beyond those that [`hw_x86::apic::io`] names.

@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 use vmm_bus::testing::Script;
 use vmm_bus::{InterruptMessage, Nanos};
-use vmm_dev::pc::lapic::{Config, Events, Fault, LocalApic, Mode, spec::*};
+use vmm_x86::apic::local::{Config, Events, Fault, LocalApic, Mode, spec::*};
 
 const SECOND: Nanos = 1_000_000_000;
 const MSR_EOI: u32 = X2APIC + EOI / 16;

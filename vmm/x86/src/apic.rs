@@ -1,0 +1,4 @@
+//! Interrupt controllers of the architecture: the local APIC of each CPU, and the I/O APIC.
+
+pub mod io;
+pub mod local;
