@@ -184,7 +184,7 @@ fn drive<D: VirtioDevice>(device: D, mut input: Input<'_>, works: impl FnOnce(&m
         let step = STEPS[usize::from(input.byte()) % STEPS.len()];
         act(&mut rig, step, &mut input);
         // The content of interrupts is not checked, and may be large.
-        rig.env.messages.clear();
+        rig.env.msis.clear();
         rig.env.missing.clear();
         rig.env.output.clear();
         let mut given = rig.env.balloon.take().unwrap_or_default();

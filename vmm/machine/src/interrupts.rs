@@ -4,10 +4,11 @@
 //! afterwards, because the receiver is another device.
 
 use vmm_bus::{
-    BalloonBackend, Block, ChannelBackend, Env, InterruptMessage, MachineEvent, Messages, NEVER,
-    Nanos, Net, Packets,
+    BalloonBackend, Block, ChannelBackend, Env, MachineEvent, Messages, Msi, NEVER, Nanos, Net,
+    Packets,
 };
 use vmm_mem::GuestMemory;
+use vmm_x86::apic::InterruptMessage;
 use vmm_x86::{MAX_VCPUS, Outcome, TscClock};
 
 use crate::functions::{DeviceBackend, MAX_FUNCTIONS};
@@ -326,7 +327,10 @@ impl<H: Host> Env for ChipEnv<'_, H> {
         false
     }
 
-    fn message(&mut self, message: InterruptMessage) {
+    fn msi(&mut self, msi: Msi) {
+        let Some(message) = InterruptMessage::decode(msi) else {
+            return self.missing("interrupt message to no local APIC", msi.address);
+        };
         if let Some(place) = self.router.messages.get_mut(self.router.message_count) {
             *place = message;
             self.router.message_count += 1;
@@ -418,8 +422,8 @@ impl<H: Host> Env for FunctionEnv<'_, H> {
         self.backend.entropy(to)
     }
 
-    fn message(&mut self, message: InterruptMessage) {
-        self.chip.message(message);
+    fn msi(&mut self, msi: Msi) {
+        self.chip.msi(msi);
     }
 
     fn machine(&mut self, event: MachineEvent) {
@@ -428,5 +432,48 @@ impl<H: Host> Env for FunctionEnv<'_, H> {
 
     fn missing(&mut self, what: &'static str, value: u64) {
         self.chip.missing(what, value);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use core::fmt::Arguments;
+    use vmm_mem::testing;
+
+    #[derive(Default)]
+    struct CountingHost {
+        logged: usize,
+    }
+
+    impl Host for CountingHost {
+        fn tsc(&self) -> u64 {
+            0
+        }
+        fn put(&mut self, _: u8) -> bool {
+            true
+        }
+        fn take(&mut self) -> Option<u8> {
+            None
+        }
+        fn log(&mut self, _: Level, _: Arguments<'_>) {
+            self.logged += 1;
+        }
+        fn kick(&mut self, _: usize) {}
+    }
+
+    #[test]
+    fn interrupts_to_no_local_apic_are_counted() {
+        let memory = testing::memory(&[(0, 4096)]);
+        let mut router = InterruptRouter::new(TscClock::new(1_000_000, 0), memory);
+        let mut host = CountingHost::default();
+        let mut env = ChipEnv { router: &mut router, host: &mut host, chip: FUNCTIONS };
+        env.msi(Msi { address: 0xfee0_1000, data: 0x41 });
+        for _ in 0..2 {
+            env.msi(Msi { address: 0x1_fee0_1000, data: 0x42 });
+        }
+        assert_eq!((router.counters.missing, host.logged), (2, 1));
+        assert_eq!(router.take_message().map(|message| message.vector), Some(0x41));
+        assert_eq!(router.take_message(), None);
     }
 }

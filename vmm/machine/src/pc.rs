@@ -8,7 +8,8 @@
 //! shared.
 
 use hw_x86::cpuid::leaf;
-use vmm_bus::{Access, Device, InterruptMessage, Map, Piece, Region, WAKE_CHANGE, WAKE_INPUT};
+use vmm_bus::{Access, Device, Map, Piece, Region, WAKE_CHANGE, WAKE_INPUT};
+use vmm_x86::apic::InterruptMessage;
 use vmm_x86::apic::io::{self, IoApic};
 use vmm_x86::apic::local::{self, Config, LocalApic, Mode};
 use vmm_x86::board::Emulated;
@@ -409,8 +410,10 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
         let Machine { apics, router, .. } = &mut *self.machine;
         let mut env = ChipEnv { router, host: &mut *self.host, chip: CHIPS.len() + cpu };
         let result = call(&mut apics[cpu], &mut env);
-        // The APIC has delivered the message to itself already.
-        self.deliver_all(Some(cpu));
+        if let Some(message) = self.machine.apics[cpu].take_message() {
+            // The APIC has delivered the message to itself already.
+            self.deliver(message, Some(cpu));
+        }
         if self.machine.apics[cpu].has_events() || self.machine.router.has_pending() {
             self.propagate();
         }
@@ -431,7 +434,7 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
         let (function, backend) = pci.functions.get(slot)?;
         let result = call(function, &mut FunctionEnv { chip, backend });
         // Common case: no other effects.
-        self.deliver_all(None);
+        self.deliver_all();
         if self.machine.router.has_pending() {
             self.propagate();
         }
@@ -603,11 +606,11 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
         }
     }
 
-    /// Delivers all messages to their local APICs, except the sender.
+    /// Delivers all messages of devices to their local APICs.
     #[inline]
-    fn deliver_all(&mut self, sender: Option<usize>) {
+    fn deliver_all(&mut self) {
         while let Some(message) = self.machine.router.take_message() {
-            self.deliver(message, sender);
+            self.deliver(message, None);
         }
     }
 

@@ -2,3 +2,6 @@
 
 pub mod io;
 pub mod local;
+mod message;
+
+pub use message::InterruptMessage;

@@ -1,8 +1,9 @@
 //! The interface of the board (machine model) around a vCPU.
 
-use vmm_bus::{InterruptMessage, Nanos};
+use vmm_bus::Nanos;
 use vmm_mem::GuestMemory;
 
+use crate::apic::InterruptMessage;
 use crate::clock::TscClock;
 use crate::cpuid::CpuidTable;
 use crate::exit::{IoExit, MemoryFault};

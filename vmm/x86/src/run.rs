@@ -14,9 +14,9 @@ use hw_x86::cpuid::leaf;
 use hw_x86::kvm::hypercall;
 use hw_x86::msr::APIC_BASE;
 use hw_x86::paging::{cr0, xcr0};
-use vmm_bus::InterruptMessage;
 
 use crate::MAX_VCPUS;
+use crate::apic::InterruptMessage;
 use crate::board::{Board, Emulated, Outcome, PendingInterrupt, Unknown};
 use crate::cpuid::{CpuView, Patch, Values};
 use crate::exit::{Access, EXIT_NAMES, Exit, IoExit, MemoryFault, Space};

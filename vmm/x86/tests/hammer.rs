@@ -2,10 +2,10 @@
 //! without end.
 
 use proptest::prelude::*;
+use vmm_bus::Env;
 use vmm_bus::testing::Script;
 use vmm_bus::testing::hammer::{hammer, steps};
-use vmm_bus::{Env, InterruptMessage};
-use vmm_x86::apic::{io, local};
+use vmm_x86::apic::{InterruptMessage, io, local};
 
 fn message(value: u64) -> InterruptMessage {
     InterruptMessage {
@@ -41,6 +41,7 @@ fn call_local_apic(apic: &mut local::LocalApic, what: u8, value: u64, env: &mut 
         }
         9 => {
             apic.take_events();
+            apic.take_message();
             apic.matches(&message(value));
         }
         _ => {

@@ -1,8 +1,9 @@
 //! Scripts for the local APIC.
 
 use proptest::prelude::*;
+use vmm_bus::Nanos;
 use vmm_bus::testing::Script;
-use vmm_bus::{InterruptMessage, Nanos};
+use vmm_x86::apic::InterruptMessage;
 use vmm_x86::apic::local::{Config, Events, Fault, LocalApic, Mode, spec::*};
 
 const SECOND: Nanos = 1_000_000_000;
@@ -235,13 +236,13 @@ fn destinations() {
 #[test]
 fn interrupt_commands() {
     let (mut env, mut apic) = x2apic(1);
-    let send = |apic: &mut LocalApic, env: &mut Script, destination: u32, low: u32| {
-        env.messages.clear();
-        let value = u64::from(destination) << 32 | u64::from(low);
-        apic.write_msr(MSR_ICR, value, env).unwrap();
-        assert_eq!(apic.read_msr(MSR_ICR, env), Ok(value));
-        (env.messages.clone(), apic.pending())
-    };
+    let send =
+        |apic: &mut LocalApic, env: &mut Script, destination: u32, low: u32| -> (Vec<_>, _) {
+            let value = u64::from(destination) << 32 | u64::from(low);
+            apic.write_msr(MSR_ICR, value, env).unwrap();
+            assert_eq!(apic.read_msr(MSR_ICR, env), Ok(value));
+            (apic.take_message().into_iter().collect(), apic.pending())
+        };
     let all = u32::MAX;
     assert_eq!(send(&mut apic, &mut env, 3, 0x41), (vec![message(3, FIXED, 0x41)], None));
     assert_eq!(send(&mut apic, &mut env, 3, DELIVER_NMI).0, [message(3, NMI, 0)]);
@@ -278,11 +279,11 @@ fn xapic_commands_have_eight_bit_destinations() {
     let (mut env, mut apic) = xapic(0);
     env.outl(&mut apic, ICR_HIGH.into(), 0x02ff_ffff);
     env.outl(&mut apic, ICR_LOW.into(), DELIVER_STARTUP | ICR_PENDING | 0x9a);
-    assert_eq!(env.messages, [message(2, STARTUP, 0x9a)]);
+    assert_eq!(apic.take_message(), Some(message(2, STARTUP, 0x9a)));
     assert_eq!(env.inl(&mut apic, ICR_LOW.into()), DELIVER_STARTUP | 0x9a, "never pending");
     env.outl(&mut apic, ICR_HIGH.into(), 0xff00_0000);
     env.outl(&mut apic, ICR_LOW.into(), 0x55);
-    assert_eq!(env.messages[1], message(u32::MAX, FIXED, 0x55));
+    assert_eq!(apic.take_message(), Some(message(u32::MAX, FIXED, 0x55)));
     assert_eq!(apic.pending(), Some(0x55));
 }
 

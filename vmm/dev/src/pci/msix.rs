@@ -2,12 +2,11 @@
 //!
 //! State: control bits, the table of vectors, pending bits of masked vectors.
 //! Features: up to [`MAX_VECTORS`] vectors, masks of a vector and of all, the pending bit array.
-//! Missing: remapped messages. A message whose address is not in the local APIC range is dropped.
-//! Documentation: PCI Local Bus 3.0, section 6.8.2; message format: AMD APM vol. 2, section 16.6
-//! and Intel SDM vol. 3A, section 11.11.
+//! Missing: remapped messages. The board drops a message to an address that is not of its interrupt
+//! controller.
+//! Documentation: PCI Local Bus 3.0, section 6.8.2.
 
-use vmm_bus::{Access, Env, InterruptMessage};
-use vmm_x86::apic::local::widen;
+use vmm_bus::{Access, Env, Msi};
 
 /// Registers.
 pub mod spec {
@@ -23,12 +22,6 @@ pub mod spec {
     pub const ENTRY: u64 = 16;
     /// Vector control: masked.
     pub const MASKED: u32 = 1;
-    /// Upper bits of message addresses of local APICs.
-    pub const APICS: u32 = 0xfee0_0000;
-    /// Address: logical destination.
-    pub const LOGICAL: u32 = 1 << 2;
-    /// Data: level-triggered.
-    pub const LEVEL: u32 = 1 << 15;
 }
 use spec::*;
 
@@ -50,23 +43,8 @@ impl Vector {
     }
 
     fn send(self, env: &mut dyn Env) {
-        match self.message() {
-            Some(message) => env.message(message),
-            None => env.missing("msi-x: message to no local APIC", self.words[0].into()),
-        }
-    }
-
-    /// The message, if its address is in the local APIC range.
-    fn message(self) -> Option<InterruptMessage> {
         let [low, high, data, _] = self.words;
-        let logical = low & LOGICAL != 0;
-        (high == 0 && low & 0xfff0_0000 == APICS).then(|| InterruptMessage {
-            destination: widen(low >> 12 & 0xff, logical),
-            logical,
-            delivery: (data >> 8 & 7) as u8,
-            vector: data as u8,
-            level: data & LEVEL != 0,
-        })
+        env.msi(Msi { address: u64::from(high) << 32 | u64::from(low), data });
     }
 }
 

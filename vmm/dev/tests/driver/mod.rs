@@ -205,7 +205,7 @@ impl<D: VirtioDevice> Rig<D> {
 
     /// Vectors of the interrupts since the last call.
     pub fn interrupts(&mut self) -> Vec<u8> {
-        self.env.messages.drain(..).map(|message| message.vector).collect()
+        self.env.msis.drain(..).map(|msi| msi.data as u8).collect()
     }
 }
 

@@ -9,8 +9,8 @@
 //! Missing: the delivery status bit (messages are never pending).
 //! Documentation: Intel 82093AA data sheet; Intel ICH9 datasheet, section 13.5 (EOI register).
 
-use super::local::widen;
-use vmm_bus::{Access, Device, Env, InterruptMessage};
+use super::message::spec as msi;
+use vmm_bus::{Access, Device, Env, Msi};
 
 /// Registers beyond those that [`hw_x86::apic::io`] names.
 pub mod spec {
@@ -46,6 +46,18 @@ struct Entry {
     low: u32,
     /// Eight bits.
     destination: u8,
+}
+
+impl Entry {
+    /// The message. Delivery mode, vector and trigger mode have the same positions in an entry as
+    /// in the message's data.
+    fn message(self) -> Msi {
+        const DATA: u32 = 0x7ff | msi::LEVEL;
+        const { assert!(msi::LEVEL == LEVEL) };
+        let logical = if self.low & LOGICAL != 0 { msi::LOGICAL } else { 0 };
+        let destination = u64::from(self.destination) << msi::DESTINATION_SHIFT;
+        Msi { address: msi::APICS | destination | logical, data: self.low & DATA }
+    }
 }
 
 /// An I/O APIC. Its registers are 32 bits wide at offsets 0, 0x10 and 0x40; it has no lines and
@@ -107,14 +119,7 @@ impl IoApic {
         if level {
             entry.low |= REMOTE_IRR;
         }
-        let logical = entry.low & LOGICAL != 0;
-        env.message(InterruptMessage {
-            destination: widen(entry.destination.into(), logical),
-            logical,
-            delivery: (entry.low >> 8 & 7) as u8,
-            vector: entry.low as u8,
-            level,
-        });
+        env.msi(entry.message());
     }
 
     fn service_level(&mut self, pin: u8, env: &mut dyn Env) {

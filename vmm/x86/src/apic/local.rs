@@ -12,16 +12,18 @@
 //! registers.
 //! Documentation: Intel SDM vol. 3, chapter 11; AMD APM vol. 2, chapter 16.
 //!
-//! Wiring: besides [`Device`] (the xAPIC page) the board calls the methods. Interrupts for *other*
-//! local APICs go through `Env::message`: the board delivers the message to every other local APIC
-//! that [`matches`](LocalApic::matches) it; the sender has delivered it to itself already. So "all
-//! but self" is a physical broadcast, whose destination is always `u32::MAX`. After each call that
-//! may change state the board takes the [`Events`].
+//! Wiring: besides [`Device`] (the xAPIC page) the board calls the methods. After each call that
+//! may change state the board takes the [`Events`], and the message for *other* local APICs
+//! ([`LocalApic::take_message`]): it delivers the message to every other local APIC that
+//! [`matches`](LocalApic::matches) it; the sender has delivered it to itself already. So "all but
+//! self" is a physical broadcast, whose destination is always `u32::MAX`.
 //!
 //! Cost: each set of vectors has a summary word, so that [`LocalApic::pending`], [`LocalApic::eoi`]
 //! and delivery access two words, independent of the number of pending vectors.
 
-use vmm_bus::{Access, Device, Env, InterruptMessage, NEVER, Nanos, Ticks};
+use super::InterruptMessage;
+use super::message::widen;
+use vmm_bus::{Access, Device, Env, NEVER, Nanos, Ticks};
 
 /// Registers beyond those that [`hw_x86::apic::local`] names, by xAPIC offset.
 pub mod spec {
@@ -254,6 +256,8 @@ pub struct LocalApic {
     /// The TSC deadline; 0: none.
     deadline: u64,
     lint: [bool; 2],
+    /// The message of the last interrupt command.
+    sent: Option<InterruptMessage>,
     events: Events,
     has_events: bool,
 }
@@ -288,6 +292,7 @@ impl LocalApic {
             expiry: NEVER,
             deadline: 0,
             lint: [false; 2],
+            sent: None,
             events: Events {
                 nmi: false,
                 init: false,
@@ -440,6 +445,13 @@ impl LocalApic {
     pub fn take_events(&mut self) -> Events {
         self.has_events = false;
         core::mem::take(&mut self.events)
+    }
+
+    /// Takes the message of an interrupt command for other local APICs. A call of a method sends at
+    /// most one.
+    #[inline]
+    pub fn take_message(&mut self) -> Option<InterruptMessage> {
+        self.sent.take()
     }
 
     /// True if this APIC is a destination of `message`.
@@ -693,7 +705,8 @@ impl LocalApic {
             ESR => self.esr = core::mem::take(&mut self.errors),
             ICR_LOW => {
                 self.icr_low = value & ICR_MASK;
-                self.command(widen(self.icr_high >> 24, value & ICR_LOGICAL != 0), env);
+                let destination = (self.icr_high >> 24) as u8;
+                self.command(widen(destination, value & ICR_LOGICAL != 0), env);
             }
             ICR_HIGH => self.icr_high = value & 0xff00_0000,
             LVT_TIMER..=LVT_ERROR => self.write_lvt(lvt_index(register), value, env),
@@ -845,16 +858,16 @@ impl LocalApic {
                 // One receiver suffices for lowest priority; the own id has no other receiver.
                 let only = delivery == LOWEST || !logical && destination != u32::MAX;
                 if !(own && only) {
-                    env.message(message);
+                    self.sent = Some(message);
                 }
             }
             SHORTHAND_SELF if with_vector => self.send_to_self(vector),
             SHORTHAND_SELF => env.missing("local APIC: self shorthand without vector", low.into()),
             SHORTHAND_ALL => {
                 self.deliver(&broadcast);
-                env.message(broadcast);
+                self.sent = Some(broadcast);
             }
-            _ => env.message(broadcast),
+            _ => self.sent = Some(broadcast),
         }
     }
 
@@ -923,11 +936,6 @@ impl LocalApic {
 /// Index of the LVT entry at `register`, which is one of [`LVT_TIMER`]`..=`[`LVT_ERROR`].
 const fn lvt_index(register: u32) -> usize {
     ((register - LVT_TIMER) >> 4) as usize
-}
-
-/// Widens an eight-bit destination for a message: the physical broadcast has all 32 bits.
-pub const fn widen(destination: u32, logical: bool) -> u32 {
-    if destination == 0xff && !logical { u32::MAX } else { destination }
 }
 
 impl Device for LocalApic {
