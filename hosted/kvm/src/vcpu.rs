@@ -1,4 +1,4 @@
-//! KVM vCPU as a [`Vcpu`] of the VMM library.
+//! KVM vCPU as an [`X86Vcpu`] of the VMM library.
 //!
 //! General registers lie in memory shared with KVM; all others are read on demand. The result of a
 //! device access is written to shared memory, too; KVM completes the instruction at the next entry.
@@ -31,10 +31,9 @@ use proto::hosted::log;
 use rustix::io::Errno;
 use vmm_mem::GuestMemory;
 use vmm_sys_util::signal::register_signal_handler;
+use vmm_vcpu::{CounterClock, Vcpu};
 use vmm_x86::walk::CodeView;
-use vmm_x86::{
-    Access, Event, Exit, Gpr, InterruptWindow, Reg, Seg, Segment, Space, TscClock, Vcpu,
-};
+use vmm_x86::{Access, Event, Exit, Gpr, InterruptWindow, Reg, Seg, Segment, Space, X86Vcpu};
 
 use crate::debug::{self, DebugStops};
 use crate::error::cause_of;
@@ -102,7 +101,7 @@ pub struct KvmVcpu<'s> {
     vcpu_thread: &'s VcpuThread,
     /// Guest memory, to read code.
     memory: &'s GuestMemory,
-    clock: TscClock,
+    clock: CounterClock,
     /// The host CPU does not preserve interrupt shadows.
     is_forgetful: bool,
     timer: Timer,
@@ -150,7 +149,7 @@ impl<'s> KvmVcpu<'s> {
         mut fd: VcpuFd,
         vcpu_thread: &'s VcpuThread,
         memory: &'s GuestMemory,
-        clock: TscClock,
+        clock: CounterClock,
         stops: Option<DebugStops<'s>>,
     ) -> Result<Self, Error> {
         let notify = SigevNotify::SigevThreadId {
@@ -757,7 +756,7 @@ fn segment_slot(sregs: &mut kvm_sregs, segment: Seg) -> SegmentSlot<'_> {
     })
 }
 
-impl Vcpu for KvmVcpu<'_> {
+impl X86Vcpu for KvmVcpu<'_> {
     fn gpr(&mut self, register: Gpr) -> u64 {
         *gpr_slot(self.regs(), register)
     }
@@ -900,9 +899,13 @@ impl Vcpu for KvmVcpu<'_> {
     fn has_window(&mut self) -> bool {
         self.window != InterruptWindow::Nothing
     }
+}
 
-    fn set_deadline(&mut self, tsc: u64) {
-        self.deadline = tsc;
+impl Vcpu for KvmVcpu<'_> {
+    type Exit = Exit;
+
+    fn set_deadline(&mut self, ticks: u64) {
+        self.deadline = ticks;
     }
 
     fn stolen(&mut self) -> u64 {
@@ -910,7 +913,7 @@ impl Vcpu for KvmVcpu<'_> {
         0
     }
 
-    fn set_hlt_exits(&mut self, _: bool) {
+    fn set_wait_exits(&mut self, _: bool) {
         // Every `HLT` exits.
     }
 

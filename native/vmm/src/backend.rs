@@ -1,4 +1,4 @@
-//! Native back end of a vCPU: [`vmm_x86::Vcpu`] over a vCPU object of the kernel.
+//! Native back end of a vCPU: [`X86Vcpu`] over a vCPU object of the kernel.
 //!
 //! State groups that an exit did not deliver are fetched on first use. A setter changes a group
 //! only after it is valid, because the kernel takes over whole groups.
@@ -8,7 +8,7 @@ use abi::vcpu::{
 };
 use native_rt::{SchedContext, Vcpu, time};
 use vmm_x86::exit::Exit;
-use vmm_x86::{Event, Gpr, InterruptWindow, Reg, Seg, Segment, Vcpu as _, svm};
+use vmm_x86::{Event, Gpr, InterruptWindow, Reg, Seg, Segment, X86Vcpu, svm};
 
 use crate::console::Console;
 use crate::control::CONTROL;
@@ -43,7 +43,7 @@ struct StealTime {
 }
 
 impl<'a> NativeVcpu<'a> {
-    /// Wraps a vCPU that has not run yet. [`run`](vmm_x86::Vcpu::run) flushes `console` when its
+    /// Wraps a vCPU that has not run yet. [`run`](vmm_vcpu::Vcpu::run) flushes `console` when its
     /// output has waited long enough.
     pub fn new(vcpu: Vcpu, console: &'a Console) -> Self {
         Self {
@@ -201,7 +201,7 @@ fn segment(state: &VcpuState, segment: Seg) -> &SharedSegment {
     }
 }
 
-impl vmm_x86::Vcpu for NativeVcpu<'_> {
+impl X86Vcpu for NativeVcpu<'_> {
     #[inline(always)]
     fn gpr(&mut self, register: Gpr) -> u64 {
         match register {
@@ -318,10 +318,14 @@ impl vmm_x86::Vcpu for NativeVcpu<'_> {
         self.set_persistent(window::IRET, exit);
         true
     }
+}
+
+impl vmm_vcpu::Vcpu for NativeVcpu<'_> {
+    type Exit = Exit;
 
     #[inline(always)]
-    fn set_deadline(&mut self, tsc: u64) {
-        self.deadline = tsc.saturating_add(self.paused_ticks);
+    fn set_deadline(&mut self, ticks: u64) {
+        self.deadline = ticks.saturating_add(self.paused_ticks);
     }
 
     #[inline]
@@ -341,7 +345,7 @@ impl vmm_x86::Vcpu for NativeVcpu<'_> {
         steal_time.ticks
     }
 
-    fn set_hlt_exits(&mut self, exit: bool) {
+    fn set_wait_exits(&mut self, exit: bool) {
         self.halt_mode = u64::from(!exit);
     }
 

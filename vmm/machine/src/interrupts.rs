@@ -8,8 +8,8 @@ use vmm_bus::{
     Packets,
 };
 use vmm_mem::GuestMemory;
+use vmm_vcpu::{CounterClock, MAX_VCPUS, Outcome};
 use vmm_x86::apic::InterruptMessage;
-use vmm_x86::{MAX_VCPUS, Outcome, TscClock};
 
 use crate::functions::{DeviceBackend, MAX_FUNCTIONS};
 use crate::layout;
@@ -94,7 +94,7 @@ pub struct Counters {
 /// Pending interrupts, messages, timers and service requests of a board.
 #[derive(Clone, Debug)]
 pub struct InterruptRouter {
-    pub clock: TscClock,
+    pub clock: CounterClock,
     /// Guest memory, for devices.
     memory: GuestMemory,
     /// Levels of ISA interrupts.
@@ -129,7 +129,7 @@ const NO_MESSAGE: InterruptMessage =
     InterruptMessage { destination: 0, logical: false, delivery: 0, vector: 0, level: false };
 
 impl InterruptRouter {
-    pub const fn new(clock: TscClock, memory: GuestMemory) -> Self {
+    pub const fn new(clock: CounterClock, memory: GuestMemory) -> Self {
         Self {
             clock,
             memory,
@@ -267,7 +267,7 @@ const fn irq(chip: usize) -> Option<u8> {
 
 impl<H: Host> Env for ChipEnv<'_, H> {
     fn now(&self) -> Nanos {
-        self.router.clock.nanos(self.host.tsc())
+        self.router.clock.nanos(self.host.counter())
     }
 
     fn set_line(&mut self, line: u8, level: bool) {
@@ -447,7 +447,7 @@ mod tests {
     }
 
     impl Host for CountingHost {
-        fn tsc(&self) -> u64 {
+        fn counter(&self) -> u64 {
             0
         }
         fn put(&mut self, _: u8) -> bool {
@@ -465,7 +465,7 @@ mod tests {
     #[test]
     fn interrupts_to_no_local_apic_are_counted() {
         let memory = testing::memory(&[(0, 4096)]);
-        let mut router = InterruptRouter::new(TscClock::new(1_000_000, 0), memory);
+        let mut router = InterruptRouter::new(CounterClock::new(1_000_000, 0), memory);
         let mut host = CountingHost::default();
         let mut env = ChipEnv { router: &mut router, host: &mut host, chip: FUNCTIONS };
         env.msi(Msi { address: 0xfee0_1000, data: 0x41 });

@@ -24,7 +24,7 @@ use proto::channel;
 use vmm_boot::{PcLayout, PciLayout};
 use vmm_dev::channel::SHARES_WINDOW;
 use vmm_dev::pc::{pm, reset, rtc};
-use vmm_x86::MAX_VCPUS;
+use vmm_vcpu::MAX_VCPUS;
 
 /// End of low RAM: addresses from here to 4 GiB belong to devices.
 pub const HOLE: u64 = 0xc000_0000;

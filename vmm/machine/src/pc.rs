@@ -9,11 +9,12 @@
 
 use hw_x86::cpuid::leaf;
 use vmm_bus::{Access, Device, Map, Piece, Region, WAKE_CHANGE, WAKE_INPUT};
+use vmm_vcpu::{CounterClock, MAX_VCPUS, MemoryFault, Outcome, Platform, Signals, StopReason};
 use vmm_x86::apic::InterruptMessage;
 use vmm_x86::apic::io::{self, IoApic};
 use vmm_x86::apic::local::{self, Config, LocalApic, Mode};
-use vmm_x86::board::Emulated;
 use vmm_x86::cpuid::{CpuidConfig, CpuidTable, Values};
+use vmm_x86::platform::Emulated;
 use vmm_x86::pv::ApicIds;
 
 use spin::mutex::SpinMutex;
@@ -33,8 +34,7 @@ use vmm_dev::pci::{self, Bridge, ConfigAddress, ConfigTarget, Function};
 use vmm_emu::{Devices, Done, Stop};
 use vmm_mem::GuestMemory;
 use vmm_x86::{
-    Acknowledged, Board, Cpu, IoExit, MAX_VCPUS, MemoryFault, Outcome, PendingInterrupt, Signals,
-    StopReason, TscClock, Unknown, Vcpu,
+    Acknowledged, Cpu, Interrupts, IoExit, PcPlatform, PendingInterrupt, Unknown, X86Vcpu,
 };
 
 use crate::functions::Functions;
@@ -60,7 +60,7 @@ pub struct Pc<'m, R = Spin, const CPUS: usize = MAX_VCPUS, P = ()> {
 struct Fixed<'m> {
     memory: &'m GuestMemory,
     cpuid: CpuidTable,
-    clock: TscClock,
+    clock: CounterClock,
     start_unix: u64,
     vcpus: usize,
     physical_bits: u32,
@@ -280,7 +280,12 @@ impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions> Pc<'m, R, CPUS, P> {
     }
 
     /// Runs a vCPU until the host is needed. `host`: services for the thread of this vCPU.
-    pub fn run<V: Vcpu, H: Host>(&self, cpu: &mut Cpu, vcpu: &mut V, host: &mut H) -> StopReason {
+    pub fn run<V: X86Vcpu, H: Host>(
+        &self,
+        cpu: &mut Cpu,
+        vcpu: &mut V,
+        host: &mut H,
+    ) -> StopReason {
         let mut bus = CpuBus { pc: self, host, cpu: cpu.index(), needs_service: false };
         cpu.run(vcpu, &mut bus)
     }
@@ -915,8 +920,8 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
     }
 
     /// Services all due timers and returns the events pending for a CPU.
-    fn service_timers(&mut self, cpu: usize) -> Signals {
-        let now = self.fixed.clock.nanos(self.host.tsc());
+    fn service_timers(&mut self, cpu: usize) -> Signals<Interrupts> {
+        let now = self.fixed.clock.nanos(self.host.counter());
         // Each timer once: one that is due again at once is serviced by the next call.
         let mut start = 0;
         while let Some(timer) = self.machine.router.take_due(start, now) {
@@ -940,25 +945,24 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
         if init {
             self.with_apic(cpu, |apic, env| apic.init(env));
         }
-        let interrupt = self.waiting(cpu);
+        let maskable = self.waiting(cpu);
         let machine = &mut *self.machine;
         let offered =
-            if let PendingInterrupt::Virq { vector, .. } = interrupt { Some(vector) } else { None };
+            if let PendingInterrupt::Virq { vector, .. } = maskable { Some(vector) } else { None };
         machine.apics[cpu].set_offered(offered);
-        let signals = Signals {
-            end: machine.router.end,
+        let interrupts = Interrupts {
             nmi: machine.nmi & bit != 0,
-            interrupt,
+            maskable,
             init,
             startup: machine.startup[cpu].take(),
-            deadline: machine.router.deadline(cpu),
             cr8: machine.apics[cpu].cr8(),
             tpr_low: machine.apics[cpu].tpr() & 0xf != 0,
         };
         machine.nmi &= !bit;
         machine.init &= !bit;
         machine.router.mark_serviced(cpu);
-        signals
+        let deadline = machine.router.deadline(cpu);
+        Signals { end: machine.router.end, deadline, interrupts }
     }
 
     fn acknowledge(&mut self, cpu: usize) -> Option<Acknowledged> {
@@ -1041,7 +1045,7 @@ impl<'m, H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions> CpuBus<'_, 
     }
 
     /// Result of an emulated access.
-    fn finish<V: Vcpu>(&mut self, vcpu: &mut V, result: Result<Done, Stop>) -> Emulated {
+    fn finish<V: X86Vcpu>(&mut self, vcpu: &mut V, result: Result<Done, Stop>) -> Emulated {
         match result {
             Ok(Done::Next(next)) => Emulated::Next(next),
             Ok(Done::Again) => Emulated::Again,
@@ -1055,31 +1059,55 @@ impl<'m, H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions> CpuBus<'_, 
     }
 }
 
-impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions> Board
+impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions> Platform
     for CpuBus<'_, '_, H, R, CPUS, P>
 {
+    type Interrupts = Interrupts;
+
     #[inline]
     fn memory(&self) -> &GuestMemory {
         self.pc.fixed.memory
     }
 
     #[inline]
-    fn cpuid(&self) -> &CpuidTable {
-        &self.pc.fixed.cpuid
-    }
-
-    #[inline]
-    fn clock(&self) -> &TscClock {
+    fn clock(&self) -> &CounterClock {
         &self.pc.fixed.clock
     }
 
     #[inline]
-    fn host_tsc(&self) -> u64 {
-        self.host.tsc()
+    fn counter(&self) -> u64 {
+        self.host.counter()
     }
 
     fn start_unix(&self) -> u64 {
         self.pc.fixed.start_unix
+    }
+
+    fn mmio_read(&mut self, cpu: usize, address: u64, size: u8) -> u64 {
+        self.locked(|board| board.read_memory(cpu, address, size))
+    }
+
+    fn mmio_write(&mut self, cpu: usize, address: u64, size: u8, value: u64) {
+        self.locked(|board| board.write_memory(cpu, address, size, value));
+    }
+
+    #[inline]
+    fn needs_service(&self, _: usize) -> bool {
+        self.needs_service
+    }
+
+    fn service_timers(&mut self, cpu: usize) -> Signals<Interrupts> {
+        self.needs_service = false;
+        self.locked(|board| board.service_timers(cpu))
+    }
+}
+
+impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions> PcPlatform
+    for CpuBus<'_, '_, H, R, CPUS, P>
+{
+    #[inline]
+    fn cpuid(&self) -> &CpuidTable {
+        &self.pc.fixed.cpuid
     }
 
     #[inline]
@@ -1090,14 +1118,6 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions> Board
     #[inline]
     fn port_out(&mut self, port: u16, size: u8, value: u32) {
         self.locked(|board| board.port_out(port, size, value));
-    }
-
-    fn memory_in(&mut self, cpu: usize, address: u64, size: u8) -> u64 {
-        self.locked(|board| board.read_memory(cpu, address, size))
-    }
-
-    fn memory_out(&mut self, cpu: usize, address: u64, size: u8, value: u64) {
-        self.locked(|board| board.write_memory(cpu, address, size, value));
     }
 
     fn apic_read(&mut self, cpu: usize, msr: u32) -> Option<u64> {
@@ -1120,35 +1140,25 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions> Board
         self.locked(|board| board.with_apic(cpu, |apic, env| apic.sync_tsc(tsc, env)));
     }
 
-    fn emulate_memory<V: Vcpu>(&mut self, _: usize, vcpu: &mut V, _: MemoryFault) -> Emulated {
+    fn emulate_memory<V: X86Vcpu>(&mut self, _: usize, vcpu: &mut V, _: MemoryFault) -> Emulated {
         let memory = self.pc.fixed.memory;
         let result = vmm_emu::memory_access(vcpu, memory, self);
         self.finish(vcpu, result)
     }
 
-    fn emulate_io<V: Vcpu>(&mut self, _: usize, vcpu: &mut V, io: IoExit) -> Emulated {
+    fn emulate_io<V: X86Vcpu>(&mut self, _: usize, vcpu: &mut V, io: IoExit) -> Emulated {
         let memory = self.pc.fixed.memory;
         let result = vmm_emu::string_io(vcpu, memory, self, io);
         self.finish(vcpu, result)
     }
 
-    fn hypercall<V: Vcpu>(&mut self, vcpu: &mut V) -> Option<u64> {
+    fn hypercall<V: X86Vcpu>(&mut self, vcpu: &mut V) -> Option<u64> {
         let id = self.pc.fixed.id;
         self.locked(|board| hypercalls::serve(vcpu, id, &mut board.machine.pci.functions))
     }
 
     fn multicast(&mut self, to: ApicIds, message: InterruptMessage) -> u32 {
         self.locked(|board| board.multicast(to, &message))
-    }
-
-    #[inline]
-    fn needs_service(&self, _: usize) -> bool {
-        self.needs_service
-    }
-
-    fn service_timers(&mut self, cpu: usize) -> Signals {
-        self.needs_service = false;
-        self.locked(|board| board.service_timers(cpu))
     }
 
     fn acknowledge(&mut self, cpu: usize) -> Option<Acknowledged> {
@@ -1179,19 +1189,19 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions> Devices
     for CpuBus<'_, '_, H, R, CPUS, P>
 {
     fn read(&mut self, address: u64, size: u8) -> u64 {
-        self.memory_in(self.cpu, address, size)
+        self.mmio_read(self.cpu, address, size)
     }
 
     fn write(&mut self, address: u64, size: u8, value: u64) {
-        self.memory_out(self.cpu, address, size, value);
+        self.mmio_write(self.cpu, address, size, value);
     }
 
     fn port_in(&mut self, port: u16, size: u8) -> u32 {
-        Board::port_in(self, port, size)
+        PcPlatform::port_in(self, port, size)
     }
 
     fn port_out(&mut self, port: u16, size: u8, value: u32) {
-        Board::port_out(self, port, size, value);
+        PcPlatform::port_out(self, port, size, value);
     }
 }
 
@@ -1204,7 +1214,7 @@ mod tests {
     use std::vec::Vec;
     use vmm_mem::testing;
     use vmm_x86::testing::ScriptedVcpu;
-    use vmm_x86::{Event, Exit, Gpr, InterruptWindow, Outcome, Reg};
+    use vmm_x86::{Event, Exit, Gpr, InterruptWindow, Reg};
 
     use crate::{DeviceBackend, Level, Model, Slots};
 
@@ -1219,7 +1229,7 @@ mod tests {
     }
 
     impl Host for TestHost {
-        fn tsc(&self) -> u64 {
+        fn counter(&self) -> u64 {
             self.tsc
         }
         fn put(&mut self, byte: u8) -> bool {
@@ -1257,7 +1267,7 @@ mod tests {
         fn with(memory: &'m GuestMemory, vcpus: u8, functions: P) -> Self {
             let config = PcConfig {
                 vcpus,
-                clock: TscClock::new(1_000_000, 0),
+                clock: CounterClock::new(1_000_000, 0),
                 xcr0_mask: 7,
                 start_unix: 1_700_000_000,
                 kvmclock: true,
@@ -1547,7 +1557,7 @@ mod tests {
         let mut rig = Rig::new(&memory, 2);
         let mut second = ScriptedVcpu::flat32();
         let mut cpu = rig.pc.cpu(1);
-        let idle = StopReason::Idle { deadline_tsc: u64::MAX };
+        let idle = StopReason::Idle { deadline_ticks: u64::MAX };
         assert_eq!(rig.pc.run(&mut cpu, &mut second, &mut rig.host), idle);
         rig.mmio(&memory, 0xfee0_0310, Some(1 << 24));
         rig.mmio(&memory, 0xfee0_0300, Some(0x4500)); // INIT

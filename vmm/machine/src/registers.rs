@@ -1,7 +1,7 @@
 //! Sets the initial registers of a boot protocol.
 
 use vmm_boot::InitialState;
-use vmm_x86::{Event, Gpr, InterruptWindow, Reg, Seg, Vcpu};
+use vmm_x86::{Event, Gpr, InterruptWindow, Reg, Seg, X86Vcpu};
 
 /// `PAT` after reset (AMD APM vol. 2, section 7.8).
 const PAT: u64 = 0x0007_0406_0007_0406;
@@ -10,7 +10,7 @@ const DR6: u64 = 0xffff_0ff0;
 const DR7: u64 = 0x400;
 
 /// Sets every register; those that the protocol leaves undefined get their reset values.
-pub fn set(vcpu: &mut impl Vcpu, state: &InitialState) {
+pub fn set(vcpu: &mut impl X86Vcpu, state: &InitialState) {
     for code in 0..16 {
         vcpu.set_gpr(Gpr::from_code(code), 0);
     }

@@ -1,4 +1,6 @@
-//! Exit reasons of a vCPU, common to all back ends.
+//! Exit reasons of an x86 vCPU, common to all back ends.
+
+use vmm_vcpu::MemoryFault;
 
 /// A port access (`IN`, `OUT`, `INS`, `OUTS`).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -17,19 +19,6 @@ pub struct IoExit {
     pub next_rip: u64,
 }
 
-/// An access to guest-physical memory that is not mapped, or not for this access.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct MemoryFault {
-    /// Guest-physical address.
-    pub gpa: u64,
-    /// A write (else a read).
-    pub write: bool,
-    /// An instruction fetch.
-    pub fetch: bool,
-    /// The CPU was walking the guest's page tables.
-    pub walk: bool,
-}
-
 /// Address space of an [`Access`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Space {
@@ -42,9 +31,9 @@ pub enum Space {
 }
 
 /// An access by an instruction that the host emulates. A read is completed with
-/// [`Vcpu::complete_access`]; the host advances past the instruction by itself.
+/// [`X86Vcpu::complete_access`]; the host advances past the instruction by itself.
 ///
-/// [`Vcpu::complete_access`]: crate::Vcpu::complete_access
+/// [`X86Vcpu::complete_access`]: crate::X86Vcpu::complete_access
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Access {
     /// Address space.
@@ -117,7 +106,7 @@ pub enum Exit {
         /// The error code; 0 where the exception has none.
         code: u32,
     },
-    /// `IRET`, not yet executed ([`crate::Vcpu::set_iret_exits`]).
+    /// `IRET`, not yet executed ([`crate::X86Vcpu::set_iret_exits`]).
     Iret,
     /// A hardware task switch, which no 64-bit system uses.
     TaskSwitch,

@@ -13,7 +13,7 @@
 
 use vmm_mem::GuestMemory;
 
-use crate::vcpu::{Reg, Vcpu};
+use crate::vcpu::{Reg, X86Vcpu};
 use crate::walk::{CodeSize, CodeView, is_64_bit, locate_64_bit};
 
 /// Opcode of an instruction that exits: its bytes as a little-endian number, a mask of the
@@ -102,7 +102,7 @@ impl FetchCache {
     #[inline(always)]
     pub fn next_rip(
         &mut self,
-        vcpu: &mut impl Vcpu,
+        vcpu: &mut impl X86Vcpu,
         memory: &GuestMemory,
         pattern: Pattern,
     ) -> Option<u64> {
@@ -118,7 +118,7 @@ impl FetchCache {
     #[inline(never)]
     pub fn next_rip_from_bytes(
         &mut self,
-        vcpu: &mut impl Vcpu,
+        vcpu: &mut impl X86Vcpu,
         memory: &GuestMemory,
         pattern: Pattern,
     ) -> Option<u64> {
@@ -128,7 +128,7 @@ impl FetchCache {
     #[inline(always)]
     fn find(
         &mut self,
-        vcpu: &mut impl Vcpu,
+        vcpu: &mut impl X86Vcpu,
         memory: &GuestMemory,
         pattern: Pattern,
     ) -> Option<u64> {
@@ -159,7 +159,7 @@ impl FetchCache {
 
 /// [`FetchCache::next_rip`] of an instruction with prefixes, in another mode, or across pages.
 #[cold]
-fn decode_next_rip(vcpu: &mut impl Vcpu, memory: &GuestMemory, pattern: Pattern) -> Option<u64> {
+fn decode_next_rip(vcpu: &mut impl X86Vcpu, memory: &GuestMemory, pattern: Pattern) -> Option<u64> {
     let code = CodeView::of(vcpu);
     let mut bytes = [0; 15];
     let (count, _) = code.fetch(memory, &mut bytes).ok()?;

@@ -13,9 +13,9 @@ use hw_x86::msr::{
 };
 use hw_x86::paging::cr0;
 
-use crate::board::{Board, Unknown};
+use crate::platform::{PcPlatform, Unknown};
 use crate::run::Cpu;
-use crate::vcpu::{Reg, Seg, Vcpu};
+use crate::vcpu::{Reg, Seg, X86Vcpu};
 
 /// Last MSR of the x2APIC range.
 const X2APIC_LAST: u32 = X2APIC + 0xff;
@@ -217,20 +217,20 @@ fn held(msr: u32) -> Option<Reg> {
 
 impl Cpu {
     /// Reads an MSR (`RDMSR`); `None` raises `#GP(0)`.
-    pub(crate) fn read_msr<V: Vcpu, M: Board>(
+    pub(crate) fn read_msr<V: X86Vcpu, P: PcPlatform>(
         &mut self,
         vcpu: &mut V,
-        board: &mut M,
+        platform: &mut P,
         msr: u32,
     ) -> Option<u64> {
         if is_apic(msr) {
-            return board.apic_read(self.index(), msr);
+            return platform.apic_read(self.index(), msr);
         }
         if let Some(register) = held(msr) {
             return Some(vcpu.get(register));
         }
         match msr {
-            TSC => return Some(board.host_tsc().wrapping_add(vcpu.get(Reg::TscOffset))),
+            TSC => return Some(platform.counter().wrapping_add(vcpu.get(Reg::TscOffset))),
             FS_BASE => return Some(vcpu.segment(Seg::Fs).base),
             GS_BASE => return Some(vcpu.segment(Seg::Gs).base),
             kvm::EOI => return Some(self.eoi.get()),
@@ -239,24 +239,24 @@ impl Cpu {
         }
         let value = self.msrs.read(msr);
         if value.is_none() {
-            board.unknown(Unknown::MsrRead(msr));
+            platform.unknown(Unknown::MsrRead(msr));
         }
         value
     }
 
     /// Writes an MSR (`WRMSR`); `None` raises `#GP(0)`.
-    pub(crate) fn write_msr<V: Vcpu, M: Board>(
+    pub(crate) fn write_msr<V: X86Vcpu, P: PcPlatform>(
         &mut self,
         vcpu: &mut V,
-        board: &mut M,
+        platform: &mut P,
         msr: u32,
         value: u64,
     ) -> Option<()> {
         if is_apic(msr) {
-            return board.apic_write(self.index(), msr, value);
+            return platform.apic_write(self.index(), msr, value);
         }
         let done = match msr {
-            EFER => write_efer(vcpu, board, value),
+            EFER => write_efer(vcpu, platform, value),
             PAT if !value
                 .to_le_bytes()
                 .iter()
@@ -265,34 +265,34 @@ impl Cpu {
                 None
             }
             TSC => {
-                let offset = value.wrapping_sub(board.host_tsc());
-                self.set_tsc_offset(vcpu, board, offset);
+                let offset = value.wrapping_sub(platform.counter());
+                self.set_tsc_offset(vcpu, platform, offset);
                 Some(())
             }
             probe::TSC_ADJUST => {
                 let delta = value.wrapping_sub(self.msrs.tsc_adjust);
                 let offset = vcpu.get(Reg::TscOffset).wrapping_add(delta);
-                self.set_tsc_offset(vcpu, board, offset);
+                self.set_tsc_offset(vcpu, platform, offset);
                 Some(())
             }
             FS_BASE => set_base(vcpu, Seg::Fs, value),
             GS_BASE => set_base(vcpu, Seg::Gs, value),
             kvm::SYSTEM_TIME => {
                 self.msrs.system_time = value;
-                self.update_clock(vcpu, board);
+                self.update_clock(vcpu, platform);
                 Some(())
             }
-            kvm::EOI => self.eoi.set(board.memory(), value),
+            kvm::EOI => self.eoi.set(platform.memory(), value),
             kvm::STEAL_TIME => {
                 let stolen = vcpu.stolen();
-                let done = self.steal.set(board.memory(), board.clock(), value, stolen);
+                let done = self.steal.set(platform.memory(), platform.clock(), value, stolen);
                 // The record must be marked while the vCPU waits.
-                vcpu.set_hlt_exits(self.steal.is_on());
+                vcpu.set_wait_exits(self.steal.is_on());
                 done
             }
             kvm::WALL_CLOCK => {
                 self.msrs.wall_clock = value;
-                write_wall_clock(board, value)
+                write_wall_clock(platform, value)
             }
             _ => match held(msr) {
                 Some(register) => {
@@ -303,32 +303,37 @@ impl Cpu {
             },
         };
         if done.is_none() {
-            board.unknown(Unknown::MsrWrite(msr, value));
+            platform.unknown(Unknown::MsrWrite(msr, value));
         }
         done
     }
 
     /// Moves the guest's time-stamp counter and updates its dependants.
-    fn set_tsc_offset<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M, offset: u64) {
+    fn set_tsc_offset<V: X86Vcpu, P: PcPlatform>(
+        &mut self,
+        vcpu: &mut V,
+        platform: &mut P,
+        offset: u64,
+    ) {
         let before = vcpu.get(Reg::TscOffset);
         self.msrs.tsc_adjust = self.msrs.tsc_adjust.wrapping_add(offset.wrapping_sub(before));
         vcpu.set(Reg::TscOffset, offset);
-        board.tsc_written(self.index(), board.host_tsc().wrapping_add(offset));
-        self.update_clock(vcpu, board);
+        platform.tsc_written(self.index(), platform.counter().wrapping_add(offset));
+        self.update_clock(vcpu, platform);
     }
 
     /// Writes the clock structure (`struct pvclock_vcpu_time_info` of Linux' documentation) if the
     /// guest has registered one. It stays valid until the guest moves its time-stamp counter.
-    fn update_clock<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M) {
+    fn update_clock<V: X86Vcpu, P: PcPlatform>(&mut self, vcpu: &mut V, platform: &mut P) {
         const ENABLE: u64 = 1;
         const STABLE: u8 = 1;
         if self.msrs.system_time & ENABLE == 0 {
             return;
         }
         let address = self.msrs.system_time & !ENABLE;
-        let host = board.host_tsc();
-        let (factor, shift) = board.clock().kvm_scale();
-        let nanos = board.clock().nanos(host);
+        let host = platform.counter();
+        let (factor, shift) = platform.clock().kvm_scale();
+        let nanos = platform.clock().nanos(host);
         let tsc = host.wrapping_add(vcpu.get(Reg::TscOffset));
         let (unfinished, version) = next_versions(self.msrs.clock_version);
         self.msrs.clock_version = version;
@@ -339,12 +344,12 @@ impl Cpu {
         raw[24..28].copy_from_slice(&factor.to_le_bytes());
         raw[28] = shift as u8;
         raw[29] = STABLE;
-        let memory = board.memory();
+        let memory = platform.memory();
         let written = memory
             .write_slice(address, &raw)
             .and_then(|()| memory.write_slice(address, &version.to_le_bytes()));
         if written.is_err() {
-            board.unknown(Unknown::Other("clock structure outside memory", address));
+            platform.unknown(Unknown::Other("clock structure outside memory", address));
         }
     }
 }
@@ -359,7 +364,7 @@ fn is_apic(msr: u32) -> bool {
     matches!(msr, APIC_BASE | TSC_DEADLINE | X2APIC..=X2APIC_LAST)
 }
 
-fn set_base(vcpu: &mut impl Vcpu, segment: Seg, base: u64) -> Option<()> {
+fn set_base(vcpu: &mut impl X86Vcpu, segment: Seg, base: u64) -> Option<()> {
     if !is_canonical(base) {
         return None;
     }
@@ -375,8 +380,8 @@ pub const fn is_canonical(address: u64) -> bool {
 }
 
 /// Writes EFER (APM vol. 2, section 3.1.7).
-fn write_efer<V: Vcpu, M: Board>(vcpu: &mut V, board: &M, value: u64) -> Option<()> {
-    let (features, _) = board.cpuid().lookup(leaf::AMD_FEATURES, 0);
+fn write_efer<V: X86Vcpu, P: PcPlatform>(vcpu: &mut V, platform: &P, value: u64) -> Option<()> {
+    let (features, _) = platform.cpuid().lookup(leaf::AMD_FEATURES, 0);
     let mut allowed = efer::SCE | efer::LME | efer::LMA;
     if features[3] & amd_d::NX != 0 {
         allowed |= efer::NXE;
@@ -394,11 +399,11 @@ fn write_efer<V: Vcpu, M: Board>(vcpu: &mut V, board: &M, value: u64) -> Option<
 }
 
 /// Writes `struct pvclock_wall_clock`: the wall-clock time at VM time 0.
-fn write_wall_clock<M: Board>(board: &M, address: u64) -> Option<()> {
+fn write_wall_clock<P: PcPlatform>(platform: &P, address: u64) -> Option<()> {
     let mut raw = [0; 12];
     raw[0] = 2; // a version: even means complete
-    raw[4..8].copy_from_slice(&(board.start_unix() as u32).to_le_bytes());
-    board.memory().write_slice(address, &raw).ok()
+    raw[4..8].copy_from_slice(&(platform.start_unix() as u32).to_le_bytes());
+    platform.memory().write_slice(address, &raw).ok()
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@
 //! faults: then the saved flags have TF.
 
 use crate::run::{DR6_SINGLE_STEP, RFLAGS_TF};
-use crate::vcpu::{Reg, Vcpu};
+use crate::vcpu::{Reg, X86Vcpu};
 
 /// `DR6`: breakpoint conditions that were met.
 const DR6_BREAKPOINTS: u64 = 0xf;
@@ -37,7 +37,7 @@ impl NmiMask {
     }
 
     /// Masks NMIs: one has been put into the injection slot.
-    pub(crate) fn delivered(&mut self, vcpu: &mut impl Vcpu) {
+    pub(crate) fn delivered(&mut self, vcpu: &mut impl X86Vcpu) {
         if vcpu.set_iret_exits(true) {
             *self = Self::Handler;
         }
@@ -45,13 +45,13 @@ impl NmiMask {
 
     /// Unmasks NMIs: after INIT, or when the delivery of an NMI was interrupted and must be
     /// repeated.
-    pub(crate) fn clear(&mut self, vcpu: &mut impl Vcpu) {
+    pub(crate) fn clear(&mut self, vcpu: &mut impl X86Vcpu) {
         vcpu.set_iret_exits(false);
         *self = Self::Open;
     }
 
     /// Begins to single-step the `IRET`.
-    pub(crate) fn begin_return(&mut self, vcpu: &mut impl Vcpu) {
+    pub(crate) fn begin_return(&mut self, vcpu: &mut impl X86Vcpu) {
         vcpu.set_iret_exits(false);
         let rflags = vcpu.get(Reg::Rflags);
         let (rip, dr6) = (vcpu.get(Reg::Rip), vcpu.get(Reg::Dr6));
@@ -61,7 +61,7 @@ impl NmiMask {
 
     /// Handles `#DB`. Returns true if it is only the end of the `IRET`, which the guest must not
     /// see.
-    pub(crate) fn ends_return(&mut self, vcpu: &mut impl Vcpu) -> bool {
+    pub(crate) fn ends_return(&mut self, vcpu: &mut impl X86Vcpu) -> bool {
         let Self::Returning { rip, dr6, steps } = *self else { return false };
         let found = vcpu.get(Reg::Dr6);
         if found & DR6_SINGLE_STEP == 0 && vcpu.get(Reg::Rip) == rip {

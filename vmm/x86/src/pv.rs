@@ -16,8 +16,8 @@
 
 use hw_x86::kvm::steal_time;
 use vmm_mem::GuestMemory;
-
-use crate::clock::TscClock;
+use vmm_vcpu::CounterClock;
+use vmm_vcpu::steal::StealTime;
 
 /// The word or record is in use.
 const ENABLE: u64 = 1;
@@ -82,14 +82,11 @@ impl EoiWord {
     }
 }
 
-/// Steal-time record of a vCPU. Times are ticks of the back end, from its own start.
+/// Steal-time record of a vCPU.
 #[derive(Clone, Debug)]
 pub struct StealRecord {
     msr: u64,
-    /// Time stolen before the guest first registered a record.
-    before: Option<u64>,
-    /// Steal time in the record.
-    reported: u64,
+    time: StealTime,
     version: u32,
     /// The record marks the vCPU as not running.
     is_preempted: bool,
@@ -98,7 +95,7 @@ pub struct StealRecord {
 impl StealRecord {
     /// No record registered.
     pub const OFF: Self =
-        Self { msr: 0, before: None, reported: 0, version: 0, is_preempted: false };
+        Self { msr: 0, time: StealTime::UNREPORTED, version: 0, is_preempted: false };
 
     /// Current value of the MSR.
     pub const fn get(&self) -> u64 {
@@ -115,7 +112,7 @@ impl StealRecord {
     pub fn set(
         &mut self,
         memory: &GuestMemory,
-        clock: &TscClock,
+        clock: &CounterClock,
         value: u64,
         stolen: u64,
     ) -> Option<()> {
@@ -149,8 +146,8 @@ impl StealRecord {
 
     /// Updates the record of a vCPU that is about to run. Returns true if its TLB must be flushed
     /// first.
-    pub fn enter(&mut self, memory: &GuestMemory, clock: &TscClock, stolen: u64) -> bool {
-        if stolen != self.reported {
+    pub fn enter(&mut self, memory: &GuestMemory, clock: &CounterClock, stolen: u64) -> bool {
+        if self.time.has_changed(stolen) {
             self.publish(memory, clock, stolen);
         }
         core::mem::take(&mut self.is_preempted) && self.mark_running(memory)
@@ -169,10 +166,8 @@ impl StealRecord {
     }
 
     #[cold]
-    fn publish(&mut self, memory: &GuestMemory, clock: &TscClock, stolen: u64) {
-        let before = *self.before.get_or_insert(stolen);
-        let nanos = clock.duration(stolen.wrapping_sub(before));
-        self.reported = stolen;
+    fn publish(&mut self, memory: &GuestMemory, clock: &CounterClock, stolen: u64) {
+        let nanos = self.time.report(stolen, clock);
         self.write(memory, steal_time::VERSION, self.version.wrapping_add(1));
         self.write(memory, steal_time::STEAL, nanos);
         self.version = self.version.wrapping_add(2);

@@ -15,16 +15,18 @@ use hw_x86::kvm::hypercall;
 use hw_x86::msr::APIC_BASE;
 use hw_x86::paging::{cr0, xcr0};
 
-use crate::MAX_VCPUS;
+use vmm_vcpu::deadline::Deadline;
+use vmm_vcpu::{Activity, Flow, MAX_VCPUS, MemoryFault, Outcome, StopReason};
+
 use crate::apic::InterruptMessage;
-use crate::board::{Board, Emulated, Outcome, PendingInterrupt, Unknown};
 use crate::cpuid::{CpuView, Patch, Values};
-use crate::exit::{Access, EXIT_NAMES, Exit, IoExit, MemoryFault, Space};
+use crate::exit::{Access, EXIT_NAMES, Exit, IoExit, Space};
 use crate::length::{FetchCache, Pattern, prefixes};
 use crate::msr::Msrs;
 use crate::nmi::NmiMask;
+use crate::platform::{Emulated, PcPlatform, PendingInterrupt, Unknown};
 use crate::pv::{ApicIds, EoiWord, StealRecord};
-use crate::vcpu::{Event, Gpr, InterruptWindow, Reg, Seg, Segment, Vcpu};
+use crate::vcpu::{Event, Gpr, InterruptWindow, Reg, Seg, Segment, X86Vcpu};
 use crate::walk::{CodeSize, CodeView};
 
 /// `RFLAGS.IF`.
@@ -48,32 +50,7 @@ const UNDEFINED: Event = Event::exception(6);
 /// General protection, error code 0.
 const PROTECTION: Event = Event::exception_code(13, 0);
 
-/// Reason for the return of [`Cpu::run`].
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum StopReason {
-    /// Host-defined event bits: handle the events, pass input to the board, run again.
-    Recall(u64),
-    /// The vCPU is halted, or waits for a start-up IPI, until the host's time-stamp counter reaches
-    /// this value (`u64::MAX`: no timer) or until the vCPU is kicked. Run again after either.
-    Idle {
-        /// Host time-stamp counter value.
-        deadline_tsc: u64,
-    },
-    /// The VM has ended.
-    End(Outcome),
-}
-
-/// Execution state of a vCPU.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Activity {
-    Running,
-    /// Halted by `HLT`.
-    Halted,
-    /// Application processor that waits for a start-up IPI.
-    Parked,
-}
-
-/// Run-loop state of a vCPU. Its registers belong to the [`Vcpu`].
+/// Run-loop state of a vCPU. Its registers belong to the [`X86Vcpu`].
 #[derive(Clone, Debug)]
 pub struct Cpu {
     index: usize,
@@ -84,9 +61,9 @@ pub struct Cpu {
     /// An interrupt that is in service already, and is delivered before others: the guest has yet
     /// to take it ([`InterruptWindow::DeliverVirq`]), or an exception interrupted its delivery.
     deferred: Event,
-    /// The interrupt window requested from the [`Vcpu`].
+    /// The interrupt window requested from the [`X86Vcpu`].
     window: InterruptWindow,
-    /// The task priority known to both the [`Vcpu`] and the local APIC.
+    /// The task priority known to both the [`X86Vcpu`] and the local APIC.
     cr8: u8,
     /// The guest exits when it writes `CR8`: an interrupt is pending below the task priority, or
     /// the write clears bits that `CR8` does not show.
@@ -96,8 +73,7 @@ pub struct Cpu {
     /// A virtual interrupt or an EOI without exit is on offer and may have completed without an
     /// exit.
     virq_offered: bool,
-    /// The deadline set in the [`Vcpu`], in VM time.
-    deadline: u64,
+    deadline: Deadline,
     /// An event may have to be injected before the next entry.
     needs_service: bool,
     fetch: FetchCache,
@@ -105,12 +81,9 @@ pub struct Cpu {
     exits: [u64; EXIT_NAMES.len()],
 }
 
-/// Result of handling an exit: continue, or leave the loop.
-type Flow = Result<(), StopReason>;
-
 impl Cpu {
     /// Creates vCPU `index`, which is also its APIC id. CPU 0 starts with the current registers of
-    /// its [`Vcpu`], other CPUs wait for a start-up IPI. `physical_bits`: width of physical
+    /// its [`X86Vcpu`], other CPUs wait for a start-up IPI. `physical_bits`: width of physical
     /// addresses.
     pub fn new(index: usize, physical_bits: u32) -> Self {
         Self {
@@ -126,7 +99,7 @@ impl Cpu {
             eoi: EoiWord::OFF,
             steal: StealRecord::OFF,
             virq_offered: false,
-            deadline: 0,
+            deadline: Deadline::UNSET,
             needs_service: true,
             fetch: FetchCache::new(),
             msrs: Msrs::new(physical_bits),
@@ -145,11 +118,11 @@ impl Cpu {
     }
 
     /// Runs the guest until the host is needed.
-    pub fn run<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M) -> StopReason {
-        // Other threads may have changed the board's state between two calls.
+    pub fn run<V: X86Vcpu, P: PcPlatform>(&mut self, vcpu: &mut V, platform: &mut P) -> StopReason {
+        // Other threads may have changed the platform's state between two calls.
         self.needs_service = true;
         loop {
-            match self.step(vcpu, board) {
+            match self.step(vcpu, platform) {
                 Ok(()) => {}
                 Err(reason) => return reason,
             }
@@ -159,41 +132,41 @@ impl Cpu {
     /// Enters the guest once and handles the exit. The frequent exits are inlined, all others are
     /// calls.
     #[inline(always)]
-    fn step<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M) -> Flow {
-        if self.needs_service || board.needs_service(self.index) {
-            self.prepare(vcpu, board)?;
+    fn step<V: X86Vcpu, P: PcPlatform>(&mut self, vcpu: &mut V, platform: &mut P) -> Flow {
+        if self.needs_service || platform.needs_service(self.index) {
+            self.prepare(vcpu, platform)?;
         }
         let exit = vcpu.run();
         if V::KEEPS_CR8 && vcpu.cr8() != self.cr8 {
-            self.note_cr8(vcpu, board);
+            self.note_cr8(vcpu, platform);
         }
         self.exits[exit.index()] += 1;
         if self.virq_offered {
-            self.sync_interrupt_state(vcpu, board);
+            self.sync_interrupt_state(vcpu, platform);
         }
         match exit {
             Exit::Cpuid => {
-                self.cpuid(vcpu, board);
+                self.cpuid(vcpu, platform);
                 Ok(())
             }
             Exit::Io(io) if !io.string => {
-                self.port(vcpu, board, io);
+                self.port(vcpu, platform, io);
                 Ok(())
             }
             Exit::Msr { write } => {
-                self.msr(vcpu, board, write);
+                self.msr(vcpu, platform, write);
                 Ok(())
             }
             Exit::Recall { events } => Err(StopReason::Recall(events)),
-            _ => self.handle_slow_exit(vcpu, board, exit),
+            _ => self.handle_slow_exit(vcpu, platform, exit),
         }
     }
 
     /// Copies the guest's task priority to the local APIC, before any comparison with it.
     #[cold]
-    fn note_cr8<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M) {
+    fn note_cr8<V: X86Vcpu, P: PcPlatform>(&mut self, vcpu: &mut V, platform: &mut P) {
         self.cr8 = vcpu.cr8();
-        board.set_cr8(self.index, self.cr8);
+        platform.set_cr8(self.index, self.cr8);
         // The pending interrupt may be masked now, or a masked one may be deliverable.
         self.needs_service = true;
     }
@@ -201,7 +174,7 @@ impl Cpu {
     /// Synchronises the local APIC with virtual interrupts and PV EOIs that completed without an
     /// exit.
     #[inline(never)]
-    fn sync_interrupt_state<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M) {
+    fn sync_interrupt_state<V: X86Vcpu, P: PcPlatform>(&mut self, vcpu: &mut V, platform: &mut P) {
         self.virq_offered = false;
         if let InterruptWindow::DeliverVirq(vector) = self.window {
             if vcpu.has_window() {
@@ -213,24 +186,24 @@ impl Cpu {
                     self.deferred = Event::NONE;
                     self.needs_service = true;
                 } else {
-                    board.accept_virq(self.index, vector);
+                    platform.accept_virq(self.index, vector);
                 }
             }
         }
         // The exit interrupted its delivery.
         self.needs_service |= vcpu.event().is_interrupt();
         // If the guest completed the offered EOI, its interrupt is in service now.
-        if self.eoi.is_ended(board.memory()) {
-            board.end_of_interrupt(self.index);
+        if self.eoi.is_ended(platform.memory()) {
+            platform.end_of_interrupt(self.index);
         }
     }
 
     /// Brings all state up to date before the guest is entered.
     #[inline(never)]
-    fn prepare<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M) -> Flow {
+    fn prepare<V: X86Vcpu, P: PcPlatform>(&mut self, vcpu: &mut V, platform: &mut P) -> Flow {
         if self.virq_offered {
             // The last preparation ended without an entry.
-            self.sync_interrupt_state(vcpu, board);
+            self.sync_interrupt_state(vcpu, platform);
         }
         self.needs_service = false;
         if !self.started {
@@ -241,65 +214,71 @@ impl Cpu {
             vcpu.set_cr8(0);
             vcpu.set_cr8_exits(false);
             self.nmi_mask.clear(vcpu);
-            vcpu.set_hlt_exits(false);
-            vcpu.set(Reg::TscOffset, board.clock().base().wrapping_neg());
+            vcpu.set_wait_exits(false);
+            vcpu.set(Reg::TscOffset, platform.clock().base().wrapping_neg());
             vcpu.set(Reg::Xcr0, xcr0::X87);
         }
-        let signals = board.service_timers(self.index);
+        let signals = platform.service_timers(self.index);
         if let Some(outcome) = signals.end {
             return Err(StopReason::End(outcome));
         }
-        let signature = |board: &M| board.cpuid().lookup(leaf::FEATURES, 0).0[0];
-        if signals.init {
+        let interrupts = signals.interrupts;
+        let signature = |platform: &P| platform.cpuid().lookup(leaf::FEATURES, 0).0[0];
+        if interrupts.init {
             self.nmi = false;
             self.nmi_mask.clear(vcpu);
             self.deferred = Event::NONE;
             self.activity = Activity::Parked;
             self.eoi = EoiWord::OFF;
             self.steal.reset();
-            vcpu.set_hlt_exits(false);
+            vcpu.set_wait_exits(false);
             vcpu.set_event(Event::NONE);
-            start_up(vcpu, 0, signature(board));
+            start_up(vcpu, 0, signature(platform));
         }
-        if let (Some(page), Activity::Parked) = (signals.startup, self.activity) {
-            start_up(vcpu, page, signature(board));
+        if let (Some(page), Activity::Parked) = (interrupts.startup, self.activity) {
+            start_up(vcpu, page, signature(platform));
             self.activity = Activity::Running;
         }
         if self.activity == Activity::Running && vcpu.get(Reg::InterruptShadow) != 0 {
-            self.halt_in_shadow(vcpu, board);
+            self.halt_in_shadow(vcpu, platform);
         }
-        self.nmi |= signals.nmi;
-        if signals.cr8 != self.cr8 {
+        self.nmi |= interrupts.nmi;
+        if interrupts.cr8 != self.cr8 {
             // The guest wrote the priority through the APIC's TPR, or by an emulated instruction.
-            self.cr8 = signals.cr8;
-            vcpu.set_cr8(signals.cr8);
+            self.cr8 = interrupts.cr8;
+            vcpu.set_cr8(interrupts.cr8);
         }
-        let held = signals.interrupt == PendingInterrupt::Masked;
-        let cr8_exits = held || signals.tpr_low;
+        let held = interrupts.maskable == PendingInterrupt::Masked;
+        let cr8_exits = held || interrupts.tpr_low;
         if cr8_exits != self.cr8_exits {
             self.cr8_exits = cr8_exits;
             vcpu.set_cr8_exits(cr8_exits);
         }
-        self.deliver(vcpu, board, if held { PendingInterrupt::None } else { signals.interrupt });
+        self.deliver(
+            vcpu,
+            platform,
+            if held { PendingInterrupt::None } else { interrupts.maskable },
+        );
         if self.activity != Activity::Running {
-            self.steal.leave(board.memory());
-            return Err(StopReason::Idle { deadline_tsc: board.clock().tsc(signals.deadline) });
+            self.steal.leave(platform.memory());
+            return Err(StopReason::Idle {
+                deadline_ticks: platform.clock().ticks(signals.deadline),
+            });
         }
-        if signals.deadline != self.deadline {
-            self.deadline = signals.deadline;
-            vcpu.set_deadline(board.clock().tsc(signals.deadline));
-        }
-        if self.steal.is_on() && self.steal.enter(board.memory(), board.clock(), vcpu.stolen()) {
+        self.deadline.set(signals.deadline, vcpu, platform.clock());
+        if self.steal.is_on()
+            && self.steal.enter(platform.memory(), platform.clock(), vcpu.stolen())
+        {
             vcpu.flush_tlb();
         }
         Ok(())
     }
 
     /// Fills the injection slot with the first event and requests a window for pending ones.
-    fn deliver<V: Vcpu, M: Board>(
+    fn deliver<V: X86Vcpu, P: PcPlatform>(
         &mut self,
         vcpu: &mut V,
-        board: &mut M,
+        platform: &mut P,
         interrupt: PendingInterrupt,
     ) {
         let mut window = InterruptWindow::Nothing;
@@ -333,14 +312,14 @@ impl Cpu {
                 window = InterruptWindow::DeliverVirq(vector);
                 self.virq_offered = true;
                 if eoi_elidable {
-                    self.eoi.offer(board.memory());
+                    self.eoi.offer(platform.memory());
                 }
             } else if is_free && accepts_interrupt(vcpu) {
-                if let Some(taken) = board.acknowledge(self.index) {
+                if let Some(taken) = platform.acknowledge(self.index) {
                     self.activity = Activity::Running;
                     vcpu.set_event(Event::interrupt(taken.vector));
                     window = exit_if(taken.more);
-                    self.virq_offered = taken.eoi_elidable && self.eoi.offer(board.memory());
+                    self.virq_offered = taken.eoi_elidable && self.eoi.offer(platform.memory());
                 }
             } else {
                 // An NMI needs a free slot but no window: delivery is tried again at the next exit.
@@ -360,7 +339,7 @@ impl Cpu {
     /// Offers an interrupt that is in service already as a virtual one. The slot would deliver it
     /// at once, but QEMU TCG sometimes delivers an injected interrupt twice; and an interrupt in
     /// the slot after an exit always means that the exit interrupted its delivery.
-    fn offer_deferred<V: Vcpu>(&mut self, vcpu: &mut V) -> InterruptWindow {
+    fn offer_deferred<V: X86Vcpu>(&mut self, vcpu: &mut V) -> InterruptWindow {
         if vcpu.event().is_interrupt() {
             self.deferred = vcpu.event();
             vcpu.set_event(Event::NONE);
@@ -376,29 +355,29 @@ impl Cpu {
     /// every CPU restores the interrupt shadow on entry; without it an interrupt would be delivered
     /// before the `HLT` that waits for it.
     #[cold]
-    fn halt_in_shadow<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &M) {
+    fn halt_in_shadow<V: X86Vcpu, P: PcPlatform>(&mut self, vcpu: &mut V, platform: &P) {
         if vcpu.event().is_some() || vcpu.get(Reg::Cpl) != 0 {
             return;
         }
-        if let Some(next) = self.fetch.next_rip_from_bytes(vcpu, board.memory(), Pattern::HLT) {
+        if let Some(next) = self.fetch.next_rip_from_bytes(vcpu, platform.memory(), Pattern::HLT) {
             retire(vcpu, next);
             self.activity = Activity::Halted;
         }
     }
 
     #[inline(always)]
-    fn cpuid<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M) {
-        let Some(next) = self.fetch.next_rip(vcpu, board.memory(), Pattern::CPUID) else {
-            return self.inject_ud(vcpu, board);
+    fn cpuid<V: X86Vcpu, P: PcPlatform>(&mut self, vcpu: &mut V, platform: &mut P) {
+        let Some(next) = self.fetch.next_rip(vcpu, platform.memory(), Pattern::CPUID) else {
+            return self.inject_ud(vcpu, platform);
         };
         let (number, subleaf) = (vcpu.gpr(Gpr::Rax) as u32, vcpu.gpr(Gpr::Rcx) as u32);
-        let (values, patch) = board.cpuid().lookup(number, subleaf);
+        let (values, patch) = platform.cpuid().lookup(number, subleaf);
         let patched;
         let values = match patch {
             Patch::None => values,
             _ => {
                 let values = *values;
-                patched = self.patch_cpuid(vcpu, board, &values, patch);
+                patched = self.patch_cpuid(vcpu, platform, &values, patch);
                 &patched
             }
         };
@@ -410,10 +389,10 @@ impl Cpu {
     }
 
     #[inline(never)]
-    fn patch_cpuid<V: Vcpu, M: Board>(
+    fn patch_cpuid<V: X86Vcpu, P: PcPlatform>(
         &self,
         vcpu: &mut V,
-        board: &mut M,
+        platform: &mut P,
         values: &Values,
         patch: Patch,
     ) -> Values {
@@ -425,26 +404,26 @@ impl Cpu {
         };
         let apic = match patch {
             Patch::Features | Patch::AmdFeatures => {
-                let base = board.apic_read(self.index, APIC_BASE);
+                let base = platform.apic_read(self.index, APIC_BASE);
                 base.is_none_or(|base| base & APIC_ENABLED != 0)
             }
             _ => true,
         };
         let view = CpuView { apic_id: self.index as u32, cr4, xcr0, apic };
-        board.cpuid().patch(values, patch, view)
+        platform.cpuid().patch(values, patch, view)
     }
 
     #[inline(always)]
-    fn port<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M, io: IoExit) {
+    fn port<V: X86Vcpu, P: PcPlatform>(&mut self, vcpu: &mut V, platform: &mut P, io: IoExit) {
         // The CPU always reports the address after `IN` and `OUT` (EXITINFO2).
         if io.next_rip == 0 {
-            return self.inject_ud(vcpu, board);
+            return self.inject_ud(vcpu, platform);
         }
         let rax = vcpu.gpr(Gpr::Rax);
         if io.write {
-            board.port_out(io.port, io.size, rax as u32 & mask(io.size));
+            platform.port_out(io.port, io.size, rax as u32 & mask(io.size));
         } else {
-            let value = board.port_in(io.port, io.size) & mask(io.size);
+            let value = platform.port_in(io.port, io.size) & mask(io.size);
             // A 32-bit result clears the upper half; narrower results keep the other bits.
             let kept = if io.size == 4 { 0 } else { rax & !u64::from(mask(io.size)) };
             vcpu.set_gpr(Gpr::Rax, kept | u64::from(value));
@@ -453,17 +432,17 @@ impl Cpu {
     }
 
     #[inline(never)]
-    fn msr<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M, write: bool) {
+    fn msr<V: X86Vcpu, P: PcPlatform>(&mut self, vcpu: &mut V, platform: &mut P, write: bool) {
         let pattern = if write { Pattern::WRMSR } else { Pattern::RDMSR };
-        let Some(next) = self.fetch.next_rip(vcpu, board.memory(), pattern) else {
-            return self.inject_ud(vcpu, board);
+        let Some(next) = self.fetch.next_rip(vcpu, platform.memory(), pattern) else {
+            return self.inject_ud(vcpu, platform);
         };
         let msr = vcpu.gpr(Gpr::Rcx) as u32;
         let done = if write {
             let value = vcpu.gpr(Gpr::Rdx) << 32 | vcpu.gpr(Gpr::Rax) & 0xffff_ffff;
-            self.write_msr(vcpu, board, msr, value)
+            self.write_msr(vcpu, platform, msr, value)
         } else {
-            self.read_msr(vcpu, board, msr).map(|value| {
+            self.read_msr(vcpu, platform, msr).map(|value| {
                 vcpu.set_gpr(Gpr::Rax, value & 0xffff_ffff);
                 vcpu.set_gpr(Gpr::Rdx, value >> 32);
             })
@@ -475,64 +454,63 @@ impl Cpu {
     }
 
     #[inline(never)]
-    fn handle_slow_exit<V: Vcpu, M: Board>(
+    fn handle_slow_exit<V: X86Vcpu, P: PcPlatform>(
         &mut self,
         vcpu: &mut V,
-        board: &mut M,
+        platform: &mut P,
         exit: Exit,
     ) -> Flow {
         match exit {
             Exit::Io(io) => {
-                let emulated = board.emulate_io(self.index, vcpu, io);
+                let emulated = platform.emulate_io(self.index, vcpu, io);
                 self.emulated(vcpu, emulated);
             }
-            Exit::MemoryFault(fault) => self.memory_fault(vcpu, board, fault)?,
-            Exit::Access(access) => self.access(vcpu, board, access),
+            Exit::MemoryFault(fault) => self.memory_fault(vcpu, platform, fault)?,
+            Exit::Access(access) => self.access(vcpu, platform, access),
             Exit::Hlt => {
-                if self.skip(vcpu, board, Pattern::HLT) {
+                if self.skip(vcpu, platform, Pattern::HLT) {
                     self.activity = Activity::Halted;
                     self.needs_service = true;
                 }
             }
             Exit::Halted { events } => {
-                if self.skip(vcpu, board, Pattern::HLT) {
+                if self.skip(vcpu, platform, Pattern::HLT) {
                     self.activity = Activity::Halted;
                 }
                 return Err(StopReason::Recall(events));
             }
-            Exit::Hypercall => self.hypercall(vcpu, board),
+            Exit::Hypercall => self.hypercall(vcpu, platform),
             Exit::InterruptWindow => {
                 self.window = InterruptWindow::Nothing;
                 self.needs_service = true;
             }
             Exit::Deadline => {
-                // The back end keeps a deadline that has passed until a new one is set.
-                self.deadline = 0;
+                self.deadline.passed();
                 self.needs_service = true;
             }
             Exit::Recall { events } => return Err(StopReason::Recall(events)),
-            Exit::Xsetbv => self.xsetbv(vcpu, board),
+            Exit::Xsetbv => self.xsetbv(vcpu, platform),
             Exit::CacheFlush => {
-                self.skip(vcpu, board, Pattern::CACHE_FLUSH);
+                self.skip(vcpu, platform, Pattern::CACHE_FLUSH);
             }
             Exit::Pause => {
-                self.skip(vcpu, board, Pattern::PAUSE);
+                self.skip(vcpu, platform, Pattern::PAUSE);
             }
-            Exit::CrAccess { register: 8, write } => self.cr8(vcpu, board, write),
-            Exit::Exception { vector, code } => self.exception(vcpu, board, vector, code)?,
+            Exit::CrAccess { register: 8, write } => self.cr8(vcpu, platform, write),
+            Exit::Exception { vector, code } => self.exception(vcpu, platform, vector, code)?,
             Exit::Undefined => self.raise(vcpu, UNDEFINED),
             Exit::Protected => self.raise(vcpu, PROTECTION),
             Exit::Iret => self.nmi_mask.begin_return(vcpu),
-            Exit::CrAccess { .. } | Exit::TaskSwitch => self.inject_ud(vcpu, board),
+            Exit::CrAccess { .. } | Exit::TaskSwitch => self.inject_ud(vcpu, platform),
             Exit::Spurious => {}
             Exit::Shutdown => return Err(StopReason::End(Outcome::TripleFault)),
             Exit::InvalidState { why, code } => {
-                board.unknown(Unknown::Other(why, code));
+                platform.unknown(Unknown::Other(why, code));
                 return Err(StopReason::End(Outcome::TripleFault));
             }
             Exit::HostError(code) => return Err(StopReason::End(Outcome::HostError(code))),
             Exit::Unknown(code) => {
-                board.unknown(Unknown::Exit(code));
+                platform.unknown(Unknown::Exit(code));
                 return Err(StopReason::End(Outcome::HostError(code)));
             }
             Exit::Cpuid | Exit::Msr { .. } => {}
@@ -541,55 +519,60 @@ impl Cpu {
     }
 
     /// Performs an access for an instruction that the host emulates.
-    fn access<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M, access: Access) {
+    fn access<V: X86Vcpu, P: PcPlatform>(
+        &mut self,
+        vcpu: &mut V,
+        platform: &mut P,
+        access: Access,
+    ) {
         let Access { space, address, size, value } = access;
         let answer = match (space, value) {
-            (Space::Port, None) => Some(board.port_in(address as u16, size).into()),
+            (Space::Port, None) => Some(platform.port_in(address as u16, size).into()),
             (Space::Port, Some(value)) => {
-                board.port_out(address as u16, size, value as u32);
+                platform.port_out(address as u16, size, value as u32);
                 Some(0)
             }
-            (Space::Memory, None) => Some(board.memory_in(self.index, address, size)),
+            (Space::Memory, None) => Some(platform.mmio_read(self.index, address, size)),
             (Space::Memory, Some(value)) => {
-                board.memory_out(self.index, address, size, value);
+                platform.mmio_write(self.index, address, size, value);
                 Some(0)
             }
-            (Space::Msr, None) => self.read_msr(vcpu, board, address as u32),
+            (Space::Msr, None) => self.read_msr(vcpu, platform, address as u32),
             (Space::Msr, Some(value)) => {
-                self.write_msr(vcpu, board, address as u32, value).map(|()| 0)
+                self.write_msr(vcpu, platform, address as u32, value).map(|()| 0)
             }
         };
         vcpu.complete_access(answer);
     }
 
-    fn memory_fault<V: Vcpu, M: Board>(
+    fn memory_fault<V: X86Vcpu, P: PcPlatform>(
         &mut self,
         vcpu: &mut V,
-        board: &mut M,
+        platform: &mut P,
         fault: MemoryFault,
     ) -> Flow {
         if vcpu.event().is_some() {
             // The interrupt's stack or table is not memory: there is no instruction to emulate, and
             // another delivery would exit here again.
-            board.unknown(Unknown::Other("event delivery outside memory", fault.gpa));
+            platform.unknown(Unknown::Other("event delivery outside memory", fault.gpa));
             return Err(StopReason::End(Outcome::TripleFault));
         }
         if fault.walk {
-            board.unknown(Unknown::Other("page tables outside memory", fault.gpa));
+            platform.unknown(Unknown::Other("page tables outside memory", fault.gpa));
             return Err(StopReason::End(Outcome::TripleFault));
         }
         if fault.fetch {
             // No device responds, so all bits read as 1: FF FF is an undefined opcode.
-            board.unknown(Unknown::Other("code outside memory", fault.gpa));
+            platform.unknown(Unknown::Other("code outside memory", fault.gpa));
             self.raise(vcpu, UNDEFINED);
             return Ok(());
         }
-        let emulated = board.emulate_memory(self.index, vcpu, fault);
+        let emulated = platform.emulate_memory(self.index, vcpu, fault);
         self.emulated(vcpu, emulated);
         Ok(())
     }
 
-    fn emulated<V: Vcpu>(&mut self, vcpu: &mut V, emulated: Emulated) {
+    fn emulated<V: X86Vcpu>(&mut self, vcpu: &mut V, emulated: Emulated) {
         match emulated {
             Emulated::Next(next) => retire(vcpu, next),
             Emulated::Again => interrupt_repetition(vcpu),
@@ -598,16 +581,16 @@ impl Cpu {
         }
     }
 
-    fn hypercall<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M) {
+    fn hypercall<V: X86Vcpu, P: PcPlatform>(&mut self, vcpu: &mut V, platform: &mut P) {
         let number = vcpu.gpr(Gpr::Rax);
-        if !self.skip(vcpu, board, Pattern::VMMCALL) {
+        if !self.skip(vcpu, platform, Pattern::VMMCALL) {
             return;
         }
         let result = match number {
             _ if vcpu.get(Reg::Cpl) != 0 => hypercall::NOT_PERMITTED as u64,
-            hypercall::SEND_IPI => send_ipi(vcpu, board) as u64,
-            _ => board.hypercall(vcpu).unwrap_or_else(|| {
-                board.unknown(Unknown::Hypercall(number));
+            hypercall::SEND_IPI => send_ipi(vcpu, platform) as u64,
+            _ => platform.hypercall(vcpu).unwrap_or_else(|| {
+                platform.unknown(Unknown::Hypercall(number));
                 hypercall::UNKNOWN as u64
             }),
         };
@@ -615,13 +598,13 @@ impl Cpu {
     }
 
     /// APM vol. 4, `XSETBV`: register 0 only, x87 always set, AVX only with SSE.
-    fn xsetbv<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M) {
-        let Some(next) = self.fetch.next_rip(vcpu, board.memory(), Pattern::XSETBV) else {
-            return self.inject_ud(vcpu, board);
+    fn xsetbv<V: X86Vcpu, P: PcPlatform>(&mut self, vcpu: &mut V, platform: &mut P) {
+        let Some(next) = self.fetch.next_rip(vcpu, platform.memory(), Pattern::XSETBV) else {
+            return self.inject_ud(vcpu, platform);
         };
         let value = vcpu.gpr(Gpr::Rdx) << 32 | vcpu.gpr(Gpr::Rax) & 0xffff_ffff;
         let register = vcpu.gpr(Gpr::Rcx) as u32;
-        let allowed = board.cpuid().xcr0_allowed();
+        let allowed = platform.cpuid().xcr0_allowed();
         let avx512 = value & xcr0::AVX512;
         let good = register == 0
             && value & !allowed == 0
@@ -636,19 +619,19 @@ impl Cpu {
     }
 
     /// `MOV` to and from `CR8` (`[REX.R] 0F 22 /0`, `0F 20 /0`): the task priority.
-    fn cr8<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M, write: bool) {
+    fn cr8<V: X86Vcpu, P: PcPlatform>(&mut self, vcpu: &mut V, platform: &mut P, write: bool) {
         let code = CodeView::of(vcpu);
         let mut bytes = [0; 15];
-        let Ok((count, _)) = code.fetch(board.memory(), &mut bytes) else {
-            return self.inject_ud(vcpu, board);
+        let Ok((count, _)) = code.fetch(platform.memory(), &mut bytes) else {
+            return self.inject_ud(vcpu, platform);
         };
         let start = prefixes(&bytes[..count], code.size);
         let opcode = if write { 0x22 } else { 0x20 };
         let &[0x0f, second, modrm, ..] = &bytes[start..count] else {
-            return self.inject_ud(vcpu, board);
+            return self.inject_ud(vcpu, platform);
         };
         if second != opcode {
-            return self.inject_ud(vcpu, board);
+            return self.inject_ud(vcpu, platform);
         }
         let rex = if start > 0 && code.size == CodeSize::Bits64 { bytes[start - 1] } else { 0 };
         let extended = rex & 0xf0 == 0x40 && rex & 1 != 0;
@@ -658,10 +641,10 @@ impl Cpu {
             if value > 15 {
                 return self.raise(vcpu, PROTECTION);
             }
-            board.set_cr8(self.index, value as u8);
+            platform.set_cr8(self.index, value as u8);
             self.needs_service = true;
         } else {
-            let value = board.cr8(self.index);
+            let value = platform.cr8(self.index);
             vcpu.set_gpr(register, value.into());
         }
         let rip = vcpu.get(Reg::Rip);
@@ -671,14 +654,19 @@ impl Cpu {
     /// Advances past the current instruction; raises `#UD` and returns `false` if it is not
     /// `pattern`.
     #[inline(never)]
-    fn skip<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M, pattern: Pattern) -> bool {
-        match self.fetch.next_rip(vcpu, board.memory(), pattern) {
+    fn skip<V: X86Vcpu, P: PcPlatform>(
+        &mut self,
+        vcpu: &mut V,
+        platform: &mut P,
+        pattern: Pattern,
+    ) -> bool {
+        match self.fetch.next_rip(vcpu, platform.memory(), pattern) {
             Some(next) => {
                 retire(vcpu, next);
                 true
             }
             None => {
-                self.inject_ud(vcpu, board);
+                self.inject_ud(vcpu, platform);
                 false
             }
         }
@@ -686,24 +674,24 @@ impl Cpu {
 
     /// Injects `#UD`: the instruction does not match the exit, or cannot be emulated.
     #[cold]
-    fn inject_ud<V: Vcpu, M: Board>(&mut self, vcpu: &mut V, board: &mut M) {
+    fn inject_ud<V: X86Vcpu, P: PcPlatform>(&mut self, vcpu: &mut V, platform: &mut P) {
         let rip = vcpu.get(Reg::Rip);
         let mut bytes = [0; 15];
         // Unreadable bytes stay 0 in the report.
-        let _ = CodeView::of(vcpu).fetch(board.memory(), &mut bytes);
+        let _ = CodeView::of(vcpu).fetch(platform.memory(), &mut bytes);
         let mut first = [0; 8];
         first.copy_from_slice(&bytes[..8]);
-        board.unknown(Unknown::Instruction { rip, bytes: u64::from_le_bytes(first) });
+        platform.unknown(Unknown::Instruction { rip, bytes: u64::from_le_bytes(first) });
         self.raise(vcpu, UNDEFINED);
     }
 
     /// Reflects an intercepted exception to the guest. The CPU has already performed the side
     /// effects before delivery: DR6 has the cause of a `#DB` (APM vol. 2, section 15.12.2).
     #[cold]
-    fn exception<V: Vcpu, M: Board>(
+    fn exception<V: X86Vcpu, P: PcPlatform>(
         &mut self,
         vcpu: &mut V,
-        board: &mut M,
+        platform: &mut P,
         vector: u8,
         code: u32,
     ) -> Flow {
@@ -716,7 +704,7 @@ impl Cpu {
             // Its error code is always 0, and EXITINFO1 is undefined (APM vol. 2, section 8.2.18).
             ALIGNMENT => Event::exception_code(ALIGNMENT, 0),
             _ => {
-                board.unknown(Unknown::Other("unexpected intercepted exception", code.into()));
+                platform.unknown(Unknown::Other("unexpected intercepted exception", code.into()));
                 return Err(StopReason::End(Outcome::HostError(vector.into())));
             }
         };
@@ -742,7 +730,7 @@ impl Cpu {
     /// Puts a fault into the injection slot and requests service, because the slot is occupied now.
     /// The saved flags of a fault have RF set, so that the instruction breakpoint is not reported
     /// again (APM vol. 2, section 13.1.1); a CPU does not set RF for an injected event.
-    fn raise<V: Vcpu>(&mut self, vcpu: &mut V, event: Event) {
+    fn raise<V: X86Vcpu>(&mut self, vcpu: &mut V, event: Event) {
         let rflags = vcpu.get(Reg::Rflags);
         vcpu.set(Reg::Rflags, rflags | RFLAGS_RF);
         vcpu.set_event(event);
@@ -774,13 +762,13 @@ fn interrupted_by_benign(first: Event) -> Interrupted {
 }
 
 /// Returns true if the guest can take a maskable interrupt now.
-fn accepts_interrupt(vcpu: &mut impl Vcpu) -> bool {
+fn accepts_interrupt(vcpu: &mut impl X86Vcpu) -> bool {
     vcpu.get(Reg::Rflags) & RFLAGS_IF != 0 && vcpu.get(Reg::InterruptShadow) & 1 == 0
 }
 
 /// Completes the current instruction, with the side effects of its completion.
 #[inline(always)]
-fn retire(vcpu: &mut impl Vcpu, next: u64) {
+fn retire(vcpu: &mut impl X86Vcpu, next: u64) {
     vcpu.set(Reg::Rip, next);
     let shadow = vcpu.get(Reg::InterruptShadow) != 0;
     if shadow || vcpu.get(Reg::Rflags) & (RFLAGS_TF | RFLAGS_RF) != 0 {
@@ -791,7 +779,7 @@ fn retire(vcpu: &mut impl Vcpu, next: u64) {
 /// Completes an instruction in an interrupt shadow (the shadow ends), after an instruction
 /// breakpoint (breakpoints are armed again for the next instruction), or in single-step mode.
 #[cold]
-fn retire_marked(vcpu: &mut impl Vcpu) {
+fn retire_marked(vcpu: &mut impl X86Vcpu) {
     vcpu.set(Reg::InterruptShadow, 0);
     let rflags = vcpu.get(Reg::Rflags);
     if rflags & RFLAGS_RF != 0 {
@@ -804,7 +792,7 @@ fn retire_marked(vcpu: &mut impl Vcpu) {
 /// instruction breakpoint at it has been reported already, and single-step mode traps here (APM
 /// vol. 2, sections 13.1.1 and 13.1.4).
 #[cold]
-fn interrupt_repetition(vcpu: &mut impl Vcpu) {
+fn interrupt_repetition(vcpu: &mut impl X86Vcpu) {
     vcpu.set(Reg::InterruptShadow, 0);
     let rflags = vcpu.get(Reg::Rflags);
     vcpu.set(Reg::Rflags, rflags | RFLAGS_RF);
@@ -812,7 +800,7 @@ fn interrupt_repetition(vcpu: &mut impl Vcpu) {
 }
 
 /// Raises the `#DB` of single-step mode if `RFLAGS.TF` is set.
-fn single_step(vcpu: &mut impl Vcpu, rflags: u64) {
+fn single_step(vcpu: &mut impl X86Vcpu, rflags: u64) {
     if rflags & RFLAGS_TF == 0 {
         return;
     }
@@ -821,7 +809,7 @@ fn single_step(vcpu: &mut impl Vcpu, rflags: u64) {
 
 /// Puts a `#DB` into the injection slot with its side effects: adds `causes` to DR6 and clears
 /// general detection. An injected event has neither.
-fn raise_debug(vcpu: &mut impl Vcpu, causes: u64) {
+fn raise_debug(vcpu: &mut impl X86Vcpu, causes: u64) {
     if causes != 0 {
         let dr6 = vcpu.get(Reg::Dr6);
         vcpu.set(Reg::Dr6, dr6 | causes);
@@ -834,7 +822,7 @@ fn raise_debug(vcpu: &mut impl Vcpu, causes: u64) {
 }
 
 /// Handles [`hypercall::SEND_IPI`]; returns the value for `rax`.
-fn send_ipi<V: Vcpu, M: Board>(vcpu: &mut V, board: &mut M) -> i64 {
+fn send_ipi<V: X86Vcpu, P: PcPlatform>(vcpu: &mut V, platform: &mut P) -> i64 {
     const DELIVERY: u32 = 7 << 8;
     let command = vcpu.gpr(Gpr::Rsi) as u32;
     let delivery = command & DELIVERY;
@@ -853,7 +841,7 @@ fn send_ipi<V: Vcpu, M: Board>(vcpu: &mut V, board: &mut M) -> i64 {
         vector: command as u8,
         level: false,
     };
-    board.multicast(to, message).into()
+    platform.multicast(to, message).into()
 }
 
 #[inline]
@@ -863,7 +851,7 @@ fn mask(size: u8) -> u32 {
 
 /// Sets the state after a start-up IPI (APM vol. 2, table 14-1 and section 15.27.8): real mode at
 /// `page << 12`.
-fn start_up(vcpu: &mut impl Vcpu, page: u8, signature: u32) {
+fn start_up(vcpu: &mut impl X86Vcpu, page: u8, signature: u32) {
     const DATA: u16 = 0x93;
     const CODE: u16 = 0x9b;
     const LDT: u16 = 0x82;
@@ -897,9 +885,8 @@ fn start_up(vcpu: &mut impl Vcpu, page: u8, signature: u32) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::board::{Acknowledged, Signals};
-    use crate::clock::TscClock;
     use crate::cpuid::{CpuidConfig, CpuidTable};
+    use crate::platform::{Acknowledged, Interrupts};
     use crate::testing::{ScriptEntry, ScriptedVcpu};
     use crate::walk::{Intent, Paging};
     use hw_x86::kvm::steal_time;
@@ -908,10 +895,11 @@ mod tests {
     use std::collections::BTreeSet;
     use std::vec::Vec;
     use vmm_mem::{GuestMemory, testing};
+    use vmm_vcpu::{CounterClock, Platform, Signals};
 
-    /// A board whose interrupt controller delivers the highest requested vector, whatever is in
+    /// A platform whose interrupt controller delivers the highest requested vector, whatever is in
     /// service.
-    struct TestBoard {
+    struct TestPlatform {
         /// Reports the vector only on acknowledgement, as an 8259 does.
         asks: bool,
         in_service: Vec<u8>,
@@ -919,7 +907,7 @@ mod tests {
         taken: Vec<u8>,
         memory: GuestMemory,
         cpuid: CpuidTable,
-        clock: TscClock,
+        clock: CounterClock,
         tsc: u64,
         requested: BTreeSet<u8>,
         nmi: bool,
@@ -939,7 +927,7 @@ mod tests {
         emulated: Emulated,
     }
 
-    impl TestBoard {
+    impl TestPlatform {
         fn new() -> Self {
             let config = CpuidConfig {
                 vcpus: 1,
@@ -965,7 +953,7 @@ mod tests {
                 taken: Vec::new(),
                 memory: testing::memory(&[(0, 0x10_000)]),
                 cpuid,
-                clock: TscClock::new(1_000_000, 1000),
+                clock: CounterClock::new(1_000_000, 1000),
                 tsc: 1000,
                 requested: BTreeSet::new(),
                 nmi: false,
@@ -1005,21 +993,47 @@ mod tests {
 
     const KNOWN_HYPERCALL: u64 = 0x1234_5678_0000;
 
-    impl Board for TestBoard {
+    impl Platform for TestPlatform {
+        type Interrupts = Interrupts;
+
         fn memory(&self) -> &GuestMemory {
             &self.memory
         }
-        fn cpuid(&self) -> &CpuidTable {
-            &self.cpuid
-        }
-        fn clock(&self) -> &TscClock {
+        fn clock(&self) -> &CounterClock {
             &self.clock
         }
-        fn host_tsc(&self) -> u64 {
+        fn counter(&self) -> u64 {
             self.tsc
         }
         fn start_unix(&self) -> u64 {
             1_700_000_000
+        }
+        fn mmio_read(&mut self, _: usize, address: u64, size: u8) -> u64 {
+            address << 8 | u64::from(size)
+        }
+        fn mmio_write(&mut self, _: usize, address: u64, size: u8, value: u64) {
+            self.written.push((address, size, value));
+        }
+        fn needs_service(&self, _: usize) -> bool {
+            self.needs_service
+        }
+        fn service_timers(&mut self, _: usize) -> Signals<Interrupts> {
+            self.needs_service = false;
+            let interrupts = Interrupts {
+                nmi: core::mem::take(&mut self.nmi),
+                maskable: self.waiting(),
+                init: core::mem::take(&mut self.init),
+                startup: self.startup.take(),
+                cr8: self.cr8,
+                tpr_low: self.tpr_low,
+            };
+            Signals { end: self.end, deadline: self.deadline, interrupts }
+        }
+    }
+
+    impl PcPlatform for TestPlatform {
+        fn cpuid(&self) -> &CpuidTable {
+            &self.cpuid
         }
         fn port_in(&mut self, port: u16, size: u8) -> u32 {
             self.ports.push((port, size, 0));
@@ -1027,12 +1041,6 @@ mod tests {
         }
         fn port_out(&mut self, port: u16, size: u8, value: u32) {
             self.ports.push((port, size, value));
-        }
-        fn memory_in(&mut self, _: usize, address: u64, size: u8) -> u64 {
-            address << 8 | u64::from(size)
-        }
-        fn memory_out(&mut self, _: usize, address: u64, size: u8, value: u64) {
-            self.written.push((address, size, value));
         }
         fn apic_read(&mut self, _: usize, msr: u32) -> Option<u64> {
             Some(self.apic_base.filter(|_| msr == APIC_BASE).unwrap_or(0x55))
@@ -1050,34 +1058,18 @@ mod tests {
         fn tsc_written(&mut self, _: usize, tsc: u64) {
             self.tsc_written.push(tsc);
         }
-        fn emulate_memory<V: Vcpu>(&mut self, _: usize, _: &mut V, _: MemoryFault) -> Emulated {
+        fn emulate_memory<V: X86Vcpu>(&mut self, _: usize, _: &mut V, _: MemoryFault) -> Emulated {
             self.emulated
         }
-        fn emulate_io<V: Vcpu>(&mut self, _: usize, _: &mut V, _: IoExit) -> Emulated {
+        fn emulate_io<V: X86Vcpu>(&mut self, _: usize, _: &mut V, _: IoExit) -> Emulated {
             self.emulated
         }
-        fn hypercall<V: Vcpu>(&mut self, vcpu: &mut V) -> Option<u64> {
+        fn hypercall<V: X86Vcpu>(&mut self, vcpu: &mut V) -> Option<u64> {
             (vcpu.gpr(Gpr::Rax) == KNOWN_HYPERCALL).then_some(77)
         }
         fn multicast(&mut self, to: ApicIds, message: InterruptMessage) -> u32 {
             self.multicasts.push((to, message));
             (0..8).filter(|&id| to.contains(id)).count() as u32
-        }
-        fn needs_service(&self, _: usize) -> bool {
-            self.needs_service
-        }
-        fn service_timers(&mut self, _: usize) -> Signals {
-            self.needs_service = false;
-            Signals {
-                end: self.end,
-                nmi: core::mem::take(&mut self.nmi),
-                interrupt: self.waiting(),
-                init: core::mem::take(&mut self.init),
-                startup: self.startup.take(),
-                deadline: self.deadline,
-                cr8: self.cr8,
-                tpr_low: self.tpr_low,
-            }
         }
         fn acknowledge(&mut self, _: usize) -> Option<Acknowledged> {
             let vector = self.requested.pop_last()?;
@@ -1101,18 +1093,22 @@ mod tests {
 
     const CODE: u64 = 0x1000;
 
-    fn guest(code: &[u8]) -> (Cpu, ScriptedVcpu, TestBoard) {
-        let board = TestBoard::new();
-        board.memory.write_slice(CODE, code).unwrap();
+    fn guest(code: &[u8]) -> (Cpu, ScriptedVcpu, TestPlatform) {
+        let platform = TestPlatform::new();
+        platform.memory.write_slice(CODE, code).unwrap();
         let mut vcpu = ScriptedVcpu::flat32();
         vcpu.set(Reg::Rip, CODE);
-        (Cpu::new(0, 40), vcpu, board)
+        (Cpu::new(0, 40), vcpu, platform)
     }
 
     /// Runs until the script ends; returns for each entry the event that the guest gets, injected
     /// or offered, and whether there is an exit window.
-    fn play(cpu: &mut Cpu, vcpu: &mut ScriptedVcpu, board: &mut TestBoard) -> Vec<(Event, bool)> {
-        assert_eq!(cpu.run(vcpu, board), StopReason::End(Outcome::HostError(0)));
+    fn play(
+        cpu: &mut Cpu,
+        vcpu: &mut ScriptedVcpu,
+        platform: &mut TestPlatform,
+    ) -> Vec<(Event, bool)> {
+        assert_eq!(cpu.run(vcpu, platform), StopReason::End(Outcome::HostError(0)));
         let seen = |entry: ScriptEntry| {
             // A back end may make an interrupt pending instead of injecting it, unless there is a
             // window.
@@ -1146,14 +1142,14 @@ mod tests {
     /// Plays one exit with `first` in the slot, whose delivery it interrupted; returns later
     /// entries.
     fn reflect(first: Event, vector: u8) -> (Cpu, ScriptedVcpu, Vec<(Event, bool)>) {
-        let (mut cpu, mut vcpu, mut board) = guest(&[0x90]);
+        let (mut cpu, mut vcpu, mut platform) = guest(&[0x90]);
         vcpu.set(Reg::Dr6, 0xffff_4ff0);
         vcpu.set(Reg::Dr7, 0x400 | DR7_GENERAL_DETECT);
         vcpu.then(move |vcpu| {
             vcpu.slot = first;
             Exit::Exception { vector, code: 0xdead }
         });
-        let entries = play(&mut cpu, &mut vcpu, &mut board);
+        let entries = play(&mut cpu, &mut vcpu, &mut platform);
         (cpu, vcpu, entries)
     }
 
@@ -1185,18 +1181,18 @@ mod tests {
             let (cpu, _, entries) = reflect(Event::NMI, vector);
             assert_eq!((entries[1].0.vector(), cpu.nmi), (vector, true));
 
-            let (mut cpu, mut vcpu, mut board) = guest(&[0x90]);
+            let (mut cpu, mut vcpu, mut platform) = guest(&[0x90]);
             vcpu.then(|vcpu| {
                 vcpu.slot = Event::exception_code(8, 0);
                 Exit::Exception { vector: ALIGNMENT, code: 0 }
             });
-            assert_eq!(cpu.run(&mut vcpu, &mut board), StopReason::End(Outcome::TripleFault));
+            assert_eq!(cpu.run(&mut vcpu, &mut platform), StopReason::End(Outcome::TripleFault));
         }
     }
 
     #[test]
     fn an_interrupt_waits_for_the_exception_in_its_delivery() {
-        let (mut cpu, mut vcpu, mut board) = guest(&[0x90]);
+        let (mut cpu, mut vcpu, mut platform) = guest(&[0x90]);
         interrupts(&mut vcpu, true);
         vcpu.then(|vcpu| {
             vcpu.slot = Event::interrupt(0x31);
@@ -1213,16 +1209,16 @@ mod tests {
             take(vcpu);
             Exit::Spurious
         });
-        let entries = play(&mut cpu, &mut vcpu, &mut board);
+        let entries = play(&mut cpu, &mut vcpu, &mut platform);
         let exception = Event::exception_code(ALIGNMENT, 0);
         let events = [Event::NONE, exception, Event::interrupt(0x31), Event::NONE];
         assert_eq!(entries, events.map(|event| (event, false)));
-        assert_eq!(board.taken, [], "the local APIC knows of it already");
+        assert_eq!(platform.taken, [], "the local APIC knows of it already");
     }
 
     #[test]
     fn others_follow_the_interrupt_that_waited() {
-        let (mut cpu, mut vcpu, mut board) = guest(&[0x90]);
+        let (mut cpu, mut vcpu, mut platform) = guest(&[0x90]);
         interrupts(&mut vcpu, true);
         vcpu.then(|vcpu| {
             vcpu.slot = Event::interrupt(0x31);
@@ -1242,7 +1238,7 @@ mod tests {
                 Exit::InterruptWindow
             });
         }
-        let entries = play(&mut cpu, &mut vcpu, &mut board);
+        let entries = play(&mut cpu, &mut vcpu, &mut platform);
         let events = [
             (Event::NONE, false),
             (Event::exception_code(ALIGNMENT, 0), false),
@@ -1255,9 +1251,9 @@ mod tests {
 
     #[test]
     fn an_interrupt_that_the_guest_takes_late_is_not_cut_short() {
-        let (mut cpu, mut vcpu, mut board) = guest(&[0x90]);
-        board.emulated = Emulated::Raise(PROTECTION);
-        board.request(0x31);
+        let (mut cpu, mut vcpu, mut platform) = guest(&[0x90]);
+        platform.emulated = Emulated::Raise(PROTECTION);
+        platform.request(0x31);
         interrupts(&mut vcpu, true);
         // It may be taken at once; but this processor is slow, and the guest does something else
         // first, which even faults.
@@ -1271,24 +1267,24 @@ mod tests {
             take(vcpu);
             Exit::Spurious
         });
-        let entries = play(&mut cpu, &mut vcpu, &mut board);
+        let entries = play(&mut cpu, &mut vcpu, &mut platform);
         let interrupt = Event::interrupt(0x31);
         let events = [interrupt, PROTECTION, interrupt, Event::NONE];
         assert_eq!(entries, events.map(|event| (event, false)));
-        assert_eq!((board.in_service, board.unknown), (std::vec![0x31], std::vec![]));
+        assert_eq!((platform.in_service, platform.unknown), (std::vec![0x31], std::vec![]));
     }
 
     #[test]
     fn an_exception_that_is_not_intercepted_ends_the_machine() {
-        let (mut cpu, mut vcpu, mut board) = guest(&[]);
+        let (mut cpu, mut vcpu, mut platform) = guest(&[]);
         vcpu.then(|_| Exit::Exception { vector: 3, code: 0 });
-        assert_eq!(cpu.run(&mut vcpu, &mut board), StopReason::End(Outcome::HostError(3)));
+        assert_eq!(cpu.run(&mut vcpu, &mut platform), StopReason::End(Outcome::HostError(3)));
     }
 
     #[test]
     fn accesses_are_answered_and_change_no_register() {
         const NO_SUCH_MSR: u64 = 0xdead_0000;
-        let (mut cpu, mut vcpu, mut board) = guest(&[]);
+        let (mut cpu, mut vcpu, mut platform) = guest(&[]);
         let accesses = [
             (Space::Port, 0x3f8, 1, None),
             (Space::Port, 0x3f8, 2, Some(0x4142)),
@@ -1302,7 +1298,7 @@ mod tests {
         for (space, address, size, value) in accesses {
             vcpu.then(move |_| Exit::Access(Access { space, address, size, value }));
         }
-        play(&mut cpu, &mut vcpu, &mut board);
+        play(&mut cpu, &mut vcpu, &mut platform);
         let answers = [
             Some(0xffff_ffff),
             Some(0),
@@ -1314,17 +1310,17 @@ mod tests {
             None,
         ];
         assert_eq!(vcpu.answers, answers);
-        assert_eq!(board.ports, [(0x3f8, 1, 0), (0x3f8, 2, 0x4142)]);
-        assert_eq!(board.written, [(0xfe00_0010, 8, u64::MAX)]);
-        assert!(board.requested.contains(&0x31));
+        assert_eq!(platform.ports, [(0x3f8, 1, 0), (0x3f8, 2, 0x4142)]);
+        assert_eq!(platform.written, [(0xfe00_0010, 8, u64::MAX)]);
+        assert!(platform.requested.contains(&0x31));
         assert_eq!((vcpu.get(Reg::Rip), vcpu.gpr(Gpr::Rax)), (CODE, 0));
     }
 
     #[test]
     fn interrupts_are_delivered_in_order_through_windows() {
-        let (mut cpu, mut vcpu, mut board) = guest(&[]);
+        let (mut cpu, mut vcpu, mut platform) = guest(&[]);
         for vector in [0x31, 0xef, 0x40] {
-            board.request(vector);
+            platform.request(vector);
         }
         interrupts(&mut vcpu, true);
         // Each handler runs with interrupts off, then ends.
@@ -1334,7 +1330,7 @@ mod tests {
                 Exit::InterruptWindow
             });
         }
-        let entries = play(&mut cpu, &mut vcpu, &mut board);
+        let entries = play(&mut cpu, &mut vcpu, &mut platform);
         let expected = [
             (Event::interrupt(0xef), true),
             (Event::interrupt(0x40), true),
@@ -1346,8 +1342,8 @@ mod tests {
 
     #[test]
     fn nothing_is_delivered_while_interrupts_are_off() {
-        let (mut cpu, mut vcpu, mut board) = guest(&[]);
-        board.request(0x31);
+        let (mut cpu, mut vcpu, mut platform) = guest(&[]);
+        platform.request(0x31);
         interrupts(&mut vcpu, false);
         vcpu.then(|vcpu| {
             interrupts(vcpu, true);
@@ -1358,15 +1354,15 @@ mod tests {
             vcpu.set(Reg::InterruptShadow, 0);
             Exit::InterruptWindow
         });
-        let entries = play(&mut cpu, &mut vcpu, &mut board);
+        let entries = play(&mut cpu, &mut vcpu, &mut platform);
         let expected = [(Event::NONE, true), (Event::NONE, true), (Event::interrupt(0x31), false)];
         assert_eq!(entries, expected);
     }
 
     #[test]
     fn virtual_interrupts_are_delivered_without_an_exit() {
-        let (mut cpu, mut vcpu, mut board) = guest(&[]);
-        board.asks = false;
+        let (mut cpu, mut vcpu, mut platform) = guest(&[]);
+        platform.asks = false;
         interrupts(&mut vcpu, false);
         vcpu.then(|_| Exit::Recall { events: 1 });
         vcpu.then(|_| Exit::Recall { events: 1 });
@@ -1374,48 +1370,48 @@ mod tests {
             vcpu.window = InterruptWindow::Nothing;
             Exit::Spurious
         });
-        board.request(0x31);
+        platform.request(0x31);
         let recall = StopReason::Recall(1);
         assert_eq!(
-            (cpu.run(&mut vcpu, &mut board), vcpu.window),
+            (cpu.run(&mut vcpu, &mut platform), vcpu.window),
             (recall, InterruptWindow::DeliverVirq(0x31))
         );
         // One interrupt of higher and one of lower priority.
-        board.request(0x40);
+        platform.request(0x40);
         assert_eq!(
-            (cpu.run(&mut vcpu, &mut board), vcpu.window),
+            (cpu.run(&mut vcpu, &mut platform), vcpu.window),
             (recall, InterruptWindow::DeliverVirq(0x40))
         );
-        assert_eq!(board.taken, []);
-        play(&mut cpu, &mut vcpu, &mut board);
+        assert_eq!(platform.taken, []);
+        play(&mut cpu, &mut vcpu, &mut platform);
         assert_eq!(
-            (&board.taken[..], vcpu.window),
+            (&platform.taken[..], vcpu.window),
             (&[0x40][..], InterruptWindow::DeliverVirq(0x31))
         );
         // The request may be withdrawn.
-        board.requested.clear();
-        play(&mut cpu, &mut vcpu, &mut board);
-        assert_eq!((&board.taken[..], vcpu.window), (&[0x40][..], InterruptWindow::Nothing));
+        platform.requested.clear();
+        play(&mut cpu, &mut vcpu, &mut platform);
+        assert_eq!((&platform.taken[..], vcpu.window), (&[0x40][..], InterruptWindow::Nothing));
     }
 
     #[test]
     fn interrupts_are_completed_without_an_exit() {
         const WORD: u64 = 0x2000;
-        let (mut cpu, mut vcpu, mut board) = guest(&[]);
-        board.asks = false;
+        let (mut cpu, mut vcpu, mut platform) = guest(&[]);
+        platform.asks = false;
         for bad in [WORD | 3, 0x1_0001, 1 << 40 | 1] {
-            assert_eq!(cpu.write_msr(&mut vcpu, &mut board, kvm::EOI, bad), None);
+            assert_eq!(cpu.write_msr(&mut vcpu, &mut platform, kvm::EOI, bad), None);
         }
-        assert!(cpu.write_msr(&mut vcpu, &mut board, kvm::EOI, WORD | 1).is_some());
-        assert_eq!(cpu.read_msr(&mut vcpu, &mut board, kvm::EOI), Some(WORD | 1));
-        let memory = board.memory;
+        assert!(cpu.write_msr(&mut vcpu, &mut platform, kvm::EOI, WORD | 1).is_some());
+        assert_eq!(cpu.read_msr(&mut vcpu, &mut platform, kvm::EOI), Some(WORD | 1));
+        let memory = platform.memory;
         let word = move || memory.read::<u32>(WORD).unwrap();
         let end = move || memory.write(WORD, 0_u32).unwrap();
         // One interrupt is injected, one is virtual: the guest completes both in memory, or not
         // (yet).
         for (open, ends) in [(true, true), (true, false), (false, true), (false, false)] {
             interrupts(&mut vcpu, open);
-            board.request(0x31);
+            platform.request(0x31);
             vcpu.then(move |vcpu| {
                 assert_eq!(word(), 1);
                 vcpu.window = InterruptWindow::Nothing;
@@ -1424,13 +1420,13 @@ mod tests {
                 }
                 Exit::Spurious
             });
-            play(&mut cpu, &mut vcpu, &mut board);
-            assert_eq!((board.in_service.is_empty(), word()), (ends, 0));
-            board.in_service.clear();
+            play(&mut cpu, &mut vcpu, &mut platform);
+            assert_eq!((platform.in_service.is_empty(), word()), (ends, 0));
+            platform.in_service.clear();
         }
         // A write of the guest to the word before it takes the interrupt completes nothing.
         interrupts(&mut vcpu, false);
-        board.request(0x31);
+        platform.request(0x31);
         vcpu.then(move |_| {
             end();
             Exit::Spurious
@@ -1439,24 +1435,24 @@ mod tests {
             vcpu.window = InterruptWindow::Nothing;
             Exit::Spurious
         });
-        play(&mut cpu, &mut vcpu, &mut board);
-        assert_eq!((&board.in_service[..], word()), (&[0x31][..], 0));
+        play(&mut cpu, &mut vcpu, &mut platform);
+        assert_eq!((&platform.in_service[..], word()), (&[0x31][..], 0));
         // Another interrupt is pending: its EOI must exit.
         interrupts(&mut vcpu, true);
-        board.request(0x32);
-        board.request(0x33);
+        platform.request(0x32);
+        platform.request(0x33);
         vcpu.then(move |_| {
             assert_eq!(word(), 0);
             Exit::Spurious
         });
-        play(&mut cpu, &mut vcpu, &mut board);
+        play(&mut cpu, &mut vcpu, &mut platform);
     }
 
     #[test]
     fn interrupts_to_several_by_hypercall() {
         // VMMCALL.
-        let (mut cpu, mut vcpu, mut board) = guest(&[0x0f, 0x01, 0xd9]);
-        let mut call = |board: &mut TestBoard, [low, high, first, command]: [u64; 4]| {
+        let (mut cpu, mut vcpu, mut platform) = guest(&[0x0f, 0x01, 0xd9]);
+        let mut call = |platform: &mut TestPlatform, [low, high, first, command]: [u64; 4]| {
             vcpu.set(Reg::Rip, CODE);
             vcpu.set_gpr(Gpr::Rax, hypercall::SEND_IPI);
             for (register, value) in
@@ -1465,15 +1461,15 @@ mod tests {
                 vcpu.set_gpr(register, value);
             }
             vcpu.then(|_| Exit::Hypercall);
-            play(&mut cpu, &mut vcpu, board);
+            play(&mut cpu, &mut vcpu, platform);
             assert_eq!(vcpu.get(Reg::Rip), CODE + 3);
             vcpu.gpr(Gpr::Rax) as i64
         };
-        assert_eq!(call(&mut board, [0b101, 0, 2, 0x4031]), 2, "ids 2 and 4");
-        assert_eq!(call(&mut board, [0, 1, 0, 0x400]), 0, "id 64");
+        assert_eq!(call(&mut platform, [0b101, 0, 2, 0x4031]), 2, "ids 2 and 4");
+        assert_eq!(call(&mut platform, [0, 1, 0, 0x400]), 0, "id 64");
         // Shorthands, logical destinations, INIT and start-up are not supported by the hypercall.
         for command in [0x4_0031, 0xc_0031, 0x831, 0x500, 0x604, 0x131] {
-            assert_eq!(call(&mut board, [1, 0, 0, command]), hypercall::INVALID);
+            assert_eq!(call(&mut platform, [1, 0, 0, command]), hypercall::INVALID);
         }
         let message = InterruptMessage {
             destination: 0,
@@ -1487,7 +1483,7 @@ mod tests {
             (ApicIds { first: 2, set: 0b101 }, message),
             (ApicIds { first: 0, set: 1 << 64 }, nmi),
         ];
-        assert_eq!(board.multicasts, expected);
+        assert_eq!(platform.multicasts, expected);
         let ids = ApicIds { first: 250, set: u128::MAX };
         assert_eq!(
             [249, 250, 377, 378, 0].map(|id| ids.contains(id)),
@@ -1499,64 +1495,64 @@ mod tests {
     fn stolen_time_and_flushes_by_the_record() {
         const RECORD: u64 = 0x2000;
         const STATE: u64 = RECORD + steal_time::STATE;
-        let (mut cpu, mut vcpu, mut board) = guest(&[0xf4]);
-        let write = |cpu: &mut Cpu, vcpu: &mut ScriptedVcpu, board: &mut TestBoard, value| {
-            cpu.write_msr(vcpu, board, kvm::STEAL_TIME, value)
+        let (mut cpu, mut vcpu, mut platform) = guest(&[0xf4]);
+        let write = |cpu: &mut Cpu, vcpu: &mut ScriptedVcpu, platform: &mut TestPlatform, value| {
+            cpu.write_msr(vcpu, platform, kvm::STEAL_TIME, value)
         };
-        let memory = board.memory;
+        let memory = platform.memory;
         let record = || {
             let word = |field| memory.read::<u32>(RECORD + field).unwrap();
             let steal = memory.read::<u64>(RECORD + steal_time::STEAL).unwrap();
             (steal, word(steal_time::VERSION), word(steal_time::STATE))
         };
         for bad in [RECORD | 3, RECORD | 0x21, 0x1_0001, 0xffc1 + 0x40] {
-            assert_eq!(write(&mut cpu, &mut vcpu, &mut board, bad), None);
+            assert_eq!(write(&mut cpu, &mut vcpu, &mut platform, bad), None);
         }
         // Time stolen before the record was named is not reported.
         vcpu.stolen = 500;
-        assert!(write(&mut cpu, &mut vcpu, &mut board, RECORD | 1).is_some());
-        assert_eq!(cpu.read_msr(&mut vcpu, &mut board, kvm::STEAL_TIME), Some(RECORD | 1));
+        assert!(write(&mut cpu, &mut vcpu, &mut platform, RECORD | 1).is_some());
+        assert_eq!(cpu.read_msr(&mut vcpu, &mut platform, kvm::STEAL_TIME), Some(RECORD | 1));
         assert_eq!((record(), vcpu.halts), ((0, 2, 0), true));
-        play(&mut cpu, &mut vcpu, &mut board);
+        play(&mut cpu, &mut vcpu, &mut platform);
         assert_eq!(record(), (0, 2, 0), "nothing was stolen, nothing is written");
         vcpu.stolen = 800;
-        play(&mut cpu, &mut vcpu, &mut board);
+        play(&mut cpu, &mut vcpu, &mut platform);
         assert_eq!(record(), (300, 4, 0));
         // The vCPU sleeps and is woken: by itself, or after another vCPU requested a flush.
         for (asks, flushes) in [(false, 0), (true, 1), (false, 1)] {
             vcpu.set(Reg::Rip, CODE);
             interrupts(&mut vcpu, true);
             vcpu.then(|_| Exit::Hlt);
-            assert!(matches!(cpu.run(&mut vcpu, &mut board), StopReason::Idle { .. }));
-            assert!(matches!(cpu.run(&mut vcpu, &mut board), StopReason::Idle { .. }), "still");
+            assert!(matches!(cpu.run(&mut vcpu, &mut platform), StopReason::Idle { .. }));
+            assert!(matches!(cpu.run(&mut vcpu, &mut platform), StopReason::Idle { .. }), "still");
             assert_eq!(record().2, steal_time::PREEMPTED);
             if asks {
                 memory.write(STATE, steal_time::PREEMPTED | steal_time::FLUSH_TLB).unwrap();
             }
-            board.request(0x31);
+            platform.request(0x31);
             vcpu.then(move |vcpu| {
                 assert_eq!((vcpu.flushes, memory.read(STATE)), (flushes, Ok(0_u32)));
                 take(vcpu);
                 Exit::Spurious
             });
-            play(&mut cpu, &mut vcpu, &mut board);
+            play(&mut cpu, &mut vcpu, &mut platform);
         }
         // A guest that corrupts the word harms only itself.
         cpu.steal.leave(&memory);
         memory.write(STATE, u32::MAX).unwrap();
-        play(&mut cpu, &mut vcpu, &mut board);
+        play(&mut cpu, &mut vcpu, &mut platform);
         assert_eq!((vcpu.flushes, record()), (2, (300, 4, 0)));
         // Another record continues the count; a cleared enable bit disables it.
-        assert!(write(&mut cpu, &mut vcpu, &mut board, RECORD | 1).is_some());
+        assert!(write(&mut cpu, &mut vcpu, &mut platform, RECORD | 1).is_some());
         assert_eq!(record(), (300, 6, 0));
-        board.init = true;
-        assert!(matches!(cpu.run(&mut vcpu, &mut board), StopReason::Idle { .. }));
+        platform.init = true;
+        assert!(matches!(cpu.run(&mut vcpu, &mut platform), StopReason::Idle { .. }));
         assert_eq!((record(), cpu.steal.get(), vcpu.halts), ((300, 6, 0), 0, false));
     }
 
     #[test]
     fn interrupted_events_are_injected_first() {
-        let (mut cpu, mut vcpu, mut board) = guest(&[]);
+        let (mut cpu, mut vcpu, mut platform) = guest(&[]);
         interrupts(&mut vcpu, true);
         // Delivery of a page fault was interrupted while an interrupt and an NMI arrive.
         vcpu.then(|vcpu| {
@@ -1565,9 +1561,9 @@ mod tests {
         });
         vcpu.then(|_| Exit::Spurious);
         vcpu.then(|_| Exit::InterruptWindow);
-        board.request(0x31);
-        board.nmi = true;
-        let entries = play(&mut cpu, &mut vcpu, &mut board);
+        platform.request(0x31);
+        platform.nmi = true;
+        let entries = play(&mut cpu, &mut vcpu, &mut platform);
         let expected = [
             (Event::NMI, true),
             (Event::exception_code(14, 2), true),
@@ -1579,13 +1575,13 @@ mod tests {
 
     #[test]
     fn an_exception_of_emulation_keeps_interrupts_waiting() {
-        let (mut cpu, mut vcpu, mut board) = guest(&[]);
+        let (mut cpu, mut vcpu, mut platform) = guest(&[]);
         interrupts(&mut vcpu, true);
-        board.emulated = Emulated::Raise(Event::exception_code(14, 2));
+        platform.emulated = Emulated::Raise(Event::exception_code(14, 2));
         let fault = MemoryFault { gpa: 0, write: false, fetch: false, walk: false };
         vcpu.then(move |_| Exit::MemoryFault(fault));
         vcpu.then(|_| Exit::InterruptWindow);
-        let entries = play(&mut cpu, &mut vcpu, &mut board);
+        let entries = play(&mut cpu, &mut vcpu, &mut platform);
         assert_eq!(entries[1], (Event::exception_code(14, 2), false));
         // The same with an interrupt arriving meanwhile.
         vcpu.set_gpr(Gpr::Rcx, 0x80b);
@@ -1596,7 +1592,7 @@ mod tests {
             Exit::Msr { write: true }
         });
         vcpu.then(|_| Exit::InterruptWindow);
-        let entries = play(&mut cpu, &mut vcpu, &mut board);
+        let entries = play(&mut cpu, &mut vcpu, &mut platform);
         let expected = [
             (Event::NONE, false),
             (Event::exception(DEBUG), true),
@@ -1609,12 +1605,12 @@ mod tests {
     fn a_disabled_local_apic_is_hidden() {
         const APIC: u64 = 1 << 9;
         let has = |number: u64, base: u64| {
-            let (mut cpu, mut vcpu, mut board) = guest(&[0x0f, 0xa2]);
-            board.apic_base = Some(base);
+            let (mut cpu, mut vcpu, mut platform) = guest(&[0x0f, 0xa2]);
+            platform.apic_base = Some(base);
             vcpu.set_gpr(Gpr::Rax, number);
             vcpu.next_rip = CODE + 2;
             vcpu.then(|_| Exit::Cpuid);
-            play(&mut cpu, &mut vcpu, &mut board);
+            play(&mut cpu, &mut vcpu, &mut platform);
             vcpu.gpr(Gpr::Rdx) & APIC != 0
         };
         for number in [1, 0x8000_0001] {
@@ -1630,15 +1626,15 @@ mod tests {
             IoExit { port: 1, size: 1, write: true, string: false, rep: false, next_rip: CODE };
         let fault = MemoryFault { gpa: 0, write: false, fetch: false, walk: false };
         let flags = |exit: Exit, emulated| {
-            let (mut cpu, mut vcpu, mut board) = guest(&[0x0f, 0xa2]);
-            board.emulated = emulated;
+            let (mut cpu, mut vcpu, mut platform) = guest(&[0x0f, 0xa2]);
+            platform.emulated = emulated;
             vcpu.set_gpr(Gpr::Rcx, 0x80b);
             vcpu.next_rip = CODE + 2;
             vcpu.then(move |vcpu| {
                 vcpu.set(Reg::Rflags, RFLAGS_RF | 2);
                 exit
             });
-            let entries = play(&mut cpu, &mut vcpu, &mut board);
+            let entries = play(&mut cpu, &mut vcpu, &mut platform);
             (vcpu.get(Reg::Rflags), entries[1].0)
         };
         let next = Emulated::Next(CODE + 2);
@@ -1659,66 +1655,66 @@ mod tests {
     #[test]
     fn steps_and_iterations() {
         let string = IoExit { port: 1, size: 1, write: true, string: true, rep: true, next_rip: 0 };
-        let (mut cpu, mut vcpu, mut board) = guest(&[]);
-        board.emulated = Emulated::Again;
+        let (mut cpu, mut vcpu, mut platform) = guest(&[]);
+        platform.emulated = Emulated::Again;
         vcpu.then(move |vcpu| {
             vcpu.set(Reg::Rflags, RFLAGS_TF | 2);
             vcpu.set(Reg::Dr7, DR7_GENERAL_DETECT | 0x400);
             vcpu.set(Reg::InterruptShadow, 1);
             Exit::Io(string)
         });
-        let entries = play(&mut cpu, &mut vcpu, &mut board);
+        let entries = play(&mut cpu, &mut vcpu, &mut platform);
         assert_eq!(entries[1].0, Event::exception(DEBUG));
         assert_eq!((vcpu.get(Reg::Rip), vcpu.get(Reg::InterruptShadow)), (CODE, 0));
         assert_eq!(vcpu.get(Reg::Rflags), RFLAGS_TF | RFLAGS_RF | 2);
         assert_eq!((vcpu.get(Reg::Dr6), vcpu.get(Reg::Dr7)), (DR6_SINGLE_STEP, 0x400));
         // The last iteration.
-        board.emulated = Emulated::Next(CODE + 2);
+        platform.emulated = Emulated::Next(CODE + 2);
         vcpu.then(move |_| Exit::Io(string));
-        let entries = play(&mut cpu, &mut vcpu, &mut board);
+        let entries = play(&mut cpu, &mut vcpu, &mut platform);
         assert_eq!(entries[1].0, Event::exception(DEBUG));
         assert_eq!((vcpu.get(Reg::Rip), vcpu.get(Reg::Rflags)), (CODE + 2, RFLAGS_TF | 2));
     }
 
     #[test]
     fn event_delivery_outside_memory_ends_the_machine() {
-        let (mut cpu, mut vcpu, mut board) = guest(&[]);
+        let (mut cpu, mut vcpu, mut platform) = guest(&[]);
         let fault = MemoryFault { gpa: 0x1_0000, write: true, fetch: false, walk: false };
         vcpu.then(move |vcpu| {
             vcpu.slot = Event::interrupt(0x31);
             Exit::MemoryFault(fault)
         });
-        assert_eq!(cpu.run(&mut vcpu, &mut board), StopReason::End(Outcome::TripleFault));
-        assert_eq!(board.unknown.len(), 1);
+        assert_eq!(cpu.run(&mut vcpu, &mut platform), StopReason::End(Outcome::TripleFault));
+        assert_eq!(platform.unknown.len(), 1);
     }
 
     #[test]
     fn an_nmi_is_masked_until_the_end_of_iret() {
         const OLD: u64 = 0xffff_0ff1;
         let steps = |vcpu: &mut ScriptedVcpu| vcpu.get(Reg::Rflags) & RFLAGS_TF != 0;
-        let (mut cpu, mut vcpu, mut board) = guest(&[0x48, 0xcf]);
+        let (mut cpu, mut vcpu, mut platform) = guest(&[0x48, 0xcf]);
         vcpu.iret_exits = Some(false);
         vcpu.set(Reg::Dr6, OLD);
-        let mut delivered = |vcpu: &mut ScriptedVcpu, board: &mut TestBoard| {
+        let mut delivered = |vcpu: &mut ScriptedVcpu, platform: &mut TestPlatform| {
             vcpu.entries.clear();
             vcpu.then(|_| Exit::Recall { events: 1 });
-            assert_eq!(cpu.run(vcpu, board), StopReason::Recall(1));
+            assert_eq!(cpu.run(vcpu, platform), StopReason::Recall(1));
             vcpu.entries.iter().map(|entry| entry.event).find(|event| event.is_some())
         };
-        board.nmi = true;
-        assert_eq!(delivered(&mut vcpu, &mut board), Some(Event::NMI));
+        platform.nmi = true;
+        assert_eq!(delivered(&mut vcpu, &mut platform), Some(Event::NMI));
         assert_eq!(vcpu.iret_exits, Some(true));
         // Two further NMIs merge into one, which stays pending. A fault or an interrupt does not
         // end masking.
         for _ in 0..2 {
-            board.nmi = true;
-            assert_eq!(delivered(&mut vcpu, &mut board), None);
+            platform.nmi = true;
+            assert_eq!(delivered(&mut vcpu, &mut platform), None);
         }
         vcpu.then(|_| Exit::Undefined);
-        assert_eq!(delivered(&mut vcpu, &mut board), Some(UNDEFINED));
+        assert_eq!(delivered(&mut vcpu, &mut platform), Some(UNDEFINED));
         // The IRET is single-stepped, which stays hidden from the guest.
         vcpu.then(|_| Exit::Iret);
-        assert_eq!(delivered(&mut vcpu, &mut board), None);
+        assert_eq!(delivered(&mut vcpu, &mut platform), None);
         assert!(steps(&mut vcpu) && vcpu.iret_exits == Some(false));
         let ends = |vcpu: &mut ScriptedVcpu, causes: u64| {
             vcpu.then(move |vcpu| {
@@ -1730,9 +1726,9 @@ mod tests {
         };
         // A breakpoint at the IRET is delivered first and does not end masking.
         vcpu.then(|_| Exit::Exception { vector: DEBUG, code: 0 });
-        assert_eq!(delivered(&mut vcpu, &mut board), Some(Event::exception(DEBUG)));
+        assert_eq!(delivered(&mut vcpu, &mut platform), Some(Event::exception(DEBUG)));
         ends(&mut vcpu, DR6_SINGLE_STEP);
-        assert_eq!(delivered(&mut vcpu, &mut board), Some(Event::NMI));
+        assert_eq!(delivered(&mut vcpu, &mut platform), Some(Event::NMI));
         assert_eq!((vcpu.get(Reg::Dr6), vcpu.iret_exits), (OLD, Some(true)));
         // A breakpoint hit by the IRET belongs to the guest, as does the guest's own single step.
         for (own_steps, causes, dr6) in [(false, 2, OLD | 2), (true, 0, OLD | DR6_SINGLE_STEP)] {
@@ -1740,52 +1736,52 @@ mod tests {
             vcpu.set(Reg::Rflags, if own_steps { RFLAGS_TF } else { 0 });
             vcpu.then(|_| Exit::Iret);
             ends(&mut vcpu, DR6_SINGLE_STEP | causes);
-            assert_eq!(delivered(&mut vcpu, &mut board), Some(Event::exception(DEBUG)));
+            assert_eq!(delivered(&mut vcpu, &mut platform), Some(Event::exception(DEBUG)));
             assert_eq!(vcpu.get(Reg::Dr6), dr6);
-            board.nmi = true;
-            assert_eq!(delivered(&mut vcpu, &mut board), Some(Event::NMI));
+            platform.nmi = true;
+            assert_eq!(delivered(&mut vcpu, &mut platform), Some(Event::NMI));
         }
         // INIT ends masking; a back end with virtual NMIs is not asked to intercept.
-        board.init = true;
-        assert!(matches!(cpu.run(&mut vcpu, &mut board), StopReason::Idle { .. }));
+        platform.init = true;
+        assert!(matches!(cpu.run(&mut vcpu, &mut platform), StopReason::Idle { .. }));
         assert_eq!(vcpu.iret_exits, Some(false));
     }
 
     #[test]
     fn halt_waits_and_wakes() {
-        let (mut cpu, mut vcpu, mut board) = guest(&[0xf4]);
+        let (mut cpu, mut vcpu, mut platform) = guest(&[0xf4]);
         interrupts(&mut vcpu, true);
-        board.deadline = 5000;
+        platform.deadline = 5000;
         vcpu.then(|vcpu| {
             vcpu.set(Reg::InterruptShadow, 1); // STI; HLT
             Exit::Hlt
         });
-        let idle = StopReason::Idle { deadline_tsc: 6000 };
-        assert_eq!(cpu.run(&mut vcpu, &mut board), idle);
+        let idle = StopReason::Idle { deadline_ticks: 6000 };
+        assert_eq!(cpu.run(&mut vcpu, &mut platform), idle);
         assert_eq!(vcpu.get(Reg::Rip), CODE + 1);
         // No event: still idle. Then an interrupt.
-        assert_eq!(cpu.run(&mut vcpu, &mut board), idle);
-        board.request(0x31);
+        assert_eq!(cpu.run(&mut vcpu, &mut platform), idle);
+        platform.request(0x31);
         vcpu.entries.clear();
         vcpu.then(taking);
         let wakes = [(Event::interrupt(0x31), false), (Event::NONE, false)];
-        assert_eq!(play(&mut cpu, &mut vcpu, &mut board), wakes);
+        assert_eq!(play(&mut cpu, &mut vcpu, &mut platform), wakes);
         assert_eq!(vcpu.deadline, 6000);
         // With interrupts off only an NMI wakes the vCPU.
         vcpu.set(Reg::Rip, CODE);
         interrupts(&mut vcpu, false);
         vcpu.then(|_| Exit::Hlt);
-        board.request(0x32);
-        assert_eq!(cpu.run(&mut vcpu, &mut board), idle);
-        board.nmi = true;
+        platform.request(0x32);
+        assert_eq!(cpu.run(&mut vcpu, &mut platform), idle);
+        platform.nmi = true;
         vcpu.entries.clear();
-        assert_eq!(play(&mut cpu, &mut vcpu, &mut board), [(Event::NMI, true)]);
+        assert_eq!(play(&mut cpu, &mut vcpu, &mut platform), [(Event::NMI, true)]);
     }
 
     #[test]
     fn no_wake_up_is_lost_between_sti_and_hlt() {
-        let (mut cpu, mut vcpu, mut board) = guest(&[0xf4, 0xf4]);
-        let idle = StopReason::Idle { deadline_tsc: u64::MAX };
+        let (mut cpu, mut vcpu, mut platform) = guest(&[0xf4, 0xf4]);
+        let idle = StopReason::Idle { deadline_ticks: u64::MAX };
         let shadow = |vcpu: &mut ScriptedVcpu| {
             interrupts(vcpu, true);
             vcpu.set(Reg::InterruptShadow, 1);
@@ -1793,24 +1789,24 @@ mod tests {
         };
         // The host interrupts after STI; the guest's timer is due, or not.
         shadow(&mut vcpu);
-        board.request(0x31);
+        platform.request(0x31);
         let wakes = |vector| [(Event::interrupt(vector), false), (Event::NONE, false)];
         vcpu.then(taking);
-        assert_eq!(play(&mut cpu, &mut vcpu, &mut board), wakes(0x31));
+        assert_eq!(play(&mut cpu, &mut vcpu, &mut platform), wakes(0x31));
         assert_eq!((vcpu.get(Reg::Rip), vcpu.get(Reg::InterruptShadow)), (CODE + 1, 0));
         shadow(&mut vcpu);
-        assert_eq!(cpu.run(&mut vcpu, &mut board), idle);
+        assert_eq!(cpu.run(&mut vcpu, &mut platform), idle);
         assert_eq!(vcpu.get(Reg::Rip), CODE + 2);
-        board.request(0x32);
+        platform.request(0x32);
         vcpu.then(taking);
         vcpu.entries.clear();
-        assert_eq!(play(&mut cpu, &mut vcpu, &mut board), wakes(0x32));
+        assert_eq!(play(&mut cpu, &mut vcpu, &mut platform), wakes(0x32));
         // Other instructions and an exception of higher priority stay as they are.
         for (rip, event) in [(CODE + 2, Event::NONE), (CODE, Event::exception(DEBUG))] {
             vcpu.set(Reg::Rip, rip);
             shadow(&mut vcpu);
             vcpu.slot = event;
-            assert_eq!(play(&mut cpu, &mut vcpu, &mut board), [(event, false)]);
+            assert_eq!(play(&mut cpu, &mut vcpu, &mut platform), [(event, false)]);
             assert_eq!((vcpu.get(Reg::Rip), vcpu.get(Reg::InterruptShadow)), (rip, 1));
         }
     }
@@ -1819,7 +1815,7 @@ mod tests {
     fn cpuid_with_and_without_help() {
         // CPUID at CODE, with a prefix at CODE + 8.
         let code = [0x0f, 0xa2, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90, 0x66, 0x0f, 0xa2];
-        let (mut cpu, mut vcpu, mut board) = guest(&code);
+        let (mut cpu, mut vcpu, mut platform) = guest(&code);
         vcpu.then(|_| Exit::Cpuid);
         vcpu.then(|vcpu| {
             assert_eq!(vcpu.get(Reg::Rip), CODE + 2);
@@ -1838,16 +1834,16 @@ mod tests {
             vcpu.set(Reg::Rip, CODE + 3); // no CPUID there
             Exit::Cpuid
         });
-        let entries = play(&mut cpu, &mut vcpu, &mut board);
+        let entries = play(&mut cpu, &mut vcpu, &mut platform);
         assert_eq!(entries[4].0, UNDEFINED);
-        assert!(matches!(board.unknown[..], [Unknown::Instruction { .. }]));
+        assert!(matches!(platform.unknown[..], [Unknown::Instruction { .. }]));
         assert_eq!(cpu.exits()[Exit::Cpuid.index()], 4);
     }
 
     #[test]
     fn cached_instructions_are_verified() {
         use hw_x86::paging::entry;
-        let memory = &TestBoard::new().memory;
+        let memory = &TestPlatform::new().memory;
         let table = entry::PRESENT | entry::WRITE;
         memory.write(0x8000, 0x9000 | table).unwrap();
         memory.write(0x9000, 0xa000 | table).unwrap();
@@ -1902,7 +1898,7 @@ mod tests {
     fn code_is_found_in_pages_of_every_size() {
         use crate::walk::locate_64_bit;
         use hw_x86::paging::entry;
-        let memory = &TestBoard::new().memory;
+        let memory = &TestPlatform::new().memory;
         let mut vcpu = ScriptedVcpu::long(0x8000);
         let table = entry::PRESENT | entry::WRITE;
         let large = table | entry::LARGE;
@@ -1929,12 +1925,14 @@ mod tests {
 
     #[test]
     fn msrs() {
-        let (mut cpu, mut vcpu, mut board) = guest(&[]);
-        let mut access =
-            |vcpu: &mut ScriptedVcpu, board: &mut TestBoard, msr, value: Option<u64>| match value {
-                Some(value) => cpu.write_msr(vcpu, board, msr, value).map(|()| value),
-                None => cpu.read_msr(vcpu, board, msr),
-            };
+        let (mut cpu, mut vcpu, mut platform) = guest(&[]);
+        let mut access = |vcpu: &mut ScriptedVcpu,
+                          platform: &mut TestPlatform,
+                          msr,
+                          value: Option<u64>| match value {
+            Some(value) => cpu.write_msr(vcpu, platform, msr, value).map(|()| value),
+            None => cpu.read_msr(vcpu, platform, msr),
+        };
         // Registers of the back end, storage, constants, refused values.
         let cases: &[(u32, u64, bool)] = &[
             (0xc000_0082, 0xffff_8000_0000_1000, true),
@@ -1951,38 +1949,42 @@ mod tests {
             (0x1234, 0, false),
         ];
         for &(msr, value, good) in cases {
-            let done = access(&mut vcpu, &mut board, msr, Some(value));
+            let done = access(&mut vcpu, &mut platform, msr, Some(value));
             assert_eq!(done.is_some(), good, "MSR {msr:#x} = {value:#x}");
             if good && msr != 0xc000_0080 {
-                assert_eq!(access(&mut vcpu, &mut board, msr, None), Some(value), "MSR {msr:#x}");
+                assert_eq!(
+                    access(&mut vcpu, &mut platform, msr, None),
+                    Some(value),
+                    "MSR {msr:#x}"
+                );
             }
         }
-        assert_eq!(board.unknown.len(), 6);
-        assert_eq!(access(&mut vcpu, &mut board, 0x1234, None), None);
-        assert_eq!(access(&mut vcpu, &mut board, 0x1b, None), Some(0x55));
+        assert_eq!(platform.unknown.len(), 6);
+        assert_eq!(access(&mut vcpu, &mut platform, 0x1234, None), None);
+        assert_eq!(access(&mut vcpu, &mut platform, 0x1b, None), Some(0x55));
         // The time-stamp counter.
-        board.tsc = 9000;
-        access(&mut vcpu, &mut board, 0x10, Some(0));
+        platform.tsc = 9000;
+        access(&mut vcpu, &mut platform, 0x10, Some(0));
         assert_eq!(
-            (vcpu.get(Reg::TscOffset), &board.tsc_written[..]),
+            (vcpu.get(Reg::TscOffset), &platform.tsc_written[..]),
             (9000_u64.wrapping_neg(), &[0][..])
         );
-        board.tsc = 9500;
-        assert_eq!(access(&mut vcpu, &mut board, 0x10, None), Some(500));
+        platform.tsc = 9500;
+        assert_eq!(access(&mut vcpu, &mut platform, 0x10, None), Some(500));
         // The paravirtual clock: version even, TSC, time, 1 ns per tick.
-        access(&mut vcpu, &mut board, 0x4b56_4d01, Some(0x2001));
-        let word = |at| board.memory.read::<u64>(at).unwrap();
+        access(&mut vcpu, &mut platform, 0x4b56_4d01, Some(0x2001));
+        let word = |at| platform.memory.read::<u64>(at).unwrap();
         assert_eq!([word(0x2000), word(0x2008), word(0x2010)], [2, 500, 8500]);
         assert_eq!(word(0x2018), 0x8000_0000 | 1 << 32 | 1 << 40);
-        access(&mut vcpu, &mut board, 0x4b56_4d00, Some(0x3000));
-        assert_eq!(board.memory.read::<u64>(0x3000), Ok(1_700_000_000 << 32 | 2));
+        access(&mut vcpu, &mut platform, 0x4b56_4d00, Some(0x3000));
+        assert_eq!(platform.memory.read::<u64>(0x3000), Ok(1_700_000_000 << 32 | 2));
         // Outside memory: refused and reported, no other effect.
-        assert_eq!(access(&mut vcpu, &mut board, 0x4b56_4d00, Some(1 << 40)), None);
+        assert_eq!(access(&mut vcpu, &mut platform, 0x4b56_4d00, Some(1 << 40)), None);
     }
 
     #[test]
     fn ports_keep_the_rest_of_rax() {
-        let (mut cpu, mut vcpu, mut board) = guest(&[]);
+        let (mut cpu, mut vcpu, mut platform) = guest(&[]);
         let io = |port, size, write| {
             let next_rip = CODE + 1;
             Exit::Io(IoExit { port, size, write, string: false, rep: false, next_rip })
@@ -1994,14 +1996,14 @@ mod tests {
             assert_eq!(vcpu.gpr(Gpr::Rax), 0x1122_3344_5566_77ff);
             io(0x60, 4, false)
         });
-        play(&mut cpu, &mut vcpu, &mut board);
+        play(&mut cpu, &mut vcpu, &mut platform);
         assert_eq!(vcpu.gpr(Gpr::Rax), 0xffff_ffff);
-        assert_eq!(board.ports, [(0x80, 1, 0x88), (0x60, 1, 0), (0x60, 4, 0)]);
+        assert_eq!(platform.ports, [(0x80, 1, 0x88), (0x60, 1, 0), (0x60, 4, 0)]);
     }
 
     #[test]
     fn xcr0_and_cr8() {
-        let (mut cpu, mut vcpu, mut board) = guest(&[0x0f, 0x01, 0xd1, 0x44, 0x0f, 0x22, 0xc3]);
+        let (mut cpu, mut vcpu, mut platform) = guest(&[0x0f, 0x01, 0xd1, 0x44, 0x0f, 0x22, 0xc3]);
         vcpu.set_gpr(Gpr::Rax, 7);
         vcpu.then(|_| Exit::Xsetbv);
         vcpu.then(|vcpu| {
@@ -2016,50 +2018,50 @@ mod tests {
             vcpu.set_gpr(Gpr::Rbx, 9);
             Exit::CrAccess { register: 8, write: true }
         });
-        let entries = play(&mut cpu, &mut vcpu, &mut board);
+        let entries = play(&mut cpu, &mut vcpu, &mut platform);
         assert_eq!(entries[2].0, PROTECTION);
-        assert_eq!((board.cr8, vcpu.get(Reg::Rip)), (9, CODE + 7));
+        assert_eq!((platform.cr8, vcpu.get(Reg::Rip)), (9, CODE + 7));
     }
 
     #[test]
     fn a_priority_of_the_guests_own() {
-        let (mut cpu, mut vcpu, mut board) = guest(&[0x90]);
-        board.cr8 = 3;
+        let (mut cpu, mut vcpu, mut platform) = guest(&[0x90]);
+        platform.cr8 = 3;
         vcpu.then(|vcpu| {
             assert_eq!(std::mem::replace(&mut vcpu.cr8, 5), 3);
             Exit::Recall { events: 1 }
         });
-        assert_eq!(cpu.run(&mut vcpu, &mut board), StopReason::Recall(1));
-        assert_eq!(board.cr8, 5);
+        assert_eq!(cpu.run(&mut vcpu, &mut platform), StopReason::Recall(1));
+        assert_eq!(platform.cr8, 5);
         // The guest sets the same through the APIC's TPR.
-        board.cr8 = 7;
+        platform.cr8 = 7;
         vcpu.then(|vcpu| {
             assert_eq!(vcpu.cr8, 7);
             Exit::Recall { events: 2 }
         });
-        assert_eq!((cpu.run(&mut vcpu, &mut board), board.cr8), (StopReason::Recall(2), 7));
+        assert_eq!((cpu.run(&mut vcpu, &mut platform), platform.cr8), (StopReason::Recall(2), 7));
     }
 
     #[test]
     fn application_processors_start_on_a_start_up_ipi() {
-        let mut board = TestBoard::new();
+        let mut platform = TestPlatform::new();
         let mut cpu = Cpu::new(1, 40);
         let mut vcpu = ScriptedVcpu::flat32();
-        let idle = StopReason::Idle { deadline_tsc: u64::MAX };
-        board.request(0x31);
-        assert_eq!(cpu.run(&mut vcpu, &mut board), idle);
-        board.init = true;
-        assert_eq!(cpu.run(&mut vcpu, &mut board), idle);
-        board.startup = Some(0x9a);
-        board.requested.clear();
-        assert_eq!(play(&mut cpu, &mut vcpu, &mut board), [(Event::NONE, false)]);
+        let idle = StopReason::Idle { deadline_ticks: u64::MAX };
+        platform.request(0x31);
+        assert_eq!(cpu.run(&mut vcpu, &mut platform), idle);
+        platform.init = true;
+        assert_eq!(cpu.run(&mut vcpu, &mut platform), idle);
+        platform.startup = Some(0x9a);
+        platform.requested.clear();
+        assert_eq!(play(&mut cpu, &mut vcpu, &mut platform), [(Event::NONE, false)]);
         let cs = vcpu.segment(Seg::Cs);
         assert_eq!((cs.selector, cs.base, vcpu.get(Reg::Rip)), (0x9a00, 0x9a000, 0));
         assert_eq!(vcpu.gpr(Gpr::Rdx), 0x800f12);
         // A running processor ignores start-up messages.
-        board.startup = Some(1);
+        platform.startup = Some(1);
         vcpu.set(Reg::Rip, 5);
-        play(&mut cpu, &mut vcpu, &mut board);
+        play(&mut cpu, &mut vcpu, &mut platform);
         assert_eq!(vcpu.get(Reg::Rip), 5);
     }
 
@@ -2072,16 +2074,16 @@ mod tests {
             (Exit::Unknown(0x99), Outcome::HostError(0x99)),
         ];
         for (exit, outcome) in cases {
-            let (mut cpu, mut vcpu, mut board) = guest(&[]);
+            let (mut cpu, mut vcpu, mut platform) = guest(&[]);
             vcpu.then(move |_| exit);
-            assert_eq!(cpu.run(&mut vcpu, &mut board), StopReason::End(outcome));
+            assert_eq!(cpu.run(&mut vcpu, &mut platform), StopReason::End(outcome));
         }
-        let (mut cpu, mut vcpu, mut board) = guest(&[]);
-        board.end = Some(Outcome::PowerOff);
-        assert_eq!(cpu.run(&mut vcpu, &mut board), StopReason::End(Outcome::PowerOff));
+        let (mut cpu, mut vcpu, mut platform) = guest(&[]);
+        platform.end = Some(Outcome::PowerOff);
+        assert_eq!(cpu.run(&mut vcpu, &mut platform), StopReason::End(Outcome::PowerOff));
     }
 
-    /// One random step of the guest or the board.
+    /// One random step of the guest or the platform.
     #[derive(Clone, Copy, Debug)]
     enum Move {
         Request(u8),
@@ -2110,8 +2112,8 @@ mod tests {
         /// only while enabled, and none is pending at the end.
         #[test]
         fn nothing_is_lost_or_doubled(moves in moves(), asks: bool) {
-            let (mut cpu, mut vcpu, mut board) = guest(&[]);
-            board.asks = asks;
+            let (mut cpu, mut vcpu, mut platform) = guest(&[]);
+            platform.asks = asks;
             let mut accepted = Vec::new();
             let taken = std::rc::Rc::new(core::cell::RefCell::new(Vec::new()));
             let mut requested = Vec::new();
@@ -2128,15 +2130,15 @@ mod tests {
                     }
                 }
                 match step {
-                    Some(Move::Request(vector)) if !board.requested.contains(&vector) => {
+                    Some(Move::Request(vector)) if !platform.requested.contains(&vector) => {
                         requested.push(vector);
-                        board.request(vector);
+                        platform.request(vector);
                     }
                     // A second NMI merges with a pending one, as on hardware.
-                    Some(Move::Nmi) if !board.nmi && !cpu.nmi => {
+                    Some(Move::Nmi) if !platform.nmi && !cpu.nmi => {
                         nmis += 1;
-                        board.nmi = true;
-                        board.needs_service = true;
+                        platform.nmi = true;
+                        platform.needs_service = true;
                     }
                     _ => {}
                 }
@@ -2182,7 +2184,7 @@ mod tests {
                     }
                     Exit::Recall { events: 0 }
                 });
-                let pause = cpu.run(&mut vcpu, &mut board);
+                let pause = cpu.run(&mut vcpu, &mut platform);
                 // After a window exit the next entry finds an empty script.
                 prop_assert!(matches!(pause, StopReason::Recall(_) | StopReason::End(Outcome::HostError(0))));
                 for (at, entry) in vcpu.entries.iter().enumerate() {
@@ -2207,7 +2209,7 @@ mod tests {
             accepted.sort_unstable();
             prop_assert_eq!(accepted, requested);
             prop_assert_eq!(nmis, 0);
-            prop_assert!(board.requested.is_empty() && vcpu.window == InterruptWindow::Nothing);
+            prop_assert!(platform.requested.is_empty() && vcpu.window == InterruptWindow::Nothing);
         }
     }
 }

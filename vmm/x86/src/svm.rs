@@ -2,7 +2,9 @@
 
 use hw_x86::vmcb::{exit, ioio, npf};
 
-use crate::exit::{Exit, IoExit, MemoryFault};
+use vmm_vcpu::MemoryFault;
+
+use crate::exit::{Exit, IoExit};
 
 /// Description of `VMEXIT_INVALID` (APM vol. 2, section 15.5.1).
 const INVALID: &str = "the CPU rejected the guest state (VMEXIT_INVALID)";

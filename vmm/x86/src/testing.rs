@@ -7,9 +7,10 @@ use std::vec::Vec;
 
 use hw_x86::msr::efer;
 use hw_x86::paging::{cr0, cr4};
+use vmm_vcpu::Vcpu;
 
 use crate::exit::Exit;
-use crate::vcpu::{Event, Gpr, InterruptWindow, Reg, Seg, Segment, Vcpu};
+use crate::vcpu::{Event, Gpr, InterruptWindow, Reg, Seg, Segment, X86Vcpu};
 
 /// State of the back end at one entry.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -38,7 +39,7 @@ pub struct ScriptedVcpu {
     pub vectors: Option<[[u64; 2]; 16]>,
     /// Segments, by [`Seg`].
     pub segments: [Segment; 10],
-    /// Result of [`Vcpu::next_rip`].
+    /// Result of [`X86Vcpu::next_rip`].
     pub next_rip: u64,
     /// The injection slot.
     pub slot: Event,
@@ -50,13 +51,13 @@ pub struct ScriptedVcpu {
     pub stolen: u64,
     /// `CR8`, which the guest changes without an exit.
     pub cr8: u8,
-    /// Last value of [`Vcpu::set_cr8_exits`].
+    /// Last value of [`X86Vcpu::set_cr8_exits`].
     pub cr8_exits: bool,
-    /// Last value of [`Vcpu::set_iret_exits`]; `None`: the back end masks NMIs by itself.
+    /// Last value of [`X86Vcpu::set_iret_exits`]; `None`: the back end masks NMIs by itself.
     pub iret_exits: Option<bool>,
-    /// Last value of [`Vcpu::set_hlt_exits`].
+    /// Last value of [`Vcpu::set_wait_exits`].
     pub halts: bool,
-    /// Values passed to [`Vcpu::complete_access`].
+    /// Values passed to [`X86Vcpu::complete_access`].
     pub answers: Vec<Option<u64>>,
     /// Number of TLB flushes.
     pub flushes: u32,
@@ -101,7 +102,7 @@ impl ScriptedVcpu {
     }
 }
 
-impl Vcpu for ScriptedVcpu {
+impl X86Vcpu for ScriptedVcpu {
     const KEEPS_CR8: bool = true;
 
     fn cr8(&mut self) -> u8 {
@@ -181,16 +182,20 @@ impl Vcpu for ScriptedVcpu {
     fn has_window(&mut self) -> bool {
         self.window != InterruptWindow::Nothing
     }
+}
 
-    fn set_deadline(&mut self, tsc: u64) {
-        self.deadline = tsc;
+impl Vcpu for ScriptedVcpu {
+    type Exit = Exit;
+
+    fn set_deadline(&mut self, ticks: u64) {
+        self.deadline = ticks;
     }
 
     fn stolen(&mut self) -> u64 {
         self.stolen
     }
 
-    fn set_hlt_exits(&mut self, exit: bool) {
+    fn set_wait_exits(&mut self, exit: bool) {
         self.halts = exit;
     }
 

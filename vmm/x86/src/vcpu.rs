@@ -1,9 +1,10 @@
-//! The interface of one vCPU of a host: registers, an event slot, a deadline, and entry.
+//! The interface of one x86 vCPU of a host: registers, an event slot and an interrupt window.
 //!
 //! Getters take `&mut self` because a back end may have to fetch a register group first; reading a
 //! register that the exit already delivered costs a load.
 
 use hw_x86::vmcb::event;
+use vmm_vcpu::Vcpu;
 
 use crate::exit::Exit;
 
@@ -189,11 +190,11 @@ pub enum InterruptWindow {
     DeliverVirq(u8),
 }
 
-/// One vCPU of a host.
+/// One x86 vCPU of a host.
 ///
 /// Setters take effect at the next [`Vcpu::run`]. A back end whose state is in a shared page marks
 /// the group that a setter changed.
-pub trait Vcpu {
+pub trait X86Vcpu: Vcpu<Exit = Exit> {
     /// Value of a general register, [`Gpr::Rsp`] included.
     fn gpr(&mut self, register: Gpr) -> u64;
     /// Sets a general register.
@@ -224,8 +225,8 @@ pub trait Vcpu {
     /// `#GP(0)`. A back end without such exits keeps the default.
     fn complete_access(&mut self, _value: Option<u64>) {}
 
-    /// The guest reads and writes `CR8` without an exit: see [`Vcpu::cr8`], [`Vcpu::set_cr8`] and
-    /// [`Vcpu::set_cr8_exits`].
+    /// The guest reads and writes `CR8` without an exit: see [`X86Vcpu::cr8`],
+    /// [`X86Vcpu::set_cr8`] and [`X86Vcpu::set_cr8_exits`].
     const KEEPS_CR8: bool = false;
     /// Current `CR8`.
     fn cr8(&mut self) -> u8 {
@@ -256,17 +257,4 @@ pub trait Vcpu {
     fn set_window(&mut self, wanted: InterruptWindow);
     /// True while that action is outstanding.
     fn has_window(&mut self) -> bool;
-    /// Sets the value of the host's time-stamp counter at which to leave the guest with
-    /// [`Exit::Deadline`]; `u64::MAX` for none. Stays set until changed.
-    fn set_deadline(&mut self, tsc: u64);
-    /// Steal time: time in which this vCPU was runnable but the host ran other work, in ticks of
-    /// the time-stamp counter, up to the last preemption.
-    fn stolen(&mut self) -> u64;
-    /// Makes each `HLT` of the guest exit at once. Otherwise, and initially, the host may wait in
-    /// place of the guest ([`Exit::Halted`]).
-    fn set_hlt_exits(&mut self, exit: bool);
-    /// Flushes the guest's TLB, global entries included, before the next entry.
-    fn flush_tlb(&mut self);
-    /// Runs the guest until it exits.
-    fn run(&mut self) -> Exit;
 }

@@ -9,7 +9,7 @@ use hw_x86::msr::efer;
 use hw_x86::paging::{cr0, cr4, entry, fault};
 use vmm_mem::GuestMemory;
 
-use crate::vcpu::{Event, Reg, Seg, Vcpu};
+use crate::vcpu::{Event, Reg, Seg, X86Vcpu};
 
 /// `RFLAGS.AC`: supervisor accesses to user pages are permitted (SMAP).
 const RFLAGS_AC: u64 = 1 << 18;
@@ -58,7 +58,7 @@ pub struct PageFault {
 
 impl PageFault {
     /// Sets `CR2` and returns the exception.
-    pub fn raise(self, vcpu: &mut impl Vcpu) -> Event {
+    pub fn raise(self, vcpu: &mut impl X86Vcpu) -> Event {
         vcpu.set(Reg::Cr2, self.address);
         Event::exception_code(PAGE_FAULT, self.code)
     }
@@ -81,7 +81,7 @@ struct Step {
 
 impl Paging {
     /// Reads the state of a vCPU.
-    pub fn of(vcpu: &mut impl Vcpu) -> Self {
+    pub fn of(vcpu: &mut impl X86Vcpu) -> Self {
         Self {
             cr0: vcpu.get(Reg::Cr0),
             cr3: vcpu.get(Reg::Cr3),
@@ -292,7 +292,7 @@ const LONG: u16 = 1 << 9;
 
 /// True if the vCPU runs 64-bit code.
 #[inline(always)]
-pub fn is_64_bit(vcpu: &mut impl Vcpu) -> bool {
+pub fn is_64_bit(vcpu: &mut impl X86Vcpu) -> bool {
     vcpu.get(Reg::Efer) & efer::LMA != 0 && vcpu.segment(Seg::Cs).attrib & LONG != 0
 }
 
@@ -328,7 +328,7 @@ pub struct CodeView {
 
 impl CodeView {
     /// State of a vCPU, at its instruction pointer.
-    pub fn of(vcpu: &mut impl Vcpu) -> Self {
+    pub fn of(vcpu: &mut impl X86Vcpu) -> Self {
         const BIG: u16 = 1 << 10;
         let paging = Paging::of(vcpu);
         let rip = vcpu.get(Reg::Rip);

@@ -1,14 +1,14 @@
-//! The relation between the host's time-stamp counter and VM time.
+//! The relation between the host's counter (TSC, generic timer) and VM time.
 //!
 //! VM time starts at 0 when the VM does. Both directions use one fixed multiplier each, so a
 //! conversion is one multiplication, and a deadline converted to ticks is never early:
-//! `nanos(tsc(t)) >= t`.
+//! `nanos(ticks(t)) >= t`.
 
 use vmm_bus::{NEVER, Nanos};
 
-/// VM time from the time-stamp counter.
+/// VM time from the host's counter.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct TscClock {
+pub struct CounterClock {
     khz: u64,
     base: u64,
     /// Nanoseconds per tick, `to_shift` fraction bits.
@@ -19,7 +19,7 @@ pub struct TscClock {
     from_shift: u32,
 }
 
-impl TscClock {
+impl CounterClock {
     /// Creates a clock that reads 0 at host tick `base`; `khz` is the counter's frequency in kHz, 0
     /// is taken as 1.
     pub const fn new(khz: u64, base: u64) -> Self {
@@ -40,10 +40,10 @@ impl TscClock {
         self.base
     }
 
-    /// VM time at host tick `tsc`.
+    /// VM time at host tick `ticks`.
     #[inline]
-    pub const fn nanos(&self, tsc: u64) -> Nanos {
-        scale(tsc.saturating_sub(self.base), self.to_nanos, self.to_shift)
+    pub const fn nanos(&self, ticks: u64) -> Nanos {
+        scale(ticks.saturating_sub(self.base), self.to_nanos, self.to_shift)
     }
 
     /// A length of time in ticks.
@@ -52,16 +52,16 @@ impl TscClock {
     }
 
     /// First host tick at which VM time has reached `nanos`; `u64::MAX` for [`NEVER`].
-    pub const fn tsc(&self, nanos: Nanos) -> u64 {
+    pub const fn ticks(&self, nanos: Nanos) -> u64 {
         if nanos == NEVER {
             return u64::MAX;
         }
         // Both factors are rounded down, so the estimate is low, by a tick or two.
-        let mut tsc = scale(nanos, self.from_nanos, self.from_shift).saturating_add(self.base);
-        while self.nanos(tsc) < nanos && tsc < u64::MAX {
-            tsc += 1;
+        let mut ticks = scale(nanos, self.from_nanos, self.from_shift).saturating_add(self.base);
+        while self.nanos(ticks) < nanos && ticks < u64::MAX {
+            ticks += 1;
         }
-        tsc
+        ticks
     }
 
     /// Scale of the KVM paravirtual clock: nanoseconds are `(ticks << shift) * factor >> 32`; a
@@ -104,22 +104,22 @@ mod tests {
     #[test]
     fn never_early() {
         for khz in [1, 1_000_000, 2_294_608, 3_400_000] {
-            let clock = TscClock::new(khz, 12_345);
+            let clock = CounterClock::new(khz, 12_345);
             for nanos in [0, 1, 999, 1_000_000_007, 86_400_000_000_000] {
-                let tsc = clock.tsc(nanos);
-                assert!(clock.nanos(tsc) >= nanos, "{khz} kHz, {nanos} ns");
+                let ticks = clock.ticks(nanos);
+                assert!(clock.nanos(ticks) >= nanos, "{khz} kHz, {nanos} ns");
                 if nanos > 0 {
-                    assert!(clock.nanos(tsc - 1) < nanos, "{khz} kHz, {nanos} ns");
+                    assert!(clock.nanos(ticks - 1) < nanos, "{khz} kHz, {nanos} ns");
                 }
             }
-            assert_eq!(clock.tsc(NEVER), u64::MAX);
+            assert_eq!(clock.ticks(NEVER), u64::MAX);
             assert_eq!(clock.nanos(0), 0);
         }
     }
 
     #[test]
     fn long_runs_do_not_drift() {
-        let clock = TscClock::new(2_294_608, 0);
+        let clock = CounterClock::new(2_294_608, 0);
         let year = 365 * 86_400 * 2_294_608_000_u64;
         assert!(clock.nanos(year).abs_diff(365 * 86_400_000_000_000) <= 1);
     }
@@ -127,7 +127,7 @@ mod tests {
     #[test]
     fn kvm_scale_agrees() {
         for khz in [200_000, 1_000_000, 1_500_000, 2_000_000, 2_294_608, 5_000_000] {
-            let clock = TscClock::new(khz, 0);
+            let clock = CounterClock::new(khz, 0);
             let (factor, shift) = clock.kvm_scale();
             let ticks: u64 = 3_600_000 * khz;
             let scaled = if shift < 0 { ticks >> -shift } else { ticks << shift };

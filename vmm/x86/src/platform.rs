@@ -1,45 +1,12 @@
-//! The interface of the board (machine model) around a vCPU.
+//! The interface of the platform (machine model) around an x86 vCPU.
 
-use vmm_bus::Nanos;
-use vmm_mem::GuestMemory;
+use vmm_vcpu::{MemoryFault, Platform};
 
 use crate::apic::InterruptMessage;
-use crate::clock::TscClock;
 use crate::cpuid::CpuidTable;
-use crate::exit::{IoExit, MemoryFault};
+use crate::exit::IoExit;
 use crate::pv::ApicIds;
-use crate::vcpu::{Event, Vcpu};
-
-/// Reason for the end of a VM.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Outcome {
-    /// The guest powered off.
-    PowerOff,
-    /// The guest requested a reset.
-    Reset,
-    /// Triple fault of the guest, or a guest state that cannot be run.
-    TripleFault,
-    /// The guest reported a panic.
-    GuestPanic,
-    /// The guest chose this exit code, 0 to 63.
-    Code(u8),
-    /// The host cannot run the vCPU: its error or exit code.
-    HostError(u64),
-}
-
-impl Outcome {
-    /// Exit code of a VM with this outcome (`docs/spec/exit-codes.md`).
-    pub const fn exit_code(self) -> u8 {
-        match self {
-            Self::PowerOff => 0,
-            Self::Code(chosen) => chosen,
-            Self::HostError(_) => 70,
-            Self::GuestPanic => 80,
-            Self::TripleFault => 81,
-            Self::Reset => 83,
-        }
-    }
-}
+use crate::vcpu::{Event, X86Vcpu};
 
 /// A maskable interrupt to deliver once the CPU accepts one.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -48,7 +15,7 @@ pub enum PendingInterrupt {
     None,
     /// An interrupt of the local APIC. It may be delivered without an exit
     /// ([`crate::InterruptWindow::DeliverVirq`]); the run loop reports delivery with
-    /// [`Board::accept_virq`].
+    /// [`PcPlatform::accept_virq`].
     Virq {
         /// Vector of the interrupt.
         vector: u8,
@@ -73,21 +40,17 @@ pub struct Acknowledged {
     pub more: bool,
 }
 
-/// Events pending for a vCPU.
+/// Interrupts pending for a vCPU.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Signals {
-    /// Set once the VM has ended.
-    pub end: Option<Outcome>,
+pub struct Interrupts {
     /// An NMI. Reported once: the run loop keeps it.
     pub nmi: bool,
     /// A maskable interrupt.
-    pub interrupt: PendingInterrupt,
+    pub maskable: PendingInterrupt,
     /// INIT: reset the CPU and wait for a start-up IPI. Reported once.
     pub init: bool,
     /// Start-up IPI with page `n` for a CPU that waits for it. Reported once.
     pub startup: Option<u8>,
-    /// Next deadline of a timer, in VM time.
-    pub deadline: Nanos,
     /// Task priority as read from `CR8`.
     pub cr8: u8,
     /// Bits 3:0 of the task priority are not 0. A write of `CR8` clears them, even one of the same
@@ -130,27 +93,15 @@ pub enum Emulated {
     Unknown,
 }
 
-/// The board around a vCPU. `cpu` is the CPU's index.
-pub trait Board {
-    /// Guest memory.
-    fn memory(&self) -> &GuestMemory;
+/// The platform around an x86 vCPU. `cpu` is the CPU's index.
+pub trait PcPlatform: Platform<Interrupts = Interrupts> {
     /// `CPUID` results.
     fn cpuid(&self) -> &CpuidTable;
-    /// VM time.
-    fn clock(&self) -> &TscClock;
-    /// Current value of the host's time-stamp counter.
-    fn host_tsc(&self) -> u64;
-    /// Wall-clock time at VM time 0, in seconds since 1970.
-    fn start_unix(&self) -> u64;
 
     /// Reads a port (`IN`).
     fn port_in(&mut self, port: u16, size: u8) -> u32;
     /// Writes a port (`OUT`).
     fn port_out(&mut self, port: u16, size: u8, value: u32);
-    /// Reads from a device at an address without memory: at most eight bytes.
-    fn memory_in(&mut self, cpu: usize, address: u64, size: u8) -> u64;
-    /// Writes to a device at an address without memory.
-    fn memory_out(&mut self, cpu: usize, address: u64, size: u8, value: u64);
     /// Reads an MSR of the local APIC (base, TSC deadline, x2APIC registers); `None`: `#GP(0)`.
     fn apic_read(&mut self, cpu: usize, msr: u32) -> Option<u64>;
     /// Writes an MSR of the local APIC; `None` raises `#GP(0)`.
@@ -162,24 +113,23 @@ pub trait Board {
     /// Reports that the guest has set its time-stamp counter to `tsc`.
     fn tsc_written(&mut self, cpu: usize, tsc: u64);
     /// Emulates the instruction that accessed an address without memory.
-    fn emulate_memory<V: Vcpu>(&mut self, cpu: usize, vcpu: &mut V, fault: MemoryFault)
-    -> Emulated;
+    fn emulate_memory<V: X86Vcpu>(
+        &mut self,
+        cpu: usize,
+        vcpu: &mut V,
+        fault: MemoryFault,
+    ) -> Emulated;
     /// Emulates `INS` or `OUTS`.
-    fn emulate_io<V: Vcpu>(&mut self, cpu: usize, vcpu: &mut V, io: IoExit) -> Emulated;
+    fn emulate_io<V: X86Vcpu>(&mut self, cpu: usize, vcpu: &mut V, io: IoExit) -> Emulated;
 
     /// Handles a hypercall of the guest kernel, number in `rax`. Returns the result for `rax`;
     /// `None` if the hypercall does not exist.
-    fn hypercall<V: Vcpu>(&mut self, vcpu: &mut V) -> Option<u64>;
+    fn hypercall<V: X86Vcpu>(&mut self, vcpu: &mut V) -> Option<u64>;
 
     /// Delivers a message to the CPUs with these APIC ids, ignoring its destination. Returns the
     /// number of CPUs.
     fn multicast(&mut self, to: ApicIds, message: InterruptMessage) -> u32;
 
-    /// Returns true if events for this CPU may have occurred since the last
-    /// [`Board::service_timers`].
-    fn needs_service(&self, cpu: usize) -> bool;
-    /// Services all due timers and returns the events pending for the CPU.
-    fn service_timers(&mut self, cpu: usize) -> Signals;
     /// Acknowledges the pending interrupt.
     fn acknowledge(&mut self, cpu: usize) -> Option<Acknowledged>;
     /// Reports that the CPU has taken a virtual interrupt of its local APIC without an exit.
