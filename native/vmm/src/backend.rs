@@ -8,6 +8,7 @@ use abi::vcpu::{
 };
 use native_rt::{SchedContext, Vcpu, time};
 use vmm_x86::exit::Exit;
+use vmm_x86::registers::Group;
 use vmm_x86::{Event, Gpr, InterruptWindow, Reg, Seg, Segment, X86Vcpu, svm};
 
 use crate::console::Console;
@@ -126,33 +127,19 @@ impl<'a> NativeVcpu<'a> {
     }
 }
 
-/// Returns the group of a register.
+/// Returns the state page's group of these registers.
 #[inline(always)]
-const fn group_of(register: Reg) -> u64 {
-    match register {
-        Reg::Rip | Reg::Rflags | Reg::InterruptShadow => group::IP,
-        Reg::Cr0 | Reg::Cr2 | Reg::Cr3 | Reg::Cr4 | Reg::Efer | Reg::Cpl => group::CONTROL,
-        Reg::Star
-        | Reg::Lstar
-        | Reg::Cstar
-        | Reg::Sfmask
-        | Reg::KernelGsBase
-        | Reg::SysenterCs
-        | Reg::SysenterEsp
-        | Reg::SysenterEip
-        | Reg::Pat => group::MSRS,
-        Reg::Dr6 | Reg::Dr7 => group::DEBUG,
-        Reg::TscOffset => group::TSC,
-        Reg::Xcr0 => group::XCR0,
-    }
-}
-
-/// Returns the group of a segment register.
-#[inline(always)]
-const fn group_of_segment(segment: Seg) -> u64 {
-    match segment {
-        Seg::Cs => group::CODE,
-        _ => group::SEGMENTS,
+const fn state_group(registers: Group) -> u64 {
+    match registers {
+        Group::General => 0,
+        Group::Ip => group::IP,
+        Group::Control => group::CONTROL,
+        Group::Msrs => group::MSRS,
+        Group::Debug => group::DEBUG,
+        Group::Tsc => group::TSC,
+        Group::Xcr0 => group::XCR0,
+        Group::Code => group::CODE,
+        Group::Segments => group::SEGMENTS,
     }
 }
 
@@ -220,7 +207,7 @@ impl X86Vcpu for NativeVcpu<'_> {
 
     #[inline(always)]
     fn get(&mut self, name: Reg) -> u64 {
-        let value = register(self.state_with(group_of(name)), name).get();
+        let value = register(self.state_with(state_group(name.group())), name).get();
         // The guest's counter is the VM's time plus an offset.
         if name == Reg::TscOffset { value.wrapping_add(self.paused_ticks) } else { value }
     }
@@ -229,19 +216,19 @@ impl X86Vcpu for NativeVcpu<'_> {
     fn set(&mut self, name: Reg, value: u64) {
         let value =
             if name == Reg::TscOffset { value.wrapping_sub(self.paused_ticks) } else { value };
-        register(self.change(group_of(name)), name).set(value);
+        register(self.change(state_group(name.group())), name).set(value);
     }
 
     #[inline(always)]
     fn segment(&mut self, name: Seg) -> Segment {
         let StateSegment { selector, attrib, limit, base } =
-            segment(self.state_with(group_of_segment(name)), name).get();
+            segment(self.state_with(state_group(name.group())), name).get();
         Segment { selector, attrib, limit, base }
     }
 
     fn set_segment(&mut self, name: Seg, value: Segment) {
         let Segment { selector, attrib, limit, base } = value;
-        segment(self.change(group_of_segment(name)), name).set(StateSegment {
+        segment(self.change(state_group(name.group())), name).set(StateSegment {
             selector,
             attrib,
             limit,

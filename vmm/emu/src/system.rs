@@ -2,8 +2,8 @@
 //! 4.8.3 and 12.2.2).
 
 use hw_x86::msr::efer;
+use vmm_x86::Segment;
 use vmm_x86::msr::is_canonical;
-use vmm_x86::vcpu::Segment;
 use vmm_x86::walk::Intent;
 use vmm_x86::{Event, Reg, Seg, X86Vcpu};
 

@@ -13,7 +13,8 @@
 
 use vmm_mem::GuestMemory;
 
-use crate::vcpu::{Reg, X86Vcpu};
+use crate::registers::Reg;
+use crate::vcpu::X86Vcpu;
 use crate::walk::{CodeSize, CodeView, is_64_bit, locate_64_bit};
 
 /// Opcode of an instruction that exits: its bytes as a little-endian number, a mask of the

@@ -12,6 +12,7 @@ pub mod msr;
 mod nmi;
 pub mod platform;
 pub mod pv;
+pub mod registers;
 pub mod run;
 pub mod svm;
 pub mod vcpu;
@@ -22,5 +23,6 @@ pub mod testing;
 
 pub use exit::{Access, Exit, IoExit, Space};
 pub use platform::{Acknowledged, Interrupts, PcPlatform, PendingInterrupt, Unknown};
+pub use registers::{Gpr, Groups, Reg, Registers, Seg, Segment};
 pub use run::Cpu;
-pub use vcpu::{Event, Gpr, InterruptWindow, Reg, Seg, Segment, X86Vcpu};
+pub use vcpu::{Event, InterruptWindow, X86Vcpu};

@@ -14,8 +14,9 @@ use hw_x86::msr::{
 use hw_x86::paging::cr0;
 
 use crate::platform::{PcPlatform, Unknown};
+use crate::registers::{Reg, Seg};
 use crate::run::Cpu;
-use crate::vcpu::{Reg, Seg, X86Vcpu};
+use crate::vcpu::X86Vcpu;
 
 /// Last MSR of the x2APIC range.
 const X2APIC_LAST: u32 = X2APIC + 0xff;

@@ -6,8 +6,9 @@
 //! own. `IRET` loads the flags, so single-step mode stays hidden from the guest, unless the `IRET`
 //! faults: then the saved flags have TF.
 
+use crate::registers::Reg;
 use crate::run::{DR6_SINGLE_STEP, RFLAGS_TF};
-use crate::vcpu::{Reg, X86Vcpu};
+use crate::vcpu::X86Vcpu;
 
 /// `DR6`: breakpoint conditions that were met.
 const DR6_BREAKPOINTS: u64 = 0xf;

@@ -13,7 +13,7 @@ use hw_x86::apic::local;
 use hw_x86::cpuid::leaf;
 use hw_x86::kvm::hypercall;
 use hw_x86::msr::APIC_BASE;
-use hw_x86::paging::{cr0, xcr0};
+use hw_x86::paging::xcr0;
 
 use vmm_vcpu::deadline::Deadline;
 use vmm_vcpu::{Activity, Flow, MAX_VCPUS, MemoryFault, Outcome, StopReason};
@@ -26,7 +26,8 @@ use crate::msr::Msrs;
 use crate::nmi::NmiMask;
 use crate::platform::{Emulated, PcPlatform, PendingInterrupt, Unknown};
 use crate::pv::{ApicIds, EoiWord, StealRecord};
-use crate::vcpu::{Event, Gpr, InterruptWindow, Reg, Seg, Segment, X86Vcpu};
+use crate::registers::{Gpr, Groups, Reg, Registers};
+use crate::vcpu::{Event, InterruptWindow, X86Vcpu};
 use crate::walk::{CodeSize, CodeView};
 
 /// `RFLAGS.IF`.
@@ -849,37 +850,9 @@ fn mask(size: u8) -> u32 {
     u32::MAX >> (32 - 8 * u32::from(size.clamp(1, 4)))
 }
 
-/// Sets the state after a start-up IPI (APM vol. 2, table 14-1 and section 15.27.8): real mode at
-/// `page << 12`.
+/// Sets the state after a start-up IPI (APM vol. 2, section 15.27.8): real mode at `page << 12`.
 fn start_up(vcpu: &mut impl X86Vcpu, page: u8, signature: u32) {
-    const DATA: u16 = 0x93;
-    const CODE: u16 = 0x9b;
-    const LDT: u16 = 0x82;
-    const BUSY_TSS: u16 = 0x8b;
-    let segment = |attrib| Segment { selector: 0, attrib, limit: 0xffff, base: 0 };
-    for data in [Seg::Es, Seg::Ss, Seg::Ds, Seg::Fs, Seg::Gs] {
-        vcpu.set_segment(data, segment(DATA));
-    }
-    let selector = u16::from(page) << 8;
-    let base = u64::from(page) << 12;
-    vcpu.set_segment(Seg::Cs, Segment { selector, base, ..segment(CODE) });
-    vcpu.set_segment(Seg::Gdtr, segment(0));
-    vcpu.set_segment(Seg::Idtr, segment(0));
-    vcpu.set_segment(Seg::Ldtr, segment(LDT));
-    vcpu.set_segment(Seg::Tr, segment(BUSY_TSS));
-    for code in 0..16 {
-        vcpu.set_gpr(Gpr::from_code(code), 0);
-    }
-    // Family, model and stepping.
-    vcpu.set_gpr(Gpr::Rdx, signature.into());
-    for register in [Reg::Rip, Reg::InterruptShadow, Reg::Cr2, Reg::Cr3, Reg::Cr4, Reg::Cpl] {
-        vcpu.set(register, 0);
-    }
-    vcpu.set(Reg::Rflags, 2);
-    vcpu.set(Reg::Cr0, cr0::CD | cr0::NW | cr0::ET);
-    vcpu.set(Reg::Efer, 0);
-    vcpu.set(Reg::Dr6, 0xffff_0ff0);
-    vcpu.set(Reg::Dr7, 0x400);
+    vcpu.store(&Registers::reset(page, signature), Groups::INIT);
 }
 
 #[cfg(test)]
@@ -887,6 +860,7 @@ mod tests {
     use super::*;
     use crate::cpuid::{CpuidConfig, CpuidTable};
     use crate::platform::{Acknowledged, Interrupts};
+    use crate::registers::{Seg, Segment};
     use crate::testing::{ScriptEntry, ScriptedVcpu};
     use crate::walk::{Intent, Paging};
     use hw_x86::kvm::steal_time;

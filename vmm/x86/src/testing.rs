@@ -10,7 +10,8 @@ use hw_x86::paging::{cr0, cr4};
 use vmm_vcpu::Vcpu;
 
 use crate::exit::Exit;
-use crate::vcpu::{Event, Gpr, InterruptWindow, Reg, Seg, Segment, X86Vcpu};
+use crate::registers::{Gpr, Reg, Registers, Seg, Segment};
+use crate::vcpu::{Event, InterruptWindow, X86Vcpu};
 
 /// State of the back end at one entry.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -31,14 +32,10 @@ pub type ScriptStep = std::boxed::Box<dyn FnMut(&mut ScriptedVcpu) -> Exit>;
 /// A vCPU whose guest is a script.
 #[derive(Default)]
 pub struct ScriptedVcpu {
-    /// General registers.
-    pub gpr: [u64; 16],
-    /// Other registers, by [`Reg`].
-    pub regs: [u64; 23],
+    /// Registers.
+    pub registers: Registers,
     /// SSE registers, if the back end provides them.
     pub vectors: Option<[[u64; 2]; 16]>,
-    /// Segments, by [`Seg`].
-    pub segments: [Segment; 10],
     /// Result of [`X86Vcpu::next_rip`].
     pub next_rip: u64,
     /// The injection slot.
@@ -76,23 +73,24 @@ impl ScriptedVcpu {
     /// Flat 32-bit protected mode without paging: linear addresses are physical.
     pub fn flat32() -> Self {
         let mut vcpu = Self::new();
-        vcpu.regs[Reg::Cr0 as usize] = cr0::PE | cr0::ET;
-        vcpu.regs[Reg::Rflags as usize] = 2;
-        for segment in &mut vcpu.segments[..6] {
-            *segment = Segment { selector: 8, attrib: 0xc93, limit: u32::MAX, base: 0 };
+        vcpu.registers[Reg::Cr0] = cr0::PE | cr0::ET;
+        vcpu.registers[Reg::Rflags] = 2;
+        for segment in [Seg::Es, Seg::Ss, Seg::Ds, Seg::Fs, Seg::Gs, Seg::Cs] {
+            vcpu.registers[segment] =
+                Segment { selector: 8, attrib: 0xc93, limit: u32::MAX, base: 0 };
         }
-        vcpu.segments[Seg::Cs as usize].attrib = 0xc9b;
+        vcpu.registers[Seg::Cs].attrib = 0xc9b;
         vcpu
     }
 
     /// 64-bit mode with the tables at `cr3`.
     pub fn long(cr3: u64) -> Self {
         let mut vcpu = Self::flat32();
-        vcpu.regs[Reg::Cr0 as usize] = cr0::PE | cr0::ET | cr0::PG | cr0::WP;
-        vcpu.regs[Reg::Cr4 as usize] = cr4::PAE;
-        vcpu.regs[Reg::Cr3 as usize] = cr3;
-        vcpu.regs[Reg::Efer as usize] = efer::LME | efer::LMA | efer::NXE | efer::SCE;
-        vcpu.segments[Seg::Cs as usize].attrib = 0xa9b;
+        vcpu.registers[Reg::Cr0] = cr0::PE | cr0::ET | cr0::PG | cr0::WP;
+        vcpu.registers[Reg::Cr4] = cr4::PAE;
+        vcpu.registers[Reg::Cr3] = cr3;
+        vcpu.registers[Reg::Efer] = efer::LME | efer::LMA | efer::NXE | efer::SCE;
+        vcpu.registers[Seg::Cs].attrib = 0xa9b;
         vcpu
     }
 
@@ -122,27 +120,27 @@ impl X86Vcpu for ScriptedVcpu {
     }
 
     fn gpr(&mut self, register: Gpr) -> u64 {
-        self.gpr[register as usize]
+        self.registers[register]
     }
 
     fn set_gpr(&mut self, register: Gpr, value: u64) {
-        self.gpr[register as usize] = value;
+        self.registers[register] = value;
     }
 
     fn get(&mut self, register: Reg) -> u64 {
-        self.regs[register as usize]
+        self.registers[register]
     }
 
     fn set(&mut self, register: Reg, value: u64) {
-        self.regs[register as usize] = value;
+        self.registers[register] = value;
     }
 
     fn segment(&mut self, segment: Seg) -> Segment {
-        self.segments[segment as usize]
+        self.registers[segment]
     }
 
     fn set_segment(&mut self, segment: Seg, value: Segment) {
-        self.segments[segment as usize] = value;
+        self.registers[segment] = value;
     }
 
     fn vector(&mut self, register: u8) -> Option<[u64; 2]> {
@@ -209,9 +207,9 @@ impl Vcpu for ScriptedVcpu {
         let entry = ScriptEntry {
             event: self.slot,
             window: self.window,
-            open: self.regs[Reg::Rflags as usize] & RFLAGS_IF != 0
-                && self.regs[Reg::InterruptShadow as usize] == 0,
-            rip: self.regs[Reg::Rip as usize],
+            open: self.registers[Reg::Rflags] & RFLAGS_IF != 0
+                && self.registers[Reg::InterruptShadow] == 0,
+            rip: self.registers[Reg::Rip],
         };
         self.entries.push(entry);
         // The entry delivers the event in the slot.

@@ -7,122 +7,7 @@ use hw_x86::vmcb::event;
 use vmm_vcpu::Vcpu;
 
 use crate::exit::Exit;
-
-pub use hw_x86::vmcb::VmcbSegment as Segment;
-
-/// General registers, numbered as instructions encode them.
-#[allow(missing_docs, reason = "the manual's names")]
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-#[repr(u8)]
-pub enum Gpr {
-    Rax = 0,
-    Rcx = 1,
-    Rdx = 2,
-    Rbx = 3,
-    Rsp = 4,
-    Rbp = 5,
-    Rsi = 6,
-    Rdi = 7,
-    R8 = 8,
-    R9 = 9,
-    R10 = 10,
-    R11 = 11,
-    R12 = 12,
-    R13 = 13,
-    R14 = 14,
-    R15 = 15,
-}
-
-impl Gpr {
-    /// Register with this encoding; the low four bits are used.
-    pub const fn from_code(code: u8) -> Self {
-        const ALL: [Gpr; 16] = [
-            Gpr::Rax,
-            Gpr::Rcx,
-            Gpr::Rdx,
-            Gpr::Rbx,
-            Gpr::Rsp,
-            Gpr::Rbp,
-            Gpr::Rsi,
-            Gpr::Rdi,
-            Gpr::R8,
-            Gpr::R9,
-            Gpr::R10,
-            Gpr::R11,
-            Gpr::R12,
-            Gpr::R13,
-            Gpr::R14,
-            Gpr::R15,
-        ];
-        ALL[(code & 15) as usize]
-    }
-}
-
-/// Registers other than the general and the segment registers.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Reg {
-    /// Instruction pointer.
-    Rip,
-    /// Flags.
-    Rflags,
-    /// Bit 0: interrupt shadow (`STI`, `MOV SS`).
-    InterruptShadow,
-    /// Control register 0.
-    Cr0,
-    /// Page-fault address.
-    Cr2,
-    /// Page-table root.
-    Cr3,
-    /// Control register 4.
-    Cr4,
-    /// Extended features; `SVME` reads as 0 and is not written.
-    Efer,
-    /// Current privilege level.
-    Cpl,
-    /// `STAR`.
-    Star,
-    /// `LSTAR`.
-    Lstar,
-    /// `CSTAR`.
-    Cstar,
-    /// `SFMASK`.
-    Sfmask,
-    /// `KernelGSbase`.
-    KernelGsBase,
-    /// `SYSENTER_CS`.
-    SysenterCs,
-    /// `SYSENTER_ESP`.
-    SysenterEsp,
-    /// `SYSENTER_EIP`.
-    SysenterEip,
-    /// `PAT`.
-    Pat,
-    /// Debug status.
-    Dr6,
-    /// Debug control.
-    Dr7,
-    /// Added to the host's time-stamp counter to give the guest's.
-    TscOffset,
-    /// Enabled extended state.
-    Xcr0,
-}
-
-/// Segment and table registers; the first six numbered as instructions encode them.
-#[allow(missing_docs, reason = "the manual's names")]
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-#[repr(u8)]
-pub enum Seg {
-    Es = 0,
-    Cs = 1,
-    Ss = 2,
-    Ds = 3,
-    Fs = 4,
-    Gs = 5,
-    Gdtr = 6,
-    Ldtr = 7,
-    Idtr = 8,
-    Tr = 9,
-}
+use crate::registers::{Gpr, Groups, Reg, Registers, Seg, Segment, load_each, store_each};
 
 /// An interrupt or exception to inject, in the format of `EVENTINJ` (AMD APM vol. 2, section
 /// 15.20).
@@ -207,6 +92,21 @@ pub trait X86Vcpu: Vcpu<Exit = Exit> {
     fn segment(&mut self, segment: Seg) -> Segment;
     /// Sets a segment or table register.
     fn set_segment(&mut self, segment: Seg, value: Segment);
+
+    /// Reads the registers of these groups; all others are 0.
+    fn load(&mut self, groups: Groups) -> Registers
+    where
+        Self: Sized,
+    {
+        load_each(self, groups)
+    }
+    /// Sets the registers of these groups. A back end that sets a group at once overrides this.
+    fn store(&mut self, registers: &Registers, groups: Groups)
+    where
+        Self: Sized,
+    {
+        store_each(self, registers, groups);
+    }
 
     /// Value of an SSE register, low half first; `None` if the back end does not provide them.
     fn vector(&mut self, _register: u8) -> Option<[u64; 2]> {

@@ -9,7 +9,8 @@ use hw_x86::msr::efer;
 use hw_x86::paging::{cr0, cr4, entry, fault};
 use vmm_mem::GuestMemory;
 
-use crate::vcpu::{Event, Reg, Seg, X86Vcpu};
+use crate::registers::{Reg, Seg};
+use crate::vcpu::{Event, X86Vcpu};
 
 /// `RFLAGS.AC`: supervisor accesses to user pages are permitted (SMAP).
 const RFLAGS_AC: u64 = 1 << 18;

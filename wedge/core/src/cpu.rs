@@ -4,7 +4,7 @@ use hw_x86::msr::efer;
 use hw_x86::paging::{cr0, cr4};
 use vmm_mem::GuestMemory;
 use vmm_x86::Event;
-use vmm_x86::vcpu::Segment;
+use vmm_x86::Segment;
 use vmm_x86::walk::{Intent, PageFault, Paging};
 
 use crate::segment::{DATA_64, USABLE_CODE_64};

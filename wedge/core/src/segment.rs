@@ -1,7 +1,7 @@
 //! Segments and descriptors (APM vol. 2, chapter 4).
 
 use vmm_mem::GuestMemory;
-use vmm_x86::vcpu::Segment;
+use vmm_x86::Segment;
 
 use crate::cpu::{CS, FS, GS, SS, VirtualCpu};
 use crate::{Host, Interruption, protection, vector};
