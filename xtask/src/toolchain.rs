@@ -33,7 +33,7 @@ impl Bare {
         Self::choose_for(TARGET)
     }
 
-    /// Selects a compiler for any bare-metal target.
+    /// Selects a compiler for any target.
     pub fn choose_for(target: &str) -> Result<Self> {
         if rustup_has(target) {
             return Ok(Self::Rustup);
@@ -66,7 +66,7 @@ impl Bare {
         self.cargo_for(TARGET, subcommand, flags)
     }
 
-    /// `cargo SUBCOMMAND` for any bare-metal target.
+    /// `cargo SUBCOMMAND` for any target.
     pub fn cargo_for(self, target: &str, subcommand: &str, flags: &[&str]) -> Command {
         let mut all = vec!["-Clink-arg=-zmax-page-size=4096"];
         let mut command = match self {
@@ -93,10 +93,15 @@ impl Bare {
             .env("CARGO_ENCODED_RUSTFLAGS", all.join("\u{1f}"))
             .env_remove("RUSTFLAGS");
         if self == Self::Debian {
-            command.args([
-                "-Zbuild-std=core,alloc,compiler_builtins",
-                "-Zbuild-std-features=compiler-builtins-mem",
-            ]);
+            if target.contains("-linux-") {
+                // Debian packages `std` for another processor only as a foreign architecture.
+                command.arg("-Zbuild-std=std,panic_abort");
+            } else {
+                command.args([
+                    "-Zbuild-std=core,alloc,compiler_builtins",
+                    "-Zbuild-std-features=compiler-builtins-mem",
+                ]);
+            }
         }
         command
     }
