@@ -14,10 +14,11 @@ use proto::channel::View;
 use vmm_bus::backend::{BlockInfo, ChannelInfo, NetInfo, Offload};
 use vmm_bus::testing::{ScriptDisk, ScriptPeer, ScriptPort};
 use vmm_bus::{Block, ChannelBackend, Net};
-use vmm_cpu::testing::ScriptedVcpu;
-use vmm_cpu::{Cpu, Exit, Gpr, IoExit, MemoryFault, Reg, StopReason, TscClock, Vcpu};
 use vmm_machine::{DeviceBackend, Host, Level, Model, Pc, PcConfig, Slots, layout};
 use vmm_mem::GuestMemory;
+use vmm_vcpu::{CounterClock, MemoryFault, StopReason};
+use vmm_x86::testing::ScriptedVcpu;
+use vmm_x86::{Cpu, Exit, Gpr, IoExit, Reg, X86Vcpu};
 
 use crate::input::{Input, Seed};
 
@@ -107,7 +108,7 @@ struct World {
 }
 
 impl Host for World {
-    fn tsc(&self) -> u64 {
+    fn counter(&self) -> u64 {
         self.tsc
     }
 
@@ -220,7 +221,7 @@ impl<'m> Rig<'m> {
     fn new(memory: &'m GuestMemory) -> Self {
         let config = PcConfig {
             vcpus: CPUS as u8,
-            clock: TscClock::new(1_000_000, 0),
+            clock: CounterClock::new(1_000_000, 0),
             xcr0_mask: 7,
             start_unix: 1_700_000_000,
             kvmclock: true,

@@ -8,7 +8,7 @@
 use vmm_bus::backend::{BlockInfo, BlockStatus, NetInfo, Offload, Segments};
 use vmm_bus::testing::{ScriptBalloon, ScriptDisk, ScriptPort, ScriptServer, ScriptVsock};
 use vmm_bus::{Device, WAKE_INPUT};
-use vmm_dev::pc::pci::{Function, spec as config};
+use vmm_dev::pci::{Function, spec as config};
 use vmm_dev::virtio::balloon::{self, Balloon};
 use vmm_dev::virtio::blk::{self, Blk};
 use vmm_dev::virtio::console::{self, Console};
@@ -184,7 +184,7 @@ fn drive<D: VirtioDevice>(device: D, mut input: Input<'_>, works: impl FnOnce(&m
         let step = STEPS[usize::from(input.byte()) % STEPS.len()];
         act(&mut rig, step, &mut input);
         // The content of interrupts is not checked, and may be large.
-        rig.env.messages.clear();
+        rig.env.msis.clear();
         rig.env.missing.clear();
         rig.env.output.clear();
         let mut given = rig.env.balloon.take().unwrap_or_default();

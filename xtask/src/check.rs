@@ -5,7 +5,7 @@ use crate::process::{output, run, target, workspace};
 use crate::rules;
 use crate::toolchain::{Bare, host_cargo};
 use crate::workspace::packages;
-use crate::{spec, specification, words};
+use crate::{neutral, spec, specification, words};
 use anyhow::{Context, Result, bail};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
@@ -154,6 +154,7 @@ pub fn check() -> Result<()> {
         // Not having the linter of the second compiler must not hide that the code was not linted.
         println!("clippy: SKIPPED for bare metal, package rust-web-clippy is not installed");
     }
+    neutral::check(&packages()?)?;
     rules::deps()?;
     rules::unsafe_code(&[])?;
     spec::spec(&[])?;

@@ -9,6 +9,7 @@ mod check;
 mod fuzz;
 mod imports;
 mod metrics;
+mod neutral;
 mod process;
 mod rules;
 mod source;
@@ -44,10 +45,11 @@ usage: cargo xtask COMMAND
                           the ladder alone; what protection keys cost, in instructions of an emulated host
   fuzz TARGET [--seconds N]
                           look for inputs that break a target of fuzz/; --seeds writes the first ones
-  check                   format, clippy, deps, unsafe, spec, words, size
+  check                   format, clippy, neutral packages for AArch64, deps, unsafe, spec, words, size
   ci                      check and test
 
   deps                    check the import rules of the top folders' READMEs
+  neutral                 compile the packages that name no processor architecture for AArch64
   unsafe [--write]        compare the count of unsafe code with docs/spec/unsafe.txt
   spec [--write]          compare docs/spec/system-calls.md with `abi`, and the tables of SPECIFICATION.md with
                           `bench/promises.toml` and the last results
@@ -86,6 +88,7 @@ fn dispatch(arguments: &[String]) -> Result<()> {
         "check" => check::check(),
         "ci" => check::ci(),
         "deps" => rules::deps(),
+        "neutral" => neutral::check(&workspace::packages()?),
         "unsafe" => rules::unsafe_code(rest),
         "spec" => {
             spec::spec(rest)?;

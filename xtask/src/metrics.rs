@@ -4,6 +4,7 @@
 //! commit. Unit tests and files that are only compiled for tests do not count.
 
 use crate::imports;
+use crate::neutral;
 use crate::process::workspace;
 use crate::source::{self, FunctionLengths, Lines, Unsafe};
 use crate::workspace::packages;
@@ -13,8 +14,6 @@ use std::path::{Path, PathBuf};
 
 /// Folders whose import circles are printed.
 const CIRCLES: [&str; 3] = ["wedge/on-linux", "hosted", "kernel/x86"];
-/// Crates that name no processor architecture.
-const NEUTRAL: [&str; 4] = ["vmm/vcpu", "vmm/bus", "vmm/mem", "vmm/dev"];
 /// Folders whose longest file is printed.
 const FILES: [&str; 2] = ["kernel", "hosted"];
 
@@ -110,7 +109,7 @@ impl Sources {
 
     fn x86_files(&self) -> Result<usize> {
         let mut count = 0;
-        for file in NEUTRAL.iter().flat_map(|folder| self.below(folder)) {
+        for file in neutral::PACKAGES.iter().flat_map(|folder| self.below(folder)) {
             count += usize::from(source::read(file)?.contains("hw_x86"));
         }
         Ok(count)

@@ -1,6 +1,7 @@
 //! Rules of the project that a compiler does not check: imports between folders, places of
 //! `unsafe`, and the size of the kernel.
 
+use crate::neutral;
 use crate::process::workspace;
 use crate::source::{self, Lines, Unsafe};
 use crate::workspace::{Package, packages, top};
@@ -26,12 +27,13 @@ const UNSAFE_TABLE: &str = "docs/spec/unsafe.txt";
 const KERNEL_BUDGET: usize = 12_000;
 const KERNEL: &[&str] = &["kernel/core", "kernel/x86", "kernel/image"];
 
-/// `cargo xtask deps`: every import between top folders is one that the importer's README allows.
+/// `cargo xtask deps`: every import between top folders is one that the importer's README allows,
+/// and neutral packages import only each other.
 pub fn deps() -> Result<()> {
     let packages = packages()?;
     let mut folders: Vec<String> = packages.iter().map(Package::folder).collect();
     folders.dedup();
-    let mut wrong = String::new();
+    let mut wrong = neutral::wrong_imports(&packages)?;
     for folder in &folders {
         let allowed = allowed_imports(folder)?;
         for name in &allowed {

@@ -28,9 +28,14 @@ pub enum Bare {
 }
 
 impl Bare {
-    /// Selects a compiler. The error names the packages to install.
+    /// Selects a compiler for [`TARGET`]. The error names the packages to install.
     pub fn choose() -> Result<Self> {
-        if rustup_has_target() {
+        Self::choose_for(TARGET)
+    }
+
+    /// Selects a compiler for any target.
+    pub fn choose_for(target: &str) -> Result<Self> {
+        if rustup_has(target) {
             return Ok(Self::Rustup);
         }
         let needed = [DEBIAN_CARGO, DEBIAN_RUSTC, DEBIAN_SOURCES, LINKER];
@@ -40,7 +45,7 @@ impl Bare {
             return Ok(Self::Debian);
         }
         bail!(
-            "no compiler for {TARGET}: neither `rustup target add {TARGET}` was done, nor are \
+            "no compiler for {target}: neither `rustup target add {target}` was done, nor are \
              Debian's rustc-web, cargo-web, rust-web-src and lld installed (missing: {}); \
              run ./install.sh",
             missing.join(", ")
@@ -58,6 +63,11 @@ impl Bare {
 
     /// `cargo SUBCOMMAND` for [`TARGET`], with these compiler flags in addition to the common ones.
     pub fn cargo(self, subcommand: &str, flags: &[&str]) -> Command {
+        self.cargo_for(TARGET, subcommand, flags)
+    }
+
+    /// `cargo SUBCOMMAND` for any target.
+    pub fn cargo_for(self, target: &str, subcommand: &str, flags: &[&str]) -> Command {
         let mut all = vec!["-Clink-arg=-zmax-page-size=4096"];
         let mut command = match self {
             Self::Rustup => host_cargo(),
@@ -79,14 +89,19 @@ impl Bare {
         all.extend_from_slice(flags);
         command
             .arg(subcommand)
-            .args(["--profile", "bare", "--target", TARGET])
+            .args(["--profile", "bare", "--target", target])
             .env("CARGO_ENCODED_RUSTFLAGS", all.join("\u{1f}"))
             .env_remove("RUSTFLAGS");
         if self == Self::Debian {
-            command.args([
-                "-Zbuild-std=core,alloc,compiler_builtins",
-                "-Zbuild-std-features=compiler-builtins-mem",
-            ]);
+            if target.contains("-linux-") {
+                // Debian packages `std` for another processor only as a foreign architecture.
+                command.arg("-Zbuild-std=std,panic_abort");
+            } else {
+                command.args([
+                    "-Zbuild-std=core,alloc,compiler_builtins",
+                    "-Zbuild-std-features=compiler-builtins-mem",
+                ]);
+            }
         }
         command
     }
@@ -99,10 +114,10 @@ pub fn host_cargo() -> Command {
     command
 }
 
-fn rustup_has_target() -> bool {
+fn rustup_has(target: &str) -> bool {
     let compiler = std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
     let Ok(path) =
-        output(Command::new(compiler).args(["--print", "target-libdir", "--target", TARGET]))
+        output(Command::new(compiler).args(["--print", "target-libdir", "--target", target]))
     else {
         return false;
     };

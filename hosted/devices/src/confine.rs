@@ -208,6 +208,7 @@ fn filter(files: FileAccess<'_>) -> Result<BpfProgram, BackendError> {
     ];
     let sockets = [
         linux::__NR_accept4,
+        #[cfg(target_arch = "x86_64")]
         linux::__NR_poll,
         linux::__NR_ppoll,
         linux::__NR_recvfrom,
@@ -250,5 +251,6 @@ fn filter(files: FileAccess<'_>) -> Result<BpfProgram, BackendError> {
         allow(linux::__NR_openat, vec![condition(2, writes, linux::O_RDONLY)?])?;
     }
     let (kill, allow) = (SeccompAction::KillProcess, SeccompAction::Allow);
-    SeccompFilter::new(rules, kill, allow, TargetArch::x86_64).and_then(BpfProgram::try_from)
+    let arch = TargetArch::try_from(std::env::consts::ARCH)?;
+    SeccompFilter::new(rules, kill, allow, arch).and_then(BpfProgram::try_from)
 }

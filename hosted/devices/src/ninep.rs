@@ -398,7 +398,10 @@ impl NinepServer {
         answer.word(stat.st_mode);
         answer.word(stat.st_uid);
         answer.word(stat.st_gid);
-        for value in [stat.st_nlink, stat.st_rdev, stat.st_size as u64, stat.st_blksize as u64] {
+        // The widths of these fields differ between processors.
+        for value in
+            [stat.st_nlink as u64, stat.st_rdev, stat.st_size as u64, stat.st_blksize as u64]
+        {
             answer.quad(value);
         }
         answer.quad(stat.st_blocks as u64);

@@ -100,7 +100,7 @@ mod tests {
     use std::os::unix::net::UnixStream;
     use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
     use std::thread;
-    use vmm_cpu::TscClock;
+    use vmm_vcpu::CounterClock;
 
     #[test]
     fn vcpus_pause_and_resume() {
@@ -123,7 +123,7 @@ mod tests {
                 let (gate, rounds, pressed, ended) = (&gate, &rounds, &pressed, &ended);
                 scope.spawn(move || {
                     vcpu_thread.register_current();
-                    let clock = TscClock::new(1_000_000, 0);
+                    let clock = CounterClock::new(1_000_000, 0);
                     while !ended.load(SeqCst) {
                         let events = vcpu_thread.wait(&clock, crate::vcpu_thread::tsc() + 100_000);
                         if events & event::PAUSE != 0 {

@@ -8,7 +8,7 @@ use kvm_bindings::{
     KVM_EXIT_UNKNOWN,
 };
 use proto::errno::{Cause, Errno};
-use vmm_cpu::Exit;
+use vmm_x86::Exit;
 
 /// Reason that KVM cannot run a VM.
 #[derive(Debug)]

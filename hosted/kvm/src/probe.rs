@@ -7,10 +7,11 @@
 
 use hw_x86::paging::cr4;
 use vmm_boot::InitialState;
-use vmm_cpu::{Exit, Gpr, TscClock, Vcpu};
 use vmm_machine::registers;
 use vmm_mem::GuestMemory;
 use vmm_mem::shared::SharedMemory;
+use vmm_vcpu::{CounterClock, Vcpu};
+use vmm_x86::{Exit, Gpr, X86Vcpu};
 
 use crate::Error;
 use crate::vcpu::{KvmVcpu, install_kick_handler};
@@ -32,7 +33,7 @@ pub fn probe() -> Result<(), Error> {
     install_kick_handler()?;
     let vm = KvmVm::new()?;
     let fd = vm.vcpu(0)?;
-    let clock = TscClock::new(vm.tsc_khz(&fd)?, 0);
+    let clock = CounterClock::new(vm.tsc_khz(&fd)?, 0);
     let mut memory =
         SharedMemory::new("parador-probe", MEMORY).map_err(Error::host("create guest memory"))?;
     let run = |memory: &GuestMemory| {

@@ -29,12 +29,13 @@ use vmm_bus::backend::BlockInfo;
 use vmm_bus::frames::{self, NetPort, Sockets};
 use vmm_bus::requests::{Futex, Requests};
 use vmm_bus::{Block, Messages, Packets};
-use vmm_cpu::{Gpr, MAX_VCPUS, Reg, TscClock, Vcpu};
 use vmm_machine::{
     DeviceBackend, Host, Level, Model, Outcome, Pc, PcConfig, Slots, StopReason, registers,
 };
 use vmm_mem::shared::SharedMemory;
 use vmm_mem::{GuestMemory, PAGE_SIZE};
+use vmm_vcpu::{CounterClock, MAX_VCPUS};
+use vmm_x86::{Gpr, Reg, X86Vcpu};
 
 use crate::Error;
 use crate::balloon::HostBalloon;
@@ -197,7 +198,7 @@ struct KvmHost<'o> {
 }
 
 impl Host for KvmHost<'_> {
-    fn tsc(&self) -> u64 {
+    fn counter(&self) -> u64 {
         tsc()
     }
 
@@ -395,7 +396,7 @@ fn power_on(
     memory: &GuestMemory,
 ) -> Result<Never, Error> {
     vm.map(memory)?;
-    let clock = TscClock::new(vm.tsc_khz(&fds[0])?, tsc());
+    let clock = CounterClock::new(vm.tsc_khz(&fds[0])?, tsc());
     let config = PcConfig {
         vcpus: fds.len() as u8,
         clock,
@@ -558,7 +559,7 @@ fn load(machine: &KvmConfig, memory: &GuestMemory, vcpu: &mut KvmVcpu<'_>) -> Re
 /// Context of a vCPU besides the VM.
 #[derive(Clone, Copy)]
 struct VcpuContext<'o> {
-    clock: TscClock,
+    clock: CounterClock,
     gate: &'o PauseGate,
     /// Slots of the functions that events refer to.
     about: &'o [(u64, Range<usize>)],
@@ -578,7 +579,7 @@ fn run_vcpu(
     let outcome = loop {
         let events = match board.run(&mut cpu, vcpu, host) {
             StopReason::Recall(events) => events,
-            StopReason::Idle { deadline_tsc } => vcpu_thread.wait(&clock, deadline_tsc),
+            StopReason::Idle { deadline_ticks } => vcpu_thread.wait(&clock, deadline_ticks),
             StopReason::End(outcome) => break outcome,
         };
         if events & event::PAUSE != 0 {

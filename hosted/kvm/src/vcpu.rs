@@ -1,4 +1,4 @@
-//! KVM vCPU as a [`Vcpu`] of the VMM library.
+//! KVM vCPU as an [`X86Vcpu`] of the VMM library.
 //!
 //! General registers lie in memory shared with KVM; all others are read on demand. The result of a
 //! device access is written to shared memory, too; KVM completes the instruction at the next entry.
@@ -29,12 +29,14 @@ use nix::time::ClockId;
 use proto::hosted::debug::{HALT, reason, register};
 use proto::hosted::log;
 use rustix::io::Errno;
-use vmm_cpu::walk::CodeView;
-use vmm_cpu::{
-    Access, Event, Exit, Gpr, InterruptWindow, Reg, Seg, Segment, Space, TscClock, Vcpu,
-};
 use vmm_mem::GuestMemory;
 use vmm_sys_util::signal::register_signal_handler;
+use vmm_vcpu::{CounterClock, Vcpu};
+use vmm_x86::registers::{Group, store_each};
+use vmm_x86::walk::CodeView;
+use vmm_x86::{
+    Access, Event, Exit, Gpr, Groups, InterruptWindow, Reg, Registers, Seg, Segment, Space, X86Vcpu,
+};
 
 use crate::debug::{self, DebugStops};
 use crate::error::cause_of;
@@ -102,7 +104,7 @@ pub struct KvmVcpu<'s> {
     vcpu_thread: &'s VcpuThread,
     /// Guest memory, to read code.
     memory: &'s GuestMemory,
-    clock: TscClock,
+    clock: CounterClock,
     /// The host CPU does not preserve interrupt shadows.
     is_forgetful: bool,
     timer: Timer,
@@ -150,7 +152,7 @@ impl<'s> KvmVcpu<'s> {
         mut fd: VcpuFd,
         vcpu_thread: &'s VcpuThread,
         memory: &'s GuestMemory,
-        clock: TscClock,
+        clock: CounterClock,
         stops: Option<DebugStops<'s>>,
     ) -> Result<Self, Error> {
         let notify = SigevNotify::SigevThreadId {
@@ -275,11 +277,11 @@ impl<'s> KvmVcpu<'s> {
         one[0].data
     }
 
-    fn set_msr(&mut self, index: u32, data: u64) {
-        let Ok(msrs) = Msrs::from_entries(&[kvm_msr_entry { index, data, ..Default::default() }])
-        else {
-            return;
-        };
+    /// Sets MSRs, each with its value, by one call of KVM.
+    fn set_msrs(&mut self, values: &[(u32, u64)]) {
+        let entry = |&(index, data)| kvm_msr_entry { index, data, ..Default::default() };
+        let entries: Vec<_> = values.iter().map(entry).collect();
+        let Ok(msrs) = Msrs::from_entries(&entries) else { return };
         let result = self.fd.set_msrs(&msrs);
         self.note(result);
     }
@@ -680,6 +682,18 @@ fn gpr_slot(regs: &mut kvm_regs, register: Gpr) -> &mut u64 {
     }
 }
 
+/// Returns a special register of the group [`Group::Control`].
+fn sregs_slot(sregs: &mut kvm_sregs, register: Reg) -> Option<&mut u64> {
+    Some(match register {
+        Reg::Cr0 => &mut sregs.cr0,
+        Reg::Cr2 => &mut sregs.cr2,
+        Reg::Cr3 => &mut sregs.cr3,
+        Reg::Cr4 => &mut sregs.cr4,
+        Reg::Efer => &mut sregs.efer,
+        _ => return None,
+    })
+}
+
 /// Returns the MSR of a register.
 fn msr_of(register: Reg) -> Option<u32> {
     Some(match register {
@@ -757,7 +771,7 @@ fn segment_slot(sregs: &mut kvm_sregs, segment: Seg) -> SegmentSlot<'_> {
     })
 }
 
-impl Vcpu for KvmVcpu<'_> {
+impl X86Vcpu for KvmVcpu<'_> {
     fn gpr(&mut self, register: Gpr) -> u64 {
         *gpr_slot(self.regs(), register)
     }
@@ -772,11 +786,6 @@ impl Vcpu for KvmVcpu<'_> {
             Reg::Rflags => self.regs().rflags,
             // KVM keeps the interrupt shadow and takes no interrupt in it.
             Reg::InterruptShadow => 0,
-            Reg::Cr0 => self.sregs().cr0,
-            Reg::Cr2 => self.sregs().cr2,
-            Reg::Cr3 => self.sregs().cr3,
-            Reg::Cr4 => self.sregs().cr4,
-            Reg::Efer => self.sregs().efer,
             Reg::Cpl => self.sregs().ss.dpl.into(),
             Reg::Dr6 | Reg::Dr7 => {
                 let result = self.fd.get_debug_regs();
@@ -788,7 +797,10 @@ impl Vcpu for KvmVcpu<'_> {
                 let result = self.fd.get_xcrs();
                 self.note(result).map_or(0, |xcrs| xcrs.xcrs[0].value)
             }
-            _ => msr_of(register).map_or(0, |index| self.msr(index)),
+            _ => match msr_of(register) {
+                Some(index) => self.msr(index),
+                None => sregs_slot(&mut self.sregs(), register).map_or(0, |found| *found),
+            },
         }
     }
 
@@ -799,11 +811,6 @@ impl Vcpu for KvmVcpu<'_> {
             Reg::Rip => self.change_regs().rip = value,
             Reg::Rflags => self.change_regs().rflags = value,
             Reg::InterruptShadow => {}
-            Reg::Cr0 => self.change_sregs(|sregs| sregs.cr0 = value),
-            Reg::Cr2 => self.change_sregs(|sregs| sregs.cr2 = value),
-            Reg::Cr3 => self.change_sregs(|sregs| sregs.cr3 = value),
-            Reg::Cr4 => self.change_sregs(|sregs| sregs.cr4 = value),
-            Reg::Efer => self.change_sregs(|sregs| sregs.efer = value),
             Reg::Cpl => self.change_sregs(|sregs| sregs.ss.dpl = value as u8 & 3),
             Reg::Dr6 | Reg::Dr7 => {
                 let result = self.fd.get_debug_regs().and_then(|mut debug| {
@@ -819,11 +826,14 @@ impl Vcpu for KvmVcpu<'_> {
                 let result = self.fd.set_xcrs(&xcrs);
                 self.note(result);
             }
-            _ => {
-                if let Some(index) = msr_of(register) {
-                    self.set_msr(index, value);
-                }
-            }
+            _ => match msr_of(register) {
+                Some(index) => self.set_msrs(&[(index, value)]),
+                None => self.change_sregs(|sregs| {
+                    if let Some(place) = sregs_slot(sregs, register) {
+                        *place = value;
+                    }
+                }),
+            },
         }
     }
 
@@ -844,6 +854,15 @@ impl Vcpu for KvmVcpu<'_> {
                 table.limit = value.limit as u16;
             }
         });
+    }
+
+    fn store(&mut self, registers: &Registers, groups: Groups) {
+        if groups.contains(Group::Msrs) {
+            let msr = |register| Some((msr_of(register)?, registers[register]));
+            let msrs: Vec<_> = Reg::ALL.into_iter().filter_map(msr).collect();
+            self.set_msrs(&msrs);
+        }
+        store_each(self, registers, groups.without(Group::Msrs));
     }
 
     fn next_rip(&mut self) -> u64 {
@@ -900,9 +919,13 @@ impl Vcpu for KvmVcpu<'_> {
     fn has_window(&mut self) -> bool {
         self.window != InterruptWindow::Nothing
     }
+}
 
-    fn set_deadline(&mut self, tsc: u64) {
-        self.deadline = tsc;
+impl Vcpu for KvmVcpu<'_> {
+    type Exit = Exit;
+
+    fn set_deadline(&mut self, ticks: u64) {
+        self.deadline = ticks;
     }
 
     fn stolen(&mut self) -> u64 {
@@ -910,7 +933,7 @@ impl Vcpu for KvmVcpu<'_> {
         0
     }
 
-    fn set_hlt_exits(&mut self, _: bool) {
+    fn set_wait_exits(&mut self, _: bool) {
         // Every `HLT` exits.
     }
 

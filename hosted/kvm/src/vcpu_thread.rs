@@ -7,7 +7,7 @@ use std::thread::{self, Thread};
 use std::time::Duration;
 
 use nix::sys::pthread::{Pthread, pthread_kill, pthread_self};
-use vmm_cpu::TscClock;
+use vmm_vcpu::CounterClock;
 
 use crate::vcpu::KICK;
 
@@ -78,7 +78,7 @@ impl VcpuThread {
     }
 
     /// Waits for events and takes them, at most until the host's counter reaches `deadline`.
-    pub fn wait(&self, clock: &TscClock, deadline: u64) -> u64 {
+    pub fn wait(&self, clock: &CounterClock, deadline: u64) -> u64 {
         loop {
             let events = self.take_events();
             let now = tsc();
@@ -104,7 +104,7 @@ mod tests {
 
     #[test]
     fn events_are_not_lost() {
-        let clock = TscClock::new(1_000_000, 0);
+        let clock = CounterClock::new(1_000_000, 0);
         let vcpu_thread = VcpuThread::default();
         vcpu_thread.register_current();
         vcpu_thread.notify(event::CONSOLE);

@@ -14,8 +14,8 @@ use kvm_bindings::{
 use kvm_ioctls::{
     Cap, Kvm, MsrFilterDefaultAction, MsrFilterRange, MsrFilterRangeFlags, SyncReg, VcpuFd, VmFd,
 };
-use vmm_cpu::cpuid::{CpuView, CpuidTable, Values};
 use vmm_mem::{GuestMemory, Transfer};
+use vmm_x86::cpuid::{CpuView, CpuidTable, Values};
 
 use crate::{Error, calls};
 

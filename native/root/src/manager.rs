@@ -20,7 +20,7 @@ use proto::system::{
     Server, ServerKind, System, Vm,
 };
 use proto::{DONE, REFUSED, console};
-use vmm_cpu::exit::EXIT_NAMES;
+use vmm_x86::exit::EXIT_NAMES;
 
 use crate::alarm::{ALARM, Alarm};
 use crate::channels::Channels;

@@ -4,7 +4,7 @@ use core::fmt::{self, Display, Write};
 
 use proto::control::REASONS;
 use proto::manage::{Entry, Figures, Kind, State};
-use vmm_cpu::exit::EXIT_NAMES;
+use vmm_x86::exit::EXIT_NAMES;
 
 /// Number of exit reasons in a line of figures.
 const SHOWN_REASONS: usize = 3;

@@ -1,4 +1,4 @@
-//! Native back end of a vCPU: [`vmm_cpu::Vcpu`] over a vCPU object of the kernel.
+//! Native back end of a vCPU: [`X86Vcpu`] over a vCPU object of the kernel.
 //!
 //! State groups that an exit did not deliver are fetched on first use. A setter changes a group
 //! only after it is valid, because the kernel takes over whole groups.
@@ -8,8 +8,9 @@ use abi::vcpu::x86::{
 };
 use abi::vcpu::{SharedU8, SharedU64, exit};
 use native_rt::{SchedContext, Vcpu, time};
-use vmm_cpu::exit::Exit;
-use vmm_cpu::{Event, Gpr, InterruptWindow, Reg, Seg, Segment, Vcpu as _};
+use vmm_x86::exit::Exit;
+use vmm_x86::registers::Group;
+use vmm_x86::{Event, Gpr, InterruptWindow, Reg, Seg, Segment, X86Vcpu};
 
 use crate::console::Console;
 use crate::control::CONTROL;
@@ -45,7 +46,7 @@ struct StealTime {
 }
 
 impl<'a> NativeVcpu<'a> {
-    /// Wraps a vCPU that has not run yet. [`run`](vmm_cpu::Vcpu::run) flushes `console` when its
+    /// Wraps a vCPU that has not run yet. [`run`](vmm_vcpu::Vcpu::run) flushes `console` when its
     /// output has waited long enough.
     pub fn new(vcpu: Vcpu, console: &'a Console) -> Self {
         Self {
@@ -128,33 +129,19 @@ impl<'a> NativeVcpu<'a> {
     }
 }
 
-/// Returns the group of a register.
+/// Returns the state page's group of these registers.
 #[inline(always)]
-const fn group_of(register: Reg) -> u64 {
-    match register {
-        Reg::Rip | Reg::Rflags | Reg::InterruptShadow => group::IP,
-        Reg::Cr0 | Reg::Cr2 | Reg::Cr3 | Reg::Cr4 | Reg::Efer | Reg::Cpl => group::CONTROL,
-        Reg::Star
-        | Reg::Lstar
-        | Reg::Cstar
-        | Reg::Sfmask
-        | Reg::KernelGsBase
-        | Reg::SysenterCs
-        | Reg::SysenterEsp
-        | Reg::SysenterEip
-        | Reg::Pat => group::MSRS,
-        Reg::Dr6 | Reg::Dr7 => group::DEBUG,
-        Reg::TscOffset => group::TSC,
-        Reg::Xcr0 => group::XCR0,
-    }
-}
-
-/// Returns the group of a segment register.
-#[inline(always)]
-const fn group_of_segment(segment: Seg) -> u64 {
-    match segment {
-        Seg::Cs => group::CODE,
-        _ => group::SEGMENTS,
+const fn state_group(registers: Group) -> u64 {
+    match registers {
+        Group::General => 0,
+        Group::Ip => group::IP,
+        Group::Control => group::CONTROL,
+        Group::Msrs => group::MSRS,
+        Group::Debug => group::DEBUG,
+        Group::Tsc => group::TSC,
+        Group::Xcr0 => group::XCR0,
+        Group::Code => group::CODE,
+        Group::Segments => group::SEGMENTS,
     }
 }
 
@@ -203,7 +190,7 @@ fn segment(state: &VcpuState, segment: Seg) -> &SharedSegment {
     }
 }
 
-impl vmm_cpu::Vcpu for NativeVcpu<'_> {
+impl X86Vcpu for NativeVcpu<'_> {
     #[inline(always)]
     fn gpr(&mut self, register: Gpr) -> u64 {
         match register {
@@ -222,7 +209,7 @@ impl vmm_cpu::Vcpu for NativeVcpu<'_> {
 
     #[inline(always)]
     fn get(&mut self, name: Reg) -> u64 {
-        let value = register(self.state_with(group_of(name)), name).get();
+        let value = register(self.state_with(state_group(name.group())), name).get();
         // The guest's counter is the VM's time plus an offset.
         if name == Reg::TscOffset { value.wrapping_add(self.paused_ticks) } else { value }
     }
@@ -231,19 +218,19 @@ impl vmm_cpu::Vcpu for NativeVcpu<'_> {
     fn set(&mut self, name: Reg, value: u64) {
         let value =
             if name == Reg::TscOffset { value.wrapping_sub(self.paused_ticks) } else { value };
-        register(self.change(group_of(name)), name).set(value);
+        register(self.change(state_group(name.group())), name).set(value);
     }
 
     #[inline(always)]
     fn segment(&mut self, name: Seg) -> Segment {
         let StateSegment { selector, access_rights, limit, base } =
-            segment(self.state_with(group_of_segment(name)), name).get();
+            segment(self.state_with(state_group(name.group())), name).get();
         Segment { selector, attrib: access_rights, limit, base }
     }
 
     fn set_segment(&mut self, name: Seg, value: Segment) {
         let Segment { selector, attrib, limit, base } = value;
-        segment(self.change(group_of_segment(name)), name).set(StateSegment {
+        segment(self.change(state_group(name.group())), name).set(StateSegment {
             selector,
             access_rights: attrib,
             limit,
@@ -320,10 +307,14 @@ impl vmm_cpu::Vcpu for NativeVcpu<'_> {
         self.set_persistent(window::IRET, exit);
         true
     }
+}
+
+impl vmm_vcpu::Vcpu for NativeVcpu<'_> {
+    type Exit = Exit;
 
     #[inline(always)]
-    fn set_deadline(&mut self, tsc: u64) {
-        self.deadline = tsc.saturating_add(self.paused_ticks);
+    fn set_deadline(&mut self, ticks: u64) {
+        self.deadline = ticks.saturating_add(self.paused_ticks);
     }
 
     #[inline]
@@ -343,7 +334,7 @@ impl vmm_cpu::Vcpu for NativeVcpu<'_> {
         steal_time.ticks
     }
 
-    fn set_hlt_exits(&mut self, exit: bool) {
+    fn set_wait_exits(&mut self, exit: bool) {
         self.halt_mode = u64::from(!exit);
     }
 

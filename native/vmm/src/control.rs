@@ -14,7 +14,7 @@ use native_rt::{Notification, SchedContext, Status, Window, time};
 use proto::control::REASONS;
 use proto::manage::Report;
 use proto::start::event;
-use vmm_cpu::MAX_VCPUS;
+use vmm_vcpu::MAX_VCPUS;
 
 use crate::Cell;
 use crate::backend::NativeVcpu;

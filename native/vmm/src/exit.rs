@@ -2,7 +2,8 @@
 
 use abi::vcpu::x86::{VcpuState, control_register, exit as x86_exit, port};
 use abi::vcpu::{exit, memory_fault};
-use vmm_cpu::exit::{Exit, IoExit, MemoryFault};
+use vmm_vcpu::MemoryFault;
+use vmm_x86::exit::{Exit, IoExit};
 
 /// Description of [`x86_exit::INVALID_STATE`].
 const INVALID: &str = "the CPU rejected the guest state";

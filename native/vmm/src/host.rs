@@ -23,7 +23,7 @@ pub struct NativeHost<'a> {
 
 impl Host for NativeHost<'_> {
     #[inline(always)]
-    fn tsc(&self) -> u64 {
+    fn counter(&self) -> u64 {
         time::tsc().wrapping_sub(self.paused_ticks)
     }
 

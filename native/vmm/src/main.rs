@@ -31,9 +31,10 @@ use proto::system::OnReset;
 use spin::mutex::SpinMutex;
 use spin::relax::RelaxStrategy;
 use vmm_boot::BootConfig;
-use vmm_cpu::{Cpu, Gpr, MAX_VCPUS, Reg, Seg, TscClock, Vcpu as _};
 use vmm_machine::{Functions, Once, Outcome, Pc, PcConfig, Slots, StopReason};
 use vmm_mem::GuestMemory;
+use vmm_vcpu::{CounterClock, MAX_VCPUS};
+use vmm_x86::{Cpu, Gpr, Reg, Seg, X86Vcpu as _};
 
 use crate::backend::NativeVcpu;
 use crate::console::{CONSOLE, Console};
@@ -259,7 +260,10 @@ fn run(
     }
     let config = PcConfig {
         vcpus: count,
-        clock: TscClock::new(start.clock.tsc_khz, time::tsc().wrapping_sub(CONTROL.paused_ticks())),
+        clock: CounterClock::new(
+            start.clock.tsc_khz,
+            time::tsc().wrapping_sub(CONTROL.paused_ticks()),
+        ),
         xcr0_mask: plan.xcr0_mask,
         start_unix: time::unix_seconds(&start.clock),
         kvmclock: plan.kvmclock,
@@ -313,11 +317,11 @@ fn drive(pc: &Board, cpu: &mut Cpu, vcpu: &mut NativeVcpu, host: &mut NativeHost
                 return outcome;
             }
             StopReason::Recall(events) => events,
-            StopReason::Idle { deadline_tsc } => {
+            StopReason::Idle { deadline_ticks } => {
                 if host.console.flush_at() != FOREVER {
                     host.console.flush();
                 }
-                let deadline = deadline_tsc.saturating_add(host.paused_ticks);
+                let deadline = deadline_ticks.saturating_add(host.paused_ticks);
                 match CONTROL.idle(index, notification, deadline) {
                     Ok(events) => events,
                     Err(Status::Timeout) => continue,

@@ -15,9 +15,11 @@ mod map;
 pub mod requests;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
+mod ticks;
 
 pub use backend::{BalloonBackend, Block, ChannelBackend, Data, Messages, Net, Packets};
 pub use map::{Map, MapError, Piece, Region};
+pub use ticks::Ticks;
 use vmm_mem::GuestMemory;
 
 /// A time in nanoseconds of the VM's monotonic clock.
@@ -62,19 +64,14 @@ pub enum MachineEvent {
     ExitCode(u8),
 }
 
-/// An interrupt message as a local APIC receives it (AMD APM vol. 2, section 16.6).
+/// A message-signalled interrupt: a write of `data` to `address`. The interrupt controller of the
+/// guest architecture decodes it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct InterruptMessage {
-    /// Destination APIC id or logical mask.
-    pub destination: u32,
-    /// Logical (else physical) destination mode.
-    pub logical: bool,
-    /// Delivery mode: 0 fixed, 1 lowest priority, 2 SMI, 4 NMI, 5 INIT, 6 start-up, 7 ExtINT.
-    pub delivery: u8,
-    /// Vector.
-    pub vector: u8,
-    /// Level (else edge) triggered.
-    pub level: bool,
+pub struct Msi {
+    /// Guest-physical address.
+    pub address: u64,
+    /// Data.
+    pub data: u32,
 }
 
 /// Environment of a device model: all its effects and inputs.
@@ -110,8 +107,8 @@ pub trait Env {
     fn channel(&mut self) -> Option<&mut dyn ChannelBackend>;
     /// Fills `to` with cryptographically secure random bytes. `false`: none are available now.
     fn entropy(&mut self, to: &mut [u8]) -> bool;
-    /// Sends an interrupt message (from an I/O APIC, a local APIC or a PCI function).
-    fn message(&mut self, message: InterruptMessage);
+    /// Sends a message-signalled interrupt (of a PCI function or an interrupt controller).
+    fn msi(&mut self, msi: Msi);
     /// Reports an event that concerns the whole VM.
     fn machine(&mut self, event: MachineEvent);
     /// Counts a use of a feature that the model lacks, and logs it once per device and `what`.

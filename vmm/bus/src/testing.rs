@@ -1,10 +1,12 @@
 //! A scripted [`Env`]: it records the effects of a device; the test provides the inputs.
 
+pub mod hammer;
+
 use crate::backend::{
     BalloonBackend, Block, BlockOp, BlockStatus, ChannelBackend, Data, Messages, Net, Offload,
     OffloadCaps, Packets,
 };
-use crate::{Access, Device, Env, InterruptMessage, MachineEvent, NEVER, Nanos, WAKE_INPUT};
+use crate::{Access, Device, Env, MachineEvent, Msi, NEVER, Nanos, WAKE_INPUT};
 use proto::channel::{Broken, Message, SendError, ShareState, View};
 use proto::vsock::Header;
 use std::collections::{BTreeMap, VecDeque};
@@ -29,8 +31,8 @@ pub struct Script {
     pub room: Option<usize>,
     /// Bytes available to read.
     pub input: VecDeque<u8>,
-    /// Interrupt messages sent.
-    pub messages: Vec<InterruptMessage>,
+    /// Message-signalled interrupts sent.
+    pub msis: Vec<Msi>,
     /// Machine events.
     pub events: Vec<MachineEvent>,
     /// Missing features that were used.
@@ -533,8 +535,8 @@ impl Env for Script {
         enough
     }
 
-    fn message(&mut self, message: InterruptMessage) {
-        self.messages.push(message);
+    fn msi(&mut self, msi: Msi) {
+        self.msis.push(msi);
     }
 
     fn machine(&mut self, event: MachineEvent) {

@@ -14,8 +14,8 @@ use proto::channel::{PeerShare, SHARE_BYTES, SHARES, View};
 use vmm_bus::backend::ChannelInfo;
 use vmm_bus::{Access, Device, Env, WAKE_CHANGE, WAKE_INPUT};
 
-use crate::pc::msix::{self, Msix};
-use crate::pc::pci::{Bar, Function, Header, spec as pci};
+use crate::pci::msix::{self, Msix};
+use crate::pci::{Bar, Function, Header, spec as pci};
 
 /// Identity, and offset of the capability.
 pub mod spec {

@@ -12,5 +12,5 @@
 
 pub mod channel;
 pub mod pc;
-mod ticks;
+pub mod pci;
 pub mod virtio;

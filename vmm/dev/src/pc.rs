@@ -1,11 +1,7 @@
 //! Devices of a PC.
 
 pub mod debugexit;
-pub mod ioapic;
 pub mod kbd;
-pub mod lapic;
-pub mod msix;
-pub mod pci;
 pub mod pic;
 pub mod pit;
 pub mod pm;

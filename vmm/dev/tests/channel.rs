@@ -6,8 +6,8 @@ use vmm_bus::backend::ChannelInfo;
 use vmm_bus::testing::{Script, ScriptPeer};
 use vmm_bus::{Access, Device, WAKE_CHANGE, WAKE_INPUT};
 use vmm_dev::channel::{Channel, SHARES_WINDOW, spec};
-use vmm_dev::pc::msix::spec as msix;
-use vmm_dev::pc::pci::{Function, spec as pci};
+use vmm_dev::pci::msix::spec as msix;
+use vmm_dev::pci::{Function, spec as pci};
 
 const MEMORY: u32 = 0xd000_0000;
 const SHARES_AT: u32 = 0xd100_0000;
@@ -39,14 +39,14 @@ fn enable(device: &mut Channel, env: &mut Script) {
     device.config_write(pci::COMMAND, command.into(), 0xffff, env);
     device.config_write(spec::MSIX_CAP, msix::ENABLE, u32::MAX, env);
     for vector in 0..spec::VECTORS as u64 {
-        for (word, value) in [msix::APICS, 0, 0x40 + vector as u32, 0].into_iter().enumerate() {
+        for (word, value) in [0xfee0_0000, 0, 0x40 + vector as u32, 0].into_iter().enumerate() {
             env.outl(device, TABLE + vector * msix::ENTRY + word as u64 * 4, value);
         }
     }
 }
 
 fn vectors(env: &mut Script) -> Vec<u8> {
-    env.messages.drain(..).map(|message| message.vector).collect()
+    env.msis.drain(..).map(|msi| msi.data as u8).collect()
 }
 
 fn peer(env: &mut Script) -> &mut ScriptPeer {

@@ -10,8 +10,8 @@
 //! manual: tests compare with another decoder.
 
 use crate::shift::Shift;
-use vmm_cpu::walk::CodeSize;
-use vmm_cpu::{Gpr, Seg};
+use vmm_x86::walk::CodeSize;
+use vmm_x86::{Gpr, Seg};
 
 use crate::vector;
 

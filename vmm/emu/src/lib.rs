@@ -24,10 +24,10 @@ mod system;
 mod vector;
 
 use hw_x86::msr::efer;
-use vmm_cpu::msr::is_canonical;
-use vmm_cpu::walk::{CodeSize, CodeView, Intent, Paging};
-use vmm_cpu::{Event, Gpr, IoExit, Reg, Seg, Vcpu};
 use vmm_mem::GuestMemory;
+use vmm_x86::msr::is_canonical;
+use vmm_x86::walk::{CodeSize, CodeView, Intent, Paging};
+use vmm_x86::{Event, Gpr, IoExit, Reg, Seg, X86Vcpu};
 
 use crate::decode::{
     Address, Base, BitOp, DecodeError, Instruction, Op, Operand, Repeat, ones, sign_extend,
@@ -77,7 +77,7 @@ pub enum Stop {
 ///
 /// # Errors
 /// See [`Stop`].
-pub fn memory_access<V: Vcpu>(
+pub fn memory_access<V: X86Vcpu>(
     vcpu: &mut V,
     memory: &GuestMemory,
     devices: &mut impl Devices,
@@ -98,7 +98,7 @@ pub fn memory_access<V: Vcpu>(
 ///
 /// # Errors
 /// See [`Stop`].
-pub fn string_io<V: Vcpu>(
+pub fn string_io<V: X86Vcpu>(
     vcpu: &mut V,
     memory: &GuestMemory,
     devices: &mut impl Devices,
@@ -115,7 +115,7 @@ pub fn string_io<V: Vcpu>(
 }
 
 /// Fetches and decodes the instruction; also returns the first bytes for reports.
-fn fetch<V: Vcpu>(
+fn fetch<V: X86Vcpu>(
     vcpu: &mut V,
     memory: &GuestMemory,
     code: &CodeView,
@@ -166,7 +166,7 @@ struct Emulator<'a, V, D> {
     instruction: Instruction,
 }
 
-impl<V: Vcpu, D: Devices> Emulator<'_, V, D> {
+impl<V: X86Vcpu, D: Devices> Emulator<'_, V, D> {
     fn execute(&mut self) -> Result<Done, Stop> {
         let rip = self.vcpu.get(Reg::Rip);
         let Instruction { op, length, .. } = self.instruction;
@@ -642,8 +642,8 @@ mod tests {
 
     use super::*;
     use hw_x86::paging::{cr0, cr4, entry};
-    use vmm_cpu::testing::ScriptedVcpu;
     use vmm_mem::testing;
+    use vmm_x86::testing::ScriptedVcpu;
 
     const CODE: u64 = 0x1000;
     const DEVICE: u64 = 0xfec0_0000;

@@ -1,9 +1,9 @@
 //! Instructions that use the stack, which may be in a device (AMD APM vol. 3, `PUSH`, `POP`,
 //! `CALL`, `RET`, `ENTER`, `LEAVE`).
 
-use vmm_cpu::msr::is_canonical;
-use vmm_cpu::walk::{CodeSize, Intent};
-use vmm_cpu::{Event, Gpr, Seg, Vcpu};
+use vmm_x86::msr::is_canonical;
+use vmm_x86::walk::{CodeSize, Intent};
+use vmm_x86::{Event, Gpr, Seg, X86Vcpu};
 
 use crate::decode::{Op, Operand, ones};
 use crate::{Devices, Emulator, PROTECTION, Place, Stop};
@@ -11,7 +11,7 @@ use crate::{Devices, Emulator, PROTECTION, Place, Stop};
 /// `B` of the stack segment's descriptor: the stack pointer has 32 bits.
 const BIG: u16 = 1 << 10;
 
-impl<V: Vcpu, D: Devices> Emulator<'_, V, D> {
+impl<V: X86Vcpu, D: Devices> Emulator<'_, V, D> {
     /// Mask of the significant bits of the stack pointer.
     fn stack_mask(&mut self) -> u64 {
         match self.code.size {

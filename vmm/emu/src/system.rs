@@ -2,10 +2,10 @@
 //! 4.8.3 and 12.2.2).
 
 use hw_x86::msr::efer;
-use vmm_cpu::msr::is_canonical;
-use vmm_cpu::vcpu::Segment;
-use vmm_cpu::walk::Intent;
-use vmm_cpu::{Event, Reg, Seg, Vcpu};
+use vmm_x86::Segment;
+use vmm_x86::msr::is_canonical;
+use vmm_x86::walk::Intent;
+use vmm_x86::{Event, Reg, Seg, X86Vcpu};
 
 use crate::decode::Operand;
 use crate::{Devices, Emulator, NOT_PRESENT, PROTECTION, Stop};
@@ -22,7 +22,7 @@ const PRESENT: u64 = 1 << 7;
 /// The limit counts pages.
 const PAGES: u64 = 1 << 55;
 
-impl<V: Vcpu, D: Devices> Emulator<'_, V, D> {
+impl<V: X86Vcpu, D: Devices> Emulator<'_, V, D> {
     /// Loads the task register, and marks the descriptor busy.
     pub(crate) fn load_task_register(&mut self) -> Result<(), Stop> {
         let refuse = |vector, code: u64| Stop::Raise(Event::exception_code(vector, code as u32));

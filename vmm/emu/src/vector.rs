@@ -1,8 +1,8 @@
 //! Moves of SSE registers (APM vol. 4), the source of 16-byte accesses to a device. A device sees
 //! two accesses of 8 bytes.
 
-use vmm_cpu::walk::Intent;
-use vmm_cpu::{Event, Vcpu};
+use vmm_x86::walk::Intent;
+use vmm_x86::{Event, X86Vcpu};
 
 use crate::decode::{DecodeError, Op, Operand, ones};
 use crate::{Devices, Emulator, PROTECTION, Stop};
@@ -30,7 +30,7 @@ pub(crate) fn operation(
     Ok((Op::VectorMove { is_aligned }, matches!(opcode, 0x11 | 0x29 | 0x2b | 0x7f | 0xe7)))
 }
 
-impl<V: Vcpu, D: Devices> Emulator<'_, V, D> {
+impl<V: X86Vcpu, D: Devices> Emulator<'_, V, D> {
     /// Executes [`Op::VectorMove`]. The decoder rejects the register form.
     pub(crate) fn vector_move(&mut self, is_aligned: bool) -> Result<(), Stop> {
         let (address, register, stores) = match (self.instruction.first, self.instruction.second) {

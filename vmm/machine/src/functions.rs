@@ -6,7 +6,7 @@
 use vmm_bus::backend::{BlockInfo, ChannelInfo, NetInfo};
 use vmm_bus::{BalloonBackend, Block, ChannelBackend, Messages, Net, Packets};
 use vmm_dev::channel;
-use vmm_dev::pc::pci::Function;
+use vmm_dev::pci::Function;
 use vmm_dev::virtio::balloon;
 use vmm_dev::virtio::blk::Blk;
 use vmm_dev::virtio::console::Console;

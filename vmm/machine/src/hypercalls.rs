@@ -3,7 +3,7 @@
 
 use proto::channel::{Message, SendError, hypercall::*};
 use vmm_bus::ChannelBackend;
-use vmm_cpu::{Gpr, Vcpu};
+use vmm_x86::{Gpr, X86Vcpu};
 
 use crate::functions::Functions;
 
@@ -11,7 +11,7 @@ use crate::functions::Functions;
 const PAYLOAD: [Gpr; WORDS] = [Gpr::Rdx, Gpr::Rsi, Gpr::Rdi, Gpr::R8];
 
 /// Handles a hypercall of VM `id`: returns the result for `rax`; `None` if the number is unknown.
-pub fn serve<V: Vcpu>(vcpu: &mut V, id: u32, functions: &mut impl Functions) -> Option<u64> {
+pub fn serve<V: X86Vcpu>(vcpu: &mut V, id: u32, functions: &mut impl Functions) -> Option<u64> {
     let act: fn(&mut V, &mut dyn ChannelBackend) -> u64 = match vcpu.gpr(Gpr::Rax) {
         ID => return Some(id.into()),
         DOORBELL => |_, channel| if channel.notify() { DONE } else { NO_CHANNEL },
@@ -23,7 +23,7 @@ pub fn serve<V: Vcpu>(vcpu: &mut V, id: u32, functions: &mut impl Functions) -> 
     Some(channel.map_or(NO_CHANNEL, |channel| act(vcpu, channel)))
 }
 
-fn send<V: Vcpu>(vcpu: &mut V, channel: &mut dyn ChannelBackend) -> u64 {
+fn send<V: X86Vcpu>(vcpu: &mut V, channel: &mut dyn ChannelBackend) -> u64 {
     let tag = vcpu.gpr(Gpr::Rcx) as u32;
     let mut message = Message { tag, length: size_of::<[u64; WORDS]>() as u32, payload: [0; _] };
     for (word, register) in message.payload.iter_mut().zip(PAYLOAD) {
@@ -36,7 +36,7 @@ fn send<V: Vcpu>(vcpu: &mut V, channel: &mut dyn ChannelBackend) -> u64 {
     }
 }
 
-fn receive<V: Vcpu>(vcpu: &mut V, channel: &mut dyn ChannelBackend) -> u64 {
+fn receive<V: X86Vcpu>(vcpu: &mut V, channel: &mut dyn ChannelBackend) -> u64 {
     match channel.receive() {
         Ok(Some(message)) => {
             vcpu.set_gpr(Gpr::Rcx, message.tag.into());
@@ -56,7 +56,7 @@ mod tests {
     use crate::{DeviceBackend, Model, Slots};
     use vmm_bus::backend::ChannelInfo;
     use vmm_bus::testing::ScriptPeer;
-    use vmm_cpu::testing::ScriptedVcpu;
+    use vmm_x86::testing::ScriptedVcpu;
 
     struct End(ScriptPeer);
 

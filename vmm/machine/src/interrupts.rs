@@ -4,11 +4,12 @@
 //! afterwards, because the receiver is another device.
 
 use vmm_bus::{
-    BalloonBackend, Block, ChannelBackend, Env, InterruptMessage, MachineEvent, Messages, NEVER,
-    Nanos, Net, Packets,
+    BalloonBackend, Block, ChannelBackend, Env, MachineEvent, Messages, Msi, NEVER, Nanos, Net,
+    Packets,
 };
-use vmm_cpu::{MAX_VCPUS, Outcome, TscClock};
 use vmm_mem::GuestMemory;
+use vmm_vcpu::{CounterClock, MAX_VCPUS, Outcome};
+use vmm_x86::apic::InterruptMessage;
 
 use crate::functions::{DeviceBackend, MAX_FUNCTIONS};
 use crate::layout;
@@ -93,7 +94,7 @@ pub struct Counters {
 /// Pending interrupts, messages, timers and service requests of a board.
 #[derive(Clone, Debug)]
 pub struct InterruptRouter {
-    pub clock: TscClock,
+    pub clock: CounterClock,
     /// Guest memory, for devices.
     memory: GuestMemory,
     /// Levels of ISA interrupts.
@@ -128,7 +129,7 @@ const NO_MESSAGE: InterruptMessage =
     InterruptMessage { destination: 0, logical: false, delivery: 0, vector: 0, level: false };
 
 impl InterruptRouter {
-    pub const fn new(clock: TscClock, memory: GuestMemory) -> Self {
+    pub const fn new(clock: CounterClock, memory: GuestMemory) -> Self {
         Self {
             clock,
             memory,
@@ -266,7 +267,7 @@ const fn irq(chip: usize) -> Option<u8> {
 
 impl<H: Host> Env for ChipEnv<'_, H> {
     fn now(&self) -> Nanos {
-        self.router.clock.nanos(self.host.tsc())
+        self.router.clock.nanos(self.host.counter())
     }
 
     fn set_line(&mut self, line: u8, level: bool) {
@@ -326,7 +327,10 @@ impl<H: Host> Env for ChipEnv<'_, H> {
         false
     }
 
-    fn message(&mut self, message: InterruptMessage) {
+    fn msi(&mut self, msi: Msi) {
+        let Some(message) = InterruptMessage::decode(msi) else {
+            return self.missing("interrupt message to no local APIC", msi.address);
+        };
         if let Some(place) = self.router.messages.get_mut(self.router.message_count) {
             *place = message;
             self.router.message_count += 1;
@@ -418,8 +422,8 @@ impl<H: Host> Env for FunctionEnv<'_, H> {
         self.backend.entropy(to)
     }
 
-    fn message(&mut self, message: InterruptMessage) {
-        self.chip.message(message);
+    fn msi(&mut self, msi: Msi) {
+        self.chip.msi(msi);
     }
 
     fn machine(&mut self, event: MachineEvent) {
@@ -428,5 +432,48 @@ impl<H: Host> Env for FunctionEnv<'_, H> {
 
     fn missing(&mut self, what: &'static str, value: u64) {
         self.chip.missing(what, value);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use core::fmt::Arguments;
+    use vmm_mem::testing;
+
+    #[derive(Default)]
+    struct CountingHost {
+        logged: usize,
+    }
+
+    impl Host for CountingHost {
+        fn counter(&self) -> u64 {
+            0
+        }
+        fn put(&mut self, _: u8) -> bool {
+            true
+        }
+        fn take(&mut self) -> Option<u8> {
+            None
+        }
+        fn log(&mut self, _: Level, _: Arguments<'_>) {
+            self.logged += 1;
+        }
+        fn kick(&mut self, _: usize) {}
+    }
+
+    #[test]
+    fn interrupts_to_no_local_apic_are_counted() {
+        let memory = testing::memory(&[(0, 4096)]);
+        let mut router = InterruptRouter::new(CounterClock::new(1_000_000, 0), memory);
+        let mut host = CountingHost::default();
+        let mut env = ChipEnv { router: &mut router, host: &mut host, chip: FUNCTIONS };
+        env.msi(Msi { address: 0xfee0_1000, data: 0x41 });
+        for _ in 0..2 {
+            env.msi(Msi { address: 0x1_fee0_1000, data: 0x42 });
+        }
+        assert_eq!((router.counters.missing, host.logged), (2, 1));
+        assert_eq!(router.take_message().map(|message| message.vector), Some(0x41));
+        assert_eq!(router.take_message(), None);
     }
 }

@@ -22,9 +22,9 @@
 use hw_x86::apic;
 use proto::channel;
 use vmm_boot::{PcLayout, PciLayout};
-use vmm_cpu::MAX_VCPUS;
 use vmm_dev::channel::SHARES_WINDOW;
 use vmm_dev::pc::{pm, reset, rtc};
+use vmm_vcpu::MAX_VCPUS;
 
 /// End of low RAM: addresses from here to 4 GiB belong to devices.
 pub const HOLE: u64 = 0xc000_0000;

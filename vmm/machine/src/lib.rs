@@ -1,23 +1,23 @@
 //! Boards: the devices of a VM, their addresses and their interrupt wiring.
 //!
-//! The VMM implements [`Host`] for the VM and [`vmm_cpu::Vcpu`] for each vCPU, then calls
+//! The VMM implements [`Host`] for the VM and [`vmm_x86::X86Vcpu`] for each vCPU, then calls
 //! [`Pc::run`] in a loop:
 //!
 //! ```text
 //! // PcConfig, &GuestMemory, impl Fn(leaf, subleaf) -> [eax, ebx, ecx, edx] of the host
 //! let pc = Pc::new(config, memory, host_cpuid);
 //! let mut cpu = pc.cpu(0);                          // index of the vCPU
-//! // initial registers: from vmm-boot, through vmm_cpu::Vcpu; TSC offset and XCR0: by `run`
+//! // initial registers: from vmm-boot, through vmm_x86::X86Vcpu; TSC offset and XCR0: by `run`
 //! loop {
 //!     match pc.run(&mut cpu, &mut vcpu, &mut host) {
 //!         StopReason::Recall(events) => { /* handle them */ pc.input(Some(&cpu), &mut host); }
-//!         StopReason::Idle { deadline_tsc } => { /* wait for a notification or the deadline */ }
+//!         StopReason::Idle { deadline_ticks } => { /* wait for a notification or the deadline */ }
 //!         StopReason::End(outcome) => break,
 //!     }
 //! }
 //! ```
 //!
-//! Invariants: time comes from the host's time-stamp counter only; the order of calls determines
+//! Invariants: time comes from the host's counter only; the order of calls determines
 //! the behaviour of the VM; no guest operation causes a panic, and one call does a bounded amount
 //! of work beside running the guest.
 #![cfg_attr(not(test), no_std)]
@@ -39,8 +39,8 @@ pub use layout::{layout, layout_with_pci};
 pub use once::Once;
 pub use pc::{Counters, Pc};
 use proto::hosted::log;
-use vmm_cpu::TscClock;
-pub use vmm_cpu::{Outcome, StopReason};
+use vmm_vcpu::CounterClock;
+pub use vmm_vcpu::{Outcome, StopReason};
 
 /// Configuration of a board.
 #[derive(Clone, Copy, Debug)]
@@ -48,7 +48,7 @@ pub struct PcConfig {
     /// Number of vCPUs, 1 to the capacity of the [`Pc`].
     pub vcpus: u8,
     /// VM time: frequency of the host's counter, and its value at the start of the VM.
-    pub clock: TscClock,
+    pub clock: CounterClock,
     /// `XCR0` bits that the host switches for guests.
     pub xcr0_mask: u64,
     /// Wall-clock time at VM time 0, in seconds since 1970-01-01 UTC.
@@ -90,8 +90,8 @@ impl Level {
 
 /// Services of the VMM process for a board.
 pub trait Host {
-    /// Current value of the host's time-stamp counter.
-    fn tsc(&self) -> u64;
+    /// Current value of the host's counter.
+    fn counter(&self) -> u64;
     /// Writes a byte to the serial line. `false` without room: the board keeps the byte and tries
     /// again when [`Pc::input`] is called.
     fn put(&mut self, byte: u8) -> bool;

@@ -2,10 +2,10 @@
 
 use hw_x86::msr::efer;
 use hw_x86::paging::{cr0, cr4};
-use vmm_cpu::Event;
-use vmm_cpu::vcpu::Segment;
-use vmm_cpu::walk::{Intent, PageFault, Paging};
 use vmm_mem::GuestMemory;
+use vmm_x86::Event;
+use vmm_x86::Segment;
+use vmm_x86::walk::{Intent, PageFault, Paging};
 
 use crate::segment::{DATA_64, USABLE_CODE_64};
 
@@ -296,4 +296,4 @@ impl Default for VirtualCpu {
 }
 
 /// Returns whether an address is canonical with 48 bits (APM vol. 2, section 1.1.3).
-pub(crate) use vmm_cpu::msr::is_canonical;
+pub(crate) use vmm_x86::msr::is_canonical;

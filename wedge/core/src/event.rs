@@ -206,7 +206,7 @@ impl VirtualCpu {
         &self,
         memory: &GuestMemory,
         selector: u16,
-    ) -> Result<vmm_cpu::vcpu::Segment, Interruption> {
+    ) -> Result<vmm_x86::Segment, Interruption> {
         if selector & !3 == (self.star >> 32) as u16 & !3 && selector & !3 != 0 {
             return Ok(segment::kernel_code(selector));
         }
@@ -254,7 +254,7 @@ impl VirtualCpu {
         }
         let outward = level > self.cpl;
         let stack = if ss as u16 & !3 == 0 && level != 3 {
-            vmm_cpu::vcpu::Segment { selector: ss as u16, ..segment::null() }
+            vmm_x86::Segment { selector: ss as u16, ..segment::null() }
         } else if self.segments[SS].selector == ss as u16 && !outward {
             self.segments[SS]
         } else if ss as u16 == segment::user_stack(self.star) && level == 3 {
@@ -313,7 +313,7 @@ impl VirtualCpu {
         memory: &GuestMemory,
         selector: u16,
         level: u8,
-    ) -> Result<vmm_cpu::vcpu::Segment, Interruption> {
+    ) -> Result<vmm_x86::Segment, Interruption> {
         let refuse = protection(code_of(selector));
         if selector & !3 == 0 {
             return Err(protection(0).into());

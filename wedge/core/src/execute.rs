@@ -2,8 +2,8 @@
 
 use hw_x86::msr::{CSTAR, FS_BASE, GS_BASE, KERNEL_GS_BASE, LSTAR, SFMASK, STAR};
 use hw_x86::paging::{cr0, cr4};
-use vmm_cpu::IoExit;
 use vmm_mem::GuestMemory;
+use vmm_x86::IoExit;
 
 use crate::cpu::{CS, DescriptorTable, SS, VirtualCpu, is_canonical, rflags};
 use crate::decode::{Address, Instruction, Op, Operand};
@@ -296,7 +296,7 @@ impl VirtualCpu {
     }
 
     /// Returns `CS` and `SS` of user mode (`SYSRET` to 64-bit code) and of the kernel (`SYSCALL`).
-    pub fn call_segments(&self) -> [[vmm_cpu::vcpu::Segment; 2]; 2] {
+    pub fn call_segments(&self) -> [[vmm_x86::Segment; 2]; 2] {
         let (program, kernel) = ((self.star >> 48) as u16, (self.star >> 32) as u16);
         [
             [
@@ -505,7 +505,7 @@ impl VirtualCpu {
         memory: &GuestMemory,
         selector: u16,
         kind: u16,
-    ) -> Result<vmm_cpu::vcpu::Segment> {
+    ) -> Result<vmm_x86::Segment> {
         let refuse = protection(code_of(selector));
         let at = if selector & 4 == 0 { self.descriptor_at(selector) } else { None };
         let at = at.ok_or(refuse)?;
@@ -556,7 +556,7 @@ impl VirtualCpu {
             }
         }
         let level = u16::from(self.cpl);
-        self.segments[CS] = vmm_cpu::vcpu::Segment { selector: selector & !3 | level, ..code };
+        self.segments[CS] = vmm_x86::Segment { selector: selector & !3 | level, ..code };
         self.frame.rip = target;
         Ok(Outcome::Jump)
     }

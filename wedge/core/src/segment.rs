@@ -1,11 +1,11 @@
 //! Segments and descriptors (APM vol. 2, chapter 4).
 
-use vmm_cpu::vcpu::Segment;
 use vmm_mem::GuestMemory;
+use vmm_x86::Segment;
 
 use crate::cpu::{CS, FS, GS, SS, VirtualCpu};
 use crate::{Host, Interruption, protection, vector};
-use vmm_cpu::Event;
+use vmm_x86::Event;
 
 /// Attributes in the VMCB's format: descriptor bits 47:40 and 55:52.
 pub(crate) const DATA_64: u16 = 0xc93;

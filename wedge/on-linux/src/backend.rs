@@ -26,7 +26,7 @@ impl LinuxHost {
 }
 
 impl Host for LinuxHost {
-    fn tsc(&self) -> u64 {
+    fn counter(&self) -> u64 {
         crate::guest::tsc()
     }
 

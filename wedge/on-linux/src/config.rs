@@ -14,7 +14,7 @@ use proto::hosted::{
     DiskRecord, Filters, MAX_DISKS, MAX_NETS, MAX_SHARES, NetRecord, ShareRecord, Start, layout,
     option,
 };
-use vmm_cpu::MAX_VCPUS;
+use vmm_vcpu::MAX_VCPUS;
 use wedge_x86::CLOSED;
 
 use crate::shared::{SLOTS, loaded};

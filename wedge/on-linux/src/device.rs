@@ -6,7 +6,7 @@ use core::sync::atomic::Ordering::SeqCst;
 
 use linux_raw_sys::general as linux;
 use proto::hosted::{Filters, MAX_DISKS, MAX_QUEUES, control, exit, layout};
-use vmm_cpu::MAX_VCPUS;
+use vmm_vcpu::MAX_VCPUS;
 
 use crate::config::{self, config};
 use crate::memory::Ram;

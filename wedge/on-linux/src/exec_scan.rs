@@ -24,8 +24,8 @@ use core::sync::atomic::Ordering::Relaxed;
 
 use linux_raw_sys::general as linux;
 use proto::hosted::layout;
-use vmm_cpu::walk::Intent;
 use vmm_mem::GuestMemory;
+use vmm_x86::walk::Intent;
 use wedge_core::VirtualCpu;
 use wedge_core::cpu::rflags;
 use wedge_core::mapped::Piece;

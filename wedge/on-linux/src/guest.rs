@@ -15,11 +15,12 @@ use proto::hosted::debug::reason;
 use proto::hosted::{Start, layout, option};
 use spin::mutex::SpinMutex;
 use spin::relax::RelaxStrategy;
-use vmm_cpu::vcpu::{InterruptWindow, Segment};
-use vmm_cpu::walk::Intent;
-use vmm_cpu::{Event, Exit, Gpr, MAX_VCPUS, MemoryFault, Reg, Seg, TscClock, Vcpu};
 use vmm_machine::{Outcome, Pc, PcConfig, Slots, StopReason};
 use vmm_mem::GuestMemory;
+use vmm_vcpu::{CounterClock, MAX_VCPUS, MemoryFault, Vcpu};
+use vmm_x86::walk::Intent;
+use vmm_x86::{Event, Exit, Gpr, Reg, Seg, X86Vcpu};
+use vmm_x86::{InterruptWindow, Segment};
 use wedge_core::cpu::rflags;
 use wedge_core::{Flush, Host, Instruction, VirtualCpu, vector};
 use wedge_x86::{CODE_32, CODE_64, Cause, Stub, decode_all};
@@ -416,7 +417,7 @@ impl LinuxVcpu<'_> {
                     self.bytes = [0; 16];
                     self.bytes[..self.length].copy_from_slice(&bytes[..self.length]);
                     return StopAction::Exit(match exit {
-                        Exit::Io(io) => Exit::Io(vmm_cpu::IoExit { next_rip: next, ..io }),
+                        Exit::Io(io) => Exit::Io(vmm_x86::IoExit { next_rip: next, ..io }),
                         other => other,
                     });
                 }
@@ -815,7 +816,7 @@ fn is_user_emulated(instruction: &Instruction) -> bool {
     matches!(instruction.op, Op::Int(_) | Op::In(_) | Op::Out(_) | Op::Ins | Op::Outs)
 }
 
-impl Vcpu for LinuxVcpu<'_> {
+impl X86Vcpu for LinuxVcpu<'_> {
     fn gpr(&mut self, register: Gpr) -> u64 {
         cpu().frame.gpr[register as usize]
     }
@@ -940,10 +941,14 @@ impl Vcpu for LinuxVcpu<'_> {
     fn has_window(&mut self) -> bool {
         self.window != InterruptWindow::Nothing
     }
+}
 
-    fn set_deadline(&mut self, tsc: u64) {
-        self.deadline = tsc;
-        vcpu().deadline.store(tsc, Relaxed);
+impl Vcpu for LinuxVcpu<'_> {
+    type Exit = Exit;
+
+    fn set_deadline(&mut self, ticks: u64) {
+        self.deadline = ticks;
+        vcpu().deadline.store(ticks, Relaxed);
         signal::arm_timer();
     }
 
@@ -951,7 +956,7 @@ impl Vcpu for LinuxVcpu<'_> {
         steal_time::stolen_ticks()
     }
 
-    fn set_hlt_exits(&mut self, _: bool) {
+    fn set_wait_exits(&mut self, _: bool) {
         // Every HLT exits.
     }
 
@@ -1118,7 +1123,7 @@ pub extern "sysv64" fn main() -> ! {
     }
     let config = PcConfig {
         vcpus: start.vcpus as u8,
-        clock: TscClock::new(config().tsc_khz, 0),
+        clock: CounterClock::new(config().tsc_khz, 0),
         xcr0_mask: start.xcr0,
         start_unix: config().unix_at_zero,
         kvmclock: true,
@@ -1191,7 +1196,7 @@ fn drive(all: &VmShared<'_>, index: usize) -> ! {
     loop {
         let events = match machine.run(&mut state, &mut vcpu, &mut host) {
             StopReason::Recall(events) => events as u32,
-            StopReason::Idle { deadline_tsc } => idle::wait(deadline_tsc),
+            StopReason::Idle { deadline_ticks } => idle::wait(deadline_ticks),
             StopReason::End(outcome) => {
                 if outcome == Outcome::TripleFault {
                     report_triple_fault();

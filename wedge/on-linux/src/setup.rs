@@ -9,7 +9,7 @@ use core::sync::atomic::{AtomicBool, AtomicU32};
 
 use linux_raw_sys::general as linux;
 use proto::hosted::layout;
-use vmm_cpu::MAX_VCPUS;
+use vmm_vcpu::MAX_VCPUS;
 
 use crate::shared::SLOTS;
 use crate::sys::{self, Backing, Errno};

@@ -7,8 +7,8 @@
 use core::arch::asm;
 use core::arch::x86_64::__cpuid_count;
 
-use vmm_cpu::walk::Intent;
 use vmm_mem::GuestMemory;
+use vmm_x86::walk::Intent;
 use wedge_core::VirtualCpu;
 
 use crate::memory::PAGE;
@@ -141,7 +141,7 @@ fn is_valid(header: &[u64; 8], control: u32, known: u64) -> bool {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum XrstorError {
     /// The area is not readable.
-    Fault(vmm_cpu::walk::PageFault),
+    Fault(vmm_x86::walk::PageFault),
     /// The area is invalid.
     Protection,
 }

@@ -3,7 +3,7 @@
 use core::arch::{global_asm, naked_asm};
 use core::mem::offset_of;
 
-use vmm_cpu::vcpu::Segment;
+use vmm_x86::Segment;
 use wedge_core::{RegisterFrame, VirtualCpu};
 
 use crate::{

@@ -24,7 +24,7 @@ pub use rewrite::{JUMP, MAX_SITE, Patch, SiteTarget, Stub, Unwound, Way, decode_
 
 use core::sync::atomic::{AtomicU8, AtomicU32};
 
-use vmm_cpu::vcpu::Segment;
+use vmm_x86::Segment;
 use wedge_core::VirtualCpu;
 
 /// Address of the [`Cell`].

@@ -6,7 +6,7 @@
 
 use core::mem::offset_of;
 
-use vmm_cpu::vcpu::Segment;
+use vmm_x86::Segment;
 use wedge_core::cpu::rflags;
 use wedge_core::decode::{DecodeError, Instruction, Op, Operand, decode};
 use wedge_core::{RegisterFrame, VirtualCpu};

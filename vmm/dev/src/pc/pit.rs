@@ -10,8 +10,7 @@
 //! count in modes 2 and 3 is used (it is used at once), sound.
 //! Documentation: Intel 8254 data sheet (231164); Intel ICH9 datasheet, section 13.7.1 (port 61h).
 
-use crate::ticks::Ticks;
-use vmm_bus::{Access, Device, Env, NEVER, Nanos};
+use vmm_bus::{Access, Device, Env, NEVER, Nanos, Ticks};
 
 /// Registers.
 pub mod spec {

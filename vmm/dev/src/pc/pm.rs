@@ -9,8 +9,7 @@
 //! Missing (reported): sleep states other than S5, bus master and RTC events, sleep button.
 //! Documentation: ACPI 6.5, sections 4.8.2, 4.8.3 and 4.8.4.
 
-use crate::ticks::Ticks;
-use vmm_bus::{Access, Device, Env, MachineEvent, NEVER};
+use vmm_bus::{Access, Device, Env, MachineEvent, NEVER, Ticks};
 
 /// Registers. Offsets are from the start of the block.
 pub mod spec {

@@ -11,8 +11,7 @@
 //! Documentation: Motorola MC146818A data sheet; IBM PC/AT Technical Reference, "Real-time clock";
 //! ACPI 6.5, section 5.2.9 (century).
 
-use crate::ticks::Ticks;
-use vmm_bus::{Access, Device, Env, NEVER, Nanos};
+use vmm_bus::{Access, Device, Env, NEVER, Nanos, Ticks};
 
 /// Registers.
 pub mod spec {

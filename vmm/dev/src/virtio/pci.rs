@@ -11,8 +11,8 @@
 
 use super::queue::Rings;
 use super::{Causes, Common, Kind, MAX_QUEUES, VirtioDevice, set_half};
-use crate::pc::msix::{self, Msix};
-use crate::pc::pci::{Function, Header, spec as pci};
+use crate::pci::msix::{self, Msix};
+use crate::pci::{Function, Header, spec as pci};
 use vmm_bus::{Access, Device, Env};
 
 /// Identities, layout of the window and of the capabilities.

@@ -2,7 +2,7 @@
 
 use vmm_bus::testing::Script;
 use vmm_bus::{Access, Device};
-use vmm_dev::pc::pci::{Function, spec as pci};
+use vmm_dev::pci::{Function, spec as pci};
 use vmm_dev::virtio::VirtioDevice;
 use vmm_dev::virtio::pci::{Pci, spec::*};
 use vmm_dev::virtio::queue::spec as ring;
@@ -65,7 +65,7 @@ impl<D: VirtioDevice> Rig<D> {
         }
         self.write(STATUS, 1, u64::from(ACKNOWLEDGE | DRIVER | FEATURES_OK));
         assert_ne!(self.read(STATUS, 1) as u8 & FEATURES_OK, 0);
-        let enable = vmm_dev::pc::msix::spec::ENABLE;
+        let enable = vmm_dev::pci::msix::spec::ENABLE;
         self.function.config_write(MSIX_CAP, enable, enable, &mut self.env);
         self.vector(CONFIG_VECTOR, 0);
         self.queues.clear();
@@ -205,7 +205,7 @@ impl<D: VirtioDevice> Rig<D> {
 
     /// Vectors of the interrupts since the last call.
     pub fn interrupts(&mut self) -> Vec<u8> {
-        self.env.messages.drain(..).map(|message| message.vector).collect()
+        self.env.msis.drain(..).map(|msi| msi.data as u8).collect()
     }
 }
 

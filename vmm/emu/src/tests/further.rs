@@ -259,7 +259,7 @@ fn stacks_of_16_and_32_bits() {
         vcpu.set_gpr(Gpr::Rsp, rsp);
         let base = DEVICE.wrapping_sub(if attrib == 0xc93 { 0 } else { 0xffe0 });
         let stack = vcpu.segment(Seg::Ss);
-        vcpu.set_segment(Seg::Ss, vmm_cpu::vcpu::Segment { attrib, base, ..stack });
+        vcpu.set_segment(Seg::Ss, vmm_x86::Segment { attrib, base, ..stack });
         let mut device = Recorder::new();
         let done = memory_access(&mut vcpu, &memory, &mut device);
         assert_eq!(done, Ok(Done::Next(CODE + 2)));
@@ -278,7 +278,7 @@ fn the_task_register() {
         let low = 0x1200_0034_5678_0067 | u64::from(rights) << 40;
         memory.write(0x3040, low).unwrap();
         memory.write(0x3048, 0xffff_8000_u64).unwrap();
-        let table = vmm_cpu::vcpu::Segment { selector: 0, attrib: 0, limit, base: 0x3000 };
+        let table = vmm_x86::Segment { selector: 0, attrib: 0, limit, base: 0x3000 };
         vcpu.set_segment(Seg::Gdtr, table);
         vcpu.set(Reg::Cpl, cpl);
         let done = memory_access(&mut vcpu, &memory, &mut device);
