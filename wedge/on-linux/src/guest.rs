@@ -22,14 +22,15 @@ use vmm_machine::{Outcome, Pc, PcConfig, Slots, StopReason};
 use vmm_mem::GuestMemory;
 use wedge_core::cpu::rflags;
 use wedge_core::{Flush, Host, Instruction, VirtualCpu, vector};
-use wedge_x86::{CODE_32, CODE_64, Cause, Stub, decode_all};
+use wedge_x86::{Cause, Stub, decode_all};
 
 use crate::backend::{self, HostEndpoint, LinuxHost, MAX_FUNCTIONS};
 use crate::config::{self, config};
+use crate::current::CurrentVcpu;
 use crate::exec_scan::Begin;
 use crate::memory::{self, Fault, Ram};
 use crate::shared::{
-    cell, count, counter, event, events, has, own_statistics, process, shared, start, vcpu, vcpus,
+    count, counter, event, events, has, own_statistics, process, shared, start, vcpu, vcpus,
 };
 use crate::sites::{FUNCTION, MOST_POKED, Sites, write_code};
 use crate::{
@@ -80,6 +81,7 @@ struct VmShared<'m> {
 
 /// vCPU of the VMM library.
 pub struct LinuxVcpu<'m> {
+    cpu: CurrentVcpu,
     start: &'m Start,
     ram: Ram,
     memory: GuestMemory,
@@ -208,13 +210,6 @@ impl HostEffects {
     }
 }
 
-/// Returns the vCPU's state.
-fn cpu() -> &'static mut VirtualCpu {
-    // SAFETY: this process owns the vCPU, and the guest does not run while the wedge does; each use
-    // ends before the next begins.
-    unsafe { &mut (*cell()).cpu }
-}
-
 /// Serialises the CPU after a write to code through another address (APM vol. 2, 7.6.1).
 pub fn serialize() {
     // SAFETY: `IRET` to the next instruction, with the current stack, flags and segments.
@@ -248,24 +243,25 @@ enum StopAction {
 impl LinuxVcpu<'_> {
     /// Runs the guest until it stops, and emulates the CPU's own reaction.
     fn step(&mut self) -> StopAction {
-        let begin = if pkeys::is_enabled() { exec_scan::begin_step(cpu()) } else { Begin::Free };
+        let begin =
+            if pkeys::is_enabled() { exec_scan::begin_step(&mut self.cpu) } else { Begin::Free };
         if begin == Begin::Instead {
             return self.step_instead();
         }
-        let cause = processes::enter(&self.ram);
-        if compat::has_selectors(cpu()) {
-            compat::save_selectors(cpu());
+        let cause = processes::enter(&mut self.cpu, &self.ram);
+        if compat::has_selectors(&self.cpu) {
+            compat::save_selectors(&mut self.cpu);
         }
         if self.step != DebugStep::None {
             // Clear the trap flag, which the guest did not set and may have stored.
-            cpu().frame.rflags &= !rflags::TF;
+            self.cpu.frame.rflags &= !rflags::TF;
         }
         if begin == Begin::Step {
             let signal = vcpu().signal.get();
             let trapped = matches!(cause, Cause::Signal)
                 && signal.number == linux::SIGTRAP
                 && signal.vector == u64::from(vector::DEBUG);
-            if exec_scan::end_step(cpu(), &self.ram, &self.memory, trapped) {
+            if exec_scan::end_step(&mut self.cpu, &self.ram, &self.memory, trapped) {
                 return StopAction::Resume;
             }
         }
@@ -278,23 +274,23 @@ impl LinuxVcpu<'_> {
 
     /// Stops for the debugger.
     fn halt_for_debugger(&mut self, why: u32) {
-        let step = debug::halt(cpu(), why);
+        let step = debug::halt(&mut self.cpu, why);
         self.step = if step { DebugStep::Wanted } else { DebugStep::None };
     }
 
     /// Executes one guest instruction for the debugger. Nothing is delivered before it except for
     /// its own exceptions.
     fn debug_step(&mut self) -> StopAction {
-        let cpu = cpu();
         let held = events().swap(0, SeqCst);
-        let rip = cpu.frame.rip;
-        cpu.attention = 0;
-        cpu.frame.rflags |= rflags::TF;
+        let rip = self.cpu.frame.rip;
+        self.cpu.set_attention(false);
+        self.cpu.frame.rflags |= rflags::TF;
         let step = self.step();
         events().fetch_or(held, SeqCst);
         // The instruction is executed again after a page was mapped for it.
-        let is_on =
-            cpu.frame.rip != rip || self.event.is_some() || matches!(step, StopAction::Exit(_));
+        let is_on = self.cpu.frame.rip != rip
+            || self.event.is_some()
+            || matches!(step, StopAction::Exit(_));
         if self.step == DebugStep::Wanted && is_on {
             self.step = DebugStep::Done;
         }
@@ -305,10 +301,8 @@ impl LinuxVcpu<'_> {
     /// applies the effect of `secondary_startup_64` up to the call of C code, with the tables that
     /// it loads.
     fn start_secondary(&mut self) {
-        let cpu = cpu();
-        let attention = cpu.attention;
+        let cpu = &mut *self.cpu;
         *cpu = VirtualCpu::new();
-        cpu.attention = attention;
         set_shared_range(cpu, self.start);
         cpu.segments[1].selector = self.start.cs as u16;
         cpu.cr4 |= cr4::PGE;
@@ -339,7 +333,7 @@ impl LinuxVcpu<'_> {
         // change.
         let stub = unsafe { &*(at as *const Stub) };
         own_statistics().sites[usize::from(stub.kind)].fetch_add(1, Relaxed);
-        let cpu = cpu();
+        let cpu = &mut *self.cpu;
         cpu.frame.rip = stub.site;
         cpu.sync_flags(cpu.frame.rflags);
         if stub.kind == FUNCTION {
@@ -365,7 +359,7 @@ impl LinuxVcpu<'_> {
     /// directly. Arguments that crash Linux's own function raise the same exception here, so that
     /// [`exec_scan::close_poke`] sees every change.
     fn text_poke(&mut self) {
-        let cpu = cpu();
+        let cpu = &mut *self.cpu;
         let [how, to, from, length] = [7, 6, 2, 1].map(|register| cpu.frame.gpr[register]);
         let is_copy = how == self.start.text_poke_memcpy;
         let mut bytes = [0; MOST_POKED];
@@ -390,7 +384,7 @@ impl LinuxVcpu<'_> {
         let mut bytes = bytes;
         for (number, instruction) in all.iter().enumerate() {
             let last = number + 1 == all.len();
-            let cpu = cpu();
+            let cpu = &mut *self.cpu;
             let next =
                 if last { resume } else { cpu.frame.rip.wrapping_add(instruction.length as u64) };
             match cpu.execute(&self.memory, &mut HostEffects, instruction) {
@@ -398,8 +392,8 @@ impl LinuxVcpu<'_> {
                 wedge_core::Outcome::Jump => {
                     if instruction.op == wedge_core::Op::Iret {
                         self.prefault();
-                        syscall_patch::show_refused(cpu, &self.memory);
-                        if self.has_peers && cpu.cpl == 0 {
+                        syscall_patch::show_refused(&self.cpu, &self.memory);
+                        if self.has_peers && self.cpu.cpl == 0 {
                             // Linux relies on IRET to execute code written by another CPU.
                             serialize();
                         }
@@ -430,17 +424,17 @@ impl LinuxVcpu<'_> {
     /// accessed next.
     fn prefault(&mut self) {
         if let Some((linear, intent)) = self.faulted.take()
-            && cpu().cr2 == linear
+            && self.cpu.cr2 == linear
             && !has(option::NO_BATCHES)
         {
             // On failure the access faults again.
-            let _ = memory::fill(cpu(), &self.ram, &self.memory, linear, intent);
+            let _ = memory::fill(&self.cpu, &self.ram, &self.memory, linear, intent);
         }
     }
 
     fn signal(&mut self) -> StopAction {
         let signal = vcpu().signal.get();
-        let cpu = cpu();
+        let cpu = &mut *self.cpu;
         match signal.number {
             linux::SIGSYS if signal.vector == u64::from(signal::INT_80) => {
                 const INT_80: [u8; 2] = [0xcd, signal::INT_80];
@@ -531,7 +525,7 @@ impl LinuxVcpu<'_> {
     /// Emulates a call of Linux's vsyscall page on a host without that page: the system call, then
     /// a return. On hosts with that page, its calls reach the seccomp filter with the same result.
     fn emulate_vsyscall(&mut self, linear: u64) -> Option<()> {
-        let cpu = cpu();
+        let cpu = &mut *self.cpu;
         let offset = linear.checked_sub(layout::VSYSCALL)?;
         let number = layout::VSYSCALL_CALLS.get(usize::try_from(offset / 0x400).ok()?)?;
         let stack = cpu.frame.gpr[4];
@@ -548,7 +542,6 @@ impl LinuxVcpu<'_> {
     }
 
     fn page_fault(&mut self, linear: u64, code: u64) -> StopAction {
-        let cpu = cpu();
         let intent = if code & FETCH != 0 {
             Intent::Fetch
         } else if code & WRITE != 0 {
@@ -560,13 +553,14 @@ impl LinuxVcpu<'_> {
             let (sites, memory) = (self.sites, &self.memory);
             let annotated =
                 |cpu: &VirtualCpu| sites.lock().is_page_table_store(cpu, memory, cpu.frame.rip);
-            if profile::write_fault(cpu, memory, linear, annotated) {
+            if profile::write_fault(&mut self.cpu, memory, linear, annotated) {
                 return StopAction::Resume;
             }
         }
-        if intent == Intent::Fetch && cpu.cpl == 3 && self.emulate_vsyscall(linear).is_some() {
+        if intent == Intent::Fetch && self.cpu.cpl == 3 && self.emulate_vsyscall(linear).is_some() {
             return StopAction::Resume;
         }
+        let cpu = &mut *self.cpu;
         if intent == Intent::Fetch && cpu.cpl == 0 && memory::fill_image(cpu, &self.memory, linear)
         {
             return StopAction::Resume;
@@ -625,7 +619,7 @@ impl LinuxVcpu<'_> {
     /// tables contain them.
     fn copy_kernel_root(&self) {
         const ENTRY: u64 = 1 << 39;
-        let cpu = cpu();
+        let cpu = &*self.cpu;
         let current = cpu.cr3 & entry::ADDRESS;
         for at in (layout::DIRECT / ENTRY..layout::GUEST_END / ENTRY).map(|index| index * 8) {
             // Tables outside of memory have no entries.
@@ -638,9 +632,9 @@ impl LinuxVcpu<'_> {
     /// undefined or emulated, and so is an instruction after which the CPU could execute another
     /// one before the trap.
     fn step_instead(&mut self) -> StopAction {
-        let (rip, traps) = (cpu().frame.rip, cpu().frame.rflags & rflags::TF != 0);
+        let (rip, traps) = (self.cpu.frame.rip, self.cpu.frame.rflags & rflags::TF != 0);
         let step = self.emulate_or_fault(Event::exception(vector::UNDEFINED));
-        let cpu = cpu();
+        let cpu = &mut *self.cpu;
         if traps
             && cpu.frame.rip != rip
             && !self.event.is_some()
@@ -657,7 +651,7 @@ impl LinuxVcpu<'_> {
     fn pop_flags(&mut self, instruction: Instruction, bytes: &[u8]) -> StopAction {
         /// Length of the frame that `IRETQ` pops in bytes.
         const MOST: u64 = 40;
-        let cpu = cpu();
+        let cpu = &mut *self.cpu;
         let length = match instruction.op {
             wedge_core::Op::Iret => MOST,
             _ => instruction.size.into(),
@@ -677,7 +671,7 @@ impl LinuxVcpu<'_> {
     /// Handles `#GP` or `#UD` of the host: emulates a privileged instruction without a patch site
     /// (in an alternative's text), or injects `fault`.
     fn emulate_or_fault(&mut self, fault: Event) -> StopAction {
-        let cpu = cpu();
+        let cpu = &mut *self.cpu;
         let mut bytes = [0; LONGEST];
         let read = (1..=LONGEST)
             .rev()
@@ -710,7 +704,9 @@ impl LinuxVcpu<'_> {
                 }
                 StopAction::Resume
             }
-            Ok(instruction) if is_for_steps(&instruction) => self.pop_flags(instruction, &bytes),
+            Ok(instruction) if is_for_steps(cpu, &instruction) => {
+                self.pop_flags(instruction, &bytes)
+            }
             Ok(instruction) if cpu.cpl == 0 || is_user_emulated(&instruction) => {
                 count(counter::UNRECORDED);
                 let resume = cpu.frame.rip.wrapping_add(instruction.length as u64);
@@ -735,7 +731,7 @@ impl LinuxVcpu<'_> {
             // In 32-bit code it pops four bytes.
             Ok(instruction)
                 if instruction.op == wedge_core::Op::Popf
-                    && is_stepped()
+                    && is_stepped(&self.cpu)
                     && !bytes[..instruction.length].iter().any(is_rex) =>
             {
                 let size = instruction.size.min(4);
@@ -746,7 +742,7 @@ impl LinuxVcpu<'_> {
                     && !bytes[..instruction.length].iter().any(is_rex) =>
             {
                 count(counter::UNRECORDED);
-                let resume = cpu().frame.rip.wrapping_add(instruction.length as u64);
+                let resume = self.cpu.frame.rip.wrapping_add(instruction.length as u64);
                 self.execute_all(&[instruction], &bytes[..instruction.length], resume)
             }
             _ => {
@@ -797,15 +793,15 @@ fn poke(
 }
 
 /// Returns whether user mode is in stepped pages.
-fn is_stepped() -> bool {
-    cpu().cpl == 3 && pkeys::is_enabled() && exec_scan::is_stepped(cpu().frame.rip)
+fn is_stepped(cpu: &VirtualCpu) -> bool {
+    cpu.cpl == 3 && pkeys::is_enabled() && exec_scan::is_stepped(cpu.frame.rip)
 }
 
 /// Returns whether the wedge emulates a valid instruction in stepped pages: it changes the trap
 /// flag.
-fn is_for_steps(instruction: &Instruction) -> bool {
+fn is_for_steps(cpu: &VirtualCpu, instruction: &Instruction) -> bool {
     use wedge_core::Op;
-    matches!(instruction.op, Op::Popf | Op::Iret) && is_stepped()
+    matches!(instruction.op, Op::Popf | Op::Iret) && is_stepped(cpu)
 }
 
 /// Returns whether the guest kernel may permit an instruction to user mode that the host does not
@@ -817,15 +813,15 @@ fn is_user_emulated(instruction: &Instruction) -> bool {
 
 impl Vcpu for LinuxVcpu<'_> {
     fn gpr(&mut self, register: Gpr) -> u64 {
-        cpu().frame.gpr[register as usize]
+        self.cpu.frame.gpr[register as usize]
     }
 
     fn set_gpr(&mut self, register: Gpr, value: u64) {
-        cpu().frame.gpr[register as usize] = value;
+        self.cpu.frame.gpr[register as usize] = value;
     }
 
     fn get(&mut self, register: Reg) -> u64 {
-        let cpu = cpu();
+        let cpu = &mut *self.cpu;
         match register {
             Reg::Rip => cpu.frame.rip,
             Reg::Rflags => cpu.rflags(),
@@ -854,7 +850,7 @@ impl Vcpu for LinuxVcpu<'_> {
     }
 
     fn set(&mut self, register: Reg, value: u64) {
-        let cpu = cpu();
+        let cpu = &mut *self.cpu;
         match register {
             Reg::Rip => cpu.frame.rip = value,
             Reg::Rflags => cpu.set_rflags(value),
@@ -885,7 +881,7 @@ impl Vcpu for LinuxVcpu<'_> {
     }
 
     fn segment(&mut self, segment: Seg) -> Segment {
-        let cpu = cpu();
+        let cpu = &mut *self.cpu;
         let table = |table: wedge_core::DescriptorTable| Segment {
             selector: 0,
             attrib: 0,
@@ -904,7 +900,7 @@ impl Vcpu for LinuxVcpu<'_> {
     }
 
     fn set_segment(&mut self, segment: Seg, value: Segment) {
-        let cpu = cpu();
+        let cpu = &mut *self.cpu;
         let table = wedge_core::DescriptorTable { base: value.base, limit: value.limit as u16 };
         match segment {
             Seg::Fs | Seg::Gs | Seg::Es | Seg::Cs | Seg::Ss | Seg::Ds => {
@@ -962,11 +958,11 @@ impl Vcpu for LinuxVcpu<'_> {
     fn run(&mut self) -> Exit {
         self.next = 0;
         self.length = 0;
-        if cpu().cr0 & cr0::PE == 0 {
+        if self.cpu.cr0 & cr0::PE == 0 {
             self.start_secondary();
         }
         if self.profiles {
-            profile::watch_descriptors(cpu(), &self.memory, memory::slot());
+            profile::watch_descriptors(&self.cpu, &self.memory, memory::slot());
         }
         loop {
             if self.profiles && profile::is_stepping() {
@@ -975,7 +971,7 @@ impl Vcpu for LinuxVcpu<'_> {
                 let step = self.step();
                 events().fetch_or(held, SeqCst);
                 if profile::is_stepping() {
-                    profile::stepped(cpu(), &self.memory);
+                    profile::stepped(&mut self.cpu, &self.memory);
                 }
                 match step {
                     StopAction::Resume => continue,
@@ -986,7 +982,7 @@ impl Vcpu for LinuxVcpu<'_> {
                 if self.event.is_some() {
                     // The step ends at the guest's handler.
                     let event = core::mem::take(&mut self.event);
-                    if let Err(exit) = cpu().deliver(&self.memory, event) {
+                    if let Err(exit) = self.cpu.deliver(&self.memory, event) {
                         return exit;
                     }
                 }
@@ -1015,11 +1011,11 @@ impl Vcpu for LinuxVcpu<'_> {
             }
             if self.event.is_some() {
                 let event = core::mem::take(&mut self.event);
-                if let Err(exit) = cpu().deliver(&self.memory, event) {
+                if let Err(exit) = self.cpu.deliver(&self.memory, event) {
                     return exit;
                 }
             }
-            if cpu().held_flags & rflags::IF != 0 && !steps {
+            if self.cpu.held_flags & rflags::IF != 0 && !steps {
                 match self.window {
                     InterruptWindow::Nothing => {}
                     InterruptWindow::Exit => {
@@ -1028,35 +1024,24 @@ impl Vcpu for LinuxVcpu<'_> {
                     }
                     InterruptWindow::DeliverVirq(number) => {
                         self.window = InterruptWindow::Nothing;
-                        if let Err(exit) = cpu().deliver(&self.memory, Event::interrupt(number)) {
+                        if let Err(exit) = self.cpu.deliver(&self.memory, Event::interrupt(number))
+                        {
                             return exit;
                         }
                     }
                 }
             }
-            let cpu = cpu();
-            cpu.attention = u8::from(self.window != InterruptWindow::Nothing);
-            let dispatch = u8::from(cpu.cpl == 3);
-            if cpu.star != self.star {
-                self.star = cpu.star;
-                let [program, kernel] = cpu.call_segments();
-                // SAFETY: only entry code uses them, while the guest runs.
-                unsafe {
-                    (*cell()).user_segments = program;
-                    (*cell()).kernel_segments = kernel;
-                }
+            self.cpu.set_attention(self.window != InterruptWindow::Nothing);
+            if self.cpu.star != self.star {
+                self.star = self.cpu.star;
+                self.cpu.update_call_segments();
             }
-            if dispatch != 0 && pkeys::is_enabled() && !shared().closed.load(Relaxed) {
+            self.cpu.prepare_entry();
+            let cpu = &mut *self.cpu;
+            if cpu.cpl == 3 && pkeys::is_enabled() && !shared().closed.load(Relaxed) {
                 // The kernel has finished patching its code before it first enters user mode.
                 exec_scan::close_kernel(cpu, &self.memory, self.start.code, self.start.code_end);
                 shared().closed.store(true, Relaxed);
-            }
-            let code = if cpu.is_64_bit() { CODE_64 } else { CODE_32 };
-            // SAFETY: only entry code uses it, on the way to the guest.
-            unsafe {
-                (*cell()).dispatch = dispatch;
-                (*cell()).close = dispatch & u8::from(pkeys::is_enabled());
-                (*cell()).code = code.into();
             }
             if compat::has_selectors(cpu) {
                 compat::load_segments(cpu, &self.memory);
@@ -1100,15 +1085,17 @@ pub extern "sysv64" fn main() -> ! {
     let Some(memory) = ram.memory() else {
         report::fatal(format_args!("invalid size of guest memory: {} bytes", start.memory));
     };
-    power_on(&start);
+    // SAFETY: this process runs the vCPU, in its event loop, which begins here.
+    let mut cpu = unsafe { CurrentVcpu::take() };
+    power_on(&mut cpu, &start);
     let mut sites = Sites::new(start.options);
-    if let Err(problem) = sites.rewrite_table(cpu(), &memory, start.sites, start.sites_length) {
+    if let Err(problem) = sites.rewrite_table(&cpu, &memory, start.sites, start.sites_length) {
         report::warn(format_args!("cannot rewrite the kernel's patch sites: {problem}"));
         processes::end_vm(65);
     }
     if start.options & option::NO_FUNCTIONS == 0
         && start.text_poke != 0
-        && let Err(problem) = sites.replace_function(cpu(), &memory, start.text_poke)
+        && let Err(problem) = sites.replace_function(&cpu, &memory, start.text_poke)
     {
         report::warn(format_args!("cannot replace `__text_poke`: {problem}"));
         if pkeys::is_enabled() {
@@ -1142,7 +1129,7 @@ pub extern "sysv64" fn main() -> ! {
     for index in 1..vcpus().len() {
         processes::start_vcpu(index, secondary_main);
     }
-    drive(&all, 0)
+    drive(&all, 0, cpu)
 }
 
 /// Entry point of a secondary vCPU.
@@ -1151,16 +1138,19 @@ extern "sysv64" fn secondary_main() -> ! {
     // SAFETY: `main` has created it in memory shared by all guest processes, and never returns.
     let all = unsafe { &*all };
     // It has no state before its start-up IPI.
-    *cpu() = VirtualCpu::new();
-    drive(all, process().vcpu.load(Relaxed) as usize)
+    // SAFETY: this process runs the vCPU, in its event loop, which begins here.
+    let mut cpu = unsafe { CurrentVcpu::take() };
+    *cpu = VirtualCpu::new();
+    drive(all, process().vcpu.load(Relaxed) as usize, cpu)
 }
 
 /// Runs a vCPU until the VM ends.
-fn drive(all: &VmShared<'_>, index: usize) -> ! {
+fn drive(all: &VmShared<'_>, index: usize, cpu: CurrentVcpu) -> ! {
     let VmShared { start, ram, memory, machine, device_slots, sites } = *all;
     let mut host = LinuxHost::new(start);
     let mut state = machine.cpu(index);
     let mut vcpu = LinuxVcpu {
+        cpu,
         start,
         ram,
         memory: *memory,
@@ -1194,7 +1184,7 @@ fn drive(all: &VmShared<'_>, index: usize) -> ! {
             StopReason::Idle { deadline_tsc } => idle::wait(deadline_tsc),
             StopReason::End(outcome) => {
                 if outcome == Outcome::TripleFault {
-                    report_triple_fault();
+                    report_triple_fault(&vcpu.cpu);
                 }
                 processes::end_vm(outcome.exit_code());
             }
@@ -1226,8 +1216,7 @@ fn drive(all: &VmShared<'_>, index: usize) -> ! {
 }
 
 /// Sets the initial state of the first vCPU from the loader's record.
-fn power_on(start: &Start) {
-    let cpu = cpu();
+fn power_on(cpu: &mut VirtualCpu, start: &Start) {
     *cpu = VirtualCpu::new();
     cpu.frame.rip = start.rip;
     cpu.frame.gpr[4] = start.rsp;
@@ -1252,8 +1241,7 @@ fn set_shared_range(cpu: &mut VirtualCpu, start: &Start) {
 
 /// Prints the vCPU's state after a triple fault.
 #[cold]
-fn report_triple_fault() {
-    let cpu = cpu();
+fn report_triple_fault(cpu: &VirtualCpu) {
     report::warn(format_args!(
         "guest triple fault: rip {:#x} rsp {:#x} rflags {:#x} cr2 {:#x} cr3 {:#x} cpl {}",
         cpu.frame.rip,

@@ -6,8 +6,8 @@
 //! the device process; each guest address space has one further process per vCPU ([`processes`]).
 //! All state is in shared memory at fixed addresses ([`shared`]); the program has no static
 //! variables.
-#![no_std]
-#![no_main]
+#![cfg_attr(target_os = "none", no_std)]
+#![cfg_attr(target_os = "none", no_main)]
 
 mod backend;
 mod balloon;
@@ -16,6 +16,7 @@ mod compat;
 mod config;
 mod counters;
 mod cpu_affinity;
+mod current;
 mod debug;
 mod device;
 mod disk;
@@ -67,6 +68,10 @@ const STACK: u64 = 1 << 20;
 unsafe extern "C" fn parador_wedge_start() -> ! {
     naked_asm!("xor ebp, ebp", "and rsp, -16", "call {}", "ud2", sym begin)
 }
+
+/// Entry point of the unit tests' target, where the program cannot run: its addresses are fixed.
+#[cfg(not(target_os = "none"))]
+fn main() {}
 
 extern "C" fn begin() -> ! {
     match set_up() {

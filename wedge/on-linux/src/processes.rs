@@ -17,12 +17,13 @@ use proto::hosted::{Filters, layout, option};
 use wedge_x86::Cause;
 
 use crate::config::{self, config, has};
+use crate::current::CurrentVcpu;
 use crate::memory::{self, Ram};
 use crate::report::HOST;
 use crate::setup::{self, Kind};
 use crate::shared::{
-    OWN_VCPU, PRIVATE_LENGTH, PRIVATE_STACK_TOP, SharedVcpu, VCPU_LENGTH, cell, count, counter,
-    process, shared, stack_top, started, vcpu, vcpu_offset, vcpus,
+    OWN_VCPU, PRIVATE_LENGTH, PRIVATE_STACK_TOP, SharedVcpu, VCPU_LENGTH, count, counter, process,
+    shared, stack_top, started, vcpu, vcpu_offset, vcpus,
 };
 use crate::sys::{self, Backing, Errno};
 use crate::{cpu_affinity, monitor, pkeys, report, signal, steal_time, user_process, xstate};
@@ -401,15 +402,14 @@ pub fn become_worker<T>(
 }
 
 /// Runs the guest until it stops.
-pub fn enter(ram: &Ram) -> Cause {
+pub fn enter(cpu: &mut CurrentVcpu, ram: &Ram) -> Cause {
     if pkeys::is_enabled() {
         // The kernel may return to user mode without the wedge.
         signal::scrub();
     }
-    // SAFETY: this process owns the vCPU, and the guest does not run.
-    let is_user = unsafe { (*cell()).cpu.cpl == 3 };
+    let is_user = cpu.cpl == 3;
     if is_user && user_process::is_enabled() {
-        return user_process::run_user();
+        return user_process::run_user(cpu);
     }
     let is_closed = is_user && has(option::REMAP);
     let check = |result| {
@@ -420,9 +420,7 @@ pub fn enter(ram: &Ram) -> Cause {
     if is_closed {
         check(ram.close());
     }
-    // SAFETY: this process owns the vCPU and is on its stack; the frame holds the guest's
-    // registers.
-    let cause = Cause::from_code(unsafe { wedge_x86::enter() });
+    let cause = cpu.enter();
     if is_closed {
         check(ram.open());
     }

@@ -49,6 +49,7 @@ pub fn fatal(text: fmt::Arguments<'_>) -> ! {
     crate::processes::end_vm(INTERNAL)
 }
 
+#[cfg(target_os = "none")]
 #[panic_handler]
 fn panic(info: &core::panic::PanicInfo<'_>) -> ! {
     fatal(format_args!("the wedge panicked: {info}"))

@@ -298,6 +298,12 @@ impl SharedVcpu {
         unsafe { &(*self.cell.get()).events }
     }
 
+    /// Returns whether the guest must check for pending events before it enables interrupts: not 0.
+    pub fn attention(&self) -> &AtomicU8 {
+        // SAFETY: as in `events`.
+        unsafe { &(*self.cell.get()).attention }
+    }
+
     /// Returns the number of system calls without a signal.
     pub fn calls(&self) -> u64 {
         // SAFETY: called after the end of the VM, when the value is constant.
@@ -414,6 +420,11 @@ pub fn cell() -> *mut Cell {
 /// Returns the pending events of this process's vCPU.
 pub fn events() -> &'static AtomicU32 {
     vcpu().events()
+}
+
+/// Returns [`SharedVcpu::attention`] of this process's vCPU.
+pub fn attention() -> &'static AtomicU8 {
+    vcpu().attention()
 }
 
 /// Increments a counter.

@@ -16,9 +16,10 @@ use wedge_core::{VirtualCpu, vector};
 use wedge_x86::{CODE_64, Unwound};
 
 use crate::config::config;
+use crate::current::CurrentVcpu;
 use crate::processes::{KICK, TIMER};
 use crate::shared::{
-    SIGNAL_STACK, SIGNAL_STACK_LENGTH, Signal, cell, count, counter, event, events, process, vcpu,
+    SIGNAL_STACK, SIGNAL_STACK_LENGTH, Signal, count, counter, event, events, process, vcpu,
 };
 use crate::sys::{self, Errno};
 use crate::{pkeys, report, xstate};
@@ -206,20 +207,27 @@ extern "sysv64" fn on_signal(number: u32, _: *const u8, context: *mut Context) {
         }
         return;
     }
-    // SAFETY: this process owns the vCPU. Either the guest or entry code was interrupted, or the
-    // wedge, in which case only `attention` is changed.
-    let cpu = unsafe { &mut (*cell()).cpu };
     if !synchronous {
         post_event(number);
     }
-    if !(layout::WEDGE..layout::WEDGE_END).contains(&context.rip) {
-        cpu.sync_code_segment(context.is_64_bit());
-    } else if !in_wedge(number, synchronous, context, cpu) {
+    let is_in_wedge = (layout::WEDGE..layout::WEDGE_END).contains(&context.rip);
+    let interrupted = match is_in_wedge {
+        true => classify(number, synchronous, context),
+        false => Interrupted::Guest,
+    };
+    if interrupted == Interrupted::Wedge {
         return;
+    }
+    // SAFETY: the signal has interrupted the guest, or code that runs for it, so the event loop is
+    // in `CurrentVcpu::enter`, and no other handler runs.
+    let mut cpu = unsafe { CurrentVcpu::take() };
+    match interrupted {
+        Interrupted::Guest => cpu.sync_code_segment(context.is_64_bit()),
+        _ => complete(interrupted, context, &mut cpu),
     }
     if !synchronous && cpu.cpl == 0 && cpu.held_flags & rflags::IF == 0 {
         // Interrupts are disabled; the guest checks when it enables them.
-        cpu.attention = 1;
+        crate::shared::attention().store(1, Relaxed);
         crate::frames::note_interrupted_kernel();
         return;
     }
@@ -246,8 +254,9 @@ extern "sysv64" fn on_signal(number: u32, _: *const u8, context: *mut Context) {
 #[unsafe(export_name = "parador_wedge_user_signal")]
 extern "sysv64" fn on_user_signal(number: u32, _: *const u8, context: *const Context) -> ! {
     let vcpu = vcpu();
-    // SAFETY: this process owns the vCPU, and user mode was interrupted.
-    let cpu = unsafe { &mut (*cell()).cpu };
+    // SAFETY: user mode was interrupted, so the event loop is in `CurrentVcpu::enter`, and no other
+    // handler runs: one whose entry code was interrupted continues here.
+    let mut cpu = unsafe { CurrentVcpu::take() };
     let end = SIGNAL_STACK + SIGNAL_STACK_LENGTH;
     let (window, window_end) = wedge_x86::keyed_handler_window();
     let (mut number, mut at) = (number, context as u64);
@@ -292,7 +301,7 @@ extern "sysv64" fn on_user_signal(number: u32, _: *const u8, context: *const Con
         // SAFETY: the context and the siginfo are on the signal stack.
         signal.vector = unsafe { call_vector(at as *const Context) };
     }
-    recover_registers(cpu, &mut signal);
+    recover_registers(&mut cpu, &mut signal);
     cpu.frame.rflags = cpu.frame.rflags & u64::from(wedge_x86::USER_FLAGS) | rflags::IF | 2;
     vcpu.signal.set(signal);
     let extended = context.extended as u64;
@@ -366,73 +375,98 @@ fn recover_registers(cpu: &mut VirtualCpu, signal: &mut Signal) {
     }
 }
 
-/// Handles a signal that has interrupted the wedge, or code that it executes for the guest. `true`:
-/// the guest is in the state of the changed context; `false`: the signal is handled.
-fn in_wedge(number: u32, synchronous: bool, context: &mut Context, cpu: &mut VirtualCpu) -> bool {
+/// Code that a signal has interrupted.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Interrupted {
+    /// The guest.
+    Guest,
+    /// The wedge; the signal is handled.
+    Wedge,
+    /// A return to user mode by `SYSRET`, which is completed. The stack pointer is still in the
+    /// frame, or in the context.
+    Sysret { in_frame: bool },
+    /// A transition to user mode, with registers in its [`wedge_x86::Crossing`].
+    Crossing,
+    /// A stub that the guest starts anew at its site. The second value is added to the stack
+    /// pointer.
+    Restart(u64, u64),
+    /// A stub after which the guest resumes, with interrupts enabled.
+    Resume(u64),
+}
+
+/// Classifies the code of the wedge that a signal has interrupted, without access to the vCPU's
+/// registers, which the wedge may be using.
+fn classify(number: u32, synchronous: bool, context: &mut Context) -> Interrupted {
     let rip = context.rip;
     if synchronous {
         // A single step of the guest continues through code of the wedge.
         if number != linux::SIGTRAP || context.vector != DEBUG {
             unexpected(number, context);
         }
-        return false;
+        return Interrupted::Wedge;
     }
-    cpu.attention = 1;
+    crate::shared::attention().store(1, Relaxed);
     let (start, end) = wedge_x86::entry_window();
     if (start..end).contains(&rip) {
         context.rip = wedge_x86::abort();
-        return false;
+        return Interrupted::Wedge;
     }
     let (start, end) = crate::user_process::wait_window();
     if (start..end).contains(&rip) {
         context.rip = end;
-        return false;
+        return Interrupted::Wedge;
     }
     let [start, own_stack, end] = wedge_x86::sysret_window();
     if (start..end).contains(&rip) {
         // The stack pointer is the guest's before the first instruction and after the last but one.
-        if rip > start && rip <= own_stack {
-            context.registers[STACK_POINTER] = cpu.frame.gpr[4];
-        }
-        return after_sysret(context, cpu);
+        return Interrupted::Sysret { in_frame: rip > start && rip <= own_stack };
     }
     let [to_program, to_32, _] = wedge_x86::crossing();
     if rip == to_program || rip == to_32 {
-        let mut signal = Signal { number, vector: 0, code: 0, address: 0 };
-        for (value, place) in context.registers.iter().zip(ORDER) {
-            cpu.frame.gpr[place] = *value;
-        }
-        cpu.frame.rip = rip;
-        recover_registers(cpu, &mut signal);
-        for (value, place) in context.registers.iter_mut().zip(ORDER) {
-            *value = cpu.frame.gpr[place];
-        }
-        (context.rip, context.rflags) = (cpu.frame.rip, cpu.frame.rflags);
-        return true;
+        return Interrupted::Crossing;
     }
-    let Some((stub, offset)) = crate::sites::stub_at(rip) else { return false };
+    let Some((stub, offset)) = crate::sites::stub_at(rip) else { return Interrupted::Wedge };
     match stub.unwind(offset) {
-        Unwound::Continue => false,
-        Unwound::Restart(site, pushed) => {
-            context.rip = site;
-            context.registers[STACK_POINTER] += pushed;
-            true
-        }
-        Unwound::Resume(resume) => {
-            context.rip = resume;
-            cpu.held_flags |= rflags::IF;
-            true
-        }
-        Unwound::Sysret => after_sysret(context, cpu),
+        Unwound::Continue => Interrupted::Wedge,
+        Unwound::Restart(site, pushed) => Interrupted::Restart(site, pushed),
+        Unwound::Resume(resume) => Interrupted::Resume(resume),
+        Unwound::Sysret => Interrupted::Sysret { in_frame: false },
     }
 }
 
-/// Applies the effect of `SYSRET`, which the guest has executed.
-fn after_sysret(context: &mut Context, cpu: &mut VirtualCpu) -> bool {
-    let [rcx, r11] = [context.registers[14], context.registers[3]];
-    (context.rip, context.rflags) = (rcx, r11);
-    cpu.enter_user();
-    true
+/// Completes or undoes the interrupted code, so that the context is a state of the guest.
+fn complete(interrupted: Interrupted, context: &mut Context, cpu: &mut VirtualCpu) {
+    match interrupted {
+        Interrupted::Guest | Interrupted::Wedge => {}
+        Interrupted::Sysret { in_frame } => {
+            if in_frame {
+                context.registers[STACK_POINTER] = cpu.frame.gpr[4];
+            }
+            let [rcx, r11] = [context.registers[14], context.registers[3]];
+            (context.rip, context.rflags) = (rcx, r11);
+            cpu.enter_user();
+        }
+        Interrupted::Crossing => {
+            let mut signal = Signal { number: KICK, vector: 0, code: 0, address: 0 };
+            for (value, place) in context.registers.iter().zip(ORDER) {
+                cpu.frame.gpr[place] = *value;
+            }
+            cpu.frame.rip = context.rip;
+            recover_registers(cpu, &mut signal);
+            for (value, place) in context.registers.iter_mut().zip(ORDER) {
+                *value = cpu.frame.gpr[place];
+            }
+            (context.rip, context.rflags) = (cpu.frame.rip, cpu.frame.rflags);
+        }
+        Interrupted::Restart(site, pushed) => {
+            context.rip = site;
+            context.registers[STACK_POINTER] += pushed;
+        }
+        Interrupted::Resume(resume) => {
+            context.rip = resume;
+            cpu.held_flags |= rflags::IF;
+        }
+    }
 }
 
 fn post_event(number: u32) {

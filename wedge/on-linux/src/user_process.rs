@@ -31,15 +31,17 @@ use core::sync::atomic::{AtomicU32, AtomicU64};
 use linux_raw_sys::general as linux;
 use linux_raw_sys::prctl;
 use proto::hosted::{Filters, layout, option};
+use wedge_core::VirtualCpu;
 use wedge_core::cpu::rflags;
 use wedge_x86::Cause;
 
 use crate::config::{self, has};
+use crate::current::CurrentVcpu;
 use crate::memory::PAGE;
 use crate::processes::{self, KICK};
 use crate::report::{self, HOST};
 use crate::setup::{self, Kind};
-use crate::shared::{PRIVATE_LENGTH, ProcessState, cell, events, export_words, process, vcpu};
+use crate::shared::{PRIVATE_LENGTH, ProcessState, events, export_words, process, vcpu};
 use crate::signal::{self, Context};
 use crate::sys::{self, Backing, Errno};
 use crate::{clock, compat, cpu_affinity, guest, steal_time, xstate};
@@ -866,7 +868,7 @@ pub fn replace_process() {
 }
 
 /// Runs user mode until it stops, by a signal or for events.
-pub fn run_user() -> Cause {
+pub fn run_user(cpu: &mut CurrentVcpu) -> Cause {
     peer().selectors = compat::selectors();
     if peer().process == 0 {
         connect();
@@ -888,7 +890,7 @@ pub fn run_user() -> Cause {
     if events().load(SeqCst) != 0 {
         return Cause::Events;
     }
-    write_context();
+    write_context(cpu);
     cpu_affinity::on_hand_over();
     steal_time::on_idle();
     peer().failures = 0;
@@ -896,7 +898,7 @@ pub fn run_user() -> Cause {
     wait();
     steal_time::on_resume();
     cpu_affinity::on_take_over();
-    read_context();
+    read_context(cpu);
     Cause::Signal
 }
 
@@ -985,18 +987,16 @@ fn stop() {
 
 /// Writes the vCPU's registers to the user thread's signal context. All of the context is written,
 /// because user mode may have changed it.
-fn write_context() {
+fn write_context(cpu: &CurrentVcpu) {
     let peer = peer();
     let request = &mailbox().request;
-    // SAFETY: this process owns the vCPU, and the guest does not run.
-    let (cpu, code) = unsafe { (&(*cell()).cpu, (*cell()).code) };
     let mut words = peer.template;
     for (word, register) in words[5..].iter_mut().zip(signal::ORDER) {
         *word = cpu.frame.gpr[register];
     }
     words[21] = cpu.frame.rip;
     words[22] = cpu.frame.rflags;
-    words[23] = words[23] & !0xffff | code;
+    words[23] = words[23] & !0xffff | cpu.code_selector();
     let area = words[EXTENDED];
     let features = peer.layout[1] & !xstate::PKRU;
     // SAFETY: `connect` has validated the addresses; the memory has no other use, and the thread
@@ -1028,11 +1028,9 @@ const MAGIC_2: u32 = 0x4650_5845;
 
 /// Reads the vCPU's registers from the user thread's signal context, restricted to values that user
 /// mode can have.
-fn read_context() {
+fn read_context(cpu: &mut VirtualCpu) {
     let (peer, response) = (peer(), &mailbox().response);
     let vcpu = vcpu();
-    // SAFETY: this process owns the vCPU, and the guest does not run.
-    let cpu = unsafe { &mut (*cell()).cpu };
     let at = peer.context as *const Context;
     // SAFETY: `connect` has validated the address; nothing writes this memory while the thread
     // waits.
