@@ -10,8 +10,9 @@ use vmm_bus::frames;
 use vmm_bus::{BalloonBackend, Block, Messages, Net, Packets};
 use vmm_machine::{DeviceBackend, Host, Level, Model, Slots};
 
-use crate::shared::{self, ByteRing, event, shared};
-use crate::{balloon, device, disk, net, processes, report, sys};
+use crate::linux::sys;
+use crate::state::shared::{self, ByteRing, event, shared};
+use crate::{balloon, device, disk, net, processes, report};
 
 /// Host services of the device models, for one vCPU.
 pub struct LinuxHost {

@@ -9,14 +9,14 @@ use linux_raw_sys::general as linux;
 use proto::hosted::{Start, layout};
 use vmm_bus::BalloonBackend;
 
-use crate::memory::Ram;
-use crate::shared::shared;
-use crate::sys;
+use crate::linux::sys;
+use crate::mmu::memory::Ram;
+use crate::state::shared::shared;
 
 /// State shared by the guest's balloon device and `parador`. The guest can overwrite it.
 #[repr(C)]
 pub struct BalloonState {
-    /// Target in pages. Changes are notified by [`event::BALLOON`](crate::shared::event::BALLOON).
+    /// Target in pages. Changes are notified by [`event::BALLOON`](crate::state::shared::event::BALLOON).
     pub wanted: AtomicU32,
     /// Pages in the balloon, as the guest reports.
     pub actual: AtomicU32,

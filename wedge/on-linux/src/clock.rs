@@ -4,10 +4,10 @@ use core::arch::x86_64::__cpuid;
 
 use linux_raw_sys::general as linux;
 
-use crate::config::config;
 use crate::guest::tsc;
+use crate::state::config::config;
 
-use crate::sys;
+use crate::linux::sys;
 
 /// Duration of the frequency measurement in nanoseconds.
 const MEASURED: u64 = 10_000_000;

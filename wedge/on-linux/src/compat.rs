@@ -17,8 +17,8 @@ use vmm_mem::GuestMemory;
 use wedge_core::{VirtualCpu, thread_area};
 use wedge_x86::{CODE_32, CODE_64};
 
-use crate::shared::{has, process};
-use crate::user_process;
+use crate::isolation::user_process;
+use crate::state::shared::{has, process};
 
 /// Selector of Linux's first TLS descriptor (`GDT_ENTRY_TLS_MIN`).
 const FIRST: u16 = 12 << 3 | 3;

@@ -11,9 +11,10 @@ use hw_x86::cpuid::leaf;
 use linux_raw_sys::general as linux;
 use proto::hosted::layout;
 
-use crate::config::config;
-use crate::shared::{Owned, process, vcpu};
-use crate::{clock, sys};
+use crate::clock;
+use crate::linux::sys;
+use crate::state::config::config;
+use crate::state::shared::{Owned, process, vcpu};
 
 /// Words of a CPU set; `CPU_SETSIZE` of Linux's C libraries is 1024.
 const WORDS: usize = (layout::CPU_SET_LENGTH / 8) as usize;

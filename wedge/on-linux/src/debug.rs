@@ -12,8 +12,8 @@ use proto::hosted::layout;
 use vmm_mem::GuestMemory;
 use wedge_core::VirtualCpu;
 
-use crate::shared::{process, vcpu};
-use crate::sys;
+use crate::linux::sys;
+use crate::state::shared::{process, vcpu};
 use crate::{idle, processes};
 
 /// Interval of a stopped vCPU's checks in nanoseconds.

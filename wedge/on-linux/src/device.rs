@@ -8,13 +8,15 @@ use linux_raw_sys::general as linux;
 use proto::hosted::{Filters, MAX_DISKS, MAX_QUEUES, control, exit, layout};
 use vmm_cpu::MAX_VCPUS;
 
-use crate::config::{self, config};
-use crate::memory::Ram;
+use crate::isolation::user_process;
+use crate::linux::sys;
+use crate::mmu::memory::Ram;
 use crate::processes::{self, KICK, TIMER};
 use crate::report::{HOST, INTERNAL, warn};
-use crate::setup::{self, Kind};
-use crate::shared::{ByteRing, RING, SLOTS, SharedVcpu, event, shared, started, vcpus};
-use crate::{debug, disk, idle, net, sys, user_process};
+use crate::state::config::{self, config};
+use crate::state::setup::{self, Kind};
+use crate::state::shared::{ByteRing, RING, SLOTS, SharedVcpu, event, shared, started, vcpus};
+use crate::{debug, disk, idle, net};
 
 const READABLE: u16 = linux::POLLIN as u16;
 /// Number and interval in milliseconds of the checks for a process exit that explains a failed

@@ -25,17 +25,21 @@ use wedge_core::{Flush, Host, Instruction, VirtualCpu, vector};
 use wedge_x86::{Cause, Stub, decode_all};
 
 use crate::backend::{self, HostEndpoint, LinuxHost, MAX_FUNCTIONS};
-use crate::config::{self, config};
-use crate::current::CurrentVcpu;
-use crate::exec_scan::Begin;
-use crate::memory::{self, Fault, Ram};
-use crate::shared::{
+use crate::isolation::pkeys;
+use crate::isolation::user_process;
+use crate::mmu::exec_scan;
+use crate::mmu::exec_scan::Begin;
+use crate::mmu::frames;
+use crate::mmu::memory::{self, Fault, Ram};
+use crate::mmu::syscall_patch;
+use crate::sites::{FUNCTION, MOST_POKED, Sites, write_code};
+use crate::state::config::{self, config};
+use crate::state::current::CurrentVcpu;
+use crate::state::shared::{
     count, counter, event, events, has, own_statistics, process, shared, start, vcpu, vcpus,
 };
-use crate::sites::{FUNCTION, MOST_POKED, Sites, write_code};
 use crate::{
-    compat, cpu_affinity, debug, exec_scan, frames, idle, pkeys, processes, profile, report,
-    signal, steal_time, syscall_patch, user_process, xstate,
+    compat, cpu_affinity, debug, idle, processes, profile, report, signal, steal_time, xstate,
 };
 
 /// Error code of a page fault: write access.
@@ -62,7 +66,7 @@ impl RelaxStrategy for YieldRelax {
         for _ in 0..LOOKS {
             core::hint::spin_loop();
         }
-        crate::sys::yield_now();
+        crate::linux::sys::yield_now();
     }
 }
 
@@ -161,7 +165,7 @@ impl Host for HostEffects {
                     slot.stale.store(true, Relaxed);
                 }
                 if what == Flush::All {
-                    memory::kernel_changed(crate::shared::EVERYTHING);
+                    memory::kernel_changed(crate::state::shared::EVERYTHING);
                 }
                 memory::follow();
             }
@@ -1170,7 +1174,7 @@ fn drive(all: &VmShared<'_>, index: usize, cpu: CurrentVcpu) -> ! {
         debugs: start.options & option::DEBUG != 0,
         step: DebugStep::None,
     };
-    crate::shared::vcpu().deadline.store(u64::MAX, Relaxed);
+    crate::state::shared::vcpu().deadline.store(u64::MAX, Relaxed);
     steal_time::on_resume();
     if index == 0 {
         processes::await_start();

@@ -8,8 +8,9 @@
 use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use crate::guest::tsc;
-use crate::shared::{event, events, process, vcpu};
-use crate::{clock, cpu_affinity, signal, steal_time, sys};
+use crate::linux::sys;
+use crate::state::shared::{event, events, process, vcpu};
+use crate::{clock, cpu_affinity, signal, steal_time};
 
 /// Initial polling time in microseconds.
 const MIN_POLL: u64 = 10;
@@ -17,7 +18,7 @@ const MIN_POLL: u64 = 10;
 /// the delay of other threads on this host CPU.
 const MAX_POLL: u64 = 50;
 
-/// Values of [`crate::shared::SharedVcpu::idle`].
+/// Values of [`crate::state::shared::SharedVcpu::idle`].
 pub mod state {
     /// Running: must be interrupted.
     pub const BUSY: u32 = 0;
@@ -28,7 +29,7 @@ pub mod state {
 }
 
 /// Wakes a sleeping vCPU after an event was posted. `false`: it is running and must be interrupted.
-pub fn wake(vcpu: &crate::shared::SharedVcpu) -> bool {
+pub fn wake(vcpu: &crate::state::shared::SharedVcpu) -> bool {
     match vcpu.idle.load(SeqCst) {
         state::BUSY => return false,
         state::POLLING => {}

@@ -13,49 +13,45 @@ mod backend;
 mod balloon;
 mod clock;
 mod compat;
-mod config;
 mod counters;
 mod cpu_affinity;
-mod current;
 mod debug;
 mod device;
 mod disk;
-mod exec_scan;
-mod frames;
 mod guest;
 mod idle;
 mod io_uring;
-mod memory;
+mod isolation;
+mod linux;
+mod mmu;
 mod monitor;
 mod net;
-mod pkeys;
 mod processes;
 mod profile;
 mod report;
 mod sandbox;
-mod setup;
-mod shared;
 mod signal;
 mod sites;
+mod state;
 mod steal_time;
-mod sys;
-mod syscall_patch;
-mod user_process;
 mod xstate;
 
 use core::arch::naked_asm;
 use core::sync::atomic::Ordering::Relaxed;
 
-use linux_raw_sys::general as linux;
+use linux_raw_sys::general as uapi;
 use linux_raw_sys::prctl;
 use proto::hosted::{Start, layout, log, option};
 
-use crate::config::{Config, config};
 use crate::device::DeviceServer;
-use crate::memory::Ram;
+use crate::isolation::pkeys;
+use crate::linux::sys;
+use crate::linux::sys::{Backing, Errno};
+use crate::mmu::memory::Ram;
 use crate::sandbox::Signals;
-use crate::shared::PRIVATE_LENGTH;
-use crate::sys::{Backing, Errno};
+use crate::state::config::{Config, config};
+use crate::state::shared::PRIVATE_LENGTH;
+use crate::state::{config, setup};
 
 /// Limit of a process's private memory in bytes, without guest memory and shared memory: copies of
 /// user pages.
@@ -98,7 +94,7 @@ extern "C" fn begin() -> ! {
 /// The failed operation, and the host's error if a system call has failed.
 fn set_up() -> Result<DeviceServer, (&'static str, Option<Errno>)> {
     let cannot = |what| move |error| (what, Some(error));
-    let data = linux::PROT_READ | linux::PROT_WRITE;
+    let data = uapi::PROT_READ | uapi::PROT_WRITE;
     let shared = Backing::Shared(layout::SHARED_FD, 0);
     // SAFETY: nothing is mapped at these addresses yet. The memory is not executable, because a
     // guest can write it.
@@ -120,9 +116,9 @@ fn set_up() -> Result<DeviceServer, (&'static str, Option<Errno>)> {
     let ram = Ram::new(start);
     ram.map().map_err(cannot("cannot map guest memory"))?;
     // SAFETY: no memory is accessed.
-    let own = unsafe { sys::call(linux::__NR_getpid, [0; 6]) }.unwrap_or(0);
+    let own = unsafe { sys::call(uapi::__NR_getpid, [0; 6]) }.unwrap_or(0);
     config().device.store(own as u32, Relaxed);
-    for (resource, value) in [(linux::RLIMIT_DATA, OWN_MEMORY), (linux::RLIMIT_STACK, STACK)] {
+    for (resource, value) in [(uapi::RLIMIT_DATA, OWN_MEMORY), (uapi::RLIMIT_STACK, STACK)] {
         sys::limit(resource, value).map_err(cannot("cannot set a resource limit"))?;
     }
     // A guest process that may send these signals must not end this process or its children.
@@ -133,7 +129,7 @@ fn set_up() -> Result<DeviceServer, (&'static str, Option<Errno>)> {
         [(prctl::PR_SET_NAME, name), (prctl::PR_SET_NO_NEW_PRIVS, 1), (prctl::PR_SET_DUMPABLE, 0)]
     {
         // SAFETY: no memory is accessed.
-        unsafe { sys::call(linux::__NR_prctl, [option.into(), value, 0, 0, 0, 0]) }
+        unsafe { sys::call(uapi::__NR_prctl, [option.into(), value, 0, 0, 0, 0]) }
             .map_err(cannot("cannot set PR_SET_NAME, PR_SET_NO_NEW_PRIVS and PR_SET_DUMPABLE"))?;
     }
     // In an empty network namespace the host may refuse access to its networks.

@@ -10,8 +10,8 @@
 use linux_raw_sys::general as linux;
 use linux_raw_sys::ptrace;
 
+use crate::linux::sys::{self, Errno};
 use crate::processes::{self, KICK};
-use crate::sys::{self, Errno};
 
 /// Forks. The child continues as the tracee and returns the id of its parent; the parent never
 /// returns.

@@ -25,8 +25,8 @@ use vmm_bus::backend::{Data, MAX_FRAME, Offload, OffloadCaps};
 use vmm_bus::frames::{Frames, NetEndpoint as Connection, NetPort, Sockets};
 use vmm_mem::Transfer;
 
-use crate::shared::{event, shared};
-use crate::sys::{self, Errno, Vector};
+use crate::linux::sys::{self, Errno, Vector};
+use crate::state::shared::{event, shared};
 use crate::{device, processes, report};
 
 /// Ring sizes in bytes. The inbound ring is larger, because a remote sender does not wait while it
@@ -323,7 +323,7 @@ impl Connection for Rings {
 /// Attaches the descriptors to their tap devices. For the device process, at its start.
 pub fn open_taps(start: &Start) -> Result<(), Errno> {
     for net_index in 0..count(start) {
-        let record = crate::shared::net(net_index);
+        let record = crate::state::shared::net(net_index);
         if record.is_tap() {
             // `struct ifreq`: name, flags, padding.
             let mut request = [0_u8; 40];
@@ -354,7 +354,7 @@ fn descriptor(net_index: usize) -> u32 {
 }
 
 fn port(net_index: usize) -> &'static NetQueues {
-    shared().nets.get(net_index).unwrap_or_else(|| crate::shared::vsock())
+    shared().nets.get(net_index).unwrap_or_else(|| crate::state::shared::vsock())
 }
 
 /// Creates the workers of all networks; returns their ids. For the device process, before the guest
@@ -366,7 +366,7 @@ pub fn make_workers(start: &Start, filters: &Filters) -> Result<[u32; MAX_WORKER
         let is_there = net_index < count(start) || net_index == VSOCK && start.vsock != 0;
         if is_there {
             // Read now: the guest may change it before a worker runs.
-            let is_tap = crate::shared::net(net_index).is_tap();
+            let is_tap = crate::state::shared::net(net_index).is_tap();
             match processes::fork()? {
                 0 => work(index, is_tap, filters),
                 worker => *place = worker,

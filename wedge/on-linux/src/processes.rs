@@ -16,17 +16,19 @@ use linux_raw_sys::general as linux;
 use proto::hosted::{Filters, layout, option};
 use wedge_x86::Cause;
 
-use crate::config::{self, config, has};
-use crate::current::CurrentVcpu;
-use crate::memory::{self, Ram};
+use crate::isolation::pkeys;
+use crate::isolation::user_process;
+use crate::linux::sys::{self, Backing, Errno};
+use crate::mmu::memory::{self, Ram};
 use crate::report::HOST;
-use crate::setup::{self, Kind};
-use crate::shared::{
+use crate::state::config::{self, config, has};
+use crate::state::current::CurrentVcpu;
+use crate::state::setup::{self, Kind};
+use crate::state::shared::{
     OWN_VCPU, PRIVATE_LENGTH, PRIVATE_STACK_TOP, SharedVcpu, VCPU_LENGTH, count, counter, process,
     shared, stack_top, started, vcpu, vcpu_offset, vcpus,
 };
-use crate::sys::{self, Backing, Errno};
-use crate::{cpu_affinity, monitor, pkeys, report, signal, steal_time, user_process, xstate};
+use crate::{cpu_affinity, monitor, report, signal, steal_time, xstate};
 
 /// Signal by which the device process notifies a guest process of events.
 pub const KICK: u32 = layout::KICK_SIGNAL;
@@ -241,7 +243,7 @@ fn become_guest(
     xstate::detect();
     process().slot.store(slot_index as u32, Relaxed);
     process().vcpu.store(index as u32, Relaxed);
-    crate::syscall_patch::set_up()?;
+    crate::mmu::syscall_patch::set_up()?;
     die_with_parent(parent)?;
     signal::set_up()?;
     for (first, last) in [
@@ -313,7 +315,7 @@ pub fn fork() -> Result<u32, Errno> {
     Ok(child)
 }
 
-/// Values of [`crate::setup::Words::first`] with a PID namespace.
+/// Values of [`crate::state::setup::Words::first`] with a PID namespace.
 pub mod first {
     /// The namespace has no process yet.
     pub const AWAITED: u32 = 1;

@@ -4,7 +4,7 @@ use core::fmt::{self, Write};
 
 use proto::hosted::{layout, log};
 
-use crate::sys;
+use crate::linux::sys;
 
 /// Exit code for an unavailable host feature (`docs/spec/exit-codes.md`).
 pub const UNAVAILABLE: u8 = 69;

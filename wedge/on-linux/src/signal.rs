@@ -15,14 +15,15 @@ use wedge_core::cpu::rflags;
 use wedge_core::{VirtualCpu, vector};
 use wedge_x86::{CODE_64, Unwound};
 
-use crate::config::config;
-use crate::current::CurrentVcpu;
+use crate::isolation::pkeys;
+use crate::linux::sys::{self, Errno};
 use crate::processes::{KICK, TIMER};
-use crate::shared::{
+use crate::state::config::config;
+use crate::state::current::CurrentVcpu;
+use crate::state::shared::{
     SIGNAL_STACK, SIGNAL_STACK_LENGTH, Signal, count, counter, event, events, process, vcpu,
 };
-use crate::sys::{self, Errno};
-use crate::{pkeys, report, xstate};
+use crate::{report, xstate};
 
 /// `struct ucontext` of x86-64 (`arch/x86/include/uapi/asm/sigcontext.h`).
 #[repr(C)]
@@ -149,7 +150,7 @@ pub fn mark_stale() {
     process().scrubs.store(ALL, Relaxed);
 }
 
-/// Values of [`crate::shared::ProcessState::scrubs`]: frames of the kernel only; frames of any
+/// Values of [`crate::state::shared::ProcessState::scrubs`]: frames of the kernel only; frames of any
 /// origin.
 const KERNEL: u8 = 1;
 const ALL: u8 = 2;
@@ -227,8 +228,8 @@ extern "sysv64" fn on_signal(number: u32, _: *const u8, context: *mut Context) {
     }
     if !synchronous && cpu.cpl == 0 && cpu.held_flags & rflags::IF == 0 {
         // Interrupts are disabled; the guest checks when it enables them.
-        crate::shared::attention().store(1, Relaxed);
-        crate::frames::note_interrupted_kernel();
+        crate::state::shared::attention().store(1, Relaxed);
+        crate::mmu::frames::note_interrupted_kernel();
         return;
     }
     for (value, place) in context.registers.iter().zip(ORDER) {
@@ -368,7 +369,7 @@ fn recover_registers(cpu: &mut VirtualCpu, signal: &mut Signal) {
     }
     if signal.number == linux::SIGTRAP
         && signal.vector == DEBUG
-        && crate::syscall_patch::is_stub(rip)
+        && crate::mmu::syscall_patch::is_stub(rip)
     {
         // A single step of the code that replaces the system call.
         signal.number = KICK;
@@ -405,13 +406,13 @@ fn classify(number: u32, synchronous: bool, context: &mut Context) -> Interrupte
         }
         return Interrupted::Wedge;
     }
-    crate::shared::attention().store(1, Relaxed);
+    crate::state::shared::attention().store(1, Relaxed);
     let (start, end) = wedge_x86::entry_window();
     if (start..end).contains(&rip) {
         context.rip = wedge_x86::abort();
         return Interrupted::Wedge;
     }
-    let (start, end) = crate::user_process::wait_window();
+    let (start, end) = crate::isolation::user_process::wait_window();
     if (start..end).contains(&rip) {
         context.rip = end;
         return Interrupted::Wedge;

@@ -3,8 +3,8 @@
 
 use core::fmt;
 
-use crate::memory::PAGE;
-use crate::user_process;
+use crate::isolation::user_process;
+use crate::mmu::memory::PAGE;
 use proto::hosted::{layout, option};
 use vmm_cpu::walk::Intent;
 use vmm_mem::GuestMemory;

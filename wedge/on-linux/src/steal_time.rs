@@ -15,9 +15,9 @@
 use linux_raw_sys::general as linux;
 
 use crate::clock;
-use crate::config::config;
 use crate::guest::tsc;
-use crate::shared::{process, vcpu};
+use crate::state::config::config;
+use crate::state::shared::{process, vcpu};
 
 /// Largest number of queries of the host clock per second.
 const QUERIES_PER_SECOND: u64 = 125;

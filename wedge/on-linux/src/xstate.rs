@@ -11,8 +11,8 @@ use vmm_cpu::walk::Intent;
 use vmm_mem::GuestMemory;
 use wedge_core::VirtualCpu;
 
-use crate::memory::PAGE;
-use crate::shared::{EXTENDED_STATE, process, vcpu};
+use crate::mmu::memory::PAGE;
+use crate::state::shared::{EXTENDED_STATE, process, vcpu};
 
 /// `PKRU` component in `XCR0` (SDM vol. 1, 13.1).
 pub const PKRU: u64 = 1 << 9;

@@ -1,6 +1,6 @@
 //! Page frames of guest memory of which guest processes have private copies: pages with rewritten
-//! system calls ([`crate::syscall_patch`]), and with protection keys all executable user pages
-//! ([`crate::exec_scan`]).
+//! system calls ([`crate::mmu::syscall_patch`]), and with protection keys all executable user pages
+//! ([`crate::mmu::exec_scan`]).
 //!
 //! While a frame is in the VM's table, no process maps it writable for the guest: not in the direct
 //! map, not in the kernel image, not for user mode. A write faults, and a device's write is
@@ -22,9 +22,13 @@ use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
 use linux_raw_sys::general as linux;
 use proto::hosted::layout;
 
-use crate::memory::{self, PAGE, Ram};
-use crate::shared::{SharedVcpu, process, shared, vcpu, vcpus};
-use crate::{device, exec_scan, idle, pkeys, report, sys, syscall_patch};
+use crate::isolation::pkeys;
+use crate::linux::sys;
+use crate::mmu::exec_scan;
+use crate::mmu::memory::{self, PAGE, Ram};
+use crate::mmu::syscall_patch;
+use crate::state::shared::{SharedVcpu, process, shared, vcpu, vcpus};
+use crate::{device, idle, report};
 
 /// Frames of an entry, one bit each.
 const GROUP: u64 = 16;
@@ -320,7 +324,7 @@ pub fn write_by_device(address: u64, length: u64) {
     if table().used.load(SeqCst) == 0 || length == 0 {
         return;
     }
-    let Some(start) = crate::shared::start() else { return };
+    let Some(start) = crate::state::shared::start() else { return };
     if let Some((offset, left)) = Ram::new(&start).offset(address) {
         write(offset, left.min(length));
     }
@@ -399,7 +403,7 @@ fn apply() -> u32 {
     let table = table();
     let changes = table.changes.load(SeqCst);
     let mut next = applied().changes;
-    if let Some(ram) = crate::shared::start().map(|start| Ram::new(&start)) {
+    if let Some(ram) = crate::state::shared::start().map(|start| Ram::new(&start)) {
         while next != changes {
             next = next.wrapping_add(1);
             match table.record(next) {

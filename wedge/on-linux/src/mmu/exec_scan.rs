@@ -16,7 +16,7 @@
 //! written to copies.
 //!
 //! Invariants: the executable user-mode mappings of a process are copies, those of
-//! [`crate::syscall_patch`], or, while the trap flag is set, stepped pages. A copy contains no
+//! [`crate::mmu::syscall_patch`], or, while the trap flag is set, stepped pages. A copy contains no
 //! sequence, nor do two adjacent mapped copies. Copies belong to one vCPU: nothing executes a copy
 //! while the wedge changes it.
 
@@ -30,10 +30,12 @@ use wedge_core::VirtualCpu;
 use wedge_core::cpu::rflags;
 use wedge_core::mapped::Piece;
 
-use crate::memory::{self, PAGE, Ram};
-use crate::shared::process;
+use crate::linux::sys;
+use crate::mmu::frames;
+use crate::mmu::memory::{self, PAGE, Ram};
+use crate::mmu::syscall_patch;
 use crate::sites::MOST_POKED;
-use crate::{frames, sys, syscall_patch};
+use crate::state::shared::process;
 
 /// First byte of both sequences.
 const FIRST: u8 = 0x0f;
@@ -167,7 +169,7 @@ fn place(offset: u64) -> *mut [u8; PAGE as usize] {
 
 /// Reads the copy of the page at a guest-physical address.
 pub fn read(address: u64, to: &mut [u8; PAGE as usize]) -> Option<()> {
-    let start = crate::shared::start()?;
+    let start = crate::state::shared::start()?;
     let (offset, _) = Ram::new(&start).offset(address)?;
     // SAFETY: the copies are mapped, as long as guest memory.
     *to = unsafe { place(offset).read() };
@@ -208,12 +210,12 @@ impl ScannedPage {
         for (at, bytes) in edits {
             let end = at + bytes.len();
             // The borders have determined which pages may be adjacent.
-            if crate::pkeys::is_enabled() && (at < BORDER || end > page.len() - BORDER) {
+            if crate::isolation::pkeys::is_enabled() && (at < BORDER || end > page.len() - BORDER) {
                 return None;
             }
             page.get_mut(at..end)?.copy_from_slice(bytes);
         }
-        let has_sequence = crate::pkeys::is_enabled() && find(&page, 0).is_some();
+        let has_sequence = crate::isolation::pkeys::is_enabled() && find(&page, 0).is_some();
         (!has_sequence).then_some(Self(page))
     }
 
@@ -281,7 +283,7 @@ fn renew(memory: &GuestMemory, address: u64, offset: u64) -> Option<bool> {
 
 /// Returns the offset of this vCPU's copies.
 fn copies_offset() -> u64 {
-    let length = crate::shared::start().map_or(0, |start| start.memory);
+    let length = crate::state::shared::start().map_or(0, |start| start.memory);
     copies(length, process().vcpu.load(Relaxed) as usize)
 }
 
@@ -636,7 +638,7 @@ pub fn end_step(cpu: &mut VirtualCpu, ram: &Ram, memory: &GuestMemory, trapped: 
 
 /// Returns whether a page executes from the copy of a guest page.
 pub fn is_copy_of(page: u64, address: u64) -> bool {
-    let Some(start) = crate::shared::start() else { return false };
+    let Some(start) = crate::state::shared::start() else { return false };
     let ram = Ram::new(&start);
     let piece = memory::mapped().at(page);
     let mapped = piece.and_then(|piece| original(&ram, piece.offset + (page - piece.start)));

@@ -17,9 +17,10 @@ use proto::hosted::{
 use vmm_cpu::MAX_VCPUS;
 use wedge_x86::CLOSED;
 
-use crate::shared::{SLOTS, loaded};
-use crate::sys::{self, Backing, Errno};
-use crate::{clock, cpu_affinity, pkeys};
+use crate::isolation::pkeys;
+use crate::linux::sys::{self, Backing, Errno};
+use crate::state::shared::{SLOTS, loaded};
+use crate::{clock, cpu_affinity};
 
 /// Largest number of guest processes of all vCPUs together. Slots are a cache, and Linux uses few
 /// of them: it has six PCIDs per CPU.

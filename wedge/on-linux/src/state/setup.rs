@@ -11,8 +11,8 @@ use linux_raw_sys::general as linux;
 use proto::hosted::layout;
 use vmm_cpu::MAX_VCPUS;
 
-use crate::shared::SLOTS;
-use crate::sys::{self, Backing, Errno};
+use crate::linux::sys::{self, Backing, Errno};
+use crate::state::shared::SLOTS;
 
 /// The words, initially zero.
 #[repr(C)]

@@ -5,7 +5,7 @@
 //! signals are the only code that runs in between. A handler that has interrupted the guest takes
 //! its own value: the event loop is in [`CurrentVcpu::enter`] then, which has borrowed the loop's. A
 //! handler that has interrupted the wedge takes none, and changes only atomic words beside the
-//! virtual CPU ([`crate::shared::attention`], [`crate::shared::events`]).
+//! virtual CPU ([`crate::state::shared::attention`], [`crate::state::shared::events`]).
 //!
 //! The virtual CPU is in shared memory, at the same address in each process of the vCPU, so that it
 //! stays borrowed when the vCPU is handed over to another process in the middle of an instruction:
@@ -17,8 +17,8 @@ use core::sync::atomic::Ordering::Relaxed;
 use wedge_core::VirtualCpu;
 use wedge_x86::{CODE_32, CODE_64, Cause};
 
-use crate::pkeys;
-use crate::shared::{attention, cell};
+use crate::isolation::pkeys;
+use crate::state::shared::{attention, cell};
 
 /// The virtual CPU that this process runs.
 pub struct CurrentVcpu(());

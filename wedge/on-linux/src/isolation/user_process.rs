@@ -35,15 +35,15 @@ use wedge_core::VirtualCpu;
 use wedge_core::cpu::rflags;
 use wedge_x86::Cause;
 
-use crate::config::{self, has};
-use crate::current::CurrentVcpu;
-use crate::memory::PAGE;
+use crate::linux::sys::{self, Backing, Errno};
+use crate::mmu::memory::PAGE;
 use crate::processes::{self, KICK};
 use crate::report::{self, HOST};
-use crate::setup::{self, Kind};
-use crate::shared::{PRIVATE_LENGTH, ProcessState, events, export_words, process, vcpu};
 use crate::signal::{self, Context};
-use crate::sys::{self, Backing, Errno};
+use crate::state::config::{self, has};
+use crate::state::current::CurrentVcpu;
+use crate::state::setup::{self, Kind};
+use crate::state::shared::{PRIVATE_LENGTH, ProcessState, events, export_words, process, vcpu};
 use crate::{clock, compat, cpu_affinity, guest, steal_time, xstate};
 
 /// Capacity of the queue of mapping changes.
@@ -264,7 +264,7 @@ fn become_user_process(vcpu: usize, slot: usize, filters: &Filters) -> Result<In
 /// installed.
 fn start_mapper(filters: &Filters) -> Result<(), Errno> {
     /// Top of its stack, which it needs until its filter is installed.
-    const TOP: u64 = crate::shared::PRIVATE_STACK_TOP;
+    const TOP: u64 = crate::state::shared::PRIVATE_STACK_TOP;
     let flags = linux::CLONE_VM | linux::CLONE_SIGHAND | linux::CLONE_THREAD;
     // SAFETY: the new thread has its own stack, and the filters stay in place until it reports that
     // it is ready.
@@ -745,7 +745,7 @@ fn connect() {
                 stack.contains(&(area + u64::from(peer.end)))
             }
         };
-    if !is_whole || peer.end as usize > crate::shared::EXTENDED_STATE {
+    if !is_whole || peer.end as usize > crate::state::shared::EXTENDED_STATE {
         report::fatal(format_args!("unknown format of the host's signal frames"));
     }
     peer.process = response.process.load(Relaxed) as u32;
@@ -884,7 +884,7 @@ pub fn run_user(cpu: &mut CurrentVcpu) -> Cause {
                 "cannot map or unmap user memory in {MAX_FAILURES} consecutive user processes"
             ));
         }
-        crate::memory::drop_user_pages();
+        crate::mmu::memory::drop_user_pages();
         return Cause::Events;
     }
     if events().load(SeqCst) != 0 {
@@ -1059,7 +1059,7 @@ fn read_context(cpu: &mut VirtualCpu) {
         let from = peer.template[EXTENDED] as *const u8;
         core::ptr::copy_nonoverlapping(from, area.cast(), peer.end as usize);
     }
-    xstate::restore(area as u64, crate::shared::EXTENDED_STATE as u64);
+    xstate::restore(area as u64, crate::state::shared::EXTENDED_STATE as u64);
     let base = |index: usize| {
         let base = response.bases[index].load(Relaxed);
         // User mode has no addresses above.

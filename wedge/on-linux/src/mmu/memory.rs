@@ -21,9 +21,14 @@ use wedge_core::VirtualCpu;
 use wedge_core::mapped::{Mapped, Piece};
 use wedge_x86::CLOSED;
 
-use crate::shared::{EVERYTHING, FLUSHES, Slot, count, counter, has, process, vcpu};
-use crate::sys::{self, Backing};
-use crate::{exec_scan, frames, pkeys, profile, syscall_patch, user_process};
+use crate::isolation::pkeys;
+use crate::isolation::user_process;
+use crate::linux::sys::{self, Backing};
+use crate::mmu::exec_scan;
+use crate::mmu::frames;
+use crate::mmu::syscall_patch;
+use crate::profile;
+use crate::state::shared::{EVERYTHING, FLUSHES, Slot, count, counter, has, process, vcpu};
 
 /// Page size in bytes.
 pub const PAGE: u64 = 4096;
@@ -593,7 +598,7 @@ fn drop_kernel() {
 
 /// Makes the kernel image non-executable outside of its code.
 fn close_image() {
-    let Some(start) = crate::shared::start() else { return };
+    let Some(start) = crate::state::shared::start() else { return };
     let image = Ram::new(&start).low.min(layout::IMAGE_LENGTH);
     let end = page_end(start.code_end);
     let rights = linux::PROT_READ | linux::PROT_WRITE;
@@ -632,7 +637,9 @@ enum Change {
 /// Drops the user-mode mappings between two addresses that the page tables do not contain any more,
 /// and reduces rights. `false`: too many changes, or the list is incomplete.
 fn drop_stale(start: u64, end: u64) -> bool {
-    let Some(ram) = crate::shared::start().map(|start| Ram::new(&start)) else { return false };
+    let Some(ram) = crate::state::shared::start().map(|start| Ram::new(&start)) else {
+        return false;
+    };
     let Some(memory) = ram.memory() else { return false };
     let mapped = mapped();
     if !mapped.is_complete() || has(option::NO_BATCHES) {

@@ -23,11 +23,12 @@ use vmm_mem::GuestMemory;
 use wedge_core::{VirtualCpu, padding};
 use wedge_x86::{CLOSED, READABLE};
 
-use crate::exec_scan::{self, Page, ScannedPage};
-use crate::memory::{self, PAGE, Ram, leaf};
-use crate::shared::process;
-use crate::sys::{self, Backing, Errno};
-use crate::{frames, pkeys};
+use crate::isolation::pkeys;
+use crate::linux::sys::{self, Backing, Errno};
+use crate::mmu::exec_scan::{self, Page, ScannedPage};
+use crate::mmu::frames;
+use crate::mmu::memory::{self, PAGE, Ram, leaf};
+use crate::state::shared::process;
 
 /// Slots: the third address byte is the opcode of `INT`, the fourth one its vector.
 const SLOTS: u64 = 0x74cd_0000;
@@ -145,7 +146,7 @@ fn rewrite(cpu: &VirtualCpu, memory: &GuestMemory, after: u64) -> Option<()> {
     {
         return None;
     }
-    let (offset, _) = Ram::new(&crate::shared::start()?).offset(frame)?;
+    let (offset, _) = Ram::new(&crate::state::shared::start()?).offset(frame)?;
     // With protection keys it is a copy already.
     if !pkeys::is_enabled() && !frames::may_copy(offset) {
         return None;

@@ -18,9 +18,9 @@ use vmm_cpu::MAX_VCPUS;
 use wedge_core::mapped::Mapped;
 use wedge_x86::{CELL, CROSSING, Cell, PRIVATE};
 
-pub use crate::config::has;
-use crate::config::{self, config};
 use crate::net::NetQueues;
+pub use crate::state::config::has;
+use crate::state::config::{self, config};
 
 /// Capacity of a console ring in bytes.
 pub const RING: usize = 1 << 16;
@@ -329,7 +329,7 @@ shared_words! {
         /// The kernel's code was scanned, and may be executable together with user mode.
         pub closed: AtomicBool,
         /// Frames of which guest processes have copies.
-        pub frames: crate::frames::CopiedFrames,
+        pub frames: crate::mmu::frames::CopiedFrames,
         /// Serial output.
         pub output: ByteRing,
         /// Serial input.
@@ -531,23 +531,23 @@ pub struct ProcessState {
     /// Stack areas to clear before user mode runs: see `signal::scrub`.
     pub scrubs: AtomicU8,
     /// Rewritten system calls.
-    pub calls: Owned<crate::syscall_patch::Calls>,
+    pub calls: Owned<crate::mmu::syscall_patch::Calls>,
     /// Copied frames that it has write-protected.
-    pub copied: Owned<crate::frames::AppliedFrames>,
+    pub copied: Owned<crate::mmu::frames::AppliedFrames>,
     /// User-mode mappings.
-    pub mapped: Owned<Mapped<{ crate::memory::PIECES }>>,
+    pub mapped: Owned<Mapped<{ crate::mmu::memory::PIECES }>>,
     /// Executable pages.
-    pub code: Owned<crate::exec_scan::Code>,
+    pub code: Owned<crate::mmu::exec_scan::Code>,
     /// Layout of extended state of the host CPU.
     pub xsave_layout: Owned<crate::xstate::XsaveLayout>,
     /// TLS descriptors that the host has for it.
     pub thread_local: Owned<crate::compat::ThreadLocal>,
     /// State of its user process.
-    pub peer: Owned<crate::user_process::UserProcess>,
+    pub peer: Owned<crate::isolation::user_process::UserProcess>,
     /// The user process was abandoned, because a mapping call has failed.
     pub unmapped: AtomicBool,
     /// Handshake of the threads, in a user process.
-    pub mapper: crate::user_process::Mapper,
+    pub mapper: crate::isolation::user_process::Mapper,
     /// Time accounting of its turns.
     pub turns: Owned<crate::steal_time::TurnTimes>,
 }

@@ -4,16 +4,16 @@
 //! Memory of user mode has key 0. All other memory has [`CLOSED`], or [`READABLE`] where the host
 //! kernel or the CPU reads with user-mode rights: the selector of system call dispatch, and the
 //! jump slots of rewritten system calls. Keys do not restrict instruction fetches;
-//! `crate::exec_scan` controls executable pages. `docs/design/0013-protection-keys.md` has the full
+//! `crate::mmu::exec_scan` controls executable pages. `docs/design/0013-protection-keys.md` has the full
 //! argument.
 
 use linux_raw_sys::general as linux;
 use proto::hosted::{layout, option};
 use wedge_x86::{CLOSED, PRIVATE, READABLE};
 
-use crate::config::has;
-use crate::shared::{OWN_VCPU, SIGNAL_STACK, VCPU_LENGTH, cell};
-use crate::sys::{self, Errno};
+use crate::linux::sys::{self, Errno};
+use crate::state::config::has;
+use crate::state::shared::{OWN_VCPU, SIGNAL_STACK, VCPU_LENGTH, cell};
 
 const PAGE: u64 = 4096;
 const DATA: u32 = linux::PROT_READ | linux::PROT_WRITE;

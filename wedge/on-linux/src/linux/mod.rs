@@ -1,0 +1,3 @@
+//! Interface of the host kernel.
+
+pub mod sys;
