@@ -5,18 +5,19 @@ use core::fmt;
 use core::sync::atomic::Ordering::SeqCst;
 
 use linux_raw_sys::general as linux;
+use proto::hosted::layout::SLOTS;
 use proto::hosted::{Filters, MAX_DISKS, MAX_QUEUES, control, exit, layout};
 use vmm_cpu::MAX_VCPUS;
 
-use crate::isolation::user_process;
+use crate::isolation::{user_process, user_thread};
+use crate::linux::signals::{KICK, TIMER};
 use crate::linux::sys;
-use crate::mmu::memory::Ram;
-use crate::processes::{self, KICK, TIMER};
+use crate::mmu::ram::Ram;
 use crate::report::{HOST, INTERNAL, warn};
 use crate::state::config::{self, config};
 use crate::state::setup::{self, Kind};
-use crate::state::shared::{ByteRing, RING, SLOTS, SharedVcpu, event, shared, started, vcpus};
-use crate::{debug, disk, idle, net};
+use crate::state::shared::{ByteRing, RING, SharedVcpu, event, shared, started, vcpus};
+use crate::{children, debug, disk, kick, net, processes};
 
 const READABLE: u16 = linux::POLLIN as u16;
 /// Number and interval in milliseconds of the checks for a process exit that explains a failed
@@ -97,7 +98,7 @@ impl DeviceServer {
             sys::kill(*program, linux::SIGKILL);
             ChildExit::of(*program);
         }
-        *program = user_process::create(index, slot, &config().filters)?;
+        *program = user_thread::create(index, slot, &config().filters)?;
         vcpu.user_wanted.store(0, SeqCst);
         sys::wake(&vcpu.user_wanted);
         Ok(())
@@ -131,7 +132,7 @@ impl DeviceServer {
 
     /// Installs the seccomp filter and serves until the VM ends; returns its exit code.
     pub fn serve(&mut self) -> u8 {
-        if let Err(error) = processes::confine(&config().filters, Filters::DEVICE) {
+        if let Err(error) = children::confine(&config().filters, Filters::DEVICE) {
             warn(format_args!("cannot install the seccomp filter of the device process: {error}"));
             self.end_all();
             return HOST;
@@ -327,7 +328,7 @@ impl DeviceServer {
         let (Some(vcpu), Some(guests)) = (vcpus().get(index), self.guests.get(index)) else {
             return;
         };
-        if idle::wake(vcpu) {
+        if kick::wake(vcpu) {
             return;
         }
         // During a switch of the process, or before the process has its handler, the next process
@@ -394,33 +395,6 @@ impl DeviceServer {
         }
         found
     }
-}
-
-/// Posts an event to a vCPU, from processes other than the device process. Where these may not send
-/// signals, the device process does.
-pub fn raise_event(index: usize, what: u32) {
-    let Some(vcpu) = vcpus().get(index) else { return };
-    if vcpu.events().fetch_or(what, SeqCst) & what != 0 || idle::wake(vcpu) {
-        return;
-    }
-    interrupt(index);
-}
-
-/// Interrupts a vCPU, directly or by the device process.
-pub fn interrupt(index: usize) {
-    let Some(vcpu) = vcpus().get(index) else { return };
-    if config::kicks() {
-        // During a switch of the process, or before the process has its handler, the next process
-        // checks.
-        let slot = vcpu.slots.get(vcpu.running.load(SeqCst) as usize);
-        let process = slot.map_or(0, |slot| slot.process.load(SeqCst));
-        if process != 0 {
-            sys::kill(process, KICK);
-        }
-        return;
-    }
-    shared().kick.fetch_or(1 << index, SeqCst);
-    processes::notify();
 }
 
 /// Waits until one of the descriptors is readable, for `most` milliseconds at most; returns which

@@ -24,10 +24,10 @@ use vmm_bus::requests::{Futex, Requests};
 
 use crate::io_uring::{IoUring, Submission};
 use crate::linux::sys::{self, Errno, Vector};
-use crate::mmu::memory::Ram;
+use crate::mmu::ram::Ram;
 use crate::report::{self, HOST};
 use crate::state::shared::event;
-use crate::{device, processes};
+use crate::{children as processes, kick as device};
 
 /// Workers of each disk without io_uring.
 const WORKERS: usize = 2;
@@ -68,7 +68,7 @@ pub fn make_workers(start: &Start, filters: &Filters) -> Result<[u32; MAX_WORKER
     let count = (start.disks as usize).min(MAX_DISKS);
     let mut workers = [0; MAX_WORKERS];
     // Read now: the guest may change it before a worker runs.
-    let disks: [DiskRecord; MAX_DISKS] = core::array::from_fn(crate::state::shared::disk);
+    let disks: [DiskRecord; MAX_DISKS] = core::array::from_fn(crate::state::config::disk);
     let is_ours = |disk: &DiskRecord| !disk.is_external;
     let has_rings = disks[..count].iter().any(is_ours) && IoUring::is_possible();
     let each = if has_rings { 1 } else { WORKERS };

@@ -4,7 +4,7 @@
 //! starts the secondary ones. These wait for their start-up IPI like any application processor.
 //! Linux's real-mode trampoline is not executed; [`LinuxVcpu::start_secondary`] has its effect.
 
-use core::arch::x86_64::{__cpuid_count, _rdtsc};
+use core::arch::x86_64::__cpuid_count;
 use core::ops::Range;
 use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 
@@ -12,9 +12,8 @@ use hw_x86::cpuid::{extended_b, extended_c, features_c, leaf};
 use hw_x86::paging::{cr0, cr4, entry};
 use linux_raw_sys::general as linux;
 use proto::hosted::debug::reason;
-use proto::hosted::{Start, layout, option};
+use proto::hosted::{Start, counter, layout, option};
 use spin::mutex::SpinMutex;
-use spin::relax::RelaxStrategy;
 use vmm_cpu::vcpu::{InterruptWindow, Segment};
 use vmm_cpu::walk::Intent;
 use vmm_cpu::{Event, Exit, Gpr, MAX_VCPUS, MemoryFault, Reg, Seg, TscClock, Vcpu};
@@ -25,21 +24,27 @@ use wedge_core::{Flush, Host, Instruction, VirtualCpu, vector};
 use wedge_x86::{Cause, Stub, decode_all};
 
 use crate::backend::{self, HostEndpoint, LinuxHost, MAX_FUNCTIONS};
-use crate::isolation::pkeys;
-use crate::isolation::user_process;
-use crate::mmu::exec_scan;
-use crate::mmu::exec_scan::Begin;
-use crate::mmu::frames;
-use crate::mmu::memory::{self, Fault, Ram};
-use crate::mmu::syscall_patch;
-use crate::sites::{FUNCTION, MOST_POKED, Sites, write_code};
-use crate::state::config::{self, config};
-use crate::state::current::CurrentVcpu;
-use crate::state::shared::{
-    count, counter, event, events, has, own_statistics, process, shared, start, vcpu, vcpus,
-};
+use crate::clock::{YieldRelax, serialize, tsc};
+use crate::guest_space::GuestSpace;
+use crate::isolation::user_process::Stop;
+use crate::isolation::{pkeys, user_process};
+use crate::linux::signals;
+use crate::mmu::fill::Fault;
+use crate::mmu::frames::write_by_device;
+use crate::mmu::kernel_code::{MOST_POKED, close_kernel, close_poke, write_code};
+use crate::mmu::ram::{PAGE, Ram, is_filled_in};
+use crate::mmu::steps::Begin;
+use crate::mmu::syscall_patch::SYSCALL;
+use crate::sites::{FUNCTION, Sites};
+use crate::state::config::{self, config, has, start};
+use crate::state::current::{CurrentProcess, CurrentVcpu};
+use crate::state::doorbell;
+use crate::state::process::{own_index, process, slot};
+use crate::state::shared::{EVERYTHING, event, events, shared, vcpu, vcpus};
+use crate::state::statistics::{count, own_statistics};
 use crate::{
-    compat, cpu_affinity, debug, idle, processes, profile, report, signal, steal_time, xstate,
+    compat, cpu_affinity, debug, idle, processes, profile, report, signal, steal_time, timer,
+    xstate,
 };
 
 /// Error code of a page fault: write access.
@@ -48,27 +53,6 @@ const WRITE: u64 = 1 << 1;
 const FETCH: u64 = 1 << 4;
 /// Longest instruction in bytes.
 const LONGEST: usize = 15;
-
-/// Reads the TSC.
-pub fn tsc() -> u64 {
-    // SAFETY: the host permits user mode to read it.
-    unsafe { _rdtsc() }
-}
-
-/// Yields the host CPU while waiting for a lock, since the owner may need it.
-pub struct YieldRelax;
-
-impl RelaxStrategy for YieldRelax {
-    fn relax() {
-        /// Number of spins before yielding, some microseconds: locks are held for less time unless
-        /// the owner is preempted.
-        const LOOKS: u32 = 64;
-        for _ in 0..LOOKS {
-            core::hint::spin_loop();
-        }
-        crate::linux::sys::yield_now();
-    }
-}
 
 type Machine<'m> = Pc<'m, YieldRelax, MAX_VCPUS, Slots<HostEndpoint, MAX_FUNCTIONS>>;
 
@@ -86,6 +70,7 @@ struct VmShared<'m> {
 /// vCPU of the VMM library.
 pub struct LinuxVcpu<'m> {
     cpu: CurrentVcpu,
+    space: GuestSpace,
     start: &'m Start,
     ram: Ram,
     memory: GuestMemory,
@@ -127,9 +112,11 @@ enum DebugStep {
 }
 
 /// Effects of emulated instructions on the host.
-struct HostEffects;
+struct HostEffects<'a> {
+    space: &'a mut GuestSpace,
+}
 
-impl Host for HostEffects {
+impl Host for HostEffects<'_> {
     fn fs_base(&mut self) -> u64 {
         let base;
         // SAFETY: the loader has checked that user mode may execute it.
@@ -156,8 +143,7 @@ impl Host for HostEffects {
 
     fn flush(&mut self, what: Flush) {
         match what {
-            Flush::Page(linear) if memory::is_shared(linear) => memory::kernel_changed(linear),
-            Flush::Page(linear) => memory::drop_page(linear),
+            Flush::Page(linear) => self.space.mmu().flush_page(linear),
             Flush::PageOf { pcid, linear } => self.flush_space(pcid, Some(linear)),
             Flush::Space(pcid) => self.flush_space(pcid, None),
             Flush::Spaces | Flush::All => {
@@ -165,9 +151,9 @@ impl Host for HostEffects {
                     slot.stale.store(true, Relaxed);
                 }
                 if what == Flush::All {
-                    memory::kernel_changed(crate::state::shared::EVERYTHING);
+                    self.space.mmu().kernel_changed(EVERYTHING);
                 }
-                memory::follow();
+                self.space.mmu().follow();
             }
         }
     }
@@ -183,17 +169,17 @@ impl Host for HostEffects {
             slot.stale.store(true, Relaxed);
         }
         slot.root.store(cr3, Relaxed);
-        processes::switch_to_slot(slot_index);
+        processes::switch_to_slot(self.space.process(), slot_index);
         // Reloading the same root continues the same address space: Linux has not reused its
         // tables.
         if !(known && (keep || is_same)) {
-            user_process::replace_process();
+            self.space.user_process().replace();
         }
-        memory::follow();
+        self.space.mmu().follow();
     }
 }
 
-impl HostEffects {
+impl HostEffects<'_> {
     /// Drops user-mode mappings of an address space: one page, or all. An address space that is not
     /// active drops all of them later.
     fn flush_space(&mut self, pcid: u16, linear: Option<u64>) {
@@ -204,35 +190,13 @@ impl HostEffects {
         }
         match linear {
             Some(linear) if slot_index == process().slot.load(Relaxed) as usize => {
-                memory::drop_page(linear);
+                self.space.mmu().drop_page(linear);
             }
             _ => {
                 slot.stale.store(true, Relaxed);
-                memory::follow();
+                self.space.mmu().follow();
             }
         }
-    }
-}
-
-/// Serialises the CPU after a write to code through another address (APM vol. 2, 7.6.1).
-pub fn serialize() {
-    // SAFETY: `IRET` to the next instruction, with the current stack, flags and segments.
-    unsafe {
-        core::arch::asm!(
-            "mov {stack}, rsp",
-            "mov {segment:e}, ss",
-            "push {segment}",
-            "push {stack}",
-            "pushfq",
-            "mov {segment:e}, cs",
-            "push {segment}",
-            "lea {segment}, [rip + 2f]",
-            "push {segment}",
-            "iretq",
-            "2:",
-            stack = out(reg) _,
-            segment = out(reg) _,
-        );
     }
 }
 
@@ -247,14 +211,21 @@ enum StopAction {
 impl LinuxVcpu<'_> {
     /// Runs the guest until it stops, and emulates the CPU's own reaction.
     fn step(&mut self) -> StopAction {
-        let begin =
-            if pkeys::is_enabled() { exec_scan::begin_step(&mut self.cpu) } else { Begin::Free };
+        let begin = if pkeys::is_enabled() {
+            self.space.mmu().begin_step(&mut self.cpu)
+        } else {
+            Begin::Free
+        };
         if begin == Begin::Instead {
             return self.step_instead();
         }
-        let cause = processes::enter(&mut self.cpu, &self.ram);
+        let cause = self.enter();
         if compat::has_selectors(&self.cpu) {
-            compat::save_selectors(&mut self.cpu);
+            let selectors = match user_process::is_enabled() {
+                true => self.space.user_process().selectors,
+                false => compat::selectors(),
+            };
+            compat::save_selectors(&mut self.cpu, selectors);
         }
         if self.step != DebugStep::None {
             // Clear the trap flag, which the guest did not set and may have stored.
@@ -265,7 +236,7 @@ impl LinuxVcpu<'_> {
             let trapped = matches!(cause, Cause::Signal)
                 && signal.number == linux::SIGTRAP
                 && signal.vector == u64::from(vector::DEBUG);
-            if exec_scan::end_step(&mut self.cpu, &self.ram, &self.memory, trapped) {
+            if self.space.mmu().end_step(&mut self.cpu, trapped) {
                 return StopAction::Resume;
             }
         }
@@ -274,6 +245,39 @@ impl LinuxVcpu<'_> {
             Cause::Site(stub) => self.site(stub),
             Cause::Signal => self.signal(),
         }
+    }
+
+    /// Runs the guest until it stops.
+    fn enter(&mut self) -> Cause {
+        if pkeys::is_enabled() {
+            // The kernel may return to user mode without the wedge.
+            signal::scrub();
+        }
+        let is_user = self.cpu.cpl == 3;
+        if is_user && user_process::is_enabled() {
+            return match self.space.user_process().run(&mut self.cpu) {
+                Stop::Events => Cause::Events,
+                Stop::Signal => Cause::Signal,
+                Stop::Unmapped => {
+                    self.space.mmu().drop_user_pages();
+                    Cause::Events
+                }
+            };
+        }
+        let is_closed = is_user && has(option::REMAP);
+        let check = |result| {
+            if let Err(error) = result {
+                report::fatal(format_args!("cannot map the guest kernel: {error}"));
+            }
+        };
+        if is_closed {
+            check(self.ram.close());
+        }
+        let cause = self.cpu.enter();
+        if is_closed {
+            check(self.ram.open());
+        }
+        cause
     }
 
     /// Stops for the debugger.
@@ -311,7 +315,7 @@ impl LinuxVcpu<'_> {
         cpu.segments[1].selector = self.start.cs as u16;
         cpu.cr4 |= cr4::PGE;
         cpu.cr3 = self.start.initial_cr3;
-        memory::slot().root.store(cpu.cr3, Relaxed);
+        slot().root.store(cpu.cr3, Relaxed);
         let word = |at: u64| {
             let mut bytes = [0; 8];
             // The image is always mapped; damage to the guest's own tables is harmless to the host.
@@ -326,10 +330,10 @@ impl LinuxVcpu<'_> {
         cpu.frame.rip = rip;
         // As after a call, whose return address is unused.
         cpu.frame.gpr[4] = stack.wrapping_sub(8);
-        HostEffects.set_fs_base(0);
-        HostEffects.set_gs_base(gs);
-        HostEffects.flush(Flush::All);
-        HostEffects.enter_space(cpu.cr3, false);
+        compat::set_bases(0, gs);
+        let mut effects = HostEffects { space: &mut self.space };
+        effects.flush(Flush::All);
+        effects.enter_space(cpu.cr3, false);
     }
 
     fn site(&mut self, at: u64) -> StopAction {
@@ -361,7 +365,7 @@ impl LinuxVcpu<'_> {
     /// Replaces Linux's `__text_poke`, which changes kernel code. Linux switches to a temporary
     /// address space for each change, thousands of times during boot; the wedge can write code
     /// directly. Arguments that crash Linux's own function raise the same exception here, so that
-    /// [`exec_scan::close_poke`] sees every change.
+    /// [`close_poke`] sees every change.
     fn text_poke(&mut self) {
         let cpu = &mut *self.cpu;
         let [how, to, from, length] = [7, 6, 2, 1].map(|register| cpu.frame.gpr[register]);
@@ -391,12 +395,16 @@ impl LinuxVcpu<'_> {
             let cpu = &mut *self.cpu;
             let next =
                 if last { resume } else { cpu.frame.rip.wrapping_add(instruction.length as u64) };
-            match cpu.execute(&self.memory, &mut HostEffects, instruction) {
+            match cpu.execute(
+                &self.memory,
+                &mut HostEffects { space: &mut self.space },
+                instruction,
+            ) {
                 wedge_core::Outcome::Next => cpu.complete(next),
                 wedge_core::Outcome::Jump => {
                     if instruction.op == wedge_core::Op::Iret {
                         self.prefault();
-                        syscall_patch::show_refused(&self.cpu, &self.memory);
+                        self.space.mmu().show_refused(&self.cpu);
                         if self.has_peers && self.cpu.cpl == 0 {
                             // Linux relies on IRET to execute code written by another CPU.
                             serialize();
@@ -432,7 +440,7 @@ impl LinuxVcpu<'_> {
             && !has(option::NO_BATCHES)
         {
             // On failure the access faults again.
-            let _ = memory::fill(&self.cpu, &self.ram, &self.memory, linear, intent);
+            let _ = self.space.mmu().fill(&self.cpu, linear, intent);
         }
     }
 
@@ -440,8 +448,8 @@ impl LinuxVcpu<'_> {
         let signal = vcpu().signal.get();
         let cpu = &mut *self.cpu;
         match signal.number {
-            linux::SIGSYS if signal.vector == u64::from(signal::INT_80) => {
-                const INT_80: [u8; 2] = [0xcd, signal::INT_80];
+            linux::SIGSYS if signal.vector == u64::from(signals::INT_80) => {
+                const INT_80: [u8; 2] = [0xcd, signals::INT_80];
                 count(counter::CALLS);
                 let mut bytes = [0; INT_80.len()];
                 let at = cpu.frame.rip.wrapping_sub(INT_80.len() as u64);
@@ -450,7 +458,7 @@ impl LinuxVcpu<'_> {
                     self.event = Event::exception(vector::UNDEFINED);
                     return StopAction::Resume;
                 }
-                match cpu.deliver_software(&self.memory, signal::INT_80, INT_80.len() as u64) {
+                match cpu.deliver_software(&self.memory, signals::INT_80, INT_80.len() as u64) {
                     Ok(()) => StopAction::Resume,
                     Err(exit) => StopAction::Exit(exit),
                 }
@@ -458,7 +466,7 @@ impl LinuxVcpu<'_> {
             linux::SIGSYS => {
                 count(counter::CALLS);
                 if self.rewrites_calls {
-                    syscall_patch::on_syscall_trap(cpu, &self.memory);
+                    self.space.mmu().on_syscall_trap(cpu, wedge_x86::call_entry());
                 }
                 cpu.system_call();
                 StopAction::Resume
@@ -500,7 +508,7 @@ impl LinuxVcpu<'_> {
                 }
                 if exception == vector::DEBUG
                     && cpu.cpl == 3
-                    && syscall_patch::is_on_way(cpu.frame.rip)
+                    && self.space.mmu().is_on_way(cpu.frame.rip)
                 {
                     // Inside of a rewritten system call: the step ends after it.
                     return StopAction::Resume;
@@ -519,7 +527,7 @@ impl LinuxVcpu<'_> {
             _ => {
                 if cpu.cpl == 3 {
                     // The rewritten page may be replaced before user mode resumes.
-                    syscall_patch::step_back(cpu);
+                    self.space.mmu().step_back(cpu);
                 }
                 StopAction::Resume
             }
@@ -533,7 +541,7 @@ impl LinuxVcpu<'_> {
         let offset = linear.checked_sub(layout::VSYSCALL)?;
         let number = layout::VSYSCALL_CALLS.get(usize::try_from(offset / 0x400).ok()?)?;
         let stack = cpu.frame.gpr[4];
-        let is_whole = offset % 0x400 == 0 && stack % memory::PAGE <= memory::PAGE - 8;
+        let is_whole = offset % 0x400 == 0 && stack % PAGE <= PAGE - 8;
         let paging = cpu.paging(stack, true);
         let found = is_whole.then(|| paging.translate(&self.memory, stack, Intent::Read, true));
         let back = self.memory.read::<u64>(found?.ok()?.0).ok()?;
@@ -565,14 +573,13 @@ impl LinuxVcpu<'_> {
             return StopAction::Resume;
         }
         let cpu = &mut *self.cpu;
-        if intent == Intent::Fetch && cpu.cpl == 0 && memory::fill_image(cpu, &self.memory, linear)
-        {
+        if intent == Intent::Fetch && cpu.cpl == 0 && self.space.mmu().fill_image(cpu, linear) {
             return StopAction::Resume;
         }
-        if intent == Intent::Write && cpu.cpl == 0 && frames::write_by_kernel(&self.ram, linear) {
+        if intent == Intent::Write && cpu.cpl == 0 && self.space.mmu().write_by_kernel(linear) {
             return StopAction::Resume;
         }
-        if !memory::is_filled_in(linear) {
+        if !is_filled_in(linear) {
             // Not mapped, or a violation of the rights in the image or the direct map, which have
             // all rights.
             count(counter::FAULTS);
@@ -582,7 +589,7 @@ impl LinuxVcpu<'_> {
                 Event::exception_code(vector::PAGE_FAULT, (code & (WRITE | FETCH)) as u32 | user);
             return StopAction::Resume;
         }
-        match memory::fill(cpu, &self.ram, &self.memory, linear, intent) {
+        match self.space.mmu().fill(cpu, linear, intent) {
             Fault::Filled => StopAction::Resume,
             Fault::Guest(fault) => {
                 count(counter::FAULTS);
@@ -601,14 +608,8 @@ impl LinuxVcpu<'_> {
                 let (write, fetch) = (intent == Intent::Write, intent == Intent::Fetch);
                 StopAction::Exit(Exit::MemoryFault(MemoryFault { gpa, write, fetch, walk: false }))
             }
-            Fault::Sequence if exec_scan::open_steps(cpu, &self.ram, &self.memory) => {
-                StopAction::Resume
-            }
-            Fault::OwnCode
-                if exec_scan::open_writing_step(cpu, &self.ram, &self.memory, linear) =>
-            {
-                StopAction::Resume
-            }
+            Fault::Sequence if self.space.mmu().open_steps(cpu) => StopAction::Resume,
+            Fault::OwnCode if self.space.mmu().open_writing_step(cpu, linear) => StopAction::Resume,
             Fault::Sequence | Fault::OwnCode => {
                 self.emulate_or_fault(Event::exception(vector::UNDEFINED))
             }
@@ -684,11 +685,11 @@ impl LinuxVcpu<'_> {
             return self.emulate_or_fault_32(&bytes[..read.unwrap_or(0)], fault);
         }
         if cpu.cpl == 3
-            && bytes.starts_with(&syscall_patch::SYSCALL)
-            && syscall_patch::is_rewritten(cpu.frame.rip)
+            && bytes.starts_with(&SYSCALL)
+            && self.space.mmu().space.calls.is_rewritten(cpu.frame.rip)
         {
             // Second part of a rewritten system call: guest memory has the original instruction.
-            cpu.frame.rip += syscall_patch::SYSCALL.len() as u64;
+            cpu.frame.rip += SYSCALL.len() as u64;
             cpu.system_call();
             return StopAction::Resume;
         }
@@ -697,7 +698,7 @@ impl LinuxVcpu<'_> {
             Ok(Instruction { op: wedge_core::Op::Xrstor { area, marked }, length, .. })
                 if pkeys::is_enabled() && (cpu.cpl == 0 || !marked) =>
             {
-                let linear = cpu.address(&mut HostEffects, area, length);
+                let linear = cpu.address(&mut HostEffects { space: &mut self.space }, area, length);
                 let mask = self.xcr0;
                 match xstate::emulate_xrstor(cpu, &self.memory, linear, mask) {
                     Ok(()) => cpu.complete(cpu.frame.rip + length as u64),
@@ -708,7 +709,7 @@ impl LinuxVcpu<'_> {
                 }
                 StopAction::Resume
             }
-            Ok(instruction) if is_for_steps(cpu, &instruction) => {
+            Ok(instruction) if is_for_steps(cpu, &mut self.space, &instruction) => {
                 self.pop_flags(instruction, &bytes)
             }
             Ok(instruction) if cpu.cpl == 0 || is_user_emulated(&instruction) => {
@@ -735,7 +736,7 @@ impl LinuxVcpu<'_> {
             // In 32-bit code it pops four bytes.
             Ok(instruction)
                 if instruction.op == wedge_core::Op::Popf
-                    && is_stepped(&self.cpu)
+                    && is_stepped(&self.cpu, &mut self.space)
                     && !bytes[..instruction.length].iter().any(is_rex) =>
             {
                 let size = instruction.size.min(4);
@@ -774,7 +775,7 @@ fn poke(
     // `text_poke_memset` repeats the first byte.
     let given = if is_copy { bytes.len() } else { bytes.len().min(1) };
     let mut at = from;
-    for part in bytes[..given].chunks_mut(memory::PAGE as usize) {
+    for part in bytes[..given].chunks_mut(PAGE as usize) {
         if let Err(fault) = cpu.read(memory, at, part) {
             return Err(cpu.page_fault(fault));
         }
@@ -788,7 +789,7 @@ fn poke(
         return Err(cpu.page_fault(fault));
     }
     if pkeys::is_enabled() {
-        exec_scan::close_poke(cpu, memory, to, bytes);
+        close_poke(cpu, memory, to, bytes);
     }
     match write_code(cpu, memory, to, bytes) {
         Some(()) => Ok(u64::from_le_bytes(back)),
@@ -797,15 +798,15 @@ fn poke(
 }
 
 /// Returns whether user mode is in stepped pages.
-fn is_stepped(cpu: &VirtualCpu) -> bool {
-    cpu.cpl == 3 && pkeys::is_enabled() && exec_scan::is_stepped(cpu.frame.rip)
+fn is_stepped(cpu: &VirtualCpu, space: &mut GuestSpace) -> bool {
+    cpu.cpl == 3 && pkeys::is_enabled() && space.mmu().is_stepped(cpu.frame.rip)
 }
 
 /// Returns whether the wedge emulates a valid instruction in stepped pages: it changes the trap
 /// flag.
-fn is_for_steps(cpu: &VirtualCpu, instruction: &Instruction) -> bool {
+fn is_for_steps(cpu: &VirtualCpu, space: &mut GuestSpace, instruction: &Instruction) -> bool {
     use wedge_core::Op;
-    matches!(instruction.op, Op::Popf | Op::Iret) && is_stepped(cpu)
+    matches!(instruction.op, Op::Popf | Op::Iret) && is_stepped(cpu, space)
 }
 
 /// Returns whether the guest kernel may permit an instruction to user mode that the host does not
@@ -864,7 +865,7 @@ impl Vcpu for LinuxVcpu<'_> {
             Reg::Cr2 => cpu.cr2 = value,
             Reg::Cr3 => {
                 cpu.cr3 = value;
-                memory::slot().root.store(value, Relaxed);
+                slot().root.store(value, Relaxed);
             }
             Reg::Cr4 => cpu.cr4 = value,
             Reg::Efer => cpu.efer = value,
@@ -893,8 +894,8 @@ impl Vcpu for LinuxVcpu<'_> {
             base: table.base,
         };
         match segment {
-            Seg::Fs => Segment { base: HostEffects.fs_base(), ..cpu.segments[4] },
-            Seg::Gs => Segment { base: HostEffects.gs_base(), ..cpu.segments[5] },
+            Seg::Fs => Segment { base: compat::bases().0, ..cpu.segments[4] },
+            Seg::Gs => Segment { base: compat::bases().1, ..cpu.segments[5] },
             Seg::Es | Seg::Cs | Seg::Ss | Seg::Ds => cpu.segments[segment as usize],
             Seg::Gdtr => table(cpu.gdtr),
             Seg::Idtr => table(cpu.idtr),
@@ -944,7 +945,7 @@ impl Vcpu for LinuxVcpu<'_> {
     fn set_deadline(&mut self, tsc: u64) {
         self.deadline = tsc;
         vcpu().deadline.store(tsc, Relaxed);
-        signal::arm_timer();
+        timer::arm_timer();
     }
 
     fn stolen(&mut self) -> u64 {
@@ -956,7 +957,7 @@ impl Vcpu for LinuxVcpu<'_> {
     }
 
     fn flush_tlb(&mut self) {
-        HostEffects.flush(Flush::All);
+        HostEffects { space: &mut self.space }.flush(Flush::All);
     }
 
     fn run(&mut self) -> Exit {
@@ -966,7 +967,7 @@ impl Vcpu for LinuxVcpu<'_> {
             self.start_secondary();
         }
         if self.profiles {
-            profile::watch_descriptors(&self.cpu, &self.memory, memory::slot());
+            profile::watch_descriptors(&self.cpu, &self.memory, slot());
         }
         loop {
             if self.profiles && profile::is_stepping() {
@@ -1001,7 +1002,7 @@ impl Vcpu for LinuxVcpu<'_> {
                     // The timer must be set again in any case.
                     process().armed.store(u64::MAX, Relaxed);
                     if tsc() < self.deadline {
-                        signal::arm_timer();
+                        timer::arm_timer();
                     } else if others == 0 {
                         cpu_affinity::on_timer_tick();
                         return Exit::Deadline;
@@ -1044,13 +1045,13 @@ impl Vcpu for LinuxVcpu<'_> {
             let cpu = &mut *self.cpu;
             if cpu.cpl == 3 && pkeys::is_enabled() && !shared().closed.load(Relaxed) {
                 // The kernel has finished patching its code before it first enters user mode.
-                exec_scan::close_kernel(cpu, &self.memory, self.start.code, self.start.code_end);
+                close_kernel(cpu, &self.memory, self.start.code, self.start.code_end);
                 shared().closed.store(true, Relaxed);
             }
             if compat::has_selectors(cpu) {
                 compat::load_segments(cpu, &self.memory);
             }
-            frames::sync_before_entry();
+            self.space.mmu().sync_before_entry();
             let step = if steps { self.debug_step() } else { self.step() };
             if let StopAction::Exit(exit) = step {
                 return exit;
@@ -1095,7 +1096,7 @@ pub extern "sysv64" fn main() -> ! {
     let mut sites = Sites::new(start.options);
     if let Err(problem) = sites.rewrite_table(&cpu, &memory, start.sites, start.sites_length) {
         report::warn(format_args!("cannot rewrite the kernel's patch sites: {problem}"));
-        processes::end_vm(65);
+        doorbell::end_vm(65);
     }
     if start.options & option::NO_FUNCTIONS == 0
         && start.text_poke != 0
@@ -1104,7 +1105,7 @@ pub extern "sysv64" fn main() -> ! {
         report::warn(format_args!("cannot replace `__text_poke`: {problem}"));
         if pkeys::is_enabled() {
             // The kernel could change its code without a scan.
-            processes::end_vm(65);
+            doorbell::end_vm(65);
         }
     }
     let config = PcConfig {
@@ -1124,7 +1125,7 @@ pub extern "sysv64" fn main() -> ! {
     let mut slots = Slots::new();
     let device_slots = backend::add_devices(&mut slots, &start);
     // The devices access no other memory.
-    let of_devices = memory.observed(frames::write_by_device);
+    let of_devices = memory.observed(write_by_device);
     let machine = Machine::with_functions(config, &of_devices, guest_cpuid, slots);
     let sites = SpinMutex::new(sites);
     let (memory, machine, sites) = (&memory, &machine, &sites);
@@ -1133,7 +1134,8 @@ pub extern "sysv64" fn main() -> ! {
     for index in 1..vcpus().len() {
         processes::start_vcpu(index, secondary_main);
     }
-    drive(&all, 0, cpu)
+    // SAFETY: as above.
+    drive(&all, 0, cpu, unsafe { CurrentProcess::take() })
 }
 
 /// Entry point of a secondary vCPU.
@@ -1145,16 +1147,19 @@ extern "sysv64" fn secondary_main() -> ! {
     // SAFETY: this process runs the vCPU, in its event loop, which begins here.
     let mut cpu = unsafe { CurrentVcpu::take() };
     *cpu = VirtualCpu::new();
-    drive(all, process().vcpu.load(Relaxed) as usize, cpu)
+    // SAFETY: as above.
+    let process = unsafe { CurrentProcess::take() };
+    drive(all, own_index(), cpu, process)
 }
 
 /// Runs a vCPU until the VM ends.
-fn drive(all: &VmShared<'_>, index: usize, cpu: CurrentVcpu) -> ! {
+fn drive(all: &VmShared<'_>, index: usize, cpu: CurrentVcpu, process: CurrentProcess) -> ! {
     let VmShared { start, ram, memory, machine, device_slots, sites } = *all;
     let mut host = LinuxHost::new(start);
     let mut state = machine.cpu(index);
     let mut vcpu = LinuxVcpu {
         cpu,
+        space: GuestSpace::new(process, start, ram, *memory),
         start,
         ram,
         memory: *memory,
@@ -1177,7 +1182,7 @@ fn drive(all: &VmShared<'_>, index: usize, cpu: CurrentVcpu) -> ! {
     crate::state::shared::vcpu().deadline.store(u64::MAX, Relaxed);
     steal_time::on_resume();
     if index == 0 {
-        processes::await_start();
+        doorbell::await_start();
         if vcpu.debugs && debug::shared().is_wanted() {
             vcpu.halt_for_debugger(reason::WANTED);
         }
@@ -1190,12 +1195,12 @@ fn drive(all: &VmShared<'_>, index: usize, cpu: CurrentVcpu) -> ! {
                 if outcome == Outcome::TripleFault {
                     report_triple_fault(&vcpu.cpu);
                 }
-                processes::end_vm(outcome.exit_code());
+                doorbell::end_vm(outcome.exit_code());
             }
         };
-        frames::sync_before_entry();
+        vcpu.space.mmu().sync_before_entry();
         if events & event::STOP != 0 {
-            processes::end_vm(Outcome::PowerOff.exit_code());
+            doorbell::end_vm(Outcome::PowerOff.exit_code());
         }
         if events & event::POWER_BUTTON != 0 {
             machine.press_power_button(&mut host);
@@ -1226,12 +1231,11 @@ fn power_on(cpu: &mut VirtualCpu, start: &Start) {
     cpu.frame.gpr[4] = start.rsp;
     cpu.frame.gpr[7] = start.rdi;
     cpu.cr3 = start.cr3;
-    memory::slot().root.store(start.cr3, Relaxed);
+    slot().root.store(start.cr3, Relaxed);
     cpu.gdtr = wedge_core::DescriptorTable { base: start.gdt, limit: start.gdt_limit as u16 };
     cpu.segments[1].selector = start.cs as u16;
     set_shared_range(cpu, start);
-    HostEffects.set_fs_base(0);
-    HostEffects.set_gs_base(start.gs_base);
+    compat::set_bases(0, start.gs_base);
 }
 
 /// Sets the range that every address space shares: the kernel image and its modules.

@@ -11,6 +11,7 @@
 
 mod backend;
 mod balloon;
+mod children;
 mod clock;
 mod compat;
 mod counters;
@@ -19,9 +20,11 @@ mod debug;
 mod device;
 mod disk;
 mod guest;
+mod guest_space;
 mod idle;
 mod io_uring;
 mod isolation;
+mod kick;
 mod linux;
 mod mmu;
 mod monitor;
@@ -34,6 +37,7 @@ mod signal;
 mod sites;
 mod state;
 mod steal_time;
+mod timer;
 mod xstate;
 
 use core::arch::naked_asm;
@@ -45,9 +49,10 @@ use proto::hosted::{Start, layout, log, option};
 
 use crate::device::DeviceServer;
 use crate::isolation::pkeys;
+use crate::linux::signals;
 use crate::linux::sys;
 use crate::linux::sys::{Backing, Errno};
-use crate::mmu::memory::Ram;
+use crate::mmu::ram::Ram;
 use crate::sandbox::Signals;
 use crate::state::config::{Config, config};
 use crate::state::shared::PRIVATE_LENGTH;
@@ -105,7 +110,9 @@ fn set_up() -> Result<DeviceServer, (&'static str, Option<Errno>)> {
             .map_err(cannot("cannot map the wedge's memory"))?;
     }
     setup::map().map_err(cannot("cannot map the wedge's memory"))?;
-    if !config::load().map_err(cannot("cannot map the wedge's memory"))? {
+    config::map().map_err(cannot("cannot map the wedge's memory"))?;
+    let tsc_khz = clock::tsc_khz();
+    if !config::load(tsc_khz, clock::unix_at_zero(tsc_khz), cpu_affinity::detect()) {
         return Err(("the loader's record has another version", None));
     }
     let Config { start, .. } = config();
@@ -122,7 +129,7 @@ fn set_up() -> Result<DeviceServer, (&'static str, Option<Errno>)> {
         sys::limit(resource, value).map_err(cannot("cannot set a resource limit"))?;
     }
     // A guest process that may send these signals must not end this process or its children.
-    sys::set_signal_mask(processes::SENT).map_err(cannot("cannot block signals"))?;
+    sys::set_signal_mask(signals::SENT).map_err(cannot("cannot block signals"))?;
     // A program executed from a memfd would be named after its descriptor.
     let name = c"parador-wedge".as_ptr() as u64;
     for (option, value) in
@@ -136,7 +143,9 @@ fn set_up() -> Result<DeviceServer, (&'static str, Option<Errno>)> {
     net::open_taps(start).map_err(cannot("cannot open a tap device"))?;
     enter_sandbox(start);
     sandbox::drop_capabilities().map_err(cannot("cannot drop capabilities"))?;
-    config::seal().map_err(cannot("cannot protect the wedge's memory"))?;
+    config::seal()
+        .and_then(|()| pkeys::protect_config())
+        .map_err(cannot("cannot protect the wedge's memory"))?;
     let nets = net::make_workers(start, &config().filters)
         .map_err(cannot("cannot create a network worker"))?;
     let disks = disk::make_workers(start, &config().filters)
@@ -164,7 +173,7 @@ fn enter_sandbox(start: &Start) {
     config().kicks.store(signals != Signals::Unconfined, Relaxed);
     if signals == Signals::PidNamespace {
         config().device.store(0, Relaxed);
-        setup::words().first.store(processes::first::AWAITED, Relaxed);
+        setup::words().first.store(children::first::AWAITED, Relaxed);
     }
     if refused.is_empty() {
         return;

@@ -10,13 +10,14 @@
 use linux_raw_sys::general as linux;
 use linux_raw_sys::ptrace;
 
+use crate::children;
+use crate::linux::signals::KICK;
 use crate::linux::sys::{self, Errno};
-use crate::processes::{self, KICK};
 
 /// Forks. The child continues as the tracee and returns the id of its parent; the parent never
 /// returns.
 pub fn begin() -> Result<u32, Errno> {
-    processes::die_with_parent(processes::device())?;
+    children::die_with_parent(children::device())?;
     // Block the signals before waiting for them. The child sets its own mask.
     let waited: u64 = 1 << (linux::SIGCHLD - 1) | 1 << (KICK - 1);
     let arguments = [linux::SIG_BLOCK.into(), &raw const waited as u64, 0, 8, 0, 0];
@@ -24,7 +25,7 @@ pub fn begin() -> Result<u32, Errno> {
     unsafe { sys::call(linux::__NR_rt_sigprocmask, arguments) }?;
     // SAFETY: no memory is accessed.
     let own = unsafe { sys::call(linux::__NR_getpid, [0; 6]) }?;
-    let child = processes::fork()?;
+    let child = children::fork()?;
     if child == 0 {
         trace(ptrace::PTRACE_TRACEME, 0, 0)?;
         return Ok(own as u32);

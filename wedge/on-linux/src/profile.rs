@@ -21,7 +21,7 @@ use wedge_core::VirtualCpu;
 use wedge_core::cpu::rflags;
 
 use crate::linux::sys;
-use crate::mmu::memory::PAGE;
+use crate::mmu::ram::PAGE;
 use crate::report::{fatal, print_line};
 use crate::state::shared::Slot;
 
@@ -83,7 +83,7 @@ fn tables() -> &'static Tables {
 
 /// Returns whether the profiler is enabled.
 pub fn is_on() -> bool {
-    crate::state::shared::has(option::PROFILE)
+    crate::state::config::has(option::PROFILE)
 }
 
 /// Watches the page tables that translate `linear`.
@@ -105,7 +105,7 @@ pub fn watch_walk(memory: &GuestMemory, slot: &Slot, root: u64, linear: u64) {
 pub fn watch_descriptors(cpu: &VirtualCpu, memory: &GuestMemory, slot: &Slot) {
     for linear in [cpu.gdtr.base, cpu.idtr.base, cpu.tr.base] {
         let paging = cpu.paging(linear, false);
-        if let Some(found) = crate::mmu::memory::leaf(memory, paging.cr3, linear) {
+        if let Some(found) = crate::mmu::walk::leaf(memory, paging.cr3, linear) {
             let address = found.address + (linear & (found.size - 1));
             watch(slot, address & !(PAGE - 1), DESCRIPTORS);
         }

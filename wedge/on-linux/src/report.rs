@@ -46,7 +46,7 @@ pub fn print_line(level: u64, text: fmt::Arguments<'_>) {
 #[cold]
 pub fn fatal(text: fmt::Arguments<'_>) -> ! {
     print_line(log::ERROR, text);
-    crate::processes::end_vm(INTERNAL)
+    crate::state::doorbell::end_vm(INTERNAL)
 }
 
 #[cfg(target_os = "none")]

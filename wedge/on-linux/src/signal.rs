@@ -10,77 +10,29 @@ use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use linux_raw_sys::general as linux;
 use linux_raw_sys::prctl;
-use proto::hosted::layout;
+use proto::hosted::{counter, layout};
 use wedge_core::cpu::rflags;
 use wedge_core::{VirtualCpu, vector};
-use wedge_x86::{CODE_64, Unwound};
+use wedge_x86::Unwound;
 
-use crate::isolation::pkeys;
-use crate::linux::sys::{self, Errno};
-use crate::processes::{KICK, TIMER};
-use crate::state::config::config;
-use crate::state::current::CurrentVcpu;
-use crate::state::shared::{
-    SIGNAL_STACK, SIGNAL_STACK_LENGTH, Signal, count, counter, event, events, process, vcpu,
+use crate::isolation::{pkeys, user_process};
+use crate::linux::signals::{
+    ARCHITECTURE, CONTEXT, Context, KICK, ORDER, SYNCHRONOUS, Signal, TIMER, call_vector, sanitize,
 };
-use crate::{report, xstate};
-
-/// `struct ucontext` of x86-64 (`arch/x86/include/uapi/asm/sigcontext.h`).
-#[repr(C)]
-pub struct Context {
-    flags: u64,
-    link: u64,
-    stack: [u64; 3],
-    /// `r8` to `r15`, `rdi`, `rsi`, `rbp`, `rbx`, `rdx`, `rax`, `rcx`, `rsp`.
-    pub registers: [u64; 16],
-    pub rip: u64,
-    pub rflags: u64,
-    segments: u64,
-    code: u64,
-    vector: u64,
-    mask: u64,
-    address: u64,
-    extended: *const u8,
-}
-
-impl Context {
-    /// Returns whether `CS`, the low part of [`Self::segments`], is that of 64-bit code.
-    pub fn is_64_bit(&self) -> bool {
-        self.segments as u16 == CODE_64.into()
-    }
-}
-
-/// Length of a context in bytes, with reserved words and signal mask. The siginfo follows it
-/// (`struct rt_sigframe`).
-pub const CONTEXT: u64 = 304;
-/// Offset of the architecture in the siginfo of a dispatched system call (`_sigsys` of
-/// `siginfo_t`).
-const ARCHITECTURE: u64 = 28;
-/// [`Signal::vector`] of a dispatched system call by `int $0x80`.
-pub const INT_80: u8 = 0x80;
-
-/// Returns [`Signal::vector`] of a dispatched system call.
-///
-/// # Safety
-/// The host must have written a frame with this context.
-pub unsafe fn call_vector(context: *const Context) -> u64 {
-    /// `AUDIT_ARCH_I386` (`linux/audit.h`).
-    const I386: u32 = 0x4000_0003;
-    let at = context as u64 + CONTEXT + ARCHITECTURE;
-    // SAFETY: the caller guarantees it.
-    let is_int = unsafe { (at as *const u32).read() } == I386;
-    if is_int { INT_80.into() } else { 0 }
-}
-
-/// Register numbers in the frame, by their index in [`Context::registers`].
-pub const ORDER: [usize; 16] = [8, 9, 10, 11, 12, 13, 14, 15, 7, 6, 5, 3, 2, 0, 1, 4];
+use crate::linux::sys::{self, Errno};
+use crate::mmu::frames::note_interrupted_kernel;
+use crate::mmu::syscall_patch::is_stub;
+use crate::state::current::CurrentVcpu;
+use crate::state::process::process;
+use crate::state::shared::{
+    SIGNAL_STACK, SIGNAL_STACK_LENGTH, attention, event, events, shared, vcpu,
+};
+use crate::state::statistics::count;
+use crate::{report, sites, xstate};
 
 /// Index of the stack pointer in [`Context::registers`].
 const STACK_POINTER: usize = 15;
 
-/// Signals of CPU exceptions and of dispatched system calls.
-pub const SYNCHRONOUS: [u32; 6] =
-    [linux::SIGSEGV, linux::SIGBUS, linux::SIGILL, linux::SIGFPE, linux::SIGTRAP, linux::SIGSYS];
 /// Vector of trap exceptions: single step or breakpoint register.
 const DEBUG: u64 = 1;
 
@@ -88,7 +40,6 @@ const DEBUG: u64 = 1;
 /// signals stay blocked until the seccomp filter is installed, because a handler reads memory that
 /// the guest can write.
 pub fn set_up() -> Result<(), Errno> {
-    create_timer()?;
     let stack = &STACKS[usize::from(pkeys::is_enabled())];
     // SAFETY: the stack is private memory without any other use.
     unsafe { sys::call(linux::__NR_sigaltstack, [stack.as_ptr() as u64, 0, 0, 0, 0, 0]) }?;
@@ -150,8 +101,8 @@ pub fn mark_stale() {
     process().scrubs.store(ALL, Relaxed);
 }
 
-/// Values of [`crate::state::shared::ProcessState::scrubs`]: frames of the kernel only; frames of any
-/// origin.
+/// Values of [`crate::state::process::ProcessState::scrubs`]: frames of the kernel only; frames of
+/// any origin.
 const KERNEL: u8 = 1;
 const ALL: u8 = 2;
 
@@ -228,8 +179,8 @@ extern "sysv64" fn on_signal(number: u32, _: *const u8, context: *mut Context) {
     }
     if !synchronous && cpu.cpl == 0 && cpu.held_flags & rflags::IF == 0 {
         // Interrupts are disabled; the guest checks when it enables them.
-        crate::state::shared::attention().store(1, Relaxed);
-        crate::mmu::frames::note_interrupted_kernel();
+        attention().store(1, Relaxed);
+        note_interrupted_kernel(vcpu, &shared().frames);
         return;
     }
     for (value, place) in context.registers.iter().zip(ORDER) {
@@ -313,29 +264,6 @@ extern "sysv64" fn on_user_signal(number: u32, _: *const u8, context: *const Con
     unsafe { leave() }
 }
 
-/// Restricts a signal to one that user mode can cause.
-pub fn sanitize(number: u32, context: &Context) -> Signal {
-    const PAGE_FAULT: u64 = vector::PAGE_FAULT as u64;
-    const PROTECTION: u64 = vector::PROTECTION as u64;
-    let is_possible = match number {
-        linux::SIGSYS | linux::SIGILL => true,
-        linux::SIGFPE => matches!(context.vector, 0 | 16 | 19),
-        linux::SIGTRAP => matches!(context.vector, 1 | 3),
-        linux::SIGBUS => matches!(context.vector, 17 | PAGE_FAULT),
-        linux::SIGSEGV => matches!(context.vector, 4 | 5 | 11..=14),
-        TIMER => true,
-        _ => false,
-    };
-    let code = match context.vector {
-        // Write and fetch bits; user mode.
-        PAGE_FAULT => context.code & 0x12 | 4,
-        11..=PROTECTION => context.code & 0xffff,
-        _ => 0,
-    };
-    let number = if is_possible { number } else { KICK };
-    Signal { number, vector: context.vector, code, address: context.address }
-}
-
 /// Recovers user mode's registers if it was interrupted in a transition, and adapts the signal.
 fn recover_registers(cpu: &mut VirtualCpu, signal: &mut Signal) {
     let rip = cpu.frame.rip;
@@ -367,10 +295,7 @@ fn recover_registers(cpu: &mut VirtualCpu, signal: &mut Signal) {
         (signal.number, signal.vector) = (linux::SIGSYS, 0);
         return;
     }
-    if signal.number == linux::SIGTRAP
-        && signal.vector == DEBUG
-        && crate::mmu::syscall_patch::is_stub(rip)
-    {
+    if signal.number == linux::SIGTRAP && signal.vector == DEBUG && is_stub(rip) {
         // A single step of the code that replaces the system call.
         signal.number = KICK;
     }
@@ -388,7 +313,7 @@ enum Interrupted {
     Sysret { in_frame: bool },
     /// A transition to user mode, with registers in its [`wedge_x86::Crossing`].
     Crossing,
-    /// A stub that the guest starts anew at its site. The second value is added to the stack
+    /// A stub that the guest restarts at its site. The second value is added to the stack
     /// pointer.
     Restart(u64, u64),
     /// A stub after which the guest resumes, with interrupts enabled.
@@ -406,13 +331,13 @@ fn classify(number: u32, synchronous: bool, context: &mut Context) -> Interrupte
         }
         return Interrupted::Wedge;
     }
-    crate::state::shared::attention().store(1, Relaxed);
+    attention().store(1, Relaxed);
     let (start, end) = wedge_x86::entry_window();
     if (start..end).contains(&rip) {
         context.rip = wedge_x86::abort();
         return Interrupted::Wedge;
     }
-    let (start, end) = crate::isolation::user_process::wait_window();
+    let (start, end) = user_process::wait_window();
     if (start..end).contains(&rip) {
         context.rip = end;
         return Interrupted::Wedge;
@@ -426,7 +351,7 @@ fn classify(number: u32, synchronous: bool, context: &mut Context) -> Interrupte
     if rip == to_program || rip == to_32 {
         return Interrupted::Crossing;
     }
-    let Some((stub, offset)) = crate::sites::stub_at(rip) else { return Interrupted::Wedge };
+    let Some((stub, offset)) = sites::stub_at(rip) else { return Interrupted::Wedge };
     match stub.unwind(offset) {
         Unwound::Continue => Interrupted::Wedge,
         Unwound::Restart(site, pushed) => Interrupted::Restart(site, pushed),
@@ -485,54 +410,4 @@ fn unexpected(number: u32, context: &Context) -> ! {
         "unexpected signal {number} in the wedge: rip {:#x} rsp {:#x} vector {} code {:#x} address {:#x}",
         context.rip, context.registers[15], context.vector, context.code, context.address
     ))
-}
-
-/// Sets this process's timer to the deadline of the vCPU.
-pub fn arm_timer() {
-    let process = process();
-    let deadline = vcpu().deadline.load(Relaxed);
-    if deadline <= crate::guest::tsc() {
-        // This process's timer may have expired while another process ran the vCPU.
-        events().fetch_or(event::TIMER, SeqCst);
-        return;
-    }
-    if process.armed.load(Relaxed) == deadline {
-        return;
-    }
-    process.armed.store(deadline, Relaxed);
-    if let Err(error) = set_timer(deadline) {
-        report::fatal(format_args!("timer_settime failed: {error}"));
-    }
-}
-
-/// Returns the time until the TSC reaches a value in nanoseconds.
-pub fn until(tsc: u64) -> u64 {
-    let ticks = tsc.saturating_sub(crate::guest::tsc());
-    let nanoseconds = u128::from(ticks) * 1_000_000 / u128::from(config().tsc_khz);
-    u64::try_from(nanoseconds).unwrap_or(u64::MAX)
-}
-
-fn set_timer(deadline: u64) -> Result<(), Errno> {
-    let timer = process().timer.load(Relaxed).into();
-    // A time of 0 disarms the timer.
-    let wait = if deadline == u64::MAX { 0 } else { until(deadline).max(1) };
-    let time = [0, 0, wait / 1_000_000_000, wait % 1_000_000_000];
-    // SAFETY: the kernel only reads the time.
-    unsafe {
-        sys::call(linux::__NR_timer_settime, [timer, 0, time.as_ptr() as u64, 0, 0, 0]).map(drop)
-    }
-}
-
-/// Creates this process's timer. Timers count against a per-user limit, so the guest kernel must
-/// not create any.
-fn create_timer() -> Result<(), Errno> {
-    // `struct sigevent`: value, signal number, kind of notification.
-    let event = [0_u64, u64::from(TIMER) | u64::from(linux::SIGEV_SIGNAL) << 32, 0, 0, 0, 0, 0, 0];
-    let mut timer = 0_u32;
-    let clock = u64::from(linux::CLOCK_MONOTONIC);
-    let arguments = [clock, event.as_ptr() as u64, &raw mut timer as u64, 0, 0, 0];
-    // SAFETY: the kernel reads the description and writes the id.
-    unsafe { sys::call(linux::__NR_timer_create, arguments) }?;
-    process().timer.store(timer, Relaxed);
-    Ok(())
 }

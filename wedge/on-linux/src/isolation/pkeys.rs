@@ -4,8 +4,8 @@
 //! Memory of user mode has key 0. All other memory has [`CLOSED`], or [`READABLE`] where the host
 //! kernel or the CPU reads with user-mode rights: the selector of system call dispatch, and the
 //! jump slots of rewritten system calls. Keys do not restrict instruction fetches;
-//! `crate::mmu::exec_scan` controls executable pages. `docs/design/0013-protection-keys.md` has the full
-//! argument.
+//! `crate::mmu::exec_scan` controls executable pages. `docs/design/0013-protection-keys.md` has the
+//! full argument.
 
 use linux_raw_sys::general as linux;
 use proto::hosted::{layout, option};
@@ -50,6 +50,12 @@ pub fn protect(start: u64, length: u64, rights: u32, key: u32) -> Result<(), Err
 /// Closes the shared memory of the VM.
 pub fn protect_shared() -> Result<(), Errno> {
     protect(layout::SHARED, layout::SHARED_LENGTH, DATA, CLOSED)
+}
+
+/// Closes the configuration, which is read-only.
+pub fn protect_config() -> Result<(), Errno> {
+    let length = layout::CONFIG_LENGTH + layout::CPU_SETS_LENGTH;
+    protect(layout::CONFIG, length, linux::PROT_READ, CLOSED)
 }
 
 /// Closes a process's private memory and that of its vCPU, except for the register page and the

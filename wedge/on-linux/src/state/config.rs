@@ -10,17 +10,14 @@
 use core::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
 
 use linux_raw_sys::general as linux;
+use proto::hosted::layout::SLOTS;
 use proto::hosted::{
     DiskRecord, Filters, MAX_DISKS, MAX_NETS, MAX_SHARES, NetRecord, ShareRecord, Start, layout,
     option,
 };
 use vmm_cpu::MAX_VCPUS;
-use wedge_x86::CLOSED;
 
-use crate::isolation::pkeys;
 use crate::linux::sys::{self, Backing, Errno};
-use crate::state::shared::{SLOTS, loaded};
-use crate::{clock, cpu_affinity};
 
 /// Largest number of guest processes of all vCPUs together. Slots are a cache, and Linux uses few
 /// of them: it has six PCIDs per CPU.
@@ -55,17 +52,18 @@ pub struct Config {
 
 const _: () = assert!(size_of::<Config>() as u64 <= layout::CONFIG_LENGTH);
 
-/// Copies the configuration from shared memory. For the device process, before it forks.
-///
-/// # Errors
-/// `Ok(false)`: the loader's record has another version. An error of the host: out of memory.
-pub fn load() -> Result<bool, Errno> {
+/// Maps memory for configuration and CPU sets. For the device process, before it forks.
+pub fn map() -> Result<(), Errno> {
     let data = linux::PROT_READ | linux::PROT_WRITE;
     let length = layout::CONFIG_LENGTH + layout::CPU_SETS_LENGTH;
     // SAFETY: nothing is mapped there yet.
-    unsafe { sys::map(layout::CONFIG, length, data, Backing::Own) }?;
-    let Some(start) = loaded::start() else { return Ok(false) };
-    let tsc_khz = clock::tsc_khz();
+    unsafe { sys::map(layout::CONFIG, length, data, Backing::Own) }
+}
+
+/// Copies the configuration from shared memory. For the device process, before it forks, after
+/// [`map`]. `false`: the loader's record has another version.
+pub fn load(tsc_khz: u64, unix_at_zero: u64, has_cpu_sets: bool) -> bool {
+    let Some(start) = loaded::start() else { return false };
     let config = Config {
         start,
         disks: loaded::disks(),
@@ -73,14 +71,14 @@ pub fn load() -> Result<bool, Errno> {
         shares: loaded::shares(),
         filters: loaded::filters(),
         tsc_khz,
-        unix_at_zero: clock::unix_at_zero(tsc_khz),
-        has_cpu_sets: cpu_affinity::detect(),
+        unix_at_zero,
+        has_cpu_sets,
         kicks: AtomicBool::new(false),
         device: AtomicU32::new(0),
     };
     // SAFETY: the memory is private, aligned and long enough, and no reference to it exists yet.
     unsafe { (layout::CONFIG as *mut Config).write(config) };
-    Ok(true)
+    true
 }
 
 /// Makes configuration and CPU sets read-only, for this process and its children.
@@ -89,8 +87,7 @@ pub fn seal() -> Result<(), Errno> {
     let rights = linux::PROT_READ;
     let arguments = [layout::CONFIG, length, rights.into(), 0, 0, 0];
     // SAFETY: the memory is not written any more.
-    unsafe { sys::call(linux::__NR_mprotect, arguments) }?;
-    pkeys::protect(layout::CONFIG, length, rights, CLOSED)
+    unsafe { sys::call(linux::__NR_mprotect, arguments).map(drop) }
 }
 
 /// Returns the configuration.
@@ -125,4 +122,75 @@ pub fn slot_of(pcid: u16) -> usize {
 /// Returns whether guest processes and workers may signal each other.
 pub fn kicks() -> bool {
     config().kicks.load(Relaxed)
+}
+
+/// Returns the loader's record.
+pub fn start() -> Option<Start> {
+    Some(config().start)
+}
+
+/// Returns the record of a disk.
+pub fn disk(number: usize) -> DiskRecord {
+    config().disks.get(number).copied().unwrap_or_default()
+}
+
+/// Returns the record of a network.
+pub fn net(number: usize) -> NetRecord {
+    config().nets.get(number).copied().unwrap_or_default()
+}
+
+/// Returns the record of a shared directory.
+pub fn share(number: usize) -> ShareRecord {
+    config().shares.get(number).copied().unwrap_or_default()
+}
+
+/// Records that the loader has left in shared memory. The guest can overwrite them: only
+/// [`load`] reads them, once, before the guest runs.
+mod loaded {
+    use super::{
+        DiskRecord, Filters, MAX_DISKS, MAX_NETS, MAX_SHARES, NetRecord, ShareRecord, Start, layout,
+    };
+
+    /// Returns a copy of the value at this offset.
+    ///
+    /// # Safety
+    /// The offset must be that of a `T`, for which every bit pattern is valid.
+    unsafe fn at<T: Copy>(offset: u64) -> T {
+        // SAFETY: the device process has mapped it, and no other process exists; the caller
+        // guarantees the type.
+        unsafe { ((layout::SHARED + offset) as *const T).read_volatile() }
+    }
+
+    /// Returns the seccomp filters.
+    pub fn filters() -> Filters {
+        // SAFETY: it consists of integers.
+        unsafe { at(layout::FILTERS) }
+    }
+
+    /// Returns the loader's record; `None`: another version.
+    pub fn start() -> Option<Start> {
+        // SAFETY: as above.
+        Start::from_words(&unsafe { at(0) })
+    }
+
+    /// Returns all disk records.
+    pub fn disks() -> [DiskRecord; MAX_DISKS] {
+        // SAFETY: as above.
+        let records: [[u64; DiskRecord::WORDS]; MAX_DISKS] = unsafe { at(layout::DISKS) };
+        records.each_ref().map(DiskRecord::from_words)
+    }
+
+    /// Returns all network records.
+    pub fn nets() -> [NetRecord; MAX_NETS] {
+        // SAFETY: as above.
+        let records: [[u64; NetRecord::WORDS]; MAX_NETS] = unsafe { at(layout::NETS) };
+        records.each_ref().map(NetRecord::from_words)
+    }
+
+    /// Returns all records of shared directories.
+    pub fn shares() -> [ShareRecord; MAX_SHARES] {
+        // SAFETY: as above.
+        let records: [[u64; ShareRecord::WORDS]; MAX_SHARES] = unsafe { at(layout::SHARES) };
+        records.each_ref().map(ShareRecord::from_words)
+    }
 }

@@ -2,5 +2,10 @@
 
 pub mod config;
 pub mod current;
+pub mod doorbell;
+pub mod owned;
+pub mod process;
+pub mod records;
 pub mod setup;
 pub mod shared;
+pub mod statistics;

@@ -12,12 +12,12 @@ use proto::hosted::layout;
 use vmm_cpu::MAX_VCPUS;
 
 use crate::linux::sys::{self, Backing, Errno};
-use crate::state::shared::SLOTS;
+use proto::hosted::layout::SLOTS;
 
 /// The words, initially zero.
 #[repr(C)]
 pub struct Words {
-    /// State of the first process of a PID namespace: see [`crate::processes::die_with_parent`].
+    /// State of the first process of a PID namespace: see [`crate::children::die_with_parent`].
     pub first: AtomicU32,
     /// By [`Kind`], vCPU and slot: the process has installed its filter, so the guest is
     /// responsible for its actions.

@@ -1,0 +1,214 @@
+//! The guest's address space in this process: the MMU ([`crate::mmu`]) with the calls of the host.
+
+use core::fmt;
+
+use linux_raw_sys::general as linux;
+use proto::hosted::{Start, layout, option};
+use vmm_mem::GuestMemory;
+use wedge_x86::{CLOSED, READABLE};
+
+use crate::isolation::mailbox::UserProcess;
+use crate::isolation::pkeys;
+use crate::linux::sys::{self, Backing, Errno};
+use crate::mmu::exec_scan::Page;
+use crate::mmu::host::{HostMap, MappingListener, STUB};
+use crate::mmu::ram::{PAGE, Ram};
+use crate::mmu::syscall_patch::{MAX_CALLS, SLOTS, SLOTS_LENGTH, STUBS, stub_address};
+use crate::mmu::{Mmu, Modes, VmView};
+use crate::state::config::has;
+use crate::state::current::CurrentProcess;
+use crate::state::process::{own_index, slot};
+use crate::state::shared::{shared, vcpu, vcpus};
+use crate::state::statistics;
+use crate::{clock, kick, profile, report, signal};
+
+/// Largest address, exclusive, that the MMU maps or unmaps; the wedge's own memory is excluded,
+/// too.
+const END: u64 = layout::GUEST_END;
+
+/// Maps slots and stubs of rewritten system calls in a new process.
+pub fn map_call_stubs() -> Result<(), Errno> {
+    let length = SLOTS_LENGTH + u64::from(MAX_CALLS) * STUB as u64;
+    let rights = linux::PROT_READ | linux::PROT_WRITE | linux::PROT_EXEC;
+    // SAFETY: the range is reserved for them.
+    unsafe { sys::map(SLOTS, length, rights, Backing::Own) }?;
+    // User mode jumps through the slots.
+    let data = linux::PROT_READ | linux::PROT_WRITE;
+    pkeys::protect(SLOTS, SLOTS_LENGTH, data, READABLE)?;
+    pkeys::protect(STUBS, length - SLOTS_LENGTH, rights, CLOSED)
+}
+
+/// The guest's address space in the process that runs the vCPU.
+pub struct GuestSpace {
+    process: CurrentProcess,
+    ram: Ram,
+    memory: GuestMemory,
+    code: (u64, u64),
+    modes: Modes,
+}
+
+impl GuestSpace {
+    /// Creates the view of a process that runs the vCPU, with the VM's memory.
+    pub fn new(process: CurrentProcess, start: &Start, ram: Ram, memory: GuestMemory) -> Self {
+        let modes = Modes {
+            keys: pkeys::is_enabled(),
+            batches: !has(option::NO_BATCHES),
+            profile: profile::is_on(),
+        };
+        Self { process, ram, memory, code: (start.code, start.code_end), modes }
+    }
+
+    /// Returns the MMU.
+    pub fn mmu(&mut self) -> Mmu<'_, ProcessMap<'_>> {
+        let (space, peer) = self.process.parts();
+        let vm = VmView {
+            ram: self.ram,
+            memory: &self.memory,
+            vcpus: vcpus(),
+            index: own_index(),
+            vcpu: vcpu(),
+            slot: slot(),
+            table: &shared().frames,
+            code: self.code,
+            modes: self.modes,
+        };
+        Mmu { space, host: ProcessMap { peer }, vm }
+    }
+
+    /// Returns the process of user mode.
+    pub fn user_process(&mut self) -> &mut UserProcess {
+        self.process.parts().1
+    }
+
+    /// Returns the right to this process's lists, to hand over the vCPU to another process.
+    pub fn process(&mut self) -> &mut CurrentProcess {
+        &mut self.process
+    }
+}
+
+/// The host's page tables of this process, and what follows their changes.
+pub struct ProcessMap<'a> {
+    peer: &'a mut UserProcess,
+}
+
+/// Ends the VM unless a range is the guest's: the wedge's own memory must not be mapped over.
+fn check(start: u64, end: u64) {
+    let is_low = end <= layout::WEDGE;
+    let is_high = start >= layout::WEDGE_END && end <= END;
+    if !(is_low || is_high) {
+        report::fatal(format_args!("{start:#x} to {end:#x} is not memory of the guest"));
+    }
+}
+
+impl HostMap for ProcessMap<'_> {
+    fn map(&mut self, linear: u64, length: u64, rights: u32, offset: u64) -> Result<(), Errno> {
+        check(linear, linear + length);
+        // SAFETY: a range of the guest, without memory of this program.
+        unsafe { sys::map_now(linear, length, rights, layout::MEMORY_FD, offset) }
+    }
+
+    fn map_private(&mut self, page: u64, contents: &Page, rights: u32) -> Result<(), Errno> {
+        check(page, page + PAGE);
+        let data = linux::PROT_READ | linux::PROT_WRITE;
+        // SAFETY: a page of the guest; nothing executes or reads it during the write.
+        unsafe {
+            sys::map(page, PAGE, data, Backing::Own)?;
+            (page as *mut Page).write(*contents);
+        }
+        self.protect(page, PAGE, rights)
+    }
+
+    fn unmap(&mut self, start: u64, end: u64) -> Result<(), Errno> {
+        check(start, end);
+        // SAFETY: a range of the guest, without memory of this program.
+        unsafe { sys::unmap(start, end - start) }
+    }
+
+    fn protect(&mut self, linear: u64, length: u64, rights: u32) -> Result<(), Errno> {
+        check(linear, linear + length);
+        // SAFETY: a range of the guest; the wedge accesses guest memory through another mapping.
+        unsafe { sys::protect(linear, length, rights) }
+    }
+
+    fn close(&mut self, linear: u64, length: u64, rights: u32) -> Result<(), Errno> {
+        pkeys::protect(linear, length, rights, CLOSED)
+    }
+
+    fn page(&self, page: u64) -> &Page {
+        // SAFETY: by the contract of the trait the page is private memory, readable, and nothing
+        // writes to it now.
+        unsafe { &*(page as *const Page) }
+    }
+
+    fn read(&self, linear: u64, to: &mut [u8]) {
+        // SAFETY: as in `page`.
+        to.copy_from_slice(unsafe { core::slice::from_raw_parts(linear as *const u8, to.len()) });
+    }
+
+    fn code_copy(&mut self, offset: u64) -> &mut Page {
+        // SAFETY: by the contract of the trait it is an offset in guest memory, and the copies are
+        // mapped and as long. They belong to this vCPU; nothing executes them now.
+        unsafe { &mut *((layout::COPIES + offset) as *mut Page) }
+    }
+
+    fn stub(&self, index: u32) -> [u8; STUB] {
+        // SAFETY: stubs are private memory, mapped for the life of the process.
+        unsafe { *(stub_address(index % MAX_CALLS) as *const [u8; STUB]) }
+    }
+
+    fn put_stub(&mut self, index: u32, code: &[u8; STUB]) {
+        let index = index % MAX_CALLS;
+        // SAFETY: stubs and slots are private memory, mapped for the life of the process; user mode
+        // does not run.
+        unsafe {
+            (stub_address(index) as *mut [u8; STUB]).write(*code);
+            ((SLOTS + 8 * u64::from(index)) as *mut u64).write(stub_address(index));
+        }
+    }
+
+    fn serialize(&mut self) {
+        clock::serialize();
+    }
+}
+
+impl MappingListener for ProcessMap<'_> {
+    fn on_map(&mut self, linear: u64, length: u64, rights: u32, offset: u64) {
+        self.peer.map(linear, length, rights, offset);
+    }
+
+    fn on_unmap(&mut self, start: u64, end: u64) {
+        self.peer.unmap(start, end);
+    }
+
+    fn on_narrow(&mut self, start: u64, end: u64, rights: u32) {
+        self.peer.narrow(start, end, rights);
+    }
+
+    fn on_stale(&mut self) {
+        signal::mark_stale();
+    }
+
+    fn on_walk(&mut self, memory: &GuestMemory, root: u64, linear: u64) {
+        profile::watch_walk(memory, slot(), root, linear);
+    }
+
+    fn on_follow(&mut self) {
+        profile::follow(slot());
+    }
+
+    fn count(&mut self, counter: usize) {
+        statistics::count(counter);
+    }
+
+    fn interrupt(&mut self, vcpu: usize) {
+        kick::interrupt(vcpu);
+    }
+
+    fn yield_now(&mut self) {
+        sys::yield_now();
+    }
+
+    fn fatal(&mut self, what: fmt::Arguments<'_>) -> ! {
+        report::fatal(what)
+    }
+}

@@ -1,0 +1,199 @@
+//! Single steps of pages in which a sequence ([`crate::mmu::exec_scan`]) is part of other
+//! instructions.
+//!
+//! Such a page executes from a private copy, one previously checked instruction at a time, with the
+//! trap flag. The copy is dropped when execution leaves it.
+
+use linux_raw_sys::general as linux;
+use vmm_cpu::walk::Intent;
+use wedge_core::VirtualCpu;
+use wedge_core::cpu::rflags;
+
+use crate::mmu::Mmu;
+use crate::mmu::exec_scan::{LONGEST, Next, next, pages_of};
+use crate::mmu::host::{HostMap, MappingListener};
+use crate::mmu::ram::{PAGE, is_user};
+use crate::mmu::space::Steps;
+
+/// Continuation of the guest.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Begin {
+    /// Without steps.
+    Free,
+    /// One instruction by a single step.
+    Step,
+    /// One instruction, emulated by the wedge.
+    Instead,
+}
+
+impl<H: HostMap + MappingListener> Mmu<'_, H> {
+    /// Prepares a user page with sequences for single-stepping. `false`: it cannot be executed.
+    pub fn open_steps(&mut self, cpu: &VirtualCpu) -> bool {
+        let (ram, memory) = (self.vm.ram, self.vm.memory);
+        let rip = cpu.frame.rip;
+        let (first, last) = pages_of(rip);
+        if !is_user(first) || !is_user(last) {
+            return false;
+        }
+        let mut frames = [0; 2];
+        let mut found: usize = 0;
+        for page in (first..=last).step_by(PAGE as usize) {
+            let paging = cpu.paging(page, true);
+            let Ok((address, _)) = paging.translate(memory, page, Intent::Fetch, true) else {
+                break;
+            };
+            let Some((offset, _)) = ram.offset(address) else { break };
+            self.track(offset, PAGE, cpu.cpl == 3);
+            frames[found] = address;
+            found += 1;
+        }
+        let mut offsets = frames[..found].iter().filter_map(|&address| ram.offset(address));
+        if !offsets.all(|(offset, _)| self.vm.table.holds(offset, PAGE)) {
+            // One of the pages has been written since: retry.
+            return true;
+        }
+        self.drop_range(first, last + PAGE);
+        let mut end = first;
+        for &address in &frames[..found] {
+            if self.map_step(end, address).is_none() {
+                break;
+            }
+            end += PAGE;
+        }
+        // A part of the mapping has failed.
+        if end <= last {
+            self.drop_range(end, last + PAGE);
+        }
+        if end == first {
+            return false;
+        }
+        self.host.serialize();
+        self.space.code.steps =
+            Steps { start: first, end, alone: end <= last, frames, ..Steps::default() };
+        let goes = self.may_step(rip).is_some();
+        if !goes {
+            self.drop_range(first, end);
+        }
+        goes
+    }
+
+    /// Prepares a step of an instruction that may write to its own page, with that page writable.
+    /// The written bytes go to guest memory afterwards. Otherwise execution and write faults of the
+    /// page would alternate forever.
+    pub fn open_writing_step(&mut self, cpu: &VirtualCpu, linear: u64) -> bool {
+        let page = linear & !(PAGE - 1);
+        if !self.is_stepped(page) && !self.open_steps(cpu) {
+            return false;
+        }
+        let Steps { start, end, .. } = self.space.code.steps;
+        if !self.is_stepped(page) {
+            // A page has been written since: retry. Else the host is out of mappings for this one.
+            return start == end;
+        }
+        let rights = linux::PROT_READ | linux::PROT_WRITE | linux::PROT_EXEC;
+        if self.host.protect(page, PAGE, rights).is_err() {
+            return false;
+        }
+        self.space.code.steps.written |= 1 << ((page - start) / PAGE);
+        true
+    }
+
+    /// Copies the bytes that a step has written to its pages to guest memory.
+    fn write_back(&mut self) {
+        let memory = self.vm.memory;
+        let Steps { start, end, written, frames, .. } = self.space.code.steps;
+        for (index, (page, address)) in (start..end).step_by(PAGE as usize).zip(frames).enumerate()
+        {
+            if written >> index & 1 == 0 {
+                continue;
+            }
+            let new = self.host.page(page);
+            let mut old = [0; PAGE as usize];
+            if memory.is_equal(address, new) == Ok(true)
+                || memory.read_slice(address, &mut old).is_err()
+            {
+                continue;
+            }
+            let differs = |&at: &usize| new[at] != old[at];
+            let Some(first) = (0..new.len()).find(differs) else { continue };
+            let last = (0..new.len()).rfind(differs).unwrap_or(first);
+            if let Some((offset, _)) = self.vm.ram.offset(address) {
+                self.vm.table.write(offset, PAGE);
+            }
+            // Guest memory is mapped for the life of the process.
+            let _ = memory.write_slice(address + first as u64, &new[first..=last]);
+        }
+    }
+
+    /// Maps a private copy of the page at a guest-physical address.
+    fn map_step(&mut self, page: u64, address: u64) -> Option<()> {
+        let mut bytes = [0; PAGE as usize];
+        self.vm.memory.read_slice(address & !(PAGE - 1), &mut bytes).ok()?;
+        self.host.map_private(page, &bytes, linux::PROT_READ | linux::PROT_EXEC).ok()
+    }
+
+    /// Returns whether an address is in the stepped pages.
+    pub fn is_stepped(&self, rip: u64) -> bool {
+        self.space.code.steps.contains(rip)
+    }
+
+    /// Returns the instruction at an address in the stepped pages, as far as it is executable.
+    fn may_step(&self, rip: u64) -> Option<Next> {
+        let Steps { start, end, alone, .. } = self.space.code.steps;
+        let is_whole = rip.checked_add(LONGEST).is_some_and(|after| after <= end);
+        if !(start..end).contains(&rip) || !is_whole && !alone {
+            return None;
+        }
+        let mut bytes = [0; LONGEST as usize];
+        let bytes = &mut bytes[..LONGEST.min(end - rip) as usize];
+        self.host.read(rip, bytes);
+        Some(next(bytes))
+    }
+
+    /// Decides before an entry whether the guest executes a single step of the stepped pages. Drops
+    /// the pages if execution has left them.
+    pub fn begin_step(&mut self, cpu: &mut VirtualCpu) -> Begin {
+        let Steps { start, end, .. } = self.space.code.steps;
+        if start == end {
+            return Begin::Free;
+        }
+        let next = if cpu.cpl == 3 { self.may_step(cpu.frame.rip) } else { None };
+        let next = match next {
+            None => {
+                self.drop_range(start, end);
+                return Begin::Free;
+            }
+            Some(Next::Never) => return Begin::Instead,
+            Some(next) => next,
+        };
+        let steps = &mut self.space.code.steps;
+        steps.pushes = next == Next::Pushes;
+        steps.traps = cpu.frame.rflags & rflags::TF != 0;
+        cpu.frame.rflags |= rflags::TF;
+        Begin::Step
+    }
+
+    /// Ends a step begun by [`Self::begin_step`], after a trap or another stop. Returns whether the
+    /// stop is due to the step alone.
+    pub fn end_step(&mut self, cpu: &mut VirtualCpu, trapped: bool) -> bool {
+        let Steps { start, end, pushes, traps, written, .. } = self.space.code.steps;
+        if written != 0 {
+            self.write_back();
+            if trapped {
+                self.drop_range(start, end);
+            }
+        }
+        if traps {
+            return false;
+        }
+        cpu.frame.rflags &= !rflags::TF;
+        // Bit 8 is in the second byte.
+        let (at, mut byte) = (cpu.frame.gpr[4].wrapping_add(1), [0]);
+        if trapped && pushes && is_user(at) {
+            // The instruction has just written it; if the page is unmapped by now, the value stays.
+            let _ = cpu.read(self.vm.memory, at, &mut byte);
+            let _ = cpu.write(self.vm.memory, at, &[byte[0] & !1]);
+        }
+        trapped
+    }
+}

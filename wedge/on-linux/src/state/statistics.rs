@@ -1,0 +1,27 @@
+//! Counters of the vCPUs.
+
+use core::sync::atomic::Ordering::Relaxed;
+
+use proto::hosted::{VcpuStatistics, layout};
+use vmm_cpu::MAX_VCPUS;
+
+use crate::state::process::process;
+
+/// Returns the counters of a vCPU.
+pub fn statistics(vcpu: usize) -> &'static VcpuStatistics {
+    // SAFETY: the device process has mapped the shared memory, initially zero; all fields are
+    // atomic.
+    let all =
+        unsafe { &*((layout::SHARED + layout::STATISTICS) as *const [VcpuStatistics; MAX_VCPUS]) };
+    &all[vcpu % MAX_VCPUS]
+}
+
+/// Returns the counters of this process's vCPU.
+pub fn own_statistics() -> &'static VcpuStatistics {
+    statistics(process().vcpu.load(Relaxed) as usize)
+}
+
+/// Increments a counter.
+pub fn count(counter: usize) {
+    own_statistics().counters[counter].fetch_add(1, Relaxed);
+}
