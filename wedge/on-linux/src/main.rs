@@ -9,6 +9,9 @@
 #![cfg_attr(target_os = "none", no_std)]
 #![cfg_attr(target_os = "none", no_main)]
 
+#[cfg(test)]
+extern crate std;
+
 mod backend;
 mod balloon;
 mod children;

@@ -106,3 +106,49 @@ pub fn sanitize(number: u32, context: &Context) -> Signal {
     let number = if is_possible { number } else { KICK };
     Signal { number, vector: context.vector, code, address: context.address }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn context(vector: u64, code: u64) -> Context {
+        // SAFETY: it consists of integers and an address.
+        let mut context: Context = unsafe { core::mem::zeroed() };
+        (context.vector, context.code, context.address) = (vector, code, 0x1234);
+        context
+    }
+
+    #[test]
+    fn signals_of_user_mode_keep_what_it_can_cause() {
+        let fault = sanitize(linux::SIGSEGV, &context(14, 0xffff_ffff));
+        assert_eq!(
+            (fault.number, fault.vector, fault.code, fault.address),
+            (linux::SIGSEGV, 14, 0x16, 0x1234)
+        );
+        assert_eq!(sanitize(linux::SIGSEGV, &context(13, 0x1_0018)).code, 0x18);
+        assert_eq!(sanitize(linux::SIGFPE, &context(16, 7)).code, 0);
+    }
+
+    #[test]
+    fn impossible_signals_become_notifications() {
+        for (number, vector) in [
+            (linux::SIGSEGV, 8),
+            (linux::SIGFPE, 14),
+            (linux::SIGTRAP, 14),
+            (linux::SIGBUS, 1),
+            (9, 0),
+            (KICK, 0),
+        ] {
+            assert_eq!(sanitize(number, &context(vector, 0)).number, KICK, "{number} {vector}");
+        }
+        assert_eq!(sanitize(TIMER, &context(0, 0)).number, TIMER);
+    }
+
+    #[test]
+    fn each_register_has_one_place() {
+        let mut seen = [false; 16];
+        ORDER.iter().for_each(|&register| seen[register] = true);
+        assert_eq!(seen, [true; 16]);
+        assert_eq!(size_of::<Context>() as u64, CONTEXT - 8 * 8 - 8);
+    }
+}

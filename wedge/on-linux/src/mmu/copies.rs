@@ -104,3 +104,100 @@ impl<H: HostMap + MappingListener> Mmu<'_, H> {
         mapped.is_some() && mapped == self.vm.ram.offset(address).map(|(offset, _)| offset)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mmu::testing::{CODE, HIGH, LOW, READ, Rig, USER};
+    use core::sync::atomic::Ordering::SeqCst;
+    use vmm_cpu::walk::Intent;
+
+    const FRAME: u64 = 0x8_0000;
+
+    fn guest() -> Rig {
+        let mut rig = Rig::with_keys();
+        rig.memory.fill(FRAME, 4 * PAGE, 0x90).unwrap();
+        rig.set_run(USER, FRAME, 4, CODE);
+        rig
+    }
+
+    #[test]
+    fn a_sequence_across_two_pages_is_never_mapped() {
+        let mut rig = guest();
+        rig.memory.write_slice(FRAME + PAGE - 1, &[0x0f, 0x01, 0xef]).unwrap();
+        rig.fill(USER, Intent::Fetch);
+        assert_eq!(rig.host.pages.len(), 1);
+        // The second page alone: the first is dropped for it.
+        rig.fill(USER + PAGE, Intent::Fetch);
+        assert!(rig.host.at(USER).is_none() || rig.host.at(USER + PAGE).is_none());
+    }
+
+    #[test]
+    fn a_page_that_ends_like_a_sequence_may_have_a_harmless_neighbour() {
+        let mut rig = guest();
+        rig.memory.write(FRAME + PAGE - 1, 0x0f_u8).unwrap();
+        rig.fill(USER, Intent::Fetch);
+        assert_eq!(rig.host.pages.len(), 4);
+        assert_eq!(rig.space.code.end_of(USER), Some([0x90, 0x0f]));
+    }
+
+    #[test]
+    fn the_end_of_a_run_drops_an_unscanned_neighbour() {
+        let mut rig = guest();
+        rig.memory.write(FRAME + PAGE - 1, 0x0f_u8).unwrap();
+        rig.fill(USER, Intent::Fetch);
+        let [end] = [USER + PAGE];
+        rig.mmu().map_code(USER, PAGE, FRAME, FRAME).unwrap();
+        assert!(rig.host.at(end).is_none());
+    }
+
+    #[test]
+    fn unchanged_copies_need_no_serialisation() {
+        let mut rig = guest();
+        rig.fill(USER, Intent::Fetch);
+        assert_eq!(rig.host.serialized, 1);
+        rig.mmu().drop_user_pages();
+        rig.fill(USER, Intent::Fetch);
+        assert_eq!(rig.host.serialized, 1);
+    }
+
+    #[test]
+    fn a_changed_border_drops_the_copy_in_all_processes() {
+        let mut rig = guest();
+        rig.fill(USER, Intent::Fetch);
+        rig.memory.write(FRAME + 4 * PAGE - 1, 0x0f_u8).unwrap();
+        rig.mmu().drop_range(USER + 3 * PAGE, USER + 4 * PAGE);
+        rig.fill(USER + 3 * PAGE, Intent::Fetch);
+        assert_eq!(rig.vcpus[0].renewals.load(SeqCst), 1);
+        assert_eq!(rig.vcpus[0].renewed[0].load(SeqCst), LOW + HIGH + FRAME + 3 * PAGE);
+    }
+
+    #[test]
+    fn writes_drop_copies() {
+        let mut rig = guest();
+        rig.fill(USER, Intent::Fetch);
+        rig.table.write(FRAME + PAGE, PAGE);
+        rig.sync();
+        assert!(rig.host.at(USER + PAGE).is_none() && rig.host.at(USER).is_some());
+    }
+
+    #[test]
+    fn copies_know_their_originals() {
+        let mut rig = guest();
+        rig.fill(USER, Intent::Fetch);
+        let mmu = rig.mmu();
+        assert!(mmu.is_copy_of(USER + PAGE, FRAME + PAGE));
+        assert!(!mmu.is_copy_of(USER + PAGE, FRAME) && !mmu.is_copy_of(USER + 0x10_0000, FRAME));
+        assert_eq!(mmu.vm.original(FRAME), None);
+    }
+
+    #[test]
+    fn a_page_outside_of_memory_is_not_copied() {
+        let mut rig = guest();
+        assert_eq!(rig.mmu().map_code(USER, PAGE, LOW, LOW), Ok(USER));
+        assert!(rig.host.pages.is_empty());
+        rig.host.fails_after = Some(0);
+        assert!(rig.mmu().map_code(USER, PAGE, FRAME, FRAME).is_err());
+        assert_eq!(rig.space.mapped.at(USER).map(|piece| piece.rights & READ), None);
+    }
+}

@@ -179,3 +179,154 @@ pub fn is_beside(rip: u64, linear: u64) -> bool {
     let (first, last) = pages_of(rip);
     [first, last].contains(&(linear & !(PAGE - 1)))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const WRPKRU: [u8; 3] = [0x0f, 0x01, 0xef];
+    const XRSTOR: [u8; 3] = [0x0f, 0xae, 0x28];
+
+    fn page(at: usize, bytes: &[u8]) -> Page {
+        let mut page = [0x90; PAGE as usize];
+        page[at..at + bytes.len()].copy_from_slice(bytes);
+        page
+    }
+
+    #[test]
+    fn both_sequences_are_found_at_every_offset() {
+        for sequence in [WRPKRU, XRSTOR] {
+            for at in [0, 1, 7, 8, 9, 4092, 4093] {
+                assert_eq!(find(&page(at, &sequence), 0), Some(at), "{sequence:x?} at {at}");
+            }
+        }
+    }
+
+    #[test]
+    fn other_instructions_with_the_same_first_bytes_are_none() {
+        // XGETBV, XSAVE, LFENCE, XRSTOR with a register operand.
+        for bytes in
+            [[0x0f, 0x01, 0xd0], [0x0f, 0xae, 0x20], [0x0f, 0xae, 0xe8], [0x0f, 0xae, 0xef]]
+        {
+            assert_eq!(find(&page(100, &bytes), 0), None, "{bytes:x?}");
+        }
+    }
+
+    #[test]
+    fn each_operand_of_xrstor_from_memory_is_found() {
+        for operand in 0..=0xff_u8 {
+            let is_memory = operand >> 6 != 3 && operand >> 3 & 7 == 5;
+            assert_eq!(find(&[0x0f, 0xae, operand], 0).is_some(), is_memory, "{operand:#x}");
+        }
+    }
+
+    #[test]
+    fn a_sequence_before_the_start_or_cut_off_is_not_found() {
+        assert_eq!(find(&page(8, &WRPKRU), 9), None);
+        assert_eq!(find(&WRPKRU[..2], 0), None);
+        assert_eq!(find(&page(4094, &WRPKRU[..2]), 0), None);
+    }
+
+    proptest! {
+        #[test]
+        fn the_search_by_words_agrees_with_one_by_bytes(
+            bytes in proptest::collection::vec(
+                prop_oneof![Just(0x0f_u8), Just(0x01), Just(0xae), Just(0xef), Just(0x28), any::<u8>()],
+                0..64,
+            ),
+            from in 0..64_usize,
+        ) {
+            let slow = bytes.windows(3).enumerate().skip(from).find(|(_, three)| {
+                three[0] == 0x0f && completes(three[1], three[2])
+            });
+            prop_assert_eq!(find(&bytes, from), slow.map(|(at, _)| at));
+        }
+
+        #[test]
+        fn a_scanned_page_has_no_sequence(
+            bytes in proptest::collection::vec(prop_oneof![Just(0x0f_u8), Just(0x01), Just(0xef), Just(0x31), Just(0xc0), Just(0xc3)], 40),
+        ) {
+            if let Some(scanned) = ScannedPage::closed(page(8, &bytes)) {
+                prop_assert_eq!(find(scanned.bytes(), 0), None);
+            }
+        }
+    }
+
+    #[test]
+    fn instructions_of_c_libraries_become_ud1() {
+        let wrpkru = page(16, &[0x0f, 0x01, 0xef, 0x31, 0xc0, 0xc3]);
+        let closed = ScannedPage::closed(wrpkru).unwrap();
+        assert_eq!(closed.bytes()[16..19], [0x0f, UD1, 0xef]);
+        // `xor edx, edx; xrstor [rsp]`, with and without REX.W.
+        for code in
+            [&[0x31, 0xd2, 0x0f, 0xae, 0x2c, 0x24][..], &[0x31, 0xd2, 0x48, 0x0f, 0xae, 0x2c, 0x24]]
+        {
+            let closed = ScannedPage::closed(page(16, code)).unwrap();
+            assert_eq!(find(closed.bytes(), 0), None);
+        }
+    }
+
+    #[test]
+    fn a_sequence_inside_of_other_code_refuses_the_page() {
+        assert!(ScannedPage::closed(page(16, &WRPKRU)).is_none());
+        assert!(ScannedPage::closed(page(16, &XRSTOR)).is_none());
+    }
+
+    #[test]
+    fn edits_may_not_form_a_sequence_with_keys() {
+        let before = page(16, &[0x0f, 0x01]);
+        let edit = [(18, &[0xef][..])];
+        assert!(ScannedPage::edited(before, true, edit.into_iter()).is_none());
+        let free = ScannedPage::edited(before, false, edit.into_iter()).unwrap();
+        assert_eq!(free.bytes()[16..19], WRPKRU);
+    }
+
+    #[test]
+    fn edits_at_the_borders_are_refused_with_keys_and_beyond_the_page_always() {
+        let page = page(0, &[]);
+        for at in [0, 1, 4095] {
+            assert!(
+                ScannedPage::edited(page, true, [(at, &[0][..])].into_iter()).is_none(),
+                "{at}"
+            );
+            assert!(
+                ScannedPage::edited(page, false, [(at, &[0][..])].into_iter()).is_some(),
+                "{at}"
+            );
+        }
+        assert!(ScannedPage::edited(page, true, [(2, &[0][..])].into_iter()).is_some());
+        assert!(ScannedPage::edited(page, false, [(4095, &[0, 0][..])].into_iter()).is_none());
+    }
+
+    #[test]
+    fn beginnings_and_ends_of_sequences_across_pages() {
+        assert_eq!(is_beginning(&page(4095, &[0x0f])), Some([0x90, 0x0f]));
+        assert_eq!(is_beginning(&page(4094, &[0x0f, 0xae])), Some([0x0f, 0xae]));
+        assert_eq!(is_beginning(&page(4094, &[0x0f, 0x05])), None);
+        assert!(is_end(&page(0, &[0xef])));
+        assert!(is_end(&page(0, &[0xae, 0x28])));
+        assert!(is_end(&page(0, &[0x2c])));
+        assert!(!is_end(&page(0, &[0x90, 0x90])));
+    }
+
+    #[test]
+    fn the_effect_of_instructions_on_a_step() {
+        assert_eq!(next(&[0x90]), Next::Step);
+        assert_eq!(next(&[0x66, 0x9c]), Next::Pushes);
+        // POP SS, POPF, IRETQ, XBEGIN, MOV SS, WRPKRU.
+        for code in [&[0x17][..], &[0x9d], &[0x48, 0xcf], &[0xc7, 0xf8], &[0x8e, 0xd0], &WRPKRU] {
+            assert_eq!(next(code), Next::Never, "{code:x?}");
+        }
+        // MOV DS.
+        assert_eq!(next(&[0x8e, 0xd8]), Next::Step);
+    }
+
+    #[test]
+    fn pages_of_an_instruction() {
+        assert_eq!(pages_of(0x1000), (0x1000, 0x1000));
+        assert_eq!(pages_of(0x1ff2), (0x1000, 0x2000));
+        assert!(is_beside(0x1ff2, 0x2fff) && is_beside(0x1ff2, 0x1000));
+        assert!(!is_beside(0x1ff1, 0x2000));
+    }
+}

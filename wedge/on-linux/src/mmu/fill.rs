@@ -259,3 +259,223 @@ impl<H: HostMap + MappingListener> Mmu<'_, H> {
         self.host.close(page, PAGE, rights).is_ok()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mmu::testing::{CODE, DATA, EXEC, Event, HIGH, LOW, READ, Rig, USER, WRITE};
+
+    #[test]
+    fn a_page_is_mapped_with_its_rights() {
+        let mut rig = Rig::new();
+        rig.set(USER, 0x8_0000, DATA);
+        assert_eq!(rig.fill(USER + 8, Intent::Write), Fault::Filled);
+        assert_eq!(rig.host.at(USER), Some((0x8_0000, READ | WRITE)));
+        assert_eq!(rig.host.events, [Event::Map(USER, PAGE, READ | WRITE, 0x8_0000)]);
+        assert_eq!(rig.space.mapped.at(USER).unwrap().offset, 0x8_0000);
+    }
+
+    #[test]
+    fn the_guests_own_faults_are_reported() {
+        let mut rig = Rig::new();
+        assert!(matches!(rig.fill(USER, Intent::Read), Fault::Guest(_)));
+        rig.set(USER, 0x8_0000, CODE);
+        assert!(matches!(rig.fill(USER, Intent::Write), Fault::Guest(_)));
+        rig.set(USER, 0x8_0000, DATA);
+        assert!(matches!(rig.fill(USER, Intent::Fetch), Fault::Guest(_)));
+        assert!(rig.host.pages.is_empty());
+    }
+
+    #[test]
+    fn other_addresses_are_devices() {
+        let mut rig = Rig::new();
+        for device in [LOW, 0xfee0_0000, (1 << 32) + HIGH] {
+            rig.set(USER, device, DATA);
+            assert_eq!(rig.fill(USER + 4, Intent::Read), Fault::Device(device + 4));
+        }
+    }
+
+    #[test]
+    fn contiguous_pages_are_mapped_by_one_call() {
+        let mut rig = Rig::new();
+        rig.set_run(USER, 0x8_0000, 4, DATA);
+        // Not contiguous in memory; other rights.
+        rig.set(USER + 4 * PAGE, 0x10_0000, DATA);
+        assert_eq!(rig.fill(USER + 2 * PAGE, Intent::Read), Fault::Filled);
+        assert_eq!((rig.host.calls, rig.host.pages.len()), (1, 4));
+        assert_eq!(rig.host.at(USER + 3 * PAGE), Some((0x8_3000, READ | WRITE)));
+    }
+
+    #[test]
+    fn a_run_ends_at_other_rights_mapped_pages_and_its_block() {
+        let mut rig = Rig::new();
+        rig.set_run(USER, 0x8_0000, 300, DATA);
+        rig.set(USER + 2 * PAGE, 0x8_2000, DATA & !entry::WRITE);
+        rig.fill(USER, Intent::Read);
+        assert_eq!(rig.host.pages.len(), 2);
+        rig.fill(USER + 255 * PAGE, Intent::Read);
+        assert!(rig.host.at(USER + 3 * PAGE).is_some() && rig.host.at(USER + 256 * PAGE).is_none());
+    }
+
+    #[test]
+    fn accessed_bits_of_the_run_are_set() {
+        let mut rig = Rig::new();
+        rig.set_run(USER, 0x8_0000, 2, DATA & !entry::ACCESSED);
+        rig.fill(USER, Intent::Read);
+        let at = rig.entry(USER + PAGE, 12);
+        assert_eq!(rig.memory.read::<u64>(at).unwrap(), 0x8_1000 | DATA);
+    }
+
+    #[test]
+    fn without_batches_pages_are_mapped_one_by_one() {
+        let mut rig = Rig::new();
+        rig.modes.batches = false;
+        rig.set_run(USER, 0x8_0000, 4, DATA);
+        rig.fill(USER + PAGE, Intent::Read);
+        assert_eq!(rig.host.pages.len(), 1);
+    }
+
+    #[test]
+    fn the_hole_of_guest_memory_ends_a_run() {
+        let mut rig = Rig::new();
+        rig.set(USER, LOW - PAGE, DATA);
+        rig.set(USER + PAGE, 1 << 32, DATA);
+        rig.fill(USER, Intent::Read);
+        assert_eq!(rig.host.pages.len(), 1);
+        rig.fill(USER + PAGE, Intent::Read);
+        assert_eq!(rig.host.at(USER + PAGE), Some((LOW, READ | WRITE)));
+    }
+
+    #[test]
+    fn large_pages_are_mapped_whole_and_noted() {
+        let mut rig = Rig::new();
+        let at = rig.entry(USER, 21);
+        rig.memory.write(at, 0x40_0000 | DATA | entry::LARGE).unwrap();
+        assert_eq!(rig.fill(USER + 0x1_2345, Intent::Read), Fault::Filled);
+        assert_eq!(rig.host.pages.len(), 512);
+        assert!(rig.vcpus[0].slots[0].large.load(Relaxed));
+    }
+
+    #[test]
+    fn a_large_page_that_is_not_all_memory_is_mapped_in_parts() {
+        let mut rig = Rig::new();
+        let at = rig.entry(USER, 30);
+        rig.memory.write(at, DATA | entry::LARGE).unwrap();
+        rig.fill(USER + 0x1000, Intent::Read);
+        assert_eq!(rig.host.pages.len(), 512);
+        assert_eq!(rig.fill(USER + LOW, Intent::Read), Fault::Device(LOW));
+    }
+
+    #[test]
+    fn a_refused_mapping_drops_all_and_is_retried_once() {
+        let mut rig = Rig::new();
+        rig.set(USER, 0x8_0000, DATA);
+        rig.set(USER + 0x100_0000, 0x9_0000, DATA);
+        rig.fill(USER, Intent::Read);
+        rig.host.fails_after = Some(0);
+        assert_eq!(rig.fill(USER + 0x100_0000, Intent::Read), Fault::Filled);
+        assert_eq!(rig.host.at(USER), None);
+        assert_eq!(rig.host.at(USER + 0x100_0000), Some((0x9_0000, READ | WRITE)));
+        assert_eq!(rig.space.mapped.pieces().len(), 1);
+    }
+
+    #[test]
+    fn kernel_pages_are_closed_and_not_listed() {
+        let mut rig = Rig::with_keys();
+        rig.cpu.cpl = 0;
+        let module = layout::MODULES + 0x1000;
+        rig.set(module, 0x8_0000, DATA & !entry::USER);
+        assert_eq!(rig.fill(module, Intent::Write), Fault::Filled);
+        assert_eq!(rig.host.closed[&module], (PAGE, READ | WRITE));
+        assert!(rig.space.mapped.pieces().is_empty() && rig.host.events.is_empty());
+    }
+
+    #[test]
+    fn a_copied_frame_is_mapped_read_only_and_leaves_the_table_on_a_write() {
+        let mut rig = Rig::new();
+        rig.set(USER, 0x8_0000, DATA);
+        rig.table.insert_range(0x8_0000, PAGE);
+        rig.fill(USER, Intent::Read);
+        assert_eq!(rig.host.at(USER), Some((0x8_0000, READ)));
+        // The write waits until the table is applied.
+        assert_eq!(rig.fill(USER, Intent::Write), Fault::Filled);
+        assert!(!rig.table.holds(0x8_0000, PAGE));
+        assert_eq!(rig.host.at(USER), Some((0x8_0000, READ)));
+        rig.sync();
+        rig.fill(USER, Intent::Write);
+        assert_eq!(rig.host.at(USER), Some((0x8_0000, READ | WRITE)));
+    }
+
+    #[test]
+    fn the_profiler_sees_each_walk() {
+        let mut rig = Rig::new();
+        rig.modes.profile = true;
+        rig.set(USER, 0x8_0000, DATA);
+        rig.fill(USER, Intent::Read);
+        assert_eq!(rig.host.events[0], Event::Walk(USER));
+    }
+
+    #[test]
+    fn with_keys_code_is_mapped_from_scanned_copies() {
+        let mut rig = Rig::with_keys();
+        rig.set_run(USER, 0x8_0000, 2, CODE);
+        rig.memory.write(0x8_0000, 0x9090_u16).unwrap();
+        assert_eq!(rig.fill(USER, Intent::Fetch), Fault::Filled);
+        let copies = LOW + HIGH;
+        assert_eq!(rig.host.at(USER), Some((copies + 0x8_0000, READ | EXEC)));
+        assert_eq!(rig.host.copies[&0x8_0000][..2], [0x90, 0x90]);
+        assert_eq!(rig.host.pages.len(), 2);
+        assert!(rig.table.has_all(0x8_0000, 2 * PAGE) && rig.host.serialized == 1);
+    }
+
+    #[test]
+    fn with_keys_a_page_with_a_sequence_is_not_executed() {
+        let mut rig = Rig::with_keys();
+        rig.set_run(USER, 0x8_0000, 2, CODE);
+        rig.memory.write_slice(0x8_0100, &[0x0f, 0x01, 0xef]).unwrap();
+        assert_eq!(rig.fill(USER, Intent::Fetch), Fault::Sequence);
+        assert_eq!(rig.host.at(USER), None);
+        // Its neighbour is.
+        assert_eq!(rig.fill(USER + PAGE, Intent::Fetch), Fault::Filled);
+    }
+
+    #[test]
+    fn with_keys_writable_code_is_mapped_in_one_way_at_a_time() {
+        let mut rig = Rig::with_keys();
+        rig.set(USER, 0x8_0000, DATA & !entry::NX);
+        rig.cpu.frame.rip = USER + 0x10_0000;
+        assert_eq!(rig.fill(USER, Intent::Read), Fault::Filled);
+        assert_eq!(rig.host.at(USER), Some((0x8_0000, READ | WRITE)));
+        assert_eq!(rig.fill(USER, Intent::Fetch), Fault::Filled);
+        assert_eq!(rig.host.at(USER).unwrap().1, READ | EXEC);
+        rig.cpu.frame.rip = USER + 0x20;
+        assert_eq!(rig.fill(USER + 0x40, Intent::Write), Fault::OwnCode);
+    }
+
+    #[test]
+    fn large_code_pages_are_mapped_in_pieces_with_keys() {
+        let mut rig = Rig::with_keys();
+        let at = rig.entry(USER, 21);
+        rig.memory.write(at, 0x40_0000 | CODE | entry::LARGE).unwrap();
+        assert_eq!(rig.fill(USER + 0x2_0000, Intent::Fetch), Fault::Filled);
+        assert_eq!(rig.host.pages.len() as u64, CODE_AROUND);
+    }
+
+    #[test]
+    fn the_kernel_executes_its_image_where_its_tables_permit_it() {
+        let mut rig = Rig::with_keys();
+        rig.cpu.cpl = 0;
+        let page = layout::IMAGE + 0x30_0000;
+        rig.set(page, 0x30_0000, CODE & !entry::USER);
+        let cpu = rig.cpu.clone();
+        assert!(rig.mmu().fill_image(&cpu, page + 4));
+        assert_eq!(rig.host.closed[&page], (PAGE, READ | WRITE | EXEC));
+        assert!(!rig.mmu().fill_image(&cpu, page + PAGE));
+        assert!(!rig.mmu().fill_image(&cpu, USER));
+        rig.mmu().kernel_changed(crate::state::shared::EVERYTHING);
+        // The image before its code, and after it.
+        assert_eq!(rig.host.closed[&layout::IMAGE], (0x10_0000, READ | WRITE));
+        rig.modes.keys = false;
+        assert!(!rig.mmu().fill_image(&cpu, page));
+    }
+}

@@ -340,3 +340,200 @@ fn first_mapped(
     let last = piece.offset + (piece.end - piece.start);
     Some((at(offset.max(piece.offset)), at(end.min(last))))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mmu::testing::{CODE, DATA, Event, READ, Rig, USER, WRITE};
+    use hw_x86::paging::entry;
+    use vmm_cpu::walk::Intent;
+
+    fn mapped(pages: u64) -> Rig {
+        let mut rig = Rig::new();
+        rig.set_run(USER, 0x8_0000, pages, DATA);
+        rig.fill(USER, Intent::Write);
+        assert_eq!(rig.host.pages.len() as u64, pages);
+        rig.host.events.clear();
+        rig
+    }
+
+    fn flush_space(rig: &mut Rig) {
+        rig.vcpus[0].slots[0].stale.store(true, Relaxed);
+        rig.mmu().follow();
+        assert!(!rig.vcpus[0].slots[0].stale.load(Relaxed));
+    }
+
+    #[test]
+    fn a_flush_drops_exactly_what_has_changed() {
+        let mut rig = mapped(6);
+        rig.set(USER + PAGE, 0, 0);
+        rig.set(USER + 2 * PAGE, 0xa_0000, DATA);
+        rig.set(USER + 4 * PAGE, 0, 0);
+        flush_space(&mut rig);
+        let left: std::vec::Vec<u64> =
+            rig.host.pages.keys().map(|page| (page - USER) / PAGE).collect();
+        assert_eq!(left, [0, 3, 5]);
+        let unmapped = [
+            Event::Unmap(USER + PAGE, USER + 3 * PAGE),
+            Event::Unmap(USER + 4 * PAGE, USER + 5 * PAGE),
+        ];
+        assert_eq!(rig.host.events[..], [&[Event::Stale][..], &unmapped].concat());
+    }
+
+    #[test]
+    fn reduced_rights_are_narrowed_in_place() {
+        let mut rig = mapped(3);
+        rig.set_run(USER, 0x8_0000, 2, DATA & !entry::WRITE);
+        flush_space(&mut rig);
+        assert_eq!(rig.host.at(USER + PAGE), Some((0x8_1000, READ)));
+        assert_eq!(rig.host.at(USER + 2 * PAGE), Some((0x8_2000, READ | WRITE)));
+        assert!(rig.host.events.contains(&Event::Narrow(USER, USER + 2 * PAGE, READ)));
+        assert_eq!(rig.space.mapped.at(USER).unwrap().rights, READ);
+    }
+
+    #[test]
+    fn rights_that_cannot_be_narrowed_are_unmapped() {
+        let mut rig = mapped(1);
+        rig.set(USER, 0x8_0000, DATA & !entry::WRITE);
+        rig.host.fails_after = Some(0);
+        flush_space(&mut rig);
+        assert_eq!((rig.host.at(USER), rig.space.mapped.at(USER)), (None, None));
+    }
+
+    #[test]
+    fn too_many_changes_drop_all() {
+        let mut rig = mapped(60);
+        for page in (0..60).step_by(2) {
+            rig.set(USER + page * PAGE, 0, 0);
+        }
+        flush_space(&mut rig);
+        assert!(rig.host.pages.is_empty() && rig.space.mapped.pieces().is_empty());
+    }
+
+    #[test]
+    fn without_batches_a_flush_drops_all() {
+        let mut rig = mapped(2);
+        rig.modes.batches = false;
+        flush_space(&mut rig);
+        assert!(rig.host.pages.is_empty());
+    }
+
+    #[test]
+    fn one_page_is_flushed_alone() {
+        let mut rig = mapped(3);
+        rig.mmu().flush_page(USER + PAGE);
+        assert_eq!((rig.host.pages.len(), rig.host.at(USER + PAGE)), (2, None));
+        // Addresses that are never mapped on demand.
+        rig.mmu().flush_page(layout::IMAGE);
+        assert_eq!(rig.host.pages.len(), 2);
+    }
+
+    #[test]
+    fn with_large_pages_a_flush_examines_the_large_page() {
+        let mut rig = mapped(3);
+        rig.vcpus[0].slots[0].large.store(true, Relaxed);
+        rig.set(USER + 2 * PAGE, 0, 0);
+        rig.mmu().flush_page(USER);
+        assert_eq!(rig.host.pages.len(), 2);
+    }
+
+    #[test]
+    fn kernel_changes_reach_a_process_that_follows_later() {
+        let mut rig = Rig::new();
+        rig.cpu.cpl = 0;
+        let pages = [layout::MODULES, layout::VMALLOC].map(|at| at + 0x1000);
+        for page in pages {
+            rig.set(page, 0x8_0000, DATA & !entry::USER);
+            rig.fill(page, Intent::Read);
+        }
+        let vcpu = &rig.vcpus[0];
+        vcpu.changed[0].store(pages[0], Relaxed);
+        vcpu.changes.store(1, SeqCst);
+        rig.mmu().follow();
+        assert_eq!(
+            (rig.host.at(pages[0]), rig.host.at(pages[1])),
+            (None, Some((0x8_0000, READ | WRITE)))
+        );
+        rig.mmu().kernel_changed(EVERYTHING);
+        assert!(rig.host.pages.is_empty());
+    }
+
+    #[test]
+    fn a_process_that_missed_changes_drops_the_kernel() {
+        let mut rig = Rig::new();
+        rig.cpu.cpl = 0;
+        rig.set(layout::MODULES, 0x8_0000, DATA & !entry::USER);
+        rig.fill(layout::MODULES, Intent::Read);
+        rig.vcpus[0].changes.store(FLUSHES as u64 + 1, SeqCst);
+        rig.mmu().follow();
+        assert!(rig.host.pages.is_empty());
+        // A guest that has set the counter back harms nothing else.
+        rig.vcpus[0].changes.store(0, SeqCst);
+        rig.mmu().follow();
+        assert_eq!(rig.vcpus[0].slots[0].followed.load(Relaxed), 0);
+    }
+
+    #[test]
+    fn dropping_all_user_pages_leaves_the_kernel() {
+        let mut rig = mapped(2);
+        rig.set(layout::FIXMAP, 0x8_0000, DATA);
+        rig.fill(layout::FIXMAP, Intent::Read);
+        rig.mmu().drop_user_pages();
+        assert_eq!(rig.host.pages.len(), 1);
+        assert!(rig.host.events.contains(&Event::Stale));
+    }
+
+    #[test]
+    fn ranges_beside_user_mode_are_not_dropped() {
+        let mut rig = mapped(1);
+        rig.mmu().drop_range(layout::LOW_END - PAGE, layout::LOW_END);
+        rig.mmu().drop_range(USER, layout::DIRECT + PAGE);
+        assert_eq!((rig.host.calls, rig.host.pages.len()), (1, 1));
+    }
+
+    #[test]
+    fn frames_are_dropped_wherever_they_are_mapped() {
+        let mut rig = mapped(4);
+        rig.set(USER + 0x100_0000, 0x8_1000, DATA & !entry::WRITE);
+        rig.fill(USER + 0x100_0000, Intent::Read);
+        rig.mmu().drop_writable(0x8_1000, PAGE);
+        assert_eq!((rig.host.at(USER + PAGE), rig.host.pages.len()), (None, 4));
+        rig.mmu().drop_mapped(0x8_0000, 4 * PAGE, READ);
+        assert!(rig.host.pages.is_empty());
+    }
+
+    #[test]
+    fn an_incomplete_list_drops_all() {
+        let mut rig = mapped(1);
+        for index in 0..PIECES as u64 {
+            let start = USER + (2 * index + 0x1000) * PAGE;
+            rig.space.mapped.add(Piece { start, end: start + PAGE, offset: 0, rights: READ });
+        }
+        assert!(!rig.space.mapped.is_complete());
+        rig.mmu().drop_mapped(0x10_0000, PAGE, READ);
+        assert!(rig.host.pages.is_empty() && rig.space.mapped.is_complete());
+    }
+
+    #[test]
+    #[should_panic(expected = "cannot unmap guest memory")]
+    fn a_refused_unmapping_ends_the_vm() {
+        let mut rig = mapped(1);
+        rig.host.fails_after = Some(0);
+        rig.mmu().drop_user_pages();
+    }
+
+    #[test]
+    fn with_keys_a_changed_code_page_is_dropped() {
+        let mut rig = Rig::with_keys();
+        rig.set_run(USER, 0x8_0000, 2, CODE);
+        rig.fill(USER, Intent::Fetch);
+        rig.set(USER, 0x9_0000, CODE);
+        flush_space(&mut rig);
+        assert_eq!(rig.host.at(USER), None);
+        assert!(rig.host.at(USER + PAGE).is_some());
+        // Copies are all or nothing: without the right to execute nothing is left.
+        rig.set(USER + PAGE, 0x8_1000, CODE | entry::NX);
+        flush_space(&mut rig);
+        assert!(rig.host.pages.is_empty());
+    }
+}

@@ -276,3 +276,132 @@ impl CopiedFrames {
         place.store(frame << 16 | writes.min(OFTEN), SeqCst);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::boxed::Box;
+    use std::collections::BTreeSet;
+    use std::vec::Vec;
+
+    fn table() -> Box<CopiedFrames> {
+        // SAFETY: zeros are the initial state.
+        unsafe { Box::new_zeroed().assume_init() }
+    }
+
+    #[test]
+    fn frames_enter_and_leave() {
+        let table = table();
+        assert!(table.is_empty() && !table.holds(0, u64::from(u32::MAX)));
+        assert!(table.insert_range(3 * PAGE, 2 * PAGE));
+        assert!(!table.insert_range(3 * PAGE, 2 * PAGE));
+        assert!(table.has_all(3 * PAGE, 2 * PAGE) && !table.has_all(3 * PAGE, 3 * PAGE));
+        assert!(table.holds(0, 4 * PAGE) && !table.holds(0, 3 * PAGE));
+        assert!(table.write(4 * PAGE + 8, 1));
+        assert!(table.holds(3 * PAGE, 1) && !table.holds(4 * PAGE, PAGE));
+        assert!(!table.write(4 * PAGE, PAGE));
+    }
+
+    #[test]
+    fn ranges_are_split_into_groups() {
+        let all: Vec<Frames> = Frames::in_range(15 * PAGE, 3 * PAGE).collect();
+        assert_eq!(all, [Frames { group: 0, bits: 1 << 15 }, Frames { group: 1, bits: 3 }]);
+        let runs: Vec<_> = Frames { group: 1, bits: 0b1101 }.runs().collect();
+        assert_eq!(runs, [(16 * PAGE, PAGE), (18 * PAGE, 2 * PAGE)]);
+        let whole: Vec<_> = Frames { group: 2, bits: ALL }.runs().collect();
+        assert_eq!(whole, [(32 * PAGE, 16 * PAGE)]);
+    }
+
+    #[test]
+    fn entries_are_decoded() {
+        let frames = Frames { group: 77, bits: 0x8001 };
+        assert_eq!(Frames::of(frames.entry()), Some(frames));
+        assert_eq!(Frames::of(frames.entry() | REMOVED), Some(frames));
+        assert_eq!(Frames::of(0), None);
+    }
+
+    #[test]
+    fn changes_are_logged() {
+        let table = table();
+        table.insert_range(0, PAGE);
+        table.write(0, PAGE);
+        let [added, removed] = [1, 2].map(|change| table.record(change).unwrap());
+        assert_eq!((added & REMOVED, removed & REMOVED), (0, REMOVED));
+        assert_eq!(Frames::of(added), Frames::of(removed));
+        assert_eq!(table.removals.load(SeqCst), 2);
+        assert_eq!(table.record(3), None);
+    }
+
+    #[test]
+    fn an_overwritten_log_says_so() {
+        let table = table();
+        for change in 0..u64::from(LOG) + 1 {
+            table.insert_range(change * PAGE, PAGE);
+        }
+        assert_eq!(table.record(1), None);
+        assert!(table.record(LOG).is_some());
+        table.empty();
+        assert_eq!(table.record(LOG + 2), None);
+        assert!(table.is_empty() && table.all().all(|frames| frames.bits == 0));
+    }
+
+    #[test]
+    fn a_full_table_is_emptied() {
+        let table = table();
+        // All of these groups may be stored at the same places only if their hashes agree; many
+        // groups fill them sooner or later.
+        let mut group = 0;
+        while !table.insert_fails(group) {
+            group += 1;
+        }
+        assert!(table.is_empty() && group > PROBES as u64);
+    }
+
+    impl CopiedFrames {
+        fn insert_fails(&self, group: u64) -> bool {
+            self.insert(Frames { group, bits: 1 });
+            self.is_empty()
+        }
+    }
+
+    #[test]
+    fn frames_that_are_written_often_rest_for_a_while() {
+        let table = table();
+        for _ in 0..OFTEN {
+            assert!(!table.is_written_often(5));
+            table.insert_range(5 * PAGE, PAGE);
+            table.write(5 * PAGE, PAGE);
+        }
+        let refused = (0..2 * REFUSALS).take_while(|_| table.is_written_often(5)).count();
+        assert_eq!(refused as u64, REFUSALS);
+        assert!(!table.is_written_often(6));
+    }
+
+    #[test]
+    fn changes_are_ordered_across_an_overflow() {
+        assert!(is_after(5, 5) && is_after(6, 5) && !is_after(4, 5));
+        assert!(is_after(1, u32::MAX) && !is_after(u32::MAX, 1));
+    }
+
+    proptest! {
+        #[test]
+        fn the_table_is_a_set_of_frames(steps in proptest::collection::vec((any::<bool>(), 0..64_u64, 1..20_u64), 0..40)) {
+            let table = table();
+            let mut model = BTreeSet::new();
+            for (enters, first, count) in steps {
+                if enters {
+                    table.insert_range(first * PAGE, count * PAGE);
+                    model.extend(first..first + count);
+                } else {
+                    let held = model.range(first..first + count).next().is_some();
+                    prop_assert_eq!(table.write(first * PAGE, count * PAGE), held);
+                    model.retain(|frame| !(first..first + count).contains(frame));
+                }
+            }
+            for frame in 0..90 {
+                prop_assert_eq!(table.holds(frame * PAGE, PAGE), model.contains(&frame));
+            }
+        }
+    }
+}

@@ -259,3 +259,132 @@ impl<H: HostMap + MappingListener> Mmu<'_, H> {
         true
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mmu::testing::{DATA, EXEC, Event, HIGH, LOW, READ, Rig, USER, WRITE};
+    use vmm_cpu::walk::Intent;
+
+    #[test]
+    fn frames_in_the_table_are_write_protected() {
+        let mut rig = Rig::new();
+        rig.set(USER, 0x8_0000, DATA);
+        rig.fill(USER, Intent::Write);
+        rig.table.insert_range(0x8_0000, 2 * PAGE);
+        rig.sync();
+        // The writable mapping is dropped, and direct map and image are protected.
+        assert_eq!(rig.host.at(USER), None);
+        assert_eq!(rig.host.closed[&(layout::DIRECT + 0x8_0000)], (2 * PAGE, READ));
+        assert_eq!(rig.host.closed[&(layout::IMAGE + 0x8_0000)], (2 * PAGE, READ | EXEC));
+        assert!(rig.mmu().is_in_sync());
+        assert_eq!(rig.vcpus[0].frames_applied.load(SeqCst), 1);
+    }
+
+    #[test]
+    fn with_keys_the_image_stays_writable() {
+        let mut rig = Rig::with_keys();
+        rig.table.insert_range(0x8_0000, PAGE);
+        rig.sync();
+        assert!(!rig.host.closed.contains_key(&(layout::IMAGE + 0x8_0000)));
+    }
+
+    #[test]
+    fn protection_follows_the_hole_of_guest_memory() {
+        let mut rig = Rig::new();
+        let all = LOW + HIGH;
+        rig.mmu().protect(0, all, READ | WRITE).unwrap();
+        assert_eq!(rig.host.closed[&layout::DIRECT], (LOW, READ | WRITE));
+        assert_eq!(rig.host.closed[&(layout::DIRECT + (1 << 32))], (HIGH, READ | WRITE));
+        assert_eq!(rig.host.closed[&layout::IMAGE], (LOW, READ | WRITE | EXEC));
+    }
+
+    #[test]
+    fn a_kernel_write_takes_the_frame_from_the_table() {
+        let mut rig = Rig::new();
+        for base in [layout::DIRECT, layout::IMAGE] {
+            rig.table.insert_range(0x8_0000, PAGE);
+            rig.sync();
+            assert!(rig.mmu().write_by_kernel(base + 0x8_0123));
+            assert!(!rig.table.holds(0x8_0000, PAGE));
+            rig.sync();
+            assert_eq!(rig.host.closed[&(layout::DIRECT + 0x8_0000)], (PAGE, READ | WRITE));
+        }
+        // A frame that another vCPU has removed is made writable at once.
+        rig.host.closed.clear();
+        assert!(rig.mmu().write_by_kernel(layout::DIRECT + 0x8_0000));
+        assert_eq!(rig.host.closed[&(layout::DIRECT + 0x8_0000)], (PAGE, READ | WRITE));
+        assert!(!rig.mmu().write_by_kernel(layout::DIRECT + LOW));
+        assert!(!rig.mmu().write_by_kernel(USER));
+    }
+
+    #[test]
+    fn a_frame_may_be_copied_once_all_busy_vcpus_protect_it() {
+        let mut rig = Rig::new();
+        assert!(!rig.mmu().may_copy(0x8_0000));
+        // Not applied yet.
+        assert!(!rig.mmu().may_copy(0x8_0000));
+        rig.sync();
+        assert!(rig.mmu().may_copy(0x8_0000));
+        rig.vcpus[1].idle.store(idle_state::BUSY, SeqCst);
+        assert!(!rig.mmu().may_copy(0x8_0000));
+        rig.vcpus[1].frames_applied.store(1, SeqCst);
+        assert!(rig.mmu().may_copy(0x8_0000));
+    }
+
+    #[test]
+    fn tracking_waits_only_if_permitted() {
+        let mut rig = Rig::with_keys();
+        rig.vcpus[1].idle.store(idle_state::BUSY, SeqCst);
+        assert!(!rig.mmu().track(0x8_0000, PAGE, false));
+        let other = &rig.vcpus[1];
+        rig.host.on_yield = Some(std::boxed::Box::new(|| other.frames_applied.store(1, SeqCst)));
+        assert!(rig.mmu().track(0x8_0000, PAGE, true));
+        assert!(rig.host.events.contains(&Event::Interrupt(1)));
+    }
+
+    #[test]
+    fn a_removal_is_awaited_unless_the_other_vcpu_has_seen_it_in_the_kernel() {
+        let mut rig = Rig::new();
+        rig.vcpus[1].idle.store(idle_state::BUSY, SeqCst);
+        rig.table.insert_range(0x8_0000, PAGE);
+        rig.sync();
+        rig.table.write(0x8_0000, PAGE);
+        let (other, table) = (&rig.vcpus[1], rig.table);
+        rig.host.on_yield =
+            Some(std::boxed::Box::new(move || note_interrupted_kernel(other, table)));
+        assert!(!rig.mmu().is_in_sync());
+        rig.sync();
+        assert!(rig.mmu().is_in_sync() && rig.host.events.contains(&Event::Interrupt(1)));
+    }
+
+    #[test]
+    fn a_process_that_has_missed_the_log_starts_over() {
+        let mut rig = Rig::new();
+        rig.set(USER, 0x8_0000, DATA);
+        rig.fill(USER, Intent::Write);
+        for frame in 0..1100 {
+            rig.table.insert_range((0x200 + frame) * PAGE, PAGE);
+        }
+        rig.sync();
+        assert!(rig.host.pages.is_empty());
+        assert_eq!(rig.host.closed[&layout::DIRECT], (LOW, READ | WRITE));
+        assert_eq!(rig.host.closed[&(layout::DIRECT + 0x20_0000)].1, READ);
+    }
+
+    #[test]
+    fn a_frame_that_cannot_be_protected_leaves_the_table() {
+        let mut rig = Rig::new();
+        rig.table.insert_range(0x8_0000, PAGE);
+        rig.host.fails_after = Some(0);
+        rig.sync();
+        assert!(rig.table.is_empty());
+        // With protection keys the whole table is given up.
+        let mut rig = Rig::with_keys();
+        rig.table.insert_range(0x8_0000, PAGE);
+        rig.table.insert_range(0x200_000, PAGE);
+        rig.host.fails_after = Some(0);
+        rig.sync();
+        assert!(rig.table.is_empty());
+    }
+}

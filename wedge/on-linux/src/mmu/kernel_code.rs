@@ -85,3 +85,68 @@ pub fn write_code(cpu: &VirtualCpu, memory: &GuestMemory, to: u64, bytes: &[u8])
     }
     Some(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mmu::testing::{CODE, Rig, USER};
+    use hw_x86::paging::entry;
+
+    const FRAME: u64 = 0x8_0000;
+    const WRPKRU: [u8; 3] = [0x0f, 0x01, 0xef];
+
+    fn kernel() -> Rig {
+        let mut rig = Rig::with_keys();
+        rig.cpu.cpl = 0;
+        // Not contiguous in memory.
+        rig.set(USER, FRAME, CODE & !entry::USER);
+        rig.set(USER + PAGE, FRAME + 4 * PAGE, CODE & !entry::USER);
+        rig
+    }
+
+    fn bytes(rig: &Rig, at: u64) -> [u8; 3] {
+        let mut bytes = [0; 3];
+        rig.memory.read_slice(at, &mut bytes).unwrap();
+        bytes
+    }
+
+    #[test]
+    fn sequences_in_kernel_code_become_ud1() {
+        let rig = kernel();
+        rig.memory.write_slice(FRAME + 0x10, &WRPKRU).unwrap();
+        close_kernel(&rig.cpu, &rig.memory, USER, USER + PAGE);
+        assert_eq!(bytes(&rig, FRAME + 0x10), [0x0f, UD1, 0xef]);
+    }
+
+    #[test]
+    fn sequences_across_pages_are_closed_too() {
+        let rig = kernel();
+        rig.memory.write(FRAME + PAGE - 1, 0x0f_u8).unwrap();
+        rig.memory.write_slice(FRAME + 4 * PAGE, &WRPKRU[1..]).unwrap();
+        close_kernel(&rig.cpu, &rig.memory, USER + PAGE, USER + 2 * PAGE);
+        assert_eq!(rig.memory.read::<u8>(FRAME + 4 * PAGE).unwrap(), UD1);
+    }
+
+    #[test]
+    fn a_poke_is_closed_before_it_is_written() {
+        let rig = kernel();
+        let mut poked = WRPKRU;
+        close_poke(&rig.cpu, &rig.memory, USER + 0x20, &mut poked);
+        assert_eq!(poked, [0x0f, UD1, 0xef]);
+        // The end of a sequence of which memory has the beginning.
+        rig.memory.write_slice(FRAME + 0x40, &WRPKRU[..2]).unwrap();
+        let mut poked = [0xef];
+        close_poke(&rig.cpu, &rig.memory, USER + 0x42, &mut poked);
+        assert_eq!((poked, bytes(&rig, FRAME + 0x40)), ([0xef], [0x0f, UD1, 0]));
+    }
+
+    #[test]
+    fn writes_cross_pages_and_are_whole_or_nothing() {
+        let rig = kernel();
+        assert!(write_code(&rig.cpu, &rig.memory, USER + PAGE - 2, &[1, 2, 3, 4]).is_some());
+        assert_eq!(rig.memory.read::<u16>(FRAME + PAGE - 2).unwrap(), 0x0201);
+        assert_eq!(rig.memory.read::<u16>(FRAME + 4 * PAGE).unwrap(), 0x0403);
+        assert!(write_code(&rig.cpu, &rig.memory, USER + 2 * PAGE - 1, &[9, 9]).is_none());
+        assert_eq!(rig.memory.read::<u8>(FRAME + 5 * PAGE - 1).unwrap(), 0);
+    }
+}

@@ -74,3 +74,60 @@ pub fn is_kernel(linear: u64) -> bool {
         || (layout::FIXMAP..layout::LOW_END).contains(&linear)
         || (layout::VMALLOC..layout::GUEST_END).contains(&linear)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const RAM: Ram = Ram { low: 0x30_0000, high: 0x10_0000 };
+
+    #[test]
+    fn the_file_has_no_hole() {
+        assert_eq!(RAM.offset(0x2f_f000), Some((0x2f_f000, 0x1000)));
+        assert_eq!(RAM.offset(0x30_0000), None);
+        assert_eq!(RAM.offset(FOUR_GIB), Some((0x30_0000, 0x10_0000)));
+        assert_eq!(RAM.offset(FOUR_GIB + 0x10_0000), None);
+        assert_eq!(RAM.length(), 0x40_0000);
+    }
+
+    #[test]
+    fn addresses_and_offsets_are_inverse() {
+        for offset in (0..RAM.length()).step_by(0x8_0000) {
+            let address = RAM.address(offset).unwrap();
+            assert_eq!(RAM.offset(address).map(|(offset, _)| offset), Some(offset));
+        }
+        assert_eq!(RAM.address(RAM.length()), None);
+    }
+
+    #[test]
+    fn copies_follow_guest_memory() {
+        assert_eq!([RAM.copies(0), RAM.copies(1)], [0x40_0000, 0x80_0000]);
+    }
+
+    #[test]
+    fn the_image_is_at_most_as_long_as_its_place() {
+        assert_eq!(RAM.image(), 0x30_0000);
+        assert_eq!(Ram { low: 1 << 31, high: 0 }.image(), layout::IMAGE_LENGTH);
+    }
+
+    #[test]
+    fn the_wedge_is_neither_the_users_nor_the_kernels() {
+        for linear in
+            [layout::WEDGE, layout::SHARED, layout::PRIVATE, layout::WEDGE_END - 1, layout::HOST]
+        {
+            assert!(!is_filled_in(linear), "{linear:#x}");
+        }
+        // Permanent mappings.
+        assert!(!is_filled_in(layout::IMAGE) && !is_filled_in(layout::DIRECT));
+    }
+
+    #[test]
+    fn user_mode_and_kernel_have_their_own_addresses() {
+        for linear in [0, layout::IMAGE - 1, layout::LOW_END, layout::TASK_SIZE - 1] {
+            assert!(is_user(linear) && !is_kernel(linear), "{linear:#x}");
+        }
+        for linear in [layout::MODULES, layout::FIXMAP, layout::VMALLOC, layout::GUEST_END - 1] {
+            assert!(is_kernel(linear) && !is_user(linear), "{linear:#x}");
+        }
+    }
+}

@@ -224,3 +224,176 @@ impl<H: HostMap + MappingListener> Mmu<'_, H> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mmu::syscall_patch::{SLOTS, is_stub};
+    use crate::mmu::testing::{CODE, ENTRY, EXEC, READ, Rig, USER};
+    use core::sync::atomic::Ordering::SeqCst;
+    use vmm_cpu::walk::Intent;
+
+    const FRAME: u64 = 0x8_0000;
+    const CALL: [u8; 7] = [0xb8, 39, 0, 0, 0, 0x0f, 0x05];
+
+    /// A guest that executes a page with two calls, at 100 and 200.
+    fn guest(mut rig: Rig) -> Rig {
+        rig.set(USER, FRAME, CODE);
+        rig.memory.fill(FRAME, PAGE, 0xc3).unwrap();
+        for at in [100, 200] {
+            rig.memory.write_slice(FRAME + at, &CALL).unwrap();
+        }
+        rig.cpu.sfmask = u64::MAX;
+        rig.cpu.frame.gpr[0] = 39;
+        rig.fill(USER, Intent::Fetch);
+        rig
+    }
+
+    /// Makes a call by signal as often as it takes until it is rewritten.
+    fn call(rig: &mut Rig, at: u64) {
+        rig.cpu.frame.rip = USER + at + CALL.len() as u64;
+        for _ in 0..8 {
+            let cpu = rig.cpu.clone();
+            rig.mmu().on_syscall_trap(&cpu, ENTRY);
+            rig.sync();
+        }
+    }
+
+    #[test]
+    fn frequent_calls_jump_to_their_stubs() {
+        let mut rig = guest(Rig::new());
+        call(&mut rig, 100);
+        let slot = (SLOTS as u32).to_le_bytes();
+        let page = *rig.mmu().host.page(USER);
+        assert_eq!(page[100..103], [0xff, 0x24, 0x25]);
+        assert_eq!(page[103..107], slot);
+        assert_eq!(rig.host.at(USER).unwrap().1, READ | EXEC);
+        let stub = rig.host.stubs[&0];
+        assert_eq!(stub[..5], CALL[..5]);
+        assert!(is_stub(stub_address(0)));
+        // Guest memory stays.
+        assert_eq!(rig.memory.is_equal(FRAME + 100, &CALL), Ok(true));
+        let mmu = rig.mmu();
+        assert!(
+            mmu.space.calls.is_rewritten(USER + 105) && mmu.is_current(USER, FRAME, mmu.vm.memory)
+        );
+    }
+
+    #[test]
+    fn a_second_call_of_the_page_shares_its_copy() {
+        let mut rig = guest(Rig::new());
+        call(&mut rig, 100);
+        call(&mut rig, 200);
+        let page = *rig.mmu().host.page(USER);
+        assert_eq!([page[100], page[200]], [0xff, 0xff]);
+        assert_eq!(rig.host.stubs.len(), 2);
+    }
+
+    #[test]
+    fn a_copy_that_differs_from_guest_memory_is_dropped_by_a_flush() {
+        let mut rig = guest(Rig::new());
+        call(&mut rig, 100);
+        rig.memory.write(FRAME + 300, 0x90_u8).unwrap();
+        let mmu = rig.mmu();
+        assert!(!mmu.is_current(USER, FRAME, mmu.vm.memory));
+        rig.vcpus[0].slots[0].stale.store(true, SeqCst);
+        rig.mmu().follow();
+        assert!(rig.host.at(USER).is_none() && !rig.space.calls.has_copy(USER));
+    }
+
+    #[test]
+    fn an_equal_copy_survives_a_flush() {
+        let mut rig = guest(Rig::new());
+        call(&mut rig, 100);
+        rig.vcpus[0].slots[0].stale.store(true, SeqCst);
+        rig.mmu().follow();
+        assert!(rig.space.calls.has_copy(USER));
+    }
+
+    #[test]
+    fn a_write_to_the_frame_drops_the_copy() {
+        let mut rig = guest(Rig::new());
+        call(&mut rig, 100);
+        rig.table.write(FRAME, PAGE);
+        rig.sync();
+        assert!(rig.host.at(USER).is_none() && !rig.space.calls.has_copy(USER));
+    }
+
+    #[test]
+    fn writable_pages_are_not_rewritten() {
+        let mut rig = guest(Rig::new());
+        rig.set(USER, FRAME, CODE | hw_x86::paging::entry::WRITE);
+        call(&mut rig, 100);
+        assert!(rig.host.stubs.is_empty());
+    }
+
+    #[test]
+    fn calls_keep_their_signals_if_the_kernel_keeps_flags() {
+        let mut rig = guest(Rig::new());
+        rig.cpu.sfmask = 0;
+        call(&mut rig, 100);
+        assert!(rig.host.stubs.is_empty());
+    }
+
+    #[test]
+    fn the_handler_of_a_refused_call_finds_the_original_code() {
+        let mut rig = guest(Rig::new());
+        call(&mut rig, 100);
+        rig.set(USER + PAGE, FRAME + PAGE, crate::mmu::testing::DATA);
+        let mut information = [0; 24];
+        information[0] = 31;
+        information[8] = 1;
+        information[16..].copy_from_slice(&(USER + 107).to_le_bytes());
+        rig.memory.write_slice(FRAME + PAGE, &information).unwrap();
+        let mut cpu = rig.cpu.clone();
+        (cpu.frame.gpr[7], cpu.frame.gpr[6]) = (11, USER + PAGE);
+        rig.mmu().show_refused(&cpu);
+        assert!(rig.space.calls.has_copy(USER));
+        cpu.frame.gpr[7] = 31;
+        rig.mmu().show_refused(&cpu);
+        assert!(!rig.space.calls.has_copy(USER));
+    }
+
+    #[test]
+    fn a_call_without_a_move_goes_by_way_of_padding() {
+        let mut rig = guest(Rig::new());
+        // `syscall; ret`, and a long no-operation before the next function at a multiple of 16.
+        let mut code = [0xc3; 16];
+        code[..3].copy_from_slice(&[0x0f, 0x05, 0xc3]);
+        code[3..].copy_from_slice(&[0x66, 0x2e, 0x0f, 0x1f, 0x84, 0, 0, 0, 0, 0, 0x0f, 0x1f, 0]);
+        rig.memory.write_slice(FRAME + 512, &code).unwrap();
+        let mut bytes = [0; PAGE as usize];
+        rig.memory.read_slice(FRAME, &mut bytes).unwrap();
+        let padding = padding::find(&bytes, 514, LENGTH);
+        rig.cpu.frame.rip = USER + 514;
+        for _ in 0..8 {
+            let cpu = rig.cpu.clone();
+            rig.mmu().on_syscall_trap(&cpu, ENTRY);
+            rig.sync();
+        }
+        let jump = padding.unwrap();
+        let page = *rig.mmu().host.page(USER);
+        assert_eq!(page[512..514], [SHORT_JUMP, (jump - 514) as u8]);
+        let mut cpu = rig.cpu.clone();
+        cpu.frame.rip = USER + jump as u64;
+        let mmu = rig.mmu();
+        assert!(mmu.is_on_way(cpu.frame.rip) && mmu.is_current(USER, FRAME, mmu.vm.memory));
+        mmu.step_back(&mut cpu);
+        assert_eq!(cpu.frame.rip, USER + 512);
+    }
+
+    #[test]
+    fn with_keys_the_executed_copy_decides() {
+        let mut rig = guest(Rig::with_keys());
+        call(&mut rig, 100);
+        assert_eq!(rig.mmu().host.page(USER)[100..102], [0xff, 0x24]);
+        // A number that would encode a sequence in the stub.
+        let mut rig = guest(Rig::with_keys());
+        let number = 0x00ef_010f_u32;
+        rig.memory.write(FRAME + 101, number).unwrap();
+        rig.cpu.frame.gpr[0] = number.into();
+        rig.fill(USER, Intent::Fetch);
+        call(&mut rig, 100);
+        assert!(rig.host.stubs.is_empty());
+    }
+}

@@ -122,3 +122,60 @@ pub fn borders(page: &Page) -> [u8; 4] {
     let ([a, b, ..], [.., y, z]) = (*page, *page);
     [a, b, y, z]
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn zeros_are_a_process_without_mappings() {
+        let mut space = std::boxed::Box::<AddressSpace>::default();
+        assert!(space.mapped.is_complete() && space.mapped.pieces().is_empty());
+        assert_eq!((space.code.steps, space.calls.free_slot()), (Steps::default(), Some(0)));
+        assert_eq!(space.code.forget(0, u64::MAX), None);
+    }
+
+    #[test]
+    fn ends_of_pages_are_remembered_until_they_are_unmapped() {
+        let mut code = Code::default();
+        assert_eq!(code.remember(0x1000, [0x90, 0x0f]), None);
+        assert_eq!(code.end_of(0x1000), Some([0x90, 0x0f]));
+        assert_eq!(code.end_of(0x2000), None);
+        code.forget(0x2000, 0x3000);
+        assert!(code.end_of(0x1000).is_some());
+        code.forget(0x1000, 0x2000);
+        assert_eq!(code.end_of(0x1000), None);
+    }
+
+    #[test]
+    fn a_full_list_names_the_page_to_drop() {
+        let mut code = Code::default();
+        for page in 1..=ENDS as u64 {
+            assert_eq!(code.remember(page * PAGE, [0x90, 0x0f]), None);
+        }
+        let dropped = code.remember(1000 * PAGE, [0x0f, 0xae]).unwrap();
+        assert_eq!(code.end_of(dropped), None);
+        assert_eq!(code.end_of(1000 * PAGE), Some([0x0f, 0xae]));
+    }
+
+    #[test]
+    fn unmapping_cuts_stepped_pages() {
+        let steps = Steps { start: 0x1000, end: 0x3000, written: 3, ..Steps::default() };
+        let mut code = Code { steps, ..Code::default() };
+        // The second page.
+        assert_eq!(code.forget(0x2000, 0x4000), None);
+        assert_eq!(code.steps, Steps { end: 0x2000, alone: true, written: 1, ..steps });
+        // The first page leaves the second.
+        code.steps = steps;
+        assert_eq!(code.forget(0x0000, 0x2000), Some((0x2000, 0x3000)));
+        assert_eq!(code.steps, Steps::default());
+        assert!(!code.steps.contains(0x1000));
+    }
+
+    #[test]
+    fn borders_are_the_outer_bytes() {
+        let mut page = [0; PAGE as usize];
+        (page[0], page[1], page[4094], page[4095]) = (1, 2, 3, 4);
+        assert_eq!(borders(&page), [1, 2, 3, 4]);
+    }
+}

@@ -197,3 +197,156 @@ impl<H: HostMap + MappingListener> Mmu<'_, H> {
         trapped
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mmu::fill::Fault;
+    use crate::mmu::testing::{CODE, DATA, EXEC, READ, Rig, USER, WRITE};
+
+    const FRAME: u64 = 0x8_0000;
+
+    /// A guest at a page with a sequence inside of other code at 0x100.
+    fn guest(flags: u64) -> Rig {
+        let mut rig = Rig::with_keys();
+        rig.set_run(USER, FRAME, 2, flags);
+        rig.memory.fill(FRAME, 2 * PAGE, 0x90).unwrap();
+        rig.memory.write_slice(FRAME + 0x100, &[0x0f, 0x01, 0xef]).unwrap();
+        rig.cpu.frame.rip = USER + 0x20;
+        rig
+    }
+
+    fn open(rig: &mut Rig) -> bool {
+        let cpu = rig.cpu.clone();
+        rig.mmu().open_steps(&cpu)
+    }
+
+    fn begin(rig: &mut Rig) -> Begin {
+        let mut cpu = rig.cpu.clone();
+        let begin = rig.mmu().begin_step(&mut cpu);
+        rig.cpu = cpu;
+        begin
+    }
+
+    fn end(rig: &mut Rig, trapped: bool) -> bool {
+        let mut cpu = rig.cpu.clone();
+        let ended = rig.mmu().end_step(&mut cpu, trapped);
+        rig.cpu = cpu;
+        ended
+    }
+
+    #[test]
+    fn a_page_with_a_sequence_is_stepped() {
+        let mut rig = guest(CODE);
+        assert_eq!(rig.fill(USER + 0x20, Intent::Fetch), Fault::Sequence);
+        assert!(open(&mut rig));
+        assert_eq!(rig.host.at(USER), Some((u64::MAX, READ | EXEC)));
+        assert_eq!(begin(&mut rig), Begin::Step);
+        assert!(rig.cpu.frame.rflags & rflags::TF != 0);
+        rig.cpu.frame.rip += 1;
+        assert!(end(&mut rig, true));
+        assert!(rig.cpu.frame.rflags & rflags::TF == 0);
+    }
+
+    #[test]
+    fn the_sequence_itself_is_emulated() {
+        let mut rig = guest(CODE);
+        assert!(open(&mut rig));
+        rig.cpu.frame.rip = USER + 0x100;
+        assert_eq!(begin(&mut rig), Begin::Instead);
+    }
+
+    #[test]
+    fn the_pages_are_dropped_when_execution_leaves_them() {
+        let mut rig = guest(CODE);
+        open(&mut rig);
+        rig.cpu.frame.rip = USER + 0x10_0000;
+        assert_eq!(begin(&mut rig), Begin::Free);
+        assert!(rig.host.at(USER).is_none() && rig.space.code.steps == Steps::default());
+        assert_eq!(begin(&mut rig), Begin::Free);
+    }
+
+    #[test]
+    fn the_kernel_leaves_them_too() {
+        let mut rig = guest(CODE);
+        open(&mut rig);
+        rig.cpu.cpl = 0;
+        assert_eq!(begin(&mut rig), Begin::Free);
+        assert!(rig.host.at(USER).is_none());
+    }
+
+    #[test]
+    fn an_instruction_across_pages_needs_both() {
+        let mut rig = guest(CODE);
+        rig.cpu.frame.rip = USER + PAGE - 4;
+        assert!(open(&mut rig));
+        assert!(rig.host.at(USER).is_some() && rig.host.at(USER + PAGE).is_some());
+        assert_eq!(begin(&mut rig), Begin::Step);
+        // Without a second page, the first is alone.
+        let mut rig = guest(CODE);
+        rig.set(USER + PAGE, 0, 0);
+        rig.cpu.frame.rip = USER + PAGE - 4;
+        assert!(open(&mut rig) && rig.space.code.steps.alone);
+        assert_eq!(begin(&mut rig), Begin::Step);
+    }
+
+    #[test]
+    fn pages_beside_user_mode_are_not_stepped() {
+        let mut rig = guest(CODE);
+        rig.cpu.frame.rip = proto::hosted::layout::IMAGE - 1;
+        assert!(!open(&mut rig));
+        rig.cpu.frame.rip = USER + 0x10_0000;
+        assert!(!open(&mut rig));
+    }
+
+    #[test]
+    fn pushed_flags_do_not_show_the_step() {
+        let mut rig = guest(CODE);
+        let stack = USER + 0x20_0000;
+        rig.set(stack, FRAME + 2 * PAGE, DATA);
+        // PUSHF.
+        rig.memory.write(FRAME + 0x20, 0x9c_u8).unwrap();
+        open(&mut rig);
+        rig.cpu.frame.gpr[4] = stack;
+        assert_eq!(begin(&mut rig), Begin::Step);
+        rig.memory.write(FRAME + 2 * PAGE, 0x302_u64).unwrap();
+        assert!(end(&mut rig, true));
+        assert_eq!(rig.memory.read::<u64>(FRAME + 2 * PAGE).unwrap(), 0x202);
+    }
+
+    #[test]
+    fn a_trap_of_user_modes_own_reaches_it() {
+        let mut rig = guest(CODE);
+        open(&mut rig);
+        rig.cpu.frame.rflags |= rflags::TF;
+        assert_eq!(begin(&mut rig), Begin::Step);
+        assert!(!end(&mut rig, true));
+        assert!(rig.cpu.frame.rflags & rflags::TF != 0);
+    }
+
+    #[test]
+    fn a_write_to_the_own_page_goes_to_guest_memory() {
+        let mut rig = guest(DATA & !hw_x86::paging::entry::NX);
+        let cpu = rig.cpu.clone();
+        assert!(rig.mmu().open_writing_step(&cpu, USER + 0x800));
+        assert_eq!(rig.host.at(USER), Some((u64::MAX, READ | WRITE | EXEC)));
+        assert_eq!(begin(&mut rig), Begin::Step);
+        let mut page = *rig.mmu().host.page(USER);
+        page[0x800] = 0xcc;
+        (&mut rig.host).map_private(USER, &page, READ | WRITE | EXEC).unwrap();
+        assert!(end(&mut rig, true));
+        assert_eq!(rig.memory.read::<u8>(FRAME + 0x800).unwrap(), 0xcc);
+        assert!(rig.host.at(USER).is_none() && !rig.table.holds(FRAME, PAGE));
+    }
+
+    #[test]
+    fn a_page_that_the_host_refuses_is_not_stepped() {
+        let mut rig = guest(CODE);
+        assert!(open(&mut rig));
+        rig.mmu().drop_range(USER, USER + PAGE);
+        // The calls before: dropping the range.
+        rig.host.fails_after = Some(1);
+        assert!(!open(&mut rig));
+        assert!(rig.space.code.steps == Steps::default());
+    }
+}

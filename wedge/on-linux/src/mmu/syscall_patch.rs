@@ -218,3 +218,134 @@ pub fn decode_stub(code: &[u8; STUB]) -> Option<([u8; NONE.len()], u64)> {
 pub fn is_stub(rip: u64) -> bool {
     (STUBS..stub_address(MAX_CALLS)).contains(&rip)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn page(at: usize, bytes: &[u8]) -> Page {
+        let mut page = [0xc3; PAGE as usize];
+        page[at..at + bytes.len()].copy_from_slice(bytes);
+        page
+    }
+
+    /// `mov eax, NUMBER; syscall`.
+    fn call(number: u32) -> [u8; 7] {
+        let [a, b, c, d] = number.to_le_bytes();
+        [MOVE_NUMBER, a, b, c, d, 0x0f, 0x05]
+    }
+
+    #[test]
+    fn a_call_with_its_number_is_replaced_whole() {
+        let found = find_replacement(&page(100, &call(39)), 107, 39).unwrap();
+        assert_eq!(
+            found,
+            Replacement { first: call(39)[..5].try_into().unwrap(), jump: 100, short: None }
+        );
+    }
+
+    #[test]
+    fn the_number_must_be_the_one_of_the_call() {
+        assert_eq!(find_replacement(&page(100, &call(39)), 107, 40), None);
+    }
+
+    #[test]
+    fn a_prefix_before_the_number_selects_another_register() {
+        let mut code = [0; 8];
+        code[0] = 0x41;
+        code[1..].copy_from_slice(&call(39));
+        assert_eq!(find_replacement(&page(100, &code), 108, 39), None);
+    }
+
+    #[test]
+    fn the_sixth_argument_of_the_c_library() {
+        let mut code = [0; 7];
+        code[..5].copy_from_slice(&LOAD_SIXTH);
+        code[5..].copy_from_slice(&SYSCALL);
+        let found = find_replacement(&page(64, &code), 71, 9).unwrap();
+        assert_eq!((found.first, found.jump, found.short), (LOAD_SIXTH, 64, None));
+    }
+
+    #[test]
+    fn without_a_move_the_jump_is_in_padding() {
+        // `xor eax, eax; syscall; ret`, then padding before the next function.
+        let mut code = [0x90; 32];
+        code[..5].copy_from_slice(&[0x31, 0xc0, 0x0f, 0x05, 0xc3]);
+        let bytes = page(256, &code);
+        let Replacement { first, jump, short } = find_replacement(&bytes, 260, 0).unwrap();
+        assert_eq!((first, padding::find(&bytes, 260, LENGTH)), (NONE, Some(jump)));
+        assert_eq!(short, Some([SHORT_JUMP, (jump - 260) as u8]));
+    }
+
+    #[test]
+    fn no_call_site_without_a_system_call_or_at_the_start() {
+        assert_eq!(find_replacement(&page(100, &[0x90; 8]), 107, 39), None);
+        assert_eq!(find_replacement(&page(0, &SYSCALL), 1, 39), None);
+        // The byte before the first instruction is in another page.
+        assert_eq!(find_replacement(&page(0, &call(39)), 7, 39), None);
+    }
+
+    #[test]
+    fn jumps_name_their_slots() {
+        for index in [0, 1, MAX_CALLS - 1] {
+            let jump = jump_to(index);
+            assert_eq!(slot_of(&jump), Some(index.into()));
+            // The second half is the interrupt whose vector stands for the call.
+            assert_eq!(jump[5..], [0xcd, VECTOR]);
+        }
+        assert_eq!(slot_of(&[0xff, 0x24, 0x24, 0, 0, 0, 0]), None);
+        assert!(slot_of(&[0xff, 0x24, 0x25, 0, 0, 0, 0]).unwrap() > MAX_CALLS.into());
+    }
+
+    #[test]
+    fn a_stub_keeps_its_instruction_and_return_address() {
+        let at = stub_address(3);
+        let code = stub_code(at, &LOAD_SIXTH, 0x1234_5678_9abc, 0x7000_0100);
+        assert_eq!(decode_stub(&code), Some((LOAD_SIXTH, 0x1234_5678_9abc)));
+        let distance = i32::from_le_bytes(code[16..20].try_into().unwrap());
+        assert_eq!((at + 20).wrapping_add_signed(distance.into()), 0x7000_0100);
+        assert!(code[20..].iter().all(|&byte| byte == 0xcc));
+    }
+
+    #[test]
+    fn stubs_are_known_by_their_address() {
+        assert!(is_stub(stub_address(0)) && is_stub(stub_address(MAX_CALLS) - 1));
+        assert!(!is_stub(STUBS - 1) && !is_stub(stub_address(MAX_CALLS)));
+    }
+
+    #[test]
+    fn frequent_calls_are_rewritten() {
+        let mut calls = Calls::default();
+        let due: std::vec::Vec<bool> = (0..8).map(|_| calls.note(0x40_1000)).collect();
+        assert_eq!(due, [false, false, false, true, false, false, false, true]);
+        // Another call site at the same place starts from 0.
+        let other = 0x40_1000 + 0x1_0000_0000;
+        assert!(!calls.note(other) && !calls.note(0x40_1000));
+    }
+
+    #[test]
+    fn slots_are_reused_once_no_page_is_copied() {
+        let mut calls = Calls::default();
+        let (a, b) = (0x40_0000, 0x41_0000);
+        for (index, page) in [(0, a), (1, b)] {
+            let place = calls.place_of(page).unwrap();
+            calls.add(place, page, page);
+            assert_eq!(calls.free_slot(), Some(index + 1));
+        }
+        assert!(calls.has_copy(a) && calls.is_rewritten(b + 5) && !calls.has_copy(a + PAGE));
+        calls.forget(a, a + PAGE);
+        assert!(!calls.has_copy(a) && calls.free_slot() == Some(2));
+        calls.forget(0, u64::MAX);
+        assert_eq!(calls.free_slot(), Some(0));
+    }
+
+    #[test]
+    fn copies_are_found_by_their_originals() {
+        let mut calls = Calls::default();
+        let place = calls.place_of(0x40_0000).unwrap();
+        calls.add(place, 0x40_0000, 0x8000);
+        assert_eq!(calls.copy_of(place, 0x8000, PAGE), Some(0x40_0000));
+        assert_eq!(calls.copy_of(place, 0x9000, PAGE), None);
+        assert_eq!(calls.copy_of(place + 1, 0, u64::MAX), None);
+    }
+}

@@ -87,3 +87,74 @@ pub fn leaf(memory: &GuestMemory, root: u64, linear: u64) -> Option<Leaf> {
     }
     None
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mmu::ram::PAGE;
+    use crate::mmu::testing::{CODE, DATA, EXEC, READ, Rig, USER, WRITE};
+
+    #[test]
+    fn rights_are_those_of_all_levels() {
+        let mut rig = Rig::new();
+        rig.set(USER, 0x8000, DATA);
+        let root = rig.cpu.cr3;
+        let found = leaf(&rig.memory, root, USER + 5).unwrap();
+        assert_eq!((found.address, found.size, found.rights()), (0x8000, PAGE, READ | WRITE));
+        // The level above takes the right to write, and the one above that user mode.
+        for (level, bit) in [(21, entry::WRITE), (30, entry::USER)] {
+            let at = rig.entry(USER, level);
+            let value = rig.memory.read::<u64>(at).unwrap();
+            rig.memory.write(at, value & !bit).unwrap();
+        }
+        let found = leaf(&rig.memory, root, USER).unwrap();
+        assert_eq!((found.rights(), found.user), (READ, false));
+    }
+
+    #[test]
+    fn a_clean_page_is_not_writable() {
+        let mut rig = Rig::new();
+        rig.set(USER, 0x8000, DATA & !entry::DIRTY);
+        assert_eq!(leaf(&rig.memory, rig.cpu.cr3, USER).unwrap().rights(), READ);
+    }
+
+    #[test]
+    fn large_pages_end_the_walk() {
+        let mut rig = Rig::new();
+        let at = rig.entry(USER, 21);
+        rig.memory.write(at, 0x40_0000 | CODE | entry::LARGE).unwrap();
+        let found = leaf(&rig.memory, rig.cpu.cr3, USER + 0x12_3456).unwrap();
+        assert_eq!((found.address, found.size, found.rights()), (0x40_0000, 2 << 20, READ | EXEC));
+    }
+
+    #[test]
+    fn absent_entries_and_tables_outside_of_memory_map_nothing() {
+        let mut rig = Rig::new();
+        assert_eq!(leaf(&rig.memory, rig.cpu.cr3, USER), None);
+        let at = rig.entry(USER, 30);
+        rig.memory.write(at, 0xf000_0000_u64 | DATA).unwrap();
+        assert_eq!(leaf(&rig.memory, rig.cpu.cr3, USER), None);
+    }
+
+    #[test]
+    fn the_accessed_bit_is_set_only_on_an_unchanged_entry() {
+        let mut rig = Rig::new();
+        let flags = DATA & !entry::ACCESSED;
+        rig.set(USER, 0x8000, flags);
+        let at = rig.entry(USER, 12);
+        assert!(!access(&rig.memory, at, 0x9000 | flags));
+        assert!(access(&rig.memory, at, 0x8000 | flags));
+        assert_eq!(rig.memory.read::<u64>(at).unwrap(), 0x8000 | DATA);
+        assert!(access(&rig.memory, at, 0x8000 | DATA));
+    }
+
+    #[test]
+    fn a_mapping_keeps_its_rights_only_for_its_frame() {
+        let mut rig = Rig::new();
+        rig.set(USER, 0x8000, DATA);
+        let found = leaf(&rig.memory, rig.cpu.cr3, USER).unwrap();
+        let vm = rig.mmu().vm;
+        assert_eq!(found.still_allows(&vm.ram, vm.memory, USER, 0x8000), READ | WRITE);
+        assert_eq!(found.still_allows(&vm.ram, vm.memory, USER, 0x9000), 0);
+    }
+}
