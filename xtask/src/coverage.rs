@@ -1,8 +1,8 @@
 //! `cargo xtask coverage`: line coverage of the wedge's MMU and patching code by its unit tests.
 //!
-//! The compiler counts executions (`-C instrument-coverage`); LLVM's tools read the counts. They must
-//! be of the compiler's own version of LLVM: rustup's component `llvm-tools`, or Debian's package
-//! `llvm-N`. Lines of unit tests themselves do not count.
+//! The compiler counts executions (`-C instrument-coverage`); LLVM's tools read the counts. They
+//! must be of the compiler's own version of LLVM: rustup's component `llvm-tools`, or Debian's
+//! package `llvm-N`. Lines of unit tests themselves do not count.
 
 use crate::process::{output, run, succeeds, target, workspace};
 use crate::source;

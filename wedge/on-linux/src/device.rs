@@ -6,15 +6,15 @@ use core::sync::atomic::Ordering::SeqCst;
 
 use linux_raw_sys::general as linux;
 use proto::hosted::layout::SLOTS;
-use proto::hosted::{Filters, MAX_DISKS, MAX_QUEUES, control, exit, layout};
+use proto::hosted::{Filters, MAX_DISKS, MAX_QUEUES, control, exit, layout, option};
 use vmm_cpu::MAX_VCPUS;
 
-use crate::isolation::{user_process, user_thread};
+use crate::isolation::user_thread;
 use crate::linux::signals::{KICK, TIMER};
 use crate::linux::sys;
 use crate::mmu::ram::Ram;
 use crate::report::{HOST, INTERNAL, warn};
-use crate::state::config::{self, config};
+use crate::state::config::{self, config, has};
 use crate::state::setup::{self, Kind};
 use crate::state::shared::{ByteRing, RING, SharedVcpu, event, shared, started, vcpus};
 use crate::{children, debug, disk, kick, net, processes};
@@ -93,7 +93,7 @@ impl DeviceServer {
         let user_processes = self.user_processes.get_mut(index);
         let program = user_processes
             .and_then(|user_processes| user_processes[..config::slots()].get_mut(slot));
-        let Some(program) = program.filter(|_| user_process::is_enabled()) else { return Ok(()) };
+        let Some(program) = program.filter(|_| has(option::USER_PROCESS)) else { return Ok(()) };
         if *program != 0 {
             sys::kill(*program, linux::SIGKILL);
             ChildExit::of(*program);

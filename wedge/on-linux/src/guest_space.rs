@@ -1,18 +1,22 @@
 //! The guest's address space in this process: the MMU ([`crate::mmu`]) with the calls of the host.
 
 use core::fmt;
+use core::sync::atomic::Ordering::SeqCst;
 
 use linux_raw_sys::general as linux;
 use proto::hosted::{Start, layout, option};
 use vmm_mem::GuestMemory;
+use wedge_core::VirtualCpu;
 use wedge_x86::{CLOSED, READABLE};
 
 use crate::isolation::mailbox::UserProcess;
-use crate::isolation::pkeys;
+use crate::isolation::{self, pkeys, signal_stacks};
 use crate::linux::sys::{self, Backing, Errno};
 use crate::mmu::exec_scan::Page;
 use crate::mmu::host::{HostMap, MappingListener, STUB};
 use crate::mmu::ram::{PAGE, Ram};
+use crate::mmu::space::Steps;
+use crate::mmu::steps::Begin;
 use crate::mmu::syscall_patch::{MAX_CALLS, SLOTS, SLOTS_LENGTH, STUBS, stub_address};
 use crate::mmu::{Mmu, Modes, VmView};
 use crate::state::config::has;
@@ -20,7 +24,7 @@ use crate::state::current::CurrentProcess;
 use crate::state::process::{own_index, slot};
 use crate::state::shared::{shared, vcpu, vcpus};
 use crate::state::statistics;
-use crate::{clock, kick, profile, report, signal};
+use crate::{clock, kick, profile, report};
 
 /// Largest address, exclusive, that the MMU maps or unmaps; the wedge's own memory is excluded,
 /// too.
@@ -51,7 +55,7 @@ impl GuestSpace {
     /// Creates the view of a process that runs the vCPU, with the VM's memory.
     pub fn new(process: CurrentProcess, start: &Start, ram: Ram, memory: GuestMemory) -> Self {
         let modes = Modes {
-            keys: pkeys::is_enabled(),
+            keys: isolation::current().scans_code(),
             batches: !has(option::NO_BATCHES),
             profile: profile::is_on(),
         };
@@ -78,6 +82,25 @@ impl GuestSpace {
     /// Returns the process of user mode.
     pub fn user_process(&mut self) -> &mut UserProcess {
         self.process.parts().1
+    }
+
+    /// Returns whether an address is in pages that are executed by single steps.
+    pub fn is_stepped(&mut self, rip: u64) -> bool {
+        self.process.parts().0.code.steps.contains(rip)
+    }
+
+    /// Decides before an entry whether the guest executes a single step.
+    pub fn begin_step(&mut self, cpu: &mut VirtualCpu) -> Begin {
+        let Steps { start, end, .. } = self.process.parts().0.code.steps;
+        if start == end { Begin::Free } else { self.mmu().begin_step(cpu) }
+    }
+
+    /// Applies the table of copied frames before the guest runs.
+    pub fn sync_before_entry(&mut self) {
+        let settled = self.process.parts().0.applied.settled;
+        if settled != shared().frames.begun.load(SeqCst) {
+            self.mmu().sync_before_entry();
+        }
     }
 
     /// Returns the right to this process's lists, to hand over the vCPU to another process.
@@ -185,7 +208,7 @@ impl MappingListener for ProcessMap<'_> {
     }
 
     fn on_stale(&mut self) {
-        signal::mark_stale();
+        signal_stacks::mark_stale();
     }
 
     fn on_walk(&mut self, memory: &GuestMemory, root: u64, linear: u64) {

@@ -4,8 +4,14 @@
 //! `parador run` starts the program with file descriptors of guest memory and of the memory shared
 //! by all processes of the VM, with the loader's record ([`proto::hosted`]). The first process is
 //! the device process; each guest address space has one further process per vCPU ([`processes`]).
-//! All state is in shared memory at fixed addresses ([`shared`]); the program has no static
+//! All state is in shared memory at fixed addresses ([`state`]); the program has no static
 //! variables.
+//!
+//! [`linux`] is the interface of the host kernel; [`state`] the layout of shared and private
+//! memory, with the rule of its use ([`state::current`]); [`mmu`] keeps the host's page tables like
+//! the guest's, over traits, so that unit tests run it; [`isolation`] separates the guest kernel
+//! from its user mode in one of three ways. [`guest`] has the event loop of a vCPU, which runs it
+//! ([`vcpu`]) and handles its stops ([`exits`]). No file imports one that imports it.
 #![cfg_attr(target_os = "none", no_std)]
 #![cfg_attr(target_os = "none", no_main)]
 
@@ -22,6 +28,8 @@ mod cpu_affinity;
 mod debug;
 mod device;
 mod disk;
+mod effects;
+mod exits;
 mod guest;
 mod guest_space;
 mod idle;
@@ -41,6 +49,7 @@ mod sites;
 mod state;
 mod steal_time;
 mod timer;
+mod vcpu;
 mod xstate;
 
 use core::arch::naked_asm;
@@ -51,7 +60,6 @@ use linux_raw_sys::prctl;
 use proto::hosted::{Start, layout, log, option};
 
 use crate::device::DeviceServer;
-use crate::isolation::pkeys;
 use crate::linux::signals;
 use crate::linux::sys;
 use crate::linux::sys::{Backing, Errno};
@@ -119,10 +127,8 @@ fn set_up() -> Result<DeviceServer, (&'static str, Option<Errno>)> {
         return Err(("the loader's record has another version", None));
     }
     let Config { start, .. } = config();
-    if pkeys::is_enabled() {
-        pkeys::allocate().map_err(cannot("cannot allocate protection keys"))?;
-        pkeys::protect_shared().map_err(cannot("cannot protect the wedge's memory"))?;
-    }
+    let isolation = isolation::current();
+    isolation.set_up_vm().map_err(cannot("cannot set up user/kernel isolation"))?;
     let ram = Ram::new(start);
     ram.map().map_err(cannot("cannot map guest memory"))?;
     // SAFETY: no memory is accessed.
@@ -147,7 +153,7 @@ fn set_up() -> Result<DeviceServer, (&'static str, Option<Errno>)> {
     enter_sandbox(start);
     sandbox::drop_capabilities().map_err(cannot("cannot drop capabilities"))?;
     config::seal()
-        .and_then(|()| pkeys::protect_config())
+        .and_then(|()| isolation.protect_config())
         .map_err(cannot("cannot protect the wedge's memory"))?;
     let nets = net::make_workers(start, &config().filters)
         .map_err(cannot("cannot create a network worker"))?;

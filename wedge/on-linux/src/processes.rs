@@ -15,7 +15,7 @@ use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 use linux_raw_sys::general as linux;
 use proto::hosted::{Filters, counter, layout, option};
 
-use crate::isolation::{pkeys, user_process};
+use crate::isolation;
 use crate::linux::signals::ALL_SIGNALS;
 use crate::linux::sys::{self, Backing, Errno};
 use crate::mmu::ram::Ram;
@@ -195,12 +195,10 @@ fn become_guest(
         let stubs = Backing::Shared(layout::SHARED_FD, layout::STUBS - layout::SHARED);
         sys::map(layout::STUBS, layout::STUBS_LENGTH, rights | linux::PROT_EXEC, stubs)?;
     }
-    pkeys::protect_own()?;
+    let isolation = isolation::current();
+    isolation.protect_process()?;
     ram.map_image(&config().start)?;
-    ram.map_copies(index)?;
-    if user_process::is_enabled() {
-        user_process::map_mailbox(index, slot_index)?;
-    }
+    isolation.map_process(&ram, index, slot_index)?;
     xstate::detect();
     process().slot.store(slot_index as u32, Relaxed);
     process().vcpu.store(index as u32, Relaxed);

@@ -15,7 +15,9 @@ use wedge_core::cpu::rflags;
 use wedge_core::{VirtualCpu, vector};
 use wedge_x86::Unwound;
 
-use crate::isolation::{pkeys, user_process};
+use crate::isolation::contract::SignalEntry;
+use crate::isolation::signal_stacks::note_frame;
+use crate::isolation::{self, user_process};
 use crate::linux::signals::{
     ARCHITECTURE, CONTEXT, Context, KICK, ORDER, SYNCHRONOUS, Signal, TIMER, call_vector, sanitize,
 };
@@ -40,14 +42,11 @@ const DEBUG: u64 = 1;
 /// signals stay blocked until the seccomp filter is installed, because a handler reads memory that
 /// the guest can write.
 pub fn set_up() -> Result<(), Errno> {
-    let stack = &STACKS[usize::from(pkeys::is_enabled())];
+    let SignalEntry { handler: keyed, stack } = isolation::current().signal_entry();
     // SAFETY: the stack is private memory without any other use.
     unsafe { sys::call(linux::__NR_sigaltstack, [stack.as_ptr() as u64, 0, 0, 0, 0, 0]) }?;
     let flags = linux::SA_SIGINFO | linux::SA_ONSTACK | linux::SA_NODEFER | linux::SA_RESTORER;
-    let handler = match pkeys::is_enabled() {
-        true => wedge_x86::keyed_handler(),
-        false => handler as *const () as u64,
-    };
+    let handler = keyed.unwrap_or(handler as *const () as u64);
     let action = [handler, flags.into(), restore as *const () as u64, 0];
     for number in SYNCHRONOUS.into_iter().chain([KICK, TIMER]) {
         let arguments = [number.into(), action.as_ptr() as u64, 0, 8, 0, 0];
@@ -67,12 +66,6 @@ pub fn set_up() -> Result<(), Errno> {
     unsafe { sys::call(linux::__NR_prctl, arguments) }.map(drop)
 }
 
-/// Signal stacks. With protection keys the host disables the stack while a handler runs
-/// (`SS_AUTODISARM`, sigaltstack(2)), until it returns or calls [`leave`]: whatever user mode's
-/// stack pointer is, its signal frame is at the top, and frames of nested signals are below.
-static STACKS: [[u64; 3]; 2] =
-    [[SIGNAL_STACK, 0, SIGNAL_STACK_LENGTH], [SIGNAL_STACK, 1 << 31, SIGNAL_STACK_LENGTH]];
-
 /// Abandons a handler: the guest was interrupted, and its registers are in the frame.
 ///
 /// # Safety
@@ -80,51 +73,10 @@ static STACKS: [[u64; 3]; 2] =
 unsafe fn leave() -> ! {
     // SAFETY: the guest was interrupted; the stack is private memory without any other use.
     unsafe {
-        if pkeys::is_enabled() {
-            wedge_x86::leave_after(linux::__NR_sigaltstack, STACKS[1].as_ptr() as u64)
+        if let Some(stack) = isolation::current().stack_after_handler() {
+            wedge_x86::leave_after(linux::__NR_sigaltstack, stack.as_ptr() as u64)
         }
         wedge_x86::leave()
-    }
-}
-
-/// Records the part of the signal stack that a frame has used.
-fn note_frame(context: u64) {
-    // Below the context is only the return address of the handler.
-    let page = context & !0xfff;
-    if (SIGNAL_STACK..SIGNAL_STACK + SIGNAL_STACK_LENGTH).contains(&page) {
-        process().frames.fetch_max(SIGNAL_STACK + SIGNAL_STACK_LENGTH - page, Relaxed);
-    }
-}
-
-/// Marks all used parts of the signal stacks for clearing.
-pub fn mark_stale() {
-    process().scrubs.store(ALL, Relaxed);
-}
-
-/// Values of [`crate::state::process::ProcessState::scrubs`]: frames of the kernel only; frames of
-/// any origin.
-const KERNEL: u8 = 1;
-const ALL: u8 = 2;
-
-/// Clears the used parts of the signal stacks before the guest runs, with protection keys: user
-/// mode can read them.
-pub fn scrub() {
-    /// Largest stack usage of a handler on its own stack in bytes.
-    const HANDLER: usize = 0x2000;
-    let process = process();
-    let scrubs = process.scrubs.swap(0, Relaxed);
-    if scrubs == 0 {
-        return;
-    }
-    let length = process.frames.swap(0, Relaxed).min(SIGNAL_STACK_LENGTH);
-    let handler = if scrubs == ALL { HANDLER } else { 0 };
-    for (end, length) in [
-        (SIGNAL_STACK + SIGNAL_STACK_LENGTH, length as usize),
-        (wedge_x86::HANDLER_STACK_TOP, handler),
-    ] {
-        // SAFETY: these stacks are unused now: a handler that interrupts this function has finished
-        // when it continues.
-        unsafe { core::ptr::write_bytes((end - length as u64) as *mut u8, 0, length) };
     }
 }
 
@@ -142,10 +94,7 @@ unsafe extern "sysv64" fn handler() {
 
 #[unsafe(export_name = "parador_wedge_signal")]
 extern "sysv64" fn on_signal(number: u32, _: *const u8, context: *mut Context) {
-    if pkeys::is_enabled() {
-        note_frame(context as u64);
-        process().scrubs.fetch_max(KERNEL, Relaxed);
-    }
+    isolation::current().on_signal(context as u64);
     // From here on, system calls are the wedge's.
     process().private.dispatch.store(0, Relaxed);
     let synchronous = SYNCHRONOUS.contains(&number);

@@ -11,20 +11,18 @@ use linux_raw_sys::general as linux;
 use proto::hosted::{layout, option};
 use wedge_x86::{CLOSED, PRIVATE, READABLE};
 
-use crate::linux::sys::{self, Errno};
+use crate::isolation::contract::{Isolation, SignalEntry, SignalStack};
+use crate::isolation::signal_stacks;
+use crate::linux::sys::{self, Backing, Errno};
+use crate::mmu::ram::Ram;
 use crate::state::config::has;
-use crate::state::shared::{OWN_VCPU, SIGNAL_STACK, VCPU_LENGTH, cell};
+use crate::state::shared::{OWN_VCPU, SIGNAL_STACK, SIGNAL_STACK_LENGTH, VCPU_LENGTH, cell};
 
 const PAGE: u64 = 4096;
 const DATA: u32 = linux::PROT_READ | linux::PROT_WRITE;
 
-/// Returns whether protection keys are in use.
-pub fn is_enabled() -> bool {
-    has(option::KEYS)
-}
-
 /// Allocates two protection keys, for this process and its children.
-pub fn allocate() -> Result<(), Errno> {
+fn allocate() -> Result<(), Errno> {
     /// `EBUSY`.
     const OTHERS: Errno = Errno(16);
     for key in [CLOSED, READABLE] {
@@ -39,7 +37,7 @@ pub fn allocate() -> Result<(), Errno> {
 
 /// Sets the key and the rights of memory, if protection keys are in use.
 pub fn protect(start: u64, length: u64, rights: u32, key: u32) -> Result<(), Errno> {
-    if !is_enabled() || length == 0 {
+    if !has(option::KEYS) || length == 0 {
         return Ok(());
     }
     let arguments = [start, length, rights.into(), key.into(), 0, 0];
@@ -47,27 +45,65 @@ pub fn protect(start: u64, length: u64, rights: u32, key: u32) -> Result<(), Err
     unsafe { sys::call(linux::__NR_pkey_mprotect, arguments).map(drop) }
 }
 
-/// Closes the shared memory of the VM.
-pub fn protect_shared() -> Result<(), Errno> {
-    protect(layout::SHARED, layout::SHARED_LENGTH, DATA, CLOSED)
-}
+/// Signal stack that the host disables while a handler runs (`SS_AUTODISARM`, sigaltstack(2)),
+/// until it returns or is abandoned: whatever user mode's stack pointer is, its signal frame is at
+/// the top, and frames of nested signals are below.
+static DISARMED_STACK: SignalStack = [SIGNAL_STACK, 1 << 31, SIGNAL_STACK_LENGTH];
 
-/// Closes the configuration, which is read-only.
-pub fn protect_config() -> Result<(), Errno> {
-    let length = layout::CONFIG_LENGTH + layout::CPU_SETS_LENGTH;
-    protect(layout::CONFIG, length, linux::PROT_READ, CLOSED)
-}
+/// Isolation by protection keys.
+pub struct ProtectionKeys;
 
-/// Closes a process's private memory and that of its vCPU, except for the register page and the
-/// signal stacks, which the host writes with user-mode rights and with the rights of signal
-/// handlers.
-pub fn protect_own() -> Result<(), Errno> {
-    protect(PRIVATE, PAGE, DATA, READABLE)?;
-    protect(PRIVATE + PAGE, SIGNAL_STACK - PRIVATE - PAGE, DATA, CLOSED)?;
-    // These are separate mappings, which have no key yet.
-    protect(OWN_VCPU, VCPU_LENGTH, DATA, CLOSED)?;
-    protect(layout::STUBS, layout::STUBS_LENGTH, DATA | linux::PROT_EXEC, CLOSED)?;
-    // SAFETY: all processes of a vCPU share the cell and write the same value.
-    unsafe { (*cell()).keys = is_enabled().into() };
-    Ok(())
+impl Isolation for ProtectionKeys {
+    fn set_up_vm(&self) -> Result<(), Errno> {
+        allocate()?;
+        protect(layout::SHARED, layout::SHARED_LENGTH, DATA, CLOSED)
+    }
+
+    fn protect_config(&self) -> Result<(), Errno> {
+        let length = layout::CONFIG_LENGTH + layout::CPU_SETS_LENGTH;
+        protect(layout::CONFIG, length, linux::PROT_READ, CLOSED)
+    }
+
+    /// Closes a process's private memory and that of its vCPU, except for the register page and the
+    /// signal stacks, which the host writes with user-mode rights and with the rights of signal
+    /// handlers.
+    fn protect_process(&self) -> Result<(), Errno> {
+        protect(PRIVATE, PAGE, DATA, READABLE)?;
+        protect(PRIVATE + PAGE, SIGNAL_STACK - PRIVATE - PAGE, DATA, CLOSED)?;
+        // These are separate mappings, which have no key yet.
+        protect(OWN_VCPU, VCPU_LENGTH, DATA, CLOSED)?;
+        protect(layout::STUBS, layout::STUBS_LENGTH, DATA | linux::PROT_EXEC, CLOSED)?;
+        // SAFETY: all processes of a vCPU share the cell and write the same value.
+        unsafe { (*cell()).keys = 1 };
+        Ok(())
+    }
+
+    fn map_process(&self, ram: &Ram, vcpu: usize, _slot: usize) -> Result<(), Errno> {
+        let length = ram.length();
+        let copies = Backing::Shared(layout::MEMORY_FD, ram.copies(vcpu));
+        // SAFETY: the range is reserved for them.
+        unsafe { sys::map(layout::COPIES, length, DATA, copies) }?;
+        protect(layout::COPIES, length, DATA, CLOSED)
+    }
+
+    fn scans_code(&self) -> bool {
+        true
+    }
+
+    fn signal_entry(&self) -> SignalEntry {
+        SignalEntry { handler: Some(wedge_x86::keyed_handler()), stack: &DISARMED_STACK }
+    }
+
+    fn stack_after_handler(&self) -> Option<&'static SignalStack> {
+        Some(&DISARMED_STACK)
+    }
+
+    fn on_signal(&self, context: u64) {
+        signal_stacks::note_kernel_signal(context);
+    }
+
+    fn before_entry(&self) {
+        // The kernel may return to user mode without the wedge.
+        signal_stacks::scrub();
+    }
 }

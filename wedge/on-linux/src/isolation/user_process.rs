@@ -32,11 +32,13 @@ use proto::hosted::{layout, option};
 use wedge_core::VirtualCpu;
 use wedge_core::cpu::rflags;
 
+use crate::isolation::contract::{Isolation, Stop};
 use crate::isolation::mailbox::{
     MAX_COMMANDS, Mailbox, RESPONSE, Request, Response, STACK, UserProcess, mailbox,
 };
 use crate::linux::signals::{self, Context, KICK};
 use crate::linux::sys::{self, Backing, Errno};
+use crate::mmu::ram::Ram;
 use crate::report;
 use crate::state::config::{self, has};
 use crate::state::current::code_selector;
@@ -55,19 +57,6 @@ const MAX_FAILURES: u32 = 16;
 /// Upper bound of the time between the user thread's notification and its futex wait in
 /// microseconds, unless its CPU is busy.
 const SETTLE_TIME: u64 = 200;
-
-/// Returns whether user mode runs in processes of its own.
-pub fn is_enabled() -> bool {
-    has(option::USER_PROCESS)
-}
-
-/// Maps a slot's mailbox in the kernel process.
-pub fn map_mailbox(vcpu: usize, slot: usize) -> Result<(), Errno> {
-    let rights = linux::PROT_READ | linux::PROT_WRITE;
-    let mailbox = Backing::Shared(layout::SHARED_FD, layout::mailbox(vcpu, slot));
-    // SAFETY: nothing is mapped there.
-    unsafe { sys::map(layout::MAILBOX, layout::MAILBOX_LENGTH, rights, mailbox) }
-}
 
 /// Returns the instructions in which a signal prevents the futex wait: start, and the address at
 /// which the handler resumes.
@@ -206,15 +195,24 @@ fn wait_until_stop_sent() {
 /// `FP_XSTATE_MAGIC2`.
 const MAGIC_2: u32 = 0x4650_5845;
 
-/// End of a run of user mode.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Stop {
-    /// Pending events; user mode did not run.
-    Events,
-    /// A signal.
-    Signal,
-    /// The process was replaced: nothing is mapped in it, so that all user pages must be dropped.
-    Unmapped,
+/// Isolation by processes.
+pub struct UserProcesses;
+
+impl Isolation for UserProcesses {
+    fn map_process(&self, _ram: &Ram, vcpu: usize, slot: usize) -> Result<(), Errno> {
+        let rights = linux::PROT_READ | linux::PROT_WRITE;
+        let mailbox = Backing::Shared(layout::SHARED_FD, layout::mailbox(vcpu, slot));
+        // SAFETY: nothing is mapped there.
+        unsafe { sys::map(layout::MAILBOX, layout::MAILBOX_LENGTH, rights, mailbox) }
+    }
+
+    fn run_user(&self, user: &mut UserProcess, cpu: &mut VirtualCpu) -> Option<Stop> {
+        Some(user.run(cpu))
+    }
+
+    fn selectors(&self, user: &UserProcess) -> [u16; 4] {
+        user.selectors
+    }
 }
 
 impl UserProcess {
@@ -335,9 +333,7 @@ impl UserProcess {
     }
 
     fn call(&mut self, number: u32, [a, b, c, d, e, f]: [u64; 6]) {
-        if is_enabled() {
-            self.push([number.into(), a, b, c, d, e, f]);
-        }
+        self.push([number.into(), a, b, c, d, e, f]);
     }
 
     /// Marks the user process for replacement: the next user code belongs to another address space.
@@ -346,7 +342,7 @@ impl UserProcess {
     }
 
     /// Runs user mode until it stops, by a signal or for events.
-    pub fn run(&mut self, cpu: &mut VirtualCpu) -> Stop {
+    fn run(&mut self, cpu: &mut VirtualCpu) -> Stop {
         self.selectors = compat::selectors();
         if self.process == 0 {
             self.connect();

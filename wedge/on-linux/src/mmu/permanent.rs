@@ -67,18 +67,6 @@ impl Ram {
         }
     }
 
-    /// Maps the code copies of a vCPU, with protection keys.
-    pub fn map_copies(&self, index: usize) -> Result<(), Errno> {
-        if !pkeys::is_enabled() {
-            return Ok(());
-        }
-        let length = self.length();
-        let copies = Backing::Shared(layout::MEMORY_FD, self.copies(index));
-        // SAFETY: the range is reserved for them.
-        unsafe { sys::map(layout::COPIES, length, DATA, copies) }?;
-        pkeys::protect(layout::COPIES, length, DATA, CLOSED)
-    }
-
     /// Returns guest memory for the VMM library.
     pub fn memory(&self) -> Option<GuestMemory> {
         let window = |base, length| {

@@ -21,7 +21,6 @@ use wedge_core::VirtualCpu;
 use wedge_x86::{CODE_32, CODE_64, Cause};
 
 use crate::isolation::mailbox::UserProcess;
-use crate::isolation::pkeys;
 use crate::mmu::space::AddressSpace;
 use crate::state::process::process;
 use crate::state::shared::{attention, cell};
@@ -61,7 +60,7 @@ impl CurrentVcpu {
         // SAFETY: only entry code uses them, on the way to the guest.
         unsafe {
             (*cell()).dispatch = is_user;
-            (*cell()).close = is_user & u8::from(pkeys::is_enabled());
+            (*cell()).close = is_user & (*cell()).keys;
             (*cell()).code = code;
         }
     }
