@@ -66,15 +66,9 @@ pub fn device() -> u32 {
 /// died before; there the first process, with which the namespace ends, performs a handshake with
 /// its parent.
 pub fn die_with_parent(made_by: u32) -> Result<(), Errno> {
-    let arguments =
-        [linux_raw_sys::prctl::PR_SET_PDEATHSIG.into(), linux::SIGKILL.into(), 0, 0, 0, 0];
-    // SAFETY: no memory is accessed.
-    let parent = unsafe {
-        sys::call(linux::__NR_prctl, arguments)?;
-        sys::call(linux::__NR_getppid, [0; 6])?
-    };
+    sys::set_attribute(linux_raw_sys::prctl::PR_SET_PDEATHSIG, linux::SIGKILL)?;
     // The parent may have ended before the prctl.
-    if parent != u64::from(made_by) {
+    if sys::parent_id() != made_by {
         sys::exit(HOST);
     }
     let word = &setup::words().first;

@@ -430,11 +430,8 @@ impl ChildExit {
     }
 
     fn wait(process: u64, options: u32) -> Option<Self> {
-        let mut status = 0_u32;
-        let arguments = [process, &raw mut status as u64, u64::from(options), 0, 0, 0];
-        // SAFETY: the kernel writes the status.
-        let process = unsafe { sys::call(linux::__NR_wait4, arguments) }.unwrap_or(0) as u32;
-        (process != 0).then_some(Self { process, status })
+        let (process, status) = sys::wait_for_child(process, options)?;
+        Some(Self { process, status })
     }
 
     fn signal(&self) -> u8 {

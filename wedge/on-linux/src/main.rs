@@ -131,23 +131,17 @@ fn set_up() -> Result<DeviceServer, (&'static str, Option<Errno>)> {
     isolation.set_up_vm().map_err(cannot("cannot set up user/kernel isolation"))?;
     let ram = Ram::new(start);
     ram.map().map_err(cannot("cannot map guest memory"))?;
-    // SAFETY: no memory is accessed.
-    let own = unsafe { sys::call(uapi::__NR_getpid, [0; 6]) }.unwrap_or(0);
-    config().device.store(own as u32, Relaxed);
+    config().device.store(sys::process_id(), Relaxed);
     for (resource, value) in [(uapi::RLIMIT_DATA, OWN_MEMORY), (uapi::RLIMIT_STACK, STACK)] {
         sys::limit(resource, value).map_err(cannot("cannot set a resource limit"))?;
     }
     // A guest process that may send these signals must not end this process or its children.
     sys::set_signal_mask(signals::SENT).map_err(cannot("cannot block signals"))?;
     // A program executed from a memfd would be named after its descriptor.
-    let name = c"parador-wedge".as_ptr() as u64;
-    for (option, value) in
-        [(prctl::PR_SET_NAME, name), (prctl::PR_SET_NO_NEW_PRIVS, 1), (prctl::PR_SET_DUMPABLE, 0)]
-    {
-        // SAFETY: no memory is accessed.
-        unsafe { sys::call(uapi::__NR_prctl, [option.into(), value, 0, 0, 0, 0]) }
-            .map_err(cannot("cannot set PR_SET_NAME, PR_SET_NO_NEW_PRIVS and PR_SET_DUMPABLE"))?;
-    }
+    sys::set_name(c"parador-wedge")
+        .and_then(|()| sys::set_attribute(prctl::PR_SET_NO_NEW_PRIVS, 1))
+        .and_then(|()| sys::set_attribute(prctl::PR_SET_DUMPABLE, 0))
+        .map_err(cannot("cannot set PR_SET_NAME, PR_SET_NO_NEW_PRIVS and PR_SET_DUMPABLE"))?;
     // In an empty network namespace the host may refuse access to its networks.
     net::open_taps(start).map_err(cannot("cannot open a tap device"))?;
     enter_sandbox(start);

@@ -31,7 +31,7 @@ use crate::state::shared::{
 };
 use crate::state::statistics::count;
 use crate::{
-    children, cpu_affinity, guest_space, monitor, report, signal, steal_time, timer, xstate,
+    children, compat, cpu_affinity, guest_space, monitor, report, signal, steal_time, timer, xstate,
 };
 
 /// Switches the vCPU to the process of slot `slot_index`, which continues in this function. The
@@ -132,27 +132,18 @@ fn wait_for_turn(seen: u32) {
 
 /// Saves the state in the host CPU to shared memory.
 fn save_cpu_state(vcpu: &SharedVcpu) {
-    let (fs, gs): (u64, u64);
     // SAFETY: the area is aligned and large enough for all extended state
-    // (`shared::EXTENDED_STATE`; the loader checks). The host permits user mode to read the bases
-    // (the loader checks).
-    unsafe {
-        xstate::save(vcpu.xsave.0.at() as u64, u64::MAX);
-        asm!("rdfsbase {}", out(reg) fs, options(nomem, nostack));
-        asm!("rdgsbase {}", out(reg) gs, options(nomem, nostack));
-    }
+    // (`shared::EXTENDED_STATE`; the loader checks).
+    unsafe { xstate::save(vcpu.xsave.0.at() as u64, u64::MAX) };
+    let (fs, gs) = compat::bases();
     vcpu.fs_base.set(fs);
     vcpu.gs_base.set(gs);
 }
 
 fn restore_cpu_state(vcpu: &SharedVcpu) {
-    // SAFETY: `save_cpu_state` has filled the area; the bases are the guest's, and the wedge uses
-    // neither.
-    unsafe {
-        xstate::load(vcpu.xsave.0.at() as u64, u64::MAX);
-        asm!("wrfsbase {}", in(reg) vcpu.fs_base.get(), options(nomem, nostack));
-        asm!("wrgsbase {}", in(reg) vcpu.gs_base.get(), options(nomem, nostack));
-    }
+    // SAFETY: `save_cpu_state` has filled the area.
+    unsafe { xstate::load(vcpu.xsave.0.at() as u64, u64::MAX) };
+    compat::set_bases(vcpu.fs_base.get(), vcpu.gs_base.get());
 }
 
 /// Creates the process of slot `slot_index` of a vCPU; returns its id. For the device process.
@@ -214,8 +205,7 @@ fn become_guest(
         sys::close(first, last)?;
     }
     let slot = slot();
-    // SAFETY: no memory is accessed.
-    let id = unsafe { sys::call(linux::__NR_getpid, [0; 6]) }?;
+    let id = u64::from(sys::process_id());
     children::confine(&config().filters, children::filter_index(Filters::GUEST))?;
     setup::finish(Kind::Guest, index, slot_index)?;
     // From here on the guest may control everything.

@@ -44,14 +44,13 @@ const DEBUG: u64 = 1;
 pub fn set_up() -> Result<(), Errno> {
     let SignalEntry { handler: keyed, stack } = isolation::current().signal_entry();
     // SAFETY: the stack is private memory without any other use.
-    unsafe { sys::call(linux::__NR_sigaltstack, [stack.as_ptr() as u64, 0, 0, 0, 0, 0]) }?;
+    unsafe { sys::set_signal_stack(stack) }?;
     let flags = linux::SA_SIGINFO | linux::SA_ONSTACK | linux::SA_NODEFER | linux::SA_RESTORER;
     let handler = keyed.unwrap_or(handler as *const () as u64);
     let action = [handler, flags.into(), restore as *const () as u64, 0];
     for number in SYNCHRONOUS.into_iter().chain([KICK, TIMER]) {
-        let arguments = [number.into(), action.as_ptr() as u64, 0, 8, 0, 0];
         // SAFETY: the handler complies with the rules for signal handlers.
-        unsafe { sys::call(linux::__NR_rt_sigaction, arguments) }?;
+        unsafe { sys::set_handler(number, &action) }?;
     }
     let arguments = [
         prctl::PR_SET_SYSCALL_USER_DISPATCH.into(),

@@ -43,8 +43,7 @@ fn become_user_process(vcpu: usize, slot: usize, filters: &Filters) -> Result<In
     children::die_with_parent(children::device())?;
     // A copy: the configuration will be unmapped.
     let filters = *filters;
-    // SAFETY: no memory is accessed.
-    let own = unsafe { sys::call(linux::__NR_getpid, [0; 6]) }?;
+    let own = sys::process_id();
     let rights = linux::PROT_READ | linux::PROT_WRITE;
     let request = RESPONSE - REQUEST;
     let at = layout::mailbox(vcpu, slot);
@@ -69,7 +68,7 @@ fn become_user_process(vcpu: usize, slot: usize, filters: &Filters) -> Result<In
     // SAFETY: the previous process has ended, and this one does not use the response yet. The data
     // of the previous one belongs to another address space.
     unsafe { core::ptr::write_bytes(RESPONSE as *mut u8, 0, size_of::<Response>()) };
-    mailbox().response.process.store(own, Relaxed);
+    mailbox().response.process.store(own.into(), Relaxed);
     sys::close(layout::INPUT_FD, layout::MEMORY_FD - 1)?;
     sys::close(layout::MEMORY_FD + 1, u32::MAX)?;
     start_mapper(&filters)?;
@@ -78,15 +77,14 @@ fn become_user_process(vcpu: usize, slot: usize, filters: &Filters) -> Result<In
     // the signal stack: the kernel process expects it there, and it always fits.
     let stack = [RESPONSE + offset_of!(Response, stack) as u64, SS_AUTODISARM, STACK as u64];
     // SAFETY: the stack has no other use.
-    unsafe { sys::call(linux::__NR_sigaltstack, [stack.as_ptr() as u64, 0, 0, 0, 0, 0]) }?;
+    unsafe { sys::set_signal_stack(&stack) }?;
     // Signals do not nest.
     let flags = linux::SA_SIGINFO | linux::SA_ONSTACK | linux::SA_RESTORER;
     let handler = stop_handler as *const () as u64;
     let action = [handler, flags.into(), handler, u64::MAX];
     for number in signals::SYNCHRONOUS.into_iter().chain([KICK]) {
-        let arguments = [number.into(), action.as_ptr() as u64, 0, 8, 0, 0];
         // SAFETY: the handler accesses the mailbox only.
-        unsafe { sys::call(linux::__NR_rt_sigaction, arguments) }?;
+        unsafe { sys::set_handler(number, &action) }?;
     }
     let start = stop_handler as *const () as u64;
     let on = [

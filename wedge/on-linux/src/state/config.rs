@@ -151,46 +151,47 @@ mod loaded {
         DiskRecord, Filters, MAX_DISKS, MAX_NETS, MAX_SHARES, NetRecord, ShareRecord, Start, layout,
     };
 
-    /// Returns a copy of the value at this offset.
-    ///
-    /// # Safety
-    /// The offset must be that of a `T`, for which every bit pattern is valid.
-    unsafe fn at<T: Copy>(offset: u64) -> T {
-        // SAFETY: the device process has mapped it, and no other process exists; the caller
-        // guarantees the type.
-        unsafe { ((layout::SHARED + offset) as *const T).read_volatile() }
+    /// Returns a copy of the words at this offset.
+    fn words<const COUNT: usize>(offset: u64) -> [u64; COUNT] {
+        assert!(offset.is_multiple_of(8) && offset + 8 * COUNT as u64 <= layout::SHARED_LENGTH);
+        // SAFETY: the device process has mapped all of the shared memory, and no other process
+        // exists.
+        unsafe { ((layout::SHARED + offset) as *const [u64; COUNT]).read_volatile() }
     }
 
     /// Returns the seccomp filters.
     pub fn filters() -> Filters {
-        // SAFETY: it consists of integers.
-        unsafe { at(layout::FILTERS) }
+        const EACH: u64 = 8 * Filters::WORDS as u64;
+        let program = |index: usize| words(layout::FILTERS + index as u64 * EACH);
+        Filters { programs: core::array::from_fn(program) }
     }
 
     /// Returns the loader's record; `None`: another version.
     pub fn start() -> Option<Start> {
-        // SAFETY: as above.
-        Start::from_words(&unsafe { at(0) })
+        Start::from_words(&words(0))
     }
 
     /// Returns all disk records.
     pub fn disks() -> [DiskRecord; MAX_DISKS] {
-        // SAFETY: as above.
-        let records: [[u64; DiskRecord::WORDS]; MAX_DISKS] = unsafe { at(layout::DISKS) };
-        records.each_ref().map(DiskRecord::from_words)
+        const EACH: u64 = 8 * DiskRecord::WORDS as u64;
+        core::array::from_fn(|index| {
+            DiskRecord::from_words(&words(layout::DISKS + index as u64 * EACH))
+        })
     }
 
     /// Returns all network records.
     pub fn nets() -> [NetRecord; MAX_NETS] {
-        // SAFETY: as above.
-        let records: [[u64; NetRecord::WORDS]; MAX_NETS] = unsafe { at(layout::NETS) };
-        records.each_ref().map(NetRecord::from_words)
+        const EACH: u64 = 8 * NetRecord::WORDS as u64;
+        core::array::from_fn(|index| {
+            NetRecord::from_words(&words(layout::NETS + index as u64 * EACH))
+        })
     }
 
     /// Returns all records of shared directories.
     pub fn shares() -> [ShareRecord; MAX_SHARES] {
-        // SAFETY: as above.
-        let records: [[u64; ShareRecord::WORDS]; MAX_SHARES] = unsafe { at(layout::SHARES) };
-        records.each_ref().map(ShareRecord::from_words)
+        const EACH: u64 = 8 * ShareRecord::WORDS as u64;
+        core::array::from_fn(|index| {
+            ShareRecord::from_words(&words(layout::SHARES + index as u64 * EACH))
+        })
     }
 }
