@@ -14,6 +14,7 @@ use wedge_core::VirtualCpu;
 
 use crate::linux::sys;
 use crate::state::doorbell;
+use crate::state::fixed::Fixed;
 use crate::state::process::own_index;
 use crate::state::shared::{idle_state, vcpu};
 
@@ -22,9 +23,13 @@ const LOOK: u64 = 100_000_000;
 
 /// Returns the state shared by debugger and vCPUs.
 pub fn shared() -> &'static DebugState {
-    // SAFETY: it is in shared memory, mapped for the life of the process and initially zero; all
-    // fields are atomic.
-    unsafe { &*((layout::SHARED + layout::DEBUG) as *const DebugState) }
+    DebugState::get()
+}
+
+// SAFETY: it is in shared memory, mapped for the life of the process and initially zero; all fields
+// are atomic.
+unsafe impl Fixed for DebugState {
+    const ADDRESS: u64 = layout::SHARED + layout::DEBUG;
 }
 
 /// Classification of a breakpoint trap.

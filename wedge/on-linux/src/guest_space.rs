@@ -164,8 +164,9 @@ impl HostMap for ProcessMap<'_> {
     }
 
     fn read(&self, linear: u64, to: &mut [u8]) {
-        // SAFETY: as in `page`.
-        to.copy_from_slice(unsafe { core::slice::from_raw_parts(linear as *const u8, to.len()) });
+        for (at, byte) in (linear..).zip(to) {
+            *byte = self.page(at & !(PAGE - 1))[(at % PAGE) as usize];
+        }
     }
 
     fn code_copy(&mut self, offset: u64) -> &mut Page {

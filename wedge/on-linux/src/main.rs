@@ -42,6 +42,7 @@ mod monitor;
 mod net;
 mod processes;
 mod profile;
+mod regions;
 mod report;
 mod sandbox;
 mod signal;

@@ -23,6 +23,7 @@ use wedge_core::cpu::rflags;
 use crate::linux::sys;
 use crate::mmu::ram::PAGE;
 use crate::report::{fatal, print_line};
+use crate::state::fixed::Fixed;
 use crate::state::shared::Slot;
 
 /// Number of guest-physical pages that can be watched: 4 GiB.
@@ -57,7 +58,8 @@ struct Instruction {
     annotated: AtomicU64,
 }
 
-struct Tables {
+/// Tables of the profiler, in shared memory.
+pub struct Tables {
     /// By page: 0, [`ROOT`], [`DESCRIPTORS`], or the address of the entry that refers to it.
     watched: [AtomicU64; PAGES],
     /// Length of the list.
@@ -76,9 +78,13 @@ struct Tables {
 const _: () = assert!(AT + size_of::<Tables>() as u64 <= layout::SHARED + layout::VSOCK);
 
 fn tables() -> &'static Tables {
-    // SAFETY: it is in shared memory, mapped for the life of the process and initially zero; all
-    // fields are atomic.
-    unsafe { &*(AT as *const Tables) }
+    Tables::get()
+}
+
+// SAFETY: it is in shared memory, mapped for the life of the process and initially zero; all fields
+// are atomic.
+unsafe impl Fixed for Tables {
+    const ADDRESS: u64 = AT;
 }
 
 /// Returns whether the profiler is enabled.

@@ -7,6 +7,7 @@ use core::sync::atomic::{AtomicU32, AtomicU64};
 use proto::hosted::layout;
 
 use crate::linux::signals::CONTEXT;
+use crate::state::fixed::Fixed;
 use crate::state::shared::export_words;
 
 /// Capacity of the queue of mapping changes.
@@ -113,9 +114,13 @@ pub struct UserProcess {
 
 /// Returns the mailbox of this process's slot.
 pub fn mailbox() -> &'static Mailbox {
-    // SAFETY: each guest process maps it first if this mode is enabled. Everything in it is atomic
-    // except for the stack, of which only the address is used.
-    unsafe { &*(layout::MAILBOX as *const Mailbox) }
+    Mailbox::get()
+}
+
+// SAFETY: each guest process maps it first if this mode is enabled. Everything in it is atomic
+// except for the stack, of which only the address is used.
+unsafe impl Fixed for Mailbox {
+    const ADDRESS: u64 = layout::MAILBOX;
 }
 
 /// Handshake of the two threads of a user process, in memory that is unmapped before either handles

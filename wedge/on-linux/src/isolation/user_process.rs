@@ -124,9 +124,7 @@ fn is_stopped() -> bool {
 fn resume_thread() {
     let Request { turn, parked, .. } = &mailbox().request;
     turn.fetch_add(1, SeqCst);
-    let arguments = [parked.as_ptr() as u64, linux::FUTEX_WAKE.into(), 1, 0, 0, 0];
-    // SAFETY: no memory is changed.
-    if unsafe { sys::call(linux::__NR_futex, arguments) } != Ok(1) {
+    if !sys::wake_one(parked) {
         // A pause of the VM has restarted its wait on `turn`.
         sys::wake(turn);
     }

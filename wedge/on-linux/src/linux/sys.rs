@@ -120,17 +120,18 @@ pub fn wait(word: &core::sync::atomic::AtomicU32, expected: u32, nanoseconds: Op
 
 /// Wakes all waiters of `word`.
 pub fn wake(word: &core::sync::atomic::AtomicU32) {
-    let most = i32::MAX as u64;
-    let arguments = [word.as_ptr() as u64, u64::from(linux::FUTEX_WAKE), most, 0, 0, 0];
-    // SAFETY: no memory is changed. It cannot fail with a mapped word.
-    let _ = unsafe { call(linux::__NR_futex, arguments) };
+    wake_most(word, i32::MAX as u32);
 }
 
-/// Wakes one waiter of `word`.
-pub fn wake_one(word: &core::sync::atomic::AtomicU32) {
-    let arguments = [word.as_ptr() as u64, u64::from(linux::FUTEX_WAKE), 1, 0, 0, 0];
+/// Wakes one waiter of `word`; returns whether there was one.
+pub fn wake_one(word: &core::sync::atomic::AtomicU32) -> bool {
+    wake_most(word, 1) == 1
+}
+
+fn wake_most(word: &core::sync::atomic::AtomicU32, most: u32) -> u64 {
+    let arguments = [word.as_ptr() as u64, u64::from(linux::FUTEX_WAKE), most.into(), 0, 0, 0];
     // SAFETY: no memory is changed. It cannot fail with a mapped word.
-    let _ = unsafe { call(linux::__NR_futex, arguments) };
+    unsafe { call(linux::__NR_futex, arguments) }.unwrap_or(0)
 }
 
 /// Yields this host CPU.

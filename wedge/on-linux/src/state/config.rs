@@ -18,6 +18,7 @@ use proto::hosted::{
 use vmm_cpu::MAX_VCPUS;
 
 use crate::linux::sys::{self, Backing, Errno};
+use crate::state::fixed::Fixed;
 
 /// Largest number of guest processes of all vCPUs together. Slots are a cache, and Linux uses few
 /// of them: it has six PCIDs per CPU.
@@ -92,9 +93,13 @@ pub fn seal() -> Result<(), Errno> {
 
 /// Returns the configuration.
 pub fn config() -> &'static Config {
-    // SAFETY: `load` has written it in this process or in its parent; all non-atomic fields are
-    // constant.
-    unsafe { &*(layout::CONFIG as *const Config) }
+    Config::get()
+}
+
+// SAFETY: `load` has written it in this process or in its parent; all non-atomic fields are
+// constant.
+unsafe impl Fixed for Config {
+    const ADDRESS: u64 = layout::CONFIG;
 }
 
 /// Returns whether an option of [`proto::hosted::option`] is set.

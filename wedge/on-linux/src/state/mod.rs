@@ -3,6 +3,7 @@
 pub mod config;
 pub mod current;
 pub mod doorbell;
+pub mod fixed;
 pub mod owned;
 pub mod process;
 pub mod records;

@@ -7,9 +7,10 @@ use wedge_x86::PRIVATE;
 
 use crate::isolation::mailbox::{Mapper, UserProcess};
 use crate::mmu::space::AddressSpace;
+use crate::state::fixed::Fixed;
 use crate::state::owned::Owned;
 use crate::state::records::{ProcessBinding, ThreadLocal, TurnTimes, XsaveLayout};
-use crate::state::shared::{SIGNAL_STACK, Slot, vcpu};
+use crate::state::shared::{Slot, vcpu};
 
 /// Private state of a process.
 #[repr(C)]
@@ -46,11 +47,14 @@ pub struct ProcessState {
 
 /// Returns the process's private state.
 pub fn process() -> &'static ProcessState {
-    // SAFETY: `main` maps it first, zeroed; all shared fields are atomic.
-    unsafe { &*(PRIVATE as *const ProcessState) }
+    ProcessState::get()
 }
 
-const _: () = assert!(PRIVATE + size_of::<ProcessState>() as u64 <= SIGNAL_STACK - 0x8000);
+// SAFETY: `main` maps it first, zeroed; all shared fields are atomic, and `CurrentProcess` lends
+// the others.
+unsafe impl Fixed for ProcessState {
+    const ADDRESS: u64 = PRIVATE;
+}
 
 /// Returns the slot of this process.
 pub fn slot() -> &'static Slot {

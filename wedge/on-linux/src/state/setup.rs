@@ -12,6 +12,7 @@ use proto::hosted::layout;
 use vmm_cpu::MAX_VCPUS;
 
 use crate::linux::sys::{self, Backing, Errno};
+use crate::state::fixed::Fixed;
 use proto::hosted::layout::SLOTS;
 
 /// The words, initially zero.
@@ -50,9 +51,13 @@ pub fn unmap() -> Result<(), Errno> {
 
 /// Returns the words. Not in a process that has called [`unmap`].
 pub fn words() -> &'static Words {
-    // SAFETY: `map` has mapped them, zeroed, for as long as the process needs them; all fields are
-    // atomic.
-    unsafe { &*(layout::SETUP as *const Words) }
+    Words::get()
+}
+
+// SAFETY: `map` has mapped them, zeroed, for as long as the process needs them; all fields are
+// atomic.
+unsafe impl Fixed for Words {
+    const ADDRESS: u64 = layout::SETUP;
 }
 
 impl Words {

@@ -15,6 +15,7 @@ use wedge_x86::{CELL, CROSSING, Cell, PRIVATE};
 use crate::linux::signals::Signal;
 use crate::mmu::frame_table::CopiedFrames;
 use crate::state::config;
+use crate::state::fixed::Fixed;
 use crate::state::owned::Owned;
 use crate::state::records::{BalloonState, StealState, VcpuPlacement};
 
@@ -27,15 +28,18 @@ pub const EXTENDED_STATE: usize = 16 << 10;
 
 /// Top of the vCPUs' stacks, one below the other.
 const STACKS_TOP: u64 = layout::STUBS;
-const STACK_LENGTH: u64 = 1 << 20;
-const STACKS: u64 = STACKS_TOP - MAX_VCPUS as u64 * STACK_LENGTH;
+/// Length of a vCPU's stack in bytes.
+pub const STACK_LENGTH: u64 = 1 << 20;
+/// Address of the stacks.
+pub const STACKS: u64 = STACKS_TOP - MAX_VCPUS as u64 * STACK_LENGTH;
 /// Address of all vCPUs' parts.
-const VCPUS: u64 = STACKS - MAX_VCPUS as u64 * VCPU_LENGTH;
+pub const VCPUS: u64 = STACKS - MAX_VCPUS as u64 * VCPU_LENGTH;
 /// Length of a [`SharedVcpu`] in bytes, whole pages.
 pub const VCPU_LENGTH: u64 = size_of::<SharedVcpu>() as u64;
 /// Address of the process's own vCPU.
 pub const OWN_VCPU: u64 = CELL;
-const SHARED_STRUCT: u64 = OWN_VCPU + VCPU_LENGTH;
+/// Address of [`Shared`].
+pub const SHARED_STRUCT: u64 = OWN_VCPU + VCPU_LENGTH;
 /// Top of the stack of a process that does not run the vCPU.
 pub const PRIVATE_STACK_TOP: u64 = layout::PRIVATE + 0x2_0000;
 /// Stack of the signal handlers.
@@ -337,9 +341,13 @@ pub const EVERYTHING: u64 = u64::MAX;
 
 /// Returns the shared memory.
 pub fn shared() -> &'static Shared {
-    // SAFETY: `main` maps it first, zeroed, for the life of the process. The module's documentation
-    // states which process uses the non-atomic fields.
-    unsafe { &*(SHARED_STRUCT as *const Shared) }
+    Shared::get()
+}
+
+// SAFETY: `main` maps it first, zeroed, for the life of the process. The module's documentation
+// states which process uses the non-atomic fields.
+unsafe impl Fixed for Shared {
+    const ADDRESS: u64 = SHARED_STRUCT;
 }
 
 /// Returns the state of all vCPUs.
@@ -360,8 +368,12 @@ pub fn stack_top(index: usize) -> u64 {
 
 /// Returns the state of this process's vCPU. Not for the device process, nor for workers.
 pub fn vcpu() -> &'static SharedVcpu {
-    // SAFETY: a guest process maps it first; for the non-atomic fields see `shared`.
-    unsafe { &*(OWN_VCPU as *const SharedVcpu) }
+    SharedVcpu::get()
+}
+
+// SAFETY: a guest process maps it first; for the non-atomic fields see the module's documentation.
+unsafe impl Fixed for SharedVcpu {
+    const ADDRESS: u64 = OWN_VCPU;
 }
 
 /// Returns the address of the state shared with entry code.

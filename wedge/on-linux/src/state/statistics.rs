@@ -5,15 +5,18 @@ use core::sync::atomic::Ordering::Relaxed;
 use proto::hosted::{VcpuStatistics, layout};
 use vmm_cpu::MAX_VCPUS;
 
+use crate::state::fixed::Fixed;
 use crate::state::process::process;
 
 /// Returns the counters of a vCPU.
 pub fn statistics(vcpu: usize) -> &'static VcpuStatistics {
-    // SAFETY: the device process has mapped the shared memory, initially zero; all fields are
-    // atomic.
-    let all =
-        unsafe { &*((layout::SHARED + layout::STATISTICS) as *const [VcpuStatistics; MAX_VCPUS]) };
+    let all = <[VcpuStatistics; MAX_VCPUS]>::get();
     &all[vcpu % MAX_VCPUS]
+}
+
+// SAFETY: the device process has mapped the shared memory, initially zero; all fields are atomic.
+unsafe impl Fixed for [VcpuStatistics; MAX_VCPUS] {
+    const ADDRESS: u64 = layout::SHARED + layout::STATISTICS;
 }
 
 /// Returns the counters of this process's vCPU.
