@@ -13,6 +13,7 @@ use crate::isolation::mailbox::UserProcess;
 use crate::isolation::{self, pkeys, signal_stacks};
 use crate::linux::sys::{self, Backing, Errno};
 use crate::mmu::exec_scan::Page;
+use crate::mmu::guest_range;
 use crate::mmu::host::{HostMap, MappingListener, STUB};
 use crate::mmu::ram::{PAGE, Ram};
 use crate::mmu::space::Steps;
@@ -25,10 +26,6 @@ use crate::state::process::{own_index, slot};
 use crate::state::shared::{shared, vcpu, vcpus};
 use crate::state::statistics;
 use crate::{clock, kick, profile, report};
-
-/// Largest address, exclusive, that the MMU maps or unmaps; the wedge's own memory is excluded,
-/// too.
-const END: u64 = layout::GUEST_END;
 
 /// Maps slots and stubs of rewritten system calls in a new process.
 pub fn map_call_stubs() -> Result<(), Errno> {
@@ -114,43 +111,25 @@ pub struct ProcessMap<'a> {
     peer: &'a mut UserProcess,
 }
 
-/// Ends the VM unless a range is the guest's: the wedge's own memory must not be mapped over.
-fn check(start: u64, end: u64) {
-    let is_low = end <= layout::WEDGE;
-    let is_high = start >= layout::WEDGE_END && end <= END;
-    if !(is_low || is_high) {
-        report::fatal(format_args!("{start:#x} to {end:#x} is not memory of the guest"));
-    }
-}
-
 impl HostMap for ProcessMap<'_> {
     fn map(&mut self, linear: u64, length: u64, rights: u32, offset: u64) -> Result<(), Errno> {
-        check(linear, linear + length);
-        // SAFETY: a range of the guest, without memory of this program.
-        unsafe { sys::map_now(linear, length, rights, layout::MEMORY_FD, offset) }
+        guest_range::map_now(linear, length, rights, offset)
     }
 
     fn map_private(&mut self, page: u64, contents: &Page, rights: u32) -> Result<(), Errno> {
-        check(page, page + PAGE);
         let data = linux::PROT_READ | linux::PROT_WRITE;
-        // SAFETY: a page of the guest; nothing executes or reads it during the write.
-        unsafe {
-            sys::map(page, PAGE, data, Backing::Own)?;
-            (page as *mut Page).write(*contents);
-        }
+        guest_range::map(page, PAGE, data, Backing::Own)?;
+        // SAFETY: a page of the guest, mapped now; nothing executes or reads it during the write.
+        unsafe { (page as *mut Page).write(*contents) };
         self.protect(page, PAGE, rights)
     }
 
     fn unmap(&mut self, start: u64, end: u64) -> Result<(), Errno> {
-        check(start, end);
-        // SAFETY: a range of the guest, without memory of this program.
-        unsafe { sys::unmap(start, end - start) }
+        guest_range::unmap(start, end - start)
     }
 
     fn protect(&mut self, linear: u64, length: u64, rights: u32) -> Result<(), Errno> {
-        check(linear, linear + length);
-        // SAFETY: a range of the guest; the wedge accesses guest memory through another mapping.
-        unsafe { sys::protect(linear, length, rights) }
+        guest_range::protect(linear, length, rights)
     }
 
     fn close(&mut self, linear: u64, length: u64, rights: u32) -> Result<(), Errno> {

@@ -20,7 +20,7 @@ use vmm_mem::GuestMemory;
 use wedge_core::VirtualCpu;
 use wedge_core::cpu::rflags;
 
-use crate::linux::sys;
+use crate::mmu::guest_range;
 use crate::mmu::ram::PAGE;
 use crate::report::{fatal, print_line};
 use crate::state::fixed::Fixed;
@@ -146,10 +146,7 @@ pub fn follow(slot: &Slot) {
 fn protect(address: u64, writable: bool) {
     let write = if writable { linux::PROT_WRITE } else { 0 };
     let set = |linear: u64, rights: u32| {
-        // SAFETY: guest memory in the guest's part of the address space; writes of the wedge there
-        // call this function first.
-        let result =
-            unsafe { sys::call(linux::__NR_mprotect, [linear, PAGE, rights.into(), 0, 0, 0]) };
+        let result = guest_range::protect(linear, PAGE, rights);
         if let Err(error) = result {
             fatal(format_args!("cannot write-protect guest memory: {error}"));
         }

@@ -65,17 +65,30 @@ pub fn set_up() -> Result<(), Errno> {
     unsafe { sys::call(linux::__NR_prctl, arguments) }.map(drop)
 }
 
-/// Abandons a handler: the guest was interrupted, and its registers are in the frame.
-///
-/// # Safety
-/// Nothing on the signal stack may be needed any more.
-unsafe fn leave() -> ! {
-    // SAFETY: the guest was interrupted; the stack is private memory without any other use.
-    unsafe {
-        if let Some(stack) = isolation::current().stack_after_handler() {
-            wedge_x86::leave_after(linux::__NR_sigaltstack, stack.as_ptr() as u64)
+/// The guest, which a signal has interrupted: its virtual CPU, and the right to abandon the
+/// handler.
+struct InterruptedGuest(CurrentVcpu);
+
+impl InterruptedGuest {
+    /// Takes the virtual CPU.
+    ///
+    /// # Safety
+    /// The event loop must be in [`CurrentVcpu::enter`], and no other handler may run.
+    unsafe fn take() -> Self {
+        // SAFETY: the loop's value is borrowed there.
+        Self(unsafe { CurrentVcpu::take() })
+    }
+
+    /// Abandons the handler: the event loop continues. Nothing on the signal stack is needed any
+    /// more, because the guest's registers are in the frame.
+    fn leave(self) -> ! {
+        // SAFETY: the guest was interrupted; the stack is private memory without any other use.
+        unsafe {
+            if let Some(stack) = isolation::current().stack_after_handler() {
+                wedge_x86::leave_after(linux::__NR_sigaltstack, stack.as_ptr() as u64)
+            }
+            wedge_x86::leave()
         }
-        wedge_x86::leave()
     }
 }
 
@@ -120,10 +133,11 @@ extern "sysv64" fn on_signal(number: u32, _: *const u8, context: *mut Context) {
     }
     // SAFETY: the signal has interrupted the guest, or code that runs for it, so the event loop is
     // in `CurrentVcpu::enter`, and no other handler runs.
-    let mut cpu = unsafe { CurrentVcpu::take() };
+    let mut guest = unsafe { InterruptedGuest::take() };
+    let cpu = &mut *guest.0;
     match interrupted {
         Interrupted::Guest => cpu.sync_code_segment(context.is_64_bit()),
-        _ => complete(interrupted, context, &mut cpu),
+        _ => complete(interrupted, context, cpu),
     }
     if !synchronous && cpu.cpl == 0 && cpu.held_flags & rflags::IF == 0 {
         // Interrupts are disabled; the guest checks when it enables them.
@@ -144,8 +158,7 @@ extern "sysv64" fn on_signal(number: u32, _: *const u8, context: *mut Context) {
     };
     vcpu.signal.set(Signal { number, vector, code, address });
     xstate::restore(context.extended as u64, u64::MAX);
-    // SAFETY: the guest was interrupted.
-    unsafe { leave() }
+    guest.leave()
 }
 
 /// Signal handler for interrupted user mode, with protection keys; entry code has switched to a
@@ -156,7 +169,8 @@ extern "sysv64" fn on_user_signal(number: u32, _: *const u8, context: *const Con
     let vcpu = vcpu();
     // SAFETY: user mode was interrupted, so the event loop is in `CurrentVcpu::enter`, and no other
     // handler runs: one whose entry code was interrupted continues here.
-    let mut cpu = unsafe { CurrentVcpu::take() };
+    let mut guest = unsafe { InterruptedGuest::take() };
+    let cpu = &mut *guest.0;
     let end = SIGNAL_STACK + SIGNAL_STACK_LENGTH;
     let (window, window_end) = wedge_x86::keyed_handler_window();
     let (mut number, mut at) = (number, context as u64);
@@ -168,8 +182,7 @@ extern "sysv64" fn on_user_signal(number: u32, _: *const u8, context: *const Con
             cpu.frame.rflags = rflags::IF | 2;
             let vector = vector::UNDEFINED.into();
             vcpu.signal.set(Signal { number: linux::SIGILL, vector, code: 0, address: 0 });
-            // SAFETY: user mode was interrupted.
-            unsafe { leave() }
+            guest.leave()
         }
         note_frame(at);
         // SAFETY: it is on the signal stack, which nothing writes now.
@@ -201,15 +214,14 @@ extern "sysv64" fn on_user_signal(number: u32, _: *const u8, context: *const Con
         // SAFETY: the context and the siginfo are on the signal stack.
         signal.vector = unsafe { call_vector(at as *const Context) };
     }
-    recover_registers(&mut cpu, &mut signal);
+    recover_registers(cpu, &mut signal);
     cpu.frame.rflags = cpu.frame.rflags & u64::from(wedge_x86::USER_FLAGS) | rflags::IF | 2;
     vcpu.signal.set(signal);
     let extended = context.extended as u64;
     if (at..end).contains(&extended) && extended.is_multiple_of(64) {
         xstate::restore(extended, end - extended);
     }
-    // SAFETY: user mode was interrupted.
-    unsafe { leave() }
+    guest.leave()
 }
 
 /// Recovers user mode's registers if it was interrupted in a transition, and adapts the signal.

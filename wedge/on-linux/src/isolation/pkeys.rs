@@ -14,6 +14,7 @@ use wedge_x86::{CLOSED, PRIVATE, READABLE};
 use crate::isolation::contract::{Isolation, SignalEntry, SignalStack};
 use crate::isolation::signal_stacks;
 use crate::linux::sys::{self, Backing, Errno};
+use crate::mmu::guest_range;
 use crate::mmu::ram::Ram;
 use crate::state::config::has;
 use crate::state::shared::{OWN_VCPU, SIGNAL_STACK, SIGNAL_STACK_LENGTH, VCPU_LENGTH, cell};
@@ -81,8 +82,7 @@ impl Isolation for ProtectionKeys {
     fn map_process(&self, ram: &Ram, vcpu: usize, _slot: usize) -> Result<(), Errno> {
         let length = ram.length();
         let copies = Backing::Shared(layout::MEMORY_FD, ram.copies(vcpu));
-        // SAFETY: the range is reserved for them.
-        unsafe { sys::map(layout::COPIES, length, DATA, copies) }?;
+        guest_range::map(layout::COPIES, length, DATA, copies)?;
         protect(layout::COPIES, length, DATA, CLOSED)
     }
 

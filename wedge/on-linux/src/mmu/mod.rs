@@ -22,6 +22,7 @@ pub mod fill;
 pub mod flush;
 pub mod frame_table;
 pub mod frames;
+pub mod guest_range;
 pub mod host;
 pub mod kernel_code;
 pub mod permanent;

@@ -7,7 +7,8 @@ use vmm_mem::{GuestMemory, Window};
 use wedge_x86::CLOSED;
 
 use crate::isolation::pkeys;
-use crate::linux::sys::{self, Backing, Errno};
+use crate::linux::sys::{Backing, Errno};
+use crate::mmu::guest_range;
 use crate::mmu::ram::{FOUR_GIB, PAGE, Ram};
 
 const DATA: u32 = linux::PROT_READ | linux::PROT_WRITE;
@@ -34,13 +35,10 @@ impl Ram {
 
     /// Maps all guest memory at an address.
     fn map_at(&self, base: u64) -> Result<(), Errno> {
-        // SAFETY: the callers pass ranges reserved for the guest, without memory of this program.
-        unsafe {
-            sys::map(base, self.low, DATA, Backing::Shared(layout::MEMORY_FD, 0))?;
-            if self.high != 0 {
-                let high = Backing::Shared(layout::MEMORY_FD, self.low);
-                sys::map(base + FOUR_GIB, self.high, DATA, high)?;
-            }
+        guest_range::map(base, self.low, DATA, Backing::Shared(layout::MEMORY_FD, 0))?;
+        if self.high != 0 {
+            let high = Backing::Shared(layout::MEMORY_FD, self.low);
+            guest_range::map(base + FOUR_GIB, self.high, DATA, high)?;
         }
         Ok(())
     }
@@ -53,18 +51,14 @@ impl Ram {
 
     fn open_image(&self) -> Result<(), Errno> {
         let image = Backing::Shared(layout::MEMORY_FD, 0);
-        // SAFETY: the range is reserved for it.
-        unsafe { sys::map(layout::IMAGE, self.image(), DATA | linux::PROT_EXEC, image) }
+        guest_range::map(layout::IMAGE, self.image(), DATA | linux::PROT_EXEC, image)
     }
 
     /// Unmaps the mappings of [`Self::open`].
     pub fn close(&self) -> Result<(), Errno> {
         let end = if self.high == 0 { self.low } else { FOUR_GIB + self.high };
-        // SAFETY: only the guest uses these ranges, and it does not run.
-        unsafe {
-            sys::unmap(layout::DIRECT, end)?;
-            sys::unmap(layout::IMAGE, self.image())
-        }
+        guest_range::unmap(layout::DIRECT, end)?;
+        guest_range::unmap(layout::IMAGE, self.image())
     }
 
     /// Returns guest memory for the VMM library.
