@@ -10,7 +10,7 @@ use wedge_core::VirtualCpu;
 use wedge_core::mapped::Piece;
 
 use crate::mmu::Mmu;
-use crate::mmu::exec_scan::is_beside;
+use crate::mmu::exec_scan::{ScannedPage, is_beside};
 use crate::mmu::host::{HostMap, MappingListener};
 use crate::mmu::kernel_code::close_kernel;
 use crate::mmu::ram::{PAGE, is_kernel, is_user};
@@ -125,6 +125,10 @@ impl<H: HostMap + MappingListener> Mmu<'_, H> {
             return None;
         }
         let page = linear & !(PAGE - 1);
+        if leaf.writable && !self.is_executable(leaf.address + (page & (leaf.size - 1))) {
+            // Its neighbours stay out of the table: a stepped instruction may write to them.
+            return Some(Fault::Sequence);
+        }
         let (run, base, size) = if leaf.size == PAGE {
             let (before, after) = self.contiguous(page, leaf, CODE_AROUND)?;
             (page - before, leaf.address - before, before + PAGE + after)
@@ -151,6 +155,13 @@ impl<H: HostMap + MappingListener> Mmu<'_, H> {
             }
         }
         (intent == Intent::Fetch).then_some(Fault::Sequence)
+    }
+
+    /// Returns whether the page at a guest-physical address may be executed from a copy.
+    fn is_executable(&self, address: u64) -> bool {
+        let mut bytes = [0; PAGE as usize];
+        let is_read = self.vm.memory.read_slice(address, &mut bytes).is_ok();
+        is_read && ScannedPage::closed(bytes).is_some()
     }
 
     /// Maps a range of guest memory, given by its offset in the file.

@@ -202,7 +202,7 @@ impl<H: HostMap + MappingListener> Mmu<'_, H> {
 mod tests {
     use super::*;
     use crate::mmu::fill::Fault;
-    use crate::mmu::testing::{CODE, DATA, EXEC, READ, Rig, USER, WRITE};
+    use crate::mmu::testing::{CODE, Content, DATA, EXEC, READ, Rig, USER, WRITE};
 
     const FRAME: u64 = 0x8_0000;
 
@@ -348,5 +348,74 @@ mod tests {
         rig.host.fails_after = Some(1);
         assert!(!open(&mut rig));
         assert!(rig.space.code.steps == Steps::default());
+    }
+
+    /// Executes an instruction that increments a byte, as the host and the event loop would;
+    /// returns the number of faults.
+    fn increment(rig: &mut Rig, rip: u64, length: u64, data: u64) -> usize {
+        rig.cpu.frame.rip = rip;
+        for faults in 0..40 {
+            rig.sync();
+            let begun = begin(rig);
+            assert_ne!(begun, Begin::Instead);
+            let pages = [rip, rip + length - 1].map(|at| at & !(PAGE - 1));
+            let lacks = |rig: &Rig, page: u64, right: u32| {
+                rig.host.at(page).is_none_or(|(_, rights)| rights & right == 0)
+            };
+            let page = data & !(PAGE - 1);
+            let fault = match pages.into_iter().find(|&page| lacks(rig, page, EXEC)) {
+                Some(missing) => Some((missing.max(rip), Intent::Fetch)),
+                None => lacks(rig, page, WRITE).then_some((data, Intent::Write)),
+            };
+            let Some((linear, intent)) = fault else {
+                match rig.host.pages.get_mut(&page).unwrap() {
+                    (Content::Private(bytes), _) => bytes[(data % PAGE) as usize] += 1,
+                    (Content::File(offset), _) => {
+                        let at = *offset + data % PAGE;
+                        let old = rig.memory.read::<u8>(at).unwrap();
+                        rig.memory.write(at, old + 1).unwrap();
+                    }
+                }
+                rig.cpu.frame.rip = rip + length;
+                if begun == Begin::Step {
+                    assert!(end(rig, true));
+                }
+                return faults;
+            };
+            if begun == Begin::Step {
+                assert!(!end(rig, false));
+            }
+            let cpu = rig.cpu.clone();
+            let is_handled = match rig.fill(linear, intent) {
+                Fault::Filled => true,
+                Fault::Sequence => rig.mmu().open_steps(&cpu),
+                Fault::OwnCode => rig.mmu().open_writing_step(&cpu, linear),
+                _ => false,
+            };
+            assert!(is_handled, "{linear:#x} {intent:?}");
+        }
+        panic!("faults alternate forever");
+    }
+
+    #[test]
+    fn own_code_is_written_in_a_bounded_number_of_faults() {
+        for round in 0..16 {
+            let mut rig = Rig::with_keys();
+            rig.set_run(USER, FRAME, 2, DATA & !hw_x86::paging::entry::NX);
+            rig.memory.fill(FRAME, 2 * PAGE, 0xc3).unwrap();
+            let start = if round & 1 != 0 { PAGE - 1 - (round >> 1 & 1) } else { 64 };
+            let data = 0x100 + if round & 2 != 0 { PAGE } else { 0 };
+            for (bit, page) in [(4, 0), (8, PAGE)] {
+                if round & bit != 0 {
+                    rig.memory.write_slice(FRAME + page + 16, &[0x0f, 0x01, 0xef]).unwrap();
+                }
+            }
+            let code = [0xfe, 0x86, 0, 1, 0, 0, 0xc3];
+            rig.memory.write_slice(FRAME + start, &code).unwrap();
+            let faults: std::vec::Vec<usize> =
+                (0..3).map(|_| increment(&mut rig, USER + start, 6, USER + data)).collect();
+            assert_eq!(rig.memory.read::<u8>(FRAME + data).unwrap(), 0xc3 + 3, "{round}");
+            assert!(faults.iter().all(|&count| count < 12), "{round}: {faults:?}");
+        }
     }
 }
