@@ -6,6 +6,7 @@
 
 mod build;
 mod check;
+mod coverage;
 mod fuzz;
 mod imports;
 mod metrics;
@@ -58,6 +59,7 @@ usage: cargo xtask COMMAND
                           check the wording of text, comments and type names; --count: totals by folder and kind
   size                    lines of code, and the kernel's budget
   metrics                 structure of the tree: import circles, longest functions and files
+  coverage                lines of the wedge's MMU and patching code that its unit tests execute
   artifacts               print the directory of finished programs
 ";
 
@@ -97,6 +99,7 @@ fn dispatch(arguments: &[String]) -> Result<()> {
         "words" => words::words(rest),
         "size" => rules::size(),
         "metrics" => metrics::metrics(),
+        "coverage" => coverage::coverage(),
         "artifacts" => {
             check::print_artifacts();
             Ok(())

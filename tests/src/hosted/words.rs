@@ -2,7 +2,8 @@
 //! (`guests/linux/check/check_escape.c`).
 //!
 //! They come from the sources: offsets of `proto`'s structures, and those of the wedge's as its
-//! file with debugging information has them (`shared_words` in `wedge/on-linux/src/shared.rs`).
+//! file with debugging information has them (`shared_words` in
+//! `wedge/on-linux/src/state/shared.rs`).
 
 use crate::system::{artifacts, workspace};
 use anyhow::{Context, Result, ensure};

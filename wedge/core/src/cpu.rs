@@ -68,9 +68,6 @@ pub struct VirtualCpu {
     /// rewritten sites change it in place. `AC` at privilege level 0: that code runs at level 3 of
     /// the host, where `AC` makes unaligned accesses fault (APM vol. 2, 3.1.6).
     pub held_flags: u64,
-    /// Not 0: events are pending, and must be handled before the guest continues with interrupts
-    /// enabled.
-    pub attention: u8,
     /// Current privilege level, 0 or 3.
     pub cpl: u8,
     /// `KernelGSbase`.
@@ -135,7 +132,6 @@ impl VirtualCpu {
         Self {
             frame: RegisterFrame { gpr: [0; 16], rip: 0, rflags: rflags::FIXED },
             held_flags: 0,
-            attention: 0,
             cpl: 0,
             kernel_gs_base: 0,
             cr2: 0,

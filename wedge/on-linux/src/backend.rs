@@ -10,8 +10,10 @@ use vmm_bus::frames;
 use vmm_bus::{BalloonBackend, Block, Messages, Net, Packets};
 use vmm_machine::{DeviceBackend, Host, Level, Model, Slots};
 
-use crate::shared::{self, ByteRing, event, shared};
-use crate::{balloon, device, disk, net, processes, report, sys};
+use crate::linux::sys;
+use crate::state::shared::{ByteRing, event, shared};
+use crate::state::{config, doorbell};
+use crate::{balloon, clock, disk, kick, net, report};
 
 /// Host services of the device models, for one vCPU.
 pub struct LinuxHost {
@@ -27,7 +29,7 @@ impl LinuxHost {
 
 impl Host for LinuxHost {
     fn counter(&self) -> u64 {
-        crate::guest::tsc()
+        clock::tsc()
     }
 
     fn put(&mut self, byte: u8) -> bool {
@@ -45,14 +47,14 @@ impl Host for LinuxHost {
     }
 
     fn kick(&mut self, index: usize) {
-        device::raise_event(index, event::KICK);
+        kick::raise_event(index, event::KICK);
     }
 }
 
 /// Sends a byte to the device process.
 fn put(ring: &ByteRing, byte: u8) -> bool {
     let put = ring.put(byte);
-    processes::notify();
+    doorbell::notify();
     put
 }
 
@@ -61,7 +63,7 @@ fn take(ring: &ByteRing) -> Option<u8> {
     let byte = ring.take();
     if byte.is_none() {
         // The ring has room: the device process may have more input.
-        processes::notify();
+        doorbell::notify();
     }
     byte
 }
@@ -157,7 +159,7 @@ pub fn add_devices(slots: &mut Slots<HostEndpoint, MAX_FUNCTIONS>, start: &Start
     let shares = (start.shares as usize).min(MAX_SHARES);
     let nets = (start.nets as usize).min(MAX_NETS);
     for index in 0..disks {
-        let record = shared::disk(index);
+        let record = config::disk(index);
         let make = if record.is_external {
             disk::RequestEndpoint::with_device_process
         } else {
@@ -168,13 +170,13 @@ pub fn add_devices(slots: &mut Slots<HostEndpoint, MAX_FUNCTIONS>, start: &Start
         let _ = slots.add(Model::Block(BlockInfo::of_file(&record)), link);
     }
     for index in 0..shares {
-        let tag = shared::share(index).tag;
+        let tag = config::share(index).tag;
         let link = disk::RequestEndpoint::with_device_process(disk::queue(MAX_DISKS + index));
         let _ = slots.add(Model::P9(tag), HostEndpoint::Share(link));
     }
     let _ = slots.add(Model::Entropy, HostEndpoint::Entropy);
     for index in 0..nets {
-        let record = shared::net(index);
+        let record = config::net(index);
         let link = HostEndpoint::Net(net::link(index, &record));
         let _ = slots.add(Model::Net(frames::info(&record)), link);
     }

@@ -3,28 +3,15 @@
 //! A hole uses no host memory and reads as zeros in all processes until it is written. The vCPU
 //! punches holes itself: its seccomp filter permits no more than it could achieve by writing zeros.
 
-use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
+use core::sync::atomic::{Ordering::Relaxed, Ordering::SeqCst};
 
 use linux_raw_sys::general as linux;
 use proto::hosted::{Start, layout};
 use vmm_bus::BalloonBackend;
 
-use crate::memory::Ram;
-use crate::shared::shared;
-use crate::sys;
-
-/// State shared by the guest's balloon device and `parador`. The guest can overwrite it.
-#[repr(C)]
-pub struct BalloonState {
-    /// Target in pages. Changes are notified by [`event::BALLOON`](crate::shared::event::BALLOON).
-    pub wanted: AtomicU32,
-    /// Pages in the balloon, as the guest reports.
-    pub actual: AtomicU32,
-    /// Not 0: statistics are requested. Notified like [`BalloonState::wanted`].
-    pub statistics_requested: AtomicU32,
-    /// Last statistics of the guest, indexed by tag (VIRTIO 1.2, section 5.5.6.3).
-    pub statistics: [AtomicU64; 16],
-}
+use crate::linux::sys;
+use crate::mmu::ram::Ram;
+use crate::state::shared::shared;
 
 /// Back end of the balloon device.
 pub struct BalloonEndpoint {

@@ -1,17 +1,61 @@
-//! The host's TSC: its frequency, and the wall-clock time at which it was 0.
+//! The host CPU's time-stamp counter: its frequency, and the wall-clock time at which it was 0;
+//! serialisation, and yielding while waiting for a lock.
 
-use core::arch::x86_64::__cpuid;
+use core::arch::x86_64::{__cpuid, _rdtsc};
 
 use linux_raw_sys::general as linux;
+use spin::relax::RelaxStrategy;
 
-use crate::config::config;
-use crate::guest::tsc;
+use crate::state::config::config;
 
-use crate::sys;
+use crate::linux::sys;
 
 /// Duration of the frequency measurement in nanoseconds.
 const MEASURED: u64 = 10_000_000;
 const SECOND: u64 = 1_000_000_000;
+
+/// Reads the TSC.
+pub fn tsc() -> u64 {
+    // SAFETY: the host permits user mode to read it.
+    unsafe { _rdtsc() }
+}
+
+/// Yields the host CPU while waiting for a lock, since the owner may need it.
+pub struct YieldRelax;
+
+impl RelaxStrategy for YieldRelax {
+    fn relax() {
+        /// Number of spins before yielding, some microseconds: locks are held for less time unless
+        /// the owner is preempted.
+        const LOOKS: u32 = 64;
+        for _ in 0..LOOKS {
+            core::hint::spin_loop();
+        }
+        sys::yield_now();
+    }
+}
+
+/// Serialises the CPU after a write to code through another address (APM vol. 2, 7.6.1).
+pub fn serialize() {
+    // SAFETY: `IRET` to the next instruction, with the current stack, flags and segments.
+    unsafe {
+        core::arch::asm!(
+            "mov {stack}, rsp",
+            "mov {segment:e}, ss",
+            "push {segment}",
+            "push {stack}",
+            "pushfq",
+            "mov {segment:e}, cs",
+            "push {segment}",
+            "lea {segment}, [rip + 2f]",
+            "push {segment}",
+            "iretq",
+            "2:",
+            stack = out(reg) _,
+            segment = out(reg) _,
+        );
+    }
+}
 
 /// Converts microseconds to TSC ticks, for processes of the VM.
 pub fn ticks(microseconds: u64) -> u64 {

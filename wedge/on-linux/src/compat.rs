@@ -17,13 +17,12 @@ use vmm_mem::GuestMemory;
 use wedge_core::{VirtualCpu, thread_area};
 use wedge_x86::{CODE_32, CODE_64};
 
-use crate::shared::{has, process};
-use crate::user_process;
+use crate::state::config::has;
+use crate::state::process::process;
+use crate::state::records::{TLS_COUNT, ThreadLocal};
 
 /// Selector of Linux's first TLS descriptor (`GDT_ENTRY_TLS_MIN`).
 const FIRST: u16 = 12 << 3 | 3;
-/// Number of TLS descriptors.
-const COUNT: usize = 3;
 /// `__USER_DS`.
 const DATA: u16 = 0x2b;
 /// `set_thread_area` (`arch/x86/entry/syscalls/syscall_32.tbl`).
@@ -33,15 +32,6 @@ const ES: usize = 0;
 const DS: usize = 3;
 const FS: usize = 4;
 const GS: usize = 5;
-
-/// TLS descriptors of a host process.
-#[derive(Clone, Copy, Debug)]
-pub struct ThreadLocal {
-    /// The guest's descriptors.
-    descriptors: [u64; COUNT],
-    /// Descriptors that the host has accepted.
-    usable: [bool; COUNT],
-}
 
 /// Returns whether user mode uses segment selectors: 32-bit code, or 64-bit code that has loaded
 /// selectors. Linux sets none for 64-bit user code.
@@ -57,7 +47,7 @@ pub fn load_segments(cpu: &mut VirtualCpu, memory: &GuestMemory) {
         cpu.frame.rip &= u64::from(u32::MAX);
     }
     let (fs_base, gs_base) = bases();
-    let wanted = cpu.descriptors::<COUNT>(memory, FIRST);
+    let wanted = cpu.descriptors::<TLS_COUNT>(memory, FIRST);
     let mut host = process().thread_local.get();
     if host.descriptors != wanted {
         for (index, &descriptor) in wanted.iter().enumerate() {
@@ -111,7 +101,7 @@ pub fn set_bases(fs: u64, gs: u64) {
 }
 
 /// Returns the host's TLS descriptors as arguments of `set_thread_area`.
-pub fn areas() -> [[u32; 4]; COUNT] {
+pub fn areas() -> [[u32; 4]; TLS_COUNT] {
     let ThreadLocal { descriptors, usable } = process().thread_local.get();
     core::array::from_fn(|index| {
         describe(index, if usable[index] { descriptors[index] } else { 0 })
@@ -122,9 +112,8 @@ fn describe(index: usize, descriptor: u64) -> [u32; 4] {
     thread_area((FIRST >> 3) as u32 + index as u32, descriptor)
 }
 
-/// Reads the selectors after user mode has stopped.
-pub fn save_selectors(cpu: &mut VirtualCpu) {
-    let found = if user_process::is_enabled() { user_process::selectors() } else { selectors() };
+/// Takes over the selectors of user mode after it has stopped.
+pub fn save_selectors(cpu: &mut VirtualCpu, found: [u16; 4]) {
     for (register, selector) in [ES, DS, FS, GS].into_iter().zip(found) {
         cpu.sync_data_segment(register, selector);
     }

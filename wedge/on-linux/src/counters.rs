@@ -2,17 +2,18 @@
 
 use core::sync::atomic::Ordering::Relaxed;
 
-use proto::hosted::{log, option};
+use proto::hosted::{counter, log, option};
 use wedge_sites::Kind;
 
 use crate::report::print_line;
-use crate::shared::{SharedVcpu, counter, statistics, vcpus};
 use crate::sites::FUNCTION;
+use crate::state::shared::{SharedVcpu, vcpus};
+use crate::state::statistics::statistics;
 
 /// Prints the counters if the loader requests them: entries into the wedge by kind of patch site
 /// (without sites handled in place), and the remaining counters.
 pub fn print() {
-    if !crate::shared::has(option::COUNTERS) {
+    if !crate::state::config::has(option::COUNTERS) {
         return;
     }
     let sum = |counter: &dyn Fn(usize) -> u64| (0..vcpus().len()).map(counter).sum::<u64>();

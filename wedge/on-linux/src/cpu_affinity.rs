@@ -11,9 +11,11 @@ use hw_x86::cpuid::leaf;
 use linux_raw_sys::general as linux;
 use proto::hosted::layout;
 
-use crate::config::config;
-use crate::shared::{Owned, process, vcpu};
-use crate::{clock, sys};
+use crate::clock;
+use crate::linux::sys;
+use crate::state::config::config;
+use crate::state::process::process;
+use crate::state::shared::vcpu;
 
 /// Words of a CPU set; `CPU_SETSIZE` of Linux's C libraries is 1024.
 const WORDS: usize = (layout::CPU_SET_LENGTH / 8) as usize;
@@ -29,28 +31,6 @@ const _: () =
 const LONG_WAIT: u64 = 1_000;
 /// Time in microseconds during which the process then stays unbound.
 const UNBOUND_TIME: u64 = 20_000;
-
-/// Placement of a vCPU.
-#[repr(C)]
-pub struct VcpuPlacement {
-    /// CPU at the last hand-over.
-    cpu: Owned<u32>,
-    /// TSC at the last hand-over.
-    handed_over: Owned<u64>,
-    /// TSC until which it stays unbound.
-    unbound_until: Owned<u64>,
-}
-
-/// CPU binding of a process.
-#[repr(C)]
-pub struct ProcessBinding {
-    /// CPU to which it is bound, plus 1; 0: none.
-    cpu: Owned<u32>,
-    /// [`VcpuPlacement::handed_over`] at the last timer tick of the guest.
-    seen_hand_over: Owned<u64>,
-    /// TSC at which it was last unbound.
-    unbound_at: Owned<u64>,
-}
 
 /// Detects the host CPUs and writes the CPU sets that the VM's processes may use. `false`: there is
 /// one CPU, or a process cannot determine its CPU. For the device process, before it forks, with

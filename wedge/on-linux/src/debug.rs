@@ -12,18 +12,24 @@ use proto::hosted::layout;
 use vmm_mem::GuestMemory;
 use wedge_core::VirtualCpu;
 
-use crate::shared::{process, vcpu};
-use crate::sys;
-use crate::{idle, processes};
+use crate::linux::sys;
+use crate::state::doorbell;
+use crate::state::fixed::Fixed;
+use crate::state::process::own_index;
+use crate::state::shared::{idle_state, vcpu};
 
 /// Interval of a stopped vCPU's checks in nanoseconds.
 const LOOK: u64 = 100_000_000;
 
 /// Returns the state shared by debugger and vCPUs.
 pub fn shared() -> &'static DebugState {
-    // SAFETY: it is in shared memory, mapped for the life of the process and initially zero; all
-    // fields are atomic.
-    unsafe { &*((layout::SHARED + layout::DEBUG) as *const DebugState) }
+    DebugState::get()
+}
+
+// SAFETY: it is in shared memory, mapped for the life of the process and initially zero; all fields
+// are atomic.
+unsafe impl Fixed for DebugState {
+    const ADDRESS: u64 = layout::SHARED + layout::DEBUG;
 }
 
 /// Classification of a breakpoint trap.
@@ -58,7 +64,7 @@ struct Host;
 impl DebugHost for Host {
     fn notify_debugger(&self) {
         shared().halt_pending.store(1, SeqCst);
-        processes::notify();
+        doorbell::notify();
     }
 
     fn wait(&self, word: &AtomicU32) {
@@ -84,9 +90,9 @@ pub fn halt(cpu: &mut VirtualCpu, why: u32) -> bool {
     registers[register::LEVELS] = 4;
     // The other vCPUs do not wait for a stopped one (`frames::sync_before_entry`); it synchronises
     // itself before the guest resumes.
-    vcpu().idle.store(idle::state::POLLING, SeqCst);
-    let steps = shared().halt(process().vcpu.load(SeqCst) as usize, why, &mut registers, &Host);
-    vcpu().idle.store(idle::state::BUSY, SeqCst);
+    vcpu().idle.store(idle_state::POLLING, SeqCst);
+    let steps = shared().halt(own_index(), why, &mut registers, &Host);
+    vcpu().idle.store(idle_state::BUSY, SeqCst);
     let general = cpu.frame.gpr.len();
     cpu.frame.gpr.copy_from_slice(&registers[..general]);
     cpu.frame.rip = registers[register::RIP];

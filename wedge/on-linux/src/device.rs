@@ -5,16 +5,19 @@ use core::fmt;
 use core::sync::atomic::Ordering::SeqCst;
 
 use linux_raw_sys::general as linux;
-use proto::hosted::{Filters, MAX_DISKS, MAX_QUEUES, control, exit, layout};
+use proto::hosted::layout::SLOTS;
+use proto::hosted::{Filters, MAX_DISKS, MAX_QUEUES, control, exit, layout, option};
 use vmm_vcpu::MAX_VCPUS;
 
-use crate::config::{self, config};
-use crate::memory::Ram;
-use crate::processes::{self, KICK, TIMER};
+use crate::isolation::user_thread;
+use crate::linux::signals::{KICK, TIMER};
+use crate::linux::sys;
+use crate::mmu::ram::Ram;
 use crate::report::{HOST, INTERNAL, warn};
-use crate::setup::{self, Kind};
-use crate::shared::{ByteRing, RING, SLOTS, SharedVcpu, event, shared, started, vcpus};
-use crate::{debug, disk, idle, net, sys, user_process};
+use crate::state::config::{self, config, has};
+use crate::state::setup::{self, Kind};
+use crate::state::shared::{ByteRing, RING, SharedVcpu, event, shared, started, vcpus};
+use crate::{children, debug, disk, kick, net, processes};
 
 const READABLE: u16 = linux::POLLIN as u16;
 /// Number and interval in milliseconds of the checks for a process exit that explains a failed
@@ -90,12 +93,12 @@ impl DeviceServer {
         let user_processes = self.user_processes.get_mut(index);
         let program = user_processes
             .and_then(|user_processes| user_processes[..config::slots()].get_mut(slot));
-        let Some(program) = program.filter(|_| user_process::is_enabled()) else { return Ok(()) };
+        let Some(program) = program.filter(|_| has(option::USER_PROCESS)) else { return Ok(()) };
         if *program != 0 {
             sys::kill(*program, linux::SIGKILL);
             ChildExit::of(*program);
         }
-        *program = user_process::create(index, slot, &config().filters)?;
+        *program = user_thread::create(index, slot, &config().filters)?;
         vcpu.user_wanted.store(0, SeqCst);
         sys::wake(&vcpu.user_wanted);
         Ok(())
@@ -129,7 +132,7 @@ impl DeviceServer {
 
     /// Installs the seccomp filter and serves until the VM ends; returns its exit code.
     pub fn serve(&mut self) -> u8 {
-        if let Err(error) = processes::confine(&config().filters, Filters::DEVICE) {
+        if let Err(error) = children::confine(&config().filters, Filters::DEVICE) {
             warn(format_args!("cannot install the seccomp filter of the device process: {error}"));
             self.end_all();
             return HOST;
@@ -325,7 +328,7 @@ impl DeviceServer {
         let (Some(vcpu), Some(guests)) = (vcpus().get(index), self.guests.get(index)) else {
             return;
         };
-        if idle::wake(vcpu) {
+        if kick::wake(vcpu) {
             return;
         }
         // During a switch of the process, or before the process has its handler, the next process
@@ -394,33 +397,6 @@ impl DeviceServer {
     }
 }
 
-/// Posts an event to a vCPU, from processes other than the device process. Where these may not send
-/// signals, the device process does.
-pub fn raise_event(index: usize, what: u32) {
-    let Some(vcpu) = vcpus().get(index) else { return };
-    if vcpu.events().fetch_or(what, SeqCst) & what != 0 || idle::wake(vcpu) {
-        return;
-    }
-    interrupt(index);
-}
-
-/// Interrupts a vCPU, directly or by the device process.
-pub fn interrupt(index: usize) {
-    let Some(vcpu) = vcpus().get(index) else { return };
-    if config::kicks() {
-        // During a switch of the process, or before the process has its handler, the next process
-        // checks.
-        let slot = vcpu.slots.get(vcpu.running.load(SeqCst) as usize);
-        let process = slot.map_or(0, |slot| slot.process.load(SeqCst));
-        if process != 0 {
-            sys::kill(process, KICK);
-        }
-        return;
-    }
-    shared().kick.fetch_or(1 << index, SeqCst);
-    processes::notify();
-}
-
 /// Waits until one of the descriptors is readable, for `most` milliseconds at most; returns which
 /// are.
 fn wait<const COUNT: usize>(descriptors: [Option<u32>; COUNT], most: u64) -> [bool; COUNT] {
@@ -454,11 +430,8 @@ impl ChildExit {
     }
 
     fn wait(process: u64, options: u32) -> Option<Self> {
-        let mut status = 0_u32;
-        let arguments = [process, &raw mut status as u64, u64::from(options), 0, 0, 0];
-        // SAFETY: the kernel writes the status.
-        let process = unsafe { sys::call(linux::__NR_wait4, arguments) }.unwrap_or(0) as u32;
-        (process != 0).then_some(Self { process, status })
+        let (process, status) = sys::wait_for_child(process, options)?;
+        Some(Self { process, status })
     }
 
     fn signal(&self) -> u8 {

@@ -23,11 +23,11 @@ use vmm_bus::backend::SECTOR;
 use vmm_bus::requests::{Futex, Requests};
 
 use crate::io_uring::{IoUring, Submission};
-use crate::memory::Ram;
+use crate::linux::sys::{self, Errno, Vector};
+use crate::mmu::ram::Ram;
 use crate::report::{self, HOST};
-use crate::shared::event;
-use crate::sys::{self, Errno, Vector};
-use crate::{device, processes};
+use crate::state::shared::event;
+use crate::{children as processes, kick as device};
 
 /// Workers of each disk without io_uring.
 const WORKERS: usize = 2;
@@ -50,7 +50,7 @@ impl Futex for Sleep {
     }
 
     fn guest_memory_written(address: u64, length: u32) {
-        crate::frames::write_by_device(address, length.into());
+        crate::mmu::frames::write_by_device(address, length.into());
     }
 }
 
@@ -68,7 +68,7 @@ pub fn make_workers(start: &Start, filters: &Filters) -> Result<[u32; MAX_WORKER
     let count = (start.disks as usize).min(MAX_DISKS);
     let mut workers = [0; MAX_WORKERS];
     // Read now: the guest may change it before a worker runs.
-    let disks: [DiskRecord; MAX_DISKS] = core::array::from_fn(crate::shared::disk);
+    let disks: [DiskRecord; MAX_DISKS] = core::array::from_fn(crate::state::config::disk);
     let is_ours = |disk: &DiskRecord| !disk.is_external;
     let has_rings = disks[..count].iter().any(is_ours) && IoUring::is_possible();
     let each = if has_rings { 1 } else { WORKERS };

@@ -7,9 +7,11 @@
 
 use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 
-use crate::guest::tsc;
-use crate::shared::{event, events, process, vcpu};
-use crate::{clock, cpu_affinity, signal, steal_time, sys};
+use crate::clock::tsc;
+use crate::linux::sys;
+use crate::state::process::process;
+use crate::state::shared::{event, events, idle_state, vcpu};
+use crate::{clock, cpu_affinity, steal_time, timer};
 
 /// Initial polling time in microseconds.
 const MIN_POLL: u64 = 10;
@@ -17,34 +19,14 @@ const MIN_POLL: u64 = 10;
 /// the delay of other threads on this host CPU.
 const MAX_POLL: u64 = 50;
 
-/// Values of [`crate::shared::SharedVcpu::idle`].
-pub mod state {
-    /// Running: must be interrupted.
-    pub const BUSY: u32 = 0;
-    /// Sleeping: must be woken.
-    pub const SLEEPING: u32 = 1;
-    /// Polling for events.
-    pub const POLLING: u32 = 2;
-}
-
-/// Wakes a sleeping vCPU after an event was posted. `false`: it is running and must be interrupted.
-pub fn wake(vcpu: &crate::shared::SharedVcpu) -> bool {
-    match vcpu.idle.load(SeqCst) {
-        state::BUSY => return false,
-        state::POLLING => {}
-        _ => sys::wake(vcpu.events()),
-    }
-    true
-}
-
 /// Waits until an event is pending or the TSC reaches `deadline`; returns the pending events and
 /// clears them.
 pub fn wait(deadline: u64) -> u32 {
     let vcpu = vcpu();
     if !poll(deadline) {
         cpu_affinity::on_idle();
-        vcpu.idle.store(state::SLEEPING, SeqCst);
-        let limit = (deadline != u64::MAX).then(|| signal::until(deadline));
+        vcpu.idle.store(idle_state::SLEEPING, SeqCst);
+        let limit = (deadline != u64::MAX).then(|| timer::until(deadline));
         if limit != Some(0) && events().load(SeqCst) == 0 {
             let begin = tsc();
             steal_time::on_idle();
@@ -53,12 +35,12 @@ pub fn wait(deadline: u64) -> u32 {
             vcpu.poll_ticks.set(next(vcpu.poll_ticks.get(), tsc().saturating_sub(begin)));
         }
     }
-    vcpu.idle.store(state::BUSY, SeqCst);
+    vcpu.idle.store(idle_state::BUSY, SeqCst);
     let pending = events().swap(0, SeqCst);
     if pending & event::TIMER != 0 {
         // The caller checks the time; the timer must be set again in any case.
         process().armed.store(u64::MAX, Relaxed);
-        signal::arm_timer();
+        timer::arm_timer();
     }
     pending
 }
@@ -70,7 +52,7 @@ fn poll(deadline: u64) -> bool {
     if limit == 0 || !cpu_affinity::has_several_cpus() {
         return false;
     }
-    vcpu.idle.store(state::POLLING, SeqCst);
+    vcpu.idle.store(idle_state::POLLING, SeqCst);
     let end = tsc().saturating_add(limit);
     loop {
         if events().load(SeqCst) != 0 {

@@ -18,7 +18,7 @@ use linux_raw_sys::io_uring::{
 };
 use proto::hosted::layout;
 
-use crate::sys::{self, Errno, Vector};
+use crate::linux::sys::{self, Errno, Vector};
 
 /// Capacity: one entry for each request of a queue, and one for the wait; a power of two.
 const ENTRIES: u32 = 128;

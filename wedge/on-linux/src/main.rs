@@ -4,57 +4,71 @@
 //! `parador run` starts the program with file descriptors of guest memory and of the memory shared
 //! by all processes of the VM, with the loader's record ([`proto::hosted`]). The first process is
 //! the device process; each guest address space has one further process per vCPU ([`processes`]).
-//! All state is in shared memory at fixed addresses ([`shared`]); the program has no static
+//! All state is in shared memory at fixed addresses ([`state`]); the program has no static
 //! variables.
-#![no_std]
-#![no_main]
+//!
+//! [`linux`] is the interface of the host kernel; [`state`] the layout of shared and private
+//! memory, with the rule of its use ([`state::current`]); [`mmu`] keeps the host's page tables like
+//! the guest's, over traits, so that unit tests run it; [`isolation`] separates the guest kernel
+//! from its user mode in one of three ways. [`guest`] has the event loop of a vCPU, which runs it
+//! ([`vcpu`]) and handles its stops ([`exits`]). No file imports one that imports it.
+#![cfg_attr(target_os = "none", no_std)]
+#![cfg_attr(target_os = "none", no_main)]
+
+#[cfg(test)]
+extern crate std;
 
 mod backend;
 mod balloon;
+mod children;
 mod clock;
 mod compat;
-mod config;
 mod counters;
 mod cpu_affinity;
 mod debug;
 mod device;
 mod disk;
-mod exec_scan;
-mod frames;
+mod effects;
+mod exits;
 mod guest;
+mod guest_space;
 mod idle;
 mod io_uring;
-mod memory;
+mod isolation;
+mod kick;
+mod linux;
+mod mmu;
 mod monitor;
 mod net;
-mod pkeys;
 mod processes;
 mod profile;
+mod regions;
 mod report;
 mod sandbox;
-mod setup;
-mod shared;
 mod signal;
 mod sites;
+mod state;
 mod steal_time;
-mod sys;
-mod syscall_patch;
-mod user_process;
+mod timer;
+mod vcpu;
 mod xstate;
 
 use core::arch::naked_asm;
 use core::sync::atomic::Ordering::Relaxed;
 
-use linux_raw_sys::general as linux;
+use linux_raw_sys::general as uapi;
 use linux_raw_sys::prctl;
 use proto::hosted::{Start, layout, log, option};
 
-use crate::config::{Config, config};
 use crate::device::DeviceServer;
-use crate::memory::Ram;
+use crate::linux::signals;
+use crate::linux::sys;
+use crate::linux::sys::{Backing, Errno};
+use crate::mmu::ram::Ram;
 use crate::sandbox::Signals;
-use crate::shared::PRIVATE_LENGTH;
-use crate::sys::{Backing, Errno};
+use crate::state::config::{Config, config};
+use crate::state::shared::PRIVATE_LENGTH;
+use crate::state::{config, setup};
 
 /// Limit of a process's private memory in bytes, without guest memory and shared memory: copies of
 /// user pages.
@@ -67,6 +81,10 @@ const STACK: u64 = 1 << 20;
 unsafe extern "C" fn parador_wedge_start() -> ! {
     naked_asm!("xor ebp, ebp", "and rsp, -16", "call {}", "ud2", sym begin)
 }
+
+/// Entry point of the unit tests' target, where the program cannot run: its addresses are fixed.
+#[cfg(not(target_os = "none"))]
+fn main() {}
 
 extern "C" fn begin() -> ! {
     match set_up() {
@@ -93,7 +111,7 @@ extern "C" fn begin() -> ! {
 /// The failed operation, and the host's error if a system call has failed.
 fn set_up() -> Result<DeviceServer, (&'static str, Option<Errno>)> {
     let cannot = |what| move |error| (what, Some(error));
-    let data = linux::PROT_READ | linux::PROT_WRITE;
+    let data = uapi::PROT_READ | uapi::PROT_WRITE;
     let shared = Backing::Shared(layout::SHARED_FD, 0);
     // SAFETY: nothing is mapped at these addresses yet. The memory is not executable, because a
     // guest can write it.
@@ -104,38 +122,34 @@ fn set_up() -> Result<DeviceServer, (&'static str, Option<Errno>)> {
             .map_err(cannot("cannot map the wedge's memory"))?;
     }
     setup::map().map_err(cannot("cannot map the wedge's memory"))?;
-    if !config::load().map_err(cannot("cannot map the wedge's memory"))? {
+    config::map().map_err(cannot("cannot map the wedge's memory"))?;
+    let tsc_khz = clock::tsc_khz();
+    if !config::load(tsc_khz, clock::unix_at_zero(tsc_khz), cpu_affinity::detect()) {
         return Err(("the loader's record has another version", None));
     }
     let Config { start, .. } = config();
-    if pkeys::is_enabled() {
-        pkeys::allocate().map_err(cannot("cannot allocate protection keys"))?;
-        pkeys::protect_shared().map_err(cannot("cannot protect the wedge's memory"))?;
-    }
+    let isolation = isolation::current();
+    isolation.set_up_vm().map_err(cannot("cannot set up user/kernel isolation"))?;
     let ram = Ram::new(start);
     ram.map().map_err(cannot("cannot map guest memory"))?;
-    // SAFETY: no memory is accessed.
-    let own = unsafe { sys::call(linux::__NR_getpid, [0; 6]) }.unwrap_or(0);
-    config().device.store(own as u32, Relaxed);
-    for (resource, value) in [(linux::RLIMIT_DATA, OWN_MEMORY), (linux::RLIMIT_STACK, STACK)] {
+    config().device.store(sys::process_id(), Relaxed);
+    for (resource, value) in [(uapi::RLIMIT_DATA, OWN_MEMORY), (uapi::RLIMIT_STACK, STACK)] {
         sys::limit(resource, value).map_err(cannot("cannot set a resource limit"))?;
     }
     // A guest process that may send these signals must not end this process or its children.
-    sys::set_signal_mask(processes::SENT).map_err(cannot("cannot block signals"))?;
+    sys::set_signal_mask(signals::SENT).map_err(cannot("cannot block signals"))?;
     // A program executed from a memfd would be named after its descriptor.
-    let name = c"parador-wedge".as_ptr() as u64;
-    for (option, value) in
-        [(prctl::PR_SET_NAME, name), (prctl::PR_SET_NO_NEW_PRIVS, 1), (prctl::PR_SET_DUMPABLE, 0)]
-    {
-        // SAFETY: no memory is accessed.
-        unsafe { sys::call(linux::__NR_prctl, [option.into(), value, 0, 0, 0, 0]) }
-            .map_err(cannot("cannot set PR_SET_NAME, PR_SET_NO_NEW_PRIVS and PR_SET_DUMPABLE"))?;
-    }
+    sys::set_name(c"parador-wedge")
+        .and_then(|()| sys::set_attribute(prctl::PR_SET_NO_NEW_PRIVS, 1))
+        .and_then(|()| sys::set_attribute(prctl::PR_SET_DUMPABLE, 0))
+        .map_err(cannot("cannot set PR_SET_NAME, PR_SET_NO_NEW_PRIVS and PR_SET_DUMPABLE"))?;
     // In an empty network namespace the host may refuse access to its networks.
     net::open_taps(start).map_err(cannot("cannot open a tap device"))?;
     enter_sandbox(start);
     sandbox::drop_capabilities().map_err(cannot("cannot drop capabilities"))?;
-    config::seal().map_err(cannot("cannot protect the wedge's memory"))?;
+    config::seal()
+        .and_then(|()| isolation.protect_config())
+        .map_err(cannot("cannot protect the wedge's memory"))?;
     let nets = net::make_workers(start, &config().filters)
         .map_err(cannot("cannot create a network worker"))?;
     let disks = disk::make_workers(start, &config().filters)
@@ -163,7 +177,7 @@ fn enter_sandbox(start: &Start) {
     config().kicks.store(signals != Signals::Unconfined, Relaxed);
     if signals == Signals::PidNamespace {
         config().device.store(0, Relaxed);
-        setup::words().first.store(processes::first::AWAITED, Relaxed);
+        setup::words().first.store(children::first::AWAITED, Relaxed);
     }
     if refused.is_empty() {
         return;

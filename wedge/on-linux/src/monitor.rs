@@ -10,26 +10,26 @@
 use linux_raw_sys::general as linux;
 use linux_raw_sys::ptrace;
 
-use crate::processes::{self, KICK};
-use crate::sys::{self, Errno};
+use crate::children;
+use crate::linux::signals::KICK;
+use crate::linux::sys::{self, Errno};
 
 /// Forks. The child continues as the tracee and returns the id of its parent; the parent never
 /// returns.
 pub fn begin() -> Result<u32, Errno> {
-    processes::die_with_parent(processes::device())?;
+    children::die_with_parent(children::device())?;
     // Block the signals before waiting for them. The child sets its own mask.
     let waited: u64 = 1 << (linux::SIGCHLD - 1) | 1 << (KICK - 1);
     let arguments = [linux::SIG_BLOCK.into(), &raw const waited as u64, 0, 8, 0, 0];
     // SAFETY: the mask is only read.
     unsafe { sys::call(linux::__NR_rt_sigprocmask, arguments) }?;
-    // SAFETY: no memory is accessed.
-    let own = unsafe { sys::call(linux::__NR_getpid, [0; 6]) }?;
-    let child = processes::fork()?;
+    let own = sys::process_id();
+    let child = children::fork()?;
     if child == 0 {
         trace(ptrace::PTRACE_TRACEME, 0, 0)?;
-        return Ok(own as u32);
+        return Ok(own);
     }
-    serve(own as u32, child, &waited)
+    serve(own, child, &waited)
 }
 
 fn serve(own: u32, child: u32, waited: &u64) -> ! {
@@ -46,7 +46,7 @@ fn serve(own: u32, child: u32, waited: &u64) -> ! {
             }
             continue;
         }
-        while let Some(status) = changed(child) {
+        while let Some((_, status)) = sys::wait_for_child(child.into(), linux::WNOHANG) {
             let (low, high) = ((status & 0x7f) as u8, (status >> 8) as u8);
             match low {
                 0 => sys::exit(high),
@@ -65,15 +65,6 @@ fn serve(own: u32, child: u32, waited: &u64) -> ! {
             }
         }
     }
-}
-
-/// Returns the status of the child if it has changed (wait4(2)).
-fn changed(child: u32) -> Option<u32> {
-    let mut status = 0_u32;
-    let arguments = [child.into(), &raw mut status as u64, u64::from(linux::WNOHANG), 0, 0, 0];
-    // SAFETY: the kernel writes the status.
-    let process = unsafe { sys::call(linux::__NR_wait4, arguments) }.unwrap_or(0);
-    (process != 0).then_some(status)
 }
 
 fn trace(request: u32, process: u32, signal: u8) -> Result<(), Errno> {

@@ -25,9 +25,9 @@ use vmm_bus::backend::{Data, MAX_FRAME, Offload, OffloadCaps};
 use vmm_bus::frames::{Frames, NetEndpoint as Connection, NetPort, Sockets};
 use vmm_mem::Transfer;
 
-use crate::shared::{event, shared};
-use crate::sys::{self, Errno, Vector};
-use crate::{device, processes, report};
+use crate::linux::sys::{self, Errno, Vector};
+use crate::state::shared::{NETS, NETS_LENGTH, event, shared_words};
+use crate::{children as processes, kick as device, report};
 
 /// Ring sizes in bytes. The inbound ring is larger, because a remote sender does not wait while it
 /// is full.
@@ -180,7 +180,7 @@ pub struct NetQueues {
 }
 
 /// Rings of all networks.
-pub type AllNetQueues = [NetQueues; MAX_NETS];
+type AllNetQueues = [NetQueues; MAX_NETS];
 
 /// Back end of a network device.
 pub type NetEndpoint = NetPort<Rings>;
@@ -323,7 +323,7 @@ impl Connection for Rings {
 /// Attaches the descriptors to their tap devices. For the device process, at its start.
 pub fn open_taps(start: &Start) -> Result<(), Errno> {
     for net_index in 0..count(start) {
-        let record = crate::shared::net(net_index);
+        let record = crate::state::config::net(net_index);
         if record.is_tap() {
             // `struct ifreq`: name, flags, padding.
             let mut request = [0_u8; 40];
@@ -353,8 +353,33 @@ fn descriptor(net_index: usize) -> u32 {
     layout::NETS_FD + net_index as u32
 }
 
+shared_words! {
+    "shared", NETS;
+    /// Frame rings of the networks, in shared memory.
+    #[repr(C)]
+    pub struct NetSection {
+        nets: AllNetQueues,
+    }
+}
+
+const _: () = assert!(size_of::<NetSection>() as u64 <= NETS_LENGTH);
+const _: () = assert!(layout::VSOCK + size_of::<NetQueues>() as u64 <= layout::QUEUES);
+
+/// Returns the frame rings of all networks.
+fn networks() -> &'static AllNetQueues {
+    // SAFETY: the device process has mapped the shared memory, initially zero, for the life of each
+    // process; the place is reserved for them.
+    unsafe { &(*(NETS as *const NetSection)).nets }
+}
+
+/// Returns the vsock packet rings.
+fn vsock() -> &'static NetQueues {
+    // SAFETY: as `networks`.
+    unsafe { &*((layout::SHARED + layout::VSOCK) as *const NetQueues) }
+}
+
 fn port(net_index: usize) -> &'static NetQueues {
-    shared().nets.get(net_index).unwrap_or_else(|| crate::shared::vsock())
+    networks().get(net_index).unwrap_or_else(|| vsock())
 }
 
 /// Creates the workers of all networks; returns their ids. For the device process, before the guest
@@ -366,7 +391,7 @@ pub fn make_workers(start: &Start, filters: &Filters) -> Result<[u32; MAX_WORKER
         let is_there = net_index < count(start) || net_index == VSOCK && start.vsock != 0;
         if is_there {
             // Read now: the guest may change it before a worker runs.
-            let is_tap = crate::shared::net(net_index).is_tap();
+            let is_tap = crate::state::config::net(net_index).is_tap();
             match processes::fork()? {
                 0 => work(index, is_tap, filters),
                 worker => *place = worker,

@@ -13,31 +13,30 @@ use core::mem::offset_of;
 use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use linux_raw_sys::general as linux;
-use proto::hosted::{Filters, layout, option};
-use wedge_x86::Cause;
+use proto::hosted::{Filters, counter, layout, option};
 
-use crate::config::{self, config, has};
-use crate::memory::{self, Ram};
+use crate::isolation;
+use crate::linux::signals::ALL_SIGNALS;
+use crate::linux::sys::{self, Backing, Errno};
+use crate::mmu::ram::Ram;
 use crate::report::HOST;
-use crate::setup::{self, Kind};
-use crate::shared::{
-    OWN_VCPU, PRIVATE_LENGTH, PRIVATE_STACK_TOP, SharedVcpu, VCPU_LENGTH, cell, count, counter,
-    process, shared, stack_top, started, vcpu, vcpu_offset, vcpus,
+use crate::state::config::{config, has};
+use crate::state::current::CurrentProcess;
+use crate::state::doorbell;
+use crate::state::process::{process, slot};
+use crate::state::setup::{self, Kind};
+use crate::state::shared::{
+    OWN_VCPU, PRIVATE_LENGTH, PRIVATE_STACK_TOP, SharedVcpu, VCPU_LENGTH, stack_top, vcpu,
+    vcpu_offset, vcpus,
 };
-use crate::sys::{self, Backing, Errno};
-use crate::{cpu_affinity, monitor, pkeys, report, signal, steal_time, user_process, xstate};
+use crate::state::statistics::count;
+use crate::{
+    children, compat, cpu_affinity, guest_space, monitor, report, signal, steal_time, timer, xstate,
+};
 
-/// Signal by which the device process notifies a guest process of events.
-pub const KICK: u32 = layout::KICK_SIGNAL;
-/// Signal of a vCPU's timer.
-pub const TIMER: u32 = 35;
-/// Mask of the signals between processes of the VM; only processes with a handler unblock them.
-pub const SENT: u64 = 1 << (KICK - 1) | 1 << (TIMER - 1);
-/// Mask of all signals.
-pub const ALL_SIGNALS: u64 = u64::MAX;
-
-/// Switches the vCPU to the process of slot `slot_index`, which continues in this function.
-pub fn switch_to_slot(slot_index: usize) {
+/// Switches the vCPU to the process of slot `slot_index`, which continues in this function. The
+/// caller applies the changes of mappings there; it has lent no list of the previous process.
+pub fn switch_to_slot(_process: &mut CurrentProcess, slot_index: usize) {
     let vcpu = vcpu();
     if slot_index == vcpu.running.load(Relaxed) as usize {
         return;
@@ -46,7 +45,7 @@ pub fn switch_to_slot(slot_index: usize) {
     let slot = &vcpu.slots[slot_index];
     if slot.process.load(SeqCst) == 0 {
         vcpu.wanted.store(slot_index as u32 + 1, SeqCst);
-        notify();
+        doorbell::notify();
         while slot.process.load(SeqCst) == 0 {
             sys::wait(&slot.process, 0, None);
         }
@@ -61,8 +60,7 @@ pub fn switch_to_slot(slot_index: usize) {
     cpu_affinity::on_take_over();
     steal_time::on_take_over();
     restore_cpu_state(vcpu);
-    memory::follow();
-    signal::arm_timer();
+    timer::arm_timer();
 }
 
 /// Leaves the vCPU's stack to the process that runs it now, waits for this process's turn, and
@@ -121,12 +119,12 @@ extern "sysv64" fn wake_next_and_wait() {
 }
 
 fn own_turn() -> u32 {
-    memory::slot().turn.load(SeqCst)
+    slot().turn.load(SeqCst)
 }
 
 /// Waits until the turn differs from `seen`.
 fn wait_for_turn(seen: u32) {
-    let slot = memory::slot();
+    let slot = slot();
     while slot.turn.load(SeqCst) == seen {
         sys::wait(&slot.turn, seen, None);
     }
@@ -134,61 +132,18 @@ fn wait_for_turn(seen: u32) {
 
 /// Saves the state in the host CPU to shared memory.
 fn save_cpu_state(vcpu: &SharedVcpu) {
-    let (fs, gs): (u64, u64);
     // SAFETY: the area is aligned and large enough for all extended state
-    // (`shared::EXTENDED_STATE`; the loader checks). The host permits user mode to read the bases
-    // (the loader checks).
-    unsafe {
-        xstate::save(vcpu.xsave.0.at() as u64, u64::MAX);
-        asm!("rdfsbase {}", out(reg) fs, options(nomem, nostack));
-        asm!("rdgsbase {}", out(reg) gs, options(nomem, nostack));
-    }
+    // (`shared::EXTENDED_STATE`; the loader checks).
+    unsafe { xstate::save(vcpu.xsave.0.at() as u64, u64::MAX) };
+    let (fs, gs) = compat::bases();
     vcpu.fs_base.set(fs);
     vcpu.gs_base.set(gs);
 }
 
 fn restore_cpu_state(vcpu: &SharedVcpu) {
-    // SAFETY: `save_cpu_state` has filled the area; the bases are the guest's, and the wedge uses
-    // neither.
-    unsafe {
-        xstate::load(vcpu.xsave.0.at() as u64, u64::MAX);
-        asm!("wrfsbase {}", in(reg) vcpu.fs_base.get(), options(nomem, nostack));
-        asm!("wrgsbase {}", in(reg) vcpu.gs_base.get(), options(nomem, nostack));
-    }
-}
-
-/// Wakes the device process.
-pub fn notify() {
-    let shared = shared();
-    if shared.pending.swap(1, SeqCst) == 0 {
-        let one = 1_u64.to_ne_bytes();
-        // The eventfd counter cannot overflow: it is incremented once for each read.
-        let _ = sys::write(layout::DOORBELL_FD, &one);
-    }
-}
-
-/// Waits until the device process has acknowledged that the guest is about to execute its first
-/// instruction.
-pub fn await_start() {
-    let word = &shared().started;
-    word.store(started::READY, SeqCst);
-    notify();
-    while word.load(SeqCst) == started::READY {
-        sys::wait(word, started::READY, None);
-    }
-}
-
-/// Ends the VM with an exit code.
-pub fn end_vm(code: u8) -> ! {
-    let shared = shared();
-    // The first call determines the exit code.
-    let _ = shared.ended.compare_exchange(0, u32::from(code) + 1, SeqCst, SeqCst);
-    shared.pending.store(0, SeqCst);
-    notify();
-    // The device process kills all other processes.
-    loop {
-        sys::wait(&shared.ended, shared.ended.load(SeqCst), None);
-    }
+    // SAFETY: `save_cpu_state` has filled the area.
+    unsafe { xstate::load(vcpu.xsave.0.at() as u64, u64::MAX) };
+    compat::set_bases(vcpu.fs_base.get(), vcpu.gs_base.get());
 }
 
 /// Creates the process of slot `slot_index` of a vCPU; returns its id. For the device process.
@@ -196,11 +151,11 @@ pub fn create(vcpu: usize, slot_index: usize, ram: Ram) -> Result<u32, Errno> {
     // Its first turn may come before it reads the word itself.
     let turn = vcpus()[vcpu].slots[slot_index].turn.load(SeqCst);
     setup::words().confined(Kind::Guest, vcpu, slot_index).store(false, SeqCst);
-    let child = fork()?;
+    let child = children::fork()?;
     if child != 0 {
         return Ok(child);
     }
-    let parent = if has(option::TRACED) { monitor::begin() } else { Ok(device()) };
+    let parent = if has(option::TRACED) { monitor::begin() } else { Ok(children::device()) };
     match parent.and_then(|parent| become_guest(vcpu, slot_index, turn, parent, ram)) {
         Ok(never) => match never {},
         Err(error) => {
@@ -231,17 +186,16 @@ fn become_guest(
         let stubs = Backing::Shared(layout::SHARED_FD, layout::STUBS - layout::SHARED);
         sys::map(layout::STUBS, layout::STUBS_LENGTH, rights | linux::PROT_EXEC, stubs)?;
     }
-    pkeys::protect_own()?;
+    let isolation = isolation::current();
+    isolation.protect_process()?;
     ram.map_image(&config().start)?;
-    ram.map_copies(index)?;
-    if user_process::is_enabled() {
-        user_process::map_mailbox(index, slot_index)?;
-    }
+    isolation.map_process(&ram, index, slot_index)?;
     xstate::detect();
     process().slot.store(slot_index as u32, Relaxed);
     process().vcpu.store(index as u32, Relaxed);
-    crate::syscall_patch::set_up()?;
-    die_with_parent(parent)?;
+    guest_space::map_call_stubs()?;
+    children::die_with_parent(parent)?;
+    timer::create_timer()?;
     signal::set_up()?;
     for (first, last) in [
         (layout::INPUT_FD, layout::OUTPUT_FD),
@@ -250,10 +204,9 @@ fn become_guest(
     ] {
         sys::close(first, last)?;
     }
-    let slot = memory::slot();
-    // SAFETY: no memory is accessed.
-    let id = unsafe { sys::call(linux::__NR_getpid, [0; 6]) }?;
-    confine(&config().filters, filter_index(Filters::GUEST))?;
+    let slot = slot();
+    let id = u64::from(sys::process_id());
+    children::confine(&config().filters, children::filter_index(Filters::GUEST))?;
     setup::finish(Kind::Guest, index, slot_index)?;
     // From here on the guest may control everything.
     sys::set_signal_mask(0)?;
@@ -279,7 +232,7 @@ fn become_guest(
 }
 
 extern "sysv64" fn first_turn(seen: u64, id: u64) {
-    let slot = memory::slot();
+    let slot = slot();
     slot.process.store(id as u32, SeqCst);
     sys::wake(&slot.process);
     wait_for_turn(seen as u32);
@@ -295,136 +248,4 @@ pub fn start_vcpu(index: usize, main: extern "sysv64" fn() -> !) {
     vcpu.rsp.set(frame);
     vcpu.slots[0].turn.fetch_add(1, SeqCst);
     sys::wake(&vcpu.slots[0].turn);
-}
-
-/// Forks; returns the child's id in the parent, 0 in the child.
-pub fn fork() -> Result<u32, Errno> {
-    let arguments = [linux::SIGCHLD.into(), 0, 0, 0, 0, 0];
-    // SAFETY: the child continues with a copy of this process's private memory.
-    let child = unsafe { sys::call(linux::__NR_clone, arguments) }? as u32;
-    let first = &setup::words().first;
-    if child != 0 && matches!(first.load(SeqCst), first::AWAITED | first::HERE) {
-        // The child may have arrived already. Its death before that is detected elsewhere.
-        sys::wait(first, first::AWAITED, Some(PATIENCE));
-        first.store(first::MET, SeqCst);
-        sys::wake(first);
-    }
-    Ok(child)
-}
-
-/// Values of [`crate::setup::Words::first`] with a PID namespace.
-pub mod first {
-    /// The namespace has no process yet.
-    pub const AWAITED: u32 = 1;
-    /// Its first process will die with its parent.
-    pub const HERE: u32 = 2;
-    /// The parent has acknowledged that.
-    pub const MET: u32 = 3;
-}
-
-/// Timeout of the handshake between the first process of a namespace and its parent in nanoseconds.
-const PATIENCE: u64 = 10_000_000_000;
-
-/// Returns the filter of a process that notifies vCPUs of events.
-fn filter_index(which: usize) -> usize {
-    which + if config::kicks() { Filters::KICKS } else { 0 }
-}
-
-/// Installs one of the seccomp filters in this process.
-pub fn confine(filters: &Filters, which: usize) -> Result<(), Errno> {
-    /// `SECCOMP_SET_MODE_FILTER` (seccomp(2)).
-    const SET_MODE_FILTER: u64 = 1;
-    let [length, instructions @ ..] = &filters.programs[which];
-    let length = (*length).min(instructions.len() as u64);
-    // `struct sock_fprog`.
-    let program = [length, instructions.as_ptr() as u64];
-    let none = 0;
-    let arguments = [SET_MODE_FILTER, none, program.as_ptr() as u64, 0, 0, 0];
-    // SAFETY: the filter is only read; its length is at most that of the array.
-    unsafe { sys::call(linux::__NR_seccomp, arguments).map(drop) }
-}
-
-/// Returns the device process's id as its children see it: 0 in a PID namespace.
-pub fn device() -> u32 {
-    config().device.load(Relaxed)
-}
-
-/// Makes this process die with its parent. In a PID namespace it cannot detect that its parent has
-/// died before; there the first process, with which the namespace ends, performs a handshake with
-/// its parent.
-pub fn die_with_parent(made_by: u32) -> Result<(), Errno> {
-    let arguments =
-        [linux_raw_sys::prctl::PR_SET_PDEATHSIG.into(), linux::SIGKILL.into(), 0, 0, 0, 0];
-    // SAFETY: no memory is accessed.
-    let parent = unsafe {
-        sys::call(linux::__NR_prctl, arguments)?;
-        sys::call(linux::__NR_getppid, [0; 6])?
-    };
-    // The parent may have ended before the prctl.
-    if parent != u64::from(made_by) {
-        sys::exit(HOST);
-    }
-    let word = &setup::words().first;
-    if word.compare_exchange(first::AWAITED, first::HERE, SeqCst, SeqCst).is_ok() {
-        sys::wake(word);
-        sys::wait(word, first::HERE, Some(PATIENCE));
-        if word.load(SeqCst) != first::MET {
-            sys::exit(HOST);
-        }
-    }
-    Ok(())
-}
-
-/// Turns a new process into a worker for one host descriptor. It closes all other descriptors
-/// except the common ones, and runs `make` before its filter is installed.
-pub fn become_worker<T>(
-    fd: u32,
-    make: impl FnOnce() -> Result<T, Errno>,
-    filters: &Filters,
-    which: usize,
-) -> Result<T, Errno> {
-    die_with_parent(device())?;
-    setup::unmap()?;
-    for (first, last) in [
-        (layout::INPUT_FD, layout::OUTPUT_FD),
-        (layout::MEMORY_FD, layout::SHARED_FD),
-        (layout::DISKS_FD, fd - 1),
-        (fd + 1, u32::MAX),
-    ] {
-        if first <= last {
-            sys::close(first, last)?;
-        }
-    }
-    let made = make()?;
-    confine(filters, filter_index(which))?;
-    Ok(made)
-}
-
-/// Runs the guest until it stops.
-pub fn enter(ram: &Ram) -> Cause {
-    if pkeys::is_enabled() {
-        // The kernel may return to user mode without the wedge.
-        signal::scrub();
-    }
-    // SAFETY: this process owns the vCPU, and the guest does not run.
-    let is_user = unsafe { (*cell()).cpu.cpl == 3 };
-    if is_user && user_process::is_enabled() {
-        return user_process::run_user();
-    }
-    let is_closed = is_user && has(option::REMAP);
-    let check = |result| {
-        if let Err(error) = result {
-            report::fatal(format_args!("cannot map the guest kernel: {error}"));
-        }
-    };
-    if is_closed {
-        check(ram.close());
-    }
-    // SAFETY: this process owns the vCPU and is on its stack; the frame holds the guest's
-    // registers.
-    let cause = Cause::from_code(unsafe { wedge_x86::enter() });
-    if is_closed {
-        check(ram.open());
-    }
-    cause
 }

@@ -20,10 +20,11 @@ use vmm_mem::GuestMemory;
 use wedge_core::VirtualCpu;
 use wedge_core::cpu::rflags;
 
-use crate::memory::PAGE;
+use crate::mmu::guest_range;
+use crate::mmu::ram::PAGE;
 use crate::report::{fatal, print_line};
-use crate::shared::Slot;
-use crate::sys;
+use crate::state::fixed::Fixed;
+use crate::state::shared::Slot;
 
 /// Number of guest-physical pages that can be watched: 4 GiB.
 const PAGES: usize = 1 << 20;
@@ -57,7 +58,8 @@ struct Instruction {
     annotated: AtomicU64,
 }
 
-struct Tables {
+/// Tables of the profiler, in shared memory.
+pub struct Tables {
     /// By page: 0, [`ROOT`], [`DESCRIPTORS`], or the address of the entry that refers to it.
     watched: [AtomicU64; PAGES],
     /// Length of the list.
@@ -76,14 +78,18 @@ struct Tables {
 const _: () = assert!(AT + size_of::<Tables>() as u64 <= layout::SHARED + layout::VSOCK);
 
 fn tables() -> &'static Tables {
-    // SAFETY: it is in shared memory, mapped for the life of the process and initially zero; all
-    // fields are atomic.
-    unsafe { &*(AT as *const Tables) }
+    Tables::get()
+}
+
+// SAFETY: it is in shared memory, mapped for the life of the process and initially zero; all fields
+// are atomic.
+unsafe impl Fixed for Tables {
+    const ADDRESS: u64 = AT;
 }
 
 /// Returns whether the profiler is enabled.
 pub fn is_on() -> bool {
-    crate::shared::has(option::PROFILE)
+    crate::state::config::has(option::PROFILE)
 }
 
 /// Watches the page tables that translate `linear`.
@@ -105,7 +111,7 @@ pub fn watch_walk(memory: &GuestMemory, slot: &Slot, root: u64, linear: u64) {
 pub fn watch_descriptors(cpu: &VirtualCpu, memory: &GuestMemory, slot: &Slot) {
     for linear in [cpu.gdtr.base, cpu.idtr.base, cpu.tr.base] {
         let paging = cpu.paging(linear, false);
-        if let Some(found) = crate::memory::leaf(memory, paging.cr3, linear) {
+        if let Some(found) = crate::mmu::walk::leaf(memory, paging.cr3, linear) {
             let address = found.address + (linear & (found.size - 1));
             watch(slot, address & !(PAGE - 1), DESCRIPTORS);
         }
@@ -140,10 +146,7 @@ pub fn follow(slot: &Slot) {
 fn protect(address: u64, writable: bool) {
     let write = if writable { linux::PROT_WRITE } else { 0 };
     let set = |linear: u64, rights: u32| {
-        // SAFETY: guest memory in the guest's part of the address space; writes of the wedge there
-        // call this function first.
-        let result =
-            unsafe { sys::call(linux::__NR_mprotect, [linear, PAGE, rights.into(), 0, 0, 0]) };
+        let result = guest_range::protect(linear, PAGE, rights);
         if let Err(error) = result {
             fatal(format_args!("cannot write-protect guest memory: {error}"));
         }

@@ -4,7 +4,7 @@ use core::fmt::{self, Write};
 
 use proto::hosted::{layout, log};
 
-use crate::sys;
+use crate::linux::sys;
 
 /// Exit code for an unavailable host feature (`docs/spec/exit-codes.md`).
 pub const UNAVAILABLE: u8 = 69;
@@ -46,9 +46,10 @@ pub fn print_line(level: u64, text: fmt::Arguments<'_>) {
 #[cold]
 pub fn fatal(text: fmt::Arguments<'_>) -> ! {
     print_line(log::ERROR, text);
-    crate::processes::end_vm(INTERNAL)
+    crate::state::doorbell::end_vm(INTERNAL)
 }
 
+#[cfg(target_os = "none")]
 #[panic_handler]
 fn panic(info: &core::panic::PanicInfo<'_>) -> ! {
     fatal(format_args!("the wedge panicked: {info}"))

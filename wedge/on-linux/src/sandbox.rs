@@ -11,8 +11,8 @@ use linux_raw_sys::general as linux;
 use linux_raw_sys::landlock;
 use proto::hosted::option;
 
-use crate::config::has;
-use crate::sys::{self, Errno};
+use crate::linux::sys::{self, Errno};
+use crate::state::config::has;
 
 /// Empty namespaces (namespaces(7)).
 const NAMESPACES: u32 = linux::CLONE_NEWUSER

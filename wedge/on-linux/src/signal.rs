@@ -10,75 +10,31 @@ use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use linux_raw_sys::general as linux;
 use linux_raw_sys::prctl;
-use proto::hosted::layout;
+use proto::hosted::{counter, layout};
 use wedge_core::cpu::rflags;
 use wedge_core::{VirtualCpu, vector};
-use wedge_x86::{CODE_64, Unwound};
+use wedge_x86::Unwound;
 
-use crate::config::config;
-use crate::processes::{KICK, TIMER};
-use crate::shared::{
-    SIGNAL_STACK, SIGNAL_STACK_LENGTH, Signal, cell, count, counter, event, events, process, vcpu,
+use crate::isolation::contract::SignalEntry;
+use crate::isolation::signal_stacks::note_frame;
+use crate::isolation::{self, user_process};
+use crate::linux::signals::{
+    ARCHITECTURE, CONTEXT, Context, KICK, ORDER, SYNCHRONOUS, Signal, TIMER, call_vector, sanitize,
 };
-use crate::sys::{self, Errno};
-use crate::{pkeys, report, xstate};
-
-/// `struct ucontext` of x86-64 (`arch/x86/include/uapi/asm/sigcontext.h`).
-#[repr(C)]
-pub struct Context {
-    flags: u64,
-    link: u64,
-    stack: [u64; 3],
-    /// `r8` to `r15`, `rdi`, `rsi`, `rbp`, `rbx`, `rdx`, `rax`, `rcx`, `rsp`.
-    pub registers: [u64; 16],
-    pub rip: u64,
-    pub rflags: u64,
-    segments: u64,
-    code: u64,
-    vector: u64,
-    mask: u64,
-    address: u64,
-    extended: *const u8,
-}
-
-impl Context {
-    /// Returns whether `CS`, the low part of [`Self::segments`], is that of 64-bit code.
-    pub fn is_64_bit(&self) -> bool {
-        self.segments as u16 == CODE_64.into()
-    }
-}
-
-/// Length of a context in bytes, with reserved words and signal mask. The siginfo follows it
-/// (`struct rt_sigframe`).
-pub const CONTEXT: u64 = 304;
-/// Offset of the architecture in the siginfo of a dispatched system call (`_sigsys` of
-/// `siginfo_t`).
-const ARCHITECTURE: u64 = 28;
-/// [`Signal::vector`] of a dispatched system call by `int $0x80`.
-pub const INT_80: u8 = 0x80;
-
-/// Returns [`Signal::vector`] of a dispatched system call.
-///
-/// # Safety
-/// The host must have written a frame with this context.
-pub unsafe fn call_vector(context: *const Context) -> u64 {
-    /// `AUDIT_ARCH_I386` (`linux/audit.h`).
-    const I386: u32 = 0x4000_0003;
-    let at = context as u64 + CONTEXT + ARCHITECTURE;
-    // SAFETY: the caller guarantees it.
-    let is_int = unsafe { (at as *const u32).read() } == I386;
-    if is_int { INT_80.into() } else { 0 }
-}
-
-/// Register numbers in the frame, by their index in [`Context::registers`].
-pub const ORDER: [usize; 16] = [8, 9, 10, 11, 12, 13, 14, 15, 7, 6, 5, 3, 2, 0, 1, 4];
+use crate::linux::sys::{self, Errno};
+use crate::mmu::frames::note_interrupted_kernel;
+use crate::mmu::syscall_patch::is_stub;
+use crate::state::current::CurrentVcpu;
+use crate::state::process::process;
+use crate::state::shared::{
+    SIGNAL_STACK, SIGNAL_STACK_LENGTH, attention, event, events, shared, vcpu,
+};
+use crate::state::statistics::count;
+use crate::{report, sites, xstate};
 
 /// Index of the stack pointer in [`Context::registers`].
 const STACK_POINTER: usize = 15;
 
-/// Signals of CPU exceptions and of dispatched system calls.
-pub const SYNCHRONOUS: [u32; 6] =
-    [linux::SIGSEGV, linux::SIGBUS, linux::SIGILL, linux::SIGFPE, linux::SIGTRAP, linux::SIGSYS];
 /// Vector of trap exceptions: single step or breakpoint register.
 const DEBUG: u64 = 1;
 
@@ -86,20 +42,15 @@ const DEBUG: u64 = 1;
 /// signals stay blocked until the seccomp filter is installed, because a handler reads memory that
 /// the guest can write.
 pub fn set_up() -> Result<(), Errno> {
-    create_timer()?;
-    let stack = &STACKS[usize::from(pkeys::is_enabled())];
+    let SignalEntry { handler: keyed, stack } = isolation::current().signal_entry();
     // SAFETY: the stack is private memory without any other use.
-    unsafe { sys::call(linux::__NR_sigaltstack, [stack.as_ptr() as u64, 0, 0, 0, 0, 0]) }?;
+    unsafe { sys::set_signal_stack(stack) }?;
     let flags = linux::SA_SIGINFO | linux::SA_ONSTACK | linux::SA_NODEFER | linux::SA_RESTORER;
-    let handler = match pkeys::is_enabled() {
-        true => wedge_x86::keyed_handler(),
-        false => handler as *const () as u64,
-    };
+    let handler = keyed.unwrap_or(handler as *const () as u64);
     let action = [handler, flags.into(), restore as *const () as u64, 0];
     for number in SYNCHRONOUS.into_iter().chain([KICK, TIMER]) {
-        let arguments = [number.into(), action.as_ptr() as u64, 0, 8, 0, 0];
         // SAFETY: the handler complies with the rules for signal handlers.
-        unsafe { sys::call(linux::__NR_rt_sigaction, arguments) }?;
+        unsafe { sys::set_handler(number, &action) }?;
     }
     let arguments = [
         prctl::PR_SET_SYSCALL_USER_DISPATCH.into(),
@@ -114,64 +65,30 @@ pub fn set_up() -> Result<(), Errno> {
     unsafe { sys::call(linux::__NR_prctl, arguments) }.map(drop)
 }
 
-/// Signal stacks. With protection keys the host disables the stack while a handler runs
-/// (`SS_AUTODISARM`, sigaltstack(2)), until it returns or calls [`leave`]: whatever user mode's
-/// stack pointer is, its signal frame is at the top, and frames of nested signals are below.
-static STACKS: [[u64; 3]; 2] =
-    [[SIGNAL_STACK, 0, SIGNAL_STACK_LENGTH], [SIGNAL_STACK, 1 << 31, SIGNAL_STACK_LENGTH]];
+/// The guest, which a signal has interrupted: its virtual CPU, and the right to abandon the
+/// handler.
+struct InterruptedGuest(CurrentVcpu);
 
-/// Abandons a handler: the guest was interrupted, and its registers are in the frame.
-///
-/// # Safety
-/// Nothing on the signal stack may be needed any more.
-unsafe fn leave() -> ! {
-    // SAFETY: the guest was interrupted; the stack is private memory without any other use.
-    unsafe {
-        if pkeys::is_enabled() {
-            wedge_x86::leave_after(linux::__NR_sigaltstack, STACKS[1].as_ptr() as u64)
+impl InterruptedGuest {
+    /// Takes the virtual CPU.
+    ///
+    /// # Safety
+    /// The event loop must be in [`CurrentVcpu::enter`], and no other handler may run.
+    unsafe fn take() -> Self {
+        // SAFETY: the loop's value is borrowed there.
+        Self(unsafe { CurrentVcpu::take() })
+    }
+
+    /// Abandons the handler: the event loop continues. Nothing on the signal stack is needed any
+    /// more, because the guest's registers are in the frame.
+    fn leave(self) -> ! {
+        // SAFETY: the guest was interrupted; the stack is private memory without any other use.
+        unsafe {
+            if let Some(stack) = isolation::current().stack_after_handler() {
+                wedge_x86::leave_after(linux::__NR_sigaltstack, stack.as_ptr() as u64)
+            }
+            wedge_x86::leave()
         }
-        wedge_x86::leave()
-    }
-}
-
-/// Records the part of the signal stack that a frame has used.
-fn note_frame(context: u64) {
-    // Below the context is only the return address of the handler.
-    let page = context & !0xfff;
-    if (SIGNAL_STACK..SIGNAL_STACK + SIGNAL_STACK_LENGTH).contains(&page) {
-        process().frames.fetch_max(SIGNAL_STACK + SIGNAL_STACK_LENGTH - page, Relaxed);
-    }
-}
-
-/// Marks all used parts of the signal stacks for clearing.
-pub fn mark_stale() {
-    process().scrubs.store(ALL, Relaxed);
-}
-
-/// Values of [`crate::shared::ProcessState::scrubs`]: frames of the kernel only; frames of any
-/// origin.
-const KERNEL: u8 = 1;
-const ALL: u8 = 2;
-
-/// Clears the used parts of the signal stacks before the guest runs, with protection keys: user
-/// mode can read them.
-pub fn scrub() {
-    /// Largest stack usage of a handler on its own stack in bytes.
-    const HANDLER: usize = 0x2000;
-    let process = process();
-    let scrubs = process.scrubs.swap(0, Relaxed);
-    if scrubs == 0 {
-        return;
-    }
-    let length = process.frames.swap(0, Relaxed).min(SIGNAL_STACK_LENGTH);
-    let handler = if scrubs == ALL { HANDLER } else { 0 };
-    for (end, length) in [
-        (SIGNAL_STACK + SIGNAL_STACK_LENGTH, length as usize),
-        (wedge_x86::HANDLER_STACK_TOP, handler),
-    ] {
-        // SAFETY: these stacks are unused now: a handler that interrupts this function has finished
-        // when it continues.
-        unsafe { core::ptr::write_bytes((end - length as u64) as *mut u8, 0, length) };
     }
 }
 
@@ -189,10 +106,7 @@ unsafe extern "sysv64" fn handler() {
 
 #[unsafe(export_name = "parador_wedge_signal")]
 extern "sysv64" fn on_signal(number: u32, _: *const u8, context: *mut Context) {
-    if pkeys::is_enabled() {
-        note_frame(context as u64);
-        process().scrubs.fetch_max(KERNEL, Relaxed);
-    }
+    isolation::current().on_signal(context as u64);
     // From here on, system calls are the wedge's.
     process().private.dispatch.store(0, Relaxed);
     let synchronous = SYNCHRONOUS.contains(&number);
@@ -206,21 +120,29 @@ extern "sysv64" fn on_signal(number: u32, _: *const u8, context: *mut Context) {
         }
         return;
     }
-    // SAFETY: this process owns the vCPU. Either the guest or entry code was interrupted, or the
-    // wedge, in which case only `attention` is changed.
-    let cpu = unsafe { &mut (*cell()).cpu };
     if !synchronous {
         post_event(number);
     }
-    if !(layout::WEDGE..layout::WEDGE_END).contains(&context.rip) {
-        cpu.sync_code_segment(context.is_64_bit());
-    } else if !in_wedge(number, synchronous, context, cpu) {
+    let is_in_wedge = (layout::WEDGE..layout::WEDGE_END).contains(&context.rip);
+    let interrupted = match is_in_wedge {
+        true => classify(number, synchronous, context),
+        false => Interrupted::Guest,
+    };
+    if interrupted == Interrupted::Wedge {
         return;
+    }
+    // SAFETY: the signal has interrupted the guest, or code that runs for it, so the event loop is
+    // in `CurrentVcpu::enter`, and no other handler runs.
+    let mut guest = unsafe { InterruptedGuest::take() };
+    let cpu = &mut *guest.0;
+    match interrupted {
+        Interrupted::Guest => cpu.sync_code_segment(context.is_64_bit()),
+        _ => complete(interrupted, context, cpu),
     }
     if !synchronous && cpu.cpl == 0 && cpu.held_flags & rflags::IF == 0 {
         // Interrupts are disabled; the guest checks when it enables them.
-        cpu.attention = 1;
-        crate::frames::note_interrupted_kernel();
+        attention().store(1, Relaxed);
+        note_interrupted_kernel(vcpu, &shared().frames);
         return;
     }
     for (value, place) in context.registers.iter().zip(ORDER) {
@@ -236,8 +158,7 @@ extern "sysv64" fn on_signal(number: u32, _: *const u8, context: *mut Context) {
     };
     vcpu.signal.set(Signal { number, vector, code, address });
     xstate::restore(context.extended as u64, u64::MAX);
-    // SAFETY: the guest was interrupted.
-    unsafe { leave() }
+    guest.leave()
 }
 
 /// Signal handler for interrupted user mode, with protection keys; entry code has switched to a
@@ -246,8 +167,10 @@ extern "sysv64" fn on_signal(number: u32, _: *const u8, context: *mut Context) {
 #[unsafe(export_name = "parador_wedge_user_signal")]
 extern "sysv64" fn on_user_signal(number: u32, _: *const u8, context: *const Context) -> ! {
     let vcpu = vcpu();
-    // SAFETY: this process owns the vCPU, and user mode was interrupted.
-    let cpu = unsafe { &mut (*cell()).cpu };
+    // SAFETY: user mode was interrupted, so the event loop is in `CurrentVcpu::enter`, and no other
+    // handler runs: one whose entry code was interrupted continues here.
+    let mut guest = unsafe { InterruptedGuest::take() };
+    let cpu = &mut *guest.0;
     let end = SIGNAL_STACK + SIGNAL_STACK_LENGTH;
     let (window, window_end) = wedge_x86::keyed_handler_window();
     let (mut number, mut at) = (number, context as u64);
@@ -259,8 +182,7 @@ extern "sysv64" fn on_user_signal(number: u32, _: *const u8, context: *const Con
             cpu.frame.rflags = rflags::IF | 2;
             let vector = vector::UNDEFINED.into();
             vcpu.signal.set(Signal { number: linux::SIGILL, vector, code: 0, address: 0 });
-            // SAFETY: user mode was interrupted.
-            unsafe { leave() }
+            guest.leave()
         }
         note_frame(at);
         // SAFETY: it is on the signal stack, which nothing writes now.
@@ -299,31 +221,7 @@ extern "sysv64" fn on_user_signal(number: u32, _: *const u8, context: *const Con
     if (at..end).contains(&extended) && extended.is_multiple_of(64) {
         xstate::restore(extended, end - extended);
     }
-    // SAFETY: user mode was interrupted.
-    unsafe { leave() }
-}
-
-/// Restricts a signal to one that user mode can cause.
-pub fn sanitize(number: u32, context: &Context) -> Signal {
-    const PAGE_FAULT: u64 = vector::PAGE_FAULT as u64;
-    const PROTECTION: u64 = vector::PROTECTION as u64;
-    let is_possible = match number {
-        linux::SIGSYS | linux::SIGILL => true,
-        linux::SIGFPE => matches!(context.vector, 0 | 16 | 19),
-        linux::SIGTRAP => matches!(context.vector, 1 | 3),
-        linux::SIGBUS => matches!(context.vector, 17 | PAGE_FAULT),
-        linux::SIGSEGV => matches!(context.vector, 4 | 5 | 11..=14),
-        TIMER => true,
-        _ => false,
-    };
-    let code = match context.vector {
-        // Write and fetch bits; user mode.
-        PAGE_FAULT => context.code & 0x12 | 4,
-        11..=PROTECTION => context.code & 0xffff,
-        _ => 0,
-    };
-    let number = if is_possible { number } else { KICK };
-    Signal { number, vector: context.vector, code, address: context.address }
+    guest.leave()
 }
 
 /// Recovers user mode's registers if it was interrupted in a transition, and adapts the signal.
@@ -357,82 +255,104 @@ fn recover_registers(cpu: &mut VirtualCpu, signal: &mut Signal) {
         (signal.number, signal.vector) = (linux::SIGSYS, 0);
         return;
     }
-    if signal.number == linux::SIGTRAP
-        && signal.vector == DEBUG
-        && crate::syscall_patch::is_stub(rip)
-    {
+    if signal.number == linux::SIGTRAP && signal.vector == DEBUG && is_stub(rip) {
         // A single step of the code that replaces the system call.
         signal.number = KICK;
     }
 }
 
-/// Handles a signal that has interrupted the wedge, or code that it executes for the guest. `true`:
-/// the guest is in the state of the changed context; `false`: the signal is handled.
-fn in_wedge(number: u32, synchronous: bool, context: &mut Context, cpu: &mut VirtualCpu) -> bool {
+/// Code that a signal has interrupted.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Interrupted {
+    /// The guest.
+    Guest,
+    /// The wedge; the signal is handled.
+    Wedge,
+    /// A return to user mode by `SYSRET`, which is completed. The stack pointer is still in the
+    /// frame, or in the context.
+    Sysret { in_frame: bool },
+    /// A transition to user mode, with registers in its [`wedge_x86::Crossing`].
+    Crossing,
+    /// A stub that the guest restarts at its site. The second value is added to the stack
+    /// pointer.
+    Restart(u64, u64),
+    /// A stub after which the guest resumes, with interrupts enabled.
+    Resume(u64),
+}
+
+/// Classifies the code of the wedge that a signal has interrupted, without access to the vCPU's
+/// registers, which the wedge may be using.
+fn classify(number: u32, synchronous: bool, context: &mut Context) -> Interrupted {
     let rip = context.rip;
     if synchronous {
         // A single step of the guest continues through code of the wedge.
         if number != linux::SIGTRAP || context.vector != DEBUG {
             unexpected(number, context);
         }
-        return false;
+        return Interrupted::Wedge;
     }
-    cpu.attention = 1;
+    attention().store(1, Relaxed);
     let (start, end) = wedge_x86::entry_window();
     if (start..end).contains(&rip) {
         context.rip = wedge_x86::abort();
-        return false;
+        return Interrupted::Wedge;
     }
-    let (start, end) = crate::user_process::wait_window();
+    let (start, end) = user_process::wait_window();
     if (start..end).contains(&rip) {
         context.rip = end;
-        return false;
+        return Interrupted::Wedge;
     }
     let [start, own_stack, end] = wedge_x86::sysret_window();
     if (start..end).contains(&rip) {
         // The stack pointer is the guest's before the first instruction and after the last but one.
-        if rip > start && rip <= own_stack {
-            context.registers[STACK_POINTER] = cpu.frame.gpr[4];
-        }
-        return after_sysret(context, cpu);
+        return Interrupted::Sysret { in_frame: rip > start && rip <= own_stack };
     }
     let [to_program, to_32, _] = wedge_x86::crossing();
     if rip == to_program || rip == to_32 {
-        let mut signal = Signal { number, vector: 0, code: 0, address: 0 };
-        for (value, place) in context.registers.iter().zip(ORDER) {
-            cpu.frame.gpr[place] = *value;
-        }
-        cpu.frame.rip = rip;
-        recover_registers(cpu, &mut signal);
-        for (value, place) in context.registers.iter_mut().zip(ORDER) {
-            *value = cpu.frame.gpr[place];
-        }
-        (context.rip, context.rflags) = (cpu.frame.rip, cpu.frame.rflags);
-        return true;
+        return Interrupted::Crossing;
     }
-    let Some((stub, offset)) = crate::sites::stub_at(rip) else { return false };
+    let Some((stub, offset)) = sites::stub_at(rip) else { return Interrupted::Wedge };
     match stub.unwind(offset) {
-        Unwound::Continue => false,
-        Unwound::Restart(site, pushed) => {
-            context.rip = site;
-            context.registers[STACK_POINTER] += pushed;
-            true
-        }
-        Unwound::Resume(resume) => {
-            context.rip = resume;
-            cpu.held_flags |= rflags::IF;
-            true
-        }
-        Unwound::Sysret => after_sysret(context, cpu),
+        Unwound::Continue => Interrupted::Wedge,
+        Unwound::Restart(site, pushed) => Interrupted::Restart(site, pushed),
+        Unwound::Resume(resume) => Interrupted::Resume(resume),
+        Unwound::Sysret => Interrupted::Sysret { in_frame: false },
     }
 }
 
-/// Applies the effect of `SYSRET`, which the guest has executed.
-fn after_sysret(context: &mut Context, cpu: &mut VirtualCpu) -> bool {
-    let [rcx, r11] = [context.registers[14], context.registers[3]];
-    (context.rip, context.rflags) = (rcx, r11);
-    cpu.enter_user();
-    true
+/// Completes or undoes the interrupted code, so that the context is a state of the guest.
+fn complete(interrupted: Interrupted, context: &mut Context, cpu: &mut VirtualCpu) {
+    match interrupted {
+        Interrupted::Guest | Interrupted::Wedge => {}
+        Interrupted::Sysret { in_frame } => {
+            if in_frame {
+                context.registers[STACK_POINTER] = cpu.frame.gpr[4];
+            }
+            let [rcx, r11] = [context.registers[14], context.registers[3]];
+            (context.rip, context.rflags) = (rcx, r11);
+            cpu.enter_user();
+        }
+        Interrupted::Crossing => {
+            let mut signal = Signal { number: KICK, vector: 0, code: 0, address: 0 };
+            for (value, place) in context.registers.iter().zip(ORDER) {
+                cpu.frame.gpr[place] = *value;
+            }
+            cpu.frame.rip = context.rip;
+            recover_registers(cpu, &mut signal);
+            for (value, place) in context.registers.iter_mut().zip(ORDER) {
+                *value = cpu.frame.gpr[place];
+            }
+            (context.rip, context.rflags) = (cpu.frame.rip, cpu.frame.rflags);
+        }
+        Interrupted::Restart(site, pushed) => {
+            context.rip = site;
+            context.registers[STACK_POINTER] += pushed;
+        }
+        Interrupted::Resume(resume) => {
+            context.rip = resume;
+            cpu.held_flags |= rflags::IF;
+        }
+    }
 }
 
 fn post_event(number: u32) {
@@ -450,54 +370,4 @@ fn unexpected(number: u32, context: &Context) -> ! {
         "unexpected signal {number} in the wedge: rip {:#x} rsp {:#x} vector {} code {:#x} address {:#x}",
         context.rip, context.registers[15], context.vector, context.code, context.address
     ))
-}
-
-/// Sets this process's timer to the deadline of the vCPU.
-pub fn arm_timer() {
-    let process = process();
-    let deadline = vcpu().deadline.load(Relaxed);
-    if deadline <= crate::guest::tsc() {
-        // This process's timer may have expired while another process ran the vCPU.
-        events().fetch_or(event::TIMER, SeqCst);
-        return;
-    }
-    if process.armed.load(Relaxed) == deadline {
-        return;
-    }
-    process.armed.store(deadline, Relaxed);
-    if let Err(error) = set_timer(deadline) {
-        report::fatal(format_args!("timer_settime failed: {error}"));
-    }
-}
-
-/// Returns the time until the TSC reaches a value in nanoseconds.
-pub fn until(tsc: u64) -> u64 {
-    let ticks = tsc.saturating_sub(crate::guest::tsc());
-    let nanoseconds = u128::from(ticks) * 1_000_000 / u128::from(config().tsc_khz);
-    u64::try_from(nanoseconds).unwrap_or(u64::MAX)
-}
-
-fn set_timer(deadline: u64) -> Result<(), Errno> {
-    let timer = process().timer.load(Relaxed).into();
-    // A time of 0 disarms the timer.
-    let wait = if deadline == u64::MAX { 0 } else { until(deadline).max(1) };
-    let time = [0, 0, wait / 1_000_000_000, wait % 1_000_000_000];
-    // SAFETY: the kernel only reads the time.
-    unsafe {
-        sys::call(linux::__NR_timer_settime, [timer, 0, time.as_ptr() as u64, 0, 0, 0]).map(drop)
-    }
-}
-
-/// Creates this process's timer. Timers count against a per-user limit, so the guest kernel must
-/// not create any.
-fn create_timer() -> Result<(), Errno> {
-    // `struct sigevent`: value, signal number, kind of notification.
-    let event = [0_u64, u64::from(TIMER) | u64::from(linux::SIGEV_SIGNAL) << 32, 0, 0, 0, 0, 0, 0];
-    let mut timer = 0_u32;
-    let clock = u64::from(linux::CLOCK_MONOTONIC);
-    let arguments = [clock, event.as_ptr() as u64, &raw mut timer as u64, 0, 0, 0];
-    // SAFETY: the kernel reads the description and writes the id.
-    unsafe { sys::call(linux::__NR_timer_create, arguments) }?;
-    process().timer.store(timer, Relaxed);
-    Ok(())
 }

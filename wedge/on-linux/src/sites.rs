@@ -3,8 +3,7 @@
 
 use core::fmt;
 
-use crate::memory::PAGE;
-use crate::user_process;
+use crate::mmu::kernel_code::write_code;
 use proto::hosted::{layout, option};
 use vmm_mem::GuestMemory;
 use vmm_x86::walk::Intent;
@@ -17,9 +16,6 @@ const MOST: usize = layout::STUBS_LENGTH as usize / size_of::<Stub>();
 
 /// [`Stub::kind`] of a replaced function, in place of a kind of patch site.
 pub const FUNCTION: u8 = u8::MAX;
-/// Largest number of bytes that Linux's `__text_poke` changes at once: `text_poke_copy` fills two
-/// pages (`arch/x86/kernel/alternative.c`).
-pub const MOST_POKED: usize = 2 * PAGE as usize;
 /// Number of replaced bytes of a function.
 const FUNCTION_BYTES: usize = 8;
 
@@ -54,12 +50,15 @@ pub struct Sites {
     table: (u64, u64),
     /// Sites may be handled in place.
     fast: bool,
+    /// Returns to user mode may be, too: the wedge does not run user mode in another process.
+    fast_sysret: bool,
 }
 
 impl Sites {
     /// Creates the state without sites.
     pub fn new(options: u64) -> Self {
-        Self { used: 0, table: (0, 0), fast: options & option::NO_FAST_PATHS == 0 }
+        let fast_sysret = options & option::USER_PROCESS == 0;
+        Self { used: 0, table: (0, 0), fast: options & option::NO_FAST_PATHS == 0, fast_sysret }
     }
 
     fn at(number: usize) -> *mut Stub {
@@ -168,8 +167,7 @@ impl Sites {
             padded: site.padded,
             kind: site.kind.number(),
             flags_dead: site.flags.contains(Flags::FLAGS_DEAD),
-            // The wedge itself runs user mode in another process.
-            fast: self.fast && !(site.kind == Kind::Sysretq && user_process::is_enabled()),
+            fast: self.fast && (site.kind != Kind::Sysretq || self.fast_sysret),
         };
         self.put_stub(cpu, memory, &target)
     }
@@ -245,29 +243,6 @@ impl Sites {
 fn restore_code(stub: &Stub, cpu: &VirtualCpu, memory: &GuestMemory) {
     // A site that is not mapped any more needs no restoring.
     let _ = write_code(cpu, memory, stub.site, stub.overwritten());
-}
-
-/// Writes to kernel memory, regardless of the rights of its mapping. `None`: a part of it is not
-/// mapped, and nothing was written.
-pub fn write_code(cpu: &VirtualCpu, memory: &GuestMemory, to: u64, bytes: &[u8]) -> Option<()> {
-    let place = |linear| {
-        let found = cpu.paging(linear, false).translate(memory, linear, Intent::Read, false);
-        Some(found.ok()?.0)
-    };
-    for is_check in [true, false] {
-        let (mut at, mut left) = (to, bytes);
-        while !left.is_empty() {
-            let length = ((PAGE - at % PAGE) as usize).min(left.len());
-            let (part, rest) = left.split_at(length);
-            let address = place(at)?;
-            if !is_check {
-                // Writes to unassigned addresses are dropped, as those of the kernel itself.
-                let _ = memory.write_slice(address, part);
-            }
-            (at, left) = (at.wrapping_add(length as u64), rest);
-        }
-    }
-    Some(())
 }
 
 /// Returns the stub with code at an address, and the offset in it.

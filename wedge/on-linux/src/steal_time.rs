@@ -15,36 +15,16 @@
 use linux_raw_sys::general as linux;
 
 use crate::clock;
-use crate::config::config;
-use crate::guest::tsc;
-use crate::shared::{process, vcpu};
+use crate::clock::tsc;
+use crate::state::config::config;
+use crate::state::process::process;
+use crate::state::records::{StealState, TurnTimes};
+use crate::state::shared::vcpu;
 
 /// Largest number of queries of the host clock per second.
 const QUERIES_PER_SECOND: u64 = 125;
 /// Cost of a switch of the process on an idle host in microseconds.
 const SWITCH_TIME: u64 = 250;
-
-/// Accounting of a vCPU. Times are in TSC ticks.
-#[derive(Clone, Copy, Debug)]
-pub struct StealState {
-    /// Start of the running interval that is not accounted yet.
-    since: u64,
-    /// Time of the last hand-over.
-    handed_over: u64,
-    /// Time of the last query of the host clock.
-    queried: u64,
-    /// Total stolen time.
-    ticks: u64,
-}
-
-/// Accounting of a process.
-#[derive(Clone, Copy, Debug)]
-pub struct TurnTimes {
-    /// TSC ticks for which it has held the vCPU, without idle time, since the last query.
-    held: u64,
-    /// CPU time at the last query in nanoseconds.
-    cpu: u64,
-}
 
 fn update(change: impl FnOnce(&mut StealState, &mut TurnTimes)) {
     let (steal, turns) = (&vcpu().steal, &process().turns);

@@ -11,31 +11,16 @@ use vmm_mem::GuestMemory;
 use vmm_x86::walk::Intent;
 use wedge_core::VirtualCpu;
 
-use crate::memory::PAGE;
-use crate::shared::{EXTENDED_STATE, process, vcpu};
+use crate::mmu::ram::PAGE;
+use crate::state::process::process;
+use crate::state::records::XsaveLayout;
+use crate::state::shared::{EXTENDED_STATE, vcpu};
 
 /// `PKRU` component in `XCR0` (SDM vol. 1, 13.1).
 pub const PKRU: u64 = 1 << 9;
 /// Length of legacy area and header in bytes.
 const LEAST: u64 = 576;
 const HEADER: usize = 512;
-
-/// Layout of an XSAVE area.
-#[derive(Clone, Copy, Debug)]
-pub struct XsaveLayout {
-    /// Components enabled by the host (`XCR0`).
-    enabled: u64,
-    /// The compacted format (`XSAVEC`) is supported.
-    is_compacting: bool,
-    /// Length of an area with all enabled components in bytes.
-    length: u64,
-    /// Of each component: offset and length in the standard format, and its alignment in the
-    /// compacted format.
-    each: [(u32, u32, bool); COMPONENTS],
-}
-
-/// Number of components that a guest may use: all up to `PKRU`.
-const COMPONENTS: usize = 9;
 
 /// Reads the layout from CPUID. To be called before any restore.
 pub fn detect() {

@@ -82,6 +82,9 @@ pub struct Cell {
     pub wedge_rsp: u64,
     /// Pending events; while not 0, [`enter`] does not run the guest.
     pub events: AtomicU32,
+    /// Not 0: events are pending, and must be handled before the guest continues with interrupts
+    /// enabled. Signal handlers set it, also while the wedge uses the virtual CPU.
+    pub attention: AtomicU8,
     /// Value of [`Private::dispatch`] while the guest runs.
     pub dispatch: u8,
     /// `CS` and `SS` of user mode, as `SYSRET` loads them.

@@ -116,7 +116,7 @@ pub enum Unwound {
 const CPU: u64 = CELL + offset_of!(Cell, cpu) as u64;
 const RSP: u64 = CPU + offset_of!(RegisterFrame, gpr) as u64 + 4 * 8;
 const HELD_FLAGS: u64 = CPU + offset_of!(VirtualCpu, held_flags) as u64;
-const ATTENTION: u64 = CPU + offset_of!(VirtualCpu, attention) as u64;
+const ATTENTION: u64 = CELL + offset_of!(Cell, attention) as u64;
 const SEGMENTS: u64 = CPU + offset_of!(VirtualCpu, segments) as u64;
 const KERNEL_GS: u64 = CPU + offset_of!(VirtualCpu, kernel_gs_base) as u64;
 const EVENTS: u64 = CELL + offset_of!(Cell, events) as u64;

@@ -10,16 +10,15 @@
 use core::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
 
 use linux_raw_sys::general as linux;
+use proto::hosted::layout::SLOTS;
 use proto::hosted::{
     DiskRecord, Filters, MAX_DISKS, MAX_NETS, MAX_SHARES, NetRecord, ShareRecord, Start, layout,
     option,
 };
 use vmm_vcpu::MAX_VCPUS;
-use wedge_x86::CLOSED;
 
-use crate::shared::{SLOTS, loaded};
-use crate::sys::{self, Backing, Errno};
-use crate::{clock, cpu_affinity, pkeys};
+use crate::linux::sys::{self, Backing, Errno};
+use crate::state::fixed::Fixed;
 
 /// Largest number of guest processes of all vCPUs together. Slots are a cache, and Linux uses few
 /// of them: it has six PCIDs per CPU.
@@ -54,17 +53,18 @@ pub struct Config {
 
 const _: () = assert!(size_of::<Config>() as u64 <= layout::CONFIG_LENGTH);
 
-/// Copies the configuration from shared memory. For the device process, before it forks.
-///
-/// # Errors
-/// `Ok(false)`: the loader's record has another version. An error of the host: out of memory.
-pub fn load() -> Result<bool, Errno> {
+/// Maps memory for configuration and CPU sets. For the device process, before it forks.
+pub fn map() -> Result<(), Errno> {
     let data = linux::PROT_READ | linux::PROT_WRITE;
     let length = layout::CONFIG_LENGTH + layout::CPU_SETS_LENGTH;
     // SAFETY: nothing is mapped there yet.
-    unsafe { sys::map(layout::CONFIG, length, data, Backing::Own) }?;
-    let Some(start) = loaded::start() else { return Ok(false) };
-    let tsc_khz = clock::tsc_khz();
+    unsafe { sys::map(layout::CONFIG, length, data, Backing::Own) }
+}
+
+/// Copies the configuration from shared memory. For the device process, before it forks, after
+/// [`map`]. `false`: the loader's record has another version.
+pub fn load(tsc_khz: u64, unix_at_zero: u64, has_cpu_sets: bool) -> bool {
+    let Some(start) = loaded::start() else { return false };
     let config = Config {
         start,
         disks: loaded::disks(),
@@ -72,14 +72,14 @@ pub fn load() -> Result<bool, Errno> {
         shares: loaded::shares(),
         filters: loaded::filters(),
         tsc_khz,
-        unix_at_zero: clock::unix_at_zero(tsc_khz),
-        has_cpu_sets: cpu_affinity::detect(),
+        unix_at_zero,
+        has_cpu_sets,
         kicks: AtomicBool::new(false),
         device: AtomicU32::new(0),
     };
     // SAFETY: the memory is private, aligned and long enough, and no reference to it exists yet.
     unsafe { (layout::CONFIG as *mut Config).write(config) };
-    Ok(true)
+    true
 }
 
 /// Makes configuration and CPU sets read-only, for this process and its children.
@@ -88,15 +88,18 @@ pub fn seal() -> Result<(), Errno> {
     let rights = linux::PROT_READ;
     let arguments = [layout::CONFIG, length, rights.into(), 0, 0, 0];
     // SAFETY: the memory is not written any more.
-    unsafe { sys::call(linux::__NR_mprotect, arguments) }?;
-    pkeys::protect(layout::CONFIG, length, rights, CLOSED)
+    unsafe { sys::call(linux::__NR_mprotect, arguments).map(drop) }
 }
 
 /// Returns the configuration.
 pub fn config() -> &'static Config {
-    // SAFETY: `load` has written it in this process or in its parent; all non-atomic fields are
-    // constant.
-    unsafe { &*(layout::CONFIG as *const Config) }
+    Config::get()
+}
+
+// SAFETY: `load` has written it in this process or in its parent; all non-atomic fields are
+// constant.
+unsafe impl Fixed for Config {
+    const ADDRESS: u64 = layout::CONFIG;
 }
 
 /// Returns whether an option of [`proto::hosted::option`] is set.
@@ -124,4 +127,76 @@ pub fn slot_of(pcid: u16) -> usize {
 /// Returns whether guest processes and workers may signal each other.
 pub fn kicks() -> bool {
     config().kicks.load(Relaxed)
+}
+
+/// Returns the loader's record.
+pub fn start() -> Option<Start> {
+    Some(config().start)
+}
+
+/// Returns the record of a disk.
+pub fn disk(number: usize) -> DiskRecord {
+    config().disks.get(number).copied().unwrap_or_default()
+}
+
+/// Returns the record of a network.
+pub fn net(number: usize) -> NetRecord {
+    config().nets.get(number).copied().unwrap_or_default()
+}
+
+/// Returns the record of a shared directory.
+pub fn share(number: usize) -> ShareRecord {
+    config().shares.get(number).copied().unwrap_or_default()
+}
+
+/// Records that the loader has left in shared memory. The guest can overwrite them: only
+/// [`load`] reads them, once, before the guest runs.
+mod loaded {
+    use super::{
+        DiskRecord, Filters, MAX_DISKS, MAX_NETS, MAX_SHARES, NetRecord, ShareRecord, Start, layout,
+    };
+
+    /// Returns a copy of the words at this offset.
+    fn words<const COUNT: usize>(offset: u64) -> [u64; COUNT] {
+        assert!(offset.is_multiple_of(8) && offset + 8 * COUNT as u64 <= layout::SHARED_LENGTH);
+        // SAFETY: the device process has mapped all of the shared memory, and no other process
+        // exists.
+        unsafe { ((layout::SHARED + offset) as *const [u64; COUNT]).read_volatile() }
+    }
+
+    /// Returns the seccomp filters.
+    pub fn filters() -> Filters {
+        const EACH: u64 = 8 * Filters::WORDS as u64;
+        let program = |index: usize| words(layout::FILTERS + index as u64 * EACH);
+        Filters { programs: core::array::from_fn(program) }
+    }
+
+    /// Returns the loader's record; `None`: another version.
+    pub fn start() -> Option<Start> {
+        Start::from_words(&words(0))
+    }
+
+    /// Returns all disk records.
+    pub fn disks() -> [DiskRecord; MAX_DISKS] {
+        const EACH: u64 = 8 * DiskRecord::WORDS as u64;
+        core::array::from_fn(|index| {
+            DiskRecord::from_words(&words(layout::DISKS + index as u64 * EACH))
+        })
+    }
+
+    /// Returns all network records.
+    pub fn nets() -> [NetRecord; MAX_NETS] {
+        const EACH: u64 = 8 * NetRecord::WORDS as u64;
+        core::array::from_fn(|index| {
+            NetRecord::from_words(&words(layout::NETS + index as u64 * EACH))
+        })
+    }
+
+    /// Returns all records of shared directories.
+    pub fn shares() -> [ShareRecord; MAX_SHARES] {
+        const EACH: u64 = 8 * ShareRecord::WORDS as u64;
+        core::array::from_fn(|index| {
+            ShareRecord::from_words(&words(layout::SHARES + index as u64 * EACH))
+        })
+    }
 }

@@ -8,19 +8,16 @@
 use core::cell::UnsafeCell;
 use core::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64};
 
-pub use proto::hosted::counter;
-pub use proto::hosted::layout::SLOTS;
-use proto::hosted::{
-    DiskRecord, Filters, MAX_DISKS, MAX_NETS, MAX_SHARES, NetRecord, ShareRecord, Start,
-    VcpuStatistics, layout,
-};
+use proto::hosted::layout::{self, SLOTS};
 use vmm_vcpu::MAX_VCPUS;
-use wedge_core::mapped::Mapped;
 use wedge_x86::{CELL, CROSSING, Cell, PRIVATE};
 
-pub use crate::config::has;
-use crate::config::{self, config};
-use crate::net::NetQueues;
+use crate::linux::signals::Signal;
+use crate::mmu::frame_table::CopiedFrames;
+use crate::state::config;
+use crate::state::fixed::Fixed;
+use crate::state::owned::Owned;
+use crate::state::records::{BalloonState, StealState, VcpuPlacement};
 
 /// Capacity of a console ring in bytes.
 pub const RING: usize = 1 << 16;
@@ -31,20 +28,20 @@ pub const EXTENDED_STATE: usize = 16 << 10;
 
 /// Top of the vCPUs' stacks, one below the other.
 const STACKS_TOP: u64 = layout::STUBS;
-const STACK_LENGTH: u64 = 1 << 20;
-const STACKS: u64 = STACKS_TOP - MAX_VCPUS as u64 * STACK_LENGTH;
+/// Length of a vCPU's stack in bytes.
+pub const STACK_LENGTH: u64 = 1 << 20;
+/// Address of the stacks.
+pub const STACKS: u64 = STACKS_TOP - MAX_VCPUS as u64 * STACK_LENGTH;
 /// Address of all vCPUs' parts.
-const VCPUS: u64 = STACKS - MAX_VCPUS as u64 * VCPU_LENGTH;
+pub const VCPUS: u64 = STACKS - MAX_VCPUS as u64 * VCPU_LENGTH;
 /// Length of a [`SharedVcpu`] in bytes, whole pages.
 pub const VCPU_LENGTH: u64 = size_of::<SharedVcpu>() as u64;
 /// Address of the process's own vCPU.
 pub const OWN_VCPU: u64 = CELL;
-const SHARED_STRUCT: u64 = OWN_VCPU + VCPU_LENGTH;
+/// Address of [`Shared`].
+pub const SHARED_STRUCT: u64 = OWN_VCPU + VCPU_LENGTH;
 /// Top of the stack of a process that does not run the vCPU.
 pub const PRIVATE_STACK_TOP: u64 = layout::PRIVATE + 0x2_0000;
-const _: () = assert!(
-    size_of::<ProcessState>() <= 0x1_8000 && CROSSING == SIGNAL_STACK + SIGNAL_STACK_LENGTH
-);
 /// Stack of the signal handlers.
 pub const SIGNAL_STACK: u64 = layout::PRIVATE + 0x2_0000;
 /// Length of the signal stack in bytes.
@@ -52,9 +49,13 @@ pub const SIGNAL_STACK_LENGTH: u64 = 0x2_0000;
 /// Length of a process's private memory in bytes.
 pub const PRIVATE_LENGTH: u64 = 0x5_0000;
 
+const _: () = assert!(CROSSING == SIGNAL_STACK + SIGNAL_STACK_LENGTH);
 const _: () = assert!(CELL == layout::SHARED + 0x1000 && PRIVATE == layout::PRIVATE);
-const _: () = assert!(SHARED_STRUCT + size_of::<Shared>() as u64 <= VCPUS);
-const _: () = assert!(layout::VSOCK + size_of::<NetQueues>() as u64 <= layout::QUEUES);
+/// Address of the frame rings of the networks.
+pub const NETS: u64 = (SHARED_STRUCT + size_of::<Shared>() as u64).next_multiple_of(64);
+/// Length of the memory for them in bytes.
+pub const NETS_LENGTH: u64 = VCPUS - NETS;
+const _: () = assert!(NETS < VCPUS);
 
 /// Bits of [`Cell::events`].
 pub mod event {
@@ -80,6 +81,16 @@ pub mod event {
     pub const DEBUG: u32 = 1 << 10;
 }
 
+/// Values of [`SharedVcpu::idle`].
+pub mod idle_state {
+    /// Running: must be interrupted.
+    pub const BUSY: u32 = 0;
+    /// Sleeping: must be woken.
+    pub const SLEEPING: u32 = 1;
+    /// Polling for events.
+    pub const POLLING: u32 = 2;
+}
+
 /// Values of [`Shared::started`].
 pub mod started {
     /// The first vCPU is about to execute the guest's first instruction.
@@ -87,48 +98,6 @@ pub mod started {
     /// The device process has acknowledged, and treats statements of guest processes as the guest's
     /// from then on.
     pub const ALLOWED: u32 = 2;
-}
-
-/// Value used only by the process that runs the vCPU, or by the process whose private memory holds
-/// it.
-#[repr(transparent)]
-pub struct Owned<T>(UnsafeCell<T>);
-
-// SAFETY: only one process at a time uses it, in its only thread.
-unsafe impl<T> Sync for Owned<T> {}
-
-impl<T: Copy> Owned<T> {
-    /// Returns the value.
-    pub fn get(&self) -> T {
-        // SAFETY: no other process uses it now.
-        unsafe { *self.0.get() }
-    }
-
-    /// Sets the value.
-    pub fn set(&self, value: T) {
-        // SAFETY: as above.
-        unsafe { *self.0.get() = value }
-    }
-}
-
-impl<T> Owned<T> {
-    /// Returns its address.
-    pub const fn at(&self) -> *mut T {
-        self.0.get()
-    }
-}
-
-/// Host signal that has stopped the guest.
-#[derive(Clone, Copy, Debug)]
-pub struct Signal {
-    /// Signal number.
-    pub number: u32,
-    /// Exception vector.
-    pub vector: u64,
-    /// Error code of the exception.
-    pub code: u64,
-    /// Page-fault address.
-    pub address: u64,
 }
 
 /// Defines a structure in shared memory at an address. For each field it defines a symbol
@@ -157,6 +126,8 @@ macro_rules! shared_words {
         );)*
     };
 }
+
+pub(crate) use shared_words;
 
 shared_words! {
     "slot", OWN_VCPU + core::mem::offset_of!(SharedVcpu, slots) as u64;
@@ -259,7 +230,7 @@ shared_words! {
         pub stop_requests: AtomicU32,
         /// Requests that the device process has executed.
         pub stops_sent: AtomicU32,
-        /// Idle state of the vCPU: see [`crate::idle::state`].
+        /// Idle state of the vCPU: see [`idle_state`].
         pub idle: AtomicU32,
         /// Duration of idle polling in TSC ticks.
         pub poll_ticks: Owned<u64>,
@@ -274,14 +245,14 @@ shared_words! {
         /// The last ones: offsets in the file of guest memory.
         pub renewed: [AtomicU64; FLUSHES],
         /// Host CPU of the vCPU.
-        pub placement: crate::cpu_affinity::VcpuPlacement,
+        pub placement: VcpuPlacement,
         /// Changes of the table of copied frames that the vCPU has applied.
         pub frames_applied: AtomicU32,
         /// Changes that it had seen in the guest kernel with interrupts disabled; it applies them
         /// before user mode.
         pub frames_seen: AtomicU32,
         /// Stolen time.
-        pub steal: Owned<crate::steal_time::StealState>,
+        pub steal: Owned<StealState>,
         /// Processes of the vCPU.
         pub slots: [Slot; SLOTS],
     }
@@ -296,6 +267,12 @@ impl SharedVcpu {
     pub fn events(&self) -> &AtomicU32 {
         // SAFETY: the word is atomic, and no reference to the whole cell exists.
         unsafe { &(*self.cell.get()).events }
+    }
+
+    /// Returns whether the guest must check for pending events before it enables interrupts: not 0.
+    pub fn attention(&self) -> &AtomicU8 {
+        // SAFETY: as in `events`.
+        unsafe { &(*self.cell.get()).attention }
     }
 
     /// Returns the number of system calls without a signal.
@@ -323,7 +300,7 @@ shared_words! {
         /// The kernel's code was scanned, and may be executable together with user mode.
         pub closed: AtomicBool,
         /// Frames of which guest processes have copies.
-        pub frames: crate::frames::CopiedFrames,
+        pub frames: CopiedFrames,
         /// Serial output.
         pub output: ByteRing,
         /// Serial input.
@@ -332,10 +309,8 @@ shared_words! {
         pub console_output: ByteRing,
         /// Input of the virtio console.
         pub console_input: ByteRing,
-        /// Frames of the networks.
-        pub nets: crate::net::AllNetQueues,
         /// State of the balloon.
-        pub balloon: crate::balloon::BalloonState,
+        pub balloon: BalloonState,
     }
 }
 
@@ -366,9 +341,13 @@ pub const EVERYTHING: u64 = u64::MAX;
 
 /// Returns the shared memory.
 pub fn shared() -> &'static Shared {
-    // SAFETY: `main` maps it first, zeroed, for the life of the process. The module's documentation
-    // states which process uses the non-atomic fields.
-    unsafe { &*(SHARED_STRUCT as *const Shared) }
+    Shared::get()
+}
+
+// SAFETY: `main` maps it first, zeroed, for the life of the process. The module's documentation
+// states which process uses the non-atomic fields.
+unsafe impl Fixed for Shared {
+    const ADDRESS: u64 = SHARED_STRUCT;
 }
 
 /// Returns the state of all vCPUs.
@@ -389,21 +368,12 @@ pub fn stack_top(index: usize) -> u64 {
 
 /// Returns the state of this process's vCPU. Not for the device process, nor for workers.
 pub fn vcpu() -> &'static SharedVcpu {
-    // SAFETY: a guest process maps it first; for the non-atomic fields see `shared`.
-    unsafe { &*(OWN_VCPU as *const SharedVcpu) }
+    SharedVcpu::get()
 }
 
-/// Returns the counters of a vCPU.
-pub fn statistics(vcpu: usize) -> &'static VcpuStatistics {
-    // SAFETY: as `shared`; all fields are atomic.
-    let all =
-        unsafe { &*((layout::SHARED + layout::STATISTICS) as *const [VcpuStatistics; MAX_VCPUS]) };
-    &all[vcpu % MAX_VCPUS]
-}
-
-/// Returns the counters of this process's vCPU.
-pub fn own_statistics() -> &'static VcpuStatistics {
-    statistics(process().vcpu.load(core::sync::atomic::Ordering::Relaxed) as usize)
+// SAFETY: a guest process maps it first; for the non-atomic fields see the module's documentation.
+unsafe impl Fixed for SharedVcpu {
+    const ADDRESS: u64 = OWN_VCPU;
 }
 
 /// Returns the address of the state shared with entry code.
@@ -416,133 +386,7 @@ pub fn events() -> &'static AtomicU32 {
     vcpu().events()
 }
 
-/// Increments a counter.
-pub fn count(counter: usize) {
-    own_statistics().counters[counter].fetch_add(1, core::sync::atomic::Ordering::Relaxed);
-}
-
-/// Records that the loader has left in shared memory. The guest can overwrite them: only
-/// [`config::load`] reads them, once, before the guest runs.
-pub mod loaded {
-    use super::{
-        DiskRecord, Filters, MAX_DISKS, MAX_NETS, MAX_SHARES, NetRecord, ShareRecord, Start, layout,
-    };
-
-    /// Returns a copy of the value at this offset.
-    ///
-    /// # Safety
-    /// The offset must be that of a `T`, for which every bit pattern is valid.
-    unsafe fn at<T: Copy>(offset: u64) -> T {
-        // SAFETY: the device process has mapped it, and no other process exists; the caller
-        // guarantees the type.
-        unsafe { ((layout::SHARED + offset) as *const T).read_volatile() }
-    }
-
-    /// Returns the seccomp filters.
-    pub fn filters() -> Filters {
-        // SAFETY: it consists of integers.
-        unsafe { at(layout::FILTERS) }
-    }
-
-    /// Returns the loader's record; `None`: another version.
-    pub fn start() -> Option<Start> {
-        // SAFETY: as above.
-        Start::from_words(&unsafe { at(0) })
-    }
-
-    /// Returns all disk records.
-    pub fn disks() -> [DiskRecord; MAX_DISKS] {
-        // SAFETY: as above.
-        let records: [[u64; DiskRecord::WORDS]; MAX_DISKS] = unsafe { at(layout::DISKS) };
-        records.each_ref().map(DiskRecord::from_words)
-    }
-
-    /// Returns all network records.
-    pub fn nets() -> [NetRecord; MAX_NETS] {
-        // SAFETY: as above.
-        let records: [[u64; NetRecord::WORDS]; MAX_NETS] = unsafe { at(layout::NETS) };
-        records.each_ref().map(NetRecord::from_words)
-    }
-
-    /// Returns all records of shared directories.
-    pub fn shares() -> [ShareRecord; MAX_SHARES] {
-        // SAFETY: as above.
-        let records: [[u64; ShareRecord::WORDS]; MAX_SHARES] = unsafe { at(layout::SHARES) };
-        records.each_ref().map(ShareRecord::from_words)
-    }
-}
-
-/// Returns the loader's record.
-pub fn start() -> Option<Start> {
-    Some(config().start)
-}
-
-/// Returns the record of a disk.
-pub fn disk(number: usize) -> DiskRecord {
-    config().disks.get(number).copied().unwrap_or_default()
-}
-
-/// Returns the record of a network.
-pub fn net(number: usize) -> NetRecord {
-    config().nets.get(number).copied().unwrap_or_default()
-}
-
-/// Returns the vsock packet rings.
-pub fn vsock() -> &'static NetQueues {
-    // SAFETY: as `shared`; asserted to end before the next structure.
-    unsafe { &*((layout::SHARED + layout::VSOCK) as *const NetQueues) }
-}
-
-/// Returns the record of a shared directory.
-pub fn share(number: usize) -> ShareRecord {
-    config().shares.get(number).copied().unwrap_or_default()
-}
-
-/// Private state of a process.
-#[repr(C)]
-pub struct ProcessState {
-    /// First field: selector of system call dispatch, see [`wedge_x86::Private`].
-    pub private: wedge_x86::Private,
-    /// Slot of the process.
-    pub slot: AtomicU32,
-    /// Index of its vCPU.
-    pub vcpu: AtomicU32,
-    /// TSC to which its timer is set.
-    pub armed: AtomicU64,
-    /// Id of its timer.
-    pub timer: AtomicU32,
-    /// Host CPU to which it is bound.
-    pub binding: crate::cpu_affinity::ProcessBinding,
-    /// Pages of the kernel image outside of its code are executable.
-    pub image: AtomicBool,
-    /// Bytes of the signal stack, from its top, that signals have used.
-    pub frames: AtomicU64,
-    /// Stack areas to clear before user mode runs: see `signal::scrub`.
-    pub scrubs: AtomicU8,
-    /// Rewritten system calls.
-    pub calls: Owned<crate::syscall_patch::Calls>,
-    /// Copied frames that it has write-protected.
-    pub copied: Owned<crate::frames::AppliedFrames>,
-    /// User-mode mappings.
-    pub mapped: Owned<Mapped<{ crate::memory::PIECES }>>,
-    /// Executable pages.
-    pub code: Owned<crate::exec_scan::Code>,
-    /// Layout of extended state of the host CPU.
-    pub xsave_layout: Owned<crate::xstate::XsaveLayout>,
-    /// TLS descriptors that the host has for it.
-    pub thread_local: Owned<crate::compat::ThreadLocal>,
-    /// State of its user process.
-    pub peer: Owned<crate::user_process::UserProcess>,
-    /// The user process was abandoned, because a mapping call has failed.
-    pub unmapped: AtomicBool,
-    /// Handshake of the threads, in a user process.
-    pub mapper: crate::user_process::Mapper,
-    /// Time accounting of its turns.
-    pub turns: Owned<crate::steal_time::TurnTimes>,
-}
-
-/// Returns the process's private state.
-pub fn process() -> &'static ProcessState {
-    // SAFETY: `main` maps it first, zeroed; all shared fields are atomic.
-    unsafe { &*(PRIVATE as *const ProcessState) }
+/// Returns [`SharedVcpu::attention`] of this process's vCPU.
+pub fn attention() -> &'static AtomicU8 {
+    vcpu().attention()
 }

@@ -11,13 +11,14 @@ use linux_raw_sys::general as linux;
 use proto::hosted::layout;
 use vmm_vcpu::MAX_VCPUS;
 
-use crate::shared::SLOTS;
-use crate::sys::{self, Backing, Errno};
+use crate::linux::sys::{self, Backing, Errno};
+use crate::state::fixed::Fixed;
+use proto::hosted::layout::SLOTS;
 
 /// The words, initially zero.
 #[repr(C)]
 pub struct Words {
-    /// State of the first process of a PID namespace: see [`crate::processes::die_with_parent`].
+    /// State of the first process of a PID namespace: see [`crate::children::die_with_parent`].
     pub first: AtomicU32,
     /// By [`Kind`], vCPU and slot: the process has installed its filter, so the guest is
     /// responsible for its actions.
@@ -50,9 +51,13 @@ pub fn unmap() -> Result<(), Errno> {
 
 /// Returns the words. Not in a process that has called [`unmap`].
 pub fn words() -> &'static Words {
-    // SAFETY: `map` has mapped them, zeroed, for as long as the process needs them; all fields are
-    // atomic.
-    unsafe { &*(layout::SETUP as *const Words) }
+    Words::get()
+}
+
+// SAFETY: `map` has mapped them, zeroed, for as long as the process needs them; all fields are
+// atomic.
+unsafe impl Fixed for Words {
+    const ADDRESS: u64 = layout::SETUP;
 }
 
 impl Words {

@@ -6,6 +6,7 @@
 use core::arch::asm;
 
 use linux_raw_sys::general as linux;
+use linux_raw_sys::prctl;
 
 pub use proto::errno::Errno;
 
@@ -119,17 +120,18 @@ pub fn wait(word: &core::sync::atomic::AtomicU32, expected: u32, nanoseconds: Op
 
 /// Wakes all waiters of `word`.
 pub fn wake(word: &core::sync::atomic::AtomicU32) {
-    let most = i32::MAX as u64;
-    let arguments = [word.as_ptr() as u64, u64::from(linux::FUTEX_WAKE), most, 0, 0, 0];
-    // SAFETY: no memory is changed. It cannot fail with a mapped word.
-    let _ = unsafe { call(linux::__NR_futex, arguments) };
+    wake_most(word, i32::MAX as u32);
 }
 
-/// Wakes one waiter of `word`.
-pub fn wake_one(word: &core::sync::atomic::AtomicU32) {
-    let arguments = [word.as_ptr() as u64, u64::from(linux::FUTEX_WAKE), 1, 0, 0, 0];
+/// Wakes one waiter of `word`; returns whether there was one.
+pub fn wake_one(word: &core::sync::atomic::AtomicU32) -> bool {
+    wake_most(word, 1) == 1
+}
+
+fn wake_most(word: &core::sync::atomic::AtomicU32, most: u32) -> u64 {
+    let arguments = [word.as_ptr() as u64, u64::from(linux::FUTEX_WAKE), most.into(), 0, 0, 0];
     // SAFETY: no memory is changed. It cannot fail with a mapped word.
-    let _ = unsafe { call(linux::__NR_futex, arguments) };
+    unsafe { call(linux::__NR_futex, arguments) }.unwrap_or(0)
 }
 
 /// Yields this host CPU.
@@ -141,10 +143,68 @@ pub fn yield_now() {
 /// Ignores a signal in this process.
 pub fn ignore(signal: u32) -> Result<()> {
     // `SIG_IGN`, without flags and mask.
-    let action = [1_u64, 0, 0, 0];
+    // SAFETY: no handler is installed.
+    unsafe { set_handler(signal, &[1, 0, 0, 0]) }
+}
+
+/// Sets the action of a signal: handler, flags, restorer and mask (rt_sigaction(2)).
+///
+/// # Safety
+/// The handler must be sound wherever it may interrupt this process.
+pub unsafe fn set_handler(signal: u32, action: &[u64; 4]) -> Result<()> {
     let arguments = [signal.into(), action.as_ptr() as u64, 0, 8, 0, 0];
-    // SAFETY: the action is only read.
+    // SAFETY: the action is only read; the caller guarantees the handler.
     unsafe { call(linux::__NR_rt_sigaction, arguments).map(drop) }
+}
+
+/// Sets the signal stack of this thread: address, flags and length (sigaltstack(2)).
+///
+/// # Safety
+/// The stack must have no other use.
+pub unsafe fn set_signal_stack(stack: &[u64; 3]) -> Result<()> {
+    // SAFETY: the description is only read; the caller guarantees the stack.
+    unsafe { call(linux::__NR_sigaltstack, [stack.as_ptr() as u64, 0, 0, 0, 0, 0]).map(drop) }
+}
+
+/// Returns the id of this process.
+pub fn process_id() -> u32 {
+    // SAFETY: no memory is accessed. It cannot fail.
+    unsafe { call(linux::__NR_getpid, [0; 6]) }.unwrap_or(0) as u32
+}
+
+/// Returns the id of the parent process: 0 outside of the PID namespace.
+pub fn parent_id() -> u32 {
+    // SAFETY: no memory is accessed. It cannot fail.
+    unsafe { call(linux::__NR_getppid, [0; 6]) }.unwrap_or(0) as u32
+}
+
+/// Sets an attribute of this process whose value is a number (prctl(2)): `PR_SET_NO_NEW_PRIVS`,
+/// `PR_SET_DUMPABLE` or `PR_SET_PDEATHSIG`. Others are refused with `EINVAL`.
+pub fn set_attribute(attribute: u32, value: u32) -> Result<()> {
+    const NUMBERS: [u32; 3] =
+        [prctl::PR_SET_NO_NEW_PRIVS, prctl::PR_SET_DUMPABLE, prctl::PR_SET_PDEATHSIG];
+    if !NUMBERS.contains(&attribute) {
+        return Err(Errno(linux_raw_sys::errno::EINVAL as i32));
+    }
+    // SAFETY: no memory is accessed.
+    unsafe { call(linux::__NR_prctl, [attribute.into(), value.into(), 0, 0, 0, 0]).map(drop) }
+}
+
+/// Sets the name of this process (prctl(2)).
+pub fn set_name(name: &core::ffi::CStr) -> Result<()> {
+    let arguments = [prctl::PR_SET_NAME.into(), name.as_ptr() as u64, 0, 0, 0, 0];
+    // SAFETY: the name is only read up to its end.
+    unsafe { call(linux::__NR_prctl, arguments).map(drop) }
+}
+
+/// Waits for a child, or with `u64::MAX` for any; returns its id and status (wait4(2)). `None`: no
+/// child has changed (`WNOHANG`), or there is none.
+pub fn wait_for_child(child: u64, options: u32) -> Option<(u32, u32)> {
+    let mut status = 0_u32;
+    let arguments = [child, &raw mut status as u64, options.into(), 0, 0, 0];
+    // SAFETY: the kernel writes the status.
+    let child = unsafe { call(linux::__NR_wait4, arguments) }.unwrap_or(0) as u32;
+    (child != 0).then_some((child, status))
 }
 
 /// Replaces the set of blocked signals of this thread: bit `n - 1` stands for signal `n`.

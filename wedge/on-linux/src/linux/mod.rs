@@ -1,0 +1,4 @@
+//! Interface of the host kernel.
+
+pub mod signals;
+pub mod sys;

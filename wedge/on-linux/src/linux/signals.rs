@@ -1,0 +1,154 @@
+//! Signals of the host: their numbers, and the frames that the host kernel writes for them.
+
+use linux_raw_sys::general as linux;
+use proto::hosted::layout;
+use wedge_core::vector;
+use wedge_x86::CODE_64;
+
+/// Signal by which the device process notifies a guest process of events.
+pub const KICK: u32 = layout::KICK_SIGNAL;
+/// Signal of a vCPU's timer.
+pub const TIMER: u32 = 35;
+/// Mask of the signals between processes of the VM; only processes with a handler unblock them.
+pub const SENT: u64 = 1 << (KICK - 1) | 1 << (TIMER - 1);
+/// Mask of all signals.
+pub const ALL_SIGNALS: u64 = u64::MAX;
+
+/// Host signal that has stopped the guest.
+#[derive(Clone, Copy, Debug)]
+pub struct Signal {
+    /// Signal number.
+    pub number: u32,
+    /// Exception vector.
+    pub vector: u64,
+    /// Error code of the exception.
+    pub code: u64,
+    /// Page-fault address.
+    pub address: u64,
+}
+
+/// `struct ucontext` of x86-64 (`arch/x86/include/uapi/asm/sigcontext.h`).
+#[repr(C)]
+pub struct Context {
+    flags: u64,
+    link: u64,
+    stack: [u64; 3],
+    /// `r8` to `r15`, `rdi`, `rsi`, `rbp`, `rbx`, `rdx`, `rax`, `rcx`, `rsp`.
+    pub registers: [u64; 16],
+    pub rip: u64,
+    pub rflags: u64,
+    segments: u64,
+    /// Error code of the exception.
+    pub code: u64,
+    /// Exception vector.
+    pub vector: u64,
+    mask: u64,
+    /// Page-fault address.
+    pub address: u64,
+    /// Address of the extended state.
+    pub extended: *const u8,
+}
+
+impl Context {
+    /// Returns whether `CS`, the low part of [`Self::segments`], is that of 64-bit code.
+    pub fn is_64_bit(&self) -> bool {
+        self.segments as u16 == CODE_64.into()
+    }
+}
+
+/// Length of a context in bytes, with reserved words and signal mask. The siginfo follows it
+/// (`struct rt_sigframe`).
+pub const CONTEXT: u64 = 304;
+/// Offset of the architecture in the siginfo of a dispatched system call (`_sigsys` of
+/// `siginfo_t`).
+pub const ARCHITECTURE: u64 = 28;
+/// [`Signal::vector`] of a dispatched system call by `int $0x80`.
+pub const INT_80: u8 = 0x80;
+
+/// Returns [`Signal::vector`] of a dispatched system call.
+///
+/// # Safety
+/// The host must have written a frame with this context.
+pub unsafe fn call_vector(context: *const Context) -> u64 {
+    /// `AUDIT_ARCH_I386` (`linux/audit.h`).
+    const I386: u32 = 0x4000_0003;
+    let at = context as u64 + CONTEXT + ARCHITECTURE;
+    // SAFETY: the caller guarantees it.
+    let is_int = unsafe { (at as *const u32).read() } == I386;
+    if is_int { INT_80.into() } else { 0 }
+}
+
+/// Register numbers in the frame, by their index in [`Context::registers`].
+pub const ORDER: [usize; 16] = [8, 9, 10, 11, 12, 13, 14, 15, 7, 6, 5, 3, 2, 0, 1, 4];
+
+/// Signals of CPU exceptions and of dispatched system calls.
+pub const SYNCHRONOUS: [u32; 6] =
+    [linux::SIGSEGV, linux::SIGBUS, linux::SIGILL, linux::SIGFPE, linux::SIGTRAP, linux::SIGSYS];
+/// Restricts a signal to one that user mode can cause.
+pub fn sanitize(number: u32, context: &Context) -> Signal {
+    const PAGE_FAULT: u64 = vector::PAGE_FAULT as u64;
+    const PROTECTION: u64 = vector::PROTECTION as u64;
+    let is_possible = match number {
+        linux::SIGSYS | linux::SIGILL => true,
+        linux::SIGFPE => matches!(context.vector, 0 | 16 | 19),
+        linux::SIGTRAP => matches!(context.vector, 1 | 3),
+        linux::SIGBUS => matches!(context.vector, 17 | PAGE_FAULT),
+        linux::SIGSEGV => matches!(context.vector, 4 | 5 | 11..=14),
+        TIMER => true,
+        _ => false,
+    };
+    let code = match context.vector {
+        // Write and fetch bits; user mode.
+        PAGE_FAULT => context.code & 0x12 | 4,
+        11..=PROTECTION => context.code & 0xffff,
+        _ => 0,
+    };
+    let number = if is_possible { number } else { KICK };
+    Signal { number, vector: context.vector, code, address: context.address }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn context(vector: u64, code: u64) -> Context {
+        // SAFETY: it consists of integers and an address.
+        let mut context: Context = unsafe { core::mem::zeroed() };
+        (context.vector, context.code, context.address) = (vector, code, 0x1234);
+        context
+    }
+
+    #[test]
+    fn signals_of_user_mode_keep_what_it_can_cause() {
+        let fault = sanitize(linux::SIGSEGV, &context(14, 0xffff_ffff));
+        assert_eq!(
+            (fault.number, fault.vector, fault.code, fault.address),
+            (linux::SIGSEGV, 14, 0x16, 0x1234)
+        );
+        assert_eq!(sanitize(linux::SIGSEGV, &context(13, 0x1_0018)).code, 0x18);
+        assert_eq!(sanitize(linux::SIGFPE, &context(16, 7)).code, 0);
+    }
+
+    #[test]
+    fn impossible_signals_become_notifications() {
+        for (number, vector) in [
+            (linux::SIGSEGV, 8),
+            (linux::SIGFPE, 14),
+            (linux::SIGTRAP, 14),
+            (linux::SIGBUS, 1),
+            (9, 0),
+            (KICK, 0),
+        ] {
+            assert_eq!(sanitize(number, &context(vector, 0)).number, KICK, "{number} {vector}");
+        }
+        assert_eq!(sanitize(TIMER, &context(0, 0)).number, TIMER);
+    }
+
+    #[test]
+    fn each_register_has_one_place() {
+        let mut seen = [false; 16];
+        ORDER.iter().for_each(|&register| seen[register] = true);
+        assert_eq!(seen, [true; 16]);
+        assert_eq!(size_of::<Context>() as u64, CONTEXT - 8 * 8 - 8);
+    }
+}

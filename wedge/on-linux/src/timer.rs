@@ -1,0 +1,63 @@
+//! Timer of a process: it expires at the deadline of the vCPU that the process runs.
+
+use core::sync::atomic::Ordering::{Relaxed, SeqCst};
+
+use linux_raw_sys::general as linux;
+
+use crate::clock::tsc;
+use crate::linux::signals::TIMER;
+use crate::linux::sys::{self, Errno};
+use crate::report;
+use crate::state::config::config;
+use crate::state::process::process;
+use crate::state::shared::{event, events, vcpu};
+
+/// Sets this process's timer to the deadline of the vCPU.
+pub fn arm_timer() {
+    let process = process();
+    let deadline = vcpu().deadline.load(Relaxed);
+    if deadline <= tsc() {
+        // This process's timer may have expired while another process ran the vCPU.
+        events().fetch_or(event::TIMER, SeqCst);
+        return;
+    }
+    if process.armed.load(Relaxed) == deadline {
+        return;
+    }
+    process.armed.store(deadline, Relaxed);
+    if let Err(error) = set_timer(deadline) {
+        report::fatal(format_args!("timer_settime failed: {error}"));
+    }
+}
+
+/// Returns the time until the TSC reaches a value in nanoseconds.
+pub fn until(deadline: u64) -> u64 {
+    let ticks = deadline.saturating_sub(tsc());
+    let nanoseconds = u128::from(ticks) * 1_000_000 / u128::from(config().tsc_khz);
+    u64::try_from(nanoseconds).unwrap_or(u64::MAX)
+}
+
+fn set_timer(deadline: u64) -> Result<(), Errno> {
+    let timer = process().timer.load(Relaxed).into();
+    // A time of 0 disarms the timer.
+    let wait = if deadline == u64::MAX { 0 } else { until(deadline).max(1) };
+    let time = [0, 0, wait / 1_000_000_000, wait % 1_000_000_000];
+    // SAFETY: the kernel only reads the time.
+    unsafe {
+        sys::call(linux::__NR_timer_settime, [timer, 0, time.as_ptr() as u64, 0, 0, 0]).map(drop)
+    }
+}
+
+/// Creates this process's timer. Timers count against a per-user limit, so the guest kernel must
+/// not create any.
+pub fn create_timer() -> Result<(), Errno> {
+    // `struct sigevent`: value, signal number, kind of notification.
+    let event = [0_u64, u64::from(TIMER) | u64::from(linux::SIGEV_SIGNAL) << 32, 0, 0, 0, 0, 0, 0];
+    let mut timer = 0_u32;
+    let clock = u64::from(linux::CLOCK_MONOTONIC);
+    let arguments = [clock, event.as_ptr() as u64, &raw mut timer as u64, 0, 0, 0];
+    // SAFETY: the kernel reads the description and writes the id.
+    unsafe { sys::call(linux::__NR_timer_create, arguments) }?;
+    process().timer.store(timer, Relaxed);
+    Ok(())
+}
