@@ -217,8 +217,7 @@ fn halt(kernel: &Kernel<X86>, cpu_index: usize, entry: GuestEntry<'_>) -> bool {
     let Some(name) = kernel.cpus[cpu_index].current.get() else { return false };
     let since = crate::time::tsc();
     let deadline = vcpu.arch.state().run.deadline.get();
-    let halts = deadline > since
-        && kernel.halt(name, thread, entry.notification(), deadline);
+    let halts = deadline > since && kernel.halt(name, thread, entry.notification(), deadline);
     if halts {
         vcpu.arch.halted.set(since);
     }

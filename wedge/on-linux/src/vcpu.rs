@@ -7,10 +7,10 @@ use hw_x86::paging::cr0;
 use proto::hosted::debug::reason;
 use proto::hosted::{Start, layout};
 use spin::mutex::SpinMutex;
-use vmm_x86::walk::Intent;
-use vmm_vcpu::Vcpu;
-use vmm_x86::{Event, Exit, Gpr, InterruptWindow, Reg, Seg, Segment, X86Vcpu};
 use vmm_mem::GuestMemory;
+use vmm_vcpu::Vcpu;
+use vmm_x86::walk::Intent;
+use vmm_x86::{Event, Exit, Gpr, InterruptWindow, Reg, Seg, Segment, X86Vcpu};
 use wedge_core::cpu::rflags;
 use wedge_core::{Flush, Host, VirtualCpu};
 
@@ -204,7 +204,6 @@ impl X86Vcpu for LinuxVcpu<'_> {
     fn has_window(&mut self) -> bool {
         self.window != InterruptWindow::Nothing
     }
-
 }
 
 impl Vcpu for LinuxVcpu<'_> {

@@ -1,7 +1,7 @@
 //! The guest kernel's code: writes to it, and with protection keys the search of it.
 
-use vmm_x86::walk::Intent;
 use vmm_mem::GuestMemory;
+use vmm_x86::walk::Intent;
 use wedge_core::VirtualCpu;
 
 use crate::mmu::exec_scan::{LENGTH, UD1, find};
