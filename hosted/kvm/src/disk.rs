@@ -60,7 +60,7 @@ impl RawDisk {
 
     /// Returns the properties for the device model.
     pub fn info(&self) -> BlockInfo {
-        BlockInfo::of_file(&self.record)
+        BlockInfo::of_file(self.record.sectors, self.record.read_only, self.record.serial)
     }
 
     fn state(&self) -> MutexGuard<'_, State> {

@@ -112,6 +112,10 @@ impl RelaxStrategy for YieldRelax {
     }
 }
 
+const _: () = assert!(Level::Error.number() == log::ERROR);
+const _: () = assert!(Level::Warning.number() == log::WARN);
+const _: () = assert!(Level::Info.number() == log::INFO);
+
 type Board<'m, 'o> = Pc<'m, YieldRelax, MAX_VCPUS, Slots<HostEndpoint<'o>, MAX_FUNCTIONS>>;
 
 /// Host end of a PCI function.
@@ -419,7 +423,7 @@ fn power_on(
         let (info, link) = match disk {
             Storage::File(disk) => (disk.info(), HostEndpoint::Disk(disk)),
             Storage::Elsewhere(record) => (
-                BlockInfo::of_file(record),
+                BlockInfo::of_file(record.sectors, record.read_only, record.serial),
                 HostEndpoint::Requests(Requests::with_device_process(queue)),
             ),
         };
@@ -437,8 +441,9 @@ fn power_on(
     let net_slots = used..used + networks.len();
     for (words, network) in machine.nets.iter().zip(networks) {
         let record = NetRecord::from_words(words);
-        let link = NetPort::new(net::FrameEndpoint::new(network), &record);
-        let _ = slots.add(Model::Net(frames::info(&record)), HostEndpoint::Net(link));
+        let link = NetPort::new(net::FrameEndpoint::new(network), record.is_tap());
+        let info = frames::info(record.mac, record.mtu, record.is_tap());
+        let _ = slots.add(Model::Net(info), HostEndpoint::Net(link));
     }
     if let (Some(cid), Some(network)) = (machine.vsock, networks.last()) {
         let link = HostEndpoint::Sockets(Sockets::new(net::FrameEndpoint::new(network)));

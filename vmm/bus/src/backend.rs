@@ -6,7 +6,6 @@
 //! [`WAKE_INPUT`](crate::WAKE_INPUT).
 
 use proto::channel::{Broken, Message, SendError, View, register::NAME_LEN};
-use proto::hosted::DiskRecord;
 use proto::vsock::Header;
 use vmm_mem::GuestMemory;
 
@@ -143,14 +142,14 @@ impl BlockInfo {
     pub const FILE_BYTES: u32 = 126 * 4096;
 
     /// Properties of a disk backed by a file of the host.
-    pub const fn of_file(disk: &DiskRecord) -> Self {
+    pub const fn of_file(sectors: u64, read_only: bool, serial: [u8; 20]) -> Self {
         Self {
-            sectors: disk.sectors,
-            read_only: disk.read_only,
-            discard: !disk.read_only,
-            write_zeroes: !disk.read_only,
+            sectors,
+            read_only,
+            discard: !read_only,
+            write_zeroes: !read_only,
             max_bytes: Self::FILE_BYTES,
-            serial: disk.serial,
+            serial,
         }
     }
 }

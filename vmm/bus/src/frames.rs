@@ -4,7 +4,6 @@
 use core::iter;
 use core::ops::RangeInclusive;
 
-use proto::hosted;
 use proto::vsock::{HEADER, Header, MOST_DATA};
 
 use crate::backend::{Data, MAX_FRAME, Net, NetInfo, Offload, OffloadCaps, Packets};
@@ -37,9 +36,9 @@ pub trait NetEndpoint: Frames {
     fn set_offload_caps(&mut self, caps: OffloadCaps);
 }
 
-/// Properties of a network for the device model.
-pub fn info(record: &hosted::NetRecord) -> NetInfo {
-    NetInfo { mac: record.mac, mtu: record.mtu, no_offloads: !record.is_tap() }
+/// Returns the properties of a network for the device model: a stream, or a tap device.
+pub const fn info(mac: [u8; 6], mtu: u16, is_tap: bool) -> NetInfo {
+    NetInfo { mac, mtu, no_offloads: !is_tap }
 }
 
 /// Back end of a network device.
@@ -54,8 +53,8 @@ pub struct NetPort<P> {
 
 impl<P: NetEndpoint> NetPort<P> {
     /// Creates a port with frames of a stream, or of a tap device with offload headers.
-    pub fn new(endpoint: P, record: &hosted::NetRecord) -> Self {
-        let (header, most) = match record.is_tap() {
+    pub fn new(endpoint: P, is_tap: bool) -> Self {
+        let (header, most) = match is_tap {
             true => (Offload::HEADER as u32, MAX_FRAME),
             false => (0, MAX_STREAM_FRAME),
         };

@@ -38,7 +38,6 @@ pub use functions::{DeviceBackend, Functions, Model, Slots};
 pub use layout::{layout, layout_with_pci};
 pub use once::Once;
 pub use pc::{Counters, Pc};
-use proto::hosted::log;
 use vmm_vcpu::CounterClock;
 pub use vmm_vcpu::{Outcome, StopReason};
 
@@ -78,13 +77,9 @@ pub enum Level {
 }
 
 impl Level {
-    /// Value in [`proto::hosted::log`].
+    /// Returns 0 for the most severe level, and one more for each further one.
     pub const fn number(self) -> u64 {
-        match self {
-            Self::Error => log::ERROR,
-            Self::Warning => log::WARN,
-            Self::Info => log::INFO,
-        }
+        self as u64
     }
 }
 

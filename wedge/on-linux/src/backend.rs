@@ -4,7 +4,7 @@
 use core::fmt;
 use core::ops::Range;
 
-use proto::hosted::{MAX_DISKS, MAX_NETS, MAX_SHARES, Start};
+use proto::hosted::{MAX_DISKS, MAX_NETS, MAX_SHARES, Start, log};
 use vmm_bus::backend::BlockInfo;
 use vmm_bus::frames;
 use vmm_bus::{BalloonBackend, Block, Messages, Net, Packets};
@@ -14,6 +14,10 @@ use crate::linux::sys;
 use crate::state::shared::{ByteRing, event, shared};
 use crate::state::{config, doorbell};
 use crate::{balloon, clock, disk, kick, net, report};
+
+const _: () = assert!(Level::Error.number() == log::ERROR);
+const _: () = assert!(Level::Warning.number() == log::WARN);
+const _: () = assert!(Level::Info.number() == log::INFO);
 
 /// Host services of the device models, for one vCPU.
 pub struct LinuxHost {
@@ -167,7 +171,10 @@ pub fn add_devices(slots: &mut Slots<HostEndpoint, MAX_FUNCTIONS>, start: &Start
         };
         let link = HostEndpoint::Disk(make(disk::queue(index)));
         // The bus has as many slots.
-        let _ = slots.add(Model::Block(BlockInfo::of_file(&record)), link);
+        let _ = slots.add(
+            Model::Block(BlockInfo::of_file(record.sectors, record.read_only, record.serial)),
+            link,
+        );
     }
     for index in 0..shares {
         let tag = config::share(index).tag;
@@ -178,7 +185,7 @@ pub fn add_devices(slots: &mut Slots<HostEndpoint, MAX_FUNCTIONS>, start: &Start
     for index in 0..nets {
         let record = config::net(index);
         let link = HostEndpoint::Net(net::link(index, &record));
-        let _ = slots.add(Model::Net(frames::info(&record)), link);
+        let _ = slots.add(Model::Net(frames::info(record.mac, record.mtu, record.is_tap())), link);
     }
     if start.vsock != 0 {
         let _ = slots.add(Model::Vsock(start.vsock), HostEndpoint::Vsock(net::packets()));

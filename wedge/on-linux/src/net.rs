@@ -198,7 +198,7 @@ pub struct Rings {
 
 /// Creates the back end of a network.
 pub fn link(net_index: usize, record: &Record) -> NetEndpoint {
-    NetPort::new(Rings::new(net_index), record)
+    NetPort::new(Rings::new(net_index), record.is_tap())
 }
 
 /// Creates the back end of the vsock device.

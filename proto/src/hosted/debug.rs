@@ -1,0 +1,154 @@
+//! State that a debugger and the vCPUs share. The guest can overwrite it: the debugger displays it
+//! and bases no decision on it.
+
+use super::layout;
+use crate::system::MAX_VCPUS;
+use core::sync::atomic::Ordering::SeqCst;
+use core::sync::atomic::{AtomicU32, AtomicU64};
+
+/// Largest number of breakpoints.
+pub const BREAKPOINTS: usize = 64;
+/// Breakpoint instruction in Linux processes: `INT3`.
+pub const BREAKPOINT: u8 = 0xcc;
+/// Breakpoint instruction with KVM: `HLT`, which always exits.
+pub const HALT: u8 = 0xf4;
+
+/// State of all vCPUs.
+#[derive(Debug)]
+#[repr(C)]
+pub struct DebugState {
+    /// Not 0: the debugger requests a stop of all vCPUs.
+    pub wanted: AtomicU32,
+    /// Not 0: a vCPU has stopped, and the device process has not notified the debugger yet.
+    pub halt_pending: AtomicU32,
+    /// Linear addresses of breakpoints; 0: none.
+    pub breakpoints: [AtomicU64; BREAKPOINTS],
+    /// State of each vCPU.
+    pub vcpus: [VcpuDebug; MAX_VCPUS],
+}
+
+/// State of one vCPU.
+#[derive(Debug, Default)]
+#[repr(C)]
+pub struct VcpuDebug {
+    /// Not 0: the vCPU has stopped and waits for a command.
+    pub halted: AtomicU32,
+    /// Reason of the last stop: see [`reason`].
+    pub reason: AtomicU32,
+    /// Number of stops.
+    pub halts: AtomicU32,
+    /// Next action of the vCPU: see [`command`].
+    pub command: AtomicU32,
+    /// Registers, valid while the vCPU is stopped.
+    pub registers: [AtomicU64; register::COUNT],
+}
+
+/// Values of [`VcpuDebug::reason`].
+pub mod reason {
+    /// The debugger requested it.
+    pub const WANTED: u32 = 0;
+    /// A breakpoint.
+    pub const BREAKPOINT: u32 = 1;
+    /// A single step.
+    pub const STEP: u32 = 2;
+}
+
+/// Values of [`VcpuDebug::command`].
+pub mod command {
+    /// Wait.
+    pub const WAIT: u32 = 0;
+    /// Continue.
+    pub const GO: u32 = 1;
+    /// Execute one instruction, then stop.
+    pub const STEP: u32 = 2;
+}
+
+/// Indices of [`VcpuDebug::registers`]. The general registers come first, in the order of their
+/// encoding.
+pub mod register {
+    /// Instruction pointer.
+    pub const RIP: usize = 16;
+    /// Flags.
+    pub const RFLAGS: usize = 17;
+    /// Number of registers that the debugger can change.
+    pub const CHANGEABLE: usize = 18;
+    /// Selector of `CS`.
+    pub const CS: usize = 18;
+    /// Selector of `SS`.
+    pub const SS: usize = 19;
+    /// Page-table root.
+    pub const CR3: usize = 20;
+    /// Root page table that translates the kernel image.
+    pub const KERNEL_ROOT: usize = 21;
+    /// Levels of the page tables: 4, 5, or 0 with paging off. Other formats are not supported.
+    pub const LEVELS: usize = 22;
+    /// Number of registers.
+    pub const COUNT: usize = 23;
+}
+
+const _: () = assert!(layout::DEBUG + size_of::<DebugState>() as u64 <= layout::FILTERS);
+
+/// Host services that a stopping vCPU needs.
+pub trait DebugHost {
+    /// Notifies the debugger that a vCPU has stopped.
+    fn notify_debugger(&self);
+    /// Waits until this word differs from [`command::WAIT`], or a timeout.
+    fn wait(&self, word: &AtomicU32);
+    /// Drops a stop request that arrived during the stop; called when the vCPU resumes.
+    fn on_resume(&self);
+}
+
+impl Default for DebugState {
+    fn default() -> Self {
+        Self {
+            wanted: AtomicU32::default(),
+            halt_pending: AtomicU32::default(),
+            breakpoints: [const { AtomicU64::new(0) }; BREAKPOINTS],
+            vcpus: Default::default(),
+        }
+    }
+}
+
+impl DebugState {
+    /// Returns whether the debugger requests a stop of all vCPUs.
+    pub fn is_wanted(&self) -> bool {
+        self.wanted.load(SeqCst) != 0
+    }
+
+    /// Returns whether there is a breakpoint at this address.
+    pub fn has_breakpoint(&self, at: u64) -> bool {
+        self.breakpoints.iter().any(|place| place.load(SeqCst) == at)
+    }
+
+    /// Stops vCPU `index` until the debugger releases it. Returns whether it is to execute a
+    /// single instruction. `registers` receives the debugger's changes.
+    pub fn halt(
+        &self,
+        index: usize,
+        why: u32,
+        registers: &mut [u64; register::COUNT],
+        host: &impl DebugHost,
+    ) -> bool {
+        let Some(own) = self.vcpus.get(index) else { return false };
+        for (place, value) in own.registers.iter().zip(&*registers) {
+            place.store(*value, SeqCst);
+        }
+        own.command.store(command::WAIT, SeqCst);
+        own.reason.store(why, SeqCst);
+        own.halts.fetch_add(1, SeqCst);
+        own.halted.store(1, SeqCst);
+        host.notify_debugger();
+        while own.command.load(SeqCst) == command::WAIT
+            && (why != reason::WANTED || self.is_wanted())
+        {
+            host.wait(&own.command);
+        }
+        let command = own.command.swap(command::WAIT, SeqCst);
+        host.on_resume();
+        own.halted.store(0, SeqCst);
+        for (value, place) in registers[..register::CHANGEABLE].iter_mut().zip(&own.registers) {
+            *value = place.load(SeqCst);
+        }
+        command == command::STEP
+    }
+}
