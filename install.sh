@@ -8,7 +8,7 @@ cd "$(dirname "$0")"
 # compiler links host programs and builds the guests' channel driver and a kernel; the kernel's
 # build tools need the other packages.
 packages="bc binutils bison bochs bochsbios busybox-static ca-certificates cpio debian-archive-keyring debootstrap diffutils e2fsprogs flex
-    gcc gdb git gpgv grub-common grub-pc-bin kmod libc6-dev libelf-dev make mtools openssh-client passt qemu-system-x86
+    gcc gdb git gpgv grub-common grub-pc-bin kmod libc6-dev libelf-dev make mtools openssh-client passt patch qemu-system-x86
     qemu-utils strace user-mode-linux vgabios xorriso xz-utils"
 
 # A rustup toolchain with the bare-metal target serves as it is. Otherwise Debian's rustc for

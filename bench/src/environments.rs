@@ -59,7 +59,7 @@ impl Environment {
 }
 
 /// Values by row: one per round (which may be a median itself), and the best of all.
-#[derive(Default)]
+#[derive(Clone, Default)]
 pub struct Times {
     rounds: BTreeMap<String, Vec<f64>>,
     best: BTreeMap<String, f64>,
@@ -81,6 +81,14 @@ impl Times {
             };
             self.add(name, median, best);
         }
+    }
+
+    /// Copies the rounds of a row from other times, under another name.
+    pub fn copy(&mut self, from: &Self, name: &str, new: &str) -> Result<()> {
+        let rounds = from.rounds.get(name).with_context(|| format!("no times for {name}"))?;
+        self.rounds.insert(new.to_owned(), rounds.clone());
+        self.best.insert(new.to_owned(), from.best(name)?);
+        Ok(())
     }
 
     /// Adds a round.
@@ -117,6 +125,8 @@ pub struct Kernels {
     pub tcg_initrd: Option<PathBuf>,
     /// Further options of `parador run`.
     pub options: Vec<String>,
+    /// Further parameters of the pre-virtualized kernel, with a space after each.
+    pub parameters: &'static str,
 }
 
 /// Returns `parador run` with the pre-virtualized kernel.
@@ -177,7 +187,7 @@ pub fn with_ram_disk(
         Environment::Native => bail!("a RAM disk is started in machines only"),
         Environment::Parador => {
             let mut run = run_parador(kernels);
-            run.arg("-i").arg(disk).args(["-p", &(variables + "quiet")]);
+            run.arg("-i").arg(disk).args(["-p", &(variables + kernels.parameters + "quiet")]);
             run
         }
         Environment::Tcg => {

@@ -69,7 +69,7 @@ pub const fn row(name: &'static str, title: &'static str, unit: &'static str, ki
     Row { name, title, unit, kind }
 }
 
-const ROWS: [Row; 10] = [
+const ROWS: [Row; 12] = [
     row("null_syscall", "null system call", "us", Kind::Less),
     row("fork", "fork, exit, wait", "us", Kind::Less),
     row("pipe", "pipe round trip", "us", Kind::Less),
@@ -80,7 +80,14 @@ const ROWS: [Row; 10] = [
     row("povray", "POV-Ray", "us", Kind::Best),
     row("start_ms", "start to init", "ms", Kind::Alone),
     row("vm_bytes", "host memory beside the guest's", "bytes", Kind::Alone),
+    row("fork_plain", "fork, exit, wait, without tuning", "us", Kind::Less),
+    row("touch_plain", "touch of a fresh page, untuned", "us", Kind::Less),
 ];
+/// Rows that are also measured without the optional patches of the guest's kernel, and their names
+/// there.
+const UNTUNED: [(&str, &str); 2] = [("fork", "fork_plain"), ("touch", "touch_plain")];
+/// Kernel parameter that disables the optional patches.
+const NO_TUNING: &str = "parador_tuning=off ";
 /// Number of rows that [`PROGRAM`] measures.
 const PROGRAM_ROWS: usize = 5;
 
@@ -155,7 +162,8 @@ pub fn measure(kernel: PathBuf, quick: bool) -> Result<()> {
         tree.pack()?
     };
     let rounds = if quick { QUICK_ROUNDS } else { ROUNDS };
-    let mut all = All::default();
+    let untuned_kernels = Kernels { parameters: NO_TUNING, ..kernels.clone() };
+    let (mut all, mut untuned) = (All::default(), All::default());
     let mut without_uml = environments::uml_lacks();
     for round in 0..rounds {
         for environment in Environment::ALL {
@@ -175,6 +183,7 @@ pub fn measure(kernel: PathBuf, quick: bool) -> Result<()> {
                 if environment == Environment::Parador {
                     let bytes = environments::machine_bytes(&kernels)?;
                     all[environment as usize].add("vm_bytes", bytes, bytes);
+                    program.run(&mut untuned, environment, &untuned_kernels, None)?;
                 }
                 Ok(())
             };
@@ -196,6 +205,7 @@ pub fn measure(kernel: PathBuf, quick: bool) -> Result<()> {
                 &[("HB_PART", "povray")],
             )?);
         }
+        add_untuned(&mut all, &untuned)?;
         // An interrupted run leaves the results so far.
         keep(&all)?;
     }
@@ -247,6 +257,17 @@ pub fn small_ladder(kernel: PathBuf) -> Result<()> {
 /// Returns true if Debian's programs take many minutes in this environment, which runs them once.
 fn is_slow(environment: Environment) -> bool {
     matches!(environment, Environment::Tcg | Environment::Uml)
+}
+
+/// Adds the rows without tuning: the guest's times, and the same times of the host as with it.
+fn add_untuned(all: &mut All, untuned: &All) -> Result<()> {
+    let (native, guest) = (Environment::Native as usize, Environment::Parador as usize);
+    for (name, new) in UNTUNED {
+        let host = all[native].clone();
+        all[native].copy(&host, name, new)?;
+        all[guest].copy(&untuned[guest], name, new)?;
+    }
+    Ok(())
 }
 
 /// Prints, writes and draws the results so far.
@@ -455,6 +476,21 @@ mod tests {
         ] {
             assert_eq!(outcome(row, values).holds(row), holds, "{} {values:?}", row.name);
         }
+    }
+
+    #[test]
+    fn untuned_rows_compare_with_the_same_host() {
+        let (mut all, mut untuned) = (All::default(), All::default());
+        for (name, host, guest) in [("fork", 10.0, 30.0), ("touch", 1.0, 4.0)] {
+            all[Environment::Native as usize].add(name, host, host);
+            untuned[Environment::Parador as usize].add(name, guest, guest);
+        }
+        add_untuned(&mut all, &untuned).unwrap();
+        let ratios = UNTUNED.map(|(_, name)| {
+            let row = ROWS.iter().find(|row| row.name == name).unwrap();
+            result(&all, row).unwrap().ratio
+        });
+        assert_eq!(ratios, [Some(3.0), Some(4.0)]);
     }
 
     #[test]

@@ -1,5 +1,5 @@
 //! Cost of pre-virtualization for a kernel on the bare emulated machine, relative to the same
-//! kernel without pads; then times of programs in hosted VMs ([`hosted`]).
+//! kernel without pads, and to Debian's source without any patch; then times of programs in hosted VMs ([`hosted`]).
 
 use crate::peers::GUEST;
 use crate::report::{self, Figure};
@@ -19,11 +19,15 @@ pub fn measure() -> Result<()> {
     std::fs::create_dir_all(guest::folder()).context("cannot make a folder for the bench")?;
     let ram_disk = guest::ram_disk()?;
     let padded_kernel = kernel(&[])?;
-    let plain_kernel = kernel(&["--plain"])?;
+    let plain_kernel = kernel(&["--variant", "plain"])?;
+    let untuned_kernel = kernel(&["--variant", "untuned"])?;
+    let stock_kernel = kernel(&["--variant", "stock"])?;
     let null_kernel = null(&padded_kernel)?;
     let run = |what: &str, kernel: &Path| repeat(what, || runs::bare(kernel, &ram_disk));
     let plain = run("Linux without pads", &plain_kernel)?;
     let padded = run("Linux with pads", &padded_kernel)?;
+    let untuned = run("Linux with pads, without the optional patches", &untuned_kernel)?;
+    let stock = run("Linux as in Debian's source", &stock_kernel)?;
     let null = match &null_kernel {
         Some(kernel) => Some(run("Linux with every site in a stub", kernel)?),
         None => {
@@ -39,6 +43,12 @@ pub fn measure() -> Result<()> {
         "pads on a raw machine, geometric mean",
         &plain,
         &padded,
+    )?);
+    figures.push(overhead(
+        "raw_stock",
+        "required patches and pads, to Debian's source",
+        &stock,
+        &untuned,
     )?);
     if let Some(null) = &null {
         let title = "every site in a stub, geometric mean";
@@ -165,7 +175,7 @@ fn overhead(
         key,
         title,
         value,
-        unit: "ratio to plain",
+        unit: "ratio",
         world_switches: None,
         peer: None,
         limit: promises::limit(key)?,

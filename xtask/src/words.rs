@@ -76,7 +76,7 @@ const GENERIC_NAMES: &[&str] = &["Config", "Error", "Header", "Kind", "Options",
 const NOT_SEARCHED: &[(&str, &str)] = &[
     ("third_party/", "written by others"),
     ("fuzz/corpus/", "recorded inputs"),
-    ("guests/linux/kernel/edits/", "changes to Linux' own text"),
+    ("guests/linux/kernel/patches/", "changes to Linux' own text"),
     ("wedge/afterburn/tests/golden/", "inputs and recorded outputs of the afterburner"),
     ("docs/spec/system-calls.md", "generated from abi, which is searched"),
     ("xtask/src/words", "holds the banned phrases"),

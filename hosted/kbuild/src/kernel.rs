@@ -7,12 +7,12 @@
 //! the result. A kernel is built once for its inputs and kept in the user's cache (`store`).
 
 mod built;
-mod edits;
 mod layout;
 mod list;
 mod source;
 mod store;
 mod tools;
+mod variant;
 
 use crate::refusal::refused;
 pub use built::Kernel;
@@ -39,48 +39,14 @@ use store::{BuiltKernel, Inputs, Lock, Store};
 pub use store::{UseLock, hold};
 use tempfile::NamedTempFile;
 use tools::{compiled, follow, tool};
+pub use variant::Variant;
 
 /// Version of the build procedure. Configuration, patches, headers and the afterburner's sources
 /// are hashed separately.
-const VERSION: u32 = 4;
+const VERSION: u32 = 5;
 /// Digest of the afterburner's sources.
 const AFTERBURNER: &str = env!("PARADOR_AFTERBURNER");
 
-macro_rules! ours {
-    ($($name:literal),* $(,)?) => {
-        [$(($name, include_str!(concat!("../../../guests/linux/kernel/", $name)))),*]
-    };
-}
-
-const CONFIG: &str = include_str!("../../../guests/linux/kernel/config");
-/// In the order of application.
-const EDITS: [(&str, &str); 14] = ours![
-    "edits/1-checks.diff",
-    "edits/2-kernel-addresses.diff",
-    "edits/3-user-access.diff",
-    "edits/4-user-mappings.diff",
-    "edits/5-start.diff",
-    "edits/6-address-spaces.diff",
-    "edits/7-modules.diff",
-    "edits/8-sections.diff",
-    "edits/9-accessed-bits.diff",
-    "edits/10-forks.diff",
-    "edits/11-32-bit-programs.diff",
-    "edits/12-more-at-once.diff",
-    "edits/13-compiled-filters.diff",
-    "edits/14-refused-requests.diff",
-];
-const HEADERS: [(&str, &str); 9] = ours![
-    "include/asm/page_64.h",
-    "include/asm/page_64_types.h",
-    "include/asm/parador.h",
-    "include/asm/parador_module.h",
-    "include/asm/pgtable.h",
-    "include/asm/pgtable_64.h",
-    "include/asm/pgtable_64_types.h",
-    "include/asm-generic/access_ok.h",
-    "include/asm-generic/fixmap.h",
-];
 /// Parador's folder in Linux' tree.
 const OURS: &str = "parador";
 /// File there with the kernel's build date, which is the date of its source.
@@ -102,7 +68,7 @@ const FOR_MODULES: [&str; 11] = [
 ];
 
 /// Required programs and their packages.
-const NEEDED: [(&str, &str); 9] = [
+const NEEDED: [(&str, &str); 10] = [
     ("bc", "bc"),
     ("bison", "bison"),
     ("flex", "flex"),
@@ -111,13 +77,11 @@ const NEEDED: [(&str, &str); 9] = [
     ("make", "make"),
     ("cmp", "diffutils"),
     ("depmod", "kmod"),
+    ("patch", "patch"),
     ("xz", "xz-utils"),
 ];
 /// A header that Linux' own tools require, and its package.
 const NEEDED_HEADER: (&str, &str) = ("/usr/include/libelf.h", "libelf-dev");
-
-/// Kind of a kernel with padding and site tables.
-const KERNEL_KIND: &str = "previrt";
 
 /// Least length of a site in bytes: see `wedge/afterburn`.
 const PAD: &str = "pad=8";
@@ -148,7 +112,7 @@ Prints the SHA-256 of `vmlinux` and its path. The folder also contains `bzImage`
 `modules` (as below /), `headers`, which `parador kernel module` uses, and `cost.json`, the CPU time
 of the build. Equal inputs give equal kernels, so a kernel is built once and kept in the user's cache
 ($XDG_CACHE_HOME/parador, else ~/.cache/parador); that takes 8 to 14 minutes on two CPUs. The newest
-three are kept. A concurrent build of the same kernel waits for the first.")]
+three of each variant are kept. A concurrent build of the same kernel waits for the first.")]
     Build {
         /// Also copy the result to this folder.
         #[arg(short, long, value_name = "FOLDER")]
@@ -192,7 +156,7 @@ The most recently used kernels are kept, and kernels in use by a VM or a build."
         /// Remove all kernels that are not in use.
         #[arg(long, conflicts_with = "keep")]
         all: bool,
-        /// Number of kernels to keep.
+        /// Number of kernels of each variant to keep.
         #[arg(long, value_name = "N", default_value_t = store::KEPT)]
         keep: usize,
     },
@@ -219,9 +183,9 @@ pub struct KernelArguments {
     /// linux-source-6.1].
     #[arg(long, value_name = "PATH")]
     source: Option<PathBuf>,
-    /// Build without padding and site tables, for comparison.
-    #[arg(long)]
-    plain: bool,
+    /// Changes to Linux; all but `previrt` are for comparison.
+    #[arg(long, value_name = "VARIANT", default_value = "previrt")]
+    variant: Variant,
     /// Number of parallel compilers [default: number of CPUs].
     #[arg(short, long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     jobs: Option<u16>,
@@ -229,8 +193,8 @@ pub struct KernelArguments {
 
 impl KernelArguments {
     fn options(self) -> Options {
-        let Self { source, plain, jobs } = self;
-        Options { source, plain, jobs: jobs.map(usize::from) }
+        let Self { source, variant, jobs } = self;
+        Options { source, variant, jobs: jobs.map(usize::from) }
     }
 }
 
@@ -275,8 +239,8 @@ fn write_symbols(kernel: &Path, folder: &Path) -> Result<(), Failure> {
 pub struct Options {
     /// Linux source, an archive or a folder; `None`: Debian's package.
     pub source: Option<PathBuf>,
-    /// Build without padding and site tables.
-    pub plain: bool,
+    /// Changes to Linux.
+    pub variant: Variant,
     /// Number of parallel compilers; `None`: one per CPU.
     pub jobs: Option<usize>,
 }
@@ -347,7 +311,7 @@ pub fn module(
     let bin = tempfile::tempdir().map_err(|error| Failure::os("create a folder", &error))?;
     interruptible.remove_on_signal(bin.path());
     steps.run("module", |step| {
-        let mut make = make(&made, (!options.plain).then_some(bin.path()), None)?;
+        let mut make = make(&made, options.variant.is_padded().then_some(bin.path()), None)?;
         let mut argument = OsString::from("M=");
         argument.push(&folder);
         make.arg(jobs(options)).arg(argument).arg("modules");
@@ -408,7 +372,7 @@ impl Making<'_> {
 
     /// Returns the folder with the afterburner as the assembler.
     fn assembler(&self) -> Option<PathBuf> {
-        (!self.options.plain).then(|| self.work.join("bin"))
+        self.options.variant.is_padded().then(|| self.work.join("bin"))
     }
 
     /// Unpacks the source and applies Parador's changes. Returns Linux' version.
@@ -419,24 +383,16 @@ impl Making<'_> {
         source.unpack(&linux)?;
         let version = source::version(&linux)?;
         let date = source::date(&linux)?;
-        for (name, text) in EDITS {
-            step.now(name);
-            edits::apply(name, text, &linux)?;
-        }
-        for (name, text) in HEADERS {
-            let path = linux.join(OURS).join(name);
-            let failed = |error| Failure::file("write", &path, &error);
-            if let Some(folder) = path.parent() {
-                fs::create_dir_all(folder).map_err(failed)?;
-            }
-            fs::write(&path, text).map_err(failed)?;
-        }
+        self.options.variant.apply(&linux, |name| step.now(name))?;
         let mut command = tool("date")?;
         let text = command.args(["--utc", "--date", &format!("@{date}")]).output();
         let text = text.map_err(|error| Failure::program("date", &error))?.stdout;
         let path = linux.join(OURS).join(DATE);
-        fs::write(&path, text).map_err(|error| Failure::file("write", &path, &error))?;
-        let result = format!("Linux {version}, {} edits", EDITS.len());
+        fs::create_dir_all(linux.join(OURS))
+            .and_then(|()| fs::write(&path, text))
+            .map_err(|error| Failure::file("write", &path, &error))?;
+        let count = self.options.variant.patches().count();
+        let result = format!("Linux {version}, {count} patches");
         Ok((version, result))
     }
 
@@ -446,11 +402,12 @@ impl Making<'_> {
         follow(self.make()?.arg("allnoconfig"), "make", self.interruptible, |_| {})?;
         let read =
             || fs::read_to_string(&path).map_err(|error| Failure::file("read", &path, &error));
-        let whole = read()? + CONFIG;
+        let wanted = self.options.variant.config();
+        let whole = read()? + &wanted;
         fs::write(&path, whole).map_err(|error| Failure::file("write", &path, &error))?;
         follow(self.make()?.arg("olddefconfig"), "make", self.interruptible, |_| {})?;
         let configured = read()?;
-        if let Some(line) = unmet(CONFIG, &configured) {
+        if let Some(line) = unmet(&wanted, &configured) {
             let message = format!("Linux rejects the configuration line `{line}`");
             return Err(Failure::new(failure::BAD_CONFIG, message).help(
                 "the configuration is for Linux 6.1 and the compiler of Debian 12; check \
@@ -475,7 +432,7 @@ impl Making<'_> {
                 step.now(text);
             }
         })?;
-        let kind = if self.options.plain { "plain" } else { "pre-virtualized" };
+        let kind = self.options.variant.name();
         let cost = Cost {
             cpu_seconds: (children_cpu()? - before).as_secs_f64(),
             afterburner_cpu_seconds: afterburner_cpu(&stats)?.as_secs_f64(),
@@ -558,7 +515,7 @@ fn afterburner_cpu(stats: &Path) -> Result<Duration, Failure> {
     }
     let failed = |error: io::Error| Failure::file("read", stats, &error);
     let file = match File::open(stats) {
-        // A plain kernel has no records.
+        // A kernel without padding has no records.
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Duration::ZERO),
         opened => opened.map_err(failed)?,
     };
@@ -600,12 +557,13 @@ fn remove_links(modules: &Path) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Returns the digest of Parador's part of its kernels.
-fn recipe(plain: bool) -> String {
+/// Returns the digest of Parador's part of a kernel.
+fn recipe(variant: Variant) -> String {
     let version = VERSION.to_string();
-    let files = EDITS.iter().chain(&HEADERS).flat_map(|(name, text)| [*name, *text]);
-    let mut parts: Vec<&str> = [&*version, CONFIG].into_iter().chain(files).collect();
-    if !plain {
+    let config = variant.config();
+    let files = variant.patches().chain(variant.headers()).flat_map(|(name, text)| [*name, *text]);
+    let mut parts: Vec<&str> = [&*version, &*config].into_iter().chain(files).collect();
+    if variant.is_padded() {
         parts.extend([AFTERBURNER, PAD].into_iter().chain(SKIPPED.iter().copied()));
     }
     store::digest(parts.into_iter().map(str::as_bytes))
@@ -620,8 +578,8 @@ fn inputs(source: &Source, options: &Options) -> Result<Inputs, Failure> {
         Ok::<_, Failure>(text.lines().next().unwrap_or_default().trim().to_owned())
     };
     Ok(Inputs {
-        kind: if options.plain { "plain" } else { KERNEL_KIND }.to_owned(),
-        recipe: recipe(options.plain),
+        kind: options.variant.name().to_owned(),
+        recipe: recipe(options.variant),
         source: source.identity()?,
         compiler: format!("{}; {}", first_line("gcc")?, first_line("ld")?),
     })
@@ -701,17 +659,5 @@ mod tests {
         assert_eq!(unmet(wanted, configured), None);
         assert_eq!(unmet(wanted, "\nCONFIG_A=m\n"), Some("CONFIG_A=y"));
         assert_eq!(unmet(wanted, "\nCONFIG_A=y\nCONFIG_C=\"x\"\n"), Some("# CONFIG_C is not set"));
-    }
-
-    #[test]
-    fn all_that_is_ours_is_built_in() {
-        let ours = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../guests/linux/kernel");
-        let known: Vec<&str> = EDITS.iter().chain(&HEADERS).map(|(name, _)| *name).collect();
-        for folder in ["edits", "include/asm", "include/asm-generic"] {
-            for entry in fs::read_dir(ours.join(folder)).unwrap() {
-                let name = format!("{folder}/{}", entry.unwrap().file_name().display());
-                assert!(known.contains(&&*name), "{name} is not built in");
-            }
-        }
     }
 }

@@ -2,7 +2,7 @@
 
 use super::layout::VMLINUX;
 use super::store::{CachedKernel, Record, Store};
-use super::{KERNEL_KIND, recipe};
+use super::{Variant, recipe};
 use hosted_command::failure::{self, Failure};
 use hosted_command::output;
 use hosted_command::value::Size;
@@ -80,10 +80,10 @@ impl ListedKernel {
 /// Returns the default kernel of `parador run`: one with the recipe of this `parador`; of several
 /// that differ in Linux source or compiler, the one built last.
 pub fn default(entries: &[CachedKernel]) -> Option<&CachedKernel> {
-    let recipe = recipe(false);
+    let recipe = recipe(Variant::Previrt);
     let ours = entries.iter().filter(|entry| {
         let inputs = &entry.record.inputs;
-        inputs.kind == KERNEL_KIND && inputs.recipe == recipe
+        inputs.kind == Variant::Previrt.name() && inputs.recipe == recipe
     });
     ours.max_by(|a, b| a.record.built.cmp(&b.record.built))
 }

@@ -14,6 +14,7 @@ use hosted_command::steps::Steps;
 use hosted_command::trust;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
+use std::collections::HashMap;
 use std::fmt::Write as _;
 use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
 use std::io::{self, Read};
@@ -78,7 +79,7 @@ fn hexadecimal(bytes: &[u8]) -> String {
 /// All inputs of a kernel. Equal inputs give equal kernels.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Inputs {
-    /// With padding and site tables (`previrt`), or without (`plain`).
+    /// Name of the variant.
     pub kind: String,
     /// Digest of Parador's part: configuration, patches, headers, afterburner.
     pub recipe: String,
@@ -228,7 +229,8 @@ impl Store {
 
     /// Returns the kernel with these inputs: from the store, from another process that is building
     /// it, or from `make`, which builds it in the given folder and reports its progress in the
-    /// [`Lock`]. Afterwards, all but the newest [`KEPT`] kernels are removed.
+    /// [`Lock`]. Afterwards, all but the newest [`KEPT`] kernels of each variant are
+    /// removed.
     pub fn get(
         &self,
         inputs: &Inputs,
@@ -339,23 +341,37 @@ impl Store {
         }
     }
 
-    /// Removes all but the newest `keep` kernels and returns the names of the removed ones. Kernels
-    /// in use stay. With `keep` 0, folders without a complete kernel of this version are removed,
+    /// Removes all but the newest `keep` kernels of each variant and returns the names of the removed
+    /// ones. Kernels in use stay. With `keep` 0, folders without a complete kernel of this version are removed,
     /// too.
     pub fn prune(&self, keep: usize) -> Result<Vec<String>, Failure> {
         self.remove_abandoned();
-        let mut folders: Vec<_> = self.entries()?.into_iter().map(|entry| entry.folder).collect();
-        if keep == 0 {
-            folders = self.all()?;
-        }
+        let folders = match keep {
+            0 => self.all()?,
+            _ => self.older(keep)?,
+        };
         let mut removed = Vec::new();
-        for folder in folders.into_iter().skip(keep) {
+        for folder in folders {
             let gone = remove(&folder, &self.folder)
                 .map_err(|error| Failure::file("remove the kernel", &folder, &error))?;
             let name = folder.file_name().unwrap_or_default().to_string_lossy();
             removed.extend(gone.then(|| name.into_owned()));
         }
         Ok(removed)
+    }
+
+    /// Returns the folders of complete kernels, without the newest `keep` of each variant.
+    fn older(&self, keep: usize) -> Result<Vec<PathBuf>, Failure> {
+        let mut counts: HashMap<String, usize> = HashMap::new();
+        let mut folders = Vec::new();
+        for entry in self.entries()? {
+            let count = counts.entry(entry.record.inputs.kind).or_default();
+            *count += 1;
+            if *count > keep {
+                folders.push(entry.folder);
+            }
+        }
+        Ok(folders)
     }
 
     /// Removes work folders and lock files of killed processes. Those that cannot be removed stay.

@@ -237,6 +237,20 @@ fn the_last_ones_are_kept_and_those_in_use() {
 }
 
 #[test]
+fn a_comparison_does_not_push_out_the_default_kernel() {
+    let (_folder, store) = store();
+    let name = |kind: &str| {
+        let inputs = Inputs { kind: kind.into(), ..inputs("a") };
+        store.get(&inputs, &Interruptible::new().unwrap(), &Steps::new(), make).unwrap();
+        inputs.name()
+    };
+    let kinds = ["previrt", "untuned", "plain", "stock"];
+    let made = kinds.map(name);
+    assert_eq!(store.prune(1).unwrap(), [""; 0]);
+    assert!(made.iter().all(|name| store.folder().join(name).is_dir()));
+}
+
+#[test]
 fn a_full_disk_is_said_before_the_build() {
     assert!(enough(ROOM, Path::new("/c")).is_ok());
     let failure = enough(ROOM - 1, Path::new("/c")).unwrap_err();
