@@ -6,7 +6,6 @@ use core::fmt;
 use crate::mmu::kernel_code::write_code;
 use proto::hosted::{layout, option};
 use vmm_mem::GuestMemory;
-use vmm_x86::walk::Intent;
 use wedge_core::VirtualCpu;
 use wedge_sites::{Flags, Kind, RECORD, Site};
 use wedge_x86::{MAX_SITE, SiteTarget, Stub, Way, decode_all};
