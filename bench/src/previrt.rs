@@ -1,5 +1,6 @@
 //! Cost of pre-virtualization for a kernel on the bare emulated machine, relative to the same
-//! kernel without pads, and to Debian's source without any patch; then times of programs in hosted VMs ([`hosted`]).
+//! kernel without pads, and to Debian's source without any patch; then times of programs in hosted
+//! VMs ([`hosted`]).
 
 use crate::peers::GUEST;
 use crate::report::{self, Figure};

@@ -341,9 +341,9 @@ impl Store {
         }
     }
 
-    /// Removes all but the newest `keep` kernels of each variant and returns the names of the removed
-    /// ones. Kernels in use stay. With `keep` 0, folders without a complete kernel of this version are removed,
-    /// too.
+    /// Removes all but the newest `keep` kernels of each variant and returns the names of the
+    /// removed ones. Kernels in use stay. With `keep` 0, folders without a complete kernel of this
+    /// version are removed, too.
     pub fn prune(&self, keep: usize) -> Result<Vec<String>, Failure> {
         self.remove_abandoned();
         let folders = match keep {

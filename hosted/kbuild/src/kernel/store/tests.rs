@@ -241,7 +241,7 @@ fn a_comparison_does_not_push_out_the_default_kernel() {
     let (_folder, store) = store();
     let name = |kind: &str| {
         let inputs = Inputs { kind: kind.into(), ..inputs("a") };
-        store.get(&inputs, &Interruptible::new().unwrap(), &Steps::new(), make).unwrap();
+        store.get(&inputs, &Interruptible::new().unwrap(), &Steps::stderr(), make).unwrap();
         inputs.name()
     };
     let kinds = ["previrt", "untuned", "plain", "stock"];
