@@ -7,9 +7,10 @@ use kernel_core::Kernel;
 use kernel_core::object::Thread;
 use kernel_core::pool::Handle;
 
+use crate::X86;
 use crate::context::Context;
 use crate::cpu;
-use crate::run::{X86, load_space, lock, unlock};
+use crate::run::{load_space, lock, unlock};
 
 /// The thread whose system call this CPU handles; `None` if another CPU has stopped it meanwhile.
 ///

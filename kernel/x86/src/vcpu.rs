@@ -271,7 +271,7 @@ fn prepare(kernel: &Kernel<X86>, local: &Local, entry: GuestEntry<'_>) -> Result
             frames.hvm.write_ip(state);
         }
         if dirty & !(group::IP | group::INJECT) != 0 {
-            let is_owner = local.owner.vcpu() == vcpu.handle.get();
+            let is_owner = local.owner.vcpu() == entry.vcpu.handle.get();
             frames.write_slow_groups(dirty, is_owner).map_err(EntryError::Failed)?;
         }
     }
@@ -280,7 +280,7 @@ fn prepare(kernel: &Kernel<X86>, local: &Local, entry: GuestEntry<'_>) -> Result
         state.run.events.set(bits);
         return Err(EntryError::Exit(exit::RECALL));
     }
-    if local.owner.of_all() != vcpu.handle.get() {
+    if local.owner.of_all() != entry.vcpu.handle.get() {
         become_owner(kernel, local, entry);
     }
     if frames.hvm.needs_flush(&local.extension)
