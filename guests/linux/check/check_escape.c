@@ -804,12 +804,8 @@ static void processes(void)
 		for (vcpu = 0; vcpu < MAX_VCPUS; vcpu++) {
 			u64 other = VCPUS + vcpu * VCPU_LENGTH - OWN_VCPU;
 
-			/*
-			 * Not over a request of this guest's own, which would then wait
-			 * for its process for ever.
-			 */
-			cmpxchg((u32 *)(VCPU_WANTED + other), 0, slot + 1);
-			cmpxchg((u32 *)(VCPU_USER_WANTED + other), 0, slot + 1);
+			WRITE_ONCE(*(u32 *)(VCPU_WANTED + other), slot + 1);
+			WRITE_ONCE(*(u32 *)(VCPU_USER_WANTED + other), slot + 1);
 		}
 		bell();
 		/* On a busy host each yield takes a time slice. */
