@@ -23,10 +23,11 @@ mod stack;
 mod system;
 mod vector;
 
+use hw_walk::{Intent, Translation};
 use hw_x86::msr::efer;
 use vmm_mem::GuestMemory;
 use vmm_x86::msr::is_canonical;
-use vmm_x86::walk::{CodeSize, CodeView, Intent, Paging};
+use vmm_x86::walk::{CodeSize, CodeView, GuestTables, raise};
 use vmm_x86::{Event, Gpr, IoExit, Reg, Seg, X86Vcpu};
 
 use crate::decode::{
@@ -128,7 +129,7 @@ fn fetch<V: X86Vcpu>(
     if decoded == Err(DecodeError::Truncated) {
         count = match code.fetch(memory, &mut bytes) {
             Ok((count, _)) => count,
-            Err(fault) => return Err(Stop::Raise(fault.raise(vcpu))),
+            Err(fault) => return Err(Stop::Raise(raise(fault, vcpu))),
         };
         decoded = decode::decode(&bytes[..count], code.size);
     }
@@ -141,8 +142,8 @@ fn fetch<V: X86Vcpu>(
         Err(DecodeError::Truncated) => {
             // The instruction continues in a page that is not mapped.
             let next = code.linear.wrapping_add(count as u64);
-            match code.paging.translate(memory, next, Intent::Fetch, false) {
-                Err(fault) => Err(Stop::Raise(fault.raise(vcpu))),
+            match code.paging.translate(&GuestTables(memory), next, Intent::Fetch, false) {
+                Err(fault) => Err(Stop::Raise(raise(fault, vcpu))),
                 Ok(_) => Err(Stop::Unknown(first)),
             }
         }
@@ -523,24 +524,24 @@ impl<V: X86Vcpu, D: Devices> Emulator<'_, V, D> {
 
     /// Translates `size` bytes at a linear address.
     fn span_at(&mut self, linear: u64, size: u8, intent: Intent) -> Result<Span, Stop> {
-        let (first, left) = self.translate(linear, intent)?;
-        let first_size = left.min(size.into()) as u8;
+        let first = self.translate(linear, intent)?;
+        let first_size = first.left().min(size.into()) as u8;
         let second = if first_size < size {
-            self.translate(linear.wrapping_add(first_size.into()), intent)?.0
+            self.translate(linear.wrapping_add(first_size.into()), intent)?.address
         } else {
             0
         };
-        Ok(Span { first, first_size, second, size })
+        Ok(Span { first: first.address, first_size, second, size })
     }
 
-    fn translate(&mut self, linear: u64, intent: Intent) -> Result<(u64, u64), Stop> {
-        let paging: Paging = self.code.paging;
+    fn translate(&mut self, linear: u64, intent: Intent) -> Result<Translation, Stop> {
+        let paging = self.code.paging;
         // Addresses of 32-bit code wrap, also with the tables of a 64-bit kernel.
         let narrow = self.code.size != CodeSize::Bits64 && paging.efer & efer::LMA != 0;
         let linear = if narrow { linear & 0xffff_ffff } else { linear };
         paging
-            .translate(self.memory, linear, intent, true)
-            .map_err(|fault| Stop::Raise(fault.raise(self.vcpu)))
+            .translate(&GuestTables(self.memory), linear, intent, true)
+            .map_err(|fault| Stop::Raise(raise(fault, self.vcpu)))
     }
 
     fn read(&mut self, span: Span) -> u64 {

@@ -2,13 +2,14 @@
 
 use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 
+use hw_walk::Intent;
 use hw_x86::paging::{cr4, entry};
 use linux_raw_sys::general as linux;
 use proto::hosted::debug::reason;
 use proto::hosted::{counter, layout, option};
 use vmm_mem::GuestMemory;
 use vmm_vcpu::MemoryFault;
-use vmm_x86::walk::Intent;
+use vmm_x86::walk::GuestTables;
 use vmm_x86::{Event, Exit};
 use wedge_core::cpu::rflags;
 use wedge_core::{Flush, Host, Instruction, VirtualCpu, vector};
@@ -368,8 +369,9 @@ impl LinuxVcpu<'_> {
         let stack = cpu.frame.gpr[4];
         let is_whole = offset % 0x400 == 0 && stack % PAGE <= PAGE - 8;
         let paging = cpu.paging(stack, true);
-        let found = is_whole.then(|| paging.translate(&self.memory, stack, Intent::Read, true));
-        let back = self.memory.read::<u64>(found?.ok()?.0).ok()?;
+        let found = is_whole
+            .then(|| paging.translate(&GuestTables(&self.memory), stack, Intent::Read, true));
+        let back = self.memory.read::<u64>(found?.ok()?.address).ok()?;
         count(counter::CALLS);
         cpu.frame.gpr[0] = u64::from(*number);
         cpu.frame.gpr[4] = stack.wrapping_add(8);
@@ -487,7 +489,8 @@ impl LinuxVcpu<'_> {
             _ => instruction.size.into(),
         };
         for at in [cpu.frame.gpr[4], cpu.frame.gpr[4].wrapping_add(length - 1)] {
-            let found = cpu.paging(at, true).translate(&self.memory, at, Intent::Read, true);
+            let found =
+                cpu.paging(at, true).translate(&GuestTables(&self.memory), at, Intent::Read, true);
             if let Err(fault) = found {
                 self.faulted = Some((at, Intent::Read));
                 self.event = cpu.page_fault(fault);

@@ -3,13 +3,13 @@
 
 use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 
+use hw_walk::Intent;
 use hw_x86::paging::cr0;
 use proto::hosted::debug::reason;
 use proto::hosted::{Start, layout};
 use spin::mutex::SpinMutex;
 use vmm_mem::GuestMemory;
 use vmm_vcpu::Vcpu;
-use vmm_x86::walk::Intent;
 use vmm_x86::{Event, Exit, Gpr, InterruptWindow, Reg, Seg, Segment, X86Vcpu};
 use wedge_core::cpu::rflags;
 use wedge_core::{Flush, Host, VirtualCpu};
