@@ -1,4 +1,4 @@
-//! Where a vCPU's instruction is: translation of its address by the guest's page tables
+//! Location of a vCPU's instruction: translation of its address by the guest's page tables
 //! ([`hw_walk`]), and its bytes.
 
 use hw_walk::{Intent, PageFault, PageTables, Paging, leaf};
