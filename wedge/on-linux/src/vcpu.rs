@@ -238,92 +238,111 @@ impl Vcpu for LinuxVcpu<'_> {
         }
         loop {
             if self.profiles && profile::is_stepping() {
-                // Deliver nothing during the step: one instruction, or its own fault.
-                let held = events().swap(0, SeqCst);
-                let step = self.step();
-                events().fetch_or(held, SeqCst);
-                if profile::is_stepping() {
-                    profile::stepped(&mut self.cpu, &self.memory);
-                }
-                match step {
+                match self.profile_step() {
                     StopAction::Resume => continue,
                     StopAction::Exit(exit) => return exit,
                 }
             }
             if self.step == DebugStep::Done {
-                if self.event.is_some() {
-                    // The step ends at the guest's handler.
-                    let event = core::mem::take(&mut self.event);
-                    if let Err(exit) = self.cpu.deliver(&self.memory, event) {
-                        return exit;
-                    }
+                // The step ends at the guest's handler.
+                if let Err(exit) = self.deliver_event() {
+                    return exit;
                 }
                 self.halt_for_debugger(reason::STEP);
             }
             let steps = self.step == DebugStep::Wanted;
-            let pending = if steps { 0 } else { events().load(SeqCst) };
-            if pending != 0 {
-                events().fetch_and(!pending, SeqCst);
-                let others = pending & !event::TIMER;
-                if pending & event::TIMER != 0 {
-                    // The timer must be set again in any case.
-                    process().armed.store(u64::MAX, Relaxed);
-                    if tsc() < self.deadline {
-                        timer::arm_timer();
-                    } else if others == 0 {
-                        cpu_affinity::on_timer_tick();
-                        return Exit::Deadline;
-                    } else {
-                        events().fetch_or(event::TIMER, SeqCst);
-                    }
-                }
-                if others != 0 {
-                    return Exit::Recall { events: others.into() };
-                }
+            if !steps && let Some(exit) = self.take_events() {
+                return exit;
             }
-            if self.event.is_some() {
-                let event = core::mem::take(&mut self.event);
-                if let Err(exit) = self.cpu.deliver(&self.memory, event) {
-                    return exit;
-                }
+            let delivered = self.deliver_event();
+            if let Err(exit) = delivered.and_then(|()| self.open_window(steps)) {
+                return exit;
             }
-            if self.cpu.held_flags & rflags::IF != 0 && !steps {
-                match self.window {
-                    InterruptWindow::Nothing => {}
-                    InterruptWindow::Exit => {
-                        self.window = InterruptWindow::Nothing;
-                        return Exit::InterruptWindow;
-                    }
-                    InterruptWindow::DeliverVirq(number) => {
-                        self.window = InterruptWindow::Nothing;
-                        if let Err(exit) = self.cpu.deliver(&self.memory, Event::interrupt(number))
-                        {
-                            return exit;
-                        }
-                    }
-                }
-            }
-            self.cpu.set_attention(self.window != InterruptWindow::Nothing);
-            if self.cpu.star != self.star {
-                self.star = self.cpu.star;
-                self.cpu.update_call_segments();
-            }
-            self.cpu.prepare_entry();
-            let cpu = &mut *self.cpu;
-            if cpu.cpl == 3 && self.isolation.scans_code() && !shared().closed.load(Relaxed) {
-                // The kernel has finished patching its code before it first enters user mode.
-                close_kernel(cpu, &self.memory, self.start.code, self.start.code_end);
-                shared().closed.store(true, Relaxed);
-            }
-            if compat::has_selectors(cpu) {
-                compat::load_segments(cpu, &self.memory);
-            }
-            self.space.sync_before_entry();
+            self.prepare_entry();
             let step = if steps { self.debug_step() } else { self.step() };
             if let StopAction::Exit(exit) = step {
                 return exit;
             }
         }
+    }
+}
+
+impl LinuxVcpu<'_> {
+    /// Executes one instruction of the profiler with its page writable. Nothing is delivered during
+    /// the step but its own fault.
+    fn profile_step(&mut self) -> StopAction {
+        let held = events().swap(0, SeqCst);
+        let step = self.step();
+        events().fetch_or(held, SeqCst);
+        if profile::is_stepping() {
+            profile::stepped(&mut self.cpu, &self.memory);
+        }
+        step
+    }
+
+    /// Takes the pending events. Returns an exit if one concerns the VMM.
+    fn take_events(&mut self) -> Option<Exit> {
+        let pending = events().load(SeqCst);
+        if pending == 0 {
+            return None;
+        }
+        events().fetch_and(!pending, SeqCst);
+        let others = pending & !event::TIMER;
+        if pending & event::TIMER != 0 {
+            // The timer must be set again in any case.
+            process().armed.store(u64::MAX, Relaxed);
+            if tsc() < self.deadline {
+                timer::arm_timer();
+            } else if others == 0 {
+                cpu_affinity::on_timer_tick();
+                return Some(Exit::Deadline);
+            } else {
+                events().fetch_or(event::TIMER, SeqCst);
+            }
+        }
+        (others != 0).then_some(Exit::Recall { events: others.into() })
+    }
+
+    fn deliver_event(&mut self) -> Result<(), Exit> {
+        if self.event.is_some() {
+            let event = core::mem::take(&mut self.event);
+            self.cpu.deliver(&self.memory, event)?;
+        }
+        Ok(())
+    }
+
+    /// Opens the interrupt window if the guest accepts interrupts.
+    fn open_window(&mut self, steps: bool) -> Result<(), Exit> {
+        if self.cpu.held_flags & rflags::IF == 0 || steps {
+            return Ok(());
+        }
+        match core::mem::replace(&mut self.window, InterruptWindow::Nothing) {
+            InterruptWindow::Nothing => Ok(()),
+            InterruptWindow::Exit => Err(Exit::InterruptWindow),
+            InterruptWindow::DeliverVirq(number) => {
+                self.cpu.deliver(&self.memory, Event::interrupt(number))
+            }
+        }
+    }
+
+    /// Updates what the entry to the guest depends on.
+    fn prepare_entry(&mut self) {
+        self.cpu.set_attention(self.window != InterruptWindow::Nothing);
+        if self.cpu.star != self.star {
+            self.star = self.cpu.star;
+            self.cpu.update_call_segments();
+        }
+        self.cpu.prepare_entry();
+        let cpu = &mut *self.cpu;
+        if cpu.cpl == 3 && self.isolation.scans_code() && !shared().closed.load(Relaxed) {
+            // The kernel has finished patching its code before it first enters user mode.
+            close_kernel(cpu, &self.memory, self.start.code, self.start.code_end);
+            shared().closed.store(true, Relaxed);
+        }
+        if compat::has_selectors(cpu) {
+            compat::load_segments(cpu, &self.memory);
+        }
+        self.space.sync_before_entry();
     }
 }
 
