@@ -5,7 +5,6 @@
 use crate::counted::{Counter, Counts};
 use crate::guest::{Tree, folder};
 use crate::linux::{Linux, output};
-use crate::promises;
 use crate::report::Figure;
 use crate::runs::{self, Bare, COMMAND_LINE, NO_SLEEP, Output, SLEEP};
 use crate::statistics::VmStatistics;
@@ -171,15 +170,12 @@ impl Consolidation {
         };
         let (first, second) = (run()?, run()?);
         let value = first.value("ipi")?;
+        let title = "message to a sleeping vCPU on the same CPU";
         Ok(Figure {
-            key: "ipi",
-            title: "message to a sleeping vCPU on the same CPU",
-            value,
-            unit: "instructions",
             world_switches: Some(VmStatistics::read(&first.log)?.entries / MESSAGES),
             peer: Some(peer),
-            limit: promises::limit("ipi")?,
             spread: (second.value("ipi")? - value).abs() / value,
+            ..Figure::new("ipi", title, value, "instructions")?
         })
     }
 
@@ -230,35 +226,23 @@ impl Consolidation {
         ensure!(bytes.len() == GUESTS, "{} guests have ended instead of {GUESTS}", bytes.len());
         let others = (GUESTS - 1) as f64;
         let share = (beside.instructions - alone.instructions) / others / alone.instructions;
-        let figure = |key, title, value, unit, limit| Figure {
-            key,
-            title,
-            value,
-            unit,
-            world_switches: None,
-            peer: None,
-            limit,
-            spread: 0.0,
-        };
         let most = bytes.into_iter().fold(0.0, f64::max);
         Ok([
             Figure {
                 world_switches: Some((beside.entries - alone.entries) / others),
-                ..figure(
+                ..Figure::new(
                     "idle_guest_share",
                     "idle guest beside a working one",
                     share,
                     "of the working guest's instructions",
-                    promises::limit("idle_guest_share")?,
-                )
+                )?
             },
-            figure(
+            Figure::new(
                 "vmm_bytes_16",
                 "16 guests: memory for each beyond its own",
                 most,
                 "bytes",
-                promises::limit("vmm_bytes_16")?,
-            ),
+            )?,
         ])
     }
 }

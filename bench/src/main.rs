@@ -133,49 +133,20 @@ fn measure() -> Result<()> {
     let mut figures = exit_figures(EXITS, Some(1.0), &exits)?;
     figures.extend(exit_figures(NO_EXITS, Some(0.0), &exits)?);
     figures.extend(exit_figures(CHANNELS, None, &channel)?);
-    figures.push(Figure {
-        key: "gate_call_reply",
-        title: "gate call + reply, two tasks, one CPU",
-        value: first(&gate)?.value("gate_call_reply")?,
-        unit: "instructions",
-        world_switches: None,
-        peer: None,
-        limit: promises::limit("gate_call_reply")?,
-        spread: spread(&gate, "gate_call_reply")?,
-    });
+    let gate_title = "gate call + reply, two tasks, one CPU";
+    figures.push(instructions("gate_call_reply", gate_title, "gate_call_reply", &gate)?);
     let longest = repeat("hostile program", || runs::measured(LONGEST_SYSTEM))?;
-    figures.push(Figure {
-        key: "kernel_max",
-        title: "longest path with interrupts disabled, hostile program",
-        value: first(&longest)?.value("kernel_max")?,
-        unit: "instructions",
-        world_switches: None,
-        peer: None,
-        limit: promises::limit("kernel_max")?,
-        spread: spread(&longest, "kernel_max")?,
-    });
+    let longest_title = "longest path with interrupts disabled, hostile program";
+    figures.push(instructions("kernel_max", longest_title, "kernel_max", &longest)?);
     let rows = print_guest(&bare, &guest)?;
     figures.extend(guest_figures(&bare, &guest, &statistics)?);
+    let memory_title = "memory taken for one VM beyond guest memory";
     figures.push(Figure {
-        key: "vmm_bytes",
-        title: "memory taken for one VM beyond guest memory",
-        value: statistics.bytes,
-        unit: "bytes",
-        world_switches: None,
         peer: Some(peers::KARMA_BYTES),
-        limit: promises::limit("vmm_bytes")?,
-        spread: 0.0,
+        ..Figure::new("vmm_bytes", memory_title, statistics.bytes, "bytes")?
     });
-    figures.push(Figure {
-        key: "kernel_lines",
-        title: "kernel, lines of Rust and assembly",
-        value: kernel_lines()?,
-        unit: "lines",
-        world_switches: None,
-        peer: None,
-        limit: promises::limit("kernel_lines")?,
-        spread: 0.0,
-    });
+    let lines_title = "kernel, lines of Rust and assembly";
+    figures.push(Figure::new("kernel_lines", lines_title, kernel_lines()?, "lines")?);
     figures.extend(Consolidation::new()?.figures("")?);
     boot_statistics.print("boot");
     statistics.print("the benchmark");
@@ -238,6 +209,17 @@ fn spread(outputs: &[Output], name: &str) -> Result<f64> {
     Ok(largest)
 }
 
+/// Returns a figure in instructions that all runs have printed with this name.
+fn instructions(
+    key: &'static str,
+    title: &'static str,
+    name: &str,
+    runs: &[Output],
+) -> Result<Figure> {
+    let figure = Figure::new(key, title, first(runs)?.value(name)?, "instructions")?;
+    Ok(Figure { spread: spread(runs, name)?, ..figure })
+}
+
 /// Returns the figures that a guest has printed: key, title, name in its output, peer.
 fn exit_figures(
     rows: &[(&'static str, &'static str, &str, f64)],
@@ -246,16 +228,8 @@ fn exit_figures(
 ) -> Result<Vec<Figure>> {
     rows.iter()
         .map(|&(key, title, name, peer)| {
-            Ok(Figure {
-                key,
-                title,
-                value: first(exits)?.value(name)?,
-                unit: "instructions",
-                world_switches,
-                peer: Some(peer),
-                limit: promises::limit(key)?,
-                spread: spread(exits, name)?,
-            })
+            let peer = Some(peer);
+            Ok(Figure { world_switches, peer, ..instructions(key, title, name, exits)? })
         })
         .collect()
 }
@@ -287,31 +261,18 @@ fn guest_figures(
         largest_spread = largest_spread.max(spread(guest, row.name)?).max(spread(bare, row.name)?);
     }
     let count = GUEST.len() as f64;
-    let figure = |key, title, value, peer, limit| Figure {
-        key,
-        title,
-        value,
-        unit: "ratio to native",
-        world_switches: Some(statistics.entries),
-        peer: Some(peer),
-        limit,
-        spread: largest_spread,
+    let figure = |key, title, value, peer| -> Result<Figure> {
+        Ok(Figure {
+            world_switches: Some(statistics.entries),
+            peer: Some(peer),
+            spread: largest_spread,
+            ..Figure::new(key, title, value, "ratio to native")?
+        })
     };
+    let peer_mean = (peer_product / count).exp();
     Ok([
-        figure(
-            "guest_geomean",
-            "guest benchmark, geometric mean",
-            mean,
-            (peer_product / count).exp(),
-            promises::limit("guest_geomean")?,
-        ),
-        figure(
-            "guest_worst",
-            "guest benchmark, worst row",
-            worst,
-            peer_worst,
-            promises::limit("guest_worst")?,
-        ),
+        figure("guest_geomean", "guest benchmark, geometric mean", mean, peer_mean)?,
+        figure("guest_worst", "guest benchmark, worst row", worst, peer_worst)?,
     ])
 }
 

@@ -5,7 +5,7 @@
 use crate::peers::GUEST;
 use crate::report::{self, Figure};
 use crate::runs::{self, Output};
-use crate::{chart, first, guest, hosted, promises, ratios, repeat, spread};
+use crate::{chart, first, guest, hosted, ratios, repeat, spread};
 use anyhow::{Context, Result, bail};
 use parador_tests::system::parador;
 use serde_json::{Value, json};
@@ -112,22 +112,10 @@ fn verified(kernel: &Path) -> Result<Vec<Figure>> {
         format!("`afterburn verify` failed:\n{}", String::from_utf8_lossy(&output.stderr))
     })?;
     let (missed, overlaps, growth) = counts(&report).context("that report is not understood")?;
-    let figure = |key, title, value, unit| -> Result<Figure> {
-        Ok(Figure {
-            key,
-            title,
-            value,
-            unit,
-            world_switches: None,
-            peer: None,
-            limit: promises::limit(key)?,
-            spread: 0.0,
-        })
-    };
     Ok(vec![
-        figure("sites_missed", "sensitive instructions without a site", missed, "sites")?,
-        figure("pads_overlapping", "sites that overlap Linux's patching", overlaps, "sites")?,
-        figure("text_growth", "growth of code by pads", growth, "per cent")?,
+        Figure::new("sites_missed", "sensitive instructions without a site", missed, "sites")?,
+        Figure::new("pads_overlapping", "sites that overlap Linux's patching", overlaps, "sites")?,
+        Figure::new("text_growth", "growth of code by pads", growth, "per cent")?,
     ])
 }
 
@@ -141,16 +129,8 @@ fn build_share(kernel: &Path) -> Result<Figure> {
     let seconds = |name: &str| cost.get(name).and_then(Value::as_f64);
     let share = seconds("afterburner_cpu_seconds").zip(seconds("cpu_seconds"));
     let (part, whole) = share.with_context(|| format!("{} is not understood", path.display()))?;
-    Ok(Figure {
-        key: "build_cpu_share",
-        title: "afterburner in a kernel's build",
-        value: part / whole * 100.0,
-        unit: "per cent",
-        world_switches: None,
-        peer: None,
-        limit: promises::limit("build_cpu_share")?,
-        spread: 0.0,
-    })
+    let title = "afterburner in a kernel's build";
+    Figure::new("build_cpu_share", title, part / whole * 100.0, "per cent")
 }
 
 /// Returns the number of missed or wrongly recorded sensitive instructions, overlaps, and growth in
@@ -172,16 +152,7 @@ fn overhead(
     for row in GUEST {
         largest = largest.max(spread(plain, row.name)?).max(spread(other, row.name)?);
     }
-    Ok(Figure {
-        key,
-        title,
-        value,
-        unit: "ratio",
-        world_switches: None,
-        peer: None,
-        limit: promises::limit(key)?,
-        spread: largest,
-    })
+    Ok(Figure { spread: largest, ..Figure::new(key, title, value, "ratio")? })
 }
 
 fn print_rows(plain: &[Output], padded: &[Output], null: Option<&[Output]>) -> Result<()> {

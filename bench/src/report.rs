@@ -1,5 +1,6 @@
 //! Results: a printed table, `target/bench.json`, and the series in git.
 
+use crate::promises;
 use anyhow::{Context, Result};
 use parador_tests::system::{target, workspace};
 use serde_json::{Map, Value, json};
@@ -29,6 +30,18 @@ pub struct Figure {
 }
 
 impl Figure {
+    /// Creates a figure of one run, without a peer and world switches, that has a limit in
+    /// `promises.toml`.
+    pub fn new(
+        key: &'static str,
+        title: &'static str,
+        value: f64,
+        unit: &'static str,
+    ) -> Result<Self> {
+        let limit = promises::limit(key)?;
+        Ok(Self { key, title, value, unit, world_switches: None, peer: None, limit, spread: 0.0 })
+    }
+
     /// Returns true if the value keeps its limit.
     pub fn holds(&self) -> bool {
         self.value <= self.limit

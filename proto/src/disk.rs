@@ -60,14 +60,7 @@ pub enum Operation {
 impl Operation {
     /// Decodes an operation.
     pub const fn from_code(code: u8) -> Option<Self> {
-        Some(match code {
-            1 => Self::Read,
-            2 => Self::Write,
-            3 => Self::Flush,
-            4 => Self::Discard,
-            5 => Self::WriteZeroes,
-            _ => return None,
-        })
+        from_code!(code: u8, Read, Write, Flush, Discard, WriteZeroes)
     }
 
     /// Returns whether the operation transfers data.
@@ -100,12 +93,9 @@ pub enum Status {
 impl Status {
     /// Decodes a status; unknown codes are failures.
     pub const fn from_code(code: u8) -> Self {
-        match code {
-            0 => Self::Ok,
-            2 => Self::Invalid,
-            3 => Self::ReadOnly,
-            4 => Self::Unsupported,
-            _ => Self::Failed,
+        match from_code!(code: u8, Ok, Invalid, ReadOnly, Unsupported) {
+            Some(status) => status,
+            None => Self::Failed,
         }
     }
 }

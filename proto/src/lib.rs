@@ -9,6 +9,16 @@
 #![cfg_attr(not(test), no_std)]
 #![forbid(unsafe_code)]
 
+/// Decodes a code: `Some` of the listed variant with this number.
+macro_rules! from_code {
+    ($code:ident: $type:ty, $($variant:ident),+) => {
+        match $code {
+            $(code if code == Self::$variant as $type => Some(Self::$variant),)+
+            _ => None,
+        }
+    };
+}
+
 pub mod bytes;
 pub mod channel;
 pub mod console;

@@ -26,11 +26,9 @@ pub enum Level {
 impl Level {
     /// Decodes a level; unknown codes read as [`Level::Error`].
     pub const fn from_code(code: u64) -> Self {
-        match code {
-            2 => Self::Warn,
-            3 => Self::Info,
-            4 => Self::Debug,
-            _ => Self::Error,
+        match from_code!(code: u64, Warn, Info, Debug) {
+            Some(level) => level,
+            None => Self::Error,
         }
     }
 

@@ -212,19 +212,11 @@ pub enum Refusal {
 impl Refusal {
     /// Decodes a refusal; unknown codes read as [`Refusal::Malformed`].
     pub const fn from_code(code: u64) -> Self {
-        match code {
-            2 => Self::Unknown,
-            3 => Self::NoVm,
-            4 => Self::NoTemplate,
-            5 => Self::Taken,
-            6 => Self::BadName,
-            7 => Self::Full,
-            8 => Self::Runs,
-            9 => Self::RunsNot,
-            10 => Self::PausedNot,
-            11 => Self::Failed,
-            12 => Self::Ending,
-            _ => Self::Malformed,
+        let refusal = from_code!(code: u64, Unknown, NoVm, NoTemplate, Taken, BadName, Full, Runs,
+            RunsNot, PausedNot, Failed, Ending);
+        match refusal {
+            Some(refusal) => refusal,
+            None => Self::Malformed,
         }
     }
 

@@ -16,11 +16,9 @@ type Graph = BTreeMap<Module, BTreeSet<Module>>;
 /// Names of the modules in the largest circle of imports; empty: there is none.
 pub fn largest_circle(files: &[PathBuf]) -> Result<Vec<String>> {
     let graph = graph(files)?;
-    let circle = components(&graph).into_iter().max_by_key(Vec::len).unwrap_or_default();
-    let mut names: Vec<String> = match circle.len() {
-        0 | 1 => Vec::new(),
-        _ => circle.iter().map(name).collect(),
-    };
+    let circles = graph.keys().map(|module| circle(&graph, module));
+    let circle = circles.max_by_key(Vec::len).unwrap_or_default();
+    let mut names: Vec<String> = circle.iter().map(name).collect();
     names.sort();
     Ok(names)
 }
@@ -170,55 +168,23 @@ fn branches(tokens: TokenStream, path: &Module, paths: &mut Vec<Module>) {
     }
 }
 
-/// Strongly connected components, by Tarjan's algorithm (SIAM J. Comput. 1, 1972).
-fn components(graph: &Graph) -> Vec<Vec<Module>> {
-    let mut search = Search::new(graph);
-    for module in graph.keys() {
-        if !search.index.contains_key(module) {
-            search.visit(module);
-        }
-    }
-    search.found
+/// The modules that import one another, `module` included.
+fn circle(graph: &Graph, module: &Module) -> Vec<Module> {
+    let reached = reachable(graph, module);
+    let returns = |other: &&Module| reachable(graph, other).contains(module);
+    reached.into_iter().filter(returns).cloned().collect()
 }
 
-struct Search<'a> {
-    graph: &'a Graph,
-    index: BTreeMap<&'a Module, usize>,
-    low: BTreeMap<&'a Module, usize>,
-    stack: Vec<&'a Module>,
-    found: Vec<Vec<Module>>,
-}
-
-impl<'a> Search<'a> {
-    fn new(graph: &'a Graph) -> Self {
-        Self {
-            graph,
-            index: BTreeMap::new(),
-            low: BTreeMap::new(),
-            stack: Vec::new(),
-            found: Vec::new(),
+/// The modules that `from` imports, directly or through others.
+fn reachable<'g>(graph: &'g Graph, from: &Module) -> BTreeSet<&'g Module> {
+    let mut found = BTreeSet::new();
+    let mut pending: Vec<&Module> = graph.get(from).into_iter().flatten().collect();
+    while let Some(module) = pending.pop() {
+        if found.insert(module) {
+            pending.extend(graph.get(module).into_iter().flatten());
         }
     }
-
-    fn visit(&mut self, module: &'a Module) -> usize {
-        let index = self.index.len();
-        self.index.insert(module, index);
-        let mut low = index;
-        self.stack.push(module);
-        for next in self.graph.get(module).into_iter().flatten() {
-            if !self.index.contains_key(next) {
-                low = low.min(self.visit(next));
-            } else if self.stack.contains(&next) {
-                low = low.min(self.index[next]);
-            }
-        }
-        self.low.insert(module, low);
-        if low == index {
-            let start = self.stack.iter().position(|other| *other == module).unwrap_or_default();
-            self.found.push(self.stack.drain(start..).cloned().collect());
-        }
-        low
-    }
+    found
 }
 
 #[cfg(test)]

@@ -54,9 +54,7 @@ usage: cargo xtask COMMAND
   unsafe [--write]        compare the count of unsafe code with docs/spec/unsafe.txt
   spec [--write]          compare docs/spec/system-calls.md with `abi`, and the tables of SPECIFICATION.md with
                           `bench/promises.toml` and the last results
-  spec [--write]          compare docs/spec/system-calls.md with what abi says
-  words [--count] [FOLDER...]
-                          check the wording of text, comments and type names; --count: totals by folder and kind
+  words [FOLDER...]       check the wording of text, comments and type names
   size                    lines of code, and the kernel's budget
   metrics                 structure of the tree: import circles, longest functions and files
   coverage                lines of the wedge's MMU and patching code that its unit tests execute

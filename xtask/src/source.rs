@@ -57,10 +57,7 @@ impl std::ops::AddAssign for Lines {
 /// tests only count as such.
 pub fn lines_below(directory: &Path) -> Result<Lines> {
     let files = files(directory, &["rs", "s", "S"])?;
-    let mut tests = Vec::new();
-    for file in &files {
-        tests.extend(test_modules(&read(file)?).iter().map(|name| module_file(file, name)));
-    }
+    let tests = all_test_files(&files)?;
     let mut sum = Lines::default();
     for file in &files {
         let count = lines(&read(file)?);
@@ -76,10 +73,7 @@ pub fn lines_below(directory: &Path) -> Result<Lines> {
 /// The Rust files below a directory, without modules for unit tests only and what is below those.
 pub fn production_files(directory: &Path) -> Result<Vec<PathBuf>> {
     let files = files(directory, &["rs"])?;
-    let mut tests = Vec::new();
-    for file in &files {
-        tests.extend(test_modules(&read(file)?).iter().map(|name| module_file(file, name)));
-    }
+    let tests = all_test_files(&files)?;
     let is_test = |file: &PathBuf| {
         tests.iter().any(|test| file == test || file.starts_with(test.with_extension("")))
     };
@@ -160,21 +154,24 @@ fn function(word: &proc_macro2::Ident, rest: &[TokenTree]) -> Option<FunctionLen
     Some(FunctionLength { name: name.to_string(), lines })
 }
 
-/// Names of the modules in files of their own that a file declares for unit tests.
-pub fn test_modules(text: &str) -> Vec<String> {
+/// Paths of the modules in files of their own that `file` declares for unit tests.
+pub fn test_files(file: &Path, text: &str) -> Vec<PathBuf> {
+    let is_root = ["lib.rs", "main.rs", "mod.rs"].iter().any(|root| file.ends_with(root));
+    let folder = if is_root { file.with_file_name("") } else { file.with_extension("") };
     let lines: Vec<&str> = text.lines().map(str::trim).collect();
     let declared = lines.windows(2).filter(|pair| pair[0] == "#[cfg(test)]");
     declared
         .filter_map(|pair| pair[1].strip_suffix(';')?.split_once("mod "))
-        .map(|(_, name)| name.to_owned())
+        .map(|(_, name)| folder.join(name).with_extension("rs"))
         .collect()
 }
 
-/// Returns the path of the module `name` that `file` declares.
-pub fn module_file(file: &Path, name: &str) -> PathBuf {
-    let is_root = ["lib.rs", "main.rs", "mod.rs"].iter().any(|root| file.ends_with(root));
-    let folder = if is_root { file.with_file_name("") } else { file.with_extension("") };
-    folder.join(name).with_extension("rs")
+fn all_test_files(files: &[PathBuf]) -> Result<Vec<PathBuf>> {
+    let mut found = Vec::new();
+    for file in files {
+        found.extend(test_files(file, &read(file)?));
+    }
+    Ok(found)
 }
 
 /// Counts the lines of Rust or assembly text. Unit tests are what follows `#[cfg(test)]` on an
@@ -302,10 +299,9 @@ mod tests {
     #[test]
     fn finds_test_modules() {
         let text = "mod a;\n#[cfg(test)]\nmod tests;\n#[cfg(test)]\npub(crate) mod testing;\n#[cfg(test)]\nmod inline {\n}\n";
-        assert_eq!(test_modules(text), ["tests", "testing"]);
-        let file = |from: &str| module_file(Path::new(from), "tests");
-        assert_eq!(file("src/lib.rs"), Path::new("src/tests.rs"));
-        assert_eq!(file("src/pool.rs"), Path::new("src/pool/tests.rs"));
+        let files = |from: &str| test_files(Path::new(from), text);
+        assert_eq!(files("src/lib.rs"), ["src/tests.rs", "src/testing.rs"].map(PathBuf::from));
+        assert_eq!(files("src/pool.rs")[0], Path::new("src/pool/tests.rs"));
     }
 
     #[test]

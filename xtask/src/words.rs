@@ -82,17 +82,11 @@ const NOT_SEARCHED: &[(&str, &str)] = &[
     ("xtask/src/words", "holds the banned phrases"),
 ];
 
-const USAGE: &str = "usage: cargo xtask words [--count] [FOLDER...]";
-
-/// `cargo xtask words [--count] [FOLDER...]`: prints each finding below the folders (all without any)
-/// and fails if there is one. `--count` prints totals by kind, top folder and phrase, and succeeds.
-pub fn words(arguments: &[String]) -> Result<()> {
-    let (count, folders) = match arguments {
-        [flag, folders @ ..] if flag == "--count" => (true, folders),
-        folders => (false, folders),
-    };
+/// `cargo xtask words [FOLDER...]`: prints each finding below the folders (all without any) and
+/// fails if there is one.
+pub fn words(folders: &[String]) -> Result<()> {
     if let Some(option) = folders.iter().find(|folder| folder.starts_with('-')) {
-        bail!("unknown option `{option}`\n{USAGE}");
+        bail!("unknown option `{option}`\nusage: cargo xtask words [FOLDER...]");
     }
     let tree = Tree::read()?;
     let mut findings = tree.findings();
@@ -102,10 +96,6 @@ pub fn words(arguments: &[String]) -> Result<()> {
     findings.retain(|found| is_searched(&found.path));
     for (path, reason) in NOT_SEARCHED {
         println!("words: not searched: {path} ({reason})");
-    }
-    if count {
-        print!("{}", Totals(&findings));
-        return Ok(());
     }
     for found in &findings {
         println!("{found}");
@@ -206,14 +196,8 @@ impl Tree {
     /// Definitions of public type names that have too many.
     fn repeated_names(&self) -> Vec<Finding> {
         let rust = || self.files.iter().filter(|file| file.language == Language::Rust);
-        let tests: HashSet<PathBuf> = rust()
-            .flat_map(|file| {
-                let path = Path::new(&file.path);
-                source::test_modules(&file.text)
-                    .into_iter()
-                    .map(move |name| source::module_file(path, &name))
-            })
-            .collect();
+        let tests: HashSet<PathBuf> =
+            rust().flat_map(|file| source::test_files(Path::new(&file.path), &file.text)).collect();
         let mut places: BTreeMap<String, Vec<(&str, usize)>> = BTreeMap::new();
         for file in rust().filter(|file| !is_test(&file.path, &tests)) {
             for (line, name) in public_types(&file.text) {
@@ -265,20 +249,6 @@ enum Problem {
     },
 }
 
-impl Problem {
-    /// Column of the table of totals.
-    fn kind(&self) -> usize {
-        match self {
-            Self::Phrase(_) => 0,
-            Self::Columns(_) => 1,
-            Self::DocWord(_) => 2,
-            Self::TypeName { .. } => 3,
-        }
-    }
-}
-
-const KINDS: [&str; 4] = ["phrases", "columns", "doc words", "type names"];
-
 impl Display for Finding {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}:{}: ", self.path, self.line)?;
@@ -300,52 +270,6 @@ impl Display for Finding {
             ),
         }
     }
-}
-
-/// Table of totals.
-struct Totals<'a>(&'a [Finding]);
-
-impl Display for Totals<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut folders: BTreeMap<&str, [usize; KINDS.len()]> = BTreeMap::new();
-        let mut phrases = [0usize; PHRASES.len()];
-        let mut names: BTreeMap<&str, usize> = BTreeMap::new();
-        for found in self.0 {
-            let folder = found.path.split_once('/').map_or(".", |(folder, _)| folder);
-            folders.entry(folder).or_default()[found.problem.kind()] += 1;
-            match &found.problem {
-                Problem::Phrase(index) => phrases[*index] += 1,
-                Problem::TypeName { name, count } => _ = names.insert(name, *count),
-                _ => {}
-            }
-        }
-        write!(f, "\n{:<14}", "folder")?;
-        KINDS.iter().try_for_each(|kind| write!(f, " {kind:>10}"))?;
-        writeln!(f)?;
-        let mut sum = [0; KINDS.len()];
-        for (folder, counts) in &folders {
-            row(f, folder, counts)?;
-            sum.iter_mut().zip(counts).for_each(|(sum, count)| *sum += count);
-        }
-        row(f, "all", &sum)?;
-        writeln!(f, "\n{} type names are defined more than {DEFINITIONS} times:", names.len())?;
-        let names: Vec<String> =
-            names.iter().map(|(name, count)| format!("{name} {count}")).collect();
-        writeln!(f, "{}\n", names.join(", "))?;
-        let mut order: Vec<usize> =
-            (0..PHRASES.len()).filter(|&index| phrases[index] > 0).collect();
-        order.sort_by_key(|&index| std::cmp::Reverse(phrases[index]));
-        for index in order {
-            writeln!(f, "{:>6} {}: {}", phrases[index], PHRASES[index].0, PHRASES[index].1)?;
-        }
-        Ok(())
-    }
-}
-
-fn row(f: &mut fmt::Formatter<'_>, folder: &str, counts: &[usize]) -> fmt::Result {
-    write!(f, "{folder:<14}")?;
-    counts.iter().try_for_each(|count| write!(f, " {count:>10}"))?;
-    writeln!(f)
 }
 
 /// A word of a text, in lower case.

@@ -6,9 +6,6 @@ use core::arch::x86_64::{__cpuid_count, _rdtsc, CpuidResult};
 use hw_x86::cpuid::leaf;
 use hw_x86::msr;
 
-/// `RFLAGS.IF`.
-pub const INTERRUPT_FLAG: u64 = 1 << 9;
-
 /// The time-stamp counter.
 pub fn tsc() -> u64 {
     // SAFETY: every x86-64 processor has it.

@@ -91,33 +91,7 @@ Examples:
 Output: `disk.img`, `vmlinuz`, `initrd.img` and, without --ssh-key, a key pair `ssh-key`;
 see examples/debian.toml. root logs in on the console without a password, and over ssh with the key.
 An existing disk is kept unless --force is given. Downloaded packages are cached.")]
-    Debian {
-        /// Output folder.
-        #[arg(short, long, value_name = "FOLDER")]
-        output: PathBuf,
-        /// Size of the disk. The file is sparse.
-        #[arg(long, value_name = "SIZE", value_parser = Size::parse, default_value = "4G")]
-        size: Size,
-        /// Additional packages.
-        #[arg(long, value_name = "PACKAGE", value_delimiter = ',')]
-        include: Vec<String>,
-        /// Public key authorized for root [default: a new key pair].
-        #[arg(long, value_name = "FILE")]
-        ssh_key: Option<PathBuf>,
-        /// Debian release.
-        #[arg(long, default_value = "bookworm")]
-        suite: String,
-        /// Debian mirror for packages and updates. Its signature is verified.
-        #[arg(long, value_name = "URL", default_value = "http://deb.debian.org/debian")]
-        mirror: String,
-        /// Mirror for security updates, or `none` [default: `debian-security` next to a mirror that
-        /// ends in `debian`].
-        #[arg(long, value_name = "URL")]
-        security_mirror: Option<String>,
-        /// Rebuild the disk; its contents are lost.
-        #[arg(long)]
-        force: bool,
-    },
+    Debian(rootfs::Options),
 }
 
 #[derive(Debug, Subcommand)]
@@ -269,26 +243,7 @@ pub fn run(cli: Cli) -> Result<u8, Failure> {
         Command::System(command) => system(command),
         Command::Afterburn(command) => afterburn::run(command),
         Command::Kernel(command) => kernel::run(command),
-        Command::Rootfs(RootfsCommand::Debian {
-            output,
-            size,
-            include,
-            ssh_key,
-            suite,
-            mirror,
-            security_mirror,
-            force,
-        }) => {
-            let options = rootfs::Options {
-                output,
-                size,
-                include,
-                ssh_key,
-                suite,
-                mirror,
-                security_mirror,
-                force,
-            };
+        Command::Rootfs(RootfsCommand::Debian(options)) => {
             rootfs::debian(&options, &Steps::stderr())?;
             print(format!("{}\n", options.output.display()))?;
             Ok(0)

@@ -32,6 +32,16 @@ impl Size {
         let number: u64 = digits.parse().map_err(|_| too_large())?;
         number.checked_mul(1 << shift).map(Self).ok_or_else(too_large)
     }
+
+    /// Formats the size as it is parsed, in the largest unit without a remainder.
+    pub fn text(self) -> String {
+        let (shift, unit) = match self.0.trailing_zeros() {
+            30.. => (30, 'G'),
+            20.. => (20, 'M'),
+            _ => (10, 'K'),
+        };
+        format!("{}{unit}", self.0 >> shift)
+    }
 }
 
 impl fmt::Display for Size {
@@ -45,15 +55,9 @@ impl fmt::Display for Size {
     }
 }
 
-/// Writes the largest unit without a remainder.
 impl Serialize for Size {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let (shift, unit) = match self.0.trailing_zeros() {
-            30.. => (30, 'G'),
-            20.. => (20, 'M'),
-            _ => (10, 'K'),
-        };
-        serializer.serialize_str(&format!("{}{unit}", self.0 >> shift))
+        serializer.serialize_str(&self.text())
     }
 }
 

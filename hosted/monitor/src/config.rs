@@ -5,6 +5,42 @@
 //! in the JSON schema. Every field defaults to "unset", so that a file and a command line can be
 //! merged; the code that uses a field applies its default.
 
+/// Implements the forms of a value that is a string in files and options: `parse` reads it, `text`
+/// writes it (`None`: a path is not UTF-8). With a name, the JSON schema follows, too.
+macro_rules! string_value {
+    ($type:ident) => {
+        impl serde::Serialize for $type {
+            fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+                let not_utf8 = || serde::ser::Error::custom("a path is not UTF-8");
+                serializer.serialize_str(&self.text().ok_or_else(not_utf8)?)
+            }
+        }
+
+        impl<'de> serde::Deserialize<'de> for $type {
+            fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+                Self::parse(&String::deserialize(deserializer)?).map_err(serde::de::Error::custom)
+            }
+        }
+    };
+    ($type:ident, $name:literal, $pattern:literal, $description:literal) => {
+        string_value!($type);
+
+        impl schemars::JsonSchema for $type {
+            fn schema_name() -> std::borrow::Cow<'static, str> {
+                $name.into()
+            }
+
+            fn json_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
+                schemars::json_schema!({
+                    "description": $description,
+                    "type": "string",
+                    "pattern": $pattern,
+                })
+            }
+        }
+    };
+}
+
 pub mod console;
 pub mod disk;
 pub mod gdb;

@@ -6,6 +6,7 @@
 //! complete or not at all. An existing disk is only replaced on request: a guest may have written
 //! to it.
 
+use clap::Args;
 use hosted_command::failure::{self, Failure};
 use hosted_command::interrupt::Interruptible;
 use hosted_command::steps::{Step, Steps};
@@ -79,25 +80,33 @@ const SECTOR: u64 = 512;
 /// Valid sizes: large enough for Debian, addressable by an MBR.
 const SIZES: std::ops::RangeInclusive<u64> = 1 << 30..=1 << 40;
 
-/// Options of the build.
-#[derive(Clone, Debug)]
+/// Options of `parador rootfs debian`.
+#[derive(Clone, Debug, Args)]
 pub struct Options {
     /// Output folder.
+    #[arg(short, long, value_name = "FOLDER")]
     pub output: PathBuf,
-    /// Size of the disk.
+    /// Size of the disk. The file is sparse.
+    #[arg(long, value_name = "SIZE", value_parser = Size::parse, default_value = "4G")]
     pub size: Size,
     /// Additional packages.
+    #[arg(long, value_name = "PACKAGE", value_delimiter = ',')]
     pub include: Vec<String>,
-    /// File with the authorized public key; `None`: a new key pair is generated.
+    /// Public key authorized for root [default: a new key pair].
+    #[arg(long, value_name = "FILE")]
     pub ssh_key: Option<PathBuf>,
     /// Debian release.
+    #[arg(long, default_value = "bookworm")]
     pub suite: String,
-    /// Mirror for packages and updates.
+    /// Debian mirror for packages and updates. Its signature is verified.
+    #[arg(long, value_name = "URL", default_value = "http://deb.debian.org/debian")]
     pub mirror: String,
-    /// Mirror for security updates; `None`: `debian-security` next to the mirror, [`NO_SECURITY`]:
-    /// none.
+    /// Mirror for security updates, or `none` [default: `debian-security` next to a mirror that
+    /// ends in `debian`].
+    #[arg(long, value_name = "URL")]
     pub security_mirror: Option<String>,
-    /// Replace an existing disk.
+    /// Rebuild the disk; its contents are lost.
+    #[arg(long)]
     pub force: bool,
 }
 

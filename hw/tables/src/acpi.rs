@@ -178,8 +178,6 @@ pub struct Madt<'a> {
 pub mod apic_flag {
     /// The processor is usable.
     pub const ENABLED: u32 = 1;
-    /// The processor can be enabled at run time.
-    pub const ONLINE_CAPABLE: u32 = 2;
 }
 
 /// Polarity and trigger mode of an interrupt input (table 5.26, "MPS INTI flags").
@@ -486,16 +484,8 @@ pub mod fadt_flag {
 pub mod boot_flag {
     /// The ISA bus has devices.
     pub const LEGACY_DEVICES: u16 = 1 << 0;
-    /// The machine has an 8042 keyboard controller.
-    pub const KEYBOARD_8042: u16 = 1 << 1;
     /// VGA must not be probed.
     pub const VGA_NOT_PRESENT: u16 = 1 << 2;
-    /// Message-signalled interrupts are not supported.
-    pub const MSI_NOT_SUPPORTED: u16 = 1 << 3;
-    /// No PCIe power management control.
-    pub const PCIE_ASPM_CONTROLS: u16 = 1 << 4;
-    /// No CMOS clock.
-    pub const CMOS_RTC_NOT_PRESENT: u16 = 1 << 5;
 }
 
 impl<'a> Fadt<'a> {

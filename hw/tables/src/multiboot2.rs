@@ -22,14 +22,8 @@ pub const fn header_checksum(header_length: u32) -> u32 {
 pub mod header_tag {
     /// Ends the list.
     pub const END: u16 = 0;
-    /// Requests boot-information tags.
-    pub const INFORMATION_REQUEST: u16 = 1;
     /// Load addresses, for images that are not ELF.
     pub const ADDRESS: u16 = 2;
-    /// Physical entry address, instead of the ELF entry.
-    pub const ENTRY_ADDRESS: u16 = 3;
-    /// Modules must be page-aligned.
-    pub const MODULE_ALIGNMENT: u16 = 6;
 }
 
 /// Types of tags in the boot information (section 3.6).

@@ -24,10 +24,6 @@ pub mod memory {
     pub const RESERVED: u32 = 2;
     /// ACPI tables; usable as RAM once they have been read.
     pub const ACPI: u32 = 3;
-    /// Firmware state to be preserved (NVS).
-    pub const NVS: u32 = 4;
-    /// Defective RAM.
-    pub const UNUSABLE: u32 = 5;
 }
 
 /// Entry address of a PVH kernel, from a note with 4 or 8 bytes of contents.

@@ -32,10 +32,6 @@ pub mod local {
     pub const ICR_HIGH: u32 = 0x310;
     /// Local vector table: timer.
     pub const LVT_TIMER: u32 = 0x320;
-    /// Local vector table: thermal sensor.
-    pub const LVT_THERMAL: u32 = 0x330;
-    /// Local vector table: performance counters.
-    pub const LVT_PERFORMANCE: u32 = 0x340;
     /// Local vector table: pin LINT0.
     pub const LVT_LINT0: u32 = 0x350;
     /// Local vector table: pin LINT1.

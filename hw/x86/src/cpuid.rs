@@ -22,8 +22,6 @@ pub mod leaf {
     pub const XSAVE: u32 = 0xd;
     /// TSC frequency.
     pub const TSC: u32 = 0x15;
-    /// Processor frequency.
-    pub const FREQUENCY: u32 = 0x16;
     /// First hypervisor leaf: highest such leaf, signature.
     pub const HYPERVISOR: u32 = 0x4000_0000;
     /// Paravirtual features (KVM).
@@ -36,8 +34,6 @@ pub mod leaf {
     pub const AMD_FEATURES: u32 = 0x8000_0001;
     /// First of three leaves with the processor name.
     pub const NAME: u32 = 0x8000_0002;
-    /// First-level caches and TLBs.
-    pub const L1: u32 = 0x8000_0005;
     /// Second- and third-level caches and TLBs.
     pub const L2_L3: u32 = 0x8000_0006;
     /// Advanced power management.
@@ -92,12 +88,9 @@ pub mod features_d {
     pub const PAE: u32 = 1 << 6;
     pub const MCE: u32 = 1 << 7;
     pub const APIC: u32 = 1 << 9;
-    pub const MTRR: u32 = 1 << 12;
-    pub const MCA: u32 = 1 << 14;
     pub const PAT: u32 = 1 << 16;
     pub const DS: u32 = 1 << 21;
     pub const ACPI: u32 = 1 << 22;
-    pub const FXSR: u32 = 1 << 24;
     pub const HTT: u32 = 1 << 28;
     pub const TM: u32 = 1 << 29;
     pub const PBE: u32 = 1 << 31;
@@ -180,7 +173,6 @@ pub mod xsave_a {
     pub const XSAVEOPT: u32 = 1 << 0;
     pub const XSAVEC: u32 = 1 << 1;
     pub const XGETBV1: u32 = 1 << 2;
-    pub const XSAVES: u32 = 1 << 3;
 }
 
 /// Leaf `0x8000_0001`, `ECX`.
@@ -206,9 +198,7 @@ pub mod amd_d {
     pub const SYSCALL: u32 = 1 << 11;
     pub const NX: u32 = 1 << 20;
     pub const FFXSR: u32 = 1 << 25;
-    pub const PAGE_1G: u32 = 1 << 26;
     pub const RDTSCP: u32 = 1 << 27;
-    pub const LM: u32 = 1 << 29;
 }
 
 /// Leaf `0x8000_0007`, `EDX`: the TSC rate is constant in all power states.
@@ -220,21 +210,6 @@ pub mod sizes_b {
     pub const CLZERO: u32 = 1 << 0;
     pub const XSAVEERPTR: u32 = 1 << 2;
     pub const WBNOINVD: u32 = 1 << 9;
-}
-
-/// Leaf `0x8000_000A`, `EDX`: SVM features (APM vol. 3, section E.4.9).
-#[allow(missing_docs, reason = "the manual's names")]
-pub mod svm_d {
-    pub const NP: u32 = 1 << 0;
-    pub const LBR_VIRT: u32 = 1 << 1;
-    pub const SVM_LOCK: u32 = 1 << 2;
-    pub const NRIP_SAVE: u32 = 1 << 3;
-    pub const TSC_RATE_MSR: u32 = 1 << 4;
-    pub const VMCB_CLEAN: u32 = 1 << 5;
-    pub const FLUSH_BY_ASID: u32 = 1 << 6;
-    pub const DECODE_ASSISTS: u32 = 1 << 7;
-    pub const PAUSE_FILTER: u32 = 1 << 10;
-    pub const VGIF: u32 = 1 << 16;
 }
 
 /// Leaf `0x8000_0021`, `EAX`.
@@ -256,8 +231,6 @@ pub mod kvm_a {
     pub const STEAL_TIME: u32 = 1 << 5;
     /// Paravirtual EOI, MSR `0x4b56_4d04`.
     pub const PV_EOI: u32 = 1 << 6;
-    /// Halted vCPUs can be woken by hypercall.
-    pub const PV_UNHALT: u32 = 1 << 7;
     /// The TLB of a preempted vCPU is flushed before it runs again. Needs [`STEAL_TIME`].
     pub const PV_TLB_FLUSH: u32 = 1 << 9;
     /// IPIs to several vCPUs by hypercall.

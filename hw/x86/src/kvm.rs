@@ -4,8 +4,6 @@
 
 /// Hypercalls: number in `rax`, arguments in `rbx`, `rcx`, `rdx`, `rsi`, result in `rax`.
 pub mod hypercall {
-    /// Wakes a halted vCPU; `rcx` is its APIC id.
-    pub const KICK_CPU: u64 = 5;
     /// Sends an IPI to several vCPUs: `rbx` and `rcx` are a bitmap of APIC ids (64 bits each in
     /// 64-bit mode, else 32) starting at `rdx`; `rsi` is the interrupt command without destination.
     /// Returns the number of vCPUs interrupted.

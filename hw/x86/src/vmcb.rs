@@ -280,8 +280,6 @@ pub mod exit {
     pub const SMI: u64 = 0x62;
     pub const INIT: u64 = 0x63;
     pub const VINTR: u64 = 0x64;
-    pub const CR0_SEL_WRITE: u64 = 0x65;
-    pub const IDTR_READ: u64 = 0x66;
     pub const RDTSC: u64 = 0x6e;
     pub const RDPMC: u64 = 0x6f;
     pub const PUSHF: u64 = 0x70;
@@ -289,7 +287,6 @@ pub mod exit {
     pub const CPUID: u64 = 0x72;
     pub const RSM: u64 = 0x73;
     pub const IRET: u64 = 0x74;
-    pub const SWINT: u64 = 0x75;
     pub const INVD: u64 = 0x76;
     pub const PAUSE: u64 = 0x77;
     pub const HLT: u64 = 0x78;
@@ -308,7 +305,6 @@ pub mod exit {
     pub const CLGI: u64 = 0x85;
     pub const SKINIT: u64 = 0x86;
     pub const RDTSCP: u64 = 0x87;
-    pub const ICEBP: u64 = 0x88;
     pub const WBINVD: u64 = 0x89;
     pub const MONITOR: u64 = 0x8a;
     pub const MWAIT: u64 = 0x8b;

@@ -184,6 +184,74 @@ fn keeps_the_rules(twins: &Twins, head: u16, list: &[(Part, u16)]) -> bool {
     last_flags & F_NEXT == 0 && total <= u32::MAX.into() && list.len() <= SIZE.into()
 }
 
+/// Serves empty chains until the ring's index, which begins at 0, is `end`.
+fn advance(twins: &Twins, ours: &mut Queue, theirs: &mut Oracle, end: u16) {
+    let empty = Raw { address: 0x2000, length: 8, flags: 0, next: 0 };
+    twins.write(RINGS.descriptors + 16 * 7, &empty.bytes());
+    twins.write(RINGS.available + RING, &[7, 0].repeat(SIZE.into()));
+    let mut index = 0_u16;
+    while index < end {
+        index = index.saturating_add(SIZE).min(end);
+        twins.write(RINGS.available + INDEX, &index.to_le_bytes());
+        while let Some(chain) = ours.pop(&twins.ours).unwrap() {
+            ours.give_back(&twins.ours, chain.head, 0);
+            let head = theirs.iter(&twins.theirs).unwrap().next().unwrap().head_index();
+            theirs.add_used(&twins.theirs, head, 0).unwrap();
+        }
+    }
+}
+
+enum Served {
+    Chain,
+    None,
+    /// The ring is broken from here on, or its content is unpredictable.
+    Broken,
+}
+
+/// Serves the next chain in both queues, and compares what they find.
+fn serve(twins: &Twins, ours: &mut Queue, theirs: &mut Oracle) -> Result<Served, TestCaseError> {
+    let found = ours.pop(&twins.ours);
+    let oracle = match theirs.iter(&twins.theirs) {
+        Ok(mut iterator) => iterator.next(),
+        Err(virtio_queue::Error::InvalidAvailRingIndex) => {
+            prop_assert_eq!(found, Err(RingError::AvailableIndex));
+            return Ok(Served::Broken);
+        }
+        Err(error) => panic!("{error}"),
+    };
+    let Some(oracle) = oracle else {
+        prop_assert_eq!(found, Ok(None));
+        return Ok(Served::None);
+    };
+    let head = oracle.head_index();
+    let list: Vec<(Part, u16)> =
+        oracle.map(|d| (Part { address: d.addr().0, length: d.len() }, d.flags())).collect();
+    let good = head < SIZE && keeps_the_rules(twins, head, &list);
+    prop_assert_eq!(found.is_ok(), good, "{:?} {:?}", found, list);
+    let Ok(Some(chain)) = found else { return Ok(Served::Broken) };
+    prop_assert_eq!(chain.head, head);
+    let walked: Vec<_> = ours.walk(&twins.ours, head).map(|d| d.unwrap()).collect();
+    prop_assert_eq!(walked.len(), list.len());
+    for (descriptor, (part, flags)) in walked.iter().zip(&list) {
+        prop_assert_eq!(descriptor.part, *part);
+        prop_assert_eq!(descriptor.write, flags & F_WRITE != 0);
+    }
+    // Fill the writable part only. This may change later chains.
+    let fill = vec![0xa5; chain.writable as usize];
+    let written = with_writable(ours, &twins.ours, chain, |mut data| data.write(&fill));
+    if written != fill.len() {
+        // The chain contains its own descriptors.
+        return Ok(Served::Broken);
+    }
+    for (part, _) in list.iter().filter(|(_, flags)| flags & F_WRITE != 0) {
+        let bytes = &fill[..part.length as usize];
+        twins.theirs.write_slice(bytes, GuestAddress(part.address)).unwrap();
+    }
+    ours.give_back(&twins.ours, head, chain.writable);
+    theirs.add_used(&twins.theirs, head, chain.writable).unwrap();
+    Ok(Served::Chain)
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 2000, failure_persistence: None, ..ProptestConfig::default() })]
 
@@ -203,21 +271,9 @@ proptest! {
             twins.write(RINGS.descriptors + 16 * u64::from(index), &raw.bytes());
         }
         let (mut ours, mut theirs) = queues(&twins, event_index);
-        // Indices wrap at any start value, which is always 0: let them run up to `start`.
-        let mut index = 0_u16;
+        let mut index = start;
         if start != 0 {
-            twins.write(RINGS.descriptors + 16 * 7, &Raw { address: 0x2000, length: 8, flags: 0, next: 0 }.bytes());
-            twins.write(RINGS.available + RING, &[7, 0, 7, 0, 7, 0, 7, 0, 7, 0, 7, 0, 7, 0, 7, 0]);
-            while index < start {
-                index = index.saturating_add(SIZE).min(start);
-                twins.write(RINGS.available + INDEX, &index.to_le_bytes());
-                while let Some(chain) = ours.pop(&twins.ours).unwrap() {
-                    ours.give_back(&twins.ours, chain.head, 0);
-                    let found = theirs.iter(&twins.theirs).unwrap().next().unwrap();
-                    let head = found.head_index();
-                    theirs.add_used(&twins.theirs, head, 0).unwrap();
-                }
-            }
+            advance(&twins, &mut ours, &mut theirs, start);
             prop_assert_eq!(ours.wants_interrupt(&twins.ours) || !event_index, theirs.needs_notification(&twins.theirs).unwrap());
         }
         for round in rounds {
@@ -229,48 +285,11 @@ proptest! {
             twins.write(RINGS.available + INDEX, &index.to_le_bytes());
             twins.write(RINGS.available + RING + 2 * u64::from(SIZE), &round.used_event.to_le_bytes());
             for _ in 0..round.device {
-                let found = ours.pop(&twins.ours);
-                let oracle = match theirs.iter(&twins.theirs) {
-                    Ok(mut iterator) => iterator.next(),
-                    Err(virtio_queue::Error::InvalidAvailRingIndex) => {
-                        prop_assert_eq!(found, Err(RingError::AvailableIndex));
-                        return Ok(());
-                    }
-                    Err(error) => panic!("{error}"),
-                };
-                let Some(oracle) = oracle else {
-                    prop_assert_eq!(found, Ok(None));
-                    break;
-                };
-                let head = oracle.head_index();
-                let list: Vec<(Part, u16)> = oracle
-                    .map(|d| (Part { address: d.addr().0, length: d.len() }, d.flags()))
-                    .collect();
-                let good = head < SIZE && keeps_the_rules(&twins, head, &list);
-                prop_assert_eq!(found.is_ok(), good, "{:?} {:?}", found, list);
-                let Ok(Some(chain)) = found else { return Ok(()) };
-                prop_assert_eq!(chain.head, head);
-                let walked: Vec<_> = ours.walk(&twins.ours, head).map(|d| d.unwrap()).collect();
-                prop_assert_eq!(walked.len(), list.len());
-                for (descriptor, (part, flags)) in walked.iter().zip(&list) {
-                    prop_assert_eq!(descriptor.part, *part);
-                    prop_assert_eq!(descriptor.write, flags & F_WRITE != 0);
+                match serve(&twins, &mut ours, &mut theirs)? {
+                    Served::Chain => {}
+                    Served::None => break,
+                    Served::Broken => return Ok(()),
                 }
-                // Fill the writable part only. This may change later chains.
-                let fill = vec![0xa5; chain.writable as usize];
-                let written = with_writable(&ours, &twins.ours, chain, |mut data| data.write(&fill));
-                if written != fill.len() {
-                    // The chain contains its own descriptors; its new content is unpredictable.
-                    return Ok(());
-                }
-                for (part, flags) in &list {
-                    if flags & F_WRITE != 0 {
-                        let bytes = &fill[..part.length as usize];
-                        twins.theirs.write_slice(bytes, GuestAddress(part.address)).unwrap();
-                    }
-                }
-                ours.give_back(&twins.ours, head, chain.writable);
-                theirs.add_used(&twins.theirs, head, chain.writable).unwrap();
             }
             if event_index {
                 prop_assert_eq!(ours.wants_interrupt(&twins.ours), theirs.needs_notification(&twins.theirs).unwrap());

@@ -85,6 +85,18 @@ const CACHES: usize = 6;
 const COMPONENTS: usize = 20;
 /// Legacy area and header of an `XSAVE` area (APM vol. 2, section 11.5.2).
 const XSAVE_LEGACY: u32 = 576;
+/// AVX-512 features in `ebx` and `ecx` of leaf 7.
+const AVX512_B: u32 = extended_b::AVX512F
+    | extended_b::AVX512DQ
+    | extended_b::AVX512_IFMA
+    | extended_b::AVX512CD
+    | extended_b::AVX512BW
+    | extended_b::AVX512VL;
+const AVX512_C: u32 = extended_c::AVX512_VBMI
+    | extended_c::AVX512_VBMI2
+    | extended_c::AVX512_VNNI
+    | extended_c::AVX512_BITALG
+    | extended_c::AVX512_VPOPCNTDQ;
 
 /// Table of the guest's results.
 #[derive(Clone, Debug)]
@@ -255,48 +267,30 @@ impl CpuidTable {
                 | extended_b::ERMS
                 | extended_b::INVPCID
                 | extended_b::ZERO_FCS_FDS
-                | extended_b::AVX512F
-                | extended_b::AVX512DQ
                 | extended_b::RDSEED
                 | extended_b::ADX
                 | extended_b::SMAP
-                | extended_b::AVX512_IFMA
                 | extended_b::CLFLUSHOPT
                 | extended_b::CLWB
-                | extended_b::AVX512CD
                 | extended_b::SHA
-                | extended_b::AVX512BW
-                | extended_b::AVX512VL,
+                | AVX512_B,
             extended_b::AVX2,
-            extended_b::AVX512F
-                | extended_b::AVX512DQ
-                | extended_b::AVX512_IFMA
-                | extended_b::AVX512CD
-                | extended_b::AVX512BW
-                | extended_b::AVX512VL,
+            AVX512_B,
         );
         let mut allowed_c = self.needs_state(
             extended_c::PREFETCHWT1
-                | extended_c::AVX512_VBMI
                 | extended_c::UMIP
                 | extended_c::PKU
-                | extended_c::AVX512_VBMI2
                 | extended_c::GFNI
                 | extended_c::VAES
                 | extended_c::VPCLMULQDQ
-                | extended_c::AVX512_VNNI
-                | extended_c::AVX512_BITALG
-                | extended_c::AVX512_VPOPCNTDQ
                 | extended_c::RDPID
                 | extended_c::CLDEMOTE
                 | extended_c::MOVDIRI
-                | extended_c::MOVDIR64B,
+                | extended_c::MOVDIR64B
+                | AVX512_C,
             extended_c::VAES | extended_c::VPCLMULQDQ,
-            extended_c::AVX512_VBMI
-                | extended_c::AVX512_VBMI2
-                | extended_c::AVX512_VNNI
-                | extended_c::AVX512_BITALG
-                | extended_c::AVX512_VPOPCNTDQ,
+            AVX512_C,
         );
         if self.xcr0_allowed & xcr0::PKRU == 0 {
             allowed_c &= !extended_c::PKU;

@@ -155,8 +155,8 @@ impl Msrs {
             Some(())
         };
         if let Some(index) = Self::fixed_index(msr) {
-            let good = value.to_le_bytes().iter().all(|&kind| is_type(kind, TYPES));
-            return if good { store(&mut self.mtrr_fixed[index], !0) } else { None };
+            let place = &mut self.mtrr_fixed[index];
+            return if are_types(value, TYPES) { store(place, !0) } else { None };
         }
         if let Some(index) = Self::variable_index(msr) {
             let mask = index & 1 != 0;
@@ -197,6 +197,11 @@ impl Msrs {
 
 fn is_type(kind: u8, types: u8) -> bool {
     kind < 8 && types & 1 << kind != 0
+}
+
+/// Returns true if each byte is one of these memory types.
+fn are_types(value: u64, types: u8) -> bool {
+    value.to_le_bytes().iter().all(|&kind| is_type(kind, types))
 }
 
 /// Maps registers that the back end holds.
@@ -258,13 +263,7 @@ impl Cpu {
         }
         let done = match msr {
             EFER => write_efer(vcpu, platform, value),
-            PAT if !value
-                .to_le_bytes()
-                .iter()
-                .all(|&kind| is_type(kind, TYPES | TYPE_UC_MINUS)) =>
-            {
-                None
-            }
+            PAT if !are_types(value, TYPES | TYPE_UC_MINUS) => None,
             TSC => {
                 let offset = value.wrapping_sub(platform.counter());
                 self.set_tsc_offset(vcpu, platform, offset);

@@ -158,26 +158,3 @@ fn languages_are_known_by_name_or_first_line() {
         assert_eq!(Language::of(path, text), language, "{path}");
     }
 }
-
-#[test]
-fn totals_are_by_folder_and_kind() {
-    let file = |path: &str, text: &str| File {
-        path: path.to_owned(),
-        language: Language::of(path, text).unwrap(),
-        text: text.to_owned(),
-    };
-    let tree = Tree {
-        files: vec![
-            file("README.md", "Nobody goes on.\n"),
-            file("a/src/lib.rs", "/// What nobody knows\n"),
-        ],
-    };
-    let totals = Totals(&tree.findings()).to_string();
-    let row = |folder: &str| {
-        let line = totals.lines().find(|line| line.split_whitespace().next() == Some(folder));
-        line.unwrap().split_whitespace().skip(1).map(str::to_owned).collect::<Vec<_>>()
-    };
-    assert_eq!(row("."), ["2", "0", "0", "0"]);
-    assert_eq!(row("a"), ["1", "0", "1", "0"]);
-    assert_eq!(row("all"), ["3", "0", "1", "0"]);
-}

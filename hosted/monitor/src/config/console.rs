@@ -1,10 +1,6 @@
 //! Configuration of consoles: `--serial` and `--console`.
 
-use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
-use serde::de::{self, Deserializer};
-use serde::{Deserialize, Serialize, Serializer};
-use std::borrow::Cow;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 /// Configured connection of a console line.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -37,6 +33,16 @@ impl Target {
         }
     }
 
+    fn text(&self) -> Option<String> {
+        Some(match self {
+            Self::Stdio => "stdio".to_owned(),
+            Self::Pty => "pty".to_owned(),
+            Self::Null => "null".to_owned(),
+            Self::File(path) => format!("file={}", path.to_str()?),
+            Self::Unix(path) => format!("unix={}", path.to_str()?),
+        })
+    }
+
     /// Returns the path, if the target has one.
     pub fn path_mut(&mut self) -> Option<&mut PathBuf> {
         match self {
@@ -60,72 +66,25 @@ impl Virtio {
                 .map_err(|text| text.replace("expected", "expected off,")),
         }
     }
-}
 
-impl JsonSchema for Virtio {
-    fn schema_name() -> Cow<'static, str> {
-        "Console".into()
-    }
-
-    fn json_schema(_: &mut SchemaGenerator) -> Schema {
-        json_schema!({
-            "description": "Connection of the virtio console; `off`: the VM has none.",
-            "type": "string",
-            "pattern": "^(off|stdio|pty|null|file=.+|unix=.+)$",
-        })
+    fn text(&self) -> Option<String> {
+        self.0.as_ref().map_or_else(|| Some("off".to_owned()), Target::text)
     }
 }
 
-impl Serialize for Virtio {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        match &self.0 {
-            None => serializer.serialize_str("off"),
-            Some(target) => target.serialize(serializer),
-        }
-    }
-}
+string_value!(
+    Virtio,
+    "Console",
+    "^(off|stdio|pty|null|file=.+|unix=.+)$",
+    "Connection of the virtio console; `off`: the VM has none."
+);
 
-impl<'de> Deserialize<'de> for Virtio {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        Self::parse(&String::deserialize(deserializer)?).map_err(de::Error::custom)
-    }
-}
-
-impl JsonSchema for Target {
-    fn schema_name() -> Cow<'static, str> {
-        "Serial".into()
-    }
-
-    fn json_schema(_: &mut SchemaGenerator) -> Schema {
-        json_schema!({
-            "description": "Connection of the serial line.",
-            "type": "string",
-            "pattern": "^(stdio|pty|null|file=.+|unix=.+)$",
-        })
-    }
-}
-
-impl Serialize for Target {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let text = |key: &str, path: &Path| match path.to_str() {
-            Some(path) => Ok(format!("{key}={path}")),
-            None => Err(serde::ser::Error::custom("a path is not UTF-8")),
-        };
-        match self {
-            Self::Stdio => serializer.serialize_str("stdio"),
-            Self::Pty => serializer.serialize_str("pty"),
-            Self::Null => serializer.serialize_str("null"),
-            Self::File(file) => serializer.serialize_str(&text("file", file)?),
-            Self::Unix(socket) => serializer.serialize_str(&text("unix", socket)?),
-        }
-    }
-}
-
-impl<'de> Deserialize<'de> for Target {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        Self::parse(&String::deserialize(deserializer)?).map_err(de::Error::custom)
-    }
-}
+string_value!(
+    Target,
+    "Serial",
+    "^(stdio|pty|null|file=.+|unix=.+)$",
+    "Connection of the serial line."
+);
 
 #[cfg(test)]
 mod tests {

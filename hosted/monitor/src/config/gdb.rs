@@ -1,9 +1,5 @@
 //! Configuration of the debugger: `--gdb`.
 
-use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
-use serde::de::{self, Deserializer};
-use serde::{Deserialize, Serialize, Serializer};
-use std::borrow::Cow;
 use std::path::PathBuf;
 
 /// Listening address for a debugger.
@@ -48,6 +44,14 @@ impl GdbEndpoint {
         Ok(Self { address, wait })
     }
 
+    fn text(&self) -> Option<String> {
+        let wait = if self.wait { ",wait" } else { "" };
+        Some(match &self.address {
+            GdbAddress::Unix(path) => format!("unix={}{wait}", path.to_str()?),
+            GdbAddress::Tcp(address) => format!("tcp={address}{wait}"),
+        })
+    }
+
     /// Returns the address.
     pub fn address(&self) -> &GdbAddress {
         &self.address
@@ -67,38 +71,12 @@ impl GdbEndpoint {
     }
 }
 
-impl JsonSchema for GdbEndpoint {
-    fn schema_name() -> Cow<'static, str> {
-        "Gdb".into()
-    }
-
-    fn json_schema(_: &mut SchemaGenerator) -> Schema {
-        json_schema!({
-            "description": "Listening address for GDB; with `,wait` the guest does not start before GDB connects.",
-            "type": "string",
-            "pattern": "^(unix=.+|tcp=.*:[0-9]+)(,wait)?$",
-        })
-    }
-}
-
-impl Serialize for GdbEndpoint {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let wait = if self.wait { ",wait" } else { "" };
-        match &self.address {
-            GdbAddress::Unix(path) => match path.to_str() {
-                Some(path) => serializer.serialize_str(&format!("unix={path}{wait}")),
-                None => Err(serde::ser::Error::custom("a path is not UTF-8")),
-            },
-            GdbAddress::Tcp(address) => serializer.serialize_str(&format!("tcp={address}{wait}")),
-        }
-    }
-}
-
-impl<'de> Deserialize<'de> for GdbEndpoint {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        Self::parse(&String::deserialize(deserializer)?).map_err(de::Error::custom)
-    }
-}
+string_value!(
+    GdbEndpoint,
+    "Gdb",
+    "^(unix=.+|tcp=.*:[0-9]+)(,wait)?$",
+    "Listening address for GDB; with `,wait` the guest does not start before GDB connects."
+);
 
 #[cfg(test)]
 mod tests {

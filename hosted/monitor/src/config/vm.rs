@@ -6,10 +6,8 @@ use clap::{Args, ValueEnum};
 use hosted_command::messages::Format;
 use hosted_command::value::{Size, parse_time};
 use proto::system::MAX_VCPUS;
-use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
-use serde::de::{self, Deserializer};
-use serde::{Deserialize, Serialize, Serializer};
-use std::borrow::Cow;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -135,37 +133,22 @@ impl OnExit {
             _ => Err(format!("invalid action `{text}`: expected exit, exit:CODE or reset")),
         }
     }
-}
 
-impl JsonSchema for OnExit {
-    fn schema_name() -> Cow<'static, str> {
-        "OnExit".into()
-    }
-
-    fn json_schema(_: &mut SchemaGenerator) -> Schema {
-        json_schema!({
-            "description": "Action after a guest power-off, reset or panic: reset the VM, or exit with the default code or with CODE.",
-            "type": "string",
-            "pattern": "^(exit(:[0-9]+)?|reset)$",
+    fn text(self) -> Option<String> {
+        Some(match self {
+            Self::Exit => "exit".to_owned(),
+            Self::Code(code) => format!("exit:{code}"),
+            Self::Reset => "reset".to_owned(),
         })
     }
 }
 
-impl Serialize for OnExit {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        match self {
-            Self::Exit => serializer.serialize_str("exit"),
-            Self::Code(code) => serializer.serialize_str(&format!("exit:{code}")),
-            Self::Reset => serializer.serialize_str("reset"),
-        }
-    }
-}
-
-impl<'de> Deserialize<'de> for OnExit {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        Self::parse(&String::deserialize(deserializer)?).map_err(de::Error::custom)
-    }
-}
+string_value!(
+    OnExit,
+    "OnExit",
+    "^(exit(:[0-9]+)?|reset)$",
+    "Action after a guest power-off, reset or panic: reset the VM, or exit with the default code or with CODE."
+);
 
 /// Back end that runs the guest.
 #[derive(
@@ -260,19 +243,13 @@ impl Time {
     pub fn parse(text: &str) -> Result<Self, String> {
         parse_time(text).map(Self)
     }
-}
 
-impl Serialize for Time {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.serialize_str(&format!("{}s", self.0.as_secs()))
+    fn text(self) -> Option<String> {
+        Some(format!("{}s", self.0.as_secs()))
     }
 }
 
-impl<'de> Deserialize<'de> for Time {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        Self::parse(&String::deserialize(deserializer)?).map_err(de::Error::custom)
-    }
-}
+string_value!(Time);
 
 /// Memory that the guest returns to the host: this size from the start, and free memory; `None`: no
 /// balloon.
@@ -293,6 +270,14 @@ impl BalloonConfig {
             size => Size::parse(size).map(|size| Self(Some(size))),
         }
     }
+
+    fn text(self) -> Option<String> {
+        Some(match self {
+            Self::ON => "on".to_owned(),
+            Self(None) => "off".to_owned(),
+            Self(Some(size)) => size.text(),
+        })
+    }
 }
 
 impl Default for BalloonConfig {
@@ -301,18 +286,4 @@ impl Default for BalloonConfig {
     }
 }
 
-impl Serialize for BalloonConfig {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        match *self {
-            Self::ON => serializer.serialize_str("on"),
-            Self(None) => serializer.serialize_str("off"),
-            Self(Some(size)) => size.serialize(serializer),
-        }
-    }
-}
-
-impl<'de> Deserialize<'de> for BalloonConfig {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        Self::parse(&String::deserialize(deserializer)?).map_err(de::Error::custom)
-    }
-}
+string_value!(BalloonConfig);

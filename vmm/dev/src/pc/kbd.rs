@@ -19,8 +19,6 @@ pub mod spec {
 
     /// Status: a byte is available in the data register.
     pub const STATUS_OUTPUT_FULL: u8 = 1 << 0;
-    /// Status: the self-test has passed.
-    pub const STATUS_SYSTEM: u8 = 1 << 2;
     /// Status: the last write was a command.
     pub const STATUS_COMMAND: u8 = 1 << 3;
     /// Status: the keyboard is not locked.

@@ -59,8 +59,6 @@ pub mod spec {
     pub const OCW2_AUTO_ROTATE_OFF: u8 = 0;
     /// OCW2: non-specific EOI.
     pub const OCW2_EOI: u8 = 1;
-    /// OCW2: no operation.
-    pub const OCW2_NOP: u8 = 2;
     /// OCW2: specific EOI.
     pub const OCW2_EOI_SPECIFIC: u8 = 3;
     /// OCW2: rotate in automatic EOI mode.

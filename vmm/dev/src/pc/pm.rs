@@ -15,20 +15,12 @@ use vmm_bus::{Access, Device, Env, MachineEvent, NEVER, Ticks};
 pub mod spec {
     /// PM1a event block: status (RW1C), then enable (RW), two bytes each.
     pub const PM1_EVENT: u64 = 0;
-    /// Bytes of the PM1a event block.
-    pub const PM1_EVENT_LEN: u64 = 4;
     /// PM1a control block (RW).
     pub const PM1_CONTROL: u64 = 4;
-    /// Bytes of the PM1a control block.
-    pub const PM1_CONTROL_LEN: u64 = 2;
     /// PM timer (RO), 32 bits: set `TMR_VAL_EXT` in the FADT.
     pub const TIMER: u64 = 8;
-    /// Bytes of the PM timer block.
-    pub const TIMER_LEN: u64 = 4;
     /// GPE0 block: status (RW1C), then enable (RW), two bytes each.
     pub const GPE0: u64 = 12;
-    /// Bytes of the GPE0 block.
-    pub const GPE0_LEN: u64 = 4;
     /// Bytes of all blocks.
     pub const LEN: u64 = 16;
 

@@ -12,8 +12,6 @@ use vmm_bus::{Access, Env, Msi};
 pub mod spec {
     /// Capability number.
     pub const CAPABILITY: u8 = 0x11;
-    /// Bytes of the capability.
-    pub const CAPABILITY_LEN: u16 = 12;
     /// Message control, in the capability's first word: MSI-X is enabled.
     pub const ENABLE: u32 = 1 << 31;
     /// Message control: every vector is masked.

@@ -103,8 +103,6 @@ pub mod spec {
     pub const QUEUE_VECTOR: u64 = 0x1a;
     /// Enable flag of the selected queue, 16 bits.
     pub const QUEUE_ENABLE: u64 = 0x1c;
-    /// Notification register of the selected queue (RO), 16 bits.
-    pub const QUEUE_NOTIFY_OFF: u64 = 0x1e;
     /// Descriptor table of the selected queue, 64 bits.
     pub const QUEUE_DESC: u64 = 0x20;
     /// Available ring of the selected queue, 64 bits.

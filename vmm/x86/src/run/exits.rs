@@ -157,12 +157,8 @@ impl Cpu {
             }
             Exit::Recall { events } => return Err(StopReason::Recall(events)),
             Exit::Xsetbv => self.xsetbv(vcpu, platform),
-            Exit::CacheFlush => {
-                self.skip(vcpu, platform, Pattern::CACHE_FLUSH);
-            }
-            Exit::Pause => {
-                self.skip(vcpu, platform, Pattern::PAUSE);
-            }
+            Exit::CacheFlush => _ = self.skip(vcpu, platform, Pattern::CACHE_FLUSH),
+            Exit::Pause => _ = self.skip(vcpu, platform, Pattern::PAUSE),
             Exit::CrAccess { register: 8, write } => self.cr8(vcpu, platform, write),
             Exit::Exception { vector, code } => self.exception(vcpu, platform, vector, code)?,
             Exit::Undefined => self.raise(vcpu, UNDEFINED),

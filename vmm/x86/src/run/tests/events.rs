@@ -498,6 +498,71 @@ fn moves() -> impl Strategy<Value = Vec<Move>> {
     proptest::collection::vec(one, 1..60)
 }
 
+/// Requests the step's interrupt, which joins `requested`, or its NMI. Returns the number of NMIs.
+fn request(
+    step: Option<Move>,
+    cpu: &Cpu,
+    platform: &mut TestPlatform,
+    requested: &mut Vec<u8>,
+) -> i32 {
+    match step {
+        Some(Move::Request(vector)) if !platform.requested.contains(&vector) => {
+            requested.push(vector);
+            platform.request(vector);
+            0
+        }
+        // A second NMI merges with a pending one, as on hardware.
+        Some(Move::Nmi) if !platform.nmi && !cpu.nmi => {
+            platform.nmi = true;
+            platform.needs_service = true;
+            1
+        }
+        _ => 0,
+    }
+}
+
+/// Exits during the delivery of an event: `cut` short, or by an exception.
+fn interrupt_delivery(vcpu: &mut ScriptedVcpu, cut: bool, exception: bool) -> Option<Exit> {
+    let mut delivered = vcpu.entries.last().map_or(Event::NONE, |entry| entry.event);
+    if let (InterruptWindow::DeliverVirq(vector), true) = (vcpu.window, cut || exception)
+        && !delivered.is_some()
+        && vcpu.get(Reg::Rflags) & RFLAGS_IF != 0
+    {
+        // It takes the interrupt, of which there is an end at once.
+        vcpu.window = InterruptWindow::Nothing;
+        delivered = Event::interrupt(vector);
+    }
+    if cut && delivered.is_some() {
+        vcpu.slot = delivered;
+        return Some(Exit::Recall { events: 1 });
+    }
+    if exception {
+        vcpu.slot = delivered;
+        return Some(Exit::Exception { vector: ALIGNMENT, code: 0 });
+    }
+    if delivered.is_some() {
+        interrupts(vcpu, false); // the handler
+    }
+    None
+}
+
+/// Executes the guest until its next exit: it may `toggle` its interrupt flag, and takes a virtual
+/// interrupt while the flag is set.
+fn run_guest(vcpu: &mut ScriptedVcpu, toggle: bool, taken: &mut Vec<u8>) -> Exit {
+    let open = (vcpu.get(Reg::Rflags) & RFLAGS_IF != 0) != toggle;
+    interrupts(vcpu, open);
+    match vcpu.window {
+        InterruptWindow::Exit if open => return Exit::InterruptWindow,
+        InterruptWindow::DeliverVirq(vector) if open => {
+            vcpu.window = InterruptWindow::Nothing;
+            interrupts(vcpu, false);
+            taken.push(vector);
+        }
+        _ => {}
+    }
+    Exit::Recall { events: 0 }
+}
+
 proptest! {
     /// A guest that switches interrupts on and off at random and whose event deliveries are
     /// interrupted at random: each requested event arrives exactly once, maskable interrupts
@@ -521,60 +586,17 @@ proptest! {
                     break;
                 }
             }
-            match step {
-                Some(Move::Request(vector)) if !platform.requested.contains(&vector) => {
-                    requested.push(vector);
-                    platform.request(vector);
-                }
-                // A second NMI merges with a pending one, as on hardware.
-                Some(Move::Nmi) if !platform.nmi && !cpu.nmi => {
-                    nmis += 1;
-                    platform.nmi = true;
-                    platform.needs_service = true;
-                }
-                _ => {}
-            }
+            nmis += request(step, &cpu, &mut platform, &mut requested);
             vcpu.entries.clear();
             let cut = matches!(step, Some(Move::CutShort));
             let exception = matches!(step, Some(Move::Exception));
             let toggle = matches!(step, Some(Move::Toggle)) || step.is_none();
             let taken_by_guest = taken.clone();
             vcpu.then(move |vcpu| {
-                let mut delivered = vcpu.entries.last().map_or(Event::NONE, |entry| entry.event);
-                if let (InterruptWindow::DeliverVirq(vector), true) = (vcpu.window, cut || exception)
-                    && !delivered.is_some()
-                    && vcpu.get(Reg::Rflags) & RFLAGS_IF != 0
-                {
-                    // It takes the interrupt, of which there is an end at once.
-                    vcpu.window = InterruptWindow::Nothing;
-                    delivered = Event::interrupt(vector);
+                if let Some(exit) = interrupt_delivery(vcpu, cut, exception) {
+                    return exit;
                 }
-                if cut && delivered.is_some() {
-                    vcpu.slot = delivered;
-                    return Exit::Recall { events: 1 };
-                }
-                if exception {
-                    vcpu.slot = delivered;
-                    return Exit::Exception { vector: ALIGNMENT, code: 0 };
-                }
-                if delivered.is_some() {
-                    interrupts(vcpu, false); // the handler
-                }
-                if toggle {
-                    let open = vcpu.get(Reg::Rflags) & RFLAGS_IF != 0;
-                    interrupts(vcpu, !open);
-                }
-                let open = vcpu.get(Reg::Rflags) & RFLAGS_IF != 0;
-                match vcpu.window {
-                    InterruptWindow::Exit if open => return Exit::InterruptWindow,
-                    InterruptWindow::DeliverVirq(vector) if open => {
-                        vcpu.window = InterruptWindow::Nothing;
-                        interrupts(vcpu, false);
-                        taken_by_guest.borrow_mut().push(vector);
-                    }
-                    _ => {}
-                }
-                Exit::Recall { events: 0 }
+                run_guest(vcpu, toggle, &mut taken_by_guest.borrow_mut())
             });
             let pause = cpu.run(&mut vcpu, &mut platform);
             // After a window exit the next entry finds an empty script.
