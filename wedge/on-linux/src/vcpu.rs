@@ -79,6 +79,35 @@ pub enum DebugStep {
     Done,
 }
 
+impl LinuxVcpu<'_> {
+    /// Returns the place of a register that is kept as it is.
+    fn place(&mut self, register: Reg) -> Option<&mut u64> {
+        let cpu = &mut *self.cpu;
+        Some(match register {
+            Reg::Rip => &mut cpu.frame.rip,
+            Reg::Cr0 => &mut cpu.cr0,
+            Reg::Cr2 => &mut cpu.cr2,
+            Reg::Cr3 => &mut cpu.cr3,
+            Reg::Cr4 => &mut cpu.cr4,
+            Reg::Efer => &mut cpu.efer,
+            Reg::Star => &mut cpu.star,
+            Reg::Lstar => &mut cpu.lstar,
+            Reg::Cstar => &mut cpu.cstar,
+            Reg::Sfmask => &mut cpu.sfmask,
+            Reg::KernelGsBase => &mut cpu.kernel_gs_base,
+            Reg::SysenterCs => &mut cpu.sysenter[0],
+            Reg::SysenterEsp => &mut cpu.sysenter[1],
+            Reg::SysenterEip => &mut cpu.sysenter[2],
+            Reg::Pat => &mut cpu.pat,
+            Reg::Dr6 => &mut cpu.dr[6],
+            Reg::Dr7 => &mut cpu.dr[7],
+            Reg::Xcr0 => &mut self.xcr0,
+            // The TSC has no offset, and there is no interrupt shadow.
+            Reg::InterruptShadow | Reg::TscOffset | Reg::Rflags | Reg::Cpl => return None,
+        })
+    }
+}
+
 impl X86Vcpu for LinuxVcpu<'_> {
     fn gpr(&mut self, register: Gpr) -> u64 {
         self.cpu.frame.gpr[register as usize]
@@ -89,62 +118,27 @@ impl X86Vcpu for LinuxVcpu<'_> {
     }
 
     fn get(&mut self, register: Reg) -> u64 {
-        let cpu = &mut *self.cpu;
         match register {
-            Reg::Rip => cpu.frame.rip,
-            Reg::Rflags => cpu.rflags(),
-            Reg::InterruptShadow | Reg::TscOffset => 0,
-            Reg::Cr0 => cpu.cr0,
-            Reg::Cr2 => cpu.cr2,
+            Reg::Rflags => self.cpu.rflags(),
+            Reg::Cpl => self.cpu.cpl.into(),
             // The VMM walks kernel addresses only.
-            Reg::Cr3 if cpu.cpl == 0 => cpu.shared.root,
-            Reg::Cr3 => cpu.cr3,
-            Reg::Cr4 => cpu.cr4,
-            Reg::Efer => cpu.efer,
-            Reg::Cpl => cpu.cpl.into(),
-            Reg::Star => cpu.star,
-            Reg::Lstar => cpu.lstar,
-            Reg::Cstar => cpu.cstar,
-            Reg::Sfmask => cpu.sfmask,
-            Reg::KernelGsBase => cpu.kernel_gs_base,
-            Reg::SysenterCs => cpu.sysenter[0],
-            Reg::SysenterEsp => cpu.sysenter[1],
-            Reg::SysenterEip => cpu.sysenter[2],
-            Reg::Pat => cpu.pat,
-            Reg::Dr6 => cpu.dr[6],
-            Reg::Dr7 => cpu.dr[7],
-            Reg::Xcr0 => self.xcr0,
+            Reg::Cr3 if self.cpu.cpl == 0 => self.cpu.shared.root,
+            _ => self.place(register).map_or(0, |value| *value),
         }
     }
 
     fn set(&mut self, register: Reg, value: u64) {
-        let cpu = &mut *self.cpu;
         match register {
-            Reg::Rip => cpu.frame.rip = value,
-            Reg::Rflags => cpu.set_rflags(value),
-            // The TSC has no offset, and there is no interrupt shadow.
-            Reg::InterruptShadow | Reg::TscOffset => {}
-            Reg::Cr0 => cpu.cr0 = value,
-            Reg::Cr2 => cpu.cr2 = value,
-            Reg::Cr3 => {
-                cpu.cr3 = value;
-                slot().root.store(value, Relaxed);
+            Reg::Rflags => self.cpu.set_rflags(value),
+            Reg::Cpl => self.cpu.cpl = value as u8 & 3,
+            _ => {
+                if let Some(place) = self.place(register) {
+                    *place = value;
+                }
             }
-            Reg::Cr4 => cpu.cr4 = value,
-            Reg::Efer => cpu.efer = value,
-            Reg::Cpl => cpu.cpl = value as u8 & 3,
-            Reg::Star => cpu.star = value,
-            Reg::Lstar => cpu.lstar = value,
-            Reg::Cstar => cpu.cstar = value,
-            Reg::Sfmask => cpu.sfmask = value,
-            Reg::KernelGsBase => cpu.kernel_gs_base = value,
-            Reg::SysenterCs => cpu.sysenter[0] = value,
-            Reg::SysenterEsp => cpu.sysenter[1] = value,
-            Reg::SysenterEip => cpu.sysenter[2] = value,
-            Reg::Pat => cpu.pat = value,
-            Reg::Dr6 => cpu.dr[6] = value,
-            Reg::Dr7 => cpu.dr[7] = value,
-            Reg::Xcr0 => self.xcr0 = value,
+        }
+        if register == Reg::Cr3 {
+            slot().root.store(value, Relaxed);
         }
     }
 
