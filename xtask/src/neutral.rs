@@ -8,7 +8,17 @@ use std::fmt::Write;
 use std::path::Path;
 
 /// Folders of the packages.
-pub const PACKAGES: [&str; 5] = ["proto", "vmm/mem", "vmm/bus", "vmm/vcpu", "vmm/dev"];
+pub const PACKAGES: [&str; 9] = [
+    "abi",
+    "hw/tables",
+    "kernel/core",
+    "kernel/run",
+    "proto",
+    "vmm/mem",
+    "vmm/bus",
+    "vmm/vcpu",
+    "vmm/dev",
+];
 /// The target for which [`check`] compiles them.
 const TARGET: &str = "aarch64-unknown-none-softfloat";
 

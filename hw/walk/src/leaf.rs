@@ -26,8 +26,8 @@ pub struct Leaf {
     pub dirty: bool,
 }
 
-/// Returns the leaf that maps `linear` below `root`, a value of `CR3`. `None` if an entry on the way
-/// is absent or outside of memory.
+/// Returns the leaf that maps `linear` below `root`, a value of `CR3`. `None` if an entry on the
+/// way is absent or outside of memory.
 #[inline]
 pub fn leaf(tables: &impl PageTables, root: u64, linear: u64) -> Option<Leaf> {
     let mut value = root;

@@ -1,5 +1,5 @@
-//! Walk of x86 page tables as the CPU performs it (AMD APM vol. 2, chapter 5), as pure functions over
-//! a trait that accesses the tables. The VMM, the wedge and the kernel share it.
+//! Walk of x86 page tables as the CPU performs it (AMD APM vol. 2, chapter 5), as pure functions
+//! over a trait that accesses the tables. The VMM and the wedge share it.
 //!
 //! All modes: no paging, 32-bit with 4 MiB pages, PAE, 4-level with 2 MiB and 1 GiB pages. Rights
 //! follow WP, SMEP, SMAP and NX; accessed and dirty bits are set as by hardware, only once the

@@ -5,11 +5,12 @@
 //! CPU.
 
 use crate::io::{rdmsr, wrmsr};
-use crate::memory::{FOUR_GIB, direct};
+use crate::memory::direct;
 use crate::{cpu, idt, time};
 use core::sync::atomic::{AtomicU64, Ordering, fence};
 use hw_x86::apic::local;
 use hw_x86::msr;
+use kernel_run::boot_memory::FOUR_GIB;
 use spin::Once;
 
 /// Register access, implemented by the hardware and by a fake for tests.

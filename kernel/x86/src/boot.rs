@@ -8,14 +8,16 @@
 use crate::boot_info::{COMMAND_LINE_LENGTH, Machine, image};
 use crate::cpu::MAX_CPUS;
 use crate::features::{Features, features, initial_apic_id};
-use crate::memory::{self, BootMemory, FOUR_GIB, IMAGE_OFFSET, KernelTables, normalise};
-use crate::ranges::Range;
+use crate::log::LOG;
+use crate::memory::{self, DIRECT_MAP_LENGTH, IMAGE_OFFSET, KernelTables};
 use crate::{apic, cpu, entry, idt, io, ioapic, log, panic, smp, start, time};
 use abi::Status;
 use core::arch::{asm, global_asm};
 use core::cell::UnsafeCell;
 use hw_tables::acpi::{Fadt, Madt, MadtEntry, Tables, apic_flag, find_rsdp};
 use hw_tables::{multiboot2, pvh};
+use kernel_run::boot_memory::{BootMemory, FOUR_GIB, MAX_RAM, normalise};
+use kernel_run::ranges::{Range, RangeSet};
 
 global_asm!(
     include_str!("boot.s"),
@@ -61,11 +63,17 @@ fn read_pvh(machine: &mut Machine, information: u64) -> Option<Range> {
     machine.bundle =
         pvh::Module::list(modules).next().map(|module| Range::sized(module.address, module.size));
     let map = list(info.memory_map, info.memory_ranges, pvh::MemoryRange::LENGTH);
-    machine.memory = BootMemory::new(normalise(|| {
+    machine.memory = usable(normalise(DIRECT_MAP_LENGTH, || {
         pvh::MemoryRange::list(map)
             .map(|entry| (Range::sized(entry.address, entry.size), entry.kind == pvh::memory::RAM))
     }));
     Some(Range::default())
+}
+
+/// Memory of this RAM, except for the first 64 KiB, where memory maps are not always accurate and
+/// where CPUs start.
+fn usable(ram: RangeSet<MAX_RAM>) -> BootMemory {
+    BootMemory::new(ram, Range::new(0, 0x1_0000))
 }
 
 /// Reads the information of a Multiboot2 boot loader; returns the range to preserve besides the
@@ -77,7 +85,7 @@ fn read_multiboot2(machine: &mut Machine, information: u64) -> Option<Range> {
     machine.set_command_line(info.command_line().unwrap_or(&[]));
     machine.bundle =
         info.modules().next().map(|module| Range::new(module.start as u64, module.end as u64));
-    machine.memory = BootMemory::new(normalise(|| {
+    machine.memory = usable(normalise(DIRECT_MAP_LENGTH, || {
         info.memory_map()
             .map(|entry| (Range::sized(entry.address, entry.size), entry.kind == pvh::memory::RAM))
     }));
@@ -107,7 +115,7 @@ extern "C" fn boot_main(magic: u32, information: u32) -> ! {
         multiboot2::LOADER_MAGIC => read_multiboot2(machine, information as u64),
         _ => None,
     };
-    log::init(machine.option("log"));
+    LOG.port().init(machine.option("log"));
     panic::init(machine.option("panic"));
     log!("Parador {}, booted by {}", env!("CARGO_PKG_VERSION"), loader_name(magic));
     let Some(preserved) = preserved else {

@@ -1,7 +1,9 @@
 //! Description of the machine that boot hands over, and addresses of the kernel image.
 
-use crate::memory::{BootMemory, ImageLayout, MAX_RAM};
-use crate::ranges::{Range, RangeSet};
+use kernel_run::boot_memory::{BootMemory, MAX_RAM};
+use kernel_run::ranges::{Range, RangeSet};
+
+use crate::memory::ImageLayout;
 
 /// Maximum stored length of the command line, in bytes.
 pub const COMMAND_LINE_LENGTH: usize = 1024;

@@ -11,11 +11,12 @@ use core::mem::offset_of;
 
 use abi::Op;
 use hw_x86::msr;
+use kernel_run::{exit, lock};
 
 use crate::context::{Context, Registers, SYSCALL, from_end};
 use crate::cpu::{self, selector};
 use crate::io::{read_cr2, wrmsr};
-use crate::{fastpath, run};
+use crate::{X86, fastpath, run};
 
 /// RFLAGS cleared by SYSCALL: TF, IF, DF, NT, AC.
 const SYSCALL_MASK: u64 = 1 << 8 | 1 << 9 | 1 << 10 | 1 << 14 | 1 << 18;
@@ -340,7 +341,7 @@ extern "C" fn fast_ipc_handler() {
 /// Handles a system call. Does not return: `leave_kernel` loads all registers anyway.
 extern "C" fn syscall_handler() -> ! {
     let cpu_index = cpu::current().id as usize;
-    let kernel = run::lock(cpu_index);
+    let kernel = lock::lock::<X86>(cpu_index);
     // SAFETY: called by `syscall_entry` only, and `fast_ipc_handler` has had no effect.
     let caller = unsafe { fastpath::calling_thread(&kernel, cpu_index) };
     #[cfg(parador_longest_path)]
@@ -350,12 +351,12 @@ extern "C" fn syscall_handler() -> ! {
     }
     let next = caller
         .and_then(|(handle, thread)| kernel.system_call(cpu_index, handle, thread))
-        .map(|next| run::Next::new(&next));
+        .map(|next| exit::Next::new(&next));
     let (kernel, next) = match next {
         Some(next) if !kernel.has_work(cpu_index) => (kernel, next),
-        _ => run::pick_next(kernel, cpu_index),
+        _ => exit::pick_next(kernel, cpu_index),
     };
-    let context = run::leave(kernel, cpu_index, next);
+    let context = exit::leave(kernel, cpu_index, next);
     // SAFETY: a thread's context; the next entry starts on an empty stack.
     unsafe { leave_to(context) }
 }
@@ -364,7 +365,7 @@ extern "C" fn syscall_handler() -> ! {
 extern "C" fn interrupt_handler(vector: u64) -> *const Context {
     let cr2 = read_cr2();
     let cpu_index = cpu::current().id as usize;
-    let kernel = run::lock(cpu_index);
+    let kernel = lock::lock::<X86>(cpu_index);
     #[cfg(parador_longest_path)]
     crate::longest::caused_by(crate::longest::VECTOR | vector);
     if vector >= crate::idt::FIRST_INTERRUPT as u64 {
@@ -381,6 +382,6 @@ extern "C" fn interrupt_handler(vector: u64) -> *const Context {
             kernel.fault(cpu_index, handle, [vector, error, address, thread.context.ip()]);
         }
     }
-    let (kernel, next) = run::pick_next(kernel, cpu_index);
-    run::leave(kernel, cpu_index, next)
+    let (kernel, next) = exit::pick_next(kernel, cpu_index);
+    exit::leave(kernel, cpu_index, next)
 }

@@ -6,11 +6,12 @@ use core::ptr;
 use kernel_core::Kernel;
 use kernel_core::object::Thread;
 use kernel_core::pool::Handle;
+use kernel_run::lock::{lock, unlock};
 
 use crate::X86;
 use crate::context::Context;
 use crate::cpu;
-use crate::run::{load_space, lock, unlock};
+use crate::run::load_space;
 
 /// The thread whose system call this CPU handles; `None` if another CPU has stopped it meanwhile.
 ///
@@ -40,7 +41,7 @@ pub unsafe fn calling_thread(
 #[inline(always)]
 pub unsafe fn fast_ipc() -> *const Context {
     let cpu_index = cpu::current().id as usize;
-    let kernel = lock(cpu_index);
+    let kernel = lock::<X86>(cpu_index);
     // SAFETY: the caller's contract.
     let caller = unsafe { calling_thread(&kernel, cpu_index) };
     let Some(next) = caller.and_then(|(handle, thread)| kernel.fast_ipc(cpu_index, handle, thread))

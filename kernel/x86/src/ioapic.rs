@@ -7,9 +7,9 @@
 use crate::cpu;
 use crate::io::out8;
 use crate::memory::direct;
-use crate::ranges::Range;
 use hw_tables::acpi::{Madt, MadtEntry};
 use hw_x86::apic::{io, msi, pic};
+use kernel_run::ranges::Range;
 use spin::Mutex;
 
 /// Maximum number of I/O APICs in use.

@@ -36,7 +36,6 @@ pub mod machine_check;
 pub mod memory;
 #[cfg(target_os = "none")]
 pub mod panic;
-pub mod ranges;
 #[cfg(target_os = "none")]
 pub mod run;
 #[cfg(target_os = "none")]

@@ -3,7 +3,8 @@
 
 use crate::boot_info::image;
 use crate::io::{out8, read_cr2, read_cr3, stack_pointer, stop};
-use crate::{apic, cpu, features, log};
+use crate::log::LOG;
+use crate::{apic, cpu, features};
 use core::fmt::{self, Write};
 use core::panic::PanicInfo;
 use core::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicUsize, Ordering};
@@ -74,7 +75,7 @@ pub fn stop_if_dying() {
 fn report_line(line: fmt::Arguments) {
     // Writing to memory cannot fail.
     let _ = writeln!(&PARADOR_EPITAPH, "{line}");
-    log::line(line);
+    LOG.line(line);
 }
 
 /// Implements the panic handler: reports the panic and stops all CPUs.
@@ -89,7 +90,8 @@ pub fn die(info: &PanicInfo) -> ! {
     if let Some(apic) = apic::try_local() {
         apic.send_nmi_to_others();
     }
-    log::seize();
+    // SAFETY: the NMI stops the CPU that holds the buffer; if it is this one, it does not continue.
+    unsafe { LOG.seize() };
     report_line(format_args!("PANIC on the CPU with APIC id {me}: {}", info.message()));
     if let Some(place) = info.location() {
         report_line(format_args!("  at {}:{}", place.file(), place.line()));

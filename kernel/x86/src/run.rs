@@ -1,101 +1,32 @@
-//! Kernel lock, kernel exit, and the implementation of `kernel_core::arch::Arch` for x86-64.
+//! Implementation of `kernel_core::arch::Arch` and [`kernel_run::Processor`] for x86-64.
 
-use core::cell::{Cell, UnsafeCell};
-use core::ops::{Deref, DerefMut, Range};
-use core::ptr;
-use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use core::cell::Cell;
+use core::ops::Range;
+use core::sync::atomic::{AtomicU64, Ordering};
 
 use abi::Status;
 use abi::args::IrqSource;
 use kernel_core::arch::Arch;
-use kernel_core::mdb::work::WORK;
-use kernel_core::object::{Irq, Space, Task, Thread, ThreadState, Vcpu};
+use kernel_core::object::{Irq, Space, Task, Thread, Vcpu};
 use kernel_core::pool::{Factory, Frame, Handle, Memory};
 use kernel_core::{Kernel, count};
+use kernel_run::Processor;
+use kernel_run::exit::ReturnToUser;
+use kernel_run::lock::{self, KernelLock};
+use kernel_run::log::PERIOD;
 
 use crate::context::Context;
 use crate::cpu::{self, MAX_CPUS};
 use crate::format::UserFormat;
 use crate::io::{out8, write_cr3};
 use crate::ioapic::{self, Line};
-use crate::{X86, apic, idt, log, memory, time, vcpu};
+use crate::log::LOG;
+use crate::{X86, apic, idt, memory, time, vcpu};
 
-// ---- the lock ----------------------------------------------------------------------------------
+static KERNEL: KernelLock<X86> = KernelLock::new();
 
-struct Global(UnsafeCell<Kernel<X86>>);
-
-// SAFETY: reached only through `Guard`, which exists once at a time.
-unsafe impl Sync for Global {}
-
-static KERNEL: Global = Global(UnsafeCell::new(Kernel::new()));
-static READY: AtomicBool = AtomicBool::new(false);
-static LOCKED: AtomicBool = AtomicBool::new(true);
-/// CPUs that must flush their TLBs (bit mask).
-static SHOOTDOWN: AtomicU64 = AtomicU64::new(0);
-
-/// Access to the kernel state; exists while the lock is held.
-pub struct Guard(());
-
-impl Deref for Guard {
-    type Target = Kernel<X86>;
-    #[inline(always)]
-    fn deref(&self) -> &Kernel<X86> {
-        // SAFETY: a guard exists only while the lock is held.
-        unsafe { &*KERNEL.0.get() }
-    }
-}
-
-impl DerefMut for Guard {
-    #[inline(always)]
-    fn deref_mut(&mut self) -> &mut Kernel<X86> {
-        // SAFETY: as in `deref`.
-        unsafe { &mut *KERNEL.0.get() }
-    }
-}
-
-/// Initialises the kernel state, with the lock held.
-pub fn publish(memory: Memory) -> Guard {
-    assert!(!READY.swap(true, Ordering::Relaxed));
-    // Only once, by the assertion; the lock starts out held, so no other CPU has access.
-    let mut kernel = Guard(());
-    kernel.memory = memory;
-    kernel
-}
-
-/// Acquires the kernel lock for CPU `cpu_index`. Serves shootdowns while waiting, since the lock
-/// holder may wait for this CPU's response.
-#[inline(always)]
-pub fn lock(cpu_index: usize) -> Guard {
-    while LOCKED.swap(true, Ordering::Acquire) {
-        wait_for_lock(cpu_index);
-    }
-    #[cfg(parador_longest_path)]
-    crate::longest::begin();
-    Guard(())
-}
-
-#[cold]
-fn wait_for_lock(cpu_index: usize) {
-    while LOCKED.load(Ordering::Relaxed) {
-        serve_shootdown(cpu_index);
-        core::hint::spin_loop();
-    }
-}
-
-fn serve_shootdown(cpu_index: usize) {
-    if SHOOTDOWN.load(Ordering::Acquire) & 1 << cpu_index != 0 {
-        X86::flush_local();
-        SHOOTDOWN.fetch_and(!(1 << cpu_index), Ordering::Release);
-    }
-}
-
-/// Releases the kernel lock.
-#[inline(always)]
-pub fn unlock(_guard: Guard) {
-    #[cfg(parador_longest_path)]
-    crate::longest::end();
-    LOCKED.store(false, Ordering::Release);
-}
+/// Access to the kernel's state.
+pub type Guard = kernel_run::lock::Guard<X86>;
 
 // ---- per-CPU state -----------------------------------------------------------------------------
 
@@ -144,8 +75,8 @@ pub fn arm(local: &Local, deadline: u64) {
 
 /// Arms the timer to send the rest of the log, if any.
 fn arm_for_log(cpu_index: usize) {
-    if log::is_waiting() {
-        arm(local(cpu_index), time::tsc().saturating_add(time::to_ticks(log::PERIOD)));
+    if LOG.is_waiting() {
+        arm(local(cpu_index), time::tsc().saturating_add(time::to_ticks(PERIOD)));
     }
 }
 
@@ -161,8 +92,8 @@ pub fn handle_vector(kernel: &Kernel<X86>, cpu_index: usize, vector: u8) {
         idt::TIMER => {
             local(cpu_index).timer_deadline.set(u64::MAX);
             kernel.timer(cpu_index);
-            if log::is_waiting() {
-                log::step();
+            if LOG.is_waiting() {
+                LOG.step();
                 arm_for_log(cpu_index);
             }
         }
@@ -187,94 +118,7 @@ pub fn handle_pending(kernel: &Kernel<X86>, cpu_index: usize) {
     }
 }
 
-/// Releases the lock and waits for an interrupt that causes rescheduling.
-#[cold]
-#[inline(never)]
-fn idle(mut kernel: Guard, cpu_index: usize) -> Guard {
-    arm(local(cpu_index), kernel.cpus[cpu_index].deadline());
-    loop {
-        unlock(kernel);
-        // SAFETY: an interrupt here only sets a bit in `pending`. STI inhibits interrupts until
-        // after HLT.
-        unsafe { core::arch::asm!("sti", "hlt", "cli", options(nostack)) };
-        kernel = lock(cpu_index);
-        handle_pending(&kernel, cpu_index);
-        if kernel.cpus[cpu_index].resched.get() {
-            return kernel;
-        }
-        arm(local(cpu_index), kernel.cpus[cpu_index].deadline());
-    }
-}
-
-// ---- kernel exit --------------------------------------------------------------------------------
-
-/// Thread to be resumed, and the vCPU that it runs in `VcpuRun`, else null. Valid while the lock is
-/// held and no object is freed.
-pub struct Next {
-    thread: *const Thread<X86>,
-    vcpu: *const Vcpu<X86>,
-}
-
-impl Next {
-    /// Converts a [`kernel_core::thread::Next`].
-    #[inline(always)]
-    pub fn new(next: &kernel_core::thread::Next<'_, X86>) -> Self {
-        Self { thread: next.thread, vcpu: next.vcpu.map_or(ptr::null(), ptr::from_ref) }
-    }
-}
-
-/// Finishes the current kernel entry, and idles until there is a thread to resume.
-#[inline(never)]
-pub fn pick_next(mut kernel: Guard, cpu_index: usize) -> (Guard, Next) {
-    loop {
-        kernel.finish(cpu_index);
-        let Some(handle) = kernel.cpus[cpu_index].current.get() else {
-            // No thread is runnable: continue the destruction of dying tasks and VMs first.
-            let mut budget = WORK;
-            kernel.reap(&mut budget);
-            if budget == WORK {
-                kernel = idle(kernel, cpu_index);
-            }
-            continue;
-        };
-        let thread = kernel.memory.at(handle);
-        let vcpu = match thread.state.get() {
-            ThreadState::InGuest { vcpu } => kernel
-                .vcpu_of(thread, vcpu)
-                .map_or_else(|| vcpu::abort_destroyed_vcpu(&kernel, thread), ptr::from_ref),
-            _ => ptr::null(),
-        };
-        let next = Next { thread, vcpu };
-        return (kernel, next);
-    }
-}
-
-/// Runs guests until a thread is to return to user mode, and returns that thread's context.
-#[inline(always)]
-pub fn leave(mut kernel: Guard, cpu_index: usize, mut next: Next) -> *const Context {
-    let target = loop {
-        // SAFETY: looked up under the lock, which is held since; only `pick_next` frees objects.
-        let (thread, guest) = unsafe { (&*next.thread, next.vcpu.as_ref()) };
-        let Some(guest) = guest else {
-            arm(local(cpu_index), kernel.cpus[cpu_index].deadline());
-            break vcpu::ExitToVmm { task: thread.task, context: &raw const thread.context };
-        };
-        let (after, target) = vcpu::run(kernel, cpu_index, thread, guest);
-        kernel = after;
-        // Most VM exits: return to the VMM directly. The timer need not be armed: guests are
-        // entered with the CPU's own deadline at the latest, which has not changed.
-        if let Some(target) = target.filter(|_| !kernel.has_work(cpu_index)) {
-            break target;
-        }
-        (kernel, next) = pick_next(kernel, cpu_index);
-    };
-    if kernel.cpus[cpu_index].space.get() != Some(target.task) {
-        load_space(&kernel, cpu_index, target.task, &kernel.memory.at(target.task).space);
-    }
-    cpu::set_interrupt_stack(Context::end(target.context));
-    unlock(kernel);
-    target.context
-}
+// ---- address spaces ----------------------------------------------------------------------------
 
 /// Loads the address space `space` of `task`.
 #[inline(always)]
@@ -348,13 +192,7 @@ impl Arch for X86 {
     }
 
     fn shootdown(cpus: u64) {
-        SHOOTDOWN.fetch_or(cpus, Ordering::AcqRel);
-        for cpu in (0..MAX_CPUS).filter(|cpu| cpus & 1 << cpu != 0) {
-            Self::kick(cpu);
-        }
-        while SHOOTDOWN.load(Ordering::Acquire) & cpus != 0 {
-            core::hint::spin_loop();
-        }
+        lock::shoot_down::<Self>(cpus);
     }
 
     fn flush_local() {
@@ -417,12 +255,12 @@ impl Arch for X86 {
     }
 
     fn log(text: core::fmt::Arguments<'_>) {
-        log::line(text);
+        LOG.line(text);
         arm_for_log(Self::this_cpu());
     }
 
     fn log_text(text: &[u8]) -> usize {
-        let waiting = log::text(text);
+        let waiting = LOG.text(text);
         arm_for_log(Self::this_cpu());
         waiting
     }
@@ -430,7 +268,7 @@ impl Arch for X86 {
     fn reset() -> ! {
         const RESET_CONTROL: u16 = 0xcf9;
         const KEYBOARD: u16 = 0x64;
-        log::flush();
+        LOG.flush();
         // SAFETY: both reset the machine; where neither exists, the CPU stops.
         unsafe {
             out8(RESET_CONTROL, 0x02);
@@ -441,16 +279,70 @@ impl Arch for X86 {
     }
 }
 
+impl Processor for X86 {
+    #[inline(always)]
+    fn kernel_lock() -> &'static KernelLock<Self> {
+        &KERNEL
+    }
+
+    #[cfg(parador_longest_path)]
+    fn lock_acquired() {
+        crate::longest::begin();
+    }
+
+    #[cfg(parador_longest_path)]
+    fn lock_released() {
+        crate::longest::end();
+    }
+
+    fn direct(physical: u64) -> *mut u8 {
+        memory::direct(physical)
+    }
+
+    fn wait_for_interrupt() {
+        // SAFETY: an interrupt here only sets a bit in `pending`. STI inhibits interrupts until
+        // after HLT.
+        unsafe { core::arch::asm!("sti", "hlt", "cli", options(nostack)) };
+    }
+
+    fn handle_pending(kernel: &Kernel<Self>, cpu_index: usize) {
+        handle_pending(kernel, cpu_index);
+    }
+
+    #[inline(always)]
+    fn arm_timer(cpu_index: usize, deadline: u64) {
+        arm(local(cpu_index), deadline);
+    }
+
+    #[inline(always)]
+    fn load_space(
+        kernel: &Kernel<Self>,
+        cpu_index: usize,
+        task: Handle<Task<Self>>,
+        space: &Space<Self>,
+    ) {
+        load_space(kernel, cpu_index, task, space);
+    }
+
+    #[inline(always)]
+    fn set_entry_context(context: *const Context) {
+        cpu::set_interrupt_stack(Context::end(context));
+    }
+
+    #[inline(always)]
+    fn run_vcpu(
+        kernel: Guard,
+        cpu_index: usize,
+        thread: &Thread<Self>,
+        vcpu: &Vcpu<Self>,
+    ) -> (Guard, Option<ReturnToUser<Self>>) {
+        vcpu::run(kernel, cpu_index, thread, vcpu)
+    }
+}
+
 static CPUS: AtomicU64 = AtomicU64::new(1);
 
 /// Sets the number of running CPUs.
 pub fn set_cpus(cpus: usize) {
     CPUS.store(cpus as u64, Ordering::Relaxed);
-}
-
-/// Waits until [`publish`] has been called.
-pub fn wait_until_published() {
-    while !READY.load(Ordering::Acquire) {
-        core::hint::spin_loop();
-    }
 }

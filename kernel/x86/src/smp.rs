@@ -3,9 +3,9 @@
 //! time.
 
 use crate::memory::{direct, kernel_root};
-use crate::ranges::{Range, RangeSet};
 use crate::{apic, cpu, log, start, time};
 use core::sync::atomic::{AtomicUsize, Ordering};
+use kernel_run::ranges::{Range, RangeSet};
 
 /// Time after which a CPU counts as not responding.
 const ANSWER_MICROSECONDS: u64 = 200_000;

@@ -12,21 +12,22 @@ mod frames;
 mod guest_entry;
 
 use core::cell::Cell;
-use core::ptr;
 use core::sync::atomic::{AtomicU64, Ordering};
 
 use abi::Status;
 use abi::vcpu::x86::{VcpuState, exit as x86_exit, gpr, group, window};
 use abi::vcpu::{HYPERCALL_DOORBELL, exit};
 use kernel_core::arch::Arch;
-use kernel_core::object::{Task, Thread, Vcpu};
-use kernel_core::pool::{Handle, Memory};
+use kernel_core::object::{Thread, Vcpu};
+use kernel_core::pool::Memory;
 use kernel_core::{Kernel, count};
+use kernel_run::exit::ReturnToUser;
+use kernel_run::lock::{lock, unlock};
 
 use crate::cpu::MAX_CPUS;
 use crate::fpu;
 use crate::hvm::{GuestExit, Hvm, internal};
-use crate::run::{Guard, arm, handle_pending, local, lock, unlock};
+use crate::run::{Guard, arm, handle_pending, local};
 use crate::{Extension, X86, machine_check};
 use frames::{count_exit, count_handled, may_halt};
 use guest_entry::GuestEntry;
@@ -123,7 +124,7 @@ pub fn run(
     cpu_index: usize,
     thread: &Thread<X86>,
     vcpu: &Vcpu<X86>,
-) -> (Guard, Option<ExitToVmm>) {
+) -> (Guard, Option<ReturnToUser<X86>>) {
     let local = local(cpu_index);
     let Some(mut entry) = GuestEntry::new(&kernel, thread, vcpu) else {
         abort_run(&kernel, cpu_index);
@@ -182,7 +183,7 @@ fn handle(
     cpu_index: usize,
     (entry, state): (GuestEntry<'_>, &VcpuState),
     reason: u64,
-) -> Option<ExitToVmm> {
+) -> Option<ReturnToUser<X86>> {
     let frames = &entry.vcpu.arch;
     match reason {
         exit::HYPERCALL if frames.hvm.skip_kernel_hypercall(HYPERCALL_DOORBELL) => {
@@ -226,7 +227,7 @@ fn halt(kernel: &Kernel<X86>, cpu_index: usize, entry: GuestEntry<'_>) -> bool {
 
 /// Ends the wait at the guest's `HLT`: events are pending, or the deadline has passed.
 #[cold]
-fn end_halt(kernel: &Kernel<X86>, entry: GuestEntry<'_>) -> ExitToVmm {
+fn end_halt(kernel: &Kernel<X86>, entry: GuestEntry<'_>) -> ReturnToUser<X86> {
     let state = entry.vcpu.arch.state();
     let since = entry.vcpu.arch.halted.take();
     state.run.events.set(entry.notification().bits.take());
@@ -236,7 +237,12 @@ fn end_halt(kernel: &Kernel<X86>, entry: GuestEntry<'_>) -> ExitToVmm {
 
 /// Returns an exit of the guest to the VMM, as `reported`.
 #[inline(always)]
-fn report(kernel: &Kernel<X86>, entry: GuestEntry<'_>, reason: u64, reported: u64) -> ExitToVmm {
+fn report(
+    kernel: &Kernel<X86>,
+    entry: GuestEntry<'_>,
+    reason: u64,
+    reported: u64,
+) -> ReturnToUser<X86> {
     let frames = &entry.vcpu.arch;
     let state = frames.state();
     let mut groups = frames.hvm.describe(reason, state);
@@ -251,7 +257,7 @@ fn report(kernel: &Kernel<X86>, entry: GuestEntry<'_>, reason: u64, reported: u6
 /// Handles a shutdown of the guest: an exit for its VMM, unless a hardware error caused it.
 #[cold]
 #[inline(never)]
-fn shut_down(kernel: &Kernel<X86>, entry: GuestEntry<'_>) -> ExitToVmm {
+fn shut_down(kernel: &Kernel<X86>, entry: GuestEntry<'_>) -> ReturnToUser<X86> {
     machine_check::check_after_shutdown(entry.vcpu.arch.hvm.ip());
     report(kernel, entry, x86_exit::SHUTDOWN, x86_exit::SHUTDOWN)
 }
@@ -301,18 +307,15 @@ fn prepare(kernel: &Kernel<X86>, local: &Local, entry: GuestEntry<'_>) -> Result
 
 /// Ends `VcpuRun` without an entry.
 #[cold]
-fn abort_entry(kernel: &Kernel<X86>, entry: GuestEntry<'_>, error: EntryError) -> ExitToVmm {
+fn abort_entry(
+    kernel: &Kernel<X86>,
+    entry: GuestEntry<'_>,
+    error: EntryError,
+) -> ReturnToUser<X86> {
     match error {
         EntryError::Exit(reason) => return_exit(kernel, entry, reason, group::IP),
         EntryError::Failed(status) => end_run(kernel, entry, status),
     }
-}
-
-/// Ends the `VcpuRun` of a thread whose vCPU was destroyed. Returns null.
-#[cold]
-pub fn abort_destroyed_vcpu(kernel: &Kernel<X86>, thread: &Thread<X86>) -> *const Vcpu<X86> {
-    kernel.vcpu_return(thread, None, Status::Aborted);
-    ptr::null()
 }
 
 /// Ends the `VcpuRun` of the CPU's current thread, if it is still in it, because an object that it
@@ -345,15 +348,6 @@ fn after_interrupt(kernel: &Kernel<X86>, cpu_index: usize) {
     }
 }
 
-/// Return to user mode of the CPU's current thread: a VMM thread whose `VcpuRun` has ended.
-/// Ordinary threads return in the same way.
-pub struct ExitToVmm {
-    /// Task of the thread.
-    pub task: Handle<Task<X86>>,
-    /// Saved registers of the thread.
-    pub context: *const <X86 as Arch>::Context,
-}
-
 /// Ends `VcpuRun` with an exit for the VMM.
 #[inline(always)]
 fn return_exit(
@@ -361,7 +355,7 @@ fn return_exit(
     GuestEntry { thread, vcpu }: GuestEntry<'_>,
     reason: u64,
     groups: u64,
-) -> ExitToVmm {
+) -> ReturnToUser<X86> {
     const IP_ONLY: u64 = group::IP;
     const DECODE: u64 = group::IP | group::CONTROL | group::CODE;
     let (frames, state) = (&vcpu.arch, vcpu.arch.state());
@@ -382,7 +376,7 @@ fn end_run(
     kernel: &Kernel<X86>,
     GuestEntry { thread, vcpu }: GuestEntry<'_>,
     status: Status,
-) -> ExitToVmm {
+) -> ReturnToUser<X86> {
     kernel.vcpu_return(thread, Some(vcpu), status);
-    ExitToVmm { task: thread.task, context: &raw const thread.context }
+    ReturnToUser { task: thread.task, context: &raw const thread.context }
 }
