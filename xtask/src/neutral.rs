@@ -33,7 +33,7 @@ pub fn wrong_imports(packages: &[Package]) -> Result<String> {
 }
 
 /// Hosted packages that compile for every processor, although the VMs that they serve are x86.
-const HOSTED: &[&str] = &["hosted-devices"];
+const HOSTED: &[&str] = &["hosted-devices", "hosted-loader"];
 /// The target for which [`check`] compiles them.
 const HOSTED_TARGET: &str = "aarch64-unknown-linux-gnu";
 

@@ -21,8 +21,6 @@ pub fn spec(arguments: &[String]) -> Result<()> {
 
 fn generate() -> Result<String> {
     let interface = parse("abi/src/lib.rs")?;
-    let vcpu = parse("abi/src/vcpu.rs")?;
-    let x86 = parse("abi/src/vcpu/x86.rs")?;
     let boot = parse("abi/src/boot.rs")?;
     let mut out = String::new();
     writeln!(out, "# System calls\n")?;
@@ -39,18 +37,7 @@ fn generate() -> Result<String> {
             .replace("[`Status`]", "status")
     )?;
 
-    writeln!(out, "## Operations\n")?;
-    for operation in abi::OPERATIONS {
-        writeln!(out, "### {} `{}`\n", operation.code, operation.name)?;
-        writeln!(out, "- in: {}", or_none(operation.args))?;
-        writeln!(out, "- out: {}\n", or_none(operation.results))?;
-        writeln!(
-            out,
-            "{}\n",
-            operation.text.lines().map(str::trim).collect::<Vec<_>>().join("\n").trim()
-        )?;
-    }
-
+    operations(&mut out)?;
     for (title, name) in [
         ("Status values", "Status"),
         ("Kinds of object", "Kind"),
@@ -67,11 +54,34 @@ fn generate() -> Result<String> {
     }
     constants(&mut out, "Rights", find_module(&interface, "rights")?)?;
     constants(&mut out, "First capabilities of root", find_module(&boot, "slot")?)?;
+    virtual_cpu(&mut out)?;
+    structure(&mut out, "Boot page", find_struct(&boot, "BootInfo")?)?;
+    Ok(out.trim_end().to_owned() + "\n")
+}
+
+fn operations(out: &mut String) -> Result<()> {
+    writeln!(out, "## Operations\n")?;
+    for operation in abi::OPERATIONS {
+        writeln!(out, "### {} `{}`\n", operation.code, operation.name)?;
+        writeln!(out, "- in: {}", or_none(operation.args))?;
+        writeln!(out, "- out: {}\n", or_none(operation.results))?;
+        writeln!(
+            out,
+            "{}\n",
+            operation.text.lines().map(str::trim).collect::<Vec<_>>().join("\n").trim()
+        )?;
+    }
+    Ok(())
+}
+
+fn virtual_cpu(out: &mut String) -> Result<()> {
+    let vcpu = parse("abi/src/vcpu.rs")?;
+    let x86 = parse("abi/src/vcpu/x86.rs")?;
     writeln!(out, "## Virtual CPU\n")?;
     writeln!(out, "{}\n", documentation(&vcpu.attrs))?;
-    constants(&mut out, "Exit reasons", find_module(&vcpu, "exit")?)?;
-    constants(&mut out, "Information of memory faults", find_module(&vcpu, "memory_fault")?)?;
-    structure(&mut out, "`RunControl`", find_struct(&vcpu, "RunControl")?)?;
+    constants(out, "Exit reasons", find_module(&vcpu, "exit")?)?;
+    constants(out, "Information of memory faults", find_module(&vcpu, "memory_fault")?)?;
+    structure(out, "`RunControl`", find_struct(&vcpu, "RunControl")?)?;
     writeln!(out, "## Virtual CPU on x86-64\n")?;
     writeln!(out, "{}\n", documentation(&x86.attrs))?;
     for (title, module) in [
@@ -83,11 +93,10 @@ fn generate() -> Result<String> {
         ("Events to inject", "event"),
         ("Access rights of segments", "access_rights"),
     ] {
-        constants(&mut out, title, find_module(&x86, module)?)?;
+        constants(out, title, find_module(&x86, module)?)?;
     }
-    structure(&mut out, "State page", find_struct(&x86, "VcpuState")?)?;
-    structure(&mut out, "Boot page", find_struct(&boot, "BootInfo")?)?;
-    Ok(out.trim_end().to_owned() + "\n")
+    structure(out, "State page", find_struct(&x86, "VcpuState")?)?;
+    Ok(())
 }
 
 fn or_none(text: &str) -> String {

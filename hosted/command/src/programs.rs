@@ -6,11 +6,8 @@ use crate::steps::Step;
 use crate::supervise::{self, AtEnd};
 use crate::trust;
 use clap::Args;
-use std::collections::VecDeque;
 use std::env;
-use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
 
 /// File name of the kernel among the programs.
 pub const KERNEL: &str = "kernel.elf";
@@ -205,31 +202,17 @@ const SHOWN_LINES: usize = 40;
 fn build_tree(tree: &Path, step: &Step) -> Result<(), Failure> {
     let cargo = tree.join(CARGO);
     let advice = "install Rust, or use --artifacts with a folder of binaries";
-    let mut child = supervise::command(cargo.as_os_str(), AtEnd::Terminate)
-        .map_err(|failure| failure.help(advice))?
-        .args(["xtask", "build", "runtime"])
-        .current_dir(tree)
-        .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .stderr(Stdio::piped())
-        .spawn()
-        .map_err(|error| Failure::program("cargo", &error))?;
-    let mut last: VecDeque<String> = VecDeque::new();
-    if let Some(stderr) = child.stderr.take() {
-        for line in BufReader::new(stderr).split(b'\n').map_while(Result::ok) {
-            let line = String::from_utf8_lossy(&line).into_owned();
-            step.now(line.trim());
-            if last.len() == SHOWN_LINES {
-                last.pop_front();
-            }
-            last.push_back(line);
-        }
-    }
-    let status = child.wait().map_err(|error| Failure::os("wait for cargo", &error))?;
-    if status.success() {
+    let mut command = supervise::command(cargo.as_os_str(), AtEnd::Terminate)
+        .map_err(|failure| failure.help(advice))?;
+    command.args(["xtask", "build", "runtime"]).current_dir(tree);
+    let show = |line: &str| {
+        step.now(line.trim());
+        true
+    };
+    let Err(last) = supervise::follow(&mut command, "cargo", None, SHOWN_LINES, show)? else {
         return Ok(());
-    }
-    let lines = Vec::from(last).join("\n");
+    };
+    let lines = last.join("\n");
     Err(Failure::new(failure::INTERNAL, format!("cannot build Parador's binaries:\n{lines}"))
         .help(format!("run `cargo xtask build` in {}", tree.display())))
 }

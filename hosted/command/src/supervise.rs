@@ -5,16 +5,18 @@
 //! the signal and executes the other program.
 
 use crate::failure::{self, Failure};
+use crate::interrupt::Interruptible;
 use proto::errno::Cause;
 use rustix::process::{Pid, Signal, getppid, set_parent_process_death_signal};
+use std::collections::VecDeque;
 use std::env;
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
-use std::io;
+use std::io::{self, BufRead, BufReader};
 use std::os::fd::AsRawFd;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode};
+use std::process::{Command, ExitCode, Stdio};
 
 /// First argument of such a start.
 const MARK: &str = "--become";
@@ -82,6 +84,37 @@ pub fn search_path() -> impl Iterator<Item = PathBuf> {
 
 fn absolute_folders(path: &OsStr) -> Vec<PathBuf> {
     env::split_paths(path).filter(|folder| folder.is_absolute()).collect()
+}
+
+/// Runs a command to its end; a termination signal kills it, given an [`Interruptible`]. Passes
+/// each output line to `line`, which returns whether it may explain a failure. If the program
+/// fails, returns the last `shown` of these lines.
+pub fn follow(
+    command: &mut Command,
+    name: &str,
+    interruptible: Option<&Interruptible>,
+    shown: usize,
+    mut line: impl FnMut(&str) -> bool,
+) -> Result<Result<(), Vec<String>>, Failure> {
+    let (reader, writer) = io::pipe().map_err(|error| Failure::os("create a pipe", &error))?;
+    let errors = writer.try_clone().map_err(|error| Failure::os("create a pipe", &error))?;
+    let spawned = command.stdin(Stdio::null()).stdout(writer).stderr(errors).spawn();
+    // Otherwise this process would keep the pipe open.
+    command.stdout(Stdio::null()).stderr(Stdio::null());
+    let mut child = spawned.map_err(|error| Failure::program(name, &error))?;
+    interruptible.map_or(Ok(()), |interruptible| interruptible.kill_on_signal(&child))?;
+    let mut last = VecDeque::new();
+    for text in BufReader::new(reader).split(b'\n').map_while(Result::ok) {
+        let text = String::from_utf8_lossy(&text).trim_end().to_owned();
+        if line(&text) && !text.is_empty() {
+            if last.len() == shown {
+                last.pop_front();
+            }
+            last.push_back(text);
+        }
+    }
+    let status = child.wait().map_err(|error| Failure::os("wait for a program", &error))?;
+    Ok(if status.success() { Ok(()) } else { Err(last.into()) })
 }
 
 /// Executes another program if this process was started by [`command`]. Returns the exit code if

@@ -12,7 +12,7 @@ use proto::hosted::debug::{DebugHost, DebugState, command, register};
 use rustix::fs::Timespec;
 use rustix::thread::futex;
 
-use crate::control::PauseGate;
+use crate::pause::PauseGate;
 use crate::vcpu_thread::{VcpuThread, event};
 
 /// Polling interval of a stopped vCPU.

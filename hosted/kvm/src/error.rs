@@ -8,6 +8,7 @@ use kvm_bindings::{
     KVM_EXIT_UNKNOWN,
 };
 use proto::errno::{Cause, Errno};
+use proto::hosted::log;
 use vmm_x86::Exit;
 
 /// Reason that KVM cannot run a VM.
@@ -84,6 +85,12 @@ impl fmt::Display for Error {
             Self::Filter(error) => write!(f, "{error}"),
         }
     }
+}
+
+/// Prints the reason of a vCPU failure, which ends the VM with an exit code only.
+pub fn report_failure(exit: Exit) -> Exit {
+    eprintln!("<{}>vCPU failure: {}", log::ERROR, cause_of(&exit));
+    exit
 }
 
 #[cfg(test)]

@@ -15,11 +15,14 @@ mod control;
 mod debug;
 mod disk;
 mod error;
+#[expect(unsafe_code, reason = "flag that a signal handler sets")]
+mod kick;
 mod net;
+mod pause;
 mod probe;
 #[expect(unsafe_code, reason = "descriptors that the process is started with")]
 mod process;
-#[expect(unsafe_code, reason = "memory shared by KVM, and signals")]
+#[expect(unsafe_code, reason = "memory shared by KVM")]
 mod vcpu;
 #[expect(unsafe_code, reason = "the time-stamp counter")]
 mod vcpu_thread;

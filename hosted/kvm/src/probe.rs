@@ -14,7 +14,8 @@ use vmm_vcpu::{CounterClock, Vcpu};
 use vmm_x86::{Exit, Gpr, X86Vcpu};
 
 use crate::Error;
-use crate::vcpu::{KvmVcpu, install_kick_handler};
+use crate::kick;
+use crate::vcpu::KvmVcpu;
 use crate::vcpu_thread::VcpuThread;
 use crate::vm::KvmVm;
 
@@ -30,7 +31,7 @@ const ROUNDS: u32 = 1_000_000;
 /// # Errors
 /// Reason of the failure.
 pub fn probe() -> Result<(), Error> {
-    install_kick_handler()?;
+    kick::install_handler()?;
     let vm = KvmVm::new()?;
     let fd = vm.vcpu(0)?;
     let clock = CounterClock::new(vm.tsc_khz(&fd)?, 0);

@@ -40,11 +40,13 @@ use vmm_x86::{Gpr, Reg, X86Vcpu};
 use crate::Error;
 use crate::balloon::HostBalloon;
 use crate::console::ConsoleBuffer;
-use crate::control::{self, PauseGate};
+use crate::control;
 use crate::debug::DebugStops;
 use crate::disk::{RawDisk, WORKERS};
+use crate::kick;
 use crate::net::{self, Network};
-use crate::vcpu::{KvmVcpu, install_kick_handler};
+use crate::pause::PauseGate;
+use crate::vcpu::KvmVcpu;
 use crate::vcpu_thread::{VcpuThread, event, tsc};
 use crate::vm::{KvmVm, set_cpuid};
 
@@ -264,7 +266,7 @@ fn serve() -> Result<Never, Error> {
         .map_err(Error::host("map shared memory"))?;
     let queues = queues(&shared).map_err(Error::host("locate the request queues"))?;
     let debug = debug(&shared).map_err(Error::host("locate the debug area"))?;
-    install_kick_handler()?;
+    kick::install_handler()?;
     set_dumpable_behavior(DumpableBehavior::NotDumpable)
         .map_err(Error::host("make this process undumpable"))?;
     let vm = KvmVm::new()?;

@@ -9,7 +9,7 @@ use std::time::Duration;
 use nix::sys::pthread::{Pthread, pthread_kill, pthread_self};
 use vmm_vcpu::CounterClock;
 
-use crate::vcpu::KICK;
+use crate::kick::KICK;
 
 /// Returns the host's time-stamp counter.
 pub fn tsc() -> u64 {

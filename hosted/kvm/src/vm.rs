@@ -5,6 +5,8 @@
 //! It answers `CPUID` from the VM's table and handles the MSRs that are vCPU state; all other MSR
 //! accesses exit.
 
+use std::arch::x86_64::__cpuid;
+
 use hw_x86::cpuid::{features_c, leaf};
 use hw_x86::msr::{EFER, FS_BASE, PAT, SYSENTER_CS, TSC_AUX};
 use kvm_bindings::{
@@ -183,4 +185,13 @@ pub fn set_cpuid(vcpu: &VcpuFd, index: usize, table: &CpuidTable) -> Result<(), 
     let table = CpuId::from_entries(&entries)
         .map_err(|_| failed(std::io::Error::from(std::io::ErrorKind::InvalidInput)))?;
     vcpu.set_cpuid2(&table).map_err(Error::host("set the CPUID table"))
+}
+
+/// Returns whether the CPU is QEMU's, which enters guests without the interrupt shadow of their
+/// exit (docs/CAVEATS.md).
+pub fn forgets_shadows() -> bool {
+    let has_leaf = __cpuid(leaf::FEATURES).ecx & features_c::HYPERVISOR != 0;
+    let found = __cpuid(leaf::HYPERVISOR);
+    let signature = [found.ebx, found.ecx, found.edx].map(u32::to_le_bytes);
+    has_leaf && signature.as_flattened() == b"TCGTCGTCGTCG"
 }

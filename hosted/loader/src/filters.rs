@@ -386,6 +386,7 @@ fn device(options: u64) -> Result<Rules, BackendError> {
     allow_all(
         &mut rules,
         &[
+            #[cfg(target_arch = "x86_64")]
             linux::__NR_poll,
             linux::__NR_wait4,
             linux::__NR_getpid,

@@ -1,6 +1,7 @@
 //! Memory of a VM, ready to run.
 
-use std::arch::x86_64::{__cpuid, __cpuid_count};
+#[cfg(target_arch = "x86_64")]
+use std::arch::x86_64::__cpuid_count as cpuid;
 use std::os::fd::OwnedFd;
 
 use hw_x86::paging::{entry, xcr0};
@@ -252,13 +253,28 @@ pub fn check_memory(wanted: u64) -> Result<(), Error> {
     if wanted > available { Err(Error::TooMuchMemory { wanted, available }) } else { Ok(()) }
 }
 
+/// Registers after `CPUID`, which only x86 CPUs have.
+#[cfg(not(target_arch = "x86_64"))]
+#[derive(Default)]
+struct CpuidResult {
+    eax: u32,
+    ecx: u32,
+    edx: u32,
+}
+
+/// A CPU without the instruction has none of the features.
+#[cfg(not(target_arch = "x86_64"))]
+fn cpuid(_leaf: u32, _subleaf: u32) -> CpuidResult {
+    CpuidResult::default()
+}
+
 /// Checks that host CPU and kernel support the process back end. Returns the extended state that
 /// the guest may use (`XCR0`).
 ///
 /// # Errors
 /// [`Error::Lacking`]
 pub fn check_host() -> Result<u64, Error> {
-    check_processor(__cpuid(1).ecx, rustix::param::linux_hwcap().1)
+    check_processor(cpuid(1, 0).ecx, rustix::param::linux_hwcap().1)
 }
 
 /// Returns whether the CPU and the host kernel have protection keys (`OSPKE`; SDM vol. 2, CPUID),
@@ -267,8 +283,8 @@ pub fn check_host() -> Result<u64, Error> {
 pub fn has_keys() -> bool {
     const OSPKE: u32 = 1 << 4;
     const APX: u32 = 1 << 21;
-    let features = __cpuid_count(7, 0);
-    let has_apx = features.eax >= 1 && __cpuid_count(7, 1).edx & APX != 0;
+    let features = cpuid(7, 0);
+    let has_apx = features.eax >= 1 && cpuid(7, 1).edx & APX != 0;
     features.ecx & OSPKE != 0 && !has_apx
 }
 
@@ -288,7 +304,7 @@ fn check_processor(features: u32, hwcap2: usize) -> Result<u64, Error> {
             "FSGSBASE in user mode (requires a CPU of 2013 and Linux 5.9, or newer)",
         ));
     }
-    let state = __cpuid_count(0xd, 0);
+    let state = cpuid(0xd, 0);
     let offered = u64::from(state.edx) << 32 | u64::from(state.eax);
     Ok(offered & (xcr0::X87 | xcr0::SSE | xcr0::AVX | xcr0::AVX512))
 }

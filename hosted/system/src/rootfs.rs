@@ -13,11 +13,10 @@ use hosted_command::steps::{Step, Steps};
 use hosted_command::supervise::{self, AtEnd};
 use hosted_command::trust;
 use hosted_command::value::Size;
-use std::collections::VecDeque;
 use std::env;
 use std::ffi::OsStr;
 use std::fs::{self, DirBuilder, File};
-use std::io::{BufRead, BufReader, Write};
+use std::io::Write;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt, lchown};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -378,40 +377,23 @@ fn run(
     step: &Step,
     interruptible: &Interruptible,
 ) -> Result<(), Failure> {
-    let (reader, writer) = std::io::pipe().map_err(|error| Failure::os("create a pipe", &error))?;
-    let errors = writer.try_clone().map_err(|error| Failure::os("create a pipe", &error))?;
-    let spawned = command.stdout(writer).stderr(errors).spawn();
-    // Otherwise this process would keep the pipe open.
-    command.stdout(Stdio::null()).stderr(Stdio::null());
-    let mut child = spawned.map_err(|error| Failure::program(name, &error))?;
-    interruptible.kill_on_signal(&child)?;
-    let mut last: VecDeque<String> = VecDeque::new();
-    for line in BufReader::new(reader).split(b'\n').map_while(Result::ok) {
-        let line = String::from_utf8_lossy(&line).trim().to_owned();
-        if !line.is_empty() {
-            match line.strip_prefix("W: ") {
-                Some(warning) => step.warn(&format!("{name}: {warning}")),
-                None => step.now(line.strip_prefix("I: ").unwrap_or(&line)),
-            }
-            if last.len() == SHOWN_LINES {
-                last.pop_front();
-            }
-            last.push_back(line);
+    let show = |line: &str| {
+        match line.trim().strip_prefix("W: ") {
+            Some(warning) => step.warn(&format!("{name}: {warning}")),
+            None if line.trim().is_empty() => {}
+            None => step.now(line.trim().strip_prefix("I: ").unwrap_or(line.trim())),
         }
-    }
-    let status = child.wait().map_err(|error| Failure::os("wait for a program", &error))?;
-    if status.success() {
-        return Ok(());
-    }
+        true
+    };
+    let followed = supervise::follow(command, name, Some(interruptible), SHOWN_LINES, show)?;
+    let Err(mut last) = followed else { return Ok(()) };
     // Programs report the reason at the end, after many lines of progress.
     let is_error =
-        |line: &&String| ["E: ", "W: ", "mke2fs: "].iter().any(|mark| line.starts_with(mark));
-    let mut shown: Vec<&String> = last.iter().filter(is_error).collect();
-    if shown.is_empty() {
-        shown = last.iter().collect();
+        |line: &String| ["E: ", "W: ", "mke2fs: "].iter().any(|mark| line.trim().starts_with(mark));
+    if last.iter().any(is_error) {
+        last.retain(is_error);
     }
-    let lines: Vec<&str> = shown.into_iter().map(String::as_str).collect();
-    Err(Failure::new(failure::UNAVAILABLE, format!("{name} failed:\n{}", lines.join("\n"))))
+    Err(Failure::new(failure::UNAVAILABLE, format!("{name} failed:\n{}", last.join("\n"))))
 }
 
 /// The version of the one kernel in the tree.

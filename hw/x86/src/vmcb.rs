@@ -123,7 +123,7 @@ pub struct SaveArea {
     pub sysenter_eip: Cell<u64>,
     pub cr2: Cell<u64>,
     reserved_248: [u8; 0x268 - 0x248],
-    pub g_pat: Cell<u64>,
+    pub pat: Cell<u64>,
     pub dbgctl: Cell<u64>,
     reserved_278: [u8; 0xc00 - 0x278],
 }
@@ -162,7 +162,7 @@ const _: () = {
     assert!(offset_of!(SaveArea, rsp) == 0x1d8);
     assert!(offset_of!(SaveArea, rax) == 0x1f8);
     assert!(offset_of!(SaveArea, cr2) == 0x240);
-    assert!(offset_of!(SaveArea, g_pat) == 0x268);
+    assert!(offset_of!(SaveArea, pat) == 0x268);
 };
 
 /// Bits of [`ControlArea::intercept_cr`] (offset 000h).

@@ -52,6 +52,12 @@ impl Manager<'_> {
             self.restart(number)?;
             return done;
         }
+        self.control_vm(label, name)?;
+        done
+    }
+
+    /// Carries out an operation on a VM.
+    fn control_vm(&mut self, label: u64, name: &str) -> Result<(), Refusal> {
         let number = self.find_vm(name)?;
         match label {
             START => self.start_now(number)?,
@@ -84,7 +90,7 @@ impl Manager<'_> {
             }
             _ => return Err(Refusal::Malformed),
         }
-        done
+        Ok(())
     }
 
     fn find_vm(&self, name: &str) -> Result<usize, Refusal> {

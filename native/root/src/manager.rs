@@ -4,21 +4,17 @@ use core::fmt;
 
 use abi::bundle::Header;
 use abi::{FAULT_LABEL, FOREVER, boot};
-use heapless::Vec;
 use native_rt::start::Boot;
 use native_rt::thread::ThreadResources;
 use native_rt::{
     Factory, Incoming, Message, OwnThread, Page, Platform, ServerThread, Slots, error, info,
     reply_wait, time, wait, warn,
 };
-use proto::channel::{LET_GO, LOOK, MAP, MAX_VM_CHANNELS, OFFER, REVOKE};
+use proto::channel::{LET_GO, LOOK, MAP, OFFER, REVOKE};
 use proto::control::{DRAINED, EXITED, PANICKED, STARTED, VmmStatistics, code};
 use proto::log::{Level, MAX_TEXT};
-use proto::start::{Clock, RangeKind, Role, Start, VCPU_STACK, Vmm, event};
-use proto::system::{
-    Board, Device, MAX_SERVERS, MAX_TASKS, MAX_VM_DISKS, MAX_VM_NETS, MAX_VMS, Restart, SerialPort,
-    Server, ServerKind, System, Vm,
-};
+use proto::start::{Clock, Role, Start, event};
+use proto::system::{Board, MAX_SERVERS, MAX_TASKS, MAX_VMS, Restart, ServerKind, System};
 use proto::{DONE, REFUSED, console};
 use vmm_x86::exit::EXIT_NAMES;
 
@@ -31,8 +27,10 @@ use crate::instances::{Instances, Name};
 use crate::lines::LineBudget;
 use crate::memory::Memory;
 use crate::policy::{Draining, Ended};
-use crate::sessions::{Sessions, SystemView};
+use crate::sessions::Sessions;
 use crate::{leave, lines, policy};
+
+mod launch;
 
 /// Slot of root's notification.
 pub const NOTIFICATION: u64 = boot::slot::FREE;
@@ -46,32 +44,6 @@ pub(crate) const FIRST_TASK: usize = MAX_SERVERS;
 pub(crate) const FIRST_VM: usize = FIRST_TASK + MAX_TASKS;
 pub(crate) const CHILDREN: usize = FIRST_VM + MAX_VMS;
 const _: () = assert!(CHILDREN <= proto::console::directory::SESSIONS);
-
-/// Kernel memory of a server, in pages.
-const SERVER_QUOTA: u64 = 64;
-/// Kernel memory of a native program: an equal part of the remaining quota, within these bounds.
-const MIN_TASK_QUOTA: u64 = 40;
-const MAX_TASK_QUOTA: u64 = 1024;
-/// Kernel memory that root keeps for its own mappings and capabilities.
-const OWN_QUOTA: u64 = 64;
-/// Kernel memory of a VMM: for one vCPU, for each further one, and for the page tables of each GiB
-/// of guest memory, in two address spaces.
-const VMM_QUOTA: u64 = 64;
-const VCPU_QUOTA: u64 = 24;
-const GIB_QUOTA: u64 = 4;
-/// And for a channel: page tables, and the shares' mappings.
-const CHANNEL_QUOTA: u64 = 24;
-/// Kernel memory that root needs for a channel's aliases.
-const CHANNEL_OWN_QUOTA: u64 = 8;
-const SMALL_STACK: u64 = 48 << 10;
-/// A VMM's whole board is on its stack.
-const VMM_STACK: u64 = 32 << 10;
-/// So are its devices with their sessions: per device, and during their set-up.
-const DEVICE_STACK: u64 = 16 << 10;
-const SETUP_STACK: u64 = 12 << 10;
-const TASK_STACK: u64 = 64 << 10;
-/// Private memory of a native program.
-const TASK_MEMORY: u64 = 256 << 10;
 
 /// Time limit for tasks to end by themselves and for output to drain at the end of the system, in
 /// ns.
@@ -325,146 +297,6 @@ impl<'a> Manager<'a> {
         self.draining.remove(number);
     }
 
-    fn start_server(&mut self, number: usize, server: &Server) -> Result<Child, StartError> {
-        let config = ChildConfig {
-            number,
-            cpu: 0,
-            priority: server.priority,
-            cpu_time: server.cpu_time,
-            contexts: 1,
-            quota: SERVER_QUOTA,
-            stack: SMALL_STACK,
-            may_create_objects: false,
-        };
-        if matches!(server.kind, ServerKind::Block | ServerKind::Switch) {
-            return self.build(&config, server.binary, |root, child| {
-                let Self { sessions, resources, children, instances, system, .. } = root;
-                let view = SystemView { system, instances, children };
-                sessions.connect_server(number, server, child, resources, view)
-            });
-        }
-        let (port, interrupt) = match server.device {
-            Device::Serial(port) if port == self.system.log => return Err(StartError::Device),
-            Device::Serial(SerialPort::Com1) => (0x3f8, 4),
-            Device::Serial(SerialPort::Com2) => (0x2f8, 3),
-            _ => return Err(StartError::Device),
-        };
-        self.build(&config, server.binary, |root, child| {
-            let line = child.add_device(&mut root.resources, port, interrupt)?;
-            root.sessions.add_line(line)?;
-            let multiplex = server.kind == ServerKind::Multiplexer;
-            if multiplex {
-                root.directory = Some((number, child.add_directory(&mut root.resources)?));
-            }
-            Ok(Role::Console { port, multiplex })
-        })
-    }
-
-    /// Returns the quota of kernel memory of each native program, in pages.
-    fn task_quota(&self) -> u64 {
-        let servers = self.system.servers.len() as u64 * SERVER_QUOTA;
-        let vms: u64 = self.system.vms.iter().map(|vm| self.vmm_quota(vm)).sum();
-        let own = OWN_QUOTA + CHANNEL_OWN_QUOTA * self.system.channels.len() as u64;
-        let left = self.resources.boot.info.quota_pages.saturating_sub(own + servers + vms);
-        // One part remains for programs that start later.
-        (left / (self.system.tasks.len() as u64 + 1)).clamp(MIN_TASK_QUOTA, MAX_TASK_QUOTA)
-    }
-
-    fn start_task(&mut self, number: usize) -> Result<Child, StartError> {
-        let task = &self.system.tasks[number - FIRST_TASK];
-        let config = ChildConfig {
-            number,
-            cpu: task.cpu,
-            priority: task.priority,
-            cpu_time: task.cpu_time,
-            contexts: 1,
-            quota: self.task_quota(),
-            stack: TASK_STACK,
-            may_create_objects: true,
-        };
-        self.build(&config, task.binary, |root, child| {
-            child.add_private(&mut root.resources, TASK_MEMORY)?;
-            root.connect_console(child, task.console, number)?;
-            if task.manage {
-                child.add_management(&mut root.resources.slots)?;
-            }
-            Ok(Role::Program(task.arguments.clone()))
-        })
-    }
-
-    /// Returns the quota of kernel memory of a VMM, in pages.
-    fn vmm_quota(&self, vm: &Vm) -> u64 {
-        let further = u64::from(vm.vcpus.saturating_sub(1));
-        let channels = self.channels.count(self.system, vm) as u64;
-        VMM_QUOTA + VCPU_QUOTA * further + GIB_QUOTA * (vm.memory >> 30) + CHANNEL_QUOTA * channels
-    }
-
-    fn start_vm(&mut self, number: usize, vm: &'a Vm<'a>) -> Result<Child, StartError> {
-        let index = number - FIRST_VM;
-        let machine = self.resources.boot.info;
-        if machine.features & boot::FEATURE_NESTED == 0 {
-            return Err(StartError::NoNestedPaging);
-        }
-        let mut cpus: Vec<u32, { proto::system::MAX_VCPUS }> = vm.pins.clone();
-        if cpus.is_empty() {
-            let choice = |vcpu| (index as u32 + vcpu) % machine.cpus.max(1);
-            cpus.extend((0..vm.vcpus).map(choice).take(cpus.capacity()));
-        }
-        if let Some(&cpu) = cpus.iter().find(|&&cpu| cpu >= machine.cpus) {
-            return Err(StartError::Cpu(cpu));
-        }
-        let channels = self.channels.count(self.system, vm);
-        let consoles = usize::from(vm.virtio_console);
-        let devices = match vm.disks.len() + vm.nets.len() + channels + consoles {
-            0 => 0,
-            // The VMM has variants for these numbers, plus an entropy source.
-            few @ 1..=2 => few + 1,
-            3..=4 => 5,
-            _ => MAX_VM_DISKS + MAX_VM_NETS + MAX_VM_CHANNELS + 2,
-        } as u64;
-        let setup = if devices == 0 { 0 } else { SETUP_STACK };
-        let config = ChildConfig {
-            number,
-            cpu: cpus.first().copied().unwrap_or(0),
-            priority: vm.priority,
-            cpu_time: vm.cpu_time,
-            contexts: cpus.len() as u64,
-            quota: self.vmm_quota(vm),
-            stack: (VMM_STACK + DEVICE_STACK * devices + setup).next_multiple_of(abi::PAGE_SIZE),
-            may_create_objects: cpus.len() > 1,
-        };
-        self.build(&config, vm.binary, |root, child| {
-            child.add_guest(&mut root.resources, vm.memory)?;
-            let further = cpus.len() as u64 - 1;
-            if further > 0 {
-                child.add_private(&mut root.resources, further * VCPU_STACK)?;
-            }
-            root.add_file(child, RangeKind::Kernel, vm.kernel)?;
-            if let Some(initrd) = vm.initrd {
-                root.add_file(child, RangeKind::Initrd, initrd)?;
-            }
-            root.connect_console(child, vm.console, number)?;
-            child.add_report(&mut root.resources)?;
-            let Self { sessions, resources, children, channels, instances, system, .. } = root;
-            let view = SystemView { system, instances, children };
-            let attachments = sessions.connect_client(number, vm, child, resources, view)?;
-            let channels = channels.connect(number, vm, system, child, resources, children)?;
-            Ok(Role::Vmm(Vmm {
-                id: index as u32 + 1,
-                cpus,
-                memory: vm.memory,
-                command_line: vm.command_line,
-                console: vm.console.is_some(),
-                on_reset: vm.on_reset,
-                kvmclock: vm.kvmclock,
-                virtio_console: vm.virtio_console,
-                xcr0_mask: machine.xcr0_mask,
-                attachments,
-                channels,
-            }))
-        })
-    }
-
     /// Removes a child's name from the console's multiplexer.
     fn remove_name(&self, number: usize) {
         if let Some((_, directory)) = &self.directory {
@@ -529,12 +361,6 @@ impl<'a> Manager<'a> {
                 child.signal(event::CONSOLE);
             }
         }
-    }
-
-    fn add_file(&self, child: &mut Child, kind: RangeKind, name: &str) -> Result<(), StartError> {
-        let role = if kind == RangeKind::Kernel { "kernel" } else { "initrd" };
-        let file = self.header.find(name).ok_or(StartError::File(role))?;
-        child.add_file(&self.resources, kind, file.offset, file.length)
     }
 
     // ---- serving -----------------------------------------------------------------------------

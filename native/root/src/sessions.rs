@@ -292,14 +292,7 @@ impl Sessions {
         }
 
         let pages = if class == PciClass::VirtioNet { SWITCH_PAGES } else { DISK_PAGES };
-        let memory = self.dma.get_mut(number).ok_or(StartError::Memory)?;
-        let window = match *memory {
-            Some(window) => window,
-            None => {
-                let window = resources.memory.allocate_aligned(PERMANENT, pages, DMA_PAGES_ALIGN);
-                *memory.insert(window.ok_or(StartError::Memory)?)
-            }
-        };
+        let window = self.dma_memory(number, resources, pages)?;
         child.add_window(RangeKind::Dma, window, MEMORY, physical(window))?;
 
         let mut message = child.add_interrupt(resources, 0, MESSAGE)?.message()?;
@@ -313,6 +306,20 @@ impl Sessions {
         }
         native_rt::info!("server drives PCI function {}", function.address);
         Ok(function.address)
+    }
+
+    /// Returns a server's DMA memory, which outlives it.
+    fn dma_memory(
+        &mut self,
+        number: usize,
+        resources: &mut Resources,
+        pages: u64,
+    ) -> Result<Window, StartError> {
+        let memory = self.dma.get_mut(number).ok_or(StartError::Memory)?;
+        if memory.is_none() {
+            *memory = resources.memory.allocate_aligned(PERMANENT, pages, DMA_PAGES_ALIGN);
+        }
+        memory.ok_or(StartError::Memory)
     }
 
     /// Lets a server's interrupt of an I/O APIC pass the IOMMU.

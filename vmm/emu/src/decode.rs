@@ -15,233 +15,9 @@ use vmm_x86::{Gpr, Seg};
 
 use crate::vector;
 
-/// Arithmetic and logic operations, numbered as opcodes encode them.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Alu {
-    /// Addition.
-    Add,
-    /// Inclusive or.
-    Or,
-    /// Addition with carry.
-    Adc,
-    /// Subtraction with borrow.
-    Sbb,
-    /// And.
-    And,
-    /// Subtraction.
-    Sub,
-    /// Exclusive or.
-    Xor,
-    /// Subtraction without result.
-    Cmp,
-}
+pub use instruction::*;
 
-/// Bit tests, numbered as opcodes encode them (from 4).
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum BitOp {
-    /// Test only.
-    Test,
-    /// Then set.
-    Set,
-    /// Then clear.
-    Reset,
-    /// Then invert.
-    Complement,
-}
-
-/// Operation of an instruction. "First" and "second" are its operands in manual order.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Op {
-    /// First becomes the second.
-    Mov,
-    /// First becomes the second, which is narrower, zero-extended.
-    MovZx,
-    /// First becomes the second, which is narrower, sign-extended.
-    MovSx,
-    /// First becomes the second with its bytes reversed.
-    MovBe,
-    /// First becomes the result, except of `CMP`.
-    Alu(Alu),
-    /// Flags of the "and" of both.
-    Test,
-    /// First becomes the second under a condition ([`holds`](crate::alu::holds)).
-    MoveIf(u8),
-    /// First becomes 1 if a condition holds, else 0.
-    SetIf(u8),
-    /// First is shifted or rotated by the second.
-    Shift(Shift),
-    /// Exchange.
-    Xchg,
-    /// Exchange, then first becomes the sum.
-    Xadd,
-    /// First becomes the second if it equals the accumulator, which becomes the first otherwise.
-    Cmpxchg,
-    /// First plus 1.
-    Inc,
-    /// First minus 1.
-    Dec,
-    /// Inverted bits.
-    Not,
-    /// Negative.
-    Neg,
-    /// A bit of the first, selected by the second.
-    Bit(BitOp),
-    /// `[rDI]` becomes `[rSI]`.
-    Movs,
-    /// `[rDI]` becomes the accumulator.
-    Stos,
-    /// The accumulator becomes `[rSI]`.
-    Lods,
-    /// `[rDI]` becomes the value read from the port in `dx`.
-    Ins,
-    /// The port in `dx` is written with `[rSI]`.
-    Outs,
-    /// Flags of `[rSI]` minus `[rDI]`.
-    Cmps,
-    /// Flags of the accumulator minus `[rDI]`.
-    Scas,
-    /// First becomes the index of the second's lowest set bit.
-    Bsf,
-    /// First becomes the index of the second's highest set bit.
-    Bsr,
-    /// First becomes the number of trailing zeros of the second.
-    Tzcnt,
-    /// First becomes the number of leading zeros of the second.
-    Lzcnt,
-    /// `rDX:rAX` becomes the product of the accumulator and the second.
-    Imul,
-    /// `rDX:rAX` becomes the product of the accumulator and the second, signed or not.
-    Multiply {
-        /// As signed numbers.
-        signed: bool,
-    },
-    /// `rAX` becomes the quotient of `rDX:rAX` by the second, `rDX` the remainder, signed or not.
-    Divide {
-        /// As signed numbers.
-        signed: bool,
-    },
-    /// First is shifted left by the third, filled from the second.
-    Shld,
-    /// First is shifted right by the third, filled from the second.
-    Shrd,
-    /// First becomes the low half of `CR0`.
-    Smsw,
-    /// The task register is loaded with the descriptor selected by the second.
-    Ltr,
-    /// The second is pushed.
-    Push,
-    /// First is popped.
-    Pop,
-    /// The next instruction's address is pushed; jump to the second.
-    Call,
-    /// As [`Op::Call`]; the second is relative to the next instruction.
-    CallRelative,
-    /// Jump to the second.
-    Jump,
-    /// Jump to the popped address, then drop the second's number of bytes.
-    Return,
-    /// A stack frame of the second's length is created.
-    Enter,
-    /// The stack frame is removed.
-    Leave,
-    /// First becomes the second; one is an SSE register.
-    VectorMove {
-        /// A memory address that is not a multiple of 16 raises `#GP`.
-        is_aligned: bool,
-    },
-}
-
-impl Op {
-    /// True if it advances rSI or rDI.
-    pub fn is_string(self) -> bool {
-        matches!(
-            self,
-            Self::Movs | Self::Stos | Self::Lods | Self::Ins | Self::Outs | Self::Cmps | Self::Scas
-        )
-    }
-}
-
-/// Repetition of a string instruction.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Repeat {
-    /// Once.
-    No,
-    /// rCX times.
-    Count,
-    /// At most rCX times, while the comparison is equal (`REPE`).
-    WhileEqual,
-    /// At most rCX times, while the comparison differs (`REPNE`).
-    WhileDifferent,
-}
-
-/// Base of an effective address.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Base {
-    /// None.
-    None,
-    /// A register.
-    Register(Gpr),
-    /// The next instruction's address.
-    Next,
-}
-
-/// A memory operand.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Address {
-    /// Segment.
-    pub segment: Seg,
-    /// Base.
-    pub base: Base,
-    /// Index and its scale as a power of two.
-    pub index: Option<(Gpr, u8)>,
-    /// Displacement, sign-extended.
-    pub displacement: u64,
-}
-
-/// An operand.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Operand {
-    /// None.
-    None,
-    /// In memory.
-    Memory(Address),
-    /// A general register; `high`: its bits 15:8 (`AH`, `CH`, `DH`, `BH`).
-    Register {
-        /// The register.
-        register: Gpr,
-        /// The high byte.
-        high: bool,
-    },
-    /// A constant, sign-extended according to the manual.
-    Immediate(u64),
-    /// An SSE register.
-    Vector(u8),
-}
-
-/// A decoded instruction.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Instruction {
-    /// Operation.
-    pub op: Op,
-    /// Bytes of its operands: 1, 2, 4 or 8; of SSE registers 16.
-    pub size: u8,
-    /// Bytes of the second operand, if it is narrower.
-    pub source_size: u8,
-    /// First operand.
-    pub first: Operand,
-    /// Second operand.
-    pub second: Operand,
-    /// Third operand: a constant, or `CL`.
-    pub third: Operand,
-    /// Segment of `[rSI]` of a string instruction.
-    pub segment: Seg,
-    /// Bytes of an address: 2, 4 or 8.
-    pub address_size: u8,
-    /// `REP` and similar prefixes.
-    pub repeat: Repeat,
-    /// Bytes of the instruction.
-    pub length: u8,
-}
+mod instruction;
 
 /// Reason for not decoding bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -365,6 +141,15 @@ pub fn decode(bytes: &[u8], mode: CodeSize) -> Result<Instruction, DecodeError> 
     Ok(instruction)
 }
 
+/// Refuses an instruction without a memory operand, which accesses no device.
+fn with_memory(instruction: Instruction) -> Result<Instruction, DecodeError> {
+    let is_memory = |operand| matches!(operand, Operand::Memory(_));
+    match is_memory(instruction.first) || is_memory(instruction.second) {
+        true => Ok(instruction),
+        false => Err(DecodeError::Unknown),
+    }
+}
+
 struct Decoder<'a> {
     bytes: Bytes<'a>,
     prefixes: Prefixes,
@@ -409,241 +194,207 @@ impl<'a> Decoder<'a> {
         }
     }
 
+    /// An instruction whose first operand is r/m and whose second is a register.
+    fn on_memory(&mut self, op: Op, size: u8) -> Result<Instruction, DecodeError> {
+        let (memory, register) = self.operands(size, size)?;
+        Ok(self.make(op, size, memory, register))
+    }
+
+    /// An instruction whose first operand is a register and whose second is r/m.
+    fn on_register(&mut self, op: Op, size: u8) -> Result<Instruction, DecodeError> {
+        let (memory, register) = self.operands(size, size)?;
+        Ok(self.make(op, size, register, memory))
+    }
+
     fn one_byte(&mut self, opcode: u8) -> Result<Instruction, DecodeError> {
         let size = self.size(opcode);
-        Ok(match opcode {
+        match opcode {
             0x00..=0x3f if opcode & 7 < 4 => {
                 let op = Op::Alu(alu(opcode >> 3));
-                let (memory, register) = self.operands(size, size)?;
-                if opcode & 2 == 0 {
-                    self.make(op, size, memory, register)
-                } else {
-                    self.make(op, size, register, memory)
-                }
+                if opcode & 2 == 0 { self.on_memory(op, size) } else { self.on_register(op, size) }
             }
             // The manuals differ on the 16-bit form, which compilers do not emit.
             0x63 if self.mode == CodeSize::Bits64 && self.wide != 2 => {
                 let (memory, register) = self.operands(4, self.wide)?;
-                Instruction { source_size: 4, ..self.make(Op::MovSx, self.wide, register, memory) }
+                let moved = self.make(Op::MovSx, self.wide, register, memory);
+                Ok(Instruction { source_size: 4, ..moved })
             }
             0x50..=0x5f | 0x68 | 0x6a | 0x8f | 0xc2 | 0xc3 | 0xc8 | 0xc9 | 0xe8 => {
-                return self.stack(opcode);
+                self.stack(opcode)
             }
             0x69 | 0x6b => {
-                let (memory, register) = self.operands(self.wide, self.wide)?;
+                let product = self.on_register(Op::Imul, self.wide)?;
                 let bytes = if opcode == 0x6b { 1 } else { self.wide.min(4) };
-                let third = Operand::Immediate(self.bytes.number(bytes)?);
-                Instruction { third, ..self.make(Op::Imul, self.wide, register, memory) }
+                Ok(Instruction { third: Operand::Immediate(self.bytes.number(bytes)?), ..product })
             }
-            0x6c..=0x6f => {
-                // There is no 64-bit port access.
-                let size = size.min(4);
-                self.string(if opcode < 0x6e { Op::Ins } else { Op::Outs }, size)
+            // There is no 64-bit port access.
+            0x6c | 0x6d => Ok(self.string(Op::Ins, size.min(4))),
+            0x6e | 0x6f => Ok(self.string(Op::Outs, size.min(4))),
+            0x84 | 0x85 => self.on_memory(Op::Test, size),
+            0x86 | 0x87 => self.on_memory(Op::Xchg, size),
+            0x88 | 0x89 => self.on_memory(Op::Mov, size),
+            0x8a | 0x8b => self.on_register(Op::Mov, size),
+            0xa0..=0xa3 => self.absolute(opcode, size),
+            0xa4 | 0xa5 => Ok(self.string(Op::Movs, size)),
+            0xa6 | 0xa7 => Ok(self.string(Op::Cmps, size)),
+            0xaa | 0xab => Ok(self.string(Op::Stos, size)),
+            0xac | 0xad => Ok(self.string(Op::Lods, size)),
+            0xae | 0xaf => Ok(self.string(Op::Scas, size)),
+            0xff => self.group_of_ff(),
+            _ => self.group_opcode(opcode, size),
+        }
+    }
+
+    /// A move between the accumulator and an address in the instruction.
+    fn absolute(&mut self, opcode: u8, size: u8) -> Result<Instruction, DecodeError> {
+        let displacement = self.bytes.number(self.address_size)? & ones(self.address_size);
+        let segment = self.prefixes.segment.unwrap_or(Seg::Ds);
+        let address = Address { segment, base: Base::None, index: None, displacement };
+        let memory = Operand::Memory(address);
+        let accumulator = Operand::Register { register: Gpr::Rax, high: false };
+        let (first, second) =
+            if opcode < 0xa2 { (accumulator, memory) } else { (memory, accumulator) };
+        Ok(self.make(Op::Mov, size, first, second))
+    }
+
+    /// Opcodes of one byte that the ModRM byte extends.
+    fn group_opcode(&mut self, opcode: u8, size: u8) -> Result<Instruction, DecodeError> {
+        if !matches!(opcode, 0x80 | 0x81 | 0x83 | 0xc0 | 0xc1 | 0xc6 | 0xc7 | 0xd0..=0xd3)
+            && !matches!(opcode, 0xf6 | 0xf7 | 0xfe)
+        {
+            return Err(DecodeError::Unknown);
+        }
+        let (place, selector) = self.group(size)?;
+        let is_memory = matches!(place, Operand::Memory(_));
+        Ok(match (opcode, selector) {
+            (0x80 | 0x81 | 0x83, _) => {
+                let bytes = if opcode == 0x81 { size.min(4) } else { 1 };
+                let immediate = Operand::Immediate(self.bytes.number(bytes)?);
+                self.make(Op::Alu(alu(selector)), size, place, immediate)
             }
-            0x80 | 0x81 | 0x83 => {
-                let (memory, selector) = self.group(size)?;
-                let immediate = self.bytes.number(if opcode == 0x81 { size.min(4) } else { 1 })?;
-                self.make(Op::Alu(alu(selector)), size, memory, Operand::Immediate(immediate))
-            }
-            0x84 | 0x85 => {
-                let (memory, register) = self.operands(size, size)?;
-                self.make(Op::Test, size, memory, register)
-            }
-            0x86 | 0x87 => {
-                let (memory, register) = self.operands(size, size)?;
-                self.make(Op::Xchg, size, memory, register)
-            }
-            0x88 | 0x89 => {
-                let (memory, register) = self.operands(size, size)?;
-                self.make(Op::Mov, size, memory, register)
-            }
-            0x8a | 0x8b => {
-                let (memory, register) = self.operands(size, size)?;
-                self.make(Op::Mov, size, register, memory)
-            }
-            0xa0..=0xa3 => {
-                let displacement = self.bytes.number(self.address_size)?;
-                let displacement = displacement & ones(self.address_size);
-                let memory = Operand::Memory(Address {
-                    segment: self.prefixes.segment.unwrap_or(Seg::Ds),
-                    base: Base::None,
-                    index: None,
-                    displacement,
-                });
-                let accumulator = Operand::Register { register: Gpr::Rax, high: false };
-                if opcode < 0xa2 {
-                    self.make(Op::Mov, size, accumulator, memory)
-                } else {
-                    self.make(Op::Mov, size, memory, accumulator)
-                }
-            }
-            0xa4 | 0xa5 => self.string(Op::Movs, size),
-            0xa6 | 0xa7 => self.string(Op::Cmps, size),
-            0xaa | 0xab => self.string(Op::Stos, size),
-            0xac | 0xad => self.string(Op::Lods, size),
-            0xae | 0xaf => self.string(Op::Scas, size),
-            0xc0 | 0xc1 | 0xd0..=0xd3 => {
-                // The register form accesses no device.
-                let (memory @ Operand::Memory(_), selector) = self.group(size)? else {
-                    return Err(DecodeError::Unknown);
-                };
+            // The register form accesses no device.
+            (0xc0 | 0xc1 | 0xd0..=0xd3, _) if is_memory => {
                 let count = match opcode {
                     0xc0 | 0xc1 => Operand::Immediate(self.bytes.byte()?.into()),
                     0xd0 | 0xd1 => Operand::Immediate(1),
                     _ => Operand::Register { register: Gpr::Rcx, high: false },
                 };
                 let op = Op::Shift(Shift::from_code(selector));
-                Instruction { source_size: 1, ..self.make(op, size, memory, count) }
+                Instruction { source_size: 1, ..self.make(op, size, place, count) }
             }
-            0xc6 | 0xc7 => {
-                let (memory, 0) = self.group(size)? else { return Err(DecodeError::Unknown) };
-                let immediate = self.bytes.number(size.min(4))?;
-                self.make(Op::Mov, size, memory, Operand::Immediate(immediate))
+            (0xc6 | 0xc7, 0) | (0xf6 | 0xf7, 0 | 1) => {
+                let immediate = Operand::Immediate(self.bytes.number(size.min(4))?);
+                let op = if opcode < 0xf0 { Op::Mov } else { Op::Test };
+                self.make(op, size, place, immediate)
             }
-            0xf6 | 0xf7 => {
-                let (memory, selector) = self.group(size)?;
-                match selector {
-                    0 | 1 => {
-                        let immediate = self.bytes.number(size.min(4))?;
-                        self.make(Op::Test, size, memory, Operand::Immediate(immediate))
-                    }
-                    2 => self.make(Op::Not, size, memory, Operand::None),
-                    3 => self.make(Op::Neg, size, memory, Operand::None),
-                    4 | 5 => {
-                        let op = Op::Multiply { signed: selector == 5 };
-                        self.make(op, size, Operand::None, memory)
-                    }
-                    _ => {
-                        let op = Op::Divide { signed: selector == 7 };
-                        self.make(op, size, Operand::None, memory)
-                    }
-                }
+            (0xf6 | 0xf7, 2) => self.make(Op::Not, size, place, Operand::None),
+            (0xf6 | 0xf7, 3) => self.make(Op::Neg, size, place, Operand::None),
+            (0xf6 | 0xf7, 4 | 5) => {
+                self.make(Op::Multiply { signed: selector == 5 }, size, Operand::None, place)
             }
-            0xff => return self.group_of_ff(),
-            0xfe => {
-                let op = match self.group(size)? {
-                    (memory, 0) => (Op::Inc, memory),
-                    (memory, 1) => (Op::Dec, memory),
-                    _ => return Err(DecodeError::Unknown),
-                };
-                self.make(op.0, size, op.1, Operand::None)
+            (0xf6 | 0xf7, _) => {
+                self.make(Op::Divide { signed: selector == 7 }, size, Operand::None, place)
             }
+            (0xfe, 0) => self.make(Op::Inc, size, place, Operand::None),
+            (0xfe, 1) => self.make(Op::Dec, size, place, Operand::None),
             _ => return Err(DecodeError::Unknown),
         })
     }
 
     fn two_byte(&mut self, opcode: u8) -> Result<Instruction, DecodeError> {
         let size = self.size(opcode);
-        Ok(match opcode {
+        match opcode {
             0x00 | 0x01 => {
                 // The register forms differ only in size, which no device sees.
-                let (memory @ Operand::Memory(_), selector) = self.group(2)? else {
-                    return Err(DecodeError::Unknown);
-                };
-                match (opcode, selector) {
-                    (0x00, 3) => self.make(Op::Ltr, 2, Operand::None, memory),
-                    (0x01, 4) => self.make(Op::Smsw, 2, memory, Operand::None),
-                    _ => return Err(DecodeError::Unknown),
+                match (opcode, self.group(2)?) {
+                    (0x00, (memory @ Operand::Memory(_), 3)) => {
+                        Ok(self.make(Op::Ltr, 2, Operand::None, memory))
+                    }
+                    (0x01, (memory @ Operand::Memory(_), 4)) => {
+                        Ok(self.make(Op::Smsw, 2, memory, Operand::None))
+                    }
+                    _ => Err(DecodeError::Unknown),
                 }
             }
-            0x10 | 0x11 | 0x28 | 0x29 | 0x2b | 0x6f | 0x7f | 0xe7 => {
-                let Prefixes { repeat, operand, .. } = self.prefixes;
-                let (op, stores) = vector::operation(opcode, repeat, operand)?;
-                // The register form accesses no device.
-                let (memory @ Operand::Memory(_), register) = self.group(vector::SIZE)? else {
-                    return Err(DecodeError::Unknown);
-                };
-                let register = Operand::Vector(register | self.prefixes.rex_bit(2) << 3);
-                let (first, second) = if stores { (memory, register) } else { (register, memory) };
-                self.make(op, vector::SIZE, first, second)
-            }
-            0x40..=0x4f => {
-                let (memory, register) = self.operands(self.wide, self.wide)?;
-                self.make(Op::MoveIf(opcode & 15), self.wide, register, memory)
-            }
+            0x10 | 0x11 | 0x28 | 0x29 | 0x2b | 0x6f | 0x7f | 0xe7 => self.vector_move(opcode),
+            0x38 => self.three_byte(),
+            0x40..=0x4f => self.on_register(Op::MoveIf(opcode & 15), self.wide),
             0x90..=0x9f => {
                 let (memory, _) = self.group(1)?;
-                self.make(Op::SetIf(opcode & 15), 1, memory, Operand::None)
+                Ok(self.make(Op::SetIf(opcode & 15), 1, memory, Operand::None))
             }
             0xa4 | 0xa5 | 0xac | 0xad => {
-                let (memory, register) = self.operands(self.wide, self.wide)?;
+                let op = if opcode < 0xac { Op::Shld } else { Op::Shrd };
+                let shift = self.on_memory(op, self.wide)?;
                 let third = match opcode & 1 {
                     0 => Operand::Immediate(self.bytes.byte()?.into()),
                     _ => Operand::Register { register: Gpr::Rcx, high: false },
                 };
-                let op = if opcode < 0xac { Op::Shld } else { Op::Shrd };
-                Instruction { third, ..self.make(op, self.wide, memory, register) }
+                Ok(Instruction { third, ..shift })
             }
-            0xaf => {
-                let (memory, register) = self.operands(self.wide, self.wide)?;
-                self.make(Op::Imul, self.wide, register, memory)
-            }
-            0xbc | 0xbd => {
-                let op = match (opcode, self.prefixes.repeat) {
-                    (0xbc, None) => Op::Bsf,
-                    (_, None) => Op::Bsr,
-                    (0xbc, Some(0xf3)) => Op::Tzcnt,
-                    (_, Some(0xf3)) => Op::Lzcnt,
-                    _ => return Err(DecodeError::Unknown),
-                };
-                let (memory, register) = self.operands(self.wide, self.wide)?;
-                self.make(op, self.wide, register, memory)
-            }
-            0xa3 | 0xab | 0xb3 | 0xbb => {
-                let (memory, register) = self.operands(self.wide, self.wide)?;
-                self.make(Op::Bit(bit_op(opcode >> 3)), self.wide, memory, register)
-            }
-            0xba => {
-                let (memory, selector) = self.group(self.wide)?;
-                if selector < 4 {
-                    return Err(DecodeError::Unknown);
-                }
-                // The bit is inside the operand.
-                let bit = u64::from(self.bytes.byte()?) & (8 * u64::from(self.wide) - 1);
-                let op = Op::Bit(bit_op(selector));
-                self.make(op, self.wide, memory, Operand::Immediate(bit))
-            }
-            0xb0 | 0xb1 => {
-                let (memory, register) = self.operands(size, size)?;
-                self.make(Op::Cmpxchg, size, memory, register)
-            }
+            0xaf => self.on_register(Op::Imul, self.wide),
+            0xa3 | 0xab | 0xb3 | 0xbb => self.on_memory(Op::Bit(bit_op(opcode >> 3)), self.wide),
+            0xb0 | 0xb1 => self.on_memory(Op::Cmpxchg, size),
             0xb6 | 0xb7 | 0xbe | 0xbf => {
                 let source_size = if opcode & 1 == 0 { 1 } else { 2 };
                 let op = if opcode < 0xb8 { Op::MovZx } else { Op::MovSx };
                 let (memory, register) = self.operands(source_size, self.wide)?;
-                Instruction { source_size, ..self.make(op, self.wide, register, memory) }
+                let moved = self.make(op, self.wide, register, memory);
+                Ok(Instruction { source_size, ..moved })
             }
-            0xc0 | 0xc1 => {
-                let (memory, register) = self.operands(size, size)?;
-                self.make(Op::Xadd, size, memory, register)
-            }
+            0xba => self.bit_test(),
+            0xbc | 0xbd => self.bit_scan(opcode),
+            0xc0 | 0xc1 => self.on_memory(Op::Xadd, size),
+            // MOVNTI: a non-temporal move to memory. It has no 16-bit form.
             0xc3 if self.prefixes.repeat.is_none() && !self.prefixes.operand => {
-                // MOVNTI: a non-temporal move. It has no 16-bit form.
-                let size = self.wide.max(4);
-                let (memory @ Operand::Memory(_), register) = self.operands(size, size)? else {
-                    return Err(DecodeError::Unknown);
-                };
-                self.make(Op::Mov, size, memory, register)
+                self.on_memory(Op::Mov, self.wide.max(4)).and_then(with_memory)
             }
-            0x38 => {
-                let third = self.bytes.byte()?;
-                // F2 selects CRC32, F3 is undefined.
-                if !matches!(third, 0xf0 | 0xf1) || self.prefixes.repeat.is_some() {
-                    return Err(DecodeError::Unknown);
-                }
-                let (memory @ Operand::Memory(_), register) =
-                    self.operands(self.wide, self.wide)?
-                else {
-                    return Err(DecodeError::Unknown);
-                };
-                if third == 0xf0 {
-                    self.make(Op::MovBe, self.wide, register, memory)
-                } else {
-                    self.make(Op::MovBe, self.wide, memory, register)
-                }
-            }
+            _ => Err(DecodeError::Unknown),
+        }
+    }
+
+    /// Moves between SSE registers and memory.
+    fn vector_move(&mut self, opcode: u8) -> Result<Instruction, DecodeError> {
+        let Prefixes { repeat, operand, .. } = self.prefixes;
+        let (op, stores) = vector::operation(opcode, repeat, operand)?;
+        let (memory, register) = self.group(vector::SIZE)?;
+        let register = Operand::Vector(register | self.prefixes.rex_bit(2) << 3);
+        let (first, second) = if stores { (memory, register) } else { (register, memory) };
+        with_memory(self.make(op, vector::SIZE, first, second))
+    }
+
+    /// Bit tests with the bit in the instruction.
+    fn bit_test(&mut self) -> Result<Instruction, DecodeError> {
+        let (memory, selector) = self.group(self.wide)?;
+        if selector < 4 {
+            return Err(DecodeError::Unknown);
+        }
+        // The bit is inside the operand.
+        let bit = u64::from(self.bytes.byte()?) & (8 * u64::from(self.wide) - 1);
+        Ok(self.make(Op::Bit(bit_op(selector)), self.wide, memory, Operand::Immediate(bit)))
+    }
+
+    fn bit_scan(&mut self, opcode: u8) -> Result<Instruction, DecodeError> {
+        let op = match (opcode, self.prefixes.repeat) {
+            (0xbc, None) => Op::Bsf,
+            (_, None) => Op::Bsr,
+            (0xbc, Some(0xf3)) => Op::Tzcnt,
+            (_, Some(0xf3)) => Op::Lzcnt,
             _ => return Err(DecodeError::Unknown),
-        })
+        };
+        self.on_register(op, self.wide)
+    }
+
+    /// Opcodes that begin with `0F 38`: `MOVBE`.
+    fn three_byte(&mut self) -> Result<Instruction, DecodeError> {
+        let opcode = self.bytes.byte()?;
+        // F2 selects CRC32, F3 is undefined.
+        match opcode {
+            _ if self.prefixes.repeat.is_some() => Err(DecodeError::Unknown),
+            0xf0 => self.on_register(Op::MovBe, self.wide).and_then(with_memory),
+            0xf1 => self.on_memory(Op::MovBe, self.wide).and_then(with_memory),
+            _ => Err(DecodeError::Unknown),
+        }
     }
 
     fn string(&self, op: Op, size: u8) -> Instruction {

@@ -1,8 +1,9 @@
 //! Instructions that use the stack, which may be in a device (AMD APM vol. 3, `PUSH`, `POP`,
 //! `CALL`, `RET`, `ENTER`, `LEAVE`).
 
+use hw_walk::Intent;
 use vmm_x86::msr::is_canonical;
-use vmm_x86::walk::{CodeSize, Intent};
+use vmm_x86::walk::CodeSize;
 use vmm_x86::{Event, Gpr, Seg, X86Vcpu};
 
 use crate::decode::{Op, Operand, ones};

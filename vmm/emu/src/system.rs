@@ -1,10 +1,10 @@
 //! `LTR` with a selector read from a device (AMD APM vol. 3; descriptors: APM vol. 2, sections
 //! 4.8.3 and 12.2.2).
 
+use hw_walk::Intent;
 use hw_x86::msr::efer;
 use vmm_x86::Segment;
 use vmm_x86::msr::is_canonical;
-use vmm_x86::walk::Intent;
 use vmm_x86::{Event, Reg, Seg, X86Vcpu};
 
 use crate::decode::Operand;

@@ -1,7 +1,7 @@
 //! Moves of SSE registers (APM vol. 4), the source of 16-byte accesses to a device. A device sees
 //! two accesses of 8 bytes.
 
-use vmm_x86::walk::Intent;
+use hw_walk::Intent;
 use vmm_x86::{Event, X86Vcpu};
 
 use crate::decode::{DecodeError, Op, Operand, ones};

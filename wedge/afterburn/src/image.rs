@@ -12,8 +12,12 @@ use object::{
 };
 use std::borrow::Cow;
 use std::collections::HashMap;
+use std::fmt::Display;
 use std::path::Path;
 use wedge_sites::{Constants, Site, Sites, Table};
+
+type File<'d> = ElfFile64<'d, object::LittleEndian>;
+type Input<'d, 'f> = ElfSection64<'d, 'f, object::LittleEndian>;
 
 /// An ELF file.
 pub struct Image<'d> {
@@ -65,53 +69,82 @@ pub struct Symbol<'d> {
 /// Address of a module's first section: far from 0, so that distances cannot wrap around.
 const MODULE_BASE: u64 = 0x1_0000_0000;
 
+/// The sections of a file that occupy memory.
+struct Allocated<'d, 'f> {
+    sections: Vec<Section<'d>>,
+    inputs: Vec<Input<'d, 'f>>,
+    /// Address and index in `sections`, by index in the file.
+    addresses: HashMap<object::SectionIndex, (u64, usize)>,
+}
+
+fn allocated<'d, 'f>(
+    file: &'f File<'d>,
+    wrong: &dyn Fn(&dyn Display) -> Error,
+) -> Result<Allocated<'d, 'f>, Error> {
+    let broken = |error: object::Error| wrong(&format_args!("damaged: {error}"));
+    let is_module = file.kind() == ObjectKind::Relocatable;
+    let mut addresses = HashMap::new();
+    let mut next = MODULE_BASE;
+    let mut sections = Vec::new();
+    let mut inputs = Vec::new();
+    for section in file.sections() {
+        let SectionFlags::Elf { sh_flags, .. } = section.flags() else { continue };
+        if sh_flags.0 & elf::SHF_ALLOC.0 == 0 {
+            continue;
+        }
+        let address = match is_module {
+            false => section.address(),
+            true => {
+                let align = section.align().max(1);
+                let address = next.checked_next_multiple_of(align.min(1 << 20));
+                let end = address.and_then(|address| address.checked_add(section.size()));
+                next = end.ok_or_else(|| wrong(&"damaged: its sections are too large"))?;
+                address.unwrap_or(next)
+            }
+        };
+        if address.checked_add(section.size()).is_none() {
+            return Err(wrong(&"damaged: a section is outside the address space"));
+        }
+        addresses.insert(section.index(), (address, sections.len()));
+        sections.push(Section {
+            name: section.name().map_err(broken)?,
+            address,
+            data: Cow::Borrowed(section.data().map_err(broken)?),
+            offset: section.file_range().map_or(0, |(offset, _)| offset),
+            executable: sh_flags.0 & elf::SHF_EXECINSTR.0 != 0,
+        });
+        inputs.push(section);
+    }
+    Ok(Allocated { sections, inputs, addresses })
+}
+
+/// Physical address, virtual address and size in the file of each loaded segment.
+fn loaded(file: &File<'_>) -> Vec<(u64, u64, u64)> {
+    let endian = object::LittleEndian;
+    file.elf_program_headers()
+        .iter()
+        .filter(|header| header.p_type.get(endian) == elf::PT_LOAD)
+        .map(|header| (&header.p_paddr, &header.p_vaddr, &header.p_filesz))
+        .map(|(physical, address, size)| {
+            (physical.get(endian), address.get(endian), size.get(endian))
+        })
+        .collect()
+}
+
 impl<'d> Image<'d> {
     /// Parses an ELF file. `path` is for messages.
     pub fn parse(path: &Path, data: &'d [u8]) -> Result<Self, Error> {
-        let wrong =
-            |what: &dyn std::fmt::Display| Error::Image(format!("{}: {what}", path.display()));
+        let wrong = |what: &dyn Display| Error::Image(format!("{}: {what}", path.display()));
         if !data.starts_with(&elf::ELFMAG) {
             return Err(wrong(&"not an ELF file"));
         }
-        let file = ElfFile64::<'d, object::LittleEndian>::parse(data)
+        let file = File::<'d>::parse(data)
             .map_err(|error| wrong(&format_args!("damaged or not 64-bit ELF: {error}")))?;
         if file.architecture() != object::Architecture::X86_64 {
             return Err(wrong(&"not for x86-64"));
         }
-        let broken = |error: object::Error| wrong(&format_args!("damaged: {error}"));
         let is_module = file.kind() == ObjectKind::Relocatable;
-        let mut addresses = HashMap::new();
-        let mut next = MODULE_BASE;
-        let mut sections = Vec::new();
-        let mut inputs = Vec::new();
-        for section in file.sections() {
-            let SectionFlags::Elf { sh_flags, .. } = section.flags() else { continue };
-            if sh_flags.0 & elf::SHF_ALLOC.0 == 0 {
-                continue;
-            }
-            let address = match is_module {
-                false => section.address(),
-                true => {
-                    let align = section.align().max(1);
-                    let address = next.checked_next_multiple_of(align.min(1 << 20));
-                    let end = address.and_then(|address| address.checked_add(section.size()));
-                    next = end.ok_or_else(|| wrong(&"damaged: its sections are too large"))?;
-                    address.unwrap_or(next)
-                }
-            };
-            if address.checked_add(section.size()).is_none() {
-                return Err(wrong(&"damaged: a section is outside the address space"));
-            }
-            addresses.insert(section.index(), (address, sections.len()));
-            sections.push(Section {
-                name: section.name().map_err(broken)?,
-                address,
-                data: Cow::Borrowed(section.data().map_err(broken)?),
-                offset: section.file_range().map_or(0, |(offset, _)| offset),
-                executable: sh_flags.0 & elf::SHF_EXECINSTR.0 != 0,
-            });
-            inputs.push(section);
-        }
+        let Allocated { mut sections, inputs, addresses } = allocated(&file, &wrong)?;
         if is_module {
             for (section, input) in sections.iter_mut().zip(&inputs) {
                 if !section.executable {
@@ -121,16 +154,7 @@ impl<'d> Image<'d> {
         }
         let relocations = if is_module { Vec::new() } else { absolute(&inputs) };
         let referred = if is_module { referred(&file, &inputs, &addresses) } else { Vec::new() };
-        let endian = object::LittleEndian;
-        let loaded: Vec<(u64, u64, u64)> = file
-            .elf_program_headers()
-            .iter()
-            .filter(|header| header.p_type.get(endian) == elf::PT_LOAD)
-            .map(|header| (&header.p_paddr, &header.p_vaddr, &header.p_filesz))
-            .map(|(physical, address, size)| {
-                (physical.get(endian), address.get(endian), size.get(endian))
-            })
-            .collect();
+        let loaded = loaded(&file);
         let pvh_entry = physical_entry(&sections).and_then(|entry| virtual_address(&loaded, entry));
         let mut symbols: Vec<Symbol<'d>> = file
             .symbols()
@@ -219,8 +243,7 @@ impl<'d> Image<'d> {
 
     /// The sites. A module may have none; a linked image without a table of sites is an error.
     pub fn sites(&self, path: &Path) -> Result<Vec<Site>, Error> {
-        let wrong =
-            |what: &dyn std::fmt::Display| Error::Image(format!("{}: {what}", path.display()));
+        let wrong = |what: &dyn Display| Error::Image(format!("{}: {what}", path.display()));
         let table = self.table(path, Table::Sites)?;
         if table.is_none() && self.is_module {
             return Ok(Vec::new());
@@ -275,7 +298,7 @@ fn is_local(name: &str) -> bool {
 
 /// Addresses of relocations in code, except distances within the image. Distances to per-CPU
 /// variables are not within the image: these variables do not move.
-fn absolute(sections: &[ElfSection64<'_, '_, object::LittleEndian>]) -> Vec<u64> {
+fn absolute(sections: &[Input<'_, '_>]) -> Vec<u64> {
     let mut places = Vec::new();
     for section in sections.iter().filter(|section| section.kind() == object::SectionKind::Text) {
         for (place, relocation) in section.relocations() {
@@ -292,8 +315,8 @@ fn absolute(sections: &[ElfSection64<'_, '_, object::LittleEndian>]) -> Vec<u64>
 /// Targets of a module's relocations. Those in instructions are distances from the end of their
 /// 32-bit field, which in branches is the end of the instruction.
 fn referred(
-    file: &ElfFile64<'_, object::LittleEndian>,
-    inputs: &[ElfSection64<'_, '_, object::LittleEndian>],
+    file: &File<'_>,
+    inputs: &[Input<'_, '_>],
     addresses: &HashMap<object::SectionIndex, (u64, usize)>,
 ) -> Vec<u64> {
     let mut list = Vec::new();
@@ -349,9 +372,9 @@ fn virtual_address(loaded: &[(u64, u64, u64)], address: u64) -> Option<u64> {
 
 /// Applies the relocations of a module's section. References to other images stay 0.
 fn relocate(
-    file: &ElfFile64<'_, object::LittleEndian>,
+    file: &File<'_>,
     section: &mut Section<'_>,
-    input: &ElfSection64<'_, '_, object::LittleEndian>,
+    input: &Input<'_, '_>,
     addresses: &HashMap<object::SectionIndex, (u64, usize)>,
 ) {
     for (offset, relocation) in input.relocations() {

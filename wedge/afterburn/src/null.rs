@@ -129,11 +129,7 @@ pub fn null(path: &Path, data: &[u8], count: bool) -> Result<Null, Error> {
     if sites.iter().any(|site| site.kind.is_marker()) {
         writer.next = (room.start + first.code.len() as u64).next_multiple_of(16);
     }
-    let exceptions: BTreeSet<u64> = tables::all(&image)
-        .iter()
-        .filter(|table| table.may_coincide)
-        .flat_map(|table| table.places.iter().map(|(place, _)| *place))
-        .collect();
+    let exceptions = exceptions(&image);
     for site in &sites {
         if site.kind.is_marker() {
             let to = if site.kind == Kind::Announce { program } else { program + first.retract };
@@ -156,6 +152,13 @@ pub fn null(path: &Path, data: &[u8], count: bool) -> Result<Null, Error> {
         }
     }
     Ok(Null { file: writer.file, report: writer.report })
+}
+
+/// The addresses of instructions that exceptions may refer to.
+fn exceptions(image: &Image<'_>) -> BTreeSet<u64> {
+    let tables = tables::all(image);
+    let tables = tables.iter().filter(|table| table.may_coincide);
+    tables.flat_map(|table| table.places.iter().map(|(place, _)| *place)).collect()
 }
 
 /// The address of the counters.
@@ -204,11 +207,8 @@ impl Writer<'_, '_> {
 
     fn rewrite(&mut self, path: &Path, site: &Site, stays: bool) -> Result<(), Error> {
         if stays && site.padded - site.length < JUMP {
-            *self
-                .report
-                .left
-                .entry("may fault, and too long for a jump after them")
-                .or_default() += 1;
+            let reason = "may fault, and too long for a jump after them";
+            *self.report.left.entry(reason).or_default() += 1;
             return Ok(());
         }
         let wrong = || {
@@ -236,12 +236,8 @@ impl Writer<'_, '_> {
             self.transplant(path, &mut code, stub, &bytes, &decoded)?;
         }
         if returns {
-            let dead =
-                match site.flags.contains(Flags::FLAGS_DEAD) || flags_die(self.image, site.end()) {
-                    true => Some(true),
-                    false if self.has_stack(site.address) => Some(false),
-                    false => None,
-                };
+            let dies = site.flags.contains(Flags::FLAGS_DEAD) || flags_die(self.image, site.end());
+            let dead = if dies || self.has_stack(site.address) { Some(dies) } else { None };
             self.count(&mut code, stub, counter, dead);
         }
         jump(&mut code, stub, site.end());
@@ -260,10 +256,7 @@ impl Writer<'_, '_> {
         // Execution does not reach these bytes any longer.
         new.resize((site.end() - from) as usize, 0xcc);
         self.write(path, from, &new)?;
-        match stays {
-            true => self.report.in_place += 1,
-            false => self.report.moved += 1,
-        }
+        *(if stays { &mut self.report.in_place } else { &mut self.report.moved }) += 1;
         Ok(())
     }
 

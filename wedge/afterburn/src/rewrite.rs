@@ -19,6 +19,7 @@
 
 mod bytes;
 mod conditional;
+mod directives;
 mod expansion;
 mod flags;
 mod macros;
@@ -36,7 +37,7 @@ use conditional::{Condition, REGISTER_ALIAS, names_sensitive_register};
 use flags::{Watch, keeps_flags};
 use macros::Macro;
 use output::{Edit, What};
-use section::{Change, Names, Section, Stack};
+use section::{Names, Section, Stack};
 use source::{Mark, SourceTracker};
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
@@ -588,140 +589,6 @@ impl<'a> Rewriter<'a> {
         }
         Ok(())
     }
-
-    // Directives.
-
-    fn directive(&mut self, statement: &Statement<'_>) -> Step {
-        let name = lowered(statement.name);
-        let operands = statement.operands;
-        match &*name {
-            b".loc" | b".file" => self.tracker.directive(&name, operands),
-            b".set" | b".equ" | b".equiv" | b".eqv" if names_sensitive_register(operands) => {
-                return Err(self.error(REGISTER_ALIAS));
-            }
-            name if is_neutral(name) => {}
-            b".byte" | b".dc.b" => return self.data(statement, 1),
-            b".word" | b".value" | b".short" | b".hword" | b".2byte" => {
-                return self.data(statement, 2);
-            }
-            b".long" | b".int" | b".4byte" => return self.data(statement, 4),
-            b".quad" | b".8byte" => return self.data(statement, 8),
-            b".macro" => return self.macro_begins(statement),
-            b".endm" | b".endmacro" => return self.macro_ends(),
-            b".purgem" => return self.purge(operands),
-            b".rept" | b".rep" | b".irp" | b".irep" | b".irpc" | b".irepc" => {
-                self.settle()?;
-                self.pass(operands)?;
-                let at = statement.operands_at;
-                self.frames.push(Frame::Repeat { values: at..at + operands.len() });
-            }
-            b".endr" => {
-                self.settle()?;
-                if !matches!(self.frames.pop(), Some(Frame::Repeat { .. })) {
-                    return Err(self.error("`.endr` without `.rept` or `.irp`"));
-                }
-                self.conditions_end();
-            }
-            b".text" | b".data" | b".bss" | b".section" | b".pushsection" | b".popsection"
-            | b".previous" => {
-                return self.change_section(&name, statement);
-            }
-            b".code64" => return self.change_mode(&name, Mode::Long),
-            b".code32" | b".code16" | b".code16gcc" => {
-                return self.change_mode(&name, Mode::Legacy);
-            }
-            b".altmacro" | b".noaltmacro" => {
-                self.unconditional(&name)?;
-                self.alternate = &*name == b".altmacro";
-            }
-            name if conditional::is_condition(name) => return self.condition(name),
-            b".intel_syntax" => return Err(self.error("Intel syntax is not supported")),
-            b".att_syntax" if operands.trim_ascii() == b"noprefix" => {
-                return Err(self.error("registers without `%` are not supported"));
-            }
-            b".include" => {
-                return Err(self.error(
-                    "`.include` hides instructions: let the preprocessor include the file",
-                ));
-            }
-            b".incbin" if self.section() != Section::Data => {
-                return Err(
-                    self.error("`.incbin` hides instructions: put the file into a data section")
-                );
-            }
-            b".insn" => {
-                return Err(
-                    self.error("`.insn` hides an instruction: write its mnemonic, or `.byte`")
-                );
-            }
-            b".end" => {
-                self.unconditional(&name)?;
-                self.settle()?;
-                self.ended = self.frames.is_empty();
-            }
-            name if name.contains(&b'\\') => {
-                if conditional::may_be_mode(name) {
-                    return Err(self.error(
-                        "a directive that may change the mode, made of a macro's parameter",
-                    ));
-                }
-                self.settle()?;
-            }
-            _ => {
-                // Data, alignment, conditions: the instructions before and after do not form a
-                // pair.
-                self.settle()?;
-                self.watch = Watch::Nothing;
-            }
-        }
-        Ok(())
-    }
-
-    /// Collects bytes that may be instructions.
-    fn data(&mut self, statement: &Statement<'_>, width: usize) -> Step {
-        let code =
-            matches!(self.section(), Section::Code | Section::Replacement | Section::Unclear);
-        if !code || self.mode != Mode::Long {
-            return self.settle();
-        }
-        if self.bytes.is_empty() && width > 1 {
-            return self.settle();
-        }
-        let at = statement.operands_at;
-        let operands = at..at + statement.operands.len();
-        self.bytes.add(self.text, statement.start, operands, width);
-        Ok(())
-    }
-
-    fn change_section(&mut self, name: &[u8], statement: &Statement<'_>) -> Step {
-        self.settle()?;
-        let change = match name {
-            b".text" => Change::Set(Section::Code),
-            b".data" | b".bss" => Change::Set(Section::Data),
-            b".section" => Change::Set(self.names.section(statement.operands)),
-            b".pushsection" => Change::Push(self.names.section(statement.operands)),
-            b".previous" => Change::Previous,
-            _ => Change::Pop,
-        };
-        self.apply(&[change])
-    }
-
-    fn apply(&mut self, changes: &[Change]) -> Step {
-        for change in changes {
-            let done = self.sections.apply(*change);
-            match self.frames.iter_mut().rev().find_map(|frame| match frame {
-                Frame::Macro { body, .. } => Some(body),
-                Frame::Repeat { .. } => None,
-            }) {
-                Some(body) => body.changes.push(*change),
-                None if !done => {
-                    return Err(self.error("`.popsection` without `.pushsection`"));
-                }
-                None => {}
-            }
-        }
-        Ok(())
-    }
 }
 
 /// The kind of a pair of instructions that form one site.
@@ -733,23 +600,6 @@ fn pair(first: Class, second: Class) -> Option<Kind> {
         (Class::Push, Class::Sensitive(Kind::Popf)) => Kind::RestoreFlags,
         _ => return None,
     })
-}
-
-/// Directives that change neither source line nor section and emit no bytes here.
-fn is_neutral(name: &[u8]) -> bool {
-    matches!(
-        name,
-        b".loc"
-            | b".globl"
-            | b".global"
-            | b".type"
-            | b".size"
-            | b".weak"
-            | b".local"
-            | b".hidden"
-            | b".set"
-            | b".equ"
-    ) || name.starts_with(b".cfi_")
 }
 
 #[cfg(test)]

@@ -25,64 +25,58 @@ fn outcome(text: &str) -> Result<Option<VerifyReport>, String> {
     Ok(assembled(&text, &Exceptions::default()))
 }
 
+/// Texts that are refused, and the reasons.
+const REFUSED: &[(&str, &str)] = &[
+    // The assembler decides the mode.
+    (".if 0\n.code32\n.endif\nf: cli\nwrmsr\nret", "`.code32` where it may have no effect"),
+    (".ifdef X\nnop\n.else\n.code16\n.endif\ncli", "`.code16` where it may have no effect"),
+    (".code32\n.if 0\n.else\n.code64\n.endif\ncli", "`.code64` where it may have no effect"),
+    (".macro to32\n.code32\n.endm\ncli", "`.code32` in a macro or a repetition"),
+    (".macro to64\n.code64\n.endm\n.code32\nto64\ncli", "`.code64` in a macro or"),
+    (".rept 0\n.code32\n.endr\ncli", "`.code32` in a macro or a repetition"),
+    (".macro m a\n\\a\n.endm\n.code32\nm .code64\ncli", "`.code64` as an argument"),
+    (".macro m a\n\\a\n.endm\n.code32\nm \".code64\"\ncli", "`.code64` as an argument"),
+    (".irp a, .code32\n\\a\n.endr\ncli", "`.code32` as an argument"),
+    (".macro m a=.code64\n\\a\n.endm\n.code32\nm\ncli", "`.code64` as an argument"),
+    (".macro m a\n.code\\a\n.endm\n.code32\nm 64\ncli", "may change the mode"),
+    (".macro m a\n.\\a\n.endm\n.code32\nm code64\ncli", "may change the mode"),
+    // The assembler ignores definitions of macros with names of directives.
+    (".macro .code64\n.endm\n.code32\n.code64\ncli", "`.macro .code64`: a macro's name begins"),
+    (".macro .byte a\n.endm\n.byte 0xfa", "`.macro .byte`: a macro's name begins"),
+    // Macros that may not be defined, or not be removed.
+    (".if 0\n.macro cli\n.endm\n.endif\ncli", "`.macro cli`: the name of an instruction"),
+    (".macro a\n.macro mov a b\n.endm\n.endm\nmov %cr3,%rax", "`.macro mov`: the name of"),
+    (".macro a\n.macro rep a\n.endm\n.endm\nrep insb", "`.macro rep`: the name of"),
+    (".macro a b\n.macro \\b c\n\\c\n.endm\n.endm\na x\nx cli", "`.macro \\b`: a macro's name is"),
+    (
+        ".macro cli\n.endm\n.if 0\n.purgem cli\n.endif\ncli",
+        "`.purgem cli` where it may have no effect",
+    ),
+    (
+        ".macro cli\n.endm\n.macro c\n.purgem cli\n.endm\nc\ncli",
+        "`.purgem cli` where it may have no effect",
+    ),
+    (
+        ".macro a b\nmov \\b, %rax\n.endm\n.macro c\n.purgem a\n.macro a b\n.endm\n.endm\na %cr3",
+        "`%cr3` as an argument of a macro that moves it",
+    ),
+    // `.end` that may have no effect, and sections that may not change.
+    (".if 0\n.end\n.endif\ncli", "`.end` where it may have no effect"),
+    (".if 0\n.section .discard.a,\"ax\"\n.endif\ncli", "a branch of `.if` that ends in another"),
+    (".if 0\n.pushsection .discard.a,\"ax\"\n.else\n.endif\ncli", "a branch of `.if` that ends"),
+    (".if 0\n.altmacro\n.endif\ncli", "`.altmacro` where it may have no effect"),
+    // Other ways to write an instruction.
+    ("x=%cr3\nmov x, %rax", "another name for a register"),
+    (".set x, %cr3\nmov x, %rax", "another name for a register"),
+    ("x==%ds\nmov x, %eax", "another name for a register"),
+    ("wait cli", "`wait` before an instruction"),
+    (".incbin \"/proc/self/cmdline\"", "`.incbin` hides instructions"),
+    (".insn 0xfa", "`.insn` hides an instruction"),
+];
+
 #[test]
 fn the_rewriter_refuses() {
-    for (text, reason) in [
-        // The assembler decides the mode.
-        (".if 0\n.code32\n.endif\nf: cli\nwrmsr\nret", "`.code32` where it may have no effect"),
-        (".ifdef X\nnop\n.else\n.code16\n.endif\ncli", "`.code16` where it may have no effect"),
-        (".code32\n.if 0\n.else\n.code64\n.endif\ncli", "`.code64` where it may have no effect"),
-        (".macro to32\n.code32\n.endm\ncli", "`.code32` in a macro or a repetition"),
-        (".macro to64\n.code64\n.endm\n.code32\nto64\ncli", "`.code64` in a macro or"),
-        (".rept 0\n.code32\n.endr\ncli", "`.code32` in a macro or a repetition"),
-        (".macro m a\n\\a\n.endm\n.code32\nm .code64\ncli", "`.code64` as an argument"),
-        (".macro m a\n\\a\n.endm\n.code32\nm \".code64\"\ncli", "`.code64` as an argument"),
-        (".irp a, .code32\n\\a\n.endr\ncli", "`.code32` as an argument"),
-        (".macro m a=.code64\n\\a\n.endm\n.code32\nm\ncli", "`.code64` as an argument"),
-        (".macro m a\n.code\\a\n.endm\n.code32\nm 64\ncli", "may change the mode"),
-        (".macro m a\n.\\a\n.endm\n.code32\nm code64\ncli", "may change the mode"),
-        // The assembler ignores definitions of macros with names of directives.
-        (".macro .code64\n.endm\n.code32\n.code64\ncli", "`.macro .code64`: a macro's name begins"),
-        (".macro .byte a\n.endm\n.byte 0xfa", "`.macro .byte`: a macro's name begins"),
-        // Macros that may not be defined, or not be removed.
-        (".if 0\n.macro cli\n.endm\n.endif\ncli", "`.macro cli`: the name of an instruction"),
-        (".macro a\n.macro mov a b\n.endm\n.endm\nmov %cr3,%rax", "`.macro mov`: the name of"),
-        (".macro a\n.macro rep a\n.endm\n.endm\nrep insb", "`.macro rep`: the name of"),
-        (
-            ".macro a b\n.macro \\b c\n\\c\n.endm\n.endm\na x\nx cli",
-            "`.macro \\b`: a macro's name is",
-        ),
-        (
-            ".macro cli\n.endm\n.if 0\n.purgem cli\n.endif\ncli",
-            "`.purgem cli` where it may have no effect",
-        ),
-        (
-            ".macro cli\n.endm\n.macro c\n.purgem cli\n.endm\nc\ncli",
-            "`.purgem cli` where it may have no effect",
-        ),
-        (
-            ".macro a b\nmov \\b, %rax\n.endm\n.macro c\n.purgem a\n.macro a b\n.endm\n.endm\na %cr3",
-            "`%cr3` as an argument of a macro that moves it",
-        ),
-        // `.end` that may have no effect, and sections that may not change.
-        (".if 0\n.end\n.endif\ncli", "`.end` where it may have no effect"),
-        (
-            ".if 0\n.section .discard.a,\"ax\"\n.endif\ncli",
-            "a branch of `.if` that ends in another",
-        ),
-        (
-            ".if 0\n.pushsection .discard.a,\"ax\"\n.else\n.endif\ncli",
-            "a branch of `.if` that ends",
-        ),
-        (".if 0\n.altmacro\n.endif\ncli", "`.altmacro` where it may have no effect"),
-        // Other ways to write an instruction.
-        ("x=%cr3\nmov x, %rax", "another name for a register"),
-        (".set x, %cr3\nmov x, %rax", "another name for a register"),
-        ("x==%ds\nmov x, %eax", "another name for a register"),
-        ("wait cli", "`wait` before an instruction"),
-        (".incbin \"/proc/self/cmdline\"", "`.incbin` hides instructions"),
-        (".insn 0xfa", "`.insn` hides an instruction"),
-    ] {
+    for (text, reason) in REFUSED {
         match outcome(text) {
             Err(refused) => assert!(refused.contains(reason), "{text}: {refused}"),
             Ok(report) => panic!("{text}: not refused, {report:?}"),

@@ -1,11 +1,12 @@
 //! State of a virtual CPU.
 
+use hw_walk::{Intent, PageFault, Paging};
 use hw_x86::msr::efer;
 use hw_x86::paging::{cr0, cr4};
 use vmm_mem::GuestMemory;
 use vmm_x86::Event;
 use vmm_x86::Segment;
-use vmm_x86::walk::{Intent, PageFault, Paging};
+use vmm_x86::walk::GuestTables;
 
 use crate::segment::{DATA_64, USABLE_CODE_64};
 
@@ -221,16 +222,17 @@ impl VirtualCpu {
         mut act: impl FnMut(usize, u64, usize),
     ) -> Result<(), PageFault> {
         // An access spans at most two pages; both are translated before the first is accessed.
-        let (first, left) = self.paging(linear, false).translate(memory, linear, intent, true)?;
-        let here = length.min(usize::try_from(left).unwrap_or(length));
+        let tables = GuestTables(memory);
+        let first = self.paging(linear, false).translate(&tables, linear, intent, true)?;
+        let here = length.min(usize::try_from(first.left()).unwrap_or(length));
         let rest = if here < length {
             let next = linear.wrapping_add(here as u64);
-            let (second, _) = self.paging(next, false).translate(memory, next, intent, true)?;
-            Some(second)
+            let second = self.paging(next, false).translate(&tables, next, intent, true)?;
+            Some(second.address)
         } else {
             None
         };
-        act(0, first, here);
+        act(0, first.address, here);
         if let Some(second) = rest {
             act(here, second, length - here);
         }

@@ -271,201 +271,203 @@ fn prefixes(reader: &mut Reader<'_>) -> Result<Prefixes, DecodeError> {
 /// See [`DecodeError`].
 pub fn decode(bytes: &[u8]) -> Result<Instruction, DecodeError> {
     let mut reader = Reader { bytes: &bytes[..bytes.len().min(15)], at: 0 };
-    let found = prefixes(&mut reader)?;
-    let wide = found.rex & 8 != 0;
-    let extended = if found.rex & 1 != 0 { 8 } else { 0 };
-    let natural = if wide {
-        8
-    } else if found.operand {
-        2
-    } else {
-        4
+    let prefixes = prefixes(&mut reader)?;
+    let size = match (prefixes.rex & 8 != 0, prefixes.operand) {
+        (true, _) => 8,
+        (false, true) => 2,
+        (false, false) => 4,
     };
-    // Stack operations default to 64 bits.
-    let stack = if found.operand { 2 } else { 8 };
-    let mut size = natural;
-    let opcode = reader.byte()?;
-    let op = match opcode {
-        0xfa => Op::Cli,
-        0xfb => Op::Sti,
-        0xf4 => Op::Hlt,
-        0x9c | 0x9d => {
-            size = stack;
-            if opcode == 0x9c { Op::Pushf } else { Op::Popf }
-        }
-        0x50..=0x57 => {
-            size = stack;
-            Op::Push(Operand::Register(opcode & 7 | extended))
-        }
-        0x58..=0x5f => {
-            size = stack;
-            Op::Pop(Operand::Register(opcode & 7 | extended))
-        }
-        0x68 if !found.operand => {
-            size = stack;
-            Op::PushImmediate(reader.long()?)
-        }
-        0x6a => {
-            size = stack;
-            Op::PushImmediate(i32::from(reader.byte()? as i8))
-        }
-        0xff => {
-            let rm = mod_rm(&mut reader, &found)?;
-            match rm.group {
-                6 => {
-                    size = stack;
-                    Op::Push(rm.rm)
-                }
-                5 => Op::FarJump(rm.memory()?),
-                3 => Op::FarCall(rm.memory()?),
-                _ => return Err(DecodeError::Unknown),
-            }
-        }
-        0x8f => {
-            size = stack;
-            let rm = mod_rm(&mut reader, &found)?;
-            if rm.group != 0 {
-                return Err(DecodeError::Unknown);
-            }
-            Op::Pop(rm.rm)
-        }
-        0xe4 | 0xe5 | 0xec | 0xed | 0xe6 | 0xe7 | 0xee | 0xef => {
-            let port = if opcode & 8 == 0 { Some(reader.byte()?) } else { None };
-            size = if opcode & 1 == 0 { 1 } else { natural.min(4) };
-            if opcode & 2 == 0 { Op::In(port) } else { Op::Out(port) }
-        }
-        0x6c..=0x6f => {
-            size = if opcode & 1 == 0 { 1 } else { natural.min(4) };
-            if opcode & 2 == 0 { Op::Ins } else { Op::Outs }
-        }
-        0x8c | 0x8e => {
-            let rm = mod_rm(&mut reader, &found)?;
-            if rm.group > 5 || opcode == 0x8e && rm.group == 1 {
-                return Err(DecodeError::Unknown);
-            }
-            if opcode == 0x8c {
-                Op::ReadSegment { segment: rm.group, to: rm.rm }
-            } else {
-                Op::WriteSegment { segment: rm.group, from: rm.rm }
-            }
-        }
-        0xca | 0xcb => {
-            let drop = if opcode == 0xca { reader.word()? } else { 0 };
-            Op::FarReturn(drop)
-        }
-        0xcc => Op::Int(3),
-        0xcd => Op::Int(reader.byte()?),
-        // Shorter frames are not used in 64-bit mode.
-        0xcf if wide => Op::Iret,
-        0x0f => return two_bytes(reader, &found, natural),
-        _ => return Err(DecodeError::Unknown),
-    };
-    Ok(Instruction { op, length: reader.at, size, repeat: found.repeat != 0 })
+    let mut decoder = Decoder { reader, prefixes, size };
+    let op = decoder.one_byte()?;
+    let Decoder { reader, prefixes, size } = decoder;
+    Ok(Instruction { op, length: reader.at, size, repeat: prefixes.repeat != 0 })
 }
 
-fn two_bytes(
-    mut reader: Reader<'_>,
-    found: &Prefixes,
-    natural: u8,
-) -> Result<Instruction, DecodeError> {
-    let mut size = natural;
-    let op = match reader.byte()? {
-        0x00 => {
-            let rm = mod_rm(&mut reader, found)?;
-            match rm.group {
-                0 => Op::Sldt(rm.rm),
-                1 => Op::Str(rm.rm),
-                2 => Op::Lldt(rm.rm),
-                3 => Op::Ltr(rm.rm),
-                4 => Op::Verr(rm.rm),
-                5 => Op::Verw(rm.rm),
-                _ => return Err(DecodeError::Unknown),
+/// An instruction whose prefixes are decoded.
+struct Decoder<'a> {
+    reader: Reader<'a>,
+    prefixes: Prefixes,
+    /// Operand size in bytes: that of the prefixes, unless the opcode has another.
+    size: u8,
+}
+
+impl Decoder<'_> {
+    fn mod_rm(&mut self) -> Result<ModRm, DecodeError> {
+        mod_rm(&mut self.reader, &self.prefixes)
+    }
+
+    /// Extends a register number by a bit of the REX prefix.
+    fn extend(&self, register: u8, bit: u8) -> u8 {
+        register & 7 | if self.prefixes.rex & bit != 0 { 8 } else { 0 }
+    }
+
+    /// Sets the operand size of stack operations, which is 64 bits by default.
+    fn set_stack_size(&mut self) {
+        self.size = if self.prefixes.operand { 2 } else { 8 };
+    }
+
+    fn one_byte(&mut self) -> Result<Op, DecodeError> {
+        let opcode = self.reader.byte()?;
+        Ok(match opcode {
+            0xfa => Op::Cli,
+            0xfb => Op::Sti,
+            0xf4 => Op::Hlt,
+            0x50..=0x5f | 0x68 | 0x6a | 0x8f | 0x9c | 0x9d => return self.stack(opcode),
+            0xff => {
+                let rm = self.mod_rm()?;
+                match rm.group {
+                    6 => {
+                        self.set_stack_size();
+                        Op::Push(rm.rm)
+                    }
+                    5 => Op::FarJump(rm.memory()?),
+                    3 => Op::FarCall(rm.memory()?),
+                    _ => return Err(DecodeError::Unknown),
+                }
             }
-        }
-        0x01 => {
-            let rm = mod_rm(&mut reader, found)?;
-            match (rm.byte, rm.group) {
-                (0xc1 | 0xd9, _) => Op::Hypercall,
-                (0xc8 | 0xfa, _) => Op::Monitor,
-                (0xc9 | 0xfb, _) => Op::Mwait,
-                (0xca, _) => Op::Clac,
-                (0xcb, _) => Op::Stac,
-                (0xd1, _) => Op::Xsetbv,
-                (0xf8, _) => Op::Swapgs,
-                // ENCLS, VMX and SVM.
-                (0xcf | 0xc2..=0xc4 | 0xd8 | 0xda..=0xdf, _) => Op::Undefined,
-                (0xc0.., 4) | (..=0xbf, 4) => Op::Smsw(rm.rm),
-                (0xc0.., 6) | (..=0xbf, 6) => Op::Lmsw(rm.rm),
-                (..=0xbf, 0) => Op::Sgdt(rm.memory()?),
-                (..=0xbf, 1) => Op::Sidt(rm.memory()?),
-                (..=0xbf, 2) => Op::Lgdt(rm.memory()?),
-                (..=0xbf, 3) => Op::Lidt(rm.memory()?),
-                (..=0xbf, 7) => Op::Invlpg(rm.memory()?),
-                _ => return Err(DecodeError::Unknown),
+            0xe4 | 0xe5 | 0xec | 0xed | 0xe6 | 0xe7 | 0xee | 0xef => {
+                let port = if opcode & 8 == 0 { Some(self.reader.byte()?) } else { None };
+                self.size = if opcode & 1 == 0 { 1 } else { self.size.min(4) };
+                if opcode & 2 == 0 { Op::In(port) } else { Op::Out(port) }
             }
-        }
-        0x02 | 0x03 => {
-            let load_limit = reader.bytes.get(reader.at - 1) == Some(&0x03);
-            let rm = mod_rm(&mut reader, found)?;
-            let (register, from) = (rm.reg, rm.rm);
-            if load_limit { Op::Lsl { register, from } } else { Op::Lar { register, from } }
-        }
-        0x06 => Op::Clts,
-        0x07 => Op::Sysret(natural == 8),
-        0x08 | 0x09 => Op::CacheFlush,
-        code @ 0x20..=0x23 => {
-            // The mode bits are ignored: both operands are registers.
-            let byte = reader.byte()?;
-            let special = byte >> 3 & 7 | if found.rex & 4 != 0 { 8 } else { 0 };
-            let register = byte & 7 | if found.rex & 1 != 0 { 8 } else { 0 };
-            size = 8;
-            match code {
-                0x20 => Op::ReadControl { control: special, register },
-                0x22 => Op::WriteControl { control: special, register },
-                _ if special > 7 => return Err(DecodeError::Unknown),
-                0x21 => Op::ReadDebug { debug: special, register },
-                _ => Op::WriteDebug { debug: special, register },
+            0x6c..=0x6f => {
+                self.size = if opcode & 1 == 0 { 1 } else { self.size.min(4) };
+                if opcode & 2 == 0 { Op::Ins } else { Op::Outs }
             }
-        }
-        0x30 => Op::Wrmsr,
-        0x32 => Op::Rdmsr,
-        0x33 => Op::Rdpmc,
-        0x35 => Op::Sysexit,
-        0x37 => Op::Undefined,
-        code @ (0xa0 | 0xa8) => {
-            size = 8;
-            Op::PushSegment(if code == 0xa0 { 4 } else { 5 })
-        }
-        code @ (0xa1 | 0xa9) => {
-            size = 8;
-            Op::PopSegment(if code == 0xa1 { 4 } else { 5 })
-        }
-        0xa2 => Op::Cpuid,
-        0x38 => {
-            if reader.byte()? != 0x82 || !found.operand {
-                return Err(DecodeError::Unknown);
+            0x8c | 0x8e => {
+                let ModRm { rm, group: segment, .. } = self.mod_rm()?;
+                match (opcode, segment) {
+                    (0x8c, ..6) => Op::ReadSegment { segment, to: rm },
+                    (0x8e, 0 | 2..6) => Op::WriteSegment { segment, from: rm },
+                    _ => return Err(DecodeError::Unknown),
+                }
             }
-            let rm = mod_rm(&mut reader, found)?;
-            Op::Invpcid { kind: rm.reg, descriptor: rm.memory()? }
-        }
-        code @ (0xae | 0xb9) => {
-            let rm = mod_rm(&mut reader, found)?;
-            match (rm.group, rm.rm) {
-                (5, Operand::Memory(area)) => Op::Xrstor { area, marked: code == 0xb9 },
-                _ => return Err(DecodeError::Unknown),
+            0xca => Op::FarReturn(self.reader.word()?),
+            0xcb => Op::FarReturn(0),
+            0xcc => Op::Int(3),
+            0xcd => Op::Int(self.reader.byte()?),
+            // Shorter frames are not used in 64-bit mode.
+            0xcf if self.size == 8 => Op::Iret,
+            0x0f => return self.two_bytes(),
+            _ => return Err(DecodeError::Unknown),
+        })
+    }
+
+    fn stack(&mut self, opcode: u8) -> Result<Op, DecodeError> {
+        self.set_stack_size();
+        let register = Operand::Register(self.extend(opcode, 1));
+        Ok(match opcode {
+            0x9c => Op::Pushf,
+            0x9d => Op::Popf,
+            0x50..=0x57 => Op::Push(register),
+            0x58..=0x5f => Op::Pop(register),
+            0x68 if !self.prefixes.operand => Op::PushImmediate(self.reader.long()?),
+            0x6a => Op::PushImmediate(i32::from(self.reader.byte()? as i8)),
+            0x8f => {
+                let rm = self.mod_rm()?;
+                if rm.group != 0 {
+                    return Err(DecodeError::Unknown);
+                }
+                Op::Pop(rm.rm)
             }
-        }
-        // XSAVES, XRSTORS: not reported by CPUID.
-        0xc7 => {
-            let rm = mod_rm(&mut reader, found)?;
-            match (rm.group, rm.rm) {
-                (3 | 5, Operand::Memory(_)) => Op::Undefined,
-                _ => return Err(DecodeError::Unknown),
+            _ => return Err(DecodeError::Unknown),
+        })
+    }
+
+    fn two_bytes(&mut self) -> Result<Op, DecodeError> {
+        let opcode = self.reader.byte()?;
+        Ok(match opcode {
+            0x00 => return self.group_6(),
+            0x01 => return self.group_7(),
+            0x02 | 0x03 => {
+                let ModRm { reg: register, rm: from, .. } = self.mod_rm()?;
+                if opcode == 3 { Op::Lsl { register, from } } else { Op::Lar { register, from } }
             }
-        }
-        _ => return Err(DecodeError::Unknown),
-    };
-    Ok(Instruction { op, length: reader.at, size, repeat: found.repeat != 0 })
+            0x06 => Op::Clts,
+            0x07 => Op::Sysret(self.size == 8),
+            0x08 | 0x09 => Op::CacheFlush,
+            0x20..=0x23 => return self.special_register(opcode),
+            0x30 => Op::Wrmsr,
+            0x32 => Op::Rdmsr,
+            0x33 => Op::Rdpmc,
+            0x35 => Op::Sysexit,
+            0x37 => Op::Undefined,
+            0xa0 | 0xa1 | 0xa8 | 0xa9 => {
+                self.size = 8;
+                let segment = if opcode & 8 == 0 { 4 } else { 5 };
+                if opcode & 1 == 0 { Op::PushSegment(segment) } else { Op::PopSegment(segment) }
+            }
+            0xa2 => Op::Cpuid,
+            0x38 => {
+                if self.reader.byte()? != 0x82 || !self.prefixes.operand {
+                    return Err(DecodeError::Unknown);
+                }
+                let rm = self.mod_rm()?;
+                Op::Invpcid { kind: rm.reg, descriptor: rm.memory()? }
+            }
+            0xae | 0xb9 | 0xc7 => {
+                let rm = self.mod_rm()?;
+                match (opcode, rm.group, rm.memory()?) {
+                    (0xae | 0xb9, 5, area) => Op::Xrstor { area, marked: opcode == 0xb9 },
+                    // XSAVES, XRSTORS: not reported by CPUID.
+                    (0xc7, 3 | 5, _) => Op::Undefined,
+                    _ => return Err(DecodeError::Unknown),
+                }
+            }
+            _ => return Err(DecodeError::Unknown),
+        })
+    }
+
+    fn group_6(&mut self) -> Result<Op, DecodeError> {
+        let rm = self.mod_rm()?;
+        Ok(match rm.group {
+            0 => Op::Sldt(rm.rm),
+            1 => Op::Str(rm.rm),
+            2 => Op::Lldt(rm.rm),
+            3 => Op::Ltr(rm.rm),
+            4 => Op::Verr(rm.rm),
+            5 => Op::Verw(rm.rm),
+            _ => return Err(DecodeError::Unknown),
+        })
+    }
+
+    fn group_7(&mut self) -> Result<Op, DecodeError> {
+        let rm = self.mod_rm()?;
+        Ok(match (rm.byte, rm.group) {
+            (0xc1 | 0xd9, _) => Op::Hypercall,
+            (0xc8 | 0xfa, _) => Op::Monitor,
+            (0xc9 | 0xfb, _) => Op::Mwait,
+            (0xca, _) => Op::Clac,
+            (0xcb, _) => Op::Stac,
+            (0xd1, _) => Op::Xsetbv,
+            (0xf8, _) => Op::Swapgs,
+            // ENCLS, VMX and SVM.
+            (0xcf | 0xc2..=0xc4 | 0xd8 | 0xda..=0xdf, _) => Op::Undefined,
+            (0xc0.., 4) | (..=0xbf, 4) => Op::Smsw(rm.rm),
+            (0xc0.., 6) | (..=0xbf, 6) => Op::Lmsw(rm.rm),
+            (..=0xbf, 0) => Op::Sgdt(rm.memory()?),
+            (..=0xbf, 1) => Op::Sidt(rm.memory()?),
+            (..=0xbf, 2) => Op::Lgdt(rm.memory()?),
+            (..=0xbf, 3) => Op::Lidt(rm.memory()?),
+            (..=0xbf, 7) => Op::Invlpg(rm.memory()?),
+            _ => return Err(DecodeError::Unknown),
+        })
+    }
+
+    /// Moves from and to control and debug registers.
+    fn special_register(&mut self, opcode: u8) -> Result<Op, DecodeError> {
+        // The mode bits are ignored: both operands are registers.
+        let byte = self.reader.byte()?;
+        let (special, register) = (self.extend(byte >> 3, 4), self.extend(byte, 1));
+        self.size = 8;
+        Ok(match opcode {
+            0x20 => Op::ReadControl { control: special, register },
+            0x22 => Op::WriteControl { control: special, register },
+            _ if special > 7 => return Err(DecodeError::Unknown),
+            0x21 => Op::ReadDebug { debug: special, register },
+            _ => Op::WriteDebug { debug: special, register },
+        })
+    }
 }
 
 #[cfg(test)]

@@ -135,22 +135,19 @@ impl VirtualCpu {
         }
         let mut gate = [0; 16];
         self.read(memory, self.idtr.base.wrapping_add(offset), &mut gate)?;
-        let word = |at: usize| u16::from_le_bytes([gate[at], gate[at + 1]]);
         let attributes = gate[5];
         let kind = attributes & 0x1f;
-        if !matches!(kind, INTERRUPT_GATE | TRAP_GATE) {
-            return Err(protection(named).into());
-        }
-        if source == Source::Software && (attributes >> 5 & 3) < self.cpl {
+        if !matches!(kind, INTERRUPT_GATE | TRAP_GATE)
+            || source == Source::Software && (attributes >> 5 & 3) < self.cpl
+        {
             return Err(protection(named).into());
         }
         if attributes & 0x80 == 0 {
             return Err(Event::exception_code(vector::NOT_PRESENT, named).into());
         }
-        let high = u32::from_le_bytes([gate[8], gate[9], gate[10], gate[11]]);
-        let target = u64::from(word(0)) | u64::from(word(6)) << 16 | u64::from(high) << 32;
-        let selector = word(2);
-        let code = self.gate_code(memory, selector)?;
+        let word = |at: usize| u16::from_le_bytes([gate[at], gate[at + 1]]);
+        let target = [0, 6, 8, 10].iter().rev().fold(0, |sum, &at| sum << 16 | u64::from(word(at)));
+        let code = self.gate_code(memory, word(2))?;
         let inward = self.cpl != 0;
         let stack = gate[4] & 7;
         let top = if stack != 0 {
@@ -160,6 +157,30 @@ impl VirtualCpu {
         } else {
             self.frame.gpr[4]
         };
+        let bottom = self.push_frame(memory, top, error_code, source)?;
+        self.frame.gpr[4] = bottom;
+        self.frame.rip = target;
+        self.segments[CS] = code;
+        if inward {
+            // The null selector at the new privilege level.
+            self.segments[SS] = segment::null();
+            self.set_level(0);
+        }
+        self.frame.rflags &= !(rflags::TF | rflags::NT | rflags::RF | rflags::VM);
+        if kind == INTERRUPT_GATE {
+            self.held_flags &= !rflags::IF;
+        }
+        Ok(())
+    }
+
+    /// Writes the stack frame of an event below `top`. Returns the new stack pointer.
+    fn push_frame(
+        &self,
+        memory: &GuestMemory,
+        top: u64,
+        error_code: Option<u32>,
+        source: Source,
+    ) -> Result<u64, Interruption> {
         // After a fault, an instruction breakpoint is not reported again (APM vol. 2, section
         // 13.1.1).
         let again = if source == Source::Fault { rflags::RF } else { 0 };
@@ -185,19 +206,7 @@ impl VirtualCpu {
             chunk.copy_from_slice(&word.to_le_bytes());
         }
         self.write(memory, bottom, &bytes[..length as usize])?;
-        self.frame.gpr[4] = bottom;
-        self.frame.rip = target;
-        self.segments[CS] = code;
-        if inward {
-            // The null selector at the new privilege level.
-            self.segments[SS] = segment::null();
-            self.set_level(0);
-        }
-        self.frame.rflags &= !(rflags::TF | rflags::NT | rflags::RF | rflags::VM);
-        if kind == INTERRUPT_GATE {
-            self.held_flags &= !rflags::IF;
-        }
-        Ok(())
+        Ok(bottom)
     }
 
     /// Returns the code segment of a gate. Gates of kernels use the segment of `SYSCALL`, which

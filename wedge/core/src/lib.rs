@@ -29,8 +29,8 @@ mod tests;
 
 pub use cpu::{DescriptorTable, RegisterFrame, VirtualCpu};
 pub use decode::{DecodeError, Instruction, Op, decode};
+use hw_walk::PageFault;
 pub use segment::thread_area;
-use vmm_x86::walk::PageFault;
 pub use vmm_x86::{Event, Exit};
 
 /// TLB flush requested by the kernel (APM vol. 2, section 5.5).

@@ -19,6 +19,19 @@ struct Rest {
     continues: bool,
 }
 
+impl Rest {
+    const NONE: Self = Self { operand: false, immediate: 0, continues: true };
+    const OPERAND: Self = Self { operand: true, ..Self::NONE };
+
+    const fn with(self, immediate: usize) -> Self {
+        Self { immediate, ..self }
+    }
+
+    const fn ends(self) -> Self {
+        Self { continues: false, ..self }
+    }
+}
+
 /// Returns the length of an instruction of 64-bit code, and whether execution may continue after
 /// it. `None`: truncated, or not in the supported subset.
 fn measure(bytes: &[u8]) -> Option<(usize, bool)> {
@@ -31,80 +44,69 @@ fn measure(bytes: &[u8]) -> Option<(usize, bool)> {
     let rex = bytes.get(at).filter(|&byte| byte & 0xf0 == 0x40);
     at += usize::from(rex.is_some());
     let wide = rex.is_some_and(|rex| rex & 8 != 0);
-    let long = if word && !wide { 2 } else { 4 };
-    let rest = |operand, immediate| Rest { operand, immediate, continues: true };
     let opcode = *bytes.get(at)?;
     at += 1;
-    let found = match opcode {
-        0x0f => {
-            let second = *bytes.get(at)?;
-            at += 1;
-            match second {
-                0x05 | 0xa2 | 0xc8..=0xcf => rest(false, 0),
-                0x0b => Rest { continues: false, ..rest(false, 0) },
-                // Some instructions have another length with an operand-size prefix.
-                0x80..=0x8f if !word => rest(false, 4),
-                0x10..=0x17
-                | 0x1e
-                | 0x1f
-                | 0x28
-                | 0x29
-                | 0x40..=0x4f
-                | 0x54
-                | 0x57
-                | 0x6e
-                | 0x6f
-                | 0x7e
-                | 0x7f
-                | 0x90..=0x9f
-                | 0xa3
-                | 0xab
-                | 0xaf
-                | 0xb0
-                | 0xb1
-                | 0xb3
-                | 0xb6
-                | 0xb7
-                | 0xbb..=0xbf
-                | 0xc0
-                | 0xc1
-                | 0xd6
-                | 0xef => rest(true, 0),
-                0xba => rest(true, 1),
-                _ => return None,
-            }
-        }
-        0x00..=0x3f => match opcode & 7 {
-            0..=3 => rest(true, 0),
-            4 => rest(false, 1),
-            5 => rest(false, long),
-            _ => return None,
-        },
-        0x50..=0x5f | 0x90..=0x99 | 0xc9 => rest(false, 0),
-        0x63 | 0x84..=0x8b | 0x8d | 0xd0..=0xd3 | 0xfe => rest(true, 0),
-        0x68 => rest(false, long),
-        0x69 | 0x81 | 0xc7 => rest(true, long),
-        0x6a | 0x70..=0x7f | 0xa8 | 0xb0..=0xb7 => rest(false, 1),
-        0x6b | 0x80 | 0x83 | 0xc0 | 0xc1 | 0xc6 => rest(true, 1),
-        0xa9 => rest(false, long),
-        0xb8..=0xbf if !wide => rest(false, long),
-        0xc3 => Rest { continues: false, ..rest(false, 0) },
-        0xe8 if !word => rest(false, 4),
-        0xe9 if !word => Rest { continues: false, ..rest(false, 4) },
-        0xeb => Rest { continues: false, ..rest(false, 1) },
-        0xf6 | 0xf7 => match (bytes.get(at)? >> 3 & 7, opcode) {
-            (0 | 1, 0xf6) => rest(true, 1),
-            (0 | 1, _) => rest(true, long),
-            _ => rest(true, 0),
-        },
-        0xff => Rest { continues: bytes.get(at)? >> 3 & 7 != 4, ..rest(true, 0) },
-        _ => return None,
+    let rest = if opcode == 0x0f {
+        at += 1;
+        after_two(*bytes.get(at - 1)?, word)?
+    } else {
+        let group = bytes.get(at).map(|byte| byte >> 3 & 7);
+        after_one(opcode, group, word, wide)?
     };
-    if found.operand {
+    if rest.operand {
         at += operand(bytes.get(at..)?)?;
     }
-    at += found.immediate;
-    (at <= bytes.len()).then_some((at, found.continues))
+    at += rest.immediate;
+    (at <= bytes.len()).then_some((at, rest.continues))
+}
+
+/// Returns what follows an opcode of one byte. `group`: `reg` of the byte after it.
+fn after_one(opcode: u8, group: Option<u8>, word: bool, wide: bool) -> Option<Rest> {
+    const NONE: Rest = Rest::NONE;
+    const OPERAND: Rest = Rest::OPERAND;
+    let long = if word && !wide { 2 } else { 4 };
+    Some(match opcode {
+        0x00..=0x3f => match opcode & 7 {
+            0..=3 => OPERAND,
+            4 => NONE.with(1),
+            5 => NONE.with(long),
+            _ => return None,
+        },
+        0x50..=0x5f | 0x90..=0x99 | 0xc9 => NONE,
+        0x63 | 0x84..=0x8b | 0x8d | 0xd0..=0xd3 | 0xfe => OPERAND,
+        0x69 | 0x81 | 0xc7 => OPERAND.with(long),
+        0x6a | 0x70..=0x7f | 0xa8 | 0xb0..=0xb7 => NONE.with(1),
+        0x6b | 0x80 | 0x83 | 0xc0 | 0xc1 | 0xc6 => OPERAND.with(1),
+        0x68 | 0xa9 => NONE.with(long),
+        0xb8..=0xbf if !wide => NONE.with(long),
+        0xc3 => NONE.ends(),
+        0xe8 if !word => NONE.with(4),
+        0xe9 if !word => NONE.with(4).ends(),
+        0xeb => NONE.with(1).ends(),
+        0xf6 | 0xf7 => match (group?, opcode) {
+            (0 | 1, 0xf6) => OPERAND.with(1),
+            (0 | 1, _) => OPERAND.with(long),
+            _ => OPERAND,
+        },
+        0xff => Rest { continues: group? != 4, ..OPERAND },
+        _ => return None,
+    })
+}
+
+/// Returns what follows the second byte of an opcode of two. Some instructions have another length
+/// with an operand-size prefix (`word`).
+#[rustfmt::skip]
+fn after_two(opcode: u8, word: bool) -> Option<Rest> {
+    Some(match opcode {
+        0x05 | 0xa2 | 0xc8..=0xcf => Rest::NONE,
+        0x0b => Rest::NONE.ends(),
+        0x80..=0x8f if !word => Rest::NONE.with(4),
+        0x10..=0x17 | 0x1e | 0x1f | 0x28 | 0x29 | 0x40..=0x4f | 0x54 | 0x57 | 0x6e | 0x6f | 0x7e
+        | 0x7f | 0x90..=0x9f | 0xa3 | 0xab | 0xaf | 0xb0 | 0xb1 | 0xb3 | 0xb6 | 0xb7 | 0xbb..=0xbf
+        | 0xc0 | 0xc1 | 0xd6 | 0xef => Rest::OPERAND,
+        0xba => Rest::OPERAND.with(1),
+        _ => return None,
+    })
 }
 
 /// Returns the length of a ModRM byte with SIB byte and displacement.

@@ -2,13 +2,14 @@
 
 use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 
+use hw_walk::Intent;
 use hw_x86::paging::{cr4, entry};
 use linux_raw_sys::general as linux;
 use proto::hosted::debug::reason;
 use proto::hosted::{counter, layout, option};
 use vmm_mem::GuestMemory;
 use vmm_vcpu::MemoryFault;
-use vmm_x86::walk::Intent;
+use vmm_x86::walk::GuestTables;
 use vmm_x86::{Event, Exit};
 use wedge_core::cpu::rflags;
 use wedge_core::{Flush, Host, Instruction, VirtualCpu, vector};
@@ -273,21 +274,7 @@ impl LinuxVcpu<'_> {
         let signal = vcpu().signal.get();
         let cpu = &mut *self.cpu;
         match signal.number {
-            linux::SIGSYS if signal.vector == u64::from(signals::INT_80) => {
-                const INT_80: [u8; 2] = [0xcd, signals::INT_80];
-                count(counter::CALLS);
-                let mut bytes = [0; INT_80.len()];
-                let at = cpu.frame.rip.wrapping_sub(INT_80.len() as u64);
-                if cpu.read(&self.memory, at, &mut bytes).is_err() || bytes != INT_80 {
-                    // `SYSENTER`, or `SYSCALL` in 32-bit code: CPUID reports neither.
-                    self.event = Event::exception(vector::UNDEFINED);
-                    return StopAction::Resume;
-                }
-                match cpu.deliver_software(&self.memory, signals::INT_80, INT_80.len() as u64) {
-                    Ok(()) => StopAction::Resume,
-                    Err(exit) => StopAction::Exit(exit),
-                }
-            }
+            linux::SIGSYS if signal.vector == u64::from(signals::INT_80) => self.compat_call(),
             linux::SIGSYS => {
                 count(counter::CALLS);
                 if self.rewrites_calls {
@@ -304,48 +291,9 @@ impl LinuxVcpu<'_> {
                 self.emulate_or_fault(fault)
             }
             linux::SIGILL => self.emulate_or_fault(Event::exception(vector::UNDEFINED)),
-            linux::SIGTRAP if signal.vector == u64::from(vector::BREAKPOINT) => {
-                if self.debugs && cpu.cpl == 0 {
-                    match debug::trap(cpu, &self.memory) {
-                        debug::Trap::Debugger => {
-                            self.halt_for_debugger(reason::BREAKPOINT);
-                            return StopAction::Resume;
-                        }
-                        debug::Trap::Removed => return StopAction::Resume,
-                        debug::Trap::Guest => {}
-                    }
-                }
-                match cpu.deliver_software(&self.memory, vector::BREAKPOINT, 1) {
-                    Ok(()) => StopAction::Resume,
-                    Err(exit) => StopAction::Exit(exit),
-                }
-            }
+            linux::SIGTRAP if signal.vector == u64::from(vector::BREAKPOINT) => self.breakpoint(),
             linux::SIGSEGV | linux::SIGBUS | linux::SIGFPE | linux::SIGTRAP => {
-                let exception = signal.vector as u8;
-                if exception == vector::DEBUG && self.profiles && profile::is_stepping() {
-                    profile::stepped(cpu, &self.memory);
-                    return StopAction::Resume;
-                }
-                if exception == vector::DEBUG && self.step != DebugStep::None {
-                    // A jump to itself is a complete step, too.
-                    self.step = DebugStep::Done;
-                    return StopAction::Resume;
-                }
-                if exception == vector::DEBUG
-                    && cpu.cpl == 3
-                    && self.space.mmu().is_on_way(cpu.frame.rip)
-                {
-                    // Inside of a rewritten system call: the step ends after it.
-                    return StopAction::Resume;
-                }
-                if exception == vector::DEBUG {
-                    // Single step: the breakpoint registers are the host's.
-                    cpu.dr[6] |= 1 << 14;
-                }
-                self.event = match exception {
-                    8 | 10..=14 | 17 => Event::exception_code(exception, signal.code as u32),
-                    _ => Event::exception(exception),
-                };
+                self.exception(signal.vector as u8, signal.code as u32);
                 StopAction::Resume
             }
             // Timer and device process have posted their events.
@@ -359,6 +307,67 @@ impl LinuxVcpu<'_> {
         }
     }
 
+    /// Handles `INT 0x80` of user mode.
+    fn compat_call(&mut self) -> StopAction {
+        const INT_80: [u8; 2] = [0xcd, signals::INT_80];
+        let cpu = &mut *self.cpu;
+        count(counter::CALLS);
+        let mut bytes = [0; INT_80.len()];
+        let at = cpu.frame.rip.wrapping_sub(INT_80.len() as u64);
+        if cpu.read(&self.memory, at, &mut bytes).is_err() || bytes != INT_80 {
+            // `SYSENTER`, or `SYSCALL` in 32-bit code: CPUID reports neither.
+            self.event = Event::exception(vector::UNDEFINED);
+            return StopAction::Resume;
+        }
+        self.software_interrupt(signals::INT_80, INT_80.len() as u64)
+    }
+
+    fn software_interrupt(&mut self, number: u8, length: u64) -> StopAction {
+        match self.cpu.deliver_software(&self.memory, number, length) {
+            Ok(()) => StopAction::Resume,
+            Err(exit) => StopAction::Exit(exit),
+        }
+    }
+
+    fn breakpoint(&mut self) -> StopAction {
+        if self.debugs && self.cpu.cpl == 0 {
+            match debug::trap(&mut self.cpu, &self.memory) {
+                debug::Trap::Debugger => {
+                    self.halt_for_debugger(reason::BREAKPOINT);
+                    return StopAction::Resume;
+                }
+                debug::Trap::Removed => return StopAction::Resume,
+                debug::Trap::Guest => {}
+            }
+        }
+        self.software_interrupt(vector::BREAKPOINT, 1)
+    }
+
+    /// Reflects an exception to the guest, unless it ends a single step of the wedge.
+    fn exception(&mut self, exception: u8, code: u32) {
+        let cpu = &mut *self.cpu;
+        if exception == vector::DEBUG {
+            if self.profiles && profile::is_stepping() {
+                return profile::stepped(cpu, &self.memory);
+            }
+            if self.step != DebugStep::None {
+                // A jump to itself is a complete step, too.
+                self.step = DebugStep::Done;
+                return;
+            }
+            if cpu.cpl == 3 && self.space.mmu().is_on_way(cpu.frame.rip) {
+                // Inside of a rewritten system call: the step ends after it.
+                return;
+            }
+            // Single step: the breakpoint registers are the host's.
+            cpu.dr[6] |= 1 << 14;
+        }
+        self.event = match exception {
+            8 | 10..=14 | 17 => Event::exception_code(exception, code),
+            _ => Event::exception(exception),
+        };
+    }
+
     /// Emulates a call of Linux's vsyscall page on a host without that page: the system call, then
     /// a return. On hosts with that page, its calls reach the seccomp filter with the same result.
     fn emulate_vsyscall(&mut self, linear: u64) -> Option<()> {
@@ -368,8 +377,9 @@ impl LinuxVcpu<'_> {
         let stack = cpu.frame.gpr[4];
         let is_whole = offset % 0x400 == 0 && stack % PAGE <= PAGE - 8;
         let paging = cpu.paging(stack, true);
-        let found = is_whole.then(|| paging.translate(&self.memory, stack, Intent::Read, true));
-        let back = self.memory.read::<u64>(found?.ok()?.0).ok()?;
+        let found = is_whole
+            .then(|| paging.translate(&GuestTables(&self.memory), stack, Intent::Read, true));
+        let back = self.memory.read::<u64>(found?.ok()?.address).ok()?;
         count(counter::CALLS);
         cpu.frame.gpr[0] = u64::from(*number);
         cpu.frame.gpr[4] = stack.wrapping_add(8);
@@ -414,6 +424,12 @@ impl LinuxVcpu<'_> {
                 Event::exception_code(vector::PAGE_FAULT, (code & (WRITE | FETCH)) as u32 | user);
             return StopAction::Resume;
         }
+        self.fill(linear, intent)
+    }
+
+    /// Maps the page of an access, or reports why not.
+    fn fill(&mut self, linear: u64, intent: Intent) -> StopAction {
+        let cpu = &mut *self.cpu;
         match self.space.mmu().fill(cpu, linear, intent) {
             Fault::Filled => StopAction::Resume,
             Fault::Guest(fault) => {
@@ -487,7 +503,8 @@ impl LinuxVcpu<'_> {
             _ => instruction.size.into(),
         };
         for at in [cpu.frame.gpr[4], cpu.frame.gpr[4].wrapping_add(length - 1)] {
-            let found = cpu.paging(at, true).translate(&self.memory, at, Intent::Read, true);
+            let found =
+                cpu.paging(at, true).translate(&GuestTables(&self.memory), at, Intent::Read, true);
             if let Err(fault) = found {
                 self.faulted = Some((at, Intent::Read));
                 self.event = cpu.page_fault(fault);

@@ -140,7 +140,7 @@ extern "sysv64" fn secondary_main() -> ! {
 
 /// Runs a vCPU until the VM ends.
 fn drive(all: &VmShared<'_>, index: usize, cpu: CurrentVcpu, process: CurrentProcess) -> ! {
-    let VmShared { start, ram, memory, machine, device_slots, sites } = *all;
+    let VmShared { start, ram, memory, machine, sites, .. } = *all;
     let mut host = LinuxHost::new(start);
     let mut state = machine.cpu(index);
     let mut vcpu = LinuxVcpu {
@@ -189,25 +189,30 @@ fn drive(all: &VmShared<'_>, index: usize, cpu: CurrentVcpu, process: CurrentPro
         if events & event::STOP != 0 {
             doorbell::end_vm(Outcome::PowerOff.exit_code());
         }
-        if events & event::POWER_BUTTON != 0 {
-            machine.press_power_button(&mut host);
-        }
         if events & event::DEBUG != 0 && vcpu.debugs && debug::shared().is_wanted() {
             vcpu.halt_for_debugger(reason::WANTED);
         }
-        if events & event::CONSOLE != 0 {
-            machine.input(Some(&state), &mut host);
-        }
-        let slots_of =
-            |bit, slots: &Range<usize>| if events & bit != 0 { slots.clone() } else { 0..0 };
-        for slot in slots_of(event::DISK, &device_slots.disks)
-            .chain(slots_of(event::SHARE, &device_slots.shares))
-            .chain(slots_of(event::NET, &device_slots.nets))
-            .chain(slots_of(event::BALLOON, &device_slots.balloon))
-            .chain(slots_of(event::CONSOLE, &device_slots.console))
-        {
-            machine.function_input(slot, Some(&state), &mut host);
-        }
+        serve_events(all, &state, &mut host, events);
+    }
+}
+
+/// Serves the events that concern the VM's devices.
+fn serve_events(all: &VmShared<'_>, state: &vmm_x86::run::Cpu, host: &mut LinuxHost, events: u32) {
+    let VmShared { machine, device_slots, .. } = *all;
+    if events & event::POWER_BUTTON != 0 {
+        machine.press_power_button(host);
+    }
+    if events & event::CONSOLE != 0 {
+        machine.input(Some(state), host);
+    }
+    let slots_of = |bit, slots: &Range<usize>| if events & bit != 0 { slots.clone() } else { 0..0 };
+    for slot in slots_of(event::DISK, &device_slots.disks)
+        .chain(slots_of(event::SHARE, &device_slots.shares))
+        .chain(slots_of(event::NET, &device_slots.nets))
+        .chain(slots_of(event::BALLOON, &device_slots.balloon))
+        .chain(slots_of(event::CONSOLE, &device_slots.console))
+    {
+        machine.function_input(slot, Some(state), host);
     }
 }
 

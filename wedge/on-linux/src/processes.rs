@@ -175,17 +175,7 @@ fn become_guest(
     ram: Ram,
 ) -> Result<core::convert::Infallible, Errno> {
     sys::set_signal_mask(ALL_SIGNALS)?;
-    // SAFETY: the range holds no memory of this program, except for memory inherited from the
-    // device process.
-    unsafe {
-        let rights = linux::PROT_READ | linux::PROT_WRITE;
-        sys::map(layout::PRIVATE, PRIVATE_LENGTH, rights, Backing::Own)?;
-        let own = Backing::Shared(layout::SHARED_FD, vcpu_offset(index));
-        sys::map(OWN_VCPU, VCPU_LENGTH, rights, own)?;
-        // Only stubs are executable: the guest can write all other shared memory.
-        let stubs = Backing::Shared(layout::SHARED_FD, layout::STUBS - layout::SHARED);
-        sys::map(layout::STUBS, layout::STUBS_LENGTH, rights | linux::PROT_EXEC, stubs)?;
-    }
+    map_vcpu_memory(index)?;
     let isolation = isolation::current();
     isolation.protect_process()?;
     ram.map_image(&config().start)?;
@@ -229,6 +219,22 @@ fn become_guest(
             options(noreturn),
         )
     }
+}
+
+/// Maps the memory of a vCPU, private memory and the stubs.
+fn map_vcpu_memory(index: usize) -> Result<(), Errno> {
+    // SAFETY: the range holds no memory of this program, except for memory inherited from the
+    // device process.
+    unsafe {
+        let rights = linux::PROT_READ | linux::PROT_WRITE;
+        sys::map(layout::PRIVATE, PRIVATE_LENGTH, rights, Backing::Own)?;
+        let own = Backing::Shared(layout::SHARED_FD, vcpu_offset(index));
+        sys::map(OWN_VCPU, VCPU_LENGTH, rights, own)?;
+        // Only stubs are executable: the guest can write all other shared memory.
+        let stubs = Backing::Shared(layout::SHARED_FD, layout::STUBS - layout::SHARED);
+        sys::map(layout::STUBS, layout::STUBS_LENGTH, rights | linux::PROT_EXEC, stubs)?;
+    }
+    Ok(())
 }
 
 extern "sysv64" fn first_turn(seen: u64, id: u64) {

@@ -17,6 +17,7 @@ use hw_x86::paging::entry;
 use linux_raw_sys::general as linux;
 use proto::hosted::{layout, log, option};
 use vmm_mem::GuestMemory;
+use vmm_x86::walk::GuestTables;
 use wedge_core::VirtualCpu;
 use wedge_core::cpu::rflags;
 
@@ -111,7 +112,7 @@ pub fn watch_walk(memory: &GuestMemory, slot: &Slot, root: u64, linear: u64) {
 pub fn watch_descriptors(cpu: &VirtualCpu, memory: &GuestMemory, slot: &Slot) {
     for linear in [cpu.gdtr.base, cpu.idtr.base, cpu.tr.base] {
         let paging = cpu.paging(linear, false);
-        if let Some(found) = crate::mmu::walk::leaf(memory, paging.cr3, linear) {
+        if let Some(found) = hw_walk::leaf(&GuestTables(memory), paging.cr3, linear) {
             let address = found.address + (linear & (found.size - 1));
             watch(slot, address & !(PAGE - 1), DESCRIPTORS);
         }

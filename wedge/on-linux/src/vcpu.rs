@@ -3,13 +3,13 @@
 
 use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 
+use hw_walk::Intent;
 use hw_x86::paging::cr0;
 use proto::hosted::debug::reason;
 use proto::hosted::{Start, layout};
 use spin::mutex::SpinMutex;
 use vmm_mem::GuestMemory;
 use vmm_vcpu::Vcpu;
-use vmm_x86::walk::Intent;
 use vmm_x86::{Event, Exit, Gpr, InterruptWindow, Reg, Seg, Segment, X86Vcpu};
 use wedge_core::cpu::rflags;
 use wedge_core::{Flush, Host, VirtualCpu};
@@ -79,6 +79,35 @@ pub enum DebugStep {
     Done,
 }
 
+impl LinuxVcpu<'_> {
+    /// Returns the place of a register that is kept as it is.
+    fn place(&mut self, register: Reg) -> Option<&mut u64> {
+        let cpu = &mut *self.cpu;
+        Some(match register {
+            Reg::Rip => &mut cpu.frame.rip,
+            Reg::Cr0 => &mut cpu.cr0,
+            Reg::Cr2 => &mut cpu.cr2,
+            Reg::Cr3 => &mut cpu.cr3,
+            Reg::Cr4 => &mut cpu.cr4,
+            Reg::Efer => &mut cpu.efer,
+            Reg::Star => &mut cpu.star,
+            Reg::Lstar => &mut cpu.lstar,
+            Reg::Cstar => &mut cpu.cstar,
+            Reg::Sfmask => &mut cpu.sfmask,
+            Reg::KernelGsBase => &mut cpu.kernel_gs_base,
+            Reg::SysenterCs => &mut cpu.sysenter[0],
+            Reg::SysenterEsp => &mut cpu.sysenter[1],
+            Reg::SysenterEip => &mut cpu.sysenter[2],
+            Reg::Pat => &mut cpu.pat,
+            Reg::Dr6 => &mut cpu.dr[6],
+            Reg::Dr7 => &mut cpu.dr[7],
+            Reg::Xcr0 => &mut self.xcr0,
+            // The TSC has no offset, and there is no interrupt shadow.
+            Reg::InterruptShadow | Reg::TscOffset | Reg::Rflags | Reg::Cpl => return None,
+        })
+    }
+}
+
 impl X86Vcpu for LinuxVcpu<'_> {
     fn gpr(&mut self, register: Gpr) -> u64 {
         self.cpu.frame.gpr[register as usize]
@@ -89,62 +118,27 @@ impl X86Vcpu for LinuxVcpu<'_> {
     }
 
     fn get(&mut self, register: Reg) -> u64 {
-        let cpu = &mut *self.cpu;
         match register {
-            Reg::Rip => cpu.frame.rip,
-            Reg::Rflags => cpu.rflags(),
-            Reg::InterruptShadow | Reg::TscOffset => 0,
-            Reg::Cr0 => cpu.cr0,
-            Reg::Cr2 => cpu.cr2,
+            Reg::Rflags => self.cpu.rflags(),
+            Reg::Cpl => self.cpu.cpl.into(),
             // The VMM walks kernel addresses only.
-            Reg::Cr3 if cpu.cpl == 0 => cpu.shared.root,
-            Reg::Cr3 => cpu.cr3,
-            Reg::Cr4 => cpu.cr4,
-            Reg::Efer => cpu.efer,
-            Reg::Cpl => cpu.cpl.into(),
-            Reg::Star => cpu.star,
-            Reg::Lstar => cpu.lstar,
-            Reg::Cstar => cpu.cstar,
-            Reg::Sfmask => cpu.sfmask,
-            Reg::KernelGsBase => cpu.kernel_gs_base,
-            Reg::SysenterCs => cpu.sysenter[0],
-            Reg::SysenterEsp => cpu.sysenter[1],
-            Reg::SysenterEip => cpu.sysenter[2],
-            Reg::Pat => cpu.pat,
-            Reg::Dr6 => cpu.dr[6],
-            Reg::Dr7 => cpu.dr[7],
-            Reg::Xcr0 => self.xcr0,
+            Reg::Cr3 if self.cpu.cpl == 0 => self.cpu.shared.root,
+            _ => self.place(register).map_or(0, |value| *value),
         }
     }
 
     fn set(&mut self, register: Reg, value: u64) {
-        let cpu = &mut *self.cpu;
         match register {
-            Reg::Rip => cpu.frame.rip = value,
-            Reg::Rflags => cpu.set_rflags(value),
-            // The TSC has no offset, and there is no interrupt shadow.
-            Reg::InterruptShadow | Reg::TscOffset => {}
-            Reg::Cr0 => cpu.cr0 = value,
-            Reg::Cr2 => cpu.cr2 = value,
-            Reg::Cr3 => {
-                cpu.cr3 = value;
-                slot().root.store(value, Relaxed);
+            Reg::Rflags => self.cpu.set_rflags(value),
+            Reg::Cpl => self.cpu.cpl = value as u8 & 3,
+            _ => {
+                if let Some(place) = self.place(register) {
+                    *place = value;
+                }
             }
-            Reg::Cr4 => cpu.cr4 = value,
-            Reg::Efer => cpu.efer = value,
-            Reg::Cpl => cpu.cpl = value as u8 & 3,
-            Reg::Star => cpu.star = value,
-            Reg::Lstar => cpu.lstar = value,
-            Reg::Cstar => cpu.cstar = value,
-            Reg::Sfmask => cpu.sfmask = value,
-            Reg::KernelGsBase => cpu.kernel_gs_base = value,
-            Reg::SysenterCs => cpu.sysenter[0] = value,
-            Reg::SysenterEsp => cpu.sysenter[1] = value,
-            Reg::SysenterEip => cpu.sysenter[2] = value,
-            Reg::Pat => cpu.pat = value,
-            Reg::Dr6 => cpu.dr[6] = value,
-            Reg::Dr7 => cpu.dr[7] = value,
-            Reg::Xcr0 => self.xcr0 = value,
+        }
+        if register == Reg::Cr3 {
+            slot().root.store(value, Relaxed);
         }
     }
 
@@ -238,92 +232,111 @@ impl Vcpu for LinuxVcpu<'_> {
         }
         loop {
             if self.profiles && profile::is_stepping() {
-                // Deliver nothing during the step: one instruction, or its own fault.
-                let held = events().swap(0, SeqCst);
-                let step = self.step();
-                events().fetch_or(held, SeqCst);
-                if profile::is_stepping() {
-                    profile::stepped(&mut self.cpu, &self.memory);
-                }
-                match step {
+                match self.profile_step() {
                     StopAction::Resume => continue,
                     StopAction::Exit(exit) => return exit,
                 }
             }
             if self.step == DebugStep::Done {
-                if self.event.is_some() {
-                    // The step ends at the guest's handler.
-                    let event = core::mem::take(&mut self.event);
-                    if let Err(exit) = self.cpu.deliver(&self.memory, event) {
-                        return exit;
-                    }
+                // The step ends at the guest's handler.
+                if let Err(exit) = self.deliver_event() {
+                    return exit;
                 }
                 self.halt_for_debugger(reason::STEP);
             }
             let steps = self.step == DebugStep::Wanted;
-            let pending = if steps { 0 } else { events().load(SeqCst) };
-            if pending != 0 {
-                events().fetch_and(!pending, SeqCst);
-                let others = pending & !event::TIMER;
-                if pending & event::TIMER != 0 {
-                    // The timer must be set again in any case.
-                    process().armed.store(u64::MAX, Relaxed);
-                    if tsc() < self.deadline {
-                        timer::arm_timer();
-                    } else if others == 0 {
-                        cpu_affinity::on_timer_tick();
-                        return Exit::Deadline;
-                    } else {
-                        events().fetch_or(event::TIMER, SeqCst);
-                    }
-                }
-                if others != 0 {
-                    return Exit::Recall { events: others.into() };
-                }
+            if !steps && let Some(exit) = self.take_events() {
+                return exit;
             }
-            if self.event.is_some() {
-                let event = core::mem::take(&mut self.event);
-                if let Err(exit) = self.cpu.deliver(&self.memory, event) {
-                    return exit;
-                }
+            let delivered = self.deliver_event();
+            if let Err(exit) = delivered.and_then(|()| self.open_window(steps)) {
+                return exit;
             }
-            if self.cpu.held_flags & rflags::IF != 0 && !steps {
-                match self.window {
-                    InterruptWindow::Nothing => {}
-                    InterruptWindow::Exit => {
-                        self.window = InterruptWindow::Nothing;
-                        return Exit::InterruptWindow;
-                    }
-                    InterruptWindow::DeliverVirq(number) => {
-                        self.window = InterruptWindow::Nothing;
-                        if let Err(exit) = self.cpu.deliver(&self.memory, Event::interrupt(number))
-                        {
-                            return exit;
-                        }
-                    }
-                }
-            }
-            self.cpu.set_attention(self.window != InterruptWindow::Nothing);
-            if self.cpu.star != self.star {
-                self.star = self.cpu.star;
-                self.cpu.update_call_segments();
-            }
-            self.cpu.prepare_entry();
-            let cpu = &mut *self.cpu;
-            if cpu.cpl == 3 && self.isolation.scans_code() && !shared().closed.load(Relaxed) {
-                // The kernel has finished patching its code before it first enters user mode.
-                close_kernel(cpu, &self.memory, self.start.code, self.start.code_end);
-                shared().closed.store(true, Relaxed);
-            }
-            if compat::has_selectors(cpu) {
-                compat::load_segments(cpu, &self.memory);
-            }
-            self.space.sync_before_entry();
+            self.prepare_entry();
             let step = if steps { self.debug_step() } else { self.step() };
             if let StopAction::Exit(exit) = step {
                 return exit;
             }
         }
+    }
+}
+
+impl LinuxVcpu<'_> {
+    /// Executes one instruction of the profiler with its page writable. Nothing is delivered during
+    /// the step but its own fault.
+    fn profile_step(&mut self) -> StopAction {
+        let held = events().swap(0, SeqCst);
+        let step = self.step();
+        events().fetch_or(held, SeqCst);
+        if profile::is_stepping() {
+            profile::stepped(&mut self.cpu, &self.memory);
+        }
+        step
+    }
+
+    /// Takes the pending events. Returns an exit if one concerns the VMM.
+    fn take_events(&mut self) -> Option<Exit> {
+        let pending = events().load(SeqCst);
+        if pending == 0 {
+            return None;
+        }
+        events().fetch_and(!pending, SeqCst);
+        let others = pending & !event::TIMER;
+        if pending & event::TIMER != 0 {
+            // The timer must be set again in any case.
+            process().armed.store(u64::MAX, Relaxed);
+            if tsc() < self.deadline {
+                timer::arm_timer();
+            } else if others == 0 {
+                cpu_affinity::on_timer_tick();
+                return Some(Exit::Deadline);
+            } else {
+                events().fetch_or(event::TIMER, SeqCst);
+            }
+        }
+        (others != 0).then_some(Exit::Recall { events: others.into() })
+    }
+
+    fn deliver_event(&mut self) -> Result<(), Exit> {
+        if self.event.is_some() {
+            let event = core::mem::take(&mut self.event);
+            self.cpu.deliver(&self.memory, event)?;
+        }
+        Ok(())
+    }
+
+    /// Opens the interrupt window if the guest accepts interrupts.
+    fn open_window(&mut self, steps: bool) -> Result<(), Exit> {
+        if self.cpu.held_flags & rflags::IF == 0 || steps {
+            return Ok(());
+        }
+        match core::mem::replace(&mut self.window, InterruptWindow::Nothing) {
+            InterruptWindow::Nothing => Ok(()),
+            InterruptWindow::Exit => Err(Exit::InterruptWindow),
+            InterruptWindow::DeliverVirq(number) => {
+                self.cpu.deliver(&self.memory, Event::interrupt(number))
+            }
+        }
+    }
+
+    /// Updates what the entry to the guest depends on.
+    fn prepare_entry(&mut self) {
+        self.cpu.set_attention(self.window != InterruptWindow::Nothing);
+        if self.cpu.star != self.star {
+            self.star = self.cpu.star;
+            self.cpu.update_call_segments();
+        }
+        self.cpu.prepare_entry();
+        let cpu = &mut *self.cpu;
+        if cpu.cpl == 3 && self.isolation.scans_code() && !shared().closed.load(Relaxed) {
+            // The kernel has finished patching its code before it first enters user mode.
+            close_kernel(cpu, &self.memory, self.start.code, self.start.code_end);
+            shared().closed.store(true, Relaxed);
+        }
+        if compat::has_selectors(cpu) {
+            compat::load_segments(cpu, &self.memory);
+        }
+        self.space.sync_before_entry();
     }
 }
 

@@ -7,8 +7,9 @@
 use core::arch::asm;
 use core::arch::x86_64::__cpuid_count;
 
+use hw_walk::Intent;
 use vmm_mem::GuestMemory;
-use vmm_x86::walk::Intent;
+use vmm_x86::walk::GuestTables;
 use wedge_core::VirtualCpu;
 
 use crate::mmu::ram::PAGE;
@@ -126,7 +127,7 @@ fn is_valid(header: &[u64; 8], control: u32, known: u64) -> bool {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum XrstorError {
     /// The area is not readable.
-    Fault(vmm_x86::walk::PageFault),
+    Fault(hw_walk::PageFault),
     /// The area is invalid.
     Protection,
 }
@@ -145,14 +146,15 @@ pub fn emulate_xrstor(
     let at = vcpu().xsave.0.at();
     // SAFETY: its only other use is a switch of the process, which does not happen now.
     let area = unsafe { &mut *at };
+    let tables = GuestTables(memory);
     let read = |from: usize, to: &mut [u8]| {
         let (mut at, mut left) = (linear.wrapping_add(from as u64), to);
         while !left.is_empty() {
             let length = ((PAGE - at % PAGE) as usize).min(left.len());
             // With the rights of the current privilege level.
-            let found = cpu.paging(at, cpu.cpl == 3).translate(memory, at, Intent::Read, true);
+            let found = cpu.paging(at, cpu.cpl == 3).translate(&tables, at, Intent::Read, true);
             let (part, rest) = left.split_at_mut(length);
-            if memory.read_slice(found.map_err(XrstorError::Fault)?.0, part).is_err() {
+            if memory.read_slice(found.map_err(XrstorError::Fault)?.address, part).is_err() {
                 // Unassigned memory reads as all ones.
                 part.fill(0xff);
             }

@@ -44,6 +44,128 @@ const CROSSING_RSP: u64 = CROSSING + offset_of!(Crossing, rsp) as u64;
 const _: () = assert!(size_of::<Segment>() == 16);
 const _: () = assert!(offset_of!(Crossing, rcx) == 8 && offset_of!(Crossing, rdx) == 16);
 
+/// RAX, RCX and RDX, from the three words at the named operand.
+macro_rules! load_low {
+    ($from:literal) => {
+        concat!(
+            "mov rax, [{",
+            $from,
+            "} + 0x00]\n",
+            "mov rcx, [{",
+            $from,
+            "} + 0x08]\n",
+            "mov rdx, [{",
+            $from,
+            "} + 0x10]",
+        )
+    };
+}
+
+/// RAX, RCX and RDX, to the three words at the named operand.
+macro_rules! save_low {
+    ($to:literal) => {
+        concat!(
+            "mov [{",
+            $to,
+            "} + 0x00], rax\n",
+            "mov [{",
+            $to,
+            "} + 0x08], rcx\n",
+            "mov [{",
+            $to,
+            "} + 0x10], rdx",
+        )
+    };
+}
+
+/// The general registers other than those of [`load_low`] and RSP, from the frame.
+macro_rules! load_others {
+    () => {
+        "mov rbx, [{frame} + 0x18]
+        mov rbp, [{frame} + 0x28]
+        mov rsi, [{frame} + 0x30]
+        mov rdi, [{frame} + 0x38]
+        mov r8, [{frame} + 0x40]
+        mov r9, [{frame} + 0x48]
+        mov r10, [{frame} + 0x50]
+        mov r11, [{frame} + 0x58]
+        mov r12, [{frame} + 0x60]
+        mov r13, [{frame} + 0x68]
+        mov r14, [{frame} + 0x70]
+        mov r15, [{frame} + 0x78]"
+    };
+}
+
+/// A word of memory, to another one. Changes no register.
+macro_rules! copy {
+    ($from:literal, $to:literal $(, $offset:literal)?) => {
+        concat!(
+            "push qword ptr [", $from, $(" + ", $offset,)? "]\n",
+            "pop qword ptr [", $to, $(" + ", $offset,)? "]\n",
+        )
+    };
+}
+
+/// CS and SS, from the two segments at an operand.
+macro_rules! set_segments {
+    ($from:literal) => {
+        concat!(
+            copy!($from, "{segments}"),
+            copy!($from, "{segments}", "0x08"),
+            copy!($from, "{segments}", "0x10"),
+            copy!($from, "{segments}", "0x18"),
+        )
+    };
+}
+
+/// The registers of the frame that user mode gets from its crossing page.
+macro_rules! fill_crossing {
+    () => {
+        concat!(
+            copy!("{frame}", "{crossing}"),
+            copy!("{frame}", "{crossing}", "0x08"),
+            copy!("{frame}", "{crossing}", "0x10"),
+            copy!("{rip}", "{crossing_rip}"),
+            copy!("{rflags}", "{crossing_flags}"),
+            copy!("{frame} + 0x20", "{crossing_rsp}"),
+            copy!("{code}", "{crossing_rip} + 8"),
+            "push {data}\npop qword ptr [{crossing_rsp} + 8]",
+        )
+    };
+}
+
+/// Opens all protection keys. Ends in `UD2` if user mode has jumped here with other registers, or
+/// from 32-bit code.
+macro_rules! open_keys {
+    () => {
+        "xor eax, eax
+        xor ecx, ecx
+        xor edx, edx
+        wrpkru
+        test eax, eax
+        jnz parador_wedge_wrong
+        mov eax, cs
+        cmp al, {code_64}
+        jne parador_wedge_wrong"
+    };
+}
+
+/// Closes the protection keys that user mode lacks, and then restores the registers that this uses.
+macro_rules! close_keys {
+    () => {
+        concat!(
+            "mov byte ptr [{dispatch}], 1
+            xor ecx, ecx
+            xor edx, edx
+            mov eax, {rights}
+            wrpkru
+            cmp eax, {rights}
+            jne parador_wedge_wrong\n",
+            load_low!("crossing"),
+        )
+    };
+}
+
 /// Runs the guest with the registers of its frame; returns the code of a [`Cause`] when it stops.
 ///
 /// # Safety
@@ -53,12 +175,7 @@ const _: () = assert!(offset_of!(Crossing, rcx) == 8 && offset_of!(Crossing, rdx
 pub unsafe extern "sysv64" fn enter() -> u64 {
     // From `popfq` on, direction flag and alignment check are the guest's.
     naked_asm!(
-        "push rbp",
-        "push rbx",
-        "push r12",
-        "push r13",
-        "push r14",
-        "push r15",
+        "push rbp; push rbx; push r12; push r13; push r14; push r15",
         "mov [{wedge_rsp}], rsp",
         ".globl parador_wedge_window",
         "parador_wedge_window:",
@@ -66,34 +183,8 @@ pub unsafe extern "sysv64" fn enter() -> u64 {
         "jne parador_wedge_abort",
         "cmp byte ptr [{close}], 0",
         "je 2f",
-        "push qword ptr [{frame} + 0x00]",
-        "pop qword ptr [{crossing} + 0x00]",
-        "push qword ptr [{frame} + 0x08]",
-        "pop qword ptr [{crossing} + 0x08]",
-        "push qword ptr [{frame} + 0x10]",
-        "pop qword ptr [{crossing} + 0x10]",
-        "push qword ptr [{rip}]",
-        "pop qword ptr [{crossing_rip}]",
-        "push qword ptr [{rflags}]",
-        "pop qword ptr [{crossing_flags}]",
-        "push qword ptr [{frame} + 0x20]",
-        "pop qword ptr [{crossing_rsp}]",
-        "push qword ptr [{code}]",
-        "pop qword ptr [{crossing_rip} + 8]",
-        "push {data}",
-        "pop qword ptr [{crossing_rsp} + 8]",
-        "mov rbx, [{frame} + 0x18]",
-        "mov rbp, [{frame} + 0x28]",
-        "mov rsi, [{frame} + 0x30]",
-        "mov rdi, [{frame} + 0x38]",
-        "mov r8, [{frame} + 0x40]",
-        "mov r9, [{frame} + 0x48]",
-        "mov r10, [{frame} + 0x50]",
-        "mov r11, [{frame} + 0x58]",
-        "mov r12, [{frame} + 0x60]",
-        "mov r13, [{frame} + 0x68]",
-        "mov r14, [{frame} + 0x70]",
-        "mov r15, [{frame} + 0x78]",
+        fill_crossing!(),
+        load_others!(),
         "cmp byte ptr [{code}], {code_64}",
         "jne parador_wedge_close_32",
         "jmp parador_wedge_close",
@@ -106,21 +197,8 @@ pub unsafe extern "sysv64" fn enter() -> u64 {
         "test byte ptr [{rflags} + 1], 1",
         "jnz 3f",
         "push qword ptr [{rflags}]",
-        "mov rax, [{frame} + 0x00]",
-        "mov rcx, [{frame} + 0x08]",
-        "mov rdx, [{frame} + 0x10]",
-        "mov rbx, [{frame} + 0x18]",
-        "mov rbp, [{frame} + 0x28]",
-        "mov rsi, [{frame} + 0x30]",
-        "mov rdi, [{frame} + 0x38]",
-        "mov r8, [{frame} + 0x40]",
-        "mov r9, [{frame} + 0x48]",
-        "mov r10, [{frame} + 0x50]",
-        "mov r11, [{frame} + 0x58]",
-        "mov r12, [{frame} + 0x60]",
-        "mov r13, [{frame} + 0x68]",
-        "mov r14, [{frame} + 0x70]",
-        "mov r15, [{frame} + 0x78]",
+        load_low!("frame"),
+        load_others!(),
         "popfq",
         "mov rsp, [{frame} + 0x20]",
         "jmp qword ptr [{rip}]",
@@ -131,21 +209,8 @@ pub unsafe extern "sysv64" fn enter() -> u64 {
         "push qword ptr [{rflags}]",
         "push qword ptr [{code}]",
         "push qword ptr [{rip}]",
-        "mov rax, [{frame} + 0x00]",
-        "mov rcx, [{frame} + 0x08]",
-        "mov rdx, [{frame} + 0x10]",
-        "mov rbx, [{frame} + 0x18]",
-        "mov rbp, [{frame} + 0x28]",
-        "mov rsi, [{frame} + 0x30]",
-        "mov rdi, [{frame} + 0x38]",
-        "mov r8, [{frame} + 0x40]",
-        "mov r9, [{frame} + 0x48]",
-        "mov r10, [{frame} + 0x50]",
-        "mov r11, [{frame} + 0x58]",
-        "mov r12, [{frame} + 0x60]",
-        "mov r13, [{frame} + 0x68]",
-        "mov r14, [{frame} + 0x70]",
-        "mov r15, [{frame} + 0x78]",
+        load_low!("frame"),
+        load_others!(),
         "iretq",
         ".globl parador_wedge_window_end",
         "parador_wedge_window_end:",
@@ -172,9 +237,7 @@ global_asm!(
     // stack.
     ".globl parador_wedge_site",
     "parador_wedge_site:",
-    "mov [{frame} + 0x00], rax",
-    "mov [{frame} + 0x08], rcx",
-    "mov [{frame} + 0x10], rdx",
+    save_low!("frame"),
     "mov [{frame} + 0x18], rbx",
     "mov [{frame} + 0x28], rbp",
     "mov [{frame} + 0x30], rsi",
@@ -226,14 +289,7 @@ global_asm!(
     "parador_wedge_sysret:",
     "mov [{rsp}], rsp",
     "mov esp, {scratch}",
-    "push qword ptr [{program} + 0x00]",
-    "pop qword ptr [{segments} + 0x00]",
-    "push qword ptr [{program} + 0x08]",
-    "pop qword ptr [{segments} + 0x08]",
-    "push qword ptr [{program} + 0x10]",
-    "pop qword ptr [{segments} + 0x10]",
-    "push qword ptr [{program} + 0x18]",
-    "pop qword ptr [{segments} + 0x18]",
+    set_segments!("{program}"),
     "mov byte ptr [{cpl}], 3",
     "mov dword ptr [{held_flags}], {flag_on}",
     "mov byte ptr [{dispatch}], 1",
@@ -257,14 +313,7 @@ global_asm!(
     "push 2",
     "popfq",
     "inc qword ptr [{calls}]",
-    "push qword ptr [{kernel} + 0x00]",
-    "pop qword ptr [{segments} + 0x00]",
-    "push qword ptr [{kernel} + 0x08]",
-    "pop qword ptr [{segments} + 0x08]",
-    "push qword ptr [{kernel} + 0x10]",
-    "pop qword ptr [{segments} + 0x10]",
-    "push qword ptr [{kernel} + 0x18]",
-    "pop qword ptr [{segments} + 0x18]",
+    set_segments!("{kernel}"),
     "mov byte ptr [{cpl}], 0",
     "mov dword ptr [{held_flags}], 0",
     "mov rsp, [{rsp}]",
@@ -290,16 +339,7 @@ global_asm!(
     // To user mode. All registers are loaded, except for those in the crossing page.
     ".globl parador_wedge_close",
     "parador_wedge_close:",
-    "mov byte ptr [{dispatch}], 1",
-    "xor ecx, ecx",
-    "xor edx, edx",
-    "mov eax, {rights}",
-    "wrpkru",
-    "cmp eax, {rights}",
-    "jne parador_wedge_wrong",
-    "mov rax, [{crossing} + 0x00]",
-    "mov rcx, [{crossing} + 0x08]",
-    "mov rdx, [{crossing} + 0x10]",
+    close_keys!(),
     // A single step traps after this code.
     "test byte ptr [{flags} + 1], 1",
     "jnz 2f",
@@ -310,16 +350,7 @@ global_asm!(
     // To 32-bit user code.
     ".globl parador_wedge_close_32",
     "parador_wedge_close_32:",
-    "mov byte ptr [{dispatch}], 1",
-    "xor ecx, ecx",
-    "xor edx, edx",
-    "mov eax, {rights}",
-    "wrpkru",
-    "cmp eax, {rights}",
-    "jne parador_wedge_wrong",
-    "mov rax, [{crossing} + 0x00]",
-    "mov rcx, [{crossing} + 0x08]",
-    "mov rdx, [{crossing} + 0x10]",
+    close_keys!(),
     "2:",
     "mov esp, {rip}",
     "iretq",
@@ -330,19 +361,10 @@ global_asm!(
     "parador_wedge_keyed_sysret:",
     "mov [{frame_rsp}], rsp",
     "mov esp, {scratch}",
-    "push qword ptr [{program} + 0x00]",
-    "pop qword ptr [{segments} + 0x00]",
-    "push qword ptr [{program} + 0x08]",
-    "pop qword ptr [{segments} + 0x08]",
-    "push qword ptr [{program} + 0x10]",
-    "pop qword ptr [{segments} + 0x10]",
-    "push qword ptr [{program} + 0x18]",
-    "pop qword ptr [{segments} + 0x18]",
+    set_segments!("{program}"),
     "mov byte ptr [{cpl}], 3",
     "mov dword ptr [{held_flags}], {flag_on}",
-    "mov [{crossing} + 0x00], rax",
-    "mov [{crossing} + 0x08], rcx",
-    "mov [{crossing} + 0x10], rdx",
+    save_low!("crossing"),
     "mov [{rip}], rcx",
     "mov [{flags}], r11",
     "push qword ptr [{frame_rsp}]",
@@ -353,9 +375,7 @@ global_asm!(
     // System call of user mode, as `parador_wedge_call`.
     ".globl parador_wedge_keyed_call",
     "parador_wedge_keyed_call:",
-    "mov [{crossing} + 0x00], rax",
-    "mov [{crossing} + 0x08], rcx",
-    "mov [{crossing} + 0x10], rdx",
+    save_low!("crossing"),
     "mov [{rsp}], rsp",
     "mov esp, {flags} + 8",
     ".globl parador_wedge_keyed_call_switched",
@@ -363,15 +383,7 @@ global_asm!(
     "pushfq",
     ".globl parador_wedge_keyed_call_saved",
     "parador_wedge_keyed_call_saved:",
-    "xor eax, eax",
-    "xor ecx, ecx",
-    "xor edx, edx",
-    "wrpkru",
-    "test eax, eax",
-    "jnz parador_wedge_wrong",
-    "mov eax, cs",
-    "cmp al, {code_64}",
-    "jne parador_wedge_wrong",
+    open_keys!(),
     "mov byte ptr [{dispatch}], 0",
     ".globl parador_wedge_keyed_call_end",
     "parador_wedge_keyed_call_end:",
@@ -379,19 +391,10 @@ global_asm!(
     "push 2",
     "popfq",
     "inc qword ptr [{calls}]",
-    "push qword ptr [{kernel} + 0x00]",
-    "pop qword ptr [{segments} + 0x00]",
-    "push qword ptr [{kernel} + 0x08]",
-    "pop qword ptr [{segments} + 0x08]",
-    "push qword ptr [{kernel} + 0x10]",
-    "pop qword ptr [{segments} + 0x10]",
-    "push qword ptr [{kernel} + 0x18]",
-    "pop qword ptr [{segments} + 0x18]",
+    set_segments!("{kernel}"),
     "mov byte ptr [{cpl}], 0",
     "mov dword ptr [{held_flags}], 0",
-    "mov rax, [{crossing} + 0x00]",
-    "mov rcx, [{crossing} + 0x08]",
-    "mov rdx, [{crossing} + 0x10]",
+    load_low!("crossing"),
     "mov r11, [{flags}]",
     // User mode that has jumped into this code has chosen the flags.
     "and r11d, {program_flags}",
@@ -404,15 +407,7 @@ global_asm!(
     ".globl parador_wedge_keyed_handler",
     "parador_wedge_keyed_handler:",
     "mov r8, rdx",
-    "xor eax, eax",
-    "xor ecx, ecx",
-    "xor edx, edx",
-    "wrpkru",
-    "test eax, eax",
-    "jnz parador_wedge_wrong",
-    "mov eax, cs",
-    "cmp al, {code_64}",
-    "jne parador_wedge_wrong",
+    open_keys!(),
     "cmp byte ptr [{dispatch}], 0",
     "je 2f",
     "mov esp, {handler_stack}",

@@ -149,72 +149,9 @@ impl Stub {
         };
         let whole = target.whole.get(..usize::from(padded).min(MAX_SITE))?;
         stub.original[..whole.len()].copy_from_slice(whole);
-        let resume = stub.resume();
+        let (way, resume) = (stub.way, stub.resume());
         let mut code = Code { bytes: &mut stub.code, base: at, used: 0 };
-        match stub.way {
-            Way::Sti => {
-                code.set_byte(FLAG_BYTE, FLAG_ON)?;
-                code.unless_zero(ATTENTION, JUMP)?;
-                code.jump(resume)?;
-            }
-            Way::SaveFlags => {
-                let register = saved_to(original)?;
-                let (low, extended) = (register & 7, register >> 3);
-                code.put(&[0x9c])?;
-                if extended != 0 {
-                    code.put(&[0x41])?;
-                }
-                code.put(&[0x58 | low])?;
-                // The host's IF is on, and TF may belong to a debugger: and reg, ~(IF | TF); or
-                // reg, [flag].
-                let mask = (!(rflags::IF | rflags::TF) as u32).to_le_bytes();
-                code.put(&[0x48 | extended, 0x81, 0xe0 | low])?.put(&mask)?;
-                code.put(&[0x48 | extended << 2, 0x0b])?.absolute(register, HELD_FLAGS)?;
-                code.jump(resume)?;
-            }
-            Way::SwapGs => {
-                code.store(RAX, SAVED)?.store(RCX, SAVED + 8)?;
-                // rdgsbase rax
-                code.put(&[0xf3, 0x48, 0x0f, 0xae, 0xc8])?;
-                code.load(RCX, KERNEL_GS)?.store(RAX, KERNEL_GS)?;
-                // wrgsbase rcx
-                code.put(&[0xf3, 0x48, 0x0f, 0xae, 0xd9])?;
-                code.load(RAX, SAVED)?.load(RCX, SAVED + 8)?;
-                code.jump(resume)?;
-            }
-            Way::Sysret => {
-                // test r11d, IF; jz general; test r11d, TF; jnz general
-                const TEST: usize = 7 + 2;
-                let looks = 2 * (8 + 2) + JUMP;
-                for (flag, branch, over) in
-                    [(rflags::IF, 0x74, TEST + looks), (rflags::TF, 0x75, looks)]
-                {
-                    let flag = (flag as u32).to_le_bytes();
-                    code.put(&[0x41, 0xf7, 0xc3])?.put(&flag)?.put(&[branch, over as u8])?;
-                }
-                code.unless_zero(ATTENTION, 8 + 2 + JUMP)?;
-                code.unless_zero(EVENTS, JUMP)?;
-                code.jump(entries.sysret)?;
-            }
-            Way::ReadSegment => {
-                let (segment, register, size) = segment_to(original)?;
-                let selector = SEGMENTS
-                    + (usize::from(segment) * size_of::<Segment>() + offset_of!(Segment, selector))
-                        as u64;
-                if size == 2 {
-                    code.put(&[0x66])?;
-                }
-                if register >> 3 != 0 {
-                    code.put(&[0x44])?;
-                }
-                // mov register, [selector], which preserves the register's upper part, or movzx,
-                // which clears it.
-                code.put(if size == 2 { &[0x8b] } else { &[0x0f, 0xb7] })?;
-                code.absolute(register, selector)?;
-                code.jump(resume)?;
-            }
-            Way::Unused | Way::Wedge | Way::Cli => {}
-        }
+        code.handle_in_place(way, original, resume, entries)?;
         let general = code.used;
         code.store(4, RSP)?;
         // mov esp, top of the scratch stack; push address of this stub
@@ -317,6 +254,84 @@ struct Code<'a> {
 }
 
 impl Code<'_> {
+    /// Emits the code that handles a site without the wedge. It falls through if it cannot.
+    fn handle_in_place(
+        &mut self,
+        way: Way,
+        original: &[u8],
+        resume: u64,
+        entries: &Entries,
+    ) -> Option<()> {
+        let target = match way {
+            Way::Unused | Way::Wedge | Way::Cli => return Some(()),
+            Way::Sti => {
+                self.set_byte(FLAG_BYTE, FLAG_ON)?.unless_zero(ATTENTION, JUMP)?;
+                resume
+            }
+            Way::SaveFlags => self.save_flags(saved_to(original)?).map(|_| resume)?,
+            Way::SwapGs => self.swap_gs().map(|_| resume)?,
+            Way::Sysret => self.check_sysret().map(|_| entries.sysret)?,
+            Way::ReadSegment => self.read_segment(segment_to(original)?).map(|_| resume)?,
+        };
+        self.jump(target).map(|_| ())
+    }
+
+    fn save_flags(&mut self, register: u8) -> Option<()> {
+        let (low, extended) = (register & 7, register >> 3);
+        self.put(&[0x9c])?;
+        if extended != 0 {
+            self.put(&[0x41])?;
+        }
+        self.put(&[0x58 | low])?;
+        // The host's IF is on, and TF may belong to a debugger: and reg, ~(IF | TF); or
+        // reg, [flag].
+        let mask = (!(rflags::IF | rflags::TF) as u32).to_le_bytes();
+        self.put(&[0x48 | extended, 0x81, 0xe0 | low])?.put(&mask)?;
+        self.put(&[0x48 | extended << 2, 0x0b])?.absolute(register, HELD_FLAGS)?;
+        Some(())
+    }
+
+    fn swap_gs(&mut self) -> Option<()> {
+        self.store(RAX, SAVED)?.store(RCX, SAVED + 8)?;
+        // rdgsbase rax
+        self.put(&[0xf3, 0x48, 0x0f, 0xae, 0xc8])?;
+        self.load(RCX, KERNEL_GS)?.store(RAX, KERNEL_GS)?;
+        // wrgsbase rcx
+        self.put(&[0xf3, 0x48, 0x0f, 0xae, 0xd9])?;
+        self.load(RAX, SAVED)?.load(RCX, SAVED + 8)?;
+        Some(())
+    }
+
+    /// Checks the flags that `SYSRET` will load, and pending events.
+    fn check_sysret(&mut self) -> Option<()> {
+        // test r11d, IF; jz general; test r11d, TF; jnz general
+        const TEST: usize = 7 + 2;
+        let looks = 2 * (8 + 2) + JUMP;
+        for (flag, branch, over) in [(rflags::IF, 0x74, TEST + looks), (rflags::TF, 0x75, looks)] {
+            let flag = (flag as u32).to_le_bytes();
+            self.put(&[0x41, 0xf7, 0xc3])?.put(&flag)?.put(&[branch, over as u8])?;
+        }
+        self.unless_zero(ATTENTION, 8 + 2 + JUMP)?;
+        self.unless_zero(EVENTS, JUMP)?;
+        Some(())
+    }
+
+    fn read_segment(&mut self, (segment, register, size): (u8, u8, u8)) -> Option<()> {
+        let selector = SEGMENTS
+            + (usize::from(segment) * size_of::<Segment>() + offset_of!(Segment, selector)) as u64;
+        if size == 2 {
+            self.put(&[0x66])?;
+        }
+        if register >> 3 != 0 {
+            self.put(&[0x44])?;
+        }
+        // mov register, [selector], which preserves the register's upper part, or movzx,
+        // which clears it.
+        self.put(if size == 2 { &[0x8b] } else { &[0x0f, 0xb7] })?;
+        self.absolute(register, selector)?;
+        Some(())
+    }
+
     fn put(&mut self, bytes: &[u8]) -> Option<&mut Self> {
         self.bytes.get_mut(self.used..self.used + bytes.len())?.copy_from_slice(bytes);
         self.used += bytes.len();

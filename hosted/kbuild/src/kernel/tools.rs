@@ -3,10 +3,8 @@
 use hosted_command::failure::{self, Failure};
 use hosted_command::interrupt::Interruptible;
 use hosted_command::supervise::{self, AtEnd};
-use std::collections::VecDeque;
 use std::env;
 use std::ffi::OsStr;
-use std::io::{self, BufRead, BufReader};
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
@@ -39,33 +37,14 @@ pub fn follow(
     interruptible: &Interruptible,
     mut line: impl FnMut(&str),
 ) -> Result<(), Failure> {
-    let (reader, writer) = io::pipe().map_err(|error| Failure::os("create a pipe", &error))?;
-    let errors = writer.try_clone().map_err(|error| Failure::os("create a pipe", &error))?;
-    let spawned = command.stdout(writer).stderr(errors).spawn();
-    // Otherwise this process would keep the pipe open.
-    command.stdout(Stdio::null()).stderr(Stdio::null());
-    let mut child = spawned.map_err(|error| Failure::program(name, &error))?;
-    interruptible.kill_on_signal(&child)?;
-    let mut last: VecDeque<String> = VecDeque::new();
-    for text in BufReader::new(reader).split(b'\n').map_while(Result::ok) {
-        let text = String::from_utf8_lossy(&text).trim_end().to_owned();
-        line(&text);
+    let result = supervise::follow(command, name, Some(interruptible), SHOWN_LINES, |text| {
+        line(text);
         // With parallel compilers, the error is not in the last line.
-        if !text.is_empty() && compiled(&text).is_none() {
-            if last.len() == SHOWN_LINES {
-                last.pop_front();
-            }
-            last.push_back(text);
-        }
-    }
-    let status = child.wait().map_err(|error| Failure::os("wait for a program", &error))?;
-    match status.success() {
-        true => Ok(()),
-        false => {
-            let lines = Vec::from(last).join("\n");
-            Err(Failure::new(failure::INTERNAL, format!("{name} failed:\n{lines}")))
-        }
-    }
+        compiled(text).is_none()
+    })?;
+    result.map_err(|last| {
+        Failure::new(failure::INTERNAL, format!("{name} failed:\n{}", last.join("\n")))
+    })
 }
 
 #[cfg(test)]

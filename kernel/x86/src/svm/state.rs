@@ -2,27 +2,67 @@
 
 use abi::vcpu::x86::{SharedSegment, VcpuState, group};
 use hw_x86::msr;
-use hw_x86::vmcb::{SavedSegment, Vmcb};
+use hw_x86::vmcb::{SaveArea, SavedSegment, Vmcb};
 
 use crate::svm::{exit, virq};
 
 /// Interrupt shadow in the VMCB (APM vol. 2 §15.21.5).
 pub const SHADOW: u64 = 1;
 
+/// Copies fields of the same name and format between state page and VMCB.
+macro_rules! copy {
+    (read, $state:ident, $save:ident: $($field:ident)*) => {
+        $($state.$field.set($save.$field.get());)*
+    };
+    (write, $state:ident, $save:ident: $($field:ident)*) => {
+        $($save.$field.set($state.$field.get());)*
+    };
+}
+
+/// Copies these fields of a group, the same for both directions.
+macro_rules! fields {
+    ($way:ident IP, $state:ident, $save:ident) => {
+        copy!($way, $state, $save: rip rsp rflags)
+    };
+    ($way:ident CONTROL, $state:ident, $save:ident) => {
+        copy!($way, $state, $save: cr0 cr2 cr3 cr4)
+    };
+    ($way:ident MSRS, $state:ident, $save:ident) => {
+        copy!($way, $state, $save: star lstar cstar sfmask kernel_gs_base sysenter_cs sysenter_esp
+            sysenter_eip pat)
+    };
+    ($way:ident DEBUG, $state:ident, $save:ident) => {
+        copy!($way, $state, $save: dr6 dr7)
+    };
+    ($way:ident TSC, $state:ident, $control:ident) => {
+        copy!($way, $state, $control: tsc_offset)
+    };
+}
+
+/// The registers of the group `SEGMENTS`.
+fn segments<'a>(
+    state: &'a VcpuState,
+    save: &'a SaveArea,
+) -> impl Iterator<Item = (&'a SharedSegment, &'a SavedSegment)> {
+    let tables = [
+        (&state.gdtr, &save.gdtr),
+        (&state.ldtr, &save.ldtr),
+        (&state.idtr, &save.idtr),
+        (&state.tr, &save.tr),
+    ];
+    let segments = state.segments.iter().zip(&save.segments).enumerate();
+    segments.filter(|(index, _)| *index != VcpuState::CS).map(|(_, pair)| pair).chain(tables)
+}
+
 /// Copies the groups of most exits: `IP`, and for decoding of the instruction `CONTROL` and `CODE`.
 #[inline(always)]
 pub fn read_code(state: &VcpuState, Vmcb { control, save }: &Vmcb, groups: u64) {
     if groups & group::IP != 0 {
-        state.rip.set(save.rip.get());
-        state.rsp.set(save.rsp.get());
-        state.rflags.set(save.rflags.get());
+        fields!(read IP, state, save);
         state.interrupt_shadow.set(control.interrupt_shadow.get() & SHADOW);
     }
     if groups & group::CONTROL != 0 {
-        state.cr0.set(save.cr0.get());
-        state.cr2.set(save.cr2.get());
-        state.cr3.set(save.cr3.get());
-        state.cr4.set(save.cr4.get());
+        fields!(read CONTROL, state, save);
         state.efer.set(save.efer.get() & !msr::efer::SVME);
         state.cpl.set(save.cpl.get() as u64);
     }
@@ -36,52 +76,30 @@ pub fn read(state: &VcpuState, vmcb: &Vmcb, groups: u64) {
     read_code(state, vmcb, groups);
     let Vmcb { control, save } = vmcb;
     if groups & group::SEGMENTS != 0 {
-        for (index, from) in save.segments.iter().enumerate() {
-            if index != VcpuState::CS {
-                copy_to_state(&state.segments[index], from);
-            }
-        }
-        copy_to_state(&state.gdtr, &save.gdtr);
-        copy_to_state(&state.ldtr, &save.ldtr);
-        copy_to_state(&state.idtr, &save.idtr);
-        copy_to_state(&state.tr, &save.tr);
+        segments(state, save).for_each(|(to, from)| copy_to_state(to, from));
     }
     if groups & group::MSRS != 0 {
-        state.star.set(save.star.get());
-        state.lstar.set(save.lstar.get());
-        state.cstar.set(save.cstar.get());
-        state.sfmask.set(save.sfmask.get());
-        state.kernel_gs_base.set(save.kernel_gs_base.get());
-        state.sysenter_cs.set(save.sysenter_cs.get());
-        state.sysenter_esp.set(save.sysenter_esp.get());
-        state.sysenter_eip.set(save.sysenter_eip.get());
-        state.pat.set(save.g_pat.get());
+        fields!(read MSRS, state, save);
     }
     if groups & group::DEBUG != 0 {
-        state.dr6.set(save.dr6.get());
-        state.dr7.set(save.dr7.get());
+        fields!(read DEBUG, state, save);
     }
     if groups & group::TSC != 0 {
-        state.tsc_offset.set(control.tsc_offset.get());
+        fields!(read TSC, state, control);
     }
 }
 
 /// Takes over the group `IP`.
 #[inline(always)]
 pub fn write_ip(state: &VcpuState, Vmcb { control, save }: &Vmcb) {
-    save.rip.set(state.rip.get());
-    save.rsp.set(state.rsp.get());
-    save.rflags.set(state.rflags.get());
+    fields!(write IP, state, save);
     control.interrupt_shadow.set(state.interrupt_shadow.get() & SHADOW);
 }
 
 /// Takes over the other groups that the VMCB holds.
 pub fn write(state: &VcpuState, Vmcb { control, save }: &Vmcb, dirty: u64) {
     if dirty & group::CONTROL != 0 {
-        save.cr0.set(state.cr0.get());
-        save.cr2.set(state.cr2.get());
-        save.cr3.set(state.cr3.get());
-        save.cr4.set(state.cr4.get());
+        fields!(write CONTROL, state, save);
         save.efer.set(state.efer.get() | msr::efer::SVME);
         save.cpl.set(state.cpl.get() as u8 & 3);
     }
@@ -89,33 +107,16 @@ pub fn write(state: &VcpuState, Vmcb { control, save }: &Vmcb, dirty: u64) {
         copy_from_state(&save.segments[VcpuState::CS], &state.segments[VcpuState::CS]);
     }
     if dirty & group::SEGMENTS != 0 {
-        for (index, from) in state.segments.iter().enumerate() {
-            if index != VcpuState::CS {
-                copy_from_state(&save.segments[index], from);
-            }
-        }
-        copy_from_state(&save.gdtr, &state.gdtr);
-        copy_from_state(&save.ldtr, &state.ldtr);
-        copy_from_state(&save.idtr, &state.idtr);
-        copy_from_state(&save.tr, &state.tr);
+        segments(state, save).for_each(|(from, to)| copy_from_state(to, from));
     }
     if dirty & group::MSRS != 0 {
-        save.star.set(state.star.get());
-        save.lstar.set(state.lstar.get());
-        save.cstar.set(state.cstar.get());
-        save.sfmask.set(state.sfmask.get());
-        save.kernel_gs_base.set(state.kernel_gs_base.get());
-        save.sysenter_cs.set(state.sysenter_cs.get());
-        save.sysenter_esp.set(state.sysenter_esp.get());
-        save.sysenter_eip.set(state.sysenter_eip.get());
-        save.g_pat.set(state.pat.get());
+        fields!(write MSRS, state, save);
     }
     if dirty & group::DEBUG != 0 {
-        save.dr6.set(state.dr6.get());
-        save.dr7.set(state.dr7.get());
+        fields!(write DEBUG, state, save);
     }
     if dirty & group::TSC != 0 {
-        control.tsc_offset.set(state.tsc_offset.get());
+        fields!(write TSC, state, control);
     }
     if dirty & group::PRIORITY != 0 {
         virq::set_priority(control, state.cr8.get());

@@ -84,7 +84,7 @@ pub fn reset(Vmcb { control, save }: &Vmcb) {
     save.rflags.set(2);
     save.dr6.set(0xffff_0ff0);
     save.dr7.set(0x400);
-    save.g_pat.set(PAT);
+    save.pat.set(PAT);
 }
 
 #[cfg(test)]

@@ -63,52 +63,57 @@ impl Rewriter<'_> {
         for edit in &self.edits {
             out.extend_from_slice(&self.text[done..edit.at.max(done)]);
             done = edit.at.max(done);
-            match &edit.what {
-                What::Begin { prefixed } => {
-                    out.extend_from_slice(b"97710:");
-                    if *prefixed {
-                        let length = format!("({}-(97711f-97709f))", self.pad.0);
-                        let text = format!(".skip -({length}>0)*{length},{CS};97709:");
-                        out.extend_from_slice(text.as_bytes());
-                    }
-                }
-                What::Bytes => out.extend_from_slice(b".byte "),
-                What::Separate(end) => {
-                    out.push(b';');
-                    done = *end;
-                }
-                What::Marker(kind) => {
-                    out.extend_from_slice(b"97710:");
-                    record(&mut out, *kind, Flags::NONE, Some(self.pad), false);
-                    out.push(b' ');
-                    *result.padded.entry(*kind).or_default() += 1;
-                }
-                What::Only(only) => {
-                    let (before, after) = if *only { ("", ";") } else { (";", "") };
-                    let text = format!("{before}.set .Lparador_only,{}{after}", u8::from(*only));
-                    out.extend_from_slice(text.as_bytes());
-                }
-                What::End { kind, flags, in_macro, prefixed } => {
-                    let pad = (!prefixed).then_some(self.pad);
-                    record(&mut out, *kind, *flags, pad, self.conditional && *in_macro);
-                    let counts = match flags.contains(Flags::RECORD_ONLY) {
-                        true => &mut result.recorded,
-                        false => &mut result.padded,
-                    };
-                    *counts.entry(*kind).or_default() += 1;
-                }
-                What::EndUnknown(name, flags) => {
-                    let name = text_of(&self.text[name.clone()]);
-                    let only = if self.conditional { "|.Lparador_only" } else { "" };
-                    let text = format!(";97711:parador_site \"{name}\",{}{only}", flags.bits());
-                    out.extend_from_slice(text.as_bytes());
-                    *result.padded.entry(Kind::Other).or_default() += 1;
-                }
+            if let What::Separate(end) = edit.what {
+                done = end;
             }
+            self.insert(&edit.what, &mut out, &mut result);
         }
         out.extend_from_slice(&self.text[done..]);
         result.text = Some(out);
         result
+    }
+
+    /// Appends the text of an edit, and counts its sites.
+    fn insert(&self, what: &What, out: &mut Vec<u8>, result: &mut Rewritten) {
+        match what {
+            What::Begin { prefixed } => {
+                out.extend_from_slice(b"97710:");
+                if *prefixed {
+                    let length = format!("({}-(97711f-97709f))", self.pad.0);
+                    let text = format!(".skip -({length}>0)*{length},{CS};97709:");
+                    out.extend_from_slice(text.as_bytes());
+                }
+            }
+            What::Bytes => out.extend_from_slice(b".byte "),
+            What::Separate(_) => out.push(b';'),
+            What::Marker(kind) => {
+                out.extend_from_slice(b"97710:");
+                record(out, *kind, Flags::NONE, Some(self.pad), false);
+                out.push(b' ');
+                *result.padded.entry(*kind).or_default() += 1;
+            }
+            What::Only(only) => {
+                let (before, after) = if *only { ("", ";") } else { (";", "") };
+                let text = format!("{before}.set .Lparador_only,{}{after}", u8::from(*only));
+                out.extend_from_slice(text.as_bytes());
+            }
+            What::End { kind, flags, in_macro, prefixed } => {
+                let pad = (!prefixed).then_some(self.pad);
+                record(out, *kind, *flags, pad, self.conditional && *in_macro);
+                let counts = match flags.contains(Flags::RECORD_ONLY) {
+                    true => &mut result.recorded,
+                    false => &mut result.padded,
+                };
+                *counts.entry(*kind).or_default() += 1;
+            }
+            What::EndUnknown(name, flags) => {
+                let name = text_of(&self.text[name.clone()]);
+                let only = if self.conditional { "|.Lparador_only" } else { "" };
+                let text = format!(";97711:parador_site \"{name}\",{}{only}", flags.bits());
+                out.extend_from_slice(text.as_bytes());
+                *result.padded.entry(Kind::Other).or_default() += 1;
+            }
+        }
     }
 }
 

@@ -1,7 +1,7 @@
 //! Code of a user process: its set-up, the mapper thread, and the stop handler of the user thread
 //! ([`crate::isolation::user_process`]).
 
-use core::arch::naked_asm;
+use core::arch::{global_asm, naked_asm};
 use core::convert::Infallible;
 use core::mem::offset_of;
 use core::sync::atomic::Ordering::{Relaxed, SeqCst};
@@ -22,6 +22,62 @@ use crate::{children, compat};
 
 /// Flag of sigaltstack(2): the host disables the signal stack while a handler runs.
 const SS_AUTODISARM: u64 = 1 << 31;
+
+/// Wakes a thread that waits for the word at an operand.
+macro_rules! futex_wake {
+    ($word:literal) => {
+        concat!("mov edi, ", $word, "\nmov esi, {wake}\nmov edx, 1\nmov eax, {futex}\nsyscall")
+    };
+}
+
+/// Waits while the word at an operand has the value of EDX.
+macro_rules! futex_wait {
+    ($word:literal) => {
+        concat!("mov edi, ", $word, "\nmov esi, {wait}\nxor r10d, r10d\nmov eax, {futex}\nsyscall")
+    };
+}
+
+/// Stores a segment register in the response.
+macro_rules! save_selector {
+    ($segment:literal, $offset:literal) => {
+        concat!("mov eax, ", $segment, "\nmov [{selectors} + ", $offset, "], eax")
+    };
+}
+
+/// Loads a segment register from the request.
+macro_rules! load_selector {
+    ($segment:literal, $offset:literal) => {
+        concat!("mov eax, [{selectors_now} + ", $offset, "]\nmov ", $segment, ", eax")
+    };
+}
+
+/// Makes set_thread_area(2) with a descriptor in the request, which must be 32-bit.
+macro_rules! set_area {
+    ($offset:literal) => {
+        concat!("mov ebx, {areas} + ", $offset, "\nmov eax, {set_thread_area}\nint 0x80")
+    };
+}
+
+/// Loads a system call from the command at R13.
+macro_rules! load_call {
+    () => {
+        "mov rax, [r13]
+        mov rdi, [r13 + 8]
+        mov rsi, [r13 + 16]
+        mov rdx, [r13 + 24]
+        mov r10, [r13 + 32]
+        mov r8, [r13 + 40]
+        mov r9, [r13 + 48]"
+    };
+}
+
+/// Reports batch EBX.
+macro_rules! report {
+    () => {
+        concat!("mov [{done}], ebx\n", futex_wake!("{done}"))
+    };
+}
+
 /// Creates a slot's user process; returns its id. For the device process.
 pub fn create(vcpu: usize, slot: usize, filters: &Filters) -> Result<u32, Errno> {
     setup::words().confined(Kind::User, vcpu, slot).store(false, SeqCst);
@@ -44,27 +100,8 @@ fn become_user_process(vcpu: usize, slot: usize, filters: &Filters) -> Result<In
     // A copy: the configuration will be unmapped.
     let filters = *filters;
     let own = sys::process_id();
-    let rights = linux::PROT_READ | linux::PROT_WRITE;
-    let request = RESPONSE - REQUEST;
-    let at = layout::mailbox(vcpu, slot);
     setup::finish(Kind::User, vcpu, slot)?;
-    // SAFETY: the child does not use the memory that it inherited from the device process any more.
-    // The unmapped ranges contain neither the wedge's code nor the stack of this function.
-    unsafe {
-        let shared = |offset| Backing::Shared(layout::SHARED_FD, offset);
-        sys::map(REQUEST, request, linux::PROT_READ, shared(at))?;
-        sys::map(RESPONSE, layout::MAILBOX_LENGTH - request, rights, shared(at + request))?;
-        sys::map(layout::PRIVATE, PRIVATE_LENGTH, rights, Backing::Own)?;
-        for (from, to) in [
-            (PAGE, layout::WEDGE),
-            (layout::SHARED, layout::PRIVATE),
-            (layout::PRIVATE + PRIVATE_LENGTH, layout::MAILBOX),
-            (layout::MAILBOX + layout::MAILBOX_LENGTH, layout::HOST),
-            (layout::CONFIG, layout::CPU_SETS),
-        ] {
-            sys::unmap(from, to - from)?;
-        }
-    }
+    replace_memory(layout::mailbox(vcpu, slot))?;
     // SAFETY: the previous process has ended, and this one does not use the response yet. The data
     // of the previous one belongs to another address space.
     unsafe { core::ptr::write_bytes(RESPONSE as *mut u8, 0, size_of::<Response>()) };
@@ -80,29 +117,60 @@ fn become_user_process(vcpu: usize, slot: usize, filters: &Filters) -> Result<In
     unsafe { sys::set_signal_stack(&stack) }?;
     // Signals do not nest.
     let flags = linux::SA_SIGINFO | linux::SA_ONSTACK | linux::SA_RESTORER;
-    let handler = stop_handler as *const () as u64;
+    let handler = stop_handler();
     let action = [handler, flags.into(), handler, u64::MAX];
     for number in signals::SYNCHRONOUS.into_iter().chain([KICK]) {
         // SAFETY: the handler accesses the mailbox only.
         unsafe { sys::set_handler(number, &action) }?;
     }
-    let start = stop_handler as *const () as u64;
+    dispatch_calls()?;
+    let [length, instructions @ ..] = &filters.programs[Filters::USER_THREAD];
+    // `struct sock_fprog`.
+    let program = [(*length).min(instructions.len() as u64), instructions.as_ptr() as u64];
+    // SAFETY: the filter is only read, and has this length.
+    unsafe { confine_and_stop(program.as_ptr()) }
+}
+
+/// Replaces the memory of the device process by the mailbox at an offset of the shared memory, and
+/// private memory.
+fn replace_memory(mailbox: u64) -> Result<(), Errno> {
+    let rights = linux::PROT_READ | linux::PROT_WRITE;
+    let request = RESPONSE - REQUEST;
+    // SAFETY: the child does not use the memory that it inherited from the device process any more.
+    // The unmapped ranges contain neither the wedge's code nor the stack of this function.
+    unsafe {
+        let shared = |offset| Backing::Shared(layout::SHARED_FD, offset);
+        sys::map(REQUEST, request, linux::PROT_READ, shared(mailbox))?;
+        sys::map(RESPONSE, layout::MAILBOX_LENGTH - request, rights, shared(mailbox + request))?;
+        sys::map(layout::PRIVATE, PRIVATE_LENGTH, rights, Backing::Own)?;
+        for (from, to) in [
+            (PAGE, layout::WEDGE),
+            (layout::SHARED, layout::PRIVATE),
+            (layout::PRIVATE + PRIVATE_LENGTH, layout::MAILBOX),
+            (layout::MAILBOX + layout::MAILBOX_LENGTH, layout::HOST),
+            (layout::CONFIG, layout::CPU_SETS),
+        ] {
+            sys::unmap(from, to - from)?;
+        }
+    }
+    Ok(())
+}
+
+/// Makes the host raise a signal for each system call from outside of the stop handler.
+fn dispatch_calls() -> Result<(), Errno> {
+    let start = stop_handler();
     let on = [
         prctl::PR_SET_SYSCALL_USER_DISPATCH.into(),
         prctl::PR_SYS_DISPATCH_ON.into(),
         start,
-        gate_end() - start,
+        &raw const parador_wedge_user_end as u64 - start,
         // No selector byte that user mode could write.
         0,
         0,
     ];
     // SAFETY: no memory is accessed.
     unsafe { sys::call(linux::__NR_prctl, on) }?;
-    let [length, instructions @ ..] = &filters.programs[Filters::USER_THREAD];
-    // `struct sock_fprog`.
-    let program = [(*length).min(instructions.len() as u64), instructions.as_ptr() as u64];
-    // SAFETY: the filter is only read, and has this length.
-    unsafe { confine_and_stop(program.as_ptr()) }
+    Ok(())
 }
 
 /// Starts the mapper thread, which keeps the descriptor of guest memory; returns once its filter is
@@ -172,20 +240,12 @@ const MAY_MAP: u64 =
 unsafe extern "sysv64" fn mapper_main() -> ! {
     naked_asm!(
         "mov dword ptr [{confined}], 1",
-        "mov edi, {confined}",
-        "mov esi, {wake}",
-        "mov edx, 1",
-        "mov eax, {futex}",
-        "syscall",
+        futex_wake!("{confined}"),
         "2:",
         "cmp dword ptr [{may_map}], 0",
         "jne 3f",
-        "mov edi, {may_map}",
-        "mov esi, {wait}",
         "xor edx, edx",
-        "xor r10d, r10d",
-        "mov eax, {futex}",
-        "syscall",
+        futex_wait!("{may_map}"),
         "jmp 2b",
         "3:",
         "mov edi, {private}",
@@ -220,12 +280,7 @@ unsafe extern "sysv64" fn mapper_loop() -> ! {
         // Batch 1 is empty and reports readiness.
         "mov ebx, 1",
         "2:",
-        "mov [{done}], ebx",
-        "mov edi, {done}",
-        "mov esi, {wake}",
-        "mov edx, 1",
-        "mov eax, {futex}",
-        "syscall",
+        report!(),
         "3:",
         "mov edx, [{batch}]",
         "cmp edx, ebx",
@@ -233,11 +288,7 @@ unsafe extern "sysv64" fn mapper_loop() -> ! {
         "test edx, edx",
         "jnz 5f",
         "4:",
-        "mov edi, {batch}",
-        "mov esi, {wait}",
-        "xor r10d, r10d",
-        "mov eax, {futex}",
-        "syscall",
+        futex_wait!("{batch}"),
         "jmp 3b",
         "5:",
         "mov ebx, edx",
@@ -246,24 +297,16 @@ unsafe extern "sysv64" fn mapper_loop() -> ! {
         "6:",
         "test r12d, r12d",
         "jz 2b",
-        "mov rax, [r13]",
-        "mov rdi, [r13 + 8]",
-        "mov rsi, [r13 + 16]",
-        "mov rdx, [r13 + 24]",
-        "mov r10, [r13 + 32]",
-        "mov r8, [r13 + 40]",
-        "mov r9, [r13 + 48]",
+        load_call!(),
         "syscall",
-        "cmp rax, -4096",
-        "jbe 7f",
+        "cmp rax, -4096; jbe 7f",
         // mprotect(2) fails on a range with holes, or if a mapping cannot be split: unmap it, to be
         // faulted in again.
         "cmp dword ptr [r13], {mprotect}",
         "jne 12f",
         "mov eax, {munmap}",
         "syscall",
-        "cmp rax, -4096",
-        "jbe 7f",
+        "cmp rax, -4096; jbe 7f",
         "12:",
         // The thread's CPU is irrelevant for isolation.
         "cmp dword ptr [r13], {set_affinity}",
@@ -273,19 +316,10 @@ unsafe extern "sysv64" fn mapper_loop() -> ! {
         "dec r12d",
         "jmp 6b",
         "8:",
-        "mov [{done}], ebx",
-        "mov edi, {done}",
-        "mov esi, {wake}",
-        "mov edx, 1",
-        "mov eax, {futex}",
-        "syscall",
+        report!(),
         "9:",
-        "mov edi, {failed}",
-        "mov esi, {wait}",
         "xor edx, edx",
-        "xor r10d, r10d",
-        "mov eax, {futex}",
-        "syscall",
+        futex_wait!("{failed}"),
         "jmp 9b",
         done = const DONE,
         batch = const BATCH,
@@ -301,134 +335,104 @@ unsafe extern "sysv64" fn mapper_loop() -> ! {
     )
 }
 
-/// Handles all signals of the user thread. User mode can jump to any instruction here, with
-/// arbitrary registers, and make any system call that its filter permits: futex wait, futex wake,
-/// and return from a signal. It resumes with the context in the request, or with one that it has
-/// forged, in its own process and with its own rights.
-///
-/// # Safety
-/// Never called.
-#[unsafe(naked)]
-unsafe extern "sysv64" fn stop_handler() -> ! {
-    naked_asm!(
-        "mov [{number}], edi",
-        "mov [{context}], rdx",
-        "rdfsbase rax",
-        "mov [{bases}], rax",
-        "rdgsbase rax",
-        "mov [{bases} + 8], rax",
-        "mov eax, es",
-        "mov [{selectors}], eax",
-        "mov eax, ds",
-        "mov [{selectors} + 4], eax",
-        "mov eax, fs",
-        "mov [{selectors} + 8], eax",
-        "mov eax, gs",
-        "mov [{selectors} + 12], eax",
-        "mov r12d, [{turn}]",
-        "mov [{stopped}], r12d",
-        "mov edi, {stopped}",
-        "mov esi, {wake}",
-        "mov edx, 1",
-        "mov eax, {futex}",
-        "syscall",
-        "2:",
-        "mov edx, [{turn}]",
-        "cmp edx, r12d",
-        "jne 3f",
-        "mov edi, {turn}",
-        "mov esi, {wait}",
-        "xor r10d, r10d",
-        "mov eax, {futex}",
-        "syscall",
-        "jmp 2b",
-        "3:",
-        "cmp dword ptr [{is_compat}], 0",
-        "je 4f",
-        // A descriptor that the host refuses is not used by any selector below.
-        "mov ebx, {areas}",
-        "mov eax, {set_thread_area}",
-        "int 0x80",
-        "mov ebx, {areas} + 16",
-        "mov eax, {set_thread_area}",
-        "int 0x80",
-        "mov ebx, {areas} + 32",
-        "mov eax, {set_thread_area}",
-        "int 0x80",
-        "mov eax, [{selectors_now}]",
-        "mov es, eax",
-        "mov eax, [{selectors_now} + 4]",
-        "mov ds, eax",
-        "mov eax, [{selectors_now} + 8]",
-        "mov fs, eax",
-        "mov eax, [{selectors_now} + 12]",
-        "mov gs, eax",
-        "4:",
-        "mov rdx, [{cpu_set}]",
-        "test rdx, rdx",
-        "jz 6f",
-        "xor edi, edi",
-        "mov esi, {set_length}",
-        "mov eax, {set_affinity}",
-        "syscall",
-        "6:",
-        "mov rax, [{bases_now}]",
-        "wrfsbase rax",
-        "mov rax, [{bases_now} + 8]",
-        "wrgsbase rax",
-        "mov rsp, [{context_now}]",
-        "mov eax, {sigreturn}",
-        "syscall",
-        "ud2",
-        // Entry of [`confine_and_stop`], with its argument in RDX.
-        ".globl parador_wedge_user_confine",
-        "parador_wedge_user_confine:",
-        "mov edi, 1",
-        "xor esi, esi",
-        "mov eax, {seccomp}",
-        "syscall",
-        "test eax, eax",
-        "jnz 5f",
-        "mov dword ptr [{may_map}], 1",
-        "mov edi, {may_map}",
-        "mov esi, {wake}",
-        "mov edx, 1",
-        "mov eax, {futex}",
-        "syscall",
-        // Raise a signal.
-        "ud2",
-        "5:",
-        "mov edi, {host}",
-        "mov eax, {exit}",
-        "syscall",
-        "ud2",
-        ".globl parador_wedge_user_end",
-        "parador_wedge_user_end:",
-        number = const RESPONSE + offset_of!(Response, number) as u64,
-        context = const RESPONSE + offset_of!(Response, context) as u64,
-        bases = const RESPONSE + offset_of!(Response, bases) as u64,
-        selectors = const RESPONSE + offset_of!(Response, selectors) as u64,
-        stopped = const RESPONSE + offset_of!(Response, turn) as u64,
-        turn = const REQUEST + offset_of!(Request, turn) as u64,
-        is_compat = const REQUEST + offset_of!(Request, is_compat) as u64,
-        areas = const REQUEST + offset_of!(Request, areas) as u64,
-        selectors_now = const REQUEST + offset_of!(Request, selectors) as u64,
-        bases_now = const REQUEST + offset_of!(Request, bases) as u64,
-        context_now = const REQUEST + offset_of!(Request, context) as u64,
-        set_thread_area = const compat::SET_THREAD_AREA,
-        cpu_set = const REQUEST + offset_of!(Request, cpu_set) as u64,
-        set_length = const layout::CPU_SET_LENGTH,
-        set_affinity = const linux::__NR_sched_setaffinity,
-        wake = const linux::FUTEX_WAKE,
-        wait = const linux::FUTEX_WAIT,
-        futex = const linux::__NR_futex,
-        sigreturn = const linux::__NR_rt_sigreturn,
-        seccomp = const linux::__NR_seccomp,
-        may_map = const MAY_MAP,
-        exit = const linux::__NR_exit_group,
-        host = const HOST as u32,
-    )
-}
+// Handles all signals of the user thread. User mode can jump to any instruction here, with
+// arbitrary registers, and make any system call that its filter permits: futex wait, futex wake,
+// and return from a signal. It resumes with the context in the request, or with one that it has
+// forged, in its own process and with its own rights.
+global_asm!(
+    ".globl parador_wedge_user_stop",
+    "parador_wedge_user_stop:",
+    "mov [{number}], edi",
+    "mov [{context}], rdx",
+    "rdfsbase rax",
+    "mov [{bases}], rax",
+    "rdgsbase rax",
+    "mov [{bases} + 8], rax",
+    save_selector!("es", "0"),
+    save_selector!("ds", "4"),
+    save_selector!("fs", "8"),
+    save_selector!("gs", "12"),
+    "mov r12d, [{turn}]",
+    "mov [{stopped}], r12d",
+    futex_wake!("{stopped}"),
+    "2:",
+    "mov edx, [{turn}]",
+    "cmp edx, r12d",
+    "jne 3f",
+    futex_wait!("{turn}"),
+    "jmp 2b",
+    "3:",
+    "cmp dword ptr [{is_compat}], 0",
+    "je 4f",
+    // A descriptor that the host refuses is not used by any selector below.
+    set_area!("0"),
+    set_area!("16"),
+    set_area!("32"),
+    load_selector!("es", "0"),
+    load_selector!("ds", "4"),
+    load_selector!("fs", "8"),
+    load_selector!("gs", "12"),
+    "4:",
+    "mov rdx, [{cpu_set}]",
+    "test rdx, rdx",
+    "jz 6f",
+    "xor edi, edi",
+    "mov esi, {set_length}",
+    "mov eax, {set_affinity}",
+    "syscall",
+    "6:",
+    "mov rax, [{bases_now}]",
+    "wrfsbase rax",
+    "mov rax, [{bases_now} + 8]",
+    "wrgsbase rax",
+    "mov rsp, [{context_now}]",
+    "mov eax, {sigreturn}",
+    "syscall",
+    "ud2",
+    // Entry of [`confine_and_stop`], with its argument in RDX.
+    ".globl parador_wedge_user_confine",
+    "parador_wedge_user_confine:",
+    "mov edi, 1",
+    "xor esi, esi",
+    "mov eax, {seccomp}",
+    "syscall",
+    "test eax, eax",
+    "jnz 5f",
+    "mov dword ptr [{may_map}], 1",
+    futex_wake!("{may_map}"),
+    // Raise a signal.
+    "ud2",
+    "5:",
+    "mov edi, {host}",
+    "mov eax, {exit}",
+    "syscall",
+    "ud2",
+    ".globl parador_wedge_user_end",
+    "parador_wedge_user_end:",
+    number = const RESPONSE + offset_of!(Response, number) as u64,
+    context = const RESPONSE + offset_of!(Response, context) as u64,
+    bases = const RESPONSE + offset_of!(Response, bases) as u64,
+    selectors = const RESPONSE + offset_of!(Response, selectors) as u64,
+    stopped = const RESPONSE + offset_of!(Response, turn) as u64,
+    turn = const REQUEST + offset_of!(Request, turn) as u64,
+    is_compat = const REQUEST + offset_of!(Request, is_compat) as u64,
+    areas = const REQUEST + offset_of!(Request, areas) as u64,
+    selectors_now = const REQUEST + offset_of!(Request, selectors) as u64,
+    bases_now = const REQUEST + offset_of!(Request, bases) as u64,
+    context_now = const REQUEST + offset_of!(Request, context) as u64,
+    set_thread_area = const compat::SET_THREAD_AREA,
+    cpu_set = const REQUEST + offset_of!(Request, cpu_set) as u64,
+    set_length = const layout::CPU_SET_LENGTH,
+    set_affinity = const linux::__NR_sched_setaffinity,
+    wake = const linux::FUTEX_WAKE,
+    wait = const linux::FUTEX_WAIT,
+    futex = const linux::__NR_futex,
+    sigreturn = const linux::__NR_rt_sigreturn,
+    seccomp = const linux::__NR_seccomp,
+    may_map = const MAY_MAP,
+    exit = const linux::__NR_exit_group,
+    host = const HOST as u32,
+);
 
 /// Installs a seccomp filter (`struct sock_fprog`) and stops for the first time. The system call is
 /// inside of the stop handler, because calls from elsewhere are dispatched as the guest's.
@@ -440,9 +444,12 @@ unsafe extern "sysv64" fn confine_and_stop(program: *const u64) -> ! {
     naked_asm!("mov rdx, rdi", "jmp parador_wedge_user_confine")
 }
 
-fn gate_end() -> u64 {
-    unsafe extern "C" {
-        static parador_wedge_user_end: u8;
-    }
-    &raw const parador_wedge_user_end as u64
+unsafe extern "C" {
+    static parador_wedge_user_stop: u8;
+    static parador_wedge_user_end: u8;
+}
+
+/// Returns the address of the stop handler.
+fn stop_handler() -> u64 {
+    &raw const parador_wedge_user_stop as u64
 }

@@ -110,7 +110,7 @@ mod tests {
     use super::*;
     use crate::mmu::testing::{CODE, HIGH, LOW, READ, Rig, USER};
     use core::sync::atomic::Ordering::SeqCst;
-    use vmm_x86::walk::Intent;
+    use hw_walk::Intent;
 
     const FRAME: u64 = 0x8_0000;
 

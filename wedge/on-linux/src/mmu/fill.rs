@@ -1,11 +1,12 @@
 //! Page faults: the mapping of guest pages on demand.
 
 use core::sync::atomic::Ordering::Relaxed;
+use hw_walk::{Intent, Leaf, PageFault, leaf, set_accessed};
 use hw_x86::paging::entry;
 use linux_raw_sys::general as linux;
 use proto::errno::Errno;
 use proto::hosted::{counter, layout};
-use vmm_x86::walk::{Intent, PageFault};
+use vmm_x86::walk::GuestTables;
 use wedge_core::VirtualCpu;
 use wedge_core::mapped::Piece;
 
@@ -14,7 +15,7 @@ use crate::mmu::exec_scan::{ScannedPage, is_beside};
 use crate::mmu::host::{HostMap, MappingListener};
 use crate::mmu::kernel_code::close_kernel;
 use crate::mmu::ram::{PAGE, is_kernel, is_user};
-use crate::mmu::walk::{Leaf, access, leaf};
+use crate::mmu::walk::rights;
 
 const LARGE: u64 = 2 << 20;
 /// Number of pages of a fault-around block, which is aligned: as many as the guest kernel maps at
@@ -45,8 +46,9 @@ impl<H: HostMap + MappingListener> Mmu<'_, H> {
     pub fn fill(&mut self, cpu: &VirtualCpu, linear: u64, intent: Intent) -> Fault {
         let (ram, memory, modes) = (self.vm.ram, self.vm.memory, self.vm.modes);
         let paging = cpu.paging(linear, cpu.cpl == 3);
-        let address = match paging.translate(memory, linear, intent, true) {
-            Ok((address, _)) => address,
+        let tables = GuestTables(memory);
+        let address = match paging.translate(&tables, linear, intent, true) {
+            Ok(found) => found.address,
             Err(fault) => return Fault::Guest(fault),
         };
         if ram.offset(address).is_none() {
@@ -55,7 +57,7 @@ impl<H: HostMap + MappingListener> Mmu<'_, H> {
         if modes.profile {
             self.host.on_walk(memory, paging.cr3, linear);
         }
-        let Some(leaf) = leaf(memory, paging.cr3, linear) else { return Fault::Filled };
+        let Some(leaf) = leaf(&tables, paging.cr3, linear) else { return Fault::Filled };
         let is_own = intent == Intent::Write && cpu.cpl == 3 && is_beside(cpu.frame.rip, linear);
         if is_own && self.is_code(linear, &leaf) {
             return Fault::OwnCode;
@@ -93,8 +95,8 @@ impl<H: HostMap + MappingListener> Mmu<'_, H> {
             self.vm.slot.large.store(true, Relaxed);
         }
         let rights = match self.is_code(linear, leaf) {
-            true => leaf.rights() & !linux::PROT_EXEC,
-            false => leaf.rights(),
+            true => rights(leaf) & !linux::PROT_EXEC,
+            false => rights(leaf),
         };
         if rights & linux::PROT_WRITE != 0 && self.vm.table.write(offset, size) {
             // It is mapped once no copy remains.
@@ -204,7 +206,7 @@ impl<H: HostMap + MappingListener> Mmu<'_, H> {
             return Fault::Filled;
         };
         let (start, size) = (offset - before, before + PAGE + after);
-        let rights = leaf.rights();
+        let rights = rights(leaf);
         if rights & linux::PROT_WRITE != 0 && table.holds(start, size) {
             let is_held = table.holds(offset, PAGE);
             let rights = if is_held { rights & !linux::PROT_WRITE } else { rights };
@@ -225,7 +227,7 @@ impl<H: HostMap + MappingListener> Mmu<'_, H> {
         let is_mapped = |page: u64, offset: u64| {
             let found = space.mapped.at(page);
             found.is_some_and(|piece| {
-                piece.rights == leaf.rights() && piece.offset + (page - piece.start) == offset
+                piece.rights == rights(leaf) && piece.offset + (page - piece.start) == offset
             })
         };
         // `step` pages further; negative steps in two's complement. Other vCPUs may change the
@@ -243,7 +245,7 @@ impl<H: HostMap + MappingListener> Mmu<'_, H> {
                         && value & SAME == leaf.entry & SAME
                         && !space.calls.has_copy(page)
                         && !is_mapped(page, wanted)
-                        && access(memory, at, value)
+                        && set_accessed(&GuestTables(memory), at, value)
                 })
         };
         let before = (1..=index).take_while(|&step| joins(step.wrapping_neg())).count() as u64;
@@ -261,7 +263,7 @@ impl<H: HostMap + MappingListener> Mmu<'_, H> {
         }
         let page = linear & !(PAGE - 1);
         let root = cpu.paging(linear, false).cr3;
-        if !leaf(self.vm.memory, root, page).is_some_and(|leaf| leaf.executable) {
+        if !leaf(&GuestTables(self.vm.memory), root, page).is_some_and(|leaf| leaf.executable) {
             return false;
         }
         close_kernel(cpu, self.vm.memory, page, page + PAGE);

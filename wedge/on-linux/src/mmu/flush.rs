@@ -10,8 +10,10 @@ use crate::mmu::Mmu;
 use crate::mmu::host::{HostMap, MappingListener};
 use crate::mmu::ram::{PAGE, is_filled_in, is_kernel, is_user};
 use crate::mmu::space::PIECES;
-use crate::mmu::walk::{Leaf, leaf};
+use crate::mmu::walk::still_allows;
 use crate::state::shared::{EVERYTHING, FLUSHES};
+use hw_walk::{Leaf, leaf};
+use vmm_x86::walk::GuestTables;
 
 const LARGE: u64 = 2 << 20;
 /// Largest number of system calls by which a flush drops stale mappings individually, before it
@@ -188,7 +190,7 @@ impl<H: HostMap + MappingListener> Mmu<'_, H> {
             let mut at = piece.start.max(start);
             let last = piece.end.min(end);
             while at < last {
-                let leaf = leaf(self.vm.memory, root, at);
+                let leaf = leaf(&GuestTables(self.vm.memory), root, at);
                 let size = leaf.map_or(PAGE, |leaf| leaf.size);
                 // A copy is of code, which user mode cannot write.
                 let is_copy = self.vm.original(piece.offset + (at - piece.start)).is_some();
@@ -208,7 +210,7 @@ impl<H: HostMap + MappingListener> Mmu<'_, H> {
         let offset = piece.offset + (at - piece.start);
         let copied = self.vm.original(offset);
         let wanted =
-            leaf.map_or(0, |leaf| leaf.still_allows(ram, memory, at, copied.unwrap_or(offset)));
+            leaf.map_or(0, |leaf| still_allows(&leaf, (ram, memory), at, copied.unwrap_or(offset)));
         let is_old = |leaf: Leaf| {
             let address = leaf.address + (at & (leaf.size - 1));
             // With protection keys all copies follow their frames.
@@ -345,8 +347,8 @@ fn first_mapped(
 mod tests {
     use super::*;
     use crate::mmu::testing::{CODE, DATA, Event, READ, Rig, USER, WRITE};
+    use hw_walk::Intent;
     use hw_x86::paging::entry;
-    use vmm_x86::walk::Intent;
 
     fn mapped(pages: u64) -> Rig {
         let mut rig = Rig::new();

@@ -264,7 +264,7 @@ impl<H: HostMap + MappingListener> Mmu<'_, H> {
 mod tests {
     use super::*;
     use crate::mmu::testing::{DATA, EXEC, Event, HIGH, LOW, READ, Rig, USER, WRITE};
-    use vmm_x86::walk::Intent;
+    use hw_walk::Intent;
 
     #[test]
     fn frames_in_the_table_are_write_protected() {

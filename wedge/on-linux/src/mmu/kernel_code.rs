@@ -1,7 +1,8 @@
 //! The guest kernel's code: writes to it, and with protection keys the search of it.
 
+use hw_walk::Intent;
 use vmm_mem::GuestMemory;
-use vmm_x86::walk::Intent;
+use vmm_x86::walk::GuestTables;
 use wedge_core::VirtualCpu;
 
 use crate::mmu::exec_scan::{LENGTH, UD1, find};
@@ -66,9 +67,10 @@ pub fn close_kernel(cpu: &VirtualCpu, memory: &GuestMemory, start: u64, end: u64
 /// Writes to kernel memory, regardless of the rights of its mapping. `None`: a part of it is not
 /// mapped, and nothing was written.
 pub fn write_code(cpu: &VirtualCpu, memory: &GuestMemory, to: u64, bytes: &[u8]) -> Option<()> {
+    let tables = GuestTables(memory);
     let place = |linear| {
-        let found = cpu.paging(linear, false).translate(memory, linear, Intent::Read, false);
-        Some(found.ok()?.0)
+        let found = cpu.paging(linear, false).translate(&tables, linear, Intent::Read, false);
+        Some(found.ok()?.address)
     };
     for is_check in [true, false] {
         let (mut at, mut left) = (to, bytes);

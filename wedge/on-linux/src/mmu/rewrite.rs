@@ -13,7 +13,8 @@ use crate::mmu::syscall_patch::{
     LENGTH, NONE, PAGES, Replacement, SHORT_JUMP, SYSCALL, decode_stub, find_replacement, jump_to,
     slot_of, stub_address, stub_code,
 };
-use crate::mmu::walk::leaf;
+use hw_walk::leaf;
+use vmm_x86::walk::GuestTables;
 
 /// A call site, as it is executed.
 struct Site {
@@ -50,7 +51,7 @@ impl<H: HostMap + MappingListener> Mmu<'_, H> {
     fn find_site(&mut self, cpu: &VirtualCpu, after: u64) -> Option<Site> {
         let (memory, keys) = (self.vm.memory, self.vm.modes.keys);
         let page = after.checked_sub(1)? & !(PAGE - 1);
-        let found = leaf(memory, cpu.paging(page, true).cr3, page)?;
+        let found = leaf(&GuestTables(memory), cpu.paging(page, true).cr3, page)?;
         let frame = found.address + (page & (found.size - 1));
         if found.writable || !found.executable || keys && !self.is_copy_of(page, frame) {
             return None;
@@ -231,7 +232,7 @@ mod tests {
     use crate::mmu::syscall_patch::{SLOTS, is_stub};
     use crate::mmu::testing::{CODE, ENTRY, EXEC, READ, Rig, USER};
     use core::sync::atomic::Ordering::SeqCst;
-    use vmm_x86::walk::Intent;
+    use hw_walk::Intent;
 
     const FRAME: u64 = 0x8_0000;
     const CALL: [u8; 7] = [0xb8, 39, 0, 0, 0, 0x0f, 0x05];

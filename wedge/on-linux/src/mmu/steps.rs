@@ -4,8 +4,9 @@
 //! Such a page executes from a private copy, one previously checked instruction at a time, with the
 //! trap flag. The copy is dropped when execution leaves it.
 
+use hw_walk::Intent;
 use linux_raw_sys::general as linux;
-use vmm_x86::walk::Intent;
+use vmm_x86::walk::GuestTables;
 use wedge_core::VirtualCpu;
 use wedge_core::cpu::rflags;
 
@@ -39,9 +40,11 @@ impl<H: HostMap + MappingListener> Mmu<'_, H> {
         let mut found: usize = 0;
         for page in (first..=last).step_by(PAGE as usize) {
             let paging = cpu.paging(page, true);
-            let Ok((address, _)) = paging.translate(memory, page, Intent::Fetch, true) else {
+            let tables = GuestTables(memory);
+            let Ok(translation) = paging.translate(&tables, page, Intent::Fetch, true) else {
                 break;
             };
+            let address = translation.address;
             let Some((offset, _)) = ram.offset(address) else { break };
             self.track(offset, PAGE, cpu.cpl == 3);
             frames[found] = address;

@@ -4,12 +4,12 @@ use std::boxed::Box;
 use std::collections::BTreeMap;
 use std::vec::Vec;
 
+use hw_walk::Intent;
 use hw_x86::paging::entry;
 use linux_raw_sys::general as linux;
 use proto::errno::Errno;
 use proto::hosted::layout;
 use vmm_mem::GuestMemory;
-use vmm_x86::walk::Intent;
 use wedge_core::VirtualCpu;
 
 use crate::mmu::exec_scan::Page;

@@ -266,8 +266,9 @@ fn cached_instructions_are_verified() {
     memory.write(0xb008, CODE | table).unwrap();
     memory.write_slice(CODE, &[0x0f, 0xa2]).unwrap();
     let mut vcpu = ScriptedVcpu::long(0x8000);
-    let translated = Paging::of(&mut vcpu).translate(memory, 0x1000, Intent::Fetch, false);
-    assert_eq!(translated, Ok((CODE, 0x1000)));
+    let translated =
+        paging(&mut vcpu).translate(&GuestTables(memory), 0x1000, Intent::Fetch, false);
+    assert_eq!(translated.map(|found| (found.address, found.left())), Ok((CODE, 0x1000)));
     let mut cache = FetchCache::new();
     vcpu.set(Reg::Rip, 0x1000);
     let next = |cache: &mut FetchCache, vcpu: &mut ScriptedVcpu, memory: &GuestMemory| {
@@ -330,9 +331,10 @@ fn code_is_found_in_pages_of_every_size() {
         memory.write(at, value).unwrap();
     }
     for linear in [0x1234, 0x20_1234, 0x4012_3456, 0x2000, 0x40_0000, 0x80_0000_0000, 0x0123] {
-        let expected = Paging::of(&mut vcpu).translate(memory, linear, Intent::Fetch, false);
+        let expected =
+            paging(&mut vcpu).translate(&GuestTables(memory), linear, Intent::Fetch, false);
         let found = locate_64_bit(memory, 0x8000, linear);
-        assert_eq!(found, expected.ok().map(|(address, _)| address), "{linear:#x}");
+        assert_eq!(found, expected.ok().map(|found| found.address), "{linear:#x}");
     }
     // Execute rights are not checked: the CPU did execute.
     assert_eq!(locate_64_bit(memory, 0x8fff, 0xffff_ff80_0000_1fff), Some(0x7fff));
