@@ -6,7 +6,7 @@
 //! follows its length as a 32-bit big-endian number; frames to the guest are not inspected.
 
 use crate::switch::{self, LENGTH};
-use hosted_command::failure::{self, Failure, IoContext};
+use hosted_command::failure::{self, Failure};
 use hosted_command::supervise::{self, AtEnd};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
@@ -33,7 +33,7 @@ pub fn start(guest: UnixStream, host: UnixStream) -> Result<Child, Failure> {
         .stdout(OwnedFd::from(host))
         .stderr(Stdio::null())
         .spawn()
-        .start_error("the network filter process")
+        .map_err(|error| Failure::program("the network filter process", &error))
 }
 
 /// Serves a filter if this process was started as one and returns the exit code; `None` in an

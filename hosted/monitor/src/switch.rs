@@ -14,7 +14,7 @@
 //! frames for a VM that does not keep up, as any switch does.
 
 use crate::console::bind;
-use hosted_command::failure::{self, Failure, IoContext};
+use hosted_command::failure::{self, Failure};
 use hosted_command::supervise::{self, AtEnd};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::{AtFlags, FlockOperation, flock, statat, unlinkat};
@@ -67,7 +67,7 @@ pub fn join(path: &Path) -> Result<UnixStream, Failure> {
     };
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
     let folder = folder.unwrap_or(Path::new("."));
-    let open = || File::open(folder).file_error("open", folder);
+    let open = || File::open(folder).map_err(|error| Failure::file("open", folder, &error));
     // The lock ends with this function. The switch uses a descriptor of its own.
     let (folder, for_switch) = (open()?, open()?);
     flock(&folder, FlockOperation::LockExclusive)
@@ -99,7 +99,7 @@ pub fn join(path: &Path) -> Result<UnixStream, Failure> {
         .stdout(for_switch)
         .stderr(Stdio::null())
         .spawn()
-        .start_error("the switch")?;
+        .map_err(|error| Failure::program("the switch", &error))?;
     Ok(socket)
 }
 
