@@ -1,7 +1,7 @@
 //! Command line of `parador`: subcommands, options and help texts.
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use hosted_command::failure::{self, Failure};
+use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::output::print;
 use hosted_command::programs::{Named, Programs};
 use hosted_command::steps::Steps;
@@ -299,7 +299,7 @@ fn graph(file: &Path, format: Format, output: Option<&Path>) -> Result<u8, Failu
         Format::Dot => graph::dot::render(&graph, &name),
     };
     match output {
-        Some(path) => fs::write(path, text).map_err(|error| Failure::file("write", path, &error)),
+        Some(path) => fs::write(path, text).file_error("write", path),
         None => print(text),
     }?;
     Ok(0)

@@ -178,6 +178,30 @@ impl fmt::Display for Failure {
     }
 }
 
+/// Turns errors of the operating system into failures.
+pub trait IoContext<T> {
+    /// See [`Failure::file`].
+    fn file_error(self, action: &str, path: &Path) -> Result<T, Failure>;
+    /// See [`Failure::os`].
+    fn os_error(self, action: &str) -> Result<T, Failure>;
+    /// See [`Failure::program`].
+    fn start_error(self, name: &str) -> Result<T, Failure>;
+}
+
+impl<T, E: Into<io::Error>> IoContext<T> for Result<T, E> {
+    fn file_error(self, action: &str, path: &Path) -> Result<T, Failure> {
+        self.map_err(|error| Failure::file(action, path, &error.into()))
+    }
+
+    fn os_error(self, action: &str) -> Result<T, Failure> {
+        self.map_err(|error| Failure::os(action, &error.into()))
+    }
+
+    fn start_error(self, name: &str) -> Result<T, Failure> {
+        self.map_err(|error| Failure::program(name, &error.into()))
+    }
+}
+
 /// Returns the exit code for an operating system error.
 pub fn code_of(error: &io::Error) -> u8 {
     match error.kind() {

@@ -4,7 +4,7 @@
 //! interrupted download leaves nothing that would be used later.
 
 use crate::cache;
-use crate::failure::{self, Failure};
+use crate::failure::{self, Failure, IoContext};
 use crate::interrupt::Interruptible;
 use crate::steps::Step;
 use crate::supervise::{self, AtEnd};
@@ -185,13 +185,12 @@ impl Package {
 
 /// Downloads a package into a new folder and returns the path of its archive.
 fn download_package(package: &Package, folder: &Path) -> Result<PathBuf, Failure> {
-    fs::create_dir_all(folder)
-        .map_err(|error| Failure::file("create the folder", folder, &error))?;
+    fs::create_dir_all(folder).file_error("create the folder", folder)?;
     let (title, target) = (package.title(), format!("{}={}", package.name, package.version));
     run("apt-get", &title, |command| command.args(["download", &target]).current_dir(folder))?;
     let first = fs::read_dir(folder)
         .and_then(|mut entries| entries.next().transpose())
-        .map_err(|error| Failure::file("read", folder, &error))?;
+        .file_error("read", folder)?;
     first.map(|entry| entry.path()).ok_or_else(|| {
         Failure::new(failure::UNAVAILABLE, format!("apt-get downloaded no file for {title}"))
     })
@@ -217,9 +216,7 @@ fn fetch(
         return Ok(fetched("cached"));
     }
 
-    let create = |path: &Path| {
-        fs::create_dir_all(path).map_err(|error| Failure::file("create the folder", path, &error))
-    };
+    let create = |path: &Path| fs::create_dir_all(path).file_error("create the folder", path);
     let work = TempDir::with_prefix_in(".fetch-", &cache)
         .map_err(|error| cache::failed(&cache, &error))?;
     interruptible.remove_on_signal(work.path());
@@ -257,7 +254,7 @@ fn unpack(
         .stdout(Stdio::piped())
         .stderr(Stdio::null())
         .spawn()
-        .map_err(|error| Failure::program("dpkg-deb", &error))?;
+        .start_error("dpkg-deb")?;
     let broken = |error: io::Error| {
         Failure::new(
             failure::code_of(&error),
@@ -278,7 +275,7 @@ fn unpack(
             io::copy(&mut entry, &mut file).map_err(broken)?;
         }
     }
-    let status = child.wait().map_err(|error| Failure::os("wait for dpkg-deb", &error))?;
+    let status = child.wait().os_error("wait for dpkg-deb")?;
     match status.success() {
         true => Ok(()),
         false => {
@@ -320,8 +317,7 @@ fn run(
     arguments: impl FnOnce(&mut Command) -> &mut Command,
 ) -> Result<Output, Failure> {
     let mut command = apt_command(name)?;
-    let output =
-        arguments(&mut command).output().map_err(|error| Failure::program(name, &error))?;
+    let output = arguments(&mut command).output().start_error(name)?;
     if output.status.success() {
         return Ok(output);
     }

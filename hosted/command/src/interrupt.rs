@@ -1,6 +1,6 @@
 //! Removes unfinished files when a signal ends `parador` during a build.
 
-use crate::failure::Failure;
+use crate::failure::{Failure, IoContext};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
@@ -40,8 +40,7 @@ pub struct Interruptible {
 impl Interruptible {
     /// Installs the handlers.
     pub fn new() -> Result<Self, Failure> {
-        let mut signals =
-            Signals::new(ENDING).map_err(|error| Failure::os("install signal handlers", &error))?;
+        let mut signals = Signals::new(ENDING).os_error("install signal handlers")?;
         let doomed = Arc::<Mutex<Doomed>>::default();
         let handle = signals.handle();
         let shared = Arc::clone(&doomed);
@@ -55,7 +54,7 @@ impl Interruptible {
                 std::process::exit(128 + signal);
             }
         });
-        let thread = thread.map_err(|error| Failure::os("create a thread", &error))?;
+        let thread = thread.os_error("create a thread")?;
         Ok(Self { doomed, handle, thread: Some(thread) })
     }
 
@@ -71,7 +70,7 @@ impl Interruptible {
     /// Registers a process that writes to such a folder.
     pub fn kill_on_signal(&self, child: &Child) -> Result<(), Failure> {
         let process = pidfd_open(Pid::from_child(child), PidfdFlags::empty())
-            .map_err(|error| Failure::os("open a process descriptor", &error.into()))?;
+            .os_error("open a process descriptor")?;
         self.doomed().processes.push(process);
         Ok(())
     }

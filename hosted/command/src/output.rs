@@ -1,6 +1,6 @@
 //! Results on standard output.
 
-use crate::failure::Failure;
+use crate::failure::{Failure, IoContext};
 use std::io::{self, Write};
 
 /// Prints a text.
@@ -10,5 +10,5 @@ use std::io::{self, Write};
 pub fn print(text: impl AsRef<[u8]>) -> Result<(), Failure> {
     let mut output = io::stdout().lock();
     let written = output.write_all(text.as_ref()).and_then(|()| output.flush());
-    written.map_err(|error| Failure::os("write to standard output", &error))
+    written.os_error("write to standard output")
 }

@@ -4,7 +4,7 @@
 //! `fork` and `exec`, where safe Rust cannot run code. So `parador` starts itself again, requests
 //! the signal and executes the other program.
 
-use crate::failure::{self, Failure};
+use crate::failure::{self, Failure, IoContext};
 use crate::interrupt::Interruptible;
 use proto::errno::Cause;
 use rustix::process::{Pid, Signal, getppid, set_parent_process_death_signal};
@@ -96,12 +96,12 @@ pub fn follow(
     shown: usize,
     mut line: impl FnMut(&str) -> bool,
 ) -> Result<Result<(), Vec<String>>, Failure> {
-    let (reader, writer) = io::pipe().map_err(|error| Failure::os("create a pipe", &error))?;
-    let errors = writer.try_clone().map_err(|error| Failure::os("create a pipe", &error))?;
+    let (reader, writer) = io::pipe().os_error("create a pipe")?;
+    let errors = writer.try_clone().os_error("create a pipe")?;
     let spawned = command.stdin(Stdio::null()).stdout(writer).stderr(errors).spawn();
     // Otherwise this process would keep the pipe open.
     command.stdout(Stdio::null()).stderr(Stdio::null());
-    let mut child = spawned.map_err(|error| Failure::program(name, &error))?;
+    let mut child = spawned.start_error(name)?;
     interruptible.map_or(Ok(()), |interruptible| interruptible.kill_on_signal(&child))?;
     let mut last = VecDeque::new();
     for text in BufReader::new(reader).split(b'\n').map_while(Result::ok) {
@@ -113,7 +113,7 @@ pub fn follow(
             last.push_back(text);
         }
     }
-    let status = child.wait().map_err(|error| Failure::os("wait for a program", &error))?;
+    let status = child.wait().os_error("wait for a program")?;
     Ok(if status.success() { Ok(()) } else { Err(last.into()) })
 }
 

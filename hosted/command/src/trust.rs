@@ -4,7 +4,7 @@
 //! Every component of the path is checked, because the right to rename one of them decides about
 //! the target of the path.
 
-use crate::failure::{self, Failure};
+use crate::failure::{self, Failure, IoContext};
 use nix::unistd::{Gid, Group, Uid, User};
 use std::fs::{self, Metadata};
 use std::os::unix::fs::MetadataExt;
@@ -34,10 +34,8 @@ pub fn check(path: &Path) -> Result<PathBuf, Failure> {
 /// Does the same as [`check`]; components may also belong to `owner`, the user who called sudo.
 pub fn check_for(path: &Path, owner: Option<u32>) -> Result<PathBuf, Failure> {
     let caller = Uid::effective().as_raw();
-    let read = |path: &Path| {
-        fs::symlink_metadata(path).map_err(|error| Failure::file("read", path, &error))
-    };
-    let path = path.canonicalize().map_err(|error| Failure::file("find", path, &error))?;
+    let read = |path: &Path| fs::symlink_metadata(path).file_error("read", path);
+    let path = path.canonicalize().file_error("find", path)?;
     for component in path.ancestors() {
         let found = Component::new(&read(component)?, component == path);
         let owned = found.owner == 0 || found.owner == caller || Some(found.owner) == owner;

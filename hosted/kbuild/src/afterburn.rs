@@ -2,7 +2,7 @@
 //! from compilers.
 
 use clap::Subcommand;
-use hosted_command::failure::{self, Failure};
+use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::output;
 use std::convert::Infallible;
 use std::env;
@@ -149,26 +149,25 @@ fn verify(file: &Path, json: bool, exceptions: &Exceptions) -> Result<u8, Failur
 /// Reads a file, or standard input if it is `-`.
 fn read(path: &Path) -> Result<Vec<u8>, Failure> {
     if path != Path::new("-") {
-        return fs::read(path).map_err(|error| Failure::file("read", path, &error));
+        return fs::read(path).file_error("read", path);
     }
     let mut text = Vec::new();
     let read = io::stdin().lock().read_to_end(&mut text);
-    read.map_err(|error| Failure::os("read standard input", &error))?;
+    read.os_error("read standard input")?;
     Ok(text)
 }
 
 fn write(path: Option<&Path>, text: &[u8]) -> Result<(), Failure> {
     match path {
-        Some(path) => fs::write(path, text).map_err(|error| Failure::file("write", path, &error)),
+        Some(path) => fs::write(path, text).file_error("write", path),
         None => output::print(text),
     }
 }
 
 /// Creates the folder for `-B`.
 fn tools(folder: &Path) -> Result<u8, Failure> {
-    let this =
-        env::current_exe().map_err(|error| Failure::os("find the parador binary", &error))?;
-    fs::create_dir_all(folder).map_err(|error| Failure::file("create", folder, &error))?;
+    let this = env::current_exe().os_error("find the parador binary")?;
+    fs::create_dir_all(folder).file_error("create", folder)?;
     let link = folder.join(assembler::NAME);
     // It may belong to an earlier version of `parador`.
     match fs::remove_file(&link) {
@@ -177,7 +176,7 @@ fn tools(folder: &Path) -> Result<u8, Failure> {
         }
         _ => {}
     }
-    symlink(this, &link).map_err(|error| Failure::file("create", &link, &error))?;
+    symlink(this, &link).file_error("create", &link)?;
     output::print(format!("{}\n", folder.display()))?;
     Ok(0)
 }

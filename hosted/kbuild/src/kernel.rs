@@ -17,7 +17,7 @@ mod variant;
 use crate::refusal::refused;
 pub use built::Kernel;
 use clap::{Args, Subcommand};
-use hosted_command::failure::{self, Failure};
+use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::interrupt::Interruptible;
 use hosted_command::output;
 use hosted_command::steps::{Step, Steps};
@@ -220,7 +220,7 @@ pub fn run(command: KernelCommand) -> Result<u8, Failure> {
 
 /// Writes a kernel's symbols for `perf report --symfs FOLDER`.
 fn write_symbols(kernel: &Path, folder: &Path) -> Result<(), Failure> {
-    let bytes = fs::read(kernel).map_err(|error| Failure::file("read", kernel, &error))?;
+    let bytes = fs::read(kernel).file_error("read", kernel)?;
     let object = Image::parse(&bytes).and_then(|image| symbols::object(&image));
     let object = object.map_err(|error| refused(&error, kernel))?;
     let path = folder.join(symbols::name());
@@ -230,7 +230,7 @@ fn write_symbols(kernel: &Path, folder: &Path) -> Result<(), Failure> {
             file.write_all(&object)?;
             file.persist(&path).map_err(io::Error::from)
         })
-        .map_err(|error| Failure::file("write", &path, &error))?;
+        .file_error("write", &path)?;
     Ok(())
 }
 
@@ -308,7 +308,7 @@ pub fn module(
             .help("use --kernel with an output folder of `parador kernel build`"));
     }
     let interruptible = Interruptible::new()?;
-    let bin = tempfile::tempdir().map_err(|error| Failure::os("create a folder", &error))?;
+    let bin = tempfile::tempdir().os_error("create a folder")?;
     interruptible.remove_on_signal(bin.path());
     steps.run("module", |step| {
         let mut make = make(&made, options.variant.is_padded().then_some(bin.path()), None)?;
@@ -322,9 +322,7 @@ pub fn module(
 
 /// Checks that modules can be built in `folder` and returns it as an absolute path.
 fn modules_source(folder: &Path) -> Result<PathBuf, Failure> {
-    let path = folder
-        .canonicalize()
-        .map_err(|error| Failure::file("find the module source folder", folder, &error))?;
+    let path = folder.canonicalize().file_error("find the module source folder", folder)?;
     let wrong = |text: String, help: &str| Err(Failure::new(failure::BAD_CONFIG, text).help(help));
     let shown = folder.display();
     if !path.is_dir() {
@@ -339,7 +337,7 @@ fn modules_source(folder: &Path) -> Result<PathBuf, Failure> {
         let help = "write a Kbuild with `obj-m := NAME.o` for a source NAME.c";
         return wrong(format!("{shown} has neither Kbuild nor Makefile"), help);
     };
-    let text = fs::read(&makefile).map_err(|error| Failure::file("read", &makefile, &error))?;
+    let text = fs::read(&makefile).file_error("read", &makefile)?;
     // An included Makefile may define the modules.
     let text = String::from_utf8_lossy(&text);
     if !text.contains("obj-") && !text.contains("include") {
@@ -347,7 +345,7 @@ fn modules_source(folder: &Path) -> Result<PathBuf, Failure> {
         return wrong(text, "add a line `obj-m := NAME.o` for a source NAME.c");
     }
     // The modules and Linux' intermediate files are created there.
-    tempfile::tempfile_in(&path).map_err(|error| Failure::file("write to", folder, &error))?;
+    tempfile::tempfile_in(&path).file_error("write to", folder)?;
     Ok(path)
 }
 
@@ -386,11 +384,11 @@ impl Making<'_> {
         self.options.variant.apply(&linux, |name| step.now(name))?;
         let mut command = tool("date")?;
         let text = command.args(["--utc", "--date", &format!("@{date}")]).output();
-        let text = text.map_err(|error| Failure::program("date", &error))?.stdout;
+        let text = text.start_error("date")?.stdout;
         let path = linux.join(OURS).join(DATE);
         fs::create_dir_all(linux.join(OURS))
             .and_then(|()| fs::write(&path, text))
-            .map_err(|error| Failure::file("write", &path, &error))?;
+            .file_error("write", &path)?;
         let count = self.options.variant.patches().count();
         let result = format!("Linux {version}, {count} patches");
         Ok((version, result))
@@ -400,11 +398,10 @@ impl Making<'_> {
     fn configure(&self) -> Result<((), String), Failure> {
         let path = self.linux().join(".config");
         follow(self.make()?.arg("allnoconfig"), "make", self.interruptible, |_| {})?;
-        let read =
-            || fs::read_to_string(&path).map_err(|error| Failure::file("read", &path, &error));
+        let read = || fs::read_to_string(&path).file_error("read", &path);
         let wanted = self.options.variant.config();
         let whole = read()? + &wanted;
-        fs::write(&path, whole).map_err(|error| Failure::file("write", &path, &error))?;
+        fs::write(&path, whole).file_error("write", &path)?;
         follow(self.make()?.arg("olddefconfig"), "make", self.interruptible, |_| {})?;
         let configured = read()?;
         if let Some(line) = unmet(&wanted, &configured) {
@@ -454,8 +451,7 @@ impl Making<'_> {
         install.push(&modules);
         let mut make = self.make()?;
         make.arg(install).args(["INSTALL_MOD_STRIP=1", "modules_install"]);
-        fs::create_dir_all(&modules)
-            .map_err(|error| Failure::file("create the folder", &modules, &error))?;
+        fs::create_dir_all(&modules).file_error("create the folder", &modules)?;
         let mut count = 0;
         follow(&mut make, "make", self.interruptible, |line| {
             count += usize::from(line.trim_start().starts_with("INSTALL"));
@@ -468,21 +464,19 @@ impl Making<'_> {
             (SYMBOLS, PathBuf::from(SYMBOLS)),
         ];
         fs::copy(linux.join(".config"), kept.join(CONFIGURED))
-            .map_err(|error| Failure::file("copy", &linux.join(".config"), &error))?;
+            .file_error("copy", &linux.join(".config"))?;
         let headers = Path::new(HEADERS_FOLDER);
         wanted.extend(FOR_MODULES.map(|name| (name, headers.join(name))));
         for (from, to) in wanted {
             let (from, to) = (linux.join(from), kept.join(to));
             let moved = to.parent().map_or(Ok(()), fs::create_dir_all);
-            moved
-                .and_then(|()| fs::rename(&from, &to))
-                .map_err(|error| Failure::file("move", &from, &error))?;
+            moved.and_then(|()| fs::rename(&from, &to)).file_error("move", &from)?;
         }
         let path = kept.join(COST);
         serde_json::to_vec(cost)
             .map_err(io::Error::from)
             .and_then(|text| fs::write(&path, text))
-            .map_err(|error| Failure::file("write", &path, &error))?;
+            .file_error("write", &path)?;
         Ok((kept, format!("{count} modules")))
     }
 }
@@ -496,8 +490,7 @@ struct Cost {
 
 /// Returns the CPU time of exited child processes.
 fn children_cpu() -> Result<Duration, Failure> {
-    let usage = getrusage(UsageWho::RUSAGE_CHILDREN)
-        .map_err(|error| Failure::os("read the CPU time of programs", &error.into()))?;
+    let usage = getrusage(UsageWho::RUSAGE_CHILDREN).os_error("read the CPU time of programs")?;
     Ok([usage.user_time(), usage.system_time()]
         .map(|time| {
             Duration::from_secs(time.tv_sec().max(0) as u64)
@@ -573,7 +566,7 @@ fn recipe(variant: Variant) -> String {
 fn inputs(source: &Source, options: &Options) -> Result<Inputs, Failure> {
     let first_line = |program: &str| {
         let output = tool(program)?.arg("--version").output();
-        let output = output.map_err(|error| Failure::program(program, &error))?.stdout;
+        let output = output.start_error(program)?.stdout;
         let text = String::from_utf8_lossy(&output).into_owned();
         Ok::<_, Failure>(text.lines().next().unwrap_or_default().trim().to_owned())
     };
@@ -620,15 +613,14 @@ fn make(linux: &Path, bin: Option<&Path>, stats: Option<&Path>) -> Result<Comman
     compiler.push(Path::new(OURS).join("include"));
     let mut make = tool("make")?;
     if let Some(bin) = bin {
-        let own =
-            env::current_exe().map_err(|error| Failure::os("find the parador binary", &error))?;
+        let own = env::current_exe().os_error("find the parador binary")?;
         let link = bin.join("as");
         fs::create_dir_all(bin)
             .and_then(|()| match std::os::unix::fs::symlink(own, &link) {
                 Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(error),
                 _ => Ok(()),
             })
-            .map_err(|error| Failure::file("create", &link, &error))?;
+            .file_error("create", &link)?;
         compiler.push(" -B");
         compiler.push(bin);
         let mut options = OsString::from(format!("{PAD},skip={}", SKIPPED.join(":")));
@@ -639,7 +631,7 @@ fn make(linux: &Path, bin: Option<&Path>, stats: Option<&Path>) -> Result<Comman
         make.env("PARADOR_AFTERBURN", options);
     }
     let path = linux.join(OURS).join(DATE);
-    let date = fs::read_to_string(&path).map_err(|error| Failure::file("read", &path, &error))?;
+    let date = fs::read_to_string(&path).file_error("read", &path)?;
     make.arg("-C").arg(linux).args(["ARCH=x86_64", "LOCALVERSION="]).arg(compiler);
     make.env("KBUILD_BUILD_TIMESTAMP", date.trim())
         .env("KBUILD_BUILD_USER", "parador")

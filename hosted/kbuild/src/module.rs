@@ -5,7 +5,7 @@
 //! keeps the module by kernel version and digest of the sources.
 
 use hosted_command::cache;
-use hosted_command::failure::{self, Failure};
+use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::fetch::{self, Fetched};
 use hosted_command::interrupt::Interruptible;
 use hosted_command::steps::Step;
@@ -49,10 +49,10 @@ pub fn channels(
     let packages = fetch::kernel_headers(kernel, &headers, step)?;
 
     let source = work.path().join("source");
-    fs::create_dir(&source).map_err(|error| Failure::file("create the folder", &source, &error))?;
+    fs::create_dir(&source).file_error("create the folder", &source)?;
     for (name, text) in SOURCES {
         let path = source.join(name);
-        fs::write(&path, text).map_err(|error| Failure::file("write", &path, &error))?;
+        fs::write(&path, text).file_error("write", &path)?;
     }
     step.now("compiling");
     // Replaces Debian's own Makefile there, which contains an absolute path.
@@ -68,10 +68,8 @@ pub fn channels(
     run("strip", |strip| strip.arg("--strip-debug").arg(&made))?;
 
     let kept = work.path().join("kept");
-    fs::create_dir(&kept).map_err(|error| Failure::file("create the folder", &kept, &error))?;
-    let put = |from: &Path, to: &Path| {
-        fs::rename(from, to).map_err(|error| Failure::file("write", to, &error))
-    };
+    fs::create_dir(&kept).file_error("create the folder", &kept)?;
+    let put = |from: &Path, to: &Path| fs::rename(from, to).file_error("write", to);
     put(&made, &kept.join(MODULE))?;
     match put(&kept, &folder) {
         // Another process has finished first.
@@ -87,8 +85,7 @@ fn run(name: &str, arguments: impl FnOnce(&mut Command) -> &mut Command) -> Resu
         .map_err(|failure| failure.help(ADVICE))?;
     command.env_clear().env("LC_ALL", "C").stdin(Stdio::null());
     command.env("PATH", env::join_paths(supervise::search_path()).unwrap_or_default());
-    let output =
-        arguments(&mut command).output().map_err(|error| Failure::program(name, &error))?;
+    let output = arguments(&mut command).output().start_error(name)?;
     if output.status.success() {
         return Ok(());
     }

@@ -9,7 +9,7 @@ use crate::control::{Answer, Command, Control, VmInfo};
 use crate::events::EventRecord;
 use crate::state::State;
 use crate::statistics::Statistics;
-use hosted_command::failure::Failure;
+use hosted_command::failure::{Failure, IoContext};
 use hyper::body::{Body, Bytes, Frame, Incoming, SizeHint};
 use hyper::header::{ALLOW, CONTENT_LENGTH, CONTENT_TYPE, TRANSFER_ENCODING};
 use hyper::server::conn::http1;
@@ -67,7 +67,7 @@ impl ApiServer {
             .map_err(|error| failed("serve the control socket", &error))?;
         let thread = thread::Builder::new().name("api".to_owned());
         let thread = thread.spawn(move || runtime.block_on(serve(listener, control, ended)));
-        server.thread = Some(thread.map_err(|error| Failure::os("create a thread", &error))?);
+        server.thread = Some(thread.os_error("create a thread")?);
         Ok(server)
     }
 }

@@ -11,7 +11,7 @@ use crate::net::NetBackend;
 use crate::spec::Spec;
 use crate::vm_files::VmFiles;
 use crate::wedge::{self, Wedge};
-use hosted_command::failure::{self, Failure};
+use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::fetch;
 use hosted_command::interrupt::Interruptible;
 use hosted_command::messages::{Level, say};
@@ -395,7 +395,7 @@ fn initrd(path: Option<&Path>) -> Result<Option<Vec<u8>>, Failure> {
     match path {
         None => Ok(None),
         Some(path) if is_busybox(path) => busybox().map(Some),
-        Some(path) => fs::read(path).map(Some).map_err(|error| Failure::file("read", path, &error)),
+        Some(path) => fs::read(path).map(Some).file_error("read", path),
     }
 }
 

@@ -4,7 +4,7 @@
 //! never waits for the users of its console.
 
 use crate::config::console::Target;
-use hosted_command::failure::{self, Failure};
+use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::messages::{Level, say};
 use rustix::fs::Mode;
 use rustix::io::{Errno, read};
@@ -71,12 +71,10 @@ impl HostConsole {
             Target::Null => Self::Null,
             Target::File(path) => {
                 let opened = OpenOptions::new().write(true).create(true).truncate(true).open(path);
-                Self::File(opened.map_err(|error| Failure::file("write", path, &error))?)
+                Self::File(opened.file_error("write", path)?)
             }
             Target::Pty => {
-                let (master, other, path) = pty().map_err(|error| {
-                    Failure::os("create a pseudoterminal", &io::Error::from(error))
-                })?;
+                let (master, other, path) = pty().os_error("create a pseudoterminal")?;
                 say(Level::Info, &format!("{name} is {path}"));
                 Self::Pty { master, _other: other }
             }
@@ -193,7 +191,7 @@ fn pty() -> Result<(OwnedFd, OwnedFd, String), Errno> {
 pub fn listen(path: &Path, what: &str) -> Result<UnixListener, Failure> {
     remove_stale(path, what)?;
     let made = bind(path).and_then(|listener| listener.set_nonblocking(true).map(|()| listener));
-    made.map_err(|error| Failure::file(&format!("create {what}"), path, &error))
+    made.file_error(&format!("create {what}"), path)
 }
 
 /// Binds a socket with access for the user only: it has its mode from the beginning, whatever the
@@ -215,8 +213,7 @@ fn remove_stale(path: &Path, what: &str) -> Result<(), Failure> {
             .help(format!("remove it, or use another path for {what}"))),
         Ok(_) => match UnixStream::connect(path) {
             Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
-                std::fs::remove_file(path)
-                    .map_err(|error| Failure::file("remove the stale socket", path, &error))
+                std::fs::remove_file(path).file_error("remove the stale socket", path)
             }
             _ => Err(refuse("is in use by another process")),
         },

@@ -13,7 +13,7 @@ use crate::exit::ExitCause;
 use crate::metrics::Metrics;
 use crate::state::State;
 use crate::statistics::{self, Statistics};
-use hosted_command::failure::Failure;
+use hosted_command::failure::{Failure, IoContext};
 use hyper::body::Bytes;
 use rustix::event::PollFlags;
 use rustix::io::write;
@@ -134,7 +134,7 @@ impl Control {
             wakeup.set_nonblocking(true)?;
             Ok((waker, wakeup))
         });
-        let (waker, wakeup) = pair.map_err(|error| Failure::os("create a socket pair", &error))?;
+        let (waker, wakeup) = pair.os_error("create a socket pair")?;
         let status = VmStatus {
             state: State::Starting,
             began: Instant::now(),

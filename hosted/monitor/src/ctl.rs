@@ -1,7 +1,7 @@
 //! `parador ctl`: client of a VM's control socket.
 
 use clap::{Args, Subcommand};
-use hosted_command::failure::{self, Failure};
+use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::output::print;
 use hyper::body::{Body, Bytes, Incoming};
 use hyper::client::conn::http1;
@@ -70,7 +70,7 @@ enum Verb {
 /// Sends the request, prints the response and returns the exit code.
 pub fn run(options: &Options) -> Result<u8, Failure> {
     let runtime = Builder::new_current_thread().enable_io().enable_time().build();
-    let runtime = runtime.map_err(|error| Failure::os("wait for answers", &error))?;
+    let runtime = runtime.os_error("wait for answers")?;
     let client = Client { runtime, socket: &options.socket };
     match options.verb {
         Verb::Status => client.show("/v1/vm"),

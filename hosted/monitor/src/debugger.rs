@@ -14,7 +14,7 @@ mod session;
 use crate::config::gdb::GdbEndpoint;
 use crate::control::Control;
 pub use guest_kernel::GuestKernel;
-use hosted_command::failure::Failure;
+use hosted_command::failure::{Failure, IoContext};
 use hosted_command::messages::{Level, say};
 pub use memory::Ram;
 use proto::hosted::debug::DebugState;
@@ -44,7 +44,7 @@ pub fn make_wait(shared: &OwnedFd) -> Result<(), Failure> {
     let file = shared.try_clone().map(File::from);
     let at = layout::DEBUG + offset_of!(DebugState, wanted) as u64;
     let written = file.and_then(|file| file.write_all_at(&1_u32.to_le_bytes(), at));
-    written.map_err(|error| Failure::os("make the VM wait for the debugger", &error))
+    written.os_error("make the VM wait for the debugger")
 }
 
 /// Listens for debuggers in a thread; dropping it ends the thread.

@@ -1,7 +1,7 @@
 //! Child processes that serve devices of a VM.
 
 use crate::orphans;
-use hosted_command::failure::{self, Failure};
+use hosted_command::failure::{self, Failure, IoContext};
 use hosted_devices::READY;
 use rustix::process::{Pid, Signal, kill_process};
 use std::io::Read;
@@ -30,7 +30,7 @@ impl DeviceProcess {
     /// for messages.
     pub fn start(name: String, command: &mut Command) -> Result<Self, Failure> {
         let started = command.process_group(0).spawn();
-        let mut child = started.map_err(|error| Failure::program(&name, &error))?;
+        let mut child = started.start_error(&name)?;
         let Some(alive) = child.stdout.take() else {
             return Err(Failure::new(failure::INTERNAL, format!("{name} has no pipe")));
         };
@@ -72,8 +72,7 @@ impl DeviceProcess {
 
     /// Waits for the end of the process; returns its name and status.
     pub fn end(&mut self) -> Result<(String, ExitStatus), Failure> {
-        let status =
-            self.child.wait().map_err(|error| Failure::os("wait for a process", &error))?;
+        let status = self.child.wait().os_error("wait for a process")?;
         Ok((self.name.clone(), status))
     }
 }

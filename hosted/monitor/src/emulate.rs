@@ -4,7 +4,7 @@ use crate::console::HostConsole;
 use crate::event_loop::deadline;
 use crate::exit::ExitCause;
 use crate::vm_process::VmProcess;
-use hosted_command::failure::{self, Failure};
+use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::supervise::{self, AtEnd};
 use hosted_system::attach::Bus;
 use hosted_system::image::Image;
@@ -69,7 +69,7 @@ pub fn run(system: &ResolvedSystem, image: &Image, options: &Options) -> Result<
         .map_err(|failure| failure.help("install QEMU: apt-get install qemu-system-x86"))?;
     command.args(arguments(system, image, options));
     // QEMU truncates the log, but only if it gets to open it: an old log would mislead.
-    fs::write(&options.log, "").map_err(|error| Failure::file("write", &options.log, &error))?;
+    fs::write(&options.log, "").file_error("write", &options.log)?;
     let start = Instant::now();
     let machine = VmProcess::start("QEMU", command)?;
     let limit = deadline(options.timeout);

@@ -2,7 +2,7 @@
 //! the VM waits for boot and while it runs.
 
 use crate::exit::ExitCause;
-use hosted_command::failure::Failure;
+use hosted_command::failure::{Failure, IoContext};
 use hosted_command::interrupt::ENDING;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::{Errno, read};
@@ -50,7 +50,7 @@ impl EndingSignals {
             Ok((signal, ours))
         });
         let pipes: io::Result<_> = pipes.collect();
-        pipes.map(Self).map_err(|error| Failure::os("install signal handlers", &error))
+        pipes.map(Self).os_error("install signal handlers")
     }
 }
 

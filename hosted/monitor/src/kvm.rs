@@ -15,7 +15,7 @@ use nix::unistd::Pid;
 use rustix::fs::{MemfdFlags, memfd_create};
 use vmm_boot::Kernel;
 
-use hosted_command::failure::{self, Failure, describe};
+use hosted_command::failure::{self, Failure, IoContext, describe};
 use hosted_command::supervise::{self, AtEnd};
 use hosted_system::guest::least_memory;
 
@@ -71,7 +71,7 @@ fn used(process: &Child) -> Duration {
 
 /// Creates a command for `parador` itself.
 fn own_program() -> Result<Command, Failure> {
-    let own = env::current_exe().map_err(|error| Failure::os("find the parador binary", &error))?;
+    let own = env::current_exe().os_error("find the parador binary")?;
     supervise::command(own.as_os_str(), AtEnd::Kill)
 }
 

@@ -3,7 +3,7 @@
 use crate::config::is_stdout;
 use crate::event_loop::drain;
 use crate::statistics::Statistics;
-use hosted_command::failure::Failure;
+use hosted_command::failure::{Failure, IoContext};
 use signal_hook::consts::SIGUSR1;
 use signal_hook::low_level::pipe;
 use std::fs::{File, OpenOptions};
@@ -24,13 +24,13 @@ impl Metrics {
     pub fn open(path: &Path) -> Result<Self, Failure> {
         let path = if is_stdout(path) { Path::new("/proc/self/fd/1") } else { path };
         let opened = OpenOptions::new().append(true).create(true).open(path);
-        let file = opened.map_err(|error| Failure::file("write", path, &error))?;
+        let file = opened.file_error("write", path)?;
         let registered = UnixStream::pair().and_then(|(ours, theirs)| {
             ours.set_nonblocking(true)?;
             pipe::register(SIGUSR1, theirs)?;
             Ok(ours)
         });
-        let request = registered.map_err(|error| Failure::os("install signal handlers", &error))?;
+        let request = registered.os_error("install signal handlers")?;
         Ok(Self { file, request })
     }
 

@@ -3,7 +3,7 @@
 use crate::config::net::{DeviceName, Kind, Mac, NetConfig};
 use crate::passt::Passt;
 use crate::switch::{self, STREAM_MTU};
-use hosted_command::failure::{self, Failure};
+use hosted_command::failure::{self, Failure, IoContext};
 use rustix::process::geteuid;
 use std::fs::{self, File, OpenOptions};
 use std::io::Read;
@@ -63,7 +63,7 @@ impl NetBackend {
     pub fn wait(&mut self) -> Result<(), Failure> {
         let Some(passt) = &mut self.passt else { return Ok(()) };
         let socket = self.descriptor.try_clone();
-        let socket = socket.map_err(|error| Failure::os("duplicate a descriptor", &error))?;
+        let socket = socket.os_error("duplicate a descriptor")?;
         passt.wait(&mut socket.into(), self.record.mac)
     }
 
@@ -78,7 +78,7 @@ fn random_mac() -> Result<[u8; 6], Failure> {
     let mut mac = [0; 6];
     File::open("/dev/urandom")
         .and_then(|mut file| file.read_exact(&mut mac))
-        .map_err(|error| Failure::os("read random numbers", &error))?;
+        .os_error("read random numbers")?;
     mac[0] = mac[0] & !1 | 2;
     Ok(mac)
 }

@@ -4,7 +4,7 @@
 //! `parador`, which reaps it: when `parador run` exits, no process of the VM is left, and no file
 //! that one of them had open.
 
-use hosted_command::failure::Failure;
+use hosted_command::failure::{Failure, IoContext};
 use hosted_command::messages::{Level, say};
 use rustix::io::Errno;
 use rustix::process::{
@@ -21,8 +21,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 /// Makes `parador` the subreaper of its descendants (prctl(2), `PR_SET_CHILD_SUBREAPER`).
 pub fn adopt() -> Result<(), Failure> {
-    set_child_subreaper(Some(getpid()))
-        .map_err(|error| Failure::os("become the subreaper of the VM's processes", &error.into()))
+    set_child_subreaper(Some(getpid())).os_error("become the subreaper of the VM's processes")
 }
 
 /// Reaps all processes of a group whose leader was a child of `parador` and has been reaped.

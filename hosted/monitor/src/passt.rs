@@ -7,7 +7,7 @@ use crate::descriptors;
 use crate::relay;
 use crate::switch::STREAM_MTU;
 use command_fds::FdMapping;
-use hosted_command::failure::{self, Failure};
+use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::supervise::{self, AtEnd};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{OFlags, fcntl_setfl};
@@ -91,7 +91,7 @@ impl Passt {
             .stdout(Stdio::null())
             .stderr(writer)
             .spawn()
-            .map_err(|error| Failure::program(PROGRAM, &error))?;
+            .start_error(PROGRAM)?;
         let mut passt = Self { child, messages, relay: None };
         if hostloopback {
             return Ok((passt, ours));

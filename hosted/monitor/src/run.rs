@@ -10,7 +10,7 @@ use crate::orphans;
 use crate::supervisor::{Supervisor, Symbols};
 use crate::vm_files::VmFiles;
 use clap::Args;
-use hosted_command::failure::Failure;
+use hosted_command::failure::{Failure, IoContext};
 use hosted_command::messages;
 use hosted_command::output::print;
 use hosted_command::programs::Named;
@@ -65,8 +65,7 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
     // The handlers turn exceeding RLIMIT_FSIZE into an error of the write, and make a SIGUSR1
     // without --metrics harmless.
     for signal in [SIGXFSZ, SIGUSR1] {
-        flag::register(signal, Arc::default())
-            .map_err(|error| Failure::os("install signal handlers", &error))?;
+        flag::register(signal, Arc::default()).os_error("install signal handlers")?;
     }
     if options.dump_config {
         print(config.to_toml()?)?;

@@ -3,7 +3,7 @@
 use crate::config::share::{ShareConfig, Tag};
 use crate::device;
 use crate::device_process::DeviceProcess;
-use hosted_command::failure::Failure;
+use hosted_command::failure::{Failure, IoContext};
 use rustix::fs::{CWD, Mode, OFlags, openat};
 use std::os::fd::{AsFd, OwnedFd};
 
@@ -21,8 +21,8 @@ impl ShareConfig {
     /// Opens the folder.
     pub fn open(&self) -> Result<Share, Failure> {
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let folder = openat(CWD, &self.path, flags, Mode::empty())
-            .map_err(|error| Failure::file("open folder", &self.path, &error.into()))?;
+        let folder =
+            openat(CWD, &self.path, flags, Mode::empty()).file_error("open folder", &self.path)?;
         let Tag(name) = &self.tag;
         let mut record = proto::hosted::ShareRecord::default();
         record.tag[..name.len()].copy_from_slice(name.as_bytes());

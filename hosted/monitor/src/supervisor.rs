@@ -22,13 +22,12 @@ use crate::vm_files::VmFiles;
 use crate::vm_process::{SecondaryConsole, VmProcess};
 use crate::vsock::Vsock;
 use command_fds::FdMapping;
-use hosted_command::failure::{self, Failure};
+use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::messages::{Level, MessageLog, say};
 use hosted_loader::Prepared;
 use proto::hosted::{MAX_DISKS, MAX_NETS, layout};
 use rustix::event::{EventfdFlags, eventfd};
 use std::fs::{self, File, OpenOptions};
-use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -182,7 +181,7 @@ impl Supervisor {
         let profile = self.backend.with_kernel(&self.files, |kernel| {
             Ok(kernel.image().map(|image| profile::report(&lines, image)).unwrap_or_default())
         })?;
-        fs::write(path, profile).map_err(|error| Failure::file("write", path, &error))
+        fs::write(path, profile).file_error("write", path)
     }
 
     /// Starts the VM's processes and serves them until the VM ends. Returns the cause and the
@@ -208,9 +207,8 @@ impl Supervisor {
         let memory = (duplicate(&prepared.memory)?, duplicate(&prepared.shared)?);
         let (control, theirs) = UnixStream::pair()
             .and_then(|(ours, theirs)| ours.set_nonblocking(true).map(|()| (ours, theirs)))
-            .map_err(|error| Failure::os("create a socket pair", &error))?;
-        let doorbell = eventfd(0, EventfdFlags::CLOEXEC)
-            .map_err(|error| Failure::os("create an eventfd", &error.into()))?;
+            .os_error("create a socket pair")?;
+        let doorbell = eventfd(0, EventfdFlags::CLOEXEC).os_error("create an eventfd")?;
         let mut devices = self.start_devices(&prepared, doorbell.as_fd())?;
         let mut given = vec![
             (prepared.memory, layout::MEMORY_FD),
@@ -221,8 +219,7 @@ impl Supervisor {
         let mut stream = None;
         if self.console.is_some() {
             let pair = UnixStream::pair();
-            let (ours, theirs) =
-                pair.map_err(|error| Failure::os("create a socket pair", &error))?;
+            let (ours, theirs) = pair.os_error("create a socket pair")?;
             stream = Some(ours);
             given.push((theirs.into(), layout::CONSOLE_FD));
         }
@@ -312,7 +309,7 @@ fn action_after(vm: &VmConfig, cause: &ExitCause, code: u8) -> OnExit {
 
 fn duplicate(descriptor: &impl AsFd) -> Result<OwnedFd, Failure> {
     let copy = descriptor.as_fd().try_clone_to_owned();
-    copy.map_err(|error: io::Error| Failure::os("duplicate a descriptor", &error))
+    copy.os_error("duplicate a descriptor")
 }
 
 /// Opens the descriptor of `--event-fd`.

@@ -3,7 +3,7 @@
 use crate::config::Config;
 use crate::disk::{self, Disk};
 use crate::share::Share;
-use hosted_command::failure::{self, Failure};
+use hosted_command::failure::{self, Failure, IoContext};
 use hosted_kbuild::kernel::{self, UseLock};
 use std::collections::HashSet;
 use std::fs::File;
@@ -34,7 +34,7 @@ impl VmFiles {
     /// Reads the kernel.
     pub fn read_kernel(&self) -> Result<Large, Failure> {
         let read = File::open(&self.kernel).and_then(|mut file| Large::read(&mut file));
-        read.map_err(|error| Failure::file("read", &self.kernel, &error))
+        read.file_error("read", &self.kernel)
     }
 
     /// Closes the files of an exited VM.

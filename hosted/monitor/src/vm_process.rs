@@ -11,7 +11,7 @@ use crate::exit::ExitCause;
 use crate::orphans;
 use crate::profile;
 use crate::terminal::{Keys, Raw};
-use hosted_command::failure::{self, Failure};
+use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::messages::{self, Level, MessageLog};
 use rustix::event::PollFlags;
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
@@ -69,7 +69,7 @@ impl VmProcess {
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .spawn()
-            .map_err(|error| Failure::program(name, &error))?;
+            .start_error(name)?;
         Ok(Self { name, child, device_processes: Vec::new(), signals })
     }
 
@@ -136,8 +136,7 @@ impl VmProcess {
                 ExitCause::DeviceProcess(name, status)
             }
             LoopExit::OutputClosed => {
-                let status =
-                    self.child.wait().map_err(|error| Failure::os("wait for the VM", &error))?;
+                let status = self.child.wait().os_error("wait for the VM")?;
                 ExitCause::Exited(status)
             }
         })
@@ -160,7 +159,7 @@ fn enter_terminal(has_terminal: bool, keys: &str) -> Option<Raw> {
 fn set_nonblocking(pipe: BorrowedFd<'_>) -> Result<(), Failure> {
     fcntl_getfl(pipe)
         .and_then(|flags| fcntl_setfl(pipe, flags | OFlags::NONBLOCK))
-        .map_err(|error| Failure::os("set up a pipe", &error.into()))
+        .os_error("set up a pipe")
 }
 
 /// A console line of the VM and its connection on the host.

@@ -6,7 +6,7 @@
 use crate::initramfs;
 use crate::resolved::{InitrdSource, KernelSource, ResolvedSystem, VmFiles};
 use abi::bundle;
-use hosted_command::failure::{self, Failure};
+use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::fetch::{self, Fetched};
 use hosted_command::interrupt::Interruptible;
 use hosted_command::programs::{self, Named, Programs};
@@ -105,9 +105,7 @@ pub fn build(
 
     let image =
         Image { kernel: folder.join(programs::KERNEL), bundle: folder.join(BUNDLE), bundle_length };
-    let put = |from: &Path, to: &Path| {
-        fs::rename(from, to).map_err(|error| Failure::file("write", to, &error))
-    };
+    let put = |from: &Path, to: &Path| fs::rename(from, to).file_error("write", to);
     put(&kernel, &image.kernel)?;
     put(&bundle, &image.bundle)?;
     if let Some((made, path)) = &iso {
@@ -118,10 +116,8 @@ pub fn build(
 
 /// Creates a folder for unfinished files next to the result.
 fn stage(folder: &Path, interruptible: &Interruptible) -> Result<TempDir, Failure> {
-    fs::create_dir_all(folder)
-        .map_err(|error| Failure::file("create the folder", folder, &error))?;
-    let staging = TempDir::with_prefix_in(".partial-", folder)
-        .map_err(|error| Failure::file("write to", folder, &error))?;
+    fs::create_dir_all(folder).file_error("create the folder", folder)?;
+    let staging = TempDir::with_prefix_in(".partial-", folder).file_error("write to", folder)?;
     interruptible.remove_on_signal(staging.path());
     Ok(staging)
 }
@@ -163,8 +159,7 @@ fn boot_files(
             modules.extend(driver);
             let archive = initramfs::busybox(&busybox, &modules, &resolved.files)?;
             let length = Size(archive.len() as u64);
-            fs::write(&ram_disk, archive)
-                .map_err(|error| Failure::file("write", &ram_disk, &error))?;
+            fs::write(&ram_disk, archive).file_error("write", &ram_disk)?;
             Ok(((), format!("{title}, {length}")))
         })?;
     }
@@ -238,9 +233,7 @@ fn write_bundle(path: &Path, shown: &Path, contents: &[(String, Content)]) -> Re
     for (name, content) in contents {
         let length = match content {
             Content::Bytes(bytes) => bytes.len() as u64,
-            Content::File(path) => {
-                fs::metadata(path).map_err(|error| Failure::file("read", path, &error))?.len()
-            }
+            Content::File(path) => fs::metadata(path).file_error("read", path)?.len(),
         };
         files.push((name.as_str(), length));
     }
@@ -266,8 +259,7 @@ fn write_bundle(path: &Path, shown: &Path, contents: &[(String, Content)]) -> Re
         match content {
             Content::Bytes(bytes) => output.write_all(bytes).map_err(failed)?,
             Content::File(from) => {
-                let mut input =
-                    File::open(from).map_err(|error| Failure::file("read", from, &error))?;
+                let mut input = File::open(from).file_error("read", from)?;
                 let copied = io::copy(&mut input, &mut output).map_err(failed)?;
                 if copied != *length {
                     let message = format!("{} changed while it was read", from.display());
@@ -287,8 +279,8 @@ fn copy(from: &Path, to: &Path, shown: &Path) -> Result<(), Failure> {
         Failure::file("read", from, &error)
             .help("build Parador's programs with `cargo xtask build`")
     })?;
-    let mut output = File::create(to).map_err(|error| Failure::file("write", shown, &error))?;
-    io::copy(&mut input, &mut output).map_err(|error| Failure::file("write", shown, &error))?;
+    let mut output = File::create(to).file_error("write", shown)?;
+    io::copy(&mut input, &mut output).file_error("write", shown)?;
     Ok(())
 }
 
@@ -315,13 +307,13 @@ fn make_iso(
         let grub = tree.join("boot/grub");
         for folder in [&boot, &grub] {
             fs::create_dir_all(folder)
-                .map_err(|error| Failure::file("create the folder", folder, &error))?;
+                .file_error("create the folder", folder)?;
         }
         copy(kernel, &boot.join(programs::KERNEL), path)?;
         copy(bundle, &boot.join(BUNDLE), path)?;
         let menu = grub.join("grub.cfg");
         fs::write(&menu, grub_menu(resolved))
-            .map_err(|error| Failure::file("write", &menu, &error))?;
+            .file_error("write", &menu)?;
         step.now("grub-mkrescue");
         let output = supervise::command(OsStr::new("grub-mkrescue"), AtEnd::Terminate)
             .map_err(|failure| {
@@ -332,7 +324,7 @@ fn make_iso(
             .arg(&tree)
             .stdin(Stdio::null())
             .output()
-            .map_err(|error| Failure::program("grub-mkrescue", &error))?;
+            .start_error("grub-mkrescue")?;
         if !output.status.success() {
             let text = String::from_utf8_lossy(&output.stderr);
             let last = text.trim().lines().last().unwrap_or("no reason given").to_owned();
@@ -345,7 +337,7 @@ fn make_iso(
             ));
         }
         let length =
-            fs::metadata(&image).map_err(|error| Failure::file("read", &image, &error))?.len();
+            fs::metadata(&image).file_error("read", &image)?.len();
         Ok(((), Size(length).to_string()))
     })?;
     Ok(staging)

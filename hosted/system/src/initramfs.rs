@@ -5,7 +5,7 @@
 //! are 0, so equal inputs give equal archives.
 
 use crate::machine_exit;
-use hosted_command::failure::Failure;
+use hosted_command::failure::{Failure, IoContext};
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -38,7 +38,7 @@ const CHARACTER_DEVICE: u32 = 0o020_600;
 /// Builds the archive with this busybox, these kernel modules (loaded in this order), and these
 /// files in `/root`.
 pub fn busybox(busybox: &Path, modules: &[PathBuf], files: &[PathBuf]) -> Result<Vec<u8>, Failure> {
-    let read = |path: &Path| fs::read(path).map_err(|error| Failure::file("read", path, &error));
+    let read = |path: &Path| fs::read(path).file_error("read", path);
     let mut archive = Archive::new();
     for folder in FOLDERS {
         archive.add(folder, FOLDER, (0, 0), &[]);

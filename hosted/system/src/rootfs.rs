@@ -7,7 +7,7 @@
 //! to it.
 
 use clap::Args;
-use hosted_command::failure::{self, Failure};
+use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::interrupt::Interruptible;
 use hosted_command::steps::{Step, Steps};
 use hosted_command::supervise::{self, AtEnd};
@@ -164,9 +164,7 @@ pub fn debian(options: &Options, steps: &Steps) -> Result<(), Failure> {
     give_to_owner_of(parent, &result)?;
 
     // The old disk is removed with the work folder.
-    let put = |from: &Path, to: &Path| {
-        fs::rename(from, to).map_err(|error| Failure::file("move", from, &error))
-    };
+    let put = |from: &Path, to: &Path| fs::rename(from, to).file_error("move", from);
     if output.exists() {
         put(output, &work.path().join("old"))?;
     }
@@ -209,7 +207,7 @@ fn is_there(options: &Options, record: &str) -> Result<bool, Failure> {
     let Options { output, force, .. } = options;
     let mut entries = match fs::read_dir(output) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(false),
-        entries => entries.map_err(|error| Failure::file("read", output, &error))?,
+        entries => entries.file_error("read", output)?,
     };
     let known = fs::read_to_string(output.join(RECORD)).ok();
     let whole = [DISK, KERNEL, INITRD].iter().all(|name| output.join(name).is_file());
@@ -252,7 +250,7 @@ fn check_host() -> Result<(), Failure> {
 }
 
 fn public_key(path: &Path) -> Result<String, Failure> {
-    let text = fs::read_to_string(path).map_err(|error| Failure::file("read", path, &error))?;
+    let text = fs::read_to_string(path).file_error("read", path)?;
     match text.starts_with("ssh-") || text.starts_with("ecdsa-") || text.starts_with("sk-") {
         true => Ok(text),
         false => {
@@ -266,10 +264,9 @@ fn public_key(path: &Path) -> Result<String, Failure> {
 fn copy_boot_files(tree: &Path, version: &str, result: &Path) -> Result<(), Failure> {
     for (name, prefix) in [(KERNEL, "vmlinuz-"), (INITRD, "initrd.img-")] {
         let (from, to) = (tree.join("boot").join(format!("{prefix}{version}")), result.join(name));
-        fs::copy(&from, &to).map_err(|error| Failure::file("copy", &from, &error))?;
+        fs::copy(&from, &to).file_error("copy", &from)?;
         // The host's user, who is not root, starts the guest.
-        fs::set_permissions(&to, fs::Permissions::from_mode(0o644))
-            .map_err(|error| Failure::file("change", &to, &error))?;
+        fs::set_permissions(&to, fs::Permissions::from_mode(0o644)).file_error("change", &to)?;
     }
     Ok(())
 }
@@ -339,7 +336,7 @@ fn archives() -> Result<PathBuf, Failure> {
         .recursive(true)
         .mode(0o755)
         .create(folder)
-        .map_err(|error| Failure::file("create the folder", folder, &error))?;
+        .file_error("create the folder", folder)?;
     trust::check(folder)
 }
 
@@ -350,7 +347,7 @@ fn new_key(path: &Path) -> Result<PathBuf, Failure> {
         .arg(path)
         .stdin(Stdio::null())
         .output()
-        .map_err(|error| Failure::program("ssh-keygen", &error))?;
+        .start_error("ssh-keygen")?;
     match output.status.success() {
         true => Ok(path.with_extension("pub")),
         false => {
@@ -399,7 +396,7 @@ fn run(
 /// The version of the one kernel in the tree.
 fn kernel_version(tree: &Path) -> Result<String, Failure> {
     let boot = tree.join("boot");
-    let names = fs::read_dir(&boot).map_err(|error| Failure::file("read", &boot, &error))?;
+    let names = fs::read_dir(&boot).file_error("read", &boot)?;
     let mut versions: Vec<String> = names
         .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
         .filter_map(|name| name.strip_prefix("vmlinuz-").map(str::to_owned))
@@ -424,11 +421,11 @@ fn write_partition_table(path: &Path, size: u64) -> Result<(), Failure> {
     first[510..].copy_from_slice(&[0x55, 0xaa]);
     File::create(path)
         .and_then(|mut file| file.write_all(&first).and_then(|()| file.set_len(size)))
-        .map_err(|error| Failure::file("write", path, &error))
+        .file_error("write", path)
 }
 
 fn write(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
-    fs::write(path, bytes).map_err(|error| Failure::file("write", path, &error))
+    fs::write(path, bytes).file_error("write", path)
 }
 
 /// Gives a folder and its files to the owner of `parent`: results of `sudo` belong to the user.

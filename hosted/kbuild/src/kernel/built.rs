@@ -3,7 +3,7 @@
 use super::layout::VMLINUX;
 use super::store::{self, UseLock};
 use super::tools::{follow, tool};
-use hosted_command::failure::{self, Failure};
+use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::interrupt::Interruptible;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -32,7 +32,7 @@ impl Kernel {
     /// Returns the SHA-256 of the kernel in hexadecimal.
     pub fn digest(&self) -> Result<String, Failure> {
         let path = self.vmlinux();
-        store::file_digest(&path).map_err(|error| Failure::file("read", &path, &error))
+        store::file_digest(&path).file_error("read", &path)
     }
 
     /// Copies the kernel to another folder, which appears complete or not at all.
@@ -59,9 +59,7 @@ impl Kernel {
         let mut command = tool("cp")?;
         command.arg("--recursive").arg("--preserve=mode,links,timestamps");
         follow(command.arg(&self.folder).arg(&copy), "cp", &interruptible, |_| {})?;
-        let put = |from: &Path, to: &Path| {
-            fs::rename(from, to).map_err(|error| Failure::file("move", from, &error))
-        };
+        let put = |from: &Path, to: &Path| fs::rename(from, to).file_error("move", from);
         if output.exists() {
             put(output, &work.path().join("old"))?;
         }

@@ -1,7 +1,7 @@
 //! Linux source: its location, and a copy of the files that Parador's kernel is built from.
 
 use super::store;
-use hosted_command::failure::{self, Failure};
+use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::fetch;
 use hosted_command::interrupt::Interruptible;
 use hosted_command::steps::Step;
@@ -76,9 +76,7 @@ impl Source {
     /// archive; the names, contents and links of the used files in a folder, and the date of the
     /// top Makefile, which the kernel reports.
     pub fn identity(&self) -> Result<String, Failure> {
-        let digest = |path: &Path| {
-            store::file_digest(path).map_err(|error| Failure::file("read", path, &error))
-        };
+        let digest = |path: &Path| store::file_digest(path).file_error("read", path);
         let root = match self {
             Self::Archive(path) => return digest(path),
             Self::Folder(path) => path,
@@ -118,7 +116,7 @@ impl Source {
 /// Returns the version from the top Makefile's `VERSION`, `PATCHLEVEL` and `SUBLEVEL`, with dots.
 pub fn version(tree: &Path) -> Result<String, Failure> {
     let path = tree.join("Makefile");
-    let text = fs::read_to_string(&path).map_err(|error| Failure::file("read", &path, &error))?;
+    let text = fs::read_to_string(&path).file_error("read", &path)?;
     let field = |name: &str| {
         let value = text.lines().find_map(|line| line.strip_prefix(name)?.trim().strip_prefix('='));
         value.map(|value| value.trim().to_owned()).unwrap_or_default()
@@ -130,7 +128,7 @@ pub fn version(tree: &Path) -> Result<String, Failure> {
 pub fn date(tree: &Path) -> Result<u64, Failure> {
     let path = tree.join("Makefile");
     let modified = fs::metadata(&path).and_then(|file| file.modified());
-    let modified = modified.map_err(|error| Failure::file("read", &path, &error))?;
+    let modified = modified.file_error("read", &path)?;
     Ok(modified.duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()))
 }
 
@@ -208,8 +206,7 @@ fn make_links(links: Vec<(PathBuf, PathBuf)>, from: &Path, to: &Path) -> Result<
         }
         let path = to.join(&name);
         let made = path.parent().map_or(Ok(()), fs::create_dir_all);
-        made.and_then(|()| symlink(&target, &path))
-            .map_err(|error| Failure::file("create the link", &path, &error))?;
+        made.and_then(|()| symlink(&target, &path)).file_error("create the link", &path)?;
     }
     Ok(())
 }
@@ -238,14 +235,14 @@ fn unpack(archive: &Path, to: &Path) -> Result<(), Failure> {
         .stdout(Stdio::piped())
         .stderr(Stdio::null())
         .spawn()
-        .map_err(|error| Failure::program("xz", &error))?;
+        .start_error("xz")?;
     let unpacked = child.stdout.take().map_or(Ok(()), |mut tar| {
         unpack_tar(&mut tar, archive, to)?;
         // Data after the archive's end is read, too: xz must reach its own end.
         let rest = io::copy(&mut tar, &mut io::sink());
-        rest.map(drop).map_err(|error| Failure::file("read", archive, &error))
+        rest.map(drop).file_error("read", archive)
     });
-    let status = child.wait().map_err(|error| Failure::os("wait for xz", &error))?;
+    let status = child.wait().os_error("wait for xz")?;
     unpacked?;
     match status.success() {
         true => Ok(()),

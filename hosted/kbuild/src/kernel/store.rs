@@ -7,7 +7,7 @@
 
 use super::layout::{BZIMAGE, CONFIGURED, HEADERS_FOLDER, MODULES, SYMBOLS, VMLINUX};
 use hosted_command::cache;
-use hosted_command::failure::{self, Failure};
+use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::interrupt::Interruptible;
 use hosted_command::messages::{Level, say};
 use hosted_command::steps::Steps;
@@ -200,8 +200,7 @@ impl Store {
 
     /// Returns all kernel folders, complete or not, by name.
     fn all(&self) -> Result<Vec<PathBuf>, Failure> {
-        let folders = fs::read_dir(&self.folder)
-            .map_err(|error| Failure::file("read", &self.folder, &error))?;
+        let folders = fs::read_dir(&self.folder).file_error("read", &self.folder)?;
         let mut folders: Vec<_> = folders.flatten().map(|entry| entry.path()).collect();
         folders.retain(|folder| !is_hidden(folder) && folder.is_dir());
         folders.sort();
@@ -318,7 +317,7 @@ impl Store {
     /// Returns the free space of the cache's file system in bytes.
     fn room(&self) -> Result<u64, Failure> {
         let found = rustix::fs::statvfs(&self.folder).map_err(io::Error::from);
-        let found = found.map_err(|error| Failure::file("read", &self.folder, &error))?;
+        let found = found.file_error("read", &self.folder)?;
         Ok(found.f_bavail.saturating_mul(found.f_frsize))
     }
 
@@ -352,8 +351,7 @@ impl Store {
         };
         let mut removed = Vec::new();
         for folder in folders {
-            let gone = remove(&folder, &self.folder)
-                .map_err(|error| Failure::file("remove the kernel", &folder, &error))?;
+            let gone = remove(&folder, &self.folder).file_error("remove the kernel", &folder)?;
             let name = folder.file_name().unwrap_or_default().to_string_lossy();
             removed.extend(gone.then(|| name.into_owned()));
         }

@@ -7,7 +7,7 @@
 use super::OURS;
 use super::tools::tool;
 use clap::ValueEnum;
-use hosted_command::failure::{self, Failure};
+use hosted_command::failure::{self, Failure, IoContext};
 use std::fs;
 use std::io::Write;
 use std::path::Path;
@@ -119,9 +119,7 @@ impl Variant {
         for (name, text) in self.headers() {
             let path = tree.join(OURS).join(name);
             let folder = path.parent().map_or(Ok(()), fs::create_dir_all);
-            folder
-                .and_then(|()| fs::write(&path, text))
-                .map_err(|error| Failure::file("write", &path, &error))?;
+            folder.and_then(|()| fs::write(&path, text)).file_error("write", &path)?;
         }
         Ok(())
     }
