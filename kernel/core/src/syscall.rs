@@ -144,7 +144,7 @@ impl<A: Arch> Kernel<A> {
             }
             Some(operation) => self
                 .task_of(thread)
-                .and_then(|task| self.dispatch(cpu, operation, handle, thread, task))
+                .and_then(|task| self.dispatch(operation, handle, thread, task))
                 .map(|result| {
                     match result {
                         CallResult::Done => context.set_status(Status::Ok),
@@ -163,7 +163,6 @@ impl<A: Arch> Kernel<A> {
 
     fn dispatch(
         &self,
-        cpu: usize,
         operation: Op,
         handle: Handle<Thread<A>>,
         thread: &Thread<A>,
@@ -174,9 +173,8 @@ impl<A: Arch> Kernel<A> {
             Op::GateCall | Op::GateReplyWait | Op::VcpuRun => return Err(Status::BadOperation),
             Op::NotificationSignal => {
                 let args = args::NotificationSignal::read(argument);
-                let notification =
-                    self.notification_cap(task, args.notification, rights::SIGNAL)?;
-                self.signal(notification, args.bits);
+                let target = self.notification_cap(task, args.notification, rights::SIGNAL)?;
+                self.signal(target, args.bits);
             }
             Op::NotificationWait => {
                 let args = args::NotificationWait::read(argument);
@@ -217,7 +215,7 @@ impl<A: Arch> Kernel<A> {
             Op::PlatformControl => {
                 self.platform_control(task, thread, args::PlatformControl::read(argument))?;
             }
-            Op::Yield => self.yield_now(cpu),
+            Op::Yield => self.yield_now(thread.cpu),
             Op::VmDoorbell => self.bind_doorbell(task, args::VmDoorbell::read(argument))?,
         }
         Ok(CallResult::Done)

@@ -332,42 +332,16 @@ pub fn check_mappings(kernel: &Kernel<Fake>) {
             assert!(memory.at(child).parent.get() == Some(handle));
         });
         assert!(members <= all.len());
-        let space = kernel.space(node.space);
         let name = match node.space {
             SpaceRef::Task(task) => task.id(),
             SpaceRef::Vm(vm) => vm.id(),
         };
         extents.push((name, node.kind as u8, node.base, size));
-        match node.kind {
-            abi::ItemKind::Capability => {
-                let SpaceRef::Task(task) = node.space else { panic!("a guest has no slots") };
-                let capability = kernel.capability(memory.at(task), node.base).unwrap();
-                assert!(capability.node == handle && capability.rights == node.rights);
-            }
-            abi::ItemKind::Port => {
-                let map = space.unwrap().port_map.get().expect("a map with the first port");
-                for port in [node.base, node.base + size - 1] {
-                    let word = &memory.words(memory.following(map, (port >> 15) as u32))
-                        [(port >> 6 & 511) as usize];
-                    assert_eq!(
-                        word.load(core::sync::atomic::Ordering::Relaxed) >> (port & 63) & 1,
-                        0
-                    );
-                }
-            }
-            abi::ItemKind::Memory => {
-                match pages.iter_mut().find(|(space, _)| *space == node.space) {
-                    Some((_, count)) => *count += size,
-                    None => pages.push((node.space, size)),
-                }
-                for offset in [0, size / 2, size - 1] {
-                    let (physical, access) =
-                        translate(kernel, node.space, node.base + offset).expect("mapped");
-                    assert_eq!(physical, node.physical + offset);
-                    assert_eq!(access.write, node.rights & abi::rights::WRITE != 0);
-                    assert_eq!(access.execute, node.rights & abi::rights::EXECUTE != 0);
-                    assert_eq!(access.device, node.device);
-                }
+        check_item(kernel, handle, node);
+        if node.kind == abi::ItemKind::Memory {
+            match pages.iter_mut().find(|(space, _)| *space == node.space) {
+                Some((_, count)) => *count += size,
+                None => pages.push((node.space, size)),
             }
         }
     }
@@ -378,6 +352,42 @@ pub fn check_mappings(kernel: &Kernel<Fake>) {
     for pair in extents.windows(2) {
         let ((space, kind, base, size), next) = (pair[0], pair[1]);
         assert!((space, kind) != (next.0, next.1) || base + size <= next.2, "nodes overlap");
+    }
+}
+
+/// Checks the slot, the port bits or the page-table entries of a node.
+fn check_item(kernel: &Kernel<Fake>, handle: Handle<MapNode<Fake>>, node: &MapNode<Fake>) {
+    let memory = &kernel.memory;
+    let size = 1u64 << node.order;
+    match node.kind {
+        abi::ItemKind::Capability => {
+            let SpaceRef::Task(task) = node.space else { panic!("a guest has no slots") };
+            let capability = kernel.capability(memory.at(task), node.base).unwrap();
+            assert!(capability.node == handle && capability.rights == node.rights);
+        }
+        abi::ItemKind::Port => {
+            let map = kernel
+                .space(node.space)
+                .unwrap()
+                .port_map
+                .get()
+                .expect("a map with the first port");
+            for port in [node.base, node.base + size - 1] {
+                let word = &memory.words(memory.following(map, (port >> 15) as u32))
+                    [(port >> 6 & 511) as usize];
+                assert_eq!(word.load(core::sync::atomic::Ordering::Relaxed) >> (port & 63) & 1, 0);
+            }
+        }
+        abi::ItemKind::Memory => {
+            for offset in [0, size / 2, size - 1] {
+                let (physical, access) =
+                    translate(kernel, node.space, node.base + offset).expect("mapped");
+                assert_eq!(physical, node.physical + offset);
+                assert_eq!(access.write, node.rights & abi::rights::WRITE != 0);
+                assert_eq!(access.execute, node.rights & abi::rights::EXECUTE != 0);
+                assert_eq!(access.device, node.device);
+            }
+        }
     }
 }
 
@@ -405,83 +415,93 @@ fn on_donation_path(
     panic!("a cycle of donors");
 }
 
+/// Checks the callers and the state of a thread.
+fn check_ipc(kernel: &Kernel<Fake>, handle: Handle<Thread<Fake>>) {
+    let memory = &kernel.memory;
+    let thread = memory.at(handle);
+    let state = thread.state.get();
+    // Server side.
+    let (mut next, mut before) = (thread.callers.head.get(), None);
+    while let Some(caller) = next {
+        let waiting = memory.at(caller);
+        assert!(
+            matches!(waiting.state.get(), ThreadState::Sending { server, .. } if server == handle)
+        );
+        assert!(waiting.queue.prev.get() == before);
+        before = next;
+        next = waiting.queue.next.get();
+    }
+    assert!(thread.callers.tail.get() == before);
+    if let Some(caller) = thread.callers.served.get() {
+        let waiting = memory.at(caller).state.get();
+        assert!(matches!(waiting, ThreadState::AwaitingReply { server, .. } if server == handle));
+    }
+    if matches!(state, ThreadState::Stopped | ThreadState::Receiving) {
+        assert!(
+            thread.callers.first().is_none()
+                || matches!(state, ThreadState::Stopped) && thread.stopping.get() != Stopping::No
+        );
+        assert!(thread.donor.get().is_none());
+    }
+    // Caller side.
+    if let ThreadState::AwaitingReply { server, .. } = state {
+        let served = memory.at(server).callers.served.get();
+        assert!(served == Some(handle), "the server records its caller");
+    }
+    match state {
+        ThreadState::Blocked { on, .. } => assert!(memory.at(on).waiter.get() == Some(handle)),
+        ThreadState::Halted { vcpu, .. } => {
+            let on = memory.at(vcpu).notification;
+            assert!(memory.at(on).waiter.get() == Some(handle));
+        }
+        _ => assert_eq!(state.deadline(), abi::FOREVER),
+    }
+    if let Some(vcpu) = state.vcpu() {
+        assert!(memory.at(vcpu).runner.get() == Some(handle));
+    }
+}
+
+/// Checks that a thread runs on the right scheduling context and that its own one is not lost.
+fn check_donation(kernel: &Kernel<Fake>, handle: Handle<Thread<Fake>>) {
+    let memory = &kernel.memory;
+    let thread = memory.at(handle);
+    let state = thread.state.get();
+    if let Some(sched) = thread.sched.get() {
+        let sched = memory.at(sched);
+        assert!(holder(kernel, sched) == Some(handle), "runs on what it holds");
+        assert_eq!(sched.state.get() != SchedState::Idle, state.is_runnable());
+    } else if state.is_runnable() {
+        assert!(thread.own_sched.get().is_none(), "its own context is in use");
+        let mut donor = thread.callers.first();
+        while let Some(name) = donor {
+            let waiting = memory.at(name);
+            assert!(
+                waiting.cpu != thread.cpu || waiting.sched.get().is_none(),
+                "a server without a context although a waiting caller has one"
+            );
+            donor = match waiting.state.get() {
+                ThreadState::Sending { .. } => waiting.queue.next.get(),
+                _ => None,
+            };
+        }
+    }
+    if let Some(own) = thread.own_sched.get() {
+        let sched = memory.at(own);
+        assert!(sched.owner.get() == Some(handle));
+        let holder = holder(kernel, sched).expect("a bound context has a holder");
+        if state.server().is_none() {
+            assert!(holder == handle, "only calling threads donate");
+        }
+        assert!(on_donation_path(kernel, holder, handle), "the scheduling context is lost");
+    }
+}
+
 /// Checks threads, calls, scheduling contexts and CPUs. For use between kernel entries.
 pub fn check_threads(kernel: &Kernel<Fake>) {
     let memory = &kernel.memory;
     for handle in pool::testing::all::<Thread<Fake>>(memory) {
-        let thread = memory.at(handle);
-        let state = thread.state.get();
-        // Server side.
-        let (mut next, mut before) = (thread.callers.head.get(), None);
-        while let Some(caller) = next {
-            let waiting = memory.at(caller);
-            assert!(
-                matches!(waiting.state.get(), ThreadState::Sending { server, .. } if server == handle)
-            );
-            assert!(waiting.queue.prev.get() == before);
-            before = next;
-            next = waiting.queue.next.get();
-        }
-        assert!(thread.callers.tail.get() == before);
-        if let Some(caller) = thread.callers.served.get() {
-            let waiting = memory.at(caller).state.get();
-            assert!(
-                matches!(waiting, ThreadState::AwaitingReply { server, .. } if server == handle)
-            );
-        }
-        if matches!(state, ThreadState::Stopped | ThreadState::Receiving) {
-            assert!(
-                thread.callers.first().is_none()
-                    || matches!(state, ThreadState::Stopped)
-                        && thread.stopping.get() != Stopping::No
-            );
-            assert!(thread.donor.get().is_none());
-        }
-        // Caller side.
-        if let ThreadState::AwaitingReply { server, .. } = state {
-            let served = memory.at(server).callers.served.get();
-            assert!(served == Some(handle), "the server records its caller");
-        }
-        match state {
-            ThreadState::Blocked { on, .. } => assert!(memory.at(on).waiter.get() == Some(handle)),
-            ThreadState::Halted { vcpu, .. } => {
-                let on = memory.at(vcpu).notification;
-                assert!(memory.at(on).waiter.get() == Some(handle));
-            }
-            _ => assert_eq!(state.deadline(), abi::FOREVER),
-        }
-        if let Some(vcpu) = state.vcpu() {
-            assert!(memory.at(vcpu).runner.get() == Some(handle));
-        }
-        // Scheduling contexts.
-        if let Some(sched) = thread.sched.get() {
-            let sched = memory.at(sched);
-            assert!(holder(kernel, sched) == Some(handle), "runs on what it holds");
-            assert_eq!(sched.state.get() != SchedState::Idle, state.is_runnable());
-        } else if state.is_runnable() {
-            assert!(thread.own_sched.get().is_none(), "its own context is in use");
-            let mut donor = thread.callers.first();
-            while let Some(name) = donor {
-                let waiting = memory.at(name);
-                assert!(
-                    waiting.cpu != thread.cpu || waiting.sched.get().is_none(),
-                    "a server without a context although a waiting caller has one"
-                );
-                donor = match waiting.state.get() {
-                    ThreadState::Sending { .. } => waiting.queue.next.get(),
-                    _ => None,
-                };
-            }
-        }
-        if let Some(own) = thread.own_sched.get() {
-            let sched = memory.at(own);
-            assert!(sched.owner.get() == Some(handle));
-            let holder = holder(kernel, sched).expect("a bound context has a holder");
-            if state.server().is_none() {
-                assert!(holder == handle, "only calling threads donate");
-            }
-            assert!(on_donation_path(kernel, holder, handle), "the scheduling context is lost");
-        }
+        check_ipc(kernel, handle);
+        check_donation(kernel, handle);
     }
     for handle in pool::testing::all::<SchedContext<Fake>>(memory) {
         let sched = memory.at(handle);

@@ -157,6 +157,19 @@ fn some_call(
     }
 }
 
+/// Tries the fast path. Returns whether it switched; a refusal must leave the state as it is.
+fn try_fast(world: &World, cpu: usize, current: Handle<Thread<Fake>>) -> bool {
+    let before = state(world);
+    let Some(next) = world.kernel.fast_ipc(cpu, current, world.at(current)) else {
+        assert_eq!(before, state(world), "a refusal has no effect");
+        return false;
+    };
+    assert!(core::ptr::eq(next.thread, world.at(world.current(cpu).unwrap())));
+    let task = world.kernel.memory.at(next.thread.task);
+    assert!(core::ptr::eq(next.space, &task.space));
+    true
+}
+
 /// Executes a random history and returns the state after every kernel entry, and the number of
 /// calls and of replies on the fast path.
 fn history(seed: u64, steps: u32, fast: bool) -> (Vec<String>, [u32; 2]) {
@@ -202,25 +215,7 @@ fn history(seed: u64, steps: u32, fast: bool) -> (Vec<String>, [u32; 2]) {
                 };
                 some_call(&mut random, &world, current, (&gates, &notifications));
                 let operation = world.at(current).context.operation.get();
-                let switched = fast && {
-                    let thread = world.at(current);
-                    let before = state(&world);
-                    match world.kernel.fast_ipc(cpu, current, thread) {
-                        Some(next) => {
-                            assert!(core::ptr::eq(
-                                next.thread,
-                                world.at(world.current(cpu).unwrap())
-                            ));
-                            let task = world.kernel.memory.at(next.thread.task);
-                            assert!(core::ptr::eq(next.space, &task.space));
-                            true
-                        }
-                        None => {
-                            assert_eq!(before, state(&world), "a refusal has no effect");
-                            false
-                        }
-                    }
-                };
+                let switched = fast && try_fast(&world, cpu, current);
                 if switched {
                     taken[operation as usize] += 1;
                 } else {
