@@ -7,7 +7,9 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-use crate::vcpu_thread::VcpuThread;
+use vmm_bus::ByteStream;
+
+use crate::vcpu_thread::{Notify, VcpuThread};
 
 /// Buffer size per direction in bytes.
 const ROOM: usize = 64 << 10;
@@ -43,6 +45,16 @@ struct Output {
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // Every update is atomic under the lock.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl ByteStream for &ConsoleBuffer {
+    fn put(&mut self, byte: u8) -> bool {
+        ConsoleBuffer::put(self, byte)
+    }
+
+    fn take(&mut self) -> Option<u8> {
+        ConsoleBuffer::take(self)
+    }
 }
 
 impl ConsoleBuffer {
