@@ -139,16 +139,16 @@ impl PciDevice {
     }
 }
 
-/// A device, its configuration, and its back end.
-struct Slot<O, R> {
-    model: Model,
-    device: SpinMutex<(PciDevice, O), R>,
-}
-
 /// Up to `N` devices on PCI, at most [`MAX_FUNCTIONS`], each with a back end of type `O`. Threads
 /// wait for the lock of a device with strategy `R`.
 pub struct Slots<O, const N: usize, R = Spin> {
-    slots: [Option<Slot<O, R>>; N],
+    slots: [Slot<O, R>; N],
+}
+
+/// A slot; empty without a model.
+struct Slot<O, R> {
+    model: Option<Model>,
+    device: SpinMutex<Option<(PciDevice, O)>, R>,
 }
 
 impl<O, const N: usize, R> Default for Slots<O, N, R> {
@@ -159,28 +159,30 @@ impl<O, const N: usize, R> Default for Slots<O, N, R> {
 
 impl<O, const N: usize, R> Slots<O, N, R> {
     /// Creates empty slots: a PCI bus with only the host bridge.
-    // Inlined, not a constant: built in place, because it is large and stacks are small.
+    // Inlined, to be built in place: it is large, and stacks are small.
     #[inline(always)]
     pub fn new() -> Self {
         const { assert!(N >= 1 && N <= MAX_FUNCTIONS) };
-        Self { slots: core::array::from_fn(|_| None) }
+        Self { slots: core::array::from_fn(|_| Slot { model: None, device: SpinMutex::new(None) }) }
     }
 
     /// Adds a device in the next free slot and returns the slot's index; without a free slot,
     /// returns the back end.
     pub fn add(&mut self, model: Model, backend: O) -> Result<usize, O> {
-        let Some(slot) = self.slots.iter().position(Option::is_none) else { return Err(backend) };
-        let device = SpinMutex::new((PciDevice::new(model, slot), backend));
-        self.slots[slot] = Some(Slot { model, device });
-        Ok(slot)
+        let is_free = |slot: &Slot<O, R>| slot.model.is_none();
+        let Some(index) = self.slots.iter().position(is_free) else { return Err(backend) };
+        let slot = &mut self.slots[index];
+        slot.model = Some(model);
+        // Built in place, too.
+        slot.device.get_mut().get_or_insert_with(|| (PciDevice::new(model, index), backend));
+        Ok(index)
     }
 }
 
 impl<O, const N: usize, R: RelaxStrategy> Slots<O, N, R> {
     /// Calls `act` with the back end of a slot's device, under its lock.
     pub fn with_backend<T>(&self, slot: usize, act: impl FnOnce(&mut O) -> T) -> Option<T> {
-        let slot = self.slots.get(slot)?.as_ref()?;
-        Some(act(&mut slot.device.lock().1))
+        self.slots.get(slot)?.device.lock().as_mut().map(|(_, backend)| act(backend))
     }
 }
 
@@ -190,8 +192,11 @@ impl<O: DeviceBackend, const N: usize, R: RelaxStrategy> Functions for Slots<O, 
     }
 
     fn with(&self, slot: usize, call: FunctionCall<'_>) {
-        let Some(Some(slot)) = self.slots.get(slot) else { return };
-        let (device, backend) = &mut *slot.device.lock();
+        let mut device = match self.slots.get(slot) {
+            Some(slot) => slot.device.lock(),
+            None => return,
+        };
+        let Some((device, backend)) = &mut *device else { return };
         let function: &mut dyn Function = match device {
             PciDevice::Block(device) => device,
             PciDevice::Net(device) => device,
@@ -206,16 +211,17 @@ impl<O: DeviceBackend, const N: usize, R: RelaxStrategy> Functions for Slots<O, 
     }
 
     fn channel(&self, number: u64) -> Option<usize> {
-        let is_it =
-            |model| matches!(model, Model::Channel(info) if u64::from(info.number) == number);
-        self.slots.iter().position(|slot| slot.as_ref().is_some_and(|slot| is_it(slot.model)))
+        self.slots.iter().position(|slot| {
+            matches!(slot.model, Some(Model::Channel(info)) if u64::from(info.number) == number)
+        })
     }
 
     fn power_on(&self) {
-        for (number, slot) in self.slots.iter().enumerate() {
-            let Some(Slot { model, device }) = slot else { continue };
-            let (device, backend) = &mut *device.lock();
-            *device = PciDevice::new(*model, number);
+        for (index, Slot { model, device }) in self.slots.iter().enumerate() {
+            let (Some(model), Some((device, backend))) = (*model, &mut *device.lock()) else {
+                continue;
+            };
+            *device = PciDevice::new(model, index);
             match backend.get() {
                 BackendRef::Block(block) => block.forget(),
                 BackendRef::Messages(messages) => messages.forget(),
