@@ -116,9 +116,12 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions> CpuBus<'_, '_, 
     /// Reads a PCI configuration port; `None` for other ports or without PCI.
     #[inline]
     pub(super) fn config_in(&mut self, port: u16, size: u8) -> Option<u32> {
-        if port & !7 != layout::PCI_ADDRESS {
-            return None;
-        }
+        if port & !7 == layout::PCI_ADDRESS { self.read_config_port(port, size) } else { None }
+    }
+
+    // Not inlined: other ports are more frequent.
+    #[inline(never)]
+    fn read_config_port(&mut self, port: u16, size: u8) -> Option<u32> {
         Some(match self.config_port(port, size)? {
             ConfigPort::Address => self.locked(|board| board.machine.config_address.get()),
             ConfigPort::Data(target) => self.config_read(target, size) as u32,
@@ -128,9 +131,15 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions> CpuBus<'_, '_, 
     /// Writes a PCI configuration port; `None` for other ports or without PCI.
     #[inline]
     pub(super) fn config_out(&mut self, port: u16, size: u8, value: u32) -> Option<()> {
-        if port & !7 != layout::PCI_ADDRESS {
-            return None;
+        if port & !7 == layout::PCI_ADDRESS {
+            self.write_config_port(port, size, value)
+        } else {
+            None
         }
+    }
+
+    #[inline(never)]
+    fn write_config_port(&mut self, port: u16, size: u8, value: u32) -> Option<()> {
         match self.config_port(port, size)? {
             ConfigPort::Address => self.locked(|board| board.machine.config_address.set(value)),
             ConfigPort::Data(target) => self.config_write(target, value.into()),
