@@ -13,8 +13,8 @@ use std::fmt;
 use proto::channel::View;
 use vmm_bus::backend::{BlockInfo, ChannelInfo, NetInfo, Offload};
 use vmm_bus::testing::{ScriptDisk, ScriptPeer, ScriptPort};
-use vmm_bus::{Block, ChannelBackend, Net};
-use vmm_machine::{DeviceBackend, Host, Level, Model, Pc, PcConfig, Slots, layout};
+use vmm_bus::{BackendRef, ByteStream, DeviceBackend};
+use vmm_machine::{Host, Level, Model, Pc, PcConfig, Slots, layout};
 use vmm_mem::GuestMemory;
 use vmm_vcpu::{CounterClock, MemoryFault, StopReason};
 use vmm_x86::testing::ScriptedVcpu;
@@ -104,7 +104,7 @@ thread_local! {
 struct World {
     tsc: u64,
     running: usize,
-    input: VecDeque<u8>,
+    stream: Typed,
 }
 
 impl Host for World {
@@ -112,12 +112,8 @@ impl Host for World {
         self.tsc
     }
 
-    fn put(&mut self, byte: u8) -> bool {
-        byte != b'f'
-    }
-
-    fn take(&mut self) -> Option<u8> {
-        self.input.pop_front()
+    fn serial(&mut self) -> BackendRef<'_> {
+        BackendRef::Bytes(&mut self.stream)
     }
 
     fn log(&mut self, _: Level, text: fmt::Arguments<'_>) {
@@ -129,44 +125,38 @@ impl Host for World {
     }
 }
 
-/// Back end of a PCI function.
+/// A line that refuses a letter.
 #[derive(Default)]
-struct Connected {
-    disk: Option<ScriptDisk>,
-    port: Option<ScriptPort>,
-    bytes: usize,
-    peer: Option<ScriptPeer>,
-}
+struct Typed(VecDeque<u8>);
 
-impl DeviceBackend for Connected {
-    fn block(&mut self) -> Option<&mut dyn Block> {
-        self.disk.as_mut().map(|disk| disk as _)
-    }
-
-    fn net(&mut self) -> Option<&mut dyn Net> {
-        self.port.as_mut().map(|port| port as _)
-    }
-
-    fn channel(&mut self) -> Option<&mut dyn ChannelBackend> {
-        self.peer.as_mut().map(|peer| peer as _)
-    }
-
+impl ByteStream for Typed {
     fn put(&mut self, byte: u8) -> bool {
         byte != b'f'
     }
 
     fn take(&mut self) -> Option<u8> {
-        self.bytes = self.bytes.checked_sub(1)?;
-        Some(b'i')
+        self.0.pop_front()
     }
+}
 
-    fn entropy(&mut self, to: &mut [u8]) -> bool {
-        let enough = self.bytes >= to.len();
-        if enough {
-            self.bytes -= to.len();
-            to.fill(7);
+/// Back end of a PCI function.
+enum Connected {
+    Disk(ScriptDisk),
+    Port(ScriptPort),
+    Line(Typed),
+    Entropy(usize),
+    Peer(ScriptPeer),
+}
+
+impl DeviceBackend for Connected {
+    fn get(&mut self) -> BackendRef<'_> {
+        match self {
+            Self::Disk(disk) => BackendRef::Block(disk),
+            Self::Port(port) => BackendRef::Net(port),
+            Self::Line(line) => BackendRef::Bytes(line),
+            Self::Entropy(bytes) => BackendRef::Entropy(bytes),
+            Self::Peer(peer) => BackendRef::Channel(peer),
         }
-        enough
     }
 }
 
@@ -188,8 +178,6 @@ fn functions() -> Slots<Connected, 5> {
         max_bytes: 0x2000,
         ..BlockInfo::default()
     };
-    let disk = Some(ScriptDisk::new(SECTORS as usize * 512, 8));
-    let port = Some(ScriptPort { room: 100, ..ScriptPort::default() });
     let channel = ChannelInfo {
         number: 0,
         side: 1,
@@ -200,17 +188,14 @@ fn functions() -> Slots<Connected, 5> {
         own_name: [b'a'; _],
         peer_name: [b'b'; _],
     };
-    let peer = ScriptPeer::default();
+    let net = NetInfo { mac: [2; 6], ..NetInfo::default() };
     let mut slots = Slots::new();
     for (device, outside) in [
-        (Model::Block(info), Connected { disk, ..Connected::default() }),
-        (
-            Model::Net(NetInfo { mac: [2; 6], ..NetInfo::default() }),
-            Connected { port, ..Connected::default() },
-        ),
-        (Model::Console, Connected::default()),
-        (Model::Entropy, Connected { bytes: 100, ..Connected::default() }),
-        (Model::Channel(channel), Connected { peer: Some(peer), ..Connected::default() }),
+        (Model::Block(info), Connected::Disk(ScriptDisk::new(SECTORS as usize * 512, 8))),
+        (Model::Net(net), Connected::Port(ScriptPort { room: 100, ..ScriptPort::default() })),
+        (Model::Console, Connected::Line(Typed::default())),
+        (Model::Entropy, Connected::Entropy(100)),
+        (Model::Channel(channel), Connected::Peer(ScriptPeer::default())),
     ] {
         assert!(slots.add(device, outside).is_ok());
     }
@@ -297,9 +282,8 @@ impl<'m> Rig<'m> {
     fn arrive(&mut self, slot: usize, length: usize) {
         self.world.running = CPUS;
         if slot == CHANGE {
-            self.pc.functions(|slots| {
-                if let Some(peer) = slots.backend(CHANNEL).and_then(|backend| backend.peer.as_mut())
-                {
+            self.pc.functions().with_backend(CHANNEL, |backend| {
+                if let Connected::Peer(peer) = backend {
                     peer.view = View::unpack([length as u64 * 0x0101_0101; 4]);
                 }
             });
@@ -307,21 +291,22 @@ impl<'m> Rig<'m> {
             return self.pc.function_change(CHANNEL, None, &mut self.world);
         }
         if slot >= 4 {
-            self.world.input.extend(std::iter::repeat_n(b'x', length % 64));
+            self.world.stream.0.extend(std::iter::repeat_n(b'x', length % 64));
             self.pc.input(None, &mut self.world);
             return;
         }
-        self.pc.functions(|slots| {
-            let Some(backend) = slots.backend(slot) else { return };
-            if let Some(disk) = &mut backend.disk
-                && let Some(id) = disk.requests.get(disk.ended.len()).map(|request| request.0)
-            {
-                disk.complete(id);
+        self.pc.functions().with_backend(slot, |backend| match backend {
+            Connected::Disk(disk) => {
+                if let Some(request) = disk.requests.get(disk.ended.len()) {
+                    disk.complete(request.0);
+                }
             }
-            if let Some(port) = backend.port.as_mut().filter(|port| port.waiting.len() < 16) {
+            Connected::Port(port) if port.waiting.len() < 16 => {
                 port.waiting.push_back((Offload::default(), vec![5; length]));
             }
-            backend.bytes += length % 64;
+            Connected::Line(line) => line.0.extend(std::iter::repeat_n(b'i', length % 64)),
+            Connected::Entropy(bytes) => *bytes += length % 64,
+            Connected::Port(_) | Connected::Peer(_) => {}
         });
         self.pc.function_input(slot, None, &mut self.world);
     }

@@ -6,7 +6,7 @@
 //! reuse an id (the scripted back end rejects both), and devices that fail after a reset.
 
 use vmm_bus::backend::{BlockInfo, BlockStatus, NetInfo, Offload, Segments};
-use vmm_bus::testing::{ScriptBalloon, ScriptDisk, ScriptPort, ScriptServer, ScriptVsock};
+use vmm_bus::testing::{Script, ScriptBalloon, ScriptDisk, ScriptPort, ScriptServer, ScriptVsock};
 use vmm_bus::{Device, WAKE_INPUT};
 use vmm_dev::pci::{Function, spec as config};
 use vmm_dev::virtio::balloon::{self, Balloon};
@@ -18,7 +18,7 @@ use vmm_dev::virtio::p9::P9;
 use vmm_dev::virtio::pci::spec::{NOTIFY, QUEUE_SIZE};
 use vmm_dev::virtio::queue::spec as ring;
 use vmm_dev::virtio::vsock::{self, Vsock};
-use vmm_dev::virtio::{VirtioDevice, spec::*};
+use vmm_dev::virtio::{self, VirtioDevice, spec::*};
 use vmm_mem::GuestMemory;
 
 use crate::driver::Rig;
@@ -131,10 +131,10 @@ pub fn run(bytes: &[u8]) {
             assert_eq!(rig.env.port.as_ref().map_or(0, |port| port.sent.len()), before + 1);
         }),
         2 => drive(Console::new(), input, |rig| {
-            let before = rig.env.output.len();
+            let before = rig.env.stream.output.len();
             rig.send(console::spec::TRANSMIT, &[(BUFFERS, 5, false)]);
             assert_eq!(rig.used(console::spec::TRANSMIT).len(), 1, "a console prints");
-            assert_eq!(rig.env.output.len(), before + 5);
+            assert_eq!(rig.env.stream.output.len(), before + 5);
         }),
         3 => drive(Entropy::new(), input, |rig| {
             rig.send(0, &[(BUFFERS, 8, true)]);
@@ -171,14 +171,10 @@ fn drive<D: VirtioDevice>(device: D, mut input: Input<'_>, works: impl FnOnce(&m
     for (base, length) in memory.ranges() {
         let _ = memory.fill(base, length, 0);
     }
+    let kind = device.kind();
     let mut rig = Rig::ready(device, u64::MAX, |env| {
         env.memory = Some(memory);
-        env.disk = Some(ScriptDisk::new(SECTORS as usize * 512, ROOM));
-        env.port = Some(ScriptPort { room: 16, ..ScriptPort::default() });
-        env.entropy = 256;
-        env.balloon = Some(ScriptBalloon::default());
-        env.server = Some(ScriptServer { room: ROOM, ..ScriptServer::default() });
-        env.link = Some(ScriptVsock { room: ROOM, ..ScriptVsock::default() });
+        connect(kind, env);
     });
     while !input.is_empty() {
         let step = STEPS[usize::from(input.byte()) % STEPS.len()];
@@ -186,10 +182,12 @@ fn drive<D: VirtioDevice>(device: D, mut input: Input<'_>, works: impl FnOnce(&m
         // The content of interrupts is not checked, and may be large.
         rig.env.msis.clear();
         rig.env.missing.clear();
-        rig.env.output.clear();
-        let mut given = rig.env.balloon.take().unwrap_or_default();
-        for (address, length) in given.discarded.drain(..) {
-            assert!(rig.memory().contains(address, length), "what is given up is memory");
+        rig.env.stream.output.clear();
+        if let Some(given) = &mut rig.env.balloon {
+            given.statistics.clear();
+            let discarded = std::mem::take(&mut given.discarded);
+            let is_memory = |&(address, length): &_| rig.memory().contains(address, length);
+            assert!(discarded.iter().all(is_memory), "what is given up is memory");
         }
         if let Some(link) = &mut rig.env.link {
             for packet in link.sent.drain(..) {
@@ -197,24 +195,45 @@ fn drive<D: VirtioDevice>(device: D, mut input: Input<'_>, works: impl FnOnce(&m
                 assert!((vsock::spec::HEADER..=most).contains(&packet.len()), "a packet is one");
             }
         }
-        given.statistics.clear();
-        rig.env.balloon = Some(given);
     }
     rig.function.reset(&mut rig.env);
-    rig.env.room = None;
-    rig.env.entropy = 8;
+    rig.env.stream.room = None;
+    if kind == virtio::Kind::Entropy {
+        rig.env.entropy = 8;
+    }
     if let Some(disk) = &mut rig.env.disk {
         disk.room = 2 * ROOM;
     }
     if let Some(server) = &mut rig.env.server {
         server.room = 2 * ROOM;
     }
-    rig.env.port = Some(ScriptPort { room: 1, ..ScriptPort::default() });
-    rig.env.link = Some(ScriptVsock { room: 1, ..ScriptVsock::default() });
+    if let Some(port) = &mut rig.env.port {
+        *port = ScriptPort { room: 1, ..ScriptPort::default() };
+    }
+    if let Some(link) = &mut rig.env.link {
+        *link = ScriptVsock { room: 1, ..ScriptVsock::default() };
+    }
     master(&mut rig);
     rig.set_up(u64::MAX);
     assert_eq!(rig.status(), ACKNOWLEDGE | DRIVER | FEATURES_OK | DRIVER_OK);
     works(&mut rig);
+}
+
+/// Connects the back end that this kind of device needs.
+fn connect(kind: virtio::Kind, env: &mut Script) {
+    match kind {
+        virtio::Kind::Block => env.disk = Some(ScriptDisk::new(SECTORS as usize * 512, ROOM)),
+        virtio::Kind::Net => env.port = Some(ScriptPort { room: 16, ..ScriptPort::default() }),
+        virtio::Kind::Console => {}
+        virtio::Kind::Entropy => env.entropy = 256,
+        virtio::Kind::Balloon => env.balloon = Some(ScriptBalloon::default()),
+        virtio::Kind::P9 => {
+            env.server = Some(ScriptServer { room: ROOM, ..ScriptServer::default() });
+        }
+        virtio::Kind::Vsock => {
+            env.link = Some(ScriptVsock { room: ROOM, ..ScriptVsock::default() });
+        }
+    }
 }
 
 fn master<D: VirtioDevice>(rig: &mut Rig<D>) {
@@ -229,14 +248,15 @@ fn complete<D: VirtioDevice>(rig: &mut Rig<D>, status: u8) {
     {
         server.answer(id, &vec![status; 9 + 300 * usize::from(status)]);
     }
-    let Some(disk) = &mut rig.env.disk else { return };
     // Completed requests stay in the list until the device fetches them.
-    let next = disk.requests.get(disk.ended.len()).map(|request| request.0);
-    match (next, status) {
-        (Some(id), 0) => disk.complete(id),
-        (Some(id), 1) => disk.ended.push_back((id, BlockStatus::Unsupported)),
-        (Some(id), _) => disk.ended.push_back((id, BlockStatus::Failed)),
-        (None, _) => {}
+    if let Some(disk) = &mut rig.env.disk
+        && let Some(id) = disk.requests.get(disk.ended.len()).map(|request| request.0)
+    {
+        match status {
+            0 => disk.complete(id),
+            1 => disk.ended.push_back((id, BlockStatus::Unsupported)),
+            _ => disk.ended.push_back((id, BlockStatus::Failed)),
+        }
     }
     rig.wake();
 }
@@ -287,9 +307,12 @@ fn act<D: VirtioDevice>(rig: &mut Rig<D>, step: Step, input: &mut Input<'_>) {
         }
         Step::Room => {
             let room = usize::from(input.byte());
-            rig.env.room = Some(room);
-            if let (Some(disk), Some(port)) = (&mut rig.env.disk, &mut rig.env.port) {
-                (disk.room, port.room) = (room, room);
+            rig.env.stream.room = Some(room);
+            if let Some(disk) = &mut rig.env.disk {
+                disk.room = room;
+            }
+            if let Some(port) = &mut rig.env.port {
+                port.room = room;
             }
             if let Some(server) = &mut rig.env.server {
                 server.room = room;
@@ -311,14 +334,16 @@ fn act<D: VirtioDevice>(rig: &mut Rig<D>, step: Step, input: &mut Input<'_>) {
             if let Some(link) = rig.env.link.as_mut().filter(|link| link.waiting.len() < 64) {
                 link.waiting.push_back((vsock::spec::Header::default(), vec![bits; length]));
             }
-            rig.env.input.extend(std::iter::repeat_n(bits, length % 256));
+            rig.env.stream.input.extend(std::iter::repeat_n(bits, length % 256));
             rig.wake();
         }
         Step::Entropy => {
-            rig.env.entropy = input.half().into();
+            let count = input.half();
             if let Some(given) = &mut rig.env.balloon {
                 given.asks = true;
-                given.wanted = rig.env.entropy as u32;
+                given.wanted = count.into();
+            } else if rig.env.entropy != 0 {
+                rig.env.entropy = count.into();
             }
             rig.wake();
         }

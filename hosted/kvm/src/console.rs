@@ -7,7 +7,9 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-use crate::vcpu_thread::VcpuThread;
+use vmm_bus::ByteStream;
+
+use crate::vcpu_thread::{Notify, VcpuThread};
 
 /// Buffer size per direction in bytes.
 const ROOM: usize = 64 << 10;
@@ -45,14 +47,9 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl ConsoleBuffer {
-    /// Creates empty buffers; `event` notifies a vCPU of input, or of space for output.
-    pub fn new(event: u64) -> Self {
-        Self { event, ..Self::default() }
-    }
-
+impl ByteStream for &ConsoleBuffer {
     /// Queues a byte from the guest; `false`: the buffer is full.
-    pub fn put(&self, byte: u8) -> bool {
+    fn put(&mut self, byte: u8) -> bool {
         let mut output = lock(&self.output);
         if output.bytes.len() >= ROOM {
             output.is_awaited = true;
@@ -66,13 +63,20 @@ impl ConsoleBuffer {
     }
 
     /// Returns the next byte for the guest.
-    pub fn take(&self) -> Option<u8> {
+    fn take(&mut self) -> Option<u8> {
         let mut input = lock(&self.input);
         let byte = input.pop_front();
         if input.len() == ROOM / 2 || byte.is_none() {
             self.room.notify_one();
         }
         byte
+    }
+}
+
+impl ConsoleBuffer {
+    /// Creates empty buffers; `event` notifies a vCPU of input, or of space for output.
+    pub fn new(event: u64) -> Self {
+        Self { event, ..Self::default() }
     }
 
     /// Loop of the output thread.
@@ -153,12 +157,16 @@ mod tests {
     fn output_comes_out_in_order() {
         let console = Arc::new(ConsoleBuffer::default());
         let text: Vec<u8> = (0..2 * ROOM).map(|number| number as u8).collect();
-        assert_eq!(text.iter().filter(|&&byte| console.put(byte)).count(), ROOM, "no more room");
+        assert_eq!(
+            text.iter().filter(|&&byte| (&*console).put(byte)).count(),
+            ROOM,
+            "no more room"
+        );
         let (sender, receiver) = channel();
         let writer = Arc::clone(&console);
         thread::spawn(move || writer.write(Collector(sender), &VcpuThread::default()));
         console.finish();
-        assert!(text[ROOM..].iter().all(|&byte| console.put(byte)));
+        assert!(text[ROOM..].iter().all(|&byte| (&*console).put(byte)));
         console.finish();
         let mut written = Vec::new();
         while written.len() < text.len() {
@@ -175,7 +183,7 @@ mod tests {
             scope.spawn(|| console.read(&text[..], &VcpuThread::default()));
             let mut taken = Vec::new();
             while taken.len() < text.len() {
-                match console.take() {
+                match (&console).take() {
                     Some(byte) => taken.push(byte),
                     None => thread::yield_now(),
                 }

@@ -8,7 +8,7 @@ use proto::hosted::debug::DebugState;
 
 use crate::debug;
 use crate::pause::PauseGate;
-use crate::vcpu_thread::{VcpuThread, event};
+use crate::vcpu_thread::{Notify, VcpuThread, event};
 
 /// Reports the guest's first instruction.
 pub fn started(mut to: &File) {

@@ -13,7 +13,7 @@ use rustix::fs::Timespec;
 use rustix::thread::futex;
 
 use crate::pause::PauseGate;
-use crate::vcpu_thread::{VcpuThread, event};
+use crate::vcpu_thread::{Notify, VcpuThread, event};
 
 /// Polling interval of a stopped vCPU.
 const LOOK: Duration = Duration::from_millis(100);

@@ -17,7 +17,7 @@ use vmm_bus::Block;
 use vmm_bus::backend::{BlockInfo, BlockOp, BlockStatus, Data, Part, SECTOR};
 use vmm_mem::GuestMemory;
 
-use crate::vcpu_thread::{VcpuThread, event};
+use crate::vcpu_thread::{Notify, event};
 
 /// Threads per disk.
 pub const WORKERS: usize = 2;
@@ -69,7 +69,7 @@ impl RawDisk {
     }
 
     /// Loop of a worker thread: executes requests; `number` is the index of the disk.
-    pub fn work(&self, number: usize, memory: &GuestMemory, vcpu_thread: &VcpuThread) {
+    pub fn work(&self, number: usize, memory: &GuestMemory, vcpu_thread: &impl Notify) {
         loop {
             let mut state = self.state();
             let request = loop {

@@ -19,7 +19,7 @@ use vmm_bus::Data;
 use vmm_bus::backend::{MAX_FRAME, Offload, OffloadCaps};
 use vmm_bus::frames::{Frames, NetEndpoint};
 
-use crate::vcpu_thread::{VcpuThread, event};
+use crate::vcpu_thread::{Notify, event};
 use crate::{Error, calls};
 
 /// Bytes of a frame's length field.
@@ -94,7 +94,7 @@ impl Network {
     }
 
     /// Loop of the sender thread: waits for space and writes queued output.
-    pub fn send(&self, vcpu_thread: &VcpuThread) {
+    pub fn send(&self, vcpu_thread: &impl Notify) {
         loop {
             let is_idle = |out: &mut Out| out.left() == 0 && !out.is_awaited;
             let out = lock(&self.out);
@@ -110,7 +110,7 @@ impl Network {
     }
 
     /// Loop of the receiver thread: waits for frames.
-    pub fn receive(&self, vcpu_thread: &VcpuThread) {
+    pub fn receive(&self, vcpu_thread: &impl Notify) {
         loop {
             let is_fed = |is_hungry: &mut bool| !*is_hungry;
             let is_hungry = lock(&self.is_hungry);
@@ -300,6 +300,7 @@ impl NetEndpoint for FrameEndpoint<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::vcpu_thread::VcpuThread;
     use std::os::fd::OwnedFd;
     use std::os::unix::net::UnixStream;
     use std::thread;

@@ -2,7 +2,7 @@
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
-use crate::vcpu_thread::{VcpuThread, event};
+use crate::vcpu_thread::{Notify, VcpuThread, event};
 
 /// Barrier at which vCPUs wait while the VM is paused.
 #[derive(Default)]

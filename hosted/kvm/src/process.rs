@@ -28,10 +28,8 @@ use vmm_boot::BootConfig;
 use vmm_bus::backend::BlockInfo;
 use vmm_bus::frames::{self, NetPort, Sockets};
 use vmm_bus::requests::{Futex, Requests};
-use vmm_bus::{Block, Messages, Packets};
-use vmm_machine::{
-    DeviceBackend, Host, Level, Model, Outcome, Pc, PcConfig, Slots, StopReason, registers,
-};
+use vmm_bus::{BackendRef, DeviceBackend, EntropySource};
+use vmm_machine::{Host, Level, Model, Outcome, Pc, PcConfig, Slots, StopReason, registers};
 use vmm_mem::shared::SharedMemory;
 use vmm_mem::{GuestMemory, PAGE_SIZE};
 use vmm_vcpu::{CounterClock, MAX_VCPUS};
@@ -47,7 +45,7 @@ use crate::kick;
 use crate::net::{self, Network};
 use crate::pause::PauseGate;
 use crate::vcpu::KvmVcpu;
-use crate::vcpu_thread::{VcpuThread, event, tsc};
+use crate::vcpu_thread::{Notify, VcpuThread, event, tsc};
 use crate::vm::{KvmVm, set_cpuid};
 
 /// Descriptors of the KVM process, in addition to those of both back ends
@@ -105,7 +103,7 @@ pub enum Sandbox {
 /// console.
 const MAX_FUNCTIONS: usize = MAX_DISKS + MAX_SHARES + MAX_NETS + 4;
 
-/// Yields the CPU while a vCPU thread waits for the VM's lock.
+/// Yields the CPU while a vCPU thread waits for a lock of the VM.
 struct YieldRelax;
 
 impl RelaxStrategy for YieldRelax {
@@ -118,14 +116,17 @@ const _: () = assert!(Level::Error.number() == log::ERROR);
 const _: () = assert!(Level::Warning.number() == log::WARN);
 const _: () = assert!(Level::Info.number() == log::INFO);
 
-type Board<'m, 'o> = Pc<'m, YieldRelax, MAX_VCPUS, Slots<HostEndpoint<'o>, MAX_FUNCTIONS>>;
+type Board<'m, 'o> =
+    Pc<'m, YieldRelax, MAX_VCPUS, Slots<HostEndpoint<'o>, MAX_FUNCTIONS, YieldRelax>>;
 
 /// Host end of a PCI function.
 enum HostEndpoint<'o> {
     /// A raw disk file.
     Disk(&'o RawDisk),
-    /// A device process that executes requests.
-    Requests(Requests<'o, FutexWait>),
+    /// A disk image process.
+    Image(Requests<'o, FutexWait>),
+    /// A file server process.
+    Share(Requests<'o, FutexWait>),
     /// A network.
     Net(NetPort<net::FrameEndpoint<'o>>),
     /// Packet stream of the vsock process.
@@ -133,63 +134,31 @@ enum HostEndpoint<'o> {
     /// Guest memory, which the balloon returns to the host.
     Balloon(HostBalloon),
     /// Random numbers of the host.
-    Entropy,
+    Entropy(HostRandom),
     /// A console line.
     Console(&'o ConsoleBuffer),
 }
 
 impl DeviceBackend for HostEndpoint<'_> {
-    fn block(&mut self) -> Option<&mut dyn Block> {
+    fn get(&mut self) -> BackendRef<'_> {
         match self {
-            Self::Disk(disk) => Some(disk),
-            Self::Requests(requests) => Some(requests),
-            _ => None,
+            Self::Disk(disk) => BackendRef::Block(disk),
+            Self::Image(requests) => BackendRef::Block(requests),
+            Self::Share(requests) => BackendRef::Messages(requests),
+            Self::Net(net) => BackendRef::Net(net),
+            Self::Sockets(sockets) => BackendRef::Packets(sockets),
+            Self::Balloon(balloon) => BackendRef::Balloon(balloon),
+            Self::Entropy(source) => BackendRef::Entropy(source),
+            Self::Console(console) => BackendRef::Bytes(console),
         }
     }
+}
 
-    fn messages(&mut self) -> Option<&mut dyn Messages> {
-        match self {
-            Self::Requests(requests) => Some(requests),
-            _ => None,
-        }
-    }
+/// Random numbers of the host.
+struct HostRandom;
 
-    fn net(&mut self) -> Option<&mut dyn vmm_bus::Net> {
-        match self {
-            Self::Net(net) => Some(net),
-            _ => None,
-        }
-    }
-
-    fn packets(&mut self) -> Option<&mut dyn Packets> {
-        match self {
-            Self::Sockets(sockets) => Some(sockets),
-            _ => None,
-        }
-    }
-
-    fn balloon(&mut self) -> Option<&mut dyn vmm_bus::BalloonBackend> {
-        match self {
-            Self::Balloon(balloon) => Some(balloon),
-            _ => None,
-        }
-    }
-
-    fn put(&mut self, byte: u8) -> bool {
-        match self {
-            Self::Console(console) => console.put(byte),
-            _ => true,
-        }
-    }
-
-    fn take(&mut self) -> Option<u8> {
-        match self {
-            Self::Console(console) => console.take(),
-            _ => None,
-        }
-    }
-
-    fn entropy(&mut self, to: &mut [u8]) -> bool {
+impl EntropySource for HostRandom {
+    fn fill(&mut self, to: &mut [u8]) -> bool {
         let length = to.len();
         getrandom(to, GetRandomFlags::empty()) == Ok(length)
     }
@@ -208,12 +177,8 @@ impl Host for KvmHost<'_> {
         tsc()
     }
 
-    fn put(&mut self, byte: u8) -> bool {
-        self.console.put(byte)
-    }
-
-    fn take(&mut self) -> Option<u8> {
-        self.console.take()
+    fn serial(&mut self) -> BackendRef<'_> {
+        BackendRef::Bytes(&mut self.console)
     }
 
     fn log(&mut self, level: Level, text: fmt::Arguments<'_>) {
@@ -365,8 +330,22 @@ impl Futex for FutexWait {
     }
 }
 
-/// Forwards doorbells of device processes to a vCPU until the process ends.
-fn pump_doorbell(mut doorbell: &File, queues: &[Queue], vcpu_thread: &VcpuThread) {
+/// Notifies the vCPU that handles the completions of a device.
+struct SlotTarget<'a, 'm, 'o> {
+    board: &'a Board<'m, 'o>,
+    vcpu_threads: &'a [VcpuThread],
+    slot: usize,
+}
+
+impl Notify for SlotTarget<'_, '_, '_> {
+    fn notify(&self, events: u64) {
+        self.vcpu_threads[self.board.target(self.slot)].notify(events);
+    }
+}
+
+/// Forwards doorbells of device processes to vCPUs until the process ends. `targets`: those of the
+/// queues.
+fn pump_doorbell(mut doorbell: &File, targets: &[(&Queue, SlotTarget<'_, '_, '_>)]) {
     let mut count = [0; 8];
     loop {
         match doorbell.read(&mut count) {
@@ -375,9 +354,10 @@ fn pump_doorbell(mut doorbell: &File, queues: &[Queue], vcpu_thread: &VcpuThread
             Ok(0) | Err(_) => return,
         }
         // All queues, because one doorbell may stand for several.
-        let rung = queues.iter().filter(|queue| queue.pending.swap(0, SeqCst) != 0).count();
-        if rung != 0 {
-            vcpu_thread.notify(event::DISK);
+        for (queue, target) in targets {
+            if queue.pending.swap(0, SeqCst) != 0 {
+                target.notify(event::DISK);
+            }
         }
     }
 }
@@ -426,7 +406,7 @@ fn power_on(
             Storage::File(disk) => (disk.info(), HostEndpoint::Disk(disk)),
             Storage::Elsewhere(record) => (
                 BlockInfo::of_file(record.sectors, record.read_only, record.serial),
-                HostEndpoint::Requests(Requests::with_device_process(queue)),
+                HostEndpoint::Image(Requests::with_device_process(queue)),
             ),
         };
         let _ = slots.add(Model::Block(info), link);
@@ -434,11 +414,11 @@ fn power_on(
     for (words, queue) in machine.shares.iter().zip(&queues[MAX_DISKS..]) {
         let tag = ShareRecord::from_words(words).tag;
         let _ =
-            slots.add(Model::P9(tag), HostEndpoint::Requests(Requests::with_device_process(queue)));
+            slots.add(Model::P9(tag), HostEndpoint::Share(Requests::with_device_process(queue)));
     }
     let mut used = disks.len() + machine.shares.len().min(MAX_SHARES);
     let disk_slots = 0..used;
-    let _ = slots.add(Model::Entropy, HostEndpoint::Entropy);
+    let _ = slots.add(Model::Entropy, HostEndpoint::Entropy(HostRandom));
     used += 1;
     let net_slots = used..used + networks.len();
     for (words, network) in machine.nets.iter().zip(networks) {
@@ -457,8 +437,11 @@ fn power_on(
     let console = second.as_ref().map(HostEndpoint::Console);
     let console = console.and_then(|console| slots.add(Model::Console, console).ok());
     let console = console.map_or(0..0, |slot| slot..slot + 1);
-    let about =
-        [(event::DISK, disk_slots), (event::NET, net_slots), (event::VIRTIO_CONSOLE, console)];
+    let about = [
+        (event::DISK, disk_slots.clone()),
+        (event::NET, net_slots.clone()),
+        (event::VIRTIO_CONSOLE, console),
+    ];
     let board: Board<'_, '_> =
         Pc::with_functions(config, memory, |number, subleaf| vm.cpuid(number, subleaf), slots);
     for (index, fd) in fds.iter().enumerate() {
@@ -483,19 +466,25 @@ fn power_on(
         threads.push(Box::new(move || console.read(&*other, first)));
     }
     let doorbell = inherited(layout::DOORBELL_FD);
-    threads.push(Box::new(move || pump_doorbell(&doorbell, queues, first)));
-    for network in networks {
-        threads.push(Box::new(move || network.send(first)));
-        threads.push(Box::new(move || network.receive(first)));
+    let (board, vcpu_threads) = (&board, &vcpu_threads[..]);
+    let target = move |slot| SlotTarget { board, vcpu_threads, slot };
+    let disk_queues = queues.iter().take(disks.len());
+    let share_queues = queues[MAX_DISKS..].iter().take(disk_slots.len() - disks.len());
+    let targets = disk_queues.chain(share_queues).zip(disk_slots);
+    let targets: Vec<_> = targets.map(|(queue, slot)| (queue, target(slot))).collect();
+    threads.push(Box::new(move || pump_doorbell(&doorbell, &targets)));
+    for (slot, network) in net_slots.zip(networks) {
+        threads.push(Box::new(move || network.send(&target(slot))));
+        threads.push(Box::new(move || network.receive(&target(slot))));
     }
     for (number, disk) in disks.iter().enumerate() {
         let Storage::File(disk) = disk else { continue };
         for _ in 0..WORKERS {
-            threads.push(Box::new(move || disk.work(number, memory, first)));
+            threads.push(Box::new(move || disk.work(number, memory, &target(number))));
         }
     }
     let barrier = Barrier::new(threads.len() + fds.len());
-    let (barrier, board, gate, stream, about) = (&barrier, &board, &gate, &stream, &about);
+    let (barrier, gate, stream, about) = (&barrier, &gate, &stream, &about);
     thread::scope(|scope| {
         for job in threads {
             scope.spawn(move || {

@@ -37,6 +37,12 @@ pub mod event {
     pub const DEBUG: u64 = 1 << 7;
 }
 
+/// A receiver of events.
+pub trait Notify {
+    /// Notifies a vCPU of events, whether it runs or waits.
+    fn notify(&self, events: u64);
+}
+
 /// Event state of a vCPU thread.
 #[derive(Default)]
 pub struct VcpuThread {
@@ -62,21 +68,6 @@ impl VcpuThread {
         self.events.fetch_and(!events, SeqCst);
     }
 
-    /// Notifies the vCPU of events, whether it runs or waits.
-    pub fn notify(&self, events: u64) {
-        if self.events.fetch_or(events, SeqCst) & events == events {
-            // The earlier notification of the same events has woken the vCPU.
-            return;
-        }
-        let Some((thread, id)) = self.thread.get() else { return };
-        if self.is_in_guest.load(SeqCst) {
-            // Fails only if the thread, and thus the VM, has ended.
-            let _ = pthread_kill(*id, KICK);
-        } else {
-            thread.unpark();
-        }
-    }
-
     /// Waits for events and takes them, at most until the host's counter reaches `deadline`.
     pub fn wait(&self, clock: &CounterClock, deadline: u64) -> u64 {
         loop {
@@ -93,6 +84,22 @@ impl VcpuThread {
                     ));
                 }
             }
+        }
+    }
+}
+
+impl Notify for VcpuThread {
+    fn notify(&self, events: u64) {
+        if self.events.fetch_or(events, SeqCst) & events == events {
+            // The earlier notification of the same events has woken the vCPU.
+            return;
+        }
+        let Some((thread, id)) = self.thread.get() else { return };
+        if self.is_in_guest.load(SeqCst) {
+            // Fails only if the thread, and thus the VM, has ended.
+            let _ = pthread_kill(*id, KICK);
+        } else {
+            thread.unpark();
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Back end of a channel to another VM: root tracks the shares, the kernel maps them.
 //!
 //! The guests own the rings. The VMM accesses them only for hypercalls, and validates what it
-//! reads. All code here runs under the VM's lock.
+//! reads. All code here runs under the lock of its device.
 
 use abi::rights;
 use native_rt::device::{Shared, shares};

@@ -12,6 +12,7 @@ use native_rt::{Gate, Message, Notification, Page, time, warn};
 use proto::console::{MAX_BYTES, OPEN, READ, WRITE};
 use proto::start::{Clock, event, slot};
 use spin::mutex::SpinMutex;
+use vmm_bus::ByteStream;
 
 use crate::YieldRelax;
 
@@ -97,6 +98,16 @@ struct Session {
     may_read: bool,
 }
 
+impl ByteStream for ConsoleLine {
+    fn put(&mut self, byte: u8) -> bool {
+        CONSOLE.put(*self, byte)
+    }
+
+    fn take(&mut self) -> Option<u8> {
+        CONSOLE.take(*self)
+    }
+}
+
 impl Console {
     /// Creates a console without a server.
     const fn closed() -> Self {
@@ -134,7 +145,7 @@ impl Console {
 
     /// Accepts a byte of output; returns `false` if the buffer is full because the server has no
     /// room.
-    pub fn put(&self, line: ConsoleLine, byte: u8) -> bool {
+    fn put(&self, line: ConsoleLine, byte: u8) -> bool {
         self.virtio.store(line == ConsoleLine::Virtio, Ordering::Relaxed);
         let session = &mut *self.session.lock();
         if session.gate.is_none() {
@@ -178,7 +189,7 @@ impl Console {
     }
 
     /// Takes a byte of input, if it is for this device.
-    pub fn take(&self, line: ConsoleLine) -> Option<u8> {
+    fn take(&self, line: ConsoleLine) -> Option<u8> {
         let is_meant = self.virtio.load(Ordering::Relaxed) == (line == ConsoleLine::Virtio);
         is_meant.then(|| self.session.lock().take()).flatten()
     }

@@ -3,12 +3,13 @@
 //! A VM with attachments has a PCI bus with a device for each of them, in their order, and an
 //! entropy source after them; then come its channels and, if configured, the console. Data is
 //! copied once between guest memory and the session's memory; the session resends requests in
-//! flight when a server restarts. All code here runs under the VM's lock.
+//! flight when a server restarts. All code here runs under the lock of its device.
 
 use core::fmt;
 
+use crate::YieldRelax;
 use crate::channel::ChannelEnd;
-use crate::console::{CONSOLE, ConsoleLine};
+use crate::console::ConsoleLine;
 use heapless::Vec;
 use native_rt::device::{Shared, channels, sessions};
 use native_rt::{Notification, Window, random, time};
@@ -19,10 +20,13 @@ use proto::service::Service;
 use proto::start::{Start, Vmm, event, slot};
 use proto::system::{MAX_VM_DISKS, MAX_VM_NETS};
 use vmm_bus::backend::{
-    Block, BlockInfo, BlockOp, BlockStatus, ChannelBackend, Data, Net, NetInfo, Offload,
-    OffloadCaps, Part, Segments,
+    BackendRef, Block, BlockInfo, BlockOp, BlockStatus, Data, DeviceBackend, EntropySource, Net,
+    NetInfo, Offload, OffloadCaps, Part, Segments,
 };
-use vmm_machine::{DeviceBackend, Model, Slots};
+use vmm_machine::{Model, Slots};
+
+/// Slots of the devices of a VM.
+pub type DeviceSlots<const N: usize> = Slots<HostEndpoint, N, YieldRelax>;
 
 /// Maximum number of attachments of a VM.
 const MAX_ATTACHMENTS: usize = MAX_VM_DISKS + MAX_VM_NETS;
@@ -81,45 +85,31 @@ pub enum HostEndpoint {
     Disk(DiskSession),
     /// A port of a switch.
     Net(NetSession),
-    /// The processor's random numbers.
-    Entropy,
+    /// Entropy.
+    Entropy(ProcessorRandom),
     /// A channel to another VM.
     Channel(ChannelEnd),
     /// The console, shared with the serial port.
-    Console,
+    Console(ConsoleLine),
 }
 
 impl DeviceBackend for HostEndpoint {
-    fn block(&mut self) -> Option<&mut dyn Block> {
+    fn get(&mut self) -> BackendRef<'_> {
         match self {
-            Self::Disk(disk) => Some(disk),
-            _ => None,
+            Self::Disk(disk) => BackendRef::Block(disk),
+            Self::Net(port) => BackendRef::Net(port),
+            Self::Entropy(source) => BackendRef::Entropy(source),
+            Self::Channel(peer) => BackendRef::Channel(peer),
+            Self::Console(line) => BackendRef::Bytes(line),
         }
     }
+}
 
-    fn net(&mut self) -> Option<&mut dyn Net> {
-        match self {
-            Self::Net(port) => Some(port),
-            _ => None,
-        }
-    }
+/// The processor's random numbers.
+pub struct ProcessorRandom;
 
-    fn channel(&mut self) -> Option<&mut dyn ChannelBackend> {
-        match self {
-            Self::Channel(peer) => Some(peer),
-            _ => None,
-        }
-    }
-
-    fn put(&mut self, byte: u8) -> bool {
-        CONSOLE.put(ConsoleLine::Virtio, byte)
-    }
-
-    fn take(&mut self) -> Option<u8> {
-        CONSOLE.take(ConsoleLine::Virtio)
-    }
-
-    fn entropy(&mut self, to: &mut [u8]) -> bool {
+impl EntropySource for ProcessorRandom {
+    fn fill(&mut self, to: &mut [u8]) -> bool {
         random::fill(to)
     }
 }
@@ -130,9 +120,9 @@ impl HostEndpoint {
         match self {
             Self::Disk(disk) => disk.poll_model().map(Model::Block),
             Self::Net(port) => port.poll_model().map(Model::Net),
-            Self::Entropy => Some(Model::Entropy),
+            Self::Entropy(_) => Some(Model::Entropy),
             // They need no answer.
-            Self::Channel(_) | Self::Console => None,
+            Self::Channel(_) | Self::Console(_) => None,
         }
     }
 }
@@ -141,7 +131,7 @@ impl HostEndpoint {
 // Not inlined: its stack is free again while the VM runs.
 #[inline(never)]
 pub fn open<const N: usize>(
-    devices: &mut Slots<HostEndpoint, N>,
+    devices: &mut DeviceSlots<N>,
     start: &Start,
     plan: &Vmm,
 ) -> Result<(), DeviceSetupError> {
@@ -168,7 +158,9 @@ pub fn open<const N: usize>(
         };
         devices.add(device, endpoint).map_err(|_| DeviceSetupError::TooMany)?;
     }
-    devices.add(Model::Entropy, HostEndpoint::Entropy).map_err(|_| DeviceSetupError::TooMany)?;
+    devices
+        .add(Model::Entropy, HostEndpoint::Entropy(ProcessorRandom))
+        .map_err(|_| DeviceSetupError::TooMany)?;
     if events != 0 {
         // It fails only without the right, and then no code waits for events.
         let _ = own.signal(events);
@@ -180,7 +172,7 @@ pub fn open<const N: usize>(
 // Not inlined, for the same reason.
 #[inline(never)]
 pub fn open_channels<const N: usize>(
-    devices: &mut Slots<HostEndpoint, N>,
+    devices: &mut DeviceSlots<N>,
     start: &Start,
     plan: &Vmm,
 ) -> Result<(), DeviceSetupError> {
@@ -199,12 +191,12 @@ pub fn open_channels<const N: usize>(
 // Not inlined, for the same reason.
 #[inline(never)]
 pub fn open_console<const N: usize>(
-    devices: &mut Slots<HostEndpoint, N>,
+    devices: &mut DeviceSlots<N>,
     plan: &Vmm,
 ) -> Result<(), DeviceSetupError> {
     if plan.virtio_console {
         devices
-            .add(Model::Console, HostEndpoint::Console)
+            .add(Model::Console, HostEndpoint::Console(ConsoleLine::Virtio))
             .map_err(|_| DeviceSetupError::TooMany)?;
     }
     Ok(())

@@ -4,6 +4,7 @@ use core::fmt;
 
 use native_rt::{Notification, log, time};
 use proto::start::event;
+use vmm_bus::BackendRef;
 use vmm_machine::{Host, Level};
 
 use crate::console::{Console, ConsoleLine};
@@ -11,8 +12,10 @@ use crate::devices::Listeners;
 
 /// Host services as one thread uses them: clock, console, log, kicks of other threads.
 pub struct NativeHost<'a> {
-    /// Serial port.
+    /// Host side of the serial line and the virtio console.
     pub console: &'a Console,
+    /// Serial line.
+    pub serial: ConsoleLine,
     /// Notification of each vCPU.
     pub notifications: &'a [Notification],
     /// Mapping from events to devices.
@@ -27,12 +30,8 @@ impl Host for NativeHost<'_> {
         time::tsc().wrapping_sub(self.paused_ticks)
     }
 
-    fn put(&mut self, byte: u8) -> bool {
-        self.console.put(ConsoleLine::Serial, byte)
-    }
-
-    fn take(&mut self) -> Option<u8> {
-        self.console.take(ConsoleLine::Serial)
+    fn serial(&mut self) -> BackendRef<'_> {
+        BackendRef::Bytes(&mut self.serial)
     }
 
     fn log(&mut self, level: Level, text: fmt::Arguments<'_>) {

@@ -30,16 +30,16 @@ use proto::start::{RangeKind, Role, Start, VCPU_STACK, Vmm, event, slot};
 use proto::system::OnReset;
 use spin::mutex::SpinMutex;
 use spin::relax::RelaxStrategy;
-use vmm_boot::BootConfig;
-use vmm_machine::{Functions, Once, Outcome, Pc, PcConfig, Slots, StopReason};
+use vmm_boot::{BootConfig, PcLayout};
+use vmm_machine::{Functions, Once, Outcome, Pc, PcConfig, StopReason};
 use vmm_mem::GuestMemory;
 use vmm_vcpu::{CounterClock, MAX_VCPUS};
 use vmm_x86::{Cpu, Gpr, Reg, Seg, X86Vcpu as _};
 
 use crate::backend::NativeVcpu;
-use crate::console::{CONSOLE, Console};
+use crate::console::{CONSOLE, Console, ConsoleLine};
 use crate::control::{CONTROL, ROOT_EVENTS, VcpuFigures};
-use crate::devices::{Listeners, MAX_DEVICES};
+use crate::devices::{DeviceSlots, Listeners, MAX_DEVICES};
 use crate::host::NativeHost;
 
 const VM: u64 = slot::FREE;
@@ -61,8 +61,8 @@ impl RelaxStrategy for YieldRelax {
     }
 }
 
-type Board<'m> = Pc<'m, YieldRelax, MAX_VCPUS, Option<&'m mut Devices>>;
-type Devices = dyn Functions + Send;
+type Board<'m> = Pc<'m, YieldRelax, MAX_VCPUS, Option<&'m Devices>>;
+type Devices = dyn Functions + Sync;
 type Cell<T> = SpinMutex<T, YieldRelax>;
 
 #[cfg(not(test))]
@@ -87,11 +87,11 @@ fn main(start: &Start<'static>) -> u64 {
 /// Runs a VM with at most `N` devices.
 #[inline(never)]
 fn with_devices<const N: usize>(start: &Start<'static>, plan: &Vmm) -> u64 {
-    let mut devices = Slots::<_, N>::new();
+    let mut devices = DeviceSlots::<N>::new();
     let opened = devices::open(&mut devices, start, plan);
     let opened = opened.and_then(|()| devices::open_channels(&mut devices, start, plan));
     match opened.and_then(|()| devices::open_console(&mut devices, plan)) {
-        Ok(()) => serve(start, plan, Some(&mut devices)),
+        Ok(()) => serve(start, plan, Some(&devices)),
         Err(problem) => {
             error!("cannot connect the devices: {problem}");
             code::INTERNAL
@@ -100,7 +100,7 @@ fn with_devices<const N: usize>(start: &Start<'static>, plan: &Vmm) -> u64 {
 }
 
 /// Runs the VM with these devices, if any; returns its exit code.
-fn serve(start: &Start<'static>, plan: &Vmm, mut devices: Option<&mut Devices>) -> u64 {
+fn serve(start: &Start<'static>, plan: &Vmm, devices: Option<&Devices>) -> u64 {
     if !(1..=MAX_VCPUS).contains(&plan.cpus.len()) {
         error!("{} vCPUs requested; the limit is 1 to {MAX_VCPUS}", plan.cpus.len());
         return code::BAD_CONFIG;
@@ -139,7 +139,7 @@ fn serve(start: &Start<'static>, plan: &Vmm, mut devices: Option<&mut Devices>) 
             &mut guest,
             console,
             (&statistics, &mut logged),
-            devices.as_deref_mut(),
+            devices,
         ) {
             Ok(outcome) => outcome,
             Err(code) => return code,
@@ -153,13 +153,7 @@ fn serve(start: &Start<'static>, plan: &Vmm, mut devices: Option<&mut Devices>) 
             continue;
         }
         console.finish(Notification::at(slot::NOTIFICATION));
-        let mut statistics = statistics.into_inner();
-        for vcpu in &guest.vcpus {
-            let (entries, settled) = vcpu.lock().counts();
-            statistics.entries += entries;
-            statistics.handled_in_kernel += settled;
-        }
-        exit(exit_code(outcome), &statistics);
+        exit(exit_code(outcome), &guest.statistics(statistics.into_inner()));
     }
 }
 
@@ -207,6 +201,16 @@ impl<'a> Guest<'a> {
         }
         Ok(guest)
     }
+
+    /// Adds the counts of the vCPUs.
+    fn statistics(&self, mut sum: VmmStatistics) -> VmmStatistics {
+        for vcpu in &self.vcpus {
+            let (entries, settled) = vcpu.lock().counts();
+            sum.entries += entries;
+            sum.handled_in_kernel += settled;
+        }
+        sum
+    }
 }
 
 /// Maps guest memory: from 0 to the hole, and the rest from 4 GiB on.
@@ -227,23 +231,17 @@ fn map_guest(start: &Start, vm: Vm, hole_start: u64) -> Result<(), Status> {
     Ok(())
 }
 
-/// Boots the guest and runs it until it ends. The error is an exit code.
-fn run(
+/// Loads the guest and sets the first vCPU to its initial state. The error is an exit code.
+fn load(
     start: &Start,
     plan: &Vmm,
     memory: &GuestMemory,
-    guest: &mut Guest,
-    console: &Console,
-    (statistics, logged): (&Cell<VmmStatistics>, &mut Once),
-    devices: Option<&mut Devices>,
-) -> Result<Outcome, u64> {
-    let Guest { vcpus, notifications, helpers, .. } = guest;
-    let layout =
-        if devices.is_some() { vmm_machine::layout_with_pci() } else { vmm_machine::layout() };
-    let count = vcpus.len() as u8;
+    layout: &PcLayout,
+    vcpus: &[Cell<NativeVcpu>],
+) -> Result<(), u64> {
     let config = BootConfig {
-        layout: &layout,
-        vcpus: count,
+        layout,
+        vcpus: vcpus.len() as u8,
         kernel: file(start, RangeKind::Kernel).unwrap_or(&[]),
         initrd: file(start, RangeKind::Initrd),
         command_line: plan.command_line.as_bytes(),
@@ -258,7 +256,11 @@ fn run(
     if plan.on_reset == OnReset::Exit {
         release_files(start);
     }
-    let config = PcConfig {
+    Ok(())
+}
+
+fn board_config(start: &Start, plan: &Vmm, count: u8) -> PcConfig {
+    PcConfig {
         vcpus: count,
         clock: CounterClock::new(
             start.clock.tsc_khz,
@@ -272,13 +274,36 @@ fn run(
         pv_flush: true,
         pv_ipi: true,
         id: plan.id,
-    };
+    }
+}
+
+/// Boots the guest and runs it until it ends. The error is an exit code.
+fn run(
+    start: &Start,
+    plan: &Vmm,
+    memory: &GuestMemory,
+    guest: &mut Guest,
+    console: &Console,
+    (statistics, logged): (&Cell<VmmStatistics>, &mut Once),
+    devices: Option<&Devices>,
+) -> Result<Outcome, u64> {
+    let Guest { vcpus, notifications, helpers, .. } = guest;
+    let layout =
+        if devices.is_some() { vmm_machine::layout_with_pci() } else { vmm_machine::layout() };
+    load(start, plan, memory, &layout, vcpus)?;
+    let config = board_config(start, plan, vcpus.len() as u8);
     let pc = Board::with_functions(config, memory, host_cpuid, devices);
     pc.keep_logged(logged.clone());
     let drive = |index: usize| {
         let listeners = Listeners::new(plan);
         let paused_ticks = CONTROL.paused_ticks();
-        let mut host = NativeHost { console, notifications, listeners, paused_ticks };
+        let mut host = NativeHost {
+            console,
+            serial: ConsoleLine::Serial,
+            notifications,
+            listeners,
+            paused_ticks,
+        };
         let mut cpu = pc.cpu(index);
         let mut vcpu = vcpus[index].lock();
         vcpu.start(index, context(index));

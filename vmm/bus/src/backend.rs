@@ -454,6 +454,72 @@ pub trait ChannelBackend {
     fn reset(&mut self);
 }
 
+/// Back end of a byte stream: a serial line or a console.
+pub trait ByteStream {
+    /// Writes a byte. `false`: not accepted, keep it.
+    fn put(&mut self, byte: u8) -> bool;
+    /// Reads a byte, if one is available.
+    fn take(&mut self) -> Option<u8>;
+}
+
+/// Back end of an entropy source.
+pub trait EntropySource {
+    /// Fills `to` with cryptographically secure random bytes. `false`: none are available now.
+    fn fill(&mut self, to: &mut [u8]) -> bool;
+}
+
+macro_rules! kinds {
+    ($($kind:ident, $get:ident, $interface:ident;)*) => {
+        /// Back end of a device: one variant and one accessor for each interface above.
+        pub enum BackendRef<'a> {
+            /// The device is not connected.
+            None,
+            $(#[doc = concat!("See [`", stringify!($interface), "`].")]
+            $kind(&'a mut dyn $interface),)*
+        }
+
+        impl dyn crate::Env + '_ {
+            $(#[doc = concat!("Back end of a device that needs a [`", stringify!($interface),
+                "`], and guest memory; `None` if it is not connected.")]
+            pub fn $get(&mut self) -> Option<(&mut dyn $interface, &GuestMemory)> {
+                match self.backend() {
+                    (BackendRef::$kind(backend), memory) => Some((backend, memory)),
+                    _ => None,
+                }
+            })*
+        }
+    };
+}
+kinds! {
+    Block, block, Block;
+    Net, net, Net;
+    Balloon, balloon, BalloonBackend;
+    Messages, messages, Messages;
+    Packets, packets, Packets;
+    Channel, channel, ChannelBackend;
+    Bytes, bytes, ByteStream;
+    Entropy, entropy, EntropySource;
+}
+
+impl dyn crate::Env + '_ {
+    /// Writes a byte to the device's byte stream. `false`: not accepted, keep it. Without one, the
+    /// byte is dropped.
+    pub fn put(&mut self, byte: u8) -> bool {
+        self.bytes().is_none_or(|(stream, _)| stream.put(byte))
+    }
+
+    /// Reads a byte from the device's byte stream, if one is available.
+    pub fn take(&mut self) -> Option<u8> {
+        self.bytes()?.0.take()
+    }
+}
+
+/// An owner of a back end. A slot of the PCI bus pairs a device with one.
+pub trait DeviceBackend {
+    /// The back end.
+    fn get(&mut self) -> BackendRef<'_>;
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

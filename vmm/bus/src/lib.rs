@@ -17,7 +17,10 @@ pub mod requests;
 pub mod testing;
 mod ticks;
 
-pub use backend::{BalloonBackend, Block, ChannelBackend, Data, Messages, Net, Packets};
+pub use backend::{
+    BackendRef, BalloonBackend, Block, ByteStream, ChannelBackend, Data, DeviceBackend,
+    EntropySource, Messages, Net, Packets,
+};
 pub use map::{Map, MapError, Piece, Region};
 pub use ticks::Ticks;
 use vmm_mem::GuestMemory;
@@ -86,27 +89,11 @@ pub trait Env {
     /// in the past wakes the device as soon as the host can, after the current call, so a device
     /// need not compare it with [`Env::now`].
     fn arm(&mut self, timer: u8, deadline: Nanos);
-    /// Writes a byte to the serial line. `false`: not accepted, keep it.
-    fn put(&mut self, byte: u8) -> bool;
-    /// Reads a byte from the serial line, if one is available.
-    fn take(&mut self) -> Option<u8>;
     /// Guest memory.
     fn memory(&self) -> &GuestMemory;
-    /// Back end of a block device, and guest memory; `None` if the device is not connected.
-    fn block(&mut self) -> Option<(&mut dyn Block, &GuestMemory)>;
-    /// Back end of a network device, and guest memory; `None` if the device is not connected.
-    fn net(&mut self) -> Option<(&mut dyn Net, &GuestMemory)>;
-    /// Back end of a memory balloon, and guest memory; `None` if the device is not connected.
-    fn balloon(&mut self) -> Option<(&mut dyn BalloonBackend, &GuestMemory)>;
-    /// Back end of a device that forwards messages, and guest memory; `None` if it is not
-    /// connected.
-    fn messages(&mut self) -> Option<(&mut dyn Messages, &GuestMemory)>;
-    /// Back end of a socket device, and guest memory; `None` if the device is not connected.
-    fn packets(&mut self) -> Option<(&mut dyn Packets, &GuestMemory)>;
-    /// Back end of a channel to another VM; `None` if the device is not connected.
-    fn channel(&mut self) -> Option<&mut dyn ChannelBackend>;
-    /// Fills `to` with cryptographically secure random bytes. `false`: none are available now.
-    fn entropy(&mut self, to: &mut [u8]) -> bool;
+    /// Back end of the device, and guest memory. Devices use the accessors of `dyn Env`, such as
+    /// [`block`](#method.block).
+    fn backend(&mut self) -> (BackendRef<'_>, &GuestMemory);
     /// Sends a message-signalled interrupt (of a PCI function or an interrupt controller).
     fn msi(&mut self, msi: Msi);
     /// Reports an event that concerns the whole VM.

@@ -3,8 +3,8 @@
 pub mod hammer;
 
 use crate::backend::{
-    BalloonBackend, Block, BlockOp, BlockStatus, ChannelBackend, Data, Messages, Net, Offload,
-    OffloadCaps, Packets,
+    BackendRef, BalloonBackend, Block, BlockOp, BlockStatus, ByteStream, ChannelBackend, Data,
+    EntropySource, Messages, Net, Offload, OffloadCaps, Packets,
 };
 use crate::{Access, Device, Env, MachineEvent, Msi, NEVER, Nanos, WAKE_INPUT};
 use proto::channel::{Broken, Message, SendError, ShareState, View};
@@ -25,12 +25,6 @@ pub struct Script {
     pub edges: Vec<(u8, bool)>,
     /// Armed deadlines by timer.
     pub deadlines: BTreeMap<u8, Nanos>,
-    /// Bytes written to the serial line.
-    pub output: Vec<u8>,
-    /// Number of further bytes that the serial line accepts; `None`: unlimited.
-    pub room: Option<usize>,
-    /// Bytes available to read.
-    pub input: VecDeque<u8>,
     /// Message-signalled interrupts sent.
     pub msis: Vec<Msi>,
     /// Machine events.
@@ -51,8 +45,51 @@ pub struct Script {
     pub link: Option<ScriptVsock>,
     /// Back end of a channel.
     pub channel: Option<ScriptPeer>,
-    /// Number of random bytes available; their values count up.
+    /// Serial line or console, if there is no other back end.
+    pub stream: ScriptStream,
+    /// Number of random bytes available; their values count down.
     pub entropy: usize,
+}
+
+/// A byte stream of the [`Script`].
+#[derive(Clone, Debug, Default)]
+pub struct ScriptStream {
+    /// Bytes written.
+    pub output: Vec<u8>,
+    /// Number of further bytes that it accepts; `None`: unlimited.
+    pub room: Option<usize>,
+    /// Bytes available to read.
+    pub input: VecDeque<u8>,
+}
+
+impl ByteStream for ScriptStream {
+    fn put(&mut self, byte: u8) -> bool {
+        match &mut self.room {
+            Some(0) => return false,
+            Some(room) => *room -= 1,
+            None => {}
+        }
+        self.output.push(byte);
+        true
+    }
+
+    fn take(&mut self) -> Option<u8> {
+        self.input.pop_front()
+    }
+}
+
+/// Counts down.
+impl EntropySource for usize {
+    fn fill(&mut self, to: &mut [u8]) -> bool {
+        let enough = *self >= to.len();
+        if enough {
+            for byte in to {
+                *byte = *self as u8;
+                *self -= 1;
+            }
+        }
+        enough
+    }
 }
 
 /// A disk of the [`Script`]: the test completes requests.
@@ -434,7 +471,7 @@ impl Script {
 
     /// Delivers input bytes.
     pub fn send(&mut self, device: &mut dyn Device, bytes: &[u8]) {
-        self.input.extend(bytes);
+        self.stream.input.extend(bytes);
         device.wake(WAKE_INPUT, self);
     }
 
@@ -477,62 +514,22 @@ impl Env for Script {
         }
     }
 
-    fn put(&mut self, byte: u8) -> bool {
-        match &mut self.room {
-            Some(0) => return false,
-            Some(room) => *room -= 1,
-            None => {}
-        }
-        self.output.push(byte);
-        true
-    }
-
-    fn take(&mut self) -> Option<u8> {
-        self.input.pop_front()
-    }
-
     fn memory(&self) -> &GuestMemory {
         self.memory.as_ref().unwrap_or_else(|| no_memory())
     }
 
-    fn block(&mut self) -> Option<(&mut dyn Block, &GuestMemory)> {
-        let memory = self.memory.as_ref().unwrap_or_else(|| no_memory());
-        self.disk.as_mut().map(|disk| (disk as &mut dyn Block, memory))
-    }
-
-    fn net(&mut self) -> Option<(&mut dyn Net, &GuestMemory)> {
-        let memory = self.memory.as_ref().unwrap_or_else(|| no_memory());
-        self.port.as_mut().map(|port| (port as &mut dyn Net, memory))
-    }
-
-    fn balloon(&mut self) -> Option<(&mut dyn BalloonBackend, &GuestMemory)> {
-        let memory = self.memory.as_ref().unwrap_or_else(|| no_memory());
-        self.balloon.as_mut().map(|balloon| (balloon as &mut dyn BalloonBackend, memory))
-    }
-
-    fn messages(&mut self) -> Option<(&mut dyn Messages, &GuestMemory)> {
-        let memory = self.memory.as_ref().unwrap_or_else(|| no_memory());
-        self.server.as_mut().map(|server| (server as &mut dyn Messages, memory))
-    }
-
-    fn packets(&mut self) -> Option<(&mut dyn Packets, &GuestMemory)> {
-        let memory = self.memory.as_ref().unwrap_or_else(|| no_memory());
-        self.link.as_mut().map(|link| (link as &mut dyn Packets, memory))
-    }
-
-    fn channel(&mut self) -> Option<&mut dyn ChannelBackend> {
-        self.channel.as_mut().map(|channel| channel as &mut dyn ChannelBackend)
-    }
-
-    fn entropy(&mut self, to: &mut [u8]) -> bool {
-        let enough = self.entropy >= to.len();
-        if enough {
-            for byte in to {
-                *byte = self.entropy as u8;
-                self.entropy -= 1;
-            }
-        }
-        enough
+    fn backend(&mut self) -> (BackendRef<'_>, &GuestMemory) {
+        let backend = match self {
+            Self { disk: Some(disk), .. } => BackendRef::Block(disk),
+            Self { port: Some(port), .. } => BackendRef::Net(port),
+            Self { balloon: Some(balloon), .. } => BackendRef::Balloon(balloon),
+            Self { server: Some(server), .. } => BackendRef::Messages(server),
+            Self { link: Some(link), .. } => BackendRef::Packets(link),
+            Self { channel: Some(channel), .. } => BackendRef::Channel(channel),
+            Self { entropy: entropy @ 1.., .. } => BackendRef::Entropy(entropy),
+            Self { stream, .. } => BackendRef::Bytes(stream),
+        };
+        (backend, self.memory.as_ref().unwrap_or_else(|| no_memory()))
     }
 
     fn msi(&mut self, msi: Msi) {

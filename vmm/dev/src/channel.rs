@@ -99,7 +99,7 @@ impl Channel {
     }
 
     fn refresh_view(&mut self, env: &mut dyn Env) -> View {
-        let view = env.channel().map(|channel| channel.view()).unwrap_or_default();
+        let view = env.channel().map(|(channel, _)| channel.view()).unwrap_or_default();
         *self.view.insert(view)
     }
 
@@ -127,7 +127,7 @@ impl Channel {
         let at = |index| self.header.memory(index).map(|(base, _)| base.into());
         let placed = [at(0), at(1)];
         if placed != self.placed
-            && let Some(channel) = env.channel()
+            && let Some((channel, _)) = env.channel()
         {
             self.placed = placed;
             channel.set_addresses(placed[0], placed[1]);
@@ -183,7 +183,7 @@ impl Channel {
         match offset {
             EVENTS => self.events &= !value,
             DOORBELL => {
-                if let Some(channel) = env.channel() {
+                if let Some((channel, _)) = env.channel() {
                     // The register `PEER` shows if the peer runs.
                     let _ = channel.notify();
                 }
@@ -206,7 +206,7 @@ impl Channel {
             SHARE_LENGTH => offer.length = value,
             SHARE_COMMAND => {
                 let Offer { address, length, .. } = *offer;
-                let Some(channel) = env.channel() else { return };
+                let Some((channel, _)) = env.channel() else { return };
                 let done = match value {
                     COMMAND_CLOSE => {
                         channel.revoke(share);
@@ -225,7 +225,7 @@ impl Channel {
     }
 
     fn command_peers(&mut self, share: usize, value: u32, env: &mut dyn Env) {
-        let Some(channel) = env.channel() else { return };
+        let Some((channel, _)) = env.channel() else { return };
         let done = match value {
             COMMAND_CLOSE => {
                 channel.unmap(share);
@@ -295,7 +295,7 @@ impl Device for Channel {
     }
 
     fn reset(&mut self, env: &mut dyn Env) {
-        if let Some(channel) = env.channel() {
+        if let Some((channel, _)) = env.channel() {
             channel.reset();
         }
         self.header.reset();

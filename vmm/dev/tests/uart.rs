@@ -1,7 +1,7 @@
 //! Scripts for the 16550A.
 
 use proptest::prelude::*;
-use vmm_bus::testing::Script;
+use vmm_bus::testing::{Script, ScriptStream};
 use vmm_bus::{Device, WAKE_INPUT};
 use vmm_dev::pc::uart::{Uart, spec::*};
 
@@ -43,7 +43,7 @@ fn polled_output_has_no_other_effect() {
         assert_ne!(env.inb(&mut uart, LSR) & LSR_THRE, 0);
         env.outb(&mut uart, DATA, *byte);
     }
-    assert_eq!(env.output, b"hello");
+    assert_eq!(env.stream.output, b"hello");
     assert!(env.edges.is_empty() && env.deadlines.is_empty());
 }
 
@@ -65,22 +65,23 @@ fn transmitter_interrupt_on_enable_and_after_each_batch() {
 
 #[test]
 fn refused_output_waits_and_then_interrupts() {
-    let mut env = Script { room: Some(1), ..Script::new() };
+    let mut env =
+        Script { stream: ScriptStream { room: Some(1), ..Default::default() }, ..Script::new() };
     let mut uart = ready(&mut env, IER_TX);
     env.inb(&mut uart, IIR);
     for byte in b"abc" {
         env.outb(&mut uart, DATA, *byte);
     }
-    assert_eq!(env.output, b"a");
+    assert_eq!(env.stream.output, b"a");
     assert_eq!(env.inb(&mut uart, LSR) & (LSR_THRE | LSR_TEMT), 0);
     assert!(!env.line(0));
-    env.room = Some(1);
+    env.stream.room = Some(1);
     uart.wake(WAKE_INPUT, &mut env);
     assert!(!env.line(0), "one byte is left");
-    env.room = None;
+    env.stream.room = None;
     uart.wake(WAKE_INPUT, &mut env);
     assert!(env.line(0));
-    assert_eq!(env.output, b"abc");
+    assert_eq!(env.stream.output, b"abc");
     assert_ne!(env.inb(&mut uart, LSR) & LSR_TEMT, 0);
 }
 
@@ -113,7 +114,7 @@ fn input_beyond_the_fifo_stays_outside() {
     let mut uart = ready(&mut env, IER_RX);
     let text: Vec<u8> = (0..100).collect();
     env.send(&mut uart, &text);
-    assert_eq!(env.input.len(), 84);
+    assert_eq!(env.stream.input.len(), 84);
     let read: Vec<u8> = (0..100).map(|_| env.inb(&mut uart, DATA)).collect();
     assert_eq!(read, text);
     assert_eq!(env.inb(&mut uart, LSR) & (LSR_DATA | LSR_OVERRUN), 0);
@@ -137,7 +138,7 @@ fn input_waits_for_a_driver_that_is_ready() {
     // Linux probes for interrupts.
     env.outb(&mut uart, IER, IER_MASK);
     env.outb(&mut uart, IER, 0);
-    assert_eq!(env.input.len(), 5);
+    assert_eq!(env.stream.input.len(), 5);
     env.outb(&mut uart, IER, IER_RX);
     env.outb(&mut uart, MCR, MCR_OUT2);
     // It enables the FIFOs last.
@@ -170,7 +171,7 @@ fn loop_back_returns_bytes_and_overruns() {
     for byte in 0..17 {
         env.outb(&mut uart, DATA, byte);
     }
-    assert!(env.line(0) && env.output.is_empty());
+    assert!(env.line(0) && env.stream.output.is_empty());
     assert_eq!(env.inb(&mut uart, IIR), IIR_FIFO | IIR_LINE);
     assert_ne!(env.inb(&mut uart, LSR) & LSR_OVERRUN, 0);
     assert_eq!(env.inb(&mut uart, LSR) & LSR_OVERRUN, 0, "cleared by reading");
@@ -216,7 +217,7 @@ fn reset_lowers_the_line_and_keeps_the_outside() {
     env.send(&mut uart, &text);
     uart.reset(&mut env);
     assert!(!env.line(0) && env.deadlines.is_empty());
-    assert_eq!(env.input.len(), 4);
+    assert_eq!(env.stream.input.len(), 4);
     env.outb(&mut uart, IIR, FCR_ENABLE);
     env.outb(&mut uart, MCR, MCR_OUT2);
     env.outb(&mut uart, IER, IER_RX);
@@ -227,7 +228,7 @@ proptest! {
     /// At any pace of both sides, a guest that polls the line status loses no byte.
     #[test]
     fn loses_nothing(fifo: bool, steps in prop::collection::vec((0_u8..5, 0_usize..24), 1..200)) {
-        let mut env = Script { room: Some(0), ..Script::new() };
+        let mut env = Script { stream: ScriptStream { room: Some(0), ..Default::default() }, ..Script::new() };
         let mut uart = Uart::new();
         env.outb(&mut uart, IIR, if fifo { FCR_ENABLE } else { 0 });
         let (mut sent, mut received, mut written) = (0_usize, Vec::new(), 0_usize);
@@ -247,7 +248,7 @@ proptest! {
                 }
                 1 => read(&mut uart, &mut env, &mut received, n),
                 2 => {
-                    env.room = Some(n);
+                    env.stream.room = Some(n);
                     uart.wake(WAKE_INPUT, &mut env);
                 }
                 3 => env.advance(&mut uart, n as u64 * 1_000_000),
@@ -261,12 +262,12 @@ proptest! {
                 }
             }
         }
-        env.room = None;
+        env.stream.room = None;
         uart.wake(WAKE_INPUT, &mut env);
         // The first reads are not for data.
         read(&mut uart, &mut env, &mut received, sent + 8);
         let counted = |n: usize| (0..n).map(|b| b as u8).collect::<Vec<u8>>();
         prop_assert_eq!(received, counted(sent));
-        prop_assert_eq!(&env.output, &counted(written));
+        prop_assert_eq!(&env.stream.output, &counted(written));
     }
 }

@@ -12,7 +12,6 @@ use vmm_dev::pci::{Bridge, ConfigAddress, ConfigTarget, Function, ecam, spec as 
 use vmm_dev::virtio::blk::Blk;
 use vmm_dev::virtio::console::{Console, spec::*};
 use vmm_dev::virtio::entropy::{Entropy, MOST};
-use vmm_dev::virtio::mmio::{Mmio, spec as mmio};
 use vmm_dev::virtio::net::NetCard;
 use vmm_dev::virtio::pci::{Pci, spec as pci};
 use vmm_dev::virtio::spec::*;
@@ -48,10 +47,10 @@ fn console_both_ways() {
     rig.put(0x200, b"world");
     rig.send(TRANSMIT, &[(0x100, 6, false), (0x200, 5, false)]);
     assert_eq!(
-        (rig.env.output.clone(), rig.used(TRANSMIT)),
+        (rig.env.stream.output.clone(), rig.used(TRANSMIT)),
         (b"hello world".to_vec(), vec![(0, 0)])
     );
-    rig.env.input.extend(b"typed");
+    rig.env.stream.input.extend(b"typed");
     rig.wake();
     assert_eq!(rig.used(RECEIVE), [], "no buffer");
     rig.send(RECEIVE, &[(0x300, 3, true)]);
@@ -59,7 +58,7 @@ fn console_both_ways() {
     assert_eq!(rig.used(RECEIVE), [(0, 3), (4, 2)]);
     assert_eq!((rig.get(0x300, 3), rig.get(0x310, 3)), (b"typ".to_vec(), b"ed\0".to_vec()));
     rig.write(pci::CONFIG + EMERG_WRITE, 4, b'!'.into());
-    assert_eq!(rig.env.output.last(), Some(&b'!'));
+    assert_eq!(rig.env.stream.output.last(), Some(&b'!'));
     breaks(&mut rig, RECEIVE, &[(0x300, 3, false)]);
 }
 
@@ -68,12 +67,12 @@ fn console_waits_for_room() {
     let mut rig = Rig::ready(Console::new(), u64::MAX, |_| {});
     let text: Vec<u8> = (0..200).collect();
     rig.put(0x100, &text);
-    rig.env.room = Some(70);
+    rig.env.stream.room = Some(70);
     rig.send(TRANSMIT, &[(0x100, 200, false)]);
-    assert_eq!((rig.env.output.len(), rig.used(TRANSMIT)), (70, vec![]));
-    rig.env.room = None;
+    assert_eq!((rig.env.stream.output.len(), rig.used(TRANSMIT)), (70, vec![]));
+    rig.env.stream.room = None;
     rig.wake();
-    assert_eq!((rig.env.output.clone(), rig.used(TRANSMIT)), (text, vec![(0, 0)]));
+    assert_eq!((rig.env.stream.output.clone(), rig.used(TRANSMIT)), (text, vec![(0, 0)]));
 }
 
 /// A long chain takes several calls.
@@ -81,10 +80,10 @@ fn console_waits_for_room() {
 fn console_work_is_bounded() {
     let mut rig = Rig::ready(Console::new(), u64::MAX, |_| {});
     rig.send(TRANSMIT, &[(0, 0x10_0000, false)]);
-    let first = rig.env.output.len();
+    let first = rig.env.stream.output.len();
     assert!(first > 0 && first < 0x10_0000);
     rig.env.advance(&mut rig.function, 0);
-    assert!(rig.env.output.len() > first);
+    assert!(rig.env.stream.output.len() > first);
 }
 
 #[test]
@@ -254,62 +253,6 @@ fn the_window_through_configuration_space() {
     }
 }
 
-#[test]
-fn memory_mapped_transport() {
-    let memory = vmm_mem::testing::memory(&[(0, 0x10_000)]);
-    let mut env = Script { memory: Some(memory), entropy: 100, ..Script::new() };
-    let mut device = Mmio::new(Entropy::new());
-    let mut out = |env: &mut Script, register, value| env.outl(&mut device, register, value);
-    for (register, value) in [
-        (mmio::STATUS, 0),
-        (mmio::STATUS, (ACKNOWLEDGE | DRIVER).into()),
-        (mmio::DRIVER_FEATURES_SEL, 1),
-        (mmio::DRIVER_FEATURES, 1),
-        (mmio::STATUS, FEATURES_OK.into()),
-        (mmio::QUEUE_SEL, 0),
-        (mmio::QUEUE_NUM, 4),
-        (mmio::QUEUE_DESC, 0x1000),
-        (mmio::QUEUE_DRIVER, 0x2000),
-        (mmio::QUEUE_DEVICE, 0x3000),
-        (mmio::QUEUE_READY, 1),
-        (mmio::STATUS, DRIVER_OK.into()),
-    ] {
-        out(&mut env, register, value);
-    }
-    // One descriptor of 8 bytes, available twice.
-    memory.write_slice(0x1000, &[0, 0x40, 0, 0, 0, 0, 0, 0, 8, 0, 0, 0, 2, 0]).unwrap();
-    memory.write_slice(0x2000, &[0, 0, 2, 0]).unwrap();
-    out(&mut env, mmio::QUEUE_NOTIFY, 0);
-    assert!(env.line(0));
-    assert_eq!(memory.read::<u16>(0x3002), Ok(2));
-    assert_eq!(memory.read::<u64>(0x4000), Ok(0x5556_5758_595a_5b5c), "the second is on top");
-    for (register, value) in [
-        (mmio::MAGIC, 0x7472_6976),
-        (mmio::VERSION, 2),
-        (mmio::DEVICE_ID, 4),
-        (mmio::QUEUE_NUM_MAX, 16),
-        (mmio::QUEUE_READY, 1),
-        (mmio::INTERRUPT_STATUS, 1),
-        (mmio::STATUS, 0xf),
-        (mmio::SHM_LEN, u32::MAX),
-        (mmio::CONFIG, 0),
-    ] {
-        assert_eq!(env.inl(&mut device, register), value, "{register:#x}");
-    }
-    env.outl(&mut device, mmio::INTERRUPT_ACK, 1);
-    assert!(!env.line(0));
-    // A broken ring.
-    memory.write_slice(0x2002, &[0xff, 0xff]).unwrap();
-    env.outl(&mut device, mmio::QUEUE_NOTIFY, 0);
-    assert!(env.line(0));
-    assert_eq!(env.inl(&mut device, mmio::INTERRUPT_STATUS), CAUSE_CONFIG.into());
-    assert_eq!(env.inl(&mut device, mmio::STATUS), (0xf | NEEDS_RESET).into());
-    env.outl(&mut device, mmio::STATUS, 0);
-    assert!(!env.line(0));
-    assert_eq!(env.inl(&mut device, mmio::STATUS), 0);
-    assert_eq!(env.inl(&mut device, mmio::QUEUE_READY), 0);
-}
-
 /// One operation of a hostile driver.
 #[derive(Clone, Debug)]
 enum Step {
@@ -415,17 +358,5 @@ proptest! {
         hammer(NetCard::new(NetInfo::default()), &steps);
         hammer(Console::new(), &steps);
         hammer(Entropy::new(), &steps);
-    }
-
-    #[test]
-    fn nothing_that_a_driver_writes_panics_mmio(
-        steps in prop::collection::vec((0_u64..0x208, prop::sample::select(vec![1_u8, 2, 4]), 0_u64..0x2000), 1..200),
-    ) {
-        let mut env = Script { entropy: 1000, ..Script::new() };
-        let mut device = Mmio::new(Console::new());
-        for (offset, size, value) in steps {
-            device.write(Access::new(offset, size), value, &mut env);
-            device.read(Access::new(offset & !3, 4), &mut env);
-        }
     }
 }

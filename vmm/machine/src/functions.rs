@@ -1,10 +1,13 @@
 //! PCI functions of a board with a PCI bus.
 //!
-//! The lock of the board protects the functions and their back ends, so one thread at a time calls
-//! a back end. Function `slot` is device `slot + 1`; device 0 is the host bridge.
+//! Each slot has a lock for its function and back end, so one thread at a time calls a back end.
+//! The lock of the board is taken inside of it, never the other way round. Function `slot` is
+//! device `slot + 1`; device 0 is the host bridge.
 
+use spin::mutex::SpinMutex;
+use spin::relax::{RelaxStrategy, Spin};
 use vmm_bus::backend::{BlockInfo, ChannelInfo, NetInfo};
-use vmm_bus::{BalloonBackend, Block, ChannelBackend, Messages, Net, Packets};
+use vmm_bus::{BackendRef, DeviceBackend};
 use vmm_dev::channel;
 use vmm_dev::pci::Function;
 use vmm_dev::virtio::balloon;
@@ -21,17 +24,20 @@ use crate::layout;
 /// Maximum number of functions of a board, without the host bridge.
 pub const MAX_FUNCTIONS: usize = 16;
 
+/// A call of a function and its back end.
+pub type FunctionCall<'a> = &'a mut dyn FnMut(&mut dyn Function, &mut dyn DeviceBackend);
+
 /// PCI functions of a board.
 pub trait Functions {
     /// Number of slots, at most [`MAX_FUNCTIONS`], constant. 0: the board has no PCI.
     fn slots(&self) -> usize;
-    /// Function in a slot, and its back end.
-    fn get(&mut self, slot: usize) -> Option<(&mut dyn Function, &mut dyn DeviceBackend)>;
-    /// Back end of the channel with this number.
-    fn channel(&mut self, number: u64) -> Option<&mut dyn ChannelBackend>;
+    /// Calls the function in a slot and its back end, under their lock; not if the slot is empty.
+    fn with(&self, slot: usize, call: FunctionCall<'_>);
+    /// Slot of the channel with this number.
+    fn channel(&self, number: u64) -> Option<usize>;
     /// Resets all functions to their power-on state for a new boot. Disks drop outstanding
     /// requests, channels their shares.
-    fn power_on(&mut self);
+    fn power_on(&self);
 }
 
 /// A board without PCI.
@@ -42,135 +48,59 @@ impl Functions for () {
     }
 
     #[inline]
-    fn get(&mut self, _: usize) -> Option<(&mut dyn Function, &mut dyn DeviceBackend)> {
+    fn with(&self, _: usize, _: FunctionCall<'_>) {}
+
+    fn channel(&self, _: u64) -> Option<usize> {
         None
     }
 
-    fn channel(&mut self, _: u64) -> Option<&mut dyn ChannelBackend> {
-        None
-    }
-
-    fn power_on(&mut self) {}
+    fn power_on(&self) {}
 }
 
 /// Functions in another place, or a board without PCI.
-impl<F: Functions + ?Sized> Functions for Option<&mut F> {
+impl<F: Functions + ?Sized> Functions for Option<&F> {
     #[inline]
     fn slots(&self) -> usize {
-        self.as_ref().map_or(0, |functions| functions.slots())
+        self.map_or(0, Functions::slots)
     }
 
-    fn get(&mut self, slot: usize) -> Option<(&mut dyn Function, &mut dyn DeviceBackend)> {
-        self.as_mut()?.get(slot)
+    fn with(&self, slot: usize, call: FunctionCall<'_>) {
+        if let Some(functions) = self {
+            functions.with(slot, call);
+        }
     }
 
-    fn channel(&mut self, number: u64) -> Option<&mut dyn ChannelBackend> {
-        self.as_mut()?.channel(number)
+    fn channel(&self, number: u64) -> Option<usize> {
+        self.and_then(|functions| functions.channel(number))
     }
 
-    fn power_on(&mut self) {
+    fn power_on(&self) {
         if let Some(functions) = self {
             functions.power_on();
         }
     }
 }
 
-/// Back end of one function. By default no service is connected.
-pub trait DeviceBackend {
-    /// See [`vmm_bus::Env::block`].
-    fn block(&mut self) -> Option<&mut dyn Block> {
-        None
-    }
-    /// See [`vmm_bus::Env::net`].
-    fn net(&mut self) -> Option<&mut dyn Net> {
-        None
-    }
-    /// See [`vmm_bus::Env::balloon`].
-    fn balloon(&mut self) -> Option<&mut dyn BalloonBackend> {
-        None
-    }
-    /// See [`vmm_bus::Env::messages`].
-    fn messages(&mut self) -> Option<&mut dyn Messages> {
-        None
-    }
-    /// See [`vmm_bus::Env::packets`].
-    fn packets(&mut self) -> Option<&mut dyn Packets> {
-        None
-    }
-    /// See [`vmm_bus::Env::channel`].
-    fn channel(&mut self) -> Option<&mut dyn ChannelBackend> {
-        None
-    }
-    /// See [`vmm_bus::Env::put`].
-    fn put(&mut self, _byte: u8) -> bool {
-        true
-    }
-    /// See [`vmm_bus::Env::take`].
-    fn take(&mut self) -> Option<u8> {
-        None
-    }
-    /// See [`vmm_bus::Env::entropy`].
-    fn entropy(&mut self, _to: &mut [u8]) -> bool {
-        false
-    }
-}
-
-impl<T: DeviceBackend + ?Sized> DeviceBackend for &mut T {
-    fn block(&mut self) -> Option<&mut dyn Block> {
-        (**self).block()
-    }
-
-    fn net(&mut self) -> Option<&mut dyn Net> {
-        (**self).net()
-    }
-
-    fn balloon(&mut self) -> Option<&mut dyn BalloonBackend> {
-        (**self).balloon()
-    }
-
-    fn messages(&mut self) -> Option<&mut dyn Messages> {
-        (**self).messages()
-    }
-
-    fn packets(&mut self) -> Option<&mut dyn Packets> {
-        (**self).packets()
-    }
-
-    fn channel(&mut self) -> Option<&mut dyn ChannelBackend> {
-        (**self).channel()
-    }
-
-    fn put(&mut self, byte: u8) -> bool {
-        (**self).put(byte)
-    }
-
-    fn take(&mut self) -> Option<u8> {
-        (**self).take()
-    }
-
-    fn entropy(&mut self, to: &mut [u8]) -> bool {
-        (**self).entropy(to)
-    }
-}
-
 /// Kind and properties of a device to create.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Model {
-    /// Block device; its back end implements [`Block`].
+    /// Block device; its back end is a [`BackendRef::Block`].
     Block(BlockInfo),
-    /// Network device; its back end implements [`Net`].
+    /// Network device; its back end is a [`BackendRef::Net`].
     Net(NetInfo),
-    /// Console; its back end reads and writes bytes.
+    /// Console; its back end is a [`BackendRef::Bytes`].
     Console,
-    /// Entropy source; its back end provides entropy.
+    /// Entropy source; its back end is a [`BackendRef::Entropy`].
     Entropy,
-    /// Memory balloon; its back end implements [`BalloonBackend`].
+    /// Memory balloon; its back end is a [`BackendRef::Balloon`].
     Balloon,
-    /// Shared directory with this tag, padded with zeros; its back end implements [`Messages`].
+    /// Shared directory with this tag, padded with zeros; its back end is a
+    /// [`BackendRef::Messages`].
     P9([u8; p9::spec::MOST_TAG]),
-    /// Sockets between guest and host, with the guest's CID; its back end implements [`Packets`].
+    /// Sockets between guest and host, with the guest's CID; its back end is a
+    /// [`BackendRef::Packets`].
     Vsock(u64),
-    /// Side of a channel; its back end implements [`ChannelBackend`].
+    /// Side of a channel; its back end is a [`BackendRef::Channel`].
     Channel(ChannelInfo),
 }
 
@@ -209,54 +139,64 @@ impl PciDevice {
     }
 }
 
-/// A device, its configuration, and its back end.
-struct Slot<O> {
-    model: Model,
-    device: PciDevice,
-    backend: O,
+/// Up to `N` devices on PCI, at most [`MAX_FUNCTIONS`], each with a back end of type `O`. Threads
+/// wait for the lock of a device with strategy `R`.
+pub struct Slots<O, const N: usize, R = Spin> {
+    slots: [Slot<O, R>; N],
 }
 
-/// Up to `N` devices on PCI, at most [`MAX_FUNCTIONS`], each with a back end of type `O`.
-pub struct Slots<O, const N: usize> {
-    slots: [Option<Slot<O>>; N],
+/// A slot; empty without a model.
+struct Slot<O, R> {
+    model: Option<Model>,
+    device: SpinMutex<Option<(PciDevice, O)>, R>,
 }
 
-impl<O, const N: usize> Default for Slots<O, N> {
+impl<O, const N: usize, R> Default for Slots<O, N, R> {
     fn default() -> Self {
         Self::new()
     }
 }
 
-impl<O, const N: usize> Slots<O, N> {
+impl<O, const N: usize, R> Slots<O, N, R> {
     /// Creates empty slots: a PCI bus with only the host bridge.
-    // Inlined, not a constant: built in place, because it is large and stacks are small.
+    // Inlined, to be built in place: it is large, and stacks are small.
     #[inline(always)]
     pub fn new() -> Self {
         const { assert!(N >= 1 && N <= MAX_FUNCTIONS) };
-        Self { slots: core::array::from_fn(|_| None) }
+        Self { slots: core::array::from_fn(|_| Slot { model: None, device: SpinMutex::new(None) }) }
     }
 
     /// Adds a device in the next free slot and returns the slot's index; without a free slot,
     /// returns the back end.
     pub fn add(&mut self, model: Model, backend: O) -> Result<usize, O> {
-        let Some(slot) = self.slots.iter().position(Option::is_none) else { return Err(backend) };
-        self.slots[slot] = Some(Slot { model, device: PciDevice::new(model, slot), backend });
-        Ok(slot)
-    }
-
-    /// Back end of a slot's device.
-    pub fn backend(&mut self, slot: usize) -> Option<&mut O> {
-        self.slots.get_mut(slot)?.as_mut().map(|slot| &mut slot.backend)
+        let is_free = |slot: &Slot<O, R>| slot.model.is_none();
+        let Some(index) = self.slots.iter().position(is_free) else { return Err(backend) };
+        let slot = &mut self.slots[index];
+        slot.model = Some(model);
+        // Built in place, too.
+        slot.device.get_mut().get_or_insert_with(|| (PciDevice::new(model, index), backend));
+        Ok(index)
     }
 }
 
-impl<O: DeviceBackend, const N: usize> Functions for Slots<O, N> {
+impl<O, const N: usize, R: RelaxStrategy> Slots<O, N, R> {
+    /// Calls `act` with the back end of a slot's device, under its lock.
+    pub fn with_backend<T>(&self, slot: usize, act: impl FnOnce(&mut O) -> T) -> Option<T> {
+        self.slots.get(slot)?.device.lock().as_mut().map(|(_, backend)| act(backend))
+    }
+}
+
+impl<O: DeviceBackend, const N: usize, R: RelaxStrategy> Functions for Slots<O, N, R> {
     fn slots(&self) -> usize {
         N
     }
 
-    fn get(&mut self, slot: usize) -> Option<(&mut dyn Function, &mut dyn DeviceBackend)> {
-        let Slot { device, backend, .. } = self.slots.get_mut(slot)?.as_mut()?;
+    fn with(&self, slot: usize, call: FunctionCall<'_>) {
+        let mut device = match self.slots.get(slot) {
+            Some(slot) => slot.device.lock(),
+            None => return,
+        };
+        let Some((device, backend)) = &mut *device else { return };
         let function: &mut dyn Function = match device {
             PciDevice::Block(device) => device,
             PciDevice::Net(device) => device,
@@ -267,32 +207,27 @@ impl<O: DeviceBackend, const N: usize> Functions for Slots<O, N> {
             PciDevice::Vsock(device) => device,
             PciDevice::Channel(device) => device,
         };
-        Some((function, backend))
+        call(function, backend);
     }
 
-    fn channel(&mut self, number: u64) -> Option<&mut dyn ChannelBackend> {
-        self.slots.iter_mut().flatten().find_map(|slot| match slot.model {
-            Model::Channel(info) if u64::from(info.number) == number => slot.backend.channel(),
-            _ => None,
+    fn channel(&self, number: u64) -> Option<usize> {
+        self.slots.iter().position(|slot| {
+            matches!(slot.model, Some(Model::Channel(info)) if u64::from(info.number) == number)
         })
     }
 
-    fn power_on(&mut self) {
-        for (number, slot) in self.slots.iter_mut().enumerate() {
-            if let Some(Slot { model, device, backend }) = slot {
-                *device = PciDevice::new(*model, number);
-                if let Some(block) = backend.block() {
-                    block.forget();
-                }
-                if let Some(messages) = backend.messages() {
-                    messages.forget();
-                }
-                if let Some(packets) = backend.packets() {
-                    packets.reset();
-                }
-                if let Some(channel) = backend.channel() {
-                    channel.reset();
-                }
+    fn power_on(&self) {
+        for (index, Slot { model, device }) in self.slots.iter().enumerate() {
+            let (Some(model), Some((device, backend))) = (*model, &mut *device.lock()) else {
+                continue;
+            };
+            *device = PciDevice::new(model, index);
+            match backend.get() {
+                BackendRef::Block(block) => block.forget(),
+                BackendRef::Messages(messages) => messages.forget(),
+                BackendRef::Packets(packets) => packets.reset(),
+                BackendRef::Channel(channel) => channel.reset(),
+                _ => {}
             }
         }
     }

@@ -2,7 +2,7 @@
 //! (`docs/spec/channel.md`).
 
 use proto::channel::{Message, SendError, hypercall::*};
-use vmm_bus::ChannelBackend;
+use vmm_bus::{BackendRef, ChannelBackend};
 use vmm_x86::{Gpr, X86Vcpu};
 
 use crate::functions::Functions;
@@ -11,7 +11,7 @@ use crate::functions::Functions;
 const PAYLOAD: [Gpr; WORDS] = [Gpr::Rdx, Gpr::Rsi, Gpr::Rdi, Gpr::R8];
 
 /// Handles a hypercall of VM `id`: returns the result for `rax`; `None` if the number is unknown.
-pub fn serve<V: X86Vcpu>(vcpu: &mut V, id: u32, functions: &mut impl Functions) -> Option<u64> {
+pub fn serve<V: X86Vcpu>(vcpu: &mut V, id: u32, functions: &impl Functions) -> Option<u64> {
     let act: fn(&mut V, &mut dyn ChannelBackend) -> u64 = match vcpu.gpr(Gpr::Rax) {
         ID => return Some(id.into()),
         DOORBELL => |_, channel| if channel.notify() { DONE } else { NO_CHANNEL },
@@ -19,8 +19,15 @@ pub fn serve<V: X86Vcpu>(vcpu: &mut V, id: u32, functions: &mut impl Functions) 
         RECEIVE => receive,
         _ => return None,
     };
-    let channel = functions.channel(vcpu.gpr(Gpr::Rbx));
-    Some(channel.map_or(NO_CHANNEL, |channel| act(vcpu, channel)))
+    let mut result = NO_CHANNEL;
+    if let Some(slot) = functions.channel(vcpu.gpr(Gpr::Rbx)) {
+        functions.with(slot, &mut |_, backend| {
+            if let BackendRef::Channel(channel) = backend.get() {
+                result = act(vcpu, channel);
+            }
+        });
+    }
+    Some(result)
 }
 
 fn send<V: X86Vcpu>(vcpu: &mut V, channel: &mut dyn ChannelBackend) -> u64 {
@@ -53,7 +60,8 @@ fn receive<V: X86Vcpu>(vcpu: &mut V, channel: &mut dyn ChannelBackend) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{DeviceBackend, Model, Slots};
+    use crate::{Model, Slots};
+    use vmm_bus::DeviceBackend;
     use vmm_bus::backend::ChannelInfo;
     use vmm_bus::testing::ScriptPeer;
     use vmm_x86::testing::ScriptedVcpu;
@@ -61,8 +69,8 @@ mod tests {
     struct End(ScriptPeer);
 
     impl DeviceBackend for End {
-        fn channel(&mut self) -> Option<&mut dyn ChannelBackend> {
-            Some(&mut self.0)
+        fn get(&mut self) -> BackendRef<'_> {
+            BackendRef::Channel(&mut self.0)
         }
     }
 
@@ -81,10 +89,10 @@ mod tests {
         };
         assert!(slots.add(Model::Channel(info), End(ScriptPeer::default())).is_ok());
         let mut vcpu = ScriptedVcpu::default();
-        let mut call = |vcpu: &mut ScriptedVcpu, number, channel| {
+        let call = |vcpu: &mut ScriptedVcpu, number, channel| {
             vcpu.set_gpr(Gpr::Rax, number);
             vcpu.set_gpr(Gpr::Rbx, channel);
-            serve(vcpu, 9, &mut slots)
+            serve(vcpu, 9, &slots)
         };
         assert_eq!(call(&mut vcpu, ID, 7), Some(9));
         assert_eq!(call(&mut vcpu, RECEIVE, 1), Some(NOT_NOW));

@@ -1,17 +1,14 @@
-//! Routing between devices: interrupt lines, interrupt messages, timers, and access to back ends.
+//! Routing between devices: interrupt lines, interrupt messages and timers.
 //!
 //! The router records the effects of a device while it is called; the board propagates them
 //! afterwards, because the receiver is another device.
 
-use vmm_bus::{
-    BalloonBackend, Block, ChannelBackend, Env, MachineEvent, Messages, Msi, NEVER, Nanos, Net,
-    Packets,
-};
+use vmm_bus::{BackendRef, Env, MachineEvent, Msi, NEVER, Nanos};
 use vmm_mem::GuestMemory;
 use vmm_vcpu::{CounterClock, MAX_VCPUS, Outcome};
 use vmm_x86::apic::InterruptMessage;
 
-use crate::functions::{DeviceBackend, MAX_FUNCTIONS};
+use crate::functions::MAX_FUNCTIONS;
 use crate::layout;
 use crate::once::{LogDecision, Once};
 use crate::{Host, Level};
@@ -287,44 +284,13 @@ impl<H: Host> Env for ChipEnv<'_, H> {
         }
     }
 
-    fn put(&mut self, byte: u8) -> bool {
-        self.host.put(byte)
-    }
-
-    fn take(&mut self) -> Option<u8> {
-        self.host.take()
-    }
-
     fn memory(&self) -> &GuestMemory {
         &self.router.memory
     }
 
-    fn block(&mut self) -> Option<(&mut dyn Block, &GuestMemory)> {
-        None
-    }
-
-    fn net(&mut self) -> Option<(&mut dyn Net, &GuestMemory)> {
-        None
-    }
-
-    fn balloon(&mut self) -> Option<(&mut dyn BalloonBackend, &GuestMemory)> {
-        None
-    }
-
-    fn messages(&mut self) -> Option<(&mut dyn Messages, &GuestMemory)> {
-        None
-    }
-
-    fn packets(&mut self) -> Option<(&mut dyn Packets, &GuestMemory)> {
-        None
-    }
-
-    fn channel(&mut self) -> Option<&mut dyn ChannelBackend> {
-        None
-    }
-
-    fn entropy(&mut self, _: &mut [u8]) -> bool {
-        false
+    /// Of the serial line: no other device outside of PCI has one.
+    fn backend(&mut self) -> (BackendRef<'_>, &GuestMemory) {
+        (self.host.serial(), &self.router.memory)
     }
 
     fn msi(&mut self, msi: Msi) {
@@ -363,78 +329,6 @@ impl<H: Host> Env for ChipEnv<'_, H> {
     }
 }
 
-/// Environment of one PCI function.
-pub struct FunctionEnv<'a, H> {
-    pub chip: ChipEnv<'a, H>,
-    pub backend: &'a mut dyn DeviceBackend,
-}
-
-impl<H: Host> Env for FunctionEnv<'_, H> {
-    fn now(&self) -> Nanos {
-        self.chip.now()
-    }
-
-    fn set_line(&mut self, line: u8, level: bool) {
-        self.chip.set_line(line, level);
-    }
-
-    fn arm(&mut self, timer: u8, deadline: Nanos) {
-        self.chip.arm(timer, deadline);
-    }
-
-    fn put(&mut self, byte: u8) -> bool {
-        self.backend.put(byte)
-    }
-
-    fn take(&mut self) -> Option<u8> {
-        self.backend.take()
-    }
-
-    fn memory(&self) -> &GuestMemory {
-        self.chip.memory()
-    }
-
-    fn block(&mut self) -> Option<(&mut dyn Block, &GuestMemory)> {
-        self.backend.block().map(|block| (block, self.chip.memory()))
-    }
-
-    fn net(&mut self) -> Option<(&mut dyn Net, &GuestMemory)> {
-        self.backend.net().map(|net| (net, self.chip.memory()))
-    }
-
-    fn balloon(&mut self) -> Option<(&mut dyn BalloonBackend, &GuestMemory)> {
-        self.backend.balloon().map(|balloon| (balloon, self.chip.memory()))
-    }
-
-    fn messages(&mut self) -> Option<(&mut dyn Messages, &GuestMemory)> {
-        self.backend.messages().map(|messages| (messages, self.chip.memory()))
-    }
-
-    fn packets(&mut self) -> Option<(&mut dyn Packets, &GuestMemory)> {
-        self.backend.packets().map(|packets| (packets, self.chip.memory()))
-    }
-
-    fn channel(&mut self) -> Option<&mut dyn ChannelBackend> {
-        self.backend.channel()
-    }
-
-    fn entropy(&mut self, to: &mut [u8]) -> bool {
-        self.backend.entropy(to)
-    }
-
-    fn msi(&mut self, msi: Msi) {
-        self.chip.msi(msi);
-    }
-
-    fn machine(&mut self, event: MachineEvent) {
-        self.chip.machine(event);
-    }
-
-    fn missing(&mut self, what: &'static str, value: u64) {
-        self.chip.missing(what, value);
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -449,12 +343,6 @@ mod tests {
     impl Host for CountingHost {
         fn counter(&self) -> u64 {
             0
-        }
-        fn put(&mut self, _: u8) -> bool {
-            true
-        }
-        fn take(&mut self) -> Option<u8> {
-            None
         }
         fn log(&mut self, _: Level, _: Arguments<'_>) {
             self.logged += 1;

@@ -34,10 +34,11 @@ pub mod registers;
 
 use core::fmt;
 
-pub use functions::{DeviceBackend, Functions, Model, Slots};
+pub use functions::{Functions, Model, Slots};
 pub use layout::{layout, layout_with_pci};
 pub use once::Once;
 pub use pc::{Counters, Pc};
+use vmm_bus::BackendRef;
 use vmm_vcpu::CounterClock;
 pub use vmm_vcpu::{Outcome, StopReason};
 
@@ -87,11 +88,10 @@ impl Level {
 pub trait Host {
     /// Current value of the host's counter.
     fn counter(&self) -> u64;
-    /// Writes a byte to the serial line. `false` without room: the board keeps the byte and tries
-    /// again when [`Pc::input`] is called.
-    fn put(&mut self, byte: u8) -> bool;
-    /// Reads a byte from the serial line, if one is available.
-    fn take(&mut self) -> Option<u8>;
+    /// Back end of the serial line. When it has room again, the host calls [`Pc::input`].
+    fn serial(&mut self) -> BackendRef<'_> {
+        BackendRef::None
+    }
     /// Logs a message of one line.
     fn log(&mut self, level: Level, text: fmt::Arguments<'_>);
     /// Wakes vCPU `index`, which may run on another host CPU or be idle. Never called for the vCPU

@@ -1,13 +1,17 @@
 //! The board `pc`: devices of a PC, with or without PCI, at the addresses of [`layout`].
 //!
 //! vCPUs run concurrently, each in a thread of the host. They share constant state ([`Fixed`])
-//! without a lock; one lock protects devices and router and is held while a device works, never
-//! while the guest runs. A thread that creates an event for another CPU kicks it: a kick before
-//! that CPU enters the guest or waits is not lost ([`Host::kick`]), and the CPU services all its
-//! events after each kick, so its flag for pending events ([`CpuBus::needs_service`]) need not be
-//! shared.
+//! without a lock. One lock protects chips, local APICs and router and is held while a chip works;
+//! each PCI function has a lock of its own, and its effects on the rest take the board's lock
+//! briefly, inside of its own. No lock is held while the guest runs. A thread that creates an event
+//! for another CPU kicks it: a kick before that CPU enters the guest or waits is not lost
+//! ([`Host::kick`]), and the CPU services all its events after each kick, so its flag for pending
+//! events ([`CpuBus::needs_service`]) need not be shared.
+
+use core::sync::atomic::{AtomicU8, Ordering::Relaxed};
 
 use hw_x86::cpuid::leaf;
+
 use spin::mutex::SpinMutex;
 use spin::relax::{RelaxStrategy, Spin};
 use vmm_bus::{Device, Map, Region, WAKE_CHANGE, WAKE_INPUT};
@@ -23,7 +27,7 @@ use vmm_dev::pc::reset::ResetPort;
 use vmm_dev::pc::rtc::Rtc;
 use vmm_dev::pc::uart::Uart;
 use vmm_dev::pc::{pm, rtc};
-use vmm_dev::pci::{Bridge, ConfigAddress, Function};
+use vmm_dev::pci::{Bridge, ConfigAddress};
 use vmm_mem::GuestMemory;
 use vmm_vcpu::{CounterClock, MAX_VCPUS, Outcome, StopReason};
 use vmm_x86::apic::io::IoApic;
@@ -32,16 +36,18 @@ use vmm_x86::apic::{io, local};
 use vmm_x86::cpuid::{CpuidConfig, CpuidTable, Values};
 use vmm_x86::{Cpu, X86Vcpu};
 
-use crate::functions::Functions;
+use crate::functions::{Functions, MAX_FUNCTIONS};
 pub use crate::interrupts::Counters;
-use crate::interrupts::{CHIPS, Chip, ChipEnv, FUNCTIONS, FunctionEnv, InterruptRouter};
+use crate::interrupts::{CHIPS, Chip, ChipEnv, InterruptRouter};
 use crate::once::Once;
 use crate::{Host, PcConfig, layout};
 use cpu_bus::CpuBus;
+use pci_access::Windows;
 
 mod access;
 mod cpu_bus;
 mod delivery;
+mod function;
 mod pci_access;
 #[cfg(test)]
 mod tests;
@@ -54,7 +60,11 @@ const FOUR_GIB: u64 = 1 << 32;
 /// strategy `R`. `P` holds the functions on the PCI bus; `()`: no PCI.
 pub struct Pc<'m, R = Spin, const CPUS: usize = MAX_VCPUS, P = ()> {
     fixed: Fixed<'m>,
-    machine: SpinMutex<Machine<CPUS, P>, R>,
+    machine: SpinMutex<Machine<CPUS>, R>,
+    windows: SpinMutex<Windows, R>,
+    functions: P,
+    /// vCPU that the last interrupt of each function went to.
+    targets: [AtomicU8; MAX_FUNCTIONS],
 }
 
 /// Constant state of a running VM.
@@ -70,7 +80,7 @@ struct Fixed<'m> {
 }
 
 /// Devices and their router.
-struct Machine<const CPUS: usize, P> {
+struct Machine<const CPUS: usize> {
     chips: Chips,
     apics: [LocalApic; CPUS],
     /// An I/O APIC input in mode ExtINT requests an interrupt acknowledge cycle with the 8259.
@@ -81,14 +91,8 @@ struct Machine<const CPUS: usize, P> {
     init: u32,
     startup: [Option<u8>; CPUS],
     router: InterruptRouter,
-    pci: Bus<P>,
-}
-
-/// The PCI bus.
-struct Bus<P> {
-    address: ConfigAddress,
+    config_address: ConfigAddress,
     bridge: Bridge,
-    functions: P,
 }
 
 /// Address maps.
@@ -190,7 +194,7 @@ impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions> Pc<'m, R, CPUS, P> {
         config: PcConfig,
         memory: &'m GuestMemory,
         host_cpuid: impl Fn(u32, u32) -> Values,
-        mut functions: P,
+        functions: P,
     ) -> Self {
         functions.power_on();
         const { assert!(CPUS >= 1 && CPUS <= MAX_VCPUS) };
@@ -249,7 +253,8 @@ impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions> Pc<'m, R, CPUS, P> {
             init: 0,
             startup: [None; CPUS],
             router: InterruptRouter::new(config.clock, *memory),
-            pci: Bus { address: ConfigAddress::default(), bridge: Bridge::new(), functions },
+            config_address: ConfigAddress::default(),
+            bridge: Bridge::new(),
         };
         // Built in place: both are large, and stacks are small.
         let fixed = |cpuid| Fixed {
@@ -266,7 +271,13 @@ impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions> Pc<'m, R, CPUS, P> {
                 local_apic: page_of_words(0, local::spec::LEN, Chip::LocalApic),
             },
         };
-        Self { fixed: fixed(cpuid), machine: SpinMutex::new(machine()) }
+        Self {
+            fixed: fixed(cpuid),
+            machine: SpinMutex::new(machine()),
+            windows: SpinMutex::new(Windows::default()),
+            functions,
+            targets: [const { AtomicU8::new(0) }; _],
+        }
     }
 
     /// `CPUID` table, for hosts that handle `CPUID` themselves.
@@ -302,21 +313,28 @@ impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions> Pc<'m, R, CPUS, P> {
 
     /// Notifies the PCI function in `slot` of input or completions of its back end.
     pub fn function_input<H: Host>(&self, slot: usize, caller: Option<&Cpu>, host: &mut H) {
-        self.locked(host, caller.map_or(CPUS, Cpu::index), |board| {
-            board.with_function(slot, |function, env| function.wake(WAKE_INPUT, env));
-        });
+        self.wake(slot, WAKE_INPUT, caller, host);
     }
 
     /// Notifies the PCI function in `slot` that the properties of its back end have changed.
     pub fn function_change<H: Host>(&self, slot: usize, caller: Option<&Cpu>, host: &mut H) {
-        self.locked(host, caller.map_or(CPUS, Cpu::index), |board| {
-            board.with_function(slot, |function, env| function.wake(WAKE_CHANGE, env));
-        });
+        self.wake(slot, WAKE_CHANGE, caller, host);
     }
 
-    /// Calls `act` with the functions on the PCI bus, under the lock.
-    pub fn functions<T>(&self, act: impl FnOnce(&mut P) -> T) -> T {
-        act(&mut self.machine.lock().pci.functions)
+    fn wake<H: Host>(&self, slot: usize, timer: u8, caller: Option<&Cpu>, host: &mut H) {
+        let running = caller.map_or(CPUS, Cpu::index);
+        self.with_function(slot, host, running, |function, env| function.wake(timer, env));
+    }
+
+    /// The functions on the PCI bus.
+    pub fn functions(&self) -> &P {
+        &self.functions
+    }
+
+    /// vCPU to notify of completions for the function in `slot`: the one that its last interrupt
+    /// went to. It finds the completions and handles their interrupt without a further kick.
+    pub fn target(&self, slot: usize) -> usize {
+        self.targets.get(slot).map_or(0, |target| target.load(Relaxed).into())
     }
 
     /// Presses the power button: requests a shutdown of the guest.
@@ -361,7 +379,7 @@ impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions> Pc<'m, R, CPUS, P> {
         &self,
         host: &mut H,
         running: usize,
-        act: impl FnOnce(&mut PcBoard<'_, 'm, H, CPUS, P>) -> T,
+        act: impl FnOnce(&mut PcBoard<'_, 'm, H, CPUS>) -> T,
     ) -> T {
         let mut machine = self.machine.lock();
         let mut board = PcBoard { fixed: &self.fixed, machine: &mut machine, host: &mut *host };
@@ -384,13 +402,13 @@ impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions> Pc<'m, R, CPUS, P> {
 }
 
 /// Devices and host services, while the lock is held.
-struct PcBoard<'a, 'm, H, const CPUS: usize, P> {
+struct PcBoard<'a, 'm, H, const CPUS: usize> {
     fixed: &'a Fixed<'m>,
-    machine: &'a mut Machine<CPUS, P>,
+    machine: &'a mut Machine<CPUS>,
     host: &'a mut H,
 }
 
-impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
+impl<H: Host, const CPUS: usize> PcBoard<'_, '_, H, CPUS> {
     /// Calls a device, then propagates its effects.
     #[inline]
     fn with_chip<R>(
@@ -427,23 +445,5 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
             self.machine.router.needs_service |= 1 << cpu;
         }
         result
-    }
-
-    /// Calls a PCI function, then propagates its effects.
-    fn with_function<T>(
-        &mut self,
-        slot: usize,
-        call: impl FnOnce(&mut dyn Function, &mut FunctionEnv<'_, H>) -> T,
-    ) -> Option<T> {
-        let Machine { pci, router, .. } = &mut *self.machine;
-        let chip = ChipEnv { router, host: &mut *self.host, chip: FUNCTIONS + slot };
-        let (function, backend) = pci.functions.get(slot)?;
-        let result = call(function, &mut FunctionEnv { chip, backend });
-        // Common case: no other effects.
-        self.deliver_all();
-        if self.machine.router.has_pending() {
-            self.propagate();
-        }
-        Some(result)
     }
 }

@@ -3,13 +3,15 @@
 
 use core::fmt;
 use core::ops::Range;
+use core::sync::atomic::Ordering::Relaxed;
 
-use proto::hosted::{MAX_DISKS, MAX_NETS, MAX_SHARES, Start, log};
+use proto::hosted::{MAX_DISKS, MAX_NETS, MAX_QUEUES, MAX_SHARES, Start, log};
 use vmm_bus::backend::BlockInfo;
 use vmm_bus::frames;
-use vmm_bus::{BalloonBackend, Block, Messages, Net, Packets};
-use vmm_machine::{DeviceBackend, Host, Level, Model, Slots};
+use vmm_bus::{BackendRef, ByteStream, DeviceBackend, EntropySource};
+use vmm_machine::{Host, Level, Model, Slots};
 
+use crate::clock::YieldRelax;
 use crate::linux::sys;
 use crate::state::shared::{ByteRing, event, shared};
 use crate::state::{config, doorbell};
@@ -22,12 +24,15 @@ const _: () = assert!(Level::Info.number() == log::INFO);
 /// Host services of the device models, for one vCPU.
 pub struct LinuxHost {
     log: u64,
+    serial: Rings,
 }
 
 impl LinuxHost {
     /// Creates the services with the loader's log level.
     pub fn new(start: &Start) -> Self {
-        Self { log: start.log }
+        let shared = shared();
+        let serial = Rings { output: &shared.output, input: &shared.input };
+        Self { log: start.log, serial }
     }
 }
 
@@ -36,12 +41,8 @@ impl Host for LinuxHost {
         clock::tsc()
     }
 
-    fn put(&mut self, byte: u8) -> bool {
-        put(&shared().output, byte)
-    }
-
-    fn take(&mut self) -> Option<u8> {
-        take(&shared().input)
+    fn serial(&mut self) -> BackendRef<'_> {
+        BackendRef::Bytes(&mut self.serial)
     }
 
     fn log(&mut self, level: Level, text: fmt::Arguments<'_>) {
@@ -55,21 +56,36 @@ impl Host for LinuxHost {
     }
 }
 
-/// Sends a byte to the device process.
-fn put(ring: &ByteRing, byte: u8) -> bool {
-    let put = ring.put(byte);
-    doorbell::notify();
-    put
+/// Byte stream by rings to and from the device process.
+pub struct Rings {
+    output: &'static ByteRing,
+    input: &'static ByteRing,
 }
 
-/// Receives a byte from the device process.
-fn take(ring: &ByteRing) -> Option<u8> {
-    let byte = ring.take();
-    if byte.is_none() {
-        // The ring has room: the device process may have more input.
+impl ByteStream for Rings {
+    fn put(&mut self, byte: u8) -> bool {
+        let put = self.output.put(byte);
         doorbell::notify();
+        put
     }
-    byte
+
+    fn take(&mut self) -> Option<u8> {
+        let byte = self.input.take();
+        if byte.is_none() {
+            // The ring has room: the device process may have more input.
+            doorbell::notify();
+        }
+        byte
+    }
+}
+
+/// The host's random number generator.
+pub struct HostRandom;
+
+impl EntropySource for HostRandom {
+    fn fill(&mut self, to: &mut [u8]) -> bool {
+        sys::random(to)
+    }
 }
 
 /// Largest number of PCI functions: disks, shared directories, entropy source, networks, vsock,
@@ -81,7 +97,7 @@ pub enum HostEndpoint {
     /// Disk workers, or a disk image process.
     Disk(disk::RequestEndpoint),
     /// The host's random number generator.
-    Entropy,
+    Entropy(HostRandom),
     /// Host memory.
     Balloon(balloon::BalloonEndpoint),
     /// Stream of frames, or a tap device.
@@ -91,57 +107,25 @@ pub enum HostEndpoint {
     /// Vsock process.
     Vsock(net::VsockEndpoint),
     /// Console socket, by the device process.
-    Console,
+    Console(Rings),
 }
 
 impl DeviceBackend for HostEndpoint {
-    fn block(&mut self) -> Option<&mut dyn Block> {
+    fn get(&mut self) -> BackendRef<'_> {
         match self {
-            Self::Disk(disk) => Some(disk),
-            _ => None,
+            Self::Disk(disk) => BackendRef::Block(disk),
+            Self::Entropy(source) => BackendRef::Entropy(source),
+            Self::Balloon(balloon) => BackendRef::Balloon(balloon),
+            Self::Net(net) => BackendRef::Net(net),
+            Self::Share(share) => BackendRef::Messages(share),
+            Self::Vsock(vsock) => BackendRef::Packets(vsock),
+            Self::Console(rings) => BackendRef::Bytes(rings),
         }
-    }
-
-    fn net(&mut self) -> Option<&mut dyn Net> {
-        match self {
-            Self::Net(net) => Some(net),
-            _ => None,
-        }
-    }
-
-    fn balloon(&mut self) -> Option<&mut dyn BalloonBackend> {
-        match self {
-            Self::Balloon(balloon) => Some(balloon),
-            _ => None,
-        }
-    }
-
-    fn messages(&mut self) -> Option<&mut dyn Messages> {
-        match self {
-            Self::Share(share) => Some(share),
-            _ => None,
-        }
-    }
-
-    fn packets(&mut self) -> Option<&mut dyn Packets> {
-        match self {
-            Self::Vsock(vsock) => Some(vsock),
-            _ => None,
-        }
-    }
-
-    fn put(&mut self, byte: u8) -> bool {
-        put(&shared().console_output, byte)
-    }
-
-    fn take(&mut self) -> Option<u8> {
-        take(&shared().console_input)
-    }
-
-    fn entropy(&mut self, to: &mut [u8]) -> bool {
-        sys::random(to)
     }
 }
+
+/// Slots of the bus.
+pub type BusSlots = Slots<HostEndpoint, MAX_FUNCTIONS, YieldRelax>;
 
 /// Slots of the PCI functions that handle each event.
 pub struct DeviceSlots {
@@ -155,10 +139,32 @@ pub struct DeviceSlots {
     pub balloon: Range<usize>,
     /// Console.
     pub console: Range<usize>,
+    /// The last of the networks is vsock.
+    has_vsock: bool,
+}
+
+impl DeviceSlots {
+    /// Publishes the vCPU that is to be notified of completions for a slot.
+    pub fn set_target(&self, slot: usize, vcpu: usize) {
+        let place = if self.disks.contains(&slot) {
+            slot
+        } else if self.shares.contains(&slot) {
+            MAX_DISKS + slot - self.shares.start
+        } else if self.has_vsock && slot + 1 == self.nets.end {
+            MAX_QUEUES + net::VSOCK
+        } else if self.nets.contains(&slot) {
+            MAX_QUEUES + slot - self.nets.start
+        } else {
+            return;
+        };
+        if let Some(target) = shared().targets.get(place) {
+            target.store(vcpu as u8, Relaxed);
+        }
+    }
 }
 
 /// Adds all PCI functions to the bus.
-pub fn add_devices(slots: &mut Slots<HostEndpoint, MAX_FUNCTIONS>, start: &Start) -> DeviceSlots {
+pub fn add_devices(slots: &mut BusSlots, start: &Start) -> DeviceSlots {
     let disks = (start.disks as usize).min(MAX_DISKS);
     let shares = (start.shares as usize).min(MAX_SHARES);
     let nets = (start.nets as usize).min(MAX_NETS);
@@ -181,7 +187,7 @@ pub fn add_devices(slots: &mut Slots<HostEndpoint, MAX_FUNCTIONS>, start: &Start
         let link = disk::RequestEndpoint::with_device_process(disk::queue(MAX_DISKS + index));
         let _ = slots.add(Model::P9(tag), HostEndpoint::Share(link));
     }
-    let _ = slots.add(Model::Entropy, HostEndpoint::Entropy);
+    let _ = slots.add(Model::Entropy, HostEndpoint::Entropy(HostRandom));
     for index in 0..nets {
         let record = config::net(index);
         let link = HostEndpoint::Net(net::link(index, &record));
@@ -193,9 +199,10 @@ pub fn add_devices(slots: &mut Slots<HostEndpoint, MAX_FUNCTIONS>, start: &Start
     let balloon = balloon::BalloonEndpoint::new(start);
     let balloon =
         balloon.and_then(|link| slots.add(Model::Balloon, HostEndpoint::Balloon(link)).ok());
-    let has_console = start.console != 0;
-    let console =
-        has_console.then(|| slots.add(Model::Console, HostEndpoint::Console).ok()).flatten();
+    let shared = shared();
+    let rings = Rings { output: &shared.console_output, input: &shared.console_input };
+    let console = (start.console != 0).then_some(HostEndpoint::Console(rings));
+    let console = console.and_then(|console| slots.add(Model::Console, console).ok());
     let first_net = disks + shares + 1;
     DeviceSlots {
         disks: 0..disks,
@@ -203,5 +210,6 @@ pub fn add_devices(slots: &mut Slots<HostEndpoint, MAX_FUNCTIONS>, start: &Start
         nets: first_net..first_net + nets + usize::from(start.vsock != 0),
         balloon: balloon.map_or(0..0, |slot| slot..slot + 1),
         console: console.map_or(0..0, |slot| slot..slot + 1),
+        has_vsock: start.vsock != 0,
     }
 }

@@ -48,6 +48,13 @@ struct ConsoleLine {
     output: &'static ByteRing,
 }
 
+/// Inputs that have not ended.
+struct Inputs {
+    /// By console.
+    open: [bool; 2],
+    is_controlled: bool,
+}
+
 /// Returns both consoles.
 fn lines() -> [ConsoleLine; 2] {
     let shared = shared();
@@ -138,8 +145,7 @@ impl DeviceServer {
             return HOST;
         }
         let shared = shared();
-        let (lines, mut inputs) = (lines(), [true, has_console()]);
-        let mut controlled = true;
+        let mut inputs = Inputs { open: [true, has_console()], is_controlled: true };
         loop {
             shared.pending.store(0, SeqCst);
             let has_more = self.drain();
@@ -149,81 +155,100 @@ impl DeviceServer {
                 self.end_all();
                 return self.code_of_guest(ended - 1);
             }
-            for (index, vcpu) in vcpus().iter().enumerate() {
-                let wanted = vcpu.wanted.swap(0, SeqCst);
-                let created = match wanted {
-                    0 => Ok(()),
-                    _ => self
-                        .create_guest(index, wanted as usize - 1)
-                        .and_then(|()| self.create_next_guest(index)),
-                };
-                if let Err(error) = created.and_then(|()| self.create_user_process(index, vcpu)) {
-                    return self.end_refused(error);
-                }
+            if let Err(error) = self.create_wanted() {
+                return self.end_refused(error);
             }
-            let kick = shared.kick.swap(0, SeqCst);
-            for index in (0..vcpus().len()).filter(|index| kick & 1 << index != 0) {
-                self.interrupt(index);
-            }
-            self.send_stops();
-            // Workers outside of the VM's process tree cannot notify the vCPU themselves.
-            for queue_index in 0..MAX_QUEUES {
-                if disk::queue(queue_index).pending.swap(0, SeqCst) != 0 {
-                    self.raise_event(
-                        0,
-                        if queue_index < MAX_DISKS { event::DISK } else { event::SHARE },
-                    );
-                }
-            }
+            self.forward_notifications();
             if let Some(exit) = ChildExit::next(linux::WNOHANG) {
                 return self.end_after(exit);
             }
-            if !self.has_started && shared.started.load(SeqCst) == started::READY {
-                self.has_started = true;
-                // An error of the control socket has no consequence.
-                let _ = sys::write(layout::CONTROL_FD, &[control::STARTED]);
-                shared.started.store(started::ALLOWED, SeqCst);
-                sys::wake(&shared.started);
-            }
-            if debug::shared().halt_pending.swap(0, SeqCst) != 0 {
-                let _ = sys::write(layout::CONTROL_FD, &[control::HALTED]);
-            }
-            let wanted = |index: usize| {
-                let is_wanted = inputs[index] && lines[index].input.room() > RING / 2;
-                is_wanted.then_some(lines[index].typed)
-            };
-            let descriptors = [
-                Some(layout::DOORBELL_FD),
-                controlled.then_some(layout::CONTROL_FD),
-                wanted(0),
-                wanted(1),
-            ];
+            self.report_state();
             // The timeout bounds the time until a process exit is detected.
-            let [is_notified, has_command, typed @ ..] =
-                wait(descriptors, if has_more { 0 } else { 1000 });
-            if has_command {
-                let mut byte = [0];
-                match sys::read(layout::CONTROL_FD, &mut byte) {
-                    Ok(0) | Err(_) => controlled = false,
-                    Ok(_) => self.control(byte[0]),
-                }
+            self.read_inputs(&mut inputs, if has_more { 0 } else { 1000 });
+        }
+    }
+
+    /// Creates the processes that vCPUs wait for.
+    fn create_wanted(&mut self) -> Result<(), sys::Errno> {
+        for (index, vcpu) in vcpus().iter().enumerate() {
+            let wanted = vcpu.wanted.swap(0, SeqCst);
+            if wanted != 0 {
+                self.create_guest(index, wanted as usize - 1)?;
+                self.create_next_guest(index)?;
             }
-            if is_notified {
-                let mut count = [0; 8];
-                // poll(2) has reported it readable.
-                let _ = sys::read(layout::DOORBELL_FD, &mut count);
+            self.create_user_process(index, vcpu)?;
+        }
+        Ok(())
+    }
+
+    /// Notifies vCPUs for processes that may not.
+    fn forward_notifications(&self) {
+        let kick = shared().kick.swap(0, SeqCst);
+        for index in (0..vcpus().len()).filter(|index| kick & 1 << index != 0) {
+            self.interrupt(index);
+        }
+        self.send_stops();
+        // Workers outside of the VM's process tree cannot notify a vCPU themselves.
+        for queue_index in 0..MAX_QUEUES {
+            if disk::queue(queue_index).pending.swap(0, SeqCst) != 0 {
+                let what = if queue_index < MAX_DISKS { event::DISK } else { event::SHARE };
+                self.raise_event(kick::target(queue_index), what);
             }
-            for (index, line) in lines.iter().enumerate().filter(|(index, _)| typed[*index]) {
-                let mut bytes = [0; 4096];
-                match sys::read(line.typed, &mut bytes) {
-                    Ok(0) | Err(_) => inputs[index] = false,
-                    Ok(count) => {
-                        for &byte in &bytes[..count] {
-                            // The ring has room: more than half of it.
-                            line.input.put(byte);
-                        }
-                        self.raise_event(0, event::CONSOLE);
+        }
+    }
+
+    /// Reports the guest's start and the debugger's stops on the control socket, whose errors have
+    /// no consequence.
+    fn report_state(&mut self) {
+        let shared = shared();
+        if !self.has_started && shared.started.load(SeqCst) == started::READY {
+            self.has_started = true;
+            let _ = sys::write(layout::CONTROL_FD, &[control::STARTED]);
+            shared.started.store(started::ALLOWED, SeqCst);
+            sys::wake(&shared.started);
+        }
+        if debug::shared().halt_pending.swap(0, SeqCst) != 0 {
+            let _ = sys::write(layout::CONTROL_FD, &[control::HALTED]);
+        }
+    }
+
+    /// Waits for notifications, commands and console input, at most `timeout` milliseconds, and
+    /// handles them.
+    fn read_inputs(&self, inputs: &mut Inputs, timeout: u64) {
+        let lines = lines();
+        let wanted = |index: usize| {
+            let is_wanted = inputs.open[index] && lines[index].input.room() > RING / 2;
+            is_wanted.then_some(lines[index].typed)
+        };
+        let descriptors = [
+            Some(layout::DOORBELL_FD),
+            inputs.is_controlled.then_some(layout::CONTROL_FD),
+            wanted(0),
+            wanted(1),
+        ];
+        let [is_notified, has_command, typed @ ..] = wait(descriptors, timeout);
+        if has_command {
+            let mut byte = [0];
+            match sys::read(layout::CONTROL_FD, &mut byte) {
+                Ok(0) | Err(_) => inputs.is_controlled = false,
+                Ok(_) => self.control(byte[0]),
+            }
+        }
+        if is_notified {
+            let mut count = [0; 8];
+            // poll(2) has reported it readable.
+            let _ = sys::read(layout::DOORBELL_FD, &mut count);
+        }
+        for (index, line) in lines.iter().enumerate().filter(|(index, _)| typed[*index]) {
+            let mut bytes = [0; 4096];
+            match sys::read(line.typed, &mut bytes) {
+                Ok(0) | Err(_) => inputs.open[index] = false,
+                Ok(count) => {
+                    for &byte in &bytes[..count] {
+                        // The ring has room: more than half of it.
+                        line.input.put(byte);
                     }
+                    self.raise_event(0, event::CONSOLE);
                 }
             }
         }

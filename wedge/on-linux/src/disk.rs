@@ -454,7 +454,7 @@ impl Worker {
         if self.queue.end(id, status) {
             sys::wake(&self.queue.answers);
         }
-        device::raise_event(0, event::DISK);
+        device::raise_completion(self.disk_index, event::DISK);
     }
 
     /// Validates a request, reading each of its values once, and fills in a job.

@@ -12,13 +12,13 @@ use hw_x86::cpuid::{extended_b, extended_c, features_c, leaf};
 use proto::hosted::debug::reason;
 use proto::hosted::{Start, option};
 use spin::mutex::SpinMutex;
-use vmm_machine::{Outcome, Pc, PcConfig, Slots, StopReason};
+use vmm_machine::{Outcome, Pc, PcConfig, StopReason};
 use vmm_mem::GuestMemory;
 use vmm_vcpu::{CounterClock, MAX_VCPUS};
 use vmm_x86::{Event, InterruptWindow};
 use wedge_core::VirtualCpu;
 
-use crate::backend::{self, HostEndpoint, LinuxHost, MAX_FUNCTIONS};
+use crate::backend::{self, BusSlots, LinuxHost};
 use crate::clock::YieldRelax;
 use crate::guest_space::GuestSpace;
 use crate::isolation;
@@ -33,7 +33,7 @@ use crate::state::shared::{event, shared, vcpus};
 use crate::vcpu::{DebugStep, LinuxVcpu, set_shared_range};
 use crate::{compat, debug, idle, processes, profile, report, steal_time};
 
-type Machine<'m> = Pc<'m, YieldRelax, MAX_VCPUS, Slots<HostEndpoint, MAX_FUNCTIONS>>;
+type Machine<'m> = Pc<'m, YieldRelax, MAX_VCPUS, BusSlots>;
 
 /// State shared by all vCPUs.
 struct VmShared<'m> {
@@ -108,7 +108,7 @@ pub extern "sysv64" fn main() -> ! {
         pv_ipi: false,
         id: 1,
     };
-    let mut slots = Slots::new();
+    let mut slots = BusSlots::new();
     let device_slots = backend::add_devices(&mut slots, &start);
     // The devices access no other memory.
     let of_devices = memory.observed(write_by_device);
@@ -213,6 +213,7 @@ fn serve_events(all: &VmShared<'_>, state: &vmm_x86::run::Cpu, host: &mut LinuxH
         .chain(slots_of(event::CONSOLE, &device_slots.console))
     {
         machine.function_input(slot, Some(state), host);
+        device_slots.set_target(slot, machine.target(slot));
     }
 }
 

@@ -1,6 +1,6 @@
 //! Notification of vCPUs.
 
-use core::sync::atomic::Ordering::SeqCst;
+use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use crate::linux::signals::KICK;
 use crate::linux::sys;
@@ -26,6 +26,17 @@ pub fn raise_event(index: usize, what: u32) {
         return;
     }
     interrupt(index);
+}
+
+/// Posts the event of a completion to the vCPU that its device interrupts (see
+/// [`Shared::targets`](crate::state::shared::Shared::targets)).
+pub fn raise_completion(device: usize, what: u32) {
+    raise_event(target(device), what);
+}
+
+/// Returns the vCPU to notify of a device's completions.
+pub fn target(device: usize) -> usize {
+    shared().targets.get(device).map_or(0, |target| target.load(Relaxed).into())
 }
 
 /// Interrupts a vCPU, directly or by the device process.

@@ -20,7 +20,7 @@ use core::sync::atomic::{AtomicU32, Ordering::SeqCst};
 
 use linux_raw_sys::general as linux;
 use linux_raw_sys::{errno, if_tun, ioctl};
-use proto::hosted::{Filters, MAX_NETS, NetRecord as Record, Start, layout};
+use proto::hosted::{Filters, MAX_NETS, MAX_QUEUES, NetRecord as Record, Start, layout};
 use vmm_bus::backend::{Data, MAX_FRAME, Offload, OffloadCaps};
 use vmm_bus::frames::{Frames, NetEndpoint as Connection, NetPort, Sockets};
 use vmm_mem::Transfer;
@@ -454,7 +454,7 @@ impl Worker {
                 && out.wakes_producer(tail)
                 && out.producer_waiting.swap(0, SeqCst) != 0
             {
-                device::raise_event(0, event::NET);
+                device::raise_completion(MAX_QUEUES + self.net_index, event::NET);
             }
         }
     }
@@ -531,7 +531,7 @@ impl Worker {
             ring.head.store(head, SeqCst);
             if ring.consumer_waiting.load(SeqCst) != 0 && ring.consumer_waiting.swap(0, SeqCst) != 0
             {
-                device::raise_event(0, event::NET);
+                device::raise_completion(MAX_QUEUES + self.net_index, event::NET);
             }
         }
     }
@@ -573,7 +573,7 @@ impl Worker {
                     "network {net_index}: connection closed: the peer has closed its socket"
                 )),
             }
-            device::raise_event(0, event::NET);
+            device::raise_completion(MAX_QUEUES + self.net_index, event::NET);
         }
     }
 }

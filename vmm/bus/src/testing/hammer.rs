@@ -86,7 +86,7 @@ pub fn hammer<D: Device>(
             HammerStep::Advance(span) => env.advance(&mut device, span),
             HammerStep::Jump(span) => env.now = env.now.saturating_add(span >> 4),
             HammerStep::Input(byte) => env.send(&mut device, &[byte; 3]),
-            HammerStep::Room(room) => env.room = Some(room),
+            HammerStep::Room(room) => env.stream.room = Some(room),
             HammerStep::Reset => device.reset(&mut env),
             HammerStep::Call(what, value) => call(&mut device, what, value, &mut env),
         }

@@ -47,7 +47,7 @@ impl Entropy {
             }
             let mut bytes = [0; MOST];
             let wanted = MOST.min(chain.writable as usize);
-            if !env.entropy(&mut bytes[..wanted]) {
+            if !env.entropy().is_some_and(|(source, _)| source.fill(&mut bytes[..wanted])) {
                 queue.undo_pop();
                 return Ok(());
             }

@@ -6,8 +6,6 @@ use vmm_x86::apic::local;
 use vmm_x86::apic::local::Mode;
 
 use super::PcBoard;
-use super::pci_access::ConfigPort;
-use crate::functions::Functions;
 use crate::interrupts::{CHIPS, InterruptRouter};
 use crate::{Host, Level, layout};
 
@@ -19,7 +17,7 @@ const fn key(kind: u64, what: u64) -> u64 {
     kind << 56 | (what & ((1 << 56) - 1))
 }
 
-impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
+impl<H: Host, const CPUS: usize> PcBoard<'_, '_, H, CPUS> {
     pub(super) fn read_piece(&mut self, piece: Piece) -> u64 {
         match piece.device.and_then(|device| CHIPS.get(usize::from(device))) {
             Some(&chip) => self
@@ -66,12 +64,6 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
 
     #[inline]
     pub(super) fn port_in(&mut self, port: u16, size: u8) -> u32 {
-        if let Some(place) = self.config_port(port, size) {
-            return match place {
-                ConfigPort::Address => self.machine.pci.address.get(),
-                ConfigPort::Data(target) => self.config_read(target, size) as u32,
-            };
-        }
         if port == layout::PCI_ADDRESS && size == 4 {
             return self.unknown_port(Access::new(port.into(), size)) as u32;
         }
@@ -81,13 +73,6 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
 
     #[inline]
     pub(super) fn port_out(&mut self, port: u16, size: u8, value: u32) {
-        if let Some(place) = self.config_port(port, size) {
-            match place {
-                ConfigPort::Address => self.machine.pci.address.set(value),
-                ConfigPort::Data(target) => self.config_write(target, value.into()),
-            }
-            return;
-        }
         if port == layout::PCI_ADDRESS && size == 4 {
             self.unknown_port(Access::new(port.into(), size));
             return;
@@ -122,9 +107,6 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
                 None => access.open_bus(),
             });
         }
-        if let Some(value) = self.pci_read(address, size) {
-            return value;
-        }
         maps.io_apic.read(address, size, |piece| match piece.device {
             Some(_) => self.read_piece(piece),
             None => {
@@ -142,9 +124,6 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
                     self.with_apic(cpu, |apic, env| apic.write(access, value, env));
                 }
             });
-            return;
-        }
-        if self.pci_write(address, size, value) {
             return;
         }
         maps.io_apic.write(address, size, value, |piece, value| match piece.device {

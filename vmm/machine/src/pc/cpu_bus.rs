@@ -25,7 +25,7 @@ pub(super) struct CpuBus<'a, 'm, H, R, const CPUS: usize, P> {
 
 impl<'m, H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions> CpuBus<'_, 'm, H, R, CPUS, P> {
     #[inline]
-    fn locked<T>(&mut self, act: impl FnOnce(&mut PcBoard<'_, 'm, H, CPUS, P>) -> T) -> T {
+    pub(super) fn locked<T>(&mut self, act: impl FnOnce(&mut PcBoard<'_, 'm, H, CPUS>) -> T) -> T {
         let bit = 1 << self.cpu;
         let (result, needs_service) = self.pc.locked(self.host, self.cpu, |board| {
             (act(board), board.machine.router.needs_service & bit != 0)
@@ -74,10 +74,16 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions> Platform
     }
 
     fn mmio_read(&mut self, cpu: usize, address: u64, size: u8) -> u64 {
+        if self.in_pci(address) {
+            return self.pci_read(address, size);
+        }
         self.locked(|board| board.read_memory(cpu, address, size))
     }
 
     fn mmio_write(&mut self, cpu: usize, address: u64, size: u8, value: u64) {
+        if self.in_pci(address) {
+            return self.pci_write(address, size, value);
+        }
         self.locked(|board| board.write_memory(cpu, address, size, value));
     }
 
@@ -87,8 +93,21 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions> Platform
     }
 
     fn service_timers(&mut self, cpu: usize) -> Signals<Interrupts> {
-        self.needs_service = false;
-        self.locked(|board| board.service_timers(cpu))
+        let now = self.pc.fixed.clock.nanos(self.host.counter());
+        let mut start = 0;
+        loop {
+            self.needs_service = false;
+            let serviced = self.locked(|board| match board.service_timers(&mut start, now) {
+                Some(slot) => Err(slot),
+                None => Ok(board.take_signals(cpu)),
+            });
+            match serviced {
+                Ok(signals) => return signals,
+                Err(slot) => {
+                    self.with_function(slot, |function, env| function.wake(0, env));
+                }
+            }
+        }
     }
 }
 
@@ -102,12 +121,14 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions> PcPlatform
 
     #[inline]
     fn port_in(&mut self, port: u16, size: u8) -> u32 {
-        self.locked(|board| board.port_in(port, size))
+        self.config_in(port, size).unwrap_or_else(|| self.locked(|board| board.port_in(port, size)))
     }
 
     #[inline]
     fn port_out(&mut self, port: u16, size: u8, value: u32) {
-        self.locked(|board| board.port_out(port, size, value));
+        if self.config_out(port, size, value).is_none() {
+            self.locked(|board| board.port_out(port, size, value));
+        }
     }
 
     fn apic_read(&mut self, cpu: usize, msr: u32) -> Option<u64> {
@@ -143,8 +164,7 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions> PcPlatform
     }
 
     fn hypercall<V: X86Vcpu>(&mut self, vcpu: &mut V) -> Option<u64> {
-        let id = self.pc.fixed.id;
-        self.locked(|board| hypercalls::serve(vcpu, id, &mut board.machine.pci.functions))
+        hypercalls::serve(vcpu, self.pc.fixed.id, &self.pc.functions)
     }
 
     fn multicast(&mut self, to: ApicIds, message: InterruptMessage) -> u32 {

@@ -1,17 +1,16 @@
 //! Delivery of interrupts to local APICs and vCPUs, and service of timers.
 
-use vmm_bus::Device;
+use vmm_bus::{Device, Nanos};
 use vmm_vcpu::Signals;
 use vmm_x86::apic::{InterruptMessage, local};
 use vmm_x86::pv::ApicIds;
 use vmm_x86::{Acknowledged, Interrupts, PendingInterrupt};
 
 use super::{Machine, PcBoard};
-use crate::functions::Functions;
 use crate::interrupts::{CHIPS, Chip, ChipEnv, FUNCTIONS};
 use crate::{Host, layout};
 
-impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
+impl<H: Host, const CPUS: usize> PcBoard<'_, '_, H, CPUS> {
     /// Propagates all recorded effects. Terminates: a line change or a message makes no line
     /// change, and only an EOI makes messages.
     pub(super) fn propagate(&mut self) {
@@ -55,36 +54,47 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
         }
     }
 
-    /// Delivers all messages of devices to their local APICs.
+    /// Delivers all messages of devices to their local APICs; returns the CPU of one of them.
     #[inline]
-    pub(super) fn deliver_all(&mut self) {
+    pub(super) fn deliver_all(&mut self) -> Option<usize> {
+        let mut target = None;
         while let Some(message) = self.machine.router.take_message() {
-            self.deliver(message, None);
+            target = self.deliver(message, None);
         }
+        target
     }
 
-    /// Delivers a message to its local APICs, except the sender.
-    pub(super) fn deliver(&mut self, message: InterruptMessage, sender: Option<usize>) {
+    /// Delivers a message to its local APICs, except the sender; returns the CPU of the last one.
+    pub(super) fn deliver(
+        &mut self,
+        message: InterruptMessage,
+        sender: Option<usize>,
+    ) -> Option<usize> {
         if message.delivery == local::spec::LOWEST {
             return self.deliver_lowest(message, sender);
         }
+        let mut target = None;
         for cpu in 0..self.fixed.vcpus {
             if Some(cpu) != sender && self.machine.apics[cpu].matches(&message) {
                 self.deliver_to(cpu, &message);
+                target = Some(cpu);
             }
         }
+        target
     }
 
     /// Delivers a message to the destination of lowest priority.
     #[cold]
-    pub(super) fn deliver_lowest(&mut self, message: InterruptMessage, sender: Option<usize>) {
+    pub(super) fn deliver_lowest(
+        &mut self,
+        message: InterruptMessage,
+        sender: Option<usize>,
+    ) -> Option<usize> {
         let apics = &self.machine.apics;
         let lowest = (0..self.fixed.vcpus)
             .filter(|&cpu| Some(cpu) != sender && apics[cpu].matches(&message))
             .min_by_key(|&cpu| apics[cpu].ppr());
-        if let Some(cpu) = lowest {
-            self.deliver_to(cpu, &message);
-        }
+        lowest.inspect(|&cpu| self.deliver_to(cpu, &message))
     }
 
     /// Delivers a message to the local APICs with these ids, including the sender's; returns their
@@ -190,20 +200,17 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
         }
     }
 
-    /// Services all due timers and returns the events pending for a CPU.
-    pub(super) fn service_timers(&mut self, cpu: usize) -> Signals<Interrupts> {
-        let now = self.fixed.clock.nanos(self.host.counter());
-        // Each timer once: one that is due again at once is serviced by the next call.
-        let mut start = 0;
-        while let Some(timer) = self.machine.router.take_due(start, now) {
-            start = timer + 1;
+    /// Services the timers from index `start` on that are due at `now`; returns the slot of the
+    /// first function with one. Each timer once: one that is due again at once is serviced by the
+    /// next call from 0 on.
+    pub(super) fn service_timers(&mut self, start: &mut usize, now: Nanos) -> Option<usize> {
+        while let Some(timer) = self.machine.router.take_due(*start, now) {
+            *start = timer + 1;
             match CHIPS.get(timer) {
                 Some(&chip) => {
                     self.with_chip(chip, |chip, env| chip.wake(0, env));
                 }
-                None if timer >= FUNCTIONS => {
-                    self.with_function(timer - FUNCTIONS, |function, env| function.wake(0, env));
-                }
+                None if timer >= FUNCTIONS => return Some(timer - FUNCTIONS),
                 None => {
                     let owner = timer - CHIPS.len();
                     // Requests service of the owner if the timer creates an event.
@@ -211,6 +218,11 @@ impl<H: Host, const CPUS: usize, P: Functions> PcBoard<'_, '_, H, CPUS, P> {
                 }
             }
         }
+        None
+    }
+
+    /// Takes the events pending for a CPU.
+    pub(super) fn take_signals(&mut self, cpu: usize) -> Signals<Interrupts> {
         let bit = 1 << cpu;
         let init = self.machine.init & bit != 0;
         if init {

@@ -3,22 +3,22 @@
 use super::pci_access::parts;
 use super::*;
 use core::fmt;
-use std::collections::VecDeque;
 use std::string::{String, ToString};
 use std::vec::Vec;
+use vmm_bus::testing::ScriptStream;
+use vmm_bus::{BackendRef, DeviceBackend, EntropySource};
 use vmm_mem::testing;
 use vmm_vcpu::MemoryFault;
 use vmm_x86::testing::ScriptedVcpu;
 use vmm_x86::{Event, Exit, Gpr, InterruptWindow, IoExit, Reg};
 
-use crate::{DeviceBackend, Level, Model, Slots};
+use crate::{Level, Model, Slots};
 
 /// A host whose counter ticks once a nanosecond, advanced by the test.
 #[derive(Default)]
 struct TestHost {
     tsc: u64,
-    output: Vec<u8>,
-    input: VecDeque<u8>,
+    stream: ScriptStream,
     log: Vec<String>,
     kicks: Vec<usize>,
 }
@@ -27,12 +27,8 @@ impl Host for TestHost {
     fn counter(&self) -> u64 {
         self.tsc
     }
-    fn put(&mut self, byte: u8) -> bool {
-        self.output.push(byte);
-        true
-    }
-    fn take(&mut self) -> Option<u8> {
-        self.input.pop_front()
+    fn serial(&mut self) -> BackendRef<'_> {
+        BackendRef::Bytes(&mut self.stream)
     }
     fn log(&mut self, _: Level, text: fmt::Arguments<'_>) {
         self.log.push(text.to_string());
@@ -194,12 +190,12 @@ fn serial_output_and_interrupt_through_the_8259() {
     for byte in b"hi" {
         rig.out(0x3f8, *byte);
     }
-    assert_eq!(rig.host.output, b"hi");
+    assert_eq!(rig.host.stream.output, b"hi");
     rig.init_pic();
     rig.out(0x3fc, 0x08); // OUT2
     rig.out(0x3f9, 0x01); // received data
     assert_eq!(rig.events(), []);
-    rig.host.input.push_back(b'x');
+    rig.host.stream.input.push_back(b'x');
     rig.pc.input(None, &mut rig.host);
     // Character time-out or trigger: at the latest a few characters later.
     rig.host.tsc += 10_000_000;
@@ -470,10 +466,16 @@ fn a_hypercall_interrupts_several() {
 /// Entropy of a test: constant.
 struct Sevens(bool);
 
-impl DeviceBackend for Sevens {
-    fn entropy(&mut self, to: &mut [u8]) -> bool {
+impl EntropySource for Sevens {
+    fn fill(&mut self, to: &mut [u8]) -> bool {
         to.fill(7);
         self.0
+    }
+}
+
+impl DeviceBackend for Sevens {
+    fn get(&mut self) -> BackendRef<'_> {
+        BackendRef::Entropy(self)
     }
 }
 
@@ -546,7 +548,7 @@ fn a_pci_function_works_and_interrupts() {
     memory.write_slice(0x3000, &[0, 0, 1, 0]).unwrap();
     outb(&mut rig, 0x3000, 2, 0);
     assert_eq!(rig.events(), [], "nothing to give");
-    rig.pc.functions(|slots| slots.backend(0).unwrap().0 = true);
+    rig.pc.functions().with_backend(0, |backend| backend.0 = true);
     rig.pc.function_input(0, Some(&rig.cpu), &mut rig.host);
     assert_eq!(memory.read::<u64>(0x5000), Ok(0x0707_0707_0707_0707));
     assert_eq!(rig.events(), [Event::interrupt(0x61)]);
