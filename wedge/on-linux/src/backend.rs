@@ -4,13 +4,13 @@
 use core::fmt;
 use core::ops::Range;
 
+use host_linux::sys;
 use proto::hosted::{MAX_DISKS, MAX_NETS, MAX_SHARES, Start, log};
 use vmm_bus::backend::BlockInfo;
 use vmm_bus::frames;
 use vmm_bus::{BalloonBackend, Block, Messages, Net, Packets};
 use vmm_machine::{DeviceBackend, Host, Level, Model, Slots};
 
-use crate::linux::sys;
 use crate::state::shared::{ByteRing, event, shared};
 use crate::state::{config, doorbell};
 use crate::{balloon, clock, disk, kick, net, report};
