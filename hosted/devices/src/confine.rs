@@ -8,6 +8,7 @@ use std::io;
 use std::iter;
 use std::os::fd::BorrowedFd;
 
+use host_linux::sandbox;
 use landlock::{
     ABI, Access, AccessFs, AccessNet, CompatLevel, Compatible, PathBeneath, Ruleset, RulesetAttr,
     RulesetCreatedAttr,
@@ -17,7 +18,6 @@ use proto::errno::Cause;
 use rustix::process::{
     DumpableBehavior, Resource, Rlimit, getrlimit, set_dumpable_behavior, setrlimit,
 };
-use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities};
 use seccompiler::SeccompCmpArgLen::Dword;
 use seccompiler::SeccompCmpOp::MaskedEq;
 use seccompiler::{
@@ -104,7 +104,9 @@ pub fn confine(files: FileAccess<'_>, threads: usize) -> Result<Threads, SetupEr
     let most = getrlimit(Resource::Nofile).maximum.map_or(MAX_FILES, |most| most.min(MAX_FILES));
     let limit = Rlimit { current: Some(most), maximum: Some(most) };
     setrlimit(Resource::Nofile, limit).map_err(failed)?;
-    drop_capabilities().map_err(failed)?;
+    // A superuser's process then has only the rights of the files' owner.
+    sandbox::drop_capabilities()
+        .map_err(|error| SetupError::new("cannot drop capabilities", error))?;
     restrict_files(files)
         .map_err(|error| SetupError::new("cannot enforce Landlock", describe(&error)))?;
     // Threads inherit the restrictions up to here; the filter is applied to all of them.
@@ -116,16 +118,6 @@ pub fn confine(files: FileAccess<'_>, threads: usize) -> Result<Threads, SetupEr
     let filter = filter(files).map_err(|error| failed(&error))?;
     seccompiler::apply_filter_all_threads(&filter).map_err(|error| failed(&error))?;
     Ok(threads)
-}
-
-/// Drops all capabilities. A superuser's process then has only the rights of the files' owner: it
-/// cannot change ownership or read files of other users.
-///
-/// # Errors
-/// None known.
-pub fn drop_capabilities() -> rustix::io::Result<()> {
-    let none = CapabilitySet::empty();
-    set_capabilities(None, CapabilitySets { effective: none, permitted: none, inheritable: none })
 }
 
 /// Restricts file access with Landlock. On hosts without Landlock, the server and the seccomp

@@ -26,7 +26,7 @@ pub enum Error {
     /// The seccomp filter cannot be built.
     Filter(hosted_loader::Error),
     /// The host refuses parts of a strict sandbox.
-    Sandbox(hosted_devices::SandboxRefusal),
+    Sandbox(host_linux::sandbox::Refused),
 }
 
 impl Error {

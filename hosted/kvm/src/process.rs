@@ -11,6 +11,7 @@ use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use host_linux::sandbox;
 use hosted_loader::confine;
 use kvm_ioctls::VcpuFd;
 use proto::hosted::debug::DebugState;
@@ -42,7 +43,7 @@ use crate::balloon::HostBalloon;
 use crate::console::ConsoleBuffer;
 use crate::control::{self, PauseGate};
 use crate::debug::DebugStops;
-use crate::disk::{RawDisk, WORKERS};
+use crate::disk::{self, DiskVm, RawDisk};
 use crate::net::{self, Network};
 use crate::vcpu::{KvmVcpu, install_kick_handler};
 use crate::vcpu_thread::{VcpuThread, event, tsc};
@@ -120,9 +121,7 @@ type Board<'m, 'o> = Pc<'m, YieldRelax, MAX_VCPUS, Slots<HostEndpoint<'o>, MAX_F
 
 /// Host end of a PCI function.
 enum HostEndpoint<'o> {
-    /// A raw disk file.
-    Disk(&'o RawDisk),
-    /// A device process that executes requests.
+    /// Workers that execute requests: threads of this process, or a device process.
     Requests(Requests<'o, FutexWait>),
     /// A network.
     Net(NetPort<net::FrameEndpoint<'o>>),
@@ -139,7 +138,6 @@ enum HostEndpoint<'o> {
 impl DeviceBackend for HostEndpoint<'_> {
     fn block(&mut self) -> Option<&mut dyn Block> {
         match self {
-            Self::Disk(disk) => Some(disk),
             Self::Requests(requests) => Some(requests),
             _ => None,
         }
@@ -248,15 +246,13 @@ fn inherited(number: u32) -> File {
 fn serve() -> Result<Never, Error> {
     let machine: KvmConfig =
         serde_json::from_reader(inherited(descriptor::DESCRIPTION)).map_err(Error::Description)?;
-    let disks: Vec<Storage> = (layout::DISKS_FD..)
+    let disks: Vec<Disk> = (layout::DISKS_FD..)
         .zip(&machine.disks)
         .take(MAX_DISKS)
         .map(|(number, words)| {
             let record = Record::from_words(words);
-            match record.is_external {
-                true => Storage::Elsewhere(record),
-                false => Storage::File(RawDisk::new(inherited(number), record)),
-            }
+            let file = (!record.is_external).then(|| RawDisk::new(inherited(number), record));
+            Disk { record, file }
         })
         .collect();
     let networks = networks(&machine)?;
@@ -291,7 +287,8 @@ fn serve() -> Result<Never, Error> {
 /// Enters the configured sandbox, and drops all capabilities in any case.
 fn confine_process(machine: &KvmConfig) -> Result<(), Error> {
     let entered = enter_sandbox(machine);
-    let dropped = hosted_devices::drop_capabilities().map_err(io::Error::from);
+    let dropped = sandbox::drop_capabilities();
+    let dropped = dropped.map_err(|error| io::Error::from_raw_os_error(error.0));
     dropped.map_err(Error::host("drop capabilities"))?;
     entered
 }
@@ -300,7 +297,8 @@ fn enter_sandbox(machine: &KvmConfig) -> Result<(), Error> {
     if machine.sandbox == Sandbox::Off {
         return Ok(());
     }
-    let refused = hosted_devices::enter();
+    // Threads need the PID namespace of their process.
+    let refused = sandbox::enter(false).refused;
     if refused.is_empty() {
         return Ok(());
     }
@@ -313,10 +311,11 @@ fn enter_sandbox(machine: &KvmConfig) -> Result<(), Error> {
     Ok(())
 }
 
-/// A disk: a file of this process, or a device process.
-enum Storage {
-    File(RawDisk),
-    Elsewhere(Record),
+/// A disk.
+struct Disk {
+    record: Record,
+    /// Its file; `None`: a device process executes its requests.
+    file: Option<RawDisk>,
 }
 
 /// Opens the networks, and after them the packet stream of vsock.
@@ -383,7 +382,7 @@ fn pump_doorbell(mut doorbell: &File, queues: &[Queue], vcpu_thread: &VcpuThread
 /// Host ends of the devices.
 #[derive(Clone, Copy)]
 struct Backends<'o> {
-    disks: &'o [Storage],
+    disks: &'o [Disk],
     queues: &'o [Queue; MAX_QUEUES],
     /// The last one is that of vsock, if there is one.
     networks: &'o [Network],
@@ -393,7 +392,7 @@ struct Backends<'o> {
 /// Creates the board and the threads, and runs the VM.
 fn power_on(
     machine: &KvmConfig,
-    Backends { disks, queues, networks, debug }: Backends<'_>,
+    backends: Backends<'_>,
     balloon: Option<HostBalloon>,
     vm: KvmVm,
     fds: Vec<VcpuFd>,
@@ -401,8 +400,51 @@ fn power_on(
 ) -> Result<Never, Error> {
     vm.map(memory)?;
     let clock = CounterClock::new(vm.tsc_khz(&fds[0])?, tsc());
-    let config = PcConfig {
-        vcpus: fds.len() as u8,
+    let serial = ConsoleBuffer::new(event::CONSOLE);
+    let second = machine.console.then(|| ConsoleBuffer::new(event::VIRTIO_CONSOLE));
+    let (slots, about) = functions(machine, backends, balloon, second.as_ref());
+    let config = pc_config(&vm, fds.len(), clock);
+    let board: Board<'_, '_> =
+        Pc::with_functions(config, memory, |number, subleaf| vm.cpuid(number, subleaf), slots);
+    for (index, fd) in fds.iter().enumerate() {
+        set_cpuid(fd, index, board.cpuid())?;
+    }
+    // Leaked: used as long as vCPUs run.
+    drop(vm);
+
+    let vcpu_threads: Vec<VcpuThread> = fds.iter().map(|_| VcpuThread::default()).collect();
+    let host = KvmHost { console: &serial, vcpu_threads: &vcpu_threads, log: machine.log };
+    let (stream, gate) = (inherited(layout::CONTROL_FD), PauseGate::default());
+    // All threads are created before the process is confined; none later.
+    let mut jobs = console_jobs(&serial, second.as_ref(), &vcpu_threads[0]);
+    jobs.push(job(|| control::serve(&stream, &gate, &vcpu_threads, backends.debug)));
+    jobs.extend(backend_jobs(backends, memory, &vcpu_threads[0]));
+    let barrier = &Barrier::new(jobs.len() + fds.len());
+    let (board, debug) = (&board, backends.debug);
+    let context = VcpuContext { clock, gate: &gate, about: &about, stream: &stream, debug };
+    thread::scope(|scope| {
+        for job in jobs {
+            scope.spawn(move || job(barrier));
+        }
+        let mut drivers = fds.into_iter().enumerate().map(|(index, fd)| {
+            move || drive(machine, board, index, fd, memory, host, context, barrier)
+        });
+        let own = drivers.next();
+        drivers.for_each(|driver| drop(scope.spawn(driver)));
+        own.into_iter().for_each(|driver| driver());
+        host.console.finish();
+        if let Some(console) = &second {
+            console.finish();
+        }
+        let outcome = board.outcome().unwrap_or(Outcome::HostError(0));
+        process::exit(outcome.exit_code().into())
+    })
+}
+
+/// Returns the configuration of the board.
+fn pc_config(vm: &KvmVm, vcpus: usize, clock: CounterClock) -> PcConfig {
+    PcConfig {
+        vcpus: vcpus as u8,
         clock,
         xcr0_mask: vm.xcr0(),
         // 0 for clocks before 1970.
@@ -414,20 +456,28 @@ fn power_on(
         // KVM would send these interrupts itself, to local APICs that it does not have.
         pv_ipi: false,
         id: 1,
-    };
-    let serial = ConsoleBuffer::new(event::CONSOLE);
-    let second = machine.console.then(|| ConsoleBuffer::new(event::VIRTIO_CONSOLE));
+    }
+}
+
+/// Slots of the functions that an event refers to.
+type EventSlots = [(u64, Range<usize>); 3];
+
+/// Creates the PCI functions.
+fn functions<'o>(
+    machine: &KvmConfig,
+    Backends { disks, queues, networks, .. }: Backends<'o>,
+    balloon: Option<HostBalloon>,
+    console: Option<&'o ConsoleBuffer>,
+) -> (Slots<HostEndpoint<'o>, MAX_FUNCTIONS>, EventSlots) {
     let mut slots = Slots::new();
     // There are enough slots.
-    for (disk, queue) in disks.iter().zip(queues) {
-        let (info, link) = match disk {
-            Storage::File(disk) => (disk.info(), HostEndpoint::Disk(disk)),
-            Storage::Elsewhere(record) => (
-                BlockInfo::of_file(record.sectors, record.read_only, record.serial),
-                HostEndpoint::Requests(Requests::with_device_process(queue)),
-            ),
+    for (Disk { record, file }, queue) in disks.iter().zip(queues) {
+        let info = BlockInfo::of_file(record.sectors, record.read_only, record.serial);
+        let link = match file {
+            Some(_) => Requests::new(queue),
+            None => Requests::with_device_process(queue),
         };
-        let _ = slots.add(Model::Block(info), link);
+        let _ = slots.add(Model::Block(info), HostEndpoint::Requests(link));
     }
     for (words, queue) in machine.shares.iter().zip(&queues[MAX_DISKS..]) {
         let tag = ShareRecord::from_words(words).tag;
@@ -452,92 +502,65 @@ fn power_on(
     if let Some(balloon) = balloon {
         let _ = slots.add(Model::Balloon, HostEndpoint::Balloon(balloon));
     }
-    let console = second.as_ref().map(HostEndpoint::Console);
+    let console = console.map(HostEndpoint::Console);
     let console = console.and_then(|console| slots.add(Model::Console, console).ok());
     let console = console.map_or(0..0, |slot| slot..slot + 1);
-    let about =
-        [(event::DISK, disk_slots), (event::NET, net_slots), (event::VIRTIO_CONSOLE, console)];
-    let board: Board<'_, '_> =
-        Pc::with_functions(config, memory, |number, subleaf| vm.cpuid(number, subleaf), slots);
-    for (index, fd) in fds.iter().enumerate() {
-        set_cpuid(fd, index, board.cpuid())?;
-    }
-    // Leaked: used as long as vCPUs run.
-    drop(vm);
+    (slots, [(event::DISK, disk_slots), (event::NET, net_slots), (event::VIRTIO_CONSOLE, console)])
+}
 
-    let vcpu_threads: Vec<VcpuThread> = fds.iter().map(|_| VcpuThread::default()).collect();
-    let host = KvmHost { console: &serial, vcpu_threads: &vcpu_threads, log: machine.log };
-    let (stream, gate) = (inherited(layout::CONTROL_FD), PauseGate::default());
-    // All threads are created before the process is confined; none later.
-    let mut threads: Vec<Job<'_>> = Vec::new();
-    let first = &vcpu_threads[0];
-    threads.push(Box::new(|| serial.write(std::io::stdout(), first)));
-    threads.push(Box::new(|| serial.read(std::io::stdin(), first)));
-    threads.push(Box::new(|| control::serve(&stream, &gate, &vcpu_threads, debug)));
-    if let Some(console) = &second {
-        let line = Arc::new(inherited(layout::CONSOLE_FD));
-        let other = Arc::clone(&line);
-        threads.push(Box::new(move || console.write(&*line, first)));
-        threads.push(Box::new(move || console.read(&*other, first)));
-    }
-    let doorbell = inherited(layout::DOORBELL_FD);
-    threads.push(Box::new(move || pump_doorbell(&doorbell, queues, first)));
-    for network in networks {
-        threads.push(Box::new(move || network.send(first)));
-        threads.push(Box::new(move || network.receive(first)));
-    }
-    for (number, disk) in disks.iter().enumerate() {
-        let Storage::File(disk) = disk else { continue };
-        for _ in 0..WORKERS {
-            threads.push(Box::new(move || disk.work(number, memory, first)));
-        }
-    }
-    let barrier = Barrier::new(threads.len() + fds.len());
-    let (barrier, board, gate, stream, about) = (&barrier, &board, &gate, &stream, &about);
-    thread::scope(|scope| {
-        for job in threads {
-            scope.spawn(move || {
-                barrier.wait();
-                job();
-            });
-        }
-        let mut drivers = fds.into_iter().enumerate().map(|(index, fd)| {
-            move || {
-                let vcpu_thread = &host.vcpu_threads[index];
-                vcpu_thread.register_current();
-                let stops = DebugStops { index, shared: debug, gate, vcpu_thread, stream };
-                let stops = machine.debug.then_some(stops);
-                let vcpu = KvmVcpu::new(fd, vcpu_thread, memory, clock, stops);
-                barrier.wait();
-                let result = vcpu.and_then(|mut vcpu| {
-                    if index == 0 {
-                        load(machine, memory, &mut vcpu)?;
-                        control::started(stream);
-                        vcpu.stop();
-                    }
-                    run_vcpu(board, index, &mut vcpu, host, VcpuContext { clock, gate, about });
-                    Ok(())
-                });
-                if let Err(error) = result {
-                    eprintln!("<{}>{error}", log::ERROR);
-                    process::exit(error.exit_code().into());
-                }
-            }
-        });
-        let own = drivers.next();
-        drivers.for_each(|driver| drop(scope.spawn(driver)));
-        own.into_iter().for_each(|driver| driver());
-        host.console.finish();
-        if let Some(console) = &second {
-            console.finish();
-        }
-        let outcome = board.outcome().unwrap_or(Outcome::HostError(0));
-        process::exit(outcome.exit_code().into())
+/// Loop of a thread other than those of vCPUs. It waits at the barrier, after which the process is
+/// confined.
+type Job<'s> = Box<dyn FnOnce(&Barrier) + Send + 's>;
+
+/// Creates a thread's loop that needs no preparation.
+fn job<'s>(serve: impl FnOnce() + Send + 's) -> Job<'s> {
+    Box::new(|barrier| {
+        barrier.wait();
+        serve();
     })
 }
 
-/// Loop of a thread other than those of vCPUs.
-type Job<'s> = Box<dyn FnOnce() + Send + 's>;
+/// Returns the loops of the console lines.
+fn console_jobs<'s>(
+    serial: &'s ConsoleBuffer,
+    second: Option<&'s ConsoleBuffer>,
+    vcpu_thread: &'s VcpuThread,
+) -> Vec<Job<'s>> {
+    let mut jobs = vec![
+        job(|| serial.write(io::stdout(), vcpu_thread)),
+        job(|| serial.read(io::stdin(), vcpu_thread)),
+    ];
+    if let Some(console) = second {
+        let line = Arc::new(inherited(layout::CONSOLE_FD));
+        let other = Arc::clone(&line);
+        jobs.push(job(move || console.write(&*line, vcpu_thread)));
+        jobs.push(job(move || console.read(&*other, vcpu_thread)));
+    }
+    jobs
+}
+
+/// Returns the loops of device processes' doorbell, networks and disks.
+fn backend_jobs<'s>(
+    Backends { disks, queues, networks, .. }: Backends<'s>,
+    memory: &'s GuestMemory,
+    vcpu_thread: &'s VcpuThread,
+) -> Vec<Job<'s>> {
+    let doorbell = inherited(layout::DOORBELL_FD);
+    let mut jobs = vec![job(move || pump_doorbell(&doorbell, queues, vcpu_thread))];
+    for network in networks {
+        jobs.push(job(|| network.send(vcpu_thread)));
+        jobs.push(job(|| network.receive(vcpu_thread)));
+    }
+    let (count, has_ring) = disk::workers();
+    for (index, (disk, queue)) in disks.iter().zip(queues).enumerate() {
+        let Some(file) = &disk.file else { continue };
+        for _ in 0..count {
+            let host = DiskVm { memory, vcpu_thread };
+            jobs.push(Box::new(move |barrier| file.work(index, has_ring, queue, host, barrier)));
+        }
+    }
+    jobs
+}
 
 /// Confines the process, loads the kernel, and sets the first vCPU to its initial state.
 fn load(machine: &KvmConfig, memory: &GuestMemory, vcpu: &mut KvmVcpu<'_>) -> Result<(), Error> {
@@ -566,8 +589,45 @@ fn load(machine: &KvmConfig, memory: &GuestMemory, vcpu: &mut KvmVcpu<'_>) -> Re
 struct VcpuContext<'o> {
     clock: CounterClock,
     gate: &'o PauseGate,
+    /// Control stream.
+    stream: &'o File,
+    debug: &'o DebugState,
     /// Slots of the functions that events refer to.
     about: &'o [(u64, Range<usize>)],
+}
+
+/// Thread of a vCPU: creates it, and runs it until the VM ends. The first one starts the guest.
+#[expect(clippy::too_many_arguments, reason = "they are the parts of the VM")]
+fn drive(
+    machine: &KvmConfig,
+    board: &Board<'_, '_>,
+    index: usize,
+    fd: VcpuFd,
+    memory: &GuestMemory,
+    host: KvmHost<'_>,
+    context: VcpuContext<'_>,
+    barrier: &Barrier,
+) {
+    let VcpuContext { clock, gate, stream, debug, .. } = context;
+    let vcpu_thread = &host.vcpu_threads[index];
+    vcpu_thread.register_current();
+    let stops = DebugStops { index, shared: debug, gate, vcpu_thread, stream };
+    let stops = machine.debug.then_some(stops);
+    let vcpu = KvmVcpu::new(fd, vcpu_thread, memory, clock, stops);
+    barrier.wait();
+    let result = vcpu.and_then(|mut vcpu| {
+        if index == 0 {
+            load(machine, memory, &mut vcpu)?;
+            control::started(stream);
+            vcpu.stop();
+        }
+        run_vcpu(board, index, &mut vcpu, host, context);
+        Ok(())
+    });
+    if let Err(error) = result {
+        eprintln!("<{}>{error}", log::ERROR);
+        process::exit(error.exit_code().into());
+    }
 }
 
 /// Runs a vCPU until the VM ends.
@@ -576,7 +636,7 @@ fn run_vcpu(
     index: usize,
     vcpu: &mut KvmVcpu<'_>,
     mut host: KvmHost<'_>,
-    VcpuContext { clock, gate, about }: VcpuContext<'_>,
+    VcpuContext { clock, gate, about, .. }: VcpuContext<'_>,
 ) {
     let host = &mut host;
     let mut cpu = board.cpu(index);

@@ -310,23 +310,29 @@ fn guest(options: u64) -> Result<Rules, BackendError> {
 fn worker() -> Result<Rules, BackendError> {
     let mut rules = Rules::new();
     common(&mut rules, &[layout::ERRORS_FD, layout::DOORBELL_FD])?;
-    for disk in layout::DISKS_FD..layout::DISKS_FD + MAX_DISKS as u32 {
-        // Flags with and without waiting.
-        for flags in [0, linux::RWF_NOWAIT] {
-            allow(&mut rules, linux::__NR_preadv2, &[&[(0, disk), (5, flags)]])?;
-        }
-        for call in [linux::__NR_pwritev, linux::__NR_pwrite64, linux::__NR_fdatasync] {
-            allow(&mut rules, call, &[&[(0, disk)]])?;
-        }
-        for mode in [linux::FALLOC_FL_PUNCH_HOLE, linux::FALLOC_FL_ZERO_RANGE] {
-            let mode = mode | linux::FALLOC_FL_KEEP_SIZE;
-            allow(&mut rules, linux::__NR_fallocate, &[&[(0, disk), (1, mode)]])?;
-        }
-    }
+    disks(&mut rules)?;
     // The ring is restricted at its creation.
     let enter = &[(0, layout::RING_FD), (3, io_uring::IORING_ENTER_GETEVENTS)];
     allow(&mut rules, linux::__NR_io_uring_enter, &[enter])?;
     Ok(rules)
+}
+
+/// Allows the calls on raw disks.
+fn disks(rules: &mut Rules) -> Result<(), BackendError> {
+    for disk in layout::DISKS_FD..layout::DISKS_FD + MAX_DISKS as u32 {
+        // Flags with and without waiting.
+        for flags in [0, linux::RWF_NOWAIT] {
+            allow(rules, linux::__NR_preadv2, &[&[(0, disk), (5, flags)]])?;
+        }
+        for call in [linux::__NR_pwritev, linux::__NR_pwrite64, linux::__NR_fdatasync] {
+            allow(rules, call, &[&[(0, disk)]])?;
+        }
+        for mode in [linux::FALLOC_FL_PUNCH_HOLE, linux::FALLOC_FL_ZERO_RANGE] {
+            let mode = mode | linux::FALLOC_FL_KEEP_SIZE;
+            allow(rules, linux::__NR_fallocate, &[&[(0, disk), (1, mode)]])?;
+        }
+    }
+    Ok(())
 }
 
 /// Filter of a network process; its network is its only descriptor besides those named here. Of a
@@ -512,6 +518,10 @@ fn kvm_process(own: u32, debugs: bool) -> Result<Rules, BackendError> {
         allow(&mut rules, linux::__NR_write, &[&[(0, net)]])?;
         allow(&mut rules, linux::__NR_ioctl, &[&[(0, net), (1, ioctl::TUNSETOFFLOAD)]])?;
     }
+    disks(&mut rules)?;
+    // Its rings are restricted at their creation.
+    let enter = &[(3, io_uring::IORING_ENTER_GETEVENTS)];
+    allow(&mut rules, linux::__NR_io_uring_enter, &[enter])?;
     // Its own threads.
     allow(&mut rules, linux::__NR_tgkill, &[&[(0, own)]])?;
     // Private memory without execute permission.
@@ -528,7 +538,6 @@ fn kvm_process(own: u32, debugs: bool) -> Result<Rules, BackendError> {
             linux::__NR_exit,
             linux::__NR_exit_group,
             linux::__NR_fallocate,
-            linux::__NR_fdatasync,
             linux::__NR_futex,
             linux::__NR_getpid,
             linux::__NR_getrandom,
@@ -539,8 +548,6 @@ fn kvm_process(own: u32, debugs: bool) -> Result<Rules, BackendError> {
             linux::__NR_munmap,
             linux::__NR_newfstatat,
             linux::__NR_ppoll,
-            linux::__NR_pread64,
-            linux::__NR_pwrite64,
             linux::__NR_read,
             linux::__NR_restart_syscall,
             linux::__NR_rt_sigprocmask,
@@ -894,6 +901,15 @@ mod tests {
                 assert!(!may(16, [fd, other, 0, 0, 0, 0]), "{fd} {other:#x}");
             }
         }
+        for fd in 0..64 {
+            // preadv2, pwritev, pwrite64, fdatasync
+            for call in [327, 296, 18, 75] {
+                assert_eq!(may(call, [fd, 1, 1, 0, 0, 0]), (6..10).contains(&fd), "{call} {fd}");
+            }
+        }
+        // io_uring_enter to wait; no other flags, no other ring operations.
+        assert!(may(426, [50, 1, 1, 1, 0, 0]) && !may(426, [50, 1, 1, 2, 0, 0]));
+        assert!(!may(425, [8, 0, 0, 0, 0, 0]) && !may(427, [50, 2, 0, 0, 0, 0]));
         // Signals to itself and private memory; no other signals, no executable memory, no files.
         assert!(may(234, [7, 9, 10, 0, 0, 0]) && !may(234, [8, 9, 10, 0, 0, 0]));
         assert!(may(9, [0, 4096, 3, 0x22, 0, 0]) && !may(9, [0, 4096, 7, 0x22, 0, 0]));
