@@ -3,7 +3,7 @@
 //! The VM is `vmm_machine::Pc` as on every other host, with all its interrupt controllers and
 //! timers; [`vm`] and [`vcpu`] connect it with KVM. The process has a thread per vCPU, one for its
 //! control and one for its doorbell, two per line and network, and one or two per raw disk. Before
-//! it reads guest data, it installs a seccomp filter (`hosted_loader::filters`), which restricts it
+//! it reads guest data, it installs a seccomp filter (`hosted_filters`), which restricts it
 //! to its open descriptors.
 #![deny(unsafe_code)]
 

@@ -12,7 +12,7 @@ use std::thread;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use host_linux::sandbox;
-use hosted_loader::confine;
+use hosted_filters::confine_kvm;
 use kvm_ioctls::VcpuFd;
 use proto::hosted::debug::DebugState;
 use proto::hosted::{
@@ -564,7 +564,7 @@ fn backend_jobs<'s>(
 
 /// Confines the process, loads the kernel, and sets the first vCPU to its initial state.
 fn load(machine: &KvmConfig, memory: &GuestMemory, vcpu: &mut KvmVcpu<'_>) -> Result<(), Error> {
-    confine(machine.debug).map_err(Error::Filter)?;
+    confine_kvm(machine.debug).map_err(Error::Filter)?;
     let read = |number, action| {
         let mut bytes = Vec::new();
         inherited(number).read_to_end(&mut bytes).map_err(Error::host(action))?;

@@ -54,7 +54,7 @@ fn serve() -> io::Result<()> {
     let _ = sandbox::restrict_with_landlock();
     let dropped = sandbox::drop_capabilities();
     dropped.map_err(|error| io::Error::from_raw_os_error(error.0))?;
-    hosted_loader::confine_relay().map_err(|error| io::Error::other(error.to_string()))?;
+    hosted_filters::confine_relay().map_err(|error| io::Error::other(error.to_string()))?;
     let (mut out, mut inward) = (Way::default(), Way::default());
     let mut buffer = vec![0; CHUNK];
     loop {

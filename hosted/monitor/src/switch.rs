@@ -171,7 +171,7 @@ fn serve() -> io::Result<()> {
     dropped.map_err(|error| io::Error::from_raw_os_error(error.0))?;
     // The seccomp filter forbids the call later.
     let mut switch = Switch::new(geteuid());
-    let filtered = hosted_loader::confine_switch(FOLDER);
+    let filtered = hosted_filters::confine_switch(FOLDER);
     filtered.map_err(|error| io::Error::other(error.to_string()))?;
     let mut buffer = vec![0; LENGTH + FRAME.end() + CHUNK];
     loop {
