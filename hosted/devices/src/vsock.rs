@@ -25,7 +25,7 @@ use rustix::fs::Timespec;
 use rustix::io::Errno;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags, recvmsg, send};
 
-use self::connection::{Client, ConnectLine, Connection, Outcome, Stage};
+use self::connection::{ConnectLine, Connection, Lifetime, PendingClient, Stage};
 use crate::confine::{FileAccess, SetupError, confine};
 use crate::worker::READY;
 
@@ -90,7 +90,7 @@ struct Server {
     listener: UnixListener,
     /// No descriptor is free to accept a further client.
     is_full: bool,
-    clients: BTreeMap<u64, Client>,
+    clients: BTreeMap<u64, PendingClient>,
     next_client: u64,
     connections: BTreeMap<Key, Connection>,
     next_port: u32,
@@ -107,7 +107,7 @@ enum Ready {
     Stream,
     Listener,
     Source,
-    Client(u64),
+    PendingClient(u64),
     Connection(Key),
 }
 
@@ -153,7 +153,7 @@ impl Server {
                 }
                 Ready::Listener => self.accept(),
                 Ready::Source => self.on_connection(),
-                Ready::Client(number) => self.read_line(number),
+                Ready::PendingClient(number) => self.read_line(number),
                 Ready::Connection(key) => self.serve(key, flags),
             }
         }
@@ -180,7 +180,7 @@ impl Server {
         }
         let clients = self.clients.iter().filter(|_| accepts_input);
         wanted.extend(clients.map(|(number, client)| {
-            (Ready::Client(*number), client.socket.as_fd(), PollFlags::IN)
+            (Ready::PendingClient(*number), client.socket.as_fd(), PollFlags::IN)
         }));
         wanted.extend(self.connections.iter().filter_map(|(key, connection)| {
             let flags = connection.wants(accepts_input)?;
@@ -206,7 +206,8 @@ impl Server {
             match self.listener.accept() {
                 Ok((socket, _)) => {
                     if socket.set_nonblocking(true).is_ok() {
-                        self.clients.insert(self.next_client, Client { socket, line: Vec::new() });
+                        self.clients
+                            .insert(self.next_client, PendingClient { socket, line: Vec::new() });
                         self.next_client += 1;
                     }
                 }
@@ -221,12 +222,13 @@ impl Server {
 
     /// Reads the port request of a client.
     fn read_line(&mut self, number: u64) {
-        let said = self.clients.get_mut(&number).map_or(ConnectLine::Nothing, Client::listen);
+        let said =
+            self.clients.get_mut(&number).map_or(ConnectLine::Nothing, PendingClient::listen);
         if said == ConnectLine::Waits {
             return;
         }
         let client = self.clients.remove(&number);
-        if let (ConnectLine::Port(port), Some(Client { socket, .. })) = (said, client) {
+        if let (ConnectLine::Port(port), Some(PendingClient { socket, .. })) = (said, client) {
             let key = (self.free_port(), port);
             self.connections.insert(key, Connection::new(Stage::Requested, Some(socket)));
             self.put(key, op::REQUEST, 0, &[]);
@@ -413,13 +415,13 @@ impl Server {
     fn pass_on(&mut self, key: Key) {
         let Some(connection) = self.connections.get_mut(&key) else { return };
         match connection.pass_on() {
-            Outcome::Ends => self.end(key),
-            Outcome::Stays
+            Lifetime::Ends => self.end(key),
+            Lifetime::Stays
                 if connection.forwarded.wrapping_sub(connection.told) >= CREDIT_UPDATE =>
             {
                 self.put(key, op::CREDIT_UPDATE, 0, &[]);
             }
-            Outcome::Stays => {}
+            Lifetime::Stays => {}
         }
     }
 

@@ -1,7 +1,7 @@
 //! Seccomp filters of all processes of hosted VMs (seccomp(2)), built with `seccompiler`: of the
 //! processes of pre-virtualized VMs, which the wedge installs ([`words`]), of VMs with KVM
-//! ([`confine_kvm`]), of device processes ([`confine_device`]), and of processes that forward frames
-//! ([`confine_switch`], [`confine_relay`]). Any call that a filter does not permit kills its
+//! ([`confine_kvm`]), of device processes ([`confine_device`]), and of processes that forward
+//! frames ([`confine_switch`], [`confine_relay`]). Any call that a filter does not permit kills its
 //! process, and the VM with it.
 #![forbid(unsafe_code)]
 

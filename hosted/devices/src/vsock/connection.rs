@@ -12,7 +12,7 @@ const LINE: usize = 32;
 
 /// State of a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Stage {
+pub(super) enum Stage {
     /// Requested by the guest; the host socket is not connected yet.
     Asked,
     /// Requested by the host; the guest has not accepted yet.
@@ -23,7 +23,7 @@ pub enum Stage {
 
 /// A connection.
 #[derive(Debug)]
-pub struct Connection {
+pub(super) struct Connection {
     pub stage: Stage,
     /// Host socket; `None` before it is connected.
     pub socket: Option<UnixStream>,
@@ -51,7 +51,7 @@ pub struct Connection {
 
 /// Result of an operation on a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Outcome {
+pub(super) enum Lifetime {
     Stays,
     /// The connection ends, and the guest is informed.
     Ends,
@@ -102,8 +102,8 @@ impl Connection {
     }
 
     /// Forwards data to the host program.
-    pub fn pass_on(&mut self) -> Outcome {
-        let Some(socket) = &mut self.socket else { return Outcome::Stays };
+    pub fn pass_on(&mut self) -> Lifetime {
+        let Some(socket) = &mut self.socket else { return Lifetime::Stays };
         while !self.waiting.is_empty() {
             match socket.write(self.waiting.as_slices().0) {
                 Ok(count) => {
@@ -111,32 +111,32 @@ impl Connection {
                     self.forwarded = self.forwarded.wrapping_add(count as u32);
                 }
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(error) if error.kind() == ErrorKind::WouldBlock => return Outcome::Stays,
-                Err(_) => return Outcome::Ends,
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return Lifetime::Stays,
+                Err(_) => return Lifetime::Ends,
             }
         }
         if self.guest_is_done && self.guest_is_deaf {
-            return Outcome::Ends;
+            return Lifetime::Ends;
         }
         if self.guest_is_done && !self.peer_is_informed {
             self.peer_is_informed = true;
             // Fails if the peer has disconnected, which is detected elsewhere.
             let _ = socket.shutdown(Shutdown::Write);
         }
-        Outcome::Stays
+        Lifetime::Stays
     }
 }
 
 /// A host program that has not sent its port yet.
 #[derive(Debug)]
-pub struct Client {
+pub(super) struct PendingClient {
     pub socket: UnixStream,
     pub line: Vec<u8>,
 }
 
-/// Result of reading from a [`Client`].
+/// Result of reading from a [`PendingClient`].
 #[derive(PartialEq, Eq, Debug)]
-pub enum ConnectLine {
+pub(super) enum ConnectLine {
     /// Incomplete line.
     Waits,
     /// Requested port.
@@ -145,7 +145,7 @@ pub enum ConnectLine {
     Nothing,
 }
 
-impl Client {
+impl PendingClient {
     /// Reads the line, and no data after it, which is for the guest.
     pub fn listen(&mut self) -> ConnectLine {
         loop {
