@@ -1,28 +1,21 @@
 //! Privileges that a device process drops before it serves: system calls, file access, descriptors,
 //! memory.
 
-use std::collections::BTreeMap;
 use std::error::Error;
 use std::fmt;
 use std::io;
 use std::iter;
 use std::os::fd::BorrowedFd;
 
+use host_linux::sandbox;
+use hosted_filters::{DeviceAccess, confine_device};
 use landlock::{
     ABI, Access, AccessFs, AccessNet, CompatLevel, Compatible, PathBeneath, Ruleset, RulesetAttr,
     RulesetCreatedAttr,
 };
-use linux_raw_sys::{general as linux, ioctl};
 use proto::errno::Cause;
 use rustix::process::{
     DumpableBehavior, Resource, Rlimit, getrlimit, set_dumpable_behavior, setrlimit,
-};
-use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities};
-use seccompiler::SeccompCmpArgLen::Dword;
-use seccompiler::SeccompCmpOp::MaskedEq;
-use seccompiler::{
-    BackendError, BpfProgram, SeccompAction, SeccompCondition, SeccompFilter, SeccompRule,
-    TargetArch,
 };
 
 use crate::threads::Threads;
@@ -92,6 +85,17 @@ pub enum FileAccess<'a> {
     Sockets,
 }
 
+impl FileAccess<'_> {
+    fn access(self) -> DeviceAccess {
+        match self {
+            Self::Own => DeviceAccess::Own,
+            Self::Read(_) => DeviceAccess::Read,
+            Self::Change(_) => DeviceAccess::Change,
+            Self::Sockets => DeviceAccess::Sockets,
+        }
+    }
+}
+
 /// Drops all privileges except this file access and the open descriptors, and creates `threads`
 /// threads: the filter forbids later ones.
 pub fn confine(files: FileAccess<'_>, threads: usize) -> Result<Threads, SetupError> {
@@ -104,28 +108,17 @@ pub fn confine(files: FileAccess<'_>, threads: usize) -> Result<Threads, SetupEr
     let most = getrlimit(Resource::Nofile).maximum.map_or(MAX_FILES, |most| most.min(MAX_FILES));
     let limit = Rlimit { current: Some(most), maximum: Some(most) };
     setrlimit(Resource::Nofile, limit).map_err(failed)?;
-    drop_capabilities().map_err(failed)?;
+    // A superuser's process then has only the rights of the files' owner.
+    sandbox::drop_capabilities()
+        .map_err(|error| SetupError::new("cannot drop capabilities", error))?;
     restrict_files(files)
         .map_err(|error| SetupError::new("cannot enforce Landlock", describe(&error)))?;
     // Threads inherit the restrictions up to here; the filter is applied to all of them.
     let threads = Threads::start(threads)
         .map_err(|error| SetupError::host("cannot start threads", &error))?;
-    let failed = |error: &(dyn Error + 'static)| {
-        SetupError::new("cannot install the seccomp filter", describe(error))
-    };
-    let filter = filter(files).map_err(|error| failed(&error))?;
-    seccompiler::apply_filter_all_threads(&filter).map_err(|error| failed(&error))?;
+    confine_device(files.access())
+        .map_err(|error| SetupError::new("cannot install the seccomp filter", error))?;
     Ok(threads)
-}
-
-/// Drops all capabilities. A superuser's process then has only the rights of the files' owner: it
-/// cannot change ownership or read files of other users.
-///
-/// # Errors
-/// None known.
-pub fn drop_capabilities() -> rustix::io::Result<()> {
-    let none = CapabilitySet::empty();
-    set_capabilities(None, CapabilitySets { effective: none, permitted: none, inheritable: none })
 }
 
 /// Restricts file access with Landlock. On hosts without Landlock, the server and the seccomp
@@ -155,102 +148,4 @@ fn restrict_files(files: FileAccess<'_>) -> Result<(), landlock::RulesetError> {
         ruleset = ruleset.add_rule(PathBeneath::new(folder, allowed))?;
     }
     ruleset.restrict_self().map(drop)
-}
-
-/// Builds the seccomp filter of a device process.
-fn filter(files: FileAccess<'_>) -> Result<BpfProgram, BackendError> {
-    let any = |call: u32| (i64::from(call), Vec::new());
-    let always = [
-        linux::__NR_close,
-        linux::__NR_clock_gettime,
-        linux::__NR_exit_group,
-        linux::__NR_brk,
-        linux::__NR_fdatasync,
-        linux::__NR_fstat,
-        linux::__NR_fstatfs,
-        linux::__NR_fsync,
-        linux::__NR_getrandom,
-        // Output of a panic.
-        linux::__NR_gettid,
-        linux::__NR_lseek,
-        linux::__NR_madvise,
-        linux::__NR_mremap,
-        linux::__NR_munmap,
-        linux::__NR_pread64,
-        linux::__NR_read,
-        // Restart of a wait after SIGSTOP and SIGCONT.
-        linux::__NR_restart_syscall,
-        linux::__NR_rt_sigreturn,
-        linux::__NR_sigaltstack,
-        linux::__NR_statx,
-        linux::__NR_write,
-    ];
-    let own = [
-        linux::__NR_fallocate,
-        linux::__NR_ftruncate,
-        linux::__NR_preadv,
-        linux::__NR_pwrite64,
-        linux::__NR_pwritev,
-        // Contended locks.
-        linux::__NR_sched_yield,
-    ];
-    let below = [linux::__NR_getdents64, linux::__NR_newfstatat, linux::__NR_readlinkat];
-    let changes = [
-        linux::__NR_fchmodat,
-        linux::__NR_fchownat,
-        linux::__NR_ftruncate,
-        linux::__NR_linkat,
-        linux::__NR_mkdirat,
-        linux::__NR_pwrite64,
-        linux::__NR_renameat,
-        linux::__NR_unlinkat,
-        linux::__NR_utimensat,
-    ];
-    let sockets = [
-        linux::__NR_accept4,
-        #[cfg(target_arch = "x86_64")]
-        linux::__NR_poll,
-        linux::__NR_ppoll,
-        linux::__NR_recvfrom,
-        linux::__NR_recvmsg,
-        linux::__NR_sendto,
-        linux::__NR_shutdown,
-    ];
-    let more = match files {
-        FileAccess::Sockets => sockets.to_vec(),
-        FileAccess::Own => own.to_vec(),
-        FileAccess::Read(_) => below.to_vec(),
-        FileAccess::Change(_) => [&below[..], &changes, &[linux::__NR_openat]].concat(),
-    };
-    let mut rules: BTreeMap<_, _> = always.into_iter().chain(more).map(any).collect();
-    let condition = |argument, mask: u32, value: u32| {
-        SeccompCondition::new(argument, Dword, MaskedEq(mask.into()), value.into())
-    };
-    let mut allow = |call: u32, conditions| {
-        let rule = SeccompRule::new(conditions)?;
-        rules.entry(call.into()).or_insert_with(Vec::new).push(rule);
-        Ok::<_, BackendError>(())
-    };
-    // The last one as the standard library's locks use it.
-    for operation in [linux::FUTEX_WAIT, linux::FUTEX_WAKE, linux::FUTEX_WAIT_BITSET] {
-        allow(linux::__NR_futex, vec![condition(1, !linux::FUTEX_PRIVATE_FLAG, operation)?])?;
-    }
-    // No signals on descriptor events: their receiver may be any process of the user.
-    let commands = [linux::F_DUPFD_CLOEXEC, linux::F_GETFD, linux::F_SETFD, linux::F_GETFL];
-    for command in commands {
-        allow(linux::__NR_fcntl, vec![condition(1, u32::MAX, command)?])?;
-    }
-    // Memory for the allocator, never executable.
-    let kind = linux::MAP_PRIVATE | linux::MAP_ANONYMOUS;
-    allow(linux::__NR_mmap, vec![condition(2, linux::PROT_EXEC, 0)?, condition(3, kind, kind)?])?;
-    if let FileAccess::Sockets = files {
-        allow(linux::__NR_ioctl, vec![condition(1, u32::MAX, ioctl::FIONBIO)?])?;
-    }
-    if let FileAccess::Read(_) = files {
-        let writes = linux::O_ACCMODE | linux::O_CREAT | linux::O_TRUNC;
-        allow(linux::__NR_openat, vec![condition(2, writes, linux::O_RDONLY)?])?;
-    }
-    let (kill, allow) = (SeccompAction::KillProcess, SeccompAction::Allow);
-    let arch = TargetArch::try_from(std::env::consts::ARCH)?;
-    SeccompFilter::new(rules, kill, allow, arch).and_then(BpfProgram::try_from)
 }

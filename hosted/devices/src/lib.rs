@@ -10,8 +10,6 @@ mod confine;
 mod footprint;
 mod image;
 mod ninep;
-mod ring;
-mod sandbox;
 mod share;
 #[cfg(feature = "testing")]
 pub mod testing;
@@ -19,11 +17,9 @@ mod threads;
 mod vsock;
 mod worker;
 
-pub use confine::{SetupError, describe, drop_capabilities};
+pub use confine::{SetupError, describe};
 pub use footprint::release_memory;
 pub use image::{ImageConfig, serve_image};
-pub use ring::has_rings;
-pub use sandbox::{SandboxRefusal, enter, forbid_files};
 pub use share::{Share, serve_share};
 pub use vsock::{Vsock, serve_vsock};
 pub use worker::{GuestQueue, READY, Worker};

@@ -25,9 +25,9 @@ pub enum Error {
     /// Kernel, command line and RAM disk do not fit into memory.
     Boot(vmm_boot::BootError),
     /// The seccomp filter cannot be built.
-    Filter(hosted_loader::Error),
+    Filter(hosted_filters::Error),
     /// The host refuses parts of a strict sandbox.
-    Sandbox(hosted_devices::SandboxRefusal),
+    Sandbox(host_linux::sandbox::Refused),
 }
 
 impl Error {

@@ -2,9 +2,9 @@
 //!
 //! The VM is `vmm_machine::Pc` as on every other host, with all its interrupt controllers and
 //! timers; [`vm`] and [`vcpu`] connect it with KVM. The process has a thread per vCPU, one for its
-//! control and one for its doorbell, two per line, disk and network. Before it reads guest data, it
-//! installs a seccomp filter (`hosted_loader::filters`), which restricts it to its open
-//! descriptors.
+//! control and one for its doorbell, two per line and network, and one or two per raw disk. Before
+//! it reads guest data, it installs a seccomp filter (`hosted_filters`), which restricts it
+//! to its open descriptors.
 #![deny(unsafe_code)]
 
 mod balloon;
@@ -13,6 +13,7 @@ mod calls;
 mod console;
 mod control;
 mod debug;
+#[expect(unsafe_code, reason = "the host addresses of guest memory")]
 mod disk;
 mod error;
 #[expect(unsafe_code, reason = "flag that a signal handler sets")]

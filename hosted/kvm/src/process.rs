@@ -11,7 +11,8 @@ use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use hosted_loader::confine;
+use host_linux::sandbox;
+use hosted_filters::confine_kvm;
 use kvm_ioctls::VcpuFd;
 use proto::hosted::debug::DebugState;
 use proto::hosted::{
@@ -40,7 +41,7 @@ use crate::balloon::HostBalloon;
 use crate::console::ConsoleBuffer;
 use crate::control;
 use crate::debug::DebugStops;
-use crate::disk::{RawDisk, WORKERS};
+use crate::disk::{self, DiskVm, RawDisk};
 use crate::kick;
 use crate::net::{self, Network};
 use crate::pause::PauseGate;
@@ -116,15 +117,13 @@ const _: () = assert!(Level::Error.number() == log::ERROR);
 const _: () = assert!(Level::Warning.number() == log::WARN);
 const _: () = assert!(Level::Info.number() == log::INFO);
 
-type Board<'m, 'o> =
-    Pc<'m, YieldRelax, MAX_VCPUS, Slots<HostEndpoint<'o>, MAX_FUNCTIONS, YieldRelax>>;
+type DeviceTable<'o> = Slots<HostEndpoint<'o>, MAX_FUNCTIONS, YieldRelax>;
+type Board<'m, 'o> = Pc<'m, YieldRelax, MAX_VCPUS, DeviceTable<'o>>;
 
 /// Host end of a PCI function.
 enum HostEndpoint<'o> {
-    /// A raw disk file.
-    Disk(&'o RawDisk),
-    /// A disk image process.
-    Image(Requests<'o, FutexWait>),
+    /// Workers of a disk: threads of this process, or an image process.
+    Disk(Requests<'o, FutexWait>),
     /// A file server process.
     Share(Requests<'o, FutexWait>),
     /// A network.
@@ -142,8 +141,7 @@ enum HostEndpoint<'o> {
 impl DeviceBackend for HostEndpoint<'_> {
     fn get(&mut self) -> BackendRef<'_> {
         match self {
-            Self::Disk(disk) => BackendRef::Block(disk),
-            Self::Image(requests) => BackendRef::Block(requests),
+            Self::Disk(requests) => BackendRef::Block(requests),
             Self::Share(requests) => BackendRef::Messages(requests),
             Self::Net(net) => BackendRef::Net(net),
             Self::Sockets(sockets) => BackendRef::Packets(sockets),
@@ -215,15 +213,13 @@ fn inherited(number: u32) -> File {
 fn serve() -> Result<Never, Error> {
     let machine: KvmConfig =
         serde_json::from_reader(inherited(descriptor::DESCRIPTION)).map_err(Error::Description)?;
-    let disks: Vec<Storage> = (layout::DISKS_FD..)
+    let disks: Vec<Disk> = (layout::DISKS_FD..)
         .zip(&machine.disks)
         .take(MAX_DISKS)
         .map(|(number, words)| {
             let record = Record::from_words(words);
-            match record.is_external {
-                true => Storage::Elsewhere(record),
-                false => Storage::File(RawDisk::new(inherited(number), record)),
-            }
+            let file = (!record.is_external).then(|| RawDisk::new(inherited(number), record));
+            Disk { record, file }
         })
         .collect();
     let networks = networks(&machine)?;
@@ -258,7 +254,8 @@ fn serve() -> Result<Never, Error> {
 /// Enters the configured sandbox, and drops all capabilities in any case.
 fn confine_process(machine: &KvmConfig) -> Result<(), Error> {
     let entered = enter_sandbox(machine);
-    let dropped = hosted_devices::drop_capabilities().map_err(io::Error::from);
+    let dropped = sandbox::drop_capabilities();
+    let dropped = dropped.map_err(|error| io::Error::from_raw_os_error(error.0));
     dropped.map_err(Error::host("drop capabilities"))?;
     entered
 }
@@ -267,7 +264,8 @@ fn enter_sandbox(machine: &KvmConfig) -> Result<(), Error> {
     if machine.sandbox == Sandbox::Off {
         return Ok(());
     }
-    let refused = hosted_devices::enter();
+    // Threads need the PID namespace of their process.
+    let refused = sandbox::enter(false).refused;
     if refused.is_empty() {
         return Ok(());
     }
@@ -280,10 +278,11 @@ fn enter_sandbox(machine: &KvmConfig) -> Result<(), Error> {
     Ok(())
 }
 
-/// A disk: a file of this process, or a device process.
-enum Storage {
-    File(RawDisk),
-    Elsewhere(Record),
+/// A disk.
+struct Disk {
+    record: Record,
+    /// Its file; `None`: a device process executes its requests.
+    file: Option<RawDisk>,
 }
 
 /// Opens the networks, and after them the packet stream of vsock.
@@ -331,6 +330,7 @@ impl Futex for FutexWait {
 }
 
 /// Notifies the vCPU that handles the completions of a device.
+#[derive(Clone, Copy)]
 struct SlotTarget<'a, 'm, 'o> {
     board: &'a Board<'m, 'o>,
     vcpu_threads: &'a [VcpuThread],
@@ -365,7 +365,7 @@ fn pump_doorbell(mut doorbell: &File, targets: &[(&Queue, SlotTarget<'_, '_, '_>
 /// Host ends of the devices.
 #[derive(Clone, Copy)]
 struct Backends<'o> {
-    disks: &'o [Storage],
+    disks: &'o [Disk],
     queues: &'o [Queue; MAX_QUEUES],
     /// The last one is that of vsock, if there is one.
     networks: &'o [Network],
@@ -375,7 +375,7 @@ struct Backends<'o> {
 /// Creates the board and the threads, and runs the VM.
 fn power_on(
     machine: &KvmConfig,
-    Backends { disks, queues, networks, debug }: Backends<'_>,
+    backends: Backends<'_>,
     balloon: Option<HostBalloon>,
     vm: KvmVm,
     fds: Vec<VcpuFd>,
@@ -383,8 +383,52 @@ fn power_on(
 ) -> Result<Never, Error> {
     vm.map(memory)?;
     let clock = CounterClock::new(vm.tsc_khz(&fds[0])?, tsc());
-    let config = PcConfig {
-        vcpus: fds.len() as u8,
+    let serial = ConsoleBuffer::new(event::CONSOLE);
+    let second = machine.console.then(|| ConsoleBuffer::new(event::VIRTIO_CONSOLE));
+    let (slots, about) = functions(machine, backends, balloon, second.as_ref());
+    let config = pc_config(&vm, fds.len(), clock);
+    let board: Board<'_, '_> =
+        Pc::with_functions(config, memory, |number, subleaf| vm.cpuid(number, subleaf), slots);
+    for (index, fd) in fds.iter().enumerate() {
+        set_cpuid(fd, index, board.cpuid())?;
+    }
+    // Leaked: used as long as vCPUs run.
+    drop(vm);
+
+    let vcpu_threads: Vec<VcpuThread> = fds.iter().map(|_| VcpuThread::default()).collect();
+    let host = KvmHost { console: &serial, vcpu_threads: &vcpu_threads, log: machine.log };
+    let (stream, gate) = (inherited(layout::CONTROL_FD), PauseGate::default());
+    // All threads are created before the process is confined; none later.
+    let mut jobs = console_jobs(&serial, second.as_ref(), &vcpu_threads[0]);
+    jobs.push(job(|| control::serve(&stream, &gate, &vcpu_threads, backends.debug)));
+    let (board, debug) = (&board, backends.debug);
+    let target = |slot| SlotTarget { board, vcpu_threads: &vcpu_threads, slot };
+    jobs.extend(backend_jobs(backends, memory, &about, target));
+    let barrier = &Barrier::new(jobs.len() + fds.len());
+    let context = VcpuContext { clock, gate: &gate, about: &about, stream: &stream, debug };
+    thread::scope(|scope| {
+        for job in jobs {
+            scope.spawn(move || job(barrier));
+        }
+        let mut drivers = fds.into_iter().enumerate().map(|(index, fd)| {
+            move || drive(machine, board, index, fd, memory, host, context, barrier)
+        });
+        let own = drivers.next();
+        drivers.for_each(|driver| drop(scope.spawn(driver)));
+        own.into_iter().for_each(|driver| driver());
+        host.console.finish();
+        if let Some(console) = &second {
+            console.finish();
+        }
+        let outcome = board.outcome().unwrap_or(Outcome::HostError(0));
+        process::exit(outcome.exit_code().into())
+    })
+}
+
+/// Returns the configuration of the board.
+fn pc_config(vm: &KvmVm, vcpus: usize, clock: CounterClock) -> PcConfig {
+    PcConfig {
+        vcpus: vcpus as u8,
         clock,
         xcr0_mask: vm.xcr0(),
         // 0 for clocks before 1970.
@@ -396,20 +440,28 @@ fn power_on(
         // KVM would send these interrupts itself, to local APICs that it does not have.
         pv_ipi: false,
         id: 1,
-    };
-    let serial = ConsoleBuffer::new(event::CONSOLE);
-    let second = machine.console.then(|| ConsoleBuffer::new(event::VIRTIO_CONSOLE));
+    }
+}
+
+/// Slots of the functions that an event refers to.
+type EventSlots = [(u64, Range<usize>); 3];
+
+/// Creates the PCI functions.
+fn functions<'o>(
+    machine: &KvmConfig,
+    Backends { disks, queues, networks, .. }: Backends<'o>,
+    balloon: Option<HostBalloon>,
+    console: Option<&'o ConsoleBuffer>,
+) -> (DeviceTable<'o>, EventSlots) {
     let mut slots = Slots::new();
     // There are enough slots.
-    for (disk, queue) in disks.iter().zip(queues) {
-        let (info, link) = match disk {
-            Storage::File(disk) => (disk.info(), HostEndpoint::Disk(disk)),
-            Storage::Elsewhere(record) => (
-                BlockInfo::of_file(record.sectors, record.read_only, record.serial),
-                HostEndpoint::Image(Requests::with_device_process(queue)),
-            ),
+    for (Disk { record, file }, queue) in disks.iter().zip(queues) {
+        let info = BlockInfo::of_file(record.sectors, record.read_only, record.serial);
+        let link = match file {
+            Some(_) => Requests::new(queue),
+            None => Requests::with_device_process(queue),
         };
-        let _ = slots.add(Model::Block(info), link);
+        let _ = slots.add(Model::Block(info), HostEndpoint::Disk(link));
     }
     for (words, queue) in machine.shares.iter().zip(&queues[MAX_DISKS..]) {
         let tag = ShareRecord::from_words(words).tag;
@@ -434,105 +486,78 @@ fn power_on(
     if let Some(balloon) = balloon {
         let _ = slots.add(Model::Balloon, HostEndpoint::Balloon(balloon));
     }
-    let console = second.as_ref().map(HostEndpoint::Console);
+    let console = console.map(HostEndpoint::Console);
     let console = console.and_then(|console| slots.add(Model::Console, console).ok());
     let console = console.map_or(0..0, |slot| slot..slot + 1);
-    let about = [
-        (event::DISK, disk_slots.clone()),
-        (event::NET, net_slots.clone()),
-        (event::VIRTIO_CONSOLE, console),
-    ];
-    let board: Board<'_, '_> =
-        Pc::with_functions(config, memory, |number, subleaf| vm.cpuid(number, subleaf), slots);
-    for (index, fd) in fds.iter().enumerate() {
-        set_cpuid(fd, index, board.cpuid())?;
-    }
-    // Leaked: used as long as vCPUs run.
-    drop(vm);
+    (slots, [(event::DISK, disk_slots), (event::NET, net_slots), (event::VIRTIO_CONSOLE, console)])
+}
 
-    let vcpu_threads: Vec<VcpuThread> = fds.iter().map(|_| VcpuThread::default()).collect();
-    let host = KvmHost { console: &serial, vcpu_threads: &vcpu_threads, log: machine.log };
-    let (stream, gate) = (inherited(layout::CONTROL_FD), PauseGate::default());
-    // All threads are created before the process is confined; none later.
-    let mut threads: Vec<Job<'_>> = Vec::new();
-    let first = &vcpu_threads[0];
-    threads.push(Box::new(|| serial.write(std::io::stdout(), first)));
-    threads.push(Box::new(|| serial.read(std::io::stdin(), first)));
-    threads.push(Box::new(|| control::serve(&stream, &gate, &vcpu_threads, debug)));
-    if let Some(console) = &second {
-        let line = Arc::new(inherited(layout::CONSOLE_FD));
-        let other = Arc::clone(&line);
-        threads.push(Box::new(move || console.write(&*line, first)));
-        threads.push(Box::new(move || console.read(&*other, first)));
-    }
-    let doorbell = inherited(layout::DOORBELL_FD);
-    let (board, vcpu_threads) = (&board, &vcpu_threads[..]);
-    let target = move |slot| SlotTarget { board, vcpu_threads, slot };
-    let disk_queues = queues.iter().take(disks.len());
-    let share_queues = queues[MAX_DISKS..].iter().take(disk_slots.len() - disks.len());
-    let targets = disk_queues.chain(share_queues).zip(disk_slots);
-    let targets: Vec<_> = targets.map(|(queue, slot)| (queue, target(slot))).collect();
-    threads.push(Box::new(move || pump_doorbell(&doorbell, &targets)));
-    for (slot, network) in net_slots.zip(networks) {
-        threads.push(Box::new(move || network.send(&target(slot))));
-        threads.push(Box::new(move || network.receive(&target(slot))));
-    }
-    for (number, disk) in disks.iter().enumerate() {
-        let Storage::File(disk) = disk else { continue };
-        for _ in 0..WORKERS {
-            threads.push(Box::new(move || disk.work(number, memory, &target(number))));
-        }
-    }
-    let barrier = Barrier::new(threads.len() + fds.len());
-    let (barrier, gate, stream, about) = (&barrier, &gate, &stream, &about);
-    thread::scope(|scope| {
-        for job in threads {
-            scope.spawn(move || {
-                barrier.wait();
-                job();
-            });
-        }
-        let mut drivers = fds.into_iter().enumerate().map(|(index, fd)| {
-            move || {
-                let vcpu_thread = &host.vcpu_threads[index];
-                vcpu_thread.register_current();
-                let stops = DebugStops { index, shared: debug, gate, vcpu_thread, stream };
-                let stops = machine.debug.then_some(stops);
-                let vcpu = KvmVcpu::new(fd, vcpu_thread, memory, clock, stops);
-                barrier.wait();
-                let result = vcpu.and_then(|mut vcpu| {
-                    if index == 0 {
-                        load(machine, memory, &mut vcpu)?;
-                        control::started(stream);
-                        vcpu.stop();
-                    }
-                    run_vcpu(board, index, &mut vcpu, host, VcpuContext { clock, gate, about });
-                    Ok(())
-                });
-                if let Err(error) = result {
-                    eprintln!("<{}>{error}", log::ERROR);
-                    process::exit(error.exit_code().into());
-                }
-            }
-        });
-        let own = drivers.next();
-        drivers.for_each(|driver| drop(scope.spawn(driver)));
-        own.into_iter().for_each(|driver| driver());
-        host.console.finish();
-        if let Some(console) = &second {
-            console.finish();
-        }
-        let outcome = board.outcome().unwrap_or(Outcome::HostError(0));
-        process::exit(outcome.exit_code().into())
+/// Loop of a thread other than those of vCPUs. It waits at the barrier, after which the process is
+/// confined.
+type Job<'s> = Box<dyn FnOnce(&Barrier) + Send + 's>;
+
+/// Creates a thread's loop that needs no preparation.
+fn job<'s>(serve: impl FnOnce() + Send + 's) -> Job<'s> {
+    Box::new(|barrier| {
+        barrier.wait();
+        serve();
     })
 }
 
-/// Loop of a thread other than those of vCPUs.
-type Job<'s> = Box<dyn FnOnce() + Send + 's>;
+/// Returns the loops of the console lines.
+fn console_jobs<'s>(
+    serial: &'s ConsoleBuffer,
+    second: Option<&'s ConsoleBuffer>,
+    vcpu_thread: &'s VcpuThread,
+) -> Vec<Job<'s>> {
+    let mut jobs = vec![
+        job(|| serial.write(io::stdout(), vcpu_thread)),
+        job(|| serial.read(io::stdin(), vcpu_thread)),
+    ];
+    if let Some(console) = second {
+        let line = Arc::new(inherited(layout::CONSOLE_FD));
+        let other = Arc::clone(&line);
+        jobs.push(job(move || console.write(&*line, vcpu_thread)));
+        jobs.push(job(move || console.read(&*other, vcpu_thread)));
+    }
+    jobs
+}
+
+/// Returns the loops of device processes' doorbell, networks and disks.
+fn backend_jobs<'s, 'm: 's, 'o: 's>(
+    Backends { disks, queues, networks, .. }: Backends<'s>,
+    memory: &'s GuestMemory,
+    [(_, disk_slots), (_, net_slots), _]: &EventSlots,
+    target: impl Fn(usize) -> SlotTarget<'s, 'm, 'o>,
+) -> Vec<Job<'s>> {
+    let doorbell = inherited(layout::DOORBELL_FD);
+    let disk_queues = queues.iter().take(disks.len());
+    let share_queues = queues[MAX_DISKS..].iter().take(disk_slots.len() - disks.len());
+    let rung = disk_queues.chain(share_queues).zip(disk_slots.clone());
+    let rung: Vec<_> = rung.map(|(queue, slot)| (queue, target(slot))).collect();
+    let mut jobs = vec![job(move || pump_doorbell(&doorbell, &rung))];
+    for (slot, network) in net_slots.clone().zip(networks) {
+        let target = target(slot);
+        jobs.push(job(move || network.send(&target)));
+        jobs.push(job(move || network.receive(&target)));
+    }
+    let (count, has_ring) = disk::workers();
+    for (index, (disk, queue)) in disks.iter().zip(queues).enumerate() {
+        let Some(file) = &disk.file else { continue };
+        for _ in 0..count {
+            let target = target(index);
+            jobs.push(Box::new(move |barrier| {
+                let host = DiskVm { memory, target: &target };
+                file.work(index, has_ring, queue, host, barrier);
+            }));
+        }
+    }
+    jobs
+}
 
 /// Confines the process, loads the kernel, and sets the first vCPU to its initial state.
 fn load(machine: &KvmConfig, memory: &GuestMemory, vcpu: &mut KvmVcpu<'_>) -> Result<(), Error> {
-    confine(machine.debug).map_err(Error::Filter)?;
+    confine_kvm(machine.debug).map_err(Error::Filter)?;
     let read = |number, action| {
         let mut bytes = Vec::new();
         inherited(number).read_to_end(&mut bytes).map_err(Error::host(action))?;
@@ -557,8 +582,45 @@ fn load(machine: &KvmConfig, memory: &GuestMemory, vcpu: &mut KvmVcpu<'_>) -> Re
 struct VcpuContext<'o> {
     clock: CounterClock,
     gate: &'o PauseGate,
+    /// Control stream.
+    stream: &'o File,
+    debug: &'o DebugState,
     /// Slots of the functions that events refer to.
     about: &'o [(u64, Range<usize>)],
+}
+
+/// Thread of a vCPU: creates it, and runs it until the VM ends. The first one starts the guest.
+#[expect(clippy::too_many_arguments, reason = "they are the parts of the VM")]
+fn drive(
+    machine: &KvmConfig,
+    board: &Board<'_, '_>,
+    index: usize,
+    fd: VcpuFd,
+    memory: &GuestMemory,
+    host: KvmHost<'_>,
+    context: VcpuContext<'_>,
+    barrier: &Barrier,
+) {
+    let VcpuContext { clock, gate, stream, debug, .. } = context;
+    let vcpu_thread = &host.vcpu_threads[index];
+    vcpu_thread.register_current();
+    let stops = DebugStops { index, shared: debug, gate, vcpu_thread, stream };
+    let stops = machine.debug.then_some(stops);
+    let vcpu = KvmVcpu::new(fd, vcpu_thread, memory, clock, stops);
+    barrier.wait();
+    let result = vcpu.and_then(|mut vcpu| {
+        if index == 0 {
+            load(machine, memory, &mut vcpu)?;
+            control::started(stream);
+            vcpu.stop();
+        }
+        run_vcpu(board, index, &mut vcpu, host, context);
+        Ok(())
+    });
+    if let Err(error) = result {
+        eprintln!("<{}>{error}", log::ERROR);
+        process::exit(error.exit_code().into());
+    }
 }
 
 /// Runs a vCPU until the VM ends.
@@ -567,7 +629,7 @@ fn run_vcpu(
     index: usize,
     vcpu: &mut KvmVcpu<'_>,
     mut host: KvmHost<'_>,
-    VcpuContext { clock, gate, about }: VcpuContext<'_>,
+    VcpuContext { clock, gate, about, .. }: VcpuContext<'_>,
 ) {
     let host = &mut host;
     let mut cpu = board.cpu(index);

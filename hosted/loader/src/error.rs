@@ -36,8 +36,8 @@ pub enum Error {
     TooManyNets(usize),
     /// More shared directories than supported.
     TooManyShares(usize),
-    /// The seccomp filters cannot be built: reason.
-    Filters(String),
+    /// The seccomp filters cannot be built.
+    Filters(hosted_filters::Error),
     /// The host lacks a required feature.
     Lacking(&'static str),
 }
@@ -73,7 +73,7 @@ impl fmt::Display for Error {
                 let most = proto::hosted::MAX_SHARES;
                 write!(f, "{count} shared directories (limit {most})")
             }
-            Self::Filters(why) => write!(f, "cannot build the seccomp filters: {why}"),
+            Self::Filters(error) => write!(f, "{error}"),
             Self::Lacking(what) => write!(f, "the host has no {what}"),
         }
     }

@@ -3,16 +3,14 @@
 //!
 //! [`Image`] is a validated pre-virtualized kernel; [`prepare`] relocates it to the lower half of
 //! the address space, places it in memory with its boot data, and returns the descriptors for the
-//! wedge (`wedge/on-linux`). It also builds the seccomp filters.
+//! wedge (`wedge/on-linux`).
 #![forbid(unsafe_code)]
 
 mod error;
-mod filters;
 mod image;
 mod prepare;
 pub mod symbols;
 
 pub use error::Error;
-pub use filters::{confine, confine_relay, confine_switch};
 pub use image::Image;
 pub use prepare::{Prepared, VmSpec, check_host, check_memory, empty, has_keys, prepare};

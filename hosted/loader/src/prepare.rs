@@ -117,7 +117,7 @@ pub fn prepare(image: &Image<'_>, machine: &VmSpec<'_>) -> Result<Prepared, Erro
     memory
         .with(ranges, |memory| fill(memory, image, machine, &chips, &mut start))
         .map_err(host("lay out guest memory"))??;
-    let filters = crate::filters::words(machine.options)?;
+    let filters = hosted_filters::words(machine.options).map_err(Error::Filters)?;
     // With user process isolation, memory shared by kernel and user processes follows.
     let mailboxes =
         if machine.options & option::USER_PROCESS != 0 { machine.vcpus.into() } else { 0 };

@@ -10,6 +10,8 @@ use std::process::{Command, Stdio};
 use std::time::Instant;
 
 use clap::Args;
+use host_linux::io_uring::IoUring;
+use host_linux::sandbox;
 use rustix::fs::{MemfdFlags, memfd_create};
 use serde::Serialize;
 use std::arch::x86_64::__cpuid_count;
@@ -76,7 +78,7 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         return Ok(try_kvm());
     }
     if options.try_sandbox {
-        let refused = hosted_devices::enter();
+        let refused = sandbox::enter(false).refused;
         output::print(Sandbox::of(&refused).lines())?;
         return Ok(0);
     }
@@ -172,8 +174,10 @@ struct Sandbox {
 }
 
 impl Sandbox {
-    fn of(refused: &hosted_devices::SandboxRefusal) -> Self {
-        Self { namespaces: refused.namespaces(), landlock: refused.landlock().map(str::to_owned) }
+    fn of(refused: &sandbox::Refused) -> Self {
+        let [namespaces, landlock] =
+            [refused.namespaces, refused.landlock].map(|error| Some(error?.to_string()));
+        Self { namespaces, landlock }
     }
 
     /// Formats one line per mechanism, empty if permitted.
@@ -282,7 +286,7 @@ fn large_pages() -> Finding {
 fn rings() -> Finding {
     let release = read("/proc/sys/kernel/osrelease").unwrap_or_default();
     let is_new = version(&release).is_some_and(|version| version >= (6, 7));
-    let (state, found) = match (is_new, hosted_devices::has_rings()) {
+    let (state, found) = match (is_new, IoUring::is_possible()) {
         (true, true) => (State::Ok, "yes: all requests of a disk in parallel"),
         (false, _) => (State::Absent, "requires Linux 6.7: two requests of a disk in parallel"),
         (_, false) => (State::Absent, "not permitted: two requests of a disk in parallel"),

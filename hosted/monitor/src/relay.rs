@@ -6,6 +6,7 @@
 //! follows its length as a 32-bit big-endian number; frames to the guest are not inspected.
 
 use crate::switch::{self, LENGTH};
+use host_linux::sandbox;
 use hosted_command::failure::{self, Failure};
 use hosted_command::supervise::{self, AtEnd};
 use rustix::event::{PollFd, PollFlags, poll};
@@ -50,9 +51,10 @@ fn serve() -> io::Result<()> {
     guest.set_nonblocking(true)?;
     host.set_nonblocking(true)?;
     // As far as the host supports it.
-    let _ = hosted_devices::forbid_files();
-    hosted_devices::drop_capabilities()?;
-    hosted_loader::confine_relay().map_err(|error| io::Error::other(error.to_string()))?;
+    let _ = sandbox::restrict_with_landlock();
+    let dropped = sandbox::drop_capabilities();
+    dropped.map_err(|error| io::Error::from_raw_os_error(error.0))?;
+    hosted_filters::confine_relay().map_err(|error| io::Error::other(error.to_string()))?;
     let (mut out, mut inward) = (Way::default(), Way::default());
     let mut buffer = vec![0; CHUNK];
     loop {

@@ -14,6 +14,7 @@
 //! frames for a VM that does not keep up, as any switch does.
 
 use crate::console::bind;
+use host_linux::sandbox;
 use hosted_command::failure::{self, Failure};
 use hosted_command::supervise::{self, AtEnd};
 use rustix::event::{PollFd, PollFlags, poll};
@@ -165,11 +166,12 @@ fn serve() -> io::Result<()> {
     listener.set_nonblocking(true)?;
     // Landlock as far as the host supports it. Not namespaces: in a user namespace, user IDs of
     // peers would be unmapped.
-    let _ = hosted_devices::forbid_files();
-    hosted_devices::drop_capabilities()?;
+    let _ = sandbox::restrict_with_landlock();
+    let dropped = sandbox::drop_capabilities();
+    dropped.map_err(|error| io::Error::from_raw_os_error(error.0))?;
     // The seccomp filter forbids the call later.
     let mut switch = Switch::new(geteuid());
-    let filtered = hosted_loader::confine_switch(FOLDER);
+    let filtered = hosted_filters::confine_switch(FOLDER);
     filtered.map_err(|error| io::Error::other(error.to_string()))?;
     let mut buffer = vec![0; LENGTH + FRAME.end() + CHUNK];
     loop {

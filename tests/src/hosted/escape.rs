@@ -409,7 +409,7 @@ pub fn calls(is_long: bool) -> Result<()> {
 pub fn numbers(is_long: bool) -> Result<()> {
     /// More than Linux has.
     const CALLS: u64 = 512;
-    /// With any arguments, or with some: `hosted_loader::filters`.
+    /// With any arguments, or with some: `hosted_filters`.
     const ALLOWED: [u64; 17] =
         [1, 9, 10, 11, 14, 15, 24, 131, 202, 203, 219, 223, 228, 231, 285, 318, 329];
     /// The only one that the filter lets through of 32-bit calls.

@@ -5,6 +5,7 @@ use core::fmt;
 use core::ops::Range;
 use core::sync::atomic::Ordering::Relaxed;
 
+use host_linux::sys;
 use proto::hosted::{MAX_DISKS, MAX_NETS, MAX_QUEUES, MAX_SHARES, Start, log};
 use vmm_bus::backend::BlockInfo;
 use vmm_bus::frames;
@@ -12,7 +13,6 @@ use vmm_bus::{BackendRef, ByteStream, DeviceBackend, EntropySource};
 use vmm_machine::{Host, Level, Model, Slots};
 
 use crate::clock::YieldRelax;
-use crate::linux::sys;
 use crate::state::shared::{ByteRing, event, shared};
 use crate::state::{config, doorbell};
 use crate::{balloon, clock, disk, kick, net, report};

@@ -5,11 +5,11 @@
 
 use core::sync::atomic::{Ordering::Relaxed, Ordering::SeqCst};
 
+use host_linux::sys;
 use linux_raw_sys::general as linux;
 use proto::hosted::{Start, layout};
 use vmm_bus::BalloonBackend;
 
-use crate::linux::sys;
 use crate::mmu::ram::Ram;
 use crate::state::shared::shared;
 

@@ -2,10 +2,10 @@
 
 use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 
+use host_linux::sys::{self, Errno};
 use linux_raw_sys::general as linux;
 use proto::hosted::{Filters, layout};
 
-use crate::linux::sys::{self, Errno};
 use crate::report::HOST;
 use crate::state::config::{self, config};
 use crate::state::setup;

@@ -3,12 +3,11 @@
 
 use core::arch::x86_64::{__cpuid, _rdtsc};
 
+use host_linux::sys;
 use linux_raw_sys::general as linux;
 use spin::relax::RelaxStrategy;
 
 use crate::state::config::config;
-
-use crate::linux::sys;
 
 /// Duration of the frequency measurement in nanoseconds.
 const MEASURED: u64 = 10_000_000;

@@ -7,12 +7,12 @@
 //! the host places it, and the other processes follow. On a host with one CPU nothing is bound.
 
 use core::arch::x86_64::{__cpuid, __rdtscp};
+use host_linux::sys;
 use hw_x86::cpuid::leaf;
 use linux_raw_sys::general as linux;
 use proto::hosted::layout;
 
 use crate::clock;
-use crate::linux::sys;
 use crate::state::config::config;
 use crate::state::process::process;
 use crate::state::shared::vcpu;

@@ -7,12 +7,12 @@
 use core::sync::atomic::AtomicU32;
 use core::sync::atomic::Ordering::SeqCst;
 
+use host_linux::sys;
 use proto::hosted::debug::{BREAKPOINT, DebugHost, DebugState, command, register};
 use proto::hosted::layout;
 use vmm_mem::GuestMemory;
 use wedge_core::VirtualCpu;
 
-use crate::linux::sys;
 use crate::state::doorbell;
 use crate::state::fixed::Fixed;
 use crate::state::process::own_index;

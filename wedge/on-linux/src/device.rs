@@ -4,6 +4,7 @@
 use core::fmt;
 use core::sync::atomic::Ordering::SeqCst;
 
+use host_linux::sys;
 use linux_raw_sys::general as linux;
 use proto::hosted::layout::SLOTS;
 use proto::hosted::{Filters, MAX_DISKS, MAX_QUEUES, control, exit, layout, option};
@@ -11,7 +12,6 @@ use vmm_vcpu::MAX_VCPUS;
 
 use crate::isolation::user_thread;
 use crate::linux::signals::{KICK, TIMER};
-use crate::linux::sys;
 use crate::mmu::ram::Ram;
 use crate::report::{HOST, INTERNAL, warn};
 use crate::state::config::{self, config, has};

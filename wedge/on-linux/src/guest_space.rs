@@ -3,6 +3,7 @@
 use core::fmt;
 use core::sync::atomic::Ordering::SeqCst;
 
+use host_linux::sys::{self, Backing, Errno};
 use linux_raw_sys::general as linux;
 use proto::hosted::{Start, layout, option};
 use vmm_mem::GuestMemory;
@@ -11,7 +12,6 @@ use wedge_x86::{CLOSED, READABLE};
 
 use crate::isolation::mailbox::UserProcess;
 use crate::isolation::{self, pkeys, signal_stacks};
-use crate::linux::sys::{self, Backing, Errno};
 use crate::mmu::exec_scan::Page;
 use crate::mmu::guest_range;
 use crate::mmu::host::{HostMap, MappingListener, STUB};

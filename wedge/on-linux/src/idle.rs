@@ -7,8 +7,9 @@
 
 use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 
+use host_linux::sys;
+
 use crate::clock::tsc;
-use crate::linux::sys;
 use crate::state::process::process;
 use crate::state::shared::{event, events, idle_state, vcpu};
 use crate::{clock, cpu_affinity, steal_time, timer};

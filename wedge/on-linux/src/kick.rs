@@ -2,8 +2,9 @@
 
 use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 
+use host_linux::sys;
+
 use crate::linux::signals::KICK;
-use crate::linux::sys;
 use crate::state::config;
 use crate::state::doorbell;
 use crate::state::shared::{SharedVcpu, idle_state, shared, vcpus};

@@ -33,7 +33,6 @@ mod exits;
 mod guest;
 mod guest_space;
 mod idle;
-mod io_uring;
 mod isolation;
 mod kick;
 mod linux;
@@ -44,7 +43,6 @@ mod processes;
 mod profile;
 mod regions;
 mod report;
-mod sandbox;
 mod signal;
 mod sites;
 mod state;
@@ -56,16 +54,15 @@ mod xstate;
 use core::arch::naked_asm;
 use core::sync::atomic::Ordering::Relaxed;
 
+use host_linux::sandbox::{self, Entered};
+use host_linux::sys::{self, Backing, Errno};
 use linux_raw_sys::general as uapi;
 use linux_raw_sys::prctl;
 use proto::hosted::{Start, layout, log, option};
 
 use crate::device::DeviceServer;
 use crate::linux::signals;
-use crate::linux::sys;
-use crate::linux::sys::{Backing, Errno};
 use crate::mmu::ram::Ram;
-use crate::sandbox::Signals;
 use crate::state::config::{Config, config};
 use crate::state::shared::PRIVATE_LENGTH;
 use crate::state::{config, setup};
@@ -173,9 +170,13 @@ fn enter_sandbox(start: &Start) {
     if start.options & option::SANDBOX == 0 {
         return;
     }
-    let (refused, signals) = sandbox::enter();
-    config().kicks.store(signals != Signals::Unconfined, Relaxed);
-    if signals == Signals::PidNamespace {
+    // A tracer receives signals first.
+    let separates_children = start.options & option::TRACED == 0;
+    let Entered { refused, has_pid_namespace, has_signal_scope } =
+        sandbox::enter(separates_children);
+    let kicks = separates_children && (has_pid_namespace || has_signal_scope);
+    config().kicks.store(kicks, Relaxed);
+    if has_pid_namespace {
         config().device.store(0, Relaxed);
         setup::words().first.store(children::first::AWAITED, Relaxed);
     }

@@ -7,12 +7,12 @@
 //! Invariants: it forwards every signal, merging equal ones that arrive before the last one was
 //! forwarded, and lives exactly as long as its tracee.
 
+use host_linux::sys::{self, Errno};
 use linux_raw_sys::general as linux;
 use linux_raw_sys::ptrace;
 
 use crate::children;
 use crate::linux::signals::KICK;
-use crate::linux::sys::{self, Errno};
 
 /// Forks. The child continues as the tracee and returns the id of its parent; the parent never
 /// returns.

@@ -18,6 +18,7 @@
 use core::cell::UnsafeCell;
 use core::sync::atomic::{AtomicU32, Ordering::SeqCst};
 
+use host_linux::sys::{self, Errno, Vector};
 use linux_raw_sys::general as linux;
 use linux_raw_sys::{errno, if_tun, ioctl};
 use proto::hosted::{Filters, MAX_NETS, MAX_QUEUES, NetRecord as Record, Start, layout};
@@ -25,7 +26,6 @@ use vmm_bus::backend::{Data, MAX_FRAME, Offload, OffloadCaps};
 use vmm_bus::frames::{Frames, NetEndpoint as Connection, NetPort, Sockets};
 use vmm_mem::Transfer;
 
-use crate::linux::sys::{self, Errno, Vector};
 use crate::state::shared::{NETS, NETS_LENGTH, event, shared_words};
 use crate::{children as processes, kick as device, report};
 

@@ -12,12 +12,12 @@ use core::arch::naked_asm;
 use core::mem::offset_of;
 use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 
+use host_linux::sys::{self, Backing, Errno};
 use linux_raw_sys::general as linux;
 use proto::hosted::{Filters, counter, layout, option};
 
 use crate::isolation;
 use crate::linux::signals::ALL_SIGNALS;
-use crate::linux::sys::{self, Backing, Errno};
 use crate::mmu::ram::Ram;
 use crate::report::HOST;
 use crate::state::config::{config, has};

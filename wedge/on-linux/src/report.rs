@@ -2,9 +2,8 @@
 
 use core::fmt::{self, Write};
 
+use host_linux::sys;
 use proto::hosted::{layout, log};
-
-use crate::linux::sys;
 
 /// Exit code for an unavailable host feature (`docs/spec/exit-codes.md`).
 pub const UNAVAILABLE: u8 = 69;

@@ -8,6 +8,7 @@
 use core::arch::naked_asm;
 use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 
+use host_linux::sys::{self, Errno};
 use linux_raw_sys::general as linux;
 use linux_raw_sys::prctl;
 use proto::hosted::{counter, layout};
@@ -21,7 +22,6 @@ use crate::isolation::{self, user_process};
 use crate::linux::signals::{
     ARCHITECTURE, CONTEXT, Context, KICK, ORDER, SYNCHRONOUS, Signal, TIMER, call_vector, sanitize,
 };
-use crate::linux::sys::{self, Errno};
 use crate::mmu::frames::note_interrupted_kernel;
 use crate::mmu::syscall_patch::is_stub;
 use crate::state::current::CurrentVcpu;

@@ -2,11 +2,11 @@
 
 use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 
+use host_linux::sys::{self, Errno};
 use linux_raw_sys::general as linux;
 
 use crate::clock::tsc;
 use crate::linux::signals::TIMER;
-use crate::linux::sys::{self, Errno};
 use crate::report;
 use crate::state::config::config;
 use crate::state::process::process;

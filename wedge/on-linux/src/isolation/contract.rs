@@ -1,10 +1,10 @@
 //! The interface of the three ways to isolate the guest kernel and the wedge from guest user mode.
 
+use host_linux::sys::Errno;
 use wedge_core::VirtualCpu;
 
 use crate::compat;
 use crate::isolation::mailbox::UserProcess;
-use crate::linux::sys::Errno;
 use crate::mmu::ram::Ram;
 use crate::state::shared::{SIGNAL_STACK, SIGNAL_STACK_LENGTH};
 

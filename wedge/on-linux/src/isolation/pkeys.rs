@@ -7,13 +7,13 @@
 //! `crate::mmu::exec_scan` controls executable pages. `docs/design/0013-protection-keys.md` has the
 //! full argument.
 
+use host_linux::sys::{self, Backing, Errno};
 use linux_raw_sys::general as linux;
 use proto::hosted::{layout, option};
 use wedge_x86::{CLOSED, PRIVATE, READABLE};
 
 use crate::isolation::contract::{Isolation, SignalEntry, SignalStack};
 use crate::isolation::signal_stacks;
-use crate::linux::sys::{self, Backing, Errno};
 use crate::mmu::guest_range;
 use crate::mmu::ram::Ram;
 use crate::state::config::has;

@@ -27,6 +27,7 @@ use core::mem::offset_of;
 use core::sync::atomic::AtomicU32;
 use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 
+use host_linux::sys::{self, Backing, Errno};
 use linux_raw_sys::general as linux;
 use proto::hosted::{layout, option};
 use wedge_core::VirtualCpu;
@@ -37,7 +38,6 @@ use crate::isolation::mailbox::{
     MAX_COMMANDS, Mailbox, RESPONSE, Request, Response, STACK, UserProcess, mailbox,
 };
 use crate::linux::signals::{self, Context, KICK};
-use crate::linux::sys::{self, Backing, Errno};
 use crate::mmu::ram::Ram;
 use crate::report;
 use crate::state::config::{self, has};

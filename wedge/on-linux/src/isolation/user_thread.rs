@@ -6,13 +6,13 @@ use core::convert::Infallible;
 use core::mem::offset_of;
 use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 
+use host_linux::sys::{self, Backing, Errno};
 use linux_raw_sys::general as linux;
 use linux_raw_sys::prctl;
 use proto::hosted::{Filters, layout};
 
 use crate::isolation::mailbox::{Mapper, REQUEST, RESPONSE, Request, Response, STACK, mailbox};
 use crate::linux::signals::{self, KICK};
-use crate::linux::sys::{self, Backing, Errno};
 use crate::mmu::ram::PAGE;
 use crate::report::HOST;
 use crate::state::process::{ProcessState, process};

@@ -1,4 +1,3 @@
 //! Interface of the host kernel.
 
 pub mod signals;
-pub mod sys;

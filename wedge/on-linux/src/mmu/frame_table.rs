@@ -6,7 +6,8 @@
 use core::sync::atomic::Ordering::SeqCst;
 use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
 
-use crate::linux::sys;
+use host_linux::sys;
+
 use crate::mmu::ram::PAGE;
 
 /// Frames of an entry, one bit each.

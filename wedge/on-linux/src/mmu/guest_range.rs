@@ -1,9 +1,8 @@
 //! Memory calls of the host for addresses of the guest. They are safe, because the wedge keeps no
 //! Rust object there: a range with memory of the wedge is refused.
 
+use host_linux::sys::{self, Backing, Errno};
 use proto::hosted::layout;
-
-use crate::linux::sys::{self, Backing, Errno};
 
 /// `EINVAL`.
 const REFUSED: Errno = Errno(22);

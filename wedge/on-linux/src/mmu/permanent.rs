@@ -1,13 +1,13 @@
 //! Mappings of guest memory for the life of a process: for the wedge, the kernel's direct map, its
 //! image, and with protection keys the vCPU's code copies.
 
+use host_linux::sys::{Backing, Errno};
 use linux_raw_sys::general as linux;
 use proto::hosted::{Start, layout};
 use vmm_mem::{GuestMemory, Window};
 use wedge_x86::CLOSED;
 
 use crate::isolation::pkeys;
-use crate::linux::sys::{Backing, Errno};
 use crate::mmu::guest_range;
 use crate::mmu::ram::{FOUR_GIB, PAGE, Ram};
 

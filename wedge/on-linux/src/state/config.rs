@@ -9,6 +9,7 @@
 
 use core::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
 
+use host_linux::sys::{self, Backing, Errno};
 use linux_raw_sys::general as linux;
 use proto::hosted::layout::SLOTS;
 use proto::hosted::{
@@ -17,7 +18,6 @@ use proto::hosted::{
 };
 use vmm_vcpu::MAX_VCPUS;
 
-use crate::linux::sys::{self, Backing, Errno};
 use crate::state::fixed::Fixed;
 
 /// Largest number of guest processes of all vCPUs together. Slots are a cache, and Linux uses few

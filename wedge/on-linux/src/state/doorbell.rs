@@ -2,9 +2,9 @@
 
 use core::sync::atomic::Ordering::SeqCst;
 
+use host_linux::sys;
 use proto::hosted::layout;
 
-use crate::linux::sys;
 use crate::state::shared::{shared, started};
 
 /// Wakes the device process.

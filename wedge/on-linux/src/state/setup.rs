@@ -7,11 +7,11 @@
 use core::sync::atomic::Ordering::SeqCst;
 use core::sync::atomic::{AtomicBool, AtomicU32};
 
+use host_linux::sys::{self, Backing, Errno};
 use linux_raw_sys::general as linux;
 use proto::hosted::layout;
 use vmm_vcpu::MAX_VCPUS;
 
-use crate::linux::sys::{self, Backing, Errno};
 use crate::state::fixed::Fixed;
 use proto::hosted::layout::SLOTS;
 

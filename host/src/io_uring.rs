@@ -1,10 +1,9 @@
-//! An io_uring(7) of one process for one file.
+//! An io_uring(7) of one thread for one file.
 //!
 //! The ring is restricted before use (`IORING_REGISTER_RESTRICTIONS`) to reads, writes, flushes and
-//! fallocate of its one file, and to futex waits, by which the process waits for new requests and
-//! for completions at once. So the ring reaches no descriptor that the process does not have. Hosts
-//! without io_uring, or without futex waits in it (before Linux 6.7), use two processes per disk
-//! instead.
+//! fallocate of its one file, and to futex waits, by which the thread waits for new requests and
+//! for completions at once. So the ring reaches no other descriptor. Hosts without io_uring, or
+//! without futex waits in it (before Linux 6.7), use blocking calls instead.
 //!
 //! Only the process and the host kernel access the ring's memory.
 
@@ -16,9 +15,8 @@ use linux_raw_sys::io_uring::{
     io_uring_op as op, io_uring_register_op as register,
     io_uring_register_restriction_op as restriction,
 };
-use proto::hosted::layout;
 
-use crate::linux::sys::{self, Errno, Vector};
+use crate::sys::{self, Errno, Vector};
 
 /// Capacity: one entry for each request of a queue, and one for the wait; a power of two.
 const ENTRIES: u32 = 128;
@@ -84,6 +82,7 @@ impl Submission<'_> {
 /// An io_uring instance.
 #[derive(Debug)]
 pub struct IoUring {
+    fd: u32,
     /// Addresses of the ring's words and arrays.
     sqes: u64,
     sq_tail: u64,
@@ -122,19 +121,23 @@ impl IoUring {
         is_probed && OPERATIONS.iter().all(has)
     }
 
-    /// Creates a ring for a file descriptor. The ring's own descriptor is [`layout::RING_FD`].
-    pub fn new(file: u32) -> Result<Self, Errno> {
-        let (fd, params) = set_up()?;
-        // SAFETY: no memory is accessed.
-        unsafe { sys::call(linux::__NR_dup3, [fd.into(), layout::RING_FD.into(), 0, 0, 0, 0]) }?;
-        sys::close(fd, fd)?;
+    /// Creates a ring for a file descriptor; only this thread may use it. `number` is the ring's
+    /// own descriptor, a free one without it.
+    pub fn new(file: u32, number: Option<u32>) -> Result<Self, Errno> {
+        let (mut fd, params) = set_up()?;
+        if let Some(number) = number {
+            // SAFETY: no memory is accessed.
+            unsafe { sys::call(linux::__NR_dup3, [fd.into(), number.into(), 0, 0, 0, 0]) }?;
+            sys::close(fd, fd)?;
+            fd = number;
+        }
         // Without an array of indices, the completions are last. The kernel refuses a longer
         // mapping.
         let length = u64::from(params.cq_off.cqes) + u64::from(params.cq_entries) * 16;
-        let ring = map(length, uring::IORING_OFF_SQ_RING)?;
-        let sqes = map(u64::from(params.sq_entries) * 64, uring::IORING_OFF_SQES)?;
+        let ring = map(fd, length, uring::IORING_OFF_SQ_RING)?;
+        let sqes = map(fd, u64::from(params.sq_entries) * 64, uring::IORING_OFF_SQES)?;
         let call = |what: register, argument: u64, count: usize| {
-            let arguments = [layout::RING_FD.into(), what as u64, argument, count as u64, 0, 0];
+            let arguments = [fd.into(), what as u64, argument, count as u64, 0, 0];
             // SAFETY: the kernel only reads the arguments of the callers below.
             unsafe { sys::call(linux::__NR_io_uring_register, arguments).map(drop) }
         };
@@ -157,6 +160,7 @@ impl IoUring {
         call(register::IORING_REGISTER_RESTRICTIONS, address, restrictions.len())?;
         call(register::IORING_REGISTER_ENABLE_RINGS, 0, 0)?;
         Ok(Self {
+            fd,
             sqes,
             sq_tail: ring + u64::from(params.sq_off.tail),
             cq_head: ring + u64::from(params.cq_off.head),
@@ -183,7 +187,7 @@ impl IoUring {
     /// Passes submissions to the host, and waits for `least` completions.
     pub fn wait(&mut self, least: u32) -> Result<(), Errno> {
         let arguments = [
-            layout::RING_FD.into(),
+            self.fd.into(),
             self.unsubmitted.into(),
             least.into(),
             uring::IORING_ENTER_GETEVENTS.into(),
@@ -220,9 +224,9 @@ fn word(address: u64) -> &'static AtomicU32 {
 }
 
 /// Maps a part of the ring at an address that the kernel chooses, as io_uring requires.
-fn map(length: u64, offset: u32) -> Result<u64, Errno> {
+fn map(fd: u32, length: u64, offset: u32) -> Result<u64, Errno> {
     let rights = linux::PROT_READ | linux::PROT_WRITE;
-    let (shared, fd) = (linux::MAP_SHARED | linux::MAP_POPULATE, layout::RING_FD);
+    let shared = linux::MAP_SHARED | linux::MAP_POPULATE;
     let arguments = [0, length, rights.into(), shared.into(), fd.into(), offset.into()];
     // SAFETY: the kernel chooses a free address.
     unsafe { sys::call(linux::__NR_mmap, arguments) }

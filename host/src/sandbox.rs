@@ -1,18 +1,16 @@
-//! Sandbox of the VM's processes in addition to the seccomp filters (see `hosted_loader`): no
-//! access to files, networks and other processes.
+//! Sandbox of a VM's processes in addition to the seccomp filters (see `hosted_loader`): no access
+//! to files, networks and other processes.
 //!
-//! The device process enters it before it forks. Each part is an additional layer, which not every
-//! host permits to its users: a refused part is skipped, or ends the VM, according to the loader's
-//! options.
+//! Each part is an additional layer, which not every host permits to its users: a refused part is
+//! skipped, or ends the VM, according to the VM's options.
 
 use core::fmt;
 
 use linux_raw_sys::general as linux;
 use linux_raw_sys::landlock;
-use proto::hosted::option;
+use linux_raw_sys::prctl;
 
-use crate::linux::sys::{self, Errno};
-use crate::state::config::has;
+use crate::sys::{self, Errno};
 
 /// Empty namespaces (namespaces(7)).
 const NAMESPACES: u32 = linux::CLONE_NEWUSER
@@ -21,17 +19,6 @@ const NAMESPACES: u32 = linux::CLONE_NEWUSER
     | linux::CLONE_NEWIPC
     | linux::CLONE_NEWUTS
     | linux::CLONE_NEWCGROUP;
-
-/// Mechanism that confines signals of this process's children to the VM.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Signals {
-    /// None.
-    Unconfined,
-    /// Landlock signal scope.
-    Landlock,
-    /// PID namespace, which begins with the next child of this process.
-    PidNamespace,
-}
 
 /// Parts of the sandbox that the host has refused.
 #[derive(Clone, Copy, Debug, Default)]
@@ -60,17 +47,30 @@ impl fmt::Display for Refused {
     }
 }
 
-/// Enters all parts of the sandbox that the host permits.
-pub fn enter() -> (Refused, Signals) {
-    let mut signals = Signals::Unconfined;
+/// Result of [`enter`].
+#[derive(Debug)]
+pub struct Entered {
+    /// Refused parts.
+    pub refused: Refused,
+    /// The next child of this process begins a PID namespace.
+    pub has_pid_namespace: bool,
+    /// Landlock confines signals to this process and its children.
+    pub has_signal_scope: bool,
+}
+
+/// Enters all parts of the sandbox that the host permits, for the only thread of a process; with
+/// `separates_children` also a PID namespace for its children. A user namespace grants all
+/// capabilities in it, so [`drop_capabilities`] must follow in any case.
+pub fn enter(separates_children: bool) -> Entered {
+    let mut has_pid_namespace = false;
     // Before Landlock, which forbids the mounts of the namespaces.
-    let namespaces = enter_empty_namespaces(&mut signals).err();
+    let namespaces = enter_empty_namespaces(separates_children, &mut has_pid_namespace).err();
     let landlock = restrict_with_landlock();
-    // A tracer receives signals first.
-    if landlock == Ok(true) && signals == Signals::Unconfined && !has(option::TRACED) {
-        signals = Signals::Landlock;
+    Entered {
+        has_pid_namespace,
+        has_signal_scope: landlock == Ok(true),
+        refused: Refused { namespaces, landlock: landlock.err() },
     }
-    (Refused { namespaces, landlock: landlock.err() }, signals)
 }
 
 fn unshare(namespaces: u32) -> Result<(), Errno> {
@@ -79,7 +79,10 @@ fn unshare(namespaces: u32) -> Result<(), Errno> {
     unsafe { sys::call(linux::__NR_unshare, arguments).map(drop) }
 }
 
-fn enter_empty_namespaces(signals: &mut Signals) -> Result<(), Errno> {
+fn enter_empty_namespaces(
+    separates_children: bool,
+    has_pid_namespace: &mut bool,
+) -> Result<(), Errno> {
     const EMPTY: &core::ffi::CStr = c"/proc";
     let flags = linux::MS_RDONLY | linux::MS_NOSUID | linux::MS_NODEV | linux::MS_NOEXEC;
     let (type_name, empty) = (c"tmpfs".as_ptr() as u64, EMPTY.as_ptr() as u64);
@@ -87,9 +90,7 @@ fn enter_empty_namespaces(signals: &mut Signals) -> Result<(), Errno> {
     let private = u64::from(linux::MS_REC | linux::MS_PRIVATE);
     unshare(NAMESPACES)?;
     // The host may refuse this namespace alone, or permit it and refuse the following calls.
-    if !has(option::TRACED) && unshare(linux::CLONE_NEWPID).is_ok() {
-        *signals = Signals::PidNamespace;
-    }
+    *has_pid_namespace = separates_children && unshare(linux::CLONE_NEWPID).is_ok();
     let calls = [
         (linux::__NR_mount, [0, root, 0, private, 0, 0]),
         (linux::__NR_mount, [type_name, empty, type_name, flags.into(), size, 0]),
@@ -116,7 +117,7 @@ pub fn drop_capabilities() -> Result<(), Errno> {
 
 /// Restricts everything that the host's Landlock supports (landlock(7)): files, TCP ports, abstract
 /// Unix sockets, signals. Returns whether the last two are supported.
-fn restrict_with_landlock() -> Result<bool, Errno> {
+pub fn restrict_with_landlock() -> Result<bool, Errno> {
     const FIRST_FILES: u64 = landlock::LANDLOCK_ACCESS_FS_MAKE_SYM as u64 * 2 - 1;
     let query = [0, 0, landlock::LANDLOCK_CREATE_RULESET_VERSION.into(), 0, 0, 0];
     // SAFETY: no memory is accessed.
@@ -140,6 +141,7 @@ fn restrict_with_landlock() -> Result<bool, Errno> {
     let arguments = [rules.as_ptr() as u64, 8 * known, 0, 0, 0, 0];
     // SAFETY: the structure is only read.
     let rules = unsafe { sys::call(linux::__NR_landlock_create_ruleset, arguments) }?;
+    sys::set_attribute(prctl::PR_SET_NO_NEW_PRIVS, 1)?;
     // SAFETY: no memory is accessed.
     let locked = unsafe { sys::call(linux::__NR_landlock_restrict_self, [rules, 0, 0, 0, 0, 0]) };
     sys::close(rules as u32, rules as u32)?;

@@ -1,7 +1,7 @@
 //! System calls of the host.
 //!
-//! `linux-raw-sys` provides numbers and structures; this module has the few calls that the wedge
-//! makes. Errors are Linux's numbers; messages display their names.
+//! `linux-raw-sys` provides numbers and structures; this module has the few calls that are made
+//! without a C library. Errors are Linux's numbers; messages display their names.
 
 use core::arch::asm;
 
@@ -22,6 +22,7 @@ pub unsafe fn call(number: u32, arguments: [u64; 6]) -> Result<u64> {
     let result: u64;
     // SAFETY: the registers are those of Linux's calling convention (syscall(2)); the caller
     // guarantees the effect.
+    #[cfg(target_arch = "x86_64")]
     unsafe {
         asm!(
             "syscall",
@@ -34,6 +35,21 @@ pub unsafe fn call(number: u32, arguments: [u64; 6]) -> Result<u64> {
             in("r9") f,
             lateout("rcx") _,
             lateout("r11") _,
+            options(nostack),
+        );
+    }
+    // SAFETY: as above.
+    #[cfg(target_arch = "aarch64")]
+    unsafe {
+        asm!(
+            "svc 0",
+            in("x8") u64::from(number),
+            inlateout("x0") a => result,
+            in("x1") b,
+            in("x2") c,
+            in("x3") d,
+            in("x4") e,
+            in("x5") f,
             options(nostack),
         );
     }
