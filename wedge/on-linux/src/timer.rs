@@ -42,10 +42,7 @@ fn set_timer(deadline: u64) -> Result<(), Errno> {
     // A time of 0 disarms the timer.
     let wait = if deadline == u64::MAX { 0 } else { until(deadline).max(1) };
     let time = [0, 0, wait / 1_000_000_000, wait % 1_000_000_000];
-    // SAFETY: the kernel only reads the time.
-    unsafe {
-        sys::call(linux::__NR_timer_settime, [timer, 0, time.as_ptr() as u64, 0, 0, 0]).map(drop)
-    }
+    sys::set_timer(timer, &time)
 }
 
 /// Creates this process's timer. Timers count against a per-user limit, so the guest kernel must

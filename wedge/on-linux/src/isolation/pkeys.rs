@@ -13,7 +13,7 @@ use wedge_x86::{CLOSED, PRIVATE, READABLE};
 
 use crate::isolation::contract::{Isolation, SignalEntry, SignalStack};
 use crate::isolation::signal_stacks;
-use crate::linux::sys::{self, Backing, Errno};
+use crate::linux::sys::{self, Backing, Errno, NumberCall};
 use crate::mmu::guest_range;
 use crate::mmu::ram::Ram;
 use crate::state::config::has;
@@ -27,8 +27,8 @@ fn allocate() -> Result<(), Errno> {
     /// `EBUSY`.
     const OTHERS: Errno = Errno(16);
     for key in [CLOSED, READABLE] {
-        // SAFETY: no memory is accessed. The keys permit all accesses for now.
-        let given = unsafe { sys::call(linux::__NR_pkey_alloc, [0; 6]) }?;
+        // The keys permit all accesses for now.
+        let given = sys::call_with_numbers(NumberCall::AllocateKey, [0; 4])?;
         if given != u64::from(key) {
             return Err(OTHERS);
         }
