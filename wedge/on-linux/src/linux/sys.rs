@@ -264,6 +264,17 @@ pub fn time(clock: u32) -> [u64; 2] {
     time
 }
 
+/// Creates a timer that sends a signal; returns its id (timer_create(2)).
+pub fn create_timer(clock: u32, signal: u32) -> Result<u32> {
+    // `struct sigevent`: value, signal number, kind of notification.
+    let event = [0, u64::from(signal) | u64::from(linux::SIGEV_SIGNAL) << 32, 0, 0, 0, 0, 0, 0];
+    let mut timer = 0_u32;
+    let arguments = [clock.into(), event.as_ptr() as u64, &raw mut timer as u64, 0, 0, 0];
+    // SAFETY: the kernel reads the description and writes the id.
+    unsafe { call(linux::__NR_timer_create, arguments) }?;
+    Ok(timer)
+}
+
 /// Sets a timer to its period and its first time, each in seconds and nanoseconds
 /// (timer_settime(2)).
 pub fn set_timer(timer: u64, times: &[u64; 4]) -> Result<()> {
@@ -277,6 +288,19 @@ pub fn affinity(set: &mut [u64]) -> Result<()> {
     let arguments = [0, size_of_val(set) as u64, set.as_mut_ptr() as u64, 0, 0, 0];
     // SAFETY: the kernel writes at most this length.
     unsafe { call(linux::__NR_sched_getaffinity, arguments).map(drop) }
+}
+
+/// Installs a seccomp filter in this process irrevocably (seccomp(2)).
+pub fn set_filter(instructions: &[u64]) -> Result<()> {
+    /// `SECCOMP_SET_MODE_FILTER`.
+    const SET_MODE_FILTER: u64 = 1;
+    let length = u16::try_from(instructions.len())
+        .map_err(|_| Errno(linux_raw_sys::errno::EINVAL as i32))?;
+    // `struct sock_fprog`.
+    let program = [length.into(), instructions.as_ptr() as u64];
+    let arguments = [SET_MODE_FILTER, 0, program.as_ptr() as u64, 0, 0, 0];
+    // SAFETY: the filter is only read, and has this length.
+    unsafe { call(linux::__NR_seccomp, arguments).map(drop) }
 }
 
 /// Sets a resource limit of this process and its children irrevocably (setrlimit(2)).
