@@ -56,6 +56,33 @@ pub unsafe fn call(number: u32, arguments: [u64; 6]) -> Result<u64> {
     if result > -4096_i64 as u64 { Err(Errno(-(result as i64) as i32)) } else { Ok(result) }
 }
 
+/// System call whose arguments are numbers only, and which accesses no memory of this process.
+#[derive(Clone, Copy, Debug)]
+#[repr(u32)]
+pub enum NumberCall {
+    /// pkey_alloc(2).
+    AllocateKey = linux::__NR_pkey_alloc,
+    /// close_range(2).
+    Close = linux::__NR_close_range,
+    /// exit_group(2).
+    Exit = linux::__NR_exit_group,
+    /// kill(2).
+    Kill = linux::__NR_kill,
+    /// getppid(2).
+    ParentId = linux::__NR_getppid,
+    /// getpid(2).
+    ProcessId = linux::__NR_getpid,
+    /// sched_yield(2).
+    Yield = linux::__NR_sched_yield,
+}
+
+/// Makes a system call with numbers as arguments.
+#[inline]
+pub fn call_with_numbers(number: NumberCall, [a, b, c, d]: [u64; 4]) -> Result<u64> {
+    // SAFETY: none of these calls accesses memory of this process.
+    unsafe { call(number as u32, [a, b, c, d, 0, 0]) }
+}
+
 /// `struct iovec`: memory range of a vectored call.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
@@ -71,6 +98,8 @@ pub struct Vector {
 pub enum Backing {
     /// A file from this offset on, shared.
     Shared(u32, u64),
+    /// As `Shared`, with all pages present from the beginning.
+    Populated(u32, u64),
     /// Private zeroed memory.
     Own,
     /// Zeroed memory shared with the children of this process.
@@ -84,6 +113,9 @@ pub enum Backing {
 pub unsafe fn map(address: u64, length: u64, rights: u32, backing: Backing) -> Result<()> {
     let (flags, fd, offset) = match backing {
         Backing::Shared(fd, offset) => (linux::MAP_SHARED, u64::from(fd), offset),
+        Backing::Populated(fd, offset) => {
+            (linux::MAP_SHARED | linux::MAP_POPULATE, u64::from(fd), offset)
+        }
         Backing::Own => (linux::MAP_PRIVATE | linux::MAP_ANONYMOUS, u64::MAX, 0),
         Backing::Family => (linux::MAP_SHARED | linux::MAP_ANONYMOUS, u64::MAX, 0),
     };
@@ -92,17 +124,6 @@ pub unsafe fn map(address: u64, length: u64, rights: u32, backing: Backing) -> R
     unsafe {
         call(linux::__NR_mmap, [address, length, u64::from(rights), flags, fd, offset]).map(drop)
     }
-}
-
-/// Maps a file, as [`map`], and populates the mapping.
-///
-/// # Safety
-/// As [`map`].
-pub unsafe fn map_now(address: u64, length: u64, rights: u32, fd: u32, offset: u64) -> Result<()> {
-    let flags = u64::from(linux::MAP_SHARED | linux::MAP_FIXED | linux::MAP_POPULATE);
-    let arguments = [address, length, u64::from(rights), flags, u64::from(fd), offset];
-    // SAFETY: the caller guarantees the range.
-    unsafe { call(linux::__NR_mmap, arguments).map(drop) }
 }
 
 /// Unmaps a range.
@@ -152,8 +173,8 @@ fn wake_most(word: &core::sync::atomic::AtomicU32, most: u32) -> u64 {
 
 /// Yields this host CPU.
 pub fn yield_now() {
-    // SAFETY: no memory is changed. It cannot fail.
-    let _ = unsafe { call(linux::__NR_sched_yield, [0; 6]) };
+    // It cannot fail.
+    let _ = call_with_numbers(NumberCall::Yield, [0; 4]);
 }
 
 /// Ignores a signal in this process.
@@ -173,25 +194,33 @@ pub unsafe fn set_handler(signal: u32, action: &[u64; 4]) -> Result<()> {
     unsafe { call(linux::__NR_rt_sigaction, arguments).map(drop) }
 }
 
-/// Sets the signal stack of this thread: address, flags and length (sigaltstack(2)).
+/// Sets the signal stack of this thread, that is, address, flags and length (sigaltstack(2)), and
+/// the action of the signals that use it.
 ///
 /// # Safety
-/// The stack must have no other use.
-pub unsafe fn set_signal_stack(stack: &[u64; 3]) -> Result<()> {
-    // SAFETY: the description is only read; the caller guarantees the stack.
-    unsafe { call(linux::__NR_sigaltstack, [stack.as_ptr() as u64, 0, 0, 0, 0, 0]).map(drop) }
+/// As [`set_handler`]. The stack must have no other use.
+pub unsafe fn set_handlers(
+    stack: &[u64; 3],
+    mut signals: impl Iterator<Item = u32>,
+    action: &[u64; 4],
+) -> Result<()> {
+    // SAFETY: the description is only read; the caller guarantees the stack and the handler.
+    unsafe {
+        call(linux::__NR_sigaltstack, [stack.as_ptr() as u64, 0, 0, 0, 0, 0])?;
+        signals.try_for_each(|signal| set_handler(signal, action))
+    }
 }
 
 /// Returns the id of this process.
 pub fn process_id() -> u32 {
-    // SAFETY: no memory is accessed. It cannot fail.
-    unsafe { call(linux::__NR_getpid, [0; 6]) }.unwrap_or(0) as u32
+    // It cannot fail.
+    call_with_numbers(NumberCall::ProcessId, [0; 4]).unwrap_or(0) as u32
 }
 
 /// Returns the id of the parent process: 0 outside of the PID namespace.
 pub fn parent_id() -> u32 {
-    // SAFETY: no memory is accessed. It cannot fail.
-    unsafe { call(linux::__NR_getppid, [0; 6]) }.unwrap_or(0) as u32
+    // It cannot fail.
+    call_with_numbers(NumberCall::ParentId, [0; 4]).unwrap_or(0) as u32
 }
 
 /// Sets an attribute of this process whose value is a number (prctl(2)): `PR_SET_NO_NEW_PRIVS`,
@@ -225,9 +254,69 @@ pub fn wait_for_child(child: u64, options: u32) -> Option<(u32, u32)> {
 
 /// Replaces the set of blocked signals of this thread: bit `n - 1` stands for signal `n`.
 pub fn set_signal_mask(mask: u64) -> Result<()> {
-    let arguments = [linux::SIG_SETMASK.into(), &raw const mask as u64, 0, 8, 0, 0];
+    change_signal_mask(linux::SIG_SETMASK, mask)
+}
+
+/// Changes the set of blocked signals of this thread (`how` of sigprocmask(2)).
+pub fn change_signal_mask(how: u32, mask: u64) -> Result<()> {
+    let arguments = [how.into(), &raw const mask as u64, 0, 8, 0, 0];
     // SAFETY: the mask is only read.
     unsafe { call(linux::__NR_rt_sigprocmask, arguments).map(drop) }
+}
+
+/// Waits for a blocked signal of the set, and returns its number (sigtimedwait(2)).
+pub fn wait_for_signal(mask: u64) -> Result<u32> {
+    let arguments = [&raw const mask as u64, 0, 0, 8, 0, 0];
+    // SAFETY: the mask is only read.
+    unsafe { call(linux::__NR_rt_sigtimedwait, arguments) }.map(|signal| signal as u32)
+}
+
+/// Reads a clock: seconds and nanoseconds, 0 if the host does not have it (clock_gettime(2)).
+pub fn time(clock: u32) -> [u64; 2] {
+    let mut time = [0; 2];
+    let arguments = [clock.into(), time.as_mut_ptr() as u64, 0, 0, 0, 0];
+    // SAFETY: the kernel writes the time.
+    let _ = unsafe { call(linux::__NR_clock_gettime, arguments) };
+    time
+}
+
+/// Creates a timer that sends a signal; returns its id (timer_create(2)).
+pub fn create_timer(clock: u32, signal: u32) -> Result<u32> {
+    // `struct sigevent`: value, signal number, kind of notification.
+    let event = [0, u64::from(signal) | u64::from(linux::SIGEV_SIGNAL) << 32, 0, 0, 0, 0, 0, 0];
+    let mut timer = 0_u32;
+    let arguments = [clock.into(), event.as_ptr() as u64, &raw mut timer as u64, 0, 0, 0];
+    // SAFETY: the kernel reads the description and writes the id.
+    unsafe { call(linux::__NR_timer_create, arguments) }?;
+    Ok(timer)
+}
+
+/// Sets a timer to its period and its first time, each in seconds and nanoseconds
+/// (timer_settime(2)).
+pub fn set_timer(timer: u64, times: &[u64; 4]) -> Result<()> {
+    let arguments = [timer, 0, times.as_ptr() as u64, 0, 0, 0];
+    // SAFETY: the times are only read.
+    unsafe { call(linux::__NR_timer_settime, arguments).map(drop) }
+}
+
+/// Reads the set of CPUs on which this thread may run (sched_getaffinity(2)).
+pub fn affinity(set: &mut [u64]) -> Result<()> {
+    let arguments = [0, size_of_val(set) as u64, set.as_mut_ptr() as u64, 0, 0, 0];
+    // SAFETY: the kernel writes at most this length.
+    unsafe { call(linux::__NR_sched_getaffinity, arguments).map(drop) }
+}
+
+/// Installs a seccomp filter in this process irrevocably (seccomp(2)).
+pub fn set_filter(instructions: &[u64]) -> Result<()> {
+    /// `SECCOMP_SET_MODE_FILTER`.
+    const SET_MODE_FILTER: u64 = 1;
+    let length = u16::try_from(instructions.len())
+        .map_err(|_| Errno(linux_raw_sys::errno::EINVAL as i32))?;
+    // `struct sock_fprog`.
+    let program = [length.into(), instructions.as_ptr() as u64];
+    let arguments = [SET_MODE_FILTER, 0, program.as_ptr() as u64, 0, 0, 0];
+    // SAFETY: the filter is only read, and has this length.
+    unsafe { call(linux::__NR_seccomp, arguments).map(drop) }
 }
 
 /// Sets a resource limit of this process and its children irrevocably (setrlimit(2)).
@@ -248,9 +337,8 @@ pub fn random(to: &mut [u8]) -> bool {
 
 /// Sends a signal to a process.
 pub fn kill(process: u32, signal: u32) {
-    let arguments = [process.into(), signal.into(), 0, 0, 0, 0];
-    // SAFETY: no memory is accessed. It fails if the process has ended, which its parent detects.
-    let _ = unsafe { call(linux::__NR_kill, arguments) };
+    // It fails if the process has ended, which its parent detects.
+    let _ = call_with_numbers(NumberCall::Kill, [process.into(), signal.into(), 0, 0]);
 }
 
 /// Writes bytes; returns the number of bytes written at once.
@@ -269,14 +357,12 @@ pub fn read(fd: u32, to: &mut [u8]) -> Result<usize> {
 
 /// Closes the descriptors from `first` to `last`.
 pub fn close(first: u32, last: u32) -> Result<()> {
-    // SAFETY: no memory is accessed.
-    unsafe { call(linux::__NR_close_range, [first.into(), last.into(), 0, 0, 0, 0]).map(drop) }
+    call_with_numbers(NumberCall::Close, [first.into(), last.into(), 0, 0]).map(drop)
 }
 
 /// Ends the process.
 pub fn exit(code: u8) -> ! {
-    // SAFETY: the whole process ends.
-    let _ = unsafe { call(linux::__NR_exit_group, [code.into(), 0, 0, 0, 0, 0]) };
+    let _ = call_with_numbers(NumberCall::Exit, [code.into(), 0, 0, 0]);
     loop {
         core::hint::spin_loop();
     }

@@ -45,16 +45,9 @@ pub fn filter_index(which: usize) -> usize {
 
 /// Installs one of the seccomp filters in this process.
 pub fn confine(filters: &Filters, which: usize) -> Result<(), Errno> {
-    /// `SECCOMP_SET_MODE_FILTER` (seccomp(2)).
-    const SET_MODE_FILTER: u64 = 1;
     let [length, instructions @ ..] = &filters.programs[which];
-    let length = (*length).min(instructions.len() as u64);
-    // `struct sock_fprog`.
-    let program = [length, instructions.as_ptr() as u64];
-    let none = 0;
-    let arguments = [SET_MODE_FILTER, none, program.as_ptr() as u64, 0, 0, 0];
-    // SAFETY: the filter is only read; its length is at most that of the array.
-    unsafe { sys::call(linux::__NR_seccomp, arguments).map(drop) }
+    let length = instructions.len().min(*length as usize);
+    sys::set_filter(&instructions[..length])
 }
 
 /// Returns the device process's id as its children see it: 0 in a PID namespace.

@@ -109,9 +109,6 @@ pub fn unix_at_zero(khz: u64) -> u64 {
 
 /// Reads a host clock in nanoseconds.
 pub fn now(clock: u32) -> u64 {
-    let mut time = [0_u64; 2];
-    let arguments = [clock.into(), time.as_mut_ptr() as u64, 0, 0, 0, 0];
-    // SAFETY: the kernel writes the time. The call does not fail for existing clocks.
-    let _ = unsafe { sys::call(linux::__NR_clock_gettime, arguments) };
+    let time = sys::time(clock);
     time[0].saturating_mul(SECOND).saturating_add(time[1])
 }

@@ -93,11 +93,22 @@ pub fn load_segments(cpu: &mut VirtualCpu, memory: &GuestMemory) {
 
 /// Sets the bases of `FS` and `GS`.
 pub fn set_bases(fs: u64, gs: u64) {
-    // SAFETY: the wedge uses neither; the bases are those of user mode.
-    unsafe {
-        asm!("wrfsbase {}", in(reg) fs, options(nomem, nostack, preserves_flags));
-        asm!("wrgsbase {}", in(reg) gs, options(nomem, nostack, preserves_flags));
-    }
+    set_fs_base(fs);
+    set_gs_base(gs);
+}
+
+/// Sets the base of `FS`. A base that is not canonical causes a fault of the wedge.
+#[inline]
+pub fn set_fs_base(base: u64) {
+    // SAFETY: the wedge does not use FS.
+    unsafe { asm!("wrfsbase {}", in(reg) base, options(nomem, nostack, preserves_flags)) };
+}
+
+/// Sets the base of `GS`. A base that is not canonical causes a fault of the wedge.
+#[inline]
+pub fn set_gs_base(base: u64) {
+    // SAFETY: the wedge does not use GS.
+    unsafe { asm!("wrgsbase {}", in(reg) base, options(nomem, nostack, preserves_flags)) };
 }
 
 /// Returns the host's TLS descriptors as arguments of `set_thread_area`.
@@ -141,13 +152,25 @@ pub fn selectors() -> [u16; 4] {
 
 /// Reads the bases of `FS` and `GS`.
 pub fn bases() -> (u64, u64) {
-    let (fs, gs);
-    // SAFETY: the loader has checked that user mode may read them.
-    unsafe {
-        asm!("rdfsbase {}", out(reg) fs, options(nomem, nostack, preserves_flags));
-        asm!("rdgsbase {}", out(reg) gs, options(nomem, nostack, preserves_flags));
-    }
-    (fs, gs)
+    (fs_base(), gs_base())
+}
+
+/// Reads the base of `FS`.
+#[inline]
+pub fn fs_base() -> u64 {
+    let base;
+    // SAFETY: the loader has checked that user mode may read it.
+    unsafe { asm!("rdfsbase {}", out(reg) base, options(nomem, nostack, preserves_flags)) };
+    base
+}
+
+/// Reads the base of `GS`.
+#[inline]
+pub fn gs_base() -> u64 {
+    let base;
+    // SAFETY: as in `fs_base`.
+    unsafe { asm!("rdgsbase {}", out(reg) base, options(nomem, nostack, preserves_flags)) };
+    base
 }
 
 /// Sets a TLS descriptor on the host; 0 removes it. Returns whether the host has accepted it.

@@ -39,9 +39,8 @@ pub fn detect() -> bool {
     /// `RDTSCP` (APM vol. 3, CPUID Fn8000_0001_EDX).
     const RDTSCP: u32 = 1 << 27;
     let mut all: Cpus = [0; WORDS];
-    let arguments = [0, size_of_val(&all) as u64, all.as_mut_ptr() as u64, 0, 0, 0];
-    // SAFETY: the kernel writes the set. The call fails if the host has more CPUs than that.
-    let known = unsafe { sys::call(linux::__NR_sched_getaffinity, arguments) }.is_ok();
+    // The call fails if the host has more CPUs than that.
+    let known = sys::affinity(&mut all).is_ok();
     let several = all.iter().map(|word| word.count_ones()).sum::<u32>() > 1;
     if !known || !several || __cpuid(leaf::AMD_FEATURES).edx & RDTSCP == 0 {
         return false;

@@ -6,6 +6,7 @@ use core::sync::atomic::Ordering::Relaxed;
 use hw_x86::paging::entry;
 use wedge_core::{Flush, Host};
 
+use crate::compat;
 use crate::guest_space::GuestSpace;
 use crate::processes;
 use crate::state::config;
@@ -20,27 +21,19 @@ pub struct HostEffects<'a> {
 
 impl Host for HostEffects<'_> {
     fn fs_base(&mut self) -> u64 {
-        let base;
-        // SAFETY: the loader has checked that user mode may execute it.
-        unsafe { core::arch::asm!("rdfsbase {}", out(reg) base, options(nomem, nostack)) };
-        base
+        compat::fs_base()
     }
 
     fn set_fs_base(&mut self, base: u64) {
-        // SAFETY: the wedge does not use FS. The caller has checked that the address is canonical.
-        unsafe { core::arch::asm!("wrfsbase {}", in(reg) base, options(nomem, nostack)) };
+        compat::set_fs_base(base);
     }
 
     fn gs_base(&mut self) -> u64 {
-        let base;
-        // SAFETY: as above.
-        unsafe { core::arch::asm!("rdgsbase {}", out(reg) base, options(nomem, nostack)) };
-        base
+        compat::gs_base()
     }
 
     fn set_gs_base(&mut self, base: u64) {
-        // SAFETY: the wedge does not use GS.
-        unsafe { core::arch::asm!("wrgsbase {}", in(reg) base, options(nomem, nostack)) };
+        compat::set_gs_base(base);
     }
 
     fn flush(&mut self, what: Flush) {

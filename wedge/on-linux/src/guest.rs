@@ -26,7 +26,7 @@ use crate::mmu::frames::write_by_device;
 use crate::mmu::ram::Ram;
 use crate::sites::Sites;
 use crate::state::config::{config, start};
-use crate::state::current::{CurrentProcess, CurrentVcpu};
+use crate::state::current::{self, CurrentProcess, CurrentVcpu};
 use crate::state::doorbell;
 use crate::state::process::{own_index, slot};
 use crate::state::shared::{event, shared, vcpus};
@@ -77,7 +77,7 @@ pub extern "sysv64" fn main() -> ! {
         report::fatal(format_args!("invalid size of guest memory: {} bytes", start.memory));
     };
     // SAFETY: this process runs the vCPU, in its event loop, which begins here.
-    let mut cpu = unsafe { CurrentVcpu::take() };
+    let (mut cpu, process) = unsafe { current::take() };
     power_on(&mut cpu, &start);
     let mut sites = Sites::new(start.options);
     if let Err(problem) = sites.rewrite_table(&cpu, &memory, start.sites, start.sites_length) {
@@ -120,8 +120,7 @@ pub extern "sysv64" fn main() -> ! {
     for index in 1..vcpus().len() {
         processes::start_vcpu(index, secondary_main);
     }
-    // SAFETY: as above.
-    drive(&all, 0, cpu, unsafe { CurrentProcess::take() })
+    drive(&all, 0, cpu, process)
 }
 
 /// Entry point of a secondary vCPU.
@@ -131,10 +130,8 @@ extern "sysv64" fn secondary_main() -> ! {
     let all = unsafe { &*all };
     // It has no state before its start-up IPI.
     // SAFETY: this process runs the vCPU, in its event loop, which begins here.
-    let mut cpu = unsafe { CurrentVcpu::take() };
+    let (mut cpu, process) = unsafe { current::take() };
     *cpu = VirtualCpu::new();
-    // SAFETY: as above.
-    let process = unsafe { CurrentProcess::take() };
     drive(all, own_index(), cpu, process)
 }
 

@@ -155,8 +155,10 @@ impl HostMap for ProcessMap<'_> {
     }
 
     fn stub(&self, index: u32) -> [u8; STUB] {
-        // SAFETY: stubs are private memory, mapped for the life of the process.
-        unsafe { *(stub_address(index % MAX_CALLS) as *const [u8; STUB]) }
+        // Stubs are private memory.
+        let mut code = [0; STUB];
+        self.read(stub_address(index % MAX_CALLS), &mut code);
+        code
     }
 
     fn put_stub(&mut self, index: u32, code: &[u8; STUB]) {

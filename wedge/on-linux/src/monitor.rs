@@ -20,9 +20,7 @@ pub fn begin() -> Result<u32, Errno> {
     children::die_with_parent(children::device())?;
     // Block the signals before waiting for them. The child sets its own mask.
     let waited: u64 = 1 << (linux::SIGCHLD - 1) | 1 << (KICK - 1);
-    let arguments = [linux::SIG_BLOCK.into(), &raw const waited as u64, 0, 8, 0, 0];
-    // SAFETY: the mask is only read.
-    unsafe { sys::call(linux::__NR_rt_sigprocmask, arguments) }?;
+    sys::change_signal_mask(linux::SIG_BLOCK, waited)?;
     let own = sys::process_id();
     let child = children::fork()?;
     if child == 0 {
@@ -36,10 +34,7 @@ fn serve(own: u32, child: u32, waited: &u64) -> ! {
     // Each further signal would stop the child again.
     let mut is_kicked = false;
     loop {
-        let arguments = [&raw const *waited as u64, 0, 0, 8, 0, 0];
-        // SAFETY: the mask is only read.
-        let signal = unsafe { sys::call(linux::__NR_rt_sigtimedwait, arguments) };
-        if signal == Ok(KICK.into()) {
+        if sys::wait_for_signal(*waited) == Ok(KICK) {
             if !is_kicked {
                 is_kicked = true;
                 sys::kill(child, KICK);

@@ -20,7 +20,7 @@ use crate::isolation::contract::SignalEntry;
 use crate::isolation::signal_stacks::note_frame;
 use crate::isolation::{self, user_process};
 use crate::linux::signals::{
-    ARCHITECTURE, CONTEXT, Context, KICK, ORDER, SYNCHRONOUS, Signal, TIMER, call_vector, sanitize,
+    Context, KICK, ORDER, SYNCHRONOUS, Signal, SignalFrame, TIMER, sanitize,
 };
 use crate::mmu::frames::note_interrupted_kernel;
 use crate::mmu::syscall_patch::is_stub;
@@ -43,15 +43,13 @@ const DEBUG: u64 = 1;
 /// the guest can write.
 pub fn set_up() -> Result<(), Errno> {
     let SignalEntry { handler: keyed, stack } = isolation::current().signal_entry();
-    // SAFETY: the stack is private memory without any other use.
-    unsafe { sys::set_signal_stack(stack) }?;
     let flags = linux::SA_SIGINFO | linux::SA_ONSTACK | linux::SA_NODEFER | linux::SA_RESTORER;
     let handler = keyed.unwrap_or(handler as *const () as u64);
     let action = [handler, flags.into(), restore as *const () as u64, 0];
-    for number in SYNCHRONOUS.into_iter().chain([KICK, TIMER]) {
-        // SAFETY: the handler complies with the rules for signal handlers.
-        unsafe { sys::set_handler(number, &action) }?;
-    }
+    let signals = SYNCHRONOUS.into_iter().chain([KICK, TIMER]);
+    // SAFETY: the stack is private memory without any other use; the handler complies with the
+    // rules for signal handlers.
+    unsafe { sys::set_handlers(stack, signals, &action) }?;
     let arguments = [
         prctl::PR_SET_SYSCALL_USER_DISPATCH.into(),
         prctl::PR_SYS_DISPATCH_ON.into(),
@@ -105,14 +103,15 @@ unsafe extern "sysv64" fn handler() {
 }
 
 #[unsafe(export_name = "parador_wedge_signal")]
-extern "sysv64" fn on_signal(number: u32, _: *const u8, context: *mut Context) {
-    isolation::current().on_signal(context as u64);
+extern "sysv64" fn on_signal(number: u32, _: *const u8, frame: *mut SignalFrame) {
+    isolation::current().on_signal(frame as u64);
     // From here on, system calls are the wedge's.
     process().private.dispatch.store(0, Relaxed);
     let synchronous = SYNCHRONOUS.contains(&number);
     let vcpu = vcpu();
-    // SAFETY: the kernel passes the context of this signal.
-    let context = unsafe { &mut *context };
+    // SAFETY: the kernel passes the context of this signal, which is in its frame.
+    let frame = unsafe { &mut *frame };
+    let context = &mut frame.context;
     if vcpu.running.load(SeqCst) != process().slot.load(Relaxed) {
         // A stale timer, or a late signal: the process that runs the vCPU has the event.
         if synchronous {
@@ -152,12 +151,11 @@ extern "sysv64" fn on_signal(number: u32, _: *const u8, context: *mut Context) {
     cpu.sync_flags(context.rflags);
     let (code, address) = (context.code, context.address);
     let vector = match number {
-        // SAFETY: the host has written the siginfo after the context.
-        linux::SIGSYS => unsafe { call_vector(context) },
-        _ => context.vector,
+        linux::SIGSYS => frame.call_vector(),
+        _ => frame.context.vector,
     };
     vcpu.signal.set(Signal { number, vector, code, address });
-    xstate::restore(context.extended as u64, u64::MAX);
+    xstate::restore(frame.context.extended as u64, u64::MAX);
     guest.leave()
 }
 
@@ -165,7 +163,7 @@ extern "sysv64" fn on_signal(number: u32, _: *const u8, context: *mut Context) {
 /// separate stack. User mode may also have jumped to the handler with an arbitrary context, so the
 /// context is restricted to states that user mode can reach.
 #[unsafe(export_name = "parador_wedge_user_signal")]
-extern "sysv64" fn on_user_signal(number: u32, _: *const u8, context: *const Context) -> ! {
+extern "sysv64" fn on_user_signal(number: u32, _: *const u8, frame: *const SignalFrame) -> ! {
     let vcpu = vcpu();
     // SAFETY: user mode was interrupted, so the event loop is in `CurrentVcpu::enter`, and no other
     // handler runs: one whose entry code was interrupted continues here.
@@ -173,9 +171,9 @@ extern "sysv64" fn on_user_signal(number: u32, _: *const u8, context: *const Con
     let cpu = &mut *guest.0;
     let end = SIGNAL_STACK + SIGNAL_STACK_LENGTH;
     let (window, window_end) = wedge_x86::keyed_handler_window();
-    let (mut number, mut at) = (number, context as u64);
-    let (context, mut signal) = loop {
-        let last = end - (CONTEXT + ARCHITECTURE + 4);
+    let (mut number, mut at) = (number, frame as u64);
+    let (frame, mut signal) = loop {
+        let last = end - size_of::<SignalFrame>() as u64;
         if !at.is_multiple_of(8) || !(SIGNAL_STACK..=last).contains(&at) {
             cpu.frame.gpr = [0; 16];
             cpu.frame.rip = wedge_x86::keyed_handler();
@@ -186,14 +184,15 @@ extern "sysv64" fn on_user_signal(number: u32, _: *const u8, context: *const Con
         }
         note_frame(at);
         // SAFETY: it is on the signal stack, which nothing writes now.
-        let context = unsafe { (at as *const Context).read() };
-        let signal = sanitize(number, &context);
+        let frame = unsafe { &*(at as *const SignalFrame) };
+        let context = &frame.context;
+        let signal = sanitize(number, context);
         if SYNCHRONOUS.contains(&signal.number) {
-            break (context, signal);
+            break (frame, signal);
         }
         post_event(signal.number);
         if !(window..window_end).contains(&context.rip) {
-            break (context, signal);
+            break (frame, signal);
         }
         // The signal has interrupted the entry of another signal's handler, whose frame is further
         // up on the stack.
@@ -201,6 +200,7 @@ extern "sysv64" fn on_user_signal(number: u32, _: *const u8, context: *const Con
         let outer = if context.rip == window { rdx } else { r8 };
         (number, at) = (rdi as u32, if outer > at { outer } else { 0 });
     };
+    let context = &frame.context;
     for (value, place) in context.registers.iter().zip(ORDER) {
         cpu.frame.gpr[place] = *value;
     }
@@ -211,8 +211,7 @@ extern "sysv64" fn on_user_signal(number: u32, _: *const u8, context: *const Con
         cpu.sync_code_segment(context.is_64_bit());
     }
     if signal.number == linux::SIGSYS {
-        // SAFETY: the context and the siginfo are on the signal stack.
-        signal.vector = unsafe { call_vector(at as *const Context) };
+        signal.vector = frame.call_vector();
     }
     recover_registers(cpu, &mut signal);
     cpu.frame.rflags = cpu.frame.rflags & u64::from(wedge_x86::USER_FLAGS) | rflags::IF | 2;

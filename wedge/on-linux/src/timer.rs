@@ -42,22 +42,13 @@ fn set_timer(deadline: u64) -> Result<(), Errno> {
     // A time of 0 disarms the timer.
     let wait = if deadline == u64::MAX { 0 } else { until(deadline).max(1) };
     let time = [0, 0, wait / 1_000_000_000, wait % 1_000_000_000];
-    // SAFETY: the kernel only reads the time.
-    unsafe {
-        sys::call(linux::__NR_timer_settime, [timer, 0, time.as_ptr() as u64, 0, 0, 0]).map(drop)
-    }
+    sys::set_timer(timer, &time)
 }
 
 /// Creates this process's timer. Timers count against a per-user limit, so the guest kernel must
 /// not create any.
 pub fn create_timer() -> Result<(), Errno> {
-    // `struct sigevent`: value, signal number, kind of notification.
-    let event = [0_u64, u64::from(TIMER) | u64::from(linux::SIGEV_SIGNAL) << 32, 0, 0, 0, 0, 0, 0];
-    let mut timer = 0_u32;
-    let clock = u64::from(linux::CLOCK_MONOTONIC);
-    let arguments = [clock, event.as_ptr() as u64, &raw mut timer as u64, 0, 0, 0];
-    // SAFETY: the kernel reads the description and writes the id.
-    unsafe { sys::call(linux::__NR_timer_create, arguments) }?;
+    let timer = sys::create_timer(linux::CLOCK_MONOTONIC, TIMER)?;
     process().timer.store(timer, Relaxed);
     Ok(())
 }

@@ -7,7 +7,7 @@
 //! `crate::mmu::exec_scan` controls executable pages. `docs/design/0013-protection-keys.md` has the
 //! full argument.
 
-use host_linux::sys::{self, Backing, Errno};
+use host_linux::sys::{self, Backing, Errno, NumberCall};
 use linux_raw_sys::general as linux;
 use proto::hosted::{layout, option};
 use wedge_x86::{CLOSED, PRIVATE, READABLE};
@@ -27,8 +27,8 @@ fn allocate() -> Result<(), Errno> {
     /// `EBUSY`.
     const OTHERS: Errno = Errno(16);
     for key in [CLOSED, READABLE] {
-        // SAFETY: no memory is accessed. The keys permit all accesses for now.
-        let given = unsafe { sys::call(linux::__NR_pkey_alloc, [0; 6]) }?;
+        // The keys permit all accesses for now.
+        let given = sys::call_with_numbers(NumberCall::AllocateKey, [0; 4])?;
         if given != u64::from(key) {
             return Err(OTHERS);
         }

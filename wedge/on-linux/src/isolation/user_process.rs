@@ -37,7 +37,7 @@ use crate::isolation::contract::{Isolation, Stop};
 use crate::isolation::mailbox::{
     MAX_COMMANDS, Mailbox, RESPONSE, Request, Response, STACK, UserProcess, mailbox,
 };
-use crate::linux::signals::{self, Context, KICK};
+use crate::linux::signals::{self, KICK, SignalFrame};
 use crate::mmu::ram::Ram;
 use crate::report;
 use crate::state::config::{self, has};
@@ -70,11 +70,8 @@ pub fn wait_window() -> (u64, u64) {
 
 /// Waits until `word` differs from `seen`, unless events are pending. A signal, whose handler posts
 /// an event, ends the wait.
-///
-/// # Safety
-/// Both words must be mapped.
 #[unsafe(naked)]
-unsafe extern "sysv64" fn wait_unless(events: *const u32, word: *const u32, seen: u32) {
+extern "sysv64" fn wait_unless(events: &AtomicU32, word: &AtomicU32, seen: u32) {
     naked_asm!(
         "mov r8, rdi",
         "mov rdi, rsi",
@@ -419,8 +416,7 @@ impl UserProcess {
                 }
             }
             if seen != turn && !is_stop_requested && events().load(SeqCst) == 0 {
-                // SAFETY: both words are in shared memory.
-                unsafe { wait_unless(events().as_ptr(), response.turn.as_ptr(), seen) }
+                wait_unless(events(), &response.turn, seen);
                 continue;
             }
             // Events are pending, or the notification was forged.
@@ -486,20 +482,19 @@ impl UserProcess {
     fn read_context(&mut self, cpu: &mut VirtualCpu) {
         let response = &mailbox().response;
         let vcpu = vcpu();
-        let at = self.context as *const Context;
         // SAFETY: `connect` has validated the address; nothing writes this memory while the thread
         // waits.
-        let context = unsafe { at.read_volatile() };
+        let frame = unsafe { (self.context as *const SignalFrame).read_volatile() };
+        let context = &frame.context;
         for (value, place) in context.registers.iter().zip(signals::ORDER) {
             cpu.frame.gpr[place] = *value;
         }
         cpu.frame.rip = context.rip;
         cpu.frame.rflags = context.rflags & u64::from(wedge_x86::USER_FLAGS) | rflags::IF | 2;
         cpu.sync_code_segment(context.is_64_bit());
-        let mut signal = signals::sanitize(response.number.load(Relaxed), &context);
+        let mut signal = signals::sanitize(response.number.load(Relaxed), context);
         if signal.number == linux::SIGSYS {
-            // SAFETY: as above.
-            signal.vector = unsafe { signals::call_vector(at) };
+            signal.vector = frame.call_vector();
         }
         vcpu.signal.set(signal);
         self.selectors =

@@ -113,16 +113,13 @@ fn become_user_process(vcpu: usize, slot: usize, filters: &Filters) -> Result<In
     // With `SS_AUTODISARM` each signal frame is at the top, even if user mode's stack pointer is in
     // the signal stack: the kernel process expects it there, and it always fits.
     let stack = [RESPONSE + offset_of!(Response, stack) as u64, SS_AUTODISARM, STACK as u64];
-    // SAFETY: the stack has no other use.
-    unsafe { sys::set_signal_stack(&stack) }?;
     // Signals do not nest.
     let flags = linux::SA_SIGINFO | linux::SA_ONSTACK | linux::SA_RESTORER;
     let handler = stop_handler();
     let action = [handler, flags.into(), handler, u64::MAX];
-    for number in signals::SYNCHRONOUS.into_iter().chain([KICK]) {
-        // SAFETY: the handler accesses the mailbox only.
-        unsafe { sys::set_handler(number, &action) }?;
-    }
+    let numbers = signals::SYNCHRONOUS.into_iter().chain([KICK]);
+    // SAFETY: the stack has no other use; the handler accesses the mailbox only.
+    unsafe { sys::set_handlers(&stack, numbers, &action) }?;
     dispatch_calls()?;
     let [length, instructions @ ..] = &filters.programs[Filters::USER_THREAD];
     // `struct sock_fprog`.

@@ -56,26 +56,29 @@ impl Context {
     }
 }
 
-/// Length of a context in bytes, with reserved words and signal mask. The siginfo follows it
-/// (`struct rt_sigframe`).
-pub const CONTEXT: u64 = 304;
-/// Offset of the architecture in the siginfo of a dispatched system call (`_sigsys` of
-/// `siginfo_t`).
-pub const ARCHITECTURE: u64 = 28;
+/// Signal frame (`struct rt_sigframe`) from its context to the last field of the siginfo that the
+/// wedge uses.
+#[repr(C)]
+pub struct SignalFrame {
+    pub context: Context,
+    reserved: [u64; 8],
+    mask: u64,
+    /// `siginfo_t`; of a dispatched system call (`_sigsys`), the last word is the architecture.
+    info: [u32; 8],
+}
+
+/// Length of a context in bytes, with reserved words and signal mask.
+pub const CONTEXT: u64 = core::mem::offset_of!(SignalFrame, info) as u64;
 /// [`Signal::vector`] of a dispatched system call by `int $0x80`.
 pub const INT_80: u8 = 0x80;
 
-/// Returns [`Signal::vector`] of a dispatched system call.
-///
-/// # Safety
-/// The host must have written a frame with this context.
-pub unsafe fn call_vector(context: *const Context) -> u64 {
-    /// `AUDIT_ARCH_I386` (`linux/audit.h`).
-    const I386: u32 = 0x4000_0003;
-    let at = context as u64 + CONTEXT + ARCHITECTURE;
-    // SAFETY: the caller guarantees it.
-    let is_int = unsafe { (at as *const u32).read() } == I386;
-    if is_int { INT_80.into() } else { 0 }
+impl SignalFrame {
+    /// Returns [`Signal::vector`] of a dispatched system call.
+    pub fn call_vector(&self) -> u64 {
+        /// `AUDIT_ARCH_I386` (`linux/audit.h`).
+        const I386: u32 = 0x4000_0003;
+        if self.info[7] == I386 { INT_80.into() } else { 0 }
+    }
 }
 
 /// Register numbers in the frame, by their index in [`Context::registers`].
@@ -149,6 +152,8 @@ mod tests {
         let mut seen = [false; 16];
         ORDER.iter().for_each(|&register| seen[register] = true);
         assert_eq!(seen, [true; 16]);
-        assert_eq!(size_of::<Context>() as u64, CONTEXT - 8 * 8 - 8);
+        // Linux: 304 bytes of `struct ucontext` with its mask, 28 bytes before the architecture.
+        assert_eq!(CONTEXT, 304);
+        assert_eq!(size_of::<SignalFrame>(), 304 + 28 + 4);
     }
 }

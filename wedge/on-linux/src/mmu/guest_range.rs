@@ -18,16 +18,25 @@ fn check(start: u64, length: u64, end: u64) -> Result<(), Errno> {
 
 /// Maps guest memory or private memory, in place of previous mappings.
 pub fn map(start: u64, length: u64, rights: u32, backing: Backing) -> Result<(), Errno> {
-    check(start, length, layout::HOST)?;
-    // SAFETY: no Rust object is in the range.
-    unsafe { sys::map(start, length, rights, backing) }
+    map_below(layout::HOST, start, length, rights, backing)
 }
 
 /// Maps guest memory from an offset in its file on, and populates the mapping.
 pub fn map_now(start: u64, length: u64, rights: u32, offset: u64) -> Result<(), Errno> {
-    check(start, length, layout::GUEST_END)?;
+    let backing = Backing::Populated(layout::MEMORY_FD, offset);
+    map_below(layout::GUEST_END, start, length, rights, backing)
+}
+
+fn map_below(
+    end: u64,
+    start: u64,
+    length: u64,
+    rights: u32,
+    backing: Backing,
+) -> Result<(), Errno> {
+    check(start, length, end)?;
     // SAFETY: no Rust object is in the range.
-    unsafe { sys::map_now(start, length, rights, layout::MEMORY_FD, offset) }
+    unsafe { sys::map(start, length, rights, backing) }
 }
 
 /// Unmaps a range of the guest.

@@ -98,15 +98,16 @@ pub fn code_selector(cpu: &VirtualCpu) -> u64 {
 /// The lists of the process that runs the vCPU.
 pub struct CurrentProcess(());
 
-impl CurrentProcess {
-    /// Takes the lists.
-    ///
-    /// # Safety
-    /// No other value may be in use: see the module's documentation.
-    pub unsafe fn take() -> Self {
-        Self(())
-    }
+/// Takes the virtual CPU and the lists, for an event loop.
+///
+/// # Safety
+/// This process must run the vCPU, and no other values may be in use: see the module's
+/// documentation.
+pub unsafe fn take() -> (CurrentVcpu, CurrentProcess) {
+    (CurrentVcpu(()), CurrentProcess(()))
+}
 
+impl CurrentProcess {
     /// Returns the lists of its mappings, and the state of its user process.
     pub fn parts(&mut self) -> (&mut AddressSpace, &mut UserProcess) {
         let process = process();

@@ -1,11 +1,11 @@
 //! Values with one user at a time.
 
-use core::cell::UnsafeCell;
+use core::cell::Cell;
 
 /// Value used only by the process that runs the vCPU, or by the process whose private memory holds
 /// it.
 #[repr(transparent)]
-pub struct Owned<T>(UnsafeCell<T>);
+pub struct Owned<T>(Cell<T>);
 
 // SAFETY: only one process at a time uses it, in its only thread.
 unsafe impl<T> Sync for Owned<T> {}
@@ -13,20 +13,18 @@ unsafe impl<T> Sync for Owned<T> {}
 impl<T: Copy> Owned<T> {
     /// Returns the value.
     pub fn get(&self) -> T {
-        // SAFETY: no other process uses it now.
-        unsafe { *self.0.get() }
+        self.0.get()
     }
 
     /// Sets the value.
     pub fn set(&self, value: T) {
-        // SAFETY: as above.
-        unsafe { *self.0.get() = value }
+        self.0.set(value);
     }
 }
 
 impl<T> Owned<T> {
     /// Returns its address.
     pub const fn at(&self) -> *mut T {
-        self.0.get()
+        self.0.as_ptr()
     }
 }

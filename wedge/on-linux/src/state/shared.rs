@@ -268,14 +268,19 @@ unsafe impl Sync for SharedVcpu {}
 impl SharedVcpu {
     /// Returns the pending events.
     pub fn events(&self) -> &AtomicU32 {
-        // SAFETY: the word is atomic, and no reference to the whole cell exists.
-        unsafe { &(*self.cell.get()).events }
+        self.atomic_words().0
     }
 
     /// Returns whether the guest must check for pending events before it enables interrupts: not 0.
     pub fn attention(&self) -> &AtomicU8 {
-        // SAFETY: as in `events`.
-        unsafe { &(*self.cell.get()).attention }
+        self.atomic_words().1
+    }
+
+    #[inline]
+    fn atomic_words(&self) -> (&AtomicU32, &AtomicU8) {
+        let cell = self.cell.get();
+        // SAFETY: the words are atomic, and no reference to the whole cell exists.
+        unsafe { (&(*cell).events, &(*cell).attention) }
     }
 
     /// Returns the number of system calls without a signal.
