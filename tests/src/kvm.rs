@@ -4,8 +4,9 @@
 //! The emulated host is Debian's kernel with a RAM disk: busybox, KVM's modules, `parador` with its
 //! libraries, what guests boot, and an image.
 
+use crate::hosted::control::LIFE;
 use crate::hosted::debugger::{at_sync, gdb_at, has};
-use crate::hosted::{LIFE, Rig, kernel};
+use crate::hosted::{Rig, kernel};
 use crate::system::{ONE_THREAD, artifacts, parador, qemu, target};
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use std::fs;

@@ -25,6 +25,7 @@ pub mod runner;
 pub mod sandbox;
 pub mod scenario;
 pub mod system;
+pub mod systems;
 pub mod terminal;
 pub mod transcript;
 pub mod userland;
