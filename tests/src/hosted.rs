@@ -8,6 +8,7 @@ pub mod disks;
 pub mod durability;
 pub mod escape;
 pub mod host;
+pub mod linux;
 pub mod memory;
 pub mod net;
 pub mod observed;
@@ -385,17 +386,6 @@ pub fn shell() -> Result<()> {
     Ok(())
 }
 
-/// A module can be loaded and unloaded.
-pub fn module() -> Result<()> {
-    let rig = Rig::new()?;
-    let script = "for round in 1 2 3; do
-            insmod /mnt/dummy.ko; ifconfig dummy0 up; ifconfig dummy0 down; rmmod dummy
-        done; echo modules work\n";
-    let dummy = rig.dummy()?;
-    end(&mut rig.script(script, &[&dummy])?, "")?.well(0, &["modules work"])?;
-    Ok(())
-}
-
 /// Ends caused by the guest, each with its exit code.
 pub fn ends() -> Result<()> {
     let rig = Rig::new()?;
@@ -412,36 +402,6 @@ pub fn ends() -> Result<()> {
     full.stdin(Stdio::null()).stdout(File::create("/dev/full").context("no /dev/full")?);
     let output = full.output().context("cannot start parador")?;
     ensure!(output.status.code() == Some(71), "full output: {output:?}");
-    Ok(())
-}
-
-/// Crashing user programs get their signals.
-pub fn crashes() -> Result<()> {
-    let rig = Rig::new()?;
-    let script = "set +e
-        for way in null divide undefined breakpoint privileged kernel; do
-            /mnt/linux-stress crash $way; echo $way $?
-        done\n";
-    end(&mut rig.script(script, &[&stress_program()])?, "")?.well(
-        0,
-        &[
-            "\nnull 139\n",
-            "\ndivide 136\n",
-            "\nundefined 132\n",
-            "\nbreakpoint 133\n",
-            "\nprivileged 139\n",
-            "\nkernel 139\n",
-        ],
-    )?;
-    Ok(())
-}
-
-/// A looping user program does not starve others.
-pub fn preemption() -> Result<()> {
-    let rig = Rig::new()?;
-    let script = "for n in 1 2 3; do (while :; do :; done) & done
-        n=0; while [ $n -lt 20000 ]; do n=$((n+1)); done; sleep 0.1; ls / >/dev/null; echo counted\n";
-    end(&mut rig.script(script, &[])?, "")?.well(0, &["counted"])?;
     Ok(())
 }
 

@@ -17,6 +17,7 @@ pub mod hosted;
 pub mod isolation;
 pub mod keys;
 pub mod kvm;
+pub mod matrix;
 pub mod outcome;
 pub mod previrt;
 pub mod refusals;

@@ -1,11 +1,10 @@
 //! All system tests: the list of scenarios, and one body that runs them on every back end.
 
 use anyhow::Result;
-use parador_tests::kvm::MicroGuest;
+use parador_tests::hosted::linux::LINUX;
 use parador_tests::outcome::{Class, Test};
 use parador_tests::repeat::Options;
 use parador_tests::scenario::Backend;
-use parador_tests::systems::guests::GUESTS;
 use parador_tests::systems::refused::{REFUSALS, refusal};
 use parador_tests::systems::{CONSOLE, EVERY_BACKEND, HEAD, micro, scenarios};
 use parador_tests::{
@@ -13,6 +12,7 @@ use parador_tests::{
     sandbox, userland,
 };
 use std::process::ExitCode;
+use std::sync::Arc;
 
 /// Systems in QEMU at the same time: each keeps a CPU of the host busy.
 const PARALLEL: usize = 2;
@@ -33,14 +33,10 @@ const HOSTED: &[(&str, Body, Class)] = &[
     ("disk", hosted::disks::disk, Class::Other),
     ("disk-in-use", hosted::disks::disk_in_use, Class::SmpOrKill),
     ("disk-full", hosted::disks::disk_full, Class::Other),
-    ("module", hosted::module, Class::Other),
     ("ends", hosted::ends, Class::Other),
-    ("crashes", hosted::crashes, Class::Other),
-    ("preemption", hosted::preemption, Class::Other),
     ("memory", hosted::memory::memory, Class::Other),
     ("balloon", hosted::memory::balloon, Class::SmpOrKill),
     ("cpus", hosted::wedge::cpus, Class::SmpOrKill),
-    ("compat", hosted::wedge::compat, Class::SmpOrKill),
     ("share", hosted::share::share, Class::SmpOrKill),
     ("console", hosted::observed::console, Class::SmpOrKill),
     ("vsock", hosted::vsock::both_ways, Class::SmpOrKill),
@@ -150,41 +146,16 @@ fn tests(seconds: u32) -> Vec<Test> {
     tests
 }
 
-/// Micro-guests for which KVM of Linux 6.1 on QEMU 7.2 is no processor (docs/CAVEATS.md), and what
-/// it does instead. A guest that it can run leaves this list.
-const NOT_ON_KVM: &[(&str, &str)] = &[
-    ("x2apic", "it does not report a write of CR8 that keeps the class, so TPR[3:0] stay"),
-    ("steps", "it carries out all rounds of a repeated OUTS before it reports a step"),
-    ("fpu", "QEMU does not intercept XSETBV, so CPUID leaf 0xd has the size of before"),
-];
-
-/// Texts of micro-guests that are others with KVM.
-const KVM_TEXTS: &[(&str, &str)] = &[
-    ("exits", "VB cr8_write"),
-    ("refused", "KVM cannot emulate a guest instruction (KVM_EXIT_INTERNAL_ERROR)"),
-];
-
 /// The micro-guests in VMs of `parador run` by KVM.
 fn kvm_tests() -> Vec<Test> {
-    const NATIVE: &str = "vm guest ended";
-    let is_left_out = |name| NOT_ON_KVM.iter().any(|&(other, _)| other == name);
-    let guests = GUESTS.iter().filter(|&&(name, ..)| !is_left_out(name));
-    let guests = guests.map(|&(name, code, text)| {
-        let other = KVM_TEXTS.iter().find(|&&(other, _)| other == name);
-        let text = other.map_or(text, |&(_, text)| text);
-        // The native kernel's log states the end; the exit code does here.
-        let text = (!text.starts_with(NATIVE)).then_some(text);
-        MicroGuest { name, cpus: 1, code, text }
-    });
-    let smp =
-        MicroGuest { name: "smp", cpus: 4, code: 0, text: Some("smp: 4 processors work together") };
-    let all: Vec<_> = guests.chain([smp]).collect();
-    let test = |&guest: &MicroGuest| {
-        let (name, all) = (format!("kvm/{}", guest.name), all.clone());
-        let class = if guest.cpus > 1 { Class::SmpOrKill } else { Class::Other };
-        Test::new(name, class, move || kvm::micro(&all, guest))
+    let batch = Arc::new(kvm::micro_guests());
+    let names: Vec<_> = batch.names().enumerate().collect();
+    let test = |(index, name)| {
+        let class = if name == "smp" { Class::SmpOrKill } else { Class::Other };
+        let batch = Arc::clone(&batch);
+        Test::new(format!("{}/{name}", Backend::Kvm), class, move || batch.check(index))
     };
-    all.iter().map(test).collect()
+    names.into_iter().map(test).collect()
 }
 
 /// The pre-virtualized kernel on the bare emulated machine, in guests and in processes.
@@ -215,6 +186,10 @@ fn hosted_tests(seconds: u32) -> Vec<Test> {
     let named = |name: &str, class, body: Body| Test::new(format!("hosted/{name}"), class, body);
     let mut tests: Vec<Test> =
         HOSTED.iter().map(|&(name, body, class)| named(name, class, body)).collect();
+    tests.extend(LINUX.iter().map(|linux| {
+        let name = format!("{}/{}", Backend::Process, linux.name);
+        Test::new(name, Class::SmpOrKill, || linux.in_processes())
+    }));
     let protection = named("protection", Class::SmpOrKill, keys::protection);
     tests.push(protection.with_qemu_threads(keys::HOST_CPUS));
     let copies = named("protection-copies", Class::SmpOrKill, keys::copies);

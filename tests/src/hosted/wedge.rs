@@ -1,7 +1,6 @@
-//! Optimisations of the wedge, several vCPUs, 32-bit programs.
+//! Optimisations of the wedge, several vCPUs.
 
 use super::{Rig, end, stress_program};
-use crate::system::artifacts;
 use anyhow::{Context, Result, bail, ensure};
 use std::fs;
 
@@ -133,29 +132,5 @@ pub fn cpus() -> Result<()> {
         let all = counts.len() == 3 && counts.iter().flatten().all(|&count| count != 0);
         ensure!(all, "interrupts between {cpus} CPUs: {counts:?}\n{}", ended.console);
     }
-    Ok(())
-}
-
-/// 32-bit programs, and `int $0x80` of 64-bit ones; where the host cannot, there is an error, and
-/// nothing else is lost.
-pub fn compat() -> Result<()> {
-    let rig = Rig::new()?;
-    let [short, long] = ["linux-compat-32", "linux-compat-64"].map(|name| artifacts().join(name));
-    let script =
-        "/mnt/linux-compat-64; for n in 1 2 3; do /mnt/linux-compat-32 & all=\"$all $!\"; done
-        for one in $all; do wait $one; done; echo done\n";
-    for cpus in ["1", "2"] {
-        let mut machine = rig.script(script, &[&short, &long])?;
-        let ended = end(machine.args(["-c", cpus]), "")?
-            .well(0, &["64-bit code: all well", "old calls: all well", "\ndone"])?;
-        let well = ended.console.matches("32-bit code: all well").count();
-        ensure!(well == 3, "{well} of 3 are well:\n{}", ended.console);
-    }
-    let script = "/mnt/linux-compat-32 || echo refused; /mnt/linux-compat-64\n";
-    let mut machine = rig.disk("disk.img", script, &[&short, &long]).map(|()| rig.run())?;
-    let start =
-        "ia32_emulation=off parador.run=\"mkdir -p /mnt; mount /dev/vda /mnt; sh /mnt/script\"";
-    machine.args(["-d", "disk.img", "-p", start]);
-    end(&mut machine, "")?.well(0, &["refused", "64-bit code: all well"])?;
     Ok(())
 }
