@@ -101,7 +101,7 @@ pub const LINUX: &[Linux] = &[
     },
 ];
 
-/// What a script prints before a step, and at its end.
+/// Line that a script prints before a step; with [`END`], after the last one.
 const STEP: &str = "step: ";
 const END: &str = "all steps";
 
