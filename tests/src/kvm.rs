@@ -4,9 +4,11 @@
 //! The emulated host is Debian's kernel with a RAM disk: busybox, KVM's modules, `parador` with its
 //! libraries, what guests boot, and an image.
 
+use crate::hosted::control::LIFE;
 use crate::hosted::debugger::{at_sync, gdb_at, has};
-use crate::hosted::{LIFE, Rig, kernel};
+use crate::hosted::{Rig, kernel};
 use crate::system::{ONE_THREAD, artifacts, parador, qemu, target};
+use crate::systems::guests::{GUESTS, KVM_TEXTS, left_out};
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use std::fs;
 use std::io::{BufRead, BufReader, Lines};
@@ -140,17 +142,23 @@ echo "== end"
 /// of all kinds; looks at the process of a machine, and controls one; each ends in its own way.
 pub fn guests() -> Result<()> {
     let folder = TempDir::with_prefix("parador-test-").context("cannot make a folder")?;
-    let text =
-        succeed(emulated(folder.path(), SCRIPT, &["interrupts", "refused"])?.stdin(Stdio::null()))?;
+    let guests =
+        |root: &Path| ["interrupts", "refused"].iter().try_for_each(|name| copy_guest(name, root));
+    let text = succeed(emulated(folder.path(), SCRIPT, guests)?.stdin(Stdio::null()))?;
     check(&text).with_context(|| format!("the emulated host has printed:\n{text}"))
 }
 
-/// An emulated host that does this, with these micro-guests, started in this folder. Its serial
-/// line is standard output.
-pub fn emulated(folder: &Path, script: &str, guests: &[&str]) -> Result<Command> {
+/// An emulated host that does this, started in this folder; `more` adds files to its root. Its
+/// serial line is standard output.
+pub fn emulated(
+    folder: &Path,
+    script: &str,
+    more: impl FnOnce(&Path) -> Result<()>,
+) -> Result<Command> {
     let tree = folder.join("tree");
     let host = debian_kernel()?;
-    fill(&tree, &host, script, guests)?;
+    fill(&tree, &host, script)?;
+    more(&tree)?;
     let pack = "find . | cpio -o -H newc --quiet >../disk";
     succeed(Command::new("sh").args(["-c", pack]).current_dir(&tree))?;
     let mut machine = qemu(LIMIT, ONE_THREAD);
@@ -191,7 +199,7 @@ echo "== end"
 /// single steps, and continues it; `parador` reports the load address of a relocated kernel.
 pub fn debugged() -> Result<()> {
     let rig = Rig::new()?;
-    let mut machine = emulated(rig.folder(), DEBUGGED, &[])?;
+    let mut machine = emulated(rig.folder(), DEBUGGED, no_files)?;
     machine.args(["-serial", "unix:gdb,server=on,wait=off"]);
     let mut host = Host::start(&mut machine)?;
     let mut sessions = || {
@@ -219,45 +227,90 @@ pub fn debugged() -> Result<()> {
     result.with_context(|| format!("the emulated host has printed:\n{}", host.printed))
 }
 
-/// A micro-guest: name, number of virtual CPUs, exit code, text of its console.
-#[derive(Clone, Copy, Debug)]
-pub struct MicroGuest {
-    /// Name of its program, without `guest-`.
+/// Checks the output of a VM.
+type Check = Box<dyn Fn(&str) -> Result<()> + Send + Sync>;
+
+/// A VM that `parador run` of an emulated host runs by KVM.
+pub struct Vm {
+    /// Name of the test.
     pub name: &'static str,
-    /// Number of virtual CPUs.
-    pub cpus: u32,
-    /// Exit code of `parador`.
-    pub code: i32,
-    /// Text of its console; `None`: the exit code tells enough.
-    pub text: Option<&'static str>,
+    /// Image, and options of `parador run`.
+    pub options: String,
+    /// Checks what it prints, with a last line `code CODE`.
+    pub check: Check,
 }
 
-/// Runs all micro-guests by KVM, once for all tests, and checks one of them.
-pub fn micro(all: &[MicroGuest], guest: MicroGuest) -> Result<()> {
-    static PRINTED: OnceLock<Result<String, String>> = OnceLock::new();
-    let printed = PRINTED.get_or_init(|| micro_guests(all).map_err(|error| format!("{error:#}")));
-    let printed = printed.as_ref().map_err(|error| anyhow!("{error}"))?;
-    let head = format!("== {}\n", guest.name);
-    let part = printed.split_once(&head).and_then(|(_, rest)| rest.split("== ").next());
-    let part = part.with_context(|| format!("it did not start:\n{printed}"))?;
-    let code = format!("code {}\n", guest.code);
-    let has = |text: &str| part.contains(text);
-    let is_good = has("back end `kvm`") && has(&code) && guest.text.is_none_or(has);
-    ensure!(is_good && !has("FAILED"), "expected {guest:?}, got:\n{part}");
-    Ok(())
+/// VMs that one emulated host runs, one after the other, once for all tests of them.
+pub struct Batch {
+    vms: Vec<Vm>,
+    /// Puts the files that the VMs need into this folder, the emulated host's root.
+    fill: fn(&Path) -> Result<()>,
+    printed: OnceLock<Result<String, String>>,
 }
 
-/// Output of an emulated host that runs these micro-guests, one after the other.
-fn micro_guests(all: &[MicroGuest]) -> Result<String> {
-    let run = |guest: &MicroGuest| {
-        let (name, cpus) = (guest.name, guest.cpus);
-        let run = format!("parador run /{name} --backend kvm -c {cpus} -m 64M --timeout 120s");
-        format!("echo '== {name}'\n{run} </dev/null 2>&1\necho \"code $?\"\n")
+impl Batch {
+    /// VMs, and what puts their files into the root of the emulated host.
+    pub fn new(vms: Vec<Vm>, fill: fn(&Path) -> Result<()>) -> Self {
+        Self { vms, fill, printed: OnceLock::new() }
+    }
+
+    /// The names of the VMs, in order.
+    pub fn names(&self) -> impl Iterator<Item = &'static str> {
+        self.vms.iter().map(|vm| vm.name)
+    }
+
+    /// Runs all VMs, if no test has done so, and checks one of them.
+    pub fn check(&self, index: usize) -> Result<()> {
+        let vm = self.vms.get(index).context("no such VM")?;
+        let printed = self.printed.get_or_init(|| self.run().map_err(|error| format!("{error:#}")));
+        let printed = printed.as_ref().map_err(|error| anyhow!("{error}"))?;
+        let head = format!("== {}\n", vm.name);
+        let part = printed.split_once(&head).and_then(|(_, rest)| rest.split("== ").next());
+        let part = part.with_context(|| format!("it did not start:\n{printed}"))?;
+        let is_kvm = part.contains("back end `kvm`");
+        ensure!(is_kvm, "not by KVM:\n{part}");
+        (vm.check)(part).with_context(|| format!("it has printed:\n{part}"))
+    }
+
+    fn run(&self) -> Result<String> {
+        let run = |Vm { name, options, .. }: &Vm| {
+            let run = format!("parador run {options} --backend kvm --timeout 300s");
+            format!("echo '== {name}'\n{run} </dev/null 2>&1\necho \"code $?\"\n")
+        };
+        let script = self.vms.iter().map(run).collect::<String>() + "echo '== end'\n";
+        let folder = TempDir::with_prefix("parador-test-").context("cannot make a folder")?;
+        let mut host = emulated(folder.path(), &script, self.fill)?;
+        succeed(host.stdin(Stdio::null()))
+    }
+}
+
+/// The micro-guests that KVM runs.
+pub fn micro_guests() -> Batch {
+    const NATIVE: &str = "vm guest ended";
+    let guests = GUESTS.iter().filter(|&&(name, ..)| left_out("kvm", name).is_none());
+    let vm = |&(name, cpus, code, native): &(&'static str, u32, i32, &'static str)| {
+        let other = KVM_TEXTS.iter().find(|&&(other, _)| other == name).map(|&(_, text)| text);
+        // The native kernel's log states the end; the exit code does here.
+        let text = other.or((!native.starts_with(NATIVE)).then_some(native));
+        let check = move |part: &str| {
+            let is_good = part.contains(&format!("code {code}\n"))
+                && text.is_none_or(|text| part.contains(text));
+            ensure!(is_good && !part.contains("FAILED"), "expected {code}, {text:?}");
+            Ok(())
+        };
+        Vm { name, options: format!("/{name} -c {cpus} -m 64M"), check: Box::new(check) }
     };
-    let script = all.iter().map(run).collect::<String>() + "echo '== end'\n";
-    let names: Vec<_> = all.iter().map(|guest| guest.name).collect();
-    let folder = TempDir::with_prefix("parador-test-").context("cannot make a folder")?;
-    succeed(emulated(folder.path(), &script, &names)?.stdin(Stdio::null()))
+    Batch::new(guests.map(vm).collect(), |root| {
+        let mut guests = GUESTS.iter();
+        guests.try_for_each(|(name, ..)| copy_guest(name, root))
+    })
+}
+
+/// Copies a micro-guest to the root of an emulated host.
+fn copy_guest(name: &str, root: &Path) -> Result<()> {
+    let from = artifacts().join(format!("guest-{name}"));
+    fs::copy(&from, root.join(name)).with_context(|| format!("cannot copy {}", from.display()))?;
+    Ok(())
 }
 
 /// An emulated host that runs.
@@ -376,7 +429,7 @@ fn check(text: &str) -> Result<()> {
 }
 
 /// The emulated host's files.
-fn fill(tree: &Path, host: &Path, script: &str, guests: &[&str]) -> Result<()> {
+fn fill(tree: &Path, host: &Path, script: &str) -> Result<()> {
     for name in ["bin", "dev", "modules", "proc", "root", "sys", "tmp"] {
         fs::create_dir_all(tree.join(name)).context("cannot make a folder")?;
     }
@@ -399,9 +452,6 @@ fn fill(tree: &Path, host: &Path, script: &str, guests: &[&str]) -> Result<()> {
     copy(&host.join("vmlinuz"), "vmlinuz")?;
     copy(&artifacts().join("parador-wedge"), "bin/parador-wedge")?;
     copy(&artifacts().join("linux-vsock"), "vsock")?;
-    for guest in guests {
-        copy(&artifacts().join(format!("guest-{guest}")), guest)?;
-    }
     let raw = tree.join("raw");
     let mut bytes = b"in the image\n".to_vec();
     bytes.resize(1 << 20, 0);
@@ -494,6 +544,11 @@ pub fn refused() -> Result<()> {
             bail!("{options:?}: `{missing}` is missing:\n{text}");
         }
     }
+    Ok(())
+}
+
+/// Adds no files to an emulated host.
+pub fn no_files(_: &Path) -> Result<()> {
     Ok(())
 }
 

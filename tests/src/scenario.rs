@@ -26,6 +26,10 @@ pub enum Backend {
     /// The same on a processor of Bochs, from a CD-ROM image: one CPU and no devices but serial
     /// lines.
     Bochs(Model),
+    /// `parador run` by KVM of an emulated host.
+    Kvm,
+    /// `parador run` in processes of this host.
+    Process,
 }
 
 impl fmt::Display for Backend {
@@ -33,6 +37,8 @@ impl fmt::Display for Backend {
         match self {
             Self::NativeX86Npt => f.write_str("native-x86-npt"),
             Self::Bochs(model) => write!(f, "bochs/{}", model.name()),
+            Self::Kvm => f.write_str("kvm"),
+            Self::Process => f.write_str("hosted"),
         }
     }
 }
@@ -100,6 +106,7 @@ impl Scenario {
                 Running::start(&description, &machine, Duration::from_secs(self.limit))?
             }
             Backend::Bochs(model) => bochs::start(&description, model)?,
+            Backend::Kvm | Backend::Process => bail!("`parador run` takes no description"),
         };
         self.follow(&mut running)
             .with_context(|| format!("\n{}", running.transcripts()))

@@ -7,7 +7,7 @@
 
 use super::net::wait_for;
 use super::{Rig, children, end, killed, start};
-use crate::kvm::{Host, emulated, succeed};
+use crate::kvm::{Host, emulated, no_files, succeed};
 use anyhow::{Context, Result, bail, ensure};
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -79,7 +79,7 @@ echo "== end"
 pub fn lost() -> Result<()> {
     let folder = TempDir::with_prefix("parador-test-").context("cannot make a folder")?;
     let script = SCRIPT.replace("ONLY", WRITES_ONLY);
-    let text = succeed(emulated(folder.path(), &script, &[])?.stdin(Stdio::null()))?;
+    let text = succeed(emulated(folder.path(), &script, no_files)?.stdin(Stdio::null()))?;
     check(&text).with_context(|| format!("the emulated host has printed:\n{text}"))
 }
 
@@ -157,7 +157,7 @@ pub fn power() -> Result<()> {
     succeed(
         Command::new("mke2fs").args(["-q", "-t", "ext4", "-d"]).args([&files, &path("2.img")]),
     )?;
-    let mut machine = emulated(folder.path(), &POWER.replace("WRITES", WRITES), &[])?;
+    let mut machine = emulated(folder.path(), &POWER.replace("WRITES", WRITES), no_files)?;
     for number in 0..3 {
         let name = format!("{number}.img");
         if number != 2 {

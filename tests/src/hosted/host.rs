@@ -1,6 +1,6 @@
 //! Host prerequisites of `parador`, and its report on them.
 
-use super::escape::plain_user;
+use super::escape::outside::plain_user;
 use super::{Ended, Rig, children, end, start, succeed};
 use crate::system::target;
 use anyhow::{Context, Result, bail, ensure};

@@ -1,0 +1,73 @@
+//! Systems of the native microhypervisor: every description, and what must happen in it.
+
+pub mod checks;
+pub mod consoles;
+pub mod guests;
+pub mod linux;
+pub mod refused;
+pub mod servers;
+
+use crate::scenario::{Backend, Scenario};
+use crate::system::Machine;
+
+/// Back ends of systems with several VMs or native programs.
+pub const EVERY_BACKEND: &[Backend] = &[Backend::NativeX86Npt];
+
+/// The head of a description. Virtual machines share CPUs where there is only one.
+pub const HEAD: &str = "[system]\nboard = \"qemu-q35\"\nlog = \"com2\"\nshare_cpus = true\n";
+
+/// Adds a virtual machine with Debian's kernel and a busybox RAM disk.
+pub fn linux(name: &str, command_line: &str, more: &str) -> String {
+    format!(
+        "\n[[vm]]\nname = \"{name}\"\nmemory = \"256M\"\nkernel = \"debian\"\ninitrd = \"busybox\"\n\
+         cmdline = \"console=ttyS0 {command_line}\"\n{more}\n"
+    )
+}
+
+/// Returns a scenario with defaults for this system.
+pub fn base(name: &'static str, system: String) -> Scenario {
+    Scenario {
+        name,
+        backends: EVERY_BACKEND,
+        cpus: &[1],
+        system: format!("{HEAD}{system}"),
+        machine: Machine::default(),
+        steps: Vec::new(),
+        texts: Vec::new(),
+        code: 0,
+        never: &[],
+        most: &[],
+        limit: 120,
+    }
+}
+
+/// Adds a native program.
+pub fn task(name: &str, binary: &str, arguments: &[&str], more: &str) -> String {
+    format!("\n[[task]]\nname = \"{name}\"\nbinary = \"{binary}\"\nargs = {arguments:?}\n{more}\n")
+}
+
+/// Adds a virtual machine with a micro-guest.
+pub fn micro(name: &str, guest: &str, more: &str) -> String {
+    format!(
+        "\n[[vm]]\nname = \"{name}\"\nmemory = \"16M\"\n\
+         kernel = \"{{artifacts}}/guest-{guest}\"\n{more}\n"
+    )
+}
+
+/// The guest console is the first serial line.
+pub const CONSOLE: &str = "console = \"com1\"";
+
+/// Returns all scenarios of the native microhypervisor.
+pub fn scenarios() -> Vec<Scenario> {
+    [
+        guests::bochs_scenarios(),
+        servers::server_scenarios(),
+        checks::check_scenarios(),
+        guests::guest_scenarios(),
+        guests::channel_scenarios(),
+        linux::machine_scenarios(),
+        linux::linux_scenarios(),
+        consoles::console_scenarios(),
+    ]
+    .concat()
+}
