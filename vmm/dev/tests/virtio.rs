@@ -6,7 +6,7 @@ use driver::{Rig, breaks};
 use proptest::prelude::*;
 use vmm_bus::backend::{BlockInfo, NetInfo, Offload};
 use vmm_bus::testing::{Script, ScriptDisk, ScriptPort};
-use vmm_bus::{Access, Device, Msi, WAKE_INPUT};
+use vmm_bus::{Device, Msi, WAKE_INPUT};
 use vmm_dev::pci::msix::spec as msix;
 use vmm_dev::pci::{Bridge, ConfigAddress, ConfigTarget, Function, ecam, spec as config};
 use vmm_dev::virtio::blk::Blk;
