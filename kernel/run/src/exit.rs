@@ -11,8 +11,8 @@ use kernel_core::pool::Handle;
 use crate::Processor;
 use crate::lock::{Guard, lock, unlock};
 
-/// Return to user mode of the CPU's current thread. A VMM's thread whose `VcpuRun` has ended returns
-/// as any other does.
+/// Return to user mode of the CPU's current thread. A VMM's thread whose `VcpuRun` has ended
+/// returns as any other does.
 pub struct ReturnToUser<A: Processor> {
     /// Task of the thread.
     pub task: Handle<Task<A>>,

@@ -1,5 +1,5 @@
-//! Running the kernel on processors of any architecture: the kernel lock, the way out of the kernel,
-//! TLB shootdown, the start of root, memory at boot, and the kernel log.
+//! Running the kernel on processors of any architecture: the kernel lock, the way out of the
+//! kernel, TLB shootdown, the start of root, memory at boot, and the kernel log.
 //!
 //! An architecture implements [`Processor`] beside [`kernel_core::arch::Arch`].
 #![cfg_attr(not(test), no_std)]

@@ -82,8 +82,8 @@ impl Uart {
             // SAFETY: a UART without DMA, at the address where PCs have it.
             unsafe { out8(port + register, value) };
         }
-        // SAFETY: as above; reading this register has no relevant effect while the interrupts of the
-        // UART are off.
+        // SAFETY: as above; reading this register has no relevant effect while the UART raises no
+        // interrupts.
         let identification = unsafe { in8(port + uart::INTERRUPT_IDENTIFICATION) };
         if identification & uart::FIFO_IS_ON == uart::FIFO_IS_ON {
             self.depth.store(uart::FIFO_LENGTH, Ordering::Relaxed);
