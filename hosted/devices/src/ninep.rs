@@ -13,6 +13,8 @@
 //! Documentation: `include/net/9p/9p.h` and `net/9p/client.c` in Linux, the description of 9P2000.L
 //! at <https://github.com/chaos/diod/blob/master/protocol.md>, intro(5) of Plan 9.
 
+mod message;
+
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::mem::MaybeUninit;
@@ -26,6 +28,9 @@ use linux_raw_sys::general as linux;
 use rustix::fs::{self, AtFlags, Mode, OFlags, RawDir, SeekFrom, Stat, Timespec, Timestamps};
 use rustix::fs::{Gid, Uid};
 use rustix::io::{Errno, fcntl_dupfd_cloexec};
+
+use message::{Answer, Fields};
+pub use message::{error, tag};
 
 /// Longest message in bytes: 64 KiB of data and their header.
 pub const MAX_MESSAGE: usize = 64 * 1024 + 24;
@@ -226,6 +231,22 @@ impl NinepServer {
             kind::WRITE => self.write(fields, answer),
             kind::FSYNC => self.sync(fields),
             kind::READDIR => self.list(fields, answer),
+            // The worker delays this answer until the flushed request has ended.
+            kind::FLUSH => Ok(()),
+            kind::LOCK | kind::GETLOCK => self.lock(kind, fields, answer),
+            kind::SYMLINK | kind::MKNOD => Err(Errno::ACCESS),
+            _ => self.change_folder(kind, fields, answer),
+        }
+    }
+
+    /// Requests about names in folders.
+    fn change_folder(
+        &self,
+        kind: u8,
+        fields: &mut Fields,
+        answer: &mut Answer,
+    ) -> Result<(), Failed> {
+        match kind {
             kind::READLINK => {
                 let (fid, _) = self.fid(fields.word()?)?;
                 let target = fs::readlinkat(&fid.path, c"", Vec::new())?;
@@ -259,29 +280,27 @@ impl NinepServer {
                 let flags = if is_folder { AtFlags::REMOVEDIR } else { AtFlags::empty() };
                 fs::unlinkat(&folder.path, name, flags)
             }
-            // The worker delays this answer until the flushed request has ended.
-            kind::FLUSH => Ok(()),
-            kind::LOCK => {
-                /// The lock is granted.
-                const SUCCESS: u8 = 0;
-                self.fid(fields.word()?)?.0.opened()?;
-                answer.0.push(SUCCESS);
-                Ok(())
-            }
-            kind::GETLOCK => {
-                /// Type of an absent lock.
-                const NONE: u8 = 2;
-                self.fid(fields.word()?)?.0.opened()?;
-                fields.take(1)?;
-                answer.0.push(NONE);
-                // Start, length, process.
-                answer.0.extend(fields.take(20)?);
-                answer.text(fields.text()?);
-                Ok(())
-            }
-            kind::SYMLINK | kind::MKNOD => Err(Errno::ACCESS),
             _ => Err(Errno::OPNOTSUPP),
         }
+    }
+
+    /// Locks are granted, since they are local to the guest.
+    fn lock(&self, kind: u8, fields: &mut Fields, answer: &mut Answer) -> Result<(), Failed> {
+        /// The lock is granted.
+        const SUCCESS: u8 = 0;
+        /// Type of an absent lock.
+        const NONE: u8 = 2;
+        self.fid(fields.word()?)?.0.opened()?;
+        if kind == kind::LOCK {
+            answer.0.push(SUCCESS);
+            return Ok(());
+        }
+        fields.take(1)?;
+        answer.0.push(NONE);
+        // Start, length, process.
+        answer.0.extend(fields.take(20)?);
+        answer.text(fields.text()?);
+        Ok(())
     }
 
     fn fids(&self) -> MutexGuard<'_, Fids> {
@@ -614,106 +633,4 @@ fn without_set_id(mode: u32) -> Result<Mode, Failed> {
         return Err(Errno::PERM);
     }
     Ok(Mode::from_raw_mode(mode & !linux::S_IFMT))
-}
-
-/// Returns the tag of a message, or `NOTAG`.
-pub fn tag(message: &[u8]) -> [u8; 2] {
-    message.get(5..HEAD).and_then(|tag| tag.try_into().ok()).unwrap_or([0xff; 2])
-}
-
-/// Builds an error response.
-pub fn error(tag: [u8; 2], number: u32) -> Vec<u8> {
-    let mut answer = ((HEAD + 4) as u32).to_le_bytes().to_vec();
-    answer.push(kind::ERROR);
-    answer.extend(tag);
-    answer.extend(number.to_le_bytes());
-    answer
-}
-
-/// A response under construction; its header is filled in at the end.
-struct Answer(Vec<u8>);
-
-impl Answer {
-    fn half(&mut self, value: u16) {
-        self.0.extend(value.to_le_bytes());
-    }
-
-    fn word(&mut self, value: u32) {
-        self.0.extend(value.to_le_bytes());
-    }
-
-    fn quad(&mut self, value: u64) {
-        self.0.extend(value.to_le_bytes());
-    }
-
-    /// Names and links of the host are shorter than 64 KiB.
-    fn text(&mut self, text: &[u8]) {
-        let text = &text[..text.len().min(u16::MAX.into())];
-        self.half(text.len() as u16);
-        self.0.extend(text);
-    }
-
-    /// Writes the unique ID of a file: type, version, inode.
-    fn identity(&mut self, stat: &Stat) {
-        const FOLDER: u8 = 0x80;
-        const LINK: u8 = 0x02;
-        self.0.push(match stat.st_mode & linux::S_IFMT {
-            linux::S_IFDIR => FOLDER,
-            linux::S_IFLNK => LINK,
-            _ => 0,
-        });
-        self.word(stat.st_mtime as u32);
-        self.quad(stat.st_ino);
-    }
-}
-
-/// Remaining fields of a message.
-struct Fields<'a>(&'a [u8]);
-
-impl<'a> Fields<'a> {
-    fn take(&mut self, length: usize) -> Result<&'a [u8], Failed> {
-        let (taken, rest) = self.0.split_at_checked(length).ok_or(Errno::INVAL)?;
-        self.0 = rest;
-        Ok(taken)
-    }
-
-    fn array<const N: usize>(&mut self) -> Result<[u8; N], Failed> {
-        self.take(N)?.try_into().map_err(|_| Errno::INVAL)
-    }
-
-    fn half(&mut self) -> Result<u16, Failed> {
-        Ok(u16::from_le_bytes(self.array()?))
-    }
-
-    fn word(&mut self) -> Result<u32, Failed> {
-        Ok(u32::from_le_bytes(self.array()?))
-    }
-
-    fn quad(&mut self) -> Result<u64, Failed> {
-        Ok(u64::from_le_bytes(self.array()?))
-    }
-
-    /// Reads seconds and nanoseconds.
-    fn time(&mut self) -> Result<Timespec, Failed> {
-        Ok(Timespec { tv_sec: self.quad()? as i64, tv_nsec: self.quad()? as i64 })
-    }
-
-    /// Reads the mode of a new file.
-    fn mode(&mut self) -> Result<Mode, Failed> {
-        without_set_id(self.word()?)
-    }
-
-    fn text(&mut self) -> Result<&'a [u8], Failed> {
-        let length = self.half()?;
-        self.take(length.into())
-    }
-
-    /// Reads the name of a directory entry.
-    fn name(&mut self) -> Result<&'a [u8], Failed> {
-        match self.text()? {
-            b"" | b"." | b".." => Err(Errno::ACCESS),
-            name if name.contains(&b'/') => Err(Errno::ACCESS),
-            name => Ok(name),
-        }
-    }
 }

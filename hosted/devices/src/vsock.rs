@@ -351,19 +351,7 @@ impl Server {
         }
         let key = (header.to_port, header.from_port);
         if header.kind != STREAM {
-            let reset = Header {
-                from: HOST,
-                to: self.cid,
-                from_port: key.0,
-                to_port: key.1,
-                kind: header.kind,
-                op: op::RST,
-                ..Header::default()
-            };
-            if header.op != op::RST {
-                self.put_packet(&reset, &[]);
-            }
-            return;
+            return self.reset_foreign(header);
         }
         let Some(connection) = self.connections.get_mut(&key) else {
             return match header.op {
@@ -408,6 +396,22 @@ impl Server {
             (op::CREDIT_REQUEST, Stage::Open) => self.put(key, op::CREDIT_UPDATE, 0, &[]),
             (op::CREDIT_UPDATE, Stage::Open) => {}
             _ => self.end(key),
+        }
+    }
+
+    /// Resets a connection that is not a stream.
+    fn reset_foreign(&mut self, header: &Header) {
+        if header.op != op::RST {
+            let reset = Header {
+                from: HOST,
+                to: self.cid,
+                from_port: header.to_port,
+                to_port: header.from_port,
+                kind: header.kind,
+                op: op::RST,
+                ..Header::default()
+            };
+            self.put_packet(&reset, &[]);
         }
     }
 

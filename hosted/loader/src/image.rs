@@ -256,28 +256,11 @@ impl<'a> Image<'a> {
                 let Some(index) = relocation.symbol(ENDIAN, false) else { continue };
                 let symbol = symbols.symbol(index)?;
                 let name = || symbols.symbol_name(ENDIAN, symbol).unwrap_or_default();
-                let to_per_cpu = Some(usize::from(symbol.st_shndx(ENDIAN).0)) == per_cpu
-                    && !is_linear_per_cpu(name());
-                let fixed = matches!(symbol.st_shndx(ENDIAN), elf::SHN_ABS | elf::SHN_UNDEF)
-                    && !is_relative(name());
-                let change = match relocation.r_type(ENDIAN, false) {
-                    elf::R_X86_64_PC32 | elf::R_X86_64_PLT32 | elf::R_X86_64_PC64 => {
-                        if !to_per_cpu || in_per_cpu {
-                            continue;
-                        }
-                        DELTA.wrapping_neg()
-                    }
-                    _ if fixed || to_per_cpu => continue,
-                    _ => DELTA,
-                };
-                let size = match relocation.r_type(ENDIAN, false) {
-                    elf::R_X86_64_NONE => continue,
-                    elf::R_X86_64_64 | elf::R_X86_64_PC64 => 8,
-                    elf::R_X86_64_32
-                    | elf::R_X86_64_32S
-                    | elf::R_X86_64_PC32
-                    | elf::R_X86_64_PLT32 => 4,
-                    _ => return Err(relocation_overflow(at, name())),
+                let kind = relocation.r_type(ENDIAN, false);
+                let change = change(kind, symbol.st_shndx(ENDIAN), name(), per_cpu, in_per_cpu);
+                let Some(change) = change else { continue };
+                let Some(size) = field_size(kind) else {
+                    return Err(relocation_overflow(at, name()));
                 };
                 let offset = usize::try_from(at.wrapping_sub(start)).ok();
                 let field = offset.and_then(|offset| bytes.get_mut(offset..)?.get_mut(..size));
@@ -330,6 +313,36 @@ pub fn physical_of_moved(address: u64) -> u64 {
 /// Returns the guest-physical address of a linked address.
 pub fn physical(linked: u64) -> u64 {
     linked.wrapping_sub(LINKED)
+}
+
+/// Returns what a relocation of this type adds when the image moves, `None` if nothing. `section`
+/// and `name` are those of its symbol; `per_cpu` is the section of per-CPU data, where the
+/// relocation is if `in_per_cpu`.
+fn change(
+    kind: elf::RelocationType,
+    section: elf::SymbolSection,
+    name: &[u8],
+    per_cpu: Option<usize>,
+    in_per_cpu: bool,
+) -> Option<u64> {
+    let to_per_cpu = Some(usize::from(section.0)) == per_cpu && !is_linear_per_cpu(name);
+    let fixed = matches!(section, elf::SHN_ABS | elf::SHN_UNDEF) && !is_relative(name);
+    match kind {
+        elf::R_X86_64_PC32 | elf::R_X86_64_PLT32 | elf::R_X86_64_PC64 => {
+            (to_per_cpu && !in_per_cpu).then_some(DELTA.wrapping_neg())
+        }
+        elf::R_X86_64_NONE => None,
+        _ => (!fixed && !to_per_cpu).then_some(DELTA),
+    }
+}
+
+/// Returns the size in bytes of the field of a relocation, if its type is known.
+fn field_size(kind: elf::RelocationType) -> Option<usize> {
+    match kind {
+        elf::R_X86_64_64 | elf::R_X86_64_PC64 => Some(8),
+        elf::R_X86_64_32 | elf::R_X86_64_32S | elf::R_X86_64_PC32 | elf::R_X86_64_PLT32 => Some(4),
+        _ => None,
+    }
 }
 
 fn relocation_overflow(at: u64, name: &[u8]) -> Error {

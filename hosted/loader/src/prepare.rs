@@ -70,15 +70,7 @@ pub struct Prepared {
 pub fn prepare(image: &Image<'_>, machine: &VmSpec<'_>) -> Result<Prepared, Error> {
     let xcr0 = check_host()?;
     check_memory(machine.memory)?;
-    if machine.disks.len() > MAX_DISKS {
-        return Err(Error::TooManyDisks(machine.disks.len()));
-    }
-    if machine.nets.len() > MAX_NETS {
-        return Err(Error::TooManyNets(machine.nets.len()));
-    }
-    if machine.shares.len() > MAX_SHARES {
-        return Err(Error::TooManyShares(machine.shares.len()));
-    }
+    check_counts(machine)?;
     let chips = vmm_machine::layout_with_pci();
     let host = |action| move |error| Error::Host(action, error);
     // Copies of executable user pages, per vCPU, follow guest memory.
@@ -122,6 +114,30 @@ pub fn prepare(image: &Image<'_>, machine: &VmSpec<'_>) -> Result<Prepared, Erro
     let mailboxes =
         if machine.options & option::USER_PROCESS != 0 { machine.vcpus.into() } else { 0 };
     let mut shared = shared_memory(layout::mailbox(mailboxes, 0))?;
+    write_shared(&mut shared, machine, &start, filters)?;
+    prepared(memory, shared, machine.memory)
+}
+
+fn check_counts(machine: &VmSpec<'_>) -> Result<(), Error> {
+    if machine.disks.len() > MAX_DISKS {
+        return Err(Error::TooManyDisks(machine.disks.len()));
+    }
+    if machine.nets.len() > MAX_NETS {
+        return Err(Error::TooManyNets(machine.nets.len()));
+    }
+    if machine.shares.len() > MAX_SHARES {
+        return Err(Error::TooManyShares(machine.shares.len()));
+    }
+    Ok(())
+}
+
+/// Writes the loader's records to shared memory.
+fn write_shared(
+    shared: &mut SharedMemory,
+    machine: &VmSpec<'_>,
+    start: &Start,
+    filters: Vec<u64>,
+) -> Result<(), Error> {
     let written = shared.with([(0, layout::SHARED_LENGTH)], |memory| {
         let disks = machine.disks.iter().flat_map(DiskRecord::to_words);
         let disks = (layout::DISKS..).step_by(8).zip(disks);
@@ -133,8 +149,10 @@ pub fn prepare(image: &Image<'_>, machine: &VmSpec<'_>) -> Result<Prepared, Erro
         let words = (0..).step_by(8).zip(start.to_words()).chain(disks).chain(nets);
         words.chain(shares).chain(filters).try_for_each(|(at, word)| memory.write(at, word))
     });
-    written.map_err(host("write shared memory"))?.map_err(vmm_boot::BootError::from)?;
-    prepared(memory, shared, machine.memory)
+    written
+        .map_err(|error| Error::Host("write shared memory", error))?
+        .map_err(vmm_boot::BootError::from)?;
+    Ok(())
 }
 
 /// Creates a VM with `memory` bytes of memory; its own process loads the kernel.
@@ -172,6 +190,14 @@ fn check_room(image: &Image<'_>, available: u64) -> Result<(), Error> {
     Ok(())
 }
 
+/// Variables of Linux that its start-up code sets.
+const VARIABLES: [(&str, u64); 4] = [
+    ("page_offset_base", layout::DIRECT),
+    ("vmalloc_base", layout::VMALLOC),
+    ("vmemmap_base", layout::VMEMMAP),
+    ("phys_base", 0),
+];
+
 fn fill(
     memory: &GuestMemory,
     image: &Image<'_>,
@@ -189,13 +215,7 @@ fn fill(
     };
     start.rdi = vmm_boot::load_rest(memory, &rest)?;
     let write = |at: u64, value: u64| memory.write(at, value).map_err(failed);
-    let variables = [
-        ("page_offset_base", layout::DIRECT),
-        ("vmalloc_base", layout::VMALLOC),
-        ("vmemmap_base", layout::VMEMMAP),
-        ("phys_base", 0),
-    ];
-    for (name, value) in variables {
+    for (name, value) in VARIABLES {
         write(physical(image.symbol(name)?), value)?;
     }
     // Page tables as Linux' start-up code leaves them, but in the lower half.

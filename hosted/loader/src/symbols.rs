@@ -24,6 +24,31 @@ pub fn object(image: &Image<'_>) -> Result<Vec<u8>, Error> {
     write(&image.functions())
 }
 
+const HEADER: FileHeader = FileHeader {
+    os_abi: elf::ELFOSABI_NONE,
+    abi_version: 0,
+    e_type: elf::ET_EXEC,
+    e_machine: elf::EM_X86_64,
+    e_entry: 0,
+    e_flags: elf::FileFlags(0),
+};
+
+/// Section header of the code in `start..end`, whose bytes are not in the file.
+fn text_section(start: u64, end: u64, sh_name: u32) -> SectionHeader {
+    SectionHeader {
+        sh_name,
+        sh_type: elf::SHT_NOBITS,
+        sh_flags: elf::SHF_ALLOC | elf::SHF_EXECINSTR,
+        sh_addr: start,
+        sh_offset: start,
+        sh_size: end - start,
+        sh_link: 0,
+        sh_info: 0,
+        sh_addralign: 1,
+        sh_entsize: 0,
+    }
+}
+
 /// Writes functions in ascending order: relocated address, size, name.
 fn write(functions: &[(u64, u64, String)]) -> Result<Vec<u8>, Error> {
     let bounds = functions.first().zip(functions.last());
@@ -54,15 +79,7 @@ fn write(functions: &[(u64, u64, String)]) -> Result<Vec<u8>, Error> {
     writer.reserve_shstrtab().map_err(failed)?;
     writer.reserve_section_headers();
 
-    let header = FileHeader {
-        os_abi: elf::ELFOSABI_NONE,
-        abi_version: 0,
-        e_type: elf::ET_EXEC,
-        e_machine: elf::EM_X86_64,
-        e_entry: 0,
-        e_flags: elf::FileFlags(0),
-    };
-    writer.write_file_header(&header).map_err(failed)?;
+    writer.write_file_header(&HEADER).map_err(failed)?;
     writer.write_null_symbol();
     for ((address, size, _), name) in functions.iter().zip(names) {
         let st_name = writer.string_offset(Some(name));
@@ -80,18 +97,7 @@ fn write(functions: &[(u64, u64, String)]) -> Result<Vec<u8>, Error> {
     writer.write_shstrtab();
     writer.write_null_section_header();
     let sh_name = writer.section_name_offset(Some(text_name));
-    writer.write_section_header(&SectionHeader {
-        sh_name,
-        sh_type: elf::SHT_NOBITS,
-        sh_flags: elf::SHF_ALLOC | elf::SHF_EXECINSTR,
-        sh_addr: start,
-        sh_offset: start,
-        sh_size: end - start,
-        sh_link: 0,
-        sh_info: 0,
-        sh_addralign: 1,
-        sh_entsize: 0,
-    });
+    writer.write_section_header(&text_section(start, end, sh_name));
     writer.write_symtab_section_header(1);
     writer.write_strtab_section_header();
     writer.write_shstrtab_section_header();

@@ -49,6 +49,47 @@ mod cpu_bus;
 mod delivery;
 mod function;
 mod pci_access;
+
+/// Returns what `CPUID` depends on.
+fn cpuid_config(config: &PcConfig, vcpus: usize, tsc_khz: u32) -> CpuidConfig {
+    CpuidConfig {
+        vcpus: vcpus as u8,
+        xcr0_mask: config.xcr0_mask,
+        tsc_khz,
+        apic_khz: (local::spec::BUS_HZ / 1000) as u32,
+        kvmclock: config.kvmclock,
+        steal_time: config.steal_time,
+        pv_flush: config.pv_flush,
+        pv_ipi: config.pv_ipi,
+    }
+}
+
+/// Returns the chips in their power-on state.
+// Built in place: they are large, and stacks are small.
+#[inline(always)]
+fn chips(config: &PcConfig, memory: &GuestMemory) -> Chips {
+    let below = |&(base, _): &(u64, u64)| base < FOUR_GIB;
+    let rtc = rtc::Config {
+        unix_seconds_at_zero: i64::try_from(config.start_unix).unwrap_or(i64::MAX),
+        low_memory: memory.ranges().filter(below).map(|range| range.1).sum(),
+        high_memory: memory.ranges().filter(|range| !below(range)).map(|range| range.1).sum(),
+    };
+    Chips {
+        uart: Uart::new(),
+        pic: PicPair::new(),
+        pit: Pit::new(),
+        rtc: Rtc::new(rtc),
+        pm: AcpiPm::new(),
+        keyboard: Keyboard::new(),
+        port92: Port92::new(),
+        post: PostPort::new(),
+        pvpanic: PvPanic::new(),
+        debug_exit: DebugExit::new(),
+        reset: ResetPort::new(),
+        io_apic: IoApic::new(layout::IO_APIC_ID),
+    }
+}
+
 #[cfg(test)]
 mod tests;
 
@@ -200,17 +241,7 @@ impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions> Pc<'m, R, CPUS, P> {
         const { assert!(CPUS >= 1 && CPUS <= MAX_VCPUS) };
         let vcpus = usize::from(config.vcpus).clamp(1, CPUS);
         let tsc_khz = u32::try_from(config.clock.khz()).unwrap_or(u32::MAX);
-        let cpuid = CpuidConfig {
-            vcpus: vcpus as u8,
-            xcr0_mask: config.xcr0_mask,
-            tsc_khz,
-            apic_khz: (local::spec::BUS_HZ / 1000) as u32,
-            kvmclock: config.kvmclock,
-            steal_time: config.steal_time,
-            pv_flush: config.pv_flush,
-            pv_ipi: config.pv_ipi,
-        };
-        let cpuid = CpuidTable::new(&cpuid, host_cpuid);
+        let cpuid = CpuidTable::new(&cpuid_config(&config, vcpus, tsc_khz), host_cpuid);
         let physical_bits = (cpuid.lookup(leaf::SIZES, 0).0[0] & 0xff).clamp(36, 52);
         let apic = |index| {
             let mut apic = LocalApic::new(Config {
@@ -225,27 +256,8 @@ impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions> Pc<'m, R, CPUS, P> {
             }
             apic
         };
-        let below = |&(base, _): &(u64, u64)| base < FOUR_GIB;
-        let rtc = rtc::Config {
-            unix_seconds_at_zero: i64::try_from(config.start_unix).unwrap_or(i64::MAX),
-            low_memory: memory.ranges().filter(below).map(|range| range.1).sum(),
-            high_memory: memory.ranges().filter(|range| !below(range)).map(|range| range.1).sum(),
-        };
         let machine = || Machine {
-            chips: Chips {
-                uart: Uart::new(),
-                pic: PicPair::new(),
-                pit: Pit::new(),
-                rtc: Rtc::new(rtc),
-                pm: AcpiPm::new(),
-                keyboard: Keyboard::new(),
-                port92: Port92::new(),
-                post: PostPort::new(),
-                pvpanic: PvPanic::new(),
-                debug_exit: DebugExit::new(),
-                reset: ResetPort::new(),
-                io_apic: IoApic::new(layout::IO_APIC_ID),
-            },
+            chips: chips(&config, memory),
             apics: core::array::from_fn(apic),
             ext_int: 0,
             intr: false,

@@ -194,15 +194,7 @@ impl Cpu {
         self.needs_service = false;
         if !self.started {
             self.started = true;
-            // The back end may have run another VM before.
-            vcpu.set_event(Event::NONE);
-            vcpu.set_window(InterruptWindow::Nothing);
-            vcpu.set_cr8(0);
-            vcpu.set_cr8_exits(false);
-            self.nmi_mask.clear(vcpu);
-            vcpu.set_wait_exits(false);
-            vcpu.set(Reg::TscOffset, platform.clock().base().wrapping_neg());
-            vcpu.set(Reg::Xcr0, xcr0::X87);
+            self.power_on(vcpu, platform);
         }
         let signals = platform.service_timers(self.index);
         if let Some(outcome) = signals.end {
@@ -211,15 +203,7 @@ impl Cpu {
         let interrupts = signals.interrupts;
         let signature = |platform: &P| platform.cpuid().lookup(leaf::FEATURES, 0).0[0];
         if interrupts.init {
-            self.nmi = false;
-            self.nmi_mask.clear(vcpu);
-            self.deferred = Event::NONE;
-            self.activity = Activity::Parked;
-            self.eoi = EoiWord::OFF;
-            self.steal.reset();
-            vcpu.set_wait_exits(false);
-            vcpu.set_event(Event::NONE);
-            start_up(vcpu, 0, signature(platform));
+            self.reset(vcpu, signature(platform));
         }
         if let (Some(page), Activity::Parked) = (interrupts.startup, self.activity) {
             start_up(vcpu, page, signature(platform));
@@ -258,6 +242,34 @@ impl Cpu {
             vcpu.flush_tlb();
         }
         Ok(())
+    }
+
+    /// Initialises the vCPU before its first entry.
+    #[cold]
+    fn power_on<V: X86Vcpu, P: PcPlatform>(&mut self, vcpu: &mut V, platform: &mut P) {
+        // The back end may have run another VM before.
+        vcpu.set_event(Event::NONE);
+        vcpu.set_window(InterruptWindow::Nothing);
+        vcpu.set_cr8(0);
+        vcpu.set_cr8_exits(false);
+        self.nmi_mask.clear(vcpu);
+        vcpu.set_wait_exits(false);
+        vcpu.set(Reg::TscOffset, platform.clock().base().wrapping_neg());
+        vcpu.set(Reg::Xcr0, xcr0::X87);
+    }
+
+    /// Carries out an INIT. `signature`: that of the processor in `CPUID`.
+    #[cold]
+    fn reset<V: X86Vcpu>(&mut self, vcpu: &mut V, signature: u32) {
+        self.nmi = false;
+        self.nmi_mask.clear(vcpu);
+        self.deferred = Event::NONE;
+        self.activity = Activity::Parked;
+        self.eoi = EoiWord::OFF;
+        self.steal.reset();
+        vcpu.set_wait_exits(false);
+        vcpu.set_event(Event::NONE);
+        start_up(vcpu, 0, signature);
     }
 
     /// Fills the injection slot with the first event and requests a window for pending ones.

@@ -36,11 +36,9 @@ impl VirtualCpu {
         op: Op,
     ) -> Result<Outcome> {
         match op {
-            Op::ReadControl { control: 8, .. } => {
-                return Ok(Outcome::Exit(Exit::CrAccess { register: 8, write: false }));
-            }
-            Op::WriteControl { control: 8, .. } => {
-                return Ok(Outcome::Exit(Exit::CrAccess { register: 8, write: true }));
+            Op::ReadControl { control: 8, .. } | Op::WriteControl { control: 8, .. } => {
+                let write = matches!(op, Op::WriteControl { .. });
+                return Ok(Outcome::Exit(Exit::CrAccess { register: 8, write }));
             }
             Op::ReadControl { control, register } => {
                 let value = match control {

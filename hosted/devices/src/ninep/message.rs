@@ -1,0 +1,109 @@
+//! Encoding of messages.
+
+use linux_raw_sys::general as linux;
+use rustix::fs::{Mode, Stat, Timespec};
+use rustix::io::Errno;
+
+use super::{Failed, HEAD, kind, without_set_id};
+
+/// Returns the tag of a message, or `NOTAG`.
+pub fn tag(message: &[u8]) -> [u8; 2] {
+    message.get(5..HEAD).and_then(|tag| tag.try_into().ok()).unwrap_or([0xff; 2])
+}
+
+/// Builds an error response.
+pub fn error(tag: [u8; 2], number: u32) -> Vec<u8> {
+    let mut answer = ((HEAD + 4) as u32).to_le_bytes().to_vec();
+    answer.push(kind::ERROR);
+    answer.extend(tag);
+    answer.extend(number.to_le_bytes());
+    answer
+}
+
+/// A response under construction; its header is filled in at the end.
+pub(super) struct Answer(pub(super) Vec<u8>);
+
+impl Answer {
+    pub(super) fn half(&mut self, value: u16) {
+        self.0.extend(value.to_le_bytes());
+    }
+
+    pub(super) fn word(&mut self, value: u32) {
+        self.0.extend(value.to_le_bytes());
+    }
+
+    pub(super) fn quad(&mut self, value: u64) {
+        self.0.extend(value.to_le_bytes());
+    }
+
+    /// Names and links of the host are shorter than 64 KiB.
+    pub(super) fn text(&mut self, text: &[u8]) {
+        let text = &text[..text.len().min(u16::MAX.into())];
+        self.half(text.len() as u16);
+        self.0.extend(text);
+    }
+
+    /// Writes the unique ID of a file: type, version, inode.
+    pub(super) fn identity(&mut self, stat: &Stat) {
+        const FOLDER: u8 = 0x80;
+        const LINK: u8 = 0x02;
+        self.0.push(match stat.st_mode & linux::S_IFMT {
+            linux::S_IFDIR => FOLDER,
+            linux::S_IFLNK => LINK,
+            _ => 0,
+        });
+        self.word(stat.st_mtime as u32);
+        self.quad(stat.st_ino);
+    }
+}
+
+/// Remaining fields of a message.
+pub(super) struct Fields<'a>(pub(super) &'a [u8]);
+
+impl<'a> Fields<'a> {
+    pub(super) fn take(&mut self, length: usize) -> Result<&'a [u8], Failed> {
+        let (taken, rest) = self.0.split_at_checked(length).ok_or(Errno::INVAL)?;
+        self.0 = rest;
+        Ok(taken)
+    }
+
+    pub(super) fn array<const N: usize>(&mut self) -> Result<[u8; N], Failed> {
+        self.take(N)?.try_into().map_err(|_| Errno::INVAL)
+    }
+
+    pub(super) fn half(&mut self) -> Result<u16, Failed> {
+        Ok(u16::from_le_bytes(self.array()?))
+    }
+
+    pub(super) fn word(&mut self) -> Result<u32, Failed> {
+        Ok(u32::from_le_bytes(self.array()?))
+    }
+
+    pub(super) fn quad(&mut self) -> Result<u64, Failed> {
+        Ok(u64::from_le_bytes(self.array()?))
+    }
+
+    /// Reads seconds and nanoseconds.
+    pub(super) fn time(&mut self) -> Result<Timespec, Failed> {
+        Ok(Timespec { tv_sec: self.quad()? as i64, tv_nsec: self.quad()? as i64 })
+    }
+
+    /// Reads the mode of a new file.
+    pub(super) fn mode(&mut self) -> Result<Mode, Failed> {
+        without_set_id(self.word()?)
+    }
+
+    pub(super) fn text(&mut self) -> Result<&'a [u8], Failed> {
+        let length = self.half()?;
+        self.take(length.into())
+    }
+
+    /// Reads the name of a directory entry.
+    pub(super) fn name(&mut self) -> Result<&'a [u8], Failed> {
+        match self.text()? {
+            b"" | b"." | b".." => Err(Errno::ACCESS),
+            name if name.contains(&b'/') => Err(Errno::ACCESS),
+            name => Ok(name),
+        }
+    }
+}
