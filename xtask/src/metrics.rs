@@ -17,6 +17,13 @@ const CIRCLES: [&str; 3] = ["wedge/on-linux", "hosted", "kernel/x86"];
 /// Folders whose longest file is printed.
 const FILES: [&str; 2] = ["kernel", "hosted"];
 
+/// What hosted VMs have once, and the text by which an implementation is known.
+const ONCE: [(&str, &str); 3] = [
+    ("raw-disk engines", "__NR_io_uring_setup"),
+    ("sandboxes", "__NR_landlock_create_ruleset"),
+    ("lists of seccomp filters", "SeccompFilter::new"),
+];
+
 /// Prints all figures.
 pub fn metrics() -> Result<()> {
     let sources = Sources::read()?;
@@ -24,6 +31,7 @@ pub fn metrics() -> Result<()> {
     let wedge = sources.below("wedge/on-linux");
     println!("{:<52} {:>8}", "unsafe blocks in wedge/on-linux", unsafe_blocks(&wedge)?);
     println!("{:<52} {:>8}", "unit tests in wedge/on-linux", unit_tests(&wedge)?);
+    sources.print_implementations()?;
     sources.print_functions()?;
     sources.print_files()?;
     println!("{:<52} {:>8}", "files of neutral crates that import hw_x86", sources.x86_files()?);
@@ -68,6 +76,24 @@ impl Sources {
             }
             let title = format!("files in the largest import circle of {folder}");
             println!("{title:<52} {:>8}  {}", largest.len(), largest.join(" "));
+        }
+        Ok(())
+    }
+
+    /// The packages with an implementation of each idea in [`ONCE`].
+    fn print_implementations(&self) -> Result<()> {
+        for (title, text) in ONCE {
+            let mut found = Vec::new();
+            for (directory, files) in &self.packages {
+                let mut texts = files.iter().map(|file| source::read(file));
+                let is_here =
+                    texts.any(|content| content.is_ok_and(|text_of| text_of.contains(text)));
+                if is_here && !["tests", "xtask"].iter().any(|folder| directory.starts_with(folder))
+                {
+                    found.push(directory.display().to_string());
+                }
+            }
+            println!("{title:<52} {:>8}  {}", found.len(), found.join(" "));
         }
         Ok(())
     }
