@@ -14,11 +14,13 @@ use wedge_core::VirtualCpu;
 
 use crate::mmu::ram::PAGE;
 use crate::state::process::process;
-use crate::state::records::XsaveLayout;
+use crate::state::records::{COMPONENTS, XsaveLayout};
 use crate::state::shared::{EXTENDED_STATE, vcpu};
 
 /// `PKRU` component in `XCR0` (SDM vol. 1, 13.1).
 pub const PKRU: u64 = 1 << 9;
+/// Components that guests may have.
+const GUEST: u64 = (1 << COMPONENTS) - 1;
 /// Length of legacy area and header in bytes.
 const LEAST: u64 = 576;
 const HEADER: usize = 512;
@@ -39,9 +41,8 @@ pub fn detect() {
         }
     });
     let enabled = u64::from(high) << 32 | u64::from(low);
-    let length = __cpuid_count(LEAF, 0).ebx.into();
     let is_compacting = __cpuid_count(LEAF, 1).eax & 2 != 0;
-    process().xsave_layout.set(XsaveLayout { enabled, is_compacting, length, each });
+    process().xsave_layout.set(XsaveLayout { enabled, is_compacting, each });
 }
 
 /// Saves the components `features` to `area` (`XSAVE`), whatever its previous contents. The
@@ -97,7 +98,12 @@ pub fn restore(area: u64, left: u64) {
             let header = bytes.add(HEADER).cast::<[u64; 8]>().read_unaligned();
             let control = bytes.add(24).cast::<u32>().read_unaligned();
             let parts = process().xsave_layout.get();
-            if is_valid(&header, control, parts.enabled) && left >= parts.length {
+            // The host saves components that a guest has not (AMX) only if they are in use: their
+            // room may be missing, but they are not read.
+            let features = features & GUEST;
+            if is_valid(&header, control, &parts, parts.enabled)
+                && left >= length(&header, features, &parts)
+            {
                 load(area, features);
             }
         } else if bytes.add(24).cast::<u32>().read_unaligned() >> 16 == 0 {
@@ -108,19 +114,19 @@ pub fn restore(area: u64, left: u64) {
 
 /// Returns whether `XRSTOR` accepts an area with this header and `MXCSR` (SDM vol. 1, 13.8), on a
 /// CPU with these components.
-fn is_valid(header: &[u64; 8], control: u32, known: u64) -> bool {
+fn is_valid(header: &[u64; 8], control: u32, parts: &XsaveLayout, known: u64) -> bool {
     const COMPACT: u64 = 1 << 63;
     let [present, layout, rest @ ..] = *header;
-    let parts = match layout {
+    let is_known = match layout {
         0 => present & !known == 0,
         _ => {
-            process().xsave_layout.get().is_compacting
+            parts.is_compacting
                 && layout & COMPACT != 0
                 && layout & !COMPACT & !known == 0
                 && present & !(layout & !COMPACT) == 0
         }
     };
-    parts && rest == [0; 6] && control >> 16 == 0
+    is_known && rest == [0; 6] && control >> 16 == 0
 }
 
 /// Reason for not emulating an `XRSTOR`.
@@ -170,10 +176,11 @@ pub fn emulate_xrstor(
     };
     let header: [u64; 8] = core::array::from_fn(|index| word(HEADER + 8 * index));
     let control = word(24) as u32;
-    if !is_valid(&header, control, xcr0) {
+    let parts = process().xsave_layout.get();
+    if !is_valid(&header, control, &parts, xcr0) {
         return Err(XrstorError::Protection);
     }
-    let end = length(&header, wanted);
+    let end = length(&header, wanted, &parts);
     let end = usize::try_from(end).unwrap_or(EXTENDED_STATE).min(EXTENDED_STATE);
     if end > LEAST as usize {
         read(LEAST as usize, &mut area[LEAST as usize..end])?;
@@ -184,13 +191,12 @@ pub fn emulate_xrstor(
 }
 
 /// Returns the number of bytes that `XRSTOR` reads for these components.
-fn length(header: &[u64; 8], wanted: u64) -> u64 {
+fn length(header: &[u64; 8], wanted: u64, parts: &XsaveLayout) -> u64 {
     let [present, layout, ..] = *header;
     let compact = layout >> 63 != 0;
     let mut end = LEAST;
     let mut next = LEAST;
-    let parts = process().xsave_layout.get().each;
-    for (component, &(offset, length, aligned)) in parts.iter().enumerate().skip(2) {
+    for (component, &(offset, length, aligned)) in parts.each.iter().enumerate().skip(2) {
         let bit = 1 << component;
         let is_read = present & wanted & bit != 0;
         let (offset, length) = (u64::from(offset), u64::from(length));
@@ -203,4 +209,51 @@ fn length(header: &[u64; 8], wanted: u64) -> u64 {
         }
     }
     end
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A CPU with AVX-512, PKRU and AMX, whose tile data is from 2,752 to 10,944.
+    fn with_amx() -> XsaveLayout {
+        let mut each = [(0, 0, false); COMPONENTS];
+        each[2] = (576, 256, false);
+        each[5] = (1088, 64, false);
+        each[6] = (1152, 512, false);
+        each[7] = (1664, 1024, false);
+        each[8] = (2688, 0, false);
+        XsaveLayout { enabled: 0x6_02e7, is_compacting: true, each }
+    }
+
+    #[test]
+    fn state_of_guests_needs_no_room_for_that_of_the_host() {
+        let parts = with_amx();
+        let header = [0x2_00e7, 0, 0, 0, 0, 0, 0, 0];
+        assert!(is_valid(&header, 0x1f80, &parts, parts.enabled));
+        assert_eq!(length(&header, parts.enabled & GUEST, &parts), 2688);
+        let few = [0x7, 0, 0, 0, 0, 0, 0, 0];
+        assert_eq!(length(&few, GUEST, &parts), 832);
+    }
+
+    #[test]
+    fn compacted_state_is_as_long_as_its_last_component() {
+        let parts = with_amx();
+        let header = [0x24, 1 << 63 | 0x64, 0, 0, 0, 0, 0, 0];
+        assert!(is_valid(&header, 0x1f80, &parts, parts.enabled));
+        assert_eq!(length(&header, GUEST, &parts), LEAST + 256 + 64);
+        // A component that the area has no room for.
+        assert!(!is_valid(&[0x80, 1 << 63, 0, 0, 0, 0, 0, 0], 0x1f80, &parts, parts.enabled));
+    }
+
+    #[test]
+    fn what_xrstor_refuses_is_invalid() {
+        let parts = with_amx();
+        let is_valid =
+            |header: [u64; 8], control| is_valid(&header, control, &parts, parts.enabled);
+        assert!(is_valid([3, 0, 0, 0, 0, 0, 0, 0], 0x1f80));
+        assert!(!is_valid([1 << 62, 0, 0, 0, 0, 0, 0, 0], 0x1f80));
+        assert!(!is_valid([3, 0, 1, 0, 0, 0, 0, 0], 0x1f80));
+        assert!(!is_valid([3, 0, 0, 0, 0, 0, 0, 0], 0x1_0000));
+    }
 }

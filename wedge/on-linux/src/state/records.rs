@@ -82,8 +82,6 @@ pub struct XsaveLayout {
     pub enabled: u64,
     /// The compacted format (`XSAVEC`) is supported.
     pub is_compacting: bool,
-    /// Length of an area with all enabled components in bytes.
-    pub length: u64,
     /// Of each component: offset and length in the standard format, and its alignment in the
     /// compacted format.
     pub each: [(u32, u32, bool); COMPONENTS],
