@@ -17,7 +17,7 @@ const CIRCLES: [&str; 3] = ["wedge/on-linux", "hosted", "kernel/x86"];
 /// Folders whose longest file is printed.
 const FILES: [&str; 2] = ["kernel", "hosted"];
 
-/// What hosted VMs have once, and the text by which an implementation is known.
+/// Parts that hosted VMs have once, and the text by which an implementation is known.
 const ONCE: [(&str, &str); 3] = [
     ("raw-disk engines", "__NR_io_uring_setup"),
     ("sandboxes", "__NR_landlock_create_ruleset"),
