@@ -1,4 +1,4 @@
-//! Sandbox of a VM's processes in addition to the seccomp filters (see `hosted_loader`): no access
+//! Sandbox of a VM's processes in addition to the seccomp filters (see `hosted_filters`): no access
 //! to files, networks and other processes.
 //!
 //! Each part is an additional layer, which not every host permits to its users: a refused part is

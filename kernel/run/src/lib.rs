@@ -21,7 +21,11 @@ use lock::{Guard, KernelLock};
 
 /// A processor that executes the kernel. Unless stated otherwise the functions are called on the
 /// CPU with index `cpu_index`, with the kernel lock held and interrupts off.
-pub trait Processor: Arch {
+///
+/// # Safety
+/// [`Processor::kernel_lock`] always returns the same lock, on which guards rely. All bytes of RAM
+/// that was allocated at boot can be written at [`Processor::direct`].
+pub unsafe trait Processor: Arch {
     /// Returns the lock with the kernel's state.
     fn kernel_lock() -> &'static KernelLock<Self>;
 

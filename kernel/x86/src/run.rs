@@ -279,7 +279,8 @@ impl Arch for X86 {
     }
 }
 
-impl Processor for X86 {
+// SAFETY: there is one lock, and the direct map includes all RAM that boot allocates.
+unsafe impl Processor for X86 {
     #[inline(always)]
     fn kernel_lock() -> &'static KernelLock<Self> {
         &KERNEL
