@@ -233,9 +233,17 @@ impl Listeners {
     /// Slots of the devices whose servers have signalled, and of the channels whose peers have rung
     /// the doorbell.
     pub fn notified(self, events: u64) -> impl Iterator<Item = usize> {
-        let sessions = (0..self.attachments).filter(move |&n| events & event::session(n) != 0);
-        let channels = (0..self.channels).filter(move |&n| events & event::channel(n) != 0);
-        sessions.chain(channels.map(move |index| self.attachments + 1 + index))
+        // Bit `slot`: the events of sessions and of channels are consecutive bits.
+        let of = |first: u64, count: usize| {
+            (events >> first.trailing_zeros()) as u32 & ((1 << count) - 1)
+        };
+        let mut slots = of(event::session(0), self.attachments)
+            | of(event::channel(0), self.channels) << (self.attachments + 1);
+        core::iter::from_fn(move || {
+            let slot = (slots != 0).then(|| slots.trailing_zeros() as usize);
+            slots &= slots.wrapping_sub(1);
+            slot
+        })
     }
 
     /// Slots of the devices whose host side has changed.

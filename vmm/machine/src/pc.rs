@@ -448,14 +448,12 @@ impl<H: Host, const CPUS: usize> PcBoard<'_, '_, H, CPUS> {
         let result = call(&mut apics[cpu], &mut env);
         if let Some(message) = self.machine.apics[cpu].take_message() {
             // The APIC has delivered the message to itself already.
-            self.deliver(message, Some(cpu));
+            self.deliver(&message, Some(cpu));
         }
         if self.machine.apics[cpu].has_events() || self.machine.router.has_pending() {
             self.propagate();
         }
-        if self.interrupt_waits(cpu) {
-            self.machine.router.needs_service |= 1 << cpu;
-        }
+        self.request_service_if_waiting(cpu);
         result
     }
 }

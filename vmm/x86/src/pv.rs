@@ -56,6 +56,7 @@ impl EoiWord {
 
     /// Offers the guest to complete an interrupt without an exit. Returns false if no word is
     /// registered.
+    #[inline]
     pub fn offer(&mut self, memory: &GuestMemory) -> bool {
         self.offered = self.msr & ENABLE != 0;
         if self.offered {

@@ -365,6 +365,7 @@ impl Cpu {
 }
 
 /// Returns true if the guest can take a maskable interrupt now.
+#[inline(always)]
 fn accepts_interrupt(vcpu: &mut impl X86Vcpu) -> bool {
     vcpu.get(Reg::Rflags) & RFLAGS_IF != 0 && vcpu.get(Reg::InterruptShadow) & 1 == 0
 }

@@ -113,6 +113,7 @@ impl Msix {
 
     /// Sends a vector's message, or sets its pending bit while it is masked. Ignores absent
     /// vectors.
+    #[inline]
     pub fn send(&mut self, vector: u16, env: &mut dyn Env) {
         if !self.enabled {
             return;

@@ -176,15 +176,17 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions> PcPlatform
     }
 
     fn accept_virq(&mut self, cpu: usize, vector: u8) {
+        // Neither this nor an EOI without further effect has an effect on other devices.
         self.locked(|board| {
-            board.with_apic(cpu, |apic, _| apic.accept_offered(vector));
+            board.machine.apics[cpu].accept_offered(vector);
+            board.request_service_if_waiting(cpu);
         });
     }
 
     fn end_of_interrupt(&mut self, cpu: usize) {
-        // An interrupt whose EOI has no further effect.
         self.locked(|board| {
-            board.with_apic(cpu, |apic, _| apic.eoi());
+            board.machine.apics[cpu].eoi();
+            board.request_service_if_waiting(cpu);
         });
     }
 

@@ -20,7 +20,7 @@ impl<H: Host, const CPUS: usize> PcBoard<'_, '_, H, CPUS> {
                     self.set_irq(irq, level);
                 }
             } else if let Some(message) = self.machine.router.take_message() {
-                self.deliver(message, None);
+                self.deliver(&message, None);
             } else if !self.take_apic_events() {
                 break;
             }
@@ -48,26 +48,15 @@ impl<H: Host, const CPUS: usize> PcBoard<'_, '_, H, CPUS> {
             self.machine.apics[cpu].set_lint(0, level);
             // A pin in another mode than ExtINT may have turned the edge into an event.
             self.take_events_of(cpu);
-            if self.interrupt_waits(cpu) {
-                self.request_service(cpu);
-            }
+            self.request_service_if_waiting(cpu);
         }
-    }
-
-    /// Delivers all messages of devices to their local APICs; returns the CPU of one of them.
-    #[inline]
-    pub(super) fn deliver_all(&mut self) -> Option<usize> {
-        let mut target = None;
-        while let Some(message) = self.machine.router.take_message() {
-            target = self.deliver(message, None);
-        }
-        target
     }
 
     /// Delivers a message to its local APICs, except the sender; returns the CPU of the last one.
+    #[inline]
     pub(super) fn deliver(
         &mut self,
-        message: InterruptMessage,
+        message: &InterruptMessage,
         sender: Option<usize>,
     ) -> Option<usize> {
         if message.delivery == local::spec::LOWEST {
@@ -75,8 +64,8 @@ impl<H: Host, const CPUS: usize> PcBoard<'_, '_, H, CPUS> {
         }
         let mut target = None;
         for cpu in 0..self.fixed.vcpus {
-            if Some(cpu) != sender && self.machine.apics[cpu].matches(&message) {
-                self.deliver_to(cpu, &message);
+            if Some(cpu) != sender && self.machine.apics[cpu].matches(message) {
+                self.deliver_to(cpu, message);
                 target = Some(cpu);
             }
         }
@@ -87,14 +76,14 @@ impl<H: Host, const CPUS: usize> PcBoard<'_, '_, H, CPUS> {
     #[cold]
     pub(super) fn deliver_lowest(
         &mut self,
-        message: InterruptMessage,
+        message: &InterruptMessage,
         sender: Option<usize>,
     ) -> Option<usize> {
         let apics = &self.machine.apics;
         let lowest = (0..self.fixed.vcpus)
-            .filter(|&cpu| Some(cpu) != sender && apics[cpu].matches(&message))
+            .filter(|&cpu| Some(cpu) != sender && apics[cpu].matches(message))
             .min_by_key(|&cpu| apics[cpu].ppr());
-        lowest.inspect(|&cpu| self.deliver_to(cpu, &message))
+        lowest.inspect(|&cpu| self.deliver_to(cpu, message))
     }
 
     /// Delivers a message to the local APICs with these ids, including the sender's; returns their
@@ -110,6 +99,7 @@ impl<H: Host, const CPUS: usize> PcBoard<'_, '_, H, CPUS> {
         count
     }
 
+    #[inline(always)]
     pub(super) fn deliver_to(&mut self, cpu: usize, message: &InterruptMessage) {
         if self.machine.apics[cpu].deliver(message) {
             self.take_events_of(cpu);
@@ -120,6 +110,14 @@ impl<H: Host, const CPUS: usize> PcBoard<'_, '_, H, CPUS> {
     /// Requests that the CPU services its pending events.
     pub(super) fn request_service(&mut self, cpu: usize) {
         self.machine.router.needs_service |= 1 << cpu;
+    }
+
+    /// Requests service of the CPU if an interrupt is pending for it.
+    #[inline]
+    pub(super) fn request_service_if_waiting(&mut self, cpu: usize) {
+        if self.interrupt_waits(cpu) {
+            self.request_service(cpu);
+        }
     }
 
     /// Takes the events of local APICs for the board; true if there was any.

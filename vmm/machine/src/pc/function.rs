@@ -6,6 +6,7 @@ use spin::relax::RelaxStrategy;
 use vmm_bus::{BackendRef, DeviceBackend, Env, MachineEvent, Msi, Nanos};
 use vmm_dev::pci::Function;
 use vmm_mem::GuestMemory;
+use vmm_x86::apic::InterruptMessage;
 
 use super::{Pc, PcBoard};
 use crate::Host;
@@ -35,9 +36,10 @@ impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions> Pc<'m, R, CPUS, P> {
         running: usize,
         call: impl FnOnce(&mut dyn Function, &mut dyn Env) -> T,
     ) -> Option<(T, bool)> {
-        let (mut call, mut result) = (Some((call, host)), None);
+        let (mut call, mut result) = (Some(call), None);
         self.functions.with(slot, &mut |function, backend| {
-            let Some((call, host)) = call.take() else { return };
+            let Some(call) = call.take() else { return };
+            let host = &mut *host;
             let mut env =
                 FunctionEnv { pc: self, host, backend, slot, running, needs_service: false };
             let value = call(function, &mut env);
@@ -91,16 +93,11 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions> Env
     }
 
     fn msi(&mut self, msi: Msi) {
-        let chip = FUNCTIONS + self.slot;
-        let target = self.board(|board| {
-            let router = &mut board.machine.router;
-            ChipEnv { router, host: &mut *board.host, chip }.msi(msi);
-            let target = board.deliver_all();
-            if board.machine.router.has_pending() {
-                board.propagate();
-            }
-            target
-        });
+        let Some(message) = InterruptMessage::decode(msi) else {
+            return self.missing("interrupt message to no local APIC", msi.address);
+        };
+        // Not by way of the router: no other effect waits while no chip works.
+        let target = self.board(|board| board.deliver(&message, None));
         if let (Some(target), Some(known)) = (target, self.pc.targets.get(self.slot)) {
             known.store(target as u8, Relaxed);
         }

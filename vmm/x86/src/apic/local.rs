@@ -320,6 +320,7 @@ impl LocalApic {
     }
 
     /// True if this APIC is a destination of `message`.
+    #[inline]
     pub fn matches(&self, message: &InterruptMessage) -> bool {
         let destination = message.destination;
         match (self.mode(), message.logical) {
@@ -344,6 +345,7 @@ impl LocalApic {
     }
 
     /// Delivers `message` to this APIC. `true`: a new event is pending for the CPU.
+    #[inline]
     pub fn deliver(&mut self, message: &InterruptMessage) -> bool {
         if self.mode() == Mode::Disabled {
             return false;

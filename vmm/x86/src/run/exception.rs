@@ -116,17 +116,19 @@ fn interrupted_by_benign(first: Event) -> Interrupted {
 #[inline(always)]
 pub(super) fn retire(vcpu: &mut impl X86Vcpu, next: u64) {
     vcpu.set(Reg::Rip, next);
-    let shadow = vcpu.get(Reg::InterruptShadow) != 0;
-    if shadow || vcpu.get(Reg::Rflags) & (RFLAGS_TF | RFLAGS_RF) != 0 {
+    // The shadow ends; of `STI; HLT` every time.
+    if vcpu.get(Reg::InterruptShadow) != 0 {
+        vcpu.set(Reg::InterruptShadow, 0);
+    }
+    if vcpu.get(Reg::Rflags) & (RFLAGS_TF | RFLAGS_RF) != 0 {
         retire_marked(vcpu);
     }
 }
 
-/// Completes an instruction in an interrupt shadow (the shadow ends), after an instruction
-/// breakpoint (breakpoints are armed again for the next instruction), or in single-step mode.
+/// Completes an instruction after an instruction breakpoint (breakpoints are armed again for the
+/// next instruction), or in single-step mode.
 #[cold]
-pub(super) fn retire_marked(vcpu: &mut impl X86Vcpu) {
-    vcpu.set(Reg::InterruptShadow, 0);
+fn retire_marked(vcpu: &mut impl X86Vcpu) {
     let rflags = vcpu.get(Reg::Rflags);
     if rflags & RFLAGS_RF != 0 {
         vcpu.set(Reg::Rflags, rflags & !RFLAGS_RF);
