@@ -279,7 +279,7 @@ pub enum NewObject {
     },
     /// [`Kind::Vm`].
     Vm {
-        /// Mode of address translation.
+        /// [`crate::vm_mode`].
         mode: u64,
     },
     /// [`Kind::Vcpu`].

@@ -136,6 +136,22 @@ impl Kind {
     }
 }
 
+/// Mode of a VM: how its memory is virtualized.
+pub mod vm_mode {
+    /// Nested paging, by the processor.
+    pub const NESTED: u64 = 0;
+    /// vTLB: the kernel translates, and each vCPU has a pool of frames for the translations.
+    pub const VTLB: u64 = 1;
+    /// Mask of the kind.
+    pub const KIND: u64 = 0xff;
+    /// Lowest bit of the size of the pool of each vCPU, in pages.
+    pub const POOL_SHIFT: u32 = 8;
+    /// Smallest pool in pages.
+    pub const MIN_POOL: u64 = 16;
+    /// Largest pool in pages.
+    pub const MAX_POOL: u64 = 256;
+}
+
 /// Rights of a capability. The meaning of a bit depends on the kind of object. Delegation can only
 /// remove rights.
 pub mod rights {

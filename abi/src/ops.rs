@@ -82,7 +82,7 @@ operations! {
     ///   in ns, period in ns (0 or equal to the budget: round robin). It uses at most the budget in
     ///   any interval of one period. It is charged budget / period to the factory's share, if there
     ///   is one; a whole CPU for round robin (`NoQuota`).
-    /// * Vm: mode (0: nested paging).
+    /// * Vm: mode ([`crate::vm_mode`]).
     /// * Vcpu: vm (`VCPU`), address of the state page in the caller's task, notification (`WAIT`)
     ///   whose events make `VcpuRun` return.
     ///

@@ -30,8 +30,10 @@ pub mod group {
     pub const PRIORITY: u64 = 1 << 9;
     /// `xmm`. Only on request.
     pub const VECTORS: u64 = 1 << 10;
-    /// Every group.
+    /// Every group of registers.
     pub const ALL: u64 = 0x7ff;
+    /// [`super::VcpuState::invalidate`]: the kernel drops its translation. Never valid on exit.
+    pub const INVALIDATE: u64 = 1 << 11;
 }
 
 /// Indices into [`VcpuState::gpr`], in instruction-encoding order.
@@ -65,7 +67,8 @@ pub mod exit {
     /// Access to a control register, described by [`super::control_register`].
     pub const CONTROL_REGISTER: u64 = FIRST_OF_ARCH + 5;
     /// Intercepted exception: vector in bits 7:0 of the information, error code in bits 63:32 (0 if
-    /// it has none).
+    /// it has none). A page fault (only with a vTLB, and only if it interrupted the delivery of
+    /// another event): its `CR2` in [`super::super::RunControl::fault_address`].
     pub const EXCEPTION: u64 = FIRST_OF_ARCH + 6;
     /// `XSETBV`.
     pub const XSETBV: u64 = FIRST_OF_ARCH + 7;
@@ -84,6 +87,8 @@ pub mod exit {
     pub const TASK_SWITCH: u64 = FIRST_OF_ARCH + 13;
     /// The processor refuses the guest's state. The information is the processor's code.
     pub const INVALID_STATE: u64 = FIRST_OF_ARCH + 14;
+    /// `INVLPG`, in a form that the kernel does not decode. Only with a vTLB.
+    pub const INVALIDATE: u64 = FIRST_OF_ARCH + 15;
 }
 
 /// Fields of the information of [`exit::PORT`].
@@ -106,8 +111,48 @@ pub mod port {
 pub mod control_register {
     /// Register number.
     pub const REGISTER: u64 = 15;
-    /// `MOV` to the register; else from it.
+    /// The register is written; else read. Writes of CR0 are also `LMSW` and `CLTS`.
     pub const WRITE: u64 = 1 << 4;
+}
+
+/// Format of [`VcpuState::vtlb`]: optimisations of a vTLB, each above the ones before.
+pub mod vtlb {
+    /// Global translations survive a load of CR3.
+    pub const GLOBAL: u64 = 1 << 0;
+    /// A flush compares translations with the guest's tables and drops only those that differ.
+    pub const SYNC: u64 = 1 << 1;
+    /// A flush compares only tables that the guest has written.
+    pub const TRACE: u64 = 1 << 2;
+    /// With [`TRACE`]: write faults show written tables, instead of the processor's dirty bits.
+    pub const TRACE_WRITES: u64 = 1 << 3;
+    /// An address-space identifier stays with each space.
+    pub const ASID: u64 = 1 << 4;
+    /// Single translations are invalidated in the TLB.
+    pub const INVALIDATE_PAGE: u64 = 1 << 5;
+    /// Lowest bit of the number of spaces that are kept (8 bits; 0 counts as 1).
+    pub const SPACES_SHIFT: u32 = 8;
+}
+
+/// Indices into [`VcpuState::vtlb_counters`].
+pub mod vtlb_counter {
+    /// Translations filled.
+    pub const FILLS: usize = 0;
+    /// Page faults that the guest's tables cause.
+    pub const FAULTS: usize = 1;
+    /// Loads of CR3.
+    pub const LOADS: usize = 2;
+    /// `INVLPG`.
+    pub const INVALIDATIONS: usize = 3;
+    /// Tables evicted.
+    pub const EVICTIONS: usize = 4;
+    /// Tables compared with the guest's.
+    pub const SYNCS: usize = 5;
+    /// Address-space identifiers assigned.
+    pub const ASIDS: usize = 6;
+    /// Flushes of everything.
+    pub const FLUSHES: usize = 7;
+    /// Number of counters.
+    pub const COUNT: usize = 8;
 }
 
 /// Format of [`VcpuState::inject`]: an interrupt or exception.
@@ -307,6 +352,13 @@ pub struct VcpuState {
     pub cr8: SharedU64,
     /// SSE registers, 16 bytes each.
     pub xmm: [[SharedU64; 2]; 16],
+
+    /// Optimisations of the vTLB ([`vtlb`]); read on every `vcpu_run`. In.
+    pub vtlb: SharedU64,
+    /// Linear address whose translation the kernel drops ([`group::INVALIDATE`]). In.
+    pub invalidate: SharedU64,
+    /// Counters of the vTLB ([`vtlb_counter`]). Out.
+    pub vtlb_counters: [SharedU64; vtlb_counter::COUNT],
 }
 
 impl VcpuState {
