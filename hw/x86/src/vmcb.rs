@@ -167,6 +167,16 @@ const _: () = {
 
 /// Bits of [`ControlArea::intercept_cr`] (offset 000h).
 pub mod intercept_cr {
+    /// Reads of CR0.
+    pub const READ_CR0: u32 = 1 << 0;
+    /// Reads of CR3.
+    pub const READ_CR3: u32 = 1 << 3;
+    /// Reads of CR4.
+    pub const READ_CR4: u32 = 1 << 4;
+    /// Writes of CR3.
+    pub const WRITE_CR3: u32 = 1 << (16 + 3);
+    /// Writes of CR4.
+    pub const WRITE_CR4: u32 = 1 << (16 + 4);
     /// Writes of CR8.
     pub const WRITE_CR8: u32 = 1 << (16 + 8);
 }
@@ -175,6 +185,7 @@ pub mod intercept_cr {
 #[allow(missing_docs, reason = "the manual's names")]
 pub mod intercept_exceptions {
     pub const DB: u32 = 1 << 1;
+    pub const PF: u32 = 1 << 14;
     pub const AC: u32 = 1 << 17;
     pub const MC: u32 = 1 << 18;
 }
@@ -187,11 +198,14 @@ pub mod intercept3 {
     pub const SMI: u32 = 1 << 2;
     pub const INIT: u32 = 1 << 3;
     pub const VINTR: u32 = 1 << 4;
+    /// Writes of CR0 that change other bits than TS and MP.
+    pub const CR0_SEL_WRITE: u32 = 1 << 5;
     pub const RDPMC: u32 = 1 << 15;
     pub const CPUID: u32 = 1 << 18;
     pub const IRET: u32 = 1 << 20;
     pub const INVD: u32 = 1 << 22;
     pub const HLT: u32 = 1 << 24;
+    pub const INVLPG: u32 = 1 << 25;
     pub const INVLPGA: u32 = 1 << 26;
     pub const IOIO_PROT: u32 = 1 << 27;
     pub const MSR_PROT: u32 = 1 << 28;
@@ -268,11 +282,15 @@ pub mod event {
 #[allow(missing_docs, reason = "the manual's names")]
 pub mod exit {
     pub const CR0_READ: u64 = 0x00;
+    pub const CR3_READ: u64 = 0x03;
+    pub const CR3_WRITE: u64 = 0x13;
     pub const CR15_WRITE: u64 = 0x1f;
     pub const DR0_READ: u64 = 0x20;
     pub const DR15_WRITE: u64 = 0x3f;
     pub const EXCEPTION_BASE: u64 = 0x40;
     pub const EXCEPTION_LAST: u64 = 0x5f;
+    /// Intercepted page fault: error code in EXITINFO1, CR2 in EXITINFO2.
+    pub const PAGE_FAULT: u64 = EXCEPTION_BASE + 14;
     /// Intercepted machine check.
     pub const MACHINE_CHECK: u64 = EXCEPTION_BASE + 18;
     pub const INTR: u64 = 0x60;
@@ -280,6 +298,7 @@ pub mod exit {
     pub const SMI: u64 = 0x62;
     pub const INIT: u64 = 0x63;
     pub const VINTR: u64 = 0x64;
+    pub const CR0_SEL_WRITE: u64 = 0x65;
     pub const RDTSC: u64 = 0x6e;
     pub const RDPMC: u64 = 0x6f;
     pub const PUSHF: u64 = 0x70;

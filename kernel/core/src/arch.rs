@@ -66,12 +66,16 @@ pub trait Arch: Sized + 'static {
     fn user_entries() -> core::ops::Range<usize>;
     /// Returns whether this machine supports [`Arch::Vcpu`] with nested paging.
     fn has_nested() -> bool;
+    /// Returns whether it supports [`Arch::Vcpu`] with a vTLB.
+    fn has_vtlb() -> bool;
 
-    /// Allocates the processor structures of a vCPU whose state page is `state`.
+    /// Allocates the processor structures of a vCPU whose state page is `state`. `pool`: maximum
+    /// number of frames of its vTLB; `None`: nested paging.
     fn vcpu_new(
         memory: &Memory,
         factory: Option<Handle<Factory>>,
         state: Frame,
+        pool: Option<u64>,
     ) -> Result<Self::Vcpu, Status>;
     /// Frees the processor structures of a vCPU that is not running.
     fn vcpu_free(memory: &Memory, vcpu: &Self::Vcpu);

@@ -18,6 +18,7 @@ pub mod table;
 mod testing;
 pub mod thread;
 pub mod tree;
+pub mod vtlb;
 
 use core::cell::Cell;
 

@@ -205,6 +205,8 @@ pub struct Vm<A: Arch> {
     pub caps: Cell<u32>,
     /// Guest-physical memory and I/O ports.
     pub space: Space<A>,
+    /// Maximum number of frames of the vTLB of each vCPU; `None`: nested paging.
+    pub pool: Option<u64>,
     /// Doorbells, by index.
     pub doorbells: [Cell<Option<Doorbell<A>>>; DOORBELLS],
     /// Next VM in the list of dying VMs.

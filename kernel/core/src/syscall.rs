@@ -325,12 +325,7 @@ impl<A: Arch> Kernel<A> {
             NewObject::SchedContext { priority, budget, period } => {
                 ObjectRef::SchedContext(self.new_sched(factory, priority, budget, period)?)
             }
-            NewObject::Vm { mode } => {
-                if mode != 0 {
-                    return Err(Status::BadArgument);
-                }
-                ObjectRef::Vm(self.new_vm(factory)?)
-            }
+            NewObject::Vm { mode } => ObjectRef::Vm(self.new_vm(factory, mode)?),
             NewObject::Vcpu { vm, state_page, notification } => {
                 let vm = self.vm_cap(task, vm, rights::VCPU)?;
                 let notification = self.notification_cap(task, notification, rights::WAIT)?;

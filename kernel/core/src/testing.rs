@@ -177,10 +177,14 @@ impl Arch for Fake {
     fn has_nested() -> bool {
         true
     }
+    fn has_vtlb() -> bool {
+        true
+    }
     fn vcpu_new(
         memory: &Memory,
         factory: Option<Handle<Factory>>,
         _: Frame,
+        _: Option<u64>,
     ) -> Result<Frame, Status> {
         memory.alloc_raw(factory, 1)
     }

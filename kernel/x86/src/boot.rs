@@ -173,8 +173,10 @@ fn log_features(have: &Features) {
         }
     }
     log!("CPU features:{}; {} ASIDs", Present(&names), have.asids);
-    if !have.npt {
-        log!("no SVM with nested paging: cannot run VMs");
+    if !have.svm {
+        log!("no SVM: cannot run VMs");
+    } else if !have.npt {
+        log!("no nested paging: VMs need `npt = false`");
     }
 }
 

@@ -2,6 +2,7 @@
 
 use hw_x86::paging::entry;
 use kernel_core::table::{Access, Format};
+use kernel_core::vtlb::ShadowFormat;
 
 use crate::features::features;
 
@@ -53,5 +54,24 @@ impl<const LEAF: u64, const TABLE: u64> Format for LongMode<LEAF, TABLE> {
 
     fn address(raw: u64) -> u64 {
         raw & entry::ADDRESS
+    }
+}
+
+impl ShadowFormat for UserFormat {
+    const MARKS: u64 = entry::ACCESSED | entry::DIRTY;
+    const MEANING: u64 = entry::PRESENT
+        | entry::WRITE
+        | entry::USER
+        | Self::MARKS
+        | entry::LARGE
+        | entry::GLOBAL
+        | entry::ADDRESS
+        | entry::NX;
+    const WRITE: u64 = entry::WRITE;
+    const DIRTY: u64 = entry::DIRTY;
+
+    fn pointer(physical: u64) -> u64 {
+        // The other bits are reserved (APM vol. 2, figure 5-9).
+        physical | entry::PRESENT
     }
 }

@@ -10,6 +10,8 @@ pub mod internal {
     pub const HOST_INTERRUPT: u64 = 8;
     /// A machine check.
     pub const MACHINE_CHECK: u64 = 9;
+    /// The vTLB needs frames before the guest can continue.
+    pub const NEEDS_FRAMES: u64 = 10;
 }
 
 /// Result of [`Hvm::enter`].
@@ -41,8 +43,13 @@ pub trait Hvm: Clone + 'static {
     /// Returns whether guests can run.
     fn is_ready() -> bool;
 
-    /// Allocates the structure of a vCPU in its reset state.
-    fn new(memory: &Memory, factory: Option<Handle<Factory>>) -> Result<Self, Status>;
+    /// Allocates the structure of a vCPU in its reset state. `pool`: maximum number of frames of
+    /// its vTLB; `None`: nested paging.
+    fn new(
+        memory: &Memory,
+        factory: Option<Handle<Factory>>,
+        pool: Option<u64>,
+    ) -> Result<Self, Status>;
     /// Frees it.
     fn free(&self, memory: &Memory);
 
@@ -51,6 +58,15 @@ pub trait Hvm: Clone + 'static {
     /// Makes the next entry start without TLB entries of the guest, with second-stage tables at
     /// `root`, a physical address.
     fn flush(&self, local: &Self::Local, root: u64);
+    /// The second-stage tables at `root` have lost mappings.
+    fn unmapped(&self, root: u64);
+    /// Prepares the guest's memory for an entry; frames are charged to `factory`.
+    fn prepare_memory(
+        &self,
+        memory: &Memory,
+        factory: Option<Handle<Factory>>,
+        state: &VcpuState,
+    ) -> Result<(), Status>;
     /// Sets the I/O permission map, at a physical address.
     fn set_port_map(&self, map: u64);
     /// Takes the window and the event to inject from the state page, before an entry.

@@ -38,6 +38,7 @@ pub mod memory;
 pub mod panic;
 #[cfg(target_os = "none")]
 pub mod run;
+pub mod shadow;
 #[cfg(target_os = "none")]
 pub mod smp;
 #[cfg(target_os = "none")]

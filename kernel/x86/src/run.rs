@@ -21,7 +21,8 @@ use crate::format::UserFormat;
 use crate::io::{out8, write_cr3};
 use crate::ioapic::{self, Line};
 use crate::log::LOG;
-use crate::{X86, apic, idt, memory, time, vcpu};
+use crate::features::features;
+use crate::{X86, apic, idt, memory, shadow, time, vcpu};
 
 static KERNEL: KernelLock<X86> = KernelLock::new();
 
@@ -213,15 +214,20 @@ impl Arch for X86 {
     }
 
     fn has_nested() -> bool {
-        vcpu::is_ready()
+        vcpu::is_ready() && features().npt
+    }
+
+    fn has_vtlb() -> bool {
+        vcpu::is_ready() && shadow::is_supported()
     }
 
     fn vcpu_new(
         memory: &Memory,
         factory: Option<Handle<Factory>>,
         state: Frame,
+        pool: Option<u64>,
     ) -> Result<vcpu::VcpuFrames, Status> {
-        vcpu::VcpuFrames::new(memory, factory, state)
+        vcpu::VcpuFrames::new(memory, factory, state, pool)
     }
 
     fn vcpu_free(memory: &Memory, frames: &vcpu::VcpuFrames) {

@@ -25,13 +25,14 @@ use abi::vcpu::x86::exit::{CPUID, PORT};
 use abi::vcpu::x86::{VcpuState, gpr, group, window};
 use abi::{ABI_VERSION, Status};
 use hw_x86::msr;
-use hw_x86::vmcb::exit::VMMCALL;
+use hw_x86::vmcb::exit::{PAGE_FAULT, VMMCALL};
 use hw_x86::vmcb::{ControlArea, Vmcb, event, npf, tlb_control};
 use kernel_core::pool::{Factory, Frame, Handle, Memory};
 
 use crate::features::features;
 use crate::hvm::{GuestExit, Hvm, internal};
 use crate::io::{rdmsr, wrmsr};
+use crate::shadow::Shadow;
 use asid::Asids;
 
 /// Clean bits of a VMCB without changes in cached groups: all defined bits (APM vol. 2 §15.15.3).
@@ -45,7 +46,7 @@ static IS_READY: AtomicBool = AtomicBool::new(false);
 static IS_TCG: AtomicBool = AtomicBool::new(false);
 
 #[inline(always)]
-fn is_tcg() -> bool {
+pub(crate) fn is_tcg() -> bool {
     IS_TCG.load(Ordering::Relaxed)
 }
 
@@ -77,6 +78,8 @@ pub struct Svm {
     virq_offered: Cell<u64>,
     /// The processor's cached copy of the VMCB is out of date.
     is_changed: Cell<bool>,
+    /// Software memory virtualization; `None`: nested paging.
+    shadow: Option<Shadow>,
 }
 
 impl Svm {
@@ -131,10 +134,28 @@ impl Svm {
         if taken { 0 } else { offered }
     }
 
+    /// Shows the guest's own control registers in the state page, if the processor has others.
+    #[inline(always)]
+    fn show_control(&self, state: &VcpuState, groups: u64) {
+        if groups & group::CONTROL != 0
+            && let Some(shadow) = &self.shadow
+        {
+            shadow.show_control(state, self.vmcb());
+        }
+    }
+
     /// Continues [`Hvm::describe`].
     #[inline(never)]
     fn describe_rare(&self, reason: u64, state: &VcpuState) -> u64 {
         let control = &self.vmcb().control;
+        if let Some(shadow) = &self.shadow
+            && (reason == MEMORY_FAULT || control.exit_code.get() == PAGE_FAULT)
+        {
+            let (address, info) = shadow.fault();
+            state.run.exit_info.set(info);
+            state.run.fault_address.set(address);
+            return group::IP | group::CONTROL | group::CODE | group::SEGMENTS;
+        }
         if reason == MEMORY_FAULT {
             state.run.exit_info.set(exit::memory_fault_info(control.exit_info1.get()));
             state.run.fault_address.set(control.exit_info2.get());
@@ -170,7 +191,7 @@ impl Hvm for Svm {
     const HOST_FRAMES: u32 = (size_of::<HostPages>() / 4096) as u32;
 
     fn init() {
-        if features().npt {
+        if features().svm {
             vmcb::init_maps();
             IS_TCG.store(features().is_tcg, Ordering::Relaxed);
             IS_READY.store(true, Ordering::Release);
@@ -195,9 +216,13 @@ impl Hvm for Svm {
         IS_READY.load(Ordering::Acquire)
     }
 
-    fn new(memory: &Memory, factory: Option<Handle<Factory>>) -> Result<Self, Status> {
+    fn new(
+        memory: &Memory,
+        factory: Option<Handle<Factory>>,
+        pool: Option<u64>,
+    ) -> Result<Self, Status> {
         let frame = memory.alloc_raw(factory, 1)?;
-        let this = Self {
+        let mut this = Self {
             frame,
             vmcb: memory.address(frame).cast(),
             physical: memory.physical(frame),
@@ -205,12 +230,20 @@ impl Hvm for Svm {
             window: Cell::new(0),
             virq_offered: Cell::new(0),
             is_changed: Cell::new(true),
+            shadow: None,
         };
         vmcb::reset(this.vmcb());
+        if let Some(pool) = pool {
+            let shadow = Shadow::new(memory, factory, pool, this.vmcb());
+            this.shadow = Some(shadow.inspect_err(|_| memory.free_raw(frame, 1))?);
+        }
         Ok(this)
     }
 
     fn free(&self, memory: &Memory) {
+        if let Some(shadow) = &self.shadow {
+            shadow.free(memory);
+        }
         memory.free_raw(self.frame, 1);
     }
 
@@ -223,9 +256,34 @@ impl Hvm for Svm {
     #[inline(never)]
     fn flush(&self, local: &Local, root: u64) {
         let control = &self.vmcb().control;
+        self.is_changed.set(true);
+        if let Some(shadow) = &self.shadow {
+            // The entry assigns an ASID.
+            self.asid_epoch.set(local.asids.epoch());
+            return shadow.set_root(root);
+        }
         self.asid_epoch.set(local.asids.assign(control));
         control.n_cr3.set(root);
-        self.is_changed.set(true);
+    }
+
+    #[cold]
+    fn unmapped(&self, root: u64) {
+        if let Some(shadow) = &self.shadow {
+            shadow.unmapped(root);
+        }
+    }
+
+    #[inline(always)]
+    fn prepare_memory(
+        &self,
+        memory: &Memory,
+        factory: Option<Handle<Factory>>,
+        state: &VcpuState,
+    ) -> Result<(), Status> {
+        match &self.shadow {
+            None => Ok(()),
+            Some(shadow) => shadow.prepare(memory, factory, state, self.vmcb()),
+        }
     }
 
     #[cold]
@@ -261,6 +319,9 @@ impl Hvm for Svm {
         let registers = state.gpr.as_ptr().cast::<u64>().cast_mut();
         vmcb.save.rax.set(state.gpr[gpr::RAX].get());
         let mut handled = 0;
+        if let Some(shadow) = &self.shadow {
+            shadow.apply(&local.asids, vmcb);
+        }
         // SAFETY: host state is saved in this CPU's own page and restored from there, before any
         // use of GS or SYSRET; the VMCB is complete, with the kernel's maps and tables.
         let reason = unsafe {
@@ -269,7 +330,14 @@ impl Hvm for Svm {
                 switch::world_switch(physical, registers);
                 let code = vmcb.control.exit_code.get();
                 if code != VMMCALL {
-                    break exit::reason(code);
+                    let Some(shadow) = &self.shadow else { break exit::reason(code) };
+                    match shadow.handle(&local.asids, vmcb, state) {
+                        Some(reason) => break reason,
+                        None => {
+                            handled += 1;
+                            continue;
+                        }
+                    }
                 }
                 if vmcb.save.rax.get() != HYPERCALL_VERSION {
                     break HYPERCALL;
@@ -295,6 +363,9 @@ impl Hvm for Svm {
 
     #[inline(always)]
     fn finish(&self, state: &VcpuState) {
+        if let Some(shadow) = &self.shadow {
+            shadow.show_counters(state);
+        }
         let control = &self.vmcb().control;
         let undelivered = if self.virq_offered.get() != 0 { self.withdraw_virq() } else { 0 };
         control.tlb_control.set(tlb_control::NOTHING);
@@ -330,11 +401,13 @@ impl Hvm for Svm {
 
     fn read_groups(&self, state: &VcpuState, groups: u64) {
         state::read(state, self.vmcb(), groups);
+        self.show_control(state, groups);
     }
 
     #[inline(always)]
     fn read_code(&self, state: &VcpuState, groups: u64) {
         state::read_code(state, self.vmcb(), groups);
+        self.show_control(state, groups);
     }
 
     #[inline(always)]
@@ -348,6 +421,14 @@ impl Hvm for Svm {
         if dirty & group::CONTROL != 0 {
             // TLB entries may be stale for the new registers: assign a new ASID.
             self.asid_epoch.set(0);
+        }
+        if let Some(shadow) = &self.shadow {
+            if dirty & group::CONTROL != 0 {
+                shadow.take_control(self.vmcb());
+            }
+            if dirty & group::INVALIDATE != 0 {
+                shadow.invalidate(state.invalidate.get());
+            }
         }
     }
 

@@ -198,6 +198,10 @@ fn handle(
             after_interrupt(kernel, cpu_index);
             None
         }
+        internal::NEEDS_FRAMES => {
+            count_handled(kernel, &state.run);
+            None
+        }
         internal::MACHINE_CHECK => machine_check::stop("while a guest ran", frames.hvm.ip()),
         x86_exit::SHUTDOWN => Some(shut_down(kernel, entry)),
         x86_exit::WINDOW => {
@@ -292,9 +296,14 @@ fn prepare(kernel: &Kernel<X86>, local: &Local, entry: GuestEntry<'_>) -> Result
     if frames.hvm.needs_flush(&local.extension)
         || frames.vm_generation.get() != vm.space.generation.get()
     {
-        frames.vm_generation.set(vm.space.generation.get());
-        frames.hvm.flush(&local.extension, kernel.memory.physical(vm.space.root));
+        let root = kernel.memory.physical(vm.space.root);
+        if frames.vm_generation.replace(vm.space.generation.get()) != vm.space.generation.get() {
+            frames.hvm.unmapped(root);
+        }
+        frames.hvm.flush(&local.extension, root);
     }
+    let factory = entry.vcpu.factory;
+    frames.hvm.prepare_memory(&kernel.memory, factory, state).map_err(EntryError::Failed)?;
     if frames.port_generation.get() != vm.space.port_generation.get() {
         frames.port_generation.set(vm.space.port_generation.get());
         if let Some(map) = vm.space.port_map.get() {

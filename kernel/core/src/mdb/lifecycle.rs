@@ -10,6 +10,7 @@ use crate::pool::{Factory, Handle};
 use crate::table;
 use abi::Status;
 use abi::vcpu::DOORBELLS;
+use abi::vm_mode;
 
 impl<A: Arch> Kernel<A> {
     /// Creates a task with `slots` capability slots.
@@ -39,10 +40,21 @@ impl<A: Arch> Kernel<A> {
     }
 
     /// Creates a VM (guest-physical address space).
-    pub fn new_vm(&self, factory: Option<Handle<Factory>>) -> Result<Handle<Vm<A>>, Status> {
-        if !A::has_nested() {
-            return Err(Status::Unsupported);
-        }
+    pub fn new_vm(
+        &self,
+        factory: Option<Handle<Factory>>,
+        mode: u64,
+    ) -> Result<Handle<Vm<A>>, Status> {
+        let pool = match (mode & vm_mode::KIND, mode >> vm_mode::POOL_SHIFT) {
+            (vm_mode::NESTED, 0) if A::has_nested() => None,
+            (vm_mode::VTLB, pool @ vm_mode::MIN_POOL..=vm_mode::MAX_POOL) if A::has_vtlb() => {
+                Some(pool)
+            }
+            (vm_mode::NESTED, 0) | (vm_mode::VTLB, vm_mode::MIN_POOL..=vm_mode::MAX_POOL) => {
+                return Err(Status::Unsupported);
+            }
+            _ => return Err(Status::BadArgument),
+        };
         let root = self.memory.alloc_raw(factory, 1)?;
         self.memory
             .alloc(
@@ -50,6 +62,7 @@ impl<A: Arch> Kernel<A> {
                 Vm {
                     caps: Cell::new(0),
                     space: Space::new(factory, root),
+                    pool,
                     doorbells: [const { Cell::new(None) }; DOORBELLS],
                     dying_next: Cell::new(None),
                 },

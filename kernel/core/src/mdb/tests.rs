@@ -330,7 +330,7 @@ fn against_the_model(seed: u64) {
     let factory = kernel.memory.new_factory(None, 6000, 63, 0).unwrap();
     kernel.memory.at(factory).caps.set(1);
     let tasks: Vec<_> = (0..TASKS).map(|_| task(&kernel, Some(factory))).collect();
-    let vm = kernel.new_vm(Some(factory)).unwrap();
+    let vm = kernel.new_vm(Some(factory), abi::vm_mode::NESTED).unwrap();
     kernel.memory.at(vm).caps.set(1);
     let mut spaces: Vec<_> = tasks.iter().map(|task| SpaceRef::Task(*task)).collect();
     spaces.push(SpaceRef::Vm(vm));

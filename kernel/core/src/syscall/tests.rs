@@ -46,7 +46,7 @@ fn hostile_world(random: &mut Random) -> World {
     for _ in 0..4 {
         world.notification();
     }
-    let vm = world.kernel.new_vm(Some(world.factory)).unwrap();
+    let vm = world.kernel.new_vm(Some(world.factory), abi::vm_mode::NESTED).unwrap();
     world.insert_cap(ObjectRef::Vm(vm));
     // The other task gets some of the capabilities, too.
     let item = Item { kind: ItemKind::Capability, grant: false, order: 4, rights: rights::ALL };

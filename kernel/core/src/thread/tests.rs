@@ -569,7 +569,7 @@ fn new_vcpu(
 }
 
 fn guest(world: &mut World) -> Guest {
-    let vm = world.kernel.new_vm(Some(world.factory)).unwrap();
+    let vm = world.kernel.new_vm(Some(world.factory), abi::vm_mode::NESTED).unwrap();
     world.insert_cap(ObjectRef::Vm(vm));
     let (events, selector) = world.notification();
     let vcpu = new_vcpu(world, vm, events).unwrap();
@@ -771,7 +771,7 @@ fn a_guest_rings_the_doorbells_that_are_bound() {
     let mut world = start();
     let vmm = world.thread(0);
     let (bell, selector) = world.notification();
-    let vm = world.kernel.new_vm(Some(world.factory)).unwrap();
+    let vm = world.kernel.new_vm(Some(world.factory), abi::vm_mode::NESTED).unwrap();
     let own = world.insert_cap(ObjectRef::Vm(vm));
     let ring = |world: &World, index| world.kernel.ring_doorbell(world.kernel.memory.at(vm), index);
     assert_eq!(ring(&world, 0), doorbell::UNBOUND);

@@ -32,7 +32,9 @@ impl<A: Arch> Kernel<A> {
             self.remove_fixed(state_node);
             undo_state();
         };
-        let arch = A::vcpu_new(&self.memory, factory, state).inspect_err(|_| undo_node())?;
+        let pool = self.memory.get(vm).ok_or(Status::BadCapability).map(|vm| vm.pool);
+        let arch = pool.and_then(|pool| A::vcpu_new(&self.memory, factory, state, pool));
+        let arch = arch.inspect_err(|_| undo_node())?;
         let spare = arch.clone();
         let vcpu = Vcpu {
             caps: Cell::new(0),

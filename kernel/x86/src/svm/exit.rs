@@ -7,7 +7,7 @@
 use abi::vcpu::exit::{HALT, HYPERCALL, MEMORY_FAULT, UNKNOWN};
 use abi::vcpu::memory_fault;
 use abi::vcpu::x86::exit::{
-    CACHE_FLUSH, CONTROL_REGISTER, CPUID, EXCEPTION, INVALID_STATE, IRET, MSR, PAUSE, PORT,
+    CACHE_FLUSH, CONTROL_REGISTER, CPUID, EXCEPTION, INVALIDATE, INVALID_STATE, IRET, MSR, PAUSE, PORT,
     PROTECTED, SHUTDOWN, TASK_SWITCH, UNDEFINED, WINDOW, XSETBV,
 };
 use abi::vcpu::x86::{access_rights, control_register, event as neutral, port};
@@ -38,7 +38,7 @@ static REASONS: [u8; 0x90] = {
 };
 
 /// Exit codes with a reason of their own.
-const SINGLE: [(u64, u64); 32] = [
+const SINGLE: [(u64, u64); 34] = [
     (exit::MACHINE_CHECK, internal::MACHINE_CHECK),
     (exit::INTR, internal::HOST_INTERRUPT),
     (exit::NMI, internal::HOST_INTERRUPT),
@@ -46,6 +46,8 @@ const SINGLE: [(u64, u64); 32] = [
     (exit::INIT, internal::HOST_INTERRUPT),
     (exit::FERR_FREEZE, internal::HOST_INTERRUPT),
     (exit::VINTR, WINDOW),
+    (exit::CR0_SEL_WRITE, CONTROL_REGISTER),
+    (exit::INVLPG, INVALIDATE),
     (exit::RDPMC, PROTECTED),
     (exit::CPUID, CPUID),
     (exit::RSM, UNDEFINED),
@@ -117,6 +119,7 @@ pub fn info(reason: u64, control: &ControlArea) -> u64 {
     let (code, info1) = (control.exit_code.get(), control.exit_info1.get());
     match reason {
         MSR => info1 & 1,
+        CONTROL_REGISTER if code == exit::CR0_SEL_WRITE => control_register::WRITE,
         CONTROL_REGISTER => code & (control_register::REGISTER | control_register::WRITE),
         EXCEPTION => (code - exit::EXCEPTION_BASE) | info1 << 32,
         INVALID_STATE | UNKNOWN => code,
@@ -176,7 +179,7 @@ mod tests {
         for code in [exit::INVALID, exit::INVALID_LOW] {
             assert_eq!(reason(code), INVALID_STATE);
         }
-        let unknown = [exit::DR0_READ, exit::DR15_WRITE, exit::RDTSC, exit::INVLPG, 0x401, 0xdead];
+        let unknown = [exit::DR0_READ, exit::DR15_WRITE, exit::RDTSC, exit::PUSHF, 0x401, 0xdead];
         for code in unknown {
             assert_eq!(reason(code), UNKNOWN, "{code:#x}");
         }

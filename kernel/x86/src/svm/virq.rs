@@ -21,7 +21,8 @@ const PENDING: u64 = v_intr::IRQ | v_intr::IGNORE_TPR | 0xf << v_intr::PRIO_SHIF
 fn set(control: &ControlArea, pending: u64, exit_wanted: bool) {
     control.v_intr.set(control.v_intr.get() & v_intr::TPR | v_intr::INTR_MASKING | pending);
     let exits = exit_wanted || pending != 0;
-    control.intercept_cr.set(if exits { intercept_cr::WRITE_CR8 } else { 0 });
+    let others = control.intercept_cr.get() & !intercept_cr::WRITE_CR8;
+    control.intercept_cr.set(if exits { others | intercept_cr::WRITE_CR8 } else { others });
 }
 
 fn pending(vector: u64) -> u64 {

@@ -39,13 +39,15 @@ pub struct VcpuFrames {
 }
 
 impl VcpuFrames {
-    /// Allocates frames for a vCPU in its reset state.
+    /// Allocates frames for a vCPU in its reset state. `pool`: maximum number of frames of its
+    /// vTLB; `None`: nested paging.
     pub fn new(
         memory: &Memory,
         factory: Option<Handle<Factory>>,
         state: Frame,
+        pool: Option<u64>,
     ) -> Result<Self, Status> {
-        let hvm = Extension::new(memory, factory)?;
+        let hvm = Extension::new(memory, factory, pool)?;
         let extended = ExtendedState::new(memory, factory).inspect_err(|_| hvm.free(memory))?;
         let this = Self {
             hvm,

@@ -1,0 +1,401 @@
+//! vTLB: shadow page tables of one vCPU, which hold translations from linear to host-physical
+//! addresses as the TLB of a processor would (Intel SDM vol. 3 §33.3; AMD APM vol. 2 §15.25.1 names
+//! the technique).
+//!
+//! The tables are a cache beside the delegations of the VM: they are private to one vCPU, so they
+//! need no lock, and any part of them may be dropped at any time. A *space* is the tree of one root
+//! of the guest; several spaces can be kept. Each shadow table remembers the guest table that it
+//! was filled from, and for each entry the guest's entry (its *copy*), so that a flush can compare
+//! them. A large page of the guest that is not large in the host is *split*: its tables have one
+//! guest entry for all entries.
+//!
+//! With [`Options::global`] the tables of the upper half of the address space are shared by all
+//! spaces. They belong to the space [`SHARED`], below a root of its own that no processor loads.
+//!
+//! # Invariants
+//!
+//! * Containment: an entry refers to a frame of the pool, or is a leaf that [`Vtlb::fill`] was
+//!   given. After [`Vtlb::drop_all`] there is no leaf.
+//! * Freshness: after [`Vtlb::load`] no leaf of the space differs from the guest's tables, except
+//!   global ones; after [`Vtlb::invalidate`] there is none for the address.
+//! * A removed entry may survive in the processor's TLB until the caller has carried out
+//!   [`Vtlb::take_flush`], before it enters the guest.
+//! * Every function takes a bounded number of steps: at most one table is emptied for each table
+//!   that is allocated, and a flush drops what it has not compared after [`SYNC_BUDGET`] entries.
+
+use core::cell::Cell;
+use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use crate::table::Format;
+
+mod fill;
+mod sync;
+mod tables;
+#[cfg(test)]
+mod tests;
+mod trace;
+
+pub use fill::{Fill, Source, Step};
+use tables::{Ref, Table};
+
+/// Maximum number of shadow tables of a vCPU.
+pub const MAX_TABLES: usize = 128;
+/// Maximum number of spaces that are kept.
+pub const MAX_SPACES: usize = 32;
+/// Frames of a table: its entries, and the copies of the guest's.
+pub const FRAMES_PER_TABLE: u64 = 2;
+/// Maximum number of entries that a flush compares.
+const SYNC_BUDGET: u32 = 2048;
+/// Owner of the tables that all spaces share.
+const SHARED: u8 = 0xff;
+/// First entry of the upper half in a root of the highest level.
+const UPPER_HALF: usize = 256;
+/// Number of entries of a table.
+const ENTRIES: usize = 512;
+
+/// Format of shadow tables and guest tables.
+pub trait ShadowFormat: Format {
+    /// Accessed and dirty bits of a guest's entry: setting them changes no translation.
+    const MARKS: u64;
+    /// Bits of a guest's entry that a translation depends on. None of bits 59:52.
+    const MEANING: u64;
+    /// Leaves are writable.
+    const WRITE: u64;
+    /// The processor has written through the leaf.
+    const DIRTY: u64;
+    /// Returns an entry that refers to the next table, in a root of three-level tables.
+    fn pointer(physical: u64) -> u64;
+}
+
+/// Access to the frames of the pool, and to guest pages that hold page tables.
+pub trait Frames {
+    /// Words of the page at a physical address.
+    fn words(&self, physical: u64) -> &[AtomicU64; ENTRIES];
+}
+
+/// Optimisations, each above the ones before; `abi::vcpu::x86::vtlb` has their words.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Options {
+    /// Number of spaces to keep, at least 1 and at most [`MAX_SPACES`].
+    pub spaces: u8,
+    /// Global translations survive [`Vtlb::load`].
+    pub global: bool,
+    /// [`Vtlb::load`] compares translations with the guest's tables.
+    pub sync: bool,
+    /// [`Vtlb::load`] compares only tables that were written.
+    pub trace: bool,
+    /// With `trace`: write faults show that a table is written, not the processor's dirty bits.
+    pub protect: bool,
+}
+
+/// What the processor's TLB must forget before the guest is entered again.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Flush {
+    /// Nothing.
+    None,
+    /// One address in the current space; with `everywhere`, in all.
+    Page {
+        /// The address.
+        address: u64,
+        /// In every space.
+        everywhere: bool,
+    },
+    /// The current space.
+    Space,
+    /// Every space.
+    All,
+}
+
+/// There is no free table, and the pool can grow ([`Vtlb::add_table`]).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct NeedsFrames;
+
+/// Counters.
+#[derive(Default, Debug)]
+pub struct Counters {
+    /// Tables evicted.
+    pub evictions: Cell<u64>,
+    /// Tables compared with the guest's.
+    pub syncs: Cell<u64>,
+}
+
+/// A space: the tree of one root of the guest. Zero: none.
+#[derive(Default, Debug)]
+struct Space {
+    /// Root of the guest.
+    key: Cell<u64>,
+    root: Cell<Option<Ref>>,
+    /// Value of [`Vtlb::clock`] when it was last loaded.
+    used: Cell<u64>,
+    /// TLB tag of the space, and its epoch; see [`Vtlb::tag`].
+    tag: Cell<(u32, u64)>,
+}
+
+/// Shadow page tables of a vCPU.
+pub struct Vtlb<F> {
+    tables: [Table; MAX_TABLES],
+    spaces: [Space; MAX_SPACES],
+    /// Root of the tables that all spaces share.
+    shared: Cell<Option<Ref>>,
+    /// Number of tables that have frames; the others have none yet.
+    count: Cell<u16>,
+    /// Number of tables in the lists of free and of removed ones.
+    spare: Cell<u16>,
+    /// Number of tables that the pool may have.
+    limit: Cell<u16>,
+    free: Cell<Option<Ref>>,
+    /// Removed tables, whose entries are still to be cleared.
+    removed: Cell<Option<Ref>>,
+    /// Tables that the current [`Vtlb::fill`] uses.
+    path: [Cell<Option<Ref>>; 4],
+    current: Cell<u8>,
+    /// Level of roots.
+    top: Cell<u32>,
+    clock: Cell<u64>,
+    flush: Cell<Flush>,
+    options: Cell<Options>,
+    /// A shared table may have leaves that are not global.
+    has_local: Cell<bool>,
+    trace: trace::Trace,
+    /// Counters.
+    pub counters: Counters,
+    format: core::marker::PhantomData<F>,
+}
+
+/// Index of the entry for an address at a level.
+fn index(address: u64, level: u32) -> usize {
+    (address >> (12 + 9 * level)) as usize % ENTRIES
+}
+
+impl<F: ShadowFormat> Vtlb<F> {
+    /// Empty tables; the pool may have `limit` tables. Too large for a stack: initialise in place.
+    #[inline(always)]
+    pub fn new(limit: u16) -> Self {
+        Self {
+            tables: [const { Table::new() }; MAX_TABLES],
+            spaces: core::array::from_fn(|_| Space::default()),
+            shared: Cell::new(None),
+            count: Cell::new(0),
+            spare: Cell::new(0),
+            limit: Cell::new(limit.min(MAX_TABLES as u16)),
+            free: Cell::new(None),
+            removed: Cell::new(None),
+            path: [const { Cell::new(None) }; 4],
+            current: Cell::new(0),
+            top: Cell::new(F::ROOT_LEVEL),
+            clock: Cell::new(0),
+            flush: Cell::new(Flush::All),
+            options: Cell::new(Options { spaces: 1, ..Options::default() }),
+            has_local: Cell::new(false),
+            trace: trace::Trace::new(),
+            counters: Counters::default(),
+            format: core::marker::PhantomData,
+        }
+    }
+
+    /// Sets the optimisations, and drops everything.
+    pub fn set_options(&self, options: Options) {
+        self.options.set(Options { spaces: options.spaces.clamp(1, MAX_SPACES as u8), ..options });
+        self.drop_all();
+    }
+
+    /// The optimisations.
+    pub fn options(&self) -> Options {
+        self.options.get()
+    }
+
+    /// Physical address of the current root.
+    pub fn root(&self) -> Option<u64> {
+        self.space().root.get().map(|root| self.table(root).shadow.get())
+    }
+
+    /// Takes the obligation to flush the processor's TLB.
+    #[inline]
+    pub fn take_flush(&self) -> Flush {
+        self.flush.replace(Flush::None)
+    }
+
+    /// TLB tag of the current space and its epoch, which the caller defines; epoch 0: none, because
+    /// the TLB may have stale entries with the last tag.
+    #[inline]
+    pub fn tag(&self) -> (u32, u64) {
+        self.space().tag.get()
+    }
+
+    /// Sets the TLB tag of the current space.
+    pub fn set_tag(&self, tag: u32, epoch: u64) {
+        self.space().tag.set((tag, epoch));
+    }
+
+    /// Tags of all spaces with an epoch.
+    pub fn tags(&self, epoch: u64) -> impl Iterator<Item = u32> {
+        let valid = move |space: &Space| space.root.get().is_some() && space.tag.get().1 == epoch;
+        self.spaces.iter().filter(move |space| valid(space)).map(|space| space.tag.get().0)
+    }
+
+    /// Takes the tags of all spaces away.
+    pub fn drop_tags(&self) {
+        for space in &self.spaces {
+            space.tag.set((0, 0));
+        }
+    }
+
+    /// Level of roots: that of `F`, or one less for three-level tables and without paging.
+    /// Everything is dropped if it changes.
+    pub fn set_top(&self, top: u32) {
+        if self.top.replace(top) != top {
+            self.drop_all();
+        }
+    }
+
+    /// Level of roots.
+    pub fn top(&self) -> u32 {
+        self.top.get()
+    }
+
+    fn space(&self) -> &Space {
+        &self.spaces[usize::from(self.current.get()) % MAX_SPACES]
+    }
+
+    fn table(&self, table: Ref) -> &Table {
+        &self.tables[table.index()]
+    }
+
+    /// Makes the space of the guest's root table at guest-physical address `key` current and removes
+    /// what may be stale in it, except for global translations. `host`: physical address of the
+    /// root table; `None` if it is not in memory, or there is no paging.
+    ///
+    /// # Errors
+    /// The pool must grow first. Nothing is current until the call is repeated.
+    pub fn load(
+        &self,
+        frames: &impl Frames,
+        key: u64,
+        host: Option<u64>,
+    ) -> Result<(), NeedsFrames> {
+        self.clock.set(self.clock.get() + 1);
+        self.drop_local(frames);
+        let (index, is_known) = self.choose(key);
+        self.current.set(index as u8);
+        let space = self.space();
+        space.used.set(self.clock.get());
+        space.key.set(key);
+        let source = Source { guest: key, host: host.unwrap_or(0) };
+        match space.root.get() {
+            Some(root) if self.options.get().sync && host.is_some() => {
+                if !is_known {
+                    self.table(root).source.set(source);
+                }
+                self.sync(frames, root);
+            }
+            Some(root) => {
+                self.table(root).source.set(source);
+                self.clear(frames, root);
+            }
+            None => {
+                let top = self.top.get();
+                let root = self.take_table(frames, index as u8, top, source)?;
+                self.table(root).is_split.set(host.is_none());
+                space.root.set(Some(root));
+                space.tag.set((0, 0));
+            }
+        }
+        self.link_shared(frames);
+        Ok(())
+    }
+
+    /// Index of the space for `key`, and whether it is that of `key` already.
+    fn choose(&self, key: u64) -> (usize, bool) {
+        let kept = &self.spaces[..self.options.get().spaces.into()];
+        let known = |space: &Space| space.root.get().is_some() && space.key.get() == key;
+        if let Some(index) = kept.iter().position(known) {
+            return (index, true);
+        }
+        let age = |space: &Space| space.root.get().map(|_| space.used.get());
+        let oldest = (0..kept.len()).min_by_key(|&index| age(&kept[index])).unwrap_or(0);
+        (oldest, false)
+    }
+
+    /// Removes the translation of an address from the current space. Of a split page all go: for the
+    /// guest they are one translation.
+    pub fn invalidate(&self, frames: &impl Frames, address: u64) {
+        let Some(root) = self.space().root.get() else { return };
+        let (mut at, mut split) = (root, None);
+        for level in (0..=self.top.get()).rev() {
+            let table = self.table(at);
+            if split.is_none() && at != root && table.is_split.get() {
+                split = Some(at);
+            }
+            let slot = index(address, level);
+            if !F::is_present(frames.words(table.shadow.get())[slot].load(Relaxed)) {
+                return;
+            }
+            match (self.child(frames, at, slot), split) {
+                (Some(child), _) => at = child,
+                (None, Some(split)) => return self.detach(frames, split),
+                (None, None) => return self.remove(frames, at, slot, address),
+            }
+        }
+    }
+
+    /// Physical address of the page at a linear address, if the current space has a translation.
+    pub fn translate(&self, frames: &impl Frames, address: u64) -> Option<u64> {
+        let mut at = self.space().root.get()?;
+        for level in (0..=self.top.get()).rev() {
+            let slot = index(address, level);
+            let entry = frames.words(self.table(at).shadow.get())[slot].load(Relaxed);
+            if !F::is_present(entry) {
+                return None;
+            }
+            match self.child(frames, at, slot) {
+                Some(child) => at = child,
+                None => {
+                    let within = address & ((1 << (12 + 9 * level)) - 1) & !0xfff;
+                    return Some(F::address(entry) + within);
+                }
+            }
+        }
+        None
+    }
+
+    /// Removes all translations.
+    pub fn drop_all(&self) {
+        for space in &self.spaces {
+            if let Some(root) = space.root.take() {
+                self.put_removed(root);
+            }
+            space.tag.set((0, 0));
+        }
+        if let Some(shared) = self.shared.take() {
+            self.put_removed(shared);
+        }
+        self.has_local.set(false);
+        self.forget_trace();
+        self.flush.set(Flush::All);
+    }
+
+    /// Removes shared tables with leaves that are not global.
+    fn drop_local(&self, frames: &impl Frames) {
+        if !self.has_local.take() {
+            return;
+        }
+        for number in 0..self.count.get() {
+            let table = Ref::new(number);
+            let of = self.table(table);
+            if of.in_use.get() && of.is_local.get() && of.owner.get() == SHARED {
+                self.detach(frames, table);
+            }
+        }
+    }
+
+    /// Adds an obligation to flush the TLB.
+    fn request(&self, new: Flush) {
+        let merged = match (self.flush.get(), new) {
+            (Flush::None, other) | (other, Flush::None) => other,
+            (old, new) if old == new => old,
+            (Flush::Page { everywhere: false, .. } | Flush::Space, Flush::Page { everywhere: false, .. } | Flush::Space) => Flush::Space,
+            _ => Flush::All,
+        };
+        self.flush.set(merged);
+    }
+}

@@ -1,0 +1,232 @@
+//! Filling: the translations of the guest become entries of shadow tables.
+
+use core::sync::atomic::Ordering::Relaxed;
+
+use super::tables::Ref;
+use super::{Flush, Frames, NeedsFrames, SHARED, ShadowFormat, UPPER_HALF, Vtlb, index};
+
+/// Guest table, or guest entry of a split page, by its guest-physical and host-physical addresses.
+/// An entry's is not aligned to a page, except the first of its table.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Source {
+    /// Guest-physical address.
+    pub guest: u64,
+    /// Host-physical address.
+    pub host: u64,
+}
+
+/// An entry that a walk of the guest's tables has read.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Step {
+    /// Where it is.
+    pub at: Source,
+    /// Its value, with accessed and dirty bits set by the walk.
+    pub value: u64,
+}
+
+/// A translation to fill.
+#[derive(Clone, Copy, Debug)]
+pub struct Fill<'a> {
+    /// Linear address.
+    pub address: u64,
+    /// Guest entries from the root to the leaf; empty without paging.
+    pub steps: &'a [Step],
+    /// Shadow leaf.
+    pub leaf: u64,
+    /// Its level, at most that of the guest's leaf.
+    pub level: u32,
+    /// Guest-physical page number of the address.
+    pub page: u64,
+    /// The guest's leaf is global.
+    pub is_global: bool,
+    /// The access is a write.
+    pub is_write: bool,
+}
+
+impl Fill<'_> {
+    /// Guest entry that an entry at a level is filled from: below a large page its leaf.
+    fn step(&self, top: u32, level: u32) -> Step {
+        let depth = (top - level) as usize;
+        self.steps.get(depth).or(self.steps.last()).copied().unwrap_or_default()
+    }
+
+    /// Source of the table at a level below the root, and whether it is part of a split page.
+    fn source(&self, top: u32, level: u32) -> (Source, bool) {
+        match self.steps.get((top - level) as usize) {
+            Some(step) => {
+                let Source { guest, host } = step.at;
+                (Source { guest: guest & !0xfff, host: host & !0xfff }, false)
+            }
+            None => (self.steps.last().map_or(Source::default(), |leaf| leaf.at), true),
+        }
+    }
+}
+
+impl<F: ShadowFormat> Vtlb<F> {
+    /// Highest level at which a leaf for guest page number `page` may be, at most `level`: pages
+    /// whose writes are traced have leaves of their own.
+    pub fn leaf_level(&self, page: u64, level: u32) -> u32 {
+        if level > 0 && self.trace.may_contain(page, level) { 0 } else { level }
+    }
+
+    /// Fills a translation in the current space, which must have been loaded.
+    ///
+    /// # Errors
+    /// The pool must grow first.
+    pub fn fill(&self, frames: &impl Frames, fill: &Fill<'_>) -> Result<(), NeedsFrames> {
+        let top = self.top.get();
+        let mut table = self.space().root.get().ok_or(NeedsFrames)?;
+        self.path.iter().for_each(|used| used.set(None));
+        for level in (fill.level + 1..=top).rev() {
+            self.path[level as usize].set(Some(table));
+            table = self.descend(frames, table, level, fill)?;
+        }
+        self.path[fill.level as usize].set(Some(table));
+        self.set_leaf(frames, table, fill);
+        Ok(())
+    }
+
+    /// Returns the table below the entry for an address; allocates it if it is missing, and
+    /// replaces it if the guest's entry has changed.
+    fn descend(
+        &self,
+        frames: &impl Frames,
+        table: Ref,
+        level: u32,
+        fill: &Fill<'_>,
+    ) -> Result<Ref, NeedsFrames> {
+        let slot = index(fill.address, level);
+        let value = fill.step(self.top.get(), level).value;
+        let (source, is_split) = fill.source(self.top.get(), level - 1);
+        if let Some(child) = self.matching(frames, table, slot, value, source) {
+            return Ok(child);
+        }
+        let is_shared = self.options.get().global
+            && slot >= UPPER_HALF
+            && level == F::ROOT_LEVEL
+            && self.shared.get() != Some(table);
+        self.remove(frames, table, slot, fill.address);
+        let child = if is_shared {
+            let shared = self.shared_root(frames)?;
+            self.descend(frames, shared, level, fill)?
+        } else {
+            let owner = self.table(table).owner.get();
+            let child = self.take_table(frames, owner, level - 1, source)?;
+            let of = self.table(child);
+            of.is_split.set(is_split);
+            of.parent.set(Some(table));
+            of.slot.set(slot as u16);
+            self.trace_table(frames, child);
+            child
+        };
+        let physical = self.table(child).shadow.get();
+        let is_pointer = level == self.top.get() && level < F::ROOT_LEVEL;
+        let entry = if is_pointer { F::pointer(physical) } else { F::table(physical) };
+        self.write(frames, table, slot, entry, value & F::MEANING | Self::link_of(child));
+        Ok(child)
+    }
+
+    /// The root of shared tables.
+    fn shared_root(&self, frames: &impl Frames) -> Result<Ref, NeedsFrames> {
+        match self.shared.get() {
+            Some(shared) => Ok(shared),
+            None => {
+                let shared = self.take_table(frames, SHARED, self.top.get(), Source::default())?;
+                self.shared.set(Some(shared));
+                Ok(shared)
+            }
+        }
+    }
+
+    /// Table below an entry, if it was filled from the same entry and the same table of the guest.
+    #[inline]
+    fn matching(
+        &self,
+        frames: &impl Frames,
+        table: Ref,
+        slot: usize,
+        value: u64,
+        source: Source,
+    ) -> Option<Ref> {
+        let copy = frames.words(self.table(table).copies.get())[slot].load(Relaxed);
+        let child = Self::child_in(copy)?;
+        let is_same = (copy ^ value) & F::MEANING & !F::MARKS == 0;
+        (is_same && self.table(child).source.get() == source).then_some(child)
+    }
+
+    /// Writes the leaf of a fill.
+    fn set_leaf(&self, frames: &impl Frames, table: Ref, fill: &Fill<'_>) {
+        let slot = index(fill.address, fill.level);
+        let of = self.table(table);
+        let old = frames.words(of.shadow.get())[slot].load(Relaxed);
+        if F::is_present(old) {
+            let copy = frames.words(of.copies.get())[slot].load(Relaxed);
+            // The processor has forgotten the translation that faulted: if the fill only adds
+            // rights, nothing stale remains.
+            if Self::child_in(copy).is_some() || old & !fill.leaf & !F::DIRTY != 0 {
+                self.remove(frames, table, slot, fill.address);
+            } else {
+                self.leaf_removed(of, slot, old, copy);
+            }
+        }
+        let leaf = self.traced_leaf(table, slot, fill);
+        // A split page was compared by the entry above.
+        let copy = if of.is_split.get() {
+            fill.page << 12
+        } else {
+            fill.step(self.top.get(), fill.level).value & F::MEANING
+        };
+        self.write(frames, table, slot, leaf, copy);
+        self.leaf_added(of, leaf, copy);
+        if of.owner.get() == SHARED && !fill.is_global {
+            of.is_local.set(true);
+            self.has_local.set(true);
+        }
+    }
+
+    pub(super) fn write(&self, frames: &impl Frames, table: Ref, slot: usize, entry: u64, copy: u64) {
+        let of = self.table(table);
+        frames.words(of.copies.get())[slot].store(copy, Relaxed);
+        frames.words(of.shadow.get())[slot].store(entry, Relaxed);
+        of.fill(slot);
+    }
+
+    /// Clears an entry in use, with all below it. `address`: an address that it translates.
+    pub(super) fn remove(&self, frames: &impl Frames, table: Ref, slot: usize, address: u64) {
+        let of = self.table(table);
+        let entry = frames.words(of.shadow.get())[slot].load(Relaxed);
+        if !F::is_present(entry) {
+            return;
+        }
+        let copy = frames.words(of.copies.get())[slot].load(Relaxed);
+        let child = Self::child_in(copy);
+        match child {
+            Some(child) if self.table(child).parent.get() == Some(table) => {
+                self.put_removed(child);
+            }
+            Some(_) => {}
+            None => self.leaf_removed(of, slot, entry, copy),
+        }
+        let flush = match child {
+            None if of.level.get() == 0 => Flush::Page { address, everywhere: false },
+            _ => Flush::Space,
+        };
+        self.request_for(of.owner.get(), flush);
+        self.unlink(frames, table, slot);
+    }
+
+    /// Clears an entry; of the shared root also in the root of every space.
+    pub(super) fn unlink(&self, frames: &impl Frames, table: Ref, slot: usize) {
+        let clear = |table: Ref| {
+            let of = self.table(table);
+            frames.words(of.shadow.get())[slot].store(0, Relaxed);
+            frames.words(of.copies.get())[slot].store(0, Relaxed);
+            let word = &of.filled[slot / 64];
+            word.set(word.get() & !(1 << (slot % 64)));
+        };
+        clear(table);
+        if self.shared.get() == Some(table) {
+            self.spaces.iter().filter_map(|space| space.root.get()).for_each(clear);
+        }
+    }
+}

@@ -1,0 +1,98 @@
+//! Flushes: of a space as a whole, or of what differs from the guest's tables.
+
+use core::sync::atomic::Ordering::Relaxed;
+
+use super::tables::Ref;
+use super::{ENTRIES, Flush, Frames, SYNC_BUDGET, ShadowFormat, Vtlb};
+
+/// Returns whether the guest's entry `now` has the translation of its copy: it may have become
+/// accessed or dirty, but not lost these marks.
+fn is_same<F: ShadowFormat>(now: u64, copy: u64) -> bool {
+    (now ^ copy) & F::MEANING & !F::MARKS == 0 && copy & F::MARKS & !now == 0
+}
+
+impl<F: ShadowFormat> Vtlb<F> {
+    /// Removes all entries of a root. Shared tables stay.
+    pub(super) fn clear(&self, frames: &impl Frames, root: Ref) {
+        for slot in self.table(root).slots() {
+            self.drop_entry(frames, root, slot, 0);
+        }
+        self.request(Flush::Space);
+    }
+
+    /// Makes the shared tables part of the current space that the guest's root refers to.
+    pub(super) fn link_shared(&self, frames: &impl Frames) {
+        let (Some(shared), Some(root)) = (self.shared.get(), self.space().root.get()) else {
+            return;
+        };
+        let (from, to) = (self.table(shared), self.table(root));
+        if to.is_split.get() || !self.options.get().global {
+            return;
+        }
+        // Four-level roots are aligned.
+        let guest = frames.words(to.source.get().host & !0xfff);
+        for slot in from.slots() {
+            let copy = frames.words(from.copies.get())[slot].load(Relaxed);
+            let is_linked = frames.words(to.copies.get())[slot].load(Relaxed) != 0;
+            if !is_linked && is_same::<F>(guest[slot].load(Relaxed), copy) {
+                let entry = frames.words(from.shadow.get())[slot].load(Relaxed);
+                self.write(frames, root, slot, entry, copy);
+            }
+        }
+    }
+
+    /// Returns whether an entry of a root refers to a shared table.
+    fn is_linked_shared(&self, frames: &impl Frames, root: Ref, slot: usize) -> bool {
+        let child = self.child(frames, root, slot);
+        child.is_some_and(|child| self.table(child).parent.get() != Some(root))
+    }
+
+    /// Removes the entries of a root that differ from the guest's tables, with all below them.
+    pub(super) fn sync(&self, frames: &impl Frames, root: Ref) {
+        let mut budget = SYNC_BUDGET;
+        self.sync_table(frames, root, 0, &mut budget);
+    }
+
+    /// Compares a table. `base`: first address that it translates.
+    fn sync_table(&self, frames: &impl Frames, table: Ref, base: u64, budget: &mut u32) {
+        let of = self.table(table);
+        let level = u32::from(of.level.get());
+        if of.is_split.get() {
+            // Compared by the entry above.
+            return;
+        }
+        let is_clean = self.is_clean(frames, table);
+        if is_clean && level == 0 {
+            return;
+        }
+        self.counters.syncs.set(self.counters.syncs.get() + 1);
+        let source = of.source.get().host;
+        let (guest, first) = (frames.words(source & !0xfff), source as usize / 8);
+        let copies = frames.words(of.copies.get());
+        for slot in of.slots() {
+            let address = base + ((slot as u64) << (12 + 9 * level));
+            let copy = copies[slot].load(Relaxed);
+            let child = Self::child_in(copy);
+            let left = budget.checked_sub(1);
+            *budget = left.unwrap_or(0);
+            let now = guest[(first + slot) % ENTRIES].load(Relaxed);
+            let is_kept = left.is_some() && (is_clean || is_same::<F>(now, copy));
+            match child {
+                _ if !is_kept => self.drop_entry(frames, table, slot, address),
+                Some(child) if self.table(child).parent.get() == Some(table) => {
+                    self.sync_table(frames, child, address, budget);
+                }
+                _ => {}
+            }
+        }
+    }
+
+    fn drop_entry(&self, frames: &impl Frames, table: Ref, slot: usize, address: u64) {
+        if self.is_linked_shared(frames, table, slot) {
+            self.unlink(frames, table, slot);
+            self.request(Flush::Space);
+        } else {
+            self.remove(frames, table, slot, address);
+        }
+    }
+}

@@ -1,0 +1,280 @@
+//! Shadow tables: allocation, removal and eviction.
+
+use core::cell::Cell;
+use core::num::NonZeroU16;
+use core::sync::atomic::Ordering::Relaxed;
+
+use super::{ENTRIES, Flush, Frames, MAX_SPACES, NeedsFrames, SHARED, ShadowFormat, Source, Vtlb};
+
+/// Lowest bit of the number of the child table in the copy of an entry.
+const CHILD_SHIFT: u32 = 52;
+/// Mask of that number, after the shift.
+const CHILD_MASK: u64 = 0xff;
+
+/// Number of a shadow table, plus 1.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Ref(NonZeroU16);
+
+impl Ref {
+    /// The table with this number.
+    pub fn new(number: u16) -> Self {
+        Self(NonZeroU16::MIN.saturating_add(number))
+    }
+
+    /// Its number.
+    #[inline(always)]
+    pub fn index(self) -> usize {
+        usize::from(self.0.get()) - 1
+    }
+}
+
+/// Descriptor of a shadow table.
+pub struct Table {
+    /// Physical address of the table.
+    pub shadow: Cell<u64>,
+    /// Physical address of the copies of the guest's entries.
+    pub copies: Cell<u64>,
+    /// Guest table, or guest entry of a split page.
+    pub source: Cell<Source>,
+    /// Bit mask of the entries in use.
+    pub filled: [Cell<u64>; ENTRIES / 64],
+    /// Table that refers to it; `None`: it is a root.
+    pub parent: Cell<Option<Ref>>,
+    /// Index of the entry that refers to it.
+    pub slot: Cell<u16>,
+    /// Next free or removed table.
+    next: Cell<Option<Ref>>,
+    /// Index of its space, or [`SHARED`].
+    pub owner: Cell<u8>,
+    /// Level of its entries.
+    pub level: Cell<u8>,
+    /// It is part of a split page, or there is no paging.
+    pub is_split: Cell<bool>,
+    /// It may have leaves that are not global.
+    pub is_local: Cell<bool>,
+    /// It is in use: part of a space.
+    pub in_use: Cell<bool>,
+    /// See [`super::trace`].
+    pub trace: super::trace::TableTrace,
+}
+
+impl Table {
+    /// A table without frames.
+    pub const fn new() -> Self {
+        Self {
+            shadow: Cell::new(0),
+            copies: Cell::new(0),
+            source: Cell::new(Source { guest: 0, host: 0 }),
+            filled: [const { Cell::new(0) }; ENTRIES / 64],
+            parent: Cell::new(None),
+            slot: Cell::new(0),
+            next: Cell::new(None),
+            owner: Cell::new(0),
+            level: Cell::new(0),
+            is_split: Cell::new(false),
+            is_local: Cell::new(false),
+            in_use: Cell::new(false),
+            trace: super::trace::TableTrace::new(),
+        }
+    }
+
+    /// Marks an entry as used.
+    #[inline]
+    pub fn fill(&self, slot: usize) {
+        let word = &self.filled[slot / 64];
+        word.set(word.get() | 1 << (slot % 64));
+    }
+
+    /// The used entries.
+    pub fn slots(&self) -> impl Iterator<Item = usize> {
+        let words = self.filled.iter().enumerate();
+        words.flat_map(|(index, word)| {
+            let mut left = word.get();
+            core::iter::from_fn(move || {
+                let bit = (left != 0).then(|| left.trailing_zeros() as usize)?;
+                left &= left - 1;
+                Some(64 * index + bit)
+            })
+        })
+    }
+}
+
+impl<F: ShadowFormat> Vtlb<F> {
+    /// Number of the child in a copy.
+    pub(super) fn link_of(child: Ref) -> u64 {
+        (child.index() as u64 + 1) << CHILD_SHIFT
+    }
+
+    /// Table that an entry refers to; `None` for a leaf or an unused entry.
+    #[inline]
+    pub(super) fn child(&self, frames: &impl Frames, table: Ref, slot: usize) -> Option<Ref> {
+        let copy = frames.words(self.table(table).copies.get())[slot].load(Relaxed);
+        Self::child_in(copy)
+    }
+
+    /// Table that a copy refers to.
+    #[inline]
+    pub(super) fn child_in(copy: u64) -> Option<Ref> {
+        NonZeroU16::new((copy >> CHILD_SHIFT & CHILD_MASK) as u16).map(Ref)
+    }
+
+    /// Number of tables of the pool.
+    pub fn size(&self) -> u16 {
+        self.count.get()
+    }
+
+    /// Number of tables that can be allocated without an eviction, at least.
+    pub fn free_tables(&self) -> u16 {
+        self.spare.get()
+    }
+
+    /// Number of tables that the pool still lacks.
+    pub fn missing_tables(&self) -> u16 {
+        self.limit.get() - self.count.get()
+    }
+
+    /// Adds the two zeroed frames of a table to the pool.
+    pub fn add_table(&self, shadow: u64, copies: u64) {
+        let number = self.count.get();
+        if number >= self.limit.get() {
+            return;
+        }
+        self.count.set(number + 1);
+        let table = Ref::new(number);
+        self.table(table).shadow.set(shadow);
+        self.table(table).copies.set(copies);
+        self.put_free(table);
+    }
+
+    /// No more frames can be added: tables are evicted from now on.
+    pub fn close_pool(&self) {
+        self.limit.set(self.count.get());
+    }
+
+    /// Physical addresses of all frames of the pool, for the end of the vCPU.
+    pub fn frames(&self) -> impl Iterator<Item = u64> {
+        let used = self.tables.iter().take(self.count.get().into());
+        used.flat_map(|table| [table.shadow.get(), table.copies.get()])
+    }
+
+    fn put_free(&self, table: Ref) {
+        self.spare.set(self.spare.get() + 1);
+        self.table(table).next.set(self.free.replace(Some(table)));
+    }
+
+    /// Puts a table, with all below it, on the list of removed tables.
+    pub(super) fn put_removed(&self, table: Ref) {
+        let of = self.table(table);
+        of.in_use.set(false);
+        self.spare.set(self.spare.get() + 1);
+        self.trace.forget_table(of);
+        of.next.set(self.removed.replace(Some(table)));
+    }
+
+    /// Allocates an empty table.
+    pub(super) fn take_table(
+        &self,
+        frames: &impl Frames,
+        owner: u8,
+        level: u32,
+        source: Source,
+    ) -> Result<Ref, NeedsFrames> {
+        let found = if let Some(free) = self.free.get() {
+            self.free.set(self.table(free).next.get());
+            self.spare.set(self.spare.get() - 1);
+            free
+        } else if let Some(removed) = self.removed.get() {
+            self.removed.set(self.table(removed).next.get());
+            self.spare.set(self.spare.get() - 1);
+            self.empty(frames, removed);
+            removed
+        } else if self.missing_tables() > 0 {
+            return Err(NeedsFrames);
+        } else {
+            self.evict(frames).ok_or(NeedsFrames)?
+        };
+        let table = self.table(found);
+        table.source.set(source);
+        table.parent.set(None);
+        table.slot.set(0);
+        table.owner.set(owner);
+        table.level.set(level as u8);
+        table.is_split.set(false);
+        table.is_local.set(false);
+        table.in_use.set(true);
+        Ok(found)
+    }
+
+    /// Clears the entries of a removed table; the tables below it become removed ones.
+    fn empty(&self, frames: &impl Frames, table: Ref) {
+        let of = self.table(table);
+        let (shadow, copies) = (frames.words(of.shadow.get()), frames.words(of.copies.get()));
+        for slot in of.slots() {
+            let (entry, copy) = (shadow[slot].swap(0, Relaxed), copies[slot].swap(0, Relaxed));
+            match Self::child_in(copy) {
+                None => self.leaf_removed(of, slot, entry, copy),
+                Some(child) if self.table(child).parent.get() == Some(table) => {
+                    if self.table(child).in_use.get() {
+                        self.put_removed(child);
+                    }
+                }
+                Some(_) => {}
+            }
+        }
+        of.filled.iter().for_each(|word| word.set(0));
+    }
+
+    /// Removes the least useful table: of the lowest level, in the space that was used longest ago.
+    #[cold]
+    fn evict(&self, frames: &impl Frames) -> Option<Ref> {
+        let age = |table: &Table| match table.owner.get() {
+            SHARED => self.clock.get(),
+            owner => self.spaces[usize::from(owner) % MAX_SPACES].used.get(),
+        };
+        let victim = (0..self.count.get())
+            .map(Ref::new)
+            .filter(|&table| self.is_evictable(table))
+            .min_by_key(|&table| (age(self.table(table)), self.table(table).level.get()))?;
+        self.counters.evictions.set(self.counters.evictions.get() + 1);
+        self.detach(frames, victim);
+        // It is the first of the list now.
+        self.removed.set(self.table(victim).next.get());
+        self.spare.set(self.spare.get() - 1);
+        self.empty(frames, victim);
+        Some(victim)
+    }
+
+    fn is_evictable(&self, table: Ref) -> bool {
+        let of = self.table(table);
+        let is_current_root = self.space().root.get() == Some(table);
+        let is_on_path = self.path.iter().any(|used| used.get() == Some(table));
+        of.in_use.get() && !is_current_root && !is_on_path && self.shared.get() != Some(table)
+    }
+
+    /// Removes a table from its parent, or its space if it is a root.
+    pub(super) fn detach(&self, frames: &impl Frames, table: Ref) {
+        let of = self.table(table);
+        self.request_for(of.owner.get(), Flush::Space);
+        self.put_removed(table);
+        match of.parent.get() {
+            Some(parent) => self.unlink(frames, parent, of.slot.get().into()),
+            None => {
+                for space in self.spaces.iter().filter(|space| space.root.get() == Some(table)) {
+                    space.root.set(None);
+                }
+            }
+        }
+    }
+
+    /// Requests a flush for tables of an owner.
+    pub(super) fn request_for(&self, owner: u8, flush: Flush) {
+        match (owner, flush) {
+            (SHARED, Flush::Page { address, .. }) => {
+                self.request(Flush::Page { address, everywhere: true });
+            }
+            (SHARED, _) => self.request(Flush::All),
+            _ if owner == self.current.get() => self.request(flush),
+            _ => self.spaces[usize::from(owner) % MAX_SPACES].tag.set((0, 0)),
+        }
+    }
+}

@@ -1,0 +1,141 @@
+//! Guest memory and frames as the walks of a vTLB access them: by the direct map.
+//!
+//! The nested tables of the VM are read without the kernel lock, as a processor's page walker reads
+//! them: entries are atomic words, and no table is reused before this CPU has answered the
+//! shootdown that follows its removal.
+
+use core::cell::Cell;
+use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use hw_walk::PageTables;
+use hw_x86::paging::{ENTRIES, entry};
+use kernel_core::table::Format;
+use kernel_core::vtlb::Frames;
+
+use crate::format::UserFormat;
+use crate::memory::direct;
+
+/// Number of pages that the cache of translations holds.
+const CACHED: usize = 32;
+/// Width of guest-physical addresses.
+const GUEST_BITS: u32 = 48;
+
+/// Page of guest memory in the host.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct HostPage {
+    /// Leaf of the nested tables.
+    pub leaf: u64,
+    /// Its level.
+    pub level: u32,
+    /// Physical address of the page.
+    pub physical: u64,
+}
+
+impl HostPage {
+    /// Returns whether the guest may write it.
+    pub fn is_writable(self) -> bool {
+        self.leaf & entry::WRITE != 0
+    }
+
+    /// Returns whether it is device memory.
+    pub fn is_device(self) -> bool {
+        self.leaf & entry::UNCACHED != 0
+    }
+}
+
+/// Second-stage translation of a VM, by software.
+#[derive(Clone)]
+pub struct GuestMemory {
+    /// Physical address of the nested tables; 0: not known yet.
+    root: Cell<u64>,
+    /// Recently used pages of page tables: page number plus 1, and the page.
+    cache: [Cell<(u64, HostPage)>; CACHED],
+}
+
+/// Words of a page in the direct map.
+fn page(physical: u64) -> &'static [AtomicU64; ENTRIES] {
+    // SAFETY: callers pass frames of a vCPU's pool, nested tables, and RAM that nested tables map:
+    // the direct map includes all of them, for ever. Others may write guest memory at any time:
+    // only atomic words are accessed.
+    unsafe { &*direct(physical & entry::ADDRESS).cast() }
+}
+
+impl GuestMemory {
+    /// Memory without nested tables.
+    pub fn new() -> Self {
+        Self { root: Cell::new(0), cache: Default::default() }
+    }
+
+    /// Returns whether these are the nested tables.
+    pub fn has_root(&self, root: u64) -> bool {
+        self.root.get() == root
+    }
+
+    /// Sets the nested tables, and forgets translations.
+    pub fn set_root(&self, root: u64) {
+        self.root.set(root);
+        self.cache.iter().for_each(|cached| cached.set(Default::default()));
+    }
+
+    /// Translates a guest-physical address.
+    pub fn translate(&self, address: u64) -> Option<HostPage> {
+        if address >> GUEST_BITS != 0 || self.root.get() == 0 {
+            return None;
+        }
+        let mut table = self.root.get();
+        for level in (0..=UserFormat::ROOT_LEVEL).rev() {
+            let shift = 12 + 9 * level;
+            let found = page(table)[(address >> shift) as usize % ENTRIES].load(Relaxed);
+            if !UserFormat::is_present(found) {
+                return None;
+            }
+            let next = UserFormat::address(found);
+            if UserFormat::is_leaf(found, level) {
+                let within = address & ((1 << shift) - 1) & !0xfff;
+                return Some(HostPage { leaf: found, level, physical: next + within });
+            }
+            table = next;
+        }
+        None
+    }
+
+    /// Page of RAM at a guest-physical address.
+    #[inline]
+    pub fn table_page(&self, address: u64) -> Option<HostPage> {
+        let number = address >> 12;
+        let cached = &self.cache[number as usize % CACHED];
+        let (known, found) = cached.get();
+        if known == number + 1 {
+            return Some(found);
+        }
+        let found = self.translate(address).filter(|found| !found.is_device())?;
+        cached.set((number + 1, found));
+        Some(found)
+    }
+}
+
+impl PageTables for GuestMemory {
+    #[inline]
+    fn read(&self, at: u64, bytes: u64) -> Option<u64> {
+        let words = page(self.table_page(at)?.physical);
+        let word = words[at as usize / 8 % ENTRIES].load(Relaxed);
+        Some(if bytes == 8 { word } else { word >> (8 * (at & 4)) & 0xffff_ffff })
+    }
+
+    fn replace(&self, at: u64, bytes: u64, old: u64, new: u64) -> bool {
+        let Some(found) = self.table_page(at) else { return true };
+        // Marks of tables in read-only memory are lost, as in ROM.
+        if !found.is_writable() || bytes != 8 {
+            return true;
+        }
+        let word = &page(found.physical)[at as usize / 8 % ENTRIES];
+        word.compare_exchange(old, new, Relaxed, Relaxed).is_ok()
+    }
+}
+
+impl Frames for GuestMemory {
+    #[inline(always)]
+    fn words(&self, physical: u64) -> &[AtomicU64; ENTRIES] {
+        page(physical)
+    }
+}
