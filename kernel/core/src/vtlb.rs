@@ -89,7 +89,9 @@ pub struct Options {
 }
 
 /// What the processor's TLB must forget before the guest is entered again.
+// Zero is `None`: see `Vtlb`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u8)]
 pub enum Flush {
     /// Nothing.
     None,
@@ -131,7 +133,8 @@ struct Space {
     tag: Cell<(u32, u64)>,
 }
 
-/// Shadow page tables of a vCPU.
+/// Shadow page tables of a vCPU. Memory that is zero is a valid value, of [`Vtlb::zeroed`]: it is
+/// too large for a stack. [`Vtlb::start`] must be called before all else.
 pub struct Vtlb<F> {
     tables: [Table; MAX_TABLES],
     spaces: [Space; MAX_SPACES],
@@ -168,29 +171,47 @@ fn index(address: u64, level: u32) -> usize {
 }
 
 impl<F: ShadowFormat> Vtlb<F> {
-    /// Empty tables; the pool may have `limit` tables. Too large for a stack: initialise in place.
-    #[inline(always)]
-    pub fn new(limit: u16) -> Self {
+    /// A value of zeros.
+    pub const fn zeroed() -> Self {
+        const SPACE: Space = Space {
+            key: Cell::new(0),
+            root: Cell::new(None),
+            used: Cell::new(0),
+            tag: Cell::new((0, 0)),
+        };
         Self {
             tables: [const { Table::new() }; MAX_TABLES],
-            spaces: core::array::from_fn(|_| Space::default()),
+            spaces: [const { SPACE }; MAX_SPACES],
             shared: Cell::new(None),
             count: Cell::new(0),
             spare: Cell::new(0),
-            limit: Cell::new(limit.min(MAX_TABLES as u16)),
+            limit: Cell::new(0),
             free: Cell::new(None),
             removed: Cell::new(None),
             path: [const { Cell::new(None) }; 4],
             current: Cell::new(0),
-            top: Cell::new(F::ROOT_LEVEL),
+            top: Cell::new(0),
             clock: Cell::new(0),
-            flush: Cell::new(Flush::All),
-            options: Cell::new(Options { spaces: 1, ..Options::default() }),
+            flush: Cell::new(Flush::None),
+            options: Cell::new(Options {
+                spaces: 0,
+                global: false,
+                sync: false,
+                trace: false,
+                protect: false,
+            }),
             has_local: Cell::new(false),
             trace: trace::Trace::new(),
-            counters: Counters::default(),
+            counters: Counters { evictions: Cell::new(0), syncs: Cell::new(0) },
             format: core::marker::PhantomData,
         }
+    }
+
+    /// Begins with an empty pool, which may have `limit` tables.
+    pub fn start(&self, limit: u16) {
+        self.limit.set(limit.min(MAX_TABLES as u16));
+        self.top.set(F::ROOT_LEVEL);
+        self.set_options(Options { spaces: 1, ..Options::default() });
     }
 
     /// Sets the optimisations, and drops everything.
@@ -281,6 +302,10 @@ impl<F: ShadowFormat> Vtlb<F> {
         space.used.set(self.clock.get());
         space.key.set(key);
         let source = Source { guest: key, host: host.unwrap_or(0) };
+        if let Some(root) = space.root.get().filter(|_| !is_known) {
+            // Its page is another one from now on.
+            self.trace.forget_table(self.table(root));
+        }
         match space.root.get() {
             Some(root) if self.options.get().sync && host.is_some() => {
                 if !is_known {
@@ -319,7 +344,15 @@ impl<F: ShadowFormat> Vtlb<F> {
     /// Removes the translation of an address from the current space. Of a split page all go: for the
     /// guest they are one translation.
     pub fn invalidate(&self, frames: &impl Frames, address: u64) {
-        let Some(root) = self.space().root.get() else { return };
+        let roots = [self.space().root.get(), self.shared.get()];
+        // A root may refer to other tables than the shared ones, which keep global translations.
+        let is_upper = index(address, self.top.get()) >= UPPER_HALF;
+        for root in roots.into_iter().take(1 + usize::from(is_upper)).flatten() {
+            self.invalidate_below(frames, root, address);
+        }
+    }
+
+    fn invalidate_below(&self, frames: &impl Frames, root: Ref, address: u64) {
         let (mut at, mut split) = (root, None);
         for level in (0..=self.top.get()).rev() {
             let table = self.table(at);
@@ -333,6 +366,8 @@ impl<F: ShadowFormat> Vtlb<F> {
             match (self.child(frames, at, slot), split) {
                 (Some(child), _) => at = child,
                 (None, Some(split)) => return self.detach(frames, split),
+                #[cfg(test)]
+                (None, None) if tests::skips_small_pages() => return,
                 (None, None) => return self.remove(frames, at, slot, address),
             }
         }
@@ -393,7 +428,10 @@ impl<F: ShadowFormat> Vtlb<F> {
         let merged = match (self.flush.get(), new) {
             (Flush::None, other) | (other, Flush::None) => other,
             (old, new) if old == new => old,
-            (Flush::Page { everywhere: false, .. } | Flush::Space, Flush::Page { everywhere: false, .. } | Flush::Space) => Flush::Space,
+            (
+                Flush::Page { everywhere: false, .. } | Flush::Space,
+                Flush::Page { everywhere: false, .. } | Flush::Space,
+            ) => Flush::Space,
             _ => Flush::All,
         };
         self.flush.set(merged);

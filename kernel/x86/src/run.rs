@@ -17,11 +17,11 @@ use kernel_run::log::PERIOD;
 
 use crate::context::Context;
 use crate::cpu::{self, MAX_CPUS};
+use crate::features::features;
 use crate::format::UserFormat;
 use crate::io::{out8, write_cr3};
 use crate::ioapic::{self, Line};
 use crate::log::LOG;
-use crate::features::features;
 use crate::{X86, apic, idt, memory, shadow, time, vcpu};
 
 static KERNEL: KernelLock<X86> = KernelLock::new();

@@ -17,10 +17,10 @@ use core::cell::Cell;
 use core::sync::atomic::Ordering::Relaxed;
 
 use abi::Status;
-use abi::vcpu::memory_fault;
-use abi::vcpu::x86::{VcpuState, gpr, vtlb as option, vtlb_counter};
 use abi::vcpu::exit::MEMORY_FAULT;
+use abi::vcpu::memory_fault;
 use abi::vcpu::x86::exit::EXCEPTION;
+use abi::vcpu::x86::{VcpuState, gpr, vtlb as option, vtlb_counter};
 use hw_walk::{Intent, Paging, Translation};
 use hw_x86::paging::{ENTRIES, cr0, cr4, entry, fault};
 use hw_x86::vmcb::{Vmcb, event, exit};
@@ -77,9 +77,7 @@ impl Shadow {
         vmcb: &Vmcb,
     ) -> Result<Self, Status> {
         let frame = memory.alloc_raw(factory, FRAMES)?;
-        let tables: *mut Tables = memory.address(frame).cast();
-        // SAFETY: frames for this use only, of its size and aligned to pages.
-        unsafe { tables.write(Tables::new((pool / FRAMES_PER_TABLE) as u16)) };
+        let tables: *const Tables = memory.address(frame).cast_const().cast();
         let this = Self {
             frame,
             tables,
@@ -90,8 +88,11 @@ impl Shadow {
             fault: Cell::new((0, 0)),
             counters: Default::default(),
         };
+        this.tables().start((pool / FRAMES_PER_TABLE) as u16);
         control::set_intercepts(&vmcb.control);
-        this.control.set(vmcb, Registers::written(&vmcb.save));
+        let registers = Registers::written(&vmcb.save);
+        this.tables().set_top(registers.top());
+        this.control.set(vmcb, registers);
         Ok(this)
     }
 
@@ -105,8 +106,9 @@ impl Shadow {
 
     #[inline(always)]
     fn tables(&self) -> &Tables {
-        // SAFETY: initialised by `new`, in frames that live as long as the vCPU; all its mutable
-        // parts are cells, and only the CPU that runs the vCPU or holds the lock uses it.
+        // SAFETY: frames for this use only, which live as long as the vCPU and were zeroed when
+        // allocated, which is a valid value; all its mutable parts are cells, and only the CPU that
+        // runs the vCPU or holds the lock uses it.
         unsafe { &*self.tables }
     }
 
@@ -213,9 +215,7 @@ impl Shadow {
         for _ in 0..GROWTH.min(tables.missing_tables()) {
             let pair = memory.alloc_raw(factory, 1).and_then(|shadow| {
                 let copies = memory.alloc_raw(factory, 1);
-                copies
-                    .map(|copies| (shadow, copies))
-                    .inspect_err(|_| memory.free_raw(shadow, 1))
+                copies.map(|copies| (shadow, copies)).inspect_err(|_| memory.free_raw(shadow, 1))
             });
             match pair {
                 Ok((shadow, copies)) => {
@@ -234,9 +234,8 @@ impl Shadow {
     /// Loads the space of the guest's CR3.
     fn load(&self, vmcb: &Vmcb) {
         let root = self.control.get(&vmcb.save).root();
-        let host = root.and_then(|root| {
-            Some(self.memory.table_page(root)?.physical | root & 0xfff)
-        });
+        let host =
+            root.and_then(|root| Some(self.memory.table_page(root)?.physical | root & 0xfff));
         let loaded = self.tables().load(&self.memory, root.unwrap_or(0), host);
         self.needs_load.set(loaded.is_err());
         if self.word.get().unwrap_or(0) & option::ASID == 0 {
@@ -442,16 +441,10 @@ impl Shadow {
 }
 
 /// Shadow leaf of a translation.
-fn leaf(
-    paging: &Paging,
-    intent: Intent,
-    found: &Translation,
-    host: &HostPage,
-    level: u32,
-) -> u64 {
+fn leaf(paging: &Paging, intent: Intent, found: &Translation, host: &HostPage, level: u32) -> u64 {
     let last = found.entries().last();
-    let is_dirty = intent == Intent::Write
-        || last.is_none_or(|leaf| leaf.value & entry::DIRTY != 0);
+    let is_dirty =
+        intent == Intent::Write || last.is_none_or(|leaf| leaf.value & entry::DIRTY != 0);
     let (mut rights, mut no_execute) = (found.rights, found.no_execute);
     if intent == Intent::Write && rights & entry::WRITE == 0 {
         // Allowed because the guest's CR0.WP is clear: for its kernel only, as long as nothing else

@@ -184,7 +184,14 @@ impl<F: ShadowFormat> Vtlb<F> {
         }
     }
 
-    pub(super) fn write(&self, frames: &impl Frames, table: Ref, slot: usize, entry: u64, copy: u64) {
+    pub(super) fn write(
+        &self,
+        frames: &impl Frames,
+        table: Ref,
+        slot: usize,
+        entry: u64,
+        copy: u64,
+    ) {
         let of = self.table(table);
         frames.words(of.copies.get())[slot].store(copy, Relaxed);
         frames.words(of.shadow.get())[slot].store(entry, Relaxed);

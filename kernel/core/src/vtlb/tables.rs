@@ -13,6 +13,7 @@ const CHILD_MASK: u64 = 0xff;
 
 /// Number of a shadow table, plus 1.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(transparent)]
 pub struct Ref(NonZeroU16);
 
 impl Ref {
@@ -274,6 +275,8 @@ impl<F: ShadowFormat> Vtlb<F> {
             }
             (SHARED, _) => self.request(Flush::All),
             _ if owner == self.current.get() => self.request(flush),
+            #[cfg(test)]
+            _ if super::tests::skips_drop_of_tags() => {}
             _ => self.spaces[usize::from(owner) % MAX_SPACES].tag.set((0, 0)),
         }
     }

@@ -125,8 +125,7 @@ impl Control {
 /// Sets the intercepts of a vTLB, besides those of every guest, without nested paging.
 pub fn set_intercepts(control: &ControlArea) {
     control.nested_control.set(0);
-    let registers =
-        intercept_cr::READ_CR3 | intercept_cr::WRITE_CR3 | intercept_cr::WRITE_CR4;
+    let registers = intercept_cr::READ_CR3 | intercept_cr::WRITE_CR3 | intercept_cr::WRITE_CR4;
     control.intercept_cr.set(control.intercept_cr.get() | registers);
     let instructions = intercept3::CR0_SEL_WRITE | intercept3::INVLPG;
     control.intercept3.set(control.intercept3.get() | instructions);

@@ -26,8 +26,7 @@ pub enum Kind {
 /// Decodes the first bytes of an instruction in 64-bit mode, little-endian.
 pub fn decode(bytes: u64) -> Option<Instruction> {
     let rex = bytes as u8;
-    let (rex, rest, prefix) =
-        if rex & 0xf0 == 0x40 { (rex, bytes >> 8, 1) } else { (0, bytes, 0) };
+    let (rex, rest, prefix) = if rex & 0xf0 == 0x40 { (rex, bytes >> 8, 1) } else { (0, bytes, 0) };
     let [0x0f, opcode, operand, ..] = rest.to_le_bytes() else { return None };
     // REX.R would select CR11.
     if rex & 4 != 0 {

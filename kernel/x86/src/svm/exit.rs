@@ -7,8 +7,8 @@
 use abi::vcpu::exit::{HALT, HYPERCALL, MEMORY_FAULT, UNKNOWN};
 use abi::vcpu::memory_fault;
 use abi::vcpu::x86::exit::{
-    CACHE_FLUSH, CONTROL_REGISTER, CPUID, EXCEPTION, INVALIDATE, INVALID_STATE, IRET, MSR, PAUSE, PORT,
-    PROTECTED, SHUTDOWN, TASK_SWITCH, UNDEFINED, WINDOW, XSETBV,
+    CACHE_FLUSH, CONTROL_REGISTER, CPUID, EXCEPTION, INVALID_STATE, INVALIDATE, IRET, MSR, PAUSE,
+    PORT, PROTECTED, SHUTDOWN, TASK_SWITCH, UNDEFINED, WINDOW, XSETBV,
 };
 use abi::vcpu::x86::{access_rights, control_register, event as neutral, port};
 use hw_x86::vmcb::{ControlArea, event, exit, ioio, npf};
