@@ -213,6 +213,7 @@ impl<'m> Rig<'m> {
             steal_time: true,
             pv_flush: true,
             pv_ipi: true,
+            nested_paging: true,
             id: 1,
         };
         let pc = Pc::with_functions(config, memory, |_, _| [0; 4], functions());
@@ -396,8 +397,10 @@ fn act(rig: &mut Rig<'_>, step: Step, cpu: usize, input: &mut Input<'_>) -> bool
                 6 => Exit::Pause,
                 7 => Exit::Undefined,
                 8 => Exit::Protected,
+                9 if value & 0x200 != 0 => Exit::InvalidatePage,
                 9 => Exit::CrAccess { register: value as u8, write: value & 0x100 != 0 },
                 10 => Exit::Unknown(value),
+                11 if value & 2 != 0 => Exit::PageFault { address: value, code: value as u32 & 31 },
                 11 => Exit::Exception { vector: if value & 1 == 0 { 1 } else { 17 }, code: 0 },
                 _ => Exit::Shutdown,
             };

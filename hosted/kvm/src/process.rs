@@ -439,6 +439,7 @@ fn pc_config(vm: &KvmVm, vcpus: usize, clock: CounterClock) -> PcConfig {
         pv_flush: false,
         // KVM would send these interrupts itself, to local APICs that it does not have.
         pv_ipi: false,
+        nested_paging: true,
         id: 1,
     }
 }

@@ -83,14 +83,20 @@ pub mod features_c {
 #[allow(missing_docs, reason = "the manual's names")]
 pub mod features_d {
     pub const FPU: u32 = 1 << 0;
+    pub const VME: u32 = 1 << 1;
+    pub const DE: u32 = 1 << 2;
+    pub const PSE: u32 = 1 << 3;
     pub const TSC: u32 = 1 << 4;
     pub const MSR: u32 = 1 << 5;
     pub const PAE: u32 = 1 << 6;
     pub const MCE: u32 = 1 << 7;
     pub const APIC: u32 = 1 << 9;
+    pub const PGE: u32 = 1 << 13;
     pub const PAT: u32 = 1 << 16;
     pub const DS: u32 = 1 << 21;
     pub const ACPI: u32 = 1 << 22;
+    pub const FXSR: u32 = 1 << 24;
+    pub const SSE: u32 = 1 << 25;
     pub const HTT: u32 = 1 << 28;
     pub const TM: u32 = 1 << 29;
     pub const PBE: u32 = 1 << 31;

@@ -52,6 +52,8 @@ pub mod cr0 {
     pub const NE: u64 = 1 << 5;
     /// Read-only pages are write-protected at CPL 0, too.
     pub const WP: u64 = 1 << 16;
+    /// RFLAGS.AC enables alignment checks at CPL 3.
+    pub const AM: u64 = 1 << 18;
     /// Not write-through.
     pub const NW: u64 = 1 << 29;
     /// Cache disable.
@@ -62,8 +64,14 @@ pub mod cr0 {
 
 /// Bits of CR4.
 pub mod cr4 {
+    /// Virtual interrupt flag in virtual-8086 mode.
+    pub const VME: u64 = 1 << 0;
+    /// Virtual interrupt flag in protected mode.
+    pub const PVI: u64 = 1 << 1;
     /// RDTSC only at CPL 0.
     pub const TSD: u64 = 1 << 2;
+    /// DR4 and DR5 do not exist; I/O breakpoints enabled.
+    pub const DE: u64 = 1 << 3;
     /// 4 MiB pages in 32-bit paging.
     pub const PSE: u64 = 1 << 4;
     /// Physical-address extension; needed for long mode.

@@ -263,6 +263,12 @@ impl X86Vcpu for NativeVcpu<'_> {
         )
     }
 
+    fn invalidate(&mut self, address: u64) {
+        let state = self.vcpu.state();
+        state.invalidate.set(address);
+        state.run.dirty.set(state.run.dirty.get() | group::INVALIDATE);
+    }
+
     #[inline(always)]
     fn event(&mut self) -> Event {
         Event(self.vcpu.state().inject.get())

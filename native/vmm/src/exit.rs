@@ -8,6 +8,9 @@ use vmm_x86::exit::{Exit, IoExit};
 /// Description of [`x86_exit::INVALID_STATE`].
 const INVALID: &str = "the CPU rejected the guest state";
 
+/// Vector of a page fault.
+const PAGE_FAULT: u8 = 14;
+
 /// Returns the exit for `reason`, which the kernel has reported in the state page.
 #[inline(always)]
 pub fn decode(reason: u64, state: &VcpuState) -> Exit {
@@ -25,20 +28,24 @@ pub fn decode(reason: u64, state: &VcpuState) -> Exit {
         exit::MEMORY_FAULT => {
             Exit::MemoryFault(decode_memory_fault(run.exit_info.get(), run.fault_address.get()))
         }
-        _ => decode_rare(reason, run.exit_info.get()),
+        _ => decode_rare(reason, run.exit_info.get(), run.fault_address.get()),
     }
 }
 
 /// Exits that are not worth space in the run loop.
 #[cold]
 #[inline(never)]
-fn decode_rare(reason: u64, info: u64) -> Exit {
+fn decode_rare(reason: u64, info: u64, address: u64) -> Exit {
     match reason {
         x86_exit::SHUTDOWN => Exit::Shutdown,
         x86_exit::CONTROL_REGISTER => Exit::CrAccess {
             register: (info & control_register::REGISTER) as u8,
             write: info & control_register::WRITE != 0,
         },
+        x86_exit::INVALIDATE => Exit::InvalidatePage,
+        x86_exit::EXCEPTION if info as u8 == PAGE_FAULT => {
+            Exit::PageFault { address, code: (info >> 32) as u32 }
+        }
         x86_exit::EXCEPTION => Exit::Exception { vector: info as u8, code: (info >> 32) as u32 },
         x86_exit::XSETBV => Exit::Xsetbv,
         x86_exit::CACHE_FLUSH => Exit::CacheFlush,
@@ -126,6 +133,8 @@ mod tests {
             (x86_exit::MSR, 1, Exit::Msr { write: true }),
             (x86_exit::CONTROL_REGISTER, 0x18, Exit::CrAccess { register: 8, write: true }),
             (x86_exit::CONTROL_REGISTER, 0x04, Exit::CrAccess { register: 4, write: false }),
+            (x86_exit::INVALIDATE, 0, Exit::InvalidatePage),
+            (x86_exit::EXCEPTION, 14 | 7 << 32, Exit::PageFault { address: 0xfee0_00b0, code: 7 }),
             (x86_exit::EXCEPTION, 17 | 5 << 32, Exit::Exception { vector: 17, code: 5 }),
             (
                 x86_exit::INVALID_STATE,

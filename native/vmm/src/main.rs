@@ -273,6 +273,7 @@ fn board_config(start: &Start, plan: &Vmm, count: u8) -> PcConfig {
         steal_time: count > 1,
         pv_flush: true,
         pv_ipi: true,
+        nested_paging: true,
         id: plan.id,
     }
 }

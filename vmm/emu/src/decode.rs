@@ -4,10 +4,11 @@
 //! Supported: moves of all sizes, the eight arithmetic and logic operations, `TEST`, `XCHG`,
 //! `XADD`, `CMPXCHG`, `INC`, `DEC`, `NOT`, `NEG`, `MUL`, `IMUL`, `SHLD`, `SHRD`, bit tests and
 //! scans, `MOVS`, `CMPS`, `STOS`, `LODS`, `SCAS`, `INS`, `OUTS`; `PUSH`, `POP`, near `CALL`, `JMP`
-//! and `RET`, `ENTER` without nesting, `LEAVE`; `SMSW` and `LTR` of an operand in memory; `MOVDQU`
-//! and similar between memory and SSE registers; in 16-, 32- and 64-bit code with all prefixes. All
-//! other instructions are unknown. A supported instruction has the length and operands of the
-//! manual: tests compare with another decoder.
+//! and `RET`, `ENTER` without nesting, `LEAVE`; `LTR` of an operand in memory; `SMSW`, `LMSW`,
+//! `CLTS`, `INVLPG` and moves of control registers; `MOVDQU` and similar between memory and SSE
+//! registers; in 16-, 32- and 64-bit code with all prefixes. All other instructions are unknown. A
+//! supported instruction has the length and operands of the manual: tests compare with another
+//! decoder.
 
 use crate::shift::Shift;
 use vmm_x86::walk::CodeSize;
@@ -135,7 +136,9 @@ pub fn decode(bytes: &[u8], mode: CodeSize) -> Result<Instruction, DecodeError> 
         Op::Xchg | Op::Xadd | Op::Cmpxchg | Op::Inc | Op::Dec | Op::Not | Op::Neg => true,
         _ => false,
     };
-    if prefixes.lock && !(lockable && matches!(instruction.first, Operand::Memory(_))) {
+    let locks_memory = lockable && matches!(instruction.first, Operand::Memory(_));
+    // With MOV of CR0 it selects CR8.
+    if prefixes.lock && !locks_memory && instruction.op != Op::MoveControl {
         return Err(DecodeError::Unknown);
     }
     Ok(instruction)
@@ -304,18 +307,15 @@ impl<'a> Decoder<'a> {
     fn two_byte(&mut self, opcode: u8) -> Result<Instruction, DecodeError> {
         let size = self.size(opcode);
         match opcode {
-            0x00 | 0x01 => {
-                // The register forms differ only in size, which no device sees.
-                match (opcode, self.group(2)?) {
-                    (0x00, (memory @ Operand::Memory(_), 3)) => {
-                        Ok(self.make(Op::Ltr, 2, Operand::None, memory))
-                    }
-                    (0x01, (memory @ Operand::Memory(_), 4)) => {
-                        Ok(self.make(Op::Smsw, 2, memory, Operand::None))
-                    }
-                    _ => Err(DecodeError::Unknown),
+            0x00 => match self.group(2)? {
+                (memory @ Operand::Memory(_), 3) => {
+                    Ok(self.make(Op::Ltr, 2, Operand::None, memory))
                 }
-            }
+                _ => Err(DecodeError::Unknown),
+            },
+            0x01 => self.group_of_0f01(),
+            0x06 => Ok(self.make(Op::Clts, 2, Operand::None, Operand::None)),
+            0x20 | 0x22 => self.move_control(opcode),
             0x10 | 0x11 | 0x28 | 0x29 | 0x2b | 0x6f | 0x7f | 0xe7 => self.vector_move(opcode),
             0x38 => self.three_byte(),
             0x40..=0x4f => self.on_register(Op::MoveIf(opcode & 15), self.wide),
@@ -351,6 +351,35 @@ impl<'a> Decoder<'a> {
             }
             _ => Err(DecodeError::Unknown),
         }
+    }
+
+    /// Opcode `0F 01`: `SMSW`, `LMSW`, `INVLPG`.
+    fn group_of_0f01(&mut self) -> Result<Instruction, DecodeError> {
+        let none = Operand::None;
+        match self.group(2)? {
+            (memory @ Operand::Memory(_), 4) => Ok(self.make(Op::Smsw, 2, memory, none)),
+            (register, 4) => Ok(self.make(Op::Smsw, self.wide, register, none)),
+            (word, 6) => Ok(self.make(Op::Lmsw, 2, none, word)),
+            (memory @ Operand::Memory(_), 7) => Ok(self.make(Op::Invlpg, 1, memory, none)),
+            _ => Err(DecodeError::Unknown),
+        }
+    }
+
+    /// `MOV` to and from a control register. The mode bits of ModRM and the operand size have no
+    /// effect (APM vol. 3, `MOV CRn`).
+    fn move_control(&mut self, opcode: u8) -> Result<Instruction, DecodeError> {
+        let modrm = self.bytes.byte()?;
+        let size = if self.mode == CodeSize::Bits64 { 8 } else { 4 };
+        let register = self.register(modrm & 7 | self.prefixes.rex_bit(0) << 3, size);
+        let control = match (modrm >> 3 & 7 | self.prefixes.rex_bit(2) << 3, self.prefixes.lock) {
+            (0, true) => 8,
+            (_, true) => return Err(DecodeError::Unknown),
+            (control, false) => control,
+        };
+        let control = Operand::Control(control);
+        let (first, second) =
+            if opcode == 0x22 { (control, register) } else { (register, control) };
+        Ok(self.make(Op::MoveControl, size, first, second))
     }
 
     /// Moves between SSE registers and memory.
@@ -616,228 +645,4 @@ fn bit_op(code: u8) -> BitOp {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use proptest::prelude::*;
-    use yaxpeax_arch::LengthedInstruction;
-    use yaxpeax_x86::{long_mode, protected_mode, real_mode};
-
-    /// Result of another decoder: length, name, bytes of the memory operand if it exists.
-    struct Oracle {
-        length: u64,
-        name: String,
-        memory: Option<u8>,
-    }
-
-    macro_rules! oracle {
-        ($module:ident, $bytes:expr) => {
-            $module::InstDecoder::default().decode_slice($bytes).ok().map(|found| Oracle {
-                length: found.len().to_const().into(),
-                name: found.opcode().to_string(),
-                memory: (0..found.operand_count())
-                    .any(|i| found.operand(i).is_memory())
-                    .then(|| found.mem_size().and_then(|size| size.bytes_size()).unwrap_or(0)),
-            })
-        };
-    }
-
-    fn oracle(bytes: &[u8], mode: CodeSize) -> Option<Oracle> {
-        match mode {
-            CodeSize::Bits64 => oracle!(long_mode, bytes),
-            CodeSize::Bits32 => oracle!(protected_mode, bytes),
-            CodeSize::Bits16 => oracle!(real_mode, bytes),
-        }
-    }
-
-    fn name(op: Op) -> &'static [&'static str] {
-        match op {
-            Op::Mov => &["mov", "movnti"],
-            Op::MovZx => &["movzx"],
-            Op::MovSx => &["movsx", "movsxd"],
-            Op::MovBe => &["movbe"],
-            Op::Alu(Alu::Add) => &["add"],
-            Op::Alu(Alu::Or) => &["or"],
-            Op::Alu(Alu::Adc) => &["adc"],
-            Op::Alu(Alu::Sbb) => &["sbb"],
-            Op::Alu(Alu::And) => &["and"],
-            Op::Alu(Alu::Sub) => &["sub"],
-            Op::Alu(Alu::Xor) => &["xor"],
-            Op::Alu(Alu::Cmp) => &["cmp"],
-            Op::Test => &["test"],
-            Op::MoveIf(condition) => match condition >> 1 {
-                0 => &["cmovo", "cmovno"],
-                1 => &["cmovb", "cmovnb", "cmovae"],
-                2 => &["cmovz", "cmovnz"],
-                3 => &["cmovna", "cmova", "cmovbe"],
-                4 => &["cmovs", "cmovns"],
-                5 => &["cmovp", "cmovnp"],
-                6 => &["cmovl", "cmovge"],
-                _ => &["cmovle", "cmovg"],
-            },
-            Op::SetIf(condition) => match condition >> 1 {
-                0 => &["seto", "setno"],
-                1 => &["setb", "setae"],
-                2 => &["setz", "setnz"],
-                3 => &["setbe", "seta"],
-                4 => &["sets", "setns"],
-                5 => &["setp", "setnp"],
-                6 => &["setl", "setge"],
-                _ => &["setle", "setg"],
-            },
-            Op::Shift(Shift::RotateLeft) => &["rol"],
-            Op::Shift(Shift::RotateRight) => &["ror"],
-            Op::Shift(Shift::RotateCarryLeft) => &["rcl"],
-            Op::Shift(Shift::RotateCarryRight) => &["rcr"],
-            Op::Shift(Shift::Left) => &["shl", "sal"],
-            Op::Shift(Shift::Right) => &["shr"],
-            Op::Shift(Shift::SignedRight) => &["sar"],
-            Op::Xchg => &["xchg"],
-            Op::Xadd => &["xadd"],
-            Op::Cmpxchg => &["cmpxchg"],
-            Op::Inc => &["inc"],
-            Op::Dec => &["dec"],
-            Op::Not => &["not"],
-            Op::Neg => &["neg"],
-            Op::Bit(BitOp::Test) => &["bt"],
-            Op::Bit(BitOp::Set) => &["bts"],
-            Op::Bit(BitOp::Reset) => &["btr"],
-            Op::Bit(BitOp::Complement) => &["btc"],
-            Op::Movs => &["movs"],
-            Op::Stos => &["stos"],
-            Op::Lods => &["lods"],
-            Op::Ins => &["ins"],
-            Op::Outs => &["outs"],
-            Op::Cmps => &["cmps"],
-            Op::Scas => &["scas"],
-            Op::Bsf => &["bsf"],
-            Op::Bsr => &["bsr"],
-            Op::Tzcnt => &["tzcnt"],
-            Op::Lzcnt => &["lzcnt"],
-            Op::Imul | Op::Multiply { signed: true } => &["imul"],
-            Op::Multiply { signed: false } => &["mul"],
-            Op::Divide { signed: true } => &["idiv"],
-            Op::Divide { signed: false } => &["div"],
-            Op::Shld => &["shld"],
-            Op::Shrd => &["shrd"],
-            Op::Smsw => &["smsw"],
-            Op::Ltr => &["ltr"],
-            Op::Push => &["push"],
-            Op::Pop => &["pop"],
-            Op::Call | Op::CallRelative => &["call"],
-            Op::Jump => &["jmp"],
-            Op::Return => &["ret", "return"],
-            Op::Enter => &["enter"],
-            Op::Leave => &["leave"],
-            Op::VectorMove { is_aligned: false } => &["movdqu", "movups", "movupd"],
-            Op::VectorMove { is_aligned: true } => {
-                &["movdqa", "movaps", "movapd", "movntps", "movntpd", "movntdq"]
-            }
-        }
-    }
-
-    fn modes() -> impl Strategy<Value = CodeSize> {
-        prop_oneof![Just(CodeSize::Bits16), Just(CodeSize::Bits32), Just(CodeSize::Bits64)]
-    }
-
-    fn prefix() -> impl Strategy<Value = u8> {
-        prop_oneof![
-            Just(0x66),
-            Just(0x67),
-            Just(0x64),
-            Just(0x26),
-            Just(0x36),
-            Just(0xf3),
-            0x40_u8..0x50,
-        ]
-    }
-
-    /// Bytes that often begin a supported instruction.
-    fn likely() -> impl Strategy<Value = Vec<u8>> {
-        let opcode = prop_oneof![
-            any::<u8>().prop_map(|byte| vec![byte]),
-            any::<u8>().prop_map(|byte| vec![0x0f, byte]),
-            (0xf0_u8..0xf2).prop_map(|byte| vec![0x0f, 0x38, byte]),
-        ];
-        (proptest::collection::vec(prefix(), 0..3), opcode, any::<[u8; 12]>()).prop_map(
-            |(prefixes, opcode, rest)| {
-                let mut bytes = prefixes;
-                bytes.extend(opcode);
-                bytes.extend(rest);
-                bytes.truncate(15);
-                bytes
-            },
-        )
-    }
-
-    proptest! {
-        #![proptest_config(ProptestConfig { cases: 40_000, failure_persistence: None, ..ProptestConfig::default() })]
-
-        /// Supported instructions have the same meaning in another decoder.
-        #[test]
-        fn agrees_with_another_decoder(bytes in likely(), mode in modes()) {
-            let Ok(found) = decode(&bytes, mode) else { return Ok(()) };
-            let Some(other) = oracle(&bytes, mode) else {
-                return Err(TestCaseError::fail(format!("only we decode {bytes:02x?} {mode:?}: {found:?}")));
-            };
-            let what = format!("{bytes:02x?} {mode:?}: {found:?} {}", other.name);
-            prop_assert_eq!(u64::from(found.length), other.length, "{}", what);
-            prop_assert!(name(found.op).contains(&other.name.as_str()), "{}", what);
-            let is_memory = |operand| matches!(operand, Operand::Memory(_));
-            let string = found.op.is_string();
-            // For a bit test with a constant the other decoder reports 8 bytes in 64-bit code,
-            // whatever the prefixes.
-            let sized = !matches!((found.op, found.second), (Op::Bit(_), Operand::Immediate(_)));
-            if !string && sized {
-                let size = if is_memory(found.second) { found.source_size } else { found.size };
-                let memory =
-                    (is_memory(found.first) || is_memory(found.second)).then_some(size);
-                prop_assert_eq!(memory, other.memory, "{}", what);
-            }
-        }
-
-        /// No input panics, and the beginning of an instruction is truncated, not another
-        /// instruction.
-        #[test]
-        fn shorter_is_truncated(bytes in likely(), mode in modes()) {
-            if let Ok(found) = decode(&bytes, mode) {
-                for length in 0..usize::from(found.length) {
-                    prop_assert_eq!(decode(&bytes[..length], mode), Err(DecodeError::Truncated));
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn operands() {
-        let memory = |bytes: &[u8], mode| {
-            let found = decode(bytes, mode).unwrap();
-            match (found.first, found.second) {
-                (Operand::Memory(address), _) | (_, Operand::Memory(address)) => address,
-                _ => panic!("no memory operand in {found:?}"),
-            }
-        };
-        // mov eax, [r12+rcx*4-8]
-        let found = memory(&[0x41, 0x8b, 0x44, 0x8c, 0xf8], CodeSize::Bits64);
-        let expected = Address {
-            segment: Seg::Ds,
-            base: Base::Register(Gpr::R12),
-            index: Some((Gpr::Rcx, 2)),
-            displacement: (-8_i64) as u64,
-        };
-        assert_eq!(found, expected);
-        // mov [rip+0x100], eax
-        let found = memory(&[0x89, 0x05, 0, 1, 0, 0], CodeSize::Bits64);
-        assert_eq!((found.base, found.displacement), (Base::Next, 0x100));
-        // mov [0x100], eax
-        let found = memory(&[0x89, 0x05, 0, 1, 0, 0], CodeSize::Bits32);
-        assert_eq!((found.base, found.displacement), (Base::None, 0x100));
-        // mov [rsp], eax; mov eax, gs:[0]
-        let found = memory(&[0x89, 0x04, 0x24], CodeSize::Bits64);
-        assert_eq!((found.segment, found.base), (Seg::Ss, Base::Register(Gpr::Rsp)));
-        let found = memory(&[0x65, 0xa1, 0, 0, 0, 0, 0, 0, 0, 0], CodeSize::Bits64);
-        assert_eq!((found.segment, found.base), (Seg::Gs, Base::None));
-        // mov al, [bp+di+2]
-        let found = memory(&[0x8a, 0x43, 2], CodeSize::Bits16);
-        assert_eq!((found.segment, found.index), (Seg::Ss, Some((Gpr::Rdi, 0))));
-    }
-}
+mod tests;

@@ -1,4 +1,5 @@
-//! Emulation of instructions that access device memory, and of string port accesses.
+//! Emulation of instructions that access device memory or control registers, and of string port
+//! accesses.
 //!
 //! The CPU reports such an access before it happens, without the instruction. The emulator fetches
 //! it through the guest's page tables, decodes it, and executes it as the CPU would: operands are
@@ -17,6 +18,7 @@
 #![forbid(unsafe_code)]
 
 pub mod alu;
+mod control;
 pub mod decode;
 pub mod shift;
 mod single;
@@ -25,6 +27,7 @@ mod string;
 mod system;
 mod vector;
 
+pub use control::{Control, control};
 use hw_walk::{Intent, Translation};
 use hw_x86::msr::efer;
 use vmm_mem::GuestMemory;
@@ -82,8 +85,9 @@ pub fn memory_access<V: X86Vcpu>(
 ) -> Result<Done, Stop> {
     let code = CodeView::of(vcpu);
     let (instruction, bytes) = fetch(vcpu, memory, &code)?;
-    if matches!(instruction.op, Op::Ins | Op::Outs) {
-        // INS and OUTS with a device as memory operand take the port exit, which comes first.
+    if matches!(instruction.op, Op::Ins | Op::Outs) || control::is_control(instruction.op) {
+        // INS and OUTS with a device as memory operand take the port exit, which comes first; so do
+        // instructions with control registers, with a back end that can emulate them.
         return Err(Stop::Unknown(bytes));
     }
     if matches!(instruction.op, Op::VectorMove { .. }) && vcpu.vector(0).is_none() {
@@ -193,7 +197,7 @@ impl<V: X86Vcpu, D: Devices> Emulator<'_, V, D> {
         other: Operand,
     ) -> Result<Place, Stop> {
         Ok(match operand {
-            Operand::None | Operand::Vector(_) => Place::Constant(0),
+            Operand::None | Operand::Vector(_) | Operand::Control(_) => Place::Constant(0),
             Operand::Immediate(value) => Place::Constant(value),
             Operand::Register { register, high } => Place::Register { register, high },
             Operand::Memory(address) => {

@@ -62,6 +62,9 @@ pub struct PcConfig {
     /// Offer IPIs to several CPUs by one KVM hypercall. Not for hosts where the guest's hypercalls
     /// may reach another hypervisor.
     pub pv_ipi: bool,
+    /// The host translates guest-physical addresses in hardware; without it, features of address
+    /// translation are hidden.
+    pub nested_paging: bool,
     /// Id of the VM among all VMs of its host, from 1.
     pub id: u32,
 }

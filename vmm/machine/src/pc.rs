@@ -61,6 +61,7 @@ fn cpuid_config(config: &PcConfig, vcpus: usize, tsc_khz: u32) -> CpuidConfig {
         steal_time: config.steal_time,
         pv_flush: config.pv_flush,
         pv_ipi: config.pv_ipi,
+        nested_paging: config.nested_paging,
     }
 }
 

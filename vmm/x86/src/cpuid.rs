@@ -42,6 +42,10 @@ pub struct CpuidConfig {
     /// Offer IPIs to several CPUs by one KVM hypercall. Not for hosts where the guest's hypercalls
     /// may reach another hypervisor.
     pub pv_ipi: bool,
+    /// The host translates guest-physical addresses in hardware. Without it, the guest has no
+    /// process-context identifiers, protection keys and TLB flushes by steal-time records: a
+    /// back end that translates in software has only the translations of one space per `CR3`.
+    pub nested_paging: bool,
 }
 
 /// vCPU state that a result depends on beside the table.
@@ -134,6 +138,9 @@ impl CpuidTable {
         table.fill_basic(&host);
         table.fill_extended(&host);
         table.fill_hypervisor(config);
+        if !config.nested_paging {
+            table.hide_translation_features();
+        }
         table
     }
 
@@ -375,6 +382,16 @@ impl CpuidTable {
         self.timing = [config.tsc_khz, config.apic_khz, 0, 0];
     }
 
+    /// Hides features of address translation that need nested paging.
+    fn hide_translation_features(&mut self) {
+        const FEATURES: usize = leaf::FEATURES as usize;
+        const EXTENDED_FEATURES: usize = leaf::EXTENDED_FEATURES as usize;
+        self.basic[FEATURES][2] &= !features_c::PCID;
+        self.basic[EXTENDED_FEATURES][1] &= !extended_b::INVPCID;
+        self.basic[EXTENDED_FEATURES][2] &= !extended_c::PKU;
+        self.paravirtual[0] &= !kvm_a::PV_TLB_FLUSH;
+    }
+
     /// A cache as the guest sees it: private to its CPU, or (third level) shared by all.
     fn cache(mut host: Values, vcpus: u32) -> Values {
         if host[0] & 31 == 0 {
@@ -559,6 +576,7 @@ mod tests {
             steal_time: true,
             pv_flush: true,
             pv_ipi: true,
+            nested_paging: true,
         }
     }
 
@@ -623,6 +641,23 @@ mod tests {
         let table = CpuidTable::new(&CpuidConfig { xcr0_mask: 0, ..config(1) }, epyc);
         assert_eq!(table.answer(1, 0, CPU)[2] & features_c::XSAVE, 0);
         assert_eq!(table.answer(0xd, 0, CPU), [0; 4]);
+    }
+
+    #[test]
+    fn software_translation_hides_features() {
+        let host = |number, _| if number == 0 { [0xd, 0, 0, 0] } else { [u32::MAX; 4] };
+        let word = |nested_paging, number: u32, index: usize| {
+            let config = CpuidConfig { nested_paging, xcr0_mask: u64::MAX, ..config(2) };
+            CpuidTable::new(&config, host).lookup(number, 0).0[index]
+        };
+        for (number, index, hidden) in [
+            (1, 2, features_c::PCID),
+            (7, 1, extended_b::INVPCID),
+            (7, 2, extended_c::PKU),
+            (leaf::HYPERVISOR_FEATURES, 0, kvm_a::PV_TLB_FLUSH),
+        ] {
+            assert_eq!(word(true, number, index) ^ word(false, number, index), hidden);
+        }
     }
 
     #[test]

@@ -92,14 +92,23 @@ pub enum Exit {
     Undefined,
     /// An instruction that exists but is not permitted to the guest (`RDPMC`).
     Protected,
-    /// Access to a control register.
+    /// Access to a control register: `MOV`, `SMSW`, `LMSW` or `CLTS`.
     CrAccess {
         /// Register number.
         register: u8,
-        /// `MOV` to it (else from it).
+        /// The register is written (else read).
         write: bool,
     },
-    /// An intercepted exception of the guest, to be reflected.
+    /// `INVLPG`.
+    InvalidatePage,
+    /// An intercepted page fault of the guest, to be reflected.
+    PageFault {
+        /// Linear address that faulted.
+        address: u64,
+        /// The error code.
+        code: u32,
+    },
+    /// Another intercepted exception of the guest, to be reflected.
     Exception {
         /// The vector.
         vector: u8,
@@ -171,13 +180,13 @@ impl Exit {
             Self::Pause => 12,
             Self::Undefined => 13,
             Self::Protected => 14,
-            Self::CrAccess { .. } => 15,
+            Self::CrAccess { .. } | Self::InvalidatePage => 15,
             Self::TaskSwitch => 16,
             Self::Spurious => 17,
             Self::InvalidState { .. } => 18,
             Self::HostError(_) => 19,
             Self::Unknown(_) => 20,
-            Self::Exception { .. } => 21,
+            Self::Exception { .. } | Self::PageFault { .. } => 21,
             Self::Iret => 22,
         }
     }

@@ -183,7 +183,7 @@ fn second_word(memory: &GuestMemory, address: u64) -> u64 {
 }
 
 /// Number of prefix bytes (APM vol. 3, section 1.2).
-pub fn prefixes(bytes: &[u8], size: CodeSize) -> usize {
+fn prefixes(bytes: &[u8], size: CodeSize) -> usize {
     let legacy = bytes
         .iter()
         .take_while(|byte| {

@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 pub mod apic;
+pub mod control;
 pub mod cpuid;
 pub mod exit;
 pub mod length;
@@ -20,6 +21,7 @@ pub mod walk;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 
+pub use control::{ControlAccess, DecodedControl};
 pub use exit::{Access, Exit, IoExit, Space};
 pub use platform::{Acknowledged, Interrupts, PcPlatform, PendingInterrupt, Unknown};
 pub use registers::{Gpr, Groups, Reg, Registers, Seg, Segment};

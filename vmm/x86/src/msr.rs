@@ -45,7 +45,8 @@ const PATCH: u64 = 0x0100_0065;
 /// Registers that are storage.
 #[derive(Clone, Debug)]
 pub struct Msrs {
-    physical_mask: u64,
+    /// Bits of a guest-physical address.
+    pub(crate) physical_mask: u64,
     tsc_aux: u64,
     tsc_adjust: u64,
     misc_enable: u64,

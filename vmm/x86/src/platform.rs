@@ -3,6 +3,7 @@
 use vmm_vcpu::{MemoryFault, Platform};
 
 use crate::apic::InterruptMessage;
+use crate::control::DecodedControl;
 use crate::cpuid::CpuidTable;
 use crate::exit::IoExit;
 use crate::pv::ApicIds;
@@ -121,6 +122,18 @@ pub trait PcPlatform: Platform<Interrupts = Interrupts> {
     ) -> Emulated;
     /// Emulates `INS` or `OUTS`.
     fn emulate_io<V: X86Vcpu>(&mut self, cpu: usize, vcpu: &mut V, io: IoExit) -> Emulated;
+
+    /// Decodes the instruction that accesses a control register or invalidates a page, and checks
+    /// its privilege.
+    ///
+    /// # Errors
+    /// The result of an instruction that needs no further action: `SMSW`, one that faults, or
+    /// another instruction.
+    fn decode_control<V: X86Vcpu>(
+        &mut self,
+        cpu: usize,
+        vcpu: &mut V,
+    ) -> Result<DecodedControl, Emulated>;
 
     /// Handles a hypercall of the guest kernel, number in `rax`. Returns the result for `rax`;
     /// `None` if the hypercall does not exist.

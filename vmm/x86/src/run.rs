@@ -24,6 +24,7 @@ use crate::registers::{Groups, Reg, Registers};
 use crate::vcpu::{Event, InterruptWindow, X86Vcpu};
 use exception::retire;
 
+mod control;
 mod exception;
 mod exits;
 #[cfg(test)]

@@ -56,6 +56,8 @@ pub struct ScriptedVcpu {
     pub halts: bool,
     /// Values passed to [`X86Vcpu::complete_access`].
     pub answers: Vec<Option<u64>>,
+    /// Addresses passed to [`X86Vcpu::invalidate`].
+    pub invalidated: Vec<u64>,
     /// Number of TLB flushes.
     pub flushes: u32,
     /// Steps still to play.
@@ -159,6 +161,10 @@ impl X86Vcpu for ScriptedVcpu {
 
     fn instruction_bytes(&mut self) -> ([u8; 16], usize) {
         ([0; 16], 0)
+    }
+
+    fn invalidate(&mut self, address: u64) {
+        self.invalidated.push(address);
     }
 
     fn complete_access(&mut self, value: Option<u64>) {

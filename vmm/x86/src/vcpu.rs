@@ -56,6 +56,11 @@ impl Event {
         self.is_some() && self.0 & event::TYPE_MASK == event::TYPE_INTR
     }
 
+    /// True for an interrupt of the instruction `INT n`.
+    pub const fn is_software_interrupt(self) -> bool {
+        self.is_some() && self.0 & event::TYPE_MASK == event::TYPE_SOFT
+    }
+
     /// True for an exception (not an interrupt).
     pub const fn is_exception(self) -> bool {
         self.is_some() && self.0 & event::TYPE_MASK == event::TYPE_EXCEPTION
@@ -120,6 +125,11 @@ pub trait X86Vcpu: Vcpu<Exit = Exit> {
     /// Bytes of the exiting instruction, and the number of valid bytes (0 if the host provides
     /// none).
     fn instruction_bytes(&mut self) -> ([u8; 16], usize);
+
+    /// Drops the guest's translation of a linear address (`INVLPG`), and may drop others.
+    fn invalidate(&mut self, _address: u64) {
+        self.flush_tlb();
+    }
 
     /// Completes the access of an [`Exit::Access`]: the value read, 0 for a write; `None` raises
     /// `#GP(0)`. A back end without such exits keeps the default.

@@ -10,7 +10,7 @@ use crate::registers::{Reg, Seg};
 use crate::vcpu::{Event, X86Vcpu};
 
 /// Vector of a page fault.
-const PAGE_FAULT: u8 = 14;
+pub(crate) const PAGE_FAULT: u8 = 14;
 
 /// Page tables in guest memory.
 pub struct GuestTables<'a>(pub &'a GuestMemory);
@@ -65,7 +65,13 @@ const LONG: u16 = 1 << 9;
 /// True if the vCPU runs 64-bit code.
 #[inline(always)]
 pub fn is_64_bit(vcpu: &mut impl X86Vcpu) -> bool {
-    vcpu.get(Reg::Efer) & efer::LMA != 0 && vcpu.segment(Seg::Cs).attrib & LONG != 0
+    vcpu.get(Reg::Efer) & efer::LMA != 0 && has_long_code(vcpu)
+}
+
+/// True if `CS.L` is set, which has an effect in long mode only.
+#[inline(always)]
+pub(crate) fn has_long_code(vcpu: &mut impl X86Vcpu) -> bool {
+    vcpu.segment(Seg::Cs).attrib & LONG != 0
 }
 
 /// Guest-physical address of code that the CPU has just fetched in 64-bit mode; so rights, reserved

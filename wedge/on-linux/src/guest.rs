@@ -106,6 +106,7 @@ pub extern "sysv64" fn main() -> ! {
         // Linux patches `VMMCALL` over a site. It does not fault in user mode of a virtualized
         // host.
         pv_ipi: false,
+        nested_paging: true,
         id: 1,
     };
     let mut slots = BusSlots::new();

@@ -113,8 +113,16 @@ pub enum Op {
     Shld,
     /// First is shifted right by the third, filled from the second.
     Shrd,
-    /// First becomes the low half of `CR0`.
+    /// First becomes `CR0`, or its low half.
     Smsw,
+    /// First becomes the second; one of them is a control register.
+    MoveControl,
+    /// The low four bits of `CR0` become those of the second; `PE` is not cleared.
+    Lmsw,
+    /// `CR0.TS` is cleared.
+    Clts,
+    /// The translation of the first's address is dropped.
+    Invlpg,
     /// The task register is loaded with the descriptor selected by the second.
     Ltr,
     /// The second is pushed.
@@ -205,6 +213,8 @@ pub enum Operand {
     Immediate(u64),
     /// An SSE register.
     Vector(u8),
+    /// A control register, by number.
+    Control(u8),
 }
 
 /// A decoded instruction.

@@ -1,14 +1,14 @@
 //! The board as seen by one vCPU.
 
 use spin::relax::RelaxStrategy;
-use vmm_emu::{Devices, Done, Stop};
+use vmm_emu::{Control, Devices, Done, Stop};
 use vmm_mem::GuestMemory;
 use vmm_vcpu::{CounterClock, MemoryFault, Platform, Signals};
 use vmm_x86::apic::InterruptMessage;
 use vmm_x86::cpuid::CpuidTable;
 use vmm_x86::platform::Emulated;
 use vmm_x86::pv::ApicIds;
-use vmm_x86::{Acknowledged, Interrupts, IoExit, PcPlatform, Unknown, X86Vcpu};
+use vmm_x86::{Acknowledged, DecodedControl, Interrupts, IoExit, PcPlatform, Unknown, X86Vcpu};
 
 use super::{Pc, PcBoard};
 use crate::functions::Functions;
@@ -161,6 +161,20 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions> PcPlatform
         let memory = self.pc.fixed.memory;
         let result = vmm_emu::string_io(vcpu, memory, self, io);
         self.finish(vcpu, result)
+    }
+
+    fn decode_control<V: X86Vcpu>(
+        &mut self,
+        _: usize,
+        vcpu: &mut V,
+    ) -> Result<DecodedControl, Emulated> {
+        let memory = self.pc.fixed.memory;
+        let done = match vmm_emu::control(vcpu, memory, self) {
+            Ok(Control::Access(access)) => return Ok(access),
+            Ok(Control::Completed(done)) => Ok(done),
+            Err(stop) => Err(stop),
+        };
+        Err(self.finish(vcpu, done))
     }
 
     fn hypercall<V: X86Vcpu>(&mut self, vcpu: &mut V) -> Option<u64> {

@@ -65,6 +65,7 @@ impl<'m, P: Functions> Rig<'m, P> {
             steal_time: true,
             pv_flush: true,
             pv_ipi: true,
+            nested_paging: true,
             id: 5,
         };
         let mut vcpu = ScriptedVcpu::flat32();
@@ -363,12 +364,15 @@ fn a_second_processor_starts_and_is_kicked() {
     assert_eq!(second.gpr(Gpr::Rbx) >> 24, 1);
 }
 
+/// `MOV CR8, EAX` in 32-bit code (`LOCK MOV CR0, EAX`).
+const MOV_CR8_EAX: &[u8] = &[0xf0, 0x0f, 0x22, 0xc0];
+
 #[test]
 fn the_task_priority_holds_interrupts_off() {
     const VECTOR: u32 = 0x41;
     const SEND_SELF: u32 = 1 << 18 | 1 << 14;
     let memory = memory();
-    memory.write_slice(0x1000, &[0x0f, 0x22, 0xc0]).unwrap(); // mov cr8, eax
+    memory.write_slice(0x1000, MOV_CR8_EAX).unwrap();
     let mut rig = Rig::new(&memory, 1);
     rig.mmio(&memory, 0xfee0_00f0, Some(0x1ff));
     // Written through the APIC's TPR, the priority reaches the CPU.
@@ -377,7 +381,7 @@ fn the_task_priority_holds_interrupts_off() {
     rig.mmio(&memory, 0xfee0_0300, Some(SEND_SELF | VECTOR));
     assert_eq!((rig.events(), rig.vcpu.cr8_exits), ([].into(), true));
     // The priority masks this class until it is lowered.
-    memory.write_slice(0x1000, &[0x0f, 0x22, 0xc0]).unwrap();
+    memory.write_slice(0x1000, MOV_CR8_EAX).unwrap();
     for (priority, expected) in [(4, None), (3, Some(Event::interrupt(VECTOR as u8)))] {
         rig.vcpu.set(Reg::Rip, 0x1000);
         rig.vcpu.set_gpr(Gpr::Rax, priority);
@@ -393,12 +397,12 @@ fn the_task_priority_holds_interrupts_off() {
 #[test]
 fn a_write_of_cr8_clears_the_lower_half_of_the_task_priority() {
     let memory = memory();
-    memory.write_slice(0x1000, &[0x0f, 0x22, 0xc0]).unwrap(); // mov cr8, eax
+    memory.write_slice(0x1000, MOV_CR8_EAX).unwrap();
     let mut rig = Rig::new(&memory, 1);
     for priority in [9, 4] {
         rig.mmio(&memory, 0xfee0_0080, Some(0x93));
         assert_eq!((rig.vcpu.cr8, rig.vcpu.cr8_exits), (9, true));
-        memory.write_slice(0x1000, &[0x0f, 0x22, 0xc0]).unwrap();
+        memory.write_slice(0x1000, MOV_CR8_EAX).unwrap();
         rig.vcpu.set(Reg::Rip, 0x1000);
         rig.vcpu.set_gpr(Gpr::Rax, priority.into());
         rig.exit(Exit::CrAccess { register: 8, write: true });

@@ -7,7 +7,7 @@ use super::{Cpu, DR6_SINGLE_STEP, RFLAGS_TF};
 use crate::platform::{PcPlatform, Unknown};
 use crate::registers::Reg;
 use crate::vcpu::{Event, X86Vcpu};
-use crate::walk::CodeView;
+use crate::walk::{CodeView, PAGE_FAULT};
 
 /// `RFLAGS.RF`: no instruction breakpoint at the next instruction.
 pub(super) const RFLAGS_RF: u64 = 1 << 16;
@@ -15,6 +15,10 @@ pub(super) const RFLAGS_RF: u64 = 1 << 16;
 pub(super) const DR7_GENERAL_DETECT: u64 = 1 << 13;
 /// Vector of a debug exception.
 pub(super) const DEBUG: u8 = 1;
+/// Vector of a double fault.
+const DOUBLE_FAULT: u8 = 8;
+/// Double fault; its error code is always 0.
+pub(super) const DOUBLE_FAULT_EVENT: Event = Event::exception_code(DOUBLE_FAULT, 0);
 /// Vector of an alignment check.
 pub(super) const ALIGNMENT: u8 = 17;
 /// Vector of an undefined opcode.
@@ -59,16 +63,8 @@ impl Cpu {
                 return Err(StopReason::End(Outcome::HostError(vector.into())));
             }
         };
-        let first = vcpu.event();
-        match interrupted_by_benign(first) {
-            Interrupted::Shutdown => return Err(StopReason::End(Outcome::TripleFault)),
-            Interrupted::Dropped => {}
-            Interrupted::Deferred if first == Event::NMI => {
-                self.nmi = true;
-                self.nmi_mask.clear(vcpu);
-            }
-            Interrupted::Deferred => self.deferred = first,
-        }
+        // Neither is a cause of a double fault.
+        self.interrupt_delivery(vcpu, vector)?;
         if vector == DEBUG {
             raise_debug(vcpu, 0);
             self.needs_service = true;
@@ -76,6 +72,38 @@ impl Cpu {
             self.raise(vcpu, event);
         }
         Ok(())
+    }
+
+    /// Reflects an intercepted page fault to the guest. `CR2` changes also if it becomes a double
+    /// fault.
+    #[cold]
+    pub(super) fn page_fault<V: X86Vcpu>(&mut self, vcpu: &mut V, address: u64, code: u32) -> Flow {
+        let double_fault = self.interrupt_delivery(vcpu, PAGE_FAULT)?;
+        vcpu.set(Reg::Cr2, address);
+        let event = Event::exception_code(PAGE_FAULT, code);
+        self.raise(vcpu, if double_fault { DOUBLE_FAULT_EVENT } else { event });
+        Ok(())
+    }
+
+    /// Settles the event whose delivery an exception with this vector interrupted. Returns true if
+    /// the two are a double fault.
+    fn interrupt_delivery<V: X86Vcpu>(
+        &mut self,
+        vcpu: &mut V,
+        vector: u8,
+    ) -> Result<bool, StopReason> {
+        let first = vcpu.event();
+        match interrupted(first, vector) {
+            Interrupted::Shutdown => return Err(StopReason::End(Outcome::TripleFault)),
+            Interrupted::DoubleFault => return Ok(true),
+            Interrupted::Dropped => {}
+            Interrupted::Deferred if first == Event::NMI => {
+                self.nmi = true;
+                self.nmi_mask.clear(vcpu);
+            }
+            Interrupted::Deferred => self.deferred = first,
+        }
+        Ok(false)
     }
 
     /// Puts a fault into the injection slot and requests service, because the slot is occupied now.
@@ -91,24 +119,52 @@ impl Cpu {
 
 /// Fate of an event whose delivery an exception interrupted.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Interrupted {
-    /// No event, or an exception that is raised again if its cause persists.
+pub(super) enum Interrupted {
+    /// No event; or an exception or `INT n`, which is raised again if its cause persists.
     Dropped,
     /// An interrupt, which is delivered after the exception.
     Deferred,
+    /// The two exceptions become a double fault.
+    DoubleFault,
     /// The vCPU shuts down (triple fault).
     Shutdown,
 }
 
-/// Decides the fate of `first`, whose delivery `#DB` or `#AC` interrupted (APM vol. 2, table 8-5).
-/// Both are benign, so the pair is no double fault; but an exception during the delivery of a
-/// double fault shuts the vCPU down, as in KVM.
-fn interrupted_by_benign(first: Event) -> Interrupted {
-    const DOUBLE_FAULT: u8 = 8;
-    match first {
-        _ if first.is_exception() && first.vector() == DOUBLE_FAULT => Interrupted::Shutdown,
-        _ if !first.is_some() || first.is_exception() => Interrupted::Dropped,
-        _ => Interrupted::Deferred,
+/// Class of an exception for double faults.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Class {
+    Benign,
+    Contributory,
+    PageFault,
+    DoubleFault,
+}
+
+impl Class {
+    const fn of(vector: u8) -> Self {
+        match vector {
+            DOUBLE_FAULT => Self::DoubleFault,
+            PAGE_FAULT => Self::PageFault,
+            0 | 10..=13 => Self::Contributory,
+            _ => Self::Benign,
+        }
+    }
+}
+
+/// Decides the fate of `first`, whose delivery an exception interrupted (APM vol. 2, table 8-5). An
+/// exception during the delivery of a double fault shuts the vCPU down, also a benign one, as in
+/// KVM.
+pub(super) fn interrupted(first: Event, second: u8) -> Interrupted {
+    if !first.is_some() || first.is_software_interrupt() {
+        return Interrupted::Dropped;
+    }
+    if !first.is_exception() {
+        return Interrupted::Deferred;
+    }
+    match (Class::of(first.vector()), Class::of(second)) {
+        (Class::DoubleFault, _) => Interrupted::Shutdown,
+        (Class::Contributory, Class::Contributory)
+        | (Class::PageFault, Class::Contributory | Class::PageFault) => Interrupted::DoubleFault,
+        _ => Interrupted::Dropped,
     }
 }
 

@@ -11,12 +11,11 @@ use super::exception::{PROTECTION, UNDEFINED, interrupt_repetition, retire};
 use crate::apic::InterruptMessage;
 use crate::cpuid::{CpuView, Patch, Values};
 use crate::exit::{Access, Exit, IoExit, Space};
-use crate::length::{Pattern, prefixes};
+use crate::length::Pattern;
 use crate::platform::{Emulated, PcPlatform, Unknown};
 use crate::pv::ApicIds;
 use crate::registers::{Gpr, Reg};
 use crate::vcpu::{InterruptWindow, X86Vcpu};
-use crate::walk::{CodeSize, CodeView};
 
 /// `APIC_BASE`: the local APIC is enabled.
 pub(super) const APIC_ENABLED: u64 = 1 << 11;
@@ -159,12 +158,13 @@ impl Cpu {
             Exit::Xsetbv => self.xsetbv(vcpu, platform),
             Exit::CacheFlush => _ = self.skip(vcpu, platform, Pattern::CACHE_FLUSH),
             Exit::Pause => _ = self.skip(vcpu, platform, Pattern::PAUSE),
-            Exit::CrAccess { register: 8, write } => self.cr8(vcpu, platform, write),
+            Exit::CrAccess { .. } | Exit::InvalidatePage => self.control(vcpu, platform)?,
+            Exit::PageFault { address, code } => self.page_fault(vcpu, address, code)?,
             Exit::Exception { vector, code } => self.exception(vcpu, platform, vector, code)?,
             Exit::Undefined => self.raise(vcpu, UNDEFINED),
             Exit::Protected => self.raise(vcpu, PROTECTION),
             Exit::Iret => self.nmi_mask.begin_return(vcpu),
-            Exit::CrAccess { .. } | Exit::TaskSwitch => self.inject_ud(vcpu, platform),
+            Exit::TaskSwitch => self.inject_ud(vcpu, platform),
             Exit::Spurious => {}
             Exit::Shutdown => return Err(StopReason::End(Outcome::TripleFault)),
             Exit::InvalidState { why, code } => {
@@ -279,44 +279,6 @@ impl Cpu {
         }
         vcpu.set(Reg::Xcr0, value);
         retire(vcpu, next);
-    }
-
-    /// `MOV` to and from `CR8` (`[REX.R] 0F 22 /0`, `0F 20 /0`): the task priority.
-    pub(super) fn cr8<V: X86Vcpu, P: PcPlatform>(
-        &mut self,
-        vcpu: &mut V,
-        platform: &mut P,
-        write: bool,
-    ) {
-        let code = CodeView::of(vcpu);
-        let mut bytes = [0; 15];
-        let Ok((count, _)) = code.fetch(platform.memory(), &mut bytes) else {
-            return self.inject_ud(vcpu, platform);
-        };
-        let start = prefixes(&bytes[..count], code.size);
-        let opcode = if write { 0x22 } else { 0x20 };
-        let &[0x0f, second, modrm, ..] = &bytes[start..count] else {
-            return self.inject_ud(vcpu, platform);
-        };
-        if second != opcode {
-            return self.inject_ud(vcpu, platform);
-        }
-        let rex = if start > 0 && code.size == CodeSize::Bits64 { bytes[start - 1] } else { 0 };
-        let extended = rex & 0xf0 == 0x40 && rex & 1 != 0;
-        let register = Gpr::from_code(modrm & 7 | u8::from(extended) << 3);
-        if write {
-            let value = vcpu.gpr(register);
-            if value > 15 {
-                return self.raise(vcpu, PROTECTION);
-            }
-            platform.set_cr8(self.index, value as u8);
-            self.needs_service = true;
-        } else {
-            let value = platform.cr8(self.index);
-            vcpu.set_gpr(register, value.into());
-        }
-        let rip = vcpu.get(Reg::Rip);
-        retire(vcpu, code.advance(rip, start as u64 + 3));
     }
 
     /// Advances past the current instruction; raises `#UD` and returns `false` if it is not

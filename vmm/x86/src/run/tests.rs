@@ -1,11 +1,13 @@
 //! Scripts for the run loop.
 
+mod control;
 mod events;
 mod exits;
 
 use super::exception::{ALIGNMENT, DEBUG, DR7_GENERAL_DETECT, PROTECTION, RFLAGS_RF, UNDEFINED};
 use super::*;
 use crate::apic::InterruptMessage;
+use crate::control::{ControlAccess, DecodedControl};
 use crate::cpuid::{CpuidConfig, CpuidTable};
 use crate::exit::{Access, IoExit, Space};
 use crate::platform::{Acknowledged, Emulated, Interrupts, Unknown};
@@ -50,6 +52,8 @@ struct TestPlatform {
     tpr_low: bool,
     apic_base: Option<u64>,
     emulated: Emulated,
+    /// The current instruction, of three bytes, if it is one with control registers.
+    control: Option<ControlAccess>,
 }
 
 impl TestPlatform {
@@ -63,6 +67,7 @@ impl TestPlatform {
             steal_time: true,
             pv_flush: true,
             pv_ipi: true,
+            nested_paging: true,
         };
         let cpuid = CpuidTable::new(&config, |number, _| match number {
             0 => [0xd, 1, 2, 3],
@@ -96,6 +101,7 @@ impl TestPlatform {
             tpr_low: false,
             apic_base: None,
             emulated: Emulated::Unknown,
+            control: None,
         }
     }
 
@@ -188,6 +194,14 @@ impl PcPlatform for TestPlatform {
     }
     fn emulate_io<V: X86Vcpu>(&mut self, _: usize, _: &mut V, _: IoExit) -> Emulated {
         self.emulated
+    }
+    fn decode_control<V: X86Vcpu>(
+        &mut self,
+        _: usize,
+        vcpu: &mut V,
+    ) -> Result<DecodedControl, Emulated> {
+        let next = vcpu.get(Reg::Rip) + 3;
+        self.control.map(|access| DecodedControl { access, next }).ok_or(self.emulated)
     }
     fn hypercall<V: X86Vcpu>(&mut self, vcpu: &mut V) -> Option<u64> {
         (vcpu.gpr(Gpr::Rax) == KNOWN_HYPERCALL).then_some(77)

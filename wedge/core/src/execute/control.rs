@@ -24,10 +24,10 @@ const CR4_VALID: u64 = cr4::TSD
     | cr4::FSGSBASE
     | cr4::PCIDE
     | cr4::OSXSAVE
-    // VME, PVI, DE: no effect in 64-bit mode, or without debug registers.
-    | 1 << 0
-    | 1 << 1
-    | 1 << 3;
+    // No effect in 64-bit mode, or without debug registers.
+    | cr4::VME
+    | cr4::PVI
+    | cr4::DE;
 
 impl VirtualCpu {
     pub(super) fn execute_control<H: Host>(
