@@ -23,7 +23,7 @@ use abi::vcpu::x86::exit::EXCEPTION;
 use abi::vcpu::x86::{VcpuState, gpr, vtlb as option, vtlb_counter};
 use hw_walk::{Intent, Paging, Translation};
 use hw_x86::paging::{ENTRIES, cr0, cr4, entry, fault};
-use hw_x86::vmcb::{Vmcb, event, exit};
+use hw_x86::vmcb::{ControlArea, Vmcb, event, exit, v_intr};
 use kernel_core::pool::{Factory, Frame, Handle, Memory};
 use kernel_core::vtlb::{FRAMES_PER_TABLE, Fill, Flush, Frames, Options, Source, Step, Vtlb};
 
@@ -33,6 +33,7 @@ use crate::hvm::internal;
 use crate::svm::asid::Asids;
 use crate::svm::exit::interrupted_event;
 use crate::svm::state::SHADOW;
+use crate::svm::{is_tcg, virq};
 use control::{Control, Registers};
 use decode::{Kind, decode};
 use memory::{GuestMemory, HostPage};
@@ -373,7 +374,7 @@ impl Shadow {
         const PAGE_FAULT: u64 = event::VALID | event::TYPE_EXCEPTION | event::ERROR_VALID | 14;
         self.count(vtlb_counter::FAULTS);
         let control = &vmcb.control;
-        if control.exit_int_info.get() & event::VALID != 0 {
+        if interrupted(control) != 0 {
             // The VMM decides what becomes of the event whose delivery it interrupted.
             self.fault.set((address, 14 | code << 32));
             return Some(EXCEPTION);
@@ -431,13 +432,22 @@ impl Shadow {
         if self.tables().fill(&self.memory, &fill).is_err() {
             return Some(internal::NEEDS_FRAMES);
         }
-        if crate::svm::is_tcg() && vmcb.control.interrupt_shadow.get() & SHADOW != 0 {
+        if is_tcg() && vmcb.control.interrupt_shadow.get() & SHADOW != 0 {
             // The next entry would lose it; the VMM executes the instruction.
             return Some(internal::HOST_INTERRUPT);
         }
-        vmcb.control.event_inj.set(interrupted_event(vmcb.control.exit_int_info.get()));
+        vmcb.control.event_inj.set(interrupted(&vmcb.control));
         None
     }
+}
+
+/// Event to inject again because the exit interrupted its delivery, or 0. QEMU TCG keeps a virtual
+/// interrupt pending then, and delivers it; it reports it as an exception.
+fn interrupted(control: &ControlArea) -> u64 {
+    let info = interrupted_event(control.exit_int_info.get());
+    let vector = control.v_intr.get() >> v_intr::VECTOR_SHIFT;
+    let is_same = (vector ^ info) & event::VECTOR == 0;
+    if is_tcg() && virq::is_pending(control) && is_same { 0 } else { info }
 }
 
 /// Shadow leaf of a translation.
