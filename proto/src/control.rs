@@ -10,6 +10,8 @@
 //! Root replies to [`STARTED`] and [`DRAINED`]. After the remaining messages root destroys the task
 //! instead.
 
+use crate::vtlb;
+
 /// The task is ready.
 pub const STARTED: u64 = 1;
 /// The task has ended.
@@ -52,20 +54,31 @@ pub struct VmmStatistics {
     pub bytes: u64,
     /// Exits by reason, numbered as in the VMM library.
     pub exits: [u64; REASONS],
+    /// Counters of the vTLB ([`vtlb::COUNTER_NAMES`]), the sum over all vCPUs.
+    pub vtlb: [u64; vtlb::COUNTERS],
 }
 
 impl VmmStatistics {
     /// Words of the encoding.
-    pub const WORDS: usize = 3 + REASONS;
+    pub const WORDS: usize = Self::VTLB + vtlb::COUNTERS;
+    /// Index of the first counter of the vTLB.
+    const VTLB: usize = 3 + REASONS;
 
     /// All counters zero.
-    pub const ZERO: Self = Self { entries: 0, handled_in_kernel: 0, bytes: 0, exits: [0; REASONS] };
+    pub const ZERO: Self = Self {
+        entries: 0,
+        handled_in_kernel: 0,
+        bytes: 0,
+        exits: [0; REASONS],
+        vtlb: [0; vtlb::COUNTERS],
+    };
 
     /// Encodes the counters.
     pub fn pack(&self) -> [u64; Self::WORDS] {
         let mut words = [0; Self::WORDS];
         words[..3].copy_from_slice(&[self.entries, self.handled_in_kernel, self.bytes]);
-        words[3..].copy_from_slice(&self.exits);
+        words[3..Self::VTLB].copy_from_slice(&self.exits);
+        words[Self::VTLB..].copy_from_slice(&self.vtlb);
         words
     }
 
@@ -77,6 +90,7 @@ impl VmmStatistics {
             handled_in_kernel: word(1),
             bytes: word(2),
             exits: core::array::from_fn(|index| word(3 + index)),
+            vtlb: core::array::from_fn(|index| word(Self::VTLB + index)),
         }
     }
 }

@@ -38,6 +38,7 @@ pub mod system;
 #[cfg(test)]
 mod testing;
 pub mod vsock;
+pub mod vtlb;
 
 /// Label of a reply to a valid message.
 pub const DONE: u64 = 0;

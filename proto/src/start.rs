@@ -26,6 +26,7 @@ use serde::{Deserialize, Serialize};
 use crate::channel::{End, MAX_SIZE, MAX_VM_CHANNELS, SHARE_BYTES, SHARES};
 use crate::service::{Attachment, DiskServer, MAX_SESSIONS, NetServer};
 use crate::system::{CpuTime, MAX_ARGUMENTS, MAX_VCPUS, OnReset};
+use crate::vtlb::Vtlb;
 
 /// Address of the start page; also the first argument of the task.
 pub const START_PAGE: u64 = 0x40_0000;
@@ -232,6 +233,8 @@ pub struct Vmm<'a> {
     pub kvmclock: bool,
     /// The guest also has the console as a virtio device, after all other devices.
     pub virtio_console: bool,
+    /// vTLB; `None`: nested paging.
+    pub vtlb: Option<Vtlb>,
     /// `XCR0` bits that the guest may enable.
     pub xcr0_mask: u64,
     /// Disks and network cards, in the order of their discovery by the guest.
@@ -308,6 +311,12 @@ mod tests {
                 on_reset: OnReset::Reset,
                 kvmclock: true,
                 virtio_console: true,
+                vtlb: Some(Vtlb {
+                    pool: u32::MAX,
+                    rung: crate::vtlb::Rung::InvalidatePage,
+                    spaces: u8::MAX,
+                    trace_writes: true,
+                }),
                 xcr0_mask: u64::MAX,
                 attachments: Vec::from_iter([attachment; MAX_SESSIONS]),
                 channels: Vec::from_iter([end; MAX_VM_CHANNELS]),

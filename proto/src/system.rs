@@ -14,9 +14,10 @@ use serde::{Deserialize, Serialize};
 use crate::channel::MAX_CHANNELS;
 use crate::net::Mac;
 use crate::service::DiskRange;
+use crate::vtlb::Vtlb;
 
 /// Version of the encoding. Incremented by every change of a type in this module.
-pub const VERSION: u32 = 6;
+pub const VERSION: u32 = 7;
 /// Largest number of VMs in a system.
 pub const MAX_VMS: usize = 16;
 /// Largest number of vCPUs of a VM.
@@ -79,7 +80,7 @@ pub enum Board {
     /// QEMU's `q35` with `isa-debug-exit` at port 0xf4: the outcome is written there, which ends
     /// QEMU.
     QemuQ35,
-    /// Any PC with SVM and nested paging; at the end the outcome is logged and the host stays on.
+    /// Any PC with SVM; at the end the outcome is logged and the host stays on.
     Pc,
 }
 
@@ -191,6 +192,8 @@ pub struct Vm<'a> {
     pub kvmclock: bool,
     /// The guest also has the console as a virtio device.
     pub virtio_console: bool,
+    /// vTLB; `None`: nested paging.
+    pub vtlb: Option<Vtlb>,
     /// Essential: the system ends when all essential VMs and tasks have ended.
     pub essential: bool,
     /// Template: not started; VMs are created from it at run time.
@@ -343,6 +346,12 @@ mod tests {
                 on_reset: OnReset::Exit,
                 kvmclock: true,
                 virtio_console: true,
+                vtlb: Some(Vtlb {
+                    pool: 256,
+                    rung: crate::vtlb::Rung::Asid,
+                    spaces: 8,
+                    trace_writes: true,
+                }),
                 essential: true,
                 template: false,
                 disks: Vec::from_iter([VmDisk {

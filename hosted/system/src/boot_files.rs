@@ -3,6 +3,7 @@
 use crate::guest;
 use crate::resolved::{InitrdSource, KernelSource, ResolvedSystem, ResolvedVm, VmFiles};
 use crate::rootfs;
+use crate::vtlb;
 use hosted_command::failure::{self, Failure};
 use hosted_command::problem::Problem;
 use hosted_command::value::Size;
@@ -109,8 +110,10 @@ impl ResolvedSystem {
         let disks = self.vms.iter().map(|vm| vm.disks.len()).sum::<usize>() as u64;
         let nets = self.vms.iter().map(|vm| vm.nets.len()).sum::<usize>() as u64;
         let sessions = disks * proto::disk::SESSION_BYTES + nets * proto::net::SESSION_BYTES;
+        let pools: u64 = self.vms.iter().map(|vm| vtlb::memory(vm.vtlb, vm.vcpus)).sum();
         let channels: u64 = self.channels.iter().map(|channel| u64::from(channel.size)).sum();
-        let fixed = FIXED_MEMORY + PER_VM_MEMORY * self.vms.len() as u64 + sessions + channels;
+        let fixed =
+            FIXED_MEMORY + PER_VM_MEMORY * self.vms.len() as u64 + sessions + channels + pools;
         guests.saturating_add(guests >> PAGE_TABLE_SHIFT).saturating_add(fixed + boot_files)
     }
 

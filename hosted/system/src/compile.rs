@@ -107,6 +107,7 @@ fn compile_vm<'a>(
         },
         kvmclock: vm.kvmclock,
         virtio_console: vm.virtio_console,
+        vtlb: vm.vtlb,
         essential: vm.essential,
         template: vm.template,
         disks: vm.disks.iter().copied().collect(),

@@ -179,6 +179,17 @@ pub struct Vm {
     /// Offer kvmclock to the guest (the default). Without it, Linux reads the time-stamp counter,
     /// which costs less, but must calibrate its frequency.
     pub kvmclock: Option<bool>,
+    /// The processor translates guest memory (nested paging, the default). `false`: the kernel
+    /// does, by a vTLB.
+    #[serde(default = "yes")]
+    pub npt: bool,
+    /// Memory for the vTLB of each vCPU, 64K to 1M (the default).
+    pub vtlb: Option<Spanned<Size>>,
+    /// Optimisations of the vTLB, each with all before it: `kernel` (none), `global`, `cache=N`
+    /// (1 to 32 address spaces), `sync`, `trace`, `asid`, `invlpga` (the default).
+    pub rung: Option<Spanned<String>>,
+    /// Sign by which the vTLB finds page tables that the guest has written.
+    pub trace: Option<Spanned<Trace>>,
     /// The system waits for its end.
     pub essential: Option<bool>,
     /// Template: not started; VMs are created from it at run time.
@@ -253,6 +264,16 @@ pub enum OnReset {
     Exit,
     /// Restart the VM.
     Reset,
+}
+
+/// Sign by which a vTLB finds page tables that the guest has written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Trace {
+    /// The processor's dirty bits (the default).
+    Dirty,
+    /// Write faults.
+    Write,
 }
 
 /// vCPUs of a VM: `2` or `{ pin = [0, 1] }`.

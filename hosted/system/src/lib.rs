@@ -20,3 +20,4 @@ pub mod resolved;
 pub mod rootfs;
 mod summary;
 pub mod validate;
+mod vtlb;

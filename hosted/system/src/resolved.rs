@@ -6,6 +6,7 @@ use hosted_command::failure::Failure;
 use hosted_command::problem::{Diagnostics, Problem};
 use hosted_command::value::Size;
 use proto::system as compiled;
+use proto::vtlb::Vtlb;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use toml::Spanned;
@@ -137,6 +138,8 @@ pub struct ResolvedVm {
     pub(crate) on_reset: OnReset,
     pub(crate) kvmclock: bool,
     pub(crate) virtio_console: bool,
+    /// vTLB; `None`: nested paging.
+    pub vtlb: Option<Vtlb>,
     pub(crate) essential: bool,
     /// Template for VMs that are created at run time.
     pub template: bool,

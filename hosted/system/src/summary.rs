@@ -2,6 +2,7 @@
 
 use crate::description::{Board, Log};
 use crate::resolved::{KernelSource, ResolvedSystem, plural};
+use crate::vtlb;
 use hosted_command::value::Size;
 use std::fmt;
 
@@ -31,7 +32,11 @@ impl fmt::Display for ResolvedSystem {
                 KernelSource::Micro(name) => format!("{name} of the build"),
                 KernelSource::File(path) => format!("{} is complete", path.display()),
             };
-            writeln!(f, "  {:<8} {}, {kernel}", vm.name, vm.memory.get_ref())?;
+            write!(f, "  {:<8} {}, {kernel}", vm.name, vm.memory.get_ref())?;
+            match vm.vtlb {
+                Some(vtlb) => writeln!(f, ", {}", vtlb::describe(vtlb))?,
+                None => writeln!(f)?,
+            }
         }
         Ok(())
     }

@@ -23,6 +23,7 @@ use crate::description::{self, Board, Console, Description};
 use crate::resolved::{
     InitrdSource, KernelSource, ResolvedServer, ResolvedSystem, ResolvedTask, ResolvedVm, Source,
 };
+use crate::vtlb;
 use attachments::Attached;
 use cpus::{CpuRequest, MAX_CPUS, least_cpus};
 use hosted_command::failure::{self, Failure};
@@ -243,6 +244,7 @@ impl Validator<'_> {
             None => DEFAULT_COMMAND_LINE.to_owned(),
         };
         let kernel = self.kernel(vm.kernel.get_ref());
+        let vtlb = vtlb::check(&vm, &mut self.problems);
         let initrd = vm.initrd.map(|initrd| {
             let source = match initrd.get_ref().as_str() {
                 "busybox" => InitrdSource::Busybox,
@@ -269,6 +271,7 @@ impl Validator<'_> {
             on_reset: vm.on_reset,
             kvmclock: vm.kvmclock.unwrap_or(true),
             virtio_console: vm.virtio_console,
+            vtlb,
             essential: vm.essential.unwrap_or(!vm.template),
             template: vm.template,
             disks: Vec::new(),

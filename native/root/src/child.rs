@@ -1,5 +1,7 @@
 //! A child: a task with its first thread and its capabilities.
 
+use core::fmt;
+
 use abi::{PAGE_SIZE, SHARE_OF_CPU, Selector, boot, rights};
 use heapless::Vec;
 use native_rt::start::Boot;
@@ -65,6 +67,17 @@ pub enum StartError {
     Load(LoadError),
     /// The kernel refused to create or bind an object.
     Kernel(Status),
+}
+
+impl fmt::Display for StartError {
+    fn fmt(&self, to: &mut fmt::Formatter) -> fmt::Result {
+        match self {
+            Self::NoNestedPaging => {
+                to.write_str("the processor has no nested paging: add `npt = false` to the VM")
+            }
+            error => write!(to, "{error:?}"),
+        }
+    }
 }
 
 impl From<Status> for StartError {

@@ -84,6 +84,7 @@ pub mod tests {
             on_reset: OnReset::Exit,
             kvmclock: true,
             virtio_console: false,
+            vtlb: None,
             essential: true,
             template,
             disks: heapless::Vec::new(),

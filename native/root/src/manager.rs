@@ -15,6 +15,7 @@ use proto::control::{DRAINED, EXITED, PANICKED, STARTED, VmmStatistics, code};
 use proto::log::{Level, MAX_TEXT};
 use proto::start::{Clock, Role, Start, event};
 use proto::system::{Board, MAX_SERVERS, MAX_TASKS, MAX_VMS, Restart, ServerKind, System};
+use proto::vtlb::COUNTER_NAMES;
 use proto::{DONE, REFUSED, console};
 use vmm_x86::exit::EXIT_NAMES;
 
@@ -235,7 +236,7 @@ impl<'a> Manager<'a> {
             }
             Some(Err(error)) => {
                 let (kind, name) = (Self::kind(number), self.name(number));
-                error!("cannot start {kind} {name}: {error:?}");
+                error!("cannot start {kind} {name}: {error}");
                 self.records[number].ended = Some(code::BAD_CONFIG);
                 self.resources.memory.free_all(number);
                 self.remove_name(number);
@@ -485,6 +486,10 @@ impl<'a> Manager<'a> {
             && number >= FIRST_VM
         {
             info!("vm {name}: statistics: {}", Counts(&statistics, bytes + kernel, shared));
+            let vm = self.instances.get(number - FIRST_VM);
+            if vm.is_some_and(|vm| vm.plan.vtlb.is_some()) {
+                info!("vm {name}: vtlb: {}", VtlbCounts(&statistics));
+            }
         }
         info!("{kind} {name} ended: {what} code {code}");
         self.records[number].ended = Some(code);
@@ -613,6 +618,20 @@ impl fmt::Display for Counts<'_> {
             EXIT_NAMES.iter().zip(statistics.exits).filter(|(_, count)| *count != 0)
         {
             write!(to, " {name}={count}")?;
+        }
+        Ok(())
+    }
+}
+
+/// Counters of a VM's vTLB as `name=value`.
+struct VtlbCounts<'s>(&'s VmmStatistics);
+
+impl fmt::Display for VtlbCounts<'_> {
+    fn fmt(&self, to: &mut fmt::Formatter) -> fmt::Result {
+        let counters = COUNTER_NAMES.iter().zip(self.0.vtlb);
+        for (index, (name, count)) in counters.enumerate() {
+            let space = if index == 0 { "" } else { " " };
+            write!(to, "{space}{name}={count}")?;
         }
         Ok(())
     }

@@ -218,9 +218,9 @@ impl Factory {
             .map(|()| SchedContext(slot))
     }
 
-    /// Creates a guest-physical space with nested paging.
-    pub fn vm(self, slot: Selector) -> Result<Vm, Status> {
-        self.create(Kind::Vm, slot, [0; 3]).map(|()| Vm(slot))
+    /// Creates a guest-physical space, translated as `mode` tells ([`abi::vm_mode`]).
+    pub fn vm(self, slot: Selector, mode: u64) -> Result<Vm, Status> {
+        self.create(Kind::Vm, slot, [mode, 0, 0]).map(|()| Vm(slot))
     }
 
     pub(crate) fn vcpu(

@@ -4,7 +4,8 @@
 //! only after it is valid, because the kernel takes over whole groups.
 
 use abi::vcpu::x86::{
-    Segment as StateSegment, SharedSegment, VcpuState, event as state_event, group, window,
+    Segment as StateSegment, SharedSegment, VcpuState, event as state_event, group, vtlb_counter,
+    window,
 };
 use abi::vcpu::{SharedU8, SharedU64, exit};
 use native_rt::{SchedContext, Vcpu, time};
@@ -48,7 +49,10 @@ struct StealTime {
 impl<'a> NativeVcpu<'a> {
     /// Wraps a vCPU that has not run yet. [`run`](vmm_vcpu::Vcpu::run) flushes `console` when its
     /// output has waited long enough.
-    pub fn new(vcpu: Vcpu, console: &'a Console) -> Self {
+    ///
+    /// `optimisations`: of its vTLB ([`abi::vcpu::x86::vtlb`]).
+    pub fn new(vcpu: Vcpu, console: &'a Console, optimisations: u64) -> Self {
+        vcpu.state().vtlb.set(optimisations);
         Self {
             vcpu,
             // The kernel's state is zero, as the page is: everything in it is valid, and must be
@@ -77,6 +81,11 @@ impl<'a> NativeVcpu<'a> {
     pub fn counts(&mut self) -> (u64, u64) {
         let state = self.vcpu.state();
         (state.run.entries.get(), state.run.handled_in_kernel.get())
+    }
+
+    /// Returns the counters of the vTLB.
+    pub fn vtlb_counters(&mut self) -> [u64; vtlb_counter::COUNT] {
+        self.vcpu.state().vtlb_counters.each_ref().map(SharedU64::get)
     }
 
     /// Returns the ticks that the kernel has waited while the guest was halted.

@@ -14,6 +14,7 @@ mod control;
 mod devices;
 mod exit;
 mod host;
+mod vtlb;
 
 use core::arch::x86_64::__cpuid_count;
 
@@ -170,7 +171,7 @@ impl<'a> Guest<'a> {
     fn new(start: &Start, plan: &Vmm, console: &'a Console) -> Result<Self, Status> {
         let factory = Factory::at(slot::FACTORY);
         let mut guest = Self {
-            vm: factory.vm(VM)?,
+            vm: factory.vm(VM, vtlb::mode(plan.vtlb))?,
             vcpus: Vec::new(),
             notifications: Vec::new(),
             helpers: Vec::new(),
@@ -195,7 +196,7 @@ impl<'a> Guest<'a> {
                 factory.notification(slots + 1)?
             };
             let vcpu = Vcpu::create(factory, slots, guest.vm, index as u32, notification)?;
-            let vcpu = Cell::new(NativeVcpu::new(vcpu, console));
+            let vcpu = Cell::new(NativeVcpu::new(vcpu, console, vtlb::optimisations(plan.vtlb)));
             guest.notifications.push(notification).map_err(|_| Status::Overflow)?;
             guest.vcpus.push(vcpu).map_err(|_| Status::Overflow)?;
         }
@@ -205,9 +206,13 @@ impl<'a> Guest<'a> {
     /// Adds the counts of the vCPUs.
     fn statistics(&self, mut sum: VmmStatistics) -> VmmStatistics {
         for vcpu in &self.vcpus {
-            let (entries, settled) = vcpu.lock().counts();
+            let mut vcpu = vcpu.lock();
+            let (entries, settled) = vcpu.counts();
             sum.entries += entries;
             sum.handled_in_kernel += settled;
+            for (sum, count) in sum.vtlb.iter_mut().zip(vcpu.vtlb_counters()) {
+                *sum += count;
+            }
         }
         sum
     }
@@ -271,9 +276,9 @@ fn board_config(start: &Start, plan: &Vmm, count: u8) -> PcConfig {
         kvmclock: plan.kvmclock,
         // Linux reads it at every context switch: too expensive for its use on a single CPU.
         steal_time: count > 1,
-        pv_flush: true,
+        pv_flush: plan.vtlb.is_none(),
         pv_ipi: true,
-        nested_paging: true,
+        nested_paging: plan.vtlb.is_none(),
         id: plan.id,
     }
 }

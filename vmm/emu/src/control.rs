@@ -19,7 +19,7 @@ pub enum Control {
 }
 
 /// Decodes the current instruction and reads its operand: `MOV` to and from a control register,
-/// `LMSW`, `CLTS` or `INVLPG`; executes `SMSW`. The operand of `SMSW` and `LMSW` may be in a device.
+/// `LMSW`, `CLTS` or `INVLPG`; executes `SMSW`. Operands of `SMSW` and `LMSW` may be in a device.
 ///
 /// # Errors
 /// See [`Stop`]. `#GP(0)` without the privilege for the instruction.

@@ -3,6 +3,7 @@
 use crate::support::{Folder, ONE_VM, bzimage, code, errors, send, wait_for, wait_for_end};
 use abi::bundle::Header;
 use proto::system::{Board, OnReset, Restart, SerialPort, System};
+use proto::vtlb::{Rung, Vtlb};
 use rustix::process::Signal;
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, Stdio};
@@ -18,7 +19,7 @@ fn content<'a>(bundle: &'a [u8], name: &str) -> &'a [u8] {
 #[test]
 fn a_whole_image() {
     let second = "initrd = \"kernel\"\ncmdline = \"quiet\"\nrestart = \"on-crash\"\non_reset = \"reset\"\nkvmclock = false\nvirtio_console = true\n\
-        [[vm]]\nname = \"b\"\nmemory = \"1G\"\nkernel = \"kernel\"\ncpus = { pin = [2] }\nessential = false\n\
+        [[vm]]\nname = \"b\"\nmemory = \"1G\"\nkernel = \"kernel\"\ncpus = { pin = [2] }\nessential = false\nnpt = false\nvtlb = \"128K\"\nrung = \"cache=3\"\n\
         [[task]]\nname = \"t\"\nbinary = \"check-hostile\"\nargs = [\"1\", \"two\"]\ncpu = 3\npriority = 63\n";
     let folder = Folder::new(&format!("{ONE_VM}{second}"));
     folder.write("kernel", &bzimage());
@@ -43,6 +44,8 @@ fn a_whole_image() {
     assert!(linux.virtio_console && !b.virtio_console);
     assert_eq!((&b.pins[..], b.essential, b.console), (&[2][..], false, None));
     assert_eq!(b.command_line, "console=ttyS0");
+    let vtlb = Vtlb { pool: 32, rung: Rung::Cache, spaces: 3, trace_writes: false };
+    assert_eq!((linux.vtlb, b.vtlb), (None, Some(vtlb)));
     // One file, used three times, is in the bundle once.
     assert_eq!(
         (linux.kernel, linux.initrd, b.kernel),

@@ -75,6 +75,8 @@ fn toml_and_schema() {
         "system.toml:3:1: error: unknown field `logs`, expected one of `board`, `log`",
     );
     refused(&vm("memroy = \"1G\""), 65, "system.toml:9:1: error: unknown field `memroy`");
+    refused(&vm("vtlb = \"1M\""), 65, "system.toml:9:8: error: `vtlb` belongs to a virtual");
+    refused(&vm("npt = false\nrung = \"top\""), 65, "system.toml:10:8: error: no rung `top`");
     refused(&vm("cpus = { pins = [0] }"), 65, "system.toml:9:10: error: unknown field `pins`");
     refused(&format!("{ONE_VM}[[chanel]]\n"), 65, "system.toml:9:3: error: unknown field `chanel`");
     refused(

@@ -42,7 +42,7 @@ fn make(factory: Factory, kind: usize, at: u64) -> Result<(), Status> {
         2 => factory.notification(at).map(drop),
         3 => factory.factory(at, 1, 0, 0).map(drop),
         4 => factory.sched_context(at, 1, 1_000_000, 0).map(drop),
-        _ => factory.vm(at).map(drop),
+        _ => factory.vm(at, abi::vm_mode::NESTED).map(drop),
     }
 }
 

@@ -114,7 +114,12 @@ impl<'a> Manager<'a> {
     fn vmm_quota(&self, vm: &Vm) -> u64 {
         let further = u64::from(vm.vcpus.saturating_sub(1));
         let channels = self.channels.count(self.system, vm) as u64;
-        VMM_QUOTA + VCPU_QUOTA * further + GIB_QUOTA * (vm.memory >> 30) + CHANNEL_QUOTA * channels
+        let pools = vm.vtlb.map_or(0, |vtlb| u64::from(vtlb.pool)) * u64::from(vm.vcpus);
+        VMM_QUOTA
+            + VCPU_QUOTA * further
+            + GIB_QUOTA * (vm.memory >> 30)
+            + CHANNEL_QUOTA * channels
+            + pools
     }
 
     /// Returns the CPUs of a VM's vCPUs.
@@ -149,7 +154,7 @@ impl<'a> Manager<'a> {
     pub(super) fn start_vm(&mut self, number: usize, vm: &'a Vm<'a>) -> Result<Child, StartError> {
         let index = number - FIRST_VM;
         let machine = self.resources.boot.info;
-        if machine.features & boot::FEATURE_NESTED == 0 {
+        if vm.vtlb.is_none() && machine.features & boot::FEATURE_NESTED == 0 {
             return Err(StartError::NoNestedPaging);
         }
         let cpus = self.vm_cpus(index, vm)?;
@@ -188,6 +193,7 @@ impl<'a> Manager<'a> {
                 on_reset: vm.on_reset,
                 kvmclock: vm.kvmclock,
                 virtio_console: vm.virtio_console,
+                vtlb: vm.vtlb,
                 xcr0_mask: machine.xcr0_mask,
                 attachments,
                 channels,

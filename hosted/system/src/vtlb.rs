@@ -1,0 +1,183 @@
+//! vTLB of a VM in a system description: `npt = false`, `vtlb`, `rung`, `trace`.
+
+use crate::description::{self, Trace};
+use hosted_command::problem::Problem;
+use hosted_command::value::Size;
+use proto::vtlb::{DEFAULT_SPACES, MAX_POOL, MAX_SPACES, MIN_POOL, Rung, Vtlb};
+use toml::Spanned;
+
+/// Bytes of a page.
+const PAGE: u64 = 4 << 10;
+/// Rungs by name, from the lowest; `cache` is followed by `=N`.
+const RUNGS: [(&str, Rung); 7] = [
+    ("kernel", Rung::Kernel),
+    ("global", Rung::Global),
+    (CACHE, Rung::Cache),
+    ("sync", Rung::Sync),
+    ("trace", Rung::Trace),
+    ("asid", Rung::Asid),
+    ("invlpga", Rung::InvalidatePage),
+];
+const CACHE: &str = "cache";
+
+/// Checks the vTLB of a VM; `None`: nested paging.
+pub(crate) fn check(vm: &description::Vm, problems: &mut Vec<Problem>) -> Option<Vtlb> {
+    if vm.npt {
+        let vtlb = vm.vtlb.as_ref().map(|value| ("vtlb", value.span()));
+        let rung = vm.rung.as_ref().map(|value| ("rung", value.span()));
+        let trace = vm.trace.as_ref().map(|value| ("trace", value.span()));
+        for (key, span) in [vtlb, rung, trace].into_iter().flatten() {
+            let message = format!("`{key}` belongs to a virtual machine without nested paging");
+            problems.push(Problem::new(span, message).help("add `npt = false`, or remove the key"));
+        }
+        return None;
+    }
+    let (rung, spaces) = match &vm.rung {
+        None => (Rung::InvalidatePage, DEFAULT_SPACES),
+        Some(text) => parse_rung(text.get_ref()).unwrap_or_else(|message| {
+            problems.push(Problem::new(text.span(), message));
+            (Rung::InvalidatePage, DEFAULT_SPACES)
+        }),
+    };
+    if let Some(trace) = vm.trace.as_ref().filter(|_| rung < Rung::Trace) {
+        let message = "`trace` needs the rung `trace` or one above it";
+        problems.push(Problem::new(trace.span(), message));
+    }
+    Some(Vtlb {
+        pool: pool(vm.vtlb.as_ref(), problems),
+        rung,
+        spaces,
+        trace_writes: vm.trace.as_ref().is_some_and(|trace| *trace.get_ref() == Trace::Write),
+    })
+}
+
+/// Returns the pool of a vCPU in pages.
+fn pool(given: Option<&Spanned<Size>>, problems: &mut Vec<Problem>) -> u32 {
+    let Some(given) = given else { return MAX_POOL };
+    let Size(bytes) = *given.get_ref();
+    let pages = u32::try_from(bytes / PAGE).unwrap_or(u32::MAX);
+    if bytes % PAGE == 0 && (MIN_POOL..=MAX_POOL).contains(&pages) {
+        return pages;
+    }
+    let size = |pages: u32| Size(u64::from(pages) * PAGE);
+    let message = format!(
+        "`vtlb` must be {} to {}, a multiple of {} (got {})",
+        size(MIN_POOL),
+        size(MAX_POOL),
+        Size(PAGE),
+        given.get_ref()
+    );
+    problems.push(Problem::new(given.span(), message));
+    MAX_POOL
+}
+
+/// Returns the rung with this name, and the number of address spaces.
+fn parse_rung(text: &str) -> Result<(Rung, u8), String> {
+    if let Some(number) = text.strip_prefix(CACHE).and_then(|rest| rest.strip_prefix('=')) {
+        return match number.parse() {
+            Ok(spaces @ 1..=MAX_SPACES) => Ok((Rung::Cache, spaces)),
+            _ => Err(format!("`cache=` needs a number from 1 to {MAX_SPACES} (got `{number}`)")),
+        };
+    }
+    let known = RUNGS.iter().find(|(name, _)| *name == text);
+    known.map(|&(_, rung)| (rung, DEFAULT_SPACES)).ok_or_else(|| {
+        let names = RUNGS.map(|(name, _)| if name == CACHE { "cache=N" } else { name });
+        format!("no rung `{text}`; expected one of {}", names.join(", "))
+    })
+}
+
+/// Describes a vTLB for the summary.
+pub(crate) fn describe(vtlb: Vtlb) -> String {
+    let name = RUNGS.iter().find(|(_, rung)| *rung == vtlb.rung).map_or("", |(name, _)| name);
+    let spaces = if vtlb.rung == Rung::Cache { format!("={}", vtlb.spaces) } else { String::new() };
+    let pool = Size(u64::from(vtlb.pool) * PAGE);
+    format!("vTLB of {pool} per vCPU up to {name}{spaces}")
+}
+
+/// Returns the memory of the pools of a VM, in bytes.
+pub(crate) fn memory(vtlb: Option<Vtlb>, vcpus: u32) -> u64 {
+    vtlb.map_or(0, |vtlb| u64::from(vtlb.pool) * PAGE * u64::from(vcpus))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use hosted_command::toml_text::parse;
+    use std::ops::Range;
+
+    const BASE: &str =
+        "[system]\nboard = \"pc\"\n[[vm]]\nname = \"a\"\nkernel = \"k\"\nmemory = \"1M\"\n";
+
+    /// Checks a VM with these keys: its vTLB, and the place and message of each problem.
+    fn checked(keys: &str) -> (Option<Vtlb>, Vec<(String, String)>) {
+        let text = format!("{BASE}{keys}");
+        let description: description::Description =
+            parse(&text).unwrap_or_else(|problem| panic!("{keys}: {}", problem.message));
+        let mut problems = Vec::new();
+        let vtlb = check(description.vm[0].get_ref(), &mut problems);
+        let place = |span: Option<Range<usize>>| text[span.unwrap()].to_owned();
+        (vtlb, problems.into_iter().map(|it| (place(it.span), it.message)).collect())
+    }
+
+    #[test]
+    fn keys_and_defaults() {
+        let top = Vtlb { pool: 256, rung: Rung::InvalidatePage, spaces: 8, trace_writes: false };
+        for (keys, expected) in [
+            ("", None),
+            ("npt = true", None),
+            ("npt = false", Some(top)),
+            ("npt = false\nvtlb = \"64K\"", Some(Vtlb { pool: 16, ..top })),
+            (
+                "npt = false\nvtlb = \"1M\"\nrung = \"kernel\"",
+                Some(Vtlb { rung: Rung::Kernel, ..top }),
+            ),
+            (
+                "npt = false\nrung = \"cache=32\"",
+                Some(Vtlb { rung: Rung::Cache, spaces: 32, ..top }),
+            ),
+            ("npt = false\nrung = \"cache\"", Some(Vtlb { rung: Rung::Cache, ..top })),
+            ("npt = false\nrung = \"global\"", Some(Vtlb { rung: Rung::Global, ..top })),
+            ("npt = false\nrung = \"sync\"", Some(Vtlb { rung: Rung::Sync, ..top })),
+            (
+                "npt = false\nrung = \"trace\"\ntrace = \"write\"",
+                Some(Vtlb { rung: Rung::Trace, trace_writes: true, ..top }),
+            ),
+            ("npt = false\nrung = \"asid\"", Some(Vtlb { rung: Rung::Asid, ..top })),
+            ("npt = false\nrung = \"invlpga\"\ntrace = \"dirty\"", Some(top)),
+        ] {
+            assert_eq!(checked(keys), (expected, Vec::new()), "{keys}");
+        }
+    }
+
+    #[test]
+    fn wrong_values_are_refused_at_their_place() {
+        for (keys, place, message) in [
+            ("vtlb = \"1M\"", "\"1M\"", "without nested paging"),
+            ("npt = true\nrung = \"sync\"", "\"sync\"", "`rung` belongs to"),
+            ("trace = \"write\"", "\"write\"", "`trace` belongs to"),
+            ("npt = false\nvtlb = \"60K\"", "\"60K\"", "64 KiB to 1 MiB"),
+            ("npt = false\nvtlb = \"65K\"", "\"65K\"", "a multiple of 4 KiB"),
+            ("npt = false\nvtlb = \"2M\"", "\"2M\"", "(got 2 MiB)"),
+            ("npt = false\nrung = \"cache=0\"", "\"cache=0\"", "1 to 32"),
+            ("npt = false\nrung = \"cache=33\"", "\"cache=33\"", "1 to 32"),
+            ("npt = false\nrung = \"cache=\"", "\"cache=\"", "1 to 32"),
+            ("npt = false\nrung = \"user\"", "\"user\"", "kernel, global, cache=N, sync"),
+            ("npt = false\nrung = \"sync\"\ntrace = \"write\"", "\"write\"", "needs the rung"),
+        ] {
+            let (_, problems) = checked(keys);
+            let [(found, text)] = &problems[..] else { panic!("{keys}: {problems:?}") };
+            assert_eq!(found, place, "{keys}");
+            assert!(text.contains(message), "{keys}: {text}");
+        }
+    }
+
+    #[test]
+    fn descriptions() {
+        let of = |keys| describe(checked(keys).0.unwrap());
+        assert_eq!(of("npt = false"), "vTLB of 1 MiB per vCPU up to invlpga");
+        let cache = of("npt = false\nvtlb = \"64K\"\nrung = \"cache=4\"");
+        assert_eq!(cache, "vTLB of 64 KiB per vCPU up to cache=4");
+        assert_eq!(memory(checked("npt = false").0, 3), 3 << 20);
+        assert_eq!(memory(None, 3), 0);
+    }
+}
