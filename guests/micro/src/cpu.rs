@@ -106,10 +106,68 @@ pub fn stack_pointer() -> u64 {
 /// The processor has the features, and they do not change what running code relies on.
 pub unsafe fn set_cr4(bits: u64) {
     // SAFETY: the caller knows the bits; all others stay.
-    unsafe {
-        asm!("mov {tmp}, cr4", "or {tmp}, {bits}", "mov cr4, {tmp}", tmp = out(reg) _,
-            bits = in(reg) bits, options(nostack));
-    }
+    unsafe { write_cr4(cr4() | bits) };
+}
+
+/// `CR0`.
+pub fn cr0() -> u64 {
+    let value;
+    // SAFETY: reads a register.
+    unsafe { asm!("mov {}, cr0", out(reg) value, options(nomem, nostack)) };
+    value
+}
+
+/// Writes `CR0`.
+///
+/// # Safety
+///
+/// The value does not take away what running code relies on.
+pub unsafe fn write_cr0(value: u64) {
+    // SAFETY: by contract.
+    unsafe { asm!("mov cr0, {}", in(reg) value, options(nostack)) };
+}
+
+/// `CR3`.
+pub fn cr3() -> u64 {
+    let value;
+    // SAFETY: reads a register.
+    unsafe { asm!("mov {}, cr3", out(reg) value, options(nomem, nostack)) };
+    value
+}
+
+/// Writes `CR3`.
+///
+/// # Safety
+///
+/// The tables map what running code relies on.
+pub unsafe fn write_cr3(value: u64) {
+    // SAFETY: by contract.
+    unsafe { asm!("mov cr3, {}", in(reg) value, options(nostack)) };
+}
+
+/// `CR4`.
+pub fn cr4() -> u64 {
+    let value;
+    // SAFETY: reads a register.
+    unsafe { asm!("mov {}, cr4", out(reg) value, options(nomem, nostack)) };
+    value
+}
+
+/// Writes `CR4`.
+///
+/// # Safety
+///
+/// As for [`set_cr4`]; and what the value clears is not needed.
+pub unsafe fn write_cr4(value: u64) {
+    // SAFETY: by contract.
+    unsafe { asm!("mov cr4, {}", in(reg) value, options(nostack)) };
+}
+
+/// Removes translations of the page of `address` from the TLB of this processor.
+pub fn invalidate_page(address: u64) {
+    // SAFETY: the page tables stay the source of translations. Not `nomem`, so that earlier stores
+    // to the tables are done.
+    unsafe { asm!("invlpg [{}]", in(reg) address, options(nostack)) };
 }
 
 /// Sets extended control register 0.

@@ -17,11 +17,13 @@
 #[cfg(target_os = "none")]
 mod start;
 
+pub mod access;
 pub mod apic;
 pub mod boot;
 pub mod channel;
 pub mod console;
 pub mod cpu;
+pub mod paging;
 pub mod pci;
 pub mod port;
 pub mod ram;

@@ -1,6 +1,7 @@
 //! Unused RAM, for programs that access it word by word or give it to devices.
 
 use crate::boot;
+use core::sync::atomic::AtomicU64;
 
 /// Words that can be read and written.
 pub trait Word: Copy + private::Sealed {}
@@ -52,6 +53,15 @@ impl Ram {
         let inside = address >= self.start && address < self.end && self.end - address >= length;
         assert!(inside && address.is_multiple_of(length), "{address:#x} is not in {self:x?}");
         address as *mut T
+    }
+
+    /// The words of the aligned 4 KiB page at `address`, which several processors may change.
+    pub fn page(&self, address: u64) -> &'static [AtomicU64; 512] {
+        let size = size_of::<[AtomicU64; 512]>() as u64;
+        let inside = address >= self.start && address < self.end && self.end - address >= size;
+        assert!(inside && address.is_multiple_of(size), "{address:#x} is no page in {self:x?}");
+        // SAFETY: mapped RAM that no other code uses, aligned; any bits are a value.
+        unsafe { &*(address as *const [AtomicU64; 512]) }
     }
 
     /// Reads a word at an aligned address inside.

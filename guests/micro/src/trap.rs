@@ -1,6 +1,6 @@
 //! Exceptions and interrupts.
 
-use crate::{UNEXPECTED_TRAP, cpu, exit, println};
+use crate::{UNEXPECTED_TRAP, cpu, exit, println, smp};
 use core::arch::{asm, global_asm};
 use core::cell::UnsafeCell;
 use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -14,8 +14,15 @@ pub const FIRST_INTERRUPT: u64 = 32;
 pub const UNDEFINED: u8 = 6;
 /// General protection.
 pub const PROTECTION: u8 = 13;
+/// Page fault.
+pub const PAGE_FAULT: u8 = 14;
 
-const CODE_SELECTOR: u16 = 0x08;
+/// Selector of 64-bit code, CPL 0.
+pub(crate) const CODE_SELECTOR: u16 = 0x08;
+/// Selector of data, CPL 0.
+pub(crate) const DATA_SELECTOR: u16 = 0x10;
+/// Requested privilege level of selectors for CPL 3.
+pub(crate) const USER_RPL: u64 = 3;
 const VECTORS: usize = 256;
 /// Distance of entries in the assembly below.
 const STUB_LENGTH: u64 = 16;
@@ -142,10 +149,38 @@ struct Descriptor {
     base: u64,
 }
 
-/// Address to continue at after an expected exception; 0 if none is expected.
-static RESUME: AtomicU64 = AtomicU64::new(0);
-/// The vector of that exception plus 1, or 0.
-static CAUGHT: AtomicU64 = AtomicU64::new(0);
+/// The exception that a processor expects, and the one that came.
+struct Expected {
+    /// Address to continue at after an expected exception; 0 if none is expected.
+    resume: AtomicU64,
+    /// Stack pointer to continue with after an exception at CPL 3.
+    stack: AtomicU64,
+    /// The vector of the exception plus 1, or 0.
+    caught: AtomicU64,
+    error: AtomicU64,
+    rip: AtomicU64,
+}
+
+static EXPECTED: [Expected; smp::MOST] = [const {
+    Expected {
+        resume: AtomicU64::new(0),
+        stack: AtomicU64::new(0),
+        caught: AtomicU64::new(0),
+        error: AtomicU64::new(0),
+        rip: AtomicU64::new(0),
+    }
+}; smp::MOST];
+
+/// An exception that was expected.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Exception {
+    /// Vector.
+    pub vector: u8,
+    /// Error code, 0 where the exception has none.
+    pub error: u64,
+    /// Address of the instruction that raised it.
+    pub rip: u64,
+}
 
 /// Installs the table. Called once, at start.
 pub(crate) fn init() {
@@ -177,15 +212,22 @@ fn load(limit: u16, base: u64) {
 }
 
 extern "C" fn dispatch(frame: &mut TrapFrame) {
-    let expected = RESUME.load(Relaxed);
+    let expected = &EXPECTED[smp::index()];
     let exception = u64::from(frame.vector()) < FIRST_INTERRUPT && frame.vector() != NMI;
-    if expected != 0 && exception {
-        RESUME.store(0, Relaxed);
-        CAUGHT.store(u64::from(frame.vector()) + 1, Relaxed);
-        frame.rip = expected;
-        return;
+    let resume = expected.resume.load(Relaxed);
+    if resume == 0 || !exception {
+        return guest_trap(frame);
     }
-    guest_trap(frame);
+    expected.resume.store(0, Relaxed);
+    expected.caught.store(u64::from(frame.vector()) + 1, Relaxed);
+    expected.error.store(frame.error, Relaxed);
+    expected.rip.store(frame.rip, Relaxed);
+    frame.rip = resume;
+    if frame.cs & USER_RPL == USER_RPL {
+        frame.cs = CODE_SELECTOR.into();
+        frame.ss = DATA_SELECTOR.into();
+        frame.rsp = expected.stack.load(Relaxed);
+    }
 }
 
 /// For programs that expect no trap at all.
@@ -196,28 +238,41 @@ pub fn unexpected(frame: &mut TrapFrame) -> ! {
     exit(UNEXPECTED_TRAP)
 }
 
-/// One instruction that may raise an exception. Processors that do so at the same time take each
-/// other's.
-pub struct Attempt(());
+/// One instruction that may raise an exception on this processor, whose index it holds.
+pub struct Attempt(usize);
 
 /// Begins an attempt.
 pub fn recover() -> Attempt {
-    CAUGHT.store(0, Relaxed);
-    Attempt(())
+    let index = smp::index();
+    EXPECTED[index].caught.store(0, Relaxed);
+    Attempt(index)
 }
 
 impl Attempt {
     /// Operand for the address to continue at after an exception, set just before the instruction.
     pub fn resume(&self) -> *mut u64 {
-        RESUME.as_ptr()
+        EXPECTED[self.0].resume.as_ptr()
+    }
+
+    /// Operand for the stack pointer to continue with after an exception at CPL 3.
+    pub fn stack(&self) -> *mut u64 {
+        EXPECTED[self.0].stack.as_ptr()
     }
 
     /// Returns the vector of the exception that the instruction raised, if any.
     pub fn finish(self) -> Result<(), u8> {
-        RESUME.store(0, Relaxed);
-        match CAUGHT.load(Relaxed) {
-            0 => Ok(()),
-            vector => Err((vector - 1) as u8),
-        }
+        self.finish_with_details().map_err(|exception| exception.vector)
+    }
+
+    /// Returns the exception that the instruction raised, if any.
+    pub fn finish_with_details(self) -> Result<(), Exception> {
+        let expected = &EXPECTED[self.0];
+        expected.resume.store(0, Relaxed);
+        let vector = match expected.caught.load(Relaxed) {
+            0 => return Ok(()),
+            vector => (vector - 1) as u8,
+        };
+        let error = expected.error.load(Relaxed);
+        Err(Exception { vector, error, rip: expected.rip.load(Relaxed) })
     }
 }

@@ -21,6 +21,10 @@ pub const GUESTS: &[(&str, u32, i32, &str)] = &[
     ("vectors", 1, 0, "vectors: 3000 rounds"),
     ("fpu", 1, 0, "vm guest ended: power-off"),
     ("bigpages", 1, 0, "vm guest ended: power-off"),
+    ("paging-rights", 1, 0, "paging-rights: all cases"),
+    ("paging-flush", 1, 0, "paging-flush: every translation is fresh"),
+    ("paging-hostile", 2, 0, "paging-hostile: the machine bears it"),
+    ("paging-unbacked", 1, 81, "vm guest ended: guest fault"),
     ("stress", 1, 0, "vm guest ended: power-off"),
     ("exits", 1, 0, "VB hypercall"),
     ("poweroff", 1, 0, "vm guest ended: power-off"),
@@ -57,9 +61,14 @@ const LEFT_OUT: &[(&str, &str, &str)] = &[
     ("bochs", "triple", "shutdowns are not intercepted: Bochs ends, or resets the whole machine"),
     ("bochs", "refused", "VMRUN accepts CR0.NW without CR0.CD"),
     ("bochs", "smp", "it runs one CPU"),
+    ("bochs", "paging-hostile", "it runs one CPU"),
     ("kvm", "x2apic", "it does not report a write of CR8 that keeps the class, so TPR[3:0] stay"),
     ("kvm", "steps", "it carries out all rounds of a repeated OUTS before it reports a step"),
     ("kvm", "fpu", "QEMU does not intercept XSETBV, so CPUID leaf 0xd has the size of before"),
+    ("kvm", "paging-rights", NOT_RUN_BY_KVM),
+    ("kvm", "paging-flush", NOT_RUN_BY_KVM),
+    ("kvm", "paging-hostile", NOT_RUN_BY_KVM),
+    ("kvm", "paging-unbacked", NOT_RUN_BY_KVM),
     ("hosted", "hello", "`hosted/shell` tests it with Linux"),
     ("hosted", "poweroff", "`hosted/shell` tests it with Linux"),
     ("hosted", "panic", "`hosted/ends` tests it with Linux"),
@@ -69,6 +78,9 @@ const LEFT_OUT: &[(&str, &str, &str)] = &[
     ("hosted", "refused", "it tests a VM entry with invalid state; processes have no VM entry"),
     ("hosted", "smp", "`hosted/cpus` tests it with Linux; the guest starts CPUs in real mode"),
 ];
+
+/// KVM's guests share one emulated host, whose time has a limit.
+const NOT_RUN_BY_KVM: &str = "not run there yet: its time on the emulated host is unknown";
 
 /// The loader of processes (`hosted/loader/src/prepare.rs`) sets up page tables, GDT, stack and
 /// per-CPU data by the names that Linux gives them, and enters Linux' 64-bit C code.
@@ -115,9 +127,38 @@ pub fn bochs_scenarios() -> Vec<Scenario> {
     guests.chain(linux).collect()
 }
 
+/// Page tables of a kind that `GUESTS` has no row for.
+fn paging_scenarios() -> Vec<Scenario> {
+    let unbacked = |name, case| Scenario {
+        texts: vec!["paging-unbacked: a ".into(), "vm guest ended: guest fault".into()],
+        never: &["FAILED"],
+        code: 81,
+        ..base(
+            name,
+            micro("guest", "paging-unbacked", &format!("cmdline = \"case={case}\"\n{CONSOLE}")),
+        )
+    };
+    vec![
+        unbacked("paging-unbacked-device", 1),
+        unbacked("paging-unbacked-root", 2),
+        Scenario {
+            // Two vCPUs share a CPU. The figure is for readers: it depends on what else the host
+            // does.
+            texts: vec!["paging-neighbour: ".into()],
+            never: &["FAILED"],
+            limit: 240,
+            ..base(
+                "paging-neighbour",
+                micro("guest", "paging-neighbour", &format!("cpus = 2\n{CONSOLE}")),
+            )
+        },
+    ]
+}
+
 /// Guests with one behaviour each, and what becomes of others beside them.
 pub fn guest_scenarios() -> Vec<Scenario> {
     let mut scenarios = micro_scenarios();
+    scenarios.extend(paging_scenarios());
     scenarios.extend([
         Scenario {
             // Two guests whose registers take turns in one CPU, and a program there that sees none
