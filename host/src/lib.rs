@@ -1,5 +1,6 @@
 //! A Linux host without the standard library, for the wedge's processes and the programs of
-//! `hosted/`: system calls, the sandbox of a VM's processes, and the engine of raw disks.
+//! `hosted/`: system calls, the sandbox of a VM's processes, the engine of raw disks, and the pump
+//! of networks.
 #![no_std]
 
 #[cfg(test)]
@@ -7,5 +8,6 @@ extern crate std;
 
 pub mod disk;
 pub mod io_uring;
+pub mod net;
 pub mod sandbox;
 pub mod sys;

@@ -18,8 +18,9 @@ const CIRCLES: [&str; 3] = ["wedge/on-linux", "hosted", "kernel/x86"];
 const FILES: [&str; 2] = ["kernel", "hosted"];
 
 /// Parts that hosted VMs have once, and the text by which an implementation is known.
-const ONCE: [(&str, &str); 3] = [
+const ONCE: [(&str, &str); 4] = [
     ("raw-disk engines", "__NR_io_uring_setup"),
+    ("network pumps", "TUNSETIFF"),
     ("sandboxes", "__NR_landlock_create_ruleset"),
     ("lists of seccomp filters", "SeccompFilter::new"),
 ];

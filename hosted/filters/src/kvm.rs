@@ -1,14 +1,14 @@
 //! Filter of a VM's process with KVM.
 
-use linux_raw_sys::{general as linux, io_uring, ioctl};
-use proto::hosted::{MAX_NETS, layout};
+use linux_raw_sys::{general as linux, io_uring};
+use proto::hosted::layout;
 use seccompiler::SeccompCmpArgLen::Dword;
 use seccompiler::SeccompCmpOp::MaskedEq;
 use seccompiler::{BackendError, SeccompCondition, SeccompRule, apply_filter_all_threads};
 
 use crate::Error;
 use crate::rules::{Rules, allow, allow_all, compile, own_memory};
-use crate::wedge::disks;
+use crate::wedge::{disks, nets};
 
 /// Direction of an ioctl(2) argument: read or written by the kernel.
 const READS: u32 = 1;
@@ -54,11 +54,7 @@ pub fn kvm_process(own: u32, debugs: bool) -> Result<Rules, BackendError> {
     for descriptor in written {
         allow(&mut rules, linux::__NR_write, &[&[(0, descriptor)]])?;
     }
-    // The vsock stream follows the networks.
-    for net in layout::NETS_FD..=layout::NETS_FD + MAX_NETS as u32 {
-        allow(&mut rules, linux::__NR_write, &[&[(0, net)]])?;
-        allow(&mut rules, linux::__NR_ioctl, &[&[(0, net), (1, ioctl::TUNSETOFFLOAD)]])?;
-    }
+    nets(&mut rules)?;
     disks(&mut rules)?;
     // Its rings are restricted at their creation.
     let enter = &[(3, io_uring::IORING_ENTER_GETEVENTS)];

@@ -159,13 +159,19 @@ pub fn disks(rules: &mut Rules) -> Result<(), BackendError> {
 fn net() -> Result<Rules, BackendError> {
     let mut rules = Rules::new();
     common(&mut rules, &[layout::ERRORS_FD, layout::DOORBELL_FD])?;
+    nets(&mut rules)?;
+    Ok(rules)
+}
+
+/// Allows the calls on networks.
+pub fn nets(rules: &mut Rules) -> Result<(), BackendError> {
     // The vsock stream follows the networks.
     for net in layout::NETS_FD..=layout::NETS_FD + MAX_NETS as u32 {
-        allow(&mut rules, linux::__NR_readv, &[&[(0, net)]])?;
-        allow(&mut rules, linux::__NR_writev, &[&[(0, net)]])?;
-        allow(&mut rules, linux::__NR_ioctl, &[&[(0, net), (1, ioctl::TUNSETOFFLOAD)]])?;
+        allow(rules, linux::__NR_readv, &[&[(0, net)]])?;
+        allow(rules, linux::__NR_writev, &[&[(0, net)]])?;
+        allow(rules, linux::__NR_ioctl, &[&[(0, net), (1, ioctl::TUNSETOFFLOAD)]])?;
     }
-    Ok(rules)
+    Ok(())
 }
 
 /// Filter of the process that serves the console and creates guest processes, which set themselves

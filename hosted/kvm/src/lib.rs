@@ -8,7 +8,7 @@
 #![deny(unsafe_code)]
 
 mod balloon;
-#[expect(unsafe_code, reason = "ioctls of KVM and tap devices")]
+#[expect(unsafe_code, reason = "ioctls of KVM")]
 mod calls;
 mod console;
 mod control;
@@ -18,6 +18,7 @@ mod disk;
 mod error;
 #[expect(unsafe_code, reason = "flag that a signal handler sets")]
 mod kick;
+#[expect(unsafe_code, reason = "zeroed rings")]
 mod net;
 mod pause;
 mod probe;

@@ -476,12 +476,12 @@ fn functions<'o>(
     let net_slots = used..used + networks.len();
     for (words, network) in machine.nets.iter().zip(networks) {
         let record = NetRecord::from_words(words);
-        let link = NetPort::new(net::FrameEndpoint::new(network), record.is_tap());
+        let link = NetPort::new(net::endpoint(network), record.is_tap());
         let info = frames::info(record.mac, record.mtu, record.is_tap());
         let _ = slots.add(Model::Net(info), HostEndpoint::Net(link));
     }
     if let (Some(cid), Some(network)) = (machine.vsock, networks.last()) {
-        let link = HostEndpoint::Sockets(Sockets::new(net::FrameEndpoint::new(network)));
+        let link = HostEndpoint::Sockets(Sockets::new(net::endpoint(network)));
         let _ = slots.add(Model::Vsock(cid.into()), link);
     }
     if let Some(balloon) = balloon {

@@ -1,0 +1,236 @@
+use std::boxed::Box;
+use std::fmt::Arguments;
+use std::io::{Read, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::net::{UnixDatagram, UnixStream};
+use std::string::{String, ToString};
+use std::sync::Mutex;
+use std::thread;
+use std::vec::Vec;
+
+use vmm_bus::backend::Part;
+use vmm_mem::GuestMemory;
+use vmm_mem::testing::memory;
+
+use super::*;
+
+/// A VM that counts notifications and keeps warnings.
+#[derive(Default)]
+struct TestVm {
+    notified: AtomicU32,
+    warnings: Mutex<Vec<String>>,
+}
+
+impl NetHost for TestVm {
+    fn notify(&self) {
+        self.notified.fetch_add(1, SeqCst);
+    }
+
+    fn warn(&self, text: Arguments<'_>) {
+        self.warnings.lock().unwrap().push(text.to_string());
+    }
+}
+
+impl TestVm {
+    fn wait_for_notification(&self) {
+        while self.notified.swap(0, SeqCst) == 0 {
+            thread::yield_now();
+        }
+    }
+}
+
+/// Transport by workers.
+struct Workers(&'static NetQueues, &'static TestVm);
+
+impl Transport for Workers {
+    fn host(&self) -> &impl NetHost {
+        self.1
+    }
+
+    fn send(&mut self) {
+        self.0.wake_sender();
+    }
+}
+
+type TestEndpoint = FrameEndpoint<'static, Workers>;
+
+/// Returns the two sides of new rings, which live until the process ends, as workers do.
+fn network(fd: u32, is_tap: bool) -> (TestEndpoint, NetLink<'static>, &'static TestVm) {
+    // SAFETY: zeroed memory is a valid value.
+    let queues = Box::leak(unsafe { Box::<NetQueues>::new_zeroed().assume_init() });
+    let vm: &TestVm = Box::leak(Box::default());
+    let endpoint = FrameEndpoint::new(queues, Workers(queues, vm));
+    (endpoint, NetLink { queues, fd, is_tap }, vm)
+}
+
+/// Returns an endpoint whose workers use one side of a stream, and the other side.
+fn stream() -> (TestEndpoint, UnixStream, &'static TestVm) {
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let ours: &UnixStream = Box::leak(Box::new(ours));
+    let (endpoint, link, vm) = network(ours.as_raw_fd() as u32, false);
+    thread::spawn(move || run_sender(&link, vm));
+    thread::spawn(move || run_receiver(&link, vm));
+    (endpoint, theirs, vm)
+}
+
+/// Calls `act` with a part of guest memory.
+fn with<T>(memory: &GuestMemory, length: u32, act: impl FnOnce(&mut Data<'_>) -> T) -> T {
+    let mut parts = [Part { address: 0, length }].into_iter();
+    act(&mut Data::new(memory, &mut parts, length))
+}
+
+fn first(endpoint: &mut TestEndpoint, vm: &TestVm) -> Option<u32> {
+    loop {
+        match endpoint.await_first() {
+            None if endpoint.is_up() => vm.wait_for_notification(),
+            first => return first,
+        }
+    }
+}
+
+#[test]
+fn a_range_at_the_end_of_a_ring_has_two_pieces() {
+    let (endpoint, ..) = network(0, false);
+    let ring = &endpoint.queues.out;
+    let [first, second] = ring.pieces(3 * OUT - 8, 20);
+    assert_eq!((first.length, second.length), (8, 12));
+    assert_eq!(first.address, second.address + u64::from(OUT) - 8);
+    let [first, second] = ring.pieces(u32::MAX, 0);
+    assert_eq!((first.length, second.length), (0, 0));
+    ring.put(u32::MAX - 2, b"wrapped");
+    assert_eq!(ring.get(u32::MAX - 2), *b"wrapped");
+    assert_eq!(ring.get(0), *b"pped");
+}
+
+#[test]
+fn positions_of_a_peer_are_checked() {
+    let (endpoint, ..) = network(0, false);
+    let ring = &endpoint.queues.out;
+    ring.tail.store(5, SeqCst);
+    assert_eq!((ring.room(5), ring.room(OUT + 5), ring.room(4)), (OUT, 0, 0));
+    ring.head.store(4, SeqCst);
+    assert_eq!((ring.used(4), ring.used(5)), (0, u32::MAX));
+    ring.producer_waiting.store(1, SeqCst);
+    ring.head.store(OUT, SeqCst);
+    assert_eq!((ring.consume(OUT / 2 - 1), ring.consume(OUT / 2)), (false, true));
+}
+
+#[test]
+fn workers_move_frames_in_order() {
+    const COUNT: u32 = 300;
+    let (mut endpoint, mut outside, vm) = stream();
+    let memory = memory(&[(0, 0x1_0000)]);
+    let echo = thread::spawn(move || {
+        for _ in 0..COUNT {
+            let mut length = [0; 4];
+            outside.read_exact(&mut length).unwrap();
+            let mut frame = std::vec![0; u32::from_be_bytes(length) as usize];
+            outside.read_exact(&mut frame).unwrap();
+            outside.write_all(&length).unwrap();
+            outside.write_all(&frame).unwrap();
+        }
+        outside
+    });
+    let length = |index: u32| index * 199 % 60_000;
+    let mut frames = 0..COUNT;
+    let mut take = |endpoint: &mut TestEndpoint| {
+        let Some(index) = frames.next() else { return false };
+        assert_eq!(first(endpoint, vm), Some(length(index) + 4));
+        assert_eq!(endpoint.first_bytes(0), Some(index.to_le_bytes()));
+        assert_eq!(endpoint.first_bytes::<4>(length(index) + 1), None);
+        with(&memory, 0x1_0000, |data| endpoint.copy_first(4, data));
+        endpoint.forget_first();
+        true
+    };
+    for index in 0..COUNT {
+        let before = index.to_le_bytes();
+        while !with(&memory, length(index), |data| endpoint.put(&before, data)) {
+            take(&mut endpoint);
+        }
+    }
+    while take(&mut endpoint) {}
+    drop(echo.join().unwrap());
+    assert_eq!((first(&mut endpoint, vm), endpoint.is_up()), (None, false));
+    assert!(vm.warnings.lock().unwrap()[0].starts_with("connection closed: "));
+}
+
+#[test]
+fn a_full_ring_notifies_when_it_is_half_empty() {
+    let (mut endpoint, mut outside, vm) = stream();
+    let memory = memory(&[(0, 0x1_0000)]);
+    let mut put = || with(&memory, 60_000, |data| endpoint.put(&[], data));
+    let count = (0..).take_while(|_| put()).count();
+    outside.read_exact(&mut std::vec![0; count * 60_004]).unwrap();
+    vm.wait_for_notification();
+    assert!(put());
+}
+
+#[test]
+fn an_invalid_length_ends_a_stream() {
+    let (mut endpoint, mut outside, vm) = stream();
+    outside.write_all(&(MAX_STREAM_FRAME + 1).to_be_bytes()).unwrap();
+    assert_eq!((first(&mut endpoint, vm), endpoint.is_up()), (None, false));
+    assert_eq!(*vm.warnings.lock().unwrap(), ["connection closed: invalid frame length"]);
+}
+
+/// A datagram socket moves one frame per call, as a tap device does.
+#[test]
+fn a_tap_device_moves_one_frame_per_call() {
+    let (ours, theirs) = UnixDatagram::pair().unwrap();
+    ours.set_nonblocking(true).unwrap();
+    theirs.set_nonblocking(true).unwrap();
+    let (mut endpoint, link, vm) = network(ours.as_raw_fd() as u32, true);
+    let (mut sender, mut receiver) = (Sender::default(), Receiver::default());
+    let (memory, mut frame) = (memory(&[(0, 0x1_0000)]), [0; 100]);
+    memory.write_slice(0, b"an Ethernet frame").unwrap();
+    for length in [17, MIN_FRAME - 1, 14] {
+        let header = [7; Offload::HEADER];
+        assert!(with(&memory, length, |data| endpoint.put(&header, data)));
+        assert_eq!(sender.send_all(&link, vm), Progress::RingBlocks);
+    }
+    // The invalid one is dropped.
+    assert_eq!(theirs.recv(&mut frame).unwrap(), Offload::HEADER + 17);
+    assert_eq!(frame[..Offload::HEADER + 2], *b"\x07\x07\x07\x07\x07\x07\x07\x07\x07\x07an");
+    assert_eq!(theirs.recv(&mut frame).unwrap(), Offload::HEADER + 14);
+    assert!(theirs.recv(&mut frame).is_err());
+
+    assert_eq!(receiver.receive(&link, vm, u32::MAX), Progress::HostBlocks);
+    theirs.send(&[1, 2, 3]).unwrap();
+    theirs.send(&[4]).unwrap();
+    assert_eq!(receiver.receive(&link, vm, u32::MAX), Progress::Moved);
+    assert_eq!(receiver.receive(&link, vm, u32::MAX), Progress::Moved);
+    assert_eq!((endpoint.await_first(), endpoint.first_bytes(1)), (Some(3), Some([2, 3])));
+    endpoint.forget_first();
+    assert_eq!((endpoint.await_first(), endpoint.first_bytes(0)), (Some(1), Some([4])));
+    assert_eq!(endpoint.first_bytes::<2>(u32::MAX), None);
+    assert!(vm.warnings.lock().unwrap().is_empty());
+}
+
+/// Frames wait while the host takes none; a violation of the protocol is skipped.
+#[test]
+fn a_sender_keeps_frames_and_skips_violations() {
+    let (ours, theirs) = UnixDatagram::pair().unwrap();
+    ours.set_nonblocking(true).unwrap();
+    let (mut endpoint, link, vm) = network(ours.as_raw_fd() as u32, true);
+    let (mut sender, memory) = (Sender::default(), memory(&[(0, 0x1000)]));
+    let mut sent = 0;
+    let header = [0; Offload::HEADER];
+    let mut put = || with(&memory, 60, |data| endpoint.put(&header, data));
+    while put() && sender.send_all(&link, vm) != Progress::HostBlocks {
+        sent += 1;
+    }
+    assert!(!sender.is_idle(link.queues));
+    theirs.recv(&mut [0; 100]).unwrap();
+    assert_eq!(sender.send_all(&link, vm), Progress::RingBlocks);
+    (0..sent).for_each(|_| assert_eq!(theirs.recv(&mut [0; 100]).unwrap(), 60 + 10));
+    link.queues.out.head.fetch_sub(1, SeqCst);
+    assert!(!sender.is_idle(link.queues));
+    assert_eq!(sender.send_all(&link, vm), Progress::RingBlocks);
+    assert!(sender.is_idle(link.queues));
+}
+
+#[test]
+fn only_a_tun_descriptor_becomes_a_tap_device() {
+    let (ours, _theirs) = UnixStream::pair().unwrap();
+    assert!(attach_tap(ours.as_raw_fd() as u32, [b'x'; 16]).is_err());
+}
