@@ -42,6 +42,8 @@ const GONE: Duration = Duration::from_secs(10);
 /// Time limit for the start of a guest: under a second on an idle host, half a minute beside eight
 /// builds on two CPUs.
 const SLOW: Duration = Duration::from_secs(150);
+/// Command of a guest that carries out the script on its first disk.
+const RUN_SCRIPT: &str = "mkdir -p /mnt; mount /dev/vda /mnt; sh -e /mnt/script";
 /// Texts of messages with an error number in place of its name.
 const NUMBERS: [&str; 5] = ["os error", "Errno(", ": error ", "(error ", "with error "];
 /// Texts that Linux prints when it detects a kernel bug.
@@ -53,6 +55,27 @@ pub fn kernel() -> Result<PathBuf> {
         Some(path) => Ok(path.into()),
         None => Ok(Kernel::get()?.vmlinux()),
     }
+}
+
+/// A module of the kernel.
+fn dummy() -> Result<PathBuf> {
+    match std::env::var_os(KERNEL) {
+        Some(path) => Ok(Path::new(&path).with_file_name("dummy.ko")),
+        None => Kernel::get()?.dummy(),
+    }
+}
+
+/// Makes a disk of this many MiB with a script and files.
+fn make_disk(path: &Path, mib: u64, script: &str, files: &[&Path]) -> Result<()> {
+    let tree = TempDir::with_prefix("parador-test-").context("cannot make a folder")?;
+    fs::write(tree.path().join("script"), script).context("cannot write the script")?;
+    for file in files {
+        let name = file.file_name().context("a file without name")?;
+        fs::copy(file, tree.path().join(name)).with_context(|| format!("no {}", file.display()))?;
+    }
+    File::create(path).and_then(|file| file.set_len(mib << 20)).context("cannot make a disk")?;
+    let mut make = Command::new("mke2fs");
+    succeed(make.args(["-q", "-t", "ext4", "-d"]).args([tree.path(), path]))
 }
 
 /// A folder with the inputs of VMs.
@@ -123,14 +146,6 @@ impl Rig {
         self.folder.path().join(name)
     }
 
-    /// A module of the kernel.
-    fn dummy(&self) -> Result<PathBuf> {
-        match std::env::var_os(KERNEL) {
-            Some(_) => Ok(self.kernel.with_file_name("dummy.ko")),
-            None => Kernel::get()?.dummy(),
-        }
-    }
-
     /// A module of the kernel's own, by its path.
     fn module(&self, path: &str) -> Result<PathBuf> {
         let versions = self.kernel.with_file_name("modules").join("lib/modules");
@@ -176,26 +191,13 @@ impl Rig {
     ) -> Result<Command> {
         self.disk("disk.img", text, files)?;
         let mut command = self.run_for(limit);
-        let start = "mkdir -p /mnt; mount /dev/vda /mnt; sh -e /mnt/script";
-        command.args(["-d", "disk.img", "-p", &format!("{word} parador.run=\"{start}\"")]);
+        command.args(["-d", "disk.img", "-p", &format!("{word} parador.run=\"{RUN_SCRIPT}\"")]);
         Ok(command)
     }
 
     /// Makes a disk with a script and files.
     pub fn disk(&self, name: &str, script: &str, files: &[&Path]) -> Result<()> {
-        let tree = self.path("tree");
-        fs::create_dir_all(&tree).context("cannot make a folder")?;
-        fs::write(tree.join("script"), script).context("cannot write the script")?;
-        for file in files {
-            let name = file.file_name().context("a file without name")?;
-            fs::copy(file, tree.join(name)).with_context(|| format!("no {}", file.display()))?;
-        }
-        let path = self.path(name);
-        File::create(&path)
-            .and_then(|file| file.set_len(96 << 20))
-            .context("cannot make a disk")?;
-        let mut make = Command::new("mke2fs");
-        succeed(make.args(["-q", "-t", "ext4", "-d"]).args([&tree, &path]))
+        make_disk(&self.path(name), 96, script, files)
     }
 
     /// Checks that the file system of a disk has no error.

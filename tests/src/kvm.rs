@@ -229,13 +229,15 @@ pub fn debugged() -> Result<()> {
 
 /// Checks the output of a VM.
 type Check = Box<dyn Fn(&str) -> Result<()> + Send + Sync>;
+/// Puts files into the root of an emulated host.
+type Fill = Box<dyn Fn(&Path) -> Result<()> + Send + Sync>;
 
-/// A VM that `parador run` of an emulated host runs by KVM.
+/// VMs of one test, which `parador run` of an emulated host runs by KVM.
 pub struct Vm {
     /// Name of the test.
     pub name: &'static str,
-    /// Image, and options of `parador run`.
-    pub options: String,
+    /// Commands of the host's shell that run it.
+    pub script: String,
     /// Checks what it prints, with a last line `code CODE`.
     pub check: Check,
 }
@@ -244,13 +246,13 @@ pub struct Vm {
 pub struct Batch {
     vms: Vec<Vm>,
     /// Puts the files that the VMs need into this folder, the emulated host's root.
-    fill: fn(&Path) -> Result<()>,
+    fill: Fill,
     printed: OnceLock<Result<String, String>>,
 }
 
 impl Batch {
     /// VMs, and what puts their files into the root of the emulated host.
-    pub fn new(vms: Vec<Vm>, fill: fn(&Path) -> Result<()>) -> Self {
+    pub fn new(vms: Vec<Vm>, fill: Fill) -> Self {
         Self { vms, fill, printed: OnceLock::new() }
     }
 
@@ -273,13 +275,12 @@ impl Batch {
     }
 
     fn run(&self) -> Result<String> {
-        let run = |Vm { name, options, .. }: &Vm| {
-            let run = format!("parador run {options} --backend kvm --timeout 300s");
-            format!("echo '== {name}'\n{run} </dev/null 2>&1\necho \"code $?\"\n")
+        let run = |Vm { name, script, .. }: &Vm| {
+            format!("echo '== {name}'\n(\n{script}\n) </dev/null 2>&1\necho \"code $?\"\n")
         };
         let script = self.vms.iter().map(run).collect::<String>() + "echo '== end'\n";
         let folder = TempDir::with_prefix("parador-test-").context("cannot make a folder")?;
-        let mut host = emulated(folder.path(), &script, self.fill)?;
+        let mut host = emulated(folder.path(), &script, &self.fill)?;
         succeed(host.stdin(Stdio::null()))
     }
 }
@@ -298,12 +299,11 @@ pub fn micro_guests() -> Batch {
             ensure!(is_good && !part.contains("FAILED"), "expected {code}, {text:?}");
             Ok(())
         };
-        Vm { name, options: format!("/{name} -c {cpus} -m 64M"), check: Box::new(check) }
+        let run = format!("parador run /{name} -c {cpus} -m 64M --backend kvm --timeout 300s");
+        Vm { name, script: run, check: Box::new(check) }
     };
-    Batch::new(guests.map(vm).collect(), |root| {
-        let mut guests = GUESTS.iter();
-        guests.try_for_each(|(name, ..)| copy_guest(name, root))
-    })
+    let fill = |root: &Path| GUESTS.iter().try_for_each(|(name, ..)| copy_guest(name, root));
+    Batch::new(guests.map(vm).collect(), Box::new(fill))
 }
 
 /// Copies a micro-guest to the root of an emulated host.

@@ -18,8 +18,7 @@ pub fn markdown() -> String {
     for linux in LINUX {
         let native = Some("its Linux guests have scenarios of their own (`src/systems/linux.rs`)");
         let bochs = Some("its emulated machine has no disk");
-        let kvm = Some("`hosted/kvm` has the Linux guests that KVM runs");
-        rows.push((linux.name, [native, bochs, kvm, None]));
+        rows.push((linux.name, [native, bochs, linux.kvm.err(), None]));
     }
     let mut reasons: Vec<&str> = Vec::new();
     let mut text = format!("| scenario | {} |\n|---|---|---|---|---|\n", GROUPS.join(" | "));

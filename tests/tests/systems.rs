@@ -5,6 +5,7 @@ use parador_tests::hosted::linux::LINUX;
 use parador_tests::outcome::{Class, Test};
 use parador_tests::repeat::Options;
 use parador_tests::scenario::Backend;
+use parador_tests::systems::guests::GUESTS;
 use parador_tests::systems::refused::{REFUSALS, refusal};
 use parador_tests::systems::{CONSOLE, EVERY_BACKEND, HEAD, micro, scenarios};
 use parador_tests::{
@@ -34,14 +35,15 @@ const HOSTED: &[(&str, Body, Class)] = &[
     ("disk-in-use", hosted::disks::disk_in_use, Class::SmpOrKill),
     ("disk-full", hosted::disks::disk_full, Class::Other),
     ("ends", hosted::ends, Class::Other),
-    ("memory", hosted::memory::memory, Class::Other),
     ("balloon", hosted::memory::balloon, Class::SmpOrKill),
     ("cpus", hosted::wedge::cpus, Class::SmpOrKill),
-    ("share", hosted::share::share, Class::SmpOrKill),
+    ("share-slow", hosted::share::slow, Class::SmpOrKill),
+    ("share-killed", hosted::share::killed, Class::SmpOrKill),
     ("console", hosted::observed::console, Class::SmpOrKill),
     ("vsock", hosted::vsock::both_ways, Class::SmpOrKill),
     ("vsock-refusals", hosted::vsock::refusals, Class::Other),
-    ("qcow2", hosted::disks::qcow2, Class::SmpOrKill),
+    ("qcow2-kept", hosted::disks::qcow2_kept, Class::SmpOrKill),
+    ("qcow2-refused", hosted::disks::qcow2_refused, Class::Other),
     ("kills", hosted::kills, Class::SmpOrKill),
     ("remains", hosted::remains::none, Class::SmpOrKill),
     ("copied", hosted::host::copied, Class::Other),
@@ -146,16 +148,22 @@ fn tests(seconds: u32) -> Vec<Test> {
     tests
 }
 
-/// The micro-guests in VMs of `parador run` by KVM.
+/// VMs of `parador run` by KVM: micro-guests, and Linux guests. The first test of a batch runs it,
+/// so that those come first: no test waits for a batch while it could run one.
 fn kvm_tests() -> Vec<Test> {
-    let batch = Arc::new(kvm::micro_guests());
-    let names: Vec<_> = batch.names().enumerate().collect();
-    let test = |(index, name)| {
-        let class = if name == "smp" { Class::SmpOrKill } else { Class::Other };
-        let batch = Arc::clone(&batch);
-        Test::new(format!("{}/{name}", Backend::Kvm), class, move || batch.check(index))
-    };
-    names.into_iter().map(test).collect()
+    let batches = [kvm::micro_guests(), hosted::linux::by_kvm()].map(Arc::new);
+    let mut tests = Vec::new();
+    for batch in &batches {
+        for (index, name) in batch.names().enumerate() {
+            let has_one_cpu = GUESTS.iter().any(|&(guest, cpus, ..)| guest == name && cpus == 1);
+            let class = if has_one_cpu { Class::Other } else { Class::SmpOrKill };
+            let batch = Arc::clone(batch);
+            let name = format!("{}/{name}", Backend::Kvm);
+            tests.push((index, Test::new(name, class, move || batch.check(index))));
+        }
+    }
+    tests.sort_by_key(|&(index, _)| index);
+    tests.into_iter().map(|(_, test)| test).collect()
 }
 
 /// The pre-virtualized kernel on the bare emulated machine, in guests and in processes.

@@ -1,83 +1,26 @@
-//! Shared directories.
+//! Shared directories whose host holds leases, or whose process is killed. The rest is a scenario
+//! ([`super::linux`]).
 
-use super::{Rig, children, end, ended, start, succeed, succeed_with};
+use super::{Rig, children, ended, start, succeed};
 use anyhow::{Context, Result, ensure};
 use std::fs;
 use std::io::{BufRead, BufReader};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// A folder of the host is a file system of the guest, which changes there what it may and sees
-/// nothing else.
-pub fn share() -> Result<()> {
-    let rig = Rig::new()?;
-    let shared = rig.path("shared");
-    fs::create_dir(&shared).context("cannot make a folder")?;
-    let big: Vec<u8> =
-        (0..9_000_000_u32).map(|number| (number.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
-    fs::write(shared.join("big"), &big).context("cannot write a file")?;
-    fs::write(shared.join("word"), "old\n").context("cannot write a file")?;
-    std::os::unix::fs::symlink("/etc/hostname", shared.join("link"))
-        .context("cannot make a link")?;
-    std::os::unix::fs::symlink("../..", shared.join("up")).context("cannot make a link")?;
-    let sum = succeed_with(Command::new("md5sum").arg(shared.join("big")))?;
-    let sum = sum.split_whitespace().next().context("no checksum")?;
+/// Mounts the folder and enters it.
+const MOUNT: &str =
+    "mkdir /h; mount -t 9p -o trans=virtio,version=9p2000.L,msize=65560 host /h; cd /h";
 
-    let mount = "mkdir /h; mount -t 9p -o trans=virtio,version=9p2000.L,msize=65560";
-    let script = format!(
-        "{mount} host /h; cd /h; md5sum big; readlink link
-        dd if=big of=copy bs=100k 2>/dev/null & dd if=/dev/urandom of=new bs=64k count=100 2>/dev/null; wait; md5sum new >sum
-        mkdir many; for n in $(seq 300); do echo $n >many/$n; done; ls many | wc -l
-        rm many/7; mv many/8 many/9; mv sum many; chmod 600 new; ln new hard; truncate -s 5 word; cat word
-        ln -s word other || echo no links; mknod pipe p || echo no pipes; cat ../h/../../etc/none || echo nothing there
-        chmod 4755 new || echo no rights to lend; cat up/etc/hostname || echo nothing above
-        sync; cp new /dev/null; touch ready
-        until grep changed word 2>/dev/null; do sleep 0.1; done\n"
-    );
-    let mut machine = rig.script(&script, &[])?;
-    let child = start(machine.args(["-c", "2", "--share", "shared:host"]))?;
-    let deadline = Instant::now() + Duration::from_secs(100);
-    while !shared.join("ready").exists() && Instant::now() < deadline {
-        std::thread::sleep(Duration::from_millis(50));
-    }
-    fs::write(shared.join("word"), "changed\n").context("cannot write a file")?;
-    ended(child)?.well(
-        0,
-        &[
-            sum,
-            "\n/etc/hostname\n",
-            "\n300\n",
-            "no links",
-            "no pipes",
-            "nothing there",
-            "no rights to lend",
-            "nothing above",
-            "changed",
-        ],
-    )?;
-    ensure!(fs::read(shared.join("copy")).is_ok_and(|copy| copy == big), "the copy differs");
-    let sum = fs::read_to_string(shared.join("many/sum")).context("no checksum")?;
-    let new = succeed_with(Command::new("md5sum").arg("new").current_dir(&shared))?;
-    ensure!(sum == new, "{sum} is not {new}");
-    let many = fs::read_dir(shared.join("many")).context("no folder")?.count();
-    ensure!(many == 299, "{many} files, not 299");
-
-    let script = format!(
-        "{mount} host /h; cat /h/word; md5sum /h/big | cut -c 1-4
-        for attempt in 'touch /h/no' 'rm /h/word' 'chmod 777 /h/word' 'mkdir /h/no' 'dd if=/dev/zero of=/h/word'; do
-            $attempt 2>&1 | grep -o 'Read-only file system'; done\n"
-    );
-    let mut machine = rig.script(&script, &[])?;
-    let all = end(machine.args(["--share", "shared:host,ro=on"]), "")?.well(0, &["changed"])?;
-    let refused = all.console.matches("Read-only file system").count();
-    ensure!(refused == 5, "{refused} of 5 attempts are refused:\n{}", all.console);
-
-    // A file that the host is slow with holds nothing else up, neither does who waits for it and is
-    // killed, and what waits does not keep a machine from its end.
+/// A file that the host opens slowly delays no other request; neither does a killed process that
+/// waits for it, and waiting requests do not prevent the end of the VM. Code, because the host
+/// holds leases meanwhile.
+pub fn slow() -> Result<()> {
+    let (rig, shared) = rig()?;
     fs::write(shared.join("slow"), "slow\n").context("cannot write a file")?;
     let script = format!(
-        "{mount} host /h; cd /h
+        "{MOUNT}
         echo more >>slow & until [ -e go ]; do sleep 0.1; done
         cat slow & kill -9 $!
         echo old >word; sed -i s/old/in-the-meantime/ word; mkdir between; ls | wc -l; mv word between/answer
@@ -102,8 +45,13 @@ pub fn share() -> Result<()> {
     lease.give_up()?;
     let answer = fs::read_to_string(place("between/answer")).context("no answer")?;
     ensure!(answer == "in-the-meantime\n", "{answer}");
+    Ok(())
+}
 
-    // Its process is the machine's.
+/// The process of a shared directory is confined, and the VM ends with it. Code, because it kills a
+/// process.
+pub fn killed() -> Result<()> {
+    let (rig, _) = rig()?;
     let mut machine = rig.script("sleep 1000\n", &[])?;
     let child = start(machine.arg("--share").arg("shared:host"))?;
     let all = children(&child)?;
@@ -126,6 +74,14 @@ pub fn share() -> Result<()> {
     succeed(Command::new("kill").args(["-KILL", &server.to_string()]))?;
     ended(child)?.has(137, &["shared directory host"])?;
     Ok(())
+}
+
+/// A VM's folder, and one in it that is shared.
+fn rig() -> Result<(Rig, PathBuf)> {
+    let rig = Rig::new()?;
+    let shared = rig.path("shared");
+    fs::create_dir(&shared).context("cannot make a folder")?;
+    Ok((rig, shared))
 }
 
 /// Waits for a file.

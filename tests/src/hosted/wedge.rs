@@ -1,6 +1,6 @@
 //! Optimisations of the wedge, several vCPUs.
 
-use super::{Rig, end, stress_program};
+use super::{Rig, dummy, end, stress_program};
 use anyhow::{Context, Result, bail, ensure};
 use std::fs;
 
@@ -9,7 +9,7 @@ pub fn functions() -> Result<()> {
     let rig = Rig::new()?;
     let script = "for on in 1 0 1; do echo $on >/proc/sys/kernel/task_delayacct; done
         insmod /mnt/dummy.ko numdummies=3; rmmod dummy; echo changed\n";
-    let dummy = rig.dummy()?;
+    let dummy = dummy()?;
     for (options, counted) in [(&[][..], true), (&["--without", "functions"][..], false)] {
         let mut run = rig.script(script, &[&dummy])?;
         let ended = end(run.arg("--counters").args(options), "")?.well(0, &["changed"])?;
@@ -93,7 +93,7 @@ pub fn profile() -> Result<()> {
 /// and put back. They interrupt each other, or the device process does.
 pub fn cpus() -> Result<()> {
     let rig = Rig::new()?;
-    let dummy = rig.dummy()?;
+    let dummy = dummy()?;
     for (cpus, sandbox) in [(2, "off"), (2, "on"), (4, "on")] {
         let script = format!(
             "[ $(nproc) = {cpus} ]; cat /sys/devices/system/clocksource/clocksource0/current_clocksource
