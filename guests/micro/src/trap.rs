@@ -14,6 +14,8 @@ pub const FIRST_INTERRUPT: u64 = 32;
 pub const UNDEFINED: u8 = 6;
 /// General protection.
 pub const PROTECTION: u8 = 13;
+/// Page fault.
+pub const PAGE_FAULT: u8 = 14;
 
 const CODE_SELECTOR: u16 = 0x08;
 const VECTORS: usize = 256;
@@ -162,6 +164,17 @@ pub(crate) fn init() {
 pub(crate) fn load_table() {
     let limit = (size_of::<Table>() - 1) as u16;
     load(limit, TABLE.0.get().addr() as u64);
+}
+
+/// Replaces the entry of a vector.
+///
+/// # Safety
+///
+/// No other processor runs, and code at `entry` handles every such trap from now on.
+pub unsafe fn set_entry(vector: u8, entry: u64) {
+    let gate = GateDescriptor::interrupt(entry, CODE_SELECTOR, 0, 0);
+    // SAFETY: by contract nothing else uses the table.
+    unsafe { (*TABLE.0.get())[usize::from(vector)] = gate };
 }
 
 /// Takes the table away: the next exception or interrupt ends in a triple fault.
