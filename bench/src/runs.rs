@@ -10,8 +10,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Guest memory, the same on the bare machine.
-const MEMORY: &str = "256";
+/// Guest memory in MiB, the same on the bare machine.
+pub const MEMORY: &str = "256";
 /// Fixed layout and a fixed clock, so that every run takes the same course.
 pub const COMMAND_LINE: &str = "console=ttyS0 quiet panic=-1 nokaslr norandmaps mitigations=off \
                             tsc=reliable tsc_early_khz=1000000 lpj=4000000";
