@@ -304,6 +304,14 @@ mod tests {
     }
 
     #[test]
+    fn counts_files_by_prefix() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+        let own = lines(&read(&folder.join("source.rs")).unwrap());
+        assert_eq!(lines_with_prefix(&folder, "source").unwrap(), own);
+        assert_eq!(lines_with_prefix(&folder, "absent").unwrap(), Lines::default());
+    }
+
+    #[test]
     fn code_after_tests_counts() {
         let text = "#[cfg(test)]\nmod tests {\n}\nfn a() {}\n#[cfg(test)]\nextern crate std;\n";
         assert_eq!(lines(text), Lines { total: 6, code: 3, tests: 3 });

@@ -256,8 +256,9 @@ impl Results {
                 Some(Group { title: one.column.title.to_owned(), values: values.to_vec() })
             })
             .collect();
-        let legends = ["instructions", "with 1,200 for each world switch"];
-        chart::ratios(&title(benchmark), &legends, &groups, chart::end(&groups))
+        let legends = ["instructions", "instructions + 1,200 per world switch"];
+        let title = format!("{}: instructions relative to native", benchmark.title);
+        chart::ratios(&title, &legends, &groups, chart::end(&groups))
     }
 
     /// Draws a benchmark of several rows, with world switches priced: one group for each row.
@@ -274,7 +275,8 @@ impl Results {
             groups.push(Group { title: row.clone(), values });
         }
         let legends: Vec<&str> = columns.iter().map(|one| one.column.title).collect();
-        let title = title(benchmark) + ", with 1,200 for each world switch";
+        let title =
+            format!("{}: instructions + 1,200 per world switch, of native", benchmark.title);
         chart::ratios(&title, &legends, &groups, chart::end(&groups))
     }
 
@@ -290,10 +292,6 @@ impl Results {
         }
         Ok(())
     }
-}
-
-fn title(benchmark: &Benchmark) -> String {
-    format!("Instructions relative to native: {}", benchmark.title)
 }
 
 /// Returns a figure with the limit that is promised for its key, if any.

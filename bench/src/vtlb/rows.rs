@@ -20,7 +20,7 @@ pub struct Benchmark {
     pub name: &'static str,
     /// Title of the drawing.
     pub title: &'static str,
-    /// Prefix of the rows in a benchmark of several rows, and their titles.
+    /// Prefix of the rows in a benchmark of several rows.
     pub rows: Option<&'static str>,
 }
 
@@ -42,9 +42,9 @@ pub const BENCHMARKS: [Benchmark; 11] = [
     single("sockxmit", "socket pair round trip"),
     single("mprotect", "two mprotect and a write"),
     single("compile", "compilation of a C file of Lua"),
-    several("touchmem", "1,024 reads of 1/N of the pages of a mapped file", "touchmem"),
-    several("lat_ctx", "context switch between P processes that sum N KB", "ctx_"),
-    several("jobs", "turn of one of N processes that touch 32 pages", "jobs_"),
+    several("touchmem", "read of a mapped file, 1/N of its pages", "touchmem"),
+    several("lat_ctx", "context switch, P processes that sum N KB", "ctx_"),
+    several("jobs", "turn of N processes that touch 32 pages", "jobs_"),
 ];
 /// The rows of the micro-guest: name and title.
 pub const MICRO: [(&str, &str); 4] = [
