@@ -12,20 +12,31 @@ mod systems;
 
 use crate::guest::folder;
 use crate::size_line;
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use columns::Column;
 use results::Results;
 use std::fs::create_dir_all;
 use systems::Systems;
 
 /// Measures all columns, prints and stores them. With names of columns it measures only these,
-/// beside the bare machine, and stores nothing.
+/// beside the bare machine, and stores nothing. Where a system fails, the others are printed, and
+/// written to `target`.
 pub fn measure(names: &[&str]) -> Result<()> {
     create_dir_all(folder()).context("cannot make a folder for the bench")?;
-    let columns = selected(names)?;
-    let measured = Systems::new()?.run(&columns)?;
+    let (mut measured, mut failures) = (Vec::new(), Vec::new());
+    for outcome in Systems::new()?.run(&selected(names)?) {
+        match outcome {
+            Ok(one) => measured.push(one),
+            Err(error) => failures.push(format!("{error:#}")),
+        }
+    }
+    ensure!(!measured.is_empty(), "no system was measured:\n{}", failures.join("\n"));
     let results = Results::new(measured, size_line("vTLB: ")?)?;
     results.print();
+    if names.is_empty() {
+        results.write()?;
+    }
+    ensure!(failures.is_empty(), "{} systems failed:\n{}", failures.len(), failures.join("\n"));
     if names.is_empty() {
         results.store()?;
     }

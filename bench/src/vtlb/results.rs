@@ -191,9 +191,13 @@ impl Results {
         BENCHMARKS.iter().flat_map(|benchmark| sorted(benchmark.select(native()))).collect()
     }
 
-    /// Writes `target/bench-vtlb.json`, adds a line to the series, and draws the benchmarks.
+    /// Writes `target/bench-vtlb.json`.
+    pub fn write(&self) -> Result<()> {
+        report::write_json("bench-vtlb.json", &self.figures)
+    }
+
+    /// Adds a line to the series, and draws the benchmarks.
     pub fn store(&self) -> Result<()> {
-        report::write_json("bench-vtlb.json", &self.figures)?;
         let native = self.column(NATIVE).context("the bare machine was not measured")?;
         report::append_line(
             "vtlb.jsonl",

@@ -10,11 +10,12 @@ use crate::kvm;
 use crate::linux::{Linux, output};
 use crate::runs::{self, Bare, Clock, MEMORY, NO_SLEEP, Output};
 use crate::statistics::VmStatistics;
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Context, Result, ensure};
 use parador_tests::system::artifacts;
+use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
 /// Tests of `vbench`.
@@ -61,32 +62,29 @@ impl Systems {
         Ok(Self { kernel: linux.image()?, host: host.ram_disk(&linux)?, guest })
     }
 
-    /// Measures the systems, as many at once as this host has CPUs, and returns them in the same
-    /// order. Other load changes no count of instructions.
-    pub fn run(&self, columns: &[Column]) -> Result<Vec<Measured>> {
+    /// Measures the systems, as many at once as this host has CPUs, and returns the outcomes in the
+    /// same order. Other load changes no count of instructions.
+    pub fn run(&self, columns: &[Column]) -> Vec<Result<Measured>> {
         let workers = thread::available_parallelism().map_or(1, usize::from).min(columns.len());
-        let pending = Mutex::new(columns.iter().enumerate());
-        let take =
-            || pending.lock().map_err(|_| anyhow!("another run failed")).map(|mut all| all.next());
-        let work = || -> Result<Vec<(usize, Measured)>> {
+        let next = AtomicUsize::new(0);
+        let work = || {
             let mut done = Vec::new();
-            while let Some((index, column)) = take()? {
-                done.push((index, self.measure(column).with_context(|| column.name.to_owned())?));
+            loop {
+                let index = next.fetch_add(1, Ordering::Relaxed);
+                let Some(column) = columns.get(index) else { return done };
+                done.push((index, self.measure(column).with_context(|| column.name.to_owned())));
             }
-            Ok(done)
         };
-        let mut done = thread::scope(|scope| {
+        let mut done: Vec<(usize, Result<Measured>)> = thread::scope(|scope| {
             let threads: Vec<_> = (0..workers).map(|_| scope.spawn(work)).collect();
-            let joined = threads.into_iter().map(|thread| {
-                thread.join().unwrap_or_else(|_| Err(anyhow!("a thread has panicked")))
+            let joined = threads.into_iter().flat_map(|thread| match thread.join() {
+                Ok(done) => done,
+                Err(panic) => resume_unwind(panic),
             });
-            joined.collect::<Result<Vec<_>>>()
-        })?
-        .into_iter()
-        .flatten()
-        .collect::<Vec<_>>();
+            joined.collect()
+        });
         done.sort_by_key(|(index, _)| *index);
-        Ok(done.into_iter().map(|(_, measured)| measured).collect())
+        done.into_iter().map(|(_, outcome)| outcome).collect()
     }
 
     fn measure(&self, column: &Column) -> Result<Measured> {

@@ -1,7 +1,7 @@
-//! Cost of what a vTLB does: prints `VB name value ns n=operations mark=index` for INVLPG, a
-//! fill, an injected page fault and a load of CR3, as `bench/guest/vbench.c` does. The value is in ticks of
-//! the time-stamp counter. On the measuring machine a tick is a nanosecond and an instruction. Its
-//! emulator counts world switches between two marks (`bench/plugin/count.c`).
+//! Cost of what a vTLB does: prints `VB name value ns n=operations mark=index` for INVLPG, a fill,
+//! an injected page fault and a load of CR3, as `bench/guest/vbench.c` does. The value is in ticks
+//! of the time-stamp counter. On the measuring machine a tick is a nanosecond and an instruction.
+//! Its emulator counts world switches between two marks (`bench/plugin/count.c`).
 #![no_std]
 #![no_main]
 
