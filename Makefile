@@ -2,7 +2,7 @@
 
 XTASK := scripts/cargo xtask
 
-.PHONY: help run run-hosted test bench bench-previrt bench-hosted image check clean setup
+.PHONY: help run run-hosted test bench bench-previrt bench-hosted bench-vtlb image check clean setup
 
 help:
 	@echo "make run      build Parador and boot three guests on an emulated machine, on this terminal"
@@ -11,6 +11,7 @@ help:
 	@echo "make bench    measure and compare with native Linux, KVM and Xen"
 	@echo "make bench-previrt  measure what it costs a kernel to be pre-virtualized"
 	@echo "make bench-hosted  time programs in processes of this host, beside QEMU and User-Mode Linux"
+	@echo "make bench-vtlb  measure guests without nested paging, optimisation by optimisation"
 	@echo "make image    build a bootable ISO image"
 	@echo "make check    format, lints, import rules, unsafe counts, generated documents, wording"
 	@echo "make clean    remove everything that was built"
@@ -23,6 +24,9 @@ bench-previrt: setup
 
 bench-hosted: setup
 	@$(XTASK) bench hosted
+
+bench-vtlb: setup
+	@$(XTASK) bench vtlb
 
 setup:
 	@./install.sh

@@ -1,6 +1,7 @@
 /* vbench - small static micro-benchmark set for comparing hypervisors.
  *
- * Every result line is:   VB <name> <value> <unit> [n=<iterations>]
+ * Every result line is:   VB <name> <value> <unit> [n=<iterations>] [mark=<index>]
+ * The index is that of the pair of marks (mark.h) around the measurement.
  * Times come from CLOCK_MONOTONIC.  Under QEMU "-icount shift=0" one virtual
  * nanosecond is one executed guest instruction (outer machine), so a value
  * printed as ns IS an instruction count of everything the outer CPU executed
@@ -13,6 +14,7 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
+#include <sched.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <stdint.h>
@@ -27,6 +29,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "mark.h"
+
 static int scale = 100, xtests;
 static char **only; static int nonly;
 
@@ -35,6 +39,20 @@ static inline uint64_t now(void)
 	struct timespec t;
 	clock_gettime(CLOCK_MONOTONIC, &t);
 	return t.tv_sec * 1000000000ull + t.tv_nsec;
+}
+/* a measurement begins or ends */
+static int pair = -1;
+static uint64_t begin(void)
+{
+	pair++;
+	MARK(START);
+	return now();
+}
+static uint64_t end(uint64_t since)
+{
+	uint64_t t = now() - since;
+	MARK(END);
+	return t;
 }
 static inline uint64_t rdtsc(void)
 {
@@ -51,7 +69,9 @@ static int want(const char *s)
 }
 static void out(const char *name, double ns, int n)
 {
-	printf("VB %-16s %12.1f ns n=%d\n", name, ns, n);
+	printf("VB %-16s %12.1f ns n=%d", name, ns, n);
+	if (pair >= 0) printf(" mark=%d", pair);
+	putchar('\n');
 	fflush(stdout);
 }
 static void die(const char *s) { perror(s); exit(1); }
@@ -100,12 +120,12 @@ static void t_forkwait(void)
 	int n = N(500);
 	for (int k = -5; k < n; k++) {
 		static uint64_t t;
-		if (k == 0) t = now();
+		if (k == 0) t = begin();
 		pid_t p = fork();
 		if (p < 0) die("fork");
 		if (!p) _exit(0);
 		if (waitpid(p, 0, 0) != p) die("waitpid");
-		if (k == n - 1) out("forkwait", (double)(now() - t) / n, n);
+		if (k == n - 1) out("forkwait", (double)end(t) / n, n);
 	}
 }
 
@@ -114,14 +134,14 @@ static void t_forkexec(void)
 	int n = N(100);
 	uint64_t t = 0;
 	for (int k = -3; k < n; k++) {
-		if (k == 0) t = now();
+		if (k == 0) t = begin();
 		pid_t p = fork();
 		if (p < 0) die("fork");
 		if (!p) { execl("/proc/self/exe", "vbench", "-e", (char *)0); _exit(9); }
 		int st; waitpid(p, &st, 0);
 		if (st) { printf("VB forkexec failed %x\n", st); return; }
 	}
-	out("forkexec", (double)(now() - t) / n, n);
+	out("forkexec", (double)end(t) / n, n);
 }
 
 /* ---- memory ------------------------------------------------------------- */
@@ -130,14 +150,14 @@ static void touch(const char *name, int fd, int flags, int n)
 	const int PG = 1024;
 	uint64_t t = 0;
 	for (int i = -2; i < n; i++) {
-		if (i == 0) t = now();
+		if (i == 0) t = begin();
 		char *p = mmap(0, PG * 4096, PROT_READ | PROT_WRITE, flags, fd, 0);
 		if (p == MAP_FAILED) die("mmap");
 		madvise(p, PG * 4096, MADV_NOHUGEPAGE);
 		for (int j = 0; j < PG; j++) p[j * 4096] = 1;
 		munmap(p, PG * 4096);
 	}
-	out(name, (double)(now() - t) / n / PG, n * PG);
+	out(name, (double)end(t) / n / PG, n * PG);
 }
 static void t_touch(void)
 {
@@ -186,14 +206,45 @@ static void t_mprot(void)
 	int n = N(2000);
 	char *p = mmap(0, 65536, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 	memset(p, 1, 65536);
-	uint64_t t = now();
+	uint64_t t = begin();
 	for (int i = 0; i < n; i++) {
 		mprotect(p, 4096, PROT_READ);
 		mprotect(p, 4096, PROT_READ | PROT_WRITE);
 		p[0] = i;
 	}
-	out("mprotect_pair", (double)(now() - t) / n, n);
+	out("mprotect_pair", (double)end(t) / n, n);
 	munmap(p, 65536);
+}
+
+/* 1024 reads of 1024/fraction pages of a mapped file of 4 MB, with mmap and munmap; per read */
+static void sweep(int fd, int fraction, int lock)
+{
+	const int PG = 1024;
+	int n = N(40);
+	uint64_t t = 0;
+	for (int i = -2; i < n; i++) {
+		if (i == 0) t = begin();
+		volatile char *p = mmap(0, PG * 4096, PROT_READ, MAP_PRIVATE, fd, 0);
+		if (p == MAP_FAILED) die("mmap");
+		if (lock && mlock((void *)p, PG / fraction * 4096)) die("mlock");
+		for (int j = 0; j < PG; j++) (void)p[j % (PG / fraction) * 4096];
+		munmap((void *)p, PG * 4096);
+	}
+	char nm[40];
+	snprintf(nm, sizeof nm, "touchmem%s_%d", lock ? "_lock" : "", fraction);
+	out(nm, (double)end(t) / n / PG, n * PG);
+}
+static void t_sweep(void)
+{
+	int fd = memfd_create("sweep", 0);
+	if (fd < 0 || ftruncate(fd, 4 << 20)) { perror("memfd"); return; }
+	char *p = mmap(0, 4 << 20, PROT_WRITE, MAP_SHARED, fd, 0);
+	if (p == MAP_FAILED) die("mmap");
+	memset(p, 1, 4 << 20);                 /* all its pages exist */
+	munmap(p, 4 << 20);
+	for (int lock = 0; lock < 2; lock++)
+		for (int fraction = 1; fraction <= 64; fraction *= 4) sweep(fd, fraction, lock);
+	close(fd);
 }
 
 /* ---- IPC ---------------------------------------------------------------- */
@@ -210,10 +261,10 @@ static void pingpong(const char *name, int a0, int a1, int b0, int b1, int n)
 	}
 	uint64_t t = 0;
 	for (int i = 0; i < n + warm; i++) {
-		if (i == warm) t = now();
+		if (i == warm) t = begin();
 		xwrite(a1, &c, 1); xread(b0, &c, 1);
 	}
-	out(name, (double)(now() - t) / n, n);
+	out(name, (double)end(t) / n, n);
 	waitpid(p, 0, 0);
 }
 static void t_sock(void)
@@ -233,67 +284,143 @@ static void t_pipe(void)
 
 /* ---- lat_ctx ------------------------------------------------------------ */
 static volatile int sink;
+enum { MAX_PROCS = 96 };
 static void sumit(int *p, int kb)
 {
 	int s = 0;
 	for (int i = 0; i < kb * 256; i++) s += p[i];
 	sink = s;
 }
-static double ctx_overhead(int kb, int n)
+/* the same work by one process, without what interrupts it now and then */
+static double ctx_overhead(int kb)
 {
+	enum { BATCHES = 5, LOOPS = 20 };
 	int p[2]; char c = 0;
 	int *m = kb ? calloc(kb, 1024) : 0;
 	if (m) memset(m, 1, kb * 1024);
 	if (pipe(p)) die("pipe");
-	uint64_t t = now();
-	for (int i = 0; i < n; i++) { xwrite(p[1], &c, 1); xread(p[0], &c, 1); sumit(m, kb); }
-	t = now() - t;
+	uint64_t best = UINT64_MAX;
+	for (int k = 0; k < BATCHES; k++) {
+		uint64_t t = now();
+		for (int i = 0; i < LOOPS; i++) { xwrite(p[1], &c, 1); xread(p[0], &c, 1); sumit(m, kb); }
+		t = now() - t;
+		if (t < best) best = t;
+	}
 	close(p[0]); close(p[1]); free(m);
-	return (double)t / n;
+	return (double)best / LOOPS;
+}
+/* a ring of np processes that pass a byte on and sum kb KB */
+static void ring(int np, int kb)
+{
+	int pp[MAX_PROCS][2];
+	int loops = N(4000 / np), warm = 3;
+	pid_t kid[MAX_PROCS];
+	for (int i = 0; i < np; i++) if (pipe(pp[i])) die("pipe");
+	for (int i = 1; i < np; i++) {
+		kid[i] = fork();
+		if (kid[i] < 0) die("fork");
+		if (!kid[i]) {
+			char c;
+			int *m = kb ? malloc(kb * 1024) : 0;
+			if (m) memset(m, 1, kb * 1024);
+			/* once more, when all is measured: ends cost nothing */
+			for (int k = 0; k <= loops + warm; k++) {
+				xread(pp[i][0], &c, 1);
+				sumit(m, kb);
+				xwrite(pp[(i + 1) % np][1], &c, 1);
+			}
+			_exit(0);
+		}
+	}
+	char c = 0;
+	int *m = kb ? malloc(kb * 1024) : 0;
+	if (m) memset(m, 1, kb * 1024);
+	uint64_t t = 0;
+	for (int k = 0; k < loops + warm; k++) {
+		if (k == warm) t = begin();
+		xwrite(pp[1 % np][1], &c, 1);
+		xread(pp[0][0], &c, 1);
+		sumit(m, kb);
+	}
+	double raw = (double)end(t) / loops / np;
+	xwrite(pp[1 % np][1], &c, 1);
+	for (int i = 1; i < np; i++) waitpid(kid[i], 0, 0);
+	for (int i = 0; i < np; i++) { close(pp[i][0]); close(pp[i][1]); }
+	free(m);
+	double ov = ctx_overhead(kb);
+	char nm[40];
+	snprintf(nm, sizeof nm, "ctx_%dp_%dk_raw", np, kb);
+	out(nm, raw, loops * np);
+	snprintf(nm, sizeof nm, "ctx_%dp_%dk", np, kb);
+	out(nm, raw - ov, loops * np);
 }
 static void t_ctx(void)
 {
 	static const int procs[] = { 2, 8, 16 }, sizes[] = { 0, 16, 64 };
-	for (unsigned a = 0; a < 3; a++) for (unsigned b = 0; b < 3; b++) {
-		int np = procs[a], kb = sizes[b], pp[16][2];
-		int loops = N(4000 / np), warm = 3;
-		pid_t kid[16];
-		for (int i = 0; i < np; i++) if (pipe(pp[i])) die("pipe");
-		for (int i = 1; i < np; i++) {
-			kid[i] = fork();
-			if (kid[i] < 0) die("fork");
-			if (!kid[i]) {
-				char c;
-				int *m = kb ? malloc(kb * 1024) : 0;
-				if (m) memset(m, 1, kb * 1024);
-				for (int k = 0; k < loops + warm; k++) {
-					xread(pp[i][0], &c, 1);
-					sumit(m, kb);
-					xwrite(pp[(i + 1) % np][1], &c, 1);
-				}
-				_exit(0);
+	for (unsigned a = 0; a < 3; a++) for (unsigned b = 0; b < 3; b++) ring(procs[a], sizes[b]);
+}
+/* the same for more processes */
+static void t_lat_ctx(void)
+{
+	static const int procs[] = { 2, 4, 8, 16, 32, 64, 96 }, sizes[] = { 0, 4, 16, 64 };
+	for (unsigned a = 0; a < sizeof procs / sizeof *procs; a++)
+		for (unsigned b = 0; b < sizeof sizes / sizeof *sizes; b++) ring(procs[a], sizes[b]);
+}
+
+/* ---- jobs ---------------------------------------------------------------- */
+/* np processes at once; each touches its pages and yields, again and again; per turn */
+static void jobs(int np)
+{
+	const int PG = 32;
+	int n = N(500), go[2];
+	char c;
+	char *p = mmap(0, PG * 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	if (p == MAP_FAILED || pipe(go)) die("jobs");
+	for (int i = 0; i < np; i++) {
+		pid_t kid = fork();
+		if (kid < 0) die("fork");
+		if (!kid) {
+			close(go[1]);
+			memset(p, 1, PG * 4096);
+			if (read(go[0], &c, 1)) _exit(3);      /* all are there */
+			for (int k = 0; k < n; k++) {
+				for (int j = 0; j < PG; j++) p[j * 4096] = k;
+				sched_yield();
 			}
+			_exit(0);
 		}
-		char c = 0;
-		int *m = kb ? malloc(kb * 1024) : 0;
-		if (m) memset(m, 1, kb * 1024);
-		uint64_t t = 0;
-		for (int k = 0; k < loops + warm; k++) {
-			if (k == warm) t = now();
-			xwrite(pp[1 % np][1], &c, 1);
-			xread(pp[0][0], &c, 1);
-			sumit(m, kb);
+	}
+	close(go[0]);
+	struct timespec settle = { 0, 100000000 };
+	nanosleep(&settle, 0);                         /* all wait */
+	uint64_t t = begin();
+	close(go[1]);
+	while (wait(0) > 0) ;
+	char nm[40];
+	snprintf(nm, sizeof nm, "jobs_%d", np);
+	out(nm, (double)end(t) / n / np, n * np);
+	munmap(p, PG * 4096);
+}
+static void t_jobs(void)
+{
+	static const int procs[] = { 1, 2, 4, 6, 8, 12, 16, 24, 32 };
+	for (unsigned a = 0; a < sizeof procs / sizeof *procs; a++) jobs(procs[a]);
+}
+/* one C file by gcc, after a first time */
+static void t_compile(void)
+{
+	for (int k = 0; k < 2; k++) {
+		uint64_t t = begin();
+		pid_t p = fork();
+		if (p < 0) die("fork");
+		if (!p) {
+			execl("/bin/gcc", "gcc", "-B/bin/", "-O1", "-c", "/lua/compiled.c", "-o", "/tmp/o.o", (char *)0);
+			_exit(9);
 		}
-		double raw = (double)(now() - t) / loops / np;
-		for (int i = 1; i < np; i++) waitpid(kid[i], 0, 0);
-		for (int i = 0; i < np; i++) { close(pp[i][0]); close(pp[i][1]); }
-		free(m);
-		double ov = ctx_overhead(kb, loops);
-		char nm[40];
-		snprintf(nm, sizeof nm, "ctx_%dp_%dk_raw", np, kb);
-		out(nm, raw, loops * np);
-		snprintf(nm, sizeof nm, "ctx_%dp_%dk", np, kb);
-		out(nm, raw - ov, loops * np);
+		int st; waitpid(p, &st, 0);
+		t = end(t);
+		if (st) { printf("VB compile failed %x\n", st); return; }
+		out(k ? "compile" : "compile_1st", t, 1);
 	}
 }
 
@@ -368,14 +495,17 @@ int main(int argc, char **argv)
 	}
 	only = argv + optind; nonly = argc - optind;
 	uint64_t a = now(), ta = rdtsc();
-	static const struct { const char *n; void (*f)(void); } T[] = {
+	static const struct { const char *n; void (*f)(void); int named; } T[] = {
 		{ "boot", t_boot }, { "cold", t_cold }, { "compute", t_compute }, { "clock", t_clock }, { "nullsys", t_syscall },
 		{ "forkwait", t_forkwait }, { "forkexec", t_forkexec },
 		{ "touchmem", t_touch }, { "thp", t_thp }, { "mprot", t_mprot },
 		{ "sockxmit", t_sock }, { "pipe", t_pipe }, { "ctx", t_ctx },
 		{ "exits", t_exits }, { "timer", t_timer },
+		/* only if they are named */
+		{ "sweep", t_sweep, 1 }, { "lat_ctx", t_lat_ctx, 1 }, { "jobs", t_jobs, 1 }, { "compile", t_compile, 1 },
 	};
-	for (unsigned i = 0; i < sizeof T / sizeof *T; i++) if (want(T[i].n)) T[i].f();
+	for (unsigned i = 0; i < sizeof T / sizeof *T; i++)
+		if ((nonly || !T[i].named) && want(T[i].n)) T[i].f();
 	uint64_t b = now(), tb = rdtsc();
 	printf("VB total_ns %llu tsc %llu ratio %.6f\n", (unsigned long long)(b - a),
 	       (unsigned long long)(tb - ta), (double)(tb - ta) / (b - a));

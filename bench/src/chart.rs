@@ -5,8 +5,10 @@ use parador_tests::system::workspace;
 use std::fmt::Write;
 use std::iter::successors;
 
-const COLOURS: [&str; 7] =
-    ["#1b6ca8", "#8fb8de", "#e0a458", "#c8553d", "#7a7a7a", "#5a8f5a", "#8a5a8f"];
+const COLOURS: [&str; 12] = [
+    "#1b6ca8", "#8fb8de", "#e0a458", "#c8553d", "#7a7a7a", "#5a8f5a", "#8a5a8f", "#b5b35c",
+    "#3f3f3f", "#4db6ac", "#d48ab0", "#8d6e53",
+];
 const LEFT: f64 = 250.0;
 const WIDTH: f64 = 560.0;
 const BAR: f64 = 11.0;
@@ -27,6 +29,13 @@ pub struct Group {
     pub title: String,
     /// One value for each legend; `None` leaves the bar out.
     pub values: Vec<Option<f64>>,
+}
+
+/// Returns the end of an axis that has all values: a power of two, [`NEAR`] or more.
+pub fn end(groups: &[Group]) -> f64 {
+    let values = groups.iter().flat_map(|group| group.values.iter().flatten().copied());
+    let largest = values.fold(NEAR, f64::max);
+    largest.log2().ceil().exp2()
 }
 
 /// Draws ratios to native (1 is native speed) on an axis up to `last`, a power of two.
@@ -114,5 +123,6 @@ mod tests {
         let text = ratios("t", &["x", "y", "z"], &groups, NEAR).unwrap();
         assert!(text.starts_with("<svg") && text.ends_with("</svg>\n"));
         assert!(text.contains(">1.01<") && text.contains(">20.00<"));
+        assert_eq!((end(&groups), end(&[])), (32.0, NEAR));
     }
 }

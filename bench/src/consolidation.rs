@@ -4,15 +4,14 @@
 
 use crate::counted::{Counter, Counts};
 use crate::guest::{Tree, folder};
-use crate::linux::{Linux, output};
+use crate::kvm::{self, KVM};
+use crate::linux::Linux;
 use crate::report::Figure;
-use crate::runs::{self, Bare, COMMAND_LINE, NO_SLEEP, Output, SLEEP};
+use crate::runs::{self, COMMAND_LINE, NO_SLEEP, Output, SLEEP};
 use crate::statistics::VmStatistics;
 use anyhow::{Context, Result, ensure};
-use parador_tests::system::artifacts;
 use std::fs::File;
-use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::path::PathBuf;
 
 /// Number of disk reads between the marks.
 const READS: u32 = 500;
@@ -42,13 +41,8 @@ const VIRTIO: [&str; 6] = [
     "virtio_blk",
 ];
 const VIRTIO_NET: [&str; 3] = ["failover", "net_failover", "virtio_net"];
-const KVM: [&str; 3] = ["irqbypass", "kvm", "kvm-amd"];
 const BRIDGE: [&str; 8] =
     ["tun", "llc", "stp", "bridge", "vhost_iotlb", "vhost", "tap", "vhost_net"];
-/// Firmware that QEMU loads for its guests.
-const FIRMWARE: [&str; 4] = ["bios-256k.bin", "linuxboot_dma.bin", "kvmvapic.bin", "pvh.bin"];
-const FIRMWARE_FOLDERS: [&str; 2] = ["/usr/share/qemu", "/usr/share/seabios"];
-
 /// Kernels, RAM disks and disk image of these measurements.
 pub struct Consolidation {
     linux: PathBuf,
@@ -65,7 +59,13 @@ impl Consolidation {
         let disk = folder().join("disk.img");
         File::create(&disk)?.set_len(64 << 20).context("cannot make a disk")?;
         let guest = guest_disk(&linux)?;
-        let host = host_disk(&linux, &image, &guest)?;
+        let host = kvm::Host {
+            name: "host",
+            modules: &[&VIRTIO[..], &KVM, &BRIDGE].concat(),
+            guest: &guest,
+            micro_guest: "guest-ipi",
+        }
+        .ram_disk(&linux)?;
         Ok(Self { linux: image, guest, host, disk })
     }
 
@@ -114,9 +114,7 @@ impl Consolidation {
     /// Runs the peer's host system.
     fn kvm(&self, name: &str, line: &str, icount: &str, arguments: &[String]) -> Result<Output> {
         println!("running under KVM: {name}");
-        let (kernel, ram_disk) = (self.linux.as_path(), self.host.as_path());
-        // Enough for QEMU and two guests.
-        Bare { memory: "1024", kernel, ram_disk, more: line, icount }.run(arguments)
+        kvm::run(&self.linux, &self.host, line, icount, arguments)
     }
 
     /// Runs a row once under Parador and returns the counts and the log.
@@ -146,8 +144,8 @@ impl Consolidation {
         let difference = (first.instructions - second.instructions).abs();
         println!("under KVM: {:.1} world switches for each", peer.entries / count);
         Ok(Figure {
-            key: row.key,
-            title: row.title,
+            key: row.key.into(),
+            title: row.title.into(),
             value: first.instructions / count,
             unit: "instructions",
             world_switches: Some(first.entries / count),
@@ -160,7 +158,7 @@ impl Consolidation {
     /// IPI from a vCPU to another one that sleeps. Both run on one CPU, so the figure includes the
     /// switch between them: QEMU 7.2 hangs when it counts instructions of several CPUs.
     fn ipi(&self) -> Result<Figure> {
-        let peer = self.kvm("ipi", " what=ipi", NO_SLEEP, &[])?.value("ipi")?;
+        let peer = self.kvm("ipi", " what=micro", NO_SLEEP, &[])?.value("ipi")?;
         let description = self.head("cpus = 1")
             + "\n[[vm]]\nname = \"ipi\"\nmemory = \"16M\"\nkernel = \"{artifacts}/guest-ipi\"\n\
                cpus = 2\nconsole = \"com1\"\n";
@@ -262,30 +260,5 @@ fn guest_disk(linux: &Linux) -> Result<PathBuf> {
     tree.program("data")?;
     tree.init("data-init")?;
     linux.modules(&tree, &[&VIRTIO[..], &VIRTIO_NET].concat())?;
-    tree.pack()
-}
-
-fn host_disk(linux: &Linux, kernel: &Path, guest: &Path) -> Result<PathBuf> {
-    let applets = ["sh", "mount", "echo", "cat", "insmod", "ifconfig", "brctl", "tunctl", "reboot"];
-    let tree = Tree::new("host", &applets)?;
-    tree.init("kvm-init")?;
-    linux.modules(&tree, &[&VIRTIO[..], &KVM, &BRIDGE].concat())?;
-    tree.file(kernel, "vmlinuz")?;
-    tree.file(guest, "data.cpio")?;
-    tree.file(&artifacts().join("guest-ipi"), "ipi")?;
-    let qemu = output(Command::new("sh").args(["-c", "command -v qemu-system-x86_64"]))?;
-    let qemu = Path::new(qemu.trim());
-    tree.file(qemu, "bin/qemu")?;
-    for library in output(Command::new("ldd").arg(qemu))?.split_whitespace() {
-        let Some((_, name)) = library.rsplit_once('/') else { continue };
-        let folder = if name.starts_with("ld-linux") { "lib64" } else { "lib" };
-        tree.file(Path::new(library), &format!("{folder}/{name}"))?;
-    }
-    for name in FIRMWARE {
-        let mut paths = FIRMWARE_FOLDERS.iter().map(|folder| Path::new(folder).join(name));
-        let path = paths.find(|path| path.exists());
-        let path = path.with_context(|| format!("QEMU's firmware {name} is not installed"))?;
-        tree.file(&path, &format!("firmware/{name}"))?;
-    }
     tree.pack()
 }

@@ -1,5 +1,6 @@
 //! RAM disks of the measured systems.
 
+use crate::linux::output;
 use anyhow::{Context, Result, bail};
 use parador_tests::system::{target, workspace};
 use std::fs;
@@ -77,6 +78,17 @@ impl Tree {
             .context("cannot start gcc")?;
         if !compiled.success() {
             bail!("gcc cannot compile {name}");
+        }
+        Ok(())
+    }
+
+    /// Adds a program of this host to `bin`, and the libraries that it is linked with.
+    pub fn dynamic_program(&self, from: &Path, name: &str) -> Result<()> {
+        self.file(from, &format!("bin/{name}"))?;
+        for library in output(Command::new("ldd").arg(from))?.split_whitespace() {
+            let Some((_, name)) = library.rsplit_once('/') else { continue };
+            let folder = if name.starts_with("ld-linux") { "lib64" } else { "lib" };
+            self.file(Path::new(library), &format!("{folder}/{name}"))?;
         }
         Ok(())
     }

@@ -29,8 +29,10 @@ pub const PROGRAM: &str = "hostbench";
 /// Text that the init script `start-init` prints.
 const BEGUN: &str = "init has begun";
 /// Source archive that is compiled: Debian's Lua.
-const LUA: &str = "http://deb.debian.org/debian/pool/main/l/lua5.4/lua5.4_5.4.4.orig.tar.gz";
-const LUA_DIGEST: &str = "SHA256:164c7849653b80ae67bec4b7473b884bf5cc8d2dca05653475ec2ed27b9ebf61";
+pub const LUA: &str = "http://deb.debian.org/debian/pool/main/l/lua5.4/lua5.4_5.4.4.orig.tar.gz";
+/// Digest of [`LUA`].
+pub const LUA_DIGEST: &str =
+    "SHA256:164c7849653b80ae67bec4b7473b884bf5cc8d2dca05653475ec2ed27b9ebf61";
 /// Size of the page that nginx serves, in bytes.
 const PAGE: usize = 4096;
 
@@ -129,9 +131,8 @@ pub fn figures(kernel: &Path) -> Result<Vec<Figure>> {
             };
             let ours = environment == Environment::Parador;
             figures.push(Figure {
-                // Few keys, which live as long as the process.
-                key: key.leak(),
-                title: format!("{}, {shown}", row.title).leak(),
+                key,
+                title: format!("{}, {shown}", row.title),
                 value,
                 unit,
                 world_switches: None,

@@ -12,6 +12,7 @@ mod counted;
 mod environments;
 mod guest;
 mod hosted;
+mod kvm;
 mod ladder;
 mod linux;
 mod peers;
@@ -20,6 +21,7 @@ mod promises;
 mod report;
 mod runs;
 mod statistics;
+mod vtlb;
 
 use anyhow::{Context, Result, bail};
 use consolidation::Consolidation;
@@ -94,6 +96,7 @@ fn main() -> ExitCode {
     let result = match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         [] => measure(),
         ["previrt"] => previrt::measure(),
+        ["vtlb", ref columns @ ..] => vtlb::measure(columns),
         ["hosted"] => hosted_with(|kernel| hosted::measure(kernel, false)),
         ["hosted", "--quick"] => hosted_with(|kernel| hosted::measure(kernel, true)),
         ["ladder"] => hosted_with(hosted::ladder),
@@ -146,7 +149,7 @@ fn measure() -> Result<()> {
         ..Figure::new("vmm_bytes", memory_title, statistics.bytes, "bytes")?
     });
     let lines_title = "kernel, lines of Rust and assembly";
-    figures.push(Figure::new("kernel_lines", lines_title, kernel_lines()?, "lines")?);
+    figures.push(Figure::new("kernel_lines", lines_title, size_line("x86-64 kernel: ")?, "lines")?);
     figures.extend(Consolidation::new()?.figures("")?);
     boot_statistics.print("boot");
     statistics.print("the benchmark");
@@ -210,12 +213,7 @@ fn spread(outputs: &[Output], name: &str) -> Result<f64> {
 }
 
 /// Returns a figure in instructions that all runs have printed with this name.
-fn instructions(
-    key: &'static str,
-    title: &'static str,
-    name: &str,
-    runs: &[Output],
-) -> Result<Figure> {
+fn instructions(key: &str, title: &str, name: &str, runs: &[Output]) -> Result<Figure> {
     let figure = Figure::new(key, title, first(runs)?.value(name)?, "instructions")?;
     Ok(Figure { spread: spread(runs, name)?, ..figure })
 }
@@ -313,8 +311,8 @@ fn print_boot(bare: &[Output], guest: &[Output]) -> Result<()> {
     Ok(())
 }
 
-/// Returns the count of `cargo xtask size`.
-fn kernel_lines() -> Result<f64> {
+/// Returns the count in the line of `cargo xtask size` that starts with `start`.
+fn size_line(start: &str) -> Result<f64> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let output = Command::new(cargo)
         .args(["xtask", "size"])
@@ -323,8 +321,8 @@ fn kernel_lines() -> Result<f64> {
         .context("cannot start cargo")?;
     let text = String::from_utf8_lossy(&output.stdout);
     text.lines()
-        .find_map(|line| line.strip_prefix("x86-64 kernel: ")?.split(' ').next()?.parse().ok())
-        .context("cargo xtask size printed no count of the kernel")
+        .find_map(|line| line.strip_prefix(start)?.split(' ').next()?.parse().ok())
+        .with_context(|| format!("cargo xtask size printed no line `{start}`"))
 }
 
 fn draw(bare: &[Output], guest: &[Output]) -> Result<()> {

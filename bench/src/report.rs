@@ -12,9 +12,9 @@ use std::process::Command;
 #[derive(Clone, Debug)]
 pub struct Figure {
     /// Key in `bench.json`.
-    pub key: &'static str,
+    pub key: String,
     /// Title for people.
-    pub title: &'static str,
+    pub title: String,
     /// Measured value.
     pub value: f64,
     /// Unit of the value and of the peer's.
@@ -32,13 +32,9 @@ pub struct Figure {
 impl Figure {
     /// Creates a figure of one run, without a peer and world switches, that has a limit in
     /// `promises.toml`.
-    pub fn new(
-        key: &'static str,
-        title: &'static str,
-        value: f64,
-        unit: &'static str,
-    ) -> Result<Self> {
+    pub fn new(key: &str, title: &str, value: f64, unit: &'static str) -> Result<Self> {
         let limit = promises::limit(key)?;
+        let (key, title) = (key.to_owned(), title.to_owned());
         Ok(Self { key, title, value, unit, world_switches: None, peer: None, limit, spread: 0.0 })
     }
 
@@ -97,7 +93,7 @@ pub fn short(value: f64) -> String {
 /// Writes figures to a file in `target`.
 pub fn write_json(name: &str, figures: &[Figure]) -> Result<()> {
     let object: Map<String, Value> =
-        figures.iter().map(|figure| (figure.key.to_owned(), figure.json())).collect();
+        figures.iter().map(|figure| (figure.key.clone(), figure.json())).collect();
     write_object(name, &object)
 }
 
@@ -115,7 +111,7 @@ pub fn series(figures: &[Figure]) -> Map<String, Value> {
     let keyed = figures.iter().map(|figure| {
         let mut object = figure.json();
         object["spread"] = json!(rounded(figure.spread));
-        (figure.key.to_owned(), object)
+        (figure.key.clone(), object)
     });
     keyed.collect()
 }
@@ -177,8 +173,8 @@ mod tests {
     #[test]
     fn an_object_has_the_agreed_keys() {
         let figure = Figure {
-            key: "hypercall",
-            title: "",
+            key: String::from("hypercall"),
+            title: String::new(),
             value: 101.0,
             unit: "instructions",
             world_switches: Some(1.0),

@@ -10,8 +10,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Guest memory, the same on the bare machine.
-const MEMORY: &str = "256";
+/// Guest memory in MiB, the same on the bare machine.
+pub const MEMORY: &str = "256";
 /// Fixed layout and a fixed clock, so that every run takes the same course.
 pub const COMMAND_LINE: &str = "console=ttyS0 quiet panic=-1 nokaslr norandmaps mitigations=off \
                             tsc=reliable tsc_early_khz=1000000 lpj=4000000";
@@ -171,6 +171,9 @@ pub fn system_with(
     let file = format!("{name}.toml");
     fs::write(folder.join(&file), description)?;
     let log = folder.join(format!("{name}.log"));
+    if log.exists() {
+        fs::remove_file(&log).context("cannot remove an old log")?;
+    }
     let output = parador(&folder)
         .args(["system", "emulate", &file, "--output", &format!("image-{name}"), "--log"])
         .arg(&log)
@@ -181,12 +184,17 @@ pub fn system_with(
         .output()
         .context("cannot start parador")?;
     let console = String::from_utf8_lossy(&output.stdout).replace('\r', "");
-    let log = String::from_utf8_lossy(&fs::read(&log)?).into_owned();
+    // A description with an error leaves no log.
+    let log = fs::read(&log).map_or_else(|error| format!("no log: {error}"), text);
     if !output.status.success() {
         let errors = String::from_utf8_lossy(&output.stderr);
         bail!("the system failed ({})\n{console}\n{log}\n{errors}", output.status);
     }
     Ok(Output::parse(console, log))
+}
+
+fn text(bytes: Vec<u8>) -> String {
+    String::from_utf8_lossy(&bytes).into_owned()
 }
 
 /// Runs a system under Parador to its end.

@@ -40,6 +40,8 @@ usage: cargo xtask COMMAND
   test front-door [--here]
                           the README's first commands on a terminal, in a fresh clone of HEAD; --here: in this tree
   bench [disk|net|many]   measure on the emulated machine, all or a part; write target/bench.json
+  bench vtlb [COLUMN...]  measure guests without nested paging; write target/bench-vtlb.json; with columns, such as
+                          `nested` or `kvm`: only print these
   bench previrt           measure a pre-virtualized kernel; write target/bench-previrt.json
   bench hosted [--quick]  time programs in processes of this host; write target/bench-hosted.json
   bench ladder [--quick|--counted]

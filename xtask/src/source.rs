@@ -56,7 +56,20 @@ impl std::ops::AddAssign for Lines {
 /// Counts the lines of all Rust and assembly below a directory. Files that are modules for unit
 /// tests only count as such.
 pub fn lines_below(directory: &Path) -> Result<Lines> {
+    lines_of(files(directory, &["rs", "s", "S"])?)
+}
+
+/// The same for those files and folders in a directory whose names start with `prefix`.
+pub fn lines_with_prefix(directory: &Path, prefix: &str) -> Result<Lines> {
+    let is_counted = |file: &PathBuf| {
+        let inside = file.strip_prefix(directory).ok().and_then(Path::to_str);
+        inside.is_some_and(|inside| inside.starts_with(prefix))
+    };
     let files = files(directory, &["rs", "s", "S"])?;
+    lines_of(files.into_iter().filter(is_counted).collect())
+}
+
+fn lines_of(files: Vec<PathBuf>) -> Result<Lines> {
     let tests = all_test_files(&files)?;
     let mut sum = Lines::default();
     for file in &files {
@@ -288,6 +301,14 @@ mod tests {
     fn counts_lines() {
         let text = "//! Head.\n\nfn a() {} // why\n/* long\n   comment */ fn b() {}\n#[cfg(test)]\nmod tests {\n    fn c() {}\n}\n";
         assert_eq!(lines(text), Lines { total: 9, code: 2, tests: 4 });
+    }
+
+    #[test]
+    fn counts_files_by_prefix() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+        let own = lines(&read(&folder.join("source.rs")).unwrap());
+        assert_eq!(lines_with_prefix(&folder, "source").unwrap(), own);
+        assert_eq!(lines_with_prefix(&folder, "absent").unwrap(), Lines::default());
     }
 
     #[test]

@@ -199,6 +199,17 @@ pub(crate) fn load_table() {
     load(limit, TABLE.0.get().addr() as u64);
 }
 
+/// Replaces the entry of a vector.
+///
+/// # Safety
+///
+/// No other processor runs, and code at `entry` handles every such trap from now on.
+pub unsafe fn set_entry(vector: u8, entry: u64) {
+    let gate = GateDescriptor::interrupt(entry, CODE_SELECTOR, 0, 0);
+    // SAFETY: by contract nothing else uses the table.
+    unsafe { (*TABLE.0.get())[usize::from(vector)] = gate };
+}
+
 /// Takes the table away: the next exception or interrupt ends in a triple fault.
 pub fn remove_table() {
     load(0, 0);

@@ -91,7 +91,7 @@ pub(crate) enum Phase {
 
 /// Cause of a child's end.
 pub(crate) enum EndCause<'t> {
-    Exited(u64, VmmStatistics),
+    Exited(u64, &'t VmmStatistics),
     Panicked(&'t [u8]),
     Faulted(Fault),
     /// Ended by an operator.
@@ -394,7 +394,7 @@ impl<'a> Manager<'a> {
                 let count = (message.tag.words as usize).min(words.len());
                 page.words(&mut words[..count]);
                 let statistics = VmmStatistics::unpack(&words);
-                self.end(number, EndCause::Exited(message.words[0], statistics));
+                self.end(number, EndCause::Exited(message.words[0], &statistics));
                 None
             }
             (purpose::CONTROL, PANICKED) => {
@@ -485,10 +485,10 @@ impl<'a> Manager<'a> {
         if let EndCause::Exited(_, statistics) = end
             && number >= FIRST_VM
         {
-            info!("vm {name}: statistics: {}", Counts(&statistics, bytes + kernel, shared));
+            info!("vm {name}: statistics: {}", Counts(statistics, bytes + kernel, shared));
             let vm = self.instances.get(number - FIRST_VM);
             if vm.is_some_and(|vm| vm.plan.vtlb.is_some()) {
-                info!("vm {name}: vtlb: {}", VtlbCounts(&statistics));
+                info!("vm {name}: vtlb: {}", VtlbCounts(statistics));
             }
         }
         info!("{kind} {name} ended: {what} code {code}");

@@ -27,6 +27,7 @@ pub const GUESTS: &[(&str, u32, i32, &str)] = &[
     ("paging-unbacked", 1, 81, "vm guest ended: guest fault"),
     ("stress", 1, 0, "vm guest ended: power-off"),
     ("exits", 1, 0, "VB hypercall"),
+    ("vtlb", 1, 0, "VB cr3"),
     ("poweroff", 1, 0, "vm guest ended: power-off"),
     ("panic", 1, 80, "vm guest ended: guest panic"),
     ("triple", 1, 81, "vm guest ended: guest fault"),
