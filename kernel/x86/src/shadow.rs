@@ -89,10 +89,10 @@ impl Shadow {
             fault: Cell::new((0, 0)),
             counters: Default::default(),
         };
-        this.tables().start((pool / FRAMES_PER_TABLE) as u16);
+        this.tables().start(&this.memory, (pool / FRAMES_PER_TABLE) as u16);
         control::set_intercepts(&vmcb.control);
         let registers = Registers::written(&vmcb.save);
-        this.tables().set_top(registers.top());
+        this.tables().set_top(&this.memory, registers.top());
         this.control.set(vmcb, registers);
         Ok(this)
     }
@@ -134,7 +134,7 @@ impl Shadow {
 
     fn drop_all(&self) {
         self.count(vtlb_counter::FLUSHES);
-        self.tables().drop_all();
+        self.tables().drop_all(&self.memory);
         self.needs_load.set(true);
     }
 
@@ -145,7 +145,7 @@ impl Shadow {
         let old = Registers { cr0: self.last_cr0(old, new), ..old };
         self.control.set(vmcb, new);
         if old.role() != new.role() || old == new {
-            self.tables().set_top(new.top());
+            self.tables().set_top(&self.memory, new.top());
             self.drop_all();
         } else if old.cr3 != new.cr3 {
             self.needs_load.set(true);
@@ -199,7 +199,7 @@ impl Shadow {
     ) -> Result<(), Status> {
         let word = state.vtlb.get();
         if self.word.replace(Some(word)) != Some(word) {
-            self.tables().set_options(options(word));
+            self.tables().set_options(&self.memory, options(word));
             self.needs_load.set(true);
         }
         if self.tables().free_tables() < GROWTH && self.tables().missing_tables() > 0 {
@@ -235,8 +235,7 @@ impl Shadow {
     /// Loads the space of the guest's CR3.
     fn load(&self, vmcb: &Vmcb) {
         let root = self.control.get(&vmcb.save).root();
-        let host =
-            root.and_then(|root| Some(self.memory.table_page(root)?.physical | root & 0xfff));
+        let host = root.and_then(|root| Some(self.memory.table_page(root)? | root & 0xfff));
         let loaded = self.tables().load(&self.memory, root.unwrap_or(0), host);
         self.needs_load.set(loaded.is_err());
         if self.word.get().unwrap_or(0) & option::ASID == 0 {
@@ -416,7 +415,7 @@ impl Shadow {
                 _ if is_leaf && is_write => entry::ACCESSED | entry::DIRTY,
                 _ => entry::ACCESSED,
             };
-            let host = self.memory.table_page(read.at).map_or(0, |page| page.physical);
+            let host = self.memory.table_page(read.at).unwrap_or(0);
             step.at = Source { guest: read.at, host: host | read.at & 0xff8 };
             step.value = read.value | marks;
         }

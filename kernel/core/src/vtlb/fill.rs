@@ -79,7 +79,10 @@ impl<F: ShadowFormat> Vtlb<F> {
         self.path.iter().for_each(|used| used.set(None));
         for level in (fill.level + 1..=top).rev() {
             self.path[level as usize].set(Some(table));
-            table = self.descend(frames, table, level, fill)?;
+            table = match self.matching(frames, table, level, fill) {
+                Some(child) => child,
+                None => self.descend(frames, table, level, fill)?,
+            };
         }
         self.path[fill.level as usize].set(Some(table));
         self.set_leaf(frames, table, fill);
@@ -88,6 +91,7 @@ impl<F: ShadowFormat> Vtlb<F> {
 
     /// Returns the table below the entry for an address; allocates it if it is missing, and
     /// replaces it if the guest's entry has changed.
+    #[inline(never)]
     fn descend(
         &self,
         frames: &impl Frames,
@@ -95,12 +99,12 @@ impl<F: ShadowFormat> Vtlb<F> {
         level: u32,
         fill: &Fill<'_>,
     ) -> Result<Ref, NeedsFrames> {
+        if let Some(child) = self.matching(frames, table, level, fill) {
+            return Ok(child);
+        }
         let slot = index(fill.address, level);
         let value = fill.step(self.top.get(), level).value;
         let (source, is_split) = fill.source(self.top.get(), level - 1);
-        if let Some(child) = self.matching(frames, table, slot, value, source) {
-            return Ok(child);
-        }
         let is_shared = self.options.get().global
             && slot >= UPPER_HALF
             && level == F::ROOT_LEVEL
@@ -139,19 +143,22 @@ impl<F: ShadowFormat> Vtlb<F> {
     }
 
     /// Table below an entry, if it was filled from the same entry and the same table of the guest.
-    #[inline]
+    #[inline(always)]
     fn matching(
         &self,
         frames: &impl Frames,
         table: Ref,
-        slot: usize,
-        value: u64,
-        source: Source,
+        level: u32,
+        fill: &Fill<'_>,
     ) -> Option<Ref> {
+        let top = self.top.get();
+        let (slot, value) = (index(fill.address, level), fill.step(top, level).value);
+        let (source, _) = fill.source(top, level - 1);
         let copy = frames.words(self.table(table).copies.get())[slot].load(Relaxed);
         let child = Self::child_in(copy)?;
         let is_same = (copy ^ value) & F::MEANING & !F::MARKS == 0;
-        (is_same && self.table(child).source.get() == source).then_some(child)
+        // Where it is in the host follows.
+        (is_same && self.table(child).source.get().guest == source.guest).then_some(child)
     }
 
     /// Writes the leaf of a fill.
@@ -209,7 +216,7 @@ impl<F: ShadowFormat> Vtlb<F> {
         let child = Self::child_in(copy);
         match child {
             Some(child) if self.table(child).parent.get() == Some(table) => {
-                self.put_removed(child);
+                self.put_removed(frames, child);
             }
             Some(_) => {}
             None => self.leaf_removed(of, slot, entry, copy),

@@ -164,12 +164,40 @@ impl<F: ShadowFormat> Vtlb<F> {
     }
 
     /// Puts a table, with all below it, on the list of removed tables.
-    pub(super) fn put_removed(&self, table: Ref) {
+    pub(super) fn put_removed(&self, frames: &impl Frames, table: Ref) {
         let of = self.table(table);
         of.in_use.set(false);
+        self.leave(frames, table);
         self.spare.set(self.spare.get() + 1);
         self.trace.forget_table(of);
         of.next.set(self.removed.replace(Some(table)));
+    }
+
+    /// Makes a table a member of its space, or not.
+    fn set_member(&self, table: Ref, is_member: bool) {
+        let owner = self.table(table).owner.get();
+        if owner != SHARED {
+            let members = &self.spaces[usize::from(owner) % MAX_SPACES].members;
+            let (word, bit) = (&members[table.index() / 64], 1 << (table.index() % 64));
+            word.set(if is_member { word.get() | bit } else { word.get() & !bit });
+        }
+    }
+
+    /// Makes a removed table, and all below it, no members of their space any more.
+    fn leave(&self, frames: &impl Frames, table: Ref) {
+        let of = self.table(table);
+        self.set_member(table, false);
+        if of.level.get() == 0 {
+            return;
+        }
+        for slot in of.slots() {
+            let child = self.child(frames, table, slot);
+            if let Some(child) = child
+                && self.table(child).parent.get() == Some(table)
+            {
+                self.leave(frames, child);
+            }
+        }
     }
 
     /// Allocates an empty table.
@@ -203,6 +231,7 @@ impl<F: ShadowFormat> Vtlb<F> {
         table.is_split.set(false);
         table.is_local.set(false);
         table.in_use.set(true);
+        self.set_member(found, true);
         Ok(found)
     }
 
@@ -216,7 +245,7 @@ impl<F: ShadowFormat> Vtlb<F> {
                 None => self.leaf_removed(of, slot, entry, copy),
                 Some(child) if self.table(child).parent.get() == Some(table) => {
                     if self.table(child).in_use.get() {
-                        self.put_removed(child);
+                        self.put_removed(frames, child);
                     }
                 }
                 Some(_) => {}
@@ -256,7 +285,7 @@ impl<F: ShadowFormat> Vtlb<F> {
     pub(super) fn detach(&self, frames: &impl Frames, table: Ref) {
         let of = self.table(table);
         self.request_for(of.owner.get(), Flush::Space);
-        self.put_removed(table);
+        self.put_removed(frames, table);
         match of.parent.get() {
             Some(parent) => self.unlink(frames, parent, of.slot.get().into()),
             None => {

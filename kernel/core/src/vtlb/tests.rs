@@ -174,14 +174,15 @@ impl World {
         let pages = POOL_AT + FRAMES_PER_TABLE * MAX_TABLES as u64;
         let page = || core::array::from_fn(|_| AtomicU64::new(0));
         let vtlb = Box::new(Vtlb::zeroed());
-        vtlb.start(8 + random.below(56) as u16);
+        let machine = Machine((0..pages).map(|_| page()).collect());
+        vtlb.start(&machine, 8 + random.below(56) as u16);
         let rung = random.below(6);
         let spaces = if rung >= 2 { 1 + random.below(6) as u8 } else { 1 };
         let protect = random.once_in(3);
         let (global, sync, trace) = (rung >= 1, rung >= 3, rung >= 4);
-        vtlb.set_options(Options { spaces, global, sync, trace, protect });
+        vtlb.set_options(&machine, Options { spaces, global, sync, trace, protect });
         let world = Self {
-            machine: Machine((0..pages).map(|_| page()).collect()),
+            machine,
             vtlb,
             tlb: RefCell::default(),
             next_tag: Cell::new(1),
@@ -500,7 +501,7 @@ impl World {
             }
             6 | 7 => self.load(self.below(ROOTS)),
             8 if self.below(8) == 0 => {
-                self.vtlb.drop_all();
+                self.vtlb.drop_all(&self.machine);
                 self.load(self.root.get() >> 12);
                 self.forget(|_| true, false);
             }

@@ -14,11 +14,13 @@ use core::cell::Cell;
 use core::sync::atomic::Ordering::Relaxed;
 
 use super::tables::{Ref, Table};
-use super::{Fill, Flush, Frames, ShadowFormat, Vtlb, index};
+use super::{Fill, Flush, Frames, SHARED, ShadowFormat, Vtlb, index};
 
 /// Number of counters of the filter of leaves, and of the others.
 const LEAVES: usize = 2048;
 const TABLES: usize = 256;
+/// Bit of [`Trace::direct`].
+const IS_KNOWN: u64 = 1;
 /// `log2` of the pages of a leaf at level 1.
 const LARGE_SHIFT: u32 = 9;
 
@@ -61,9 +63,9 @@ pub struct Trace {
     /// Traced tables by page, and by the first page of a leaf at level 1.
     tables: Filter<TABLES>,
     regions: Filter<TABLES>,
-    /// Difference between the linear and the guest-physical addresses of the guest's map of its
-    /// memory, as a large leaf has shown it; 0: none has.
-    direct: Cell<u64>,
+    /// Differences between linear and guest-physical addresses that large leaves have shown last,
+    /// with [`IS_KNOWN`]: one of them is that of the guest's map of its memory.
+    direct: [Cell<u64>; 2],
 }
 
 /// State of tracing of a table.
@@ -109,7 +111,7 @@ impl Trace {
             large: Filter::new(),
             tables: Filter::new(),
             regions: Filter::new(),
-            direct: Cell::new(0),
+            direct: [const { Cell::new(0) }; 2],
         }
     }
 
@@ -129,6 +131,15 @@ impl Trace {
         of.trace.set_alias(None);
     }
 
+    /// Notes the difference between the addresses of a large leaf.
+    fn learn(&self, difference: u64) {
+        let [last, before] = &self.direct;
+        let new = difference | IS_KNOWN;
+        if last.get() != new && before.get() != new {
+            before.set(last.replace(new));
+        }
+    }
+
     /// Counts a leaf that is removed, or added. Leaves above level 1 do not exist.
     fn count(&self, page: u64, level: u32, adds: bool) {
         match (level, adds) {
@@ -144,7 +155,7 @@ impl<F: ShadowFormat> Vtlb<F> {
     /// Stops tracing of all tables.
     pub(super) fn forget_trace(&self) {
         self.tables.iter().for_each(|table| self.trace.forget_table(table));
-        self.trace.direct.set(0);
+        self.trace.direct.iter().for_each(|direct| direct.set(0));
     }
 
     /// Traces the page of a new table, if it can be traced.
@@ -156,55 +167,78 @@ impl<F: ShadowFormat> Vtlb<F> {
         let page = of.source.get().guest >> 12;
         let alias = self.direct_alias(frames, page);
         let unknown = self.trace.writable.count(page) > u8::from(alias.is_some());
-        if unknown || self.trace.large.count(page >> LARGE_SHIFT) != 0 || self.is_page_traced(page)
-        {
+        if unknown || self.trace.large.count(page >> LARGE_SHIFT) != 0 {
             return;
         }
         of.trace.is_traced.set(true);
-        of.trace.is_dirty.set(false);
         of.trace.set_alias(alias);
         self.trace.tables.add(page);
         self.trace.regions.add(page >> LARGE_SHIFT);
-        self.make_clean(frames, of);
+        self.clean_alias(frames, of);
+        of.trace.is_dirty.set(false);
     }
 
-    fn is_page_traced(&self, page: u64) -> bool {
-        self.trace.tables.count(page) != 0 && self.traced_table(page).is_some()
-    }
-
-    /// Traced table in a guest page.
-    fn traced_table(&self, page: u64) -> Option<&Table> {
-        if self.trace.tables.count(page) == 0 {
-            return None;
-        }
-        let of_page =
-            |table: &&Table| table.trace.is_traced.get() && table.source.get().guest >> 12 == page;
-        self.tables[..usize::from(self.count.get())].iter().find(of_page)
+    /// Traced tables of a guest page: one in each space that uses it.
+    fn traced_tables(&self, page: u64) -> impl Iterator<Item = &Table> {
+        let count = if self.trace.tables.count(page) == 0 { 0 } else { self.count.get() };
+        self.tables[..usize::from(count)].iter().filter(move |table| {
+            table.trace.is_traced.get() && table.source.get().guest >> 12 == page
+        })
     }
 
     /// Finds the leaf of a page in the guest's map of its memory. A large one is removed, so that
-    /// the page gets its own.
+    /// the page gets its own, and one that is not in the current space, too.
     fn direct_alias(&self, frames: &impl Frames, page: u64) -> Option<(Ref, u16, u64)> {
-        let direct = self.trace.direct.get();
-        let address = direct.wrapping_add(page << 12);
-        let mut table = self.space().root.get().filter(|_| direct != 0)?;
+        let mut found = None;
+        let known = self.trace.direct.iter().map(Cell::get).filter(|direct| *direct != 0);
+        for address in known.map(|direct| (direct & !IS_KNOWN).wrapping_add(page << 12)) {
+            for space in &self.spaces {
+                if let Some((table, slot)) = self.leaf_in(frames, space.root.get(), address) {
+                    found = found.or(self.alias_at(frames, (table, slot), address, page));
+                }
+            }
+        }
+        found
+    }
+
+    /// Alias of a page at the leaf in an entry. One that can't be the alias is removed.
+    fn alias_at(
+        &self,
+        frames: &impl Frames,
+        (table, slot): (Ref, usize),
+        address: u64,
+        page: u64,
+    ) -> Option<(Ref, u16, u64)> {
+        let of = self.table(table);
+        let is_usable = of.owner.get() == SHARED || of.owner.get() == self.current.get();
+        if of.level.get() > 0 || !is_usable {
+            self.remove(frames, table, slot, address);
+            return None;
+        }
+        let entry = frames.words(of.shadow.get())[slot].load(Relaxed);
+        let copy = frames.words(of.copies.get())[slot].load(Relaxed);
+        let is_it = F::address(copy) >> 12 == page && entry & F::WRITE != 0;
+        is_it.then_some((table, slot as u16, address))
+    }
+
+    /// Table and entry of the leaf for an address, below a root.
+    pub(super) fn leaf_in(
+        &self,
+        frames: &impl Frames,
+        root: Option<Ref>,
+        address: u64,
+    ) -> Option<(Ref, usize)> {
+        let mut table = root?;
         for level in (0..=self.top.get()).rev() {
             let slot = index(address, level);
             let entry = frames.words(self.table(table).shadow.get())[slot].load(Relaxed);
             if !F::is_present(entry) {
                 return None;
             }
-            if let Some(child) = self.child(frames, table, slot) {
-                table = child;
-                continue;
+            match self.child(frames, table, slot) {
+                Some(child) => table = child,
+                None => return Some((table, slot)),
             }
-            let copy = frames.words(self.table(table).copies.get())[slot].load(Relaxed);
-            if level > 0 {
-                self.remove(frames, table, slot, address);
-                return None;
-            }
-            let is_it = F::address(copy) >> 12 == page;
-            return (is_it && entry & F::WRITE != 0).then_some((table, slot as u16, address));
         }
         None
     }
@@ -216,27 +250,24 @@ impl<F: ShadowFormat> Vtlb<F> {
         }
         let page = fill.page;
         if fill.level > 0 {
-            if slot_is_upper(fill.address) {
-                self.trace.direct.set(fill.address.wrapping_sub(page << 12) & !0xfff);
-            }
+            self.trace.learn(fill.address.wrapping_sub(page << 12) & !0xfff);
             return fill.leaf;
         }
-        let Some(of) = self.traced_table(page) else { return fill.leaf };
+        let Some(first) = self.traced_tables(page).next() else { return fill.leaf };
         if self.options.get().protect && !fill.is_write {
             return fill.leaf & !F::WRITE;
         }
         let here = (table, slot as u16, fill.address & !0xfff);
-        match of.trace.alias() {
-            None => of.trace.set_alias(Some(here)),
-            Some((known, at, _)) if (known, at) == (here.0, here.1) => {}
-            Some(_) => {
-                // A second alias.
-                self.trace.forget_table(of);
-                return fill.leaf;
-            }
+        if first.trace.alias().is_some_and(|(known, at, _)| (known, at) != (here.0, here.1)) {
+            // A second alias.
+            self.traced_tables(page).for_each(|of| self.trace.forget_table(of));
+            return fill.leaf;
+        }
+        for of in self.traced_tables(page) {
+            of.trace.set_alias(Some(here));
+            of.trace.is_dirty.set(of.trace.is_dirty.get() || self.options.get().protect);
         }
         if self.options.get().protect {
-            of.trace.is_dirty.set(true);
             return fill.leaf;
         }
         fill.leaf & !F::DIRTY
@@ -256,15 +287,16 @@ impl<F: ShadowFormat> Vtlb<F> {
         }
         let page = F::address(copy) >> 12;
         self.trace.count(page, of.level.get().into(), false);
-        if of.level.get() == 0
-            && let Some(traced) = self.traced_table(page)
-            && let Some((table, at, _)) = traced.trace.alias()
-            && core::ptr::eq(self.table(table), of)
-            && usize::from(at) == slot
-        {
-            traced.trace.set_alias(None);
-            if leaf & F::DIRTY != 0 {
-                traced.trace.is_dirty.set(true);
+        if of.level.get() > 0 {
+            return;
+        }
+        for traced in self.traced_tables(page) {
+            if let Some((table, at, _)) = traced.trace.alias()
+                && core::ptr::eq(self.table(table), of)
+                && usize::from(at) == slot
+            {
+                traced.trace.set_alias(None);
+                traced.trace.is_dirty.set(traced.trace.is_dirty.get() || leaf & F::DIRTY != 0);
             }
         }
     }
@@ -281,12 +313,34 @@ impl<F: ShadowFormat> Vtlb<F> {
         if super::tests::finds_all_clean() {
             return true;
         }
-        let is_dirty = of.trace.is_dirty.get() || self.alias_is_dirty(frames, of);
-        if is_dirty {
-            of.trace.is_dirty.set(false);
-            self.make_clean(frames, of);
+        self.clean_alias(frames, of);
+        !of.trace.is_dirty.take()
+    }
+
+    /// Returns whether no table of the current space was written since the last call; then all are
+    /// traced.
+    pub(super) fn is_space_clean(&self, frames: &impl Frames) -> bool {
+        if !self.options.get().trace {
+            return false;
         }
-        !is_dirty
+        let is_clean = |number: u16| {
+            let of = self.table(Ref::new(number));
+            let trace = &of.trace;
+            of.is_split.get()
+                || trace.is_traced.get()
+                    && !trace.is_dirty.get()
+                    && !self.alias_is_dirty(frames, of)
+        };
+        self.space().members.iter().zip([0, 64]).all(|(word, first)| {
+            let mut left = word.get();
+            while left != 0 {
+                if !is_clean(first + left.trailing_zeros() as u16) {
+                    return false;
+                }
+                left &= left - 1;
+            }
+            true
+        })
     }
 
     fn alias_is_dirty(&self, frames: &impl Frames, of: &Table) -> bool {
@@ -296,25 +350,27 @@ impl<F: ShadowFormat> Vtlb<F> {
         })
     }
 
-    /// Makes the alias of a table show the next write.
-    fn make_clean(&self, frames: &impl Frames, of: &Table) {
+    /// Makes the alias of a table show the next write. All tables of the page become dirty if it
+    /// has shown one.
+    fn clean_alias(&self, frames: &impl Frames, of: &Table) {
         let Some((table, slot, address)) = of.trace.alias() else { return };
+        let is_protected = self.options.get().protect;
+        if !is_protected && !self.alias_is_dirty(frames, of) {
+            return;
+        }
         let alias = self.table(table);
         let leaf = &frames.words(alias.shadow.get())[usize::from(slot)];
         let old = leaf.load(Relaxed);
-        if self.options.get().protect {
+        if is_protected {
             // It has no writable leaf then.
             let copy = frames.words(alias.copies.get())[usize::from(slot)].load(Relaxed);
             self.leaf_removed(alias, slot.into(), old & !F::DIRTY, copy);
             leaf.store(old & !F::WRITE, Relaxed);
         } else {
             leaf.store(old & !F::DIRTY, Relaxed);
+            let page = of.source.get().guest >> 12;
+            self.traced_tables(page).for_each(|traced| traced.trace.is_dirty.set(true));
         }
         self.request_for(alias.owner.get(), Flush::Page { address, everywhere: false });
     }
-}
-
-/// Returns whether an address is in the upper half of the address space.
-fn slot_is_upper(address: u64) -> bool {
-    address >> 63 != 0
 }

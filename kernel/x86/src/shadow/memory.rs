@@ -48,9 +48,13 @@ impl HostPage {
 pub struct GuestMemory {
     /// Physical address of the nested tables; 0: not known yet.
     root: Cell<u64>,
-    /// Recently used pages of page tables: page number plus 1, and the page.
-    cache: [Cell<(u64, HostPage)>; CACHED],
+    /// Recently used pages of page tables: page number plus 1, and physical address, with
+    /// [`WRITABLE`].
+    cache: [(Cell<u64>, Cell<u64>); CACHED],
 }
+
+/// The guest may write the page.
+const WRITABLE: u64 = 1;
 
 /// Words of a page in the direct map.
 fn page(physical: u64) -> &'static [AtomicU64; ENTRIES] {
@@ -74,7 +78,7 @@ impl GuestMemory {
     /// Sets the nested tables, and forgets translations.
     pub fn set_root(&self, root: u64) {
         self.root.set(root);
-        self.cache.iter().for_each(|cached| cached.set(Default::default()));
+        self.cache.iter().for_each(|(number, _)| number.set(0));
     }
 
     /// Translates a guest-physical address.
@@ -99,36 +103,50 @@ impl GuestMemory {
         None
     }
 
-    /// Page of RAM at a guest-physical address.
-    #[inline]
-    pub fn table_page(&self, address: u64) -> Option<HostPage> {
+    /// Physical address of the page of RAM at a guest-physical address, with [`WRITABLE`].
+    #[inline(always)]
+    fn table_word(&self, address: u64) -> Option<u64> {
         let number = address >> 12;
-        let cached = &self.cache[number as usize % CACHED];
-        let (known, found) = cached.get();
-        if known == number + 1 {
-            return Some(found);
+        let (known, found) = &self.cache[number as usize % CACHED];
+        if known.get() == number + 1 {
+            return Some(found.get());
         }
-        let found = self.translate(address).filter(|found| !found.is_device())?;
-        cached.set((number + 1, found));
-        Some(found)
+        self.find_table(address)
+    }
+
+    #[inline(never)]
+    fn find_table(&self, address: u64) -> Option<u64> {
+        let page = self.translate(address).filter(|found| !found.is_device())?;
+        let word = page.physical | if page.is_writable() { WRITABLE } else { 0 };
+        let number = address >> 12;
+        let (known, found) = &self.cache[number as usize % CACHED];
+        known.set(number + 1);
+        found.set(word);
+        Some(word)
+    }
+
+    /// Physical address of the page of RAM at a guest-physical address.
+    #[inline(always)]
+    pub fn table_page(&self, address: u64) -> Option<u64> {
+        self.table_word(address).map(|word| word & entry::ADDRESS)
     }
 }
 
 impl PageTables for GuestMemory {
-    #[inline]
+    #[inline(always)]
     fn read(&self, at: u64, bytes: u64) -> Option<u64> {
-        let words = page(self.table_page(at)?.physical);
+        let words = page(self.table_word(at)?);
         let word = words[at as usize / 8 % ENTRIES].load(Relaxed);
         Some(if bytes == 8 { word } else { word >> (8 * (at & 4)) & 0xffff_ffff })
     }
 
     fn replace(&self, at: u64, bytes: u64, old: u64, new: u64) -> bool {
-        let Some(found) = self.table_page(at) else { return true };
+        let Some(found) = self.table_word(at) else { return true };
         // Marks of tables in read-only memory are lost, as in ROM.
-        if !found.is_writable() || bytes != 8 {
+        if found & WRITABLE == 0 || bytes != 8 {
             return true;
         }
-        let word = &page(found.physical)[at as usize / 8 % ENTRIES];
+        let word = &page(found)[at as usize / 8 % ENTRIES];
         word.compare_exchange(old, new, Relaxed, Relaxed).is_ok()
     }
 }
