@@ -69,6 +69,8 @@ pub trait ShadowFormat: Format {
 
 /// Access to the frames of the pool, and to guest pages that hold page tables.
 pub trait Frames {
+    /// Physical address of the page of RAM at a guest-physical address; 0 if there is none.
+    fn guest_page(&self, guest: u64) -> u64;
     /// Words of the page at a physical address.
     fn words(&self, physical: u64) -> &[AtomicU64; ENTRIES];
 }
@@ -161,6 +163,9 @@ pub struct Vtlb<F> {
     options: Cell<Options>,
     /// A shared table may have leaves that are not global.
     has_local: Cell<bool>,
+    /// Number of removals.
+    removals: Cell<u64>,
+    recent: fill::Recent,
     trace: trace::Trace,
     /// Counters.
     pub counters: Counters,
@@ -204,6 +209,8 @@ impl<F: ShadowFormat> Vtlb<F> {
                 protect: false,
             }),
             has_local: Cell::new(false),
+            removals: Cell::new(0),
+            recent: fill::Recent::new(),
             trace: trace::Trace::new(),
             counters: Counters { evictions: Cell::new(0), syncs: Cell::new(0) },
             format: core::marker::PhantomData,
@@ -270,6 +277,12 @@ impl<F: ShadowFormat> Vtlb<F> {
         if self.top.replace(top) != top {
             self.drop_all(frames);
         }
+    }
+
+    /// Index of the current space, and the number of removals so far: as long as both are the same,
+    /// no translation disappears.
+    pub fn epoch(&self) -> (u8, u64) {
+        (self.current.get(), self.removals.get())
     }
 
     /// Level of roots.
@@ -399,6 +412,7 @@ impl<F: ShadowFormat> Vtlb<F> {
         }
         self.has_local.set(false);
         self.forget_trace();
+        self.removals.set(self.removals.get() + 1);
         self.flush.set(Flush::All);
     }
 

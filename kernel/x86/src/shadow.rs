@@ -25,7 +25,7 @@ use hw_walk::{Intent, Paging, Translation};
 use hw_x86::paging::{ENTRIES, cr0, cr4, entry, fault};
 use hw_x86::vmcb::{ControlArea, Vmcb, event, exit, v_intr};
 use kernel_core::pool::{Factory, Frame, Handle, Memory};
-use kernel_core::vtlb::{FRAMES_PER_TABLE, Fill, Flush, Frames, Options, Source, Step, Vtlb};
+use kernel_core::vtlb::{FRAMES_PER_TABLE, Fill, Flush, Frames, Options, Step, Vtlb};
 
 use crate::features::features;
 use crate::format::UserFormat;
@@ -42,8 +42,8 @@ pub use control::is_supported;
 
 type Tables = Vtlb<UserFormat>;
 
-/// Frames of the descriptors.
-const FRAMES: u32 = size_of::<Tables>().div_ceil(4096) as u32;
+/// Frames of the state.
+const FRAMES: u32 = size_of::<State>().div_ceil(4096) as u32;
 /// Tables that are added to the pool at a time.
 const GROWTH: u16 = 4;
 /// Tables without which no guest runs: a path through them, the shared root, and one to evict.
@@ -53,20 +53,41 @@ const MAX_LEVEL: u32 = 1;
 const RFLAGS_TF: u64 = 1 << 8;
 const RFLAGS_RF: u64 = 1 << 16;
 
-/// vTLB of a vCPU.
+/// vTLB of a vCPU: its state is in frames of its own, since objects and stacks are small.
 #[derive(Clone)]
 pub struct Shadow {
     frame: Frame,
-    tables: *const Tables,
+    state: *const State,
+}
+
+/// State of a vTLB. Memory that is zero is a valid value, which [`Shadow::new`] completes.
+pub struct State {
+    tables: Tables,
     memory: GuestMemory,
     control: Control,
-    /// Value of the state page's `vtlb` in use; `None` before the first entry.
-    word: Cell<Option<u64>>,
+    /// Value of the state page's `vtlb` in use, and whether there is one.
+    word: Cell<u64>,
+    has_word: Cell<bool>,
     /// The space is to be loaded before the next entry.
     needs_load: Cell<bool>,
     /// Guest-physical address or CR2, and information, of an exit for the VMM.
     fault: Cell<(u64, u64)>,
+    /// Pages of code that were decoded last: page number, [`Vtlb::epoch`], physical address.
+    code: [Cell<((u64, u8, u64), u64)>; 4],
     counters: [Cell<u64>; vtlb_counter::COUNT],
+}
+
+impl core::ops::Deref for Shadow {
+    type Target = State;
+
+    #[inline(always)]
+    fn deref(&self) -> &State {
+        // SAFETY: frames for this use only, which live as long as the vCPU and were zeroed when
+        // allocated, which is a valid value: all fields are cells of integers, of types for which
+        // zero is defined, or made of such. Only the CPU that runs the vCPU or holds the lock uses
+        // it.
+        unsafe { &*self.state }
+    }
 }
 
 impl Shadow {
@@ -78,22 +99,13 @@ impl Shadow {
         vmcb: &Vmcb,
     ) -> Result<Self, Status> {
         let frame = memory.alloc_raw(factory, FRAMES)?;
-        let tables: *const Tables = memory.address(frame).cast_const().cast();
-        let this = Self {
-            frame,
-            tables,
-            memory: GuestMemory::new(),
-            control: Control::default(),
-            word: Cell::new(None),
-            needs_load: Cell::new(true),
-            fault: Cell::new((0, 0)),
-            counters: Default::default(),
-        };
+        let this = Self { frame, state: memory.address(frame).cast_const().cast() };
         this.tables().start(&this.memory, (pool / FRAMES_PER_TABLE) as u16);
         control::set_intercepts(&vmcb.control);
         let registers = Registers::written(&vmcb.save);
         this.tables().set_top(&this.memory, registers.top());
         this.control.set(vmcb, registers);
+        this.needs_load.set(true);
         Ok(this)
     }
 
@@ -104,13 +116,12 @@ impl Shadow {
         }
         memory.free_raw(self.frame, FRAMES);
     }
+}
 
+impl State {
     #[inline(always)]
     fn tables(&self) -> &Tables {
-        // SAFETY: frames for this use only, which live as long as the vCPU and were zeroed when
-        // allocated, which is a valid value; all its mutable parts are cells, and only the CPU that
-        // runs the vCPU or holds the lock uses it.
-        unsafe { &*self.tables }
+        &self.tables
     }
 
     fn count(&self, counter: usize) {
@@ -198,7 +209,8 @@ impl Shadow {
         vmcb: &Vmcb,
     ) -> Result<(), Status> {
         let word = state.vtlb.get();
-        if self.word.replace(Some(word)) != Some(word) {
+        if !self.has_word.replace(true) || self.word.replace(word) != word {
+            self.word.set(word);
             self.tables().set_options(&self.memory, options(word));
             self.needs_load.set(true);
         }
@@ -238,7 +250,7 @@ impl Shadow {
         let host = root.and_then(|root| Some(self.memory.table_page(root)? | root & 0xfff));
         let loaded = self.tables().load(&self.memory, root.unwrap_or(0), host);
         self.needs_load.set(loaded.is_err());
-        if self.word.get().unwrap_or(0) & option::ASID == 0 {
+        if self.word.get() & option::ASID == 0 {
             self.tables().set_tag(0, 0);
         }
     }
@@ -247,7 +259,7 @@ impl Shadow {
     pub fn apply(&self, asids: &Asids, Vmcb { control, save }: &Vmcb) {
         let tables = self.tables();
         let epoch = asids.epoch();
-        let invalidates = self.word.get().unwrap_or(0) & option::INVALIDATE_PAGE != 0;
+        let invalidates = self.word.get() & option::INVALIDATE_PAGE != 0;
         match tables.take_flush() {
             Flush::None => {}
             Flush::Page { address, everywhere: true } if invalidates => {
@@ -341,7 +353,7 @@ impl Shadow {
         if offset > 4096 - 8 {
             return None;
         }
-        let words = self.memory.words(self.tables().translate(&self.memory, address)?);
+        let words = self.memory.words(self.code_page(address)?);
         let (index, shift) = (offset / 8, 8 * (offset % 8));
         let low = words[index].load(Relaxed) >> shift;
         let high = match shift {
@@ -349,6 +361,20 @@ impl Shadow {
             _ => words[(index + 1) % ENTRIES].load(Relaxed) << (64 - shift),
         };
         Some(low | high)
+    }
+
+    /// Physical address of a page of code. It is remembered, since all loads of CR3 are in one.
+    fn code_page(&self, address: u64) -> Option<u64> {
+        let (space, removals) = self.tables().epoch();
+        let known = &self.code[usize::from(space) % self.code.len()];
+        let key = (address >> 12, space, removals);
+        let (of, physical) = known.get();
+        if of == key && physical != 0 {
+            return Some(physical);
+        }
+        let found = self.tables().translate(&self.memory, address)?;
+        known.set((key, found));
+        Some(found)
     }
 
     /// Handles a page fault: fills the translation, or gives the fault to the guest.
@@ -415,8 +441,7 @@ impl Shadow {
                 _ if is_leaf && is_write => entry::ACCESSED | entry::DIRTY,
                 _ => entry::ACCESSED,
             };
-            let host = self.memory.table_page(read.at).unwrap_or(0);
-            step.at = Source { guest: read.at, host: host | read.at & 0xff8 };
+            step.at = read.at;
             step.value = read.value | marks;
         }
         let guest_level = if entries.is_empty() { MAX_LEVEL } else { (found.page_shift - 12) / 9 };

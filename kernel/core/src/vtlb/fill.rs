@@ -1,12 +1,14 @@
 //! Filling: the translations of the guest become entries of shadow tables.
 
+use core::cell::Cell;
 use core::sync::atomic::Ordering::Relaxed;
 
 use super::tables::Ref;
 use super::{Flush, Frames, NeedsFrames, SHARED, ShadowFormat, UPPER_HALF, Vtlb, index};
 
-/// Guest table, or guest entry of a split page, by its guest-physical and host-physical addresses.
-/// An entry's is not aligned to a page, except the first of its table.
+/// Guest table, or guest entry of a split page, by its guest-physical address, and the
+/// host-physical address of the page. An entry's is not aligned to a page, nor is a root's of
+/// three levels.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Source {
     /// Guest-physical address.
@@ -18,8 +20,8 @@ pub struct Source {
 /// An entry that a walk of the guest's tables has read.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Step {
-    /// Where it is.
-    pub at: Source,
+    /// Guest-physical address of it.
+    pub at: u64,
     /// Its value, with accessed and dirty bits set by the walk.
     pub value: u64,
 }
@@ -50,19 +52,70 @@ impl Fill<'_> {
         self.steps.get(depth).or(self.steps.last()).copied().unwrap_or_default()
     }
 
-    /// Source of the table at a level below the root, and whether it is part of a split page.
-    fn source(&self, top: u32, level: u32) -> (Source, bool) {
+    /// Guest-physical address of the table, or of the split page's entry, that a table at a level
+    /// below the root is filled from, and whether it is part of a split page.
+    fn source(&self, top: u32, level: u32) -> (u64, bool) {
         match self.steps.get((top - level) as usize) {
-            Some(step) => {
-                let Source { guest, host } = step.at;
-                (Source { guest: guest & !0xfff, host: host & !0xfff }, false)
-            }
-            None => (self.steps.last().map_or(Source::default(), |leaf| leaf.at), true),
+            Some(step) => (step.at & !0xfff, false),
+            None => (self.steps.last().map_or(0, |leaf| leaf.at), true),
+        }
+    }
+}
+
+/// Table of the lowest level that was filled last.
+pub struct Recent {
+    /// What it translates: the address above the table's range, and the space.
+    key: Cell<(u64, u8)>,
+    /// [`Vtlb::removals`] then.
+    removals: Cell<u64>,
+    /// The guest's entries above it.
+    values: [Cell<u64>; 3],
+    table: Cell<Option<Ref>>,
+}
+
+impl Recent {
+    pub const fn new() -> Self {
+        Self {
+            key: Cell::new((0, 0)),
+            removals: Cell::new(0),
+            values: [const { Cell::new(0) }; 3],
+            table: Cell::new(None),
         }
     }
 }
 
 impl<F: ShadowFormat> Vtlb<F> {
+    /// The table that was filled last, if it is that of this fill, too.
+    #[inline(always)]
+    fn recent(&self, fill: &Fill<'_>) -> Option<Ref> {
+        let recent = &self.recent;
+        let key = (fill.address >> 21, self.current.get());
+        if recent.key.get() != key
+            || recent.removals.get() != self.removals.get()
+            || fill.level != 0
+            || fill.steps.len() != 4
+        {
+            return None;
+        }
+        let differs = |(value, step): (&Cell<u64>, &Step)| {
+            (value.get() ^ step.value) & F::MEANING & !F::MARKS
+        };
+        let all = recent.values.iter().zip(fill.steps).map(differs).fold(0, |all, bits| all | bits);
+        if all == 0 { recent.table.get() } else { None }
+    }
+
+    fn note_recent(&self, fill: &Fill<'_>, table: Ref) {
+        if fill.level != 0 || fill.steps.len() != 4 {
+            return;
+        }
+        self.recent.key.set((fill.address >> 21, self.current.get()));
+        self.recent.removals.set(self.removals.get());
+        self.recent.table.set(Some(table));
+        for (value, step) in self.recent.values.iter().zip(fill.steps) {
+            value.set(step.value);
+        }
+    }
+
     /// Highest level at which a leaf for guest page number `page` may be, at most `level`: pages
     /// whose writes are traced have leaves of their own.
     pub fn leaf_level(&self, page: u64, level: u32) -> u32 {
@@ -74,6 +127,10 @@ impl<F: ShadowFormat> Vtlb<F> {
     /// # Errors
     /// The pool must grow first.
     pub fn fill(&self, frames: &impl Frames, fill: &Fill<'_>) -> Result<(), NeedsFrames> {
+        if let Some(table) = self.recent(fill) {
+            self.set_leaf(frames, table, fill);
+            return Ok(());
+        }
         let top = self.top.get();
         let mut table = self.space().root.get().ok_or(NeedsFrames)?;
         self.path.iter().for_each(|used| used.set(None));
@@ -86,6 +143,7 @@ impl<F: ShadowFormat> Vtlb<F> {
         }
         self.path[fill.level as usize].set(Some(table));
         self.set_leaf(frames, table, fill);
+        self.note_recent(fill, table);
         Ok(())
     }
 
@@ -104,7 +162,8 @@ impl<F: ShadowFormat> Vtlb<F> {
         }
         let slot = index(fill.address, level);
         let value = fill.step(self.top.get(), level).value;
-        let (source, is_split) = fill.source(self.top.get(), level - 1);
+        let (guest, is_split) = fill.source(self.top.get(), level - 1);
+        let source = Source { guest, host: frames.guest_page(guest) };
         let is_shared = self.options.get().global
             && slot >= UPPER_HALF
             && level == F::ROOT_LEVEL
@@ -158,7 +217,7 @@ impl<F: ShadowFormat> Vtlb<F> {
         let child = Self::child_in(copy)?;
         let is_same = (copy ^ value) & F::MEANING & !F::MARKS == 0;
         // Where it is in the host follows.
-        (is_same && self.table(child).source.get().guest == source.guest).then_some(child)
+        (is_same && self.table(child).source.get().guest == source).then_some(child)
     }
 
     /// Writes the leaf of a fill.
@@ -231,6 +290,7 @@ impl<F: ShadowFormat> Vtlb<F> {
 
     /// Clears an entry; of the shared root also in the root of every space.
     pub(super) fn unlink(&self, frames: &impl Frames, table: Ref, slot: usize) {
+        self.removals.set(self.removals.get() + 1);
         let clear = |table: Ref| {
             let of = self.table(table);
             frames.words(of.shadow.get())[slot].store(0, Relaxed);

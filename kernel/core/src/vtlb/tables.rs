@@ -298,6 +298,7 @@ impl<F: ShadowFormat> Vtlb<F> {
 
     /// Requests a flush for tables of an owner.
     pub(super) fn request_for(&self, owner: u8, flush: Flush) {
+        self.removals.set(self.removals.get() + 1);
         match (owner, flush) {
             (SHARED, Flush::Page { address, .. }) => {
                 self.request(Flush::Page { address, everywhere: true });

@@ -78,6 +78,9 @@ const DIRECT_TABLES: [u64; 2] = [TABLES, TABLES + 1];
 struct Machine(Vec<[AtomicU64; ENTRIES]>);
 
 impl Frames for Machine {
+    fn guest_page(&self, guest: u64) -> u64 {
+        host(guest & !0xfff)
+    }
     fn words(&self, physical: u64) -> &[AtomicU64; ENTRIES] {
         &self.0[(physical >> 12) as usize]
     }
@@ -234,7 +237,7 @@ impl World {
             if value & PRESENT == 0 || (value & ADDRESS) >> 12 >= GUEST_PAGES {
                 return None;
             }
-            steps.push(Step { at: Source { guest, host: host(guest) }, value });
+            steps.push(Step { at: guest, value });
             rights &= value;
             if level == 0 || level == 1 && value & LARGE != 0 {
                 return Some((steps, level, rights));
@@ -384,7 +387,7 @@ impl World {
         let last = steps.len() - 1;
         for (depth, step) in steps.iter_mut().enumerate() {
             step.value |= ACCESSED | if depth == last && writes { DIRTY } else { 0 };
-            self.poke(step.at.guest & !0xfff, (step.at.guest >> 3) as usize % 512, step.value);
+            self.poke(step.at & !0xfff, (step.at >> 3) as usize % 512, step.value);
         }
         self.note();
         let leaf = steps[last].value;

@@ -88,7 +88,6 @@ impl Registers {
 }
 
 /// The guest's registers, as far as they are not in the VMCB.
-#[derive(Clone, Default)]
 pub struct Control(Cell<Registers>);
 
 impl Control {

@@ -43,14 +43,15 @@ impl HostPage {
     }
 }
 
-/// Second-stage translation of a VM, by software.
-#[derive(Clone)]
+/// Second-stage translation of a VM, by software. Zero: without nested tables.
 pub struct GuestMemory {
     /// Physical address of the nested tables; 0: not known yet.
     root: Cell<u64>,
     /// Recently used pages of page tables: page number plus 1, and physical address, with
     /// [`WRITABLE`].
     cache: [(Cell<u64>, Cell<u64>); CACHED],
+    /// Recently used large leaves: number of the 2 MiB plus 1, leaf and level, physical address.
+    large: [(Cell<u64>, Cell<(u64, u32)>, Cell<u64>); CACHED],
 }
 
 /// The guest may write the page.
@@ -65,11 +66,6 @@ fn page(physical: u64) -> &'static [AtomicU64; ENTRIES] {
 }
 
 impl GuestMemory {
-    /// Memory without nested tables.
-    pub fn new() -> Self {
-        Self { root: Cell::new(0), cache: Default::default() }
-    }
-
     /// Returns whether these are the nested tables.
     pub fn has_root(&self, root: u64) -> bool {
         self.root.get() == root
@@ -79,10 +75,31 @@ impl GuestMemory {
     pub fn set_root(&self, root: u64) {
         self.root.set(root);
         self.cache.iter().for_each(|(number, _)| number.set(0));
+        self.large.iter().for_each(|(number, ..)| number.set(0));
     }
 
     /// Translates a guest-physical address.
+    #[inline(always)]
     pub fn translate(&self, address: u64) -> Option<HostPage> {
+        const LARGE: u64 = 1 << 21;
+        let number = address / LARGE;
+        let (known, leaf, base) = &self.large[number as usize % CACHED];
+        if known.get() == number + 1 {
+            let (leaf, level) = leaf.get();
+            let physical = base.get() + (address & (LARGE - 1) & !0xfff);
+            return Some(HostPage { leaf, level, physical });
+        }
+        let found = self.walk(address)?;
+        if found.level > 0 {
+            known.set(number + 1);
+            leaf.set((found.leaf, found.level));
+            base.set(found.physical & !(LARGE - 1));
+        }
+        Some(found)
+    }
+
+    #[inline(never)]
+    fn walk(&self, address: u64) -> Option<HostPage> {
         if address >> GUEST_BITS != 0 || self.root.get() == 0 {
             return None;
         }
@@ -152,6 +169,10 @@ impl PageTables for GuestMemory {
 }
 
 impl Frames for GuestMemory {
+    fn guest_page(&self, guest: u64) -> u64 {
+        self.table_page(guest).unwrap_or(0)
+    }
+
     #[inline(always)]
     fn words(&self, physical: u64) -> &[AtomicU64; ENTRIES] {
         page(physical)
