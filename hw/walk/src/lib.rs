@@ -191,26 +191,31 @@ impl Paging {
         intent: Intent,
         mark: bool,
     ) -> Result<Translation, PageFault> {
-        for _ in 0..RETRIES {
-            let found = self.walk(tables, shape, linear, intent)?;
-            if !mark || set_bits(tables, shape, found.entries(), intent == Intent::Write) {
-                return Ok(found);
-            }
+        let found = self.walk(tables, shape, linear, intent)?;
+        if !mark || set_bits(tables, shape, found.entries(), intent == Intent::Write) {
+            return Ok(found);
         }
-        self.walk_unmarked(tables, shape, linear, intent)
+        self.retry(tables, shape, linear, intent)
     }
 
-    /// The last walk of a guest that changes its tables all the time.
+    /// Repeats a walk whose table has changed under it.
     #[cold]
     #[inline(never)]
-    fn walk_unmarked(
+    fn retry(
         &self,
         tables: &impl PageTables,
         shape: Shape,
         linear: u64,
         intent: Intent,
     ) -> Result<Translation, PageFault> {
-        self.walk(tables, shape, linear, intent)
+        let mut found = self.walk(tables, shape, linear, intent)?;
+        for _ in 1..RETRIES {
+            if set_bits(tables, shape, found.entries(), intent == Intent::Write) {
+                break;
+            }
+            found = self.walk(tables, shape, linear, intent)?;
+        }
+        Ok(found)
     }
 
     /// Reads and checks the tables.

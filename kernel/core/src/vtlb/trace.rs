@@ -16,25 +16,25 @@ use core::sync::atomic::Ordering::Relaxed;
 use super::tables::{Ref, Table};
 use super::{Fill, Flush, Frames, SHARED, ShadowFormat, Vtlb, index};
 
-/// Number of counters of the filter of leaves, and of the others.
-const LEAVES: usize = 2048;
-const TABLES: usize = 256;
+/// Number of counters of each filter of leaves, and of the others.
+const LEAVES: usize = 8192;
+const TABLES: usize = 1024;
 /// Bit of [`Trace::direct`].
 const IS_KNOWN: u64 = 1;
 /// `log2` of the pages of a leaf at level 1.
 const LARGE_SHIFT: u32 = 9;
 
-/// Counting filter. A counter that is full stays full.
-struct Filter<const BUCKETS: usize>([Cell<u8>; BUCKETS]);
+/// Counting filter; `SHIFT` selects its hash. A counter that is full stays full.
+struct Filter<const BUCKETS: usize, const SHIFT: u32>([Cell<u8>; BUCKETS]);
 
-impl<const BUCKETS: usize> Filter<BUCKETS> {
+impl<const BUCKETS: usize, const SHIFT: u32> Filter<BUCKETS, SHIFT> {
     const fn new() -> Self {
         Self([const { Cell::new(0) }; BUCKETS])
     }
 
     fn counter(&self, page: u64) -> &Cell<u8> {
         // Fibonacci hashing.
-        &self.0[(page.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32) as usize % BUCKETS]
+        &self.0[(page.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> SHIFT) as usize % BUCKETS]
     }
 
     fn add(&self, page: u64) {
@@ -56,13 +56,14 @@ impl<const BUCKETS: usize> Filter<BUCKETS> {
 
 /// State of tracing.
 pub struct Trace {
-    /// Writable leaves of the lowest level, by guest page.
-    writable: Filter<LEAVES>,
+    /// Writable leaves of the lowest level, by guest page; twice, since both rarely collide.
+    writable: Filter<LEAVES, 51>,
+    writable_too: Filter<LEAVES, 24>,
     /// Writable leaves of level 1, by guest page of their first page.
-    large: Filter<TABLES>,
+    large: Filter<TABLES, 51>,
     /// Traced tables by page, and by the first page of a leaf at level 1.
-    tables: Filter<TABLES>,
-    regions: Filter<TABLES>,
+    tables: Filter<TABLES, 51>,
+    regions: Filter<TABLES, 51>,
     /// Differences between linear and guest-physical addresses that large leaves have shown last,
     /// with [`IS_KNOWN`]: one of them is that of the guest's map of its memory.
     direct: [Cell<u64>; 2],
@@ -108,6 +109,7 @@ impl Trace {
     pub const fn new() -> Self {
         Self {
             writable: Filter::new(),
+            writable_too: Filter::new(),
             large: Filter::new(),
             tables: Filter::new(),
             regions: Filter::new(),
@@ -143,8 +145,14 @@ impl Trace {
     /// Counts a leaf that is removed, or added. Leaves above level 1 do not exist.
     fn count(&self, page: u64, level: u32, adds: bool) {
         match (level, adds) {
-            (0, true) => self.writable.add(page),
-            (0, false) => self.writable.remove(page),
+            (0, true) => {
+                self.writable.add(page);
+                self.writable_too.add(page);
+            }
+            (0, false) => {
+                self.writable.remove(page);
+                self.writable_too.remove(page);
+            }
             (_, true) => self.large.add(page >> LARGE_SHIFT),
             (_, false) => self.large.remove(page >> LARGE_SHIFT),
         }
@@ -166,7 +174,8 @@ impl<F: ShadowFormat> Vtlb<F> {
         }
         let page = of.source.get().guest >> 12;
         let alias = self.direct_alias(frames, page);
-        let unknown = self.trace.writable.count(page) > u8::from(alias.is_some());
+        let count = self.trace.writable.count(page).min(self.trace.writable_too.count(page));
+        let unknown = count > u8::from(alias.is_some());
         if unknown || self.trace.large.count(page >> LARGE_SHIFT) != 0 {
             return;
         }
