@@ -30,6 +30,11 @@ pub trait PageTables {
     /// Replaces the entry of `bytes` (4 or 8) at `at` by `new` if its value is `old`, and returns
     /// whether it was.
     fn replace(&self, at: u64, bytes: u64, old: u64, new: u64) -> bool;
+    /// Width of physical addresses; the bits of an 8-byte entry above it, up to bit 51, are
+    /// reserved.
+    fn physical_bits(&self) -> u32 {
+        52
+    }
 }
 
 /// CPU state that a translation depends on.
@@ -125,6 +130,14 @@ impl Shape {
     /// PAE pointers have no rights and no accessed bit, only an address (APM vol. 2 §5.2.3).
     fn is_pointer(&self, level: u32) -> bool {
         self.levels == 3 && level == 3
+    }
+
+    /// Returns true if bits are set that are reserved in any entry of this level: addresses beyond
+    /// the processor's, and the page size of a level 4 entry.
+    fn has_reserved(&self, level: u32, value: u64, physical_bits: u32) -> bool {
+        let beyond = entry::ADDRESS >> physical_bits << physical_bits;
+        let is_large = level == 4 && value & entry::LARGE != 0;
+        self.entry_bytes == 8 && (value & beyond != 0 || is_large)
     }
 
     fn table(&self, value: u64) -> u64 {
@@ -244,8 +257,9 @@ impl Paging {
                 return Err(refuse(0));
             }
             let no_execute = shape.entry_bytes == 8 && value & entry::NX != 0;
-            if no_execute && self.efer & efer::NXE == 0 {
-                return Err(refuse(fault::PRESENT | fault::RESERVED));
+            let forbidden_nx = no_execute && self.efer & efer::NXE == 0;
+            if forbidden_nx || shape.has_reserved(level, value, tables.physical_bits()) {
+                return Err(refuse(RESERVED));
             }
             if !shape.is_pointer(level) {
                 found.rights &= value;

@@ -9,6 +9,9 @@ use super::*;
 #[derive(Default)]
 struct Memory(RefCell<BTreeMap<u64, u64>>);
 
+/// Width of its physical addresses.
+const PHYSICAL_BITS: u32 = 40;
+
 const END: u64 = 16 << 20;
 
 impl PageTables for Memory {
@@ -23,6 +26,10 @@ impl PageTables for Memory {
             self.0.borrow_mut().insert(at, new);
         }
         is_old
+    }
+
+    fn physical_bits(&self) -> u32 {
+        PHYSICAL_BITS
     }
 }
 
@@ -130,10 +137,28 @@ fn large_pages_and_their_reserved_bits() {
 }
 
 #[test]
+fn reserved_bits_of_every_level() {
+    let reads = |memory: &Memory| code(long().translate(memory, 0x7000, Intent::Read, true));
+    for at in [0x1000, 0x2000, 0x3000, 0x4038] {
+        for bit in PHYSICAL_BITS..52 {
+            let memory = Memory::long(ALL);
+            memory.set(at, memory.get(at) | 1 << bit);
+            assert_eq!(reads(&memory), Err(9), "bit {bit} of the entry at {at:#x}");
+        }
+        let memory = Memory::long(ALL);
+        memory.set(at, memory.get(at) | 1 << 52);
+        assert_eq!(reads(&memory), Ok(0x5000));
+    }
+    let memory = Memory::long(ALL);
+    memory.set(0x1000, memory.get(0x1000) | LARGE);
+    assert_eq!(reads(&memory), Err(9));
+}
+
+#[test]
 fn tables_outside_of_memory() {
     let memory = Memory::long(0);
     memory.set(0x3000, END | ALL);
-    assert_eq!(code(long().translate(&memory, 0x7000, Intent::Read, true)).unwrap() & 0xfff, 0);
+    assert_eq!(code(long().translate(&memory, 0x7000, Intent::Read, true)), Err(9));
     memory.set(0x2000, END | ALL);
     assert_eq!(code(long().translate(&memory, 0x7000, Intent::Read, true)), Err(9));
     assert_eq!(leaf(&memory, 0x1000, 0x7000), None);

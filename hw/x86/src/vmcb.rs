@@ -173,6 +173,8 @@ pub mod intercept_cr {
     pub const READ_CR3: u32 = 1 << 3;
     /// Reads of CR4.
     pub const READ_CR4: u32 = 1 << 4;
+    /// Writes of CR0, also by `LMSW` and `CLTS`.
+    pub const WRITE_CR0: u32 = 1 << 16;
     /// Writes of CR3.
     pub const WRITE_CR3: u32 = 1 << (16 + 3);
     /// Writes of CR4.

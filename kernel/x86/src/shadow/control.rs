@@ -113,10 +113,13 @@ impl Control {
         save.cr0.set(real_cr0);
         save.cr4.set(real_cr4);
         save.efer.set(efer & !long | efer::SVME | efer::NXE);
-        let reads = |differs: bool, bit: u32| if differs { bit } else { 0 };
-        let wanted = reads(real_cr0 != cr0, intercept_cr::READ_CR0)
-            | reads(real_cr4 != cr4, intercept_cr::READ_CR4);
-        let others = !(intercept_cr::READ_CR0 | intercept_cr::READ_CR4);
+        // The selective intercept compares with the real value: a write that sets a forced bit would
+        // not be seen.
+        const CR0: u32 = intercept_cr::READ_CR0 | intercept_cr::WRITE_CR0;
+        let accesses = |differs: bool, bits: u32| if differs { bits } else { 0 };
+        let wanted =
+            accesses(real_cr0 != cr0, CR0) | accesses(real_cr4 != cr4, intercept_cr::READ_CR4);
+        let others = !(CR0 | intercept_cr::READ_CR4);
         control.intercept_cr.set(control.intercept_cr.get() & others | wanted);
     }
 }

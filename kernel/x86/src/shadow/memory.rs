@@ -12,6 +12,7 @@ use hw_x86::paging::{ENTRIES, entry};
 use kernel_core::table::Format;
 use kernel_core::vtlb::Frames;
 
+use crate::features::features;
 use crate::format::UserFormat;
 use crate::memory::direct;
 
@@ -165,6 +166,10 @@ impl PageTables for GuestMemory {
         }
         let word = &page(found)[at as usize / 8 % ENTRIES];
         word.compare_exchange(old, new, Relaxed, Relaxed).is_ok()
+    }
+
+    fn physical_bits(&self) -> u32 {
+        features().physical_bits
     }
 }
 
