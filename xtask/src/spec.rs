@@ -52,6 +52,7 @@ fn generate() -> Result<String> {
             enumeration(&mut out, &format!("`{}`", item.ident), item)?;
         }
     }
+    constants(&mut out, "Modes of a VM", find_module(&interface, "vm_mode")?)?;
     constants(&mut out, "Rights", find_module(&interface, "rights")?)?;
     constants(&mut out, "First capabilities of root", find_module(&boot, "slot")?)?;
     virtual_cpu(&mut out)?;
@@ -65,11 +66,9 @@ fn operations(out: &mut String) -> Result<()> {
         writeln!(out, "### {} `{}`\n", operation.code, operation.name)?;
         writeln!(out, "- in: {}", or_none(operation.args))?;
         writeln!(out, "- out: {}\n", or_none(operation.results))?;
-        writeln!(
-            out,
-            "{}\n",
-            operation.text.lines().map(str::trim).collect::<Vec<_>>().join("\n").trim()
-        )?;
+        let text = operation.text.lines().map(str::trim).collect::<Vec<_>>().join("\n");
+        let text = text.replace("[`crate::vm_mode`]", "modes of a VM, below");
+        writeln!(out, "{}\n", text.trim())?;
     }
     Ok(())
 }
@@ -92,6 +91,8 @@ fn virtual_cpu(out: &mut String) -> Result<()> {
         ("Interrupt windows", "window"),
         ("Events to inject", "event"),
         ("Access rights of segments", "access_rights"),
+        ("Optimisations of the vTLB", "vtlb"),
+        ("Counters of the vTLB", "vtlb_counter"),
     ] {
         constants(out, title, find_module(&x86, module)?)?;
     }
@@ -251,6 +252,11 @@ fn layout(ty: &Type) -> Result<(usize, usize)> {
 /// Values of the constants that precede an expression in its module.
 type Known = BTreeMap<String, u64>;
 
+/// Returns true for `vtlb_counter::COUNT`.
+fn is_vtlb_count(path: &syn::Path) -> bool {
+    path.segments.iter().map(|part| part.ident.to_string()).eq(["vtlb_counter", "COUNT"])
+}
+
 /// The value of a constant expression, of the forms that stand in `abi`.
 fn evaluate(expression: &Expr, known: &Known) -> Result<u64> {
     use syn::BinOp;
@@ -272,6 +278,7 @@ fn evaluate(expression: &Expr, known: &Known) -> Result<u64> {
         }
         Expr::Path(path) if path.path.is_ident("MAX_REGIONS") => abi::boot::MAX_REGIONS as u64,
         Expr::Path(path) if path.path.is_ident("FIRST_OF_ARCH") => abi::vcpu::exit::FIRST_OF_ARCH,
+        Expr::Path(path) if is_vtlb_count(&path.path) => abi::vcpu::x86::vtlb_counter::COUNT as u64,
         Expr::Path(path) => {
             let name = path.path.get_ident().map(ToString::to_string).unwrap_or_default();
             *known.get(&name).with_context(|| format!("abi: unknown constant {name:?}"))?
