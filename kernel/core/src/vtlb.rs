@@ -92,10 +92,11 @@ pub struct Options {
 
 /// What the processor's TLB must forget before the guest is entered again.
 // Zero is `None`: see `Vtlb`.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 #[repr(u8)]
 pub enum Flush {
     /// Nothing.
+    #[default]
     None,
     /// One address in the current space; with `everywhere`, in all.
     Page {
@@ -124,7 +125,7 @@ pub struct Counters {
 }
 
 /// A space: the tree of one root of the guest. Zero: none.
-#[derive(Debug)]
+#[derive(Default, Debug)]
 struct Space {
     /// Root of the guest.
     key: Cell<u64>,
@@ -137,8 +138,8 @@ struct Space {
     members: [Cell<u64>; MAX_TABLES / 64],
 }
 
-/// Shadow page tables of a vCPU. Memory that is zero is a valid value, of [`Vtlb::zeroed`]: it is
-/// too large for a stack. [`Vtlb::start`] must be called before all else.
+/// Shadow page tables of a vCPU. They are too large for a stack: memory that is zero is a valid
+/// value. [`Vtlb::start`] must be called before all else.
 pub struct Vtlb<F> {
     tables: [Table; MAX_TABLES],
     spaces: [Space; MAX_SPACES],
@@ -178,45 +179,6 @@ fn index(address: u64, level: u32) -> usize {
 }
 
 impl<F: ShadowFormat> Vtlb<F> {
-    /// A value of zeros.
-    pub const fn zeroed() -> Self {
-        const SPACE: Space = Space {
-            key: Cell::new(0),
-            root: Cell::new(None),
-            used: Cell::new(0),
-            tag: Cell::new((0, 0)),
-            members: [const { Cell::new(0) }; MAX_TABLES / 64],
-        };
-        Self {
-            tables: [const { Table::new() }; MAX_TABLES],
-            spaces: [const { SPACE }; MAX_SPACES],
-            shared: Cell::new(None),
-            count: Cell::new(0),
-            spare: Cell::new(0),
-            limit: Cell::new(0),
-            free: Cell::new(None),
-            removed: Cell::new(None),
-            path: [const { Cell::new(None) }; 4],
-            current: Cell::new(0),
-            top: Cell::new(0),
-            clock: Cell::new(0),
-            flush: Cell::new(Flush::None),
-            options: Cell::new(Options {
-                spaces: 0,
-                global: false,
-                sync: false,
-                trace: false,
-                protect: false,
-            }),
-            has_local: Cell::new(false),
-            removals: Cell::new(0),
-            recent: fill::Recent::new(),
-            trace: trace::Trace::new(),
-            counters: Counters { evictions: Cell::new(0), syncs: Cell::new(0) },
-            format: core::marker::PhantomData,
-        }
-    }
-
     /// Begins with an empty pool, which may have `limit` tables.
     pub fn start(&self, frames: &impl Frames, limit: u16) {
         self.limit.set(limit.min(MAX_TABLES as u16));

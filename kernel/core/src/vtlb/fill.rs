@@ -63,6 +63,7 @@ impl Fill<'_> {
 }
 
 /// Table of the lowest level that was filled last.
+#[derive(Default)]
 pub struct Recent {
     /// What it translates: the address above the table's range, and the space.
     key: Cell<(u64, u8)>,
@@ -71,17 +72,6 @@ pub struct Recent {
     /// The guest's entries above it.
     values: [Cell<u64>; 3],
     table: Cell<Option<Ref>>,
-}
-
-impl Recent {
-    pub const fn new() -> Self {
-        Self {
-            key: Cell::new((0, 0)),
-            removals: Cell::new(0),
-            values: [const { Cell::new(0) }; 3],
-            table: Cell::new(None),
-        }
-    }
 }
 
 impl<F: ShadowFormat> Vtlb<F> {

@@ -30,6 +30,7 @@ impl Ref {
 }
 
 /// Descriptor of a shadow table.
+#[derive(Default)]
 pub struct Table {
     /// Physical address of the table.
     pub shadow: Cell<u64>,
@@ -60,25 +61,6 @@ pub struct Table {
 }
 
 impl Table {
-    /// A table without frames.
-    pub const fn new() -> Self {
-        Self {
-            shadow: Cell::new(0),
-            copies: Cell::new(0),
-            source: Cell::new(Source { guest: 0, host: 0 }),
-            filled: [const { Cell::new(0) }; ENTRIES / 64],
-            parent: Cell::new(None),
-            slot: Cell::new(0),
-            next: Cell::new(None),
-            owner: Cell::new(0),
-            level: Cell::new(0),
-            is_split: Cell::new(false),
-            is_local: Cell::new(false),
-            in_use: Cell::new(false),
-            trace: super::trace::TableTrace::new(),
-        }
-    }
-
     /// Marks an entry as used.
     #[inline]
     pub fn fill(&self, slot: usize) {

@@ -142,6 +142,32 @@ pub(super) fn skips_small_pages() -> bool {
     has(Defect::InvalidateOnlyWhereSplit)
 }
 
+/// What zeroed memory holds.
+fn zeroed() -> Vtlb<X86Like> {
+    Vtlb {
+        tables: core::array::from_fn(|_| Table::default()),
+        spaces: Default::default(),
+        shared: Default::default(),
+        count: Default::default(),
+        spare: Default::default(),
+        limit: Default::default(),
+        free: Default::default(),
+        removed: Default::default(),
+        path: Default::default(),
+        current: Default::default(),
+        top: Default::default(),
+        clock: Default::default(),
+        flush: Default::default(),
+        options: Default::default(),
+        has_local: Default::default(),
+        removals: Default::default(),
+        recent: Default::default(),
+        trace: Default::default(),
+        counters: Default::default(),
+        format: Default::default(),
+    }
+}
+
 struct World {
     machine: Machine,
     vtlb: Box<Vtlb<X86Like>>,
@@ -176,7 +202,7 @@ impl World {
         let mut random = Random(seed);
         let pages = POOL_AT + FRAMES_PER_TABLE * MAX_TABLES as u64;
         let page = || core::array::from_fn(|_| AtomicU64::new(0));
-        let vtlb = Box::new(Vtlb::zeroed());
+        let vtlb = Box::new(zeroed());
         let machine = Machine((0..pages).map(|_| page()).collect());
         vtlb.start(&machine, 8 + random.below(56) as u16);
         let rung = random.below(6);

@@ -27,11 +27,13 @@ const LARGE_SHIFT: u32 = 9;
 /// Counting filter; `SHIFT` selects its hash. A counter that is full stays full.
 struct Filter<const BUCKETS: usize, const SHIFT: u32>([Cell<u8>; BUCKETS]);
 
-impl<const BUCKETS: usize, const SHIFT: u32> Filter<BUCKETS, SHIFT> {
-    const fn new() -> Self {
+impl<const BUCKETS: usize, const SHIFT: u32> Default for Filter<BUCKETS, SHIFT> {
+    fn default() -> Self {
         Self([const { Cell::new(0) }; BUCKETS])
     }
+}
 
+impl<const BUCKETS: usize, const SHIFT: u32> Filter<BUCKETS, SHIFT> {
     fn counter(&self, page: u64) -> &Cell<u8> {
         // Fibonacci hashing.
         &self.0[(page.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> SHIFT) as usize % BUCKETS]
@@ -55,6 +57,7 @@ impl<const BUCKETS: usize, const SHIFT: u32> Filter<BUCKETS, SHIFT> {
 }
 
 /// State of tracing.
+#[derive(Default)]
 pub struct Trace {
     /// Writable leaves of the lowest level, by guest page; twice, since both rarely collide.
     writable: Filter<LEAVES, 51>,
@@ -70,6 +73,7 @@ pub struct Trace {
 }
 
 /// State of tracing of a table.
+#[derive(Default)]
 pub struct TableTrace {
     is_traced: Cell<bool>,
     /// A write was seen that the alias does not show any more.
@@ -81,16 +85,6 @@ pub struct TableTrace {
 }
 
 impl TableTrace {
-    pub const fn new() -> Self {
-        Self {
-            is_traced: Cell::new(false),
-            is_dirty: Cell::new(false),
-            alias: Cell::new(None),
-            alias_slot: Cell::new(0),
-            alias_address: Cell::new(0),
-        }
-    }
-
     fn alias(&self) -> Option<(Ref, u16, u64)> {
         let table = self.alias.get()?;
         Some((table, self.alias_slot.get(), self.alias_address.get()))
@@ -106,17 +100,6 @@ impl TableTrace {
 }
 
 impl Trace {
-    pub const fn new() -> Self {
-        Self {
-            writable: Filter::new(),
-            writable_too: Filter::new(),
-            large: Filter::new(),
-            tables: Filter::new(),
-            regions: Filter::new(),
-            direct: [const { Cell::new(0) }; 2],
-        }
-    }
-
     /// Returns whether the range of a leaf at `level` may contain a traced table.
     pub fn may_contain(&self, page: u64, level: u32) -> bool {
         level > 1 || self.regions.count(page >> LARGE_SHIFT) != 0
