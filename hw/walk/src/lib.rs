@@ -30,10 +30,10 @@ pub trait PageTables {
     /// Replaces the entry of `bytes` (4 or 8) at `at` by `new` if its value is `old`, and returns
     /// whether it was.
     fn replace(&self, at: u64, bytes: u64, old: u64, new: u64) -> bool;
-    /// Width of physical addresses; the bits of an 8-byte entry above it, up to bit 51, are
-    /// reserved.
-    fn physical_bits(&self) -> u32 {
-        52
+    /// Address bits of an 8-byte entry that are reserved: those beyond the processor's physical
+    /// addresses.
+    fn reserved(&self) -> u64 {
+        0
     }
 }
 
@@ -128,16 +128,17 @@ impl Shape {
     }
 
     /// PAE pointers have no rights and no accessed bit, only an address (APM vol. 2 §5.2.3).
+    #[inline(always)]
     fn is_pointer(&self, level: u32) -> bool {
         self.levels == 3 && level == 3
     }
 
     /// Returns true if bits are set that are reserved in any entry of this level: addresses beyond
     /// the processor's, and the page size of a level 4 entry.
-    fn has_reserved(&self, level: u32, value: u64, physical_bits: u32) -> bool {
-        let beyond = entry::ADDRESS >> physical_bits << physical_bits;
-        let is_large = level == 4 && value & entry::LARGE != 0;
-        self.entry_bytes == 8 && (value & beyond != 0 || is_large)
+    #[inline(always)]
+    fn has_reserved(&self, level: u32, value: u64, beyond: u64) -> bool {
+        let large = if level == 4 { entry::LARGE } else { 0 };
+        self.entry_bytes == 8 && value & (beyond | large) != 0
     }
 
     fn table(&self, value: u64) -> u64 {
@@ -242,45 +243,62 @@ impl Paging {
     ) -> Result<Translation, PageFault> {
         let refuse = |code: u64| PageFault { address: linear, code: self.code(intent, code) };
         let rights = entry::WRITE | entry::USER;
-        let mut found = Translation { rights, ..Default::default() };
-        let mut table = shape.root;
-        for level in (1..=shape.levels).rev() {
-            let index = linear >> shape.shift(level) & ((1 << shape.index_bits) - 1);
-            let at = table + index * shape.entry_bytes;
-            // Outside of memory no device responds, so all bits read as 1, which faults as reserved
-            // or leads to an address that is not mapped either.
-            let ones = u64::MAX >> (64 - 8 * shape.entry_bytes);
-            let value = tables.read(at, shape.entry_bytes).unwrap_or(ones);
-            found.entries[found.depth] = Entry { at, value };
-            found.depth += 1;
-            if value & entry::PRESENT == 0 {
-                return Err(refuse(0));
-            }
-            let no_execute = shape.entry_bytes == 8 && value & entry::NX != 0;
-            let forbidden_nx = no_execute && self.efer & efer::NXE == 0;
-            if forbidden_nx || shape.has_reserved(level, value, tables.physical_bits()) {
-                return Err(refuse(RESERVED));
-            }
-            if !shape.is_pointer(level) {
-                found.rights &= value;
-                found.no_execute |= no_execute;
-            }
-            if !self.is_leaf(shape, level, value) {
-                table = shape.table(value);
-                continue;
-            }
-            found.page_shift = shape.shift(level);
-            let offset = linear & ((1 << found.page_shift) - 1);
-            found.address = leaf_base(shape, level, value).ok_or(refuse(RESERVED))? | offset;
-            return if self.allows(intent, found.rights, found.no_execute) {
-                Ok(found)
-            } else {
-                Err(refuse(fault::PRESENT))
-            };
+        let mut found = Translation { address: shape.root, rights, ..Default::default() };
+        // Unrolled: of four levels each is constant.
+        let mut step = |level| self.step(tables, shape, (linear, level), &mut found);
+        let is_leaf = (shape.levels == 4 && step(4).map_err(refuse)?)
+            || (shape.levels >= 3 && step(3).map_err(refuse)?)
+            || step(2).map_err(refuse)?
+            || step(1).map_err(refuse)?;
+        if is_leaf && self.allows(intent, found.rights, found.no_execute) {
+            Ok(found)
+        } else {
+            Err(refuse(fault::PRESENT))
         }
-        Err(refuse(0))
     }
 
+    /// Reads the entry for an address at one level, in the table at `found.address`. Returns
+    /// whether it is the leaf; then that is the address of the access, else that of the next table.
+    /// Fails with the error code of an absent or malformed entry.
+    #[inline(always)]
+    fn step(
+        &self,
+        tables: &impl PageTables,
+        shape: Shape,
+        (linear, level): (u64, u32),
+        found: &mut Translation,
+    ) -> Result<bool, u64> {
+        let index = linear >> shape.shift(level) & ((1 << shape.index_bits) - 1);
+        let at = found.address + index * shape.entry_bytes;
+        // Outside of memory no device responds, so all bits read as 1, which faults as reserved or
+        // leads to an address that is not mapped either.
+        let ones = u64::MAX >> (64 - 8 * shape.entry_bytes);
+        let value = tables.read(at, shape.entry_bytes).unwrap_or(ones);
+        found.entries[found.depth] = Entry { at, value };
+        found.depth += 1;
+        if value & entry::PRESENT == 0 {
+            return Err(0);
+        }
+        let no_execute = shape.entry_bytes == 8 && value & entry::NX != 0;
+        let forbidden_nx = no_execute && self.efer & efer::NXE == 0;
+        if forbidden_nx || shape.has_reserved(level, value, tables.reserved()) {
+            return Err(RESERVED);
+        }
+        if !shape.is_pointer(level) {
+            found.rights &= value;
+            found.no_execute |= no_execute;
+        }
+        if !self.is_leaf(shape, level, value) {
+            found.address = shape.table(value);
+            return Ok(false);
+        }
+        found.page_shift = shape.shift(level);
+        let offset = linear & ((1 << found.page_shift) - 1);
+        found.address = leaf_base(shape, level, value).ok_or(RESERVED)? | offset;
+        Ok(true)
+    }
+
+    #[inline(always)]
     fn is_leaf(&self, shape: Shape, level: u32, value: u64) -> bool {
         match (shape.levels, level) {
             (_, 1) => true,
@@ -335,6 +353,7 @@ impl Paging {
 const RESERVED: u64 = fault::PRESENT | fault::RESERVED;
 
 /// Returns the address of the page that a leaf maps, or `None` if reserved bits are set.
+#[inline(always)]
 fn leaf_base(shape: Shape, level: u32, value: u64) -> Option<u64> {
     if shape.entry_bytes == 4 && level == 2 {
         // Bits 20:13 are bits 39:32 of the address (PSE-36).
@@ -351,14 +370,26 @@ fn leaf_base(shape: Shape, level: u32, value: u64) -> Option<u64> {
 /// Sets accessed bits, and the leaf's dirty bit; `false` if an entry has changed meanwhile.
 #[inline(always)]
 fn set_bits(tables: &impl PageTables, shape: Shape, entries: &[Entry], dirty: bool) -> bool {
-    let levels = (1..=shape.levels).rev();
-    entries.iter().zip(levels).enumerate().all(|(depth, (&Entry { at, value }, level))| {
-        let leaf = depth + 1 == entries.len();
-        let wanted = entry::ACCESSED | if leaf && dirty { entry::DIRTY } else { 0 };
-        shape.is_pointer(level)
-            || value & wanted == wanted
-            || tables.replace(at, shape.entry_bytes, value, value | wanted)
-    })
+    let mut missing = 0;
+    for (depth, entry) in entries.iter().enumerate() {
+        missing |= !entry.value & marks(shape, depth, entries.len(), dirty);
+    }
+    missing == 0
+        || entries.iter().enumerate().all(|(depth, &Entry { at, value })| {
+            let wanted = marks(shape, depth, entries.len(), dirty);
+            value & wanted == wanted || tables.replace(at, shape.entry_bytes, value, value | wanted)
+        })
+}
+
+/// Bits that an access sets in the entry at a depth below the root, of a translation with `count`
+/// entries. A pointer has none.
+#[inline(always)]
+fn marks(shape: Shape, depth: usize, count: usize, dirty: bool) -> u64 {
+    match depth {
+        0 if shape.levels == 3 => 0,
+        _ if dirty && depth + 1 == count => entry::ACCESSED | entry::DIRTY,
+        _ => entry::ACCESSED,
+    }
 }
 
 #[cfg(test)]

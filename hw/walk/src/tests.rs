@@ -28,8 +28,8 @@ impl PageTables for Memory {
         is_old
     }
 
-    fn physical_bits(&self) -> u32 {
-        PHYSICAL_BITS
+    fn reserved(&self) -> u64 {
+        entry::ADDRESS >> PHYSICAL_BITS << PHYSICAL_BITS
     }
 }
 

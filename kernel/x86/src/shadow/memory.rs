@@ -48,6 +48,8 @@ impl HostPage {
 pub struct GuestMemory {
     /// Physical address of the nested tables; 0: not known yet.
     root: Cell<u64>,
+    /// Address bits that the processor does not have.
+    reserved: Cell<u64>,
     /// Recently used pages of page tables: page number plus 1, and physical address, with
     /// [`WRITABLE`].
     cache: [(Cell<u64>, Cell<u64>); CACHED],
@@ -75,6 +77,8 @@ impl GuestMemory {
     /// Sets the nested tables, and forgets translations.
     pub fn set_root(&self, root: u64) {
         self.root.set(root);
+        let bits = features().physical_bits.min(52);
+        self.reserved.set(entry::ADDRESS >> bits << bits);
         self.cache.iter().for_each(|(number, _)| number.set(0));
         self.large.iter().for_each(|(number, ..)| number.set(0));
     }
@@ -168,8 +172,9 @@ impl PageTables for GuestMemory {
         word.compare_exchange(old, new, Relaxed, Relaxed).is_ok()
     }
 
-    fn physical_bits(&self) -> u32 {
-        features().physical_bits
+    #[inline(always)]
+    fn reserved(&self) -> u64 {
+        self.reserved.get()
     }
 }
 
