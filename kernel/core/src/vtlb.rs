@@ -134,6 +134,8 @@ struct Space {
     used: Cell<u64>,
     /// TLB tag of the space, and its epoch; see [`Vtlb::tag`].
     tag: Cell<(u32, u64)>,
+    /// [`Vtlb::shared_changes`] when shared tables were last made part of it.
+    linked: Cell<u64>,
     /// Bit mask of its tables, by number.
     members: [Cell<u64>; MAX_TABLES / 64],
 }
@@ -164,8 +166,11 @@ pub struct Vtlb<F> {
     options: Cell<Options>,
     /// A shared table may have leaves that are not global.
     has_local: Cell<bool>,
-    /// Number of removals.
+    /// Number of removals, and of those from shared tables.
     removals: Cell<u64>,
+    shared_removals: Cell<u64>,
+    /// Number of changes of the shared root.
+    shared_changes: Cell<u64>,
     recent: fill::Recent,
     trace: trace::Trace,
     /// Counters.
@@ -241,10 +246,25 @@ impl<F: ShadowFormat> Vtlb<F> {
         }
     }
 
-    /// Index of the current space, and the number of removals so far: as long as both are the same,
-    /// no translation disappears.
-    pub fn epoch(&self) -> (u8, u64) {
-        (self.current.get(), self.removals.get())
+    /// Index of the space that translates an address, and the number of removals from it so far, at
+    /// least: as long as both are the same, no translation of it disappears.
+    pub fn epoch(&self, address: u64) -> (u8, u64) {
+        let is_shared = self.options.get().global
+            && self.top.get() == F::ROOT_LEVEL
+            && index(address, F::ROOT_LEVEL) >= UPPER_HALF;
+        match is_shared {
+            true => (SHARED, self.shared_removals.get()),
+            false => (self.current.get(), self.removals.get()),
+        }
+    }
+
+    /// Counts a removal.
+    fn note_removal(&self, is_shared: bool) {
+        self.removals.set(self.removals.get() + 1);
+        if is_shared {
+            self.shared_removals.set(self.shared_removals.get() + 1);
+            self.shared_changes.set(self.shared_changes.get() + 1);
+        }
     }
 
     /// Level of roots.
@@ -284,12 +304,14 @@ impl<F: ShadowFormat> Vtlb<F> {
             // Its page is another one from now on.
             self.trace.forget_table(self.table(root));
         }
+        let mut is_clean = false;
         match space.root.get() {
             Some(root) if self.options.get().sync && host.is_some() => {
                 if !is_known {
                     self.table(root).source.set(source);
                 }
-                if !is_known || !self.is_space_clean(frames) {
+                is_clean = is_known && self.is_space_clean(frames);
+                if !is_clean {
                     self.sync(frames, root);
                 }
             }
@@ -305,7 +327,10 @@ impl<F: ShadowFormat> Vtlb<F> {
                 space.tag.set((0, 0));
             }
         }
-        self.link_shared(frames);
+        if !is_clean || space.linked.get() != self.shared_changes.get() {
+            space.linked.set(self.shared_changes.get());
+            self.link_shared(frames);
+        }
         Ok(())
     }
 
@@ -374,7 +399,7 @@ impl<F: ShadowFormat> Vtlb<F> {
         }
         self.has_local.set(false);
         self.forget_trace();
-        self.removals.set(self.removals.get() + 1);
+        self.note_removal(true);
         self.flush.set(Flush::All);
     }
 

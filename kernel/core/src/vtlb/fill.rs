@@ -252,6 +252,9 @@ impl<F: ShadowFormat> Vtlb<F> {
         frames.words(of.copies.get())[slot].store(copy, Relaxed);
         frames.words(of.shadow.get())[slot].store(entry, Relaxed);
         of.fill(slot);
+        if self.shared.get() == Some(table) {
+            self.shared_changes.set(self.shared_changes.get() + 1);
+        }
     }
 
     /// Clears an entry in use, with all below it. `address`: an address that it translates.
@@ -280,7 +283,7 @@ impl<F: ShadowFormat> Vtlb<F> {
 
     /// Clears an entry; of the shared root also in the root of every space.
     pub(super) fn unlink(&self, frames: &impl Frames, table: Ref, slot: usize) {
-        self.removals.set(self.removals.get() + 1);
+        self.note_removal(self.shared.get() == Some(table));
         let clear = |table: Ref| {
             let of = self.table(table);
             frames.words(of.shadow.get())[slot].store(0, Relaxed);

@@ -69,16 +69,31 @@ impl Table {
     }
 
     /// The used entries.
-    pub fn slots(&self) -> impl Iterator<Item = usize> {
-        let words = self.filled.iter().enumerate();
-        words.flat_map(|(index, word)| {
-            let mut left = word.get();
-            core::iter::from_fn(move || {
-                let bit = (left != 0).then(|| left.trailing_zeros() as usize)?;
-                left &= left - 1;
-                Some(64 * index + bit)
-            })
-        })
+    pub fn slots(&self) -> Slots<'_> {
+        Slots { words: &self.filled, next: 0, left: 0 }
+    }
+}
+
+/// Indices of the used entries of a table.
+pub struct Slots<'a> {
+    words: &'a [Cell<u64>],
+    /// Word to look at when those of this one are done.
+    next: usize,
+    left: u64,
+}
+
+impl Iterator for Slots<'_> {
+    type Item = usize;
+
+    #[inline(always)]
+    fn next(&mut self) -> Option<usize> {
+        while self.left == 0 {
+            self.left = self.words.get(self.next)?.get();
+            self.next += 1;
+        }
+        let bit = self.left.trailing_zeros() as usize;
+        self.left &= self.left - 1;
+        Some(64 * (self.next - 1) + bit)
     }
 }
 
@@ -280,7 +295,7 @@ impl<F: ShadowFormat> Vtlb<F> {
 
     /// Requests a flush for tables of an owner.
     pub(super) fn request_for(&self, owner: u8, flush: Flush) {
-        self.removals.set(self.removals.get() + 1);
+        self.note_removal(owner == SHARED);
         match (owner, flush) {
             (SHARED, Flush::Page { address, .. }) => {
                 self.request(Flush::Page { address, everywhere: true });

@@ -161,6 +161,8 @@ fn zeroed() -> Vtlb<X86Like> {
         options: Default::default(),
         has_local: Default::default(),
         removals: Default::default(),
+        shared_removals: Default::default(),
+        shared_changes: Default::default(),
         recent: Default::default(),
         trace: Default::default(),
         counters: Default::default(),

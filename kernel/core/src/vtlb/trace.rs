@@ -116,6 +116,11 @@ impl Trace {
         of.trace.set_alias(None);
     }
 
+    /// Number of writable leaves of a page, at least.
+    fn writable_leaves(&self, page: u64) -> u8 {
+        self.writable.count(page).min(self.writable_too.count(page))
+    }
+
     /// Notes the difference between the addresses of a large leaf.
     fn learn(&self, difference: u64) {
         let [last, before] = &self.direct;
@@ -157,9 +162,9 @@ impl<F: ShadowFormat> Vtlb<F> {
         }
         let page = of.source.get().guest >> 12;
         let alias = self.direct_alias(frames, page);
-        let count = self.trace.writable.count(page).min(self.trace.writable_too.count(page));
-        let unknown = count > u8::from(alias.is_some());
-        if unknown || self.trace.large.count(page >> LARGE_SHIFT) != 0 {
+        if self.trace.writable_leaves(page) > u8::from(alias.is_some())
+            || self.trace.large.count(page >> LARGE_SHIFT) != 0
+        {
             return;
         }
         of.trace.is_traced.set(true);
@@ -183,8 +188,16 @@ impl<F: ShadowFormat> Vtlb<F> {
     fn direct_alias(&self, frames: &impl Frames, page: u64) -> Option<(Ref, u16, u64)> {
         let mut found = None;
         let known = self.trace.direct.iter().map(Cell::get).filter(|direct| *direct != 0);
-        for address in known.map(|direct| (direct & !IS_KNOWN).wrapping_add(page << 12)) {
-            for space in &self.spaces {
+        let spaces = &self.spaces[..self.options.get().spaces.into()];
+        let order = core::iter::once(self.space()).chain(spaces);
+        for (space, is_first) in order.zip(core::iter::once(true).chain(core::iter::repeat(false)))
+        {
+            let others = self.trace.writable_leaves(page) > u8::from(found.is_some());
+            if !is_first && !others && self.trace.large.count(page >> LARGE_SHIFT) == 0 {
+                break;
+            }
+            for address in known.clone().map(|direct| (direct & !IS_KNOWN).wrapping_add(page << 12))
+            {
                 if let Some((table, slot)) = self.leaf_in(frames, space.root.get(), address) {
                     found = found.or(self.alias_at(frames, (table, slot), address, page));
                 }

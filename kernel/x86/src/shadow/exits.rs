@@ -109,7 +109,7 @@ impl State {
 
     /// Physical address of a page of code. It is remembered, since all loads of CR3 are in one.
     fn code_page(&self, address: u64) -> Option<u64> {
-        let (space, removals) = self.tables().epoch();
+        let (space, removals) = self.tables().epoch(address);
         let known = &self.code[usize::from(space) % self.code.len()];
         let key = (address >> 12, space, removals);
         let (of, physical) = known.get();
