@@ -108,7 +108,8 @@ impl Control {
         self.0.set(registers);
         let is_long = registers.mode() == Mode::Long;
         let real_cr0 = cr0 & !SEEN | FORCED;
-        let real_cr4 = (cr4 | cr4::PAE) & !cr4::PCIDE;
+        // With LA57 the processor would walk the root as a table of level 5.
+        let real_cr4 = (cr4 | cr4::PAE) & !(cr4::PCIDE | cr4::LA57);
         let long = if is_long { 0 } else { efer::LMA | efer::LME };
         save.cr0.set(real_cr0);
         save.cr4.set(real_cr4);
