@@ -55,7 +55,7 @@ pub fn bsp_main(machine: &'static mut Machine) -> ! {
     };
     let started = root::start(&kernel, resources, |page| {
         (page.cpus, page.tsc_khz, page.rsdp) = (cpus, tsc_khz, rsdp);
-        page.features = if vcpu::is_ready() { boot::FEATURE_NESTED } else { 0 };
+        page.features = if vcpu::is_ready() && features().npt { boot::FEATURE_NESTED } else { 0 };
         page.xcr0_mask = features().xcr0_mask;
     });
     if let Err(error) = started {
