@@ -196,7 +196,8 @@ impl<'a> Guest<'a> {
                 factory.notification(slots + 1)?
             };
             let vcpu = Vcpu::create(factory, slots, guest.vm, index as u32, notification)?;
-            let vcpu = Cell::new(NativeVcpu::new(vcpu, console, vtlb::optimisations(plan.vtlb)));
+            let optimisations = vtlb::optimisations(plan.vtlb, plan.cpus.len());
+            let vcpu = Cell::new(NativeVcpu::new(vcpu, console, optimisations));
             guest.notifications.push(notification).map_err(|_| Status::Overflow)?;
             guest.vcpus.push(vcpu).map_err(|_| Status::Overflow)?;
         }

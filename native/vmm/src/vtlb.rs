@@ -19,14 +19,20 @@ pub fn mode(plan: Option<Vtlb>) -> u64 {
     }
 }
 
-/// Returns the optimisations of each vCPU ([`vtlb`]).
-pub fn optimisations(plan: Option<Vtlb>) -> u64 {
+/// Returns the optimisations of each of `vcpus` vCPUs ([`vtlb`]). A vTLB does not see another vCPU's
+/// writes of page tables: tracing is for a single vCPU, and several compare all tables.
+pub fn optimisations(plan: Option<Vtlb>, vcpus: usize) -> u64 {
     let Some(Vtlb { rung, spaces, trace_writes, .. }) = plan else { return 0 };
+    let tracing = match (vcpus, trace_writes) {
+        (2.., _) => 0,
+        (_, true) => vtlb::TRACE | vtlb::TRACE_WRITES,
+        (_, false) => vtlb::TRACE,
+    };
     let steps = [
         (Rung::Global, vtlb::GLOBAL),
         (Rung::Cache, u64::from(spaces) << vtlb::SPACES_SHIFT),
         (Rung::Sync, vtlb::SYNC),
-        (Rung::Trace, vtlb::TRACE | if trace_writes { vtlb::TRACE_WRITES } else { 0 }),
+        (Rung::Trace, tracing),
         (Rung::Asid, vtlb::ASID),
         (Rung::InvalidatePage, vtlb::INVALIDATE_PAGE),
     ];
@@ -48,9 +54,9 @@ mod tests {
 
     #[test]
     fn rungs_are_cumulative() {
-        let bits = |rung| optimisations(Some(Vtlb { rung, ..PLAN }));
+        let bits = |rung| optimisations(Some(Vtlb { rung, ..PLAN }), 1);
         let cache = 8 << vtlb::SPACES_SHIFT;
-        assert_eq!(optimisations(None), 0);
+        assert_eq!(optimisations(None, 1), 0);
         for (rung, expected) in [
             (Rung::Kernel, 0),
             (Rung::Global, 1),
@@ -63,6 +69,8 @@ mod tests {
             assert_eq!(bits(rung), expected, "{rung:?}");
         }
         let dirty_bits = Vtlb { rung: Rung::Trace, trace_writes: false, ..PLAN };
-        assert_eq!(optimisations(Some(dirty_bits)), cache | 7);
+        assert_eq!(optimisations(Some(dirty_bits), 1), cache | 7);
+        let top = Vtlb { rung: Rung::InvalidatePage, ..PLAN };
+        assert_eq!(optimisations(Some(top), 2), cache | 0x33);
     }
 }
