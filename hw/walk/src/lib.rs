@@ -17,8 +17,8 @@ pub use leaf::{Leaf, leaf, set_accessed};
 
 /// `RFLAGS.AC`: supervisor accesses to user pages are permitted (SMAP).
 const RFLAGS_AC: u64 = 1 << 18;
-/// Retries of a walk whose table changed under it. After that the bits stay unset, which a guest
-/// that changes its tables at that rate cannot distinguish.
+/// Retries of a walk whose table changed under it. After that the bits stay unset
+/// ([`Translation::is_marked`]).
 const RETRIES: u32 = 8;
 /// Number of levels of the deepest tables.
 const MAX_LEVELS: usize = 4;
@@ -97,9 +97,18 @@ pub struct Translation {
     /// Entries from the root to the leaf.
     entries: [Entry; MAX_LEVELS],
     depth: usize,
+    /// See [`Translation::is_marked`].
+    is_marked: bool,
 }
 
 impl Translation {
+    /// Returns whether the walk has set the accessed and dirty bits that the access requires. If it
+    /// has not, another CPU has changed an entry each time: then the access is to be repeated, or
+    /// performed as if that CPU had cleared the bits afterwards.
+    pub fn is_marked(&self) -> bool {
+        self.is_marked
+    }
+
     /// The entries that the walk has read, from the root to the leaf; their values are those before
     /// accessed and dirty bits were set. Empty without paging.
     pub fn entries(&self) -> &[Entry] {
@@ -174,7 +183,8 @@ impl Paging {
         let Some(shape) = self.shape() else {
             let address = linear & 0xffff_ffff;
             let rights = entry::WRITE | entry::USER;
-            return Ok(Translation { address, page_shift: 12, rights, ..Default::default() });
+            let flat = Translation { address, page_shift: 12, rights, ..Default::default() };
+            return Ok(Translation { is_marked: true, ..flat });
         };
         if shape.levels == 4 {
             // A copy of the code for these constants, which is three times as fast.
@@ -205,7 +215,8 @@ impl Paging {
         intent: Intent,
         mark: bool,
     ) -> Result<Translation, PageFault> {
-        let found = self.walk(tables, shape, linear, intent)?;
+        let mut found = self.walk(tables, shape, linear, intent)?;
+        found.is_marked = true;
         if !mark || set_bits(tables, shape, found.entries(), intent == Intent::Write) {
             return Ok(found);
         }
@@ -225,6 +236,7 @@ impl Paging {
         let mut found = self.walk(tables, shape, linear, intent)?;
         for _ in 1..RETRIES {
             if set_bits(tables, shape, found.entries(), intent == Intent::Write) {
+                found.is_marked = true;
                 break;
             }
             found = self.walk(tables, shape, linear, intent)?;

@@ -78,6 +78,8 @@ pub struct TableTrace {
     is_traced: Cell<bool>,
     /// A write was seen that the alias does not show any more.
     is_dirty: Cell<bool>,
+    /// Number of flushes at which it was not traced.
+    attempts: Cell<u8>,
     /// Writable leaf of its page: table, entry, linear address.
     alias: Cell<Option<Ref>>,
     alias_slot: Cell<u16>,
@@ -311,7 +313,12 @@ impl<F: ShadowFormat> Vtlb<F> {
     pub(super) fn is_clean(&self, frames: &impl Frames, table: Ref) -> bool {
         let of = self.table(table);
         if !of.trace.is_traced.get() {
-            self.trace_table(frames, table);
+            // What prevented it lasts, most often.
+            let attempts = of.trace.attempts.get().wrapping_add(1);
+            of.trace.attempts.set(attempts);
+            if attempts.is_multiple_of(8) {
+                self.trace_table(frames, table);
+            }
             return false;
         }
         #[cfg(test)]

@@ -7,6 +7,7 @@ use abi::vcpu::memory_fault;
 use abi::vcpu::x86::exit::EXCEPTION;
 use abi::vcpu::x86::{VcpuState, gpr, vtlb_counter};
 use hw_walk::{Intent, Paging, Translation};
+use hw_x86::msr::efer;
 use hw_x86::paging::{ENTRIES, cr4, entry, fault};
 use hw_x86::vmcb::{ControlArea, Vmcb, event, exit, tlb_control, v_intr};
 use kernel_core::vtlb::{Fill, Frames, Step};
@@ -28,6 +29,8 @@ const MAX_LEVEL: u32 = 1;
 const RFLAGS_TF: u64 = 1 << 8;
 /// Resume flag.
 const RFLAGS_RF: u64 = 1 << 16;
+/// Alignment check; with SMAP: supervisor accesses to user pages are permitted.
+const RFLAGS_AC: u64 = 1 << 18;
 /// Attribute of a code segment: 64-bit mode.
 const LONG_CODE: u64 = 1 << (16 + 9);
 
@@ -55,7 +58,8 @@ impl State {
     fn instruction(&self, vmcb: &Vmcb, state: &VcpuState, code: u64) -> Option<u64> {
         let save = &vmcb.save;
         let for_vmm = Some(reason(code));
-        let is_long = save.segments[VcpuState::CS].access.get() & LONG_CODE != 0;
+        let is_long = save.efer.get() & efer::LMA != 0
+            && save.segments[VcpuState::CS].access.get() & LONG_CODE != 0;
         if !is_long || save.cpl.get() != 0 || save.rflags.get() & (RFLAGS_TF | RFLAGS_RF) != 0 {
             return for_vmm;
         }
@@ -130,11 +134,16 @@ impl State {
             _ if code & fault::WRITE != 0 => Intent::Write,
             _ => Intent::Read,
         };
-        let rflags = vmcb.save.rflags.get();
-        let paging = Paging { cr0, cr3, cr4, efer, rflags, user: code & fault::USER != 0 };
+        let user = code & fault::USER != 0;
+        // RFLAGS.AC does not permit implicit accesses of the processor at CPL 3 (SMAP).
+        let implicit = if vmcb.save.cpl.get() == 3 && !user { RFLAGS_AC } else { 0 };
+        let rflags = vmcb.save.rflags.get() & !implicit;
+        let paging = Paging { cr0, cr3, cr4, efer, rflags, user };
         let found = paging.translate(&self.memory, address, intent, true);
         match &found {
             Err(found) => self.inject(vmcb, found.code.into(), address),
+            // Another vCPU changes the entry all the time: the guest repeats the access.
+            Ok(found) if !found.is_marked() => resume(vmcb),
             Ok(found) => self.fill(vmcb, &paging, (address, intent), found),
         }
     }
@@ -200,13 +209,18 @@ impl State {
         if self.tables().fill(&self.memory, &fill).is_err() {
             return Some(internal::NEEDS_FRAMES);
         }
-        if is_tcg() && vmcb.control.interrupt_shadow.get() & SHADOW != 0 {
-            // The next entry would lose it; the VMM executes the instruction.
-            return Some(internal::HOST_INTERRUPT);
-        }
-        vmcb.control.event_inj.set(interrupted(&vmcb.control));
-        None
+        resume(vmcb)
     }
+}
+
+/// Lets the guest repeat the access of a page fault.
+fn resume(vmcb: &Vmcb) -> Option<u64> {
+    if is_tcg() && vmcb.control.interrupt_shadow.get() & SHADOW != 0 {
+        // The next entry would lose it; the VMM executes the instruction.
+        return Some(internal::HOST_INTERRUPT);
+    }
+    vmcb.control.event_inj.set(interrupted(&vmcb.control));
+    None
 }
 
 /// Event to inject again because the exit interrupted its delivery, or 0. QEMU TCG keeps a virtual
