@@ -19,8 +19,8 @@ pub fn mode(plan: Option<Vtlb>) -> u64 {
     }
 }
 
-/// Returns the optimisations of each of `vcpus` vCPUs ([`vtlb`]). A vTLB does not see another vCPU's
-/// writes of page tables: tracing is for a single vCPU, and several compare all tables.
+/// Returns the optimisations of each of `vcpus` vCPUs ([`vtlb`]). A vTLB does not see the writes of
+/// page tables by another vCPU: tracing is for a single vCPU, and several compare all tables.
 pub fn optimisations(plan: Option<Vtlb>, vcpus: usize) -> u64 {
     let Some(Vtlb { rung, spaces, trace_writes, .. }) = plan else { return 0 };
     let tracing = match (vcpus, trace_writes) {
