@@ -29,13 +29,15 @@ const PANIC: &str = "kernel: PANIC";
 const IMAGE: &str = "system.iso";
 const LOG: &str = "log";
 
-/// A processor with SVM and nested paging, as Bochs calls it.
+/// A processor with SVM, as Bochs calls it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Model {
     /// `ryzen`: saves the address of the next instruction.
     Ryzen,
     /// `phenom_8650_toliman`: does not, and has 64 ASIDs.
     Phenom,
+    /// `turion64_tyler`: has no nested paging.
+    Turion,
 }
 
 impl Model {
@@ -44,6 +46,7 @@ impl Model {
         match self {
             Self::Ryzen => "ryzen",
             Self::Phenom => "phenom_8650_toliman",
+            Self::Turion => "turion64_tyler",
         }
     }
 }

@@ -19,6 +19,7 @@ pub mod keys;
 pub mod kvm;
 pub mod matrix;
 pub mod outcome;
+pub mod pae;
 pub mod previrt;
 pub mod refusals;
 pub mod repeat;

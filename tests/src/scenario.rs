@@ -23,6 +23,8 @@ const ENDS_OTHERS: [&str; 4] = ["check-killer", "check-crasher", "check-cycles",
 pub enum Backend {
     /// Our kernel on x86-64 with SVM and nested paging.
     NativeX86Npt,
+    /// The same with a vTLB instead of nested paging: the description has `npt = false`.
+    NativeX86Vtlb,
     /// The same on a processor of Bochs, from a CD-ROM image: one CPU and no devices but serial
     /// lines.
     Bochs(Model),
@@ -36,6 +38,7 @@ impl fmt::Display for Backend {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::NativeX86Npt => f.write_str("native-x86-npt"),
+            Self::NativeX86Vtlb => f.write_str("native-x86-vtlb"),
             Self::Bochs(model) => write!(f, "bochs/{}", model.name()),
             Self::Kvm => f.write_str("kvm"),
             Self::Process => f.write_str("hosted"),
@@ -101,7 +104,7 @@ impl Scenario {
     pub fn run(&self, backend: Backend, cpus: u32) -> Result<()> {
         let description = self.system.replace("{cpus}", &cpus.to_string());
         let mut running = match backend {
-            Backend::NativeX86Npt => {
+            Backend::NativeX86Npt | Backend::NativeX86Vtlb => {
                 let machine = Machine { cpus, ..self.machine.clone() };
                 Running::start(&description, &machine, Duration::from_secs(self.limit))?
             }

@@ -6,6 +6,7 @@ pub mod guests;
 pub mod linux;
 pub mod refused;
 pub mod servers;
+pub mod vtlb;
 
 use crate::scenario::{Backend, Scenario};
 use crate::system::Machine;
@@ -57,8 +58,8 @@ pub fn micro(name: &str, guest: &str, more: &str) -> String {
 /// The guest console is the first serial line.
 pub const CONSOLE: &str = "console = \"com1\"";
 
-/// Returns all scenarios of the native microhypervisor.
-pub fn scenarios() -> Vec<Scenario> {
+/// Returns all scenarios of the native microhypervisor; `is_long`: those of long runs, too.
+pub fn scenarios(is_long: bool) -> Vec<Scenario> {
     [
         guests::bochs_scenarios(),
         servers::server_scenarios(),
@@ -67,6 +68,7 @@ pub fn scenarios() -> Vec<Scenario> {
         guests::channel_scenarios(),
         linux::machine_scenarios(),
         linux::linux_scenarios(),
+        vtlb::vtlb_scenarios(is_long),
         consoles::console_scenarios(),
     ]
     .concat()

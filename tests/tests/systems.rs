@@ -9,8 +9,8 @@ use parador_tests::systems::guests::GUESTS;
 use parador_tests::systems::refused::{REFUSALS, refusal};
 use parador_tests::systems::{CONSOLE, EVERY_BACKEND, HEAD, micro, scenarios};
 use parador_tests::{
-    afterburn, bochs, debian, docs, fuzz, hosted, isolation, keys, kvm, previrt, refusals, runner,
-    sandbox, userland,
+    afterburn, bochs, debian, docs, fuzz, hosted, isolation, keys, kvm, pae, previrt, refusals,
+    runner, sandbox, userland,
 };
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -126,7 +126,11 @@ fn tests(seconds: u32) -> Vec<Test> {
         let body = move || refusal(description, code, message);
         tests.push(Test::new(format!("refuses/{name}"), Class::Other, body));
     }
-    for scenario in scenarios() {
+    if seconds > STRESS_SECONDS {
+        let name = format!("{}/linux-686-pae/1-cpu", Backend::NativeX86Vtlb);
+        tests.push(Test::new(name, Class::Other, pae::run));
+    }
+    for scenario in scenarios(seconds > STRESS_SECONDS) {
         for &backend in scenario.backends {
             for &cpus in scenario.cpus {
                 let name = format!("{backend}/{}/{cpus}-cpu", scenario.name);
