@@ -146,8 +146,8 @@ pub mod vm_mode {
     pub const KIND: u64 = 0xff;
     /// Lowest bit of the size of the pool of each vCPU, in pages.
     pub const POOL_SHIFT: u32 = 8;
-    /// Smallest pool in pages.
-    pub const MIN_POOL: u64 = 16;
+    /// Smallest pool in pages: an instruction may need the tables of seven pages at a time.
+    pub const MIN_POOL: u64 = 64;
     /// Largest pool in pages.
     pub const MAX_POOL: u64 = 256;
 }

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 /// Smallest and largest pool of a vCPU, in pages of 4 KiB.
-pub const MIN_POOL: u32 = 16;
+pub const MIN_POOL: u32 = 64;
 /// See [`MIN_POOL`].
 pub const MAX_POOL: u32 = 256;
 /// Largest number of address spaces that a vCPU keeps.

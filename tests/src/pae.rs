@@ -33,7 +33,7 @@ cp all/boot/vmlinuz-* bzimage
 mkdir -p tree/bin tree/dev
 cp all/bin/busybox tree/bin
 "#;
-/// First program of the guest.
+/// First process of the guest.
 const INIT: &str = "#!/bin/busybox sh
 /bin/busybox --install -s /bin
 mount -t devtmpfs dev /dev

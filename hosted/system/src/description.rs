@@ -183,7 +183,7 @@ pub struct Vm {
     /// does, by a vTLB.
     #[serde(default = "yes")]
     pub npt: bool,
-    /// Memory for the vTLB of each vCPU, 64K to 1M (the default).
+    /// Memory for the vTLB of each vCPU, 256K to 1M (the default).
     pub vtlb: Option<Spanned<Size>>,
     /// Optimisations of the vTLB, each with all before it: `kernel` (none), `global`, `cache=N`
     /// (1 to 32 address spaces), `sync`, `trace`, `asid`, `invlpga` (the default).

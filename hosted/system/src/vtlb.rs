@@ -126,7 +126,7 @@ mod tests {
             ("", None),
             ("npt = true", None),
             ("npt = false", Some(top)),
-            ("npt = false\nvtlb = \"64K\"", Some(Vtlb { pool: 16, ..top })),
+            ("npt = false\nvtlb = \"256K\"", Some(Vtlb { pool: 64, ..top })),
             (
                 "npt = false\nvtlb = \"1M\"\nrung = \"kernel\"",
                 Some(Vtlb { rung: Rung::Kernel, ..top }),
@@ -175,7 +175,7 @@ mod tests {
     fn descriptions() {
         let of = |keys| describe(checked(keys).0.unwrap());
         assert_eq!(of("npt = false"), "vTLB of 1 MiB per vCPU up to invlpga");
-        let cache = of("npt = false\nvtlb = \"64K\"\nrung = \"cache=4\"");
+        let cache = of("npt = false\nvtlb = \"256K\"\nrung = \"cache=4\"");
         assert_eq!(cache, "vTLB of 64 KiB per vCPU up to cache=4");
         assert_eq!(memory(checked("npt = false").0, 3), 3 << 20);
         assert_eq!(memory(None, 3), 0);

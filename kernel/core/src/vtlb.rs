@@ -35,14 +35,14 @@ mod tables;
 mod tests;
 mod trace;
 
-pub use fill::{Fill, Source, Step};
+pub use fill::{Fill, GuestSource, Step};
 use tables::{Ref, Table};
 
 /// Maximum number of shadow tables of a vCPU.
 pub const MAX_TABLES: usize = 128;
 /// Maximum number of spaces that are kept.
 pub const MAX_SPACES: usize = 32;
-/// Frames of a table: its entries, and the copies of the guest's.
+/// FrameAccess of a table: its entries, and the copies of the guest's.
 pub const FRAMES_PER_TABLE: u64 = 2;
 /// Maximum number of entries that a flush compares.
 const SYNC_BUDGET: u32 = 2048;
@@ -68,7 +68,7 @@ pub trait ShadowFormat: Format {
 }
 
 /// Access to the frames of the pool, and to guest pages that hold page tables.
-pub trait Frames {
+pub trait FrameAccess {
     /// Physical address of the page of RAM at a guest-physical address; 0 if there is none.
     fn guest_page(&self, guest: u64) -> u64;
     /// Words of the page at a physical address.
@@ -90,7 +90,7 @@ pub struct Options {
     pub protect: bool,
 }
 
-/// What the processor's TLB must forget before the guest is entered again.
+/// Obligation to flush the processor's TLB before the guest is entered again.
 // Zero is `None`: see `Vtlb`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 #[repr(u8)]
@@ -115,9 +115,9 @@ pub enum Flush {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct NeedsFrames;
 
-/// Counters.
+/// VtlbCounters.
 #[derive(Default, Debug)]
-pub struct Counters {
+pub struct VtlbCounters {
     /// Tables evicted.
     pub evictions: Cell<u64>,
     /// Tables compared with the guest's.
@@ -162,6 +162,8 @@ pub struct Vtlb<F> {
     /// Level of roots.
     top: Cell<u32>,
     clock: Cell<u64>,
+    /// Number of fills.
+    fills: Cell<u64>,
     flush: Cell<Flush>,
     options: Cell<Options>,
     /// A shared table may have leaves that are not global.
@@ -173,8 +175,8 @@ pub struct Vtlb<F> {
     shared_changes: Cell<u64>,
     recent: fill::Recent,
     trace: trace::Trace,
-    /// Counters.
-    pub counters: Counters,
+    /// VtlbCounters.
+    pub counters: VtlbCounters,
     format: core::marker::PhantomData<F>,
 }
 
@@ -185,14 +187,14 @@ fn index(address: u64, level: u32) -> usize {
 
 impl<F: ShadowFormat> Vtlb<F> {
     /// Begins with an empty pool, which may have `limit` tables.
-    pub fn start(&self, frames: &impl Frames, limit: u16) {
+    pub fn start(&self, frames: &impl FrameAccess, limit: u16) {
         self.limit.set(limit.min(MAX_TABLES as u16));
         self.top.set(F::ROOT_LEVEL);
         self.set_options(frames, Options { spaces: 1, ..Options::default() });
     }
 
     /// Sets the optimisations, and drops everything.
-    pub fn set_options(&self, frames: &impl Frames, options: Options) {
+    pub fn set_options(&self, frames: &impl FrameAccess, options: Options) {
         self.options.set(Options { spaces: options.spaces.clamp(1, MAX_SPACES as u8), ..options });
         self.drop_all(frames);
     }
@@ -240,7 +242,7 @@ impl<F: ShadowFormat> Vtlb<F> {
 
     /// Level of roots: that of `F`, or one less for three-level tables and without paging.
     /// Everything is dropped if it changes.
-    pub fn set_top(&self, frames: &impl Frames, top: u32) {
+    pub fn set_top(&self, frames: &impl FrameAccess, top: u32) {
         if self.top.replace(top) != top {
             self.drop_all(frames);
         }
@@ -280,15 +282,15 @@ impl<F: ShadowFormat> Vtlb<F> {
         &self.tables[table.index()]
     }
 
-    /// Makes the space of the guest's root table at guest-physical address `key` current and removes
-    /// what may be stale in it, except for global translations. `host`: physical address of the
-    /// root table; `None` if it is not in memory, or there is no paging.
+    /// Makes the space of the guest's root table at guest-physical address `key` current, and
+    /// removes what may be stale in it, except for global translations. `host`: physical address of
+    /// the root table; `None` if it is not in memory, or there is no paging.
     ///
     /// # Errors
     /// The pool must grow first. Nothing is current until the call is repeated.
     pub fn load(
         &self,
-        frames: &impl Frames,
+        frames: &impl FrameAccess,
         key: u64,
         host: Option<u64>,
     ) -> Result<(), NeedsFrames> {
@@ -299,7 +301,7 @@ impl<F: ShadowFormat> Vtlb<F> {
         let space = self.space();
         space.used.set(self.clock.get());
         space.key.set(key);
-        let source = Source { guest: key, host: host.unwrap_or(0) };
+        let source = GuestSource { guest: key, host: host.unwrap_or(0) };
         if let Some(root) = space.root.get().filter(|_| !is_known) {
             // Its page is another one from now on.
             self.trace.forget_table(self.table(root));
@@ -346,9 +348,9 @@ impl<F: ShadowFormat> Vtlb<F> {
         (oldest, false)
     }
 
-    /// Removes the translation of an address from the current space. Of a split page all go: for the
-    /// guest they are one translation.
-    pub fn invalidate(&self, frames: &impl Frames, address: u64) {
+    /// Removes the translation of an address from the current space. Of a split page all go: for
+    /// the guest they are one translation.
+    pub fn invalidate(&self, frames: &impl FrameAccess, address: u64) {
         let roots = [self.space().root.get(), self.shared.get()];
         // A root may refer to other tables than the shared ones, which keep global translations.
         let is_upper = index(address, self.top.get()) >= UPPER_HALF;
@@ -357,7 +359,7 @@ impl<F: ShadowFormat> Vtlb<F> {
         }
     }
 
-    fn invalidate_below(&self, frames: &impl Frames, root: Ref, address: u64) {
+    fn invalidate_below(&self, frames: &impl FrameAccess, root: Ref, address: u64) {
         let (mut at, mut split) = (root, None);
         for level in (0..=self.top.get()).rev() {
             let table = self.table(at);
@@ -379,7 +381,7 @@ impl<F: ShadowFormat> Vtlb<F> {
     }
 
     /// Physical address of the page at a linear address, if the current space has a translation.
-    pub fn translate(&self, frames: &impl Frames, address: u64) -> Option<u64> {
+    pub fn translate(&self, frames: &impl FrameAccess, address: u64) -> Option<u64> {
         let (table, slot) = self.leaf_in(frames, self.space().root.get(), address)?;
         let of = self.table(table);
         let within = address & ((1 << (12 + 9 * of.level.get())) - 1) & !0xfff;
@@ -387,7 +389,7 @@ impl<F: ShadowFormat> Vtlb<F> {
     }
 
     /// Removes all translations.
-    pub fn drop_all(&self, frames: &impl Frames) {
+    pub fn drop_all(&self, frames: &impl FrameAccess) {
         for space in &self.spaces {
             if let Some(root) = space.root.take() {
                 self.put_removed(frames, root);
@@ -404,7 +406,7 @@ impl<F: ShadowFormat> Vtlb<F> {
     }
 
     /// Removes shared tables with leaves that are not global.
-    fn drop_local(&self, frames: &impl Frames) {
+    fn drop_local(&self, frames: &impl FrameAccess) {
         if !self.has_local.take() {
             return;
         }

@@ -18,6 +18,7 @@ use core::cell::Cell;
 
 use abi::Status;
 use abi::vcpu::x86::{VcpuState, vtlb as option, vtlb_counter};
+use abi::vm_mode::MIN_POOL;
 use hw_x86::paging::cr0;
 use hw_x86::vmcb::Vmcb;
 use kernel_core::pool::{Factory, Frame, Handle, Memory};
@@ -25,19 +26,19 @@ use kernel_core::vtlb::{FRAMES_PER_TABLE, Flush, Options, Vtlb};
 
 use crate::format::UserFormat;
 use crate::svm::asid::Asids;
-use control::{Control, Registers};
+use control::{ControlRegisters, Registers};
 use memory::GuestMemory;
 
 pub use control::is_supported;
 
 type Tables = Vtlb<UserFormat>;
 
-/// Frames of the state.
+/// FrameAccess of the state.
 const FRAMES: u32 = size_of::<State>().div_ceil(4096) as u32;
 /// Tables that are added to the pool at a time.
 const GROWTH: u16 = 4;
-/// Tables without which no guest runs: a path through them, the shared root, and one to evict.
-const MIN_TABLES: u16 = 8;
+/// Tables without which no guest runs: those of the smallest pool.
+const MIN_TABLES: u16 = (MIN_POOL / FRAMES_PER_TABLE) as u16;
 
 /// vTLB of a vCPU: its state is in frames of its own, since objects and stacks are small.
 #[derive(Clone)]
@@ -50,7 +51,7 @@ pub struct Shadow {
 pub struct State {
     tables: Tables,
     memory: GuestMemory,
-    control: Control,
+    control: ControlRegisters,
     /// Value of the state page's `vtlb` in use, and whether there is one.
     word: Cell<u64>,
     has_word: Cell<bool>,
@@ -58,10 +59,13 @@ pub struct State {
     needs_load: Cell<bool>,
     /// Guest-physical address or CR2, and information, of an exit for the VMM.
     fault: Cell<(u64, u64)>,
-    /// Pages of code that were decoded last: page number, [`Vtlb::epoch`], physical address.
-    code: [Cell<((u64, u8, u64), u64)>; 4],
+    /// Pages of code that were decoded last.
+    code: [CodePage; 4],
     counters: [Cell<u64>; vtlb_counter::COUNT],
 }
+
+/// Page of code: page number, [`Vtlb::epoch`], physical address.
+type CodePage = Cell<((u64, u8, u64), u64)>;
 
 impl core::ops::Deref for Shadow {
     type Target = State;

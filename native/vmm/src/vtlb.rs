@@ -39,7 +39,7 @@ pub fn optimisations(plan: Option<Vtlb>, vcpus: usize) -> u64 {
 mod tests {
     use super::*;
 
-    const PLAN: Vtlb = Vtlb { pool: 16, rung: Rung::Kernel, spaces: 8, trace_writes: true };
+    const PLAN: Vtlb = Vtlb { pool: 64, rung: Rung::Kernel, spaces: 8, trace_writes: true };
 
     #[test]
     fn modes() {

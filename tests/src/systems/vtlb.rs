@@ -128,6 +128,7 @@ fn plain_linux() -> Vec<Scenario> {
         ..shell
     });
     let mut scenarios = vec![
+        scenario("linux-small-pool", 1, &[1], "vtlb = \"256K\""),
         scenario("linux-2", 2, &[2], ""),
         scenario("linux-4", 4, &[4], ""),
         scenario("linux-kernel-rung", 1, &[1], RUNGS[0]),

@@ -4,13 +4,13 @@ use core::cell::Cell;
 use core::sync::atomic::Ordering::Relaxed;
 
 use super::tables::Ref;
-use super::{Flush, Frames, NeedsFrames, SHARED, ShadowFormat, UPPER_HALF, Vtlb, index};
+use super::{Flush, FrameAccess, NeedsFrames, SHARED, ShadowFormat, UPPER_HALF, Vtlb, index};
 
 /// Guest table, or guest entry of a split page, by its guest-physical address, and the
 /// host-physical address of the page. An entry's is not aligned to a page, nor is a root's of
 /// three levels.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Source {
+pub struct GuestSource {
     /// Guest-physical address.
     pub guest: u64,
     /// Host-physical address.
@@ -65,7 +65,7 @@ impl Fill<'_> {
 /// Table of the lowest level that was filled last.
 #[derive(Default)]
 pub struct Recent {
-    /// What it translates: the address above the table's range, and the space.
+    /// Range that it translates: the address above the table's range, and the space.
     key: Cell<(u64, u8)>,
     /// [`Vtlb::removals`] then.
     removals: Cell<u64>,
@@ -116,7 +116,7 @@ impl<F: ShadowFormat> Vtlb<F> {
     ///
     /// # Errors
     /// The pool must grow first.
-    pub fn fill(&self, frames: &impl Frames, fill: &Fill<'_>) -> Result<(), NeedsFrames> {
+    pub fn fill(&self, frames: &impl FrameAccess, fill: &Fill<'_>) -> Result<(), NeedsFrames> {
         if let Some(table) = self.recent(fill) {
             self.set_leaf(frames, table, fill);
             return Ok(());
@@ -142,7 +142,7 @@ impl<F: ShadowFormat> Vtlb<F> {
     #[inline(never)]
     fn descend(
         &self,
-        frames: &impl Frames,
+        frames: &impl FrameAccess,
         table: Ref,
         level: u32,
         fill: &Fill<'_>,
@@ -153,7 +153,7 @@ impl<F: ShadowFormat> Vtlb<F> {
         let slot = index(fill.address, level);
         let value = fill.step(self.top.get(), level).value;
         let (guest, is_split) = fill.source(self.top.get(), level - 1);
-        let source = Source { guest, host: frames.guest_page(guest) };
+        let source = GuestSource { guest, host: frames.guest_page(guest) };
         let is_shared = self.options.get().global
             && slot >= UPPER_HALF
             && level == F::ROOT_LEVEL
@@ -180,11 +180,12 @@ impl<F: ShadowFormat> Vtlb<F> {
     }
 
     /// The root of shared tables.
-    fn shared_root(&self, frames: &impl Frames) -> Result<Ref, NeedsFrames> {
+    fn shared_root(&self, frames: &impl FrameAccess) -> Result<Ref, NeedsFrames> {
         match self.shared.get() {
             Some(shared) => Ok(shared),
             None => {
-                let shared = self.take_table(frames, SHARED, self.top.get(), Source::default())?;
+                let shared =
+                    self.take_table(frames, SHARED, self.top.get(), GuestSource::default())?;
                 self.shared.set(Some(shared));
                 Ok(shared)
             }
@@ -195,7 +196,7 @@ impl<F: ShadowFormat> Vtlb<F> {
     #[inline(always)]
     fn matching(
         &self,
-        frames: &impl Frames,
+        frames: &impl FrameAccess,
         table: Ref,
         level: u32,
         fill: &Fill<'_>,
@@ -211,9 +212,11 @@ impl<F: ShadowFormat> Vtlb<F> {
     }
 
     /// Writes the leaf of a fill.
-    fn set_leaf(&self, frames: &impl Frames, table: Ref, fill: &Fill<'_>) {
+    fn set_leaf(&self, frames: &impl FrameAccess, table: Ref, fill: &Fill<'_>) {
         let slot = index(fill.address, fill.level);
         let of = self.table(table);
+        self.fills.set(self.fills.get() + 1);
+        of.used.set(self.fills.get());
         let old = frames.words(of.shadow.get())[slot].load(Relaxed);
         if F::is_present(old) {
             let copy = frames.words(of.copies.get())[slot].load(Relaxed);
@@ -242,7 +245,7 @@ impl<F: ShadowFormat> Vtlb<F> {
 
     pub(super) fn write(
         &self,
-        frames: &impl Frames,
+        frames: &impl FrameAccess,
         table: Ref,
         slot: usize,
         entry: u64,
@@ -258,7 +261,7 @@ impl<F: ShadowFormat> Vtlb<F> {
     }
 
     /// Clears an entry in use, with all below it. `address`: an address that it translates.
-    pub(super) fn remove(&self, frames: &impl Frames, table: Ref, slot: usize, address: u64) {
+    pub(super) fn remove(&self, frames: &impl FrameAccess, table: Ref, slot: usize, address: u64) {
         let of = self.table(table);
         let entry = frames.words(of.shadow.get())[slot].load(Relaxed);
         if !F::is_present(entry) {
@@ -282,7 +285,7 @@ impl<F: ShadowFormat> Vtlb<F> {
     }
 
     /// Clears an entry; of the shared root also in the root of every space.
-    pub(super) fn unlink(&self, frames: &impl Frames, table: Ref, slot: usize) {
+    pub(super) fn unlink(&self, frames: &impl FrameAccess, table: Ref, slot: usize) {
         self.note_removal(self.shared.get() == Some(table));
         let clear = |table: Ref| {
             let of = self.table(table);

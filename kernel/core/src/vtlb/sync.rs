@@ -3,7 +3,7 @@
 use core::sync::atomic::Ordering::Relaxed;
 
 use super::tables::Ref;
-use super::{ENTRIES, Flush, Frames, SYNC_BUDGET, ShadowFormat, Vtlb};
+use super::{ENTRIES, Flush, FrameAccess, SYNC_BUDGET, ShadowFormat, Vtlb};
 
 /// Returns whether the guest's entry `now` has the translation of its copy: it may have become
 /// accessed or dirty, but not lost these marks.
@@ -17,7 +17,7 @@ fn is_same<F: ShadowFormat>(now: u64, copy: u64) -> bool {
 
 impl<F: ShadowFormat> Vtlb<F> {
     /// Removes all entries of a root. Shared tables stay.
-    pub(super) fn clear(&self, frames: &impl Frames, root: Ref) {
+    pub(super) fn clear(&self, frames: &impl FrameAccess, root: Ref) {
         for slot in self.table(root).slots() {
             self.drop_entry(frames, root, slot, 0);
         }
@@ -25,7 +25,7 @@ impl<F: ShadowFormat> Vtlb<F> {
     }
 
     /// Makes the shared tables part of the current space that the guest's root refers to.
-    pub(super) fn link_shared(&self, frames: &impl Frames) {
+    pub(super) fn link_shared(&self, frames: &impl FrameAccess) {
         let (Some(shared), Some(root)) = (self.shared.get(), self.space().root.get()) else {
             return;
         };
@@ -46,19 +46,19 @@ impl<F: ShadowFormat> Vtlb<F> {
     }
 
     /// Returns whether an entry of a root refers to a shared table.
-    fn is_linked_shared(&self, frames: &impl Frames, root: Ref, slot: usize) -> bool {
+    fn is_linked_shared(&self, frames: &impl FrameAccess, root: Ref, slot: usize) -> bool {
         let child = self.child(frames, root, slot);
         child.is_some_and(|child| self.table(child).parent.get() != Some(root))
     }
 
     /// Removes the entries of a root that differ from the guest's tables, with all below them.
-    pub(super) fn sync(&self, frames: &impl Frames, root: Ref) {
+    pub(super) fn sync(&self, frames: &impl FrameAccess, root: Ref) {
         let mut budget = SYNC_BUDGET;
         self.sync_table(frames, root, 0, &mut budget);
     }
 
     /// Compares a table. `base`: first address that it translates.
-    fn sync_table(&self, frames: &impl Frames, table: Ref, base: u64, budget: &mut u32) {
+    fn sync_table(&self, frames: &impl FrameAccess, table: Ref, base: u64, budget: &mut u32) {
         let of = self.table(table);
         let level = u32::from(of.level.get());
         if of.is_split.get() {
@@ -91,7 +91,7 @@ impl<F: ShadowFormat> Vtlb<F> {
         }
     }
 
-    fn drop_entry(&self, frames: &impl Frames, table: Ref, slot: usize, address: u64) {
+    fn drop_entry(&self, frames: &impl FrameAccess, table: Ref, slot: usize, address: u64) {
         if self.is_linked_shared(frames, table, slot) {
             self.unlink(frames, table, slot);
             self.request(Flush::Space);

@@ -4,7 +4,9 @@ use core::cell::Cell;
 use core::num::NonZeroU16;
 use core::sync::atomic::Ordering::Relaxed;
 
-use super::{ENTRIES, Flush, Frames, MAX_SPACES, NeedsFrames, SHARED, ShadowFormat, Source, Vtlb};
+use super::{
+    ENTRIES, Flush, FrameAccess, GuestSource, MAX_SPACES, NeedsFrames, SHARED, ShadowFormat, Vtlb,
+};
 
 /// Lowest bit of the number of the child table in the copy of an entry.
 const CHILD_SHIFT: u32 = 52;
@@ -37,7 +39,7 @@ pub struct Table {
     /// Physical address of the copies of the guest's entries.
     pub copies: Cell<u64>,
     /// Guest table, or guest entry of a split page.
-    pub source: Cell<Source>,
+    pub source: Cell<GuestSource>,
     /// Bit mask of the entries in use.
     pub filled: [Cell<u64>; ENTRIES / 64],
     /// Table that refers to it; `None`: it is a root.
@@ -56,6 +58,8 @@ pub struct Table {
     pub is_local: Cell<bool>,
     /// It is in use: part of a space.
     pub in_use: Cell<bool>,
+    /// Value of [`Vtlb::fills`] at the last fill of a leaf.
+    pub used: Cell<u64>,
     /// See [`super::trace`].
     pub trace: super::trace::TableTrace,
 }
@@ -105,7 +109,7 @@ impl<F: ShadowFormat> Vtlb<F> {
 
     /// Table that an entry refers to; `None` for a leaf or an unused entry.
     #[inline]
-    pub(super) fn child(&self, frames: &impl Frames, table: Ref, slot: usize) -> Option<Ref> {
+    pub(super) fn child(&self, frames: &impl FrameAccess, table: Ref, slot: usize) -> Option<Ref> {
         let copy = frames.words(self.table(table).copies.get())[slot].load(Relaxed);
         Self::child_in(copy)
     }
@@ -161,7 +165,7 @@ impl<F: ShadowFormat> Vtlb<F> {
     }
 
     /// Puts a table, with all below it, on the list of removed tables.
-    pub(super) fn put_removed(&self, frames: &impl Frames, table: Ref) {
+    pub(super) fn put_removed(&self, frames: &impl FrameAccess, table: Ref) {
         let of = self.table(table);
         of.in_use.set(false);
         self.leave(frames, table);
@@ -181,7 +185,7 @@ impl<F: ShadowFormat> Vtlb<F> {
     }
 
     /// Makes a removed table, and all below it, no members of their space any more.
-    fn leave(&self, frames: &impl Frames, table: Ref) {
+    fn leave(&self, frames: &impl FrameAccess, table: Ref) {
         let of = self.table(table);
         self.set_member(table, false);
         if of.level.get() == 0 {
@@ -200,10 +204,10 @@ impl<F: ShadowFormat> Vtlb<F> {
     /// Allocates an empty table.
     pub(super) fn take_table(
         &self,
-        frames: &impl Frames,
+        frames: &impl FrameAccess,
         owner: u8,
         level: u32,
-        source: Source,
+        source: GuestSource,
     ) -> Result<Ref, NeedsFrames> {
         let found = if let Some(free) = self.free.get() {
             self.free.set(self.table(free).next.get());
@@ -227,13 +231,14 @@ impl<F: ShadowFormat> Vtlb<F> {
         table.level.set(level as u8);
         table.is_split.set(false);
         table.is_local.set(false);
+        table.used.set(self.fills.get());
         table.in_use.set(true);
         self.set_member(found, true);
         Ok(found)
     }
 
     /// Clears the entries of a removed table; the tables below it become removed ones.
-    fn empty(&self, frames: &impl Frames, table: Ref) {
+    fn empty(&self, frames: &impl FrameAccess, table: Ref) {
         let of = self.table(table);
         let (shadow, copies) = (frames.words(of.shadow.get()), frames.words(of.copies.get()));
         for slot in of.slots() {
@@ -251,9 +256,11 @@ impl<F: ShadowFormat> Vtlb<F> {
         of.filled.iter().for_each(|word| word.set(0));
     }
 
-    /// Removes the least useful table: of the lowest level, in the space that was used longest ago.
+    /// Removes the least useful table: in the space that was used longest ago, of the lowest level,
+    /// the one that was filled longest ago. One that was just filled stays, since the guest's
+    /// instruction may need it together with the next.
     #[cold]
-    fn evict(&self, frames: &impl Frames) -> Option<Ref> {
+    fn evict(&self, frames: &impl FrameAccess) -> Option<Ref> {
         let age = |table: &Table| match table.owner.get() {
             SHARED => self.clock.get(),
             owner => self.spaces[usize::from(owner) % MAX_SPACES].used.get(),
@@ -261,7 +268,10 @@ impl<F: ShadowFormat> Vtlb<F> {
         let victim = (0..self.count.get())
             .map(Ref::new)
             .filter(|&table| self.is_evictable(table))
-            .min_by_key(|&table| (age(self.table(table)), self.table(table).level.get()))?;
+            .min_by_key(|&table| {
+                let of = self.table(table);
+                (age(of), of.level.get(), of.used.get())
+            })?;
         self.counters.evictions.set(self.counters.evictions.get() + 1);
         self.detach(frames, victim);
         // It is the first of the list now.
@@ -279,7 +289,7 @@ impl<F: ShadowFormat> Vtlb<F> {
     }
 
     /// Removes a table from its parent, or its space if it is a root.
-    pub(super) fn detach(&self, frames: &impl Frames, table: Ref) {
+    pub(super) fn detach(&self, frames: &impl FrameAccess, table: Ref) {
         let of = self.table(table);
         self.request_for(of.owner.get(), Flush::Space);
         self.put_removed(frames, table);

@@ -77,7 +77,7 @@ const DIRECT_TABLES: [u64; 2] = [TABLES, TABLES + 1];
 /// Physical memory.
 struct Machine(Vec<[AtomicU64; ENTRIES]>);
 
-impl Frames for Machine {
+impl FrameAccess for Machine {
     fn guest_page(&self, guest: u64) -> u64 {
         host(guest & !0xfff)
     }
@@ -90,7 +90,7 @@ fn host(guest: u64) -> u64 {
     guest + (GUEST_AT << 12)
 }
 
-/// What a translation allows: host page, writable, global.
+/// Translation and rights: host page, writable, global.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Right {
     page: u64,
@@ -142,7 +142,7 @@ pub(super) fn skips_small_pages() -> bool {
     has(Defect::InvalidateOnlyWhereSplit)
 }
 
-/// What zeroed memory holds.
+/// Value of zeroed memory.
 fn zeroed() -> Vtlb<X86Like> {
     Vtlb {
         tables: core::array::from_fn(|_| Table::default()),
@@ -157,6 +157,7 @@ fn zeroed() -> Vtlb<X86Like> {
         current: Default::default(),
         top: Default::default(),
         clock: Default::default(),
+        fills: Default::default(),
         flush: Default::default(),
         options: Default::default(),
         has_local: Default::default(),
@@ -206,7 +207,8 @@ impl World {
         let page = || core::array::from_fn(|_| AtomicU64::new(0));
         let vtlb = Box::new(zeroed());
         let machine = Machine((0..pages).map(|_| page()).collect());
-        vtlb.start(&machine, 8 + random.below(56) as u16);
+        let most = random.pick(&[1, 8, 56]);
+        vtlb.start(&machine, 8 + random.below(most) as u16);
         let rung = random.below(6);
         let spaces = if rung >= 2 { 1 + random.below(6) as u8 } else { 1 };
         let protect = random.once_in(3);
@@ -332,7 +334,7 @@ impl World {
         self.apply();
     }
 
-    /// What the architecture does before an entry.
+    /// Flushes as the architecture does before an entry.
     fn apply(&self) {
         let mut tlb = self.tlb.borrow_mut();
         let epoch = self.epoch.get();
@@ -496,17 +498,17 @@ impl World {
 
     /// A new entry, often similar to the old one.
     fn entry(&self, level: u32, old: u64) -> u64 {
-        let rights = PRESENT | self.below(2) * WRITE | self.below(2) * USER;
+        let rights = PRESENT | (self.below(2) * WRITE) | (self.below(2) * USER);
         match self.below(8) {
             0 => 0,
             1 => old & !ACCESSED & !DIRTY,
             2 => old ^ WRITE,
             _ if level == 0 => {
                 let page = self.below(if self.below(4) == 0 { TABLES } else { GUEST_PAGES });
-                page << 12 | rights | self.below(2) * GLOBAL
+                page << 12 | rights | (self.below(2) * GLOBAL)
             }
             _ if level == 1 && self.below(3) == 0 => {
-                self.below(GUEST_PAGES >> 9) << 21 | rights | LARGE | self.below(2) * GLOBAL
+                self.below(GUEST_PAGES >> 9) << 21 | rights | LARGE | (self.below(2) * GLOBAL)
             }
             // A table of the right level: each page is of one.
             _ => {
@@ -525,10 +527,7 @@ impl World {
             4 | 5 => {
                 self.vtlb.invalidate(&self.machine, address);
                 self.apply();
-                let size = self.walk(address).map_or(1, |(_, level, _)| 1 << (9 * level));
-                let page = address >> 12;
-                let same = |other: u64| (other >> 12) / size == page / size;
-                self.forget(|other| other == address || same(other) && false, false);
+                self.forget(|other| other == address, false);
             }
             6 | 7 => self.load(self.below(ROOTS)),
             8 if self.below(8) == 0 => {

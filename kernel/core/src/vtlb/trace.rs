@@ -14,7 +14,7 @@ use core::cell::Cell;
 use core::sync::atomic::Ordering::Relaxed;
 
 use super::tables::{Ref, Table};
-use super::{Fill, Flush, Frames, SHARED, ShadowFormat, Vtlb, index};
+use super::{Fill, Flush, FrameAccess, SHARED, ShadowFormat, Vtlb, index};
 
 /// Number of counters of each filter of leaves, and of the others.
 const LEAVES: usize = 8192;
@@ -157,7 +157,7 @@ impl<F: ShadowFormat> Vtlb<F> {
     }
 
     /// Traces the page of a new table, if it can be traced.
-    pub(super) fn trace_table(&self, frames: &impl Frames, table: Ref) {
+    pub(super) fn trace_table(&self, frames: &impl FrameAccess, table: Ref) {
         let of = self.table(table);
         if !self.options.get().trace || of.is_split.get() || of.trace.is_traced.get() {
             return;
@@ -187,7 +187,7 @@ impl<F: ShadowFormat> Vtlb<F> {
 
     /// Finds the leaf of a page in the guest's map of its memory. A large one is removed, so that
     /// the page gets its own, and one that is not in the current space, too.
-    fn direct_alias(&self, frames: &impl Frames, page: u64) -> Option<(Ref, u16, u64)> {
+    fn direct_alias(&self, frames: &impl FrameAccess, page: u64) -> Option<(Ref, u16, u64)> {
         let mut found = None;
         let known = self.trace.direct.iter().map(Cell::get).filter(|direct| *direct != 0);
         let spaces = &self.spaces[..self.options.get().spaces.into()];
@@ -211,7 +211,7 @@ impl<F: ShadowFormat> Vtlb<F> {
     /// Alias of a page at the leaf in an entry. One that can't be the alias is removed.
     fn alias_at(
         &self,
-        frames: &impl Frames,
+        frames: &impl FrameAccess,
         (table, slot): (Ref, usize),
         address: u64,
         page: u64,
@@ -231,7 +231,7 @@ impl<F: ShadowFormat> Vtlb<F> {
     /// Table and entry of the leaf for an address, below a root.
     pub(super) fn leaf_in(
         &self,
-        frames: &impl Frames,
+        frames: &impl FrameAccess,
         root: Option<Ref>,
         address: u64,
     ) -> Option<(Ref, usize)> {
@@ -310,7 +310,7 @@ impl<F: ShadowFormat> Vtlb<F> {
 
     /// Returns whether a table was not written since the last call; from now on its writes are
     /// seen again.
-    pub(super) fn is_clean(&self, frames: &impl Frames, table: Ref) -> bool {
+    pub(super) fn is_clean(&self, frames: &impl FrameAccess, table: Ref) -> bool {
         let of = self.table(table);
         if !of.trace.is_traced.get() {
             // What prevented it lasts, most often.
@@ -331,7 +331,7 @@ impl<F: ShadowFormat> Vtlb<F> {
 
     /// Returns whether no table of the current space was written since the last call; then all are
     /// traced.
-    pub(super) fn is_space_clean(&self, frames: &impl Frames) -> bool {
+    pub(super) fn is_space_clean(&self, frames: &impl FrameAccess) -> bool {
         if !self.options.get().trace {
             return false;
         }
@@ -355,7 +355,7 @@ impl<F: ShadowFormat> Vtlb<F> {
         })
     }
 
-    fn alias_is_dirty(&self, frames: &impl Frames, of: &Table) -> bool {
+    fn alias_is_dirty(&self, frames: &impl FrameAccess, of: &Table) -> bool {
         of.trace.alias().is_some_and(|(table, slot, _)| {
             let leaf = &frames.words(self.table(table).shadow.get())[usize::from(slot)];
             !self.options.get().protect && leaf.load(Relaxed) & F::DIRTY != 0
@@ -364,7 +364,7 @@ impl<F: ShadowFormat> Vtlb<F> {
 
     /// Makes the alias of a table show the next write. All tables of the page become dirty if it
     /// has shown one.
-    fn clean_alias(&self, frames: &impl Frames, of: &Table) {
+    fn clean_alias(&self, frames: &impl FrameAccess, of: &Table) {
         let Some((table, slot, address)) = of.trace.alias() else { return };
         let is_protected = self.options.get().protect;
         if !is_protected && !self.alias_is_dirty(frames, of) {

@@ -29,7 +29,7 @@ pub struct Registers {
     pub efer: u64,
 }
 
-/// How the guest pages.
+/// Mode of the guest's paging.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Mode {
     /// It does not.
@@ -53,7 +53,7 @@ impl Registers {
         }
     }
 
-    /// How the guest pages.
+    /// Returns the mode of paging.
     pub fn mode(&self) -> Mode {
         if self.cr0 & cr0::PG == 0 {
             Mode::Off
@@ -88,9 +88,9 @@ impl Registers {
 }
 
 /// The guest's registers, as far as they are not in the VMCB.
-pub struct Control(Cell<Registers>);
+pub struct ControlRegisters(Cell<Registers>);
 
-impl Control {
+impl ControlRegisters {
     /// The guest's registers.
     pub fn get(&self, save: &SaveArea) -> Registers {
         let registers = self.0.get();
@@ -114,8 +114,8 @@ impl Control {
         save.cr0.set(real_cr0);
         save.cr4.set(real_cr4);
         save.efer.set(efer & !long | efer::SVME | efer::NXE);
-        // The selective intercept compares with the real value: a write that sets a forced bit would
-        // not be seen.
+        // The selective intercept compares with the real value: a write that sets a forced bit
+        // would not be seen.
         const CR0: u32 = intercept_cr::READ_CR0 | intercept_cr::WRITE_CR0;
         let accesses = |differs: bool, bits: u32| if differs { bits } else { 0 };
         let wanted =

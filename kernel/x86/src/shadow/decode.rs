@@ -4,7 +4,7 @@
 /// An instruction and its length in bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Instruction {
-    /// What it does.
+    /// Its effect.
     pub kind: Kind,
     /// Number of its register operand, in encoding order.
     pub register: usize,
@@ -12,7 +12,7 @@ pub struct Instruction {
     pub length: u64,
 }
 
-/// What an instruction does.
+/// Effect of an instruction.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Kind {
     /// `MOV CR3, r64`.

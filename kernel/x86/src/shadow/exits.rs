@@ -10,7 +10,7 @@ use hw_walk::{Intent, Paging, Translation};
 use hw_x86::msr::efer;
 use hw_x86::paging::{ENTRIES, cr4, entry, fault};
 use hw_x86::vmcb::{ControlArea, Vmcb, event, exit, tlb_control, v_intr};
-use kernel_core::vtlb::{Fill, Frames, Step};
+use kernel_core::vtlb::{Fill, FrameAccess, Step};
 
 use super::State;
 use super::control::Registers;
@@ -95,7 +95,7 @@ impl State {
         None
     }
 
-    /// Eight bytes of code, through the shadow tables; `None` if they are not there.
+    /// Eight bytes of code, through the shadow tables; `None` if these lack them.
     fn code(&self, address: u64) -> Option<u64> {
         let offset = address as usize & 0xfff;
         if offset > 4096 - 8 {

@@ -10,7 +10,7 @@ use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use hw_walk::PageTables;
 use hw_x86::paging::{ENTRIES, entry};
 use kernel_core::table::Format;
-use kernel_core::vtlb::Frames;
+use kernel_core::vtlb::FrameAccess;
 
 use crate::features::features;
 use crate::format::UserFormat;
@@ -54,7 +54,15 @@ pub struct GuestMemory {
     /// [`WRITABLE`].
     cache: [(Cell<u64>, Cell<u64>); CACHED],
     /// Recently used large leaves: number of the 2 MiB plus 1, leaf and level, physical address.
-    large: [(Cell<u64>, Cell<(u64, u32)>, Cell<u64>); CACHED],
+    large: [LargePage; CACHED],
+}
+
+/// A large leaf: see [`GuestMemory`].
+#[derive(Default)]
+struct LargePage {
+    number: Cell<u64>,
+    leaf: Cell<(u64, u32)>,
+    base: Cell<u64>,
 }
 
 /// The guest may write the page.
@@ -80,7 +88,7 @@ impl GuestMemory {
         let bits = features().physical_bits.min(52);
         self.reserved.set(entry::ADDRESS >> bits << bits);
         self.cache.iter().for_each(|(number, _)| number.set(0));
-        self.large.iter().for_each(|(number, ..)| number.set(0));
+        self.large.iter().for_each(|large| large.number.set(0));
     }
 
     /// Translates a guest-physical address.
@@ -88,7 +96,7 @@ impl GuestMemory {
     pub fn translate(&self, address: u64) -> Option<HostPage> {
         const LARGE: u64 = 1 << 21;
         let number = address / LARGE;
-        let (known, leaf, base) = &self.large[number as usize % CACHED];
+        let LargePage { number: known, leaf, base } = &self.large[number as usize % CACHED];
         if known.get() == number + 1 {
             let (leaf, level) = leaf.get();
             let physical = base.get() + (address & (LARGE - 1) & !0xfff);
@@ -178,7 +186,7 @@ impl PageTables for GuestMemory {
     }
 }
 
-impl Frames for GuestMemory {
+impl FrameAccess for GuestMemory {
     fn guest_page(&self, guest: u64) -> u64 {
         self.table_page(guest).unwrap_or(0)
     }
