@@ -155,7 +155,7 @@ mod tests {
             ("vtlb = \"1M\"", "\"1M\"", "without nested paging"),
             ("npt = true\nrung = \"sync\"", "\"sync\"", "`rung` belongs to"),
             ("trace = \"write\"", "\"write\"", "`trace` belongs to"),
-            ("npt = false\nvtlb = \"60K\"", "\"60K\"", "64 KiB to 1 MiB"),
+            ("npt = false\nvtlb = \"60K\"", "\"60K\"", "256 KiB to 1 MiB"),
             ("npt = false\nvtlb = \"65K\"", "\"65K\"", "a multiple of 4 KiB"),
             ("npt = false\nvtlb = \"2M\"", "\"2M\"", "(got 2 MiB)"),
             ("npt = false\nrung = \"cache=0\"", "\"cache=0\"", "1 to 32"),
@@ -176,7 +176,7 @@ mod tests {
         let of = |keys| describe(checked(keys).0.unwrap());
         assert_eq!(of("npt = false"), "vTLB of 1 MiB per vCPU up to invlpga");
         let cache = of("npt = false\nvtlb = \"256K\"\nrung = \"cache=4\"");
-        assert_eq!(cache, "vTLB of 64 KiB per vCPU up to cache=4");
+        assert_eq!(cache, "vTLB of 256 KiB per vCPU up to cache=4");
         assert_eq!(memory(checked("npt = false").0, 3), 3 << 20);
         assert_eq!(memory(None, 3), 0);
     }

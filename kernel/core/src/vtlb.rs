@@ -302,25 +302,24 @@ impl<F: ShadowFormat> Vtlb<F> {
         space.used.set(self.clock.get());
         space.key.set(key);
         let source = GuestSource { guest: key, host: host.unwrap_or(0) };
-        if let Some(root) = space.root.get().filter(|_| !is_known) {
-            // Its page is another one from now on.
-            self.trace.forget_table(self.table(root));
+        if let Some(root) = space.root.get() {
+            let of = self.table(root);
+            if !is_known {
+                // Its page is another one from now on.
+                self.trace.forget_table(of);
+            }
+            of.source.set(source);
+            of.is_split.set(host.is_none());
         }
         let mut is_clean = false;
         match space.root.get() {
             Some(root) if self.options.get().sync && host.is_some() => {
-                if !is_known {
-                    self.table(root).source.set(source);
-                }
                 is_clean = is_known && self.is_space_clean(frames);
                 if !is_clean {
                     self.sync(frames, root);
                 }
             }
-            Some(root) => {
-                self.table(root).source.set(source);
-                self.clear(frames, root);
-            }
+            Some(root) => self.clear(frames, root),
             None => {
                 let top = self.top.get();
                 let root = self.take_table(frames, index as u8, top, source)?;
@@ -380,12 +379,14 @@ impl<F: ShadowFormat> Vtlb<F> {
         }
     }
 
-    /// Physical address of the page at a linear address, if the current space has a translation.
-    pub fn translate(&self, frames: &impl FrameAccess, address: u64) -> Option<u64> {
+    /// Leaf for a linear address and physical address of the page, if the current space has a
+    /// translation.
+    pub fn translate(&self, frames: &impl FrameAccess, address: u64) -> Option<(u64, u64)> {
         let (table, slot) = self.leaf_in(frames, self.space().root.get(), address)?;
         let of = self.table(table);
+        let leaf = frames.words(of.shadow.get())[slot].load(Relaxed);
         let within = address & ((1 << (12 + 9 * of.level.get())) - 1) & !0xfff;
-        Some(F::address(frames.words(of.shadow.get())[slot].load(Relaxed)) + within)
+        Some((leaf, F::address(leaf) + within))
     }
 
     /// Removes all translations.

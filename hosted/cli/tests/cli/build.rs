@@ -19,7 +19,7 @@ fn content<'a>(bundle: &'a [u8], name: &str) -> &'a [u8] {
 #[test]
 fn a_whole_image() {
     let second = "initrd = \"kernel\"\ncmdline = \"quiet\"\nrestart = \"on-crash\"\non_reset = \"reset\"\nkvmclock = false\nvirtio_console = true\n\
-        [[vm]]\nname = \"b\"\nmemory = \"1G\"\nkernel = \"kernel\"\ncpus = { pin = [2] }\nessential = false\nnpt = false\nvtlb = \"128K\"\nrung = \"cache=3\"\n\
+        [[vm]]\nname = \"b\"\nmemory = \"1G\"\nkernel = \"kernel\"\ncpus = { pin = [2] }\nessential = false\nnpt = false\nvtlb = \"256K\"\nrung = \"cache=3\"\n\
         [[task]]\nname = \"t\"\nbinary = \"check-hostile\"\nargs = [\"1\", \"two\"]\ncpu = 3\npriority = 63\n";
     let folder = Folder::new(&format!("{ONE_VM}{second}"));
     folder.write("kernel", &bzimage());

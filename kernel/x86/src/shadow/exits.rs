@@ -120,7 +120,11 @@ impl State {
         if of == key && physical != 0 {
             return Some(physical);
         }
-        let found = self.tables().translate(&self.memory, address)?;
+        let (leaf, found) = self.tables().translate(&self.memory, address)?;
+        if leaf & entry::UNCACHED != 0 {
+            // Device memory: a read may have effects.
+            return None;
+        }
         known.set((key, found));
         Some(found)
     }
