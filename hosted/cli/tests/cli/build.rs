@@ -44,7 +44,7 @@ fn a_whole_image() {
     assert!(linux.virtio_console && !b.virtio_console);
     assert_eq!((&b.pins[..], b.essential, b.console), (&[2][..], false, None));
     assert_eq!(b.command_line, "console=ttyS0");
-    let vtlb = Vtlb { pool: 32, rung: Rung::Cache, spaces: 3, trace_writes: false };
+    let vtlb = Vtlb { pool: 64, rung: Rung::Cache, spaces: 3, trace_writes: false };
     assert_eq!((linux.vtlb, b.vtlb), (None, Some(vtlb)));
     // One file, used three times, is in the bundle once.
     assert_eq!(
