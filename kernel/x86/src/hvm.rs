@@ -60,7 +60,8 @@ pub trait Hvm: Clone + 'static {
     fn flush(&self, local: &Self::Local, root: u64);
     /// The second-stage tables at `root` have lost mappings.
     fn unmapped(&self, root: u64);
-    /// Prepares the guest's memory for an entry; frames are charged to `factory`.
+    /// Prepares the guest's memory for an entry, after [`Hvm::flush`]; frames are charged to
+    /// `factory`.
     fn prepare_memory(
         &self,
         memory: &Memory,

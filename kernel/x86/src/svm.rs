@@ -134,6 +134,66 @@ impl Svm {
         if taken { 0 } else { offered }
     }
 
+    /// Enters the guest until an exit for which `end` returns a reason.
+    #[inline(always)]
+    fn run(
+        &self,
+        local: &Local,
+        state: &VcpuState,
+        mut end: impl FnMut(u64) -> Option<u64>,
+    ) -> GuestExit {
+        let (vmcb, physical, host_state) = (self.vmcb(), self.physical, local.host_state.get());
+        let registers = state.gpr.as_ptr().cast::<u64>().cast_mut();
+        vmcb.save.rax.set(state.gpr[gpr::RAX].get());
+        let mut handled = 0;
+        // SAFETY: host state is saved in this CPU's own page and restored from there, before any
+        // use of GS or SYSRET; the VMCB is complete, with the kernel's maps and tables.
+        let reason = unsafe {
+            switch::load_guest(physical, host_state);
+            let reason = loop {
+                switch::world_switch(physical, registers);
+                let code = vmcb.control.exit_code.get();
+                if code != VMMCALL {
+                    match end(code) {
+                        Some(reason) => break reason,
+                        None => {
+                            handled += 1;
+                            continue;
+                        }
+                    }
+                }
+                if vmcb.save.rax.get() != HYPERCALL_VERSION {
+                    break HYPERCALL;
+                }
+                // A hypercall handled in the kernel.
+                handled += 1;
+                vmcb.save.rax.set(ABI_VERSION as u64);
+                step_over_hypercall(vmcb);
+                vmcb.control.event_inj.set(0);
+                vmcb.control.tlb_control.set(tlb_control::NOTHING);
+            };
+            switch::restore_host(physical, host_state);
+            let uses_virq = self.window.get() != 0 || self.virq_offered.get() != 0;
+            if uses_virq && is_tcg() {
+                switch::reevaluate_interrupts();
+            }
+            switch::end_guest_mode(reason == internal::HOST_INTERRUPT);
+            reason
+        };
+        state.gpr[gpr::RAX].set(vmcb.save.rax.get());
+        GuestExit { reason, handled }
+    }
+
+    /// Enters a guest with a vTLB, which handles some of its exits.
+    #[cold]
+    #[inline(never)]
+    fn enter_shadow(&self, shadow: &Shadow, local: &Local, state: &VcpuState) -> GuestExit {
+        shadow.apply(&local.asids, self.vmcb());
+        let found = self.run(local, state, |_| shadow.handle(&local.asids, self.vmcb(), state));
+        shadow.show_counters(state);
+        found
+    }
+
     /// Shows the guest's own control registers in the state page, if the processor has others.
     #[inline(always)]
     fn show_control(&self, state: &VcpuState, groups: u64) {
@@ -258,8 +318,7 @@ impl Hvm for Svm {
         let control = &self.vmcb().control;
         self.is_changed.set(true);
         if let Some(shadow) = &self.shadow {
-            // The entry assigns an ASID.
-            self.asid_epoch.set(local.asids.epoch());
+            // The entry assigns an ASID. Without an epoch, every entry is prepared.
             return shadow.set_root(root);
         }
         self.asid_epoch.set(local.asids.assign(control));
@@ -315,57 +374,14 @@ impl Hvm for Svm {
 
     #[inline(always)]
     fn enter(&self, local: &Local, state: &VcpuState) -> GuestExit {
-        let (vmcb, physical, host_state) = (self.vmcb(), self.physical, local.host_state.get());
-        let registers = state.gpr.as_ptr().cast::<u64>().cast_mut();
-        vmcb.save.rax.set(state.gpr[gpr::RAX].get());
-        let mut handled = 0;
-        if let Some(shadow) = &self.shadow {
-            shadow.apply(&local.asids, vmcb);
+        match &self.shadow {
+            None => self.run(local, state, |code| Some(exit::reason(code))),
+            Some(shadow) => self.enter_shadow(shadow, local, state),
         }
-        // SAFETY: host state is saved in this CPU's own page and restored from there, before any
-        // use of GS or SYSRET; the VMCB is complete, with the kernel's maps and tables.
-        let reason = unsafe {
-            switch::load_guest(physical, host_state);
-            let reason = loop {
-                switch::world_switch(physical, registers);
-                let code = vmcb.control.exit_code.get();
-                if code != VMMCALL {
-                    let Some(shadow) = &self.shadow else { break exit::reason(code) };
-                    match shadow.handle(&local.asids, vmcb, state) {
-                        Some(reason) => break reason,
-                        None => {
-                            handled += 1;
-                            continue;
-                        }
-                    }
-                }
-                if vmcb.save.rax.get() != HYPERCALL_VERSION {
-                    break HYPERCALL;
-                }
-                // A hypercall handled in the kernel.
-                handled += 1;
-                vmcb.save.rax.set(ABI_VERSION as u64);
-                step_over_hypercall(vmcb);
-                vmcb.control.event_inj.set(0);
-                vmcb.control.tlb_control.set(tlb_control::NOTHING);
-            };
-            switch::restore_host(physical, host_state);
-            let uses_virq = self.window.get() != 0 || self.virq_offered.get() != 0;
-            if uses_virq && is_tcg() {
-                switch::reevaluate_interrupts();
-            }
-            switch::end_guest_mode(reason == internal::HOST_INTERRUPT);
-            reason
-        };
-        state.gpr[gpr::RAX].set(vmcb.save.rax.get());
-        GuestExit { reason, handled }
     }
 
     #[inline(always)]
     fn finish(&self, state: &VcpuState) {
-        if let Some(shadow) = &self.shadow {
-            shadow.show_counters(state);
-        }
         let control = &self.vmcb().control;
         let undelivered = if self.virq_offered.get() != 0 { self.withdraw_virq() } else { 0 };
         control.tlb_control.set(tlb_control::NOTHING);

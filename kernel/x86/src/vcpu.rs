@@ -301,9 +301,9 @@ fn prepare(kernel: &Kernel<X86>, local: &Local, entry: GuestEntry<'_>) -> Result
             frames.hvm.unmapped(root);
         }
         frames.hvm.flush(&local.extension, root);
+        let prepared = frames.hvm.prepare_memory(&kernel.memory, entry.vcpu.factory, state);
+        prepared.map_err(EntryError::Failed)?;
     }
-    let factory = entry.vcpu.factory;
-    frames.hvm.prepare_memory(&kernel.memory, factory, state).map_err(EntryError::Failed)?;
     if frames.port_generation.get() != vm.space.port_generation.get() {
         frames.port_generation.set(vm.space.port_generation.get());
         if let Some(map) = vm.space.port_map.get() {
