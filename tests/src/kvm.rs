@@ -299,7 +299,7 @@ pub fn micro_guests() -> Batch {
             ensure!(is_good && !part.contains("FAILED"), "expected {code}, {text:?}");
             Ok(())
         };
-        let run = format!("parador run /{name} -c {cpus} -m 64M --backend kvm --timeout 300s");
+        let run = format!("parador run /{name} -c {cpus} -m 64M --backend kvm --timeout 600s");
         Vm { name, script: run, check: Box::new(check) }
     };
     let fill = |root: &Path| GUESTS.iter().try_for_each(|(name, ..)| copy_guest(name, root));
