@@ -42,7 +42,7 @@ use tables::{Ref, Table};
 pub const MAX_TABLES: usize = 128;
 /// Maximum number of spaces that are kept.
 pub const MAX_SPACES: usize = 32;
-/// FrameAccess of a table: its entries, and the copies of the guest's.
+/// Frames of a table: its entries, and the copies of the guest's.
 pub const FRAMES_PER_TABLE: u64 = 2;
 /// Maximum number of entries that a flush compares.
 const SYNC_BUDGET: u32 = 2048;
@@ -115,7 +115,7 @@ pub enum Flush {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct NeedsFrames;
 
-/// VtlbCounters.
+/// Counters of a vTLB.
 #[derive(Default, Debug)]
 pub struct VtlbCounters {
     /// Tables evicted.
@@ -175,7 +175,7 @@ pub struct Vtlb<F> {
     shared_changes: Cell<u64>,
     recent: fill::Recent,
     trace: trace::Trace,
-    /// VtlbCounters.
+    /// Counters.
     pub counters: VtlbCounters,
     format: core::marker::PhantomData<F>,
 }

@@ -137,8 +137,8 @@ impl<F: ShadowFormat> Vtlb<F> {
         Ok(())
     }
 
-    /// Returns the table below the entry for an address; allocates it if it is missing, and
-    /// replaces it if the guest's entry has changed.
+    /// Allocates the table below the entry for an address, which is missing, or replaces it,
+    /// because the guest's entry has changed.
     #[inline(never)]
     fn descend(
         &self,
@@ -147,9 +147,6 @@ impl<F: ShadowFormat> Vtlb<F> {
         level: u32,
         fill: &Fill<'_>,
     ) -> Result<Ref, NeedsFrames> {
-        if let Some(child) = self.matching(frames, table, level, fill) {
-            return Ok(child);
-        }
         let slot = index(fill.address, level);
         let value = fill.step(self.top.get(), level).value;
         let (guest, is_split) = fill.source(self.top.get(), level - 1);
@@ -161,7 +158,10 @@ impl<F: ShadowFormat> Vtlb<F> {
         self.remove(frames, table, slot, fill.address);
         let child = if is_shared {
             let shared = self.shared_root(frames)?;
-            self.descend(frames, shared, level, fill)?
+            match self.matching(frames, shared, level, fill) {
+                Some(child) => child,
+                None => self.descend(frames, shared, level, fill)?,
+            }
         } else {
             let owner = self.table(table).owner.get();
             let child = self.take_table(frames, owner, level - 1, source)?;

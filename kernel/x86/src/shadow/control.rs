@@ -136,7 +136,7 @@ pub fn set_intercepts(control: &ControlArea) {
     control.intercept_exceptions.set(exceptions);
 }
 
-/// Returns whether this machine can run guests with a vTLB: shadow entries forbid execution.
+/// Returns whether this machine can run guests with a vTLB.
 pub fn is_supported() -> bool {
     features().svm
 }
