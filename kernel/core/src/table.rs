@@ -230,17 +230,22 @@ fn walk<F: Format>(
     Ok(table)
 }
 
-/// Returns the physical address of `page`, and its leaf entry.
-pub fn translate<F: Format>(tables: &impl Tables, root: u64, page: u64) -> Option<(u64, u64)> {
+/// Returns the physical address of `page`, its leaf entry and the level of that. `read` reads an
+/// entry of the table at a physical address.
+pub fn translate<F: Format>(
+    read: impl Fn(u64, usize) -> u64,
+    root: u64,
+    page: u64,
+) -> Option<(u64, u64, u32)> {
     let mut table = root;
     for level in (0..=F::ROOT_LEVEL).rev() {
-        let entry = tables.read(table, index(page, level));
+        let entry = read(table, index(page, level));
         if !F::is_present(entry) {
             return None;
         }
         if F::is_leaf(entry, level) {
             let within = page & ((1 << (level * LEVEL_BITS)) - 1);
-            return Some((F::address(entry) + within * abi::PAGE_SIZE, entry));
+            return Some((F::address(entry) + within * abi::PAGE_SIZE, entry, level));
         }
         table = F::address(entry);
     }

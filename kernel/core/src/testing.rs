@@ -280,7 +280,8 @@ impl Tables for View<'_> {
 /// rights.
 pub fn translate(kernel: &Kernel<Fake>, space: SpaceRef<Fake>, page: u64) -> Option<(u64, Access)> {
     let root = kernel.memory.physical(kernel.space(space)?.root);
-    let (physical, entry) = table::translate::<Invented>(&View(&kernel.memory), root, page)?;
+    let read = |table, index| View(&kernel.memory).read(table, index);
+    let (physical, entry, _) = table::translate::<Invented>(read, root, page)?;
     Some((physical >> abi::PAGE_SHIFT, Invented::access(entry)))
 }
 

@@ -35,7 +35,8 @@ impl Recorder {
     }
 
     fn look(&self, page: u64) -> Option<Leaf> {
-        let (physical, entry) = translate::<Invented>(self, ROOT, page)?;
+        let (physical, entry, _) =
+            translate::<Invented>(|at, index| self.read(at, index), ROOT, page)?;
         Some((physical, Invented::access(entry)))
     }
 }

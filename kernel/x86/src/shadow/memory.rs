@@ -9,7 +9,7 @@ use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use hw_walk::PageTables;
 use hw_x86::paging::{ENTRIES, entry};
-use kernel_core::table::Format;
+use kernel_core::table::translate;
 use kernel_core::vtlb::FrameAccess;
 
 use crate::features::features;
@@ -116,21 +116,10 @@ impl GuestMemory {
         if address >> GUEST_BITS != 0 || self.root.get() == 0 {
             return None;
         }
-        let mut table = self.root.get();
-        for level in (0..=UserFormat::ROOT_LEVEL).rev() {
-            let shift = 12 + 9 * level;
-            let found = page(table)[(address >> shift) as usize % ENTRIES].load(Relaxed);
-            if !UserFormat::is_present(found) {
-                return None;
-            }
-            let next = UserFormat::address(found);
-            if UserFormat::is_leaf(found, level) {
-                let within = address & ((1 << shift) - 1) & !0xfff;
-                return Some(HostPage { leaf: found, level, physical: next + within });
-            }
-            table = next;
-        }
-        None
+        let read = |table, index: usize| page(table)[index].load(Relaxed);
+        let (physical, leaf, level) =
+            translate::<UserFormat>(read, self.root.get(), address >> 12)?;
+        Some(HostPage { leaf, level, physical })
     }
 
     /// Physical address of the page of RAM at a guest-physical address, with [`WRITABLE`].
