@@ -19,6 +19,7 @@ macro_rules! from_code {
     };
 }
 
+pub mod agent;
 pub mod bytes;
 pub mod channel;
 pub mod console;

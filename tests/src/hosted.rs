@@ -7,6 +7,7 @@ pub mod debugger;
 pub mod disks;
 pub mod durability;
 pub mod escape;
+pub mod exec;
 pub mod host;
 pub mod linux;
 pub mod memory;

@@ -71,6 +71,14 @@ pub const GROUPS: &[Group] = &[
 
 const HOST_PACKAGE: &str = "parador";
 
+/// Process 1 of the guests of `parador exec`: a Linux program without shared libraries, since it
+/// runs before there is a root directory.
+const AGENT_PACKAGE: &str = "guests-agent";
+/// Its binary.
+const AGENT: &str = "parador-agent";
+/// Programs of one target do not share flags with build scripts and macros, which are the host's.
+const AGENT_TARGET: &str = "x86_64-unknown-linux-gnu";
+
 /// Programs for Linux guests, and their sources: a test of the driver for channels; everything that
 /// programs ask of a kernel; what they must not get of it; random programs; a test of sockets
 /// between guest and host. 32-bit programs are made without a library, whose 32-bit kind not every
@@ -121,6 +129,8 @@ struct Selection {
     groups: Vec<(&'static Group, Vec<&'static str>)>,
     /// Entries of [`LINUX_PROGRAMS`], by name.
     linux: Vec<&'static str>,
+    /// [`AGENT_PACKAGE`].
+    agent: bool,
     /// The program `parador`.
     host: bool,
 }
@@ -138,7 +148,7 @@ impl Selection {
         };
         let linux = LINUX_PROGRAMS.iter().map(|program| program.0);
         let is_known = |word: &str| {
-            [RUNTIME, "host", HOST_PACKAGE].contains(&word)
+            [RUNTIME, "host", HOST_PACKAGE, AGENT_PACKAGE].contains(&word)
                 || GROUPS.iter().any(|group| group.name == word || group.packages.contains(&word))
                 || linux.clone().any(|name| name == word)
         };
@@ -152,6 +162,7 @@ impl Selection {
         Ok(Self {
             groups: groups.filter(|(_, packages)| !packages.is_empty()).collect(),
             linux: linux.clone().filter(|name| has(name)).collect(),
+            agent: ["guests", AGENT_PACKAGE, RUNTIME].into_iter().any(has),
             host: has("host") || has(HOST_PACKAGE),
         })
     }
@@ -165,6 +176,9 @@ pub fn build(arguments: &[String]) -> Result<()> {
         .with_context(|| format!("cannot make {}", artifacts.display()))?;
     for (group, packages) in &selection.groups {
         build_group(group, packages, &artifacts)?;
+    }
+    if selection.agent {
+        build_agent(&artifacts)?;
     }
     for (name, source, flags) in LINUX_PROGRAMS {
         if selection.linux.contains(&name) {
@@ -197,6 +211,16 @@ pub fn group_cargo(group: &Group, subcommand: &str, packages: &[&str]) -> Result
         command.args(["--package", package]);
     }
     Ok(command)
+}
+
+fn build_agent(artifacts: &Path) -> Result<()> {
+    let folder = target().join("agent");
+    let flags = "-Ctarget-feature=+crt-static -Crelocation-model=static";
+    let mut command = host_cargo();
+    command.args(["build", "--release", "--package", AGENT_PACKAGE, "--target", AGENT_TARGET]);
+    command.env("RUSTFLAGS", flags).arg("--target-dir").arg(&folder);
+    run(&mut command)?;
+    collect(&folder.join(AGENT_TARGET).join("release").join(AGENT), &artifacts.join(AGENT))
 }
 
 fn build_group(group: &Group, packages: &[&str], artifacts: &Path) -> Result<()> {

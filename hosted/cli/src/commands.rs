@@ -52,6 +52,18 @@ Exit codes: 0 the guest powered off; 1-63 code of the guest; 64 usage; 65 invali
 77 permission denied; 80 guest panic; 81 guest triple fault; 83 guest reset; 124 time limit;
 128+n signal n.")]
     Run(Box<run::Options>),
+    /// Run one command in a VM of its own.
+    #[command(after_help = "\
+Examples:
+  parador exec / -- uname -r
+  parador exec --net user debian-root -- apt-get update
+  parador exec disk.img --ro /srv -- make -C /srv/project check
+
+The current folder is shared with changes, at its own path, and the command has the caller's user ID.
+
+Exit codes: the command's own, 0-255; 128+n signal n; 124 time limit; 125 Parador failed;
+126 the command cannot be started; 127 it does not exist.")]
+    Exec(Box<hosted_exec::Options>),
     /// Query or control a running VM (pause, resume, reset, shutdown).
     #[command(after_help = "\
 Examples:
@@ -238,6 +250,7 @@ const ISO: &str = "boot.iso";
 pub fn run(cli: Cli) -> Result<u8, Failure> {
     match cli.command {
         Command::Run(options) => run::run(&options),
+        Command::Exec(options) => Ok(hosted_exec::run(&options)),
         Command::Ctl(options) => ctl::run(&options),
         Command::Doctor(options) => doctor::run(&options),
         Command::System(command) => system(command),

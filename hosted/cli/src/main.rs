@@ -32,7 +32,7 @@ fn main() -> ExitCode {
             let value = std::error::Error::source(&error);
             if let Some(failure) = value.and_then(|value| value.downcast_ref::<Failure>()) {
                 failure.print();
-                return ExitCode::from(failure.code());
+                return ExitCode::from(if is_exec() { usage() } else { failure.code() });
             }
             if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) {
                 // There is no fallback if the message cannot be printed.
@@ -48,7 +48,7 @@ fn main() -> ExitCode {
             } else {
                 let _ = error.print();
             }
-            return ExitCode::from(failure::USAGE);
+            return ExitCode::from(usage());
         }
     };
     match commands::run(arguments) {
@@ -58,4 +58,14 @@ fn main() -> ExitCode {
             ExitCode::from(failure.code())
         }
     }
+}
+
+/// Returns whether the arguments are those of `parador exec`.
+fn is_exec() -> bool {
+    std::env::args_os().nth(1).is_some_and(|command| command == "exec")
+}
+
+/// Returns the exit code of wrong usage: `parador exec` leaves all others to its command.
+fn usage() -> u8 {
+    if is_exec() { hosted_exec::FAILED } else { failure::USAGE }
 }

@@ -8,6 +8,7 @@ use crate::trust;
 use clap::Args;
 use std::env;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 /// File name of the kernel among the programs.
 pub const KERNEL: &str = "kernel.elf";
@@ -33,6 +34,15 @@ impl Named {
         tree.or_else(|| self.artifacts.clone().map(Origin::Folder))
             .or_else(|| variable("PARADOR_ARTIFACTS").map(|path| Origin::Folder(path.into())))
             .or_else(|| variable("PARADOR_TREE").map(|path| Origin::Tree(path.into())))
+    }
+
+    /// Adds the options to another `parador`, which has the same environment.
+    pub fn pass(&self, command: &mut Command) {
+        for (option, folder) in [("--artifacts", &self.artifacts), ("--tree", &self.tree)] {
+            if let Some(folder) = folder {
+                command.arg(option).arg(folder);
+            }
+        }
     }
 
     /// Returns whether the command line or the environment sets a location.

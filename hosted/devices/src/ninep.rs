@@ -29,11 +29,11 @@ use rustix::fs::{self, AtFlags, Mode, OFlags, RawDir, SeekFrom, Stat, Timespec, 
 use rustix::fs::{Gid, Uid};
 use rustix::io::{Errno, fcntl_dupfd_cloexec};
 
-use message::{Answer, Fields};
+use message::{Answer, Devices, Fields};
 pub use message::{error, tag};
 
-/// Longest message in bytes: 64 KiB of data and their header.
-pub const MAX_MESSAGE: usize = 64 * 1024 + 24;
+/// Longest message in bytes: 1 MiB of data and their header.
+pub const MAX_MESSAGE: usize = (1 << 20) + 24;
 /// Shortest message size that a driver may negotiate.
 const MIN_MESSAGE: u32 = 256;
 
@@ -167,6 +167,7 @@ pub struct NinepServer {
     /// `/proc/self/fd`: reopens or modifies the file of [`Fid::path`].
     descriptors: OwnedFd,
     read_only: bool,
+    devices: Devices,
     /// Longest response in bytes.
     most: AtomicU32,
     fids: Mutex<Fids>,
@@ -179,10 +180,14 @@ impl NinepServer {
     /// There is no `/proc`.
     pub fn new(folder: OwnedFd, read_only: bool) -> Result<Self, Failed> {
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let devices = Devices::default();
+        // Its own file system is the first.
+        devices.number(&fs::fstat(&folder)?);
         Ok(Self {
             folder,
             descriptors: fs::open("/proc/self/fd", flags, Mode::empty())?,
             read_only,
+            devices,
             most: AtomicU32::new(MAX_MESSAGE as u32),
             fids: Mutex::new(Fids { session: 0, all: BTreeMap::new() }),
         })
@@ -264,7 +269,8 @@ impl NinepServer {
                 let (folder, _) = self.fid(fields.word()?)?;
                 let name = fields.name()?;
                 fs::mkdirat(&folder.path, name, fields.mode()?)?;
-                answer.identity(&fs::statat(&folder.path, name, AtFlags::SYMLINK_NOFOLLOW)?);
+                let stat = fs::statat(&folder.path, name, AtFlags::SYMLINK_NOFOLLOW)?;
+                answer.identity(&stat, &self.devices);
                 Ok(())
             }
             kind::RENAMEAT => {
@@ -371,7 +377,7 @@ impl NinepServer {
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let (fid, stat) = Fid::new(fs::openat(&self.folder, c".", flags, Mode::empty())?)?;
         self.enter(session, number, fid, None)?;
-        answer.identity(&stat);
+        answer.identity(&stat, &self.devices);
         Ok(())
     }
 
@@ -403,7 +409,7 @@ impl NinepServer {
             self.enter(session, new, Fid::new(path)?.0, instead)?;
         }
         answer.half(found.len() as u16);
-        found.iter().for_each(|stat| answer.identity(stat));
+        found.iter().for_each(|stat| answer.identity(stat, &self.devices));
         Ok(())
     }
 
@@ -413,7 +419,7 @@ impl NinepServer {
         let (fid, _) = self.fid(fields.word()?)?;
         let stat = fs::fstat(&fid.path)?;
         answer.quad(BASIC);
-        answer.identity(&stat);
+        answer.identity(&stat, &self.devices);
         answer.word(stat.st_mode);
         answer.word(stat.st_uid);
         answer.word(stat.st_gid);
@@ -507,11 +513,16 @@ impl NinepServer {
         fid.may_be_opened()?;
         let flags = OFlags::from_bits_retain(flags & OPEN_FLAGS) | OFlags::CLOEXEC;
         let name = number(&fid.path);
-        let open = fs::openat(&self.descriptors, &name[..], flags, Mode::empty())?;
+        let open = |flags| fs::openat(&self.descriptors, &name[..], flags, Mode::empty());
+        let open = match open(flags) {
+            // Only the owner may ask for it, and drivers ask for all files (overlayfs does).
+            Err(Errno::PERM) if flags.contains(OFlags::NOATIME) => open(flags - OFlags::NOATIME),
+            open => open,
+        }?;
         let stat = fs::fstat(&open)?;
         // A fid can be opened once.
         fid.open.set(open).map_err(|_| Errno::INVAL)?;
-        answer.identity(&stat);
+        answer.identity(&stat, &self.devices);
         // I/O unit: as much as fits into a message.
         answer.word(0);
         Ok(())
@@ -534,7 +545,7 @@ impl NinepServer {
         let (fid, stat) = Fid::new(path)?;
         let _ = fid.open.set(open);
         self.enter(session, number_of_fid, fid, Some(&folder))?;
-        answer.identity(&stat);
+        answer.identity(&stat, &self.devices);
         answer.word(0);
         Ok(())
     }
@@ -598,7 +609,7 @@ impl NinepServer {
                 stat => stat?,
             };
             let before = answer.0.len();
-            answer.identity(&stat);
+            answer.identity(&stat, &self.devices);
             answer.quad(entry.next_entry_cookie());
             // As `d_type` of readdir(3).
             answer.0.push((stat.st_mode >> 12) as u8);

@@ -107,12 +107,17 @@ mod tests {
             let served = fs::File::open(folder.path()).unwrap();
             let server = NinepServer::new(served.into(), read_only).unwrap();
             let rig = Self { server, folder };
+            rig.attach();
+            rig
+        }
+
+        /// Begins a session.
+        fn attach(&self) {
             let version = [&8192_u32.to_le_bytes()[..], &name("9P2000.L")].concat();
-            rig.say(100, &version).unwrap();
+            self.say(100, &version).unwrap();
             let fids = [ROOT.to_le_bytes(), u32::MAX.to_le_bytes()].concat();
             let attach = [&fids[..], &name("user"), &name(""), &0_u32.to_le_bytes()].concat();
-            rig.say(104, &attach).unwrap();
-            rig
+            self.say(104, &attach).unwrap();
         }
 
         /// Sends a message and returns the fields of the answer.
@@ -240,6 +245,29 @@ mod tests {
         rig.walk(3, &["file"]).unwrap();
         let listed = [&words(&[3])[..], &[0; 8], &words(&[70])].concat();
         assert_eq!(rig.say(kind::READDIR, &listed), Err(errno::ENOTDIR));
+    }
+
+    /// A driver would take the root folders of file systems, which have equal inode numbers, for
+    /// one.
+    #[test]
+    fn files_of_different_file_systems_are_different() {
+        let [proc, sys] = ["/proc", "/sys"].map(|path| fs::metadata(path).unwrap());
+        assert_eq!(proc.ino(), sys.ino(), "the test is about these");
+        let server = NinepServer::new(fs::File::open("/").unwrap().into(), true).unwrap();
+        let rig = Rig { server, folder: tempfile::tempdir().unwrap() };
+        rig.attach();
+        let number = |path: &str| {
+            let names = if path.is_empty() { &[][..] } else { &[path] };
+            rig.walk(2, names).unwrap();
+            // After the attributes that are valid: type, version, number.
+            let answer = rig.say(kind::GETATTR, &words(&[2, !0, !0])).unwrap();
+            rig.say(kind::CLUNK, &words(&[2])).unwrap();
+            u64::from_le_bytes(answer[13..21].try_into().unwrap())
+        };
+        let found = ["", "proc", "sys", "proc"].map(number);
+        assert_eq!(found[0], fs::metadata("/").unwrap().ino(), "the share's own file system");
+        assert_ne!(found[1], found[2]);
+        assert_eq!(found[1], found[3]);
     }
 
     #[test]

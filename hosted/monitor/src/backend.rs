@@ -1,8 +1,9 @@
 //! Back ends of `parador run`: the choice of one, and the preparation of a VM for its first
 //! process.
 
+use crate::companion::{AGENT, WEDGE, Wedge};
 use crate::compat;
-use crate::config::is_busybox;
+use crate::config::BuiltInitrd;
 use crate::config::net::NetConfig;
 use crate::config::vm::{BackendChoice, Optimisation, Protection, Sandbox, VmConfig};
 use crate::exit::BackendKind;
@@ -10,7 +11,6 @@ use crate::kvm;
 use crate::net::NetBackend;
 use crate::spec::Spec;
 use crate::vm_files::VmFiles;
-use crate::wedge::{self, Wedge};
 use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::fetch;
 use hosted_command::interrupt::Interruptible;
@@ -115,6 +115,8 @@ pub struct Backend {
     program: Program,
     /// Kernel command line.
     command_line: String,
+    /// Location of Parador's binaries.
+    programs: Named,
 }
 
 /// Program of the VM's first process.
@@ -135,14 +137,17 @@ impl Backend {
     /// Finds the program that runs such a kernel, and decides what depends on the host.
     pub fn new(spec: &Spec, image: &KernelImage<'_>, named: &Named) -> Result<Self, Failure> {
         match image {
-            KernelImage::Kvm(_) => {
-                Ok(Self { program: Program::Kvm, command_line: line(spec, KVM_COMMAND_LINE) })
-            }
-            KernelImage::Process(_) => Self::of_processes(spec, Wedge::find(named)?),
+            KernelImage::Kvm(_) => Ok(Self {
+                program: Program::Kvm,
+                command_line: line(spec, KVM_COMMAND_LINE),
+                programs: named.clone(),
+            }),
+            KernelImage::Process(_) => Self::of_processes(spec, named),
         }
     }
 
-    fn of_processes(spec: &Spec, wedge: Wedge) -> Result<Self, Failure> {
+    fn of_processes(spec: &Spec, named: &Named) -> Result<Self, Failure> {
+        let wedge = Wedge::find(named)?;
         let (use_keys, open) = use_protection_keys(spec.vm())?;
         let (command_line, compat) = match compat::is_there() {
             true => (line(spec, COMMAND_LINE), option::COMPAT),
@@ -156,7 +161,8 @@ impl Backend {
                 .help("shorten --cmdline; move settings to a script on a disk or --share"));
         }
         let options = compat | if use_keys { option::KEYS } else { 0 };
-        Ok(Self { program: Program::Wedge { wedge, options, open }, command_line })
+        let program = Program::Wedge { wedge, options, open };
+        Ok(Self { program, command_line, programs: named.clone() })
     }
 
     /// Returns which back end this is.
@@ -171,7 +177,7 @@ impl Backend {
     pub fn process_name(&self) -> &'static str {
         match self.program {
             Program::Kvm => "kvm",
-            Program::Wedge { .. } => wedge::NAME,
+            Program::Wedge { .. } => WEDGE.name,
         }
     }
 
@@ -234,7 +240,7 @@ impl Backend {
         image: &KernelImage<'_>,
     ) -> Result<Start, Failure> {
         let mut nets = open_nets(&spec.config.net)?;
-        let initrd = initrd(spec.vm().initrd.as_deref())?;
+        let initrd = initrd(spec.vm().initrd.as_deref(), &self.programs)?;
         let (prepared, more) = match image {
             KernelImage::Process(image) => {
                 (self.load(spec, files, &nets, image, initrd.as_deref())?, Vec::new())
@@ -391,12 +397,14 @@ fn open_nets(nets: &[NetConfig]) -> Result<Vec<NetBackend>, Failure> {
 }
 
 /// Reads or builds the configured RAM disk.
-fn initrd(path: Option<&Path>) -> Result<Option<Vec<u8>>, Failure> {
-    match path {
-        None => Ok(None),
-        Some(path) if is_busybox(path) => busybox().map(Some),
-        Some(path) => fs::read(path).map(Some).file_error("read", path),
-    }
+fn initrd(path: Option<&Path>, named: &Named) -> Result<Option<Vec<u8>>, Failure> {
+    let Some(path) = path else { return Ok(None) };
+    let initrd = match BuiltInitrd::of(path) {
+        Some(BuiltInitrd::Busybox) => busybox(),
+        Some(BuiltInitrd::Agent) => AGENT.read(named).map(|agent| initramfs::agent(&agent)),
+        None => fs::read(path).file_error("read", path),
+    };
+    initrd.map(Some)
 }
 
 /// Builds the RAM disk with a shell.

@@ -134,7 +134,7 @@ impl Config {
         let targets = console.iter_mut().filter_map(|console| console.0.as_mut());
         let console = targets.filter_map(Target::path_mut);
         let serial = serial.iter_mut().filter_map(Target::path_mut);
-        let initrd = initrd.iter_mut().filter(|path| !is_busybox(path));
+        let initrd = initrd.iter_mut().filter(|path| BuiltInitrd::of(path).is_none());
         let metrics = metrics.iter_mut().filter(|path| !is_stdout(path));
         let disks = self.disk.iter_mut().map(|disk| &mut disk.path);
         let shares = self.share.iter_mut().map(|share| &mut share.path);
@@ -180,9 +180,24 @@ impl Config {
     }
 }
 
-/// Returns whether an initial RAM disk is the one built from busybox.
-pub fn is_busybox(path: &Path) -> bool {
-    path == Path::new("busybox")
+/// Initial RAM disk that is built when the VM starts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BuiltInitrd {
+    /// With a shell, by busybox.
+    Busybox,
+    /// With the agent of `parador exec` alone.
+    Agent,
+}
+
+impl BuiltInitrd {
+    /// Returns the RAM disk that this value of `--initrd` names; `None`: it is a file.
+    pub fn of(path: &Path) -> Option<Self> {
+        match path.to_str()? {
+            "busybox" => Some(Self::Busybox),
+            "agent" => Some(Self::Agent),
+            _ => None,
+        }
+    }
 }
 
 /// Returns whether a file is standard output.

@@ -1,15 +1,16 @@
 //! Monitor of VMs on Linux: `parador run`, its control socket (`parador ctl`), the check of the
 //! host (`parador doctor`), and systems in QEMU (`parador system emulate`).
 //!
-//! A VM is a child process (`vm_process`), either the wedge (`wedge`) or a KVM process (`kvm`),
+//! A VM is a child process (`vm_process`), either the wedge (`companion`) or a KVM process (`kvm`),
 //! with device processes next to it (`device`). The other processes are `parador` again: see
 //! [`become_part`].
 #![forbid(unsafe_code)]
 
 mod api;
 mod backend;
+mod companion;
 mod compat;
-mod config;
+pub mod config;
 mod console;
 mod control;
 pub mod ctl;
@@ -40,11 +41,10 @@ mod state;
 mod statistics;
 mod supervisor;
 mod switch;
-mod terminal;
+pub mod terminal;
 mod vm_files;
 mod vm_process;
 mod vsock;
-mod wedge;
 
 use hosted_command::supervise;
 use std::process::ExitCode;
@@ -52,7 +52,7 @@ use std::process::ExitCode;
 /// Becomes the process of a VM as which this program was started again. Returns its exit code;
 /// `None` in an ordinary `parador`.
 pub fn become_part() -> Option<ExitCode> {
-    supervise::become_other_program(wedge::NAME, wedge::copy)
+    supervise::become_other_program(companion::WEDGE.name, companion::wedge_in_memory)
         .or_else(device::become_device)
         .or_else(relay::become_relay)
         .or_else(switch::become_switch)

@@ -53,7 +53,7 @@ impl NetConfig {
         if self.kind == Some(Kind::None) {
             return Ok(None);
         }
-        let (passt, socket) = Passt::start(&self.hostfwd, self.hostloopback)?;
+        let (passt, socket) = Passt::start(&self.hostfwd, self.hostloopback, self.address)?;
         Ok(Some(NetBackend { descriptor: socket.into(), record: stream, passt: Some(passt) }))
     }
 }

@@ -15,7 +15,7 @@ use rustix::net::sockopt::set_socket_send_buffer_size;
 use std::ffi::OsStr;
 use std::fs;
 use std::io::{self, PipeReader, Read, Write};
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv4Addr};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Stdio};
@@ -41,6 +41,15 @@ fn forward_arguments(forward: &Forward) -> [String; 2] {
     [option.to_owned(), format!("{}/{}:{}", forward.address, forward.port, forward.to)]
 }
 
+/// Returns the arguments of passt for a guest with this address.
+fn network_arguments(address: &Ipv4Addr) -> Vec<String> {
+    let [a, b, c, _] = address.octets();
+    let [gateway, resolver] = [2, 3].map(|last| Ipv4Addr::new(a, b, c, last).to_string());
+    let own = [("--address", address.to_string()), ("--netmask", "24".to_owned())];
+    let others = [("--gateway", gateway), ("--dns-forward", resolver)];
+    own.into_iter().chain(others).flat_map(|(name, value)| [name.to_owned(), value]).collect()
+}
+
 /// A running `passt`. Dropping it ends it.
 #[derive(Debug)]
 pub struct Passt {
@@ -63,7 +72,11 @@ impl Drop for Passt {
 impl Passt {
     /// Starts passt and returns the socket with its frames. The guest reaches services on the
     /// host's loopback address only with `hostloopback`.
-    pub fn start(forwards: &[Forward], hostloopback: bool) -> Result<(Self, UnixStream), Failure> {
+    pub fn start(
+        forwards: &[Forward],
+        hostloopback: bool,
+        address: Option<Ipv4Addr>,
+    ) -> Result<(Self, UnixStream), Failure> {
         let failed = |error: io::Error| Failure::os("create a socket pair", &error);
         let (ours, theirs) = UnixStream::pair().map_err(failed)?;
         // Frames that do not fit are lost, and retransmission is slow. The host may grant less.
@@ -80,6 +93,7 @@ impl Passt {
         let mtu = STREAM_MTU.to_string();
         command.args(["--foreground", "--quiet", "--mtu", &mtu, "--fd", &SOCKET.to_string()]);
         command.args(forwards.iter().flat_map(forward_arguments));
+        command.args(address.iter().flat_map(network_arguments));
         if !hostloopback {
             command.args(without_loopback());
         }
@@ -200,6 +214,15 @@ mod tests {
         assert_eq!(found.iter().map(IpAddr::to_string).collect::<Vec<_>>(), ["127.0.0.53", "::1"]);
         assert!(found.iter().all(IpAddr::is_loopback));
         assert_eq!(without_loopback()[0], "--no-map-gw");
+    }
+
+    #[test]
+    fn arguments_of_an_address() {
+        let text = network_arguments(&Ipv4Addr::new(10, 0, 2, 15)).join(" ");
+        assert_eq!(
+            text,
+            "--address 10.0.2.15 --netmask 24 --gateway 10.0.2.2 --dns-forward 10.0.2.3"
+        );
     }
 
     #[test]

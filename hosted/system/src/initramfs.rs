@@ -1,4 +1,5 @@
-//! Builds the initial RAM disk `busybox`: a cpio archive with busybox, kernel modules and `/init`.
+//! Builds initial RAM disks: `busybox`, a cpio archive with busybox, kernel modules and `/init`,
+//! and `agent`, with the agent of `parador exec`.
 //!
 //! The archive has the "newc" format (`Documentation/driver-api/early-userspace/buffer-format.rst`
 //! in Linux). It is not compressed: decompression costs a guest more than copying. Times and owners
@@ -62,6 +63,16 @@ pub fn busybox(busybox: &Path, modules: &[PathBuf], files: &[PathBuf]) -> Result
         archive.add(&format!("root/{name}"), mode, (0, 0), &read(file)?);
     }
     Ok(archive.finish())
+}
+
+/// Builds the archive with the agent as its only program.
+pub fn agent(agent: &[u8]) -> Vec<u8> {
+    let mut archive = Archive::new();
+    archive.add("dev", FOLDER, (0, 0), &[]);
+    // The kernel opens the console before `/init` can mount anything.
+    archive.add("dev/console", CHARACTER_DEVICE, (5, 1), &[]);
+    archive.add("init", EXECUTABLE, (0, 0), agent);
+    archive.finish()
 }
 
 /// A cpio archive under construction.

@@ -47,7 +47,7 @@ use Use::{Not, Run};
 /// All of them.
 const COMMANDS: &[(&str, Use)] = &[
     ("parador run [OPTIONS] [--config FILE] [KERNEL]", Run(synopsis)),
-    ("mount -t 9p -o trans=virtio,version=9p2000.L,msize=65560 TAG /mnt", Run(mount)),
+    ("mount -t 9p -o trans=virtio,version=9p2000.L,msize=512000 TAG /mnt", Run(mount)),
     ("parador run vmlinux -i busybox --vsock cid=3,path=vm.vsock", Run(shell)),
     ("printf 'CONNECT 1234\\n' | socat - UNIX-CONNECT:vm.vsock", Not("no socat: hosted/vsock")),
     ("socat UNIX-LISTEN:vm.vsock_52,fork EXEC:cat", Not("no socat: hosted/vsock")),

@@ -13,8 +13,8 @@ use hw_x86::apic::local::TIMER_PERIODIC;
 guest!(main, trap);
 
 const STEPS: u64 = 20_000;
-/// Ticks between two interrupts of the timer. Longer than one takes on the slowest machine (KVM inside
-/// of an emulated host, hundreds of microseconds): shorter, and the guest does nothing else.
+/// Ticks between two interrupts of the timer. Longer than one takes on the slowest machine (KVM
+/// inside of an emulated host, hundreds of microseconds): shorter, and the guest does nothing else.
 const PERIOD: u32 = 2_000_000;
 /// The first vector of messages to itself; the timer's is below.
 const MESSAGES: u8 = 0x70;

@@ -3,6 +3,7 @@
 use linux_raw_sys::general as linux;
 use rustix::fs::{Mode, Stat, Timespec};
 use rustix::io::Errno;
+use std::sync::{Mutex, PoisonError};
 
 use super::{Failed, HEAD, kind, without_set_id};
 
@@ -43,8 +44,8 @@ impl Answer {
         self.0.extend(text);
     }
 
-    /// Writes the unique ID of a file: type, version, inode.
-    pub(super) fn identity(&mut self, stat: &Stat) {
+    /// Writes the unique ID of a file: type, version, and its number among all files.
+    pub(super) fn identity(&mut self, stat: &Stat, devices: &Devices) {
         const FOLDER: u8 = 0x80;
         const LINK: u8 = 0x02;
         self.0.push(match stat.st_mode & linux::S_IFMT {
@@ -53,9 +54,39 @@ impl Answer {
             _ => 0,
         });
         self.word(stat.st_mtime as u32);
-        self.quad(stat.st_ino);
+        self.quad(devices.number(stat));
     }
 }
+
+/// Host file systems of a share, in the order in which they were met: inode numbers are unique
+/// within one only, and a driver takes files with equal numbers for one file.
+#[derive(Default)]
+pub(super) struct Devices(Mutex<Vec<u64>>);
+
+impl Devices {
+    /// Bits of a file's number that are its inode number; those above are its file system's.
+    const INODE: u32 = 48;
+
+    /// Returns the number of a file. Files of the first file system have their inode numbers.
+    pub(super) fn number(&self, stat: &Stat) -> u64 {
+        let mut devices = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = devices.iter().position(|&device| device == stat.st_dev);
+        let index = known.unwrap_or_else(|| {
+            devices.push(stat.st_dev);
+            devices.len() - 1
+        });
+        let index = index as u64;
+        if stat.st_ino >> Self::INODE == 0 && index >> (u64::BITS - Self::INODE - 1) == 0 {
+            return index << Self::INODE | stat.st_ino;
+        }
+        // Too large a number, of a file system in memory: a hash, apart from all others.
+        let mixed = (stat.st_ino ^ index.rotate_left(Self::INODE)).wrapping_mul(MIX);
+        mixed ^ mixed >> 32 | 1 << (u64::BITS - 1)
+    }
+}
+
+/// An odd multiplier without a pattern: 2^64 divided by the golden ratio.
+const MIX: u64 = 0x9e37_79b9_7f4a_7c15;
 
 /// Remaining fields of a message.
 pub(super) struct Fields<'a>(pub(super) &'a [u8]);

@@ -17,13 +17,13 @@ pub struct DiskConfig {
     pub path: PathBuf,
     /// Read-only for the guest; several VMs may share the file.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub(crate) ro: bool,
+    pub ro: bool,
     /// Name for the guest [default: disk and its index].
     #[schemars(length(max = 20))]
-    pub(crate) id: Option<Name>,
+    pub id: Option<Name>,
     /// Format of the file [default: qcow2 if its name ends in .qcow2, else raw]; required for a raw
     /// file that looks like a qcow2 image.
-    pub(crate) format: Option<Format>,
+    pub format: Option<Format>,
 }
 
 /// Format of a disk file.

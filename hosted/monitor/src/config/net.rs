@@ -18,20 +18,24 @@ const NAME: usize = 15;
 #[serde(deny_unknown_fields)]
 pub struct NetConfig {
     /// Kind, unless it is a tap device or a switch.
-    pub(crate) kind: Option<Kind>,
+    pub kind: Option<Kind>,
     /// Tap device of the host.
-    pub(crate) tap: Option<DeviceName>,
+    pub tap: Option<DeviceName>,
     /// Socket of a virtual switch between all VMs that name it.
     pub switch: Option<PathBuf>,
     /// Port forwardings from the host to the guest: `tcp:2222:22`, or `udp:0.0.0.0:53-:53` to
     /// listen on an address.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub(crate) hostfwd: Vec<Forward>,
+    pub hostfwd: Vec<Forward>,
     /// Let the guest reach services on the host's loopback address, at the address of its router.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub(crate) hostloopback: bool,
+    pub hostloopback: bool,
+    /// IPv4 address that the guest is given, in a network of 24 bits whose address 2 is its router
+    /// and address 3 its name server [default: this host's address, router and name servers].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub address: Option<Ipv4Addr>,
     /// MAC address of the guest's card [default: random].
-    pub(crate) mac: Option<Mac>,
+    pub mac: Option<Mac>,
 }
 
 /// Networks without a name.
@@ -85,6 +89,22 @@ impl From<Mac> for String {
 }
 
 impl NetConfig {
+    /// No kind of network.
+    const EMPTY: Self = Self {
+        kind: None,
+        tap: None,
+        switch: None,
+        hostfwd: Vec::new(),
+        hostloopback: false,
+        address: None,
+        mac: None,
+    };
+
+    /// User-mode networking with `passt`, for a guest with this address.
+    pub fn user(address: Ipv4Addr) -> Self {
+        Self { kind: Some(Kind::User), address: Some(address), ..Self::EMPTY }
+    }
+
     /// Checks that the keys are consistent.
     pub fn check(&self) -> Result<(), String> {
         let said = [self.kind.is_some(), self.tap.is_some(), self.switch.is_some()];
@@ -93,6 +113,9 @@ impl NetConfig {
         }
         if !self.hostfwd.is_empty() && !matches!(self.kind, Some(Kind::User | Kind::Passt)) {
             return Err("`hostfwd` requires `user` or `passt`".to_owned());
+        }
+        if self.address.is_some() && !matches!(self.kind, Some(Kind::User | Kind::Passt)) {
+            return Err("`address` requires `user` or `passt`".to_owned());
         }
         if self.hostloopback && !matches!(self.kind, Some(Kind::User | Kind::Passt)) {
             return Err("`hostloopback` requires `user` or `passt`".to_owned());
@@ -195,25 +218,16 @@ pub fn parse(text: &str) -> Result<NetConfig, Failure> {
 mod tests {
     use super::*;
 
-    const EMPTY: NetConfig = NetConfig {
-        kind: None,
-        tap: None,
-        switch: None,
-        hostfwd: Vec::new(),
-        hostloopback: false,
-        mac: None,
-    };
-
     #[test]
     fn descriptions() {
-        let kind = |kind| NetConfig { kind: Some(kind), ..EMPTY };
+        let kind = |kind| NetConfig { kind: Some(kind), ..NetConfig::EMPTY };
         assert_eq!(parse("none").unwrap(), kind(Kind::None));
         assert_eq!(parse("user").unwrap(), kind(Kind::User));
         assert_eq!(parse("passt").unwrap(), kind(Kind::Passt));
         let tap = Some(DeviceName("tap0".into()));
-        assert_eq!(parse("tap=tap0").unwrap(), NetConfig { tap, ..EMPTY });
+        assert_eq!(parse("tap=tap0").unwrap(), NetConfig { tap, ..NetConfig::EMPTY });
         let switch = Some("a=b".into());
-        assert_eq!(parse("switch=a=b").unwrap(), NetConfig { switch, ..EMPTY });
+        assert_eq!(parse("switch=a=b").unwrap(), NetConfig { switch, ..NetConfig::EMPTY });
         for (text, hostloopback) in
             [("user,hostloopback=on", true), ("user,hostloopback=off", false)]
         {

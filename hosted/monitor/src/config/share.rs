@@ -17,10 +17,10 @@ pub struct ShareConfig {
     pub path: PathBuf,
     /// Mount tag for the guest.
     #[schemars(length(min = 1, max = 32))]
-    pub(crate) tag: Tag,
+    pub tag: Tag,
     /// Read-only for the guest.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub(crate) ro: bool,
+    pub ro: bool,
 }
 
 /// Mount tag: 1 to 32 printable ASCII characters.

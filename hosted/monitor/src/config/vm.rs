@@ -18,7 +18,7 @@ pub struct VmConfig {
     /// Kernel; same as KERNEL.
     #[arg(short, long, value_name = "FILE")]
     pub kernel: Option<PathBuf>,
-    /// Initial RAM disk; `busybox` builds one with a shell.
+    /// Initial RAM disk; `busybox` builds one with a shell, `agent` that of `parador exec`.
     #[arg(short, long, value_name = "FILE")]
     pub initrd: Option<PathBuf>,
     /// Text appended to the kernel command line.

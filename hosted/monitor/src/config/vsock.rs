@@ -13,7 +13,7 @@ use std::path::PathBuf;
 pub struct VsockConfig {
     /// Guest CID, 3 or more. Several VMs may use the same CID: they are not connected.
     #[schemars(range(min = 3))]
-    pub(crate) cid: Cid,
+    pub cid: Cid,
     /// Socket for host-to-guest connections. Guest connections to port P arrive at the socket with
     /// `_P` appended to this path.
     pub path: PathBuf,

@@ -1,0 +1,199 @@
+//! Connections of the host, and what the agent knows of their commands.
+
+use crate::children::Children;
+use crate::command::{self, Ending, Running};
+use crate::{network, power_off, root};
+use proto::agent::{Answer, Command, Guest, Hello, Purpose, Request, Stream, VERSION, io as wire};
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
+
+/// State of the agent.
+pub struct Agent {
+    children: Children,
+    commands: Mutex<Commands>,
+}
+
+/// Commands of open control connections.
+#[derive(Default)]
+struct Commands {
+    is_configured: bool,
+    last: u32,
+    /// Streams that wait for the start of their command.
+    streams: BTreeMap<u32, BTreeMap<Stream, File>>,
+}
+
+/// Control connection.
+struct Control<'a> {
+    agent: &'a Agent,
+    /// Serializes answers: one thread waits for the end of the command.
+    connection: Arc<Mutex<File>>,
+    command: u32,
+    running: Option<Running>,
+    /// The guest ends with this connection.
+    owns_guest: bool,
+}
+
+impl Agent {
+    /// Creates an agent without commands.
+    ///
+    /// # Errors
+    /// There is no memory for a thread.
+    pub fn new() -> io::Result<Self> {
+        Ok(Self { children: Children::new()?, commands: Mutex::default() })
+    }
+
+    fn commands(&self) -> MutexGuard<'_, Commands> {
+        self.commands.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Serves a connection until its end.
+    pub fn serve(&self, connection: File) {
+        if let Err(error) = self.serve_connection(connection) {
+            eprintln!("parador-agent: a connection failed: {error}");
+        }
+    }
+
+    fn serve_connection(&self, connection: File) -> io::Result<()> {
+        let mut room = Vec::new();
+        if wire::receive(&connection, &mut room)?.is_none() {
+            return Ok(());
+        }
+        let hello: Hello = match wire::read(&room) {
+            Ok(hello) => hello,
+            // Another version may have other contents after its number.
+            Err(_) if room.first().is_some_and(|&version| u16::from(version) != VERSION) => {
+                return refuse_version(&connection);
+            }
+            Err(error) => return Err(error),
+        };
+        if hello.version != VERSION {
+            return refuse_version(&connection);
+        }
+        match hello.purpose {
+            Purpose::Control => self.control(connection),
+            Purpose::Stream { command, stream } => self.stream(connection, command, stream),
+        }
+    }
+
+    /// Keeps a stream for the start of its command.
+    fn stream(&self, connection: File, command: u32, stream: Stream) -> io::Result<()> {
+        let own = connection.try_clone()?;
+        let is_known = match self.commands().streams.get_mut(&command) {
+            Some(streams) => streams.insert(stream, own).is_none(),
+            None => false,
+        };
+        match is_known {
+            true => send(&connection, &Answer::Welcome { version: VERSION, command: 0 }),
+            false => send(&connection, &Answer::Failed("there is no such stream to connect")),
+        }
+    }
+
+    fn control(&self, connection: File) -> io::Result<()> {
+        let command = {
+            let mut commands = self.commands();
+            commands.last += 1;
+            let command = commands.last;
+            commands.streams.insert(command, BTreeMap::new());
+            command
+        };
+        let reader = connection.try_clone()?;
+        let connection = Arc::new(Mutex::new(connection));
+        let mut control =
+            Control { agent: self, connection, command, running: None, owns_guest: false };
+        let served = control.serve(&reader);
+        control.end();
+        served
+    }
+}
+
+fn send(connection: &File, answer: &Answer<'_>) -> io::Result<()> {
+    wire::send(connection, answer)
+}
+
+fn refuse_version(connection: &File) -> io::Result<()> {
+    let text = format!("the agent has version {VERSION} of the protocol");
+    send(connection, &Answer::Failed(&text))
+}
+
+impl Control<'_> {
+    fn answer(&self, answer: &Answer<'_>) -> io::Result<()> {
+        send(&self.connection.lock().unwrap_or_else(PoisonError::into_inner), answer)
+    }
+
+    fn serve(&mut self, reader: &File) -> io::Result<()> {
+        self.answer(&Answer::Welcome { version: VERSION, command: self.command })?;
+        let mut room = Vec::new();
+        while wire::receive(reader, &mut room)?.is_some() {
+            match wire::read(&room)? {
+                Request::Configure(guest) => {
+                    let done = self.configure(&guest);
+                    self.report(done)?;
+                }
+                Request::Start(command) => match self.start(&command) {
+                    Ok(ending) => {
+                        self.answer(&Answer::Done)?;
+                        self.report_end(ending)?;
+                    }
+                    Err(error) => self.report(Err(error))?,
+                },
+                Request::Signal(number) => self.running.iter().for_each(|it| it.signal(number)),
+                Request::Resize(window) => self.running.iter().for_each(|it| it.resize(window)),
+            }
+        }
+        Ok(())
+    }
+
+    fn report(&self, done: io::Result<()>) -> io::Result<()> {
+        match done {
+            Ok(()) => self.answer(&Answer::Done),
+            Err(error) => self.answer(&Answer::Failed(&error.to_string())),
+        }
+    }
+
+    fn configure(&mut self, guest: &Guest<'_>) -> io::Result<()> {
+        if std::mem::replace(&mut self.agent.commands().is_configured, true) {
+            return Err(io::Error::other("the guest is set up already"));
+        }
+        self.owns_guest = true;
+        root::change(guest)?;
+        network::configure(guest.network.as_ref())
+    }
+
+    fn start(&mut self, command: &Command<'_>) -> io::Result<Ending> {
+        if !self.agent.commands().is_configured {
+            return Err(io::Error::other("the guest is not set up"));
+        }
+        let streams = self.agent.commands().streams.remove(&self.command);
+        let streams = streams.ok_or_else(|| io::Error::other("the command was started already"))?;
+        let (running, ending) = command::start(&self.agent.children, command, streams)?;
+        self.running = Some(running);
+        Ok(ending)
+    }
+
+    /// Reports the end of the command, whenever it comes.
+    fn report_end(&self, ending: Ending) -> io::Result<()> {
+        let connection = Arc::clone(&self.connection);
+        let report = move || {
+            let end = ending.wait();
+            // What programs have mapped and changed reaches the host's files.
+            rustix::fs::sync();
+            let connection = connection.lock().unwrap_or_else(PoisonError::into_inner);
+            // A host that has gone needs no report.
+            let _ = send(&connection, &Answer::Ended(end));
+        };
+        thread::Builder::new().spawn(report).map(drop)
+    }
+
+    /// The host has closed the connection: nothing of the command goes on.
+    fn end(self) {
+        const KILL: u8 = 9;
+        self.running.iter().for_each(|running| running.signal(KILL));
+        self.agent.commands().streams.remove(&self.command);
+        if self.owns_guest {
+            power_off();
+        }
+    }
+}

@@ -1,0 +1,63 @@
+//! Process 1 of the guests of `parador exec`: sets the guest up and starts commands for a program
+//! of the host ([`proto::agent`]).
+//!
+//! It is linked statically, since it runs before there is a root directory. It believes the host,
+//! which owns the guest; other programs of the guest cannot connect ([`listener`]). An error before
+//! the host has connected is printed on the console, and ends the guest.
+#![forbid(unsafe_code)]
+
+mod children;
+mod command;
+mod connection;
+mod enter;
+mod listener;
+mod network;
+mod root;
+mod stream;
+
+use std::io::{self, Write};
+use std::process::ExitCode;
+use std::sync::Arc;
+
+/// First argument of a copy that becomes a command.
+const ENTER: &str = "enter";
+
+fn main() -> ExitCode {
+    let mut arguments = std::env::args_os().skip(1);
+    if arguments.next().is_some_and(|first| first == ENTER) {
+        return enter::become_command(arguments);
+    }
+    if std::process::id() != 1 {
+        eprintln!("parador-agent: it is process 1 of a guest of `parador exec`");
+        return ExitCode::FAILURE;
+    }
+    let Err(error) = serve() else { return ExitCode::SUCCESS };
+    eprintln!("parador-agent: {error}");
+    power_off()
+}
+
+/// Serves connections. Returns only with an error.
+fn serve() -> io::Result<()> {
+    root::mount_kernel_file_systems()?;
+    let listener = listener::Listener::new(proto::agent::PORT)?;
+    let agent = Arc::new(connection::Agent::new()?);
+    loop {
+        let connection = listener.accept()?;
+        let agent = Arc::clone(&agent);
+        let served = std::thread::Builder::new().spawn(move || agent.serve(connection));
+        // Without memory for a thread, the host sees that the connection ends.
+        if let Err(error) = served {
+            eprintln!("parador-agent: {error}");
+        }
+    }
+}
+
+/// Writes files back and ends the guest.
+fn power_off() -> ! {
+    // The message before must reach the console; nobody receives an error.
+    let _ = io::stderr().flush();
+    rustix::fs::sync();
+    let _ = rustix::system::reboot(rustix::system::RebootCommand::PowerOff);
+    // A process 1 that ends is a panic of the kernel, which ends the guest, too.
+    std::process::exit(1)
+}

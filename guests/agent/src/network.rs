@@ -1,0 +1,110 @@
+//! The guest's network interfaces, by messages of rtnetlink(7).
+
+use proto::agent::Network;
+use rustix::io::Errno;
+use rustix::net::{
+    AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, recv, send, socket_with,
+};
+use std::fs;
+use std::io;
+use std::os::fd::OwnedFd;
+
+/// Interface of the first network.
+const INTERFACE: &str = "eth0";
+/// The loopback interface always has this index.
+const LOOPBACK: u32 = 1;
+const RESOLVERS: &str = "/etc/resolv.conf";
+
+/// Message types, and flags of a request that is acknowledged (`linux/rtnetlink.h`,
+/// `linux/netlink.h`).
+const NEWLINK: u16 = 16;
+const NEWADDR: u16 = 20;
+const NEWROUTE: u16 = 24;
+const REQUEST: u16 = 0x1 | 0x4;
+const CREATE: u16 = 0x400;
+/// Length of a header, and of its error code after it.
+const HEADER: usize = 16;
+const ERROR: u16 = 2;
+
+/// Attributes.
+const ADDRESS: u16 = 1;
+const LOCAL: u16 = 2;
+const OUTPUT_INTERFACE: u16 = 4;
+const GATEWAY: u16 = 5;
+
+/// Brings the loopback interface up, and the first interface if it has an address.
+pub fn configure(network: Option<&Network>) -> io::Result<()> {
+    let flags = SocketFlags::CLOEXEC;
+    // The protocol's number is 0 (`NETLINK_ROUTE`).
+    let socket = socket_with(AddressFamily::NETLINK, SocketType::RAW, flags, None)?;
+    request(&socket, NEWLINK, 0, &link_up(LOOPBACK))?;
+    let Some(network) = network else { return Ok(()) };
+    let index = fs::read_to_string(format!("/sys/class/net/{INTERFACE}/ifindex"))?;
+    let index = index.trim().parse().map_err(io::Error::other)?;
+    request(&socket, NEWLINK, 0, &link_up(index))?;
+    request(&socket, NEWADDR, CREATE, &address(index, network))?;
+    request(&socket, NEWROUTE, CREATE, &default_route(index, network))?;
+    // A link may lead to a program of the host that the guest does not have.
+    match fs::remove_file(RESOLVERS) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    let [a, b, c, d] = network.resolver;
+    fs::write(RESOLVERS, format!("nameserver {a}.{b}.{c}.{d}\n"))
+}
+
+/// `ifinfomsg` that sets the flag `IFF_UP`.
+fn link_up(index: u32) -> Vec<u8> {
+    [[0; 4], index.to_ne_bytes(), 1_u32.to_ne_bytes(), 1_u32.to_ne_bytes()].concat()
+}
+
+/// `ifaddrmsg`: family, prefix, flags, scope, interface.
+fn address(index: u32, network: &Network) -> Vec<u8> {
+    let family = AddressFamily::INET.as_raw() as u8;
+    let mut message = vec![family, network.prefix, 0, 0];
+    message.extend(index.to_ne_bytes());
+    attribute(&mut message, LOCAL, network.address);
+    attribute(&mut message, ADDRESS, network.address);
+    message
+}
+
+/// `rtmsg`: family, lengths of destination and source, type of service, table, protocol, scope,
+/// type, flags.
+fn default_route(index: u32, network: &Network) -> Vec<u8> {
+    const MAIN: u8 = 254;
+    const BOOT: u8 = 3;
+    const UNICAST: u8 = 1;
+    let family = AddressFamily::INET.as_raw() as u8;
+    let mut message = vec![family, 0, 0, 0, MAIN, BOOT, 0, UNICAST, 0, 0, 0, 0];
+    attribute(&mut message, GATEWAY, network.gateway);
+    attribute(&mut message, OUTPUT_INTERFACE, index.to_ne_bytes());
+    message
+}
+
+fn attribute(message: &mut Vec<u8>, kind: u16, value: [u8; 4]) {
+    message.extend(8_u16.to_ne_bytes());
+    message.extend(kind.to_ne_bytes());
+    message.extend(value);
+}
+
+/// Sends a request and waits for its acknowledgement.
+fn request(socket: &OwnedFd, kind: u16, flags: u16, body: &[u8]) -> io::Result<()> {
+    let mut message = ((HEADER + body.len()) as u32).to_ne_bytes().to_vec();
+    message.extend(kind.to_ne_bytes());
+    message.extend((REQUEST | flags).to_ne_bytes());
+    // Sequence number and sender: one request at a time.
+    message.extend([0; 8]);
+    message.extend(body);
+    send(socket, &message, SendFlags::empty())?;
+    let mut answer = [0; 1024];
+    let (_, length) = recv(socket, &mut answer[..], RecvFlags::empty())?;
+    let invalid = || io::Error::other("the kernel's answer is malformed");
+    let answer = answer.get(..length).ok_or_else(invalid)?;
+    let found = answer.get(4..6).and_then(|kind| kind.try_into().ok()).map(u16::from_ne_bytes);
+    let code = answer.get(HEADER..HEADER + 4).and_then(|code| code.try_into().ok());
+    match (found, code.map(i32::from_ne_bytes)) {
+        (Some(ERROR), Some(0)) => Ok(()),
+        (Some(ERROR), Some(code)) => Err(Errno::from_raw_os_error(-code).into()),
+        _ => Err(invalid()),
+    }
+}

@@ -1,0 +1,179 @@
+//! File systems of the guest: its root below an overlay in memory, those of the kernel, and shared
+//! directories.
+
+use proto::agent::{Guest, Mount, Root};
+use rustix::fs::{self, Mode};
+use rustix::io::Errno;
+use rustix::mount::{MountFlags, mount, mount_move};
+use rustix::process::{chdir, chroot};
+use std::ffi::{CString, OsStr};
+use std::fs as files;
+use std::io;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{DirBuilderExt, symlink};
+use std::path::{Path, PathBuf};
+
+/// Where the agent builds the new root.
+const LOWER: &str = "/lower";
+const MEMORY: &str = "/memory";
+const NEW: &str = "/new";
+/// Disks in the order of their options.
+const DISK: &str = "vda";
+
+/// File systems of the kernel and in memory: name, place, options, mode of the mount point.
+const KERNEL: [(&str, &str, MountFlags, &str); 3] = [
+    ("devtmpfs", "/dev", MountFlags::NOSUID, "mode=755"),
+    ("proc", "/proc", PRIVATE, ""),
+    ("sysfs", "/sys", PRIVATE, ""),
+];
+/// As [`KERNEL`], only in the new root.
+const MORE: [(&str, &str, MountFlags, &str); 5] = [
+    ("devpts", "/dev/pts", MountFlags::NOSUID, "gid=5,mode=620,ptmxmode=666"),
+    ("tmpfs", "/dev/shm", MountFlags::NOSUID, "mode=1777"),
+    ("tmpfs", "/run", MountFlags::NOSUID, "mode=755"),
+    ("tmpfs", "/tmp", MountFlags::NOSUID, "mode=1777"),
+    ("cgroup2", "/sys/fs/cgroup", PRIVATE, ""),
+];
+const PRIVATE: MountFlags = MountFlags::NOSUID.union(MountFlags::NODEV).union(MountFlags::NOEXEC);
+
+/// Links in `/dev` that programs expect (Linux' `Documentation/admin-guide/devices.rst`).
+const LINKS: [(&str, &str); 4] = [
+    ("/proc/self/fd", "/dev/fd"),
+    ("/proc/self/fd/0", "/dev/stdin"),
+    ("/proc/self/fd/1", "/dev/stdout"),
+    ("/proc/self/fd/2", "/dev/stderr"),
+];
+
+/// 9P over virtio with one session for all users: the kernel of the guest checks modes, the host
+/// its own rights.
+const NINEP: &str = "trans=virtio,version=9p2000.L,msize=512000,access=any";
+
+/// Adds to an error what was done.
+fn named(what: impl std::fmt::Display) -> impl FnOnce(Errno) -> io::Error {
+    move |error| {
+        let error = io::Error::from(error);
+        io::Error::new(error.kind(), format!("{what}: {error}"))
+    }
+}
+
+/// Mounts what the agent itself needs.
+pub fn mount_kernel_file_systems() -> io::Result<()> {
+    KERNEL.iter().try_for_each(|entry| mount_in(Path::new("/"), entry))
+}
+
+/// Changes to the root of a guest, and mounts its directories.
+pub fn change(guest: &Guest<'_>) -> io::Result<()> {
+    rustix::system::sethostname(guest.name.as_bytes()).map_err(named("set the host name"))?;
+    for folder in [LOWER, MEMORY, NEW] {
+        create(Path::new(folder))?;
+    }
+    match &guest.root {
+        Root::Share(tag) => mount_share(tag, Path::new(LOWER), true)?,
+        Root::Disk => mount_disk()?,
+    }
+    mount_overlay()?;
+    let new = Path::new(NEW);
+    KERNEL.iter().chain(&MORE).try_for_each(|entry| mount_in(new, entry))?;
+    enter_new_root()?;
+    for (target, link) in LINKS {
+        // The kernel's file system of devices is new.
+        symlink(target, link)?;
+    }
+    // Parents come before the directories below them, whatever the order of the request.
+    let mut mounts: Vec<&Mount<'_>> = guest.mounts.iter().collect();
+    mounts.sort_by_key(|mount| mount.place.len());
+    for Mount { tag, place, read_only } in mounts {
+        let place = Path::new(OsStr::from_bytes(place));
+        create(place)?;
+        mount_share(tag, place, *read_only)?;
+    }
+    Ok(())
+}
+
+/// Creates a folder and its parents, for everybody.
+fn create(folder: &Path) -> io::Result<()> {
+    let made = files::DirBuilder::new().recursive(true).mode(0o755).create(folder);
+    made.map_err(|error| {
+        io::Error::new(error.kind(), format!("create {}: {error}", folder.display()))
+    })
+}
+
+fn mount_in(
+    root: &Path,
+    &(kind, place, flags, data): &(&str, &str, MountFlags, &str),
+) -> io::Result<()> {
+    let place = root.join(place.trim_start_matches('/'));
+    create(&place)?;
+    let data = CString::new(data)?;
+    match mount(kind, &place, kind, flags, Some(&*data)) {
+        // The agent's own, which the kernel has mounted.
+        Err(Errno::BUSY) => Ok(()),
+        done => done.map_err(named(format_args!("mount {}", place.display()))),
+    }
+}
+
+/// Mounts a shared directory. What cannot be written is cached; the host may change the rest at any
+/// time.
+fn mount_share(tag: &str, place: &Path, read_only: bool) -> io::Result<()> {
+    let (flags, cache) = match read_only {
+        true => (MountFlags::RDONLY, "loose"),
+        false => (MountFlags::empty(), "mmap"),
+    };
+    let data = CString::new(format!("{NINEP},cache={cache}"))?;
+    mount(tag, place, "9p", flags | MountFlags::NODEV, Some(&*data))
+        .map_err(named(format_args!("mount the shared directory {tag} at {}", place.display())))
+}
+
+/// Mounts the root on the first disk, or on the first of its partitions that has one. It is not
+/// written: a journal of a system that was not shut down is not replayed.
+fn mount_disk() -> io::Result<()> {
+    let mut names: Vec<String> = files::read_dir(Path::new("/sys/block").join(DISK))
+        .map_err(|error| io::Error::new(error.kind(), format!("find the disk: {error}")))?
+        .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
+        .filter(|name| name.starts_with(DISK))
+        .collect();
+    names.sort_by_key(|name| (name.len(), name.clone()));
+    names.insert(0, DISK.to_owned());
+    for name in names {
+        let device = PathBuf::from("/dev").join(&name);
+        let mounted = mount(&device, LOWER, "ext4", MountFlags::RDONLY, Some(c"noload"));
+        if mounted.is_err() {
+            continue;
+        }
+        // A link to a program below its own root may lead nowhere here.
+        if ["bin/sh", "usr/bin/sh"]
+            .iter()
+            .any(|shell| files::symlink_metadata(Path::new(LOWER).join(shell)).is_ok())
+        {
+            return Ok(());
+        }
+        rustix::mount::unmount(LOWER, rustix::mount::UnmountFlags::empty())?;
+    }
+    Err(io::Error::other("the disk has no ext4 file system with /bin/sh"))
+}
+
+/// Mounts the new root: what is below, and changes in memory.
+fn mount_overlay() -> io::Result<()> {
+    let data = c"mode=755";
+    mount("tmpfs", MEMORY, "tmpfs", MountFlags::empty(), Some(data))
+        .map_err(named("mount the memory of changes"))?;
+    let [upper, work] = ["upper", "work"].map(|name| format!("{MEMORY}/{name}"));
+    for folder in [&upper, &work] {
+        create(Path::new(folder))?;
+    }
+    // The overlay's root has the mode of the upper folder.
+    let below = fs::stat(LOWER).map_err(named("find the mode of the root"))?;
+    fs::chmod(&upper, Mode::from_raw_mode(below.st_mode & 0o7777))?;
+    let data = CString::new(format!("lowerdir={LOWER},upperdir={upper},workdir={work}"))?;
+    mount("overlay", NEW, "overlay", MountFlags::empty(), Some(&*data))
+        .map_err(named("mount the overlay"))
+}
+
+/// Makes the new root this process' root.
+fn enter_new_root() -> io::Result<()> {
+    let step = |done: Result<(), Errno>| done.map_err(named("change to the new root"));
+    step(chdir(NEW))?;
+    step(mount_move(".", "/"))?;
+    step(chroot("."))?;
+    step(chdir("/"))
+}

@@ -1,0 +1,220 @@
+//! Carrier of a command: its streams or terminal, signals, and its end.
+
+use crate::connection::Control;
+use crate::guest::{Plan, user};
+use crate::vm::{NETWORK, Vm};
+use hosted_command::failure::{self, Failure, IoContext};
+use hosted_command::interrupt::ENDING;
+use hosted_monitor::terminal::Raw;
+use proto::agent::{Answer, Command, End, Guest, Request, Stream, Strings, Window, io as wire};
+use rustix::stdio::{stdin, stdout};
+use rustix::termios::{isatty, tcgetwinsize};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, SIGWINCH};
+use signal_hook::iterator::Signals;
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::net::Shutdown;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+/// Name of the guest.
+const NAME: &str = "parador";
+/// Signals that the command gets.
+const FORWARDED: [i32; 7] = [SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, SIGWINCH];
+/// A wait without a limit.
+const FOREVER: Duration = Duration::from_secs(1 << 32);
+/// Bytes copied at once.
+const ROOM: usize = 64 << 10;
+
+/// Runs the command of a VM to its end and returns its exit code.
+///
+/// # Errors
+/// The guest cannot be set up, or ends before the command; the time limit: 124.
+pub fn carry(vm: &mut Vm, plan: &Plan, deadline: Option<Instant>) -> Result<u8, Failure> {
+    let started = Instant::now();
+    let mut signals = Signals::new(FORWARDED).os_error("install signal handlers")?;
+    // There is no command yet that could get a signal.
+    let ended = |signals: &mut Signals| signals.pending().find(|signal| ENDING.contains(signal));
+    let early = |signal: i32| Ok(128_u8.wrapping_add(signal as u8));
+    let control = loop {
+        if let Some(signal) = ended(&mut signals) {
+            return early(signal);
+        }
+        if let Some(control) = Control::open(vm, started)? {
+            break control;
+        }
+    };
+    let guest = Guest {
+        name: NAME,
+        root: plan.root(),
+        mounts: plan.mounts(),
+        network: plan.has_network.then_some(NETWORK),
+    };
+    control.request(vm, &Request::Configure(guest))?;
+    let has_terminal = isatty(stdin()) && isatty(stdout());
+    if let Some(signal) = ended(&mut signals) {
+        return early(signal);
+    }
+    let streams = Streams::connect(&control, vm, has_terminal)?;
+    control.request(vm, &Request::Start(command(plan, has_terminal)?))?;
+    let _raw = has_terminal.then(Raw::enter);
+    let outputs = streams.copy()?;
+    forward(signals, &control)?;
+    let end = end_of(&control)?;
+    let limit = deadline.map_or(FOREVER, |time| time.saturating_duration_since(Instant::now()));
+    match end.recv_timeout(limit) {
+        Ok(Some(end)) => {
+            for output in outputs {
+                // A panic of the thread has been reported.
+                let _ = output.join();
+            }
+            Ok(match end {
+                End::Exited(code) => code,
+                End::Signalled(signal) => 128_u8.wrapping_add(signal),
+            })
+        }
+        Err(RecvTimeoutError::Timeout) => Err(Failure::new(failure::TIMEOUT, "time limit reached")),
+        Ok(None) | Err(RecvTimeoutError::Disconnected) => {
+            // It ends right after its connections.
+            thread::sleep(Duration::from_millis(100));
+            Err(vm.failure("the VM has ended before the command"))
+        }
+    }
+}
+
+fn command(plan: &Plan, has_terminal: bool) -> Result<Command<'_>, Failure> {
+    use std::os::unix::ffi::OsStrExt;
+    let zeros = || Failure::new(failure::INTERNAL, "a list of strings is malformed");
+    let (user, group) = user();
+    Ok(Command {
+        arguments: Strings::new(&plan.arguments).ok_or_else(zeros)?,
+        environment: Strings::new(&plan.environment).ok_or_else(zeros)?,
+        folder: plan.folder.as_os_str().as_bytes(),
+        user,
+        group,
+        groups: plan.groups.clone(),
+        terminal: has_terminal.then(window),
+    })
+}
+
+/// Returns the size of this process' terminal.
+fn window() -> Window {
+    let size = tcgetwinsize(stdout());
+    size.map_or(Window { rows: 24, columns: 80 }, |size| Window {
+        rows: size.ws_row,
+        columns: size.ws_col,
+    })
+}
+
+/// Connected streams of a command.
+enum Streams {
+    Terminal(UnixStream),
+    Three([UnixStream; 3]),
+}
+
+impl Streams {
+    fn connect(control: &Control, vm: &Vm, has_terminal: bool) -> Result<Self, Failure> {
+        let connect = |stream| control.stream(vm, stream);
+        if has_terminal {
+            return connect(Stream::Terminal).map(Self::Terminal);
+        }
+        let [input, output, error] = [Stream::Input, Stream::Output, Stream::Error].map(connect);
+        Ok(Self::Three([input?, output?, error?]))
+    }
+
+    /// Starts copying; the threads of output end with it.
+    fn copy(self) -> Result<Vec<JoinHandle<()>>, Failure> {
+        let (input, outputs) = match self {
+            Self::Terminal(stream) => {
+                let own = stream.try_clone().os_error("copy a descriptor")?;
+                (stream, vec![(own, own_file(io::stdout().as_fd())?)])
+            }
+            Self::Three([input, output, error]) => {
+                let stdout = own_file(io::stdout().as_fd())?;
+                let stderr = own_file(io::stderr().as_fd())?;
+                (input, vec![(output, stdout), (error, stderr)])
+            }
+        };
+        let stdin = own_file(io::stdin().as_fd())?;
+        // It may wait for input when the command has ended, and ends with this process.
+        spawn(move || {
+            copy(stdin, &input);
+            let _ = input.shutdown(Shutdown::Write);
+        })?;
+        outputs
+            .into_iter()
+            .map(|(from, to)| {
+                spawn(move || {
+                    copy(&from, to);
+                    // Whoever reads has gone: the command gets SIGPIPE.
+                    let _ = from.shutdown(Shutdown::Both);
+                })
+            })
+            .collect()
+    }
+}
+
+/// Returns a descriptor of its own for a standard stream, without a buffer.
+fn own_file(stream: BorrowedFd<'_>) -> Result<File, Failure> {
+    stream.try_clone_to_owned().map(File::from).os_error("copy a descriptor")
+}
+
+fn spawn(action: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>, Failure> {
+    thread::Builder::new().spawn(action).os_error("create a thread")
+}
+
+/// Copies until one side ends.
+fn copy(mut from: impl Read, mut to: impl Write) {
+    let mut room = vec![0; ROOM];
+    loop {
+        let count = match from.read(&mut room) {
+            Ok(0) => return,
+            Ok(count) => count,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            Err(_) => return,
+        };
+        if to.write_all(&room[..count]).is_err() {
+            return;
+        }
+    }
+}
+
+/// Passes signals of this process on to the command.
+fn forward(mut signals: Signals, control: &Control) -> Result<(), Failure> {
+    let control = control.stream.try_clone().os_error("copy a descriptor")?;
+    spawn(move || {
+        for signal in signals.forever() {
+            let request = match signal {
+                SIGWINCH => Request::Resize(window()),
+                signal => Request::Signal(signal as u8),
+            };
+            // The connection ends with the command.
+            if wire::send(&control, &request).is_err() {
+                return;
+            }
+        }
+    })
+    .map(drop)
+}
+
+/// Returns what receives the end of the command; `None`: the connection has ended before it.
+fn end_of(control: &Control) -> Result<Receiver<Option<End>>, Failure> {
+    let (sender, receiver) = sync_channel(1);
+    let control = control.stream.try_clone().os_error("copy a descriptor")?;
+    // A command may run for ever.
+    control.set_read_timeout(None).os_error("set a time limit")?;
+    spawn(move || {
+        let mut room = Vec::new();
+        let received = wire::receive(&control, &mut room).ok().flatten();
+        let end = received.and_then(|()| match wire::read(&room) {
+            Ok(Answer::Ended(end)) => Some(end),
+            _ => None,
+        });
+        // The carrier may have ended by its time limit.
+        let _ = sender.send(end);
+    })?;
+    Ok(receiver)
+}

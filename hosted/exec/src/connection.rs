@@ -1,0 +1,127 @@
+//! Connections to the agent.
+
+use crate::vm::Vm;
+use hosted_command::failure::{self, Failure, IoContext};
+use proto::agent::{Answer, Hello, PORT, Purpose, Stream, VERSION, io as wire};
+use std::io::{self, ErrorKind, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Time limit for the agent's first answer.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// Time limit of one attempt, and of a request.
+const ATTEMPT: Duration = Duration::from_millis(500);
+const SETUP: Duration = Duration::from_secs(60);
+/// Interval of attempts.
+const INTERVAL: Duration = Duration::from_millis(5);
+
+/// Control connection, and the number of its command.
+pub struct Control {
+    /// The connection.
+    pub stream: UnixStream,
+    /// Number of the command.
+    pub command: u32,
+}
+
+impl Control {
+    /// Connects to the agent of a VM that was started then; `None`: it does not listen yet.
+    ///
+    /// # Errors
+    /// The VM ends, or no agent answers in time; it refuses.
+    pub fn open(vm: &mut Vm, started: Instant) -> Result<Option<Self>, Failure> {
+        if vm.has_ended() {
+            return Err(vm.failure("the VM has ended before its agent answered"));
+        }
+        match connect(&vm.socket(), Purpose::Control, ATTEMPT) {
+            Ok((stream, command)) => {
+                // A set-up waits for the host's files.
+                stream.set_read_timeout(Some(SETUP)).os_error("set a time limit")?;
+                Ok(Some(Self { stream, command }))
+            }
+            Err(error) if is_early(&error) => match started.elapsed() > PATIENCE {
+                true => Err(vm.failure("no agent has answered within 10 s")),
+                false => {
+                    thread::sleep(INTERVAL);
+                    Ok(None)
+                }
+            },
+            Err(error) => Err(Failure::os("connect to the agent", &error)),
+        }
+    }
+
+    /// Connects a stream of the command.
+    pub fn stream(&self, vm: &Vm, stream: Stream) -> Result<UnixStream, Failure> {
+        let purpose = Purpose::Stream { command: self.command, stream };
+        let connected = connect(&vm.socket(), purpose, PATIENCE);
+        connected.map(|(stream, _)| stream).os_error("connect to the agent")
+    }
+
+    /// Sends a request and waits until it was carried out.
+    ///
+    /// # Errors
+    /// The agent refuses it, or the connection fails: `vm` explains why.
+    pub fn request(&self, vm: &mut Vm, request: &proto::agent::Request<'_>) -> Result<(), Failure> {
+        let mut room = Vec::new();
+        let answered = wire::send(&self.stream, request)
+            .and_then(|()| wire::receive(&self.stream, &mut room)?.ok_or_else(hang_up));
+        let answered = answered.and_then(|()| wire::read::<Answer<'_>>(&room));
+        match answered {
+            Ok(Answer::Done) => Ok(()),
+            Ok(Answer::Failed(text)) => {
+                Err(Failure::new(failure::UNAVAILABLE, format!("the guest cannot {text}")))
+            }
+            Ok(_) => Err(Failure::new(failure::INTERNAL, "the agent's answer is for no request")),
+            Err(error) => Err(vm.failure(&format!("the agent has not answered: {error}"))),
+        }
+    }
+}
+
+fn hang_up() -> io::Error {
+    ErrorKind::UnexpectedEof.into()
+}
+
+/// Returns whether the guest has not come to its agent.
+fn is_early(error: &io::Error) -> bool {
+    use ErrorKind::{
+        BrokenPipe, ConnectionRefused, ConnectionReset, NotFound, TimedOut, UnexpectedEof,
+        WouldBlock,
+    };
+    let refused = matches!(error.kind(), ConnectionRefused | NotFound);
+    let closed = matches!(error.kind(), BrokenPipe | ConnectionReset | UnexpectedEof);
+    // The time limit of an attempt.
+    refused || closed || matches!(error.kind(), TimedOut | WouldBlock)
+}
+
+/// Connects to the agent's port and says what for; the number of the command.
+fn connect(socket: &Path, purpose: Purpose, patience: Duration) -> io::Result<(UnixStream, u32)> {
+    let mut stream = UnixStream::connect(socket)?;
+    stream.set_read_timeout(Some(patience))?;
+    writeln!(stream, "CONNECT {PORT}")?;
+    expect_line(&mut stream)?;
+    wire::send(&stream, &Hello { version: VERSION, purpose })?;
+    let mut room = Vec::new();
+    wire::receive(&stream, &mut room)?.ok_or_else(hang_up)?;
+    let welcomed = match wire::read(&room)? {
+        Answer::Welcome { version: VERSION, command } => Ok(command),
+        Answer::Failed(text) => Err(io::Error::other(text.to_owned())),
+        answer => Err(io::Error::other(format!("unexpected answer {answer:?}"))),
+    };
+    stream.set_read_timeout(None)?;
+    Ok((stream, welcomed?))
+}
+
+/// Reads the line by which the VM's process confirms a connection, and no byte after it.
+fn expect_line(stream: &mut UnixStream) -> io::Result<()> {
+    const LONGEST: usize = 64;
+    let mut line = Vec::new();
+    while line.last() != Some(&b'\n') {
+        let mut byte = [0];
+        if line.len() == LONGEST || stream.read(&mut byte)? == 0 {
+            return Err(hang_up());
+        }
+        line.push(byte[0]);
+    }
+    if line.starts_with(b"OK ") { Ok(()) } else { Err(io::Error::other("no vsock socket")) }
+}

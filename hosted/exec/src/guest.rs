@@ -1,0 +1,323 @@
+//! What the options state about the guest: its root, its directories and its command.
+
+use crate::{Net, Options};
+use hosted_command::failure::{self, Failure, IoContext};
+use hosted_monitor::config::disk::{DiskConfig, Format};
+use hosted_monitor::config::share::{ShareConfig, Tag};
+use proto::agent::{MAX_GROUPS, MAX_MOUNTS, Mount, Root};
+use rustix::process::{getegid, geteuid, getgroups};
+use std::env;
+use std::ffi::{OsStr, OsString};
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
+
+/// Mount tag of the root.
+const ROOT_TAG: &str = "root";
+/// First bytes of a qcow2 image.
+const QCOW2: &[u8] = b"QFI\xfb";
+/// Search path of commands where it is not this host's.
+const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+/// Variables that a command has of this host: its user, and the user's language and terminal.
+const PASSED: [&str; 8] = ["HOME", "LANG", "LOGNAME", "SHELL", "TERM", "TZ", "USER", "COLORTERM"];
+const PASSED_PREFIX: &str = "LC_";
+
+/// Directory of the host at its own path in the guest.
+#[derive(Debug, PartialEq, Eq)]
+struct Shared {
+    folder: PathBuf,
+    tag: String,
+    read_only: bool,
+}
+
+/// Root of the guest.
+#[derive(Debug)]
+enum RootFrom {
+    Folder(PathBuf),
+    Image(PathBuf, Format),
+}
+
+/// A guest and its command, as the options state them.
+#[derive(Debug)]
+pub struct Plan {
+    root: RootFrom,
+    shared: Vec<Shared>,
+    /// Program and arguments, each followed by a zero.
+    pub arguments: Vec<u8>,
+    /// Environment, as arguments.
+    pub environment: Vec<u8>,
+    /// Working directory.
+    pub folder: PathBuf,
+    /// Supplementary groups of the caller.
+    pub groups: heapless::Vec<u32, MAX_GROUPS>,
+    /// The guest has a network.
+    pub has_network: bool,
+}
+
+impl Plan {
+    /// Reads the options.
+    ///
+    /// # Errors
+    /// A folder or image is missing or not suitable: 64 to 66, 71 or 77.
+    pub fn new(options: &Options) -> Result<Self, Failure> {
+        let root = RootFrom::find(&options.root)?;
+        let is_host = matches!(&root, RootFrom::Folder(folder) if folder == Path::new("/"));
+        let current = env::current_dir().os_error("find the current folder")?;
+        let shared = shared(options, &current)?;
+        let is_shared = shared.iter().any(|shared| current.starts_with(&shared.folder));
+        let folder = match &options.workdir {
+            Some(folder) if folder.is_absolute() => folder.clone(),
+            Some(folder) => current.join(folder),
+            None if is_shared || is_host => current,
+            None => PathBuf::from("/"),
+        };
+        Ok(Self {
+            root,
+            shared,
+            arguments: strings(&options.command),
+            environment: strings(&environment(&options.env, is_host)?),
+            folder,
+            groups: groups()?,
+            has_network: options.net == Net::User,
+        })
+    }
+
+    /// Returns the root for the agent.
+    pub fn root(&self) -> Root<'_> {
+        match self.root {
+            RootFrom::Folder(_) => Root::Share(ROOT_TAG),
+            RootFrom::Image(..) => Root::Disk,
+        }
+    }
+
+    /// Returns the mounts for the agent.
+    pub fn mounts(&self) -> heapless::Vec<Mount<'_>, MAX_MOUNTS> {
+        let mounts = self.shared.iter().map(|Shared { folder, tag, read_only }| Mount {
+            tag,
+            place: folder.as_os_str().as_bytes(),
+            read_only: *read_only,
+        });
+        // `parador run` refuses more.
+        mounts.take(MAX_MOUNTS).collect()
+    }
+
+    /// Returns the shared directories and the disks of the VM.
+    ///
+    /// # Errors
+    /// A tag is invalid, which this module does not make.
+    pub fn devices(&self) -> Result<(Vec<ShareConfig>, Vec<DiskConfig>), Failure> {
+        let share = |path: &Path, tag: &str, ro| {
+            let tag = Tag::try_from(tag.to_owned());
+            let tag = tag.map_err(|text| Failure::new(failure::INTERNAL, text))?;
+            Ok::<_, Failure>(ShareConfig { path: path.to_owned(), tag, ro })
+        };
+        let mut shares = Vec::new();
+        let mut disks = Vec::new();
+        match &self.root {
+            RootFrom::Folder(folder) => shares.push(share(folder, ROOT_TAG, true)?),
+            RootFrom::Image(path, format) => {
+                let (path, format) = (path.clone(), Some(*format));
+                disks.push(DiskConfig { path, ro: true, id: None, format });
+            }
+        }
+        for Shared { folder, tag, read_only } in &self.shared {
+            shares.push(share(folder, tag, *read_only)?);
+        }
+        Ok((shares, disks))
+    }
+}
+
+impl RootFrom {
+    /// Finds out what a root is, by its contents.
+    fn find(root: &Path) -> Result<Self, Failure> {
+        let found = fs::canonicalize(root).file_error("find the root", root)?;
+        let kind = fs::metadata(&found).file_error("find the root", root)?.file_type();
+        if kind.is_dir() {
+            return Ok(Self::Folder(found));
+        }
+        if !kind.is_file() && !kind.is_block_device() {
+            return Err(unknown(root));
+        }
+        let mut head = Vec::new();
+        let file = File::open(&found).file_error("open", root)?;
+        file.take(2048).read_to_end(&mut head).file_error("read", root)?;
+        match head {
+            head if head.starts_with(QCOW2) => Ok(Self::Image(found, Format::Qcow2)),
+            head if is_ext4(&head) || is_partitioned(&head) => Ok(Self::Image(found, Format::Raw)),
+            _ => Err(unknown(root)),
+        }
+    }
+}
+
+/// Returns whether a disk has an ext4 superblock (Linux' `Documentation/filesystems/ext4`).
+fn is_ext4(head: &[u8]) -> bool {
+    head.get(1080..1082) == Some(&[0x53, 0xef])
+}
+
+/// Returns whether a disk has a partition table: an MBR, or the protective one of a GPT.
+fn is_partitioned(head: &[u8]) -> bool {
+    head.get(510..512) == Some(&[0x55, 0xaa])
+}
+
+fn unknown(root: &Path) -> Failure {
+    let text = format!(
+        "{} is no folder, ext4 file system, partitioned disk or qcow2 image",
+        root.display()
+    );
+    Failure::new(failure::BAD_CONFIG, text).help("use a folder, or an image of a disk")
+}
+
+/// Returns the shared directories: the current folder, and those of the options.
+fn shared(options: &Options, current: &Path) -> Result<Vec<Shared>, Failure> {
+    let own = (current != Path::new("/")).then(|| (current.to_owned(), false));
+    let more = options.rw.iter().map(|folder| (folder, false));
+    let more = more.chain(options.ro.iter().map(|folder| (folder, true)));
+    let more = more.map(|(folder, read_only)| {
+        let found = fs::canonicalize(folder).file_error("find the folder", folder)?;
+        match (found == Path::new("/"), read_only) {
+            (true, false) => Err(Failure::new(
+                failure::USAGE,
+                "--rw / would let the command change all of this host",
+            )
+            .help("name the folders that it may change")),
+            (true, true) => Err(Failure::new(failure::USAGE, "--ro / would hide the guest's root")
+                .help("use / as ROOT")),
+            _ => Ok((found, read_only)),
+        }
+    });
+    let mut shared: Vec<Shared> = Vec::new();
+    for folder in own.map(Ok).into_iter().chain(more) {
+        let (folder, read_only) = folder?;
+        if folder.to_str().is_none() {
+            let text = format!("the path {} is not UTF-8", folder.display());
+            return Err(Failure::new(failure::BAD_CONFIG, text));
+        }
+        // An explicit option counts more than the current folder.
+        shared.retain(|shared| shared.folder != folder);
+        shared.push(Shared { folder, tag: String::new(), read_only });
+    }
+    for (index, shared) in shared.iter_mut().enumerate() {
+        shared.tag = format!("folder{index}");
+    }
+    Ok(shared)
+}
+
+/// Returns the environment of the command: `NAME=VALUE`.
+fn environment(set: &[OsString], is_host: bool) -> Result<Vec<OsString>, Failure> {
+    let joined = |name: &OsStr, value: &OsStr| {
+        let mut variable = name.to_owned();
+        variable.push("=");
+        variable.push(value);
+        variable
+    };
+    let own = env::vars_os().filter(|(name, _)| {
+        let name = name.to_str().unwrap_or_default();
+        PASSED.contains(&name) || name.starts_with(PASSED_PREFIX)
+    });
+    let own = own.map(|(name, value)| joined(&name, &value));
+    let path = env::var_os("PATH").filter(|_| is_host).unwrap_or_else(|| PATH.into());
+    let mut all = vec![joined(OsStr::new("PATH"), &path)];
+    all.extend(own);
+    for variable in set {
+        let bytes = variable.as_bytes();
+        let name = OsStr::from_bytes(bytes.split(|&byte| byte == b'=').next().unwrap_or(bytes));
+        if name.is_empty() {
+            return Err(Failure::new(failure::USAGE, "-e needs NAME or NAME=VALUE"));
+        }
+        let prefix = joined(name, OsStr::new(""));
+        all.retain(|one| !one.as_bytes().starts_with(prefix.as_bytes()));
+        match bytes.contains(&b'=') {
+            true => all.push(variable.clone()),
+            // One that this host does not have is not set.
+            false => all.extend(env::var_os(name).map(|value| joined(name, &value))),
+        }
+    }
+    Ok(all)
+}
+
+/// Joins strings, each followed by a zero. The kernel's own strings have no zeros in them.
+fn strings(all: &[OsString]) -> Vec<u8> {
+    let bytes = all.iter().map(|string| string.clone().into_vec());
+    bytes.flat_map(|string| string.into_iter().chain([0])).collect()
+}
+
+/// Returns the caller's groups.
+fn groups() -> Result<heapless::Vec<u32, MAX_GROUPS>, Failure> {
+    let groups = getgroups().map_err(io::Error::from).os_error("find the user's groups")?;
+    let own = groups.iter().map(|group| group.as_raw());
+    // More are unusual, and lend rights only.
+    Ok(own.take(MAX_GROUPS).collect())
+}
+
+/// Returns the caller's user and group.
+pub fn user() -> (u32, u32) {
+    (geteuid().as_raw(), getegid().as_raw())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn variables_are_set_passed_and_replaced() {
+        let set = ["A=1=2", "PATH=/own", "NO_SUCH_VARIABLE", "CARGO_MANIFEST_DIR"];
+        let found = environment(&set.map(OsString::from), false).unwrap();
+        let has = |text: &str| found.iter().filter(|one| *one == text).count();
+        assert_eq!((has("A=1=2"), has("PATH=/own")), (1, 1));
+        assert_eq!(has(concat!("CARGO_MANIFEST_DIR=", env!("CARGO_MANIFEST_DIR"))), 1);
+        let names = found.iter().map(|one| one.to_str().unwrap().split('=').next().unwrap());
+        let names: Vec<_> =
+            names.filter(|name| ["PATH", "NO_SUCH_VARIABLE"].contains(name)).collect();
+        assert_eq!(names, ["PATH"]);
+        for wrong in ["", "=x"] {
+            let code = environment(&[OsString::from(wrong)], false).unwrap_err().code();
+            assert_eq!(code, failure::USAGE);
+        }
+        let path = joined_path(&environment(&[], true).unwrap());
+        assert_eq!(path, env::var_os("PATH").unwrap());
+        assert_eq!(joined_path(&environment(&[], false).unwrap()), PATH);
+    }
+
+    fn joined_path(variables: &[OsString]) -> OsString {
+        let path = variables.iter().find_map(|one| one.to_str()?.strip_prefix("PATH="));
+        path.unwrap().into()
+    }
+
+    #[test]
+    fn strings_end_with_zeros() {
+        assert_eq!(strings(&["a".into(), "".into(), "bc".into()]), b"a\0\0bc\0");
+    }
+
+    #[test]
+    fn roots_are_recognised_by_contents() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("file");
+        let kind = |bytes: &[u8]| {
+            fs::write(&path, bytes).unwrap();
+            match RootFrom::find(&path) {
+                Ok(RootFrom::Folder(_)) => "folder",
+                Ok(RootFrom::Image(_, Format::Raw)) => "raw",
+                Ok(RootFrom::Image(_, Format::Qcow2)) => "qcow2",
+                Err(failure) => {
+                    assert_eq!(failure.code(), failure::BAD_CONFIG);
+                    "none"
+                }
+            }
+        };
+        let with = |place: usize, bytes: &[u8]| {
+            let mut all = vec![0; 2048];
+            all[place..place + bytes.len()].copy_from_slice(bytes);
+            all
+        };
+        assert_eq!(kind(b""), "none");
+        assert_eq!(kind(&with(0, b"\x7fELF")), "none");
+        assert_eq!(kind(&with(1080, &[0x53, 0xef])), "raw");
+        assert_eq!(kind(&with(510, &[0x55, 0xaa])), "raw");
+        assert_eq!(kind(QCOW2), "qcow2");
+        assert!(matches!(RootFrom::find(folder.path()), Ok(RootFrom::Folder(_))));
+        let code = RootFrom::find(Path::new("/nowhere")).unwrap_err().code();
+        assert_eq!(code, failure::MISSING_FILE);
+    }
+}

@@ -1,0 +1,352 @@
+//! Protocol between a program of the host and the agent, process 1 of the guests of
+//! `parador exec`.
+//!
+//! The agent listens on vsock port [`PORT`]. The first message of each connection is [`Hello`], and
+//! its answer is [`Answer::Welcome`] or [`Answer::Failed`]. A control connection then has one
+//! [`Request`] at a time, each answered; after [`Request::Start`] was answered, a control
+//! connection takes [`Request::Signal`] and [`Request::Resize`], which have no answers, and reports
+//! [`Answer::Ended`] once. A stream connection carries bytes only, and each direction ends as that
+//! of a socket does.
+//!
+//! A message is its length (32 bits, little-endian), then a type of this module as postcard writes
+//! it. [`Hello`] begins with the version, so that each version recognises all others. Neither side
+//! trusts the other: lengths are checked, and lists have limits.
+
+use heapless::Vec;
+use serde::de::{Error, Unexpected};
+use serde::{Deserialize, Deserializer, Serialize};
+
+/// Vsock port of the agent.
+pub const PORT: u32 = 1024;
+/// Version of this protocol.
+pub const VERSION: u16 = 1;
+/// Longest message in bytes: as much as Linux takes for one argument list and its environment on a
+/// stack of 8 MiB (execve(2)).
+pub const MAX_MESSAGE: usize = 2 << 20;
+/// Most directories that are mounted besides the root.
+pub const MAX_MOUNTS: usize = 16;
+/// Most supplementary groups of a command.
+pub const MAX_GROUPS: usize = 64;
+
+/// First message of a connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Hello {
+    /// [`VERSION`] of the sender.
+    pub version: u16,
+    /// Use of the connection.
+    pub purpose: Purpose,
+}
+
+/// Use of a connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Purpose {
+    /// Requests, for one command.
+    Control,
+    /// Bytes of the command of the control connection that was welcomed as `command`.
+    Stream {
+        /// Number of the command.
+        command: u32,
+        /// Which of its streams.
+        stream: Stream,
+    },
+}
+
+/// Stream of a command.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum Stream {
+    /// Standard input.
+    Input,
+    /// Standard output.
+    Output,
+    /// Standard error.
+    Error,
+    /// The terminal, both directions.
+    Terminal,
+}
+
+/// Request on a control connection.
+#[expect(clippy::large_enum_variant, reason = "there is no allocator, and one request at a time")]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Request<'a> {
+    /// Sets the guest up; once in its life. When this connection ends, the guest powers off.
+    #[serde(borrow)]
+    Configure(Guest<'a>),
+    /// Starts the command of this connection, with the streams that have been connected.
+    Start(Command<'a>),
+    /// Sends this signal to the command's process group.
+    Signal(u8),
+    /// Sets the size of the terminal.
+    Resize(Window),
+}
+
+/// Set-up of a guest.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Guest<'a> {
+    /// Name of the guest.
+    pub name: &'a str,
+    /// Its root directory, below an overlay in memory.
+    #[serde(borrow)]
+    pub root: Root<'a>,
+    /// Further shared directories.
+    pub mounts: Vec<Mount<'a>, MAX_MOUNTS>,
+    /// Address of the network interface, if there is one.
+    pub network: Option<Network>,
+}
+
+/// Root directory of a guest.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Root<'a> {
+    /// Shared directory with this mount tag.
+    Share(&'a str),
+    /// First disk: an ext4 file system, or partitions, of which the first ext4 file system with a
+    /// program for `sh` counts.
+    Disk,
+}
+
+/// Shared directory of a guest.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Mount<'a> {
+    /// Mount tag.
+    pub tag: &'a str,
+    /// Absolute path in the guest, created if necessary.
+    pub place: &'a [u8],
+    /// Read-only.
+    pub read_only: bool,
+}
+
+/// Configuration of the network interface.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Network {
+    /// Address of the guest.
+    pub address: [u8; 4],
+    /// Bits of the network's prefix.
+    pub prefix: u8,
+    /// Default gateway.
+    pub gateway: [u8; 4],
+    /// Name server.
+    pub resolver: [u8; 4],
+}
+
+/// Command that the agent starts.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Command<'a> {
+    /// Program and arguments; not empty.
+    #[serde(borrow)]
+    pub arguments: Strings<'a>,
+    /// Environment, as `NAME=VALUE`.
+    pub environment: Strings<'a>,
+    /// Working directory.
+    pub folder: &'a [u8],
+    /// User.
+    pub user: u32,
+    /// Group.
+    pub group: u32,
+    /// Supplementary groups.
+    pub groups: Vec<u32, MAX_GROUPS>,
+    /// Size of its terminal; `None`: it has three streams instead.
+    pub terminal: Option<Window>,
+}
+
+/// Size of a terminal in characters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Window {
+    /// Rows.
+    pub rows: u16,
+    /// Columns.
+    pub columns: u16,
+}
+
+/// Message of the agent.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Answer<'a> {
+    /// The connection is accepted.
+    Welcome {
+        /// [`VERSION`] of the agent.
+        version: u16,
+        /// Number of the command; 0 for streams.
+        command: u32,
+    },
+    /// The request was carried out.
+    Done,
+    /// The request failed, for this reason.
+    Failed(&'a str),
+    /// The command has ended, and all of its output was sent.
+    Ended(End),
+}
+
+/// End of a command.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum End {
+    /// It exited with this code.
+    Exited(u8),
+    /// This signal killed it.
+    Signalled(u8),
+}
+
+/// Strings without zeros, each followed by a zero.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Strings<'a>(&'a [u8]);
+
+impl<'a> Strings<'a> {
+    /// Reads strings; `None`: the last one has no zero after it.
+    pub fn new(bytes: &'a [u8]) -> Option<Self> {
+        matches!(bytes, [] | [.., 0]).then_some(Self(bytes))
+    }
+
+    /// Returns the strings, without their zeros.
+    pub fn iter(&self) -> impl Iterator<Item = &'a [u8]> + use<'a> {
+        self.0.split_inclusive(|&byte| byte == 0).map(|string| &string[..string.len() - 1])
+    }
+}
+
+impl<'de: 'a, 'a> Deserialize<'de> for Strings<'a> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let bytes = <&[u8]>::deserialize(deserializer)?;
+        let wrong = || D::Error::invalid_value(Unexpected::Bytes(bytes), &"strings with zeros");
+        Self::new(bytes).ok_or_else(wrong)
+    }
+}
+
+/// Messages over a byte stream of the standard library.
+#[cfg(feature = "std")]
+pub mod io {
+    extern crate std;
+
+    use super::MAX_MESSAGE;
+    use serde::{Deserialize, Serialize};
+    use std::io::{Error, ErrorKind, Read, Result, Write};
+    use std::vec::Vec;
+
+    /// Sends a message.
+    ///
+    /// # Errors
+    /// It is too long, or the stream fails.
+    pub fn send(mut stream: impl Write, message: &impl Serialize) -> Result<()> {
+        // The length is known last.
+        let start = std::vec![0; size_of::<u32>()];
+        let mut bytes = postcard::serialize_with_flavor(message, Extend(start))
+            .map_err(|error| Error::new(ErrorKind::InvalidInput, std::format!("{error}")))?;
+        let length = bytes.len() - size_of::<u32>();
+        if length > MAX_MESSAGE {
+            return Err(Error::new(ErrorKind::InvalidInput, "the message is too long"));
+        }
+        bytes[..size_of::<u32>()].copy_from_slice(&(length as u32).to_le_bytes());
+        stream.write_all(&bytes)
+    }
+
+    /// Receives the bytes of a message into `room`; `None`: the stream has ended before it.
+    ///
+    /// # Errors
+    /// The message is too long, the stream ends within it, or fails.
+    pub fn receive(mut stream: impl Read, room: &mut Vec<u8>) -> Result<Option<()>> {
+        let mut length = [0; size_of::<u32>()];
+        let mut filled = 0;
+        while filled < length.len() {
+            match stream.read(&mut length[filled..]) {
+                Ok(0) if filled == 0 => return Ok(None),
+                Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
+                Ok(count) => filled += count,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        let length = u32::from_le_bytes(length) as usize;
+        if length > MAX_MESSAGE {
+            return Err(Error::new(ErrorKind::InvalidData, "a message is too long"));
+        }
+        room.resize(length, 0);
+        stream.read_exact(room).map(Some)
+    }
+
+    /// Reads a received message. Bytes after it are an error.
+    ///
+    /// # Errors
+    /// It is malformed.
+    pub fn read<'a, T: Deserialize<'a>>(bytes: &'a [u8]) -> Result<T> {
+        match postcard::take_from_bytes(bytes) {
+            Ok((message, [])) => Ok(message),
+            _ => Err(Error::new(ErrorKind::InvalidData, "a message is malformed")),
+        }
+    }
+
+    /// Appends to a vector.
+    struct Extend(Vec<u8>);
+
+    impl postcard::ser_flavors::Flavor for Extend {
+        type Output = Vec<u8>;
+
+        fn try_push(&mut self, byte: u8) -> postcard::Result<()> {
+            self.0.push(byte);
+            Ok(())
+        }
+
+        fn try_extend(&mut self, bytes: &[u8]) -> postcard::Result<()> {
+            self.0.extend_from_slice(bytes);
+            Ok(())
+        }
+
+        fn finalize(self) -> postcard::Result<Vec<u8>> {
+            Ok(self.0)
+        }
+    }
+}
+
+#[cfg(all(test, feature = "std"))]
+mod tests {
+    use super::io::{read, receive, send};
+    use super::*;
+
+    fn command() -> Request<'static> {
+        Request::Start(Command {
+            arguments: Strings::new(b"sh\0-c\0\0").expect("strings"),
+            environment: Strings::new(b"A=b\0").expect("strings"),
+            folder: b"/",
+            user: 1000,
+            group: 100,
+            groups: Vec::from_slice(&[4, 5]).expect("few"),
+            terminal: Some(Window { rows: 24, columns: 80 }),
+        })
+    }
+
+    #[test]
+    fn messages_pass() {
+        let mut wire = std::vec![];
+        let hello = Hello { version: VERSION, purpose: Purpose::Control };
+        send(&mut wire, &hello).expect("it fits");
+        send(&mut wire, &command()).expect("it fits");
+        let (mut stream, mut room) = (&wire[..], std::vec![]);
+        receive(&mut stream, &mut room).expect("a message").expect("one");
+        // The version comes first in every version.
+        assert_eq!(room[0], VERSION as u8);
+        assert_eq!(read::<Hello>(&room).expect("a hello"), hello);
+        receive(&mut stream, &mut room).expect("a message").expect("one");
+        let Request::Start(found) = read(&room).expect("a request") else { panic!("no start") };
+        assert_eq!(Request::Start(found.clone()), command());
+        assert!(found.arguments.iter().eq([&b"sh"[..], b"-c", b""]));
+        assert_eq!(receive(&mut stream, &mut room).expect("the end"), None);
+    }
+
+    #[test]
+    fn malformed_messages_are_refused() {
+        let mut wire = std::vec![];
+        send(&mut wire, &command()).expect("it fits");
+        let mut room = std::vec![];
+        for length in 1..wire.len() {
+            assert!(receive(&wire[..length], &mut room).is_err(), "{length} bytes");
+        }
+        let body = &wire[4..];
+        for length in 0..body.len() {
+            assert!(read::<Request<'_>>(&body[..length]).is_err(), "{length} bytes");
+        }
+        assert!(read::<Request<'_>>(&[body, &[0]].concat()).is_err(), "a byte too many");
+        let long = (MAX_MESSAGE as u32 + 1).to_le_bytes();
+        assert!(receive(&long[..], &mut room).is_err());
+        assert!(send(&mut wire, &Answer::Failed(&"x".repeat(MAX_MESSAGE))).is_err());
+        assert_eq!(Strings::new(b"a"), None);
+        // A list that states more than its limit.
+        let groups = Vec::<u32, 65>::from_slice(&[0; 65]).expect("65");
+        let mut wire = std::vec![];
+        send(&mut wire, &groups).expect("it fits");
+        assert!(read::<Vec<u32, MAX_GROUPS>>(&wire[4..]).is_err());
+    }
+}

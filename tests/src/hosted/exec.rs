@@ -1,0 +1,221 @@
+//! `parador exec`: one command in a VM of its own.
+
+use super::{GONE, Rig, SLOW, succeed};
+use crate::system::parador;
+use crate::terminal::Terminal;
+use anyhow::{Context, Result, ensure};
+use rustix::process::{Pid, Signal, kill_process};
+use std::fs;
+use std::io::{Read, Write};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::symlink;
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+/// A command, and what it must do.
+struct Case {
+    options: &'static [&'static str],
+    root: &'static str,
+    command: &'static [&'static str],
+    input: &'static str,
+    code: i32,
+    /// Whole of standard output.
+    output: &'static str,
+    /// Part of standard error.
+    errors: &'static str,
+}
+
+/// A case without options on this host's root.
+const CASE: Case =
+    Case { options: &[], root: "/", command: &[], input: "", code: 0, output: "", errors: "" };
+
+/// `FOLDER` stands for the current folder.
+const CASES: [Case; 18] = [
+    Case {
+        command: &["sh", "-c", "echo out; echo err >&2; exit 42"],
+        code: 42,
+        output: "out\n",
+        errors: "err\n",
+        ..CASE
+    },
+    Case { command: &["cat"], input: "some\ninput", output: "some\ninput", ..CASE },
+    Case { command: &["sh", "-c", "exit 255"], code: 255, ..CASE },
+    Case { command: &["sh", "-c", "kill -9 $$"], code: 137, ..CASE },
+    Case { command: &["/no/such"], code: 127, errors: "/no/such: No such file", ..CASE },
+    Case { command: &["/etc/passwd"], code: 126, errors: "Permission denied", ..CASE },
+    Case { command: &["pwd"], output: "FOLDER\n", ..CASE },
+    // The current folder changes, and nothing else.
+    Case {
+        command: &["sh", "-ec", "echo made >made; echo gone >/etc/parador-gone; cat made"],
+        output: "made\n",
+        ..CASE
+    },
+    Case {
+        command: &["sh", "-c", "cat made; ls /etc/parador-gone"],
+        code: 2,
+        output: "made\n",
+        ..CASE
+    },
+    Case {
+        options: &["--ro", "."],
+        command: &["sh", "-c", "echo x >new"],
+        code: 2,
+        errors: "Read-only file system",
+        ..CASE
+    },
+    Case {
+        options: &["-e", "A=b c", "-e", "TZ=", "-w", "/usr"],
+        command: &["sh", "-c", "echo \"$A,$TZ,$PWD\""],
+        output: "b c,,/usr\n",
+        ..CASE
+    },
+    Case {
+        options: &["--timeout", "2s"],
+        command: &["sleep", "100"],
+        code: 124,
+        errors: "time limit reached",
+        ..CASE
+    },
+    // No program of the guest can use the agent: its port takes the host only.
+    Case { command: &["perl", "-e", CONNECT], output: "closed\n", ..CASE },
+    // Files of other file systems of the host are other files.
+    Case { command: &["sh", "-c", "test /proc -ef /sys || echo other"], output: "other\n", ..CASE },
+    Case {
+        root: "/nowhere",
+        command: &["true"],
+        code: 125,
+        errors: "cannot find the root",
+        ..CASE
+    },
+    Case { root: "made", command: &["true"], code: 125, errors: "is no folder", ..CASE },
+    Case {
+        options: &["--rw", "/"],
+        command: &["true"],
+        code: 125,
+        errors: "would let the command change all of this host",
+        ..CASE
+    },
+    Case { options: &["-m", "1"], command: &["true"], code: 125, errors: "invalid", ..CASE },
+];
+
+/// Connects to the agent over the guest's own address (`AF_VSOCK`, `VMADDR_CID_LOCAL`), and says
+/// whether it was let in.
+const CONNECT: &str = "socket(S, 40, 1, 0) or die; \
+    my $a = pack('SSLLCx3', 40, 0, 1024, 1, 0); \
+    if (!connect(S, $a)) { print \"closed\\n\"; exit } \
+    syswrite(S, \"\\2\\0\\0\\0\\1\\0\"); \
+    print sysread(S, my $b, 1) ? \"open\\n\" : \"closed\\n\"";
+
+fn exec(rig: &Rig) -> Command {
+    let mut command = parador(rig.folder());
+    command.arg("exec").arg("-k").arg(rig.kernel()).args(["--backend", "process"]);
+    command
+}
+
+fn run(command: &mut Command, input: &str) -> Result<Output> {
+    let piped = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = piped.spawn().context("cannot start parador")?;
+    let written = child.stdin.take().context("no input")?.write_all(input.as_bytes());
+    // A command need not read its input.
+    let _ = written;
+    child.wait_with_output().context("cannot wait for parador")
+}
+
+/// Streams, exit codes, directories, environment, refusals.
+pub fn commands() -> Result<()> {
+    let rig = Rig::new()?;
+    let folder = rig.folder().canonicalize().context("no folder")?;
+    let folder = folder.to_str().context("a path that is not UTF-8")?;
+    for case in CASES {
+        let Case { options, root, command, input, code, output, errors } = case;
+        let ended = run(exec(&rig).args(options).arg(root).arg("--").args(command), input)?;
+        let [out, err] = [&ended.stdout, &ended.stderr].map(|text| String::from_utf8_lossy(text));
+        let is_good = ended.status.code() == Some(code)
+            && (code == 125 || out == output.replace("FOLDER", folder))
+            && err.contains(errors);
+        ensure!(is_good, "{command:?} in {root}: {:?}\n{out}\n{err}", ended.status);
+    }
+    ensure!(!Path::new("/etc/parador-gone").exists(), "the host's root was changed");
+    Ok(())
+}
+
+/// Roots that are folders and images; none is changed.
+pub fn roots() -> Result<()> {
+    let rig = Rig::new()?;
+    let tree = rig.path("tree");
+    fs::create_dir_all(tree.join("bin")).context("cannot make a folder")?;
+    fs::copy("/bin/busybox", tree.join("bin/busybox")).context("cannot copy busybox")?;
+    symlink("busybox", tree.join("bin/sh")).context("cannot make a link")?;
+    fs::write(tree.join("file"), "before\n").context("cannot write a file")?;
+    let [raw, image] = ["root.img", "root.qcow2"].map(|name| rig.path(name));
+    let make = ["-q", "-t", "ext4", "-d"];
+    succeed(Command::new("mke2fs").args(make).args([&tree, &raw]).arg("16M"))?;
+    succeed(Command::new("qemu-img").args(["convert", "-O", "qcow2"]).args([&raw, &image]))?;
+    let before = fs::read(&raw).context("no image")?;
+    for root in [&tree, &raw, &image] {
+        let script = "echo after >>/file; busybox cat /file; busybox uname -n";
+        let ended = run(exec(&rig).arg(root).args(["--", "sh", "-ec", script]), "")?;
+        let output = String::from_utf8_lossy(&ended.stdout);
+        let is_good = ended.status.success() && output == "before\nafter\nparador\n";
+        ensure!(is_good, "{}: {ended:?}", root.display());
+    }
+    ensure!(fs::read(&raw).context("no image")? == before, "the image was changed");
+    let file = fs::read_to_string(tree.join("file")).context("no file")?;
+    ensure!(file == "before\n", "the folder was changed");
+    Ok(())
+}
+
+/// A terminal with its size and keys.
+pub fn terminal() -> Result<()> {
+    let rig = Rig::new()?;
+    let script = "tty; stty size; read line; echo \"got $line\"; sleep 100";
+    let mut terminal = Terminal::start(exec(&rig).args(["/", "--", "sh", "-c", script]))?;
+    let soon = Instant::now() + SLOW;
+    terminal.screen.expect("24 80", soon)?;
+    terminal.type_text("word\r")?;
+    terminal.screen.expect("got word", soon)?;
+    terminal.type_text("\x03")?;
+    let code = terminal.wait(soon)?;
+    ensure!(code == 130, "Ctrl-C ended it with {code}");
+    Ok(())
+}
+
+/// Signals reach the command; nothing is left when the carrier is killed.
+pub fn killed() -> Result<()> {
+    let rig = Rig::new()?;
+    let start = |script: &str| {
+        let mut command = exec(&rig);
+        command.env("XDG_RUNTIME_DIR", rig.folder()).args(["/", "--", "sh", "-c", script]);
+        let mut child = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn()?;
+        let mut line = [0; 6];
+        child.stdout.as_mut().context("no output")?.read_exact(&mut line)?;
+        ensure!(line == *b"ready\n", "it has printed {line:?}");
+        Ok(child)
+    };
+    let mut child = start("trap 'exit 7' TERM; echo ready; while :; do sleep 0.1; done")?;
+    kill_process(Pid::from_child(&child), Signal::TERM).context("cannot send a signal")?;
+    let code = child.wait().context("cannot wait")?.code();
+    ensure!(code == Some(7), "the command's handler gave {code:?}");
+    let mut child = start("echo ready; sleep 100")?;
+    ensure!(processes(rig.folder())? != 0, "the VM has no process");
+    child.kill().and_then(|()| child.wait()).context("cannot kill it")?;
+    let deadline = Instant::now() + GONE;
+    while processes(rig.folder())? != 0 {
+        ensure!(Instant::now() < deadline, "processes of the VM are left");
+        sleep(Duration::from_millis(50));
+    }
+    Ok(())
+}
+
+/// Returns how many processes have this folder in their command line.
+fn processes(folder: &Path) -> Result<usize> {
+    let folder = folder.as_os_str().as_bytes();
+    let lines = fs::read_dir("/proc").context("no /proc")?.filter_map(|entry| {
+        // A process may end meanwhile.
+        fs::read(entry.ok()?.path().join("cmdline")).ok()
+    });
+    let has_folder = |line: &Vec<u8>| line.windows(folder.len()).any(|part| part == folder);
+    Ok(lines.filter(has_folder).count())
+}
