@@ -3,10 +3,10 @@
 //!
 //! The agent listens on vsock port [`PORT`]. The first message of each connection is [`Hello`], and
 //! its answer is [`Answer::Welcome`] or [`Answer::Failed`]. A control connection then has one
-//! [`Request`] at a time, each answered; after [`Request::Start`] was answered, a control
-//! connection takes [`Request::Signal`] and [`Request::Resize`], which have no answers, and reports
-//! [`Answer::Ended`] once. A stream connection carries bytes only, and each direction ends as that
-//! of a socket does.
+//! [`AgentRequest`] at a time, each answered; after [`AgentRequest::Start`] was answered, a control
+//! connection takes [`AgentRequest::Signal`] and [`AgentRequest::Resize`], which have no answers,
+//! and reports [`Answer::Ended`] once. A stream connection carries bytes only, and each direction
+//! ends as that of a socket does.
 //!
 //! A message is its length (32 bits, little-endian), then a type of this module as postcard writes
 //! it. [`Hello`] begins with the version, so that each version recognises all others. Neither side
@@ -64,19 +64,19 @@ pub enum Stream {
     Terminal,
 }
 
-/// Request on a control connection.
+/// AgentRequest on a control connection.
 #[expect(clippy::large_enum_variant, reason = "there is no allocator, and one request at a time")]
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Request<'a> {
+pub enum AgentRequest<'a> {
     /// Sets the guest up; once in its life. When this connection ends, the guest powers off.
     #[serde(borrow)]
     Configure(Guest<'a>),
     /// Starts the command of this connection, with the streams that have been connected.
-    Start(Command<'a>),
+    Start(GuestCommand<'a>),
     /// Sends this signal to the command's process group.
     Signal(u8),
     /// Sets the size of the terminal.
-    Resize(Window),
+    Resize(TerminalSize),
 }
 
 /// Set-up of a guest.
@@ -129,7 +129,7 @@ pub struct Network {
 
 /// Command that the agent starts.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Command<'a> {
+pub struct GuestCommand<'a> {
     /// Program and arguments; not empty.
     #[serde(borrow)]
     pub arguments: Strings<'a>,
@@ -144,12 +144,12 @@ pub struct Command<'a> {
     /// Supplementary groups.
     pub groups: Vec<u32, MAX_GROUPS>,
     /// Size of its terminal; `None`: it has three streams instead.
-    pub terminal: Option<Window>,
+    pub terminal: Option<TerminalSize>,
 }
 
 /// Size of a terminal in characters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Window {
+pub struct TerminalSize {
     /// Rows.
     pub rows: u16,
     /// Columns.
@@ -296,15 +296,15 @@ mod tests {
     use super::io::{read, receive, send};
     use super::*;
 
-    fn command() -> Request<'static> {
-        Request::Start(Command {
+    fn command() -> AgentRequest<'static> {
+        AgentRequest::Start(GuestCommand {
             arguments: Strings::new(b"sh\0-c\0\0").expect("strings"),
             environment: Strings::new(b"A=b\0").expect("strings"),
             folder: b"/",
             user: 1000,
             group: 100,
             groups: Vec::from_slice(&[4, 5]).expect("few"),
-            terminal: Some(Window { rows: 24, columns: 80 }),
+            terminal: Some(TerminalSize { rows: 24, columns: 80 }),
         })
     }
 
@@ -320,8 +320,10 @@ mod tests {
         assert_eq!(room[0], VERSION as u8);
         assert_eq!(read::<Hello>(&room).expect("a hello"), hello);
         receive(&mut stream, &mut room).expect("a message").expect("one");
-        let Request::Start(found) = read(&room).expect("a request") else { panic!("no start") };
-        assert_eq!(Request::Start(found.clone()), command());
+        let AgentRequest::Start(found) = read(&room).expect("a request") else {
+            panic!("no start")
+        };
+        assert_eq!(AgentRequest::Start(found.clone()), command());
         assert!(found.arguments.iter().eq([&b"sh"[..], b"-c", b""]));
         assert_eq!(receive(&mut stream, &mut room).expect("the end"), None);
     }
@@ -336,9 +338,9 @@ mod tests {
         }
         let body = &wire[4..];
         for length in 0..body.len() {
-            assert!(read::<Request<'_>>(&body[..length]).is_err(), "{length} bytes");
+            assert!(read::<AgentRequest<'_>>(&body[..length]).is_err(), "{length} bytes");
         }
-        assert!(read::<Request<'_>>(&[body, &[0]].concat()).is_err(), "a byte too many");
+        assert!(read::<AgentRequest<'_>>(&[body, &[0]].concat()).is_err(), "a byte too many");
         let long = (MAX_MESSAGE as u32 + 1).to_le_bytes();
         assert!(receive(&long[..], &mut room).is_err());
         assert!(send(&mut wire, &Answer::Failed(&"x".repeat(MAX_MESSAGE))).is_err());

@@ -32,6 +32,7 @@ type Attack = fn(bool) -> Result<()>;
 const HOSTED: &[(&str, Body, Class)] = &[
     ("shell", hosted::shell, Class::Other),
     ("disk", hosted::disks::disk, Class::Other),
+    ("disk-overlays", hosted::disks::overlays, Class::Other),
     ("disk-in-use", hosted::disks::disk_in_use, Class::SmpOrKill),
     ("disk-full", hosted::disks::disk_full, Class::Other),
     ("ends", hosted::ends, Class::Other),

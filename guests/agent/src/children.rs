@@ -12,7 +12,7 @@ use std::process::{Child, Command};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-/// Children whose end somebody waits for, by process ID.
+/// Children whose end a connection waits for, by process ID.
 #[derive(Default)]
 struct Shared {
     waiting: Mutex<BTreeMap<i32, SyncSender<End>>>,

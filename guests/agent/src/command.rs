@@ -3,7 +3,7 @@
 use crate::children::Children;
 use crate::enter::Entry;
 use crate::{ENTER, stream};
-use proto::agent::{Command, End, Stream, Window};
+use proto::agent::{End, GuestCommand, Stream, TerminalSize};
 use rustix::process::{Pid, Signal, kill_process_group};
 use rustix::pty::{OpenptFlags, grantpt, ioctl_tiocgptpeer, openpt, unlockpt};
 use rustix::termios::{Winsize, tcsetwinsize};
@@ -13,7 +13,7 @@ use std::fs::File;
 use std::io::{self, PipeReader, PipeWriter};
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
-use std::process::{Command as Process, Stdio};
+use std::process::{Command, Stdio};
 use std::sync::mpsc::Receiver;
 use std::thread::JoinHandle;
 
@@ -37,7 +37,7 @@ pub struct Ending {
 /// Starts a command with the streams that the host has connected.
 pub fn start(
     children: &Children,
-    command: &Command<'_>,
+    command: &GuestCommand<'_>,
     streams: BTreeMap<Stream, File>,
 ) -> io::Result<(Running, Ending)> {
     let mut arguments = command.arguments.iter().map(OsStr::from_bytes).peekable();
@@ -51,7 +51,7 @@ pub fn start(
         folder: OsStr::from_bytes(command.folder),
         has_terminal: command.terminal.is_some(),
     };
-    let mut process = Process::new(OWN);
+    let mut process = Command::new(OWN);
     process.arg(ENTER).args(entry.arguments()).args(arguments).env_clear();
     for variable in command.environment.iter() {
         let mut parts = variable.splitn(2, |&byte| byte == b'=').map(OsStr::from_bytes);
@@ -74,7 +74,7 @@ type Copies = Vec<JoinHandle<()>>;
 
 /// Connects three pipes; a stream without a connection is `/dev/null`.
 fn connect_streams(
-    process: &mut Process,
+    process: &mut Command,
     mut streams: BTreeMap<Stream, File>,
     ended: &PipeReader,
 ) -> io::Result<Copies> {
@@ -104,9 +104,9 @@ fn connect_streams(
 }
 
 fn connect_terminal(
-    process: &mut Process,
+    process: &mut Command,
     mut streams: BTreeMap<Stream, File>,
-    window: Window,
+    window: TerminalSize,
     ended: PipeReader,
 ) -> io::Result<(Copies, Option<OwnedFd>)> {
     let connection = streams.remove(&Stream::Terminal);
@@ -123,8 +123,8 @@ fn connect_terminal(
     Ok((vec![copy], Some(terminal)))
 }
 
-fn size(window: Window) -> Winsize {
-    let Window { rows: ws_row, columns: ws_col } = window;
+fn size(window: TerminalSize) -> Winsize {
+    let TerminalSize { rows: ws_row, columns: ws_col } = window;
     Winsize { ws_row, ws_col, ws_xpixel: 0, ws_ypixel: 0 }
 }
 
@@ -137,7 +137,7 @@ impl Running {
     }
 
     /// Sets the size of the terminal, if it has one.
-    pub fn resize(&self, window: Window) {
+    pub fn resize(&self, window: TerminalSize) {
         if let Some(terminal) = &self.terminal {
             let _ = tcsetwinsize(terminal, size(window));
         }

@@ -3,7 +3,9 @@
 use crate::children::Children;
 use crate::command::{self, Ending, Running};
 use crate::{network, power_off, root};
-use proto::agent::{Answer, Command, Guest, Hello, Purpose, Request, Stream, VERSION, io as wire};
+use proto::agent::{
+    AgentRequest, Answer, Guest, GuestCommand, Hello, Purpose, Stream, VERSION, io as wire,
+};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
@@ -128,19 +130,23 @@ impl Control<'_> {
         let mut room = Vec::new();
         while wire::receive(reader, &mut room)?.is_some() {
             match wire::read(&room)? {
-                Request::Configure(guest) => {
+                AgentRequest::Configure(guest) => {
                     let done = self.configure(&guest);
                     self.report(done)?;
                 }
-                Request::Start(command) => match self.start(&command) {
+                AgentRequest::Start(command) => match self.start(&command) {
                     Ok(ending) => {
                         self.answer(&Answer::Done)?;
                         self.report_end(ending)?;
                     }
                     Err(error) => self.report(Err(error))?,
                 },
-                Request::Signal(number) => self.running.iter().for_each(|it| it.signal(number)),
-                Request::Resize(window) => self.running.iter().for_each(|it| it.resize(window)),
+                AgentRequest::Signal(number) => {
+                    self.running.iter().for_each(|it| it.signal(number))
+                }
+                AgentRequest::Resize(window) => {
+                    self.running.iter().for_each(|it| it.resize(window))
+                }
             }
         }
         Ok(())
@@ -162,7 +168,7 @@ impl Control<'_> {
         network::configure(guest.network.as_ref())
     }
 
-    fn start(&mut self, command: &Command<'_>) -> io::Result<Ending> {
+    fn start(&mut self, command: &GuestCommand<'_>) -> io::Result<Ending> {
         if !self.agent.commands().is_configured {
             return Err(io::Error::other("the guest is not set up"));
         }
@@ -187,7 +193,7 @@ impl Control<'_> {
         thread::Builder::new().spawn(report).map(drop)
     }
 
-    /// The host has closed the connection: nothing of the command goes on.
+    /// The host has closed the connection: the command ends.
     fn end(self) {
         const KILL: u8 = 9;
         self.running.iter().for_each(|running| running.signal(KILL));

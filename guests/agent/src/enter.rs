@@ -18,7 +18,7 @@ const NOT_FOUND: u8 = 127;
 /// Exit code if the command's process cannot be set up.
 const FAILED: u8 = 125;
 
-/// What the process becomes.
+/// State of the command's process.
 pub struct Entry<'a> {
     /// User, group, supplementary groups.
     pub user: u32,

@@ -14,8 +14,8 @@ const HOST: u32 = 2;
 /// Connections that wait to be accepted.
 const BACKLOG: i32 = 128;
 
-/// Listening socket. Only connections of the host are accepted: by the agent, any program of the
-/// guest could otherwise become root.
+/// Listening socket. Only connections of the host are accepted: by the agent, any
+/// guest application could otherwise become root.
 pub struct Listener(OwnedFd);
 
 impl Listener {

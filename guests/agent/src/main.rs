@@ -1,9 +1,9 @@
 //! Process 1 of the guests of `parador exec`: sets the guest up and starts commands for a program
 //! of the host ([`proto::agent`]).
 //!
-//! It is linked statically, since it runs before there is a root directory. It believes the host,
-//! which owns the guest; other programs of the guest cannot connect ([`listener`]). An error before
-//! the host has connected is printed on the console, and ends the guest.
+//! It is linked statically, since it runs before there is a root directory. It relies on the host,
+//! which owns the guest; guest applications cannot connect ([`listener`]). An error before the host
+//! has connected is printed on the console, and ends the guest.
 #![forbid(unsafe_code)]
 
 mod children;
@@ -54,7 +54,7 @@ fn serve() -> io::Result<()> {
 
 /// Writes files back and ends the guest.
 fn power_off() -> ! {
-    // The message before must reach the console; nobody receives an error.
+    // The message before must reach the console; an error has no receiver.
     let _ = io::stderr().flush();
     rustix::fs::sync();
     let _ = rustix::system::reboot(rustix::system::RebootCommand::PowerOff);

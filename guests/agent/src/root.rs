@@ -13,7 +13,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, symlink};
 use std::path::{Path, PathBuf};
 
-/// Where the agent builds the new root.
+/// Folders in which the agent builds the new root.
 const LOWER: &str = "/lower";
 const MEMORY: &str = "/memory";
 const NEW: &str = "/new";
@@ -90,7 +90,7 @@ pub fn change(guest: &Guest<'_>) -> io::Result<()> {
     Ok(())
 }
 
-/// Creates a folder and its parents, for everybody.
+/// Creates a folder and its parents, readable by all users.
 fn create(folder: &Path) -> io::Result<()> {
     let made = files::DirBuilder::new().recursive(true).mode(0o755).create(folder);
     made.map_err(|error| {

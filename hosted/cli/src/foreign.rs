@@ -23,7 +23,7 @@ const FOREIGN: [(&[&str], Remedy); 25] = [
     (&["-smp", "--smp", "--vcpus"], Replacement("-c COUNT")),
     (&["-mem", "--mem", "--ram"], Replacement("-m SIZE")),
     (&["-hda", "-hdb", "-drive", "--drive", "--block", "-blockdev"], Replacement("-d FILE")),
-    (&["-snapshot"], Instruction("copy the disk image first: guests write to the file itself")),
+    (&["-snapshot"], Replacement("-d path=FILE,overlay=on")),
     (&["-nic", "-net", "-netdev", "--network", "--nic"], Replacement("--net user")),
     (&["-serial"], Replacement("--serial stdio")),
     (&["-chardev"], Replacement("--serial TARGET or --console TARGET")),

@@ -1,9 +1,10 @@
-//! Disk with a qcow2 image.
+//! Disk with a qcow2 image, or with an overlay of another disk.
 //!
 //! The library (`imago`) implements the format. It never opens another file: an image with a
 //! backing file or an external data file is refused, because only the user decides which files a VM
-//! reads. Cached tables are written to the file at flushes, shortly after the last change, and at
-//! the end.
+//! reads. An overlay is an empty qcow2 image in a file without a name, above a base that is only
+//! read; it ends with the VM. Cached tables are written to the file at flushes, shortly after the
+//! last change, and at the end.
 //!
 //! Whenever the process is killed or the host loses power, flushed data is in the image, and no
 //! table points to a cluster that is counted as free: the library orders its writes
@@ -19,9 +20,12 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 use imago::file::File;
-use imago::format::drivers::FormatDriverInstance;
 use imago::qcow2::Qcow2;
-use imago::{DenyImplicitOpenGate, FormatAccess, FormatDriverBuilder, Storage, StorageOpenOptions};
+use imago::raw::Raw;
+use imago::{
+    DenyImplicitOpenGate, FormatAccess, FormatCreateBuilder, FormatDriverBuilder, Storage,
+    StorageOpenOptions,
+};
 use proto::errno::Cause;
 use proto::hosted::layout;
 use proto::requests::{op, status};
@@ -42,9 +46,21 @@ const SECTOR: u64 = 512;
 /// Longest read or write in bytes, more than the device model permits.
 const MAX_BYTES: usize = 1 << 20;
 
-/// Configuration of an image; its descriptor is [`layout::DISKS_FD`].
+/// Format of the base of an overlay.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Base {
+    /// Sectors in order.
+    Raw,
+    /// A qcow2 image.
+    Qcow2,
+}
+
+/// Configuration of an image; its descriptor is [`layout::DISKS_FD`]. With a base, that is the
+/// base's, and the next one is that of an empty file for the changes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ImageConfig {
+    /// Format of the base, if this is an overlay.
+    pub base: Option<Base>,
     /// Read-only.
     pub read_only: bool,
     /// Size in sectors as reported to the guest.
@@ -64,9 +80,17 @@ pub fn serve_image(
     // SAFETY: `parador run` starts the program with this descriptor, and no other code of it uses
     // it.
     let file = fs::File::from(unsafe { OwnedFd::from_raw_fd(layout::DISKS_FD as i32) });
+    let changes = image.base.map(|base| {
+        // SAFETY: as above; a process of an overlay has this descriptor, too.
+        let changes = unsafe { OwnedFd::from_raw_fd(layout::DISKS_FD as i32 + 1) };
+        (base, fs::File::from(changes))
+    });
     // The file is only read in the sandbox: it may be malicious.
     let threads = confine(FileAccess::Own, THREADS)?;
-    let disk = Disk::open(file, image)?;
+    let disk = match changes {
+        Some((base, changes)) => Disk::overlay(base, file, changes, image),
+        None => Disk::open(file, image),
+    }?;
     Ok(worker.serve(disk, &threads, end)?)
 }
 
@@ -99,14 +123,52 @@ impl Disk {
         let file = File::from_open_file(file, options).map_err(failed)?;
         Ok(Self { marking, ..Self::with(file, image)? })
     }
+
+    /// Opens a new overlay of `file`. No other process ever opens it, so it needs no marking.
+    fn overlay(
+        base: Base,
+        file: fs::File,
+        changes: fs::File,
+        image: ImageConfig,
+    ) -> Result<Self, SetupError> {
+        let failed = |error: io::Error| unusable(&error);
+        let storage = |file, is_written| {
+            File::from_open_file(file, StorageOpenOptions::new().write(is_written)).map_err(failed)
+        };
+        let gate = DenyImplicitOpenGate::default();
+        let file = storage(file, false)?;
+        let below = match base {
+            Base::Raw => FormatAccess::new(
+                Raw::<File>::builder(file).write(false).open(gate).map_err(failed)?,
+            ),
+            Base::Qcow2 => Self::open_image(file, false, None)?,
+        };
+        // After a reset of the VM it has the changes of before.
+        if changes.metadata().map_err(failed)?.len() == 0 {
+            let created = storage(changes.try_clone().map_err(failed)?, true)?;
+            let bytes = image.sectors * SECTOR;
+            Qcow2::<File>::create_builder(created).size(bytes).create().map_err(failed)?;
+        }
+        let changes = storage(changes, true)?;
+        Self::of_access(Self::open_image(changes, true, Some(below))?, image)
+    }
 }
 
 impl<S: Storage + 'static> Disk<S> {
     fn with(file: S, image: ImageConfig) -> Result<Self, SetupError> {
+        Self::of_access(Self::open_image(file, !image.read_only, None)?, image)
+    }
+
+    /// Opens a qcow2 image, above `below` if that is given.
+    fn open_image(
+        file: S,
+        is_written: bool,
+        below: Option<FormatAccess<S>>,
+    ) -> Result<FormatAccess<S>, SetupError> {
         let failed = |error: io::Error| unusable(&error);
         let opened = Qcow2::<S>::builder(file)
-            .write(!image.read_only)
-            .backing(None)
+            .write(is_written)
+            .backing(below)
             .data_file(None)
             .open(DenyImplicitOpenGate::default())
             .map_err(failed)?;
@@ -116,8 +178,11 @@ impl<S: Storage + 'static> Disk<S> {
                 "it has a backing file or an external data file",
             ));
         }
-        let cluster = opened.zero_granularity().unwrap_or(SECTOR);
-        let access = FormatAccess::new(opened);
+        Ok(FormatAccess::new(opened))
+    }
+
+    fn of_access(access: FormatAccess<S>, image: ImageConfig) -> Result<Self, SetupError> {
+        let cluster = access.inner().zero_granularity().unwrap_or(SECTOR);
         if access.size() != image.sectors * SECTOR {
             return Err(SetupError::new("the image is unusable", "its size has changed"));
         }

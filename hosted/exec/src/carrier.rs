@@ -1,12 +1,14 @@
 //! Carrier of a command: its streams or terminal, signals, and its end.
 
-use crate::connection::Control;
+use crate::connection::ControlConnection;
 use crate::guest::{Plan, user};
-use crate::vm::{NETWORK, Vm};
+use crate::vm::{CommandVm, NETWORK};
 use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::interrupt::ENDING;
 use hosted_monitor::terminal::Raw;
-use proto::agent::{Answer, Command, End, Guest, Request, Stream, Strings, Window, io as wire};
+use proto::agent::{
+    AgentRequest, Answer, End, Guest, GuestCommand, Stream, Strings, TerminalSize, io as wire,
+};
 use rustix::stdio::{stdin, stdout};
 use rustix::termios::{isatty, tcgetwinsize};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, SIGWINCH};
@@ -33,7 +35,7 @@ const ROOM: usize = 64 << 10;
 ///
 /// # Errors
 /// The guest cannot be set up, or ends before the command; the time limit: 124.
-pub fn carry(vm: &mut Vm, plan: &Plan, deadline: Option<Instant>) -> Result<u8, Failure> {
+pub fn carry(vm: &mut CommandVm, plan: &Plan, deadline: Option<Instant>) -> Result<u8, Failure> {
     let started = Instant::now();
     let mut signals = Signals::new(FORWARDED).os_error("install signal handlers")?;
     // There is no command yet that could get a signal.
@@ -43,7 +45,7 @@ pub fn carry(vm: &mut Vm, plan: &Plan, deadline: Option<Instant>) -> Result<u8, 
         if let Some(signal) = ended(&mut signals) {
             return early(signal);
         }
-        if let Some(control) = Control::open(vm, started)? {
+        if let Some(control) = ControlConnection::open(vm, started)? {
             break control;
         }
     };
@@ -53,13 +55,13 @@ pub fn carry(vm: &mut Vm, plan: &Plan, deadline: Option<Instant>) -> Result<u8, 
         mounts: plan.mounts(),
         network: plan.has_network.then_some(NETWORK),
     };
-    control.request(vm, &Request::Configure(guest))?;
+    control.request(vm, &AgentRequest::Configure(guest))?;
     let has_terminal = isatty(stdin()) && isatty(stdout());
     if let Some(signal) = ended(&mut signals) {
         return early(signal);
     }
     let streams = Streams::connect(&control, vm, has_terminal)?;
-    control.request(vm, &Request::Start(command(plan, has_terminal)?))?;
+    control.request(vm, &AgentRequest::Start(command(plan, has_terminal)?))?;
     let _raw = has_terminal.then(Raw::enter);
     let outputs = streams.copy()?;
     forward(signals, &control)?;
@@ -85,11 +87,11 @@ pub fn carry(vm: &mut Vm, plan: &Plan, deadline: Option<Instant>) -> Result<u8, 
     }
 }
 
-fn command(plan: &Plan, has_terminal: bool) -> Result<Command<'_>, Failure> {
+fn command(plan: &Plan, has_terminal: bool) -> Result<GuestCommand<'_>, Failure> {
     use std::os::unix::ffi::OsStrExt;
     let zeros = || Failure::new(failure::INTERNAL, "a list of strings is malformed");
     let (user, group) = user();
-    Ok(Command {
+    Ok(GuestCommand {
         arguments: Strings::new(&plan.arguments).ok_or_else(zeros)?,
         environment: Strings::new(&plan.environment).ok_or_else(zeros)?,
         folder: plan.folder.as_os_str().as_bytes(),
@@ -101,9 +103,9 @@ fn command(plan: &Plan, has_terminal: bool) -> Result<Command<'_>, Failure> {
 }
 
 /// Returns the size of this process' terminal.
-fn window() -> Window {
+fn window() -> TerminalSize {
     let size = tcgetwinsize(stdout());
-    size.map_or(Window { rows: 24, columns: 80 }, |size| Window {
+    size.map_or(TerminalSize { rows: 24, columns: 80 }, |size| TerminalSize {
         rows: size.ws_row,
         columns: size.ws_col,
     })
@@ -116,7 +118,11 @@ enum Streams {
 }
 
 impl Streams {
-    fn connect(control: &Control, vm: &Vm, has_terminal: bool) -> Result<Self, Failure> {
+    fn connect(
+        control: &ControlConnection,
+        vm: &CommandVm,
+        has_terminal: bool,
+    ) -> Result<Self, Failure> {
         let connect = |stream| control.stream(vm, stream);
         if has_terminal {
             return connect(Stream::Terminal).map(Self::Terminal);
@@ -149,7 +155,7 @@ impl Streams {
             .map(|(from, to)| {
                 spawn(move || {
                     copy(&from, to);
-                    // Whoever reads has gone: the command gets SIGPIPE.
+                    // The reader has gone: the command gets SIGPIPE.
                     let _ = from.shutdown(Shutdown::Both);
                 })
             })
@@ -183,13 +189,13 @@ fn copy(mut from: impl Read, mut to: impl Write) {
 }
 
 /// Passes signals of this process on to the command.
-fn forward(mut signals: Signals, control: &Control) -> Result<(), Failure> {
+fn forward(mut signals: Signals, control: &ControlConnection) -> Result<(), Failure> {
     let control = control.stream.try_clone().os_error("copy a descriptor")?;
     spawn(move || {
         for signal in signals.forever() {
             let request = match signal {
-                SIGWINCH => Request::Resize(window()),
-                signal => Request::Signal(signal as u8),
+                SIGWINCH => AgentRequest::Resize(window()),
+                signal => AgentRequest::Signal(signal as u8),
             };
             // The connection ends with the command.
             if wire::send(&control, &request).is_err() {
@@ -201,7 +207,7 @@ fn forward(mut signals: Signals, control: &Control) -> Result<(), Failure> {
 }
 
 /// Returns what receives the end of the command; `None`: the connection has ended before it.
-fn end_of(control: &Control) -> Result<Receiver<Option<End>>, Failure> {
+fn end_of(control: &ControlConnection) -> Result<Receiver<Option<End>>, Failure> {
     let (sender, receiver) = sync_channel(1);
     let control = control.stream.try_clone().os_error("copy a descriptor")?;
     // A command may run for ever.

@@ -1,6 +1,6 @@
 //! Connections to the agent.
 
-use crate::vm::Vm;
+use crate::vm::CommandVm;
 use hosted_command::failure::{self, Failure, IoContext};
 use proto::agent::{Answer, Hello, PORT, Purpose, Stream, VERSION, io as wire};
 use std::io::{self, ErrorKind, Read, Write};
@@ -17,20 +17,20 @@ const SETUP: Duration = Duration::from_secs(60);
 /// Interval of attempts.
 const INTERVAL: Duration = Duration::from_millis(5);
 
-/// Control connection, and the number of its command.
-pub struct Control {
+/// ControlConnection connection, and the number of its command.
+pub struct ControlConnection {
     /// The connection.
     pub stream: UnixStream,
     /// Number of the command.
     pub command: u32,
 }
 
-impl Control {
+impl ControlConnection {
     /// Connects to the agent of a VM that was started then; `None`: it does not listen yet.
     ///
     /// # Errors
     /// The VM ends, or no agent answers in time; it refuses.
-    pub fn open(vm: &mut Vm, started: Instant) -> Result<Option<Self>, Failure> {
+    pub fn open(vm: &mut CommandVm, started: Instant) -> Result<Option<Self>, Failure> {
         if vm.has_ended() {
             return Err(vm.failure("the VM has ended before its agent answered"));
         }
@@ -52,7 +52,7 @@ impl Control {
     }
 
     /// Connects a stream of the command.
-    pub fn stream(&self, vm: &Vm, stream: Stream) -> Result<UnixStream, Failure> {
+    pub fn stream(&self, vm: &CommandVm, stream: Stream) -> Result<UnixStream, Failure> {
         let purpose = Purpose::Stream { command: self.command, stream };
         let connected = connect(&vm.socket(), purpose, PATIENCE);
         connected.map(|(stream, _)| stream).os_error("connect to the agent")
@@ -62,7 +62,11 @@ impl Control {
     ///
     /// # Errors
     /// The agent refuses it, or the connection fails: `vm` explains why.
-    pub fn request(&self, vm: &mut Vm, request: &proto::agent::Request<'_>) -> Result<(), Failure> {
+    pub fn request(
+        &self,
+        vm: &mut CommandVm,
+        request: &proto::agent::AgentRequest<'_>,
+    ) -> Result<(), Failure> {
         let mut room = Vec::new();
         let answered = wire::send(&self.stream, request)
             .and_then(|()| wire::receive(&self.stream, &mut room)?.ok_or_else(hang_up));
@@ -94,7 +98,7 @@ fn is_early(error: &io::Error) -> bool {
     refused || closed || matches!(error.kind(), TimedOut | WouldBlock)
 }
 
-/// Connects to the agent's port and says what for; the number of the command.
+/// Connects to the agent's port for a purpose; returns the number of the command, too.
 fn connect(socket: &Path, purpose: Purpose, patience: Duration) -> io::Result<(UnixStream, u32)> {
     let mut stream = UnixStream::connect(socket)?;
     stream.set_read_timeout(Some(patience))?;

@@ -1,4 +1,4 @@
-//! What the options state about the guest: its root, its directories and its command.
+//! The guest as the options state it: its root, its directories and its command.
 
 use crate::{Net, Options};
 use hosted_command::failure::{self, Failure, IoContext};
@@ -119,7 +119,7 @@ impl Plan {
             RootFrom::Folder(folder) => shares.push(share(folder, ROOT_TAG, true)?),
             RootFrom::Image(path, format) => {
                 let (path, format) = (path.clone(), Some(*format));
-                disks.push(DiskConfig { path, ro: true, id: None, format });
+                disks.push(DiskConfig { path, ro: true, overlay: false, id: None, format });
             }
         }
         for Shared { folder, tag, read_only } in &self.shared {

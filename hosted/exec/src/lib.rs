@@ -6,7 +6,7 @@
 //!
 //! | module | contents |
 //! |---|---|
-//! | `guest` | what the options state: root, directories, command |
+//! | `guest` | the guest as the options state it: root, directories, command |
 //! | `vm` | the VM: its configuration, its process, the end of both |
 //! | `connection` | connections to the agent |
 //! | `carrier` | streams, signals and the end of the command |
@@ -105,7 +105,7 @@ pub fn run(options: &Options) -> u8 {
 fn carry_out(options: &Options) -> Result<u8, Failure> {
     let deadline = options.timeout.and_then(|time| Instant::now().checked_add(time.0));
     let plan = Plan::new(options)?;
-    let mut vm = vm::Vm::start(options, &plan)?;
+    let mut vm = vm::CommandVm::start(options, &plan)?;
     let carried = carrier::carry(&mut vm, &plan, deadline);
     vm.end();
     carried

@@ -44,12 +44,12 @@ const PATIENCE: Duration = Duration::from_millis(20);
 const ATTEMPTS: u32 = 250;
 
 /// A VM that runs.
-pub struct Vm {
+pub struct CommandVm {
     child: Child,
     folder: TempDir,
 }
 
-impl Vm {
+impl CommandVm {
     /// Starts the VM; the agent may not answer yet.
     ///
     /// # Errors

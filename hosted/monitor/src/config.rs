@@ -72,7 +72,7 @@ pub struct Config {
     /// The VM.
     #[command(flatten)]
     pub vm: VmConfig,
-    /// Disk: FILE, or path=FILE,ro=on,id=NAME,format=raw|qcow2; up to four.
+    /// Disk: FILE, or path=FILE,ro=on,overlay=on,id=NAME,format=raw|qcow2; up to four.
     #[arg(short, long = "disk", value_name = "DISK", value_parser = disk::parse)]
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub disk: Vec<disk::DiskConfig>,

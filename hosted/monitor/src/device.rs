@@ -5,7 +5,7 @@ use crate::device_process::DeviceProcess;
 use command_fds::FdMapping;
 use hosted_command::failure::{self, Failure};
 use hosted_command::supervise::{self, AtEnd};
-use hosted_devices::{ImageConfig, SetupError, Share, Vsock};
+use hosted_devices::{Base, ImageConfig, SetupError, Share, Vsock};
 use proto::hosted::layout;
 use signal_hook::consts::{SIGTERM, SIGXFSZ};
 use signal_hook::flag;
@@ -42,21 +42,23 @@ pub enum DeviceKind {
     Image(ImageConfig),
 }
 
-/// Starts the process of a device. `queue` is the index of its request queue, `own` the descriptor
-/// of its file; `name` is for messages.
+/// Starts the process of a device. `queue` is the index of its request queue, `own` the descriptors
+/// of its files; `name` is for messages.
 pub fn start(
     machine: &VmDescriptors<'_>,
     queue: usize,
     device: DeviceKind,
-    own: BorrowedFd<'_>,
+    own: &[BorrowedFd<'_>],
     name: String,
 ) -> Result<DeviceProcess, Failure> {
     let failed = |error: io::Error| Failure::os("start a device process", &error);
     let numbers = [layout::MEMORY_FD, layout::SHARED_FD, layout::DOORBELL_FD];
-    let own = [(own, layout::DISKS_FD)];
-    let (kind, read_only, sectors) = match device {
-        DeviceKind::Share(Share { read_only }) => (SHARE, read_only, 0),
-        DeviceKind::Image(ImageConfig { read_only, sectors }) => (IMAGE, read_only, sectors),
+    let own = own.iter().copied().zip(layout::DISKS_FD..);
+    let (kind, read_only, sectors, base) = match device {
+        DeviceKind::Share(Share { read_only }) => (SHARE, read_only, 0, None),
+        DeviceKind::Image(ImageConfig { base, read_only, sectors }) => {
+            (IMAGE, read_only, sectors, base.map(word_of_base))
+        }
     };
     let mut mappings = Vec::new();
     for (descriptor, number) in machine.descriptors.into_iter().zip(numbers).chain(own) {
@@ -65,8 +67,17 @@ pub fn start(
     }
     let numbers = [machine.memory, queue as u64, sectors].map(|number| number.to_string());
     let [memory, queue, sectors] = numbers;
-    let arguments = [kind.to_owned(), memory, queue, read_only.to_string(), sectors];
+    let mut arguments = vec![kind.to_owned(), memory, queue, read_only.to_string(), sectors];
+    arguments.extend(base.map(str::to_owned));
     spawn(&arguments, mappings, name)
+}
+
+/// Returns the argument for the base of an overlay.
+fn word_of_base(base: Base) -> &'static str {
+    match base {
+        Base::Raw => "raw",
+        Base::Qcow2 => "qcow2",
+    }
 }
 
 /// Starts the process of the vsock device with its descriptors.
@@ -148,7 +159,16 @@ fn parse_arguments(mut arguments: impl Iterator<Item = String>) -> Option<Served
     let sectors = arguments.next()?.parse().ok()?;
     let device = match kind.as_str() {
         SHARE => DeviceKind::Share(Share { read_only }),
-        IMAGE => DeviceKind::Image(ImageConfig { read_only, sectors }),
+        IMAGE => {
+            let base = match arguments.next() {
+                None => None,
+                Some(word) => {
+                    let mut bases = [Base::Raw, Base::Qcow2].into_iter();
+                    Some(bases.find(|&base| word_of_base(base) == word)?)
+                }
+            };
+            DeviceKind::Image(ImageConfig { base, read_only, sectors })
+        }
         _ => return None,
     };
     Some(Served::Requests(hosted_devices::GuestQueue { memory, queue }, device))

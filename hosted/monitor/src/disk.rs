@@ -3,7 +3,8 @@
 use crate::config::disk::{DiskConfig, NAME, Name};
 use crate::device;
 use crate::device_process::DeviceProcess;
-use hosted_command::failure::{self, Failure};
+use hosted_command::failure::{self, Failure, IoContext};
+use hosted_devices::Base;
 use rustix::fs::OFlags;
 use rustix::io::Errno;
 use std::fs::{File, OpenOptions};
@@ -26,6 +27,8 @@ const HEADER: usize = 72;
 pub struct Disk {
     /// File, locked against other writers.
     pub file: File,
+    /// Base and file of an overlay: its format, and where changes go.
+    overlay: Option<(Base, File)>,
     /// Description for the VM.
     pub record: proto::hosted::DiskRecord,
     /// Path for messages.
@@ -33,14 +36,24 @@ pub struct Disk {
 }
 
 impl DiskConfig {
+    /// Returns whether the file itself is never written.
+    fn is_only_read(&self) -> bool {
+        self.ro || self.overlay
+    }
+
     /// Opens the disk's file for this VM alone; read-only disks may be shared. `number` is the
     /// index of the disk.
     pub fn open(&self, number: usize) -> Result<Disk, Failure> {
         let path = &self.path;
+        if self.ro && self.overlay {
+            return Err(self.refuse("has both ro=on and overlay=on").help(
+                "overlay=on lets the guest write, and discards it; ro=on does not let it write",
+            ));
+        }
         let failed = |action: &str, error: std::io::Error| Failure::file(action, path, &error);
         let is_block_device =
             path.metadata().is_ok_and(|metadata| metadata.file_type().is_block_device());
-        let is_exclusive = is_block_device && !self.ro;
+        let is_exclusive = is_block_device && !self.is_only_read();
         let mut file = self.open_file(is_exclusive)?;
         let kind = file.metadata().map_err(|error| failed("examine disk", error))?.file_type();
         if kind.is_block_device() != is_block_device {
@@ -49,7 +62,7 @@ impl DiskConfig {
         if !kind.is_file() && !kind.is_block_device() {
             return Err(self.refuse("is neither a file nor a block device"));
         }
-        lock::lock(&file, path, self.ro)?;
+        lock::lock(&file, path, self.is_only_read())?;
         let is_image = self.is_image();
         if is_image && !kind.is_file() {
             return Err(self.refuse("is a block device, not a qcow2 image"));
@@ -82,10 +95,21 @@ impl DiskConfig {
         let record = proto::hosted::DiskRecord {
             sectors: length / SECTOR,
             read_only: self.ro,
-            is_external: is_image,
+            is_external: is_image || self.overlay,
             serial,
         };
-        Ok(Disk { file, record, path: path.clone() })
+        let overlay = self.changes(is_image)?;
+        Ok(Disk { file, overlay, record, path: path.clone() })
+    }
+
+    /// Returns the format of an overlay's base, and a new file for the changes.
+    fn changes(&self, is_image: bool) -> Result<Option<(Base, File)>, Failure> {
+        if !self.overlay {
+            return Ok(None);
+        }
+        let base = if is_image { Base::Qcow2 } else { Base::Raw };
+        let changes = tempfile::tempfile();
+        Ok(Some((base, changes.os_error("create a file for the changes of a disk")?)))
     }
 
     /// Reads the virtual size from an image's header. The rest of the image is only read by a
@@ -116,7 +140,7 @@ impl DiskConfig {
                 .refuse("is an encrypted qcow2 image")
                 .help("convert it: `qemu-img convert -O qcow2 OLD NEW`"));
         }
-        if word(60) != 0 && !self.ro {
+        if word(60) != 0 && !self.is_only_read() {
             return Err(self
                 .refuse("is a qcow2 image with snapshots, which can only be read")
                 .help("add ro=on, or convert it: `qemu-img convert -O qcow2 OLD NEW`"));
@@ -129,7 +153,7 @@ impl DiskConfig {
     fn open_file(&self, is_exclusive: bool) -> Result<File, Failure> {
         let flags = if is_exclusive { OFlags::EXCL } else { OFlags::empty() };
         let mut options = OpenOptions::new();
-        options.read(true).write(!self.ro).custom_flags(flags.bits().cast_signed());
+        options.read(true).write(!self.is_only_read()).custom_flags(flags.bits().cast_signed());
         options.open(&self.path).map_err(|error| {
             let failure = Failure::file("open disk", &self.path, &error);
             match failure.code() {
@@ -138,7 +162,8 @@ impl DiskConfig {
                     Failure::new(failure::OS_ERROR, text)
                         .help("unmount it or stop its other user; `lsblk` shows it")
                 }
-                failure::PERMISSION if !self.ro => failure.help("add ro=on for read-only access"),
+                failure::PERMISSION if !self.is_only_read() => failure
+                    .help("add ro=on for read-only access, or overlay=on to discard the changes"),
                 _ => failure,
             }
         })
@@ -153,7 +178,7 @@ impl DiskConfig {
 /// releases files of io_uring(7) shortly after the exit of the process. Read-only disks are not
 /// waited for.
 pub fn release(disks: Vec<Disk>) {
-    let written = disks.iter().filter(|disk| !disk.record.read_only);
+    let written = disks.iter().filter(|disk| !disk.record.read_only && disk.overlay.is_none());
     // A file that cannot be reopened cannot be checked.
     let again: Vec<File> = written.filter_map(|disk| lock::open_again(&disk.file).ok()).collect();
     drop(disks);
@@ -168,9 +193,13 @@ impl Disk {
         queue: usize,
     ) -> Option<Result<DeviceProcess, Failure>> {
         let proto::hosted::DiskRecord { sectors, read_only, is_external, .. } = self.record;
-        let image = device::DeviceKind::Image(hosted_devices::ImageConfig { read_only, sectors });
+        let base = self.overlay.as_ref().map(|overlay| overlay.0);
+        let config = hosted_devices::ImageConfig { base, read_only, sectors };
+        let image = device::DeviceKind::Image(config);
+        let changes = self.overlay.iter().map(|(_, changes)| changes.as_fd());
+        let files: Vec<_> = std::iter::once(self.file.as_fd()).chain(changes).collect();
         let name = format!("disk {}", self.path.display());
-        is_external.then(|| device::start(machine, queue, image, self.file.as_fd(), name))
+        is_external.then(|| device::start(machine, queue, image, &files, name))
     }
 }
 
@@ -196,6 +225,12 @@ mod tests {
         assert_eq!((disk.record.sectors, &disk.record.serial[..6]), (2, b"disk1\0".as_slice()));
         assert!(open(",ro=on").unwrap_err().to_string().contains("in use"));
         drop(disk);
+        let overlays = (open(",overlay=on").unwrap(), open(",overlay=on").unwrap());
+        assert!(!overlays.0.record.read_only && overlays.0.record.is_external);
+        assert!(open("").unwrap_err().to_string().contains("in use"));
+        drop(overlays);
+        let both = open(",ro=on,overlay=on").unwrap_err();
+        assert!(both.to_string().contains("both ro=on and overlay=on"));
         let readers = (open(",ro=on").unwrap(), open(",ro=on").unwrap());
         assert!(readers.0.record.read_only);
         drop(readers);

@@ -39,7 +39,7 @@ impl Share {
     ) -> Result<DeviceProcess, Failure> {
         let name = format!("shared directory {}", self.name);
         let share = device::DeviceKind::Share(hosted_devices::Share { read_only: self.read_only });
-        device::start(machine, queue, share, self.folder.as_fd(), name)
+        device::start(machine, queue, share, &[self.folder.as_fd()], name)
     }
 }
 

@@ -110,3 +110,33 @@ pub fn qcow2_refused() -> Result<()> {
 fn image(rig: &Rig, arguments: &[&str]) -> Result<()> {
     succeed(Command::new("qemu-img").args(arguments).current_dir(rig.folder()))
 }
+
+/// Changes to an overlay of a raw disk or an image are the VM's own, survive its reset, and end
+/// with it; two overlays have one base.
+pub fn overlays() -> Result<()> {
+    let rig = Rig::new()?;
+    let [raw, image] = ["base.img", "base.qcow2"].map(|name| rig.path(name));
+    let mut bytes = vec![0; 4 << 20];
+    bytes[..4].copy_from_slice(b"base");
+    fs::write(&raw, &bytes).context("cannot write a disk")?;
+    let convert = ["convert", "-f", "raw", "-O", "qcow2"];
+    succeed(Command::new("qemu-img").args(convert).args([&raw, &image]))?;
+    let before = fs::read(&image).context("no image")?;
+    // The first start writes and resets; the second one finds that.
+    let script =
+        "for disk in b c d; do dd if=/dev/vd$disk bs=4 count=1 2>/dev/null; echo \" $disk\"; done
+        test \"$(dd if=/dev/vdb bs=4 count=1 2>/dev/null)\" = base || exit 7
+        for disk in b d; do printf mine | dd of=/dev/vd$disk conv=notrunc,fsync 2>/dev/null; done
+        reboot -f\n";
+    let mut run = rig.script(script, &[])?;
+    for path in [&raw, &raw, &image] {
+        run.arg("-d").arg(format!("path={},overlay=on", path.display()));
+    }
+    let first = ["base b", "base c", "base d"];
+    let second = ["mine b", "mine d"];
+    let ended = end(run.args(["--on-reset", "reset"]), "")?;
+    ended.well(7, &[&first[..], &second[..]].concat())?;
+    ensure!(fs::read(&raw).context("no disk")? == bytes, "the disk was changed");
+    ensure!(fs::read(&image).context("no image")? == before, "the image was changed");
+    Ok(())
+}

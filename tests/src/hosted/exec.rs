@@ -78,7 +78,7 @@ const CASES: [Case; 18] = [
         errors: "time limit reached",
         ..CASE
     },
-    // No program of the guest can use the agent: its port takes the host only.
+    // Guest applications cannot use the agent: its port takes the host only.
     Case { command: &["perl", "-e", CONNECT], output: "closed\n", ..CASE },
     // Files of other file systems of the host are other files.
     Case { command: &["sh", "-c", "test /proc -ef /sys || echo other"], output: "other\n", ..CASE },
@@ -100,8 +100,8 @@ const CASES: [Case; 18] = [
     Case { options: &["-m", "1"], command: &["true"], code: 125, errors: "invalid", ..CASE },
 ];
 
-/// Connects to the agent over the guest's own address (`AF_VSOCK`, `VMADDR_CID_LOCAL`), and says
-/// whether it was let in.
+/// Connects to the agent over the guest's own address (`AF_VSOCK`, `VMADDR_CID_LOCAL`), and prints
+/// whether it was admitted.
 const CONNECT: &str = "socket(S, 40, 1, 0) or die; \
     my $a = pack('SSLLCx3', 40, 0, 1024, 1, 0); \
     if (!connect(S, $a)) { print \"closed\\n\"; exit } \

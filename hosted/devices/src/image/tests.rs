@@ -33,7 +33,7 @@ fn image() -> (tempfile::NamedTempFile, Vec<u8>) {
 
 fn open(place: &tempfile::NamedTempFile) -> Result<Disk, SetupError> {
     let file = fs::OpenOptions::new().read(true).write(true).open(place.path()).unwrap();
-    Disk::open(file, ImageConfig { read_only: false, sectors: SECTORS })
+    Disk::open(file, ImageConfig { base: None, read_only: false, sectors: SECTORS })
 }
 
 #[test]
@@ -47,7 +47,7 @@ fn what_is_written_is_read() {
     disk.idle();
     disk.access.read(&mut bytes, 0).unwrap();
     assert_eq!(bytes, [0; 6000]);
-    let other = ImageConfig { read_only: true, sectors: SECTORS + 1 };
+    let other = ImageConfig { base: None, read_only: true, sectors: SECTORS + 1 };
     let failed = Disk::open(place.reopen().unwrap(), other).map(drop).unwrap_err();
     assert!(failed.to_string().contains("size has changed"));
 }
@@ -140,7 +140,8 @@ fn slow() -> SlowDisk {
     let fails = Arc::new(AtomicBool::new(false));
     let (begun, gone) = (Mutex::new(begun), Mutex::new(gone));
     let slow = Slow { file, holds: holds.clone(), fails: fails.clone(), begun, go: gone };
-    let disk = Disk::with(slow, ImageConfig { read_only: false, sectors: SECTORS }).unwrap();
+    let disk =
+        Disk::with(slow, ImageConfig { base: None, read_only: false, sectors: SECTORS }).unwrap();
     SlowDisk { disk, holds, fails, begins, go }
 }
 
@@ -346,7 +347,7 @@ fn an_image_is_marked_until_it_is_closed() {
     killed.as_file().write_all_at(&[0, 0], block + (l2 >> 16) * 2).unwrap();
     let before = fs::read(killed.path()).unwrap();
     assert_eq!(header.check(killed.as_file()).unwrap(), CheckResult { leaked: 1, missing: 1 });
-    let reader = ImageConfig { read_only: true, sectors: SECTORS };
+    let reader = ImageConfig { base: None, read_only: true, sectors: SECTORS };
     let disk = Disk::open(killed.reopen().unwrap(), reader).unwrap();
     let mut bytes = vec![0; 5000];
     disk.access.read(&mut bytes, 512).unwrap();
@@ -421,5 +422,43 @@ fn files_that_mean_harm() {
             let _ = disk.access.write(&read, 1 << 20);
             let _ = disk.access.flush();
         }
+    }
+}
+
+/// Changes go to the overlay, which is opened again after a reset; the base stays.
+#[test]
+fn overlays_keep_their_base() {
+    let folder = tempfile::tempdir().unwrap();
+    let length = SECTORS * SECTOR;
+    let raw = folder.path().join("base");
+    let bytes: Vec<u8> = (0..length).map(|at| (at / 512 % 251) as u8).collect();
+    fs::write(&raw, &bytes).unwrap();
+    let image = folder.path().join("base.qcow2");
+    let convert = ["convert", "-f", "raw", "-O", "qcow2"];
+    let made = std::process::Command::new("qemu-img").args(convert).args([&raw, &image]).status();
+    let mut bases = vec![(Base::Raw, raw)];
+    // Not installed everywhere.
+    bases.extend(made.is_ok_and(|made| made.success()).then_some((Base::Qcow2, image)));
+    for (base, path) in bases {
+        let before = fs::read(&path).unwrap();
+        let changes = tempfile::tempfile().unwrap();
+        let config = ImageConfig { base: Some(base), read_only: false, sectors: SECTORS };
+        let open = || {
+            let file = fs::File::open(&path).unwrap();
+            Disk::overlay(base, file, changes.try_clone().unwrap(), config).unwrap()
+        };
+        let mut wanted = bytes.clone();
+        let disk = open();
+        disk.access.write(&[0xee; 1024][..], 512 * 3).unwrap();
+        wanted[512 * 3..512 * 5].fill(0xee);
+        disk.make_zeros(0, 512, true).unwrap();
+        wanted[..512].fill(0);
+        disk.close(true);
+        drop(disk);
+        let disk = open();
+        let mut found = vec![0; length as usize];
+        disk.access.read(&mut found, 0).unwrap();
+        assert!(found == wanted, "{base:?}");
+        assert!(fs::read(&path).unwrap() == before, "{base:?}: the base was changed");
     }
 }

@@ -18,6 +18,10 @@ pub struct DiskConfig {
     /// Read-only for the guest; several VMs may share the file.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub ro: bool,
+    /// Keep the guest's changes apart from the file and discard them at the end; several VMs may
+    /// share the file.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub overlay: bool,
     /// Name for the guest [default: disk and its index].
     #[schemars(length(max = 20))]
     pub id: Option<Name>,
@@ -84,7 +88,13 @@ mod tests {
 
     #[test]
     fn descriptions() {
-        let disk = |path: &str| DiskConfig { path: path.into(), ro: false, id: None, format: None };
+        let disk = |path: &str| DiskConfig {
+            path: path.into(),
+            ro: false,
+            overlay: false,
+            id: None,
+            format: None,
+        };
         assert_eq!(parse("a.img").unwrap(), disk("a.img"));
         assert_eq!(parse("path=a=b").unwrap(), disk("a=b"));
         let id = Some(Name("root".into()));
