@@ -370,7 +370,10 @@ impl<A: Arch> Kernel<A> {
                 .fold(0, |cpus, cpu| cpus | 1 << cpu),
             SpaceRef::Vm(_) => space.active.get(),
         };
-        self.flush.set(self.flush.get() | active);
+        if active != 0 {
+            self.flush.set(self.flush.get() | active);
+            self.memory.request_work();
+        }
     }
 
     /// Removes a node without children, with its page-table or port-map entries or its capability.
