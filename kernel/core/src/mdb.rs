@@ -351,6 +351,8 @@ impl<A: Arch> Kernel<A> {
         space.port_generation.set(space.port_generation.get() + 1);
         if closed {
             self.need_flush(of, space);
+        } else {
+            space.change();
         }
     }
 
@@ -363,7 +365,7 @@ impl<A: Arch> Kernel<A> {
     }
 
     fn need_flush(&self, of: SpaceRef<A>, space: &Space<A>) {
-        space.generation.set(space.generation.get() + 1);
+        space.change();
         let active = match of {
             SpaceRef::Task(task) => (0..A::cpus())
                 .filter(|&cpu| self.cpus[cpu].space.get() == Some(task))
