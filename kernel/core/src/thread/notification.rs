@@ -20,32 +20,18 @@ impl<A: Arch> Kernel<A> {
 
     #[inline(always)]
     fn notify(&self, notification: &Notification<A>, bits: u64) {
-        let old = notification.bits.get();
+        let old = notification.bits.replace(notification.bits.get() | bits);
         // For bits already pending the receiver has been woken before.
-        if old & bits != bits || bits == 0 {
-            notification.bits.set(old | bits);
+        if old != notification.bits.get() {
             self.wake_waiter(notification);
         }
     }
 
+    /// Wakes the thread that waits for events, some of which are pending.
     #[inline(never)]
     fn wake_waiter(&self, notification: &Notification<A>) {
-        if notification.bits.get() == 0 {
-            return;
-        }
-        if let Some(waiter) = notification.waiter.take() {
-            let thread = self.memory.at(waiter);
-            // A thread in `VcpuRun` reads the bits itself.
-            if let ThreadState::Halted { vcpu, deadline } = thread.state.get() {
-                self.clear_timeout(waiter, thread, deadline);
-                thread.state.set(ThreadState::InGuest { vcpu });
-            } else {
-                self.clear_timeout(waiter, thread, thread.state.get().deadline());
-                thread.context.set_status(Status::Ok);
-                thread.context.set_result(0, notification.bits.take());
-                thread.state.set(ThreadState::Ready);
-            }
-            self.enqueue_thread(waiter, thread);
+        if let Some(waiter) = notification.waiter.get() {
+            self.end_blocking(waiter, notification);
         } else if let Some(bound) = notification.thread.get()
             && let Some(thread) = self.memory.get(bound)
             && matches!(thread.state.get(), ThreadState::Receiving)
@@ -53,11 +39,29 @@ impl<A: Arch> Kernel<A> {
             Self::deliver_events(thread, notification.bits.take());
             self.wake(bound);
         } else if let Some(vcpu) = notification.vcpu.get().and_then(|vcpu| self.memory.get(vcpu))
-            && let Some(runner) = vcpu.runner.get().and_then(|runner| self.memory.get(runner))
-            && runner.cpu != A::this_cpu()
+            && let (Some(_), Some(cpu)) = (vcpu.runner.get(), vcpu.cpu.get())
+            && cpu != A::this_cpu()
         {
-            A::kick(runner.cpu);
+            A::kick(cpu);
         }
+    }
+
+    /// Makes the thread blocked on a notification runnable.
+    #[inline(never)]
+    fn end_blocking(&self, waiter: Handle<Thread<A>>, notification: &Notification<A>) {
+        let thread = self.memory.at(waiter);
+        notification.waiter.set(None);
+        // A thread in `VcpuRun` reads the bits itself.
+        if let ThreadState::Halted { vcpu, deadline } = thread.state.get() {
+            self.clear_timeout(waiter, thread, deadline);
+            thread.state.set(ThreadState::InGuest { vcpu });
+        } else {
+            self.clear_timeout(waiter, thread, thread.state.get().deadline());
+            thread.context.set_status(Status::Ok);
+            thread.context.set_result(0, notification.bits.take());
+            thread.state.set(ThreadState::Ready);
+        }
+        self.enqueue_thread(waiter, thread);
     }
 
     /// Signals a doorbell of a VM. Returns the result of `HYPERCALL_DOORBELL`.
@@ -152,7 +156,7 @@ impl<A: Arch> Kernel<A> {
         notification.thread.set(Some(handle));
         thread.bound.set(Some(name));
         if notification.bits.get() != 0 {
-            self.signal(name, 0);
+            self.wake_waiter(notification);
         }
         Ok(())
     }
