@@ -3,9 +3,7 @@
 
 use core::arch::asm;
 
-use hw_x86::paging::cr0;
-
-use crate::io::{read_cr0, write_cr0};
+use crate::io::{clear_ts, set_ts};
 
 /// SSE registers in the format of the state page.
 pub type XmmRegisters = [[u64; 2]; 16];
@@ -22,7 +20,7 @@ pub fn from_cpu(to: &mut XmmRegisters) {
     // SAFETY: CR0.TS is clear only for these instructions; they write `to`, which has room for 16
     // registers. The kernel enables SSE if the CPU has it, as every CPU with SVM does.
     unsafe {
-        write_cr0(read_cr0() & !cr0::TS);
+        clear_ts();
         asm!(
             "movups [{to}], xmm0", "movups [{to} + 0x10], xmm1",
             "movups [{to} + 0x20], xmm2", "movups [{to} + 0x30], xmm3",
@@ -34,15 +32,15 @@ pub fn from_cpu(to: &mut XmmRegisters) {
             "movups [{to} + 0xe0], xmm14", "movups [{to} + 0xf0], xmm15",
             to = in(reg) to.as_mut_ptr(), options(nostack, preserves_flags),
         );
-        write_cr0(read_cr0() | cr0::TS);
     }
+    set_ts();
 }
 
 /// Writes the CPU's registers. The upper halves of the AVX registers are preserved.
 pub fn to_cpu(from: &XmmRegisters) {
     // SAFETY: as above; the registers are the guest's, and the kernel is compiled not to use them.
     unsafe {
-        write_cr0(read_cr0() & !cr0::TS);
+        clear_ts();
         asm!(
             "movups xmm0, [{from}]", "movups xmm1, [{from} + 0x10]",
             "movups xmm2, [{from} + 0x20]", "movups xmm3, [{from} + 0x30]",
@@ -54,8 +52,8 @@ pub fn to_cpu(from: &XmmRegisters) {
             "movups xmm14, [{from} + 0xe0]", "movups xmm15, [{from} + 0xf0]",
             from = in(reg) from.as_ptr(), options(nostack, preserves_flags, readonly),
         );
-        write_cr0(read_cr0() | cr0::TS);
     }
+    set_ts();
 }
 
 /// Reads the registers from a save area.
