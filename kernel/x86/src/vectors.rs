@@ -22,14 +22,9 @@ pub fn from_cpu(to: &mut XmmRegisters) {
     unsafe {
         clear_ts();
         asm!(
-            "movups [{to}], xmm0", "movups [{to} + 0x10], xmm1",
-            "movups [{to} + 0x20], xmm2", "movups [{to} + 0x30], xmm3",
-            "movups [{to} + 0x40], xmm4", "movups [{to} + 0x50], xmm5",
-            "movups [{to} + 0x60], xmm6", "movups [{to} + 0x70], xmm7",
-            "movups [{to} + 0x80], xmm8", "movups [{to} + 0x90], xmm9",
-            "movups [{to} + 0xa0], xmm10", "movups [{to} + 0xb0], xmm11",
-            "movups [{to} + 0xc0], xmm12", "movups [{to} + 0xd0], xmm13",
-            "movups [{to} + 0xe0], xmm14", "movups [{to} + 0xf0], xmm15",
+            ".irp n, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15",
+            "movups [{to} + 16 * \\n], xmm\\n",
+            ".endr",
             to = in(reg) to.as_mut_ptr(), options(nostack, preserves_flags),
         );
     }
@@ -42,14 +37,9 @@ pub fn to_cpu(from: &XmmRegisters) {
     unsafe {
         clear_ts();
         asm!(
-            "movups xmm0, [{from}]", "movups xmm1, [{from} + 0x10]",
-            "movups xmm2, [{from} + 0x20]", "movups xmm3, [{from} + 0x30]",
-            "movups xmm4, [{from} + 0x40]", "movups xmm5, [{from} + 0x50]",
-            "movups xmm6, [{from} + 0x60]", "movups xmm7, [{from} + 0x70]",
-            "movups xmm8, [{from} + 0x80]", "movups xmm9, [{from} + 0x90]",
-            "movups xmm10, [{from} + 0xa0]", "movups xmm11, [{from} + 0xb0]",
-            "movups xmm12, [{from} + 0xc0]", "movups xmm13, [{from} + 0xd0]",
-            "movups xmm14, [{from} + 0xe0]", "movups xmm15, [{from} + 0xf0]",
+            ".irp n, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15",
+            "movups xmm\\n, [{from} + 16 * \\n]",
+            ".endr",
             from = in(reg) from.as_ptr(), options(nostack, preserves_flags, readonly),
         );
     }
