@@ -207,3 +207,27 @@ impl Exit {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exits_have_their_names() {
+        let access = |space| Exit::Access(Access { space, address: 0, size: 1, value: None });
+        for (exit, name) in [
+            (Exit::Cpuid, "cpuid"),
+            (access(Space::Port), "io"),
+            (access(Space::Msr), "msr"),
+            (access(Space::Memory), "memory"),
+            (Exit::Halted { events: 1 }, "hlt"),
+            (Exit::Recall { events: 1 }, "recall"),
+            (Exit::InvalidatePage, "cr-access"),
+            (Exit::PageFault { address: 0, code: 0 }, "exception"),
+            (Exit::Unknown(0), "unknown"),
+            (Exit::Iret, "iret"),
+        ] {
+            assert_eq!(EXIT_NAMES[exit.index()], name);
+        }
+    }
+}
