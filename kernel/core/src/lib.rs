@@ -148,15 +148,12 @@ impl<A: Arch> Kernel<A> {
     /// Returns whether [`Kernel::finish`] has anything to do.
     #[inline(always)]
     pub fn has_work(&self, cpu: usize) -> bool {
-        self.flush.get() != 0 || self.memory.has_work() || self.cpus[cpu].resched.get()
+        self.memory.has_work() || self.cpus[cpu].resched.get()
     }
 
     /// Ends a kernel entry: flushes TLBs, reclaims freed memory and reschedules, as needed.
     #[inline(always)]
     pub fn finish(&mut self, cpu: usize) {
-        if self.flush.get() != 0 {
-            self.commit_flush(cpu);
-        }
         if self.memory.has_work() {
             return self.finish_work(cpu);
         }
@@ -171,6 +168,10 @@ impl<A: Arch> Kernel<A> {
     #[inline(never)]
     fn finish_work(&mut self, cpu: usize) {
         let more = self.abort_calls();
+        // Before memory that a TLB may still refer to is reused.
+        if self.flush.get() != 0 {
+            self.commit_flush(cpu);
+        }
         self.memory.reclaim();
         if self.cpus[cpu].resched.get() {
             self.schedule(cpu);

@@ -351,6 +351,8 @@ impl<A: Arch> Kernel<A> {
         space.port_generation.set(space.port_generation.get() + 1);
         if closed {
             self.need_flush(of, space);
+        } else {
+            space.change();
         }
     }
 
@@ -363,14 +365,17 @@ impl<A: Arch> Kernel<A> {
     }
 
     fn need_flush(&self, of: SpaceRef<A>, space: &Space<A>) {
-        space.generation.set(space.generation.get() + 1);
+        space.change();
         let active = match of {
             SpaceRef::Task(task) => (0..A::cpus())
                 .filter(|&cpu| self.cpus[cpu].space.get() == Some(task))
                 .fold(0, |cpus, cpu| cpus | 1 << cpu),
             SpaceRef::Vm(_) => space.active.get(),
         };
-        self.flush.set(self.flush.get() | active);
+        if active != 0 {
+            self.flush.set(self.flush.get() | active);
+            self.memory.request_work();
+        }
     }
 
     /// Removes a node without children, with its page-table or port-map entries or its capability.

@@ -177,10 +177,19 @@ pub struct Space<A: Arch> {
     /// VM: mask of the CPUs that run one of its vCPUs and may hold its translations. For a task,
     /// these are the CPUs that have its address space loaded ([`crate::sched::Cpu::space`]).
     pub active: Cell<u64>,
-    /// Incremented by every unmapping; a vCPU that ran with an older value needs a TLB flush.
+    /// Incremented by every unmapping, change of the ports, and by destruction
+    /// ([`Space::change`]): before a vCPU that ran with an older value is entered, its TLB entries
+    /// are flushed, and the rest of this state is looked at again.
     pub generation: Cell<u64>,
     /// Being destroyed: accepts no new mappings.
     pub dying: Cell<bool>,
+}
+
+impl<A: Arch> Space<A> {
+    /// Increments the generation.
+    pub fn change(&self) {
+        self.generation.set(self.generation.get() + 1);
+    }
 }
 
 /// Address space, capability space and I/O ports.

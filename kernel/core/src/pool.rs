@@ -204,12 +204,8 @@ impl Memory {
             count: count as u32,
             free: Cell::new(free),
             hint: Cell::new(fixed as u32),
-            generation: Cell::new(1),
-            retired: Cell::new(NONE),
-            retired_raw: Cell::new(NONE),
-            has_work: Cell::new(false),
-            destroyed_count: Cell::new(0),
             root: Factory::new(free, u64::MAX, 0, None, None, 0),
+            ..Self::empty()
         };
         for index in fixed..count {
             memory.set_free(index as u32, true);

@@ -39,63 +39,47 @@ unsafe extern "C" fn ignore_entry() {
     naked_asm!("ud2")
 }
 
+/// Assembly of [`syscall_entry`]; it saves the registers passed to it, and those that SYSCALL has
+/// changed.
+macro_rules! enter {
+    ($($register:ident)*) => {
+        naked_asm!(
+            "swapgs",
+            "mov gs:[{scratch}], rsp",
+            "mov rsp, gs:[{stack}]",
+            // The context keeps `cs` and `ss`, which no task can change.
+            "mov [rsp + {rip}], rcx",
+            "mov rcx, gs:[{scratch}]",
+            "mov [rsp + {rsp_}], rcx",
+            "mov [rsp + {rflags}], r11",
+            "mov qword ptr [rsp + {vector}], {syscall}",
+            $(concat!("mov [rsp + {", stringify!($register), "}], ", stringify!($register)),)*
+            "mov rsp, gs:[{kernel_stack}]",
+            "cmp rax, {last_ipc}",
+            "ja 2f",
+            // Returns only if `syscall_handler` must handle the system call.
+            "call {fast}",
+            "2:",
+            "call {handler}",
+            scratch = const offset_of!(cpu::PerCpu, scratch),
+            stack = const cpu::INTERRUPT_STACK,
+            kernel_stack = const offset_of!(cpu::PerCpu, kernel_stack_top),
+            syscall = const SYSCALL,
+            last_ipc = const Op::GateReplyWait as u64,
+            rip = const from_end(offset_of!(Registers, rip)),
+            rsp_ = const from_end(offset_of!(Registers, rsp)),
+            rflags = const from_end(offset_of!(Registers, rflags)),
+            vector = const from_end(offset_of!(Registers, vector)),
+            $($register = const from_end(offset_of!(Registers, $register)),)*
+            fast = sym fast_ipc_handler,
+            handler = sym syscall_handler,
+        )
+    };
+}
+
 #[unsafe(naked)]
 unsafe extern "C" fn syscall_entry() {
-    naked_asm!(
-        "swapgs",
-        "mov gs:[{scratch}], rsp",
-        "mov rsp, gs:[{stack}]",
-        // The context keeps `cs` and `ss`, which no task can change.
-        "mov [rsp + {rip}], rcx",
-        "mov rcx, gs:[{scratch}]",
-        "mov [rsp + {rsp_}], rcx",
-        "mov [rsp + {rflags}], r11",
-        "mov qword ptr [rsp + {vector}], {syscall}",
-        "mov [rsp + {rdi}], rdi",
-        "mov [rsp + {rsi}], rsi",
-        "mov [rsp + {rdx}], rdx",
-        "mov [rsp + {rax}], rax",
-        "mov [rsp + {r8}], r8",
-        "mov [rsp + {r9}], r9",
-        "mov [rsp + {r10}], r10",
-        "mov [rsp + {rbx}], rbx",
-        "mov [rsp + {rbp}], rbp",
-        "mov [rsp + {r12}], r12",
-        "mov [rsp + {r13}], r13",
-        "mov [rsp + {r14}], r14",
-        "mov [rsp + {r15}], r15",
-        "mov rsp, gs:[{kernel_stack}]",
-        "cmp rax, {last_ipc}",
-        "ja 2f",
-        // Returns only if `syscall_handler` must handle the system call.
-        "call {fast}",
-        "2:",
-        "call {handler}",
-        scratch = const offset_of!(cpu::PerCpu, scratch),
-        stack = const cpu::INTERRUPT_STACK,
-        kernel_stack = const offset_of!(cpu::PerCpu, kernel_stack_top),
-        syscall = const SYSCALL,
-        last_ipc = const Op::GateReplyWait as u64,
-        rip = const from_end(offset_of!(Registers, rip)),
-        rsp_ = const from_end(offset_of!(Registers, rsp)),
-        rflags = const from_end(offset_of!(Registers, rflags)),
-        vector = const from_end(offset_of!(Registers, vector)),
-        rdi = const from_end(offset_of!(Registers, rdi)),
-        rsi = const from_end(offset_of!(Registers, rsi)),
-        rdx = const from_end(offset_of!(Registers, rdx)),
-        rax = const from_end(offset_of!(Registers, rax)),
-        r8 = const from_end(offset_of!(Registers, r8)),
-        r9 = const from_end(offset_of!(Registers, r9)),
-        r10 = const from_end(offset_of!(Registers, r10)),
-        rbx = const from_end(offset_of!(Registers, rbx)),
-        rbp = const from_end(offset_of!(Registers, rbp)),
-        r12 = const from_end(offset_of!(Registers, r12)),
-        r13 = const from_end(offset_of!(Registers, r13)),
-        r14 = const from_end(offset_of!(Registers, r14)),
-        r15 = const from_end(offset_of!(Registers, r15)),
-        fast = sym fast_ipc_handler,
-        handler = sym syscall_handler,
-    )
+    enter!(rdi rsi rdx rax r8 r9 r10 rbx rbp r12 r13 r14 r15)
 }
 
 // Only these operations have a fast path.
@@ -105,19 +89,11 @@ const _: () = assert!(Op::GateCall as u64 == 0 && Op::GateReplyWait as u64 == 1)
 /// instructions passed to it follow the loads of the registers that SYSRET and IRETQ preserve.
 macro_rules! leave {
     ($($extra:literal,)*; $($name:ident = const $value:expr,)*) => {
+        leave!([rdi rsi rdx r8 r9 r10 rbx rbp r12 r13 r14 r15] $($extra,)*; $($name = const $value,)*)
+    };
+    ([$($register:ident)*] $($extra:literal,)*; $($name:ident = const $value:expr,)*) => {
         naked_asm!(
-            "mov rdi, [rax + {rdi}]",
-            "mov rsi, [rax + {rsi}]",
-            "mov rdx, [rax + {rdx}]",
-            "mov r8, [rax + {r8}]",
-            "mov r9, [rax + {r9}]",
-            "mov r10, [rax + {r10}]",
-            "mov rbx, [rax + {rbx}]",
-            "mov rbp, [rax + {rbp}]",
-            "mov r12, [rax + {r12}]",
-            "mov r13, [rax + {r13}]",
-            "mov r14, [rax + {r14}]",
-            "mov r15, [rax + {r15}]",
+            $(concat!("mov ", stringify!($register), ", [rax + {", stringify!($register), "}]"),)*
             $($extra,)*
             // The last page of the lower half is never mapped, so the address after a SYSCALL is
             // canonical.
@@ -127,18 +103,7 @@ macro_rules! leave {
             "mov rax, [rax + {rax_}]",
             "swapgs",
             "sysretq",
-            rdi = const offset_of!(Registers, rdi),
-            rsi = const offset_of!(Registers, rsi),
-            rdx = const offset_of!(Registers, rdx),
-            r8 = const offset_of!(Registers, r8),
-            r9 = const offset_of!(Registers, r9),
-            r10 = const offset_of!(Registers, r10),
-            rbx = const offset_of!(Registers, rbx),
-            rbp = const offset_of!(Registers, rbp),
-            r12 = const offset_of!(Registers, r12),
-            r13 = const offset_of!(Registers, r13),
-            r14 = const offset_of!(Registers, r14),
-            r15 = const offset_of!(Registers, r15),
+            $($register = const offset_of!(Registers, $register),)*
             rip = const offset_of!(Registers, rip),
             rflags = const offset_of!(Registers, rflags),
             rsp_ = const offset_of!(Registers, rsp),
@@ -224,6 +189,13 @@ unsafe extern "C" {
     pub safe static INTERRUPT_STUBS: [unsafe extern "C" fn(); 256];
 }
 
+/// An instruction for each register.
+macro_rules! each {
+    ($instruction:literal $($register:ident)*) => {
+        concat!($($instruction, " ", stringify!($register), "\n"),*)
+    };
+}
+
 #[unsafe(naked)]
 unsafe extern "C" fn interrupt_entry() {
     naked_asm!(
@@ -232,21 +204,7 @@ unsafe extern "C" fn interrupt_entry() {
         "test byte ptr [rsp + 24], 3",
         "jz 2f",
         "swapgs",
-        "push rdi",
-        "push rsi",
-        "push rdx",
-        "push rcx",
-        "push rax",
-        "push r8",
-        "push r9",
-        "push r10",
-        "push r11",
-        "push rbx",
-        "push rbp",
-        "push r12",
-        "push r13",
-        "push r14",
-        "push r15",
+        each!("push" rdi rsi rdx rcx rax r8 r9 r10 r11 rbx rbp r12 r13 r14 r15),
         "cld",
         "mov rdi, [rsp + {vector}]",
         "mov rsp, gs:[{kernel_stack}]",
@@ -284,31 +242,13 @@ unsafe extern "C" fn interrupt_entry() {
 #[unsafe(naked)]
 unsafe extern "C" fn nmi_entry() {
     naked_asm!(
-        "push rax",
-        "push rcx",
-        "push rdx",
-        "push rsi",
-        "push rdi",
-        "push r8",
-        "push r9",
-        "push r10",
-        "push r11",
-        "push rbp",
+        each!("push" rax rcx rdx rsi rdi r8 r9 r10 r11 rbp),
         "mov rbp, rsp",
         "and rsp, -16",
         "cld",
         "call {handler}",
         "mov rsp, rbp",
-        "pop rbp",
-        "pop r11",
-        "pop r10",
-        "pop r9",
-        "pop r8",
-        "pop rdi",
-        "pop rsi",
-        "pop rdx",
-        "pop rcx",
-        "pop rax",
+        each!("pop" rbp r11 r10 r9 r8 rdi rsi rdx rcx rax),
         "add rsp, 16",
         "iretq",
         handler = sym nmi_handler,

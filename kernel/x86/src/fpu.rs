@@ -14,12 +14,12 @@ use core::sync::atomic::{AtomicBool, Ordering};
 use abi::Status;
 use abi::vcpu::x86::VcpuState;
 use hw_x86::msr;
-use hw_x86::paging::{cr0, xcr0};
+use hw_x86::paging::xcr0;
 use kernel_core::object::Vcpu;
 use kernel_core::pool::{Factory, Frame, Handle, Memory};
 
 use crate::features::{Features, features};
-use crate::io::{rdmsr, read_cr0, read_xcr0, write_cr0, write_xcr0, wrmsr};
+use crate::io::{clear_ts, rdmsr, read_xcr0, set_ts, write_xcr0, wrmsr};
 use crate::{X86, cpu, vectors};
 
 /// The CPU has TSC_AUX.
@@ -111,7 +111,7 @@ impl Owner {
         // SAFETY: TS is cleared around FPU instructions only. XCR0 values are valid for the
         // machine.
         unsafe {
-            write_cr0(read_cr0() & !cr0::TS);
+            clear_ts();
             if have.xsave {
                 write_xcr0(have.xcr0_mask);
             }
@@ -119,8 +119,8 @@ impl Owner {
                 old.save(have);
             }
             new.load(have);
-            write_cr0(read_cr0() | cr0::TS);
         }
+        set_ts();
     }
 }
 

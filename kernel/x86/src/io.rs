@@ -5,6 +5,8 @@
 
 use core::arch::asm;
 
+use hw_x86::paging::cr0;
+
 macro_rules! port {
     ($read:ident, $write:ident, $type:ty, $register:tt) => {
         /// Reads a port.
@@ -101,6 +103,22 @@ control_register!(read_cr0, write_cr0, "cr0");
 control_register!(read_cr2, write_cr2, "cr2");
 control_register!(read_cr3, write_cr3, "cr3");
 control_register!(read_cr4, write_cr4, "cr4");
+
+/// Permits FPU and vector instructions until [`set_ts`]: clears CR0.TS. The registers may be a
+/// guest's.
+#[inline]
+pub fn clear_ts() {
+    // SAFETY: does not affect memory. Only `asm!` executes such instructions: the kernel is
+    // compiled without them.
+    unsafe { asm!("clts", options(nostack, preserves_flags)) };
+}
+
+/// Makes FPU and vector instructions trap: sets CR0.TS.
+#[inline]
+pub fn set_ts() {
+    // SAFETY: as above.
+    unsafe { write_cr0(read_cr0() | cr0::TS) };
+}
 
 /// XCR0.
 ///

@@ -3,7 +3,6 @@
 use abi::PAGE_SIZE;
 use abi::boot;
 use hw_tables::elf;
-use hw_x86::paging::cr0;
 use kernel_core::pool::{MAX_BYTES, Memory};
 use kernel_run::boot_memory::FOUR_GIB;
 use kernel_run::root::{self, Resources};
@@ -11,7 +10,7 @@ use kernel_run::{exit, lock};
 
 use crate::boot_info::Machine;
 use crate::features::features;
-use crate::io::{read_cr0, write_cr0};
+use crate::io::set_ts;
 use crate::log::LOG;
 use crate::memory::direct;
 use crate::run::{self, Guard};
@@ -80,8 +79,7 @@ fn run_threads(kernel: Guard, cpu_index: usize) -> ! {
     kernel.cpus[cpu_index].resched.set(true);
     // A task that uses the FPU faults: native tasks have no FPU state, and the registers may hold a
     // guest's.
-    // SAFETY: the kernel is compiled without floating point.
-    unsafe { write_cr0(read_cr0() | cr0::TS) };
+    set_ts();
     let (kernel, next) = exit::pick_next(kernel, cpu_index);
     let context = exit::leave(kernel, cpu_index, next);
     // SAFETY: a thread's context; nothing on this stack is used again.

@@ -95,9 +95,9 @@ impl Svm {
     #[cold]
     #[inline(never)]
     fn set_window(&self, wanted: u64) {
-        self.window.set(wanted);
+        let before = self.window.replace(wanted);
         self.is_changed.set(true);
-        virq::set_window(&self.vmcb().control, wanted);
+        virq::set_window(&self.vmcb().control, before, wanted);
     }
 
     /// Injects an event at the next entry.

@@ -18,7 +18,7 @@ use abi::Status;
 use abi::vcpu::x86::{VcpuState, exit as x86_exit, gpr, group, window};
 use abi::vcpu::{HYPERCALL_DOORBELL, exit};
 use kernel_core::arch::Arch;
-use kernel_core::object::{Thread, Vcpu};
+use kernel_core::object::{Space, Thread, Vcpu};
 use kernel_core::pool::Memory;
 use kernel_core::{Kernel, count};
 use kernel_run::exit::ReturnToUser;
@@ -269,10 +269,7 @@ fn shut_down(kernel: &Kernel<X86>, entry: GuestEntry<'_>) -> ReturnToUser<X86> {
 /// Updates the processor structures of a vCPU, and its state loaded in the CPU, before an entry.
 #[inline(always)]
 fn prepare(kernel: &Kernel<X86>, local: &Local, entry: GuestEntry<'_>) -> Result<(), EntryError> {
-    let (frames, vm) = (&entry.vcpu.arch, entry.vm());
-    if vm.space.dying.get() {
-        return Err(EntryError::Failed(Status::Aborted));
-    }
+    let (frames, space) = (&entry.vcpu.arch, &entry.vm().space);
     let state = frames.state();
     let dirty = state.run.dirty.get();
     if dirty != 0 {
@@ -294,23 +291,36 @@ fn prepare(kernel: &Kernel<X86>, local: &Local, entry: GuestEntry<'_>) -> Result
         become_owner(kernel, local, entry);
     }
     if frames.hvm.needs_flush(&local.extension)
-        || frames.vm_generation.get() != vm.space.generation.get()
+        || frames.vm_generation.get() != space.generation.get()
     {
-        let root = kernel.memory.physical(vm.space.root);
-        if frames.vm_generation.replace(vm.space.generation.get()) != vm.space.generation.get() {
-            frames.hvm.unmapped(root);
+        let root = kernel.memory.physical(space.root);
+        if frames.vm_generation.get() != space.generation.get() {
+            follow_space(kernel, frames, space, root).map_err(EntryError::Failed)?;
         }
         frames.hvm.flush(&local.extension, root);
         let prepared = frames.hvm.prepare_memory(&kernel.memory, entry.vcpu.factory, state);
         prepared.map_err(EntryError::Failed)?;
     }
-    if frames.port_generation.get() != vm.space.port_generation.get() {
-        frames.port_generation.set(vm.space.port_generation.get());
-        if let Some(map) = vm.space.port_map.get() {
-            frames.hvm.set_port_map(kernel.memory.physical(map));
-        }
-    }
     frames.hvm.prepare(state);
+    Ok(())
+}
+
+/// Takes over changes of the VM's space, whose tables are at `root`, except for the TLB flush.
+#[cold]
+fn follow_space(
+    kernel: &Kernel<X86>,
+    frames: &VcpuFrames,
+    space: &Space<X86>,
+    root: u64,
+) -> Result<(), Status> {
+    if space.dying.get() {
+        return Err(Status::Aborted);
+    }
+    frames.vm_generation.set(space.generation.get());
+    frames.hvm.unmapped(root);
+    if let Some(map) = space.port_map.get() {
+        frames.hvm.set_port_map(kernel.memory.physical(map));
+    }
     Ok(())
 }
 

@@ -3,9 +3,7 @@
 
 use core::arch::asm;
 
-use hw_x86::paging::cr0;
-
-use crate::io::{read_cr0, write_cr0};
+use crate::io::{clear_ts, set_ts};
 
 /// SSE registers in the format of the state page.
 pub type XmmRegisters = [[u64; 2]; 16];
@@ -22,40 +20,30 @@ pub fn from_cpu(to: &mut XmmRegisters) {
     // SAFETY: CR0.TS is clear only for these instructions; they write `to`, which has room for 16
     // registers. The kernel enables SSE if the CPU has it, as every CPU with SVM does.
     unsafe {
-        write_cr0(read_cr0() & !cr0::TS);
+        clear_ts();
         asm!(
-            "movups [{to}], xmm0", "movups [{to} + 0x10], xmm1",
-            "movups [{to} + 0x20], xmm2", "movups [{to} + 0x30], xmm3",
-            "movups [{to} + 0x40], xmm4", "movups [{to} + 0x50], xmm5",
-            "movups [{to} + 0x60], xmm6", "movups [{to} + 0x70], xmm7",
-            "movups [{to} + 0x80], xmm8", "movups [{to} + 0x90], xmm9",
-            "movups [{to} + 0xa0], xmm10", "movups [{to} + 0xb0], xmm11",
-            "movups [{to} + 0xc0], xmm12", "movups [{to} + 0xd0], xmm13",
-            "movups [{to} + 0xe0], xmm14", "movups [{to} + 0xf0], xmm15",
+            ".irp n, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15",
+            "movups [{to} + 16 * \\n], xmm\\n",
+            ".endr",
             to = in(reg) to.as_mut_ptr(), options(nostack, preserves_flags),
         );
-        write_cr0(read_cr0() | cr0::TS);
     }
+    set_ts();
 }
 
 /// Writes the CPU's registers. The upper halves of the AVX registers are preserved.
 pub fn to_cpu(from: &XmmRegisters) {
     // SAFETY: as above; the registers are the guest's, and the kernel is compiled not to use them.
     unsafe {
-        write_cr0(read_cr0() & !cr0::TS);
+        clear_ts();
         asm!(
-            "movups xmm0, [{from}]", "movups xmm1, [{from} + 0x10]",
-            "movups xmm2, [{from} + 0x20]", "movups xmm3, [{from} + 0x30]",
-            "movups xmm4, [{from} + 0x40]", "movups xmm5, [{from} + 0x50]",
-            "movups xmm6, [{from} + 0x60]", "movups xmm7, [{from} + 0x70]",
-            "movups xmm8, [{from} + 0x80]", "movups xmm9, [{from} + 0x90]",
-            "movups xmm10, [{from} + 0xa0]", "movups xmm11, [{from} + 0xb0]",
-            "movups xmm12, [{from} + 0xc0]", "movups xmm13, [{from} + 0xd0]",
-            "movups xmm14, [{from} + 0xe0]", "movups xmm15, [{from} + 0xf0]",
+            ".irp n, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15",
+            "movups xmm\\n, [{from} + 16 * \\n]",
+            ".endr",
             from = in(reg) from.as_ptr(), options(nostack, preserves_flags, readonly),
         );
-        write_cr0(read_cr0() | cr0::TS);
     }
+    set_ts();
 }
 
 /// Reads the registers from a save area.

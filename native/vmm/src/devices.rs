@@ -213,44 +213,54 @@ pub fn count(plan: &Vmm) -> usize {
 /// Mapping from events to devices.
 #[derive(Clone, Copy)]
 pub struct Listeners {
-    attachments: usize,
-    channels: usize,
-    console: bool,
+    /// Slots of the devices with servers: the first ones.
+    sessions: u32,
+    /// Slots of the channels.
+    channels: u32,
+    first_channel: usize,
+    console: Option<usize>,
 }
 
 impl Listeners {
     /// Creates the mapping for a VM.
     pub fn new(plan: &Vmm) -> Self {
-        let (attachments, channels) = (plan.attachments.len(), plan.channels.len());
-        Self { attachments, channels, console: plan.virtio_console }
+        let (sessions, channels) = (plan.attachments.len(), plan.channels.len());
+        let first_channel = sessions + 1;
+        Self {
+            sessions: (1 << sessions) - 1,
+            channels: ((1 << channels) - 1) << first_channel,
+            first_channel,
+            console: plan.virtio_console.then_some(first_channel + channels),
+        }
     }
 
     /// Returns the slot of the console, if the guest has it as a device.
     pub fn console(self) -> Option<usize> {
-        self.console.then_some(self.attachments + 1 + self.channels)
+        self.console
     }
 
     /// Slots of the devices whose servers have signalled, and of the channels whose peers have rung
     /// the doorbell.
     pub fn notified(self, events: u64) -> impl Iterator<Item = usize> {
-        // Bit `slot`: the events of sessions and of channels are consecutive bits.
-        let of = |first: u64, count: usize| {
-            (events >> first.trailing_zeros()) as u32 & ((1 << count) - 1)
-        };
-        let mut slots = of(event::session(0), self.attachments)
-            | of(event::channel(0), self.channels) << (self.attachments + 1);
-        core::iter::from_fn(move || {
-            let slot = (slots != 0).then(|| slots.trailing_zeros() as usize);
-            slots &= slots.wrapping_sub(1);
-            slot
-        })
+        // The events of sessions and of channels are consecutive bits.
+        let of = |first: u64| (events >> first.trailing_zeros()) as u32;
+        let channels = of(event::channel(0)) << self.first_channel;
+        slots(of(event::session(0)) & self.sessions | channels & self.channels)
     }
 
     /// Slots of the devices whose host side has changed.
     pub fn changed(self, events: u64) -> impl Iterator<Item = usize> {
-        let channels = if events & event::CHANNELS != 0 { self.channels } else { 0 };
-        (0..channels).map(move |index| self.attachments + 1 + index)
+        slots(if events & event::CHANNELS != 0 { self.channels } else { 0 })
     }
+}
+
+/// Indices of the set bits, ascending.
+fn slots(mut bits: u32) -> impl Iterator<Item = usize> {
+    core::iter::from_fn(move || {
+        let slot = (bits != 0).then(|| bits.trailing_zeros() as usize);
+        bits &= bits.wrapping_sub(1);
+        slot
+    })
 }
 
 /// Session with a disk server.

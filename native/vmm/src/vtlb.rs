@@ -44,7 +44,7 @@ mod tests {
     #[test]
     fn modes() {
         assert_eq!(mode(None), 0);
-        assert_eq!(mode(Some(PLAN)), 1 | 16 << 8);
+        assert_eq!(mode(Some(PLAN)), 1 | 64 << 8);
         assert_eq!(mode(Some(Vtlb { pool: MAX_POOL, ..PLAN })), 1 | 256 << 8);
     }
 

@@ -46,6 +46,17 @@ pub struct Access {
     pub value: Option<u64>,
 }
 
+impl Access {
+    /// Index of the exit reason ([`Exit::index`]): that of an access that is not emulated.
+    const fn index(&self) -> usize {
+        match self.space {
+            Space::Port => 1,
+            Space::Msr => 2,
+            Space::Memory => 5,
+        }
+    }
+}
+
 /// Exit reason of a vCPU.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Exit {
@@ -163,14 +174,19 @@ pub const EXIT_NAMES: [&str; 23] = [
 
 impl Exit {
     /// Index of the reason, for counting.
+    #[inline(always)]
     pub const fn index(&self) -> usize {
+        // The other reasons are constants, which the compiler keeps in a table.
+        if let Self::Access(access) = self {
+            return access.index();
+        }
         match self {
             Self::Cpuid => 0,
-            Self::Io(_) | Self::Access(Access { space: Space::Port, .. }) => 1,
-            Self::Msr { .. } | Self::Access(Access { space: Space::Msr, .. }) => 2,
+            Self::Io(_) => 1,
+            Self::Msr { .. } => 2,
             Self::Hlt | Self::Halted { .. } => 3,
             Self::Hypercall => 4,
-            Self::MemoryFault(_) | Self::Access(Access { space: Space::Memory, .. }) => 5,
+            Self::MemoryFault(_) | Self::Access(_) => 5,
             Self::InterruptWindow => 6,
             Self::Recall { .. } => 7,
             Self::Deadline => 8,
@@ -188,6 +204,30 @@ impl Exit {
             Self::Unknown(_) => 20,
             Self::Exception { .. } | Self::PageFault { .. } => 21,
             Self::Iret => 22,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exits_have_their_names() {
+        let access = |space| Exit::Access(Access { space, address: 0, size: 1, value: None });
+        for (exit, name) in [
+            (Exit::Cpuid, "cpuid"),
+            (access(Space::Port), "io"),
+            (access(Space::Msr), "msr"),
+            (access(Space::Memory), "memory"),
+            (Exit::Halted { events: 1 }, "hlt"),
+            (Exit::Recall { events: 1 }, "recall"),
+            (Exit::InvalidatePage, "cr-access"),
+            (Exit::PageFault { address: 0, code: 0 }, "exception"),
+            (Exit::Unknown(0), "unknown"),
+            (Exit::Iret, "iret"),
+        ] {
+            assert_eq!(EXIT_NAMES[exit.index()], name);
         }
     }
 }

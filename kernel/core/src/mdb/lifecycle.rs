@@ -81,6 +81,7 @@ impl<A: Arch> Kernel<A> {
             ObjectRef::Vm(handle) => {
                 let vm = self.memory.at(handle);
                 vm.space.dying.set(true);
+                vm.space.change();
                 vm.dying_next.set(self.dying_vms.replace(Some(handle)));
             }
             ObjectRef::Thread(handle) => self.destroy_thread(handle),

@@ -3,7 +3,7 @@ use std::vec::Vec;
 
 use super::*;
 use crate::pool;
-use crate::testing::{self, Fake, Random, check, kernel, translate};
+use crate::testing::{self, Fake, Random, check, kernel, machine, on_cpu, translate};
 use abi::Item;
 
 type K = Kernel<Fake>;
@@ -425,6 +425,50 @@ fn against_the_model(seed: u64) {
     finish(&mut kernel);
     assert_eq!(kernel.memory.free_frames(), all_free);
     assert!(pool::testing::all::<MapNode<Fake>>(&kernel.memory).is_empty());
+}
+
+#[test]
+fn cpus_see_the_changes_of_a_vm() {
+    on_cpu(0);
+    let mut kernel = kernel(256);
+    let owner = task(&kernel, None);
+    give_memory(&kernel, owner, 0x10, 0);
+    let ports = Extent { kind: ItemKind::Port, base: 0, physical: 0, order: 6 };
+    kernel.add_mapping(SpaceRef::Task(owner), ports, rights::ALL, false, None).unwrap();
+    let vm = kernel.new_vm(None, abi::vm_mode::NESTED).unwrap();
+    kernel.memory.at(vm).caps.set(1);
+    let generation = |kernel: &K| kernel.memory.at(vm).space.generation.get();
+    let delegate = |kernel: &K, item, base| {
+        kernel.delegate(owner, item, base, SpaceRef::Vm(vm), base).unwrap();
+        generation(kernel)
+    };
+    let (page, port) = (
+        memory_item(0, rights::ALL),
+        Item { kind: ItemKind::Port, order: 6, ..memory_item(0, rights::ALL) },
+    );
+    let first = generation(&kernel);
+    assert_eq!(delegate(&kernel, page, 0x10), first, "a new mapping is in no TLB");
+    let opened = delegate(&kernel, port, 0);
+    assert_ne!(opened, first);
+    assert!(!kernel.has_work(0));
+
+    // CPU 1 runs it.
+    kernel.memory.at(vm).space.active.set(1 << 1);
+    machine(|machine| machine.shootdowns.take());
+    let unmap = |kernel: &K, range| kernel.unmap(owner, range, false, &mut 0, &mut { work::WORK });
+    for range in [(page, 0x10), (port, 0)] {
+        let before = generation(&kernel);
+        assert_eq!(unmap(&kernel, range), Ok(true));
+        assert_ne!(generation(&kernel), before);
+        assert!(kernel.has_work(0), "the flush comes before the kernel is left");
+        finish(&mut kernel);
+        assert_eq!(machine(|machine| machine.shootdowns.take()), [1 << 1]);
+        assert!(!kernel.has_work(0));
+    }
+
+    let before = generation(&kernel);
+    kernel.destroy(ObjectRef::Vm(vm));
+    assert_ne!(generation(&kernel), before);
 }
 
 #[test]

@@ -1,10 +1,12 @@
 //! Timeouts of threads and the timer interrupt.
 
+use core::cell::Cell;
+
 use abi::Status;
 
 use crate::Kernel;
-use crate::arch::{Arch, Context};
-use crate::object::{Thread, ThreadState};
+use crate::arch::Arch;
+use crate::object::Thread;
 use crate::pool::Handle;
 
 /// Maximum number of timeouts and replenishments handled per timer interrupt.
@@ -81,15 +83,7 @@ impl<A: Arch> Kernel<A> {
     }
 
     fn time_out(&self, handle: Handle<Thread<A>>) {
-        let thread = self.memory.at(handle);
-        self.end_wait(handle, thread);
-        if let ThreadState::Halted { vcpu, .. } = thread.state.get() {
-            thread.state.set(ThreadState::InGuest { vcpu });
-        } else {
-            thread.context.set_status(Status::Timeout);
-            thread.context.set_result(0, 0);
-            thread.state.set(ThreadState::Ready);
-        }
-        self.enqueue_thread(handle, thread);
+        self.leave_notification(self.memory.at(handle));
+        self.end_blocking(handle, Status::Timeout, &Cell::new(0));
     }
 }

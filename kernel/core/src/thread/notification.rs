@@ -20,32 +20,19 @@ impl<A: Arch> Kernel<A> {
 
     #[inline(always)]
     fn notify(&self, notification: &Notification<A>, bits: u64) {
-        let old = notification.bits.get();
+        let old = notification.bits.replace(notification.bits.get() | bits);
         // For bits already pending the receiver has been woken before.
-        if old & bits != bits || bits == 0 {
-            notification.bits.set(old | bits);
+        if old != notification.bits.get() {
             self.wake_waiter(notification);
         }
     }
 
+    /// Wakes the thread that waits for events, some of which are pending.
     #[inline(never)]
     fn wake_waiter(&self, notification: &Notification<A>) {
-        if notification.bits.get() == 0 {
-            return;
-        }
-        if let Some(waiter) = notification.waiter.take() {
-            let thread = self.memory.at(waiter);
-            // A thread in `VcpuRun` reads the bits itself.
-            if let ThreadState::Halted { vcpu, deadline } = thread.state.get() {
-                self.clear_timeout(waiter, thread, deadline);
-                thread.state.set(ThreadState::InGuest { vcpu });
-            } else {
-                self.clear_timeout(waiter, thread, thread.state.get().deadline());
-                thread.context.set_status(Status::Ok);
-                thread.context.set_result(0, notification.bits.take());
-                thread.state.set(ThreadState::Ready);
-            }
-            self.enqueue_thread(waiter, thread);
+        if let Some(waiter) = notification.waiter.get() {
+            notification.waiter.set(None);
+            self.end_blocking(waiter, Status::Ok, &notification.bits);
         } else if let Some(bound) = notification.thread.get()
             && let Some(thread) = self.memory.get(bound)
             && matches!(thread.state.get(), ThreadState::Receiving)
@@ -53,11 +40,29 @@ impl<A: Arch> Kernel<A> {
             Self::deliver_events(thread, notification.bits.take());
             self.wake(bound);
         } else if let Some(vcpu) = notification.vcpu.get().and_then(|vcpu| self.memory.get(vcpu))
-            && let Some(runner) = vcpu.runner.get().and_then(|runner| self.memory.get(runner))
-            && runner.cpu != A::this_cpu()
+            && let (Some(_), Some(cpu)) = (vcpu.runner.get(), vcpu.cpu.get())
+            && cpu != A::this_cpu()
         {
-            A::kick(runner.cpu);
+            A::kick(cpu);
         }
+    }
+
+    /// Makes a thread runnable that was blocked on a notification and is not its waiter any more.
+    /// `NotificationWait` returns `status` and takes `bits`.
+    #[inline(never)]
+    pub(crate) fn end_blocking(&self, waiter: Handle<Thread<A>>, status: Status, bits: &Cell<u64>) {
+        let thread = self.memory.at(waiter);
+        // A thread in `VcpuRun` reads the bits itself, or fails if the notification is destroyed.
+        if let ThreadState::Halted { vcpu, deadline } = thread.state.get() {
+            self.clear_timeout(waiter, thread, deadline);
+            thread.state.set(ThreadState::InGuest { vcpu });
+        } else {
+            self.clear_timeout(waiter, thread, thread.state.get().deadline());
+            thread.context.set_status(status);
+            thread.context.set_result(0, bits.take());
+            thread.state.set(ThreadState::Ready);
+        }
+        self.enqueue_thread(waiter, thread);
     }
 
     /// Signals a doorbell of a VM. Returns the result of `HYPERCALL_DOORBELL`.
@@ -152,7 +157,7 @@ impl<A: Arch> Kernel<A> {
         notification.thread.set(Some(handle));
         thread.bound.set(Some(name));
         if notification.bits.get() != 0 {
-            self.signal(name, 0);
+            self.wake_waiter(notification);
         }
         Ok(())
     }
@@ -160,6 +165,12 @@ impl<A: Arch> Kernel<A> {
     /// Ends a thread's wait for a notification, if it is blocked on one. The caller sets another
     /// state at once.
     pub(crate) fn end_wait(&self, handle: Handle<Thread<A>>, thread: &Thread<A>) {
+        self.leave_notification(thread);
+        self.clear_timeout(handle, thread, thread.state.get().deadline());
+    }
+
+    /// Makes a thread no waiter any more of the notification that it is blocked on, if any.
+    pub(crate) fn leave_notification(&self, thread: &Thread<A>) {
         let on = match thread.state.get() {
             ThreadState::Blocked { on, .. } => Some(on),
             ThreadState::Halted { vcpu, .. } => self.memory.get(vcpu).map(|vcpu| vcpu.notification),
@@ -168,22 +179,12 @@ impl<A: Arch> Kernel<A> {
         if let Some(on) = on.and_then(|on| self.memory.get(on)) {
             on.waiter.set(None);
         }
-        self.clear_timeout(handle, thread, thread.state.get().deadline());
     }
 
     pub(crate) fn destroy_notification(&self, handle: Handle<Notification<A>>) {
         let notification = self.memory.at(handle);
         if let Some(waiter) = notification.waiter.take() {
-            let thread = self.memory.at(waiter);
-            self.clear_timeout(waiter, thread, thread.state.get().deadline());
-            if let ThreadState::Halted { vcpu, .. } = thread.state.get() {
-                // The entry fails with `Aborted` when the thread runs.
-                thread.state.set(ThreadState::InGuest { vcpu });
-            } else {
-                thread.context.set_status(Status::Aborted);
-                thread.state.set(ThreadState::Ready);
-            }
-            self.enqueue_thread(waiter, thread);
+            self.end_blocking(waiter, Status::Aborted, &notification.bits);
         }
         self.memory.free(handle);
     }

@@ -14,51 +14,34 @@ use crate::idt;
 /// is complete.
 #[inline(always)]
 pub unsafe fn world_switch(vmcb: u64, registers: *mut u64) {
+    /// The switch, with the registers other than `rsi` and their offsets.
+    macro_rules! switch {
+        ($($register:ident $offset:literal)*) => {
+            asm!(
+                "push rbx",
+                "push rbp",
+                "push rsi",
+                $(concat!("mov ", stringify!($register), ", [rsi + ", $offset, "]"),)*
+                "mov rsi, [rsi + 48]",
+                "vmrun rax",
+                "xchg rsi, [rsp]",
+                $(concat!("mov [rsi + ", $offset, "], ", stringify!($register)),)*
+                "pop rax",
+                "mov [rsi + 48], rax",
+                "pop rbp",
+                "pop rbx",
+                inout("rax") vmcb => _,
+                inout("rsi") registers => _,
+                out("rcx") _, out("rdx") _, out("rdi") _, out("r8") _, out("r9") _, out("r10") _,
+                out("r11") _, out("r12") _, out("r13") _, out("r14") _, out("r15") _,
+            )
+        };
+    }
     // SAFETY: the caller's contract. Every register that the guest may change is declared, or
     // pushed where the compiler reserves it.
     unsafe {
-        asm!(
-            "push rbx",
-            "push rbp",
-            "push rsi",
-            "mov rcx, [rsi + 8]",
-            "mov rdx, [rsi + 16]",
-            "mov rbx, [rsi + 24]",
-            "mov rbp, [rsi + 40]",
-            "mov rdi, [rsi + 56]",
-            "mov r8, [rsi + 64]",
-            "mov r9, [rsi + 72]",
-            "mov r10, [rsi + 80]",
-            "mov r11, [rsi + 88]",
-            "mov r12, [rsi + 96]",
-            "mov r13, [rsi + 104]",
-            "mov r14, [rsi + 112]",
-            "mov r15, [rsi + 120]",
-            "mov rsi, [rsi + 48]",
-            "vmrun rax",
-            "xchg rsi, [rsp]",
-            "mov [rsi + 8], rcx",
-            "mov [rsi + 16], rdx",
-            "mov [rsi + 24], rbx",
-            "mov [rsi + 40], rbp",
-            "mov [rsi + 56], rdi",
-            "mov [rsi + 64], r8",
-            "mov [rsi + 72], r9",
-            "mov [rsi + 80], r10",
-            "mov [rsi + 88], r11",
-            "mov [rsi + 96], r12",
-            "mov [rsi + 104], r13",
-            "mov [rsi + 112], r14",
-            "mov [rsi + 120], r15",
-            "pop rax",
-            "mov [rsi + 48], rax",
-            "pop rbp",
-            "pop rbx",
-            inout("rax") vmcb => _,
-            inout("rsi") registers => _,
-            out("rcx") _, out("rdx") _, out("rdi") _, out("r8") _, out("r9") _, out("r10") _,
-            out("r11") _, out("r12") _, out("r13") _, out("r14") _, out("r15") _,
-        );
+        switch!(rcx 8 rdx 16 rbx 24 rbp 40 rdi 56 r8 64 r9 72 r10 80 r11 88 r12 96 r13 104 r14 112
+            r15 120);
     }
 }
 

@@ -56,16 +56,16 @@ pub fn is_pending(control: &ControlArea) -> bool {
     control.v_intr.get() & v_intr::IRQ != 0
 }
 
-/// Configures a window: its action occurs when the processor could deliver a virtual interrupt.
-pub fn set_window(control: &ControlArea, wanted: u64) {
+/// Configures a window, after window `before`: its action occurs when the processor could deliver a
+/// virtual interrupt.
+pub fn set_window(control: &ControlArea, before: u64, wanted: u64) {
     let virq = if is_unused(wanted) { 0 } else { pending(wanted) };
     set(control, virq, wants_cr8_exit(wanted));
-    control.intercept3.set(control.intercept3.get() & !(intercept3::VINTR | intercept3::IRET));
-    if wanted & window::EXIT != 0 {
-        control.intercept3.set(control.intercept3.get() | intercept3::VINTR);
-    }
-    if wanted & window::IRET != 0 {
-        control.intercept3.set(control.intercept3.get() | intercept3::IRET);
+    if (before ^ wanted) & (window::EXIT | window::IRET) != 0 {
+        let vintr = if wanted & window::EXIT != 0 { intercept3::VINTR } else { 0 };
+        let iret = if wanted & window::IRET != 0 { intercept3::IRET } else { 0 };
+        let others = control.intercept3.get() & !(intercept3::VINTR | intercept3::IRET);
+        control.intercept3.set(others | vintr | iret);
     }
 }
 
@@ -109,6 +109,7 @@ mod tests {
     #[test]
     fn windows_keep_the_task_priority() {
         let control = control(9);
+        let mut before = 0;
         for (wanted, expected) in [
             (0, (false, false, None, 9)),
             (window::DELIVER_VIRQ | 0x61, (true, false, Some(0x61), 9)),
@@ -117,8 +118,9 @@ mod tests {
             (window::EXIT | window::PRIORITY, (true, true, Some(0), 9)),
             (0, (false, false, None, 9)),
         ] {
-            set_window(&control, wanted);
+            set_window(&control, before, wanted);
             assert_eq!(state(&control), expected, "{wanted:#x}");
+            before = wanted;
         }
         // Any value written by a VMM changes only the task priority.
         set_priority(&control, u64::MAX);
@@ -128,10 +130,12 @@ mod tests {
     #[test]
     fn iret_exits_if_asked() {
         let control = control(0);
+        let mut before = 0;
         for window in [0, window::EXIT, window::DELIVER_VIRQ | 0x41, window::PRIORITY] {
-            set_window(&control, window);
+            set_window(&control, before, window);
             let without = control.intercept3.get();
-            set_window(&control, window | window::IRET);
+            before = window | window::IRET;
+            set_window(&control, window, before);
             assert_eq!(control.intercept3.get(), without | intercept3::IRET, "{window:#x}");
             assert_eq!(is_unused(window), is_unused(window | window::IRET));
         }
@@ -142,7 +146,7 @@ mod tests {
         for (wanted, wants_cr8_exit) in [(0, false), (window::PRIORITY, true)] {
             assert!(is_unused(wanted));
             let control = control(3);
-            set_window(&control, wanted);
+            set_window(&control, 0, wanted);
             offer(&control, 0x1_0000_0041, wanted);
             assert_eq!(state(&control), (true, false, Some(0x41), 3));
             clear(&control, wanted);

@@ -29,10 +29,8 @@ pub struct VcpuFrames {
     pub notification: Cell<*const Notification<X86>>,
     /// See `vm`.
     pub destroyed_count: Cell<u64>,
-    /// Generation of the VM's tables that the vCPU was last entered with.
+    /// Generation of the VM's space that the vCPU was last entered with.
     pub vm_generation: Cell<u64>,
-    /// Generation of the VM's port map that the vCPU was last entered with.
-    pub port_generation: Cell<u64>,
     /// TSC value at which the VMM's thread blocked because the guest is at `HLT`; 0: it is not
     /// blocked.
     pub halted: Cell<u64>,
@@ -57,7 +55,6 @@ impl VcpuFrames {
             notification: Cell::new(ptr::null()),
             destroyed_count: Cell::new(u64::MAX),
             vm_generation: Cell::new(0),
-            port_generation: Cell::new(0),
             halted: Cell::new(0),
         };
         this.state().run.deadline.set(abi::FOREVER);
@@ -130,7 +127,7 @@ pub fn count_handled(kernel: &Kernel<X86>, run: &RunControl) {
 /// Returns whether the kernel may wait at the guest's `HLT`.
 #[inline(always)]
 pub fn may_halt(state: &VcpuState) -> bool {
-    state.run.halt.get() != 0 && state.window.get() == 0 && state.inject.get() == 0
+    state.run.halt.get() != 0 && state.window.get() | state.inject.get() == 0
 }
 
 fn add(counter: &Cell<u64>, value: u64) {

@@ -93,11 +93,12 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions> Env
     }
 
     fn msi(&mut self, msi: Msi) {
-        let Some(message) = InterruptMessage::decode(msi) else {
+        // By reference: the compiler packs a copy in a word, and takes it apart again.
+        let Some(message) = &InterruptMessage::decode(msi) else {
             return self.missing("interrupt message to no local APIC", msi.address);
         };
         // Not by way of the router: no other effect waits while no chip works.
-        let target = self.board(|board| board.deliver(&message, None));
+        let target = self.board(|board| board.deliver(message, None));
         if let (Some(target), Some(known)) = (target, self.pc.targets.get(self.slot)) {
             known.store(target as u8, Relaxed);
         }

@@ -328,19 +328,23 @@ impl LocalApic {
             _ if destination == u32::MAX => true,
             (Mode::XApic, false) => destination == self.id & 0xff,
             (Mode::X2Apic, false) => destination == self.id,
-            (Mode::XApic, true) => {
-                let (destination, own) = (destination as u8, (self.ldr >> 24) as u8);
-                if self.dfr >> 28 == DFR_CLUSTER {
-                    let cluster = destination >> 4;
-                    (cluster == own >> 4 || cluster == 0xf) && destination & own & 0xf != 0
-                } else {
-                    destination & own != 0
-                }
-            }
-            (Mode::X2Apic, true) => {
-                let own = self.x2apic_ldr();
-                destination >> 16 == own >> 16 && destination & own & 0xffff != 0
-            }
+            (_, true) => self.matches_logical(destination),
+        }
+    }
+
+    /// True if this APIC is in the set of logical destinations `destination`.
+    #[inline(never)]
+    fn matches_logical(&self, destination: u32) -> bool {
+        if self.mode() == Mode::X2Apic {
+            let own = self.x2apic_ldr();
+            return destination >> 16 == own >> 16 && destination & own & 0xffff != 0;
+        }
+        let (destination, own) = (destination as u8, (self.ldr >> 24) as u8);
+        if self.dfr >> 28 == DFR_CLUSTER {
+            let cluster = destination >> 4;
+            (cluster == own >> 4 || cluster == 0xf) && destination & own & 0xf != 0
+        } else {
+            destination & own != 0
         }
     }
 
