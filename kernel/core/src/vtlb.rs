@@ -306,7 +306,7 @@ impl<F: ShadowFormat> Vtlb<F> {
             let of = self.table(root);
             if !is_known {
                 // Its page is another one from now on.
-                self.trace.forget_table(of);
+                self.forget_table(of);
             }
             of.source.set(source);
             of.is_split.set(host.is_none());

@@ -170,7 +170,7 @@ impl<F: ShadowFormat> Vtlb<F> {
         of.in_use.set(false);
         self.leave(frames, table);
         self.spare.set(self.spare.get() + 1);
-        self.trace.forget_table(of);
+        self.forget_table(of);
         of.next.set(self.removed.replace(Some(table)));
     }
 

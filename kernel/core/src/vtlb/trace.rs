@@ -19,6 +19,8 @@ use super::{Fill, Flush, FrameAccess, SHARED, ShadowFormat, Vtlb, index};
 /// Number of counters of each filter of leaves, and of the others.
 const LEAVES: usize = 8192;
 const TABLES: usize = 1024;
+/// Number of lists of traced tables.
+const LISTS: usize = 256;
 /// Bit of [`Trace::direct`].
 const IS_KNOWN: u64 = 1;
 /// `log2` of the pages of a leaf at level 1.
@@ -56,6 +58,23 @@ impl<const BUCKETS: usize, const SHIFT: u32> Filter<BUCKETS, SHIFT> {
     }
 }
 
+/// Heads of lists of tables.
+struct Lists([Cell<Option<Ref>>; LISTS]);
+
+impl Default for Lists {
+    fn default() -> Self {
+        Self([const { Cell::new(None) }; LISTS])
+    }
+}
+
+impl Lists {
+    /// List of the traced tables of a page, among others.
+    fn of(&self, page: u64) -> &Cell<Option<Ref>> {
+        // Pages of tables are often neighbours.
+        &self.0[page as usize % LISTS]
+    }
+}
+
 /// State of tracing.
 #[derive(Default)]
 pub struct Trace {
@@ -64,8 +83,9 @@ pub struct Trace {
     writable_too: Filter<LEAVES, 24>,
     /// Writable leaves of level 1, by guest page of their first page.
     large: Filter<TABLES, 51>,
-    /// Traced tables by page, and by the first page of a leaf at level 1.
-    tables: Filter<TABLES, 51>,
+    /// First traced table of each list; the hash of its page selects the list.
+    lists: Lists,
+    /// Traced tables, by the first page of a leaf at level 1.
     regions: Filter<TABLES, 51>,
     /// Differences between linear and guest-physical addresses that large leaves have shown last,
     /// with [`IS_KNOWN`]: one of them is that of the guest's map of its memory.
@@ -76,6 +96,8 @@ pub struct Trace {
 #[derive(Default)]
 pub struct TableTrace {
     is_traced: Cell<bool>,
+    /// Next traced table of the list.
+    next: Cell<Option<Ref>>,
     /// A write was seen that the alias does not show any more.
     is_dirty: Cell<bool>,
     /// Number of flushes at which it was not traced.
@@ -105,17 +127,6 @@ impl Trace {
     /// Returns whether the range of a leaf at `level` may contain a traced table.
     pub fn may_contain(&self, page: u64, level: u32) -> bool {
         level > 1 || self.regions.count(page >> LARGE_SHIFT) != 0
-    }
-
-    /// Stops tracing a table.
-    pub fn forget_table(&self, of: &Table) {
-        if of.trace.is_traced.take() {
-            let page = of.source.get().guest >> 12;
-            self.tables.remove(page);
-            self.regions.remove(page >> LARGE_SHIFT);
-        }
-        of.trace.is_dirty.set(false);
-        of.trace.set_alias(None);
     }
 
     /// Number of writable leaves of a page, at least.
@@ -150,9 +161,27 @@ impl Trace {
 }
 
 impl<F: ShadowFormat> Vtlb<F> {
+    /// Stops tracing a table.
+    pub(super) fn forget_table(&self, of: &Table) {
+        if of.trace.is_traced.take() {
+            let page = of.source.get().guest >> 12;
+            self.trace.regions.remove(page >> LARGE_SHIFT);
+            let mut link = self.trace.lists.of(page);
+            while let Some(table) = link.get().map(|table| self.table(table)) {
+                if core::ptr::eq(table, of) {
+                    link.set(of.trace.next.take());
+                    break;
+                }
+                link = &table.trace.next;
+            }
+        }
+        of.trace.is_dirty.set(false);
+        of.trace.set_alias(None);
+    }
+
     /// Stops tracing of all tables.
     pub(super) fn forget_trace(&self) {
-        self.tables.iter().for_each(|table| self.trace.forget_table(table));
+        self.tables.iter().for_each(|table| self.forget_table(table));
         self.trace.direct.iter().for_each(|direct| direct.set(0));
     }
 
@@ -171,18 +200,18 @@ impl<F: ShadowFormat> Vtlb<F> {
         }
         of.trace.is_traced.set(true);
         of.trace.set_alias(alias);
-        self.trace.tables.add(page);
+        of.trace.next.set(self.trace.lists.of(page).replace(Some(table)));
         self.trace.regions.add(page >> LARGE_SHIFT);
         self.clean_alias(frames, of);
         of.trace.is_dirty.set(false);
     }
 
     /// Traced tables of a guest page: one in each space that uses it.
+    #[inline(always)]
     fn traced_tables(&self, page: u64) -> impl Iterator<Item = &Table> {
-        let count = if self.trace.tables.count(page) == 0 { 0 } else { self.count.get() };
-        self.tables[..usize::from(count)].iter().filter(move |table| {
-            table.trace.is_traced.get() && table.source.get().guest >> 12 == page
-        })
+        let table = |link: &Cell<Option<Ref>>| link.get().map(|table| self.table(table));
+        core::iter::successors(table(self.trace.lists.of(page)), move |of| table(&of.trace.next))
+            .filter(move |of| of.source.get().guest >> 12 == page)
     }
 
     /// Finds the leaf of a page in the guest's map of its memory. A large one is removed, so that
@@ -267,7 +296,7 @@ impl<F: ShadowFormat> Vtlb<F> {
         let here = (table, slot as u16, fill.address & !0xfff);
         if first.trace.alias().is_some_and(|(known, at, _)| (known, at) != (here.0, here.1)) {
             // A second alias.
-            self.traced_tables(page).for_each(|of| self.trace.forget_table(of));
+            self.traced_tables(page).for_each(|of| self.forget_table(of));
             return fill.leaf;
         }
         for of in self.traced_tables(page) {
