@@ -35,7 +35,7 @@ mod tables;
 mod tests;
 mod trace;
 
-pub use fill::{Fill, GuestSource, Step};
+pub use fill::{Fill, GuestSource, Known, Step};
 use tables::{Ref, Table};
 
 /// Maximum number of shadow tables of a vCPU.
@@ -168,12 +168,11 @@ pub struct Vtlb<F> {
     options: Cell<Options>,
     /// A shared table may have leaves that are not global.
     has_local: Cell<bool>,
-    /// Number of removals, and of those from shared tables.
-    removals: Cell<u64>,
-    shared_removals: Cell<u64>,
+    /// Number of removals of tables.
+    changes: Cell<u64>,
     /// Number of changes of the shared root.
     shared_changes: Cell<u64>,
-    recent: fill::Recent,
+    paths: [fill::Path; fill::PATHS],
     trace: trace::Trace,
     /// Counters.
     pub counters: VtlbCounters,
@@ -215,6 +214,12 @@ impl<F: ShadowFormat> Vtlb<F> {
         self.flush.replace(Flush::None)
     }
 
+    /// Returns whether there is such an obligation.
+    #[inline(always)]
+    pub fn needs_flush(&self) -> bool {
+        !matches!(self.flush.get(), Flush::None)
+    }
+
     /// TLB tag of the current space and its epoch, which the caller defines; epoch 0: none, because
     /// the TLB may have stale entries with the last tag.
     #[inline]
@@ -248,25 +253,18 @@ impl<F: ShadowFormat> Vtlb<F> {
         }
     }
 
-    /// Index of the space that translates an address, and the number of removals from it so far, at
-    /// least: as long as both are the same, no translation of it disappears.
+    /// Index of the space that translates an address, and a number that is another one after a
+    /// table of it was removed.
     pub fn epoch(&self, address: u64) -> (u8, u64) {
         let is_shared = self.options.get().global
             && self.top.get() == F::ROOT_LEVEL
             && index(address, F::ROOT_LEVEL) >= UPPER_HALF;
-        match is_shared {
-            true => (SHARED, self.shared_removals.get()),
-            false => (self.current.get(), self.removals.get()),
-        }
+        (if is_shared { SHARED } else { self.current.get() }, self.changes.get())
     }
 
-    /// Counts a removal.
-    fn note_removal(&self, is_shared: bool) {
-        self.removals.set(self.removals.get() + 1);
-        if is_shared {
-            self.shared_removals.set(self.shared_removals.get() + 1);
-            self.shared_changes.set(self.shared_changes.get() + 1);
-        }
+    /// Notes that tables are not part of a space any more, or belong to another one.
+    fn note_change(&self) {
+        self.changes.set(self.changes.get() + 1);
     }
 
     /// Level of roots.
@@ -306,6 +304,7 @@ impl<F: ShadowFormat> Vtlb<F> {
             let of = self.table(root);
             if !is_known {
                 // Its page is another one from now on.
+                self.note_change();
                 self.forget_table(of);
             }
             of.source.set(source);
@@ -379,14 +378,14 @@ impl<F: ShadowFormat> Vtlb<F> {
         }
     }
 
-    /// Leaf for a linear address and physical address of the page, if the current space has a
-    /// translation.
+    /// Physical addresses of the leaf for a linear address and of the page, if the current space
+    /// has a translation.
     pub fn translate(&self, frames: &impl FrameAccess, address: u64) -> Option<(u64, u64)> {
         let (table, slot) = self.leaf_in(frames, self.space().root.get(), address)?;
         let of = self.table(table);
         let leaf = frames.words(of.shadow.get())[slot].load(Relaxed);
         let within = address & ((1 << (12 + 9 * of.level.get())) - 1) & !0xfff;
-        Some((leaf, F::address(leaf) + within))
+        Some((of.shadow.get() + 8 * slot as u64, F::address(leaf) + within))
     }
 
     /// Removes all translations.
@@ -402,7 +401,8 @@ impl<F: ShadowFormat> Vtlb<F> {
         }
         self.has_local.set(false);
         self.forget_trace();
-        self.note_removal(true);
+        self.note_change();
+        self.shared_changes.set(self.shared_changes.get() + 1);
         self.flush.set(Flush::All);
     }
 

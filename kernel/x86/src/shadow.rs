@@ -60,12 +60,21 @@ pub struct State {
     /// Guest-physical address or CR2, and information, of an exit for the VMM.
     fault: Cell<(u64, u64)>,
     /// Pages of code that were decoded last.
-    code: [CodePage; 4],
+    code: [Cell<CodePage>; 4],
     counters: [Cell<u64>; vtlb_counter::COUNT],
 }
 
-/// Page of code: page number, [`Vtlb::epoch`], physical address.
-type CodePage = Cell<((u64, u8, u64), u64)>;
+/// Page of code.
+#[derive(Clone, Copy, Default)]
+struct CodePage {
+    /// Page number, and [`Vtlb::epoch`].
+    key: (u64, u8, u64),
+    /// Physical address of the shadow leaf, and its value.
+    at: u64,
+    leaf: u64,
+    /// Physical address of the page.
+    physical: u64,
+}
 
 impl core::ops::Deref for Shadow {
     type Target = State;

@@ -167,6 +167,7 @@ impl<F: ShadowFormat> Vtlb<F> {
     /// Puts a table, with all below it, on the list of removed tables.
     pub(super) fn put_removed(&self, frames: &impl FrameAccess, table: Ref) {
         let of = self.table(table);
+        self.note_change();
         of.in_use.set(false);
         self.leave(frames, table);
         self.spare.set(self.spare.get() + 1);
@@ -305,7 +306,6 @@ impl<F: ShadowFormat> Vtlb<F> {
 
     /// Requests a flush for tables of an owner.
     pub(super) fn request_for(&self, owner: u8, flush: Flush) {
-        self.note_removal(owner == SHARED);
         match (owner, flush) {
             (SHARED, Flush::Page { address, .. }) => {
                 self.request(Flush::Page { address, everywhere: true });

@@ -161,10 +161,9 @@ fn zeroed() -> Vtlb<X86Like> {
         flush: Default::default(),
         options: Default::default(),
         has_local: Default::default(),
-        removals: Default::default(),
-        shared_removals: Default::default(),
+        changes: Default::default(),
         shared_changes: Default::default(),
-        recent: Default::default(),
+        paths: Default::default(),
         trace: Default::default(),
         counters: Default::default(),
         format: Default::default(),
@@ -430,12 +429,20 @@ impl World {
         let fill = Fill {
             address,
             steps: &steps,
+            value: leaf,
             leaf: entry,
             level,
             page,
             is_global: leaf & GLOBAL != 0,
             is_write: writes,
         };
+        let known = self.vtlb.known(&self.machine, address).filter(|_| guest_level == 0);
+        if let Some(known) = known {
+            assert_eq!(known.entry, steps[last]);
+            self.vtlb.fill_known(&self.machine, &known, &fill);
+            self.apply();
+            return true;
+        }
         while self.vtlb.fill(&self.machine, &fill).is_err() {
             self.grow();
         }

@@ -279,11 +279,8 @@ impl<F: ShadowFormat> Vtlb<F> {
         None
     }
 
-    /// Leaf to be written for a fill, in an entry of `table`.
+    /// Leaf to be written for a writable fill, in an entry of `table`.
     pub(super) fn traced_leaf(&self, table: Ref, slot: usize, fill: &Fill<'_>) -> u64 {
-        if !self.options.get().trace || fill.leaf & F::WRITE == 0 {
-            return fill.leaf;
-        }
         let page = fill.page;
         if fill.level > 0 {
             self.trace.learn(fill.address.wrapping_sub(page << 12) & !0xfff);
@@ -311,7 +308,7 @@ impl<F: ShadowFormat> Vtlb<F> {
 
     /// Counts a leaf that was written; its copy has the guest's page.
     pub(super) fn leaf_added(&self, of: &Table, leaf: u64, copy: u64) {
-        if self.options.get().trace && leaf & F::WRITE != 0 {
+        if leaf & F::WRITE != 0 {
             self.trace.count(F::address(copy) >> 12, of.level.get().into(), true);
         }
     }
