@@ -269,8 +269,11 @@ impl Paging {
     }
 
     /// Translates a linear address by its entry of the lowest level alone, which has 8 bytes, and
-    /// sets accessed and dirty bits. `above`: rights that the levels above grant. `None` if only
-    /// [`Paging::translate`] finds out what the access does.
+    /// sets accessed and dirty bits. `above`: rights that the levels above grant. `None` if another
+    /// CPU has changed the entry meanwhile.
+    ///
+    /// # Errors
+    /// The exception that the access raises.
     #[inline(always)]
     pub fn translate_last(
         &self,
@@ -278,19 +281,21 @@ impl Paging {
         (linear, intent): (u64, Intent),
         above: Rights,
         Entry { at, value }: Entry,
-    ) -> Option<Page> {
+    ) -> Result<Option<Page>, PageFault> {
         let rights = above.and(value);
         let is_malformed = value & (entry::PRESENT | self.reserved(tables, 1)) != entry::PRESENT;
         if is_malformed || !self.allows(intent, rights) {
-            return None;
+            let code = match value & self.reserved(tables, 1) {
+                _ if value & entry::PRESENT == 0 => 0,
+                0 => fault::PRESENT,
+                _ => RESERVED,
+            };
+            return Err(PageFault { address: linear, code: self.code(intent, code) });
         }
         let marked = value | marks(intent == Intent::Write);
         let address = value & entry::ADDRESS | linear & 0xfff;
-        (value == marked || tables.replace(at, 8, value, marked)).then_some(Page {
-            address,
-            rights,
-            value: marked,
-        })
+        let is_marked = value == marked || tables.replace(at, 8, value, marked);
+        Ok(is_marked.then_some(Page { address, rights, value: marked }))
     }
 
     /// Reads and checks the tables.

@@ -421,14 +421,17 @@ impl<F: ShadowFormat> Vtlb<F> {
     }
 
     /// Adds an obligation to flush the TLB.
+    #[inline(always)]
     fn request(&self, new: Flush) {
+        const LOCAL: Flush = Flush::Space;
         let merged = match (self.flush.get(), new) {
-            (Flush::None, other) | (other, Flush::None) => other,
-            (old, new) if old == new => old,
+            (Flush::All, _) | (LOCAL, LOCAL | Flush::Page { everywhere: false, .. }) => return,
+            (Flush::None, new) => new,
+            (old, new) if old == new => return,
             (
-                Flush::Page { everywhere: false, .. } | Flush::Space,
-                Flush::Page { everywhere: false, .. } | Flush::Space,
-            ) => Flush::Space,
+                Flush::Page { everywhere: false, .. },
+                LOCAL | Flush::Page { everywhere: false, .. },
+            ) => LOCAL,
             _ => Flush::All,
         };
         self.flush.set(merged);

@@ -3,7 +3,7 @@
 use core::cell::Cell;
 use core::sync::atomic::Ordering::Relaxed;
 
-use super::tables::Ref;
+use super::tables::{Ref, Table};
 use super::{
     ENTRIES, Flush, FrameAccess, NeedsFrames, SHARED, ShadowFormat, UPPER_HALF, Vtlb, index,
 };
@@ -317,39 +317,41 @@ impl<F: ShadowFormat> Vtlb<F> {
             return;
         }
         let copy = frames.words(of.copies.get())[slot].load(Relaxed);
-        let child = Self::child_in(copy);
-        match child {
-            Some(child) if self.table(child).parent.get() == Some(table) => {
-                self.put_removed(frames, child);
-            }
-            Some(_) => {}
-            None => self.leaf_removed(of, slot, entry, copy),
-        }
-        let flush = match child {
-            None if of.level.get() == 0 => Flush::Page { address, everywhere: false },
+        let flush = match of.level.get() {
+            0 => Flush::Page { address, everywhere: false },
             _ => Flush::Space,
         };
         self.request_for(of.owner.get(), flush);
-        self.unlink(frames, table, slot);
+        match Self::child_in(copy) {
+            None => {
+                self.leaf_removed(of, slot, entry, copy);
+                self.clear_entry(frames, of, slot);
+            }
+            Some(child) => {
+                if self.table(child).parent.get() == Some(table) {
+                    self.put_removed(frames, child);
+                }
+                self.unlink(frames, table, slot);
+            }
+        }
     }
 
-    /// Clears an entry; of the shared root also in the root of every space.
+    /// Clears an entry that refers to a table; of the shared root also in the root of every space.
     pub(super) fn unlink(&self, frames: &impl FrameAccess, table: Ref, slot: usize) {
-        let is_shared = self.shared.get() == Some(table);
-        self.shared_changes.set(self.shared_changes.get() + u64::from(is_shared));
-        if self.child(frames, table, slot).is_some() {
-            self.note_change();
+        self.note_change();
+        self.clear_entry(frames, self.table(table), slot);
+        if self.shared.get() == Some(table) {
+            self.shared_changes.set(self.shared_changes.get() + 1);
+            let roots = self.spaces.iter().filter_map(|space| space.root.get());
+            roots.for_each(|root| self.clear_entry(frames, self.table(root), slot));
         }
-        let clear = |table: Ref| {
-            let of = self.table(table);
-            frames.words(of.shadow.get())[slot].store(0, Relaxed);
-            frames.words(of.copies.get())[slot].store(0, Relaxed);
-            let word = &of.filled[slot / 64];
-            word.set(word.get() & !(1 << (slot % 64)));
-        };
-        clear(table);
-        if is_shared {
-            self.spaces.iter().filter_map(|space| space.root.get()).for_each(clear);
-        }
+    }
+
+    #[inline(always)]
+    fn clear_entry(&self, frames: &impl FrameAccess, of: &Table, slot: usize) {
+        frames.words(of.shadow.get())[slot].store(0, Relaxed);
+        frames.words(of.copies.get())[slot].store(0, Relaxed);
+        let word = &of.filled[slot / 64];
+        word.set(word.get() & !(1 << (slot % 64)));
     }
 }

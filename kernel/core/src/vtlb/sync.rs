@@ -12,7 +12,7 @@ fn is_same<F: ShadowFormat>(now: u64, copy: u64) -> bool {
     if super::tests::skips_rights() {
         return (now ^ copy) & F::MEANING & !F::MARKS & !F::WRITE == 0;
     }
-    (now ^ copy) & F::MEANING & !F::MARKS == 0 && copy & F::MARKS & !now == 0
+    (now ^ copy) & F::MEANING & (copy | !F::MARKS) == 0
 }
 
 impl<F: ShadowFormat> Vtlb<F> {
@@ -74,18 +74,20 @@ impl<F: ShadowFormat> Vtlb<F> {
         let (guest, first) = (frames.words(source & !0xfff), source as usize / 8);
         let copies = frames.words(of.copies.get());
         for slot in of.slots() {
-            let address = base + ((slot as u64) << (12 + 9 * level));
+            *budget = budget.saturating_sub(1);
             let copy = copies[slot].load(Relaxed);
-            let child = Self::child_in(copy);
-            let left = budget.checked_sub(1);
-            *budget = left.unwrap_or(0);
-            let now = guest[(first + slot) % ENTRIES].load(Relaxed);
-            let is_kept = left.is_some() && (is_clean || is_same::<F>(now, copy));
-            match child {
+            let is_kept =
+                is_clean || { is_same::<F>(guest[(first + slot) % ENTRIES].load(Relaxed), copy) };
+            if is_kept && level == 0 {
+                continue;
+            }
+            let address = base + ((slot as u64) << (12 + 9 * level));
+            match Self::child_in(copy) {
                 _ if !is_kept => self.drop_entry(frames, table, slot, address),
-                Some(child) if self.table(child).parent.get() == Some(table) => {
-                    self.sync_table(frames, child, address, budget);
-                }
+                Some(child) if self.table(child).parent.get() == Some(table) => match budget {
+                    0 => self.drop_entry(frames, table, slot, address),
+                    _ => self.sync_table(frames, child, address, budget),
+                },
                 _ => {}
             }
         }

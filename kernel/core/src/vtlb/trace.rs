@@ -266,14 +266,13 @@ impl<F: ShadowFormat> Vtlb<F> {
     ) -> Option<(Ref, usize)> {
         let mut table = root?;
         for level in (0..=self.top.get()).rev() {
-            let slot = index(address, level);
-            let entry = frames.words(self.table(table).shadow.get())[slot].load(Relaxed);
-            if !F::is_present(entry) {
-                return None;
-            }
-            match self.child(frames, table, slot) {
+            let (of, slot) = (self.table(table), index(address, level));
+            match Self::child_in(frames.words(of.copies.get())[slot].load(Relaxed)) {
                 Some(child) => table = child,
-                None => return Some((table, slot)),
+                None => {
+                    let leaf = frames.words(of.shadow.get())[slot].load(Relaxed);
+                    return F::is_present(leaf).then_some((table, slot));
+                }
             }
         }
         None

@@ -145,11 +145,15 @@ impl State {
         if let Some(known) = self.tables().known(&self.memory, access.0) {
             let above = Rights { all: known.bits.0, any: known.bits.1 };
             let entry = Entry { at: known.entry.at, value: known.entry.value };
-            if let Some(page) = paging.translate_last(&self.memory, access, above, entry)
-                && let Some(fill) = self.page(&paging, access, &page, 0)
-            {
-                self.tables().fill_known(&self.memory, &known, &fill);
-                return resume(vmcb);
+            match paging.translate_last(&self.memory, access, above, entry) {
+                Err(found) => return self.inject(vmcb, found.code.into(), access.0),
+                Ok(None) => return resume(vmcb),
+                Ok(Some(page)) => {
+                    if let Some(fill) = self.page(&paging, access, &page, 0) {
+                        self.tables().fill_known(&self.memory, &known, &fill);
+                        return resume(vmcb);
+                    }
+                }
             }
         }
         self.walk(vmcb)
