@@ -27,6 +27,7 @@ use kernel_core::vtlb::{FRAMES_PER_TABLE, Flush, Options, Vtlb};
 use crate::format::UserFormat;
 use crate::svm::asid::Asids;
 use control::{ControlRegisters, Registers};
+use decode::Instruction;
 use memory::GuestMemory;
 
 pub use control::is_supported;
@@ -59,21 +60,24 @@ pub struct State {
     needs_load: Cell<bool>,
     /// Guest-physical address or CR2, and information, of an exit for the VMM.
     fault: Cell<(u64, u64)>,
-    /// Pages of code that were decoded last.
-    code: [Cell<CodePage>; 4],
+    /// Instructions that were decoded last.
+    code: [Cell<Code>; 8],
     counters: [Cell<u64>; vtlb_counter::COUNT],
 }
 
-/// Page of code.
+/// An instruction that was decoded.
 #[derive(Clone, Copy, Default)]
-struct CodePage {
-    /// Page number, and [`Vtlb::epoch`].
+struct Code {
+    /// Linear address, and [`Vtlb::epoch`].
     key: (u64, u8, u64),
     /// Physical address of the shadow leaf, and its value.
-    at: u64,
+    leaf_at: u64,
     leaf: u64,
-    /// Physical address of the page.
-    physical: u64,
+    /// Physical address of the instruction.
+    at: u64,
+    /// Words of its first and of its eighth byte.
+    words: [u64; 2],
+    instruction: Instruction,
 }
 
 impl core::ops::Deref for Shadow {
@@ -205,7 +209,6 @@ impl State {
         memory: &Memory,
         factory: Option<Handle<Factory>>,
         state: &VcpuState,
-        vmcb: &Vmcb,
     ) -> Result<(), Status> {
         let word = state.vtlb.get();
         if !self.has_word.replace(true) || self.word.replace(word) != word {
@@ -217,7 +220,7 @@ impl State {
             self.grow(memory, factory)?;
         }
         if self.needs_load.get() {
-            self.load(vmcb);
+            self.load();
         }
         Ok(())
     }
@@ -244,10 +247,8 @@ impl State {
     }
 
     /// Loads the space of the guest's CR3.
-    fn load(&self, vmcb: &Vmcb) {
-        let root = self.control.get(&vmcb.save).root();
-        let host = root.and_then(|root| Some(self.memory.table_page(root)? | root & 0xfff));
-        let loaded = self.tables().load(&self.memory, root.unwrap_or(0), host);
+    fn load(&self) {
+        let loaded = self.tables().load(&self.memory, self.control.last().root());
         self.needs_load.set(loaded.is_err());
         if self.word.get() & option::ASID == 0 {
             self.tables().set_tag(0, 0);

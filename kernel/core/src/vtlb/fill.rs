@@ -4,9 +4,7 @@ use core::cell::Cell;
 use core::sync::atomic::Ordering::Relaxed;
 
 use super::tables::{Ref, Table};
-use super::{
-    ENTRIES, Flush, FrameAccess, NeedsFrames, SHARED, ShadowFormat, UPPER_HALF, Vtlb, index,
-};
+use super::{Flush, FrameAccess, NeedsFrames, SHARED, ShadowFormat, UPPER_HALF, Vtlb, index};
 
 /// Number of paths that are kept.
 pub const PATHS: usize = 32;
@@ -84,6 +82,13 @@ pub struct Path {
     bits: Cell<(u64, u64)>,
 }
 
+impl Path {
+    /// The table.
+    pub fn table(&self) -> Option<Ref> {
+        self.table.get()
+    }
+}
+
 /// A table of the lowest level, and the entries of the guest above it.
 pub struct Known {
     table: Ref,
@@ -101,18 +106,21 @@ impl<F: ShadowFormat> Vtlb<F> {
         (&self.paths[(number ^ space << 3) as usize % PATHS], number << 8 | space)
     }
 
+    /// Path to the table for an address, if the current space has it.
+    #[inline(always)]
+    pub(super) fn path(&self, address: u64) -> Option<&Path> {
+        let (path, key) = self.path_of(address);
+        (path.key.get() == key && path.changes.get() == self.changes.get()).then_some(path)
+    }
+
     /// Table to fill the translation of an address in, if the current space has it and the guest's
     /// entries above it are the same as at its last fill.
     #[inline(always)]
     pub fn known(&self, frames: &impl FrameAccess, address: u64) -> Option<Known> {
-        let (path, key) = self.path_of(address);
-        if path.key.get() != key || path.changes.get() != self.changes.get() {
-            return None;
-        }
+        let path = self.path(address)?;
         let table = path.table.get()?;
         let differing = |(at, value): &(Cell<u64>, Cell<u64>)| {
-            let slot = at.get() as usize / 8 % ENTRIES;
-            frames.words(at.get())[slot].load(Relaxed) ^ value.get()
+            frames.word(at.get()).load(Relaxed) ^ value.get()
         };
         let [top, upper, middle] = &path.entries;
         if differing(top) | differing(upper) | differing(middle) != 0 {

@@ -147,6 +147,7 @@ fn zeroed() -> Vtlb<X86Like> {
     Vtlb {
         tables: core::array::from_fn(|_| Table::default()),
         spaces: Default::default(),
+        hints: Default::default(),
         shared: Default::default(),
         count: Default::default(),
         spare: Default::default(),
@@ -322,7 +323,7 @@ impl World {
     fn load(&self, root: u64) {
         self.root.set(root << 12);
         let before = self.vtlb.counters.syncs.get();
-        while self.vtlb.load(&self.machine, root << 12, Some(host(root << 12))).is_err() {
+        while self.vtlb.load(&self.machine, Some(root << 12)).is_err() {
             self.grow();
         }
         assert!(self.vtlb.counters.syncs.get() - before <= MAX_TABLES as u64);

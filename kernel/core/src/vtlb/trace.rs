@@ -14,11 +14,13 @@ use core::cell::Cell;
 use core::sync::atomic::Ordering::Relaxed;
 
 use super::tables::{Ref, Table};
-use super::{Fill, Flush, FrameAccess, SHARED, ShadowFormat, Vtlb, index};
+use super::{ENTRIES, Fill, Flush, FrameAccess, SHARED, ShadowFormat, Vtlb, index};
 
 /// Number of counters of each filter of leaves, and of the others.
 const LEAVES: usize = 8192;
 const TABLES: usize = 1024;
+/// Number of aliases that a space remembers.
+pub const WATCHED: usize = 32;
 /// Number of lists of traced tables.
 const LISTS: usize = 256;
 /// Bit of [`Trace::direct`].
@@ -90,6 +92,8 @@ pub struct Trace {
     /// Differences between linear and guest-physical addresses that large leaves have shown last,
     /// with [`IS_KNOWN`]: one of them is that of the guest's map of its memory.
     direct: [Cell<u64>; 2],
+    /// See [`Vtlb::note_trace`].
+    changes: Cell<u64>,
 }
 
 /// State of tracing of a table.
@@ -102,22 +106,21 @@ pub struct TableTrace {
     is_dirty: Cell<bool>,
     /// Number of flushes at which it was not traced.
     attempts: Cell<u8>,
-    /// Writable leaf of its page: table, entry, linear address.
+    /// Writable leaf of its page: table, physical address, linear address.
     alias: Cell<Option<Ref>>,
-    alias_slot: Cell<u16>,
+    alias_at: Cell<u64>,
     alias_address: Cell<u64>,
 }
 
 impl TableTrace {
-    fn alias(&self) -> Option<(Ref, u16, u64)> {
-        let table = self.alias.get()?;
-        Some((table, self.alias_slot.get(), self.alias_address.get()))
+    fn alias(&self) -> Option<(Ref, u64, u64)> {
+        Some((self.alias.get()?, self.alias_at.get(), self.alias_address.get()))
     }
 
-    fn set_alias(&self, alias: Option<(Ref, u16, u64)>) {
+    fn set_alias(&self, alias: Option<(Ref, u64, u64)>) {
         self.alias.set(alias.map(|(table, ..)| table));
-        if let Some((_, slot, address)) = alias {
-            self.alias_slot.set(slot);
+        if let Some((_, at, address)) = alias {
+            self.alias_at.set(at);
             self.alias_address.set(address);
         }
     }
@@ -177,6 +180,7 @@ impl<F: ShadowFormat> Vtlb<F> {
         }
         of.trace.is_dirty.set(false);
         of.trace.set_alias(None);
+        self.note_trace();
     }
 
     /// Stops tracing of all tables.
@@ -198,6 +202,7 @@ impl<F: ShadowFormat> Vtlb<F> {
         {
             return;
         }
+        self.note_trace();
         of.trace.is_traced.set(true);
         of.trace.set_alias(alias);
         of.trace.next.set(self.trace.lists.of(page).replace(Some(table)));
@@ -216,21 +221,18 @@ impl<F: ShadowFormat> Vtlb<F> {
 
     /// Finds the leaf of a page in the guest's map of its memory. A large one is removed, so that
     /// the page gets its own, and one that is not in the current space, too.
-    fn direct_alias(&self, frames: &impl FrameAccess, page: u64) -> Option<(Ref, u16, u64)> {
+    fn direct_alias(&self, frames: &impl FrameAccess, page: u64) -> Option<(Ref, u64, u64)> {
         let mut found = None;
-        let known = self.trace.direct.iter().map(Cell::get).filter(|direct| *direct != 0);
-        let spaces = &self.spaces[..self.options.get().spaces.into()];
-        let order = core::iter::once(self.space()).chain(spaces);
-        for (space, is_first) in order.zip(core::iter::once(true).chain(core::iter::repeat(false)))
-        {
-            let others = self.trace.writable_leaves(page) > u8::from(found.is_some());
-            if !is_first && !others && self.trace.large.count(page >> LARGE_SHIFT) == 0 {
-                break;
-            }
-            for address in known.clone().map(|direct| (direct & !IS_KNOWN).wrapping_add(page << 12))
-            {
-                if let Some((table, slot)) = self.leaf_in(frames, space.root.get(), address) {
-                    found = found.or(self.alias_at(frames, (table, slot), address, page));
+        let kept = &self.spaces[..self.options.get().spaces.into()];
+        for space in core::iter::once(self.space()).chain(kept) {
+            for direct in self.trace.direct.iter().map(Cell::get).filter(|direct| *direct != 0) {
+                let others = self.trace.writable_leaves(page) > u8::from(found.is_some());
+                if !others && self.trace.large.count(page >> LARGE_SHIFT) == 0 {
+                    return found;
+                }
+                let address = (direct & !IS_KNOWN).wrapping_add(page << 12);
+                if let Some(leaf) = self.leaf_in(frames, space.root.get(), address) {
+                    found = found.or(self.alias_at(frames, leaf, address, page));
                 }
             }
         }
@@ -241,37 +243,36 @@ impl<F: ShadowFormat> Vtlb<F> {
     fn alias_at(
         &self,
         frames: &impl FrameAccess,
-        (table, slot): (Ref, usize),
+        (table, at): (Ref, u64),
         address: u64,
         page: u64,
-    ) -> Option<(Ref, u16, u64)> {
-        let of = self.table(table);
+    ) -> Option<(Ref, u64, u64)> {
+        let (of, slot) = (self.table(table), at as usize / 8 % ENTRIES);
         let is_usable = of.owner.get() == SHARED || of.owner.get() == self.current.get();
         if of.level.get() > 0 || !is_usable {
             self.remove(frames, table, slot, address);
             return None;
         }
-        let entry = frames.words(of.shadow.get())[slot].load(Relaxed);
         let copy = frames.words(of.copies.get())[slot].load(Relaxed);
-        let is_it = F::address(copy) >> 12 == page && entry & F::WRITE != 0;
-        is_it.then_some((table, slot as u16, address))
+        let is_writable = frames.word(at).load(Relaxed) & F::WRITE != 0;
+        (is_writable && F::address(copy) >> 12 == page).then_some((table, at, address))
     }
 
-    /// Table and entry of the leaf for an address, below a root.
+    /// Table and physical address of the leaf for an address, below a root.
     pub(super) fn leaf_in(
         &self,
         frames: &impl FrameAccess,
         root: Option<Ref>,
         address: u64,
-    ) -> Option<(Ref, usize)> {
+    ) -> Option<(Ref, u64)> {
         let mut table = root?;
         for level in (0..=self.top.get()).rev() {
             let (of, slot) = (self.table(table), index(address, level));
             match Self::child_in(frames.words(of.copies.get())[slot].load(Relaxed)) {
                 Some(child) => table = child,
                 None => {
-                    let leaf = frames.words(of.shadow.get())[slot].load(Relaxed);
-                    return F::is_present(leaf).then_some((table, slot));
+                    let at = of.shadow.get() + 8 * slot as u64;
+                    return F::is_present(frames.word(at).load(Relaxed)).then_some((table, at));
                 }
             }
         }
@@ -289,12 +290,14 @@ impl<F: ShadowFormat> Vtlb<F> {
         if self.options.get().protect && !fill.is_write {
             return fill.leaf & !F::WRITE;
         }
-        let here = (table, slot as u16, fill.address & !0xfff);
-        if first.trace.alias().is_some_and(|(known, at, _)| (known, at) != (here.0, here.1)) {
+        let at = self.table(table).shadow.get() + 8 * slot as u64;
+        let here = (table, at, fill.address & !0xfff);
+        if first.trace.alias().is_some_and(|(_, known, _)| known != at) {
             // A second alias.
             self.traced_tables(page).for_each(|of| self.forget_table(of));
             return fill.leaf;
         }
+        self.note_trace();
         for of in self.traced_tables(page) {
             of.trace.set_alias(Some(here));
             of.trace.is_dirty.set(of.trace.is_dirty.get() || self.options.get().protect);
@@ -323,10 +326,9 @@ impl<F: ShadowFormat> Vtlb<F> {
             return;
         }
         for traced in self.traced_tables(page) {
-            if let Some((table, at, _)) = traced.trace.alias()
-                && core::ptr::eq(self.table(table), of)
-                && usize::from(at) == slot
-            {
+            let here = of.shadow.get() + 8 * slot as u64;
+            if traced.trace.alias().is_some_and(|(_, at, _)| at == here) {
+                self.note_trace();
                 traced.trace.set_alias(None);
                 traced.trace.is_dirty.set(traced.trace.is_dirty.get() || leaf & F::DIRTY != 0);
             }
@@ -355,56 +357,75 @@ impl<F: ShadowFormat> Vtlb<F> {
     }
 
     /// Returns whether no table of the current space was written since the last call; then all are
-    /// traced.
+    /// traced. The aliases of a space that was clean are remembered until any state changes.
     pub(super) fn is_space_clean(&self, frames: &impl FrameAccess) -> bool {
         if !self.options.get().trace {
             return false;
         }
-        let is_clean = |number: u16| {
-            let of = self.table(Ref::new(number));
-            let trace = &of.trace;
-            of.is_split.get()
-                || trace.is_traced.get()
-                    && !trace.is_dirty.get()
-                    && !self.alias_is_dirty(frames, of)
-        };
-        self.space().members.iter().zip([0, 64]).all(|(word, first)| {
-            let mut left = word.get();
+        let space = self.space();
+        let is_dirty = |at: u64| frames.word(at).load(Relaxed) & F::DIRTY != 0;
+        let watched = &space.watched[..usize::from(space.watches.get()) % (WATCHED + 1)];
+        if space.watched_at.get() == self.trace.changes.get() {
+            return !watched.iter().any(|at| is_dirty(at.get()));
+        }
+        let mut count = 0;
+        for (word, members) in space.members.iter().enumerate() {
+            let mut left = members.get();
             while left != 0 {
-                if !is_clean(first + left.trailing_zeros() as u16) {
+                let of = &self.tables[64 * word + left.trailing_zeros() as usize];
+                left &= left - 1;
+                if of.is_split.get() {
+                    continue;
+                }
+                let is_seen = of.trace.is_traced.get() && !of.trace.is_dirty.get();
+                if !is_seen || self.alias_is_dirty(frames, of) {
                     return false;
                 }
-                left &= left - 1;
+                if of.trace.alias.get().is_some() {
+                    if let Some(watched) = space.watched.get(count) {
+                        watched.set(of.trace.alias_at.get());
+                    }
+                    count += 1;
+                }
             }
-            true
-        })
+        }
+        if count <= WATCHED {
+            space.watches.set(count as u8);
+            space.watched_at.set(self.trace.changes.get());
+        }
+        true
     }
 
+    /// Notes that a table is traced or dirty, or is not, has another alias, or another space.
+    pub(super) fn note_trace(&self) {
+        self.trace.changes.set(self.trace.changes.get() + 1);
+    }
+
+    #[inline(always)]
     fn alias_is_dirty(&self, frames: &impl FrameAccess, of: &Table) -> bool {
-        of.trace.alias().is_some_and(|(table, slot, _)| {
-            let leaf = &frames.words(self.table(table).shadow.get())[usize::from(slot)];
-            !self.options.get().protect && leaf.load(Relaxed) & F::DIRTY != 0
-        })
+        of.trace.alias.get().is_some()
+            && frames.word(of.trace.alias_at.get()).load(Relaxed) & F::DIRTY != 0
     }
 
     /// Makes the alias of a table show the next write. All tables of the page become dirty if it
     /// has shown one.
     fn clean_alias(&self, frames: &impl FrameAccess, of: &Table) {
-        let Some((table, slot, address)) = of.trace.alias() else { return };
-        let is_protected = self.options.get().protect;
-        if !is_protected && !self.alias_is_dirty(frames, of) {
+        let Some((table, at, address)) = of.trace.alias() else { return };
+        let leaf = frames.word(at);
+        let old = leaf.load(Relaxed);
+        if old & F::DIRTY == 0 {
             return;
         }
         let alias = self.table(table);
-        let leaf = &frames.words(alias.shadow.get())[usize::from(slot)];
-        let old = leaf.load(Relaxed);
-        if is_protected {
+        leaf.store(old & !F::DIRTY, Relaxed);
+        if self.options.get().protect {
             // It has no writable leaf then.
-            let copy = frames.words(alias.copies.get())[usize::from(slot)].load(Relaxed);
-            self.leaf_removed(alias, slot.into(), old & !F::DIRTY, copy);
-            leaf.store(old & !F::WRITE, Relaxed);
+            let slot = at as usize / 8 % ENTRIES;
+            let copy = frames.words(alias.copies.get())[slot].load(Relaxed);
+            self.leaf_removed(alias, slot, old & !F::DIRTY, copy);
+            leaf.store(old & !F::DIRTY & !F::WRITE, Relaxed);
         } else {
-            leaf.store(old & !F::DIRTY, Relaxed);
+            self.note_trace();
             let page = of.source.get().guest >> 12;
             self.traced_tables(page).for_each(|traced| traced.trace.is_dirty.set(true));
         }

@@ -8,14 +8,14 @@ use abi::vcpu::x86::exit::EXCEPTION;
 use abi::vcpu::x86::{VcpuState, gpr, vtlb_counter};
 use hw_walk::{Entry, Intent, Page, Paging, Rights, Translation};
 use hw_x86::msr::efer;
-use hw_x86::paging::{ENTRIES, cr4, entry, fault};
+use hw_x86::paging::{cr4, entry, fault};
 use hw_x86::vmcb::{ControlArea, Vmcb, event, exit, tlb_control, v_intr};
 use kernel_core::vtlb::{Fill, FrameAccess, Step};
 
 use super::control::Registers;
-use super::decode::{Kind, decode};
+use super::decode::{Instruction, Kind, decode};
 use super::memory::HostPage;
-use super::{CodePage, State};
+use super::{Code, State};
 use crate::features::features;
 use crate::hvm::internal;
 use crate::svm::asid::Asids;
@@ -69,7 +69,7 @@ impl State {
         if !is_long || save.cpl.get() != 0 || save.rflags.get() & (RFLAGS_TF | RFLAGS_RF) != 0 {
             return for_vmm;
         }
-        let Some(found) = self.code(save.rip.get()).and_then(decode) else { return for_vmm };
+        let Some(found) = self.decoded(save.rip.get()) else { return for_vmm };
         let register = found.register;
         let value = match register {
             gpr::RAX => save.rax.get(),
@@ -83,7 +83,7 @@ impl State {
                 }
                 self.count(vtlb_counter::LOADS);
                 self.control.set_root(value);
-                self.load(vmcb);
+                self.load();
             }
             Kind::StoreRoot => {
                 let cr3 = self.control.get(save).cr3;
@@ -94,6 +94,7 @@ impl State {
                 }
             }
             Kind::Invalidate => self.invalidate(value),
+            Kind::Other => return for_vmm,
         }
         save.rip.set(save.rip.get().wrapping_add(found.length));
         vmcb.control.interrupt_shadow.set(0);
@@ -101,41 +102,35 @@ impl State {
         None
     }
 
-    /// Eight bytes of code, through the shadow tables; `None` if these lack them.
-    fn code(&self, address: u64) -> Option<u64> {
+    /// Instruction at an address, by eight bytes that are read through the shadow tables; `None` if
+    /// these lack them. Where it is and what it was is remembered, since there are few.
+    fn decoded(&self, address: u64) -> Option<Instruction> {
         let offset = address as usize & 0xfff;
         if offset > 4096 - 8 {
             return None;
         }
-        let words = self.memory.words(self.code_page(address)?);
-        let (index, shift) = (offset / 8, 8 * (offset % 8));
-        let low = words[index].load(Relaxed) >> shift;
-        let high = match shift {
-            0 => 0,
-            _ => words[(index + 1) % ENTRIES].load(Relaxed) << (64 - shift),
-        };
-        Some(low | high)
-    }
-
-    /// Physical address of a page of code. It is remembered, since all loads of CR3 are in one.
-    fn code_page(&self, address: u64) -> Option<u64> {
         let (space, tables) = self.tables().epoch(address);
-        let (number, entry_at) = (address >> 12, |at: u64| {
-            self.memory.words(at)[at as usize / 8 % ENTRIES].load(Relaxed)
-        });
-        let known = &self.code[(number as usize ^ usize::from(space)) % self.code.len()];
-        let CodePage { at, leaf, physical, .. } = known.get();
-        if known.get().key == (number, space, tables) && entry_at(at) == leaf {
-            return Some(physical);
+        let known = &self.code[(offset / 4 ^ usize::from(space)) % self.code.len()];
+        let mut code = known.get();
+        if code.key != (address, space, tables)
+            || self.memory.word(code.leaf_at).load(Relaxed) != code.leaf
+        {
+            let (leaf_at, page) = self.tables().translate(&self.memory, address)?;
+            let leaf = self.memory.word(leaf_at).load(Relaxed);
+            if leaf & entry::UNCACHED != 0 {
+                // Device memory: a read may have effects.
+                return None;
+            }
+            let (key, at) = ((address, space, tables), page + offset as u64);
+            code = Code { key, leaf_at, leaf, at, ..Code::default() };
         }
-        let (at, physical) = self.tables().translate(&self.memory, address)?;
-        let leaf = entry_at(at);
-        if leaf & entry::UNCACHED != 0 {
-            // Device memory: a read may have effects.
-            return None;
+        let words = [code.at, code.at + 7].map(|at| self.memory.word(at).load(Relaxed));
+        if code.words != words {
+            let bytes = (u128::from(words[1]) << 64 | u128::from(words[0])) >> (8 * (offset % 8));
+            code = Code { words, instruction: decode(bytes as u64), ..code };
+            known.set(code);
         }
-        known.set(CodePage { key: (number, space, tables), at, leaf, physical });
-        Some(physical)
+        Some(code.instruction)
     }
 
     /// Handles a page fault: fills the translation, or gives the fault to the guest.
