@@ -142,8 +142,8 @@ impl Translation {
         self.is_marked
     }
 
-    /// The entries that the walk has read, from the root to the leaf; their values are those before
-    /// accessed and dirty bits were set. Empty without paging.
+    /// The entries that the walk has read, from the root to the leaf, with the accessed and dirty
+    /// bits that it has set. Empty without paging.
     pub fn entries(&self) -> &[Entry] {
         &self.entries[..self.depth]
     }
@@ -241,7 +241,7 @@ impl Paging {
     ) -> Result<Translation, PageFault> {
         let mut found = self.walk(tables, shape, linear, intent)?;
         found.is_marked = true;
-        if !mark || set_bits(tables, shape, found.entries(), intent == Intent::Write) {
+        if !mark || set_bits(tables, shape, &mut found, intent == Intent::Write) {
             return Ok(found);
         }
         self.retry(tables, shape, linear, intent)
@@ -259,7 +259,7 @@ impl Paging {
     ) -> Result<Translation, PageFault> {
         let mut found = self.walk(tables, shape, linear, intent)?;
         for _ in 1..RETRIES {
-            if set_bits(tables, shape, found.entries(), intent == Intent::Write) {
+            if set_bits(tables, shape, &mut found, intent == Intent::Write) {
                 found.is_marked = true;
                 break;
             }
@@ -453,17 +453,20 @@ fn leaf_base(shape: Shape, level: u32, value: u64) -> Option<u64> {
 
 /// Sets accessed bits, and the leaf's dirty bit; `false` if an entry has changed meanwhile.
 #[inline(always)]
-fn set_bits(tables: &impl PageTables, shape: Shape, entries: &[Entry], dirty: bool) -> bool {
+fn set_bits(
+    tables: &impl PageTables,
+    shape: Shape,
+    Translation { entries, depth, .. }: &mut Translation,
+    dirty: bool,
+) -> bool {
     // Pointers of three-level tables have no marks.
-    let first = usize::from(shape.levels == 3);
-    let wanted = |depth| marks(dirty && depth + 1 == entries.len());
-    let all = entries.iter().enumerate().skip(first);
-    let missing = all.clone().fold(0, |sum, (depth, entry)| sum | !entry.value & wanted(depth));
-    missing == 0
-        || all.into_iter().all(|(depth, &Entry { at, value })| {
-            let new = value | wanted(depth);
-            value == new || tables.replace(at, shape.entry_bytes, value, new)
-        })
+    let pointers = usize::from(shape.levels == 3);
+    let last = *depth - 1;
+    entries[..*depth].iter_mut().enumerate().skip(pointers).all(|(index, entry)| {
+        let old = entry.value;
+        entry.value |= marks(dirty && index == last);
+        old == entry.value || tables.replace(entry.at, shape.entry_bytes, old, entry.value)
+    })
 }
 
 /// Bits that an access sets in an entry; `dirty`: in the leaf, by a write.

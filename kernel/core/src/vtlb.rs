@@ -21,7 +21,8 @@
 //! * A removed entry may survive in the processor's TLB until the caller has carried out
 //!   [`Vtlb::take_flush`], before it enters the guest.
 //! * Every function takes a bounded number of steps: at most one table is emptied for each table
-//!   that is allocated, and a flush drops what it has not compared after [`SYNC_BUDGET`] entries.
+//!   that is allocated, and a flush drops tables that it has not begun after [`SYNC_BUDGET`]
+//!   entries.
 
 use core::cell::Cell;
 use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -44,7 +45,7 @@ pub const MAX_TABLES: usize = 128;
 pub const MAX_SPACES: usize = 32;
 /// Frames of a table: its entries, and the copies of the guest's.
 pub const FRAMES_PER_TABLE: u64 = 2;
-/// Maximum number of entries that a flush compares.
+/// Number of entries after which a flush begins no other table.
 const SYNC_BUDGET: u32 = 2048;
 /// Owner of the tables that all spaces share.
 const SHARED: u8 = 0xff;
@@ -170,8 +171,6 @@ pub struct Vtlb<F> {
     free: Cell<Option<Ref>>,
     /// Removed tables, whose entries are still to be cleared.
     removed: Cell<Option<Ref>>,
-    /// Tables that the current [`Vtlb::fill`] uses.
-    path: [Cell<Option<Ref>>; 4],
     current: Cell<u8>,
     /// Level of roots.
     top: Cell<u32>,
@@ -282,11 +281,6 @@ impl<F: ShadowFormat> Vtlb<F> {
         self.changes.set(self.changes.get() + 1);
     }
 
-    /// Level of roots.
-    pub fn top(&self) -> u32 {
-        self.top.get()
-    }
-
     fn space(&self) -> &Space {
         &self.spaces[usize::from(self.current.get()) % MAX_SPACES]
     }
@@ -383,39 +377,39 @@ impl<F: ShadowFormat> Vtlb<F> {
     pub fn invalidate(&self, frames: &impl FrameAccess, address: u64) {
         // A root may refer to other tables than the shared ones, which keep global translations.
         let is_upper = index(address, self.top.get()) >= UPPER_HALF;
-        if let Some(table) = self.path(address).and_then(|path| path.table()).filter(|_| !is_upper)
-        {
+        if !is_upper && let Some(table) = self.path(address).and_then(|path| path.table.get()) {
             #[cfg(test)]
             if tests::skips_small_pages() {
                 return;
             }
             return self.remove(frames, table, index(address, 0), address);
         }
-        let roots = [self.space().root.get(), self.shared.get()];
-        for root in roots.into_iter().take(1 + usize::from(is_upper)).flatten() {
-            self.invalidate_below(frames, root, address);
+        self.invalidate_below(frames, self.space().root.get(), address);
+        if is_upper {
+            self.invalidate_below(frames, self.shared.get(), address);
         }
     }
 
-    fn invalidate_below(&self, frames: &impl FrameAccess, root: Ref, address: u64) {
-        let (mut at, mut split) = (root, None);
-        for level in (0..=self.top.get()).rev() {
-            let table = self.table(at);
-            if split.is_none() && at != root && table.is_split.get() {
-                split = Some(at);
-            }
-            let slot = index(address, level);
-            if !F::is_present(frames.words(table.shadow.get())[slot].load(Relaxed)) {
+    fn invalidate_below(&self, frames: &impl FrameAccess, root: Option<Ref>, address: u64) {
+        let Some((table, at)) = self.leaf_in(frames, root, address) else { return };
+        let mut of = self.table(table);
+        if !of.is_split.get() || Some(table) == root {
+            #[cfg(test)]
+            if tests::skips_small_pages() {
                 return;
             }
-            match (self.child(frames, at, slot), split) {
-                (Some(child), _) => at = child,
-                (None, Some(split)) => return self.detach(frames, split),
-                #[cfg(test)]
-                (None, None) if tests::skips_small_pages() => return,
-                (None, None) => return self.remove(frames, at, slot, address),
-            }
+            return self.remove(frames, table, at as usize / 8 % ENTRIES, address);
         }
+        // The highest table of the split page.
+        let mut split = table;
+        while let Some(parent) = of.parent.get().filter(|parent| Some(*parent) != root) {
+            of = self.table(parent);
+            if !of.is_split.get() {
+                break;
+            }
+            split = parent;
+        }
+        self.detach(frames, split);
     }
 
     /// Physical addresses of the leaf for a linear address and of the page, if the current space

@@ -19,7 +19,6 @@ use core::cell::Cell;
 use abi::Status;
 use abi::vcpu::x86::{VcpuState, vtlb as option, vtlb_counter};
 use abi::vm_mode::MIN_POOL;
-use hw_x86::paging::cr0;
 use hw_x86::vmcb::Vmcb;
 use kernel_core::pool::{Factory, Frame, Handle, Memory};
 use kernel_core::vtlb::{FRAMES_PER_TABLE, Flush, Options, Vtlb};
@@ -156,7 +155,6 @@ impl State {
     /// to be flushed is flushed; everything, if none has changed.
     pub fn take_control(&self, vmcb: &Vmcb) {
         let (old, new) = (self.control.get(&vmcb.save), Registers::written(&vmcb.save));
-        let old = Registers { cr0: self.last_cr0(old, new), ..old };
         self.control.set(vmcb, new);
         if old.role() != new.role() || old == new {
             self.tables().set_top(&self.memory, new.top());
@@ -164,12 +162,6 @@ impl State {
         } else if old.cr3 != new.cr3 {
             self.needs_load.set(true);
         }
-    }
-
-    /// CR0 before a write: the bits that the processor held are lost with the write, and matter
-    /// only for the comparison.
-    fn last_cr0(&self, old: Registers, new: Registers) -> u64 {
-        old.cr0 & !(cr0::TS | cr0::MP) | new.cr0 & (cr0::TS | cr0::MP)
     }
 
     /// Removes the translation of an address.

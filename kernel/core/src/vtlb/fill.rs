@@ -75,23 +75,17 @@ pub struct Path {
     key: Cell<u64>,
     /// [`Vtlb::changes`] at the last fill of the table.
     changes: Cell<u64>,
-    table: Cell<Option<Ref>>,
+    pub(super) table: Cell<Option<Ref>>,
     /// The guest's entries above it: host-physical address, and value.
     entries: [(Cell<u64>, Cell<u64>); 3],
     /// Bits that all of them have, and that any of them has.
     bits: Cell<(u64, u64)>,
 }
 
-impl Path {
-    /// The table.
-    pub fn table(&self) -> Option<Ref> {
-        self.table.get()
-    }
-}
-
 /// A table of the lowest level, and the entries of the guest above it.
 pub struct Known {
-    table: Ref,
+    /// The table.
+    pub table: Ref,
     /// The guest's entry for the address.
     pub entry: Step,
     /// Bits that all guest entries above have, and that any of them has.
@@ -148,12 +142,6 @@ impl<F: ShadowFormat> Vtlb<F> {
         path.bits.set((top & upper & middle, top | upper | middle));
     }
 
-    /// Fills a translation of the lowest level in a table that is known.
-    #[inline(always)]
-    pub fn fill_known(&self, frames: &impl FrameAccess, known: &Known, fill: &Fill<'_>) {
-        self.set_leaf(frames, known.table, fill);
-    }
-
     /// Highest level at which a leaf for guest page number `page` may be, at most `level`: pages
     /// whose writes are traced have leaves of their own.
     pub fn leaf_level(&self, page: u64, level: u32) -> u32 {
@@ -167,15 +155,14 @@ impl<F: ShadowFormat> Vtlb<F> {
     pub fn fill(&self, frames: &impl FrameAccess, fill: &Fill<'_>) -> Result<(), NeedsFrames> {
         let top = self.top.get();
         let mut table = self.space().root.get().ok_or(NeedsFrames)?;
-        self.path.iter().for_each(|used| used.set(None));
+        self.fills.set(self.fills.get() + 1);
         for level in (fill.level + 1..=top).rev() {
-            self.path[level as usize].set(Some(table));
+            self.table(table).used.set(self.fills.get());
             table = match self.matching(frames, table, level, fill) {
                 Some(child) => child,
                 None => self.descend(frames, table, level, fill)?,
             };
         }
-        self.path[fill.level as usize].set(Some(table));
         self.set_leaf(frames, table, fill);
         self.note_path(frames, fill, table);
         Ok(())
@@ -255,9 +242,9 @@ impl<F: ShadowFormat> Vtlb<F> {
         (is_same && self.table(child).source.get().guest == source).then_some(child)
     }
 
-    /// Writes the leaf of a fill.
+    /// Writes the leaf of a fill in its table, which is known.
     #[inline(always)]
-    fn set_leaf(&self, frames: &impl FrameAccess, table: Ref, fill: &Fill<'_>) {
+    pub fn set_leaf(&self, frames: &impl FrameAccess, table: Ref, fill: &Fill<'_>) {
         let slot = index(fill.address, fill.level);
         let of = self.table(table);
         self.fills.set(self.fills.get() + 1);

@@ -19,7 +19,7 @@ impl<F: ShadowFormat> Vtlb<F> {
     /// Removes all entries of a root. Shared tables stay.
     pub(super) fn clear(&self, frames: &impl FrameAccess, root: Ref) {
         for slot in self.table(root).slots() {
-            self.drop_entry(frames, root, slot, 0);
+            self.remove(frames, root, slot, 0);
         }
         self.request(Flush::Space);
     }
@@ -45,15 +45,9 @@ impl<F: ShadowFormat> Vtlb<F> {
         }
     }
 
-    /// Returns whether an entry of a root refers to a shared table.
-    fn is_linked_shared(&self, frames: &impl FrameAccess, root: Ref, slot: usize) -> bool {
-        let child = self.child(frames, root, slot);
-        child.is_some_and(|child| self.table(child).parent.get() != Some(root))
-    }
-
     /// Removes the entries of a table that differ from the guest's tables, with all below them.
-    /// `base`: first address that it translates. `budget`: number of entries to compare before all
-    /// else is removed; returns what is left of it.
+    /// `base`: first address that it translates. `budget`: number of entries after which
+    /// tables are removed without a comparison; returns what is left of it.
     pub(super) fn sync(
         &self,
         frames: &impl FrameAccess,
@@ -90,18 +84,9 @@ impl<F: ShadowFormat> Vtlb<F> {
                     budget = self.sync(frames, child, address, budget);
                 }
                 None if is_kept => {}
-                _ => self.drop_entry(frames, table, slot, address),
+                _ => self.remove(frames, table, slot, address),
             }
         }
         budget
-    }
-
-    fn drop_entry(&self, frames: &impl FrameAccess, table: Ref, slot: usize, address: u64) {
-        if self.is_linked_shared(frames, table, slot) {
-            self.unlink(frames, table, slot);
-            self.request(Flush::Space);
-        } else {
-            self.remove(frames, table, slot, address);
-        }
     }
 }

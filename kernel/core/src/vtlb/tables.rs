@@ -298,8 +298,9 @@ impl<F: ShadowFormat> Vtlb<F> {
     fn is_evictable(&self, table: Ref) -> bool {
         let of = self.table(table);
         let is_current_root = self.space().root.get() == Some(table);
-        let is_on_path = self.path.iter().any(|used| used.get() == Some(table));
-        of.in_use.get() && !is_current_root && !is_on_path && self.shared.get() != Some(table)
+        // The current fill needs those that it has used.
+        let is_needed = is_current_root || of.used.get() == self.fills.get();
+        of.in_use.get() && !is_needed && self.shared.get() != Some(table)
     }
 
     /// Removes a table from its parent, or its space if it is a root.

@@ -154,7 +154,6 @@ fn zeroed() -> Vtlb<X86Like> {
         limit: Default::default(),
         free: Default::default(),
         removed: Default::default(),
-        path: Default::default(),
         current: Default::default(),
         top: Default::default(),
         clock: Default::default(),
@@ -440,7 +439,7 @@ impl World {
         let known = self.vtlb.known(&self.machine, address).filter(|_| guest_level == 0);
         if let Some(known) = known {
             assert_eq!(known.entry, steps[last]);
-            self.vtlb.fill_known(&self.machine, &known, &fill);
+            self.vtlb.set_leaf(&self.machine, known.table, &fill);
             self.apply();
             return true;
         }

@@ -17,42 +17,28 @@ use super::tables::{Ref, Table};
 use super::{ENTRIES, Fill, Flush, FrameAccess, SHARED, ShadowFormat, Vtlb, index};
 
 /// Number of counters of each filter of leaves, and of the others.
-const LEAVES: usize = 8192;
+const LEAVES: usize = 16384;
 const TABLES: usize = 1024;
 /// Number of aliases that a space remembers.
 pub const WATCHED: usize = 32;
-/// Number of lists of traced tables.
-const LISTS: usize = 256;
 /// Bit of [`Trace::direct`].
 const IS_KNOWN: u64 = 1;
 /// `log2` of the pages of a leaf at level 1.
 const LARGE_SHIFT: u32 = 9;
 
-/// Counting filter; `SHIFT` selects its hash. A counter that is full stays full.
-struct Filter<const BUCKETS: usize, const SHIFT: u32>([Cell<u8>; BUCKETS]);
+/// Counting filter. A counter that is full stays full.
+struct Filter<const BUCKETS: usize>([Cell<u8>; BUCKETS]);
 
-impl<const BUCKETS: usize, const SHIFT: u32> Default for Filter<BUCKETS, SHIFT> {
+impl<const BUCKETS: usize> Default for Filter<BUCKETS> {
     fn default() -> Self {
         Self([const { Cell::new(0) }; BUCKETS])
     }
 }
 
-impl<const BUCKETS: usize, const SHIFT: u32> Filter<BUCKETS, SHIFT> {
+impl<const BUCKETS: usize> Filter<BUCKETS> {
     fn counter(&self, page: u64) -> &Cell<u8> {
         // Fibonacci hashing.
-        &self.0[(page.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> SHIFT) as usize % BUCKETS]
-    }
-
-    fn add(&self, page: u64) {
-        let counter = self.counter(page);
-        counter.set(counter.get().saturating_add(1));
-    }
-
-    fn remove(&self, page: u64) {
-        let counter = self.counter(page);
-        if counter.get() != u8::MAX {
-            counter.set(counter.get().saturating_sub(1));
-        }
+        &self.0[(page.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 48) as usize % BUCKETS]
     }
 
     fn count(&self, page: u64) -> u8 {
@@ -60,35 +46,27 @@ impl<const BUCKETS: usize, const SHIFT: u32> Filter<BUCKETS, SHIFT> {
     }
 }
 
-/// Heads of lists of tables.
-struct Lists([Cell<Option<Ref>>; LISTS]);
-
-impl Default for Lists {
-    fn default() -> Self {
-        Self([const { Cell::new(None) }; LISTS])
-    }
+fn add(counter: &Cell<u8>) {
+    counter.set(counter.get().saturating_add(1));
 }
 
-impl Lists {
-    /// List of the traced tables of a page, among others.
-    fn of(&self, page: u64) -> &Cell<Option<Ref>> {
-        // Pages of tables are often neighbours.
-        &self.0[page as usize % LISTS]
+fn subtract(counter: &Cell<u8>) {
+    if counter.get() != u8::MAX {
+        counter.set(counter.get().saturating_sub(1));
     }
 }
 
 /// State of tracing.
 #[derive(Default)]
 pub struct Trace {
-    /// Writable leaves of the lowest level, by guest page; twice, since both rarely collide.
-    writable: Filter<LEAVES, 51>,
-    writable_too: Filter<LEAVES, 24>,
+    /// Writable leaves of the lowest level, by guest page.
+    writable: Filter<LEAVES>,
     /// Writable leaves of level 1, by guest page of their first page.
-    large: Filter<TABLES, 51>,
-    /// First traced table of each list; the hash of its page selects the list.
-    lists: Lists,
+    large: Filter<TABLES>,
+    /// First traced table of each list; the page number of a table selects its list.
+    lists: [[Cell<Option<Ref>>; 32]; 8],
     /// Traced tables, by the first page of a leaf at level 1.
-    regions: Filter<TABLES, 51>,
+    regions: Filter<TABLES>,
     /// Differences between linear and guest-physical addresses that large leaves have shown last,
     /// with [`IS_KNOWN`]: one of them is that of the guest's map of its memory.
     direct: [Cell<u64>; 2],
@@ -132,9 +110,9 @@ impl Trace {
         level > 1 || self.regions.count(page >> LARGE_SHIFT) != 0
     }
 
-    /// Number of writable leaves of a page, at least.
-    fn writable_leaves(&self, page: u64) -> u8 {
-        self.writable.count(page).min(self.writable_too.count(page))
+    /// List of the traced tables of a page, among others: pages of tables are often neighbours.
+    fn list(&self, page: u64) -> &Cell<Option<Ref>> {
+        &self.lists[page as usize / 32 % 8][page as usize % 32]
     }
 
     /// Notes the difference between the addresses of a large leaf.
@@ -146,19 +124,11 @@ impl Trace {
         }
     }
 
-    /// Counts a leaf that is removed, or added. Leaves above level 1 do not exist.
-    fn count(&self, page: u64, level: u32, adds: bool) {
-        match (level, adds) {
-            (0, true) => {
-                self.writable.add(page);
-                self.writable_too.add(page);
-            }
-            (0, false) => {
-                self.writable.remove(page);
-                self.writable_too.remove(page);
-            }
-            (_, true) => self.large.add(page >> LARGE_SHIFT),
-            (_, false) => self.large.remove(page >> LARGE_SHIFT),
+    /// Counter of the writable leaves of a page, at a level. Leaves above level 1 do not exist.
+    fn leaves(&self, page: u64, level: u8) -> &Cell<u8> {
+        match level {
+            0 => self.writable.counter(page),
+            _ => self.large.counter(page >> LARGE_SHIFT),
         }
     }
 }
@@ -168,8 +138,8 @@ impl<F: ShadowFormat> Vtlb<F> {
     pub(super) fn forget_table(&self, of: &Table) {
         if of.trace.is_traced.take() {
             let page = of.source.get().guest >> 12;
-            self.trace.regions.remove(page >> LARGE_SHIFT);
-            let mut link = self.trace.lists.of(page);
+            subtract(self.trace.regions.counter(page >> LARGE_SHIFT));
+            let mut link = self.trace.list(page);
             while let Some(table) = link.get().map(|table| self.table(table)) {
                 if core::ptr::eq(table, of) {
                     link.set(of.trace.next.take());
@@ -197,7 +167,7 @@ impl<F: ShadowFormat> Vtlb<F> {
         }
         let page = of.source.get().guest >> 12;
         let alias = self.direct_alias(frames, page);
-        if self.trace.writable_leaves(page) > u8::from(alias.is_some())
+        if self.trace.writable.count(page) > u8::from(alias.is_some())
             || self.trace.large.count(page >> LARGE_SHIFT) != 0
         {
             return;
@@ -205,8 +175,8 @@ impl<F: ShadowFormat> Vtlb<F> {
         self.note_trace();
         of.trace.is_traced.set(true);
         of.trace.set_alias(alias);
-        of.trace.next.set(self.trace.lists.of(page).replace(Some(table)));
-        self.trace.regions.add(page >> LARGE_SHIFT);
+        of.trace.next.set(self.trace.list(page).replace(Some(table)));
+        add(self.trace.regions.counter(page >> LARGE_SHIFT));
         self.clean_alias(frames, of);
         of.trace.is_dirty.set(false);
     }
@@ -215,7 +185,7 @@ impl<F: ShadowFormat> Vtlb<F> {
     #[inline(always)]
     fn traced_tables(&self, page: u64) -> impl Iterator<Item = &Table> {
         let table = |link: &Cell<Option<Ref>>| link.get().map(|table| self.table(table));
-        core::iter::successors(table(self.trace.lists.of(page)), move |of| table(&of.trace.next))
+        core::iter::successors(table(self.trace.list(page)), move |of| table(&of.trace.next))
             .filter(move |of| of.source.get().guest >> 12 == page)
     }
 
@@ -223,14 +193,16 @@ impl<F: ShadowFormat> Vtlb<F> {
     /// the page gets its own, and one that is not in the current space, too.
     fn direct_alias(&self, frames: &impl FrameAccess, page: u64) -> Option<(Ref, u64, u64)> {
         let mut found = None;
-        let kept = &self.spaces[..self.options.get().spaces.into()];
-        for space in core::iter::once(self.space()).chain(kept) {
-            for direct in self.trace.direct.iter().map(Cell::get).filter(|direct| *direct != 0) {
-                let others = self.trace.writable_leaves(page) > u8::from(found.is_some());
-                if !others && self.trace.large.count(page >> LARGE_SHIFT) == 0 {
+        for direct in self.trace.direct.iter().map(Cell::get).filter(|direct| *direct != 0) {
+            let address = (direct & !IS_KNOWN).wrapping_add(page << 12);
+            // Of shared tables all spaces have the same leaf.
+            let is_shared = self.epoch(address).0 == SHARED;
+            let others = if is_shared { 0 } else { self.options.get().spaces.into() };
+            for space in core::iter::once(self.space()).chain(&self.spaces[..others]) {
+                let is_last = self.trace.writable.count(page) <= u8::from(found.is_some());
+                if is_last && self.trace.large.count(page >> LARGE_SHIFT) == 0 {
                     return found;
                 }
-                let address = (direct & !IS_KNOWN).wrapping_add(page << 12);
                 if let Some(leaf) = self.leaf_in(frames, space.root.get(), address) {
                     found = found.or(self.alias_at(frames, leaf, address, page));
                 }
@@ -311,7 +283,7 @@ impl<F: ShadowFormat> Vtlb<F> {
     /// Counts a leaf that was written; its copy has the guest's page.
     pub(super) fn leaf_added(&self, of: &Table, leaf: u64, copy: u64) {
         if leaf & F::WRITE != 0 {
-            self.trace.count(F::address(copy) >> 12, of.level.get().into(), true);
+            add(self.trace.leaves(F::address(copy) >> 12, of.level.get()));
         }
     }
 
@@ -321,7 +293,7 @@ impl<F: ShadowFormat> Vtlb<F> {
             return;
         }
         let page = F::address(copy) >> 12;
-        self.trace.count(page, of.level.get().into(), false);
+        subtract(self.trace.leaves(page, of.level.get()));
         if of.level.get() > 0 {
             return;
         }

@@ -40,22 +40,19 @@ impl State {
     #[inline(always)]
     pub fn handle(&self, asids: &Asids, vmcb: &Vmcb, state: &VcpuState) -> Option<u64> {
         let code = vmcb.control.exit_code.get();
-        let (reason, keeps_space) = match code {
-            exit::PAGE_FAULT => (self.page_fault(vmcb), true),
-            exit::INVLPG | exit::CR3_READ | exit::CR3_WRITE => {
-                (self.instruction(vmcb, state, code), false)
-            }
+        let reason = match code {
+            exit::PAGE_FAULT => self.page_fault(vmcb),
+            exit::INVLPG | exit::CR3_READ | exit::CR3_WRITE => self.instruction(vmcb, state, code),
             _ => return Some(reason(code)),
         };
         if reason.is_none() {
-            vmcb.control.tlb_control.set(tlb_control::NOTHING);
-            if keeps_space && !self.tables().needs_flush() {
-                return None;
-            }
             if self.needs_load.get() {
                 return Some(internal::NEEDS_FRAMES);
             }
-            self.apply(asids, vmcb);
+            vmcb.control.tlb_control.set(tlb_control::NOTHING);
+            if code != exit::PAGE_FAULT || self.tables().needs_flush() {
+                self.apply(asids, vmcb);
+            }
         }
         reason
     }
@@ -110,7 +107,7 @@ impl State {
             return None;
         }
         let (space, tables) = self.tables().epoch(address);
-        let known = &self.code[(offset / 4 ^ usize::from(space)) % self.code.len()];
+        let known = &self.code[((offset / 4) ^ usize::from(space)) % self.code.len()];
         let mut code = known.get();
         if code.key != (address, space, tables)
             || self.memory.word(code.leaf_at).load(Relaxed) != code.leaf
@@ -145,7 +142,7 @@ impl State {
                 Ok(None) => return resume(vmcb),
                 Ok(Some(page)) => {
                     if let Some(fill) = self.page(&paging, access, &page, 0) {
-                        self.tables().fill_known(&self.memory, &known, &fill);
+                        self.tables().set_leaf(&self.memory, known.table, &fill);
                         return resume(vmcb);
                     }
                 }
@@ -184,6 +181,7 @@ impl State {
     }
 
     /// Injects a page fault that the guest's tables cause.
+    #[inline(never)]
     fn inject(&self, vmcb: &Vmcb, code: u64, address: u64) -> Option<u64> {
         const PAGE_FAULT: u64 = event::VALID | event::TYPE_EXCEPTION | event::ERROR_VALID | 14;
         self.count(vtlb_counter::FAULTS);
@@ -211,20 +209,11 @@ impl State {
     ) -> Option<u64> {
         let mut steps = [Step::default(); 4];
         let entries = found.entries();
-        for (step, read) in steps.iter_mut().zip(entries) {
-            *step = Step { at: read.at, value: read.value | entry::ACCESSED };
+        for (step, &Entry { at, value }) in steps.iter_mut().zip(entries) {
+            *step = Step { at, value };
         }
-        if self.tables().top() < 3 {
-            // A pointer of three-level tables has no marks.
-            steps[0].value = entries.first().map_or(0, |pointer| pointer.value);
-        }
-        let steps = &mut steps[..entries.len()];
-        let is_write = access.1 == Intent::Write;
-        let mut value = entry::DIRTY;
-        if let Some(leaf) = steps.last_mut() {
-            leaf.value |= if is_write { entry::DIRTY } else { 0 };
-            value = leaf.value;
-        }
+        let steps = &steps[..entries.len()];
+        let value = steps.last().map_or(entry::DIRTY, |leaf| leaf.value);
         let level = if steps.is_empty() { MAX_LEVEL } else { (found.page_shift - 12) / 9 };
         let page = Page { address: found.address, rights: found.rights, value };
         let Some(fill) = self.page(paging, access, &page, level) else {
