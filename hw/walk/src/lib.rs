@@ -459,14 +459,16 @@ fn set_bits(
     Translation { entries, depth, .. }: &mut Translation,
     dirty: bool,
 ) -> bool {
-    // Pointers of three-level tables have no marks.
-    let pointers = usize::from(shape.levels == 3);
-    let last = *depth - 1;
-    entries[..*depth].iter_mut().enumerate().skip(pointers).all(|(index, entry)| {
+    for (index, entry) in entries[..*depth].iter_mut().enumerate() {
         let old = entry.value;
-        entry.value |= marks(dirty && index == last);
-        old == entry.value || tables.replace(entry.at, shape.entry_bytes, old, entry.value)
-    })
+        // Pointers of three-level tables have no marks.
+        let is_pointer = index == 0 && shape.levels == 3;
+        entry.value |= if is_pointer { 0 } else { marks(dirty && index + 1 == *depth) };
+        if old != entry.value && !tables.replace(entry.at, shape.entry_bytes, old, entry.value) {
+            return false;
+        }
+    }
+    true
 }
 
 /// Bits that an access sets in an entry; `dirty`: in the leaf, by a write.

@@ -46,13 +46,14 @@ impl State {
             _ => return Some(reason(code)),
         };
         if reason.is_none() {
+            vmcb.control.tlb_control.set(tlb_control::NOTHING);
+            if code == exit::PAGE_FAULT && !self.tables().needs_flush() {
+                return None;
+            }
             if self.needs_load.get() {
                 return Some(internal::NEEDS_FRAMES);
             }
-            vmcb.control.tlb_control.set(tlb_control::NOTHING);
-            if code != exit::PAGE_FAULT || self.tables().needs_flush() {
-                self.apply(asids, vmcb);
-            }
+            self.apply(asids, vmcb);
         }
         reason
     }
