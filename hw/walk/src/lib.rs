@@ -83,6 +83,41 @@ pub struct Entry {
     pub value: u64,
 }
 
+/// Rights that the entries of a translation grant.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Rights {
+    /// Bits that all entries have: they grant [`entry::WRITE`] and [`entry::USER`].
+    pub all: u64,
+    /// Bits that any entry has: [`entry::NX`] forbids fetches if `EFER.NXE` is set.
+    pub any: u64,
+}
+
+impl Rights {
+    /// Rights of one more entry.
+    #[inline(always)]
+    fn and(self, value: u64) -> Self {
+        Self { all: self.all & value, any: self.any | value }
+    }
+}
+
+impl Default for Rights {
+    /// Those without any entry: all.
+    fn default() -> Self {
+        Self { all: entry::WRITE | entry::USER, any: 0 }
+    }
+}
+
+/// A page that an access is allowed to.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Page {
+    /// Physical address of the access.
+    pub address: u64,
+    /// Rights of all levels.
+    pub rights: Rights,
+    /// Entry that maps the page, with the accessed and dirty bits that the access requires.
+    pub value: u64,
+}
+
 /// A translation that is allowed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Translation {
@@ -90,10 +125,8 @@ pub struct Translation {
     pub address: u64,
     /// `log2` of the page size in bytes. Without paging: 12.
     pub page_shift: u32,
-    /// [`entry::WRITE`] and [`entry::USER`], as far as all levels grant them.
-    pub rights: u64,
-    /// A level forbids fetches. Meaningless unless `EFER.NXE` is set.
-    pub no_execute: bool,
+    /// Rights of all levels.
+    pub rights: Rights,
     /// Entries from the root to the leaf.
     entries: [Entry; MAX_LEVELS],
     depth: usize,
@@ -109,8 +142,8 @@ impl Translation {
         self.is_marked
     }
 
-    /// The entries that the walk has read, from the root to the leaf; their values are those before
-    /// accessed and dirty bits were set. Empty without paging.
+    /// The entries that the walk has read, from the root to the leaf, with the accessed and dirty
+    /// bits that it has set. Empty without paging.
     pub fn entries(&self) -> &[Entry] {
         &self.entries[..self.depth]
     }
@@ -140,14 +173,6 @@ impl Shape {
     #[inline(always)]
     fn is_pointer(&self, level: u32) -> bool {
         self.levels == 3 && level == 3
-    }
-
-    /// Returns true if bits are set that are reserved in any entry of this level: addresses beyond
-    /// the processor's, and the page size of a level 4 entry.
-    #[inline(always)]
-    fn has_reserved(&self, level: u32, value: u64, beyond: u64) -> bool {
-        let large = if level == 4 { entry::LARGE } else { 0 };
-        self.entry_bytes == 8 && value & (beyond | large) != 0
     }
 
     fn table(&self, value: u64) -> u64 {
@@ -182,8 +207,7 @@ impl Paging {
     ) -> Result<Translation, PageFault> {
         let Some(shape) = self.shape() else {
             let address = linear & 0xffff_ffff;
-            let rights = entry::WRITE | entry::USER;
-            let flat = Translation { address, page_shift: 12, rights, ..Default::default() };
+            let flat = Translation { address, page_shift: 12, ..Default::default() };
             return Ok(Translation { is_marked: true, ..flat });
         };
         if shape.levels == 4 {
@@ -217,7 +241,7 @@ impl Paging {
     ) -> Result<Translation, PageFault> {
         let mut found = self.walk(tables, shape, linear, intent)?;
         found.is_marked = true;
-        if !mark || set_bits(tables, shape, found.entries(), intent == Intent::Write) {
+        if !mark || set_bits(tables, shape, &mut found, intent == Intent::Write) {
             return Ok(found);
         }
         self.retry(tables, shape, linear, intent)
@@ -235,13 +259,43 @@ impl Paging {
     ) -> Result<Translation, PageFault> {
         let mut found = self.walk(tables, shape, linear, intent)?;
         for _ in 1..RETRIES {
-            if set_bits(tables, shape, found.entries(), intent == Intent::Write) {
+            if set_bits(tables, shape, &mut found, intent == Intent::Write) {
                 found.is_marked = true;
                 break;
             }
             found = self.walk(tables, shape, linear, intent)?;
         }
         Ok(found)
+    }
+
+    /// Translates a linear address by its entry of the lowest level alone, which has 8 bytes, and
+    /// sets accessed and dirty bits. `above`: rights that the levels above grant. `None` if another
+    /// CPU has changed the entry meanwhile.
+    ///
+    /// # Errors
+    /// The exception that the access raises.
+    #[inline(always)]
+    pub fn translate_last(
+        &self,
+        tables: &impl PageTables,
+        (linear, intent): (u64, Intent),
+        above: Rights,
+        Entry { at, value }: Entry,
+    ) -> Result<Option<Page>, PageFault> {
+        let rights = above.and(value);
+        let is_malformed = value & (entry::PRESENT | self.reserved(tables, 1)) != entry::PRESENT;
+        if is_malformed || !self.allows(intent, rights) {
+            let code = match value & self.reserved(tables, 1) {
+                _ if value & entry::PRESENT == 0 => 0,
+                0 => fault::PRESENT,
+                _ => RESERVED,
+            };
+            return Err(PageFault { address: linear, code: self.code(intent, code) });
+        }
+        let marked = value | marks(intent == Intent::Write);
+        let address = value & entry::ADDRESS | linear & 0xfff;
+        let is_marked = value == marked || tables.replace(at, 8, value, marked);
+        Ok(is_marked.then_some(Page { address, rights, value: marked }))
     }
 
     /// Reads and checks the tables.
@@ -253,20 +307,29 @@ impl Paging {
         linear: u64,
         intent: Intent,
     ) -> Result<Translation, PageFault> {
-        let refuse = |code: u64| PageFault { address: linear, code: self.code(intent, code) };
-        let rights = entry::WRITE | entry::USER;
-        let mut found = Translation { address: shape.root, rights, ..Default::default() };
+        let mut found = Translation { address: shape.root, ..Default::default() };
+        let code = match self.steps(tables, shape, linear, &mut found) {
+            Ok(_) if self.allows(intent, found.rights) => return Ok(found),
+            Ok(_) => fault::PRESENT,
+            Err(code) => code,
+        };
+        Err(PageFault { address: linear, code: self.code(intent, code) })
+    }
+
+    /// Reads the entries for an address from the root to the leaf. Fails as [`Paging::step`].
+    #[inline(always)]
+    fn steps(
+        &self,
+        tables: &impl PageTables,
+        shape: Shape,
+        linear: u64,
+        found: &mut Translation,
+    ) -> Result<bool, u64> {
         // Unrolled: of four levels each is constant.
-        let mut step = |level| self.step(tables, shape, (linear, level), &mut found);
-        let is_leaf = (shape.levels == 4 && step(4).map_err(refuse)?)
-            || (shape.levels >= 3 && step(3).map_err(refuse)?)
-            || step(2).map_err(refuse)?
-            || step(1).map_err(refuse)?;
-        if is_leaf && self.allows(intent, found.rights, found.no_execute) {
-            Ok(found)
-        } else {
-            Err(refuse(fault::PRESENT))
-        }
+        Ok((shape.levels == 4 && self.step(tables, shape, (linear, 4), found)?)
+            || (shape.levels >= 3 && self.step(tables, shape, (linear, 3), found)?)
+            || self.step(tables, shape, (linear, 2), found)?
+            || self.step(tables, shape, (linear, 1), found)?)
     }
 
     /// Reads the entry for an address at one level, in the table at `found.address`. Returns
@@ -291,14 +354,11 @@ impl Paging {
         if value & entry::PRESENT == 0 {
             return Err(0);
         }
-        let no_execute = shape.entry_bytes == 8 && value & entry::NX != 0;
-        let forbidden_nx = no_execute && self.efer & efer::NXE == 0;
-        if forbidden_nx || shape.has_reserved(level, value, tables.reserved()) {
+        if shape.entry_bytes == 8 && value & self.reserved(tables, level) != 0 {
             return Err(RESERVED);
         }
         if !shape.is_pointer(level) {
-            found.rights &= value;
-            found.no_execute |= no_execute;
+            found.rights = found.rights.and(value);
         }
         if !self.is_leaf(shape, level, value) {
             found.address = shape.table(value);
@@ -308,6 +368,16 @@ impl Paging {
         let offset = linear & ((1 << found.page_shift) - 1);
         found.address = leaf_base(shape, level, value).ok_or(RESERVED)? | offset;
         Ok(true)
+    }
+
+    /// Bits that are reserved in any entry of 8 bytes of this level: addresses beyond the
+    /// processor's, NX unless it is enabled, and the page size of a level 4 entry.
+    #[inline(always)]
+    fn reserved(&self, tables: &impl PageTables, level: u32) -> u64 {
+        // NXE is bit 11, NX bit 63.
+        const _: () = assert!(efer::NXE << 52 == entry::NX);
+        let no_execute = !self.efer << 52 & entry::NX;
+        tables.reserved() | no_execute | if level == 4 { entry::LARGE } else { 0 }
     }
 
     #[inline(always)]
@@ -321,14 +391,15 @@ impl Paging {
     }
 
     /// Returns true if a page with these rights allows the access (APM vol. 2 §5.6).
-    fn allows(&self, intent: Intent, rights: u64, no_execute: bool) -> bool {
-        let user_page = rights & entry::USER != 0;
+    #[inline(always)]
+    fn allows(&self, intent: Intent, rights: Rights) -> bool {
+        let user_page = rights.all & entry::USER != 0;
         if self.user && !user_page {
             return false;
         }
         match intent {
             Intent::Fetch => {
-                let forbidden = no_execute && self.efer & efer::NXE != 0;
+                let forbidden = rights.any & entry::NX != 0 && self.efer & efer::NXE != 0;
                 let smep = !self.user && user_page && self.cr4 & cr4::SMEP != 0;
                 !forbidden && !smep
             }
@@ -338,7 +409,8 @@ impl Paging {
                     && self.cr4 & cr4::SMAP != 0
                     && self.rflags & RFLAGS_AC == 0;
                 let protects = self.user || self.cr0 & cr0::WP != 0;
-                let read_only = intent == Intent::Write && rights & entry::WRITE == 0 && protects;
+                let read_only =
+                    intent == Intent::Write && rights.all & entry::WRITE == 0 && protects;
                 !smap && !read_only
             }
         }
@@ -381,27 +453,28 @@ fn leaf_base(shape: Shape, level: u32, value: u64) -> Option<u64> {
 
 /// Sets accessed bits, and the leaf's dirty bit; `false` if an entry has changed meanwhile.
 #[inline(always)]
-fn set_bits(tables: &impl PageTables, shape: Shape, entries: &[Entry], dirty: bool) -> bool {
-    let mut missing = 0;
-    for (depth, entry) in entries.iter().enumerate() {
-        missing |= !entry.value & marks(shape, depth, entries.len(), dirty);
+fn set_bits(
+    tables: &impl PageTables,
+    shape: Shape,
+    Translation { entries, depth, .. }: &mut Translation,
+    dirty: bool,
+) -> bool {
+    for (index, entry) in entries[..*depth].iter_mut().enumerate() {
+        let old = entry.value;
+        // Pointers of three-level tables have no marks.
+        let is_pointer = index == 0 && shape.levels == 3;
+        entry.value |= if is_pointer { 0 } else { marks(dirty && index + 1 == *depth) };
+        if old != entry.value && !tables.replace(entry.at, shape.entry_bytes, old, entry.value) {
+            return false;
+        }
     }
-    missing == 0
-        || entries.iter().enumerate().all(|(depth, &Entry { at, value })| {
-            let wanted = marks(shape, depth, entries.len(), dirty);
-            value & wanted == wanted || tables.replace(at, shape.entry_bytes, value, value | wanted)
-        })
+    true
 }
 
-/// Bits that an access sets in the entry at a depth below the root, of a translation with `count`
-/// entries. A pointer has none.
+/// Bits that an access sets in an entry; `dirty`: in the leaf, by a write.
 #[inline(always)]
-fn marks(shape: Shape, depth: usize, count: usize, dirty: bool) -> u64 {
-    match depth {
-        0 if shape.levels == 3 => 0,
-        _ if dirty && depth + 1 == count => entry::ACCESSED | entry::DIRTY,
-        _ => entry::ACCESSED,
-    }
+fn marks(dirty: bool) -> u64 {
+    entry::ACCESSED | if dirty { entry::DIRTY } else { 0 }
 }
 
 #[cfg(test)]

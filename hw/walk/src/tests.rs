@@ -99,7 +99,7 @@ fn rights_of_all_levels_count() {
     let memory = Memory::long(ALL);
     let user = Paging { user: true, ..long() };
     let found = user.translate(&memory, 0x7000, Intent::Write, true).unwrap();
-    assert_eq!((found.rights & (WRITE | USER), found.page_shift), (WRITE | USER, 12));
+    assert_eq!((found.rights.all & (WRITE | USER), found.page_shift), (WRITE | USER, 12));
     let steps = found.entries().iter().map(|step| step.at);
     assert!(steps.eq([0x1000, 0x2000, 0x3000, 0x4038]));
     memory.set(0x2000, 0x3000 | PRESENT | USER);
@@ -194,8 +194,11 @@ fn a_leaf_is_what_a_walk_finds() {
         assert_eq!(found.map(|leaf| leaf.size), walked.map(|walk| 1 << walk.page_shift));
         let Some((leaf, walk)) = found.zip(walked) else { continue };
         assert_eq!(leaf.address | linear & (leaf.size - 1), walk.address);
-        assert_eq!((leaf.writable, leaf.user), (walk.rights & WRITE != 0, walk.rights & USER != 0));
-        assert_eq!(leaf.executable, !walk.no_execute);
+        assert_eq!(
+            (leaf.writable, leaf.user),
+            (walk.rights.all & WRITE != 0, walk.rights.all & USER != 0)
+        );
+        assert_eq!(leaf.executable, walk.rights.any & NX == 0);
         assert_eq!(Some((leaf.at, leaf.entry)), walk.entries().last().map(|e| (e.at, e.value)));
     }
 }

@@ -21,7 +21,8 @@
 //! * A removed entry may survive in the processor's TLB until the caller has carried out
 //!   [`Vtlb::take_flush`], before it enters the guest.
 //! * Every function takes a bounded number of steps: at most one table is emptied for each table
-//!   that is allocated, and a flush drops what it has not compared after [`SYNC_BUDGET`] entries.
+//!   that is allocated, and a flush drops tables that it has not begun after [`SYNC_BUDGET`]
+//!   entries.
 
 use core::cell::Cell;
 use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -35,7 +36,7 @@ mod tables;
 mod tests;
 mod trace;
 
-pub use fill::{Fill, GuestSource, Step};
+pub use fill::{Fill, GuestSource, Known, Step};
 use tables::{Ref, Table};
 
 /// Maximum number of shadow tables of a vCPU.
@@ -44,12 +45,14 @@ pub const MAX_TABLES: usize = 128;
 pub const MAX_SPACES: usize = 32;
 /// Frames of a table: its entries, and the copies of the guest's.
 pub const FRAMES_PER_TABLE: u64 = 2;
-/// Maximum number of entries that a flush compares.
+/// Number of entries after which a flush begins no other table.
 const SYNC_BUDGET: u32 = 2048;
 /// Owner of the tables that all spaces share.
 const SHARED: u8 = 0xff;
 /// First entry of the upper half in a root of the highest level.
 const UPPER_HALF: usize = 256;
+/// Key of a space without a root table in memory.
+const NO_ROOT: u64 = u64::MAX;
 /// Number of entries of a table.
 const ENTRIES: usize = 512;
 
@@ -73,6 +76,11 @@ pub trait FrameAccess {
     fn guest_page(&self, guest: u64) -> u64;
     /// Words of the page at a physical address.
     fn words(&self, physical: u64) -> &[AtomicU64; ENTRIES];
+    /// Word at a physical address.
+    #[inline(always)]
+    fn word(&self, physical: u64) -> &AtomicU64 {
+        &self.words(physical & !0xfff)[physical as usize / 8 % ENTRIES]
+    }
 }
 
 /// Optimisations, each above the ones before; `abi::vcpu::x86::vtlb` has their words.
@@ -138,6 +146,11 @@ struct Space {
     linked: Cell<u64>,
     /// Bit mask of its tables, by number.
     members: [Cell<u64>; MAX_TABLES / 64],
+    /// Physical addresses of the aliases of its traced tables, their number, and the number of
+    /// changes of tracing then.
+    watched: [Cell<u64>; trace::WATCHED],
+    watches: Cell<u8>,
+    watched_at: Cell<u64>,
 }
 
 /// Shadow page tables of a vCPU. They are too large for a stack: memory that is zero is a valid
@@ -145,6 +158,8 @@ struct Space {
 pub struct Vtlb<F> {
     tables: [Table; MAX_TABLES],
     spaces: [Space; MAX_SPACES],
+    /// Indices of spaces that may be those of roots; the page number of the root selects the hint.
+    hints: [Cell<u8>; 32],
     /// Root of the tables that all spaces share.
     shared: Cell<Option<Ref>>,
     /// Number of tables that have frames; the others have none yet.
@@ -156,8 +171,6 @@ pub struct Vtlb<F> {
     free: Cell<Option<Ref>>,
     /// Removed tables, whose entries are still to be cleared.
     removed: Cell<Option<Ref>>,
-    /// Tables that the current [`Vtlb::fill`] uses.
-    path: [Cell<Option<Ref>>; 4],
     current: Cell<u8>,
     /// Level of roots.
     top: Cell<u32>,
@@ -168,12 +181,11 @@ pub struct Vtlb<F> {
     options: Cell<Options>,
     /// A shared table may have leaves that are not global.
     has_local: Cell<bool>,
-    /// Number of removals, and of those from shared tables.
-    removals: Cell<u64>,
-    shared_removals: Cell<u64>,
+    /// Number of removals of tables.
+    changes: Cell<u64>,
     /// Number of changes of the shared root.
     shared_changes: Cell<u64>,
-    recent: fill::Recent,
+    paths: [fill::Path; fill::PATHS],
     trace: trace::Trace,
     /// Counters.
     pub counters: VtlbCounters,
@@ -215,6 +227,12 @@ impl<F: ShadowFormat> Vtlb<F> {
         self.flush.replace(Flush::None)
     }
 
+    /// Returns whether there is such an obligation.
+    #[inline(always)]
+    pub fn needs_flush(&self) -> bool {
+        !matches!(self.flush.get(), Flush::None)
+    }
+
     /// TLB tag of the current space and its epoch, which the caller defines; epoch 0: none, because
     /// the TLB may have stale entries with the last tag.
     #[inline]
@@ -230,12 +248,13 @@ impl<F: ShadowFormat> Vtlb<F> {
     /// Tags of all spaces with an epoch.
     pub fn tags(&self, epoch: u64) -> impl Iterator<Item = u32> {
         let valid = move |space: &Space| space.root.get().is_some() && space.tag.get().1 == epoch;
-        self.spaces.iter().filter(move |space| valid(space)).map(|space| space.tag.get().0)
+        let kept = &self.spaces[..self.options.get().spaces.into()];
+        kept.iter().filter(move |space| valid(space)).map(|space| space.tag.get().0)
     }
 
     /// Takes the tags of all spaces away.
     pub fn drop_tags(&self) {
-        for space in &self.spaces {
+        for space in &self.spaces[..self.options.get().spaces.into()] {
             space.tag.set((0, 0));
         }
     }
@@ -248,30 +267,18 @@ impl<F: ShadowFormat> Vtlb<F> {
         }
     }
 
-    /// Index of the space that translates an address, and the number of removals from it so far, at
-    /// least: as long as both are the same, no translation of it disappears.
+    /// Index of the space that translates an address, and a number that is another one after a
+    /// table of it was removed.
     pub fn epoch(&self, address: u64) -> (u8, u64) {
         let is_shared = self.options.get().global
             && self.top.get() == F::ROOT_LEVEL
             && index(address, F::ROOT_LEVEL) >= UPPER_HALF;
-        match is_shared {
-            true => (SHARED, self.shared_removals.get()),
-            false => (self.current.get(), self.removals.get()),
-        }
+        (if is_shared { SHARED } else { self.current.get() }, self.changes.get())
     }
 
-    /// Counts a removal.
-    fn note_removal(&self, is_shared: bool) {
-        self.removals.set(self.removals.get() + 1);
-        if is_shared {
-            self.shared_removals.set(self.shared_removals.get() + 1);
-            self.shared_changes.set(self.shared_changes.get() + 1);
-        }
-    }
-
-    /// Level of roots.
-    pub fn top(&self) -> u32 {
-        self.top.get()
+    /// Notes that tables are not part of a space any more, or belong to another one.
+    fn note_change(&self) {
+        self.changes.set(self.changes.get() + 1);
     }
 
     fn space(&self) -> &Space {
@@ -282,51 +289,22 @@ impl<F: ShadowFormat> Vtlb<F> {
         &self.tables[table.index()]
     }
 
-    /// Makes the space of the guest's root table at guest-physical address `key` current, and
-    /// removes what may be stale in it, except for global translations. `host`: physical address of
-    /// the root table; `None` if it is not in memory, or there is no paging.
+    /// Makes the space of the guest's root table at a guest-physical address current, and removes
+    /// what may be stale in it, except for global translations. Without paging there is none.
     ///
     /// # Errors
     /// The pool must grow first. Nothing is current until the call is repeated.
-    pub fn load(
-        &self,
-        frames: &impl FrameAccess,
-        key: u64,
-        host: Option<u64>,
-    ) -> Result<(), NeedsFrames> {
+    pub fn load(&self, frames: &impl FrameAccess, root: Option<u64>) -> Result<(), NeedsFrames> {
+        let key = root.unwrap_or(NO_ROOT);
         self.clock.set(self.clock.get() + 1);
         self.drop_local(frames);
         let (index, is_known) = self.choose(key);
         self.current.set(index as u8);
         let space = self.space();
         space.used.set(self.clock.get());
-        space.key.set(key);
-        let source = GuestSource { guest: key, host: host.unwrap_or(0) };
-        if let Some(root) = space.root.get() {
-            let of = self.table(root);
-            if !is_known {
-                // Its page is another one from now on.
-                self.trace.forget_table(of);
-            }
-            of.source.set(source);
-            of.is_split.set(host.is_none());
-        }
-        let mut is_clean = false;
-        match space.root.get() {
-            Some(root) if self.options.get().sync && host.is_some() => {
-                is_clean = is_known && self.is_space_clean(frames);
-                if !is_clean {
-                    self.sync(frames, root);
-                }
-            }
-            Some(root) => self.clear(frames, root),
-            None => {
-                let top = self.top.get();
-                let root = self.take_table(frames, index as u8, top, source)?;
-                self.table(root).is_split.set(host.is_none());
-                space.root.set(Some(root));
-                space.tag.set((0, 0));
-            }
+        let is_clean = is_known && self.is_space_clean(frames);
+        if !is_clean {
+            self.renew(frames, key, is_known)?;
         }
         if !is_clean || space.linked.get() != self.shared_changes.get() {
             space.linked.set(self.shared_changes.get());
@@ -335,58 +313,112 @@ impl<F: ShadowFormat> Vtlb<F> {
         Ok(())
     }
 
+    /// Removes what may be stale in the current space, and makes it that of a root, if it was
+    /// another's.
+    fn renew(
+        &self,
+        frames: &impl FrameAccess,
+        key: u64,
+        is_known: bool,
+    ) -> Result<(), NeedsFrames> {
+        let space = self.space();
+        let page = if key == NO_ROOT { 0 } else { frames.guest_page(key & !0xfff) };
+        let host = if page == 0 { 0 } else { page | key & 0xfff };
+        let source = GuestSource { guest: key, host };
+        let known = space.root.get();
+        let root = match known {
+            Some(root) => root,
+            None => {
+                let root = self.take_table(frames, self.current.get(), self.top.get(), source)?;
+                space.root.set(Some(root));
+                space.tag.set((0, 0));
+                root
+            }
+        };
+        let of = self.table(root);
+        if !is_known {
+            // Its page is another one from now on.
+            self.note_change();
+            self.forget_table(of);
+        }
+        // A root that is not in memory may be there at the next load.
+        space.key.set(if host == 0 { NO_ROOT } else { key });
+        of.source.set(source);
+        of.is_split.set(host == 0);
+        match known {
+            Some(_) if self.options.get().sync && host != 0 => {
+                self.sync(frames, root, 0, SYNC_BUDGET);
+            }
+            Some(_) => self.clear(frames, root),
+            None => {}
+        }
+        Ok(())
+    }
+
     /// Index of the space for `key`, and whether it is that of `key` already.
     fn choose(&self, key: u64) -> (usize, bool) {
         let kept = &self.spaces[..self.options.get().spaces.into()];
-        let known = |space: &Space| space.root.get().is_some() && space.key.get() == key;
-        if let Some(index) = kept.iter().position(known) {
-            return (index, true);
+        let known =
+            |space: &Space| space.key.get() == key && key != NO_ROOT && space.root.get().is_some();
+        let hint = &self.hints[(key >> 12) as usize % self.hints.len()];
+        if kept.get(usize::from(hint.get())).is_some_and(known) {
+            return (hint.get().into(), true);
         }
         let age = |space: &Space| space.root.get().map(|_| space.used.get());
-        let oldest = (0..kept.len()).min_by_key(|&index| age(&kept[index])).unwrap_or(0);
-        (oldest, false)
+        let oldest = || (0..kept.len()).min_by_key(|&index| age(&kept[index]));
+        let found = kept.iter().position(known);
+        let index = found.or_else(oldest).unwrap_or(0);
+        hint.set(index as u8);
+        (index, found.is_some())
     }
 
     /// Removes the translation of an address from the current space. Of a split page all go: for
     /// the guest they are one translation.
     pub fn invalidate(&self, frames: &impl FrameAccess, address: u64) {
-        let roots = [self.space().root.get(), self.shared.get()];
         // A root may refer to other tables than the shared ones, which keep global translations.
         let is_upper = index(address, self.top.get()) >= UPPER_HALF;
-        for root in roots.into_iter().take(1 + usize::from(is_upper)).flatten() {
-            self.invalidate_below(frames, root, address);
-        }
-    }
-
-    fn invalidate_below(&self, frames: &impl FrameAccess, root: Ref, address: u64) {
-        let (mut at, mut split) = (root, None);
-        for level in (0..=self.top.get()).rev() {
-            let table = self.table(at);
-            if split.is_none() && at != root && table.is_split.get() {
-                split = Some(at);
-            }
-            let slot = index(address, level);
-            if !F::is_present(frames.words(table.shadow.get())[slot].load(Relaxed)) {
+        if !is_upper && let Some(table) = self.path(address).and_then(|path| path.table.get()) {
+            #[cfg(test)]
+            if tests::skips_small_pages() {
                 return;
             }
-            match (self.child(frames, at, slot), split) {
-                (Some(child), _) => at = child,
-                (None, Some(split)) => return self.detach(frames, split),
-                #[cfg(test)]
-                (None, None) if tests::skips_small_pages() => return,
-                (None, None) => return self.remove(frames, at, slot, address),
-            }
+            return self.remove(frames, table, index(address, 0), address);
+        }
+        self.invalidate_below(frames, self.space().root.get(), address);
+        if is_upper {
+            self.invalidate_below(frames, self.shared.get(), address);
         }
     }
 
-    /// Leaf for a linear address and physical address of the page, if the current space has a
-    /// translation.
+    fn invalidate_below(&self, frames: &impl FrameAccess, root: Option<Ref>, address: u64) {
+        let Some((table, at)) = self.leaf_in(frames, root, address) else { return };
+        let mut of = self.table(table);
+        if !of.is_split.get() || Some(table) == root {
+            #[cfg(test)]
+            if tests::skips_small_pages() {
+                return;
+            }
+            return self.remove(frames, table, at as usize / 8 % ENTRIES, address);
+        }
+        // The highest table of the split page.
+        let mut split = table;
+        while let Some(parent) = of.parent.get().filter(|parent| Some(*parent) != root) {
+            of = self.table(parent);
+            if !of.is_split.get() {
+                break;
+            }
+            split = parent;
+        }
+        self.detach(frames, split);
+    }
+
+    /// Physical addresses of the leaf for a linear address and of the page, if the current space
+    /// has a translation.
     pub fn translate(&self, frames: &impl FrameAccess, address: u64) -> Option<(u64, u64)> {
-        let (table, slot) = self.leaf_in(frames, self.space().root.get(), address)?;
-        let of = self.table(table);
-        let leaf = frames.words(of.shadow.get())[slot].load(Relaxed);
-        let within = address & ((1 << (12 + 9 * of.level.get())) - 1) & !0xfff;
-        Some((leaf, F::address(leaf) + within))
+        let (table, at) = self.leaf_in(frames, self.space().root.get(), address)?;
+        let leaf = frames.word(at).load(Relaxed);
+        let within = address & ((1 << (12 + 9 * self.table(table).level.get())) - 1) & !0xfff;
+        Some((at, F::address(leaf) + within))
     }
 
     /// Removes all translations.
@@ -402,7 +434,8 @@ impl<F: ShadowFormat> Vtlb<F> {
         }
         self.has_local.set(false);
         self.forget_trace();
-        self.note_removal(true);
+        self.note_change();
+        self.shared_changes.set(self.shared_changes.get() + 1);
         self.flush.set(Flush::All);
     }
 
@@ -421,14 +454,17 @@ impl<F: ShadowFormat> Vtlb<F> {
     }
 
     /// Adds an obligation to flush the TLB.
+    #[inline(always)]
     fn request(&self, new: Flush) {
+        const LOCAL: Flush = Flush::Space;
         let merged = match (self.flush.get(), new) {
-            (Flush::None, other) | (other, Flush::None) => other,
-            (old, new) if old == new => old,
+            (Flush::All, _) | (LOCAL, LOCAL | Flush::Page { everywhere: false, .. }) => return,
+            (Flush::None, new) => new,
+            (old, new) if old == new => return,
             (
-                Flush::Page { everywhere: false, .. } | Flush::Space,
-                Flush::Page { everywhere: false, .. } | Flush::Space,
-            ) => Flush::Space,
+                Flush::Page { everywhere: false, .. },
+                LOCAL | Flush::Page { everywhere: false, .. },
+            ) => LOCAL,
             _ => Flush::All,
         };
         self.flush.set(merged);

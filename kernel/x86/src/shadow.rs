@@ -19,7 +19,6 @@ use core::cell::Cell;
 use abi::Status;
 use abi::vcpu::x86::{VcpuState, vtlb as option, vtlb_counter};
 use abi::vm_mode::MIN_POOL;
-use hw_x86::paging::cr0;
 use hw_x86::vmcb::Vmcb;
 use kernel_core::pool::{Factory, Frame, Handle, Memory};
 use kernel_core::vtlb::{FRAMES_PER_TABLE, Flush, Options, Vtlb};
@@ -27,6 +26,7 @@ use kernel_core::vtlb::{FRAMES_PER_TABLE, Flush, Options, Vtlb};
 use crate::format::UserFormat;
 use crate::svm::asid::Asids;
 use control::{ControlRegisters, Registers};
+use decode::Instruction;
 use memory::GuestMemory;
 
 pub use control::is_supported;
@@ -59,13 +59,25 @@ pub struct State {
     needs_load: Cell<bool>,
     /// Guest-physical address or CR2, and information, of an exit for the VMM.
     fault: Cell<(u64, u64)>,
-    /// Pages of code that were decoded last.
-    code: [CodePage; 4],
+    /// Instructions that were decoded last.
+    code: [Cell<Code>; 8],
     counters: [Cell<u64>; vtlb_counter::COUNT],
 }
 
-/// Page of code: page number, [`Vtlb::epoch`], physical address.
-type CodePage = Cell<((u64, u8, u64), u64)>;
+/// An instruction that was decoded.
+#[derive(Clone, Copy, Default)]
+struct Code {
+    /// Linear address, and [`Vtlb::epoch`].
+    key: (u64, u8, u64),
+    /// Physical address of the shadow leaf, and its value.
+    leaf_at: u64,
+    leaf: u64,
+    /// Physical address of the instruction.
+    at: u64,
+    /// Words of its first and of its eighth byte.
+    words: [u64; 2],
+    instruction: Instruction,
+}
 
 impl core::ops::Deref for Shadow {
     type Target = State;
@@ -143,7 +155,6 @@ impl State {
     /// to be flushed is flushed; everything, if none has changed.
     pub fn take_control(&self, vmcb: &Vmcb) {
         let (old, new) = (self.control.get(&vmcb.save), Registers::written(&vmcb.save));
-        let old = Registers { cr0: self.last_cr0(old, new), ..old };
         self.control.set(vmcb, new);
         if old.role() != new.role() || old == new {
             self.tables().set_top(&self.memory, new.top());
@@ -151,12 +162,6 @@ impl State {
         } else if old.cr3 != new.cr3 {
             self.needs_load.set(true);
         }
-    }
-
-    /// CR0 before a write: the bits that the processor held are lost with the write, and matter
-    /// only for the comparison.
-    fn last_cr0(&self, old: Registers, new: Registers) -> u64 {
-        old.cr0 & !(cr0::TS | cr0::MP) | new.cr0 & (cr0::TS | cr0::MP)
     }
 
     /// Removes the translation of an address.
@@ -196,7 +201,6 @@ impl State {
         memory: &Memory,
         factory: Option<Handle<Factory>>,
         state: &VcpuState,
-        vmcb: &Vmcb,
     ) -> Result<(), Status> {
         let word = state.vtlb.get();
         if !self.has_word.replace(true) || self.word.replace(word) != word {
@@ -208,7 +212,7 @@ impl State {
             self.grow(memory, factory)?;
         }
         if self.needs_load.get() {
-            self.load(vmcb);
+            self.load();
         }
         Ok(())
     }
@@ -235,10 +239,8 @@ impl State {
     }
 
     /// Loads the space of the guest's CR3.
-    fn load(&self, vmcb: &Vmcb) {
-        let root = self.control.get(&vmcb.save).root();
-        let host = root.and_then(|root| Some(self.memory.table_page(root)? | root & 0xfff));
-        let loaded = self.tables().load(&self.memory, root.unwrap_or(0), host);
+    fn load(&self) {
+        let loaded = self.tables().load(&self.memory, self.control.last().root());
         self.needs_load.set(loaded.is_err());
         if self.word.get() & option::ASID == 0 {
             self.tables().set_tag(0, 0);

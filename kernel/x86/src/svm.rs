@@ -341,7 +341,7 @@ impl Hvm for Svm {
     ) -> Result<(), Status> {
         match &self.shadow {
             None => Ok(()),
-            Some(shadow) => shadow.prepare(memory, factory, state, self.vmcb()),
+            Some(shadow) => shadow.prepare(memory, factory, state),
         }
     }
 

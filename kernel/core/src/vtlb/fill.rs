@@ -3,8 +3,11 @@
 use core::cell::Cell;
 use core::sync::atomic::Ordering::Relaxed;
 
-use super::tables::Ref;
+use super::tables::{Ref, Table};
 use super::{Flush, FrameAccess, NeedsFrames, SHARED, ShadowFormat, UPPER_HALF, Vtlb, index};
+
+/// Number of paths that are kept.
+pub const PATHS: usize = 32;
 
 /// Guest table, or guest entry of a split page, by its guest-physical address, and the
 /// host-physical address of the page. An entry's is not aligned to a page, nor is a root's of
@@ -22,7 +25,7 @@ pub struct GuestSource {
 pub struct Step {
     /// Guest-physical address of it.
     pub at: u64,
-    /// Its value, with accessed and dirty bits set by the walk.
+    /// Its value; that of a [`Fill`] has the accessed and dirty bits that the walk has set.
     pub value: u64,
 }
 
@@ -33,6 +36,8 @@ pub struct Fill<'a> {
     pub address: u64,
     /// Guest entries from the root to the leaf; empty without paging.
     pub steps: &'a [Step],
+    /// Value of the guest's leaf.
+    pub value: u64,
     /// Shadow leaf.
     pub leaf: u64,
     /// Its level, at most that of the guest's leaf.
@@ -62,48 +67,79 @@ impl Fill<'_> {
     }
 }
 
-/// Table of the lowest level that was filled last.
+/// Path to a table of the lowest level below four-level tables: what a processor keeps in its
+/// paging-structure caches, but compared with the guest's tables before each use.
 #[derive(Default)]
-pub struct Recent {
-    /// Range that it translates: the address above the table's range, and the space.
-    key: Cell<(u64, u8)>,
-    /// [`Vtlb::removals`] then.
-    removals: Cell<u64>,
-    /// The guest's entries above it.
-    values: [Cell<u64>; 3],
-    table: Cell<Option<Ref>>,
+pub struct Path {
+    /// Range that the table translates: the address above it, and the space.
+    key: Cell<u64>,
+    /// [`Vtlb::changes`] at the last fill of the table.
+    changes: Cell<u64>,
+    pub(super) table: Cell<Option<Ref>>,
+    /// The guest's entries above it: host-physical address, and value.
+    entries: [(Cell<u64>, Cell<u64>); 3],
+    /// Bits that all of them have, and that any of them has.
+    bits: Cell<(u64, u64)>,
+}
+
+/// A table of the lowest level, and the entries of the guest above it.
+pub struct Known {
+    /// The table.
+    pub table: Ref,
+    /// The guest's entry for the address.
+    pub entry: Step,
+    /// Bits that all guest entries above have, and that any of them has.
+    pub bits: (u64, u64),
 }
 
 impl<F: ShadowFormat> Vtlb<F> {
-    /// The table that was filled last, if it is that of this fill, too.
+    /// Place for the path to the table for an address, and its key.
     #[inline(always)]
-    fn recent(&self, fill: &Fill<'_>) -> Option<Ref> {
-        let recent = &self.recent;
-        let key = (fill.address >> 21, self.current.get());
-        if recent.key.get() != key
-            || recent.removals.get() != self.removals.get()
-            || fill.level != 0
-            || fill.steps.len() != 4
-        {
-            return None;
-        }
-        let differs = |(value, step): (&Cell<u64>, &Step)| {
-            (value.get() ^ step.value) & F::MEANING & !F::MARKS
-        };
-        let all = recent.values.iter().zip(fill.steps).map(differs).fold(0, |all, bits| all | bits);
-        if all == 0 { recent.table.get() } else { None }
+    fn path_of(&self, address: u64) -> (&Path, u64) {
+        let (number, space) = (address >> 21, u64::from(self.current.get()));
+        (&self.paths[(number ^ space << 3) as usize % PATHS], number << 8 | space)
     }
 
-    fn note_recent(&self, fill: &Fill<'_>, table: Ref) {
+    /// Path to the table for an address, if the current space has it.
+    #[inline(always)]
+    pub(super) fn path(&self, address: u64) -> Option<&Path> {
+        let (path, key) = self.path_of(address);
+        (path.key.get() == key && path.changes.get() == self.changes.get()).then_some(path)
+    }
+
+    /// Table to fill the translation of an address in, if the current space has it and the guest's
+    /// entries above it are the same as at its last fill.
+    #[inline(always)]
+    pub fn known(&self, frames: &impl FrameAccess, address: u64) -> Option<Known> {
+        let path = self.path(address)?;
+        let table = path.table.get()?;
+        let differing = |(at, value): &(Cell<u64>, Cell<u64>)| {
+            frames.word(at.get()).load(Relaxed) ^ value.get()
+        };
+        let [top, upper, middle] = &path.entries;
+        if differing(top) | differing(upper) | differing(middle) != 0 {
+            return None;
+        }
+        let (source, slot) = (self.table(table).source.get(), index(address, 0));
+        let value = frames.words(source.host)[slot].load(Relaxed);
+        let entry = Step { at: source.guest + 8 * slot as u64, value };
+        Some(Known { table, entry, bits: path.bits.get() })
+    }
+
+    fn note_path(&self, frames: &impl FrameAccess, fill: &Fill<'_>, table: Ref) {
         if fill.level != 0 || fill.steps.len() != 4 {
             return;
         }
-        self.recent.key.set((fill.address >> 21, self.current.get()));
-        self.recent.removals.set(self.removals.get());
-        self.recent.table.set(Some(table));
-        for (value, step) in self.recent.values.iter().zip(fill.steps) {
+        let (path, key) = self.path_of(fill.address);
+        path.key.set(key);
+        path.changes.set(self.changes.get());
+        path.table.set(Some(table));
+        for ((at, value), step) in path.entries.iter().zip(fill.steps) {
+            at.set(frames.guest_page(step.at) | step.at & 0xfff);
             value.set(step.value);
         }
+        let [top, upper, middle, _] = [0, 1, 2, 3].map(|depth| fill.steps[depth].value);
+        path.bits.set((top & upper & middle, top | upper | middle));
     }
 
     /// Highest level at which a leaf for guest page number `page` may be, at most `level`: pages
@@ -117,23 +153,18 @@ impl<F: ShadowFormat> Vtlb<F> {
     /// # Errors
     /// The pool must grow first.
     pub fn fill(&self, frames: &impl FrameAccess, fill: &Fill<'_>) -> Result<(), NeedsFrames> {
-        if let Some(table) = self.recent(fill) {
-            self.set_leaf(frames, table, fill);
-            return Ok(());
-        }
         let top = self.top.get();
         let mut table = self.space().root.get().ok_or(NeedsFrames)?;
-        self.path.iter().for_each(|used| used.set(None));
+        self.fills.set(self.fills.get() + 1);
         for level in (fill.level + 1..=top).rev() {
-            self.path[level as usize].set(Some(table));
+            self.table(table).used.set(self.fills.get());
             table = match self.matching(frames, table, level, fill) {
                 Some(child) => child,
                 None => self.descend(frames, table, level, fill)?,
             };
         }
-        self.path[fill.level as usize].set(Some(table));
         self.set_leaf(frames, table, fill);
-        self.note_recent(fill, table);
+        self.note_path(frames, fill, table);
         Ok(())
     }
 
@@ -211,35 +242,48 @@ impl<F: ShadowFormat> Vtlb<F> {
         (is_same && self.table(child).source.get().guest == source).then_some(child)
     }
 
-    /// Writes the leaf of a fill.
-    fn set_leaf(&self, frames: &impl FrameAccess, table: Ref, fill: &Fill<'_>) {
+    /// Writes the leaf of a fill in its table, which is known.
+    #[inline(always)]
+    pub fn set_leaf(&self, frames: &impl FrameAccess, table: Ref, fill: &Fill<'_>) {
         let slot = index(fill.address, fill.level);
         let of = self.table(table);
         self.fills.set(self.fills.get() + 1);
         of.used.set(self.fills.get());
         let old = frames.words(of.shadow.get())[slot].load(Relaxed);
         if F::is_present(old) {
-            let copy = frames.words(of.copies.get())[slot].load(Relaxed);
-            // The processor has forgotten the translation that faulted: if the fill only adds
-            // rights, nothing stale remains.
-            if Self::child_in(copy).is_some() || old & !fill.leaf & !F::DIRTY != 0 {
-                self.remove(frames, table, slot, fill.address);
-            } else {
-                self.leaf_removed(of, slot, old, copy);
-            }
+            self.replace_leaf(frames, (table, slot), (old, fill.leaf), fill.address);
         }
-        let leaf = self.traced_leaf(table, slot, fill);
         // A split page was compared by the entry above.
-        let copy = if of.is_split.get() {
-            fill.page << 12
-        } else {
-            fill.step(self.top.get(), fill.level).value & F::MEANING
-        };
+        let copy = if of.is_split.get() { fill.page << 12 } else { fill.value & F::MEANING };
+        let mut leaf = fill.leaf;
+        if leaf & F::WRITE != 0 && self.options.get().trace {
+            leaf = self.traced_leaf(table, slot, fill);
+            self.leaf_added(of, leaf, copy);
+        }
         self.write(frames, table, slot, leaf, copy);
-        self.leaf_added(of, leaf, copy);
         if of.owner.get() == SHARED && !fill.is_global {
             of.is_local.set(true);
             self.has_local.set(true);
+        }
+    }
+
+    /// Removes what the entry for a fill holds.
+    #[inline(never)]
+    fn replace_leaf(
+        &self,
+        frames: &impl FrameAccess,
+        (table, slot): (Ref, usize),
+        (old, new): (u64, u64),
+        address: u64,
+    ) {
+        let of = self.table(table);
+        let copy = frames.words(of.copies.get())[slot].load(Relaxed);
+        // The processor has forgotten the translation that faulted: if the fill only adds rights,
+        // nothing stale remains.
+        if Self::child_in(copy).is_some() || old & !new & !F::DIRTY != 0 {
+            self.remove(frames, table, slot, address);
+        } else {
+            self.leaf_removed(of, slot, old, copy);
         }
     }
 
@@ -268,35 +312,41 @@ impl<F: ShadowFormat> Vtlb<F> {
             return;
         }
         let copy = frames.words(of.copies.get())[slot].load(Relaxed);
-        let child = Self::child_in(copy);
-        match child {
-            Some(child) if self.table(child).parent.get() == Some(table) => {
-                self.put_removed(frames, child);
-            }
-            Some(_) => {}
-            None => self.leaf_removed(of, slot, entry, copy),
-        }
-        let flush = match child {
-            None if of.level.get() == 0 => Flush::Page { address, everywhere: false },
+        let flush = match of.level.get() {
+            0 => Flush::Page { address, everywhere: false },
             _ => Flush::Space,
         };
         self.request_for(of.owner.get(), flush);
-        self.unlink(frames, table, slot);
+        match Self::child_in(copy) {
+            None => {
+                self.leaf_removed(of, slot, entry, copy);
+                self.clear_entry(frames, of, slot);
+            }
+            Some(child) => {
+                if self.table(child).parent.get() == Some(table) {
+                    self.put_removed(frames, child);
+                }
+                self.unlink(frames, table, slot);
+            }
+        }
     }
 
-    /// Clears an entry; of the shared root also in the root of every space.
+    /// Clears an entry that refers to a table; of the shared root also in the root of every space.
     pub(super) fn unlink(&self, frames: &impl FrameAccess, table: Ref, slot: usize) {
-        self.note_removal(self.shared.get() == Some(table));
-        let clear = |table: Ref| {
-            let of = self.table(table);
-            frames.words(of.shadow.get())[slot].store(0, Relaxed);
-            frames.words(of.copies.get())[slot].store(0, Relaxed);
-            let word = &of.filled[slot / 64];
-            word.set(word.get() & !(1 << (slot % 64)));
-        };
-        clear(table);
+        self.note_change();
+        self.clear_entry(frames, self.table(table), slot);
         if self.shared.get() == Some(table) {
-            self.spaces.iter().filter_map(|space| space.root.get()).for_each(clear);
+            self.shared_changes.set(self.shared_changes.get() + 1);
+            let roots = self.spaces.iter().filter_map(|space| space.root.get());
+            roots.for_each(|root| self.clear_entry(frames, self.table(root), slot));
         }
+    }
+
+    #[inline(always)]
+    fn clear_entry(&self, frames: &impl FrameAccess, of: &Table, slot: usize) {
+        frames.words(of.shadow.get())[slot].store(0, Relaxed);
+        frames.words(of.copies.get())[slot].store(0, Relaxed);
+        let word = &of.filled[slot / 64];
+        word.set(word.get() & !(1 << (slot % 64)));
     }
 }

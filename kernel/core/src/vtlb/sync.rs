@@ -3,7 +3,7 @@
 use core::sync::atomic::Ordering::Relaxed;
 
 use super::tables::Ref;
-use super::{ENTRIES, Flush, FrameAccess, SYNC_BUDGET, ShadowFormat, Vtlb};
+use super::{ENTRIES, Flush, FrameAccess, ShadowFormat, Vtlb};
 
 /// Returns whether the guest's entry `now` has the translation of its copy: it may have become
 /// accessed or dirty, but not lost these marks.
@@ -12,14 +12,14 @@ fn is_same<F: ShadowFormat>(now: u64, copy: u64) -> bool {
     if super::tests::skips_rights() {
         return (now ^ copy) & F::MEANING & !F::MARKS & !F::WRITE == 0;
     }
-    (now ^ copy) & F::MEANING & !F::MARKS == 0 && copy & F::MARKS & !now == 0
+    (now ^ copy) & F::MEANING & (copy | !F::MARKS) == 0
 }
 
 impl<F: ShadowFormat> Vtlb<F> {
     /// Removes all entries of a root. Shared tables stay.
     pub(super) fn clear(&self, frames: &impl FrameAccess, root: Ref) {
         for slot in self.table(root).slots() {
-            self.drop_entry(frames, root, slot, 0);
+            self.remove(frames, root, slot, 0);
         }
         self.request(Flush::Space);
     }
@@ -45,58 +45,48 @@ impl<F: ShadowFormat> Vtlb<F> {
         }
     }
 
-    /// Returns whether an entry of a root refers to a shared table.
-    fn is_linked_shared(&self, frames: &impl FrameAccess, root: Ref, slot: usize) -> bool {
-        let child = self.child(frames, root, slot);
-        child.is_some_and(|child| self.table(child).parent.get() != Some(root))
-    }
-
-    /// Removes the entries of a root that differ from the guest's tables, with all below them.
-    pub(super) fn sync(&self, frames: &impl FrameAccess, root: Ref) {
-        let mut budget = SYNC_BUDGET;
-        self.sync_table(frames, root, 0, &mut budget);
-    }
-
-    /// Compares a table. `base`: first address that it translates.
-    fn sync_table(&self, frames: &impl FrameAccess, table: Ref, base: u64, budget: &mut u32) {
+    /// Removes the entries of a table that differ from the guest's tables, with all below them.
+    /// `base`: first address that it translates. `budget`: number of entries after which
+    /// tables are removed without a comparison; returns what is left of it.
+    pub(super) fn sync(
+        &self,
+        frames: &impl FrameAccess,
+        table: Ref,
+        base: u64,
+        mut budget: u32,
+    ) -> u32 {
         let of = self.table(table);
         let level = u32::from(of.level.get());
         if of.is_split.get() {
             // Compared by the entry above.
-            return;
+            return budget;
         }
         let is_clean = self.is_clean(frames, table);
         if is_clean && level == 0 {
-            return;
+            return budget;
         }
         self.counters.syncs.set(self.counters.syncs.get() + 1);
         let source = of.source.get().host;
         let (guest, first) = (frames.words(source & !0xfff), source as usize / 8);
         let copies = frames.words(of.copies.get());
         for slot in of.slots() {
-            let address = base + ((slot as u64) << (12 + 9 * level));
+            budget = budget.saturating_sub(1);
             let copy = copies[slot].load(Relaxed);
-            let child = Self::child_in(copy);
-            let left = budget.checked_sub(1);
-            *budget = left.unwrap_or(0);
             let now = guest[(first + slot) % ENTRIES].load(Relaxed);
-            let is_kept = left.is_some() && (is_clean || is_same::<F>(now, copy));
-            match child {
-                _ if !is_kept => self.drop_entry(frames, table, slot, address),
-                Some(child) if self.table(child).parent.get() == Some(table) => {
-                    self.sync_table(frames, child, address, budget);
+            let is_kept = is_clean || is_same::<F>(now, copy);
+            if is_kept && level == 0 {
+                continue;
+            }
+            let address = base + ((slot as u64) << (12 + 9 * level));
+            match Self::child_in(copy) {
+                Some(child) if is_kept && self.table(child).parent.get() != Some(table) => {}
+                Some(child) if is_kept && budget > 0 => {
+                    budget = self.sync(frames, child, address, budget);
                 }
-                _ => {}
+                None if is_kept => {}
+                _ => self.remove(frames, table, slot, address),
             }
         }
-    }
-
-    fn drop_entry(&self, frames: &impl FrameAccess, table: Ref, slot: usize, address: u64) {
-        if self.is_linked_shared(frames, table, slot) {
-            self.unlink(frames, table, slot);
-            self.request(Flush::Space);
-        } else {
-            self.remove(frames, table, slot, address);
-        }
+        budget
     }
 }

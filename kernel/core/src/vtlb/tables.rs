@@ -42,6 +42,8 @@ pub struct Table {
     pub source: Cell<GuestSource>,
     /// Bit mask of the entries in use.
     pub filled: [Cell<u64>; ENTRIES / 64],
+    /// Bit mask of the words of `filled` that are not 0, at least.
+    pub words: Cell<u8>,
     /// Table that refers to it; `None`: it is a root.
     pub parent: Cell<Option<Ref>>,
     /// Index of the entry that refers to it.
@@ -66,23 +68,27 @@ pub struct Table {
 
 impl Table {
     /// Marks an entry as used.
-    #[inline]
+    #[inline(always)]
     pub fn fill(&self, slot: usize) {
         let word = &self.filled[slot / 64];
         word.set(word.get() | 1 << (slot % 64));
+        self.words.set(self.words.get() | 1 << (slot / 64));
     }
 
     /// The used entries.
+    #[inline(always)]
     pub fn slots(&self) -> Slots<'_> {
-        Slots { words: &self.filled, next: 0, left: 0 }
+        Slots { filled: &self.filled, words: self.words.get(), word: 0, left: 0 }
     }
 }
 
 /// Indices of the used entries of a table.
 pub struct Slots<'a> {
-    words: &'a [Cell<u64>],
-    /// Word to look at when those of this one are done.
-    next: usize,
+    filled: &'a [Cell<u64>; ENTRIES / 64],
+    /// Bit mask of the words of `filled` that are left.
+    words: u8,
+    /// This word, and what is left of it.
+    word: usize,
     left: u64,
 }
 
@@ -92,12 +98,16 @@ impl Iterator for Slots<'_> {
     #[inline(always)]
     fn next(&mut self) -> Option<usize> {
         while self.left == 0 {
-            self.left = self.words.get(self.next)?.get();
-            self.next += 1;
+            if self.words == 0 {
+                return None;
+            }
+            self.word = self.words.trailing_zeros() as usize;
+            self.words &= self.words - 1;
+            self.left = self.filled[self.word % (ENTRIES / 64)].get();
         }
         let bit = self.left.trailing_zeros() as usize;
         self.left &= self.left - 1;
-        Some(64 * (self.next - 1) + bit)
+        Some((64 * self.word + bit) % ENTRIES)
     }
 }
 
@@ -167,16 +177,18 @@ impl<F: ShadowFormat> Vtlb<F> {
     /// Puts a table, with all below it, on the list of removed tables.
     pub(super) fn put_removed(&self, frames: &impl FrameAccess, table: Ref) {
         let of = self.table(table);
+        self.note_change();
         of.in_use.set(false);
         self.leave(frames, table);
         self.spare.set(self.spare.get() + 1);
-        self.trace.forget_table(of);
+        self.forget_table(of);
         of.next.set(self.removed.replace(Some(table)));
     }
 
     /// Makes a table a member of its space, or not.
     fn set_member(&self, table: Ref, is_member: bool) {
         let owner = self.table(table).owner.get();
+        self.note_trace();
         if owner != SHARED {
             let members = &self.spaces[usize::from(owner) % MAX_SPACES].members;
             let (word, bit) = (&members[table.index() / 64], 1 << (table.index() % 64));
@@ -209,15 +221,16 @@ impl<F: ShadowFormat> Vtlb<F> {
         level: u32,
         source: GuestSource,
     ) -> Result<Ref, NeedsFrames> {
-        let found = if let Some(free) = self.free.get() {
-            self.free.set(self.table(free).next.get());
-            self.spare.set(self.spare.get() - 1);
-            free
-        } else if let Some(removed) = self.removed.get() {
+        // Leaves of removed tables are still counted by tracing: they are emptied first.
+        let found = if let Some(removed) = self.removed.get() {
             self.removed.set(self.table(removed).next.get());
             self.spare.set(self.spare.get() - 1);
             self.empty(frames, removed);
             removed
+        } else if let Some(free) = self.free.get() {
+            self.free.set(self.table(free).next.get());
+            self.spare.set(self.spare.get() - 1);
+            free
         } else if self.missing_tables() > 0 {
             return Err(NeedsFrames);
         } else {
@@ -254,6 +267,7 @@ impl<F: ShadowFormat> Vtlb<F> {
             }
         }
         of.filled.iter().for_each(|word| word.set(0));
+        of.words.set(0);
     }
 
     /// Removes the least useful table: in the space that was used longest ago, of the lowest level,
@@ -284,8 +298,9 @@ impl<F: ShadowFormat> Vtlb<F> {
     fn is_evictable(&self, table: Ref) -> bool {
         let of = self.table(table);
         let is_current_root = self.space().root.get() == Some(table);
-        let is_on_path = self.path.iter().any(|used| used.get() == Some(table));
-        of.in_use.get() && !is_current_root && !is_on_path && self.shared.get() != Some(table)
+        // The current fill needs those that it has used.
+        let is_needed = is_current_root || of.used.get() == self.fills.get();
+        of.in_use.get() && !is_needed && self.shared.get() != Some(table)
     }
 
     /// Removes a table from its parent, or its space if it is a root.
@@ -305,7 +320,6 @@ impl<F: ShadowFormat> Vtlb<F> {
 
     /// Requests a flush for tables of an owner.
     pub(super) fn request_for(&self, owner: u8, flush: Flush) {
-        self.note_removal(owner == SHARED);
         match (owner, flush) {
             (SHARED, Flush::Page { address, .. }) => {
                 self.request(Flush::Page { address, everywhere: true });

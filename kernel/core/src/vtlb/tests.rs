@@ -147,13 +147,13 @@ fn zeroed() -> Vtlb<X86Like> {
     Vtlb {
         tables: core::array::from_fn(|_| Table::default()),
         spaces: Default::default(),
+        hints: Default::default(),
         shared: Default::default(),
         count: Default::default(),
         spare: Default::default(),
         limit: Default::default(),
         free: Default::default(),
         removed: Default::default(),
-        path: Default::default(),
         current: Default::default(),
         top: Default::default(),
         clock: Default::default(),
@@ -161,10 +161,9 @@ fn zeroed() -> Vtlb<X86Like> {
         flush: Default::default(),
         options: Default::default(),
         has_local: Default::default(),
-        removals: Default::default(),
-        shared_removals: Default::default(),
+        changes: Default::default(),
         shared_changes: Default::default(),
-        recent: Default::default(),
+        paths: Default::default(),
         trace: Default::default(),
         counters: Default::default(),
         format: Default::default(),
@@ -323,7 +322,7 @@ impl World {
     fn load(&self, root: u64) {
         self.root.set(root << 12);
         let before = self.vtlb.counters.syncs.get();
-        while self.vtlb.load(&self.machine, root << 12, Some(host(root << 12))).is_err() {
+        while self.vtlb.load(&self.machine, Some(root << 12)).is_err() {
             self.grow();
         }
         assert!(self.vtlb.counters.syncs.get() - before <= MAX_TABLES as u64);
@@ -430,12 +429,20 @@ impl World {
         let fill = Fill {
             address,
             steps: &steps,
+            value: leaf,
             leaf: entry,
             level,
             page,
             is_global: leaf & GLOBAL != 0,
             is_write: writes,
         };
+        let known = self.vtlb.known(&self.machine, address).filter(|_| guest_level == 0);
+        if let Some(known) = known {
+            assert_eq!(known.entry, steps[last]);
+            self.vtlb.set_leaf(&self.machine, known.table, &fill);
+            self.apply();
+            return true;
+        }
         while self.vtlb.fill(&self.machine, &fill).is_err() {
             self.grow();
         }

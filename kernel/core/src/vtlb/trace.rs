@@ -14,41 +14,31 @@ use core::cell::Cell;
 use core::sync::atomic::Ordering::Relaxed;
 
 use super::tables::{Ref, Table};
-use super::{Fill, Flush, FrameAccess, SHARED, ShadowFormat, Vtlb, index};
+use super::{ENTRIES, Fill, Flush, FrameAccess, SHARED, ShadowFormat, Vtlb, index};
 
 /// Number of counters of each filter of leaves, and of the others.
-const LEAVES: usize = 8192;
+const LEAVES: usize = 16384;
 const TABLES: usize = 1024;
+/// Number of aliases that a space remembers.
+pub const WATCHED: usize = 32;
 /// Bit of [`Trace::direct`].
 const IS_KNOWN: u64 = 1;
 /// `log2` of the pages of a leaf at level 1.
 const LARGE_SHIFT: u32 = 9;
 
-/// Counting filter; `SHIFT` selects its hash. A counter that is full stays full.
-struct Filter<const BUCKETS: usize, const SHIFT: u32>([Cell<u8>; BUCKETS]);
+/// Counting filter. A counter that is full stays full.
+struct Filter<const BUCKETS: usize>([Cell<u8>; BUCKETS]);
 
-impl<const BUCKETS: usize, const SHIFT: u32> Default for Filter<BUCKETS, SHIFT> {
+impl<const BUCKETS: usize> Default for Filter<BUCKETS> {
     fn default() -> Self {
         Self([const { Cell::new(0) }; BUCKETS])
     }
 }
 
-impl<const BUCKETS: usize, const SHIFT: u32> Filter<BUCKETS, SHIFT> {
+impl<const BUCKETS: usize> Filter<BUCKETS> {
     fn counter(&self, page: u64) -> &Cell<u8> {
         // Fibonacci hashing.
-        &self.0[(page.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> SHIFT) as usize % BUCKETS]
-    }
-
-    fn add(&self, page: u64) {
-        let counter = self.counter(page);
-        counter.set(counter.get().saturating_add(1));
-    }
-
-    fn remove(&self, page: u64) {
-        let counter = self.counter(page);
-        if counter.get() != u8::MAX {
-            counter.set(counter.get().saturating_sub(1));
-        }
+        &self.0[(page.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 48) as usize % BUCKETS]
     }
 
     fn count(&self, page: u64) -> u8 {
@@ -56,46 +46,59 @@ impl<const BUCKETS: usize, const SHIFT: u32> Filter<BUCKETS, SHIFT> {
     }
 }
 
+fn add(counter: &Cell<u8>) {
+    counter.set(counter.get().saturating_add(1));
+}
+
+fn subtract(counter: &Cell<u8>) {
+    if counter.get() != u8::MAX {
+        counter.set(counter.get().saturating_sub(1));
+    }
+}
+
 /// State of tracing.
 #[derive(Default)]
 pub struct Trace {
-    /// Writable leaves of the lowest level, by guest page; twice, since both rarely collide.
-    writable: Filter<LEAVES, 51>,
-    writable_too: Filter<LEAVES, 24>,
+    /// Writable leaves of the lowest level, by guest page.
+    writable: Filter<LEAVES>,
     /// Writable leaves of level 1, by guest page of their first page.
-    large: Filter<TABLES, 51>,
-    /// Traced tables by page, and by the first page of a leaf at level 1.
-    tables: Filter<TABLES, 51>,
-    regions: Filter<TABLES, 51>,
+    large: Filter<TABLES>,
+    /// First traced table of each list; the page number of a table selects its list.
+    lists: [[Cell<Option<Ref>>; 32]; 8],
+    /// Traced tables, by the first page of a leaf at level 1.
+    regions: Filter<TABLES>,
     /// Differences between linear and guest-physical addresses that large leaves have shown last,
     /// with [`IS_KNOWN`]: one of them is that of the guest's map of its memory.
     direct: [Cell<u64>; 2],
+    /// See [`Vtlb::note_trace`].
+    changes: Cell<u64>,
 }
 
 /// State of tracing of a table.
 #[derive(Default)]
 pub struct TableTrace {
     is_traced: Cell<bool>,
+    /// Next traced table of the list.
+    next: Cell<Option<Ref>>,
     /// A write was seen that the alias does not show any more.
     is_dirty: Cell<bool>,
     /// Number of flushes at which it was not traced.
     attempts: Cell<u8>,
-    /// Writable leaf of its page: table, entry, linear address.
+    /// Writable leaf of its page: table, physical address, linear address.
     alias: Cell<Option<Ref>>,
-    alias_slot: Cell<u16>,
+    alias_at: Cell<u64>,
     alias_address: Cell<u64>,
 }
 
 impl TableTrace {
-    fn alias(&self) -> Option<(Ref, u16, u64)> {
-        let table = self.alias.get()?;
-        Some((table, self.alias_slot.get(), self.alias_address.get()))
+    fn alias(&self) -> Option<(Ref, u64, u64)> {
+        Some((self.alias.get()?, self.alias_at.get(), self.alias_address.get()))
     }
 
-    fn set_alias(&self, alias: Option<(Ref, u16, u64)>) {
+    fn set_alias(&self, alias: Option<(Ref, u64, u64)>) {
         self.alias.set(alias.map(|(table, ..)| table));
-        if let Some((_, slot, address)) = alias {
-            self.alias_slot.set(slot);
+        if let Some((_, at, address)) = alias {
+            self.alias_at.set(at);
             self.alias_address.set(address);
         }
     }
@@ -107,20 +110,9 @@ impl Trace {
         level > 1 || self.regions.count(page >> LARGE_SHIFT) != 0
     }
 
-    /// Stops tracing a table.
-    pub fn forget_table(&self, of: &Table) {
-        if of.trace.is_traced.take() {
-            let page = of.source.get().guest >> 12;
-            self.tables.remove(page);
-            self.regions.remove(page >> LARGE_SHIFT);
-        }
-        of.trace.is_dirty.set(false);
-        of.trace.set_alias(None);
-    }
-
-    /// Number of writable leaves of a page, at least.
-    fn writable_leaves(&self, page: u64) -> u8 {
-        self.writable.count(page).min(self.writable_too.count(page))
+    /// List of the traced tables of a page, among others: pages of tables are often neighbours.
+    fn list(&self, page: u64) -> &Cell<Option<Ref>> {
+        &self.lists[page as usize / 32 % 8][page as usize % 32]
     }
 
     /// Notes the difference between the addresses of a large leaf.
@@ -132,27 +124,38 @@ impl Trace {
         }
     }
 
-    /// Counts a leaf that is removed, or added. Leaves above level 1 do not exist.
-    fn count(&self, page: u64, level: u32, adds: bool) {
-        match (level, adds) {
-            (0, true) => {
-                self.writable.add(page);
-                self.writable_too.add(page);
-            }
-            (0, false) => {
-                self.writable.remove(page);
-                self.writable_too.remove(page);
-            }
-            (_, true) => self.large.add(page >> LARGE_SHIFT),
-            (_, false) => self.large.remove(page >> LARGE_SHIFT),
+    /// Counter of the writable leaves of a page, at a level. Leaves above level 1 do not exist.
+    fn leaves(&self, page: u64, level: u8) -> &Cell<u8> {
+        match level {
+            0 => self.writable.counter(page),
+            _ => self.large.counter(page >> LARGE_SHIFT),
         }
     }
 }
 
 impl<F: ShadowFormat> Vtlb<F> {
+    /// Stops tracing a table.
+    pub(super) fn forget_table(&self, of: &Table) {
+        if of.trace.is_traced.take() {
+            let page = of.source.get().guest >> 12;
+            subtract(self.trace.regions.counter(page >> LARGE_SHIFT));
+            let mut link = self.trace.list(page);
+            while let Some(table) = link.get().map(|table| self.table(table)) {
+                if core::ptr::eq(table, of) {
+                    link.set(of.trace.next.take());
+                    break;
+                }
+                link = &table.trace.next;
+            }
+        }
+        of.trace.is_dirty.set(false);
+        of.trace.set_alias(None);
+        self.note_trace();
+    }
+
     /// Stops tracing of all tables.
     pub(super) fn forget_trace(&self) {
-        self.tables.iter().for_each(|table| self.trace.forget_table(table));
+        self.tables.iter().for_each(|table| self.forget_table(table));
         self.trace.direct.iter().for_each(|direct| direct.set(0));
     }
 
@@ -164,44 +167,44 @@ impl<F: ShadowFormat> Vtlb<F> {
         }
         let page = of.source.get().guest >> 12;
         let alias = self.direct_alias(frames, page);
-        if self.trace.writable_leaves(page) > u8::from(alias.is_some())
+        if self.trace.writable.count(page) > u8::from(alias.is_some())
             || self.trace.large.count(page >> LARGE_SHIFT) != 0
         {
             return;
         }
+        self.note_trace();
         of.trace.is_traced.set(true);
         of.trace.set_alias(alias);
-        self.trace.tables.add(page);
-        self.trace.regions.add(page >> LARGE_SHIFT);
+        of.trace.next.set(self.trace.list(page).replace(Some(table)));
+        add(self.trace.regions.counter(page >> LARGE_SHIFT));
         self.clean_alias(frames, of);
         of.trace.is_dirty.set(false);
     }
 
     /// Traced tables of a guest page: one in each space that uses it.
+    #[inline(always)]
     fn traced_tables(&self, page: u64) -> impl Iterator<Item = &Table> {
-        let count = if self.trace.tables.count(page) == 0 { 0 } else { self.count.get() };
-        self.tables[..usize::from(count)].iter().filter(move |table| {
-            table.trace.is_traced.get() && table.source.get().guest >> 12 == page
-        })
+        let table = |link: &Cell<Option<Ref>>| link.get().map(|table| self.table(table));
+        core::iter::successors(table(self.trace.list(page)), move |of| table(&of.trace.next))
+            .filter(move |of| of.source.get().guest >> 12 == page)
     }
 
     /// Finds the leaf of a page in the guest's map of its memory. A large one is removed, so that
     /// the page gets its own, and one that is not in the current space, too.
-    fn direct_alias(&self, frames: &impl FrameAccess, page: u64) -> Option<(Ref, u16, u64)> {
+    fn direct_alias(&self, frames: &impl FrameAccess, page: u64) -> Option<(Ref, u64, u64)> {
         let mut found = None;
-        let known = self.trace.direct.iter().map(Cell::get).filter(|direct| *direct != 0);
-        let spaces = &self.spaces[..self.options.get().spaces.into()];
-        let order = core::iter::once(self.space()).chain(spaces);
-        for (space, is_first) in order.zip(core::iter::once(true).chain(core::iter::repeat(false)))
-        {
-            let others = self.trace.writable_leaves(page) > u8::from(found.is_some());
-            if !is_first && !others && self.trace.large.count(page >> LARGE_SHIFT) == 0 {
-                break;
-            }
-            for address in known.clone().map(|direct| (direct & !IS_KNOWN).wrapping_add(page << 12))
-            {
-                if let Some((table, slot)) = self.leaf_in(frames, space.root.get(), address) {
-                    found = found.or(self.alias_at(frames, (table, slot), address, page));
+        for direct in self.trace.direct.iter().map(Cell::get).filter(|direct| *direct != 0) {
+            let address = (direct & !IS_KNOWN).wrapping_add(page << 12);
+            // Of shared tables all spaces have the same leaf.
+            let is_shared = self.epoch(address).0 == SHARED;
+            let others = if is_shared { 0 } else { self.options.get().spaces.into() };
+            for space in core::iter::once(self.space()).chain(&self.spaces[..others]) {
+                let is_last = self.trace.writable.count(page) <= u8::from(found.is_some());
+                if is_last && self.trace.large.count(page >> LARGE_SHIFT) == 0 {
+                    return found;
+                }
+                if let Some(leaf) = self.leaf_in(frames, space.root.get(), address) {
+                    found = found.or(self.alias_at(frames, leaf, address, page));
                 }
             }
         }
@@ -212,49 +215,44 @@ impl<F: ShadowFormat> Vtlb<F> {
     fn alias_at(
         &self,
         frames: &impl FrameAccess,
-        (table, slot): (Ref, usize),
+        (table, at): (Ref, u64),
         address: u64,
         page: u64,
-    ) -> Option<(Ref, u16, u64)> {
-        let of = self.table(table);
+    ) -> Option<(Ref, u64, u64)> {
+        let (of, slot) = (self.table(table), at as usize / 8 % ENTRIES);
         let is_usable = of.owner.get() == SHARED || of.owner.get() == self.current.get();
         if of.level.get() > 0 || !is_usable {
             self.remove(frames, table, slot, address);
             return None;
         }
-        let entry = frames.words(of.shadow.get())[slot].load(Relaxed);
         let copy = frames.words(of.copies.get())[slot].load(Relaxed);
-        let is_it = F::address(copy) >> 12 == page && entry & F::WRITE != 0;
-        is_it.then_some((table, slot as u16, address))
+        let is_writable = frames.word(at).load(Relaxed) & F::WRITE != 0;
+        (is_writable && F::address(copy) >> 12 == page).then_some((table, at, address))
     }
 
-    /// Table and entry of the leaf for an address, below a root.
+    /// Table and physical address of the leaf for an address, below a root.
     pub(super) fn leaf_in(
         &self,
         frames: &impl FrameAccess,
         root: Option<Ref>,
         address: u64,
-    ) -> Option<(Ref, usize)> {
+    ) -> Option<(Ref, u64)> {
         let mut table = root?;
         for level in (0..=self.top.get()).rev() {
-            let slot = index(address, level);
-            let entry = frames.words(self.table(table).shadow.get())[slot].load(Relaxed);
-            if !F::is_present(entry) {
-                return None;
-            }
-            match self.child(frames, table, slot) {
+            let (of, slot) = (self.table(table), index(address, level));
+            match Self::child_in(frames.words(of.copies.get())[slot].load(Relaxed)) {
                 Some(child) => table = child,
-                None => return Some((table, slot)),
+                None => {
+                    let at = of.shadow.get() + 8 * slot as u64;
+                    return F::is_present(frames.word(at).load(Relaxed)).then_some((table, at));
+                }
             }
         }
         None
     }
 
-    /// Leaf to be written for a fill, in an entry of `table`.
+    /// Leaf to be written for a writable fill, in an entry of `table`.
     pub(super) fn traced_leaf(&self, table: Ref, slot: usize, fill: &Fill<'_>) -> u64 {
-        if !self.options.get().trace || fill.leaf & F::WRITE == 0 {
-            return fill.leaf;
-        }
         let page = fill.page;
         if fill.level > 0 {
             self.trace.learn(fill.address.wrapping_sub(page << 12) & !0xfff);
@@ -264,12 +262,14 @@ impl<F: ShadowFormat> Vtlb<F> {
         if self.options.get().protect && !fill.is_write {
             return fill.leaf & !F::WRITE;
         }
-        let here = (table, slot as u16, fill.address & !0xfff);
-        if first.trace.alias().is_some_and(|(known, at, _)| (known, at) != (here.0, here.1)) {
+        let at = self.table(table).shadow.get() + 8 * slot as u64;
+        let here = (table, at, fill.address & !0xfff);
+        if first.trace.alias().is_some_and(|(_, known, _)| known != at) {
             // A second alias.
-            self.traced_tables(page).for_each(|of| self.trace.forget_table(of));
+            self.traced_tables(page).for_each(|of| self.forget_table(of));
             return fill.leaf;
         }
+        self.note_trace();
         for of in self.traced_tables(page) {
             of.trace.set_alias(Some(here));
             of.trace.is_dirty.set(of.trace.is_dirty.get() || self.options.get().protect);
@@ -282,8 +282,8 @@ impl<F: ShadowFormat> Vtlb<F> {
 
     /// Counts a leaf that was written; its copy has the guest's page.
     pub(super) fn leaf_added(&self, of: &Table, leaf: u64, copy: u64) {
-        if self.options.get().trace && leaf & F::WRITE != 0 {
-            self.trace.count(F::address(copy) >> 12, of.level.get().into(), true);
+        if leaf & F::WRITE != 0 {
+            add(self.trace.leaves(F::address(copy) >> 12, of.level.get()));
         }
     }
 
@@ -293,15 +293,14 @@ impl<F: ShadowFormat> Vtlb<F> {
             return;
         }
         let page = F::address(copy) >> 12;
-        self.trace.count(page, of.level.get().into(), false);
+        subtract(self.trace.leaves(page, of.level.get()));
         if of.level.get() > 0 {
             return;
         }
         for traced in self.traced_tables(page) {
-            if let Some((table, at, _)) = traced.trace.alias()
-                && core::ptr::eq(self.table(table), of)
-                && usize::from(at) == slot
-            {
+            let here = of.shadow.get() + 8 * slot as u64;
+            if traced.trace.alias().is_some_and(|(_, at, _)| at == here) {
+                self.note_trace();
                 traced.trace.set_alias(None);
                 traced.trace.is_dirty.set(traced.trace.is_dirty.get() || leaf & F::DIRTY != 0);
             }
@@ -330,56 +329,75 @@ impl<F: ShadowFormat> Vtlb<F> {
     }
 
     /// Returns whether no table of the current space was written since the last call; then all are
-    /// traced.
+    /// traced. The aliases of a space that was clean are remembered until any state changes.
     pub(super) fn is_space_clean(&self, frames: &impl FrameAccess) -> bool {
         if !self.options.get().trace {
             return false;
         }
-        let is_clean = |number: u16| {
-            let of = self.table(Ref::new(number));
-            let trace = &of.trace;
-            of.is_split.get()
-                || trace.is_traced.get()
-                    && !trace.is_dirty.get()
-                    && !self.alias_is_dirty(frames, of)
-        };
-        self.space().members.iter().zip([0, 64]).all(|(word, first)| {
-            let mut left = word.get();
+        let space = self.space();
+        let is_dirty = |at: u64| frames.word(at).load(Relaxed) & F::DIRTY != 0;
+        let watched = &space.watched[..usize::from(space.watches.get()) % (WATCHED + 1)];
+        if space.watched_at.get() == self.trace.changes.get() {
+            return !watched.iter().any(|at| is_dirty(at.get()));
+        }
+        let mut count = 0;
+        for (word, members) in space.members.iter().enumerate() {
+            let mut left = members.get();
             while left != 0 {
-                if !is_clean(first + left.trailing_zeros() as u16) {
+                let of = &self.tables[64 * word + left.trailing_zeros() as usize];
+                left &= left - 1;
+                if of.is_split.get() {
+                    continue;
+                }
+                let is_seen = of.trace.is_traced.get() && !of.trace.is_dirty.get();
+                if !is_seen || self.alias_is_dirty(frames, of) {
                     return false;
                 }
-                left &= left - 1;
+                if of.trace.alias.get().is_some() {
+                    if let Some(watched) = space.watched.get(count) {
+                        watched.set(of.trace.alias_at.get());
+                    }
+                    count += 1;
+                }
             }
-            true
-        })
+        }
+        if count <= WATCHED {
+            space.watches.set(count as u8);
+            space.watched_at.set(self.trace.changes.get());
+        }
+        true
     }
 
+    /// Notes that a table is traced or dirty, or is not, has another alias, or another space.
+    pub(super) fn note_trace(&self) {
+        self.trace.changes.set(self.trace.changes.get() + 1);
+    }
+
+    #[inline(always)]
     fn alias_is_dirty(&self, frames: &impl FrameAccess, of: &Table) -> bool {
-        of.trace.alias().is_some_and(|(table, slot, _)| {
-            let leaf = &frames.words(self.table(table).shadow.get())[usize::from(slot)];
-            !self.options.get().protect && leaf.load(Relaxed) & F::DIRTY != 0
-        })
+        of.trace.alias.get().is_some()
+            && frames.word(of.trace.alias_at.get()).load(Relaxed) & F::DIRTY != 0
     }
 
     /// Makes the alias of a table show the next write. All tables of the page become dirty if it
     /// has shown one.
     fn clean_alias(&self, frames: &impl FrameAccess, of: &Table) {
-        let Some((table, slot, address)) = of.trace.alias() else { return };
-        let is_protected = self.options.get().protect;
-        if !is_protected && !self.alias_is_dirty(frames, of) {
+        let Some((table, at, address)) = of.trace.alias() else { return };
+        let leaf = frames.word(at);
+        let old = leaf.load(Relaxed);
+        if old & F::DIRTY == 0 {
             return;
         }
         let alias = self.table(table);
-        let leaf = &frames.words(alias.shadow.get())[usize::from(slot)];
-        let old = leaf.load(Relaxed);
-        if is_protected {
+        leaf.store(old & !F::DIRTY, Relaxed);
+        if self.options.get().protect {
             // It has no writable leaf then.
-            let copy = frames.words(alias.copies.get())[usize::from(slot)].load(Relaxed);
-            self.leaf_removed(alias, slot.into(), old & !F::DIRTY, copy);
-            leaf.store(old & !F::WRITE, Relaxed);
+            let slot = at as usize / 8 % ENTRIES;
+            let copy = frames.words(alias.copies.get())[slot].load(Relaxed);
+            self.leaf_removed(alias, slot, old & !F::DIRTY, copy);
+            leaf.store(old & !F::DIRTY & !F::WRITE, Relaxed);
         } else {
-            leaf.store(old & !F::DIRTY, Relaxed);
+            self.note_trace();
             let page = of.source.get().guest >> 12;
             self.traced_tables(page).for_each(|traced| traced.trace.is_dirty.set(true));
         }

@@ -97,6 +97,12 @@ impl ControlRegisters {
         Registers { cr0: registers.cr0 & !FREE | save.cr0.get() & FREE, ..registers }
     }
 
+    /// The guest's registers, except for the bits of CR0 that change without an exit.
+    #[inline(always)]
+    pub fn last(&self) -> Registers {
+        self.0.get()
+    }
+
     /// Sets CR3.
     pub fn set_root(&self, cr3: u64) {
         self.0.set(Registers { cr3, ..self.0.get() });

@@ -2,7 +2,7 @@
 //! does not decode them (APM vol. 2 §15.33.2). The VMM decodes all others.
 
 /// An instruction and its length in bytes.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Instruction {
     /// Its effect.
     pub kind: Kind,
@@ -13,8 +13,13 @@ pub struct Instruction {
 }
 
 /// Effect of an instruction.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+// Zero is `Other`: see `State`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[repr(u8)]
 pub enum Kind {
+    /// Any other: the VMM decodes it.
+    #[default]
+    Other,
     /// `MOV CR3, r64`.
     LoadRoot,
     /// `MOV r64, CR3`.
@@ -24,13 +29,15 @@ pub enum Kind {
 }
 
 /// Decodes the first bytes of an instruction in 64-bit mode, little-endian.
-pub fn decode(bytes: u64) -> Option<Instruction> {
+pub fn decode(bytes: u64) -> Instruction {
+    const OTHER: Instruction = Instruction { kind: Kind::Other, register: 0, length: 0 };
+
     let rex = bytes as u8;
     let (rex, rest, prefix) = if rex & 0xf0 == 0x40 { (rex, bytes >> 8, 1) } else { (0, bytes, 0) };
-    let [0x0f, opcode, operand, ..] = rest.to_le_bytes() else { return None };
+    let [0x0f, opcode, operand, ..] = rest.to_le_bytes() else { return OTHER };
     // REX.R would select CR11.
     if rex & 4 != 0 {
-        return None;
+        return OTHER;
     }
     let (field, low) = (operand >> 3 & 7, operand & 7);
     let kind = match (opcode, field) {
@@ -38,10 +45,10 @@ pub fn decode(bytes: u64) -> Option<Instruction> {
         (0x20, 3) => Kind::StoreRoot,
         // Without displacement, SIB byte or RIP.
         (0x01, 7) if operand >> 6 == 0 && low != 4 && low != 5 => Kind::Invalidate,
-        _ => return None,
+        _ => return OTHER,
     };
     let register = usize::from(low | (rex & 1) << 3);
-    Some(Instruction { kind, register, length: 3 + prefix })
+    Instruction { kind, register, length: 3 + prefix }
 }
 
 #[cfg(test)]
@@ -53,13 +60,14 @@ mod tests {
         let of = |bytes: &[u8]| {
             let mut word = [0xcc; 8];
             word[..bytes.len()].copy_from_slice(bytes);
-            decode(u64::from_le_bytes(word)).map(|found| (found.kind, found.register, found.length))
+            let found = decode(u64::from_le_bytes(word));
+            (found.kind, found.register, found.length)
         };
-        assert_eq!(of(&[0x0f, 0x22, 0xd8]), Some((Kind::LoadRoot, 0, 3)));
-        assert_eq!(of(&[0x41, 0x0f, 0x22, 0xdc]), Some((Kind::LoadRoot, 12, 4)));
-        assert_eq!(of(&[0x48, 0x0f, 0x20, 0xdf]), Some((Kind::StoreRoot, 7, 4)));
-        assert_eq!(of(&[0x0f, 0x01, 0x3f]), Some((Kind::Invalidate, 7, 3)));
-        assert_eq!(of(&[0x41, 0x0f, 0x01, 0x38]), Some((Kind::Invalidate, 8, 4)));
+        assert_eq!(of(&[0x0f, 0x22, 0xd8]), (Kind::LoadRoot, 0, 3));
+        assert_eq!(of(&[0x41, 0x0f, 0x22, 0xdc]), (Kind::LoadRoot, 12, 4));
+        assert_eq!(of(&[0x48, 0x0f, 0x20, 0xdf]), (Kind::StoreRoot, 7, 4));
+        assert_eq!(of(&[0x0f, 0x01, 0x3f]), (Kind::Invalidate, 7, 3));
+        assert_eq!(of(&[0x41, 0x0f, 0x01, 0x38]), (Kind::Invalidate, 8, 4));
         let others: [&[u8]; 8] = [
             &[0x0f, 0x22, 0xc0],
             &[0x0f, 0x22, 0xe0],
@@ -71,7 +79,7 @@ mod tests {
             &[0x65, 0x0f, 0x01, 0x38],
         ];
         for bytes in others {
-            assert_eq!(of(bytes), None, "{bytes:x?}");
+            assert_eq!(of(bytes).0, Kind::Other, "{bytes:x?}");
         }
     }
 }

@@ -6,16 +6,16 @@ use abi::vcpu::exit::MEMORY_FAULT;
 use abi::vcpu::memory_fault;
 use abi::vcpu::x86::exit::EXCEPTION;
 use abi::vcpu::x86::{VcpuState, gpr, vtlb_counter};
-use hw_walk::{Intent, Paging, Translation};
+use hw_walk::{Entry, Intent, Page, Paging, Rights, Translation};
 use hw_x86::msr::efer;
-use hw_x86::paging::{ENTRIES, cr4, entry, fault};
+use hw_x86::paging::{cr4, entry, fault};
 use hw_x86::vmcb::{ControlArea, Vmcb, event, exit, tlb_control, v_intr};
 use kernel_core::vtlb::{Fill, FrameAccess, Step};
 
-use super::State;
 use super::control::Registers;
-use super::decode::{Kind, decode};
+use super::decode::{Instruction, Kind, decode};
 use super::memory::HostPage;
+use super::{Code, State};
 use crate::features::features;
 use crate::hvm::internal;
 use crate::svm::asid::Asids;
@@ -37,18 +37,22 @@ const LONG_CODE: u64 = 1 << (16 + 9);
 impl State {
     /// Handles an exit. Returns the reason of the exit for the caller, `None` if the guest
     /// continues.
+    #[inline(always)]
     pub fn handle(&self, asids: &Asids, vmcb: &Vmcb, state: &VcpuState) -> Option<u64> {
         let code = vmcb.control.exit_code.get();
         let reason = match code {
             exit::PAGE_FAULT => self.page_fault(vmcb),
             exit::INVLPG | exit::CR3_READ | exit::CR3_WRITE => self.instruction(vmcb, state, code),
-            _ => Some(reason(code)),
+            _ => return Some(reason(code)),
         };
         if reason.is_none() {
+            vmcb.control.tlb_control.set(tlb_control::NOTHING);
+            if code == exit::PAGE_FAULT && !self.tables().needs_flush() {
+                return None;
+            }
             if self.needs_load.get() {
                 return Some(internal::NEEDS_FRAMES);
             }
-            vmcb.control.tlb_control.set(tlb_control::NOTHING);
             self.apply(asids, vmcb);
         }
         reason
@@ -63,7 +67,7 @@ impl State {
         if !is_long || save.cpl.get() != 0 || save.rflags.get() & (RFLAGS_TF | RFLAGS_RF) != 0 {
             return for_vmm;
         }
-        let Some(found) = self.code(save.rip.get()).and_then(decode) else { return for_vmm };
+        let Some(found) = self.decoded(save.rip.get()) else { return for_vmm };
         let register = found.register;
         let value = match register {
             gpr::RAX => save.rax.get(),
@@ -77,7 +81,7 @@ impl State {
                 }
                 self.count(vtlb_counter::LOADS);
                 self.control.set_root(value);
-                self.load(vmcb);
+                self.load();
             }
             Kind::StoreRoot => {
                 let cr3 = self.control.get(save).cr3;
@@ -88,6 +92,7 @@ impl State {
                 }
             }
             Kind::Invalidate => self.invalidate(value),
+            Kind::Other => return for_vmm,
         }
         save.rip.set(save.rip.get().wrapping_add(found.length));
         vmcb.control.interrupt_shadow.set(0);
@@ -95,44 +100,63 @@ impl State {
         None
     }
 
-    /// Eight bytes of code, through the shadow tables; `None` if these lack them.
-    fn code(&self, address: u64) -> Option<u64> {
+    /// Instruction at an address, by eight bytes that are read through the shadow tables; `None` if
+    /// these lack them. Where it is and what it was is remembered, since there are few.
+    fn decoded(&self, address: u64) -> Option<Instruction> {
         let offset = address as usize & 0xfff;
         if offset > 4096 - 8 {
             return None;
         }
-        let words = self.memory.words(self.code_page(address)?);
-        let (index, shift) = (offset / 8, 8 * (offset % 8));
-        let low = words[index].load(Relaxed) >> shift;
-        let high = match shift {
-            0 => 0,
-            _ => words[(index + 1) % ENTRIES].load(Relaxed) << (64 - shift),
-        };
-        Some(low | high)
-    }
-
-    /// Physical address of a page of code. It is remembered, since all loads of CR3 are in one.
-    fn code_page(&self, address: u64) -> Option<u64> {
-        let (space, removals) = self.tables().epoch(address);
-        let known = &self.code[usize::from(space) % self.code.len()];
-        let key = (address >> 12, space, removals);
-        let (of, physical) = known.get();
-        if of == key && physical != 0 {
-            return Some(physical);
+        let (space, tables) = self.tables().epoch(address);
+        let known = &self.code[((offset / 4) ^ usize::from(space)) % self.code.len()];
+        let mut code = known.get();
+        if code.key != (address, space, tables)
+            || self.memory.word(code.leaf_at).load(Relaxed) != code.leaf
+        {
+            let (leaf_at, page) = self.tables().translate(&self.memory, address)?;
+            let leaf = self.memory.word(leaf_at).load(Relaxed);
+            if leaf & entry::UNCACHED != 0 {
+                // Device memory: a read may have effects.
+                return None;
+            }
+            let (key, at) = ((address, space, tables), page + offset as u64);
+            code = Code { key, leaf_at, leaf, at, ..Code::default() };
         }
-        let (leaf, found) = self.tables().translate(&self.memory, address)?;
-        if leaf & entry::UNCACHED != 0 {
-            // Device memory: a read may have effects.
-            return None;
+        let words = [code.at, code.at + 7].map(|at| self.memory.word(at).load(Relaxed));
+        if code.words != words {
+            let bytes = (u128::from(words[1]) << 64 | u128::from(words[0])) >> (8 * (offset % 8));
+            code = Code { words, instruction: decode(bytes as u64), ..code };
+            known.set(code);
         }
-        known.set((key, found));
-        Some(found)
+        Some(code.instruction)
     }
 
     /// Handles a page fault: fills the translation, or gives the fault to the guest.
+    #[inline(never)]
     fn page_fault(&self, vmcb: &Vmcb) -> Option<u64> {
+        let (paging, access) = self.access(vmcb);
+        if let Some(known) = self.tables().known(&self.memory, access.0) {
+            let above = Rights { all: known.bits.0, any: known.bits.1 };
+            let entry = Entry { at: known.entry.at, value: known.entry.value };
+            match paging.translate_last(&self.memory, access, above, entry) {
+                Err(found) => return self.inject(vmcb, found.code.into(), access.0),
+                Ok(None) => return resume(vmcb),
+                Ok(Some(page)) => {
+                    if let Some(fill) = self.page(&paging, access, &page, 0) {
+                        self.tables().set_leaf(&self.memory, known.table, &fill);
+                        return resume(vmcb);
+                    }
+                }
+            }
+        }
+        self.walk(vmcb)
+    }
+
+    /// CPU state for the access that has faulted, and its address and kind.
+    #[inline(always)]
+    fn access(&self, vmcb: &Vmcb) -> (Paging, (u64, Intent)) {
         let (code, address) = (vmcb.control.exit_info1.get(), vmcb.control.exit_info2.get());
-        let Registers { cr0, cr3, cr4, efer } = self.control.get(&vmcb.save);
+        let Registers { cr0, cr3, cr4, efer } = self.control.last();
         let intent = match code {
             _ if code & fault::FETCH != 0 => Intent::Fetch,
             _ if code & fault::WRITE != 0 => Intent::Write,
@@ -142,17 +166,23 @@ impl State {
         // RFLAGS.AC does not permit implicit accesses of the processor at CPL 3 (SMAP).
         let implicit = if vmcb.save.cpl.get() == 3 && !user { RFLAGS_AC } else { 0 };
         let rflags = vmcb.save.rflags.get() & !implicit;
-        let paging = Paging { cr0, cr3, cr4, efer, rflags, user };
-        let found = paging.translate(&self.memory, address, intent, true);
-        match &found {
-            Err(found) => self.inject(vmcb, found.code.into(), address),
+        (Paging { cr0, cr3, cr4, efer, rflags, user }, (address, intent))
+    }
+
+    /// Handles a page fault by a walk of all levels.
+    #[inline(never)]
+    fn walk(&self, vmcb: &Vmcb) -> Option<u64> {
+        let (paging, access) = self.access(vmcb);
+        match &paging.translate(&self.memory, access.0, access.1, true) {
+            Err(found) => self.inject(vmcb, found.code.into(), access.0),
             // Another vCPU changes the entry all the time: the guest repeats the access.
             Ok(found) if !found.is_marked() => resume(vmcb),
-            Ok(found) => self.fill(vmcb, &paging, (address, intent), found),
+            Ok(found) => self.fill(vmcb, &paging, access, found),
         }
     }
 
     /// Injects a page fault that the guest's tables cause.
+    #[inline(never)]
     fn inject(&self, vmcb: &Vmcb, code: u64, address: u64) -> Option<u64> {
         const PAGE_FAULT: u64 = event::VALID | event::TYPE_EXCEPTION | event::ERROR_VALID | 14;
         self.count(vtlb_counter::FAULTS);
@@ -170,17 +200,25 @@ impl State {
     }
 
     /// Fills a translation that the guest's tables allow.
+    #[inline(never)]
     fn fill(
         &self,
         vmcb: &Vmcb,
         paging: &Paging,
-        (address, intent): (u64, Intent),
+        access: (u64, Intent),
         found: &Translation,
     ) -> Option<u64> {
-        let is_write = intent == Intent::Write;
-        let host = self.memory.translate(found.address);
-        let Some(host) = host.filter(|host| host.is_writable() || !is_write) else {
-            let info = match intent {
+        let mut steps = [Step::default(); 4];
+        let entries = found.entries();
+        for (step, &Entry { at, value }) in steps.iter_mut().zip(entries) {
+            *step = Step { at, value };
+        }
+        let steps = &steps[..entries.len()];
+        let value = steps.last().map_or(entry::DIRTY, |leaf| leaf.value);
+        let level = if steps.is_empty() { MAX_LEVEL } else { (found.page_shift - 12) / 9 };
+        let page = Page { address: found.address, rights: found.rights, value };
+        let Some(fill) = self.page(paging, access, &page, level) else {
+            let info = match access.1 {
                 Intent::Read => 0,
                 Intent::Write => memory_fault::WRITE,
                 Intent::Fetch => memory_fault::FETCH,
@@ -188,32 +226,33 @@ impl State {
             self.fault.set((found.address, info));
             return Some(MEMORY_FAULT);
         };
+        match self.tables().fill(&self.memory, &Fill { steps, ..fill }) {
+            Ok(()) => resume(vmcb),
+            Err(_) => Some(internal::NEEDS_FRAMES),
+        }
+    }
+
+    /// Translation to fill for a page whose guest entry is at a level; `None` if the access is to
+    /// be a memory fault.
+    #[inline(always)]
+    fn page(
+        &self,
+        paging: &Paging,
+        (address, intent): (u64, Intent),
+        found: &Page,
+        level: u32,
+    ) -> Option<Fill<'static>> {
+        let is_write = intent == Intent::Write;
+        let host = self.memory.translate(found.address)?;
+        if is_write && !host.is_writable() {
+            return None;
+        }
         self.count(vtlb_counter::FILLS);
-        let entries = found.entries();
-        let mut steps = [Step::default(); 4];
-        for (step, read) in steps.iter_mut().zip(entries) {
-            *step = Step { at: read.at, value: read.value | entry::ACCESSED };
-        }
-        if self.tables().top() < 3 {
-            // A pointer of three-level tables has no marks.
-            steps[0].value = entries.first().map_or(0, |pointer| pointer.value);
-        }
-        if is_write && let Some(leaf) = steps[..entries.len()].last_mut() {
-            leaf.value |= entry::DIRTY;
-        }
-        let guest_level = if entries.is_empty() { MAX_LEVEL } else { (found.page_shift - 12) / 9 };
-        let page = found.address >> 12;
-        let level = guest_level.min(host.level).min(MAX_LEVEL);
-        let level = self.tables().leaf_level(page, level);
+        let (page, value) = (found.address >> 12, found.value);
+        let level = self.tables().leaf_level(page, level.min(host.level).min(MAX_LEVEL));
         let leaf = leaf(paging, intent, found, &host, level);
-        let is_global = paging.cr4 & cr4::PGE != 0
-            && entries.last().is_some_and(|leaf| leaf.value & entry::GLOBAL != 0);
-        let steps = &steps[..entries.len()];
-        let fill = Fill { address, steps, leaf, level, page, is_global, is_write };
-        if self.tables().fill(&self.memory, &fill).is_err() {
-            return Some(internal::NEEDS_FRAMES);
-        }
-        resume(vmcb)
+        let is_global = paging.cr4 & cr4::PGE != 0 && value & entry::GLOBAL != 0;
+        Some(Fill { address, steps: &[], value, leaf, level, page, is_global, is_write })
     }
 }
 
@@ -229,35 +268,36 @@ fn resume(vmcb: &Vmcb) -> Option<u64> {
 
 /// Event to inject again because the exit interrupted its delivery, or 0. QEMU TCG keeps a virtual
 /// interrupt pending then, and delivers it; it reports it as an exception.
+#[inline(always)]
 fn interrupted(control: &ControlArea) -> u64 {
     let info = interrupted_event(control.exit_int_info.get());
+    if info == 0 {
+        return 0;
+    }
     let vector = control.v_intr.get() >> v_intr::VECTOR_SHIFT;
     let is_same = (vector ^ info) & event::VECTOR == 0;
     if is_tcg() && virq::is_pending(control) && is_same { 0 } else { info }
 }
 
-/// Shadow leaf of a translation.
-fn leaf(paging: &Paging, intent: Intent, found: &Translation, host: &HostPage, level: u32) -> u64 {
-    let last = found.entries().last();
-    let is_dirty =
-        intent == Intent::Write || last.is_none_or(|leaf| leaf.value & entry::DIRTY != 0);
-    let (mut rights, mut no_execute) = (found.rights, found.no_execute);
-    if intent == Intent::Write && rights & entry::WRITE == 0 {
+/// Shadow leaf of a page.
+#[inline(always)]
+fn leaf(paging: &Paging, intent: Intent, found: &Page, host: &HostPage, level: u32) -> u64 {
+    let Rights { mut all, any } = found.rights;
+    let mut forbidden = any & entry::NX;
+    if intent == Intent::Write && all & entry::WRITE == 0 {
         // Allowed because the guest's CR0.WP is clear: for its kernel only, as long as nothing else
         // asks.
-        rights = entry::WRITE;
-        no_execute |= paging.cr4 & cr4::SMEP != 0 && found.rights & entry::USER != 0;
+        if paging.cr4 & cr4::SMEP != 0 && all & entry::USER != 0 {
+            forbidden = entry::NX;
+        }
+        all = entry::WRITE;
     }
-    let mut leaf = entry::PRESENT | entry::ACCESSED | entry::DIRTY | rights & entry::USER;
-    if rights & entry::WRITE != 0 && is_dirty && host.is_writable() {
-        leaf |= entry::WRITE;
+    let mut leaf = entry::PRESENT | entry::ACCESSED | entry::DIRTY | all & entry::USER;
+    if found.value & entry::DIRTY != 0 {
+        leaf |= all & host.leaf & entry::WRITE;
     }
-    let guest_forbids = no_execute && last.is_some();
-    if guest_forbids || host.leaf & entry::NX != 0 {
-        leaf |= entry::NX;
-    }
+    leaf |= forbidden | host.leaf & (entry::NX | entry::UNCACHED);
     let size = 1_u64 << (12 + 9 * level);
-    leaf |= host.leaf & entry::UNCACHED;
     leaf |= if level > 0 { entry::LARGE } else { 0 };
     leaf | host.physical & !(size - 1)
 }

@@ -16,7 +16,7 @@ use crate::features::features;
 use crate::format::UserFormat;
 use crate::memory::direct;
 
-/// Number of pages that the cache of translations holds.
+/// Number of large pages that the cache of translations holds.
 const CACHED: usize = 32;
 /// Width of guest-physical addresses.
 const GUEST_BITS: u32 = 48;
@@ -50,23 +50,9 @@ pub struct GuestMemory {
     root: Cell<u64>,
     /// Address bits that the processor does not have.
     reserved: Cell<u64>,
-    /// Recently used pages of page tables: page number plus 1, and physical address, with
-    /// [`WRITABLE`].
-    cache: [(Cell<u64>, Cell<u64>); CACHED],
-    /// Recently used large leaves: number of the 2 MiB plus 1, leaf and level, physical address.
-    large: [LargePage; CACHED],
+    /// Recently used large leaves: number of the 2 MiB plus 1, and their first page.
+    large: [(Cell<u64>, Cell<HostPage>); CACHED],
 }
-
-/// A large leaf: see [`GuestMemory`].
-#[derive(Default)]
-struct LargePage {
-    number: Cell<u64>,
-    leaf: Cell<(u64, u32)>,
-    base: Cell<u64>,
-}
-
-/// The guest may write the page.
-const WRITABLE: u64 = 1;
 
 /// Words of a page in the direct map.
 fn page(physical: u64) -> &'static [AtomicU64; ENTRIES] {
@@ -87,8 +73,7 @@ impl GuestMemory {
         self.root.set(root);
         let bits = features().physical_bits.min(52);
         self.reserved.set(entry::ADDRESS >> bits << bits);
-        self.cache.iter().for_each(|(number, _)| number.set(0));
-        self.large.iter().for_each(|large| large.number.set(0));
+        self.large.iter().for_each(|(number, _)| number.set(0));
     }
 
     /// Translates a guest-physical address.
@@ -96,19 +81,17 @@ impl GuestMemory {
     pub fn translate(&self, address: u64) -> Option<HostPage> {
         const LARGE: u64 = 1 << 21;
         let number = address / LARGE;
-        let LargePage { number: known, leaf, base } = &self.large[number as usize % CACHED];
-        if known.get() == number + 1 {
-            let (leaf, level) = leaf.get();
-            let physical = base.get() + (address & (LARGE - 1) & !0xfff);
-            return Some(HostPage { leaf, level, physical });
-        }
-        let found = self.walk(address)?;
-        if found.level > 0 {
+        let (known, first) = &self.large[number as usize % CACHED];
+        if known.get() != number + 1 {
+            let found = self.walk(address)?;
+            if found.level == 0 {
+                return Some(found);
+            }
             known.set(number + 1);
-            leaf.set((found.leaf, found.level));
-            base.set(found.physical & !(LARGE - 1));
+            first.set(HostPage { physical: found.physical & !(LARGE - 1), ..found });
         }
-        Some(found)
+        let first = first.get();
+        Some(HostPage { physical: first.physical + (address & (LARGE - 1) & !0xfff), ..first })
     }
 
     #[inline(never)]
@@ -122,50 +105,26 @@ impl GuestMemory {
         Some(HostPage { leaf, level, physical })
     }
 
-    /// Physical address of the page of RAM at a guest-physical address, with [`WRITABLE`].
+    /// Page of RAM at a guest-physical address.
     #[inline(always)]
-    fn table_word(&self, address: u64) -> Option<u64> {
-        let number = address >> 12;
-        let (known, found) = &self.cache[number as usize % CACHED];
-        if known.get() == number + 1 {
-            return Some(found.get());
-        }
-        self.find_table(address)
-    }
-
-    #[inline(never)]
-    fn find_table(&self, address: u64) -> Option<u64> {
-        let page = self.translate(address).filter(|found| !found.is_device())?;
-        let word = page.physical | if page.is_writable() { WRITABLE } else { 0 };
-        let number = address >> 12;
-        let (known, found) = &self.cache[number as usize % CACHED];
-        known.set(number + 1);
-        found.set(word);
-        Some(word)
-    }
-
-    /// Physical address of the page of RAM at a guest-physical address.
-    #[inline(always)]
-    pub fn table_page(&self, address: u64) -> Option<u64> {
-        self.table_word(address).map(|word| word & entry::ADDRESS)
+    fn table(&self, address: u64) -> Option<HostPage> {
+        self.translate(address).filter(|found| !found.is_device())
     }
 }
 
 impl PageTables for GuestMemory {
     #[inline(always)]
     fn read(&self, at: u64, bytes: u64) -> Option<u64> {
-        let words = page(self.table_word(at)?);
+        let words = page(self.table(at)?.physical);
         let word = words[at as usize / 8 % ENTRIES].load(Relaxed);
         Some(if bytes == 8 { word } else { word >> (8 * (at & 4)) & 0xffff_ffff })
     }
 
     fn replace(&self, at: u64, bytes: u64, old: u64, new: u64) -> bool {
-        let Some(found) = self.table_word(at) else { return true };
         // Marks of tables in read-only memory are lost, as in ROM.
-        if found & WRITABLE == 0 || bytes != 8 {
-            return true;
-        }
-        let word = &page(found)[at as usize / 8 % ENTRIES];
+        let found = self.table(at).filter(|found| found.is_writable() && bytes == 8);
+        let Some(found) = found else { return true };
+        let word = &page(found.physical)[at as usize / 8 % ENTRIES];
         word.compare_exchange(old, new, Relaxed, Relaxed).is_ok()
     }
 
@@ -177,7 +136,7 @@ impl PageTables for GuestMemory {
 
 impl FrameAccess for GuestMemory {
     fn guest_page(&self, guest: u64) -> u64 {
-        self.table_page(guest).unwrap_or(0)
+        self.table(guest).map_or(0, |found| found.physical)
     }
 
     #[inline(always)]
