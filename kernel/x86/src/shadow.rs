@@ -25,11 +25,10 @@ use kernel_core::vtlb::{FRAMES_PER_TABLE, Flush, Options, Vtlb};
 
 use crate::format::UserFormat;
 use crate::svm::asid::Asids;
-use control::{ControlRegisters, Registers};
 use decode::Instruction;
 use memory::GuestMemory;
 
-pub use control::is_supported;
+pub use control::{ControlRegisters, Registers, is_supported, set_intercepts};
 
 type Tables = Vtlb<UserFormat>;
 

@@ -88,6 +88,7 @@ impl Registers {
 }
 
 /// The guest's registers, as far as they are not in the VMCB.
+#[derive(Default)]
 pub struct ControlRegisters(Cell<Registers>);
 
 impl ControlRegisters {
@@ -115,7 +116,9 @@ impl ControlRegisters {
         let is_long = registers.mode() == Mode::Long;
         let real_cr0 = cr0 & !SEEN | FORCED;
         // With LA57 the processor would walk the root as a table of level 5.
-        let real_cr4 = (cr4 | cr4::PAE) & !(cr4::PCIDE | cr4::LA57);
+        // Without paging there are no user pages, but all shadow leaves are.
+        let of_users = if registers.root().is_none() { cr4::SMEP | cr4::SMAP } else { 0 };
+        let real_cr4 = (cr4 | cr4::PAE) & !(cr4::PCIDE | cr4::LA57 | of_users);
         let long = if is_long { 0 } else { efer::LMA | efer::LME };
         save.cr0.set(real_cr0);
         save.cr4.set(real_cr4);

@@ -49,6 +49,9 @@ pub fn set(control: &ControlArea) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::shadow::{self, ControlRegisters, Registers};
+    use hw_x86::paging::{cr0, cr4};
+    use hw_x86::vmcb::Vmcb;
 
     /// Bits of one intercept word, each with its reason.
     type Table = &'static [(u32, &'static str)];
@@ -89,6 +92,41 @@ mod tests {
         (14, "RDPRU: counters reveal activity of other guests"),
     ];
 
+    /// Further ones of a guest with a vTLB.
+    const VTLB_CR: Table = &[
+        (3, "reads of CR3: the processor has the root of the shadow tables"),
+        (19, "writes of CR3: another space, or a flush"),
+        (20, "writes of CR4: PAE stays set, and translations depend on other bits"),
+    ];
+    const VTLB_EXCEPTIONS: Table = &[(14, "#PF: fills the shadow tables, or is the guest's")];
+    const VTLB_WORD_3: Table = &[
+        (5, "CR0_SEL_WRITE: translations depend on PG and WP"),
+        (25, "INVLPG: removes a shadow translation"),
+    ];
+    /// Those while the processor's CR0 and CR4 differ from the guest's.
+    const VTLB_DIFFERS: Table = &[
+        (0, "reads of CR0: the processor has PG and WP"),
+        (4, "reads of CR4: the processor has PAE"),
+        (16, "writes of CR0: the selective intercept compares with the processor's bits"),
+    ];
+
+    /// Compares the intercept words with tables: those of every guest, and others.
+    fn compare(control: &ControlArea, cr: &[Table], exceptions: Table, word_3: Table) {
+        let words: [(&str, u32, &[Table]); 6] = [
+            ("CR", control.intercept_cr.get(), cr),
+            ("DR", control.intercept_dr.get(), &[]),
+            ("exceptions", control.intercept_exceptions.get(), &[EXCEPTIONS, exceptions]),
+            ("word 3", control.intercept3.get(), &[WORD_3, word_3]),
+            ("word 4", control.intercept4.get(), &[WORD_4]),
+            ("word 5", control.intercept5.get(), &[]),
+        ];
+        for (name, word, tables) in words {
+            let bits = tables.iter().copied().flatten();
+            let listed = bits.fold(0, |bits, (bit, _)| bits | 1 << bit);
+            assert_eq!(word, listed, "{name}: {word:#x}, listed {listed:#x}");
+        }
+    }
+
     #[test]
     fn every_intercept_has_a_reason() {
         // SAFETY: all fields are integers.
@@ -98,17 +136,34 @@ mod tests {
         control.intercept_dr.set(u32::MAX);
         control.intercept5.set(u32::MAX);
         set(&control);
-        let words: [(&str, u32, Table); 6] = [
-            ("CR", control.intercept_cr.get(), &[]),
-            ("DR", control.intercept_dr.get(), &[]),
-            ("exceptions", control.intercept_exceptions.get(), EXCEPTIONS),
-            ("word 3", control.intercept3.get(), WORD_3),
-            ("word 4", control.intercept4.get(), WORD_4),
-            ("word 5", control.intercept5.get(), &[]),
-        ];
-        for (name, word, table) in words {
-            let listed = table.iter().fold(0, |bits, (bit, _)| bits | 1 << bit);
-            assert_eq!(word, listed, "{name}: {word:#x}, listed {listed:#x}");
-        }
+        compare(&control, &[], &[], &[]);
+    }
+
+    #[test]
+    fn every_intercept_of_a_vtlb_has_a_reason() {
+        // SAFETY: all fields are integers.
+        let vmcb: Vmcb = unsafe { core::mem::zeroed() };
+        set(&vmcb.control);
+        shadow::set_intercepts(&vmcb.control);
+        compare(&vmcb.control, &[VTLB_CR], VTLB_EXCEPTIONS, VTLB_WORD_3);
+        let registers = ControlRegisters::default();
+        let off = Registers { cr0: cr0::PE, ..Registers::default() };
+        registers.set(&vmcb, off);
+        compare(&vmcb.control, &[VTLB_CR, VTLB_DIFFERS], VTLB_EXCEPTIONS, VTLB_WORD_3);
+        let cr0 = cr0::PE | cr0::PG | cr0::WP;
+        registers.set(&vmcb, Registers { cr0, cr4: cr4::PAE, ..off });
+        compare(&vmcb.control, &[VTLB_CR], VTLB_EXCEPTIONS, VTLB_WORD_3);
+    }
+
+    #[test]
+    fn without_paging_no_page_is_one_of_users() {
+        // SAFETY: all fields are integers.
+        let vmcb: Vmcb = unsafe { core::mem::zeroed() };
+        let cr4 = cr4::PAE | cr4::SMEP | cr4::SMAP;
+        let off = Registers { cr0: cr0::PE | cr0::WP, cr4, ..Registers::default() };
+        ControlRegisters::default().set(&vmcb, off);
+        assert_eq!(vmcb.save.cr4.get(), cr4::PAE);
+        ControlRegisters::default().set(&vmcb, Registers { cr0: off.cr0 | cr0::PG, ..off });
+        assert_eq!(vmcb.save.cr4.get(), cr4);
     }
 }
