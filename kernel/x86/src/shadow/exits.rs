@@ -242,11 +242,13 @@ impl State {
         found: &Page,
         level: u32,
     ) -> Option<Fill<'static>> {
+        let is_allowed = |host: &HostPage| match intent {
+            Intent::Read => true,
+            Intent::Write => host.is_writable(),
+            Intent::Fetch => host.is_executable(),
+        };
+        let host = self.memory.translate(found.address).filter(is_allowed)?;
         let is_write = intent == Intent::Write;
-        let host = self.memory.translate(found.address)?;
-        if is_write && !host.is_writable() {
-            return None;
-        }
         self.count(vtlb_counter::FILLS);
         let (page, value) = (found.address >> 12, found.value);
         let level = self.tables().leaf_level(page, level.min(host.level).min(MAX_LEVEL));

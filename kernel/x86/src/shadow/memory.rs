@@ -38,6 +38,11 @@ impl HostPage {
         self.leaf & entry::WRITE != 0
     }
 
+    /// Returns whether the guest may execute it.
+    pub fn is_executable(self) -> bool {
+        self.leaf & entry::NX == 0
+    }
+
     /// Returns whether it is device memory.
     pub fn is_device(self) -> bool {
         self.leaf & entry::UNCACHED != 0
