@@ -384,32 +384,37 @@ impl<F: ShadowFormat> Vtlb<F> {
             }
             return self.remove(frames, table, index(address, 0), address);
         }
-        self.invalidate_below(frames, self.space().root.get(), address);
-        if is_upper {
-            self.invalidate_below(frames, self.shared.get(), address);
+        let roots = [self.space().root.get(), self.shared.get()];
+        for root in roots.into_iter().take(1 + usize::from(is_upper)).flatten() {
+            self.invalidate_below(frames, root, address);
         }
     }
 
-    fn invalidate_below(&self, frames: &impl FrameAccess, root: Option<Ref>, address: u64) {
-        let Some((table, at)) = self.leaf_in(frames, root, address) else { return };
-        let mut of = self.table(table);
-        if !of.is_split.get() || Some(table) == root {
-            #[cfg(test)]
-            if tests::skips_small_pages() {
-                return;
+    fn invalidate_below(&self, frames: &impl FrameAccess, root: Ref, address: u64) {
+        let (mut at, mut split) = (root, None);
+        for level in (0..=self.top.get()).rev() {
+            if split.is_none() && at != root && self.table(at).is_split.get() {
+                split = Some(at);
             }
-            return self.remove(frames, table, at as usize / 8 % ENTRIES, address);
-        }
-        // The highest table of the split page.
-        let mut split = table;
-        while let Some(parent) = of.parent.get().filter(|parent| Some(*parent) != root) {
-            of = self.table(parent);
-            if !of.is_split.get() {
-                break;
+            let slot = index(address, level);
+            if let Some(child) = self.child(frames, at, slot) {
+                at = child;
+                continue;
             }
-            split = parent;
+            match split {
+                // Other addresses of the page may have been filled.
+                Some(split) => self.detach(frames, split),
+                #[cfg(test)]
+                None if tests::skips_small_pages() => {}
+                None => {
+                    let entry = &frames.words(self.table(at).shadow.get())[slot];
+                    if F::is_present(entry.load(Relaxed)) {
+                        self.remove(frames, at, slot, address);
+                    }
+                }
+            }
+            return;
         }
-        self.detach(frames, split);
     }
 
     /// Physical addresses of the leaf for a linear address and of the page, if the current space
