@@ -58,6 +58,8 @@ pub struct Table {
     pub is_split: Cell<bool>,
     /// It may have leaves that are not global.
     pub is_local: Cell<bool>,
+    /// Its writable leaves are counted ([`super::trace`]).
+    pub is_counted: Cell<bool>,
     /// It is in use: part of a space.
     pub in_use: Cell<bool>,
     /// Value of [`Vtlb::fills`] at the last fill of a leaf.
@@ -244,6 +246,7 @@ impl<F: ShadowFormat> Vtlb<F> {
         table.level.set(level as u8);
         table.is_split.set(false);
         table.is_local.set(false);
+        table.is_counted.set(self.options.get().trace);
         table.used.set(self.fills.get());
         table.in_use.set(true);
         self.set_member(found, true);

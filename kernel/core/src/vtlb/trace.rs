@@ -282,14 +282,15 @@ impl<F: ShadowFormat> Vtlb<F> {
 
     /// Counts a leaf that was written; its copy has the guest's page.
     pub(super) fn leaf_added(&self, of: &Table, leaf: u64, copy: u64) {
-        if leaf & F::WRITE != 0 {
+        if of.is_counted.get() && leaf & F::WRITE != 0 {
             add(self.trace.leaves(F::address(copy) >> 12, of.level.get()));
         }
     }
 
     /// Counts a leaf that is removed, and keeps what its dirty bit says.
     pub(super) fn leaf_removed(&self, of: &Table, slot: usize, leaf: u64, copy: u64) {
-        if !self.options.get().trace || leaf & F::WRITE == 0 {
+        // A removed table may be of a time with other options.
+        if !of.is_counted.get() || leaf & F::WRITE == 0 {
             return;
         }
         let page = F::address(copy) >> 12;
