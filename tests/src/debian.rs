@@ -55,8 +55,8 @@ const PING: &str = "ping -c 1 10.0.2.2\n";
 const STARTED: &str = "systemctl is-system-running --wait\n";
 
 /// Boots it, logs in from outside, installs a package, runs a database, shuts it down, and checks
-/// its disk.
-pub fn run(cpus: u32) -> Result<()> {
+/// its disk. `keys`: further keys of the VM.
+pub fn run(cpus: u32, keys: &str) -> Result<()> {
     let made = make_disk("debian", "postgresql")?;
     let folder = TempDir::with_prefix("parador-test-").context("cannot make a folder")?;
     let disk = copy(&made, folder.path())?;
@@ -65,7 +65,7 @@ pub fn run(cpus: u32) -> Result<()> {
     let ssh = Ssh { key: made.join("ssh-key"), port };
 
     let machine = Machine { cpus, ..Machine::default() };
-    let mut running = Running::start(&description(&made, &disk, port)?, &machine, LIMIT)?;
+    let mut running = Running::start(&description(&made, &disk, port, keys)?, &machine, LIMIT)?;
     let outcome = use_it(&mut running, &ssh, &package);
     outcome.with_context(|| format!("\n{}", running.transcripts()))?;
     drop(running);
@@ -148,13 +148,14 @@ fn use_it(running: &mut Running, ssh: &Ssh, package: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The example, with this disk and port.
-fn description(made: &Path, disk: &Path, port: u16) -> Result<String> {
+/// The example, with this disk and port, and these keys of the VM.
+fn description(made: &Path, disk: &Path, port: u16, keys: &str) -> Result<String> {
     let mut text = fs::read_to_string(workspace().join("examples/debian.toml"))?;
     let changes = [
         ("../target/debian/disk.img", disk.display().to_string()),
         ("../target/debian", made.display().to_string()),
         ("tcp:2222:", format!("tcp:{port}:")),
+        ("[[vm]]\n", format!("[[vm]]\n{keys}\n")),
     ];
     for (from, to) in changes {
         ensure!(text.contains(from), "the example has no `{from}`");

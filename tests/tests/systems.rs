@@ -7,7 +7,7 @@ use parador_tests::repeat::Options;
 use parador_tests::scenario::Backend;
 use parador_tests::systems::guests::GUESTS;
 use parador_tests::systems::refused::{REFUSALS, refusal};
-use parador_tests::systems::{CONSOLE, EVERY_BACKEND, HEAD, micro, scenarios};
+use parador_tests::systems::{CONSOLE, EVERY_BACKEND, HEAD, micro, scenarios, vtlb};
 use parador_tests::{
     afterburn, bochs, debian, docs, fuzz, hosted, isolation, keys, kvm, pae, previrt, refusals,
     runner, sandbox, userland,
@@ -121,7 +121,7 @@ fn tests(seconds: u32) -> Vec<Test> {
         .iter()
         .map(|&cpus| {
             let name = format!("{}/debian/{cpus}-cpu", Backend::NativeX86Npt);
-            Test::new(name, Class::SmpOrKill, move || debian::run(cpus)).with_qemu_threads(cpus)
+            Test::new(name, Class::SmpOrKill, move || debian::run(cpus, "")).with_qemu_threads(cpus)
         })
         .collect();
     // The kernel is built here if need be; the tests that boot it come last.
@@ -134,6 +134,11 @@ fn tests(seconds: u32) -> Vec<Test> {
     if seconds > STRESS_SECONDS {
         let name = format!("{}/linux-686-pae/1-cpu", Backend::NativeX86Vtlb);
         tests.push(Test::new(name, Class::Other, pae::run));
+        for cpus in DEBIAN_CPUS {
+            let name = format!("{}/debian/{cpus}-cpu", Backend::NativeX86Vtlb);
+            let body = move || debian::run(cpus, vtlb::KEY);
+            tests.push(Test::new(name, Class::SmpOrKill, body).with_qemu_threads(cpus));
+        }
     }
     for scenario in scenarios(seconds > STRESS_SECONDS) {
         for &backend in scenario.backends {

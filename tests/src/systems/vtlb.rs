@@ -9,7 +9,7 @@ use crate::system::Machine;
 
 const VTLB: &[Backend] = &[Backend::NativeX86Vtlb];
 /// Key of a VM that turns nested paging off.
-const KEY: &str = "npt = false";
+pub const KEY: &str = "npt = false";
 /// Rungs of a vTLB from the lowest, as keys of a VM; the top one is the default.
 const RUNGS: [&str; 8] = [
     "rung = \"kernel\"",
