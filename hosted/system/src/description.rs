@@ -185,9 +185,11 @@ pub struct Vm {
     pub npt: bool,
     /// Memory for the vTLB of each vCPU, 256K to 1M (the default).
     pub vtlb: Option<Spanned<Size>>,
-    /// Optimisations of the vTLB, each with all before it: `kernel` (none), `global`, `cache=N`
-    /// (1 to 32 address spaces), `sync`, `trace`, `asid`, `invlpga` (the default).
+    /// Optimisations of the vTLB, each with all before it: `kernel` (none), `global`, `cache` (or
+    /// `cache=N` with a number of address spaces), `sync`, `trace`, `asid`, `invlpga` (the default).
     pub rung: Option<Spanned<String>>,
+    /// Number of address spaces that the vTLB keeps from the rung `cache` on: 1 to 32 (8).
+    pub vtlb_spaces: Option<Spanned<u32>>,
     /// Sign by which the vTLB finds page tables that the guest has written.
     pub trace: Option<Spanned<Trace>>,
     /// The system waits for its end.

@@ -1,4 +1,4 @@
-//! vTLB of a VM in a system description: `npt = false`, `vtlb`, `rung`, `trace`.
+//! vTLB of a VM in a system description: `npt = false`, `vtlb`, `rung`, `vtlb_spaces`, `trace`.
 
 use crate::description::{self, Trace};
 use hosted_command::problem::Problem;
@@ -25,18 +25,19 @@ pub(crate) fn check(vm: &description::Vm, problems: &mut Vec<Problem>) -> Option
     if vm.npt {
         let vtlb = vm.vtlb.as_ref().map(|value| ("vtlb", value.span()));
         let rung = vm.rung.as_ref().map(|value| ("rung", value.span()));
+        let spaces = vm.vtlb_spaces.as_ref().map(|value| ("vtlb_spaces", value.span()));
         let trace = vm.trace.as_ref().map(|value| ("trace", value.span()));
-        for (key, span) in [vtlb, rung, trace].into_iter().flatten() {
+        for (key, span) in [vtlb, rung, spaces, trace].into_iter().flatten() {
             let message = format!("`{key}` belongs to a virtual machine without nested paging");
             problems.push(Problem::new(span, message).help("add `npt = false`, or remove the key"));
         }
         return None;
     }
-    let (rung, spaces) = match &vm.rung {
-        None => (Rung::InvalidatePage, DEFAULT_SPACES),
+    let (rung, of_rung) = match &vm.rung {
+        None => (Rung::InvalidatePage, None),
         Some(text) => parse_rung(text.get_ref()).unwrap_or_else(|message| {
             problems.push(Problem::new(text.span(), message));
-            (Rung::InvalidatePage, DEFAULT_SPACES)
+            (Rung::InvalidatePage, None)
         }),
     };
     if let Some(trace) = vm.trace.as_ref().filter(|_| rung < Rung::Trace) {
@@ -46,7 +47,7 @@ pub(crate) fn check(vm: &description::Vm, problems: &mut Vec<Problem>) -> Option
     Some(Vtlb {
         pool: pool(vm.vtlb.as_ref(), problems),
         rung,
-        spaces,
+        spaces: spaces(vm.vtlb_spaces.as_ref(), rung, of_rung, problems),
         trace_writes: vm.trace.as_ref().is_some_and(|trace| *trace.get_ref() == Trace::Write),
     })
 }
@@ -71,16 +72,39 @@ fn pool(given: Option<&Spanned<Size>>, problems: &mut Vec<Problem>) -> u32 {
     MAX_POOL
 }
 
-/// Returns the rung with this name, and the number of address spaces.
-fn parse_rung(text: &str) -> Result<(Rung, u8), String> {
+/// Returns the number of address spaces: that of `vtlb_spaces`, or of the rung `cache=N`.
+fn spaces(
+    given: Option<&Spanned<u32>>,
+    rung: Rung,
+    of_rung: Option<u8>,
+    problems: &mut Vec<Problem>,
+) -> u8 {
+    let Some(given) = given else { return of_rung.unwrap_or(DEFAULT_SPACES) };
+    let mut refuse = |message| problems.push(Problem::new(given.span(), message));
+    if rung < Rung::Cache {
+        refuse("`vtlb_spaces` needs the rung `cache` or one above it".to_owned());
+    } else if let Some(number) = of_rung {
+        refuse(format!("`vtlb_spaces` and the rung `cache={number}` exclude each other"));
+    }
+    match u8::try_from(*given.get_ref()) {
+        Ok(number @ 1..=MAX_SPACES) => number,
+        _ => {
+            refuse(format!("`vtlb_spaces` must be 1 to {MAX_SPACES} (got {})", given.get_ref()));
+            DEFAULT_SPACES
+        }
+    }
+}
+
+/// Returns the rung with this name, and the number of address spaces if it has one.
+fn parse_rung(text: &str) -> Result<(Rung, Option<u8>), String> {
     if let Some(number) = text.strip_prefix(CACHE).and_then(|rest| rest.strip_prefix('=')) {
         return match number.parse() {
-            Ok(spaces @ 1..=MAX_SPACES) => Ok((Rung::Cache, spaces)),
+            Ok(spaces @ 1..=MAX_SPACES) => Ok((Rung::Cache, Some(spaces))),
             _ => Err(format!("`cache=` needs a number from 1 to {MAX_SPACES} (got `{number}`)")),
         };
     }
     let known = RUNGS.iter().find(|(name, _)| *name == text);
-    known.map(|&(_, rung)| (rung, DEFAULT_SPACES)).ok_or_else(|| {
+    known.map(|&(_, rung)| (rung, None)).ok_or_else(|| {
         let names = RUNGS.map(|(name, _)| if name == CACHE { "cache=N" } else { name });
         format!("no rung `{text}`; expected one of {}", names.join(", "))
     })
@@ -89,7 +113,13 @@ fn parse_rung(text: &str) -> Result<(Rung, u8), String> {
 /// Describes a vTLB for the summary.
 pub(crate) fn describe(vtlb: Vtlb) -> String {
     let name = RUNGS.iter().find(|(_, rung)| *rung == vtlb.rung).map_or("", |(name, _)| name);
-    let spaces = if vtlb.rung == Rung::Cache { format!("={}", vtlb.spaces) } else { String::new() };
+    let spaces = match vtlb.rung {
+        Rung::Cache => format!("={}", vtlb.spaces),
+        rung if rung > Rung::Cache && vtlb.spaces != DEFAULT_SPACES => {
+            format!(", {} spaces", vtlb.spaces)
+        }
+        _ => String::new(),
+    };
     let pool = Size(u64::from(vtlb.pool) * PAGE);
     format!("vTLB of {pool} per vCPU up to {name}{spaces}")
 }
@@ -144,6 +174,15 @@ mod tests {
             ),
             ("npt = false\nrung = \"asid\"", Some(Vtlb { rung: Rung::Asid, ..top })),
             ("npt = false\nrung = \"invlpga\"\ntrace = \"dirty\"", Some(top)),
+            ("npt = false\nvtlb_spaces = 32", Some(Vtlb { spaces: 32, ..top })),
+            (
+                "npt = false\nrung = \"cache\"\nvtlb_spaces = 1",
+                Some(Vtlb { rung: Rung::Cache, spaces: 1, ..top }),
+            ),
+            (
+                "npt = false\nrung = \"sync\"\nvtlb_spaces = 2",
+                Some(Vtlb { rung: Rung::Sync, spaces: 2, ..top }),
+            ),
         ] {
             assert_eq!(checked(keys), (expected, Vec::new()), "{keys}");
         }
@@ -163,6 +202,11 @@ mod tests {
             ("npt = false\nrung = \"cache=\"", "\"cache=\"", "1 to 32"),
             ("npt = false\nrung = \"user\"", "\"user\"", "kernel, global, cache=N, sync"),
             ("npt = false\nrung = \"sync\"\ntrace = \"write\"", "\"write\"", "needs the rung"),
+            ("vtlb_spaces = 4", "4", "`vtlb_spaces` belongs to"),
+            ("npt = false\nvtlb_spaces = 0", "0", "must be 1 to 32 (got 0)"),
+            ("npt = false\nvtlb_spaces = 33", "33", "must be 1 to 32 (got 33)"),
+            ("npt = false\nrung = \"global\"\nvtlb_spaces = 4", "4", "needs the rung `cache`"),
+            ("npt = false\nrung = \"cache=4\"\nvtlb_spaces = 4", "4", "exclude each other"),
         ] {
             let (_, problems) = checked(keys);
             let [(found, text)] = &problems[..] else { panic!("{keys}: {problems:?}") };
@@ -177,6 +221,8 @@ mod tests {
         assert_eq!(of("npt = false"), "vTLB of 1 MiB per vCPU up to invlpga");
         let cache = of("npt = false\nvtlb = \"256K\"\nrung = \"cache=4\"");
         assert_eq!(cache, "vTLB of 256 KiB per vCPU up to cache=4");
+        let many = of("npt = false\nvtlb_spaces = 16");
+        assert_eq!(many, "vTLB of 1 MiB per vCPU up to invlpga, 16 spaces");
         assert_eq!(memory(checked("npt = false").0, 3), 3 << 20);
         assert_eq!(memory(None, 3), 0);
     }
