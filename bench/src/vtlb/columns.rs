@@ -10,9 +10,17 @@ pub const TOP: &str = "top";
 pub const JOBS: &str = "jobs";
 /// Frames of each vCPU for shadow tables.
 const POOL: &str = "1M";
-/// Numbers of cached address spaces for which parallel jobs are measured; 8 is the column `cache`.
-const CACHES: [(&str, &str); 3] =
-    [("cache2", "cache=2"), ("cache4", "cache=4"), ("cache16", "cache=16")];
+/// Rung with all optimisations.
+const ALL: &str = "invlpga";
+/// Numbers of address spaces that are kept, for which parallel jobs are measured with all
+/// optimisations: name and title of the column, number. The column `top` keeps 8.
+const SPACES: [(&str, &str, u8); 5] = [
+    ("spaces1", "all, 1 space", 1),
+    ("spaces2", "all, 2 spaces", 2),
+    ("spaces4", "all, 4 spaces", 4),
+    ("spaces16", "all, 16 spaces", 16),
+    ("spaces32", "all, 32 spaces", 32),
+];
 
 /// Manner in which guest memory is virtualized.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,6 +37,8 @@ pub enum Paging {
         rung: &'static str,
         /// Writes to page tables are intercepted, as in KVM, instead of found by dirty bits.
         trace_by_write: bool,
+        /// Key `vtlb_spaces`; `None`: the default.
+        spaces: Option<u8>,
     },
 }
 
@@ -48,9 +58,12 @@ pub struct Column {
 impl Column {
     /// Keys of a VM's description that select this way of paging; empty for nested paging.
     pub fn description(&self) -> String {
-        let Paging::Vtlb { rung, trace_by_write } = self.paging else { return String::new() };
+        let Paging::Vtlb { rung, trace_by_write, spaces } = self.paging else {
+            return String::new();
+        };
         let trace = if trace_by_write { "trace = \"write\"\n" } else { "" };
-        format!("npt = false\nvtlb = \"{POOL}\"\nrung = \"{rung}\"\n{trace}")
+        let spaces = spaces.map_or(String::new(), |spaces| format!("vtlb_spaces = {spaces}\n"));
+        format!("npt = false\nvtlb = \"{POOL}\"\nrung = \"{rung}\"\n{trace}{spaces}")
     }
 
     /// Returns true if this benchmark is measured.
@@ -72,8 +85,8 @@ impl Column {
 /// Returns all columns: references, rungs from the lowest to the highest, variants.
 pub fn all() -> Vec<Column> {
     let column = |name, title, paging| Column { name, title, paging, only_jobs: false };
-    let rung =
-        |name, title, rung| column(name, title, Paging::Vtlb { rung, trace_by_write: false });
+    let vtlb = |rung| Paging::Vtlb { rung, trace_by_write: false, spaces: None };
+    let rung = |name, title, rung| column(name, title, vtlb(rung));
     let mut columns = vec![
         column(NATIVE, "bare machine", Paging::None),
         column("nested", "nested paging", Paging::Nested),
@@ -84,15 +97,17 @@ pub fn all() -> Vec<Column> {
         rung("sync", "+ comparison at flushes", "sync"),
         rung("trace", "+ tracing by dirty bits", "trace"),
         rung("asid", "+ ASID per space", "asid"),
-        rung(TOP, "+ INVLPGA (all)", "invlpga"),
+        rung(TOP, "+ INVLPGA (all)", ALL),
         column(
             "write",
             "all, tracing by write faults",
-            Paging::Vtlb { rung: "invlpga", trace_by_write: true },
+            Paging::Vtlb { rung: ALL, trace_by_write: true, spaces: None },
         ),
     ];
-    columns
-        .extend(CACHES.map(|(name, value)| Column { only_jobs: true, ..rung(name, value, value) }));
+    columns.extend(SPACES.map(|(name, title, spaces)| {
+        let paging = Paging::Vtlb { rung: ALL, trace_by_write: false, spaces: Some(spaces) };
+        Column { only_jobs: true, ..column(name, title, paging) }
+    }));
     columns
 }
 
@@ -106,7 +121,8 @@ mod tests {
         let of =
             |name: &str| columns.iter().find(|column| column.name == name).unwrap().description();
         assert_eq!(of("nested"), "");
-        assert_eq!(of("cache2"), "npt = false\nvtlb = \"1M\"\nrung = \"cache=2\"\n");
+        let two = "npt = false\nvtlb = \"1M\"\nrung = \"invlpga\"\nvtlb_spaces = 2\n";
+        assert_eq!(of("spaces2"), two);
         assert!(of("write").ends_with("rung = \"invlpga\"\ntrace = \"write\"\n"));
     }
 }

@@ -149,6 +149,7 @@ impl Results {
         });
         self.print_table("world switches per operation", |_, cost| Some(cost.switches));
         self.print_micro();
+        self.print_events();
         for one in &self.measured {
             if let Some(statistics) = &one.statistics {
                 statistics.print(&format!("boot and benchmark, {}", one.column.title));
@@ -182,6 +183,16 @@ impl Results {
                 Some(format!("{row} {} ({})", short(cost.instructions), short(cost.switches)))
             });
             println!("{:<30} {}", one.column.title, rows.collect::<Vec<_>>().join(", "));
+        }
+    }
+
+    /// Prints the events of each vTLB: fills, faults that the guest's tables cause, evictions,
+    /// comparisons, ASIDs and others.
+    fn print_events(&self) {
+        println!("\nevents of the vTLB, boot and benchmarks");
+        for one in self.measured.iter().filter(|one| !one.events.is_empty()) {
+            let events = one.events.iter().map(|(name, count)| format!("{name} {count}"));
+            println!("{:<30} {}", one.column.title, events.collect::<Vec<_>>().join(", "));
         }
     }
 
@@ -244,6 +255,8 @@ impl Results {
                 counts.map(|(name, count)| (name.clone(), json!(count))).collect();
             object.insert("entries".to_owned(), json!(statistics.entries));
             object.insert("settled".to_owned(), json!(statistics.settled));
+            let events = one.events.iter().map(|(name, count)| (name.clone(), json!(count)));
+            object.insert("vtlb".to_owned(), Value::Object(events.collect()));
             Some((one.column.name.to_owned(), Value::Object(object)))
         };
         Value::Object(self.measured.iter().filter_map(of_column).collect())
@@ -333,6 +346,7 @@ mod tests {
             costs: BENCHMARKS.iter().map(row).collect(),
             micro: MICRO.iter().map(micro).collect(),
             statistics: None,
+            events: Vec::new(),
             guest_kernel: String::new(),
         }
     }

@@ -37,6 +37,8 @@ pub struct Measured {
     pub micro: Costs,
     /// Statistics of a VM of Parador.
     pub statistics: Option<VmStatistics>,
+    /// Events of its vTLB: name and count; none with nested paging.
+    pub events: Vec<(String, u64)>,
     /// Version of the guest kernel.
     pub guest_kernel: String,
 }
@@ -102,9 +104,14 @@ impl Systems {
             true => Some(VmStatistics::read(&output.log)?),
             false => None,
         };
+        let events = events(&output.log);
+        ensure!(
+            events.is_empty() != matches!(column.paging, Paging::Vtlb { .. }),
+            "the log has events of a vTLB: {events:?}"
+        );
         let guest_kernel = output.fact("kernel").to_owned();
         println!("finished: {}", column.title);
-        Ok(Measured { column: *column, costs, micro, statistics, guest_kernel })
+        Ok(Measured { column: *column, costs, micro, statistics, events, guest_kernel })
     }
 
     /// Runs Linux with the benchmarks.
@@ -146,6 +153,18 @@ impl Systems {
         );
         runs::system_with(name, &description, NO_SLEEP, arguments)
     }
+}
+
+/// Reads the last line `vtlb: name=count ...` of a log.
+fn events(log: &str) -> Vec<(String, u64)> {
+    const MARK: &str = ": vtlb: ";
+    let line = log.lines().rev().find_map(|line| line.split_once(MARK));
+    let words = line.into_iter().flat_map(|(_, rest)| rest.split_whitespace());
+    let counts = words.filter_map(|word| {
+        let (name, count) = word.split_once('=')?;
+        Some((name.to_owned(), count.parse().ok()?))
+    });
+    counts.collect()
 }
 
 /// Runs a system and reads what it has measured.
@@ -197,4 +216,17 @@ fn with_headers(file: &Path) -> Result<Vec<PathBuf>> {
     let paths: Vec<_> = paths.split_whitespace().filter(|word| *word != "\\").collect();
     ensure!(paths.len() > 1, "{} includes nothing", file.display());
     Ok(paths.into_iter().map(PathBuf::from).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reads_the_events_of_a_vtlb() {
+        let log = "root: vm linux: vtlb: fills=1\nroot: vm linux: statistics: entries=3\n\
+                   root: vm linux: vtlb: fills=7 faults=2\nend\n";
+        assert_eq!(events(log), [("fills".to_owned(), 7), ("faults".to_owned(), 2)]);
+        assert!(events("root: vm linux: statistics: entries=3\n").is_empty());
+    }
 }
