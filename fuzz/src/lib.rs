@@ -13,6 +13,7 @@ pub mod input;
 pub mod kernel;
 pub mod proto;
 pub mod virtio;
+pub mod vtlb;
 
 use input::Seed;
 
@@ -28,12 +29,13 @@ pub struct FuzzTarget {
 }
 
 /// All targets.
-pub const TARGETS: [FuzzTarget; 5] = [
+pub const TARGETS: [FuzzTarget; 6] = [
     FuzzTarget { name: "virtio", run: virtio::run, seeds: virtio::seeds },
     FuzzTarget { name: "board", run: board::run, seeds: board::seeds },
     FuzzTarget { name: "proto", run: proto::run, seeds: proto::seeds },
     FuzzTarget { name: "kernel", run: kernel::run, seeds: kernel::seeds },
     FuzzTarget { name: "afterburn", run: afterburn::run, seeds: afterburn::seeds },
+    FuzzTarget { name: "vtlb", run: vtlb::run, seeds: vtlb::seeds },
 ];
 
 /// Returns the target with this name.

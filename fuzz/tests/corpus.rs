@@ -68,6 +68,11 @@ fn afterburn() {
     replay("afterburn");
 }
 
+#[test]
+fn vtlb() {
+    replay("vtlb");
+}
+
 /// Compares the files `seed-*` with the sources. With `PARADOR_WRITE_SEEDS` in the environment it
 /// writes them (`cargo xtask fuzz --seeds`).
 #[test]

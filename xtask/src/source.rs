@@ -167,12 +167,17 @@ fn function(word: &proc_macro2::Ident, rest: &[TokenTree]) -> Option<FunctionLen
     Some(FunctionLength { name: name.to_string(), lines })
 }
 
-/// Paths of the modules in files of their own that `file` declares for unit tests.
+/// Mark of attributes that select code for tests of other crates.
+const TESTING: &str = "feature = \"testing\"";
+/// Attributes of modules that only tests have: those of their own crate, or of others.
+const TEST_ONLY: [&str; 2] = ["#[cfg(test)]", "#[cfg(feature = \"testing\")]"];
+
+/// Paths of the modules in files of their own that `file` declares for tests.
 pub fn test_files(file: &Path, text: &str) -> Vec<PathBuf> {
     let is_root = ["lib.rs", "main.rs", "mod.rs"].iter().any(|root| file.ends_with(root));
     let folder = if is_root { file.with_file_name("") } else { file.with_extension("") };
     let lines: Vec<&str> = text.lines().map(str::trim).collect();
-    let declared = lines.windows(2).filter(|pair| pair[0] == "#[cfg(test)]");
+    let declared = lines.windows(2).filter(|pair| TEST_ONLY.contains(&pair[0]));
     declared
         .filter_map(|pair| pair[1].strip_suffix(';')?.split_once("mod "))
         .map(|(_, name)| folder.join(name).with_extension("rs"))
@@ -207,7 +212,10 @@ pub fn lines(text: &str) -> Lines {
             count.tests += 1;
         }
         attribute = line.trim_end() == "#[cfg(test)]";
-        if in_tests {
+        let is_for_tests = line.contains(TESTING) && line.trim_start().starts_with("#[");
+        if is_for_tests {
+            count.tests += 1;
+        } else if in_tests {
             count.tests += 1;
             in_tests = !line.starts_with('}');
         } else {

@@ -186,7 +186,7 @@ pub struct Vm {
     /// Memory for the vTLB of each vCPU, 256K to 1M (the default).
     pub vtlb: Option<Spanned<Size>>,
     /// Optimisations of the vTLB, each with all before it: `kernel` (none), `global`, `cache` (or
-    /// `cache=N` with a number of address spaces), `sync`, `trace`, `asid`, `invlpga` (the default).
+    /// `cache=N` with a number of address spaces), `sync`, `trace`, `asid`, `invlpga` (default).
     pub rung: Option<Spanned<String>>,
     /// Number of address spaces that the vTLB keeps from the rung `cache` on: 1 to 32 (8).
     pub vtlb_spaces: Option<Spanned<u32>>,

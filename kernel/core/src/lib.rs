@@ -7,6 +7,9 @@
 #![cfg_attr(not(test), no_std)]
 #![deny(unsafe_code)]
 
+#[cfg(feature = "testing")]
+extern crate std;
+
 pub mod arch;
 pub mod mdb;
 pub mod object;

@@ -29,13 +29,13 @@ use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use crate::table::Format;
 
+pub mod defects;
 mod fill;
 mod sync;
 mod tables;
-#[cfg(test)]
-mod tests;
 mod trace;
 
+use defects::breaks;
 pub use fill::{Fill, GuestSource, Known, Step};
 use tables::{Ref, Table};
 
@@ -336,7 +336,7 @@ impl<F: ShadowFormat> Vtlb<F> {
             }
         };
         let of = self.table(root);
-        if !is_known {
+        if !is_known && !breaks("trace-forgets-root") {
             // Its page is another one from now on.
             self.note_change();
             self.forget_table(of);
@@ -377,15 +377,15 @@ impl<F: ShadowFormat> Vtlb<F> {
     pub fn invalidate(&self, frames: &impl FrameAccess, address: u64) {
         // A root may refer to other tables than the shared ones, which keep global translations.
         let is_upper = index(address, self.top.get()) >= UPPER_HALF;
+        let is_shared = is_upper && !breaks("invalidate-shared");
         if !is_upper && let Some(table) = self.path(address).and_then(|path| path.table.get()) {
-            #[cfg(test)]
-            if tests::skips_small_pages() {
-                return;
+            if !breaks("invalidate-small") {
+                self.remove(frames, table, index(address, 0), address);
             }
-            return self.remove(frames, table, index(address, 0), address);
+            return;
         }
         let roots = [self.space().root.get(), self.shared.get()];
-        for root in roots.into_iter().take(1 + usize::from(is_upper)).flatten() {
+        for root in roots.into_iter().take(1 + usize::from(is_shared)).flatten() {
             self.invalidate_below(frames, root, address);
         }
     }
@@ -393,7 +393,8 @@ impl<F: ShadowFormat> Vtlb<F> {
     fn invalidate_below(&self, frames: &impl FrameAccess, root: Ref, address: u64) {
         let (mut at, mut split) = (root, None);
         for level in (0..=self.top.get()).rev() {
-            if split.is_none() && at != root && self.table(at).is_split.get() {
+            let is_split = at != root && self.table(at).is_split.get();
+            if split.is_none() && is_split && !breaks("invalidate-split") {
                 split = Some(at);
             }
             let slot = index(address, level);
@@ -401,17 +402,15 @@ impl<F: ShadowFormat> Vtlb<F> {
                 at = child;
                 continue;
             }
+            let entry = frames.words(self.table(at).shadow.get())[slot].load(Relaxed);
+            let is_present = F::is_present(entry);
             match split {
                 // Other addresses of the page may have been filled.
-                Some(split) => self.detach(frames, split),
-                #[cfg(test)]
-                None if tests::skips_small_pages() => {}
-                None => {
-                    let entry = &frames.words(self.table(at).shadow.get())[slot];
-                    if F::is_present(entry.load(Relaxed)) {
-                        self.remove(frames, at, slot, address);
-                    }
+                Some(split) if !breaks("invalidate-split-unfilled") || is_present => {
+                    self.detach(frames, split);
                 }
+                None if !breaks("invalidate-small") => self.remove(frames, at, slot, address),
+                _ => {}
             }
             return;
         }
@@ -428,6 +427,9 @@ impl<F: ShadowFormat> Vtlb<F> {
 
     /// Removes all translations.
     pub fn drop_all(&self, frames: &impl FrameAccess) {
+        if breaks("drop-spaces") {
+            return;
+        }
         for space in &self.spaces {
             if let Some(root) = space.root.take() {
                 self.put_removed(frames, root);
@@ -446,7 +448,7 @@ impl<F: ShadowFormat> Vtlb<F> {
 
     /// Removes shared tables with leaves that are not global.
     fn drop_local(&self, frames: &impl FrameAccess) {
-        if !self.has_local.take() {
+        if !self.has_local.take() || breaks("drop-local") {
             return;
         }
         for number in 0..self.count.get() {
@@ -460,7 +462,12 @@ impl<F: ShadowFormat> Vtlb<F> {
 
     /// Adds an obligation to flush the TLB.
     #[inline(always)]
+    #[cfg_attr(feature = "testing", track_caller)]
     fn request(&self, new: Flush) {
+        #[cfg(feature = "testing")]
+        if defects::skips(core::panic::Location::caller(), defects::name(new)) {
+            return;
+        }
         const LOCAL: Flush = Flush::Space;
         let merged = match (self.flush.get(), new) {
             (Flush::All, _) | (LOCAL, LOCAL | Flush::Page { everywhere: false, .. }) => return,

@@ -8,6 +8,9 @@
 //! tested.
 #![cfg_attr(not(test), no_std)]
 
+#[cfg(feature = "testing")]
+extern crate std;
+
 pub mod apic;
 #[cfg(target_os = "none")]
 pub mod boot;

@@ -13,6 +13,8 @@ mod control;
 mod decode;
 mod exits;
 mod memory;
+#[cfg(feature = "testing")]
+pub mod testing;
 
 use core::cell::Cell;
 
@@ -21,6 +23,7 @@ use abi::vcpu::x86::{VcpuState, vtlb as option, vtlb_counter};
 use abi::vm_mode::MIN_POOL;
 use hw_x86::vmcb::Vmcb;
 use kernel_core::pool::{Factory, Frame, Handle, Memory};
+use kernel_core::vtlb::defects::breaks;
 use kernel_core::vtlb::{FRAMES_PER_TABLE, Flush, Options, Vtlb};
 
 use crate::format::UserFormat;
@@ -101,12 +104,7 @@ impl Shadow {
     ) -> Result<Self, Status> {
         let frame = memory.alloc_raw(factory, FRAMES)?;
         let this = Self { frame, state: memory.address(frame).cast_const().cast() };
-        this.tables().start(&this.memory, (pool / FRAMES_PER_TABLE) as u16);
-        control::set_intercepts(&vmcb.control);
-        let registers = Registers::written(&vmcb.save);
-        this.tables().set_top(&this.memory, registers.top());
-        this.control.set(vmcb, registers);
-        this.needs_load.set(true);
+        this.start(pool, vmcb);
         Ok(this)
     }
 
@@ -129,6 +127,16 @@ impl State {
         self.counters[counter].set(self.counters[counter].get() + 1);
     }
 
+    /// Begins with an empty pool of at most `pool` pages, and sets the intercepts.
+    fn start(&self, pool: u64, vmcb: &Vmcb) {
+        self.tables().start(&self.memory, (pool / FRAMES_PER_TABLE) as u16);
+        control::set_intercepts(&vmcb.control);
+        let registers = Registers::written(&vmcb.save);
+        self.tables().set_top(&self.memory, registers.top());
+        self.control.set(vmcb, registers);
+        self.needs_load.set(true);
+    }
+
     // ---- between entries ------------------------------------------------------------------------
 
     /// Sets the VM's nested tables.
@@ -141,7 +149,9 @@ impl State {
     /// The VM's nested tables, at `root`, have lost mappings.
     pub fn unmapped(&self, root: u64) {
         self.memory.set_root(root);
-        self.drop_all();
+        if !breaks("unmap-drops") {
+            self.drop_all();
+        }
     }
 
     fn drop_all(&self) {
@@ -155,10 +165,11 @@ impl State {
     pub fn take_control(&self, vmcb: &Vmcb) {
         let (old, new) = (self.control.get(&vmcb.save), Registers::written(&vmcb.save));
         self.control.set(vmcb, new);
-        if old.role() != new.role() || old == new {
+        let is_same = old == new && !breaks("drop-at-same-value");
+        if old.role() != new.role() || is_same {
             self.tables().set_top(&self.memory, new.top());
             self.drop_all();
-        } else if old.cr3 != new.cr3 {
+        } else if old.cr3 != new.cr3 && !breaks("load-at-cr3") {
             self.needs_load.set(true);
         }
     }
@@ -201,19 +212,27 @@ impl State {
         factory: Option<Handle<Factory>>,
         state: &VcpuState,
     ) -> Result<(), Status> {
-        let word = state.vtlb.get();
-        if !self.has_word.replace(true) || self.word.replace(word) != word {
-            self.word.set(word);
-            self.tables().set_options(&self.memory, options(word));
-            self.needs_load.set(true);
-        }
-        if self.tables().free_tables() < GROWTH && self.tables().missing_tables() > 0 {
+        self.take_options(state.vtlb.get());
+        if self.is_short_of_tables() {
             self.grow(memory, factory)?;
         }
         if self.needs_load.get() {
             self.load();
         }
         Ok(())
+    }
+
+    /// Takes over the options of the state page.
+    fn take_options(&self, word: u64) {
+        if !self.has_word.replace(true) || self.word.replace(word) != word {
+            self.word.set(word);
+            self.tables().set_options(&self.memory, options(word));
+            self.needs_load.set(true);
+        }
+    }
+
+    fn is_short_of_tables(&self) -> bool {
+        self.tables().free_tables() < GROWTH && self.tables().missing_tables() > 0
     }
 
     fn grow(&self, memory: &Memory, factory: Option<Handle<Factory>>) -> Result<(), Status> {
@@ -253,10 +272,12 @@ impl State {
         let invalidates = self.word.get() & option::INVALIDATE_PAGE != 0;
         match tables.take_flush() {
             Flush::None => {}
-            Flush::Page { address, everywhere: true } if invalidates => {
+            Flush::Page { address, everywhere: true }
+                if invalidates && !breaks("invalidate-everywhere") =>
+            {
                 tables.tags(epoch).for_each(|asid| invlpga(address, asid));
             }
-            Flush::Page { address, everywhere: false } if invalidates => {
+            Flush::Page { address, .. } if invalidates => {
                 let (asid, of) = tables.tag();
                 if of == epoch {
                     invlpga(address, asid);
@@ -266,7 +287,7 @@ impl State {
             Flush::Page { .. } | Flush::All => tables.drop_tags(),
         }
         let (mut asid, of) = tables.tag();
-        if of != epoch {
+        if of != epoch && !(breaks("compare-epoch") && of != 0) {
             self.count(vtlb_counter::ASIDS);
             let epoch = asids.assign(control);
             asid = control.guest_asid.get();
@@ -290,7 +311,11 @@ fn options(word: u64) -> Options {
     }
 }
 
+#[cfg(feature = "testing")]
+use testing::invlpga;
+
 /// Invalidates one address in the TLB.
+#[cfg(not(feature = "testing"))]
 fn invlpga(address: u64, asid: u32) {
     // Addresses of tables lack the sign.
     let address = ((address << 16) as i64 >> 16) as u64;

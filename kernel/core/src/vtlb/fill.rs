@@ -3,6 +3,7 @@
 use core::cell::Cell;
 use core::sync::atomic::Ordering::Relaxed;
 
+use super::defects::{self, breaks};
 use super::tables::{Ref, Table};
 use super::{Flush, FrameAccess, NeedsFrames, SHARED, ShadowFormat, UPPER_HALF, Vtlb, index};
 
@@ -145,7 +146,8 @@ impl<F: ShadowFormat> Vtlb<F> {
     /// Highest level at which a leaf for guest page number `page` may be, at most `level`: pages
     /// whose writes are traced have leaves of their own.
     pub fn leaf_level(&self, page: u64, level: u32) -> u32 {
-        if level > 0 && self.trace.may_contain(page, level) { 0 } else { level }
+        let is_small = self.trace.may_contain(page, level) && !breaks("trace-small-leaves");
+        if level > 0 && is_small { 0 } else { level }
     }
 
     /// Fills a translation in the current space, which must have been loaded.
@@ -237,7 +239,7 @@ impl<F: ShadowFormat> Vtlb<F> {
         let (source, _) = fill.source(top, level - 1);
         let copy = frames.words(self.table(table).copies.get())[slot].load(Relaxed);
         let child = Self::child_in(copy)?;
-        let is_same = (copy ^ value) & F::MEANING & !F::MARKS == 0;
+        let is_same = (copy ^ value) & F::MEANING & !F::MARKS == 0 || breaks("match-entry");
         // Where it is in the host follows.
         (is_same && self.table(child).source.get().guest == source).then_some(child)
     }
@@ -305,6 +307,7 @@ impl<F: ShadowFormat> Vtlb<F> {
     }
 
     /// Clears an entry in use, with all below it. `address`: an address that it translates.
+    #[cfg_attr(feature = "testing", track_caller)]
     pub(super) fn remove(&self, frames: &impl FrameAccess, table: Ref, slot: usize, address: u64) {
         let of = self.table(table);
         let entry = frames.words(of.shadow.get())[slot].load(Relaxed);
@@ -344,6 +347,7 @@ impl<F: ShadowFormat> Vtlb<F> {
 
     #[inline(always)]
     fn clear_entry(&self, frames: &impl FrameAccess, of: &Table, slot: usize) {
+        defects::step();
         frames.words(of.shadow.get())[slot].store(0, Relaxed);
         frames.words(of.copies.get())[slot].store(0, Relaxed);
         let word = &of.filled[slot / 64];

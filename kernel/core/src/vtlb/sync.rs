@@ -2,17 +2,16 @@
 
 use core::sync::atomic::Ordering::Relaxed;
 
+use super::defects::{self, breaks};
 use super::tables::Ref;
 use super::{ENTRIES, Flush, FrameAccess, ShadowFormat, Vtlb};
 
 /// Returns whether the guest's entry `now` has the translation of its copy: it may have become
 /// accessed or dirty, but not lost these marks.
 fn is_same<F: ShadowFormat>(now: u64, copy: u64) -> bool {
-    #[cfg(test)]
-    if super::tests::skips_rights() {
-        return (now ^ copy) & F::MEANING & !F::MARKS & !F::WRITE == 0;
-    }
-    (now ^ copy) & F::MEANING & (copy | !F::MARKS) == 0
+    let ignored = if breaks("compare-rights") { F::WRITE } else { 0 };
+    let marks = if breaks("compare-marks") { 0 } else { copy };
+    (now ^ copy) & F::MEANING & (marks | !F::MARKS) & !ignored == 0
 }
 
 impl<F: ShadowFormat> Vtlb<F> {
@@ -70,7 +69,8 @@ impl<F: ShadowFormat> Vtlb<F> {
         let (guest, first) = (frames.words(source & !0xfff), source as usize / 8);
         let copies = frames.words(of.copies.get());
         for slot in of.slots() {
-            budget = budget.saturating_sub(1);
+            defects::step();
+            budget = if breaks("compare-budget") { budget } else { budget.saturating_sub(1) };
             let copy = copies[slot].load(Relaxed);
             let now = guest[(first + slot) % ENTRIES].load(Relaxed);
             let is_kept = is_clean || is_same::<F>(now, copy);

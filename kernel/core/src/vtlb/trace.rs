@@ -13,6 +13,7 @@
 use core::cell::Cell;
 use core::sync::atomic::Ordering::Relaxed;
 
+use super::defects::{self, breaks};
 use super::tables::{Ref, Table};
 use super::{ENTRIES, Fill, Flush, FrameAccess, SHARED, ShadowFormat, Vtlb, index};
 
@@ -167,9 +168,9 @@ impl<F: ShadowFormat> Vtlb<F> {
         }
         let page = of.source.get().guest >> 12;
         let alias = self.direct_alias(frames, page);
-        if self.trace.writable.count(page) > u8::from(alias.is_some())
-            || self.trace.large.count(page >> LARGE_SHIFT) != 0
-        {
+        let has_unknown = self.trace.writable.count(page) > u8::from(alias.is_some())
+            || self.trace.large.count(page >> LARGE_SHIFT) != 0;
+        if has_unknown && !breaks("trace-unknown-leaves") {
             return;
         }
         self.note_trace();
@@ -186,7 +187,10 @@ impl<F: ShadowFormat> Vtlb<F> {
     fn traced_tables(&self, page: u64) -> impl Iterator<Item = &Table> {
         let table = |link: &Cell<Option<Ref>>| link.get().map(|table| self.table(table));
         core::iter::successors(table(self.trace.list(page)), move |of| table(&of.trace.next))
-            .filter(move |of| of.source.get().guest >> 12 == page)
+            .filter(move |of| {
+                defects::step();
+                of.source.get().guest >> 12 == page
+            })
     }
 
     /// Finds the leaf of a page in the guest's map of its memory. A large one is removed, so that
@@ -264,7 +268,8 @@ impl<F: ShadowFormat> Vtlb<F> {
         }
         let at = self.table(table).shadow.get() + 8 * slot as u64;
         let here = (table, at, fill.address & !0xfff);
-        if first.trace.alias().is_some_and(|(_, known, _)| known != at) {
+        let is_second = first.trace.alias().is_some_and(|(_, known, _)| known != at);
+        if is_second && !breaks("trace-second-alias") {
             // A second alias.
             self.traced_tables(page).for_each(|of| self.forget_table(of));
             return fill.leaf;
@@ -303,7 +308,8 @@ impl<F: ShadowFormat> Vtlb<F> {
             if traced.trace.alias().is_some_and(|(_, at, _)| at == here) {
                 self.note_trace();
                 traced.trace.set_alias(None);
-                traced.trace.is_dirty.set(traced.trace.is_dirty.get() || leaf & F::DIRTY != 0);
+                let is_dirty = leaf & F::DIRTY != 0 && !breaks("trace-keeps-dirty");
+                traced.trace.is_dirty.set(traced.trace.is_dirty.get() || is_dirty);
             }
         }
     }
@@ -321,8 +327,7 @@ impl<F: ShadowFormat> Vtlb<F> {
             }
             return false;
         }
-        #[cfg(test)]
-        if super::tests::finds_all_clean() {
+        if breaks("trace-writes") {
             return true;
         }
         self.clean_alias(frames, of);
@@ -334,6 +339,9 @@ impl<F: ShadowFormat> Vtlb<F> {
     pub(super) fn is_space_clean(&self, frames: &impl FrameAccess) -> bool {
         if !self.options.get().trace {
             return false;
+        }
+        if breaks("trace-space") {
+            return true;
         }
         let space = self.space();
         let is_dirty = |at: u64| frames.word(at).load(Relaxed) & F::DIRTY != 0;
@@ -347,6 +355,7 @@ impl<F: ShadowFormat> Vtlb<F> {
             while left != 0 {
                 let of = &self.tables[64 * word + left.trailing_zeros() as usize];
                 left &= left - 1;
+                defects::step();
                 if of.is_split.get() {
                     continue;
                 }

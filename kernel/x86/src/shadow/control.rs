@@ -6,6 +6,7 @@ use core::cell::Cell;
 use hw_x86::msr::efer;
 use hw_x86::paging::{cr0, cr4, entry};
 use hw_x86::vmcb::{ControlArea, SaveArea, Vmcb, intercept_cr, intercept_exceptions, intercept3};
+use kernel_core::vtlb::defects::breaks;
 
 use crate::features::features;
 
@@ -69,7 +70,12 @@ impl Registers {
     /// Values that all translations depend on: a change drops them. Other bits of CR4 are included,
     /// which costs nothing.
     pub fn role(&self) -> (u64, u64, u64) {
-        (self.cr0 & (cr0::PG | cr0::WP), self.cr4, self.efer & (efer::LMA | efer::NXE))
+        let has = |rule: &str| if breaks(rule) { 0 } else { u64::MAX };
+        (
+            self.cr0 & (cr0::PG | cr0::WP) & has("drop-at-cr0"),
+            self.cr4 & has("drop-at-cr4"),
+            self.efer & (efer::LMA | efer::NXE) & has("drop-at-efer"),
+        )
     }
 
     /// Level of the root table.

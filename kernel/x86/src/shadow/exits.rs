@@ -10,13 +10,13 @@ use hw_walk::{Entry, Intent, Page, Paging, Rights, Translation};
 use hw_x86::msr::efer;
 use hw_x86::paging::{cr4, entry, fault};
 use hw_x86::vmcb::{ControlArea, Vmcb, event, exit, tlb_control, v_intr};
+use kernel_core::vtlb::defects::breaks;
 use kernel_core::vtlb::{Fill, FrameAccess, Step};
 
 use super::control::Registers;
 use super::decode::{Instruction, Kind, decode};
-use super::memory::HostPage;
+use super::memory::{HostPage, physical_bits};
 use super::{Code, State};
-use crate::features::features;
 use crate::hvm::internal;
 use crate::svm::asid::Asids;
 use crate::svm::exit::{interrupted_event, reason};
@@ -76,7 +76,7 @@ impl State {
         };
         match found.kind {
             Kind::LoadRoot => {
-                if value >> features().physical_bits.min(52) != 0 {
+                if value >> physical_bits() != 0 {
                     return for_vmm;
                 }
                 self.count(vtlb_counter::LOADS);
@@ -289,16 +289,23 @@ fn leaf(paging: &Paging, intent: Intent, found: &Page, host: &HostPage, level: u
     if intent == Intent::Write && all & entry::WRITE == 0 {
         // Allowed because the guest's CR0.WP is clear: for its kernel only, as long as nothing else
         // asks.
-        if paging.cr4 & cr4::SMEP != 0 && all & entry::USER != 0 {
+        let is_fetched = paging.cr4 & cr4::SMEP != 0 && all & entry::USER != 0;
+        if is_fetched && !breaks("supervisor-override-execute") {
             forbidden = entry::NX;
         }
-        all = entry::WRITE;
+        let user = if breaks("supervisor-override") { all & entry::USER } else { 0 };
+        all = entry::WRITE | user;
     }
     let mut leaf = entry::PRESENT | entry::ACCESSED | entry::DIRTY | all & entry::USER;
-    if found.value & entry::DIRTY != 0 {
-        leaf |= all & host.leaf & entry::WRITE;
+    leaf |= if breaks("user-right") { entry::USER } else { 0 };
+    let mut allowed = host.leaf;
+    allowed |= if breaks("contain-writes") { entry::WRITE } else { 0 };
+    allowed &= if breaks("contain-fetches") { !entry::NX } else { !0 };
+    forbidden &= if breaks("execute-right") { 0 } else { !0 };
+    if found.value & entry::DIRTY != 0 || breaks("dirty-before-write") {
+        leaf |= all & allowed & entry::WRITE;
     }
-    leaf |= forbidden | host.leaf & (entry::NX | entry::UNCACHED);
+    leaf |= forbidden | allowed & (entry::NX | entry::UNCACHED);
     let size = 1_u64 << (12 + 9 * level);
     leaf |= if level > 0 { entry::LARGE } else { 0 };
     leaf | host.physical & !(size - 1)

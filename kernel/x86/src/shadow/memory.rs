@@ -11,9 +11,12 @@ use hw_walk::PageTables;
 use hw_x86::paging::{ENTRIES, entry};
 use kernel_core::table::translate;
 use kernel_core::vtlb::FrameAccess;
+use kernel_core::vtlb::defects::breaks;
 
+#[cfg(not(feature = "testing"))]
 use crate::features::features;
 use crate::format::UserFormat;
+#[cfg(not(feature = "testing"))]
 use crate::memory::direct;
 
 /// Number of large pages that the cache of translations holds.
@@ -59,7 +62,17 @@ pub struct GuestMemory {
     large: [(Cell<u64>, Cell<HostPage>); CACHED],
 }
 
+/// Width of physical addresses.
+#[cfg(not(feature = "testing"))]
+pub fn physical_bits() -> u32 {
+    features().physical_bits.min(52)
+}
+
+#[cfg(feature = "testing")]
+pub use super::testing::{page, physical_bits};
+
 /// Words of a page in the direct map.
+#[cfg(not(feature = "testing"))]
 fn page(physical: u64) -> &'static [AtomicU64; ENTRIES] {
     // SAFETY: callers pass frames of a vCPU's pool, nested tables, and RAM that nested tables map:
     // the direct map includes all of them, for ever. Others may write guest memory at any time:
@@ -76,9 +89,11 @@ impl GuestMemory {
     /// Sets the nested tables, and forgets translations.
     pub fn set_root(&self, root: u64) {
         self.root.set(root);
-        let bits = features().physical_bits.min(52);
+        let bits = physical_bits();
         self.reserved.set(entry::ADDRESS >> bits << bits);
-        self.large.iter().for_each(|(number, _)| number.set(0));
+        if !breaks("unmap-forgets-walks") {
+            self.large.iter().for_each(|(number, _)| number.set(0));
+        }
     }
 
     /// Translates a guest-physical address.

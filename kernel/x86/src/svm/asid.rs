@@ -3,8 +3,19 @@
 use core::cell::Cell;
 
 use hw_x86::vmcb::{ControlArea, tlb_control};
+use kernel_core::vtlb::defects::breaks;
 
+#[cfg(not(feature = "testing"))]
 use crate::features::features;
+
+#[cfg(feature = "testing")]
+use crate::shadow::testing::available;
+
+/// Number of ASIDs, including the host's ASID 0.
+#[cfg(not(feature = "testing"))]
+fn available() -> u32 {
+    features().asids
+}
 
 /// ASIDs of a CPU.
 pub struct Asids {
@@ -30,10 +41,12 @@ impl Asids {
     /// Assigns an ASID without TLB entries, which is how a guest's TLB is flushed. Returns its
     /// epoch.
     pub fn assign(&self, control: &ControlArea) -> u64 {
-        if self.next.get() >= features().asids {
+        if self.next.get() >= available() {
             self.next.set(1);
             self.epoch.set(self.epoch.get() + 1);
-            control.tlb_control.set(tlb_control::FLUSH_ALL);
+            if !breaks("flush-at-epoch") {
+                control.tlb_control.set(tlb_control::FLUSH_ALL);
+            }
         }
         control.guest_asid.set(self.next.replace(self.next.get() + 1));
         self.epoch.get()

@@ -1,0 +1,924 @@
+//! The model: a guest, its vCPU and a processor, and what each access must end with.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::Ordering::Relaxed;
+
+use super::choices::Choices;
+use super::guest::{
+    Access, CODE, Delegation, Fact, Guest, Intent, KINDS, KNOWN, PAGES, ROOTS, TABLES, Walk,
+    registers, slot_of,
+};
+use super::nested::Nested;
+use super::processor::Processor;
+use abi::vcpu::exit::MEMORY_FAULT;
+use abi::vcpu::memory_fault;
+use abi::vcpu::x86::vtlb as option;
+use hw_x86::msr::efer;
+use hw_x86::paging::{ENTRIES, cr0, cr4, entry};
+use hw_x86::vmcb::{event, exit};
+use kernel_x86::shadow::testing::{
+    GuestRegisters, Mode, NEEDS_FRAMES, TestVcpu, clear, page, steps,
+};
+
+/// First physical page of guest memory: aligned as a large page needs it.
+const GUEST_AT: u64 = 512;
+/// Further physical pages for guest memory.
+const OTHER_AT: u64 = GUEST_AT + PAGES;
+const OTHERS: u64 = 64;
+/// First frame of the pool.
+const POOL_AT: u64 = OTHER_AT + OTHERS;
+/// Guest pages that leaves refer to most often, and their number.
+const DATA: u64 = CODE + 1;
+const DATA_PAGES: u64 = 32;
+/// Attempts after which an access must end.
+const ATTEMPTS: u32 = 8;
+/// Most steps of an operation of the vTLB: two for each of 2,048 entries that are compared and of
+/// 511 that are removed in the table where the comparison ends, and looks at the tables of the pool.
+pub const STEPS: u64 = 5600;
+/// Accesses between two checks of all tables.
+const CHECK_EVERY: u32 = 128;
+/// Offsets of instructions in the page of code: `MOV CR3, RAX` and `INVLPG [RAX]`. As entries of a
+/// page table their words are not present.
+const LOAD_ROOT: u64 = 1;
+const INVALIDATE: u64 = 17;
+
+/// What an access ended with.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Outcome {
+    /// At a physical page.
+    Done(u64),
+    /// With a page fault for the guest: its error code.
+    Fault(u64),
+    /// With an exit: guest-physical address, and information.
+    Memory(u64, u64),
+}
+
+/// What the guest may observe at an address.
+#[derive(Clone, Default, Debug)]
+struct Watched {
+    /// What the tables have said since the last flush.
+    facts: Vec<Fact>,
+    /// Accessed or dirty bits may be absent: they were cleared, or an entry was replaced, since
+    /// the last flush.
+    is_unmarked: bool,
+    path: Vec<u64>,
+}
+
+/// The model.
+pub struct World<'a> {
+    choices: Choices<'a>,
+    guest: Guest,
+    vcpu: TestVcpu,
+    processor: Processor,
+    nested: Nested,
+    options: u64,
+    watched: BTreeMap<u64, Watched>,
+    /// What a load of CR3 does not flush, because devices have written traced tables: by root.
+    unseen: BTreeMap<(u64, u64), Watched>,
+    next_frame: u64,
+    /// Entry that was written last, and its value before.
+    last: Option<(u64, u64)>,
+    accesses: u32,
+    most_steps: u64,
+}
+
+/// An error with its reason.
+pub type Found<T = ()> = Result<T, String>;
+
+/// Linear addresses that the model uses: neighbours, and others in other tables. None has an entry
+/// at the places of the guest's map of its memory, in a table of any level.
+fn addresses(mode: Mode) -> Vec<u64> {
+    let tops: &[u64] = if mode == Mode::Long { &[0, 1, 256 + 5] } else { &[0] };
+    let places = [(0, 0, 0), (0, 0, 1), (0, 0, 8), (0, 1, 0), (0, 1, 300), (1, 0, 0), (1, 5, 9)];
+    let all = tops.iter().flat_map(|top| {
+        places.map(|(middle, low, small)| {
+            let address: u64 = top << 39 | middle << 30 | low << 21 | small << 12;
+            ((address << 16) as i64 >> 16) as u64
+        })
+    });
+    all.collect()
+}
+
+/// Rungs to choose from; the higher ones have more to go wrong.
+const RUNGS: [u64; 12] = [0, 1, 2, 3, 3, 4, 4, 5, 5, 6, 6, 6];
+
+/// Chooses options: those of a rung.
+fn options(choices: &mut Choices<'_>) -> u64 {
+    let rung = RUNGS[choices.below(RUNGS.len() as u64) as usize];
+    let spaces = if rung >= 2 { 1 + choices.below(6) } else { 1 };
+    let mut bits = spaces << option::SPACES_SHIFT;
+    let rungs =
+        [option::GLOBAL, 0, option::SYNC, option::TRACE, option::ASID, option::INVALIDATE_PAGE];
+    bits |= rungs[..rung as usize].iter().fold(0, |all, bit| all | bit);
+    if rung >= 4 && choices.below(3) == 0 {
+        bits |= option::TRACE_WRITES;
+    }
+    bits
+}
+
+impl<'a> World<'a> {
+    /// A guest in long mode, with options and a pool that the choices select.
+    pub fn new(mut choices: Choices<'a>) -> Self {
+        // Often so few that an access evicts tables.
+        let most = [4, 16, 57][choices.below(3) as usize];
+        let tables = 8 + choices.below(most);
+        let bits = options(&mut choices);
+        let guest = Guest::new(GUEST_AT);
+        clear(0..GUEST_AT + KNOWN as u64 + 1);
+        clear(POOL_AT..POOL_AT + 2 * tables);
+        let nested = Nested::new(&guest.delegated);
+        let vcpu = TestVcpu::new(tables, guest.registers, bits, nested.root());
+        let mut this = Self {
+            choices,
+            guest,
+            vcpu,
+            processor: Processor::default(),
+            nested,
+            options: bits,
+            watched: BTreeMap::new(),
+            unseen: BTreeMap::new(),
+            next_frame: POOL_AT,
+            last: None,
+            accesses: 0,
+            most_steps: 0,
+        };
+        this.write_guest_memory();
+        this.enter();
+        this.flush_all();
+        this
+    }
+
+    fn write_guest_memory(&self) {
+        for (number, table) in self.guest.tables.iter().enumerate() {
+            for (word, value) in self.memory(number as u64).iter().zip(table) {
+                word.store(*value, Relaxed);
+            }
+        }
+        let code = self.memory(CODE);
+        code[LOAD_ROOT as usize / 8].store(0xd822_0f00, Relaxed);
+        code[INVALIDATE as usize / 8].store(0x3801_0f00, Relaxed);
+    }
+
+    /// Words of a guest page in its first physical page.
+    fn memory(&self, number: u64) -> &'static [core::sync::atomic::AtomicU64; 512] {
+        page((GUEST_AT + number) << 12)
+    }
+
+    fn mode(&self) -> Mode {
+        self.guest.registers.mode()
+    }
+
+    fn address(&mut self) -> u64 {
+        let all = addresses(self.mode());
+        all[self.choices.below(all.len() as u64) as usize]
+    }
+
+    /// Most steps that an operation took.
+    pub fn most_steps(&self) -> u64 {
+        self.most_steps
+    }
+
+    /// Returns the bytes of an input that are the recorded choices.
+    pub fn into_choices(self) -> Vec<u8> {
+        self.choices.into_bytes()
+    }
+
+    /// Number of ASIDs that were assigned.
+    pub fn asids(&self) -> u64 {
+        self.vcpu.asids()
+    }
+
+    // ---- the vCPU -------------------------------------------------------------------------------
+
+    /// Does something with the vCPU in a bounded number of steps.
+    fn bounded<T>(&mut self, act: impl FnOnce(&TestVcpu) -> T) -> T {
+        let before = steps();
+        let result = act(&self.vcpu);
+        self.most_steps = self.most_steps.max(steps() - before);
+        result
+    }
+
+    /// Prepares and begins an entry.
+    fn enter(&mut self) {
+        let before = steps();
+        let mut next = self.next_frame;
+        self.vcpu.prepare(|| {
+            next += 1;
+            (next - 1) << 12
+        });
+        self.next_frame = next;
+        self.most_steps = self.most_steps.max(steps() - before);
+        self.processor.enter(&self.vcpu);
+        Processor::check_registers(self.vcpu.vmcb());
+    }
+
+    /// Writes the guest's control registers as the VMM does.
+    fn write_control(&mut self, new: GuestRegisters) {
+        self.guest.registers = new;
+        self.bounded(|vcpu| vcpu.write_control(new));
+        self.enter();
+    }
+
+    /// Lets the kernel execute an instruction, or else the VMM.
+    fn instruction(&mut self, code: u64, offset: u64, operand: u64) -> Found<bool> {
+        let rip = self.guest.direct(CODE << 12) + offset;
+        if self.mode() != Mode::Long {
+            return Ok(false);
+        }
+        if self.access_fixed(rip, Intent::Fetch)? != Outcome::Done(GUEST_AT + CODE) {
+            return Ok(false);
+        }
+        let reason = self.bounded(|vcpu| vcpu.instruction(code, rip, operand));
+        match reason {
+            None => self.processor.enter(&self.vcpu),
+            Some(NEEDS_FRAMES) => self.enter(),
+            // Its translation has left the shadow tables, but not the TLB.
+            Some(_) => return Ok(false),
+        }
+        Ok(true)
+    }
+
+    /// The kernel's part of a page fault. `None`: the guest repeats the access.
+    fn page_fault(&mut self, access: Access, code: u64) -> Found<Option<Outcome>> {
+        let walk = self.guest.walk(access.address);
+        if self.guest.check(walk.fact, access).is_ok() {
+            self.guest.mark(&walk, access.intent);
+        }
+        let level = if access.user { 3 } else { 0 };
+        let reason = self.bounded(|vcpu| vcpu.page_fault(access.address, code, level));
+        self.check_path(&walk)?;
+        let vmcb = self.vcpu.vmcb();
+        match reason {
+            None => {
+                self.processor.enter(&self.vcpu);
+                let injected = vmcb.control.event_inj.get();
+                if injected == 0 {
+                    return Ok(None);
+                }
+                const PAGE_FAULT: u64 =
+                    event::VALID | event::TYPE_EXCEPTION | event::ERROR_VALID | 14;
+                if injected & 0xffff_ffff != PAGE_FAULT || vmcb.save.cr2.get() != access.address {
+                    return Err(format!("injected {injected:#x} at {:#x}", vmcb.save.cr2.get()));
+                }
+                Ok(Some(Outcome::Fault(injected >> 32)))
+            }
+            Some(NEEDS_FRAMES) => {
+                self.enter();
+                Ok(None)
+            }
+            Some(MEMORY_FAULT) => {
+                let (address, info) = self.vcpu.fault();
+                self.enter();
+                Ok(Some(Outcome::Memory(address, info)))
+            }
+            Some(other) => Err(format!("exit {other} at {access:x?}")),
+        }
+    }
+
+    /// Performs an access.
+    fn access(&mut self, access: Access) -> Found<Outcome> {
+        for _ in 0..ATTEMPTS {
+            let code = match self.processor.access(self.vcpu.vmcb(), access) {
+                Ok(found) => return Ok(Outcome::Done(found)),
+                Err(code) => code,
+            };
+            if let Some(outcome) = self.page_fault(access, code)? {
+                return Ok(outcome);
+            }
+        }
+        Err(format!("no progress at {access:x?}, {:x?}", self.guest.registers))
+    }
+
+    // ---- what the guest may observe -------------------------------------------------------------
+
+    /// The guest's tables have changed: what holds now is allowed, too. `at`: entry whose accessed
+    /// or dirty bits were cleared.
+    fn note(&mut self, at: Option<u64>) {
+        for (&address, watched) in &mut self.watched {
+            let walk = self.guest.walk(address);
+            if !watched.facts.contains(&walk.fact) {
+                watched.facts.push(walk.fact);
+            }
+            let is_cleared = at.is_some_and(|at| walk.path.contains(&at));
+            watched.is_unmarked |= is_cleared || walk.path != watched.path;
+            watched.path = walk.path;
+        }
+    }
+
+    fn fresh(&self, address: u64) -> Watched {
+        let Walk { fact, path, .. } = self.guest.walk(address);
+        Watched { facts: vec![fact], is_unmarked: false, path }
+    }
+
+    /// The guest has loaded CR3.
+    fn flush_space(&mut self) {
+        let old = core::mem::take(&mut self.watched);
+        let root = self.guest.registers.cr3;
+        for address in addresses(self.mode()) {
+            let mut fresh = self.fresh(address);
+            if let Some(unseen) = self.unseen.get(&(root, address)) {
+                fresh.facts.extend(&unseen.facts);
+                fresh.is_unmarked = true;
+            }
+            if let Some(before) = old.get(&address) {
+                let is_global = |fact: &&Fact| matches!(fact, Fact::Page(right) if right.is_global);
+                let kept: Vec<Fact> = before.facts.iter().filter(is_global).copied().collect();
+                fresh.is_unmarked |= !kept.is_empty();
+                fresh.facts.extend(kept);
+            }
+            self.watched.insert(address, fresh);
+        }
+    }
+
+    /// The guest has flushed everything.
+    fn flush_all(&mut self) {
+        self.unseen.clear();
+        let all = addresses(self.mode());
+        self.watched = all.into_iter().map(|address| (address, self.fresh(address))).collect();
+    }
+
+    fn flush_address(&mut self, address: u64) {
+        let root = self.guest.registers.cr3;
+        let unseen = self.unseen.remove(&(root, address)).unwrap_or_default();
+        let old = self.watched.insert(address, self.fresh(address)).unwrap_or_default();
+        // A large page is one translation: what it was is gone at its other addresses, too.
+        let large = |fact: &Fact| match fact {
+            Fact::Page(right) if right.order > 0 => Some(right.leaf()),
+            _ => None,
+        };
+        let gone: Vec<_> = old.facts.iter().chain(&unseen.facts).filter_map(large).collect();
+        for (&other, watched) in &mut self.watched {
+            let now = self.guest.walk(other).fact;
+            let is_gone = |fact: &Fact| {
+                large(fact).is_some_and(|(first, order)| {
+                    let same_range = other >> (12 + order) == address >> (12 + order);
+                    same_range && gone.contains(&(first, order))
+                })
+            };
+            watched.facts.retain(|fact| *fact == now || !is_gone(fact));
+        }
+    }
+
+    /// Performs an access and compares.
+    fn check(&mut self, access: Access) -> Found {
+        let outcome = self.access(access)?;
+        let watched = &self.watched[&access.address];
+        if !watched.facts.iter().any(|&fact| self.agrees(fact, access, outcome)) {
+            let memory = watched.facts.iter().map(|fact| match fact {
+                Fact::Page(right) => self.guest.delegated.get(right.page as usize),
+                _ => None,
+            });
+            let memory: Vec<_> = memory.collect();
+            return Err(format!(
+                "{access:x?} ends with {outcome:x?}, allowed: {watched:x?}, {memory:x?}, {:x?}",
+                self.guest.registers
+            ));
+        }
+        let walk = self.guest.walk(access.address);
+        let is_certain = watched.facts.len() == 1 && !watched.is_unmarked;
+        let is_done = matches!(outcome, Outcome::Done(_));
+        if is_done && is_certain && !self.guest.is_marked(&walk, access.intent) {
+            return Err(format!("{access:x?} without its bits in {walk:x?}"));
+        }
+        self.accesses += 1;
+        if self.accesses.is_multiple_of(CHECK_EVERY) {
+            self.check_everything()?;
+        }
+        if self.most_steps > STEPS {
+            return Err(format!("{} steps", self.most_steps));
+        }
+        Ok(())
+    }
+
+    fn agrees(&self, fact: Fact, access: Access, outcome: Outcome) -> bool {
+        let right = match self.guest.check(fact, access) {
+            Err(code) => return outcome == Outcome::Fault(code),
+            Ok(right) => right,
+        };
+        let memory = self.guest.delegated.get(right.page as usize).copied().flatten();
+        let is_allowed = |memory: &Delegation| match access.intent {
+            Intent::Read => true,
+            Intent::Write => memory.write,
+            Intent::Fetch => memory.execute,
+        };
+        match memory.filter(is_allowed) {
+            Some(memory) => outcome == Outcome::Done(memory.host),
+            None => {
+                let info = match access.intent {
+                    Intent::Read => 0,
+                    Intent::Write => memory_fault::WRITE,
+                    Intent::Fetch => memory_fault::FETCH,
+                };
+                outcome == Outcome::Memory(right.page << 12 | access.address & 0xfff, info)
+            }
+        }
+    }
+
+    /// Compares the entries of a path.
+    fn check_path(&self, walk: &Walk) -> Found {
+        for &at in &walk.path {
+            let (number, slot) = slot_of(at);
+            let Some(table) = self.guest.tables.get(number) else { continue };
+            let (real, known) = (self.memory(number as u64)[slot].load(Relaxed), table[slot]);
+            if real != known {
+                return Err(format!("entry {at:#x} is {real:#x} instead of {known:#x}"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Compares all guest tables, and checks that all leaves are memory of the VM.
+    fn check_everything(&self) -> Found {
+        for (number, table) in self.guest.tables.iter().enumerate() {
+            let real = self.memory(number as u64);
+            if let Some(slot) = (0..512).find(|&slot| real[slot].load(Relaxed) != table[slot]) {
+                let real = real[slot].load(Relaxed);
+                let known = table[slot];
+                return Err(format!("table {number}, entry {slot}: {real:#x}, not {known:#x}"));
+            }
+        }
+        let save = &self.vcpu.vmcb().save;
+        let top = if save.efer.get() & efer::LMA != 0 { 3 } else { 2 };
+        self.check_leaves(save.cr3.get(), top)
+    }
+
+    fn check_leaves(&self, table: u64, level: u32) -> Found {
+        for word in page(table) {
+            let value = word.load(Relaxed);
+            let is_table = level > 0 && value & entry::LARGE == 0 || level > 1;
+            match value & entry::PRESENT != 0 {
+                false => {}
+                true if is_table => self.check_leaves(value & entry::ADDRESS, level - 1)?,
+                true => self.check_leaf(value, 1 << (9 * level))?,
+            }
+        }
+        Ok(())
+    }
+
+    fn check_leaf(&self, leaf: u64, pages: u64) -> Found {
+        let first = (leaf & entry::ADDRESS) >> 12;
+        let is_allowed = |memory: &Delegation| {
+            (memory.write || leaf & entry::WRITE == 0)
+                && (memory.execute || leaf & entry::NX != 0)
+                && memory.is_device == (leaf & entry::UNCACHED != 0)
+        };
+        for host in first..first + pages {
+            let mut all = self.guest.delegated.iter().flatten();
+            // Most pages are where they were at first.
+            let at_first = host
+                .checked_sub(GUEST_AT)
+                .and_then(|page| self.guest.delegated.get(page as usize).copied().flatten());
+            let is_known = at_first.is_some_and(|one| one.host == host && is_allowed(&one));
+            if !is_known && !all.any(|one| one.host == host && is_allowed(one)) {
+                return Err(format!("leaf {leaf:#x} has page {host:#x}, which the VM lacks"));
+            }
+        }
+        Ok(())
+    }
+
+    // ---- operations -----------------------------------------------------------------------------
+
+    /// Performs an operation.
+    pub fn step(&mut self) -> Found {
+        match self.choices.below(40) {
+            0..6 => self.store_by_map(),
+            6 | 17 | 18 => self.store_by_alias(),
+            7 => {
+                self.store_by_device();
+                Ok(())
+            }
+            8 | 9 => self.invalidate(),
+            10..13 => self.load(),
+            13 => {
+                self.change_control();
+                Ok(())
+            }
+            14 => {
+                self.change_memory();
+                Ok(())
+            }
+            15 if self.choices.below(16) == 0 => {
+                self.change_options();
+                Ok(())
+            }
+            16 if self.choices.below(64) == 0 => self.fill_tables(),
+            19 => self.invalidate_elsewhere(),
+            20 => self.change_above(),
+            _ => {
+                let intents = [Intent::Read, Intent::Write, Intent::Fetch];
+                let address = self.address();
+                let choice = self.choices.below(6);
+                let intent = intents[choice as usize % 3];
+                self.check(Access { address, intent, user: choice >= 3 })
+            }
+        }
+    }
+
+    /// Returns true if there is nothing left to choose from.
+    pub fn is_done(&self) -> bool {
+        self.choices.is_empty()
+    }
+
+    /// An entry on the way to a watched address, and a new value for it; or the entry that was
+    /// written last, and its value before.
+    fn change(&mut self) -> (u64, u64) {
+        if let (Some(last), 0) = (self.last, self.choices.below(10)) {
+            return last;
+        }
+        let mode = self.mode();
+        let mode = if mode == Mode::Off { Mode::Long } else { mode };
+        let choice = self.choices.below(Guest::roots(mode));
+        let mut table = self.guest.root(mode, choice);
+        let all = addresses(mode);
+        let address = all[self.choices.below(all.len() as u64) as usize];
+        let stop = self.choices.below(6) as u32;
+        let top = if mode == Mode::Long { 3 } else { 2 };
+        for level in (0..=top).rev() {
+            let slots = if mode == Mode::Pae && level == 2 { 4 } else { 512 };
+            let at = table + 8 * (address >> (12 + 9 * level) & (slots - 1));
+            let (number, slot) = slot_of(at);
+            let old = self.guest.tables[number][slot];
+            let next = (old & entry::ADDRESS) >> 12;
+            let is_leaf = level == 0 || level < 3 && old & entry::LARGE != 0 || next >= TABLES;
+            if is_leaf || old & entry::PRESENT == 0 || level == stop {
+                return (at, self.entry(level, old));
+            }
+            table = old & entry::ADDRESS;
+        }
+        unreachable!("level 0 is a leaf")
+    }
+
+    /// A new entry, often similar to the old one.
+    fn entry(&mut self, level: u32, old: u64) -> u64 {
+        let mut bit = |mask: u64| if self.choices.below(2) == 0 { mask } else { 0 };
+        let mut rights = entry::PRESENT | bit(entry::WRITE) | bit(entry::USER);
+        let global = bit(entry::GLOBAL);
+        if bit(entry::NX) & bit(entry::NX) != 0 {
+            rights |= entry::NX;
+        }
+        match self.choices.below(10) {
+            0 => 0,
+            1 => old & !entry::ACCESSED & !entry::DIRTY,
+            2 => old ^ entry::WRITE,
+            3 => old ^ entry::USER,
+            // Beyond the physical addresses: reserved.
+            4 if self.choices.below(8) == 0 => old | 1 << 45,
+            _ if level == 0 => self.data_page() << 12 | rights | global,
+            _ if level == 1 && self.choices.below(3) == 0 => {
+                self.choices.below(PAGES >> 9) << 21 | rights | entry::LARGE | global
+            }
+            _ if level == 2 && self.choices.below(12) == 0 => rights | entry::LARGE | global,
+            // Any table, also one that is in use at another level.
+            _ if self.choices.below(24) == 0 => self.choices.below(TABLES) << 12 | rights,
+            // A table of the right level: each page is of one.
+            _ => {
+                let first = ROOTS + KINDS * (3 - u64::from(level));
+                let rights = rights & !entry::NX | entry::WRITE | entry::USER;
+                (first + self.choices.below(KINDS)) << 12 | rights
+            }
+        }
+    }
+
+    /// A guest page for a leaf: data, a page table, often one in use, or any.
+    fn data_page(&mut self) -> u64 {
+        match self.choices.below(8) {
+            0 => self.choices.below(TABLES),
+            1 => {
+                let address = self.address();
+                let path = self.guest.walk(address).path;
+                let at = path.get(self.choices.below(4) as usize).or(path.last());
+                at.map_or(0, |at| slot_of(*at).0 as u64)
+            }
+            2 => self.choices.below(PAGES + 8),
+            _ => DATA + self.choices.below(DATA_PAGES),
+        }
+    }
+
+    /// Writes an entry. Returns its value before.
+    fn write_entry(&mut self, at: u64, value: u64) -> u64 {
+        let (number, slot) = slot_of(at);
+        self.memory(number as u64)[slot].store(value, Relaxed);
+        core::mem::replace(&mut self.guest.tables[number][slot], value)
+    }
+
+    /// The guest has written an entry.
+    fn written(&mut self, at: u64, value: u64) {
+        let old = self.write_entry(at, value);
+        self.last = Some((at, old));
+        let is_cleared = old & !value & (entry::ACCESSED | entry::DIRTY) != 0;
+        self.note(is_cleared.then_some(at));
+    }
+
+    /// The guest writes an entry by its map of memory, which may be traced.
+    fn store_by_map(&mut self) -> Found {
+        let (at, value) = self.change();
+        self.store(at, value)
+    }
+
+    fn store(&mut self, at: u64, value: u64) -> Found {
+        let address = self.guest.direct(at);
+        if let Outcome::Done(_) = self.access_fixed(address, Intent::Write)? {
+            self.written(at, value);
+        }
+        Ok(())
+    }
+
+    /// Accesses an address whose translation does not change.
+    fn access_fixed(&mut self, address: u64, intent: Intent) -> Found<Outcome> {
+        let access = Access { address, intent, user: false };
+        let outcome = self.access(access)?;
+        match self.agrees(self.guest.walk(address).fact, access, outcome) {
+            true => Ok(outcome),
+            false => Err(format!("{access:x?} in the map of memory: {outcome:x?}")),
+        }
+    }
+
+    /// The guest writes an entry of a table that one of the watched addresses leads to.
+    fn store_by_alias(&mut self) -> Found {
+        let mut address = self.address();
+        let is_table = |address: u64| match self.guest.walk(address).fact {
+            Fact::Page(right) => right.write && right.page < TABLES,
+            _ => false,
+        };
+        if let Some(other) = addresses(self.mode()).into_iter().find(|other| is_table(*other)) {
+            address = other;
+        }
+        let access = Access { address, intent: Intent::Write, user: self.choices.below(4) == 0 };
+        self.check(access)?;
+        // The same translation again.
+        let outcome = self.access(access)?;
+        let other = self.address();
+        let (at, value) = self.change();
+        let Outcome::Done(host) = outcome else { return Ok(()) };
+        let table = host.wrapping_sub(GUEST_AT);
+        if table < TABLES {
+            let path = self.guest.walk(other).path;
+            let used = path.into_iter().find(|at| slot_of(*at).0 as u64 == table);
+            self.written(used.unwrap_or(table << 12 | at & 0xff8), value);
+        }
+        Ok(())
+    }
+
+    /// The guest changes an entry on the way to an address, flushes the address while another root
+    /// is loaded, and accesses it.
+    fn invalidate_elsewhere(&mut self) -> Found {
+        let address = self.address();
+        let read = Access { address, intent: Intent::Read, user: false };
+        self.check(read)?;
+        let (mode, root) = (self.mode(), self.guest.registers.cr3);
+        if let Some(&at) = self.guest.walk(address).path.last() {
+            let (number, slot) = slot_of(at);
+            if (number as u64) < TABLES {
+                let value = self.entry(0, self.guest.tables[number][slot]);
+                self.store(at, value)?;
+            }
+        }
+        let choice = self.choices.below(Guest::roots(mode));
+        self.load_root(self.guest.root(mode, choice))?;
+        self.invalidate_address(address)?;
+        self.load_root(root)?;
+        self.check(read)
+    }
+
+    /// The guest grants a right in an entry above the leaf of an address, uses it, takes it back and
+    /// loads the root again.
+    fn change_above(&mut self) -> Found {
+        let address = self.address();
+        let user = self.choices.below(2) == 0;
+        let bit = if user { entry::USER } else { entry::WRITE };
+        let access = Access { address, intent: Intent::Write, user };
+        let path = self.guest.walk(address).path;
+        let depth = self.choices.below(4) as usize;
+        let Some(&at) = path.get(depth).filter(|_| depth + 1 < path.len()) else { return Ok(()) };
+        let (number, slot) = slot_of(at);
+        if number as u64 >= TABLES {
+            return Ok(());
+        }
+        for grants in [false, true, false] {
+            let value = self.guest.tables[number][slot] & !bit;
+            self.store(at, value | if grants { bit } else { 0 })?;
+            self.check(Access { address, intent: Intent::Read, user: false })?;
+            self.check(access)?;
+        }
+        self.load_root(self.guest.registers.cr3)?;
+        self.check(access)
+    }
+
+    /// The guest fills its lower half with whole tables of pages, reads all of them, and maps other
+    /// pages there. Then it loads another root and this one.
+    fn fill_tables(&mut self) -> Found {
+        let mode = self.mode();
+        let all = addresses(mode).into_iter().filter(|address| address >> 63 == 0);
+        let ranges: BTreeSet<u64> = all.map(|address| address >> 21).collect();
+        let first = self.choices.below(DATA_PAGES);
+        self.map_ranges(&ranges, first)?;
+        for page in ranges.iter().flat_map(|range| range << 9..(range + 1) << 9) {
+            self.access(Access { address: page << 12, intent: Intent::Read, user: false })?;
+        }
+        self.map_ranges(&ranges, first + 1)?;
+        let root = self.guest.registers.cr3;
+        self.load_root(self.guest.root(mode, 0))?;
+        self.load_root(root)
+    }
+
+    /// Maps pages of data from `first` on to ranges of 2 MiB.
+    fn map_ranges(&mut self, ranges: &BTreeSet<u64>, first: u64) -> Found {
+        let mode = self.mode();
+        let bits = entry::PRESENT | entry::WRITE | entry::ACCESSED;
+        for (number, range) in (0..).zip(ranges) {
+            let [upper, middle] = [range >> 18, range >> 9].map(|index| index % KINDS);
+            let tables = [ROOTS + upper, ROOTS + KINDS + middle, ROOTS + 2 * KINDS + number];
+            let mut table = self.guest.registers.cr3 & !0x1f;
+            for (level, next) in (1..=3).rev().zip(tables) {
+                if mode == Mode::Long || mode == Mode::Pae && level < 3 {
+                    let slots = if mode == Mode::Pae && level == 2 { 4 } else { ENTRIES as u64 };
+                    let slot = (range >> (9 * (level - 1))) % slots;
+                    self.store(table + 8 * slot, next << 12 | bits)?;
+                    table = next << 12;
+                }
+            }
+            for slot in 0..ENTRIES as u64 * u64::from(mode != Mode::Off) {
+                let page = DATA + (first + slot) % DATA_PAGES;
+                let at = table + 8 * slot;
+                let address = self.guest.direct(at);
+                if let Outcome::Done(_) = self.access_fixed(address, Intent::Write)? {
+                    self.write_entry(at, page << 12 | bits);
+                }
+            }
+        }
+        self.note(None);
+        self.unmark_all();
+        Ok(())
+    }
+
+    /// A device or another vCPU writes an entry: no shadow leaf of this vCPU shows it.
+    fn store_by_device(&mut self) {
+        let (at, value) = self.change();
+        if self.options & option::TRACE != 0 {
+            self.note_unseen(at, value);
+        }
+        self.written(at, value);
+    }
+
+    /// With tracing such a store takes effect with `INVLPG` only: what the tables say in any root
+    /// before it remains allowed there.
+    fn note_unseen(&mut self, at: u64, value: u64) {
+        let (number, slot) = slot_of(at);
+        let mode = self.mode();
+        let current = self.guest.registers.cr3;
+        for choice in 0..Guest::roots(mode) {
+            let root = self.guest.root(mode, choice);
+            for address in addresses(mode) {
+                self.guest.registers.cr3 = root;
+                let before = self.guest.walk(address);
+                if !before.path.contains(&at) {
+                    continue;
+                }
+                let old = core::mem::replace(&mut self.guest.tables[number][slot], value);
+                let after = self.guest.walk(address);
+                self.guest.tables[number][slot] = old;
+                let unseen = self.unseen.entry((root, address)).or_default();
+                for fact in [before.fact, after.fact] {
+                    if !unseen.facts.contains(&fact) {
+                        unseen.facts.push(fact);
+                    }
+                }
+            }
+        }
+        self.guest.registers.cr3 = current;
+    }
+
+    fn invalidate(&mut self) -> Found {
+        let address = self.address();
+        self.invalidate_address(address)
+    }
+
+    fn invalidate_address(&mut self, address: u64) -> Found {
+        let by_vmm = self.choices.below(4) == 0;
+        if by_vmm || !self.instruction(exit::INVLPG, INVALIDATE, address)? {
+            self.bounded(|vcpu| vcpu.invalidate(address));
+            self.enter();
+        }
+        self.flush_address(address);
+        Ok(())
+    }
+
+    fn load(&mut self) -> Found {
+        let mode = self.mode();
+        let choice = self.choices.below(Guest::roots(mode));
+        self.load_root(self.guest.root(mode, choice))
+    }
+
+    fn load_root(&mut self, cr3: u64) -> Found {
+        let by_vmm = self.choices.below(4) == 0;
+        if by_vmm || !self.instruction(exit::CR3_WRITE, LOAD_ROOT, cr3)? {
+            self.write_control(GuestRegisters { cr3, ..self.guest.registers });
+        }
+        self.guest.registers.cr3 = cr3;
+        self.flush_space();
+        Ok(())
+    }
+
+    /// Changes a bit of a control register, or the mode of paging.
+    fn change_control(&mut self) {
+        let mut new = self.guest.registers;
+        let flushes = match self.choices.below(8) {
+            0 | 1 => {
+                new.cr0 ^= cr0::WP;
+                false
+            }
+            2 | 3 => {
+                new.cr4 ^= cr4::SMEP;
+                false
+            }
+            4 => {
+                new.cr4 ^= cr4::PGE;
+                true
+            }
+            5 => {
+                new.efer ^= efer::NXE;
+                true
+            }
+            _ => {
+                let modes = [Mode::Long, Mode::Long, Mode::Pae, Mode::Pae, Mode::Off];
+                let mode = modes[self.choices.below(5) as usize];
+                let cr3 = self.guest.root(mode, self.choices.below(Guest::roots(mode)));
+                let base = registers(mode, cr3);
+                let kept = cr0::WP;
+                new = GuestRegisters {
+                    cr0: base.cr0 & !kept | new.cr0 & kept,
+                    cr4: new.cr4,
+                    efer: base.efer & !efer::NXE | new.efer & efer::NXE,
+                    ..base
+                };
+                true
+            }
+        };
+        let old = self.guest.registers;
+        self.write_control(new);
+        if flushes && old == (GuestRegisters { cr3: old.cr3, ..new }) {
+            self.flush_space();
+        } else if flushes {
+            self.flush_all();
+        }
+    }
+
+    /// The VMM delegates or revokes a page, or all.
+    fn change_memory(&mut self) {
+        let number = match self.choices.below(8) {
+            0 => self.choices.below(TABLES),
+            1 => PAGES,
+            _ => DATA + self.choices.below(DATA_PAGES),
+        };
+        let mut bit = || self.choices.below(2) == 0;
+        let (write, execute, is_device) = (bit(), bit(), bit() && bit() && bit());
+        let is_elsewhere = bit() && bit() && number >= DATA;
+        let is_absent = bit() && bit();
+        let whole = |page| Delegation {
+            host: GUEST_AT + page,
+            write: true,
+            execute: true,
+            is_device: false,
+        };
+        let mut has_lost = true;
+        if number == PAGES {
+            for page in 0..PAGES {
+                self.guest.delegated[page as usize] = Some(whole(page));
+            }
+        } else {
+            let host = match is_elsewhere {
+                true => OTHER_AT + number % OTHERS,
+                false => GUEST_AT + number,
+            };
+            let new = Delegation { host, write, execute, is_device };
+            let page = &mut self.guest.delegated[number as usize];
+            // A page that was not there is added without a flush.
+            has_lost = page.is_some();
+            *page = if is_absent { None } else { Some(new) };
+        }
+        self.nested.write(&self.guest.delegated);
+        // What the tables say may have changed, if one of them is elsewhere.
+        if has_lost {
+            let root = self.nested.root();
+            self.bounded(|vcpu| vcpu.unmapped(root));
+            self.enter();
+        }
+        self.note(None);
+        self.unmark_all();
+    }
+
+    /// Tables may have become writable: their bits may be absent.
+    fn unmark_all(&mut self) {
+        self.watched.values_mut().for_each(|watched| watched.is_unmarked = true);
+    }
+
+    /// The options change while the guest runs.
+    fn change_options(&mut self) {
+        let before = core::mem::replace(&mut self.options, options(&mut self.choices));
+        self.vcpu.set_options(self.options);
+        self.enter();
+        if before != self.options {
+            self.flush_all();
+        }
+    }
+}
