@@ -694,6 +694,8 @@ impl<'a> World<'a> {
         if number as u64 >= TABLES {
             return Ok(());
         }
+        self.store(at, self.guest.tables[number][slot] & !bit)?;
+        self.load_root(self.guest.registers.cr3)?;
         for grants in [false, true, false] {
             let value = self.guest.tables[number][slot] & !bit;
             self.store(at, value | if grants { bit } else { 0 })?;

@@ -237,9 +237,12 @@ impl<F: ShadowFormat> Vtlb<F> {
         let top = self.top.get();
         let (slot, value) = (index(fill.address, level), fill.step(top, level).value);
         let (source, _) = fill.source(top, level - 1);
-        let copy = frames.words(self.table(table).copies.get())[slot].load(Relaxed);
+        let word = &frames.words(self.table(table).copies.get())[slot];
+        let copy = word.load(Relaxed);
         let child = Self::child_in(copy)?;
         let is_same = (copy ^ value) & F::MEANING & !F::MARKS == 0 || breaks("match-entry");
+        // A split page may have become dirty: a flush must find that the guest cleared the bit.
+        word.store(copy | value & F::MARKS, Relaxed);
         // Where it is in the host follows.
         (is_same && self.table(child).source.get().guest == source).then_some(child)
     }

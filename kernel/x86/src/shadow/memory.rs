@@ -11,7 +11,6 @@ use hw_walk::PageTables;
 use hw_x86::paging::{ENTRIES, entry};
 use kernel_core::table::translate;
 use kernel_core::vtlb::FrameAccess;
-use kernel_core::vtlb::defects::breaks;
 
 #[cfg(not(feature = "testing"))]
 use crate::features::features;
@@ -91,9 +90,7 @@ impl GuestMemory {
         self.root.set(root);
         let bits = physical_bits();
         self.reserved.set(entry::ADDRESS >> bits << bits);
-        if !breaks("unmap-forgets-walks") {
-            self.large.iter().for_each(|(number, _)| number.set(0));
-        }
+        self.large.iter().for_each(|(number, _)| number.set(0));
     }
 
     /// Translates a guest-physical address.
