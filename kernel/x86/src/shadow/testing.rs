@@ -130,7 +130,7 @@ impl TestVcpu {
             }
         }
         if self.state.needs_load.get() {
-            self.state.load(&self.vmcb);
+            self.state.load();
         }
         assert!(!self.state.needs_load.get(), "a prepared vCPU has a root");
         self.vmcb.control.tlb_control.set(tlb_control::NOTHING);
