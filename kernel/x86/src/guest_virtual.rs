@@ -6,8 +6,8 @@
 //!
 //! * The processor always pages, by the space's tables: in their format, or by a root of four
 //!   pointers in the three-level format (PAE) while the guest is not in long mode.
-//! * A pointer refers to a table of the space. The root is made anew before each entry, so it
-//!   misses no table of a new mapping, and none that was freed.
+//! * A pointer refers to a table of the space. The pointers are written before each entry, so they
+//!   miss no table of a new mapping, and none refers to a table that was freed.
 
 use core::sync::atomic::Ordering::Relaxed;
 
@@ -24,7 +24,7 @@ use crate::shadow::control::{ControlRegisters, Mode, Registers, set_intercepts};
 /// Pointers of the three-level format.
 const POINTERS: usize = 4;
 
-/// What the processor needs to run a vCPU in a guest-virtual space.
+/// State of a vCPU in a guest-virtual space.
 #[derive(Clone)]
 pub struct GuestVirtual {
     /// The guest's own control registers.
@@ -61,8 +61,8 @@ impl GuestVirtual {
         self.control.get(&vmcb.save).show(state);
     }
 
-    /// Sets the VMCB's CR3 for the space's tables, whose root is the VMCB's `n_cr3`. Returns whether
-    /// this holds for further entries.
+    /// Sets the VMCB's CR3 for the space's tables, whose root is the VMCB's `n_cr3`. Returns
+    /// whether this holds for further entries.
     pub fn load(&self, memory: &Memory, Vmcb { control, save }: &Vmcb) -> bool {
         let table = control.n_cr3.get();
         let is_long = self.control.get(save).mode() == Mode::Long;
@@ -78,8 +78,8 @@ impl GuestVirtual {
     }
 }
 
-/// Returns the pointer for an entry of level 2, which may be a leaf: the three-level format has none
-/// there.
+/// Returns the pointer for an entry of level 2, which may be a leaf: the three-level format has
+/// none there.
 fn to_pointer(entry: u64) -> u64 {
     let is_table = UserFormat::is_present(entry) && !UserFormat::is_leaf(entry, 2);
     if is_table { UserFormat::pointer(UserFormat::address(entry)) } else { 0 }
