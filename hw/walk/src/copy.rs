@@ -36,18 +36,22 @@ impl Paging {
     /// Rights of the copy of a translation that an access has been allowed. A page whose dirty bit
     /// is clear is not writable, so that the first write is noticed.
     pub fn rights_of_copy(&self, intent: Intent, found: &Translation) -> PageRights {
-        let last = found.entries().last();
+        // A pointer of three-level tables has no rights.
+        let pointers = usize::from(self.shape().is_some_and(|shape| shape.levels == 3));
+        let levels = found.entries().iter().skip(pointers);
+        let all = levels.clone().fold(u64::MAX, |bits, level| bits & level.value);
+        let no_execute = levels.clone().any(|level| level.value & entry::NX != 0);
+        let last = levels.last();
         let has = |bit: u64| last.is_some_and(|leaf| leaf.value & bit != 0);
         let is_dirty = intent == Intent::Write || last.is_none() || has(entry::DIRTY);
-        let is_user = found.rights & entry::USER != 0;
+        let (is_user, is_writable) = (all & entry::USER != 0, all & entry::WRITE != 0);
         // Allowed because CR0.WP is clear: for the guest's kernel only, as long as nothing else
         // asks.
-        let overrides = intent == Intent::Write && found.rights & entry::WRITE == 0;
-        let no_execute =
-            found.no_execute && last.is_some() || overrides && is_user && self.cr4 & cr4::SMEP != 0;
+        let overrides = intent == Intent::Write && !is_writable;
+        let smep = overrides && is_user && self.cr4 & cr4::SMEP != 0;
         PageRights {
-            write: overrides || found.rights & entry::WRITE != 0 && is_dirty,
-            execute: !no_execute,
+            write: overrides || is_writable && is_dirty,
+            execute: !no_execute && !smep,
             user: is_user && !overrides,
             global: self.cr4 & cr4::PGE != 0 && has(entry::GLOBAL),
         }

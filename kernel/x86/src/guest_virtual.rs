@@ -12,7 +12,6 @@
 use core::sync::atomic::Ordering::Relaxed;
 
 use abi::Status;
-use abi::vcpu::x86::VcpuState;
 use hw_x86::vmcb::Vmcb;
 use kernel_core::pool::{Factory, Frame, Handle, Memory};
 use kernel_core::table::Format;
@@ -56,9 +55,9 @@ impl GuestVirtual {
         self.control.set(vmcb, Registers::written(&vmcb.save));
     }
 
-    /// Copies the guest's control registers to the state page.
-    pub fn show_control(&self, state: &VcpuState, vmcb: &Vmcb) {
-        self.control.get(&vmcb.save).show(state);
+    /// The guest's own control registers.
+    pub fn control(&self) -> &ControlRegisters {
+        &self.control
     }
 
     /// Sets the VMCB's CR3 for the space's tables, whose root is the VMCB's `n_cr3`. Returns

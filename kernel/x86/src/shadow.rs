@@ -165,9 +165,9 @@ impl State {
         self.tables().invalidate(&self.memory, address);
     }
 
-    /// Copies the guest's control registers to the state page.
-    pub fn show_control(&self, state: &VcpuState, vmcb: &Vmcb) {
-        self.control.get(&vmcb.save).show(state);
+    /// The guest's own control registers.
+    pub fn control(&self) -> &ControlRegisters {
+        &self.control
     }
 
     /// Copies the counters to the state page.

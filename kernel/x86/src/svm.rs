@@ -35,6 +35,7 @@ use crate::guest_virtual::GuestVirtual;
 use crate::hvm::{GuestExit, Hvm, internal};
 use crate::io::{rdmsr, wrmsr};
 use crate::shadow::Shadow;
+use crate::shadow::control::ControlRegisters;
 use asid::Asids;
 
 /// Clean bits of a VMCB without changes in cached groups: all defined bits (APM vol. 2 §15.15.3).
@@ -92,6 +93,18 @@ enum GuestPaging {
     Shadow(Shadow),
     /// By the VMM.
     GuestVirtual(GuestVirtual),
+}
+
+impl GuestPaging {
+    /// The guest's own control registers, if the processor has others.
+    #[inline(always)]
+    fn control(&self) -> Option<&ControlRegisters> {
+        match self {
+            Self::Nested => None,
+            Self::Shadow(shadow) => Some(shadow.control()),
+            Self::GuestVirtual(space) => Some(space.control()),
+        }
+    }
 }
 
 impl Svm {
@@ -209,12 +222,10 @@ impl Svm {
     /// Shows the guest's own control registers in the state page, if the processor has others.
     #[inline(always)]
     fn show_control(&self, state: &VcpuState, groups: u64) {
-        if groups & group::CONTROL != 0 {
-            match &self.paging {
-                GuestPaging::Nested => {}
-                GuestPaging::Shadow(shadow) => shadow.show_control(state, self.vmcb()),
-                GuestPaging::GuestVirtual(space) => space.show_control(state, self.vmcb()),
-            }
+        if groups & group::CONTROL != 0
+            && let Some(control) = self.paging.control()
+        {
+            control.get(&self.vmcb().save).show(state);
         }
     }
 
