@@ -1,5 +1,5 @@
-//! Copies of translations in other tables (shadow paging): the access that a page fault reports, and
-//! the rights of the copy.
+//! Copies of translations in other tables (shadow paging): the access that a page fault reports,
+//! and the rights of the copy.
 
 use hw_x86::paging::{cr4, entry, fault};
 

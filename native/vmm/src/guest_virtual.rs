@@ -2,8 +2,9 @@
 //! tables at a page fault and maps the page, and removes mappings where the guest drops
 //! translations.
 //!
-//! The space has the rules of a TLB: it holds no more than the guest's tables held when the page was
-//! mapped, and a flush by the guest removes it. The kernel limits the rights to those of the VMM.
+//! The space has the rules of a TLB: it holds no more than the guest's tables held when the page
+//! was mapped, and a flush by the guest removes it. The kernel limits the rights to those of the
+//! VMM.
 
 use abi::vcpu::x86::{VcpuState, vtlb_counter};
 use abi::{Status, rights};

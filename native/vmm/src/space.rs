@@ -1,8 +1,8 @@
-//! The guest's memory and doorbells in the kernel's address spaces of the guest: a guest-physical one
-//! for all vCPUs, or a guest-virtual one for each (rung `user` of a vTLB).
+//! The guest's memory and doorbells in the kernel's address spaces of the guest: a guest-physical
+//! one for all vCPUs, or a guest-virtual one for each (rung `user` of a vTLB).
 //!
-//! In a guest-virtual space pages are mapped when the guest uses them ([`GuestSpace::fill`]). What
-//! the guest may use is listed here by guest-physical address; a fill holds the lock of the list, so
+//! In a guest-virtual space pages are mapped when the guest uses them ([`GuestSpace::fill`]). The
+//! guest's memory is listed here by guest-physical address; a fill holds the lock of the list, so
 //! after [`GuestSpace::unmap`] no fill maps what was removed.
 
 use heapless::Vec;
@@ -135,7 +135,7 @@ impl GuestSpace {
         };
         match mapped {
             Ok(()) => Ok(Some(order)),
-            // Whoever shares this memory has revoked it.
+            // The peer of a channel has revoked its share.
             Err(Status::BadArgument) => Ok(None),
             Err(status) => Err(status),
         }
@@ -153,8 +153,8 @@ impl Region {
         offset < window.length()
     }
 
-    /// Returns the block of memory to be mapped for a page: its window, guest-virtual address, order
-    /// and rights. `None` if the page is elsewhere, or lacks a right.
+    /// Returns the block of memory to be mapped for a page: its window, guest-virtual address,
+    /// order and rights. `None` if the page is elsewhere, or lacks a right.
     fn block(&self, page: &Page) -> Option<(Window, u64, u8, u8)> {
         let rights = page.rights & self.rights;
         let (host, length) = (self.window.base(), self.window.length());
@@ -165,9 +165,9 @@ impl Region {
     }
 }
 
-/// Returns the largest block around a page that is aligned in all three address spaces and inside of
-/// the `length` bytes at guest-physical address `address`, which the VMM has at `host`: offset and
-/// order. `None` if the page is elsewhere.
+/// Returns the largest block around a page that is aligned in all three address spaces and inside
+/// of the `length` bytes at guest-physical address `address`, which the VMM has at `host`: offset
+/// and order. `None` if the page is elsewhere.
 fn block(page: &Page, address: u64, host: u64, length: u64) -> Option<(u64, u8)> {
     let offset = page.physical.checked_sub(address).filter(|&offset| offset < length)?;
     let at = host + offset;

@@ -97,7 +97,7 @@ fn on_user(is_long: bool) -> Vec<Scenario> {
             backends: VTLB,
             cpus: if guest.name == "smp" { &[1, 4] } else { &[1] },
             system: without_npt(&guest.system).replace(KEY, &format!("{KEY}\n{USER}")),
-            limit: guest.limit.max(LIMIT),
+            limit: USER_LIMIT,
             ..guest
         })
     };
@@ -106,6 +106,8 @@ fn on_user(is_long: bool) -> Vec<Scenario> {
 
 /// Seconds that a guest without nested paging may take on a busy machine.
 const LIMIT: u64 = 240;
+/// Seconds that it may take on the rung `user`.
+const USER_LIMIT: u64 = 600;
 
 /// Machines without nested paging.
 fn machines() -> Vec<Scenario> {
@@ -180,8 +182,8 @@ fn plain_linux() -> Vec<Scenario> {
         debian("linux-2", 2, &[2], ""),
         debian("linux-4", 4, &[4], ""),
         debian("linux-kernel-rung", 1, &[1], KERNEL),
-        debian("linux-user", 1, &[1], USER),
-        debian("linux-user-2", 2, &[2], USER),
+        Scenario { limit: USER_LIMIT, ..debian("linux-user", 1, &[1], USER) },
+        Scenario { limit: USER_LIMIT, ..debian("linux-user-2", 2, &[2], USER) },
     ];
     scenarios.extend(shells);
     scenarios
@@ -200,7 +202,7 @@ fn every_rung(cpus: u32) -> Scenario {
         texts: names.map(|name| format!("vm {name} ended: exit code 47")).into(),
         never: &["Oops", "BUG: ", "WARNING: CPU", "general protection"],
         code: 47,
-        limit: 900,
+        limit: 1800,
         ..base(
             match cpus {
                 1 => "linux-rungs",
