@@ -182,7 +182,11 @@ fn plain_linux() -> Vec<Scenario> {
         debian("linux-2", 2, &[2], ""),
         debian("linux-4", 4, &[4], ""),
         debian("linux-kernel-rung", 1, &[1], KERNEL),
-        Scenario { limit: USER_LIMIT, ..debian("linux-user", 1, &[1], USER) },
+        // A quota that Linux exhausts: the VMM removes all mappings, and frees page tables.
+        Scenario {
+            limit: USER_LIMIT,
+            ..debian("linux-user", 1, &[1], &format!("{USER}\nvtlb = \"256K\""))
+        },
         Scenario { limit: USER_LIMIT, ..debian("linux-user-2", 2, &[2], USER) },
     ];
     scenarios.extend(shells);
