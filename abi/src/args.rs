@@ -2,7 +2,7 @@
 //! programs write them there. Values with few valid cases are decoded by methods, which fail with
 //! the status that the system call returns.
 
-use crate::ops::UNMAP_SELF;
+use crate::ops::{FREE_TABLES, UNMAP_SELF};
 use crate::{Binding, Item, Kind, PlatformAction, Selector, Status, reply_wait};
 
 macro_rules! arguments {
@@ -180,6 +180,19 @@ arguments! {
         /// Event bits; 0 unbinds the doorbell.
         bits
     }
+    /// Arguments of [`crate::Op::UnmapAt`].
+    pub struct UnmapAt {
+        /// Selector of a task or VM, or [`crate::ops::SELF`].
+        target,
+        /// [`Item::pack`].
+        item,
+        /// First unit in the target's space.
+        destination,
+        /// 0 or [`FREE_TABLES`].
+        flags,
+        /// Progress; initially 0.
+        done
+    }
 }
 
 impl GateReplyWait {
@@ -345,13 +358,22 @@ impl Unmap {
     /// Item to be unmapped, and whether the range itself is unmapped, too. Fails with `BadArgument`
     /// if it is no item, or for other flags than [`UNMAP_SELF`].
     pub fn item(self) -> Result<(Item, bool), Status> {
-        let item = Item::unpack(self.item).ok_or(Status::BadArgument)?;
-        match self.flags {
-            0 => Ok((item, false)),
-            UNMAP_SELF => Ok((item, true)),
-            _ => Err(Status::BadArgument),
-        }
+        item_and_flag(self.item, self.flags, UNMAP_SELF)
     }
+}
+
+impl UnmapAt {
+    /// Item to be unmapped, and whether page tables are freed, too. Fails with `BadArgument` if it
+    /// is no item, or for other flags than [`FREE_TABLES`].
+    pub fn item(self) -> Result<(Item, bool), Status> {
+        item_and_flag(self.item, self.flags, FREE_TABLES)
+    }
+}
+
+/// Unpacks an item and flags, of which there is one.
+fn item_and_flag(item: u64, flags: u64, flag: u64) -> Result<(Item, bool), Status> {
+    let item = Item::unpack(item).ok_or(Status::BadArgument)?;
+    if flags & !flag != 0 { Err(Status::BadArgument) } else { Ok((item, flags == flag)) }
 }
 
 impl ThreadBind {
@@ -431,6 +453,9 @@ mod tests {
         let unmap = |flags| Unmap { flags, ..Unmap::default() }.item().map(|(_, own)| own);
         assert_eq!((unmap(0), unmap(UNMAP_SELF)), (Ok(false), Ok(true)));
         assert_eq!(unmap(2).map(drop), bad);
+        let unmap_at = |flags| UnmapAt { flags, ..UnmapAt::default() }.item().map(|(_, free)| free);
+        assert_eq!((unmap_at(0), unmap_at(FREE_TABLES)), (Ok(false), Ok(true)));
+        assert_eq!(unmap_at(3).map(drop), bad);
         let create = |kind| Create { kind, first: 7, ..Create::default() }.object();
         assert_eq!(create(Kind::Vm as u64), Ok(NewObject::Vm { mode: 7 }));
         assert_eq!(create(Kind::Platform as u64).map(drop), bad);

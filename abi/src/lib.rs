@@ -109,7 +109,7 @@ pub enum Kind {
     Factory = 6,
     /// Scheduling context: priority, budget, period.
     SchedContext = 7,
-    /// Guest-physical address space.
+    /// Address space of a guest.
     Vm = 8,
     /// Virtual CPU of a [`Kind::Vm`].
     Vcpu = 9,
@@ -142,6 +142,10 @@ pub mod vm_mode {
     pub const NESTED: u64 = 0;
     /// vTLB: the kernel translates, and each vCPU has a pool of frames for the translations.
     pub const VTLB: u64 = 1;
+    /// The space is guest-virtual: the processor translates by what was delegated, and by nothing
+    /// else. The VMM walks the guest's page tables, delegates pages, and unmaps them where the
+    /// guest drops translations. The low 48 bits of a guest-virtual address count.
+    pub const GUEST_VIRTUAL: u64 = 2;
     /// Mask of the kind.
     pub const KIND: u64 = 0xff;
     /// Lowest bit of the size of the pool of each vCPU, in pages.
@@ -196,6 +200,11 @@ pub mod rights {
     pub const WRITE: u8 = 1 << 1;
     /// Memory: the page may be executed.
     pub const EXECUTE: u8 = 1 << 2;
+    /// Memory: guest user mode may access the page. It limits only mappings in guest-virtual
+    /// spaces ([`crate::vm_mode::GUEST_VIRTUAL`]); elsewhere user mode may access every page.
+    pub const USER: u8 = 1 << 3;
+    /// Memory, in guest-virtual spaces: the translation is global (`G`).
+    pub const GLOBAL: u8 = 1 << 4;
 }
 
 /// Kind of a delegation item.

@@ -143,6 +143,13 @@ operations! {
     /// notification is needed. Destroying the notification unbinds it, too. Rights: vm `VCPU`,
     /// notification `SIGNAL`.
     VmDoorbell = 16 ("vm, index, notification, bits") -> ("");
+    /// Removes the mappings of memory or ports that overlap the range of `item` at `destination` in
+    /// the space of `target` (as for `Delegate`), completely, as far as they were delegated from
+    /// the caller's task. Other mappings of the same memory remain. Whatever was delegated further
+    /// from a removed mapping is revoked. With flag bit 0 (`FREE_TABLES`) also frees the page
+    /// tables of the range, unless something in it is still mapped. May be preempted and then
+    /// continues by itself; `r8`, initially 0, holds the progress. Rights: target `MAP`.
+    UnmapAt = 17 ("target, item, destination, flags") -> ("");
 }
 
 /// Selector of the caller's own task in [`Op::Delegate`].
@@ -153,6 +160,9 @@ pub const SHARE_OF_CPU: u64 = 1_000_000;
 
 /// Flag of [`Op::Unmap`]: also remove the caller's own mappings (whole ones only) or capabilities.
 pub const UNMAP_SELF: u64 = 1;
+
+/// Flag of [`Op::UnmapAt`]: also free page tables of the range.
+pub const FREE_TABLES: u64 = 1;
 
 #[cfg(test)]
 mod tests {

@@ -28,6 +28,8 @@ pub struct Vtlb {
 /// Optimisations of a vTLB, each above the ones before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Rung {
+    /// None, and the VMM translates instead of the kernel.
+    User,
     /// None: every load of `CR3` drops all translations.
     Kernel,
     /// Global translations survive a load of `CR3`.

@@ -91,6 +91,7 @@ pub fn all() -> Vec<Column> {
         column(NATIVE, "bare machine", Paging::None),
         column("nested", "nested paging", Paging::Nested),
         column(KVM, "KVM, shadow paging", Paging::Kvm),
+        rung("user", "vTLB in the VMM", "user"),
         rung("kernel", "vTLB in the kernel", "kernel"),
         rung("global", "+ global pages", "global"),
         rung("cache", "+ cache of 8 spaces", "cache=8"),

@@ -179,14 +179,15 @@ pub struct Vm {
     /// Offer kvmclock to the guest (the default). Without it, Linux reads the time-stamp counter,
     /// which costs less, but must calibrate its frequency.
     pub kvmclock: Option<bool>,
-    /// The processor translates guest memory (nested paging, the default). `false`: the kernel
-    /// does, by a vTLB.
+    /// The processor translates guest memory (nested paging, the default). `false`: software does,
+    /// by a vTLB.
     #[serde(default = "yes")]
     pub npt: bool,
     /// Memory for the vTLB of each vCPU, 256K to 1M (the default).
     pub vtlb: Option<Spanned<Size>>,
-    /// Optimisations of the vTLB, each with all before it: `kernel` (none), `global`, `cache` (or
-    /// `cache=N` with a number of address spaces), `sync`, `trace`, `asid`, `invlpga` (default).
+    /// Optimisations of the vTLB, each with all before it: `user` (none, and by the VMM), `kernel`
+    /// (none), `global`, `cache` (or `cache=N` with a number of address spaces), `sync`, `trace`,
+    /// `asid`, `invlpga` (the default).
     pub rung: Option<Spanned<String>>,
     /// Number of address spaces that the vTLB keeps from the rung `cache` on: 1 to 32 (8).
     pub vtlb_spaces: Option<Spanned<u32>>,

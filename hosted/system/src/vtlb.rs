@@ -9,7 +9,8 @@ use toml::Spanned;
 /// Bytes of a page.
 const PAGE: u64 = 4 << 10;
 /// Rungs by name, from the lowest; `cache` is followed by `=N`.
-const RUNGS: [(&str, Rung); 7] = [
+const RUNGS: [(&str, Rung); 8] = [
+    ("user", Rung::User),
     ("kernel", Rung::Kernel),
     ("global", Rung::Global),
     (CACHE, Rung::Cache),
@@ -157,6 +158,7 @@ mod tests {
             ("npt = true", None),
             ("npt = false", Some(top)),
             ("npt = false\nvtlb = \"256K\"", Some(Vtlb { pool: 64, ..top })),
+            ("npt = false\nrung = \"user\"", Some(Vtlb { rung: Rung::User, ..top })),
             (
                 "npt = false\nvtlb = \"1M\"\nrung = \"kernel\"",
                 Some(Vtlb { rung: Rung::Kernel, ..top }),
@@ -200,7 +202,7 @@ mod tests {
             ("npt = false\nrung = \"cache=0\"", "\"cache=0\"", "1 to 32"),
             ("npt = false\nrung = \"cache=33\"", "\"cache=33\"", "1 to 32"),
             ("npt = false\nrung = \"cache=\"", "\"cache=\"", "1 to 32"),
-            ("npt = false\nrung = \"user\"", "\"user\"", "kernel, global, cache=N, sync"),
+            ("npt = false\nrung = \"users\"", "\"users\"", "user, kernel, global, cache=N, sync"),
             ("npt = false\nrung = \"sync\"\ntrace = \"write\"", "\"write\"", "needs the rung"),
             ("vtlb_spaces = 4", "4", "`vtlb_spaces` belongs to"),
             ("npt = false\nvtlb_spaces = 0", "0", "must be 1 to 32 (got 0)"),

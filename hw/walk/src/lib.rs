@@ -8,11 +8,13 @@
 #![cfg_attr(not(test), no_std)]
 #![forbid(unsafe_code)]
 
+mod copy;
 mod leaf;
 
 use hw_x86::msr::efer;
 use hw_x86::paging::{cr0, cr4, entry, fault};
 
+pub use copy::PageRights;
 pub use leaf::{Leaf, leaf, set_accessed};
 
 /// `RFLAGS.AC`: supervisor accesses to user pages are permitted (SMAP).

@@ -210,3 +210,51 @@ fn the_accessed_bit_is_set_only_on_an_unchanged_entry() {
     assert!(set_accessed(&memory, 0x4038, 0x5000 | ALL));
     assert_eq!(memory.get(0x4038), 0x5000 | ALL | ACCESSED);
 }
+
+/// The rights of a copy are those of the translation, and none that would hide an event from the
+/// guest's tables.
+#[test]
+fn rights_of_copies() {
+    let all = PageRights { write: true, execute: true, user: true, global: false };
+    let kernel = PageRights { user: false, ..all };
+    let cases = [
+        (ALL | DIRTY, Intent::Read, all),
+        (ALL, Intent::Read, PageRights { write: false, ..all }),
+        (ALL, Intent::Write, all),
+        (PRESENT | WRITE, Intent::Write, kernel),
+        (PRESENT | USER | DIRTY, Intent::Read, PageRights { write: false, ..all }),
+        // Only a clear CR0.WP allows it.
+        (PRESENT | USER, Intent::Write, kernel),
+        (ALL | DIRTY | NX, Intent::Read, PageRights { execute: false, ..all }),
+        (ALL | DIRTY | entry::GLOBAL, Intent::Read, PageRights { global: true, ..all }),
+    ];
+    let paging = Paging { cr0: cr0::PG | cr0::PE, cr4: cr4::PAE | cr4::PGE, ..long() };
+    for (leaf, intent, expected) in cases {
+        let found = paging.translate(&Memory::long(leaf), 0x7000, intent, true).unwrap();
+        assert_eq!(paging.rights_of_copy(intent, &found), expected, "{leaf:#x} {intent:?}");
+    }
+    let smep = Paging { cr4: paging.cr4 | cr4::SMEP, ..paging };
+    let found = smep.translate(&Memory::long(PRESENT | USER), 0x7000, Intent::Write, true).unwrap();
+    let rights = smep.rights_of_copy(Intent::Write, &found);
+    assert!(!rights.execute && !rights.user, "a user page that the kernel may not execute");
+    let local = Paging { cr4: cr4::PAE, ..paging };
+    let leaf = ALL | entry::GLOBAL;
+    let found = local.translate(&Memory::long(leaf), 0x7000, Intent::Read, true).unwrap();
+    assert!(!local.rights_of_copy(Intent::Read, &found).global);
+    let flat = Paging::default();
+    let found = flat.translate(&Memory::default(), 0x7000, Intent::Read, true).unwrap();
+    assert_eq!(flat.rights_of_copy(Intent::Read, &found), all, "without paging");
+}
+
+#[test]
+fn accesses_of_page_faults() {
+    let paging = Paging { user: true, rflags: RFLAGS_AC, ..long() };
+    let (user, intent) = paging.of_fault(fault::USER | fault::WRITE | fault::PRESENT);
+    assert_eq!((user, intent), (paging, Intent::Write));
+    assert_eq!(paging.of_fault(fault::FETCH | fault::USER).1, Intent::Fetch);
+    let (implicit, intent) = paging.of_fault(0);
+    assert_eq!(intent, Intent::Read);
+    assert!(!implicit.user && implicit.rflags & RFLAGS_AC == 0);
+    let (kernel, _) = Paging { user: false, ..paging }.of_fault(0);
+    assert_ne!(kernel.rflags & RFLAGS_AC, 0);
+}

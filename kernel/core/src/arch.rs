@@ -5,7 +5,7 @@ use core::sync::atomic::AtomicU64;
 use abi::Status;
 use abi::args::IrqSource;
 
-use crate::object::{Irq, Vcpu};
+use crate::object::{Irq, Translation, Vcpu};
 use crate::pool::{Factory, Frame, Handle, Memory};
 use crate::table::Format;
 
@@ -66,16 +66,15 @@ pub trait Arch: Sized + 'static {
     fn user_entries() -> core::ops::Range<usize>;
     /// Returns whether this machine supports [`Arch::Vcpu`] with nested paging.
     fn has_nested() -> bool;
-    /// Returns whether it supports [`Arch::Vcpu`] with a vTLB.
+    /// Returns whether it supports [`Arch::Vcpu`] without nested paging.
     fn has_vtlb() -> bool;
 
-    /// Allocates the processor structures of a vCPU whose state page is `state`. `pool`: maximum
-    /// number of frames of its vTLB; `None`: nested paging.
+    /// Allocates the processor structures of a vCPU whose state page is `state`.
     fn vcpu_new(
         memory: &Memory,
         factory: Option<Handle<Factory>>,
         state: Frame,
-        pool: Option<u64>,
+        translation: Translation,
     ) -> Result<Self::Vcpu, Status>;
     /// Frees the processor structures of a vCPU that is not running.
     fn vcpu_free(memory: &Memory, vcpu: &Self::Vcpu);

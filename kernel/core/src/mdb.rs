@@ -198,6 +198,12 @@ impl<A: Arch> Kernel<A> {
         }
     }
 
+    /// Returns whether a space is guest-virtual.
+    pub fn is_guest_virtual(&self, space: SpaceRef<A>) -> bool {
+        let SpaceRef::Vm(vm) = space else { return false };
+        self.memory.get(vm).is_some_and(|vm| vm.translation == Translation::GuestVirtual)
+    }
+
     fn new_node(
         &self,
         space: SpaceRef<A>,
@@ -291,10 +297,13 @@ impl<A: Arch> Kernel<A> {
         let tables = space.tables(&self.memory);
         let root = self.memory.physical(space.root);
         let physical = extent.physical << abi::PAGE_SHIFT;
+        let is_guest_virtual = self.is_guest_virtual(to);
         let access = Access {
             write: rights & rights::WRITE != 0,
             execute: rights & rights::EXECUTE != 0,
             device,
+            user: rights & rights::USER != 0 || !is_guest_virtual,
+            global: rights & rights::GLOBAL != 0 && is_guest_virtual,
         };
         let (page, order) = (extent.base, extent.order);
         match to {

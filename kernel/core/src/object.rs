@@ -40,7 +40,7 @@ pub enum ObjectRef<A: Arch> {
     Factory(Handle<Factory>),
     /// Scheduling context (CPU time).
     SchedContext(Handle<SchedContext<A>>),
-    /// Guest-physical address space.
+    /// Address space of a guest.
     Vm(Handle<Vm<A>>),
     /// Virtual CPU.
     Vcpu(Handle<Vcpu<A>>),
@@ -82,7 +82,7 @@ pub struct SlotPage<A: Arch> {
 pub enum SpaceRef<A: Arch> {
     /// A task's memory, capabilities and ports.
     Task(Handle<Task<A>>),
-    /// A VM's guest-physical memory and ports.
+    /// A VM's memory and ports.
     Vm(Handle<Vm<A>>),
 }
 
@@ -208,14 +208,25 @@ pub struct Task<A: Arch> {
     pub dying_next: Link<Task<A>>,
 }
 
-/// Guest-physical address space.
+/// Translation of a guest's addresses.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Translation {
+    /// Nested paging, by the processor.
+    Nested,
+    /// vTLB, with at most this number of frames for each vCPU.
+    Vtlb(u64),
+    /// By the VMM: the space is guest-virtual ([`abi::vm_mode::GUEST_VIRTUAL`]).
+    GuestVirtual,
+}
+
+/// Address space of a guest: guest-physical unless its translation tells otherwise.
 pub struct Vm<A: Arch> {
     /// Number of capabilities to this VM.
     pub caps: Cell<u32>,
-    /// Guest-physical memory and I/O ports.
+    /// The guest's memory and I/O ports.
     pub space: Space<A>,
-    /// Maximum number of frames of the vTLB of each vCPU; `None`: nested paging.
-    pub pool: Option<u64>,
+    /// Translation of the guest's addresses.
+    pub translation: Translation,
     /// Doorbells, by index.
     pub doorbells: [Cell<Option<Doorbell<A>>>; DOORBELLS],
     /// Next VM in the list of dying VMs.

@@ -217,6 +217,7 @@ impl<A: Arch> Kernel<A> {
             }
             Op::Yield => self.yield_now(thread.cpu),
             Op::VmDoorbell => self.bind_doorbell(task, args::VmDoorbell::read(argument))?,
+            Op::UnmapAt => return self.unmap_at_by_selector(thread, task),
         }
         Ok(CallResult::Done)
     }
@@ -249,6 +250,25 @@ impl<A: Arch> Kernel<A> {
         let (mut done, mut budget) = (args.done, WORK);
         let all = self.unmap(thread.task, (item, args.base), own, &mut done, &mut budget)?;
         if !all || !self.reap(&mut budget) {
+            thread.context.set_result(PROGRESS, done);
+            return Ok(CallResult::Restart);
+        }
+        Ok(CallResult::Done)
+    }
+
+    /// `UnmapAt`: one part. The progress is an argument and the result.
+    fn unmap_at_by_selector(
+        &self,
+        thread: &Thread<A>,
+        task: &Task<A>,
+    ) -> Result<CallResult, Status> {
+        const PROGRESS: usize = 4;
+        let args = args::UnmapAt::read(|index| thread.context.argument(index));
+        let (item, free_tables) = args.item()?;
+        let at = self.target(thread.task, task, args.target)?;
+        let (mut done, mut budget) = (args.done, WORK);
+        let range = (item, args.destination, free_tables);
+        if !self.unmap_at(thread.task, at, range, &mut done, &mut budget)? {
             thread.context.set_result(PROGRESS, done);
             return Ok(CallResult::Restart);
         }

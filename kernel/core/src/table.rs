@@ -18,6 +18,10 @@ pub struct Access {
     pub execute: bool,
     /// Device memory: uncached.
     pub device: bool,
+    /// User mode may access it.
+    pub user: bool,
+    /// The translation is global.
+    pub global: bool,
 }
 
 /// A page-table format. Level 0 holds 4 KiB leaves.

@@ -93,6 +93,8 @@ const WRITE: u64 = 2;
 const EXECUTE: u64 = 4;
 const DEVICE: u64 = 8;
 const LEAF: u64 = 16;
+const USER: u64 = 32;
+const GLOBAL: u64 = 64;
 
 /// Page tables of four levels.
 pub struct Invented;
@@ -104,6 +106,8 @@ impl Invented {
             write: entry & WRITE != 0,
             execute: entry & EXECUTE != 0,
             device: entry & DEVICE != 0,
+            user: entry & USER != 0,
+            global: entry & GLOBAL != 0,
         }
     }
 }
@@ -123,6 +127,8 @@ impl Format for Invented {
             | flag(access.write, WRITE)
             | flag(access.execute, EXECUTE)
             | flag(access.device, DEVICE)
+            | flag(access.user, USER)
+            | flag(access.global, GLOBAL)
             | flag(level > 0, LEAF)
     }
     fn table(physical: u64) -> u64 {
@@ -184,7 +190,7 @@ impl Arch for Fake {
         memory: &Memory,
         factory: Option<Handle<Factory>>,
         _: Frame,
-        _: Option<u64>,
+        _: Translation,
     ) -> Result<Frame, Status> {
         memory.alloc_raw(factory, 1)
     }
@@ -391,6 +397,10 @@ fn check_item(kernel: &Kernel<Fake>, handle: Handle<MapNode<Fake>>, node: &MapNo
                 assert_eq!(access.write, node.rights & abi::rights::WRITE != 0);
                 assert_eq!(access.execute, node.rights & abi::rights::EXECUTE != 0);
                 assert_eq!(access.device, node.device);
+                let is_guest_virtual = kernel.is_guest_virtual(node.space);
+                let has = |right| node.rights & right != 0;
+                assert_eq!(access.user, has(abi::rights::USER) || !is_guest_virtual);
+                assert_eq!(access.global, has(abi::rights::GLOBAL) && is_guest_virtual);
             }
         }
     }

@@ -6,18 +6,17 @@ use kernel_core::vtlb::ShadowFormat;
 
 use crate::features::features;
 
-/// Long-mode page tables. `LEAF` is set in every leaf, `TABLE` in every entry that refers to a
-/// table.
-pub struct LongMode<const LEAF: u64, const TABLE: u64>;
+/// Long-mode page tables. `TABLE` is set in every entry that refers to a table.
+pub struct LongMode<const TABLE: u64>;
 
 /// Page tables of tasks and VMs. Nested tables use the same format and require the user bit (APM
 /// vol. 2 §15.25.5).
-pub type UserFormat = LongMode<{ entry::USER }, { entry::USER }>;
+pub type UserFormat = LongMode<{ entry::USER }>;
 
 /// Page tables of the kernel half, which all address spaces share.
-pub type KernelFormat = LongMode<{ entry::GLOBAL }, 0>;
+pub type KernelFormat = LongMode<0>;
 
-impl<const LEAF: u64, const TABLE: u64> Format for LongMode<LEAF, TABLE> {
+impl<const TABLE: u64> Format for LongMode<TABLE> {
     const ROOT_LEVEL: u32 = 3;
 
     fn max_leaf_level() -> u32 {
@@ -32,10 +31,12 @@ impl<const LEAF: u64, const TABLE: u64> Format for LongMode<LEAF, TABLE> {
     fn leaf(physical: u64, access: Access, level: u32) -> u64 {
         // Accessed and dirty are preset: the kernel never reads them, and setting them later costs
         // a walk.
-        let mut bits = entry::PRESENT | LEAF | entry::ACCESSED | entry::DIRTY;
+        let mut bits = entry::PRESENT | entry::ACCESSED | entry::DIRTY;
         bits |= if access.write { entry::WRITE } else { 0 };
         bits |= if access.execute { 0 } else { entry::NX };
         bits |= if access.device { entry::UNCACHED } else { 0 };
+        bits |= if access.user { entry::USER } else { 0 };
+        bits |= if access.global { entry::GLOBAL } else { 0 };
         bits |= if level > 0 { entry::LARGE } else { 0 };
         physical | bits
     }

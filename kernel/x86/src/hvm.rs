@@ -2,6 +2,7 @@
 
 use abi::Status;
 use abi::vcpu::x86::VcpuState;
+use kernel_core::object::Translation;
 use kernel_core::pool::{Factory, Handle, Memory};
 
 /// Exit reasons that the kernel handles itself, in the range that [`abi::vcpu::exit`] reserves.
@@ -43,12 +44,11 @@ pub trait Hvm: Clone + 'static {
     /// Returns whether guests can run.
     fn is_ready() -> bool;
 
-    /// Allocates the structure of a vCPU in its reset state. `pool`: maximum number of frames of
-    /// its vTLB; `None`: nested paging.
+    /// Allocates the structure of a vCPU in its reset state.
     fn new(
         memory: &Memory,
         factory: Option<Handle<Factory>>,
-        pool: Option<u64>,
+        translation: Translation,
     ) -> Result<Self, Status>;
     /// Frees it.
     fn free(&self, memory: &Memory);

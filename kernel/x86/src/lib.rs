@@ -27,6 +27,7 @@ pub mod features;
 pub mod format;
 #[cfg(target_os = "none")]
 pub mod fpu;
+pub mod guest_virtual;
 pub mod hvm;
 pub mod idt;
 pub mod io;

@@ -44,7 +44,8 @@ pub unsafe fn bytes(physical: u64, length: usize) -> Option<&'static [u8]> {
     Some(unsafe { core::slice::from_raw_parts(direct(physical), length) })
 }
 
-const READ_ONLY: Access = Access { write: false, execute: false, device: false };
+const READ_ONLY: Access =
+    Access { write: false, execute: false, device: false, user: false, global: true };
 const READ_WRITE: Access = Access { write: true, ..READ_ONLY };
 const CODE: Access = Access { execute: true, ..READ_ONLY };
 const DEVICE: Access = Access { device: true, ..READ_WRITE };

@@ -7,7 +7,7 @@ use core::sync::atomic::{AtomicU64, Ordering};
 use abi::Status;
 use abi::args::IrqSource;
 use kernel_core::arch::Arch;
-use kernel_core::object::{Irq, Space, Task, Thread, Vcpu};
+use kernel_core::object::{Irq, Space, Task, Thread, Translation, Vcpu};
 use kernel_core::pool::{Factory, Frame, Handle, Memory};
 use kernel_core::{Kernel, count};
 use kernel_run::Processor;
@@ -225,9 +225,9 @@ impl Arch for X86 {
         memory: &Memory,
         factory: Option<Handle<Factory>>,
         state: Frame,
-        pool: Option<u64>,
+        translation: Translation,
     ) -> Result<vcpu::VcpuFrames, Status> {
-        vcpu::VcpuFrames::new(memory, factory, state, pool)
+        vcpu::VcpuFrames::new(memory, factory, state, translation)
     }
 
     fn vcpu_free(memory: &Memory, frames: &vcpu::VcpuFrames) {

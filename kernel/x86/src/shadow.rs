@@ -9,7 +9,7 @@
 //! * The state page shows the guest's own control registers; the VMCB holds those of [`control`].
 //! * Everything is used by the CPU that runs the vCPU, or under the lock.
 
-mod control;
+pub(crate) mod control;
 mod decode;
 mod exits;
 mod memory;
@@ -180,13 +180,9 @@ impl State {
         self.tables().invalidate(&self.memory, address);
     }
 
-    /// Copies the guest's control registers to the state page.
-    pub fn show_control(&self, state: &VcpuState, vmcb: &Vmcb) {
-        let registers = self.control.get(&vmcb.save);
-        state.cr0.set(registers.cr0);
-        state.cr3.set(registers.cr3);
-        state.cr4.set(registers.cr4);
-        state.efer.set(registers.efer);
+    /// The guest's own control registers.
+    pub fn control(&self) -> &ControlRegisters {
+        &self.control
     }
 
     /// Copies the counters to the state page.

@@ -27,12 +27,15 @@ use abi::{ABI_VERSION, Status};
 use hw_x86::msr;
 use hw_x86::vmcb::exit::{PAGE_FAULT, VMMCALL};
 use hw_x86::vmcb::{ControlArea, Vmcb, event, npf, tlb_control};
+use kernel_core::object::Translation;
 use kernel_core::pool::{Factory, Frame, Handle, Memory};
 
 use crate::features::features;
+use crate::guest_virtual::GuestVirtual;
 use crate::hvm::{GuestExit, Hvm, internal};
 use crate::io::{rdmsr, wrmsr};
 use crate::shadow::Shadow;
+use crate::shadow::control::ControlRegisters;
 use asid::Asids;
 
 /// Clean bits of a VMCB without changes in cached groups: all defined bits (APM vol. 2 §15.15.3).
@@ -78,8 +81,30 @@ pub struct Svm {
     virq_offered: Cell<u64>,
     /// The processor's cached copy of the VMCB is out of date.
     is_changed: Cell<bool>,
-    /// Software memory virtualization; `None`: nested paging.
-    shadow: Option<Shadow>,
+    paging: GuestPaging,
+}
+
+/// Memory virtualization.
+#[derive(Clone)]
+enum GuestPaging {
+    /// Nested paging.
+    Nested,
+    /// By shadow tables.
+    Shadow(Shadow),
+    /// By the VMM.
+    GuestVirtual(GuestVirtual),
+}
+
+impl GuestPaging {
+    /// The guest's own control registers, if the processor has others.
+    #[inline(always)]
+    fn control(&self) -> Option<&ControlRegisters> {
+        match self {
+            Self::Nested => None,
+            Self::Shadow(shadow) => Some(shadow.control()),
+            Self::GuestVirtual(space) => Some(space.control()),
+        }
+    }
 }
 
 impl Svm {
@@ -198,9 +223,9 @@ impl Svm {
     #[inline(always)]
     fn show_control(&self, state: &VcpuState, groups: u64) {
         if groups & group::CONTROL != 0
-            && let Some(shadow) = &self.shadow
+            && let Some(control) = self.paging.control()
         {
-            shadow.show_control(state, self.vmcb());
+            control.get(&self.vmcb().save).show(state);
         }
     }
 
@@ -208,13 +233,19 @@ impl Svm {
     #[inline(never)]
     fn describe_rare(&self, reason: u64, state: &VcpuState) -> u64 {
         let control = &self.vmcb().control;
-        if let Some(shadow) = &self.shadow
-            && (reason == MEMORY_FAULT || control.exit_code.get() == PAGE_FAULT)
-        {
-            let (address, info) = shadow.fault();
-            state.run.exit_info.set(info);
-            state.run.fault_address.set(address);
-            return group::IP | group::CONTROL | group::CODE | group::SEGMENTS;
+        if reason == MEMORY_FAULT || control.exit_code.get() == PAGE_FAULT {
+            let found = match &self.paging {
+                GuestPaging::Nested => None,
+                GuestPaging::Shadow(shadow) => Some(shadow.fault()),
+                GuestPaging::GuestVirtual(_) => {
+                    Some((control.exit_info2.get(), exit::info(reason, control)))
+                }
+            };
+            if let Some((address, info)) = found {
+                state.run.exit_info.set(info);
+                state.run.fault_address.set(address);
+                return group::IP | group::CONTROL | group::CODE | group::SEGMENTS;
+            }
         }
         if reason == MEMORY_FAULT {
             state.run.exit_info.set(exit::memory_fault_info(control.exit_info1.get()));
@@ -279,7 +310,7 @@ impl Hvm for Svm {
     fn new(
         memory: &Memory,
         factory: Option<Handle<Factory>>,
-        pool: Option<u64>,
+        translation: Translation,
     ) -> Result<Self, Status> {
         let frame = memory.alloc_raw(factory, 1)?;
         let mut this = Self {
@@ -290,19 +321,28 @@ impl Hvm for Svm {
             window: Cell::new(0),
             virq_offered: Cell::new(0),
             is_changed: Cell::new(true),
-            shadow: None,
+            paging: GuestPaging::Nested,
         };
-        vmcb::reset(this.vmcb());
-        if let Some(pool) = pool {
-            let shadow = Shadow::new(memory, factory, pool, this.vmcb());
-            this.shadow = Some(shadow.inspect_err(|_| memory.free_raw(frame, 1))?);
-        }
+        let vmcb = this.vmcb();
+        vmcb::reset(vmcb);
+        let made = match translation {
+            Translation::Nested => return Ok(this),
+            Translation::Vtlb(pool) => {
+                Shadow::new(memory, factory, pool, vmcb).map(GuestPaging::Shadow)
+            }
+            Translation::GuestVirtual => {
+                GuestVirtual::new(memory, factory, vmcb).map(GuestPaging::GuestVirtual)
+            }
+        };
+        this.paging = made.inspect_err(|_| memory.free_raw(frame, 1))?;
         Ok(this)
     }
 
     fn free(&self, memory: &Memory) {
-        if let Some(shadow) = &self.shadow {
-            shadow.free(memory);
+        match &self.paging {
+            GuestPaging::Nested => {}
+            GuestPaging::Shadow(shadow) => shadow.free(memory),
+            GuestPaging::GuestVirtual(space) => space.free(memory),
         }
         memory.free_raw(self.frame, 1);
     }
@@ -317,7 +357,7 @@ impl Hvm for Svm {
     fn flush(&self, local: &Local, root: u64) {
         let control = &self.vmcb().control;
         self.is_changed.set(true);
-        if let Some(shadow) = &self.shadow {
+        if let GuestPaging::Shadow(shadow) = &self.paging {
             // The entry assigns an ASID. Without an epoch, every entry is prepared.
             return shadow.set_root(root);
         }
@@ -327,7 +367,7 @@ impl Hvm for Svm {
 
     #[cold]
     fn unmapped(&self, root: u64) {
-        if let Some(shadow) = &self.shadow {
+        if let GuestPaging::Shadow(shadow) = &self.paging {
             shadow.unmapped(root);
         }
     }
@@ -339,10 +379,16 @@ impl Hvm for Svm {
         factory: Option<Handle<Factory>>,
         state: &VcpuState,
     ) -> Result<(), Status> {
-        match &self.shadow {
-            None => Ok(()),
-            Some(shadow) => shadow.prepare(memory, factory, state),
+        match &self.paging {
+            GuestPaging::Nested => {}
+            GuestPaging::Shadow(shadow) => shadow.prepare(memory, factory, state)?,
+            GuestPaging::GuestVirtual(space) => {
+                if !space.load(memory, self.vmcb()) {
+                    self.asid_epoch.set(0);
+                }
+            }
         }
+        Ok(())
     }
 
     #[cold]
@@ -374,9 +420,9 @@ impl Hvm for Svm {
 
     #[inline(always)]
     fn enter(&self, local: &Local, state: &VcpuState) -> GuestExit {
-        match &self.shadow {
-            None => self.run(local, state, |code| Some(exit::reason(code))),
-            Some(shadow) => self.enter_shadow(shadow, local, state),
+        match &self.paging {
+            GuestPaging::Shadow(shadow) => self.enter_shadow(shadow, local, state),
+            _ => self.run(local, state, |code| Some(exit::reason(code))),
         }
     }
 
@@ -438,13 +484,19 @@ impl Hvm for Svm {
             // TLB entries may be stale for the new registers: assign a new ASID.
             self.asid_epoch.set(0);
         }
-        if let Some(shadow) = &self.shadow {
-            if dirty & group::CONTROL != 0 {
-                shadow.take_control(self.vmcb());
+        match &self.paging {
+            GuestPaging::Shadow(shadow) => {
+                if dirty & group::CONTROL != 0 {
+                    shadow.take_control(self.vmcb());
+                }
+                if dirty & group::INVALIDATE != 0 {
+                    shadow.invalidate(state.invalidate.get());
+                }
             }
-            if dirty & group::INVALIDATE != 0 {
-                shadow.invalidate(state.invalidate.get());
+            GuestPaging::GuestVirtual(space) if dirty & group::CONTROL != 0 => {
+                space.take_control(self.vmcb());
             }
+            _ => {}
         }
     }
 

@@ -16,7 +16,7 @@ use proto::start::{CHANNEL_STRIDE, CHANNELS, RangeKind, event, shares, slot};
 use proto::system::{System, Vm};
 use proto::{DONE, REFUSED};
 
-use crate::child::{Child, Resources, StartError};
+use crate::child::{Child, FOR_GUESTS, Resources, StartError};
 use crate::manager::FIRST_VM;
 use crate::sessions::PERMANENT;
 
@@ -218,7 +218,7 @@ impl Channels {
                 let place = ((index * 2 + side) * SHARES + share) as u64 * ALIAS_STRIDE;
                 let at = place + offset % SHARE_BYTES;
                 let writable = writable != 0;
-                let rights = rights::READ | if writable { rights::WRITE } else { 0 };
+                let rights = FOR_GUESTS & if writable { rights::ALL } else { !rights::WRITE };
                 let window = map_alias(child.guest_pieces(offset, length)?, at, rights).ok()?;
                 *slot = Some(Share { window, writable, mapped: false });
                 notify(peer, children);
@@ -230,8 +230,7 @@ impl Channels {
             MAP => {
                 let offered = peer.shares[share].as_mut()?;
                 if !offered.mapped {
-                    let all = rights::READ | rights::WRITE;
-                    let mapped = child.map(offered.window, shares(of_vmm, share), all);
+                    let mapped = child.map(offered.window, shares(of_vmm, share), FOR_GUESTS);
                     if mapped.is_err() {
                         let_go(offered);
                         return None;

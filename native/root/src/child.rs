@@ -23,6 +23,8 @@ use crate::memory::{MAX_GUEST_PIECES, Memory};
 /// Root's capability slots, without the kernel's and root's fixed ones.
 pub type RootSlots = Slots<14>;
 
+/// Rights of memory that a VMM may delegate to its guest as data.
+pub const FOR_GUESTS: u8 = rights::READ | rights::WRITE | rights::USER | rights::GLOBAL;
 /// Maximum number of root's slots per child.
 const MAX_SLOTS: usize = 12;
 /// Time slice among threads of the same priority, in ns.
@@ -290,7 +292,7 @@ impl Child {
         address: u64,
         physical: u64,
     ) -> Result<(), StartError> {
-        self.task.map(window, address, rights::READ | rights::WRITE)?;
+        self.task.map(window, address, FOR_GUESTS)?;
         self.add_known_range(kind, address, window.length(), physical)
     }
 
@@ -332,7 +334,7 @@ impl Child {
         self.guest.clone_from(&windows);
         for window in windows {
             // The VMM never executes it, but can only delegate rights that it has.
-            let all = rights::READ | rights::WRITE | rights::EXECUTE;
+            let all = FOR_GUESTS | rights::EXECUTE;
             self.task.map(window, address, all)?;
             self.add_range(RangeKind::Guest, address, window.length())?;
             address += window.length();

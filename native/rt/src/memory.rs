@@ -248,6 +248,18 @@ impl Space for Vm {
     }
 }
 
+impl Vm {
+    /// Removes the mappings that this task has made in the VM and that overlap the block of
+    /// `2^order` pages at `address`. `free_tables`: also frees the block's page tables.
+    pub fn unmap_at(self, address: u64, order: u8, free_tables: bool) -> Result<(), Status> {
+        let item = Item::memory(order, abi::rights::ALL).pack();
+        let flags = if free_tables { ops::FREE_TABLES } else { 0 };
+        let arguments = [self.selector(), item, address >> PAGE_SHIFT, flags, 0, 0];
+        // SAFETY: this task's memory does not change.
+        unsafe { call(Op::UnmapAt, arguments) }.map(drop)
+    }
+}
+
 impl Task {
     /// Delegates a capability to a slot there, with a subset of its rights.
     pub fn delegate(self, capability: Selector, slot: Selector, rights: u8) -> Result<(), Status> {

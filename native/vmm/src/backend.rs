@@ -16,6 +16,7 @@ use vmm_x86::{Event, Gpr, InterruptWindow, Reg, Seg, Segment, X86Vcpu};
 use crate::console::Console;
 use crate::control::CONTROL;
 use crate::exit::decode;
+use crate::guest_virtual::GuestVirtual;
 
 /// A vCPU of the kernel.
 pub struct NativeVcpu<'a> {
@@ -32,6 +33,8 @@ pub struct NativeVcpu<'a> {
     /// Halt mode for the kernel, unless pending output requires an exit.
     halt_mode: u64,
     steal_time: StealTime,
+    /// Its space, if that is guest-virtual.
+    space: Option<GuestVirtual<'a>>,
 }
 
 /// Steal time of a vCPU, in ticks.
@@ -50,8 +53,14 @@ impl<'a> NativeVcpu<'a> {
     /// Wraps a vCPU that has not run yet. [`run`](vmm_vcpu::Vcpu::run) flushes `console` when its
     /// output has waited long enough.
     ///
-    /// `optimisations`: of its vTLB ([`abi::vcpu::x86::vtlb`]).
-    pub fn new(vcpu: Vcpu, console: &'a Console, optimisations: u64) -> Self {
+    /// `optimisations`: of its vTLB ([`abi::vcpu::x86::vtlb`]). `space`: its space, if that is
+    /// guest-virtual.
+    pub fn new(
+        vcpu: Vcpu,
+        console: &'a Console,
+        optimisations: u64,
+        space: Option<GuestVirtual<'a>>,
+    ) -> Self {
         vcpu.state().vtlb.set(optimisations);
         Self {
             vcpu,
@@ -64,6 +73,7 @@ impl<'a> NativeVcpu<'a> {
             window: 0,
             halt_mode: 1,
             steal_time: StealTime::default(),
+            space,
         }
     }
 
@@ -85,7 +95,10 @@ impl<'a> NativeVcpu<'a> {
 
     /// Returns the counters of the vTLB.
     pub fn vtlb_counters(&mut self) -> [u64; vtlb_counter::COUNT] {
-        self.vcpu.state().vtlb_counters.each_ref().map(SharedU64::get)
+        match &self.space {
+            Some(space) => space.counters(),
+            None => self.vcpu.state().vtlb_counters.each_ref().map(SharedU64::get),
+        }
     }
 
     /// Returns the ticks that the kernel has waited while the guest was halted.
@@ -120,6 +133,15 @@ impl<'a> NativeVcpu<'a> {
         // It fails only for a wrong selector or right, which the next run reports.
         let _ = self.vcpu.fetch(missing);
         self.valid |= missing;
+    }
+
+    /// A control register changes.
+    #[cold]
+    fn control_written(&mut self, name: Reg, new: u64) {
+        if self.space.is_some() {
+            let old = self.get(name);
+            self.space.iter_mut().for_each(|space| space.control_written(name, old, new));
+        }
     }
 
     /// Sets or clears one of [`window::PERSISTENT`].
@@ -227,6 +249,9 @@ impl X86Vcpu for NativeVcpu<'_> {
     fn set(&mut self, name: Reg, value: u64) {
         let value =
             if name == Reg::TscOffset { value.wrapping_sub(self.paused_ticks) } else { value };
+        if matches!(name, Reg::Cr0 | Reg::Cr3 | Reg::Cr4 | Reg::Efer) {
+            self.control_written(name, value);
+        }
         register(self.change(state_group(name.group())), name).set(value);
     }
 
@@ -273,6 +298,9 @@ impl X86Vcpu for NativeVcpu<'_> {
     }
 
     fn invalidate(&mut self, address: u64) {
+        if let Some(space) = &mut self.space {
+            return space.invalidate(address);
+        }
         let state = self.vcpu.state();
         state.invalidate.set(address);
         state.run.dirty.set(state.run.dirty.get() | group::INVALIDATE);
@@ -354,6 +382,9 @@ impl vmm_vcpu::Vcpu for NativeVcpu<'_> {
     }
 
     fn flush_tlb(&mut self) {
+        if let Some(space) = &mut self.space {
+            space.flush();
+        }
         // The kernel flushes the TLB when control registers change, even to the same values.
         self.change(group::CONTROL);
     }
@@ -375,7 +406,7 @@ impl vmm_vcpu::Vcpu for NativeVcpu<'_> {
             self.valid = state.run.valid.get();
             let reason = state.run.exit_reason.get();
             if reason != exit::DEADLINE {
-                return decode(reason, state);
+                return decode(reason, state, &mut self.space);
             }
             let now = time::tsc();
             if self.console.flush_at() <= now {

@@ -5,7 +5,7 @@
 
 use abi::rights;
 use native_rt::device::{Shared, shares};
-use native_rt::{Gate, Message as Call, Notification, Space, Vm, Window};
+use native_rt::{Gate, Message as Call, Notification, Window};
 use proto::DONE;
 use proto::channel::register::NAME_LEN;
 use proto::channel::{
@@ -16,7 +16,7 @@ use proto::start::slot;
 use vmm_bus::backend::{ChannelBackend, ChannelInfo};
 use vmm_machine::layout;
 
-use crate::VM;
+use crate::space::SPACE;
 
 // The kernel handles this hypercall; for other hosts the library does.
 const _: () = assert!(hypercall::DOORBELL == abi::vcpu::HYPERCALL_DOORBELL);
@@ -29,7 +29,6 @@ pub struct ChannelEnd {
     doorbell: bool,
     notification: Notification,
     signal: u64,
-    vm: Vm,
     memory: Shared,
     shares: Window,
     /// Guest-physical addresses of the channel's memory and of the shares.
@@ -68,7 +67,6 @@ impl ChannelEnd {
             doorbell: end.doorbell,
             notification: Notification::at(slot::CHANNELS + number as u64),
             signal: end.signal,
-            vm: Vm::at(VM),
             memory,
             shares: shares(number)?,
             memory_at: None,
@@ -97,24 +95,19 @@ impl ChannelEnd {
     /// Maps a share for the guest; returns `false` if its window has no guest address.
     fn map_share(&self, share: usize) -> bool {
         let (Some(at), Some(window)) = (self.shares_at, self.share(share)) else { return true };
-        map_guest(self.vm, window, at + share as u64 * SHARE_BYTES)
+        map_guest(window, at + share as u64 * SHARE_BYTES)
     }
 }
 
 /// Maps memory for the guest; returns `false` without effect if the address is in use, or memory
 /// for page tables is exhausted.
-fn map_guest(vm: Vm, window: Window, address: u64) -> bool {
-    let mapped = vm.map(window, address, rights::READ | rights::WRITE);
+fn map_guest(window: Window, address: u64) -> bool {
+    const RIGHTS: u8 = rights::READ | rights::WRITE | rights::USER | rights::GLOBAL;
+    let mapped = SPACE.map(window, address, RIGHTS);
     if mapped.is_err() {
-        unmap_guest(window);
+        SPACE.unmap(window);
     }
     mapped.is_ok()
-}
-
-/// Unmaps memory from the guest.
-fn unmap_guest(window: Window) {
-    // An absent mapping counts as revoked.
-    let _ = window.revoke();
 }
 
 /// Returns whether the range is in the window of PCI functions.
@@ -152,10 +145,9 @@ impl ChannelBackend for ChannelEnd {
                 *mapped = 0;
             }
         }
-        // A restarted peer has another notification. If it has ended, the doorbell is already
-        // unbound.
+        // A restarted peer has another notification.
         let signal = if self.doorbell && view.peer_runs { self.signal } else { 0 };
-        let _ = self.vm.bind_doorbell(self.number as u64, self.notification, signal);
+        SPACE.bind_doorbell(self.number as u64, self.notification, signal);
         view
     }
 
@@ -202,11 +194,11 @@ impl ChannelBackend for ChannelEnd {
         let memory = memory.filter(|&at| in_pci_window(at, window.length()));
         let shares = shares.filter(|&at| in_pci_window(at, self.shares.length()));
         if memory != self.memory_at {
-            unmap_guest(window);
-            self.memory_at = memory.filter(|&at| map_guest(self.vm, window, at));
+            SPACE.unmap(window);
+            self.memory_at = memory.filter(|&at| map_guest(window, at));
         }
         if shares != self.shares_at {
-            unmap_guest(self.shares);
+            SPACE.unmap(self.shares);
             self.shares_at = shares;
             for share in 0..SHARES {
                 if self.mapped[share] != 0 && !self.map_share(share) {

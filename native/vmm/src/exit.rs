@@ -5,15 +5,18 @@ use abi::vcpu::{exit, memory_fault};
 use vmm_vcpu::MemoryFault;
 use vmm_x86::exit::{Exit, IoExit};
 
+use crate::guest_virtual::GuestVirtual;
+
 /// Description of [`x86_exit::INVALID_STATE`].
 const INVALID: &str = "the CPU rejected the guest state";
 
 /// Vector of a page fault.
 const PAGE_FAULT: u8 = 14;
 
-/// Returns the exit for `reason`, which the kernel has reported in the state page.
+/// Returns the exit for `reason`, which the kernel has reported in the state page. A page fault in
+/// a guest-virtual space is handled there.
 #[inline(always)]
-pub fn decode(reason: u64, state: &VcpuState) -> Exit {
+pub fn decode(reason: u64, state: &VcpuState, space: &mut Option<GuestVirtual<'_>>) -> Exit {
     let run = &state.run;
     match reason {
         x86_exit::CPUID => Exit::Cpuid,
@@ -28,14 +31,15 @@ pub fn decode(reason: u64, state: &VcpuState) -> Exit {
         exit::MEMORY_FAULT => {
             Exit::MemoryFault(decode_memory_fault(run.exit_info.get(), run.fault_address.get()))
         }
-        _ => decode_rare(reason, run.exit_info.get(), run.fault_address.get()),
+        _ => decode_rare(reason, state, space),
     }
 }
 
 /// Exits that are not worth space in the run loop.
 #[cold]
 #[inline(never)]
-fn decode_rare(reason: u64, info: u64, address: u64) -> Exit {
+fn decode_rare(reason: u64, state: &VcpuState, space: &mut Option<GuestVirtual<'_>>) -> Exit {
+    let (info, address) = (state.run.exit_info.get(), state.run.fault_address.get());
     match reason {
         x86_exit::SHUTDOWN => Exit::Shutdown,
         x86_exit::CONTROL_REGISTER => Exit::CrAccess {
@@ -43,9 +47,10 @@ fn decode_rare(reason: u64, info: u64, address: u64) -> Exit {
             write: info & control_register::WRITE != 0,
         },
         x86_exit::INVALIDATE => Exit::InvalidatePage,
-        x86_exit::EXCEPTION if info as u8 == PAGE_FAULT => {
-            Exit::PageFault { address, code: (info >> 32) as u32 }
-        }
+        x86_exit::EXCEPTION if info as u8 == PAGE_FAULT => match space {
+            Some(space) => space.page_fault(state),
+            None => Exit::PageFault { address, code: (info >> 32) as u32 },
+        },
         x86_exit::EXCEPTION => Exit::Exception { vector: info as u8, code: (info >> 32) as u32 },
         x86_exit::XSETBV => Exit::Xsetbv,
         x86_exit::CACHE_FLUSH => Exit::CacheFlush,
@@ -92,7 +97,7 @@ mod tests {
         page.run.events.set(5);
         page.run.fault_address.set(0xfee0_00b0);
         page.next_rip.set(0x1002);
-        decode(reason, &page)
+        decode(reason, &page, &mut None)
     }
 
     #[test]

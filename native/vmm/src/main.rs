@@ -13,18 +13,20 @@ mod console;
 mod control;
 mod devices;
 mod exit;
+mod guest_virtual;
 mod host;
+mod space;
 mod vtlb;
 
 use core::arch::x86_64::__cpuid_count;
 
 use abi::{FOREVER, rights};
 use heapless::Vec;
+use hw_x86::cpuid::leaf;
 use native_rt::start::{exit, file, guest_memory, windows};
 use native_rt::thread::{HelperThread, ThreadResources, run_parallel};
 use native_rt::{
-    Factory, Gate, Message, Notification, SchedContext, Space, Status, Vcpu, Vm, error, info, time,
-    warn,
+    Factory, Gate, Message, Notification, SchedContext, Status, Vcpu, error, info, time, warn,
 };
 use proto::control::{STARTED, VmmStatistics, code};
 use proto::start::{RangeKind, Role, Start, VCPU_STACK, Vmm, event, slot};
@@ -41,7 +43,9 @@ use crate::backend::NativeVcpu;
 use crate::console::{CONSOLE, Console, ConsoleLine};
 use crate::control::{CONTROL, ROOT_EVENTS, VcpuFigures};
 use crate::devices::{DeviceSlots, Listeners, MAX_DEVICES};
+use crate::guest_virtual::GuestVirtual;
 use crate::host::NativeHost;
+use crate::space::SPACE;
 
 const VM: u64 = slot::FREE;
 /// Returns the first slot of a vCPU: vCPU object, notification, thread and scheduling context.
@@ -114,14 +118,14 @@ fn serve(start: &Start<'static>, plan: &Vmm, devices: Option<&Devices>) -> u64 {
     };
     let console = &CONSOLE;
     console.open(plan.console, &start.clock);
-    let mut guest = match Guest::new(start, plan, console) {
+    let mut guest = match Guest::new(start, plan, (console, &memory)) {
         Ok(made) => made,
         Err(status) => {
             error!("cannot create the VM: {status:?}");
             return code::INTERNAL;
         }
     };
-    if let Err(status) = map_guest(start, guest.vm, layout.hole_start) {
+    if let Err(status) = map_guest(start, layout.hole_start) {
         error!("cannot map guest memory: {status:?}");
         return code::INTERNAL;
     }
@@ -160,7 +164,6 @@ fn serve(start: &Start<'static>, plan: &Vmm, devices: Option<&Devices>) -> u64 {
 
 /// Kernel objects of the VM.
 struct Guest<'a> {
-    vm: Vm,
     vcpus: Vec<Cell<NativeVcpu<'a>>, MAX_VCPUS>,
     notifications: Vec<Notification, MAX_VCPUS>,
     /// Threads of all vCPUs but the first.
@@ -168,14 +171,14 @@ struct Guest<'a> {
 }
 
 impl<'a> Guest<'a> {
-    fn new(start: &Start, plan: &Vmm, console: &'a Console) -> Result<Self, Status> {
+    fn new(
+        start: &Start,
+        plan: &Vmm,
+        (console, memory): (&'a Console, &'a GuestMemory),
+    ) -> Result<Self, Status> {
         let factory = Factory::at(slot::FACTORY);
-        let mut guest = Self {
-            vm: factory.vm(VM, vtlb::mode(plan.vtlb))?,
-            vcpus: Vec::new(),
-            notifications: Vec::new(),
-            helpers: Vec::new(),
-        };
+        SPACE.create(plan)?;
+        let mut guest = Self { vcpus: Vec::new(), notifications: Vec::new(), helpers: Vec::new() };
         let stacks = windows(start, RangeKind::Private).next();
         for (index, &cpu) in plan.cpus.iter().enumerate() {
             let slots = vcpu_slots(index);
@@ -195,9 +198,11 @@ impl<'a> Guest<'a> {
                 guest.helpers.push(helper).map_err(|_| Status::Overflow)?;
                 factory.notification(slots + 1)?
             };
-            let vcpu = Vcpu::create(factory, slots, guest.vm, index as u32, notification)?;
+            let (vm, is_virtual) = SPACE.of_vcpu(index).ok_or(Status::BadCapability)?;
+            let vcpu = Vcpu::create(factory, slots, vm, index as u32, notification)?;
             let optimisations = vtlb::optimisations(plan.vtlb, plan.cpus.len());
-            let vcpu = Cell::new(NativeVcpu::new(vcpu, console, optimisations));
+            let space = is_virtual.then(|| GuestVirtual::new(vm, memory, physical_bits()));
+            let vcpu = Cell::new(NativeVcpu::new(vcpu, console, optimisations, space));
             guest.notifications.push(notification).map_err(|_| Status::Overflow)?;
             guest.vcpus.push(vcpu).map_err(|_| Status::Overflow)?;
         }
@@ -220,17 +225,17 @@ impl<'a> Guest<'a> {
 }
 
 /// Maps guest memory: from 0 to the hole, and the rest from 4 GiB on.
-fn map_guest(start: &Start, vm: Vm, hole_start: u64) -> Result<(), Status> {
+fn map_guest(start: &Start, hole_start: u64) -> Result<(), Status> {
     const FOUR_GIB: u64 = 1 << 32;
-    let all = rights::READ | rights::WRITE | rights::EXECUTE;
+    let all = rights::READ | rights::WRITE | rights::EXECUTE | rights::USER | rights::GLOBAL;
     let mut offset = 0;
     for window in windows(start, RangeKind::Guest) {
         let low = window.length().min(hole_start.saturating_sub(offset));
         if let Some(below) = window.part(0, low) {
-            vm.map(below, offset, all)?;
+            SPACE.map(below, offset, all)?;
         }
         if let Some(above) = window.part(low, window.length() - low) {
-            vm.map(above, FOUR_GIB + (offset + low).saturating_sub(hole_start), all)?;
+            SPACE.map(above, FOUR_GIB + (offset + low).saturating_sub(hole_start), all)?;
         }
         offset += window.length();
     }
@@ -444,6 +449,11 @@ fn release_files(start: &Start) {
             }
         }
     }
+}
+
+/// Returns the width of physical addresses.
+fn physical_bits() -> u32 {
+    (host_cpuid(leaf::SIZES, 0)[0] & 0xff).clamp(36, 52)
 }
 
 fn host_cpuid(leaf: u32, subleaf: u32) -> [u32; 4] {

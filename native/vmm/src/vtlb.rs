@@ -15,6 +15,7 @@ const _: () = assert!(
 pub fn mode(plan: Option<Vtlb>) -> u64 {
     match plan {
         None => vm_mode::NESTED,
+        Some(Vtlb { rung: Rung::User, .. }) => vm_mode::GUEST_VIRTUAL,
         Some(plan) => vm_mode::VTLB | u64::from(plan.pool) << vm_mode::POOL_SHIFT,
     }
 }
@@ -45,6 +46,7 @@ mod tests {
     fn modes() {
         assert_eq!(mode(None), 0);
         assert_eq!(mode(Some(PLAN)), 1 | 64 << 8);
+        assert_eq!(mode(Some(Vtlb { rung: Rung::User, ..PLAN })), 2);
         assert_eq!(mode(Some(Vtlb { pool: MAX_POOL, ..PLAN })), 1 | 256 << 8);
     }
 
@@ -54,6 +56,7 @@ mod tests {
         let cache = 8 << vtlb::SPACES_SHIFT;
         assert_eq!(optimisations(None, 1), 0);
         for (rung, expected) in [
+            (Rung::User, 0),
             (Rung::Kernel, 0),
             (Rung::Global, 1),
             (Rung::Cache, cache | 1),

@@ -6,6 +6,7 @@ use crate::arch::Arch;
 use crate::object::*;
 use crate::pool::Handle;
 use crate::table::{self, Format};
+use crate::tree::Tree;
 use abi::{Item, ItemKind, Status, rights};
 
 /// A delegation from a task to an address space.
@@ -26,16 +27,8 @@ impl<A: Arch> Delegation<A> {
     /// Checks bounds and alignment.
     fn check(&self) -> Result<(), Status> {
         let size = units(self.item.order);
-        let limit = match (self.item.kind, self.to) {
-            (ItemKind::Memory, SpaceRef::Task(_)) => USER_PAGES,
-            (ItemKind::Memory, SpaceRef::Vm(_)) => 1 << (GUEST_BITS - abi::PAGE_SHIFT),
-            (ItemKind::Port, _) => 1 << 16,
-            (ItemKind::Capability, SpaceRef::Task(_)) => MAX_SLOTS,
-            (ItemKind::Capability, SpaceRef::Vm(_)) => return Err(Status::BadArgument),
-        };
-        let misaligned = (self.source | self.destination) & (size - 1) != 0;
-        let fits = self.destination.checked_add(size).is_some_and(|end| end <= limit);
-        if misaligned || !fits || self.source.checked_add(size).is_none() {
+        check_range(self.item, self.to, self.destination)?;
+        if self.source & (size - 1) != 0 || self.source.checked_add(size).is_none() {
             return Err(Status::BadArgument);
         }
         if self.item.kind == ItemKind::Capability && self.item.order > MAX_CAPABILITY_ORDER {
@@ -43,6 +36,20 @@ impl<A: Arch> Delegation<A> {
         }
         Ok(())
     }
+}
+
+/// Checks bounds and alignment of a range of a space.
+fn check_range<A: Arch>(item: Item, space: SpaceRef<A>, base: u64) -> Result<(), Status> {
+    let size = units(item.order);
+    let limit = match (item.kind, space) {
+        (ItemKind::Memory, SpaceRef::Task(_)) => USER_PAGES,
+        (ItemKind::Memory, SpaceRef::Vm(_)) => 1 << (GUEST_BITS - abi::PAGE_SHIFT),
+        (ItemKind::Port, _) => 1 << 16,
+        (ItemKind::Capability, SpaceRef::Task(_)) => MAX_SLOTS,
+        (ItemKind::Capability, SpaceRef::Vm(_)) => return Err(Status::BadArgument),
+    };
+    let fits = base.checked_add(size).is_some_and(|end| end <= limit);
+    if fits && base & (size - 1) == 0 { Ok(()) } else { Err(Status::BadArgument) }
 }
 
 /// Part of a delegation that becomes one mapping.
@@ -330,13 +337,9 @@ impl<A: Arch> Kernel<A> {
             if !work::charge(budget, work::LOOKUP) {
                 return Ok(false);
             }
-            let end = base + (size - *done);
-            let Some(handle) = tree.at_most(&self.memory, end - 1) else { break };
+            let Some(handle) = self.last(tree, base, size - *done) else { break };
             let node = self.memory.at(handle);
             let node_end = node.base + units(node.order);
-            if node_end <= base {
-                break;
-            }
             let (low, high) = (node.base.max(base), node_end.min(base + size));
             if node.fixed.get() {
                 if own {
@@ -359,6 +362,52 @@ impl<A: Arch> Kernel<A> {
         }
         *done = size;
         Ok(true)
+    }
+
+    /// Returns the last mapping that overlaps `size` units from `base` on.
+    fn last(&self, tree: &Tree<MapNode<A>>, base: u64, size: u64) -> Option<Handle<MapNode<A>>> {
+        let last = tree.at_most(&self.memory, (base + size).checked_sub(1)?)?;
+        let node = self.memory.at(last);
+        (node.base + units(node.order) > base && size != 0).then_some(last)
+    }
+
+    /// Removes the mappings that overlap a range of a space and that task `from` has delegated
+    /// there; with `free_tables` also frees the range's page tables, if nothing is mapped in it any
+    /// more. `Ok(false)`: out of budget; call again with the updated `done`, which starts at 0.
+    pub fn unmap_at(
+        &self,
+        from: Handle<Task<A>>,
+        at: SpaceRef<A>,
+        (item, base, free_tables): (Item, u64, bool),
+        done: &mut u64,
+        budget: &mut u32,
+    ) -> Result<bool, Status> {
+        let space = self.space(at).ok_or(Status::Aborted)?;
+        let (kind, order, size) = (item.kind, item.order, units(item.order));
+        check_range(item, at, base)?;
+        if kind == ItemKind::Capability || *done > size {
+            return Err(Status::BadArgument);
+        }
+        let tree = Self::tree(space, kind);
+        // Downwards, as in `unmap`.
+        while let Some(handle) = self.last(tree, base, size - *done) {
+            if !work::charge(budget, work::LOOKUP) {
+                return Ok(false);
+            }
+            let node = self.memory.at(handle);
+            let left = node.base.max(base) - base;
+            let giver = node.parent.get().map(|parent| self.memory.at(parent).space);
+            if giver == Some(SpaceRef::Task(from)) && !self.remove_subtree(handle, budget) {
+                return Ok(false);
+            }
+            *done = size - left;
+        }
+        *done = size;
+        if !free_tables || self.last(tree, base, size).is_some() {
+            return Ok(true);
+        }
+        let extent = Extent { kind, base, physical: 0, order };
+        Ok(self.make_room(at, space, extent, budget))
     }
 
     fn unmap_capabilities(

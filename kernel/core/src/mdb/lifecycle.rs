@@ -39,22 +39,24 @@ impl<A: Arch> Kernel<A> {
             .inspect_err(|_| self.memory.free_raw(root, 1))
     }
 
-    /// Creates a VM (guest-physical address space).
+    /// Creates a VM, of a mode of [`abi::vm_mode`].
     pub fn new_vm(
         &self,
         factory: Option<Handle<Factory>>,
         mode: u64,
     ) -> Result<Handle<Vm<A>>, Status> {
-        let pool = match (mode & vm_mode::KIND, mode >> vm_mode::POOL_SHIFT) {
-            (vm_mode::NESTED, 0) if A::has_nested() => None,
-            (vm_mode::VTLB, pool @ vm_mode::MIN_POOL..=vm_mode::MAX_POOL) if A::has_vtlb() => {
-                Some(pool)
-            }
-            (vm_mode::NESTED, 0) | (vm_mode::VTLB, vm_mode::MIN_POOL..=vm_mode::MAX_POOL) => {
-                return Err(Status::Unsupported);
+        let translation = match (mode & vm_mode::KIND, mode >> vm_mode::POOL_SHIFT) {
+            (vm_mode::NESTED, 0) => Translation::Nested,
+            (vm_mode::GUEST_VIRTUAL, 0) => Translation::GuestVirtual,
+            (vm_mode::VTLB, pool @ vm_mode::MIN_POOL..=vm_mode::MAX_POOL) => {
+                Translation::Vtlb(pool)
             }
             _ => return Err(Status::BadArgument),
         };
+        let is_nested = translation == Translation::Nested;
+        if !(if is_nested { A::has_nested() } else { A::has_vtlb() }) {
+            return Err(Status::Unsupported);
+        }
         let root = self.memory.alloc_raw(factory, 1)?;
         self.memory
             .alloc(
@@ -62,7 +64,7 @@ impl<A: Arch> Kernel<A> {
                 Vm {
                     caps: Cell::new(0),
                     space: Space::new(factory, root),
-                    pool,
+                    translation,
                     doorbells: [const { Cell::new(None) }; DOORBELLS],
                     dying_next: Cell::new(None),
                 },

@@ -4,7 +4,10 @@ use std::vec::Vec;
 use super::*;
 use crate::pool;
 use crate::testing::{self, Fake, Random, check, kernel, machine, on_cpu, translate};
-use abi::Item;
+use abi::{Item, vm_mode};
+
+#[cfg(test)]
+mod unmap_at;
 
 type K = Kernel<Fake>;
 
@@ -301,6 +304,25 @@ impl Model {
         }
         Ok(())
     }
+
+    /// Expected effect of `Kernel::unmap_at`.
+    fn unmap_at(&mut self, from: usize, at: usize, item: Item, base: u64) -> Result<(), Status> {
+        if base & (units(item.order) - 1) != 0 || item.kind == ItemKind::Capability {
+            return Err(Status::BadArgument);
+        }
+        let spaces: BTreeMap<_, _> = self.places.iter().map(|(place, id)| (*id, place.0)).collect();
+        let mut unit = base;
+        while unit < base + units(item.order) {
+            let found = self.covering(at, item.kind, unit);
+            unit = found.map_or(unit + 1, |(first, id)| first + units(self.mapped[&id].order));
+            if let Some((_, id)) = found
+                && self.mapped[&id].parent.map(|parent| spaces[&parent]) == Some(from)
+            {
+                self.remove(id);
+            }
+        }
+        Ok(())
+    }
 }
 
 const TASKS: usize = 4;
@@ -330,7 +352,8 @@ fn against_the_model(seed: u64) {
     let factory = kernel.memory.new_factory(None, 6000, 63, 0).unwrap();
     kernel.memory.at(factory).caps.set(1);
     let tasks: Vec<_> = (0..TASKS).map(|_| task(&kernel, Some(factory))).collect();
-    let vm = kernel.new_vm(Some(factory), abi::vm_mode::NESTED).unwrap();
+    let mode = if seed.is_multiple_of(2) { vm_mode::NESTED } else { vm_mode::GUEST_VIRTUAL };
+    let vm = kernel.new_vm(Some(factory), mode).unwrap();
     kernel.memory.at(vm).caps.set(1);
     let mut spaces: Vec<_> = tasks.iter().map(|task| SpaceRef::Task(*task)).collect();
     spaces.push(SpaceRef::Vm(vm));
@@ -370,7 +393,24 @@ fn against_the_model(seed: u64) {
         let mask = if random.once_in(30) { u64::MAX } else { !(units(order) - 1) };
         let base = random.below(limit) & mask;
         let from = random.below(TASKS as u64) as usize;
-        if random.once_in(4) {
+        if random.once_in(6) {
+            let at = random.below(spaces.len() as u64) as usize;
+            let expected = model.unmap_at(from, at, item, base);
+            let (mut done, range) = (0, (item, base, random.once_in(2)));
+            let result = loop {
+                let mut budget = work::WORK + random.below(40) as u32;
+                let (from, at) = (tasks[from], spaces[at]);
+                let result = kernel.unmap_at(from, at, range, &mut done, &mut budget);
+                finish(&mut kernel);
+                match result {
+                    Ok(false) => {}
+                    Ok(true) => break Ok(()),
+                    Err(status) => break Err(status),
+                }
+            };
+            assert_eq!(result, expected);
+            seen.insert(format!("unmap_at {result:?}"));
+        } else if random.once_in(4) {
             let own = random.once_in(2);
             let expected = model.unmap(from, item, base, own);
             let mut done = 0;
@@ -406,7 +446,7 @@ fn against_the_model(seed: u64) {
             check(&kernel);
         }
     }
-    assert!(seen.len() >= 6, "{seen:?}");
+    assert!(seen.len() >= 8, "{seen:?}");
     compare(&kernel, &model, &spaces);
     check(&kernel);
     for task in tasks {

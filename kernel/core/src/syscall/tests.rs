@@ -89,7 +89,7 @@ fn slot_of(world: &World, random: &mut Random, task: &Task<Fake>, operation: Op)
                 | (Op::VcpuRun | Op::VcpuState, ObjectRef::Vcpu(_))
                 | (Op::NotificationSignal | Op::NotificationWait, ObjectRef::Notification(_))
                 | (Op::Create, ObjectRef::Factory(_))
-                | (Op::Delegate, ObjectRef::Task(_) | ObjectRef::Vm(_))
+                | (Op::Delegate | Op::UnmapAt, ObjectRef::Task(_) | ObjectRef::Vm(_))
                 | (Op::VmDoorbell, ObjectRef::Vm(_))
                 | (Op::ThreadStart | Op::ThreadStop | Op::ThreadBind, ObjectRef::Thread(_))
                 | (Op::IrqControl, ObjectRef::Irq(_))
@@ -152,6 +152,14 @@ fn some_call(world: &World, random: &mut Random, thread: &Thread<Fake>) -> Op {
             set(0, some_item(random) & !(0x3f << 3));
             set(1, random.below(SLOTS));
             set(2, random.below(2));
+        }
+        Op::UnmapAt if !random.once_in(4) => {
+            if random.once_in(2) {
+                set(0, abi::ops::SELF);
+            }
+            set(1, some_item(random));
+            set(3, random.below(2));
+            set(4, random.below(3));
         }
         Op::ThreadStop if !random.once_in(4) => set(0, 1000),
         Op::Delegate if random.once_in(2) => {
@@ -294,7 +302,7 @@ fn step(world: &mut World, random: &mut Random, now: &mut u64) {
     if let Some(thread) = thread.filter(|thread| matches!(thread.state.get(), ThreadState::Ready)) {
         let again = thread.context.restarts.get() != restarts;
         assert!(again != thread.context.status.get().is_some(), "{operation:?} has an outcome");
-        assert!(!again || operation == Op::Unmap);
+        assert!(!again || matches!(operation, Op::Unmap | Op::UnmapAt));
     }
     world.finish();
 }
@@ -360,6 +368,7 @@ fn every_operation_refuses_every_kind_of_object_it_is_not_for() {
         Op::SchedControl,
         Op::Delegate,
         Op::VmDoorbell,
+        Op::UnmapAt,
     ]
     .into_iter()
     .map(|operation| {

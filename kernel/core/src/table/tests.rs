@@ -114,7 +114,8 @@ fn run(max_leaf: u32, seed: u64, orders: &[u8]) {
         };
         let physical = (random.below(1 << 20) << order) << abi::PAGE_SHIFT;
         let mut flag = || random.once_in(2);
-        let access = Access { write: flag(), execute: flag(), device: flag() };
+        let access =
+            Access { write: flag(), execute: flag(), device: flag(), user: flag(), global: flag() };
         if !unmapping && flat.overlaps(page, order) {
             continue;
         }
@@ -194,7 +195,7 @@ fn a_failed_mapping_across_tables_leaves_no_entry() {
     let tables = Recorder::new();
     // Two tables of leaves are needed; the quota covers one.
     tables.quota.set(2);
-    let access = Access { write: true, execute: false, device: false };
+    let access = Access { write: true, ..Invented::access(0) };
     let result = map::<Invented>(&tables, ROOT, 0, 0x4000_0000, 19, access);
     assert_eq!(result.err(), Some(Status::NoQuota));
     assert_eq!(tables.look(0), None, "no entry was ever present");
@@ -205,7 +206,7 @@ fn a_failed_mapping_across_tables_leaves_no_entry() {
 #[test]
 fn a_leaf_replaces_a_table_after_a_flush_where_the_processor_requires_it() {
     const ORDER: u8 = LEVEL_BITS as u8;
-    let access = Access { write: true, execute: false, device: false };
+    let access = Access { write: true, ..Invented::access(0) };
     for required in [false, true] {
         machine(|machine| machine.break_before_make.set(required));
         let tables = Recorder::new();

@@ -16,6 +16,7 @@ use crate::pool::testing::all;
 use crate::sched::SchedState;
 use crate::testing::{Fake, NORMAL, Phase, World, check, machine, on_cpu, set_time, translate};
 
+#[cfg(test)]
 mod fastpath;
 
 type T = Handle<Thread<Fake>>;

@@ -32,8 +32,8 @@ impl<A: Arch> Kernel<A> {
             self.remove_fixed(state_node);
             undo_state();
         };
-        let pool = self.memory.get(vm).ok_or(Status::BadCapability).map(|vm| vm.pool);
-        let arch = pool.and_then(|pool| A::vcpu_new(&self.memory, factory, state, pool));
+        let mode = self.memory.get(vm).ok_or(Status::BadCapability).map(|vm| vm.translation);
+        let arch = mode.and_then(|mode| A::vcpu_new(&self.memory, factory, state, mode));
         let arch = arch.inspect_err(|_| undo_node())?;
         let spare = arch.clone();
         let vcpu = Vcpu {

@@ -4,7 +4,7 @@ use core::cell::Cell;
 use core::num::NonZeroU16;
 use core::sync::atomic::Ordering::Relaxed;
 
-use super::defects::{self, breaks};
+use super::defects;
 use super::{
     ENTRIES, Flush, FrameAccess, GuestSource, MAX_SPACES, NeedsFrames, SHARED, ShadowFormat, Vtlb,
 };
@@ -306,7 +306,7 @@ impl<F: ShadowFormat> Vtlb<F> {
         let is_current_root = self.space().root.get() == Some(table);
         // The current fill needs those that it has used.
         defects::step();
-        let is_used = of.used.get() == self.fills.get() && !breaks("evict-spares-path");
+        let is_used = of.used.get() == self.fills.get();
         let is_needed = is_current_root || is_used;
         of.in_use.get() && !is_needed && self.shared.get() != Some(table)
     }

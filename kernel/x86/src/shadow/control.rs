@@ -3,6 +3,7 @@
 
 use core::cell::Cell;
 
+use abi::vcpu::x86::VcpuState;
 use hw_x86::msr::efer;
 use hw_x86::paging::{cr0, cr4, entry};
 use hw_x86::vmcb::{ControlArea, SaveArea, Vmcb, intercept_cr, intercept_exceptions, intercept3};
@@ -54,6 +55,14 @@ impl Registers {
         }
     }
 
+    /// Copies them to the state page.
+    pub fn show(&self, state: &VcpuState) {
+        state.cr0.set(self.cr0);
+        state.cr3.set(self.cr3);
+        state.cr4.set(self.cr4);
+        state.efer.set(self.efer);
+    }
+
     /// Returns the mode of paging.
     pub fn mode(&self) -> Mode {
         if self.cr0 & cr0::PG == 0 {
@@ -94,10 +103,15 @@ impl Registers {
 }
 
 /// The guest's registers, as far as they are not in the VMCB.
-#[derive(Default)]
+#[derive(Clone, Default)]
 pub struct ControlRegisters(Cell<Registers>);
 
 impl ControlRegisters {
+    /// Registers of a vCPU that has none yet.
+    pub const fn new() -> Self {
+        Self(Cell::new(Registers { cr0: 0, cr3: 0, cr4: 0, efer: 0 }))
+    }
+
     /// The guest's registers.
     pub fn get(&self, save: &SaveArea) -> Registers {
         let registers = self.0.get();
@@ -125,10 +139,12 @@ impl ControlRegisters {
         // Without paging there are no user pages, but all shadow leaves are.
         let of_users = if registers.root().is_none() { cr4::SMEP | cr4::SMAP } else { 0 };
         let real_cr4 = (cr4 | cr4::PAE) & !(cr4::PCIDE | cr4::LA57 | of_users);
-        let long = if is_long { 0 } else { efer::LMA | efer::LME };
+        // The root is a table of the same level in any case.
+        const LONG: u64 = efer::LMA | efer::LME;
+        let long = if is_long { LONG } else { 0 };
         save.cr0.set(real_cr0);
         save.cr4.set(real_cr4);
-        save.efer.set(efer & !long | efer::SVME | efer::NXE);
+        save.efer.set(efer & !LONG | long | efer::SVME | efer::NXE);
         // The selective intercept compares with the real value: a write that sets a forced bit
         // would not be seen.
         const CR0: u32 = intercept_cr::READ_CR0 | intercept_cr::WRITE_CR0;

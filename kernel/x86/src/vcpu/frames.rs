@@ -6,7 +6,7 @@ use core::ptr;
 use abi::Status;
 use abi::vcpu::RunControl;
 use abi::vcpu::x86::{VcpuState, group};
-use kernel_core::object::{Notification, Vcpu, Vm};
+use kernel_core::object::{Notification, Translation, Vcpu, Vm};
 use kernel_core::pool::{Factory, Frame, Handle, Memory};
 use kernel_core::{Kernel, count};
 
@@ -37,15 +37,14 @@ pub struct VcpuFrames {
 }
 
 impl VcpuFrames {
-    /// Allocates frames for a vCPU in its reset state. `pool`: maximum number of frames of its
-    /// vTLB; `None`: nested paging.
+    /// Allocates frames for a vCPU in its reset state.
     pub fn new(
         memory: &Memory,
         factory: Option<Handle<Factory>>,
         state: Frame,
-        pool: Option<u64>,
+        translation: Translation,
     ) -> Result<Self, Status> {
-        let hvm = Extension::new(memory, factory, pool)?;
+        let hvm = Extension::new(memory, factory, translation)?;
         let extended = ExtendedState::new(memory, factory).inspect_err(|_| hvm.free(memory))?;
         let this = Self {
             hvm,

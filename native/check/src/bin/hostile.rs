@@ -169,6 +169,11 @@ fn shape(operation: u64, arguments: &mut [u64; 6], random: &mut Random) {
             arguments[0] = item(random).pack();
             arguments[2] = random.below(2);
         }
+        Some(Op::UnmapAt) if random.below(2) == 0 => {
+            arguments[0] = if random.below(2) == 0 { SELF } else { random.below(slot::COUNT) };
+            arguments[1] = item(random).pack();
+            arguments[3] = random.below(2);
+        }
         _ => {}
     }
 }
