@@ -73,9 +73,10 @@ const RULES: [&str; 32] = [
 
 /// Places whose flushes are left out one at a time in long runs: end of the file, and kind of flush.
 /// Others are not noticed alone: `clear` and links to shared tables (`sync.rs`, `space`), because
-/// other places ask, too; evictions of shared tables (`tables.rs`, `all`), which are rare; and leaves that a fill replaces (`fill.rs`), because the page fault
-/// before it has dropped the translation.
-const PLACES: [(&str, &str); 12] = [
+/// other places ask, too; leaves that a fill replaces (`fill.rs`), because the page fault before it
+/// has dropped the translation; evictions of shared tables (`tables.rs`, `all`) and aliases in other
+/// spaces (`trace.rs`, `tag`), which are rare.
+const PLACES: [(&str, &str); 11] = [
     ("vtlb.rs", "all"),
     ("vtlb.rs", "page"),
     ("vtlb.rs", "page everywhere"),
@@ -87,7 +88,6 @@ const PLACES: [(&str, &str); 12] = [
     ("trace.rs", "page"),
     ("trace.rs", "page everywhere"),
     ("trace.rs", "space"),
-    ("trace.rs", "tag"),
 ];
 
 /// Returns whether the run is a long one.
