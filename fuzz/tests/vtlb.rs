@@ -71,11 +71,11 @@ const RULES: [&str; 32] = [
     "compare-epoch",
 ];
 
-/// Places whose flushes are left out one at a time in long runs: end of the file, and kind of flush.
+/// Places whose flushes are left out one at a time in long runs: end of the file, kind of flush.
 /// Others are not noticed alone: `clear` and links to shared tables (`sync.rs`, `space`), because
 /// other places ask, too; leaves that a fill replaces (`fill.rs`), because the page fault before it
-/// has dropped the translation; evictions of shared tables (`tables.rs`, `all`) and aliases in other
-/// spaces (`trace.rs`, `tag`), which are rare.
+/// has dropped the translation; evictions of shared tables (`tables.rs`, `all`) and aliases in
+/// other spaces (`trace.rs`, `tag`), which are rare.
 const PLACES: [(&str, &str); 11] = [
     ("vtlb.rs", "all"),
     ("vtlb.rs", "page"),

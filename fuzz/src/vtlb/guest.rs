@@ -34,7 +34,7 @@ pub enum Intent {
 
 /// An access of the guest.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Access {
+pub struct GuestAccess {
     pub address: u64,
     pub intent: Intent,
     /// At privilege level 3.
@@ -61,7 +61,7 @@ impl Right {
     }
 }
 
-/// What the guest's tables say about an address.
+/// Statement of the guest's tables about an address.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Fact {
     /// An entry is not present.
@@ -249,7 +249,7 @@ impl Guest {
     }
 
     /// Right of an access, or the error code of its page fault.
-    pub fn check(&self, fact: Fact, access: Access) -> Result<Right, u64> {
+    pub fn check(&self, fact: Fact, access: GuestAccess) -> Result<Right, u64> {
         let GuestRegisters { cr0, cr4, efer, .. } = self.registers;
         let (has_nx, smep) = (efer & efer::NXE != 0, cr4 & cr4::SMEP != 0);
         let mut code = if access.user { fault::USER } else { 0 };

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use super::guest::{Access, Intent};
+use super::guest::{GuestAccess, Intent};
 use hw_x86::msr::efer;
 use hw_x86::paging::{cr0, cr4, entry, fault};
 use hw_x86::vmcb::{Vmcb, tlb_control};
@@ -62,7 +62,11 @@ impl Processor {
     }
 
     /// Performs an access: physical page number, or the error code of the page fault.
-    pub fn access(&mut self, Vmcb { control, save }: &Vmcb, access: Access) -> Result<u64, u64> {
+    pub fn access(
+        &mut self,
+        Vmcb { control, save }: &Vmcb,
+        access: GuestAccess,
+    ) -> Result<u64, u64> {
         let asid = control.guest_asid.get();
         let key = (asid, number(access.address));
         let is_write = access.intent == Intent::Write;
@@ -157,12 +161,12 @@ impl Processor {
     }
 }
 
-fn fetch(access: Access) -> u64 {
+fn fetch(access: GuestAccess) -> u64 {
     if access.intent == Intent::Fetch { fault::FETCH } else { 0 }
 }
 
 /// Checks an access against a leaf, with write protection and no-execute.
-fn allows(leaf: u64, access: Access, smep: bool) -> Result<(), u64> {
+fn allows(leaf: u64, access: GuestAccess, smep: bool) -> Result<(), u64> {
     let is_user = leaf & entry::USER != 0;
     let refused = access.user && !is_user
         || match access.intent {

@@ -111,7 +111,7 @@ impl Default for Rights {
 
 /// A page that an access is allowed to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Page {
+pub struct WalkedPage {
     /// Physical address of the access.
     pub address: u64,
     /// Rights of all levels.
@@ -283,7 +283,7 @@ impl Paging {
         (linear, intent): (u64, Intent),
         above: Rights,
         Entry { at, value }: Entry,
-    ) -> Result<Option<Page>, PageFault> {
+    ) -> Result<Option<WalkedPage>, PageFault> {
         let rights = above.and(value);
         let is_malformed = value & (entry::PRESENT | self.reserved(tables, 1)) != entry::PRESENT;
         if is_malformed || !self.allows(intent, rights) {
@@ -297,7 +297,7 @@ impl Paging {
         let marked = value | marks(intent == Intent::Write);
         let address = value & entry::ADDRESS | linear & 0xfff;
         let is_marked = value == marked || tables.replace(at, 8, value, marked);
-        Ok(is_marked.then_some(Page { address, rights, value: marked }))
+        Ok(is_marked.then_some(WalkedPage { address, rights, value: marked }))
     }
 
     /// Reads and checks the tables.

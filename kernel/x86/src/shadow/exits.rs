@@ -6,7 +6,7 @@ use abi::vcpu::exit::MEMORY_FAULT;
 use abi::vcpu::memory_fault;
 use abi::vcpu::x86::exit::EXCEPTION;
 use abi::vcpu::x86::{VcpuState, gpr, vtlb_counter};
-use hw_walk::{Entry, Intent, Page, Paging, Rights, Translation};
+use hw_walk::{Entry, Intent, Paging, Rights, Translation, WalkedPage};
 use hw_x86::msr::efer;
 use hw_x86::paging::{cr4, entry, fault};
 use hw_x86::vmcb::{ControlArea, Vmcb, event, exit, tlb_control, v_intr};
@@ -216,7 +216,7 @@ impl State {
         let steps = &steps[..entries.len()];
         let value = steps.last().map_or(entry::DIRTY, |leaf| leaf.value);
         let level = if steps.is_empty() { MAX_LEVEL } else { (found.page_shift - 12) / 9 };
-        let page = Page { address: found.address, rights: found.rights, value };
+        let page = WalkedPage { address: found.address, rights: found.rights, value };
         let Some(fill) = self.page(paging, access, &page, level) else {
             let info = match access.1 {
                 Intent::Read => 0,
@@ -239,7 +239,7 @@ impl State {
         &self,
         paging: &Paging,
         (address, intent): (u64, Intent),
-        found: &Page,
+        found: &WalkedPage,
         level: u32,
     ) -> Option<Fill<'static>> {
         let is_allowed = |host: &HostPage| match intent {
@@ -283,7 +283,7 @@ fn interrupted(control: &ControlArea) -> u64 {
 
 /// Shadow leaf of a page.
 #[inline(always)]
-fn leaf(paging: &Paging, intent: Intent, found: &Page, host: &HostPage, level: u32) -> u64 {
+fn leaf(paging: &Paging, intent: Intent, found: &WalkedPage, host: &HostPage, level: u32) -> u64 {
     let Rights { mut all, any } = found.rights;
     let mut forbidden = any & entry::NX;
     if intent == Intent::Write && all & entry::WRITE == 0 {
