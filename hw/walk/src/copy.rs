@@ -21,6 +21,7 @@ pub struct PageRights {
 impl Paging {
     /// The access that a page fault with this error code reports, and the state that it depends on.
     /// `self.user`: the faulting code runs at privilege level 3.
+    #[inline(always)]
     pub fn of_fault(self, code: u64) -> (Self, Intent) {
         let intent = match code {
             _ if code & fault::FETCH != 0 => Intent::Fetch,

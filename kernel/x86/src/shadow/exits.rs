@@ -8,7 +8,7 @@ use abi::vcpu::x86::exit::EXCEPTION;
 use abi::vcpu::x86::{VcpuState, gpr, vtlb_counter};
 use hw_walk::{Entry, Intent, Paging, Rights, Translation, WalkedPage};
 use hw_x86::msr::efer;
-use hw_x86::paging::{cr4, entry, fault};
+use hw_x86::paging::{cr4, entry};
 use hw_x86::vmcb::{ControlArea, Vmcb, event, exit, tlb_control, v_intr};
 use kernel_core::vtlb::defects::breaks;
 use kernel_core::vtlb::{Fill, FrameAccess, Step};
@@ -29,8 +29,6 @@ const MAX_LEVEL: u32 = 1;
 const RFLAGS_TF: u64 = 1 << 8;
 /// Resume flag.
 const RFLAGS_RF: u64 = 1 << 16;
-/// Alignment check; with SMAP: supervisor accesses to user pages are permitted.
-const RFLAGS_AC: u64 = 1 << 18;
 /// Attribute of a code segment: 64-bit mode.
 const LONG_CODE: u64 = 1 << (16 + 9);
 
@@ -157,16 +155,9 @@ impl State {
     fn access(&self, vmcb: &Vmcb) -> (Paging, (u64, Intent)) {
         let (code, address) = (vmcb.control.exit_info1.get(), vmcb.control.exit_info2.get());
         let Registers { cr0, cr3, cr4, efer } = self.control.last();
-        let intent = match code {
-            _ if code & fault::FETCH != 0 => Intent::Fetch,
-            _ if code & fault::WRITE != 0 => Intent::Write,
-            _ => Intent::Read,
-        };
-        let user = code & fault::USER != 0;
-        // RFLAGS.AC does not permit implicit accesses of the processor at CPL 3 (SMAP).
-        let implicit = if vmcb.save.cpl.get() == 3 && !user { RFLAGS_AC } else { 0 };
-        let rflags = vmcb.save.rflags.get() & !implicit;
-        (Paging { cr0, cr3, cr4, efer, rflags, user }, (address, intent))
+        let (rflags, user) = (vmcb.save.rflags.get(), vmcb.save.cpl.get() == 3);
+        let (paging, intent) = Paging { cr0, cr3, cr4, efer, rflags, user }.of_fault(code);
+        (paging, (address, intent))
     }
 
     /// Handles a page fault by a walk of all levels.
