@@ -1,6 +1,7 @@
 //! Guest of the model: its page tables, and what they say, by a walk of its own. The code under
 //! test walks the same tables by `hw-walk`.
 
+pub use hw_walk::Intent;
 use hw_x86::msr::efer;
 use hw_x86::paging::{ENTRIES, cr0, cr4, entry, fault};
 use kernel_x86::shadow::testing::{GuestRegisters, Mode, physical_bits};
@@ -23,14 +24,6 @@ pub const KNOWN: usize = TABLES as usize + 2;
 const DIRECT_POINTERS: [usize; 2] = [3, 7];
 /// Entry of a root of four levels that refers to it.
 const DIRECT_ROOT: usize = 256;
-
-/// Kind of access.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Intent {
-    Read,
-    Write,
-    Fetch,
-}
 
 /// An access of the guest.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
