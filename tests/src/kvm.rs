@@ -8,7 +8,7 @@ use crate::hosted::control::LIFE;
 use crate::hosted::debugger::{at_sync, gdb_at, has};
 use crate::hosted::{Rig, kernel};
 use crate::system::{ONE_THREAD, artifacts, parador, qemu, target};
-use crate::systems::guests::{GUESTS, KVM_TEXTS, left_out};
+use crate::systems::guests::{GUESTS, KVM_TEXTS, command_line, left_out};
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use std::fs;
 use std::io::{BufRead, BufReader, Lines};
@@ -299,7 +299,10 @@ pub fn micro_guests() -> Batch {
             ensure!(is_good && !part.contains("FAILED"), "expected {code}, {text:?}");
             Ok(())
         };
-        let run = format!("parador run /{name} -c {cpus} -m 64M --backend kvm --timeout 600s");
+        let line = command_line(name);
+        let run = format!(
+            "parador run /{name} -c {cpus} -m 64M -p '{line}' --backend kvm --timeout 600s"
+        );
         Vm { name, script: run, check: Box::new(check) }
     };
     let fill = |root: &Path| GUESTS.iter().try_for_each(|(name, ..)| copy_guest(name, root));

@@ -99,8 +99,20 @@ pub fn left_out(group: &str, guest: &str) -> Option<&'static str> {
     row.map(|&(.., reason)| reason).or((group == "hosted").then_some(ENTRY))
 }
 
+/// Command line of a micro-guest on QEMU's processor in time that is not counted.
+///
+/// Its host may interrupt `shadow` right after `STI`; `VMRUN` then forgets the shadow
+/// (docs/CAVEATS.md). That is rare: a back end without shadows fails 700 times.
+pub fn command_line(guest: &str) -> &'static str {
+    if guest == "shadow" { "early=20" } else { "" }
+}
+
 /// Guests with one behaviour each.
 pub(super) fn micro_scenarios() -> Vec<Scenario> {
+    let more = |name, vcpus| {
+        let line = command_line(name);
+        format!("cpus = {vcpus}\ncmdline = \"{line}\"\n{CONSOLE}")
+    };
     let scenario = |&(name, vcpus, code, text): &(&'static str, u32, i32, &str)| Scenario {
         // Virtual CPUs with CPUs of their own, and all on one.
         cpus: &[1, 4],
@@ -108,7 +120,7 @@ pub(super) fn micro_scenarios() -> Vec<Scenario> {
         never: &["FAILED"],
         code,
         limit: if vcpus > 1 { 240 } else { 60 },
-        ..base(name, micro("guest", name, &format!("cpus = {vcpus}\n{CONSOLE}")))
+        ..base(name, micro("guest", name, &more(name, vcpus)))
     };
     GUESTS.iter().map(scenario).collect()
 }

@@ -1,5 +1,8 @@
 //! Interrupt shadows (APM vol. 2 §8.5): after `STI` and `MOV SS` one instruction runs before an
 //! interrupt, also if that instruction is `HLT` or leaves the guest. No wake-up is lost.
+//!
+//! `early`: the number of interrupts that may come before that instruction; none if absent. QEMU's
+//! processor forgets the shadow of a guest that its host interrupts there.
 #![no_std]
 #![no_main]
 
@@ -7,7 +10,7 @@ use core::arch::asm;
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 use guests_micro::random::Random;
 use guests_micro::trap::TrapFrame;
-use guests_micro::{apic, check, cpu, guest, println};
+use guests_micro::{apic, boot, check, cpu, guest, println};
 use hw_x86::apic::local::{TIMER_CURRENT, TIMER_ONE_SHOT};
 
 guest!(main, trap);
@@ -21,6 +24,8 @@ const MOST_MOMENTS: u32 = 4000;
 static INTERRUPTS: AtomicU32 = AtomicU32::new(0);
 /// Interrupted address of the last interrupt.
 static RIP: AtomicU64 = AtomicU64::new(0);
+/// Interrupts at the end of `STI`.
+static EARLY: AtomicU32 = AtomicU32::new(0);
 
 fn trap(frame: &mut TrapFrame) {
     if !matches!(frame.vector(), MESSAGE | TIMER) {
@@ -38,23 +43,32 @@ macro_rules! shadow {
         INTERRUPTS.store(0, Relaxed);
         apic::send_self(MESSAGE);
         while !apic::requested(MESSAGE) {}
-        let (first, second): (u64, u64);
+        let (early, first, second): (u64, u64, u64);
         // SAFETY: the instructions change what is declared; the handler changes nothing.
         unsafe {
             asm!(
                 "mov {saved}, rbx",
+                "lea {early}, [rip + 4f]",
                 "lea {first}, [rip + 2f]", "lea {second}, [rip + 3f]",
                 "mov ecx, ss", "xor eax, eax",
-                "sti", $($line,)+ "cli",
+                "sti", "4:", $($line,)+ "cli",
                 "mov rbx, {saved}",
-                saved = out(reg) _, first = out(reg) first, second = out(reg) second,
+                saved = out(reg) _, early = out(reg) early,
+                first = out(reg) first, second = out(reg) second,
                 out("rax") _, out("rcx") _, out("rdx") _,
             );
         }
         let (count, rip) = (INTERRUPTS.load(Relaxed), RIP.load(Relaxed));
         check!(count == 1, "{}: {count} interrupts", $name);
-        check!(rip == first || rip == second, "{}: at {rip:#x} instead of {first:#x}", $name);
+        let is_right = rip == first || rip == second || (rip == early && is_permitted());
+        check!(is_right, "{}: at {rip:#x} instead of {first:#x}", $name);
     }};
+}
+
+/// Counts an interrupt at the end of `STI`.
+fn is_permitted() -> bool {
+    let count = EARLY.fetch_add(1, Relaxed) + 1;
+    u64::from(count) <= boot::argument("early").unwrap_or(0)
 }
 
 fn main() {
