@@ -13,6 +13,7 @@ use hosted_command::steps::{Step, Steps};
 use hosted_command::supervise::{self, AtEnd};
 use hosted_command::trust;
 use hosted_command::value::Size;
+use hosted_kbuild::kernel::{self, Kernel};
 use std::env;
 use std::ffi::OsStr;
 use std::fs::{self, DirBuilder, File};
@@ -29,6 +30,8 @@ const INITRD: &str = "initrd.img";
 const KEY: &str = "ssh-key";
 const RECORD: &str = "made-with";
 
+/// Value of --modules that installs none.
+const NO_MODULES: &str = "none";
 /// First line of [`RECORD`]; changes with the build procedure.
 const VERSION: &str = "parador rootfs 1";
 /// Package cache.
@@ -104,6 +107,10 @@ pub struct Options {
     /// ends in `debian`].
     #[arg(long, value_name = "URL")]
     pub security_mirror: Option<String>,
+    /// Folder like /lib/modules, whose kernels' modules are installed, too, or `none` [default:
+    /// those of the cached kernel of `parador run`].
+    #[arg(long, value_name = "FOLDER")]
+    pub modules: Option<PathBuf>,
     /// Rebuild the disk; its contents are lost.
     #[arg(long)]
     pub force: bool,
@@ -137,6 +144,8 @@ pub fn debian(options: &Options, steps: &Steps) -> Result<(), Failure> {
     }
     security_mirror(options)?;
     let key = options.ssh_key.as_deref().map(public_key).transpose()?;
+    let caller = env::var("SUDO_UID").ok().and_then(|number| number.parse().ok());
+    let modules = Modules::find(options, caller)?;
     let record = record(options, key.as_deref());
     if is_there(options, &record)? {
         eprintln!("parador: {} already exists", output.display());
@@ -151,7 +160,6 @@ pub fn debian(options: &Options, steps: &Steps) -> Result<(), Failure> {
     let failed = |path: &Path, error| Failure::file("create the folder", path, &error);
     fs::create_dir_all(parent).map_err(|error| failed(parent, error))?;
     // Root works there: only root and the caller of sudo may change what the path resolves to.
-    let caller = env::var("SUDO_UID").ok().and_then(|number| number.parse().ok());
     let parent = &trust::check_for(parent, caller)?;
     let interruptible = Interruptible::new()?;
     let work =
@@ -159,7 +167,8 @@ pub fn debian(options: &Options, steps: &Steps) -> Result<(), Failure> {
     interruptible.remove_on_signal(work.path());
     let result = work.path().join("result");
     fs::create_dir(&result).map_err(|error| failed(&result, error))?;
-    make(options, key.as_deref(), work.path(), &result, steps, &interruptible)?;
+    let inputs = Inputs { options, key: key.as_deref(), modules: modules.folder() };
+    make(&inputs, work.path(), &result, steps, &interruptible)?;
     write(&result.join(RECORD), record.as_bytes())?;
     give_to_owner_of(parent, &result)?;
 
@@ -193,9 +202,11 @@ fn record(options: &Options, key: Option<&str>) -> String {
     include.sort();
     include.dedup();
     let security = options.security_mirror.as_deref();
+    let modules = options.modules.as_deref().map(Path::display);
     format!(
-        "{VERSION}\nsize {size}\nsuite {suite}\nmirror {mirror}\n{}include {}\nkey {}\n",
+        "{VERSION}\nsize {size}\nsuite {suite}\nmirror {mirror}\n{}{}include {}\nkey {}\n",
         security.map(|url| format!("security mirror {url}\n")).unwrap_or_default(),
+        modules.map(|path| format!("modules {path}\n")).unwrap_or_default(),
         include.join(","),
         key.unwrap_or("made here").trim(),
     )
@@ -271,15 +282,58 @@ fn copy_boot_files(tree: &Path, version: &str, result: &Path) -> Result<(), Fail
     Ok(())
 }
 
+/// Modules that are installed beside those of the disk's own kernel.
+enum Modules {
+    None,
+    Folder(PathBuf),
+    Cached(Kernel),
+}
+
+impl Modules {
+    /// Returns those that the options name. Root copies them: only root and `caller`, who receives
+    /// the disk, may change their folder.
+    fn find(options: &Options, caller: Option<u32>) -> Result<Self, Failure> {
+        match options.modules.as_deref() {
+            None => Ok(kernel::cached().map_or(Self::None, Self::Cached)),
+            Some(path) if path == Path::new(NO_MODULES) => Ok(Self::None),
+            Some(path) if path.is_dir() => Ok(Self::Folder(trust::check_for(path, caller)?)),
+            Some(path) => {
+                let message = format!("no folder with modules: {}", path.display());
+                Err(Failure::new(failure::MISSING_FILE, message).help(
+                    "use the folder `lib/modules` of a kernel, for example /lib/modules, or \
+                     `--modules none`",
+                ))
+            }
+        }
+    }
+
+    fn folder(&self) -> Option<PathBuf> {
+        match self {
+            Self::None => None,
+            Self::Folder(path) => Some(path.clone()),
+            Self::Cached(kernel) => Some(kernel.modules()),
+        }
+    }
+}
+
+/// Inputs of a disk.
+struct Inputs<'a> {
+    options: &'a Options,
+    /// Public key authorized for root; `None`: that of a new pair.
+    key: Option<&'a str>,
+    /// Folder with modules for further kernels.
+    modules: Option<PathBuf>,
+}
+
 /// Builds everything but the record in `result`.
 fn make(
-    options: &Options,
-    key: Option<&str>,
+    inputs: &Inputs<'_>,
     work: &Path,
     result: &Path,
     steps: &Steps,
     interruptible: &Interruptible,
 ) -> Result<(), Failure> {
+    let Inputs { options, key, modules } = inputs;
     let Options { suite, mirror, include, size, .. } = options;
     let archives = archives()?;
     let tree = work.join("tree");
@@ -307,6 +361,7 @@ fn make(
         command.args(["-c", SCRIPT, "parador-rootfs"]).args(PACKAGES).args(include);
         command.env("TREE", &tree).env("ARCHIVES", &archives).env("KEY", &key_file);
         command.env("SUITE", suite).env("MIRROR", mirror);
+        command.env("MODULES", modules.as_deref().unwrap_or(Path::new("")));
         command.env("SECURITY_MIRROR", security_mirror(options)?.unwrap_or_default());
         run(&mut command, "apt-get", step, interruptible)
             .map_err(|error| error.help("check the package names and that the disk is not full"))?;
@@ -454,6 +509,7 @@ mod tests {
             suite: "bookworm".into(),
             mirror: "http://deb.debian.org/debian".into(),
             security_mirror: None,
+            modules: None,
             force: false,
         }
     }
@@ -495,6 +551,8 @@ mod tests {
         assert_eq!(refused(|options| options.include = vec!["-o".into()]), failure::USAGE);
         assert_eq!(refused(|options| options.suite = "a b".into()), failure::USAGE);
         let missing = refused(|options| options.ssh_key = Some("/nowhere".into()));
+        assert_eq!(missing, failure::MISSING_FILE);
+        let missing = refused(|options| options.modules = Some("/nowhere".into()));
         assert_eq!(missing, failure::MISSING_FILE);
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
     }

@@ -2,7 +2,8 @@
 # its own, so that mounts and processes are gone when it ends.
 #
 # Environment: TREE, the tree; ARCHIVES, where packages are kept; SUITE and MIRROR;
-# SECURITY_MIRROR, empty for none; KEY, a file with a public key.
+# SECURITY_MIRROR, empty for none; KEY, a file with a public key; MODULES, a folder with modules of
+# further kernels, empty for none.
 # Arguments: packages.
 set -eu
 
@@ -45,3 +46,6 @@ ln -sf ../run/systemd/resolve/stub-resolv.conf "$TREE/etc/resolv.conf"
 chroot "$TREE" passwd --quiet --delete root
 mkdir -p -m 700 "$TREE/root/.ssh"
 cat "$KEY" >"$TREE/root/.ssh/authorized_keys"
+if [ -n "$MODULES" ]; then
+    cp --recursive --no-dereference --preserve=mode,timestamps "$MODULES/." "$TREE/usr/lib/modules"
+fi

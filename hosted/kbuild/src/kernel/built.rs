@@ -1,6 +1,6 @@
 //! A built kernel, and copies of it.
 
-use super::layout::VMLINUX;
+use super::layout::{MODULES, VMLINUX};
 use super::store::{self, UseLock};
 use super::tools::{follow, tool};
 use hosted_command::failure::{self, Failure, IoContext};
@@ -27,6 +27,11 @@ impl Kernel {
     /// Returns the path of the kernel.
     pub fn vmlinux(&self) -> PathBuf {
         self.folder.join(VMLINUX)
+    }
+
+    /// Returns the folder whose only entry has the kernel's release as its name, and its modules.
+    pub fn modules(&self) -> PathBuf {
+        self.folder.join(MODULES).join("lib/modules")
     }
 
     /// Returns the SHA-256 of the kernel in hexadecimal.
