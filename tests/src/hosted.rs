@@ -8,6 +8,7 @@ pub mod disks;
 pub mod durability;
 pub mod escape;
 pub mod exec;
+pub mod features;
 pub mod host;
 pub mod linux;
 pub mod memory;

@@ -52,6 +52,7 @@ const HOSTED: &[(&str, Body, Class)] = &[
     ("exec-roots", hosted::exec::roots, Class::Other),
     ("exec-terminal", hosted::exec::terminal, Class::Other),
     ("exec-killed", hosted::exec::killed, Class::SmpOrKill),
+    ("kernel-features", hosted::features::features, Class::Other),
     ("doctor", hosted::host::doctor, Class::Other),
     ("limits", hosted::host::limits, Class::Other),
     ("addresses", hosted::addresses::fixed, Class::Other),

@@ -31,8 +31,9 @@ const KVM_COMMAND_LINE: &str = "panic=-1";
 /// Kernel command line of process guests, between the consoles and the user's text.
 /// `mitigations=off`: they defend the kernel against user mode on a physical CPU that the guest
 /// does not own. `transparent_hugepage=always`: a large page of user mode costs one fault and one
-/// mapping of the host (Linux needs 512 MiB or more for it).
-pub const COMMAND_LINE: &str = "panic=-1 mitigations=off transparent_hugepage=always";
+/// mapping of the host (Linux needs 512 MiB or more for it). `audit=0`: journald would turn
+/// auditing on, which takes every system call through Linux' slow path.
+pub const COMMAND_LINE: &str = "panic=-1 mitigations=off audit=0 transparent_hugepage=always";
 
 /// Longest command line in bytes: Linux truncates it (`COMMAND_LINE_SIZE`, terminating zero
 /// included).

@@ -108,7 +108,7 @@ const CONNECT: &str = "socket(S, 40, 1, 0) or die; \
     syswrite(S, \"\\2\\0\\0\\0\\1\\0\"); \
     print sysread(S, my $b, 1) ? \"open\\n\" : \"closed\\n\"";
 
-fn exec(rig: &Rig) -> Command {
+pub(super) fn exec(rig: &Rig) -> Command {
     let mut command = parador(rig.folder());
     command.arg("exec").arg("-k").arg(rig.kernel()).args(["--backend", "process"]);
     command
