@@ -14,7 +14,6 @@ mod leaf;
 use hw_x86::msr::efer;
 use hw_x86::paging::{cr0, cr4, entry, fault};
 
-pub use copy::PageRights;
 pub use leaf::{Leaf, leaf, set_accessed};
 
 /// `RFLAGS.AC`: supervisor accesses to user pages are permitted (SMAP).
@@ -85,27 +84,36 @@ pub struct Entry {
     pub value: u64,
 }
 
-/// Rights that the entries of a translation grant.
+/// Rights that all entries of a translation grant: [`Rights::WRITE`], [`Rights::USER`] and
+/// [`Rights::EXECUTE`]; other bits have no meaning.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Rights {
-    /// Bits that all entries have: they grant [`entry::WRITE`] and [`entry::USER`].
-    pub all: u64,
-    /// Bits that any entry has: [`entry::NX`] forbids fetches if `EFER.NXE` is set.
-    pub any: u64,
-}
+pub struct Rights(pub u64);
 
 impl Rights {
-    /// Rights of one more entry.
+    /// Writes.
+    pub const WRITE: u64 = entry::WRITE;
+    /// Accesses at privilege level 3.
+    pub const USER: u64 = entry::USER;
+    /// Fetches.
+    pub const EXECUTE: u64 = entry::NX;
+
+    /// Rights of one more entry: NX is the only bit that takes one away.
     #[inline(always)]
     fn and(self, value: u64) -> Self {
-        Self { all: self.all & value, any: self.any | value }
+        Self(self.0 & (value ^ entry::NX))
+    }
+
+    /// Returns whether these rights are granted.
+    #[inline(always)]
+    pub fn has(self, rights: u64) -> bool {
+        rights & !self.0 == 0
     }
 }
 
 impl Default for Rights {
     /// Those without any entry: all.
     fn default() -> Self {
-        Self { all: entry::WRITE | entry::USER, any: 0 }
+        Self(Self::WRITE | Self::USER | Self::EXECUTE)
     }
 }
 
@@ -148,6 +156,12 @@ impl Translation {
     /// bits that it has set. Empty without paging.
     pub fn entries(&self) -> &[Entry] {
         &self.entries[..self.depth]
+    }
+
+    /// The page of the access. Without paging its entry has all rights, and is dirty.
+    pub fn page(&self) -> WalkedPage {
+        let value = self.entries().last().map_or(entry::DIRTY, |leaf| leaf.value);
+        WalkedPage { address: self.address, rights: self.rights, value }
     }
 
     /// Number of bytes from the address to the end of its page, at least 1.
@@ -207,17 +221,34 @@ impl Paging {
         intent: Intent,
         mark: bool,
     ) -> Result<Translation, PageFault> {
+        let mut found = Translation::default();
+        self.translate_to(tables, (linear, intent), mark, &mut found)?;
+        Ok(found)
+    }
+
+    /// Like [`Paging::translate`], into `found`. After an error that has the entries that were
+    /// read.
+    ///
+    /// # Errors
+    /// The exception that the access raises.
+    pub fn translate_to(
+        &self,
+        tables: &impl PageTables,
+        (linear, intent): (u64, Intent),
+        mark: bool,
+        found: &mut Translation,
+    ) -> Result<(), PageFault> {
         let Some(shape) = self.shape() else {
             let address = linear & 0xffff_ffff;
-            let flat = Translation { address, page_shift: 12, ..Default::default() };
-            return Ok(Translation { is_marked: true, ..flat });
+            *found = Translation { address, page_shift: 12, is_marked: true, ..Default::default() };
+            return Ok(());
         };
         if shape.levels == 4 {
             // A copy of the code for these constants, which is three times as fast.
             let shape = Shape { levels: 4, index_bits: 9, entry_bytes: 8, root: shape.root };
-            return self.translate_in(tables, shape, linear, intent, mark);
+            return self.translate_in(tables, shape, (linear, intent), mark, found);
         }
-        self.translate_in_others(tables, shape, linear & 0xffff_ffff, intent, mark)
+        self.translate_in_others(tables, shape, (linear & 0xffff_ffff, intent), mark, found)
     }
 
     #[inline(never)]
@@ -225,11 +256,11 @@ impl Paging {
         &self,
         tables: &impl PageTables,
         shape: Shape,
-        linear: u64,
-        intent: Intent,
+        access: (u64, Intent),
         mark: bool,
-    ) -> Result<Translation, PageFault> {
-        self.translate_in(tables, shape, linear, intent, mark)
+        found: &mut Translation,
+    ) -> Result<(), PageFault> {
+        self.translate_in(tables, shape, access, mark, found)
     }
 
     #[inline(always)]
@@ -237,16 +268,13 @@ impl Paging {
         &self,
         tables: &impl PageTables,
         shape: Shape,
-        linear: u64,
-        intent: Intent,
+        access: (u64, Intent),
         mark: bool,
-    ) -> Result<Translation, PageFault> {
-        let mut found = self.walk(tables, shape, linear, intent)?;
-        found.is_marked = true;
-        if !mark || set_bits(tables, shape, &mut found, intent == Intent::Write) {
-            return Ok(found);
-        }
-        self.retry(tables, shape, linear, intent)
+        found: &mut Translation,
+    ) -> Result<(), PageFault> {
+        self.walk(tables, shape, access, found)?;
+        found.is_marked = !mark || set_bits(tables, shape, found, access.1 == Intent::Write);
+        if found.is_marked { Ok(()) } else { self.retry(tables, shape, access, found) }
     }
 
     /// Repeats a walk whose table has changed under it.
@@ -256,18 +284,17 @@ impl Paging {
         &self,
         tables: &impl PageTables,
         shape: Shape,
-        linear: u64,
-        intent: Intent,
-    ) -> Result<Translation, PageFault> {
-        let mut found = self.walk(tables, shape, linear, intent)?;
+        access: (u64, Intent),
+        found: &mut Translation,
+    ) -> Result<(), PageFault> {
         for _ in 1..RETRIES {
-            if set_bits(tables, shape, &mut found, intent == Intent::Write) {
-                found.is_marked = true;
+            self.walk(tables, shape, access, found)?;
+            found.is_marked = set_bits(tables, shape, found, access.1 == Intent::Write);
+            if found.is_marked {
                 break;
             }
-            found = self.walk(tables, shape, linear, intent)?;
         }
-        Ok(found)
+        Ok(())
     }
 
     /// Translates a linear address by its entry of the lowest level alone, which has 8 bytes, and
@@ -306,12 +333,12 @@ impl Paging {
         &self,
         tables: &impl PageTables,
         shape: Shape,
-        linear: u64,
-        intent: Intent,
-    ) -> Result<Translation, PageFault> {
-        let mut found = Translation { address: shape.root, ..Default::default() };
-        let code = match self.steps(tables, shape, linear, &mut found) {
-            Ok(_) if self.allows(intent, found.rights) => return Ok(found),
+        (linear, intent): (u64, Intent),
+        found: &mut Translation,
+    ) -> Result<(), PageFault> {
+        (found.address, found.depth, found.rights) = (shape.root, 0, Rights::default());
+        let code = match self.steps(tables, shape, linear, found) {
+            Ok(_) if self.allows(intent, found.rights) => return Ok(()),
             Ok(_) => fault::PRESENT,
             Err(code) => code,
         };
@@ -395,26 +422,25 @@ impl Paging {
     /// Returns true if a page with these rights allows the access (APM vol. 2 §5.6).
     #[inline(always)]
     fn allows(&self, intent: Intent, rights: Rights) -> bool {
-        let user_page = rights.all & entry::USER != 0;
-        if self.user && !user_page {
-            return false;
+        let needed = match intent {
+            Intent::Read => 0,
+            Intent::Write if self.user || self.cr0 & cr0::WP != 0 => Rights::WRITE,
+            Intent::Write => 0,
+            // Without EFER.NXE the bit is reserved.
+            Intent::Fetch => Rights::EXECUTE,
+        };
+        if self.user {
+            return rights.has(needed | Rights::USER);
         }
+        rights.has(needed) && !(rights.has(Rights::USER) && self.hides_user_pages(intent))
+    }
+
+    /// Returns true if the kernel must not access user pages (SMEP, SMAP).
+    #[inline(always)]
+    fn hides_user_pages(&self, intent: Intent) -> bool {
         match intent {
-            Intent::Fetch => {
-                let forbidden = rights.any & entry::NX != 0 && self.efer & efer::NXE != 0;
-                let smep = !self.user && user_page && self.cr4 & cr4::SMEP != 0;
-                !forbidden && !smep
-            }
-            Intent::Read | Intent::Write => {
-                let smap = !self.user
-                    && user_page
-                    && self.cr4 & cr4::SMAP != 0
-                    && self.rflags & RFLAGS_AC == 0;
-                let protects = self.user || self.cr0 & cr0::WP != 0;
-                let read_only =
-                    intent == Intent::Write && rights.all & entry::WRITE == 0 && protects;
-                !smap && !read_only
-            }
+            Intent::Fetch => self.cr4 & cr4::SMEP != 0,
+            _ => self.cr4 & cr4::SMAP != 0 && self.rflags & RFLAGS_AC == 0,
         }
     }
 

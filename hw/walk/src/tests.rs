@@ -99,7 +99,7 @@ fn rights_of_all_levels_count() {
     let memory = Memory::long(ALL);
     let user = Paging { user: true, ..long() };
     let found = user.translate(&memory, 0x7000, Intent::Write, true).unwrap();
-    assert_eq!((found.rights.all & (WRITE | USER), found.page_shift), (WRITE | USER, 12));
+    assert_eq!((found.rights.has(WRITE | USER), found.page_shift), (true, 12));
     let steps = found.entries().iter().map(|step| step.at);
     assert!(steps.eq([0x1000, 0x2000, 0x3000, 0x4038]));
     memory.set(0x2000, 0x3000 | PRESENT | USER);
@@ -194,11 +194,8 @@ fn a_leaf_is_what_a_walk_finds() {
         assert_eq!(found.map(|leaf| leaf.size), walked.map(|walk| 1 << walk.page_shift));
         let Some((leaf, walk)) = found.zip(walked) else { continue };
         assert_eq!(leaf.address | linear & (leaf.size - 1), walk.address);
-        assert_eq!(
-            (leaf.writable, leaf.user),
-            (walk.rights.all & WRITE != 0, walk.rights.all & USER != 0)
-        );
-        assert_eq!(leaf.executable, walk.rights.any & NX == 0);
+        assert_eq!((leaf.writable, leaf.user), (walk.rights.has(WRITE), walk.rights.has(USER)));
+        assert_eq!(leaf.executable, walk.rights.has(Rights::EXECUTE));
         assert_eq!(Some((leaf.at, leaf.entry)), walk.entries().last().map(|e| (e.at, e.value)));
     }
 }
@@ -215,42 +212,43 @@ fn the_accessed_bit_is_set_only_on_an_unchanged_entry() {
 /// guest's tables.
 #[test]
 fn rights_of_copies() {
-    let all = PageRights { write: true, execute: true, user: true, global: false };
-    let kernel = PageRights { user: false, ..all };
+    const ALL_RIGHTS: u64 = Rights::WRITE | Rights::USER | Rights::EXECUTE;
+    let copied = |paging: &Paging, leaf: u64, intent| {
+        let found = paging.translate(&Memory::long(leaf), 0x7000, intent, true).unwrap().page();
+        (paging.rights_of_copy(intent, &found).0 & ALL_RIGHTS, paging.is_global(&found))
+    };
+    let read_only = Rights::USER | Rights::EXECUTE;
+    let kernel = Rights::WRITE | Rights::EXECUTE;
     let cases = [
-        (ALL | DIRTY, Intent::Read, all),
-        (ALL, Intent::Read, PageRights { write: false, ..all }),
-        (ALL, Intent::Write, all),
+        (ALL | DIRTY, Intent::Read, ALL_RIGHTS),
+        (ALL, Intent::Read, read_only),
+        (ALL, Intent::Write, ALL_RIGHTS),
         (PRESENT | WRITE, Intent::Write, kernel),
-        (PRESENT | USER | DIRTY, Intent::Read, PageRights { write: false, ..all }),
+        (PRESENT | USER | DIRTY, Intent::Read, read_only),
         // Only a clear CR0.WP allows it.
         (PRESENT | USER, Intent::Write, kernel),
-        (ALL | DIRTY | NX, Intent::Read, PageRights { execute: false, ..all }),
-        (ALL | DIRTY | entry::GLOBAL, Intent::Read, PageRights { global: true, ..all }),
+        (ALL | DIRTY | NX, Intent::Read, Rights::WRITE | Rights::USER),
     ];
     let paging = Paging { cr0: cr0::PG | cr0::PE, cr4: cr4::PAE | cr4::PGE, ..long() };
     for (leaf, intent, expected) in cases {
-        let found = paging.translate(&Memory::long(leaf), 0x7000, intent, true).unwrap();
-        assert_eq!(paging.rights_of_copy(intent, &found), expected, "{leaf:#x} {intent:?}");
+        assert_eq!(copied(&paging, leaf, intent), (expected, false), "{leaf:#x} {intent:?}");
     }
     let smep = Paging { cr4: paging.cr4 | cr4::SMEP, ..paging };
-    let found = smep.translate(&Memory::long(PRESENT | USER), 0x7000, Intent::Write, true).unwrap();
-    let rights = smep.rights_of_copy(Intent::Write, &found);
-    assert!(!rights.execute && !rights.user, "a user page that the kernel may not execute");
+    // A user page that the kernel may not execute.
+    let (rights, _) = copied(&smep, PRESENT | USER, Intent::Write);
+    assert_eq!(rights, Rights::WRITE);
+    let global = ALL | DIRTY | entry::GLOBAL;
+    assert_eq!(copied(&paging, global, Intent::Read), (ALL_RIGHTS, true));
     let local = Paging { cr4: cr4::PAE, ..paging };
-    let leaf = ALL | entry::GLOBAL;
-    let found = local.translate(&Memory::long(leaf), 0x7000, Intent::Read, true).unwrap();
-    assert!(!local.rights_of_copy(Intent::Read, &found).global);
-    let flat = Paging::default();
-    let found = flat.translate(&Memory::default(), 0x7000, Intent::Read, true).unwrap();
-    assert_eq!(flat.rights_of_copy(Intent::Read, &found), all, "without paging");
+    assert_eq!(copied(&local, global, Intent::Read), (ALL_RIGHTS, false));
+    assert_eq!(copied(&Paging::default(), 0, Intent::Read), (ALL_RIGHTS, false), "without paging");
 }
 
 #[test]
 fn accesses_of_page_faults() {
     let paging = Paging { user: true, rflags: RFLAGS_AC, ..long() };
     let (user, intent) = paging.of_fault(fault::USER | fault::WRITE | fault::PRESENT);
-    assert_eq!((user, intent), (paging, Intent::Write));
+    assert_eq!((user, intent), (Paging { rflags: 0, ..paging }, Intent::Write));
     assert_eq!(paging.of_fault(fault::FETCH | fault::USER).1, Intent::Fetch);
     let (implicit, intent) = paging.of_fault(0);
     assert_eq!(intent, Intent::Read);

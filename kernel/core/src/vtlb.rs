@@ -53,6 +53,8 @@ const SHARED: u8 = 0xff;
 const UPPER_HALF: usize = 256;
 /// Key of a space without a root table in memory.
 const NO_ROOT: u64 = u64::MAX;
+/// Width of the index of a space in an epoch.
+const SPACE_BITS: u32 = 8;
 /// Number of entries of a table.
 const ENTRIES: usize = 512;
 
@@ -62,6 +64,8 @@ pub trait ShadowFormat: Format {
     const MARKS: u64;
     /// Bits of a guest's entry that a translation depends on. None of bits 59:52.
     const MEANING: u64;
+    /// Bits of a guest's entry that take rights away; others grant them.
+    const FORBIDS: u64;
     /// Leaves are writable.
     const WRITE: u64;
     /// The processor has written through the leaf.
@@ -77,10 +81,7 @@ pub trait FrameAccess {
     /// Words of the page at a physical address.
     fn words(&self, physical: u64) -> &[AtomicU64; ENTRIES];
     /// Word at a physical address.
-    #[inline(always)]
-    fn word(&self, physical: u64) -> &AtomicU64 {
-        &self.words(physical & !0xfff)[physical as usize / 8 % ENTRIES]
-    }
+    fn word(&self, physical: u64) -> &AtomicU64;
 }
 
 /// Optimisations, each above the ones before; `abi::vcpu::x86::vtlb` has their words.
@@ -126,6 +127,8 @@ pub struct NeedsFrames;
 /// Counters of a vTLB.
 #[derive(Default, Debug)]
 pub struct VtlbCounters {
+    /// Translations filled.
+    pub fills: Cell<u64>,
     /// Tables evicted.
     pub evictions: Cell<u64>,
     /// Tables compared with the guest's.
@@ -171,18 +174,15 @@ pub struct Vtlb<F> {
     free: Cell<Option<Ref>>,
     /// Removed tables, whose entries are still to be cleared.
     removed: Cell<Option<Ref>>,
-    current: Cell<u8>,
+    /// Index of the current space, and above [`SPACE_BITS`] the number of removals of tables.
+    epoch: Cell<u64>,
     /// Level of roots.
     top: Cell<u32>,
     clock: Cell<u64>,
-    /// Number of fills.
-    fills: Cell<u64>,
     flush: Cell<Flush>,
     options: Cell<Options>,
     /// A shared table may have leaves that are not global.
     has_local: Cell<bool>,
-    /// Number of removals of tables.
-    changes: Cell<u64>,
     /// Number of changes of the shared root.
     shared_changes: Cell<u64>,
     paths: [fill::Path; fill::PATHS],
@@ -267,22 +267,35 @@ impl<F: ShadowFormat> Vtlb<F> {
         }
     }
 
-    /// Index of the space that translates an address, and a number that is another one after a
-    /// table of it was removed.
-    pub fn epoch(&self, address: u64) -> (u8, u64) {
-        let is_shared = self.options.get().global
+    /// Number of the tables that translate an address: another one for another space, and after
+    /// any table was removed.
+    #[inline(always)]
+    pub fn epoch(&self, address: u64) -> u64 {
+        // Below three-level tables no address is in the upper half.
+        let is_shared = self.options.get().global && address >> 47 & 1 != 0;
+        self.epoch.get() | if is_shared { SHARED.into() } else { 0 }
+    }
+
+    /// Returns whether an address is translated by shared tables.
+    #[inline(always)]
+    fn is_shared(&self, address: u64) -> bool {
+        self.options.get().global
             && self.top.get() == F::ROOT_LEVEL
-            && index(address, F::ROOT_LEVEL) >= UPPER_HALF;
-        (if is_shared { SHARED } else { self.current.get() }, self.changes.get())
+            && index(address, F::ROOT_LEVEL) >= UPPER_HALF
     }
 
     /// Notes that tables are not part of a space any more, or belong to another one.
     fn note_change(&self) {
-        self.changes.set(self.changes.get() + 1);
+        self.epoch.set(self.epoch.get() + (1 << SPACE_BITS));
+    }
+
+    /// Index of the current space.
+    fn current(&self) -> u8 {
+        self.epoch.get() as u8
     }
 
     fn space(&self) -> &Space {
-        &self.spaces[usize::from(self.current.get()) % MAX_SPACES]
+        &self.spaces[usize::from(self.current()) % MAX_SPACES]
     }
 
     fn table(&self, table: Ref) -> &Table {
@@ -299,7 +312,7 @@ impl<F: ShadowFormat> Vtlb<F> {
         self.clock.set(self.clock.get() + 1);
         self.drop_local(frames);
         let (index, is_known) = self.choose(key);
-        self.current.set(index as u8);
+        self.epoch.set(self.epoch.get() >> SPACE_BITS << SPACE_BITS | index as u64);
         let space = self.space();
         space.used.set(self.clock.get());
         let is_clean = is_known && self.is_space_clean(frames);
@@ -329,7 +342,7 @@ impl<F: ShadowFormat> Vtlb<F> {
         let root = match known {
             Some(root) => root,
             None => {
-                let root = self.take_table(frames, self.current.get(), self.top.get(), source)?;
+                let root = self.take_table(frames, self.current(), self.top.get(), source)?;
                 space.root.set(Some(root));
                 space.tag.set((0, 0));
                 root

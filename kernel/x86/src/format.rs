@@ -68,6 +68,7 @@ impl ShadowFormat for UserFormat {
         | entry::GLOBAL
         | entry::ADDRESS
         | entry::NX;
+    const FORBIDS: u64 = entry::NX;
     const WRITE: u64 = entry::WRITE;
     const DIRTY: u64 = entry::DIRTY;
 

@@ -62,23 +62,22 @@ pub struct State {
     /// Guest-physical address or CR2, and information, of an exit for the VMM.
     fault: Cell<(u64, u64)>,
     /// Instructions that were decoded last.
-    code: [Cell<Code>; 8],
+    code: [Code; 8],
     counters: [Cell<u64>; vtlb_counter::COUNT],
 }
 
 /// An instruction that was decoded.
-#[derive(Clone, Copy, Default)]
+#[derive(Default)]
 struct Code {
     /// Linear address, and [`Vtlb::epoch`].
-    key: (u64, u8, u64),
+    key: Cell<(u64, u64)>,
     /// Physical address of the shadow leaf, and its value.
-    leaf_at: u64,
-    leaf: u64,
+    leaf: Cell<(u64, u64)>,
     /// Physical address of the instruction.
-    at: u64,
+    at: Cell<u64>,
     /// Words of its first and of its eighth byte.
-    words: [u64; 2],
-    instruction: Instruction,
+    words: Cell<(u64, u64)>,
+    instruction: Cell<Instruction>,
 }
 
 impl core::ops::Deref for Shadow {
@@ -188,6 +187,7 @@ impl State {
     /// Copies the counters to the state page.
     pub fn show_counters(&self, state: &VcpuState) {
         let tables = self.tables();
+        self.counters[vtlb_counter::FILLS].set(tables.counters.fills.get());
         self.counters[vtlb_counter::EVICTIONS].set(tables.counters.evictions.get());
         self.counters[vtlb_counter::SYNCS].set(tables.counters.syncs.get());
         for (to, from) in state.vtlb_counters.iter().zip(&self.counters) {
@@ -262,9 +262,28 @@ impl State {
     }
 
     /// Flushes the TLB as far as needed, and sets the root and the ASID of the VMCB.
+    #[inline(always)]
     pub fn apply(&self, asids: &Asids, Vmcb { control, save }: &Vmcb) {
         let tables = self.tables();
-        let epoch = asids.epoch();
+        if tables.needs_flush() {
+            self.flush(asids.epoch());
+        }
+        let (mut asid, epoch) = tables.tag();
+        if epoch != asids.epoch() && !(breaks("compare-epoch") && epoch != 0) {
+            self.count(vtlb_counter::ASIDS);
+            let epoch = asids.assign(control);
+            asid = control.guest_asid.get();
+            tables.set_tag(asid, epoch);
+        }
+        let root = tables.root().unwrap_or(0);
+        control.guest_asid.set(asid);
+        save.cr3.set(root);
+        control.clean.set(0);
+    }
+
+    /// Flushes the TLB as far as needed.
+    fn flush(&self, epoch: u64) {
+        let tables = self.tables();
         let invalidates = self.word.get() & option::INVALIDATE_PAGE != 0;
         match tables.take_flush() {
             Flush::None => {}
@@ -282,16 +301,6 @@ impl State {
             Flush::Page { everywhere: false, .. } | Flush::Space => tables.set_tag(0, 0),
             Flush::Page { .. } | Flush::All => tables.drop_tags(),
         }
-        let (mut asid, of) = tables.tag();
-        if of != epoch && !(breaks("compare-epoch") && of != 0) {
-            self.count(vtlb_counter::ASIDS);
-            let epoch = asids.assign(control);
-            asid = control.guest_asid.get();
-            tables.set_tag(asid, epoch);
-        }
-        control.guest_asid.set(asid);
-        save.cr3.set(tables.root().unwrap_or(0));
-        control.clean.set(0);
     }
 }
 

@@ -9,7 +9,7 @@
 use abi::vcpu::x86::{VcpuState, vtlb_counter};
 use abi::{Status, rights};
 use heapless::Vec;
-use hw_walk::{Intent, PageTables, Paging};
+use hw_walk::{Intent, PageTables, Paging, Rights};
 use hw_x86::msr::efer;
 use hw_x86::paging::{cr0, entry};
 use native_rt::Vm;
@@ -202,7 +202,7 @@ impl<'a> GuestVirtual<'a> {
 
 /// Returns the page to be mapped for an access.
 fn page(paging: &Paging, intent: Intent, address: u64, found: &hw_walk::Translation) -> Page {
-    let granted = paging.rights_of_copy(intent, found);
+    let granted = paging.rights_of_copy(intent, &found.page());
     let right = |is_granted: bool, right: u8| if is_granted { right } else { 0 };
     // Without paging every block has one translation.
     let is_flat = found.entries().is_empty();
@@ -212,10 +212,10 @@ fn page(paging: &Paging, intent: Intent, address: u64, found: &hw_walk::Translat
         physical: found.address,
         order: if is_flat { MAX_ORDER } else { guest_order },
         rights: rights::READ
-            | right(granted.write, rights::WRITE)
-            | right(granted.execute, rights::EXECUTE)
-            | right(granted.user, rights::USER)
-            | right(granted.global, rights::GLOBAL),
+            | right(granted.has(Rights::WRITE), rights::WRITE)
+            | right(granted.has(Rights::EXECUTE), rights::EXECUTE)
+            | right(granted.has(Rights::USER), rights::USER)
+            | right(paging.is_global(&found.page()), rights::GLOBAL),
         needs: right(intent == Intent::Write, rights::WRITE)
             | right(intent == Intent::Fetch, rights::EXECUTE)
             | right(paging.user, rights::USER),

@@ -68,79 +68,94 @@ impl Fill<'_> {
     }
 }
 
-/// Path to a table of the lowest level below four-level tables: what a processor keeps in its
+/// Path to a guest table of the lowest level of four: what a processor keeps in its
 /// paging-structure caches, but compared with the guest's tables before each use.
 #[derive(Default)]
 pub struct Path {
-    /// Range that the table translates: the address above it, and the space.
-    key: Cell<u64>,
-    /// [`Vtlb::changes`] at the last fill of the table.
-    changes: Cell<u64>,
+    /// Number of the range that the table translates.
+    range: Cell<u64>,
+    /// [`Vtlb::epoch`] at the last walk by it.
+    epoch: Cell<u64>,
+    /// Shadow table that was filled from it; none before the first fill.
     pub(super) table: Cell<Option<Ref>>,
+    source: Cell<GuestSource>,
     /// The guest's entries above it: host-physical address, and value.
     entries: [(Cell<u64>, Cell<u64>); 3],
-    /// Bits that all of them have, and that any of them has.
-    bits: Cell<(u64, u64)>,
+    /// Bits that all of them have, those of [`ShadowFormat::FORBIDS`] inverted.
+    rights: Cell<u64>,
 }
 
 /// A table of the lowest level, and the entries of the guest above it.
 pub struct Known {
-    /// The table.
-    pub table: Ref,
+    /// The table. Without one the guest's entry is absent.
+    pub table: Option<Ref>,
     /// The guest's entry for the address.
     pub entry: Step,
-    /// Bits that all guest entries above have, and that any of them has.
-    pub bits: (u64, u64),
+    /// Bits that all guest entries above have, those of [`ShadowFormat::FORBIDS`] inverted.
+    pub rights: u64,
 }
 
 impl<F: ShadowFormat> Vtlb<F> {
-    /// Place for the path to the table for an address, and its key.
+    /// Place for the path to the table for an address, and the number of its range.
     #[inline(always)]
     fn path_of(&self, address: u64) -> (&Path, u64) {
-        let (number, space) = (address >> 21, u64::from(self.current.get()));
-        (&self.paths[(number ^ space << 3) as usize % PATHS], number << 8 | space)
+        let range = address >> 21;
+        (&self.paths[(range ^ self.epoch.get() << 3) as usize % PATHS], range)
     }
 
     /// Path to the table for an address, if the current space has it.
     #[inline(always)]
     pub(super) fn path(&self, address: u64) -> Option<&Path> {
-        let (path, key) = self.path_of(address);
-        (path.key.get() == key && path.changes.get() == self.changes.get()).then_some(path)
+        let (path, range) = self.path_of(address);
+        (path.range.get() == range && path.epoch.get() == self.epoch.get()).then_some(path)
     }
 
-    /// Table to fill the translation of an address in, if the current space has it and the guest's
-    /// entries above it are the same as at its last fill.
+    /// Guest entry for an address, and the table to fill its translation in, if the current space
+    /// has it and the guest's entries above are the same as at the last walk.
     #[inline(always)]
     pub fn known(&self, frames: &impl FrameAccess, address: u64) -> Option<Known> {
         let path = self.path(address)?;
-        let table = path.table.get()?;
-        let differing = |(at, value): &(Cell<u64>, Cell<u64>)| {
-            frames.word(at.get()).load(Relaxed) ^ value.get()
+        let is_same = |(at, value): &(Cell<u64>, Cell<u64>)| {
+            frames.word(at.get()).load(Relaxed) == value.get()
         };
         let [top, upper, middle] = &path.entries;
-        if differing(top) | differing(upper) | differing(middle) != 0 {
+        if !(is_same(top) && is_same(upper) && is_same(middle)) {
             return None;
         }
-        let (source, slot) = (self.table(table).source.get(), index(address, 0));
-        let value = frames.words(source.host)[slot].load(Relaxed);
-        let entry = Step { at: source.guest + 8 * slot as u64, value };
-        Some(Known { table, entry, bits: path.bits.get() })
+        let (source, offset) = (path.source.get(), 8 * index(address, 0) as u64);
+        let value = frames.word(source.host + offset).load(Relaxed);
+        let table = path.table.get();
+        if table.is_none() && F::is_present(value) {
+            return None;
+        }
+        let entry = Step { at: source.guest + offset, value };
+        Some(Known { table, entry, rights: path.rights.get() })
     }
 
-    fn note_path(&self, frames: &impl FrameAccess, fill: &Fill<'_>, table: Ref) {
-        if fill.level != 0 || fill.steps.len() != 4 {
+    /// Notes the path of a walk that has read the entries `steps`, and the shadow table of the
+    /// lowest level if there is one. A walk without one must have ended at an absent entry.
+    pub fn note_path(
+        &self,
+        frames: &impl FrameAccess,
+        address: u64,
+        steps: &[Step],
+        table: Option<Ref>,
+    ) {
+        let [above @ .., last] = steps else { return };
+        let (path, range) = self.path_of(address);
+        if above.len() != path.entries.len() {
             return;
         }
-        let (path, key) = self.path_of(fill.address);
-        path.key.set(key);
-        path.changes.set(self.changes.get());
-        path.table.set(Some(table));
-        for ((at, value), step) in path.entries.iter().zip(fill.steps) {
+        path.range.set(range);
+        path.epoch.set(self.epoch.get());
+        path.table.set(table);
+        let guest = last.at & !0xfff;
+        path.source.set(GuestSource { guest, host: frames.guest_page(guest) });
+        path.rights.set(above.iter().fold(!0, |bits, step| bits & (step.value ^ F::FORBIDS)));
+        for ((at, value), step) in path.entries.iter().zip(above) {
             at.set(frames.guest_page(step.at) | step.at & 0xfff);
             value.set(step.value);
         }
-        let [top, upper, middle, _] = [0, 1, 2, 3].map(|depth| fill.steps[depth].value);
-        path.bits.set((top & upper & middle, top | upper | middle));
     }
 
     /// Highest level at which a leaf for guest page number `page` may be, at most `level`: pages
@@ -157,16 +172,21 @@ impl<F: ShadowFormat> Vtlb<F> {
     pub fn fill(&self, frames: &impl FrameAccess, fill: &Fill<'_>) -> Result<(), NeedsFrames> {
         let top = self.top.get();
         let mut table = self.space().root.get().ok_or(NeedsFrames)?;
-        self.fills.set(self.fills.get() + 1);
+        let fills = self.count_fill();
         for level in (fill.level + 1..=top).rev() {
-            self.table(table).used.set(self.fills.get());
+            self.table(table).used.set(fills);
             table = match self.matching(frames, table, level, fill) {
                 Some(child) => child,
                 None => self.descend(frames, table, level, fill)?,
             };
         }
-        self.set_leaf(frames, table, fill);
-        self.note_path(frames, fill, table);
+        // A split page was compared by the entry above.
+        let is_split = self.table(table).is_split.get();
+        let copy = if is_split { fill.page << 12 } else { fill.value & F::MEANING };
+        self.set_leaf(frames, table, fill, copy);
+        if fill.level == 0 {
+            self.note_path(frames, fill.address, fill.steps, Some(table));
+        }
         Ok(())
     }
 
@@ -208,7 +228,7 @@ impl<F: ShadowFormat> Vtlb<F> {
         let physical = self.table(child).shadow.get();
         let is_pointer = level == self.top.get() && level < F::ROOT_LEVEL;
         let entry = if is_pointer { F::pointer(physical) } else { F::table(physical) };
-        self.write(frames, table, slot, entry, value & F::MEANING | Self::link_of(child));
+        self.set_link(frames, table, slot, entry, value & F::MEANING | Self::link_of(child));
         Ok(child)
     }
 
@@ -247,25 +267,42 @@ impl<F: ShadowFormat> Vtlb<F> {
         (is_same && self.table(child).source.get().guest == source).then_some(child)
     }
 
-    /// Writes the leaf of a fill in its table, which is known.
+    /// Fills a translation in its table, which is known.
     #[inline(always)]
-    pub fn set_leaf(&self, frames: &impl FrameAccess, table: Ref, fill: &Fill<'_>) {
+    pub fn fill_known(&self, frames: &impl FrameAccess, table: Ref, fill: &Fill<'_>) {
+        self.count_fill();
+        self.set_leaf(frames, table, fill, fill.value & F::MEANING);
+    }
+
+    fn count_fill(&self) -> u64 {
+        let fills = &self.counters.fills;
+        fills.set(fills.get() + 1);
+        fills.get()
+    }
+
+    /// Writes the leaf of a fill in its table, and its copy.
+    #[inline(always)]
+    fn set_leaf(&self, frames: &impl FrameAccess, table: Ref, fill: &Fill<'_>, copy: u64) {
         let slot = index(fill.address, fill.level);
         let of = self.table(table);
-        self.fills.set(self.fills.get() + 1);
-        of.used.set(self.fills.get());
+        of.used.set(self.counters.fills.get());
         let old = frames.words(of.shadow.get())[slot].load(Relaxed);
         if F::is_present(old) {
             self.replace_leaf(frames, (table, slot), (old, fill.leaf), fill.address);
         }
-        // A split page was compared by the entry above.
-        let copy = if of.is_split.get() { fill.page << 12 } else { fill.value & F::MEANING };
         let mut leaf = fill.leaf;
         if leaf & F::WRITE != 0 && self.options.get().trace {
-            leaf = self.traced_leaf(table, slot, fill);
+            let at = of.shadow.get() + 8 * slot as u64;
+            leaf = self.traced_leaf(
+                (table, at),
+                (fill.page, fill.level),
+                fill.address,
+                fill.is_write,
+                leaf,
+            );
             self.leaf_added(of, leaf, copy);
         }
-        self.write(frames, table, slot, leaf, copy);
+        Self::write(frames, of, slot, leaf, copy);
         if of.owner.get() == SHARED && !fill.is_global {
             of.is_local.set(true);
             self.has_local.set(true);
@@ -292,7 +329,15 @@ impl<F: ShadowFormat> Vtlb<F> {
         }
     }
 
-    pub(super) fn write(
+    #[inline(always)]
+    fn write(frames: &impl FrameAccess, of: &Table, slot: usize, entry: u64, copy: u64) {
+        frames.words(of.copies.get())[slot].store(copy, Relaxed);
+        frames.words(of.shadow.get())[slot].store(entry, Relaxed);
+        of.fill(slot);
+    }
+
+    /// Sets an entry that refers to a table.
+    pub(super) fn set_link(
         &self,
         frames: &impl FrameAccess,
         table: Ref,
@@ -300,10 +345,7 @@ impl<F: ShadowFormat> Vtlb<F> {
         entry: u64,
         copy: u64,
     ) {
-        let of = self.table(table);
-        frames.words(of.copies.get())[slot].store(copy, Relaxed);
-        frames.words(of.shadow.get())[slot].store(entry, Relaxed);
-        of.fill(slot);
+        Self::write(frames, self.table(table), slot, entry, copy);
         if self.shared.get() == Some(table) {
             self.shared_changes.set(self.shared_changes.get() + 1);
         }

@@ -39,7 +39,7 @@ impl<F: ShadowFormat> Vtlb<F> {
             let is_linked = frames.words(to.copies.get())[slot].load(Relaxed) != 0;
             if !is_linked && is_same::<F>(guest[slot].load(Relaxed), copy) {
                 let entry = frames.words(from.shadow.get())[slot].load(Relaxed);
-                self.write(frames, root, slot, entry, copy);
+                self.set_link(frames, root, slot, entry, copy);
             }
         }
     }

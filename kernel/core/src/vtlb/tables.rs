@@ -63,7 +63,7 @@ pub struct Table {
     pub is_counted: Cell<bool>,
     /// It is in use: part of a space.
     pub in_use: Cell<bool>,
-    /// Value of [`Vtlb::fills`] at the last fill of a leaf.
+    /// Value of [`VtlbCounters::fills`](super::VtlbCounters::fills) at the last fill of a leaf.
     pub used: Cell<u64>,
     /// See [`super::trace`].
     pub trace: super::trace::TableTrace,
@@ -249,7 +249,7 @@ impl<F: ShadowFormat> Vtlb<F> {
         table.is_split.set(false);
         table.is_local.set(false);
         table.is_counted.set(self.options.get().trace);
-        table.used.set(self.fills.get());
+        table.used.set(self.counters.fills.get());
         table.in_use.set(true);
         self.set_member(found, true);
         Ok(found)
@@ -306,7 +306,7 @@ impl<F: ShadowFormat> Vtlb<F> {
         let is_current_root = self.space().root.get() == Some(table);
         // The current fill needs those that it has used.
         defects::step();
-        let is_used = of.used.get() == self.fills.get();
+        let is_used = of.used.get() == self.counters.fills.get();
         let is_needed = is_current_root || is_used;
         of.in_use.get() && !is_needed && self.shared.get() != Some(table)
     }
@@ -335,7 +335,7 @@ impl<F: ShadowFormat> Vtlb<F> {
                 self.request(Flush::Page { address, everywhere: true });
             }
             (SHARED, _) => self.request(Flush::All),
-            _ if owner == self.current.get() => self.request(flush),
+            _ if owner == self.current() => self.request(flush),
             #[cfg(feature = "testing")]
             _ if defects::skips(core::panic::Location::caller(), "tag") => {}
             _ => self.spaces[usize::from(owner) % MAX_SPACES].tag.set((0, 0)),

@@ -15,7 +15,7 @@ use core::sync::atomic::Ordering::Relaxed;
 
 use super::defects::{self, breaks};
 use super::tables::{Ref, Table};
-use super::{ENTRIES, Fill, Flush, FrameAccess, SHARED, ShadowFormat, Vtlb, index};
+use super::{ENTRIES, Flush, FrameAccess, SHARED, ShadowFormat, Vtlb, index};
 
 /// Number of counters of each filter of leaves, and of the others.
 const LEAVES: usize = 16384;
@@ -200,8 +200,7 @@ impl<F: ShadowFormat> Vtlb<F> {
         for direct in self.trace.direct.iter().map(Cell::get).filter(|direct| *direct != 0) {
             let address = (direct & !IS_KNOWN).wrapping_add(page << 12);
             // Of shared tables all spaces have the same leaf.
-            let is_shared = self.epoch(address).0 == SHARED;
-            let others = if is_shared { 0 } else { self.options.get().spaces.into() };
+            let others = if self.is_shared(address) { 0 } else { self.options.get().spaces.into() };
             for space in core::iter::once(self.space()).chain(&self.spaces[..others]) {
                 let is_last = self.trace.writable.count(page) <= u8::from(found.is_some());
                 if is_last && self.trace.large.count(page >> LARGE_SHIFT) == 0 {
@@ -224,7 +223,7 @@ impl<F: ShadowFormat> Vtlb<F> {
         page: u64,
     ) -> Option<(Ref, u64, u64)> {
         let (of, slot) = (self.table(table), at as usize / 8 % ENTRIES);
-        let is_usable = of.owner.get() == SHARED || of.owner.get() == self.current.get();
+        let is_usable = of.owner.get() == SHARED || of.owner.get() == self.current();
         if of.level.get() > 0 || !is_usable {
             self.remove(frames, table, slot, address);
             return None;
@@ -255,24 +254,29 @@ impl<F: ShadowFormat> Vtlb<F> {
         None
     }
 
-    /// Leaf to be written for a writable fill, in an entry of `table`.
-    pub(super) fn traced_leaf(&self, table: Ref, slot: usize, fill: &Fill<'_>) -> u64 {
-        let page = fill.page;
-        if fill.level > 0 {
-            self.trace.learn(fill.address.wrapping_sub(page << 12) & !0xfff);
-            return fill.leaf;
+    /// Leaf to be written instead of a writable one for an address, at the entry `at` of `table`.
+    pub(super) fn traced_leaf(
+        &self,
+        (table, at): (Ref, u64),
+        (page, level): (u64, u32),
+        address: u64,
+        is_write: bool,
+        leaf: u64,
+    ) -> u64 {
+        if level > 0 {
+            self.trace.learn(address.wrapping_sub(page << 12) & !0xfff);
+            return leaf;
         }
-        let Some(first) = self.traced_tables(page).next() else { return fill.leaf };
-        if self.options.get().protect && !fill.is_write {
-            return fill.leaf & !F::WRITE;
+        let Some(first) = self.traced_tables(page).next() else { return leaf };
+        if self.options.get().protect && !is_write {
+            return leaf & !F::WRITE;
         }
-        let at = self.table(table).shadow.get() + 8 * slot as u64;
-        let here = (table, at, fill.address & !0xfff);
+        let here = (table, at, address & !0xfff);
         let is_second = first.trace.alias().is_some_and(|(_, known, _)| known != at);
         if is_second && !breaks("trace-second-alias") {
             // A second alias.
             self.traced_tables(page).for_each(|of| self.forget_table(of));
-            return fill.leaf;
+            return leaf;
         }
         self.note_trace();
         for of in self.traced_tables(page) {
@@ -280,9 +284,9 @@ impl<F: ShadowFormat> Vtlb<F> {
             of.trace.is_dirty.set(of.trace.is_dirty.get() || self.options.get().protect);
         }
         if self.options.get().protect {
-            return fill.leaf;
+            return leaf;
         }
-        fill.leaf & !F::DIRTY
+        leaf & !F::DIRTY
     }
 
     /// Counts a leaf that was written; its copy has the guest's page.
@@ -345,9 +349,9 @@ impl<F: ShadowFormat> Vtlb<F> {
         }
         let space = self.space();
         let is_dirty = |at: u64| frames.word(at).load(Relaxed) & F::DIRTY != 0;
-        let watched = &space.watched[..usize::from(space.watches.get()) % (WATCHED + 1)];
         if space.watched_at.get() == self.trace.changes.get() {
-            return !watched.iter().any(|at| is_dirty(at.get()));
+            let mut watched = space.watched.iter().take(space.watches.get().into());
+            return !watched.any(|at| is_dirty(at.get()));
         }
         let mut count = 0;
         for (word, members) in space.members.iter().enumerate() {

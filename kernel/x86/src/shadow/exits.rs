@@ -6,16 +6,16 @@ use abi::vcpu::exit::MEMORY_FAULT;
 use abi::vcpu::memory_fault;
 use abi::vcpu::x86::exit::EXCEPTION;
 use abi::vcpu::x86::{VcpuState, gpr, vtlb_counter};
-use hw_walk::{Entry, Intent, Paging, Rights, Translation, WalkedPage};
+use hw_walk::{Entry, Intent, PageTables, Paging, Rights, Translation, WalkedPage};
 use hw_x86::msr::efer;
-use hw_x86::paging::{cr4, entry};
+use hw_x86::paging::{entry, fault};
 use hw_x86::vmcb::{ControlArea, Vmcb, event, exit, tlb_control, v_intr};
 use kernel_core::vtlb::defects::breaks;
 use kernel_core::vtlb::{Fill, FrameAccess, Step};
 
 use super::control::Registers;
 use super::decode::{Instruction, Kind, decode};
-use super::memory::{HostPage, physical_bits};
+use super::memory::HostPage;
 use super::{Code, State};
 use crate::hvm::internal;
 use crate::svm::asid::Asids;
@@ -74,7 +74,7 @@ impl State {
         };
         match found.kind {
             Kind::LoadRoot => {
-                if value >> physical_bits() != 0 {
+                if value & (!0 << 52 | self.memory.reserved()) != 0 {
                     return for_vmm;
                 }
                 self.count(vtlb_counter::LOADS);
@@ -100,33 +100,41 @@ impl State {
 
     /// Instruction at an address, by eight bytes that are read through the shadow tables; `None` if
     /// these lack them. Where it is and what it was is remembered, since there are few.
+    #[inline(always)]
     fn decoded(&self, address: u64) -> Option<Instruction> {
-        let offset = address as usize & 0xfff;
-        if offset > 4096 - 8 {
+        let key = (address, self.tables().epoch(address));
+        let code = &self.code[(address / 4 ^ key.1 & 0xff) as usize % self.code.len()];
+        let read = |at: u64| self.memory.word(at).load(Relaxed);
+        let (leaf_at, leaf) = code.leaf.get();
+        if code.key.get() != key || read(leaf_at) != leaf {
+            self.find(code, key)?;
+        }
+        let at = code.at.get();
+        let words = (read(at), read(at + 7));
+        if code.words.get() != words {
+            code.words.set(words);
+            let bytes = u128::from(words.1) << 64 | u128::from(words.0);
+            code.instruction.set(decode((bytes >> (8 * (at % 8))) as u64));
+        }
+        Some(code.instruction.get())
+    }
+
+    /// Finds an instruction in memory; `None` if the shadow tables lack its page, or another one
+    /// follows.
+    #[inline(never)]
+    fn find(&self, code: &Code, key: (u64, u64)) -> Option<()> {
+        let (leaf_at, page) = self.tables().translate(&self.memory, key.0)?;
+        let (leaf, offset) = (self.memory.word(leaf_at).load(Relaxed), key.0 & 0xfff);
+        // Reads of device memory may have effects.
+        if offset > 4096 - 8 || leaf & entry::UNCACHED != 0 {
             return None;
         }
-        let (space, tables) = self.tables().epoch(address);
-        let known = &self.code[((offset / 4) ^ usize::from(space)) % self.code.len()];
-        let mut code = known.get();
-        if code.key != (address, space, tables)
-            || self.memory.word(code.leaf_at).load(Relaxed) != code.leaf
-        {
-            let (leaf_at, page) = self.tables().translate(&self.memory, address)?;
-            let leaf = self.memory.word(leaf_at).load(Relaxed);
-            if leaf & entry::UNCACHED != 0 {
-                // Device memory: a read may have effects.
-                return None;
-            }
-            let (key, at) = ((address, space, tables), page + offset as u64);
-            code = Code { key, leaf_at, leaf, at, ..Code::default() };
-        }
-        let words = [code.at, code.at + 7].map(|at| self.memory.word(at).load(Relaxed));
-        if code.words != words {
-            let bytes = (u128::from(words[1]) << 64 | u128::from(words[0])) >> (8 * (offset % 8));
-            code = Code { words, instruction: decode(bytes as u64), ..code };
-            known.set(code);
-        }
-        Some(code.instruction)
+        code.key.set(key);
+        code.leaf.set((leaf_at, leaf));
+        code.at.set(page + offset);
+        code.words.set((0, 0));
+        code.instruction.set(Instruction::default());
+        Some(())
     }
 
     /// Handles a page fault: fills the translation, or gives the fault to the guest.
@@ -134,14 +142,15 @@ impl State {
     fn page_fault(&self, vmcb: &Vmcb) -> Option<u64> {
         let (paging, access) = self.access(vmcb);
         if let Some(known) = self.tables().known(&self.memory, access.0) {
-            let above = Rights { all: known.bits.0, any: known.bits.1 };
             let entry = Entry { at: known.entry.at, value: known.entry.value };
-            match paging.translate_last(&self.memory, access, above, entry) {
+            match paging.translate_last(&self.memory, access, Rights(known.rights), entry) {
                 Err(found) => return self.inject(vmcb, found.code.into(), access.0),
                 Ok(None) => return resume(vmcb),
                 Ok(Some(page)) => {
-                    if let Some(fill) = self.page(&paging, access, &page, 0) {
-                        self.tables().set_leaf(&self.memory, known.table, &fill);
+                    if let Some(table) = known.table
+                        && let Some(fill) = self.page(&paging, access, &page, 0)
+                    {
+                        self.tables().fill_known(&self.memory, table, &fill);
                         return resume(vmcb);
                     }
                 }
@@ -164,11 +173,23 @@ impl State {
     #[inline(never)]
     fn walk(&self, vmcb: &Vmcb) -> Option<u64> {
         let (paging, access) = self.access(vmcb);
-        match &paging.translate(&self.memory, access.0, access.1, true) {
-            Err(found) => self.inject(vmcb, found.code.into(), access.0),
+        let mut found = Translation::default();
+        let outcome = paging.translate_to(&self.memory, access, true, &mut found);
+        let mut steps = [Step::default(); 4];
+        for (step, &Entry { at, value }) in steps.iter_mut().zip(found.entries()) {
+            *step = Step { at, value };
+        }
+        let steps = &steps[..found.entries().len()];
+        match outcome {
+            Err(fault) => {
+                if u64::from(fault.code) & fault::PRESENT == 0 {
+                    self.tables().note_path(&self.memory, access.0, steps, None);
+                }
+                self.inject(vmcb, fault.code.into(), access.0)
+            }
             // Another vCPU changes the entry all the time: the guest repeats the access.
-            Ok(found) if !found.is_marked() => resume(vmcb),
-            Ok(found) => self.fill(vmcb, &paging, access, found),
+            Ok(()) if !found.is_marked() => resume(vmcb),
+            Ok(()) => self.fill(vmcb, &paging, access, &found, steps),
         }
     }
 
@@ -190,25 +211,17 @@ impl State {
         None
     }
 
-    /// Fills a translation that the guest's tables allow.
-    #[inline(never)]
+    /// Fills a translation that the guest's tables allow, by the entries `steps`.
     fn fill(
         &self,
         vmcb: &Vmcb,
         paging: &Paging,
         access: (u64, Intent),
         found: &Translation,
+        steps: &[Step],
     ) -> Option<u64> {
-        let mut steps = [Step::default(); 4];
-        let entries = found.entries();
-        for (step, &Entry { at, value }) in steps.iter_mut().zip(entries) {
-            *step = Step { at, value };
-        }
-        let steps = &steps[..entries.len()];
-        let value = steps.last().map_or(entry::DIRTY, |leaf| leaf.value);
         let level = if steps.is_empty() { MAX_LEVEL } else { (found.page_shift - 12) / 9 };
-        let page = WalkedPage { address: found.address, rights: found.rights, value };
-        let Some(fill) = self.page(paging, access, &page, level) else {
+        let Some(fill) = self.page(paging, access, &found.page(), level) else {
             let info = match access.1 {
                 Intent::Read => 0,
                 Intent::Write => memory_fault::WRITE,
@@ -240,18 +253,17 @@ impl State {
         };
         let host = self.memory.translate(found.address).filter(is_allowed)?;
         let is_write = intent == Intent::Write;
-        self.count(vtlb_counter::FILLS);
         let (page, value) = (found.address >> 12, found.value);
         let level = self.tables().leaf_level(page, level.min(host.level).min(MAX_LEVEL));
         let leaf = leaf(paging, intent, found, &host, level);
-        let is_global = paging.cr4 & cr4::PGE != 0 && value & entry::GLOBAL != 0;
+        let is_global = paging.is_global(found);
         Some(Fill { address, steps: &[], value, leaf, level, page, is_global, is_write })
     }
 }
 
 /// Lets the guest repeat the access of a page fault.
 fn resume(vmcb: &Vmcb) -> Option<u64> {
-    if is_tcg() && vmcb.control.interrupt_shadow.get() & SHADOW != 0 {
+    if vmcb.control.interrupt_shadow.get() & SHADOW != 0 && is_tcg() {
         // The next entry would lose it; the VMM executes the instruction.
         return Some(internal::HOST_INTERRUPT);
     }
@@ -275,29 +287,25 @@ fn interrupted(control: &ControlArea) -> u64 {
 /// Shadow leaf of a page.
 #[inline(always)]
 fn leaf(paging: &Paging, intent: Intent, found: &WalkedPage, host: &HostPage, level: u32) -> u64 {
-    let Rights { mut all, any } = found.rights;
-    let mut forbidden = any & entry::NX;
-    if intent == Intent::Write && all & entry::WRITE == 0 {
-        // Allowed because the guest's CR0.WP is clear: for its kernel only, as long as nothing else
-        // asks.
-        let is_fetched = paging.cr4 & cr4::SMEP != 0 && all & entry::USER != 0;
-        if is_fetched && !breaks("supervisor-override-execute") {
-            forbidden = entry::NX;
-        }
-        let user = if breaks("supervisor-override") { all & entry::USER } else { 0 };
-        all = entry::WRITE | user;
-    }
-    let mut leaf = entry::PRESENT | entry::ACCESSED | entry::DIRTY | all & entry::USER;
-    leaf |= if breaks("user-right") { entry::USER } else { 0 };
-    let mut allowed = host.leaf;
-    allowed |= if breaks("contain-writes") { entry::WRITE } else { 0 };
-    allowed &= if breaks("contain-fetches") { !entry::NX } else { !0 };
-    forbidden &= if breaks("execute-right") { 0 } else { !0 };
-    if found.value & entry::DIRTY != 0 || breaks("dirty-before-write") {
-        leaf |= all & allowed & entry::WRITE;
-    }
-    leaf |= forbidden | allowed & (entry::NX | entry::UNCACHED);
+    let has = |rule: &str, bits: u64| if breaks(rule) { bits } else { 0 };
+    let Rights(granted) = paging.rights_of_copy(intent, found);
+    let all = found.rights.0;
+    let granted = granted
+        | has("user-right", Rights::USER)
+        | has("execute-right", Rights::EXECUTE)
+        | has("dirty-before-write", all & Rights::WRITE)
+        | has("supervisor-override", all & Rights::USER)
+        | has("supervisor-override-execute", all & Rights::EXECUTE);
+    let allowed = host.leaf | has("contain-writes", entry::WRITE);
+    let allowed = allowed & !has("contain-fetches", entry::NX);
     let size = 1_u64 << (12 + 9 * level);
-    leaf |= if level > 0 { entry::LARGE } else { 0 };
-    leaf | host.physical & !(size - 1)
+    let large = if level > 0 { entry::LARGE } else { 0 };
+    entry::PRESENT
+        | entry::ACCESSED
+        | entry::DIRTY
+        | granted & (entry::USER | allowed & entry::WRITE)
+        | (!granted | allowed) & entry::NX
+        | allowed & entry::UNCACHED
+        | large
+        | host.physical & !(size - 1)
 }

@@ -68,7 +68,7 @@ pub fn physical_bits() -> u32 {
 }
 
 #[cfg(feature = "testing")]
-pub use super::testing::{page, physical_bits};
+pub use super::testing::{page, physical_bits, word};
 
 /// Words of a page in the direct map.
 #[cfg(not(feature = "testing"))]
@@ -77,6 +77,14 @@ fn page(physical: u64) -> &'static [AtomicU64; ENTRIES] {
     // the direct map includes all of them, for ever. Others may write guest memory at any time:
     // only atomic words are accessed.
     unsafe { &*direct(physical & entry::ADDRESS).cast() }
+}
+
+/// Word in the direct map.
+#[cfg(not(feature = "testing"))]
+#[inline(always)]
+fn word(physical: u64) -> &'static AtomicU64 {
+    // SAFETY: as for `page`; the word is in the same page.
+    unsafe { &*direct(physical & (entry::ADDRESS | 0xff8)).cast() }
 }
 
 impl GuestMemory {
@@ -132,8 +140,7 @@ impl GuestMemory {
 impl PageTables for GuestMemory {
     #[inline(always)]
     fn read(&self, at: u64, bytes: u64) -> Option<u64> {
-        let words = page(self.table(at)?.physical);
-        let word = words[at as usize / 8 % ENTRIES].load(Relaxed);
+        let word = word(self.table(at)?.physical | at & 0xfff).load(Relaxed);
         Some(if bytes == 8 { word } else { word >> (8 * (at & 4)) & 0xffff_ffff })
     }
 
@@ -141,7 +148,7 @@ impl PageTables for GuestMemory {
         // Marks of tables in read-only memory are lost, as in ROM.
         let found = self.table(at).filter(|found| found.is_writable() && bytes == 8);
         let Some(found) = found else { return true };
-        let word = &page(found.physical)[at as usize / 8 % ENTRIES];
+        let word = word(found.physical | at & 0xfff);
         word.compare_exchange(old, new, Relaxed, Relaxed).is_ok()
     }
 
@@ -159,5 +166,10 @@ impl FrameAccess for GuestMemory {
     #[inline(always)]
     fn words(&self, physical: u64) -> &[AtomicU64; ENTRIES] {
         page(physical)
+    }
+
+    #[inline(always)]
+    fn word(&self, physical: u64) -> &AtomicU64 {
+        word(physical)
     }
 }

@@ -47,6 +47,14 @@ pub fn page(physical: u64) -> &'static [AtomicU64; ENTRIES] {
     &MEMORY.with(|memory| *memory)[((physical & entry::ADDRESS) >> 12) as usize]
 }
 
+/// Word of physical memory.
+///
+/// # Panics
+/// As [`page`].
+pub fn word(physical: u64) -> &'static AtomicU64 {
+    &page(physical)[physical as usize / 8 % ENTRIES]
+}
+
 /// Notes an invalidation of one address, for the caller's TLB.
 pub fn invlpga(address: u64, asid: u32) {
     INVALIDATED.with_borrow_mut(|list| list.push((asid, address)));
