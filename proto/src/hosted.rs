@@ -25,11 +25,11 @@ pub use start::{MAGIC, Start, VERSION};
 pub use statistics::{VcpuStatistics, counter};
 
 /// Largest number of disks of a VM.
-pub const MAX_DISKS: usize = 4;
+pub const MAX_DISKS: usize = 8;
 /// Largest number of networks of a VM.
 pub const MAX_NETS: usize = 4;
 /// Largest number of shared directories of a VM.
-pub const MAX_SHARES: usize = 4;
+pub const MAX_SHARES: usize = 16;
 /// Number of request queues.
 pub const MAX_QUEUES: usize = MAX_DISKS + MAX_SHARES;
 

@@ -1,6 +1,7 @@
 //! Rules of filters: the permitted system calls, with conditions on their arguments.
 
 use std::collections::BTreeMap;
+use std::ops::RangeInclusive;
 
 use linux_raw_sys::general as linux;
 use proto::hosted::layout;
@@ -46,6 +47,26 @@ pub fn allow(rules: &mut Rules, call: u32, sets: &[Conditions<'_>]) -> Result<()
     for set in sets {
         rules.entry(call.into()).or_default().push(rule(set)?);
     }
+    Ok(())
+}
+
+/// Allows a call whose first argument is one of these numbers; with `more`, another argument has
+/// that value.
+pub fn allow_range(
+    rules: &mut Rules,
+    call: u32,
+    first: RangeInclusive<u32>,
+    more: Option<(u8, u32)>,
+) -> Result<(), BackendError> {
+    let bounds = [(Ge, *first.start()), (Le, *first.end())];
+    let bounds = bounds.into_iter().map(|(compare, value)| (0, compare, value));
+    let conditions = bounds.chain(more.map(|(argument, value)| (argument, Eq, value)));
+    let conditions: Result<_, _> = conditions
+        .map(|(argument, compare, value)| {
+            SeccompCondition::new(argument, Dword, compare, value.into())
+        })
+        .collect();
+    rules.entry(call.into()).or_default().push(SeccompRule::new(conditions?)?);
     Ok(())
 }
 

@@ -18,7 +18,7 @@ use seccompiler::{BackendError, SeccompAction, SeccompCondition, SeccompRule};
 
 use crate::Error;
 use crate::bpf::{check_address_range, pack, user_mode_calls};
-use crate::rules::{Rules, allow, allow_all, compile, compile_or, own_cpus, signal};
+use crate::rules::{Rules, allow, allow_all, allow_range, compile, compile_or, own_cpus, signal};
 
 /// Returns the filters in the wedge's format.
 ///
@@ -138,18 +138,18 @@ fn worker() -> Result<Rules, BackendError> {
 
 /// Allows the calls on raw disks.
 pub fn disks(rules: &mut Rules) -> Result<(), BackendError> {
-    for disk in layout::DISKS_FD..layout::DISKS_FD + MAX_DISKS as u32 {
-        // Flags with and without waiting.
-        for flags in [0, linux::RWF_NOWAIT] {
-            allow(rules, linux::__NR_preadv2, &[&[(0, disk), (5, flags)]])?;
-        }
-        for call in [linux::__NR_pwritev, linux::__NR_pwrite64, linux::__NR_fdatasync] {
-            allow(rules, call, &[&[(0, disk)]])?;
-        }
-        for mode in [linux::FALLOC_FL_PUNCH_HOLE, linux::FALLOC_FL_ZERO_RANGE] {
-            let mode = mode | linux::FALLOC_FL_KEEP_SIZE;
-            allow(rules, linux::__NR_fallocate, &[&[(0, disk), (1, mode)]])?;
-        }
+    // One rule for all: a rule for each disk would make filters of more than 511 instructions.
+    let disks = layout::DISKS_FD..=layout::DISKS_FD + MAX_DISKS as u32 - 1;
+    let mut allow = |call, more| allow_range(rules, call, disks.clone(), more);
+    // Flags with and without waiting.
+    for flags in [0, linux::RWF_NOWAIT] {
+        allow(linux::__NR_preadv2, Some((5, flags)))?;
+    }
+    for call in [linux::__NR_pwritev, linux::__NR_pwrite64, linux::__NR_fdatasync] {
+        allow(call, None)?;
+    }
+    for mode in [linux::FALLOC_FL_PUNCH_HOLE, linux::FALLOC_FL_ZERO_RANGE] {
+        allow(linux::__NR_fallocate, Some((1, mode | linux::FALLOC_FL_KEEP_SIZE)))?;
     }
     Ok(())
 }

@@ -121,14 +121,14 @@ pub const VSYSCALL_CALLS: [u32; 3] = [96, 201, 309];
 /// Offset of the disk records in shared memory.
 pub const DISKS: u64 = 0x800;
 /// Offset of the network records in shared memory.
-pub const NETS: u64 = 0x900;
+pub const NETS: u64 = 0xa00;
 /// Offset of the records of shared directories in shared memory.
-pub const SHARES: u64 = 0xa00;
+pub const SHARES: u64 = 0xb00;
 /// Offset of the vsock packet rings in shared memory.
 pub const VSOCK: u64 = 0x0280_0000;
 /// Offset of the [`Queue`](crate::requests::Queue)s in shared memory: of the disks, then of the
 /// shared directories.
-pub const QUEUES: u64 = 0x02c0_0000;
+pub const QUEUES: u64 = 0x02b0_0000;
 /// Offset of [`VcpuStatistics`](super::VcpuStatistics) in shared memory, one for each vCPU.
 pub const STATISTICS: u64 = 0x02ef_0000;
 /// Offset of [`DebugState`](super::debug::DebugState) in shared memory.

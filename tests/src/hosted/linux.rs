@@ -110,6 +110,12 @@ pub const LINUX: &[Linux] = &[
         ],
     },
     Linux {
+        name: "all-devices",
+        kvm: Ok(()),
+        files: &[],
+        parts: &[Host(DEVICES), Guest(ALL_DEVICES, "", EACH_DEVICE), Host(CHANGED_DEVICES)],
+    },
+    Linux {
         name: "qcow2",
         kvm: Err("the emulated host has no `qemu-img`; `hosted/kvm` has an image"),
         files: &["linux-disk"],
@@ -246,6 +252,42 @@ const SHARE: &[Step] = &[
         &["changed\n"],
     ),
 ];
+
+/// Files of a VM with as many devices as there can be; its first disk is that of the steps.
+const DEVICES: &str = "for n in $(seq 0 15); do mkdir s$n; echo share $n >s$n/host; done
+    for n in $(seq 1 7); do (echo disk $n; cat /dev/zero) | dd of=d$n.img bs=512 count=64 iflag=fullblock 2>/dev/null; done";
+const ALL_DEVICES: &str = "--share s0:s0 --share s1:s1 --share s2:s2 --share s3:s3 \
+    --share s4:s4 --share s5:s5 --share s6:s6 --share s7:s7 \
+    --share s8:s8 --share s9:s9 --share s10:s10 --share s11:s11 \
+    --share s12:s12 --share s13:s13 --share s14:s14 --share s15:s15 \
+    -d d1.img -d d2.img -d d3.img -d d4.img -d d5.img -d d6.img -d d7.img \
+    --net switch=lan --net switch=lan --net switch=lan --net switch=lan --console stdio --vsock cid=3,path=vm.vsock";
+/// Each share and disk is read and written, and each network card is there.
+const EACH_DEVICE: &[Step] = &[
+    (
+        "shares",
+        "for n in $(seq 0 15); do
+            mkdir /s$n; mount -t 9p -o trans=virtio,version=9p2000.L,msize=65560 s$n /s$n
+            [ \"$(cat /s$n/host)\" = \"share $n\" ]; echo from $n >/s$n/guest; done",
+        &[],
+    ),
+    (
+        "disks",
+        "n=0; for disk in b c d e f g h; do
+            n=$((n+1)); [ \"$(head -n 1 /dev/vd$disk)\" = \"disk $n\" ]
+            echo from $n | dd of=/dev/vd$disk bs=512 seek=9 conv=sync,fsync 2>/dev/null; done",
+        &[],
+    ),
+    (
+        "the others",
+        "ls -d /sys/class/net/eth? | wc -l; head -c 8 /dev/hwrng | wc -c
+        ls /sys/bus/pci/devices | wc -l; ls -d /sys/bus/pci/devices/0000:00:01.?
+        ls -d /sys/class/tty/hvc0 || ls -d /dev/hvc0",
+        &["\n4\n8\n33\n", "00:01.0\n", "00:01.1\n", "hvc0"],
+    ),
+];
+const CHANGED_DEVICES: &str = "for n in $(seq 0 15); do [ \"$(cat s$n/guest)\" = \"from $n\" ]; done
+    for n in $(seq 1 7); do [ \"$(dd if=d$n.img bs=512 skip=9 2>/dev/null | head -n 1)\" = \"from $n\" ]; done";
 
 /// For each version of the format an image without data, and one with a file system.
 const IMAGES: &str = "mke2fs -q -t ext4 files.img 96M

@@ -34,6 +34,10 @@ pub mod spec {
     pub const COMMAND: u16 = 0x04;
     /// Class code and revision.
     pub const CLASS: u16 = 0x08;
+    /// Self-test, header type, latency and cache line.
+    pub const HEADER_TYPE: u16 = 0x0c;
+    /// Header type: the device has functions besides function 0.
+    pub const MULTIFUNCTION: u32 = 1 << 23;
     /// First base address.
     pub const BAR: u16 = 0x10;
     /// Third base address.
@@ -95,6 +99,8 @@ pub trait Function: Device {
 pub struct ConfigTarget {
     /// Device number on bus 0.
     pub device: u8,
+    /// Function of the device.
+    pub function: u8,
     /// First byte.
     pub offset: u16,
     /// Bytes.
@@ -128,13 +134,22 @@ impl ConfigTarget {
         8 * u32::from(self.offset & 3)
     }
 
-    /// Decodes function 0 of a device on bus 0, and an access within a register.
+    /// Decodes a function of a device on bus 0, and an access within a register.
     fn of(address: u64, size: u8) -> Option<Self> {
         let (bus, device, function) = (address >> 20, address >> 15 & 0x1f, address >> 12 & 7);
         let offset = (address & 0xfff) as u16;
         let fits = (offset & 3) + u16::from(size) <= 4;
-        let exists = bus == 0 && function == 0 && fits;
-        exists.then_some(Self { device: device as u8, offset, size })
+        let (device, function) = (device as u8, function as u8);
+        (bus == 0 && fits).then_some(Self { device, function, offset, size })
+    }
+
+    /// Value of the bytes that say that the device has further functions: [`MULTIFUNCTION`] as far
+    /// as the access includes it. The board adds it to what function 0 reads as.
+    pub fn multifunction(self) -> u64 {
+        if self.offset & !3 != HEADER_TYPE {
+            return 0;
+        }
+        u64::from(MULTIFUNCTION) >> self.shift() & Access::new(0, self.size).open_bus()
     }
 }
 

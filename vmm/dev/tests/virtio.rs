@@ -168,19 +168,27 @@ fn addresses_of_configuration_space() {
     assert_eq!(address.target(0, 4), None, "disabled");
     address.set(0x8000_1811);
     assert_eq!(address.get(), 0x8000_1810);
-    assert_eq!(address.target(2, 2), Some(ConfigTarget { device: 3, offset: 0x12, size: 2 }));
+    assert_eq!(
+        address.target(2, 2),
+        Some(ConfigTarget { device: 3, function: 0, offset: 0x12, size: 2 })
+    );
     assert_eq!(address.target(2, 4), None, "two registers");
     address.set(0x8001_1810);
     assert_eq!(address.target(0, 4), None, "another bus");
     address.set(0x8000_1910);
-    assert_eq!(address.target(0, 4), None, "another function");
-    assert_eq!(ecam(0x1_8ffc, 4), Some(ConfigTarget { device: 3, offset: 0xffc, size: 4 }));
-    assert_eq!(ecam(0x1_9000, 4), None);
+    let second = address.target(0, 4).map(|target| (target.device, target.function));
+    assert_eq!(second, Some((3, 1)));
+    assert_eq!(
+        ecam(0x1_8ffc, 4),
+        Some(ConfigTarget { device: 3, function: 0, offset: 0xffc, size: 4 })
+    );
+    let second = ecam(0x1_9000, 4).map(|target| (target.device, target.function, target.offset));
+    assert_eq!(second, Some((3, 1, 0)));
     assert_eq!(ecam(0x10_0000, 4), None);
     assert_eq!(ecam(u64::MAX, 1), None);
 
     let (mut env, mut bridge) = (Script::new(), Bridge::new());
-    let at = |offset, size| ConfigTarget { device: 0, offset, size };
+    let at = |offset, size| ConfigTarget { device: 0, function: 0, offset, size };
     assert_eq!(at(0, 4).read(Some(&mut bridge), &mut env), 0x0008_1b36);
     assert_eq!(at(2, 2).read(Some(&mut bridge), &mut env), 8);
     assert_eq!(at(0xb, 1).read(Some(&mut bridge), &mut env), 6);
@@ -188,6 +196,9 @@ fn addresses_of_configuration_space() {
     assert_eq!(at(0, 2).read(None, &mut env), 0xffff);
     at(0x3c, 1).write(0xaabb, Some(&mut bridge), &mut env);
     assert_eq!(at(0x3c, 4).read(Some(&mut bridge), &mut env), 0xbb);
+    let bits = [(0xc, 4), (0xe, 1), (0xe, 2), (0xd, 1), (0, 4)];
+    let bits = bits.map(|(offset, size)| at(offset, size).multifunction());
+    assert_eq!(bits, [0x80_0000, 0x80, 0x80, 0, 0]);
     at(0x3d, 1).write(0xaa, Some(&mut bridge), &mut env);
     assert_eq!(at(0x3c, 4).read(Some(&mut bridge), &mut env), 0xbb);
 }

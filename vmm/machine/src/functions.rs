@@ -1,15 +1,16 @@
 //! PCI functions of a board with a PCI bus.
 //!
 //! Each slot has a lock for its function and back end, so one thread at a time calls a back end.
-//! The lock of the board is taken inside of it, never the other way round. Function `slot` is
-//! device `slot + 1`; device 0 is the host bridge.
+//! The lock of the board is taken inside of it, never the other way round. Device 0 is the host
+//! bridge. The first 31 slots are functions 0 of the other devices, the next ones functions 1 of
+//! devices 1, 2 ... ([`slot_of`]).
 
 use spin::mutex::SpinMutex;
 use spin::relax::{RelaxStrategy, Spin};
 use vmm_bus::backend::{BlockInfo, ChannelInfo, NetInfo};
 use vmm_bus::{BackendRef, DeviceBackend};
 use vmm_dev::channel;
-use vmm_dev::pci::Function;
+use vmm_dev::pci::{ConfigTarget, Function, spec::DEVICES};
 use vmm_dev::virtio::balloon;
 use vmm_dev::virtio::blk::Blk;
 use vmm_dev::virtio::console::Console;
@@ -21,8 +22,39 @@ use vmm_dev::virtio::vsock::Vsock;
 
 use crate::layout;
 
-/// Maximum number of functions of a board, without the host bridge.
-pub const MAX_FUNCTIONS: usize = 16;
+/// Maximum number of functions of a board, without the host bridge: 8 disks, 16 shared directories,
+/// 4 networks, console, balloon, entropy source and vsock.
+pub const MAX_FUNCTIONS: usize = 32;
+
+/// Devices of the bus besides the host bridge.
+const DEVICES_WITH_SLOTS: usize = DEVICES as usize - 1;
+
+/// Place of a configuration space on the bus.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Place {
+    /// The host bridge.
+    Bridge,
+    /// The function in this slot, which may not exist.
+    Slot(usize),
+    /// No function.
+    None,
+}
+
+/// Returns the place of a configuration space on the bus.
+pub fn slot_of(target: ConfigTarget) -> Place {
+    match (usize::from(target.device).checked_sub(1), target.function) {
+        (None, 0) => Place::Bridge,
+        (None, _) => Place::None,
+        (Some(device), function) => {
+            Place::Slot(device + DEVICES_WITH_SLOTS * usize::from(function))
+        }
+    }
+}
+
+/// Returns the slot of function 1 of the device whose function 0 is in `slot`, if it has one.
+pub fn second_function(slot: usize) -> Option<usize> {
+    (slot < DEVICES_WITH_SLOTS).then_some(slot + DEVICES_WITH_SLOTS)
+}
 
 /// A call of a function and its back end.
 pub type FunctionCall<'a> = &'a mut dyn FnMut(&mut dyn Function, &mut dyn DeviceBackend);

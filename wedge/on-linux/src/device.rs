@@ -7,7 +7,7 @@ use core::sync::atomic::Ordering::SeqCst;
 use host_linux::sys;
 use linux_raw_sys::general as linux;
 use proto::hosted::layout::SLOTS;
-use proto::hosted::{Filters, MAX_DISKS, MAX_QUEUES, control, exit, layout, option};
+use proto::hosted::{Filters, MAX_DISKS, MAX_SHARES, Start, control, exit, layout, option};
 use vmm_vcpu::MAX_VCPUS;
 
 use crate::isolation::user_thread;
@@ -53,6 +53,15 @@ struct Inputs {
     /// By console.
     open: [bool; 2],
     is_controlled: bool,
+}
+
+/// Request queues of the VM's devices, each with the event of its completions. Unused queues are
+/// not touched: each would take a page of memory.
+fn used_queues() -> impl Iterator<Item = (usize, u32)> {
+    let Start { disks, shares, .. } = config().start;
+    let disks = 0..(disks as usize).min(MAX_DISKS);
+    let shares = MAX_DISKS..MAX_DISKS + (shares as usize).min(MAX_SHARES);
+    disks.map(|index| (index, event::DISK)).chain(shares.map(|index| (index, event::SHARE)))
 }
 
 /// Returns both consoles.
@@ -189,9 +198,8 @@ impl DeviceServer {
         }
         self.send_stops();
         // Workers outside of the VM's process tree cannot notify a vCPU themselves.
-        for queue_index in 0..MAX_QUEUES {
+        for (queue_index, what) in used_queues() {
             if disk::queue(queue_index).pending.swap(0, SeqCst) != 0 {
-                let what = if queue_index < MAX_DISKS { event::DISK } else { event::SHARE };
                 self.raise_event(kick::target(queue_index), what);
             }
         }

@@ -33,7 +33,7 @@ use crate::state::shared::{event, shared, vcpus};
 use crate::vcpu::{DebugStep, LinuxVcpu, set_shared_range};
 use crate::{compat, debug, idle, processes, profile, report, steal_time};
 
-type Machine<'m> = Pc<'m, YieldRelax, MAX_VCPUS, BusSlots>;
+type Machine<'m> = Pc<'m, YieldRelax, MAX_VCPUS, Option<&'m BusSlots>>;
 
 /// State shared by all vCPUs.
 struct VmShared<'m> {
@@ -113,7 +113,8 @@ pub extern "sysv64" fn main() -> ! {
     let device_slots = backend::add_devices(&mut slots, &start);
     // The devices access no other memory.
     let of_devices = memory.observed(write_by_device);
-    let machine = Machine::with_functions(config, &of_devices, guest_cpuid, slots);
+    // By reference: a second copy of all slots would take memory.
+    let machine = Machine::with_functions(config, &of_devices, guest_cpuid, Some(&slots));
     let sites = SpinMutex::new(sites);
     let (memory, machine, sites) = (&memory, &machine, &sites);
     let all = VmShared { start: &start, ram, memory, machine, device_slots: &device_slots, sites };

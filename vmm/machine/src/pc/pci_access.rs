@@ -8,7 +8,7 @@ use vmm_dev::pci;
 use vmm_dev::pci::{ConfigTarget, Function};
 
 use super::cpu_bus::CpuBus;
-use crate::functions::{Functions, MAX_FUNCTIONS};
+use crate::functions::{Functions, MAX_FUNCTIONS, Place, second_function, slot_of};
 use crate::interrupts::{ChipEnv, FUNCTIONS};
 use crate::{Host, layout};
 
@@ -64,20 +64,34 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions> CpuBus<'_, '_, 
         target: ConfigTarget,
         call: impl FnOnce(&mut dyn Function, &mut dyn Env) -> T,
     ) -> Option<T> {
-        match usize::from(target.device).checked_sub(1) {
-            Some(slot) => self.with_function(slot, call),
-            None => Some(self.locked(|board| {
+        match slot_of(target) {
+            Place::Slot(slot) => self.with_function(slot, call),
+            Place::Bridge => Some(self.locked(|board| {
                 let router = &mut board.machine.router;
                 let mut env = ChipEnv { router, host: &mut *board.host, chip: FUNCTIONS };
                 call(&mut board.machine.bridge, &mut env)
             })),
+            Place::None => None,
+        }
+    }
+
+    /// Bits of the header type that function 0 of a device with two functions reads as.
+    fn multifunction(&mut self, target: ConfigTarget) -> u64 {
+        let bits = target.multifunction();
+        match slot_of(target) {
+            Place::Slot(slot) if bits != 0 => {
+                let second = second_function(slot);
+                second.and_then(|slot| self.with_function(slot, |_, _| bits)).unwrap_or(0)
+            }
+            _ => 0,
         }
     }
 
     /// Reads from configuration space.
     fn config_read(&mut self, target: Option<ConfigTarget>, size: u8) -> u64 {
         let read = target.and_then(|target| {
-            self.with_config(target, |function, env| target.read(Some(function), env))
+            let read = self.with_config(target, |function, env| target.read(Some(function), env));
+            read.map(|value| value | self.multifunction(target))
         });
         read.unwrap_or(Access::new(0, size).open_bus())
     }
@@ -89,7 +103,7 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions> CpuBus<'_, '_, 
         self.with_config(target, |function, env| {
             target.write(value, Some(function), env);
             // A base address or the enable flag may have changed; the bridge has no window.
-            if let Some(slot) = usize::from(target.device).checked_sub(1)
+            if let Place::Slot(slot) = slot_of(target)
                 && target.offset < pci::spec::HEADER_END
             {
                 windows.lock().set(slot, function.window());

@@ -564,6 +564,31 @@ fn a_pci_function_works_and_interrupts() {
 }
 
 #[test]
+fn a_full_bus_continues_with_second_functions() {
+    let memory = memory();
+    let mut slots = Box::new(Slots::<Sevens, MAX_FUNCTIONS>::new());
+    for slot in 0..MAX_FUNCTIONS {
+        assert_eq!(slots.add(Model::Entropy, Sevens(true)).ok(), Some(slot));
+    }
+    assert!(slots.add(Model::Entropy, Sevens(true)).is_err());
+    let mut rig = Rig::with(&memory, 1, *slots);
+    let ecam = u64::from(layout::ECAM);
+    let mut at = |device: u64, function: u64, register| {
+        rig.mmio(&memory, ecam + (device << 15 | function << 12) + register, None)
+    };
+    let found = |at: &mut dyn FnMut(u64, u64, u64) -> u32, function| {
+        (0..32).filter(|&device| at(device, function, 0) != u32::MAX).count()
+    };
+    assert_eq!(found(&mut at, 0), 32, "the bridge and 31 devices");
+    assert_eq!((1..8).map(|function| found(&mut at, function)).sum::<usize>(), 1);
+    assert_eq!((at(1, 1, 0), at(0, 1, 0)), (0x1044_1af4, u32::MAX));
+    assert_eq!(at(1, 1, 0x10), layout::PCI_WINDOW + 31 * 0x8000);
+    let types: Vec<u32> = [0, 1, 2, 31].map(|device| at(device, 0, 0xc)).into();
+    assert_eq!(types, [0, 1 << 23, 0, 0]);
+    assert_eq!(at(1, 1, 0xc), 0);
+}
+
+#[test]
 fn accesses_across_registers_are_split() {
     let split = |address, size| {
         parts(address, size).map(|part| (part.address, part.size, part.shift)).collect::<Vec<_>>()
