@@ -19,7 +19,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 /// Vsock port of the agent.
 pub const PORT: u32 = 1024;
 /// Version of this protocol.
-pub const VERSION: u16 = 1;
+pub const VERSION: u16 = 2;
 /// Longest message in bytes: as much as Linux takes for one argument list and its environment on a
 /// stack of 8 MiB (execve(2)).
 pub const MAX_MESSAGE: usize = 2 << 20;
@@ -101,6 +101,8 @@ pub enum Root<'a> {
     /// First disk: an ext4 file system, or partitions, of which the first ext4 file system with a
     /// program for `sh` counts.
     Disk,
+    /// First disk: an ext4 file system, whatever it contains.
+    FileSystem,
 }
 
 /// Shared directory of a guest.
@@ -137,14 +139,29 @@ pub struct GuestCommand<'a> {
     pub environment: Strings<'a>,
     /// Working directory.
     pub folder: &'a [u8],
-    /// User.
-    pub user: u32,
-    /// Group.
-    pub group: u32,
-    /// Supplementary groups.
-    pub groups: Vec<u32, MAX_GROUPS>,
+    /// User and groups.
+    pub user: CommandUser<'a>,
     /// Size of its terminal; `None`: it has three streams instead.
     pub terminal: Option<TerminalSize>,
+}
+
+/// User and groups of a command.
+#[expect(clippy::large_enum_variant, reason = "there is no allocator, and one request at a time")]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum CommandUser<'a> {
+    /// Numbers.
+    Ids {
+        /// User.
+        user: u32,
+        /// Group.
+        group: u32,
+        /// Supplementary groups.
+        groups: Vec<u32, MAX_GROUPS>,
+    },
+    /// A user, and perhaps a group after a colon, by name or number, as in an image's
+    /// configuration; empty: root. The guest's `/etc/passwd` and `/etc/group` have their numbers,
+    /// groups and home directory.
+    Named(&'a str),
 }
 
 /// Size of a terminal in characters.
@@ -301,9 +318,11 @@ mod tests {
             arguments: Strings::new(b"sh\0-c\0\0").expect("strings"),
             environment: Strings::new(b"A=b\0").expect("strings"),
             folder: b"/",
-            user: 1000,
-            group: 100,
-            groups: Vec::from_slice(&[4, 5]).expect("few"),
+            user: CommandUser::Ids {
+                user: 1000,
+                group: 100,
+                groups: Vec::from_slice(&[4, 5]).expect("few"),
+            },
             terminal: Some(TerminalSize { rows: 24, columns: 80 }),
         })
     }

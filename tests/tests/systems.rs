@@ -50,6 +50,7 @@ const HOSTED: &[(&str, Body, Class)] = &[
     ("copied", hosted::host::copied, Class::Other),
     ("exec", hosted::exec::commands, Class::Other),
     ("exec-roots", hosted::exec::roots, Class::Other),
+    ("exec-archive", hosted::exec::archive, Class::Other),
     ("exec-terminal", hosted::exec::terminal, Class::Other),
     ("exec-killed", hosted::exec::killed, Class::SmpOrKill),
     ("kernel-features", hosted::features::features, Class::Other),

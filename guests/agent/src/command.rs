@@ -2,7 +2,7 @@
 
 use crate::children::Children;
 use crate::enter::Entry;
-use crate::{ENTER, stream};
+use crate::{ENTER, stream, users};
 use proto::agent::{End, GuestCommand, Stream, TerminalSize};
 use rustix::process::{Pid, Signal, kill_process_group};
 use rustix::pty::{OpenptFlags, grantpt, ioctl_tiocgptpeer, openpt, unlockpt};
@@ -44,15 +44,20 @@ pub fn start(
     if arguments.peek().is_none_or(|program| program.is_empty()) {
         return Err(io::Error::other("no command"));
     }
+    let user = users::resolve(&command.user)?;
     let entry = Entry {
-        user: command.user,
-        group: command.group,
-        groups: &command.groups,
+        user: user.user,
+        group: user.group,
+        groups: &user.groups,
         folder: OsStr::from_bytes(command.folder),
         has_terminal: command.terminal.is_some(),
     };
     let mut process = Command::new(OWN);
     process.arg(ENTER).args(entry.arguments()).args(arguments).env_clear();
+    if let Some(home) = &user.home {
+        // The environment may have another one.
+        process.env("HOME", home);
+    }
     for variable in command.environment.iter() {
         let mut parts = variable.splitn(2, |&byte| byte == b'=').map(OsStr::from_bytes);
         match (parts.next(), parts.next()) {

@@ -14,6 +14,7 @@ mod listener;
 mod network;
 mod root;
 mod stream;
+mod users;
 
 use std::io::{self, Write};
 use std::process::ExitCode;

@@ -70,6 +70,10 @@ pub fn change(guest: &Guest<'_>) -> io::Result<()> {
     match &guest.root {
         Root::Share(tag) => mount_share(tag, Path::new(LOWER), true)?,
         Root::Disk => mount_disk()?,
+        Root::FileSystem => {
+            let mounted = mount_ext4(DISK);
+            mounted.map_err(named("mount the file system of the first disk"))?;
+        }
     }
     mount_overlay()?;
     let new = Path::new(NEW);
@@ -135,9 +139,7 @@ fn mount_disk() -> io::Result<()> {
     names.sort_by_key(|name| (name.len(), name.clone()));
     names.insert(0, DISK.to_owned());
     for name in names {
-        let device = PathBuf::from("/dev").join(&name);
-        let mounted = mount(&device, LOWER, "ext4", MountFlags::RDONLY, Some(c"noload"));
-        if mounted.is_err() {
+        if mount_ext4(&name).is_err() {
             continue;
         }
         // A link to a program below its own root may lead nowhere here.
@@ -150,6 +152,12 @@ fn mount_disk() -> io::Result<()> {
         rustix::mount::unmount(LOWER, rustix::mount::UnmountFlags::empty())?;
     }
     Err(io::Error::other("the disk has no ext4 file system with /bin/sh"))
+}
+
+/// Mounts the file system of a block device below the overlay.
+fn mount_ext4(name: &str) -> Result<(), Errno> {
+    let device = PathBuf::from("/dev").join(name);
+    mount(&device, LOWER, "ext4", MountFlags::RDONLY, Some(c"noload"))
 }
 
 /// Mounts the new root: what is below, and changes in memory.

@@ -3,15 +3,19 @@
 #![forbid(unsafe_code)]
 
 pub mod cache;
+pub mod digest;
 pub mod failure;
 pub mod fetch;
 pub mod interrupt;
 pub mod keyvalue;
+pub mod lock;
 pub mod messages;
 pub mod output;
 pub mod problem;
 pub mod programs;
+pub mod scratch;
 pub mod steps;
+pub mod store;
 pub mod supervise;
 pub mod toml_text;
 pub mod trust;

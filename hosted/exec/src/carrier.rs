@@ -1,7 +1,7 @@
 //! Carrier of a command: its streams or terminal, signals, and its end.
 
 use crate::connection::ControlConnection;
-use crate::guest::{Plan, user};
+use crate::guest::Plan;
 use crate::vm::{CommandVm, NETWORK};
 use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::interrupt::ENDING;
@@ -90,14 +90,11 @@ pub fn carry(vm: &mut CommandVm, plan: &Plan, deadline: Option<Instant>) -> Resu
 fn command(plan: &Plan, has_terminal: bool) -> Result<GuestCommand<'_>, Failure> {
     use std::os::unix::ffi::OsStrExt;
     let zeros = || Failure::new(failure::INTERNAL, "a list of strings is malformed");
-    let (user, group) = user();
     Ok(GuestCommand {
         arguments: Strings::new(&plan.arguments).ok_or_else(zeros)?,
         environment: Strings::new(&plan.environment).ok_or_else(zeros)?,
         folder: plan.folder.as_os_str().as_bytes(),
-        user,
-        group,
-        groups: plan.groups.clone(),
+        user: plan.user(),
         terminal: has_terminal.then(window),
     })
 }

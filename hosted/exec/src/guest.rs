@@ -2,9 +2,10 @@
 
 use crate::{Net, Options};
 use hosted_command::failure::{self, Failure, IoContext};
+use hosted_images::{ImageArchive, Settings, UnpackedImage, is_compressed};
 use hosted_monitor::config::disk::{DiskConfig, Format};
 use hosted_monitor::config::share::{ShareConfig, Tag};
-use proto::agent::{MAX_GROUPS, MAX_MOUNTS, Mount, Root};
+use proto::agent::{CommandUser, MAX_GROUPS, MAX_MOUNTS, Mount, Root};
 use rustix::process::{getegid, geteuid, getgroups};
 use std::env;
 use std::ffi::{OsStr, OsString};
@@ -37,6 +38,7 @@ struct Shared {
 enum RootFrom {
     Folder(PathBuf),
     Image(PathBuf, Format),
+    Archive(Box<UnpackedImage>),
 }
 
 /// A guest and its command, as the options state them.
@@ -51,7 +53,7 @@ pub struct Plan {
     /// Working directory.
     pub folder: PathBuf,
     /// Supplementary groups of the caller.
-    pub groups: heapless::Vec<u32, MAX_GROUPS>,
+    groups: heapless::Vec<u32, MAX_GROUPS>,
     /// The guest has a network.
     pub has_network: bool,
 }
@@ -67,17 +69,24 @@ impl Plan {
         let current = env::current_dir().os_error("find the current folder")?;
         let shared = shared(options, &current)?;
         let is_shared = shared.iter().any(|shared| current.starts_with(&shared.folder));
-        let folder = match &options.workdir {
-            Some(folder) if folder.is_absolute() => folder.clone(),
-            Some(folder) => current.join(folder),
-            None if is_shared || is_host => current,
-            None => PathBuf::from("/"),
+        let of_image = root.settings().and_then(|settings| settings.folder.as_ref());
+        let folder = match (&options.workdir, of_image) {
+            (Some(folder), _) if folder.is_absolute() => folder.clone(),
+            (Some(folder), _) => current.join(folder),
+            (None, Some(folder)) => Path::new("/").join(folder),
+            (None, None) if is_shared || is_host => current,
+            (None, None) => PathBuf::from("/"),
+        };
+        let arguments = strings(&command(options, &root)?);
+        let base = match root.settings() {
+            Some(settings) => of_image_environment(&settings.environment),
+            None => of_host(is_host),
         };
         Ok(Self {
             root,
             shared,
-            arguments: strings(&options.command),
-            environment: strings(&environment(&options.env, is_host)?),
+            arguments,
+            environment: strings(&environment(base, &options.env)?),
             folder,
             groups: groups()?,
             has_network: options.net == Net::User,
@@ -89,6 +98,19 @@ impl Plan {
         match self.root {
             RootFrom::Folder(_) => Root::Share(ROOT_TAG),
             RootFrom::Image(..) => Root::Disk,
+            RootFrom::Archive(_) => Root::FileSystem,
+        }
+    }
+
+    /// Returns the user of the command: that of the image, or the caller.
+    pub fn user(&self) -> CommandUser<'_> {
+        match self.root.settings() {
+            Some(settings) => CommandUser::Named(&settings.user),
+            None => CommandUser::Ids {
+                user: geteuid().as_raw(),
+                group: getegid().as_raw(),
+                groups: self.groups.clone(),
+            },
         }
     }
 
@@ -115,12 +137,17 @@ impl Plan {
         };
         let mut shares = Vec::new();
         let mut disks = Vec::new();
+        let disk = |path: &Path, format| DiskConfig {
+            path: path.to_owned(),
+            ro: true,
+            overlay: false,
+            id: None,
+            format: Some(format),
+        };
         match &self.root {
             RootFrom::Folder(folder) => shares.push(share(folder, ROOT_TAG, true)?),
-            RootFrom::Image(path, format) => {
-                let (path, format) = (path.clone(), Some(*format));
-                disks.push(DiskConfig { path, ro: true, overlay: false, id: None, format });
-            }
+            RootFrom::Image(path, format) => disks.push(disk(path, *format)),
+            RootFrom::Archive(image) => disks.push(disk(&image.disk, Format::Raw)),
         }
         for Shared { folder, tag, read_only } in &self.shared {
             shares.push(share(folder, tag, *read_only)?);
@@ -134,6 +161,11 @@ impl RootFrom {
     fn find(root: &Path) -> Result<Self, Failure> {
         let found = fs::canonicalize(root).file_error("find the root", root)?;
         let kind = fs::metadata(&found).file_error("find the root", root)?.file_type();
+        if (kind.is_dir() || kind.is_file())
+            && let Some(archive) = ImageArchive::open(&found)?
+        {
+            return Ok(Self::Archive(Box::new(archive.unpack()?)));
+        }
         if kind.is_dir() {
             return Ok(Self::Folder(found));
         }
@@ -146,9 +178,36 @@ impl RootFrom {
         match head {
             head if head.starts_with(QCOW2) => Ok(Self::Image(found, Format::Qcow2)),
             head if is_ext4(&head) || is_partitioned(&head) => Ok(Self::Image(found, Format::Raw)),
+            head if is_compressed(&head) => {
+                Err(unknown(root).help("decompress it first: only layers may be compressed"))
+            }
             _ => Err(unknown(root)),
         }
     }
+
+    /// Returns what an image states about its command.
+    fn settings(&self) -> Option<&Settings> {
+        match self {
+            Self::Archive(image) => Some(&image.settings),
+            _ => None,
+        }
+    }
+}
+
+/// Returns the command: that of the options, or of the image.
+fn command(options: &Options, root: &RootFrom) -> Result<Vec<OsString>, Failure> {
+    if !options.command.is_empty() {
+        return Ok(options.command.clone());
+    }
+    let what = match root.settings() {
+        Some(settings) if !settings.command.is_empty() => {
+            return Ok(settings.command.iter().map(OsString::from).collect());
+        }
+        Some(_) => "the image states no command",
+        None => "only an OCI or Docker archive has a command of its own",
+    };
+    Err(Failure::new(failure::USAGE, format!("the command is missing: {what}"))
+        .help("use `parador exec ROOT -- COMMAND...`"))
 }
 
 /// Returns whether a disk has an ext4 superblock (Linux' `Documentation/filesystems/ext4`).
@@ -163,10 +222,11 @@ fn is_partitioned(head: &[u8]) -> bool {
 
 fn unknown(root: &Path) -> Failure {
     let text = format!(
-        "{} is no folder, ext4 file system, partitioned disk or qcow2 image",
+        "{} is no folder, OCI or Docker archive, ext4 file system, partitioned disk or qcow2 image",
         root.display()
     );
-    Failure::new(failure::BAD_CONFIG, text).help("use a folder, or an image of a disk")
+    Failure::new(failure::BAD_CONFIG, text)
+        .help("use a folder, an archive of a container image, or an image of a disk")
 }
 
 /// Returns the shared directories: the current folder, and those of the options.
@@ -204,30 +264,52 @@ fn shared(options: &Options, current: &Path) -> Result<Vec<Shared>, Failure> {
     Ok(shared)
 }
 
-/// Returns the environment of the command: `NAME=VALUE`.
-fn environment(set: &[OsString], is_host: bool) -> Result<Vec<OsString>, Failure> {
-    let joined = |name: &OsStr, value: &OsStr| {
-        let mut variable = name.to_owned();
-        variable.push("=");
-        variable.push(value);
-        variable
-    };
+fn joined(name: &OsStr, value: &OsStr) -> OsString {
+    let mut variable = name.to_owned();
+    variable.push("=");
+    variable.push(value);
+    variable
+}
+
+/// Returns the variables that a command has of this host, with its search path if its programs are
+/// this host's.
+fn of_host(is_host: bool) -> Vec<OsString> {
+    let path = env::var_os("PATH").filter(|_| is_host).unwrap_or_else(|| PATH.into());
     let own = env::vars_os().filter(|(name, _)| {
         let name = name.to_str().unwrap_or_default();
         PASSED.contains(&name) || name.starts_with(PASSED_PREFIX)
     });
     let own = own.map(|(name, value)| joined(&name, &value));
-    let path = env::var_os("PATH").filter(|_| is_host).unwrap_or_else(|| PATH.into());
-    let mut all = vec![joined(OsStr::new("PATH"), &path)];
-    all.extend(own);
+    [joined(OsStr::new("PATH"), &path)].into_iter().chain(own).collect()
+}
+
+/// Returns the variables of an image's command: a search path, the caller's terminal, and those
+/// that the image states.
+fn of_image_environment(stated: &[String]) -> Vec<OsString> {
+    let mut all = vec![joined(OsStr::new("PATH"), OsStr::new(PATH))];
+    all.extend(env::var_os("TERM").map(|term| joined(OsStr::new("TERM"), &term)));
+    for variable in stated {
+        replace(&mut all, OsStr::new(variable.split('=').next().unwrap_or(variable)));
+        all.push(variable.into());
+    }
+    all
+}
+
+/// Removes a variable that is set again.
+fn replace(all: &mut Vec<OsString>, name: &OsStr) {
+    let prefix = joined(name, OsStr::new(""));
+    all.retain(|one| !one.as_bytes().starts_with(prefix.as_bytes()));
+}
+
+/// Adds the variables of the options to an environment: `NAME=VALUE`.
+fn environment(mut all: Vec<OsString>, set: &[OsString]) -> Result<Vec<OsString>, Failure> {
     for variable in set {
         let bytes = variable.as_bytes();
         let name = OsStr::from_bytes(bytes.split(|&byte| byte == b'=').next().unwrap_or(bytes));
         if name.is_empty() {
             return Err(Failure::new(failure::USAGE, "-e needs NAME or NAME=VALUE"));
         }
-        let prefix = joined(name, OsStr::new(""));
-        all.retain(|one| !one.as_bytes().starts_with(prefix.as_bytes()));
+        replace(&mut all, name);
         match bytes.contains(&b'=') {
             true => all.push(variable.clone()),
             // One that this host does not have is not set.
@@ -251,11 +333,6 @@ fn groups() -> Result<heapless::Vec<u32, MAX_GROUPS>, Failure> {
     Ok(own.take(MAX_GROUPS).collect())
 }
 
-/// Returns the caller's user and group.
-pub fn user() -> (u32, u32) {
-    (geteuid().as_raw(), getegid().as_raw())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -263,7 +340,7 @@ mod tests {
     #[test]
     fn variables_are_set_passed_and_replaced() {
         let set = ["A=1=2", "PATH=/own", "NO_SUCH_VARIABLE", "CARGO_MANIFEST_DIR"];
-        let found = environment(&set.map(OsString::from), false).unwrap();
+        let found = environment(of_host(false), &set.map(OsString::from)).unwrap();
         let has = |text: &str| found.iter().filter(|one| *one == text).count();
         assert_eq!((has("A=1=2"), has("PATH=/own")), (1, 1));
         assert_eq!(has(concat!("CARGO_MANIFEST_DIR=", env!("CARGO_MANIFEST_DIR"))), 1);
@@ -272,12 +349,23 @@ mod tests {
             names.filter(|name| ["PATH", "NO_SUCH_VARIABLE"].contains(name)).collect();
         assert_eq!(names, ["PATH"]);
         for wrong in ["", "=x"] {
-            let code = environment(&[OsString::from(wrong)], false).unwrap_err().code();
+            let code = environment(Vec::new(), &[OsString::from(wrong)]).unwrap_err().code();
             assert_eq!(code, failure::USAGE);
         }
-        let path = joined_path(&environment(&[], true).unwrap());
+        let path = joined_path(&of_host(true));
         assert_eq!(path, env::var_os("PATH").unwrap());
-        assert_eq!(joined_path(&environment(&[], false).unwrap()), PATH);
+        assert_eq!(joined_path(&of_host(false)), PATH);
+    }
+
+    #[test]
+    fn an_image_has_its_own_environment() {
+        let stated = ["PATH=/image".to_owned(), "A=1".into(), "A=2".into()];
+        let found = of_image_environment(&stated);
+        assert_eq!(joined_path(&found), "/image");
+        let names = found.iter().map(|one| one.to_str().unwrap());
+        let names: Vec<&str> = names.filter(|one| !one.starts_with("TERM=")).collect();
+        assert_eq!(names, ["PATH=/image", "A=2"]);
+        assert_eq!(joined_path(&of_image_environment(&[])), PATH);
     }
 
     fn joined_path(variables: &[OsString]) -> OsString {
@@ -300,6 +388,7 @@ mod tests {
                 Ok(RootFrom::Folder(_)) => "folder",
                 Ok(RootFrom::Image(_, Format::Raw)) => "raw",
                 Ok(RootFrom::Image(_, Format::Qcow2)) => "qcow2",
+                Ok(RootFrom::Archive(_)) => "archive",
                 Err(failure) => {
                     assert_eq!(failure.code(), failure::BAD_CONFIG);
                     "none"

@@ -35,12 +35,13 @@ pub const FAILED: u8 = 125;
 /// Command line of `parador exec`.
 #[derive(Debug, Args)]
 pub struct Options {
-    /// Root directory: a folder, `/` for this host's, or a disk image (ext4 in a raw or qcow2
-    /// file). It is read only; the command's changes are discarded.
+    /// Root directory: a folder, `/` for this host's, an archive of a container image (OCI layout
+    /// or docker save), or a disk image (ext4 in a raw or qcow2 file). It is read only; the
+    /// command's changes are discarded.
     #[arg(value_name = "ROOT")]
     root: PathBuf,
-    /// Command and its arguments.
-    #[arg(last = true, required = true, value_name = "COMMAND")]
+    /// Command and its arguments [default: those of a container image].
+    #[arg(last = true, value_name = "COMMAND")]
     command: Vec<OsString>,
     /// Share this folder at its own path, with changes; up to two, with --ro.
     #[arg(long, value_name = "DIR")]
@@ -51,7 +52,8 @@ pub struct Options {
     /// Set a variable of the command's environment, or pass this host's.
     #[arg(short, long, value_name = "NAME[=VALUE]")]
     env: Vec<OsString>,
-    /// Working directory [default: the current folder if it is shared, else /].
+    /// Working directory [default: that of a container image, else the current folder if it is
+    /// shared, else /].
     #[arg(short, long, value_name = "DIR")]
     workdir: Option<PathBuf>,
     /// Network: user-mode networking by passt, or none.

@@ -17,10 +17,13 @@ mod variant;
 use crate::refusal::refused;
 pub use built::Kernel;
 use clap::{Args, Subcommand};
+use hosted_command::digest::digest;
 use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::interrupt::Interruptible;
+use hosted_command::lock::Lock;
 use hosted_command::output;
 use hosted_command::steps::{Step, Steps};
+pub use hosted_command::store::UseLock;
 use hosted_command::supervise;
 use hosted_loader::{Image, symbols};
 use layout::{BZIMAGE, CONFIGURED, COST, HEADERS_FOLDER, MODULES, SYMBOLS, VMLINUX};
@@ -35,8 +38,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::thread;
 use std::time::Duration;
-use store::{BuiltKernel, Inputs, Lock, Store};
-pub use store::{UseLock, hold};
+pub use store::hold;
+use store::{BuiltKernel, Inputs, Store};
 use tempfile::NamedTempFile;
 use tools::{compiled, follow, tool};
 pub use variant::Variant;
@@ -559,7 +562,7 @@ fn recipe(variant: Variant) -> String {
     if variant.is_padded() {
         parts.extend([AFTERBURNER, PAD].into_iter().chain(SKIPPED.iter().copied()));
     }
-    store::digest(parts.into_iter().map(str::as_bytes))
+    digest(parts.into_iter().map(str::as_bytes))
 }
 
 /// Returns all inputs of a kernel.

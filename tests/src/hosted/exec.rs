@@ -167,6 +167,54 @@ pub fn roots() -> Result<()> {
     Ok(())
 }
 
+/// Makes `image.tar`, as `docker save` does: busybox with an owner and set-user-ID, a user, and a
+/// command.
+const MAKE_IMAGE: &str = r#"
+mkdir -p tree/bin tree/etc tree/srv
+cp /bin/busybox tree/bin/busybox
+ln -s busybox tree/bin/sh
+echo 'web:x:33:34::/srv:/bin/sh' >tree/etc/passwd
+echo 'log:x:4:web' >tree/etc/group
+tar -cf layer.tar --owner=7:7 --group=8:8 --mode=4755 -C tree .
+digest=$(sha256sum <layer.tar | cut -d' ' -f1)
+cat >config.json <<END
+{"architecture":"amd64","os":"linux","rootfs":{"type":"layers","diff_ids":["sha256:$digest"]},
+"config":{"User":"web","Env":["A=image"],"WorkingDir":"/srv","Entrypoint":["sh","-c"],
+"Cmd":["busybox id -u; busybox id -G; pwd; echo \$A \$HOME; busybox stat -c %u:%g:%a /bin/busybox"]}}
+END
+echo '[{"Config":"config.json","Layers":["layer.tar"]}]' >manifest.json
+tar -cf image.tar manifest.json config.json layer.tar
+"#;
+
+/// An archive as `docker save` makes it: owners, modes, and the image's command and user.
+pub fn archive() -> Result<()> {
+    let rig = Rig::new()?;
+    succeed(Command::new("sh").args(["-ec", MAKE_IMAGE]).current_dir(rig.folder()))?;
+    let exec = || {
+        let mut command = exec(&rig);
+        command.env("XDG_CACHE_HOME", rig.path("cache"));
+        command
+    };
+    let expect = |command: &mut Command, output: &str| {
+        let ended = run(command, "")?;
+        let is_good = ended.status.success() && String::from_utf8_lossy(&ended.stdout) == output;
+        ensure!(is_good, "{command:?}: {ended:?}");
+        Ok(())
+    };
+    expect(exec().arg("image.tar"), "33\n34 4\n/srv\nimage /srv\n7:8:4755\n")?;
+    // From the cache: the archive's layers are not needed again.
+    let script = "echo $A; echo x >/tmp/new; busybox stat -c %u /tmp/new";
+    let options = ["-e", "A=own", "image.tar", "--", "sh", "-c", script];
+    expect(exec().args(options), "own\n33\n")?;
+    for (root, reason) in [(".", "the command is missing"), ("layer.tar", "is no folder")] {
+        let ended = run(exec().arg(root), "")?;
+        let errors = String::from_utf8_lossy(&ended.stderr);
+        let is_good = ended.status.code() == Some(125) && errors.contains(reason);
+        ensure!(is_good, "{root}: {ended:?}");
+    }
+    Ok(())
+}
+
 /// A terminal with its size and keys.
 pub fn terminal() -> Result<()> {
     let rig = Rig::new()?;

@@ -1,10 +1,11 @@
 //! A built kernel, and copies of it.
 
 use super::layout::{MODULES, VMLINUX};
-use super::store::{self, UseLock};
 use super::tools::{follow, tool};
+use hosted_command::digest::file_digest;
 use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::interrupt::Interruptible;
+use hosted_command::store::UseLock;
 use std::fs;
 use std::path::{Path, PathBuf};
 use tempfile::TempDir;
@@ -37,7 +38,7 @@ impl Kernel {
     /// Returns the SHA-256 of the kernel in hexadecimal.
     pub fn digest(&self) -> Result<String, Failure> {
         let path = self.vmlinux();
-        store::file_digest(&path).file_error("read", &path)
+        file_digest(&path).file_error("read", &path)
     }
 
     /// Copies the kernel to another folder, which appears complete or not at all.

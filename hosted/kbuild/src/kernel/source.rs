@@ -1,6 +1,6 @@
 //! Linux source: its location, and a copy of the files that Parador's kernel is built from.
 
-use super::store;
+use hosted_command::digest::{digest, file_digest};
 use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::fetch;
 use hosted_command::interrupt::Interruptible;
@@ -76,9 +76,9 @@ impl Source {
     /// archive; the names, contents and links of the used files in a folder, and the date of the
     /// top Makefile, which the kernel reports.
     pub fn identity(&self) -> Result<String, Failure> {
-        let digest = |path: &Path| store::file_digest(path).file_error("read", path);
+        let of_file = |path: &Path| file_digest(path).file_error("read", path);
         let root = match self {
-            Self::Archive(path) => return digest(path),
+            Self::Archive(path) => return of_file(path),
             Self::Folder(path) => path,
         };
         let mut files = Vec::new();
@@ -90,13 +90,13 @@ impl Source {
             let metadata = fs::symlink_metadata(&path).map_err(read)?;
             let content = match metadata.is_symlink() {
                 true => fs::read_link(&path).map_err(read)?.into_os_string().into_encoded_bytes(),
-                false => digest(&path)?.into_bytes(),
+                false => of_file(&path)?.into_bytes(),
             };
             let kind = metadata.mode() & KIND;
             parts.extend([file.into_os_string().into_encoded_bytes(), kind.to_le_bytes().to_vec()]);
             parts.push(content);
         }
-        Ok(store::digest(parts.iter().map(Vec::as_slice)))
+        Ok(digest(parts.iter().map(Vec::as_slice)))
     }
 
     /// Unpacks the source into the new folder `to`.

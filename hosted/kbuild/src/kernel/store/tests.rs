@@ -1,12 +1,20 @@
 //! Tests of the store with instant builds.
 
 use super::*;
+use hosted_command::failure;
+use hosted_command::scratch::YOUNG;
+use hosted_command::store::POLL_INTERVAL;
+use std::fs::File;
 use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
 use std::sync::mpsc;
+use std::thread;
+use std::time::Duration;
+use tempfile::TempDir;
 
 fn store() -> (TempDir, Store) {
     let folder = TempDir::new().unwrap();
-    let store = Store { folder: folder.path().canonicalize().unwrap() };
+    let path = folder.path().canonicalize().unwrap();
+    let store = Store { entries: store::Store::at(path, KIND) };
     (folder, store)
 }
 
@@ -162,7 +170,7 @@ fn two_builders_share_one_build() {
     thread::scope(|scope| {
         let end = slow_build(scope, &store, false);
         let second = scope.spawn(|| get(&store, "a", never).unwrap().0.folder);
-        let path = store.folder().join(format!("{LOCK}{}", inputs("a").name()));
+        let path = store.entries.lock_path(&inputs("a").name());
         let status = Lock::status(&path);
         assert_eq!(status, format!("process {}: 512 of about 1650: mm/slub.o", std::process::id()));
         thread::sleep(3 * POLL_INTERVAL);
@@ -201,8 +209,8 @@ fn what_killed_builders_leave_goes() {
     drop(work(".work-left", true));
     drop(work(".work-young", false));
     let name = inputs("a").name();
-    fs::write(store.folder().join(format!("{LOCK}{name}")), "process 1: killed").unwrap();
-    fs::write(store.folder().join(format!("{LOCK}other")), "").unwrap();
+    fs::write(store.entries.lock_path(&name), "process 1: killed").unwrap();
+    fs::write(store.entries.lock_path("other"), "").unwrap();
     get(&store, "a", make).unwrap();
     assert_eq!(names(&store), [".work-held", ".work-young", &name]);
 }
@@ -248,13 +256,4 @@ fn a_comparison_does_not_push_out_the_default_kernel() {
     let made = kinds.map(name);
     assert_eq!(store.prune(1).unwrap(), [""; 0]);
     assert!(made.iter().all(|name| store.folder().join(name).is_dir()));
-}
-
-#[test]
-fn a_full_disk_is_said_before_the_build() {
-    assert!(enough(ROOM, Path::new("/c")).is_ok());
-    let failure = enough(ROOM - 1, Path::new("/c")).unwrap_err();
-    assert_eq!(failure.code(), failure::OS_ERROR);
-    let text = failure.to_string();
-    assert!(text.contains("/c has 2047 MiB left") && text.contains("XDG_CACHE_HOME"), "{text}");
 }

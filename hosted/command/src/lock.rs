@@ -1,0 +1,70 @@
+//! Locks that are files: one process at a time has a right, and others see which.
+
+use std::fs::{self, File, OpenOptions, TryLockError};
+use std::io;
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+/// Longest displayed status in bytes.
+const LONGEST_STATUS: usize = 200;
+
+/// Exclusive right, held by a flock(2) lock on a file. It ends with its process in any case; dropping
+/// it removes the file.
+#[derive(Debug)]
+pub struct Lock {
+    file: File,
+    path: PathBuf,
+}
+
+impl Lock {
+    /// Takes the lock if it is free.
+    ///
+    /// # Errors
+    /// The file cannot be created or locked.
+    pub fn take(path: &Path) -> io::Result<Option<Self>> {
+        loop {
+            let mut options = OpenOptions::new();
+            options.read(true).write(true).create(true).truncate(false).mode(0o600);
+            let file = options.open(path)?;
+            match file.try_lock() {
+                Err(TryLockError::WouldBlock) => return Ok(None),
+                Err(TryLockError::Error(error)) => return Err(error),
+                Ok(()) => {}
+            }
+            // The last holder may have removed the file after it was opened here.
+            let identity = |metadata: fs::Metadata| (metadata.dev(), metadata.ino());
+            let opened = identity(file.metadata()?);
+            if fs::metadata(path).is_ok_and(|found| identity(found) == opened) {
+                let lock = Self { file, path: path.to_owned() };
+                lock.note("starting");
+                return Ok(Some(lock));
+            }
+        }
+    }
+
+    /// Reports progress to those who wait, for display only.
+    pub fn note(&self, text: &str) {
+        let text = format!("process {}: {text}\n", std::process::id());
+        let _ = self.file.set_len(0).and_then(|()| self.file.write_all_at(text.as_bytes(), 0));
+    }
+
+    /// Returns the path of the file.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Returns the progress of the holder of the lock with this file.
+    pub fn status(path: &Path) -> String {
+        let text = fs::read(path).unwrap_or_default();
+        let text = String::from_utf8_lossy(&text);
+        let line = text.lines().next().unwrap_or("starting");
+        line.chars().filter(|c| !c.is_control()).take(LONGEST_STATUS).collect()
+    }
+}
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        // The file is still locked, so no other process has taken it.
+        let _ = fs::remove_file(&self.path);
+    }
+}

@@ -1,0 +1,287 @@
+//! Store of results in the user's cache: each entry is a folder named by the digest of its inputs.
+//!
+//! An entry's folder appears complete or not at all, by a rename. A lock file per name makes two
+//! builders of one entry share one build. Users of an entry hold a shared lock on its folder, and
+//! only folders without one are removed. All locks are flock(2) locks: they end with their process
+//! in any case.
+
+use crate::cache;
+use crate::failure::{self, Failure, IoContext};
+use crate::interrupt::Interruptible;
+use crate::lock::Lock;
+use crate::messages::{Level, say};
+use crate::scratch::{self, ScratchFolder};
+use crate::steps::Steps;
+use crate::trust;
+use crate::value::Size;
+use std::fs::{self, DirBuilder, File, TryLockError};
+use std::io;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, SystemTime};
+
+/// Name prefixes of lock files, and of folders of running builds and of entries being removed.
+const LOCK: &str = ".lock-";
+const WORK: &str = ".work-";
+/// Polling interval of another builder's lock.
+pub const POLL_INTERVAL: Duration = Duration::from_millis(200);
+
+/// Kind of the entries of a store.
+#[derive(Clone, Copy, Debug)]
+pub struct Kind {
+    /// Folder in the cache.
+    pub folder: &'static str,
+    /// File in an entry's folder that describes it, written last.
+    pub record: &'static str,
+    /// Noun of an entry in messages.
+    pub item: &'static str,
+}
+
+impl Kind {
+    /// If `folder` is an entry, records a use and keeps it until the result is dropped. A folder
+    /// that cannot be locked, as on some network file systems, is used without a lock.
+    pub fn hold(&self, folder: &Path) -> UseLock {
+        let held = folder.join(self.record).is_file().then(|| File::open(folder).ok()).flatten();
+        if let Some(file) = &held {
+            let _ = file.set_modified(SystemTime::now());
+            let _ = file.try_lock_shared();
+        }
+        UseLock { _folder: held }
+    }
+}
+
+/// Keeps an entry in the cache.
+#[derive(Debug)]
+pub struct UseLock {
+    _folder: Option<File>,
+}
+
+/// Store of one kind of entries.
+#[derive(Debug)]
+pub struct Store {
+    folder: PathBuf,
+    kind: Kind,
+}
+
+impl Store {
+    /// Opens the store and creates its folder if necessary.
+    ///
+    /// # Errors
+    /// There is no cache, or its folder is not trusted ([`cache::folder`]).
+    pub fn open(kind: Kind) -> Result<Self, Failure> {
+        let folder = cache::folder()?.join(kind.folder);
+        let made = DirBuilder::new().recursive(true).mode(0o700).create(&folder);
+        made.map_err(|error| cache::failed(&folder, &error))?;
+        Ok(Self { folder: trust::check(&folder)?, kind })
+    }
+
+    /// Opens the store if its folder exists.
+    ///
+    /// # Errors
+    /// As those of [`Store::open`].
+    pub fn existing(kind: Kind) -> Result<Option<Self>, Failure> {
+        let folder = cache::existing()?.map(|cache| cache.join(kind.folder));
+        let folder = folder.filter(|folder| folder.is_dir());
+        folder.map(|folder| Ok(Self { folder: trust::check(&folder)?, kind })).transpose()
+    }
+
+    /// Creates the store of a folder that exists and is trusted.
+    pub fn at(folder: PathBuf, kind: Kind) -> Self {
+        Self { folder, kind }
+    }
+
+    /// Returns the folder of the store.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// Returns the folders of all entries, complete or not, by name.
+    ///
+    /// # Errors
+    /// The folder of the store cannot be read.
+    pub fn all(&self) -> Result<Vec<PathBuf>, Failure> {
+        let folders = fs::read_dir(&self.folder).file_error("read", &self.folder)?;
+        let mut folders: Vec<_> = folders.flatten().map(|entry| entry.path()).collect();
+        folders.retain(|folder| !is_hidden(folder) && folder.is_dir());
+        folders.sort();
+        Ok(folders)
+    }
+
+    /// Returns an entry that `find` reads from its folder: from the store, or from another process
+    /// that is building it, or from `make`, which builds it in the given folder, reports its
+    /// progress in the [`Lock`] and returns the folder with the result. The second value is true if
+    /// `make` has built it.
+    ///
+    /// # Errors
+    /// Those of `make`; the store cannot be written.
+    pub fn get<E>(
+        &self,
+        name: &str,
+        interruptible: &Interruptible,
+        steps: &Steps,
+        find: impl Fn(&Path) -> Option<E>,
+        make: impl FnOnce(&Path, &Lock) -> Result<PathBuf, Failure>,
+    ) -> Result<(E, bool), Failure> {
+        let place = self.folder.join(name);
+        let lock = match find(&place) {
+            Some(entry) => return Ok((entry, false)),
+            None => self.lock(name, steps)?,
+        };
+        // Another builder may have finished meanwhile.
+        if let Some(entry) = find(&place) {
+            return Ok((entry, false));
+        }
+        self.remove_abandoned();
+        let failed = |error: io::Error| cache::failed(&self.folder, &error);
+        let work = ScratchFolder::new_in(&self.folder, WORK).map_err(failed)?;
+        interruptible.remove_on_signal(work.path());
+        interruptible.remove_on_signal(lock.path());
+
+        let made = make(work.path(), &lock).map_err(|failure| self.explain(failure))?;
+        self.put(&made, &place, work.path()).map_err(failed)?;
+        let incomplete = || {
+            let text = format!("the built {} is incomplete", self.kind.item);
+            Failure::new(failure::INTERNAL, text)
+        };
+        find(&place).ok_or_else(incomplete).map(|entry| (entry, true))
+    }
+
+    /// Moves an entry into place after its files are on the disk.
+    fn put(&self, made: &Path, place: &Path, work: &Path) -> io::Result<()> {
+        rustix::fs::syncfs(File::open(made)?)?;
+        // Damaged, or with another format version.
+        if place.symlink_metadata().is_ok() {
+            fs::rename(place, work.join("old"))?;
+        }
+        fs::rename(made, place)?;
+        File::open(&self.folder)?.sync_all()
+    }
+
+    /// Takes the build lock of an entry; waits for another builder.
+    fn lock(&self, name: &str, steps: &Steps) -> Result<Lock, Failure> {
+        let path = self.lock_path(name);
+        let failed = |error: io::Error| cache::failed(&path, &error);
+        if let Some(lock) = Lock::take(&path).map_err(failed)? {
+            return Ok(lock);
+        }
+        let (status, item) = (Lock::status(&path), self.kind.item);
+        say(Level::Info, &format!("waiting for another build of this {item} ({status})"));
+        steps.run("waiting", |step| {
+            loop {
+                if let Some(lock) = Lock::take(&path).map_err(failed)? {
+                    return Ok((lock, "the other build has finished".to_owned()));
+                }
+                step.now(Lock::status(&path));
+                thread::sleep(POLL_INTERVAL);
+            }
+        })
+    }
+
+    /// Returns the path of the lock file of an entry.
+    pub fn lock_path(&self, name: &str) -> PathBuf {
+        self.folder.join(format!("{LOCK}{name}"))
+    }
+
+    /// Returns the free space of the cache's file system in bytes.
+    fn room(&self) -> Result<u64, Failure> {
+        let found = rustix::fs::statvfs(&self.folder).map_err(io::Error::from);
+        let found = found.file_error("read", &self.folder)?;
+        Ok(found.f_bavail.saturating_mul(found.f_frsize))
+    }
+
+    /// Checks that `needed` bytes are free for an entry.
+    ///
+    /// # Errors
+    /// They are not, or the file system cannot be asked: code 71.
+    pub fn check_room(&self, needed: u64) -> Result<(), Failure> {
+        enough(self.room()?, needed, &self.folder, self.kind.item)
+    }
+
+    /// Adds a remedy if a build failed for lack of space, which programs report in many ways.
+    fn explain(&self, failure: Failure) -> Failure {
+        const FULL: u64 = 16 << 20;
+        match self.room() {
+            Ok(room) if room < FULL => {
+                let folder = self.folder.display();
+                failure.help(format!(
+                    "the file system of {folder} is full; set XDG_CACHE_HOME to a folder with free space"
+                ))
+            }
+            _ => failure,
+        }
+    }
+
+    /// Removes the entries in these folders unless they are in use, and returns the names of the
+    /// removed ones.
+    ///
+    /// # Errors
+    /// A folder cannot be removed.
+    pub fn remove(&self, folders: Vec<PathBuf>) -> Result<Vec<String>, Failure> {
+        self.remove_abandoned();
+        let mut removed = Vec::new();
+        let action = format!("remove the {}", self.kind.item);
+        for folder in folders {
+            let gone = remove(&folder, &self.folder).file_error(&action, &folder)?;
+            let name = folder.file_name().unwrap_or_default().to_string_lossy();
+            removed.extend(gone.then(|| name.into_owned()));
+        }
+        Ok(removed)
+    }
+
+    /// Removes work folders and lock files of killed processes. Those that cannot be removed stay.
+    fn remove_abandoned(&self) {
+        for entry in fs::read_dir(&self.folder).into_iter().flatten().flatten() {
+            if entry.file_name().as_encoded_bytes().starts_with(LOCK.as_bytes()) {
+                // Taking and releasing the lock removes its file.
+                drop(Lock::take(&entry.path()));
+            }
+        }
+        scratch::remove_abandoned(&self.folder, WORK);
+    }
+}
+
+fn is_hidden(path: &Path) -> bool {
+    path.file_name().is_none_or(|name| name.as_encoded_bytes().starts_with(b"."))
+}
+
+/// Removes an entry unless it is in use. It is renamed first, so that no half-removed entry is
+/// found.
+fn remove(entry: &Path, store: &Path) -> io::Result<bool> {
+    let file = File::open(entry)?;
+    match file.try_lock() {
+        Err(TryLockError::WouldBlock) => return Ok(false),
+        Err(TryLockError::Error(error)) => return Err(error),
+        Ok(()) => {}
+    }
+    let work = ScratchFolder::new_in(store, WORK)?;
+    fs::rename(entry, work.path().join("old"))?;
+    work.close().map(|()| true)
+}
+
+fn enough(room: u64, needed: u64, folder: &Path, item: &str) -> Result<(), Failure> {
+    if room >= needed {
+        return Ok(());
+    }
+    // Whole MiB: more than what is needed, less than what is left.
+    let (needed, room) = (Size(needed.next_multiple_of(1 << 20)), room >> 20);
+    let folder = folder.display();
+    let text = format!("the {item} requires {needed} of free space; {folder} has {room} MiB left");
+    Err(Failure::new(failure::OS_ERROR, text)
+        .help("free some space, or set XDG_CACHE_HOME to another folder of yours"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_full_disk_is_said_before_the_build() {
+        const ROOM: u64 = 2 << 30;
+        assert!(enough(ROOM, ROOM, Path::new("/c"), "kernel").is_ok());
+        let failure = enough(ROOM - 1, ROOM, Path::new("/c"), "kernel").unwrap_err();
+        assert_eq!(failure.code(), failure::OS_ERROR);
+        let text = failure.to_string();
+        assert!(text.contains("/c has 2047 MiB left") && text.contains("XDG_CACHE_HOME"), "{text}");
+    }
+}
