@@ -11,6 +11,7 @@ pub mod messages;
 pub mod output;
 pub mod problem;
 pub mod programs;
+pub mod release;
 pub mod steps;
 pub mod supervise;
 pub mod toml_text;
