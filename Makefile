@@ -2,21 +2,23 @@
 
 XTASK := scripts/cargo xtask
 
-.PHONY: help run run-hosted test bench bench-previrt bench-hosted bench-vtlb image check clean setup
+.PHONY: help run run-hosted package test bench bench-previrt bench-hosted bench-tools bench-vtlb image check clean setup
 
 help:
 	@echo "make run      build Parador and boot three guests on an emulated machine, on this terminal"
 	@echo "make run-hosted  build a Linux kernel and boot it as processes of this host"
+	@echo "make package  build the Debian package of parador"
 	@echo "make test     run every test: units, device scripts, micro-guests, Linux boots"
 	@echo "make bench    measure and compare with native Linux, KVM and Xen"
 	@echo "make bench-previrt  measure what it costs a kernel to be pre-virtualized"
 	@echo "make bench-hosted  time programs in processes of this host, beside QEMU and User-Mode Linux"
+	@echo "make bench-tools  measure the package: size, time to the first VM, time of a command"
 	@echo "make bench-vtlb  measure guests without nested paging, optimisation by optimisation"
 	@echo "make image    build a bootable ISO image"
 	@echo "make check    format, lints, import rules, unsafe counts, generated documents, wording"
 	@echo "make clean    remove everything that was built"
 
-run run-hosted test bench image check: setup
+run run-hosted package test bench image check: setup
 	@$(XTASK) $@
 
 bench-previrt: setup
@@ -24,6 +26,9 @@ bench-previrt: setup
 
 bench-hosted: setup
 	@$(XTASK) bench hosted
+
+bench-tools: setup
+	@$(XTASK) bench tools
 
 bench-vtlb: setup
 	@$(XTASK) bench vtlb

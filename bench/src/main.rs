@@ -21,6 +21,7 @@ mod promises;
 mod report;
 mod runs;
 mod statistics;
+mod tools;
 mod vtlb;
 
 use anyhow::{Context, Result, bail};
@@ -96,6 +97,7 @@ fn main() -> ExitCode {
     let result = match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         [] => measure(),
         ["previrt"] => previrt::measure(),
+        ["tools"] => tools::measure(),
         ["vtlb", ref columns @ ..] => vtlb::measure(columns),
         ["hosted"] => hosted_with(|kernel| hosted::measure(kernel, false)),
         ["hosted", "--quick"] => hosted_with(|kernel| hosted::measure(kernel, true)),
@@ -183,7 +185,7 @@ fn measure_consolidation(part: &str) -> Result<()> {
     std::fs::create_dir_all(guest::folder()).context("cannot make a folder for the bench")?;
     let figures = Consolidation::new()?.figures(part)?;
     if figures.is_empty() {
-        bail!("no part `{part}`: ipi, disk, net, many, previrt, hosted");
+        bail!("no part `{part}`: ipi, disk, net, many, previrt, hosted, tools");
     }
     report::print(&figures);
     Ok(())

@@ -14,6 +14,7 @@ pub mod linux;
 pub mod memory;
 pub mod net;
 pub mod observed;
+pub mod package;
 pub mod remains;
 pub mod setup;
 pub mod share;

@@ -48,6 +48,7 @@ const HOSTED: &[(&str, Body, Class)] = &[
     ("kills", hosted::kills, Class::SmpOrKill),
     ("remains", hosted::remains::none, Class::SmpOrKill),
     ("copied", hosted::host::copied, Class::Other),
+    ("package", hosted::package::unpacked, Class::Other),
     ("exec", hosted::exec::commands, Class::Other),
     ("exec-roots", hosted::exec::roots, Class::Other),
     ("exec-archive", hosted::exec::archive, Class::Other),

@@ -3,6 +3,7 @@
 //! The kinds differ in compiler flags. Each set of flags has a target directory of its own, because
 //! cargo rebuilds everything, `core` included, when flags change in a shared one.
 
+use crate::mark;
 use crate::process::{output, run, target, workspace};
 use crate::toolchain::{Bare, host_cargo};
 use anyhow::{Context, Result, bail};
@@ -70,14 +71,24 @@ pub const GROUPS: &[Group] = &[
 ];
 
 const HOST_PACKAGE: &str = "parador";
+/// Program that writes manual pages and completions from `parador`'s command line.
+pub const DOCUMENTS_PACKAGE: &str = "hosted-documents";
+/// Environment variable with the commit, for `hosted/cli`.
+const COMMIT: &str = "PARADOR_COMMIT";
+/// Cargo's profile of `parador` in a package.
+const PACKAGE_PROFILE: &str = "distribution";
 
 /// Process 1 of the guests of `parador exec`: a Linux program without shared libraries, since it
 /// runs before there is a root directory.
-const AGENT_PACKAGE: &str = "guests-agent";
+pub const AGENT_PACKAGE: &str = "guests-agent";
 /// Its binary.
-const AGENT: &str = "parador-agent";
+pub const AGENT: &str = "parador-agent";
+/// Binary of the wedge.
+pub const WEDGE: &str = "parador-wedge";
 /// Programs of one target do not share flags with build scripts and macros, which are the host's.
 const AGENT_TARGET: &str = "x86_64-unknown-linux-gnu";
+/// Flag of the compiler for programs without shared libraries.
+const STATIC: &str = "-Ctarget-feature=+crt-static";
 
 /// Programs for Linux guests, and their sources: a test of the driver for channels; everything that
 /// programs ask of a kernel; what they must not get of it; random programs; a test of sockets
@@ -190,9 +201,59 @@ pub fn build(arguments: &[String]) -> Result<()> {
         }
     }
     if selection.host {
-        run(host_cargo().args(["build", "--release", "--package", HOST_PACKAGE]))?;
+        let packages = ["--package", HOST_PACKAGE, "--package", DOCUMENTS_PACKAGE];
+        let mut command = host_cargo();
+        command.args(["build", "--release"]).args(packages).env(COMMIT, commit());
+        run(&mut command)?;
     }
     Ok(())
+}
+
+/// Returns the commit that is checked out, for `parador --version`; with the suffix `-changed` if
+/// the tree has other contents.
+pub fn commit() -> String {
+    let git = |arguments: &[&str]| {
+        let mut command = Command::new("git");
+        let output = command.args(arguments).current_dir(workspace()).output();
+        let output = output.ok().filter(|output| output.status.success());
+        output.map(|output| String::from_utf8_lossy(&output.stdout).trim().to_owned())
+    };
+    let commit = git(&["rev-parse", "--short=12", "HEAD"]);
+    let changes = git(&["status", "--porcelain", "--untracked-files=no"]);
+    match commit {
+        Some(commit) if changes.is_some_and(|changes| changes.is_empty()) => commit,
+        Some(commit) => format!("{commit}-changed"),
+        // An archive of the tree.
+        None => "unknown".to_owned(),
+    }
+}
+
+/// Returns flags of the compiler that keep the paths of this tree and of cargo's folder out of a
+/// program.
+fn without_paths() -> [String; 2] {
+    let home = std::env::var_os("HOME").map(PathBuf::from).unwrap_or_default();
+    let cargo = std::env::var_os("CARGO_HOME").map_or(home.join(".cargo"), PathBuf::from);
+    [(workspace(), "parador"), (cargo, "cargo")]
+        .map(|(folder, name)| format!("--remap-path-prefix={}=/usr/src/{name}", folder.display()))
+}
+
+/// Passes flags of the compiler, which may contain spaces.
+fn encode_flags(command: &mut Command, flags: impl Iterator<Item = String>) {
+    let flags: Vec<String> = flags.collect();
+    command.env("CARGO_ENCODED_RUSTFLAGS", flags.join("\u{1f}")).env_remove("RUSTFLAGS");
+}
+
+/// Builds `parador` for a package, linked statically, and returns its path. `release` is the
+/// package's version.
+pub fn static_parador(release: &str) -> Result<PathBuf> {
+    let folder = target().join("package/build");
+    let mut command = host_cargo();
+    command.args(["build", "--profile", PACKAGE_PROFILE, "--package", HOST_PACKAGE]);
+    command.args(["--target", AGENT_TARGET, "--target-dir"]).arg(&folder);
+    encode_flags(&mut command, [STATIC.to_owned()].into_iter().chain(without_paths()));
+    command.env("PARADOR_RELEASE", release).env(COMMIT, commit());
+    run(&mut command)?;
+    Ok(folder.join(AGENT_TARGET).join(PACKAGE_PROFILE).join(HOST_PACKAGE))
 }
 
 /// Returns the folder of finished programs.
@@ -215,10 +276,11 @@ pub fn group_cargo(group: &Group, subcommand: &str, packages: &[&str]) -> Result
 
 fn build_agent(artifacts: &Path) -> Result<()> {
     let folder = target().join("agent");
-    let flags = "-Ctarget-feature=+crt-static -Crelocation-model=static";
+    let flags = [STATIC.to_owned(), "-Crelocation-model=static".to_owned()];
     let mut command = host_cargo();
     command.args(["build", "--release", "--package", AGENT_PACKAGE, "--target", AGENT_TARGET]);
-    command.env("RUSTFLAGS", flags).arg("--target-dir").arg(&folder);
+    encode_flags(&mut command, flags.into_iter().chain(without_paths()));
+    command.arg("--target-dir").arg(&folder);
     run(&mut command)?;
     collect(&folder.join(AGENT_TARGET).join("release").join(AGENT), &artifacts.join(AGENT))
 }
@@ -235,18 +297,22 @@ fn build_group(group: &Group, packages: &[&str], artifacts: &Path) -> Result<()>
     Ok(())
 }
 
-/// Puts a stripped copy at `to` and the program as built beside it, with the suffix `.debug`. What
-/// has not changed keeps its time: `parador` contains one of the programs, and is built again when
-/// that is newer.
+/// Puts a stripped copy at `to`, marked with the release if `parador` starts it, and the program
+/// as built beside it, with the suffix `.debug`. What has not changed keeps its time: `parador`
+/// contains two of the programs, and is built again when one is newer.
 fn collect(from: &Path, to: &Path) -> Result<()> {
     let debug = PathBuf::from(format!("{}.debug", to.display()));
     let is_same = |a: &Path, b: &Path| matches!((read(a), read(b)), (Ok(a), Ok(b)) if a == b);
-    if to.is_file() && is_same(from, &debug) {
+    let is_marked = to.file_name().is_some_and(|name| name == AGENT || name == WEDGE);
+    if to.is_file() && is_same(from, &debug) && (!is_marked || mark::is_marked(to)) {
         return Ok(());
     }
     std::fs::copy(from, &debug)
         .with_context(|| format!("cannot copy {} to {}", from.display(), debug.display()))?;
-    run(Command::new("strip").arg("--strip-all").arg("-o").arg(to).arg(from))
+    match is_marked {
+        true => mark::strip_and_mark(from, to, mark::RELEASE),
+        false => run(Command::new("strip").arg("--strip-all").arg("-o").arg(to).arg(from)),
+    }
 }
 
 /// `kernel-image` becomes `kernel.elf`; other programs lose the package's prefix, checks and guests

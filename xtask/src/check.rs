@@ -1,6 +1,7 @@
 //! Running, testing and checking everything.
 
 use crate::build::{self, GROUPS, artifacts, build, group_cargo};
+use crate::package::package;
 use crate::process::{output, run, target, workspace};
 use crate::rules;
 use crate::toolchain::{Bare, host_cargo};
@@ -128,7 +129,10 @@ fn unit_tests(long: bool) -> Result<()> {
 
 /// `cargo xtask bench [ARGUMENT...]`.
 pub fn bench(arguments: &[String]) -> Result<()> {
-    build(&[])?;
+    match arguments {
+        [first] if first == "tools" => package(&[])?,
+        _ => build(&[])?,
+    }
     run(host_cargo()
         .args(["run", "--release", "--package", BENCH, "--"])
         .args(arguments)

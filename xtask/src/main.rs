@@ -9,8 +9,10 @@ mod check;
 mod coverage;
 mod fuzz;
 mod imports;
+mod mark;
 mod metrics;
 mod neutral;
+mod package;
 mod process;
 mod rules;
 mod source;
@@ -30,6 +32,9 @@ usage: cargo xtask COMMAND
   run [FILE] [ARGUMENT..] build, then emulate a system (examples/three-guests.toml)
   run-hosted [ARGUMENT..] build, then boot a pre-virtualized kernel in processes of this host
   image [FILE]            build, then make a bootable ISO image
+  package [--quick] [--output FOLDER]
+                          build target/parador_VERSION_amd64.deb; --quick: with the `parador` of this tree, not linked
+                          statically, and without compression, for tests
   test [--long] [--class CLASS] [FILTER...]
                           unit tests, device scripts, and systems; --long: machines are under load for minutes;
                           CLASS: smp-or-kill (several CPUs, killed processes) or other; FILTER: a part of a name,
@@ -44,6 +49,8 @@ usage: cargo xtask COMMAND
                           `nested` or `kvm`: only print these
   bench previrt           measure a pre-virtualized kernel; write target/bench-previrt.json
   bench hosted [--quick]  time programs in processes of this host; write target/bench-hosted.json
+  bench tools             measure the package: time to the first VM, size, time of a command; write
+                          target/bench-tools.json; needs root
   bench ladder [--quick|--counted]
                           the ladder alone; what protection keys cost, in instructions of an emulated host
   fuzz TARGET [--seconds N]
@@ -84,6 +91,7 @@ fn dispatch(arguments: &[String]) -> Result<()> {
         "run" => check::emulate(rest),
         "run-hosted" => check::run_hosted(rest),
         "image" => check::image(rest),
+        "package" => package::package(rest),
         "test" => check::test(rest),
         "bench" => check::bench(rest),
         "fuzz" => fuzz::fuzz(rest),

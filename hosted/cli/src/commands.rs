@@ -4,6 +4,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::output::print;
 use hosted_command::programs::{Named, Programs};
+use hosted_command::release::RELEASE;
 use hosted_command::steps::Steps;
 use hosted_command::value::{Size, parse_time};
 use hosted_kbuild::afterburn::{self, AfterburnCommand};
@@ -26,7 +27,7 @@ use std::time::Duration;
 #[derive(Debug, Parser)]
 #[command(
     name = "parador",
-    version,
+    version = RELEASE,
     after_help = "\
 Example: parador system emulate examples/one-linux.toml"
 )]

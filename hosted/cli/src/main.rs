@@ -5,14 +5,13 @@
 //! Messages go to standard error, results to standard output.
 #![forbid(unsafe_code)]
 
-mod commands;
-mod foreign;
-
 use clap::Parser;
 use clap::error::ErrorKind;
 use hosted_command::failure::{self, Failure};
 use hosted_command::messages;
+use hosted_command::output;
 use hosted_kbuild::afterburn;
+use parador_cli::{commands, foreign, version};
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
@@ -33,6 +32,10 @@ fn main() -> ExitCode {
             if let Some(failure) = value.and_then(|value| value.downcast_ref::<Failure>()) {
                 failure.print();
                 return ExitCode::from(if is_exec() { usage() } else { failure.code() });
+            }
+            if error.kind() == ErrorKind::DisplayVersion && version::is_long(std::env::args_os()) {
+                let _ = output::print(version::long());
+                return ExitCode::SUCCESS;
             }
             if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) {
                 // There is no fallback if the message cannot be printed.

@@ -13,6 +13,7 @@ pub mod messages;
 pub mod output;
 pub mod problem;
 pub mod programs;
+pub mod release;
 pub mod scratch;
 pub mod steps;
 pub mod store;

@@ -68,8 +68,8 @@ pub enum Programs {
 
 impl Programs {
     /// Returns the location from the command line, else from the environment, else the source tree
-    /// that contains `parador`, else `../lib/parador` next to `parador`. The current folder is
-    /// never searched.
+    /// that contains `parador`, else the folder of an installed `parador` ([`installed`]). The
+    /// current folder is never searched.
     ///
     /// # Errors
     /// None exists, or another user could have created the files ([`trust::check`]).
@@ -87,11 +87,7 @@ impl Programs {
         if let Some(tree) = own_tree()? {
             return Ok(Some(Self::SourceTree(tree)));
         }
-        let program = env::current_exe().ok();
-        let installed =
-            program.as_deref().and_then(Path::parent).map(|bin| bin.join("../lib/parador"));
-        let installed = installed.filter(|folder| folder.join(KERNEL).is_file());
-        installed.map(|folder| trust::check(&folder).map(Self::Folder)).transpose()
+        Ok(installed()?.map(Self::Folder))
     }
 
     /// Creates the failure of a missing location.
@@ -133,6 +129,8 @@ impl Programs {
 /// Files that identify a source tree of Parador.
 const MARKS: [&str; 4] =
     ["Cargo.toml", "xtask/Cargo.toml", "kernel/image/Cargo.toml", "hosted/cli/Cargo.toml"];
+/// Folder of the files of an installed `parador`, below the parent of its own folder.
+const INSTALLED: &str = "lib/parador";
 /// Script that starts cargo in a source tree.
 const CARGO: &str = "scripts/cargo";
 /// Names of files that determine what cargo and rustup execute, also in every parent folder.
@@ -143,6 +141,21 @@ fn own_tree() -> Result<Option<PathBuf>, Failure> {
     let program = env::current_exe().ok();
     let mut folders = program.iter().flat_map(|program| program.ancestors());
     folders.find(|folder| is_source_tree(folder)).map(check_tree).transpose()
+}
+
+/// Returns the folder of the files that were installed with `parador`: `PREFIX/lib/parador` of a
+/// `PREFIX/bin/parador`; `None`: there is none, or `parador` is in a source tree.
+///
+/// # Errors
+/// Another user can change the folder ([`trust::check`]).
+pub fn installed() -> Result<Option<PathBuf>, Failure> {
+    if own_tree()?.is_some() {
+        return Ok(None);
+    }
+    let program = env::current_exe().ok();
+    let prefix = program.as_deref().and_then(Path::parent).and_then(Path::parent);
+    let folder = prefix.map(|prefix| prefix.join(INSTALLED)).filter(|folder| folder.is_dir());
+    folder.map(|folder| trust::check(&folder)).transpose()
 }
 
 /// Returns the folder of build products of the source tree that contains `parador`, if there is

@@ -68,7 +68,7 @@ pub struct Options {
     /// End the command after this time, e.g. 60s, with exit code 124.
     #[arg(long, value_name = "TIME", value_parser = Time::parse)]
     timeout: Option<Time>,
-    /// Kernel [default: the cached kernel of `parador kernel build`].
+    /// Kernel [default: the installed kernel, else the cached one of `parador kernel build`].
     #[arg(short, long, value_name = "FILE")]
     kernel: Option<PathBuf>,
     /// Back end [default: auto].

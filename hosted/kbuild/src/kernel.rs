@@ -22,9 +22,12 @@ use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::interrupt::Interruptible;
 use hosted_command::lock::Lock;
 use hosted_command::output;
+use hosted_command::programs;
+use hosted_command::release::{self, Mark};
 use hosted_command::steps::{Step, Steps};
 pub use hosted_command::store::UseLock;
 use hosted_command::supervise;
+use hosted_command::trust;
 use hosted_loader::{Image, symbols};
 use layout::{BZIMAGE, CONFIGURED, COST, HEADERS_FOLDER, MODULES, SYMBOLS, VMLINUX};
 use nix::sys::resource::{UsageWho, getrusage};
@@ -271,6 +274,21 @@ pub fn build(options: &Options, steps: &Steps) -> Result<Kernel, Failure> {
     Ok(Kernel::new(entry.folder, Some(held)))
 }
 
+/// Returns the kernel that was installed with `parador` ([`programs::installed`]).
+///
+/// # Errors
+/// Another user can change it ([`trust::check`]); the folder has no kernel.
+pub fn installed() -> Result<Option<PathBuf>, Failure> {
+    let Some(folder) = programs::installed()? else { return Ok(None) };
+    let path = folder.join(VMLINUX);
+    if !path.is_file() {
+        let text = format!("no such kernel: {}", path.display());
+        return Err(Failure::new(failure::MISSING_FILE, text)
+            .help("install the package again, or give a KERNEL"));
+    }
+    trust::check(&path).map(Some)
+}
+
 /// Returns the default kernel of `parador run` from the cache ([`list::default`]).
 ///
 /// # Errors
@@ -288,6 +306,25 @@ pub fn cached() -> Result<Kernel, Failure> {
     let entry = list::default(&entries);
     let entry = entry.ok_or_else(|| none(format!("in {}", store.folder().display())))?;
     Ok(Kernel::new(entry.folder.clone(), Some(entry.hold())))
+}
+
+/// Describes the default kernel of `parador run`: its release and its path; `None`: there is none,
+/// or it cannot be used.
+pub fn describe_default() -> Option<String> {
+    let shown = |linux: &str, path: &Path| format!("Linux {linux}, {}", path.display());
+    match installed() {
+        Ok(Some(path)) => {
+            let bytes = fs::read(&path).ok()?;
+            let mark = Mark::of(&bytes).filter(|mark| mark.release == release::RELEASE)?;
+            Some(shown(mark.kernel, &path))
+        }
+        Ok(None) => {
+            let entries = Store::existing().ok()??.entries().ok()?;
+            let entry = list::default(&entries)?;
+            Some(shown(&entry.record.linux, &entry.folder.join(VMLINUX)))
+        }
+        Err(_) => None,
+    }
 }
 
 /// Builds the modules with sources in `folder`, in that folder, for the kernel of [`build`] with

@@ -1,7 +1,7 @@
 //! Back ends of `parador run`: the choice of one, and the preparation of a VM for its first
 //! process.
 
-use crate::companion::{AGENT, WEDGE, Wedge};
+use crate::companion::{self, WEDGE, Wedge};
 use crate::compat;
 use crate::config::BuiltInitrd;
 use crate::config::net::NetConfig;
@@ -402,7 +402,7 @@ fn initrd(path: Option<&Path>, named: &Named) -> Result<Option<Vec<u8>>, Failure
     let Some(path) = path else { return Ok(None) };
     let initrd = match BuiltInitrd::of(path) {
         Some(BuiltInitrd::Busybox) => busybox(),
-        Some(BuiltInitrd::Agent) => AGENT.read(named).map(|agent| initramfs::agent(&agent)),
+        Some(BuiltInitrd::Agent) => companion::agent_disk(named),
         None => fs::read(path).file_error("read", path),
     };
     initrd.map(Some)

@@ -1,15 +1,17 @@
 //! Programs that belong to `parador`: the wedge (`wedge/on-linux`), and process 1 of the guests of
 //! `parador exec` (`guests/agent`). They come from the source tree or a folder of binaries, else
-//! from the copies in `parador`.
+//! from the copies in `parador`. Files of another release are refused ([`release`]).
 //!
 //! With the copies, `parador` alone can be copied to another host. That of the wedge is executed
 //! from memory (memfd_create(2)) by the process that becomes the wedge ([`supervise`]).
 
 use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::programs::{Named, Programs};
+use hosted_command::release::{self, Mark};
 use hosted_command::steps::Steps;
 use hosted_command::supervise::{self, AtEnd};
 use hosted_command::trust;
+use hosted_system::initramfs;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 use rustix::io::Errno;
 use std::borrow::Cow;
@@ -40,12 +42,12 @@ pub static AGENT: Companion = Companion {
 };
 
 impl Companion {
-    /// Locates the binary, and builds it in a source tree if necessary; `None`: the copy.
+    /// Locates and reads the binary, and builds it in a source tree if necessary; `None`: the copy.
     ///
     /// # Errors
     /// The location that is set has none; it cannot be built; another user can change it
-    /// ([`trust::check`]).
-    fn find(&self, named: &Named) -> Result<Option<PathBuf>, Failure> {
+    /// ([`trust::check`]); it is of another release.
+    fn find(&self, named: &Named) -> Result<Option<(PathBuf, Vec<u8>)>, Failure> {
         let programs = match Programs::known(named)? {
             None if !self.copy.is_empty() => return Ok(None),
             None => return Err(Programs::missing()),
@@ -61,9 +63,13 @@ impl Companion {
         let binary = folder.join(self.name);
         if !binary.is_file() {
             let text = format!("no such binary: {}", binary.display());
-            return Err(Failure::new(failure::MISSING_FILE, text).help("run `cargo xtask build`"));
+            return Err(Failure::new(failure::MISSING_FILE, text)
+                .help("run `cargo xtask build`, or install the package again"));
         }
-        trust::check(&binary).map(Some)
+        let binary = trust::check(&binary)?;
+        let bytes = fs::read(&binary).file_error("read", &binary)?;
+        release::check(&bytes, &binary)?;
+        Ok(Some((binary, bytes)))
     }
 
     /// Returns the contents of the binary.
@@ -71,11 +77,32 @@ impl Companion {
     /// # Errors
     /// As [`Wedge::find`]; it cannot be read.
     pub fn read(&self, named: &Named) -> Result<Cow<'static, [u8]>, Failure> {
-        match self.find(named)? {
-            Some(path) => fs::read(&path).file_error("read", &path).map(Cow::Owned),
-            None => Ok(Cow::Borrowed(self.copy)),
-        }
+        let found = self.find(named)?;
+        Ok(found.map_or(Cow::Borrowed(self.copy), |(_, bytes)| Cow::Owned(bytes)))
     }
+}
+
+/// File name of the RAM disk with the agent, in a package.
+const AGENT_DISK: &str = "agent.cpio";
+
+/// Returns the RAM disk with the agent: the finished one of an installed `parador`, else one with
+/// the binary.
+///
+/// # Errors
+/// As [`Wedge::find`]; it cannot be read.
+pub fn agent_disk(named: &Named) -> Result<Vec<u8>, Failure> {
+    let folder = match Programs::known(named)? {
+        Some(Programs::Folder(folder)) => Some(folder),
+        _ => None,
+    };
+    let disk = folder.map(|folder| folder.join(AGENT_DISK)).filter(|disk| disk.is_file());
+    let Some(disk) = disk else {
+        return AGENT.read(named).map(|agent| initramfs::agent(&agent));
+    };
+    let disk = trust::check(&disk)?;
+    let bytes = fs::read(&disk).file_error("read", &disk)?;
+    release::check_mark(initramfs::init(&bytes).and_then(Mark::of), &disk)?;
+    Ok(bytes)
 }
 
 /// Location of the wedge's binary.
@@ -92,9 +119,9 @@ impl Wedge {
     ///
     /// # Errors
     /// The location that is set has none; it cannot be built; another user can change it
-    /// ([`trust::check`]).
+    /// ([`trust::check`]); it is of another release.
     pub fn find(named: &Named) -> Result<Self, Failure> {
-        Ok(WEDGE.find(named)?.map_or(Self::Copy, Self::File))
+        Ok(WEDGE.find(named)?.map_or(Self::Copy, |(path, _)| Self::File(path)))
     }
 
     /// Creates a command that runs the wedge and ends with `parador`.

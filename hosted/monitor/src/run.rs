@@ -23,7 +23,7 @@ use std::sync::Arc;
 #[derive(Debug, Args)]
 pub struct Options {
     /// Kernel: `vmlinux` of `parador kernel build`; with KVM also a bzImage, PVH or Multiboot
-    /// kernel. [default: the cached kernel of `parador kernel build`]
+    /// kernel. [default: the installed kernel, else the cached one of `parador kernel build`]
     #[arg(value_name = "KERNEL", conflicts_with = "kernel")]
     positional: Option<PathBuf>,
     /// VM configuration (TOML) with the keys of these options. Options override it; each `-d` adds

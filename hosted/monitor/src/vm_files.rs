@@ -4,6 +4,7 @@ use crate::config::Config;
 use crate::disk::{self, Disk};
 use crate::share::Share;
 use hosted_command::failure::{self, Failure, IoContext};
+use hosted_command::release;
 use hosted_kbuild::kernel::{self, UseLock};
 use std::collections::HashSet;
 use std::fs::File;
@@ -14,6 +15,8 @@ use vmm_mem::large::Large;
 pub struct VmFiles {
     /// Path of the kernel.
     pub kernel: PathBuf,
+    /// The kernel was installed with `parador`, and must be of the same release.
+    is_installed: bool,
     /// Keeps a cached kernel until the VM ends: a restart reads it again.
     _held: UseLock,
     /// Disks, locked for this VM.
@@ -25,16 +28,23 @@ pub struct VmFiles {
 impl VmFiles {
     /// Opens the files of a configuration.
     pub fn open(config: &Config) -> Result<Self, Failure> {
-        let (kernel, held) = kernel_file(config.vm.kernel.as_deref())?;
+        let KernelFile { path: kernel, held, is_installed } =
+            KernelFile::find(config.vm.kernel.as_deref())?;
         let disks = config.disk.iter().enumerate();
         let disks = disks.map(|(index, disk)| disk.open(index)).collect::<Result<_, _>>()?;
-        Ok(Self { kernel, _held: held, disks, shares: open_shares(config)? })
+        Ok(Self { kernel, is_installed, _held: held, disks, shares: open_shares(config)? })
     }
 
     /// Reads the kernel.
+    ///
+    /// # Errors
+    /// It cannot be read, or belongs to another release of Parador.
     pub fn read_kernel(&self) -> Result<Large, Failure> {
         let read = File::open(&self.kernel).and_then(|mut file| Large::read(&mut file));
-        read.file_error("read", &self.kernel)
+        let bytes = read.file_error("read", &self.kernel)?;
+        let check = if self.is_installed { release::check } else { release::check_if_marked };
+        check(&bytes, &self.kernel)?;
+        Ok(bytes)
     }
 
     /// Closes the files of an exited VM.
@@ -43,17 +53,30 @@ impl VmFiles {
     }
 }
 
-/// Returns the named kernel, else the cached one, and the lock that keeps it in the cache.
-fn kernel_file(named: Option<&Path>) -> Result<(PathBuf, UseLock), Failure> {
-    let keep = |path: &Path| kernel::hold(path.parent().unwrap_or(Path::new("")));
-    match named {
-        Some(path) => Ok((path.to_owned(), keep(path))),
-        None => {
-            let cached = kernel::cached()?;
-            let path = cached.vmlinux();
-            let held = keep(&path);
-            Ok((path, held))
+/// The kernel of a VM.
+struct KernelFile {
+    path: PathBuf,
+    /// Keeps it in the cache.
+    held: UseLock,
+    is_installed: bool,
+}
+
+impl KernelFile {
+    /// Returns the named kernel, else the one that was installed with `parador`, else the cached
+    /// one.
+    fn find(named: Option<&Path>) -> Result<Self, Failure> {
+        let new = |path: PathBuf, is_installed| {
+            let held = kernel::hold(path.parent().unwrap_or(Path::new("")));
+            Self { path, held, is_installed }
+        };
+        if let Some(path) = named {
+            return Ok(new(path.to_owned(), false));
         }
+        if let Some(path) = kernel::installed()? {
+            return Ok(new(path, true));
+        }
+        let cached = kernel::cached()?;
+        Ok(new(cached.vmlinux(), false))
     }
 }
 

@@ -31,6 +31,17 @@ const FOLDERS: [&str; 12] = [
     "tmp",
 ];
 
+/// Begin of each entry's header, which [`FIELDS`] numbers of eight hexadecimal digits follow.
+const MAGIC: &[u8] = b"070701";
+const FIELDS: usize = 13;
+/// Indices of fields: bytes of the content; bytes of the name with its terminating zero.
+const SIZE: usize = 6;
+const NAME_LENGTH: usize = 11;
+/// Name of the last entry.
+const TRAILER: &str = "TRAILER!!!";
+/// Name of the program that the kernel starts.
+const INIT_NAME: &str = "init";
+
 const FOLDER: u32 = 0o040_755;
 const EXECUTABLE: u32 = 0o100_755;
 const DATA: u32 = 0o100_644;
@@ -49,7 +60,7 @@ pub fn busybox(busybox: &Path, modules: &[PathBuf], files: &[PathBuf]) -> Result
     archive.add("dev/console", CHARACTER_DEVICE, (5, 1), &[]);
     archive.add("bin/busybox", EXECUTABLE, (0, 0), &read(busybox)?);
     archive.add(machine_exit::NAME, EXECUTABLE, (0, 0), &machine_exit::program());
-    archive.add("init", EXECUTABLE, (0, 0), INIT.as_bytes());
+    archive.add(INIT_NAME, EXECUTABLE, (0, 0), INIT.as_bytes());
     for (index, module) in modules.iter().enumerate() {
         let name = module.file_name().map(|name| name.to_string_lossy()).unwrap_or_default();
         archive.add(&format!("lib/modules/{index:02}-{name}"), DATA, (0, 0), &read(module)?);
@@ -71,8 +82,32 @@ pub fn agent(agent: &[u8]) -> Vec<u8> {
     archive.add("dev", FOLDER, (0, 0), &[]);
     // The kernel opens the console before `/init` can mount anything.
     archive.add("dev/console", CHARACTER_DEVICE, (5, 1), &[]);
-    archive.add("init", EXECUTABLE, (0, 0), agent);
+    archive.add(INIT_NAME, EXECUTABLE, (0, 0), agent);
     archive.finish()
+}
+
+/// Returns the contents of `/init` in an archive of this format; `None`: it has none, or is
+/// malformed.
+pub fn init(archive: &[u8]) -> Option<&[u8]> {
+    let mut rest = archive;
+    loop {
+        let field = |index: usize| {
+            let digits = rest.get(MAGIC.len() + 8 * index..)?.get(..8)?;
+            usize::from_str_radix(str::from_utf8(digits).ok()?, 16).ok()
+        };
+        let (size, name_length) = (field(SIZE)?, field(NAME_LENGTH)?);
+        let header = MAGIC.len() + 8 * FIELDS;
+        let name =
+            rest.strip_prefix(MAGIC).and(rest.get(header..)?.get(..name_length)?.split_last());
+        let start = (header + name_length).next_multiple_of(4);
+        let content = rest.get(start..)?.get(..size)?;
+        match name? {
+            (0, name) if name == INIT_NAME.as_bytes() => return Some(content),
+            (0, name) if name != TRAILER.as_bytes() => {}
+            _ => return None,
+        }
+        rest = rest.get((start + size).next_multiple_of(4)..)?;
+    }
 }
 
 /// A cpio archive under construction.
@@ -95,12 +130,12 @@ impl Archive {
 
     /// Returns the archive.
     fn finish(mut self) -> Vec<u8> {
-        self.entry("TRAILER!!!", [0, 0, 1, 0, 0], &[]);
+        self.entry(TRAILER, [0, 0, 1, 0, 0], &[]);
         self.bytes
     }
 
     fn entry(&mut self, name: &str, [inode, mode, links, major, minor]: [u32; 5], content: &[u8]) {
-        self.bytes.extend_from_slice(b"070701");
+        self.bytes.extend_from_slice(MAGIC);
         // inode, mode, uid, gid, links, mtime, size, device, rdevice, name length, checksum
         let size = content.len() as u32;
         let name_length = name.len() as u32 + 1;
@@ -125,6 +160,22 @@ mod tests {
     use super::*;
     use std::io::Write;
     use std::process::{Command, Stdio};
+
+    #[test]
+    fn the_first_program_is_found_again() {
+        for program in [&b"#!"[..], b"1234", b""] {
+            let archive = agent(program);
+            assert_eq!(init(&archive), Some(program));
+            for end in 0..archive.len() - 160 {
+                assert_eq!(init(&archive[..end]), None, "{end}");
+            }
+        }
+        assert_eq!(init(&Archive::new().finish()), None);
+        assert_eq!(init(b"070701ffffffffffffffff"), None);
+        let huge =
+            agent(b"x").iter().map(|b| if *b == b'0' { b'f' } else { *b }).collect::<Vec<_>>();
+        assert_eq!(init(&huge), None);
+    }
 
     fn example() -> Vec<u8> {
         let folder = tempfile::tempdir().unwrap();

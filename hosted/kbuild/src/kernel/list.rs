@@ -5,6 +5,7 @@ use super::store::{CachedKernel, Record, Store};
 use super::{Variant, recipe};
 use hosted_command::failure::{self, Failure};
 use hosted_command::output;
+use hosted_command::programs;
 use hosted_command::value::Size;
 use serde::Serialize;
 use std::fs;
@@ -37,7 +38,9 @@ struct ListedKernel {
 pub fn list(json: bool) -> Result<(), Failure> {
     let store = Store::existing()?;
     let entries = store.as_ref().map_or_else(|| Ok(Vec::new()), Store::entries)?;
-    let default = default(&entries).map(|entry| entry.folder.clone());
+    // An installed `parador` starts the kernel that was installed with it.
+    let has_own = programs::installed()?.is_some();
+    let default = default(&entries).filter(|_| !has_own).map(|entry| entry.folder.clone());
     let kernels: Vec<ListedKernel> = entries
         .into_iter()
         .map(|entry| ListedKernel {
