@@ -74,9 +74,7 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
     orphans::adopt()?;
     let spec = config.validate(options.quiet)?;
     let files = VmFiles::open(&spec.config)?;
-    let bytes = files.read_kernel().map_err(|failure| {
-        failure.help("`parador kernel build` builds a kernel for the process back end")
-    })?;
+    let bytes = files.read_kernel()?;
     let kernel = KernelImage::choose(&spec, &bytes, &files.kernel)?;
     let deadline = event_loop::deadline(spec.vm().timeout.map(|time| time.0));
     let backend = Backend::new(&spec, &kernel, &options.programs)?;

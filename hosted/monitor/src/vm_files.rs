@@ -41,7 +41,9 @@ impl VmFiles {
     /// It cannot be read, or belongs to another release of Parador.
     pub fn read_kernel(&self) -> Result<Large, Failure> {
         let read = File::open(&self.kernel).and_then(|mut file| Large::read(&mut file));
-        let bytes = read.file_error("read", &self.kernel)?;
+        let bytes = read.file_error("read", &self.kernel).map_err(|failure| {
+            failure.help("`parador kernel build` builds a kernel for the process back end")
+        })?;
         let check = if self.is_installed { release::check } else { release::check_if_marked };
         check(&bytes, &self.kernel)?;
         Ok(bytes)
