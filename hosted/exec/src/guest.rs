@@ -119,7 +119,14 @@ impl Plan {
             RootFrom::Folder(folder) => shares.push(share(folder, ROOT_TAG, true)?),
             RootFrom::Image(path, format) => {
                 let (path, format) = (path.clone(), Some(*format));
-                disks.push(DiskConfig { path, ro: true, overlay: false, id: None, format });
+                disks.push(DiskConfig {
+                    path,
+                    ro: true,
+                    overlay: false,
+                    backing: None,
+                    id: None,
+                    format,
+                });
             }
         }
         for Shared { folder, tag, read_only } in &self.shared {

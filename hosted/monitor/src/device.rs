@@ -23,6 +23,8 @@ const MARK: &str = "--device";
 const SHARE: &str = "share";
 const IMAGE: &str = "image";
 const VSOCK: &str = "vsock";
+/// Argument of an image that is no overlay.
+const NO_BASE: &str = "none";
 
 /// Resources shared by all device processes of a VM.
 #[derive(Clone, Copy, Debug)]
@@ -34,12 +36,12 @@ pub struct VmDescriptors<'a> {
 }
 
 /// Device that a process serves.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub enum DeviceKind {
     /// Shared directory.
     Share(Share),
-    /// Disk with a qcow2 image.
-    Image(ImageConfig),
+    /// Disk with a qcow2 image, and the formats of its backing files.
+    Image(ImageConfig, Vec<Base>),
 }
 
 impl DeviceKind {
@@ -50,10 +52,11 @@ impl DeviceKind {
             Self::Share(Share { read_only, owners }) => {
                 (SHARE, [read_only, owners].map(|word| word.to_string()).into())
             }
-            Self::Image(ImageConfig { base, read_only, sectors }) => {
-                let words = vec![read_only.to_string(), sectors.to_string()];
-                let base = base.map(|base| word_of_base(base).to_owned());
-                (IMAGE, words.into_iter().chain(base).collect())
+            Self::Image(ImageConfig { base, read_only, sectors }, backing) => {
+                let mut words = vec![read_only.to_string(), sectors.to_string()];
+                words.push(base.map_or(NO_BASE, word_of_base).to_owned());
+                words.extend(backing.into_iter().map(|base| word_of_base(base).to_owned()));
+                (IMAGE, words)
             }
         }
     }
@@ -65,14 +68,12 @@ impl DeviceKind {
             SHARE => Some(Self::Share(Share { read_only, owners: words.next()?.parse().ok()? })),
             IMAGE => {
                 let sectors = words.next()?.parse().ok()?;
-                let base = match words.next() {
-                    None => None,
-                    Some(word) => {
-                        let mut bases = [Base::Raw, Base::Qcow2].into_iter();
-                        Some(bases.find(|&base| word_of_base(base) == word)?)
-                    }
+                let base = match words.next()? {
+                    word if word == NO_BASE => None,
+                    word => Some(parse_base(&word)?),
                 };
-                Some(Self::Image(ImageConfig { base, read_only, sectors }))
+                let backing = words.map(|word| parse_base(&word)).collect::<Option<_>>()?;
+                Some(Self::Image(ImageConfig { base, read_only, sectors }, backing))
             }
             _ => None,
         }
@@ -102,7 +103,12 @@ pub fn start(
     spawn(&arguments, mappings, name)
 }
 
-/// Returns the argument for the base of an overlay.
+/// Returns the format that an argument names.
+fn parse_base(word: &str) -> Option<Base> {
+    [Base::Raw, Base::Qcow2].into_iter().find(|&base| word_of_base(base) == word)
+}
+
+/// Returns the argument for a format.
 fn word_of_base(base: Base) -> &'static str {
     match base {
         Base::Raw => "raw",
@@ -154,8 +160,8 @@ pub fn become_device() -> Option<ExitCode> {
         Served::Requests(machine, DeviceKind::Share(share)) => {
             hosted_devices::serve_share(machine, share, &end)
         }
-        Served::Requests(machine, DeviceKind::Image(image)) => {
-            hosted_devices::serve_image(machine, image, &end)
+        Served::Requests(machine, DeviceKind::Image(image, backing)) => {
+            hosted_devices::serve_image(machine, image, &backing, &end)
         }
         Served::Vsock(vsock) => hosted_devices::serve_vsock(vsock, &end),
     });
