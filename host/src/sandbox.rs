@@ -107,12 +107,52 @@ fn enter_empty_namespaces(
 /// Drops all capabilities (capabilities(7)), independent of the other parts: without namespaces
 /// those of root, or of a container's root, would remain.
 pub fn drop_capabilities() -> Result<(), Errno> {
-    // `struct __user_cap_header_struct`, and twice `struct __user_cap_data_struct`.
-    let header = [u64::from(linux::_LINUX_CAPABILITY_VERSION_3)];
-    let none = [0_u64; 3];
-    let arguments = [header.as_ptr() as u64, none.as_ptr() as u64, 0, 0, 0, 0];
+    keep_capabilities(0)
+}
+
+/// Drops all capabilities of this thread but these, of which bit `n` is capability `n`.
+///
+/// # Errors
+/// The thread does not have one of them.
+pub fn keep_capabilities(kept: u32) -> Result<(), Errno> {
+    // `struct __user_cap_header_struct`, and twice `struct __user_cap_data_struct`: effective,
+    // permitted and inheritable ones, the first 32 of each and then the others.
+    let header = [linux::_LINUX_CAPABILITY_VERSION_3, 0];
+    let sets = [kept, kept, 0, 0, 0, 0];
+    let arguments = [header.as_ptr() as u64, sets.as_ptr() as u64, 0, 0, 0, 0];
     // SAFETY: both structures are only read.
     unsafe { sys::call(linux::__NR_capset, arguments).map(drop) }
+}
+
+/// Keeps this thread's capabilities whatever its file system user is, and those of threads that it
+/// creates ([`set_file_owner`]).
+///
+/// # Errors
+/// The thread does not have `CAP_SETPCAP`.
+pub fn keep_capabilities_of_other_users() -> Result<(), Errno> {
+    // `SECBIT_NO_SETUID_FIXUP` and its lock (`include/uapi/linux/securebits.h` in Linux).
+    const NO_SETUID_FIXUP: u32 = 1 << 2 | 1 << 3;
+    sys::set_attribute(prctl::PR_SET_SECUREBITS, NO_SETUID_FIXUP)
+}
+
+/// Sets the user and group that own the files which this thread creates (setfsuid(2)).
+///
+/// # Errors
+/// `EINVAL`: the host does not know an id, or the thread may not use it. Then one of the ids may
+/// have changed.
+pub fn set_file_owner(user: u32, group: u32) -> Result<(), Errno> {
+    for (number, id) in [(linux::__NR_setfsgid, group), (linux::__NR_setfsuid, user)] {
+        let set = |id: u32| {
+            // SAFETY: no memory is accessed.
+            unsafe { sys::call(number, [id.into(), 0, 0, 0, 0, 0]) }
+        };
+        set(id)?;
+        // The call reports no error, but the previous id; this one is never valid.
+        if set(u32::MAX)? != u64::from(id) {
+            return Err(Errno(linux_raw_sys::errno::EINVAL as i32));
+        }
+    }
+    Ok(())
 }
 
 /// Restricts everything that the host's Landlock supports (landlock(7)): files, TCP ports, abstract

@@ -224,10 +224,14 @@ pub fn parent_id() -> u32 {
 }
 
 /// Sets an attribute of this process whose value is a number (prctl(2)): `PR_SET_NO_NEW_PRIVS`,
-/// `PR_SET_DUMPABLE` or `PR_SET_PDEATHSIG`. Others are refused with `EINVAL`.
+/// `PR_SET_DUMPABLE`, `PR_SET_PDEATHSIG` or `PR_SET_SECUREBITS`. Others are refused with `EINVAL`.
 pub fn set_attribute(attribute: u32, value: u32) -> Result<()> {
-    const NUMBERS: [u32; 3] =
-        [prctl::PR_SET_NO_NEW_PRIVS, prctl::PR_SET_DUMPABLE, prctl::PR_SET_PDEATHSIG];
+    const NUMBERS: [u32; 4] = [
+        prctl::PR_SET_NO_NEW_PRIVS,
+        prctl::PR_SET_DUMPABLE,
+        prctl::PR_SET_PDEATHSIG,
+        prctl::PR_SET_SECUREBITS,
+    ];
     if !NUMBERS.contains(&attribute) {
         return Err(Errno(linux_raw_sys::errno::EINVAL as i32));
     }

@@ -39,6 +39,7 @@ const HOSTED: &[(&str, Body, Class)] = &[
     ("balloon", hosted::memory::balloon, Class::SmpOrKill),
     ("cpus", hosted::wedge::cpus, Class::SmpOrKill),
     ("share-slow", hosted::share::slow, Class::SmpOrKill),
+    ("share-owners", hosted::share::owners, Class::Other),
     ("share-killed", hosted::share::killed, Class::SmpOrKill),
     ("console", hosted::observed::console, Class::SmpOrKill),
     ("vsock", hosted::vsock::both_ways, Class::SmpOrKill),

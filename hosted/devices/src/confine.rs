@@ -13,9 +13,11 @@ use landlock::{
     ABI, Access, AccessFs, AccessNet, CompatLevel, Compatible, PathBeneath, Ruleset, RulesetAttr,
     RulesetCreatedAttr,
 };
+use linux_raw_sys::general as linux;
 use proto::errno::Cause;
+use rustix::fs::Mode;
 use rustix::process::{
-    DumpableBehavior, Resource, Rlimit, getrlimit, set_dumpable_behavior, setrlimit,
+    DumpableBehavior, Resource, Rlimit, getrlimit, set_dumpable_behavior, setrlimit, umask,
 };
 
 use crate::threads::Threads;
@@ -79,8 +81,12 @@ pub enum FileAccess<'a> {
     Own,
     /// Reads below a folder.
     Read(BorrowedFd<'a>),
-    /// Full access below a folder.
+    /// Reads below a folder, files of all owners.
+    ReadOwners(BorrowedFd<'a>),
+    /// Reads and changes files below a folder.
     Change(BorrowedFd<'a>),
+    /// Reads and changes files of all owners below a folder, and creates device nodes.
+    Owners(BorrowedFd<'a>),
     /// None: it copies data between sockets that it has, accepts or receives.
     Sockets,
 }
@@ -89,9 +95,30 @@ impl FileAccess<'_> {
     fn access(self) -> DeviceAccess {
         match self {
             Self::Own => DeviceAccess::Own,
-            Self::Read(_) => DeviceAccess::Read,
+            Self::Read(_) | Self::ReadOwners(_) => DeviceAccess::Read,
             Self::Change(_) => DeviceAccess::Change,
+            Self::Owners(_) => DeviceAccess::Owners,
             Self::Sockets => DeviceAccess::Sockets,
+        }
+    }
+
+    /// Returns the capabilities that the access requires (capabilities(7)), as a set of bits.
+    fn capabilities(self) -> u32 {
+        let set = |all: &[u32]| all.iter().fold(0, |set, capability| set | 1 << capability);
+        match self {
+            Self::Own | Self::Read(_) | Self::Change(_) | Self::Sockets => 0,
+            Self::ReadOwners(_) => set(&[linux::CAP_DAC_READ_SEARCH]),
+            Self::Owners(_) => set(&[
+                linux::CAP_CHOWN,
+                linux::CAP_DAC_OVERRIDE,
+                linux::CAP_FOWNER,
+                linux::CAP_FSETID,
+                // Of the owners of new files.
+                linux::CAP_SETGID,
+                linux::CAP_SETUID,
+                linux::CAP_MKNOD,
+                linux::CAP_SETFCAP,
+            ]),
         }
     }
 }
@@ -108,9 +135,7 @@ pub fn confine(files: FileAccess<'_>, threads: usize) -> Result<Threads, SetupEr
     let most = getrlimit(Resource::Nofile).maximum.map_or(MAX_FILES, |most| most.min(MAX_FILES));
     let limit = Rlimit { current: Some(most), maximum: Some(most) };
     setrlimit(Resource::Nofile, limit).map_err(failed)?;
-    // A superuser's process then has only the rights of the files' owner.
-    sandbox::drop_capabilities()
-        .map_err(|error| SetupError::new("cannot drop capabilities", error))?;
+    restrict_capabilities(files)?;
     restrict_files(files)
         .map_err(|error| SetupError::new("cannot enforce Landlock", describe(&error)))?;
     // Threads inherit the restrictions up to here; the filter is applied to all of them.
@@ -121,23 +146,36 @@ pub fn confine(files: FileAccess<'_>, threads: usize) -> Result<Threads, SetupEr
     Ok(threads)
 }
 
+/// Drops the capabilities that the access does not require. Without owners a superuser's process
+/// then has only the rights of the files' owner.
+fn restrict_capabilities(files: FileAccess<'_>) -> Result<(), SetupError> {
+    let host = |error: host_linux::sys::Errno| io::Error::from_raw_os_error(error.0);
+    if let FileAccess::Owners(_) = files {
+        sandbox::keep_capabilities_of_other_users().map_err(|error| {
+            SetupError::host("cannot keep capabilities for owners=on", &host(error))
+        })?;
+        // The guest's own mask is in the modes that it sends.
+        umask(Mode::empty());
+    }
+    sandbox::keep_capabilities(files.capabilities())
+        .map_err(|error| SetupError::host("cannot restrict capabilities", &host(error)))
+}
+
 /// Restricts file access with Landlock. On hosts without Landlock, the server and the seccomp
 /// filter restrict it.
 fn restrict_files(files: FileAccess<'_>) -> Result<(), landlock::RulesetError> {
     let abi = ABI::V5;
+    let changes = AccessFs::from_all(abi) & !(AccessFs::Execute | AccessFs::IoctlDev);
     let allowed = match files {
         FileAccess::Own | FileAccess::Sockets => None,
-        FileAccess::Read(folder) => Some((folder, AccessFs::from_read(abi) & !AccessFs::Execute)),
-        FileAccess::Change(folder) => {
-            let allowed = AccessFs::from_all(abi)
-                & !(AccessFs::Execute
-                    | AccessFs::MakeChar
-                    | AccessFs::MakeBlock
-                    | AccessFs::MakeSock
-                    | AccessFs::MakeFifo
-                    | AccessFs::IoctlDev);
-            Some((folder, allowed))
+        FileAccess::Read(folder) | FileAccess::ReadOwners(folder) => {
+            Some((folder, AccessFs::from_read(abi) & !AccessFs::Execute))
         }
+        FileAccess::Change(folder) => {
+            let devices = AccessFs::MakeChar | AccessFs::MakeBlock;
+            Some((folder, changes & !devices))
+        }
+        FileAccess::Owners(folder) => Some((folder, changes)),
     };
     let mut ruleset = Ruleset::default()
         .set_compatibility(CompatLevel::BestEffort)

@@ -1,10 +1,10 @@
 //! Disk with a qcow2 image, or with an overlay of another disk.
 //!
-//! The library (`imago`) implements the format. It never opens another file: an image with a
-//! backing file or an external data file is refused, because only the user decides which files a VM
-//! reads. An overlay is an empty qcow2 image in a file without a name, above a base that is only
-//! read; it ends with the VM. Cached tables are written to the file at flushes, shortly after the
-//! last change, and at the end.
+//! The library (`imago`) implements the format. It never opens another file, because only the user
+//! decides which files a VM reads: `parador run` opens backing files, and an image that names one
+//! without it, or an external data file, is refused. An overlay is an empty qcow2 image in a file
+//! without a name, above a base that is only read; it ends with the VM. Cached tables are written
+//! to the file at flushes, shortly after the last change, and at the end.
 //!
 //! Whenever the process is killed or the host loses power, flushed data is in the image, and no
 //! table points to a cluster that is counted as free: the library orders its writes
@@ -46,7 +46,7 @@ const SECTOR: u64 = 512;
 /// Longest read or write in bytes, more than the device model permits.
 const MAX_BYTES: usize = 1 << 20;
 
-/// Format of the base of an overlay.
+/// Format of the base of an overlay, or of a backing file.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Base {
     /// Sectors in order.
@@ -67,29 +67,35 @@ pub struct ImageConfig {
     pub sectors: u64,
 }
 
-/// Serves a qcow2 image until `end`.
+/// Serves a qcow2 image until `end`. `backing` are the formats of its backing files, from the one
+/// that it names on down; their descriptors follow the others.
 ///
 /// # Errors
 /// The process cannot be set up, or the image is unusable.
 pub fn serve_image(
     machine: GuestQueue,
     image: ImageConfig,
+    backing: &[Base],
     end: &AtomicBool,
 ) -> Result<(), SetupError> {
     let worker = Worker::new(machine)?;
-    // SAFETY: `parador run` starts the program with this descriptor, and no other code of it uses
-    // it.
-    let file = fs::File::from(unsafe { OwnedFd::from_raw_fd(layout::DISKS_FD as i32) });
-    let changes = image.base.map(|base| {
-        // SAFETY: as above; a process of an overlay has this descriptor, too.
-        let changes = unsafe { OwnedFd::from_raw_fd(layout::DISKS_FD as i32 + 1) };
-        (base, fs::File::from(changes))
-    });
-    // The file is only read in the sandbox: it may be malicious.
+    let mut numbers = layout::DISKS_FD as i32..;
+    let mut take = || {
+        let number = numbers.next()?;
+        // SAFETY: `parador run` starts the program with as many descriptors as are taken, and no
+        // other code of it uses them.
+        Some(fs::File::from(unsafe { OwnedFd::from_raw_fd(number) }))
+    };
+    let missing = || SetupError::new("the image is unusable", "it has no descriptor");
+    let file = take().ok_or_else(missing)?;
+    let changes = image.base.and_then(|base| Some((base, take()?)));
+    let backing: Vec<_> = backing.iter().filter_map(|&format| Some((format, take()?))).collect();
+    // The files are only read in the sandbox: they may be malicious.
     let threads = confine(FileAccess::Own, THREADS)?;
+    let below = Disk::chain(backing)?;
     let disk = match changes {
-        Some((base, changes)) => Disk::overlay(base, file, changes, image),
-        None => Disk::open(file, image),
+        Some((base, changes)) => Disk::overlay(base, file, below, changes, image),
+        None => Disk::open(file, below, image),
     }?;
     Ok(worker.serve(disk, &threads, end)?)
 }
@@ -114,35 +120,58 @@ fn unusable(error: &io::Error) -> SetupError {
     SetupError::new("the image is unusable", Cause::new(error.raw_os_error(), error))
 }
 
+/// Opens a file for the library, which reads it, or reads and writes it.
+fn storage(file: fs::File, is_written: bool) -> Result<File, SetupError> {
+    let options = StorageOpenOptions::new().write(is_written);
+    File::from_open_file(file, options).map_err(|error| unusable(&error))
+}
+
 impl Disk {
-    fn open(file: fs::File, image: ImageConfig) -> Result<Self, SetupError> {
-        let failed = |error: io::Error| unusable(&error);
-        let marking = if image.read_only { Ok(Marking::none()) } else { Marking::new(&file) };
-        let marking = marking.map_err(|error| SetupError::new("the image is unusable", error))?;
-        let options = StorageOpenOptions::new().write(!image.read_only);
-        let file = File::from_open_file(file, options).map_err(failed)?;
-        Ok(Self { marking, ..Self::with(file, image)? })
+    /// Opens backing files, the lowest one last, to read.
+    fn chain(files: Vec<(Base, fs::File)>) -> Result<Option<FormatAccess<File>>, SetupError> {
+        files.into_iter().rev().try_fold(None, |below, (format, file)| {
+            Self::open_below(format, storage(file, false)?, below).map(Some)
+        })
     }
 
-    /// Opens a new overlay of `file`. No other process ever opens it, so it needs no marking.
+    /// Opens a file that is only read, above `below`.
+    fn open_below(
+        format: Base,
+        file: File,
+        below: Option<FormatAccess<File>>,
+    ) -> Result<FormatAccess<File>, SetupError> {
+        match format {
+            Base::Raw => {
+                let raw = Raw::<File>::builder(file).write(false);
+                let raw = raw.open(DenyImplicitOpenGate::default());
+                Ok(FormatAccess::new(raw.map_err(|error| unusable(&error))?))
+            }
+            Base::Qcow2 => Self::open_image(file, false, below),
+        }
+    }
+
+    fn open(
+        file: fs::File,
+        below: Option<FormatAccess<File>>,
+        image: ImageConfig,
+    ) -> Result<Self, SetupError> {
+        let marking = if image.read_only { Ok(Marking::none()) } else { Marking::new(&file) };
+        let marking = marking.map_err(|error| SetupError::new("the image is unusable", error))?;
+        let file = storage(file, !image.read_only)?;
+        Ok(Self { marking, ..Self::with(file, below, image)? })
+    }
+
+    /// Opens a new overlay of `file`, which is above `below`. No other process ever opens the
+    /// overlay, so it needs no marking.
     fn overlay(
         base: Base,
         file: fs::File,
+        below: Option<FormatAccess<File>>,
         changes: fs::File,
         image: ImageConfig,
     ) -> Result<Self, SetupError> {
         let failed = |error: io::Error| unusable(&error);
-        let storage = |file, is_written| {
-            File::from_open_file(file, StorageOpenOptions::new().write(is_written)).map_err(failed)
-        };
-        let gate = DenyImplicitOpenGate::default();
-        let file = storage(file, false)?;
-        let below = match base {
-            Base::Raw => FormatAccess::new(
-                Raw::<File>::builder(file).write(false).open(gate).map_err(failed)?,
-            ),
-            Base::Qcow2 => Self::open_image(file, false, None)?,
-        };
+        let below = Self::open_below(base, storage(file, false)?, below)?;
         // After a reset of the VM it has the changes of before.
         if changes.metadata().map_err(failed)?.len() == 0 {
             let created = storage(changes.try_clone().map_err(failed)?, true)?;
@@ -155,8 +184,12 @@ impl Disk {
 }
 
 impl<S: Storage + 'static> Disk<S> {
-    fn with(file: S, image: ImageConfig) -> Result<Self, SetupError> {
-        Self::of_access(Self::open_image(file, !image.read_only, None)?, image)
+    fn with(
+        file: S,
+        below: Option<FormatAccess<S>>,
+        image: ImageConfig,
+    ) -> Result<Self, SetupError> {
+        Self::of_access(Self::open_image(file, !image.read_only, below)?, image)
     }
 
     /// Opens a qcow2 image, above `below` if that is given.
@@ -166,13 +199,15 @@ impl<S: Storage + 'static> Disk<S> {
         below: Option<FormatAccess<S>>,
     ) -> Result<FormatAccess<S>, SetupError> {
         let failed = |error: io::Error| unusable(&error);
+        let has_below = below.is_some();
         let opened = Qcow2::<S>::builder(file)
             .write(is_written)
             .backing(below)
             .data_file(None)
             .open(DenyImplicitOpenGate::default())
             .map_err(failed)?;
-        if opened.implicit_backing_file().is_some() || opened.requires_external_data_file() {
+        let lacks_backing = opened.implicit_backing_file().is_some() && !has_below;
+        if lacks_backing || opened.requires_external_data_file() {
             return Err(SetupError::new(
                 "the image is unusable",
                 "it has a backing file or an external data file",

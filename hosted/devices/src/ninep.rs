@@ -7,13 +7,18 @@
 //!
 //! Every name is a single path component, looked up relative to the descriptor of its folder
 //! without following links. Only files and folders are opened. The guest thus cannot name anything
-//! outside of the folder, whatever links it contains and however the host moves folders.
-//! Missing: extended attributes, creation of symbolic links and nodes, locks (the driver has its
-//! own), messages that Linux does not send.
+//! outside of the folder, whatever links it contains and however the host moves folders. The target
+//! of a symbolic link is text for the server.
+//!
+//! With [`Share::owners`] the process has capabilities for files of all owners, and a new file is
+//! created as its owner (`entries`). Permissions are the guest kernel's concern then.
+//! Missing: locks (the driver has its own), messages that Linux does not send.
 //! Documentation: `include/net/9p/9p.h` and `net/9p/client.c` in Linux, the description of 9P2000.L
 //! at <https://github.com/chaos/diod/blob/master/protocol.md>, intro(5) of Plan 9.
 
+mod entries;
 mod message;
+mod xattr;
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -28,9 +33,14 @@ use linux_raw_sys::general as linux;
 use rustix::fs::{self, AtFlags, Mode, OFlags, RawDir, SeekFrom, Stat, Timespec, Timestamps};
 use rustix::fs::{Gid, Uid};
 use rustix::io::{Errno, fcntl_dupfd_cloexec};
+use rustix::process::{getegid, geteuid};
 
+use entries::Ids;
 use message::{Answer, Devices, Fields};
 pub use message::{error, tag};
+use xattr::Attribute;
+
+use crate::share::Share;
 
 /// Longest message in bytes: 1 MiB of data and their header.
 pub const MAX_MESSAGE: usize = (1 << 20) + 24;
@@ -52,6 +62,7 @@ pub mod kind {
     pub const READLINK: u8 = 22;
     pub const GETATTR: u8 = 24;
     pub const SETATTR: u8 = 26;
+    pub const XATTRWALK: u8 = 30;
     pub const XATTRCREATE: u8 = 32;
     pub const READDIR: u8 = 40;
     pub const FSYNC: u8 = 50;
@@ -128,13 +139,17 @@ struct Fid {
     open: OnceLock<OwnedFd>,
     /// Serializes listings: their position is that of the descriptor.
     list: Mutex<()>,
+    /// Guest user that the name was looked up for, who owns files created by it.
+    user: u32,
+    /// Extended attribute that is read or written instead of the file.
+    attribute: Option<Attribute>,
 }
 
 impl Fid {
-    fn new(path: OwnedFd) -> Result<(Self, Stat), Failed> {
+    fn new(path: OwnedFd, user: u32) -> Result<(Self, Stat), Failed> {
         let stat = fs::fstat(&path)?;
-        let fid = Self { path, mode: stat.st_mode, open: OnceLock::new(), list: Mutex::new(()) };
-        Ok((fid, stat))
+        let (open, list) = (OnceLock::new(), Mutex::new(()));
+        Ok((Self { path, mode: stat.st_mode, open, list, user, attribute: None }, stat))
     }
 
     fn is(&self, kind: u32) -> bool {
@@ -143,6 +158,9 @@ impl Fid {
 
     /// Refuses pipes, which would block, and devices of the host.
     fn may_be_opened(&self) -> Result<(), Failed> {
+        if self.attribute.is_some() {
+            return Err(Errno::INVAL);
+        }
         match self.mode & linux::S_IFMT {
             linux::S_IFREG | linux::S_IFDIR => Ok(()),
             linux::S_IFLNK => Err(Errno::LOOP),
@@ -166,8 +184,12 @@ pub struct NinepServer {
     folder: OwnedFd,
     /// `/proc/self/fd`: reopens or modifies the file of [`Fid::path`].
     descriptors: OwnedFd,
-    read_only: bool,
+    share: Share,
+    /// Ids of this process.
+    own: Ids,
     devices: Devices,
+    /// Counts the fids with an attribute, each of which has a reference.
+    attributes: Arc<()>,
     /// Longest response in bytes.
     most: AtomicU32,
     fids: Mutex<Fids>,
@@ -178,7 +200,7 @@ impl NinepServer {
     ///
     /// # Errors
     /// There is no `/proc`.
-    pub fn new(folder: OwnedFd, read_only: bool) -> Result<Self, Failed> {
+    pub fn new(folder: OwnedFd, share: Share) -> Result<Self, Failed> {
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let devices = Devices::default();
         // Its own file system is the first.
@@ -186,8 +208,10 @@ impl NinepServer {
         Ok(Self {
             folder,
             descriptors: fs::open("/proc/self/fd", flags, Mode::empty())?,
-            read_only,
+            share,
+            own: Ids { user: geteuid().as_raw(), group: getegid().as_raw() },
             devices,
+            attributes: Arc::new(()),
             most: AtomicU32::new(MAX_MESSAGE as u32),
             fids: Mutex::new(Fids { session: 0, all: BTreeMap::new() }),
         })
@@ -219,7 +243,7 @@ impl NinepServer {
     }
 
     fn carry_out(&self, kind: u8, fields: &mut Fields, answer: &mut Answer) -> Result<(), Failed> {
-        if self.read_only && CHANGES.contains(&kind) {
+        if self.share.read_only && CHANGES.contains(&kind) {
             return Err(Errno::ROFS);
         }
         match kind {
@@ -239,54 +263,9 @@ impl NinepServer {
             // The worker delays this answer until the flushed request has ended.
             kind::FLUSH => Ok(()),
             kind::LOCK | kind::GETLOCK => self.lock(kind, fields, answer),
-            kind::SYMLINK | kind::MKNOD => Err(Errno::ACCESS),
+            kind::XATTRWALK => self.find_attribute(fields, answer),
+            kind::XATTRCREATE => self.begin_attribute(fields),
             _ => self.change_folder(kind, fields, answer),
-        }
-    }
-
-    /// Requests about names in folders.
-    fn change_folder(
-        &self,
-        kind: u8,
-        fields: &mut Fields,
-        answer: &mut Answer,
-    ) -> Result<(), Failed> {
-        match kind {
-            kind::READLINK => {
-                let (fid, _) = self.fid(fields.word()?)?;
-                let target = fs::readlinkat(&fid.path, c"", Vec::new())?;
-                answer.text(target.as_bytes());
-                Ok(())
-            }
-            kind::LINK => {
-                let (folder, _) = self.fid(fields.word()?)?;
-                let (fid, _) = self.fid(fields.word()?)?;
-                let name = fields.name()?;
-                let flags = AtFlags::SYMLINK_FOLLOW;
-                fs::linkat(&self.descriptors, number(&fid.path), &folder.path, name, flags)
-            }
-            kind::MKDIR => {
-                let (folder, _) = self.fid(fields.word()?)?;
-                let name = fields.name()?;
-                fs::mkdirat(&folder.path, name, fields.mode()?)?;
-                let stat = fs::statat(&folder.path, name, AtFlags::SYMLINK_NOFOLLOW)?;
-                answer.identity(&stat, &self.devices);
-                Ok(())
-            }
-            kind::RENAMEAT => {
-                let (from, _) = self.fid(fields.word()?)?;
-                let old = fields.name()?;
-                let (to, _) = self.fid(fields.word()?)?;
-                fs::renameat(&from.path, old, &to.path, fields.name()?)
-            }
-            kind::UNLINKAT => {
-                let (folder, _) = self.fid(fields.word()?)?;
-                let name = fields.name()?;
-                let is_folder = fields.word()? & linux::AT_REMOVEDIR != 0;
-                let flags = if is_folder { AtFlags::REMOVEDIR } else { AtFlags::empty() };
-                fs::unlinkat(&folder.path, name, flags)
-            }
-            _ => Err(Errno::OPNOTSUPP),
         }
     }
 
@@ -345,10 +324,11 @@ impl NinepServer {
         }
     }
 
+    /// Forgets a fid; an attribute that it writes is set now.
     fn drop_fid(&self, number: u32) -> Result<(), Failed> {
         // The drop may close a descriptor, outside of the lock.
-        let fid = self.fids().all.remove(&number);
-        fid.map(drop).ok_or(Errno::BADF)
+        let fid = self.fids().all.remove(&number).ok_or(Errno::BADF)?;
+        fid.attribute.as_ref().map_or(Ok(()), |attribute| attribute.finish(&fid.path))
     }
 
     fn version(&self, fields: &mut Fields, answer: &mut Answer) -> Result<(), Failed> {
@@ -374,8 +354,9 @@ impl NinepServer {
     fn attach(&self, fields: &mut Fields, answer: &mut Answer) -> Result<(), Failed> {
         let number = fields.word()?;
         let session = self.fids().session;
+        let user = self.attached_user(fields);
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let (fid, stat) = Fid::new(fs::openat(&self.folder, c".", flags, Mode::empty())?)?;
+        let (fid, stat) = Fid::new(fs::openat(&self.folder, c".", flags, Mode::empty())?, user)?;
         self.enter(session, number, fid, None)?;
         answer.identity(&stat, &self.devices);
         Ok(())
@@ -406,7 +387,7 @@ impl NinepServer {
         if found.len() == names.len() {
             let path = place.map_or_else(|| fcntl_dupfd_cloexec(&start.path, 0), Ok)?;
             let instead = (number == new).then_some(&start);
-            self.enter(session, new, Fid::new(path)?.0, instead)?;
+            self.enter(session, new, Fid::new(path, start.user)?.0, instead)?;
         }
         answer.half(found.len() as u16);
         found.iter().for_each(|stat| answer.identity(stat, &self.devices));
@@ -450,9 +431,7 @@ impl NinepServer {
         let size = fields.quad()?;
         let times = [fields.time()?, fields.time()?];
         let (place, name) = (&self.descriptors, &number(&fid.path)[..]);
-        if is_changed(valid::MODE) {
-            fs::chmodat(place, name, without_set_id(mode)?, AtFlags::empty())?;
-        }
+        let mode = is_changed(valid::MODE).then(|| self.mode(mode)).transpose()?;
         let only_noted = changed & !valid::CTIME == 0 && is_changed(valid::CTIME);
         if is_changed(valid::UID | valid::GID) || only_noted {
             // All ones: unchanged.
@@ -460,6 +439,10 @@ impl NinepServer {
             let user = given(valid::UID, user).map(Uid::from_raw);
             let group = given(valid::GID, group).map(Gid::from_raw);
             fs::chownat(place, name, user, group, AtFlags::empty())?;
+        }
+        // After the owner, whose change clears set-user-ID bits.
+        if let Some(mode) = mode {
+            fs::chmodat(place, name, mode, AtFlags::empty())?;
         }
         if is_changed(valid::SIZE) {
             fid.may_be_opened()?;
@@ -507,7 +490,7 @@ impl NinepServer {
         let (fid, _) = self.fid(fields.word()?)?;
         let flags = fields.word()?;
         let writes = linux::O_ACCMODE | linux::O_CREAT | linux::O_TRUNC;
-        if self.read_only && flags & writes != 0 {
+        if self.share.read_only && flags & writes != 0 {
             return Err(Errno::ROFS);
         }
         fid.may_be_opened()?;
@@ -528,28 +511,6 @@ impl NinepServer {
         Ok(())
     }
 
-    fn create(&self, fields: &mut Fields, answer: &mut Answer) -> Result<(), Failed> {
-        let number_of_fid = fields.word()?;
-        let (folder, session) = self.fid(number_of_fid)?;
-        let name = fields.name()?;
-        let flags = fields.word()? & OPEN_FLAGS & !linux::O_DIRECTORY;
-        let mode = fields.mode()?;
-        if !folder.is(linux::S_IFDIR) {
-            return Err(Errno::NOTDIR);
-        }
-        let flags = OFlags::from_bits_retain(flags) | OFlags::CREATE | OFlags::EXCL;
-        let open = fs::openat(&folder.path, name, flags | OFlags::CLOEXEC, mode)?;
-        // Reopens the same file, whatever the name refers to by now.
-        let path = OFlags::PATH | OFlags::CLOEXEC;
-        let path = fs::openat(&self.descriptors, number(&open), path, Mode::empty())?;
-        let (fid, stat) = Fid::new(path)?;
-        let _ = fid.open.set(open);
-        self.enter(session, number_of_fid, fid, Some(&folder))?;
-        answer.identity(&stat, &self.devices);
-        answer.word(0);
-        Ok(())
-    }
-
     /// Returns the requested bytes, as far as they fit into a response.
     fn fitting(&self, wanted: u32) -> usize {
         let most = self.most.load(Relaxed) as usize - HEAD - size_of::<u32>();
@@ -561,7 +522,11 @@ impl NinepServer {
         let offset = fields.quad()?;
         let start = HEAD + size_of::<u32>();
         answer.0.resize(start + self.fitting(fields.word()?), 0);
-        let count = rustix::io::pread(fid.opened()?, &mut answer.0[start..], offset)?;
+        let room = &mut answer.0[start..];
+        let count = match &fid.attribute {
+            Some(attribute) => attribute.read(room, offset)?,
+            None => rustix::io::pread(fid.opened()?, room, offset)?,
+        };
         answer.0.truncate(start + count);
         answer.0[HEAD..start].copy_from_slice(&(count as u32).to_le_bytes());
         Ok(())
@@ -572,7 +537,10 @@ impl NinepServer {
         let offset = fields.quad()?;
         let count = fields.word()?;
         let bytes = fields.take(count as usize)?;
-        let count = rustix::io::pwrite(fid.opened()?, bytes, offset)?;
+        let count = match &fid.attribute {
+            Some(attribute) => attribute.write(bytes, offset)?,
+            None => rustix::io::pwrite(fid.opened()?, bytes, offset)?,
+        };
         answer.word(count as u32);
         Ok(())
     }
@@ -635,13 +603,4 @@ fn look_up(folder: &OwnedFd, name: &[u8]) -> Result<OwnedFd, Failed> {
 fn number(descriptor: &OwnedFd) -> String {
     use std::os::fd::AsRawFd;
     descriptor.as_raw_fd().to_string()
-}
-
-/// Refuses set-user-ID and set-group-ID bits: such a program would give other host users the rights
-/// of this user.
-fn without_set_id(mode: u32) -> Result<Mode, Failed> {
-    if mode & (linux::S_ISUID | linux::S_ISGID) != 0 {
-        return Err(Errno::PERM);
-    }
-    Ok(Mode::from_raw_mode(mode & !linux::S_IFMT))
 }

@@ -133,7 +133,7 @@ impl Plan {
         let share = |path: &Path, tag: &str, ro| {
             let tag = Tag::try_from(tag.to_owned());
             let tag = tag.map_err(|text| Failure::new(failure::INTERNAL, text))?;
-            Ok::<_, Failure>(ShareConfig { path: path.to_owned(), tag, ro })
+            Ok::<_, Failure>(ShareConfig { path: path.to_owned(), tag, ro, owners: false })
         };
         let mut shares = Vec::new();
         let mut disks = Vec::new();
@@ -141,6 +141,7 @@ impl Plan {
             path: path.to_owned(),
             ro: true,
             overlay: false,
+            backing: None,
             id: None,
             format: Some(format),
         };

@@ -15,8 +15,10 @@ pub enum DeviceAccess {
     Own,
     /// Reads below a folder.
     Read,
-    /// Full access below a folder.
+    /// Reads and changes files below a folder, as its user.
     Change,
+    /// The same for files of all owners, and device nodes.
+    Owners,
     /// None: it copies data between sockets that it has, accepts or receives.
     Sockets,
 }
@@ -60,7 +62,13 @@ const OWN: &[u32] = &[
 ];
 
 /// Calls that read below a folder.
-const BELOW: &[u32] = &[linux::__NR_getdents64, linux::__NR_newfstatat, linux::__NR_readlinkat];
+const BELOW: &[u32] = &[
+    linux::__NR_getdents64,
+    linux::__NR_getxattr,
+    linux::__NR_listxattr,
+    linux::__NR_newfstatat,
+    linux::__NR_readlinkat,
+];
 
 /// Calls that change files below a folder.
 const CHANGES: &[u32] = &[
@@ -70,10 +78,19 @@ const CHANGES: &[u32] = &[
     linux::__NR_linkat,
     linux::__NR_mkdirat,
     linux::__NR_pwrite64,
+    linux::__NR_removexattr,
     linux::__NR_renameat,
+    linux::__NR_setxattr,
+    linux::__NR_symlinkat,
     linux::__NR_unlinkat,
     linux::__NR_utimensat,
 ];
+
+/// Types of the nodes that a process without capabilities may create: no devices.
+const NODES: [u32; 3] = [linux::S_IFREG, linux::S_IFIFO, linux::S_IFSOCK];
+
+/// Calls that create files of other owners: nodes of any type, and whose the thread's files are.
+const OWNERS: &[u32] = &[linux::__NR_mknodat, linux::__NR_setfsgid, linux::__NR_setfsuid];
 
 /// Calls on sockets.
 const SOCKETS: &[u32] = &[
@@ -110,6 +127,15 @@ pub fn device_process(access: DeviceAccess) -> Result<Rules, BackendError> {
             allow_all(&mut rules, BELOW);
             allow_all(&mut rules, CHANGES);
             allow_all(&mut rules, &[linux::__NR_openat]);
+            for kind in NODES {
+                allow_masked(&mut rules, linux::__NR_mknodat, (2, linux::S_IFMT, kind))?;
+            }
+        }
+        DeviceAccess::Owners => {
+            allow_all(&mut rules, BELOW);
+            allow_all(&mut rules, CHANGES);
+            allow_all(&mut rules, &[linux::__NR_openat]);
+            allow_all(&mut rules, OWNERS);
         }
         DeviceAccess::Sockets => {
             allow_all(&mut rules, SOCKETS);

@@ -347,6 +347,50 @@ fn a_machine_of_kvm_may_do_this_and_no_more() {
     assert!(!may(9, [0, 4096, 3, 1, 3, 0]) && !may(10, [0, 4096, 5, 0, 0, 0]));
 }
 
+/// The process of a shared directory changes what its kind may, and runs, signals and connects to
+/// nothing.
+#[test]
+fn a_process_of_a_folder_may_do_this_and_no_more() {
+    let of = |access| pack(&device_process(access).and_then(compile).unwrap()).unwrap();
+    let [read, change, owners] =
+        [DeviceAccess::Read, DeviceAccess::Change, DeviceAccess::Owners].map(of);
+    // setxattr, removexattr, mkdirat, fchownat, unlinkat, renameat, linkat, symlinkat, fchmodat
+    let changes = [188, 197, 258, 260, 263, 264, 265, 266, 268];
+    // mknodat with a type; setfsuid, setfsgid
+    let node = |kind: u64| (259, [3, 4096, kind << 12 | 0o644, 0x801, 0, 0]);
+    let nodes = [1, 8, 12].map(node);
+    let devices = [node(2), node(6), (122, [0; 6]), (123, [7; 6])];
+    let all = |filter: &[u64], calls: &[(u32, [u64; 6])], is_allowed: bool| {
+        for &(call, arguments) in calls {
+            assert_eq!(
+                allows(filter, call, X86_64, arguments),
+                is_allowed,
+                "{call} {arguments:x?}"
+            );
+        }
+    };
+    let changes = changes.map(|call| (call, [3; 6]));
+    all(&read, &[&changes[..], &nodes, &devices].concat(), false);
+    all(&change, &[&changes[..], &nodes].concat(), true);
+    all(&change, &devices, false);
+    all(&owners, &[&changes[..], &nodes, &devices].concat(), true);
+    // getxattr, listxattr; opening to write
+    let reads = [(191, [3; 6]), (194, [3; 6])];
+    let opened = [(257, [3, 4096, 2, 0, 0, 0])];
+    for (filter, writes) in [(&read, false), (&change, true), (&owners, true)] {
+        all(filter, &reads, true);
+        all(filter, &opened, writes);
+        // ioctl, socket, connect, clone, fork, execve, kill, ptrace, setuid, setgid, setreuid,
+        // setresuid, setgroups, capset, mount, chroot, prctl, tgkill, unshare, execveat,
+        // open_by_handle_at, name_to_handle_at, io_uring_setup, pidfd_getfd
+        let never = [
+            16, 41, 42, 56, 57, 59, 62, 101, 105, 106, 113, 117, 116, 126, 165, 161, 157, 234, 272,
+            322, 304, 303, 425, 438,
+        ];
+        all(filter, &never.map(|call| (call, [3; 6])), false);
+    }
+}
+
 /// The switch server forwards frames, reads peer credentials, and locks its folder.
 #[test]
 fn a_switch_may_do_this_and_no_more() {

@@ -23,6 +23,8 @@ const MARK: &str = "--device";
 const SHARE: &str = "share";
 const IMAGE: &str = "image";
 const VSOCK: &str = "vsock";
+/// Argument of an image that is no overlay.
+const NO_BASE: &str = "none";
 
 /// Resources shared by all device processes of a VM.
 #[derive(Clone, Copy, Debug)]
@@ -34,12 +36,48 @@ pub struct VmDescriptors<'a> {
 }
 
 /// Device that a process serves.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub enum DeviceKind {
     /// Shared directory.
     Share(Share),
-    /// Disk with a qcow2 image.
-    Image(ImageConfig),
+    /// Disk with a qcow2 image, and the formats of its backing files.
+    Image(ImageConfig, Vec<Base>),
+}
+
+impl DeviceKind {
+    /// Returns the kind and its configuration as arguments, of which [`DeviceKind::parse`] is the
+    /// inverse.
+    fn words(self) -> (&'static str, Vec<String>) {
+        match self {
+            Self::Share(Share { read_only, owners }) => {
+                (SHARE, [read_only, owners].map(|word| word.to_string()).into())
+            }
+            Self::Image(ImageConfig { base, read_only, sectors }, backing) => {
+                let mut words = vec![read_only.to_string(), sectors.to_string()];
+                words.push(base.map_or(NO_BASE, word_of_base).to_owned());
+                words.extend(backing.into_iter().map(|base| word_of_base(base).to_owned()));
+                (IMAGE, words)
+            }
+        }
+    }
+
+    /// Parses the kind and its configuration.
+    fn parse(kind: &str, mut words: impl Iterator<Item = String>) -> Option<Self> {
+        let read_only = words.next()?.parse().ok()?;
+        match kind {
+            SHARE => Some(Self::Share(Share { read_only, owners: words.next()?.parse().ok()? })),
+            IMAGE => {
+                let sectors = words.next()?.parse().ok()?;
+                let base = match words.next()? {
+                    word if word == NO_BASE => None,
+                    word => Some(parse_base(&word)?),
+                };
+                let backing = words.map(|word| parse_base(&word)).collect::<Option<_>>()?;
+                Some(Self::Image(ImageConfig { base, read_only, sectors }, backing))
+            }
+            _ => None,
+        }
+    }
 }
 
 /// Starts the process of a device. `queue` is the index of its request queue, `own` the descriptors
@@ -54,25 +92,23 @@ pub fn start(
     let failed = |error: io::Error| Failure::os("start a device process", &error);
     let numbers = [layout::MEMORY_FD, layout::SHARED_FD, layout::DOORBELL_FD];
     let own = own.iter().copied().zip(layout::DISKS_FD..);
-    let (kind, read_only, sectors, base) = match device {
-        DeviceKind::Share(Share { read_only }) => (SHARE, read_only, 0, None),
-        DeviceKind::Image(ImageConfig { base, read_only, sectors }) => {
-            (IMAGE, read_only, sectors, base.map(word_of_base))
-        }
-    };
     let mut mappings = Vec::new();
     for (descriptor, number) in machine.descriptors.into_iter().zip(numbers).chain(own) {
         let parent_fd = descriptor.try_clone_to_owned().map_err(failed)?;
         mappings.push(FdMapping { parent_fd, child_fd: number as i32 });
     }
-    let numbers = [machine.memory, queue as u64, sectors].map(|number| number.to_string());
-    let [memory, queue, sectors] = numbers;
-    let mut arguments = vec![kind.to_owned(), memory, queue, read_only.to_string(), sectors];
-    arguments.extend(base.map(str::to_owned));
+    let (kind, words) = device.words();
+    let numbers = [machine.memory, queue as u64].map(|number| number.to_string());
+    let arguments: Vec<_> = [kind.to_owned()].into_iter().chain(numbers).chain(words).collect();
     spawn(&arguments, mappings, name)
 }
 
-/// Returns the argument for the base of an overlay.
+/// Returns the format that an argument names.
+fn parse_base(word: &str) -> Option<Base> {
+    [Base::Raw, Base::Qcow2].into_iter().find(|&base| word_of_base(base) == word)
+}
+
+/// Returns the argument for a format.
 fn word_of_base(base: Base) -> &'static str {
     match base {
         Base::Raw => "raw",
@@ -124,8 +160,8 @@ pub fn become_device() -> Option<ExitCode> {
         Served::Requests(machine, DeviceKind::Share(share)) => {
             hosted_devices::serve_share(machine, share, &end)
         }
-        Served::Requests(machine, DeviceKind::Image(image)) => {
-            hosted_devices::serve_image(machine, image, &end)
+        Served::Requests(machine, DeviceKind::Image(image, backing)) => {
+            hosted_devices::serve_image(machine, image, &backing, &end)
         }
         Served::Vsock(vsock) => hosted_devices::serve_vsock(vsock, &end),
     });
@@ -155,21 +191,6 @@ fn parse_arguments(mut arguments: impl Iterator<Item = String>) -> Option<Served
     }
     let memory = arguments.next()?.parse().ok()?;
     let queue = arguments.next()?.parse().ok()?;
-    let read_only = arguments.next()?.parse().ok()?;
-    let sectors = arguments.next()?.parse().ok()?;
-    let device = match kind.as_str() {
-        SHARE => DeviceKind::Share(Share { read_only }),
-        IMAGE => {
-            let base = match arguments.next() {
-                None => None,
-                Some(word) => {
-                    let mut bases = [Base::Raw, Base::Qcow2].into_iter();
-                    Some(bases.find(|&base| word_of_base(base) == word)?)
-                }
-            };
-            DeviceKind::Image(ImageConfig { base, read_only, sectors })
-        }
-        _ => return None,
-    };
+    let device = DeviceKind::parse(&kind, arguments)?;
     Some(Served::Requests(hosted_devices::GuestQueue { memory, queue }, device))
 }

@@ -8,19 +8,20 @@ use hosted_devices::Base;
 use rustix::fs::OFlags;
 use rustix::io::Errno;
 use std::fs::{File, OpenOptions};
-use std::io::{ErrorKind, Read, Seek, SeekFrom};
+use std::io::{Read, Seek, SeekFrom};
 use std::os::fd::AsFd;
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
+mod backing;
 mod lock;
+
+use backing::BackingFile;
 
 /// Bytes per sector.
 const SECTOR: u64 = 512;
 /// Magic number of a qcow2 image (QEMU, `docs/interop/qcow2.txt`).
 const QCOW2: [u8; 4] = *b"QFI\xfb";
-/// Bytes of the header common to all versions.
-const HEADER: usize = 72;
 
 /// Opened disk of a VM.
 #[derive(Debug)]
@@ -29,6 +30,8 @@ pub struct Disk {
     pub file: File,
     /// Base and file of an overlay: its format, and where changes go.
     overlay: Option<(Base, File)>,
+    /// Backing files of the image, from the one that it names on down.
+    backing: Vec<BackingFile>,
     /// Description for the VM.
     pub record: proto::hosted::DiskRecord,
     /// Path for messages.
@@ -67,10 +70,15 @@ impl DiskConfig {
         if is_image && !kind.is_file() {
             return Err(self.refuse("is a block device, not a qcow2 image"));
         }
-        let length = if is_image {
-            self.length_of_image(&mut file)?
+        if self.backing.is_some() && !is_image {
+            return Err(self.refuse("has backing=DIR, which is for qcow2 images"));
+        }
+        let (length, backing) = if is_image {
+            let header = self.header(&file)?;
+            (header.length, self.backing_files(&file, &header)?)
         } else {
-            file.seek(SeekFrom::End(0)).map_err(|error| failed("measure disk", error))?
+            let length = file.seek(SeekFrom::End(0));
+            (length.map_err(|error| failed("measure disk", error))?, Vec::new())
         };
         if length == 0 || !length.is_multiple_of(SECTOR) {
             let text = format!("has {length} bytes, not a positive multiple of {SECTOR}");
@@ -99,7 +107,7 @@ impl DiskConfig {
             serial,
         };
         let overlay = self.changes(is_image)?;
-        Ok(Disk { file, overlay, record, path: path.clone() })
+        Ok(Disk { file, overlay, backing, record, path: path.clone() })
     }
 
     /// Returns the format of an overlay's base, and a new file for the changes.
@@ -112,40 +120,46 @@ impl DiskConfig {
         Ok(Some((base, changes.os_error("create a file for the changes of a disk")?)))
     }
 
-    /// Reads the virtual size from an image's header. The rest of the image is only read by a
-    /// device process.
-    fn length_of_image(&self, file: &mut File) -> Result<u64, Failure> {
-        let mut header = [0; HEADER];
-        match file.read_exact(&mut header) {
-            Ok(()) if header[..4] == QCOW2 => {}
-            Err(error) if error.kind() != ErrorKind::UnexpectedEof => {
-                return Err(Failure::file("read disk", &self.path, &error));
-            }
-            _ => {
-                return Err(self.refuse("is not a qcow2 image").help(
-                    "use format=raw, or create an image: `qemu-img create -f qcow2 FILE 10G`",
-                ));
-            }
-        }
-        let word = |at: usize| u32::from_be_bytes([0, 1, 2, 3].map(|byte| header[at + byte]));
-        let long = |at: usize| u64::from(word(at)) << 32 | u64::from(word(at + 4));
-        // Offset of the backing file name, encryption, snapshots (QEMU, `docs/interop/qcow2.txt`).
-        if long(8) != 0 {
+    /// Reads an image's header: its virtual size, and the backing file that it names. The rest of
+    /// the image is only read by a device process.
+    fn header(&self, file: &File) -> Result<backing::Header, Failure> {
+        let header = backing::Header::read(file);
+        let header = header.map_err(|error| Failure::file("read disk", &self.path, &error))?;
+        let Some(header) = header else {
             return Err(self
-                .refuse("is a qcow2 image with a backing file")
-                .help("merge them: `qemu-img convert -O qcow2 OLD NEW`"));
-        }
-        if word(32) != 0 {
+                .refuse("is not a qcow2 image")
+                .help("use format=raw, or create an image: `qemu-img create -f qcow2 FILE 10G`"));
+        };
+        if header.is_encrypted {
             return Err(self
                 .refuse("is an encrypted qcow2 image")
                 .help("convert it: `qemu-img convert -O qcow2 OLD NEW`"));
         }
-        if word(60) != 0 && !self.is_only_read() {
+        if header.has_snapshots && !self.is_only_read() {
             return Err(self
                 .refuse("is a qcow2 image with snapshots, which can only be read")
                 .help("add ro=on, or convert it: `qemu-img convert -O qcow2 OLD NEW`"));
         }
-        Ok(long(24))
+        Ok(header)
+    }
+
+    /// Opens the backing files of an image with this header.
+    fn backing_files(
+        &self,
+        file: &File,
+        header: &backing::Header,
+    ) -> Result<Vec<BackingFile>, Failure> {
+        match (&header.backing, &self.backing) {
+            (None, _) => Ok(Vec::new()),
+            (Some(_), None) => Err(self.refuse("is a qcow2 image with a backing file").help(
+                "name the folder of its backing files: `backing=DIR`; or merge them: \
+                 `qemu-img convert -O qcow2 OLD NEW`",
+            )),
+            (Some(named), Some(folder)) => {
+                let chain = backing::open_chain(file, named, folder);
+                chain.map_err(|problem| problem.failure(&self.path))
+            }
+        }
     }
 
     /// Opens the file. `is_exclusive` refuses a block device that is mounted or in use by the host
@@ -195,9 +209,12 @@ impl Disk {
         let proto::hosted::DiskRecord { sectors, read_only, is_external, .. } = self.record;
         let base = self.overlay.as_ref().map(|overlay| overlay.0);
         let config = hosted_devices::ImageConfig { base, read_only, sectors };
-        let image = device::DeviceKind::Image(config);
+        let formats = self.backing.iter().map(|backing| backing.format).collect();
+        let image = device::DeviceKind::Image(config, formats);
         let changes = self.overlay.iter().map(|(_, changes)| changes.as_fd());
-        let files: Vec<_> = std::iter::once(self.file.as_fd()).chain(changes).collect();
+        let backing = self.backing.iter().map(|backing| backing.file.as_fd());
+        let files: Vec<_> =
+            std::iter::once(self.file.as_fd()).chain(changes).chain(backing).collect();
         let name = format!("disk {}", self.path.display());
         is_external.then(|| device::start(machine, queue, image, &files, name))
     }
@@ -284,10 +301,10 @@ mod tests {
         let path = folder.join("disk.qcow2");
         let open = |more: &str| parse(&format!("{}{more}", path.display())).unwrap().open(1);
         let write = |field: usize, value: u8| {
-            let mut header = [0; HEADER];
+            let mut header = [0; 4096];
             header[..4].copy_from_slice(&QCOW2);
-            // 16 MiB.
-            header[28] = 1;
+            // Names of 3 bytes, clusters of 4 KiB, 16 MiB.
+            (header[19], header[23], header[28]) = (3, 12, 1);
             header[field] |= value;
             std::fs::write(&path, header).unwrap();
         };

@@ -112,7 +112,7 @@ fn image(rig: &Rig, arguments: &[&str]) -> Result<()> {
 }
 
 /// Changes to an overlay of a raw disk or an image are the VM's own, survive its reset, and end
-/// with it; two overlays have one base.
+/// with it; two overlays have one base. Backing files of images show through and stay.
 pub fn overlays() -> Result<()> {
     let rig = Rig::new()?;
     let [raw, image] = ["base.img", "base.qcow2"].map(|name| rig.path(name));
@@ -121,22 +121,43 @@ pub fn overlays() -> Result<()> {
     fs::write(&raw, &bytes).context("cannot write a disk")?;
     let convert = ["convert", "-f", "raw", "-O", "qcow2"];
     succeed(Command::new("qemu-img").args(convert).args([&raw, &image]))?;
-    let before = fs::read(&image).context("no image")?;
+    let above = |name: &str, base: &str, format: &str| {
+        let create = ["create", "-q", "-f", "qcow2", "-b", base, "-F", format, name];
+        succeed(Command::new("qemu-img").args(create).current_dir(rig.folder()))
+    };
+    above("middle.qcow2", "base.img", "raw")?;
+    above("top.qcow2", "middle.qcow2", "qcow2")?;
+    above("other.qcow2", "middle.qcow2", "qcow2")?;
+    let [middle, top, other] =
+        ["middle.qcow2", "top.qcow2", "other.qcow2"].map(|name| rig.path(name));
+    let kept = [&image, &middle, &other];
+    let before = kept.map(fs::read);
     // The first start writes and resets; the second one finds that.
     let script =
-        "for disk in b c d; do dd if=/dev/vd$disk bs=4 count=1 2>/dev/null; echo \" $disk\"; done
+        "for disk in b c d e f; do dd if=/dev/vd$disk bs=4 count=1 2>/dev/null; echo \" $disk\"; done
         test \"$(dd if=/dev/vdb bs=4 count=1 2>/dev/null)\" = base || exit 7
-        for disk in b d; do printf mine | dd of=/dev/vd$disk conv=notrunc,fsync 2>/dev/null; done
+        for disk in b d e f; do printf mine | dd of=/dev/vd$disk conv=notrunc,fsync 2>/dev/null; done
         reboot -f\n";
     let mut run = rig.script(script, &[])?;
     for path in [&raw, &raw, &image] {
         run.arg("-d").arg(format!("path={},overlay=on", path.display()));
     }
-    let first = ["base b", "base c", "base d"];
-    let second = ["mine b", "mine d"];
+    let backing = rig.folder().display();
+    run.arg("-d").arg(format!("path={},backing={backing}", top.display()));
+    run.arg("-d").arg(format!("path={},backing={backing},overlay=on", other.display()));
+    let first = ["base b", "base c", "base d", "base e", "base f"];
+    let second = ["mine b", "base c", "mine d", "mine e", "mine f"];
     let ended = end(run.args(["--on-reset", "reset"]), "")?;
     ended.well(7, &[&first[..], &second[..]].concat())?;
     ensure!(fs::read(&raw).context("no disk")? == bytes, "the disk was changed");
-    ensure!(fs::read(&image).context("no image")? == before, "the image was changed");
+    for (path, before) in kept.into_iter().zip(before) {
+        let is_same = fs::read(path).context("no image")? == before.context("no image")?;
+        ensure!(is_same, "{} was changed", path.display());
+    }
+    succeed(Command::new("qemu-img").args(["check", "-q"]).arg(&top))?;
+    let merged = rig.path("merged.img");
+    succeed(Command::new("qemu-img").args(["convert", "-O", "raw"]).args([&top, &merged]))?;
+    bytes[..4].copy_from_slice(b"mine");
+    ensure!(fs::read(&merged).context("no disk")? == bytes, "the image lacks its change");
     Ok(())
 }

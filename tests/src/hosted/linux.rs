@@ -235,9 +235,15 @@ const SHARE: &[Step] = &[
     ("attributes", "chmod 600 new; ln new hard; truncate -s 5 word; cat word", &["old\n"]),
     (
         "what it may not",
-        "fails ln -s word other; fails mknod pipe p; fails chmod 4755 new
+        "fails mknod device c 1 3; fails chmod 4755 new; fails chown 7 new
         fails cat ../host/../../above; fails cat up/above",
         &[],
+    ),
+    (
+        "links and pipes",
+        "ln -s /etc/hostname new-link; readlink new-link; ln -s ../above out; fails cat out
+        mknod pipe p; echo through >pipe & cat pipe; wait; mv pipe many; ls -l many/pipe",
+        &["\n/etc/hostname\n", "through\n", "prw"],
     ),
     (
         "a change by the host",

@@ -1,10 +1,11 @@
 //! Shared directories whose host holds leases, or whose process is killed. The rest is a scenario
 //! ([`super::linux`]).
 
-use super::{Rig, children, ended, start, succeed};
+use super::{Rig, children, end, ended, start, succeed, succeed_with};
 use anyhow::{Context, Result, ensure};
 use std::fs;
 use std::io::{BufRead, BufReader};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -73,6 +74,57 @@ pub fn killed() -> Result<()> {
     ensure!(count > 2, "{count} threads");
     succeed(Command::new("kill").args(["-KILL", &server.to_string()]))?;
     ended(child)?.has(137, &["shared directory host"])?;
+    Ok(())
+}
+
+/// Makes a tree with files of all kinds and owners.
+const TREE: &str = "umask 022; mkdir -p tree/empty tree/sticky; cd tree; echo program >program
+    chown 1000:1001 program; chmod 6755 program; ln program hard; ln -s /etc/passwd link
+    ln -s nowhere dangling; chown -h 5:6 link; mknod null c 1 3; mknod disk b 7 200; mkfifo pipe
+    echo large >large; chown 70000:2000000 large; chmod 0 large; chmod 1777 sticky
+    mkdir group; chown 0:50 group; chmod 2775 group; echo own >group/own; touch -d 2001-02-03 link large";
+/// Lists a tree: kind, mode, owner, size, links, target, device; folders have no size.
+const LIST: &str = "cd $0 && find . -mindepth 1 -printf '%P %y %m %U:%G %n %l %s\\n' |
+    sed '/ d /s/ [0-9]*$//' | sort; stat -c '%n %t:%T' null disk; find . -samefile program | sort";
+
+/// With `owners=on` a guest copies a tree with all owners, modes, links and devices, and its users
+/// own what they make; for other users than root it is refused. Code, because it compares lists.
+pub fn owners() -> Result<()> {
+    let (rig, shared) = rig()?;
+    let script = format!(
+        "{MOUNT}
+        cp -a tree copied; mkdir packed; tar cf - tree | tar xpf - -C packed
+        mkdir -m 1777 open; chmod 4777 tree/program
+        echo u:x:1234:1234::/:/bin/sh >>/etc/passwd; echo u:x:1234: >>/etc/group
+        su u -c 'set -e; cd open; echo mine >file; mkdir folder; ln -s a b; mkfifo pipe
+            echo more >>../tree/program; ! echo more >>../tree/large'
+        stat -c '%n %a' tree/program; chmod 4755 tree/program; echo more >>tree/program
+        stat -c '%n %a' tree/program; cat tree/null; head -c 3 tree/large\n"
+    );
+    let mut run = rig.script(&script, &[])?;
+    run.args(["--share", "shared:host,owners=on"]);
+    if !rustix::process::geteuid().is_root() {
+        end(&mut run, "")?.has(77, &["owners=on serves files of all users"])?;
+        return Ok(());
+    }
+    succeed(Command::new("sh").args(["-ec", TREE]).current_dir(&shared))?;
+    let list = |name: &str| {
+        let mut command = Command::new("sh");
+        command.args(["-ec", LIST, name]).current_dir(&shared);
+        succeed_with(&mut command)
+    };
+    let before = list("tree")?;
+    let printed = ["tree/program 777\n", "tree/program 4755\n", "lar"];
+    end(&mut run, "")?.well(0, &printed)?;
+    for copy in ["copied", "packed/tree"] {
+        let after = list(copy)?;
+        ensure!(before == after, "{copy}:\n{after}\nnot\n{before}");
+    }
+    for entry in fs::read_dir(shared.join("open")).context("no folder")? {
+        let path = entry.context("no entry")?.path();
+        let found = fs::symlink_metadata(&path).context("no file")?;
+        ensure!((found.uid(), found.gid()) == (1234, 1234), "{}: {found:?}", path.display());
+    }
     Ok(())
 }
 

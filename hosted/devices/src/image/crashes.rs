@@ -169,7 +169,7 @@ fn image((cluster, width, sectors): Shape) -> (Recorder, Disk<Recorder>) {
 }
 
 fn open(recorder: &Recorder, sectors: u64, read_only: bool) -> Disk<Recorder> {
-    Disk::with(recorder.clone(), ImageConfig { base: None, read_only, sectors }).unwrap()
+    Disk::with(recorder.clone(), None, ImageConfig { base: None, read_only, sectors }).unwrap()
 }
 
 /// Operations on an image.

@@ -168,8 +168,11 @@ impl Header {
         if order > 6 {
             return image_error(format!("its reference counts have 2^{order} bits (limit 64)"));
         }
-        // No backing file, encryption or snapshots.
-        let is_alone = long(8) == 0 && word(32) == 0 && word(60) == 0;
+        // The name of a backing file is in the cluster of the header.
+        let name_end = long(8).saturating_add(word(16).into());
+        let has_near_name = long(8) == 0 || name_end <= 1 << cluster_bits;
+        // No encryption or snapshots.
+        let is_alone = has_near_name && word(32) == 0 && word(60) == 0;
         let header = Self {
             cluster_bits,
             l1: long(40),
@@ -628,14 +631,20 @@ mod tests {
 
     #[test]
     fn what_owns_clusters_otherwise_is_not_marked() {
-        // Version 2, a backing file, encryption, snapshots, external data, bitmaps.
-        for (at, value) in [(7, 2), (15, 1), (35, 1), (63, 1), (79, 4), (104, 0x23)] {
+        // Version 2, a distant name of a backing file, encryption, snapshots, external data,
+        // bitmaps.
+        for (at, value) in [(7, 2), (8, 1), (35, 1), (63, 1), (79, 4), (104, 0x23)] {
             let medium = image();
             medium.borrow_mut()[at] = value;
             let header = Header::read(&medium).unwrap();
             assert!(!header.is_plain(), "{at}");
             assert!(header.rebuild(&medium).is_err());
         }
+        // A backing file's name in the same cluster.
+        let medium = image();
+        medium.borrow_mut()[15] = 120;
+        medium.borrow_mut()[19] = 9;
+        assert!(Header::read(&medium).unwrap().is_plain());
         let medium = image();
         medium.write(104, &0x6803_f857_0000_0009_u64.to_be_bytes()).unwrap();
         assert!(Header::read(&medium).unwrap().is_plain());

@@ -33,7 +33,7 @@ fn image() -> (tempfile::NamedTempFile, Vec<u8>) {
 
 fn open(place: &tempfile::NamedTempFile) -> Result<Disk, SetupError> {
     let file = fs::OpenOptions::new().read(true).write(true).open(place.path()).unwrap();
-    Disk::open(file, ImageConfig { base: None, read_only: false, sectors: SECTORS })
+    Disk::open(file, None, ImageConfig { base: None, read_only: false, sectors: SECTORS })
 }
 
 #[test]
@@ -48,7 +48,7 @@ fn what_is_written_is_read() {
     disk.access.read(&mut bytes, 0).unwrap();
     assert_eq!(bytes, [0; 6000]);
     let other = ImageConfig { base: None, read_only: true, sectors: SECTORS + 1 };
-    let failed = Disk::open(place.reopen().unwrap(), other).map(drop).unwrap_err();
+    let failed = Disk::open(place.reopen().unwrap(), None, other).map(drop).unwrap_err();
     assert!(failed.to_string().contains("size has changed"));
 }
 
@@ -141,7 +141,8 @@ fn slow() -> SlowDisk {
     let (begun, gone) = (Mutex::new(begun), Mutex::new(gone));
     let slow = Slow { file, holds: holds.clone(), fails: fails.clone(), begun, go: gone };
     let disk =
-        Disk::with(slow, ImageConfig { base: None, read_only: false, sectors: SECTORS }).unwrap();
+        Disk::with(slow, None, ImageConfig { base: None, read_only: false, sectors: SECTORS })
+            .unwrap();
     SlowDisk { disk, holds, fails, begins, go }
 }
 
@@ -348,7 +349,7 @@ fn an_image_is_marked_until_it_is_closed() {
     let before = fs::read(killed.path()).unwrap();
     assert_eq!(header.check(killed.as_file()).unwrap(), CheckResult { leaked: 1, missing: 1 });
     let reader = ImageConfig { base: None, read_only: true, sectors: SECTORS };
-    let disk = Disk::open(killed.reopen().unwrap(), reader).unwrap();
+    let disk = Disk::open(killed.reopen().unwrap(), None, reader).unwrap();
     let mut bytes = vec![0; 5000];
     disk.access.read(&mut bytes, 512).unwrap();
     assert_eq!(bytes, [7; 5000]);
@@ -445,7 +446,7 @@ fn overlays_keep_their_base() {
         let config = ImageConfig { base: Some(base), read_only: false, sectors: SECTORS };
         let open = || {
             let file = fs::File::open(&path).unwrap();
-            Disk::overlay(base, file, changes.try_clone().unwrap(), config).unwrap()
+            Disk::overlay(base, file, None, changes.try_clone().unwrap(), config).unwrap()
         };
         let mut wanted = bytes.clone();
         let disk = open();
@@ -460,5 +461,54 @@ fn overlays_keep_their_base() {
         disk.access.read(&mut found, 0).unwrap();
         assert!(found == wanted, "{base:?}");
         assert!(fs::read(&path).unwrap() == before, "{base:?}: the base was changed");
+    }
+}
+
+/// Reads go down a chain of backing files, also of shorter ones; writes stay in the image.
+#[test]
+fn backing_files_show_through() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name);
+    let length = SECTORS * SECTOR;
+    let mut wanted = vec![0; length as usize];
+    // The lowest file is raw and has half of the length.
+    let raw: Vec<u8> = (0..length / 2).map(|at| (at / 512 % 251) as u8).collect();
+    fs::write(path("raw"), &raw).unwrap();
+    wanted[..raw.len()].copy_from_slice(&raw);
+    let make = |name: &str| {
+        let created = fs::File::create_new(path(name)).unwrap();
+        let created = storage(created, true).unwrap();
+        Qcow2::<File>::create_builder(created).size(length).create().unwrap();
+    };
+    let file = |name: &str| fs::File::options().read(true).write(true).open(path(name)).unwrap();
+    let config = ImageConfig { base: None, read_only: false, sectors: SECTORS };
+    let open = |name: &str, below: &[(Base, &str)]| {
+        let below = below.iter().map(|&(format, name)| (format, file(name))).collect();
+        Disk::open(file(name), Disk::chain(below).unwrap(), config).unwrap()
+    };
+    let chain = [(Base::Qcow2, "middle"), (Base::Raw, "raw")];
+    for (name, below, at, value) in
+        [("middle", &chain[1..], 7, 0xaa), ("top", &chain[..], 8, 0xbb), ("top", &chain[..], 2, 0)]
+    {
+        if !path(name).exists() {
+            make(name);
+        }
+        let before: Vec<_> = below.iter().map(|(_, name)| fs::read(path(name)).unwrap()).collect();
+        let disk = open(name, below);
+        let range = at * 512..(at + 2) * 512;
+        if value == 0 {
+            disk.make_zeros(range.start, 1024, true).unwrap();
+        } else {
+            disk.access.write(&[value; 1024][..], range.start).unwrap();
+        }
+        wanted[range.start as usize..range.end as usize].fill(value);
+        disk.close(true);
+        drop(disk);
+        let mut found = vec![0; length as usize];
+        open(name, below).access.read(&mut found, 0).unwrap();
+        assert!(found == wanted, "{name} {at}");
+        for ((_, name), before) in below.iter().zip(before) {
+            assert!(fs::read(path(name)).unwrap() == before, "{name} was changed");
+        }
     }
 }

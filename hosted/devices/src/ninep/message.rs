@@ -1,11 +1,11 @@
 //! Encoding of messages.
 
 use linux_raw_sys::general as linux;
-use rustix::fs::{Mode, Stat, Timespec};
+use rustix::fs::{Stat, Timespec};
 use rustix::io::Errno;
 use std::sync::{Mutex, PoisonError};
 
-use super::{Failed, HEAD, kind, without_set_id};
+use super::{Failed, HEAD, kind};
 
 /// Returns the tag of a message, or `NOTAG`.
 pub fn tag(message: &[u8]) -> [u8; 2] {
@@ -117,11 +117,6 @@ impl<'a> Fields<'a> {
     /// Reads seconds and nanoseconds.
     pub(super) fn time(&mut self) -> Result<Timespec, Failed> {
         Ok(Timespec { tv_sec: self.quad()? as i64, tv_nsec: self.quad()? as i64 })
-    }
-
-    /// Reads the mode of a new file.
-    pub(super) fn mode(&mut self) -> Result<Mode, Failed> {
-        without_set_id(self.word()?)
     }
 
     pub(super) fn text(&mut self) -> Result<&'a [u8], Failed> {

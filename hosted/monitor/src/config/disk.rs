@@ -22,6 +22,8 @@ pub struct DiskConfig {
     /// share the file.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub overlay: bool,
+    /// Folder whose files a qcow2 image may name as its backing files.
+    pub backing: Option<PathBuf>,
     /// Name for the guest [default: disk and its index].
     #[schemars(length(max = 20))]
     pub id: Option<Name>,
@@ -76,7 +78,8 @@ pub fn parse(text: &str) -> Result<DiskConfig, Failure> {
     })
     .map_err(|failure| {
         failure.help(
-            "use -d FILE or -d path=FILE,ro=on,id=NAME,format=raw or format=qcow2; \
+            "use -d FILE or -d path=FILE,ro=on,overlay=on,backing=DIR,id=NAME,format=raw or \
+             format=qcow2; \
              `qemu-img convert -O qcow2 OLD NEW` converts other formats",
         )
     })
@@ -92,10 +95,13 @@ mod tests {
             path: path.into(),
             ro: false,
             overlay: false,
+            backing: None,
             id: None,
             format: None,
         };
         assert_eq!(parse("a.img").unwrap(), disk("a.img"));
+        let backing = Some("/b".into());
+        assert_eq!(parse("a,backing=/b").unwrap(), DiskConfig { backing, ..disk("a") });
         assert_eq!(parse("path=a=b").unwrap(), disk("a=b"));
         let id = Some(Name("root".into()));
         let wanted = DiskConfig { ro: true, id, format: Some(Format::Raw), ..disk("a") };

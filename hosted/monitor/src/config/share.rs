@@ -21,6 +21,9 @@ pub struct ShareConfig {
     /// Read-only for the guest.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub ro: bool,
+    /// Files with the guest's owners, set-user-ID bits and device nodes; for root only.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub owners: bool,
 }
 
 /// Mount tag: 1 to 32 printable ASCII characters.
@@ -54,7 +57,7 @@ pub fn parse(text: &str) -> Result<ShareConfig, Failure> {
             Err(Failure::new(failure::BAD_CONFIG, text))
         }
     };
-    parsed.map_err(|failure| failure.help("use --share DIR:TAG or --share DIR:TAG,ro=on"))
+    parsed.map_err(|failure| failure.help("use --share DIR:TAG, followed by ,ro=on or ,owners=on"))
 }
 
 #[cfg(test)]
@@ -63,10 +66,15 @@ mod tests {
 
     #[test]
     fn descriptions() {
-        let share =
-            |path: &str, tag: &str, ro| ShareConfig { path: path.into(), tag: Tag(tag.into()), ro };
-        assert_eq!(parse("a:b").unwrap(), share("a", "b", false));
-        assert_eq!(parse("/a:b:c,ro=on").unwrap(), share("/a:b", "c", true));
+        let share = |path: &str, tag: &str, ro, owners| ShareConfig {
+            path: path.into(),
+            tag: Tag(tag.into()),
+            ro,
+            owners,
+        };
+        assert_eq!(parse("a:b").unwrap(), share("a", "b", false, false));
+        assert_eq!(parse("/a:b:c,ro=on").unwrap(), share("/a:b", "c", true, false));
+        assert_eq!(parse("a:b,owners=on").unwrap(), share("a", "b", false, true));
         let long = format!("a:{}", "x".repeat(TAG + 1));
         for text in ["", "a", "a:", ":b", "a:b,ro", "a:b,rw=on", "a:b c", &long] {
             assert_eq!(parse(text).unwrap_err().code(), failure::BAD_CONFIG, "{text}");
