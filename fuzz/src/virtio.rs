@@ -5,6 +5,7 @@
 //! Beside panics it detects: timers without end, requests to a back end that are out of range or
 //! reuse an id (the scripted back end rejects both), and devices that fail after a reset.
 
+use proto::ports::FrameKind;
 use vmm_bus::backend::{BlockInfo, BlockStatus, NetInfo, Offload, Segments};
 use vmm_bus::testing::{Script, ScriptBalloon, ScriptDisk, ScriptPort, ScriptServer, ScriptVsock};
 use vmm_bus::{Device, WAKE_INPUT};
@@ -16,12 +17,13 @@ use vmm_dev::virtio::entropy::Entropy;
 use vmm_dev::virtio::net::{self, NetCard};
 use vmm_dev::virtio::p9::P9;
 use vmm_dev::virtio::pci::spec::{NOTIFY, QUEUE_SIZE};
+use vmm_dev::virtio::ports::{self, Ports};
 use vmm_dev::virtio::queue::spec as ring;
 use vmm_dev::virtio::vsock::{self, Vsock};
 use vmm_dev::virtio::{self, VirtioDevice, spec::*};
 use vmm_mem::GuestMemory;
 
-use crate::driver::Rig;
+use crate::driver::{HIGH_RINGS, Rig};
 use crate::input::{Input, Seed};
 
 /// Device types, by the first byte of an input.
@@ -35,6 +37,7 @@ enum Kind {
     Balloon,
     P9,
     Vsock,
+    Ports,
 }
 
 /// Kind of a step.
@@ -69,9 +72,11 @@ enum Step {
     Advance,
     /// Resets the VM.
     Reset,
+    /// Delivers a frame of a console's host end. Kind (8), port (8), length (8), byte.
+    Frame,
 }
 
-const STEPS: [Step; 13] = [
+const STEPS: [Step; 14] = [
     Step::SetUp,
     Step::Read,
     Step::Write,
@@ -85,6 +90,7 @@ const STEPS: [Step; 13] = [
     Step::Wake,
     Step::Advance,
     Step::Reset,
+    Step::Frame,
 ];
 
 /// Sectors of the disk.
@@ -98,11 +104,15 @@ const LOW: (u64, u64) = (0, 0x6_0000);
 const HIGH: (u64, u64) = (0x10_0000, 0x2000);
 /// Address of the buffers of the last request.
 const BUFFERS: u64 = 0x1000;
+/// Queues with rings in low memory.
+const FEW_QUEUES: usize = 5;
+/// Transmit queue of the last port.
+const LAST_TRANSMIT: usize = 2 * proto::ports::MAX_PORTS + 1;
 
 /// Runs an input.
 pub fn run(bytes: &[u8]) {
     let mut input = Input::new(bytes);
-    match input.byte() % 7 {
+    match input.byte() % 8 {
         0 => {
             let info = BlockInfo {
                 sectors: SECTORS,
@@ -152,22 +162,33 @@ pub fn run(bytes: &[u8]) {
             complete(rig, 0);
             assert_eq!(rig.used(0), [(0, 9)], "a message is answered");
         }),
-        _ => drive(Vsock::new(3), input, |rig| {
+        6 => drive(Vsock::new(3), input, |rig| {
             rig.put(BUFFERS, &[0; vsock::spec::HEADER]);
             rig.send(vsock::spec::TRANSMIT, &[(BUFFERS, vsock::spec::HEADER as u32, false)]);
             assert_eq!(rig.used(vsock::spec::TRANSMIT).len(), 1, "a packet is sent");
             assert_eq!(rig.env.link.as_ref().map_or(0, |link| link.sent.len()), 1);
+        }),
+        _ => drive(Ports::new(), input, |rig| {
+            rig.put(BUFFERS, &[0; ports::spec::CONTROL]);
+            let message = [(BUFFERS, ports::spec::CONTROL as u32, false)];
+            for queue in [ports::spec::CONTROL_TRANSMIT, LAST_TRANSMIT] {
+                rig.send(queue, &message);
+                assert_eq!(rig.used(queue).len(), 1, "messages and output are taken");
+            }
         }),
     }
 }
 
 thread_local! {
     static GUEST: GuestMemory = vmm_mem::testing::memory(&[LOW, HIGH]);
+    /// Of a device with many queues.
+    static LARGE_GUEST: GuestMemory = vmm_mem::testing::memory(&[LOW, HIGH, HIGH_RINGS]);
 }
 
 /// Executes the steps, then resets the device and calls `works`.
-fn drive<D: VirtioDevice>(device: D, mut input: Input<'_>, works: impl FnOnce(&mut Rig<D>)) {
-    let memory = GUEST.with(Clone::clone);
+fn drive<D: VirtioDevice>(mut device: D, mut input: Input<'_>, works: impl FnOnce(&mut Rig<D>)) {
+    let guest = if device.queues().len() > FEW_QUEUES { &LARGE_GUEST } else { &GUEST };
+    let memory = guest.with(Clone::clone);
     for (base, length) in memory.ranges() {
         let _ = memory.fill(base, length, 0);
     }
@@ -356,6 +377,12 @@ fn act<D: VirtioDevice>(rig: &mut Rig<D>, step: Step, input: &mut Input<'_>) {
             rig.env.advance(&mut rig.function, span.into());
         }
         Step::Reset => rig.function.reset(&mut rig.env),
+        Step::Frame => {
+            let [kind, port, length, byte] = std::array::from_fn(|_| input.byte());
+            rig.env.stream.input.extend([kind, port, length, 0]);
+            rig.env.stream.input.extend(std::iter::repeat_n(byte, length.into()));
+            rig.wake();
+        }
     }
 }
 
@@ -381,6 +408,16 @@ impl Seed {
     fn available(self, count: u16) -> Self {
         let index = Self::new().half(0).half(count).finish();
         self.memory(0x1_4000, &index).write_register(NOTIFY, 2, 0)
+    }
+
+    fn frame(self, kind: FrameKind, port: u8, length: u8, byte: u8) -> Self {
+        self.step(Step::Frame).byte(kind as u8).byte(port).byte(length).byte(byte)
+    }
+
+    /// Sends a control message of a console's driver.
+    fn control(self, port: u32, event: u16) -> Self {
+        self.memory(0x100, &Self::new().word(port).half(event).half(1).finish())
+            .offer(ports::spec::CONTROL_TRANSMIT as u8, &[(0x100, 8, 0)])
     }
 
     fn offer(self, queue: u8, buffers: &[(u64, u16, u8)]) -> Self {
@@ -505,7 +542,25 @@ pub fn seeds() -> Vec<(&'static str, Seed)> {
         .offer(vsock::spec::RECEIVE as u8, &[(0x2000, 144, 1)])
         .offer(vsock::spec::RECEIVE as u8, &[(0x3000, 44, 1), (0x4000, 200, 1)])
         .offer(vsock::spec::EVENT as u8, &[(0x3000, 8, 1)]);
+    let named = of(Kind::Ports)
+        .frame(FrameKind::Define, 1, 5, b'n')
+        .frame(FrameKind::Open, 1, 0, 0)
+        .offer(ports::spec::CONTROL_RECEIVE as u8, &[(0x2000, 128, 1)])
+        .offer(ports::spec::CONTROL_RECEIVE as u8, &[(0x2100, 128, 1)])
+        .offer(ports::spec::CONTROL_RECEIVE as u8, &[(0x2200, 128, 1)])
+        .control(0, ports::spec::DEVICE_READY)
+        .control(1, ports::spec::PORT_READY)
+        .control(1, ports::spec::PORT_OPEN)
+        .frame(FrameKind::Data, 1, 99, b'd')
+        .offer(4, &[(0x3000, 64, 1)])
+        .step(Step::Room)
+        .byte(9)
+        .offer(5, &[(0x3000, 300, 0)])
+        .frame(FrameKind::Close, 1, 0, 0)
+        .step(Step::SetUp)
+        .long(F_VERSION_1);
     vec![
+        ("ports", named),
         ("balloon", balloon),
         ("messages", messages),
         ("read-write-identify", read_and_write),

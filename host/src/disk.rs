@@ -146,6 +146,15 @@ impl Job {
         }
     }
 
+    /// Fills the remaining memory with zeros.
+    fn clear(&mut self) {
+        for vector in self.vectors() {
+            // SAFETY: the vector is mapped guest memory, where no Rust object is.
+            unsafe { (vector.address as *mut u8).write_bytes(0, vector.length as usize) };
+        }
+        self.left = 0;
+    }
+
     /// Advances by `done` transferred bytes.
     fn advance(&mut self, done: u64) {
         self.left -= done;
@@ -445,6 +454,10 @@ impl<H: DiskHost> Worker<'_, H> {
     ) -> Option<Result<(), Failure>> {
         match (job.kind, result) {
             (_, Err(Errno(number))) if number == errno::EINTR as i32 => None,
+            (Kind::Read, Ok(0)) if self.is_padding(job) => {
+                job.clear();
+                Some(Ok(()))
+            }
             (Kind::Read | Kind::Write, Ok(0)) => Some(Err(Errno(errno::EIO as i32).into())),
             (Kind::Read | Kind::Write, Ok(done)) => {
                 job.advance(done.min(job.left));
@@ -454,6 +467,12 @@ impl<H: DiskHost> Worker<'_, H> {
             (_, Ok(_)) => Some(Ok(())),
             (_, Err(error)) => Some(Err(error.into())),
         }
+    }
+
+    /// Returns whether the rest of a read is the part of the last sector that the file lacks: its
+    /// length is no multiple of a sector.
+    fn is_padding(&self, job: &Job) -> bool {
+        job.left < SECTOR && job.at + job.left == self.record.sectors * SECTOR
     }
 
     /// Returns the file offset of a range of sectors.

@@ -4,6 +4,7 @@
 //!
 //! Records consist of 64-bit little-endian words in the order of the fields.
 
+pub mod console;
 pub mod control;
 pub mod debug;
 mod disk;

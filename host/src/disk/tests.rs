@@ -122,6 +122,27 @@ fn what_is_written_is_read() {
     });
 }
 
+/// A file that ends within the last sector: the rest reads as zeros, and a write extends the file.
+#[test]
+fn the_last_sector_is_padded() {
+    with_engines(|file, memory, client| {
+        memory.0[0x1000..0x3000].iter().for_each(|byte| byte.store(7, SeqCst));
+        assert_eq!(execute(client, op::WRITE, 14, 0, &[(0x1000, 1024)]), status::DONE);
+        file.set_len(15 * SECTOR + 100).unwrap();
+        let parts = [(0x2000, 600), (0x2800, 424)];
+        assert_eq!(execute(client, op::READ, 14, 0, &parts), status::DONE);
+        assert_eq!(memory.bytes(0x2000, 600), [7; 600]);
+        assert_eq!(memory.bytes(0x2800, 12), [7; 12]);
+        assert_eq!(memory.bytes(0x280c, 412), [0; 412]);
+        assert_eq!(memory.bytes(0x29a8, 1), [7], "only the request's memory");
+        assert_eq!(execute(client, op::WRITE, 15, 0, &[(0x1000, 512)]), status::DONE);
+        assert_eq!(file.metadata().unwrap().len(), 16 * SECTOR);
+        // A file that another program has cut is an error.
+        file.set_len(15 * SECTOR).unwrap();
+        assert_eq!(execute(client, op::READ, 14, 0, &[(0x2000, 1024)]), status::FAILED);
+    });
+}
+
 #[test]
 fn invalid_requests_fail() {
     with_engines(|_, _, client| {

@@ -156,5 +156,6 @@ fn config(options: &Options, plan: &Plan, folder: &Path) -> Result<Config, Failu
             cid: Cid::try_from(CID).map_err(internal)?,
             path: folder.join(SOCKET),
         }),
+        port: Vec::new(),
     })
 }

@@ -17,7 +17,7 @@ use kvm_ioctls::VcpuFd;
 use proto::hosted::debug::DebugState;
 use proto::hosted::{
     DiskRecord as Record, MAX_DISKS, MAX_NETS, MAX_QUEUES, MAX_SHARES, NetRecord, ShareRecord,
-    layout, log,
+    console, layout, log,
 };
 use proto::requests::Queue;
 use rustix::process::{DumpableBehavior, set_dumpable_behavior};
@@ -79,8 +79,8 @@ pub struct KvmConfig {
     pub shares: Vec<[u64; ShareRecord::WORDS]>,
     /// Guest CID of the vsock device, if there is one.
     pub vsock: Option<u32>,
-    /// The VM has a virtio console in addition to the serial line.
-    pub console: bool,
+    /// Virtio console in addition to the serial line: see [`proto::hosted::console`].
+    pub console: u64,
     /// Initial size of the balloon in bytes; `None`: no balloon.
     pub balloon: Option<u64>,
     /// Sandboxing in addition to the seccomp filter.
@@ -384,7 +384,8 @@ fn power_on(
     vm.map(memory)?;
     let clock = CounterClock::new(vm.tsc_khz(&fds[0])?, tsc());
     let serial = ConsoleBuffer::new(event::CONSOLE);
-    let second = machine.console.then(|| ConsoleBuffer::new(event::VIRTIO_CONSOLE));
+    let has_console = machine.console != console::NONE;
+    let second = has_console.then(|| ConsoleBuffer::new(event::VIRTIO_CONSOLE));
     let (slots, about) = functions(machine, backends, balloon, second.as_ref());
     let config = pc_config(&vm, fds.len(), clock);
     let board: Board<'_, '_> =
@@ -452,7 +453,7 @@ fn functions<'o>(
     machine: &KvmConfig,
     Backends { disks, queues, networks, .. }: Backends<'o>,
     balloon: Option<HostBalloon>,
-    console: Option<&'o ConsoleBuffer>,
+    second: Option<&'o ConsoleBuffer>,
 ) -> (DeviceTable<'o>, EventSlots) {
     let mut slots = Slots::new();
     // There are enough slots.
@@ -487,8 +488,9 @@ fn functions<'o>(
     if let Some(balloon) = balloon {
         let _ = slots.add(Model::Balloon, HostEndpoint::Balloon(balloon));
     }
-    let console = console.map(HostEndpoint::Console);
-    let console = console.and_then(|console| slots.add(Model::Console, console).ok());
+    let model = if machine.console == console::PORTS { Model::Ports } else { Model::Console };
+    let second = second.map(HostEndpoint::Console);
+    let console = second.and_then(|second| slots.add(model, second).ok());
     let console = console.map_or(0..0, |slot| slot..slot + 1);
     (slots, [(event::DISK, disk_slots), (event::NET, net_slots), (event::VIRTIO_CONSOLE, console)])
 }

@@ -50,8 +50,8 @@ pub struct VmSpec<'a> {
     pub shares: &'a [ShareRecord],
     /// Guest CID of the vsock device, if there is one.
     pub vsock: Option<u32>,
-    /// The VM has a virtio console in addition to the serial line.
-    pub console: bool,
+    /// Virtio console in addition to the serial line: see [`proto::hosted::console`].
+    pub console: u64,
 }
 
 /// Descriptors for a VM's first process.
@@ -101,7 +101,7 @@ pub fn prepare(image: &Image<'_>, machine: &VmSpec<'_>) -> Result<Prepared, Erro
         nets: machine.nets.len() as u64,
         shares: machine.shares.len() as u64,
         vsock: machine.vsock.unwrap_or(0).into(),
-        console: machine.console.into(),
+        console: machine.console,
         log: machine.log,
         balloon: machine.balloon.map_or(0, |bytes| bytes / PAGE_SIZE + 1),
         ..Start::default()

@@ -121,7 +121,7 @@ fn machine(memory: u64) -> VmSpec<'static> {
         nets: &[],
         shares: &[],
         vsock: None,
-        console: false,
+        console: 0,
     }
 }
 

@@ -283,7 +283,7 @@ impl Backend {
             nets: &nets,
             shares: &shares,
             vsock: spec.config.vsock.as_ref().map(|vsock| vsock.cid()),
-            console: spec.console.is_some(),
+            console: spec.console_kind(),
         };
         hosted_loader::prepare(image, &machine).map_err(|error| refused(&error, &files.kernel))
     }
@@ -308,7 +308,7 @@ impl Backend {
             nets: nets.iter().map(|net| net.record.to_words()).collect(),
             shares: files.shares.iter().map(|share| share.record.to_words()).collect(),
             vsock: spec.config.vsock.as_ref().map(|vsock| vsock.cid()),
-            console: spec.console.is_some(),
+            console: spec.console_kind(),
             balloon: spec.balloon,
             sandbox: match spec.vm().sandbox.unwrap_or_default() {
                 Sandbox::On => hosted_kvm::Sandbox::On,

@@ -45,6 +45,7 @@ pub mod console;
 pub mod disk;
 pub mod gdb;
 pub mod net;
+pub mod port;
 pub mod share;
 pub mod vm;
 pub mod vsock;
@@ -89,6 +90,11 @@ pub struct Config {
     #[arg(long, value_name = "cid=CID,path=SOCKET", value_parser = vsock::parse)]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub vsock: Option<vsock::VsockConfig>,
+    /// Named port of the virtio console (/dev/virtio-ports/NAME): NAME,target=TARGET, with the
+    /// targets of --serial; up to seven.
+    #[arg(long, value_name = "PORT", value_parser = port::parse)]
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub port: Vec<port::PortConfig>,
 }
 
 impl Config {
@@ -131,7 +137,7 @@ impl Config {
             ..
         } = &mut self.vm;
         let gdb = gdb.iter_mut().filter_map(GdbEndpoint::path_mut);
-        let targets = console.iter_mut().filter_map(|console| console.0.as_mut());
+        let targets = console.iter_mut().filter_map(|console| console.target.as_mut());
         let console = targets.filter_map(Target::path_mut);
         let serial = serial.iter_mut().filter_map(Target::path_mut);
         let initrd = initrd.iter_mut().filter(|path| BuiltInitrd::of(path).is_none());
@@ -140,9 +146,10 @@ impl Config {
         let shares = self.share.iter_mut().map(|share| &mut share.path);
         let switches = self.net.iter_mut().filter_map(|net| net.switch.as_mut());
         let vsock = self.vsock.iter_mut().map(|vsock| &mut vsock.path);
+        let ports = self.port.iter_mut().filter_map(|port| port.target.path_mut());
         let files = kernel.iter_mut().chain(profile_writes).chain(api_socket);
         let paths = files.chain(initrd).chain(metrics).chain(serial).chain(console).chain(gdb);
-        for path in paths.chain(disks).chain(switches).chain(shares).chain(vsock) {
+        for path in paths.chain(disks).chain(switches).chain(shares).chain(vsock).chain(ports) {
             *path = folder.join(&*path);
         }
         self

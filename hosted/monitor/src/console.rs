@@ -9,7 +9,7 @@ use hosted_command::messages::{Level, say};
 use rustix::fs::Mode;
 use rustix::io::{Errno, read};
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
-use rustix::stdio::stdin;
+use rustix::stdio::{stderr, stdin, stdout};
 use rustix::termios::{OptionalActions, tcgetattr, tcsetattr};
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
@@ -69,10 +69,17 @@ impl HostConsole {
         Ok(match target {
             Target::Stdio => Self::Stdio,
             Target::Null => Self::Null,
-            Target::File(path) => {
-                let opened = OpenOptions::new().write(true).create(true).truncate(true).open(path);
-                Self::File(opened.file_error("write", path)?)
-            }
+            Target::File(path) => Self::File(match own_stream(path) {
+                Some(stream) => {
+                    let copy = stream.try_clone_to_owned();
+                    copy.os_error("duplicate a descriptor")?.into()
+                }
+                None => {
+                    let mut options = OpenOptions::new();
+                    let opened = options.write(true).create(true).truncate(true).open(path);
+                    opened.file_error("write", path)?
+                }
+            }),
             Target::Pty => {
                 let (master, other, path) = pty().os_error("create a pseudoterminal")?;
                 say(Level::Info, &format!("{name} is {path}"));
@@ -88,6 +95,14 @@ impl HostConsole {
     /// Returns whether this is standard input and output.
     pub fn is_stdio(&self) -> bool {
         matches!(self, Self::Stdio)
+    }
+
+    /// Returns whether there is a reader of the output: for a socket, a client.
+    pub fn is_connected(&self) -> bool {
+        match self {
+            Self::Unix(socket) => socket.client.is_some(),
+            Self::Stdio | Self::Null | Self::File(_) | Self::Pty { .. } => true,
+        }
     }
 
     /// Returns the descriptor to poll for input or connections.
@@ -166,6 +181,16 @@ impl HostConsole {
                 Ok(())
             }
         }
+    }
+}
+
+/// Returns standard output or error, if the path names it: opened a second time, a file would have
+/// another position, and a socket cannot be opened.
+fn own_stream(path: &Path) -> Option<BorrowedFd<'static>> {
+    match path.to_str()? {
+        "/dev/stdout" | "/proc/self/fd/1" | "/dev/fd/1" => Some(stdout()),
+        "/dev/stderr" | "/proc/self/fd/2" | "/dev/fd/2" => Some(stderr()),
+        _ => None,
     }
 }
 

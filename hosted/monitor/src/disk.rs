@@ -80,11 +80,8 @@ impl DiskConfig {
             let length = file.seek(SeekFrom::End(0));
             (length.map_err(|error| failed("measure disk", error))?, Vec::new())
         };
-        if length == 0 || !length.is_multiple_of(SECTOR) {
-            let text = format!("has {length} bytes, not a positive multiple of {SECTOR}");
-            return Err(self.refuse(&text).help("pad it: `truncate -s %512 FILE`"));
-        }
-        if self.format.is_none() && !is_image {
+        self.check_length(length, is_image)?;
+        if self.format.is_none() && !is_image && length >= QCOW2.len() as u64 {
             let mut start = [0; QCOW2.len()];
             let read = file.rewind().and_then(|()| file.read_exact(&mut start));
             read.map_err(|error| failed("read disk", error))?;
@@ -101,13 +98,26 @@ impl DiskConfig {
         };
         serial[..name.len()].copy_from_slice(name.as_bytes());
         let record = proto::hosted::DiskRecord {
-            sectors: length / SECTOR,
+            // The guest reads zeros after the end of a raw file.
+            sectors: length.div_ceil(SECTOR),
             read_only: self.ro,
             is_external: is_image || self.overlay,
             serial,
         };
         let overlay = self.changes(is_image)?;
         Ok(Disk { file, overlay, backing, record, path: path.clone() })
+    }
+
+    /// Checks the length of a raw file in bytes, or the virtual one of an image.
+    fn check_length(&self, length: u64, is_image: bool) -> Result<(), Failure> {
+        if length == 0 {
+            return Err(self.refuse("is empty").help("give it a size: `truncate -s 1G FILE`"));
+        }
+        if !length.is_multiple_of(SECTOR) && (is_image || self.overlay) {
+            let text = format!("has {length} bytes, not a multiple of {SECTOR}");
+            return Err(self.refuse(&text).help("pad it: `truncate -s %512 FILE`"));
+        }
+        Ok(())
     }
 
     /// Returns the format of an overlay's base, and a new file for the changes.
@@ -233,10 +243,13 @@ mod tests {
         let path = folder.path().join("disk");
         let open = |more: &str| parse(&format!("{}{more}", path.display())).unwrap().open(1);
         assert_eq!(open("").unwrap_err().code(), failure::MISSING_FILE);
-        for length in [0, 511, 513] {
+        for (length, sectors) in [(511, 1), (513, 2)] {
             std::fs::write(&path, vec![0; length]).unwrap();
-            assert_eq!(open("").unwrap_err().code(), failure::BAD_CONFIG);
+            assert_eq!(open("").unwrap().record.sectors, sectors, "padded");
+            assert_eq!(open(",overlay=on").unwrap_err().code(), failure::BAD_CONFIG);
         }
+        std::fs::write(&path, []).unwrap();
+        assert_eq!(open("").unwrap_err().code(), failure::BAD_CONFIG);
         std::fs::write(&path, vec![0; 1024]).unwrap();
         let disk = open("").unwrap();
         assert_eq!((disk.record.sectors, &disk.record.serial[..6]), (2, b"disk1\0".as_slice()));

@@ -30,6 +30,7 @@ mod net;
 mod orphans;
 mod passt;
 mod perf;
+mod ports;
 mod profile;
 mod relay;
 pub mod run;

@@ -3,9 +3,10 @@
 
 use crate::config::Config;
 use crate::config::console::Target;
+use crate::config::port::MAX_NAMED;
 use crate::config::vm::{BackendChoice, Log, Optimisation, Protection, VmConfig};
 use hosted_command::failure::{self, Failure};
-use proto::hosted::{MAX_DISKS, MAX_NETS, MAX_SHARES, log};
+use proto::hosted::{MAX_DISKS, MAX_NETS, MAX_SHARES, console, log};
 use proto::system::MAX_VCPUS;
 
 /// Page size.
@@ -45,11 +46,26 @@ impl Spec {
         needs_processes(self.vm())
     }
 
+    /// Returns whether the guest kernel has the virtio console as a console.
+    fn is_kernel_console(&self) -> bool {
+        self.vm().console.as_ref().is_some_and(|console| console.kernel)
+    }
+
+    /// Returns the kind of the virtio console ([`console`]).
+    pub fn console_kind(&self) -> u64 {
+        match &self.console {
+            _ if !self.config.port.is_empty() => console::PORTS,
+            Some(_) => console::SINGLE,
+            None => console::NONE,
+        }
+    }
+
     /// Returns the kernel's consoles as command-line parameters. The last one is the console of the
     /// first user process.
     pub fn console_parameters(&self) -> &'static str {
         match (&self.serial, &self.console) {
             (_, None) => "console=ttyS0",
+            _ if !self.is_kernel_console() => "console=ttyS0",
             (Target::Null, Some(_)) => "console=hvc0",
             (_, Some(_)) => "console=ttyS0 console=hvc0",
         }
@@ -69,7 +85,7 @@ impl Config {
         let vcpus = vcpus(vm)?;
         check_conflicts(vm)?;
         check_counts(&self)?;
-        let (serial, console) = consoles(vm)?;
+        let (serial, console) = consoles(&self)?;
         let log = match vm.log.unwrap_or(if is_quiet { Log::Error } else { Log::default() }) {
             Log::Error => log::ERROR,
             Log::Warn => log::WARN,
@@ -143,6 +159,7 @@ fn check_counts(config: &Config) -> Result<(), Failure> {
         (config.disk.len(), "disks", MAX_DISKS),
         (config.share.len(), "shared directories", MAX_SHARES),
         (config.net.len(), "networks", MAX_NETS),
+        (config.port.len(), "ports", MAX_NAMED),
     ];
     match counts.into_iter().find(|(count, _, limit)| count > limit) {
         None => Ok(()),
@@ -153,25 +170,45 @@ fn check_counts(config: &Config) -> Result<(), Failure> {
 }
 
 /// Returns the connections of the serial line and of the virtio console, if there is one.
-fn consoles(vm: &VmConfig) -> Result<(Target, Option<Target>), Failure> {
-    let second = vm.console.as_ref().and_then(|console| console.0.clone());
+fn consoles(config: &Config) -> Result<(Target, Option<Target>), Failure> {
+    let vm = &config.vm;
+    let second = vm.console.as_ref().and_then(|console| console.target.clone());
     let first = match (&vm.serial, &second) {
         (None, Some(Target::Stdio)) => Target::Null,
         (serial, _) => serial.clone().unwrap_or_default(),
     };
-    let is_shared = !matches!(first, Target::Null | Target::Pty) && second.as_ref() == Some(&first);
-    if is_shared {
+    if first.is_exclusive() && second.as_ref() == Some(&first) {
         let text = "--serial and --console have the same target";
         let failure = Failure::new(failure::BAD_CONFIG, text);
         return Err(failure.help("use another target, such as --serial null"));
     }
+    check_ports(config, &first, second.as_ref())?;
     Ok((first, second))
+}
+
+/// Checks that ports have different names and, where that is necessary, targets.
+fn check_ports(config: &Config, serial: &Target, console: Option<&Target>) -> Result<(), Failure> {
+    let mut used: Vec<&Target> = [serial].into_iter().chain(console).collect();
+    for (index, port) in config.port.iter().enumerate() {
+        let name = &port.name.0;
+        if config.port[..index].iter().any(|other| other.name == port.name) {
+            return Err(Failure::new(failure::BAD_CONFIG, format!("two ports are named `{name}`")));
+        }
+        if port.target.is_exclusive() && used.contains(&&port.target) {
+            let text = format!("port `{name}` and another line have the same target");
+            return Err(Failure::new(failure::BAD_CONFIG, text)
+                .help("use another target, such as --serial null"));
+        }
+        used.push(&port.target);
+    }
+    Ok(())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::config::console::Virtio;
+    use crate::config::port;
     use hosted_command::value::Size;
 
     fn validate(change: impl FnOnce(&mut VmConfig)) -> Result<Spec, String> {
@@ -192,13 +229,37 @@ mod tests {
 
     #[test]
     fn a_console_on_standard_output_replaces_the_serial_line() {
-        let spec = validate(|vm| vm.console = Some(Virtio(Some(Target::Stdio)))).unwrap();
+        let spec = validate(|vm| vm.console = Some(Virtio::parse("stdio").unwrap())).unwrap();
         assert_eq!((spec.serial, spec.console), (Target::Null, Some(Target::Stdio)));
         let refused = validate(|vm| {
             vm.serial = Some(Target::Stdio);
-            vm.console = Some(Virtio(Some(Target::Stdio)));
+            vm.console = Some(Virtio::parse("stdio").unwrap());
         });
         assert!(refused.err().unwrap().contains("the same target"));
+    }
+
+    #[test]
+    fn ports() {
+        let validate = |console: &str, ports: &[&str]| {
+            let mut config = Config::default();
+            config.vm.console = Some(Virtio::parse(console).unwrap());
+            config.port = ports.iter().map(|text| port::parse(text).unwrap()).collect();
+            config.validate(false).map_err(|failure| failure.to_string())
+        };
+        let spec = validate("null,kernel=off", &[]).unwrap();
+        assert_eq!((spec.console_kind(), spec.console_parameters()), (1, "console=ttyS0"));
+        let shared = "target=file=/proc/self/fd/1";
+        let ports = [format!("a,{shared}"), format!("b,{shared}")];
+        let ports = ports.each_ref().map(|text| &**text);
+        assert_eq!(validate("off", &ports).unwrap().console_kind(), 2);
+        let refused = |ports: &[&str]| validate("off", ports).err().unwrap();
+        assert!(refused(&["a,target=null", "a,target=pty"]).contains("named `a`"));
+        assert!(refused(&["a,target=stdio"]).contains("same target"), "the serial line's");
+        assert!(refused(&["a,target=unix=x", "b,target=unix=x"]).contains("same target"));
+        let many: Vec<_> = (0..=MAX_NAMED).map(|index| format!("{index},target=null")).collect();
+        let many: Vec<_> = many.iter().map(|text| &**text).collect();
+        assert!(validate("off", &many).err().unwrap().contains("8 ports (limit 7)"));
+        assert!(validate("null", &many[1..]).is_ok());
     }
 
     #[test]

@@ -16,10 +16,11 @@ use crate::exit::{self, ExitCause};
 use crate::metrics::Metrics;
 use crate::net::NetBackend;
 use crate::perf::Maps;
+use crate::ports::Port;
 use crate::profile;
 use crate::spec::Spec;
 use crate::vm_files::VmFiles;
-use crate::vm_process::{SecondaryConsole, VmProcess};
+use crate::vm_process::{SecondaryConsole, SecondaryEnds, VmProcess};
 use crate::vsock::Vsock;
 use command_fds::FdMapping;
 use hosted_command::failure::{self, Failure, IoContext};
@@ -68,6 +69,8 @@ pub struct Supervisor {
     backend: Backend,
     serial: HostConsole,
     console: Option<HostConsole>,
+    /// Ports of the virtio console, that of the console among them; empty: it has only one.
+    ports: Vec<Port>,
     vsock: Option<Vsock>,
     control: Control,
     /// Readable when commands are pending.
@@ -91,6 +94,7 @@ impl Supervisor {
         let serial = HostConsole::open(&spec.serial, SERIAL)?;
         let console = spec.console.as_ref();
         let console = console.map(|target| HostConsole::open(target, CONSOLE)).transpose()?;
+        let (console, ports) = open_ports(&spec, console)?;
         let vsock = spec.config.vsock.as_ref().map(Vsock::open).transpose()?;
         let vm = spec.vm();
         let sink = vm.event_fd.map(event_sink).transpose()?;
@@ -116,6 +120,7 @@ impl Supervisor {
             backend,
             serial,
             console,
+            ports,
             vsock,
             control,
             wakeup,
@@ -194,10 +199,11 @@ impl Supervisor {
         let mut executor =
             CommandExecutor::new(&self.control, &self.wakeup, control, metrics, maps);
         hosted_devices::release_memory();
-        let second = match (&mut self.console, stream) {
-            (Some(console), Some(stream)) => Some(SecondaryConsole { stream, console }),
-            _ => None,
+        let ends = match &mut self.console {
+            Some(console) => SecondaryEnds::Console(console),
+            None => SecondaryEnds::Ports(&mut self.ports),
         };
+        let second = stream.map(|stream| SecondaryConsole { stream, ends });
         process.serve(self.deadline, KEYS, &mut self.serial, second, Some(&mut executor))
     }
 
@@ -217,7 +223,7 @@ impl Supervisor {
             (theirs.into(), layout::CONTROL_FD),
         ];
         let mut stream = None;
-        if self.console.is_some() {
+        if self.console.is_some() || !self.ports.is_empty() {
             let pair = UnixStream::pair();
             let (ours, theirs) = pair.os_error("create a socket pair")?;
             stream = Some(ours);
@@ -293,6 +299,19 @@ struct RunningVm {
     memory: (OwnedFd, OwnedFd),
     /// Processes of networks, which end with this.
     _nets: Vec<Option<crate::passt::Passt>>,
+}
+
+/// Opens the named ports. With one of them the console is a port, too.
+fn open_ports(
+    spec: &Spec,
+    console: Option<HostConsole>,
+) -> Result<(Option<HostConsole>, Vec<Port>), Failure> {
+    let named = spec.config.port.iter().map(Port::open).collect::<Result<Vec<_>, _>>()?;
+    if named.is_empty() {
+        return Ok((console, named));
+    }
+    let console = console.map(Port::console);
+    Ok((None, console.into_iter().chain(named).collect()))
 }
 
 /// Returns the action after an end with this code.

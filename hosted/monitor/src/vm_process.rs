@@ -9,6 +9,7 @@ use crate::device_process::DeviceProcess;
 use crate::event_loop::{self, EndingSignals, EventHandler};
 use crate::exit::ExitCause;
 use crate::orphans;
+use crate::ports::{Port, PortMux, PortSource};
 use crate::profile;
 use crate::terminal::{Keys, Raw};
 use hosted_command::failure::{self, Failure, IoContext};
@@ -33,12 +34,30 @@ pub trait EventSource {
     fn readable(&mut self, index: usize) -> Option<ExitCause>;
 }
 
-/// Virtio console: the VM's side and its connection.
+/// Virtio console: the VM's side and its host ends.
 pub struct SecondaryConsole<'a> {
     /// Both directions.
     pub stream: UnixStream,
-    /// Connection.
-    pub console: &'a mut HostConsole,
+    /// Host ends.
+    pub ends: SecondaryEnds<'a>,
+}
+
+/// Host ends of the virtio console.
+pub enum SecondaryEnds<'a> {
+    /// The stream is that of one console.
+    Console(&'a mut HostConsole),
+    /// The stream carries the frames of several ports.
+    Ports(&'a mut [Port]),
+}
+
+impl SecondaryEnds<'_> {
+    /// Returns whether one of them is standard input and output.
+    fn has_stdio(&self) -> bool {
+        match self {
+            Self::Console(console) => console.is_stdio(),
+            Self::Ports(ports) => ports.iter().any(Port::is_stdio),
+        }
+    }
 }
 
 /// A running VM. Dropping it ends the VM.
@@ -99,21 +118,29 @@ impl VmProcess {
             return Err(Failure::new(failure::INTERNAL, format!("{} has no pipes", self.name)));
         };
         set_nonblocking(input.as_fd())?;
-        let (stream, second) =
-            second.map(|SecondaryConsole { stream, console }| (stream, console)).unzip();
+        let (stream, ends) = second.map(|SecondaryConsole { stream, ends }| (stream, ends)).unzip();
         if let Some(stream) = &stream {
             set_nonblocking(stream.as_fd())?;
         }
-        let has_terminal = console.is_stdio() || second.as_ref().is_some_and(|one| one.is_stdio());
+        let has_terminal =
+            console.is_stdio() || ends.as_ref().is_some_and(SecondaryEnds::has_stdio);
         let raw = enter_terminal(has_terminal, keys);
         let mut lines = vec![ConsoleLine::new(input.as_fd(), output.as_fd(), console)];
-        if let (Some(stream), Some(console)) = (&stream, second) {
-            lines.push(ConsoleLine::new(stream.as_fd(), stream.as_fd(), console));
+        let mut ports = None;
+        match (&stream, ends) {
+            (Some(stream), Some(SecondaryEnds::Console(console))) => {
+                lines.push(ConsoleLine::new(stream.as_fd(), stream.as_fd(), console));
+            }
+            (Some(stream), Some(SecondaryEnds::Ports(ends))) => {
+                ports = Some(PortMux::new(stream, ends));
+            }
+            _ => {}
         }
         let mut events = VmEvents {
             raw: raw.is_some(),
             keys: Keys::default(),
             lines,
+            ports,
             messages: MessageLog::new(self.name, Some(profile::MARK)),
             errors: Some(errors.as_fd()),
             device_processes: &self.device_processes,
@@ -209,6 +236,7 @@ struct VmEvents<'a, 'w> {
     raw: bool,
     keys: Keys,
     lines: Vec<ConsoleLine<'a>>,
+    ports: Option<PortMux<'a>>,
     messages: MessageLog,
     /// The VM's standard error; `None` once it is closed.
     errors: Option<BorrowedFd<'a>>,
@@ -226,6 +254,7 @@ enum Source {
     Errors,
     Keyboard(usize),
     Input(usize),
+    Ports(PortSource),
     /// Descriptor of [`EventSource`] with this index.
     Watched(usize),
 }
@@ -244,11 +273,15 @@ impl EventHandler for VmEvents<'_, '_> {
         let watched = self.watched.as_ref().map(|watched| watched.descriptors());
         let watched = watched.unwrap_or_default().into_iter().enumerate();
         let watched = watched.map(|(index, fd)| (Source::Watched(index), fd, PollFlags::IN));
-        processes.chain(lines).chain(errors).chain(watched).collect()
+        let ports = self.ports.iter().flat_map(PortMux::interest);
+        let ports = ports.map(|(source, fd, flags)| (Source::Ports(source), fd, flags));
+        processes.chain(lines).chain(ports).chain(errors).chain(watched).collect()
     }
 
     fn finished(&self) -> Option<LoopExit> {
-        let is_open = self.errors.is_some() || self.lines.iter().any(|line| line.output_open);
+        let has_output = self.lines.iter().any(|line| line.output_open);
+        let has_ports = self.ports.as_ref().is_some_and(PortMux::is_open);
+        let is_open = self.errors.is_some() || has_output || has_ports;
         (!is_open).then_some(LoopExit::OutputClosed)
     }
 
@@ -275,6 +308,13 @@ impl EventHandler for VmEvents<'_, '_> {
                 self.lines[index].send();
                 None
             }
+            Source::Ports(source) => match &mut self.ports {
+                Some(ports) => {
+                    let keys = self.raw.then_some(&mut self.keys);
+                    ports.ready(source, keys)?.then_some(ExitCause::Keyboard)
+                }
+                None => None,
+            },
             Source::Watched(index) => {
                 self.watched.as_mut().and_then(|watched| watched.readable(index))
             }

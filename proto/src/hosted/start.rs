@@ -98,7 +98,7 @@ record! {
     shares,
     /// The guest's vsock CID; 0: no vsock device.
     vsock,
-    /// 1: the guest has a virtio console in addition to the serial port.
+    /// Virtio console in addition to the serial port: see [`console`](super::console).
     console,
 }
 

@@ -18,6 +18,7 @@ pub mod entropy;
 pub mod net;
 pub mod p9;
 pub mod pci;
+pub mod ports;
 pub mod queue;
 pub mod vsock;
 
@@ -56,7 +57,7 @@ pub mod spec {
 use spec::*;
 
 /// Maximum number of queues of a device.
-pub const MAX_QUEUES: usize = 5;
+pub const MAX_QUEUES: usize = 18;
 /// Bytes of the device-specific configuration; bytes that a device does not define read as 0.
 pub const CONFIG_LEN: usize = 64;
 /// Requests that a device handles in one call; its timer continues the work.
@@ -127,7 +128,7 @@ fn more(env: &mut dyn Env) {
 #[must_use]
 pub struct Causes {
     /// Bit mask of queues with used entries.
-    pub queues: u8,
+    pub queues: u32,
     /// The configuration has changed, or the device needs a reset.
     pub config: bool,
 }

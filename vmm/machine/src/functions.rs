@@ -18,6 +18,7 @@ use vmm_dev::virtio::entropy::Entropy;
 use vmm_dev::virtio::net::NetCard;
 use vmm_dev::virtio::p9::{self, P9};
 use vmm_dev::virtio::pci::{Pci, spec};
+use vmm_dev::virtio::ports::Ports;
 use vmm_dev::virtio::vsock::Vsock;
 
 use crate::layout;
@@ -122,6 +123,9 @@ pub enum Model {
     Net(NetInfo),
     /// Console; its back end is a [`BackendRef::Bytes`].
     Console,
+    /// Console with several ports; its back end is a [`BackendRef::Bytes`] that carries
+    /// [frames](proto::ports).
+    Ports,
     /// Entropy source; its back end is a [`BackendRef::Entropy`].
     Entropy,
     /// Memory balloon; its back end is a [`BackendRef::Balloon`].
@@ -137,12 +141,14 @@ pub enum Model {
 }
 
 /// Device model of a PCI function.
-// One size for all slots; the largest, a disk with all its requests, has several kilobytes.
+// One size for all slots; the largest, a console with the input of all ports, has several
+// kilobytes.
 #[expect(clippy::large_enum_variant, reason = "there is no heap")]
 enum PciDevice {
     Block(Pci<Blk>),
     Net(Pci<NetCard>),
     Console(Pci<Console>),
+    Ports(Pci<Ports>),
     Entropy(Pci<Entropy>),
     Balloon(Pci<balloon::Balloon>),
     P9(Pci<P9>),
@@ -158,6 +164,7 @@ impl PciDevice {
             Model::Block(info) => Self::Block(Pci::new(Blk::new(info), base)),
             Model::Net(info) => Self::Net(Pci::new(NetCard::new(info), base)),
             Model::Console => Self::Console(Pci::new(Console::new(), base)),
+            Model::Ports => Self::Ports(Pci::new(Ports::new(), base)),
             Model::Entropy => Self::Entropy(Pci::new(Entropy::new(), base)),
             Model::Balloon => Self::Balloon(Pci::new(balloon::Balloon::new(), base)),
             Model::P9(tag) => Self::P9(Pci::new(P9::new(tag), base)),
@@ -233,6 +240,7 @@ impl<O: DeviceBackend, const N: usize, R: RelaxStrategy> Functions for Slots<O, 
             PciDevice::Block(device) => device,
             PciDevice::Net(device) => device,
             PciDevice::Console(device) => device,
+            PciDevice::Ports(device) => device,
             PciDevice::Entropy(device) => device,
             PciDevice::Balloon(device) => device,
             PciDevice::P9(device) => device,

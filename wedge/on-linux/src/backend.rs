@@ -6,7 +6,7 @@ use core::ops::Range;
 use core::sync::atomic::Ordering::Relaxed;
 
 use host_linux::sys;
-use proto::hosted::{MAX_DISKS, MAX_NETS, MAX_QUEUES, MAX_SHARES, Start, log};
+use proto::hosted::{MAX_DISKS, MAX_NETS, MAX_QUEUES, MAX_SHARES, Start, console, log};
 use vmm_bus::backend::BlockInfo;
 use vmm_bus::frames;
 use vmm_bus::{BackendRef, ByteStream, DeviceBackend, EntropySource};
@@ -201,8 +201,12 @@ pub fn add_devices(slots: &mut BusSlots, start: &Start) -> DeviceSlots {
         balloon.and_then(|link| slots.add(Model::Balloon, HostEndpoint::Balloon(link)).ok());
     let shared = shared();
     let rings = Rings { output: &shared.console_output, input: &shared.console_input };
-    let console = (start.console != 0).then_some(HostEndpoint::Console(rings));
-    let console = console.and_then(|console| slots.add(Model::Console, console).ok());
+    let model = match start.console {
+        console::NONE => None,
+        console::PORTS => Some(Model::Ports),
+        _ => Some(Model::Console),
+    };
+    let console = model.and_then(|model| slots.add(model, HostEndpoint::Console(rings)).ok());
     let first_net = disks + shares + 1;
     DeviceSlots {
         disks: 0..disks,

@@ -7,7 +7,9 @@ use core::sync::atomic::Ordering::SeqCst;
 use host_linux::sys;
 use linux_raw_sys::general as linux;
 use proto::hosted::layout::SLOTS;
-use proto::hosted::{Filters, MAX_DISKS, MAX_SHARES, Start, control, exit, layout, option};
+use proto::hosted::{
+    Filters, MAX_DISKS, MAX_SHARES, Start, console, control, exit, layout, option,
+};
 use vmm_vcpu::MAX_VCPUS;
 
 use crate::isolation::user_thread;
@@ -528,5 +530,5 @@ impl fmt::Display for ChildExit {
 
 /// Returns whether there is a virtio console.
 fn has_console() -> bool {
-    config().start.console != 0
+    config().start.console != console::NONE
 }

@@ -58,7 +58,7 @@ use host_linux::sandbox::{self, Entered};
 use host_linux::sys::{self, Backing, Errno};
 use linux_raw_sys::general as uapi;
 use linux_raw_sys::prctl;
-use proto::hosted::{Start, layout, log, option};
+use proto::hosted::{Start, console, layout, log, option};
 
 use crate::device::DeviceServer;
 use crate::linux::signals;
@@ -151,7 +151,7 @@ fn set_up() -> Result<DeviceServer, (&'static str, Option<Errno>)> {
         .map_err(cannot("cannot create a network worker"))?;
     let disks = disk::make_workers(start, &config().filters)
         .map_err(cannot("cannot create a disk worker"))?;
-    let last = if start.console != 0 { layout::CONSOLE_FD } else { layout::CONTROL_FD };
+    let last = if start.console != console::NONE { layout::CONSOLE_FD } else { layout::CONTROL_FD };
     // These descriptors belong to the workers.
     sys::close(layout::DISKS_FD, layout::CONTROL_FD - 1)
         .and_then(|()| sys::close(last + 1, u32::MAX))

@@ -50,33 +50,57 @@ impl Target {
             _ => None,
         }
     }
+
+    /// Returns whether two lines cannot have the target. Devices and descriptors of this process
+    /// can be written by several.
+    pub fn is_exclusive(&self) -> bool {
+        match self {
+            Self::Stdio | Self::Unix(_) => true,
+            Self::File(path) => !path.starts_with("/dev") && !path.starts_with("/proc"),
+            Self::Pty | Self::Null => false,
+        }
+    }
 }
 
-/// Configured connection of the virtio console; `None`: the VM has none.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Virtio(pub Option<Target>);
+/// Configuration of the virtio console.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Virtio {
+    /// Connection; `None`: the VM has none.
+    pub target: Option<Target>,
+    /// The guest kernel has it as a console.
+    pub kernel: bool,
+}
+
+/// Suffix of a target: the guest kernel does not have it as a console.
+const NOT_OF_KERNEL: &str = ",kernel=off";
 
 impl Virtio {
-    /// Parses `off`, or a target as [`Target::parse`] does.
+    /// Parses `off`, or a target as [`Target::parse`] does, with `,kernel=off` or without.
     pub fn parse(text: &str) -> Result<Self, String> {
+        let (target, kernel) = match text.strip_suffix(NOT_OF_KERNEL) {
+            Some(target) => (target, false),
+            None => (text, true),
+        };
         match text {
-            "off" => Ok(Self(None)),
-            _ => Target::parse(text)
-                .map(|target| Self(Some(target)))
+            "off" => Ok(Self { target: None, kernel }),
+            _ => Target::parse(target)
+                .map(|target| Self { target: Some(target), kernel })
                 .map_err(|text| text.replace("expected", "expected off,")),
         }
     }
 
     fn text(&self) -> Option<String> {
-        self.0.as_ref().map_or_else(|| Some("off".to_owned()), Target::text)
+        let Some(target) = &self.target else { return Some("off".to_owned()) };
+        let suffix = if self.kernel { "" } else { NOT_OF_KERNEL };
+        Some(format!("{}{suffix}", target.text()?))
     }
 }
 
 string_value!(
     Virtio,
     "Console",
-    "^(off|stdio|pty|null|file=.+|unix=.+)$",
-    "Connection of the virtio console; `off`: the VM has none."
+    "^(off|(stdio|pty|null|file=.+|unix=.+)(,kernel=off)?)$",
+    "Connection of the virtio console; `off`: the VM has none; `,kernel=off`: it is no console of the guest kernel."
 );
 
 string_value!(
@@ -98,6 +122,18 @@ mod tests {
         }
         for text in ["", "file=", "unix", "tty"] {
             assert!(Target::parse(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn virtio_consoles() {
+        for text in ["off", "pty", "stdio,kernel=off", "file=a,b,kernel=off"] {
+            let console = Virtio::parse(text).unwrap();
+            assert_eq!(console.kernel, !text.ends_with("off") || text == "off", "{text}");
+            assert_eq!(serde_json::to_string(&console).unwrap(), format!("\"{text}\""));
+        }
+        for text in ["off,kernel=off", "stdio,kernel=on", ",kernel=off"] {
+            assert!(Virtio::parse(text).is_err(), "{text}");
         }
     }
 }

@@ -13,7 +13,7 @@ pub const NAME: usize = 20;
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct DiskConfig {
-    /// File of whole 512-byte sectors, block device, or qcow2 image.
+    /// File, block device, or qcow2 image. The last sector of a raw file is padded with zeros.
     pub path: PathBuf,
     /// Read-only for the guest; several VMs may share the file.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]

@@ -68,7 +68,7 @@ pub struct VmConfig {
     #[arg(long, value_name = "TARGET", value_parser = Target::parse)]
     pub serial: Option<Target>,
     /// Add a virtio console (hvc0), which becomes the guest's primary console, and connect it: off,
-    /// or as --serial [default: off].
+    /// or as --serial; with `,kernel=off` it is no console of the guest kernel [default: off].
     #[arg(long, value_name = "TARGET", value_parser = Virtio::parse)]
     pub console: Option<Virtio>,
     /// Listen for GDB: unix=SOCKET, or tcp=:PORT on the loopback address; with `,wait` the guest

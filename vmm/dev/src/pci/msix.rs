@@ -24,7 +24,7 @@ pub mod spec {
 use spec::*;
 
 /// Maximum vectors of a function.
-pub const MAX_VECTORS: usize = 6;
+pub const MAX_VECTORS: usize = 19;
 
 /// A vector.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -53,7 +53,7 @@ pub struct Msix {
     enabled: bool,
     mask_all: bool,
     vectors: [Vector; MAX_VECTORS],
-    pending: u8,
+    pending: u32,
 }
 
 impl Msix {

@@ -224,10 +224,12 @@ impl State {
         if causes.config {
             self.msix.send(self.config_vector, env);
         }
-        for (number, &vector) in self.queue_vectors.iter().enumerate() {
-            if causes.queues & 1 << number != 0 {
+        let mut queues = causes.queues;
+        while queues != 0 {
+            if let Some(&vector) = self.queue_vectors.get(queues.trailing_zeros() as usize) {
                 self.msix.send(vector, env);
             }
+            queues &= queues - 1;
         }
     }
 

@@ -11,6 +11,11 @@ use vmm_mem::GuestMemory;
 
 /// Bytes of guest memory. Queue `q` has its rings at `0x1_0000 * (q + 1)`; buffers are below.
 pub const MEMORY: u64 = 0x10_0000;
+/// Rings of the queues from [`FIRST_HIGH`] on: first address and bytes, beyond other memory.
+#[allow(dead_code, reason = "most devices have few queues")]
+pub const HIGH_RINGS: (u64, u64) = (0x20_0000, 0xd_0000);
+/// First queue with rings there.
+const FIRST_HIGH: u64 = 5;
 /// Maximum descriptors of a chain.
 const CHAIN: u16 = 4;
 /// Vector of configuration changes; queue `q` has the vector `q + 1` above.
@@ -97,7 +102,10 @@ impl<D: VirtioDevice> Rig<D> {
     }
 
     fn rings(queue: usize) -> u64 {
-        0x1_0000 * (queue as u64 + 1)
+        match queue as u64 {
+            low @ ..FIRST_HIGH => 0x1_0000 * (low + 1),
+            high => HIGH_RINGS.0 + 0x1_0000 * (high - FIRST_HIGH),
+        }
     }
 
     /// Number of queues that were set up.
