@@ -37,7 +37,7 @@ mod trace;
 
 use defects::breaks;
 pub use fill::{Fill, GuestSource, Known, Step};
-use tables::{Ref, Table};
+use tables::{Ref, Slots, Table};
 
 /// Maximum number of shadow tables of a vCPU.
 pub const MAX_TABLES: usize = 128;
@@ -145,7 +145,8 @@ struct Space {
     used: Cell<u64>,
     /// TLB tag of the space, and its epoch; see [`Vtlb::tag`].
     tag: Cell<(u32, u64)>,
-    /// [`Vtlb::shared_changes`] when shared tables were last made part of it.
+    /// [`Vtlb::shared_changes`] when shared tables were last made part of it; 0: not since its root
+    /// has changed.
     linked: Cell<u64>,
     /// Bit mask of its tables, by number.
     members: [Cell<u64>; MAX_TABLES / 64],
@@ -154,6 +155,18 @@ struct Space {
     watched: [Cell<u64>; trace::WATCHED],
     watches: Cell<u8>,
     watched_at: Cell<u64>,
+}
+
+impl Space {
+    /// Its tables.
+    fn tables(&self) -> impl Iterator<Item = Ref> {
+        Slots::new(&self.members, u8::MAX).map(|number| Ref::new(number as u16))
+    }
+
+    /// Returns whether a table is one of its.
+    fn has(&self, table: Ref) -> bool {
+        self.members[table.index() / 64].get() >> (table.index() % 64) & 1 != 0
+    }
 }
 
 /// Shadow page tables of a vCPU. They are too large for a stack: memory that is zero is a valid
@@ -315,11 +328,10 @@ impl<F: ShadowFormat> Vtlb<F> {
         self.epoch.set(self.epoch.get() >> SPACE_BITS << SPACE_BITS | index as u64);
         let space = self.space();
         space.used.set(self.clock.get());
-        let is_clean = is_known && self.is_space_clean(frames);
-        if !is_clean {
+        if !is_known || !self.is_space_clean(frames) {
             self.renew(frames, key, is_known)?;
         }
-        if !is_clean || space.linked.get() != self.shared_changes.get() {
+        if space.linked.get() != self.shared_changes.get() {
             space.linked.set(self.shared_changes.get());
             self.link_shared(frames);
         }
@@ -345,6 +357,7 @@ impl<F: ShadowFormat> Vtlb<F> {
                 let root = self.take_table(frames, self.current(), self.top.get(), source)?;
                 space.root.set(Some(root));
                 space.tag.set((0, 0));
+                space.linked.set(0);
                 root
             }
         };
@@ -360,7 +373,7 @@ impl<F: ShadowFormat> Vtlb<F> {
         of.is_split.set(host == 0);
         match known {
             Some(_) if self.options.get().sync && host != 0 => {
-                self.sync(frames, root, 0, SYNC_BUDGET);
+                self.sync(frames, root);
             }
             Some(_) => self.clear(frames, root),
             None => {}

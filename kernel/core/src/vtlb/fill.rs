@@ -119,7 +119,8 @@ impl<F: ShadowFormat> Vtlb<F> {
             frames.word(at.get()).load(Relaxed) == value.get()
         };
         let [top, upper, middle] = &path.entries;
-        if !(is_same(top) && is_same(upper) && is_same(middle)) {
+        let is_path = is_same(top) && is_same(upper) && is_same(middle);
+        if !is_path && !breaks("path-entries") {
             return None;
         }
         let (source, offset) = (path.source.get(), 8 * index(address, 0) as u64);
@@ -366,10 +367,7 @@ impl<F: ShadowFormat> Vtlb<F> {
         };
         self.request_for(of.owner.get(), flush);
         match Self::child_in(copy) {
-            None => {
-                self.leaf_removed(of, slot, entry, copy);
-                self.clear_entry(frames, of, slot);
-            }
+            None => self.remove_leaf(frames, of, slot, copy),
             Some(child) => {
                 if self.table(child).parent.get() == Some(table) {
                     self.put_removed(frames, child);
@@ -377,6 +375,20 @@ impl<F: ShadowFormat> Vtlb<F> {
                 self.unlink(frames, table, slot);
             }
         }
+    }
+
+    /// Clears a leaf; the caller flushes the TLB.
+    #[inline(always)]
+    pub(super) fn remove_leaf(
+        &self,
+        frames: &impl FrameAccess,
+        of: &Table,
+        slot: usize,
+        copy: u64,
+    ) {
+        let leaf = frames.words(of.shadow.get())[slot].load(Relaxed);
+        self.leaf_removed(of, slot, leaf, copy);
+        self.clear_entry(frames, of, slot);
     }
 
     /// Clears an entry that refers to a table; of the shared root also in the root of every space.

@@ -3,8 +3,9 @@
 use core::sync::atomic::Ordering::Relaxed;
 
 use super::defects::{self, breaks};
-use super::tables::Ref;
-use super::{ENTRIES, Flush, FrameAccess, ShadowFormat, Vtlb};
+use super::tables::{Ref, Table};
+use super::trace::WATCHED;
+use super::{ENTRIES, Flush, FrameAccess, SYNC_BUDGET, ShadowFormat, Vtlb};
 
 /// Returns whether the guest's entry `now` has the translation of its copy: it may have become
 /// accessed or dirty, but not lost these marks.
@@ -20,6 +21,7 @@ impl<F: ShadowFormat> Vtlb<F> {
         for slot in self.table(root).slots() {
             self.remove(frames, root, slot, 0);
         }
+        self.space().linked.set(0);
         self.request(Flush::Space);
     }
 
@@ -44,49 +46,79 @@ impl<F: ShadowFormat> Vtlb<F> {
         }
     }
 
-    /// Removes the entries of a table that differ from the guest's tables, with all below them.
-    /// `base`: first address that it translates. `budget`: number of entries after which
-    /// tables are removed without a comparison; returns what is left of it.
-    pub(super) fn sync(
-        &self,
-        frames: &impl FrameAccess,
-        table: Ref,
-        base: u64,
-        mut budget: u32,
-    ) -> u32 {
-        let of = self.table(table);
-        let level = u32::from(of.level.get());
-        if of.is_split.get() {
-            // Compared by the entry above.
-            return budget;
+    /// Removes the entries of the current space that differ from the guest's tables, with all below
+    /// them. Tables that were written and that it has not begun after [`SYNC_BUDGET`] entries are
+    /// removed without a comparison, except for the root.
+    pub(super) fn sync(&self, frames: &impl FrameAccess, root: Ref) {
+        let space = self.space();
+        let (mut budget, mut watches) = (SYNC_BUDGET, 0);
+        for table in space.tables() {
+            let of = self.table(table);
+            // Those below a removed entry are no members any more; a split one was compared by the
+            // entry above.
+            if !space.has(table) || of.is_split.get() {
+                continue;
+            }
+            if self.is_clean(frames, table) {
+                watches += usize::from(self.watch(space, watches, of));
+                continue;
+            }
+            watches = WATCHED + 1;
+            if table == root {
+                space.linked.set(0);
+            }
+            if budget == 0 && table != root {
+                self.detach(frames, table);
+                continue;
+            }
+            let compared = self.sync_table(frames, table);
+            budget =
+                if breaks("compare-budget") { budget } else { budget.saturating_sub(compared) };
         }
-        let is_clean = self.is_clean(frames, table);
-        if is_clean && level == 0 {
-            return budget;
+        if watches <= WATCHED {
+            space.watches.set(watches as u8);
+            space.watched_at.set(self.trace.changes());
         }
+    }
+
+    /// Removes the entries of a table that differ from the guest's, with all below them, and
+    /// returns the number of entries that it has compared.
+    fn sync_table(&self, frames: &impl FrameAccess, table: Ref) -> u32 {
         self.counters.syncs.set(self.counters.syncs.get() + 1);
+        let of = self.table(table);
         let source = of.source.get().host;
         let (guest, first) = (frames.words(source & !0xfff), source as usize / 8);
         let copies = frames.words(of.copies.get());
+        let (mut compared, mut removed, mut last) = (0, 0, 0);
         for slot in of.slots() {
             defects::step();
-            budget = if breaks("compare-budget") { budget } else { budget.saturating_sub(1) };
+            compared += 1;
             let copy = copies[slot].load(Relaxed);
-            let now = guest[(first + slot) % ENTRIES].load(Relaxed);
-            let is_kept = is_clean || is_same::<F>(now, copy);
-            if is_kept && level == 0 {
+            if is_same::<F>(guest[(first + slot) % ENTRIES].load(Relaxed), copy) {
                 continue;
             }
-            let address = base + ((slot as u64) << (12 + 9 * level));
-            match Self::child_in(copy) {
-                Some(child) if is_kept && self.table(child).parent.get() != Some(table) => {}
-                Some(child) if is_kept && budget > 0 => {
-                    budget = self.sync(frames, child, address, budget);
-                }
-                None if is_kept => {}
-                _ => self.remove(frames, table, slot, address),
+            if of.level.get() > 0 {
+                self.remove(frames, table, slot, 0);
+            } else {
+                (removed, last) = (removed + 1, slot);
+                self.remove_leaf(frames, of, slot, copy);
             }
         }
-        budget
+        match removed {
+            0 => {}
+            1 => {
+                let address = self.base(of) + ((last as u64) << 12);
+                self.request_for(of.owner.get(), Flush::Page { address, everywhere: false });
+            }
+            _ => self.request_for(of.owner.get(), Flush::Space),
+        }
+        compared
+    }
+
+    /// First address that a table translates, without its sign.
+    fn base(&self, of: &Table) -> u64 {
+        let Some(parent) = of.parent.get() else { return 0 };
+        let own = u64::from(of.slot.get()) << (21 + 9 * of.level.get());
+        self.base(self.table(parent)) + own
     }
 }

@@ -80,22 +80,29 @@ impl Table {
 
     /// The used entries.
     #[inline(always)]
-    pub fn slots(&self) -> Slots<'_> {
-        Slots { filled: &self.filled, words: self.words.get(), word: 0, left: 0 }
+    pub fn slots(&self) -> Slots<'_, { ENTRIES / 64 }> {
+        Slots::new(&self.filled, self.words.get())
     }
 }
 
-/// Indices of the used entries of a table.
-pub struct Slots<'a> {
-    filled: &'a [Cell<u64>; ENTRIES / 64],
-    /// Bit mask of the words of `filled` that are left.
+/// Numbers of the bits that are set in a bit mask, at most eight words.
+pub struct Slots<'a, const WORDS: usize> {
+    mask: &'a [Cell<u64>; WORDS],
+    /// Bit mask of the words that are left.
     words: u8,
     /// This word, and what is left of it.
     word: usize,
     left: u64,
 }
 
-impl Iterator for Slots<'_> {
+impl<'a, const WORDS: usize> Slots<'a, WORDS> {
+    /// Those of a mask whose words with a bit are in `words`.
+    pub fn new(mask: &'a [Cell<u64>; WORDS], words: u8) -> Self {
+        Self { mask, words: words & (u8::MAX >> (8 - WORDS)), word: 0, left: 0 }
+    }
+}
+
+impl<const WORDS: usize> Iterator for Slots<'_, WORDS> {
     type Item = usize;
 
     #[inline(always)]
@@ -106,11 +113,11 @@ impl Iterator for Slots<'_> {
             }
             self.word = self.words.trailing_zeros() as usize;
             self.words &= self.words - 1;
-            self.left = self.filled[self.word % (ENTRIES / 64)].get();
+            self.left = self.mask[self.word % WORDS].get();
         }
         let bit = self.left.trailing_zeros() as usize;
         self.left &= self.left - 1;
-        Some((64 * self.word + bit) % ENTRIES)
+        Some((64 * self.word + bit) % (64 * WORDS))
     }
 }
 

@@ -15,7 +15,7 @@ use core::sync::atomic::Ordering::Relaxed;
 
 use super::defects::{self, breaks};
 use super::tables::{Ref, Table};
-use super::{ENTRIES, Flush, FrameAccess, SHARED, ShadowFormat, Vtlb, index};
+use super::{ENTRIES, Flush, FrameAccess, SHARED, ShadowFormat, Space, Vtlb, index};
 
 /// Number of counters of each filter of leaves, and of the others.
 const LEAVES: usize = 16384;
@@ -125,6 +125,11 @@ impl Trace {
         }
     }
 
+    /// Number of changes: see [`Vtlb::note_trace`].
+    pub fn changes(&self) -> u64 {
+        self.changes.get()
+    }
+
     /// Counter of the writable leaves of a page, at a level. Leaves above level 1 do not exist.
     fn leaves(&self, page: u64, level: u8) -> &Cell<u8> {
         match level {
@@ -197,7 +202,8 @@ impl<F: ShadowFormat> Vtlb<F> {
     /// the page gets its own, and one that is not in the current space, too.
     fn direct_alias(&self, frames: &impl FrameAccess, page: u64) -> Option<(Ref, u64, u64)> {
         let mut found = None;
-        for direct in self.trace.direct.iter().map(Cell::get).filter(|direct| *direct != 0) {
+        let [first, second] = &self.trace.direct;
+        for direct in [first.get(), second.get()].into_iter().filter(|direct| *direct != 0) {
             let address = (direct & !IS_KNOWN).wrapping_add(page << 12);
             // Of shared tables all spaces have the same leaf.
             let others = if self.is_shared(address) { 0 } else { self.options.get().spaces.into() };
@@ -208,6 +214,10 @@ impl<F: ShadowFormat> Vtlb<F> {
                 }
                 if let Some(leaf) = self.leaf_in(frames, space.root.get(), address) {
                     found = found.or(self.alias_at(frames, leaf, address, page));
+                    if found.is_some() && direct == second.get() {
+                        // The next search begins here.
+                        first.swap(second);
+                    }
                 }
             }
         }
@@ -338,48 +348,27 @@ impl<F: ShadowFormat> Vtlb<F> {
         !of.trace.is_dirty.take()
     }
 
-    /// Returns whether no table of the current space was written since the last call; then all are
-    /// traced. The aliases of a space that was clean are remembered until any state changes.
+    /// Returns whether no table of the current space was written since the last look at all of
+    /// them, which has found all clean and traced, and no state has changed.
     pub(super) fn is_space_clean(&self, frames: &impl FrameAccess) -> bool {
-        if !self.options.get().trace {
-            return false;
-        }
-        if breaks("trace-space") {
-            return true;
-        }
         let space = self.space();
-        let is_dirty = |at: u64| frames.word(at).load(Relaxed) & F::DIRTY != 0;
-        if space.watched_at.get() == self.trace.changes.get() {
-            let mut watched = space.watched.iter().take(space.watches.get().into());
-            return !watched.any(|at| is_dirty(at.get()));
+        let is_known = space.watched_at.get() == self.trace.changes.get();
+        if !self.options.get().trace || !is_known {
+            return breaks("trace-space");
         }
-        let mut count = 0;
-        for (word, members) in space.members.iter().enumerate() {
-            let mut left = members.get();
-            while left != 0 {
-                let of = &self.tables[64 * word + left.trailing_zeros() as usize];
-                left &= left - 1;
-                defects::step();
-                if of.is_split.get() {
-                    continue;
-                }
-                let is_seen = of.trace.is_traced.get() && !of.trace.is_dirty.get();
-                if !is_seen || self.alias_is_dirty(frames, of) {
-                    return false;
-                }
-                if of.trace.alias.get().is_some() {
-                    if let Some(watched) = space.watched.get(count) {
-                        watched.set(of.trace.alias_at.get());
-                    }
-                    count += 1;
-                }
-            }
+        let is_dirty = |at: &Cell<u64>| frames.word(at.get()).load(Relaxed) & F::DIRTY != 0;
+        let mut watched = space.watched.iter().take(space.watches.get().into());
+        !watched.any(is_dirty) || breaks("trace-space")
+    }
+
+    /// Remembers the alias of a clean table as one of those of its space; returns whether it has
+    /// one.
+    pub(super) fn watch(&self, space: &Space, index: usize, of: &Table) -> bool {
+        let is_known = of.trace.alias.get().is_some();
+        if is_known && let Some(watched) = space.watched.get(index) {
+            watched.set(of.trace.alias_at.get());
         }
-        if count <= WATCHED {
-            space.watches.set(count as u8);
-            space.watched_at.set(self.trace.changes.get());
-        }
-        true
+        is_known
     }
 
     /// Notes that a table is traced or dirty, or is not, has another alias, or another space.
@@ -387,21 +376,25 @@ impl<F: ShadowFormat> Vtlb<F> {
         self.trace.changes.set(self.trace.changes.get() + 1);
     }
 
-    #[inline(always)]
-    fn alias_is_dirty(&self, frames: &impl FrameAccess, of: &Table) -> bool {
-        of.trace.alias.get().is_some()
-            && frames.word(of.trace.alias_at.get()).load(Relaxed) & F::DIRTY != 0
-    }
-
     /// Makes the alias of a table show the next write. All tables of the page become dirty if it
     /// has shown one.
+    #[inline(always)]
     fn clean_alias(&self, frames: &impl FrameAccess, of: &Table) {
         let Some((table, at, address)) = of.trace.alias() else { return };
+        if frames.word(at).load(Relaxed) & F::DIRTY != 0 {
+            self.clean_dirty_alias(frames, of, (table, at, address));
+        }
+    }
+
+    #[inline(never)]
+    fn clean_dirty_alias(
+        &self,
+        frames: &impl FrameAccess,
+        of: &Table,
+        (table, at, address): (Ref, u64, u64),
+    ) {
         let leaf = frames.word(at);
         let old = leaf.load(Relaxed);
-        if old & F::DIRTY == 0 {
-            return;
-        }
         let alias = self.table(table);
         leaf.store(old & !F::DIRTY, Relaxed);
         if self.options.get().protect {

@@ -103,7 +103,7 @@ impl State {
     #[inline(always)]
     fn decoded(&self, address: u64) -> Option<Instruction> {
         let key = (address, self.tables().epoch(address));
-        let code = &self.code[(address / 4 ^ key.1 & 0xff) as usize % self.code.len()];
+        let code = &self.code[((address / 4) ^ (key.1 & 0xff)) as usize % self.code.len()];
         let read = |at: u64| self.memory.word(at).load(Relaxed);
         let (leaf_at, leaf) = code.leaf.get();
         if code.key.get() != key || read(leaf_at) != leaf {
