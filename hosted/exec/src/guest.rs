@@ -5,6 +5,7 @@ use hosted_command::failure::{self, Failure, IoContext};
 use hosted_images::{ImageArchive, Settings, UnpackedImage, is_compressed};
 use hosted_monitor::config::disk::{DiskConfig, Format};
 use hosted_monitor::config::share::{ShareConfig, Tag};
+use hosted_monitor::vm_files::KernelFile;
 use proto::agent::{CommandUser, MAX_GROUPS, MAX_MOUNTS, Mount, Root};
 use rustix::process::{getegid, geteuid, getgroups};
 use std::env;
@@ -25,10 +26,16 @@ const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 const PASSED: [&str; 8] = ["HOME", "LANG", "LOGNAME", "SHELL", "TERM", "TZ", "USER", "COLORTERM"];
 const PASSED_PREFIX: &str = "LC_";
 
-/// Directory of the host at its own path in the guest.
+/// Tag of the kernel's modules, and where Linux' tools find them.
+const MODULES_TAG: &str = "modules";
+const MODULES: &str = "/lib/modules";
+
+/// Directory of the host in the guest.
 #[derive(Debug, PartialEq, Eq)]
 struct Shared {
     folder: PathBuf,
+    /// Its path in the guest.
+    place: PathBuf,
     tag: String,
     read_only: bool,
 }
@@ -67,7 +74,7 @@ impl Plan {
         let root = RootFrom::find(&options.root)?;
         let is_host = matches!(&root, RootFrom::Folder(folder) if folder == Path::new("/"));
         let current = env::current_dir().os_error("find the current folder")?;
-        let shared = shared(options, &current)?;
+        let mut shared = shared(options, &current)?;
         let is_shared = shared.iter().any(|shared| current.starts_with(&shared.folder));
         let of_image = root.settings().and_then(|settings| settings.folder.as_ref());
         let folder = match (&options.workdir, of_image) {
@@ -77,6 +84,7 @@ impl Plan {
             (None, None) if is_shared || is_host => current,
             (None, None) => PathBuf::from("/"),
         };
+        shared.extend(modules(options, is_host)?);
         let arguments = strings(&command(options, &root)?);
         let base = match root.settings() {
             Some(settings) => of_image_environment(&settings.environment),
@@ -116,9 +124,9 @@ impl Plan {
 
     /// Returns the mounts for the agent.
     pub fn mounts(&self) -> heapless::Vec<Mount<'_>, MAX_MOUNTS> {
-        let mounts = self.shared.iter().map(|Shared { folder, tag, read_only }| Mount {
+        let mounts = self.shared.iter().map(|Shared { place, tag, read_only, .. }| Mount {
             tag,
-            place: folder.as_os_str().as_bytes(),
+            place: place.as_os_str().as_bytes(),
             read_only: *read_only,
         });
         // `parador run` refuses more.
@@ -150,7 +158,7 @@ impl Plan {
             RootFrom::Image(path, format) => disks.push(disk(path, *format)),
             RootFrom::Archive(image) => disks.push(disk(&image.disk, Format::Raw)),
         }
-        for Shared { folder, tag, read_only } in &self.shared {
+        for Shared { folder, tag, read_only, .. } in &self.shared {
             shares.push(share(folder, tag, *read_only)?);
         }
         Ok((shares, disks))
@@ -257,12 +265,25 @@ fn shared(options: &Options, current: &Path) -> Result<Vec<Shared>, Failure> {
         }
         // An explicit option counts more than the current folder.
         shared.retain(|shared| shared.folder != folder);
-        shared.push(Shared { folder, tag: String::new(), read_only });
+        let place = folder.clone();
+        shared.push(Shared { folder, place, tag: String::new(), read_only });
     }
     for (index, shared) in shared.iter_mut().enumerate() {
         shared.tag = format!("folder{index}");
     }
     Ok(shared)
+}
+
+/// Returns the modules of the guest's kernel, unless the root has them.
+fn modules(options: &Options, is_host: bool) -> Result<Option<Shared>, Failure> {
+    let found = KernelFile::find(options.kernel.as_deref())?.modules();
+    let found = found.and_then(|folder| fs::canonicalize(folder).ok());
+    Ok(found.and_then(|folder| {
+        let place = Path::new(MODULES).join(folder.file_name()?);
+        let is_there = is_host && place.is_dir();
+        let shared = Shared { folder, place, tag: MODULES_TAG.to_owned(), read_only: true };
+        (!is_there).then_some(shared)
+    }))
 }
 
 fn joined(name: &OsStr, value: &OsStr) -> OsString {

@@ -37,6 +37,7 @@ use std::env;
 use std::ffi::OsString;
 use std::fs::{self, File};
 use std::io::{self, BufReader, Write};
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::thread;
@@ -287,6 +288,23 @@ pub fn installed() -> Result<Option<PathBuf>, Failure> {
             .help("install the package again, or give a KERNEL"));
     }
     trust::check(&path).map(Some)
+}
+
+/// Returns the folder of a kernel's modules, whose name is the kernel's release: beside a built
+/// kernel, or where a package has installed them. `None`: there is none.
+pub fn modules_of(kernel: &Path) -> Option<PathBuf> {
+    /// End of the releases of pre-virtualized kernels (`CONFIG_LOCALVERSION`).
+    const SUFFIX: &[u8] = b"-parador";
+    let folder = kernel.parent()?;
+    let places = [Kernel::new(folder.to_owned(), None).modules(), folder.join("../modules")];
+    let mut found: Vec<_> = places
+        .iter()
+        .filter_map(|place| fs::read_dir(place).ok())
+        .flat_map(|entries| entries.flatten().map(|entry| entry.path()))
+        .filter(|path| path.is_dir() && path.as_os_str().as_bytes().ends_with(SUFFIX))
+        .collect();
+    found.sort();
+    found.pop()
 }
 
 /// Returns the default kernel of `parador run` from the cache ([`list::default`]).

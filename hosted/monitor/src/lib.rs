@@ -43,7 +43,7 @@ mod statistics;
 mod supervisor;
 mod switch;
 pub mod terminal;
-mod vm_files;
+pub mod vm_files;
 mod vm_process;
 mod vsock;
 

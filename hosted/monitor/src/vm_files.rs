@@ -56,7 +56,7 @@ impl VmFiles {
 }
 
 /// The kernel of a VM.
-struct KernelFile {
+pub struct KernelFile {
     path: PathBuf,
     /// Keeps it in the cache.
     held: UseLock,
@@ -66,7 +66,10 @@ struct KernelFile {
 impl KernelFile {
     /// Returns the named kernel, else the one that was installed with `parador`, else the cached
     /// one.
-    fn find(named: Option<&Path>) -> Result<Self, Failure> {
+    ///
+    /// # Errors
+    /// None is named, installed or cached; or another user can change the installed one.
+    pub fn find(named: Option<&Path>) -> Result<Self, Failure> {
         let new = |path: PathBuf, is_installed| {
             let held = kernel::hold(path.parent().unwrap_or(Path::new("")));
             Self { path, held, is_installed }
@@ -79,6 +82,12 @@ impl KernelFile {
         }
         let cached = kernel::cached()?;
         Ok(new(cached.vmlinux(), false))
+    }
+
+    /// Returns the folder of the kernel's modules, whose name is the kernel's release, if it has
+    /// modules.
+    pub fn modules(&self) -> Option<PathBuf> {
+        kernel::modules_of(&self.path)
     }
 }
 

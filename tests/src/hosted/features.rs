@@ -2,26 +2,14 @@
 //! tools.
 
 use super::exec::exec;
-use super::{Rig, end, succeed};
+use super::{Rig, end};
 use anyhow::{Context, Result, ensure};
 use std::fs;
 
-/// Loads every module, and uses some.
+/// Uses a module that the kernel loads by itself, loads every module, and uses some.
 const SCRIPT: &str = r#"
 set -eu
-modprobe() { /sbin/modprobe -d "$PWD/modules" "$@"; }
-find modules -name '*.ko' | sort >/tmp/paths
-# Names of modules have no blanks.
-if ! modprobe -a $(sed 's,.*/,,; s,[.]ko$,,' /tmp/paths) 2>/tmp/errors; then
-    # A CPU may lack the instructions of an algorithm.
-    sed -n "s/.*insert '\(.*\)': No such device.*/\1/p" /tmp/errors | while read -r name; do
-        grep "x86/crypto/$name.ko" /tmp/paths | tr - _
-    done >/tmp/lacking
-    grep -v 'No such device' /tmp/errors | sed 's/^/FAILED /'
-    [ "$(grep -c . /tmp/errors)" = "$(grep -c . /tmp/lacking)" ] || sed 's/^/FAILED /' /tmp/errors
-fi
-echo "modules: $(grep -c . /proc/modules)"
-
+PATH=$PATH:/usr/sbin:/sbin
 cd /tmp
 mkdir at
 # Makes a file system on a file, and writes to it.
@@ -41,6 +29,19 @@ try() {
 # One sector has 512 bytes.
 format() { mformat -T 819200 -i "$1" ::; }
 try vfat format
+
+find "/lib/modules/$(uname -r)/" -name '*.ko' | sort >/tmp/paths
+# Names of modules have no blanks.
+if ! modprobe -a $(sed 's,.*/,,; s,[.]ko$,,' /tmp/paths) 2>/tmp/errors; then
+    # A CPU may lack the instructions of an algorithm.
+    sed -n "s/.*insert '\(.*\)': No such device.*/\1/p" /tmp/errors | while read -r name; do
+        grep "x86/crypto/$name.ko" /tmp/paths | tr - _
+    done >/tmp/lacking
+    grep -v 'No such device' /tmp/errors | sed 's/^/FAILED /'
+    [ "$(grep -c . /tmp/errors)" = "$(grep -c . /tmp/lacking)" ] || sed 's/^/FAILED /' /tmp/errors
+fi
+echo "modules: $(grep -c . /proc/modules)"
+
 try xfs mkfs.xfs -q
 try btrfs mkfs.btrfs -q
 truncate -s 16M disk
@@ -106,9 +107,6 @@ const ANSWERS: [&str; 12] = [
 /// there on request.
 pub fn features() -> Result<()> {
     let rig = Rig::new()?;
-    let modules = rig.kernel().with_file_name("modules");
-    // `modprobe -d` expects lib/modules in a folder; the current folder is shared.
-    succeed(std::process::Command::new("cp").arg("-r").arg(modules).arg(rig.folder()))?;
     fs::write(rig.folder().join("script"), SCRIPT).context("cannot write the script")?;
     let command = ["-m", "2G", "/", "--", "sh", "script"];
     let output = exec(&rig).args(command).output().context("cannot start parador")?;
