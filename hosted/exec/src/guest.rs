@@ -7,6 +7,7 @@ use hosted_monitor::config::disk::{DiskConfig, Format};
 use hosted_monitor::config::share::{ShareConfig, Tag};
 use hosted_monitor::vm_files::KernelFile;
 use proto::agent::{CommandUser, MAX_GROUPS, MAX_MOUNTS, Mount, Root};
+use proto::hosted::MAX_SHARES;
 use rustix::process::{getegid, geteuid, getgroups};
 use std::env;
 use std::ffi::{OsStr, OsString};
@@ -84,7 +85,10 @@ impl Plan {
             (None, None) if is_shared || is_host => current,
             (None, None) => PathBuf::from("/"),
         };
-        shared.extend(modules(options, is_host)?);
+        // The user's directories come first.
+        if shared.len() + 1 < MAX_SHARES {
+            shared.extend(modules(options, is_host)?);
+        }
         let arguments = strings(&command(options, &root)?);
         let base = match root.settings() {
             Some(settings) => of_image_environment(&settings.environment),
