@@ -293,14 +293,8 @@ impl<F: ShadowFormat> Vtlb<F> {
         }
         let mut leaf = fill.leaf;
         if leaf & F::WRITE != 0 && self.options.get().trace {
-            let at = of.shadow.get() + 8 * slot as u64;
-            leaf = self.traced_leaf(
-                (table, at),
-                (fill.page, fill.level),
-                fill.address,
-                fill.is_write,
-                leaf,
-            );
+            let here = (table, of.shadow.get() + 8 * slot as u64, fill.address & !0xfff);
+            leaf = self.traced_leaf(here, (fill.page, fill.level), fill.is_write, leaf);
             self.leaf_added(of, leaf, copy);
         }
         Self::write(frames, of, slot, leaf, copy);
@@ -367,7 +361,7 @@ impl<F: ShadowFormat> Vtlb<F> {
         };
         self.request_for(of.owner.get(), flush);
         match Self::child_in(copy) {
-            None => self.remove_leaf(frames, of, slot, copy),
+            None => self.remove_leaf(frames, of, slot),
             Some(child) => {
                 if self.table(child).parent.get() == Some(table) {
                     self.put_removed(frames, child);
@@ -379,14 +373,9 @@ impl<F: ShadowFormat> Vtlb<F> {
 
     /// Clears a leaf; the caller flushes the TLB.
     #[inline(always)]
-    pub(super) fn remove_leaf(
-        &self,
-        frames: &impl FrameAccess,
-        of: &Table,
-        slot: usize,
-        copy: u64,
-    ) {
+    pub(super) fn remove_leaf(&self, frames: &impl FrameAccess, of: &Table, slot: usize) {
         let leaf = frames.words(of.shadow.get())[slot].load(Relaxed);
+        let copy = frames.words(of.copies.get())[slot].load(Relaxed);
         self.leaf_removed(of, slot, leaf, copy);
         self.clear_entry(frames, of, slot);
     }

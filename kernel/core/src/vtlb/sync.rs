@@ -101,7 +101,7 @@ impl<F: ShadowFormat> Vtlb<F> {
                 self.remove(frames, table, slot, 0);
             } else {
                 (removed, last) = (removed + 1, slot);
-                self.remove_leaf(frames, of, slot, copy);
+                self.remove_leaf(frames, of, slot);
             }
         }
         match removed {

@@ -75,6 +75,9 @@ pub struct Trace {
     changes: Cell<u64>,
 }
 
+/// Writable leaf: table, physical address, linear address.
+type Alias = (Ref, u64, u64);
+
 /// State of tracing of a table.
 #[derive(Default)]
 pub struct TableTrace {
@@ -92,11 +95,11 @@ pub struct TableTrace {
 }
 
 impl TableTrace {
-    fn alias(&self) -> Option<(Ref, u64, u64)> {
+    fn alias(&self) -> Option<Alias> {
         Some((self.alias.get()?, self.alias_at.get(), self.alias_address.get()))
     }
 
-    fn set_alias(&self, alias: Option<(Ref, u64, u64)>) {
+    fn set_alias(&self, alias: Option<Alias>) {
         self.alias.set(alias.map(|(table, ..)| table));
         if let Some((_, at, address)) = alias {
             self.alias_at.set(at);
@@ -200,7 +203,7 @@ impl<F: ShadowFormat> Vtlb<F> {
 
     /// Finds the leaf of a page in the guest's map of its memory. A large one is removed, so that
     /// the page gets its own, and one that is not in the current space, too.
-    fn direct_alias(&self, frames: &impl FrameAccess, page: u64) -> Option<(Ref, u64, u64)> {
+    fn direct_alias(&self, frames: &impl FrameAccess, page: u64) -> Option<Alias> {
         let mut found = None;
         let [first, second] = &self.trace.direct;
         for direct in [first.get(), second.get()].into_iter().filter(|direct| *direct != 0) {
@@ -231,7 +234,7 @@ impl<F: ShadowFormat> Vtlb<F> {
         (table, at): (Ref, u64),
         address: u64,
         page: u64,
-    ) -> Option<(Ref, u64, u64)> {
+    ) -> Option<Alias> {
         let (of, slot) = (self.table(table), at as usize / 8 % ENTRIES);
         let is_usable = of.owner.get() == SHARED || of.owner.get() == self.current();
         if of.level.get() > 0 || !is_usable {
@@ -264,24 +267,23 @@ impl<F: ShadowFormat> Vtlb<F> {
         None
     }
 
-    /// Leaf to be written instead of a writable one for an address, at the entry `at` of `table`.
+    /// Leaf to be written instead of a writable one of a page, at a level, as the alias `here`.
     pub(super) fn traced_leaf(
         &self,
-        (table, at): (Ref, u64),
+        here: Alias,
         (page, level): (u64, u32),
-        address: u64,
         is_write: bool,
         leaf: u64,
     ) -> u64 {
+        let (_, at, address) = here;
         if level > 0 {
-            self.trace.learn(address.wrapping_sub(page << 12) & !0xfff);
+            self.trace.learn(address.wrapping_sub(page << 12));
             return leaf;
         }
         let Some(first) = self.traced_tables(page).next() else { return leaf };
         if self.options.get().protect && !is_write {
             return leaf & !F::WRITE;
         }
-        let here = (table, at, address & !0xfff);
         let is_second = first.trace.alias().is_some_and(|(_, known, _)| known != at);
         if is_second && !breaks("trace-second-alias") {
             // A second alias.
@@ -380,19 +382,17 @@ impl<F: ShadowFormat> Vtlb<F> {
     /// has shown one.
     #[inline(always)]
     fn clean_alias(&self, frames: &impl FrameAccess, of: &Table) {
-        let Some((table, at, address)) = of.trace.alias() else { return };
-        if frames.word(at).load(Relaxed) & F::DIRTY != 0 {
-            self.clean_dirty_alias(frames, of, (table, at, address));
+        if let Some(alias) = of.trace.alias()
+            && frames.word(alias.1).load(Relaxed) & F::DIRTY != 0
+        {
+            self.clean_dirty(frames, of, alias);
         }
     }
 
+    /// Makes an alias whose dirty bit is set show the next write.
     #[inline(never)]
-    fn clean_dirty_alias(
-        &self,
-        frames: &impl FrameAccess,
-        of: &Table,
-        (table, at, address): (Ref, u64, u64),
-    ) {
+    fn clean_dirty(&self, frames: &impl FrameAccess, of: &Table, alias: Alias) {
+        let (table, at, address) = alias;
         let leaf = frames.word(at);
         let old = leaf.load(Relaxed);
         let alias = self.table(table);

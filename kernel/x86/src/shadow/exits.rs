@@ -169,7 +169,7 @@ impl State {
         (paging, (address, intent))
     }
 
-    /// Handles a page fault by a walk of all levels.
+    /// Handles a page fault by a walk of all levels: injects it, or fills the translation.
     #[inline(never)]
     fn walk(&self, vmcb: &Vmcb) -> Option<u64> {
         let (paging, access) = self.access(vmcb);
@@ -180,16 +180,29 @@ impl State {
             *step = Step { at, value };
         }
         let steps = &steps[..found.entries().len()];
-        match outcome {
-            Err(fault) => {
-                if u64::from(fault.code) & fault::PRESENT == 0 {
-                    self.tables().note_path(&self.memory, access.0, steps, None);
-                }
-                self.inject(vmcb, fault.code.into(), access.0)
+        if let Err(fault) = outcome {
+            if u64::from(fault.code) & fault::PRESENT == 0 {
+                self.tables().note_path(&self.memory, access.0, steps, None);
             }
+            return self.inject(vmcb, fault.code.into(), access.0);
+        }
+        if !found.is_marked() {
             // Another vCPU changes the entry all the time: the guest repeats the access.
-            Ok(()) if !found.is_marked() => resume(vmcb),
-            Ok(()) => self.fill(vmcb, &paging, access, &found, steps),
+            return resume(vmcb);
+        }
+        let level = if steps.is_empty() { MAX_LEVEL } else { (found.page_shift - 12) / 9 };
+        let Some(fill) = self.page(&paging, access, &found.page(), level) else {
+            let info = match access.1 {
+                Intent::Read => 0,
+                Intent::Write => memory_fault::WRITE,
+                Intent::Fetch => memory_fault::FETCH,
+            };
+            self.fault.set((found.address, info));
+            return Some(MEMORY_FAULT);
+        };
+        match self.tables().fill(&self.memory, &Fill { steps, ..fill }) {
+            Ok(()) => resume(vmcb),
+            Err(_) => Some(internal::NEEDS_FRAMES),
         }
     }
 
@@ -209,31 +222,6 @@ impl State {
         vmcb.save.rflags.set(vmcb.save.rflags.get() | RFLAGS_RF);
         control.event_inj.set(PAGE_FAULT | code << 32);
         None
-    }
-
-    /// Fills a translation that the guest's tables allow, by the entries `steps`.
-    fn fill(
-        &self,
-        vmcb: &Vmcb,
-        paging: &Paging,
-        access: (u64, Intent),
-        found: &Translation,
-        steps: &[Step],
-    ) -> Option<u64> {
-        let level = if steps.is_empty() { MAX_LEVEL } else { (found.page_shift - 12) / 9 };
-        let Some(fill) = self.page(paging, access, &found.page(), level) else {
-            let info = match access.1 {
-                Intent::Read => 0,
-                Intent::Write => memory_fault::WRITE,
-                Intent::Fetch => memory_fault::FETCH,
-            };
-            self.fault.set((found.address, info));
-            return Some(MEMORY_FAULT);
-        };
-        match self.tables().fill(&self.memory, &Fill { steps, ..fill }) {
-            Ok(()) => resume(vmcb),
-            Err(_) => Some(internal::NEEDS_FRAMES),
-        }
     }
 
     /// Translation to fill for a page whose guest entry is at a level; `None` if the access is to
