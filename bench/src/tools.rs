@@ -2,8 +2,8 @@
 //! package, and the time of one command in a VM.
 //!
 //! The package is installed in a fresh Debian 12 without a compiler, a folder that debootstrap
-//! makes once from the mirror of this host's apt. Packages that it depends on come from that mirror,
-//! so `install_s` includes their download.
+//! makes once from the mirror of this host's apt. Packages that it depends on come from that
+//! mirror, so `install_s` includes their download.
 
 use crate::report::{self, Figure};
 use anyhow::{Context, Result, bail, ensure};

@@ -12,7 +12,7 @@ use crate::build::{self, AGENT, DOCUMENTS_PACKAGE, WEDGE, artifacts, build};
 use crate::mark;
 use crate::process::{output, run, target, workspace};
 use anyhow::{Context, Result, bail, ensure};
-use kernel::Kernel;
+use kernel::GuestKernel;
 use stage::Stage;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -31,7 +31,7 @@ const NEEDED: [(&str, &str); 4] =
 /// Checks packages against Debian's policy.
 const LINTIAN: &str = "/usr/bin/lintian";
 
-/// How a package is made.
+/// Command line of `package`.
 struct Options {
     /// With the programs of this tree as they are, uncompressed.
     is_quick: bool,
@@ -102,7 +102,7 @@ pub fn package(arguments: &[String]) -> Result<()> {
         true => target().join("release/parador"),
         false => build::static_parador(&origin.version)?,
     };
-    let kernel = Kernel::find(&target().join("release/parador"))?;
+    let kernel = GuestKernel::find(&target().join("release/parador"))?;
     let work = options.output.join("package");
     let stage = Stage::new(&work.join("root"))?;
     programs(&stage, &parador, &kernel, &origin)?;
@@ -140,7 +140,7 @@ fn check_host() -> Result<()> {
 }
 
 /// Adds the programs and the kernel.
-fn programs(stage: &Stage, parador: &Path, kernel: &Kernel, origin: &Origin) -> Result<()> {
+fn programs(stage: &Stage, parador: &Path, kernel: &GuestKernel, origin: &Origin) -> Result<()> {
     stage.program(parador, "usr/bin/parador")?;
     let wedge = stage.place(&format!("usr/lib/parador/{WEDGE}"))?;
     let text = format!("{}\n{}", origin.version, kernel.release);
@@ -152,7 +152,7 @@ fn programs(stage: &Stage, parador: &Path, kernel: &Kernel, origin: &Origin) -> 
 
 /// Adds manual pages, completions, descriptions of formats, the unit of systemd, and what the
 /// licences demand.
-fn documents(stage: &Stage, kernel: &Kernel, origin: &Origin) -> Result<()> {
+fn documents(stage: &Stage, kernel: &GuestKernel, origin: &Origin) -> Result<()> {
     let agent = target().join("package-agent");
     mark::strip_and_mark(&artifacts().join(AGENT), &agent, &origin.version)?;
     let writer = target().join("release").join(DOCUMENTS_PACKAGE);

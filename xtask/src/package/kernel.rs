@@ -20,7 +20,7 @@ const TEXT: &str = include_str!("../../package/kernel.md");
 const RECIPE: &str = include_str!("../../../hosted/kbuild/src/kernel.rs");
 
 /// A built kernel.
-pub struct Kernel {
+pub struct GuestKernel {
     /// Its folder in the cache.
     folder: PathBuf,
     /// As `uname -r` prints it.
@@ -29,7 +29,7 @@ pub struct Kernel {
     pub debian: String,
 }
 
-impl Kernel {
+impl GuestKernel {
     /// Finds the default kernel of this `parador`, or builds it.
     pub fn find(parador: &Path) -> Result<Self> {
         let default = match default(parador)? {
