@@ -13,6 +13,7 @@ pub mod linux;
 pub mod memory;
 pub mod net;
 pub mod observed;
+pub mod qemu;
 pub mod remains;
 pub mod setup;
 pub mod share;

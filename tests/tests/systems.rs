@@ -41,6 +41,7 @@ const HOSTED: &[(&str, Body, Class)] = &[
     ("share-slow", hosted::share::slow, Class::SmpOrKill),
     ("share-killed", hosted::share::killed, Class::SmpOrKill),
     ("console", hosted::observed::console, Class::SmpOrKill),
+    ("qemu", hosted::qemu::front_end, Class::SmpOrKill),
     ("vsock", hosted::vsock::both_ways, Class::SmpOrKill),
     ("vsock-refusals", hosted::vsock::refusals, Class::Other),
     ("qcow2-kept", hosted::disks::qcow2_kept, Class::SmpOrKill),
