@@ -15,6 +15,7 @@ pub mod memory;
 pub mod net;
 pub mod observed;
 pub mod package;
+pub mod qemu;
 pub mod remains;
 pub mod setup;
 pub mod share;

@@ -42,6 +42,7 @@ const HOSTED: &[(&str, Body, Class)] = &[
     ("share-owners", hosted::share::owners, Class::Other),
     ("share-killed", hosted::share::killed, Class::SmpOrKill),
     ("console", hosted::observed::console, Class::SmpOrKill),
+    ("qemu", hosted::qemu::front_end, Class::SmpOrKill),
     ("vsock", hosted::vsock::both_ways, Class::SmpOrKill),
     ("vsock-refusals", hosted::vsock::refusals, Class::Other),
     ("qcow2-kept", hosted::disks::qcow2_kept, Class::SmpOrKill),

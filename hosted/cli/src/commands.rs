@@ -65,6 +65,21 @@ The current folder is shared with changes, at its own path, and the command has 
 Exit codes: the command's own, 0-255; 128+n signal n; 124 time limit; 125 Parador failed;
 126 the command cannot be started; 127 it does not exist.")]
     Exec(Box<hosted_exec::Options>),
+    /// Run a VM by the command line of QEMU, as tools pass it.
+    #[command(
+        disable_help_flag = true,
+        after_help = "\
+Examples:
+  parador qemu -kernel vmlinuz -initrd initrd.img -append console=ttyS0 -nographic -no-reboot
+  PATH=/usr/lib/parador/qemu:$PATH vng --run vmlinuz -- uname -r
+
+docs/spec/qemu.md lists the options. The program's name qemu-system-x86_64 has the same effect."
+    )]
+    Qemu {
+        /// Options of qemu-system-x86_64.
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "OPTIONS")]
+        arguments: Vec<OsString>,
+    },
     /// Query or control a running VM (pause, resume, reset, shutdown).
     #[command(after_help = "\
 Examples:
@@ -252,6 +267,7 @@ pub fn run(cli: Cli) -> Result<u8, Failure> {
     match cli.command {
         Command::Run(options) => run::run(&options),
         Command::Exec(options) => Ok(hosted_exec::run(&options)),
+        Command::Qemu { arguments } => hosted_qemu::run(arguments),
         Command::Ctl(options) => ctl::run(&options),
         Command::Doctor(options) => doctor::run(&options),
         Command::System(command) => system(command),

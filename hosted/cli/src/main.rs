@@ -19,6 +19,10 @@ fn main() -> ExitCode {
     if let Some(code) = becomes {
         return code;
     }
+    let mut arguments = std::env::args_os();
+    if hosted_qemu::is_called_as_qemu(arguments.next().as_deref()) {
+        return exit_code(hosted_qemu::run(arguments));
+    }
     messages::set(messages::wanted(std::env::args_os()));
     if let Err(failure) = foreign::check(std::env::args_os()) {
         failure.print();
@@ -54,13 +58,15 @@ fn main() -> ExitCode {
             return ExitCode::from(usage());
         }
     };
-    match commands::run(arguments) {
-        Ok(code) => ExitCode::from(code),
-        Err(failure) => {
-            failure.print();
-            ExitCode::from(failure.code())
-        }
-    }
+    exit_code(commands::run(arguments))
+}
+
+/// Prints a failure, and returns the exit code.
+fn exit_code(result: Result<u8, Failure>) -> ExitCode {
+    ExitCode::from(result.unwrap_or_else(|failure| {
+        failure.print();
+        failure.code()
+    }))
 }
 
 /// Returns whether the arguments are those of `parador exec`.

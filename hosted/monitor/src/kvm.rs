@@ -6,6 +6,7 @@ use std::io::{Seek, Write};
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::process::{Child, Command, ExitCode, Stdio};
+use std::sync::OnceLock;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -35,6 +36,11 @@ pub fn become_machine() -> Option<ExitCode> {
 /// its own (`parador doctor --try-kvm`) runs a virtual CPU with a time limit. The error is the
 /// reason.
 pub fn trial() -> Result<(), String> {
+    static RESULT: OnceLock<Result<(), String>> = OnceLock::new();
+    RESULT.get_or_init(try_once).clone()
+}
+
+fn try_once() -> Result<(), String> {
     if !Path::new("/dev/kvm").exists() {
         return Err("no /dev/kvm".to_owned());
     }

@@ -6,7 +6,9 @@
 use crate::backend::{Backend, KernelImage};
 use crate::config::Config;
 use crate::event_loop;
+use crate::kvm;
 use crate::orphans;
+use crate::passt;
 use crate::supervisor::{Supervisor, Symbols};
 use crate::vm_files::VmFiles;
 use clap::Args;
@@ -16,8 +18,11 @@ use hosted_command::output::print;
 use hosted_command::programs::Named;
 use signal_hook::consts::{SIGUSR1, SIGXFSZ};
 use signal_hook::flag;
-use std::path::PathBuf;
+use std::env;
+use std::fs;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use vmm_boot::Kernel;
 
 /// Command line of `parador run`.
 #[derive(Debug, Args)]
@@ -57,37 +62,81 @@ impl Options {
     }
 }
 
+/// Parameters of a start besides the VM's configuration.
+#[derive(Clone, Copy, Debug)]
+pub struct Launch<'a> {
+    /// Prints errors and guest output only.
+    pub is_quiet: bool,
+    /// Checks everything and does not start the VM.
+    pub is_dry: bool,
+    /// Location of Parador's binaries.
+    pub programs: &'a Named,
+}
+
 /// Runs the VM to its end and returns the exit code.
 pub fn run(options: &Options) -> Result<u8, Failure> {
     let config = options.merged()?;
     messages::set(config.vm.log_format.unwrap_or_default());
     messages::set_quiet(options.quiet);
+    if options.dump_config {
+        print(config.to_toml()?)?;
+        return Ok(0);
+    }
+    let Options { quiet: is_quiet, dry_run: is_dry, ref programs, .. } = *options;
+    launch(config, Launch { is_quiet, is_dry, programs })
+}
+
+/// Runs the VM of a configuration to its end and returns the exit code.
+///
+/// # Errors
+/// The configuration is invalid, or the VM cannot be started: codes of
+/// [`failure`](hosted_command::failure).
+pub fn launch(config: Config, launch: Launch<'_>) -> Result<u8, Failure> {
     // The handlers turn exceeding RLIMIT_FSIZE into an error of the write, and make a SIGUSR1
     // without --metrics harmless.
     for signal in [SIGXFSZ, SIGUSR1] {
         flag::register(signal, Arc::default()).os_error("install signal handlers")?;
     }
-    if options.dump_config {
-        print(config.to_toml()?)?;
-        return Ok(0);
-    }
     orphans::adopt()?;
-    let spec = config.validate(options.quiet)?;
+    let spec = config.validate(launch.is_quiet)?;
     let files = VmFiles::open(&spec.config)?;
     let bytes = files.read_kernel()?;
     let kernel = KernelImage::choose(&spec, &bytes, &files.kernel)?;
     let deadline = event_loop::deadline(spec.vm().timeout.map(|time| time.0));
-    let backend = Backend::new(&spec, &kernel, &options.programs)?;
+    let backend = Backend::new(&spec, &kernel, launch.programs)?;
     let start = backend.prepare(&spec, &files, &kernel)?;
     let symbols = Symbols::new(&spec, &kernel)?;
     // The kernel is only needed again for a restart.
     drop(kernel);
     drop(bytes);
-    if options.dry_run {
+    if launch.is_dry {
         backend.say_dry_run(&files.kernel);
         return Ok(0);
     }
     backend.warn_if_open();
     let low = start.prepared.low;
     Supervisor::new(spec, files, backend, symbols, low, deadline)?.run(start)
+}
+
+/// Returns whether a file is a bzImage, which only KVM runs.
+///
+/// # Errors
+/// The file cannot be read: code 66, 71 or 77.
+pub fn is_bzimage(kernel: &Path) -> Result<bool, Failure> {
+    let bytes = fs::read(kernel).file_error("read", kernel)?;
+    Ok(matches!(Kernel::detect(&bytes), Ok(Kernel::BzImage(_))))
+}
+
+/// Tests whether KVM is usable; the error is the reason.
+///
+/// # Errors
+/// It is not.
+pub fn probe_kvm() -> Result<(), String> {
+    kvm::trial()
+}
+
+/// Returns whether the program of networks of kind `user` is installed.
+pub fn has_user_network() -> bool {
+    let folders = env::var_os("PATH").unwrap_or_default();
+    env::split_paths(&folders).any(|folder| folder.join(passt::PROGRAM).is_file())
 }
