@@ -11,6 +11,7 @@ pub mod exec;
 pub mod host;
 pub mod linux;
 pub mod memory;
+pub mod names;
 pub mod net;
 pub mod observed;
 pub mod remains;

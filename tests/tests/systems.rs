@@ -53,6 +53,7 @@ const HOSTED: &[(&str, Body, Class)] = &[
     ("exec-archive", hosted::exec::archive, Class::Other),
     ("exec-terminal", hosted::exec::terminal, Class::Other),
     ("exec-killed", hosted::exec::killed, Class::SmpOrKill),
+    ("names", hosted::names::names, Class::SmpOrKill),
     ("doctor", hosted::host::doctor, Class::Other),
     ("limits", hosted::host::limits, Class::Other),
     ("addresses", hosted::addresses::fixed, Class::Other),

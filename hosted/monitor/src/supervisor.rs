@@ -17,6 +17,7 @@ use crate::metrics::Metrics;
 use crate::net::NetBackend;
 use crate::perf::Maps;
 use crate::profile;
+use crate::runtime::{NamedVm, RuntimeFolder};
 use crate::spec::Spec;
 use crate::vm_files::VmFiles;
 use crate::vm_process::{SecondaryConsole, VmProcess};
@@ -61,7 +62,10 @@ impl Symbols {
 
 /// A VM and its host ends.
 pub struct Supervisor {
-    server: Option<ApiServer>,
+    /// Sockets of `--api-socket` and `--name`.
+    servers: Vec<ApiServer>,
+    /// Right to the VM's name.
+    named: Option<NamedVm>,
     debugger: Option<Debugger>,
     spec: Spec,
     files: VmFiles,
@@ -100,8 +104,11 @@ impl Supervisor {
         if vm.wait_boot {
             control.created();
         }
-        let socket = vm.api_socket.as_deref();
-        let server = socket.map(|path| ApiServer::start(path, control.clone())).transpose()?;
+        let named = vm.name.as_ref().map(|name| RuntimeFolder::open()?.claim(name)).transpose()?;
+        let sockets = [vm.api_socket.as_ref(), named.as_ref().map(|named| &named.socket)];
+        let sockets = sockets.into_iter().flatten();
+        let servers = sockets.map(|path| ApiServer::start(path, control.clone()));
+        let servers = servers.collect::<Result<_, _>>()?;
         let ram = Ram { low, size: spec.memory };
         let debugger = vm.gdb.as_ref().zip(symbols.debugged).map(|(endpoint, kernel)| {
             Debugger::start(endpoint, control.clone(), kernel, (spec.vcpus, ram))
@@ -109,7 +116,8 @@ impl Supervisor {
         let debugger = debugger.transpose()?;
         let maps = symbols.maps;
         Ok(Self {
-            server,
+            servers,
+            named,
             debugger,
             spec,
             files,
@@ -160,7 +168,8 @@ impl Supervisor {
         if let Some(metrics) = &self.metrics {
             metrics.write(&self.control.statistics());
         }
-        drop((self.server, self.debugger));
+        // The name is free once its socket is gone.
+        drop((self.servers, self.named, self.debugger));
         self.files.close();
         code
     }
