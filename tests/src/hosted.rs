@@ -12,6 +12,7 @@ pub mod features;
 pub mod host;
 pub mod linux;
 pub mod memory;
+pub mod names;
 pub mod net;
 pub mod observed;
 pub mod package;

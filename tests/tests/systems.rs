@@ -57,6 +57,7 @@ const HOSTED: &[(&str, Body, Class)] = &[
     ("exec-terminal", hosted::exec::terminal, Class::Other),
     ("exec-killed", hosted::exec::killed, Class::SmpOrKill),
     ("kernel-features", hosted::features::features, Class::Other),
+    ("names", hosted::names::names, Class::SmpOrKill),
     ("doctor", hosted::host::doctor, Class::Other),
     ("limits", hosted::host::limits, Class::Other),
     ("addresses", hosted::addresses::fixed, Class::Other),

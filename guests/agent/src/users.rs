@@ -114,7 +114,7 @@ mod tests {
         assert_eq!(found("web:77"), is(33, 77, &[], "/srv"));
         assert_eq!(found("99"), is(99, 0, &[], "/"));
         assert_eq!(found(":mail"), is(0, 8, &[], "/root"));
-        assert_eq!(found("nobody"), None);
+        assert_eq!(found("unknown"), None);
         assert_eq!(found("web:nogroup"), None);
         assert_eq!(find("", "", "").map(|user| user.user).ok(), Some(0));
     }

@@ -12,6 +12,7 @@ use hosted_kbuild::kernel::{self, KernelCommand};
 use hosted_monitor::ctl;
 use hosted_monitor::doctor;
 use hosted_monitor::emulate;
+use hosted_monitor::fleet;
 use hosted_monitor::run;
 use hosted_system::description::Board;
 use hosted_system::graph::{self, Graph};
@@ -85,11 +86,29 @@ docs/spec/qemu.md lists the options. The program's name qemu-system-x86_64 has t
 Examples:
   parador run vmlinux -i busybox --api-socket vm.sock
   parador ctl -s vm.sock status
-  parador ctl -s vm.sock shutdown
+  parador run vmlinux -i busybox --name web
+  parador ctl web shutdown
 
 Exit codes: 0 success; 1 the request does not fit the VM's state; 64 usage; 66 no such socket;
 69 no answer; 71 OS error; 77 permission denied.")]
     Ctl(ctl::Options),
+    /// List the VMs that have names (parador run --name).
+    #[command(after_help = "\
+Example: parador ps --json
+
+Exit codes: 0 success; 77 the runtime folder is another user's.")]
+    Ps(fleet::PsOptions),
+    /// Show CPU time and memory of the VMs that have names, every second.
+    #[command(after_help = "\
+Example: parador top --once")]
+    Top(fleet::TopOptions),
+    /// Print or serve statistics of the VMs that have names, for Prometheus.
+    #[command(after_help = "\
+Example: parador metrics --listen 127.0.0.1:9750
+
+Exit codes: 0 success; 71 the address cannot be used; 77 the runtime folder is another user's;
+128+n signal n.")]
+    Metrics(fleet::MetricsOptions),
     /// Report which host prerequisites are met.
     #[command(after_help = "\
 Exit codes: 0 `parador run` works on this host; 69 it does not: see the lines marked MISSING.")]
@@ -269,6 +288,9 @@ pub fn run(cli: Cli) -> Result<u8, Failure> {
         Command::Exec(options) => Ok(hosted_exec::run(&options)),
         Command::Qemu { arguments } => hosted_qemu::run(arguments),
         Command::Ctl(options) => ctl::run(&options),
+        Command::Ps(options) => fleet::ps(&options),
+        Command::Top(options) => fleet::top(&options),
+        Command::Metrics(options) => fleet::metrics(&options),
         Command::Doctor(options) => doctor::run(&options),
         Command::System(command) => system(command),
         Command::Afterburn(command) => afterburn::run(command),

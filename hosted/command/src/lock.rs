@@ -8,8 +8,8 @@ use std::path::{Path, PathBuf};
 /// Longest displayed status in bytes.
 const LONGEST_STATUS: usize = 200;
 
-/// Exclusive right, held by a flock(2) lock on a file. It ends with its process in any case; dropping
-/// it removes the file.
+/// Exclusive right, held by a flock(2) lock on a file. It ends with its process in any case;
+/// dropping it removes the file.
 #[derive(Debug)]
 pub struct Lock {
     file: File,

@@ -3,16 +3,17 @@
 use crate::Options;
 use crate::guest::Plan;
 use hosted_command::failure::{self, Failure, IoContext};
+use hosted_command::scratch::{self, ScratchFolder};
 use hosted_command::supervise::{self, AtEnd};
 use hosted_monitor::config::Config;
 use hosted_monitor::config::console::Target;
 use hosted_monitor::config::net::NetConfig;
 use hosted_monitor::config::vm::VmConfig;
 use hosted_monitor::config::vsock::{Cid, VsockConfig};
+use hosted_monitor::runtime::RuntimeFolder;
 use proto::agent::Network;
 use proto::system::MAX_VCPUS;
 use rustix::process::{Pid, Signal, kill_process};
-use std::env;
 use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::os::unix::process::CommandExt;
@@ -20,7 +21,6 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::Duration;
-use tempfile::TempDir;
 
 /// CID of the guest; VMs of different commands are not connected.
 const CID: u32 = 3;
@@ -33,6 +33,8 @@ pub const NETWORK: Network = Network {
 };
 /// Parameters of the guest kernel.
 const COMMAND_LINE: &str = "quiet loglevel=3";
+/// Prefix of the VM's folder.
+const PREFIX: &str = "exec-";
 /// Files in the VM's folder.
 const CONSOLE: &str = "console";
 const MESSAGES: &str = "messages";
@@ -46,7 +48,7 @@ const ATTEMPTS: u32 = 250;
 /// A VM that runs.
 pub struct CommandVm {
     child: Child,
-    folder: TempDir,
+    folder: ScratchFolder,
 }
 
 impl CommandVm {
@@ -55,10 +57,9 @@ impl CommandVm {
     /// # Errors
     /// Its files or its process cannot be made.
     pub fn start(options: &Options, plan: &Plan) -> Result<Self, Failure> {
-        let runtime = env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
-        let runtime = runtime.filter(|folder| folder.is_absolute() && folder.is_dir());
-        let folder = runtime.unwrap_or_else(env::temp_dir);
-        let folder = tempfile::Builder::new().prefix("parador-").tempdir_in(&folder);
+        let runtime = RuntimeFolder::open()?;
+        scratch::remove_abandoned(runtime.path(), PREFIX);
+        let folder = ScratchFolder::new_in(runtime.path(), PREFIX);
         let folder = folder.os_error("create a folder for the VM")?;
         let file = folder.path().join("vm.toml");
         let text = config(options, plan, folder.path())?.to_toml()?;

@@ -15,7 +15,7 @@ use std::os::unix::fs::FileExt;
 mod format;
 
 use format::{
-    BLOCK, BLOCKS_PER_GROUP, Extents, FIRST_INODE, GROUP_DESCRIPTOR, Group, INODE, Inode,
+    BLOCK, BLOCKS_PER_GROUP, BlockGroup, Extents, FIRST_INODE, GROUP_DESCRIPTOR, INODE, Inode,
     MAX_LINKS, ROOT_INODE, SHORT_LINK, directory, superblock, xattr_block,
 };
 
@@ -221,7 +221,7 @@ impl<'a> Writer<'a> {
             let blocks = count_in(self.used, BLOCKS_PER_GROUP);
             let inodes = count_in(used_inodes, self.inodes_per_group);
             let (table, directories) = self.inode_table(group)?;
-            let place = Group {
+            let place = BlockGroup {
                 block_bitmap: bitmaps + group,
                 inode_bitmap: bitmaps + self.groups + group,
                 inode_table: tables + group * self.table(),

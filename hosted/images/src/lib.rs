@@ -32,9 +32,9 @@ use hosted_command::interrupt::Interruptible;
 use hosted_command::lock::Lock;
 use hosted_command::steps::Steps;
 use hosted_command::store::{Kind, Store, UseLock};
-use manifest::{Image, Layer};
+use manifest::{ArchivedImage, Layer};
 use serde::{Deserialize, Serialize};
-use source::Source;
+use source::ImageFiles;
 use std::fs::{self, File};
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
@@ -68,7 +68,7 @@ struct Record {
 #[derive(Debug)]
 pub struct ImageArchive {
     path: PathBuf,
-    source: Source,
+    source: ImageFiles,
 }
 
 /// Image whose root file system is in the cache.
@@ -76,7 +76,7 @@ pub struct ImageArchive {
 pub struct UnpackedImage {
     /// ext4 file system, to be used read-only.
     pub disk: PathBuf,
-    /// What the image states about its command.
+    /// Settings of its command.
     pub settings: Settings,
     /// Keeps the file system in the cache.
     _held: UseLock,
@@ -101,7 +101,7 @@ impl ImageArchive {
     /// # Errors
     /// It cannot be read or is malformed: 65, 66, 71 or 77.
     pub fn open(path: &Path) -> Result<Option<Self>, Failure> {
-        let source = Source::open(path).map_err(|error| failed(path, &error))?;
+        let source = ImageFiles::open(path).map_err(|error| failed(path, &error))?;
         let source = source.filter(manifest::is_known);
         Ok(source.map(|source| Self { path: path.to_owned(), source }))
     }
@@ -166,7 +166,7 @@ fn find(folder: &Path, digest: &str) -> Option<()> {
     is_good.then_some(())
 }
 
-fn write_record(made: &Path, file: &File, image: &Image) -> io::Result<()> {
+fn write_record(made: &Path, file: &File, image: &ArchivedImage) -> io::Result<()> {
     let bytes = file.metadata()?.len();
     let record = Record { format: FORMAT, digest: image.digest.clone(), bytes };
     fs::write(made.join(RECORD), serde_json::to_vec_pretty(&record)?)
@@ -174,7 +174,7 @@ fn write_record(made: &Path, file: &File, image: &Image) -> io::Result<()> {
 
 /// Calls `visit` with each entry of all layers: number of the layer, number of the entry, entry.
 fn entries(
-    source: &Source,
+    source: &ImageFiles,
     layers: &[Layer],
     mut visit: impl FnMut(usize, usize, Visited<'_>) -> io::Result<()>,
 ) -> io::Result<()> {
@@ -200,7 +200,7 @@ fn entries(
 }
 
 /// Reads all layers without their data, and verifies them.
-fn read_tree(source: &Source, layers: &[Layer]) -> io::Result<Tree> {
+fn read_tree(source: &ImageFiles, layers: &[Layer]) -> io::Result<Tree> {
     let mut tree = Tree::new();
     entries(source, layers, |layer, index, Visited { entry, .. }| {
         let name = String::from_utf8_lossy(&entry.path.join(&b'/')).into_owned();
@@ -211,7 +211,7 @@ fn read_tree(source: &Source, layers: &[Layer]) -> io::Result<Tree> {
 }
 
 /// Writes the file system. The layers are verified again, as they may change meanwhile.
-fn write(mut writer: Writer<'_>, source: &Source, image: &Image) -> io::Result<()> {
+fn write(mut writer: Writer<'_>, source: &ImageFiles, image: &ArchivedImage) -> io::Result<()> {
     let mut uuid = [0; 16];
     for (byte, digits) in uuid.iter_mut().zip(image.digest.as_bytes().chunks(2)) {
         let digits = std::str::from_utf8(digits).unwrap_or_default();
@@ -235,7 +235,7 @@ fn prune(store: &Store) -> Result<(), Failure> {
     store.remove(folders.split_off(KEPT.min(folders.len()))).map(drop)
 }
 
-fn settings(image: &Image) -> Settings {
+fn settings(image: &ArchivedImage) -> Settings {
     let Some(config) = image.config.config() else { return Settings::default() };
     let list = |list: &Option<Vec<String>>| list.clone().unwrap_or_default();
     let folder = config.working_dir().clone();

@@ -2,7 +2,7 @@
 
 use crate::archive::refused;
 use crate::limits::{MAX_LAYERS, MAX_NESTING};
-use crate::source::{LAYOUT, Source};
+use crate::source::{ImageFiles, LAYOUT};
 use hosted_command::digest::hexadecimal;
 use oci_spec::image::{Descriptor, ImageConfiguration, ImageIndex, ImageManifest, OciLayout};
 use serde::Deserialize;
@@ -36,7 +36,7 @@ pub struct Layer {
 
 /// Image in an archive.
 #[derive(Debug)]
-pub struct Image {
+pub struct ArchivedImage {
     /// SHA-256 of its configuration, which has those of its layers: the image ID.
     pub digest: String,
     /// Configuration.
@@ -56,7 +56,7 @@ struct DockerImage {
 }
 
 /// Returns whether an archive has images of a known kind.
-pub fn is_known(source: &Source) -> bool {
+pub fn is_known(source: &ImageFiles) -> bool {
     source.has(LAYOUT) || source.has(DOCKER)
 }
 
@@ -65,7 +65,7 @@ pub fn is_known(source: &Source) -> bool {
 /// # Errors
 /// There is none for the guests' platform, or more than one; a document is malformed, missing, or
 /// has another digest.
-pub fn find(source: &Source) -> Result<Image> {
+pub fn find(source: &ImageFiles) -> Result<ArchivedImage> {
     // Docker writes both since version 25.
     match source.has(LAYOUT) {
         true => find_in_layout(source),
@@ -99,7 +99,7 @@ fn blob(descriptor: &Descriptor) -> Result<(String, &str)> {
 }
 
 /// Reads the document that a descriptor names, and verifies its digest.
-fn document(source: &Source, descriptor: &Descriptor) -> Result<(String, Vec<u8>)> {
+fn document(source: &ImageFiles, descriptor: &Descriptor) -> Result<(String, Vec<u8>)> {
     let (name, digits) = blob(descriptor)?;
     let bytes = source.document(&name)?;
     match sha256(&bytes) == digits {
@@ -118,7 +118,7 @@ struct Found {
 }
 
 impl Found {
-    fn collect(&mut self, source: &Source, index: &ImageIndex, depth: usize) -> Result<()> {
+    fn collect(&mut self, source: &ImageFiles, index: &ImageIndex, depth: usize) -> Result<()> {
         for descriptor in index.manifests() {
             if INDEXES.contains(&descriptor.media_type().as_ref()) {
                 if depth == MAX_NESTING {
@@ -150,7 +150,7 @@ impl Found {
     }
 }
 
-fn find_in_layout(source: &Source) -> Result<Image> {
+fn find_in_layout(source: &ImageFiles) -> Result<ArchivedImage> {
     let layout: OciLayout = parse(LAYOUT, &source.document(LAYOUT)?)?;
     if !layout.image_layout_version().starts_with("1.") {
         let version = layout.image_layout_version();
@@ -172,7 +172,7 @@ fn find_in_layout(source: &Source) -> Result<Image> {
 }
 
 /// Returns the only image.
-fn choose(mut images: Vec<(Image, &str)>, others: &[String]) -> Result<Image> {
+fn choose(mut images: Vec<(ArchivedImage, &str)>, others: &[String]) -> Result<ArchivedImage> {
     images.dedup_by(|a, b| a.0.digest == b.0.digest);
     match (images.len(), images.pop()) {
         (1, Some((image, _))) => Ok(image),
@@ -197,7 +197,7 @@ fn platform(config: &ImageConfiguration) -> String {
     format!("{}/{}", config.os(), config.architecture())
 }
 
-fn image_of_manifest(source: &Source, descriptor: &Descriptor) -> Result<Image> {
+fn image_of_manifest(source: &ImageFiles, descriptor: &Descriptor) -> Result<ArchivedImage> {
     let (name, bytes) = document(source, descriptor)?;
     let manifest: ImageManifest = parse(&name, &bytes)?;
     let (name, bytes) = document(source, manifest.config())?;
@@ -209,7 +209,7 @@ fn image_of_manifest(source: &Source, descriptor: &Descriptor) -> Result<Image> 
     image(sha256(&bytes), config, files.collect::<Result<_>>()?)
 }
 
-fn find_of_docker(source: &Source) -> Result<Image> {
+fn find_of_docker(source: &ImageFiles) -> Result<ArchivedImage> {
     let images: Vec<DockerImage> = parse(DOCKER, &source.document(DOCKER)?)?;
     let [DockerImage { config: name, layers, .. }] = &images[..] else {
         let names = images.iter().flat_map(|image| image.repo_tags.iter().flatten());
@@ -234,7 +234,7 @@ fn image(
     digest: String,
     config: ImageConfiguration,
     files: Vec<(String, Option<String>)>,
-) -> Result<Image> {
+) -> Result<ArchivedImage> {
     let contents = config.rootfs().diff_ids();
     let (count, known) = (files.len(), contents.len());
     if count != known || count > MAX_LAYERS {
@@ -246,5 +246,5 @@ fn image(
         Ok(Layer { file, digest, contents: digits(contents)?.to_owned() })
     });
     let layers = layers.collect::<Result<_>>()?;
-    Ok(Image { digest, config, layers })
+    Ok(ArchivedImage { digest, config, layers })
 }

@@ -34,7 +34,7 @@ struct Member {
 
 /// Files of an archive of images.
 #[derive(Debug)]
-pub enum Source {
+pub enum ImageFiles {
     /// Those of a folder.
     Folder(PathBuf),
     /// Those of a tar archive.
@@ -102,7 +102,7 @@ fn below(link: &[Vec<u8>], target: &[u8]) -> Option<Vec<u8>> {
     Some(path.join(&b'/'))
 }
 
-impl Source {
+impl ImageFiles {
     /// Opens the archive at `path`; `None`: it is none.
     ///
     /// # Errors
@@ -160,7 +160,7 @@ impl Source {
     /// Reads a document.
     ///
     /// # Errors
-    /// As those of [`Source::file`]; it is too long.
+    /// As those of [`ImageFiles::file`]; it is too long.
     pub fn document(&self, name: &str) -> Result<Vec<u8>> {
         let mut bytes = Vec::new();
         let read = self.file(name)?.take(MAX_DOCUMENT + 1).read_to_end(&mut bytes)?;

@@ -1,47 +1,30 @@
 //! Control socket: HTTP/1.1 and JSON on a Unix socket that only its owner can use.
 //!
-//! One thread serves one request per connection. The number of connections, the size of requests,
-//! the time for them and the number of event subscribers are limited, so that a slow or malicious
-//! client affects neither other clients nor the VM.
+//! One thread serves it ([`crate::http`]). The number of event subscribers is limited, too, so that
+//! a slow or malicious client affects neither other clients nor the VM.
 
 use crate::console::listen;
 use crate::control::{Answer, Command, Control, VmInfo};
 use crate::events::EventRecord;
+use crate::http::{
+    self, Payload, ProblemDetails, Resource, Service, check_request, json, response,
+};
 use crate::state::State;
-use crate::statistics::Statistics;
+use crate::statistics::{Statistics, prometheus};
 use hosted_command::failure::{Failure, IoContext};
-use hyper::body::{Body, Bytes, Frame, Incoming, SizeHint};
-use hyper::header::{ALLOW, CONTENT_LENGTH, CONTENT_TYPE, TRANSFER_ENCODING};
-use hyper::server::conn::http1;
-use hyper::service::service_fn;
+use hyper::body::{Bytes, Incoming};
 use hyper::{Request, Response, StatusCode};
-use hyper_util::rt::{TokioIo, TokioTimer};
 use schemars::{JsonSchema, SchemaGenerator};
 use serde::Serialize;
 use serde_json::{Value, json};
-use std::convert::Infallible;
 use std::fs;
-use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
-use std::pin::Pin;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::task::{Context, Poll};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
-use tokio::sync::{Semaphore, mpsc, oneshot};
+use tokio::sync::oneshot;
 
-/// Most simultaneous connections; further ones are closed.
-const MAX_CONNECTIONS: usize = 16;
-/// Time limit of a request and its response, event streams excepted.
-const TIMEOUT: Duration = Duration::from_secs(10);
 /// Time limit of the VM for a command.
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(5);
-/// Time for clients to read the last events after the VM has exited.
-const LINGER: Duration = Duration::from_millis(500);
-/// Longest request head in bytes.
-const HEAD: usize = 8 << 10;
-
 /// Control socket; dropping it removes the socket.
 pub struct ApiServer {
     path: PathBuf,
@@ -66,7 +49,11 @@ impl ApiServer {
             .build()
             .map_err(|error| failed("serve the control socket", &error))?;
         let thread = thread::Builder::new().name("api".to_owned());
-        let thread = thread.spawn(move || runtime.block_on(serve(listener, control, ended)));
+        let serve = async move {
+            let Ok(listener) = tokio::net::UnixListener::from_std(listener) else { return };
+            http::serve(listener, control, ended).await;
+        };
+        let thread = thread.spawn(move || runtime.block_on(serve));
         server.thread = Some(thread.os_error("create a thread")?);
         Ok(server)
     }
@@ -84,123 +71,6 @@ impl Drop for ApiServer {
     }
 }
 
-async fn serve(listener: UnixListener, control: Control, mut ended: oneshot::Receiver<()>) {
-    let Ok(listener) = tokio::net::UnixListener::from_std(listener) else { return };
-    let room = Arc::new(Semaphore::new(MAX_CONNECTIONS));
-    loop {
-        let accepted = std::future::poll_fn(|context| {
-            if Pin::new(&mut ended).poll(context).is_ready() {
-                return Poll::Ready(None);
-            }
-            listener.poll_accept(context).map(Some)
-        });
-        let Some(accepted) = accepted.await else { break };
-        let Ok((stream, _)) = accepted else {
-            // Most likely file descriptors are exhausted; closing connections free some.
-            tokio::time::sleep(Duration::from_millis(100)).await;
-            continue;
-        };
-        let Ok(permit) = Arc::clone(&room).try_acquire_owned() else { continue };
-        let control = control.clone();
-        tokio::spawn(async move {
-            connection(stream, &control).await;
-            drop(permit);
-        });
-    }
-    let all = u32::try_from(MAX_CONNECTIONS).unwrap_or(u32::MAX);
-    // All permits are available again when all connections are closed.
-    let _ = tokio::time::timeout(LINGER, room.acquire_many(all)).await;
-}
-
-/// Serves one request of a connection.
-async fn connection(stream: tokio::net::UnixStream, control: &Control) {
-    let streams = AtomicBool::new(false);
-    let service = service_fn(|request| {
-        let streams = &streams;
-        async move {
-            let reply = reply(request, control).await.unwrap_or_else(ProblemDetails::into_response);
-            streams.store(reply.body().rest.is_some(), Relaxed);
-            Ok::<_, Infallible>(reply)
-        }
-    });
-    let mut connection = std::pin::pin!(
-        http1::Builder::new()
-            .timer(TokioTimer::new())
-            .header_read_timeout(TIMEOUT)
-            .max_buf_size(HEAD)
-            .keep_alive(false)
-            .serve_connection(TokioIo::new(stream), service)
-    );
-    // Errors of the connection concern only the client.
-    while tokio::time::timeout(TIMEOUT, &mut connection).await.is_err() && streams.load(Relaxed) {}
-}
-
-/// Response body: a text, then streamed lines.
-struct Payload {
-    text: Option<Bytes>,
-    rest: Option<mpsc::Receiver<Bytes>>,
-}
-
-impl Body for Payload {
-    type Data = Bytes;
-    type Error = Infallible;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
-        let frame = |bytes: Bytes| Ok(Frame::data(bytes));
-        match (self.text.take(), &mut self.rest) {
-            (Some(text), _) => Poll::Ready(Some(frame(text))),
-            (None, Some(rest)) => rest.poll_recv(context).map(|line| line.map(frame)),
-            (None, None) => Poll::Ready(None),
-        }
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.text.is_none() && self.rest.is_none()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        match &self.rest {
-            None => SizeHint::with_exact(self.text.as_ref().map_or(0, Bytes::len) as u64),
-            Some(_) => SizeHint::default(),
-        }
-    }
-}
-
-/// Refusal of a request (RFC 9457).
-#[derive(Debug, Serialize, JsonSchema)]
-pub struct ProblemDetails {
-    /// Status code.
-    pub status: u16,
-    /// Meaning of the status code.
-    pub title: String,
-    /// Reason of the refusal of this request.
-    pub detail: String,
-    #[serde(skip)]
-    allow: Option<&'static str>,
-}
-
-impl ProblemDetails {
-    fn new(status: StatusCode, detail: impl Into<String>) -> Self {
-        let title = status.canonical_reason().unwrap_or_default().to_owned();
-        Self { status: status.as_u16(), title, detail: detail.into(), allow: None }
-    }
-
-    fn into_response(self) -> Response<Payload> {
-        // Numbers and strings always serialize.
-        let text = serde_json::to_vec(&self).unwrap_or_default();
-        let mut response = response("application/problem+json", text);
-        *response.status_mut() =
-            StatusCode::from_u16(self.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
-        if let Some(allow) = self.allow {
-            response.headers_mut().insert(ALLOW, hyper::header::HeaderValue::from_static(allow));
-        }
-        response
-    }
-}
-
 /// Response of `PUT`.
 #[derive(Debug, Serialize, JsonSchema)]
 pub struct CommandResult {
@@ -208,51 +78,17 @@ pub struct CommandResult {
     pub state: State,
 }
 
-fn response(kind: &'static str, text: impl Into<Bytes>) -> Response<Payload> {
-    let mut response = Response::new(Payload { text: Some(text.into()), rest: None });
-    let kind = hyper::header::HeaderValue::from_static(kind);
-    response.headers_mut().insert(CONTENT_TYPE, kind);
-    response
-}
-
-fn json<T: Serialize>(value: &T) -> Result<Response<Payload>, ProblemDetails> {
-    let text = serde_json::to_vec(value).map_err(|error| {
-        ProblemDetails::new(StatusCode::INTERNAL_SERVER_ERROR, error.to_string())
-    })?;
-    Ok(response("application/json", text))
-}
-
-/// Checks that the resource exists, with this method, and that the request has no body.
-fn check_request(request: &Request<Incoming>) -> Result<(), ProblemDetails> {
-    let headers = request.headers();
-    let is_empty = headers.get(CONTENT_LENGTH).is_none_or(|length| length == "0");
-    if !is_empty || headers.contains_key(TRANSFER_ENCODING) {
-        let text = "request bodies are not supported";
-        return Err(ProblemDetails::new(StatusCode::PAYLOAD_TOO_LARGE, text));
+impl Service for Control {
+    async fn reply(&self, request: Request<Incoming>) -> Result<Response<Payload>, ProblemDetails> {
+        reply(request, self).await
     }
-    let path = request.uri().path();
-    let Some(&(_, method, _)) = PATHS.iter().find(|known| known.0 == path) else {
-        return Err(ProblemDetails::new(
-            StatusCode::NOT_FOUND,
-            format!("no such resource: {path}"),
-        ));
-    };
-    if request.method().as_str() != method {
-        let mut problem = ProblemDetails::new(
-            StatusCode::METHOD_NOT_ALLOWED,
-            format!("{path} supports {method} only, not {}", request.method()),
-        );
-        problem.allow = Some(method);
-        return Err(problem);
-    }
-    Ok(())
 }
 
 async fn reply(
     request: Request<Incoming>,
     control: &Control,
 ) -> Result<Response<Payload>, ProblemDetails> {
-    check_request(&request)?;
+    check_request(&request, &PATHS)?;
     let (path, query) = (request.uri().path(), request.uri().query());
     let command = match (path, query) {
         ("/v1/vm/shutdown", Some("force" | "force=true")) => Some(Command::Terminate),
@@ -264,7 +100,7 @@ async fn reply(
         ("/v1/vm", None) => return json(&control.vm()),
         ("/v1/vm/stats", None) => return json(&control.statistics()),
         ("/v1/metrics", None) => {
-            let text = control.statistics().prometheus();
+            let text = prometheus(&[(None, control.statistics())]);
             return Ok(response("text/plain; version=0.0.4", text));
         }
         ("/v1/vm/boot", None) => Some(Command::Boot),
@@ -304,7 +140,7 @@ async fn execute(control: &Control, command: Command) -> Result<Response<Payload
 }
 
 /// Paths, their methods and summaries.
-const PATHS: [(&str, &str, &str); 10] = [
+const PATHS: [Resource; 10] = [
     ("/v1/openapi.json", "GET", "This description."),
     ("/v1/vm", "GET", "Configuration and state of the VM."),
     ("/v1/vm/stats", "GET", "Statistics: events handled and host resources used."),
@@ -372,9 +208,10 @@ pub fn openapi() -> Value {
 mod tests {
     use super::*;
     use crate::config::Config;
+    use crate::http::MAX_CONNECTIONS;
     use hosted_command::failure;
     use std::io::{Read, Write};
-    use std::os::unix::net::UnixStream;
+    use std::os::unix::net::{UnixListener, UnixStream};
 
     #[test]
     fn the_description_is_in_the_specification() {

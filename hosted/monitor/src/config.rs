@@ -44,6 +44,7 @@ macro_rules! string_value {
 pub mod console;
 pub mod disk;
 pub mod gdb;
+pub mod name;
 pub mod net;
 pub mod port;
 pub mod share;

@@ -229,7 +229,7 @@ pub fn bind(path: &Path) -> io::Result<UnixListener> {
 }
 
 /// Removes a socket that no process serves.
-fn remove_stale(path: &Path, what: &str) -> Result<(), Failure> {
+pub fn remove_stale(path: &Path, what: &str) -> Result<(), Failure> {
     use std::os::unix::fs::FileTypeExt;
     let refuse = |text: &str| Failure::new(failure::OS_ERROR, format!("{} {text}", path.display()));
     match std::fs::symlink_metadata(path) {

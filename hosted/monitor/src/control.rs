@@ -7,6 +7,7 @@
 pub mod executor;
 
 use crate::config::Config;
+use crate::config::name::VmName;
 use crate::event_loop::{self, EndingSignals, EventHandler, drain};
 use crate::events::{Event, Events};
 use crate::exit::ExitCause;
@@ -112,6 +113,12 @@ pub struct VmInfo {
     pub state: State,
     /// Back end: `kvm` or `process`.
     pub backend: String,
+    /// Name, as of `--name`.
+    pub name: Option<VmName>,
+    /// Process ID of `parador run`.
+    pub pid: u32,
+    /// Command line of `parador run`.
+    pub command: Vec<String>,
     /// Process ID of the VM's first process; its other processes are children of it.
     pub process: Option<u32>,
     /// Version of Parador.
@@ -261,6 +268,9 @@ impl Control {
         VmInfo {
             state: status.state,
             backend: self.0.backend.to_owned(),
+            name: self.0.config.vm.name.clone(),
+            pid: std::process::id(),
+            command: std::env::args_os().map(|word| word.to_string_lossy().into()).collect(),
             process: status.process,
             version: env!("CARGO_PKG_VERSION").to_owned(),
             config: self.0.config.clone(),
@@ -277,9 +287,11 @@ impl Control {
             uptime_ms: milliseconds(status.began.elapsed()),
             start_ms: status.start.map(milliseconds),
             resets: status.resets,
+            vcpus: self.0.config.vm.cpus.unwrap_or(1),
             processes: cpu.processes,
             user_ms: cpu.user_ms,
             system_ms: cpu.system_ms,
+            steal_ms: cpu.steal_ms,
             memory_bytes: self.0.size,
             memory_used_bytes: memory.map_or(0, |memory| statistics::used(&memory.0)),
             wedge: memory

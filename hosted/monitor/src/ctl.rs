@@ -1,38 +1,48 @@
 //! `parador ctl`: client of a VM's control socket.
 
+use crate::client::ControlClient;
+use crate::config::name::VmName;
+use crate::runtime::RuntimeFolder;
 use clap::{Args, Subcommand};
 use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::output::print;
-use hyper::body::{Body, Bytes, Incoming};
-use hyper::client::conn::http1;
-use hyper::{Request, Response};
-use hyper_util::rt::TokioIo;
 use serde_json::Value;
-use std::future::poll_fn;
 use std::io::{self, IsTerminal};
-use std::path::{Path, PathBuf};
-use std::pin::Pin;
+use std::path::PathBuf;
 use std::time::Duration;
-use tokio::net::UnixStream;
 use tokio::runtime::{Builder, Runtime};
 
-/// Exit code: the VM refuses the request.
-const REFUSED: u8 = 1;
-/// Time limit of a response.
-const TIMEOUT: Duration = Duration::from_secs(10);
-/// Longest response in bytes.
-const MAX_BYTES: usize = 1 << 20;
 /// Interval between two tables of `top`.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Options of `parador ctl`.
 #[derive(Debug, Args)]
 pub struct Options {
-    /// Control socket, as created by `parador run --api-socket`.
+    /// Name of the VM, as of `parador run --name`.
+    #[arg(value_name = "NAME", value_parser = VmName::parse)]
+    name: Option<VmName>,
+    /// Control socket, as created by `parador run --api-socket`; NAME takes precedence.
     #[arg(short, long, value_name = "SOCKET", env = "PARADOR_SOCKET")]
-    socket: PathBuf,
+    socket: Option<PathBuf>,
     #[command(subcommand)]
     verb: Verb,
+}
+
+impl Options {
+    /// Returns the path of the control socket.
+    fn socket(&self) -> Result<PathBuf, Failure> {
+        match (&self.name, &self.socket) {
+            (Some(name), _) => RuntimeFolder::existing()?.socket_of(name),
+            (None, Some(socket)) => Ok(socket.clone()),
+            (None, None) => Err(Failure::new(failure::USAGE, "no VM is named")
+                .help("use `parador ctl NAME ...` or `parador ctl -s SOCKET ...`")),
+        }
+    }
+}
+
+/// Returns whether a word is a command of `parador ctl`, and can't be the name of a VM.
+pub fn is_verb(word: &str) -> bool {
+    Verb::has_subcommand(word)
 }
 
 #[derive(Clone, Copy, Debug, Subcommand)]
@@ -71,7 +81,8 @@ enum Verb {
 pub fn run(options: &Options) -> Result<u8, Failure> {
     let runtime = Builder::new_current_thread().enable_io().enable_time().build();
     let runtime = runtime.os_error("wait for answers")?;
-    let client = Client { runtime, socket: &options.socket };
+    let socket = options.socket()?;
+    let client = Requests { runtime, client: ControlClient { socket: &socket } };
     match options.verb {
         Verb::Status => client.show("/v1/vm"),
         Verb::Stats => client.show("/v1/vm/stats"),
@@ -88,85 +99,23 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
     .map(|()| 0)
 }
 
-struct Client<'a> {
+/// Requests to one VM, one at a time.
+struct Requests<'a> {
     runtime: Runtime,
-    socket: &'a Path,
+    client: ControlClient<'a>,
 }
 
 fn text(bytes: Vec<u8>) -> String {
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
-impl Client<'_> {
-    fn failed(&self, text: impl std::fmt::Display) -> Failure {
-        Failure::new(failure::UNAVAILABLE, format!("{}: {text}", self.socket.display()))
-    }
-
-    async fn send(&self, method: &str, path: &str) -> Result<Response<Incoming>, Failure> {
-        let stream =
-            UnixStream::connect(self.socket).await.map_err(|error| match error.kind() {
-                io::ErrorKind::ConnectionRefused => {
-                    self.failed("stale control socket: no VM listens on it")
-                }
-                _ => Failure::file("connect to the control socket", self.socket, &error),
-            })?;
-        let handshake = http1::handshake(TokioIo::new(stream)).await;
-        let (mut sender, connection) = handshake.map_err(|error| self.failed(error))?;
-        // The connection task ends with the response.
-        tokio::spawn(connection);
-        let request = Request::builder().method(method).uri(path).header("host", "parador");
-        let request = request.body(String::new()).map_err(|error| self.failed(error))?;
-        sender.send_request(request).await.map_err(|error| self.failed(error))
-    }
-
-    /// Sends a request and returns the body of a successful response.
-    async fn answer(&self, method: &str, path: &str) -> Result<Incoming, Failure> {
-        let answer = tokio::time::timeout(TIMEOUT, self.send(method, path)).await;
-        let answer = answer.unwrap_or_else(|_| Err(self.failed("no response within 10 s")))?;
-        let status = answer.status();
-        if status.is_success() {
-            return Ok(answer.into_body());
-        }
-        let problem = self.whole(answer.into_body()).await?;
-        let problem: Value = serde_json::from_slice(&problem).unwrap_or_default();
-        let detail = problem["detail"].as_str().unwrap_or("no details in the response");
-        let code = if status.as_u16() == 409 { REFUSED } else { failure::UNAVAILABLE };
-        Err(Failure::new(code, format!("{} ({status})", detail)))
-    }
-
-    async fn next(&self, body: &mut Incoming) -> Option<Result<Bytes, Failure>> {
-        loop {
-            let frame = poll_fn(|context| Pin::new(&mut *body).poll_frame(context)).await?;
-            match frame.map(|frame| frame.into_data()) {
-                Ok(Ok(data)) => return Some(Ok(data)),
-                // Trailers, no data.
-                Ok(Err(_)) => {}
-                Err(error) => return Some(Err(self.failed(error))),
-            }
-        }
-    }
-
-    async fn whole(&self, mut body: Incoming) -> Result<Vec<u8>, Failure> {
-        let mut all = Vec::new();
-        while let Some(data) = self.next(&mut body).await {
-            all.extend(data?);
-            if all.len() > MAX_BYTES {
-                return Err(self.failed("the response exceeds 1 MiB"));
-            }
-        }
-        Ok(all)
-    }
-
+impl Requests<'_> {
     fn ask(&self, method: &str, path: &str) -> Result<Vec<u8>, Failure> {
-        self.runtime.block_on(async {
-            let body = self.answer(method, path).await?;
-            let whole = tokio::time::timeout(TIMEOUT, self.whole(body)).await;
-            whole.unwrap_or_else(|_| Err(self.failed("the response is incomplete after 10 s")))
-        })
+        self.runtime.block_on(self.client.ask(method, path))
     }
 
     fn json(&self, method: &str, path: &str) -> Result<Value, Failure> {
-        serde_json::from_slice(&self.ask(method, path)?).map_err(|error| self.failed(error))
+        self.runtime.block_on(self.client.json(method, path))
     }
 
     fn show(&self, path: &str) -> Result<(), Failure> {
@@ -180,8 +129,8 @@ impl Client<'_> {
 
     fn events(&self) -> Result<(), Failure> {
         self.runtime.block_on(async {
-            let mut body = self.answer("GET", "/v1/events").await?;
-            while let Some(data) = self.next(&mut body).await {
+            let mut body = self.client.answer("GET", "/v1/events").await?;
+            while let Some(data) = self.client.next(&mut body).await {
                 print(text(data?.to_vec()))?;
             }
             Ok(())

@@ -1,5 +1,6 @@
-//! Monitor of VMs on Linux: `parador run`, its control socket (`parador ctl`), the check of the
-//! host (`parador doctor`), and systems in QEMU (`parador system emulate`).
+//! Monitor of VMs on Linux: `parador run`, its control socket (`parador ctl`), lists of all VMs
+//! (`parador ps`, `top`, `metrics`), the check of the host (`parador doctor`), and systems in QEMU
+//! (`parador system emulate`).
 //!
 //! A VM is a child process (`vm_process`), either the wedge (`companion`) or a KVM process (`kvm`),
 //! with device processes next to it (`device`). The other processes are `parador` again: see
@@ -8,6 +9,7 @@
 
 mod api;
 mod backend;
+mod client;
 mod companion;
 mod compat;
 pub mod config;
@@ -24,6 +26,8 @@ pub mod emulate;
 mod event_loop;
 mod events;
 mod exit;
+pub mod fleet;
+mod http;
 mod kvm;
 mod metrics;
 mod net;
@@ -34,6 +38,7 @@ mod ports;
 mod profile;
 mod relay;
 pub mod run;
+pub mod runtime;
 mod share;
 mod spec;
 #[cfg(test)]

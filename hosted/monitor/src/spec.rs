@@ -139,8 +139,8 @@ fn needs_processes(vm: &VmConfig) -> bool {
 /// Checks pairs of options that exclude or require each other.
 fn check_conflicts(vm: &VmConfig) -> Result<(), Failure> {
     let refuse = |text: &str, help: &str| Err(Failure::new(failure::USAGE, text).help(help));
-    if vm.wait_boot && vm.api_socket.is_none() {
-        return refuse("--wait-boot requires --api-socket", "add --api-socket PATH");
+    if vm.wait_boot && vm.api_socket.is_none() && vm.name.is_none() {
+        return refuse("--wait-boot requires --api-socket or --name", "add --api-socket PATH");
     }
     if vm.backend == Some(BackendChoice::Kvm) && needs_processes(vm) {
         let text = "--counters, --perf-map, --profile-writes, --protection keys|process|remap and --without require --backend process";

@@ -18,6 +18,7 @@ use crate::net::NetBackend;
 use crate::perf::Maps;
 use crate::ports::Port;
 use crate::profile;
+use crate::runtime::{NamedVm, RuntimeFolder};
 use crate::spec::Spec;
 use crate::vm_files::VmFiles;
 use crate::vm_process::{SecondaryConsole, SecondaryEnds, VmProcess};
@@ -62,7 +63,10 @@ impl Symbols {
 
 /// A VM and its host ends.
 pub struct Supervisor {
-    server: Option<ApiServer>,
+    /// Sockets of `--api-socket` and `--name`.
+    servers: Vec<ApiServer>,
+    /// Right to the VM's name.
+    named: Option<NamedVm>,
     debugger: Option<Debugger>,
     spec: Spec,
     files: VmFiles,
@@ -104,8 +108,11 @@ impl Supervisor {
         if vm.wait_boot {
             control.created();
         }
-        let socket = vm.api_socket.as_deref();
-        let server = socket.map(|path| ApiServer::start(path, control.clone())).transpose()?;
+        let named = vm.name.as_ref().map(|name| RuntimeFolder::open()?.claim(name)).transpose()?;
+        let sockets = [vm.api_socket.as_ref(), named.as_ref().map(|named| &named.socket)];
+        let sockets = sockets.into_iter().flatten();
+        let servers = sockets.map(|path| ApiServer::start(path, control.clone()));
+        let servers = servers.collect::<Result<_, _>>()?;
         let ram = Ram { low, size: spec.memory };
         let debugger = vm.gdb.as_ref().zip(symbols.debugged).map(|(endpoint, kernel)| {
             Debugger::start(endpoint, control.clone(), kernel, (spec.vcpus, ram))
@@ -113,7 +120,8 @@ impl Supervisor {
         let debugger = debugger.transpose()?;
         let maps = symbols.maps;
         Ok(Self {
-            server,
+            servers,
+            named,
             debugger,
             spec,
             files,
@@ -165,7 +173,8 @@ impl Supervisor {
         if let Some(metrics) = &self.metrics {
             metrics.write(&self.control.statistics());
         }
-        drop((self.server, self.debugger));
+        // The name is free once its socket is gone.
+        drop((self.servers, self.named, self.debugger));
         self.files.close();
         code
     }

@@ -58,6 +58,7 @@ const COMMANDS: &[(&str, Use)] = &[
     ("parador doctor", Run(doctor)),
     ("parador run", Run(cached)),
     ("parador ctl boot", Run(boot)),
+    ("parador ps", Not("lists VMs with names: hosted/names")),
     ("machine-exit CODE", Run(code)),
     ("qemu-img check -r leaks FILE", Run(qemu)),
     ("qemu-img check -r all FILE", Run(qemu)),

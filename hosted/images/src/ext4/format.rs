@@ -98,7 +98,7 @@ pub fn superblock(geometry: &Geometry) -> Vec<u8> {
 }
 
 /// Group of blocks and inodes.
-pub struct Group {
+pub struct BlockGroup {
     pub block_bitmap: u32,
     pub inode_bitmap: u32,
     pub inode_table: u32,
@@ -107,7 +107,7 @@ pub struct Group {
     pub directories: u32,
 }
 
-impl Group {
+impl BlockGroup {
     /// Returns its descriptor.
     pub fn descriptor(&self) -> [u8; GROUP_DESCRIPTOR] {
         let mut bytes = [0; GROUP_DESCRIPTOR];

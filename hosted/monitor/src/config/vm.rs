@@ -2,6 +2,7 @@
 
 use super::console::{Target, Virtio};
 use super::gdb::GdbEndpoint;
+use super::name::VmName;
 use clap::{Args, ValueEnum};
 use hosted_command::messages::Format;
 use hosted_command::value::{Size, parse_time};
@@ -83,6 +84,9 @@ pub struct VmConfig {
     /// Message format: lines of text, or one JSON object per line [default: text].
     #[arg(long, value_enum, value_name = "FORMAT")]
     pub log_format: Option<Format>,
+    /// Name of the VM for `parador ps` and `parador ctl NAME`, unique among those of a user.
+    #[arg(long, value_name = "NAME", value_parser = VmName::parse)]
+    pub name: Option<VmName>,
     /// Path of the control socket to create: see docs/spec/api.md.
     #[arg(long, value_name = "SOCKET")]
     pub api_socket: Option<PathBuf>,

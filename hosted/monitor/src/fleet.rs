@@ -1,0 +1,288 @@
+//! All named VMs of the user: `parador ps`, `parador top`, `parador metrics`.
+
+use crate::client::ControlClient;
+use crate::config::name::VmName;
+use crate::http::{self, Payload, ProblemDetails, Resource, Service, check_request, response};
+use crate::runtime::RuntimeFolder;
+use crate::state::State;
+use crate::statistics::{Statistics, prometheus};
+use clap::Args;
+use hosted_command::failure::{Failure, IoContext};
+use hosted_command::messages::{Level, say};
+use hosted_command::output::print;
+use hyper::body::Incoming;
+use hyper::{Request, Response, StatusCode};
+use serde::{Deserialize, Serialize};
+use std::collections::HashMap;
+use std::fmt::Write as _;
+use std::io::{self, IsTerminal};
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+use tokio::net::TcpListener;
+use tokio::runtime::{Builder, Runtime};
+use tokio::sync::oneshot;
+
+/// Time limit of a VM for its answers; VMs are asked at the same time.
+const TIMEOUT: Duration = Duration::from_secs(2);
+/// Interval between two tables of `top`, and between the two measurements of `top --once`.
+const INTERVAL: Duration = Duration::from_secs(1);
+/// Longest command that is shown, in characters.
+const SHOWN: usize = 60;
+
+/// Options of `parador ps`.
+#[derive(Debug, Args)]
+pub struct PsOptions {
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Options of `parador top`.
+#[derive(Debug, Args)]
+pub struct TopOptions {
+    /// Print one table, of one second.
+    #[arg(long)]
+    once: bool,
+}
+
+/// Options of `parador metrics`.
+#[derive(Debug, Args)]
+pub struct MetricsOptions {
+    /// Serve them at http://ADDRESS/metrics, until a signal ends `parador` [default: print them].
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    listen: Option<SocketAddr>,
+}
+
+/// Part of a VM's own description ([`crate::control::VmInfo`]).
+#[derive(Debug, Deserialize)]
+struct Described {
+    backend: String,
+    pid: u32,
+    command: Vec<String>,
+}
+
+/// VM that has answered.
+struct VmReport {
+    name: VmName,
+    described: Described,
+    statistics: Statistics,
+}
+
+/// Line of `parador ps --json`.
+#[derive(Debug, Serialize)]
+struct Row<'a> {
+    name: &'a str,
+    /// Process of `parador run`.
+    pid: u32,
+    backend: &'a str,
+    state: State,
+    vcpus: u8,
+    memory_bytes: u64,
+    uptime_ms: u64,
+    /// Command line of `parador run`.
+    command: &'a [String],
+}
+
+impl VmReport {
+    /// Asks the VM with this control socket.
+    async fn ask(name: VmName, socket: PathBuf) -> Result<Self, Failure> {
+        let client = ControlClient { socket: &socket };
+        let described = client.json("GET", "/v1/vm").await?;
+        let statistics = client.json("GET", "/v1/vm/stats").await?;
+        Ok(Self { name, described, statistics })
+    }
+
+    fn row(&self) -> Row<'_> {
+        let Self { name, described: Described { backend, pid, command }, statistics } = self;
+        let &Statistics { state, vcpus, memory_bytes, uptime_ms, .. } = statistics;
+        let name = name.as_str();
+        Row { name, pid: *pid, backend, state, vcpus, memory_bytes, uptime_ms, command }
+    }
+}
+
+/// Asks all VMs. One that ends meanwhile is left out; one that does not answer is reported.
+async fn reports() -> Result<Vec<VmReport>, Failure> {
+    let asked = RuntimeFolder::existing()?.vms()?.into_iter().map(|(name, socket)| {
+        let shown = name.clone();
+        let asked = tokio::spawn(tokio::time::timeout(TIMEOUT, VmReport::ask(name, socket)));
+        (shown, asked)
+    });
+    let mut reports = Vec::new();
+    for (name, asked) in asked.collect::<Vec<_>>() {
+        match asked.await {
+            Ok(Ok(Ok(report))) => reports.push(report),
+            // Its socket is gone.
+            Ok(Ok(Err(_))) => {}
+            _ => say(Level::Warn, &format!("the VM {} does not answer", name.as_str())),
+        }
+    }
+    Ok(reports)
+}
+
+fn runtime() -> Result<Runtime, Failure> {
+    Builder::new_current_thread().enable_io().enable_time().build().os_error("wait for answers")
+}
+
+/// Lists the VMs.
+///
+/// # Errors
+/// The runtime folder is another user's: 77. Standard output cannot be written.
+pub fn ps(options: &PsOptions) -> Result<u8, Failure> {
+    let reports = runtime()?.block_on(reports())?;
+    let rows: Vec<Row<'_>> = reports.iter().map(VmReport::row).collect();
+    if options.json {
+        let text = serde_json::to_string_pretty(&rows).map_err(io::Error::from);
+        print(text.os_error("write JSON")? + "\n")?;
+        return Ok(0);
+    }
+    let mut text = format!(
+        "{:<16} {:>8} {:<8} {:<9} {:>5} {:>7} {:>10} {}\n",
+        "NAME", "PID", "BACKEND", "STATE", "VCPUS", "MEMORY", "UPTIME", "COMMAND"
+    );
+    for row in rows {
+        let command: String = row.command.join(" ").chars().take(SHOWN).collect();
+        let state = format!("{:?}", row.state).to_lowercase();
+        let (memory, uptime) = (row.memory_bytes >> 20, row.uptime_ms / 1000);
+        // Writing to a string does not fail.
+        let _ = writeln!(
+            text,
+            "{:<16} {:>8} {:<8} {state:<9} {:>5} {memory:>6}M {uptime:>9}s {command}",
+            row.name, row.pid, row.backend, row.vcpus,
+        );
+    }
+    print(text)?;
+    Ok(0)
+}
+
+/// Prints tables of what the VMs use, one each second.
+///
+/// # Errors
+/// As those of [`ps`].
+pub fn top(options: &TopOptions) -> Result<u8, Failure> {
+    let runtime = runtime()?;
+    let by_name = |reports: Vec<VmReport>| -> HashMap<VmName, Statistics> {
+        reports.into_iter().map(|report| (report.name, report.statistics)).collect()
+    };
+    let mut former = by_name(runtime.block_on(reports())?);
+    loop {
+        std::thread::sleep(INTERVAL);
+        let now = runtime.block_on(reports())?;
+        let is_screen = io::stdout().is_terminal() && !options.once;
+        let clear = if is_screen { "\x1b[H\x1b[J" } else { "" };
+        let lines = now
+            .iter()
+            .map(|report| line(report.name.as_str(), &report.statistics, former.get(&report.name)));
+        print(format!("{clear}{HEAD}{}", lines.collect::<String>()))?;
+        if options.once {
+            return Ok(0);
+        }
+        former = by_name(now);
+    }
+}
+
+/// Head of the table of `top`.
+const HEAD: &str =
+    "NAME             STATE     VCPUS   RUN%  STEAL%  IDLE%  RESIDENT   MEMORY PROCESSES\n";
+
+/// Returns the line of a VM; `former` are its statistics of a second before. Shares are of the time
+/// of all its virtual CPUs.
+fn line(name: &str, now: &Statistics, former: Option<&Statistics>) -> String {
+    let former = former.unwrap_or(now);
+    // The figures of a VM that has restarted begin at 0, as do those of new processes.
+    let grown = |of: fn(&Statistics) -> u64| of(now).saturating_sub(of(former)) as f64;
+    let all = grown(|it| it.uptime_ms).max(1.0) * f64::from(now.vcpus.max(1));
+    let share = |time: f64| 100.0 * time / all;
+    let run = share(grown(|it| it.user_ms + it.system_ms));
+    let steal = share(grown(|it| it.steal_ms));
+    let idle = (100.0 - run - steal).clamp(0.0, 100.0);
+    let state = format!("{:?}", now.state).to_lowercase();
+    let [used, memory] = [now.memory_used_bytes, now.memory_bytes].map(|bytes| bytes >> 20);
+    format!(
+        "{name:<16} {state:<9} {:>5} {run:>6.1} {steal:>7.1} {idle:>6.1} {used:>8}M {memory:>7}M {:>9}\n",
+        now.vcpus, now.processes,
+    )
+}
+
+/// Returns the metrics of all VMs as text.
+async fn metrics_text() -> Result<String, Failure> {
+    let reports = reports().await?;
+    let all = reports.iter().map(|it| (Some(it.name.as_str()), it.statistics.clone()));
+    Ok(prometheus(&all.collect::<Vec<_>>()))
+}
+
+/// Server of the metrics of all VMs.
+#[derive(Clone)]
+struct MetricsServer;
+
+/// Its resources.
+const RESOURCES: [Resource; 1] = [("/metrics", "GET", "Statistics of all VMs for Prometheus.")];
+
+impl Service for MetricsServer {
+    async fn reply(&self, request: Request<Incoming>) -> Result<Response<Payload>, ProblemDetails> {
+        check_request(&request, &RESOURCES)?;
+        let text = metrics_text().await.map_err(|failure| {
+            ProblemDetails::new(StatusCode::INTERNAL_SERVER_ERROR, failure.to_string())
+        })?;
+        Ok(response("text/plain; version=0.0.4", text))
+    }
+}
+
+/// Prints the metrics of all VMs, or serves them until a signal ends this process.
+///
+/// # Errors
+/// The address is in use or not this host's: 71 or 77; as those of [`ps`].
+pub fn metrics(options: &MetricsOptions) -> Result<u8, Failure> {
+    let runtime = runtime()?;
+    let Some(address) = options.listen else {
+        print(runtime.block_on(metrics_text())?)?;
+        return Ok(0);
+    };
+    runtime.block_on(async {
+        // Fails early if the folder is another user's.
+        RuntimeFolder::existing()?;
+        let listener = TcpListener::bind(address).await;
+        let listener = listener.os_error(&format!("listen on {address}"))?;
+        let address = listener.local_addr().os_error("find the address")?;
+        if !address.ip().is_loopback() {
+            let text = format!("every client that reaches {address} can read the metrics");
+            say(Level::Warn, &text);
+        }
+        say(Level::Info, &format!("metrics at http://{address}/metrics"));
+        let (_running, ended) = oneshot::channel();
+        http::serve(listener, MetricsServer, ended).await;
+        Ok(0)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::statistics::Wedge;
+
+    fn at(uptime_ms: u64, user_ms: u64, steal_ms: u64) -> Statistics {
+        Statistics {
+            state: State::Running,
+            uptime_ms,
+            start_ms: None,
+            resets: 0,
+            vcpus: 2,
+            processes: 4,
+            user_ms,
+            system_ms: 0,
+            steal_ms,
+            memory_bytes: 1 << 30,
+            memory_used_bytes: 64 << 20,
+            wedge: Wedge::default(),
+        }
+    }
+
+    #[test]
+    fn shares_are_of_all_virtual_cpus() {
+        let text = line("a", &at(3000, 1500, 200), Some(&at(2000, 500, 100)));
+        let words: Vec<&str> = text.split_whitespace().collect();
+        assert_eq!(words, ["a", "running", "2", "50.0", "5.0", "45.0", "64M", "1024M", "4"]);
+        assert!(line("a", &at(5, 1, 0), Some(&at(2000, 500, 100))).contains(" 0.0 "), "a restart");
+        assert_eq!(HEAD.split_whitespace().count(), words.len());
+    }
+}

@@ -1,0 +1,239 @@
+//! HTTP/1.1 server of small documents, on Unix sockets and TCP.
+//!
+//! It serves one request per connection. The number of connections, the size of requests and the
+//! time for them are limited, so that a slow or malicious client affects no other client.
+
+use hyper::body::{Body, Bytes, Frame, Incoming, SizeHint};
+use hyper::header::{ALLOW, CONTENT_LENGTH, CONTENT_TYPE, TRANSFER_ENCODING};
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper::{Request, Response, StatusCode};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use schemars::JsonSchema;
+use serde::Serialize;
+use std::convert::Infallible;
+use std::io;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::task::{Context, Poll};
+use std::time::Duration;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
+use tokio::sync::{Semaphore, mpsc, oneshot};
+
+/// Most simultaneous connections; further ones are closed.
+pub const MAX_CONNECTIONS: usize = 16;
+/// Time limit of a request and its response, event streams excepted.
+const TIMEOUT: Duration = Duration::from_secs(10);
+/// Time for clients to read the last lines after the end.
+const LINGER: Duration = Duration::from_millis(500);
+/// Longest request head in bytes.
+const HEAD: usize = 8 << 10;
+
+/// Handler of requests.
+pub trait Service: Clone + Send + Sync + 'static {
+    /// Returns the response to a request.
+    fn reply(
+        &self,
+        request: Request<Incoming>,
+    ) -> impl Future<Output = Result<Response<Payload>, ProblemDetails>> + Send;
+}
+
+/// Socket that accepts connections.
+pub trait Listener {
+    /// Its connections.
+    type Stream: AsyncRead + AsyncWrite + Unpin + Send + 'static;
+
+    /// Accepts a connection.
+    fn poll_stream(&self, context: &mut Context<'_>) -> Poll<io::Result<Self::Stream>>;
+}
+
+impl Listener for UnixListener {
+    type Stream = UnixStream;
+
+    fn poll_stream(&self, context: &mut Context<'_>) -> Poll<io::Result<UnixStream>> {
+        self.poll_accept(context).map_ok(|(stream, _)| stream)
+    }
+}
+
+impl Listener for TcpListener {
+    type Stream = TcpStream;
+
+    fn poll_stream(&self, context: &mut Context<'_>) -> Poll<io::Result<TcpStream>> {
+        self.poll_accept(context).map_ok(|(stream, _)| stream)
+    }
+}
+
+/// Serves connections until `ended` receives something or its sender is dropped.
+pub async fn serve(
+    listener: impl Listener,
+    service: impl Service,
+    mut ended: oneshot::Receiver<()>,
+) {
+    let room = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    loop {
+        let accepted = std::future::poll_fn(|context| {
+            if Pin::new(&mut ended).poll(context).is_ready() {
+                return Poll::Ready(None);
+            }
+            listener.poll_stream(context).map(Some)
+        });
+        let Some(accepted) = accepted.await else { break };
+        let Ok(stream) = accepted else {
+            // Most likely file descriptors are exhausted; closing connections free some.
+            tokio::time::sleep(Duration::from_millis(100)).await;
+            continue;
+        };
+        let Ok(permit) = Arc::clone(&room).try_acquire_owned() else { continue };
+        let service = service.clone();
+        tokio::spawn(async move {
+            connection(stream, &service).await;
+            drop(permit);
+        });
+    }
+    let all = u32::try_from(MAX_CONNECTIONS).unwrap_or(u32::MAX);
+    // All permits are available again when all connections are closed.
+    let _ = tokio::time::timeout(LINGER, room.acquire_many(all)).await;
+}
+
+/// Serves one request of a connection.
+async fn connection(stream: impl AsyncRead + AsyncWrite + Unpin, service: &impl Service) {
+    let streams = AtomicBool::new(false);
+    let handler = service_fn(|request| {
+        let streams = &streams;
+        async move {
+            let reply = service.reply(request).await;
+            let reply = reply.unwrap_or_else(ProblemDetails::into_response);
+            streams.store(reply.body().rest.is_some(), Relaxed);
+            Ok::<_, Infallible>(reply)
+        }
+    });
+    let mut connection = std::pin::pin!(
+        http1::Builder::new()
+            .timer(TokioTimer::new())
+            .header_read_timeout(TIMEOUT)
+            .max_buf_size(HEAD)
+            .keep_alive(false)
+            .serve_connection(TokioIo::new(stream), handler)
+    );
+    // Errors of the connection concern only the client.
+    while tokio::time::timeout(TIMEOUT, &mut connection).await.is_err() && streams.load(Relaxed) {}
+}
+
+/// Response body: a text, then streamed lines.
+pub struct Payload {
+    /// Text that comes first.
+    pub text: Option<Bytes>,
+    /// Lines after it.
+    pub rest: Option<mpsc::Receiver<Bytes>>,
+}
+
+impl Body for Payload {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+        let frame = |bytes: Bytes| Ok(Frame::data(bytes));
+        match (self.text.take(), &mut self.rest) {
+            (Some(text), _) => Poll::Ready(Some(frame(text))),
+            (None, Some(rest)) => rest.poll_recv(context).map(|line| line.map(frame)),
+            (None, None) => Poll::Ready(None),
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.text.is_none() && self.rest.is_none()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match &self.rest {
+            None => SizeHint::with_exact(self.text.as_ref().map_or(0, Bytes::len) as u64),
+            Some(_) => SizeHint::default(),
+        }
+    }
+}
+
+/// Refusal of a request (RFC 9457).
+#[derive(Debug, Serialize, JsonSchema)]
+pub struct ProblemDetails {
+    /// Status code.
+    pub status: u16,
+    /// Meaning of the status code.
+    pub title: String,
+    /// Reason of the refusal of this request.
+    pub detail: String,
+    #[serde(skip)]
+    allow: Option<&'static str>,
+}
+
+impl ProblemDetails {
+    /// Creates a refusal with this reason.
+    pub fn new(status: StatusCode, detail: impl Into<String>) -> Self {
+        let title = status.canonical_reason().unwrap_or_default().to_owned();
+        Self { status: status.as_u16(), title, detail: detail.into(), allow: None }
+    }
+
+    fn into_response(self) -> Response<Payload> {
+        // Numbers and strings always serialize.
+        let text = serde_json::to_vec(&self).unwrap_or_default();
+        let mut response = response("application/problem+json", text);
+        *response.status_mut() =
+            StatusCode::from_u16(self.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+        if let Some(allow) = self.allow {
+            response.headers_mut().insert(ALLOW, hyper::header::HeaderValue::from_static(allow));
+        }
+        response
+    }
+}
+
+/// Creates the response with a text of this media type.
+pub fn response(kind: &'static str, text: impl Into<Bytes>) -> Response<Payload> {
+    let mut response = Response::new(Payload { text: Some(text.into()), rest: None });
+    let kind = hyper::header::HeaderValue::from_static(kind);
+    response.headers_mut().insert(CONTENT_TYPE, kind);
+    response
+}
+
+/// Creates the response with a value as JSON.
+pub fn json<T: Serialize>(value: &T) -> Result<Response<Payload>, ProblemDetails> {
+    let text = serde_json::to_vec(value).map_err(|error| {
+        ProblemDetails::new(StatusCode::INTERNAL_SERVER_ERROR, error.to_string())
+    })?;
+    Ok(response("application/json", text))
+}
+
+/// Path of a resource, its method, and its summary.
+pub type Resource = (&'static str, &'static str, &'static str);
+
+/// Checks that the resource exists, with this method, and that the request has no body.
+pub fn check_request(
+    request: &Request<Incoming>,
+    resources: &[Resource],
+) -> Result<(), ProblemDetails> {
+    let headers = request.headers();
+    let is_empty = headers.get(CONTENT_LENGTH).is_none_or(|length| length == "0");
+    if !is_empty || headers.contains_key(TRANSFER_ENCODING) {
+        let text = "request bodies are not supported";
+        return Err(ProblemDetails::new(StatusCode::PAYLOAD_TOO_LARGE, text));
+    }
+    let path = request.uri().path();
+    let Some(&(_, method, _)) = resources.iter().find(|known| known.0 == path) else {
+        return Err(ProblemDetails::new(
+            StatusCode::NOT_FOUND,
+            format!("no such resource: {path}"),
+        ));
+    };
+    if request.method().as_str() != method {
+        let mut problem = ProblemDetails::new(
+            StatusCode::METHOD_NOT_ALLOWED,
+            format!("{path} supports {method} only, not {}", request.method()),
+        );
+        problem.allow = Some(method);
+        return Err(problem);
+    }
+    Ok(())
+}
