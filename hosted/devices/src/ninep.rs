@@ -539,7 +539,11 @@ impl NinepServer {
         let bytes = fields.take(count as usize)?;
         let count = match &fid.attribute {
             Some(attribute) => attribute.write(bytes, offset)?,
-            None => rustix::io::pwrite(fid.opened()?, bytes, offset)?,
+            None => {
+                let open = fid.opened()?;
+                self.clear_set_id(&fid, open)?;
+                rustix::io::pwrite(open, bytes, offset)?
+            }
         };
         answer.word(count as u32);
         Ok(())

@@ -242,7 +242,7 @@ const SHARE: &[Step] = &[
     (
         "links and pipes",
         "ln -s /etc/hostname new-link; readlink new-link; ln -s ../above out; fails cat out
-        mknod pipe p; echo through >pipe & cat pipe; wait; mv pipe many; ls -l many/pipe",
+        mknod pipe p; echo through >pipe & cat pipe; wait; mv pipe piped; ls -l piped",
         &["\n/etc/hostname\n", "through\n", "prw"],
     ),
     (
@@ -289,7 +289,7 @@ const EACH_DEVICE: &[Step] = &[
         "ls -d /sys/class/net/eth? | wc -l; head -c 8 /dev/hwrng | wc -c
         ls /sys/bus/pci/devices | wc -l; ls -d /sys/bus/pci/devices/0000:00:01.?
         ls -d /sys/class/tty/hvc0 || ls -d /dev/hvc0",
-        &["\n4\n8\n33\n", "00:01.0\n", "00:01.1\n", "hvc0"],
+        &["\n4\n8\n33\n", "00:01.0", "00:01.1", "hvc0"],
     ),
 ];
 const CHANGED_DEVICES: &str = "for n in $(seq 0 15); do [ \"$(cat s$n/guest)\" = \"from $n\" ]; done

@@ -91,9 +91,11 @@ const LIST: &str = "cd $0 && find . -mindepth 1 -printf '%P %y %m %U:%G %n %l %s
 /// own what they make; for other users than root it is refused. Code, because it compares lists.
 pub fn owners() -> Result<()> {
     let (rig, shared) = rig()?;
+    // Busybox' tar gives links to root.
     let script = format!(
         "{MOUNT}
         cp -a tree copied; mkdir packed; tar cf - tree | tar xpf - -C packed
+        chown -h 5:6 packed/tree/link
         mkdir -m 1777 open; chmod 4777 tree/program
         echo u:x:1234:1234::/:/bin/sh >>/etc/passwd; echo u:x:1234: >>/etc/group
         su u -c 'set -e; cd open; echo mine >file; mkdir folder; ln -s a b; mkfifo pipe

@@ -9,6 +9,7 @@
 use linux_raw_sys::general as linux;
 use rustix::fs::{self, AtFlags, FileType, Mode, OFlags};
 use rustix::io::Errno;
+use std::os::fd::BorrowedFd;
 
 use super::message::{Answer, Fields};
 use super::{Failed, Fid, NinepServer, OPEN_FLAGS, kind, number};
@@ -72,6 +73,24 @@ impl NinepServer {
             return Err(Errno::PERM);
         }
         Ok(Mode::from_raw_mode(mode & !linux::S_IFMT))
+    }
+
+    /// Clears the set-user-ID and set-group-ID bits of a file that a guest user other than root
+    /// writes to. Linux does it for an ordinary user, but this process keeps them by `CAP_FSETID`,
+    /// and the driver does not clear them without a cache.
+    pub(super) fn clear_set_id(&self, fid: &Fid, open: BorrowedFd<'_>) -> Result<(), Failed> {
+        const GROUP: u32 = linux::S_ISGID | linux::S_IXGRP;
+        if !self.share.owners || fid.user == 0 {
+            return Ok(());
+        }
+        let mode = fs::fstat(open)?.st_mode;
+        let group = if mode & GROUP == GROUP { linux::S_ISGID } else { 0 };
+        let cleared = mode & !(linux::S_ISUID | group);
+        if cleared == mode {
+            return Ok(());
+        }
+        let mode = Mode::from_raw_mode(cleared & !linux::S_IFMT);
+        fs::chmodat(&self.descriptors, number(&fid.path), mode, AtFlags::empty())
     }
 
     /// Creates an entry of `folder` with a group; it belongs to the folder's guest user.

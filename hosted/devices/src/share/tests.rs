@@ -525,6 +525,10 @@ fn owners_are_the_guest_s() {
     };
     let all = ["f", "d", "l", "p"].map(found);
     assert_eq!(all, [0o6751, 0o1755, 0o777, 0o644].map(|mode| (ids, mode)));
+    // Its owner writes to it.
+    let write = |fid: u32| rig.say(kind::WRITE, &[&words(&[fid, 0, 0, 1])[..], b"x"].concat());
+    write(4).unwrap();
+    assert_eq!(found("f").1, 0o751, "as Linux does");
     // By the first fid files belong to this process; the thread's ids are its own again.
     assert_eq!(node(&rig, "own", linux::S_IFREG | 0o600, 0, 0), SUCCESS);
     assert_eq!(found("own").0, own);
@@ -536,6 +540,11 @@ fn owners_are_the_guest_s() {
     // The owner's change does not clear the bits of the mode that is set with it.
     rig.say(kind::SETATTR, &set(7, 0o4711, own.0, own.1)).unwrap();
     assert_eq!(found("f"), (own, 0o4711));
+    if own.0 == 0 {
+        rig.open(5, linux::O_RDWR).unwrap();
+        write(5).unwrap();
+        assert_eq!(found("f").1, 0o4711, "root keeps them");
+    }
     rig.say(kind::SETATTR, &set(2, 0, own.0, 0)).unwrap();
     assert_eq!(found("f").1, 0o711, "as Linux does");
     rig.say(kind::SETATTR, &set(6, 0, u32::MAX, u32::MAX)).unwrap();
