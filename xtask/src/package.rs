@@ -187,7 +187,7 @@ fn changelog(origin: &Origin) -> String {
     )
 }
 
-/// Packs the folder into the file.
+/// Packs the folder into the file, which appears complete or not at all.
 fn pack(stage: &Stage, file: &Path, is_quick: bool, time: u64) -> Result<()> {
     let mut command = Command::new("dpkg-deb");
     // Blocks of several threads would depend on their number.
@@ -196,7 +196,9 @@ fn pack(stage: &Stage, file: &Path, is_quick: bool, time: u64) -> Result<()> {
         false => command.args(["-Zxz", "-z9", "--threads-max=1"]),
     };
     command.arg("--root-owner-group").env("SOURCE_DATE_EPOCH", time.to_string());
-    run(command.arg("--build").arg(&stage.root).arg(file))
+    let partial = file.with_extension("partial");
+    run(command.arg("--build").arg(&stage.root).arg(&partial))?;
+    fs::rename(&partial, file).with_context(|| format!("cannot move {}", partial.display()))
 }
 
 #[cfg(test)]
