@@ -8,7 +8,11 @@ use crate::chardev::Chardevs;
 use crate::params::Params;
 use crate::refuse;
 use hosted_command::failure::Failure;
+use rustix::process::geteuid;
 use serde_json::{Map, Value, json};
+
+/// Table of a VM's description.
+type Table = Map<String, Value>;
 
 /// Parameters of every device without effect.
 const IGNORED: &[&str] = &[
@@ -48,9 +52,9 @@ const GUEST_ADDRESS: &str = "10.0.2.15";
 /// Back ends and devices of a command line.
 #[derive(Debug, Default)]
 pub struct Devices {
-    drives: Vec<(String, Map<String, Value>)>,
-    folders: Vec<(String, Map<String, Value>)>,
-    networks: Vec<(String, Map<String, Value>)>,
+    drives: Vec<(String, Table)>,
+    folders: Vec<(String, Table)>,
+    networks: Vec<(String, Table)>,
     /// Disks of `-drive if=virtio`, which follow the others.
     own_disks: Vec<Value>,
     /// Disks.
@@ -69,15 +73,15 @@ pub struct Devices {
     ids: Vec<String>,
     drive_ids: Vec<String>,
     /// A card and a network of `-net`.
-    hub: (Option<Map<String, Value>>, Option<Map<String, Value>>),
+    hub: (Option<Table>, Option<Table>),
 }
 
 /// Adds a back end with its ID.
 fn add(
-    all: &mut Vec<(String, Map<String, Value>)>,
+    all: &mut Vec<(String, Table)>,
     what: &str,
     id: String,
-    backend: Map<String, Value>,
+    backend: Table,
 ) -> Result<(), Failure> {
     if all.iter().any(|other| other.0 == id) {
         return Err(refuse(format!("{what}: duplicate ID `{id}`")));
@@ -98,11 +102,11 @@ fn reserve(ids: &mut Vec<String>, what: &str, id: Option<&String>) -> Result<(),
 
 /// Takes the back end that a device names.
 fn claim(
-    all: &mut Vec<(String, Map<String, Value>)>,
+    all: &mut Vec<(String, Table)>,
     params: &mut Params,
     key: &str,
     option: &str,
-) -> Result<Map<String, Value>, Failure> {
+) -> Result<Table, Failure> {
     let id = params.require(key)?;
     let found = all.iter().position(|backend| backend.0 == id);
     let missing = || params.invalid(&format!("no free {option} has the ID `{id}`"));
@@ -110,7 +114,7 @@ fn claim(
 }
 
 /// Returns a table with these keys.
-fn table(value: Value) -> Map<String, Value> {
+fn table(value: Value) -> Table {
     match value {
         Value::Object(table) => table,
         _ => Map::new(),
@@ -175,7 +179,10 @@ impl Devices {
             return Err(params.unsupported("the security_model must be none or passthrough"));
         }
         let read_only = params.take_switch("readonly")?;
-        let share = table(json!({ "path": params.require("path")?, "ro": read_only }));
+        // QEMU keeps the guest's owners if it is root.
+        let owners = geteuid().is_root();
+        let path = params.require("path")?;
+        let share = table(json!({ "path": path, "ro": read_only, "owners": owners }));
         let what = params.what().to_owned();
         if is_device {
             let tag = params.require("mount_tag")?;
@@ -187,7 +194,7 @@ impl Devices {
         add(&mut self.folders, &what, id, share)
     }
 
-    fn share(&mut self, mut share: Map<String, Value>, tag: String) -> Result<(), Failure> {
+    fn share(&mut self, mut share: Table, tag: String) -> Result<(), Failure> {
         share.insert("tag".into(), tag.into());
         self.shares.push(share.into());
         Ok(())
@@ -220,7 +227,8 @@ impl Devices {
             return params.finish(&[]);
         }
         let mut params = Params::parse("-nic", Some("type"), text)?;
-        (params.take("model"), params.take("mac"));
+        params.take("model");
+        params.take("mac");
         let network = network(&mut params)?;
         params.finish(NET_IGNORED)?;
         self.card(network, address);
@@ -251,7 +259,7 @@ impl Devices {
         }
     }
 
-    fn card(&mut self, mut network: Map<String, Value>, address: Option<String>) {
+    fn card(&mut self, mut network: Table, address: Option<String>) {
         if let Some(address) = address {
             network.insert("mac".into(), address.into());
         }
@@ -338,7 +346,7 @@ impl Devices {
 }
 
 /// Takes the kind of a network and its parameters.
-fn network(params: &mut Params) -> Result<Map<String, Value>, Failure> {
+fn network(params: &mut Params) -> Result<Table, Failure> {
     match params.require("type")?.as_str() {
         "user" => {
             let forwards = params.take_all("hostfwd");

@@ -146,7 +146,7 @@ fn chains_that_do_not_end() {
     let text = chain(folder.path(), "a", "qcow2").map(drop).unwrap_err();
     assert!(text.contains("below itself"), "{text}");
     for index in 0..=MAX_FILES {
-        let next = (index < MAX_FILES).then(|| format!("n{}", index + 1)).unwrap_or_default();
+        let next = if index < MAX_FILES { format!("n{}", index + 1) } else { String::new() };
         fs::write(path(&format!("n{index}")), image(&next, Some("qcow2"))).unwrap();
     }
     assert_eq!(chain(folder.path(), "n1", "qcow2").map(|files| files.len()), Ok(MAX_FILES));
