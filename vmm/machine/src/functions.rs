@@ -18,6 +18,7 @@ use vmm_dev::virtio::entropy::Entropy;
 use vmm_dev::virtio::net::NetCard;
 use vmm_dev::virtio::p9::{self, P9};
 use vmm_dev::virtio::pci::{Pci, spec};
+#[cfg(feature = "ports")]
 use vmm_dev::virtio::ports::Ports;
 use vmm_dev::virtio::vsock::Vsock;
 
@@ -125,6 +126,7 @@ pub enum Model {
     Console,
     /// Console with several ports; its back end is a [`BackendRef::Bytes`] that carries
     /// [frames](proto::ports).
+    #[cfg(feature = "ports")]
     Ports,
     /// Entropy source; its back end is a [`BackendRef::Entropy`].
     Entropy,
@@ -141,13 +143,13 @@ pub enum Model {
 }
 
 /// Device model of a PCI function.
-// One size for all slots; the largest, a console with the input of all ports, has several
-// kilobytes.
+// One size for all slots; the largest has several kilobytes.
 #[expect(clippy::large_enum_variant, reason = "there is no heap")]
 enum PciDevice {
     Block(Pci<Blk>),
     Net(Pci<NetCard>),
     Console(Pci<Console>),
+    #[cfg(feature = "ports")]
     Ports(Pci<Ports>),
     Entropy(Pci<Entropy>),
     Balloon(Pci<balloon::Balloon>),
@@ -164,6 +166,7 @@ impl PciDevice {
             Model::Block(info) => Self::Block(Pci::new(Blk::new(info), base)),
             Model::Net(info) => Self::Net(Pci::new(NetCard::new(info), base)),
             Model::Console => Self::Console(Pci::new(Console::new(), base)),
+            #[cfg(feature = "ports")]
             Model::Ports => Self::Ports(Pci::new(Ports::new(), base)),
             Model::Entropy => Self::Entropy(Pci::new(Entropy::new(), base)),
             Model::Balloon => Self::Balloon(Pci::new(balloon::Balloon::new(), base)),
@@ -240,6 +243,7 @@ impl<O: DeviceBackend, const N: usize, R: RelaxStrategy> Functions for Slots<O, 
             PciDevice::Block(device) => device,
             PciDevice::Net(device) => device,
             PciDevice::Console(device) => device,
+            #[cfg(feature = "ports")]
             PciDevice::Ports(device) => device,
             PciDevice::Entropy(device) => device,
             PciDevice::Balloon(device) => device,
