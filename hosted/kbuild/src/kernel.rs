@@ -15,7 +15,7 @@ mod tools;
 mod variant;
 
 use crate::refusal::refused;
-pub use built::Kernel;
+pub use built::{Kernel, modules_of};
 use clap::{Args, Subcommand};
 use hosted_command::digest::digest;
 use hosted_command::failure::{self, Failure, IoContext};
@@ -37,7 +37,6 @@ use std::env;
 use std::ffi::OsString;
 use std::fs::{self, File};
 use std::io::{self, BufReader, Write};
-use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::thread;
@@ -118,7 +117,7 @@ Examples:
 Prints the SHA-256 of `vmlinux` and its path. The folder also contains `bzImage`, `config`, `System.map`,
 `modules` (as below /), `headers`, which `parador kernel module` uses, and `cost.json`, the CPU time
 of the build. Equal inputs give equal kernels, so a kernel is built once and kept in the user's cache
-($XDG_CACHE_HOME/parador, else ~/.cache/parador); that takes 8 to 14 minutes on two CPUs. The newest
+($XDG_CACHE_HOME/parador, else ~/.cache/parador); that takes 15 to 20 minutes on two CPUs. The newest
 three of each variant are kept. A concurrent build of the same kernel waits for the first.")]
     Build {
         /// Also copy the result to this folder.
@@ -290,23 +289,6 @@ pub fn installed() -> Result<Option<PathBuf>, Failure> {
     trust::check(&path).map(Some)
 }
 
-/// Returns the folder of a kernel's modules, whose name is the kernel's release: beside a built
-/// kernel, or where a package has installed them. `None`: there is none.
-pub fn modules_of(kernel: &Path) -> Option<PathBuf> {
-    /// End of the releases of pre-virtualized kernels (`CONFIG_LOCALVERSION`).
-    const SUFFIX: &[u8] = b"-parador";
-    let folder = kernel.parent()?;
-    let places = [Kernel::new(folder.to_owned(), None).modules(), folder.join("../modules")];
-    let mut found: Vec<_> = places
-        .iter()
-        .filter_map(|place| fs::read_dir(place).ok())
-        .flat_map(|entries| entries.flatten().map(|entry| entry.path()))
-        .filter(|path| path.is_dir() && path.as_os_str().as_bytes().ends_with(SUFFIX))
-        .collect();
-    found.sort();
-    found.pop()
-}
-
 /// Returns the default kernel of `parador run` from the cache ([`list::default`]).
 ///
 /// # Errors
@@ -315,7 +297,7 @@ pub fn cached() -> Result<Kernel, Failure> {
     let none = |place: String| {
         let text = format!("no kernel given, and no kernel of this parador version {place}");
         Failure::new(failure::MISSING_FILE, text).help(
-            "`parador kernel build` builds one in 8 to 14 minutes on two CPUs; or give a \
+            "`parador kernel build` builds one in 15 to 20 minutes on two CPUs; or give a \
              KERNEL",
         )
     };

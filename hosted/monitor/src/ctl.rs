@@ -3,7 +3,8 @@
 use crate::client::ControlClient;
 use crate::config::name::VmName;
 use crate::runtime::RuntimeFolder;
-use clap::{Args, Subcommand};
+use crate::verb::Verb;
+use clap::Args;
 use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::output::print;
 use serde_json::Value;
@@ -38,43 +39,6 @@ impl Options {
                 .help("use `parador ctl NAME ...` or `parador ctl -s SOCKET ...`")),
         }
     }
-}
-
-/// Returns whether a word is a command of `parador ctl`, and can't be the name of a VM.
-pub fn is_verb(word: &str) -> bool {
-    Verb::has_subcommand(word)
-}
-
-#[derive(Clone, Copy, Debug, Subcommand)]
-enum Verb {
-    /// Print configuration and state of the VM (JSON).
-    Status,
-    /// Print statistics: events handled and host resources used (JSON).
-    Stats,
-    /// Print statistics for Prometheus.
-    Metrics,
-    /// Print past and new events, one JSON object per line, until the VM exits.
-    Events,
-    /// Start a VM that waits for it (parador run --wait-boot).
-    Boot,
-    /// Pause the guest.
-    Pause,
-    /// Resume the guest.
-    Resume,
-    /// Reset the VM.
-    Reset,
-    /// Press the ACPI power button.
-    Shutdown {
-        /// Kill the VM, whatever the guest does.
-        #[arg(long)]
-        force: bool,
-    },
-    /// Print a table of statistics every second.
-    Top {
-        /// Number of tables [default: until the VM exits].
-        #[arg(short = 'n', long, value_name = "COUNT")]
-        count: Option<u64>,
-    },
 }
 
 /// Sends the request, prints the response and returns the exit code.

@@ -82,14 +82,7 @@ impl DiskConfig {
         };
         self.check_length(length, is_image)?;
         if self.format.is_none() && !is_image && length >= QCOW2.len() as u64 {
-            let mut start = [0; QCOW2.len()];
-            let read = file.rewind().and_then(|()| file.read_exact(&mut start));
-            read.map_err(|error| failed("read disk", error))?;
-            if start == QCOW2 {
-                return Err(self
-                    .refuse("looks like a qcow2 image")
-                    .help("add format=qcow2 if the image is trusted, format=raw if a guest may have written the header"));
-            }
+            self.check_start(&mut file)?;
         }
         let mut serial = [0; NAME];
         let name = match &self.id {
@@ -106,6 +99,19 @@ impl DiskConfig {
         };
         let overlay = self.changes(is_image)?;
         Ok(Disk { file, overlay, backing, record, path: path.clone() })
+    }
+
+    /// Refuses a file of no named format that begins as an image.
+    fn check_start(&self, file: &mut File) -> Result<(), Failure> {
+        let mut start = [0; QCOW2.len()];
+        let read = file.rewind().and_then(|()| file.read_exact(&mut start));
+        read.map_err(|error| Failure::file("read disk", &self.path, &error))?;
+        match start == QCOW2 {
+            true => Err(self.refuse("looks like a qcow2 image").help(
+                "add format=qcow2 if the image is trusted, format=raw if a guest may have written the header",
+            )),
+            false => Ok(()),
+        }
     }
 
     /// Checks the length of a raw file in bytes, or the virtual one of an image.

@@ -48,6 +48,7 @@ mod statistics;
 mod supervisor;
 mod switch;
 pub mod terminal;
+mod verb;
 pub mod vm_files;
 mod vm_process;
 mod vsock;

@@ -1,6 +1,6 @@
 //! Name of a VM.
 
-use crate::ctl;
+use crate::verb::is_verb;
 
 /// Longest name: paths of sockets have at most 107 bytes (unix(7)).
 const MAX_NAME: usize = 32;
@@ -22,7 +22,7 @@ impl VmName {
                 "a name has 1 to {MAX_NAME} letters, digits, `.`, `_` and `-`; a letter or digit is the first"
             ));
         }
-        match ctl::is_verb(text) {
+        match is_verb(text) {
             true => Err(format!("`{text}` is a command of `parador ctl`")),
             false => Ok(Self(text.to_owned())),
         }
