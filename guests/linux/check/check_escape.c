@@ -548,7 +548,7 @@ static void give_request(u64 of, u64 id)
 /* A request that no driver has made. */
 static void forge_request(void)
 {
-	u64 of = queue_at(below(8)), id = below(REQUESTS), request = request_at(of, id), i;
+	u64 of = queue_at(below(ALL_QUEUES)), id = below(REQUESTS), request = request_at(of, id), i;
 
 	WRITE_ONCE(*(u32 *)(request + REQUEST_OP), below(9));
 	WRITE_ONCE(*(u32 *)(request + REQUEST_USED), below(8) ? below(PARTS + 2) : value());
@@ -859,7 +859,7 @@ static void memory(void)
 			forge_request();
 			break;
 		case 1:
-			at = queue_at(0) + below(8 * QUEUE_LENGTH);
+			at = queue_at(0) + below(ALL_QUEUES * QUEUE_LENGTH);
 			break;
 		case 2:
 			at = SHARED + FILTERS + below(0x4000);

@@ -7,6 +7,7 @@ use self::outside::{FOLDER, IMAGE, Outside, Place, last, of_session};
 use super::{Ended, LIMIT, start, succeed_with, words};
 use crate::system::artifacts;
 use anyhow::{Context, Result, anyhow, bail, ensure};
+use proto::hosted::MAX_DISKS;
 use std::fs;
 use std::path::Path;
 use std::process::Command;
@@ -318,8 +319,8 @@ pub fn requests() -> Result<()> {
     let share = format!("{FOLDER}:folder");
     fs::write(outside.rig.path(DISK), vec![0; 1 << 20]).context("cannot write a disk")?;
     let options = ["-d", DISK, "-d", IMAGE, "--share", &share];
-    // Disks, in the order of options; behind room for four, folders.
-    for (queue, sound) in [(2, ROUNDS / 2), (3, ROUNDS / 2), (4, 0)] {
+    // Disks, in the order of options; behind the room for disks, folders.
+    for (queue, sound) in [(2, ROUNDS / 2), (3, ROUNDS / 2), (MAX_DISKS, 0)] {
         let ended =
             outside.attack(&format!("what=requests queue={queue} rounds={ROUNDS}"), &options)?;
         let count = |what: &str| -> Result<u64> {
@@ -332,7 +333,8 @@ pub fn requests() -> Result<()> {
             count("requests refused ")?,
             count("requests unanswered ")?,
         ];
-        let wanted = if queue < 4 { (sound, ROUNDS - sound, 0) } else { (done, refused, 0) };
+        let wanted =
+            if queue < MAX_DISKS { (sound, ROUNDS - sound, 0) } else { (done, refused, 0) };
         ensure!((done, refused, silent) == wanted, "queue {queue}: {done} {refused} {silent}");
         ensure!(done + refused == ROUNDS && is_done(&ended), "queue {queue}: {ended:?}");
         let file = match queue {

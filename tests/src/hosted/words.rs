@@ -138,6 +138,7 @@ pub fn header() -> Result<String> {
         ("REQUESTS", REQUESTS as u64),
         ("PARTS", PARTS as u64),
         ("DISKS", MAX_DISKS as u64),
+        ("ALL_QUEUES", MAX_QUEUES as u64),
         ("OP_WRITE", op::WRITE.into()),
         ("OP_MESSAGE", op::MESSAGE.into()),
         ("MARK", MARK),
