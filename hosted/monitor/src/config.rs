@@ -74,7 +74,7 @@ pub struct Config {
     /// The VM.
     #[command(flatten)]
     pub vm: VmConfig,
-    /// Disk: FILE, or path=FILE,ro=on,overlay=on,id=NAME,format=raw|qcow2; up to four.
+    /// Disk: FILE, or path=FILE,ro=on,overlay=on,id=NAME,format=raw|qcow2; up to eight.
     #[arg(short, long = "disk", value_name = "DISK", value_parser = disk::parse)]
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub disk: Vec<disk::DiskConfig>,
@@ -83,7 +83,7 @@ pub struct Config {
     #[arg(long = "net", value_name = "NET", value_parser = net::parse)]
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub net: Vec<net::NetConfig>,
-    /// Shared directory (9P): DIR:TAG, DIR:TAG,ro=on; up to four.
+    /// Shared directory (9P): DIR:TAG, DIR:TAG,ro=on; up to 16.
     #[arg(long, value_name = "DIR:TAG", value_parser = share::parse)]
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub share: Vec<share::ShareConfig>,
