@@ -3,7 +3,7 @@
 use crate::archive::{self, EntryKind, Visited, refused};
 use crate::limits::{MAX_DOCUMENT, MAX_ENTRIES};
 use std::collections::HashMap;
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File};
 use std::io::{Error, ErrorKind, Read, Result};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -148,7 +148,7 @@ impl ImageFiles {
                     Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
                     _ => return Err(missing()),
                 }
-                Ok(Box::new(OpenOptions::new().read(true).open(path)?))
+                Ok(Box::new(File::open(path)?))
             }
             Self::Archive { file, members } => {
                 let Member { place, size } = members.find(name).ok_or_else(missing)?;

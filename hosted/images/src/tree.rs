@@ -100,9 +100,13 @@ impl Tree {
         let node = match kind {
             EntryKind::Folder => return self.add_folder(parent, name, attributes, layer),
             EntryKind::Hardlink(target) => self.linked(&target)?,
-            EntryKind::File(size) => self.push(attributes, NodeKind::File(size, (layer, index))),
-            EntryKind::Symlink(target) => self.push(attributes, NodeKind::Symlink(target)),
-            EntryKind::Fifo => self.push(attributes, NodeKind::Fifo),
+            EntryKind::File(size) => {
+                self.push(Node { attributes, kind: NodeKind::File(size, (layer, index)) })
+            }
+            EntryKind::Symlink(target) => {
+                self.push(Node { attributes, kind: NodeKind::Symlink(target) })
+            }
+            EntryKind::Fifo => self.push(Node { attributes, kind: NodeKind::Fifo }),
         };
         self.children(parent)?.insert(name, Child { node, layer });
         Ok(())
@@ -136,8 +140,8 @@ impl Tree {
         Ok(())
     }
 
-    fn push(&mut self, attributes: Attributes, kind: NodeKind) -> NodeId {
-        self.nodes.push(Node { attributes, kind });
+    fn push(&mut self, node: Node) -> NodeId {
+        self.nodes.push(node);
         self.nodes.len() - 1
     }
 
@@ -160,8 +164,7 @@ impl Tree {
                     child.node
                 }
                 None => {
-                    self.nodes.push(Node::folder());
-                    let node = self.nodes.len() - 1;
+                    let node = self.push(Node::folder());
                     self.children(folder)?.insert(name.clone(), Child { node, layer });
                     node
                 }
@@ -185,7 +188,7 @@ impl Tree {
                 self.nodes[node].attributes = attributes;
                 node
             }
-            None => self.push(attributes, NodeKind::Folder(BTreeMap::new())),
+            None => self.push(Node { attributes, ..Node::folder() }),
         };
         self.children(parent)?.insert(name, Child { node, layer });
         Ok(())

@@ -7,6 +7,7 @@
 //! the result. A kernel is built once for its inputs and kept in the user's cache (`store`).
 
 mod built;
+mod file;
 mod layout;
 mod list;
 mod source;
@@ -15,8 +16,9 @@ mod tools;
 mod variant;
 
 use crate::refusal::refused;
-pub use built::{Kernel, modules_of};
+pub use built::Kernel;
 use clap::{Args, Subcommand};
+pub use file::KernelFile;
 use hosted_command::digest::digest;
 use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::interrupt::Interruptible;
@@ -25,7 +27,6 @@ use hosted_command::output;
 use hosted_command::programs;
 use hosted_command::release::{self, Mark};
 use hosted_command::steps::{Step, Steps};
-pub use hosted_command::store::UseLock;
 use hosted_command::supervise;
 use hosted_command::trust;
 use hosted_loader::{Image, symbols};
@@ -41,8 +42,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::thread;
 use std::time::Duration;
-pub use store::hold;
-use store::{BuiltKernel, Inputs, Store};
+use store::{BuiltKernel, Inputs, Store, hold};
 use tempfile::NamedTempFile;
 use tools::{compiled, follow, tool};
 pub use variant::Variant;

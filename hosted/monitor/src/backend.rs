@@ -229,7 +229,7 @@ impl Backend {
         let bytes = files.read_kernel()?;
         match self.program {
             Program::Kvm => action(&KernelImage::Kvm(&bytes)),
-            Program::Wedge { .. } => action(&KernelImage::parse(&bytes, &files.kernel)?),
+            Program::Wedge { .. } => action(&KernelImage::parse(&bytes, &files.kernel.path)?),
         }
     }
 
@@ -285,7 +285,7 @@ impl Backend {
             vsock: spec.config.vsock.as_ref().map(|vsock| vsock.cid()),
             console: spec.console_kind(),
         };
-        hosted_loader::prepare(image, &machine).map_err(|error| refused(&error, &files.kernel))
+        hosted_loader::prepare(image, &machine).map_err(|error| refused(&error, &files.kernel.path))
     }
 
     /// Creates empty memory and the description of the VM for the KVM process, which loads the
@@ -298,7 +298,7 @@ impl Backend {
         bytes: &[u8],
         initrd: &[u8],
     ) -> Result<(Prepared, Vec<(OwnedFd, u32)>), Failure> {
-        kvm::check(&files.kernel, bytes, initrd.len() as u64, spec.memory)?;
+        kvm::check(&files.kernel.path, bytes, initrd.len() as u64, spec.memory)?;
         let machine = hosted_kvm::KvmConfig {
             memory: spec.memory,
             cpus: spec.vcpus,
@@ -319,7 +319,7 @@ impl Backend {
         };
         let more = kvm::files(&machine, bytes, initrd)?;
         let prepared = hosted_loader::empty(spec.memory);
-        Ok((prepared.map_err(|error| refused(&error, &files.kernel))?, more))
+        Ok((prepared.map_err(|error| refused(&error, &files.kernel.path))?, more))
     }
 }
 

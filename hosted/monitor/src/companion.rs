@@ -17,7 +17,7 @@ use rustix::io::Errno;
 use std::borrow::Cow;
 use std::fs::{self, File};
 use std::io::{self, Write};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// Program that belongs to `parador`.
@@ -66,8 +66,7 @@ impl Companion {
             return Err(Failure::new(failure::MISSING_FILE, text)
                 .help("run `cargo xtask build`, or install the package again"));
         }
-        let binary = trust::check(&binary)?;
-        let bytes = fs::read(&binary).file_error("read", &binary)?;
+        let (binary, bytes) = read_trusted(&binary)?;
         release::check(&bytes, &binary)?;
         Ok(Some((binary, bytes)))
     }
@@ -80,6 +79,13 @@ impl Companion {
         let found = self.find(named)?;
         Ok(found.map_or(Cow::Borrowed(self.copy), |(_, bytes)| Cow::Owned(bytes)))
     }
+}
+
+/// Returns the real path and the contents of a file that no other user can change.
+fn read_trusted(path: &Path) -> Result<(PathBuf, Vec<u8>), Failure> {
+    let path = trust::check(path)?;
+    let bytes = fs::read(&path).file_error("read", &path)?;
+    Ok((path, bytes))
 }
 
 /// File name of the RAM disk with the agent, in a package.
@@ -99,8 +105,7 @@ pub fn agent_disk(named: &Named) -> Result<Vec<u8>, Failure> {
     let Some(disk) = disk else {
         return AGENT.read(named).map(|agent| initramfs::agent(&agent));
     };
-    let disk = trust::check(&disk)?;
-    let bytes = fs::read(&disk).file_error("read", &disk)?;
+    let (disk, bytes) = read_trusted(&disk)?;
     release::check_mark(initramfs::init(&bytes).and_then(Mark::of), &disk)?;
     Ok(bytes)
 }

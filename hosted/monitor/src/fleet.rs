@@ -142,13 +142,12 @@ pub fn ps(options: &PsOptions) -> Result<u8, Failure> {
     );
     for row in rows {
         let command: String = row.command.join(" ").chars().take(SHOWN).collect();
-        let state = format!("{:?}", row.state).to_lowercase();
         let (memory, uptime) = (row.memory_bytes >> 20, row.uptime_ms / 1000);
         // Writing to a string does not fail.
         let _ = writeln!(
             text,
-            "{:<16} {:>8} {:<8} {state:<9} {:>5} {memory:>6}M {uptime:>9}s {command}",
-            row.name, row.pid, row.backend, row.vcpus,
+            "{:<16} {:>8} {:<8} {:<9} {:>5} {memory:>6}M {uptime:>9}s {command}",
+            row.name, row.pid, row.backend, row.state, row.vcpus,
         );
     }
     print(text)?;
@@ -196,11 +195,10 @@ fn line(name: &str, now: &Statistics, former: Option<&Statistics>) -> String {
     let run = share(grown(|it| it.user_ms + it.system_ms));
     let steal = share(grown(|it| it.steal_ms));
     let idle = (100.0 - run - steal).clamp(0.0, 100.0);
-    let state = format!("{:?}", now.state).to_lowercase();
     let [used, memory] = [now.memory_used_bytes, now.memory_bytes].map(|bytes| bytes >> 20);
     format!(
-        "{name:<16} {state:<9} {:>5} {run:>6.1} {steal:>7.1} {idle:>6.1} {used:>8}M {memory:>7}M {:>9}\n",
-        now.vcpus, now.processes,
+        "{name:<16} {:<9} {:>5} {run:>6.1} {steal:>7.1} {idle:>6.1} {used:>8}M {memory:>7}M {:>9}\n",
+        now.state, now.vcpus, now.processes,
     )
 }
 

@@ -16,9 +16,9 @@ use hosted_command::failure::{Failure, IoContext};
 use hosted_command::messages;
 use hosted_command::output::print;
 use hosted_command::programs::Named;
+use hosted_command::supervise;
 use signal_hook::consts::{SIGUSR1, SIGXFSZ};
 use signal_hook::flag;
-use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -101,7 +101,7 @@ pub fn launch(config: Config, launch: Launch<'_>) -> Result<u8, Failure> {
     let spec = config.validate(launch.is_quiet)?;
     let files = VmFiles::open(&spec.config)?;
     let bytes = files.read_kernel()?;
-    let kernel = KernelImage::choose(&spec, &bytes, &files.kernel)?;
+    let kernel = KernelImage::choose(&spec, &bytes, &files.kernel.path)?;
     let deadline = event_loop::deadline(spec.vm().timeout.map(|time| time.0));
     let backend = Backend::new(&spec, &kernel, launch.programs)?;
     let start = backend.prepare(&spec, &files, &kernel)?;
@@ -110,7 +110,7 @@ pub fn launch(config: Config, launch: Launch<'_>) -> Result<u8, Failure> {
     drop(kernel);
     drop(bytes);
     if launch.is_dry {
-        backend.say_dry_run(&files.kernel);
+        backend.say_dry_run(&files.kernel.path);
         return Ok(0);
     }
     backend.warn_if_open();
@@ -137,6 +137,5 @@ pub fn probe_kvm() -> Result<(), String> {
 
 /// Returns whether the program of networks of kind `user` is installed.
 pub fn has_user_network() -> bool {
-    let folders = env::var_os("PATH").unwrap_or_default();
-    env::split_paths(&folders).any(|folder| folder.join(passt::PROGRAM).is_file())
+    supervise::find(Path::new(passt::PROGRAM)).is_some()
 }

@@ -167,16 +167,11 @@ impl RuntimeFolder {
 
     /// Returns whether a VM has ended, and removes its files.
     fn is_dead(&self, name: &VmName, socket: &Path) -> bool {
-        match Lock::take(&self.file(name, LOCK)) {
-            Ok(Some(_lock)) => {
-                // The name is this process' meanwhile; a file that is no socket stays.
-                let _ = remove_stale(socket, "the control socket");
-                true
-            }
-            // It runs, or has just ended.
-            Ok(None) => false,
-            Err(_) => false,
-        }
+        // It runs, or has just ended.
+        let Ok(Some(_lock)) = Lock::take(&self.file(name, LOCK)) else { return false };
+        // The name is this process' meanwhile; a file that is no socket stays.
+        let _ = remove_stale(socket, "the control socket");
+        true
     }
 }
 

@@ -2,6 +2,7 @@
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use std::fmt;
 
 /// Lifecycle state of a VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
@@ -17,4 +18,31 @@ pub enum State {
     Paused,
     /// The VM has exited.
     Ended,
+}
+
+impl fmt::Display for State {
+    /// Writes the name that it has in JSON, padded as the caller wants.
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.pad(match self {
+            Self::Created => "created",
+            Self::Starting => "starting",
+            Self::Running => "running",
+            Self::Paused => "paused",
+            Self::Ended => "ended",
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_name_is_that_in_json() {
+        use State::*;
+        for state in [Created, Starting, Running, Paused, Ended] {
+            assert_eq!(serde_json::to_value(state).unwrap(), state.to_string());
+        }
+        assert_eq!(format!("{:<9}|", State::Ended), "ended    |");
+    }
 }

@@ -226,7 +226,7 @@ impl Statistics {
         };
         let states = [State::Created, State::Starting, State::Running, State::Paused, State::Ended];
         let states = states.map(|state| {
-            let name = format!("{state:?}").to_lowercase();
+            let name = state.to_string();
             (vec![("state", name)], u8::from(state == self.state).to_string())
         });
         metric("state", "gauge", "1 for the VM's current state.", states.to_vec());

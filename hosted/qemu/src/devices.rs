@@ -187,17 +187,17 @@ impl Devices {
         if is_device {
             let tag = params.require("mount_tag")?;
             params.finish(SHARE_IGNORED)?;
-            return self.share(share, tag);
+            self.share(share, tag);
+            return Ok(());
         }
         let id = params.require("id")?;
         params.finish(SHARE_IGNORED)?;
         add(&mut self.folders, &what, id, share)
     }
 
-    fn share(&mut self, mut share: Table, tag: String) -> Result<(), Failure> {
+    fn share(&mut self, mut share: Table, tag: String) {
         share.insert("tag".into(), tag.into());
         self.shares.push(share.into());
-        Ok(())
     }
 
     /// Adds the value of a `-netdev`.
@@ -223,12 +223,9 @@ impl Devices {
         let mut params = Params::parse("-nic", Some("type"), text)?;
         check_model(&mut params)?;
         let address = params.take("mac");
-        if params.take("type").as_deref() == Some("none") {
-            return params.finish(&[]);
+        if params.value("type") == Some("none") {
+            return params.finish(&["type"]);
         }
-        let mut params = Params::parse("-nic", Some("type"), text)?;
-        params.take("model");
-        params.take("mac");
         let network = network(&mut params)?;
         params.finish(NET_IGNORED)?;
         self.card(network, address);
@@ -242,17 +239,16 @@ impl Devices {
     pub fn net(&mut self, text: &str) -> Result<(), Failure> {
         self.has_net_options = true;
         let mut params = Params::parse("-net", Some("type"), text)?;
-        match params.take("type").as_deref() {
-            Some("none") => params.finish(&[]),
+        match params.value("type") {
+            Some("none") => params.finish(&["type"]),
             Some("nic") => {
                 check_model(&mut params)?;
                 let address = params.take("macaddr");
                 self.hub.0 =
                     Some(address.map_or_else(Map::new, |mac| table(json!({ "mac": mac }))));
-                params.finish(&["netdev", "name", "addr", "vectors"])
+                params.finish(&["type", "netdev", "name", "addr", "vectors"])
             }
             _ => {
-                let mut params = Params::parse("-net", Some("type"), text)?;
                 self.hub.1 = Some(network(&mut params)?);
                 params.finish(NET_IGNORED)
             }
@@ -289,7 +285,7 @@ impl Devices {
             "virtio-9p" => {
                 let folder = claim(&mut self.folders, &mut params, "fsdev", "-fsdev")?;
                 let tag = params.require("mount_tag")?;
-                self.share(folder, tag)?;
+                self.share(folder, tag);
             }
             "virtio-net" => {
                 let network = claim(&mut self.networks, &mut params, "netdev", "-netdev")?;

@@ -66,6 +66,12 @@ impl Params {
         taken.into_iter().map(|(_, value)| value).collect()
     }
 
+    /// Returns the value of a key, which stays; the last one counts.
+    pub fn value(&self, key: &str) -> Option<&str> {
+        let mut values = self.pairs.iter().rev().filter(|pair| pair.0 == key);
+        values.next().map(|pair| pair.1.as_str())
+    }
+
     /// Takes the value of a key; the last one counts.
     pub fn take(&mut self, key: &str) -> Option<String> {
         self.take_all(key).pop()

@@ -13,7 +13,7 @@ use hosted_command::steps::{Step, Steps};
 use hosted_command::supervise::{self, AtEnd};
 use hosted_command::trust;
 use hosted_command::value::Size;
-use hosted_kbuild::kernel::{self, Kernel};
+use hosted_kbuild::kernel::KernelFile;
 use std::env;
 use std::ffi::OsStr;
 use std::fs::{self, DirBuilder, File};
@@ -108,7 +108,7 @@ pub struct Options {
     #[arg(long, value_name = "URL")]
     pub security_mirror: Option<String>,
     /// Folder like /lib/modules, whose kernels' modules are installed, too, or `none` [default:
-    /// those of the cached kernel of `parador run`].
+    /// those of the kernel of `parador run`].
     #[arg(long, value_name = "FOLDER")]
     pub modules: Option<PathBuf>,
     /// Rebuild the disk; its contents are lost.
@@ -145,7 +145,8 @@ pub fn debian(options: &Options, steps: &Steps) -> Result<(), Failure> {
     security_mirror(options)?;
     let key = options.ssh_key.as_deref().map(public_key).transpose()?;
     let caller = env::var("SUDO_UID").ok().and_then(|number| number.parse().ok());
-    let modules = Modules::find(options, caller)?;
+    let kernel = KernelFile::find(None).ok();
+    let modules = modules(options, kernel.as_ref(), caller)?;
     let record = record(options, key.as_deref());
     if is_there(options, &record)? {
         eprintln!("parador: {} already exists", output.display());
@@ -167,7 +168,7 @@ pub fn debian(options: &Options, steps: &Steps) -> Result<(), Failure> {
     interruptible.remove_on_signal(work.path());
     let result = work.path().join("result");
     fs::create_dir(&result).map_err(|error| failed(&result, error))?;
-    let inputs = Inputs { options, key: key.as_deref(), modules: modules.folder() };
+    let inputs = Inputs { options, key: key.as_deref(), modules };
     make(&inputs, work.path(), &result, steps, &interruptible)?;
     write(&result.join(RECORD), record.as_bytes())?;
     give_to_owner_of(parent, &result)?;
@@ -282,36 +283,24 @@ fn copy_boot_files(tree: &Path, version: &str, result: &Path) -> Result<(), Fail
     Ok(())
 }
 
-/// Modules that are installed beside those of the disk's own kernel.
-enum Modules {
-    None,
-    Folder(PathBuf),
-    Cached(Kernel),
-}
-
-impl Modules {
-    /// Returns those that the options name. Root copies them: only root and `caller`, who receives
-    /// the disk, may change their folder.
-    fn find(options: &Options, caller: Option<u32>) -> Result<Self, Failure> {
-        match options.modules.as_deref() {
-            None => Ok(kernel::cached().map_or(Self::None, Self::Cached)),
-            Some(path) if path == Path::new(NO_MODULES) => Ok(Self::None),
-            Some(path) if path.is_dir() => Ok(Self::Folder(trust::check_for(path, caller)?)),
-            Some(path) => {
-                let message = format!("no folder with modules: {}", path.display());
-                Err(Failure::new(failure::MISSING_FILE, message).help(
-                    "use the folder `lib/modules` of a kernel, for example /lib/modules, or \
-                     `--modules none`",
-                ))
-            }
-        }
-    }
-
-    fn folder(&self) -> Option<PathBuf> {
-        match self {
-            Self::None => None,
-            Self::Folder(path) => Some(path.clone()),
-            Self::Cached(kernel) => Some(kernel.modules()),
+/// Returns what is copied to the disk's modules: the contents of the folder that the options name,
+/// or the modules of the kernel that a VM boots by default, if there is one. Root copies it: only
+/// root and `caller`, who receives the disk, may change a folder that is named.
+fn modules(
+    options: &Options,
+    kernel: Option<&KernelFile>,
+    caller: Option<u32>,
+) -> Result<Option<PathBuf>, Failure> {
+    match options.modules.as_deref() {
+        None => Ok(kernel.and_then(KernelFile::modules)),
+        Some(path) if path == Path::new(NO_MODULES) => Ok(None),
+        Some(path) if path.is_dir() => Ok(Some(trust::check_for(path, caller)?.join("."))),
+        Some(path) => {
+            let message = format!("no folder with modules: {}", path.display());
+            Err(Failure::new(failure::MISSING_FILE, message).help(
+                "use the folder `lib/modules` of a kernel, for example /lib/modules, or \
+                 `--modules none`",
+            ))
         }
     }
 }
@@ -321,7 +310,7 @@ struct Inputs<'a> {
     options: &'a Options,
     /// Public key authorized for root; `None`: that of a new pair.
     key: Option<&'a str>,
-    /// Folder with modules for further kernels.
+    /// Modules for another kernel than the disk's.
     modules: Option<PathBuf>,
 }
 

@@ -2,8 +2,8 @@
 # its own, so that mounts and processes are gone when it ends.
 #
 # Environment: TREE, the tree; ARCHIVES, where packages are kept; SUITE and MIRROR;
-# SECURITY_MIRROR, empty for none; KEY, a file with a public key; MODULES, a folder with modules of
-# further kernels, empty for none.
+# SECURITY_MIRROR, empty for none; KEY, a file with a public key; MODULES, what is copied to
+# the modules, empty for none.
 # Arguments: packages.
 set -eu
 
@@ -47,5 +47,5 @@ chroot "$TREE" passwd --quiet --delete root
 mkdir -p -m 700 "$TREE/root/.ssh"
 cat "$KEY" >"$TREE/root/.ssh/authorized_keys"
 if [ -n "$MODULES" ]; then
-    cp --recursive --no-dereference --preserve=mode,timestamps "$MODULES/." "$TREE/usr/lib/modules"
+    cp --recursive --no-dereference --preserve=mode,timestamps "$MODULES" "$TREE/usr/lib/modules/"
 fi

@@ -1,13 +1,12 @@
 //! A built kernel, and copies of it.
 
-use super::layout::{MODULES, VMLINUX};
+use super::layout::VMLINUX;
 use super::tools::{follow, tool};
 use hosted_command::digest::file_digest;
 use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::interrupt::Interruptible;
 use hosted_command::store::UseLock;
 use std::fs;
-use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use tempfile::TempDir;
 
@@ -29,11 +28,6 @@ impl Kernel {
     /// Returns the path of the kernel.
     pub fn vmlinux(&self) -> PathBuf {
         self.folder.join(VMLINUX)
-    }
-
-    /// Returns the folder whose only entry has the kernel's release as its name, and its modules.
-    pub fn modules(&self) -> PathBuf {
-        self.folder.join(MODULES).join("lib/modules")
     }
 
     /// Returns the SHA-256 of the kernel in hexadecimal.
@@ -73,21 +67,4 @@ impl Kernel {
         put(&copy, output)?;
         Ok(Self { folder: output.to_owned(), _held: None })
     }
-}
-
-/// Returns the folder of a kernel's modules, whose name is the kernel's release: beside a built
-/// kernel, or where a package has installed them. `None`: there is none.
-pub fn modules_of(kernel: &Path) -> Option<PathBuf> {
-    /// End of the releases of pre-virtualized kernels (`CONFIG_LOCALVERSION`).
-    const SUFFIX: &[u8] = b"-parador";
-    let folder = kernel.parent()?;
-    let places = [Kernel::new(folder.to_owned(), None).modules(), folder.join("../modules")];
-    let mut found: Vec<_> = places
-        .iter()
-        .filter_map(|place| fs::read_dir(place).ok())
-        .flat_map(|entries| entries.flatten().map(|entry| entry.path()))
-        .filter(|path| path.is_dir() && path.as_os_str().as_bytes().ends_with(SUFFIX))
-        .collect();
-    found.sort();
-    found.pop()
 }
