@@ -37,6 +37,7 @@ const PARTS: [(&str, &str, &[&str]); 5] = [
 pub fn measure() -> Result<()> {
     ensure!(is_root()?, "a chroot needs root: run this with sudo");
     let package = package()?;
+    fs::create_dir_all(work()).context("cannot make a folder for the bench")?;
     let mut figures = sizes(&package)?;
     let debian = Debian::new()?;
     figures.push(Figure::new(
@@ -162,7 +163,6 @@ impl Drop for Debian {
 fn bootstrap(folder: &Path) -> Result<()> {
     let partial = work().join("partial");
     remove(&partial)?;
-    fs::create_dir_all(work()).context("cannot make a folder for the bench")?;
     let mirror = mirror()?;
     println!("making a Debian from {mirror}");
     let mut debootstrap = Command::new("debootstrap");
