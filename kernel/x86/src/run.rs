@@ -22,7 +22,7 @@ use crate::format::UserFormat;
 use crate::io::{out8, write_cr3};
 use crate::ioapic::{self, Line};
 use crate::log::LOG;
-use crate::{X86, apic, idt, memory, shadow, time, vcpu};
+use crate::{X86, apic, idt, memory, time, vcpu};
 
 static KERNEL: KernelLock<X86> = KernelLock::new();
 
@@ -218,7 +218,7 @@ impl Arch for X86 {
     }
 
     fn has_vtlb() -> bool {
-        vcpu::is_ready() && shadow::is_supported()
+        vcpu::is_ready()
     }
 
     fn vcpu_new(
