@@ -208,7 +208,8 @@ impl State {
         if self.needs_load.get() {
             self.load();
         }
-        Ok(())
+        // Without a root the processor would walk memory that is no table.
+        if self.needs_load.get() { Err(Status::NoQuota) } else { Ok(()) }
     }
 
     /// Takes over the options of the state page.

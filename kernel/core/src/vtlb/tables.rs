@@ -235,7 +235,7 @@ impl<F: ShadowFormat, M: FrameAccess> Vtlb<F, M> {
             if self.missing_tables() > 0 {
                 return Err(NeedsFrames);
             }
-            self.evict();
+            self.evict(level == self.top.get() && owner != SHARED);
         }
         let found = self.spare.get().ok_or(NeedsFrames)?;
         let table = self.table(found);
@@ -280,15 +280,15 @@ impl<F: ShadowFormat, M: FrameAccess> Vtlb<F, M> {
 
     /// Removes the least useful table: in the space that was used longest ago, of the lowest level,
     /// the one that was filled longest ago. One that was just filled stays, since the guest's
-    /// instruction may need it together with the next.
+    /// instruction may need it together with the next; but a load needs none (`for_root`).
     #[cold]
-    fn evict(&self) {
+    fn evict(&self, for_root: bool) {
         let age = |table: &Table| match table.owner.get() {
             SHARED => self.clock.get(),
             owner => self.spaces[usize::from(owner) % MAX_SPACES].used.get(),
         };
         let all = (0..self.count.get()).map(Ref::new);
-        let victim = all.filter(|&table| self.is_evictable(table)).min_by_key(|&table| {
+        let victim = all.filter(|&table| self.is_evictable(table, for_root)).min_by_key(|&table| {
             let of = self.table(table);
             (age(of), of.level.get(), of.used.get())
         });
@@ -298,12 +298,12 @@ impl<F: ShadowFormat, M: FrameAccess> Vtlb<F, M> {
         }
     }
 
-    fn is_evictable(&self, table: Ref) -> bool {
+    fn is_evictable(&self, table: Ref, for_root: bool) -> bool {
         let of = self.table(table);
         let is_current_root = self.space().root.get() == Some(table);
         // The current fill needs those that it has used.
         defects::step();
-        let is_used = of.used.get() == self.fills.get();
+        let is_used = of.used.get() == self.fills.get() && !for_root;
         let is_needed = is_current_root || is_used;
         of.in_use.get() && !is_needed && self.shared.get() != Some(table)
     }
