@@ -12,8 +12,8 @@ use abi::{PAGE_SIZE, Status, rights};
 use native_rt::start::Boot;
 use native_rt::thread::{Stack, ThreadResources, spawn};
 use native_rt::{
-    Factory, Gate, Message, Notification, Platform, Window, error, info, map_alias, reply_wait,
-    time, wait, yield_now,
+    Factory, Gate, Incoming, Message, Notification, Platform, Window, error, info, map_alias,
+    reply_wait, time, wait, yield_now,
 };
 use spin::Once;
 
@@ -109,6 +109,11 @@ fn check(boot: &Boot) -> Outcome {
     mapping(&mut slots, ram, cpus - 1, khz)
 }
 
+/// Lets threads of lower priority run.
+fn pause(khz: u64) {
+    let _ = Notification::at(DONE).wait(time::tsc() + time::ticks(khz, SLEEP_NS));
+}
+
 /// A deadline passes, not too early.
 fn sleep(done: Notification, khz: u64) -> Outcome {
     let start = time::tsc();
@@ -120,14 +125,18 @@ fn sleep(done: Notification, khz: u64) -> Outcome {
 
 /// A thread on each CPU runs beside busy ones, and signals.
 fn threads(slots: &mut Slots, done: Notification, cpus: u32, khz: u64) -> Outcome {
-    for cpu in 0..cpus {
+    let mut threads = [None; MAX_CPUS];
+    for (cpu, (place, stack)) in (0..cpus).zip(threads.iter_mut().zip(&STACKS)) {
         let resources = slots.thread(cpu)?;
-        spawn(resources, &STACKS[cpu as usize], signal_done, cpu.into()).named("thread")?;
+        *place = Some(spawn(resources, stack, signal_done, cpu.into()).named("thread")?);
     }
     let (mut seen, all) = (0, (1 << cpus) - 1);
     let end = time::tsc() + time::ticks(khz, PATIENCE_NS);
     while seen != all {
         seen |= done.wait(end).named("threads on all CPUs signal")?;
+    }
+    for thread in threads.into_iter().flatten() {
+        thread.stop().named("stop of a busy thread")?;
     }
     ensure(seen == all, "each thread signals its bit")
 }
@@ -168,11 +177,11 @@ extern "C" fn serve(_argument: u64) -> ! {
     let mut incoming = wait();
     loop {
         incoming = match incoming {
-            Ok(call) => {
-                let words = call.message.words.map(|word| word.wrapping_add(call.badge));
+            Ok(Incoming::Call(badge, message)) => {
+                let words = message.words.map(|word| word.wrapping_add(badge));
                 reply_wait(Message::new(0, words))
             }
-            Err(_) => wait(),
+            _ => wait(),
         };
     }
 }
@@ -189,14 +198,11 @@ fn mapping(slots: &mut Slots, ram: Window, cpu: u32, khz: u64) -> Outcome {
     let end = time::tsc() + time::ticks(khz, PATIENCE_NS);
     while READS.load(Ordering::Relaxed) < 1000 {
         ensure(time::tsc() < end, "a thread on another CPU reads the alias")?;
-        yield_now();
+        pause(khz);
     }
     page.revoke().named("revoke")?;
     let count = READS.load(Ordering::Relaxed);
-    let pause = time::tsc() + time::ticks(khz, SLEEP_NS);
-    while time::tsc() < pause {
-        yield_now();
-    }
+    pause(khz);
     // One read may have been counted after the revocation.
     ensure(READS.load(Ordering::Relaxed) <= count + 1, "no CPU reads a page that was revoked")?;
     // The kernel has stopped it already, and logged why.
@@ -208,7 +214,8 @@ extern "C" fn read_always(_argument: u64) -> ! {
     let mut byte = [0];
     loop {
         if let Some(page) = READ_AT.get() {
-            page.read(0, &mut byte);
+            // What it holds does not matter.
+            let _ = page.read(0, &mut byte);
         }
         READS.fetch_add(1, Ordering::Relaxed);
     }
