@@ -17,8 +17,8 @@ use native_rt::{
 };
 use spin::Once;
 
-/// Most CPUs on which threads are started.
-const MAX_CPUS: usize = 8;
+/// Most CPUs on which threads are started: a program has eight threads at most.
+const MAX_CPUS: usize = 4;
 const STACK: usize = 4 * PAGE_SIZE as usize;
 /// Priority and time slice of the threads.
 const PRIORITY: u8 = 10;
