@@ -58,6 +58,7 @@ const HOSTED: &[(&str, Body, Class)] = &[
     ("exec-killed", hosted::exec::killed, Class::SmpOrKill),
     ("kernel-features", hosted::features::features, Class::Other),
     ("names", hosted::names::names, Class::SmpOrKill),
+    ("counters", hosted::counters::counters, Class::SmpOrKill),
     ("doctor", hosted::host::doctor, Class::Other),
     ("limits", hosted::host::limits, Class::Other),
     ("addresses", hosted::addresses::fixed, Class::Other),
