@@ -41,8 +41,8 @@ pub struct Built {
 /// # Errors
 /// debos fails.
 pub fn build(debian: &Debian, machine: Machine) -> Result<Built> {
-    let folder = debian.root().join("srv/debos");
-    fs::create_dir_all(&folder).context("cannot make a folder")?;
+    // debos shares the recipe's folder, in which the mirror is, too.
+    let folder = debian.root().join("srv");
     fs::write(folder.join("recipe.yaml"), RECIPE).context("cannot write the recipe")?;
     let (before, options) = match machine {
         // The loop device stays if debos fails. `/dev/disk` is udev's, and systemd-nspawn wants it.
@@ -57,14 +57,14 @@ pub fn build(debian: &Debian, machine: Machine) -> Result<Built> {
         Machine::Translation => ("PATH=/srv/tcg:$PATH", "-b qemu"),
     };
     let script = format!(
-        "cd /srv/debos\nmkdir -p out\nmade=\n{before}\n\
+        "cd /srv\nmkdir -p out\nmade=\n{before}\n\
          timeout -s KILL 5400 debos {options} --artifactdir out recipe.yaml >&2\n"
     );
     let start = Instant::now();
     output(&mut debian.shell(&script)).with_context(|| format!("{machine:?}"))?;
     let time = start.elapsed().as_secs_f64();
     let list = fs::read_to_string(folder.join("out/list")).context("debos made no list")?;
-    fs::remove_dir_all(folder).context("cannot remove the image")?;
+    fs::remove_dir_all(folder.join("out")).context("cannot remove the image")?;
     Ok(Built { time, list: list.lines().map(str::to_owned).collect() })
 }
 
