@@ -11,6 +11,7 @@ use std::path::Path;
 
 /// Packages in which `unsafe` may stand. In `kernel/core` only the module `pool` may have it.
 const UNSAFE_ALLOWED: &[&str] = &[
+    "kernel/arm64",
     "kernel/x86",
     "kernel/core",
     "kernel/run",
