@@ -32,7 +32,7 @@ fn generate() -> Result<String> {
         out,
         "{}\n",
         head[convention..]
-            .replacen("# ", "## ", 1)
+            .replace("# Register", "## Register")
             .replace("[`Op`]", "operation")
             .replace("[`Status`]", "status")
     )?;
