@@ -20,6 +20,7 @@ use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::mem::offset_of;
 use std::os::unix::fs::FileExt;
+use std::path::Path;
 use wedge_sites::Kind;
 
 use devices::{DiskStatistics, NetStatistics, ShareStatistics};
@@ -140,16 +141,21 @@ fn times(process: u32) -> Option<[u64; 4]> {
     Some([next()?, next()?, next()?, next()?])
 }
 
-/// Returns the time that the threads of a process were runnable without a CPU, in milliseconds
-/// (Linux' `Documentation/scheduler/sched-stats.rst`; 0 where the host keeps no such statistics).
+/// Returns the time that the threads of a process were runnable without a CPU, in milliseconds; 0
+/// where the host keeps no such statistics.
 fn steal(process: u32) -> u64 {
     let threads = fs::read_dir(format!("/proc/{process}/task")).into_iter().flatten().flatten();
-    let waited = threads.filter_map(|thread| {
-        // A thread may exit meanwhile.
-        let text = fs::read_to_string(thread.path().join("schedstat")).ok()?;
-        text.split_whitespace().nth(1)?.parse::<u64>().ok()
-    });
+    // A thread may exit meanwhile.
+    let waited = threads.filter_map(|thread| schedstat(&thread.path()).map(|[_, waited]| waited));
     waited.sum::<u64>() / 1_000_000
+}
+
+/// Returns the times in nanoseconds for which a thread with this folder in `/proc` ran, and was
+/// runnable without a CPU (Linux' `Documentation/scheduler/sched-stats.rst`).
+fn schedstat(task: &Path) -> Option<[u64; 2]> {
+    let text = fs::read_to_string(task.join("schedstat")).ok()?;
+    let mut fields = text.split_whitespace().map_while(|word| word.parse().ok());
+    Some([fields.next()?, fields.next()?])
 }
 
 /// Returns the allocated bytes of a memory file.

@@ -18,6 +18,8 @@ struct Family {
 
 /// Label of a value: name and value.
 type Label = (&'static str, String);
+/// Returns a figure of requests as text.
+type RequestValue = fn(&Requests) -> String;
 
 /// Formats the statistics of VMs for Prometheus (text format 0.0.4), with their names as label
 /// `vm`.
@@ -62,6 +64,30 @@ impl Metrics {
         values: impl IntoIterator<Item = (Vec<Label>, String)>,
     ) {
         self.0.push(Family { name, kind, help, values: values.into_iter().collect() });
+    }
+
+    /// Adds four metrics of requests, by device and operation: their number, failures, sum of
+    /// times, longest time. `texts`: names and help of these; `rows`: the requests by device.
+    fn add_requests<const N: usize>(
+        &mut self,
+        label: &'static str,
+        texts: [(&'static str, &'static str); 4],
+        rows: &[(&String, [(&'static str, &Requests); N])],
+    ) {
+        let kinds: [(&'static str, RequestValue); 4] = [
+            (COUNTER, |of| of.requests.to_string()),
+            (COUNTER, |of| of.failed.to_string()),
+            (COUNTER, |of| precise_seconds(of.time_ns)),
+            (GAUGE, |of| precise_seconds(of.max_ns)),
+        ];
+        for ((name, help), (kind, value)) in texts.into_iter().zip(kinds) {
+            let values = rows.iter().flat_map(|(device, ops)| {
+                ops.map(|(op, of)| {
+                    (vec![(label, (*device).clone()), ("op", op.to_owned())], value(of))
+                })
+            });
+            self.add(name, kind, help, values);
+        }
     }
 
     /// Adds a metric with one value.
@@ -191,22 +217,20 @@ impl Statistics {
         metrics.add("disk_written_bytes_total", COUNTER, help, bytes(|disk| &disk.write));
         let help = "Bytes of the disk discarded or zeroed.";
         metrics.add("disk_discarded_bytes_total", COUNTER, help, bytes(|disk| &disk.discard));
-        let requests = |value: fn(&Requests) -> String| {
-            self.disks.iter().flat_map(move |disk| {
-                let DiskStatistics { name, read, write, flush, discard } = disk;
-                [("read", read), ("write", write), ("flush", flush), ("discard", discard)].map(
-                    |(op, of)| (vec![("disk", name.clone()), ("op", op.to_owned())], value(of)),
-                )
+        let rows: Vec<_> = (self.disks.iter())
+            .map(|DiskStatistics { name, read, write, flush, discard }| {
+                let ops =
+                    [("read", read), ("write", write), ("flush", flush), ("discard", discard)];
+                (name, ops)
             })
-        };
-        let values = requests(|of| of.requests.to_string());
-        metrics.add("disk_requests_total", COUNTER, "Ended requests of the disk.", values);
-        let values = requests(|of| of.failed.to_string());
-        metrics.add("disk_failed_requests_total", COUNTER, "Failed ones of them.", values);
-        let values = requests(|of| precise_seconds(of.time_ns));
-        metrics.add("disk_request_seconds_total", COUNTER, "Sum of the requests' times.", values);
-        let values = requests(|of| precise_seconds(of.max_ns));
-        metrics.add("disk_request_max_seconds", GAUGE, "Longest of these times.", values);
+            .collect();
+        let texts = [
+            ("disk_requests_total", "Ended requests of the disk."),
+            ("disk_failed_requests_total", "Failed ones of them."),
+            ("disk_request_seconds_total", "Sum of the requests' times."),
+            ("disk_request_max_seconds", "Longest of these times."),
+        ];
+        metrics.add_requests("disk", texts, &rows);
     }
 
     fn add_nets(&self, metrics: &mut Metrics) {
@@ -246,22 +270,18 @@ impl Statistics {
         metrics.add("share_read_bytes_total", COUNTER, help, bytes(|share| &share.read));
         let help = "Bytes written to the shared directory.";
         metrics.add("share_written_bytes_total", COUNTER, help, bytes(|share| &share.write));
-        let requests = |value: fn(&Requests) -> String| {
-            self.shares.iter().flat_map(move |share| {
-                let ShareStatistics { tag, read, write, other } = share;
-                [("read", read), ("write", write), ("other", other)].map(|(op, of)| {
-                    (vec![("share", tag.clone()), ("op", op.to_owned())], value(of))
-                })
+        let rows: Vec<_> = (self.shares.iter())
+            .map(|ShareStatistics { tag, read, write, other }| {
+                (tag, [("read", read), ("write", write), ("other", other)])
             })
-        };
-        let values = requests(|of| of.requests.to_string());
-        metrics.add("share_requests_total", COUNTER, "Ended 9P messages.", values);
-        let values = requests(|of| of.failed.to_string());
-        metrics.add("share_failed_requests_total", COUNTER, "Failed ones of them.", values);
-        let values = requests(|of| precise_seconds(of.time_ns));
-        metrics.add("share_request_seconds_total", COUNTER, "Sum of the messages' times.", values);
-        let values = requests(|of| precise_seconds(of.max_ns));
-        metrics.add("share_request_max_seconds", GAUGE, "Longest of these times.", values);
+            .collect();
+        let texts = [
+            ("share_requests_total", "Ended 9P messages."),
+            ("share_failed_requests_total", "Failed ones of them."),
+            ("share_request_seconds_total", "Sum of the messages' times."),
+            ("share_request_max_seconds", "Longest of these times."),
+        ];
+        metrics.add_requests("share", texts, &rows);
     }
 }
 

@@ -92,9 +92,8 @@ impl VcpuTimes {
 fn look(task: &Path) -> Option<(usize, Times)> {
     let name = fs::read_to_string(task.join("comm")).ok()?;
     let vcpu = vcpu_of(&name)?;
-    let text = fs::read_to_string(task.join("schedstat")).ok()?;
-    let mut fields = text.split_whitespace().map_while(|word| word.parse().ok());
-    Some((vcpu, Times { run: fields.next()?, wait: fields.next()? }))
+    let [run, wait] = super::schedstat(task)?;
+    Some((vcpu, Times { run, wait }))
 }
 
 /// Returns the vCPU that a thread with this name runs.
