@@ -147,8 +147,8 @@ const LINUX_PROGRAMS: [(&str, &str, &[&str]); 10] = [
 ];
 
 /// Name on the command line for every group of [`GROUPS`] but the measured kernel and AArch64: all
-/// programs of Parador that a system description or `parador run` can name. `parador` builds this in
-/// a source tree.
+/// programs of Parador that a system description or `parador run` can name. `parador` builds this
+/// in a source tree.
 pub const RUNTIME: &str = "runtime";
 
 /// The parts of the tree that one `cargo xtask build` makes.

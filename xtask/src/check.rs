@@ -153,7 +153,7 @@ pub fn check() -> Result<()> {
             let mut command = group_cargo(group, "clippy", group.packages)?;
             run(command.args(["--bins", "--", "-D", "warnings"]))?;
         } else {
-            // Not having the linter of the second compiler must not hide that the code was not linted.
+            // Without the second compiler's linter, the output says that the code was not linted.
             println!(
                 "clippy: SKIPPED for {}, package rust-web-clippy is not installed",
                 group.name

@@ -26,8 +26,9 @@ const UNSAFE_ALLOWED: &[&str] = &[
     "wedge/on-linux",
 ];
 const UNSAFE_TABLE: &str = "docs/spec/unsafe.txt";
-/// Lines of Rust and assembly that the x86-64 kernel may have.
-const KERNEL_BUDGET: usize = 12_250;
+/// Lines of Rust and assembly that the x86-64 kernel may have, with those of `kernel/run`, which
+/// AArch64 shares.
+const KERNEL_BUDGET: usize = 12_320;
 /// Files of the kernel's vTLB: folder, and start of their names.
 const VTLB: [(&str, &str); 2] = [("kernel/core/src", "vtlb"), ("kernel/x86/src", "shadow")];
 const KERNEL: &[&str] = &["kernel/core", "kernel/run", "kernel/x86", "kernel/image"];

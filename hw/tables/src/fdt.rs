@@ -160,7 +160,7 @@ impl<'a> Fdt<'a> {
         }
     }
 
-    /// Ranges of memory that nobody may use: base and length in bytes (section 5.3).
+    /// Ranges of memory that a kernel must not use: base and length in bytes (section 5.3).
     pub fn reservations(&self) -> impl Iterator<Item = (u64, u64)> + use<'a> {
         let list = self.reservations;
         (0..).step_by(16).map_while(move |at| {

@@ -1,4 +1,5 @@
-//! Parsers of ACPI tables, device trees, boot information, PCI configuration space and ELF executables.
+//! Parsers of ACPI tables, device trees, boot information, PCI configuration space and ELF
+//! executables.
 //!
 //! Every parser works on byte slices, allocates nothing and does not panic on any input: malformed
 //! input yields a typed error, or ends an iteration where the format is extensible. The crate

@@ -1,5 +1,5 @@
-// Start of a CPU: header of the image, first translation tables, and the jump to the image's virtual
-// addresses. Until then all code is independent of its address, and the MMU is off.
+// Start of a CPU: header of the image, first translation tables, and the jump to the image's
+// virtual addresses. Until then all code is independent of its address, and the MMU is off.
 
 .section .head, "ax"
 image_header:
@@ -165,9 +165,9 @@ secondary_start:
     ldr x3, ={processor_main}
     br x3
 
-// Replaces the tables in TTBR1; x0: the new root, x1: virtual minus physical addresses of the image.
-// Both maps have the image, with leaves of different sizes, so between them nothing may be cached:
-// this runs in the identity map, and TTBR1 has an empty table meanwhile (Arm ARM, D8.17.1).
+// Replaces the tables in TTBR1; x0: the new root, x1: virtual minus physical addresses of the
+// image. Both maps have the image, with leaves of different sizes, so between them nothing may be
+// cached: this runs in the identity map, and TTBR1 has an empty table meanwhile (Arm ARM, D8.17.1).
 .global replace_tables
 replace_tables:
     adr x2, 1f

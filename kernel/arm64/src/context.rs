@@ -10,7 +10,7 @@ use hw_arm64::registers::spsr;
 /// Registers of a thread. The entry code stores pairs of them.
 #[repr(C, align(16))]
 #[derive(Clone, Copy, Default)]
-pub struct Registers {
+pub struct UserRegisters {
     pub x: [u64; 31],
     pub sp: u64,
     pub elr: u64,
@@ -22,27 +22,27 @@ pub struct Registers {
 }
 
 const _: () = {
-    assert!(offset_of!(Registers, sp) == 31 * 8);
-    assert!(offset_of!(Registers, elr) == 32 * 8);
-    assert!(offset_of!(Registers, tpidr) == 34 * 8);
-    assert!(size_of::<Registers>() == 36 * 8);
+    assert!(offset_of!(UserRegisters, sp) == 31 * 8);
+    assert!(offset_of!(UserRegisters, elr) == 32 * 8);
+    assert!(offset_of!(UserRegisters, tpidr) == 34 * 8);
+    assert!(size_of::<UserRegisters>() == 36 * 8);
 };
 
 /// Index of the word with the address of the next instruction.
-const ELR: usize = offset_of!(Registers, elr) / 8;
+const ELR: usize = offset_of!(UserRegisters, elr) / 8;
 /// Register with the operation number of a system call, and afterwards its status.
 const OPERATION: usize = 8;
 
 /// Saved registers of a thread. While the thread runs, the CPU's stack pointer of EL2 points here.
 #[repr(C, align(16))]
 #[derive(Default)]
-pub struct Context(UnsafeCell<Registers>);
+pub struct ThreadContext(UnsafeCell<UserRegisters>);
 
-impl Context {
+impl ThreadContext {
     /// Word with this index of the registers. The entry path writes them only while the thread runs
     /// at EL0; the kernel reads and writes single words under the lock, holding no reference.
     fn word(&self, index: usize) -> *mut u64 {
-        const LAST: usize = size_of::<Registers>() / 8 - 1;
+        const LAST: usize = size_of::<UserRegisters>() / 8 - 1;
         self.0.get().cast::<u64>().wrapping_add(index.min(LAST))
     }
 
@@ -59,7 +59,7 @@ impl Context {
     }
 }
 
-impl kernel_core::arch::Context for Context {
+impl kernel_core::arch::Context for ThreadContext {
     #[inline(always)]
     fn operation(&self) -> u64 {
         self.read(OPERATION)
@@ -86,7 +86,7 @@ impl kernel_core::arch::Context for Context {
     }
 
     fn start(&self, ip: u64, sp: u64, argument: u64) {
-        let mut fresh = Registers { sp, elr: ip, spsr: spsr::USER, ..Registers::default() };
+        let mut fresh = UserRegisters { sp, elr: ip, spsr: spsr::USER, ..UserRegisters::default() };
         fresh.x[0] = argument;
         // SAFETY: the thread is stopped, so no CPU saves registers here.
         unsafe { self.0.get().write(fresh) };

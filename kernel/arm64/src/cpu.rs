@@ -1,7 +1,7 @@
 //! Per-CPU memory, and initialisation of a CPU's registers.
 //!
-//! Each CPU has an area at [`area`]: two stacks with unmapped pages around them, then [`PerCpu`], to
-//! which TPIDR_EL2 points.
+//! Each CPU has an area at [`area`]: two stacks with unmapped pages around them, then [`PerCpu`],
+//! to which TPIDR_EL2 points.
 
 use core::mem::offset_of;
 use core::sync::atomic::{AtomicUsize, Ordering};
@@ -73,7 +73,7 @@ pub unsafe fn create(affinity: u64) -> usize {
         id: index,
         affinity,
     };
-    // SAFETY: mapped, by the caller; nobody uses it before it is counted.
+    // SAFETY: mapped, by the caller; no CPU uses it before it is counted.
     unsafe { ((area(index) + PER_CPU) as *mut PerCpu).write(state) };
     CREATED.store(index + 1, Ordering::Release);
     index

@@ -1,9 +1,9 @@
 //! Kernel entry and exit.
 //!
-//! While a task runs, the stack pointer of EL2 points to its thread's [`Context`]: the entry code
-//! saves the registers there, and continues on the CPU's own stack. Interrupts are masked in the
-//! kernel; idle CPUs wait with WFI, which a masked interrupt ends. An exception in the kernel is a
-//! bug.
+//! While a task runs, the stack pointer of EL2 points to its thread's [`ThreadContext`]: the entry
+//! code saves the registers there, and continues on the CPU's own stack. Interrupts are masked in
+//! the kernel; idle CPUs wait with WFI, which a masked interrupt ends. An exception in the kernel
+//! is a bug.
 
 use core::arch::{asm, global_asm};
 use core::mem::offset_of;
@@ -12,7 +12,7 @@ use hw_arm64::esr::{self, class};
 use kernel_core::arch::Context as _;
 use kernel_run::{exit, lock};
 
-use crate::context::{Context, Registers};
+use crate::context::{ThreadContext, UserRegisters};
 use crate::{Arm64, cpu, read_register, run};
 
 global_asm!(
@@ -95,8 +95,8 @@ global_asm!(
     "bl {exception}",
     "b {leave}",
     ".text",
-    elr = const offset_of!(Registers, elr),
-    tpidr = const offset_of!(Registers, tpidr),
+    elr = const offset_of!(UserRegisters, elr),
+    tpidr = const offset_of!(UserRegisters, tpidr),
     kernel_stack = const cpu::KERNEL_STACK_TOP,
     bug_stack = const cpu::BUG_STACK_TOP,
     call = const class::SUPERVISOR_CALL,
@@ -142,8 +142,8 @@ unsafe extern "C" fn leave_kernel() {
         "ldp x26, x27, [sp, #208]",
         "ldp x28, x29, [sp, #224]",
         "eret",
-        elr = const offset_of!(Registers, elr),
-        tpidr = const offset_of!(Registers, tpidr),
+        elr = const offset_of!(UserRegisters, elr),
+        tpidr = const offset_of!(UserRegisters, tpidr),
     )
 }
 
@@ -152,7 +152,7 @@ unsafe extern "C" fn leave_kernel() {
 /// # Safety
 /// `context` is a thread's; nothing on this stack is used again.
 #[inline(always)]
-pub unsafe fn leave_to(context: *const Context) -> ! {
+pub unsafe fn leave_to(context: *const ThreadContext) -> ! {
     // SAFETY: the caller's contract.
     unsafe { asm!("b {}", sym leave_kernel, in("x0") context, options(noreturn)) }
 }
@@ -176,7 +176,7 @@ extern "C" fn system_call_handler() -> ! {
 }
 
 /// Handles interrupts in user mode.
-extern "C" fn interrupt_handler() -> *const Context {
+extern "C" fn interrupt_handler() -> *const ThreadContext {
     let cpu_index = cpu::current().id;
     let kernel = lock::lock::<Arm64>(cpu_index);
     run::handle_interrupts(&kernel, cpu_index);
@@ -185,7 +185,7 @@ extern "C" fn interrupt_handler() -> *const Context {
 }
 
 /// Handles an exception in user mode that is no system call.
-extern "C" fn exception_handler(syndrome: u64, address: u64) -> *const Context {
+extern "C" fn exception_handler(syndrome: u64, address: u64) -> *const ThreadContext {
     let cpu_index = cpu::current().id;
     let kernel = lock::lock::<Arm64>(cpu_index);
     let current = kernel.cpus[cpu_index].current.get();

@@ -14,7 +14,7 @@ pub struct Stage2;
 /// Level of the leaves of 1 GiB, the largest.
 const MAX_LEAF_LEVEL: u32 = 2;
 
-/// What all leaves have: valid, a page or a block, accessed.
+/// Attributes of every leaf: valid, a page or a block, accessed.
 fn leaf(physical: u64, level: u32) -> u64 {
     let kind = if level == 0 { entry::TABLE } else { 0 };
     physical | entry::VALID | kind | entry::ACCESSED

@@ -7,7 +7,7 @@ use hw_arm64::gic::{self, distributor, redistributor};
 use kernel_core::MAX_IRQS;
 use kernel_core::object::IrqNumber;
 
-use crate::io::{Registers, instruction_barrier};
+use crate::io::{DeviceRegisters, instruction_barrier};
 use crate::machine::{MAX_CPUS, Machine};
 use crate::memory::direct;
 use crate::{cpu, log, read_register, time, write_register};
@@ -28,13 +28,13 @@ static OBJECTS: [AtomicU32; gic::END_SHARED as usize] =
 
 const _: () = assert!(MAX_IRQS < u32::MAX as usize);
 
-fn registers(address: &AtomicUsize) -> Registers {
+fn registers(address: &AtomicUsize) -> DeviceRegisters {
     // SAFETY: `init` has stored the address of registers in the direct map; the controller has no
     // DMA before LPIs are enabled.
-    unsafe { Registers::new(address.load(Ordering::Relaxed)) }
+    unsafe { DeviceRegisters::new(address.load(Ordering::Relaxed)) }
 }
 
-fn wait_for_writes(all: Registers) {
+fn wait_for_writes(all: DeviceRegisters) {
     time::becomes_true(ANSWER_MICROSECONDS, || {
         all.read(distributor::CTLR) & distributor::PENDING == 0
     });
@@ -60,7 +60,7 @@ pub fn init(machine: &Machine) {
 }
 
 /// Disables 32 interrupts from `first` on, and puts them into group 1.
-fn set_up(of: Registers, first: u32) {
+fn set_up(of: DeviceRegisters, first: u32) {
     let word = first as usize / 8;
     of.write(distributor::ICENABLER + word, u32::MAX);
     of.write(distributor::IGROUPR + word, u32::MAX);
@@ -74,7 +74,7 @@ fn find_redistributors(machine: &Machine, base: u64, end: u64) {
     let mut at = base;
     while at + redistributor::LENGTH <= end {
         // SAFETY: registers of the redistributors, in the direct map.
-        let frames = unsafe { Registers::new(direct(at) as usize) };
+        let frames = unsafe { DeviceRegisters::new(direct(at) as usize) };
         let kind = frames.read_long(redistributor::TYPER);
         // Aff3 to Aff0 in the upper half.
         let affinity = kind >> 32 & 0xff_ffff | (kind >> 56) << 32;

@@ -38,9 +38,9 @@ pub fn data_barrier() {
 
 /// Registers of a device, mapped for ever.
 #[derive(Clone, Copy, Debug)]
-pub struct Registers(usize);
+pub struct DeviceRegisters(usize);
 
-impl Registers {
+impl DeviceRegisters {
     /// The registers at this virtual address.
     ///
     /// # Safety

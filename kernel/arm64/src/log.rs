@@ -5,22 +5,22 @@ use core::sync::atomic::{AtomicUsize, Ordering};
 use hw_arm64::pl011;
 use kernel_run::log::{Log, Transmitter};
 
-use crate::io::Registers;
+use crate::io::DeviceRegisters;
 
 /// A PL011.
-pub struct Uart {
+pub struct Pl011 {
     /// Virtual address of its registers; 0: none.
     address: AtomicUsize,
 }
 
-impl Uart {
+impl Pl011 {
     /// Uses the registers at this virtual address, from now on.
     ///
     /// # Safety
     /// The registers of a PL011 are mapped there until the next call.
     pub unsafe fn init(&self, address: usize) {
         // SAFETY: by the caller; a UART without DMA.
-        let registers = unsafe { Registers::new(address) };
+        let registers = unsafe { DeviceRegisters::new(address) };
         registers.write(pl011::INTERRUPT_MASK, 0);
         registers.write(pl011::CONTROL, pl011::ENABLED);
         self.address.store(address, Ordering::Release);
@@ -31,13 +31,13 @@ impl Uart {
         self.address.store(0, Ordering::Release);
     }
 
-    fn registers(&self) -> Registers {
+    fn registers(&self) -> DeviceRegisters {
         // SAFETY: by `init`; callers have seen that there is a port.
-        unsafe { Registers::new(self.address.load(Ordering::Relaxed)) }
+        unsafe { DeviceRegisters::new(self.address.load(Ordering::Relaxed)) }
     }
 }
 
-impl Transmitter for Uart {
+impl Transmitter for Pl011 {
     fn is_present(&self) -> bool {
         self.address.load(Ordering::Acquire) != 0
     }
@@ -56,7 +56,7 @@ impl Transmitter for Uart {
 }
 
 /// The kernel's log.
-pub static LOG: Log<Uart> = Log::new(Uart { address: AtomicUsize::new(0) });
+pub static LOG: Log<Pl011> = Log::new(Pl011 { address: AtomicUsize::new(0) });
 
 /// Logs a formatted line.
 #[macro_export]

@@ -144,7 +144,7 @@ pub fn uart(fdt: &Fdt<'_>) -> Option<u64> {
     node.or_else(|| find(fdt, pl011::COMPATIBLE))?.ranges().next().map(|(base, _)| base)
 }
 
-/// RAM that nobody has reserved, in whole blocks.
+/// RAM without reservations, in whole blocks.
 fn ram(fdt: &Fdt<'_>, limit: u64) -> RangeSet<MAX_RAM> {
     let mut ram = RangeSet::<MAX_RAM>::new();
     let is_memory = |node: &Node<'_>| node.text("device_type") == Some("memory");

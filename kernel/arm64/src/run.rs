@@ -15,7 +15,7 @@ use kernel_run::exit::ReturnToUser;
 use kernel_run::lock::{self, KernelLock};
 use kernel_run::log::PERIOD;
 
-use crate::context::Context;
+use crate::context::ThreadContext;
 use crate::format::{Stage1, Stage2};
 use crate::gic::{self, Cause};
 use crate::log::LOG;
@@ -104,7 +104,7 @@ fn line(source: IrqSource) -> Option<(u32, bool)> {
 }
 
 impl Arch for Arm64 {
-    type Context = Context;
+    type Context = ThreadContext;
     type Host = Stage1;
     type Nested = Stage2;
     type Vcpu = NoVcpu;
@@ -251,7 +251,7 @@ unsafe impl Processor for Arm64 {
     }
 
     #[inline(always)]
-    fn set_entry_context(_context: *const Context) {
+    fn set_entry_context(_context: *const ThreadContext) {
         // `leave_kernel` does, by its stack pointer.
     }
 

@@ -183,7 +183,7 @@ fn absurd_numbers() {
         .finish();
     let fdt = Fdt::parse(&all).unwrap();
     assert_eq!(fdt.node("/a").unwrap().ranges().count(), 0);
-    // No property `ranges`: nothing of it has a physical address.
+    // No property `ranges`: no part of it has a physical address.
     assert_eq!(fdt.node("/b/c").unwrap().ranges().count(), 0);
     assert_eq!(number(&[0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0], 3), None);
     assert_eq!(number(&[0; 8], 3), None);

@@ -1,5 +1,6 @@
-//! The device tree of QEMU 7.2's machine `virt` (`-M virt,virtualization=on,gic-version=3,dumpdtb=FILE
-//! -cpu cortex-a76 -smp 4 -m 512`), whole and with changes of single bytes.
+//! The device tree of QEMU 7.2's machine `virt`
+//! (`-M virt,virtualization=on,gic-version=3,dumpdtb=FILE -cpu cortex-a76 -smp 4 -m 512`),
+//! whole and with changes of single bytes.
 
 use super::*;
 
@@ -39,7 +40,10 @@ fn a_virtual_machine() {
 #[test]
 fn machines_that_do_not_fit() {
     let reason = |bytes: &[u8]| read(bytes).err();
-    assert_eq!(reason(&replaced(b"arm,gic-v3", b"arm,gic-v9")), Some("no GICv3 in the device tree"));
+    assert_eq!(
+        reason(&replaced(b"arm,gic-v3", b"arm,gic-v9")),
+        Some("no GICv3 in the device tree")
+    );
     assert_eq!(reason(&replaced(b"memory\0", b"nemory\0")), Some("the device tree lists no RAM"));
     let no_timer = replaced(b"arm,armv8-timer", b"arm,armv6-timer");
     assert_eq!(reason(&no_timer), Some("the device tree lists no timer of the hypervisor"));
