@@ -53,20 +53,32 @@ fn run(machine: (&str, &str, u32), bundle: Option<&Path>) -> Result<String> {
     Ok(log)
 }
 
-/// A bundle with this root alone.
-fn bundle(root: &[u8], folder: &Path) -> Result<PathBuf> {
-    let files = [(abi::bundle::ROOT_NAME, root.len() as u64)];
-    let header = abi::bundle::write_header(&files, |_, _| {}).context("no header")?;
+/// A bundle with the root that checks the kernel, and its guest.
+fn bundle(folder: &Path) -> Result<PathBuf> {
+    let mut contents = Vec::new();
+    for artifact in ["first-arm64", "guest-exits-arm64.image"] {
+        let path = artifacts().join(artifact);
+        contents.push(fs::read(&path).with_context(|| format!("no {}", path.display()))?);
+    }
+    let names = [abi::bundle::ROOT_NAME, "guest"];
+    let files: Vec<_> =
+        names.into_iter().zip(contents.iter().map(|file| file.len() as u64)).collect();
+    let mut bytes = Vec::new();
+    let header = abi::bundle::write_header(&files, |index, offset| {
+        bytes.resize(offset as usize, 0);
+        bytes.extend_from_slice(&contents[index]);
+    });
+    let header = header.context("no header")?;
+    bytes[..header.len()].copy_from_slice(&header);
     let path = folder.join("bundle");
-    fs::write(&path, [&header[..], root].concat()).context("cannot write the bundle")?;
+    fs::write(&path, bytes).context("cannot write the bundle")?;
     Ok(path)
 }
 
 /// The root finds no fault in the kernel on this many CPUs.
 pub fn first(processor: &'static str, cpus: u32) -> Result<()> {
     let folder = TempDir::new()?;
-    let root = fs::read(artifacts().join("first-arm64")).context("no root")?;
-    let log = run((GOOD, processor, cpus), Some(&bundle(&root, folder.path())?))?;
+    let log = run((GOOD, processor, cpus), Some(&bundle(folder.path())?))?;
     ensure!(log.contains(&format!("{cpus} of {cpus} CPUs started")), "not all CPUs:\n{log}");
     ensure!(log.contains("CHECK first ok"), "no success:\n{log}");
     // The thread that reads a page which was taken away; no other fault.

@@ -82,7 +82,7 @@ pub const GROUPS: &[Group] = &[
         name: ARM64_GROUP,
         target: ARM64,
         directory: "arm64",
-        packages: &["kernel-image", "native-first"],
+        packages: &["kernel-image", "native-first", "guests-arm64"],
         flags: &["-Crelocation-model=static"],
     },
 ];
@@ -344,6 +344,7 @@ fn artifact_name(group: &Group, target: &str) -> String {
         ("kernel", _) => "kernel.elf".to_owned(),
         (MEASURED, _) => "kernel-measured.elf".to_owned(),
         (ARM64_GROUP, "kernel-image") => "kernel-arm64.image".to_owned(),
+        (ARM64_GROUP, name) if name.starts_with("guest-") => format!("{name}-arm64.image"),
         (ARM64_GROUP, name) => format!("{name}-arm64"),
         ("wedge", name) => name.to_owned(),
         ("guests", name) => match name.strip_prefix("guests-").or(name.strip_prefix("guest-")) {
@@ -441,6 +442,7 @@ mod tests {
             });
         assert_eq!(artifact_name(arm64, "kernel-image"), "kernel-arm64.image");
         assert_eq!(artifact_name(arm64, "first"), "first-arm64");
+        assert_eq!(artifact_name(arm64, "guest-exits"), "guest-exits-arm64.image");
         assert_eq!(artifact_name(kernel, "kernel-image"), "kernel.elf");
         assert_eq!(artifact_name(native, "native-root"), "root");
         assert_eq!(artifact_name(native, "gatebench"), "check-gatebench");

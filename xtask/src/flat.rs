@@ -1,6 +1,6 @@
 //! Artifacts for AArch64: the kernel as a flat image, which firmware and emulators load (Linux,
-//! Documentation/arm64/booting.rst), and programs as they are, since the host's `strip` does not
-//! know them.
+//! Documentation/arm64/booting.rst), micro-guests as flat images, and programs as they are, since
+//! the host's `strip` does not know them.
 
 use anyhow::{Context, Result, ensure};
 use hw_tables::elf::Elf;

@@ -19,7 +19,6 @@ pub const PACKAGES: [&str; 9] = [
     "vmm/vcpu",
     "vmm/dev",
 ];
-/// The target for which [`check`] compiles them.
 
 fn is_neutral(directory: &Path) -> bool {
     PACKAGES.iter().any(|folder| directory == Path::new(folder))

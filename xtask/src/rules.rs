@@ -21,6 +21,7 @@ const UNSAFE_ALLOWED: &[&str] = &[
     "hosted/devices",
     "native/rt",
     "hosted/kvm",
+    "guests/arm64",
     "guests/micro",
     "wedge/x86",
     "wedge/on-linux",

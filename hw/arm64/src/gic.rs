@@ -62,6 +62,9 @@ pub mod redistributor {
     pub const PRIVATE: usize = 0x1_0000;
 }
 
+/// ICH_HCR_EL2: guests' accesses to the CPU interface trap (TC, TALL0, TALL1), and no virtual
+/// interrupts are delivered.
+pub const TRAP_VIRTUAL_INTERFACE: u64 = 1 << 10 | 1 << 11 | 1 << 12;
 /// Priority of all interrupts.
 pub const PRIORITY: u8 = 0xa0;
 /// Priority mask of the CPU interface: all.

@@ -316,11 +316,11 @@ impl<'a> Node<'a> {
             rest = after;
             is_progress.then_some((base, length))
         });
-        all.filter_map(move |(base, length)| Some((node.to_physical(base, length)?, length)))
+        all.filter_map(move |(base, length)| Some((node.physical_of(base, length)?, length)))
     }
 
     /// Physical address of a range of the address space that contains this node.
-    fn to_physical(&self, base: u64, length: u64) -> Option<u64> {
+    fn physical_of(&self, base: u64, length: u64) -> Option<u64> {
         // The root's children have physical addresses; every other bus translates to its parent's.
         (1..self.depth).rev().try_fold(base, |base, level| {
             translate(&self.buses[level], self.buses[level - 1].address_cells, (base, length))

@@ -4,7 +4,7 @@
 //! to which TPIDR_EL2 points.
 
 use core::mem::offset_of;
-use core::sync::atomic::{AtomicUsize, Ordering};
+use core::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use abi::{PAGE_SIZE, Status};
 use hw_arm64::registers::{AFFINITY, CNTHCTL_HOST};
@@ -26,6 +26,8 @@ pub struct PerCpu {
     kernel_stack_top: u64,
     /// Top of its stack for exceptions in the kernel.
     bug_stack_top: u64,
+    /// Stack pointer of the kernel while a guest runs. Only assembly uses it.
+    guest_stack: AtomicU64,
     /// Index of this CPU; 0 is the boot CPU.
     pub id: usize,
     /// Its affinity.
@@ -36,6 +38,8 @@ pub struct PerCpu {
 pub const KERNEL_STACK_TOP: usize = offset_of!(PerCpu, kernel_stack_top);
 /// Offset of the top of the stack for exceptions in the kernel.
 pub const BUG_STACK_TOP: usize = offset_of!(PerCpu, bug_stack_top);
+/// Offset of the kernel's stack pointer while a guest runs.
+pub const GUEST_STACK: usize = offset_of!(PerCpu, guest_stack);
 
 static CREATED: AtomicUsize = AtomicUsize::new(0);
 
@@ -70,6 +74,7 @@ pub unsafe fn create(affinity: u64) -> usize {
     let state = PerCpu {
         kernel_stack_top: kernel_stack_top(index),
         bug_stack_top: area(index) + BUG_STACK.1,
+        guest_stack: AtomicU64::new(0),
         id: index,
         affinity,
     };
@@ -106,6 +111,8 @@ pub unsafe fn activate(index: usize) {
     }
     crate::io::instruction_barrier();
     crate::run::flush_tasks();
+    // SAFETY: no guest runs before this CPU runs threads.
+    unsafe { crate::vcpu::init_this_cpu() };
 }
 
 /// State of the executing CPU.

@@ -3,8 +3,8 @@
 //!
 //! [`boot`] reads the device tree, builds the kernel's page tables ([`memory`]) and the per-CPU
 //! areas ([`cpu`]), and starts the CPUs ([`smp`]). The kernel's tables are in TTBR1, tasks' in
-//! TTBR0; HCR_EL2 has E2H and TGE set, so the names of EL1's registers refer to EL2's. Guests do
-//! not run yet ([`vcpu`]). Pure code also compiles on the host, where it is tested.
+//! TTBR0; HCR_EL2 has E2H and TGE set, so the names of EL1's registers refer to EL2's. Guests run
+//! at EL1 ([`vcpu`]). Pure code also compiles on the host, where it is tested.
 #![cfg_attr(not(test), no_std)]
 
 #[cfg(target_os = "none")]
@@ -37,6 +37,7 @@ pub mod smp;
 pub mod start;
 #[cfg(target_os = "none")]
 pub mod time;
+#[cfg(target_os = "none")]
 pub mod vcpu;
 
 /// The AArch64 architecture.

@@ -20,7 +20,7 @@ use crate::format::{Stage1, Stage2};
 use crate::gic::{self, Cause};
 use crate::log::LOG;
 use crate::machine::MAX_CPUS;
-use crate::vcpu::NoVcpu;
+use crate::vcpu::{self, VcpuFrames};
 use crate::{Arm64, boot, cpu, io, memory, psci, time, write_register};
 
 static KERNEL: KernelLock<Arm64> = KernelLock::new();
@@ -33,6 +33,8 @@ pub type Guard = kernel_run::lock::Guard<Arm64>;
 struct Local {
     /// Time for which the timer is armed, in ticks; `u64::MAX` if it is not.
     timer_deadline: Cell<u64>,
+    /// State of guests on this CPU.
+    guest: vcpu::GuestCpu,
 }
 
 struct Locals([Local; MAX_CPUS]);
@@ -40,10 +42,12 @@ struct Locals([Local; MAX_CPUS]);
 // SAFETY: each CPU uses only its own element, with interrupts masked.
 unsafe impl Sync for Locals {}
 
-static LOCALS: Locals = Locals([const { Local { timer_deadline: Cell::new(u64::MAX) } }; MAX_CPUS]);
+static LOCALS: Locals = Locals(
+    [const { Local { timer_deadline: Cell::new(u64::MAX), guest: vcpu::GuestCpu::NEW } }; MAX_CPUS],
+);
 
 /// Arms the timer of this CPU to interrupt at `deadline` at the latest. An earlier setting stays.
-fn arm(cpu_index: usize, deadline: u64) {
+pub fn arm(cpu_index: usize, deadline: u64) {
     let armed = &LOCALS.0[cpu_index].timer_deadline;
     if deadline < armed.get() {
         armed.set(deadline);
@@ -107,7 +111,7 @@ impl Arch for Arm64 {
     type Context = ThreadContext;
     type Host = Stage1;
     type Nested = Stage2;
-    type Vcpu = NoVcpu;
+    type Vcpu = VcpuFrames;
     const GUEST_PORT_FRAMES: u32 = 0;
     const PORT_FRAMES: u32 = 0;
 
@@ -150,7 +154,7 @@ impl Arch for Arm64 {
     }
 
     fn has_nested() -> bool {
-        false
+        true
     }
 
     fn has_vtlb() -> bool {
@@ -158,24 +162,25 @@ impl Arch for Arm64 {
     }
 
     fn vcpu_new(
-        _memory: &Memory,
+        memory: &Memory,
         _factory: Option<Handle<Factory>>,
-        _state: Frame,
-        _translation: Translation,
-    ) -> Result<NoVcpu, Status> {
-        Err(Status::Unsupported)
+        state: Frame,
+        translation: Translation,
+    ) -> Result<VcpuFrames, Status> {
+        VcpuFrames::new(memory.address(state), translation)
     }
 
-    fn vcpu_free(_memory: &Memory, vcpu: &NoVcpu) {
-        match *vcpu {}
+    fn vcpu_free(_memory: &Memory, _vcpu: &VcpuFrames) {
+        // It has only the state page, which the caller frees.
     }
 
-    fn vcpu_preempted(vcpu: &NoVcpu) {
-        match *vcpu {}
+    fn vcpu_preempted(vcpu: &VcpuFrames) {
+        vcpu.count_preemption();
     }
 
-    fn vcpu_state(_memory: &Memory, vcpu: &Vcpu<Self>, _groups: u64) {
-        match vcpu.arch {}
+    fn vcpu_state(_memory: &Memory, of: &Vcpu<Self>, groups: u64) {
+        let cpu_index = Self::this_cpu();
+        vcpu::read_groups(&LOCALS.0[cpu_index].guest, cpu_index, of, groups);
     }
 
     fn irq_valid(source: IrqSource) -> bool {
@@ -256,12 +261,12 @@ unsafe impl Processor for Arm64 {
     }
 
     fn run_vcpu(
-        _kernel: Guard,
-        _cpu_index: usize,
-        _thread: &Thread<Self>,
+        kernel: Guard,
+        cpu_index: usize,
+        thread: &Thread<Self>,
         vcpu: &Vcpu<Self>,
     ) -> (Guard, Option<ReturnToUser<Self>>) {
-        match vcpu.arch {}
+        vcpu::run(kernel, cpu_index, &LOCALS.0[cpu_index].guest, thread, vcpu)
     }
 }
 

@@ -1,7 +1,7 @@
 //! The kernel's command line.
 
-/// Maximum stored length in bytes.
-const LENGTH: usize = 1024;
+/// Maximum length in bytes; the rest is ignored.
+pub const LENGTH: usize = 1024;
 
 /// A command line.
 pub struct CommandLine {

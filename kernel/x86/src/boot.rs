@@ -5,7 +5,7 @@
 //! [`boot_main`] starts on the page tables of `boot.s`, which map the first 4 GiB, where all boot
 //! information resides.
 
-use crate::boot_info::{COMMAND_LINE_LENGTH, Machine, image};
+use crate::boot_info::{Machine, image};
 use crate::cpu::MAX_CPUS;
 use crate::features::{Features, features, initial_apic_id};
 use crate::log::LOG;
@@ -17,6 +17,7 @@ use core::cell::UnsafeCell;
 use hw_tables::acpi::{Fadt, Madt, MadtEntry, Tables, apic_flag, find_rsdp};
 use hw_tables::{multiboot2, pvh};
 use kernel_run::boot_memory::{BootMemory, FOUR_GIB, MAX_RAM, normalise};
+use kernel_run::command_line;
 use kernel_run::ranges::{Range, RangeSet};
 
 global_asm!(
@@ -47,7 +48,7 @@ fn loader_bytes(physical: u64, length: usize) -> Option<&'static [u8]> {
 
 /// Like [`loader_bytes`], truncated at 4 GiB.
 fn loader_text(physical: u64) -> &'static [u8] {
-    let length = FOUR_GIB.saturating_sub(physical).min(COMMAND_LINE_LENGTH as u64);
+    let length = FOUR_GIB.saturating_sub(physical).min(command_line::LENGTH as u64);
     loader_bytes(physical, length as usize).unwrap_or(&[])
 }
 

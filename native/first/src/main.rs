@@ -1,9 +1,12 @@
 //! Root of a system that consists of it alone. It checks the kernel from inside, on an architecture
 //! on which the other programs do not run yet: time, threads on all CPUs, notifications, gates on
-//! one CPU and across CPUs, mappings, faults. It prints `CHECK first ok` and resets the machine.
+//! one CPU and across CPUs, mappings, faults, guests. It prints `CHECK first ok` and resets the
+//! machine.
 #![no_std]
 #![no_main]
 #![forbid(unsafe_code)]
+
+mod guest;
 
 use core::sync::atomic::{AtomicU64, Ordering};
 
@@ -106,6 +109,7 @@ fn check(boot: &Boot) -> Outcome {
     }
     let (_, ram) =
         boot.ram().max_by_key(|(_, window)| window.length()).ok_or(("RAM", Status::Ok))?;
+    guest::check(&mut slots, boot, ram, khz)?;
     mapping(&mut slots, ram, cpus - 1, khz)
 }
 

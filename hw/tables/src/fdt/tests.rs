@@ -54,7 +54,7 @@ impl Writer {
     fn finish(mut self) -> Vec<u8> {
         self.word(token::END);
         self.reservations.extend([0; 16]);
-        let reservations = HEADER + 0;
+        let reservations = HEADER;
         let structure = reservations + self.reservations.len();
         let strings = structure + self.structure.len();
         let total = strings + self.strings.len();
