@@ -95,6 +95,7 @@ fn virtual_cpu(out: &mut String) -> Result<()> {
     let arm64 = [
         ("State groups", "group"),
         ("Exit reasons of AArch64", "exit"),
+        ("Virtual interrupts", "virq"),
         ("Registers of EL1", "system"),
     ];
     virtual_cpu_of(out, "AArch64", "abi/src/vcpu/arm64.rs", &arm64)
@@ -269,9 +270,10 @@ fn layout(ty: &Type) -> Result<(usize, usize)> {
 type Known = BTreeMap<String, u64>;
 
 /// Lengths of arrays in state pages, by module and name.
-const LENGTHS: [([&str; 2], usize); 2] = [
+const LENGTHS: [([&str; 2], usize); 3] = [
     (["vtlb_counter", "COUNT"], abi::vcpu::x86::vtlb_counter::COUNT),
     (["system", "COUNT"], abi::vcpu::arm64::system::COUNT),
+    (["virq", "COUNT"], abi::vcpu::arm64::virq::COUNT),
 ];
 
 /// Value of a path in [`LENGTHS`].

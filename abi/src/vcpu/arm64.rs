@@ -62,6 +62,20 @@ pub mod system {
     pub const COUNT: usize = 23;
 }
 
+/// Format of the words of [`VcpuState::virqs`].
+pub mod virq {
+    /// Number of the interrupt (INTID), below 1020: other words are ignored.
+    pub const NUMBER: u64 = 0xffff;
+    /// Lowest bit of the priority.
+    pub const PRIORITY_SHIFT: u32 = 16;
+    /// Mask of the priority, after the shift.
+    pub const PRIORITY_MASK: u64 = 0xff;
+    /// The word has an interrupt.
+    pub const VALID: u64 = 1 << 31;
+    /// Number of words.
+    pub const COUNT: usize = 4;
+}
+
 /// Values of [`VcpuState::pstate`]: format of SPSR_EL2.
 pub mod pstate {
     /// EL1 with its own stack pointer, interrupts masked.
@@ -88,6 +102,11 @@ pub struct VcpuState {
 
     /// Exit, deadline, halt mode and counters.
     pub run: RunControl,
+
+    /// Interrupts that become pending in the guest's GIC, in group 1 ([`virq`]). The VMM writes
+    /// them while the vCPU does not run; the kernel clears each as soon as the processor has it.
+    /// In.
+    pub virqs: [SharedU64; virq::COUNT],
 
     /// Registers of EL1 ([`system`]).
     pub system: [SharedU64; system::COUNT],

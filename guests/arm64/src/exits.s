@@ -6,6 +6,7 @@
 .equ READ_ONLY, 0x40201000
 .equ HELLO, 0x100
 .equ DONE, 0x101
+.equ GIVE, 0x103
 .equ FAILED, 0x102
 
 .macro step number
@@ -59,9 +60,8 @@ guest_start:
     b.ne failed
 
     step 4
-    // ICC_IAR1_EL1
-    mrs x0, S3_0_C12_C12_0
-    expect x0, 1023
+    // ICC_SGI1R_EL1
+    msr S3_0_C12_C11_5, x20
 
     step 5
     smc #0
@@ -107,6 +107,27 @@ after_user:
     expect x22, 0x101
 
     step 11
+    // ICC_IGRPEN1_EL1, ICC_PMR_EL1
+    mov x0, #1
+    msr S3_0_C12_C12_7, x0
+    mov x0, #0xf0
+    msr S3_0_C4_C6_0, x0
+    isb
+    mov x23, #0
+    mov x24, #0
+    mov x0, #GIVE
+    hvc #0
+    mov x0, #GIVE
+    hvc #0
+    // Interrupts wait while they are masked. All other words come without the VMM.
+    cbnz x24, failed
+    msr daifclr, #2
+1:  cmp x24, #8
+    b.ne 1b
+    msr daifset, #2
+    expect x23, 40 + 41 + 42 + 43 + 50 + 51 + 52 + 53
+
+    step 12
     mrs x0, tpidr_el1
     cmp x0, x20
     b.ne failed
@@ -144,7 +165,14 @@ vectors:
     .balign 128
     add x22, x22, #1
     eret
-    .rept 3
+    // An interrupt: ICC_IAR1_EL1, ICC_EOIR1_EL1.
+    .balign 128
+    mrs x12, S3_0_C12_C12_0
+    add x23, x23, x12
+    add x24, x24, #1
+    msr S3_0_C12_C12_1, x12
+    eret
+    .rept 2
     .balign 128
     b failed
     .endr

@@ -62,9 +62,37 @@ pub mod redistributor {
     pub const PRIVATE: usize = 0x1_0000;
 }
 
-/// ICH_HCR_EL2: guests' accesses to the CPU interface trap (TC, TALL0, TALL1), and no virtual
-/// interrupts are delivered.
-pub const TRAP_VIRTUAL_INTERFACE: u64 = 1 << 10 | 1 << 11 | 1 << 12;
+/// Virtual interface, for guests: registers ICH_*_EL2 (9.4).
+pub mod virtual_interface {
+    /// ICH_HCR_EL2: virtual interrupts are delivered.
+    pub const ENABLED: u64 = 1 << 0;
+    /// ICH_HCR_EL2: maintenance interrupt when at most one list register is in use.
+    pub const UNDERFLOW: u64 = 1 << 1;
+    /// ICH_HCR_EL2: guests' accesses to the CPU interface trap (TC, TALL0, TALL1), and no virtual
+    /// interrupts are delivered.
+    pub const TRAP_ALL: u64 = 1 << 10 | 1 << 11 | 1 << 12;
+    /// ICH_LR: pending.
+    pub const PENDING: u64 = 1 << 62;
+    /// ICH_LR: active.
+    pub const ACTIVE: u64 = 1 << 63;
+    /// ICH_LR: in group 1.
+    pub const GROUP_1: u64 = 1 << 60;
+    /// ICH_LR: lowest bit of the priority.
+    pub const PRIORITY_SHIFT: u32 = 48;
+    /// ICH_LR: number of the interrupt.
+    pub const NUMBER: u64 = 0xffff_ffff;
+
+    /// Number of list registers, by ICH_VTR_EL2.
+    pub const fn lists(kind: u64) -> usize {
+        (kind & 31) as usize + 1
+    }
+
+    /// Returns whether the registers of active priorities are one for each group: five bits of
+    /// preemption.
+    pub const fn has_32_priorities(kind: u64) -> bool {
+        kind >> 26 & 7 == 4
+    }
+}
 /// Priority of all interrupts.
 pub const PRIORITY: u8 = 0xa0;
 /// Priority mask of the CPU interface: all.
@@ -83,6 +111,15 @@ pub const fn software_interrupt(affinity: u64, number: u64) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn kinds_of_virtual_interfaces() {
+        // That of QEMU's Cortex-A76.
+        let kind = 0x9028_0003;
+        assert_eq!(virtual_interface::lists(kind), 4);
+        assert!(virtual_interface::has_32_priorities(kind));
+        assert!(!virtual_interface::has_32_priorities(kind | 7 << 26));
+    }
 
     #[test]
     fn software_interrupts() {

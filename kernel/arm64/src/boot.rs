@@ -18,7 +18,7 @@ use crate::format::Stage1;
 use crate::log::LOG;
 use crate::machine::{Machine, uart};
 use crate::memory::{self, BLOCK, DIRECT_MAP_LENGTH, IMAGE, KernelTables, direct};
-use crate::{cpu, gic, io, log, panic, psci, smp, start, time};
+use crate::{cpu, gic, io, log, panic, psci, smp, start, time, vcpu};
 
 /// UART of the log where the device tree cannot be read: that of QEMU's machine `virt`.
 const DEFAULT_UART: u64 = 0x0900_0000;
@@ -295,6 +295,7 @@ extern "C" fn continue_on_own_stack() -> ! {
     let Some(place) = listed.clone().position(|&affinity| affinity == cpu::affinity()) else {
         panic!("the device tree does not list the CPU with affinity {:#x}", cpu::affinity());
     };
+    vcpu::virqs::init(machine.maintenance.is_some());
     // SAFETY: the first CPU, once; its area exists.
     unsafe { cpu::activate(0) };
     gic::init(machine);

@@ -22,6 +22,8 @@ static DISTRIBUTOR: AtomicUsize = AtomicUsize::new(0);
 static REDISTRIBUTORS: [AtomicUsize; MAX_CPUS] = [const { AtomicUsize::new(0) }; MAX_CPUS];
 static COUNT: AtomicU32 = AtomicU32::new(0);
 static TIMER: AtomicU32 = AtomicU32::new(0);
+/// Private interrupts that are enabled: a bit each.
+static PRIVATE: AtomicU32 = AtomicU32::new(0);
 /// Object of each shared interrupt: its number plus 1; 0: none.
 static OBJECTS: [AtomicU32; gic::END_SHARED as usize] =
     [const { AtomicU32::new(0) }; gic::END_SHARED as usize];
@@ -45,6 +47,8 @@ pub fn init(machine: &Machine) {
     let [shared, private] = machine.interrupt_controller;
     DISTRIBUTOR.store(direct(shared.base) as usize, Ordering::Relaxed);
     TIMER.store(machine.timer, Ordering::Relaxed);
+    let maintenance = machine.maintenance.map_or(0, |number| 1 << number);
+    PRIVATE.store(1 << KICK | 1 << machine.timer | maintenance, Ordering::Relaxed);
     let all = registers(&DISTRIBUTOR);
     let count = 32 * ((all.read(distributor::TYPER) & 31) + 1);
     COUNT.store(count.min(gic::END_SHARED), Ordering::Relaxed);
@@ -105,8 +109,7 @@ pub fn init_cpu(listed: usize) -> bool {
     }
     let private = frames.from(redistributor::PRIVATE);
     set_up(private, 0);
-    let used = 1 << KICK | 1 << TIMER.load(Ordering::Relaxed);
-    private.write(distributor::ISENABLER, used);
+    private.write(distributor::ISENABLER, PRIVATE.load(Ordering::Relaxed));
     // SAFETY: interrupts of group 1 reach this CPU, which masks them until it runs a task.
     unsafe {
         write_register!("icc_sre_el2", gic::SYSTEM_REGISTERS);
@@ -140,7 +143,7 @@ pub enum Cause {
     Kick,
     /// An interrupt object's.
     Object(IrqNumber),
-    /// Nothing that the kernel uses.
+    /// Nothing to do: the kernel was entered, or does not use it.
     Unused,
 }
 

@@ -37,6 +37,8 @@ pub struct Machine {
     pub interrupt_controller: [Range; 2],
     /// Interrupt of the hypervisor's physical timer.
     pub timer: u32,
+    /// Interrupt by which the virtual interface tells that list registers are free.
+    pub maintenance: Option<u32>,
     /// Firmware can start CPUs and end the machine (PSCI by SMC).
     pub has_psci: bool,
 }
@@ -55,6 +57,7 @@ impl Machine {
         listed_cpus: 0,
         interrupt_controller: [Range::new(0, 0); 2],
         timer: 0,
+        maintenance: None,
         has_psci: false,
     };
 
@@ -112,17 +115,24 @@ impl Machine {
             return Err("the registers of the GICv3 are above 4 GiB or too few");
         }
         self.interrupt_controller = [distributor, redistributors];
-        let timer = find(fdt, "arm,armv8-timer").and_then(|node| node.property("interrupts"));
-        // Cells: kind (1: private), number, flags; secure, non-secure, virtual, hypervisor.
-        let field = |index: usize| {
-            let bytes = timer?.get(12 * 3 + 4 * index..)?.get(..4)?;
-            Some(u32::from_be_bytes(bytes.try_into().ok()?))
-        };
-        let number = field(1).filter(|&number| field(0) == Some(1) && number < 16);
-        let number = number.ok_or("the device tree lists no timer of the hypervisor")?;
-        self.timer = gic::FIRST_PRIVATE + number;
+        self.maintenance = private_interrupt(&gic, 0);
+        // Secure, non-secure, virtual, hypervisor.
+        let timer = find(fdt, "arm,armv8-timer").and_then(|node| private_interrupt(&node, 3));
+        self.timer = timer.ok_or("the device tree lists no timer of the hypervisor")?;
         Ok(())
     }
+}
+
+/// Number of the device's interrupt with this index, if it is private to each CPU.
+fn private_interrupt(node: &Node<'_>, index: usize) -> Option<u32> {
+    let list = node.property("interrupts")?;
+    // Cells: kind (1: private), number, flags.
+    let field = |cell: usize| {
+        let bytes = list.get(12 * index + 4 * cell..)?.get(..4)?;
+        Some(u32::from_be_bytes(bytes.try_into().ok()?))
+    };
+    let number = field(1).filter(|&number| field(0) == Some(1) && number < 16);
+    Some(gic::FIRST_PRIVATE + number?)
 }
 
 /// Returns the first enabled device with this name.

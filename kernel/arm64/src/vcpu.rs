@@ -14,6 +14,7 @@
 mod fault;
 mod guest_entry;
 mod registers;
+pub mod virqs;
 
 use core::cell::Cell;
 use core::sync::atomic::Ordering;
@@ -36,6 +37,7 @@ use crate::run::{Guard, arm, handle_interrupts};
 use crate::{Arm64, boot, io, memory, read_register, time, write_register};
 use guest_entry::GuestEntry;
 use registers::SystemRegisters;
+use virqs::VirtualInterface;
 
 /// Length of A64 instructions in bytes.
 const INSTRUCTION: u64 = 4;
@@ -48,6 +50,7 @@ const ARGUMENT: usize = 1;
 pub struct VcpuFrames {
     state: *const VcpuState,
     system: SystemRegisters,
+    interface: VirtualInterface,
     /// Generation of the VM's space that the vCPU was last entered with.
     generation: Cell<u64>,
     /// Counter value at which the VMM's thread blocked because the guest waits for an interrupt;
@@ -67,6 +70,7 @@ impl VcpuFrames {
         let this = Self {
             state: state.cast(),
             system: SystemRegisters::new(),
+            interface: VirtualInterface::new(),
             generation: Cell::new(0),
             halted: Cell::new(0),
         };
@@ -107,15 +111,15 @@ pub unsafe fn init_this_cpu() {
     let sizes = read_register!("id_aa64mmfr0_el1") & 7;
     let identity = read_register!("midr_el1");
     let counters = read_register!("mdcr_el2") & hw_arm64::registers::MDCR_COUNTERS;
-    // SAFETY: they concern guests alone, by the caller: stage 2 without guest memory; debug,
-    // performance monitors, and the virtual interface of the interrupt controller trap.
+    // SAFETY: they concern guests alone, by the caller: stage 2 without guest memory; debug
+    // and performance monitors trap.
     unsafe {
         write_register!("vtcr_el2", vtcr::KERNEL | sizes.min(vtcr::MAX_SIZE) << vtcr::SIZE_SHIFT);
         write_register!("vttbr_el2", memory::physical_of(&raw const boot::empty_table));
         write_register!("vpidr_el2", identity);
         write_register!("mdcr_el2", hw_arm64::registers::MDCR_GUEST | counters);
-        write_register!("S3_4_C12_C11_0", hw_arm64::gic::TRAP_VIRTUAL_INTERFACE);
     }
+    virqs::init_this_cpu();
     io::instruction_barrier();
     flush_guests();
 }
@@ -185,6 +189,7 @@ pub fn run(
         left.arch.system.save_readable();
     }
     registers::clear_readable();
+    virqs::finish();
     let Some(entry) = GuestEntry::current(&kernel, cpu_index) else {
         handle_interrupts(&kernel, cpu_index);
         abort_run(&kernel, cpu_index);
@@ -227,9 +232,12 @@ fn prepare(
         // Its registers are lost if it does not exist any more.
         if let Some(old) = local.owner.get().and_then(|old| kernel.memory.get(old)) {
             old.arch.system.save();
+            old.arch.interface.save();
         }
         local.owner.set(entry.vcpu.handle.get());
+        frames.interface.load();
     }
+    virqs::deliver(state);
     if is_changed || !is_owner {
         frames.system.load();
     }

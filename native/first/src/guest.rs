@@ -3,7 +3,7 @@
 
 use abi::boot::slot;
 use abi::bundle::Header;
-use abi::vcpu::arm64::{exit as arm64_exit, group, system};
+use abi::vcpu::arm64::{exit as arm64_exit, group, system, virq};
 use abi::vcpu::{exit, memory_fault};
 use abi::{FOREVER, PAGE_SIZE, Status, rights, vm_mode};
 use native_rt::start::Boot;
@@ -39,6 +39,8 @@ const FORBIDDEN: [u64; 4] = [0x3c9, 0x3c8, 0x3cd, 0x1df];
 const EVENT: u64 = 1 << 3;
 /// Bit that every MPIDR_EL1 has.
 const MPIDR_ONE: u64 = 1 << 31;
+/// Priority of the guest's interrupts.
+const PRIORITY: u64 = 0xa0;
 /// Length of an instruction in bytes.
 const INSTRUCTION: u64 = 4;
 
@@ -51,6 +53,8 @@ enum Action {
     Skip(usize, u64),
     /// Sets the register `x0`.
     Answer(u64),
+    /// Makes four interrupts pending, from this number on.
+    Interrupt(u64),
     /// Lets the kernel wait at the next WFI.
     Wait,
     /// Writes the word at this offset, for which the guest waits.
@@ -76,16 +80,18 @@ const fn fault(information: u64, address: u64, action: Action) -> Step {
 }
 
 /// The exits of a vCPU, in order.
-const STEPS: [Step; 10] = [
+const STEPS: [Step; 12] = [
     step(exit::HYPERCALL, Action::Answer(0x5a5a)),
     fault(0, UNMAPPED, Action::Skip(4, 0x1234_5678)),
     fault(memory_fault::WRITE, READ_ONLY + 8, Action::Skip(4, 0)),
-    step(arm64_exit::SYSTEM_REGISTER, Action::Skip(0, 1023)),
+    step(arm64_exit::SYSTEM_REGISTER, Action::Skip(4, 0)),
     step(arm64_exit::SECURE_CALL, Action::Skip(0, 0x77)),
     step(arm64_exit::FLOATING_POINT, Action::Skip(4, 0)),
     step(exit::HALT, Action::Wait),
     step(exit::HALTED, Action::Release(8)),
     step(exit::DEADLINE, Action::Release(0)),
+    step(exit::HYPERCALL, Action::Interrupt(40)),
+    step(exit::HYPERCALL, Action::Interrupt(50)),
     step(exit::HYPERCALL, Action::Continue),
 ];
 
@@ -247,6 +253,11 @@ fn act(vcpu: &Vcpu, action: Action, shared: Window, index: usize) -> Outcome {
             state.x[register].set(value);
         }
         Action::Answer(value) => state.x[0].set(value),
+        Action::Interrupt(first) => {
+            for (word, number) in state.virqs.iter().zip(first..) {
+                word.set(virq::VALID | PRIORITY << virq::PRIORITY_SHIFT | number);
+            }
+        }
         Action::Wait => state.run.halt.set(1),
         Action::Release(offset) => {
             let word = 1_u64.to_le_bytes();
