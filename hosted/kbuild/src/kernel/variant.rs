@@ -43,11 +43,12 @@ const REQUIRED: [Builtin; 15] = ours![
     "patches/required/0015-probed-addresses.patch",
 ];
 /// In the order of application, after the required ones.
-const OPTIONAL: [Builtin; 4] = ours![
+const OPTIONAL: [Builtin; 5] = ours![
     "patches/optional/0001-switch.patch",
     "patches/optional/0002-address-spaces.patch",
     "patches/optional/0003-forks.patch",
     "patches/optional/0004-page-runs.patch",
+    "patches/optional/0005-traced-places.patch",
 ];
 const HEADERS: [Builtin; 10] = ours![
     "include/asm/page_64.h",
