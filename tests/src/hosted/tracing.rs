@@ -21,7 +21,6 @@ const EACH: usize = 24;
 const SCRIPT: &str = r#"
 set -eu
 PATH=$PATH:/usr/sbin:/sbin
-mount -t tracefs none /sys/kernel/tracing
 at=$PWD
 cd /sys/kernel/tracing
 fail() { echo "FAILED $*"; }
