@@ -57,6 +57,7 @@ const HOSTED: &[(&str, Body, Class)] = &[
     ("exec-terminal", hosted::exec::terminal, Class::Other),
     ("exec-killed", hosted::exec::killed, Class::SmpOrKill),
     ("kernel-features", hosted::features::features, Class::Other),
+    ("kernel-tracing", hosted::tracing::tracing, Class::SmpOrKill),
     ("names", hosted::names::names, Class::SmpOrKill),
     ("counters", hosted::counters::counters, Class::SmpOrKill),
     ("doctor", hosted::host::doctor, Class::Other),
