@@ -1,7 +1,7 @@
 //! File systems of the guest: its root below an overlay in memory, those of the kernel, and shared
 //! directories.
 
-use proto::agent::{Guest, Mount, Root};
+use proto::agent::{Guest, Mount, POD, Root};
 use rustix::fs::{self, Mode};
 use rustix::io::Errno;
 use rustix::mount::{MountFlags, mount, mount_move};
@@ -47,6 +47,8 @@ const LINKS: [(&str, &str); 4] = [
 /// 9P over virtio with one session for all users: the kernel of the guest checks modes, the host
 /// its own rights.
 const NINEP: &str = "trans=virtio,version=9p2000.L,msize=512000,access=any";
+/// The same for a directory with the owners of files: one session for each user.
+const NINEP_OWNERS: &str = "trans=virtio,version=9p2000.L,msize=512000,cache=mmap";
 
 /// Adds to an error what was done.
 fn named(what: impl std::fmt::Display) -> impl FnOnce(Errno) -> io::Error {
@@ -74,8 +76,12 @@ pub fn change(guest: &Guest<'_>) -> io::Result<()> {
             let mounted = mount_ext4(DISK);
             mounted.map_err(named("mount the file system of the first disk"))?;
         }
+        Root::Pod(_) => {}
     }
-    mount_overlay()?;
+    match &guest.root {
+        Root::Pod(tag) => mount_pod(tag)?,
+        _ => mount_overlay()?,
+    }
     let new = Path::new(NEW);
     KERNEL.iter().chain(&MORE).try_for_each(|entry| mount_in(new, entry))?;
     enter_new_root()?;
@@ -126,6 +132,17 @@ fn mount_share(tag: &str, place: &Path, read_only: bool) -> io::Result<()> {
     let data = CString::new(format!("{NINEP},cache={cache}"))?;
     mount(tag, place, "9p", flags | MountFlags::NODEV, Some(&*data))
         .map_err(named(format_args!("mount the shared directory {tag} at {}", place.display())))
+}
+
+/// Mounts a new root in memory, with the directory of containers.
+fn mount_pod(tag: &str) -> io::Result<()> {
+    mount("tmpfs", NEW, "tmpfs", MountFlags::empty(), Some(c"mode=755"))
+        .map_err(named("mount the root"))?;
+    let place = Path::new(NEW).join(POD.trim_start_matches('/'));
+    create(&place)?;
+    let data = CString::new(NINEP_OWNERS)?;
+    mount(tag, &place, "9p", MountFlags::NODEV, Some(&*data))
+        .map_err(named(format_args!("mount the shared directory {tag}")))
 }
 
 /// Mounts the root on the first disk, or on the first of its partitions that has one. It is not

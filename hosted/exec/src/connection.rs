@@ -1,6 +1,6 @@
 //! Connections to the agent.
 
-use crate::vm::CommandVm;
+use crate::vm::AgentVm;
 use hosted_command::failure::{self, Failure, IoContext};
 use proto::agent::{Answer, Hello, PORT, Purpose, Stream, VERSION, io as wire};
 use std::io::{self, ErrorKind, Read, Write};
@@ -17,7 +17,7 @@ const SETUP: Duration = Duration::from_secs(60);
 /// Interval of attempts.
 const INTERVAL: Duration = Duration::from_millis(5);
 
-/// ControlConnection connection, and the number of its command.
+/// Control connection, and the number of its command.
 pub struct ControlConnection {
     /// The connection.
     pub stream: UnixStream,
@@ -30,7 +30,7 @@ impl ControlConnection {
     ///
     /// # Errors
     /// The VM ends, or no agent answers in time; it refuses.
-    pub fn open(vm: &mut CommandVm, started: Instant) -> Result<Option<Self>, Failure> {
+    pub fn open(vm: &mut AgentVm, started: Instant) -> Result<Option<Self>, Failure> {
         if vm.has_ended() {
             return Err(vm.failure("the VM has ended before its agent answered"));
         }
@@ -39,6 +39,9 @@ impl ControlConnection {
                 // A set-up waits for the host's files.
                 stream.set_read_timeout(Some(SETUP)).os_error("set a time limit")?;
                 Ok(Some(Self { stream, command }))
+            }
+            Err(error) if is_early(&error) && !vm.is_starting() => {
+                Err(vm.failure("the VM has ended"))
             }
             Err(error) if is_early(&error) => match started.elapsed() > PATIENCE {
                 true => Err(vm.failure("no agent has answered within 10 s")),
@@ -52,7 +55,7 @@ impl ControlConnection {
     }
 
     /// Connects a stream of the command.
-    pub fn stream(&self, vm: &CommandVm, stream: Stream) -> Result<UnixStream, Failure> {
+    pub fn stream(&self, vm: &AgentVm, stream: Stream) -> Result<UnixStream, Failure> {
         let purpose = Purpose::Stream { command: self.command, stream };
         let connected = connect(&vm.socket(), purpose, PATIENCE);
         connected.map(|(stream, _)| stream).os_error("connect to the agent")
@@ -64,7 +67,7 @@ impl ControlConnection {
     /// The agent refuses it, or the connection fails: `vm` explains why.
     pub fn request(
         &self,
-        vm: &mut CommandVm,
+        vm: &mut AgentVm,
         request: &proto::agent::AgentRequest<'_>,
     ) -> Result<(), Failure> {
         let mut room = Vec::new();
