@@ -20,7 +20,7 @@ pub struct Container<'a> {
     pub read_only: bool,
     /// Host name of its own; empty: that of the guest.
     pub hostname: &'a str,
-    /// Namespaces of its own; the other ones are those of the guest.
+    /// Namespaces of its own; the rest are those of the guest.
     pub namespaces: Namespaces,
     /// File systems, in this order.
     #[serde(borrow)]

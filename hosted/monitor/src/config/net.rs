@@ -105,6 +105,11 @@ impl NetConfig {
         Self { kind: Some(Kind::User), address: Some(address), ..Self::EMPTY }
     }
 
+    /// Tap device of the host, for a card with this address.
+    pub fn tap(name: DeviceName, mac: Mac) -> Self {
+        Self { tap: Some(name), mac: Some(mac), ..Self::EMPTY }
+    }
+
     /// Checks that the keys are consistent.
     pub fn check(&self) -> Result<(), String> {
         let said = [self.kind.is_some(), self.tap.is_some(), self.switch.is_some()];
