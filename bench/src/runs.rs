@@ -18,7 +18,7 @@ pub const COMMAND_LINE: &str = "console=ttyS0 quiet panic=-1 nokaslr norandmaps 
 /// Start of the real-time clock, independent of the date.
 const RTC: &str = "base=2024-01-01T00:00:00,clock=vm";
 /// Time limit of one run on a busy host, in seconds.
-const LIMIT: u64 = 580;
+const LIMIT: u64 = 3600;
 
 /// Output of one run.
 #[derive(Clone, Debug, Default)]

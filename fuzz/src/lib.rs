@@ -9,6 +9,7 @@ pub mod board;
 #[allow(dead_code, reason = "scripts use more of it")]
 #[path = "../../vmm/dev/tests/driver/mod.rs"]
 mod driver;
+pub mod image;
 pub mod input;
 pub mod kernel;
 pub mod proto;
@@ -29,12 +30,13 @@ pub struct FuzzTarget {
 }
 
 /// All targets.
-pub const TARGETS: [FuzzTarget; 6] = [
+pub const TARGETS: [FuzzTarget; 7] = [
     FuzzTarget { name: "virtio", run: virtio::run, seeds: virtio::seeds },
     FuzzTarget { name: "board", run: board::run, seeds: board::seeds },
     FuzzTarget { name: "proto", run: proto::run, seeds: proto::seeds },
     FuzzTarget { name: "kernel", run: kernel::run, seeds: kernel::seeds },
     FuzzTarget { name: "afterburn", run: afterburn::run, seeds: afterburn::seeds },
+    FuzzTarget { name: "image", run: image::run, seeds: image::seeds },
     FuzzTarget { name: "vtlb", run: vtlb::run, seeds: vtlb::seeds },
 ];
 

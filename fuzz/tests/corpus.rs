@@ -69,6 +69,11 @@ fn afterburn() {
 }
 
 #[test]
+fn image() {
+    replay("image");
+}
+
+#[test]
 fn vtlb() {
     replay("vtlb");
 }

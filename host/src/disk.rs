@@ -19,6 +19,7 @@ use linux_raw_sys::errno;
 use linux_raw_sys::general as linux;
 use proto::disk::SECTOR;
 use proto::hosted::DiskRecord;
+use proto::hosted::counters::{self, DeviceCounters, OpTotals};
 use proto::requests::{PARTS, Queue, REQUESTS, Request, op, status};
 
 use crate::io_uring::{IoUring, Submission};
@@ -36,6 +37,8 @@ pub unsafe trait DiskHost {
     fn locate(&self, address: u64, length: u64) -> Option<u64>;
     /// Notifies a vCPU of completed requests.
     fn notify(&self);
+    /// Returns a time in nanoseconds, of which only differences count.
+    fn now(&self) -> u64;
     /// Prints a warning.
     fn warn(&self, text: fmt::Arguments<'_>);
 }
@@ -104,6 +107,12 @@ static ZEROS: [u8; 1 << 16] = [0; 1 << 16];
 #[derive(Clone, Copy)]
 struct Job {
     kind: Kind,
+    /// Time of its start in nanoseconds.
+    began: u64,
+    /// Length of its data in bytes.
+    length: u64,
+    /// Index of its counters ([`counters::op`]); `None`: the guest has made up the operation.
+    counted: Option<usize>,
     /// File offset and length of the remaining part.
     at: u64,
     left: u64,
@@ -125,6 +134,9 @@ enum Kind {
 impl Job {
     const NONE: Self = Self {
         kind: Kind::Flush,
+        began: 0,
+        length: 0,
+        counted: None,
         at: 0,
         left: 0,
         first: 0,
@@ -198,6 +210,8 @@ pub struct Worker<'a, H> {
     pub errors: &'a FlushErrors,
     /// Request queue of the disk.
     pub queue: &'a Queue,
+    /// Counters of the disk.
+    pub counters: &'a DeviceCounters,
     /// The VM.
     pub host: H,
 }
@@ -231,7 +245,7 @@ impl<H: DiskHost> Worker<'_, H> {
                 }
                 _ => self.run_sync(&mut job),
             });
-            self.finish(id, done);
+            self.finish(id, &job, done);
         }
     }
 
@@ -279,7 +293,7 @@ impl<H: DiskHost> Worker<'_, H> {
             Err(failure) => Some(Err(failure)),
         };
         match done {
-            Some(done) => return self.finish(id, done),
+            Some(done) => return self.finish(id, job, done),
             None if job.kind == Kind::Flush => state.flushes |= 1 << id,
             None => state.ring.push(job.entry(), id as u64),
         }
@@ -299,7 +313,7 @@ impl<H: DiskHost> Worker<'_, H> {
                 }
                 failed => {
                     state.busy &= !(1 << id);
-                    self.finish(id as usize, failed);
+                    self.finish(id as usize, &state.jobs[id as usize], failed);
                 }
             }
         }
@@ -335,7 +349,7 @@ impl<H: DiskHost> Worker<'_, H> {
                         done = self.errors.flush_result(done);
                     }
                     state.busy &= !(1 << id);
-                    self.finish(id as usize, done);
+                    self.finish(id as usize, job, done);
                 }
                 None => state.ring.push(job.entry(), id),
             }
@@ -361,8 +375,12 @@ impl<H: DiskHost> Worker<'_, H> {
         self.on_completion(job, result)
     }
 
-    /// Completes a request.
-    fn finish(&self, id: usize, done: Result<(), Failure>) {
+    /// Counts and completes a request.
+    fn finish(&self, id: usize, job: &Job, done: Result<(), Failure>) {
+        if let Some(op) = job.counted {
+            let time = self.host.now().saturating_sub(job.began);
+            self.counters.ops[op].add(&OpTotals::one(job.length, done.is_err(), time));
+        }
         let status = match done {
             Ok(()) => status::DONE,
             Err(Failure::Invalid) => status::FAILED,
@@ -385,6 +403,7 @@ impl<H: DiskHost> Worker<'_, H> {
         let sector = request.sector.load(Relaxed);
         let count = request.count.load(Relaxed);
         let op = request.op.load(Relaxed);
+        (job.began, job.length, job.counted) = (self.host.now(), 0, counters::op::of_disk(op));
         let writes = !matches!(op, op::READ | op::FLUSH);
         if writes && self.record.read_only {
             return Err(Failure::Invalid);
@@ -406,6 +425,7 @@ impl<H: DiskHost> Worker<'_, H> {
             Kind::Read | Kind::Write => self.take_parts(request, job)?,
         };
         job.at = self.file_offset(sector, job.left)?;
+        job.length = job.left;
         Ok(())
     }
 

@@ -23,6 +23,7 @@ use core::sync::atomic::{AtomicU32, Ordering::SeqCst};
 
 use linux_raw_sys::general as linux;
 use linux_raw_sys::{errno, if_tun, ioctl};
+use proto::hosted::counters::{DeviceCounters, OpTotals, op};
 use proto::vsock;
 use vmm_bus::backend::{Data, MAX_FRAME, Offload, OffloadCaps};
 use vmm_bus::frames::{Frames, NetEndpoint};
@@ -50,6 +51,8 @@ const AGAIN: Errno = Errno(errno::EAGAIN as i32);
 pub trait NetHost {
     /// Notifies the vCPU of frames, of room for frames, or of the end of the connection.
     fn notify(&self);
+    /// Returns a time in nanoseconds, of which only differences count.
+    fn now(&self) -> u64;
     /// Prints a warning about the network.
     fn warn(&self, text: fmt::Arguments<'_>);
 }
@@ -297,6 +300,8 @@ pub struct NetLink<'q> {
     pub fd: u32,
     /// The descriptor is that of a tap device.
     pub is_tap: bool,
+    /// Counters of the network.
+    pub counters: &'q DeviceCounters,
 }
 
 impl NetLink<'_> {
@@ -340,6 +345,9 @@ pub struct Sender {
     tail: u32,
     /// Offloads of the tap device.
     offloads: u32,
+    /// Time in nanoseconds since which the host is to take bytes.
+    began: Option<u64>,
+    frames: FrameCounter,
 }
 
 impl Sender {
@@ -367,26 +375,37 @@ impl Sender {
             link.set_offloads(wanted);
         }
         let used = out.used(self.tail);
+        if used == 0 {
+            return Progress::RingBlocks;
+        }
+        let began = *self.began.get_or_insert_with(|| host.now());
         let (length, result) = match used {
-            0 => return Progress::RingBlocks,
             // Protocol violation: skip all of it.
-            _ if used > OUT || !link.queues.is_up() => (used, Ok(used)),
+            _ if used > OUT || !link.queues.is_up() => (used, None),
             _ if link.is_tap => self.send_frame(link, used),
             _ => {
                 let length = used.min(PIECE);
-                (used, self.write(link, self.tail, length).map(|done| done.min(length)))
+                (used, Some(self.write(link, self.tail, length).map(|done| done.min(length))))
             }
         };
-        let done = match result {
-            Ok(done) => done,
-            Err(AGAIN) => return Progress::HostBlocks,
+        let (done, mut counted) = match result {
+            None => {
+                self.frames.next = self.tail.wrapping_add(length);
+                (length, OpTotals::default())
+            }
+            Some(Ok(done)) => (done, self.count(link, done)),
+            Some(Err(AGAIN)) => return Progress::HostBlocks,
             // A tap device that is down, or rejects a header, drops the frame.
-            Err(_) if link.is_tap => length,
-            Err(error) => {
+            Some(Err(_)) if link.is_tap => (length, OpTotals::one(0, true, 0)),
+            Some(Err(error)) => {
                 link.queues.close(host, &error);
-                length
+                (length, OpTotals::default())
             }
         };
+        self.began = None;
+        counted.nanoseconds = host.now().saturating_sub(began);
+        counted.longest = counted.nanoseconds;
+        link.counters.ops[op::TRANSMIT].add(&counted);
         self.tail = self.tail.wrapping_add(done);
         if out.consume(self.tail) && ring::take(&out.producer_waiting) {
             host.notify();
@@ -394,17 +413,28 @@ impl Sender {
         Progress::Moved
     }
 
+    /// Returns the counters of `done` bytes that the host has taken from the ring.
+    fn count(&mut self, link: &NetLink<'_>, done: u32) -> OpTotals {
+        if link.is_tap {
+            return OpTotals::one(done.saturating_sub(LENGTH + HEADER).into(), false, 0);
+        }
+        let end = self.tail.wrapping_add(done);
+        // The guest publishes whole frames: the rest of a length is there, too.
+        self.frames.count(&link.queues.out, end, done, 1)
+    }
+
     /// Sends the first frame; returns the number of bytes that it occupies, and that were consumed.
-    fn send_frame(&self, link: &NetLink<'_>, used: u32) -> (u32, Result<u32, Errno>) {
+    /// `None`: the ring has no frame there.
+    fn send_frame(&self, link: &NetLink<'_>, used: u32) -> (u32, Option<Result<u32, Errno>>) {
         let length = u32::from_be_bytes(link.queues.out.get(self.tail));
         let is_valid = used >= LENGTH
             && (HEADER + MIN_FRAME..=HEADER + MAX_FRAME).contains(&length)
             && length <= used - LENGTH;
         if !is_valid {
-            return (used, Ok(used));
+            return (used, None);
         }
         let all = LENGTH + length;
-        (all, self.write(link, self.tail.wrapping_add(LENGTH), length).map(|_| all))
+        (all, Some(self.write(link, self.tail.wrapping_add(LENGTH), length).map(|_| all)))
     }
 
     /// Writes bytes of the ring; returns their number.
@@ -415,11 +445,50 @@ impl Sender {
     }
 }
 
+/// Counter of the frames in the bytes of a stream.
+///
+/// The guest may be able to overwrite their lengths in the ring. Bytes that the host has moved are
+/// known without it, and each frame has a least length, so a guest's own figures are wrong by the
+/// share of the lengths in the shortest frames at most.
+#[derive(Default, Debug)]
+struct FrameCounter {
+    /// Position of the next length.
+    next: u32,
+}
+
+impl FrameCounter {
+    /// Returns the counters of the last `moved` bytes of a ring up to position `end`. A frame
+    /// counts when `least` bytes of its length have passed.
+    fn count<const SIZE: usize>(
+        &mut self,
+        ring: &FrameRing<SIZE>,
+        end: u32,
+        moved: u32,
+        least: u32,
+    ) -> OpTotals {
+        let most = moved / (LENGTH + MIN_FRAME) + 1;
+        let mut frames = 0;
+        while end.wrapping_sub(self.next).cast_signed() >= least.cast_signed() {
+            let length = u32::from_be_bytes(ring.get(self.next));
+            if frames == most || length > MAX_STREAM_FRAME {
+                // No frames of the guest's driver, or of a peer that the receiver accepts.
+                self.next = end;
+                break;
+            }
+            self.next = self.next.wrapping_add(LENGTH + length);
+            frames += 1;
+        }
+        let bytes = moved.saturating_sub(frames * LENGTH);
+        OpTotals { requests: frames.into(), bytes: bytes.into(), ..OpTotals::default() }
+    }
+}
+
 /// Producer of the frames to the guest.
 #[derive(Default, Debug)]
 pub struct Receiver {
     /// Bytes ever produced.
     head: u32,
+    frames: FrameCounter,
 }
 
 impl Receiver {
@@ -445,10 +514,15 @@ impl Receiver {
                 return Progress::Closed;
             }
         };
-        if link.is_tap {
+        let end = self.head.wrapping_add(before + done);
+        let counted = if link.is_tap {
             ring.put(self.head, &done.to_be_bytes());
-        }
-        self.head = self.head.wrapping_add(before + done);
+            OpTotals::one(done.saturating_sub(HEADER).into(), false, 0)
+        } else {
+            self.frames.count(ring, end, done, LENGTH)
+        };
+        link.counters.ops[op::RECEIVE].add(&counted);
+        self.head = end;
         if ring.produce(self.head) {
             host.notify();
         }

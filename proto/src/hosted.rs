@@ -4,8 +4,10 @@
 //!
 //! Records consist of 64-bit little-endian words in the order of the fields.
 
+pub mod balloon;
 pub mod console;
 pub mod control;
+pub mod counters;
 pub mod debug;
 mod disk;
 pub mod exit;
@@ -37,6 +39,10 @@ pub const MAX_QUEUES: usize = MAX_DISKS + MAX_SHARES;
 const _: () = assert!(
     layout::QUEUES + size_of::<[crate::requests::Queue; MAX_QUEUES]>() as u64 <= layout::STATISTICS
 );
+
+/// Prefix of the names of the processes or threads that run a vCPU; its index follows. They set it
+/// before they run the guest, and cannot change it then.
+pub const VCPU_NAME: &str = "parador-vcpu";
 
 const _: () = assert!(layout::DISKS + 8 * (MAX_DISKS * DiskRecord::WORDS) as u64 <= layout::NETS);
 const _: () = assert!(layout::NETS + 8 * (MAX_NETS * NetRecord::WORDS) as u64 <= layout::SHARES);

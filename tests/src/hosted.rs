@@ -3,6 +3,7 @@
 pub mod addresses;
 pub mod commands;
 pub mod control;
+pub mod counters;
 pub mod debugger;
 pub mod disks;
 pub mod durability;

@@ -115,6 +115,7 @@ quiet /vmlinux --backend kvm -c 2 --net switch=lan --share shared:host --vsock c
     rm /zeros; until [ -e /h/end ]; do sleep 1; done; machine-exit 5\"" </dev/null >console &
 machine=$!
 until [ -e shared/filled ]; do sleep 1; done
+ctl metrics | grep -E '^parador_(disk_written|share_written|network_receive|network_transmit)_bytes|^parador_vcpu_seconds.*run|^parador_guest_memory_free'
 full=$(used); touch shared/go
 until [ $((full - $(used))) -gt 30000000 ]; do sleep 1; done
 echo memory returns
@@ -388,7 +389,12 @@ fn check(text: &str) -> Result<()> {
         }
         for line in process.lines().filter(|line| line.starts_with('/')) {
             // The files in memory that are left are mapped.
-            let files = ["/memfd:parador-guest", "/memfd:parador-shared", "/dev/null"];
+            let files = [
+                "/memfd:parador-guest",
+                "/memfd:parador-shared",
+                "/memfd:parador-counters",
+                "/dev/null",
+            ];
             let is_known = files.iter().any(|file| line.starts_with(file));
             ensure!(is_known, "the machine has {line}");
         }
@@ -420,7 +426,21 @@ fn check(text: &str) -> Result<()> {
         "9008 bytes from 10.0.0.1",
         "from inside\n",
     ];
-    part("devices", &devices)?;
+    let devices = part("devices", &devices)?;
+    // Two vCPUs.
+    for (name, count, least) in [
+        ("parador_disk_written_bytes_total{disk=\"disk0\"} ", 1, 512.0),
+        ("parador_share_written_bytes_total{share=\"host\"} ", 1, 12.0),
+        ("parador_network_receive_bytes_total{net=\"net0\"} ", 1, 3.0 * 9042.0),
+        ("parador_network_transmit_bytes_total{net=\"net0\"} ", 1, 3.0 * 9042.0),
+        ("parador_vcpu_seconds_total{vcpu=\"", 2, 0.001),
+        ("parador_guest_memory_free_bytes ", 1, 4096.0),
+    ] {
+        let lines = devices.lines().filter(|line| line.starts_with(name));
+        let values = lines.filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok());
+        let enough = values.filter(|value| *value >= least).count();
+        ensure!(enough == count, "devices: {enough} values of {name}");
+    }
     part("priority", &[kvm, "code 0\n"])?;
     part(
         "refused",

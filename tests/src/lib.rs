@@ -29,5 +29,6 @@ pub mod scenario;
 pub mod system;
 pub mod systems;
 pub mod terminal;
+pub mod tools;
 pub mod transcript;
 pub mod userland;

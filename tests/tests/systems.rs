@@ -10,7 +10,7 @@ use parador_tests::systems::refused::{REFUSALS, refusal};
 use parador_tests::systems::{CONSOLE, EVERY_BACKEND, HEAD, micro, scenarios, vtlb};
 use parador_tests::{
     afterburn, bochs, debian, docs, fuzz, hosted, isolation, keys, kvm, pae, previrt, refusals,
-    runner, sandbox, userland,
+    runner, sandbox, tools::shows, userland,
 };
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -60,6 +60,7 @@ const HOSTED: &[(&str, Body, Class)] = &[
     ("exec-killed", hosted::exec::killed, Class::SmpOrKill),
     ("kernel-features", hosted::features::features, Class::Other),
     ("names", hosted::names::names, Class::SmpOrKill),
+    ("counters", hosted::counters::counters, Class::SmpOrKill),
     ("doctor", hosted::host::doctor, Class::Other),
     ("limits", hosted::host::limits, Class::Other),
     ("addresses", hosted::addresses::fixed, Class::Other),
@@ -106,6 +107,13 @@ const HOSTED: &[(&str, Body, Class)] = &[
     ("isolation", isolation::modes, Class::SmpOrKill),
     ("many-events", isolation::many_events, Class::SmpOrKill),
     ("refused-mappings", refusals::mappings, Class::SmpOrKill),
+];
+/// Tools of others with Parador, in a long run.
+const TOOLS: &[(&str, Body)] = &[
+    ("tools-debos", shows::debos),
+    ("tools-debvm", shows::debvm),
+    ("tools-vng", shows::virtme_ng),
+    ("tools-ci", shows::job),
 ];
 /// Attacks of a guest's kernel on its host: long, or short.
 const ESCAPES: &[(&str, Attack)] = &[
@@ -239,6 +247,7 @@ fn hosted_tests(seconds: u32) -> Vec<Test> {
     if is_long {
         tests.push(named("kernel-inside", Class::SmpOrKill, userland::kernel));
         tests.push(named("oci-podman", Class::SmpOrKill, hosted::oci::podman));
+        tests.extend(TOOLS.iter().map(|&(name, body)| named(name, Class::Other, body)));
     }
     let userland = move || userland::debian(seconds.div_ceil(4));
     tests.push(Test::new("hosted/debian", Class::Other, userland));

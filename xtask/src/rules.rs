@@ -26,7 +26,7 @@ const UNSAFE_ALLOWED: &[&str] = &[
 ];
 const UNSAFE_TABLE: &str = "docs/spec/unsafe.txt";
 /// Lines of Rust and assembly that the x86-64 kernel may have.
-const KERNEL_BUDGET: usize = 12_400;
+const KERNEL_BUDGET: usize = 12_250;
 /// Files of the kernel's vTLB: folder, and start of their names.
 const VTLB: [(&str, &str); 2] = [("kernel/core/src", "vtlb"), ("kernel/x86/src", "shadow")];
 const KERNEL: &[&str] = &["kernel/core", "kernel/run", "kernel/x86", "kernel/image"];

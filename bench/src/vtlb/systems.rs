@@ -74,7 +74,11 @@ impl Systems {
             loop {
                 let index = next.fetch_add(1, Ordering::Relaxed);
                 let Some(column) = columns.get(index) else { return done };
-                done.push((index, self.measure(column).with_context(|| column.name.to_owned())));
+                let outcome = self.measure(column).with_context(|| column.name.to_owned());
+                if let Err(error) = &outcome {
+                    println!("failed: {error:#}");
+                }
+                done.push((index, outcome));
             }
         };
         let mut done: Vec<(usize, Result<Measured>)> = thread::scope(|scope| {

@@ -88,6 +88,8 @@ pub struct Walk {
 /// The guest's page tables and control registers, and the memory that it has.
 pub struct Guest {
     pub registers: GuestRegisters,
+    /// RFLAGS.AC: SMAP does not apply.
+    pub has_ac: bool,
     /// Values of all tables.
     pub tables: Vec<[u64; ENTRIES]>,
     /// Memory by guest page.
@@ -120,6 +122,7 @@ impl Guest {
         };
         let mut this = Self {
             registers: registers(Mode::Long, 0),
+            has_ac: false,
             tables: vec![[0; ENTRIES]; KNOWN],
             delegated: (0..PAGES).map(whole).collect(),
         };
@@ -243,8 +246,20 @@ impl Guest {
 
     /// Right of an access, or the error code of its page fault.
     pub fn check(&self, fact: Fact, access: GuestAccess) -> Result<Right, u64> {
+        self.check_with(fact, access, self.has_ac)
+    }
+
+    /// The same without SMAP, if the code may miss it: with CR0.WP = 0 it makes a read-only user
+    /// page that the guest kernel has written a supervisor page (note 0020).
+    pub fn check_without_smap(&self, fact: Fact, access: GuestAccess) -> Option<Right> {
+        let may_miss = self.registers.cr0 & cr0::WP == 0 && access.intent != Intent::Fetch;
+        self.check_with(fact, access, true).ok().filter(|_| may_miss)
+    }
+
+    fn check_with(&self, fact: Fact, access: GuestAccess, has_ac: bool) -> Result<Right, u64> {
         let GuestRegisters { cr0, cr4, efer, .. } = self.registers;
         let (has_nx, smep) = (efer & efer::NXE != 0, cr4 & cr4::SMEP != 0);
+        let smap = cr4 & cr4::SMAP != 0 && !has_ac;
         let mut code = if access.user { fault::USER } else { 0 };
         code |= match access.intent {
             Intent::Write => fault::WRITE,
@@ -260,11 +275,12 @@ impl Guest {
             return Ok(right);
         }
         let protects = access.user || cr0 & cr0::WP != 0;
+        let is_hidden = right.user && !access.user;
         let refused = access.user && !right.user
             || match access.intent {
-                Intent::Read => false,
-                Intent::Write => !right.write && protects,
-                Intent::Fetch => has_nx && !right.execute || smep && right.user && !access.user,
+                Intent::Read => smap && is_hidden,
+                Intent::Write => !right.write && protects || smap && is_hidden,
+                Intent::Fetch => has_nx && !right.execute || smep && is_hidden,
             };
         if refused { Err(code | fault::PRESENT) } else { Ok(right) }
     }

@@ -10,6 +10,8 @@ use hw_x86::vmcb::{Vmcb, tlb_control};
 use kernel_x86::shadow::testing::{TestVcpu, page};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
+/// `RFLAGS.AC`: SMAP does not apply.
+pub const RFLAGS_AC: u64 = 1 << 18;
 /// Most translations that it keeps.
 const CAPACITY: usize = 64;
 
@@ -71,14 +73,18 @@ impl Processor {
         let key = (asid, number(access.address));
         let is_write = access.intent == Intent::Write;
         let cached = self.tlb.get(&key).copied();
-        let smep = save.cr4.get() & cr4::SMEP != 0;
+        let hides = |bit: u64| save.cr4.get() & bit != 0 && !access.user;
+        let hides_users = match access.intent {
+            Intent::Fetch => hides(cr4::SMEP),
+            _ => hides(cr4::SMAP) && save.rflags.get() & RFLAGS_AC == 0,
+        };
         let outcome = match cached {
             Some(known) if !is_write || known.leaf & entry::DIRTY != 0 => {
-                allows(known.leaf, access, smep).map(|()| known)
+                allows(known.leaf, access, hides_users).map(|()| known)
             }
             _ => self.walk(asid, save.cr3.get(), save.efer.get(), access.address).and_then(
                 |(word, page)| {
-                    allows(word.load(Relaxed), access, smep)?;
+                    allows(word.load(Relaxed), access, hides_users)?;
                     if is_write {
                         word.fetch_or(entry::DIRTY, Relaxed);
                     }
@@ -165,14 +171,16 @@ fn fetch(access: GuestAccess) -> u64 {
     if access.intent == Intent::Fetch { fault::FETCH } else { 0 }
 }
 
-/// Checks an access against a leaf, with write protection and no-execute.
-fn allows(leaf: u64, access: GuestAccess, smep: bool) -> Result<(), u64> {
+/// Checks an access against a leaf, with write protection and no-execute. `hides_users`: SMEP or
+/// SMAP applies.
+fn allows(leaf: u64, access: GuestAccess, hides_users: bool) -> Result<(), u64> {
     let is_user = leaf & entry::USER != 0;
     let refused = access.user && !is_user
+        || hides_users && is_user
         || match access.intent {
             Intent::Read => false,
             Intent::Write => leaf & entry::WRITE == 0,
-            Intent::Fetch => leaf & entry::NX != 0 || smep && is_user && !access.user,
+            Intent::Fetch => leaf & entry::NX != 0,
         };
     if refused { Err(fault::PRESENT) } else { Ok(()) }
 }

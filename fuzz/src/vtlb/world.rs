@@ -5,13 +5,14 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use super::choices::Choices;
 use super::guest::{
-    CODE, Delegation, Fact, Guest, GuestAccess, Intent, KINDS, KNOWN, PAGES, ROOTS, TABLES, Walk,
-    registers, slot_of,
+    CODE, Delegation, Fact, Guest, GuestAccess, Intent, KINDS, KNOWN, PAGES, ROOTS, Right, TABLES,
+    Walk, registers, slot_of,
 };
 use super::nested::Nested;
-use super::processor::Processor;
+use super::processor::{Processor, RFLAGS_AC};
 use abi::vcpu::exit::MEMORY_FAULT;
 use abi::vcpu::memory_fault;
+use abi::vcpu::x86::exit::EXCEPTION;
 use abi::vcpu::x86::vtlb as option;
 use hw_x86::msr::efer;
 use hw_x86::paging::{ENTRIES, cr0, cr4, entry};
@@ -32,6 +33,8 @@ const POOL_AT: u64 = OTHER_AT + OTHERS;
 /// Guest pages that leaves refer to most often, and their number.
 const DATA: u64 = CODE + 1;
 const DATA_PAGES: u64 = 32;
+/// Event whose delivery faults: an external interrupt.
+const INTERRUPT: u64 = event::VALID | event::TYPE_INTR | 0x41;
 /// Attempts after which an access must end.
 const ATTEMPTS: u32 = 8;
 /// Most steps of an operation of the vTLB: two for each of 2,048 entries that are compared and of
@@ -207,8 +210,8 @@ impl<'a> World<'a> {
         let before = steps();
         let mut next = self.next_frame;
         self.vcpu.prepare(|| {
-            next += 1;
-            (next - 1) << 12
+            next += 2;
+            (next - 2) << 12
         });
         self.next_frame = next;
         self.most_steps = self.most_steps.max(steps() - before);
@@ -249,6 +252,9 @@ impl<'a> World<'a> {
             self.guest.mark(&walk, access.intent);
         }
         let level = if access.user { 3 } else { 0 };
+        // Sometimes it is an access of the delivery of an interrupt.
+        let event = if self.choices.below(16) == 0 { INTERRUPT } else { 0 };
+        self.vcpu.vmcb().control.exit_int_info.set(event);
         let reason = self.bounded(|vcpu| vcpu.page_fault(access.address, code, level));
         self.check_path(&walk)?;
         let vmcb = self.vcpu.vmcb();
@@ -256,8 +262,11 @@ impl<'a> World<'a> {
             None => {
                 self.processor.enter(&self.vcpu);
                 let injected = vmcb.control.event_inj.get();
-                if injected == 0 {
+                if injected == event {
                     return Ok(None);
+                }
+                if event != 0 {
+                    return Err(format!("injected {injected:#x} instead of {event:#x}"));
                 }
                 const PAGE_FAULT: u64 =
                     event::VALID | event::TYPE_EXCEPTION | event::ERROR_VALID | 14;
@@ -270,6 +279,14 @@ impl<'a> World<'a> {
                 self.enter();
                 Ok(None)
             }
+            // The VMM decides what becomes of the interrupt.
+            Some(EXCEPTION) if event != 0 => {
+                let (address, info) = self.vcpu.fault();
+                match (address == access.address, info & 0xffff_ffff) {
+                    (true, 14) => Ok(Some(Outcome::Fault(info >> 32))),
+                    _ => Err(format!("exception {info:#x} at {address:#x} for {access:x?}")),
+                }
+            }
             Some(MEMORY_FAULT) => {
                 let (address, info) = self.vcpu.fault();
                 self.enter();
@@ -281,6 +298,8 @@ impl<'a> World<'a> {
 
     /// Performs an access.
     fn access(&mut self, access: GuestAccess) -> Found<Outcome> {
+        // An injected fault has set RF, which the guest's handler clears by IRET.
+        self.vcpu.vmcb().save.rflags.set(if self.guest.has_ac { RFLAGS_AC } else { 0 });
         for _ in 0..ATTEMPTS {
             let code = match self.processor.access(self.vcpu.vmcb(), access) {
                 Ok(found) => return Ok(Outcome::Done(found)),
@@ -395,10 +414,16 @@ impl<'a> World<'a> {
     }
 
     fn agrees(&self, fact: Fact, access: GuestAccess, outcome: Outcome) -> bool {
-        let right = match self.guest.check(fact, access) {
-            Err(code) => return outcome == Outcome::Fault(code),
-            Ok(right) => right,
-        };
+        let unchecked = self.guest.check_without_smap(fact, access);
+        match self.guest.check(fact, access) {
+            Ok(right) => self.reaches(right, access, outcome),
+            Err(code) if outcome == Outcome::Fault(code) => true,
+            Err(_) => unchecked.is_some_and(|right| self.reaches(right, access, outcome)),
+        }
+    }
+
+    /// Returns whether an access with a right ends so, with the memory that the VM has.
+    fn reaches(&self, right: Right, access: GuestAccess, outcome: Outcome) -> bool {
         let memory = self.guest.delegated.get(right.page as usize).copied().flatten();
         let is_allowed = |memory: &Delegation| match access.intent {
             Intent::Read => true,

@@ -2,7 +2,7 @@ use std::boxed::Box;
 use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
-use std::sync::atomic::AtomicU8;
+use std::sync::atomic::{AtomicU8, AtomicU64};
 use std::thread;
 use std::time::Duration;
 use std::{vec, vec::Vec};
@@ -11,8 +11,8 @@ use proto::requests::Client;
 
 use super::*;
 
-/// Guest memory of a test, from address 0 on.
-struct Memory(Vec<AtomicU8>);
+/// Guest memory of a test, from address 0 on, and the time.
+struct Memory(Vec<AtomicU8>, AtomicU64);
 
 // SAFETY: the bytes are atomic.
 unsafe impl DiskHost for &Memory {
@@ -23,12 +23,17 @@ unsafe impl DiskHost for &Memory {
 
     fn notify(&self) {}
 
+    fn now(&self) -> u64 {
+        // Each request takes at least this long.
+        self.1.fetch_add(5, SeqCst)
+    }
+
     fn warn(&self, _: fmt::Arguments<'_>) {}
 }
 
 impl Memory {
     fn new() -> Self {
-        Self((0..0x3000).map(|_| AtomicU8::new(0)).collect())
+        Self((0..0x3000).map(|_| AtomicU8::new(0)).collect(), AtomicU64::new(1))
     }
 
     fn bytes(&self, address: usize, length: usize) -> Vec<u8> {
@@ -54,9 +59,10 @@ fn worker<'a>(
     errors: &'a FlushErrors,
     memory: &'a Memory,
     queue: &'a Queue,
+    counters: &'a DeviceCounters,
 ) -> Worker<'a, &'a Memory> {
     let record = DiskRecord { sectors: 16, ..DiskRecord::default() };
-    Worker { fd: file.as_raw_fd() as u32, index: 0, record, errors, queue, host: memory }
+    Worker { fd: file.as_raw_fd() as u32, index: 0, record, errors, queue, counters, host: memory }
 }
 
 fn write_request(request: &Request, op: u32, sector: u64, count: u32, parts: &[(u64, u32)]) {
@@ -88,6 +94,11 @@ fn execute(client: &mut Client<'_>, op: u32, sector: u64, count: u32, parts: &[(
 
 /// Runs a test with each engine that the host has.
 fn with_engines(test: impl Fn(&File, &Memory, &mut Client<'_>)) {
+    with_counters(|file, memory, client, _| test(file, memory, client));
+}
+
+/// The same for a test that reads the counters.
+fn with_counters(test: impl Fn(&File, &Memory, &mut Client<'_>, &DeviceCounters)) {
     let engines = if IoUring::is_possible() { &[false, true][..] } else { &[false] };
     for &has_ring in engines {
         let (file, memory, errors) = (file(), Memory::new(), FlushErrors::default());
@@ -95,12 +106,13 @@ fn with_engines(test: impl Fn(&File, &Memory, &mut Client<'_>)) {
         let (memory, errors): (&Memory, &FlushErrors) =
             (Box::leak(Box::new(memory)), Box::leak(Box::new(errors)));
         let (queue, kept) = (queue(), file.try_clone().unwrap());
+        let counters: &DeviceCounters = Box::leak(Box::default());
         thread::spawn(move || {
-            let worker = worker(&kept, errors, memory, queue);
+            let worker = worker(&kept, errors, memory, queue, counters);
             let ring = has_ring.then(|| IoUring::new(worker.fd, None).unwrap());
             panic!("{}", worker.serve(ring))
         });
-        test(&file, memory, &mut Client::new(queue));
+        test(&file, memory, &mut Client::new(queue), counters);
     }
 }
 
@@ -167,13 +179,37 @@ fn invalid_requests_fail() {
 #[test]
 fn a_read_only_disk_is_not_written() {
     let (file, memory, errors) = (file(), Memory::new(), FlushErrors::default());
-    let mut worker = worker(&file, &errors, &memory, queue());
+    let counters = DeviceCounters::default();
+    let mut worker = worker(&file, &errors, &memory, queue(), &counters);
     worker.record.read_only = true;
     for op in [op::WRITE, op::DISCARD, op::ZERO, op::UNMAP] {
         let request = &worker.queue.requests[0];
         write_request(request, op, 0, 1, &[(0, 512)]);
         assert!(matches!(worker.plan(request, &mut { Job::NONE }), Err(Failure::Invalid)));
     }
+}
+
+#[test]
+fn requests_are_counted() {
+    with_counters(|_, _, client, counters| {
+        for (op, sector, count, parts) in [
+            (op::WRITE, 0, 0, &[(0, 1024), (0x1000, 512)][..]),
+            (op::WRITE, 2, 0, &[(0, 512)]),
+            (op::READ, 0, 0, &[(0, 4096)]),
+            (op::READ, 15, 0, &[(0, 4096)]),
+            (op::FLUSH, 0, 0, &[]),
+            (op::ZERO, 0, 3, &[]),
+            (op::DISCARD, 0, 99, &[]),
+            (99, 0, 0, &[]),
+        ] {
+            execute(client, op, sector, count, parts);
+        }
+        let totals = counters.ops.each_ref().map(|op| op.totals());
+        let counted = totals.map(|op| (op.requests, op.failed, op.bytes));
+        assert_eq!(counted, [(2, 1, 4096), (2, 0, 2048), (1, 0, 0), (2, 1, 3 * 512)]);
+        let is_timed = |op: &OpTotals| op.longest >= 5 && op.nanoseconds >= 5 * op.requests;
+        assert!(totals.iter().all(is_timed), "{totals:?}");
+    });
 }
 
 #[test]

@@ -5,6 +5,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::string::{String, ToString};
 use std::sync::Mutex;
+use std::sync::atomic::AtomicU64;
 use std::thread;
 use std::vec::Vec;
 
@@ -19,11 +20,17 @@ use super::*;
 struct TestVm {
     notified: AtomicU32,
     warnings: Mutex<Vec<String>>,
+    counters: DeviceCounters,
+    time: AtomicU64,
 }
 
 impl NetHost for TestVm {
     fn notify(&self) {
         self.notified.fetch_add(1, SeqCst);
+    }
+
+    fn now(&self) -> u64 {
+        self.time.fetch_add(5, SeqCst)
     }
 
     fn warn(&self, text: Arguments<'_>) {
@@ -32,6 +39,12 @@ impl NetHost for TestVm {
 }
 
 impl TestVm {
+    /// Returns frames, dropped ones, and bytes.
+    fn counted(&self, op: usize) -> (u64, u64, u64) {
+        let OpTotals { requests, failed, bytes, .. } = self.counters.ops[op].totals();
+        (requests, failed, bytes)
+    }
+
     fn wait_for_notification(&self) {
         while self.notified.swap(0, SeqCst) == 0 {
             thread::yield_now();
@@ -60,7 +73,7 @@ fn network(fd: u32, is_tap: bool) -> (TestEndpoint, NetLink<'static>, &'static T
     let queues = Box::leak(unsafe { Box::<NetQueues>::new_zeroed().assume_init() });
     let vm: &TestVm = Box::leak(Box::default());
     let endpoint = FrameEndpoint::new(queues, Workers(queues, vm));
-    (endpoint, NetLink { queues, fd, is_tap }, vm)
+    (endpoint, NetLink { queues, fd, is_tap, counters: &vm.counters }, vm)
 }
 
 /// Returns an endpoint whose workers use one side of a stream, and the other side.
@@ -149,6 +162,15 @@ fn workers_move_frames_in_order() {
         }
     }
     while take(&mut endpoint) {}
+    let all = (COUNT.into(), 0, (0..COUNT).map(|index| u64::from(length(index)) + 4).sum());
+    assert_eq!(vm.counted(op::RECEIVE), all);
+    // The sender counts after the echo may have returned.
+    while vm.counted(op::TRANSMIT).0 < all.0 {
+        thread::yield_now();
+    }
+    assert_eq!(vm.counted(op::TRANSMIT), all);
+    assert_eq!(vm.counters.ops[op::RECEIVE].totals().nanoseconds, 0);
+    assert!(vm.counters.ops[op::TRANSMIT].totals().longest >= 5);
     drop(echo.join().unwrap());
     assert_eq!((first(&mut endpoint, vm), endpoint.is_up()), (None, false));
     assert!(vm.warnings.lock().unwrap()[0].starts_with("connection closed: "));
@@ -203,6 +225,7 @@ fn a_tap_device_moves_one_frame_per_call() {
     endpoint.forget_first();
     assert_eq!((endpoint.await_first(), endpoint.first_bytes(0)), (Some(1), Some([4])));
     assert_eq!(endpoint.first_bytes::<2>(u32::MAX), None);
+    assert_eq!((vm.counted(op::TRANSMIT), vm.counted(op::RECEIVE)), ((2, 0, 31), (2, 0, 0)));
     assert!(vm.warnings.lock().unwrap().is_empty());
 }
 
@@ -227,6 +250,27 @@ fn a_sender_keeps_frames_and_skips_violations() {
     assert!(!sender.is_idle(link.queues));
     assert_eq!(sender.send_all(&link, vm), Progress::RingBlocks);
     assert!(sender.is_idle(link.queues));
+}
+
+/// A guest that overwrites lengths, or a peer with others, makes only its own figures wrong, by
+/// little.
+#[test]
+fn forged_lengths_are_bounded() {
+    let (endpoint, ..) = network(0, false);
+    let ring = &endpoint.queues.out;
+    let mut frames = FrameCounter::default();
+    // Empty frames only: as many as could be.
+    let counted = frames.count(ring, 1800, 1800, 1);
+    assert_eq!((counted.requests, counted.bytes), (101, 1800 - 4 * 101));
+    assert_eq!(frames.next, 1800);
+    ring.put(1800, &u32::MAX.to_be_bytes());
+    let counted = frames.count(ring, 1900, 100, 1);
+    assert_eq!((counted.requests, counted.bytes, frames.next), (0, 100, 1900));
+    // One length on both sides of the end of a move.
+    ring.put(1900, &60_u32.to_be_bytes());
+    assert_eq!(frames.count(ring, 1902, 2, LENGTH).requests, 0);
+    assert_eq!(frames.count(ring, 1964, 62, LENGTH).requests, 1);
+    assert_eq!(frames.next, 1964);
 }
 
 #[test]

@@ -73,7 +73,7 @@ impl<'a> Process<'a> {
     /// Starts the process for an image of this size and waits until it serves.
     fn start(driver: &'a mut Driver, path: &Path, bytes: u64) -> Self {
         let image = File::options().read(true).write(true).open(path).unwrap();
-        let memory = driver.memory().to_string();
+        let (memory, sectors) = (driver.memory().to_string(), (bytes / SECTOR).to_string());
         let session = driver.session().unwrap();
         let memories = session.driver.descriptors().map(|(descriptor, number)| FdMapping {
             parent_fd: descriptor.try_clone_to_owned().unwrap(),
@@ -82,7 +82,7 @@ impl<'a> Process<'a> {
         let image = FdMapping { parent_fd: image.into(), child_fd: layout::DISKS_FD as i32 };
         let mut command = Command::new(env!("CARGO_BIN_EXE_parador"));
         command
-            .args(["--device", "image", &memory, "0", "false", &(bytes / SECTOR).to_string()])
+            .args(["--device", "image", &memory, "0", "false", &sectors, "none"])
             .env_clear()
             .stdin(Stdio::null())
             .stdout(Stdio::piped())

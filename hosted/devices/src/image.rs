@@ -27,12 +27,12 @@ use imago::{
     StorageOpenOptions,
 };
 use proto::errno::Cause;
-use proto::hosted::layout;
+use proto::hosted::{counters, layout};
 use proto::requests::{op, status};
 
 use self::marking::Marking;
 use crate::confine::{FileAccess, SetupError, confine};
-use crate::worker::{GuestQueue, Serve, TakenRequest, Worker};
+use crate::worker::{Executed, GuestQueue, Serve, TakenRequest, Worker};
 
 #[cfg(test)]
 mod crashes;
@@ -362,8 +362,8 @@ impl Drop for RangeLock<'_> {
 }
 
 impl<S: Storage + 'static> Serve for Disk<S> {
-    fn execute(&self, taken: &TakenRequest<'_>) -> u8 {
-        match self.carry_out(taken) {
+    fn execute(&self, taken: &TakenRequest<'_>) -> Executed {
+        let status = match self.carry_out(taken) {
             Ok(()) => status::DONE,
             Err(error) if error.kind() == io::ErrorKind::Unsupported => status::UNSUPPORTED,
             // An invalid request of the guest.
@@ -372,7 +372,14 @@ impl<S: Storage + 'static> Serve for Disk<S> {
                 self.report_error(&error);
                 status::FAILED
             }
-        }
+        };
+        let bytes = match taken.op {
+            op::READ | op::WRITE => taken.length() as u64,
+            op::DISCARD | op::UNMAP | op::ZERO => u64::from(taken.count) * SECTOR,
+            _ => 0,
+        };
+        let op = counters::op::of_disk(taken.op);
+        Executed { status, op, bytes, is_failed: status != status::DONE }
     }
 
     fn idle(&self) {

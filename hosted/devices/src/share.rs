@@ -5,12 +5,12 @@ use std::os::fd::{FromRawFd, OwnedFd};
 use std::sync::atomic::AtomicBool;
 
 use linux_raw_sys::errno;
-use proto::hosted::layout;
+use proto::hosted::{counters, layout};
 use proto::requests::status;
 
 use crate::confine::{FileAccess, SetupError, confine};
 use crate::ninep::{HEAD, MAX_MESSAGE, NinepServer, error, kind, tag};
-use crate::worker::{AnswerOrder, GuestQueue, Serve, TakenRequest, Worker, split};
+use crate::worker::{AnswerOrder, Executed, GuestQueue, Serve, TakenRequest, Worker, split};
 
 /// Messages served in parallel; further ones wait while all of them wait for the host.
 const THREADS: usize = 8;
@@ -63,8 +63,14 @@ impl Serve for NinepServer {
         }
     }
 
-    fn execute(&self, taken: &TakenRequest<'_>) -> u8 {
-        let Some((message, room)) = split(taken) else { return status::FAILED };
+    fn execute(&self, taken: &TakenRequest<'_>) -> Executed {
+        let mut executed = Executed {
+            status: status::FAILED,
+            op: Some(counters::op::OTHER),
+            bytes: 0,
+            is_failed: true,
+        };
+        let Some((message, room)) = split(taken) else { return executed };
         let done = taken.read(message, MAX_MESSAGE).and_then(|message| {
             let answer = self.answer(&message);
             let most: u64 = room.iter().map(|part| u64::from(part.1)).sum();
@@ -74,12 +80,30 @@ impl Serve for NinepServer {
             } else {
                 answer
             };
+            count(&message, &answer, &mut executed);
             taken.write(room, &answer)?;
             Some((answer.len() as u64).min(most))
         });
         taken.set_answer(done.unwrap_or(0) as u32);
-        if done.is_some() { status::DONE } else { status::FAILED }
+        if done.is_some() {
+            executed.status = status::DONE;
+        }
+        executed
     }
+}
+
+/// Fills in what is counted of a message and its answer.
+fn count(message: &[u8], answer: &[u8], executed: &mut Executed) {
+    let kind_of = |message: &[u8]| message.get(4).copied().unwrap_or(kind::ERROR);
+    // Both answers begin with the number of bytes.
+    let bytes = answer.get(HEAD..).and_then(|rest| rest.first_chunk());
+    let bytes = bytes.map_or(0, |bytes| u32::from_le_bytes(*bytes).into());
+    (executed.op, executed.bytes) = match kind_of(message) {
+        kind::READ => (Some(counters::op::READ), bytes),
+        kind::WRITE => (Some(counters::op::WRITE), bytes),
+        _ => (Some(counters::op::OTHER), 0),
+    };
+    executed.is_failed = kind_of(answer) == kind::ERROR;
 }
 
 #[cfg(test)]

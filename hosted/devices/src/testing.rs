@@ -22,12 +22,13 @@ pub struct Driver {
     /// For access to guest memory with read(2) and write(2).
     file: File,
     shared: SharedMemory,
+    counters: SharedMemory,
     doorbell: OwnedFd,
     memory: u64,
 }
 
 impl Driver {
-    /// Creates `memory` bytes of guest memory, shared memory and a doorbell.
+    /// Creates `memory` bytes of guest memory, shared memory, counters and a doorbell.
     ///
     /// # Errors
     /// Errors of the host.
@@ -35,8 +36,9 @@ impl Driver {
         let guest = SharedMemory::new("guest", memory)?;
         let file = File::from(guest.descriptor().try_clone_to_owned()?);
         let shared = SharedMemory::new("shared", layout::SHARED_LENGTH)?;
+        let counters = SharedMemory::new("counters", layout::COUNTERS_LENGTH)?;
         let doorbell = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?;
-        Ok(Self { guest, file, shared, doorbell, memory })
+        Ok(Self { guest, file, shared, counters, doorbell, memory })
     }
 
     /// Returns the size of guest memory in bytes.
@@ -45,11 +47,12 @@ impl Driver {
     }
 
     /// Returns the descriptors for the process, with the numbers that it expects.
-    pub fn descriptors(&self) -> [(BorrowedFd<'_>, u32); 3] {
+    pub fn descriptors(&self) -> [(BorrowedFd<'_>, u32); 4] {
         [
             (self.guest.descriptor(), layout::MEMORY_FD),
             (self.shared.descriptor(), layout::SHARED_FD),
             (self.doorbell.as_fd(), layout::DOORBELL_FD),
+            (self.counters.descriptor(), layout::COUNTERS_FD),
         ]
     }
 

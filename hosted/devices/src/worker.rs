@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use proto::hosted::counters::{DeviceCounters, OpTotals, VmCounters};
 use proto::hosted::{MAX_QUEUES, layout};
 use proto::requests::{PARTS, Queue, REQUESTS, Request, op};
 use rustix::fs::Timespec;
@@ -21,7 +22,7 @@ use crate::threads::Threads;
 pub const READY: u8 = 0;
 
 /// Guest memory and request queue of a device process. It has the descriptors of [`layout`]: guest
-/// memory, shared memory and the doorbell.
+/// memory, shared memory, the doorbell and the counters.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct GuestQueue {
     /// Guest memory in bytes.
@@ -35,6 +36,7 @@ pub struct GuestQueue {
 pub struct Worker {
     guest: SharedMemory,
     shared: SharedMemory,
+    counters: SharedMemory,
     doorbell: OwnedFd,
     machine: GuestQueue,
 }
@@ -135,10 +137,24 @@ pub enum AnswerOrder {
     After(u16),
 }
 
+/// Executed request.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Executed {
+    /// Status for the driver.
+    pub status: u8,
+    /// Index of its counters ([`proto::hosted::counters::op`]); `None`: the guest has made up the
+    /// operation.
+    pub op: Option<usize>,
+    /// Length of its data in bytes.
+    pub bytes: u64,
+    /// The guest gets an error.
+    pub is_failed: bool,
+}
+
 /// Device that executes requests, several in parallel.
 pub trait Serve: Send + Sync {
-    /// Executes a request and returns its status. It may block on the host.
-    fn execute(&self, taken: &TakenRequest<'_>) -> u8;
+    /// Executes a request. It may block on the host.
+    fn execute(&self, taken: &TakenRequest<'_>) -> Executed;
 
     /// Returns the ordering of a request. It must not block.
     fn order(&self, _: &TakenRequest<'_>) -> AnswerOrder {
@@ -176,6 +192,7 @@ impl Worker {
         Ok(Self {
             guest: SharedMemory::open(own(layout::MEMORY_FD), machine.memory)?,
             shared: SharedMemory::open(own(layout::SHARED_FD), layout::SHARED_LENGTH)?,
+            counters: SharedMemory::open(own(layout::COUNTERS_FD), layout::COUNTERS_LENGTH)?,
             doorbell: own(layout::DOORBELL_FD),
             machine,
         })
@@ -194,8 +211,12 @@ impl Worker {
     ) -> io::Result<()> {
         rustix::io::write(rustix::stdio::stdout(), &[READY])?;
         // Leaked, because the threads are never joined and use it until the end of the process.
-        let Self { guest, shared, doorbell, machine } = self;
+        let Self { guest, shared, counters, doorbell, machine } = self;
         let (guest, shared) = (Box::leak(Box::new(guest)), Box::leak(Box::new(shared)));
+        let counters = Box::leak(Box::new(counters)).at(0, size_of::<VmCounters>() as u64)?;
+        // SAFETY: the counters lie in the mapping, which is never undone, at its beginning; all of
+        // them are atomic, with no invalid value.
+        let counters = unsafe { &*counters.cast::<VmCounters>() }.queue(machine.queue);
         let offset = layout::QUEUES + (machine.queue * size_of::<Queue>()) as u64;
         let queue = shared.at(offset, size_of::<Queue>() as u64)?;
         // SAFETY: the queue lies in the mapping, which is never undone; it is page-aligned memory
@@ -204,7 +225,7 @@ impl Worker {
         let hole = vmm_machine::layout_with_pci().hole_start;
         // The copied handle refers to memory that stays mapped and has no other user.
         let memory = guest.with(vmm_boot::ram_ranges(machine.memory, hole), |memory| *memory)?;
-        let service = Arc::new(Service::new(queue, memory, doorbell, Box::new(served)));
+        let service = Arc::new(Service::new(queue, counters, memory, doorbell, Box::new(served)));
         let work = service.clone();
         threads.run(move || work.work());
         service.watch(end);
@@ -238,6 +259,7 @@ struct InFlight {
 /// the driver's.
 struct Service {
     queue: &'static Queue,
+    counters: &'static DeviceCounters,
     memory: GuestMemory,
     doorbell: OwnedFd,
     served: Box<dyn Serve>,
@@ -254,6 +276,7 @@ struct Service {
 impl Service {
     fn new(
         queue: &'static Queue,
+        counters: &'static DeviceCounters,
         memory: GuestMemory,
         doorbell: OwnedFd,
         served: Box<dyn Serve>,
@@ -270,6 +293,7 @@ impl Service {
         };
         Self {
             queue,
+            counters,
             memory,
             doorbell,
             served,
@@ -290,11 +314,22 @@ impl Service {
     fn work(&self) {
         while !self.is_over.load(SeqCst) {
             match self.take_request() {
-                Some((id, taken)) => self.complete(id, self.served.execute(&taken)),
+                Some((id, taken)) => self.complete(id, self.execute(&taken)),
                 // Each request wakes a thread while one sleeps.
                 None => self.queue.sleep(|calls, seen| wait(calls, seen, None)),
             }
         }
+    }
+
+    /// Executes and counts a request; returns its status.
+    fn execute(&self, taken: &TakenRequest<'_>) -> u8 {
+        let began = Instant::now();
+        let Executed { status, op, bytes, is_failed } = self.served.execute(taken);
+        if let Some(op) = op {
+            let time = u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX);
+            self.counters.ops[op].add(&OpTotals::one(bytes, is_failed, time));
+        }
+        status
     }
 
     /// Takes a request; blocks until one is available in this epoch.
@@ -552,6 +587,7 @@ pub mod testing {
     pub struct Rig {
         pub client: Client<'static>,
         pub memory: GuestMemory,
+        pub counters: &'static DeviceCounters,
         service: Arc<Service>,
     }
 
@@ -560,11 +596,12 @@ pub mod testing {
             let queue: &Queue = Box::leak(Box::new(Queue::new()));
             let memory = vmm_mem::testing::memory(&[(0, 1 << 20)]);
             let doorbell = File::options().write(true).open("/dev/null").unwrap().into();
-            let service = Service::new(queue, memory, doorbell, Box::new(served));
+            let counters: &DeviceCounters = Box::leak(Box::default());
+            let service = Service::new(queue, counters, memory, doorbell, Box::new(served));
             let service = Arc::new(service);
             let work = service.clone();
             Threads::start(threads).unwrap().run(move || work.work());
-            Self { client: Client::new(queue), memory, service }
+            Self { client: Client::new(queue), memory, counters, service }
         }
 
         /// Submits a request with these segments; `count` is as [`Request::count`].

@@ -207,7 +207,9 @@ fn device(options: u64) -> Result<Rules, BackendError> {
     for number in [linux::SIGKILL, linux::SIGSTOP, linux::SIGCONT, layout::KICK_SIGNAL] {
         signal(&mut rules, number)?;
     }
-    for request in [prctl::PR_SET_PDEATHSIG, prctl::PR_SET_SYSCALL_USER_DISPATCH] {
+    let attributes =
+        [prctl::PR_SET_NAME, prctl::PR_SET_PDEATHSIG, prctl::PR_SET_SYSCALL_USER_DISPATCH];
+    for request in attributes {
         allow(&mut rules, linux::__NR_prctl, &[&[(0, request)]])?;
     }
     // `SECCOMP_SET_MODE_FILTER` without flags.

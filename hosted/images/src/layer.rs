@@ -41,6 +41,17 @@ pub fn entries(
     }
 }
 
+/// Returns the digest of a layer's contents without compression, `longest` bytes at most.
+#[cfg(feature = "testing")]
+pub fn digest_of_contents(layer: &[u8], longest: u64) -> Result<String> {
+    let mut plain = Hashed::new(decode(layer)?);
+    let length = io::copy(&mut (&mut plain).take(longest + 1), &mut io::sink())?;
+    match length > longest {
+        true => Err(refused(format!("the layer has more than {longest} bytes"))),
+        false => Ok(hexadecimal(&plain.sha.finalize())),
+    }
+}
+
 /// Returns the contents of a layer without compression.
 fn decode<'a>(mut file: impl BufRead + 'a) -> Result<Box<dyn Read + 'a>> {
     let head = file.fill_buf()?;

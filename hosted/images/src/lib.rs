@@ -22,6 +22,8 @@ mod layer;
 mod limits;
 mod manifest;
 mod source;
+#[cfg(feature = "testing")]
+pub mod testing;
 mod tree;
 
 use archive::{Visited, refused};

@@ -3,21 +3,29 @@
 
 use std::os::fd::OwnedFd;
 
+use proto::hosted::balloon::{BalloonReport, TAGS};
 use rustix::fs::{FallocateFlags, fallocate};
 
 /// Back end of the balloon device.
-pub struct HostBalloon {
+pub struct HostBalloon<'o> {
     memory: OwnedFd,
     /// Guest-physical base and length of ranges, consecutive in the file.
     ranges: Vec<(u64, u64)>,
     /// Target size of the balloon in pages.
     wanted: u32,
+    /// Requests for the guest's statistics, and the last ones.
+    report: &'o BalloonReport,
 }
 
-impl HostBalloon {
+impl<'o> HostBalloon<'o> {
     /// Creates the back end for this memory; `wanted` is the initial size in pages.
-    pub fn new(memory: OwnedFd, ranges: Vec<(u64, u64)>, wanted: u64) -> Self {
-        Self { memory, ranges, wanted: u32::try_from(wanted).unwrap_or(u32::MAX) }
+    pub fn new(
+        memory: OwnedFd,
+        ranges: Vec<(u64, u64)>,
+        wanted: u64,
+        report: &'o BalloonReport,
+    ) -> Self {
+        Self { memory, ranges, wanted: u32::try_from(wanted).unwrap_or(u32::MAX), report }
     }
 
     /// Returns the file offset of an address, and the length of the contiguous range there.
@@ -33,7 +41,7 @@ impl HostBalloon {
     }
 }
 
-impl vmm_bus::BalloonBackend for HostBalloon {
+impl vmm_bus::BalloonBackend for HostBalloon<'_> {
     fn target_pages(&self) -> u32 {
         self.wanted
     }
@@ -55,10 +63,12 @@ impl vmm_bus::BalloonBackend for HostBalloon {
     }
 
     fn take_statistics_request(&mut self) -> bool {
-        false
+        self.report.take_request()
     }
 
-    fn report_statistic(&mut self, _: u16, _: u64) {}
+    fn report_statistics(&mut self, values: &[Option<u64>; TAGS]) {
+        self.report.store(values);
+    }
 }
 
 #[cfg(test)]
@@ -74,7 +84,10 @@ mod tests {
         file.write_all_at(&[7; 0x4000], 0).unwrap();
         let ranges = vec![(0, 0x2000), (1 << 32, 0x2000)];
         let other: File = file.try_clone().unwrap();
-        let mut balloon = HostBalloon::new(file.into(), ranges, 3);
+        let report = BalloonReport::default();
+        let mut balloon = HostBalloon::new(file.into(), ranges, 3, &report);
+        report.request();
+        assert!(balloon.take_statistics_request() && !balloon.take_statistics_request());
         assert_eq!(balloon.target_pages(), 3);
         let before = other.metadata().unwrap().blocks();
         balloon.discard(0x1000, 0x1000);

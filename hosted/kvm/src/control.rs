@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::io::{ErrorKind, Read, Write};
 
+use proto::hosted::balloon::BalloonReport;
 use proto::hosted::control;
 use proto::hosted::debug::DebugState;
 
@@ -17,7 +18,13 @@ pub fn started(mut to: &File) {
 }
 
 /// Executes commands and acknowledges them, until the peer disconnects.
-pub fn serve(mut stream: &File, gate: &PauseGate, vcpu_threads: &[VcpuThread], debug: &DebugState) {
+pub fn serve(
+    mut stream: &File,
+    gate: &PauseGate,
+    vcpu_threads: &[VcpuThread],
+    debug: &DebugState,
+    report: &BalloonReport,
+) {
     let mut byte = [0];
     loop {
         match stream.read(&mut byte) {
@@ -30,6 +37,10 @@ pub fn serve(mut stream: &File, gate: &PauseGate, vcpu_threads: &[VcpuThread], d
             control::PAUSE => gate.pause(vcpu_threads),
             control::RESUME => gate.resume(),
             control::POWER_BUTTON => vcpu_threads[0].notify(event::POWER_BUTTON),
+            control::MEMORY_STATISTICS => {
+                report.request();
+                vcpu_threads[0].notify(event::BALLOON);
+            }
             control::HALT => debug::stop(debug, vcpu_threads),
             control::GO => debug::go(debug),
             _ => continue,
@@ -53,7 +64,7 @@ mod tests {
         let (ours, theirs) = (File::from(OwnedFd::from(ours)), File::from(OwnedFd::from(theirs)));
         let (gate, vcpu_threads) =
             (PauseGate::default(), [VcpuThread::default(), VcpuThread::default()]);
-        let debug = DebugState::default();
+        let (debug, report) = (DebugState::default(), BalloonReport::default());
         let (rounds, pressed) = (AtomicU64::new(0), AtomicBool::new(false));
         let ended = AtomicBool::new(false);
         let ask = |byte| {
@@ -63,7 +74,7 @@ mod tests {
             assert_eq!(said[0], byte);
         };
         thread::scope(|scope| {
-            scope.spawn(|| serve(&theirs, &gate, &vcpu_threads, &debug));
+            scope.spawn(|| serve(&theirs, &gate, &vcpu_threads, &debug, &report));
             for vcpu_thread in &vcpu_threads {
                 let (gate, rounds, pressed, ended) = (&gate, &rounds, &pressed, &ended);
                 scope.spawn(move || {
@@ -86,6 +97,8 @@ mod tests {
                 assert_eq!(rounds.load(SeqCst), before);
                 ask(control::RESUME);
             }
+            ask(control::MEMORY_STATISTICS);
+            assert!(report.take_request());
             ask(control::POWER_BUTTON);
             while !pressed.load(SeqCst) {
                 thread::yield_now();

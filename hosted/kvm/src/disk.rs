@@ -8,11 +8,13 @@ use std::sync::Barrier;
 
 use host_linux::disk::{BLOCKING_WORKERS, DiskHost, FlushErrors, Worker};
 use host_linux::io_uring::IoUring;
+use proto::hosted::counters::DeviceCounters;
 use proto::hosted::{DiskRecord, log};
 use proto::requests::Queue;
 use vmm_mem::{GuestMemory, Transfer};
 
 use crate::Error;
+use crate::clock;
 use crate::vcpu_thread::{Notify, event};
 
 /// A raw disk.
@@ -46,6 +48,10 @@ unsafe impl DiskHost for DiskVm<'_> {
         self.target.notify(event::DISK);
     }
 
+    fn now(&self) -> u64 {
+        clock::nanoseconds()
+    }
+
     fn warn(&self, text: fmt::Arguments<'_>) {
         eprintln!("<{}>{text}", log::WARN);
     }
@@ -69,7 +75,7 @@ impl RawDisk {
         &self,
         index: usize,
         has_ring: bool,
-        queue: &Queue,
+        (queue, counters): (&Queue, &DeviceCounters),
         host: DiskVm<'_>,
         barrier: &Barrier,
     ) {
@@ -77,7 +83,7 @@ impl RawDisk {
         let fd = file.as_raw_fd() as u32;
         let ring = has_ring.then(|| IoUring::new(fd, None)).transpose();
         barrier.wait();
-        let worker = Worker { fd, index, record: *record, errors, queue, host };
+        let worker = Worker { fd, index, record: *record, errors, queue, counters, host };
         let error = ring.map_or_else(|error| error, |ring| worker.serve(ring));
         let error = std::io::Error::from_raw_os_error(error.0);
         let error = Error::host("use io_uring for a disk")(error);

@@ -10,6 +10,7 @@
 mod balloon;
 #[expect(unsafe_code, reason = "ioctls of KVM")]
 mod calls;
+mod clock;
 mod console;
 mod control;
 mod debug;
@@ -24,6 +25,8 @@ mod pause;
 mod probe;
 #[expect(unsafe_code, reason = "descriptors that the process is started with")]
 mod process;
+#[expect(unsafe_code, reason = "areas of shared memory")]
+mod shared;
 #[expect(unsafe_code, reason = "memory shared by KVM")]
 mod vcpu;
 #[expect(unsafe_code, reason = "the time-stamp counter")]

@@ -13,28 +13,36 @@ use host_linux::net::{
     FrameEndpoint as Endpoint, NetHost, NetLink, NetQueues, Progress, Receiver, Sender, Transport,
     attach_tap,
 };
+use proto::hosted::counters::DeviceCounters;
 use proto::hosted::{NetRecord as Record, log};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 
 use crate::Error;
+use crate::clock;
 use crate::vcpu_thread::{Notify, event};
 
 /// A descriptor of the host, and its rings.
-pub struct Network {
+pub struct Network<'o> {
     /// Name for messages.
     name: String,
     file: File,
     is_tap: bool,
     queues: Box<NetQueues>,
+    counters: &'o DeviceCounters,
     /// The vCPU's thread uses it; after the host has refused frames, the sender thread.
     sender: Mutex<Sender>,
 }
 
-impl Network {
+impl<'o> Network<'o> {
     /// Creates a network from a stream descriptor, or from `/dev/net/tun` for the tap device in the
     /// record.
-    pub fn new(name: String, file: File, record: &Record) -> Result<Self, Error> {
+    pub fn new(
+        name: String,
+        file: File,
+        record: &Record,
+        counters: &'o DeviceCounters,
+    ) -> Result<Self, Error> {
         let is_tap = record.is_tap();
         if is_tap {
             attach_tap(file.as_raw_fd() as u32, record.tap)
@@ -46,7 +54,7 @@ impl Network {
             .map_err(Error::host("set up a network"))?;
         // SAFETY: zeroed memory is a valid value of the rings.
         let queues = unsafe { Box::<NetQueues>::new_zeroed().assume_init() };
-        Ok(Self { name, file, is_tap, queues, sender: Mutex::default() })
+        Ok(Self { name, file, is_tap, queues, counters, sender: Mutex::default() })
     }
 
     /// Loop of the sender thread: waits for space and writes queued output.
@@ -75,7 +83,8 @@ impl Network {
     }
 
     fn link(&self) -> NetLink<'_> {
-        NetLink { queues: &self.queues, fd: self.file.as_raw_fd() as u32, is_tap: self.is_tap }
+        let Self { file, is_tap, queues, counters, .. } = self;
+        NetLink { queues, fd: file.as_raw_fd() as u32, is_tap: *is_tap, counters }
     }
 
     fn sender(&self) -> MutexGuard<'_, Sender> {
@@ -84,9 +93,13 @@ impl Network {
     }
 }
 
-impl NetHost for Network {
+impl NetHost for Network<'_> {
     fn notify(&self) {
         // The caller is the vCPU, which looks at the link and the rings itself.
+    }
+
+    fn now(&self) -> u64 {
+        clock::nanoseconds()
     }
 
     fn warn(&self, text: fmt::Arguments<'_>) {
@@ -96,13 +109,17 @@ impl NetHost for Network {
 
 /// The VM as the sender thread of a network sees it.
 struct SenderHost<'n, N> {
-    network: &'n Network,
+    network: &'n Network<'n>,
     vcpu_thread: &'n N,
 }
 
 impl<N: Notify> NetHost for SenderHost<'_, N> {
     fn notify(&self) {
         self.vcpu_thread.notify(event::NET);
+    }
+
+    fn now(&self) -> u64 {
+        self.network.now()
     }
 
     fn warn(&self, text: fmt::Arguments<'_>) {
@@ -114,14 +131,14 @@ impl<N: Notify> NetHost for SenderHost<'_, N> {
 pub type FrameEndpoint<'n> = Endpoint<'n, VcpuTransport<'n>>;
 
 /// Creates the guest device's end of a network, which has one only.
-pub fn endpoint(network: &Network) -> FrameEndpoint<'_> {
+pub fn endpoint<'n>(network: &'n Network<'n>) -> FrameEndpoint<'n> {
     let transport = VcpuTransport { network, receiver: Receiver::default() };
     Endpoint::new(&network.queues, transport)
 }
 
 /// Transport of frames by the thread of a vCPU.
 pub struct VcpuTransport<'n> {
-    network: &'n Network,
+    network: &'n Network<'n>,
     receiver: Receiver,
 }
 
@@ -164,10 +181,12 @@ mod tests {
     use vmm_mem::GuestMemory;
     use vmm_mem::testing::memory;
 
-    fn network() -> (Network, UnixStream) {
+    fn network() -> (Network<'static>, UnixStream) {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let file = File::from(OwnedFd::from(ours));
-        (Network::new("network 0".to_owned(), file, &Record::default()).unwrap(), theirs)
+        let counters = Box::leak(Box::default());
+        let network = Network::new("network 0".to_owned(), file, &Record::default(), counters);
+        (network.unwrap(), theirs)
     }
 
     /// Calls `act` with a part of guest memory.
@@ -240,7 +259,7 @@ mod tests {
     fn what_the_host_does_not_take_waits() {
         let (network, mut outside) = network();
         // Its thread never ends.
-        let network: &'static Network = Box::leak(Box::new(network));
+        let network: &'static Network<'static> = Box::leak(Box::new(network));
         let (mut link, memory) = (endpoint(network), memory(&[(0, 0x1_0000)]));
         memory.fill(0, 0x1_0000, 7).unwrap();
         let mut put = || with(&memory, 0, 60_000, |data| link.put(&[1, 2], data));

@@ -1,5 +1,6 @@
 //! The KVM process: runs one VM from its configuration to its exit.
 
+use std::ffi::CString;
 use std::fmt;
 use std::fs::File;
 use std::io::{self, Read};
@@ -14,15 +15,16 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use host_linux::sandbox;
 use hosted_filters::confine_kvm;
 use kvm_ioctls::VcpuFd;
+use proto::hosted::counters::VmCounters;
 use proto::hosted::debug::DebugState;
 use proto::hosted::{
-    DiskRecord as Record, MAX_DISKS, MAX_NETS, MAX_QUEUES, MAX_SHARES, NetRecord, ShareRecord,
+    DiskRecord as Record, MAX_DISKS, MAX_NETS, MAX_SHARES, NetRecord, ShareRecord, VCPU_NAME,
     console, layout, log,
 };
 use proto::requests::Queue;
 use rustix::process::{DumpableBehavior, set_dumpable_behavior};
 use rustix::rand::{GetRandomFlags, getrandom};
-use rustix::thread::futex;
+use rustix::thread::{futex, set_name};
 use serde::{Deserialize, Serialize};
 use spin::relax::RelaxStrategy;
 use vmm_boot::BootConfig;
@@ -45,6 +47,7 @@ use crate::disk::{self, DiskVm, RawDisk};
 use crate::kick;
 use crate::net::{self, Network};
 use crate::pause::PauseGate;
+use crate::shared::SharedAreas;
 use crate::vcpu::KvmVcpu;
 use crate::vcpu_thread::{Notify, VcpuThread, event, tsc};
 use crate::vm::{KvmVm, set_cpuid};
@@ -131,7 +134,7 @@ enum HostEndpoint<'o> {
     /// Packet stream of the vsock process.
     Sockets(Sockets<net::FrameEndpoint<'o>>),
     /// Guest memory, which the balloon returns to the host.
-    Balloon(HostBalloon),
+    Balloon(HostBalloon<'o>),
     /// Random numbers of the host.
     Entropy(HostRandom),
     /// A console line.
@@ -222,11 +225,13 @@ fn serve() -> Result<Never, Error> {
             Disk { record, file }
         })
         .collect();
-    let networks = networks(&machine)?;
+    let counters =
+        SharedMemory::open(inherited(layout::COUNTERS_FD).into(), layout::COUNTERS_LENGTH)
+            .map_err(Error::host("map the counters of devices"))?;
     let shared = SharedMemory::open(inherited(layout::SHARED_FD).into(), layout::SHARED_LENGTH)
         .map_err(Error::host("map shared memory"))?;
-    let queues = queues(&shared).map_err(Error::host("locate the request queues"))?;
-    let debug = debug(&shared).map_err(Error::host("locate the debug area"))?;
+    let areas = SharedAreas::new(&shared, &counters)?;
+    let networks = networks(&machine, areas.counters)?;
     kick::install_handler()?;
     set_dumpable_behavior(DumpableBehavior::NotDumpable)
         .map_err(Error::host("make this process undumpable"))?;
@@ -243,9 +248,10 @@ fn serve() -> Result<Never, Error> {
         SharedMemory::open(memory, machine.memory).map_err(Error::host("map guest memory"))?;
     let copy = memory.descriptor().try_clone_to_owned();
     let copy = copy.map_err(Error::host("duplicate a descriptor"))?;
-    let balloon =
-        machine.balloon.map(|bytes| HostBalloon::new(copy, ranges.clone(), bytes / PAGE_SIZE));
-    let outer = Backends { disks: &disks, queues, networks: &networks, debug };
+    let balloon = machine
+        .balloon
+        .map(|bytes| HostBalloon::new(copy, ranges.clone(), bytes / PAGE_SIZE, areas.report));
+    let outer = Backends { disks: &disks, networks: &networks, areas };
     memory
         .with(ranges, |memory| power_on(&machine, outer, balloon, vm, fds, memory))
         .map_err(Error::host("lay out guest memory"))?
@@ -286,32 +292,18 @@ struct Disk {
 }
 
 /// Opens the networks, and after them the packet stream of vsock.
-fn networks(machine: &KvmConfig) -> Result<Vec<Network>, Error> {
+fn networks<'o>(machine: &KvmConfig, counters: &'o VmCounters) -> Result<Vec<Network<'o>>, Error> {
     let nets = machine.nets.iter().take(MAX_NETS).enumerate().map(|(number, words)| {
         let file = inherited(layout::NETS_FD + number as u32);
-        Network::new(format!("network {number}"), file, &NetRecord::from_words(words))
+        let (record, counters) = (NetRecord::from_words(words), counters.net(number));
+        Network::new(format!("network {number}"), file, &record, counters)
     });
     let vsock = machine.vsock.map(|_| {
         let file = inherited(layout::NETS_FD + MAX_NETS as u32);
-        Network::new("vsock".to_owned(), file, &NetRecord::default())
+        let counters = counters.net(MAX_NETS);
+        Network::new("vsock".to_owned(), file, &NetRecord::default(), counters)
     });
     nets.chain(vsock).collect()
-}
-
-/// Returns the request queues of device processes.
-fn queues(shared: &SharedMemory) -> io::Result<&[Queue; MAX_QUEUES]> {
-    let place = shared.at(layout::QUEUES, size_of::<[Queue; MAX_QUEUES]>() as u64)?;
-    // SAFETY: the queues lie in the mapping, which lives as long as `shared`, page-aligned; all of
-    // it is atomic, with no invalid value.
-    Ok(unsafe { &*place.cast() })
-}
-
-/// Returns the area shared with the debugger.
-fn debug(shared: &SharedMemory) -> io::Result<&DebugState> {
-    let place = shared.at(layout::DEBUG, size_of::<DebugState>() as u64)?;
-    // SAFETY: the area lies in the mapping, which lives as long as `shared`, page-aligned; all of
-    // it is atomic, with no invalid value.
-    Ok(unsafe { &*place.cast() })
 }
 
 /// Waits on words of shared memory with futex(2).
@@ -366,17 +358,16 @@ fn pump_doorbell(mut doorbell: &File, targets: &[(&Queue, SlotTarget<'_, '_, '_>
 #[derive(Clone, Copy)]
 struct Backends<'o> {
     disks: &'o [Disk],
-    queues: &'o [Queue; MAX_QUEUES],
     /// The last one is that of vsock, if there is one.
-    networks: &'o [Network],
-    debug: &'o DebugState,
+    networks: &'o [Network<'o>],
+    areas: SharedAreas<'o>,
 }
 
 /// Creates the board and the threads, and runs the VM.
 fn power_on(
     machine: &KvmConfig,
     backends: Backends<'_>,
-    balloon: Option<HostBalloon>,
+    balloon: Option<HostBalloon<'_>>,
     vm: KvmVm,
     fds: Vec<VcpuFd>,
     memory: &GuestMemory,
@@ -399,10 +390,11 @@ fn power_on(
     let vcpu_threads: Vec<VcpuThread> = fds.iter().map(|_| VcpuThread::default()).collect();
     let host = KvmHost { console: &serial, vcpu_threads: &vcpu_threads, log: machine.log };
     let (stream, gate) = (inherited(layout::CONTROL_FD), PauseGate::default());
+    let SharedAreas { debug, report, .. } = backends.areas;
     // All threads are created before the process is confined; none later.
     let mut jobs = console_jobs(&serial, second.as_ref(), &vcpu_threads[0]);
-    jobs.push(job(|| control::serve(&stream, &gate, &vcpu_threads, backends.debug)));
-    let (board, debug) = (&board, backends.debug);
+    jobs.push(job(|| control::serve(&stream, &gate, &vcpu_threads, debug, report)));
+    let board = &board;
     let target = |slot| SlotTarget { board, vcpu_threads: &vcpu_threads, slot };
     jobs.extend(backend_jobs(backends, memory, &about, target));
     let barrier = &Barrier::new(jobs.len() + fds.len());
@@ -446,13 +438,13 @@ fn pc_config(vm: &KvmVm, vcpus: usize, clock: CounterClock) -> PcConfig {
 }
 
 /// Slots of the functions that an event refers to.
-type EventSlots = [(u64, Range<usize>); 3];
+type EventSlots = [(u64, Range<usize>); 4];
 
 /// Creates the PCI functions.
 fn functions<'o>(
     machine: &KvmConfig,
-    Backends { disks, queues, networks, .. }: Backends<'o>,
-    balloon: Option<HostBalloon>,
+    Backends { disks, networks, areas: SharedAreas { queues, .. } }: Backends<'o>,
+    balloon: Option<HostBalloon<'o>>,
     second: Option<&'o ConsoleBuffer>,
 ) -> (DeviceTable<'o>, EventSlots) {
     let mut slots = Slots::new();
@@ -485,14 +477,19 @@ fn functions<'o>(
         let link = HostEndpoint::Sockets(Sockets::new(net::endpoint(network)));
         let _ = slots.add(Model::Vsock(cid.into()), link);
     }
-    if let Some(balloon) = balloon {
-        let _ = slots.add(Model::Balloon, HostEndpoint::Balloon(balloon));
-    }
+    let slot_range = |slot: Option<usize>| slot.map_or(0..0, |slot| slot..slot + 1);
+    let balloon = balloon.map(HostEndpoint::Balloon);
+    let balloon = balloon.and_then(|balloon| slots.add(Model::Balloon, balloon).ok());
     let model = if machine.console == console::PORTS { Model::Ports } else { Model::Console };
     let second = second.map(HostEndpoint::Console);
     let console = second.and_then(|second| slots.add(model, second).ok());
-    let console = console.map_or(0..0, |slot| slot..slot + 1);
-    (slots, [(event::DISK, disk_slots), (event::NET, net_slots), (event::VIRTIO_CONSOLE, console)])
+    let about = [
+        (event::DISK, disk_slots),
+        (event::NET, net_slots),
+        (event::BALLOON, slot_range(balloon)),
+        (event::VIRTIO_CONSOLE, slot_range(console)),
+    ];
+    (slots, about)
 }
 
 /// Loop of a thread other than those of vCPUs. It waits at the barrier, after which the process is
@@ -528,9 +525,9 @@ fn console_jobs<'s>(
 
 /// Returns the loops of device processes' doorbell, networks and disks.
 fn backend_jobs<'s, 'm: 's, 'o: 's>(
-    Backends { disks, queues, networks, .. }: Backends<'s>,
+    Backends { disks, networks, areas: SharedAreas { queues, counters, .. } }: Backends<'s>,
     memory: &'s GuestMemory,
-    [(_, disk_slots), (_, net_slots), _]: &EventSlots,
+    [(_, disk_slots), (_, net_slots), ..]: &EventSlots,
     target: impl Fn(usize) -> SlotTarget<'s, 'm, 'o>,
 ) -> Vec<Job<'s>> {
     let doorbell = inherited(layout::DOORBELL_FD);
@@ -551,7 +548,8 @@ fn backend_jobs<'s, 'm: 's, 'o: 's>(
             let target = target(index);
             jobs.push(Box::new(move |barrier| {
                 let host = DiskVm { memory, target: &target };
-                file.work(index, has_ring, queue, host, barrier);
+                let own = (queue, counters.queue(index));
+                file.work(index, has_ring, own, host, barrier);
             }));
         }
     }
@@ -607,6 +605,7 @@ fn drive(
     let VcpuContext { clock, gate, stream, debug, .. } = context;
     let vcpu_thread = &host.vcpu_threads[index];
     vcpu_thread.register_current();
+    name_thread(index);
     let stops = DebugStops { index, shared: debug, gate, vcpu_thread, stream };
     let stops = machine.debug.then_some(stops);
     let vcpu = KvmVcpu::new(fd, vcpu_thread, memory, clock, stops);
@@ -623,6 +622,14 @@ fn drive(
     if let Err(error) = result {
         eprintln!("<{}>{error}", log::ERROR);
         process::exit(error.exit_code().into());
+    }
+}
+
+/// Names this thread after its vCPU. The process' filter forbids a change.
+fn name_thread(index: usize) {
+    if let Ok(name) = CString::new(format!("{VCPU_NAME}{index}")) {
+        // On failure, the vCPU's times are missing from the statistics.
+        let _ = set_name(&name);
     }
 }
 

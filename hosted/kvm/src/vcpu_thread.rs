@@ -35,6 +35,8 @@ pub mod event {
     pub const POWER_BUTTON: u64 = 1 << 5;
     /// A debugger requests a stop.
     pub const DEBUG: u64 = 1 << 7;
+    /// Statistics of the guest's memory are requested.
+    pub const BALLOON: u64 = 1 << 8;
 }
 
 /// A receiver of events.

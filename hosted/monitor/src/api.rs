@@ -98,9 +98,9 @@ async fn reply(
         }
         ("/v1/openapi.json", None) => return json(&openapi()),
         ("/v1/vm", None) => return json(&control.vm()),
-        ("/v1/vm/stats", None) => return json(&control.statistics()),
+        ("/v1/vm/stats", None) => return json(&control.fresh_statistics().await),
         ("/v1/metrics", None) => {
-            let text = prometheus(&[(None, control.statistics())]);
+            let text = prometheus(&[(None, control.fresh_statistics().await)]);
             return Ok(response("text/plain; version=0.0.4", text));
         }
         ("/v1/vm/boot", None) => Some(Command::Boot),

@@ -13,6 +13,9 @@ use crate::events::{Event, Events};
 use crate::exit::ExitCause;
 use crate::metrics::Metrics;
 use crate::state::State;
+use crate::statistics::devices::DeviceStatistics;
+use crate::statistics::guest_memory::{self, Ask, GuestReports};
+use crate::statistics::vcpus::VcpuTimes;
 use crate::statistics::{self, Statistics};
 use hosted_command::failure::{Failure, IoContext};
 use hyper::body::Bytes;
@@ -30,6 +33,9 @@ use tokio::sync::{mpsc, oneshot};
 
 /// Longest queue of pending commands.
 const MAX_COMMANDS: usize = 16;
+/// Longest wait for the guest's report on its memory, and the interval between two looks at it.
+const GUEST_TIMEOUT: Duration = Duration::from_millis(200);
+const GUEST_INTERVAL: Duration = Duration::from_millis(2);
 
 /// Commands to a VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,6 +50,8 @@ pub enum Command {
     Reset,
     /// Presses the ACPI power button.
     Shutdown,
+    /// Asks the guest for statistics of its memory.
+    MemoryStatistics,
     /// Stops the virtual CPUs for the debugger.
     Halt,
     /// Resumes the virtual CPUs as the debugger has requested.
@@ -68,6 +76,10 @@ struct VmStatus {
     process: Option<u32>,
     /// Guest memory, and the memory shared with the VM's processes.
     memory: Option<(File, File)>,
+    /// Counters of the devices.
+    counters: Option<File>,
+    vcpu_times: VcpuTimes,
+    guest_reports: GuestReports,
     events: Events,
     commands: VecDeque<(Command, oneshot::Sender<Answer>)>,
     /// Wakes the debugger.
@@ -149,6 +161,9 @@ impl Control {
             resets: 0,
             process: None,
             memory: None,
+            counters: None,
+            vcpu_times: VcpuTimes::default(),
+            guest_reports: GuestReports::default(),
             events: Events::new(sink),
             commands: VecDeque::new(),
             debugger: None,
@@ -165,14 +180,23 @@ impl Control {
     }
 
     /// Records a start: `process` is the VM's first process; the descriptors are those of guest
-    /// memory and of the memory shared with the VM's processes.
-    pub fn started(&self, process: u32, memory: (OwnedFd, OwnedFd), began: Instant) {
+    /// memory, of the memory shared with the VM's processes, and of the counters of its devices.
+    pub fn started(
+        &self,
+        process: u32,
+        memory: (OwnedFd, OwnedFd),
+        counters: OwnedFd,
+        began: Instant,
+    ) {
         let mut status = self.status();
         status.state = State::Starting;
         status.began = began;
         status.start = None;
         status.process = Some(process);
         status.memory = Some((memory.0.into(), memory.1.into()));
+        status.counters = Some(counters.into());
+        status.vcpu_times = VcpuTimes::default();
+        status.guest_reports = GuestReports::default();
         status.events.record(Event::Started { process });
     }
 
@@ -279,26 +303,78 @@ impl Control {
 
     /// Returns the current statistics.
     pub fn statistics(&self) -> Statistics {
-        let status = self.status();
+        let mut status = self.status();
+        // The fields are borrowed separately.
+        let status = &mut *status;
+        if let Some(process) = status.process {
+            status.vcpu_times.update(process);
+        }
+        let uptime = status.began.elapsed();
         let memory = status.memory.as_ref();
         let cpu = statistics::cpu(status.process);
+        let vcpus = self.0.config.vm.cpus.unwrap_or(1);
+        let reported = memory.map(|memory| guest_memory::reported(&memory.1));
+        let reports = &mut status.guest_reports;
+        let DeviceStatistics { disks, nets, shares } =
+            DeviceStatistics::read(&self.0.config, status.counters.as_ref());
         Statistics {
             state: status.state,
-            uptime_ms: milliseconds(status.began.elapsed()),
+            uptime_ms: milliseconds(uptime),
             start_ms: status.start.map(milliseconds),
             resets: status.resets,
-            vcpus: self.0.config.vm.cpus.unwrap_or(1),
+            vcpus,
             processes: cpu.processes,
             user_ms: cpu.user_ms,
             system_ms: cpu.system_ms,
             steal_ms: cpu.steal_ms,
             memory_bytes: self.0.size,
             memory_used_bytes: memory.map_or(0, |memory| statistics::used(&memory.0)),
+            guest_memory: reported
+                .and_then(|reported| reports.latest(reported, self.0.size, Instant::now())),
+            vcpu_times: status.vcpu_times.times(vcpus.into(), uptime),
+            disks,
+            nets,
+            shares,
             wedge: memory
                 .filter(|_| self.0.has_wedge())
                 .map(|memory| statistics::wedge(&memory.1))
                 .unwrap_or_default(),
         }
+    }
+
+    /// Returns the current statistics, with those that the guest reports of its memory within
+    /// [`GUEST_TIMEOUT`] if it was not asked before shortly.
+    pub async fn fresh_statistics(&self) -> Statistics {
+        let wait = async {
+            let before = match self.ask_guest() {
+                Ask::No => return,
+                Ask::Once => None,
+                Ask::AndWait(before) => Some(before),
+            };
+            let answered = self.submit(Command::MemoryStatistics).await;
+            while matches!(answered, Ok(Ok(_))) && before.is_some_and(|it| it == self.reports()) {
+                tokio::time::sleep(GUEST_INTERVAL).await;
+            }
+        };
+        // A late report is in the next statistics.
+        let _ = tokio::time::timeout(GUEST_TIMEOUT, wait).await;
+        self.statistics()
+    }
+
+    /// Decides about a request to the guest.
+    fn ask_guest(&self) -> Ask {
+        let reports = self.reports();
+        let mut status = self.status();
+        match status.state {
+            State::Running => status.guest_reports.ask(reports, Instant::now()),
+            _ => Ask::No,
+        }
+    }
+
+    /// Returns the number of the guest's reports on its memory.
+    fn reports(&self) -> u64 {
+        let status = self.status();
+        status.memory.as_ref().map_or(0, |memory| guest_memory::reported(&memory.1).reports)
     }
 
     /// Returns a stream of past and future events; `None` if there are too many subscribers.

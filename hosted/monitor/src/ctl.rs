@@ -142,11 +142,25 @@ fn table(now: &Value, former: Option<&Value>) -> String {
         mebibytes(&now["memory_bytes"]),
     );
     text += &format!("{:>12} {:>12}\n", "total", "per second");
+    let row = |total: u64, rate: f64, name: &str| format!("{total:>12} {rate:>12.0}  {name}\n");
+    for (part, name, ops) in [
+        ("disks", "name", ["read", "write"]),
+        ("nets", "name", ["receive", "transmit"]),
+        ("shares", "tag", ["read", "write"]),
+    ] {
+        for (index, device) in now[part].as_array().into_iter().flatten().enumerate() {
+            for op in ops {
+                let bytes = |value: &Value| number(&value[part][index][op]["bytes"]);
+                let name = format!("{} {op} bytes", device[name].as_str().unwrap_or("?"));
+                text += &row(bytes(now), grown(&bytes) as f64 / passed, &name);
+            }
+        }
+    }
     for part in ["counters", "sites"] {
         let Some(all) = now["wedge"][part].as_object() else { continue };
         for (name, total) in all {
             let rate = grown(&|value| number(&value["wedge"][part][name])) as f64 / passed;
-            text += &format!("{:>12} {rate:>12.0}  {}\n", number(total), name.replace('_', " "));
+            text += &row(number(total), rate, &name.replace('_', " "));
         }
     }
     text
@@ -163,6 +177,7 @@ mod tests {
             json!({
                 "state": "running", "uptime_ms": uptime, "processes": 4, "user_ms": uptime / 2, "system_ms": 0,
                 "memory_bytes": 1 << 30, "memory_used_bytes": 64 << 20,
+                "disks": [{ "name": "disk0", "read": { "bytes": 7 }, "write": { "bytes": calls } }],
                 "wedge": { "counters": { "calls_by_signal": calls }, "sites": {} },
             })
         };
@@ -171,6 +186,7 @@ mod tests {
             text.starts_with("running  up 3.0 s  processes 4  CPU 50%  memory 64 of 1024 MiB\n"),
             "{text}"
         );
+        assert!(text.contains("         250          200  disk0 write bytes\n"), "{text}");
         assert!(text.ends_with("         250          200  calls by signal\n"), "{text}");
         assert!(table(&at(1, 1), None).contains("CPU 0%"));
         // A restarted VM.

@@ -31,8 +31,8 @@ const NO_BASE: &str = "none";
 pub struct VmDescriptors<'a> {
     /// Guest memory in bytes.
     pub memory: u64,
-    /// Descriptors of guest memory, shared memory and the doorbell.
-    pub descriptors: [BorrowedFd<'a>; 3],
+    /// Descriptors of guest memory, shared memory, the doorbell and the counters.
+    pub descriptors: [BorrowedFd<'a>; 4],
 }
 
 /// Device that a process serves.
@@ -90,7 +90,7 @@ pub fn start(
     name: String,
 ) -> Result<DeviceProcess, Failure> {
     let failed = |error: io::Error| Failure::os("start a device process", &error);
-    let numbers = [layout::MEMORY_FD, layout::SHARED_FD, layout::DOORBELL_FD];
+    let numbers = [layout::MEMORY_FD, layout::SHARED_FD, layout::DOORBELL_FD, layout::COUNTERS_FD];
     let own = own.iter().copied().zip(layout::DISKS_FD..);
     let mut mappings = Vec::new();
     for (descriptor, number) in machine.descriptors.into_iter().zip(numbers).chain(own) {

@@ -39,6 +39,14 @@ pub struct Disk {
 }
 
 impl DiskConfig {
+    /// Returns the name of the disk with this index.
+    pub fn name(&self, index: usize) -> String {
+        match &self.id {
+            Some(Name(name)) if !name.is_empty() => name.clone(),
+            _ => format!("disk{index}"),
+        }
+    }
+
     /// Returns whether the file itself is never written.
     fn is_only_read(&self) -> bool {
         self.ro || self.overlay
@@ -85,10 +93,7 @@ impl DiskConfig {
             self.check_start(&mut file)?;
         }
         let mut serial = [0; NAME];
-        let name = match &self.id {
-            Some(Name(name)) if !name.is_empty() => name.clone(),
-            _ => format!("disk{number}"),
-        };
+        let name = self.name(number);
         serial[..name.len()].copy_from_slice(name.as_bytes());
         let record = proto::hosted::DiskRecord {
             // The guest reads zeros after the end of a raw file.

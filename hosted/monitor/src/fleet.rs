@@ -5,6 +5,7 @@ use crate::config::name::VmName;
 use crate::http::{self, Payload, ProblemDetails, Resource, Service, check_request, response};
 use crate::runtime::RuntimeFolder;
 use crate::state::State;
+use crate::statistics::vcpus::VcpuTime;
 use crate::statistics::{Statistics, prometheus};
 use clap::Args;
 use hosted_command::failure::{Failure, IoContext};
@@ -181,8 +182,25 @@ pub fn top(options: &TopOptions) -> Result<u8, Failure> {
 }
 
 /// Head of the table of `top`.
-const HEAD: &str =
-    "NAME             STATE     VCPUS   RUN%  STEAL%  IDLE%  RESIDENT   MEMORY PROCESSES\n";
+const HEAD: &str = "NAME             STATE     VCPUS   CPU%   RUN%  STEAL%  IDLE%  DISK-MB/s   NET-MB/s  \
+     RESIDENT   MEMORY     FREE PROCESSES\n";
+
+/// Returns the sum of a time of all vCPUs.
+fn vcpus(statistics: &Statistics, of: fn(&VcpuTime) -> u64) -> u64 {
+    statistics.vcpu_times.iter().map(of).sum()
+}
+
+/// Returns the bytes that all disks and shared directories have read and written.
+fn stored(statistics: &Statistics) -> u64 {
+    let disks = statistics.disks.iter().map(|disk| disk.read.bytes + disk.write.bytes);
+    let shares = statistics.shares.iter().map(|share| share.read.bytes + share.write.bytes);
+    disks.chain(shares).sum()
+}
+
+/// Returns the bytes of the frames of all network cards.
+fn carried(statistics: &Statistics) -> u64 {
+    statistics.nets.iter().map(|net| net.receive.bytes + net.transmit.bytes).sum()
+}
 
 /// Returns the line of a VM; `former` are its statistics of a second before. Shares are of the time
 /// of all its virtual CPUs.
@@ -190,14 +208,21 @@ fn line(name: &str, now: &Statistics, former: Option<&Statistics>) -> String {
     let former = former.unwrap_or(now);
     // The figures of a VM that has restarted begin at 0, as do those of new processes.
     let grown = |of: fn(&Statistics) -> u64| of(now).saturating_sub(of(former)) as f64;
-    let all = grown(|it| it.uptime_ms).max(1.0) * f64::from(now.vcpus.max(1));
-    let share = |time: f64| 100.0 * time / all;
-    let run = share(grown(|it| it.user_ms + it.system_ms));
-    let steal = share(grown(|it| it.steal_ms));
+    let passed = grown(|it| it.uptime_ms).max(1.0);
+    let share = |time: f64| 100.0 * time / (passed * f64::from(now.vcpus.max(1)));
+    let cpu = share(grown(|it| it.user_ms + it.system_ms));
+    let run = share(grown(|it| vcpus(it, |vcpu| vcpu.run_ms)));
+    let steal = share(grown(|it| vcpus(it, |vcpu| vcpu.steal_ms)));
     let idle = (100.0 - run - steal).clamp(0.0, 100.0);
-    let [used, memory] = [now.memory_used_bytes, now.memory_bytes].map(|bytes| bytes >> 20);
+    // Bytes per millisecond, in thousands.
+    let [disk, net] = [grown(stored), grown(carried)].map(|bytes| bytes / passed / 1000.0);
+    let mebibytes = |bytes: u64| format!("{}M", bytes >> 20);
+    let [used, memory] = [now.memory_used_bytes, now.memory_bytes].map(mebibytes);
+    let free = now.guest_memory.as_ref().and_then(|memory| memory.free_bytes).map(mebibytes);
+    let free = free.unwrap_or_else(|| "-".to_owned());
     format!(
-        "{name:<16} {:<9} {:>5} {run:>6.1} {steal:>7.1} {idle:>6.1} {used:>8}M {memory:>7}M {:>9}\n",
+        "{name:<16} {:<9} {:>5} {cpu:>6.1} {run:>6.1} {steal:>7.1} {idle:>6.1} {disk:>10.1} \
+         {net:>10.1} {used:>9} {memory:>8} {free:>8} {:>9}\n",
         now.state, now.vcpus, now.processes,
     )
 }
@@ -256,31 +281,32 @@ pub fn metrics(options: &MetricsOptions) -> Result<u8, Failure> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::statistics::Wedge;
+    use crate::statistics::testing::statistics;
 
-    fn at(uptime_ms: u64, user_ms: u64, steal_ms: u64) -> Statistics {
-        Statistics {
-            state: State::Running,
-            uptime_ms,
-            start_ms: None,
-            resets: 0,
-            vcpus: 2,
-            processes: 4,
-            user_ms,
-            system_ms: 0,
-            steal_ms,
-            memory_bytes: 1 << 30,
-            memory_used_bytes: 64 << 20,
-            wedge: Wedge::default(),
-        }
+    fn at(uptime_ms: u64, user_ms: u64, [run_ms, steal_ms]: [u64; 2], bytes: u64) -> Statistics {
+        let vcpu_times = vec![VcpuTime { run_ms, steal_ms, idle_ms: 0 }; 2];
+        let mut statistics = Statistics { uptime_ms, user_ms, vcpu_times, ..statistics() };
+        statistics.disks[1].write.bytes += bytes;
+        statistics.shares[0].read.bytes += bytes;
+        statistics.nets[0].receive.bytes += bytes;
+        statistics
     }
 
     #[test]
     fn shares_are_of_all_virtual_cpus() {
-        let text = line("a", &at(3000, 1500, 200), Some(&at(2000, 500, 100)));
+        let former = at(2000, 500, [100, 50], 0);
+        let text = line("a", &at(3000, 1700, [600, 100], 3_000_000), Some(&former));
         let words: Vec<&str> = text.split_whitespace().collect();
-        assert_eq!(words, ["a", "running", "2", "50.0", "5.0", "45.0", "64M", "1024M", "4"]);
-        assert!(line("a", &at(5, 1, 0), Some(&at(2000, 500, 100))).contains(" 0.0 "), "a restart");
+        let figures = ["60.0", "50.0", "5.0", "45.0", "6.0", "3.0"];
+        assert_eq!(words[..3], ["a", "running", "2"]);
+        assert_eq!(words[3..9], figures);
+        assert_eq!(words[9..], ["64M", "1024M", "0M", "4"]);
         assert_eq!(HEAD.split_whitespace().count(), words.len());
+        let columns = |text: &str| text.trim_end().len();
+        assert_eq!(columns(HEAD), columns(&text));
+        let restarted = line("a", &at(5, 1, [1, 0], 0), Some(&former));
+        assert!(restarted.contains(" 0.0 "), "{restarted}");
+        let text = line("a", &Statistics { guest_memory: None, ..former }, None);
+        assert!(text.contains(" - "), "{text}");
     }
 }

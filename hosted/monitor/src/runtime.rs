@@ -10,6 +10,7 @@ use crate::config::name::VmName;
 use crate::console::remove_stale;
 use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::lock::Lock;
+use rustix::fs::{Mode, OFlags, fchmod, open};
 use rustix::process::geteuid;
 use std::env;
 use std::fs::{self, DirBuilder};
@@ -52,7 +53,7 @@ impl RuntimeFolder {
     }
 
     fn open_at(folder: PathBuf) -> Result<Self, Failure> {
-        match DirBuilder::new().mode(0o700).create(&folder) {
+        match create(&folder) {
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
                 Err(Failure::file("create the runtime folder", &folder, &error)
                     .help("set XDG_RUNTIME_DIR to a folder of yours"))
@@ -175,6 +176,15 @@ impl RuntimeFolder {
     }
 }
 
+/// Creates the folder for this user alone, whatever the umask.
+fn create(folder: &Path) -> io::Result<()> {
+    const MODE: u32 = 0o700;
+    DirBuilder::new().mode(MODE).create(folder)?;
+    let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let created = open(folder, flags, Mode::empty())?;
+    Ok(fchmod(created, Mode::from_raw_mode(MODE))?)
+}
+
 fn place() -> PathBuf {
     let runtime = env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
     match runtime.filter(|folder| folder.is_absolute() && folder.is_dir()) {
@@ -218,6 +228,7 @@ mod tests {
     fn the_folder_is_the_users_alone() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join(NAME);
+        // Beside tests that bind sockets, with another umask.
         RuntimeFolder::open_at(path.clone()).unwrap();
         RuntimeFolder::open_at(path.clone()).unwrap();
         assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o700);

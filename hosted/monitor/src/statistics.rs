@@ -1,6 +1,12 @@
 //! Statistics of a VM: events handled and host resources used.
 //!
-//! The wedge's counters lie in memory that the guest can modify: they are only displayed.
+//! The wedge's counters and the guest's statistics of its memory lie in memory that the guest can
+//! modify: they are only displayed. The counters of devices and the times of vCPUs are the host's.
+
+pub mod devices;
+pub mod guest_memory;
+pub mod prometheus;
+pub mod vcpus;
 
 use crate::state::State;
 use nix::sys::resource::{UsageWho, getrusage};
@@ -11,11 +17,16 @@ use rustix::param::clock_ticks_per_second;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
-use std::fmt::Write as _;
 use std::fs::{self, File};
 use std::mem::offset_of;
 use std::os::unix::fs::FileExt;
+use std::path::Path;
 use wedge_sites::Kind;
+
+use devices::{DiskStatistics, NetStatistics, ShareStatistics};
+use guest_memory::GuestMemory;
+pub use prometheus::prometheus;
+use vcpus::VcpuTime;
 
 /// Index of the count of replaced functions in the counters of site kinds.
 const FUNCTIONS: usize = u8::MAX as usize;
@@ -46,6 +57,16 @@ pub struct Statistics {
     pub memory_bytes: u64,
     /// Guest memory that the host has allocated, in bytes.
     pub memory_used_bytes: u64,
+    /// Guest's own statistics of its memory; `None`: its kernel has no balloon driver.
+    pub guest_memory: Option<GuestMemory>,
+    /// Times of the vCPUs since the last start.
+    pub vcpu_times: Vec<VcpuTime>,
+    /// Requests of the disks since the last start.
+    pub disks: Vec<DiskStatistics>,
+    /// Frames of the network cards since the last start.
+    pub nets: Vec<NetStatistics>,
+    /// Messages of the shared directories since the last start.
+    pub shares: Vec<ShareStatistics>,
     /// Counters of the wedge.
     pub wedge: Wedge,
 }
@@ -120,16 +141,21 @@ fn times(process: u32) -> Option<[u64; 4]> {
     Some([next()?, next()?, next()?, next()?])
 }
 
-/// Returns the time that the threads of a process were runnable without a CPU, in milliseconds
-/// (Linux' `Documentation/scheduler/sched-stats.rst`; 0 where the host keeps no such statistics).
+/// Returns the time that the threads of a process were runnable without a CPU, in milliseconds; 0
+/// where the host keeps no such statistics.
 fn steal(process: u32) -> u64 {
     let threads = fs::read_dir(format!("/proc/{process}/task")).into_iter().flatten().flatten();
-    let waited = threads.filter_map(|thread| {
-        // A thread may exit meanwhile.
-        let text = fs::read_to_string(thread.path().join("schedstat")).ok()?;
-        text.split_whitespace().nth(1)?.parse::<u64>().ok()
-    });
+    // A thread may exit meanwhile.
+    let waited = threads.filter_map(|thread| schedstat(&thread.path()).map(|[_, waited]| waited));
     waited.sum::<u64>() / 1_000_000
+}
+
+/// Returns the times in nanoseconds for which a thread with this folder in `/proc` ran, and was
+/// runnable without a CPU (Linux' `Documentation/scheduler/sched-stats.rst`).
+fn schedstat(task: &Path) -> Option<[u64; 2]> {
+    let text = fs::read_to_string(task.join("schedstat")).ok()?;
+    let mut fields = text.split_whitespace().map_while(|word| word.parse().ok());
+    Some([fields.next()?, fields.next()?])
 }
 
 /// Returns the allocated bytes of a memory file.
@@ -138,26 +164,32 @@ pub fn used(memory: &File) -> u64 {
     fstat(memory).map_or(0, |stat| u64::try_from(stat.st_blocks).unwrap_or(0) * 512)
 }
 
+/// Returns words of a memory file; missing ones are 0.
+fn words<const COUNT: usize>(file: &File, offset: u64) -> [u64; COUNT] {
+    let mut bytes = [[0; 8]; COUNT];
+    // Missing words count as zero.
+    let _ = file.read_exact_at(bytes.as_flattened_mut(), offset);
+    bytes.map(u64::from_le_bytes)
+}
+
 /// Returns the wedge's counters, from the memory that it shares.
 pub fn wedge(shared: &File) -> Wedge {
     // Sums of all virtual CPUs.
-    let words = |at: usize, count: usize| {
-        let mut sums = vec![0_u64; count];
+    fn sums<const COUNT: usize>(shared: &File, at: usize) -> [u64; COUNT] {
+        let mut sums = [0_u64; COUNT];
         for vcpu in 0..MAX_VCPUS {
-            let mut bytes = vec![0; 8 * count];
             let at = vcpu * size_of::<hosted::VcpuStatistics>() + at;
-            // Missing words count as zero.
-            let _ = shared.read_exact_at(&mut bytes, layout::STATISTICS + at as u64);
-            for (sum, word) in sums.iter_mut().zip(bytes.chunks(8)) {
-                let word = word.iter().rfold(0, |all, byte| all << 8 | u64::from(*byte));
+            let words = words::<COUNT>(shared, layout::STATISTICS + at as u64);
+            for (sum, word) in sums.iter_mut().zip(words) {
                 *sum = sum.wrapping_add(word);
             }
         }
         sums
-    };
-    let counters = words(offset_of!(hosted::VcpuStatistics, counters), counter::NAMES.len());
+    }
+    const COUNTERS: usize = counter::NAMES.len();
+    let counters = sums::<COUNTERS>(shared, offset_of!(hosted::VcpuStatistics, counters));
     let names = counter::NAMES.iter().map(|name| name.replace(' ', "_"));
-    let sites = words(offset_of!(hosted::VcpuStatistics, sites), 256);
+    let sites = sums::<256>(shared, offset_of!(hosted::VcpuStatistics, sites));
     let kinds = sites.into_iter().enumerate().filter(|(_, count)| *count != 0);
     let name = |number| match number {
         FUNCTIONS => "functions".to_owned(),
@@ -169,91 +201,62 @@ pub fn wedge(shared: &File) -> Wedge {
     }
 }
 
-/// Metric with the values of one or more VMs.
-struct Family {
-    name: &'static str,
-    kind: &'static str,
-    help: &'static str,
-    /// Labels and values.
-    values: Vec<(Vec<Label>, String)>,
-}
+#[cfg(test)]
+pub mod testing {
+    //! Statistics for tests.
 
-/// Label of a value: name and value.
-type Label = (&'static str, String);
+    use super::devices::{FrameStatistics, Requests};
+    use super::*;
 
-/// Formats the statistics of VMs for Prometheus (text format 0.0.4), with their names as label
-/// `vm`.
-pub fn prometheus(vms: &[(Option<&str>, Statistics)]) -> String {
-    let mut families: Vec<Family> = Vec::new();
-    for (vm, statistics) in vms {
-        for mut family in statistics.families() {
-            let named = vm.map(|name| ("vm", name.to_owned()));
-            family.values.iter_mut().for_each(|(labels, _)| labels.extend(named.clone()));
-            // All values of a metric are together.
-            match families.iter_mut().find(|known| known.name == family.name) {
-                Some(known) => known.values.extend(family.values),
-                None => families.push(family),
-            }
+    /// Returns statistics of a running VM with two vCPUs, two disks, a network and a shared
+    /// directory.
+    pub fn statistics() -> Statistics {
+        let requests = |requests, bytes| Requests { requests, bytes, ..Requests::default() };
+        let frames =
+            |frames, bytes| FrameStatistics { frames, bytes, ..FrameStatistics::default() };
+        let none = Requests::default();
+        let read = Requests { time_ns: 1_500_000_000, max_ns: 700, ..requests(2, 4096) };
+        let flush = Requests { failed: 1, ..requests(1, 0) };
+        let (write, name) = (requests(1, 512), "a\"\\".to_owned());
+        let other = DiskStatistics { name, read: none, write, flush: none, discard: none };
+        let name = "disk0".to_owned();
+        let disk = DiskStatistics { name, read, write: none, flush, discard: none };
+        let (receive, transmit) = (frames(1, 1514), frames(3, 180));
+        let net = NetStatistics { name: "net0".to_owned(), receive, transmit };
+        let (tag, other_messages) = ("tag".to_owned(), requests(9, 0));
+        let share = ShareStatistics { tag, read: none, write: none, other: other_messages };
+        Statistics {
+            state: State::Running,
+            uptime_ms: 0,
+            start_ms: None,
+            resets: 0,
+            vcpus: 2,
+            processes: 4,
+            user_ms: 0,
+            system_ms: 0,
+            steal_ms: 0,
+            memory_bytes: 1 << 30,
+            memory_used_bytes: 64 << 20,
+            guest_memory: Some(GuestMemory {
+                age_ms: 0,
+                total_bytes: Some(1 << 29),
+                free_bytes: Some(2048),
+                available_bytes: None,
+                cache_bytes: Some(0),
+                swapped_in_bytes: Some(0),
+                swapped_out_bytes: Some(0),
+                major_faults: Some(0),
+                minor_faults: Some(1),
+            }),
+            vcpu_times: vec![
+                VcpuTime::default(),
+                VcpuTime { run_ms: 30, steal_ms: 70, idle_ms: 900 },
+            ],
+            disks: vec![disk, other],
+            nets: vec![net],
+            shares: vec![share],
+            wedge: Wedge::default(),
         }
-    }
-    let mut text = String::new();
-    for Family { name, kind, help, values } in families {
-        // Writing to a string does not fail.
-        let _ = writeln!(text, "# HELP parador_{name} {help}\n# TYPE parador_{name} {kind}");
-        for (labels, value) in values {
-            let labels = labels.iter().map(|(name, value)| format!("{name}=\"{value}\""));
-            let labels = labels.collect::<Vec<_>>().join(",");
-            let labels = if labels.is_empty() { labels } else { format!("{{{labels}}}") };
-            let _ = writeln!(text, "parador_{name}{labels} {value}");
-        }
-    }
-    text
-}
-
-impl Statistics {
-    /// Returns the metrics of this VM.
-    fn families(&self) -> Vec<Family> {
-        let mut families = Vec::new();
-        let mut metric = |name, kind, help, values| {
-            families.push(Family { name, kind, help, values });
-        };
-        let one = |value: String| vec![(Vec::new(), value)];
-        let seconds =
-            |milliseconds: u64| format!("{}.{:03}", milliseconds / 1000, milliseconds % 1000);
-        let labelled = |label: &'static str, values: &BTreeMap<String, u64>| -> Vec<_> {
-            let values = values.iter();
-            values.map(|(name, count)| (vec![(label, name.clone())], count.to_string())).collect()
-        };
-        let states = [State::Created, State::Starting, State::Running, State::Paused, State::Ended];
-        let states = states.map(|state| {
-            let name = state.to_string();
-            (vec![("state", name)], u8::from(state == self.state).to_string())
-        });
-        metric("state", "gauge", "1 for the VM's current state.", states.to_vec());
-        let help = "Time since the last start.";
-        metric("uptime_seconds", "gauge", help, one(seconds(self.uptime_ms)));
-        if let Some(start) = self.start_ms {
-            let help = "Time from the start to the guest's first instruction.";
-            metric("start_seconds", "gauge", help, one(seconds(start)));
-        }
-        metric("resets_total", "counter", "Restarts of the VM.", one(self.resets.to_string()));
-        let help = "Host processes of the VM.";
-        metric("processes", "gauge", help, one(self.processes.to_string()));
-        metric("vcpus", "gauge", "Virtual CPUs.", one(self.vcpus.to_string()));
-        let modes = [("user", self.user_ms), ("system", self.system_ms)]
-            .map(|(mode, time)| (vec![("mode", mode.to_owned())], seconds(time)));
-        let help = "CPU time of the VM's processes.";
-        metric("cpu_seconds_total", "counter", help, modes.to_vec());
-        let help = "Time that runnable threads of the VM's present processes waited for a CPU.";
-        metric("cpu_steal_seconds", "gauge", help, one(seconds(self.steal_ms)));
-        metric("memory_bytes", "gauge", "Guest memory.", one(self.memory_bytes.to_string()));
-        let help = "Guest memory allocated by the host.";
-        metric("memory_used_bytes", "gauge", help, one(self.memory_used_bytes.to_string()));
-        let counters = labelled("what", &self.wedge.counters);
-        metric("wedge_total", "counter", "Events handled by the wedge.", counters);
-        let sites = labelled("kind", &self.wedge.sites);
-        metric("sites_total", "counter", "Entries into the wedge by kind of site.", sites);
-        families
     }
 }
 
@@ -266,49 +269,5 @@ mod tests {
         let cpu = cpu(Some(std::process::id()));
         assert!(cpu.processes >= 1);
         assert!(times(u32::MAX).is_none());
-    }
-
-    #[test]
-    fn metrics_for_prometheus() {
-        let wedge = Wedge {
-            counters: [("calls_by_signal".to_owned(), 7)].into(),
-            sites: [("cli".to_owned(), u64::MAX)].into(),
-        };
-        let statistics = Statistics {
-            state: State::Paused,
-            uptime_ms: 61_007,
-            start_ms: Some(80),
-            resets: 0,
-            vcpus: 2,
-            processes: 4,
-            user_ms: 1500,
-            system_ms: 20,
-            steal_ms: 1002,
-            memory_bytes: 1 << 30,
-            memory_used_bytes: 4096,
-            wedge,
-        };
-        let text = prometheus(&[(Some("a"), statistics.clone()), (Some("b"), statistics.clone())]);
-        for line in [
-            "parador_state{state=\"paused\",vm=\"b\"} 1",
-            "parador_memory_bytes{vm=\"a\"} 1073741824",
-        ] {
-            assert!(text.lines().any(|other| other == line), "{line}:\n{text}");
-        }
-        assert_eq!(text.matches("# TYPE parador_state ").count(), 1, "{text}");
-        let text = prometheus(&[(None, statistics)]);
-        for line in [
-            "parador_cpu_steal_seconds 1.002",
-            "parador_state{state=\"paused\"} 1",
-            "parador_state{state=\"running\"} 0",
-            "parador_uptime_seconds 61.007",
-            "parador_start_seconds 0.080",
-            "parador_cpu_seconds_total{mode=\"system\"} 0.020",
-            "parador_wedge_total{what=\"calls_by_signal\"} 7",
-            "parador_sites_total{kind=\"cli\"} 18446744073709551615",
-            "# TYPE parador_resets_total counter",
-        ] {
-            assert!(text.lines().any(|other| other == line), "{line}:\n{text}");
-        }
     }
 }

@@ -20,6 +20,7 @@ use crate::ports::Port;
 use crate::profile;
 use crate::runtime::{NamedVm, RuntimeFolder};
 use crate::spec::Spec;
+use crate::statistics;
 use crate::vm_files::VmFiles;
 use crate::vm_process::{SecondaryConsole, SecondaryEnds, VmProcess};
 use crate::vsock::Vsock;
@@ -201,8 +202,8 @@ impl Supervisor {
     /// Starts the VM's processes and serves them until the VM ends. Returns the cause and the
     /// messages of the VM's first process.
     fn serve(&mut self, start: Start, began: Instant) -> Result<(ExitCause, MessageLog), Failure> {
-        let RunningVm { process, control, stream, memory, _nets } = self.start(start)?;
-        self.control.started(process.process(), memory, began);
+        let RunningVm { process, control, stream, memory, counters, _nets } = self.start(start)?;
+        self.control.started(process.process(), memory, counters, began);
         let metrics = self.metrics.as_ref();
         let maps = self.maps.as_mut();
         let mut executor =
@@ -224,12 +225,14 @@ impl Supervisor {
             .and_then(|(ours, theirs)| ours.set_nonblocking(true).map(|()| (ours, theirs)))
             .os_error("create a socket pair")?;
         let doorbell = eventfd(0, EventfdFlags::CLOEXEC).os_error("create an eventfd")?;
-        let mut devices = self.start_devices(&prepared, doorbell.as_fd())?;
+        let counters = statistics::devices::create()?;
+        let mut devices = self.start_devices(&prepared, doorbell.as_fd(), counters.as_fd())?;
         let mut given = vec![
             (prepared.memory, layout::MEMORY_FD),
             (prepared.shared, layout::SHARED_FD),
             (doorbell, layout::DOORBELL_FD),
             (theirs.into(), layout::CONTROL_FD),
+            (duplicate(&counters)?, layout::COUNTERS_FD),
         ];
         let mut stream = None;
         if self.console.is_some() || !self.ports.is_empty() {
@@ -250,7 +253,7 @@ impl Supervisor {
         given.extend(more);
         let process = self.start_process(given, &memory.1)?;
         let process = process.with_devices(devices);
-        Ok(RunningVm { process, control, stream, memory, _nets: nets })
+        Ok(RunningVm { process, control, stream, memory, counters, _nets: nets })
     }
 
     /// Starts the processes of qcow2 images and shared directories.
@@ -258,10 +261,11 @@ impl Supervisor {
         &self,
         prepared: &Prepared,
         doorbell: BorrowedFd<'_>,
+        counters: BorrowedFd<'_>,
     ) -> Result<Vec<DeviceProcess>, Failure> {
         let vm = device::VmDescriptors {
             memory: self.spec.memory,
-            descriptors: [prepared.memory.as_fd(), prepared.shared.as_fd(), doorbell],
+            descriptors: [prepared.memory.as_fd(), prepared.shared.as_fd(), doorbell, counters],
         };
         let images = self.files.disks.iter().enumerate();
         let images = images.filter_map(|(queue, disk)| disk.start(&vm, queue));
@@ -306,6 +310,8 @@ struct RunningVm {
     stream: Option<UnixStream>,
     /// Guest memory, and the memory shared with the VM's processes.
     memory: (OwnedFd, OwnedFd),
+    /// Counters of the devices.
+    counters: OwnedFd,
     /// Processes of networks, which end with this.
     _nets: Vec<Option<crate::passt::Passt>>,
 }

@@ -43,8 +43,8 @@ use tables::{Ref, Slots, Table};
 pub const MAX_TABLES: usize = 128;
 /// Maximum number of spaces that are kept.
 pub const MAX_SPACES: usize = 32;
-/// Frames of a table: its entries, and the copies of the guest's.
-pub const FRAMES_PER_TABLE: u64 = 2;
+/// Consecutive frames of a table: its entries, and the copies of the guest's.
+pub const FRAMES_PER_TABLE: u32 = 2;
 /// Number of entries after which a flush begins no other table.
 const SYNC_BUDGET: u32 = 2048;
 /// Owner of the tables that all spaces share.
@@ -124,19 +124,7 @@ pub enum Flush {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct NeedsFrames;
 
-/// Counters of a vTLB.
-#[derive(Default, Debug)]
-pub struct VtlbCounters {
-    /// Translations filled.
-    pub fills: Cell<u64>,
-    /// Tables evicted.
-    pub evictions: Cell<u64>,
-    /// Tables compared with the guest's.
-    pub syncs: Cell<u64>,
-}
-
 /// A space: the tree of one root of the guest. Zero: none.
-#[derive(Default, Debug)]
 struct Space {
     /// Root of the guest.
     key: Cell<u64>,
@@ -171,7 +159,9 @@ impl Space {
 
 /// Shadow page tables of a vCPU. They are too large for a stack: memory that is zero is a valid
 /// value. [`Vtlb::start`] must be called before all else.
-pub struct Vtlb<F> {
+pub struct Vtlb<F, M> {
+    /// Memory that the tables are in and refer to.
+    pub memory: M,
     tables: [Table; MAX_TABLES],
     spaces: [Space; MAX_SPACES],
     /// Indices of spaces that may be those of roots; the page number of the root selects the hint.
@@ -180,13 +170,12 @@ pub struct Vtlb<F> {
     shared: Cell<Option<Ref>>,
     /// Number of tables that have frames; the others have none yet.
     count: Cell<u16>,
-    /// Number of tables in the lists of free and of removed ones.
-    spare: Cell<u16>,
+    /// Tables that no space has, and their number. Entries of those that were removed are still to
+    /// be cleared.
+    spare: Cell<Option<Ref>>,
+    spare_count: Cell<u16>,
     /// Number of tables that the pool may have.
     limit: Cell<u16>,
-    free: Cell<Option<Ref>>,
-    /// Removed tables, whose entries are still to be cleared.
-    removed: Cell<Option<Ref>>,
     /// Index of the current space, and above [`SPACE_BITS`] the number of removals of tables.
     epoch: Cell<u64>,
     /// Level of roots.
@@ -200,8 +189,12 @@ pub struct Vtlb<F> {
     shared_changes: Cell<u64>,
     paths: [fill::Path; fill::PATHS],
     trace: trace::Trace,
-    /// Counters.
-    pub counters: VtlbCounters,
+    /// Number of translations filled.
+    pub fills: Cell<u64>,
+    /// Number of tables evicted.
+    pub evictions: Cell<u64>,
+    /// Number of tables compared with the guest's.
+    pub syncs: Cell<u64>,
     format: core::marker::PhantomData<F>,
 }
 
@@ -210,18 +203,18 @@ fn index(address: u64, level: u32) -> usize {
     (address >> (12 + 9 * level)) as usize % ENTRIES
 }
 
-impl<F: ShadowFormat> Vtlb<F> {
+impl<F: ShadowFormat, M: FrameAccess> Vtlb<F, M> {
     /// Begins with an empty pool, which may have `limit` tables.
-    pub fn start(&self, frames: &impl FrameAccess, limit: u16) {
+    pub fn start(&self, limit: u16) {
         self.limit.set(limit.min(MAX_TABLES as u16));
         self.top.set(F::ROOT_LEVEL);
-        self.set_options(frames, Options { spaces: 1, ..Options::default() });
+        self.set_options(Options { spaces: 1, ..Options::default() });
     }
 
     /// Sets the optimisations, and drops everything.
-    pub fn set_options(&self, frames: &impl FrameAccess, options: Options) {
+    pub fn set_options(&self, options: Options) {
         self.options.set(Options { spaces: options.spaces.clamp(1, MAX_SPACES as u8), ..options });
-        self.drop_all(frames);
+        self.drop_all();
     }
 
     /// The optimisations.
@@ -274,9 +267,9 @@ impl<F: ShadowFormat> Vtlb<F> {
 
     /// Level of roots: that of `F`, or one less for three-level tables and without paging.
     /// Everything is dropped if it changes.
-    pub fn set_top(&self, frames: &impl FrameAccess, top: u32) {
+    pub fn set_top(&self, top: u32) {
         if self.top.replace(top) != top {
-            self.drop_all(frames);
+            self.drop_all();
         }
     }
 
@@ -320,41 +313,36 @@ impl<F: ShadowFormat> Vtlb<F> {
     ///
     /// # Errors
     /// The pool must grow first. Nothing is current until the call is repeated.
-    pub fn load(&self, frames: &impl FrameAccess, root: Option<u64>) -> Result<(), NeedsFrames> {
+    pub fn load(&self, root: Option<u64>) -> Result<(), NeedsFrames> {
         let key = root.unwrap_or(NO_ROOT);
         self.clock.set(self.clock.get() + 1);
-        self.drop_local(frames);
+        self.drop_local();
         let (index, is_known) = self.choose(key);
         self.epoch.set(self.epoch.get() >> SPACE_BITS << SPACE_BITS | index as u64);
         let space = self.space();
         space.used.set(self.clock.get());
-        if !is_known || !self.is_space_clean(frames) {
-            self.renew(frames, key, is_known)?;
+        if !is_known || !self.is_space_clean() {
+            self.renew(key, is_known)?;
         }
         if space.linked.get() != self.shared_changes.get() {
             space.linked.set(self.shared_changes.get());
-            self.link_shared(frames);
+            self.link_shared();
         }
         Ok(())
     }
 
     /// Removes what may be stale in the current space, and makes it that of a root, if it was
     /// another's.
-    fn renew(
-        &self,
-        frames: &impl FrameAccess,
-        key: u64,
-        is_known: bool,
-    ) -> Result<(), NeedsFrames> {
+    fn renew(&self, key: u64, is_known: bool) -> Result<(), NeedsFrames> {
         let space = self.space();
-        let page = if key == NO_ROOT { 0 } else { frames.guest_page(key & !0xfff) };
+        let page = if key == NO_ROOT { 0 } else { self.memory.guest_page(key & !0xfff) };
         let host = if page == 0 { 0 } else { page | key & 0xfff };
         let source = GuestSource { guest: key, host };
         let known = space.root.get();
         let root = match known {
             Some(root) => root,
             None => {
-                let root = self.take_table(frames, self.current(), self.top.get(), source)?;
+                let root = self.take_table(self.current(), self.top.get(), source)?;
                 space.root.set(Some(root));
                 space.tag.set((0, 0));
                 space.linked.set(0);
@@ -373,9 +361,9 @@ impl<F: ShadowFormat> Vtlb<F> {
         of.is_split.set(host == 0);
         match known {
             Some(_) if self.options.get().sync && host != 0 => {
-                self.sync(frames, root);
+                self.sync(root);
             }
-            Some(_) => self.clear(frames, root),
+            Some(_) => self.clear(root),
             None => {}
         }
         Ok(())
@@ -400,23 +388,23 @@ impl<F: ShadowFormat> Vtlb<F> {
 
     /// Removes the translation of an address from the current space. Of a split page all go: for
     /// the guest they are one translation.
-    pub fn invalidate(&self, frames: &impl FrameAccess, address: u64) {
+    pub fn invalidate(&self, address: u64) {
         // A root may refer to other tables than the shared ones, which keep global translations.
         let is_upper = index(address, self.top.get()) >= UPPER_HALF;
         let is_shared = is_upper && !breaks("invalidate-shared");
         if !is_upper && let Some(table) = self.path(address).and_then(|path| path.table.get()) {
             if !breaks("invalidate-small") {
-                self.remove(frames, table, index(address, 0), address);
+                self.remove(table, index(address, 0), address);
             }
             return;
         }
         let roots = [self.space().root.get(), self.shared.get()];
         for root in roots.into_iter().take(1 + usize::from(is_shared)).flatten() {
-            self.invalidate_below(frames, root, address);
+            self.invalidate_below(root, address);
         }
     }
 
-    fn invalidate_below(&self, frames: &impl FrameAccess, root: Ref, address: u64) {
+    fn invalidate_below(&self, root: Ref, address: u64) {
         let (mut at, mut split) = (root, None);
         for level in (0..=self.top.get()).rev() {
             let is_split = at != root && self.table(at).is_split.get();
@@ -424,18 +412,18 @@ impl<F: ShadowFormat> Vtlb<F> {
                 split = Some(at);
             }
             let slot = index(address, level);
-            if let Some(child) = self.child(frames, at, slot) {
+            if let Some(child) = self.child(at, slot) {
                 at = child;
                 continue;
             }
-            let entry = frames.words(self.table(at).shadow.get())[slot].load(Relaxed);
+            let entry = self.memory.words(self.table(at).shadow.get())[slot].load(Relaxed);
             let is_present = F::is_present(entry);
             match split {
                 // Other addresses of the page may have been filled.
                 Some(split) if !breaks("invalidate-split-unfilled") || is_present => {
-                    self.detach(frames, split);
+                    self.detach(split);
                 }
-                None if !breaks("invalidate-small") => self.remove(frames, at, slot, address),
+                None if !breaks("invalidate-small") => self.remove(at, slot, address),
                 _ => {}
             }
             return;
@@ -444,26 +432,26 @@ impl<F: ShadowFormat> Vtlb<F> {
 
     /// Physical addresses of the leaf for a linear address and of the page, if the current space
     /// has a translation.
-    pub fn translate(&self, frames: &impl FrameAccess, address: u64) -> Option<(u64, u64)> {
-        let (table, at) = self.leaf_in(frames, self.space().root.get(), address)?;
-        let leaf = frames.word(at).load(Relaxed);
+    pub fn translate(&self, address: u64) -> Option<(u64, u64)> {
+        let (table, at) = self.leaf_in(self.space().root.get(), address)?;
+        let leaf = self.memory.word(at).load(Relaxed);
         let within = address & ((1 << (12 + 9 * self.table(table).level.get())) - 1) & !0xfff;
         Some((at, F::address(leaf) + within))
     }
 
     /// Removes all translations.
-    pub fn drop_all(&self, frames: &impl FrameAccess) {
+    pub fn drop_all(&self) {
         if breaks("drop-spaces") {
             return;
         }
         for space in &self.spaces {
             if let Some(root) = space.root.take() {
-                self.put_removed(frames, root);
+                self.put_removed(root);
             }
             space.tag.set((0, 0));
         }
         if let Some(shared) = self.shared.take() {
-            self.put_removed(frames, shared);
+            self.put_removed(shared);
         }
         self.has_local.set(false);
         self.forget_trace();
@@ -473,7 +461,7 @@ impl<F: ShadowFormat> Vtlb<F> {
     }
 
     /// Removes shared tables with leaves that are not global.
-    fn drop_local(&self, frames: &impl FrameAccess) {
+    fn drop_local(&self) {
         if !self.has_local.take() || breaks("drop-local") {
             return;
         }
@@ -481,7 +469,7 @@ impl<F: ShadowFormat> Vtlb<F> {
             let table = Ref::new(number);
             let of = self.table(table);
             if of.in_use.get() && of.is_local.get() && of.owner.get() == SHARED {
-                self.detach(frames, table);
+                self.detach(table);
             }
         }
     }

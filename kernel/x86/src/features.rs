@@ -16,10 +16,6 @@ pub struct Features {
     pub nrip_save: bool,
     /// VMEXIT decodes some instructions.
     pub decode_assist: bool,
-    /// The processor evaluates the VMCB clean bits.
-    pub vmcb_clean: bool,
-    /// TLB flush by ASID.
-    pub flush_by_asid: bool,
     /// Number of ASIDs, including the host's ASID 0.
     pub asids: u32,
     /// The local APIC has x2APIC mode.
@@ -50,8 +46,6 @@ pub struct Features {
     pub fxsr: bool,
     /// XSAVE.
     pub xsave: bool,
-    /// XSAVEOPT.
-    pub xsaveopt: bool,
     /// `XCR0` bits that the kernel enables and guests may enable; [`xcr0::X87`] and SSE without
     /// XSAVE.
     pub xcr0_mask: u64,
@@ -100,8 +94,6 @@ impl Features {
             svm,
             npt: svm && bit(svm_leaf.edx, 0),
             nrip_save: svm && bit(svm_leaf.edx, 3),
-            vmcb_clean: svm && bit(svm_leaf.edx, 5),
-            flush_by_asid: svm && bit(svm_leaf.edx, 6),
             decode_assist: svm && bit(svm_leaf.edx, 7),
             asids: if svm { svm_leaf.ebx } else { 0 },
             x2apic: bit(one.ecx, 21),
@@ -131,7 +123,6 @@ impl Features {
                 mask &= !xcr0::AVX512;
             }
             found.xcr0_mask = mask;
-            found.xsaveopt = bit(cpuid(0xd, 1).eax, 0);
             found.xsave_size = (2..63)
                 .filter(|component| mask >> component & 1 != 0)
                 .map(|component| cpuid(0xd, component))

@@ -40,7 +40,8 @@ impl GuestVirtual {
         vmcb: &Vmcb,
     ) -> Result<Self, Status> {
         set_intercepts(&vmcb.control);
-        let this = Self { control: ControlRegisters::new(), root: memory.alloc_raw(factory, 1)? };
+        let this =
+            Self { control: ControlRegisters::default(), root: memory.alloc_raw(factory, 1)? };
         this.take_control(vmcb);
         Ok(this)
     }

@@ -14,8 +14,6 @@ use spin::Mutex;
 
 /// Maximum number of I/O APICs in use.
 pub const MAX_IO_APICS: usize = 8;
-/// Number of ISA interrupts.
-const ISA_LINES: usize = 16;
 
 /// Access to the two memory-mapped registers of an I/O APIC.
 trait Window {
@@ -93,13 +91,10 @@ pub struct Line {
 
 struct Controllers {
     io_apics: [Option<IoApic<Mapped>>; MAX_IO_APICS],
-    isa: [Line; ISA_LINES],
 }
 
-static CONTROLLERS: Mutex<Controllers> = Mutex::new(Controllers {
-    io_apics: [const { None }; MAX_IO_APICS],
-    isa: [Line { gsi: 0, level: false, active_low: false }; ISA_LINES],
-});
+static CONTROLLERS: Mutex<Controllers> =
+    Mutex::new(Controllers { io_apics: [const { None }; MAX_IO_APICS] });
 
 impl Controllers {
     fn input(&mut self, gsi: u32) -> Option<(&mut IoApic<Mapped>, u32)> {
@@ -110,30 +105,10 @@ impl Controllers {
     }
 }
 
-/// Inputs of the ISA interrupts: identity-mapped, edge-triggered and active high, unless
-/// overridden.
-fn isa_lines(entries: impl Iterator<Item = MadtEntry>) -> [Line; ISA_LINES] {
-    let mut lines =
-        core::array::from_fn(|irq| Line { gsi: irq as u32, level: false, active_low: false });
-    for entry in entries {
-        if let MadtEntry::InterruptOverride { bus: 0, source, gsi, flags } = entry
-            && let Some(line) = lines.get_mut(source as usize)
-        {
-            *line = Line {
-                gsi,
-                level: flags.level_triggered(false),
-                active_low: flags.active_low(false),
-            };
-        }
-    }
-    lines
-}
-
 /// Registers the I/O APICs of the MADT, masks all their inputs, and disables the 8259 pair.
 pub fn init(madt: &Madt) {
     silence_pic();
     let mut controllers = CONTROLLERS.lock();
-    controllers.isa = isa_lines(madt.entries());
     let found = madt.entries().filter_map(|entry| match entry {
         MadtEntry::IoApic { address, gsi_base, .. } => Some((address as u64, gsi_base)),
         _ => None,
@@ -179,67 +154,41 @@ pub fn gsi_count() -> u32 {
     controllers.io_apics.iter().flatten().map(|it| it.first_gsi + it.count).max().unwrap_or(0)
 }
 
-/// Input of an ISA interrupt.
-pub fn isa_line(irq: u8) -> Option<Line> {
-    CONTROLLERS.lock().isa.get(irq as usize).copied()
+/// APIC id of a CPU, if the destination field of an interrupt has room for it.
+fn destination(cpu: usize) -> Option<u8> {
+    cpu::by_index(cpu)?.apic_id.try_into().ok()
 }
 
-/// Error of interrupt routing.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum RouteError {
-    /// No I/O APIC has this input.
-    NoInput,
-    /// No such CPU, or its APIC id exceeds the destination field.
-    BadCpu,
-}
-
-fn destination(cpu: usize) -> Result<u8, RouteError> {
-    let target = cpu::by_index(cpu).ok_or(RouteError::BadCpu)?;
-    target.apic_id.try_into().map_err(|_| RouteError::BadCpu)
-}
-
-/// Routes an input to a vector of a CPU. The input remains masked.
-pub fn configure(line: Line, vector: u8, cpu: usize) -> Result<(), RouteError> {
-    let destination = destination(cpu)?;
+/// Routes an input to a vector of a CPU, and unmasks it. No effect if there is no such input, or
+/// the CPU can't be a destination.
+pub fn route(line: Line, vector: u8, cpu: usize) {
     let mut controllers = CONTROLLERS.lock();
-    let (io_apic, input) = controllers.input(line.gsi).ok_or(RouteError::NoInput)?;
-    let flags = vector as u32
-        | if line.level { io::LEVEL } else { 0 }
-        | if line.active_low { io::ACTIVE_LOW } else { 0 };
-    io_apic.configure(input, flags, destination);
-    Ok(())
+    if let (Some(destination), Some((io_apic, input))) =
+        (destination(cpu), controllers.input(line.gsi))
+    {
+        let flags = vector as u32
+            | if line.level { io::LEVEL } else { 0 }
+            | if line.active_low { io::ACTIVE_LOW } else { 0 };
+        io_apic.configure(input, flags, destination);
+        io_apic.set_masked(input, false);
+    }
 }
 
 /// Masks an input. No effect if there is no such input.
 pub fn mask(gsi: u32) {
-    set_masked(gsi, true);
-}
-
-/// Unmasks a configured input. No effect if there is no such input.
-pub fn unmask(gsi: u32) {
-    set_masked(gsi, false);
-}
-
-fn set_masked(gsi: u32, masked: bool) {
     if let Some((io_apic, input)) = CONTROLLERS.lock().input(gsi) {
-        io_apic.set_masked(input, masked);
+        io_apic.set_masked(input, true);
     }
 }
 
-/// MSI address that targets a CPU.
-pub fn msi_address(cpu: usize) -> Result<u64, RouteError> {
-    Ok(msi::ADDRESS | (destination(cpu)? as u64) << msi::DESTINATION_SHIFT)
-}
-
-/// MSI data for a vector: fixed delivery, edge-triggered.
-pub const fn msi_data(vector: u8) -> u32 {
-    vector as u32
+/// MSI address that targets a CPU; `None` if the CPU can't be a destination.
+pub fn msi_address(cpu: usize) -> Option<u64> {
+    Some(msi::ADDRESS | u64::from(destination(cpu)?) << msi::DESTINATION_SHIFT)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use hw_tables::acpi::InterruptFlags;
 
     /// 24 inputs, as in the 82093AA.
     struct Fake {
@@ -291,25 +240,10 @@ mod tests {
     }
 
     #[test]
-    fn overrides() {
-        let entry = |source, gsi, flags| MadtEntry::InterruptOverride {
-            bus: 0,
-            source,
-            gsi,
-            flags: InterruptFlags(flags),
-        };
-        let lines = isa_lines([entry(0, 2, 0), entry(9, 9, 0xf), entry(77, 1, 0)].into_iter());
-        assert_eq!(lines[0], Line { gsi: 2, level: false, active_low: false });
-        assert_eq!(lines[9], Line { gsi: 9, level: true, active_low: true });
-        assert_eq!(lines[4], Line { gsi: 4, level: false, active_low: false });
-    }
-
-    #[test]
     fn unknown_inputs_and_cpus_are_refused() {
         assert_eq!(gsi_count(), 0);
-        assert_eq!(configure(Line::default(), 0x30, 0), Err(RouteError::BadCpu));
-        assert_eq!(msi_address(1), Err(RouteError::BadCpu));
-        assert_eq!(msi_data(0x31), 0x31);
+        assert_eq!(msi_address(1), None);
+        route(Line::default(), 0x30, 0);
         mask(5);
     }
 }

@@ -22,7 +22,7 @@ use crate::format::UserFormat;
 use crate::io::{out8, write_cr3};
 use crate::ioapic::{self, Line};
 use crate::log::LOG;
-use crate::{X86, apic, idt, memory, shadow, time, vcpu};
+use crate::{X86, apic, idt, memory, time, vcpu};
 
 static KERNEL: KernelLock<X86> = KernelLock::new();
 
@@ -218,7 +218,7 @@ impl Arch for X86 {
     }
 
     fn has_vtlb() -> bool {
-        vcpu::is_ready() && shadow::is_supported()
+        vcpu::is_ready()
     }
 
     fn vcpu_new(
@@ -250,14 +250,14 @@ impl Arch for X86 {
         let Some(line) = line(irq.source) else { return };
         if masked {
             ioapic::mask(line.gsi);
-        } else if ioapic::configure(line, idt::vector(irq.number), irq.cpu).is_ok() {
-            ioapic::unmask(line.gsi);
+        } else {
+            ioapic::route(line, idt::vector(irq.number), irq.cpu);
         }
     }
 
     fn irq_message(irq: &Irq<Self>) -> (u64, u64) {
-        let address = ioapic::msi_address(irq.cpu).unwrap_or(0);
-        (address, ioapic::msi_data(idt::vector(irq.number)) as u64)
+        // The data of a fixed, edge-triggered interrupt are its vector.
+        (ioapic::msi_address(irq.cpu).unwrap_or(0), idt::vector(irq.number).into())
     }
 
     fn log(text: core::fmt::Arguments<'_>) {

@@ -31,16 +31,16 @@ use crate::svm::asid::Asids;
 use decode::Instruction;
 use memory::GuestMemory;
 
-pub use control::{ControlRegisters, Registers, is_supported, set_intercepts};
+pub use control::{ControlRegisters, Registers, set_intercepts};
 
-type Tables = Vtlb<UserFormat>;
+type Tables = Vtlb<UserFormat, GuestMemory>;
 
 /// FrameAccess of the state.
 const FRAMES: u32 = size_of::<State>().div_ceil(4096) as u32;
 /// Tables that are added to the pool at a time.
 const GROWTH: u16 = 4;
 /// Tables without which no guest runs: those of the smallest pool.
-const MIN_TABLES: u16 = (MIN_POOL / FRAMES_PER_TABLE) as u16;
+const MIN_TABLES: u16 = tables_in(MIN_POOL);
 
 /// vTLB of a vCPU: its state is in frames of its own, since objects and stacks are small.
 #[derive(Clone)]
@@ -52,11 +52,10 @@ pub struct Shadow {
 /// State of a vTLB. Memory that is zero is a valid value, which [`Shadow::new`] completes.
 pub struct State {
     tables: Tables,
-    memory: GuestMemory,
     control: ControlRegisters,
-    /// Value of the state page's `vtlb` in use, and whether there is one.
+    /// Value of the state page's `vtlb` in use. 0, no optimisation, is what [`Vtlb::start`] begins
+    /// with.
     word: Cell<u64>,
-    has_word: Cell<bool>,
     /// The space is to be loaded before the next entry.
     needs_load: Cell<bool>,
     /// Guest-physical address or CR2, and information, of an exit for the VMM.
@@ -67,7 +66,6 @@ pub struct State {
 }
 
 /// An instruction that was decoded.
-#[derive(Default)]
 struct Code {
     /// Linear address, and [`Vtlb::epoch`].
     key: Cell<(u64, u64)>,
@@ -109,29 +107,24 @@ impl Shadow {
 
     /// Frees it.
     pub fn free(&self, memory: &Memory) {
-        for physical in self.tables().frames() {
-            memory.free_raw(memory.frame_at(physical), 1);
+        for physical in self.tables.frames() {
+            memory.free_raw(memory.frame_at(physical), FRAMES_PER_TABLE);
         }
         memory.free_raw(self.frame, FRAMES);
     }
 }
 
 impl State {
-    #[inline(always)]
-    fn tables(&self) -> &Tables {
-        &self.tables
-    }
-
     fn count(&self, counter: usize) {
         self.counters[counter].set(self.counters[counter].get() + 1);
     }
 
     /// Begins with an empty pool of at most `pool` pages, and sets the intercepts.
     fn start(&self, pool: u64, vmcb: &Vmcb) {
-        self.tables().start(&self.memory, (pool / FRAMES_PER_TABLE) as u16);
+        self.tables.start(tables_in(pool));
         control::set_intercepts(&vmcb.control);
         let registers = Registers::written(&vmcb.save);
-        self.tables().set_top(&self.memory, registers.top());
+        self.tables.set_top(registers.top());
         self.control.set(vmcb, registers);
         self.needs_load.set(true);
     }
@@ -140,14 +133,14 @@ impl State {
 
     /// Sets the VM's nested tables.
     pub fn set_root(&self, root: u64) {
-        if !self.memory.has_root(root) {
+        if !self.tables.memory.has_root(root) {
             self.unmapped(root);
         }
     }
 
     /// The VM's nested tables, at `root`, have lost mappings.
     pub fn unmapped(&self, root: u64) {
-        self.memory.set_root(root);
+        self.tables.memory.set_root(root);
         if !breaks("unmap-drops") {
             self.drop_all();
         }
@@ -155,7 +148,7 @@ impl State {
 
     fn drop_all(&self) {
         self.count(vtlb_counter::FLUSHES);
-        self.tables().drop_all(&self.memory);
+        self.tables.drop_all();
         self.needs_load.set(true);
     }
 
@@ -166,7 +159,7 @@ impl State {
         self.control.set(vmcb, new);
         let is_same = old == new && !breaks("drop-at-same-value");
         if old.role() != new.role() || is_same {
-            self.tables().set_top(&self.memory, new.top());
+            self.tables.set_top(new.top());
             self.drop_all();
         } else if old.cr3 != new.cr3 && !breaks("load-at-cr3") {
             self.needs_load.set(true);
@@ -176,7 +169,7 @@ impl State {
     /// Removes the translation of an address.
     pub fn invalidate(&self, address: u64) {
         self.count(vtlb_counter::INVALIDATIONS);
-        self.tables().invalidate(&self.memory, address);
+        self.tables.invalidate(address);
     }
 
     /// The guest's own control registers.
@@ -186,10 +179,10 @@ impl State {
 
     /// Copies the counters to the state page.
     pub fn show_counters(&self, state: &VcpuState) {
-        let tables = self.tables();
-        self.counters[vtlb_counter::FILLS].set(tables.counters.fills.get());
-        self.counters[vtlb_counter::EVICTIONS].set(tables.counters.evictions.get());
-        self.counters[vtlb_counter::SYNCS].set(tables.counters.syncs.get());
+        let tables = &self.tables;
+        self.counters[vtlb_counter::FILLS].set(tables.fills.get());
+        self.counters[vtlb_counter::EVICTIONS].set(tables.evictions.get());
+        self.counters[vtlb_counter::SYNCS].set(tables.syncs.get());
         for (to, from) in state.vtlb_counters.iter().zip(&self.counters) {
             to.set(from.get());
         }
@@ -215,33 +208,27 @@ impl State {
         if self.needs_load.get() {
             self.load();
         }
-        Ok(())
+        // Without a root the processor would walk memory that is no table.
+        if self.needs_load.get() { Err(Status::NoQuota) } else { Ok(()) }
     }
 
     /// Takes over the options of the state page.
     fn take_options(&self, word: u64) {
-        if !self.has_word.replace(true) || self.word.replace(word) != word {
-            self.word.set(word);
-            self.tables().set_options(&self.memory, options(word));
+        if self.word.replace(word) != word {
+            self.tables.set_options(options(word));
             self.needs_load.set(true);
         }
     }
 
     fn is_short_of_tables(&self) -> bool {
-        self.tables().free_tables() < GROWTH && self.tables().missing_tables() > 0
+        self.tables.free_tables() < GROWTH && self.tables.missing_tables() > 0
     }
 
     fn grow(&self, memory: &Memory, factory: Option<Handle<Factory>>) -> Result<(), Status> {
-        let tables = self.tables();
+        let tables = &self.tables;
         for _ in 0..GROWTH.min(tables.missing_tables()) {
-            let pair = memory.alloc_raw(factory, 1).and_then(|shadow| {
-                let copies = memory.alloc_raw(factory, 1);
-                copies.map(|copies| (shadow, copies)).inspect_err(|_| memory.free_raw(shadow, 1))
-            });
-            match pair {
-                Ok((shadow, copies)) => {
-                    tables.add_table(memory.physical(shadow), memory.physical(copies));
-                }
+            match memory.alloc_raw(factory, FRAMES_PER_TABLE) {
+                Ok(frames) => tables.add_table(memory.physical(frames)),
                 Err(status) if tables.size() < MIN_TABLES => return Err(status),
                 Err(_) => {
                     tables.close_pool();
@@ -254,17 +241,17 @@ impl State {
 
     /// Loads the space of the guest's CR3.
     fn load(&self) {
-        let loaded = self.tables().load(&self.memory, self.control.last().root());
+        let loaded = self.tables.load(self.control.last().root());
         self.needs_load.set(loaded.is_err());
         if self.word.get() & option::ASID == 0 {
-            self.tables().set_tag(0, 0);
+            self.tables.set_tag(0, 0);
         }
     }
 
     /// Flushes the TLB as far as needed, and sets the root and the ASID of the VMCB.
     #[inline(always)]
     pub fn apply(&self, asids: &Asids, Vmcb { control, save }: &Vmcb) {
-        let tables = self.tables();
+        let tables = &self.tables;
         if tables.needs_flush() {
             self.flush(asids.epoch());
         }
@@ -283,7 +270,7 @@ impl State {
 
     /// Flushes the TLB as far as needed.
     fn flush(&self, epoch: u64) {
-        let tables = self.tables();
+        let tables = &self.tables;
         let invalidates = self.word.get() & option::INVALIDATE_PAGE != 0;
         match tables.take_flush() {
             Flush::None => {}
@@ -302,6 +289,11 @@ impl State {
             Flush::Page { .. } | Flush::All => tables.drop_tags(),
         }
     }
+}
+
+/// Number of tables in a pool of `pages`.
+const fn tables_in(pages: u64) -> u16 {
+    (pages / FRAMES_PER_TABLE as u64) as u16
 }
 
 /// Options of the state page's word.

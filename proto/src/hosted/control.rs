@@ -11,6 +11,9 @@ pub const POWER_BUTTON: u8 = b'b';
 pub const HALT: u8 = b'h';
 /// Continue the vCPUs that a debugger has released.
 pub const GO: u8 = b'g';
+/// Ask the guest for statistics of its memory ([`balloon`](super::balloon)). The acknowledgement
+/// does not wait for the guest.
+pub const MEMORY_STATISTICS: u8 = b'm';
 /// From the device process only: a vCPU has stopped for a debugger.
 pub const HALTED: u8 = b'H';
 /// From the device process only: a guest process was created.

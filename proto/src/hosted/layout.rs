@@ -29,6 +29,11 @@ pub const PRIVATE: u64 = 0x7400_0000;
 pub const SETUP: u64 = 0x7780_0000;
 /// Length of [`SETUP`] in bytes.
 pub const SETUP_LENGTH: u64 = 0x1000;
+/// Counters of the devices, in the device process until it has created the workers, and in the
+/// workers.
+pub const COUNTERS: u64 = 0x7790_0000;
+/// Length of the counters in bytes.
+pub const COUNTERS_LENGTH: u64 = 0x2000;
 /// Mailbox shared by the kernel process and the user process of an address space, if user mode
 /// runs in processes of its own.
 pub const MAILBOX: u64 = 0x7700_0000;
@@ -103,6 +108,9 @@ pub const CONSOLE_FD: u32 = 33;
 
 /// The io_uring(7) of a disk worker.
 pub const RING_FD: u32 = 34;
+/// Counters of the devices: see [`counters`](super::counters). Processes that run a guest close it
+/// first.
+pub const COUNTERS_FD: u32 = 35;
 
 /// Signal by which the device process notifies a guest process of events (`SIGUSR2`).
 ///
@@ -131,6 +139,8 @@ pub const VSOCK: u64 = 0x0280_0000;
 pub const QUEUES: u64 = 0x02b0_0000;
 /// Offset of [`VcpuStatistics`](super::VcpuStatistics) in shared memory, one for each vCPU.
 pub const STATISTICS: u64 = 0x02ef_0000;
+/// Offset of [`BalloonReport`](super::balloon::BalloonReport) in shared memory.
+pub const BALLOON: u64 = 0x02ef_6000;
 /// Offset of [`DebugState`](super::debug::DebugState) in shared memory.
 pub const DEBUG: u64 = 0x02ef_8000;
 /// Offset of [`Filters`](super::Filters) in shared memory.

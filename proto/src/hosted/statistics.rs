@@ -16,7 +16,7 @@ pub struct VcpuStatistics {
 
 const _: () = assert!(
     layout::STATISTICS + (crate::system::MAX_VCPUS * size_of::<VcpuStatistics>()) as u64
-        <= layout::DEBUG
+        <= layout::BALLOON
 );
 
 /// Indices of [`VcpuStatistics::counters`].

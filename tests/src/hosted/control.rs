@@ -9,7 +9,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 /// A machine that is asked and told by its control socket, by `parador ctl`.
-struct Controlled<'a> {
+pub(super) struct Controlled<'a> {
     rig: &'a Rig,
     child: Child,
 }
@@ -19,7 +19,7 @@ impl<'a> Controlled<'a> {
     const CONSOLE: &'static str = "console";
 
     /// Starts it; its console goes to a file.
-    fn start(rig: &'a Rig, command: &mut Command) -> Result<Self> {
+    pub(super) fn start(rig: &'a Rig, command: &mut Command) -> Result<Self> {
         let console = File::create(rig.path(Self::CONSOLE)).context("cannot make a file")?;
         command.args(["--api-socket", Self::SOCKET]).stdin(Stdio::null()).stdout(console);
         let child = command.stderr(Stdio::piped()).spawn().context("cannot start parador")?;
@@ -37,7 +37,7 @@ impl<'a> Controlled<'a> {
     }
 
     /// `parador ctl` ends with this code and prints this text.
-    fn told(&self, words: &[&str], code: i32, text: &str) -> Result<String> {
+    pub(super) fn told(&self, words: &[&str], code: i32, text: &str) -> Result<String> {
         let (ended, said) = self.ctl(words)?;
         ensure!(ended == code && said.contains(text), "ctl {words:?}: {ended}\n{said}");
         Ok(said)
@@ -77,7 +77,8 @@ impl<'a> Controlled<'a> {
         Ok(())
     }
 
-    fn wait(mut self) -> Result<(Option<i32>, String)> {
+    /// Waits for its end; returns its exit code and messages.
+    pub(super) fn wait(mut self) -> Result<(Option<i32>, String)> {
         let mut messages = String::new();
         if let Some(mut errors) = self.child.stderr.take() {
             errors.read_to_string(&mut messages).context("no messages")?;

@@ -371,7 +371,8 @@ pub fn processes() -> Result<()> {
         let mut seen = 0;
         let ended = outside.attack_watched("what=processes", options, |session| {
             let all = of_session(session)?;
-            let wedges = all.iter().filter(|stat| stat.contains("(parador-wedge)"));
+            let names = ["(parador-wedge)", "(parador-vcpu"];
+            let wedges = all.iter().filter(|stat| names.iter().any(|name| stat.contains(name)));
             seen = seen.max(wedges.count());
             Ok(())
         })?;

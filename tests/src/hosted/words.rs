@@ -7,6 +7,7 @@
 
 use crate::system::{artifacts, workspace};
 use anyhow::{Context, Result, ensure};
+use proto::hosted::balloon::BalloonReport;
 use proto::hosted::debug::DebugState;
 use proto::hosted::{
     DiskRecord, Filters, MAX_DISKS, MAX_NETS, MAX_QUEUES, MAX_SHARES, NetRecord, ShareRecord,
@@ -97,6 +98,7 @@ pub fn all() -> Result<Vec<Word>> {
         };
     }
     fields!("debug", layout::DEBUG, DebugState; wanted halt_pending breakpoints vcpus);
+    fields!("balloon", layout::BALLOON, BalloonReport; requested reports tags values);
     fields!("queue", layout::QUEUES, Queue; waiting done calls answers pending epoch);
     Ok(words)
 }

@@ -102,7 +102,7 @@ pub fn left_out(group: &str, guest: &str) -> Option<&'static str> {
 /// Command line of a micro-guest on QEMU's processor in time that is not counted.
 ///
 /// Its host may interrupt `shadow` right after `STI`; `VMRUN` then forgets the shadow
-/// (docs/CAVEATS.md). That is rare: a back end without shadows fails 700 times.
+/// (docs/CAVEATS.md). That is rare: a back end without shadows fails 1,700 times.
 pub fn command_line(guest: &str) -> &'static str {
     if guest == "shadow" { "early=20" } else { "" }
 }

@@ -6,6 +6,7 @@
 //! [`WAKE_INPUT`](crate::WAKE_INPUT).
 
 use proto::channel::{Broken, Message, SendError, View, register::NAME_LEN};
+use proto::hosted::balloon::TAGS;
 use proto::vsock::Header;
 use vmm_mem::GuestMemory;
 
@@ -366,9 +367,8 @@ pub trait BalloonBackend {
     fn discard(&mut self, address: u64, length: u64);
     /// Returns true once for each request of statistics.
     fn take_statistics_request(&mut self) -> bool;
-    /// Reports a statistic of the guest (VIRTIO 1.2, section 5.5.6.3): a tag below 16 and its
-    /// value.
-    fn report_statistic(&mut self, tag: u16, value: u64);
+    /// Reports the guest's statistics: values by tag (VIRTIO 1.2, section 5.5.6.3).
+    fn report_statistics(&mut self, values: &[Option<u64>; TAGS]);
 }
 
 /// Back end of a device that forwards messages to a server, each with a reply. The device numbers

@@ -8,6 +8,7 @@ use crate::backend::{
 };
 use crate::{Access, Device, Env, MachineEvent, Msi, NEVER, Nanos, WAKE_INPUT};
 use proto::channel::{Broken, Message, SendError, ShareState, View};
+use proto::hosted::balloon::TAGS;
 use proto::vsock::Header;
 use std::collections::{BTreeMap, VecDeque};
 use std::vec;
@@ -251,8 +252,9 @@ impl BalloonBackend for ScriptBalloon {
         std::mem::take(&mut self.asks)
     }
 
-    fn report_statistic(&mut self, tag: u16, value: u64) {
-        self.statistics.push((tag, value));
+    fn report_statistics(&mut self, values: &[Option<u64>; TAGS]) {
+        let values = (0..).zip(values).filter_map(|(tag, value)| Some((tag, (*value)?)));
+        self.statistics.extend(values);
     }
 }
 

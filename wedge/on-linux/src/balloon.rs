@@ -7,10 +7,12 @@ use core::sync::atomic::{Ordering::Relaxed, Ordering::SeqCst};
 
 use host_linux::sys;
 use linux_raw_sys::general as linux;
+use proto::hosted::balloon::{BalloonReport, TAGS};
 use proto::hosted::{Start, layout};
 use vmm_bus::BalloonBackend;
 
 use crate::mmu::ram::Ram;
+use crate::state::fixed::Fixed;
 use crate::state::shared::shared;
 
 /// Back end of the balloon device.
@@ -53,12 +55,20 @@ impl BalloonBackend for BalloonEndpoint {
     }
 
     fn take_statistics_request(&mut self) -> bool {
-        shared().balloon.statistics_requested.swap(0, SeqCst) != 0
+        report().take_request()
     }
 
-    fn report_statistic(&mut self, tag: u16, value: u64) {
-        if let Some(place) = shared().balloon.statistics.get(usize::from(tag)) {
-            place.store(value, Relaxed);
-        }
+    fn report_statistics(&mut self, values: &[Option<u64>; TAGS]) {
+        report().store(values);
     }
+}
+
+/// Returns the guest's statistics.
+pub fn report() -> &'static BalloonReport {
+    BalloonReport::get()
+}
+
+// SAFETY: the device process has mapped the shared memory, initially zero; all fields are atomic.
+unsafe impl Fixed for BalloonReport {
+    const ADDRESS: u64 = layout::SHARED + layout::BALLOON;
 }

@@ -19,7 +19,7 @@ use crate::report::{HOST, INTERNAL, warn};
 use crate::state::config::{self, config, has};
 use crate::state::setup::{self, Kind};
 use crate::state::shared::{ByteRing, RING, SharedVcpu, event, shared, started, vcpus};
-use crate::{children, debug, disk, kick, net, processes};
+use crate::{balloon, children, debug, disk, kick, net, processes};
 
 const READABLE: u16 = linux::POLLIN as u16;
 /// Number and interval in milliseconds of the checks for a process exit that explains a failed
@@ -321,6 +321,10 @@ impl DeviceServer {
             control::PAUSE => self.signal_all(linux::SIGSTOP),
             control::RESUME => self.signal_all(linux::SIGCONT),
             control::POWER_BUTTON => self.raise_event(0, event::POWER_BUTTON),
+            control::MEMORY_STATISTICS => {
+                balloon::report().request();
+                self.raise_event(0, event::BALLOON);
+            }
             control::HALT => self.halt(),
             control::GO => debug::shared().vcpus.iter().for_each(|vcpu| sys::wake(&vcpu.command)),
             _ => return,

@@ -17,8 +17,9 @@ use vmm_bus::requests::{Futex, Requests};
 
 use crate::mmu::ram::Ram;
 use crate::report::{self, HOST};
+use crate::state::device_counters::counters;
 use crate::state::shared::event;
-use crate::{children as processes, kick as device};
+use crate::{children as processes, clock, kick as device};
 
 /// Largest number of disk workers.
 pub const MAX_WORKERS: usize = MAX_DISKS * BLOCKING_WORKERS;
@@ -130,6 +131,10 @@ unsafe impl DiskHost for Vm {
         device::raise_completion(self.disk, event::DISK);
     }
 
+    fn now(&self) -> u64 {
+        clock::nanoseconds()
+    }
+
     fn warn(&self, text: fmt::Arguments<'_>) {
         report::warn(text);
     }
@@ -149,7 +154,8 @@ fn work(
     let made = sys::ignore(linux::SIGXFSZ)
         .and_then(|()| processes::become_worker(fd, make, filters, Filters::WORKER));
     let host = Vm { ram: Ram::new(start), disk: index };
-    let worker = Worker { fd, index, record, errors, queue: queue(index), host };
+    let counters = counters().queue(index);
+    let worker = Worker { fd, index, record, errors, queue: queue(index), counters, host };
     match made.map(|ring| worker.serve(ring)) {
         Ok(error) => report::warn(format_args!("disk {index}: cannot wait for io_uring: {error}")),
         Err(error) => report::warn(format_args!("cannot set up a worker of disk {index}: {error}")),

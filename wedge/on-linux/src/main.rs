@@ -65,7 +65,7 @@ use crate::linux::signals;
 use crate::mmu::ram::Ram;
 use crate::state::config::{Config, config};
 use crate::state::shared::PRIVATE_LENGTH;
-use crate::state::{config, setup};
+use crate::state::{config, device_counters, setup};
 
 /// Limit of a process's private memory in bytes, without guest memory and shared memory: copies of
 /// user pages.
@@ -147,10 +147,12 @@ fn set_up() -> Result<DeviceServer, (&'static str, Option<Errno>)> {
     config::seal()
         .and_then(|()| isolation.protect_config())
         .map_err(cannot("cannot protect the wedge's memory"))?;
+    device_counters::map().map_err(cannot("cannot map the counters of devices"))?;
     let nets = net::make_workers(start, &config().filters)
         .map_err(cannot("cannot create a network worker"))?;
     let disks = disk::make_workers(start, &config().filters)
         .map_err(cannot("cannot create a disk worker"))?;
+    device_counters::unmap().map_err(cannot("cannot unmap the counters of devices"))?;
     let last = if start.console != console::NONE { layout::CONSOLE_FD } else { layout::CONTROL_FD };
     // These descriptors belong to the workers.
     sys::close(layout::DISKS_FD, layout::CONTROL_FD - 1)

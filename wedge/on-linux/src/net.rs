@@ -13,8 +13,9 @@ use linux_raw_sys::general as linux;
 use proto::hosted::{Filters, MAX_NETS, MAX_QUEUES, NetRecord, Start, layout};
 use vmm_bus::frames::{NetPort, Sockets};
 
+use crate::state::device_counters::counters;
 use crate::state::shared::{NETS, NETS_LENGTH, event, shared_words};
-use crate::{children as processes, kick as device, report};
+use crate::{children as processes, clock, kick as device, report};
 
 /// Index of the rings of vsock packets.
 pub const VSOCK: usize = MAX_NETS;
@@ -38,6 +39,10 @@ pub struct NetVm {
 impl NetHost for NetVm {
     fn notify(&self) {
         device::raise_completion(MAX_QUEUES + self.net_index, event::NET);
+    }
+
+    fn now(&self) -> u64 {
+        clock::nanoseconds()
     }
 
     fn warn(&self, text: fmt::Arguments<'_>) {
@@ -140,7 +145,8 @@ fn work(index: usize, is_tap: bool, filters: &Filters) -> ! {
         report::warn(format_args!("cannot set up a worker of network {net_index}: {error}"));
         sys::exit(report::HOST);
     }
-    let (link, vm) = (NetLink { queues: queues(net_index), fd, is_tap }, NetVm { net_index });
+    let (queues, counters) = (queues(net_index), counters().net(net_index));
+    let (link, vm) = (NetLink { queues, fd, is_tap, counters }, NetVm { net_index });
     if index.is_multiple_of(2) {
         net::run_sender(&link, &vm)
     } else {

@@ -14,7 +14,8 @@ use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use host_linux::sys::{self, Backing, Errno};
 use linux_raw_sys::general as linux;
-use proto::hosted::{Filters, counter, layout, option};
+use proto::hosted::{Filters, VCPU_NAME, counter, layout, option};
+use vmm_vcpu::MAX_VCPUS;
 
 use crate::isolation;
 use crate::linux::signals::ALL_SIGNALS;
@@ -185,6 +186,7 @@ fn become_guest(
     process().vcpu.store(index as u32, Relaxed);
     guest_space::map_call_stubs()?;
     children::die_with_parent(parent)?;
+    set_vcpu_name(index)?;
     timer::create_timer()?;
     signal::set_up()?;
     for (first, last) in [
@@ -219,6 +221,16 @@ fn become_guest(
             options(noreturn),
         )
     }
+}
+
+/// Names this process after its vCPU. Its filter forbids a change.
+pub fn set_vcpu_name(index: usize) -> Result<(), Errno> {
+    const { assert!(MAX_VCPUS <= 10) };
+    const LENGTH: usize = VCPU_NAME.len();
+    let mut name = [0; LENGTH + 2];
+    name[..LENGTH].copy_from_slice(VCPU_NAME.as_bytes());
+    name[LENGTH] = b'0' + index as u8;
+    core::ffi::CStr::from_bytes_until_nul(&name).map_or(Ok(()), sys::set_name)
 }
 
 /// Maps the memory of a vCPU, private memory and the stubs.

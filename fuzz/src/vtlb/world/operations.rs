@@ -309,7 +309,7 @@ impl World<'_> {
     /// Changes a bit of a control register, or the mode of paging.
     pub(super) fn change_control(&mut self) {
         let mut new = self.guest.registers;
-        let flushes = match self.choices.below(8) {
+        let flushes = match self.choices.below(11) {
             0 | 1 => {
                 new.cr0 ^= cr0::WP;
                 false
@@ -326,6 +326,11 @@ impl World<'_> {
                 new.efer ^= efer::NXE;
                 true
             }
+            6 => {
+                new.cr4 ^= cr4::SMAP;
+                false
+            }
+            7 => return self.guest.has_ac = !self.guest.has_ac,
             _ => {
                 let modes = [Mode::Long, Mode::Long, Mode::Pae, Mode::Pae, Mode::Off];
                 let mode = modes[self.choices.below(5) as usize];

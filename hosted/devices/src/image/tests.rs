@@ -237,6 +237,16 @@ fn a_slow_host_holds_nothing_else_up() {
     }
     go.send(()).unwrap();
     assert_eq!(rig.ended(), done(9));
+    let counted = rig.counters.ops.each_ref().map(|op| op.totals());
+    let requests = counted.map(|op| (op.requests, op.failed, op.bytes));
+    let sectors = |count: u64| count * 512;
+    let wanted = [
+        (5, 0, sectors(5 * 8)),
+        (3, 0, sectors(3 * 8)),
+        (2, 0, 0),
+        (3, 0, sectors(2048 + 2048 + 8)),
+    ];
+    assert_eq!(requests, wanted);
     // The data read meanwhile.
     let mut bytes = [0; 4096];
     rig.memory.read_slice(1 << 13, &mut bytes).unwrap();

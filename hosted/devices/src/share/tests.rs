@@ -359,6 +359,31 @@ fn a_slow_file_holds_nothing_up() {
         head[4]
     };
     assert_eq!((kind(9), kind(1)), (kind::LOPEN + 1, kind::FLUSH + 1));
+    let counted = machine.counters.ops.each_ref().map(|op| op.totals());
+    let counted = counted.map(|op| (op.requests, op.failed, op.bytes));
+    assert_eq!(counted, [(1, 0, 4), (0, 0, 0), (4, 0, 0), (0, 0, 0)]);
+}
+
+#[test]
+fn data_and_errors_are_counted() {
+    let count = |message: &[u8], answer: &[u8]| {
+        let (status, op) = (status::DONE, None);
+        let mut executed = Executed { status, op, bytes: 0, is_failed: false };
+        super::count(message, answer, &mut executed);
+        (executed.op, executed.bytes, executed.is_failed)
+    };
+    let answer = |kind: u8, bytes: u32| message(kind, 1, &bytes.to_le_bytes());
+    use counters::op::{OTHER, READ, WRITE};
+    for (kind, counted) in [
+        (kind::READ, (Some(READ), 7, false)),
+        (kind::WRITE, (Some(WRITE), 7, false)),
+        (kind::WALK, (Some(OTHER), 0, false)),
+    ] {
+        assert_eq!(count(&message(kind, 1, &[]), &answer(kind + 1, 7)), counted);
+    }
+    let error = answer(kind::ERROR, errno::ENOENT);
+    assert!(count(&message(kind::READ, 1, &[]), &error).2);
+    assert_eq!(count(&[], &error), (Some(OTHER), 0, true));
 }
 
 /// Creates a node in the root.

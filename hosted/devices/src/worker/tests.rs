@@ -15,13 +15,13 @@ struct Slow {
 }
 
 impl Serve for Slow {
-    fn execute(&self, taken: &TakenRequest<'_>) -> u8 {
+    fn execute(&self, taken: &TakenRequest<'_>) -> Executed {
         self.begun.send(taken.sector).unwrap();
         if taken.op == SLOW {
             self.go.lock().unwrap().recv().unwrap();
         }
         taken.write(&taken.parts, &[taken.sector as u8]).unwrap();
-        taken.sector as u8
+        Executed { status: taken.sector as u8, op: None, bytes: 0, is_failed: false }
     }
 
     fn order(&self, taken: &TakenRequest<'_>) -> AnswerOrder {

@@ -110,6 +110,11 @@ impl NetConfig {
         Self { tap: Some(name), mac: Some(mac), ..Self::EMPTY }
     }
 
+    /// Returns whether the guest has a card for it.
+    pub fn is_connected(&self) -> bool {
+        self.kind != Some(Kind::None)
+    }
+
     /// Checks that the keys are consistent.
     pub fn check(&self) -> Result<(), String> {
         let said = [self.kind.is_some(), self.tap.is_some(), self.switch.is_some()];

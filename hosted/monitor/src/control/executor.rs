@@ -65,11 +65,16 @@ impl<'a> CommandExecutor<'a> {
                 }
                 (Command::Halt, State::Starting | State::Running | State::Paused) => byte::HALT,
                 (Command::Go, State::Starting | State::Running | State::Paused) => byte::GO,
+                (Command::MemoryStatistics, State::Running) => byte::MEMORY_STATISTICS,
                 (Command::Pause, State::Running) => byte::PAUSE,
                 (Command::Resume, State::Paused) => byte::RESUME,
                 (Command::Shutdown, State::Running) => byte::POWER_BUTTON,
                 (Command::Pause, State::Paused) => {
                     let _ = answer.send(Err("the VM is already paused".to_owned()));
+                    continue;
+                }
+                (Command::MemoryStatistics, State::Paused) => {
+                    let _ = answer.send(Err("the VM is paused".to_owned()));
                     continue;
                 }
                 (Command::Shutdown, State::Paused) => {
@@ -129,7 +134,7 @@ impl<'a> CommandExecutor<'a> {
                     status.notify_debugger();
                     continue;
                 }
-                byte::HALT | byte::GO => {
+                byte::HALT | byte::GO | byte::MEMORY_STATISTICS => {
                     let state = status.state;
                     drop(status);
                     self.answer(byte, state);

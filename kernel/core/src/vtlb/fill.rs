@@ -70,7 +70,6 @@ impl Fill<'_> {
 
 /// Path to a guest table of the lowest level of four: what a processor keeps in its
 /// paging-structure caches, but compared with the guest's tables before each use.
-#[derive(Default)]
 pub struct Path {
     /// Number of the range that the table translates.
     range: Cell<u64>,
@@ -95,7 +94,7 @@ pub struct Known {
     pub rights: u64,
 }
 
-impl<F: ShadowFormat> Vtlb<F> {
+impl<F: ShadowFormat, M: FrameAccess> Vtlb<F, M> {
     /// Place for the path to the table for an address, and the number of its range.
     #[inline(always)]
     fn path_of(&self, address: u64) -> (&Path, u64) {
@@ -113,10 +112,10 @@ impl<F: ShadowFormat> Vtlb<F> {
     /// Guest entry for an address, and the table to fill its translation in, if the current space
     /// has it and the guest's entries above are the same as at the last walk.
     #[inline(always)]
-    pub fn known(&self, frames: &impl FrameAccess, address: u64) -> Option<Known> {
+    pub fn known(&self, address: u64) -> Option<Known> {
         let path = self.path(address)?;
         let is_same = |(at, value): &(Cell<u64>, Cell<u64>)| {
-            frames.word(at.get()).load(Relaxed) == value.get()
+            self.memory.word(at.get()).load(Relaxed) == value.get()
         };
         let [top, upper, middle] = &path.entries;
         let is_path = is_same(top) && is_same(upper) && is_same(middle);
@@ -124,7 +123,7 @@ impl<F: ShadowFormat> Vtlb<F> {
             return None;
         }
         let (source, offset) = (path.source.get(), 8 * index(address, 0) as u64);
-        let value = frames.word(source.host + offset).load(Relaxed);
+        let value = self.memory.word(source.host + offset).load(Relaxed);
         let table = path.table.get();
         if table.is_none() && F::is_present(value) {
             return None;
@@ -135,13 +134,7 @@ impl<F: ShadowFormat> Vtlb<F> {
 
     /// Notes the path of a walk that has read the entries `steps`, and the shadow table of the
     /// lowest level if there is one. A walk without one must have ended at an absent entry.
-    pub fn note_path(
-        &self,
-        frames: &impl FrameAccess,
-        address: u64,
-        steps: &[Step],
-        table: Option<Ref>,
-    ) {
+    pub fn note_path(&self, address: u64, steps: &[Step], table: Option<Ref>) {
         let [above @ .., last] = steps else { return };
         let (path, range) = self.path_of(address);
         if above.len() != path.entries.len() {
@@ -151,10 +144,10 @@ impl<F: ShadowFormat> Vtlb<F> {
         path.epoch.set(self.epoch.get());
         path.table.set(table);
         let guest = last.at & !0xfff;
-        path.source.set(GuestSource { guest, host: frames.guest_page(guest) });
+        path.source.set(GuestSource { guest, host: self.memory.guest_page(guest) });
         path.rights.set(above.iter().fold(!0, |bits, step| bits & (step.value ^ F::FORBIDS)));
         for ((at, value), step) in path.entries.iter().zip(above) {
-            at.set(frames.guest_page(step.at) | step.at & 0xfff);
+            at.set(self.memory.guest_page(step.at) | step.at & 0xfff);
             value.set(step.value);
         }
     }
@@ -170,23 +163,23 @@ impl<F: ShadowFormat> Vtlb<F> {
     ///
     /// # Errors
     /// The pool must grow first.
-    pub fn fill(&self, frames: &impl FrameAccess, fill: &Fill<'_>) -> Result<(), NeedsFrames> {
+    pub fn fill(&self, fill: &Fill<'_>) -> Result<(), NeedsFrames> {
         let top = self.top.get();
         let mut table = self.space().root.get().ok_or(NeedsFrames)?;
         let fills = self.count_fill();
         for level in (fill.level + 1..=top).rev() {
             self.table(table).used.set(fills);
-            table = match self.matching(frames, table, level, fill) {
+            table = match self.matching(table, level, fill) {
                 Some(child) => child,
-                None => self.descend(frames, table, level, fill)?,
+                None => self.descend(table, level, fill)?,
             };
         }
         // A split page was compared by the entry above.
         let is_split = self.table(table).is_split.get();
         let copy = if is_split { fill.page << 12 } else { fill.value & F::MEANING };
-        self.set_leaf(frames, table, fill, copy);
+        self.set_leaf(table, fill, copy);
         if fill.level == 0 {
-            self.note_path(frames, fill.address, fill.steps, Some(table));
+            self.note_path(fill.address, fill.steps, Some(table));
         }
         Ok(())
     }
@@ -194,52 +187,45 @@ impl<F: ShadowFormat> Vtlb<F> {
     /// Allocates the table below the entry for an address, which is missing, or replaces it,
     /// because the guest's entry has changed.
     #[inline(never)]
-    fn descend(
-        &self,
-        frames: &impl FrameAccess,
-        table: Ref,
-        level: u32,
-        fill: &Fill<'_>,
-    ) -> Result<Ref, NeedsFrames> {
+    fn descend(&self, table: Ref, level: u32, fill: &Fill<'_>) -> Result<Ref, NeedsFrames> {
         let slot = index(fill.address, level);
         let value = fill.step(self.top.get(), level).value;
         let (guest, is_split) = fill.source(self.top.get(), level - 1);
-        let source = GuestSource { guest, host: frames.guest_page(guest) };
+        let source = GuestSource { guest, host: self.memory.guest_page(guest) };
         let is_shared = self.options.get().global
             && slot >= UPPER_HALF
             && level == F::ROOT_LEVEL
             && self.shared.get() != Some(table);
-        self.remove(frames, table, slot, fill.address);
+        self.remove(table, slot, fill.address);
         let child = if is_shared {
-            let shared = self.shared_root(frames)?;
-            match self.matching(frames, shared, level, fill) {
+            let shared = self.shared_root()?;
+            match self.matching(shared, level, fill) {
                 Some(child) => child,
-                None => self.descend(frames, shared, level, fill)?,
+                None => self.descend(shared, level, fill)?,
             }
         } else {
             let owner = self.table(table).owner.get();
-            let child = self.take_table(frames, owner, level - 1, source)?;
+            let child = self.take_table(owner, level - 1, source)?;
             let of = self.table(child);
             of.is_split.set(is_split);
             of.parent.set(Some(table));
             of.slot.set(slot as u16);
-            self.trace_table(frames, child);
+            self.trace_table(child);
             child
         };
         let physical = self.table(child).shadow.get();
         let is_pointer = level == self.top.get() && level < F::ROOT_LEVEL;
         let entry = if is_pointer { F::pointer(physical) } else { F::table(physical) };
-        self.set_link(frames, table, slot, entry, value & F::MEANING | Self::link_of(child));
+        self.set_link(table, slot, entry, value & F::MEANING | Self::link_of(child));
         Ok(child)
     }
 
     /// The root of shared tables.
-    fn shared_root(&self, frames: &impl FrameAccess) -> Result<Ref, NeedsFrames> {
+    fn shared_root(&self) -> Result<Ref, NeedsFrames> {
         match self.shared.get() {
             Some(shared) => Ok(shared),
             None => {
-                let shared =
-                    self.take_table(frames, SHARED, self.top.get(), GuestSource::default())?;
+                let shared = self.take_table(SHARED, self.top.get(), GuestSource::default())?;
                 self.shared.set(Some(shared));
                 Ok(shared)
             }
@@ -248,17 +234,11 @@ impl<F: ShadowFormat> Vtlb<F> {
 
     /// Table below an entry, if it was filled from the same entry and the same table of the guest.
     #[inline(always)]
-    fn matching(
-        &self,
-        frames: &impl FrameAccess,
-        table: Ref,
-        level: u32,
-        fill: &Fill<'_>,
-    ) -> Option<Ref> {
+    fn matching(&self, table: Ref, level: u32, fill: &Fill<'_>) -> Option<Ref> {
         let top = self.top.get();
         let (slot, value) = (index(fill.address, level), fill.step(top, level).value);
         let (source, _) = fill.source(top, level - 1);
-        let word = &frames.words(self.table(table).copies.get())[slot];
+        let word = &self.memory.words(self.table(table).copies.get())[slot];
         let copy = word.load(Relaxed);
         let child = Self::child_in(copy)?;
         let is_same = (copy ^ value) & F::MEANING & !F::MARKS == 0 || breaks("match-entry");
@@ -270,26 +250,26 @@ impl<F: ShadowFormat> Vtlb<F> {
 
     /// Fills a translation in its table, which is known.
     #[inline(always)]
-    pub fn fill_known(&self, frames: &impl FrameAccess, table: Ref, fill: &Fill<'_>) {
+    pub fn fill_known(&self, table: Ref, fill: &Fill<'_>) {
         self.count_fill();
-        self.set_leaf(frames, table, fill, fill.value & F::MEANING);
+        self.set_leaf(table, fill, fill.value & F::MEANING);
     }
 
     fn count_fill(&self) -> u64 {
-        let fills = &self.counters.fills;
+        let fills = &self.fills;
         fills.set(fills.get() + 1);
         fills.get()
     }
 
     /// Writes the leaf of a fill in its table, and its copy.
     #[inline(always)]
-    fn set_leaf(&self, frames: &impl FrameAccess, table: Ref, fill: &Fill<'_>, copy: u64) {
+    fn set_leaf(&self, table: Ref, fill: &Fill<'_>, copy: u64) {
         let slot = index(fill.address, fill.level);
         let of = self.table(table);
-        of.used.set(self.counters.fills.get());
-        let old = frames.words(of.shadow.get())[slot].load(Relaxed);
+        of.used.set(self.fills.get());
+        let old = self.memory.words(of.shadow.get())[slot].load(Relaxed);
         if F::is_present(old) {
-            self.replace_leaf(frames, (table, slot), (old, fill.leaf), fill.address);
+            self.replace_leaf((table, slot), (old, fill.leaf), fill.address);
         }
         let mut leaf = fill.leaf;
         if leaf & F::WRITE != 0 && self.options.get().trace {
@@ -297,7 +277,7 @@ impl<F: ShadowFormat> Vtlb<F> {
             leaf = self.traced_leaf(here, (fill.page, fill.level), fill.is_write, leaf);
             self.leaf_added(of, leaf, copy);
         }
-        Self::write(frames, of, slot, leaf, copy);
+        self.write(of, slot, leaf, copy);
         if of.owner.get() == SHARED && !fill.is_global {
             of.is_local.set(true);
             self.has_local.set(true);
@@ -306,41 +286,28 @@ impl<F: ShadowFormat> Vtlb<F> {
 
     /// Removes what the entry for a fill holds.
     #[inline(never)]
-    fn replace_leaf(
-        &self,
-        frames: &impl FrameAccess,
-        (table, slot): (Ref, usize),
-        (old, new): (u64, u64),
-        address: u64,
-    ) {
+    fn replace_leaf(&self, (table, slot): (Ref, usize), (old, new): (u64, u64), address: u64) {
         let of = self.table(table);
-        let copy = frames.words(of.copies.get())[slot].load(Relaxed);
+        let copy = self.memory.words(of.copies.get())[slot].load(Relaxed);
         // The processor has forgotten the translation that faulted: if the fill only adds rights,
         // nothing stale remains.
         if Self::child_in(copy).is_some() || old & !new & !F::DIRTY != 0 {
-            self.remove(frames, table, slot, address);
+            self.remove(table, slot, address);
         } else {
             self.leaf_removed(of, slot, old, copy);
         }
     }
 
     #[inline(always)]
-    fn write(frames: &impl FrameAccess, of: &Table, slot: usize, entry: u64, copy: u64) {
-        frames.words(of.copies.get())[slot].store(copy, Relaxed);
-        frames.words(of.shadow.get())[slot].store(entry, Relaxed);
+    fn write(&self, of: &Table, slot: usize, entry: u64, copy: u64) {
+        self.memory.words(of.copies.get())[slot].store(copy, Relaxed);
+        self.memory.words(of.shadow.get())[slot].store(entry, Relaxed);
         of.fill(slot);
     }
 
     /// Sets an entry that refers to a table.
-    pub(super) fn set_link(
-        &self,
-        frames: &impl FrameAccess,
-        table: Ref,
-        slot: usize,
-        entry: u64,
-        copy: u64,
-    ) {
-        Self::write(frames, self.table(table), slot, entry, copy);
+    pub(super) fn set_link(&self, table: Ref, slot: usize, entry: u64, copy: u64) {
+        self.write(self.table(table), slot, entry, copy);
         if self.shared.get() == Some(table) {
             self.shared_changes.set(self.shared_changes.get() + 1);
         }
@@ -348,54 +315,54 @@ impl<F: ShadowFormat> Vtlb<F> {
 
     /// Clears an entry in use, with all below it. `address`: an address that it translates.
     #[cfg_attr(feature = "testing", track_caller)]
-    pub(super) fn remove(&self, frames: &impl FrameAccess, table: Ref, slot: usize, address: u64) {
+    pub(super) fn remove(&self, table: Ref, slot: usize, address: u64) {
         let of = self.table(table);
-        let entry = frames.words(of.shadow.get())[slot].load(Relaxed);
+        let entry = self.memory.words(of.shadow.get())[slot].load(Relaxed);
         if !F::is_present(entry) {
             return;
         }
-        let copy = frames.words(of.copies.get())[slot].load(Relaxed);
+        let copy = self.memory.words(of.copies.get())[slot].load(Relaxed);
         let flush = match of.level.get() {
             0 => Flush::Page { address, everywhere: false },
             _ => Flush::Space,
         };
         self.request_for(of.owner.get(), flush);
         match Self::child_in(copy) {
-            None => self.remove_leaf(frames, of, slot),
+            None => self.remove_leaf(of, slot),
             Some(child) => {
                 if self.table(child).parent.get() == Some(table) {
-                    self.put_removed(frames, child);
+                    self.put_removed(child);
                 }
-                self.unlink(frames, table, slot);
+                self.unlink(table, slot);
             }
         }
     }
 
     /// Clears a leaf; the caller flushes the TLB.
     #[inline(always)]
-    pub(super) fn remove_leaf(&self, frames: &impl FrameAccess, of: &Table, slot: usize) {
-        let leaf = frames.words(of.shadow.get())[slot].load(Relaxed);
-        let copy = frames.words(of.copies.get())[slot].load(Relaxed);
+    pub(super) fn remove_leaf(&self, of: &Table, slot: usize) {
+        let leaf = self.memory.words(of.shadow.get())[slot].load(Relaxed);
+        let copy = self.memory.words(of.copies.get())[slot].load(Relaxed);
         self.leaf_removed(of, slot, leaf, copy);
-        self.clear_entry(frames, of, slot);
+        self.clear_entry(of, slot);
     }
 
     /// Clears an entry that refers to a table; of the shared root also in the root of every space.
-    pub(super) fn unlink(&self, frames: &impl FrameAccess, table: Ref, slot: usize) {
+    pub(super) fn unlink(&self, table: Ref, slot: usize) {
         self.note_change();
-        self.clear_entry(frames, self.table(table), slot);
+        self.clear_entry(self.table(table), slot);
         if self.shared.get() == Some(table) {
             self.shared_changes.set(self.shared_changes.get() + 1);
             let roots = self.spaces.iter().filter_map(|space| space.root.get());
-            roots.for_each(|root| self.clear_entry(frames, self.table(root), slot));
+            roots.for_each(|root| self.clear_entry(self.table(root), slot));
         }
     }
 
     #[inline(always)]
-    fn clear_entry(&self, frames: &impl FrameAccess, of: &Table, slot: usize) {
+    fn clear_entry(&self, of: &Table, slot: usize) {
         defects::step();
-        frames.words(of.shadow.get())[slot].store(0, Relaxed);
-        frames.words(of.copies.get())[slot].store(0, Relaxed);
+        self.memory.words(of.shadow.get())[slot].store(0, Relaxed);
+        self.memory.words(of.copies.get())[slot].store(0, Relaxed);
         let word = &of.filled[slot / 64];
         word.set(word.get() & !(1 << (slot % 64)));
     }

@@ -15,18 +15,18 @@ fn is_same<F: ShadowFormat>(now: u64, copy: u64) -> bool {
     (now ^ copy) & F::MEANING & (marks | !F::MARKS) & !ignored == 0
 }
 
-impl<F: ShadowFormat> Vtlb<F> {
+impl<F: ShadowFormat, M: FrameAccess> Vtlb<F, M> {
     /// Removes all entries of a root. Shared tables stay.
-    pub(super) fn clear(&self, frames: &impl FrameAccess, root: Ref) {
+    pub(super) fn clear(&self, root: Ref) {
         for slot in self.table(root).slots() {
-            self.remove(frames, root, slot, 0);
+            self.remove(root, slot, 0);
         }
         self.space().linked.set(0);
         self.request(Flush::Space);
     }
 
     /// Makes the shared tables part of the current space that the guest's root refers to.
-    pub(super) fn link_shared(&self, frames: &impl FrameAccess) {
+    pub(super) fn link_shared(&self) {
         let (Some(shared), Some(root)) = (self.shared.get(), self.space().root.get()) else {
             return;
         };
@@ -35,13 +35,13 @@ impl<F: ShadowFormat> Vtlb<F> {
             return;
         }
         // Four-level roots are aligned.
-        let guest = frames.words(to.source.get().host & !0xfff);
+        let guest = self.memory.words(to.source.get().host & !0xfff);
         for slot in from.slots() {
-            let copy = frames.words(from.copies.get())[slot].load(Relaxed);
-            let is_linked = frames.words(to.copies.get())[slot].load(Relaxed) != 0;
+            let copy = self.memory.words(from.copies.get())[slot].load(Relaxed);
+            let is_linked = self.memory.words(to.copies.get())[slot].load(Relaxed) != 0;
             if !is_linked && is_same::<F>(guest[slot].load(Relaxed), copy) {
-                let entry = frames.words(from.shadow.get())[slot].load(Relaxed);
-                self.set_link(frames, root, slot, entry, copy);
+                let entry = self.memory.words(from.shadow.get())[slot].load(Relaxed);
+                self.set_link(root, slot, entry, copy);
             }
         }
     }
@@ -49,7 +49,7 @@ impl<F: ShadowFormat> Vtlb<F> {
     /// Removes the entries of the current space that differ from the guest's tables, with all below
     /// them. Tables that were written and that it has not begun after [`SYNC_BUDGET`] entries are
     /// removed without a comparison, except for the root.
-    pub(super) fn sync(&self, frames: &impl FrameAccess, root: Ref) {
+    pub(super) fn sync(&self, root: Ref) {
         let space = self.space();
         let (mut budget, mut watches) = (SYNC_BUDGET, 0);
         for table in space.tables() {
@@ -59,7 +59,7 @@ impl<F: ShadowFormat> Vtlb<F> {
             if !space.has(table) || of.is_split.get() {
                 continue;
             }
-            if self.is_clean(frames, table) {
+            if self.is_clean(table) {
                 watches += usize::from(self.watch(space, watches, of));
                 continue;
             }
@@ -68,10 +68,10 @@ impl<F: ShadowFormat> Vtlb<F> {
                 space.linked.set(0);
             }
             if budget == 0 && table != root {
-                self.detach(frames, table);
+                self.detach(table);
                 continue;
             }
-            let compared = self.sync_table(frames, table);
+            let compared = self.sync_table(table);
             budget =
                 if breaks("compare-budget") { budget } else { budget.saturating_sub(compared) };
         }
@@ -83,12 +83,12 @@ impl<F: ShadowFormat> Vtlb<F> {
 
     /// Removes the entries of a table that differ from the guest's, with all below them, and
     /// returns the number of entries that it has compared.
-    fn sync_table(&self, frames: &impl FrameAccess, table: Ref) -> u32 {
-        self.counters.syncs.set(self.counters.syncs.get() + 1);
+    fn sync_table(&self, table: Ref) -> u32 {
+        self.syncs.set(self.syncs.get() + 1);
         let of = self.table(table);
         let source = of.source.get().host;
-        let (guest, first) = (frames.words(source & !0xfff), source as usize / 8);
-        let copies = frames.words(of.copies.get());
+        let (guest, first) = (self.memory.words(source & !0xfff), source as usize / 8);
+        let copies = self.memory.words(of.copies.get());
         let (mut compared, mut removed, mut last) = (0, 0, 0);
         for slot in of.slots() {
             defects::step();
@@ -98,10 +98,10 @@ impl<F: ShadowFormat> Vtlb<F> {
                 continue;
             }
             if of.level.get() > 0 {
-                self.remove(frames, table, slot, 0);
+                self.remove(table, slot, 0);
             } else {
                 (removed, last) = (removed + 1, slot);
-                self.remove_leaf(frames, of, slot);
+                self.remove_leaf(of, slot);
             }
         }
         match removed {

@@ -33,11 +33,10 @@ impl Ref {
 }
 
 /// Descriptor of a shadow table.
-#[derive(Default)]
 pub struct Table {
     /// Physical address of the table.
     pub shadow: Cell<u64>,
-    /// Physical address of the copies of the guest's entries.
+    /// Physical address of the copies of the guest's entries: the frame after the table's.
     pub copies: Cell<u64>,
     /// Guest table, or guest entry of a split page.
     pub source: Cell<GuestSource>,
@@ -49,7 +48,7 @@ pub struct Table {
     pub parent: Cell<Option<Ref>>,
     /// Index of the entry that refers to it.
     pub slot: Cell<u16>,
-    /// Next free or removed table.
+    /// Next spare table.
     next: Cell<Option<Ref>>,
     /// Index of its space, or [`SHARED`].
     pub owner: Cell<u8>,
@@ -63,7 +62,7 @@ pub struct Table {
     pub is_counted: Cell<bool>,
     /// It is in use: part of a space.
     pub in_use: Cell<bool>,
-    /// Value of [`VtlbCounters::fills`](super::VtlbCounters::fills) at the last fill of a leaf.
+    /// Value of [`Vtlb::fills`] at the last fill of a leaf.
     pub used: Cell<u64>,
     /// See [`super::trace`].
     pub trace: super::trace::TableTrace,
@@ -121,7 +120,7 @@ impl<const WORDS: usize> Iterator for Slots<'_, WORDS> {
     }
 }
 
-impl<F: ShadowFormat> Vtlb<F> {
+impl<F: ShadowFormat, M: FrameAccess> Vtlb<F, M> {
     /// Number of the child in a copy.
     pub(super) fn link_of(child: Ref) -> u64 {
         (child.index() as u64 + 1) << CHILD_SHIFT
@@ -129,8 +128,8 @@ impl<F: ShadowFormat> Vtlb<F> {
 
     /// Table that an entry refers to; `None` for a leaf or an unused entry.
     #[inline]
-    pub(super) fn child(&self, frames: &impl FrameAccess, table: Ref, slot: usize) -> Option<Ref> {
-        let copy = frames.words(self.table(table).copies.get())[slot].load(Relaxed);
+    pub(super) fn child(&self, table: Ref, slot: usize) -> Option<Ref> {
+        let copy = self.memory.words(self.table(table).copies.get())[slot].load(Relaxed);
         Self::child_in(copy)
     }
 
@@ -147,7 +146,7 @@ impl<F: ShadowFormat> Vtlb<F> {
 
     /// Number of tables that can be allocated without an eviction, at least.
     pub fn free_tables(&self) -> u16 {
-        self.spare.get()
+        self.spare_count.get()
     }
 
     /// Number of tables that the pool still lacks.
@@ -155,17 +154,24 @@ impl<F: ShadowFormat> Vtlb<F> {
         self.limit.get() - self.count.get()
     }
 
-    /// Adds the two zeroed frames of a table to the pool.
-    pub fn add_table(&self, shadow: u64, copies: u64) {
+    /// Adds a table to the pool: [`FRAMES_PER_TABLE`](super::FRAMES_PER_TABLE) zeroed frames at a
+    /// physical address.
+    pub fn add_table(&self, frames: u64) {
         let number = self.count.get();
         if number >= self.limit.get() {
             return;
         }
         self.count.set(number + 1);
         let table = Ref::new(number);
-        self.table(table).shadow.set(shadow);
-        self.table(table).copies.set(copies);
-        self.put_free(table);
+        self.table(table).shadow.set(frames);
+        self.table(table).copies.set(frames + 8 * ENTRIES as u64);
+        self.spare_count.set(self.spare_count.get() + 1);
+        // Behind removed ones: tracing counts their leaves until they are emptied.
+        let mut link = &self.spare;
+        while let Some(spare) = link.get() {
+            link = &self.table(spare).next;
+        }
+        link.set(Some(table));
     }
 
     /// No more frames can be added: tables are evicted from now on.
@@ -173,26 +179,20 @@ impl<F: ShadowFormat> Vtlb<F> {
         self.limit.set(self.count.get());
     }
 
-    /// Physical addresses of all frames of the pool, for the end of the vCPU.
+    /// Physical addresses of the frames of all tables of the pool, for the end of the vCPU.
     pub fn frames(&self) -> impl Iterator<Item = u64> {
-        let used = self.tables.iter().take(self.count.get().into());
-        used.flat_map(|table| [table.shadow.get(), table.copies.get()])
+        self.tables.iter().take(self.count.get().into()).map(|table| table.shadow.get())
     }
 
-    fn put_free(&self, table: Ref) {
-        self.spare.set(self.spare.get() + 1);
-        self.table(table).next.set(self.free.replace(Some(table)));
-    }
-
-    /// Puts a table, with all below it, on the list of removed tables.
-    pub(super) fn put_removed(&self, frames: &impl FrameAccess, table: Ref) {
+    /// Removes a table, with all below it: it is spare.
+    pub(super) fn put_removed(&self, table: Ref) {
         let of = self.table(table);
         self.note_change();
         of.in_use.set(false);
-        self.leave(frames, table);
-        self.spare.set(self.spare.get() + 1);
+        self.leave(table);
         self.forget_table(of);
-        of.next.set(self.removed.replace(Some(table)));
+        self.spare_count.set(self.spare_count.get() + 1);
+        of.next.set(self.spare.replace(Some(table)));
     }
 
     /// Makes a table a member of its space, or not.
@@ -207,7 +207,7 @@ impl<F: ShadowFormat> Vtlb<F> {
     }
 
     /// Makes a removed table, and all below it, no members of their space any more.
-    fn leave(&self, frames: &impl FrameAccess, table: Ref) {
+    fn leave(&self, table: Ref) {
         defects::step();
         let of = self.table(table);
         self.set_member(table, false);
@@ -215,11 +215,11 @@ impl<F: ShadowFormat> Vtlb<F> {
             return;
         }
         for slot in of.slots() {
-            let child = self.child(frames, table, slot);
+            let child = self.child(table, slot);
             if let Some(child) = child
                 && self.table(child).parent.get() == Some(table)
             {
-                self.leave(frames, child);
+                self.leave(child);
             }
         }
     }
@@ -227,27 +227,21 @@ impl<F: ShadowFormat> Vtlb<F> {
     /// Allocates an empty table.
     pub(super) fn take_table(
         &self,
-        frames: &impl FrameAccess,
         owner: u8,
         level: u32,
         source: GuestSource,
     ) -> Result<Ref, NeedsFrames> {
-        // Leaves of removed tables are still counted by tracing: they are emptied first.
-        let found = if let Some(removed) = self.removed.get() {
-            self.removed.set(self.table(removed).next.get());
-            self.spare.set(self.spare.get() - 1);
-            self.empty(frames, removed);
-            removed
-        } else if let Some(free) = self.free.get() {
-            self.free.set(self.table(free).next.get());
-            self.spare.set(self.spare.get() - 1);
-            free
-        } else if self.missing_tables() > 0 {
-            return Err(NeedsFrames);
-        } else {
-            self.evict(frames).ok_or(NeedsFrames)?
-        };
+        if self.spare.get().is_none() {
+            if self.missing_tables() > 0 {
+                return Err(NeedsFrames);
+            }
+            self.evict(level == self.top.get() && owner != SHARED);
+        }
+        let found = self.spare.get().ok_or(NeedsFrames)?;
         let table = self.table(found);
+        self.spare.set(table.next.get());
+        self.spare_count.set(self.spare_count.get() - 1);
+        self.empty(found);
         table.source.set(source);
         table.parent.set(None);
         table.slot.set(0);
@@ -256,16 +250,17 @@ impl<F: ShadowFormat> Vtlb<F> {
         table.is_split.set(false);
         table.is_local.set(false);
         table.is_counted.set(self.options.get().trace);
-        table.used.set(self.counters.fills.get());
+        table.used.set(self.fills.get());
         table.in_use.set(true);
         self.set_member(found, true);
         Ok(found)
     }
 
-    /// Clears the entries of a removed table; the tables below it become removed ones.
-    fn empty(&self, frames: &impl FrameAccess, table: Ref) {
+    /// Clears the entries of a spare table; the tables below it become spare ones.
+    fn empty(&self, table: Ref) {
         let of = self.table(table);
-        let (shadow, copies) = (frames.words(of.shadow.get()), frames.words(of.copies.get()));
+        let (shadow, copies) =
+            (self.memory.words(of.shadow.get()), self.memory.words(of.copies.get()));
         for slot in of.slots() {
             defects::step();
             let (entry, copy) = (shadow[slot].swap(0, Relaxed), copies[slot].swap(0, Relaxed));
@@ -273,7 +268,7 @@ impl<F: ShadowFormat> Vtlb<F> {
                 None => self.leaf_removed(of, slot, entry, copy),
                 Some(child) if self.table(child).parent.get() == Some(table) => {
                     if self.table(child).in_use.get() {
-                        self.put_removed(frames, child);
+                        self.put_removed(child);
                     }
                 }
                 Some(_) => {}
@@ -285,47 +280,42 @@ impl<F: ShadowFormat> Vtlb<F> {
 
     /// Removes the least useful table: in the space that was used longest ago, of the lowest level,
     /// the one that was filled longest ago. One that was just filled stays, since the guest's
-    /// instruction may need it together with the next.
+    /// instruction may need it together with the next; but a load needs none (`for_root`).
     #[cold]
-    fn evict(&self, frames: &impl FrameAccess) -> Option<Ref> {
+    fn evict(&self, for_root: bool) {
         let age = |table: &Table| match table.owner.get() {
             SHARED => self.clock.get(),
             owner => self.spaces[usize::from(owner) % MAX_SPACES].used.get(),
         };
-        let victim = (0..self.count.get())
-            .map(Ref::new)
-            .filter(|&table| self.is_evictable(table))
-            .min_by_key(|&table| {
-                let of = self.table(table);
-                (age(of), of.level.get(), of.used.get())
-            })?;
-        self.counters.evictions.set(self.counters.evictions.get() + 1);
-        self.detach(frames, victim);
-        // It is the first of the list now.
-        self.removed.set(self.table(victim).next.get());
-        self.spare.set(self.spare.get() - 1);
-        self.empty(frames, victim);
-        Some(victim)
+        let all = (0..self.count.get()).map(Ref::new);
+        let victim = all.filter(|&table| self.is_evictable(table, for_root)).min_by_key(|&table| {
+            let of = self.table(table);
+            (age(of), of.level.get(), of.used.get())
+        });
+        if let Some(victim) = victim {
+            self.evictions.set(self.evictions.get() + 1);
+            self.detach(victim);
+        }
     }
 
-    fn is_evictable(&self, table: Ref) -> bool {
+    fn is_evictable(&self, table: Ref, for_root: bool) -> bool {
         let of = self.table(table);
         let is_current_root = self.space().root.get() == Some(table);
         // The current fill needs those that it has used.
         defects::step();
-        let is_used = of.used.get() == self.counters.fills.get();
+        let is_used = of.used.get() == self.fills.get() && !for_root;
         let is_needed = is_current_root || is_used;
         of.in_use.get() && !is_needed && self.shared.get() != Some(table)
     }
 
     /// Removes a table from its parent, or its space if it is a root.
     #[cfg_attr(feature = "testing", track_caller)]
-    pub(super) fn detach(&self, frames: &impl FrameAccess, table: Ref) {
+    pub(super) fn detach(&self, table: Ref) {
         let of = self.table(table);
         self.request_for(of.owner.get(), Flush::Space);
-        self.put_removed(frames, table);
+        self.put_removed(table);
         match of.parent.get() {
-            Some(parent) => self.unlink(frames, parent, of.slot.get().into()),
+            Some(parent) => self.unlink(parent, of.slot.get().into()),
             None => {
                 for space in self.spaces.iter().filter(|space| space.root.get() == Some(table)) {
                     space.root.set(None);

@@ -30,12 +30,6 @@ const LARGE_SHIFT: u32 = 9;
 /// Counting filter. A counter that is full stays full.
 struct Filter<const BUCKETS: usize>([Cell<u8>; BUCKETS]);
 
-impl<const BUCKETS: usize> Default for Filter<BUCKETS> {
-    fn default() -> Self {
-        Self([const { Cell::new(0) }; BUCKETS])
-    }
-}
-
 impl<const BUCKETS: usize> Filter<BUCKETS> {
     fn counter(&self, page: u64) -> &Cell<u8> {
         // Fibonacci hashing.
@@ -58,7 +52,6 @@ fn subtract(counter: &Cell<u8>) {
 }
 
 /// State of tracing.
-#[derive(Default)]
 pub struct Trace {
     /// Writable leaves of the lowest level, by guest page.
     writable: Filter<LEAVES>,
@@ -79,7 +72,6 @@ pub struct Trace {
 type Alias = (Ref, u64, u64);
 
 /// State of tracing of a table.
-#[derive(Default)]
 pub struct TableTrace {
     is_traced: Cell<bool>,
     /// Next traced table of the list.
@@ -142,7 +134,7 @@ impl Trace {
     }
 }
 
-impl<F: ShadowFormat> Vtlb<F> {
+impl<F: ShadowFormat, M: FrameAccess> Vtlb<F, M> {
     /// Stops tracing a table.
     pub(super) fn forget_table(&self, of: &Table) {
         if of.trace.is_traced.take() {
@@ -169,13 +161,13 @@ impl<F: ShadowFormat> Vtlb<F> {
     }
 
     /// Traces the page of a new table, if it can be traced.
-    pub(super) fn trace_table(&self, frames: &impl FrameAccess, table: Ref) {
+    pub(super) fn trace_table(&self, table: Ref) {
         let of = self.table(table);
         if !self.options.get().trace || of.is_split.get() || of.trace.is_traced.get() {
             return;
         }
         let page = of.source.get().guest >> 12;
-        let alias = self.direct_alias(frames, page);
+        let alias = self.direct_alias(page);
         let has_unknown = self.trace.writable.count(page) > u8::from(alias.is_some())
             || self.trace.large.count(page >> LARGE_SHIFT) != 0;
         if has_unknown && !breaks("trace-unknown-leaves") {
@@ -186,7 +178,7 @@ impl<F: ShadowFormat> Vtlb<F> {
         of.trace.set_alias(alias);
         of.trace.next.set(self.trace.list(page).replace(Some(table)));
         add(self.trace.regions.counter(page >> LARGE_SHIFT));
-        self.clean_alias(frames, of);
+        self.clean_alias(of);
         of.trace.is_dirty.set(false);
     }
 
@@ -203,7 +195,7 @@ impl<F: ShadowFormat> Vtlb<F> {
 
     /// Finds the leaf of a page in the guest's map of its memory. A large one is removed, so that
     /// the page gets its own, and one that is not in the current space, too.
-    fn direct_alias(&self, frames: &impl FrameAccess, page: u64) -> Option<Alias> {
+    fn direct_alias(&self, page: u64) -> Option<Alias> {
         let mut found = None;
         let [first, second] = &self.trace.direct;
         for direct in [first.get(), second.get()].into_iter().filter(|direct| *direct != 0) {
@@ -215,8 +207,8 @@ impl<F: ShadowFormat> Vtlb<F> {
                 if is_last && self.trace.large.count(page >> LARGE_SHIFT) == 0 {
                     return found;
                 }
-                if let Some(leaf) = self.leaf_in(frames, space.root.get(), address) {
-                    found = found.or(self.alias_at(frames, leaf, address, page));
+                if let Some(leaf) = self.leaf_in(space.root.get(), address) {
+                    found = found.or(self.alias_at(leaf, address, page));
                     if found.is_some() && direct == second.get() {
                         // The next search begins here.
                         first.swap(second);
@@ -228,39 +220,29 @@ impl<F: ShadowFormat> Vtlb<F> {
     }
 
     /// Alias of a page at the leaf in an entry. One that can't be the alias is removed.
-    fn alias_at(
-        &self,
-        frames: &impl FrameAccess,
-        (table, at): (Ref, u64),
-        address: u64,
-        page: u64,
-    ) -> Option<Alias> {
+    fn alias_at(&self, (table, at): (Ref, u64), address: u64, page: u64) -> Option<Alias> {
         let (of, slot) = (self.table(table), at as usize / 8 % ENTRIES);
         let is_usable = of.owner.get() == SHARED || of.owner.get() == self.current();
         if of.level.get() > 0 || !is_usable {
-            self.remove(frames, table, slot, address);
+            self.remove(table, slot, address);
             return None;
         }
-        let copy = frames.words(of.copies.get())[slot].load(Relaxed);
-        let is_writable = frames.word(at).load(Relaxed) & F::WRITE != 0;
+        let copy = self.memory.words(of.copies.get())[slot].load(Relaxed);
+        let is_writable = self.memory.word(at).load(Relaxed) & F::WRITE != 0;
         (is_writable && F::address(copy) >> 12 == page).then_some((table, at, address))
     }
 
     /// Table and physical address of the leaf for an address, below a root.
-    pub(super) fn leaf_in(
-        &self,
-        frames: &impl FrameAccess,
-        root: Option<Ref>,
-        address: u64,
-    ) -> Option<(Ref, u64)> {
+    pub(super) fn leaf_in(&self, root: Option<Ref>, address: u64) -> Option<(Ref, u64)> {
         let mut table = root?;
         for level in (0..=self.top.get()).rev() {
             let (of, slot) = (self.table(table), index(address, level));
-            match Self::child_in(frames.words(of.copies.get())[slot].load(Relaxed)) {
+            match Self::child_in(self.memory.words(of.copies.get())[slot].load(Relaxed)) {
                 Some(child) => table = child,
                 None => {
                     let at = of.shadow.get() + 8 * slot as u64;
-                    return F::is_present(frames.word(at).load(Relaxed)).then_some((table, at));
+                    return F::is_present(self.memory.word(at).load(Relaxed))
+                        .then_some((table, at));
                 }
             }
         }
@@ -332,33 +314,33 @@ impl<F: ShadowFormat> Vtlb<F> {
 
     /// Returns whether a table was not written since the last call; from now on its writes are
     /// seen again.
-    pub(super) fn is_clean(&self, frames: &impl FrameAccess, table: Ref) -> bool {
+    pub(super) fn is_clean(&self, table: Ref) -> bool {
         let of = self.table(table);
         if !of.trace.is_traced.get() {
             // What prevented it lasts, most often.
             let attempts = of.trace.attempts.get().wrapping_add(1);
             of.trace.attempts.set(attempts);
             if attempts.is_multiple_of(8) {
-                self.trace_table(frames, table);
+                self.trace_table(table);
             }
             return false;
         }
         if breaks("trace-writes") {
             return true;
         }
-        self.clean_alias(frames, of);
+        self.clean_alias(of);
         !of.trace.is_dirty.take()
     }
 
     /// Returns whether no table of the current space was written since the last look at all of
     /// them, which has found all clean and traced, and no state has changed.
-    pub(super) fn is_space_clean(&self, frames: &impl FrameAccess) -> bool {
+    pub(super) fn is_space_clean(&self) -> bool {
         let space = self.space();
         let is_known = space.watched_at.get() == self.trace.changes.get();
         if !self.options.get().trace || !is_known {
             return breaks("trace-space");
         }
-        let is_dirty = |at: &Cell<u64>| frames.word(at.get()).load(Relaxed) & F::DIRTY != 0;
+        let is_dirty = |at: &Cell<u64>| self.memory.word(at.get()).load(Relaxed) & F::DIRTY != 0;
         let mut watched = space.watched.iter().take(space.watches.get().into());
         !watched.any(is_dirty) || breaks("trace-space")
     }
@@ -381,26 +363,26 @@ impl<F: ShadowFormat> Vtlb<F> {
     /// Makes the alias of a table show the next write. All tables of the page become dirty if it
     /// has shown one.
     #[inline(always)]
-    fn clean_alias(&self, frames: &impl FrameAccess, of: &Table) {
+    fn clean_alias(&self, of: &Table) {
         if let Some(alias) = of.trace.alias()
-            && frames.word(alias.1).load(Relaxed) & F::DIRTY != 0
+            && self.memory.word(alias.1).load(Relaxed) & F::DIRTY != 0
         {
-            self.clean_dirty(frames, of, alias);
+            self.clean_dirty(of, alias);
         }
     }
 
     /// Makes an alias whose dirty bit is set show the next write.
     #[inline(never)]
-    fn clean_dirty(&self, frames: &impl FrameAccess, of: &Table, alias: Alias) {
+    fn clean_dirty(&self, of: &Table, alias: Alias) {
         let (table, at, address) = alias;
-        let leaf = frames.word(at);
+        let leaf = self.memory.word(at);
         let old = leaf.load(Relaxed);
         let alias = self.table(table);
         leaf.store(old & !F::DIRTY, Relaxed);
         if self.options.get().protect {
             // It has no writable leaf then.
             let slot = at as usize / 8 % ENTRIES;
-            let copy = frames.words(alias.copies.get())[slot].load(Relaxed);
+            let copy = self.memory.words(alias.copies.get())[slot].load(Relaxed);
             self.leaf_removed(alias, slot, old & !F::DIRTY, copy);
             leaf.store(old & !F::DIRTY & !F::WRITE, Relaxed);
         } else {

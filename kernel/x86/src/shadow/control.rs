@@ -9,8 +9,6 @@ use hw_x86::paging::{cr0, cr4, entry};
 use hw_x86::vmcb::{ControlArea, SaveArea, Vmcb, intercept_cr, intercept_exceptions, intercept3};
 use kernel_core::vtlb::defects::breaks;
 
-use crate::features::features;
-
 /// Bits of CR0 that the guest changes without an exit (APM vol. 2 §15.9).
 const FREE: u64 = cr0::TS | cr0::MP;
 /// Bits of CR0 that the guest sees only: its memory is cached.
@@ -107,11 +105,6 @@ impl Registers {
 pub struct ControlRegisters(Cell<Registers>);
 
 impl ControlRegisters {
-    /// Registers of a vCPU that has none yet.
-    pub const fn new() -> Self {
-        Self(Cell::new(Registers { cr0: 0, cr3: 0, cr4: 0, efer: 0 }))
-    }
-
     /// The guest's registers.
     pub fn get(&self, save: &SaveArea) -> Registers {
         let registers = self.0.get();
@@ -165,9 +158,4 @@ pub fn set_intercepts(control: &ControlArea) {
     control.intercept3.set(control.intercept3.get() | instructions);
     let exceptions = control.intercept_exceptions.get() | intercept_exceptions::PF;
     control.intercept_exceptions.set(exceptions);
-}
-
-/// Returns whether this machine can run guests with a vTLB.
-pub fn is_supported() -> bool {
-    features().svm
 }

@@ -45,7 +45,7 @@ impl State {
         };
         if reason.is_none() {
             vmcb.control.tlb_control.set(tlb_control::NOTHING);
-            if code == exit::PAGE_FAULT && !self.tables().needs_flush() {
+            if code == exit::PAGE_FAULT && !self.tables.needs_flush() {
                 return None;
             }
             if self.needs_load.get() {
@@ -74,7 +74,7 @@ impl State {
         };
         match found.kind {
             Kind::LoadRoot => {
-                if value & (!0 << 52 | self.memory.reserved()) != 0 {
+                if value & (!0 << 52 | self.tables.memory.reserved()) != 0 {
                     return for_vmm;
                 }
                 self.count(vtlb_counter::LOADS);
@@ -102,9 +102,9 @@ impl State {
     /// these lack them. Where it is and what it was is remembered, since there are few.
     #[inline(always)]
     fn decoded(&self, address: u64) -> Option<Instruction> {
-        let key = (address, self.tables().epoch(address));
+        let key = (address, self.tables.epoch(address));
         let code = &self.code[((address / 4) ^ (key.1 & 0xff)) as usize % self.code.len()];
-        let read = |at: u64| self.memory.word(at).load(Relaxed);
+        let read = |at: u64| self.tables.memory.word(at).load(Relaxed);
         let (leaf_at, leaf) = code.leaf.get();
         if code.key.get() != key || read(leaf_at) != leaf {
             self.find(code, key)?;
@@ -123,8 +123,8 @@ impl State {
     /// follows.
     #[inline(never)]
     fn find(&self, code: &Code, key: (u64, u64)) -> Option<()> {
-        let (leaf_at, page) = self.tables().translate(&self.memory, key.0)?;
-        let (leaf, offset) = (self.memory.word(leaf_at).load(Relaxed), key.0 & 0xfff);
+        let (leaf_at, page) = self.tables.translate(key.0)?;
+        let (leaf, offset) = (self.tables.memory.word(leaf_at).load(Relaxed), key.0 & 0xfff);
         // Reads of device memory may have effects.
         if offset > 4096 - 8 || leaf & entry::UNCACHED != 0 {
             return None;
@@ -141,16 +141,16 @@ impl State {
     #[inline(never)]
     fn page_fault(&self, vmcb: &Vmcb) -> Option<u64> {
         let (paging, access) = self.access(vmcb);
-        if let Some(known) = self.tables().known(&self.memory, access.0) {
+        if let Some(known) = self.tables.known(access.0) {
             let entry = Entry { at: known.entry.at, value: known.entry.value };
-            match paging.translate_last(&self.memory, access, Rights(known.rights), entry) {
+            match paging.translate_last(&self.tables.memory, access, Rights(known.rights), entry) {
                 Err(found) => return self.inject(vmcb, found.code.into(), access.0),
                 Ok(None) => return resume(vmcb),
                 Ok(Some(page)) => {
                     if let Some(table) = known.table
                         && let Some(fill) = self.page(&paging, access, &page, 0)
                     {
-                        self.tables().fill_known(&self.memory, table, &fill);
+                        self.tables.fill_known(table, &fill);
                         return resume(vmcb);
                     }
                 }
@@ -174,7 +174,7 @@ impl State {
     fn walk(&self, vmcb: &Vmcb) -> Option<u64> {
         let (paging, access) = self.access(vmcb);
         let mut found = Translation::default();
-        let outcome = paging.translate_to(&self.memory, access, true, &mut found);
+        let outcome = paging.translate_to(&self.tables.memory, access, true, &mut found);
         let mut steps = [Step::default(); 4];
         for (step, &Entry { at, value }) in steps.iter_mut().zip(found.entries()) {
             *step = Step { at, value };
@@ -182,7 +182,7 @@ impl State {
         let steps = &steps[..found.entries().len()];
         if let Err(fault) = outcome {
             if u64::from(fault.code) & fault::PRESENT == 0 {
-                self.tables().note_path(&self.memory, access.0, steps, None);
+                self.tables.note_path(access.0, steps, None);
             }
             return self.inject(vmcb, fault.code.into(), access.0);
         }
@@ -200,7 +200,7 @@ impl State {
             self.fault.set((found.address, info));
             return Some(MEMORY_FAULT);
         };
-        match self.tables().fill(&self.memory, &Fill { steps, ..fill }) {
+        match self.tables.fill(&Fill { steps, ..fill }) {
             Ok(()) => resume(vmcb),
             Err(_) => Some(internal::NEEDS_FRAMES),
         }
@@ -239,10 +239,10 @@ impl State {
             Intent::Write => host.is_writable(),
             Intent::Fetch => host.is_executable(),
         };
-        let host = self.memory.translate(found.address).filter(is_allowed)?;
+        let host = self.tables.memory.translate(found.address).filter(is_allowed)?;
         let is_write = intent == Intent::Write;
         let (page, value) = (found.address >> 12, found.value);
-        let level = self.tables().leaf_level(page, level.min(host.level).min(MAX_LEVEL));
+        let level = self.tables.leaf_level(page, level.min(host.level).min(MAX_LEVEL));
         let leaf = leaf(paging, intent, found, &host, level);
         let is_global = paging.is_global(found);
         Some(Fill { address, steps: &[], value, leaf, level, page, is_global, is_write })

@@ -88,7 +88,7 @@ impl TestVcpu {
             asids: Asids::new(),
         };
         this.write(registers);
-        this.state.start(tables * FRAMES_PER_TABLE, &this.vmcb);
+        this.state.start(tables * u64::from(FRAMES_PER_TABLE), &this.vmcb);
         this.page.vtlb.set(options);
         this.state.set_root(nested);
         this
@@ -128,13 +128,13 @@ impl TestVcpu {
         self.page.vtlb.set(options);
     }
 
-    /// Prepares an entry. `frame`: returns the physical address of a further frame of the pool.
-    pub fn prepare(&self, mut frame: impl FnMut() -> u64) {
-        let tables = self.state.tables();
+    /// Prepares an entry. `frames`: returns the physical address of the frames of a further table.
+    pub fn prepare(&self, mut frames: impl FnMut() -> u64) {
+        let tables = &self.state.tables;
         self.state.take_options(self.page.vtlb.get());
         if self.state.is_short_of_tables() {
             for _ in 0..super::GROWTH.min(tables.missing_tables()) {
-                tables.add_table(frame(), frame());
+                tables.add_table(frames());
             }
         }
         if self.state.needs_load.get() {

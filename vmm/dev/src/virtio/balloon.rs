@@ -39,7 +39,7 @@ pub mod spec {
     /// Bytes of a statistic: tag (16 bits), value (64).
     pub const STATISTIC: usize = 10;
     /// End of the tags of statistics.
-    pub const TAGS: u16 = 16;
+    pub use proto::hosted::balloon::TAGS;
 }
 use spec::*;
 
@@ -144,14 +144,16 @@ impl Balloon {
     /// Reports statistics to the back end.
     fn report_statistics(queue: &Queue, chain: Chain, env: &mut dyn Env) {
         let Some((backend, memory)) = env.balloon() else { return };
-        let mut bytes = [0; STATISTIC * TAGS as usize];
+        let mut bytes = [0; STATISTIC * TAGS];
         let length = with_readable(queue, memory, chain, |mut data| data.read(&mut bytes));
+        let mut values = [None; TAGS];
         for &[tag, more, ref value @ ..] in bytes[..length].as_chunks::<STATISTIC>().0 {
             let tag = u16::from_le_bytes([tag, more]);
-            if tag < TAGS {
-                backend.report_statistic(tag, u64::from_le_bytes(*value));
+            if let Some(place) = values.get_mut(usize::from(tag)) {
+                *place = Some(u64::from_le_bytes(*value));
             }
         }
+        backend.report_statistics(&values);
     }
 
     fn update_target(&mut self, env: &mut dyn Env) -> bool {

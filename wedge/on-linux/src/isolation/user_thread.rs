@@ -18,7 +18,7 @@ use crate::report::HOST;
 use crate::state::process::{ProcessState, process};
 use crate::state::setup::{self, Kind};
 use crate::state::shared::PRIVATE_LENGTH;
-use crate::{children, compat};
+use crate::{children, compat, processes};
 
 /// Flag of sigaltstack(2): the host disables the signal stack while a handler runs.
 const SS_AUTODISARM: u64 = 1 << 31;
@@ -97,6 +97,7 @@ pub fn create(vcpu: usize, slot: usize, filters: &Filters) -> Result<u32, Errno>
 fn become_user_process(vcpu: usize, slot: usize, filters: &Filters) -> Result<Infallible, Errno> {
     sys::set_signal_mask(signals::ALL_SIGNALS & !(1 << (linux::SIGILL - 1)))?;
     children::die_with_parent(children::device())?;
+    processes::set_vcpu_name(vcpu)?;
     // A copy: the configuration will be unmapped.
     let filters = *filters;
     let own = sys::process_id();

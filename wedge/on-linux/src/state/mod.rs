@@ -2,6 +2,7 @@
 
 pub mod config;
 pub mod current;
+pub mod device_counters;
 pub mod doorbell;
 pub mod fixed;
 pub mod owned;

@@ -1,7 +1,7 @@
 //! Records in the shared memory of a VM and in the private memory of a process, each used by the
 //! module that its comment names.
 
-use core::sync::atomic::{AtomicU32, AtomicU64};
+use core::sync::atomic::AtomicU32;
 
 use crate::state::owned::Owned;
 
@@ -16,10 +16,6 @@ pub struct BalloonState {
     pub wanted: AtomicU32,
     /// Pages in the balloon, as the guest reports.
     pub actual: AtomicU32,
-    /// Not 0: statistics are requested. Notified like [`BalloonState::wanted`].
-    pub statistics_requested: AtomicU32,
-    /// Last statistics of the guest, indexed by tag (VIRTIO 1.2, section 5.5.6.3).
-    pub statistics: [AtomicU64; 16],
 }
 
 /// Placement of a vCPU.
