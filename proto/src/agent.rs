@@ -18,7 +18,7 @@
 pub mod container;
 
 #[cfg(feature = "std")]
-use container::{Container, ContainerProcess};
+use container::{Container, ContainerProcess, ContainerStatistics, Limits};
 use heapless::Vec;
 use serde::de::{Error, Unexpected};
 use serde::{Deserialize, Deserializer, Serialize};
@@ -30,7 +30,7 @@ pub const VERSION: u16 = 3;
 /// Longest message in bytes: as much as Linux takes for one argument list and its environment on a
 /// stack of 8 MiB (execve(2)).
 pub const MAX_MESSAGE: usize = 2 << 20;
-/// Place of the shared directory of [`Root::Pod`].
+/// Place of the shared directory of [`Root::Pod`], with changes.
 pub const POD: &str = "/pod";
 /// Most directories that are mounted besides the root.
 pub const MAX_MOUNTS: usize = 16;
@@ -76,7 +76,10 @@ pub enum Stream {
 /// AgentRequest on a control connection.
 #[cfg_attr(
     not(feature = "std"),
-    expect(clippy::large_enum_variant, reason = "there is no allocator, and one request at a time")
+    expect(
+        clippy::large_enum_variant,
+        reason = "there is no allocator, and one request at a time"
+    )
 )]
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum AgentRequest<'a> {
@@ -98,6 +101,20 @@ pub enum AgentRequest<'a> {
     },
     /// Starts the prepared process of this connection.
     Run,
+    /// Changes the limits of a container.
+    #[cfg(feature = "std")]
+    Limit {
+        /// Name of the container.
+        container: &'a str,
+        /// New limits.
+        limits: Limits,
+    },
+    /// Asks for [`Answer::Statistics`].
+    #[cfg(feature = "std")]
+    Statistics {
+        /// Name of the container.
+        container: &'a str,
+    },
     /// Sends this signal to the command's process group, in containers to the process.
     Signal(u8),
     /// Sets the size of the terminal.
@@ -128,9 +145,13 @@ pub enum Root<'a> {
     Disk,
     /// First disk: an ext4 file system, whatever it contains.
     FileSystem,
-    /// Memory, for a guest of containers: the shared directory with this mount tag, which has the
-    /// owners of files, is at [`POD`], with changes.
-    Pod(&'a str),
+    /// Memory, for a guest of containers.
+    Pod {
+        /// Mount tag of the shared directory at [`POD`], which has the owners of files.
+        tag: &'a str,
+        /// The first disk has an empty ext4 file system for changes of containers.
+        has_scratch: bool,
+    },
 }
 
 /// Shared directory of a guest.
@@ -217,6 +238,9 @@ pub enum Answer<'a> {
     Done,
     /// The request failed, for this reason.
     Failed(&'a str),
+    /// Statistics of a container.
+    #[cfg(feature = "std")]
+    Statistics(ContainerStatistics),
     /// The command has ended, and all of its output was sent.
     Ended(End),
 }

@@ -3,7 +3,7 @@
 use crate::children::Children;
 use crate::container::{self, Member};
 use crate::enter::{Entering, Job};
-use crate::{ENTER, stream, users};
+use crate::{ENTER, cgroup, stream, users};
 use proto::agent::container::{Container, ContainerProcess};
 use proto::agent::{CommandUser, End, GuestCommand, Stream, TerminalSize};
 use rustix::process::{Pid, Signal, kill_process, kill_process_group};
@@ -280,7 +280,7 @@ impl Ending {
             let _ = copy.join();
         }
         if let Some(name) = self.container {
-            container::remove_cgroup(&name);
+            cgroup::remove(&name);
         }
         end
     }

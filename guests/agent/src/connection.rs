@@ -2,7 +2,7 @@
 
 use crate::children::Children;
 use crate::command::{self, Ending, Prepared, Running, Streams};
-use crate::{network, power_off, root};
+use crate::{cgroup, container, network, power_off, root};
 use proto::agent::{
     AgentRequest, Answer, Guest, GuestCommand, Hello, Purpose, Stream, VERSION,
     container::{Container, ContainerProcess},
@@ -167,6 +167,17 @@ impl Control<'_> {
                     let started = prepared.ok_or_else(missing).and_then(Prepared::run);
                     self.report_started(started)?;
                 }
+                AgentRequest::Limit { container, limits } => {
+                    let known = self.first_process(container);
+                    self.report(known.and_then(|_| cgroup::set_limits(container, &limits)))?;
+                }
+                AgentRequest::Statistics { container } => {
+                    let known = self.first_process(container);
+                    match known.and_then(|_| cgroup::statistics(container)) {
+                        Ok(statistics) => self.answer(&Answer::Statistics(statistics))?,
+                        Err(error) => self.report(Err(error))?,
+                    }
+                }
                 AgentRequest::Signal(number) => {
                     self.running.iter().for_each(|it| it.signal(number))
                 }
@@ -236,10 +247,14 @@ impl Control<'_> {
         Ok(())
     }
 
-    fn enter(&mut self, name: &str, process: ContainerProcess<'_>) -> io::Result<()> {
+    /// Returns the first process of a container.
+    fn first_process(&self, name: &str) -> io::Result<Pid> {
         let first = self.agent.commands().containers.get(name).copied();
-        let missing = || io::Error::other(format!("enter the container {name}: it does not exist"));
-        let container = (name, first.ok_or_else(missing)?);
+        first.ok_or_else(|| io::Error::other(format!("find the container {name}")))
+    }
+
+    fn enter(&mut self, name: &str, process: ContainerProcess<'_>) -> io::Result<()> {
+        let container = (name, self.first_process(name)?);
         let streams = self.streams()?;
         let entered = command::enter(&self.agent.children, container, process, streams)?;
         self.running = Some(entered.0);
@@ -273,6 +288,9 @@ impl Control<'_> {
         drop(commands);
         if self.owns_guest {
             power_off();
+        }
+        if let Some(name) = &self.container {
+            container::remove_scratch(name);
         }
     }
 }

@@ -4,6 +4,7 @@
 //! All paths of a container are resolved after its root has become this process' root, so that its
 //! symbolic links lead nowhere else.
 
+use crate::cgroup;
 use nix::sched::{CloneFlags, unshare};
 use proto::agent::Strings;
 use proto::agent::container::{Container, ContainerMount, Device};
@@ -24,8 +25,8 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
-/// Root of the guest's cgroups; each container has one below it.
-const CGROUPS: &str = "/sys/fs/cgroup";
+/// Place of the disk with changes of containers, each in a folder of its name.
+pub const SCRATCH: &str = "/scratch";
 /// Kernel parameters.
 const PARAMETERS: &str = "/proc/sys";
 
@@ -54,32 +55,11 @@ fn named(what: impl std::fmt::Display) -> impl FnOnce(io::Error) -> io::Error {
     move |error| io::Error::new(error.kind(), format!("{what}: {error}"))
 }
 
-/// Returns the cgroup of a container.
-fn cgroup(name: &str) -> PathBuf {
-    Path::new(CGROUPS).join(name)
-}
-
-/// Removes the cgroup of a container that has ended.
-pub fn remove_cgroup(name: &str) {
-    // It stays, empty, if a process that was just killed is still in it.
-    let _ = files::remove_dir(cgroup(name));
-}
-
-/// Moves this process to the cgroup of a container.
-fn join_cgroup(name: &str) -> io::Result<()> {
-    let place = cgroup(name);
-    match files::create_dir(&place) {
-        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(error),
-        // 0 is the process that writes.
-        _ => files::write(place.join("cgroup.procs"), "0"),
-    }
-    .map_err(named("join the container's cgroup"))
-}
-
 /// Gives this process, the first one of its PID namespace if the container has one of its own, the
 /// other namespaces, the root and the file systems of a container.
 pub fn create(container: &Container<'_>, has_terminal: bool) -> io::Result<()> {
-    join_cgroup(container.name)?;
+    cgroup::create(container.name, &container.limits)?;
+    cgroup::join(container.name)?;
     let mut flags = CloneFlags::CLONE_NEWNS | CloneFlags::CLONE_NEWCGROUP;
     flags.set(CloneFlags::CLONE_NEWIPC, container.namespaces.ipc);
     flags.set(CloneFlags::CLONE_NEWUTS, container.namespaces.uts);
@@ -98,7 +78,11 @@ pub fn create(container: &Container<'_>, has_terminal: bool) -> io::Result<()> {
     });
     let sources = sources.collect::<io::Result<Vec<_>>>()?;
     let console = has_terminal.then(terminal).transpose()?;
-    change_root(container.root)?;
+    let root = Path::new(OsStr::from_bytes(container.root));
+    match container.has_scratch {
+        true => change_root(&mount_overlay(container.name, root)?)?,
+        false => change_root(root)?,
+    }
     for (mount, source) in container.mounts.iter().zip(sources) {
         let place = Path::new(OsStr::from_bytes(mount.place));
         mount_one(mount, source, place)
@@ -139,8 +123,34 @@ fn terminal() -> io::Result<OwnedFd> {
     copy_tree(path.as_os_str().as_bytes())
 }
 
-fn change_root(root: &[u8]) -> io::Result<()> {
-    let root = Path::new(OsStr::from_bytes(root));
+/// Mounts the root of a container below its changes, and returns the place.
+fn mount_overlay(name: &str, root: &Path) -> io::Result<PathBuf> {
+    let own = Path::new(SCRATCH).join(name);
+    let [upper, work, place] = ["upper", "work", "root"].map(|folder| own.join(folder));
+    let mount = || {
+        for folder in [&upper, &work, &place] {
+            files::create_dir_all(folder)?;
+        }
+        // The overlay's root has mode and owner of the upper folder.
+        let below = fs::stat(root)?;
+        fs::chown(&upper, Some(Uid::from_raw(below.st_uid)), Some(Gid::from_raw(below.st_gid)))?;
+        fs::chmod(&upper, Mode::from_raw_mode(below.st_mode & 0o7777))?;
+        let [root, upper, work] = [root, &upper, &work].map(Path::display);
+        let data = format!("lowerdir={root},upperdir={upper},workdir={work}");
+        mount("overlay", &place, "overlay", MountFlags::empty(), Some(&*CString::new(data)?))?;
+        Ok(())
+    };
+    mount().map_err(named("mount the scratch disk above the root"))?;
+    Ok(place)
+}
+
+/// Removes the changes of a container that has ended, if there is a disk of them.
+pub fn remove_scratch(name: &str) {
+    // A process that was just killed may still have files open; the disk ends with the guest.
+    let _ = files::remove_dir_all(Path::new(SCRATCH).join(name));
+}
+
+fn change_root(root: &Path) -> io::Result<()> {
     let change = || {
         // The new root must be a mount point.
         mount_bind_recursive(root, root)?;
@@ -284,7 +294,7 @@ impl Member<'_> {
     pub fn enter(&self) -> io::Result<()> {
         // All are opened before the root changes.
         let all = ["ipc", "uts", "cgroup", "mnt"].map(|name| self.open(name));
-        join_cgroup(self.name)?;
+        cgroup::join(self.name)?;
         for namespace in all {
             move_into_link_name_space(namespace?.as_fd(), None)
                 .map_err(io::Error::from)

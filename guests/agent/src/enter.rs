@@ -244,6 +244,7 @@ fn start(process: &ContainerProcess<'_>, program: &Path) -> io::Result<io::Error
         let home = users::resolve(&CommandUser::Named(&user))?.home;
         started.env("HOME", home.unwrap_or_else(|| "/".to_owned()));
     }
+    privileges::apply_last(process)?;
     let error = started.exec();
     let text = format!("exec {}: {}", program.display(), reason(&error));
     Ok(io::Error::new(error.kind(), text))

@@ -6,6 +6,7 @@
 //! has connected is printed on the console, and ends the guest.
 #![forbid(unsafe_code)]
 
+mod cgroup;
 mod children;
 mod command;
 mod connection;

@@ -50,8 +50,13 @@ pub fn change_user(user: &CommandUser<'_>) -> io::Result<()> {
     set_thread_uid(Uid::from_raw(user.user)).map_err(named("set the user"))
 }
 
-/// Sets limits, user and capabilities of a container's process.
+/// Sets limits, user and capabilities of a container's process, and its seccomp filter unless
+/// [`apply_last`] does.
 pub fn apply(process: &ContainerProcess<'_>) -> io::Result<()> {
+    if !process.no_new_privileges {
+        // The kernel requires the capabilities that are given up here (seccomp(2)).
+        set_filter(process)?;
+    }
     process.limits.iter().try_for_each(set_limit)?;
     if let Some(mask) = process.umask {
         umask(Mode::from_raw_mode(mask & 0o777));
@@ -69,6 +74,20 @@ pub fn apply(process: &ContainerProcess<'_>) -> io::Result<()> {
         set_no_new_privs(true).map_err(named("give up new privileges"))?;
     }
     Ok(())
+}
+
+/// Sets the seccomp filter of a process that cannot gain privileges, when only its program remains
+/// to be started: the filter need not permit anything else.
+pub fn apply_last(process: &ContainerProcess<'_>) -> io::Result<()> {
+    if process.no_new_privileges { set_filter(process) } else { Ok(()) }
+}
+
+fn set_filter(process: &ContainerProcess<'_>) -> io::Result<()> {
+    if process.filter.is_empty() {
+        return Ok(());
+    }
+    let set = host_linux::sys::set_filter(&process.filter);
+    set.map_err(|error| named("set the seccomp filter")(Errno::from_raw_os_error(error.0)))
 }
 
 fn set_limit(limit: &ResourceLimit) -> io::Result<()> {

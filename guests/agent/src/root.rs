@@ -1,6 +1,7 @@
 //! File systems of the guest: its root below an overlay in memory, those of the kernel, and shared
 //! directories.
 
+use crate::container;
 use proto::agent::{Guest, Mount, POD, Root};
 use rustix::fs::{self, Mode};
 use rustix::io::Errno;
@@ -76,10 +77,10 @@ pub fn change(guest: &Guest<'_>) -> io::Result<()> {
             let mounted = mount_ext4(DISK);
             mounted.map_err(named("mount the file system of the first disk"))?;
         }
-        Root::Pod(_) => {}
+        Root::Pod { .. } => {}
     }
     match &guest.root {
-        Root::Pod(tag) => mount_pod(tag)?,
+        Root::Pod { tag, has_scratch } => mount_pod(tag, *has_scratch)?,
         _ => mount_overlay()?,
     }
     let new = Path::new(NEW);
@@ -134,15 +135,23 @@ fn mount_share(tag: &str, place: &Path, read_only: bool) -> io::Result<()> {
         .map_err(named(format_args!("mount the shared directory {tag} at {}", place.display())))
 }
 
-/// Mounts a new root in memory, with the directory of containers.
-fn mount_pod(tag: &str) -> io::Result<()> {
+/// Mounts a new root in memory, with the directory of containers, and a disk for their changes.
+fn mount_pod(tag: &str, has_scratch: bool) -> io::Result<()> {
     mount("tmpfs", NEW, "tmpfs", MountFlags::empty(), Some(c"mode=755"))
         .map_err(named("mount the root"))?;
     let place = Path::new(NEW).join(POD.trim_start_matches('/'));
     create(&place)?;
     let data = CString::new(NINEP_OWNERS)?;
     mount(tag, &place, "9p", MountFlags::NODEV, Some(&*data))
-        .map_err(named(format_args!("mount the shared directory {tag}")))
+        .map_err(named(format_args!("mount the shared directory {tag}")))?;
+    if has_scratch {
+        let place = Path::new(NEW).join(container::SCRATCH.trim_start_matches('/'));
+        create(&place)?;
+        let disk = Path::new("/dev").join(DISK);
+        mount(disk, &place, "ext4", MountFlags::NODEV, None)
+            .map_err(named("mount the scratch disk"))?;
+    }
+    Ok(())
 }
 
 /// Mounts the root on the first disk, or on the first of its partitions that has one. It is not

@@ -2,7 +2,8 @@
 
 use crate::vm::AgentVm;
 use hosted_command::failure::{self, Failure, IoContext};
-use proto::agent::{Answer, Hello, PORT, Purpose, Stream, VERSION, io as wire};
+use proto::agent::container::ContainerStatistics;
+use proto::agent::{AgentRequest, Answer, Hello, PORT, Purpose, Stream, VERSION, io as wire};
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -65,24 +66,52 @@ impl ControlConnection {
     ///
     /// # Errors
     /// The agent refuses it, or the connection fails: `vm` explains why.
-    pub fn request(
+    pub fn request(&self, vm: &mut AgentVm, request: &AgentRequest<'_>) -> Result<(), Failure> {
+        let mut room = Vec::new();
+        match self.exchange(vm, request, &mut room)? {
+            Answer::Done => Ok(()),
+            _ => Err(wrong_answer()),
+        }
+    }
+
+    /// Asks for the statistics of a container.
+    ///
+    /// # Errors
+    /// See [`Self::request`].
+    pub fn statistics(
         &self,
         vm: &mut AgentVm,
-        request: &proto::agent::AgentRequest<'_>,
-    ) -> Result<(), Failure> {
+        container: &str,
+    ) -> Result<ContainerStatistics, Failure> {
         let mut room = Vec::new();
+        match self.exchange(vm, &AgentRequest::Statistics { container }, &mut room)? {
+            Answer::Statistics(statistics) => Ok(statistics),
+            _ => Err(wrong_answer()),
+        }
+    }
+
+    /// Sends a request and receives its answer, unless that is a failure.
+    fn exchange<'a>(
+        &self,
+        vm: &mut AgentVm,
+        request: &AgentRequest<'_>,
+        room: &'a mut Vec<u8>,
+    ) -> Result<Answer<'a>, Failure> {
         let answered = wire::send(&self.stream, request)
-            .and_then(|()| wire::receive(&self.stream, &mut room)?.ok_or_else(hang_up));
-        let answered = answered.and_then(|()| wire::read::<Answer<'_>>(&room));
+            .and_then(|()| wire::receive(&self.stream, room)?.ok_or_else(hang_up));
+        let answered = answered.and_then(|()| wire::read::<Answer<'_>>(room));
         match answered {
-            Ok(Answer::Done) => Ok(()),
             Ok(Answer::Failed(text)) => {
                 Err(Failure::new(failure::UNAVAILABLE, format!("the guest cannot {text}")))
             }
-            Ok(_) => Err(Failure::new(failure::INTERNAL, "the agent's answer is for no request")),
+            Ok(answer) => Ok(answer),
             Err(error) => Err(vm.failure(&format!("the agent has not answered: {error}"))),
         }
     }
+}
+
+fn wrong_answer() -> Failure {
+    Failure::new(failure::INTERNAL, "the agent's answer is for no request")
 }
 
 fn hang_up() -> io::Error {

@@ -15,7 +15,7 @@
 #![forbid(unsafe_code)]
 
 pub mod carrier;
-mod connection;
+pub mod connection;
 mod guest;
 pub mod vm;
 

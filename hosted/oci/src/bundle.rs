@@ -24,6 +24,13 @@ const DEFAULT: &str = "dev.parador.default_memory";
 /// Annotations of containerd and of CRI-O: the kind of a container, and the name of its sandbox.
 const KINDS: [&str; 2] = ["io.kubernetes.cri.container-type", "io.kubernetes.cri-o.ContainerType"];
 const SANDBOXES: [&str; 2] = ["io.kubernetes.cri.sandbox-id", "io.kubernetes.cri-o.SandboxID"];
+/// Scratch disk for changes of the root directory: its size, or [`SCRATCH_ON`].
+const SCRATCH: &str = "dev.parador.scratch";
+const SCRATCH_ON: &str = "on";
+/// Size of a scratch disk without a stated one.
+const SCRATCH_SIZE: Size = Size(8 << 30);
+/// Least size of a scratch disk.
+const LEAST_SCRATCH: Size = Size(16 << 20);
 /// Microseconds of CPU time are granted for this period, unless another one is stated.
 const PERIOD: u64 = 100_000;
 /// Character devices that a guest has (`Documentation/admin-guide/devices.txt` in Linux).
@@ -52,6 +59,8 @@ pub struct Bundle {
     /// Size of its own VM.
     pub memory: Size,
     pub cpus: u8,
+    /// Size of the scratch disk; `None`: changes of the root directory reach the host's files.
+    pub scratch: Option<Size>,
 }
 
 impl Bundle {
@@ -81,10 +90,16 @@ impl Bundle {
         if spec.hooks().as_ref().is_some_and(|hooks| *hooks != Default::default()) {
             return Err(refuse("hooks are not supported: they change the host's namespaces"));
         }
+        if matches!(linux.rootfs_propagation().as_deref(), Some("shared" | "rshared")) {
+            return Err(refuse(
+                "linux.rootfsPropagation: a VM cannot propagate mounts to the host",
+            ));
+        }
         linux.devices().iter().flatten().try_for_each(check_device)?;
         let (namespaces, network) = namespaces(&linux, sandbox.is_some())?;
         let mounts = spec.mounts().iter().flatten().map(|mount| MountPlan::new(mount, &path));
         let (memory, cpus) = size(linux.resources().as_ref(), &annotations)?;
+        let scratch = scratch(&annotations)?;
         Ok(Self {
             rootfs: path.join(root.path()),
             is_read_only: root.readonly().unwrap_or_default(),
@@ -99,6 +114,7 @@ impl Bundle {
             annotations,
             memory,
             cpus,
+            scratch,
         })
     }
 }
@@ -160,20 +176,35 @@ fn namespaces(linux: &Linux, is_member: bool) -> Result<(Namespaces, Option<Path
     Ok((namespaces, network))
 }
 
+/// Reads an annotation with a size.
+fn parse_size(name: &str, text: &str) -> Result<Size, Failure> {
+    Size::parse(text).map_err(|error| refuse(format!("annotation {name}: {error}")))
+}
+
+/// Returns the size of the scratch disk.
+fn scratch(annotations: &HashMap<String, String>) -> Result<Option<Size>, Failure> {
+    let size = match annotations.get(SCRATCH).map(String::as_str) {
+        None => return Ok(None),
+        Some(SCRATCH_ON) => SCRATCH_SIZE,
+        Some(text) => parse_size(SCRATCH, text)?,
+    };
+    match size.0 < LEAST_SCRATCH.0 {
+        true => Err(refuse(format!("annotation {SCRATCH}: a disk has at least 16M"))),
+        false => Ok(Some(size)),
+    }
+}
+
 /// Returns memory and CPUs of a VM.
 fn size(
     resources: Option<&LinuxResources>,
     annotations: &HashMap<String, String>,
 ) -> Result<(Size, u8), Failure> {
-    let own = |name: &str| name.starts_with(PREFIX) && name != EXTRA && name != DEFAULT;
+    let own = |name: &str| name.starts_with(PREFIX) && ![EXTRA, DEFAULT, SCRATCH].contains(&name);
     if let Some(name) = annotations.keys().find(|name| own(name)) {
         return Err(refuse(format!("unknown annotation {name}")));
     }
-    let value = |name: &str, default: Size| match annotations.get(name) {
-        None => Ok(default),
-        Some(text) => {
-            Size::parse(text).map_err(|error| refuse(format!("annotation {name}: {error}")))
-        }
+    let value = |name: &str, default: Size| {
+        annotations.get(name).map_or(Ok(default), |text| parse_size(name, text))
     };
     let (extra, default) = (value(EXTRA, LEAST)?, value(DEFAULT, Size(2 << 30))?);
     let limit = resources.and_then(|it| it.memory().as_ref()?.limit()).filter(|limit| *limit > 0);
@@ -243,6 +274,10 @@ mod tests {
         assert_eq!(size(-1, 0, annotations).map(|it| it.0), Ok(1024));
         let wrong = size(-1, 0, json!({ EXTRA: "much" })).unwrap_err();
         assert!(wrong.starts_with("annotation dev.parador.memory: invalid size"), "{wrong}");
+        for (text, expected) in [("on", Some(8 << 30)), ("64M", Some(64 << 20)), ("1M", None)] {
+            let found = open(with("", "annotations", json!({ SCRATCH: text })));
+            assert_eq!(found.ok().and_then(|it| it.scratch).map(|it| it.0), expected, "{text}");
+        }
         let unknown = size(-1, 0, json!({ "dev.parador.more": "1" }));
         assert_eq!(unknown, Err("unknown annotation dev.parador.more".to_owned()));
     }
@@ -273,6 +308,8 @@ mod tests {
         assert_eq!(refused(with("/linux", "devices", device)), text);
         let hooks = json!({ "prestart": [{ "path": "/bin/true" }] });
         assert!(refused(with("", "hooks", hooks)).starts_with("hooks are not supported"));
+        let text = "linux.rootfsPropagation: a VM cannot propagate mounts to the host";
+        assert_eq!(refused(with("/linux", "rootfsPropagation", json!("rshared"))), text);
         let empty = json!([]);
         let text = "config.json: `process.args` is missing";
         assert_eq!(refused(with("/process", "args", empty)), text);

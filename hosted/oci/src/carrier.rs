@@ -9,7 +9,7 @@ use crate::line::{Carry, Global};
 use crate::message::{ContainerMessage, ProcessMessage};
 use crate::network::{self, PodNetwork};
 use crate::store::{ContainerRecord, ProcessId, Store};
-use crate::{cgroup, mounts, refuse, report, terminal};
+use crate::{cgroup, mounts, refuse, report, scratch, terminal};
 use hosted_command::failure::{Failure, IoContext};
 use hosted_exec::carrier::Carrier;
 use hosted_exec::vm::{self, AgentVm};
@@ -199,7 +199,7 @@ impl Container {
         if let Some(socket) = &carry.console_socket {
             terminal::give(socket)?;
         }
-        cgroup::join(&state.cgroups)?;
+        enter_cgroups(store, &mut state)?;
         let mut vm = match bundle.sandbox {
             Some(_) => (AgentVm::attach(state.vm_folder.clone()), None),
             None => start_vm(global, &state, &bundle)?,
@@ -221,7 +221,7 @@ impl Container {
         let is_own = bundle.sandbox.is_none();
         let set_up = AgentRequest::Configure(Guest {
             name: if bundle.hostname.is_empty() { "parador" } else { &bundle.hostname },
-            root: Root::Pod(TAG),
+            root: Root::Pod { tag: TAG, has_scratch: state.vm_scratch.is_some() },
             mounts: heapless::Vec::new(),
             network: network.as_ref().map(|network| network.guest),
         });
@@ -233,13 +233,25 @@ impl Container {
         if let Some(network) = network {
             network.connect()?;
         }
-        let message = ContainerMessage::new(&state.id, bundle)?;
+        let message = ContainerMessage::new(state, bundle)?;
         let request = AgentRequest::Create(message.message(carrier.terminal())?);
         carrier.request(vm, &request)?;
         let socket = state.folder.join(START);
         let listener = UnixListener::bind(&socket).file_error("listen at", &socket)?;
         Ok((carrier, listener))
     }
+}
+
+/// Moves this process to the cgroups of its container.
+fn enter_cgroups(store: &Store, state: &mut ContainerRecord) -> Result<(), Failure> {
+    if let Some(scope) = &state.scope {
+        // Of version 1, systemd makes the cgroup in its own hierarchy only.
+        state.cgroups = cgroup::places(&scope.enter()?);
+        store.save(state)?;
+        state.cgroups = cgroup::make(&state.cgroups)?;
+        store.save(state)?;
+    }
+    cgroup::join(&state.cgroups)
 }
 
 /// Starts the VM of a container, in its network namespace.
@@ -268,7 +280,10 @@ fn start_vm(
         ro: false,
         owners: true,
     };
+    let scratch = state.vm_scratch.as_deref().zip(bundle.scratch);
+    let scratch = scratch.map(|(path, size)| scratch::make(path, size)).transpose()?;
     let config = Config {
+        disk: scratch.into_iter().collect(),
         share: vec![share],
         net: network.iter().map(PodNetwork::card).collect::<Result<_, _>>()?,
         ..vm::describe(&state.vm_folder, vm)?
@@ -342,7 +357,8 @@ fn enter(state: &ContainerRecord, process: &Process) -> Result<(AgentVm, Carrier
     let connected = Carrier::connect(&mut vm, &FORWARDED, has_terminal, None)?;
     let carrier =
         connected.map_err(|code| refuse(format!("a signal has ended the carrier ({code})")))?;
-    let message = ProcessMessage::new(process)?;
+    let bundle = Bundle::open(&state.bundle)?;
+    let message = ProcessMessage::new(process, &bundle.linux)?;
     let process = message.message(carrier.terminal())?;
     carrier.request(&mut vm, &AgentRequest::Enter { container: &state.id, process })?;
     carrier.request(&mut vm, &AgentRequest::Run)?;

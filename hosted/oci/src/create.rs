@@ -3,7 +3,8 @@
 use crate::bundle::Bundle;
 use crate::line::{Create, Global};
 use crate::store::{ContainerRecord, Status, Store};
-use crate::{carrier, cgroup, lifecycle, mounts, refuse, report};
+use crate::systemd::Scope;
+use crate::{carrier, cgroup, lifecycle, mounts, refuse, report, scratch};
 use hosted_command::failure::{Failure, IoContext};
 use hosted_monitor::runtime::RuntimeFolder;
 use std::env;
@@ -21,10 +22,6 @@ const PREFIX: &str = "oci-";
 /// # Errors
 /// Its configuration demands what a VM cannot do, or the VM fails; nothing is left.
 pub fn create(global: &Global, arguments: &Create, is_attached: bool) -> Result<Child, Failure> {
-    if global.systemd_cgroup {
-        let text = "cgroups of systemd are not supported";
-        return Err(refuse(text).help("set the engine's cgroup manager to cgroupfs"));
-    }
     if arguments.preserve_fds > 0 {
         return Err(refuse("a VM cannot take descriptors of the host (--preserve-fds)"));
     }
@@ -76,17 +73,25 @@ fn build(
 ) -> Result<Child, Failure> {
     let id = &arguments.id;
     let folder = RuntimeFolder::open()?.path().join(unique_name());
-    let default = || Path::new("/").join(id);
-    let cgroup = bundle.linux.cgroups_path().clone().unwrap_or_else(default);
+    let path = bundle.linux.cgroups_path().as_deref();
+    let scope = global.systemd_cgroup.then(|| Scope::new(path, id)).transpose()?;
+    let default = Path::new("/").join(id);
+    let cgroups = match scope {
+        Some(_) => Vec::new(),
+        None => cgroup::places(path.unwrap_or(&default)),
+    };
     let mut state = ContainerRecord {
         id: id.clone(),
         bundle: bundle.path.clone(),
         rootfs: bundle.rootfs.clone(),
         created: report::now(),
         annotations: bundle.annotations.clone(),
+        vm_scratch: scratch_disk(bundle, sandbox.as_ref(), &folder)?,
+        vm_memory: sandbox.as_ref().map_or(bundle.memory.0, |sandbox| sandbox.vm_memory),
         vm_folder: sandbox.map_or_else(|| folder.clone(), |sandbox| sandbox.vm_folder),
         folder,
-        cgroups: cgroup::places(&cgroup),
+        cgroups,
+        scope,
         carrier: None,
     };
     store.save(&state)?;
@@ -99,6 +104,21 @@ fn build(
     let carrier = carrier::start(global, &state, console, None)?;
     write_pid(arguments.pid_file.as_deref(), &carrier)?;
     Ok(carrier)
+}
+
+/// Returns the scratch disk of a container's VM.
+fn scratch_disk(
+    bundle: &Bundle,
+    sandbox: Option<&ContainerRecord>,
+    folder: &Path,
+) -> Result<Option<PathBuf>, Failure> {
+    match (bundle.scratch, sandbox) {
+        (Some(_), Some(sandbox)) if sandbox.vm_scratch.is_none() => {
+            Err(refuse("the sandbox of the container has no scratch disk (dev.parador.scratch)"))
+        }
+        (_, Some(sandbox)) => Ok(sandbox.vm_scratch.clone()),
+        (size, None) => Ok(size.map(|_| scratch::path(folder))),
+    }
 }
 
 /// Writes the number of a carrier to a file of the engine, which sees all of it or nothing.

@@ -14,12 +14,16 @@
 //! | `store` | containers on the disk: states, locks, folders |
 //! | `bundle` | configurations: reading, refusals, size of the VM |
 //! | `mounts` | file systems of a container: kinds, options, the pod's shared directory |
+//! | `seccomp` | seccomp profiles as filters for the guest |
+//! | `scratch` | disks for changes of containers |
 //! | `message` | configurations as messages to the agent |
 //! | `cgroup` | cgroups of the host, version 1 and 2 |
+//! | `systemd` | cgroups that systemd makes |
 //! | `network` | the pod's network namespace: addresses, a tap device |
 //! | `terminal` | pseudoterminals for engines |
 //! | `carrier` | the carrier of a container, and that of another process in it |
-//! | `create`, `lifecycle` | the commands |
+//! | `resources` | limits, `update`, `events` |
+//! | `create`, `lifecycle` | the other commands |
 //!
 //! The specification is `docs/spec/oci.md`.
 #![forbid(unsafe_code)]
@@ -34,7 +38,11 @@ mod message;
 mod mounts;
 mod network;
 mod report;
+mod resources;
+mod scratch;
+mod seccomp;
 mod store;
+mod systemd;
 mod terminal;
 
 use clap::Parser;

@@ -2,7 +2,7 @@
 
 use crate::line::{Exec, Global, RuntimeCommand, RuntimeLine};
 use crate::store::{ContainerRecord, Status, Store};
-use crate::{carrier, cgroup, create, mounts, refuse};
+use crate::{carrier, cgroup, create, mounts, refuse, resources, scratch};
 use hosted_command::failure::{Failure, IoContext};
 use hosted_command::output::print;
 use oci_spec::runtime::Process;
@@ -47,10 +47,10 @@ pub fn carry_out(line: &RuntimeLine) -> Result<u8, Failure> {
         RuntimeCommand::List { format, quiet } => list(&store, format, *quiet).map(|()| 0),
         RuntimeCommand::Pause { id } => freeze(&store, id, Status::Running).map(|()| 0),
         RuntimeCommand::Resume { id } => freeze(&store, id, Status::Paused).map(|()| 0),
-        RuntimeCommand::Update { .. } => {
-            Err(refuse("update is not supported: a VM keeps its size"))
+        RuntimeCommand::Update(arguments) => resources::update(&store, arguments).map(|()| 0),
+        RuntimeCommand::Events { stats, interval, id } => {
+            resources::events(&store, id, (!stats).then_some(interval.0)).map(|()| 0)
         }
-        RuntimeCommand::Events { .. } => Err(refuse("events are not supported")),
         RuntimeCommand::Features => print(format!("{:#}\n", features())).map(|()| 0),
         RuntimeCommand::Carry(arguments) => carrier::become_carrier(global, arguments),
     }
@@ -194,8 +194,8 @@ fn wait_until(mut is_so: impl FnMut() -> bool) -> bool {
 pub fn remove(store: &Store, id: &str) -> Result<(), Failure> {
     // `create` may have failed before it was written.
     let Ok(state) = store.load(id) else { return store.remove(id) };
-    let vm = carrier::vm_process(&state.vm_folder);
-    let vm = vm.filter(|_| state.vm_folder == state.folder);
+    let has_own_vm = state.vm_folder == state.folder;
+    let vm = carrier::vm_process(&state.vm_folder).filter(|_| has_own_vm);
     if let Some(vm) = vm
         && !wait_until(|| !vm.is_alive())
     {
@@ -205,6 +205,9 @@ pub fn remove(store: &Store, id: &str) -> Result<(), Failure> {
         if !wait_until(|| !vm.is_alive()) {
             return Err(refuse("the VM does not end"));
         }
+    }
+    if let Some(disk) = state.vm_scratch.as_deref().filter(|_| has_own_vm) {
+        scratch::remove(disk)?;
     }
     mounts::unmount_all(&state.vm_folder, id)?;
     cgroup::remove(&state.cgroups)?;
@@ -343,8 +346,8 @@ fn features() -> Value {
         "hooks": [],
         "linux": {
             "namespaces": ["cgroup", "ipc", "mount", "network", "pid", "uts"],
-            "cgroup": { "v1": true, "v2": true, "systemd": false },
-            "seccomp": { "enabled": false },
+            "cgroup": { "v1": true, "v2": true, "systemd": true },
+            "seccomp": { "enabled": true },
             "apparmor": { "enabled": false },
             "selinux": { "enabled": false },
         },

@@ -2,7 +2,7 @@
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use hosted_command::programs::Named;
-use hosted_monitor::config::vm::BackendChoice;
+use hosted_monitor::config::vm::{BackendChoice, Time};
 use std::path::PathBuf;
 
 /// OCI runtime whose containers run in VMs.
@@ -31,7 +31,7 @@ pub struct Global {
     /// Accepted for engines.
     #[arg(long)]
     pub debug: bool,
-    /// Cgroups of systemd, which are not supported.
+    /// The cgroup path of a configuration is that of a scope of systemd, `slice:prefix:name`.
     #[arg(long)]
     pub systemd_cgroup: bool,
     /// Accepted for engines: rootless operation is detected.
@@ -112,15 +112,17 @@ pub enum RuntimeCommand {
     Pause { id: String },
     /// Continue a paused container.
     Resume { id: String },
-    /// Change resources of a container, which is not supported.
-    Update {
-        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
-        arguments: Vec<String>,
-    },
-    /// Print statistics of a container, which is not supported.
+    /// Change limits of a container.
+    Update(Update),
+    /// Print statistics of a container, until it ends.
     Events {
-        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
-        arguments: Vec<String>,
+        /// Print them once.
+        #[arg(long)]
+        stats: bool,
+        /// Interval, e.g. 5s.
+        #[arg(long, value_name = "TIME", value_parser = Time::parse, default_value = "5s")]
+        interval: Time,
+        id: String,
     },
     /// Print the features of the runtime as JSON.
     Features,
@@ -183,6 +185,31 @@ pub struct Exec {
     pub command: Vec<String>,
 }
 
+/// New limits; those that are not stated stay.
+#[derive(Debug, Args)]
+pub struct Update {
+    /// File with `linux.resources` as JSON, - for standard input: memory limit, CPU quota, period
+    /// and shares, limit of processes; the rest has no effect. It takes precedence.
+    #[arg(short, long, value_name = "FILE")]
+    pub resources: Option<PathBuf>,
+    /// Memory in bytes; -1: no limit.
+    #[arg(short, long, value_name = "BYTES", allow_negative_numbers = true)]
+    pub memory: Option<i64>,
+    /// CPU time in each period, in microseconds; -1: no limit.
+    #[arg(long, value_name = "US", allow_negative_numbers = true)]
+    pub cpu_quota: Option<i64>,
+    /// Period in microseconds.
+    #[arg(long, value_name = "US")]
+    pub cpu_period: Option<u64>,
+    /// Share of CPU time, from 2 to 262144.
+    #[arg(long, value_name = "SHARES")]
+    pub cpu_share: Option<u64>,
+    /// Processes and threads; -1: no limit.
+    #[arg(long, value_name = "COUNT", allow_negative_numbers = true)]
+    pub pids_limit: Option<i64>,
+    pub id: String,
+}
+
 /// Arguments of a carrier.
 #[derive(Debug, Args)]
 pub struct Carry {
@@ -221,6 +248,12 @@ mod tests {
         );
         let line = parse("parador-oci kill --all abc 9");
         assert!(matches!(line.command, RuntimeCommand::Kill { signal, .. } if signal == "9"));
+        let line = parse("parador-oci update --memory -1 --cpu-share 512 abc");
+        assert!(matches!(line.command, RuntimeCommand::Update(it) if it.memory == Some(-1)));
+        let line = parse("parador-oci update --resources - abc");
+        assert!(matches!(line.command, RuntimeCommand::Update(it) if it.resources.is_some()));
+        let line = parse("parador-oci events --stats abc");
+        assert!(matches!(line.command, RuntimeCommand::Events { stats: true, .. }));
         assert!(RuntimeLine::try_parse_from(["parador-oci", "checkpoint", "abc"]).is_err());
     }
 }

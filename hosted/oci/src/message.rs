@@ -2,9 +2,10 @@
 
 use crate::bundle::Bundle;
 use crate::mounts::{self, bytes};
-use crate::refuse;
+use crate::store::ContainerRecord;
+use crate::{refuse, resources, seccomp};
 use hosted_command::failure::Failure;
-use oci_spec::runtime::{Capabilities, Capability, LinuxDevice, LinuxDeviceType, Process};
+use oci_spec::runtime::{Capabilities, Capability, Linux, LinuxDevice, LinuxDeviceType, Process};
 use proto::agent::container::{
     Capabilities as Sets, Container, ContainerMount, ContainerProcess, Device, ResourceLimit,
 };
@@ -63,14 +64,15 @@ pub struct ProcessMessage<'a> {
     arguments: Vec<u8>,
     environment: Vec<u8>,
     groups: heapless::Vec<u32, MAX_GROUPS>,
+    filter: Vec<u64>,
 }
 
 impl<'a> ProcessMessage<'a> {
-    /// Reads the process.
+    /// Reads the process of a container with this configuration.
     ///
     /// # Errors
-    /// A string has a zero, or there are too many groups.
-    pub fn new(process: &'a Process) -> Result<Self, Failure> {
+    /// A string has a zero, there are too many groups, or a VM cannot have the seccomp profile.
+    pub fn new(process: &'a Process, linux: &Linux) -> Result<Self, Failure> {
         let groups = process.user().additional_gids().as_deref().unwrap_or_default();
         let groups = heapless::Vec::from_slice(groups).map_err(|_| {
             refuse(format!("a process has {} groups; the most are {MAX_GROUPS}", groups.len()))
@@ -80,6 +82,7 @@ impl<'a> ProcessMessage<'a> {
             arguments: strings(process.args().as_deref().unwrap_or_default())?,
             environment: strings(process.env().as_deref().unwrap_or_default())?,
             groups,
+            filter: seccomp::filter(linux)?,
         })
     }
 
@@ -119,6 +122,7 @@ impl<'a> ProcessMessage<'a> {
             limits: limits.collect(),
             no_new_privileges: self.process.no_new_privileges().unwrap_or_default(),
             umask: user.umask(),
+            filter: self.filter.clone(),
         })
     }
 }
@@ -126,7 +130,7 @@ impl<'a> ProcessMessage<'a> {
 /// Container, with the strings of its message.
 #[derive(Debug)]
 pub struct ContainerMessage<'a> {
-    id: &'a str,
+    state: &'a ContainerRecord,
     bundle: &'a Bundle,
     process: ProcessMessage<'a>,
     root: PathBuf,
@@ -140,8 +144,9 @@ impl<'a> ContainerMessage<'a> {
     /// Reads the configuration of a container.
     ///
     /// # Errors
-    /// A string has a zero, or there are too many groups.
-    pub fn new(id: &'a str, bundle: &'a Bundle) -> Result<Self, Failure> {
+    /// A string has a zero, there are too many groups, or a VM cannot have the seccomp profile.
+    pub fn new(state: &'a ContainerRecord, bundle: &'a Bundle) -> Result<Self, Failure> {
+        let id = &*state.id;
         let guest = |path: PathBuf| Path::new(POD).join(path);
         let sources =
             bundle.mounts.iter().enumerate().map(|(index, mount)| match mount.is_bind() {
@@ -150,9 +155,9 @@ impl<'a> ContainerMessage<'a> {
             });
         let linux = &bundle.linux;
         Ok(Self {
-            id,
+            state,
             bundle,
-            process: ProcessMessage::new(&bundle.process)?,
+            process: ProcessMessage::new(&bundle.process, linux)?,
             root: guest(mounts::root_of(id)),
             sources: sources.collect(),
             masked: strings(linux.masked_paths().as_deref().unwrap_or_default())?,
@@ -175,15 +180,17 @@ impl<'a> ContainerMessage<'a> {
         });
         let parameters = linux.sysctl().iter().flatten();
         Ok(Container {
-            name: self.id,
+            name: &self.state.id,
             root: bytes(&self.root),
             read_only: self.bundle.is_read_only,
+            has_scratch: self.state.vm_scratch.is_some(),
             hostname: &self.bundle.hostname,
             namespaces: self.bundle.namespaces,
             mounts: mounts.collect(),
             devices: linux.devices().iter().flatten().map(device).collect(),
             masked: list(&self.masked)?,
             read_only_paths: list(&self.read_only)?,
+            limits: linux.resources().as_ref().map(resources::limits).unwrap_or_default(),
             parameters: parameters.map(|(name, value)| (&**name, &**value)).collect(),
             process: self.process.message(terminal)?,
         })

@@ -4,6 +4,7 @@
 //! killed `create` has left. Sockets, and the files of the VM, are in a folder of the runtime
 //! folder of the user, whose name is short: the engine's paths exceed the limit of Unix sockets.
 
+use crate::systemd::Scope;
 use crate::{cgroup, refuse};
 use hosted_command::failure::{Failure, IoContext};
 use rustix::process::{Pid, test_kill_process};
@@ -48,7 +49,13 @@ pub struct ContainerRecord {
     pub folder: PathBuf,
     /// Folder of the VM: that of the container, or of its sandbox.
     pub vm_folder: PathBuf,
+    /// Memory of the VM in bytes.
+    pub vm_memory: u64,
+    /// Scratch disk of the VM.
+    pub vm_scratch: Option<PathBuf>,
     pub cgroups: Vec<PathBuf>,
+    /// Scope of systemd, which the carrier enters; its cgroups are known then.
+    pub scope: Option<Scope>,
     /// Carrier, once it was started.
     pub carrier: Option<ProcessId>,
 }
@@ -248,7 +255,10 @@ mod tests {
             annotations: HashMap::new(),
             folder: "/folder".into(),
             vm_folder: "/folder".into(),
+            vm_memory: 64 << 20,
+            vm_scratch: None,
             cgroups: Vec::new(),
+            scope: None,
             carrier,
         }
     }

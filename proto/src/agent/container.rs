@@ -18,6 +18,9 @@ pub struct Container<'a> {
     pub root: &'a [u8],
     /// The root directory is read-only.
     pub read_only: bool,
+    /// Changes of the root directory are on the guest's disk ([`Root::Pod`](super::Root::Pod)), and
+    /// end with the container.
+    pub has_scratch: bool,
     /// Host name of its own; empty: that of the guest.
     pub hostname: &'a str,
     /// Namespaces of its own; the rest are those of the guest.
@@ -35,9 +38,57 @@ pub struct Container<'a> {
     /// Kernel parameters, by names as in `/proc/sys`, with dots.
     #[serde(borrow)]
     pub parameters: Vec<(&'a str, &'a str)>,
+    /// Limits in the guest.
+    pub limits: Limits,
     /// First process.
     #[serde(borrow)]
     pub process: ContainerProcess<'a>,
+}
+
+/// Limits of a container in the guest; `None`: as before, [`u64::MAX`]: no limit.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Limits {
+    /// Memory in bytes.
+    pub memory: Option<u64>,
+    /// CPU time in each period, in microseconds.
+    pub cpu_quota: Option<u64>,
+    /// Period in microseconds.
+    pub cpu_period: Option<u64>,
+    /// Share of CPU time beside other containers of the guest, from 1 to 10,000.
+    pub cpu_weight: Option<u64>,
+    /// Number of processes and threads.
+    pub processes: Option<u64>,
+}
+
+/// Statistics of a container; [`u64::MAX`] as a limit: there is none.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ContainerStatistics {
+    /// CPU time in microseconds.
+    pub cpu_us: u64,
+    /// That of user mode.
+    pub user_us: u64,
+    /// That of the kernel.
+    pub system_us: u64,
+    /// Periods with a limit of CPU time.
+    pub periods: u64,
+    /// Those in which it was reached.
+    pub throttled_periods: u64,
+    /// Time in microseconds during which the container had to wait for that reason.
+    pub throttled_us: u64,
+    /// Memory in bytes.
+    pub memory: u64,
+    /// Most memory that it had.
+    pub memory_peak: u64,
+    /// Limit of memory.
+    pub memory_limit: u64,
+    /// Bytes of files in the guest's cache.
+    pub file_cache: u64,
+    /// Processes that were killed for lack of memory.
+    pub oom_kills: u64,
+    /// Processes and threads.
+    pub processes: u64,
+    /// Limit of their number.
+    pub process_limit: u64,
 }
 
 /// Namespaces that a container has of its own. It always has one of mounts and one of cgroups.
@@ -97,6 +148,8 @@ pub struct ContainerProcess<'a> {
     pub no_new_privileges: bool,
     /// File mode creation mask.
     pub umask: Option<u32>,
+    /// Seccomp filter as instructions (`struct sock_filter` of Linux); empty: none.
+    pub filter: Vec<u64>,
 }
 
 /// Sets of capabilities, bit n for capability n (capabilities(7)).

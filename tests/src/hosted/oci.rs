@@ -1,10 +1,11 @@
 //! `parador oci`: the runtime's command line as engines use it, and podman where it is installed.
 
-use super::{GONE, Rig, succeed};
+use super::{GONE, Rig, SLOW, succeed};
 use crate::system::{artifacts, target};
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
 use std::fs::{self, File};
+use std::io::{PipeWriter, pipe};
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
@@ -12,19 +13,23 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 /// Programs of the test's root directory, which are one.
-const PROGRAMS: [&str; 13] = [
-    "cat", "echo", "grep", "hostname", "id", "ls", "mount", "nc", "sh", "sleep", "stat", "stty",
-    "true",
+const PROGRAMS: [&str; 14] = [
+    "cat", "echo", "grep", "hostname", "id", "ls", "mkdir", "mount", "nc", "sh", "sleep", "stat",
+    "stty", "true",
 ];
 
 /// An engine's folders, and containers with busybox in them.
 struct Engine {
     rig: Rig,
+    kernel: PathBuf,
+    artifacts: PathBuf,
 }
 
 impl Engine {
     fn new() -> Result<Self> {
-        let engine = Self { rig: Rig::new()? };
+        let rig = Rig::new()?;
+        let kernel = rig.kernel().to_owned();
+        let engine = Self { rig, kernel, artifacts: artifacts() };
         // The runtime folder must be the user's alone.
         fs::create_dir(engine.path("run"))?;
         fs::set_permissions(engine.path("run"), fs::Permissions::from_mode(0o700))?;
@@ -41,10 +46,28 @@ impl Engine {
         command.args(["-s", "KILL", "120"]).arg(target().join("release").join("parador"));
         command.arg("oci").arg("--root").arg(self.path("root"));
         command.arg("--log").arg(self.path("log")).args(["--log-format", "json"]);
-        command.arg("--kernel").arg(self.rig.kernel()).args(["--backend", "process"]);
-        command.env("PARADOR_ARTIFACTS", artifacts()).env("XDG_RUNTIME_DIR", self.path("run"));
+        command.arg("--kernel").arg(&self.kernel).args(["--backend", "process"]);
+        command.env("PARADOR_ARTIFACTS", &self.artifacts).env("XDG_RUNTIME_DIR", self.path("run"));
         command.current_dir(self.rig.folder());
         command
+    }
+
+    /// Returns whether the creation of a container has come to a step.
+    fn is_at(&self, name: &str, step: Step) -> bool {
+        let state = || -> Option<Value> {
+            let text = fs::read(self.path("root").join(name).join("state.json")).ok()?;
+            serde_json::from_slice(&text).ok()
+        };
+        let Some(state) = state() else { return false };
+        let folder = Path::new(state["folder"].as_str().unwrap_or_default());
+        match step {
+            Step::State => true,
+            Step::Folder => folder.exists(),
+            Step::Mounts => folder.join("share").join(name).join("root").exists(),
+            Step::Carrier => !state["carrier"].is_null(),
+            Step::Vm => folder.join("process").exists(),
+            Step::Agent => folder.join("vsock").exists(),
+        }
     }
 
     fn call(&self, arguments: &[&str]) -> Result<Output> {
@@ -118,17 +141,19 @@ impl Engine {
         fs::write(folder.join("config.json"), config.to_string()).context("cannot write")
     }
 
-    /// Runs a container to its end; its output goes to a file, as to an engine's pipe.
-    fn create(&self, name: &str) -> Result<()> {
+    /// Creates a container; its output goes to a file, as to an engine's pipe. Its standard input
+    /// stays open as long as the result.
+    fn create(&self, name: &str) -> Result<PipeWriter> {
         let output = File::create(self.path("output")).context("cannot make a file")?;
         let errors = output.try_clone().context("cannot copy a descriptor")?;
         let mut command = self.runtime();
         command.args(["create", "--bundle", name, "--pid-file", "pid", name]);
-        command.stdin(Stdio::null()).stdout(output).stderr(errors);
+        let (reader, input) = pipe().context("cannot make a pipe")?;
+        command.stdin(reader).stdout(output).stderr(errors);
         let status = command.status().context("cannot start the runtime")?;
         let output = fs::read_to_string(self.path("output")).unwrap_or_default();
         ensure!(status.success(), "create {name}: {status} {output}");
-        Ok(())
+        Ok(input)
     }
 
     fn output(&self) -> String {
@@ -149,7 +174,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Checks that nothing of a deleted container is left: mounts, cgroups, files, processes.
+    /// Checks that a deleted container has left no trace: mounts, cgroups, files, processes.
     fn nothing_left(&self, name: &str) -> Result<()> {
         let mounts = fs::read_to_string("/proc/self/mountinfo").context("no mounts")?;
         let folder = self.path("run").to_str().context("a path")?.to_owned();
@@ -169,6 +194,17 @@ impl Engine {
     }
 }
 
+/// Step of the creation of a container.
+#[derive(Clone, Copy, Debug)]
+enum Step {
+    State,
+    Folder,
+    Mounts,
+    Carrier,
+    Vm,
+    Agent,
+}
+
 /// Makes a root directory with busybox.
 fn make_root(root: &Path) -> Result<()> {
     for folder in ["bin", "etc", "tmp"] {
@@ -181,7 +217,7 @@ fn make_root(root: &Path) -> Result<()> {
     Ok(())
 }
 
-/// What a container sees; each line has its expected output after `#`.
+/// Script in a container; each line has its expected output after `#`.
 const SCRIPT: &str = r#"
 hostname                                            # inside
 echo $$ "$A"                                        # 1 b c
@@ -193,19 +229,27 @@ grep -c . /proc/keys                                # 0
 echo 1 >/proc/sys/kernel/panic || echo refused      # refused
 ls /dev/null /dev/fd /dev/ptmx | grep -c dev        # 3
 echo x >/etc/message || echo read-only              # read-only
+mkdir /tmp/folder || echo filtered                  # filtered
+grep -c Seccomp:.2 /proc/self/status                # 1
 "#;
 
 /// The life of a container: create, start, exec, kill, state, delete; refusals.
 pub fn life() -> Result<()> {
-    let engine = Engine::new()?;
+    let mut engine = Engine::new()?;
     let lines = SCRIPT.lines().filter_map(|line| line.split_once(" # "));
     let lines = lines.map(|(command, output)| (command.trim(), output.trim()));
     let (commands, expected): (Vec<_>, Vec<_>) = lines.unzip();
     let commands = commands.join("\n");
     let script =
         format!("exec 2>/dev/null\n{commands}\ntrap 'exit 7' TERM; while :; do sleep 0.1; done");
-    engine.bundle("a", &script, |_| {})?;
-    engine.create("a")?;
+    engine.bundle("a", &script, |config| {
+        config["linux"]["seccomp"] = json!({
+            "defaultAction": "SCMP_ACT_ALLOW",
+            "architectures": ["SCMP_ARCH_X86_64", "SCMP_ARCH_X86"],
+            "syscalls": [{ "names": ["mkdir", "mkdirat"], "action": "SCMP_ACT_ERRNO", "errnoRet": 38 }],
+        });
+    })?;
+    let _input = engine.create("a")?;
     ensure!(engine.output().is_empty(), "it runs before its start");
     let pid = fs::read_to_string(engine.path("pid")).context("no number")?;
     let state = engine.state("a")?;
@@ -229,6 +273,7 @@ pub fn life() -> Result<()> {
     ensure!(code == Some(42), "exec ended with {code:?}");
     engine.refused(&["exec", "a", "/no/such"], "No such file or directory")?;
     ensure!(engine.succeed(&["ps", "-f", "json", "a"])?.trim() == format!("[{pid}]"), "ps");
+    limits(&engine)?;
     ensure!(engine.succeed(&["list", "-q"])? == "a\n", "list");
     engine.succeed(&["kill", "a", "TERM"])?;
     engine.wait_for("a", "stopped")?;
@@ -237,15 +282,71 @@ pub fn life() -> Result<()> {
     engine.refused(&["state", "a"], "container \"a\" does not exist")?;
     engine.succeed(&["delete", "--force", "a"])?;
     engine.nothing_left("a")?;
-    refusals(&engine)
+    scratch(&engine)?;
+    refusals(&engine)?;
+    missing_files(&mut engine)
+}
+
+/// With a scratch disk, changes of the root do not reach the host, and take none of its memory.
+fn scratch(engine: &Engine) -> Result<()> {
+    let script = "echo changed >/etc/new; grep -c ' / overlay ' /proc/mounts; cat /etc/new";
+    engine.bundle("s", script, |config| {
+        config["annotations"] = json!({ "dev.parador.scratch": "on" });
+    })?;
+    // The engine need not close the standard input of one that ends.
+    let _input = engine.create("s")?;
+    engine.succeed(&["start", "s"])?;
+    engine.wait_for("s", "stopped")?;
+    ensure!(engine.output() == "1\nchanged\n", "{}", engine.output());
+    ensure!(!engine.path("s/rootfs/etc/new").exists(), "the host's file was changed");
+    engine.succeed(&["delete", "s"])?;
+    engine.nothing_left("s")
+}
+
+/// Limits change while container `a` runs, and its statistics have them.
+fn limits(engine: &Engine) -> Result<()> {
+    let statistics = || -> Result<Value> {
+        let event = engine.succeed(&["events", "--stats", "a"])?;
+        Ok(serde_json::from_str::<Value>(&event).context("no event")?["data"].take())
+    };
+    let before = statistics()?;
+    let memory = &before["memory"]["usage"];
+    ensure!(memory["limit"] == 64 << 20 && before["pids"]["limit"] == 0, "{before}");
+    let is_used = |value: &Value| value.as_u64().is_some_and(|value| value > 0);
+    ensure!(is_used(&memory["usage"]) && is_used(&before["cpu"]["usage"]["total"]), "{before}");
+    engine.succeed(&["update", "--memory", "33554432", "--pids-limit", "9", "a"])?;
+    let after = statistics()?;
+    let is_changed = after["memory"]["usage"]["limit"] == 32 << 20 && after["pids"]["limit"] == 9;
+    ensure!(is_changed, "{after}");
+    engine.refused(&["update", "--memory", "1073741824", "a"], "exceeds the memory of the VM")
 }
 
 /// Configurations that a VM cannot carry out leave nothing.
 fn refusals(engine: &Engine) -> Result<()> {
     type Change = fn(&mut Value);
-    let cases: [(&str, Change); 5] = [
+    let cases: [(&str, Change); 11] = [
         ("a VM cannot have the host's network namespace", |config| {
             config["linux"]["namespaces"].as_array_mut().map(|all| all.remove(1));
+        }),
+        ("a VM cannot have the host's PID namespace", |config| {
+            config["linux"]["namespaces"].as_array_mut().map(|all| all.remove(0));
+        }),
+        ("a VM cannot join another IPC namespace", |config| {
+            config["linux"]["namespaces"][2]["path"] = json!("/proc/1/ns/ipc");
+        }),
+        ("device /dev/kvm: a VM has no devices of the host", |config| {
+            config["linux"]["devices"] =
+                json!([{ "path": "/dev/kvm", "type": "c", "major": 10, "minor": 232 }]);
+        }),
+        ("a VM cannot propagate mounts to the host", |config| {
+            config["mounts"][4]["options"] = json!(["rbind", "rshared"]);
+        }),
+        ("container \"pod\" does not exist", |config| {
+            config["annotations"] = json!({ "io.kubernetes.cri.container-type": "container",
+                "io.kubernetes.cri.sandbox-id": "pod" });
+        }),
+        ("a VM cannot notify a process of the host", |config| {
+            config["linux"]["seccomp"] = json!({ "defaultAction": "SCMP_ACT_NOTIFY" });
         }),
         ("executable file `none` not found in $PATH", |config| {
             config["process"]["args"] = json!(["none"]);
@@ -267,6 +368,19 @@ fn refusals(engine: &Engine) -> Result<()> {
     Ok(())
 }
 
+/// A kernel or an agent that does not exist is in the message.
+fn missing_files(engine: &mut Engine) -> Result<()> {
+    engine.bundle("missing", "true", |_| {})?;
+    let kernel = std::mem::replace(&mut engine.kernel, "/no/kernel".into());
+    engine.refused(&["create", "--bundle", "missing", "missing"], "/no/kernel")?;
+    engine.nothing_left("missing")?;
+    engine.kernel = kernel;
+    engine.artifacts = engine.path("artifacts");
+    fs::create_dir(&engine.artifacts).context("cannot make a folder")?;
+    engine.refused(&["create", "--bundle", "missing", "missing"], "agent")?;
+    engine.nothing_left("missing")
+}
+
 /// A carrier or a VM that is killed leaves nothing after `delete`.
 pub fn killed() -> Result<()> {
     let engine = Engine::new()?;
@@ -274,7 +388,7 @@ pub fn killed() -> Result<()> {
         [("created", false, "carrier"), ("running", true, "carrier"), ("vm", true, "vm")]
     {
         engine.bundle(name, "sleep 1000", |_| {})?;
-        engine.create(name)?;
+        let _input = engine.create(name)?;
         if is_started {
             engine.succeed(&["start", name])?;
         }
@@ -288,10 +402,60 @@ pub fn killed() -> Result<()> {
         engine.succeed(&["delete", name])?;
         engine.nothing_left(name)?;
     }
+    for (index, step) in STEPS.into_iter().enumerate() {
+        killed_at(&engine, &format!("step{index}"), step)?;
+    }
     engine.bundle("forced", "sleep 1000", |_| {})?;
-    engine.create("forced")?;
+    let _input = engine.create("forced")?;
     engine.succeed(&["delete", "--force", "forced"])?;
     engine.nothing_left("forced")
+}
+
+/// Process that is killed at a step.
+#[derive(Clone, Copy, Debug)]
+enum Victim {
+    Create,
+    Carrier,
+    Vm,
+}
+
+const STEPS: [(Step, Victim); 9] = [
+    (Step::State, Victim::Create),
+    (Step::Folder, Victim::Create),
+    (Step::Mounts, Victim::Create),
+    (Step::Carrier, Victim::Create),
+    (Step::Carrier, Victim::Carrier),
+    (Step::Vm, Victim::Carrier),
+    (Step::Vm, Victim::Vm),
+    (Step::Agent, Victim::Vm),
+    (Step::Agent, Victim::Create),
+];
+
+/// Kills a process when `create` has come to a step; nothing is left after `delete --force`.
+fn killed_at(engine: &Engine, name: &str, (step, victim): (Step, Victim)) -> Result<()> {
+    engine.bundle(name, "sleep 1000", |_| {})?;
+    let mut command = engine.runtime();
+    command.args(["create", "--bundle", name, name]).stdin(Stdio::null());
+    let mut timeout = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn()?;
+    let deadline = Instant::now() + SLOW;
+    while !engine.is_at(name, step) {
+        let is_over = timeout.try_wait()?.is_some() || Instant::now() > deadline;
+        ensure!(!is_over, "`create` has not come to {step:?}");
+        sleep(Duration::from_micros(200));
+    }
+    let create = child_of(&timeout.id().to_string())?;
+    let number = match victim {
+        Victim::Create => Ok(create),
+        Victim::Carrier => child_of(&create),
+        Victim::Vm => child_of(&create).and_then(|carrier| child_of(&carrier)),
+    };
+    // It may have ended meanwhile.
+    if let Ok(number) = number {
+        let _ = Command::new("kill").args(["-9", &number]).stderr(Stdio::null()).status();
+    }
+    timeout.wait().context("cannot wait for `create`")?;
+    engine.succeed(&["delete", "--force", name])?;
+    engine.nothing_left(name).with_context(|| format!("{victim:?} killed at {step:?}"))
 }
 
 /// Returns the first child of a process.
