@@ -40,6 +40,7 @@ const FAILED: u8 = 125;
 const GO: [u8; 1] = [1];
 
 /// Task of the copy.
+#[expect(clippy::large_enum_variant, reason = "a copy has one")]
 #[derive(Serialize, Deserialize)]
 pub enum Job<'a> {
     /// Becomes a command of the guest, whose user has numbers.

@@ -60,7 +60,9 @@ pub fn update(store: &Store, arguments: &Update) -> Result<(), Failure> {
     let most = state.vm_memory;
     if let Some(memory) = limits.memory.filter(|memory| (most + 1..u64::MAX).contains(memory)) {
         let text = format!("memory limit {memory} exceeds the memory of the VM ({most} bytes)");
-        return Err(refuse(text).help("a VM keeps its size: create the container anew"));
+        return Err(
+            refuse(text).help("a VM keeps its size: create another container with this limit")
+        );
     }
     let (mut vm, control) = connect(store, &state)?;
     control.request(&mut vm, &AgentRequest::Limit { container: &state.id, limits })
