@@ -9,18 +9,19 @@ cd "$(dirname "$0")"
 # build tools need other packages, and a test of its modules the tools for file systems, networks
 # and packet filters.
 packages="bc binutils bison bochs bochsbios btrfs-progs busybox-static ca-certificates cpio cryptsetup-bin
-    debian-archive-keyring debootstrap diffutils e2fsprogs flex gcc gdb git gpgv grub-common grub-pc-bin iproute2
-    iptables iputils-ping kmod libc6-dev libelf-dev make mtools nftables openssh-client passt patch qemu-system-x86
-    qemu-utils strace user-mode-linux vgabios xfsprogs xorriso xz-utils"
+    debian-archive-keyring debootstrap diffutils dwarves e2fsprogs flex gcc gdb git gpgv grub-common grub-pc-bin
+    iproute2 iptables iputils-ping kmod libc6-dev libelf-dev make mtools nftables openssh-client passt patch
+    qemu-system-arm qemu-system-x86 qemu-utils strace user-mode-linux vgabios xfsprogs xorriso xz-utils"
 
-# A rustup toolchain with the bare-metal target serves as it is. Otherwise Debian's rustc for
+# A rustup toolchain with the bare-metal targets serves as it is. Otherwise Debian's rustc for
 # browsers is the newest that Debian 12 has, and builds the bare-metal `core` from its sources.
-target=x86_64-unknown-none
+# rustup_has_target TARGET: succeeds if its `core` is installed
 rustup_has_target() {
-    directory=$(rustc --print target-libdir --target $target 2>/dev/null) || return 1
+    directory=$(rustc --print target-libdir --target "$1" 2>/dev/null) || return 1
     ls "$directory"/libcore-*.rlib >/dev/null 2>&1
 }
-if ! rustup_has_target || ! scripts/cargo --version >/dev/null 2>&1; then
+if ! rustup_has_target x86_64-unknown-none || ! rustup_has_target aarch64-unknown-none-softfloat ||
+    ! scripts/cargo --version >/dev/null 2>&1; then
     packages="$packages rustc-web cargo-web rust-web-src lld"
 fi
 

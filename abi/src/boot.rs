@@ -70,9 +70,9 @@ pub struct BootInfo {
     pub abi_version: u32,
     /// Number of started CPUs, which are indexed from 0.
     pub cpus: u32,
-    /// TSC frequency in kHz.
+    /// TSC frequency in kHz; on AArch64 that of the system counter.
     pub tsc_khz: u64,
-    /// Physical address of the ACPI RSDP, 0 if none.
+    /// Physical address of the ACPI RSDP, 0 if none; on AArch64 that of the device tree.
     pub rsdp: u64,
     /// Pages of kernel memory available in root's factory at start.
     pub quota_pages: u64,

@@ -14,6 +14,16 @@
 //! | `rcx`, `r11` | – | clobbered |
 //!
 //! Every other register is preserved.
+//!
+//! # Register convention (AArch64, `SVC`)
+//!
+//! | register | in | out |
+//! |---|---|---|
+//! | `x8` | [`Op`] | [`Status`] |
+//! | `x0` | first argument, usually a selector | first result |
+//! | `x1` to `x5` | further arguments | further results |
+//!
+//! Every other register is preserved. Texts that name x86's registers mean these.
 #![cfg_attr(not(test), no_std)]
 #![forbid(unsafe_code)]
 

@@ -1,14 +1,15 @@
 //! vCPU interface: the parts that every processor architecture has.
 //!
 //! Each vCPU has a *state page* in memory that kernel and VMM share. Its layout is that of the
-//! architecture ([`x86`]), with [`RunControl`] in it. State is copied in *groups*: on exit the
-//! kernel fills the groups that the exit needs and sets [`RunControl::valid`]; before the next
-//! `vcpu_run` the VMM sets [`RunControl::dirty`] for the groups that it has changed.
+//! architecture ([`x86`], [`arm64`]), with [`RunControl`] in it. State is copied in *groups*: on
+//! exit the kernel fills the groups that the exit needs and sets [`RunControl::valid`]; before the
+//! next `vcpu_run` the VMM sets [`RunControl::dirty`] for the groups that it has changed.
 //!
 //! Exit reasons, events and register formats are those of this interface: the kernel translates
 //! from and to the formats of the processor's virtualization extension. Times are values of the
-//! architecture's counter (x86-64: the TSC).
+//! architecture's counter (x86-64: the TSC; AArch64: CNTPCT_EL0).
 
+pub mod arm64;
 pub mod x86;
 
 use core::sync::atomic::Ordering::Relaxed;

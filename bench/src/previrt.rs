@@ -7,6 +7,7 @@ use crate::report::{self, Figure};
 use crate::runs::{self, Output};
 use crate::{chart, first, guest, hosted, ratios, repeat, spread};
 use anyhow::{Context, Result, bail};
+use parador_tests::previrt::COPIED;
 use parador_tests::system::parador;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
@@ -104,6 +105,7 @@ fn null(kernel: &Path) -> Result<Option<PathBuf>> {
 fn verified(kernel: &Path) -> Result<Vec<Figure>> {
     let output = parador(&guest::folder())
         .args(["afterburn", "verify", "--json"])
+        .args(COPIED)
         .arg(kernel)
         .stdin(Stdio::null())
         .output()

@@ -22,6 +22,7 @@ pub mod qemu;
 pub mod remains;
 pub mod setup;
 pub mod share;
+pub mod tracing;
 pub mod vsock;
 pub mod wedge;
 pub mod words;

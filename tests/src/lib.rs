@@ -8,6 +8,7 @@
 #![forbid(unsafe_code)]
 
 pub mod afterburn;
+pub mod arm64;
 pub mod bochs;
 pub mod debian;
 pub mod docs;

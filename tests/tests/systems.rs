@@ -9,8 +9,8 @@ use parador_tests::systems::guests::GUESTS;
 use parador_tests::systems::refused::{REFUSALS, refusal};
 use parador_tests::systems::{CONSOLE, EVERY_BACKEND, HEAD, micro, scenarios, vtlb};
 use parador_tests::{
-    afterburn, bochs, debian, docs, fuzz, hosted, isolation, keys, kvm, pae, previrt, refusals,
-    runner, sandbox, tools::shows, userland,
+    afterburn, arm64, bochs, debian, docs, fuzz, hosted, isolation, keys, kvm, pae, previrt,
+    refusals, runner, sandbox, tools::shows, userland,
 };
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -59,6 +59,7 @@ const HOSTED: &[(&str, Body, Class)] = &[
     ("exec-terminal", hosted::exec::terminal, Class::Other),
     ("exec-killed", hosted::exec::killed, Class::SmpOrKill),
     ("kernel-features", hosted::features::features, Class::Other),
+    ("kernel-tracing", hosted::tracing::tracing, Class::SmpOrKill),
     ("names", hosted::names::names, Class::SmpOrKill),
     ("counters", hosted::counters::counters, Class::SmpOrKill),
     ("doctor", hosted::host::doctor, Class::Other),
@@ -168,6 +169,7 @@ fn tests(seconds: u32) -> Vec<Test> {
     }
     let next = || bochs::next_instruction(&format!("{HEAD}{}", micro("guest", "exits", CONSOLE)));
     tests.push(Test::new("bochs/next-instruction", Class::Other, next));
+    tests.extend(arm64_tests());
     tests.extend(kvm_tests());
     tests.extend(previrt_tests());
     tests.extend(hosted_tests(seconds));
@@ -175,6 +177,21 @@ fn tests(seconds: u32) -> Vec<Test> {
     tests.push(Test::new("previrt/raw-randomized/2-cpu", Class::SmpOrKill, randomized));
     let names: Vec<_> = tests.iter().map(|test| test.name.clone()).collect();
     tests.push(Test::new("docs/named-tests", Class::Other, move || docs::named(&names)));
+    tests
+}
+
+/// The kernel for AArch64.
+fn arm64_tests() -> Vec<Test> {
+    let mut tests = Vec::new();
+    for (processor, cpus) in [("cortex-a76", 1), ("cortex-a76", 4), ("max", 2)] {
+        let class = if cpus > 1 { Class::SmpOrKill } else { Class::Other };
+        let name = format!("native-arm64-vhe/first-{processor}/{cpus}-cpu");
+        tests.push(Test::new(name, class, move || arm64::first(processor, cpus)));
+    }
+    for (name, machine, processor, reason) in arm64::REFUSED {
+        let body = move || arm64::refused(machine, processor, reason);
+        tests.push(Test::new(format!("native-arm64-vhe/refuses-{name}"), Class::Other, body));
+    }
     tests
 }
 

@@ -3,9 +3,10 @@
 //! The kinds differ in compiler flags. Each set of flags has a target directory of its own, because
 //! cargo rebuilds everything, `core` included, when flags change in a shared one.
 
+use crate::flat;
 use crate::mark;
 use crate::process::{output, run, target, workspace};
-use crate::toolchain::{Bare, host_cargo};
+use crate::toolchain::{ARM64, Bare, X86, host_cargo};
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 use std::fs::read;
@@ -16,6 +17,8 @@ use std::process::Command;
 pub struct Group {
     /// Name on the command line.
     pub name: &'static str,
+    /// Target triple.
+    pub target: &'static str,
     /// Target directory below `target/bare`.
     directory: &'static str,
     /// Packages in it.
@@ -26,24 +29,29 @@ pub struct Group {
 
 /// The kernel that measures its own longest path, for the tests and benchmarks.
 const MEASURED: &str = "measured";
+/// Kernel and programs for AArch64, which no system description can name yet.
+const ARM64_GROUP: &str = "arm64";
 
 /// The kernel runs at the bottom of the upper half, out of reach of absolute 32-bit addresses:
 /// it needs position-independent code. Programs and guests are linked to fixed low addresses.
 pub const GROUPS: &[Group] = &[
     Group {
         name: "kernel",
+        target: X86,
         directory: "kernel",
         packages: &["kernel-image"],
         flags: &["-Crelocation-model=pic", "-Ccode-model=small"],
     },
     Group {
         name: MEASURED,
+        target: X86,
         directory: "measured",
         packages: &["kernel-image"],
         flags: &["-Crelocation-model=pic", "-Ccode-model=small", "--cfg=parador_longest_path"],
     },
     Group {
         name: "native",
+        target: X86,
         directory: "programs",
         packages: &[
             "native-root",
@@ -58,15 +66,24 @@ pub const GROUPS: &[Group] = &[
     },
     Group {
         name: "wedge",
+        target: X86,
         directory: "programs",
         packages: &["wedge-on-linux"],
         flags: &["-Crelocation-model=static", "-Ccode-model=small"],
     },
     Group {
         name: "guests",
+        target: X86,
         directory: "programs",
         packages: &["guests-micro"],
         flags: &["-Crelocation-model=static", "-Ccode-model=small"],
+    },
+    Group {
+        name: ARM64_GROUP,
+        target: ARM64,
+        directory: "arm64",
+        packages: &["kernel-image", "native-first", "guests-arm64"],
+        flags: &["-Crelocation-model=static"],
     },
 ];
 
@@ -129,9 +146,9 @@ const LINUX_PROGRAMS: [(&str, &str, &[&str]); 10] = [
     ),
 ];
 
-/// Name on the command line for every group of [`GROUPS`] but the measured kernel: all programs of
-/// Parador that a system description or `parador run` can name. `parador` builds this in a source
-/// tree.
+/// Name on the command line for every group of [`GROUPS`] but the measured kernel and AArch64: all
+/// programs of Parador that a system description or `parador run` can name. `parador` builds this
+/// in a source tree.
 pub const RUNTIME: &str = "runtime";
 
 /// The parts of the tree that one `cargo xtask build` makes.
@@ -155,7 +172,7 @@ impl Selection {
         let has = |name: &str| words.is_empty() || words.contains(&name);
         let has_package = |group: &Group, package: &str| {
             let is_named = has(group.name) || words.contains(&package);
-            is_named || group.name != MEASURED && has(RUNTIME)
+            is_named || ![MEASURED, ARM64_GROUP].contains(&group.name) && has(RUNTIME)
         };
         let linux = LINUX_PROGRAMS.iter().map(|program| program.0);
         let is_known = |word: &str| {
@@ -263,7 +280,8 @@ pub fn artifacts() -> PathBuf {
 
 /// Cargo for the programs of a group, with its flags and its own target directory.
 pub fn group_cargo(group: &Group, subcommand: &str, packages: &[&str]) -> Result<Command> {
-    let mut command = Bare::choose()?.cargo(subcommand, group.flags);
+    let compiler = Bare::choose_for(group.target)?;
+    let mut command = compiler.cargo_for(group.target, subcommand, group.flags);
     command
         .current_dir(workspace())
         .arg("--target-dir")
@@ -292,7 +310,11 @@ fn build_group(group: &Group, packages: &[&str], artifacts: &Path) -> Result<()>
         let message: Value = serde_json::from_str(line).context("cargo printed no JSON")?;
         let Some(executable) = message["executable"].as_str() else { continue };
         let Some(name) = message["target"]["name"].as_str() else { continue };
-        collect(Path::new(executable), &artifacts.join(artifact_name(group, name)))?;
+        let artifact = artifacts.join(artifact_name(group, name));
+        match group.name {
+            ARM64_GROUP => flat::collect(Path::new(executable), &artifact)?,
+            _ => collect(Path::new(executable), &artifact)?,
+        }
     }
     Ok(())
 }
@@ -321,6 +343,9 @@ fn artifact_name(group: &Group, target: &str) -> String {
     match (group.name, target) {
         ("kernel", _) => "kernel.elf".to_owned(),
         (MEASURED, _) => "kernel-measured.elf".to_owned(),
+        (ARM64_GROUP, "kernel-image") => "kernel-arm64.image".to_owned(),
+        (ARM64_GROUP, name) if name.starts_with("guest-") => format!("{name}-arm64.image"),
+        (ARM64_GROUP, name) => format!("{name}-arm64"),
         ("wedge", name) => name.to_owned(),
         ("guests", name) => match name.strip_prefix("guests-").or(name.strip_prefix("guest-")) {
             Some(rest) => format!("guest-{rest}"),
@@ -411,9 +436,13 @@ mod tests {
 
     #[test]
     fn names_of_artifacts() {
-        let [kernel, native, wedge, guests] = ["kernel", "native", "wedge", "guests"].map(|name| {
-            GROUPS.iter().find(|group| group.name == name).expect("a group of that name")
-        });
+        let [kernel, native, wedge, guests, arm64] =
+            ["kernel", "native", "wedge", "guests", "arm64"].map(|name| {
+                GROUPS.iter().find(|group| group.name == name).expect("a group of that name")
+            });
+        assert_eq!(artifact_name(arm64, "kernel-image"), "kernel-arm64.image");
+        assert_eq!(artifact_name(arm64, "first"), "first-arm64");
+        assert_eq!(artifact_name(arm64, "guest-exits"), "guest-exits-arm64.image");
         assert_eq!(artifact_name(kernel, "kernel-image"), "kernel.elf");
         assert_eq!(artifact_name(native, "native-root"), "root");
         assert_eq!(artifact_name(native, "gatebench"), "check-gatebench");

@@ -7,6 +7,7 @@
 mod build;
 mod check;
 mod coverage;
+mod flat;
 mod fuzz;
 mod imports;
 mod mark;

@@ -1,7 +1,7 @@
 //! Packages that name no processor architecture: they import no other, and compile for AArch64.
 
 use crate::process::{run, target, workspace};
-use crate::toolchain::Bare;
+use crate::toolchain::{ARM64, Bare};
 use crate::workspace::Package;
 use anyhow::Result;
 use std::fmt::Write;
@@ -19,8 +19,6 @@ pub const PACKAGES: [&str; 9] = [
     "vmm/vcpu",
     "vmm/dev",
 ];
-/// The target for which [`check`] compiles them.
-const TARGET: &str = "aarch64-unknown-none-softfloat";
 
 fn is_neutral(directory: &Path) -> bool {
     PACKAGES.iter().any(|folder| directory == Path::new(folder))
@@ -50,7 +48,7 @@ const HOSTED_TARGET: &str = "aarch64-unknown-linux-gnu";
 /// Compiles the packages for AArch64, without code generation.
 pub fn check(packages: &[Package]) -> Result<()> {
     let neutral = packages.iter().filter(|package| is_neutral(&package.directory));
-    check_for(TARGET, &neutral.map(|package| package.name.as_str()).collect::<Vec<_>>())?;
+    check_for(ARM64, &neutral.map(|package| package.name.as_str()).collect::<Vec<_>>())?;
     check_for(HOSTED_TARGET, HOSTED)
 }
 

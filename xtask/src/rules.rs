@@ -11,6 +11,7 @@ use std::path::Path;
 
 /// Packages in which `unsafe` may stand. In `kernel/core` only the module `pool` may have it.
 const UNSAFE_ALLOWED: &[&str] = &[
+    "kernel/arm64",
     "kernel/x86",
     "kernel/core",
     "kernel/run",
@@ -20,13 +21,15 @@ const UNSAFE_ALLOWED: &[&str] = &[
     "hosted/devices",
     "native/rt",
     "hosted/kvm",
+    "guests/arm64",
     "guests/micro",
     "wedge/x86",
     "wedge/on-linux",
 ];
 const UNSAFE_TABLE: &str = "docs/spec/unsafe.txt";
-/// Lines of Rust and assembly that the x86-64 kernel may have.
-const KERNEL_BUDGET: usize = 12_250;
+/// Lines of Rust and assembly that the x86-64 kernel may have, with those of `kernel/run`, which
+/// AArch64 shares.
+const KERNEL_BUDGET: usize = 12_320;
 /// Files of the kernel's vTLB: folder, and start of their names.
 const VTLB: [(&str, &str); 2] = [("kernel/core/src", "vtlb"), ("kernel/x86/src", "shadow")];
 const KERNEL: &[&str] = &["kernel/core", "kernel/run", "kernel/x86", "kernel/image"];

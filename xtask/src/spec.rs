@@ -32,7 +32,7 @@ fn generate() -> Result<String> {
         out,
         "{}\n",
         head[convention..]
-            .replacen("# ", "## ", 1)
+            .replace("# Register", "## Register")
             .replace("[`Op`]", "operation")
             .replace("[`Status`]", "status")
     )?;
@@ -75,15 +75,12 @@ fn operations(out: &mut String) -> Result<()> {
 
 fn virtual_cpu(out: &mut String) -> Result<()> {
     let vcpu = parse("abi/src/vcpu.rs")?;
-    let x86 = parse("abi/src/vcpu/x86.rs")?;
     writeln!(out, "## Virtual CPU\n")?;
     writeln!(out, "{}\n", documentation(&vcpu.attrs))?;
     constants(out, "Exit reasons", find_module(&vcpu, "exit")?)?;
     constants(out, "Information of memory faults", find_module(&vcpu, "memory_fault")?)?;
     structure(out, "`RunControl`", find_struct(&vcpu, "RunControl")?)?;
-    writeln!(out, "## Virtual CPU on x86-64\n")?;
-    writeln!(out, "{}\n", documentation(&x86.attrs))?;
-    for (title, module) in [
+    let x86 = [
         ("State groups", "group"),
         ("Exit reasons of x86-64", "exit"),
         ("Information of port accesses", "port"),
@@ -93,11 +90,31 @@ fn virtual_cpu(out: &mut String) -> Result<()> {
         ("Access rights of segments", "access_rights"),
         ("Optimisations of the vTLB", "vtlb"),
         ("Counters of the vTLB", "vtlb_counter"),
-    ] {
-        constants(out, title, find_module(&x86, module)?)?;
+    ];
+    virtual_cpu_of(out, "x86-64", "abi/src/vcpu/x86.rs", &x86)?;
+    let arm64 = [
+        ("State groups", "group"),
+        ("Exit reasons of AArch64", "exit"),
+        ("Virtual interrupts", "virq"),
+        ("Registers of EL1", "system"),
+    ];
+    virtual_cpu_of(out, "AArch64", "abi/src/vcpu/arm64.rs", &arm64)
+}
+
+/// The part of an architecture: tables of these modules of its file, by title, and its state page.
+fn virtual_cpu_of(
+    out: &mut String,
+    architecture: &str,
+    path: &str,
+    modules: &[(&str, &str)],
+) -> Result<()> {
+    let file = parse(path)?;
+    writeln!(out, "## Virtual CPU on {architecture}\n")?;
+    writeln!(out, "{}\n", documentation(&file.attrs))?;
+    for (title, module) in modules {
+        constants(out, title, find_module(&file, module)?)?;
     }
-    structure(out, "State page", find_struct(&x86, "VcpuState")?)?;
-    Ok(())
+    structure(out, "State page", find_struct(&file, "VcpuState")?)
 }
 
 fn or_none(text: &str) -> String {
@@ -252,9 +269,19 @@ fn layout(ty: &Type) -> Result<(usize, usize)> {
 /// Values of the constants that precede an expression in its module.
 type Known = BTreeMap<String, u64>;
 
-/// Returns true for `vtlb_counter::COUNT`.
-fn is_vtlb_count(path: &syn::Path) -> bool {
-    path.segments.iter().map(|part| part.ident.to_string()).eq(["vtlb_counter", "COUNT"])
+/// Lengths of arrays in state pages, by module and name.
+const LENGTHS: [([&str; 2], usize); 3] = [
+    (["vtlb_counter", "COUNT"], abi::vcpu::x86::vtlb_counter::COUNT),
+    (["system", "COUNT"], abi::vcpu::arm64::system::COUNT),
+    (["virq", "COUNT"], abi::vcpu::arm64::virq::COUNT),
+];
+
+/// Value of a path in [`LENGTHS`].
+fn length(path: &syn::Path) -> Option<u64> {
+    let is_path = |name: &[&str; 2]| {
+        path.segments.iter().map(|part| part.ident.to_string()).eq(name.iter().copied())
+    };
+    LENGTHS.iter().find(|(name, _)| is_path(name)).map(|&(_, length)| length as u64)
 }
 
 /// The value of a constant expression, of the forms that stand in `abi`.
@@ -278,10 +305,10 @@ fn evaluate(expression: &Expr, known: &Known) -> Result<u64> {
         }
         Expr::Path(path) if path.path.is_ident("MAX_REGIONS") => abi::boot::MAX_REGIONS as u64,
         Expr::Path(path) if path.path.is_ident("FIRST_OF_ARCH") => abi::vcpu::exit::FIRST_OF_ARCH,
-        Expr::Path(path) if is_vtlb_count(&path.path) => abi::vcpu::x86::vtlb_counter::COUNT as u64,
         Expr::Path(path) => {
             let name = path.path.get_ident().map(ToString::to_string).unwrap_or_default();
-            *known.get(&name).with_context(|| format!("abi: unknown constant {name:?}"))?
+            let value = known.get(&name).copied().or_else(|| length(&path.path));
+            value.with_context(|| format!("abi: unknown constant {name:?}"))?
         }
         _ => bail!("abi: an unexpected form of constant"),
     })

@@ -9,8 +9,10 @@ use anyhow::{Result, bail};
 use std::path::Path;
 use std::process::Command;
 
-/// The target triple of the kernel, the native programs and the micro-guests.
-pub const TARGET: &str = "x86_64-unknown-none";
+/// The target triple of the kernel, the native programs and the micro-guests on x86-64.
+pub const X86: &str = "x86_64-unknown-none";
+/// That of the kernel and native programs on AArch64, without floating point.
+pub const ARM64: &str = "aarch64-unknown-none-softfloat";
 
 const DEBIAN_CARGO: &str = "/usr/bin/cargo";
 const DEBIAN_RUSTC: &str = "/usr/bin/rustc";
@@ -18,7 +20,7 @@ const DEBIAN_SOURCES: &str = "/usr/lib/rustlib/src/rust/library/core/Cargo.toml"
 const DEBIAN_CLIPPY: &str = "/usr/bin/cargo-clippy";
 const LINKER: &str = "/usr/bin/ld.lld";
 
-/// A compiler that can build for [`TARGET`].
+/// A compiler that can build for bare metal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bare {
     /// The toolchain that runs this program, with its precompiled `core`.
@@ -28,12 +30,7 @@ pub enum Bare {
 }
 
 impl Bare {
-    /// Selects a compiler for [`TARGET`]. The error names the packages to install.
-    pub fn choose() -> Result<Self> {
-        Self::choose_for(TARGET)
-    }
-
-    /// Selects a compiler for any target.
+    /// Selects a compiler for a target. The error names the packages to install.
     pub fn choose_for(target: &str) -> Result<Self> {
         if rustup_has(target) {
             return Ok(Self::Rustup);
@@ -61,12 +58,7 @@ impl Bare {
         }
     }
 
-    /// `cargo SUBCOMMAND` for [`TARGET`], with these compiler flags in addition to the common ones.
-    pub fn cargo(self, subcommand: &str, flags: &[&str]) -> Command {
-        self.cargo_for(TARGET, subcommand, flags)
-    }
-
-    /// `cargo SUBCOMMAND` for any target.
+    /// `cargo SUBCOMMAND` for a target, with these compiler flags in addition to the common ones.
     pub fn cargo_for(self, target: &str, subcommand: &str, flags: &[&str]) -> Command {
         let mut all = vec!["-Clink-arg=-zmax-page-size=4096"];
         let mut command = match self {

@@ -18,10 +18,11 @@ use hw_x86::msr::efer;
 use hw_x86::paging::{ENTRIES, cr0, cr4, entry};
 use hw_x86::vmcb::{event, exit};
 use kernel_x86::shadow::testing::{
-    GuestRegisters, Mode, NEEDS_FRAMES, TestVcpu, clear, page, steps,
+    GuestRegisters, Mode, NEEDS_FRAMES, Store, TestVcpu, clear, page, steps,
 };
 
 mod operations;
+mod race;
 
 /// First physical page of guest memory: aligned as a large page needs it.
 const GUEST_AT: u64 = 512;
@@ -85,6 +86,9 @@ pub struct World<'a> {
     next_frame: u64,
     /// Entry that was written last, and its value before.
     last: Option<(u64, u64)>,
+    /// Store of another vCPU during the next page fault: number of accesses before it, entry and
+    /// value.
+    racing: Option<(u64, u64, u64)>,
     accesses: u32,
     most_steps: u64,
 }
@@ -146,6 +150,7 @@ impl<'a> World<'a> {
             unseen: BTreeMap::new(),
             next_frame: POOL_AT,
             last: None,
+            racing: None,
             accesses: 0,
             most_steps: 0,
         };
@@ -255,8 +260,12 @@ impl<'a> World<'a> {
         // Sometimes it is an access of the delivery of an interrupt.
         let event = if self.choices.below(16) == 0 { INTERRUPT } else { 0 };
         self.vcpu.vmcb().control.exit_int_info.set(event);
+        let race = self.begin_race();
         let reason = self.bounded(|vcpu| vcpu.page_fault(access.address, code, level));
-        self.check_path(&walk)?;
+        match race {
+            Some(race) => self.end_race(race, access.address, &walk)?,
+            None => self.check_path(&walk)?,
+        }
         let vmcb = self.vcpu.vmcb();
         match reason {
             None => {
@@ -533,6 +542,7 @@ impl<'a> World<'a> {
             16 if self.choices.below(64) == 0 => self.fill_tables(),
             19 => self.invalidate_elsewhere(),
             20 => self.change_above(),
+            21 => self.race(),
             _ => {
                 let intents = [Intent::Read, Intent::Write, Intent::Fetch];
                 let address = self.address();

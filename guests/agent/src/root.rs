@@ -35,6 +35,12 @@ const MORE: [(&str, &str, MountFlags, &str); 5] = [
     ("tmpfs", "/tmp", MountFlags::NOSUID, "mode=1777"),
     ("cgroup2", "/sys/fs/cgroup", PRIVATE, ""),
 ];
+/// As [`MORE`], if the guest's kernel has them: for tracing, by root.
+const TRACING: [(&str, &str, MountFlags, &str); 3] = [
+    ("tracefs", "/sys/kernel/tracing", PRIVATE, ""),
+    ("debugfs", "/sys/kernel/debug", PRIVATE, ""),
+    ("bpf", "/sys/fs/bpf", PRIVATE, "mode=700"),
+];
 const PRIVATE: MountFlags = MountFlags::NOSUID.union(MountFlags::NODEV).union(MountFlags::NOEXEC);
 
 /// Links in `/dev` that programs expect (Linux' `Documentation/admin-guide/devices.rst`).
@@ -85,6 +91,8 @@ pub fn change(guest: &Guest<'_>) -> io::Result<()> {
     }
     let new = Path::new(NEW);
     KERNEL.iter().chain(&MORE).try_for_each(|entry| mount_in(new, entry))?;
+    let has_place = |entry: &&(_, &str, _, _)| new.join(entry.1.trim_start_matches('/')).is_dir();
+    TRACING.iter().filter(has_place).try_for_each(|entry| mount_in(new, entry))?;
     enter_new_root()?;
     for (target, link) in LINKS {
         // The kernel's file system of devices is new.

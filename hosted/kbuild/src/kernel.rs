@@ -10,6 +10,7 @@ mod built;
 mod file;
 mod layout;
 mod list;
+mod make;
 mod source;
 mod store;
 mod tools;
@@ -27,14 +28,13 @@ use hosted_command::output;
 use hosted_command::programs;
 use hosted_command::release::{self, Mark};
 use hosted_command::steps::{Step, Steps};
-use hosted_command::supervise;
 use hosted_command::trust;
 use hosted_loader::{Image, symbols};
 use layout::{BZIMAGE, CONFIGURED, COST, HEADERS_FOLDER, MODULES, SYMBOLS, VMLINUX};
+use make::{PAD, SKIPPED, TYPES, check_host, make};
 use nix::sys::resource::{UsageWho, getrusage};
 use serde::{Deserialize, Serialize};
 use source::Source;
-use std::env;
 use std::ffi::OsString;
 use std::fs::{self, File};
 use std::io::{self, BufReader, Write};
@@ -49,7 +49,7 @@ pub use variant::Variant;
 
 /// Version of the build procedure. Configuration, patches, headers and the afterburner's sources
 /// are hashed separately.
-const VERSION: u32 = 5;
+const VERSION: u32 = 6;
 /// Digest of the afterburner's sources.
 const AFTERBURNER: &str = env!("PARADOR_AFTERBURNER");
 
@@ -73,37 +73,8 @@ const FOR_MODULES: [&str; 11] = [
     OURS,
 ];
 
-/// Required programs and their packages.
-const NEEDED: [(&str, &str); 10] = [
-    ("bc", "bc"),
-    ("bison", "bison"),
-    ("flex", "flex"),
-    ("gcc", "gcc"),
-    ("ld", "binutils"),
-    ("make", "make"),
-    ("cmp", "diffutils"),
-    ("depmod", "kmod"),
-    ("patch", "patch"),
-    ("xz", "xz-utils"),
-];
-/// A header that Linux' own tools require, and its package.
-const NEEDED_HEADER: (&str, &str) = ("/usr/include/libelf.h", "libelf-dev");
-
-/// Least length of a site in bytes: see `wedge/afterburn`.
-const PAD: &str = "pad=8";
-/// 64-bit code that runs outside the kernel's image, where sites are not rewritten: output files as
-/// the front end takes them. The same folders contain files of the kernel itself.
-const SKIPPED: &[&str] = &[
-    "arch/x86/boot/*",
-    "arch/x86/entry/vdso/vdso-note.o",
-    "arch/x86/entry/vdso/vclock_gettime.o",
-    "arch/x86/entry/vdso/vgetcpu.o",
-    "arch/x86/purgatory/*",
-    "arch/x86/realmode/rm/*",
-];
-
 /// Approximate number of compiled files, for the progress display.
-const OBJECTS: usize = 1650;
+const OBJECTS: usize = 2800;
 
 /// Subcommands of `parador kernel`.
 #[derive(Debug, Subcommand)]
@@ -117,7 +88,7 @@ Examples:
 Prints the SHA-256 of `vmlinux` and its path. The folder also contains `bzImage`, `config`, `System.map`,
 `modules` (as below /), `headers`, which `parador kernel module` uses, and `cost.json`, the CPU time
 of the build. Equal inputs give equal kernels, so a kernel is built once and kept in the user's cache
-($XDG_CACHE_HOME/parador, else ~/.cache/parador); that takes 15 to 20 minutes on two CPUs. The newest
+($XDG_CACHE_HOME/parador, else ~/.cache/parador); that takes 20 to 25 minutes on two CPUs. The newest
 three of each variant are kept. A concurrent build of the same kernel waits for the first.")]
     Build {
         /// Also copy the result to this folder.
@@ -297,7 +268,7 @@ pub fn cached() -> Result<Kernel, Failure> {
     let none = |place: String| {
         let text = format!("no kernel given, and no kernel of this parador version {place}");
         Failure::new(failure::MISSING_FILE, text).help(
-            "`parador kernel build` builds one in 15 to 20 minutes on two CPUs; or give a \
+            "`parador kernel build` builds one in 20 to 25 minutes on two CPUs; or give a \
              KERNEL",
         )
     };
@@ -503,6 +474,14 @@ impl Making<'_> {
             ("arch/x86/boot/bzImage", PathBuf::from(BZIMAGE)),
             (SYMBOLS, PathBuf::from(SYMBOLS)),
         ];
+        // The types are in a section of their own.
+        let mut strip = tool("objcopy")?;
+        follow(
+            strip.arg("--strip-debug").arg(linux.join(VMLINUX)),
+            "objcopy",
+            self.interruptible,
+            |_| {},
+        )?;
         fs::copy(linux.join(".config"), kept.join(CONFIGURED))
             .file_error("copy", &linux.join(".config"))?;
         let headers = Path::new(HEADERS_FOLDER);
@@ -595,7 +574,8 @@ fn recipe(variant: Variant) -> String {
     let version = VERSION.to_string();
     let config = variant.config();
     let files = variant.patches().chain(variant.headers()).flat_map(|(name, text)| [*name, *text]);
-    let mut parts: Vec<&str> = [&*version, &*config].into_iter().chain(files).collect();
+    let mut parts: Vec<&str> =
+        [&*version, &*config].into_iter().chain(files).chain(TYPES.iter().copied()).collect();
     if variant.is_padded() {
         parts.extend([AFTERBURNER, PAD].into_iter().chain(SKIPPED.iter().copied()));
     }
@@ -614,70 +594,18 @@ fn inputs(source: &Source, options: &Options) -> Result<Inputs, Failure> {
         kind: options.variant.name().to_owned(),
         recipe: recipe(options.variant),
         source: source.identity()?,
-        compiler: format!("{}; {}", first_line("gcc")?, first_line("ld")?),
+        compiler: format!(
+            "{}; {}; pahole {}",
+            first_line("gcc")?,
+            first_line("ld")?,
+            first_line("pahole")?
+        ),
     })
-}
-
-/// Checks the required programs of the host.
-fn check_host() -> Result<(), Failure> {
-    let programs = NEEDED
-        .iter()
-        .filter(|(program, _)| {
-            let sbin = Path::new("/sbin").join(program);
-            supervise::find(Path::new(program)).is_none() && !sbin.is_file()
-        })
-        .map(|(_, package)| *package);
-    let (header, package) = NEEDED_HEADER;
-    let header = (!Path::new(header).is_file()).then_some(package);
-    let missing: Vec<&str> = programs.chain(header).collect();
-    match missing.is_empty() {
-        true => Ok(()),
-        false => {
-            let message = format!("building a kernel requires {}", missing.join(", "));
-            let help = format!("apt-get install {}", missing.join(" "));
-            Err(Failure::new(failure::UNAVAILABLE, message).help(help))
-        }
-    }
 }
 
 fn jobs(options: &Options) -> String {
     let cpus = || thread::available_parallelism().map_or(1, usize::from);
     format!("-j{}", options.jobs.unwrap_or_else(cpus))
-}
-
-/// Creates a `make` command for a Linux tree. In the folder `bin`, `parador` becomes the assembler
-/// and records its CPU time in the file `stats`.
-fn make(linux: &Path, bin: Option<&Path>, stats: Option<&Path>) -> Result<Command, Failure> {
-    // Relative to `srctree` (`.`), so that no path of the host enters a file name.
-    let mut compiler = OsString::from("CC=gcc -I$(srctree)/");
-    compiler.push(Path::new(OURS).join("include"));
-    let mut make = tool("make")?;
-    if let Some(bin) = bin {
-        let own = env::current_exe().os_error("find the parador binary")?;
-        let link = bin.join("as");
-        fs::create_dir_all(bin)
-            .and_then(|()| match std::os::unix::fs::symlink(own, &link) {
-                Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(error),
-                _ => Ok(()),
-            })
-            .file_error("create", &link)?;
-        compiler.push(" -B");
-        compiler.push(bin);
-        let mut options = OsString::from(format!("{PAD},skip={}", SKIPPED.join(":")));
-        if let Some(stats) = stats {
-            options.push(",stats=");
-            options.push(stats);
-        }
-        make.env("PARADOR_AFTERBURN", options);
-    }
-    let path = linux.join(OURS).join(DATE);
-    let date = fs::read_to_string(&path).file_error("read", &path)?;
-    make.arg("-C").arg(linux).args(["ARCH=x86_64", "LOCALVERSION="]).arg(compiler);
-    make.env("KBUILD_BUILD_TIMESTAMP", date.trim())
-        .env("KBUILD_BUILD_USER", "parador")
-        .env("KBUILD_BUILD_HOST", "parador")
-        .env("KBUILD_BUILD_VERSION", "1");
-    Ok(make)
 }
 
 #[cfg(test)]

@@ -10,11 +10,16 @@ use kernel_core::object::{Space, Task, Thread, Vcpu};
 use kernel_core::pool::Handle;
 
 pub mod boot_memory;
+pub mod command_line;
+pub mod epitaph;
 pub mod exit;
 pub mod lock;
 pub mod log;
 pub mod ranges;
 pub mod root;
+pub mod start;
+pub mod tables;
+pub mod time;
 
 use exit::ReturnToUser;
 use lock::{Guard, KernelLock};

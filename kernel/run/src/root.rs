@@ -76,8 +76,10 @@ pub fn start<A: Processor>(
     ] {
         kernel.insert_capability(task, selector, object, rights::ALL, None).map_err(quota)?;
     }
-    let ports = Extent { kind: ItemKind::Port, base: 0, physical: 0, order: 16 };
-    kernel.add_mapping(SpaceRef::Task(task), ports, rights::ALL, false, None).map_err(quota)?;
+    if A::PORT_FRAMES > 0 {
+        let ports = Extent { kind: ItemKind::Port, base: 0, physical: 0, order: 16 };
+        kernel.add_mapping(SpaceRef::Task(task), ports, rights::ALL, false, None).map_err(quota)?;
+    }
 
     let info = memory.alloc_raw(payer, 1).map_err(quota)?;
     kernel.map_fixed(task, boot::BOOT_INFO_ADDRESS, info, false).map_err(quota)?;

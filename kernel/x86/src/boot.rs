@@ -5,11 +5,11 @@
 //! [`boot_main`] starts on the page tables of `boot.s`, which map the first 4 GiB, where all boot
 //! information resides.
 
-use crate::boot_info::{COMMAND_LINE_LENGTH, Machine, image};
+use crate::boot_info::{Machine, image};
 use crate::cpu::MAX_CPUS;
 use crate::features::{Features, features, initial_apic_id};
 use crate::log::LOG;
-use crate::memory::{self, DIRECT_MAP_LENGTH, IMAGE_OFFSET, KernelTables};
+use crate::memory::{self, DIRECT_MAP_LENGTH, IMAGE_OFFSET, KernelTables, direct};
 use crate::{apic, cpu, entry, idt, io, ioapic, log, panic, smp, start, time};
 use abi::Status;
 use core::arch::{asm, global_asm};
@@ -17,6 +17,7 @@ use core::cell::UnsafeCell;
 use hw_tables::acpi::{Fadt, Madt, MadtEntry, Tables, apic_flag, find_rsdp};
 use hw_tables::{multiboot2, pvh};
 use kernel_run::boot_memory::{BootMemory, FOUR_GIB, MAX_RAM, normalise};
+use kernel_run::command_line;
 use kernel_run::ranges::{Range, RangeSet};
 
 global_asm!(
@@ -47,7 +48,7 @@ fn loader_bytes(physical: u64, length: usize) -> Option<&'static [u8]> {
 
 /// Like [`loader_bytes`], truncated at 4 GiB.
 fn loader_text(physical: u64) -> &'static [u8] {
-    let length = FOUR_GIB.saturating_sub(physical).min(COMMAND_LINE_LENGTH as u64);
+    let length = FOUR_GIB.saturating_sub(physical).min(command_line::LENGTH as u64);
     loader_bytes(physical, length as usize).unwrap_or(&[])
 }
 
@@ -57,7 +58,7 @@ fn read_pvh(machine: &mut Machine, information: u64) -> Option<Range> {
     let list = |address, count: u32, length| {
         loader_bytes(address, count.min(MAX_ENTRIES) as usize * length).unwrap_or(&[])
     };
-    machine.set_command_line(loader_text(info.command_line));
+    machine.command_line.set(loader_text(info.command_line));
     machine.rsdp = info.rsdp;
     let modules = list(info.module_list, info.modules, pvh::Module::LENGTH);
     machine.bundle =
@@ -82,7 +83,7 @@ fn read_multiboot2(machine: &mut Machine, information: u64) -> Option<Range> {
     let header = loader_bytes(information, multiboot2::BootInfo::HEADER_LENGTH)?;
     let length = multiboot2::BootInfo::length(header)?.min(MAX_INFORMATION);
     let info = multiboot2::BootInfo::parse(loader_bytes(information, length)?)?;
-    machine.set_command_line(info.command_line().unwrap_or(&[]));
+    machine.command_line.set(info.command_line().unwrap_or(&[]));
     machine.bundle =
         info.modules().next().map(|module| Range::new(module.start as u64, module.end as u64));
     machine.memory = usable(normalise(DIRECT_MAP_LENGTH, || {
@@ -115,13 +116,13 @@ extern "C" fn boot_main(magic: u32, information: u32) -> ! {
         multiboot2::LOADER_MAGIC => read_multiboot2(machine, information as u64),
         _ => None,
     };
-    LOG.port().init(machine.option("log"));
-    panic::init(machine.option("panic"));
+    LOG.port().init(machine.command_line.option("log"));
+    panic::init(machine.command_line.option("panic"));
     log!("Parador {}, booted by {}", env!("CARGO_PKG_VERSION"), loader_name(magic));
     let Some(preserved) = preserved else {
         panic!("invalid boot information (loader magic {magic:#x}, address {information:#x})")
     };
-    log!("command line: {}", machine.command_line());
+    log!("command line: {}", machine.command_line.text());
     log_features(features());
     reserve(machine, preserved);
     log_memory(machine);
@@ -215,13 +216,16 @@ fn log_memory(machine: &Machine) {
 fn build_address_space(machine: &mut Machine) -> Result<(), Status> {
     let mut list = [0; MAX_CPUS];
     let areas = processors(machine.rsdp, &mut list).max(1);
-    let tables = KernelTables::new(&mut machine.memory).ok_or(Status::NoQuota)?;
-    tables.map_image(&image())?;
+    // SAFETY: the start-up tables map RAM below 4 GiB in the direct map, too.
+    let tables =
+        unsafe { KernelTables::new(&mut machine.memory, direct) }.ok_or(Status::NoQuota)?;
+    tables.map_image(&image(), IMAGE_OFFSET)?;
     tables.map_physical()?;
     for index in 0..areas {
         cpu::map_area(&tables, index)?;
     }
     let root = tables.finish();
+    memory::publish(root);
     // SAFETY: the tables map the image at its address, the direct map, and the image's data,
     // including the stack.
     unsafe { io::write_cr3(root) };

@@ -1,12 +1,9 @@
 //! Description of the machine that boot hands over, and addresses of the kernel image.
 
 use kernel_run::boot_memory::{BootMemory, MAX_RAM};
+use kernel_run::command_line::CommandLine;
 use kernel_run::ranges::{Range, RangeSet};
-
-use crate::memory::ImageLayout;
-
-/// Maximum stored length of the command line, in bytes.
-pub const COMMAND_LINE_LENGTH: usize = 1024;
+use kernel_run::tables::ImageLayout;
 
 /// Machine description found by boot.
 pub struct Machine {
@@ -23,8 +20,8 @@ pub struct Machine {
     pub tsc_khz: u64,
     /// Number of started CPUs.
     pub cpus: usize,
-    command_line: [u8; COMMAND_LINE_LENGTH],
-    command_line_length: usize,
+    /// Kernel command line.
+    pub command_line: CommandLine,
 }
 
 impl Machine {
@@ -36,35 +33,8 @@ impl Machine {
         rsdp: 0,
         tsc_khz: 0,
         cpus: 1,
-        command_line: [0; COMMAND_LINE_LENGTH],
-        command_line_length: 0,
+        command_line: CommandLine::EMPTY,
     };
-
-    /// Kernel command line.
-    pub fn command_line(&self) -> &str {
-        let bytes = &self.command_line[..self.command_line_length];
-        match core::str::from_utf8(bytes) {
-            Ok(text) => text,
-            // Ignore everything from the first invalid UTF-8 sequence.
-            Err(error) => core::str::from_utf8(&bytes[..error.valid_up_to()]).unwrap_or(""),
-        }
-    }
-
-    /// Value of the last `name=value` on the command line.
-    pub fn option(&self, name: &str) -> Option<&str> {
-        self.command_line()
-            .split_ascii_whitespace()
-            .rev()
-            .find_map(|word| word.strip_prefix(name)?.strip_prefix('='))
-    }
-
-    /// Sets the command line, which ends at the first zero byte.
-    pub fn set_command_line(&mut self, bytes: &[u8]) {
-        let end = bytes.iter().position(|&byte| byte == 0).unwrap_or(bytes.len());
-        let length = end.min(COMMAND_LINE_LENGTH);
-        self.command_line[..length].copy_from_slice(&bytes[..length]);
-        self.command_line_length = length;
-    }
 }
 
 unsafe extern "C" {

@@ -1,44 +1,27 @@
 //! Start of the CPUs after boot: kernel memory, root, and the first threads.
 
-use abi::PAGE_SIZE;
 use abi::boot;
 use hw_tables::elf;
-use kernel_core::pool::{MAX_BYTES, Memory};
-use kernel_run::boot_memory::FOUR_GIB;
 use kernel_run::root::{self, Resources};
+use kernel_run::start::memory_pool;
 use kernel_run::{exit, lock};
 
 use crate::boot_info::Machine;
 use crate::features::features;
 use crate::io::set_ts;
 use crate::log::LOG;
-use crate::memory::direct;
 use crate::run::{self, Guard};
 use crate::{X86, entry, log, vcpu};
-
-/// Size of kernel memory: RAM divided by this, within these bounds in bytes.
-const POOL_SHARE: u64 = 16;
-const POOL_MIN: u64 = 4 << 20;
-const POOL_MAX: u64 = 64 << 20;
 
 /// Continues the start of the first CPU after boot.
 pub fn bsp_main(machine: &'static mut Machine) -> ! {
     entry::init();
     vcpu::init();
-    let share = (machine.memory.ram.total() / POOL_SHARE).clamp(POOL_MIN, POOL_MAX);
-    let length = machine.option("pool").and_then(parse_size).unwrap_or(share);
-    let length = length.min(MAX_BYTES as u64) & !(PAGE_SIZE - 1);
-    let Some(base) = machine.memory.allocate(length, PAGE_SIZE, FOUR_GIB) else {
-        panic!("cannot allocate {length:#x} bytes of kernel memory below 4 GiB; reduce pool=");
-    };
-    // SAFETY: boot allocated the range, which is otherwise unused; the direct map includes it.
-    let memory = unsafe { Memory::new(direct(base), base, length as usize) };
-    let Some(memory) = memory else {
-        panic!("kernel memory of {length:#x} bytes is too small; increase pool=")
-    };
-    log!("{} KiB of kernel memory", length >> 10);
+    let option = machine.command_line.option("pool");
+    let memory = memory_pool::<X86>(&mut machine.memory, option);
+    log!("{} KiB of kernel memory", memory.1 >> 10);
     run::set_cpus(machine.cpus);
-    let kernel = lock::publish::<X86>(memory);
+    let kernel = lock::publish::<X86>(memory.0);
     for cpu_index in 0..machine.cpus {
         if vcpu::alloc_host_pages(&kernel.memory, cpu_index).is_err() {
             panic!("kernel memory is too small for {} CPUs; increase pool=", machine.cpus)
@@ -84,17 +67,4 @@ fn run_threads(kernel: Guard, cpu_index: usize) -> ! {
     let context = exit::leave(kernel, cpu_index, next);
     // SAFETY: a thread's context; nothing on this stack is used again.
     unsafe { entry::leave_to(context) }
-}
-
-/// Parses a number of bytes with an optional suffix K, M or G.
-fn parse_size(text: &str) -> Option<u64> {
-    let digits = text.trim_end_matches(['K', 'M', 'G']);
-    let shift = match &text[digits.len()..] {
-        "" => 0,
-        "K" => 10,
-        "M" => 20,
-        "G" => 30,
-        _ => return None,
-    };
-    digits.parse::<u64>().ok()?.checked_mul(1 << shift)
 }

@@ -21,7 +21,7 @@
 //! 4. *Threads start at any address.* [`thread::spawn`] starts this program's threads on functions
 //!    with stacks of their own, guarded by an unmapped page. [`Thread`] handles are only created
 //!    for tasks that this program created, so [`Thread::start`] concerns other address spaces.
-//! 5. *Ports.* [`Ports`] rejects devices that can be programmed to access memory.
+//! 5. *Ports.* On x86, `Ports` rejects devices that can be programmed to access memory.
 //! 6. *Devices in memory.* [`device::DeviceRegisters`] are accessed by single loads and stores,
 //!    [`device::Shared`] memory by copying and as atomic words. A device can be programmed to write
 //!    anywhere, so a driver is trusted to pass only shared memory to it; if the platform has an
@@ -33,8 +33,9 @@
 //! argument deliberately.
 #![cfg_attr(not(test), no_std)]
 
-#[cfg(not(target_arch = "x86_64"))]
-compile_error!("native programs run on x86-64 only, so far");
+#[cfg_attr(target_arch = "aarch64", path = "arm64.rs")]
+#[cfg_attr(target_arch = "x86_64", path = "x86.rs")]
+mod processor;
 
 pub mod device;
 #[cfg(all(feature = "heap", target_os = "none"))]
@@ -44,8 +45,9 @@ pub mod manage;
 mod memory;
 mod objects;
 mod page;
+#[cfg(target_arch = "x86_64")]
 mod port;
-#[cfg(feature = "probe")]
+#[cfg(all(feature = "probe", target_arch = "x86_64"))]
 pub mod probe;
 pub mod random;
 mod slots;
@@ -64,6 +66,7 @@ pub use objects::{
     ServerThread, Task, Thread, Vm, drop_capability, reply, reply_wait, wait, yield_now,
 };
 pub use page::Page;
+#[cfg(target_arch = "x86_64")]
 pub use port::Ports;
 pub use slots::Slots;
 pub use vcpu::Vcpu;

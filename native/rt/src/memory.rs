@@ -1,11 +1,10 @@
 //! Windows: memory without Rust objects, which is copied to and from, and delegated.
 
-use core::arch::asm;
-
 use abi::{Item, ItemKind, Op, PAGE_SHIFT, PAGE_SIZE, Selector, Status, ops};
 
 use crate::objects::{Task, Vm};
 use crate::page::Page;
+use crate::processor::{clear, copy};
 use crate::syscall::call;
 
 /// Base of the range for received memory: `proto::start` and `abi::boot` leave these 64 GiB free.
@@ -156,14 +155,8 @@ impl Window {
         if !self.writable {
             return;
         }
-        // SAFETY: the range is in the window. The direction flag is clear in Rust code.
-        unsafe {
-            asm!("rep stosq", inout("rcx") self.length / 8 => _, inout("rdi") self.base => _,
-                 in("rax") 0, options(nostack, preserves_flags));
-            asm!("rep stosb", inout("rcx") self.length % 8 => _,
-                 inout("rdi") self.base + (self.length & !7) => _,
-                 in("rax") 0, options(nostack, preserves_flags));
-        }
+        // SAFETY: the range is in the window.
+        unsafe { clear(self.base, self.length) };
     }
 
     /// Splits the window into the largest blocks that are naturally aligned both here and when
@@ -344,22 +337,6 @@ pub fn received_memory(index: usize) -> Option<Window> {
         length,
         writable: item.rights & abi::rights::WRITE != 0,
     })
-}
-
-/// Copies bytes.
-///
-/// # Safety
-/// Source and destination are mapped, do not overlap, and the caller has the only live reference to
-/// the destination.
-unsafe fn copy(source: u64, destination: u64, length: u64) {
-    let head = length & !7;
-    // SAFETY: the caller guarantees the ranges. The direction flag is clear in Rust code.
-    unsafe {
-        asm!("rep movsq", inout("rcx") length / 8 => _, inout("rsi") source => _,
-             inout("rdi") destination => _, options(nostack, preserves_flags));
-        asm!("rep movsb", inout("rcx") length % 8 => _, inout("rsi") source + head => _,
-             inout("rdi") destination + head => _, options(nostack, preserves_flags));
-    }
 }
 
 #[cfg(test)]

@@ -1,6 +1,7 @@
 //! Start and end of a program.
 
 use core::slice;
+#[cfg(target_arch = "x86_64")]
 use core::sync::atomic::{AtomicU32, Ordering};
 
 use abi::boot::{self, BootInfo, RegionKind};
@@ -13,8 +14,9 @@ use crate::device::DeviceRegisters;
 use crate::memory::Window;
 use crate::objects::{Gate, Message, Platform};
 use crate::page::Page;
+#[cfg(target_arch = "x86_64")]
 use crate::port::Ports;
-use crate::{log, thread};
+use crate::{log, processor, thread};
 
 /// Makes `main(&'static Start) -> u64` the entry of a task that root starts; it returns the exit
 /// code.
@@ -37,17 +39,6 @@ macro_rules! root_entry {
             $crate::start::run_root($main)
         }
     };
-}
-
-/// First instructions of the program: the kernel and root enter with an aligned stack.
-#[cfg(target_os = "none")]
-#[unsafe(naked)]
-#[unsafe(no_mangle)]
-extern "C" fn _start() -> ! {
-    unsafe extern "C" {
-        safe fn native_main() -> !;
-    }
-    core::arch::naked_asm!("xor ebp, ebp", "and rsp, -16", "call {main}", "ud2", main = sym native_main)
 }
 
 /// Runs the program of a task; called by [`entry!`](crate::entry) only.
@@ -77,8 +68,7 @@ pub fn exit(code: u64, statistics: &control::VmmStatistics) -> ! {
 /// Ends the thread by a fault, which root receives through the task's fault gate.
 fn stop() -> ! {
     loop {
-        // SAFETY: an undefined instruction; the kernel stops the thread.
-        unsafe { core::arch::asm!("ud2", options(nomem, nostack)) }
+        processor::undefined();
     }
 }
 
@@ -244,11 +234,24 @@ pub fn run_root(main: fn(Boot) -> !) -> ! {
 }
 
 /// Port and value that end the machine when root panics; bit 31 marks them as set.
+#[cfg(target_arch = "x86_64")]
 static PANIC_PORT_WRITE: AtomicU32 = AtomicU32::new(0);
 
 /// Makes a panic of root write `value` to `port` before it resets the machine.
+#[cfg(target_arch = "x86_64")]
 pub fn on_root_panic(port: u16, value: u8) {
     PANIC_PORT_WRITE.store(1 << 31 | (port as u32) << 8 | value as u32, Ordering::Relaxed);
+}
+
+/// Ends the machine by the port that root has chosen, if any.
+#[cfg(target_arch = "x86_64")]
+fn write_panic_port() {
+    let last = PANIC_PORT_WRITE.load(Ordering::Relaxed);
+    if last >> 31 != 0
+        && let Some(port) = Ports::new((last >> 8) as u16, 1)
+    {
+        port.write(0, last as u8);
+    }
 }
 
 /// Reports a panic to root (or, in root, to the kernel's log) and stops.
@@ -276,11 +279,7 @@ fn root_panicked(text: &[u8]) {
     log::write_platform(platform, text);
     log::write_platform(platform, b"\n");
     log::flush(platform);
-    let last = PANIC_PORT_WRITE.load(Ordering::Relaxed);
-    if last >> 31 != 0
-        && let Some(port) = Ports::new((last >> 8) as u16, 1)
-    {
-        port.write(0, last as u8);
-    }
+    #[cfg(target_arch = "x86_64")]
+    write_panic_port();
     let _ = platform.reset();
 }

@@ -1,6 +1,5 @@
 //! Additional threads of this program.
 
-use core::arch::naked_asm;
 use core::cell::UnsafeCell;
 use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -9,6 +8,7 @@ use proto::start::MAX_THREADS;
 
 use crate::memory::Window;
 use crate::objects::{Factory, OwnThread, SchedContext, ServerThread, yield_now};
+use crate::processor::start_of_thread;
 use crate::syscall::call;
 use crate::time;
 
@@ -234,8 +234,8 @@ fn start_thread(
         first.write(body as usize as u64);
         first.add(1).write(argument);
     }
-    let entry = enter as *const () as u64;
-    // SAFETY: the thread starts in `enter` on a stack of its own.
+    let entry = start_of_thread as *const () as u64;
+    // SAFETY: the thread starts there on a stack of its own.
     unsafe { call(Op::ThreadStart, [thread.selector(), entry, top_of_stack - 16, 0, 0, 0]) }
         .map(drop)
 }
@@ -250,10 +250,4 @@ pub fn restart<const BYTES: usize>(
 ) -> Result<(), Status> {
     thread.stop()?;
     start_thread(thread, stack.memory.get() as u64 + BYTES as u64, body, argument)
-}
-
-/// First instructions of a thread: the body's address and its argument are on the stack.
-#[unsafe(naked)]
-extern "C" fn enter() -> ! {
-    naked_asm!("pop rax", "pop rdi", "xor ebp, ebp", "call rax", "ud2")
 }

@@ -1,12 +1,13 @@
-//! Time-stamp counter and conversions.
+//! The counter that tells the time (on x86 the time-stamp counter), and conversions.
 
 use proto::start::Clock;
 
-/// Reads the time-stamp counter.
+use crate::processor;
+
+/// Reads the counter.
 #[inline(always)]
 pub fn tsc() -> u64 {
-    // SAFETY: reads a counter; the kernel permits `RDTSC` in user mode.
-    unsafe { core::arch::x86_64::_rdtsc() }
+    processor::counter()
 }
 
 /// Converts nanoseconds to ticks of the time-stamp counter at `khz` kHz, rounded up.

@@ -2,7 +2,10 @@
 
 use core::sync::atomic::{AtomicU32, Ordering};
 
-use abi::vcpu::x86::VcpuState;
+#[cfg(target_arch = "aarch64")]
+pub use abi::vcpu::arm64::VcpuState;
+#[cfg(target_arch = "x86_64")]
+pub use abi::vcpu::x86::VcpuState;
 use abi::{Op, PAGE_SIZE, Selector, Status};
 use proto::start::STATE_PAGES;
 use proto::system::MAX_VCPUS;

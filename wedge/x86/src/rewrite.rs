@@ -17,8 +17,21 @@ use crate::{CELL, Cell, Entries};
 pub const JUMP: usize = 5;
 /// Largest total length of the instructions at a site, in bytes.
 pub const MAX_SITE: usize = 16;
-/// Largest number of bytes that replace a site.
-pub const MAX_PATCH: usize = 8;
+/// Length of the code that replaces `CLI` without a jump.
+const CLEAR_FLAG: usize = 8;
+/// NOPs by length (APM vol. 3, `NOP`): the guest kernel's decoders (kprobes) then find instructions
+/// after a jump, although nothing executes them.
+const NOPS: [&[u8]; 9] = [
+    &[0x90],
+    &[0x66, 0x90],
+    &[0x0f, 0x1f, 0x00],
+    &[0x0f, 0x1f, 0x40, 0x00],
+    &[0x0f, 0x1f, 0x44, 0x00, 0x00],
+    &[0x66, 0x0f, 0x1f, 0x44, 0x00, 0x00],
+    &[0x0f, 0x1f, 0x80, 0x00, 0x00, 0x00, 0x00],
+    &[0x0f, 0x1f, 0x84, 0x00, 0x00, 0x00, 0x00, 0x00],
+    &[0x66, 0x0f, 0x1f, 0x84, 0x00, 0x00, 0x00, 0x00, 0x00],
+];
 /// Length of the code in a stub, in bytes.
 const CODE: usize = 92;
 
@@ -70,11 +83,25 @@ const _: () = assert!(size_of::<Stub>() == 128);
 /// Replacement code of a site.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Patch {
-    bytes: [u8; MAX_PATCH],
+    bytes: [u8; MAX_SITE],
     length: usize,
 }
 
 impl Patch {
+    /// Creates a jump, with NOPs up to `length`, which is at most [`MAX_SITE`].
+    fn jump(from: u64, to: u64, length: usize) -> Option<Self> {
+        let mut bytes = [0; MAX_SITE];
+        bytes[..JUMP].copy_from_slice(&jump(from, to)?);
+        let mut rest = bytes.get_mut(JUMP..length)?;
+        while !rest.is_empty() {
+            let nop = NOPS[rest.len().min(NOPS.len()) - 1];
+            let (part, after) = rest.split_at_mut(nop.len());
+            part.copy_from_slice(nop);
+            rest = after;
+        }
+        Some(Self { bytes, length })
+    }
+
     /// Returns the code.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes[..self.length]
@@ -159,13 +186,12 @@ impl Stub {
         code.jump(entries.site)?;
         stub.general = general as u8;
         let patch = if stub.way == Way::Cli {
-            let mut bytes = [0xc6, 0x04, 0x25, 0, 0, 0, 0, 0];
+            let mut bytes = [0; MAX_SITE];
+            bytes[..3].copy_from_slice(&[0xc6, 0x04, 0x25]);
             bytes[3..7].copy_from_slice(&low(FLAG_BYTE)?);
-            Patch { bytes, length: 8 }
+            Patch { bytes, length: CLEAR_FLAG }
         } else {
-            let mut bytes = [0; MAX_PATCH];
-            bytes[..JUMP].copy_from_slice(&jump(site, at)?);
-            Patch { bytes, length: JUMP }
+            Patch::jump(site, at, whole.len())?
         };
         Some((stub, patch))
     }
@@ -182,7 +208,8 @@ impl Stub {
 
     /// Returns the original bytes at the place of the patch.
     pub fn overwritten(&self) -> &[u8] {
-        &self.original[..if self.way == Way::Cli { MAX_PATCH } else { JUMP }]
+        let length = if self.way == Way::Cli { CLEAR_FLAG } else { self.padded.into() };
+        &self.original[..length.min(MAX_SITE)]
     }
 
     /// Returns the guest's state for a signal at `offset` in this stub.
@@ -207,7 +234,7 @@ fn way(target: &SiteTarget<'_>) -> Way {
         return Way::Wedge;
     }
     match (&all[..count], target.flags_dead) {
-        ([Instruction { op: Op::Cli, .. }], _) if usize::from(target.padded) >= MAX_PATCH => {
+        ([Instruction { op: Op::Cli, .. }], _) if usize::from(target.padded) >= CLEAR_FLAG => {
             Way::Cli
         }
         ([Instruction { op: Op::Sti, .. }], true) => Way::Sti,
@@ -436,7 +463,10 @@ mod tests {
         assert_eq!(reached(SITE, patch.bytes()), AT);
         assert_eq!(reached(AT + 18, &stub.code[18..]), ENTRIES.site);
         assert_eq!((stub.resume(), stub.instructions()), (SITE + 8, &[0x0f, 0xa2][..]));
-        assert_eq!(stub.overwritten(), [0x0f, 0xa2, 0x90, 0x90, 0x90]);
+        assert_eq!(stub.overwritten(), [0x0f, 0xa2, 0x90, 0x90, 0x90, 0x90, 0x90, 0x90]);
+        assert_eq!(patch.bytes()[5..], [0x0f, 0x1f, 0x00]);
+        let (_, patch) = new(&[0xfb, 0xf4], 16, true).unwrap();
+        assert_eq!(patch.bytes()[5..], [NOPS[8], NOPS[1]].concat());
         let (stub, patch) = new(&[0xfa], 8, false).unwrap();
         assert_eq!(stub.overwritten().len(), patch.bytes().len());
     }

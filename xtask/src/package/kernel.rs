@@ -16,8 +16,9 @@ const INSTALLED: &str = "/usr/src/linux-source-6.1.tar.xz";
 /// Parador's part of the kernel, in the tree.
 const OURS: &str = "guests/linux/kernel";
 const TEXT: &str = include_str!("../../package/kernel.md");
-/// Source of the build, which has the list of files that the assembler leaves alone.
-const RECIPE: &str = include_str!("../../../hosted/kbuild/src/kernel.rs");
+/// Source of the build, which has the list of files that the assembler leaves alone, and the
+/// options of make.
+const RECIPE: &str = include_str!("../../../hosted/kbuild/src/kernel/make.rs");
 
 /// A built kernel.
 pub struct GuestKernel {
@@ -77,7 +78,8 @@ impl GuestKernel {
             .replace("@RELEASE@", &self.release)
             .replace("@LINUX@", &self.debian)
             .replace("@COMMIT@", commit)
-            .replace("@SKIPPED@", &skipped()?);
+            .replace("@SKIPPED@", &list("SKIPPED")?.join(":"))
+            .replace("@TYPES@", &quoted(&list("TYPES")?));
         stage.write(&format!("{folder}/README.md"), &text)
     }
 }
@@ -122,15 +124,29 @@ fn version_in(folder: &str) -> Option<&str> {
     Some(rest.rsplit_once('.')?.0)
 }
 
-/// Returns the files that the assembler leaves alone, as its variable `PARADOR_AFTERBURN` has them.
-fn skipped() -> Result<String> {
+/// Returns the texts of a list in the source of the build.
+fn list(name: &str) -> Result<Vec<String>> {
+    const PATH: &str = "hosted/kbuild/src/kernel/make.rs";
     let list = RECIPE
-        .split_once("const SKIPPED: &[&str] = &[")
+        .split_once(&format!("const {name}: "))
+        .and_then(|(_, rest)| rest.split_once("= "))
         .and_then(|(_, rest)| rest.split_once("];"));
-    let (list, _) = list.context("hosted/kbuild/src/kernel.rs has no list SKIPPED")?;
-    let names: Vec<&str> = list.split('"').skip(1).step_by(2).collect();
-    ensure!(!names.is_empty(), "hosted/kbuild/src/kernel.rs has an empty list SKIPPED");
-    Ok(names.join(":"))
+    let (list, _) = list.with_context(|| format!("{PATH} has no list {name}"))?;
+    let texts: Vec<String> = list.split('"').skip(1).step_by(2).map(joined).collect();
+    ensure!(!texts.is_empty(), "{PATH} has an empty list {name}");
+    Ok(texts)
+}
+
+/// Joins the lines of a text, as Rust's `\` at their ends does.
+fn joined(text: &str) -> String {
+    let mut parts = text.split("\\\n");
+    let first = parts.next().unwrap_or_default().to_owned();
+    parts.fold(first, |text, part| text + part.trim_start())
+}
+
+/// Returns arguments as a shell takes them.
+fn quoted(arguments: &[String]) -> String {
+    arguments.iter().map(|argument| format!("'{argument}'")).collect::<Vec<_>>().join(" ")
 }
 
 #[cfg(test)]
@@ -144,12 +160,17 @@ mod tests {
     }
 
     #[test]
-    fn the_text_names_what_the_assembler_skips() {
-        let skipped = skipped().unwrap();
+    fn the_text_names_what_the_build_does() {
+        let skipped = list("SKIPPED").unwrap().join(":");
         assert!(
             skipped.starts_with("arch/x86/boot/*:arch/x86/entry/vdso/vdso-note.o:"),
             "{skipped}"
         );
         assert!(!skipped.contains('"') && !skipped.contains(' '));
+        let types = quoted(&list("TYPES").unwrap());
+        assert!(types.starts_with("'KCFLAGS=-fno-var-tracking -g"), "{types}");
+        assert!(types.contains(" -gno-column-info ") && types.ends_with('\''), "{types}");
+        assert!(!types.contains('\\') && !types.contains('\n'), "{types}");
+        assert!(list("NONE").is_err());
     }
 }

@@ -25,7 +25,7 @@ type Builtin = (&'static str, &'static str);
 const CONFIG: &str = include_str!("../../../../guests/linux/kernel/config");
 const TUNING: &str = include_str!("../../../../guests/linux/kernel/patches/optional/config");
 /// In the order of application.
-const REQUIRED: [Builtin; 11] = ours![
+const REQUIRED: [Builtin; 15] = ours![
     "patches/required/0001-layout-checks.patch",
     "patches/required/0002-image-addresses.patch",
     "patches/required/0003-user-limit.patch",
@@ -37,19 +37,25 @@ const REQUIRED: [Builtin; 11] = ours![
     "patches/required/0009-32-bit-processes.patch",
     "patches/required/0010-compiled-filters.patch",
     "patches/required/0011-refused-requests.patch",
+    "patches/required/0012-traced-functions.patch",
+    "patches/required/0013-copied-code.patch",
+    "patches/required/0014-probed-sites.patch",
+    "patches/required/0015-probed-addresses.patch",
 ];
 /// In the order of application, after the required ones.
-const OPTIONAL: [Builtin; 4] = ours![
+const OPTIONAL: [Builtin; 5] = ours![
     "patches/optional/0001-switch.patch",
     "patches/optional/0002-address-spaces.patch",
     "patches/optional/0003-forks.patch",
     "patches/optional/0004-page-runs.patch",
+    "patches/optional/0005-traced-places.patch",
 ];
-const HEADERS: [Builtin; 9] = ours![
+const HEADERS: [Builtin; 10] = ours![
     "include/asm/page_64.h",
     "include/asm/page_64_types.h",
     "include/asm/parador.h",
     "include/asm/parador_module.h",
+    "include/asm/parador_probe.h",
     "include/asm/pgtable.h",
     "include/asm/pgtable_64.h",
     "include/asm/pgtable_64_types.h",
@@ -171,9 +177,9 @@ mod tests {
     #[test]
     fn a_variant_has_what_its_name_says() {
         let count = |variant: Variant| (variant.patches().count(), variant.headers().len());
-        assert_eq!(count(Variant::Previrt), (15, 9));
-        assert_eq!(count(Variant::Untuned), (11, 9));
-        assert_eq!(count(Variant::Plain), (15, 9));
+        assert_eq!(count(Variant::Previrt), (19, 10));
+        assert_eq!(count(Variant::Untuned), (15, 10));
+        assert_eq!(count(Variant::Plain), (19, 10));
         assert_eq!(count(Variant::Stock), (0, 0));
         let has = |text: &str| text.contains("PARADOR_TUNING");
         assert!(Variant::Untuned.patches().all(|(_, text)| !has(text) && !text.contains("tuned")));

@@ -1,7 +1,7 @@
 //! The vTLB of one vCPU on an invented machine: physical memory is an array of this thread, and
 //! the TLB is the caller's. For the model in `fuzz`.
 
-use core::cell::RefCell;
+use core::cell::{Cell, RefCell};
 use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::boxed::Box;
 use std::vec::Vec;
@@ -26,6 +26,7 @@ const LONG_CODE: u64 = 1 << (16 + 9);
 std::thread_local! {
     static MEMORY: &'static [[AtomicU64; ENTRIES]] =
         (0..PAGES).map(|_| [const { AtomicU64::new(0) }; ENTRIES]).collect::<Vec<_>>().leak();
+    static STORE: Cell<Option<Store>> = const { Cell::new(None) };
     static INVALIDATED: RefCell<Vec<(u32, u64)>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -44,7 +45,37 @@ pub fn available() -> u32 {
 /// # Panics
 /// If it is outside of memory: the code has left the tables of the vCPU and its VM.
 pub fn page(physical: u64) -> &'static [AtomicU64; ENTRIES] {
+    interleave();
+    frame(physical)
+}
+
+fn frame(physical: u64) -> &'static [AtomicU64; ENTRIES] {
     &MEMORY.with(|memory| *memory)[((physical & entry::ADDRESS) >> 12) as usize]
+}
+
+/// A store of another processor while the code runs.
+#[derive(Clone, Copy, Debug)]
+pub struct Store {
+    /// Looks at pages and words before it.
+    pub after: u64,
+    /// Physical address.
+    pub at: u64,
+    /// Value.
+    pub value: u64,
+}
+
+/// Sets the next store of another processor. Returns the one before if it was not executed.
+pub fn set_store(store: Option<Store>) -> Option<Store> {
+    STORE.replace(store)
+}
+
+/// Counts a look at memory, and executes the store of another processor before it.
+fn interleave() {
+    let Some(store) = STORE.take() else { return };
+    match store.after.checked_sub(1) {
+        Some(after) => STORE.set(Some(Store { after, ..store })),
+        None => frame(store.at)[store.at as usize / 8 % ENTRIES].store(store.value, Relaxed),
+    }
 }
 
 /// Word of physical memory.

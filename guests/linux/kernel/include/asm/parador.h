@@ -121,6 +121,10 @@
 	(address) < __start + PARADOR_IMAGE_SPAN && __start < (address) + (length); \
 })
 
+/* True if an address of unknown origin is a user's. */
+#define parador_is_user(address)					\
+	((unsigned long)(address) < TASK_SIZE && !parador_in_image(address))
+
 #define parador_lower_half() ((long)PARADOR_CONST32(start_kernel_map) > 0)
 
 /*

@@ -1,0 +1,121 @@
+//! State page of a vCPU on AArch64.
+//!
+//! General-purpose registers, program counter and processor state exist only here: the kernel loads
+//! them on every entry and saves them on every exit. The other registers of EL1 are the group
+//! [`group::SYSTEM`]. Hypercalls are `HVC` by EL1, with the number and the result in `x0` and the
+//! argument in `x1`; the guest's kernel is at EL1. On an exit, [`VcpuState::pc`] is the address of
+//! the instruction that has caused it, except for hypercalls and [`super::exit::HALT`], where it is
+//! that of the next one.
+
+use super::{RunControl, SharedU64};
+
+/// State groups.
+pub mod group {
+    /// [`super::VcpuState::system`], `affinity` and `counter_offset`. Only on request.
+    pub const SYSTEM: u64 = 1 << 0;
+    /// Every group.
+    pub const ALL: u64 = SYSTEM;
+}
+
+/// Exit reasons of AArch64, besides [`super::exit`]. [`RunControl::exit_info`] of all of them is
+/// the syndrome (ESR_EL2).
+pub mod exit {
+    use super::super::exit::FIRST_OF_ARCH;
+
+    /// Access to a system register that guests do not have, or that the VMM must emulate.
+    pub const SYSTEM_REGISTER: u64 = FIRST_OF_ARCH;
+    /// `SMC`.
+    pub const SECURE_CALL: u64 = FIRST_OF_ARCH + 1;
+    /// Floating point or SIMD.
+    pub const FLOATING_POINT: u64 = FIRST_OF_ARCH + 2;
+    /// [`super::VcpuState::pstate`] is no state of EL0 or EL1; the guest has not been entered.
+    pub const INVALID_STATE: u64 = FIRST_OF_ARCH + 3;
+}
+
+/// Indices into [`VcpuState::system`]: registers of EL1, by their names in the manual.
+pub mod system {
+    #![allow(missing_docs)]
+    pub const SCTLR_EL1: usize = 0;
+    pub const CPACR_EL1: usize = 1;
+    pub const TTBR0_EL1: usize = 2;
+    pub const TTBR1_EL1: usize = 3;
+    pub const TCR_EL1: usize = 4;
+    pub const MAIR_EL1: usize = 5;
+    pub const AMAIR_EL1: usize = 6;
+    pub const VBAR_EL1: usize = 7;
+    pub const ESR_EL1: usize = 8;
+    pub const FAR_EL1: usize = 9;
+    pub const AFSR0_EL1: usize = 10;
+    pub const AFSR1_EL1: usize = 11;
+    pub const ELR_EL1: usize = 12;
+    pub const SPSR_EL1: usize = 13;
+    pub const SP_EL1: usize = 14;
+    pub const TPIDR_EL1: usize = 15;
+    pub const TPIDRRO_EL0: usize = 16;
+    pub const CONTEXTIDR_EL1: usize = 17;
+    pub const PAR_EL1: usize = 18;
+    pub const CSSELR_EL1: usize = 19;
+    pub const CNTKCTL_EL1: usize = 20;
+    pub const CNTV_CTL_EL0: usize = 21;
+    pub const CNTV_CVAL_EL0: usize = 22;
+    /// Number of registers.
+    pub const COUNT: usize = 23;
+}
+
+/// Format of the words of [`VcpuState::virqs`].
+pub mod virq {
+    /// Number of the interrupt (INTID), below 1020: other words are ignored.
+    pub const NUMBER: u64 = 0xffff;
+    /// Lowest bit of the priority.
+    pub const PRIORITY_SHIFT: u32 = 16;
+    /// Mask of the priority, after the shift.
+    pub const PRIORITY_MASK: u64 = 0xff;
+    /// The word has an interrupt.
+    pub const VALID: u64 = 1 << 31;
+    /// Number of words.
+    pub const COUNT: usize = 4;
+}
+
+/// Values of [`VcpuState::pstate`]: format of SPSR_EL2.
+pub mod pstate {
+    /// EL1 with its own stack pointer, interrupts masked.
+    pub const EL1_MASKED: u64 = 0x3c5;
+}
+
+/// The state page. Kernel and VMM may write it at the same time, so every field is accessed as a
+/// whole, and by shared references only.
+#[derive(Debug, Default)]
+#[repr(C, align(4096))]
+pub struct VcpuState {
+    /// General-purpose registers.
+    pub x: [SharedU64; 31],
+    /// Stack pointer of EL0 (SP_EL0).
+    pub sp: SharedU64,
+    /// Program counter.
+    pub pc: SharedU64,
+    /// Processor state, in the format of SPSR_EL2.
+    pub pstate: SharedU64,
+    /// Thread pointer (TPIDR_EL0).
+    pub tpidr: SharedU64,
+    /// Syndrome of the last exit (ESR_EL2). Out.
+    pub syndrome: SharedU64,
+
+    /// Exit, deadline, halt mode and counters.
+    pub run: RunControl,
+
+    /// Interrupts that become pending in the guest's GIC, in group 1 ([`virq`]). The VMM writes
+    /// them while the vCPU does not run; the kernel clears each as soon as the processor has it.
+    /// In.
+    pub virqs: [SharedU64; virq::COUNT],
+
+    /// Registers of EL1 ([`system`]).
+    pub system: [SharedU64; system::COUNT],
+    /// Affinity that the guest reads in MPIDR_EL1.
+    pub affinity: SharedU64,
+    /// Subtracted from the counter that the guest reads in CNTVCT_EL0 (CNTVOFF_EL2).
+    pub counter_offset: SharedU64,
+}
+
+const _: () = assert!(core::mem::size_of::<VcpuState>() == 4096);
+const _: () = assert!(core::mem::offset_of!(VcpuState, x) == 0);
+const _: () = assert!(core::mem::offset_of!(VcpuState, syndrome) == 35 * 8);

@@ -1,0 +1,12 @@
+//! AArch64 hardware definitions from the manuals: layouts and constants only, no behaviour. "Arm
+//! ARM" is the Arm Architecture Reference Manual for A-profile (DDI 0487).
+#![cfg_attr(not(test), no_std)]
+#![forbid(unsafe_code)]
+
+pub mod esr;
+pub mod gic;
+pub mod image;
+pub mod paging;
+pub mod pl011;
+pub mod psci;
+pub mod registers;

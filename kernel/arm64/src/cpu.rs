@@ -1,0 +1,136 @@
+//! Per-CPU memory, and initialisation of a CPU's registers.
+//!
+//! Each CPU has an area at [`area`]: two stacks with unmapped pages around them, then [`PerCpu`],
+//! to which TPIDR_EL2 points.
+
+use core::mem::offset_of;
+use core::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+
+use abi::{PAGE_SIZE, Status};
+use hw_arm64::registers::{AFFINITY, CNTHCTL_HOST};
+
+use crate::machine::MAX_CPUS;
+use crate::memory::{CPU_AREAS, KernelTables};
+use crate::{read_register, write_register};
+
+const AREA_LENGTH: u64 = 0x1_0000;
+/// Stack of the kernel, and that of exceptions in the kernel, which are bugs.
+const KERNEL_STACK: (u64, u64) = (0x1000, 0x5000);
+const BUG_STACK: (u64, u64) = (0x6000, 0x8000);
+const PER_CPU: u64 = 0x9000;
+
+/// State of one CPU. The first fields have fixed offsets, for assembly.
+#[repr(C)]
+pub struct PerCpu {
+    /// Top of this CPU's kernel stack.
+    kernel_stack_top: u64,
+    /// Top of its stack for exceptions in the kernel.
+    bug_stack_top: u64,
+    /// Stack pointer of the kernel while a guest runs. Only assembly uses it.
+    guest_stack: AtomicU64,
+    /// Index of this CPU; 0 is the boot CPU.
+    pub id: usize,
+    /// Its affinity.
+    pub affinity: u64,
+}
+
+/// Offset of the top of the kernel stack in [`PerCpu`], for assembly.
+pub const KERNEL_STACK_TOP: usize = offset_of!(PerCpu, kernel_stack_top);
+/// Offset of the top of the stack for exceptions in the kernel.
+pub const BUG_STACK_TOP: usize = offset_of!(PerCpu, bug_stack_top);
+/// Offset of the kernel's stack pointer while a guest runs.
+pub const GUEST_STACK: usize = offset_of!(PerCpu, guest_stack);
+
+static CREATED: AtomicUsize = AtomicUsize::new(0);
+
+/// Address of the area of CPU `index`.
+const fn area(index: usize) -> u64 {
+    CPU_AREAS + index as u64 * AREA_LENGTH
+}
+
+/// Top of the kernel stack of CPU `index`.
+pub const fn kernel_stack_top(index: usize) -> u64 {
+    area(index) + KERNEL_STACK.1
+}
+
+/// Maps the area of CPU `index` in the new tables.
+///
+/// # Errors
+/// There is not enough memory.
+pub fn map_area(tables: &KernelTables<'_>, index: usize) -> Result<(), Status> {
+    for (start, end) in [KERNEL_STACK, BUG_STACK] {
+        tables.map_new(area(index) + start, (end - start) / PAGE_SIZE)?;
+    }
+    tables.map_new(area(index) + PER_CPU, 1)
+}
+
+/// Initialises the area of the next CPU and returns its index.
+///
+/// # Safety
+/// The next area is mapped, and only the first CPU calls this.
+pub unsafe fn create(affinity: u64) -> usize {
+    let index = CREATED.load(Ordering::Relaxed);
+    assert!(index < MAX_CPUS);
+    let state = PerCpu {
+        kernel_stack_top: kernel_stack_top(index),
+        bug_stack_top: area(index) + BUG_STACK.1,
+        guest_stack: AtomicU64::new(0),
+        id: index,
+        affinity,
+    };
+    // SAFETY: mapped, by the caller; no CPU uses it before it is counted.
+    unsafe { ((area(index) + PER_CPU) as *mut PerCpu).write(state) };
+    CREATED.store(index + 1, Ordering::Release);
+    index
+}
+
+/// Removes the last area, whose CPU does not start.
+///
+/// # Safety
+/// No CPU uses it, and only the first CPU calls this.
+pub unsafe fn discard_last() {
+    CREATED.fetch_sub(1, Ordering::Release);
+}
+
+/// Sets the registers of the CPU with this index that do not change later.
+///
+/// # Safety
+/// Only this CPU calls it, once; its area exists.
+pub unsafe fn activate(index: usize) {
+    // SAFETY: the vectors handle everything on the stacks of this area; EL0 gets the counters, and
+    // neither floating point nor the debug registers.
+    unsafe {
+        write_register!("tpidr_el2", area(index) + PER_CPU);
+        write_register!("vbar_el1", &raw const crate::entry::vectors as u64);
+        write_register!("cnthctl_el2", CNTHCTL_HOST);
+        write_register!("cpacr_el1", 0);
+        write_register!("mdscr_el1", 0);
+        write_register!("tpidrro_el0", 0);
+        let empty = crate::memory::physical_of(&raw const crate::boot::empty_table);
+        write_register!("ttbr0_el1", empty);
+    }
+    crate::io::instruction_barrier();
+    crate::run::flush_tasks();
+    // SAFETY: no guest runs before this CPU runs threads.
+    unsafe { crate::vcpu::init_this_cpu() };
+}
+
+/// State of the executing CPU.
+#[inline(always)]
+pub fn current() -> &'static PerCpu {
+    let this = read_register!("tpidr_el2") as *const PerCpu;
+    // SAFETY: `activate` has set the register; areas stay mapped for ever.
+    unsafe { &*this }
+}
+
+/// State of CPU `index`, if it exists.
+pub fn by_index(index: usize) -> Option<&'static PerCpu> {
+    let exists = index < CREATED.load(Ordering::Acquire);
+    // SAFETY: areas stay mapped for ever once created, and do not change.
+    exists.then(|| unsafe { &*((area(index) + PER_CPU) as *const PerCpu) })
+}
+
+/// Affinity of the executing CPU.
+pub fn affinity() -> u64 {
+    read_register!("mpidr_el1") & AFFINITY
+}

@@ -1,0 +1,310 @@
+//! Kernel entry and exit.
+//!
+//! While a task runs, the stack pointer of EL2 points to its thread's [`ThreadContext`]: the entry
+//! code saves the registers there, and continues on the CPU's own stack. Interrupts are masked in
+//! the kernel; idle CPUs wait with WFI, which a masked interrupt ends. An exception in the kernel
+//! is a bug. While a guest runs, the stack pointer points to its state page, which begins with the
+//! same registers, and vectors of their own return from [`enter_guest`].
+
+use core::arch::global_asm;
+use core::mem::offset_of;
+
+use abi::vcpu::arm64::VcpuState;
+use hw_arm64::esr::{self, class};
+use hw_arm64::registers::hcr;
+use kernel_core::arch::Context as _;
+use kernel_run::{exit, lock};
+
+use crate::context::{ThreadContext, UserRegisters};
+use crate::{Arm64, cpu, read_register, run};
+
+global_asm!(
+    ".macro save_registers stack",
+    "stp x0, x1, [sp]",
+    "stp x2, x3, [sp, #16]",
+    "stp x4, x5, [sp, #32]",
+    "stp x6, x7, [sp, #48]",
+    "stp x8, x9, [sp, #64]",
+    "stp x10, x11, [sp, #80]",
+    "stp x12, x13, [sp, #96]",
+    "stp x14, x15, [sp, #112]",
+    "stp x16, x17, [sp, #128]",
+    "stp x18, x19, [sp, #144]",
+    "stp x20, x21, [sp, #160]",
+    "stp x22, x23, [sp, #176]",
+    "stp x24, x25, [sp, #192]",
+    "stp x26, x27, [sp, #208]",
+    "stp x28, x29, [sp, #224]",
+    "mrs x1, sp_el0",
+    "mrs x2, elr_el1",
+    "mrs x3, spsr_el1",
+    "mrs x4, tpidr_el0",
+    "mrs x0, esr_el1",
+    "stp x30, x1, [sp, #240]",
+    "stp x2, x3, [sp, #{elr}]",
+    "stp x4, x0, [sp, #{tpidr}]",
+    "mrs x5, tpidr_el2",
+    "ldr x5, [x5, #\\stack]",
+    "mov sp, x5",
+    "mov x29, xzr",
+    ".endm",
+    ".macro bug kind",
+    ".balign 128",
+    "mrs x3, tpidr_el2",
+    "ldr x3, [x3, #{bug_stack}]",
+    "mov sp, x3",
+    "mov x0, #\\kind",
+    "mrs x1, esr_el1",
+    "mrs x2, elr_el1",
+    "mrs x3, far_el1",
+    "b {bug_handler}",
+    ".endm",
+    // Vectors of exceptions from the kernel, which always uses its own stack pointer.
+    ".macro bugs",
+    "bug 0",
+    "bug 1",
+    "bug 2",
+    "bug 3",
+    "bug 4",
+    "bug 5",
+    "bug 6",
+    "bug 7",
+    ".endm",
+    // What `save_registers` has saved, except x0 to x3, ELR and SPSR.
+    ".macro load_registers",
+    "ldr x3, [sp, #{tpidr}]",
+    "ldp x30, x4, [sp, #240]",
+    "msr tpidr_el0, x3",
+    "msr sp_el0, x4",
+    "ldp x4, x5, [sp, #32]",
+    "ldp x6, x7, [sp, #48]",
+    "ldp x8, x9, [sp, #64]",
+    "ldp x10, x11, [sp, #80]",
+    "ldp x12, x13, [sp, #96]",
+    "ldp x14, x15, [sp, #112]",
+    "ldp x16, x17, [sp, #128]",
+    "ldp x18, x19, [sp, #144]",
+    "ldp x20, x21, [sp, #160]",
+    "ldp x22, x23, [sp, #176]",
+    "ldp x24, x25, [sp, #192]",
+    "ldp x26, x27, [sp, #208]",
+    "ldp x28, x29, [sp, #224]",
+    "ldp x2, x3, [sp, #16]",
+    "ldp x0, x1, [sp]",
+    ".endm",
+    // A guest was left.
+    ".macro guest kind",
+    ".balign 128",
+    "save_registers {guest_stack}",
+    "mov x1, #\\kind",
+    "b 4f",
+    ".endm",
+    ".section .text.vectors, \"ax\"",
+    ".balign 2048",
+    ".global vectors",
+    "vectors:",
+    "bugs",
+    // From tasks: synchronous, interrupt, fast interrupt (none is in group 0), error.
+    ".balign 128",
+    "save_registers {kernel_stack}",
+    "ubfx x1, x0, #26, #6",
+    "cmp x1, #{call}",
+    "b.eq {system_call}",
+    "b 3f",
+    ".balign 128",
+    "b 2f",
+    "bug 10",
+    "bug 11",
+    // No task is 32-bit.
+    "bug 12",
+    "bug 13",
+    "bug 14",
+    "bug 15",
+    ".balign 128",
+    "2:",
+    "save_registers {kernel_stack}",
+    "bl {interrupt}",
+    "b leave_kernel",
+    "3:",
+    "mrs x1, far_el1",
+    "bl {exception}",
+    "b leave_kernel",
+    // While a guest runs: its exceptions, with registers of 64 and of 32 bits.
+    ".balign 2048",
+    "guest_vectors:",
+    "bugs",
+    ".rept 2",
+    "guest {synchronous}",
+    "guest {by_interrupt}",
+    "bug 10",
+    "guest {by_error}",
+    ".endr",
+    "4:",
+    "ldr x2, ={host}",
+    "msr hcr_el2, x2",
+    "adr x2, vectors",
+    "msr vbar_el1, x2",
+    // The guest's PSTATE.PAN stays in force until here: MSR PAN, #1.
+    ".inst 0xd500419f",
+    "isb",
+    "ldp x19, x20, [sp, #16]",
+    "ldp x21, x22, [sp, #32]",
+    "ldp x23, x24, [sp, #48]",
+    "ldp x25, x26, [sp, #64]",
+    "ldp x27, x28, [sp, #80]",
+    "ldp x29, x30, [sp], #96",
+    "ret",
+    ".global enter_guest",
+    "enter_guest:",
+    "stp x29, x30, [sp, #-96]!",
+    "stp x19, x20, [sp, #16]",
+    "stp x21, x22, [sp, #32]",
+    "stp x23, x24, [sp, #48]",
+    "stp x25, x26, [sp, #64]",
+    "stp x27, x28, [sp, #80]",
+    "mrs x3, tpidr_el2",
+    "mov x4, sp",
+    "str x4, [x3, #{guest_stack}]",
+    "msr elr_el1, x1",
+    "msr spsr_el1, x2",
+    "adr x3, guest_vectors",
+    "msr vbar_el1, x3",
+    "ldr x3, ={guest}",
+    "msr hcr_el2, x3",
+    // Page-table entries that this CPU has written are visible to its walks.
+    "dsb ishst",
+    "mov sp, x0",
+    "load_registers",
+    "eret",
+    ".global leave_kernel",
+    "leave_kernel:",
+    "dsb ishst",
+    "mov sp, x0",
+    "ldp x1, x2, [sp, #{elr}]",
+    "msr elr_el1, x1",
+    "msr spsr_el1, x2",
+    "load_registers",
+    "eret",
+    ".ltorg",
+    ".text",
+    elr = const offset_of!(UserRegisters, elr),
+    tpidr = const offset_of!(UserRegisters, tpidr),
+    kernel_stack = const cpu::KERNEL_STACK_TOP,
+    bug_stack = const cpu::BUG_STACK_TOP,
+    call = const class::SUPERVISOR_CALL,
+    bug_handler = sym kernel_exception,
+    system_call = sym system_call_handler,
+    interrupt = sym interrupt_handler,
+    exception = sym exception_handler,
+    guest_stack = const cpu::GUEST_STACK,
+    synchronous = const exit_kind::SYNCHRONOUS,
+    by_interrupt = const exit_kind::INTERRUPT,
+    by_error = const exit_kind::ERROR,
+    host = const hcr::HOST,
+    guest = const hcr::GUEST,
+);
+
+unsafe extern "C" {
+    /// Vectors of the kernel's exception level.
+    pub static vectors: u8;
+    /// Returns to EL0 with the registers of a context.
+    fn leave_kernel(context: *const ThreadContext) -> !;
+    /// Enters the guest at this address with this processor state, the other registers being in the
+    /// state page, and returns when the guest was left, with the registers saved there.
+    ///
+    /// # Safety
+    /// The state is one of EL0 or EL1. The system registers and the tables of the guest are loaded.
+    pub fn enter_guest(state: *const VcpuState, pc: u64, pstate: u64) -> GuestExit;
+}
+
+const _: () = {
+    // The assembly saves both in the same way.
+    assert!(offset_of!(VcpuState, sp) == offset_of!(UserRegisters, sp));
+    assert!(offset_of!(VcpuState, pc) == offset_of!(UserRegisters, elr));
+    assert!(offset_of!(VcpuState, pstate) == offset_of!(UserRegisters, spsr));
+    assert!(offset_of!(VcpuState, tpidr) == offset_of!(UserRegisters, tpidr));
+    assert!(offset_of!(VcpuState, syndrome) == offset_of!(UserRegisters, esr));
+};
+
+/// Way in which a guest was left ([`GuestExit::kind`]).
+pub mod exit_kind {
+    /// An exception with a syndrome.
+    pub const SYNCHRONOUS: u64 = 0;
+    /// An interrupt of the host.
+    pub const INTERRUPT: u64 = 1;
+    /// An error that an access of the guest has caused (SError).
+    pub const ERROR: u64 = 2;
+}
+
+/// Result of [`enter_guest`].
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct GuestExit {
+    /// Syndrome of the exception.
+    pub syndrome: u64,
+    /// One of [`exit_kind`].
+    pub kind: u64,
+}
+
+/// Enters user mode without an interrupted context.
+///
+/// # Safety
+/// `context` is a thread's; nothing on this stack is used again.
+#[inline(always)]
+pub unsafe fn leave_to(context: *const ThreadContext) -> ! {
+    // SAFETY: the caller's contract.
+    unsafe { leave_kernel(context) }
+}
+
+/// Handles a system call.
+extern "C" fn system_call_handler() -> ! {
+    let cpu_index = cpu::current().id;
+    let kernel = lock::lock::<Arm64>(cpu_index);
+    let caller = kernel.cpus[cpu_index].current.get();
+    let next = caller
+        .and_then(|handle| Some((handle, kernel.memory.get(handle)?)))
+        .and_then(|(handle, thread)| kernel.system_call(cpu_index, handle, thread))
+        .map(|next| exit::Next::new(&next));
+    let (kernel, next) = match next {
+        Some(next) if !kernel.has_work(cpu_index) => (kernel, next),
+        _ => exit::pick_next(kernel, cpu_index),
+    };
+    let context = exit::leave(kernel, cpu_index, next);
+    // SAFETY: a thread's context; the next entry starts on an empty stack.
+    unsafe { leave_to(context) }
+}
+
+/// Handles interrupts in user mode.
+extern "C" fn interrupt_handler() -> *const ThreadContext {
+    let cpu_index = cpu::current().id;
+    let kernel = lock::lock::<Arm64>(cpu_index);
+    run::handle_interrupts(&kernel, cpu_index);
+    let (kernel, next) = exit::pick_next(kernel, cpu_index);
+    exit::leave(kernel, cpu_index, next)
+}
+
+/// Handles an exception in user mode that is no system call.
+extern "C" fn exception_handler(syndrome: u64, address: u64) -> *const ThreadContext {
+    let cpu_index = cpu::current().id;
+    let kernel = lock::lock::<Arm64>(cpu_index);
+    let current = kernel.cpus[cpu_index].current.get();
+    if let Some(handle) = current
+        && let Some(thread) = kernel.memory.get(handle)
+    {
+        let kind = esr::class(syndrome);
+        let has_address = matches!(kind, class::INSTRUCTION_ABORT | class::DATA_ABORT);
+        let address = if has_address { address } else { 0 };
+        kernel.fault(cpu_index, handle, [kind, syndrome, address, thread.context.ip()]);
+    }
+    let (kernel, next) = exit::pick_next(kernel, cpu_index);
+    exit::leave(kernel, cpu_index, next)
+}
+
+extern "C" fn kernel_exception(kind: u64, syndrome: u64, address: u64, far: u64) -> ! {
+    crate::panic::stop_if_dying();
+    let el = hw_arm64::registers::exception_level(read_register!("CurrentEL"));
+    panic!(
+        "exception by vector {kind} at EL{el}: syndrome {syndrome:#x} at {address:#x}, \
+         address {far:#x}"
+    );
+}

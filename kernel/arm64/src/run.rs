@@ -1,0 +1,278 @@
+//! Implementation of `kernel_core::arch::Arch` and [`kernel_run::Processor`] for AArch64.
+
+use core::cell::Cell;
+use core::ops::Range;
+use core::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+
+use abi::Status;
+use abi::args::IrqSource;
+use kernel_core::arch::Arch;
+use kernel_core::object::{Irq, Space, Task, Thread, Translation, Vcpu};
+use kernel_core::pool::{Factory, Frame, Handle, Memory};
+use kernel_core::{Kernel, count};
+use kernel_run::Processor;
+use kernel_run::exit::ReturnToUser;
+use kernel_run::lock::{self, KernelLock};
+use kernel_run::log::PERIOD;
+
+use crate::context::ThreadContext;
+use crate::format::{Stage1, Stage2};
+use crate::gic::{self, Cause};
+use crate::log::LOG;
+use crate::machine::MAX_CPUS;
+use crate::vcpu::{self, VcpuFrames};
+use crate::{Arm64, boot, cpu, io, memory, psci, time, write_register};
+
+static KERNEL: KernelLock<Arm64> = KernelLock::new();
+
+/// Access to the kernel's state.
+pub type Guard = kernel_run::lock::Guard<Arm64>;
+
+/// State of a CPU that only this CPU accesses. The alignment keeps CPUs apart in the caches.
+#[repr(align(128))]
+struct Local {
+    /// Time for which the timer is armed, in ticks; `u64::MAX` if it is not.
+    timer_deadline: Cell<u64>,
+    /// State of guests on this CPU.
+    guest: vcpu::GuestCpu,
+}
+
+struct Locals([Local; MAX_CPUS]);
+
+// SAFETY: each CPU uses only its own element, with interrupts masked.
+unsafe impl Sync for Locals {}
+
+static LOCALS: Locals = Locals(
+    [const { Local { timer_deadline: Cell::new(u64::MAX), guest: vcpu::GuestCpu::NEW } }; MAX_CPUS],
+);
+
+/// Arms the timer of this CPU to interrupt at `deadline` at the latest. An earlier setting stays.
+pub fn arm(cpu_index: usize, deadline: u64) {
+    let armed = &LOCALS.0[cpu_index].timer_deadline;
+    if deadline < armed.get() {
+        armed.set(deadline);
+        time::arm(deadline);
+    }
+}
+
+/// Arms the timer to send the rest of the log, if any.
+fn arm_for_log(cpu_index: usize) {
+    if LOG.is_waiting() {
+        arm(cpu_index, time::counter().saturating_add(time::scale().ticks(PERIOD)));
+    }
+}
+
+/// Handles all pending interrupts of this CPU.
+pub fn handle_interrupts(kernel: &Kernel<Arm64>, cpu_index: usize) {
+    while let Some((in_service, cause)) = gic::take() {
+        count(&kernel.counters.interrupts);
+        match cause {
+            Cause::Timer => {
+                time::disarm();
+                LOCALS.0[cpu_index].timer_deadline.set(u64::MAX);
+                kernel.timer(cpu_index);
+                if LOG.is_waiting() {
+                    LOG.step();
+                    arm_for_log(cpu_index);
+                }
+            }
+            Cause::Object(number) => kernel.interrupt(number),
+            // The sender has changed scheduler state that this CPU evaluates on kernel exit.
+            Cause::Kick | Cause::Unused => {}
+        }
+        gic::end(in_service);
+    }
+}
+
+/// Flushes this CPU's TLB entries of tasks, which all have ASID 0.
+pub fn flush_tasks() {
+    // SAFETY: flushes only.
+    unsafe {
+        core::arch::asm!("dsb nshst", "tlbi aside1, xzr", "dsb nsh", "isb", options(nostack));
+    }
+}
+
+/// Loads the table of a task, or the empty one.
+fn load_table(physical: u64) {
+    // SAFETY: a root table of a task, or one without entries; the kernel is not in this half.
+    unsafe { write_register!("ttbr0_el1", physical) };
+    io::instruction_barrier();
+    flush_tasks();
+}
+
+fn line(source: IrqSource) -> Option<(u32, bool)> {
+    match source {
+        IrqSource::Line { gsi, level, active_low: false } => Some((gsi, level)),
+        _ => None,
+    }
+}
+
+impl Arch for Arm64 {
+    type Context = ThreadContext;
+    type Host = Stage1;
+    type Nested = Stage2;
+    type Vcpu = VcpuFrames;
+    const GUEST_PORT_FRAMES: u32 = 0;
+    const PORT_FRAMES: u32 = 0;
+
+    #[inline(always)]
+    fn this_cpu() -> usize {
+        cpu::current().id
+    }
+
+    fn cpus() -> usize {
+        CPUS.load(Ordering::Relaxed)
+    }
+
+    #[inline(always)]
+    fn now() -> u64 {
+        time::counter()
+    }
+
+    fn ticks(nanoseconds: u64) -> u64 {
+        time::scale().ticks(nanoseconds)
+    }
+
+    fn kick(cpu: usize) {
+        gic::kick(cpu);
+    }
+
+    fn shootdown(cpus: u64) {
+        lock::shoot_down::<Self>(cpus);
+    }
+
+    fn flush_local() {
+        load_table(memory::physical_of(&raw const boot::empty_table));
+    }
+
+    fn init_root(_root: &[AtomicU64; 512]) {
+        // The kernel has tables of its own.
+    }
+
+    fn user_entries() -> Range<usize> {
+        0..(abi::USER_END >> 39) as usize
+    }
+
+    fn has_nested() -> bool {
+        true
+    }
+
+    fn has_vtlb() -> bool {
+        false
+    }
+
+    fn vcpu_new(
+        memory: &Memory,
+        _factory: Option<Handle<Factory>>,
+        state: Frame,
+        translation: Translation,
+    ) -> Result<VcpuFrames, Status> {
+        VcpuFrames::new(memory.address(state), translation)
+    }
+
+    fn vcpu_free(_memory: &Memory, _vcpu: &VcpuFrames) {
+        // It has only the state page, which the caller frees.
+    }
+
+    fn vcpu_preempted(vcpu: &VcpuFrames) {
+        vcpu.count_preemption();
+    }
+
+    fn vcpu_state(_memory: &Memory, of: &Vcpu<Self>, groups: u64) {
+        let cpu_index = Self::this_cpu();
+        vcpu::read_groups(&LOCALS.0[cpu_index].guest, cpu_index, of, groups);
+    }
+
+    fn irq_valid(source: IrqSource) -> bool {
+        line(source).is_some_and(|(number, _)| gic::is_valid(number))
+    }
+
+    fn irq_set(irq: &Irq<Self>, masked: bool) {
+        let Some((number, is_level)) = line(irq.source) else { return };
+        match masked {
+            true => gic::mask(number),
+            false => gic::enable(number, is_level, irq.number, irq.cpu),
+        }
+    }
+
+    fn irq_message(_irq: &Irq<Self>) -> (u64, u64) {
+        // `irq_valid` accepts no messages.
+        (0, 0)
+    }
+
+    fn log(text: core::fmt::Arguments<'_>) {
+        LOG.line(text);
+        arm_for_log(Self::this_cpu());
+    }
+
+    fn log_text(text: &[u8]) -> usize {
+        let waiting = LOG.text(text);
+        arm_for_log(Self::this_cpu());
+        waiting
+    }
+
+    fn reset() -> ! {
+        LOG.flush();
+        psci::end(true);
+        io::stop()
+    }
+}
+
+// SAFETY: there is one lock, and the direct map includes all RAM that boot allocates.
+unsafe impl Processor for Arm64 {
+    #[inline(always)]
+    fn kernel_lock() -> &'static KernelLock<Self> {
+        &KERNEL
+    }
+
+    fn direct(physical: u64) -> *mut u8 {
+        memory::direct(physical)
+    }
+
+    fn wait_for_interrupt() {
+        io::data_barrier();
+        // SAFETY: waits; an interrupt ends it although it is masked.
+        unsafe { core::arch::asm!("wfi", options(nomem, nostack)) };
+    }
+
+    fn handle_pending(kernel: &Kernel<Self>, cpu_index: usize) {
+        handle_interrupts(kernel, cpu_index);
+    }
+
+    #[inline(always)]
+    fn arm_timer(cpu_index: usize, deadline: u64) {
+        arm(cpu_index, deadline);
+    }
+
+    #[inline(always)]
+    fn load_space(
+        kernel: &Kernel<Self>,
+        cpu_index: usize,
+        task: Handle<Task<Self>>,
+        space: &Space<Self>,
+    ) {
+        kernel.enter_space(cpu_index, task);
+        load_table(kernel.memory.physical(space.root));
+    }
+
+    #[inline(always)]
+    fn set_entry_context(_context: *const ThreadContext) {
+        // `leave_kernel` does, by its stack pointer.
+    }
+
+    fn run_vcpu(
+        kernel: Guard,
+        cpu_index: usize,
+        thread: &Thread<Self>,
+        vcpu: &Vcpu<Self>,
+    ) -> (Guard, Option<ReturnToUser<Self>>) {
+        vcpu::run(kernel, cpu_index, &LOCALS.0[cpu_index].guest, thread, vcpu)
+    }
+}
+
+static CPUS: AtomicUsize = AtomicUsize::new(1);
+
+/// Sets the number of running CPUs.
+pub fn set_cpus(cpus: usize) {
+    CPUS.store(cpus, Ordering::Relaxed);
+}

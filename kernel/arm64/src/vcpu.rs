@@ -1,0 +1,421 @@
+//! vCPUs: entry, exits that the kernel handles, and exchange of state with the VMM through the
+//! state page ([`abi::vcpu::arm64`]).
+//!
+//! # Invariants
+//!
+//! * While a guest runs, its CPU does not hold the kernel lock. Before a vCPU is destroyed, its CPU
+//!   is forced out of the guest (`Arch::shootdown`), and afterwards looks up everything about it
+//!   again.
+//! * Whatever the VMM writes to the state page harms at most its own guest: the processor state is
+//!   checked before every entry, and all other values are registers of EL0 and EL1.
+//! * All guests have the same VMID. A CPU flushes the TLB entries of guests when it enters another
+//!   vCPU, or one whose VM has lost mappings.
+
+mod fault;
+mod guest_entry;
+mod registers;
+pub mod virqs;
+
+use core::cell::Cell;
+use core::sync::atomic::Ordering;
+
+use abi::Status;
+use abi::vcpu::arm64::{VcpuState, exit as arm64_exit, group, pstate};
+use abi::vcpu::{HYPERCALL_DOORBELL, HYPERCALL_VERSION, exit};
+use hw_arm64::esr::{self, class};
+use hw_arm64::registers::{spsr, vtcr};
+use kernel_core::object::{Space, Thread, Translation, Vcpu, Vm};
+use kernel_core::pool::Handle;
+use kernel_core::table::Format;
+use kernel_core::{Kernel, count};
+use kernel_run::exit::ReturnToUser;
+use kernel_run::lock::{lock, unlock};
+
+use crate::entry::{GuestExit, enter_guest, exit_kind};
+use crate::format::Stage2;
+use crate::run::{Guard, arm, handle_interrupts};
+use crate::{Arm64, boot, io, memory, read_register, time, write_register};
+use guest_entry::GuestEntry;
+use registers::SystemRegisters;
+use virqs::VirtualInterface;
+
+/// Length of A64 instructions in bytes.
+const INSTRUCTION: u64 = 4;
+/// Registers by number in syndromes and of the hypercall convention.
+const NUMBER: usize = 0;
+const ARGUMENT: usize = 1;
+
+/// Processor structures of a vCPU.
+#[derive(Clone)]
+pub struct VcpuFrames {
+    state: *const VcpuState,
+    system: SystemRegisters,
+    interface: VirtualInterface,
+    /// Generation of the VM's space that the vCPU was last entered with.
+    generation: Cell<u64>,
+    /// Counter value at which the VMM's thread blocked because the guest waits for an interrupt;
+    /// 0: it is not blocked.
+    halted: Cell<u64>,
+}
+
+impl VcpuFrames {
+    /// A vCPU in its reset state, with this state page.
+    ///
+    /// # Errors
+    /// The translation is not nested paging.
+    pub fn new(state: *const u8, translation: Translation) -> Result<Self, Status> {
+        if translation != Translation::Nested {
+            return Err(Status::Unsupported);
+        }
+        let this = Self {
+            state: state.cast(),
+            system: SystemRegisters::new(),
+            interface: VirtualInterface::new(),
+            generation: Cell::new(0),
+            halted: Cell::new(0),
+        };
+        this.state().pstate.set(pstate::EL1_MASKED);
+        this.state().run.deadline.set(abi::FOREVER);
+        Ok(this)
+    }
+
+    /// The state page. The VMM may write it at any time: each field is an atomic word, read once.
+    fn state(&self) -> &VcpuState {
+        // SAFETY: a frame that exists as long as the vCPU; all fields are atomic integers, any
+        // value is valid.
+        unsafe { &*self.state }
+    }
+
+    /// Counts a preemption of the vCPU's thread.
+    pub fn count_preemption(&self) {
+        self.state().run.preemptions.add(1);
+    }
+}
+
+/// State of a CPU that concerns guests.
+pub struct GuestCpu {
+    /// vCPU whose registers are loaded.
+    owner: Cell<Option<Handle<Vcpu<Arm64>>>>,
+}
+
+impl GuestCpu {
+    /// State before the first guest.
+    pub const NEW: Self = Self { owner: Cell::new(None) };
+}
+
+/// Sets this CPU's registers for guests that do not change later.
+///
+/// # Safety
+/// No guest runs on this CPU.
+pub unsafe fn init_this_cpu() {
+    let sizes = read_register!("id_aa64mmfr0_el1") & 7;
+    let identity = read_register!("midr_el1");
+    let counters = read_register!("mdcr_el2") & hw_arm64::registers::MDCR_COUNTERS;
+    // SAFETY: they concern guests alone, by the caller: stage 2 without guest memory; debug
+    // and performance monitors trap.
+    unsafe {
+        write_register!("vtcr_el2", vtcr::KERNEL | sizes.min(vtcr::MAX_SIZE) << vtcr::SIZE_SHIFT);
+        write_register!("vttbr_el2", memory::physical_of(&raw const boot::empty_table));
+        write_register!("vpidr_el2", identity);
+        write_register!("mdcr_el2", hw_arm64::registers::MDCR_GUEST | counters);
+    }
+    virqs::init_this_cpu();
+    io::instruction_barrier();
+    flush_guests();
+}
+
+/// Flushes this CPU's TLB entries of guests.
+fn flush_guests() {
+    // SAFETY: flushes only.
+    unsafe { core::arch::asm!("dsb nshst", "tlbi alle1", "dsb nsh", "isb", options(nostack)) };
+}
+
+/// Reason why a vCPU is not entered.
+enum EntryError {
+    /// The VMM gets this exit.
+    Exit(u64),
+    /// `VcpuRun` ends with this status.
+    Failed(Status),
+}
+
+/// State page and checked values for an entry.
+struct Prepared {
+    state: *const VcpuState,
+    pc: u64,
+    pstate: u64,
+}
+
+/// Enters the vCPU that `thread`, the CPU's current thread, runs in `VcpuRun`. Unless the VMM gets
+/// an exit, the thread stays in `VcpuRun` and enters the guest again when next dispatched.
+pub fn run(
+    kernel: Guard,
+    cpu_index: usize,
+    local: &GuestCpu,
+    thread: &Thread<Arm64>,
+    vcpu: &Vcpu<Arm64>,
+) -> (Guard, Option<ReturnToUser<Arm64>>) {
+    let Some(entry) = GuestEntry::new(&kernel.memory, thread, vcpu) else {
+        abort_run(&kernel, cpu_index);
+        return (kernel, None);
+    };
+    if entry.vcpu.arch.halted.get() != 0 {
+        let to_vmm = end_halt(&kernel, entry);
+        return (kernel, Some(to_vmm));
+    }
+    let prepared = match prepare(&kernel, local, entry) {
+        Ok(prepared) => prepared,
+        Err(EntryError::Exit(reason)) => {
+            let to_vmm = return_exit(&kernel, entry, reason, 0);
+            return (kernel, Some(to_vmm));
+        }
+        Err(EntryError::Failed(status)) => {
+            let to_vmm = end_run(&kernel, entry, status);
+            return (kernel, Some(to_vmm));
+        }
+    };
+    let active = &entry.vm.space.active;
+    active.set(active.get() | 1 << cpu_index);
+    let deadline = entry.state().run.deadline.get();
+    arm(cpu_index, kernel.cpus[cpu_index].deadline().min(deadline));
+    entry.vcpu.arch.system.load_readable();
+    unlock(kernel);
+    // SAFETY: the page is not freed before this CPU has answered a shootdown, when it acquires the
+    // lock; `prepare` has checked the processor state and loaded the guest's registers.
+    let guest_exit = unsafe { enter_guest(prepared.state, prepared.pc, prepared.pstate) };
+    let kernel = lock(cpu_index);
+
+    count(&kernel.counters.vm_entries);
+    if let Some(left) = local.owner.get().and_then(|owner| kernel.memory.get(owner)) {
+        left.arch.system.save_readable();
+    }
+    registers::clear_readable();
+    virqs::finish();
+    let Some(entry) = GuestEntry::current(&kernel, cpu_index) else {
+        handle_interrupts(&kernel, cpu_index);
+        abort_run(&kernel, cpu_index);
+        return (kernel, None);
+    };
+    let active = &entry.vm.space.active;
+    active.set(active.get() & !(1 << cpu_index));
+    entry.state().run.entries.add(1);
+    let to_vmm = handle(&kernel, cpu_index, entry, guest_exit);
+    (kernel, to_vmm)
+}
+
+/// Updates the vCPU's registers in the CPU before an entry.
+fn prepare(
+    kernel: &Kernel<Arm64>,
+    local: &GuestCpu,
+    entry: GuestEntry<'_>,
+) -> Result<Prepared, EntryError> {
+    let (frames, state) = (&entry.vcpu.arch, entry.state());
+    let bits = entry.notification.bits.take();
+    if bits != 0 {
+        state.run.events.set(bits);
+        return Err(EntryError::Exit(exit::RECALL));
+    }
+    let pstate = state.pstate.get() & spsr::GUEST;
+    if !is_guest_state(pstate) {
+        return Err(EntryError::Exit(arm64_exit::INVALID_STATE));
+    }
+    let space = &entry.vm.space;
+    if space.dying.get() {
+        return Err(EntryError::Failed(Status::Aborted));
+    }
+    let is_changed = state.run.dirty.get() & group::SYSTEM != 0;
+    if is_changed {
+        frames.system.write(state);
+    }
+    state.run.dirty.set(0);
+    let is_owner = local.owner.get() == entry.vcpu.handle.get();
+    if !is_owner {
+        // Its registers are lost if it does not exist any more.
+        if let Some(old) = local.owner.get().and_then(|old| kernel.memory.get(old)) {
+            old.arch.system.save();
+            old.arch.interface.save();
+        }
+        local.owner.set(entry.vcpu.handle.get());
+        frames.interface.load();
+    }
+    virqs::deliver(state);
+    if is_changed || !is_owner {
+        frames.system.load();
+    }
+    let root = guest_root(kernel, space);
+    // SAFETY: tables of this VM, or an empty one.
+    unsafe { write_register!("vttbr_el2", root) };
+    if !is_owner || frames.generation.get() != space.generation.get() {
+        frames.generation.set(space.generation.get());
+        io::instruction_barrier();
+        flush_guests();
+    }
+    Ok(Prepared { state: frames.state, pc: state.pc.get(), pstate })
+}
+
+/// Physical address of the VM's tables for 39 bits: the first entry of the root, since not every
+/// processor walks four levels at stage 2.
+fn guest_root(kernel: &Kernel<Arm64>, space: &Space<Arm64>) -> u64 {
+    let first = kernel.memory.words(space.root)[0].load(Ordering::Relaxed);
+    match Stage2::is_present(first) {
+        true => Stage2::address(first),
+        false => memory::physical_of(&raw const boot::empty_table),
+    }
+}
+
+/// Returns whether a processor state is one of EL0 or EL1, to which the processor can return.
+fn is_guest_state(state: u64) -> bool {
+    match state & spsr::MODE {
+        spsr::EL0 | spsr::EL1_WITH_SP_EL0 | spsr::EL1 => true,
+        spsr::EL0_32 => {
+            read_register!("id_aa64pfr0_el1") & 0xf == hw_arm64::registers::EL0_HAS_AARCH32
+        }
+        _ => false,
+    }
+}
+
+/// Handles an exit. Returns it to the VMM unless the kernel handles it alone.
+fn handle(
+    kernel: &Kernel<Arm64>,
+    cpu_index: usize,
+    entry: GuestEntry<'_>,
+    GuestExit { syndrome, kind }: GuestExit,
+) -> Option<ReturnToUser<Arm64>> {
+    let state = entry.state();
+    if kind == exit_kind::INTERRUPT {
+        count_handled(kernel, state);
+        handle_interrupts(kernel, cpu_index);
+        return after_interrupt(kernel, cpu_index);
+    }
+    let reason = match (kind, esr::class(syndrome)) {
+        (exit_kind::SYNCHRONOUS, class::HYPERVISOR_CALL) => {
+            if handle_hypercall(kernel, entry.vm, state) {
+                count_handled(kernel, state);
+                return None;
+            }
+            exit::HYPERCALL
+        }
+        (exit_kind::SYNCHRONOUS, class::WAIT) => {
+            state.pc.add(INSTRUCTION);
+            if state.run.halt.get() != 0 && halt(kernel, cpu_index, entry) {
+                return None;
+            }
+            exit::HALT
+        }
+        (exit_kind::SYNCHRONOUS, class::INSTRUCTION_ABORT | class::DATA_ABORT) => {
+            let Some(address) = fault::address(syndrome) else {
+                // The guest's own translation has changed meanwhile: it accesses again.
+                count_handled(kernel, state);
+                return None;
+            };
+            state.run.fault_address.set(address);
+            let to_vmm = return_exit(kernel, entry, exit::MEMORY_FAULT, fault::kind(syndrome));
+            return Some(to_vmm);
+        }
+        (exit_kind::SYNCHRONOUS, class::SYSTEM_REGISTER) => arm64_exit::SYSTEM_REGISTER,
+        (exit_kind::SYNCHRONOUS, class::SECURE_CALL) => arm64_exit::SECURE_CALL,
+        (exit_kind::SYNCHRONOUS, class::FLOATING_POINT) => arm64_exit::FLOATING_POINT,
+        _ => exit::UNKNOWN,
+    };
+    Some(return_exit(kernel, entry, reason, syndrome))
+}
+
+/// Handles a hypercall of the kernel's own. Returns whether it was one.
+fn handle_hypercall(kernel: &Kernel<Arm64>, vm: &Vm<Arm64>, state: &VcpuState) -> bool {
+    let result = match state.x[NUMBER].get() {
+        HYPERCALL_VERSION => abi::ABI_VERSION.into(),
+        HYPERCALL_DOORBELL => kernel.ring_doorbell(vm, state.x[ARGUMENT].get()),
+        _ => return false,
+    };
+    state.x[NUMBER].set(result);
+    true
+}
+
+/// Blocks the VMM's thread in `VcpuRun` until an event or the deadline. Returns `false` if it
+/// cannot wait.
+fn halt(kernel: &Kernel<Arm64>, cpu_index: usize, entry: GuestEntry<'_>) -> bool {
+    // The thread may have been stopped meanwhile.
+    let Some(name) = kernel.cpus[cpu_index].current.get() else { return false };
+    let since = time::counter();
+    let deadline = entry.state().run.deadline.get();
+    let halts = deadline > since && kernel.halt(name, entry.thread, entry.notification, deadline);
+    if halts {
+        entry.vcpu.arch.halted.set(since);
+    }
+    halts
+}
+
+/// Ends the wait of a guest for an interrupt: events are pending, or the deadline has passed.
+fn end_halt(kernel: &Kernel<Arm64>, entry: GuestEntry<'_>) -> ReturnToUser<Arm64> {
+    let run = &entry.state().run;
+    let since = entry.vcpu.arch.halted.take();
+    run.events.set(entry.notification.bits.take());
+    run.halted.add(time::counter().saturating_sub(since));
+    return_exit(kernel, entry, exit::HALTED, 0)
+}
+
+/// Returns an exit to the VMM after an interrupt of the host, if the vCPU's deadline has passed.
+fn after_interrupt(kernel: &Kernel<Arm64>, cpu_index: usize) -> Option<ReturnToUser<Arm64>> {
+    // The thread may have been stopped, or its `VcpuRun` aborted.
+    let entry = GuestEntry::current(kernel, cpu_index)?;
+    if entry.state().run.deadline.get() <= time::counter() {
+        // Another thread may be current by now: `pick_next` chooses.
+        return_exit(kernel, entry, exit::DEADLINE, 0);
+    }
+    None
+}
+
+/// Ends the `VcpuRun` of the CPU's current thread, if it is still in it, because an object that it
+/// needs was destroyed.
+fn abort_run(kernel: &Kernel<Arm64>, cpu_index: usize) {
+    let current = kernel.cpus[cpu_index].current.get();
+    if let Some(thread) = current.and_then(|name| kernel.memory.get(name))
+        && let Some(name) = thread.state.get().vcpu()
+    {
+        kernel.vcpu_return(thread, kernel.memory.get(name), Status::Aborted);
+    }
+}
+
+/// Ends `VcpuRun` with an exit for the VMM.
+fn return_exit(
+    kernel: &Kernel<Arm64>,
+    entry: GuestEntry<'_>,
+    reason: u64,
+    information: u64,
+) -> ReturnToUser<Arm64> {
+    let run = &entry.state().run;
+    run.exit_reason.set(reason);
+    run.exit_info.set(information);
+    run.valid.set(0);
+    end_run(kernel, entry, Status::Ok)
+}
+
+/// Ends `VcpuRun` with a status.
+fn end_run(
+    kernel: &Kernel<Arm64>,
+    GuestEntry { thread, vcpu, .. }: GuestEntry<'_>,
+    status: Status,
+) -> ReturnToUser<Arm64> {
+    kernel.vcpu_return(thread, Some(vcpu), status);
+    ReturnToUser { task: thread.task, context: &raw const thread.context }
+}
+
+/// Counts an exit that the kernel handles.
+fn count_handled(kernel: &Kernel<Arm64>, state: &VcpuState) {
+    state.run.handled_in_kernel.add(1);
+    count(&kernel.counters.handled_in_kernel);
+}
+
+/// Copies groups of a vCPU's state to its state page. Registers that another CPU holds are not
+/// copied, and not valid then.
+pub fn read_groups(local: &GuestCpu, cpu_index: usize, vcpu: &Vcpu<Arm64>, groups: u64) {
+    let is_here = vcpu.cpu.get().is_none_or(|cpu| cpu == cpu_index);
+    if groups & group::SYSTEM == 0 || !is_here {
+        return;
+    }
+    let (frames, state) = (&vcpu.arch, vcpu.arch.state());
+    if local.owner.get() == vcpu.handle.get() {
+        frames.system.save();
+    }
+    frames.system.read(state);
+    state.run.valid.set(state.run.valid.get() | group::SYSTEM);
+}

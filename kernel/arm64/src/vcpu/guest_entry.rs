@@ -1,0 +1,44 @@
+//! Objects of `VcpuRun`.
+
+use abi::vcpu::arm64::VcpuState;
+use kernel_core::Kernel;
+use kernel_core::object::{Notification, Thread, Vcpu, Vm};
+use kernel_core::pool::Memory;
+
+use crate::Arm64;
+
+/// Objects of an entry, looked up under the kernel lock.
+#[derive(Clone, Copy)]
+pub struct GuestEntry<'a> {
+    /// The thread, in `VcpuRun`.
+    pub thread: &'a Thread<Arm64>,
+    /// The vCPU that it runs.
+    pub vcpu: &'a Vcpu<Arm64>,
+    /// VM of the vCPU.
+    pub vm: &'a Vm<Arm64>,
+    /// Notification of the vCPU.
+    pub notification: &'a Notification<Arm64>,
+}
+
+impl<'a> GuestEntry<'a> {
+    /// Entry of `vcpu` by `thread`. `None` if its VM or notification no longer exists.
+    pub fn new(
+        memory: &'a Memory,
+        thread: &'a Thread<Arm64>,
+        vcpu: &'a Vcpu<Arm64>,
+    ) -> Option<Self> {
+        let (vm, notification) = (memory.get(vcpu.vm)?, memory.get(vcpu.notification)?);
+        Some(Self { thread, vcpu, vm, notification })
+    }
+
+    /// Entry of the CPU's current thread, if that is in `VcpuRun`.
+    pub fn current(kernel: &'a Kernel<Arm64>, cpu_index: usize) -> Option<Self> {
+        let thread = kernel.memory.get(kernel.cpus[cpu_index].current.get()?)?;
+        Self::new(&kernel.memory, thread, kernel.memory.get(thread.state.get().vcpu()?)?)
+    }
+
+    /// State page of the vCPU.
+    pub fn state(&self) -> &'a VcpuState {
+        self.vcpu.arch.state()
+    }
+}

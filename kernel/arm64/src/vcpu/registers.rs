@@ -1,0 +1,127 @@
+//! Registers of EL1 that stay loaded in the CPU between exits: they belong to the vCPU that ran
+//! there last.
+
+use core::cell::Cell;
+
+use abi::vcpu::arm64::{VcpuState, system};
+use hw_arm64::registers::{AFFINITY, MPIDR_ONE, sctlr};
+
+use crate::{read_register, write_register};
+
+/// Calls a macro with each register: index in the state page, and its name at EL2. With E2H the
+/// names of EL1 are EL2's registers there, and those of EL1 have encodings of their own
+/// (Arm ARM, D8.1.5).
+macro_rules! for_each_register {
+    ($do:ident) => {
+        $do! {
+            SCTLR_EL1 = "S3_5_C1_C0_0",
+            CPACR_EL1 = "S3_5_C1_C0_2",
+            TTBR0_EL1 = "S3_5_C2_C0_0",
+            TTBR1_EL1 = "S3_5_C2_C0_1",
+            TCR_EL1 = "S3_5_C2_C0_2",
+            MAIR_EL1 = "S3_5_C10_C2_0",
+            AMAIR_EL1 = "S3_5_C10_C3_0",
+            VBAR_EL1 = "S3_5_C12_C0_0",
+            ESR_EL1 = "S3_5_C5_C2_0",
+            FAR_EL1 = "S3_5_C6_C0_0",
+            AFSR0_EL1 = "S3_5_C5_C1_0",
+            AFSR1_EL1 = "S3_5_C5_C1_1",
+            ELR_EL1 = "S3_5_C4_C0_1",
+            SPSR_EL1 = "S3_5_C4_C0_0",
+            SP_EL1 = "sp_el1",
+            TPIDR_EL1 = "tpidr_el1",
+            CONTEXTIDR_EL1 = "S3_5_C13_C0_1",
+            PAR_EL1 = "par_el1",
+            CSSELR_EL1 = "csselr_el1",
+            CNTKCTL_EL1 = "S3_5_C14_C1_0",
+            CNTV_CTL_EL0 = "S3_5_C14_C3_1",
+            CNTV_CVAL_EL0 = "S3_5_C14_C3_2",
+        }
+    };
+}
+
+/// Saved registers of a vCPU. While it is a CPU's owner, the CPU has newer values.
+#[derive(Clone)]
+pub struct SystemRegisters {
+    saved: [Cell<u64>; system::COUNT],
+    affinity: Cell<u64>,
+    counter_offset: Cell<u64>,
+}
+
+impl SystemRegisters {
+    /// Values after a reset: translation off, timer off.
+    pub fn new() -> Self {
+        let this = Self {
+            saved: [const { Cell::new(0) }; system::COUNT],
+            affinity: Cell::new(0),
+            counter_offset: Cell::new(0),
+        };
+        this.saved[system::SCTLR_EL1].set(sctlr::OFF);
+        this
+    }
+
+    /// Saves the registers of this CPU, whose owner the vCPU is.
+    pub fn save(&self) {
+        macro_rules! save {
+            ($($index:ident = $name:literal,)+) => {
+                $(self.saved[system::$index].set(read_register!($name));)+
+            };
+        }
+        for_each_register!(save);
+    }
+
+    /// Loads them. The next entry of the guest synchronises them.
+    pub fn load(&self) {
+        macro_rules! load {
+            ($($index:ident = $name:literal,)+) => {
+                // SAFETY: registers of EL1, which have no effect on EL2 and on tasks; stage 2
+                // confines the translations, and the virtual timer's interrupt is disabled.
+                unsafe { $(write_register!($name, self.saved[system::$index].get());)+ }
+            };
+        }
+        for_each_register!(load);
+        // SAFETY: what a guest reads as its affinity and its counter.
+        unsafe {
+            write_register!("vmpidr_el2", MPIDR_ONE | self.affinity.get());
+            write_register!("cntvoff_el2", self.counter_offset.get());
+        }
+    }
+
+    /// Loads the register that tasks can read, too. Called before every entry.
+    #[inline(always)]
+    pub fn load_readable(&self) {
+        // SAFETY: any value has no effect.
+        unsafe { write_register!("tpidrro_el0", self.saved[system::TPIDRRO_EL0].get()) };
+    }
+
+    /// Saves the register that tasks can read, too. Called after every exit.
+    #[inline(always)]
+    pub fn save_readable(&self) {
+        self.saved[system::TPIDRRO_EL0].set(read_register!("tpidrro_el0"));
+    }
+
+    /// Copies the saved values to the state page.
+    pub fn read(&self, state: &VcpuState) {
+        for (to, from) in state.system.iter().zip(&self.saved) {
+            to.set(from.get());
+        }
+        state.affinity.set(self.affinity.get());
+        state.counter_offset.set(self.counter_offset.get());
+    }
+
+    /// Takes over the values of the state page.
+    pub fn write(&self, state: &VcpuState) {
+        for (to, from) in self.saved.iter().zip(&state.system) {
+            to.set(from.get());
+        }
+        self.affinity.set(state.affinity.get() & AFFINITY);
+        self.counter_offset.set(state.counter_offset.get());
+    }
+}
+
+/// Clears the register that tasks can read, too.
+#[inline(always)]
+pub fn clear_readable() {
+    // SAFETY: any value has no effect.
+    unsafe { write_register!("tpidrro_el0", 0) };
+}

@@ -1,0 +1,269 @@
+//! Guests: two vCPUs on one CPU make every kind of exit in turn ([`STEPS`]), and the kernel refuses
+//! to run a guest in the kernel's own state.
+
+use abi::boot::slot;
+use abi::bundle::Header;
+use abi::vcpu::arm64::{exit as arm64_exit, group, system, virq};
+use abi::vcpu::{exit, memory_fault};
+use abi::{FOREVER, PAGE_SIZE, Status, rights, vm_mode};
+use native_rt::start::Boot;
+use native_rt::{
+    Factory, Notification, Space, Vcpu, Vm, Window, drop_capability, error, info, time,
+};
+
+use crate::{DONE, Named, Outcome, Slots, ensure};
+
+/// Name of the guest in the bundle.
+const FILE: &str = "guest";
+/// Number of vCPUs.
+const VCPUS: usize = 2;
+/// Guest-physical addresses (`guests/arm64/src/exits.s`).
+const CODE: u64 = 0x4000_0000;
+const SHARED: u64 = 0x4020_0000;
+const READ_ONLY: u64 = SHARED + PAGE_SIZE;
+const UNMAPPED: u64 = 0x0900_0010;
+/// Bytes of a vCPU in the shared page.
+const SHARED_LENGTH: u64 = 64;
+/// Numbers of the guest's hypercalls.
+const HELLO: u64 = 0x100;
+const FINISHED: u64 = 0x101;
+/// Time after which a vCPU leaves the guest, or stops to wait: first value, and maximum.
+const DEADLINE_NS: u64 = 1_000_000;
+const MAX_DEADLINE_NS: u64 = 1_000_000_000;
+/// Bits that the guest's doorbell signals.
+const RUNG: u64 = 1 << 40;
+/// Processor states of EL2, of EL3, and of AArch32 beyond EL0.
+const FORBIDDEN: [u64; 4] = [0x3c9, 0x3c8, 0x3cd, 0x1df];
+
+/// Bit of a vCPU's notification.
+const EVENT: u64 = 1 << 3;
+/// Bit that every MPIDR_EL1 has.
+const MPIDR_ONE: u64 = 1 << 31;
+/// Priority of the guest's interrupts.
+const PRIORITY: u64 = 0xa0;
+/// Length of an instruction in bytes.
+const INSTRUCTION: u64 = 4;
+
+/// Reaction of the VMM to an exit.
+#[derive(Clone, Copy)]
+enum Action {
+    /// Nothing: the guest continues with the next instruction.
+    Continue,
+    /// Skips the instruction, and sets this register.
+    Skip(usize, u64),
+    /// Sets the register `x0`.
+    Answer(u64),
+    /// Makes four interrupts pending, from this number on.
+    Interrupt(u64),
+    /// Lets the kernel wait at the next WFI.
+    Wait,
+    /// Writes the word at this offset, for which the guest waits.
+    Release(u64),
+}
+
+/// An exit that is expected.
+struct Step {
+    reason: u64,
+    /// Of a memory fault; otherwise not compared.
+    information: u64,
+    /// Of a memory fault.
+    address: u64,
+    action: Action,
+}
+
+const fn step(reason: u64, action: Action) -> Step {
+    Step { reason, information: 0, address: 0, action }
+}
+
+const fn fault(information: u64, address: u64, action: Action) -> Step {
+    Step { reason: exit::MEMORY_FAULT, information, address, action }
+}
+
+/// The exits of a vCPU, in order.
+const STEPS: [Step; 12] = [
+    step(exit::HYPERCALL, Action::Answer(0x5a5a)),
+    fault(0, UNMAPPED, Action::Skip(4, 0x1234_5678)),
+    fault(memory_fault::WRITE, READ_ONLY + 8, Action::Skip(4, 0)),
+    step(arm64_exit::SYSTEM_REGISTER, Action::Skip(4, 0)),
+    step(arm64_exit::SECURE_CALL, Action::Skip(0, 0x77)),
+    step(arm64_exit::FLOATING_POINT, Action::Skip(4, 0)),
+    step(exit::HALT, Action::Wait),
+    step(exit::HALTED, Action::Release(8)),
+    step(exit::DEADLINE, Action::Release(0)),
+    step(exit::HYPERCALL, Action::Interrupt(40)),
+    step(exit::HYPERCALL, Action::Interrupt(50)),
+    step(exit::HYPERCALL, Action::Continue),
+];
+
+/// Runs the guest of the bundle with memory at the start of `ram`.
+pub fn check(slots: &mut Slots, boot: &Boot, ram: Window, khz: u64) -> Outcome {
+    let factory = Factory::at(slot::FACTORY);
+    let vm_slot = slots.next();
+    let vm = factory.vm(vm_slot, vm_mode::NESTED).named("VM")?;
+    let shared = memory(boot, ram, vm)?;
+    vm.bind_doorbell(0, Notification::at(DONE), RUNG).named("doorbell")?;
+    let mut vcpus = [create(slots, vm, 0)?, create(slots, vm, 1)?];
+    for (vcpu, events) in &mut vcpus {
+        refuses(vcpu)?;
+        recalls(vcpu, *events)?;
+    }
+    for (number, step) in STEPS.iter().enumerate() {
+        for (index, (vcpu, _)) in vcpus.iter_mut().enumerate() {
+            run(vcpu, step.reason, khz)?;
+            compare(vcpu, number, step)?;
+            if number == 0 {
+                greeting(vcpu, index as u64)?;
+            }
+            act(vcpu, step.action, shared, index)?;
+        }
+    }
+    for (vcpu, _) in &vcpus {
+        ensure(vcpu.state().x[0].get() == FINISHED, "the guest finds no fault")?;
+    }
+    let rung = Notification::at(DONE).wait(0).named("the guest's doorbell signals")?;
+    ensure(rung == RUNG, "the guest's doorbell signals its bits")?;
+    drop_capability(vm_slot).named("end of the VM")?;
+    let after = vcpus[0].0.run();
+    ensure(after == Err(Status::Aborted), "a vCPU does not run without its VM")?;
+    info!("guest: {} exits of {VCPUS} vCPUs as expected", STEPS.len());
+    Ok(())
+}
+
+/// Delegates memory to the VM, with the guest's code in it, and returns the shared page.
+fn memory(boot: &Boot, ram: Window, vm: Vm) -> Outcome<Window> {
+    let missing = |what| (what, Status::Ok);
+    let header = Header::parse(boot.bundle, boot.bundle.len() as u64);
+    let file = header.ok().and_then(|header| header.find(FILE)).ok_or(missing("bundle"))?;
+    let code = boot.bundle.get(file.offset as usize..(file.offset + file.length) as usize);
+    let code = code.ok_or(missing("guest in the bundle"))?;
+    let length = file.length.next_multiple_of(PAGE_SIZE);
+    let part = |offset, length| ram.part(offset, length).ok_or(missing("memory for a guest"));
+    let (image, shared, constant) =
+        (part(0, length)?, part(length, PAGE_SIZE)?, part(length + PAGE_SIZE, PAGE_SIZE)?);
+    ensure(image.write(0, code), "the guest's code can be written")?;
+    shared.clear();
+    for (window, address, rights) in [
+        (image, CODE, rights::READ | rights::EXECUTE),
+        (shared, SHARED, rights::READ | rights::WRITE),
+        (constant, READ_ONLY, rights::READ),
+    ] {
+        vm.map(window, address, rights).named("memory of a guest")?;
+    }
+    Ok(shared)
+}
+
+/// Creates a vCPU and its notification; it starts with its number in `x0`.
+fn create(slots: &mut Slots, vm: Vm, index: u32) -> Outcome<(Vcpu, Notification)> {
+    let factory = Factory::at(slot::FACTORY);
+    let events = factory.notification(slots.next()).named("notification of a vCPU")?;
+    let mut vcpu = Vcpu::create(factory, slots.next(), vm, index, events).named("vCPU")?;
+    vcpu.fetch(group::SYSTEM).named("registers of a vCPU")?;
+    let state = vcpu.state();
+    ensure(state.system[system::SCTLR_EL1].get() & 1 == 0, "translation is off after a reset")?;
+    state.affinity.set(index.into());
+    state.run.dirty.set(group::SYSTEM);
+    state.x[0].set(index.into());
+    state.pc.set(CODE);
+    Ok((vcpu, events))
+}
+
+/// The kernel does not enter a guest in a state beyond EL1.
+fn refuses(vcpu: &mut Vcpu) -> Outcome {
+    let good = vcpu.state().pstate.get();
+    for forbidden in FORBIDDEN {
+        vcpu.state().pstate.set(forbidden);
+        vcpu.run().named("run of a guest at EL2")?;
+        let reason = vcpu.state().run.exit_reason.get();
+        ensure(reason == arm64_exit::INVALID_STATE, "the kernel enters no guest at EL2")?;
+    }
+    vcpu.state().pstate.set(good);
+    Ok(())
+}
+
+/// Events end a run before the guest is entered.
+fn recalls(vcpu: &mut Vcpu, events: Notification) -> Outcome {
+    events.signal(EVENT).named("signal")?;
+    vcpu.run().named("run of a guest with events")?;
+    let run = &vcpu.state().run;
+    let seen = (run.exit_reason.get(), run.events.get());
+    ensure(seen == (exit::RECALL, EVENT), "events of its notification recall a vCPU")
+}
+
+/// Compares an exit.
+fn compare(vcpu: &Vcpu, number: usize, step: &Step) -> Outcome {
+    let (state, run) = (vcpu.state(), &vcpu.state().run);
+    let is_fault = step.reason == exit::MEMORY_FAULT;
+    let is_same = run.exit_reason.get() == step.reason
+        && (!is_fault || run.fault_address.get() == step.address)
+        && (!is_fault || run.exit_info.get() == step.information);
+    if !is_same {
+        error!(
+            "step {number}: exit {}, information {:#x}, address {:#x} at {:#x}; x0 {:#x}, x1 {:#x}",
+            run.exit_reason.get(),
+            run.exit_info.get(),
+            run.fault_address.get(),
+            state.pc.get(),
+            state.x[0].get(),
+            state.x[1].get()
+        );
+    }
+    ensure(is_same, "the guest's exits come in order")
+}
+
+/// The guest's first hypercall has what it has read, and its registers can be fetched.
+fn greeting(vcpu: &mut Vcpu, index: u64) -> Outcome {
+    let words = [0, 1, 2, 3].map(|register: usize| vcpu.state().x[register].get());
+    let wanted = [HELLO, abi::ABI_VERSION.into(), index, MPIDR_ONE | index];
+    ensure(words == wanted, "a guest reads the interface's version and its affinity")?;
+    vcpu.fetch(group::SYSTEM).named("registers of a vCPU")?;
+    let (state, valid) = (vcpu.state(), vcpu.state().run.valid.get());
+    ensure(valid & group::SYSTEM != 0, "the registers of a vCPU are valid")?;
+    let value = state.system[system::TPIDR_EL1].get();
+    ensure(value == index, "a vCPU has registers of its own")
+}
+
+/// Runs a vCPU until its next exit, with a deadline if that is to end the run or the wait.
+fn run(vcpu: &mut Vcpu, reason: u64, khz: u64) -> Outcome {
+    let is_limited = matches!(reason, exit::HALTED | exit::DEADLINE);
+    let mut limit = DEADLINE_NS;
+    loop {
+        let deadline = time::tsc() + time::ticks(khz, limit);
+        vcpu.state().run.deadline.set(if is_limited { deadline } else { FOREVER });
+        vcpu.run().named("run of a guest")?;
+        let is_early = match vcpu.state().run.exit_reason.get() {
+            // On a busy host the deadline may pass before the guest's WFI, or before the kernel
+            // waits.
+            exit::DEADLINE | exit::HALT => reason == exit::HALTED,
+            _ => false,
+        };
+        if !is_early || limit > MAX_DEADLINE_NS {
+            return Ok(());
+        }
+        limit *= 2;
+    }
+}
+
+/// Does what the VMM is to do about an exit.
+fn act(vcpu: &Vcpu, action: Action, shared: Window, index: usize) -> Outcome {
+    let state = vcpu.state();
+    match action {
+        Action::Continue => {}
+        Action::Skip(register, value) => {
+            state.pc.add(INSTRUCTION);
+            state.x[register].set(value);
+        }
+        Action::Answer(value) => state.x[0].set(value),
+        Action::Interrupt(first) => {
+            for (word, number) in state.virqs.iter().zip(first..) {
+                word.set(virq::VALID | PRIORITY << virq::PRIORITY_SHIFT | number);
+            }
+        }
+        Action::Wait => state.run.halt.set(1),
+        Action::Release(offset) => {
+            let word = 1_u64.to_le_bytes();
+            let is_written = shared.write(index as u64 * SHARED_LENGTH + offset, &word);
+            ensure(is_written, "the shared page can be written")?;
+        }
+    }
+    Ok(())
+}
