@@ -1,17 +1,24 @@
 //! Protocol between a program of the host and the agent, process 1 of the guests of
-//! `parador exec`.
+//! `parador exec` and `parador oci`.
 //!
 //! The agent listens on vsock port [`PORT`]. The first message of each connection is [`Hello`], and
 //! its answer is [`Answer::Welcome`] or [`Answer::Failed`]. A control connection then has one
 //! [`AgentRequest`] at a time, each answered; after [`AgentRequest::Start`] was answered, a control
 //! connection takes [`AgentRequest::Signal`] and [`AgentRequest::Resize`], which have no answers,
-//! and reports [`Answer::Ended`] once. A stream connection carries bytes only, and each direction
+//! and reports [`Answer::Ended`] once. A process in a container is prepared by
+//! [`AgentRequest::Create`] or [`AgentRequest::Enter`] before [`AgentRequest::Run`] starts it; the
+//! signals before reach it, too. A stream connection carries bytes only, and each direction
 //! ends as that of a socket does.
 //!
 //! A message is its length (32 bits, little-endian), then a type of this module as postcard writes
 //! it. [`Hello`] begins with the version, so that each version recognises all others. Neither side
 //! trusts the other: lengths are checked, and lists have limits.
 
+#[cfg(feature = "std")]
+pub mod container;
+
+#[cfg(feature = "std")]
+use container::{Container, ContainerProcess, ContainerStatistics, Limits};
 use heapless::Vec;
 use serde::de::{Error, Unexpected};
 use serde::{Deserialize, Deserializer, Serialize};
@@ -19,10 +26,12 @@ use serde::{Deserialize, Deserializer, Serialize};
 /// Vsock port of the agent.
 pub const PORT: u32 = 1024;
 /// Version of this protocol.
-pub const VERSION: u16 = 2;
+pub const VERSION: u16 = 3;
 /// Longest message in bytes: as much as Linux takes for one argument list and its environment on a
 /// stack of 8 MiB (execve(2)).
 pub const MAX_MESSAGE: usize = 2 << 20;
+/// Place of the shared directory of [`Root::Pod`], with changes.
+pub const POD: &str = "/pod";
 /// Most directories that are mounted besides the root.
 pub const MAX_MOUNTS: usize = 16;
 /// Most supplementary groups of a command.
@@ -65,7 +74,13 @@ pub enum Stream {
 }
 
 /// AgentRequest on a control connection.
-#[expect(clippy::large_enum_variant, reason = "there is no allocator, and one request at a time")]
+#[cfg_attr(
+    not(feature = "std"),
+    expect(
+        clippy::large_enum_variant,
+        reason = "there is no allocator, and one request at a time"
+    )
+)]
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum AgentRequest<'a> {
     /// Sets the guest up; once in its life. When this connection ends, the guest powers off.
@@ -73,7 +88,34 @@ pub enum AgentRequest<'a> {
     Configure(Guest<'a>),
     /// Starts the command of this connection, with the streams that have been connected.
     Start(GuestCommand<'a>),
-    /// Sends this signal to the command's process group.
+    /// Makes a container and prepares its first process, with the streams that have been connected.
+    #[cfg(feature = "std")]
+    Create(Container<'a>),
+    /// Prepares another process of a container, with the streams that have been connected.
+    #[cfg(feature = "std")]
+    Enter {
+        /// Name of the container.
+        container: &'a str,
+        /// The process.
+        process: ContainerProcess<'a>,
+    },
+    /// Starts the prepared process of this connection.
+    Run,
+    /// Changes the limits of a container.
+    #[cfg(feature = "std")]
+    Limit {
+        /// Name of the container.
+        container: &'a str,
+        /// New limits.
+        limits: Limits,
+    },
+    /// Asks for [`Answer::Statistics`].
+    #[cfg(feature = "std")]
+    Statistics {
+        /// Name of the container.
+        container: &'a str,
+    },
+    /// Sends this signal to the command's process group, in containers to the process.
     Signal(u8),
     /// Sets the size of the terminal.
     Resize(TerminalSize),
@@ -103,6 +145,13 @@ pub enum Root<'a> {
     Disk,
     /// First disk: an ext4 file system, whatever it contains.
     FileSystem,
+    /// Memory, for a guest of containers.
+    Pod {
+        /// Mount tag of the shared directory at [`POD`], which has the owners of files.
+        tag: &'a str,
+        /// The first disk has an empty ext4 file system for changes of containers.
+        has_scratch: bool,
+    },
 }
 
 /// Shared directory of a guest.
@@ -124,9 +173,11 @@ pub struct Network {
     /// Bits of the network's prefix.
     pub prefix: u8,
     /// Default gateway.
-    pub gateway: [u8; 4],
-    /// Name server.
-    pub resolver: [u8; 4],
+    pub gateway: Option<[u8; 4]>,
+    /// Name server; `None`: the root has its own file.
+    pub resolver: Option<[u8; 4]>,
+    /// Largest packet in bytes, unless it is that of the device.
+    pub mtu: Option<u32>,
 }
 
 /// Command that the agent starts.
@@ -187,6 +238,9 @@ pub enum Answer<'a> {
     Done,
     /// The request failed, for this reason.
     Failed(&'a str),
+    /// Statistics of a container.
+    #[cfg(feature = "std")]
+    Statistics(ContainerStatistics),
     /// The command has ended, and all of its output was sent.
     Ended(End),
 }

@@ -16,6 +16,7 @@ pub mod memory;
 pub mod names;
 pub mod net;
 pub mod observed;
+pub mod oci;
 pub mod package;
 pub mod qemu;
 pub mod remains;

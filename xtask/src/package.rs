@@ -147,6 +147,7 @@ fn programs(stage: &Stage, parador: &Path, kernel: &GuestKernel, origin: &Origin
     mark::strip_and_mark(&artifacts().join(WEDGE), &wedge, &origin.version)?;
     mark::mark(&kernel.vmlinux(), &stage.place("usr/lib/parador/vmlinux")?, &text)?;
     stage.link("usr/lib/parador/qemu/qemu-system-x86_64", "../../../bin/parador")?;
+    stage.link("usr/bin/parador-oci", "parador")?;
     kernel.install(stage)
 }
 

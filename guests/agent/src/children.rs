@@ -47,6 +47,20 @@ impl Children {
         self.0.started.notify_one();
         Ok((pid, receiver))
     }
+
+    /// Starts a program in a PID namespace, which `enter` selects for the children of its thread.
+    pub fn spawn_in(
+        &self,
+        enter: impl FnOnce() -> io::Result<()> + Send,
+        command: &mut Command,
+    ) -> io::Result<(Pid, Receiver<End>)> {
+        // The thread could create no other threads afterwards, and ends.
+        std::thread::scope(|scope| {
+            let spawn = || enter().and_then(|()| self.spawn(command));
+            let thread = std::thread::Builder::new().spawn_scoped(scope, spawn)?;
+            thread.join().unwrap_or_else(|_| Err(io::Error::other("start a process")))
+        })
+    }
 }
 
 /// Takes the ends of all children, for ever.

@@ -1,29 +1,32 @@
-//! A command of the host: its process, and its streams or terminal.
+//! Commands and containers of the host: their processes, and their streams or terminals.
 
 use crate::children::Children;
-use crate::enter::Entry;
-use crate::{ENTER, stream, users};
-use proto::agent::{End, GuestCommand, Stream, TerminalSize};
-use rustix::process::{Pid, Signal, kill_process_group};
+use crate::container::{self, Member};
+use crate::enter::{Entering, Job};
+use crate::{ENTER, cgroup, stream, users};
+use proto::agent::container::{Container, ContainerProcess};
+use proto::agent::{CommandUser, End, GuestCommand, Stream, TerminalSize};
+use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 use rustix::pty::{OpenptFlags, grantpt, ioctl_tiocgptpeer, openpt, unlockpt};
 use rustix::termios::{Winsize, tcsetwinsize};
 use std::collections::BTreeMap;
-use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{self, PipeReader, PipeWriter};
 use std::os::fd::OwnedFd;
-use std::os::unix::ffi::OsStrExt;
-use std::process::{Command, Stdio};
+use std::os::unix::net::UnixStream;
+use std::process::Command;
 use std::sync::mpsc::Receiver;
 use std::thread::JoinHandle;
 
 /// This program, after the change of the root, too.
 const OWN: &str = "/proc/self/exe";
 
-/// A command that was started.
+/// A process that was started, or prepared.
 pub struct Running {
     pid: Pid,
     terminal: Option<OwnedFd>,
+    /// Signals are for the process alone, not for its group.
+    is_alone: bool,
 }
 
 /// The end of a command, to be waited for.
@@ -32,67 +35,174 @@ pub struct Ending {
     copies: Vec<JoinHandle<()>>,
     /// Hangs up when the command has ended.
     running: PipeWriter,
+    /// Container that ends with it.
+    container: Option<String>,
 }
 
-/// Starts a command with the streams that the host has connected.
+/// A process of a container that waits to be started.
+pub struct Prepared {
+    entering: Entering,
+    ending: Ending,
+}
+
+/// Streams that the host has connected.
+pub type Streams = BTreeMap<Stream, File>;
+
+/// Starts a command with its streams.
 pub fn start(
     children: &Children,
     command: &GuestCommand<'_>,
-    streams: BTreeMap<Stream, File>,
+    streams: Streams,
 ) -> io::Result<(Running, Ending)> {
-    let mut arguments = command.arguments.iter().map(OsStr::from_bytes).peekable();
-    if arguments.peek().is_none_or(|program| program.is_empty()) {
-        return Err(io::Error::other("no command"));
-    }
+    check_program(command)?;
     let user = users::resolve(&command.user)?;
-    let entry = Entry {
-        user: user.user,
-        group: user.group,
-        groups: &user.groups,
-        folder: OsStr::from_bytes(command.folder),
-        has_terminal: command.terminal.is_some(),
+    let groups = user.groups.iter().copied().collect();
+    let ids = CommandUser::Ids { user: user.user, group: user.group, groups };
+    let environment = with_home(command, user.home.as_deref())?;
+    let environment = proto::agent::Strings::new(&environment);
+    let environment =
+        environment.ok_or_else(|| io::Error::other("the environment is malformed"))?;
+    let command = GuestCommand { environment, user: ids, ..command.clone() };
+    let spawn = |process: &mut Command| children.spawn(process);
+    let (entering, running, ending) =
+        spawn_copy(spawn, &Job::Command(command.clone()), &command, streams)?;
+    // Its failures are the command's exit codes.
+    drop(entering);
+    Ok((running, ending))
+}
+
+/// Makes a container and prepares its first process.
+pub fn create(
+    children: &Children,
+    container: Container<'_>,
+    streams: Streams,
+) -> io::Result<(Running, Prepared)> {
+    let command = container.process.command.clone();
+    let (name, is_own) = (container.name.to_owned(), container.namespaces.pid);
+    check_name(&name)?;
+    let spawn = |process: &mut Command| match is_own {
+        true => children.spawn_in(container::new_pid_namespace, process),
+        false => children.spawn(process),
     };
+    prepare(spawn, &Job::Container(container), &command, streams, Some(name))
+}
+
+/// Prepares another process of a container, whose first one is `first`.
+pub fn enter(
+    children: &Children,
+    (name, first): (&str, Pid),
+    process: ContainerProcess<'_>,
+    streams: Streams,
+) -> io::Result<(Running, Prepared)> {
+    let command = process.command.clone();
+    let member = Member { name, first: container::number(first) };
+    let namespace = Member { name, first: member.first };
+    let spawn =
+        |copy: &mut Command| children.spawn_in(move || namespace.enter_pid_namespace(), copy);
+    prepare(spawn, &Job::Member(member, process), &command, streams, None)
+}
+
+fn prepare(
+    spawn: impl FnOnce(&mut Command) -> io::Result<(Pid, Receiver<End>)>,
+    job: &Job<'_>,
+    command: &GuestCommand<'_>,
+    streams: Streams,
+    container: Option<String>,
+) -> io::Result<(Running, Prepared)> {
+    check_program(command)?;
+    let (entering, mut running, mut ending) = spawn_copy(spawn, job, command, streams)?;
+    running.is_alone = true;
+    ending.container = container;
+    entering.wait()?;
+    Ok((running, Prepared { entering, ending }))
+}
+
+impl Prepared {
+    /// Starts the program.
+    pub fn run(self) -> io::Result<Ending> {
+        self.entering.run()?;
+        Ok(self.ending)
+    }
+}
+
+fn check_program(command: &GuestCommand<'_>) -> io::Result<()> {
+    match command.arguments.iter().next().is_none_or(|program| program.is_empty()) {
+        true => Err(io::Error::other("no command")),
+        false => Ok(()),
+    }
+}
+
+/// Checks that a container's name is that of a folder.
+fn check_name(name: &str) -> io::Result<()> {
+    match name.is_empty() || name.contains('/') || matches!(name, "." | "..") {
+        true => Err(io::Error::other(format!("invalid name of a container: {name}"))),
+        false => Ok(()),
+    }
+}
+
+/// Returns the environment of a command, with the home directory of its user before all others:
+/// the environment may have another one.
+fn with_home(command: &GuestCommand<'_>, home: Option<&str>) -> io::Result<Vec<u8>> {
+    let mut all = Vec::new();
+    let home = home.map(|home| format!("HOME={home}").into_bytes());
+    for variable in home.as_deref().into_iter().chain(command.environment.iter()) {
+        match variable.iter().position(|&byte| byte == b'=') {
+            None | Some(0) => {
+                return Err(io::Error::other("a variable of the environment has no name"));
+            }
+            Some(_) => all.extend(variable.iter().chain(&[0])),
+        }
+    }
+    Ok(all)
+}
+
+/// Starts a copy of the agent that becomes the process of a job.
+fn spawn_copy(
+    spawn: impl FnOnce(&mut Command) -> io::Result<(Pid, Receiver<End>)>,
+    job: &Job<'_>,
+    command: &GuestCommand<'_>,
+    streams: Streams,
+) -> io::Result<(Entering, Running, Ending)> {
+    let (control, own) = UnixStream::pair()?;
     let mut process = Command::new(OWN);
-    process.arg(ENTER).args(entry.arguments()).args(arguments).env_clear();
-    if let Some(home) = &user.home {
-        // The environment may have another one.
-        process.env("HOME", home);
-    }
-    for variable in command.environment.iter() {
-        let mut parts = variable.splitn(2, |&byte| byte == b'=').map(OsStr::from_bytes);
-        match (parts.next(), parts.next()) {
-            (Some(name), Some(value)) if !name.is_empty() => process.env(name, value),
-            _ => return Err(io::Error::other("a variable of the environment has no name")),
-        };
-    }
-    let (ended, running) = io::pipe()?;
-    let (copies, terminal) = match command.terminal {
+    process.arg(ENTER).env_clear().stdin(OwnedFd::from(own));
+    let (ended, is_running) = io::pipe()?;
+    let (input, copies, terminal) = match command.terminal {
         Some(window) => connect_terminal(&mut process, streams, window, ended)?,
-        None => (connect_streams(&mut process, streams, &ended)?, None),
+        None => {
+            let (input, copies) = connect_streams(&mut process, streams, &ended)?;
+            (input, copies, None)
+        }
     };
-    let (pid, end) = children.spawn(&mut process)?;
-    // The command's ends of its pipes are closed with `process`.
-    Ok((Running { pid, terminal }, Ending { end, copies, running }))
+    let (pid, end) = spawn(&mut process)?;
+    // Its end of the socket is closed with `process`, and those of its pipes.
+    drop(process);
+    let entering = Entering::begin(control, &input, job)?;
+    let running = Running { pid, terminal, is_alone: false };
+    let ending = Ending { end, copies, running: is_running, container: None };
+    Ok((entering, running, ending))
 }
 
 type Copies = Vec<JoinHandle<()>>;
 
-/// Connects three pipes; a stream without a connection is `/dev/null`.
+/// Connects three pipes; a stream without a connection is `/dev/null`. Returns the standard input
+/// of the process.
 fn connect_streams(
     process: &mut Command,
-    mut streams: BTreeMap<Stream, File>,
+    mut streams: Streams,
     ended: &PipeReader,
-) -> io::Result<Copies> {
+) -> io::Result<(OwnedFd, Copies)> {
     let mut copies = Vec::new();
+    let mut input = None;
     for stream in [Stream::Input, Stream::Output, Stream::Error] {
         let connection = streams.remove(&stream);
         let end = match connection {
-            None => Stdio::null(),
+            None => OwnedFd::from(File::options().read(true).write(true).open("/dev/null")?),
             Some(connection) => {
                 let (reader, writer) = io::pipe()?;
                 if stream == Stream::Input {
                     stream::input(connection, writer.into())?;
-                    reader.into()
+                    OwnedFd::from(reader)
                 } else {
                     copies.push(stream::output(reader.into(), connection, ended.try_clone()?)?);
                     writer.into()
@@ -100,20 +210,21 @@ fn connect_streams(
             }
         };
         match stream {
-            Stream::Input => process.stdin(end),
-            Stream::Output => process.stdout(end),
-            _ => process.stderr(end),
-        };
+            Stream::Input => input = Some(end),
+            Stream::Output => drop(process.stdout(end)),
+            _ => drop(process.stderr(end)),
+        }
     }
-    Ok(copies)
+    let input = input.ok_or_else(|| io::Error::other("there is no standard input"))?;
+    Ok((input, copies))
 }
 
 fn connect_terminal(
     process: &mut Command,
-    mut streams: BTreeMap<Stream, File>,
+    mut streams: Streams,
     window: TerminalSize,
     ended: PipeReader,
-) -> io::Result<(Copies, Option<OwnedFd>)> {
+) -> io::Result<(OwnedFd, Copies, Option<OwnedFd>)> {
     let connection = streams.remove(&Stream::Terminal);
     let connection = connection.ok_or_else(|| io::Error::other("the terminal is not connected"))?;
     let flags = OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC;
@@ -122,10 +233,10 @@ fn connect_terminal(
     unlockpt(&terminal)?;
     tcsetwinsize(&terminal, size(window))?;
     let program = ioctl_tiocgptpeer(&terminal, flags)?;
-    process.stdin(program.try_clone()?).stdout(program.try_clone()?).stderr(program);
+    process.stdout(program.try_clone()?).stderr(program.try_clone()?);
     stream::input(connection.try_clone()?, terminal.try_clone()?)?;
     let copy = stream::output(terminal.try_clone()?, connection, ended)?;
-    Ok((vec![copy], Some(terminal)))
+    Ok((program, vec![copy], Some(terminal)))
 }
 
 fn size(window: TerminalSize) -> Winsize {
@@ -134,10 +245,19 @@ fn size(window: TerminalSize) -> Winsize {
 }
 
 impl Running {
-    /// Sends a signal to the command's process group. One that has ended gets none.
+    /// Returns the process.
+    pub fn pid(&self) -> Pid {
+        self.pid
+    }
+
+    /// Sends a signal to the command's process group, or to the container's process. One that has
+    /// ended gets none.
     pub fn signal(&self, number: u8) {
         if let Some(signal) = Signal::from_named_raw(number.into()) {
-            let _ = kill_process_group(self.pid, signal);
+            let _ = match self.is_alone {
+                true => kill_process(self.pid, signal),
+                false => kill_process_group(self.pid, signal),
+            };
         }
     }
 
@@ -159,6 +279,37 @@ impl Ending {
             // A panic of the thread has been reported.
             let _ = copy.join();
         }
+        if let Some(name) = self.container {
+            cgroup::remove(&name);
+        }
         end
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proto::agent::Strings;
+
+    #[test]
+    fn the_environment_overrides_the_home_directory() {
+        let command = |environment| GuestCommand {
+            arguments: Strings::new(b"true\0").expect("strings"),
+            environment: Strings::new(environment).expect("strings"),
+            folder: b"/",
+            user: CommandUser::Named(""),
+            terminal: None,
+        };
+        let with = |environment, home| with_home(&command(environment), home).ok();
+        assert_eq!(with(b"A=b\0", Some("/root")).as_deref(), Some(&b"HOME=/root\0A=b\0"[..]));
+        assert_eq!(with(b"A=b\0", None).as_deref(), Some(&b"A=b\0"[..]));
+        assert_eq!(with(b"=b\0", None), None);
+        assert_eq!(with(b"b\0", None), None);
+    }
+
+    #[test]
+    fn names_of_containers_are_those_of_folders() {
+        assert!(check_name("a.b").is_ok());
+        assert!(["", ".", "..", "a/b"].iter().all(|name| check_name(name).is_err()));
     }
 }

@@ -1,11 +1,14 @@
 //! Connections of the host, and what the agent knows of their commands.
 
 use crate::children::Children;
-use crate::command::{self, Ending, Running};
-use crate::{network, power_off, root};
+use crate::command::{self, Ending, Prepared, Running, Streams};
+use crate::{cgroup, container, network, power_off, root};
 use proto::agent::{
-    AgentRequest, Answer, Guest, GuestCommand, Hello, Purpose, Stream, VERSION, io as wire,
+    AgentRequest, Answer, Guest, GuestCommand, Hello, Purpose, Stream, VERSION,
+    container::{Container, ContainerProcess},
+    io as wire,
 };
+use rustix::process::Pid;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
@@ -24,7 +27,9 @@ struct Commands {
     is_configured: bool,
     last: u32,
     /// Streams that wait for the start of their command.
-    streams: BTreeMap<u32, BTreeMap<Stream, File>>,
+    streams: BTreeMap<u32, Streams>,
+    /// First processes of containers, by their names.
+    containers: BTreeMap<String, Pid>,
 }
 
 /// Control connection.
@@ -34,6 +39,9 @@ struct Control<'a> {
     connection: Arc<Mutex<File>>,
     command: u32,
     running: Option<Running>,
+    prepared: Option<Prepared>,
+    /// Container of this connection.
+    container: Option<String>,
     /// The guest ends with this connection.
     owns_guest: bool,
 }
@@ -103,8 +111,15 @@ impl Agent {
         };
         let reader = connection.try_clone()?;
         let connection = Arc::new(Mutex::new(connection));
-        let mut control =
-            Control { agent: self, connection, command, running: None, owns_guest: false };
+        let mut control = Control {
+            agent: self,
+            connection,
+            command,
+            running: None,
+            prepared: None,
+            container: None,
+            owns_guest: false,
+        };
         let served = control.serve(&reader);
         control.end();
         served
@@ -134,13 +149,35 @@ impl Control<'_> {
                     let done = self.configure(&guest);
                     self.report(done)?;
                 }
-                AgentRequest::Start(command) => match self.start(&command) {
-                    Ok(ending) => {
-                        self.answer(&Answer::Done)?;
-                        self.report_end(ending)?;
+                AgentRequest::Start(command) => {
+                    let started = self.start(&command);
+                    self.report_started(started)?;
+                }
+                AgentRequest::Create(container) => {
+                    let created = self.create(container);
+                    self.report(created)?;
+                }
+                AgentRequest::Enter { container, process } => {
+                    let entered = self.enter(container, process);
+                    self.report(entered)?;
+                }
+                AgentRequest::Run => {
+                    let prepared = self.prepared.take();
+                    let missing = || io::Error::other("run: no process is prepared");
+                    let started = prepared.ok_or_else(missing).and_then(Prepared::run);
+                    self.report_started(started)?;
+                }
+                AgentRequest::Limit { container, limits } => {
+                    let known = self.first_process(container);
+                    self.report(known.and_then(|_| cgroup::set_limits(container, &limits)))?;
+                }
+                AgentRequest::Statistics { container } => {
+                    let known = self.first_process(container);
+                    match known.and_then(|_| cgroup::statistics(container)) {
+                        Ok(statistics) => self.answer(&Answer::Statistics(statistics))?,
+                        Err(error) => self.report(Err(error))?,
                     }
-                    Err(error) => self.report(Err(error))?,
-                },
+                }
                 AgentRequest::Signal(number) => {
                     self.running.iter().for_each(|it| it.signal(number))
                 }
@@ -159,6 +196,17 @@ impl Control<'_> {
         }
     }
 
+    /// Reports whether a process was started, and later its end.
+    fn report_started(&self, started: io::Result<Ending>) -> io::Result<()> {
+        match started {
+            Ok(ending) => {
+                self.answer(&Answer::Done)?;
+                self.report_end(ending)
+            }
+            Err(error) => self.report(Err(error)),
+        }
+    }
+
     fn configure(&mut self, guest: &Guest<'_>) -> io::Result<()> {
         if std::mem::replace(&mut self.agent.commands().is_configured, true) {
             return Err(io::Error::other("the guest is set up already"));
@@ -168,15 +216,50 @@ impl Control<'_> {
         network::configure(guest.network.as_ref())
     }
 
-    fn start(&mut self, command: &GuestCommand<'_>) -> io::Result<Ending> {
-        if !self.agent.commands().is_configured {
+    /// Takes the streams of this connection's process, which is started once.
+    fn streams(&self) -> io::Result<Streams> {
+        let mut commands = self.agent.commands();
+        if !commands.is_configured {
             return Err(io::Error::other("the guest is not set up"));
         }
-        let streams = self.agent.commands().streams.remove(&self.command);
-        let streams = streams.ok_or_else(|| io::Error::other("the command was started already"))?;
+        let streams = commands.streams.remove(&self.command);
+        streams.ok_or_else(|| io::Error::other("the command was started already"))
+    }
+
+    fn start(&mut self, command: &GuestCommand<'_>) -> io::Result<Ending> {
+        let streams = self.streams()?;
         let (running, ending) = command::start(&self.agent.children, command, streams)?;
         self.running = Some(running);
         Ok(ending)
+    }
+
+    fn create(&mut self, container: Container<'_>) -> io::Result<()> {
+        let name = container.name.to_owned();
+        if self.agent.commands().containers.contains_key(&name) {
+            return Err(io::Error::other(format!("create the container {name}: it exists")));
+        }
+        let streams = self.streams()?;
+        let (running, prepared) = command::create(&self.agent.children, container, streams)?;
+        self.agent.commands().containers.insert(name.clone(), running.pid());
+        self.running = Some(running);
+        self.prepared = Some(prepared);
+        self.container = Some(name);
+        Ok(())
+    }
+
+    /// Returns the first process of a container.
+    fn first_process(&self, name: &str) -> io::Result<Pid> {
+        let first = self.agent.commands().containers.get(name).copied();
+        first.ok_or_else(|| io::Error::other(format!("find the container {name}")))
+    }
+
+    fn enter(&mut self, name: &str, process: ContainerProcess<'_>) -> io::Result<()> {
+        let container = (name, self.first_process(name)?);
+        let streams = self.streams()?;
+        let entered = command::enter(&self.agent.children, container, process, streams)?;
+        self.running = Some(entered.0);
+        self.prepared = Some(entered.1);
+        Ok(())
     }
 
     /// Reports the end of the command, whenever it comes.
@@ -197,9 +280,17 @@ impl Control<'_> {
     fn end(self) {
         const KILL: u8 = 9;
         self.running.iter().for_each(|running| running.signal(KILL));
-        self.agent.commands().streams.remove(&self.command);
+        let mut commands = self.agent.commands();
+        commands.streams.remove(&self.command);
+        if let Some(name) = &self.container {
+            commands.containers.remove(name);
+        }
+        drop(commands);
         if self.owns_guest {
             power_off();
+        }
+        if let Some(name) = &self.container {
+            container::remove_scratch(name);
         }
     }
 }

@@ -1,17 +1,20 @@
-//! Process 1 of the guests of `parador exec`: sets the guest up and starts commands for a program
-//! of the host ([`proto::agent`]).
+//! Process 1 of the guests of `parador exec` and `parador oci`: sets the guest up, and starts
+//! commands and containers for programs of the host ([`proto::agent`]).
 //!
 //! It is linked statically, since it runs before there is a root directory. It relies on the host,
 //! which owns the guest; guest applications cannot connect ([`listener`]). An error before the host
 //! has connected is printed on the console, and ends the guest.
 #![forbid(unsafe_code)]
 
+mod cgroup;
 mod children;
 mod command;
 mod connection;
+mod container;
 mod enter;
 mod listener;
 mod network;
+mod privileges;
 mod root;
 mod stream;
 mod users;
@@ -20,16 +23,15 @@ use std::io::{self, Write};
 use std::process::ExitCode;
 use std::sync::Arc;
 
-/// First argument of a copy that becomes a command.
+/// Argument of a copy that becomes a command.
 const ENTER: &str = "enter";
 
 fn main() -> ExitCode {
-    let mut arguments = std::env::args_os().skip(1);
-    if arguments.next().is_some_and(|first| first == ENTER) {
-        return enter::become_command(arguments);
+    if std::env::args_os().nth(1).is_some_and(|first| first == ENTER) {
+        return enter::become_process();
     }
     if std::process::id() != 1 {
-        eprintln!("parador-agent: it is process 1 of a guest of `parador exec`");
+        eprintln!("parador-agent: it is process 1 of a guest of `parador exec` or `parador oci`");
         return ExitCode::FAILURE;
     }
     let Err(error) = serve() else { return ExitCode::SUCCESS };

@@ -29,6 +29,7 @@ const ERROR: u16 = 2;
 /// Attributes.
 const ADDRESS: u16 = 1;
 const LOCAL: u16 = 2;
+const MTU: u16 = 4;
 const OUTPUT_INTERFACE: u16 = 4;
 const GATEWAY: u16 = 5;
 
@@ -41,21 +42,33 @@ pub fn configure(network: Option<&Network>) -> io::Result<()> {
     let Some(network) = network else { return Ok(()) };
     let index = fs::read_to_string(format!("/sys/class/net/{INTERFACE}/ifindex"))?;
     let index = index.trim().parse().map_err(io::Error::other)?;
+    if let Some(mtu) = network.mtu {
+        request(&socket, NEWLINK, 0, &link_mtu(index, mtu))?;
+    }
     request(&socket, NEWLINK, 0, &link_up(index))?;
     request(&socket, NEWADDR, CREATE, &address(index, network))?;
-    request(&socket, NEWROUTE, CREATE, &default_route(index, network))?;
+    if let Some(gateway) = network.gateway {
+        request(&socket, NEWROUTE, CREATE, &default_route(index, gateway))?;
+    }
+    let Some([a, b, c, d]) = network.resolver else { return Ok(()) };
     // A link may lead to a program of the host that the guest does not have.
     match fs::remove_file(RESOLVERS) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
         _ => {}
     }
-    let [a, b, c, d] = network.resolver;
     fs::write(RESOLVERS, format!("nameserver {a}.{b}.{c}.{d}\n"))
 }
 
 /// `ifinfomsg` that sets the flag `IFF_UP`.
 fn link_up(index: u32) -> Vec<u8> {
     [[0; 4], index.to_ne_bytes(), 1_u32.to_ne_bytes(), 1_u32.to_ne_bytes()].concat()
+}
+
+/// `ifinfomsg` that sets the size of the largest packet.
+fn link_mtu(index: u32, mtu: u32) -> Vec<u8> {
+    let mut message = [[0; 4], index.to_ne_bytes(), [0; 4], [0; 4]].concat();
+    attribute(&mut message, MTU, mtu.to_ne_bytes());
+    message
 }
 
 /// `ifaddrmsg`: family, prefix, flags, scope, interface.
@@ -70,13 +83,13 @@ fn address(index: u32, network: &Network) -> Vec<u8> {
 
 /// `rtmsg`: family, lengths of destination and source, type of service, table, protocol, scope,
 /// type, flags.
-fn default_route(index: u32, network: &Network) -> Vec<u8> {
+fn default_route(index: u32, gateway: [u8; 4]) -> Vec<u8> {
     const MAIN: u8 = 254;
     const BOOT: u8 = 3;
     const UNICAST: u8 = 1;
     let family = AddressFamily::INET.as_raw() as u8;
     let mut message = vec![family, 0, 0, 0, MAIN, BOOT, 0, UNICAST, 0, 0, 0, 0];
-    attribute(&mut message, GATEWAY, network.gateway);
+    attribute(&mut message, GATEWAY, gateway);
     attribute(&mut message, OUTPUT_INTERFACE, index.to_ne_bytes());
     message
 }

@@ -1,7 +1,8 @@
 //! File systems of the guest: its root below an overlay in memory, those of the kernel, and shared
 //! directories.
 
-use proto::agent::{Guest, Mount, Root};
+use crate::container;
+use proto::agent::{Guest, Mount, POD, Root};
 use rustix::fs::{self, Mode};
 use rustix::io::Errno;
 use rustix::mount::{MountFlags, mount, mount_move};
@@ -53,6 +54,8 @@ const LINKS: [(&str, &str); 4] = [
 /// 9P over virtio with one session for all users: the kernel of the guest checks modes, the host
 /// its own rights.
 const NINEP: &str = "trans=virtio,version=9p2000.L,msize=512000,access=any";
+/// The same for a directory with the owners of files: one session for each user.
+const NINEP_OWNERS: &str = "trans=virtio,version=9p2000.L,msize=512000,cache=mmap";
 
 /// Adds to an error what was done.
 fn named(what: impl std::fmt::Display) -> impl FnOnce(Errno) -> io::Error {
@@ -80,8 +83,12 @@ pub fn change(guest: &Guest<'_>) -> io::Result<()> {
             let mounted = mount_ext4(DISK);
             mounted.map_err(named("mount the file system of the first disk"))?;
         }
+        Root::Pod { .. } => {}
     }
-    mount_overlay()?;
+    match &guest.root {
+        Root::Pod { tag, has_scratch } => mount_pod(tag, *has_scratch)?,
+        _ => mount_overlay()?,
+    }
     let new = Path::new(NEW);
     KERNEL.iter().chain(&MORE).try_for_each(|entry| mount_in(new, entry))?;
     let has_place = |entry: &&(_, &str, _, _)| new.join(entry.1.trim_start_matches('/')).is_dir();
@@ -134,6 +141,25 @@ fn mount_share(tag: &str, place: &Path, read_only: bool) -> io::Result<()> {
     let data = CString::new(format!("{NINEP},cache={cache}"))?;
     mount(tag, place, "9p", flags | MountFlags::NODEV, Some(&*data))
         .map_err(named(format_args!("mount the shared directory {tag} at {}", place.display())))
+}
+
+/// Mounts a new root in memory, with the directory of containers, and a disk for their changes.
+fn mount_pod(tag: &str, has_scratch: bool) -> io::Result<()> {
+    mount("tmpfs", NEW, "tmpfs", MountFlags::empty(), Some(c"mode=755"))
+        .map_err(named("mount the root"))?;
+    let place = Path::new(NEW).join(POD.trim_start_matches('/'));
+    create(&place)?;
+    let data = CString::new(NINEP_OWNERS)?;
+    mount(tag, &place, "9p", MountFlags::NODEV, Some(&*data))
+        .map_err(named(format_args!("mount the shared directory {tag}")))?;
+    if has_scratch {
+        let place = Path::new(NEW).join(container::SCRATCH.trim_start_matches('/'));
+        create(&place)?;
+        let disk = Path::new("/dev").join(DISK);
+        mount(disk, &place, "ext4", MountFlags::NODEV, None)
+            .map_err(named("mount the scratch disk"))?;
+    }
+    Ok(())
 }
 
 /// Mounts the root on the first disk, or on the first of its partitions that has one. It is not

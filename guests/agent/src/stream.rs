@@ -15,11 +15,22 @@ const ROOM: usize = 64 << 10;
 /// Copies from the host to a command until one of them ends.
 pub fn input(from: File, to: OwnedFd) -> io::Result<()> {
     let copy = move || {
-        let (mut from, mut to) = (from, File::from(to));
         // An error is the end of one side; the other sees that its descriptor is closed.
-        let _ = io::copy(&mut from, &mut to);
+        let _ = copy_all(from, File::from(to));
     };
     Builder::new().spawn(copy).map(drop)
+}
+
+/// Copies until one side ends. `io::copy` would use splice(2), which keeps the pipe locked while it
+/// waits for the socket: a command could not close its standard input, and not exit.
+fn copy_all(from: File, mut to: File) -> io::Result<()> {
+    let mut room = vec![0; ROOM];
+    loop {
+        match retry_on_intr(|| rustix::io::read(&from, &mut room))? {
+            0 => return Ok(()),
+            count => to.write_all(&room[..count])?,
+        }
+    }
 }
 
 /// Copies from a command to the host until all of its processes have closed the stream, or `ended`

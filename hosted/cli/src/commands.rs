@@ -81,6 +81,24 @@ docs/spec/qemu.md lists the options. The program's name qemu-system-x86_64 has t
         #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "OPTIONS")]
         arguments: Vec<OsString>,
     },
+    /// Be the OCI runtime of a container engine: containers run in VMs.
+    #[command(
+        disable_help_flag = true,
+        after_help = "\
+Examples:
+  podman --runtime /usr/bin/parador-oci run IMAGE uname -r
+  parador oci list
+
+docs/spec/oci.md lists the commands and what VMs cannot do. The program's name parador-oci has the
+same effect.
+
+Exit codes: 0 success; 1 failure; `run` and `exec`: that of the process."
+    )]
+    Oci {
+        /// Command line of runc.
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "ARGUMENTS")]
+        arguments: Vec<OsString>,
+    },
     /// Query or control a running VM (pause, resume, reset, shutdown).
     #[command(after_help = "\
 Examples:
@@ -287,6 +305,7 @@ pub fn run(cli: Cli) -> Result<u8, Failure> {
         Command::Run(options) => run::run(&options),
         Command::Exec(options) => Ok(hosted_exec::run(&options)),
         Command::Qemu { arguments } => hosted_qemu::run(arguments),
+        Command::Oci { arguments } => Ok(hosted_oci::run(arguments)),
         Command::Ctl(options) => ctl::run(&options),
         Command::Ps(options) => fleet::ps(&options),
         Command::Top(options) => fleet::top(&options),

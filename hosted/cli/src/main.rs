@@ -20,8 +20,12 @@ fn main() -> ExitCode {
         return code;
     }
     let mut arguments = std::env::args_os();
-    if hosted_qemu::is_called_as_qemu(arguments.next().as_deref()) {
+    let program = arguments.next();
+    if hosted_qemu::is_called_as_qemu(program.as_deref()) {
         return exit_code(hosted_qemu::run(arguments));
+    }
+    if hosted_oci::is_called_as_runtime(program.as_deref()) {
+        return ExitCode::from(hosted_oci::run(arguments));
     }
     messages::set(messages::wanted(std::env::args_os()));
     if let Err(failure) = foreign::check(std::env::args_os()) {

@@ -1,17 +1,14 @@
-//! Carrier of a command: its streams or terminal, signals, and its end.
+//! Carrier of a command or of a container's process: its streams or terminal, signals, and its end.
 
 use crate::connection::ControlConnection;
-use crate::guest::Plan;
-use crate::vm::{CommandVm, NETWORK};
+use crate::vm::AgentVm;
 use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::interrupt::ENDING;
 use hosted_monitor::terminal::Raw;
-use proto::agent::{
-    AgentRequest, Answer, End, Guest, GuestCommand, Stream, Strings, TerminalSize, io as wire,
-};
-use rustix::stdio::{stdin, stdout};
-use rustix::termios::{isatty, tcgetwinsize};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, SIGWINCH};
+use proto::agent::{AgentRequest, Answer, End, Stream, TerminalSize, io as wire};
+use rustix::stdio::stdout;
+use rustix::termios::tcgetwinsize;
+use signal_hook::consts::SIGWINCH;
 use signal_hook::iterator::Signals;
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -22,81 +19,113 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// Name of the guest.
-const NAME: &str = "parador";
-/// Signals that the command gets.
-const FORWARDED: [i32; 7] = [SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, SIGWINCH];
 /// A wait without a limit.
 const FOREVER: Duration = Duration::from_secs(1 << 32);
 /// Bytes copied at once.
 const ROOM: usize = 64 << 10;
 
-/// Runs the command of a VM to its end and returns its exit code.
-///
-/// # Errors
-/// The guest cannot be set up, or ends before the command; the time limit: 124.
-pub fn carry(vm: &mut CommandVm, plan: &Plan, deadline: Option<Instant>) -> Result<u8, Failure> {
-    let started = Instant::now();
-    let mut signals = Signals::new(FORWARDED).os_error("install signal handlers")?;
-    // There is no command yet that could get a signal.
-    let ended = |signals: &mut Signals| signals.pending().find(|signal| ENDING.contains(signal));
-    let early = |signal: i32| Ok(128_u8.wrapping_add(signal as u8));
-    let control = loop {
-        if let Some(signal) = ended(&mut signals) {
-            return early(signal);
-        }
-        if let Some(control) = ControlConnection::open(vm, started)? {
-            break control;
-        }
-    };
-    let guest = Guest {
-        name: NAME,
-        root: plan.root(),
-        mounts: plan.mounts(),
-        network: plan.has_network.then_some(NETWORK),
-    };
-    control.request(vm, &AgentRequest::Configure(guest))?;
-    let has_terminal = isatty(stdin()) && isatty(stdout());
-    if let Some(signal) = ended(&mut signals) {
-        return early(signal);
-    }
-    let streams = Streams::connect(&control, vm, has_terminal)?;
-    control.request(vm, &AgentRequest::Start(command(plan, has_terminal)?))?;
-    let _raw = has_terminal.then(Raw::enter);
-    let outputs = streams.copy()?;
-    forward(signals, &control)?;
-    let end = end_of(&control)?;
-    let limit = deadline.map_or(FOREVER, |time| time.saturating_duration_since(Instant::now()));
-    match end.recv_timeout(limit) {
-        Ok(Some(end)) => {
-            for output in outputs {
-                // A panic of the thread has been reported.
-                let _ = output.join();
+/// Carrier: this process, connected to the agent.
+pub struct Carrier {
+    control: ControlConnection,
+    signals: Signals,
+    streams: Streams,
+    has_terminal: bool,
+}
+
+/// Carrier, or the exit code of one that a signal has ended before its command was started.
+pub type Connected = Result<Carrier, u8>;
+
+impl Carrier {
+    /// Connects to the agent of a VM. The command gets the signals `forwarded` once it was started;
+    /// before, those that end programs end the carrier. Its streams are those of this process, or
+    /// this process' terminal.
+    ///
+    /// # Errors
+    /// The VM ends, or no agent answers in time.
+    pub fn connect(
+        vm: &mut AgentVm,
+        forwarded: &[i32],
+        has_terminal: bool,
+        set_up: Option<&AgentRequest<'_>>,
+    ) -> Result<Connected, Failure> {
+        let started = Instant::now();
+        let mut signals = Signals::new(forwarded).os_error("install signal handlers")?;
+        let control = loop {
+            if let Some(code) = early_end(&mut signals) {
+                return Ok(Err(code));
             }
-            Ok(match end {
-                End::Exited(code) => code,
-                End::Signalled(signal) => 128_u8.wrapping_add(signal),
-            })
+            if let Some(control) = ControlConnection::open(vm, started)? {
+                break control;
+            }
+        };
+        if let Some(request) = set_up {
+            control.request(vm, request)?;
         }
-        Err(RecvTimeoutError::Timeout) => Err(Failure::new(failure::TIMEOUT, "time limit reached")),
-        Ok(None) | Err(RecvTimeoutError::Disconnected) => {
-            // It ends right after its connections.
-            thread::sleep(Duration::from_millis(100));
-            Err(vm.failure("the VM has ended before the command"))
+        if let Some(code) = early_end(&mut signals) {
+            return Ok(Err(code));
+        }
+        let streams = Streams::connect(&control, vm, has_terminal)?;
+        Ok(Ok(Self { control, signals, streams, has_terminal }))
+    }
+
+    /// Returns the exit code if a signal has ended this process before its command was started.
+    pub fn early_end(&mut self) -> Option<u8> {
+        early_end(&mut self.signals)
+    }
+
+    /// Returns the size of the command's terminal.
+    pub fn terminal(&self) -> Option<TerminalSize> {
+        self.has_terminal.then(window)
+    }
+
+    /// Sends a request and waits until it was carried out.
+    ///
+    /// # Errors
+    /// The agent refuses it, or the connection fails.
+    pub fn request(&self, vm: &mut AgentVm, request: &AgentRequest<'_>) -> Result<(), Failure> {
+        self.control.request(vm, request)
+    }
+
+    /// Moves bytes and signals until the end of the command, which was started, and returns its
+    /// exit code.
+    ///
+    /// # Errors
+    /// The VM ends before the command; the time limit: 124.
+    pub fn carry(self, vm: &mut AgentVm, deadline: Option<Instant>) -> Result<u8, Failure> {
+        let Self { control, signals, streams, has_terminal } = self;
+        let _raw = has_terminal.then(Raw::enter);
+        let outputs = streams.copy()?;
+        forward(signals, &control)?;
+        let end = end_of(&control)?;
+        let limit = deadline.map_or(FOREVER, |time| time.saturating_duration_since(Instant::now()));
+        match end.recv_timeout(limit) {
+            Ok(Some(end)) => {
+                for output in outputs {
+                    // A panic of the thread has been reported.
+                    let _ = output.join();
+                }
+                Ok(match end {
+                    End::Exited(code) => code,
+                    End::Signalled(signal) => 128_u8.wrapping_add(signal),
+                })
+            }
+            Err(RecvTimeoutError::Timeout) => {
+                Err(Failure::new(failure::TIMEOUT, "time limit reached"))
+            }
+            Ok(None) | Err(RecvTimeoutError::Disconnected) => {
+                // It ends right after its connections.
+                thread::sleep(Duration::from_millis(100));
+                Err(vm.failure("the VM has ended before the command"))
+            }
         }
     }
 }
 
-fn command(plan: &Plan, has_terminal: bool) -> Result<GuestCommand<'_>, Failure> {
-    use std::os::unix::ffi::OsStrExt;
-    let zeros = || Failure::new(failure::INTERNAL, "a list of strings is malformed");
-    Ok(GuestCommand {
-        arguments: Strings::new(&plan.arguments).ok_or_else(zeros)?,
-        environment: Strings::new(&plan.environment).ok_or_else(zeros)?,
-        folder: plan.folder.as_os_str().as_bytes(),
-        user: plan.user(),
-        terminal: has_terminal.then(window),
-    })
+/// Returns the exit code if a signal is to end this process: there is no command yet that could get
+/// it.
+fn early_end(signals: &mut Signals) -> Option<u8> {
+    let signal = signals.pending().find(|signal| ENDING.contains(signal));
+    signal.map(|signal| 128_u8.wrapping_add(signal as u8))
 }
 
 /// Returns the size of this process' terminal.
@@ -117,7 +146,7 @@ enum Streams {
 impl Streams {
     fn connect(
         control: &ControlConnection,
-        vm: &CommandVm,
+        vm: &AgentVm,
         has_terminal: bool,
     ) -> Result<Self, Failure> {
         let connect = |stream| control.stream(vm, stream);

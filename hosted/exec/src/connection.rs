@@ -1,8 +1,9 @@
 //! Connections to the agent.
 
-use crate::vm::CommandVm;
+use crate::vm::AgentVm;
 use hosted_command::failure::{self, Failure, IoContext};
-use proto::agent::{Answer, Hello, PORT, Purpose, Stream, VERSION, io as wire};
+use proto::agent::container::ContainerStatistics;
+use proto::agent::{AgentRequest, Answer, Hello, PORT, Purpose, Stream, VERSION, io as wire};
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -17,7 +18,7 @@ const SETUP: Duration = Duration::from_secs(60);
 /// Interval of attempts.
 const INTERVAL: Duration = Duration::from_millis(5);
 
-/// ControlConnection connection, and the number of its command.
+/// Control connection, and the number of its command.
 pub struct ControlConnection {
     /// The connection.
     pub stream: UnixStream,
@@ -30,7 +31,7 @@ impl ControlConnection {
     ///
     /// # Errors
     /// The VM ends, or no agent answers in time; it refuses.
-    pub fn open(vm: &mut CommandVm, started: Instant) -> Result<Option<Self>, Failure> {
+    pub fn open(vm: &mut AgentVm, started: Instant) -> Result<Option<Self>, Failure> {
         if vm.has_ended() {
             return Err(vm.failure("the VM has ended before its agent answered"));
         }
@@ -39,6 +40,9 @@ impl ControlConnection {
                 // A set-up waits for the host's files.
                 stream.set_read_timeout(Some(SETUP)).os_error("set a time limit")?;
                 Ok(Some(Self { stream, command }))
+            }
+            Err(error) if is_early(&error) && !vm.is_starting() => {
+                Err(vm.failure("the VM has ended"))
             }
             Err(error) if is_early(&error) => match started.elapsed() > PATIENCE {
                 true => Err(vm.failure("no agent has answered within 10 s")),
@@ -52,7 +56,7 @@ impl ControlConnection {
     }
 
     /// Connects a stream of the command.
-    pub fn stream(&self, vm: &CommandVm, stream: Stream) -> Result<UnixStream, Failure> {
+    pub fn stream(&self, vm: &AgentVm, stream: Stream) -> Result<UnixStream, Failure> {
         let purpose = Purpose::Stream { command: self.command, stream };
         let connected = connect(&vm.socket(), purpose, PATIENCE);
         connected.map(|(stream, _)| stream).os_error("connect to the agent")
@@ -62,24 +66,52 @@ impl ControlConnection {
     ///
     /// # Errors
     /// The agent refuses it, or the connection fails: `vm` explains why.
-    pub fn request(
-        &self,
-        vm: &mut CommandVm,
-        request: &proto::agent::AgentRequest<'_>,
-    ) -> Result<(), Failure> {
+    pub fn request(&self, vm: &mut AgentVm, request: &AgentRequest<'_>) -> Result<(), Failure> {
         let mut room = Vec::new();
+        match self.exchange(vm, request, &mut room)? {
+            Answer::Done => Ok(()),
+            _ => Err(wrong_answer()),
+        }
+    }
+
+    /// Asks for the statistics of a container.
+    ///
+    /// # Errors
+    /// See [`Self::request`].
+    pub fn statistics(
+        &self,
+        vm: &mut AgentVm,
+        container: &str,
+    ) -> Result<ContainerStatistics, Failure> {
+        let mut room = Vec::new();
+        match self.exchange(vm, &AgentRequest::Statistics { container }, &mut room)? {
+            Answer::Statistics(statistics) => Ok(statistics),
+            _ => Err(wrong_answer()),
+        }
+    }
+
+    /// Sends a request and receives its answer, unless that is a failure.
+    fn exchange<'a>(
+        &self,
+        vm: &mut AgentVm,
+        request: &AgentRequest<'_>,
+        room: &'a mut Vec<u8>,
+    ) -> Result<Answer<'a>, Failure> {
         let answered = wire::send(&self.stream, request)
-            .and_then(|()| wire::receive(&self.stream, &mut room)?.ok_or_else(hang_up));
-        let answered = answered.and_then(|()| wire::read::<Answer<'_>>(&room));
+            .and_then(|()| wire::receive(&self.stream, room)?.ok_or_else(hang_up));
+        let answered = answered.and_then(|()| wire::read::<Answer<'_>>(room));
         match answered {
-            Ok(Answer::Done) => Ok(()),
             Ok(Answer::Failed(text)) => {
                 Err(Failure::new(failure::UNAVAILABLE, format!("the guest cannot {text}")))
             }
-            Ok(_) => Err(Failure::new(failure::INTERNAL, "the agent's answer is for no request")),
+            Ok(answer) => Ok(answer),
             Err(error) => Err(vm.failure(&format!("the agent has not answered: {error}"))),
         }
     }
+}
+
+fn wrong_answer() -> Failure {
+    Failure::new(failure::INTERNAL, "the agent's answer is for no request")
 }
 
 fn hang_up() -> io::Error {

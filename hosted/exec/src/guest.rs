@@ -6,7 +6,9 @@ use hosted_images::{ImageArchive, Settings, UnpackedImage, is_compressed};
 use hosted_monitor::config::disk::{DiskConfig, Format};
 use hosted_monitor::config::share::{ShareConfig, Tag};
 use hosted_monitor::vm_files::KernelFile;
-use proto::agent::{CommandUser, MAX_GROUPS, MAX_MOUNTS, Mount, Root};
+use proto::agent::{
+    CommandUser, GuestCommand, MAX_GROUPS, MAX_MOUNTS, Mount, Root, Strings, TerminalSize,
+};
 use proto::hosted::MAX_SHARES;
 use rustix::process::{getegid, geteuid, getgroups};
 use std::env;
@@ -55,11 +57,11 @@ pub struct Plan {
     root: RootFrom,
     shared: Vec<Shared>,
     /// Program and arguments, each followed by a zero.
-    pub arguments: Vec<u8>,
+    arguments: Vec<u8>,
     /// Environment, as arguments.
-    pub environment: Vec<u8>,
+    environment: Vec<u8>,
     /// Working directory.
-    pub folder: PathBuf,
+    folder: PathBuf,
     /// Supplementary groups of the caller.
     groups: heapless::Vec<u32, MAX_GROUPS>,
     /// The guest has a network.
@@ -114,8 +116,23 @@ impl Plan {
         }
     }
 
+    /// Returns the command for the agent.
+    ///
+    /// # Errors
+    /// None, except for defects of this module.
+    pub fn command(&self, terminal: Option<TerminalSize>) -> Result<GuestCommand<'_>, Failure> {
+        let zeros = || Failure::new(failure::INTERNAL, "a list of strings is malformed");
+        Ok(GuestCommand {
+            arguments: Strings::new(&self.arguments).ok_or_else(zeros)?,
+            environment: Strings::new(&self.environment).ok_or_else(zeros)?,
+            folder: self.folder.as_os_str().as_bytes(),
+            user: self.user(),
+            terminal,
+        })
+    }
+
     /// Returns the user of the command: that of the image, or the caller.
-    pub fn user(&self) -> CommandUser<'_> {
+    fn user(&self) -> CommandUser<'_> {
         match self.root.settings() {
             Some(settings) => CommandUser::Named(&settings.user),
             None => CommandUser::Ids {

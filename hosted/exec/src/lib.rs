@@ -7,30 +7,58 @@
 //! | module | contents |
 //! |---|---|
 //! | `guest` | the guest as the options state it: root, directories, command |
-//! | `vm` | the VM: its configuration, its process, the end of both |
+//! | `vm` | the VM: its description, its process, the end of both |
 //! | `connection` | connections to the agent |
 //! | `carrier` | streams, signals and the end of the command |
+//!
+//! `parador oci` has its VMs and carriers of `vm` and `carrier`, too.
 #![forbid(unsafe_code)]
 
-mod carrier;
-mod connection;
+pub mod carrier;
+pub mod connection;
 mod guest;
-mod vm;
+pub mod vm;
 
+use carrier::Carrier;
 use clap::{Args, ValueEnum};
 use guest::Plan;
-use hosted_command::failure::{self, Failure};
+use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::messages::{self, Format};
 use hosted_command::programs::Named;
+use hosted_command::scratch::{self, ScratchFolder};
 use hosted_command::value::Size;
-use hosted_monitor::config::vm::{BackendChoice, Time};
+use hosted_monitor::config::Config;
+use hosted_monitor::config::net::NetConfig;
+use hosted_monitor::config::vm::{BackendChoice, Time, VmConfig};
+use hosted_monitor::runtime::RuntimeFolder;
+use proto::agent::{AgentRequest, Guest, Network};
 use proto::system::MAX_VCPUS;
+use rustix::stdio::{stdin, stdout};
+use rustix::termios::isatty;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, SIGWINCH};
 use std::ffi::OsString;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
+use vm::AgentVm;
 
 /// Exit code of all errors that are not the command's, as with env(1) and podman.
 pub const FAILED: u8 = 125;
+
+/// Prefix of the VM's folder.
+const PREFIX: &str = "exec-";
+/// Name of the guest.
+const NAME: &str = "parador";
+/// Signals that the command gets.
+const FORWARDED: [i32; 7] = [SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, SIGWINCH];
+/// Network of guests, which passt and the agent agree on; it is that of QEMU's user networking.
+const NETWORK_ADDRESS: [u8; 4] = [10, 0, 2, 15];
+const NETWORK: Network = Network {
+    address: NETWORK_ADDRESS,
+    prefix: 24,
+    gateway: Some([10, 0, 2, 2]),
+    resolver: Some([10, 0, 2, 3]),
+    mtu: None,
+};
 
 /// Command line of `parador exec`.
 #[derive(Debug, Args)]
@@ -107,8 +135,48 @@ pub fn run(options: &Options) -> u8 {
 fn carry_out(options: &Options) -> Result<u8, Failure> {
     let deadline = options.timeout.and_then(|time| Instant::now().checked_add(time.0));
     let plan = Plan::new(options)?;
-    let mut vm = vm::CommandVm::start(options, &plan)?;
-    let carried = carrier::carry(&mut vm, &plan, deadline);
+    let runtime = RuntimeFolder::open()?;
+    scratch::remove_abandoned(runtime.path(), PREFIX);
+    let folder = ScratchFolder::new_in(runtime.path(), PREFIX);
+    let folder = folder.os_error("create a folder for the VM")?;
+    let config = config(options, &plan, folder.path())?;
+    let mut vm = AgentVm::start(folder.path(), &config, &options.programs)?;
+    let carried = carry(&mut vm, &plan, deadline);
     vm.end();
     carried
+}
+
+/// Returns the description of the VM.
+fn config(options: &Options, plan: &Plan, folder: &Path) -> Result<Config, Failure> {
+    let absolute = |path: &PathBuf| std::path::absolute(path).file_error("find", path);
+    let vm = VmConfig {
+        kernel: options.kernel.as_ref().map(absolute).transpose()?,
+        memory: Some(options.memory),
+        cpus: Some(options.cpus.unwrap_or_else(vm::host_cpus)),
+        backend: options.backend,
+        log_format: Some(options.log_format),
+        ..VmConfig::default()
+    };
+    let (share, disk) = plan.devices()?;
+    let net = plan.has_network.then(|| NetConfig::user(NETWORK_ADDRESS.into()));
+    Ok(Config { share, disk, net: net.into_iter().collect(), ..vm::describe(folder, vm)? })
+}
+
+/// Runs the command of a VM to its end and returns its exit code.
+fn carry(vm: &mut AgentVm, plan: &Plan, deadline: Option<Instant>) -> Result<u8, Failure> {
+    let guest = Guest {
+        name: NAME,
+        root: plan.root(),
+        mounts: plan.mounts(),
+        network: plan.has_network.then_some(NETWORK),
+    };
+    let has_terminal = isatty(stdin()) && isatty(stdout());
+    let set_up = AgentRequest::Configure(guest);
+    let carrier = match Carrier::connect(vm, &FORWARDED, has_terminal, Some(&set_up))? {
+        Ok(carrier) => carrier,
+        Err(code) => return Ok(code),
+    };
+    let command = plan.command(carrier.terminal())?;
+    carrier.request(vm, &AgentRequest::Start(command))?;
+    carrier.carry(vm, deadline)
 }

@@ -1,17 +1,12 @@
-//! The VM of a command: a `parador run` whose RAM disk is the agent.
+//! VMs whose RAM disk is the agent: their description, their process, the end of both.
 
-use crate::Options;
-use crate::guest::Plan;
 use hosted_command::failure::{self, Failure, IoContext};
-use hosted_command::scratch::{self, ScratchFolder};
+use hosted_command::programs::Named;
 use hosted_command::supervise::{self, AtEnd};
 use hosted_monitor::config::Config;
 use hosted_monitor::config::console::Target;
-use hosted_monitor::config::net::NetConfig;
 use hosted_monitor::config::vm::VmConfig;
 use hosted_monitor::config::vsock::{Cid, VsockConfig};
-use hosted_monitor::runtime::RuntimeFolder;
-use proto::agent::Network;
 use proto::system::MAX_VCPUS;
 use rustix::process::{Pid, Signal, kill_process};
 use std::ffi::OsStr;
@@ -24,18 +19,10 @@ use std::time::Duration;
 
 /// CID of the guest; VMs of different commands are not connected.
 const CID: u32 = 3;
-/// Network of guests, which passt and the agent agree on; it is that of QEMU's user networking.
-pub const NETWORK: Network = Network {
-    address: [10, 0, 2, 15],
-    prefix: 24,
-    gateway: [10, 0, 2, 2],
-    resolver: [10, 0, 2, 3],
-};
 /// Parameters of the guest kernel.
 const COMMAND_LINE: &str = "quiet loglevel=3";
-/// Prefix of the VM's folder.
-const PREFIX: &str = "exec-";
 /// Files in the VM's folder.
+const DESCRIPTION: &str = "vm.toml";
 const CONSOLE: &str = "console";
 const MESSAGES: &str = "messages";
 const SOCKET: &str = "vsock";
@@ -45,58 +32,99 @@ const SHOWN: usize = 10;
 const PATIENCE: Duration = Duration::from_millis(20);
 const ATTEMPTS: u32 = 250;
 
-/// A VM that runs.
-pub struct CommandVm {
-    child: Child,
-    folder: ScratchFolder,
+/// VM whose guest has the agent.
+pub struct AgentVm {
+    /// Its process; `None`: another process has started it.
+    child: Option<Child>,
+    folder: PathBuf,
 }
 
-impl CommandVm {
-    /// Starts the VM; the agent may not answer yet.
+/// Returns the description of a VM with its files in `folder`, and without devices: `vm` states its
+/// size, kernel and back end.
+///
+/// # Errors
+/// None, except for defects of this module.
+pub fn describe(folder: &Path, vm: VmConfig) -> Result<Config, Failure> {
+    let internal = |text: String| Failure::new(failure::INTERNAL, text);
+    Ok(Config {
+        vm: VmConfig {
+            initrd: Some("agent".into()),
+            cmdline: Some(COMMAND_LINE.to_owned()),
+            serial: Some(Target::File(folder.join(CONSOLE))),
+            ..vm
+        },
+        disk: Vec::new(),
+        net: Vec::new(),
+        share: Vec::new(),
+        vsock: Some(VsockConfig {
+            cid: Cid::try_from(CID).map_err(internal)?,
+            path: folder.join(SOCKET),
+        }),
+        port: Vec::new(),
+    })
+}
+
+/// Returns the number of this host's CPUs, up to that of a VM.
+pub fn host_cpus() -> u8 {
+    thread::available_parallelism().map_or(1, |count| count.get().min(MAX_VCPUS) as u8)
+}
+
+impl AgentVm {
+    /// Starts the VM that [`describe`] describes, which ends with this process; the agent may not
+    /// answer yet.
     ///
     /// # Errors
     /// Its files or its process cannot be made.
-    pub fn start(options: &Options, plan: &Plan) -> Result<Self, Failure> {
-        let runtime = RuntimeFolder::open()?;
-        scratch::remove_abandoned(runtime.path(), PREFIX);
-        let folder = ScratchFolder::new_in(runtime.path(), PREFIX);
-        let folder = folder.os_error("create a folder for the VM")?;
-        let file = folder.path().join("vm.toml");
-        let text = config(options, plan, folder.path())?.to_toml()?;
-        fs::write(&file, text).file_error("write", &file)?;
-        let messages = folder.path().join(MESSAGES);
+    pub fn start(folder: &Path, config: &Config, programs: &Named) -> Result<Self, Failure> {
+        let file = folder.join(DESCRIPTION);
+        fs::write(&file, config.to_toml()?).file_error("write", &file)?;
+        let messages = folder.join(MESSAGES);
         let messages = File::create(&messages).file_error("write", &messages)?;
         let mut command = own(AtEnd::Terminate)?;
         command.args(["run", "--quiet", "--config"]).arg(&file);
-        options.programs.pass(&mut command);
+        programs.pass(&mut command);
         // Signals of the terminal are the command's.
         command.process_group(0).stdin(Stdio::null()).stdout(Stdio::null()).stderr(messages);
         let child = command.spawn().start_error("the VM")?;
-        Ok(Self { child, folder })
+        Ok(Self { child: Some(child), folder: folder.to_owned() })
+    }
+
+    /// Returns the VM that another process has started, with its files in `folder`.
+    pub fn attach(folder: PathBuf) -> Self {
+        Self { child: None, folder }
+    }
+
+    /// Returns the process; `None`: it is that of another one.
+    pub fn pid(&self) -> Option<u32> {
+        self.child.as_ref().map(Child::id)
     }
 
     /// Returns the path of the socket that leads to the guest's ports.
     pub fn socket(&self) -> PathBuf {
-        self.folder.path().join(SOCKET)
+        self.folder.join(SOCKET)
     }
 
-    /// Returns whether the VM has ended.
+    /// Returns whether the guest may be on the way to its agent.
+    pub fn is_starting(&self) -> bool {
+        self.child.is_some()
+    }
+
+    /// Returns whether the VM has ended, as far as this process knows.
     pub fn has_ended(&mut self) -> bool {
-        self.child.try_wait().is_ok_and(|status| status.is_some())
+        let child = self.child.as_mut();
+        child.is_some_and(|child| child.try_wait().is_ok_and(|status| status.is_some()))
     }
 
     /// Creates the failure of a VM that has ended, or does not answer, by what it has printed.
     pub fn failure(&mut self, what: &str) -> Failure {
-        let read = |name: &str| fs::read(self.folder.path().join(name)).unwrap_or_default();
+        let read = |name: &str| fs::read(self.folder.join(name)).unwrap_or_default();
         let [messages, console] =
             [MESSAGES, CONSOLE].map(|name| String::from_utf8_lossy(&read(name)).into_owned());
-        let status = match self.child.try_wait() {
-            Ok(Some(status)) => format!(" ({status})"),
-            _ => String::new(),
-        };
+        let ended = self.child.as_mut().and_then(|child| child.try_wait().ok().flatten());
+        let status = ended.map_or_else(String::new, |status| format!(" ({status})"));
         let console: Vec<&str> = console.lines().map(str::trim_end).collect();
         let last = console[console.len().saturating_sub(SHOWN)..].join("\n");
-        let code = self.child.try_wait().ok().flatten().and_then(|status| status.code());
+        let code = ended.and_then(|status| status.code());
         let code =
             code.and_then(|code| u8::try_from(code).ok()).filter(|code| *code >= failure::USAGE);
         let text = [&format!("{what}{status}"), messages.trim_end(), last.trim_end()];
@@ -104,22 +132,23 @@ impl CommandVm {
         Failure::new(code.unwrap_or(failure::INTERNAL), text.join("\n"))
     }
 
-    /// Ends the VM and removes its files.
+    /// Ends the VM that this process has started.
     pub fn end(mut self) {
+        let Some(child) = &mut self.child else { return };
         // Fails if it has ended.
-        if let Ok(None) = self.child.try_wait() {
-            let _ = kill_process(Pid::from_child(&self.child), Signal::TERM);
+        if let Ok(None) = child.try_wait() {
+            let _ = kill_process(Pid::from_child(child), Signal::TERM);
         }
         let has_ended = (0..ATTEMPTS).any(|_| {
-            let is_over = self.has_ended();
+            let is_over = child.try_wait().is_ok_and(|status| status.is_some());
             if !is_over {
                 thread::sleep(PATIENCE);
             }
             is_over
         });
         if !has_ended {
-            let _ = self.child.kill();
-            let _ = self.child.wait();
+            let _ = child.kill();
+            let _ = child.wait();
         }
     }
 }
@@ -127,36 +156,4 @@ impl CommandVm {
 /// Creates a command for this program, which ends with it.
 fn own(at_end: AtEnd) -> Result<Command, Failure> {
     supervise::command(OsStr::new("/proc/self/exe"), at_end)
-}
-
-fn config(options: &Options, plan: &Plan, folder: &Path) -> Result<Config, Failure> {
-    let host = thread::available_parallelism().map_or(1, |count| count.get().min(MAX_VCPUS) as u8);
-    let internal = |text: String| Failure::new(failure::INTERNAL, text);
-    let (share, disk) = plan.devices()?;
-    let absolute = |path: &PathBuf| std::path::absolute(path).file_error("find", path);
-    Ok(Config {
-        vm: VmConfig {
-            kernel: options.kernel.as_ref().map(absolute).transpose()?,
-            initrd: Some("agent".into()),
-            cmdline: Some(COMMAND_LINE.to_owned()),
-            memory: Some(options.memory),
-            cpus: Some(options.cpus.unwrap_or(host)),
-            backend: options.backend,
-            serial: Some(Target::File(folder.join(CONSOLE))),
-            log_format: Some(options.log_format),
-            ..VmConfig::default()
-        },
-        disk,
-        net: if plan.has_network {
-            vec![NetConfig::user(NETWORK.address.into())]
-        } else {
-            Vec::new()
-        },
-        share,
-        vsock: Some(VsockConfig {
-            cid: Cid::try_from(CID).map_err(internal)?,
-            path: folder.join(SOCKET),
-        }),
-        port: Vec::new(),
-    })
 }

@@ -7,7 +7,7 @@ use seccompiler::sock_filter;
 use crate::Error;
 
 /// Offsets in `struct seccomp_data` (seccomp(2)), little-endian.
-mod data {
+pub mod data {
     pub const NUMBER: u32 = 0;
     pub const ARCHITECTURE: u32 = 4;
     pub const INSTRUCTION_POINTER: u32 = 8;
@@ -17,7 +17,7 @@ mod data {
 }
 
 /// Loads the word at this offset of `struct seccomp_data`.
-const fn load(k: u32) -> sock_filter {
+pub const fn load(k: u32) -> sock_filter {
     sock_filter { code: 0x20, jt: 0, jf: 0, k }
 }
 
@@ -27,8 +27,18 @@ const fn and(k: u32) -> sock_filter {
 }
 
 /// Skips `jf` instructions unless the accumulator has this value.
-const fn unless(k: u32, jf: u8) -> sock_filter {
+pub const fn unless(k: u32, jf: u8) -> sock_filter {
     sock_filter { code: 0x15, jt: 0, jf, k }
+}
+
+/// Skips `jt` instructions if the accumulator has this value.
+pub const fn equal(k: u32, jt: u8) -> sock_filter {
+    sock_filter { code: 0x15, jt, jf: 0, k }
+}
+
+/// Skips `k` instructions.
+pub const fn jump(k: u32) -> sock_filter {
+    sock_filter { code: 0x05, jt: 0, jf: 0, k }
 }
 
 /// Skips `jt` instructions if the accumulator is larger.
@@ -37,7 +47,7 @@ const fn if_above(k: u32, jt: u8) -> sock_filter {
 }
 
 /// Returns this action.
-const fn ret(k: u32) -> sock_filter {
+pub const fn ret(k: u32) -> sock_filter {
     sock_filter { code: 0x06, jt: 0, jf: 0, k }
 }
 
@@ -62,8 +72,8 @@ pub fn user_mode_calls(other: u32) -> [sock_filter; 16] {
         ret(other),
         // Only for these calls: the host caches calls that are allowed by number alone.
         load(NUMBER),
-        sock_filter { jt: 2, ..unless(gettimeofday, 0) },
-        sock_filter { jt: 1, ..unless(time, 0) },
+        equal(gettimeofday, 2),
+        equal(time, 1),
         unless(getcpu, 6),
         load(INSTRUCTION_POINTER + 4),
         unless(high, 4),
@@ -88,9 +98,9 @@ pub fn check_address_range() -> [sock_filter; 13] {
     const MOST_TOGETHER: u32 = MOST - 2;
     [
         load(data::NUMBER),
-        sock_filter { jt: 3, ..unless(linux::__NR_mmap, 0) },
-        sock_filter { jt: 2, ..unless(linux::__NR_munmap, 0) },
-        sock_filter { jt: 1, ..unless(linux::__NR_mprotect, 0) },
+        equal(linux::__NR_mmap, 3),
+        equal(linux::__NR_munmap, 2),
+        equal(linux::__NR_mprotect, 1),
         unless(linux::__NR_pkey_mprotect, 8),
         load(data::FIRST_HIGH),
         if_above(MOST, 5),
@@ -103,15 +113,18 @@ pub fn check_address_range() -> [sock_filter; 13] {
     ]
 }
 
+/// Returns an instruction as `struct sock_filter` is in memory.
+pub fn word(instruction: &sock_filter) -> u64 {
+    u64::from(instruction.code)
+        | u64::from(instruction.jt) << 16
+        | u64::from(instruction.jf) << 24
+        | u64::from(instruction.k) << 32
+}
+
 /// Packs the length, the instructions (`struct sock_filter`), and zeros.
 pub fn pack(program: &[sock_filter]) -> Result<Vec<u64>, Error> {
     let mut words = vec![program.len() as u64];
-    words.extend(program.iter().map(|instruction| {
-        u64::from(instruction.code)
-            | u64::from(instruction.jt) << 16
-            | u64::from(instruction.jf) << 24
-            | u64::from(instruction.k) << 32
-    }));
+    words.extend(program.iter().map(word));
     if words.len() > Filters::WORDS {
         let text = format!("{} instructions (limit {})", program.len(), Filters::WORDS - 1);
         return Err(Error(text));

@@ -3,11 +3,14 @@
 //! ([`confine_kvm`]), of device processes ([`confine_device`]), and of processes that forward
 //! frames ([`confine_switch`], [`confine_relay`]). Any call that a filter does not permit kills its
 //! process, and the VM with it.
+//!
+//! [`profile`] compiles the profiles of containers, which guests install.
 #![forbid(unsafe_code)]
 
 mod bpf;
 mod device;
 mod kvm;
+mod profile;
 mod rules;
 mod stream;
 #[cfg(test)]
@@ -20,6 +23,10 @@ use seccompiler::BackendError;
 
 pub use device::{DeviceAccess, confine_device};
 pub use kvm::confine_kvm;
+pub use profile::{ProfileRule, profile};
+pub use seccompiler::{
+    SeccompCmpArgLen as Width, SeccompCmpOp as Compare, SeccompCondition as Condition,
+};
 pub use stream::{confine_relay, confine_switch};
 pub use wedge::words;
 

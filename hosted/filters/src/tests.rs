@@ -5,7 +5,7 @@ use crate::device::{DeviceAccess, device_process};
 use crate::kvm::kvm_process;
 use crate::rules::compile;
 use crate::stream::{stream_forwarder, switch};
-use crate::words;
+use crate::{Compare, Condition, ProfileRule, Width, profile, words};
 
 const X86_64: u32 = 0xc000_003e;
 const I386: u32 = 0x4000_0003;
@@ -34,6 +34,8 @@ fn filters_fit() {
 
 const ALLOW: u32 = 0x7fff_0000;
 const TRAP: u32 = 0x0003_0000;
+const ERRNO: u32 = 0x0005_0000;
+const KILL_PROCESS: u32 = 0x8000_0000;
 
 /// Returns whether the filter allows a call.
 fn allows(filter: &[u64], call: u32, architecture: u32, arguments: [u64; 6]) -> bool {
@@ -43,7 +45,6 @@ fn allows(filter: &[u64], call: u32, architecture: u32, arguments: [u64; 6]) -> 
 /// Interprets a filter on `struct seccomp_data` (`Documentation/networking/filter.rst` in
 /// Linux).
 fn action(filter: &[u64], call: u32, architecture: u32, at: u64, arguments: [u64; 6]) -> u32 {
-    const KILL_PROCESS: u32 = 0x8000_0000;
     let mut data = vec![call, architecture, at as u32, (at >> 32) as u32];
     data.extend(arguments.iter().flat_map(|&word| [word as u32, (word >> 32) as u32]));
     let (mut at, mut accumulator, mut x) = (1, 0, 0_u32);
@@ -68,7 +69,8 @@ fn action(filter: &[u64], call: u32, architecture: u32, at: u64, arguments: [u64
             0x45 => at += jump(accumulator & k != 0),
             // BPF_RET
             0x06 => {
-                assert!(matches!(k, KILL_PROCESS | ALLOW | TRAP), "{k:#x}");
+                let is_errno = k & 0xffff_0000 == ERRNO;
+                assert!(is_errno || matches!(k, KILL_PROCESS | ALLOW | TRAP), "{k:#x}");
                 return k;
             }
             _ => panic!("instruction {code:#x}"),
@@ -441,4 +443,41 @@ fn no_process_may_do_what_machines_never_need() {
             assert!(!allows(filter, call, X86_64, [3; 6]), "{call}");
         }
     }
+}
+
+/// A profile states the actions of calls, of both architectures; the first rule that holds counts.
+#[test]
+fn profiles_of_containers() {
+    let names = |names: &[&str]| names.iter().map(ToString::to_string).collect::<Vec<_>>();
+    let [files, clone, mkdir] =
+        [&["openat", "mmap2", "no_such_call"][..], &["clone"], &["mkdir"]].map(names);
+    let namespaces = Condition::new(0, Width::Qword, Compare::MaskedEq(0x7e02_0000), 0).unwrap();
+    let rules = [
+        ProfileRule { names: &files, conditions: Vec::new(), action: ALLOW },
+        ProfileRule { names: &clone, conditions: vec![namespaces.clone()], action: ALLOW },
+        ProfileRule { names: &mkdir, conditions: Vec::new(), action: ERRNO | 38 },
+        ProfileRule { names: &mkdir, conditions: Vec::new(), action: ALLOW },
+    ];
+    for has_32_bit in [false, true] {
+        let filter = profile(ERRNO | 1, has_32_bit, &rules).unwrap();
+        let filter = [&[filter.len() as u64], &filter[..]].concat();
+        let of = |architecture, call, first| {
+            action(&filter, call, architecture, 0, [first, 0, 0, 0, 0, 0])
+        };
+        // openat, clone without and with a namespace, mkdir, write, read in x32
+        assert_eq!(of(X86_64, 257, 0), ALLOW);
+        assert_eq!(of(X86_64, 56, 0x11), ALLOW);
+        assert_eq!(of(X86_64, 56, 0x1000_0011), ERRNO | 1);
+        assert_eq!(of(X86_64, 83, 0), ERRNO | 38);
+        assert_eq!(of(X86_64, 1, 0), ERRNO | 1);
+        assert_eq!(of(X86_64, X32 | 257, 0), ERRNO | 1);
+        // openat and mmap2, clone, mkdir, write of 32-bit programs
+        let expected = [ALLOW, ALLOW, ALLOW, ERRNO | 38, ERRNO | 1];
+        for (call, expected) in [295, 192, 120, 39, 4].into_iter().zip(expected) {
+            let expected = if has_32_bit { expected } else { KILL_PROCESS };
+            assert_eq!(of(I386, call, 0), expected, "{call}");
+        }
+    }
+    let many = ProfileRule { names: &clone, conditions: vec![namespaces; 100], action: ALLOW };
+    assert!(profile(ALLOW, false, &[many]).is_err());
 }

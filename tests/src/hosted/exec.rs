@@ -114,7 +114,7 @@ pub(super) fn exec(rig: &Rig) -> Command {
     command
 }
 
-fn run(command: &mut Command, input: &str) -> Result<Output> {
+pub(super) fn run(command: &mut Command, input: &str) -> Result<Output> {
     let piped = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = piped.spawn().context("cannot start parador")?;
     let written = child.stdin.take().context("no input")?.write_all(input.as_bytes());
@@ -258,7 +258,7 @@ pub fn killed() -> Result<()> {
 }
 
 /// Returns how many processes have this folder in their command line.
-fn processes(folder: &Path) -> Result<usize> {
+pub(super) fn processes(folder: &Path) -> Result<usize> {
     let folder = folder.as_os_str().as_bytes();
     let lines = fs::read_dir("/proc").context("no /proc")?.filter_map(|entry| {
         // A process may end meanwhile.

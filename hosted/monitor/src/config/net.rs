@@ -105,6 +105,11 @@ impl NetConfig {
         Self { kind: Some(Kind::User), address: Some(address), ..Self::EMPTY }
     }
 
+    /// Tap device of the host, for a card with this address.
+    pub fn tap(name: DeviceName, mac: Mac) -> Self {
+        Self { tap: Some(name), mac: Some(mac), ..Self::EMPTY }
+    }
+
     /// Returns whether the guest has a card for it.
     pub fn is_connected(&self) -> bool {
         self.kind != Some(Kind::None)

@@ -1,0 +1,142 @@
+//! Cgroups of containers in the guest (version 2): their limits and statistics.
+
+use proto::agent::container::{ContainerStatistics, Limits};
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// Root of the guest's cgroups; each container has one below it.
+const ROOT: &str = "/sys/fs/cgroup";
+/// Controllers that containers have.
+const CONTROLLERS: &str = "+cpu +memory +pids";
+/// Text that stands for no limit.
+const NO_LIMIT: &str = "max";
+
+/// Adds to an error what was done.
+fn named(what: &str) -> impl FnOnce(io::Error) -> io::Error {
+    move |error| io::Error::new(error.kind(), format!("{what}: {error}"))
+}
+
+/// Returns the cgroup of a container.
+fn place(name: &str) -> PathBuf {
+    Path::new(ROOT).join(name)
+}
+
+/// Makes the cgroup of a container.
+pub fn create(name: &str, limits: &Limits) -> io::Result<()> {
+    let controllers = Path::new(ROOT).join("cgroup.subtree_control");
+    fs::write(controllers, CONTROLLERS)
+        .and_then(|()| match fs::create_dir(place(name)) {
+            // That of a former container of this name, which is empty.
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+            made => made,
+        })
+        .map_err(named("make the container's cgroup"))?;
+    set_limits(name, limits)
+}
+
+/// Moves this process to the cgroup of a container.
+pub fn join(name: &str) -> io::Result<()> {
+    // 0 is the process that writes.
+    let joined = fs::write(place(name).join("cgroup.procs"), "0");
+    joined.map_err(named("join the container's cgroup"))
+}
+
+/// Removes the cgroup of a container that has ended.
+pub fn remove(name: &str) {
+    // It stays, empty, if a process that was just killed is still in it.
+    let _ = fs::remove_dir(place(name));
+}
+
+/// Changes the limits of a container.
+pub fn set_limits(name: &str, limits: &Limits) -> io::Result<()> {
+    let place = place(name);
+    let quota = place.join("cpu.max");
+    let cpu = match (limits.cpu_quota, limits.cpu_period) {
+        (None, None) => None,
+        (quota_us, period_us) => {
+            let now = fs::read_to_string(&quota).map_err(named("read the limit of CPU time"))?;
+            Some(cpu_limit(&now, quota_us, period_us))
+        }
+    };
+    let files = [
+        ("memory.max", limits.memory.map(limit)),
+        ("cpu.max", cpu),
+        ("cpu.weight", limits.cpu_weight.map(|weight| weight.to_string())),
+        ("pids.max", limits.processes.map(limit)),
+    ];
+    for (file, value) in files {
+        let Some(value) = value else { continue };
+        fs::write(place.join(file), &value).map_err(named(&format!("set {file} to {value}")))?;
+    }
+    Ok(())
+}
+
+fn limit(value: u64) -> String {
+    if value == u64::MAX { NO_LIMIT.to_owned() } else { value.to_string() }
+}
+
+/// Replaces parts of a limit of CPU time, a quota and a period.
+fn cpu_limit(now: &str, quota: Option<u64>, period: Option<u64>) -> String {
+    let mut parts = now.split_whitespace();
+    let [old_quota, old_period] = [(); 2].map(|()| parts.next().unwrap_or_default().to_owned());
+    let quota = quota.map_or(old_quota, limit);
+    let period = period.map_or(old_period, |period| period.to_string());
+    format!("{quota} {period}")
+}
+
+/// Reads the statistics of a container.
+pub fn statistics(name: &str) -> io::Result<ContainerStatistics> {
+    let place = place(name);
+    let read =
+        |file: &str| fs::read_to_string(place.join(file)).map_err(named(&format!("read {file}")));
+    let number = |file: &str| read(file).map(|text| parse(&text));
+    let (cpu, memory, events) = (read("cpu.stat")?, read("memory.stat")?, read("memory.events")?);
+    Ok(ContainerStatistics {
+        cpu_us: value(&cpu, "usage_usec"),
+        user_us: value(&cpu, "user_usec"),
+        system_us: value(&cpu, "system_usec"),
+        periods: value(&cpu, "nr_periods"),
+        throttled_periods: value(&cpu, "nr_throttled"),
+        throttled_us: value(&cpu, "throttled_usec"),
+        memory: number("memory.current")?,
+        memory_peak: number("memory.peak")?,
+        memory_limit: number("memory.max")?,
+        file_cache: value(&memory, "file"),
+        oom_kills: value(&events, "oom_kill"),
+        processes: number("pids.current")?,
+        process_limit: number("pids.max")?,
+    })
+}
+
+/// Reads a number, or the text for no limit.
+fn parse(text: &str) -> u64 {
+    text.trim().parse().unwrap_or(u64::MAX)
+}
+
+/// Returns the value of a line of names and values; 0: it has none.
+fn value(text: &str, name: &str) -> u64 {
+    let pairs = text.lines().filter_map(|line| line.split_once(' '));
+    let mut values = pairs.filter(|(key, _)| *key == name).map(|(_, value)| parse(value));
+    values.next().unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn limits_are_replaced_by_parts() {
+        assert_eq!(cpu_limit("max 100000\n", Some(50_000), None), "50000 100000");
+        assert_eq!(cpu_limit("50000 100000\n", None, Some(20_000)), "50000 20000");
+        assert_eq!(cpu_limit("50000 100000\n", Some(u64::MAX), Some(1_000)), "max 1000");
+    }
+
+    #[test]
+    fn files_have_numbers() {
+        let text = "usage_usec 12\nuser_usec 7\n";
+        assert_eq!((value(text, "usage_usec"), value(text, "user_usec")), (12, 7));
+        assert_eq!(value(text, "usec"), 0);
+        assert_eq!((parse("max\n"), parse("4096\n")), (u64::MAX, 4096));
+    }
+}

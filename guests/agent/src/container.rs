@@ -1,0 +1,315 @@
+//! Containers: namespaces, root directory, file systems and devices, which the first process makes
+//! for itself, and which further processes enter.
+//!
+//! All paths of a container are resolved after its root has become this process' root, so that its
+//! symbolic links lead nowhere else.
+
+use crate::cgroup;
+use nix::sched::{CloneFlags, unshare};
+use proto::agent::Strings;
+use proto::agent::container::{Container, ContainerMount, Device};
+use rustix::fs::{self, CWD, FileType, Gid, Mode, Uid};
+use rustix::io::Errno;
+use rustix::mount::{
+    MountFlags, MountPropagationFlags, MoveMountFlags, OpenTreeFlags, UnmountFlags, mount,
+    mount_bind_recursive, mount_change, mount_remount, move_mount, open_tree, unmount,
+};
+use rustix::process::{Pid, chdir, pivot_root};
+use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
+use serde::{Deserialize, Serialize};
+use std::ffi::{CString, OsStr};
+use std::fs as files;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+
+/// Place of the disk with changes of containers, each in a folder of its name.
+pub const SCRATCH: &str = "/scratch";
+/// Kernel parameters.
+const PARAMETERS: &str = "/proc/sys";
+
+/// Devices that every container has: character devices with these numbers (OCI runtime
+/// specification, "Default Devices").
+const DEVICES: [(&str, u32, u32); 6] = [
+    ("/dev/null", 1, 3),
+    ("/dev/zero", 1, 5),
+    ("/dev/full", 1, 7),
+    ("/dev/random", 1, 8),
+    ("/dev/urandom", 1, 9),
+    ("/dev/tty", 5, 0),
+];
+const CONSOLE: &str = "/dev/console";
+/// Links that every container has.
+const LINKS: [(&str, &str); 5] = [
+    ("/proc/self/fd", "/dev/fd"),
+    ("/proc/self/fd/0", "/dev/stdin"),
+    ("/proc/self/fd/1", "/dev/stdout"),
+    ("/proc/self/fd/2", "/dev/stderr"),
+    ("pts/ptmx", "/dev/ptmx"),
+];
+
+/// Adds to an error what was done.
+fn named(what: impl std::fmt::Display) -> impl FnOnce(io::Error) -> io::Error {
+    move |error| io::Error::new(error.kind(), format!("{what}: {error}"))
+}
+
+/// Gives this process, the first one of its PID namespace if the container has one of its own, the
+/// other namespaces, the root and the file systems of a container.
+pub fn create(container: &Container<'_>, has_terminal: bool) -> io::Result<()> {
+    cgroup::create(container.name, &container.limits)?;
+    cgroup::join(container.name)?;
+    let mut flags = CloneFlags::CLONE_NEWNS | CloneFlags::CLONE_NEWCGROUP;
+    flags.set(CloneFlags::CLONE_NEWIPC, container.namespaces.ipc);
+    flags.set(CloneFlags::CLONE_NEWUTS, container.namespaces.uts);
+    unshare(flags).map_err(io::Error::from).map_err(named("make namespaces"))?;
+    let private = MountPropagationFlags::PRIVATE | MountPropagationFlags::REC;
+    mount_change("/", private)?;
+    if container.namespaces.uts && !container.hostname.is_empty() {
+        rustix::system::sethostname(container.hostname.as_bytes())?;
+    }
+    set_parameters(&container.parameters)?;
+    // Modes of new files are those that are stated.
+    rustix::process::umask(Mode::empty());
+    let sources = container.mounts.iter().map(|mount| match mount.kind {
+        "" => copy_tree(mount.source).map(Some),
+        _ => Ok(None),
+    });
+    let sources = sources.collect::<io::Result<Vec<_>>>()?;
+    let console = has_terminal.then(terminal).transpose()?;
+    let root = Path::new(OsStr::from_bytes(container.root));
+    match container.has_scratch {
+        true => change_root(&mount_overlay(container.name, root)?)?,
+        false => change_root(root)?,
+    }
+    for (mount, source) in container.mounts.iter().zip(sources) {
+        let place = Path::new(OsStr::from_bytes(mount.place));
+        mount_one(mount, source, place)
+            .map_err(named(format_args!("mount {}", place.display())))?;
+    }
+    make_devices(&container.devices).map_err(named("make devices"))?;
+    if let Some(console) = console {
+        attach(console, Path::new(CONSOLE)).map_err(named("mount the console"))?;
+    }
+    protect(container.masked, container.read_only_paths)?;
+    if container.read_only {
+        remount("/", MountFlags::RDONLY).map_err(named("make the root read-only"))?;
+    }
+    Ok(())
+}
+
+fn set_parameters(parameters: &[(&str, &str)]) -> io::Result<()> {
+    for (name, value) in parameters {
+        let path = Path::new(PARAMETERS).join(name.replace('.', "/"));
+        files::write(path, value).map_err(named(format_args!("set {name}")))?;
+    }
+    Ok(())
+}
+
+/// Returns a copy of the file systems at a path of the guest, to be attached elsewhere.
+fn copy_tree(source: &[u8]) -> io::Result<OwnedFd> {
+    let flags = OpenTreeFlags::OPEN_TREE_CLONE
+        | OpenTreeFlags::OPEN_TREE_CLOEXEC
+        | OpenTreeFlags::AT_RECURSIVE;
+    let source = Path::new(OsStr::from_bytes(source));
+    let tree = open_tree(CWD, source, flags).map_err(io::Error::from);
+    tree.map_err(named(format_args!("find {}", source.display())))
+}
+
+/// Returns the terminal of this process, to be attached as the console.
+fn terminal() -> io::Result<OwnedFd> {
+    let path = files::read_link("/proc/self/fd/0")?;
+    copy_tree(path.as_os_str().as_bytes())
+}
+
+/// Mounts the root of a container below its changes, and returns the place.
+fn mount_overlay(name: &str, root: &Path) -> io::Result<PathBuf> {
+    let own = Path::new(SCRATCH).join(name);
+    let [upper, work, place] = ["upper", "work", "root"].map(|folder| own.join(folder));
+    let mount = || {
+        for folder in [&upper, &work, &place] {
+            files::create_dir_all(folder)?;
+        }
+        // The overlay's root has mode and owner of the upper folder.
+        let below = fs::stat(root)?;
+        fs::chown(&upper, Some(Uid::from_raw(below.st_uid)), Some(Gid::from_raw(below.st_gid)))?;
+        fs::chmod(&upper, Mode::from_raw_mode(below.st_mode & 0o7777))?;
+        let [root, upper, work] = [root, &upper, &work].map(Path::display);
+        let data = format!("lowerdir={root},upperdir={upper},workdir={work}");
+        mount("overlay", &place, "overlay", MountFlags::empty(), Some(&*CString::new(data)?))?;
+        Ok(())
+    };
+    mount().map_err(named("mount the scratch disk above the root"))?;
+    Ok(place)
+}
+
+/// Removes the changes of a container that has ended, if there is a disk of them.
+pub fn remove_scratch(name: &str) {
+    // A process that was just killed may still have files open; the disk ends with the guest.
+    let _ = files::remove_dir_all(Path::new(SCRATCH).join(name));
+}
+
+fn change_root(root: &Path) -> io::Result<()> {
+    let change = || {
+        // The new root must be a mount point.
+        mount_bind_recursive(root, root)?;
+        chdir(root)?;
+        // The old root is below the new one, and goes (pivot_root(2)).
+        pivot_root(".", ".")?;
+        unmount(".", UnmountFlags::DETACH)?;
+        chdir("/")
+    };
+    change().map_err(io::Error::from).map_err(named("change to the container's root"))
+}
+
+/// Mounts one file system, or attaches what was copied before the change of the root.
+fn mount_one(one: &ContainerMount<'_>, source: Option<OwnedFd>, place: &Path) -> io::Result<()> {
+    let flags = MountFlags::from_bits_retain(one.flags);
+    if let Some(source) = source {
+        let is_folder = FileType::from_raw_mode(fs::fstat(&source)?.st_mode) == FileType::Directory;
+        match is_folder {
+            true => files::create_dir_all(place)?,
+            false => create_file(place)?,
+        }
+        attach(source, place)?;
+        return if flags.is_empty() { Ok(()) } else { remount(place, flags) };
+    }
+    files::create_dir_all(place)?;
+    // Guests have cgroups of version 2 only.
+    let kind = if one.kind == "cgroup" { "cgroup2" } else { one.kind };
+    let data = CString::new(one.data)?;
+    let name = Path::new(OsStr::from_bytes(one.source));
+    mount(name, place, kind, flags, Some(&*data)).map_err(io::Error::from)
+}
+
+/// Creates an empty file as a mount point, unless something is there.
+fn create_file(place: &Path) -> io::Result<()> {
+    if place.exists() {
+        return Ok(());
+    }
+    if let Some(parent) = place.parent() {
+        files::create_dir_all(parent)?;
+    }
+    files::OpenOptions::new().write(true).create(true).truncate(false).open(place).map(drop)
+}
+
+fn attach(tree: OwnedFd, place: &Path) -> io::Result<()> {
+    if place == Path::new(CONSOLE) {
+        create_file(place)?;
+    }
+    let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH | MoveMountFlags::MOVE_MOUNT_T_SYMLINKS;
+    move_mount(tree.as_fd(), "", CWD, place, flags).map_err(io::Error::from)
+}
+
+fn remount(place: impl rustix::path::Arg, flags: MountFlags) -> io::Result<()> {
+    mount_remount(place, MountFlags::BIND | flags, "").map_err(io::Error::from)
+}
+
+/// Makes the device nodes and links of a container. What exists stays.
+fn make_devices(more: &[Device<'_>]) -> io::Result<()> {
+    const CHARACTER: u32 = 0o020_000;
+    let default = DEVICES.iter().map(|&(path, major, minor)| Device {
+        path: path.as_bytes(),
+        mode: CHARACTER | 0o666,
+        major,
+        minor,
+        user: 0,
+        group: 0,
+    });
+    for device in default.chain(more.iter().cloned()) {
+        let path = Path::new(OsStr::from_bytes(device.path));
+        if let Some(parent) = path.parent() {
+            files::create_dir_all(parent)?;
+        }
+        let kind = FileType::from_raw_mode(device.mode);
+        let mode = Mode::from_raw_mode(device.mode);
+        let number = fs::makedev(device.major, device.minor);
+        match fs::mknodat(CWD, path, kind, mode, number) {
+            Err(Errno::EXIST) => continue,
+            made => made?,
+        }
+        let (user, group) = (Uid::from_raw(device.user), Gid::from_raw(device.group));
+        fs::chown(path, Some(user), Some(group))?;
+    }
+    for (target, link) in LINKS {
+        match symlink(target, link) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+            made => made?,
+        }
+    }
+    Ok(())
+}
+
+/// Hides paths, and makes others read-only. Paths that do not exist need neither.
+fn protect(masked: Strings<'_>, read_only: Strings<'_>) -> io::Result<()> {
+    for path in masked.iter().map(|path| Path::new(OsStr::from_bytes(path))) {
+        let hide = match path.metadata() {
+            Err(_) => continue,
+            Ok(it) if it.is_dir() => {
+                mount("tmpfs", path, "tmpfs", MountFlags::RDONLY, Some(c"size=0k,nr_inodes=2"))
+            }
+            Ok(_) => rustix::mount::mount_bind("/dev/null", path),
+        };
+        let hidden = hide.map_err(io::Error::from);
+        hidden.map_err(named(format_args!("hide {}", path.display())))?;
+    }
+    for path in read_only.iter().map(|path| Path::new(OsStr::from_bytes(path))) {
+        if !path.exists() {
+            continue;
+        }
+        // The flags of the file system stay (`/proc` has all of them).
+        let kept = MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;
+        let bound = mount_bind_recursive(path, path).map_err(io::Error::from);
+        bound
+            .and_then(|()| remount(path, kept | MountFlags::RDONLY))
+            .map_err(named(format_args!("protect {}", path.display())))?;
+    }
+    Ok(())
+}
+
+/// Container that further processes enter.
+#[derive(Serialize, Deserialize)]
+pub struct Member<'a> {
+    /// Name of the container.
+    pub name: &'a str,
+    /// Its first process.
+    pub first: i32,
+}
+
+impl Member<'_> {
+    fn open(&self, namespace: &str) -> io::Result<OwnedFd> {
+        let path = format!("/proc/{}/ns/{namespace}", self.first);
+        files::File::open(path).map(OwnedFd::from).map_err(named("find the container"))
+    }
+
+    /// Makes the container's PID namespace that of the later children of this thread.
+    pub fn enter_pid_namespace(&self) -> io::Result<()> {
+        let namespace = self.open("pid")?;
+        let kind = Some(LinkNameSpaceType::ProcessID);
+        move_into_link_name_space(namespace.as_fd(), kind).map_err(io::Error::from)
+    }
+
+    /// Moves this process into the container, except for its PID namespace.
+    pub fn enter(&self) -> io::Result<()> {
+        // All are opened before the root changes.
+        let all = ["ipc", "uts", "cgroup", "mnt"].map(|name| self.open(name));
+        cgroup::join(self.name)?;
+        for namespace in all {
+            move_into_link_name_space(namespace?.as_fd(), None)
+                .map_err(io::Error::from)
+                .map_err(named("enter the container"))?;
+        }
+        Ok(())
+    }
+}
+
+/// Gives the later children of this thread a PID namespace of their own.
+pub fn new_pid_namespace() -> io::Result<()> {
+    unshare(CloneFlags::CLONE_NEWPID).map_err(io::Error::from)
+}
+
+/// Returns the number of a process.
+pub fn number(pid: Pid) -> i32 {
+    pid.as_raw_nonzero().get()
+}

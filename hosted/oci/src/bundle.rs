@@ -1,0 +1,317 @@
+//! Configurations of containers: what a VM cannot do is refused, and its size follows from limits
+//! and annotations.
+
+use crate::mounts::MountPlan;
+use crate::refuse;
+use hosted_command::failure::{Failure, IoContext};
+use hosted_command::value::Size;
+use hosted_exec::vm::host_cpus;
+use oci_spec::runtime::{
+    Linux, LinuxDevice, LinuxNamespace, LinuxNamespaceType, LinuxResources, Process, Spec,
+};
+use proto::agent::container::Namespaces;
+use std::collections::HashMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+const CONFIGURATION: &str = "config.json";
+/// Annotations for VMs.
+const PREFIX: &str = "dev.parador.";
+/// Memory beyond the container's limit.
+const EXTRA: &str = "dev.parador.memory";
+/// Memory without a limit.
+const DEFAULT: &str = "dev.parador.default_memory";
+/// Annotations of containerd and of CRI-O: the kind of a container, and the name of its sandbox.
+const KINDS: [&str; 2] = ["io.kubernetes.cri.container-type", "io.kubernetes.cri-o.ContainerType"];
+const SANDBOXES: [&str; 2] = ["io.kubernetes.cri.sandbox-id", "io.kubernetes.cri-o.SandboxID"];
+/// Scratch disk for changes of the root directory: its size, or [`SCRATCH_ON`].
+const SCRATCH: &str = "dev.parador.scratch";
+const SCRATCH_ON: &str = "on";
+/// Size of a scratch disk without a stated one.
+const SCRATCH_SIZE: Size = Size(8 << 30);
+/// Least size of a scratch disk.
+const LEAST_SCRATCH: Size = Size(16 << 20);
+/// Microseconds of CPU time are granted for this period, unless another one is stated.
+const PERIOD: u64 = 100_000;
+/// Character devices that a guest has (`Documentation/admin-guide/devices.txt` in Linux).
+const DEVICES: [(i64, i64); 9] =
+    [(1, 3), (1, 5), (1, 7), (1, 8), (1, 9), (1, 11), (5, 0), (5, 1), (5, 2)];
+/// Least memory of a VM, and what a guest needs besides its containers.
+const LEAST: Size = Size(64 << 20);
+
+/// Configuration of a container, checked.
+#[derive(Debug)]
+pub struct Bundle {
+    /// The folder.
+    pub path: PathBuf,
+    pub rootfs: PathBuf,
+    pub is_read_only: bool,
+    pub hostname: String,
+    pub process: Process,
+    pub linux: Linux,
+    pub mounts: Vec<MountPlan>,
+    pub namespaces: Namespaces,
+    /// Network namespace; `None`: the guest has a loopback interface only.
+    pub network: Option<PathBuf>,
+    /// Container in whose VM it runs; `None`: its own.
+    pub sandbox: Option<String>,
+    pub annotations: HashMap<String, String>,
+    /// Size of its own VM.
+    pub memory: Size,
+    pub cpus: u8,
+    /// Size of the scratch disk; `None`: changes of the root directory reach the host's files.
+    pub scratch: Option<Size>,
+}
+
+impl Bundle {
+    /// Reads the configuration in a folder.
+    ///
+    /// # Errors
+    /// It is malformed, or demands what a VM cannot do.
+    pub fn open(folder: &Path) -> Result<Self, Failure> {
+        let path = fs::canonicalize(folder).file_error("find the bundle", folder)?;
+        let file = path.join(CONFIGURATION);
+        let text = fs::read(&file).file_error("read", &file)?;
+        let spec: Spec = serde_json::from_slice(&text)
+            .map_err(|error| refuse(format!("{}: {error}", file.display())))?;
+        Self::new(path, spec)
+    }
+
+    fn new(path: PathBuf, spec: Spec) -> Result<Self, Failure> {
+        let missing = |what: &str| refuse(format!("config.json: `{what}` is missing"));
+        let linux = spec.linux().clone().ok_or_else(|| missing("linux"))?;
+        let process = spec.process().clone().ok_or_else(|| missing("process"))?;
+        let root = spec.root().clone().ok_or_else(|| missing("root"))?;
+        if process.args().as_ref().is_none_or(Vec::is_empty) {
+            return Err(missing("process.args"));
+        }
+        let annotations = spec.annotations().clone().unwrap_or_default();
+        let sandbox = sandbox(&annotations)?;
+        if spec.hooks().as_ref().is_some_and(|hooks| *hooks != Default::default()) {
+            return Err(refuse("hooks are not supported: they change the host's namespaces"));
+        }
+        if matches!(linux.rootfs_propagation().as_deref(), Some("shared" | "rshared")) {
+            return Err(refuse(
+                "linux.rootfsPropagation: a VM cannot propagate mounts to the host",
+            ));
+        }
+        linux.devices().iter().flatten().try_for_each(check_device)?;
+        let (namespaces, network) = namespaces(&linux, sandbox.is_some())?;
+        let mounts = spec.mounts().iter().flatten().map(|mount| MountPlan::new(mount, &path));
+        let (memory, cpus) = size(linux.resources().as_ref(), &annotations)?;
+        let scratch = scratch(&annotations)?;
+        Ok(Self {
+            rootfs: path.join(root.path()),
+            is_read_only: root.readonly().unwrap_or_default(),
+            hostname: spec.hostname().clone().unwrap_or_default(),
+            mounts: mounts.collect::<Result<_, _>>()?,
+            path,
+            process,
+            linux,
+            namespaces,
+            network,
+            sandbox,
+            annotations,
+            memory,
+            cpus,
+            scratch,
+        })
+    }
+}
+
+/// Returns the sandbox in whose VM a container runs; `None`: it has its own.
+fn sandbox(annotations: &HashMap<String, String>) -> Result<Option<String>, Failure> {
+    let find = |names: [&str; 2]| names.iter().find_map(|name| annotations.get(*name)).cloned();
+    match find(KINDS).as_deref() {
+        None | Some("sandbox") => Ok(None),
+        Some("container") => match find(SANDBOXES) {
+            Some(sandbox) => Ok(Some(sandbox)),
+            None => Err(refuse("the annotation with the sandbox of the container is missing")),
+        },
+        Some(other) => Err(refuse(format!("unknown type of a container: {other:?}"))),
+    }
+}
+
+fn check_device(device: &LinuxDevice) -> Result<(), Failure> {
+    match DEVICES.contains(&(device.major(), device.minor())) {
+        true => Ok(()),
+        false => Err(refuse(format!(
+            "device {}: a VM has no devices of the host",
+            device.path().display()
+        ))),
+    }
+}
+
+/// Returns the namespaces of the container's own, and the path of its network namespace.
+fn namespaces(linux: &Linux, is_member: bool) -> Result<(Namespaces, Option<PathBuf>), Failure> {
+    let all: Vec<LinuxNamespace> = linux.namespaces().clone().unwrap_or_default();
+    let find = |kind| all.iter().find(|namespace| namespace.typ() == kind);
+    let own = |kind, name: &str| match find(kind).map(|it| it.path()) {
+        Some(None) => Ok(true),
+        // Those of the pod are those of the guest.
+        Some(Some(_)) if is_member => Ok(false),
+        Some(Some(path)) => Err(refuse(format!(
+            "namespace {}: a VM cannot join another {name} namespace",
+            path.display()
+        ))),
+        None => Ok(false),
+    };
+    for (kind, name) in [
+        (LinuxNamespaceType::Pid, "PID"),
+        (LinuxNamespaceType::Ipc, "IPC"),
+        (LinuxNamespaceType::Network, "network"),
+    ] {
+        if find(kind).is_none() {
+            return Err(refuse(format!("a VM cannot have the host's {name} namespace")));
+        }
+    }
+    let namespaces = Namespaces {
+        pid: own(LinuxNamespaceType::Pid, "PID")?,
+        ipc: own(LinuxNamespaceType::Ipc, "IPC")?,
+        uts: own(LinuxNamespaceType::Uts, "UTS")?,
+    };
+    own(LinuxNamespaceType::Mount, "mount")?;
+    own(LinuxNamespaceType::User, "user")?;
+    let network = find(LinuxNamespaceType::Network).and_then(|it| it.path().clone());
+    Ok((namespaces, network))
+}
+
+/// Reads an annotation with a size.
+fn parse_size(name: &str, text: &str) -> Result<Size, Failure> {
+    Size::parse(text).map_err(|error| refuse(format!("annotation {name}: {error}")))
+}
+
+/// Returns the size of the scratch disk.
+fn scratch(annotations: &HashMap<String, String>) -> Result<Option<Size>, Failure> {
+    let size = match annotations.get(SCRATCH).map(String::as_str) {
+        None => return Ok(None),
+        Some(SCRATCH_ON) => SCRATCH_SIZE,
+        Some(text) => parse_size(SCRATCH, text)?,
+    };
+    match size.0 < LEAST_SCRATCH.0 {
+        true => Err(refuse(format!("annotation {SCRATCH}: a disk has at least 16M"))),
+        false => Ok(Some(size)),
+    }
+}
+
+/// Returns memory and CPUs of a VM.
+fn size(
+    resources: Option<&LinuxResources>,
+    annotations: &HashMap<String, String>,
+) -> Result<(Size, u8), Failure> {
+    let own = |name: &str| name.starts_with(PREFIX) && ![EXTRA, DEFAULT, SCRATCH].contains(&name);
+    if let Some(name) = annotations.keys().find(|name| own(name)) {
+        return Err(refuse(format!("unknown annotation {name}")));
+    }
+    let value = |name: &str, default: Size| {
+        annotations.get(name).map_or(Ok(default), |text| parse_size(name, text))
+    };
+    let (extra, default) = (value(EXTRA, LEAST)?, value(DEFAULT, Size(2 << 30))?);
+    let limit = resources.and_then(|it| it.memory().as_ref()?.limit()).filter(|limit| *limit > 0);
+    let memory = match limit {
+        // Pages of 4 KiB.
+        Some(limit) => Size((limit.unsigned_abs().saturating_add(extra.0) >> 12) << 12),
+        None => default,
+    };
+    let cpu = resources.and_then(|it| it.cpu().as_ref());
+    let quota = cpu.and_then(|cpu| cpu.quota()).filter(|quota| *quota > 0);
+    let period = cpu.and_then(|cpu| cpu.period()).filter(|period| *period > 0).unwrap_or(PERIOD);
+    let wanted = quota.map(|quota| quota.unsigned_abs().div_ceil(period));
+    let most = u64::from(host_cpus());
+    // At least one, and at most those of the host.
+    let cpus = wanted.unwrap_or(most).clamp(1, most) as u8;
+    Ok((Size(memory.0.max(LEAST.0)), cpus))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::{Value, json};
+
+    fn spec() -> Value {
+        json!({
+            "ociVersion": "1.0.2",
+            "root": { "path": "rootfs" },
+            "process": { "user": {}, "cwd": "/", "args": ["true"] },
+            "linux": { "namespaces": [
+                { "type": "pid" }, { "type": "network", "path": "/run/netns/x" },
+                { "type": "ipc" }, { "type": "uts" }, { "type": "mount" }
+            ] }
+        })
+    }
+
+    fn open(spec: Value) -> Result<Bundle, String> {
+        let spec = serde_json::from_value(spec).unwrap();
+        Bundle::new("/bundle".into(), spec).map_err(|failure| crate::report::text(&failure))
+    }
+
+    fn with(pointer: &str, name: &str, value: Value) -> Value {
+        let mut spec = spec();
+        spec.pointer_mut(pointer).unwrap()[name] = value;
+        spec
+    }
+
+    #[test]
+    fn a_container_has_its_own_vm() {
+        let bundle = open(spec()).unwrap();
+        assert_eq!(bundle.rootfs, Path::new("/bundle/rootfs"));
+        assert_eq!(bundle.network, Some("/run/netns/x".into()));
+        assert_eq!(bundle.namespaces, Namespaces { pid: true, ipc: true, uts: true });
+        assert_eq!((bundle.sandbox, bundle.memory), (None, Size(2 << 30)));
+    }
+
+    #[test]
+    fn the_size_follows_from_limits_and_annotations() {
+        let size = |limit: i64, quota: i64, annotations: Value| {
+            let mut spec = with("", "annotations", annotations);
+            spec["linux"]["resources"] =
+                json!({ "memory": { "limit": limit }, "cpu": { "quota": quota } });
+            open(spec).map(|bundle| (bundle.memory.0 >> 20, bundle.cpus))
+        };
+        assert_eq!(size(100 << 20, 50_000, json!({})), Ok((164, 1)));
+        let annotations = json!({ EXTRA: "128M", DEFAULT: "1G" });
+        assert_eq!(size(100 << 20, 1, annotations.clone()), Ok((228, 1)));
+        assert_eq!(size(-1, 0, annotations).map(|it| it.0), Ok(1024));
+        let wrong = size(-1, 0, json!({ EXTRA: "much" })).unwrap_err();
+        assert!(wrong.starts_with("annotation dev.parador.memory: invalid size"), "{wrong}");
+        for (text, expected) in [("on", Some(8 << 30)), ("64M", Some(64 << 20)), ("1M", None)] {
+            let found = open(with("", "annotations", json!({ SCRATCH: text })));
+            assert_eq!(found.ok().and_then(|it| it.scratch).map(|it| it.0), expected, "{text}");
+        }
+        let unknown = size(-1, 0, json!({ "dev.parador.more": "1" }));
+        assert_eq!(unknown, Err("unknown annotation dev.parador.more".to_owned()));
+    }
+
+    #[test]
+    fn what_a_vm_cannot_do_is_refused() {
+        let refused = |spec: Value| open(spec).unwrap_err();
+        let without = |kind: &str| {
+            let mut spec = spec();
+            let all = spec["linux"]["namespaces"].as_array_mut().unwrap();
+            all.retain(|namespace| namespace["type"] != kind);
+            refused(spec)
+        };
+        assert_eq!(without("network"), "a VM cannot have the host's network namespace");
+        assert_eq!(without("pid"), "a VM cannot have the host's PID namespace");
+        assert_eq!(without("ipc"), "a VM cannot have the host's IPC namespace");
+        let mut foreign = spec();
+        foreign["linux"]["namespaces"][0]["path"] = json!("/proc/1/ns/pid");
+        let text = "namespace /proc/1/ns/pid: a VM cannot join another PID namespace";
+        assert_eq!(refused(foreign.clone()), text);
+        foreign["annotations"] = json!({ KINDS[0]: "container", SANDBOXES[0]: "pod" });
+        let member = open(foreign.clone()).unwrap();
+        assert!(!member.namespaces.pid && member.sandbox.as_deref() == Some("pod"));
+        foreign["annotations"] = json!({ KINDS[1]: "other" });
+        assert_eq!(refused(foreign), "unknown type of a container: \"other\"");
+        let device = json!([{ "path": "/dev/fuse", "type": "c", "major": 10, "minor": 229 }]);
+        let text = "device /dev/fuse: a VM has no devices of the host";
+        assert_eq!(refused(with("/linux", "devices", device)), text);
+        let hooks = json!({ "prestart": [{ "path": "/bin/true" }] });
+        assert!(refused(with("", "hooks", hooks)).starts_with("hooks are not supported"));
+        let text = "linux.rootfsPropagation: a VM cannot propagate mounts to the host";
+        assert_eq!(refused(with("/linux", "rootfsPropagation", json!("rshared"))), text);
+        let empty = json!([]);
+        let text = "config.json: `process.args` is missing";
+        assert_eq!(refused(with("/process", "args", empty)), text);
+    }
+}

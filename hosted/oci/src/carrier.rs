@@ -1,0 +1,375 @@
+//! Carriers: the process that represents a container for the engine, and that of another process
+//! in it.
+//!
+//! A carrier reports to the process that has started it over a socket: `ok`, or why it failed. That
+//! of a container then listens at `start` in the container's folder, and answers in the same way.
+
+use crate::bundle::Bundle;
+use crate::line::{Carry, Global};
+use crate::message::{ContainerMessage, ProcessMessage};
+use crate::network::{self, PodNetwork};
+use crate::store::{ContainerRecord, ProcessId, Store};
+use crate::{cgroup, mounts, refuse, report, scratch, terminal};
+use hosted_command::failure::{Failure, IoContext};
+use hosted_exec::carrier::Carrier;
+use hosted_exec::vm::{self, AgentVm};
+use hosted_monitor::config::Config;
+use hosted_monitor::config::share::{ShareConfig, Tag};
+use hosted_monitor::config::vm::VmConfig;
+use oci_spec::runtime::Process;
+use proto::agent::{AgentRequest, Guest, Root};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::setsid;
+use signal_hook::consts::{
+    SIGALRM, SIGCONT, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, SIGWINCH,
+};
+use std::fs;
+use std::io::{self, Read, Write};
+use std::net::Shutdown;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::process::{Child, Command};
+use std::thread;
+use std::time::Duration;
+
+/// Signals that containers get.
+const FORWARDED: [i32; 9] =
+    [SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, SIGWINCH, SIGCONT, SIGALRM];
+/// Exit code of a container whose VM failed.
+const LOST: u8 = 255;
+/// Mount tag of the shared directory.
+const TAG: &str = "pod";
+/// File in the VM's folder with its process.
+const VM: &str = "process";
+/// Socket in a container's folder at which its carrier waits.
+const START: &str = "start";
+/// Answer of success.
+const OK: &str = "ok";
+/// Interval of checks while a carrier waits.
+const INTERVAL: Duration = Duration::from_millis(50);
+/// Interval of checks for a carrier's report.
+const REPORT: Duration = Duration::from_millis(2);
+
+/// Starts the carrier of a container, or of another process in it, and waits for its report.
+///
+/// # Errors
+/// It fails, for the reason that it reports.
+pub fn start(
+    global: &Global,
+    state: &ContainerRecord,
+    console: Option<&Path>,
+    process: Option<&Path>,
+) -> Result<Child, Failure> {
+    let socket = state.folder.join(format!("report-{}", std::process::id()));
+    let listener = UnixListener::bind(&socket).file_error("listen at", &socket)?;
+    let mut command = Command::new("/proc/self/exe");
+    command.arg("oci").arg("--root").arg(Store::new(global.root.as_deref()).root());
+    if let Some(kernel) = &global.kernel {
+        command.arg("--kernel").arg(kernel);
+    }
+    if let Some(backend) = clap_name(global) {
+        command.arg("--backend").arg(backend);
+    }
+    global.programs.pass(&mut command);
+    command.arg("carry").arg(&state.id).arg("--report").arg(&socket);
+    for (option, path) in [("--console-socket", console), ("--process", process)] {
+        if let Some(path) = path {
+            command.arg(option).arg(path);
+        }
+    }
+    let mut child = command.spawn().start_error("the carrier")?;
+    let reported = wait_for_report(&listener, &mut child);
+    let _ = fs::remove_file(&socket);
+    if reported.is_err() {
+        // It ends after its report; `delete` waits for it otherwise.
+        let _ = child.wait();
+    }
+    reported.map(|()| child)
+}
+
+fn clap_name(global: &Global) -> Option<String> {
+    use clap::ValueEnum;
+    Some(global.backend?.to_possible_value()?.get_name().to_owned())
+}
+
+fn wait_for_report(listener: &UnixListener, child: &mut Child) -> Result<(), Failure> {
+    listener.set_nonblocking(true).os_error("wait for the carrier")?;
+    loop {
+        match listener.accept() {
+            Ok((stream, _)) => {
+                stream.set_nonblocking(false).os_error("wait for the carrier")?;
+                return answer(stream, "the carrier");
+            }
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(error) => return Err(Failure::os("wait for the carrier", &error)),
+        }
+        if let Ok(Some(status)) = child.try_wait() {
+            return Err(refuse(format!("the carrier has ended ({status})")));
+        }
+        thread::sleep(REPORT);
+    }
+}
+
+/// Receives `ok` or the reason of a failure.
+fn answer(mut stream: UnixStream, of: &str) -> Result<(), Failure> {
+    let mut text = String::new();
+    stream.read_to_string(&mut text).os_error("receive the answer of the carrier")?;
+    match &*text {
+        OK => Ok(()),
+        "" => Err(refuse(format!("{of} has ended"))),
+        text => Err(refuse(text)),
+    }
+}
+
+/// Sends `ok` or the reason of a failure.
+fn send<T>(mut stream: &UnixStream, result: &Result<T, Failure>) -> io::Result<()> {
+    let text = match result {
+        Ok(_) => OK.to_owned(),
+        Err(failure) => report::text(failure),
+    };
+    stream.write_all(text.as_bytes())?;
+    stream.shutdown(Shutdown::Both)
+}
+
+/// Lets the carrier of a container start it.
+///
+/// # Errors
+/// The carrier has ended, or the program cannot be started.
+pub fn let_start(state: &ContainerRecord) -> Result<(), Failure> {
+    let socket = state.folder.join(START);
+    let stream = UnixStream::connect(&socket).file_error("connect to", &socket)?;
+    answer(stream, "the container")
+}
+
+/// Returns the process of a VM; `None`: it was not started.
+pub fn vm_process(vm_folder: &Path) -> Option<ProcessId> {
+    serde_json::from_slice(&fs::read(vm_folder.join(VM)).ok()?).ok()
+}
+
+/// Becomes a carrier; returns the exit code.
+///
+/// # Errors
+/// The process that has started it cannot be reached.
+pub fn become_carrier(global: &Global, carry: &Carry) -> Result<u8, Failure> {
+    let reporter = UnixStream::connect(&carry.report).file_error("connect to", &carry.report)?;
+    // It fails if it leads a session already, which is as good.
+    let _ = setsid();
+    let store = Store::new(global.root.as_deref());
+    Ok(match &carry.process {
+        None => container(global, &store, carry, &reporter),
+        Some(file) => member(&store, carry, file, &reporter),
+    })
+}
+
+/// Carries a container; returns the exit code.
+fn container(global: &Global, store: &Store, carry: &Carry, reporter: &UnixStream) -> u8 {
+    let prepared = Container::prepare(global, store, carry);
+    let is_reported = send(reporter, &prepared).is_ok();
+    let Ok(container) = prepared else { return LOST };
+    let Container { mut vm, carrier, listener } = container;
+    // Without the process that has started it, no engine knows of the container.
+    let carried = match is_reported {
+        true => wait_and_carry(&mut vm, carrier, &listener),
+        false => Ok(LOST),
+    };
+    vm.end();
+    exit_code(carried)
+}
+
+fn exit_code(carried: Result<u8, Failure>) -> u8 {
+    carried.unwrap_or_else(|failure| {
+        eprintln!("parador-oci: {}", report::text(&failure));
+        LOST
+    })
+}
+
+/// A container that waits to be started.
+struct Container {
+    vm: AgentVm,
+    carrier: Carrier,
+    listener: UnixListener,
+}
+
+impl Container {
+    fn prepare(global: &Global, store: &Store, carry: &Carry) -> Result<Self, Failure> {
+        let mut state = store.load(&carry.id)?;
+        state.carrier = ProcessId::of(std::process::id());
+        store.save(&state)?;
+        let bundle = Bundle::open(&state.bundle)?;
+        if let Some(socket) = &carry.console_socket {
+            terminal::give(socket)?;
+        }
+        enter_cgroups(store, &mut state)?;
+        let mut vm = match bundle.sandbox {
+            Some(_) => (AgentVm::attach(state.vm_folder.clone()), None),
+            None => start_vm(global, &state, &bundle)?,
+        };
+        match Self::create(&mut vm, &state, &bundle) {
+            Ok((carrier, listener)) => Ok(Self { vm: vm.0, carrier, listener }),
+            Err(failure) => {
+                vm.0.end();
+                Err(failure)
+            }
+        }
+    }
+
+    fn create(
+        (vm, network): &mut (AgentVm, Option<PodNetwork>),
+        state: &ContainerRecord,
+        bundle: &Bundle,
+    ) -> Result<(Carrier, UnixListener), Failure> {
+        let is_own = bundle.sandbox.is_none();
+        let set_up = AgentRequest::Configure(Guest {
+            name: if bundle.hostname.is_empty() { "parador" } else { &bundle.hostname },
+            root: Root::Pod { tag: TAG, has_scratch: state.vm_scratch.is_some() },
+            mounts: heapless::Vec::new(),
+            network: network.as_ref().map(|network| network.guest),
+        });
+        let has_terminal = bundle.process.terminal().unwrap_or_default();
+        let set_up = is_own.then_some(&set_up);
+        let connected = Carrier::connect(vm, &FORWARDED, has_terminal, set_up)?;
+        let carrier = connected
+            .map_err(|code| refuse(format!("a signal has ended the carrier (exit code {code})")))?;
+        if let Some(network) = network {
+            network.connect()?;
+        }
+        let message = ContainerMessage::new(state, bundle)?;
+        let request = AgentRequest::Create(message.message(carrier.terminal())?);
+        carrier.request(vm, &request)?;
+        let socket = state.folder.join(START);
+        let listener = UnixListener::bind(&socket).file_error("listen at", &socket)?;
+        Ok((carrier, listener))
+    }
+}
+
+/// Moves this process to the cgroups of its container.
+fn enter_cgroups(store: &Store, state: &mut ContainerRecord) -> Result<(), Failure> {
+    if let Some(scope) = &state.scope {
+        // Of version 1, systemd makes the cgroup in its own hierarchy only.
+        state.cgroups = cgroup::places(&scope.enter()?);
+        store.save(state)?;
+        state.cgroups = cgroup::make(&state.cgroups)?;
+        store.save(state)?;
+    }
+    cgroup::join(&state.cgroups)
+}
+
+/// Starts the VM of a container, in its network namespace.
+fn start_vm(
+    global: &Global,
+    state: &ContainerRecord,
+    bundle: &Bundle,
+) -> Result<(AgentVm, Option<PodNetwork>), Failure> {
+    let network = match &bundle.network {
+        None => None,
+        Some(namespace) => {
+            network::enter(namespace)?;
+            PodNetwork::find()?
+        }
+    };
+    let vm = VmConfig {
+        kernel: global.kernel.clone(),
+        memory: Some(bundle.memory),
+        cpus: Some(bundle.cpus),
+        backend: global.backend,
+        ..VmConfig::default()
+    };
+    let share = ShareConfig {
+        path: mounts::share(&state.vm_folder),
+        tag: Tag::try_from(TAG.to_owned()).map_err(refuse)?,
+        ro: false,
+        owners: true,
+    };
+    let scratch = state.vm_scratch.as_deref().zip(bundle.scratch);
+    let scratch = scratch.map(|(path, size)| scratch::make(path, size)).transpose()?;
+    let config = Config {
+        disk: scratch.into_iter().collect(),
+        share: vec![share],
+        net: network.iter().map(PodNetwork::card).collect::<Result<_, _>>()?,
+        ..vm::describe(&state.vm_folder, vm)?
+    };
+    let vm = AgentVm::start(&state.vm_folder, &config, &global.programs)?;
+    let process = vm.pid().and_then(ProcessId::of);
+    let file = state.vm_folder.join(VM);
+    let text = serde_json::to_vec(&process).map_err(|error| refuse(error.to_string()));
+    let written = text.and_then(|text| fs::write(&file, text).file_error("write", &file));
+    match written {
+        Ok(()) => Ok((vm, network)),
+        Err(failure) => {
+            vm.end();
+            Err(failure)
+        }
+    }
+}
+
+/// Waits until the container is to be started, and carries it to its end.
+fn wait_and_carry(
+    vm: &mut AgentVm,
+    mut carrier: Carrier,
+    listener: &UnixListener,
+) -> Result<u8, Failure> {
+    let stream = loop {
+        if let Some(code) = carrier.early_end() {
+            return Ok(code);
+        }
+        if vm.has_ended() {
+            return Err(vm.failure("the VM has ended before the container was started"));
+        }
+        let mut waiting = [PollFd::new(listener, PollFlags::IN)];
+        let limit = Timespec::try_from(INTERVAL).ok();
+        // A signal interrupts it.
+        if matches!(poll(&mut waiting, limit.as_ref()), Ok(1)) {
+            break listener.accept().os_error("wait for the start")?.0;
+        }
+    };
+    let started = carrier.request(vm, &AgentRequest::Run);
+    // The process that wants the start may have been killed; the container has started.
+    let _ = send(&stream, &started);
+    started?;
+    carrier.carry(vm, None)
+}
+
+/// Carries another process of a container; returns the exit code.
+fn member(store: &Store, carry: &Carry, file: &Path, reporter: &UnixStream) -> u8 {
+    let prepare = || {
+        let text = fs::read(file).file_error("read", file)?;
+        fs::remove_file(file).file_error("remove", file)?;
+        let process: Process = serde_json::from_slice(&text)
+            .map_err(|error| refuse(format!("{}: {error}", file.display())))?;
+        if let Some(socket) = &carry.console_socket {
+            terminal::give(socket)?;
+        }
+        enter(&store.load(&carry.id)?, &process)
+    };
+    let entered = prepare();
+    let is_reported = send(reporter, &entered).is_ok();
+    match entered {
+        Ok((mut vm, carrier)) if is_reported => exit_code(carrier.carry(&mut vm, None)),
+        _ => LOST,
+    }
+}
+
+/// Starts another process in a container. It ends with this process.
+fn enter(state: &ContainerRecord, process: &Process) -> Result<(AgentVm, Carrier), Failure> {
+    cgroup::join(&state.cgroups)?;
+    let mut vm = AgentVm::attach(state.vm_folder.clone());
+    let has_terminal = process.terminal().unwrap_or_default();
+    let connected = Carrier::connect(&mut vm, &FORWARDED, has_terminal, None)?;
+    let carrier =
+        connected.map_err(|code| refuse(format!("a signal has ended the carrier ({code})")))?;
+    let bundle = Bundle::open(&state.bundle)?;
+    let message = ProcessMessage::new(process, &bundle.linux)?;
+    let process = message.message(carrier.terminal())?;
+    carrier.request(&mut vm, &AgentRequest::Enter { container: &state.id, process })?;
+    carrier.request(&mut vm, &AgentRequest::Run)?;
+    Ok((vm, carrier))
+}
+
+/// Carries another process of a container in this process; returns the exit code.
+///
+/// # Errors
+/// It cannot be started.
+pub fn carry_here(state: &ContainerRecord, process: &Process) -> Result<u8, Failure> {
+    let (mut vm, carrier) = enter(state, process)?;
+    carrier.carry(&mut vm, None)
+}

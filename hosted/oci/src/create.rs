@@ -1,0 +1,141 @@
+//! `create`: the container's folders, cgroups and mounts, and its carrier.
+
+use crate::bundle::Bundle;
+use crate::line::{Create, Global};
+use crate::store::{ContainerRecord, Status, Store};
+use crate::systemd::Scope;
+use crate::{carrier, cgroup, lifecycle, mounts, refuse, report, scratch};
+use hosted_command::failure::{Failure, IoContext};
+use hosted_monitor::runtime::RuntimeFolder;
+use std::env;
+use std::fs::{self, DirBuilder};
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+use std::process::Child;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// Prefix of containers' folders in the runtime folder.
+const PREFIX: &str = "oci-";
+
+/// Creates a container and returns its carrier.
+///
+/// # Errors
+/// Its configuration demands what a VM cannot do, or the VM fails; nothing is left.
+pub fn create(global: &Global, arguments: &Create, is_attached: bool) -> Result<Child, Failure> {
+    if arguments.preserve_fds > 0 {
+        return Err(refuse("a VM cannot take descriptors of the host (--preserve-fds)"));
+    }
+    let folder = arguments.bundle.clone().map_or_else(env::current_dir, Ok);
+    let bundle = Bundle::open(&folder.os_error("find the current folder")?)?;
+    let has_terminal = bundle.process.terminal().unwrap_or_default();
+    match (has_terminal, &arguments.console_socket) {
+        (true, None) if !is_attached => {
+            let text = "cannot allocate tty if runc will detach without setting console socket";
+            return Err(refuse(text));
+        }
+        (false, Some(_)) => {
+            let text = "cannot use console socket if runc will not detach or allocate tty";
+            return Err(refuse(text));
+        }
+        _ => {}
+    }
+    let store = Store::new(global.root.as_deref());
+    let sandbox = bundle.sandbox.as_deref().map(|id| running_sandbox(&store, id)).transpose()?;
+    let _lock = store.reserve(&arguments.id)?;
+    let built = build(global, &store, arguments, &bundle, sandbox);
+    if built.is_err() {
+        // The reason of the failure is more important than what cannot be removed.
+        if let Err(failure) = lifecycle::remove(&store, &arguments.id) {
+            eprintln!("{}", report::text(&failure));
+        }
+    }
+    built
+}
+
+/// Returns the state of the sandbox of a container.
+fn running_sandbox(store: &Store, id: &str) -> Result<ContainerRecord, Failure> {
+    let state = store.load(id)?;
+    match store.status(&state) {
+        Status::Running | Status::Created => Ok(state),
+        status => {
+            let text = format!("the sandbox \"{id}\" is not running: it is {}", status.word());
+            Err(refuse(text))
+        }
+    }
+}
+
+fn build(
+    global: &Global,
+    store: &Store,
+    arguments: &Create,
+    bundle: &Bundle,
+    sandbox: Option<ContainerRecord>,
+) -> Result<Child, Failure> {
+    let id = &arguments.id;
+    let folder = RuntimeFolder::open()?.path().join(unique_name());
+    let path = bundle.linux.cgroups_path().as_deref();
+    let scope = global.systemd_cgroup.then(|| Scope::new(path, id)).transpose()?;
+    let default = Path::new("/").join(id);
+    let cgroups = match scope {
+        Some(_) => Vec::new(),
+        None => cgroup::places(path.unwrap_or(&default)),
+    };
+    let mut state = ContainerRecord {
+        id: id.clone(),
+        bundle: bundle.path.clone(),
+        rootfs: bundle.rootfs.clone(),
+        created: report::now(),
+        annotations: bundle.annotations.clone(),
+        vm_scratch: scratch_disk(bundle, sandbox.as_ref(), &folder)?,
+        vm_memory: sandbox.as_ref().map_or(bundle.memory.0, |sandbox| sandbox.vm_memory),
+        vm_folder: sandbox.map_or_else(|| folder.clone(), |sandbox| sandbox.vm_folder),
+        folder,
+        cgroups,
+        scope,
+        carrier: None,
+    };
+    store.save(&state)?;
+    let made = DirBuilder::new().mode(0o700).create(&state.folder);
+    made.file_error("create", &state.folder)?;
+    state.cgroups = cgroup::make(&state.cgroups)?;
+    store.save(&state)?;
+    mounts::mount_all(&state.vm_folder, id, &bundle.rootfs, &bundle.mounts)?;
+    let console = arguments.console_socket.as_deref();
+    let carrier = carrier::start(global, &state, console, None)?;
+    write_pid(arguments.pid_file.as_deref(), &carrier)?;
+    Ok(carrier)
+}
+
+/// Returns the scratch disk of a container's VM.
+fn scratch_disk(
+    bundle: &Bundle,
+    sandbox: Option<&ContainerRecord>,
+    folder: &Path,
+) -> Result<Option<PathBuf>, Failure> {
+    match (bundle.scratch, sandbox) {
+        (Some(_), Some(sandbox)) if sandbox.vm_scratch.is_none() => {
+            Err(refuse("the sandbox of the container has no scratch disk (dev.parador.scratch)"))
+        }
+        (_, Some(sandbox)) => Ok(sandbox.vm_scratch.clone()),
+        (size, None) => Ok(size.map(|_| scratch::path(folder))),
+    }
+}
+
+/// Writes the number of a carrier to a file of the engine, which sees all of it or nothing.
+///
+/// # Errors
+/// The file cannot be written.
+pub fn write_pid(path: Option<&Path>, carrier: &Child) -> Result<(), Failure> {
+    let Some(path) = path else { return Ok(()) };
+    let mut name = path.file_name().unwrap_or_default().to_owned();
+    name.push(".new");
+    let new = path.with_file_name(name);
+    fs::write(&new, carrier.id().to_string()).file_error("write", &new)?;
+    fs::rename(&new, path).file_error("write", path)
+}
+
+/// Returns a name that no other container has: of this process, and its time.
+fn unique_name() -> PathBuf {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    format!("{PREFIX}{}-{:x}", std::process::id(), since.as_micros()).into()
+}

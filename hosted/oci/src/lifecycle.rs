@@ -1,0 +1,384 @@
+//! The commands of the runtime, besides `create`.
+
+use crate::line::{Exec, Global, RuntimeCommand, RuntimeLine};
+use crate::store::{ContainerRecord, Status, Store};
+use crate::{carrier, cgroup, create, mounts, refuse, resources, scratch};
+use hosted_command::failure::{Failure, IoContext};
+use hosted_command::output::print;
+use oci_spec::runtime::Process;
+use rustix::process::{Signal, kill_process};
+use serde_json::{Value, json};
+use std::fs;
+use std::io;
+use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
+use std::process::Child;
+use std::thread;
+use std::time::Duration;
+
+/// Version of the specification that states have.
+const VERSION: &str = "1.0.2";
+/// Time for processes to end after SIGKILL, and for a VM whose carrier has ended.
+const ATTEMPTS: u32 = 500;
+const INTERVAL: Duration = Duration::from_millis(10);
+
+/// Carries out a command and returns the exit code.
+///
+/// # Errors
+/// See the command.
+pub fn carry_out(line: &RuntimeLine) -> Result<u8, Failure> {
+    let global = &line.global;
+    let store = Store::new(global.root.as_deref());
+    match &line.command {
+        RuntimeCommand::Create(arguments) => create::create(global, arguments, false).map(|_| 0),
+        RuntimeCommand::Start { id } => start(&store, id).map(|()| 0),
+        RuntimeCommand::Run { create: arguments, detach } => {
+            let carrier = create::create(global, arguments, !detach)?;
+            run(&store, &arguments.id, carrier, *detach)
+        }
+        RuntimeCommand::State { id } => {
+            let state = store.load(id)?;
+            print(format!("{:#}\n", describe(&store, &state))).map(|()| 0)
+        }
+        RuntimeCommand::Kill { id, signal, .. } => kill(&store, id, signal).map(|()| 0),
+        RuntimeCommand::Delete { force, id } => delete(&store, id, *force).map(|()| 0),
+        RuntimeCommand::Exec(arguments) => exec(global, &store, arguments),
+        RuntimeCommand::Ps { format, id, .. } => ps(&store, id, format).map(|()| 0),
+        RuntimeCommand::List { format, quiet } => list(&store, format, *quiet).map(|()| 0),
+        RuntimeCommand::Pause { id } => freeze(&store, id, Status::Running).map(|()| 0),
+        RuntimeCommand::Resume { id } => freeze(&store, id, Status::Paused).map(|()| 0),
+        RuntimeCommand::Update(arguments) => resources::update(&store, arguments).map(|()| 0),
+        RuntimeCommand::Events { stats, interval, id } => {
+            resources::events(&store, id, (!stats).then_some(interval.0)).map(|()| 0)
+        }
+        RuntimeCommand::Features => print(format!("{:#}\n", features())).map(|()| 0),
+        RuntimeCommand::Carry(arguments) => carrier::become_carrier(global, arguments),
+    }
+}
+
+fn start(store: &Store, id: &str) -> Result<(), Failure> {
+    let _lock = store.lock(id)?;
+    let state = store.load(id)?;
+    match store.status(&state) {
+        Status::Created => {}
+        Status::Stopped => return Err(refuse("cannot start a container that has stopped")),
+        _ => return Err(refuse("cannot start an already running container")),
+    }
+    carrier::let_start(&state)?;
+    store.note_start(id)
+}
+
+/// Starts a container that was just created, and waits for its end unless it is detached.
+fn run(store: &Store, id: &str, mut carrier: Child, is_detached: bool) -> Result<u8, Failure> {
+    let started = start(store, id);
+    if started.is_ok() && is_detached {
+        return Ok(0);
+    }
+    let ended = carrier.wait().os_error("wait for the container");
+    delete(store, id, true)?;
+    started?;
+    let status = ended?;
+    let code = status.code().or_else(|| status.signal().map(|signal| 128 + signal));
+    Ok(code.and_then(|code| u8::try_from(code).ok()).unwrap_or(u8::MAX))
+}
+
+/// Returns the state of a container for engines.
+fn describe(store: &Store, state: &ContainerRecord) -> Value {
+    let status = store.status(state);
+    let carrier = state.carrier.filter(|_| status != Status::Stopped);
+    json!({
+        "ociVersion": VERSION,
+        "id": state.id,
+        "pid": carrier.map_or(0, |carrier| carrier.pid),
+        "status": status.word(),
+        "bundle": state.bundle,
+        "rootfs": state.rootfs,
+        "created": state.created,
+        "owner": "",
+        "annotations": state.annotations,
+    })
+}
+
+fn kill(store: &Store, id: &str, signal: &str) -> Result<(), Failure> {
+    let state = store.load(id)?;
+    let signal = parse_signal(signal)?;
+    let carrier = state.carrier.and_then(|carrier| carrier.pid());
+    let carrier = carrier.ok_or_else(|| refuse("container not running"))?;
+    if signal == Signal::KILL {
+        cgroup::freeze(&state.cgroups, false)?;
+    }
+    kill_process(carrier, signal).map_err(io::Error::from).os_error("send the signal")
+}
+
+/// Reads a signal: its number, or its name with or without SIG.
+fn parse_signal(text: &str) -> Result<Signal, Failure> {
+    const NAMES: [(&str, Signal); 19] = [
+        ("HUP", Signal::HUP),
+        ("INT", Signal::INT),
+        ("QUIT", Signal::QUIT),
+        ("ILL", Signal::ILL),
+        ("ABRT", Signal::ABORT),
+        ("FPE", Signal::FPE),
+        ("KILL", Signal::KILL),
+        ("USR1", Signal::USR1),
+        ("SEGV", Signal::SEGV),
+        ("USR2", Signal::USR2),
+        ("PIPE", Signal::PIPE),
+        ("ALRM", Signal::ALARM),
+        ("TERM", Signal::TERM),
+        ("CONT", Signal::CONT),
+        ("STOP", Signal::STOP),
+        ("TSTP", Signal::TSTP),
+        ("WINCH", Signal::WINCH),
+        ("IO", Signal::IO),
+        ("PWR", Signal::POWER),
+    ];
+    let number = text.parse().ok().and_then(Signal::from_named_raw);
+    let upper = text.to_uppercase();
+    let name = upper.strip_prefix("SIG").unwrap_or(&upper);
+    let named = || NAMES.iter().find(|(known, _)| *known == name).map(|(_, signal)| *signal);
+    number.or_else(named).ok_or_else(|| refuse(format!("unknown signal {text:?}")))
+}
+
+fn delete(store: &Store, id: &str, is_forced: bool) -> Result<(), Failure> {
+    if is_forced && !store.folder(id)?.exists() {
+        return Ok(());
+    }
+    let _lock = store.lock(id)?;
+    let state = match store.load(id) {
+        Ok(state) => state,
+        // A killed `create` has left the folder.
+        Err(_) if is_forced => return store.remove(id),
+        Err(failure) => return Err(failure),
+    };
+    let status = store.status(&state);
+    if status != Status::Stopped {
+        if !is_forced {
+            let status = status.word();
+            let text = format!("cannot delete container {id} that is not stopped: {status}");
+            return Err(refuse(text));
+        }
+        kill_carrier(&state)?;
+    }
+    remove(store, id)
+}
+
+/// Kills the carrier of a container, and waits for its end.
+fn kill_carrier(state: &ContainerRecord) -> Result<(), Failure> {
+    cgroup::freeze(&state.cgroups, false)?;
+    let Some(carrier) = state.carrier else { return Ok(()) };
+    if let Some(pid) = carrier.pid() {
+        // It may have ended meanwhile.
+        let _ = kill_process(pid, Signal::KILL);
+    }
+    match wait_until(|| !carrier.is_alive()) {
+        true => Ok(()),
+        false => Err(refuse("the carrier does not end")),
+    }
+}
+
+fn wait_until(mut is_so: impl FnMut() -> bool) -> bool {
+    (0..ATTEMPTS).any(|_| {
+        let is_now = is_so();
+        if !is_now {
+            thread::sleep(INTERVAL);
+        }
+        is_now
+    })
+}
+
+/// Removes everything that a container has on the host, once its VM has ended.
+///
+/// # Errors
+/// The VM does not end, or something cannot be removed.
+pub fn remove(store: &Store, id: &str) -> Result<(), Failure> {
+    // `create` may have failed before it was written.
+    let Ok(state) = store.load(id) else { return store.remove(id) };
+    let has_own_vm = state.vm_folder == state.folder;
+    let vm = carrier::vm_process(&state.vm_folder).filter(|_| has_own_vm);
+    if let Some(vm) = vm
+        && !wait_until(|| !vm.is_alive())
+    {
+        if let Some(pid) = vm.pid() {
+            let _ = kill_process(pid, Signal::KILL);
+        }
+        if !wait_until(|| !vm.is_alive()) {
+            return Err(refuse("the VM does not end"));
+        }
+    }
+    if let Some(disk) = state.vm_scratch.as_deref().filter(|_| has_own_vm) {
+        scratch::remove(disk)?;
+    }
+    mounts::unmount_all(&state.vm_folder, id)?;
+    cgroup::remove(&state.cgroups)?;
+    remove_folder(&state.folder)?;
+    store.remove(id)
+}
+
+/// Removes a container's folder: its files, and empty folders only, since mounts may be below.
+fn remove_folder(folder: &Path) -> Result<(), Failure> {
+    let entries = match fs::read_dir(folder) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        entries => entries.file_error("read", folder)?,
+    };
+    for entry in entries.flatten() {
+        let path = entry.path();
+        let is_folder = entry.file_type().is_ok_and(|kind| kind.is_dir());
+        let removed = if is_folder { fs::remove_dir(&path) } else { fs::remove_file(&path) };
+        removed.file_error("remove", &path)?;
+    }
+    fs::remove_dir(folder).file_error("remove", folder)
+}
+
+fn exec(global: &Global, store: &Store, arguments: &Exec) -> Result<u8, Failure> {
+    let state = store.load(&arguments.id)?;
+    match store.status(&state) {
+        Status::Running => {}
+        Status::Stopped => return Err(refuse("cannot exec in a stopped container")),
+        status => {
+            let text = format!("cannot exec in a container that is {}", status.word());
+            return Err(refuse(text));
+        }
+    }
+    if arguments.preserve_fds > 0 {
+        return Err(refuse("a VM cannot take descriptors of the host (--preserve-fds)"));
+    }
+    let process = process(&state, arguments)?;
+    if !arguments.detach && arguments.console_socket.is_none() && arguments.pid_file.is_none() {
+        return carrier::carry_here(&state, &process);
+    }
+    let file = state.folder.join(format!("exec-{}", std::process::id()));
+    let text = serde_json::to_vec(&process).map_err(|error| refuse(error.to_string()))?;
+    fs::write(&file, text).file_error("write", &file)?;
+    let console = arguments.console_socket.as_deref();
+    let started = carrier::start(global, &state, console, Some(&file));
+    // The carrier removes it, unless it could not be started.
+    let _ = fs::remove_file(&file);
+    let mut started = started?;
+    create::write_pid(arguments.pid_file.as_deref(), &started)?;
+    if arguments.detach {
+        return Ok(0);
+    }
+    let status = started.wait().os_error("wait for the process")?;
+    Ok(status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(u8::MAX))
+}
+
+/// Returns the process of the options: that of a file, or the container's with another command.
+fn process(state: &ContainerRecord, arguments: &Exec) -> Result<Process, Failure> {
+    if let Some(file) = &arguments.process {
+        let text = fs::read(file).file_error("read", file)?;
+        return serde_json::from_slice(&text)
+            .map_err(|error| refuse(format!("{}: {error}", file.display())));
+    }
+    if arguments.command.is_empty() {
+        return Err(refuse("the command is missing"));
+    }
+    let mut process = crate::bundle::Bundle::open(&state.bundle)?.process;
+    process.set_args(Some(arguments.command.clone()));
+    process.set_terminal(Some(arguments.tty));
+    let mut environment = process.env().clone().unwrap_or_default();
+    environment.extend(arguments.env.iter().cloned());
+    process.set_env(Some(environment));
+    if let Some(folder) = &arguments.cwd {
+        process.set_cwd(folder.clone());
+    }
+    if let Some(user) = &arguments.user {
+        let (user, group) = user.split_once(':').unwrap_or((user, "0"));
+        let number = |text: &str| {
+            text.parse().map_err(|_| refuse(format!("{text:?} is not the number of a user")))
+        };
+        let (user, group) = (number(user)?, number(group)?);
+        process.user_mut().set_uid(user);
+        process.user_mut().set_gid(group);
+    }
+    Ok(process)
+}
+
+fn ps(store: &Store, id: &str, format: &str) -> Result<(), Failure> {
+    let state = store.load(id)?;
+    let carrier = state.carrier.filter(|carrier| carrier.is_alive());
+    let all: Vec<i32> = carrier.into_iter().map(|carrier| carrier.pid).collect();
+    match format {
+        "json" => print(format!("{}\n", json!(all))),
+        _ => print(all.iter().fold("PID\n".to_owned(), |text, pid| format!("{text}{pid}\n"))),
+    }
+}
+
+fn list(store: &Store, format: &str, is_quiet: bool) -> Result<(), Failure> {
+    // One that is created or deleted at this moment has no state.
+    let states: Vec<ContainerRecord> =
+        store.ids().iter().filter_map(|id| store.load(id).ok()).collect();
+    if is_quiet {
+        return print(states.iter().map(|state| format!("{}\n", state.id)).collect::<String>());
+    }
+    let all: Vec<Value> = states.iter().map(|state| describe(store, state)).collect();
+    if format == "json" {
+        return print(format!("{}\n", json!(all)));
+    }
+    let mut text = format!("{:<24} {:<8} {:<9} {:<24} BUNDLE\n", "ID", "PID", "STATUS", "CREATED");
+    for one in &all {
+        let [id, status, created, bundle] =
+            ["id", "status", "created", "bundle"].map(|name| one[name].as_str().unwrap_or("-"));
+        text += &format!("{id:<24} {:<8} {status:<9} {created:<24} {bundle}\n", one["pid"]);
+    }
+    print(text)
+}
+
+fn freeze(store: &Store, id: &str, expected: Status) -> Result<(), Failure> {
+    let _lock = store.lock(id)?;
+    let state = store.load(id)?;
+    let status = store.status(&state);
+    if status != expected {
+        let text = format!("the container is {}, not {}", status.word(), expected.word());
+        return Err(refuse(text));
+    }
+    match cgroup::freeze(&state.cgroups, expected == Status::Running)? {
+        true => Ok(()),
+        false => Err(refuse("the container has no cgroup that can be frozen")),
+    }
+}
+
+/// Returns the features of the runtime.
+fn features() -> Value {
+    json!({
+        "ociVersionMin": "1.0.0",
+        "ociVersionMax": VERSION,
+        "hooks": [],
+        "linux": {
+            "namespaces": ["cgroup", "ipc", "mount", "network", "pid", "uts"],
+            "cgroup": { "v1": true, "v2": true, "systemd": true },
+            "seccomp": { "enabled": true },
+            "apparmor": { "enabled": false },
+            "selinux": { "enabled": false },
+        },
+        "annotations": { "dev.parador.vm": "true" },
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn signals_have_numbers_and_names() {
+        for text in ["15", "TERM", "SIGTERM", "term"] {
+            assert_eq!(parse_signal(text).unwrap(), Signal::TERM);
+        }
+        for wrong in ["", "0", "99", "SIGNONE"] {
+            assert!(parse_signal(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn what_may_be_mounted_below_stays() {
+        let folder = tempfile::tempdir().unwrap();
+        let own = folder.path().join("own");
+        fs::create_dir_all(own.join("share/a")).unwrap();
+        assert!(remove_folder(&own).is_err());
+        assert!(own.join("share/a").exists());
+        fs::remove_dir(own.join("share/a")).unwrap();
+        fs::write(own.join("file"), "").unwrap();
+        remove_folder(&own).unwrap();
+        remove_folder(&own).unwrap();
+    }
+}

@@ -1,0 +1,254 @@
+//! Configurations of containers as messages to the agent.
+
+use crate::bundle::Bundle;
+use crate::mounts::{self, bytes};
+use crate::store::ContainerRecord;
+use crate::{refuse, resources, seccomp};
+use hosted_command::failure::Failure;
+use oci_spec::runtime::{Capabilities, Capability, Linux, LinuxDevice, LinuxDeviceType, Process};
+use proto::agent::container::{
+    Capabilities as Sets, Container, ContainerMount, ContainerProcess, Device, ResourceLimit,
+};
+use proto::agent::{CommandUser, GuestCommand, MAX_GROUPS, POD, Strings, TerminalSize};
+use std::path::{Path, PathBuf};
+
+/// Capabilities in the order of their numbers (`linux/capability.h`).
+const CAPABILITIES: [Capability; 41] = [
+    Capability::Chown,
+    Capability::DacOverride,
+    Capability::DacReadSearch,
+    Capability::Fowner,
+    Capability::Fsetid,
+    Capability::Kill,
+    Capability::Setgid,
+    Capability::Setuid,
+    Capability::Setpcap,
+    Capability::LinuxImmutable,
+    Capability::NetBindService,
+    Capability::NetBroadcast,
+    Capability::NetAdmin,
+    Capability::NetRaw,
+    Capability::IpcLock,
+    Capability::IpcOwner,
+    Capability::SysModule,
+    Capability::SysRawio,
+    Capability::SysChroot,
+    Capability::SysPtrace,
+    Capability::SysPacct,
+    Capability::SysAdmin,
+    Capability::SysBoot,
+    Capability::SysNice,
+    Capability::SysResource,
+    Capability::SysTime,
+    Capability::SysTtyConfig,
+    Capability::Mknod,
+    Capability::Lease,
+    Capability::AuditWrite,
+    Capability::AuditControl,
+    Capability::Setfcap,
+    Capability::MacOverride,
+    Capability::MacAdmin,
+    Capability::Syslog,
+    Capability::WakeAlarm,
+    Capability::BlockSuspend,
+    Capability::AuditRead,
+    Capability::Perfmon,
+    Capability::Bpf,
+    Capability::CheckpointRestore,
+];
+
+/// Process of a container, with the strings of its message.
+#[derive(Debug)]
+pub struct ProcessMessage<'a> {
+    process: &'a Process,
+    arguments: Vec<u8>,
+    environment: Vec<u8>,
+    groups: heapless::Vec<u32, MAX_GROUPS>,
+    filter: Vec<u64>,
+}
+
+impl<'a> ProcessMessage<'a> {
+    /// Reads the process of a container with this configuration.
+    ///
+    /// # Errors
+    /// A string has a zero, there are too many groups, or a VM cannot have the seccomp profile.
+    pub fn new(process: &'a Process, linux: &Linux) -> Result<Self, Failure> {
+        let groups = process.user().additional_gids().as_deref().unwrap_or_default();
+        let groups = heapless::Vec::from_slice(groups).map_err(|_| {
+            refuse(format!("a process has {} groups; the most are {MAX_GROUPS}", groups.len()))
+        })?;
+        Ok(Self {
+            process,
+            arguments: strings(process.args().as_deref().unwrap_or_default())?,
+            environment: strings(process.env().as_deref().unwrap_or_default())?,
+            groups,
+            filter: seccomp::filter(linux)?,
+        })
+    }
+
+    /// Returns the message for a process with this terminal.
+    ///
+    /// # Errors
+    /// None, except for defects of this module.
+    pub fn message(&self, terminal: Option<TerminalSize>) -> Result<ContainerProcess<'_>, Failure> {
+        let user = self.process.user();
+        let command = GuestCommand {
+            arguments: list(&self.arguments)?,
+            environment: list(&self.environment)?,
+            folder: bytes(self.process.cwd()),
+            user: CommandUser::Ids {
+                user: user.uid(),
+                group: user.gid(),
+                groups: self.groups.clone(),
+            },
+            terminal,
+        };
+        let limits = self.process.rlimits().iter().flatten().map(|limit| ResourceLimit {
+            // The crate lists them in the order of their numbers.
+            resource: limit.typ() as u8,
+            soft: limit.soft(),
+            hard: limit.hard(),
+        });
+        let capabilities = self.process.capabilities().as_ref().map(|all| Sets {
+            bounding: bits(all.bounding().as_ref()),
+            effective: bits(all.effective().as_ref()),
+            permitted: bits(all.permitted().as_ref()),
+            inheritable: bits(all.inheritable().as_ref()),
+            ambient: bits(all.ambient().as_ref()),
+        });
+        Ok(ContainerProcess {
+            command,
+            capabilities,
+            limits: limits.collect(),
+            no_new_privileges: self.process.no_new_privileges().unwrap_or_default(),
+            umask: user.umask(),
+            filter: self.filter.clone(),
+        })
+    }
+}
+
+/// Container, with the strings of its message.
+#[derive(Debug)]
+pub struct ContainerMessage<'a> {
+    state: &'a ContainerRecord,
+    bundle: &'a Bundle,
+    process: ProcessMessage<'a>,
+    root: PathBuf,
+    /// Paths of bind mounts in the guest.
+    sources: Vec<PathBuf>,
+    masked: Vec<u8>,
+    read_only: Vec<u8>,
+}
+
+impl<'a> ContainerMessage<'a> {
+    /// Reads the configuration of a container.
+    ///
+    /// # Errors
+    /// A string has a zero, there are too many groups, or a VM cannot have the seccomp profile.
+    pub fn new(state: &'a ContainerRecord, bundle: &'a Bundle) -> Result<Self, Failure> {
+        let id = &*state.id;
+        let guest = |path: PathBuf| Path::new(POD).join(path);
+        let sources =
+            bundle.mounts.iter().enumerate().map(|(index, mount)| match mount.is_bind() {
+                true => guest(mounts::bind_of(id, index)),
+                false => mount.source.clone(),
+            });
+        let linux = &bundle.linux;
+        Ok(Self {
+            state,
+            bundle,
+            process: ProcessMessage::new(&bundle.process, linux)?,
+            root: guest(mounts::root_of(id)),
+            sources: sources.collect(),
+            masked: strings(linux.masked_paths().as_deref().unwrap_or_default())?,
+            read_only: strings(linux.readonly_paths().as_deref().unwrap_or_default())?,
+        })
+    }
+
+    /// Returns the message for a container with this terminal.
+    ///
+    /// # Errors
+    /// None, except for defects of this module.
+    pub fn message(&self, terminal: Option<TerminalSize>) -> Result<Container<'_>, Failure> {
+        let Bundle { mounts, linux, .. } = self.bundle;
+        let mounts = mounts.iter().zip(&self.sources).map(|(mount, source)| ContainerMount {
+            kind: &mount.kind,
+            source: bytes(source),
+            place: bytes(&mount.place),
+            flags: mount.flags,
+            data: &mount.data,
+        });
+        let parameters = linux.sysctl().iter().flatten();
+        Ok(Container {
+            name: &self.state.id,
+            root: bytes(&self.root),
+            read_only: self.bundle.is_read_only,
+            has_scratch: self.state.vm_scratch.is_some(),
+            hostname: &self.bundle.hostname,
+            namespaces: self.bundle.namespaces,
+            mounts: mounts.collect(),
+            devices: linux.devices().iter().flatten().map(device).collect(),
+            masked: list(&self.masked)?,
+            read_only_paths: list(&self.read_only)?,
+            limits: linux.resources().as_ref().map(resources::limits).unwrap_or_default(),
+            parameters: parameters.map(|(name, value)| (&**name, &**value)).collect(),
+            process: self.process.message(terminal)?,
+        })
+    }
+}
+
+fn device(device: &LinuxDevice) -> Device<'_> {
+    let kind = match device.typ() {
+        LinuxDeviceType::B => 0o060_000,
+        LinuxDeviceType::P => 0o010_000,
+        _ => 0o020_000,
+    };
+    Device {
+        path: bytes(device.path()),
+        mode: kind | device.file_mode().unwrap_or(0o666) & 0o7777,
+        major: device.major() as u32,
+        minor: device.minor() as u32,
+        user: device.uid().unwrap_or_default(),
+        group: device.gid().unwrap_or_default(),
+    }
+}
+
+fn bits(set: Option<&Capabilities>) -> u64 {
+    let numbers = CAPABILITIES.iter().enumerate();
+    let bits = numbers.filter(|(_, it)| set.is_some_and(|set| set.contains(it)));
+    bits.map(|(number, _)| 1 << number).sum()
+}
+
+/// Joins strings, each followed by a zero.
+fn strings(all: &[String]) -> Result<Vec<u8>, Failure> {
+    match all.iter().find(|string| string.contains('\0')) {
+        Some(string) => Err(refuse(format!("the string {string:?} has a zero"))),
+        None => Ok(all.iter().flat_map(|string| string.bytes().chain([0])).collect()),
+    }
+}
+
+fn list(bytes: &[u8]) -> Result<Strings<'_>, Failure> {
+    Strings::new(bytes).ok_or_else(|| refuse("a list of strings is malformed"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use oci_spec::runtime::PosixRlimitType;
+
+    #[test]
+    fn numbers_are_those_of_linux() {
+        let set = |name: Capability| bits(Some(&[name].into_iter().collect()));
+        assert_eq!(set(Capability::SysAdmin), 1 << 21);
+        assert_eq!(set(Capability::CheckpointRestore), 1 << 40);
+        assert_eq!(bits(None), 0);
+        assert_eq!(PosixRlimitType::RlimitNofile as u8, 7);
+        assert_eq!(PosixRlimitType::RlimitRttime as u8, 15);
+    }
+
+    #[test]
+    fn strings_have_no_zeros() {
+        assert_eq!(strings(&["a".into(), String::new()]).unwrap(), b"a\0\0");
+        assert!(strings(&["a\0b".into()]).is_err());
+    }
+}

@@ -1,0 +1,302 @@
+//! Containers on the disk: a folder for each below the engine's root, with its state and a lock.
+//!
+//! The state is written before what it names is made, so that `delete` finds all that a
+//! killed `create` has left. Sockets, and the files of the VM, are in a folder of the runtime
+//! folder of the user, whose name is short: the engine's paths exceed the limit of Unix sockets.
+
+use crate::systemd::Scope;
+use crate::{cgroup, refuse};
+use hosted_command::failure::{Failure, IoContext};
+use rustix::process::{Pid, test_kill_process};
+use serde::{Deserialize, Serialize};
+use std::collections::HashMap;
+use std::env;
+use std::fs::{self, DirBuilder, File};
+use std::io;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+
+const STATE: &str = "state.json";
+const LOCK: &str = "lock";
+/// File that exists once the container was started.
+const STARTED: &str = "started";
+/// Longest name of a container: it is that of a folder.
+const LONGEST: usize = 255;
+
+/// The containers of an engine.
+#[derive(Debug)]
+pub struct Store(PathBuf);
+
+/// A process that may have ended: its number may be another one's meanwhile, so it has its time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProcessId {
+    /// Number.
+    pub pid: i32,
+    /// Time of its start in clock ticks since the host's (proc(5)).
+    started: u64,
+}
+
+/// ContainerRecord of a container on the disk.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct ContainerRecord {
+    pub id: String,
+    pub bundle: PathBuf,
+    pub rootfs: PathBuf,
+    /// Time in UTC.
+    pub created: String,
+    pub annotations: HashMap<String, String>,
+    /// Folder of the container's sockets.
+    pub folder: PathBuf,
+    /// Folder of the VM: that of the container, or of its sandbox.
+    pub vm_folder: PathBuf,
+    /// Memory of the VM in bytes.
+    pub vm_memory: u64,
+    /// Scratch disk of the VM.
+    pub vm_scratch: Option<PathBuf>,
+    pub cgroups: Vec<PathBuf>,
+    /// Scope of systemd, which the carrier enters; its cgroups are known then.
+    pub scope: Option<Scope>,
+    /// Carrier, once it was started.
+    pub carrier: Option<ProcessId>,
+}
+
+/// Status as engines know it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Status {
+    Creating,
+    Created,
+    Running,
+    Paused,
+    Stopped,
+}
+
+impl Status {
+    /// Returns the engines' word.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Creating => "creating",
+            Self::Created => "created",
+            Self::Running => "running",
+            Self::Paused => "paused",
+            Self::Stopped => "stopped",
+        }
+    }
+}
+
+impl ProcessId {
+    /// Returns a process that exists; `None`: it does not.
+    pub fn of(pid: u32) -> Option<Self> {
+        let pid = i32::try_from(pid).ok()?;
+        Some(Self { pid, started: start_time(pid)? })
+    }
+
+    /// Returns whether it has not ended.
+    pub fn is_alive(self) -> bool {
+        start_time(self.pid) == Some(self.started)
+    }
+
+    /// Returns it for signals; `None`: it has ended.
+    pub fn pid(self) -> Option<Pid> {
+        let pid = Pid::from_raw(self.pid).filter(|_| self.is_alive())?;
+        test_kill_process(pid).is_ok().then_some(pid)
+    }
+}
+
+/// Returns the time of a process' start; `None`: it has ended, and may be a zombie.
+fn start_time(pid: i32) -> Option<u64> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The name before may contain anything.
+    let mut fields = stat.rsplit_once(')')?.1.split_whitespace();
+    let state = fields.next()?;
+    if matches!(state, "Z" | "X") {
+        return None;
+    }
+    fields.nth(18)?.parse().ok()
+}
+
+impl Store {
+    /// Returns the store at the engine's root, or at the default one.
+    pub fn new(root: Option<&Path>) -> Self {
+        let default = || {
+            let runtime = env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
+            let runtime = runtime.filter(|folder| folder.is_absolute());
+            runtime.unwrap_or_else(|| "/run".into()).join("parador-oci")
+        };
+        Self(root.map_or_else(default, Path::to_owned))
+    }
+
+    /// Returns the root.
+    pub fn root(&self) -> &Path {
+        &self.0
+    }
+
+    /// Returns the folder of a container.
+    ///
+    /// # Errors
+    /// The name is not one of a container.
+    pub fn folder(&self, id: &str) -> Result<PathBuf, Failure> {
+        let is_fine = |byte: u8| byte.is_ascii_alphanumeric() || b"_+-.".contains(&byte);
+        let fits = (1..=LONGEST).contains(&id.len()) && id.bytes().all(is_fine);
+        match fits && !matches!(id, "." | "..") {
+            true => Ok(self.0.join(id)),
+            false => Err(refuse(format!("invalid container ID format: {id:?}"))),
+        }
+    }
+
+    /// Makes the folder of a container, and locks it.
+    ///
+    /// # Errors
+    /// The container exists.
+    pub fn reserve(&self, id: &str) -> Result<File, Failure> {
+        let folder = self.folder(id)?;
+        let mut builder = DirBuilder::new();
+        builder.mode(0o711).recursive(true).create(&self.0).file_error("create", &self.0)?;
+        match DirBuilder::new().mode(0o700).create(&folder) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                return Err(refuse("container with given ID already exists"));
+            }
+            made => made.file_error("create", &folder)?,
+        }
+        self.lock(id)
+    }
+
+    /// Locks a container: one command at a time changes it.
+    ///
+    /// # Errors
+    /// It does not exist.
+    pub fn lock(&self, id: &str) -> Result<File, Failure> {
+        let path = self.folder(id)?.join(LOCK);
+        let opened = File::options().create(true).append(true).open(&path);
+        let lock = opened.map_err(|error| missing(id, &path, &error))?;
+        lock.lock().file_error("lock", &path)?;
+        Ok(lock)
+    }
+
+    /// Reads the state of a container.
+    ///
+    /// # Errors
+    /// It does not exist, or its state is malformed.
+    pub fn load(&self, id: &str) -> Result<ContainerRecord, Failure> {
+        let path = self.folder(id)?.join(STATE);
+        let text = fs::read(&path).map_err(|error| missing(id, &path, &error))?;
+        serde_json::from_slice(&text)
+            .map_err(|error| refuse(format!("{} is malformed: {error}", path.display())))
+    }
+
+    /// Writes the state of a container; another process reads the old one or the new one.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn save(&self, state: &ContainerRecord) -> Result<(), Failure> {
+        let folder = self.folder(&state.id)?;
+        let (new, path) = (folder.join("state.new"), folder.join(STATE));
+        let text = serde_json::to_vec(state).map_err(|error| refuse(error.to_string()))?;
+        fs::write(&new, text).file_error("write", &new)?;
+        fs::rename(&new, &path).file_error("write", &path)
+    }
+
+    /// Notes that a container was started.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn note_start(&self, id: &str) -> Result<(), Failure> {
+        let path = self.folder(id)?.join(STARTED);
+        fs::write(&path, "").file_error("write", &path)
+    }
+
+    /// Returns the status of a container.
+    pub fn status(&self, state: &ContainerRecord) -> Status {
+        let is_started = self.0.join(&state.id).join(STARTED).exists();
+        match state.carrier {
+            None => Status::Creating,
+            Some(carrier) if !carrier.is_alive() => Status::Stopped,
+            Some(_) if !is_started => Status::Created,
+            Some(_) if cgroup::is_frozen(&state.cgroups) => Status::Paused,
+            Some(_) => Status::Running,
+        }
+    }
+
+    /// Removes the folder of a container.
+    ///
+    /// # Errors
+    /// It cannot be removed.
+    pub fn remove(&self, id: &str) -> Result<(), Failure> {
+        let folder = self.folder(id)?;
+        fs::remove_dir_all(&folder).file_error("remove", &folder)
+    }
+
+    /// Returns the names of all containers.
+    pub fn ids(&self) -> Vec<String> {
+        let entries = fs::read_dir(&self.0).into_iter().flatten().flatten();
+        let mut ids: Vec<String> =
+            entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
+        ids.sort();
+        ids
+    }
+}
+
+fn missing(id: &str, path: &Path, error: &io::Error) -> Failure {
+    match error.kind() {
+        io::ErrorKind::NotFound => refuse(format!("container \"{id}\" does not exist")),
+        _ => Failure::file("read", path, error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn state(id: &str, carrier: Option<ProcessId>) -> ContainerRecord {
+        ContainerRecord {
+            id: id.to_owned(),
+            bundle: "/bundle".into(),
+            rootfs: "/bundle/rootfs".into(),
+            created: "2026-11-26T04:00:00Z".to_owned(),
+            annotations: HashMap::new(),
+            folder: "/folder".into(),
+            vm_folder: "/folder".into(),
+            vm_memory: 64 << 20,
+            vm_scratch: None,
+            cgroups: Vec::new(),
+            scope: None,
+            carrier,
+        }
+    }
+
+    #[test]
+    fn containers_have_states() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = Store::new(Some(&folder.path().join("root")));
+        let text = |failure: Failure| crate::report::text(&failure);
+        assert_eq!(text(store.load("a").unwrap_err()), "container \"a\" does not exist");
+        assert_eq!(text(store.lock("a").unwrap_err()), "container \"a\" does not exist");
+        drop(store.reserve("a").unwrap());
+        let again = text(store.reserve("a").unwrap_err());
+        assert_eq!(again, "container with given ID already exists");
+        // A killed `create` may have left the folder alone.
+        assert_eq!(text(store.load("a").unwrap_err()), "container \"a\" does not exist");
+        let own = ProcessId::of(std::process::id()).unwrap();
+        let wrong = ProcessId { started: own.started + 1, ..own };
+        for (carrier, status) in
+            [(None, Status::Creating), (Some(own), Status::Created), (Some(wrong), Status::Stopped)]
+        {
+            store.save(&state("a", carrier)).unwrap();
+            assert_eq!(store.status(&store.load("a").unwrap()), status);
+        }
+        store.save(&state("a", Some(own))).unwrap();
+        store.note_start("a").unwrap();
+        assert_eq!(store.status(&store.load("a").unwrap()), Status::Running);
+        assert_eq!(store.ids(), ["a"]);
+        store.remove("a").unwrap();
+        assert!(store.ids().is_empty());
+    }
+
+    #[test]
+    fn names_are_those_of_folders() {
+        let store = Store::new(Some(Path::new("/root")));
+        for wrong in ["", ".", "..", "a/b", "a b", &"x".repeat(256)] {
+            assert!(store.folder(wrong).is_err(), "{wrong}");
+        }
+        assert_eq!(store.folder("a-B_0.+").unwrap(), Path::new("/root/a-B_0.+"));
+    }
+}
