@@ -40,6 +40,10 @@ pub struct ProfileRule<'a> {
 ///
 /// # Errors
 /// The filter or the rules of one call are too long.
+#[cfg_attr(
+    not(target_arch = "x86_64"),
+    expect(unused_variables, reason = "32-bit calls of other architectures are not known")
+)]
 pub fn profile(
     default: u32,
     has_32_bit: bool,

@@ -182,8 +182,8 @@ fn continue_boot(machine: &'static mut Machine) -> ! {
         panic!("not enough memory below 4 GiB for the kernel's page tables: {status:?}");
     }
     if has_log {
-        // SAFETY: the direct map has the UART below 4 GiB, else there is no log.
         match port {
+            // SAFETY: the direct map has the UART below 4 GiB, else there is no log.
             Some(port) => unsafe { LOG.port().init(direct(port) as usize) },
             None => LOG.port().remove(),
         }

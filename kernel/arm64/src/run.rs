@@ -43,7 +43,8 @@ struct Locals([Local; MAX_CPUS]);
 unsafe impl Sync for Locals {}
 
 static LOCALS: Locals = Locals(
-    [const { Local { timer_deadline: Cell::new(u64::MAX), guest: vcpu::GuestCpu::NEW } }; MAX_CPUS],
+    [const { Local { timer_deadline: Cell::new(u64::MAX), guest: vcpu::GuestCpu::unused() } };
+        MAX_CPUS],
 );
 
 /// Arms the timer of this CPU to interrupt at `deadline` at the latest. An earlier setting stays.

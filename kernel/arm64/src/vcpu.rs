@@ -70,7 +70,7 @@ impl VcpuFrames {
         let this = Self {
             state: state.cast(),
             system: SystemRegisters::new(),
-            interface: VirtualInterface::new(),
+            interface: VirtualInterface::reset(),
             generation: Cell::new(0),
             halted: Cell::new(0),
         };
@@ -100,7 +100,9 @@ pub struct GuestCpu {
 
 impl GuestCpu {
     /// State before the first guest.
-    pub const NEW: Self = Self { owner: Cell::new(None) };
+    pub const fn unused() -> Self {
+        Self { owner: Cell::new(None) }
+    }
 }
 
 /// Sets this CPU's registers for guests that do not change later.

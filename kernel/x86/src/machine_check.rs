@@ -15,6 +15,9 @@ use crate::io::{rdmsr, wrmsr};
 
 /// Entry of vector 18, on its own stack. It can occur anywhere, even between SYSCALL and the stack
 /// switch, so it does not use GS.
+///
+/// # Safety
+/// Only the processor enters here, with the frame of the exception on the stack.
 #[unsafe(naked)]
 pub unsafe extern "C" fn entry() {
     naked_asm!(

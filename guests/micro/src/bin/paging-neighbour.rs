@@ -79,17 +79,18 @@ fn main() {
         return println!("paging-neighbour: one processor has no neighbour");
     };
     smp::start(1, id, other);
-    let mut samples = [[0; SAMPLES]; 2];
-    for sample in 0..SAMPLES {
+    let mut samples = [[0; 2]; SAMPLES];
+    for sample in &mut samples {
         for storm in [false, true] {
             STORM.store(storm, SeqCst);
             let begun = smp::wait(PATIENCE, || STORMS.load(SeqCst) == storm);
             check!(begun, "the other vCPU does not begin phase {storm}");
-            samples[usize::from(storm)][sample] = work(first);
+            sample[usize::from(storm)] = work(first);
         }
     }
     smp::stop(id);
-    let [calm, storm] = samples.map(|mut ticks| {
+    let [calm, storm] = [0, 1].map(|phase| {
+        let mut ticks = samples.map(|sample| sample[phase]);
         ticks.sort_unstable();
         ticks[SAMPLES / 2]
     });

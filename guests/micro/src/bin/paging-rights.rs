@@ -163,9 +163,9 @@ impl Page {
         let mut cases = 0;
         for level in self.level..=TOP {
             for bits in 0..8u64 {
-                let rights = (bits & 1) * entry::WRITE
-                    | (bits >> 1 & 1) * entry::USER
-                    | (bits >> 2) * entry::NX;
+                let rights = ((bits & 1) * entry::WRITE)
+                    | ((bits >> 1 & 1) * entry::USER)
+                    | ((bits >> 2) * entry::NX);
                 for (kind, user) in accesses() {
                     let access = MemoryAccess { kind, user, ac: setting.ac };
                     self.prepare(level, |all| all & !(entry::WRITE | entry::USER) | rights);

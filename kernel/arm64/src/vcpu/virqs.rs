@@ -55,7 +55,7 @@ pub fn init_this_cpu() {
     match is_available() {
         true => {
             set_control(ich::ENABLED);
-            VirtualInterface::new().load();
+            VirtualInterface::reset().load();
         }
         false => set_control(ich::TRAP_ALL),
     }
@@ -84,7 +84,7 @@ fn set_list(index: usize, value: u64) {
 
 impl VirtualInterface {
     /// Values after a reset.
-    pub const fn new() -> Self {
+    pub const fn reset() -> Self {
         Self {
             lists: [const { Cell::new(0) }; LISTS],
             control: Cell::new(0),

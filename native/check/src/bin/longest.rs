@@ -156,7 +156,7 @@ impl Load<'_> {
             return Err(Status::BadArgument);
         }
         let there = WORDS + number / 128 * PAGE_SIZE;
-        if number % 128 == 0 {
+        if number.is_multiple_of(128) {
             crowd.task.map(page, there, rights::READ)?;
         }
         let (slot, time) = (self.slot()?, self.slot()?);

@@ -127,7 +127,7 @@ fn encode(form: Form, prefixes: Prefixes, target: u64, code: u64) -> Option<Prog
     let rest = target.wrapping_sub_signed(displacement);
     match (base, index) {
         (Some(base), Some(index)) if base == index => {
-            registers[base] = rest / (1 + (1 << scale)) | upper;
+            registers[base] = (rest / (1 + (1 << scale))) | upper;
         }
         (Some(base), index) => {
             let index = index.inspect(|&index| registers[index] = INDEX_VALUE | upper);

@@ -93,7 +93,7 @@ fn invalidate(pair: &Pair) {
 /// INVLPG of other addresses in the page. The parts of a page of 1 GiB are pages of their own.
 fn invalidate_elsewhere(pair: &Pair) {
     let size: u64 = 1 << level_shift(pair.level.min(2));
-    cpu::invalidate_page(pair.address & !(size - 1) | size - 1);
+    cpu::invalidate_page(pair.address & !(size - 1) | (size - 1));
 }
 
 fn reload(pair: &Pair) {
@@ -117,9 +117,12 @@ fn toggle_global(_: &Pair) {
     toggle_cr4(cr4::PGE);
 }
 
+/// Name of a flush, and the flush of a pair.
+type NamedFlush = (&'static str, fn(&Pair));
+
 /// All flushes, for page sizes, global and not.
 fn flushes(frames: &FrameAllocator, levels: u32) {
-    const FLUSHES: [(&str, fn(&Pair)); 5] = [
+    const FLUSHES: [NamedFlush; 5] = [
         ("INVLPG", invalidate),
         ("INVLPG elsewhere in the page", invalidate_elsewhere),
         ("PGE", toggle_global),
@@ -296,7 +299,7 @@ fn aliases(frames: &FrameAllocator) {
     let (small, large) = (base(2), base(3));
     pair.one.map(&mut frames, small, 1, place & !(PAGE - 1) | KERNEL);
     pair.one.map(&mut frames, large, 2, place & !(LARGE - 1) | KERNEL);
-    let doors = [place, small | place % PAGE, large | place % LARGE];
+    let doors = [place, small | (place % PAGE), large | (place % LARGE)];
     for round in 0..12 {
         let which = 1 - round % 2;
         let door = doors[round % doors.len()];

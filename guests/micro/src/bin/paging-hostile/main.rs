@@ -291,7 +291,7 @@ fn roots(frames: &FrameAllocator) {
         }
         total = load + 1;
         let root = load % count;
-        let value = begin + root * PAGE | load / count * 8 & SPARE;
+        let value = (begin + root * PAGE) | ((load / count * 8) & SPARE);
         // SAFETY: all of these map the program to itself.
         unsafe { cpu::write_cr3(value) };
         // Not every root is used, and another one changes now and then.
