@@ -8,6 +8,9 @@ use std::io::{Read, Write};
 use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
 
+/// Most seconds of a session: its VM may be on an emulated host, beside other tests.
+const LIMIT: &str = "500";
+
 /// Runs GDB commands on the guest kernel of the VM that listens at this address and returns GDB's
 /// output.
 fn gdb(rig: &Rig, commands: &[&str]) -> Result<String> {
@@ -17,7 +20,7 @@ fn gdb(rig: &Rig, commands: &[&str]) -> Result<String> {
 /// The same at another place.
 pub fn gdb_at(rig: &Rig, place: &str, commands: &[&str]) -> Result<String> {
     let mut command = Command::new("timeout");
-    command.args(["200", "gdb", "-nx", "-batch"]).arg(rig.kernel()).current_dir(rig.folder());
+    command.args([LIMIT, "gdb", "-nx", "-batch"]).arg(rig.kernel()).current_dir(rig.folder());
     let target = format!("target remote {place}");
     for line in ["set pagination off", "set remotetimeout 60", &target].iter().chain(commands) {
         command.args(["-ex", line]);
