@@ -265,10 +265,6 @@ extern "C" fn system_call_handler() -> ! {
         .and_then(|handle| Some((handle, kernel.memory.get(handle)?)))
         .and_then(|(handle, thread)| kernel.system_call(cpu_index, handle, thread))
         .map(|next| exit::Next::new(&next));
-    let (kernel, next) = match next {
-        Some(next) if !kernel.has_work(cpu_index) => (kernel, next),
-        _ => exit::pick_next(kernel, cpu_index),
-    };
     let context = exit::leave(kernel, cpu_index, next);
     // SAFETY: a thread's context; the next entry starts on an empty stack.
     unsafe { leave_to(context) }
@@ -279,8 +275,7 @@ extern "C" fn interrupt_handler() -> *const ThreadContext {
     let cpu_index = cpu::current().id;
     let kernel = lock::lock::<Arm64>(cpu_index);
     run::handle_interrupts(&kernel, cpu_index);
-    let (kernel, next) = exit::pick_next(kernel, cpu_index);
-    exit::leave(kernel, cpu_index, next)
+    exit::leave(kernel, cpu_index, None)
 }
 
 /// Handles an exception in user mode that is no system call.
@@ -296,8 +291,7 @@ extern "C" fn exception_handler(syndrome: u64, address: u64) -> *const ThreadCon
         let address = if has_address { address } else { 0 };
         kernel.fault(cpu_index, handle, [kind, syndrome, address, thread.context.ip()]);
     }
-    let (kernel, next) = exit::pick_next(kernel, cpu_index);
-    exit::leave(kernel, cpu_index, next)
+    exit::leave(kernel, cpu_index, None)
 }
 
 extern "C" fn kernel_exception(kind: u64, syndrome: u64, address: u64, far: u64) -> ! {

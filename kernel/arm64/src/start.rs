@@ -44,8 +44,7 @@ pub fn ap_main(index: usize) -> ! {
 /// Starts to run threads on this CPU.
 fn run_threads(kernel: Guard, cpu_index: usize) -> ! {
     kernel.cpus[cpu_index].resched.set(true);
-    let (kernel, next) = exit::pick_next(kernel, cpu_index);
-    let context = exit::leave(kernel, cpu_index, next);
+    let context = exit::leave(kernel, cpu_index, None);
     // SAFETY: a thread's context; nothing on this stack is used again.
     unsafe { entry::leave_to(context) }
 }

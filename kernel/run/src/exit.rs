@@ -61,7 +61,7 @@ impl<A: Processor> Next<A> {
 
 /// Finishes the current kernel entry, and idles until there is a thread to resume.
 #[inline(never)]
-pub fn pick_next<A: Processor>(mut kernel: Guard<A>, cpu_index: usize) -> (Guard<A>, Next<A>) {
+fn pick_next<A: Processor>(mut kernel: Guard<A>, cpu_index: usize) -> (Guard<A>, Next<A>) {
     loop {
         kernel.finish(cpu_index);
         let Some(handle) = kernel.cpus[cpu_index].current.get() else {
@@ -85,13 +85,18 @@ pub fn pick_next<A: Processor>(mut kernel: Guard<A>, cpu_index: usize) -> (Guard
     }
 }
 
-/// Runs guests until a thread is to return to user mode, and returns that thread's context.
+/// Runs guests until a thread is to return to user mode, and returns that thread's context. Begins
+/// with `next`, unless other work waits on this CPU; else the scheduler picks.
 #[inline(always)]
 pub fn leave<A: Processor>(
-    mut kernel: Guard<A>,
+    kernel: Guard<A>,
     cpu_index: usize,
-    mut next: Next<A>,
+    next: Option<Next<A>>,
 ) -> *const A::Context {
+    let (mut kernel, mut next) = match next {
+        Some(next) if !kernel.has_work(cpu_index) => (kernel, next),
+        _ => pick_next(kernel, cpu_index),
+    };
     let target = loop {
         // SAFETY: looked up under the lock, which is held since; only `pick_next` frees objects.
         let (thread, guest) = unsafe { (&*next.thread, next.vcpu.as_ref()) };

@@ -292,10 +292,6 @@ extern "C" fn syscall_handler() -> ! {
     let next = caller
         .and_then(|(handle, thread)| kernel.system_call(cpu_index, handle, thread))
         .map(|next| exit::Next::new(&next));
-    let (kernel, next) = match next {
-        Some(next) if !kernel.has_work(cpu_index) => (kernel, next),
-        _ => exit::pick_next(kernel, cpu_index),
-    };
     let context = exit::leave(kernel, cpu_index, next);
     // SAFETY: a thread's context; the next entry starts on an empty stack.
     unsafe { leave_to(context) }
@@ -322,6 +318,5 @@ extern "C" fn interrupt_handler(vector: u64) -> *const Context {
             kernel.fault(cpu_index, handle, [vector, error, address, thread.context.ip()]);
         }
     }
-    let (kernel, next) = exit::pick_next(kernel, cpu_index);
-    exit::leave(kernel, cpu_index, next)
+    exit::leave(kernel, cpu_index, None)
 }

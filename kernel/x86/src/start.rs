@@ -63,8 +63,7 @@ fn run_threads(kernel: Guard, cpu_index: usize) -> ! {
     // A task that uses the FPU faults: native tasks have no FPU state, and the registers may hold a
     // guest's.
     set_ts();
-    let (kernel, next) = exit::pick_next(kernel, cpu_index);
-    let context = exit::leave(kernel, cpu_index, next);
+    let context = exit::leave(kernel, cpu_index, None);
     // SAFETY: a thread's context; nothing on this stack is used again.
     unsafe { entry::leave_to(context) }
 }
