@@ -12,6 +12,7 @@ pub mod debug;
 mod disk;
 pub mod exit;
 mod filters;
+pub mod idle;
 pub mod layout;
 pub mod log;
 mod net;

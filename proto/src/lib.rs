@@ -30,6 +30,7 @@ pub mod hosted;
 pub mod log;
 pub mod manage;
 pub mod net;
+pub mod polling;
 pub mod ports;
 pub mod requests;
 pub mod ring;

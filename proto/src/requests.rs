@@ -102,6 +102,8 @@ pub struct Queue {
     pub epoch: AtomicU32,
     /// Number of workers between [`Queue::enter`] and [`Queue::leave`].
     pub inside: AtomicU32,
+    /// Index of the vCPU to notify of completions.
+    pub target: AtomicU32,
     /// Request slots.
     pub requests: [Request; REQUESTS],
 }
@@ -137,6 +139,7 @@ impl Queue {
             warned: AtomicU32::new(0),
             epoch: AtomicU32::new(0),
             inside: AtomicU32::new(0),
+            target: AtomicU32::new(0),
             requests: [const { Request::new() }; REQUESTS],
         }
     }

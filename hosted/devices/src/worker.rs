@@ -8,6 +8,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use proto::hosted::counters::{DeviceCounters, OpTotals, VmCounters};
+use proto::hosted::idle::IdleRecords;
 use proto::hosted::{MAX_QUEUES, layout};
 use proto::requests::{PARTS, Queue, REQUESTS, Request, op};
 use rustix::fs::Timespec;
@@ -16,6 +17,11 @@ use vmm_mem::GuestMemory;
 use vmm_mem::shared::SharedMemory;
 
 use crate::threads::Threads;
+
+mod notify;
+mod poll;
+use notify::Notifier;
+use poll::Polling;
 
 /// Byte that a process writes to standard output once it serves requests; otherwise it writes the
 /// reason of its failure.
@@ -39,6 +45,7 @@ pub struct Worker {
     counters: SharedMemory,
     doorbell: OwnedFd,
     machine: GuestQueue,
+    polling: Polling,
 }
 
 /// Segment of guest memory: address and length. The address is not validated.
@@ -195,6 +202,7 @@ impl Worker {
             counters: SharedMemory::open(own(layout::COUNTERS_FD), layout::COUNTERS_LENGTH)?,
             doorbell: own(layout::DOORBELL_FD),
             machine,
+            polling: Polling::new(),
         })
     }
 
@@ -211,7 +219,7 @@ impl Worker {
     ) -> io::Result<()> {
         rustix::io::write(rustix::stdio::stdout(), &[READY])?;
         // Leaked, because the threads are never joined and use it until the end of the process.
-        let Self { guest, shared, counters, doorbell, machine } = self;
+        let Self { guest, shared, counters, doorbell, machine, polling } = self;
         let (guest, shared) = (Box::leak(Box::new(guest)), Box::leak(Box::new(shared)));
         let counters = Box::leak(Box::new(counters)).at(0, size_of::<VmCounters>() as u64)?;
         // SAFETY: the counters lie in the mapping, which is never undone, at its beginning; all of
@@ -222,10 +230,15 @@ impl Worker {
         // SAFETY: the queue lies in the mapping, which is never undone; it is page-aligned memory
         // at a multiple of its size, and all of it is atomic, with no invalid value.
         let queue = unsafe { &*queue.cast::<Queue>() };
+        let vcpus = shared.at(layout::IDLE, size_of::<IdleRecords>() as u64)?;
+        // SAFETY: as the queue.
+        let vcpus = unsafe { &*vcpus.cast::<IdleRecords>() };
         let hole = vmm_machine::layout_with_pci().hole_start;
         // The copied handle refers to memory that stays mapped and has no other user.
         let memory = guest.with(vmm_boot::ram_ranges(machine.memory, hole), |memory| *memory)?;
-        let service = Arc::new(Service::new(queue, counters, memory, doorbell, Box::new(served)));
+        let notifier = Notifier { vcpus, doorbell };
+        let service = Service::new(queue, counters, memory, notifier, polling, Box::new(served));
+        let service = Arc::new(service);
         let work = service.clone();
         threads.run(move || work.work());
         service.watch(end);
@@ -261,7 +274,8 @@ struct Service {
     queue: &'static Queue,
     counters: &'static DeviceCounters,
     memory: GuestMemory,
-    doorbell: OwnedFd,
+    notifier: Notifier,
+    polling: Polling,
     served: Box<dyn Serve>,
     in_flight: Mutex<InFlight>,
     /// Signalled when no request is in progress.
@@ -278,7 +292,8 @@ impl Service {
         queue: &'static Queue,
         counters: &'static DeviceCounters,
         memory: GuestMemory,
-        doorbell: OwnedFd,
+        notifier: Notifier,
+        polling: Polling,
         served: Box<dyn Serve>,
     ) -> Self {
         let in_flight = InFlight {
@@ -295,7 +310,8 @@ impl Service {
             queue,
             counters,
             memory,
-            doorbell,
+            notifier,
+            polling,
             served,
             in_flight: Mutex::new(in_flight),
             drained: Condvar::new(),
@@ -316,7 +332,10 @@ impl Service {
             match self.take_request() {
                 Some((id, taken)) => self.complete(id, self.execute(&taken)),
                 // Each request wakes a thread while one sleeps.
-                None => self.queue.sleep(|calls, seen| wait(calls, seen, None)),
+                None => self.polling.wait(
+                    || self.queue.waiting.load(SeqCst) != 0,
+                    || self.queue.sleep(|calls, seen| wait(calls, seen, None)),
+                ),
             }
         }
     }
@@ -441,9 +460,7 @@ impl Service {
         if is_awaited {
             wake_all(&self.queue.answers);
         }
-        self.queue.pending.store(1, SeqCst);
-        // The counter of the eventfd cannot overflow: each read resets it.
-        let _ = rustix::io::write(&self.doorbell, &1_u64.to_ne_bytes());
+        self.notifier.notify(self.queue, wake_all);
         if self.is_watched.swap(false, SeqCst) {
             wake_all(&self.answered);
         }
@@ -578,6 +595,7 @@ pub mod testing {
     //! Driver and threads for tests of a device.
 
     use super::*;
+    use proto::hosted::idle::IdleRecord;
     use proto::requests::{Client, op};
     use std::fs::File;
 
@@ -588,6 +606,7 @@ pub mod testing {
         pub client: Client<'static>,
         pub memory: GuestMemory,
         pub counters: &'static DeviceCounters,
+        pub vcpus: &'static IdleRecords,
         service: Arc<Service>,
     }
 
@@ -597,11 +616,15 @@ pub mod testing {
             let memory = vmm_mem::testing::memory(&[(0, 1 << 20)]);
             let doorbell = File::options().write(true).open("/dev/null").unwrap().into();
             let counters: &DeviceCounters = Box::leak(Box::default());
-            let service = Service::new(queue, counters, memory, doorbell, Box::new(served));
+            let vcpus: &IdleRecords =
+                Box::leak(Box::new(std::array::from_fn(|_| IdleRecord::new())));
+            let notifier = Notifier { vcpus, doorbell };
+            let (polling, served) = (Polling::new(), Box::new(served));
+            let service = Service::new(queue, counters, memory, notifier, polling, served);
             let service = Arc::new(service);
             let work = service.clone();
             Threads::start(threads).unwrap().run(move || work.work());
-            Self { client: Client::new(queue), memory, counters, service }
+            Self { client: Client::new(queue), memory, counters, vcpus, service }
         }
 
         /// Submits a request with these segments; `count` is as [`Request::count`].

@@ -45,6 +45,8 @@ const ALWAYS: &[u32] = &[
     // Restart of a wait after SIGSTOP and SIGCONT.
     linux::__NR_restart_syscall,
     linux::__NR_rt_sigreturn,
+    // Polling for requests.
+    linux::__NR_sched_yield,
     linux::__NR_sigaltstack,
     linux::__NR_statx,
     linux::__NR_write,
@@ -57,8 +59,6 @@ const OWN: &[u32] = &[
     linux::__NR_preadv,
     linux::__NR_pwrite64,
     linux::__NR_pwritev,
-    // Contended locks.
-    linux::__NR_sched_yield,
 ];
 
 /// Calls that read below a folder.

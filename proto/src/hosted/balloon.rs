@@ -44,7 +44,7 @@ pub struct BalloonReport {
     pub values: [AtomicU64; TAGS],
 }
 
-const _: () = assert!(layout::BALLOON + size_of::<BalloonReport>() as u64 <= layout::DEBUG);
+const _: () = assert!(layout::BALLOON + size_of::<BalloonReport>() as u64 <= layout::IDLE);
 
 impl BalloonReport {
     /// Words in memory: request, number of reports, tags, values.

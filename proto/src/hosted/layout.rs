@@ -141,6 +141,8 @@ pub const QUEUES: u64 = 0x02b0_0000;
 pub const STATISTICS: u64 = 0x02ef_0000;
 /// Offset of [`BalloonReport`](super::balloon::BalloonReport) in shared memory.
 pub const BALLOON: u64 = 0x02ef_6000;
+/// Offset of [`IdleRecords`](super::idle::IdleRecords) in shared memory.
+pub const IDLE: u64 = 0x02ef_7000;
 /// Offset of [`DebugState`](super::debug::DebugState) in shared memory.
 pub const DEBUG: u64 = 0x02ef_8000;
 /// Offset of [`Filters`](super::Filters) in shared memory.

@@ -9,6 +9,7 @@ use crate::system::{artifacts, workspace};
 use anyhow::{Context, Result, ensure};
 use proto::hosted::balloon::BalloonReport;
 use proto::hosted::debug::DebugState;
+use proto::hosted::idle::IdleRecord;
 use proto::hosted::{
     DiskRecord, Filters, MAX_DISKS, MAX_NETS, MAX_QUEUES, MAX_SHARES, NetRecord, ShareRecord,
     Start, layout,
@@ -88,6 +89,7 @@ pub fn all() -> Result<Vec<Word>> {
     words.extend(numbered("net", layout::NETS, MAX_NETS, 8 * NetRecord::WORDS));
     words.extend(numbered("share", layout::SHARES, MAX_SHARES, 8 * ShareRecord::WORDS));
     words.extend(numbered("filter", layout::FILTERS, Filters::COUNT, 8 * Filters::WORDS));
+    words.extend(numbered("idle", layout::IDLE, MAX_VCPUS, size_of::<IdleRecord>()));
     macro_rules! fields {
         ($name:literal, $at:expr, $type:ty; $($field:ident)*) => {
             $(words.push(Word::new(
@@ -99,7 +101,7 @@ pub fn all() -> Result<Vec<Word>> {
     }
     fields!("debug", layout::DEBUG, DebugState; wanted halt_pending breakpoints vcpus);
     fields!("balloon", layout::BALLOON, BalloonReport; requested reports tags values);
-    fields!("queue", layout::QUEUES, Queue; waiting done calls answers pending epoch);
+    fields!("queue", layout::QUEUES, Queue; waiting done calls answers pending epoch target);
     Ok(words)
 }
 

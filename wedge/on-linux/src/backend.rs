@@ -6,7 +6,7 @@ use core::ops::Range;
 use core::sync::atomic::Ordering::Relaxed;
 
 use host_linux::sys;
-use proto::hosted::{MAX_DISKS, MAX_NETS, MAX_QUEUES, MAX_SHARES, Start, console, log};
+use proto::hosted::{MAX_DISKS, MAX_NETS, MAX_SHARES, Start, console, log};
 use vmm_bus::backend::BlockInfo;
 use vmm_bus::frames;
 use vmm_bus::{BackendRef, ByteStream, DeviceBackend, EntropySource};
@@ -146,18 +146,18 @@ pub struct DeviceSlots {
 impl DeviceSlots {
     /// Publishes the vCPU that is to be notified of completions for a slot.
     pub fn set_target(&self, slot: usize, vcpu: usize) {
-        let place = if self.disks.contains(&slot) {
-            slot
+        let queue_target = |index| disk::queue(index).target.store(vcpu as u32, Relaxed);
+        if self.disks.contains(&slot) {
+            return queue_target(slot);
         } else if self.shares.contains(&slot) {
-            MAX_DISKS + slot - self.shares.start
-        } else if self.has_vsock && slot + 1 == self.nets.end {
-            MAX_QUEUES + net::VSOCK
-        } else if self.nets.contains(&slot) {
-            MAX_QUEUES + slot - self.nets.start
-        } else {
-            return;
+            return queue_target(MAX_DISKS + slot - self.shares.start);
+        }
+        let net_index = match slot {
+            slot if self.has_vsock && slot + 1 == self.nets.end => net::VSOCK,
+            slot if self.nets.contains(&slot) => slot - self.nets.start,
+            _ => return,
         };
-        if let Some(target) = shared().targets.get(place) {
+        if let Some(target) = shared().targets.get(net_index) {
             target.store(vcpu as u8, Relaxed);
         }
     }

@@ -202,7 +202,7 @@ impl DeviceServer {
         // Workers outside of the VM's process tree cannot notify a vCPU themselves.
         for (queue_index, what) in used_queues() {
             if disk::queue(queue_index).pending.swap(0, SeqCst) != 0 {
-                self.raise_event(kick::target(queue_index), what);
+                self.raise_event(disk::target(queue_index), what);
             }
         }
     }
@@ -367,7 +367,7 @@ impl DeviceServer {
         let (Some(vcpu), Some(guests)) = (vcpus().get(index), self.guests.get(index)) else {
             return;
         };
-        if kick::wake(vcpu) {
+        if kick::wake(index, vcpu) {
             return;
         }
         // During a switch of the process, or before the process has its handler, the next process

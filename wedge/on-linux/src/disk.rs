@@ -6,6 +6,7 @@
 
 use core::fmt;
 use core::sync::atomic::AtomicU32;
+use core::sync::atomic::Ordering::Relaxed;
 
 use host_linux::disk::{BLOCKING_WORKERS, DiskHost, FlushErrors, Worker};
 use host_linux::io_uring::IoUring;
@@ -19,7 +20,7 @@ use crate::mmu::ram::Ram;
 use crate::report::{self, HOST};
 use crate::state::device_counters::counters;
 use crate::state::shared::event;
-use crate::{children as processes, clock, kick as device};
+use crate::{children as processes, clock, kick};
 
 /// Largest number of disk workers.
 pub const MAX_WORKERS: usize = MAX_DISKS * BLOCKING_WORKERS;
@@ -50,6 +51,11 @@ pub fn queue(index: usize) -> &'static Queue {
     // atomic.
     let queues = unsafe { &*((layout::SHARED + layout::QUEUES) as *const [Queue; MAX_QUEUES]) };
     &queues[index]
+}
+
+/// Returns the vCPU to notify of completions of a request queue.
+pub fn target(queue_index: usize) -> usize {
+    queue(queue_index).target.load(Relaxed) as usize
 }
 
 /// Creates the workers of all disks; returns their ids. For the device process, before the guest
@@ -128,7 +134,7 @@ unsafe impl DiskHost for Vm {
     }
 
     fn notify(&self) {
-        device::raise_completion(self.disk, event::DISK);
+        kick::raise_event(target(self.disk), event::DISK);
     }
 
     fn now(&self) -> u64 {

@@ -1,16 +1,20 @@
 //! Idle vCPUs: polling and waiting for events.
 //!
 //! On a host with several CPUs an idle vCPU polls first: then a notifier on another CPU need not
-//! wake it, which would cost both more than a short wait. As in KVM (`halt_poll_ns`,
-//! `Documentation/virt/kvm/halt-polling.rst` in Linux), the polling time grows while waits are
-//! slightly longer than it, and drops to 0 after long waits.
+//! wake it, which would cost both more than a short wait. The polling time follows the length of
+//! the waits ([`proto::polling`]).
 
 use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use host_linux::sys;
+use proto::hosted::idle::{IdleRecord, IdleRecords, state};
+use proto::hosted::layout;
+use proto::polling;
+use vmm_vcpu::MAX_VCPUS;
 
 use crate::clock::tsc;
-use crate::state::process::process;
+use crate::state::fixed::Fixed;
+use crate::state::process::{own_index, process};
 use crate::state::shared::{event, events, idle_state, vcpu};
 use crate::{clock, cpu_affinity, steal_time, timer};
 
@@ -26,24 +30,52 @@ pub fn wait(deadline: u64) -> u32 {
     let vcpu = vcpu();
     if !poll(deadline) {
         cpu_affinity::on_idle();
+        let record = own_record();
+        let seen = record.wakeups.load(SeqCst);
         vcpu.idle.store(idle_state::SLEEPING, SeqCst);
+        record.state.store(state::SLEEPING, SeqCst);
         let limit = (deadline != u64::MAX).then(|| timer::until(deadline));
-        if limit != Some(0) && events().load(SeqCst) == 0 {
+        if limit != Some(0) && !is_notified() {
             let begin = tsc();
             steal_time::on_idle();
-            sys::wait(events(), 0, limit);
+            sys::wait(&record.wakeups, seen, limit);
             steal_time::on_resume();
-            vcpu.poll_ticks.set(next(vcpu.poll_ticks.get(), tsc().saturating_sub(begin)));
+            let waited = tsc().saturating_sub(begin);
+            let [least, most] = [MIN_POLL, MAX_POLL].map(clock::ticks);
+            vcpu.poll_ticks.set(polling::next(vcpu.poll_ticks.get(), waited, least, most));
         }
     }
     vcpu.idle.store(idle_state::BUSY, SeqCst);
-    let pending = events().swap(0, SeqCst);
+    own_record().state.store(state::BUSY, SeqCst);
+    let mut pending = events().swap(0, SeqCst);
+    if own_record().completions.swap(0, SeqCst) != 0 {
+        pending |= event::DISK | event::SHARE;
+    }
     if pending & event::TIMER != 0 {
         // The caller checks the time; the timer must be set again in any case.
         process().armed.store(u64::MAX, Relaxed);
         timer::arm_timer();
     }
     pending
+}
+
+/// Returns whether an event is pending.
+fn is_notified() -> bool {
+    events().load(SeqCst) != 0 || own_record().completions.load(SeqCst) != 0
+}
+
+/// Returns the record of a vCPU, for device processes outside of the VM.
+pub fn record(index: usize) -> &'static IdleRecord {
+    &IdleRecords::get()[index % MAX_VCPUS]
+}
+
+fn own_record() -> &'static IdleRecord {
+    record(own_index())
+}
+
+// SAFETY: the device process has mapped the shared memory, initially zero; all fields are atomic.
+unsafe impl Fixed for IdleRecords {
+    const ADDRESS: u64 = layout::SHARED + layout::IDLE;
 }
 
 /// Polls for events; returns whether one is pending or the deadline has passed.
@@ -54,9 +86,10 @@ fn poll(deadline: u64) -> bool {
         return false;
     }
     vcpu.idle.store(idle_state::POLLING, SeqCst);
+    own_record().state.store(state::POLLING, SeqCst);
     let end = tsc().saturating_add(limit);
     loop {
-        if events().load(SeqCst) != 0 {
+        if is_notified() {
             return true;
         }
         let now = tsc();
@@ -68,11 +101,4 @@ fn poll(deadline: u64) -> bool {
         }
         core::hint::spin_loop();
     }
-}
-
-/// Returns the next polling time in ticks, after polling for `looks` and waiting for `waited`
-/// ticks.
-fn next(polled: u64, waited: u64) -> u64 {
-    let most = clock::ticks(MAX_POLL);
-    if waited > most { 0 } else { (2 * polled).clamp(clock::ticks(MIN_POLL), most) }
 }

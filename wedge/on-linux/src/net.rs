@@ -6,16 +6,17 @@
 //! Vsock packets use the same rings: one more network after all others.
 
 use core::fmt;
+use core::sync::atomic::Ordering::Relaxed;
 
 use host_linux::net::{self, FrameEndpoint, NetHost, NetLink, NetQueues, Transport};
 use host_linux::sys::{self, Errno};
 use linux_raw_sys::general as linux;
-use proto::hosted::{Filters, MAX_NETS, MAX_QUEUES, NetRecord, Start, layout};
+use proto::hosted::{Filters, MAX_NETS, NetRecord, Start, layout};
 use vmm_bus::frames::{NetPort, Sockets};
 
 use crate::state::device_counters::counters;
-use crate::state::shared::{NETS, NETS_LENGTH, event, shared_words};
-use crate::{children as processes, clock, kick as device, report};
+use crate::state::shared::{NETS, NETS_LENGTH, event, shared, shared_words};
+use crate::{children as processes, clock, kick, report};
 
 /// Index of the rings of vsock packets.
 pub const VSOCK: usize = MAX_NETS;
@@ -38,7 +39,8 @@ pub struct NetVm {
 
 impl NetHost for NetVm {
     fn notify(&self) {
-        device::raise_completion(MAX_QUEUES + self.net_index, event::NET);
+        let target = shared().targets.get(self.net_index);
+        kick::raise_event(target.map_or(0, |target| target.load(Relaxed).into()), event::NET);
     }
 
     fn now(&self) -> u64 {

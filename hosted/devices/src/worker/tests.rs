@@ -165,3 +165,28 @@ fn a_moment_without_requests_is_noticed() {
         end.store(true, SeqCst);
     });
 }
+
+#[test]
+fn a_vcpu_that_waits_is_notified_without_the_device_process() {
+    use proto::hosted::idle::state::{BUSY, POLLING};
+    let (mut rig, begins, ..) = rig(1);
+    rig.client.queue.target.store(2, SeqCst);
+    for (id, state, (completions, pending)) in [(0, POLLING, (1, 0)), (1, BUSY, (0, 1))] {
+        rig.vcpus[2].state.store(state, SeqCst);
+        rig.submit(id, QUICK, id.into(), &[], 0);
+        assert_eq!(begins.recv_timeout(LIMIT), Ok(id.into()));
+        let until = Instant::now() + LIMIT;
+        let notices =
+            || (rig.vcpus[2].completions.load(SeqCst), rig.client.queue.pending.load(SeqCst));
+        while notices() == (0, 0) && Instant::now() < until {
+            std::thread::yield_now();
+        }
+        assert_eq!(notices(), (completions, pending));
+        rig.vcpus[2].completions.store(0, SeqCst);
+        rig.ended();
+    }
+    // A vCPU that does not exist.
+    rig.client.queue.target.store(u32::MAX, SeqCst);
+    rig.submit(2, QUICK, 2, &[], 0);
+    assert_eq!(rig.ended(), (2, 2));
+}

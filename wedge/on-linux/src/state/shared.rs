@@ -8,8 +8,8 @@
 use core::cell::UnsafeCell;
 use core::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64};
 
+use proto::hosted::MAX_NETS;
 use proto::hosted::layout::{self, SLOTS};
-use proto::hosted::{MAX_NETS, MAX_QUEUES};
 use vmm_vcpu::MAX_VCPUS;
 use wedge_x86::{CELL, CROSSING, Cell, PRIVATE};
 
@@ -22,8 +22,8 @@ use crate::state::records::{BalloonState, StealState, VcpuPlacement};
 
 /// Capacity of a console ring in bytes.
 pub const RING: usize = 1 << 16;
-/// Devices with completions: request queues, networks, vsock.
-pub const TARGETS: usize = MAX_QUEUES + MAX_NETS + 1;
+/// Devices with completions and without a request queue: networks, vsock.
+pub const TARGETS: usize = MAX_NETS + 1;
 /// Number of kernel mapping changes that are recorded individually.
 pub const FLUSHES: usize = 256;
 /// Space for extended state in bytes; the largest one today, with AMX, is 11 KiB.
@@ -307,7 +307,7 @@ shared_words! {
         pub started: AtomicU32,
         /// The kernel's code was scanned, and may be executable together with user mode.
         pub closed: AtomicBool,
-        /// vCPU to notify of completions, by request queue, then by network and vsock.
+        /// vCPU to notify of completions, by network, then vsock.
         pub targets: [AtomicU8; TARGETS],
         /// Frames of which guest processes have copies.
         pub frames: CopiedFrames,
