@@ -5,7 +5,7 @@
 //! Program n of a run is made from the run's seed + n: `PARADOR_FUZZ_SEED`, or always the same.
 
 use crate::hosted::{LIMIT, Rig, end};
-use crate::keys::{HOST_CPUS, host_disk, ram_disk, run_host};
+use crate::keys::{HOST_CPUS, cpus, host_disk, ram_disk, run_host};
 use crate::previrt::Kernel;
 use crate::system::artifacts;
 use anyhow::{Context, Result, bail, ensure};
@@ -97,7 +97,7 @@ pub fn keys(is_long: bool) -> Result<()> {
     let script = script("/root", "keys", is_long)? + "sleep 1\npoweroff -f\n";
     let guest = ram_disk(rig.folder(), "guest", &script, &files()?, &[])?;
     let limit = if is_long { LONG } else { HOST_LIMIT };
-    let host: String = CPUS
+    let host: String = cpus(is_long)
         .iter()
         .map(|cpus| {
             format!(
@@ -111,7 +111,7 @@ pub fn keys(is_long: bool) -> Result<()> {
     let host = host_disk(rig.folder(), &host, &[rig.kernel().to_owned(), guest])?;
     let console = run_host(&host, limit, &["-smp", &HOST_CPUS.to_string()])?;
     let parts: Vec<_> = console.split("== ").skip(1).collect();
-    ensure!(parts.len() == CPUS.len(), "{} machines:\n{console}", parts.len());
+    ensure!(parts.len() == cpus(is_long).len(), "{} machines:\n{console}", parts.len());
     for text in [&format!("{WELL} keys")[..], UNCHANGED, "continues", "ends with 0"] {
         let all = parts.iter().all(|part| part.contains(text));
         ensure!(all, "`{text}` did not appear:\n{console}");

@@ -17,8 +17,8 @@ use std::process::{Command, Stdio};
 const LIMIT: u32 = 300;
 /// Time limit of an emulated host whose guests execute code in steps, each of which is a signal.
 const COPIES_LIMIT: u32 = 600;
-/// vCPUs of its guests.
-const CPUS: [u32; 2] = [1, 2];
+/// vCPUs of its guests: those of a short run, and the others.
+const CPUS: [u32; 2] = [2, 1];
 /// Processors of the emulated host, each a thread of QEMU: attacks on two virtual CPUs run side by
 /// side.
 pub const HOST_CPUS: u32 = 2;
@@ -45,7 +45,7 @@ sleep 1
 poweroff -f
 ";
 const HOST: &str =
-    "for cpus in 1 2; do
+    "for cpus in CPUS; do
     echo \"== $cpus\"
     parador run vmlinux -i guest -m 256M -c $cpus -p quiet --protection keys --artifacts /bin </dev/null
     echo ends with $?
@@ -62,9 +62,14 @@ ls / >/dev/null && echo continues
 /// Texts that Linux prints when it detects a kernel bug.
 const WRONG: [&str; 5] = ["BUG:", "WARNING:", "Oops", "Call Trace", "SUCCEEDS"];
 
+/// Returns the numbers of vCPUs of the emulated host's guests.
+pub fn cpus(is_long: bool) -> &'static [u32] {
+    if is_long { &CPUS } else { &CPUS[..1] }
+}
+
 /// With keys, copies of code follow what is written to their frames, by whatever way; and a program
 /// whose own code is executed in steps does what it does elsewhere.
-pub fn copies() -> Result<()> {
+pub fn copies(is_long: bool) -> Result<()> {
     let rig = Rig::new()?;
     let folder = rig.folder();
     let files = [isolation::program(), isolation::stepped_program(), Kernel::get()?.check_device()];
@@ -79,7 +84,7 @@ poweroff -f\n",
         isolation::STEP_TESTS.join(" ")
     );
     let guest = ram_disk(folder, "guest", &script, &files, &[])?;
-    let host: String = CPUS
+    let host: String = cpus(is_long)
         .iter()
         .map(|cpus| {
             format!(
@@ -94,7 +99,7 @@ echo ends with $?\n"
     let host = host_disk(folder, &host, &[rig.kernel().to_owned(), guest])?;
     let console = run_host(&host, COPIES_LIMIT, &["-smp", &HOST_CPUS.to_string()])?;
     let parts: Vec<_> = console.split("== ").skip(1).collect();
-    ensure!(parts.len() == CPUS.len(), "{} machines:\n{console}", parts.len());
+    ensure!(parts.len() == cpus(is_long).len(), "{} machines:\n{console}", parts.len());
     for text in ["copies follow", "steps are well", "continues", "ends with 0"] {
         let all = parts.iter().all(|part| part.contains(text));
         ensure!(all, "`{text}` did not appear:\n{console}");
@@ -107,17 +112,19 @@ echo ends with $?\n"
 }
 
 /// A guest lives with keys, and none of its programs' attempts reaches its kernel.
-pub fn protection() -> Result<()> {
+pub fn protection(is_long: bool) -> Result<()> {
     let rig = Rig::new()?;
     let folder = rig.folder();
     let mut files = PROGRAMS.map(|name| artifacts().join(name)).to_vec();
     files.push(isolation::program());
     let script = GUEST.replace("TESTS", &isolation::TESTS.join(" "));
     let guest = ram_disk(folder, "guest", &script, &files, &[])?;
-    let host = host_disk(folder, HOST, &[rig.kernel().to_owned(), guest])?;
+    let cpus: Vec<String> = cpus(is_long).iter().map(u32::to_string).collect();
+    let host = HOST.replace("CPUS", &cpus.join(" "));
+    let host = host_disk(folder, &host, &[rig.kernel().to_owned(), guest])?;
     let console = run_host(&host, LIMIT, &["-smp", &HOST_CPUS.to_string()])?;
     let parts: Vec<_> = console.split("== ").skip(1).collect();
-    ensure!(parts.len() == 2, "{} machines:\n{console}", parts.len());
+    ensure!(parts.len() == cpus.len(), "{} machines:\n{console}", parts.len());
     for text in [
         "42 is",
         "the kernel is unchanged",

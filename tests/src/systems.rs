@@ -61,7 +61,7 @@ pub const CONSOLE: &str = "console = \"com1\"";
 /// Returns all scenarios of the native microhypervisor; `is_long`: those of long runs, too.
 pub fn scenarios(is_long: bool) -> Vec<Scenario> {
     [
-        guests::bochs_scenarios(),
+        guests::bochs_scenarios(is_long),
         servers::server_scenarios(),
         checks::check_scenarios(),
         guests::guest_scenarios(),

@@ -52,7 +52,6 @@ const HOSTED: &[(&str, Body, Class)] = &[
     ("kills", hosted::kills, Class::SmpOrKill),
     ("remains", hosted::remains::none, Class::SmpOrKill),
     ("copied", hosted::host::copied, Class::Other),
-    ("package", hosted::package::unpacked, Class::Other),
     ("exec", hosted::exec::commands, Class::Other),
     ("exec-roots", hosted::exec::roots, Class::Other),
     ("exec-archive", hosted::exec::archive, Class::Other),
@@ -109,8 +108,9 @@ const HOSTED: &[(&str, Body, Class)] = &[
     ("many-events", isolation::many_events, Class::SmpOrKill),
     ("refused-mappings", refusals::mappings, Class::SmpOrKill),
 ];
-/// Tools of others with Parador, in a long run.
+/// The package, which takes minutes to build, and tools of others with it, in a long run.
 const TOOLS: &[(&str, Body)] = &[
+    ("package", hosted::package::unpacked),
     ("tools-debos", shows::debos),
     ("tools-debvm", shows::debvm),
     ("tools-vng", shows::virtme_ng),
@@ -125,6 +125,12 @@ const ESCAPES: &[(&str, Attack)] = &[
     ("escape-memory", hosted::escape::memory),
     ("escape-words", hosted::escape::words),
     ("escape-takeover", hosted::escape::takeover),
+];
+/// Guests with protection keys: long, or short.
+const KEYS: &[(&str, Attack)] = &[
+    ("protection", keys::protection),
+    ("protection-copies", keys::copies),
+    ("random-programs-keys", fuzz::keys),
 ];
 /// Seconds of the stress of such a machine, and the variable that says more.
 const STRESS_SECONDS: u32 = 10;
@@ -245,13 +251,11 @@ fn hosted_tests(seconds: u32) -> Vec<Test> {
         let name = format!("{}/{}", Backend::Process, linux.name);
         Test::new(name, Class::SmpOrKill, || linux.in_processes())
     }));
-    let protection = named("protection", Class::SmpOrKill, keys::protection);
-    tests.push(protection.with_qemu_threads(keys::HOST_CPUS));
-    let copies = named("protection-copies", Class::SmpOrKill, keys::copies);
-    tests.push(copies.with_qemu_threads(keys::HOST_CPUS));
-    let with_keys = move || fuzz::keys(is_long);
-    let with_keys = Test::new("hosted/random-programs-keys", Class::SmpOrKill, with_keys);
-    tests.push(with_keys.with_qemu_threads(keys::HOST_CPUS));
+    for &(name, body) in KEYS {
+        let name = format!("hosted/{name}");
+        let test = Test::new(name, Class::SmpOrKill, move || body(is_long));
+        tests.push(test.with_qemu_threads(keys::HOST_CPUS));
+    }
     let modes = move || fuzz::modes(is_long);
     tests.push(Test::new("hosted/random-programs", Class::SmpOrKill, modes));
     for &(name, body) in ESCAPES {

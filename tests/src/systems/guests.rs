@@ -131,8 +131,9 @@ const BOCHS: &[Backend] = &[Backend::Bochs(Model::Ryzen), Backend::Bochs(Model::
 /// leaf 1, ECX bit 23) and raises `#UD` at it.
 const NO_POPCNT: &str = "console=ttyS0 clearcpuid=151 ";
 
-/// The same guests on another emulator's processors, and Debian's kernel.
-pub fn bochs_scenarios() -> Vec<Scenario> {
+/// The same guests on another emulator's processors, and Debian's kernel; `is_long`: on both of
+/// them.
+pub fn bochs_scenarios(is_long: bool) -> Vec<Scenario> {
     let guests = micro_scenarios().into_iter();
     let guests = guests.filter(|guest| left_out("bochs", guest.name).is_none());
     let guests = guests.map(|guest| Scenario { backends: BOCHS, cpus: &[1], ..guest });
@@ -140,7 +141,8 @@ pub fn bochs_scenarios() -> Vec<Scenario> {
     let linux = linux.flat_map(|linux| {
         let system = linux.system.replace("console=ttyS0 ", NO_POPCNT);
         let phenom = Scenario { backends: &BOCHS[1..], cpus: &[1], system, ..linux.clone() };
-        [Scenario { backends: &BOCHS[..1], cpus: &[1], ..linux }, phenom]
+        let ryzen = Scenario { backends: &BOCHS[..1], cpus: &[1], ..linux };
+        std::iter::once(ryzen).chain(is_long.then_some(phenom))
     });
     guests.chain(linux).collect()
 }
