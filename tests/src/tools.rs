@@ -8,6 +8,7 @@ use crate::system::{target, workspace};
 use anyhow::{Context, Result, bail, ensure};
 use rustix::process::geteuid;
 use std::fs;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -48,14 +49,14 @@ impl Debian {
         Self::copy(&made(SUITE, bootstrap)?)
     }
 
-    /// Copies a Debian with debos, fakemachine, debvm, lintian, virtme-ng (in `/opt/vng/bin`) and a
-    /// mirror (`/srv/mirror`).
+    /// Copies a Debian with debos, fakemachine, debvm, lintian, virtme-ng (in `/opt/vng/bin`),
+    /// bpftrace, perf, and a mirror (`/srv/mirror`).
     ///
     /// # Errors
     /// The caller is not root; a package cannot be fetched or installed.
     pub fn with_tools() -> Result<Self> {
         let _held = lock();
-        Self::copy(&made("tools", |folder| {
+        Self::copy(&made(&tools_name()?, |folder| {
             let fresh = made(SUITE, bootstrap)?;
             copy_tree(&fresh, folder)?;
             fetch_wheels(&folder.join("srv/wheels"))?;
@@ -119,6 +120,21 @@ fn work() -> PathBuf {
 /// Keeps other threads from making a Debian. A panic leaves no half of one.
 fn lock() -> MutexGuard<'static, ()> {
     MAKING.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Returns the name of the Debian with tools, and removes those that an earlier script has made.
+fn tools_name() -> Result<String> {
+    let mut hasher = DefaultHasher::new();
+    PREPARE.hash(&mut hasher);
+    let name = format!("tools-{:016x}", hasher.finish());
+    for entry in fs::read_dir(work()).into_iter().flatten() {
+        let entry = entry.context("cannot read the folder of Debians")?;
+        let found = entry.file_name().to_string_lossy().into_owned();
+        if found.starts_with("debian-tools") && found != format!("debian-{name}") {
+            fs::remove_dir_all(entry.path()).with_context(|| found)?;
+        }
+    }
+    Ok(name)
 }
 
 /// Returns the Debian with this name, which `make` makes if there is none. It appears complete or

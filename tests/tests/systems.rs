@@ -115,6 +115,7 @@ const TOOLS: &[(&str, Body)] = &[
     ("tools-debvm", shows::debvm),
     ("tools-vng", shows::virtme_ng),
     ("tools-ci", shows::job),
+    ("tools-trace", shows::tracers),
 ];
 /// Attacks of a guest's kernel on its host: long, or short.
 const ESCAPES: &[(&str, Attack)] = &[

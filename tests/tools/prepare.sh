@@ -2,7 +2,7 @@
 export LC_ALL=C
 apt-get update -q
 apt-get install -q -y --no-install-recommends bzip2 dbus debos debvm dosfstools dpkg-dev e2fsprogs fakemachine kmod lintian \
-    mount openssh-client parted passt python3-venv systemd-resolved udev xz-utils
+    bpftrace linux-perf mount openssh-client parted passt python3-venv systemd-resolved udev xz-utils
 apt-get clean
 
 # A mirror of its own for debootstrap and mmdebstrap: what Debian itself needs, and what debvm adds.

@@ -13,6 +13,8 @@ use std::time::Instant;
 const RECIPE: &str = include_str!("../../tools/recipe.yaml");
 /// Folder of the EFI system partition in the list of files.
 const ESP: &str = " ./boot/efi";
+/// Script that traces a guest.
+const TRACERS: &str = include_str!("../../tools/trace.sh");
 /// Job of a CI service, which users copy.
 const JOB: &str = include_str!("../../../examples/ci.sh");
 
@@ -149,6 +151,27 @@ pub fn debvm() -> Result<()> {
         0,
     )?;
     ensure!(printed.contains("-parador\n") && printed.contains("running\n"), "{printed}");
+    Ok(())
+}
+
+/// Programs that trace by BPF and tracepoints show what a guest does: system calls by name, kernel
+/// functions with arguments of their types, functions of programs, histograms.
+pub fn tracers() -> Result<()> {
+    let debian = installed()?;
+    let root = debian.root().join("srv/trace.sh");
+    fs::write(root, TRACERS).context("cannot write the script")?;
+    let printed = ends(&debian, "timeout -s KILL 600 parador exec / -- sh /srv/trace.sh", 0)?;
+    for text in [
+        "openat by cat: 1",
+        "vfs_open of trace-me",
+        "@reads[head]: 1",
+        "@opened_us",
+        "main of bash: 1",
+        "openat(",
+        "trace-me",
+    ] {
+        ensure!(printed.contains(text), "`{text}` did not appear:\n{printed}");
+    }
     Ok(())
 }
 
