@@ -476,26 +476,29 @@ pub fn killed(
     Ok(())
 }
 
-/// The processes of a machine whose shell is there: `parador`, the device process, those of the
-/// disk, the guest's.
-pub fn children(child: &Child) -> Result<Vec<u32>> {
-    let deadline = Instant::now() + GONE;
+/// Returns the device process of a VM and its children, or nothing yet.
+pub fn vm_processes(child: &Child) -> Vec<u32> {
     let below = |process: u32| -> Vec<u32> {
         let path = format!("/proc/{process}/task/{process}/children");
         let text = fs::read_to_string(path).unwrap_or_default();
         text.split_whitespace().filter_map(|number| number.parse().ok()).collect()
     };
+    let is_device = |process: &u32| {
+        let name = fs::read_to_string(format!("/proc/{process}/comm"));
+        // Names end after fifteen bytes.
+        name.is_ok_and(|name| WEDGE.starts_with(name.trim()))
+    };
+    let device = below(child.id()).into_iter().find(is_device);
+    device.into_iter().flat_map(|device| std::iter::once(device).chain(below(device))).collect()
+}
+
+/// The processes of a machine whose shell is there: `parador`, the device process, those of the
+/// disk, the guest's.
+pub fn children(child: &Child) -> Result<Vec<u32>> {
+    let deadline = Instant::now() + GONE;
     loop {
         let mut all = vec![child.id()];
-        let is_device = |process: &u32| {
-            let name = fs::read_to_string(format!("/proc/{process}/comm"));
-            // Names end after fifteen bytes.
-            name.is_ok_and(|name| WEDGE.starts_with(name.trim()))
-        };
-        if let Some(device) = below(child.id()).into_iter().find(is_device) {
-            all.push(device);
-            all.extend(below(device));
-        }
+        all.extend(vm_processes(child));
         // The guest's own programs have begun.
         if all.len() > 6 {
             return Ok(all);

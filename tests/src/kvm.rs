@@ -205,8 +205,14 @@ pub fn debugged() -> Result<()> {
     let mut host = Host::start(&mut machine)?;
     let mut sessions = || {
         host.until("== first")?;
-        let first =
-            ["print $pc < 0x8000000", "print $cs", "x/i $pc", "stepi", "stepi", "info threads"];
+        let first = [
+            "print $pc > 0 && $pc < 0x8000000",
+            "print $cs",
+            "x/i $pc",
+            "stepi",
+            "stepi",
+            "info threads",
+        ];
         let text =
             gdb_at(&rig, "gdb", &[&first[..], &["break *__x64_sys_sync", "detach"]].concat())?;
         has(&text, &["$1 = 1", "Thread 1.2", "detached"])?;

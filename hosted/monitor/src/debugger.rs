@@ -81,6 +81,7 @@ impl Debugger {
             end: Arc::clone(&end),
             kernel,
             vcpus: usize::from(vcpus),
+            waits: place.waits(),
             ram,
             news,
             connection: None,

@@ -1,12 +1,15 @@
 //! The guest's kernel under GDB.
 
 use super::observed::wait;
-use super::{Rig, start};
+use super::{Rig, start, vm_processes};
 use anyhow::{Context, Result, ensure};
+use rustix::process::{Pid, Signal, kill_process};
 use std::fs;
 use std::io::{Read, Write};
 use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::Duration;
 
 /// Most seconds of a session: its VM may be on an emulated host, beside other tests.
 const LIMIT: &str = "500";
@@ -91,6 +94,7 @@ pub fn session() -> Result<()> {
         at_sync(&rig, &["info symbol $rip"], &["x86_64_start_kernel"])?;
         ends(child, 3, &["has synced"])?;
     }
+    late(&rig)?;
     // One that runs is interrupted and changed; the debugger comes twice, and leaves without a
     // word.
     let mut child = start(rig.run().args(["--gdb", "unix=gdb"]))?;
@@ -122,6 +126,32 @@ pub fn session() -> Result<()> {
     }
     child.kill().and_then(|()| child.wait()).context("cannot end parador")?;
     interrupt(&rig)
+}
+
+/// A debugger that connects before the guest has come to its first stop waits for it, also on a
+/// host on which that takes seconds.
+fn late(rig: &Rig) -> Result<()> {
+    let child = start(rig.run().args(["--gdb", "unix=gdb,wait", "-p", "parador.run=\"exit 3\""]))?;
+    // As soon as one of them exists it goes no further, so that no vCPU starts.
+    let send = |signal| {
+        let processes = vm_processes(&child).into_iter().filter_map(|id| Pid::from_raw(id as i32));
+        // It may have ended meanwhile.
+        processes.filter(|process| kill_process(*process, signal).is_ok()).count()
+    };
+    wait(|| (send(Signal::STOP) != 0).then_some(()))?;
+    for _ in 0..100 {
+        thread::sleep(Duration::from_millis(2));
+        send(Signal::STOP);
+    }
+    let text = thread::scope(|scope| {
+        scope.spawn(|| {
+            thread::sleep(Duration::from_millis(2500));
+            send(Signal::CONT)
+        });
+        gdb(rig, &["info symbol $rip", "stepi", "info symbol $rip", "detach"])
+    })?;
+    has(&text, &["x86_64_start_kernel in section", "x86_64_start_kernel + "])?;
+    ends(child, 3, &[])
 }
 
 /// Ctrl-C stops all virtual CPUs, also idle ones; a machine that ends ends the session. At a TCP

@@ -25,6 +25,8 @@ use std::time::{Duration, Instant};
 
 /// Time limit for virtual CPUs to stop. One that spins with interrupts disabled does not stop.
 const TIMEOUT: Duration = Duration::from_secs(1);
+/// Time limit for a VM that waits for the debugger to come to its first stop, on a busy host.
+const START_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A debugger session with the VM.
 pub struct Session {
@@ -33,6 +35,8 @@ pub struct Session {
     pub end: Arc<AtomicBool>,
     pub kernel: GuestKernel,
     pub vcpus: usize,
+    /// The guest does not start before the debugger connects.
+    pub waits: bool,
     pub ram: Ram,
     /// Readable after changes of the VM.
     pub news: UnixStream,
@@ -114,13 +118,23 @@ impl Session {
         Ok(self.word(of(vcpu, offset_of!(VcpuDebug, halted)))? != 0)
     }
 
+    /// Returns whether the VM waits for the debugger, and its first virtual CPU has not come to the
+    /// stop before its first instruction.
+    fn is_starting(&self) -> Result<bool, Gone> {
+        Ok(self.waits && self.word(of(0, offset_of!(VcpuDebug, halts)))? == 0)
+    }
+
     /// Stops all virtual CPUs; those that do not stop in time are not visible to the debugger.
     pub fn stop_all(&mut self) -> Result<(), Gone> {
         self.set_word(offset_of!(DebugState, wanted), 1)?;
-        let deadline = Instant::now() + TIMEOUT;
+        let begin = Instant::now();
+        let mut deadline = begin + TIMEOUT;
         loop {
             // A virtual CPU may have stopped by itself meanwhile.
             self.ask(Command::Halt)?;
+            if self.is_starting()? && begin.elapsed() < START_TIMEOUT {
+                deadline = Instant::now() + TIMEOUT;
+            }
             let mut all = true;
             for vcpu in 0..self.vcpus {
                 all &= self.is_halted(vcpu)?;
