@@ -2,10 +2,14 @@
 
 XTASK := scripts/cargo xtask
 
-.PHONY: help run run-hosted package test bench bench-previrt bench-hosted bench-tools bench-vtlb image check clean setup
+.PHONY: help run: setup
+	@$(XTASK) run $(ARCH)
+
+run-hosted package test bench bench-previrt bench-hosted bench-tools bench-vtlb image check clean setup
 
 help:
 	@echo "make run      build Parador and boot three guests on an emulated machine, on this terminal"
+	@echo "make run ARCH=arm64  boot Debian's Linux for AArch64 as a guest on an emulated machine"
 	@echo "make run-hosted  build a Linux kernel and boot it as processes of this host"
 	@echo "make package  build the Debian package of parador"
 	@echo "make test     run every test: units, device scripts, micro-guests, Linux boots"

@@ -12,6 +12,7 @@ pub mod arm64;
 pub mod bochs;
 pub mod debian;
 pub mod docs;
+pub mod foreign;
 pub mod front_door;
 pub mod fuzz;
 pub mod hosted;

@@ -29,8 +29,8 @@ pub struct Group {
 
 /// The kernel that measures its own longest path, for the tests and benchmarks.
 const MEASURED: &str = "measured";
-/// Kernel and programs for AArch64, which no system description can name yet.
-const ARM64_GROUP: &str = "arm64";
+/// Kernel and programs for AArch64, which no system description can name yet; name of the group.
+pub const ARM64_GROUP: &str = "arm64";
 
 /// The kernel runs at the bottom of the upper half, out of reach of absolute 32-bit addresses:
 /// it needs position-independent code. Programs and guests are linked to fixed low addresses.
@@ -82,7 +82,7 @@ pub const GROUPS: &[Group] = &[
         name: ARM64_GROUP,
         target: ARM64,
         directory: "arm64",
-        packages: &["kernel-image", "native-first", "guests-arm64"],
+        packages: &["kernel-image", "native-first", "native-solo", "guests-arm64"],
         flags: &["-Crelocation-model=static"],
     },
 ];

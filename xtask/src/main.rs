@@ -31,6 +31,7 @@ usage: cargo xtask COMMAND
   build [PACKAGE...]      build everything, or only these packages, into target/artifacts;
                           `runtime`: all programs that a system description can name
   run [FILE] [ARGUMENT..] build, then emulate a system (examples/three-guests.toml)
+  run arm64               build, then boot Debian's Linux for AArch64 with a shell
   run-hosted [ARGUMENT..] build, then boot a pre-virtualized kernel in processes of this host
   image [FILE]            build, then make a bootable ISO image
   package [--quick] [--output FOLDER]

@@ -17,8 +17,8 @@ pub mod group {
     pub const ALL: u64 = SYSTEM;
 }
 
-/// Exit reasons of AArch64, besides [`super::exit`]. [`RunControl::exit_info`] of all of them is
-/// the syndrome (ESR_EL2).
+/// Exit reasons of AArch64, besides [`super::exit`]. Unless stated otherwise
+/// [`RunControl::exit_info`] is the syndrome (ESR_EL2).
 pub mod exit {
     use super::super::exit::FIRST_OF_ARCH;
 
@@ -26,8 +26,9 @@ pub mod exit {
     pub const SYSTEM_REGISTER: u64 = FIRST_OF_ARCH;
     /// `SMC`.
     pub const SECURE_CALL: u64 = FIRST_OF_ARCH + 1;
-    /// Floating point or SIMD.
-    pub const FLOATING_POINT: u64 = FIRST_OF_ARCH + 2;
+    /// The guest has ended an interrupt with [`super::virq::REPORT_END`], whose number is
+    /// [`super::RunControl::exit_info`].
+    pub const VIRQ_ENDED: u64 = FIRST_OF_ARCH + 2;
     /// [`super::VcpuState::pstate`] is no state of EL0 or EL1; the guest has not been entered.
     pub const INVALID_STATE: u64 = FIRST_OF_ARCH + 3;
 }
@@ -62,7 +63,7 @@ pub mod system {
     pub const COUNT: usize = 23;
 }
 
-/// Format of the words of [`VcpuState::virqs`].
+/// Format of the words of [`VcpuState::virqs`], and of [`VcpuState::timer_virq`].
 pub mod virq {
     /// Number of the interrupt (INTID), below 1020: other words are ignored.
     pub const NUMBER: u64 = 0xffff;
@@ -70,6 +71,9 @@ pub mod virq {
     pub const PRIORITY_SHIFT: u32 = 16;
     /// Mask of the priority, after the shift.
     pub const PRIORITY_MASK: u64 = 0xff;
+    /// The vCPU exits when the guest has ended the interrupt: for level-triggered interrupts. The
+    /// timer's has no such exit.
+    pub const REPORT_END: u64 = 1 << 30;
     /// The word has an interrupt.
     pub const VALID: u64 = 1 << 31;
     /// Number of words.
@@ -108,12 +112,24 @@ pub struct VcpuState {
     /// In.
     pub virqs: [SharedU64; virq::COUNT],
 
+    /// The interrupt ([`virq`]) of the guest's virtual timer. While the word has none, an interrupt
+    /// of the timer stays pending. In.
+    pub timer_virq: SharedU64,
+    /// Counter value at which the guest's virtual timer interrupts; [`crate::FOREVER`] if it does
+    /// not. Valid with [`super::exit::HALT`]. Out.
+    pub timer_deadline: SharedU64,
+
     /// Registers of EL1 ([`system`]).
     pub system: [SharedU64; system::COUNT],
     /// Affinity that the guest reads in MPIDR_EL1.
     pub affinity: SharedU64,
     /// Subtracted from the counter that the guest reads in CNTVCT_EL0 (CNTVOFF_EL2).
     pub counter_offset: SharedU64,
+
+    /// Registers of floating point and SIMD, while no CPU has them. The kernel keeps them here.
+    pub vectors: [[SharedU64; 2]; 32],
+    /// FPCR and FPSR, likewise.
+    pub float_control: [SharedU64; 2],
 }
 
 const _: () = assert!(core::mem::size_of::<VcpuState>() == 4096);

@@ -8,6 +8,10 @@
 .equ DONE, 0x101
 .equ GIVE, 0x103
 .equ FAILED, 0x102
+.equ FLOAT, 0x55
+// Ticks of the timer, and number of its interrupt.
+.equ TICKS, 100000
+.equ TIMER, 27
 
 .macro step number
     mov x19, #\number
@@ -71,8 +75,9 @@ guest_start:
     mov x0, #3 << 20
     msr cpacr_el1, x0
     isb
-    // fmov d0, xzr
-    .inst 0x9e6703e0
+    add x0, x20, #FLOAT
+    // fmov d7, x0
+    .inst 0x9e670007
 
     step 7
     wfi
@@ -143,6 +148,50 @@ after_user:
     mrs x0, cntv_cval_el0
     cmp x0, x20
     b.ne failed
+    // fmov x0, d7
+    .inst 0x9e6600e0
+    add x1, x20, #FLOAT
+    cmp x0, x1
+    b.ne failed
+
+    step 13
+    // No EL2, no performance monitors.
+    mrs x0, id_aa64pfr0_el1
+    ubfx x0, x0, #8, #4
+    cbnz x0, failed
+    mrs x0, id_aa64dfr0_el1
+    ubfx x0, x0, #8, #4
+    cbnz x0, failed
+
+    step 14
+    // The end of this interrupt is reported.
+    mov x23, #0
+    mov x24, #0
+    mov x0, #GIVE
+    hvc #0
+    msr daifclr, #2
+1:  cbz x24, 1b
+    msr daifset, #2
+    expect x23, 60
+
+    step 15
+    // The timer interrupts once, after the other vCPU has run, or while this one waits.
+    mov x23, #0
+    mov x24, #0
+    mov x0, #TICKS & 0xffff
+    movk x0, #TICKS >> 16, lsl #16
+    msr cntv_tval_el0, x0
+    mov x0, #1
+    msr cntv_ctl_el0, x0
+    mov x0, #GIVE
+    hvc #0
+    // It waits with interrupts masked, so that it misses none.
+1:  wfi
+    msr daifclr, #2
+    isb
+    msr daifset, #2
+    cbz x24, 1b
+    expect x23, TIMER
     mov x0, #DONE
     hvc #0
 failed:
@@ -168,7 +217,11 @@ vectors:
     // An interrupt: ICC_IAR1_EL1, ICC_EOIR1_EL1.
     .balign 128
     mrs x12, S3_0_C12_C12_0
-    add x23, x23, x12
+    cmp x12, #TIMER
+    b.ne 1f
+    msr cntv_ctl_el0, xzr
+    isb
+1:  add x23, x23, x12
     add x24, x24, #1
     msr S3_0_C12_C12_1, x12
     eret

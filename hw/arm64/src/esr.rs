@@ -1,5 +1,7 @@
 //! Syndrome of an exception, ESR_ELx: Arm ARM, D24.2.40.
 
+/// Lowest bit of the exception class.
+pub const CLASS_SHIFT: u32 = 26;
 /// Exception class of a syndrome: bits 31 to 26.
 pub const fn class(syndrome: u64) -> u64 {
     syndrome >> 26 & 0x3f
@@ -27,6 +29,8 @@ pub mod class {
     pub const DATA_ABORT: u64 = 0x24;
 }
 
+/// Bit of a data abort: the syndrome describes the instruction (ISV).
+pub const DESCRIBED: u64 = 1 << 24;
 /// Bit of a data abort: the access is a write.
 pub const WRITE: u64 = 1 << 6;
 /// Bit of an abort: stage 2 has faulted for a walk of stage 1.
@@ -34,7 +38,91 @@ pub const WALK: u64 = 1 << 7;
 /// Bit of a data abort: the access is by an instruction for cache maintenance.
 pub const CACHE_MAINTENANCE: u64 = 1 << 8;
 
+/// Access to a system register that has trapped, by its syndrome.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct SystemAccess {
+    /// The register ([`system_register`]).
+    pub register: u32,
+    /// General-purpose register; 31: zero.
+    pub general: usize,
+    /// `MRS`; else `MSR`.
+    pub is_read: bool,
+}
+
+/// Number of a system register from the fields of its encoding: op0, op1, CRn, CRm, op2.
+pub const fn system_register(op0: u32, op1: u32, crn: u32, crm: u32, op2: u32) -> u32 {
+    op0 << 14 | op1 << 11 | crn << 7 | crm << 3 | op2
+}
+
+/// Decodes the syndrome of an access to a system register.
+pub const fn system_access(syndrome: u64) -> SystemAccess {
+    let iss = syndrome as u32;
+    let fields = [iss >> 20 & 3, iss >> 14 & 7, iss >> 10 & 15, iss >> 1 & 15, iss >> 17 & 7];
+    let [op0, op1, crn, crm, op2] = fields;
+    SystemAccess {
+        register: system_register(op0, op1, crn, crm, op2),
+        general: (iss >> 5 & 31) as usize,
+        is_read: iss & 1 != 0,
+    }
+}
+
+/// Access to memory by one general-purpose register, by the syndrome of its data abort.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct MemoryAccess {
+    /// Bytes: 1, 2, 4 or 8.
+    pub size: u8,
+    /// General-purpose register; 31: zero.
+    pub general: usize,
+    /// A load extends the sign.
+    pub is_signed: bool,
+    /// The register has 64 bits; else its upper half becomes zero.
+    pub is_wide: bool,
+    /// A store.
+    pub is_write: bool,
+}
+
+/// Decodes the syndrome of a data abort; `None`: it does not describe the instruction, which
+/// accesses several registers or changes its address register.
+pub const fn memory_access(syndrome: u64) -> Option<MemoryAccess> {
+    if syndrome & DESCRIBED == 0 {
+        return None;
+    }
+    Some(MemoryAccess {
+        size: 1 << (syndrome >> 22 & 3),
+        general: (syndrome >> 16 & 31) as usize,
+        is_signed: syndrome & 1 << 21 != 0,
+        is_wide: syndrome & 1 << 15 != 0,
+        is_write: syndrome & WRITE != 0,
+    })
+}
+
 /// Returns whether the status of an abort is a permission fault, at any level.
 pub const fn is_permission_fault(syndrome: u64) -> bool {
     syndrome & 0x3c == 0x0c
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn accesses_to_system_registers() {
+        // msr icc_sgi1r_el1, x20
+        let access = system_access(0x6000_0000 | 3 << 20 | 5 << 17 | 12 << 10 | 20 << 5 | 11 << 1);
+        let register = system_register(3, 0, 12, 11, 5);
+        assert_eq!(access, SystemAccess { register, general: 20, is_read: false });
+        assert_ne!(register, system_register(3, 0, 12, 12, 5));
+    }
+
+    #[test]
+    fn accesses_to_memory() {
+        // str w4, [x6]; ldrsb x3, [x6]; ldp
+        let store =
+            MemoryAccess { size: 4, general: 4, is_signed: false, is_wide: false, is_write: true };
+        assert_eq!(memory_access(0x9384_0046), Some(store));
+        let load =
+            MemoryAccess { size: 1, general: 3, is_signed: true, is_wide: true, is_write: false };
+        assert_eq!(memory_access(0x9323_8006), Some(load));
+        assert_eq!(memory_access(0x9200_0006), None);
+    }
 }

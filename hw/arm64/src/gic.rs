@@ -25,12 +25,33 @@ pub mod distributor {
     pub const ISENABLER: usize = 0x0100;
     /// Disables: a bit each.
     pub const ICENABLER: usize = 0x0180;
+    /// Makes pending: a bit each.
+    pub const ISPENDR: usize = 0x0200;
+    /// Makes no longer pending: a bit each.
+    pub const ICPENDR: usize = 0x0280;
+    /// Makes active: a bit each.
+    pub const ISACTIVER: usize = 0x0300;
+    /// Deactivates: a bit each.
+    pub const ICACTIVER: usize = 0x0380;
     /// Priority: a byte each.
     pub const IPRIORITYR: usize = 0x0400;
     /// Edge or level: two bits each.
     pub const ICFGR: usize = 0x0c00;
     /// Target: 8 bytes each.
     pub const IROUTER: usize = 0x6000;
+
+    /// More about the type.
+    pub const IIDR: usize = 0x0008;
+    /// Identification: bits 7 to 4 have the version of the architecture.
+    pub const PIDR2: usize = 0xffe8;
+    /// Value of [`PIDR2`] for version 3.
+    pub const VERSION_3: u32 = 0x3b;
+    /// Bit of [`CTLR`]: interrupts of group 1, with one security state.
+    pub const ENABLE_GROUP_1: u32 = 1 << 1;
+    /// Bits of [`CTLR`] that are 1: affinity routing, one security state.
+    pub const ONE_STATE: u32 = 1 << 4 | 1 << 6;
+    /// Bit of a route: to any CPU.
+    pub const ANY: u64 = 1 << 31;
 
     /// Bits of [`CTLR`]: both groups, affinity routing. With two security states bit 0 is group 1
     /// and bit 1 the same with affinity routing (12.9.4).
@@ -62,6 +83,38 @@ pub mod redistributor {
     pub const PRIVATE: usize = 0x1_0000;
 }
 
+/// Interrupts of a write to ICC_SGI1R_EL1: the reverse of [`software_interrupt`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct SoftwareInterrupt {
+    /// Number of the interrupt, below 16.
+    pub number: u32,
+    /// All CPUs but the sender; otherwise those of `list`.
+    pub to_others: bool,
+    /// Affinity of the first of 16 CPUs.
+    pub first: u64,
+    /// A bit for each of these CPUs.
+    pub list: u16,
+}
+
+impl SoftwareInterrupt {
+    /// Decodes a value of the register.
+    pub const fn decode(value: u64) -> Self {
+        let [aff1, aff2, aff3] = [value >> 16 & 0xff, value >> 32 & 0xff, value >> 48 & 0xff];
+        Self {
+            number: (value >> 24 & 15) as u32,
+            to_others: value & 1 << 40 != 0,
+            first: aff3 << 32 | aff2 << 16 | aff1 << 8 | (value >> 44 & 15) << 4,
+            list: value as u16,
+        }
+    }
+
+    /// Returns whether the CPU with this affinity gets the interrupt.
+    pub const fn is_for(self, affinity: u64, is_sender: bool) -> bool {
+        let index = affinity.wrapping_sub(self.first);
+        if self.to_others { !is_sender } else { index < 16 && self.list & 1 << index != 0 }
+    }
+}
+
 /// Virtual interface, for guests: registers ICH_*_EL2 (9.4).
 pub mod virtual_interface {
     /// ICH_HCR_EL2: virtual interrupts are delivered.
@@ -79,6 +132,12 @@ pub mod virtual_interface {
     pub const GROUP_1: u64 = 1 << 60;
     /// ICH_LR: lowest bit of the priority.
     pub const PRIORITY_SHIFT: u32 = 48;
+    /// ICH_LR: linked to an interrupt of the host, which the guest's EOI deactivates.
+    pub const LINKED: u64 = 1 << 61;
+    /// ICH_LR: lowest bit of the number of that interrupt.
+    pub const LINK_SHIFT: u32 = 32;
+    /// ICH_LR without [`LINKED`]: maintenance interrupt when the guest has ended the interrupt.
+    pub const REPORT_END: u64 = 1 << 41;
     /// ICH_LR: number of the interrupt.
     pub const NUMBER: u64 = 0xffff_ffff;
 
@@ -95,6 +154,8 @@ pub mod virtual_interface {
 }
 /// Priority of all interrupts.
 pub const PRIORITY: u8 = 0xa0;
+/// ICC_CTLR_EL1: the end of an interrupt only lowers the priority; ICC_DIR_EL1 deactivates it.
+pub const SEPARATE_DEACTIVATION: u64 = 1 << 1;
 /// Priority mask of the CPU interface: all.
 pub const ALL_PRIORITIES: u64 = 0xff;
 /// Bits of ICC_SRE_EL2: system registers, no bypass, lower levels may use them.
@@ -126,5 +187,12 @@ mod tests {
         assert_eq!(software_interrupt(0, 0), 1);
         assert_eq!(software_interrupt(0x12_0000_0103, 5), 0x0012_0000_0501_0008);
         assert_eq!(software_interrupt(0x2_0011, 0), 0x0000_1002_0000_0002);
+        for (affinity, number) in [(0, 0), (0x12_0000_0103, 5), (0x2_0011, 0)] {
+            let one = SoftwareInterrupt::decode(software_interrupt(affinity, number));
+            assert_eq!(u64::from(one.number), number);
+            assert!(one.is_for(affinity, true) && !one.is_for(affinity + 1, false));
+        }
+        let others = SoftwareInterrupt::decode(1 << 40 | 3 << 24);
+        assert!(others.is_for(1, false) && !others.is_for(1, true));
     }
 }

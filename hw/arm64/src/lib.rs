@@ -8,5 +8,6 @@ pub mod gic;
 pub mod image;
 pub mod paging;
 pub mod pl011;
+pub mod pl031;
 pub mod psci;
 pub mod registers;

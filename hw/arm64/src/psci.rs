@@ -3,6 +3,24 @@
 
 /// Names in a device tree of the versions with standard function numbers.
 pub const COMPATIBLE: [&str; 2] = ["arm,psci-1.0", "arm,psci-0.2"];
+/// Version: 1.1, in the format of the function.
+pub const VERSION_1_1: u64 = 1 << 16 | 1;
+/// Returns the version.
+pub const VERSION: u64 = 0x8400_0000;
+/// Suspends the calling CPU; with 64-bit arguments.
+pub const CPU_SUSPEND: u64 = 0xc400_0001;
+/// Stops the calling CPU.
+pub const CPU_OFF: u64 = 0x8400_0002;
+/// State of a CPU: affinity, lowest level. 0: on, 1: off.
+pub const AFFINITY_INFO: u64 = 0xc400_0004;
+/// Kind of the trusted OS that may have to migrate; [`NO_TRUSTED_OS`].
+pub const MIGRATE_INFO_TYPE: u64 = 0x8400_0006;
+/// There is none.
+pub const NO_TRUSTED_OS: u64 = 2;
+/// Returns whether there is a function.
+pub const FEATURES: u64 = 0x8400_000a;
+/// Bit of function numbers: arguments have 64 bits.
+pub const WIDE: u64 = 1 << 30;
 /// Starts a CPU: affinity, entry point, argument.
 pub const CPU_ON: u64 = 0xc400_0003;
 /// Switches the machine off.
@@ -11,3 +29,19 @@ pub const SYSTEM_OFF: u64 = 0x8400_0008;
 pub const SYSTEM_RESET: u64 = 0x8400_0009;
 /// Result: done.
 pub const SUCCESS: i64 = 0;
+/// Result: no such function.
+pub const NOT_SUPPORTED: i64 = -1;
+/// Result: an argument is wrong.
+pub const INVALID_PARAMETERS: i64 = -2;
+/// Result: the CPU runs already.
+pub const ALREADY_ON: i64 = -4;
+
+/// Functions of the SMC calling convention itself (DEN 0028).
+pub mod smccc {
+    /// Returns the version.
+    pub const VERSION: u64 = 0x8000_0000;
+    /// Version 1.1.
+    pub const VERSION_1_1: u64 = 1 << 16 | 1;
+    /// Returns whether there is a function.
+    pub const ARCH_FEATURES: u64 = 0x8000_0001;
+}

@@ -22,6 +22,8 @@ pub mod hcr {
     const BROADCAST: u64 = 1 << 9 | 1 << 10;
     /// WFI traps.
     const TWI: u64 = 1 << 13;
+    /// Reads of identification registers trap (TID3).
+    const TID3: u64 = 1 << 18;
     /// SMC traps.
     const TSC: u64 = 1 << 19;
     /// Registers that the implementation defines trap (TIDCP, TACR), and maintenance of caches by
@@ -39,7 +41,7 @@ pub mod hcr {
     pub const HOST: u64 = E2H | RW | TGE;
     /// Value while guests run. Pointer authentication and memory tags trap.
     pub const GUEST: u64 =
-        E2H | RW | VM | SWIO | INTERRUPTS | BROADCAST | TWI | TSC | IMPLEMENTATION | ERRORS;
+        E2H | RW | VM | SWIO | INTERRUPTS | BROADCAST | TWI | TID3 | TSC | IMPLEMENTATION | ERRORS;
 }
 
 /// SCTLR of EL1, or of EL2 with E2H.
@@ -113,6 +115,8 @@ pub mod spsr {
     pub const EL1: u64 = 0b0_0101;
     /// Mode: EL0 in AArch32.
     pub const EL0_32: u64 = 0b1_0000;
+    /// The kernel may not access pages of EL0 (PAN).
+    pub const PAN: u64 = 1 << 22;
     /// Bits that a guest may have: all except the one for software steps.
     pub const GUEST: u64 = 0xffff_ffff & !(1 << 21);
 }
@@ -158,3 +162,8 @@ pub const fn hpfar_page(value: u64) -> u64 {
 pub const CNTHCTL_HOST: u64 = 0b11;
 /// Bit of CNTx_CTL: the timer is enabled; not masked.
 pub const TIMER_ENABLED: u64 = 1;
+/// Bit of CNTx_CTL: the timer does not interrupt.
+pub const TIMER_MASKED: u64 = 2;
+
+/// CPACR_EL1, or CPTR_EL2 with E2H: floating point does not trap (FPEN).
+pub const FLOATING_POINT: u64 = 3 << 20;

@@ -7,7 +7,7 @@ use hw_arm64::gic::{self, distributor, redistributor};
 use kernel_core::MAX_IRQS;
 use kernel_core::object::IrqNumber;
 
-use crate::io::{DeviceRegisters, instruction_barrier};
+use crate::io::{DeviceRegisters, data_barrier, instruction_barrier};
 use crate::machine::{MAX_CPUS, Machine};
 use crate::memory::direct;
 use crate::{cpu, log, read_register, time, write_register};
@@ -22,6 +22,10 @@ static DISTRIBUTOR: AtomicUsize = AtomicUsize::new(0);
 static REDISTRIBUTORS: [AtomicUsize; MAX_CPUS] = [const { AtomicUsize::new(0) }; MAX_CPUS];
 static COUNT: AtomicU32 = AtomicU32::new(0);
 static TIMER: AtomicU32 = AtomicU32::new(0);
+/// Interrupt of the guests' timer; 0: none.
+static VIRTUAL_TIMER: AtomicU32 = AtomicU32::new(0);
+/// Place in the device tree of each CPU.
+static PLACES: [AtomicUsize; MAX_CPUS] = [const { AtomicUsize::new(0) }; MAX_CPUS];
 /// Private interrupts that are enabled: a bit each.
 static PRIVATE: AtomicU32 = AtomicU32::new(0);
 /// Object of each shared interrupt: its number plus 1; 0: none.
@@ -47,8 +51,10 @@ pub fn init(machine: &Machine) {
     let [shared, private] = machine.interrupt_controller;
     DISTRIBUTOR.store(direct(shared.base) as usize, Ordering::Relaxed);
     TIMER.store(machine.timer, Ordering::Relaxed);
-    let maintenance = machine.maintenance.map_or(0, |number| 1 << number);
-    PRIVATE.store(1 << KICK | 1 << machine.timer | maintenance, Ordering::Relaxed);
+    VIRTUAL_TIMER.store(machine.virtual_timer.unwrap_or(0), Ordering::Relaxed);
+    let of_guests = [machine.maintenance, machine.virtual_timer].into_iter().flatten();
+    let of_guests: u32 = of_guests.map(|number| 1 << number).fold(0, |all, bit| all | bit);
+    PRIVATE.store(1 << KICK | 1 << machine.timer | of_guests, Ordering::Relaxed);
     let all = registers(&DISTRIBUTOR);
     let count = 32 * ((all.read(distributor::TYPER) & 31) + 1);
     COUNT.store(count.min(gic::END_SHARED), Ordering::Relaxed);
@@ -101,6 +107,7 @@ pub fn init_cpu(listed: usize) -> bool {
     if place.load(Ordering::Relaxed) == 0 {
         return false;
     }
+    PLACES[cpu::current().id].store(listed, Ordering::Relaxed);
     let frames = registers(place);
     frames.write(redistributor::WAKER, frames.read(redistributor::WAKER) & !redistributor::SLEEP);
     let is_awake = || frames.read(redistributor::WAKER) & redistributor::CHILDREN_ASLEEP == 0;
@@ -115,7 +122,7 @@ pub fn init_cpu(listed: usize) -> bool {
         write_register!("icc_sre_el2", gic::SYSTEM_REGISTERS);
         instruction_barrier();
         write_register!("icc_pmr_el1", gic::ALL_PRIORITIES);
-        write_register!("icc_ctlr_el1", 0);
+        write_register!("icc_ctlr_el1", gic::SEPARATE_DEACTIVATION);
         write_register!("icc_igrpen1_el1", 1);
     }
     instruction_barrier();
@@ -139,6 +146,8 @@ pub fn kick(cpu_index: usize) {
 pub enum Cause {
     /// The timer of this CPU.
     Timer,
+    /// The timer of the guest whose registers are loaded. Its interrupt remains active.
+    VirtualTimer,
     /// Another CPU.
     Kick,
     /// An interrupt object's.
@@ -149,7 +158,11 @@ pub enum Cause {
 
 /// An interrupt in service, to be ended by [`end`].
 #[derive(Debug)]
-pub struct InService(u64);
+pub struct InService {
+    number: u64,
+    /// The guest deactivates it.
+    is_linked: bool,
+}
 
 /// Takes the next pending interrupt of this CPU.
 pub fn take() -> Option<(InService, Cause)> {
@@ -164,19 +177,40 @@ pub fn take() -> Option<(InService, Cause)> {
     let cause = match number {
         KICK => Cause::Kick,
         _ if number == TIMER.load(Ordering::Relaxed) => Cause::Timer,
+        _ if number == VIRTUAL_TIMER.load(Ordering::Relaxed) => Cause::VirtualTimer,
         _ => match OBJECTS[number as usize].load(Ordering::Relaxed) {
             0 => Cause::Unused,
             object => Cause::Object(IrqNumber(object - 1)),
         },
     };
-    Some((InService(value), cause))
+    Some((InService { number: value, is_linked: cause == Cause::VirtualTimer }, cause))
 }
 
 /// Ends the service of an interrupt.
-pub fn end(InService(value): InService) {
-    // SAFETY: the interrupt may be delivered again.
-    unsafe { write_register!("icc_eoir1_el1", value) };
+pub fn end(InService { number, is_linked }: InService) {
+    // SAFETY: the interrupt may be delivered again, unless a guest has to deactivate it.
+    unsafe {
+        write_register!("icc_eoir1_el1", number);
+        if !is_linked {
+            write_register!("icc_dir_el1", number);
+        }
+    }
     instruction_barrier();
+}
+
+/// Number of the interrupt of the guests' timer; `None`: the machine has none.
+pub fn virtual_timer() -> Option<u32> {
+    Some(VIRTUAL_TIMER.load(Ordering::Relaxed)).filter(|&number| number != 0)
+}
+
+/// Makes this CPU's interrupt of the guests' timer active or inactive.
+pub fn set_virtual_timer_active(is_active: bool) {
+    let Some(number) = virtual_timer() else { return };
+    let place = PLACES[cpu::current().id].load(Ordering::Relaxed);
+    let private = registers(&REDISTRIBUTORS[place]).from(redistributor::PRIVATE);
+    let register = if is_active { distributor::ISACTIVER } else { distributor::ICACTIVER };
+    private.write(register, 1 << number);
+    data_barrier();
 }
 
 /// Returns whether a device can have this interrupt.

@@ -37,6 +37,8 @@ pub struct Machine {
     pub interrupt_controller: [Range; 2],
     /// Interrupt of the hypervisor's physical timer.
     pub timer: u32,
+    /// Interrupt of the virtual timer, which guests use.
+    pub virtual_timer: Option<u32>,
     /// Interrupt by which the virtual interface tells that list registers are free.
     pub maintenance: Option<u32>,
     /// Firmware can start CPUs and end the machine (PSCI by SMC).
@@ -57,6 +59,7 @@ impl Machine {
         listed_cpus: 0,
         interrupt_controller: [Range::new(0, 0); 2],
         timer: 0,
+        virtual_timer: None,
         maintenance: None,
         has_psci: false,
     };
@@ -117,8 +120,10 @@ impl Machine {
         self.interrupt_controller = [distributor, redistributors];
         self.maintenance = private_interrupt(&gic, 0);
         // Secure, non-secure, virtual, hypervisor.
-        let timer = find(fdt, "arm,armv8-timer").and_then(|node| private_interrupt(&node, 3));
-        self.timer = timer.ok_or("the device tree lists no timer of the hypervisor")?;
+        let timers = find(fdt, "arm,armv8-timer");
+        let timer = |index| timers.and_then(|node| private_interrupt(&node, index));
+        self.virtual_timer = timer(2);
+        self.timer = timer(3).ok_or("the device tree lists no timer of the hypervisor")?;
         Ok(())
     }
 }

@@ -77,6 +77,7 @@ pub fn handle_interrupts(kernel: &Kernel<Arm64>, cpu_index: usize) {
                     arm_for_log(cpu_index);
                 }
             }
+            Cause::VirtualTimer => vcpu::timer::fired(kernel, &LOCALS.0[cpu_index].guest),
             Cause::Object(number) => kernel.interrupt(number),
             // The sender has changed scheduler state that this CPU evaluates on kernel exit.
             Cause::Kick | Cause::Unused => {}

@@ -12,9 +12,13 @@
 //!   vCPU, or one whose VM has lost mappings.
 
 mod fault;
+mod features;
+mod float;
 mod guest_entry;
 mod registers;
+pub mod timer;
 pub mod virqs;
+mod wait;
 
 use core::cell::Cell;
 use core::sync::atomic::Ordering;
@@ -37,6 +41,7 @@ use crate::run::{Guard, arm, handle_interrupts};
 use crate::{Arm64, boot, io, memory, read_register, time, write_register};
 use guest_entry::GuestEntry;
 use registers::SystemRegisters;
+use timer::VirtualTimer;
 use virqs::VirtualInterface;
 
 /// Length of A64 instructions in bytes.
@@ -51,6 +56,7 @@ pub struct VcpuFrames {
     state: *const VcpuState,
     system: SystemRegisters,
     interface: VirtualInterface,
+    timer: VirtualTimer,
     /// Generation of the VM's space that the vCPU was last entered with.
     generation: Cell<u64>,
     /// Counter value at which the VMM's thread blocked because the guest waits for an interrupt;
@@ -71,6 +77,7 @@ impl VcpuFrames {
             state: state.cast(),
             system: SystemRegisters::new(),
             interface: VirtualInterface::reset(),
+            timer: VirtualTimer::reset(),
             generation: Cell::new(0),
             halted: Cell::new(0),
         };
@@ -96,12 +103,14 @@ impl VcpuFrames {
 pub struct GuestCpu {
     /// vCPU whose registers are loaded.
     owner: Cell<Option<Handle<Vcpu<Arm64>>>>,
+    /// vCPU whose registers of floating point are loaded.
+    float_owner: Cell<Option<Handle<Vcpu<Arm64>>>>,
 }
 
 impl GuestCpu {
     /// State before the first guest.
     pub const fn unused() -> Self {
-        Self { owner: Cell::new(None) }
+        Self { owner: Cell::new(None), float_owner: Cell::new(None) }
     }
 }
 
@@ -121,6 +130,7 @@ pub unsafe fn init_this_cpu() {
         write_register!("vpidr_el2", identity);
         write_register!("mdcr_el2", hw_arm64::registers::MDCR_GUEST | counters);
     }
+    timer::stop();
     virqs::init_this_cpu();
     io::instruction_barrier();
     flush_guests();
@@ -160,8 +170,9 @@ pub fn run(
         abort_run(&kernel, cpu_index);
         return (kernel, None);
     };
-    if entry.vcpu.arch.halted.get() != 0 {
-        let to_vmm = end_halt(&kernel, entry);
+    if entry.vcpu.arch.halted.get() != 0
+        && let Some(to_vmm) = wait::end(&kernel, entry)
+    {
         return (kernel, Some(to_vmm));
     }
     let prepared = match prepare(&kernel, local, entry) {
@@ -180,10 +191,12 @@ pub fn run(
     let deadline = entry.state().run.deadline.get();
     arm(cpu_index, kernel.cpus[cpu_index].deadline().min(deadline));
     entry.vcpu.arch.system.load_readable();
+    float::permit(local, entry.vcpu);
     unlock(kernel);
     // SAFETY: the page is not freed before this CPU has answered a shootdown, when it acquires the
     // lock; `prepare` has checked the processor state and loaded the guest's registers.
     let guest_exit = unsafe { enter_guest(prepared.state, prepared.pc, prepared.pstate) };
+    float::forbid();
     let kernel = lock(cpu_index);
 
     count(&kernel.counters.vm_entries);
@@ -200,7 +213,7 @@ pub fn run(
     let active = &entry.vm.space.active;
     active.set(active.get() & !(1 << cpu_index));
     entry.state().run.entries.add(1);
-    let to_vmm = handle(&kernel, cpu_index, entry, guest_exit);
+    let to_vmm = handle(&kernel, cpu_index, local, entry, guest_exit);
     (kernel, to_vmm)
 }
 
@@ -232,14 +245,19 @@ fn prepare(
     let is_owner = local.owner.get() == entry.vcpu.handle.get();
     if !is_owner {
         // Its registers are lost if it does not exist any more.
-        if let Some(old) = local.owner.get().and_then(|old| kernel.memory.get(old)) {
+        let old = local.owner.get().and_then(|old| kernel.memory.get(old));
+        let is_timer_active = old.map(|old| {
             old.arch.system.save();
             old.arch.interface.save();
-        }
+            old.arch.timer.save()
+        });
         local.owner.set(entry.vcpu.handle.get());
+        timer::stop();
         frames.interface.load();
+        frames.timer.load(is_timer_active);
     }
     virqs::deliver(state);
+    frames.timer.deliver(state);
     if is_changed || !is_owner {
         frames.system.load();
     }
@@ -279,11 +297,15 @@ fn is_guest_state(state: u64) -> bool {
 fn handle(
     kernel: &Kernel<Arm64>,
     cpu_index: usize,
+    local: &GuestCpu,
     entry: GuestEntry<'_>,
     GuestExit { syndrome, kind }: GuestExit,
 ) -> Option<ReturnToUser<Arm64>> {
     let state = entry.state();
     if kind == exit_kind::INTERRUPT {
+        if let Some(number) = virqs::take_ended() {
+            return Some(return_exit(kernel, entry, arm64_exit::VIRQ_ENDED, number));
+        }
         count_handled(kernel, state);
         handle_interrupts(kernel, cpu_index);
         return after_interrupt(kernel, cpu_index);
@@ -298,7 +320,7 @@ fn handle(
         }
         (exit_kind::SYNCHRONOUS, class::WAIT) => {
             state.pc.add(INSTRUCTION);
-            if state.run.halt.get() != 0 && halt(kernel, cpu_index, entry) {
+            if wait::begin(kernel, cpu_index, entry) {
                 return None;
             }
             exit::HALT
@@ -313,9 +335,19 @@ fn handle(
             let to_vmm = return_exit(kernel, entry, exit::MEMORY_FAULT, fault::kind(syndrome));
             return Some(to_vmm);
         }
-        (exit_kind::SYNCHRONOUS, class::SYSTEM_REGISTER) => arm64_exit::SYSTEM_REGISTER,
+        (exit_kind::SYNCHRONOUS, class::SYSTEM_REGISTER) => {
+            if identify(state, syndrome) {
+                count_handled(kernel, state);
+                return None;
+            }
+            arm64_exit::SYSTEM_REGISTER
+        }
         (exit_kind::SYNCHRONOUS, class::SECURE_CALL) => arm64_exit::SECURE_CALL,
-        (exit_kind::SYNCHRONOUS, class::FLOATING_POINT) => arm64_exit::FLOATING_POINT,
+        (exit_kind::SYNCHRONOUS, class::FLOATING_POINT) => {
+            float::take_over(kernel, local, entry.vcpu);
+            count_handled(kernel, state);
+            return None;
+        }
         _ => exit::UNKNOWN,
     };
     Some(return_exit(kernel, entry, reason, syndrome))
@@ -332,27 +364,15 @@ fn handle_hypercall(kernel: &Kernel<Arm64>, vm: &Vm<Arm64>, state: &VcpuState) -
     true
 }
 
-/// Blocks the VMM's thread in `VcpuRun` until an event or the deadline. Returns `false` if it
-/// cannot wait.
-fn halt(kernel: &Kernel<Arm64>, cpu_index: usize, entry: GuestEntry<'_>) -> bool {
-    // The thread may have been stopped meanwhile.
-    let Some(name) = kernel.cpus[cpu_index].current.get() else { return false };
-    let since = time::counter();
-    let deadline = entry.state().run.deadline.get();
-    let halts = deadline > since && kernel.halt(name, entry.thread, entry.notification, deadline);
-    if halts {
-        entry.vcpu.arch.halted.set(since);
+/// Handles a read of an identification register. Returns whether it was one.
+fn identify(state: &VcpuState, syndrome: u64) -> bool {
+    let access = esr::system_access(syndrome);
+    let Some(value) = features::read(access) else { return false };
+    if let Some(register) = state.x.get(access.general) {
+        register.set(value);
     }
-    halts
-}
-
-/// Ends the wait of a guest for an interrupt: events are pending, or the deadline has passed.
-fn end_halt(kernel: &Kernel<Arm64>, entry: GuestEntry<'_>) -> ReturnToUser<Arm64> {
-    let run = &entry.state().run;
-    let since = entry.vcpu.arch.halted.take();
-    run.events.set(entry.notification.bits.take());
-    run.halted.add(time::counter().saturating_sub(since));
-    return_exit(kernel, entry, exit::HALTED, 0)
+    state.pc.add(INSTRUCTION);
+    true
 }
 
 /// Returns an exit to the VMM after an interrupt of the host, if the vCPU's deadline has passed.

@@ -55,6 +55,10 @@ enum Action {
     Answer(u64),
     /// Makes four interrupts pending, from this number on.
     Interrupt(u64),
+    /// Makes the interrupt with this number pending, whose end is reported.
+    InterruptWithReport(u64),
+    /// Lets the virtual timer have the interrupt with this number.
+    Timer(u64),
     /// Lets the kernel wait at the next WFI.
     Wait,
     /// Writes the word at this offset, for which the guest waits.
@@ -64,7 +68,7 @@ enum Action {
 /// An exit that is expected.
 struct Step {
     reason: u64,
-    /// Of a memory fault; otherwise not compared.
+    /// Of a memory fault, or of the end of an interrupt; otherwise not compared.
     information: u64,
     /// Of a memory fault.
     address: u64,
@@ -79,19 +83,26 @@ const fn fault(information: u64, address: u64, action: Action) -> Step {
     Step { reason: exit::MEMORY_FAULT, information, address, action }
 }
 
+const fn ended(number: u64) -> Step {
+    let (reason, action) = (arm64_exit::VIRQ_ENDED, Action::Continue);
+    Step { reason, information: number, address: 0, action }
+}
+
 /// The exits of a vCPU, in order.
-const STEPS: [Step; 12] = [
+const STEPS: [Step; 14] = [
     step(exit::HYPERCALL, Action::Answer(0x5a5a)),
     fault(0, UNMAPPED, Action::Skip(4, 0x1234_5678)),
     fault(memory_fault::WRITE, READ_ONLY + 8, Action::Skip(4, 0)),
     step(arm64_exit::SYSTEM_REGISTER, Action::Skip(4, 0)),
     step(arm64_exit::SECURE_CALL, Action::Skip(0, 0x77)),
-    step(arm64_exit::FLOATING_POINT, Action::Skip(4, 0)),
     step(exit::HALT, Action::Wait),
     step(exit::HALTED, Action::Release(8)),
     step(exit::DEADLINE, Action::Release(0)),
     step(exit::HYPERCALL, Action::Interrupt(40)),
     step(exit::HYPERCALL, Action::Interrupt(50)),
+    step(exit::HYPERCALL, Action::InterruptWithReport(60)),
+    ended(60),
+    step(exit::HYPERCALL, Action::Timer(27)),
     step(exit::HYPERCALL, Action::Continue),
 ];
 
@@ -193,9 +204,10 @@ fn recalls(vcpu: &mut Vcpu, events: Notification) -> Outcome {
 fn compare(vcpu: &Vcpu, number: usize, step: &Step) -> Outcome {
     let (state, run) = (vcpu.state(), &vcpu.state().run);
     let is_fault = step.reason == exit::MEMORY_FAULT;
+    let has_information = is_fault || step.reason == arm64_exit::VIRQ_ENDED;
     let is_same = run.exit_reason.get() == step.reason
         && (!is_fault || run.fault_address.get() == step.address)
-        && (!is_fault || run.exit_info.get() == step.information);
+        && (!has_information || run.exit_info.get() == step.information);
     if !is_same {
         error!(
             "step {number}: exit {}, information {:#x}, address {:#x} at {:#x}; x0 {:#x}, x1 {:#x}",
@@ -243,6 +255,10 @@ fn run(vcpu: &mut Vcpu, reason: u64, khz: u64) -> Outcome {
     }
 }
 
+const fn virq_word(number: u64) -> u64 {
+    virq::VALID | PRIORITY << virq::PRIORITY_SHIFT | number
+}
+
 /// Does what the VMM is to do about an exit.
 fn act(vcpu: &Vcpu, action: Action, shared: Window, index: usize) -> Outcome {
     let state = vcpu.state();
@@ -255,9 +271,13 @@ fn act(vcpu: &Vcpu, action: Action, shared: Window, index: usize) -> Outcome {
         Action::Answer(value) => state.x[0].set(value),
         Action::Interrupt(first) => {
             for (word, number) in state.virqs.iter().zip(first..) {
-                word.set(virq::VALID | PRIORITY << virq::PRIORITY_SHIFT | number);
+                word.set(virq_word(number));
             }
         }
+        Action::InterruptWithReport(number) => {
+            state.virqs[0].set(virq_word(number) | virq::REPORT_END);
+        }
+        Action::Timer(number) => state.timer_virq.set(virq_word(number)),
         Action::Wait => state.run.halt.set(1),
         Action::Release(offset) => {
             let word = 1_u64.to_le_bytes();

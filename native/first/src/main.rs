@@ -29,6 +29,8 @@ const TIME_SLICE_NS: u64 = 1_000_000;
 /// Times that must pass.
 const SLEEP_NS: u64 = 20_000_000;
 const PATIENCE_NS: u64 = 10_000_000_000;
+/// Pauses in which each CPU of an emulator on a busy host executes something.
+const PAUSES: u32 = 20;
 const CALLS: u64 = 2000;
 const BADGE: u64 = 0x77;
 /// Offset of the alias of a page in the range for received memory.
@@ -206,7 +208,7 @@ fn mapping(slots: &mut Slots, ram: Window, cpu: u32, khz: u64) -> Outcome {
     }
     page.revoke().named("revoke")?;
     let count = READS.load(Ordering::Relaxed);
-    pause(khz);
+    (0..PAUSES).for_each(|_| pause(khz));
     // One read may have been counted after the revocation.
     ensure(READS.load(Ordering::Relaxed) <= count + 1, "no CPU reads a page that was revoked")?;
     // The kernel has stopped it already, and logged why.

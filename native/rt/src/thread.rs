@@ -88,15 +88,9 @@ pub fn spawn<const BYTES: usize>(
     body: extern "C" fn(u64) -> !,
     argument: u64,
 ) -> Result<OwnThread, Status> {
-    if stack.in_use.swap(true, Ordering::Relaxed) {
-        return Err(Status::Busy);
-    }
-    let low = stack.memory.get() as u64;
-    let high = low + BYTES as u64;
-    // SAFETY: the memory is the stack's, which this call has just claimed.
-    let thread = unsafe { create_thread(resources, low, high) }?;
-    start_thread(thread, high, body, argument)?;
-    Ok(thread)
+    let helper = HelperThread::on(resources, stack)?;
+    start_thread(helper.thread, helper.top_of_stack, body, argument)?;
+    Ok(helper.thread)
 }
 
 /// Creates a stopped thread with a scheduling context and a stack at `low..high`, whose lowest page
@@ -143,6 +137,21 @@ impl HelperThread {
             return Err(Status::BadArgument);
         }
         // SAFETY: no Rust object is in a window, and only this program has access to this one.
+        let thread = unsafe { create_thread(resources, low, high) }?;
+        Ok(Self { thread, top_of_stack: high })
+    }
+
+    /// Creates an idle helper on a stack, once.
+    pub fn on<const BYTES: usize>(
+        resources: ThreadResources,
+        stack: &'static Stack<BYTES>,
+    ) -> Result<Self, Status> {
+        if stack.in_use.swap(true, Ordering::Relaxed) {
+            return Err(Status::Busy);
+        }
+        let low = stack.memory.get() as u64;
+        let high = low + BYTES as u64;
+        // SAFETY: the memory is the stack's, which this call has just claimed.
         let thread = unsafe { create_thread(resources, low, high) }?;
         Ok(Self { thread, top_of_stack: high })
     }

@@ -35,6 +35,7 @@ mod pvh;
 mod start;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
+pub mod virt;
 
 #[cfg(feature = "load")]
 pub use bzimage::BzImage;

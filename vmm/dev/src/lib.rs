@@ -10,6 +10,7 @@
 #![cfg_attr(not(test), no_std)]
 #![forbid(unsafe_code)]
 
+pub mod arm64;
 pub mod channel;
 pub mod pc;
 pub mod pci;

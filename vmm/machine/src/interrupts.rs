@@ -10,7 +10,7 @@ use vmm_x86::apic::InterruptMessage;
 
 use crate::functions::MAX_FUNCTIONS;
 use crate::layout;
-use crate::once::{LogDecision, Once};
+use crate::once::Once;
 use crate::{Host, Level};
 
 /// Devices, numbered for timers and address maps. Local APIC `n` is `LocalApic as usize + n`.
@@ -78,8 +78,8 @@ pub struct Counters {
     pub unknown_ports: u64,
     /// Accesses to guest-physical addresses without memory or a device.
     pub unknown_memory: u64,
-    /// Accesses to unknown MSRs, or with invalid values.
-    pub unknown_msrs: u64,
+    /// Accesses to unknown MSRs or system registers, or with invalid values.
+    pub unknown_registers: u64,
     /// Instructions that could not be emulated.
     pub unknown_instructions: u64,
     /// Uses of features that a device model lacks.
@@ -143,7 +143,7 @@ impl InterruptRouter {
             counters: Counters {
                 unknown_ports: 0,
                 unknown_memory: 0,
-                unknown_msrs: 0,
+                unknown_registers: 0,
                 unknown_instructions: 0,
                 missing: 0,
                 other: 0,
@@ -226,14 +226,7 @@ impl InterruptRouter {
         key: u64,
         text: core::fmt::Arguments<'_>,
     ) {
-        match self.once.enter(key) {
-            LogDecision::Log => host.log(level, text),
-            LogDecision::LogLast => {
-                host.log(level, text);
-                host.log(level, format_args!("further unknown accesses are only counted"));
-            }
-            LogDecision::Skip => {}
-        }
+        self.once.log(host, level, key, text);
     }
 }
 

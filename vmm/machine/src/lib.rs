@@ -31,6 +31,7 @@ mod once;
 mod pc;
 #[cfg(feature = "load")]
 pub mod registers;
+mod virt;
 
 use core::fmt;
 
@@ -38,6 +39,7 @@ pub use functions::{Functions, Model, Slots};
 pub use layout::{layout, layout_with_pci};
 pub use once::Once;
 pub use pc::{Counters, Pc};
+pub use virt::{Virt, VirtConfig};
 use vmm_bus::BackendRef;
 use vmm_vcpu::CounterClock;
 pub use vmm_vcpu::{Outcome, StopReason};

@@ -1,6 +1,10 @@
 //! Messages that are logged once each: a small set of keys that drops no key and reports when it is
 //! full.
 
+use core::fmt;
+
+use crate::{Host, Level};
+
 const ENTRIES: usize = 48;
 
 /// Keys of the messages that a VM has logged. The set bounds the log output of a guest over its
@@ -37,6 +41,17 @@ impl Once {
         self.keys[self.used] = key;
         self.used += 1;
         if self.used == ENTRIES { LogDecision::LogLast } else { LogDecision::Log }
+    }
+
+    /// Logs a message unless its key is known, and at the end that it is the last.
+    pub fn log(&mut self, host: &mut impl Host, level: Level, key: u64, text: fmt::Arguments<'_>) {
+        let decision = self.enter(key);
+        if decision != LogDecision::Skip {
+            host.log(level, text);
+        }
+        if decision == LogDecision::LogLast {
+            host.log(level, format_args!("further unknown accesses are only counted"));
+        }
     }
 }
 

@@ -33,7 +33,7 @@ fn a_virtual_machine() {
     assert_eq!((distributor.base, distributor.length()), (0x800_0000, 0x1_0000));
     assert_eq!((redistributors.base, redistributors.length()), (0x80a_0000, 0xf6_0000));
     assert_eq!((machine.timer, machine.has_psci), (26, true));
-    assert_eq!(machine.maintenance, Some(25));
+    assert_eq!((machine.maintenance, machine.virtual_timer), (Some(25), Some(27)));
     assert!(machine.bundle.is_none());
     assert_eq!(uart(&Fdt::parse(VIRT).unwrap()), Some(0x900_0000));
 }

@@ -34,8 +34,9 @@ macro_rules! for_each_register {
             PAR_EL1 = "par_el1",
             CSSELR_EL1 = "csselr_el1",
             CNTKCTL_EL1 = "S3_5_C14_C1_0",
-            CNTV_CTL_EL0 = "S3_5_C14_C3_1",
             CNTV_CVAL_EL0 = "S3_5_C14_C3_2",
+            // Last, so that the timer starts with the other values.
+            CNTV_CTL_EL0 = "S3_5_C14_C3_1",
         }
     };
 }
@@ -75,16 +76,17 @@ impl SystemRegisters {
         macro_rules! load {
             ($($index:ident = $name:literal,)+) => {
                 // SAFETY: registers of EL1, which have no effect on EL2 and on tasks; stage 2
-                // confines the translations, and the virtual timer's interrupt is disabled.
+                // confines the translations, and the timer's interrupt is the guest's.
                 unsafe { $(write_register!($name, self.saved[system::$index].get());)+ }
             };
         }
-        for_each_register!(load);
+        super::timer::stop();
         // SAFETY: what a guest reads as its affinity and its counter.
         unsafe {
             write_register!("vmpidr_el2", MPIDR_ONE | self.affinity.get());
             write_register!("cntvoff_el2", self.counter_offset.get());
         }
+        for_each_register!(load);
     }
 
     /// Loads the register that tasks can read, too. Called before every entry.

@@ -4,6 +4,7 @@
 //! The VMM puts an interrupt into a word of the state page ([`abi::vcpu::arm64::virq`]). Before an
 //! entry the kernel moves it to a free list register and clears the word. While words remain, the
 //! processor interrupts the kernel as soon as list registers are free (maintenance interrupt).
+//! Another one reports the end of an interrupt, if the VMM asks for it.
 
 use core::cell::Cell;
 use core::sync::atomic::{AtomicBool, Ordering};
@@ -71,7 +72,7 @@ fn list(index: usize) -> u64 {
 }
 
 fn set_list(index: usize, value: u64) {
-    // SAFETY: interrupts for the guest, none of which is linked to one of the host.
+    // SAFETY: interrupts for the guest, of which only the timer's is linked to one of the host.
     unsafe {
         match index {
             0 => write_register!("S3_4_C12_C12_0", value),
@@ -134,31 +135,74 @@ fn move_words(state: &VcpuState) {
     let mut left = false;
     for word in &state.virqs {
         let value = word.get();
-        let number = value & virq::NUMBER;
-        if value & virq::VALID == 0 || number >= FIRST_SPECIAL {
-            word.set(0);
-            continue;
-        }
-        let priority = value >> virq::PRIORITY_SHIFT & virq::PRIORITY_MASK;
-        let entry = ich::PENDING | ich::GROUP_1 | priority << ich::PRIORITY_SHIFT | number;
-        match place(number) {
-            Some(index) => {
-                // An interrupt that is active becomes pending, too.
-                set_list(index, entry | list(index) & ich::ACTIVE);
-                word.set(0);
-            }
-            None => left = true,
+        let is_ignored = value & virq::VALID == 0 || value & virq::NUMBER >= FIRST_SPECIAL;
+        match is_ignored || place_word(value, 0) {
+            true => word.set(0),
+            false => left = true,
         }
     }
-    set_control(ich::ENABLED | if left { ich::UNDERFLOW } else { 0 });
+    if left {
+        request_maintenance();
+    }
+}
+
+/// Lets the processor interrupt as soon as list registers are free.
+pub fn request_maintenance() {
+    set_control(ich::ENABLED | ich::UNDERFLOW);
+}
+
+/// Puts the interrupt of a word into a list register, linked to one of the host with the bits
+/// `link`. Returns whether there is one for it.
+pub fn place_word(word: u64, link: u64) -> bool {
+    let number = word & virq::NUMBER;
+    if !is_available() || number >= FIRST_SPECIAL {
+        return true;
+    }
+    let Some(index) = place(number) else { return false };
+    let priority = word >> virq::PRIORITY_SHIFT & virq::PRIORITY_MASK;
+    let report = if word & virq::REPORT_END != 0 { ich::REPORT_END } else { 0 };
+    let entry = ich::PENDING | ich::GROUP_1 | priority << ich::PRIORITY_SHIFT | number;
+    let old = list(index);
+    // An interrupt that is active becomes pending, too, unless it is linked: those of the host do
+    // not occur again before the guest has ended them.
+    let active = if link == 0 && old & ich::NUMBER == number { old & ich::ACTIVE } else { 0 };
+    set_list(index, entry | report | link | active);
+    true
+}
+
+/// Returns whether a list register has the interrupt that is linked to one of the host.
+pub fn has_linked() -> bool {
+    is_available() && (0..LISTS).any(|index| is_used(list(index)) && list(index) & ich::LINKED != 0)
+}
+
+/// Returns whether an interrupt is pending in a list register.
+pub fn has_pending() -> bool {
+    is_available() && (0..LISTS).any(|index| list(index) & ich::PENDING != 0)
+}
+
+/// Takes the number of an interrupt whose end is to be reported, if the guest has ended one.
+pub fn take_ended() -> Option<u64> {
+    if !is_available() {
+        return None;
+    }
+    let ended = read_register!("S3_4_C12_C11_3") & ((1 << LISTS) - 1);
+    let index = (ended != 0).then(|| ended.trailing_zeros() as usize)?;
+    let number = list(index) & ich::NUMBER;
+    set_list(index, 0);
+    Some(number)
+}
+
+/// Returns whether a list register with this value has an interrupt, or the report of its end.
+fn is_used(value: u64) -> bool {
+    let reports = value & (ich::REPORT_END | ich::LINKED) == ich::REPORT_END;
+    value & (ich::PENDING | ich::ACTIVE) != 0 || reports
 }
 
 /// List register for an interrupt: the one that has it, since no two may, else a free one.
 fn place(number: u64) -> Option<usize> {
-    let is_used = |index: &usize| list(*index) & (ich::PENDING | ich::ACTIVE) != 0;
-    let all = || 0..LISTS;
-    let same = all().filter(is_used).find(|&index| list(index) & ich::NUMBER == number);
-    same.or_else(|| all().find(|index| !is_used(index)))
+    let has = |index: usize| is_used(list(index)) && list(index) & ich::NUMBER == number;
+    let same = (0..LISTS).find(|&index| has(index));
+    same.or_else(|| (0..LISTS).find(|&index| !is_used(list(index))))
 }
 
 /// Ends the request for maintenance interrupts, after an exit.

@@ -136,7 +136,7 @@ impl<H: Host, const CPUS: usize> PcBoard<'_, '_, H, CPUS> {
     pub(super) fn unknown(&mut self, what: Unknown) {
         let InterruptRouter { counters, .. } = &mut self.machine.router;
         match what {
-            Unknown::MsrRead(_) | Unknown::MsrWrite(..) => counters.unknown_msrs += 1,
+            Unknown::MsrRead(_) | Unknown::MsrWrite(..) => counters.unknown_registers += 1,
             Unknown::Instruction { .. } => counters.unknown_instructions += 1,
             Unknown::Exit(_) | Unknown::Hypercall(_) | Unknown::Other(..) => counters.other += 1,
         }

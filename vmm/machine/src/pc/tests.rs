@@ -293,7 +293,10 @@ fn unknown_things_are_counted_and_logged_once() {
     rig.exit(io(0xcf8, 4, false));
     assert_eq!(rig.vcpu.gpr(Gpr::Rax), 0xffff_ffff);
     let counters = rig.pc.counters();
-    assert_eq!((counters.unknown_ports, counters.unknown_msrs, counters.unknown_memory), (5, 3, 1));
+    assert_eq!(
+        (counters.unknown_ports, counters.unknown_registers, counters.unknown_memory),
+        (5, 3, 1)
+    );
     assert_eq!(rig.host.log.len(), 4, "{:?}", rig.host.log);
 }
 

@@ -1,0 +1,123 @@
+//! Registers of floating point and SIMD. The kernel and tasks use none, so those of the vCPU that
+//! used them last stay in the CPU: they trap in every other guest, and then change hands.
+//!
+//! Guests have no SVE ([`super::features`]): its registers trap.
+
+use core::arch::global_asm;
+use core::mem::offset_of;
+
+use abi::vcpu::arm64::VcpuState;
+use hw_arm64::registers::FLOATING_POINT;
+use kernel_core::Kernel;
+use kernel_core::object::Vcpu;
+
+use super::GuestCpu;
+use crate::{Arm64, io, write_register};
+
+global_asm!(
+    ".arch_extension fp",
+    ".arch_extension simd",
+    ".text",
+    ".global save_vectors",
+    "save_vectors:",
+    "stp q0, q1, [x0], #32",
+    "stp q2, q3, [x0], #32",
+    "stp q4, q5, [x0], #32",
+    "stp q6, q7, [x0], #32",
+    "stp q8, q9, [x0], #32",
+    "stp q10, q11, [x0], #32",
+    "stp q12, q13, [x0], #32",
+    "stp q14, q15, [x0], #32",
+    "stp q16, q17, [x0], #32",
+    "stp q18, q19, [x0], #32",
+    "stp q20, q21, [x0], #32",
+    "stp q22, q23, [x0], #32",
+    "stp q24, q25, [x0], #32",
+    "stp q26, q27, [x0], #32",
+    "stp q28, q29, [x0], #32",
+    "stp q30, q31, [x0], #32",
+    "mrs x1, fpcr",
+    "mrs x2, fpsr",
+    "stp x1, x2, [x0]",
+    "ret",
+    ".global load_vectors",
+    "load_vectors:",
+    "ldp q0, q1, [x0], #32",
+    "ldp q2, q3, [x0], #32",
+    "ldp q4, q5, [x0], #32",
+    "ldp q6, q7, [x0], #32",
+    "ldp q8, q9, [x0], #32",
+    "ldp q10, q11, [x0], #32",
+    "ldp q12, q13, [x0], #32",
+    "ldp q14, q15, [x0], #32",
+    "ldp q16, q17, [x0], #32",
+    "ldp q18, q19, [x0], #32",
+    "ldp q20, q21, [x0], #32",
+    "ldp q22, q23, [x0], #32",
+    "ldp q24, q25, [x0], #32",
+    "ldp q26, q27, [x0], #32",
+    "ldp q28, q29, [x0], #32",
+    "ldp q30, q31, [x0], #32",
+    "ldp x1, x2, [x0]",
+    "msr fpcr, x1",
+    "msr fpsr, x2",
+    "ret",
+    ".arch_extension nosimd",
+    ".arch_extension nofp",
+);
+
+unsafe extern "C" {
+    /// Saves the registers of this CPU to a state page's `vectors` and `float_control`.
+    ///
+    /// # Safety
+    /// The pointer is to a state page's `vectors`; floating point does not trap.
+    fn save_vectors(to: *const [[abi::vcpu::SharedU64; 2]; 32]);
+    /// Loads them.
+    ///
+    /// # Safety
+    /// As [`save_vectors`].
+    fn load_vectors(from: *const [[abi::vcpu::SharedU64; 2]; 32]);
+}
+
+const _: () = {
+    // The assembly finds one after the other.
+    assert!(offset_of!(VcpuState, float_control) == offset_of!(VcpuState, vectors) + 32 * 16);
+};
+
+/// Lets the guest that is entered next use the registers, if they are its own. Called before every
+/// entry.
+#[inline(always)]
+pub fn permit(local: &GuestCpu, vcpu: &Vcpu<Arm64>) {
+    if local.float_owner.get() == vcpu.handle.get() {
+        set_permitted(true);
+    }
+}
+
+/// Keeps tasks and other guests from the registers. Called after every exit.
+#[inline(always)]
+pub fn forbid() {
+    set_permitted(false);
+}
+
+#[inline(always)]
+fn set_permitted(is_permitted: bool) {
+    // SAFETY: whether EL0 and EL1 have floating point, which the kernel does not use.
+    unsafe { write_register!("cpacr_el1", if is_permitted { FLOATING_POINT } else { 0 }) };
+}
+
+/// Handles a guest's first use: its registers replace those in the CPU.
+#[cold]
+pub fn take_over(kernel: &Kernel<Arm64>, local: &GuestCpu, vcpu: &Vcpu<Arm64>) {
+    set_permitted(true);
+    io::instruction_barrier();
+    let old = local.float_owner.get().and_then(|owner| kernel.memory.get(owner));
+    // SAFETY: state pages of vCPUs that exist; floating point does not trap.
+    unsafe {
+        if let Some(old) = old {
+            save_vectors(&raw const old.arch.state().vectors);
+        }
+        load_vectors(&raw const vcpu.arch.state().vectors);
+    }
+    local.float_owner.set(vcpu.handle.get());
+    set_permitted(false);
+}

@@ -1,0 +1,61 @@
+//! The board around a vCPU.
+
+use hw_arm64::gic::SoftwareInterrupt;
+use vmm_dev::arm64::gic::Virq;
+use vmm_vcpu::{Outcome, Platform};
+
+/// Start of a vCPU, by another one or by the loader.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct StartRequest {
+    /// Address of the first instruction.
+    pub entry: u64,
+    /// Value of `x0`.
+    pub argument: u64,
+}
+
+/// Pending for a vCPU, besides the interrupts that [`Arm64Platform::take_virq`] returns.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Interrupts {
+    /// The vCPU, which is off, starts.
+    pub start: Option<StartRequest>,
+    /// Interrupt of the virtual timer, if enabled.
+    pub timer: Option<Virq>,
+}
+
+/// A guest operation that is not emulated.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Unknown {
+    /// Access to a system register ([`hw_arm64::esr::system_register`]).
+    SystemRegister(u32),
+    /// Access to memory, at this guest-physical address, by an instruction that the syndrome does
+    /// not describe.
+    Instruction(u64),
+    /// A call of firmware or hypervisor, by its number.
+    Call(u64),
+    /// An exit, by its syndrome.
+    Exit(u64),
+}
+
+/// The board around a vCPU. `cpu` is the vCPU's index; its affinity is the same.
+pub trait Arm64Platform: Platform<Interrupts = Interrupts> {
+    /// Sends an SGI.
+    fn send(&mut self, cpu: usize, interrupt: SoftwareInterrupt);
+    /// Takes the next interrupt for the vCPU.
+    fn take_virq(&mut self, cpu: usize) -> Option<Virq>;
+    /// Returns whether an interrupt waits for the vCPU.
+    fn has_virq(&mut self, cpu: usize) -> bool;
+    /// Handles the end of an interrupt.
+    fn end_virq(&mut self, cpu: usize, number: u32);
+    /// Starts the vCPU with this affinity. Returns a result of PSCI.
+    fn start(&mut self, affinity: u64, request: StartRequest) -> i64;
+    /// The vCPU has stopped itself.
+    fn stopped(&mut self, cpu: usize);
+    /// Returns whether the vCPU with this affinity runs; `None`: there is none.
+    fn is_on(&mut self, affinity: u64) -> Option<bool>;
+    /// Ends the VM.
+    fn end(&mut self, outcome: Outcome);
+    /// Returns whether a device may be at a guest-physical address.
+    fn has_device(&self, address: u64) -> bool;
+    /// Counts an operation that is not emulated, and logs it once.
+    fn unknown(&mut self, what: Unknown);
+}

@@ -1,0 +1,272 @@
+//! The run loop of a vCPU.
+
+use hw_arm64::esr::{self, MemoryAccess, SystemAccess, system_register};
+use hw_arm64::gic::SoftwareInterrupt;
+use hw_arm64::registers::spsr;
+use vmm_bus::{NEVER, Nanos};
+use vmm_vcpu::deadline::Deadline;
+use vmm_vcpu::{Activity, Flow, MemoryFault, Outcome, StopReason};
+
+use crate::exception::{external_abort, undefined};
+use crate::platform::{Arm64Platform, StartRequest, Unknown};
+use crate::psci::{self, Effect};
+use crate::vcpu::{Arm64Vcpu, Exit};
+
+/// Length of A64 instructions in bytes.
+const INSTRUCTION: u64 = 4;
+/// Time after which interrupts without room in the CPU's interface are offered again.
+const RETRY: Nanos = 1_000_000;
+
+/// ICC_SGI1R_EL1, ICC_ASGI1R_EL1, ICC_SGI0R_EL1.
+const SGI1R: u32 = system_register(3, 0, 12, 11, 5);
+const ASGI1R: u32 = system_register(3, 0, 12, 11, 6);
+const SGI0R: u32 = system_register(3, 0, 12, 11, 7);
+/// ACTLR_EL1.
+const ACTLR: u32 = system_register(3, 0, 1, 0, 1);
+/// `DC ISW`, `DC CSW`, `DC CISW`: maintenance of caches by set and way.
+const SET_WAY: [u32; 3] = [
+    system_register(1, 0, 7, 6, 2),
+    system_register(1, 0, 7, 10, 2),
+    system_register(1, 0, 7, 14, 2),
+];
+/// Registers with op0 = 2 are those of debugging and tracing.
+const DEBUG: core::ops::Range<u32> = system_register(2, 0, 0, 0, 0)..system_register(2, 1, 0, 0, 0);
+
+/// State of a vCPU between runs.
+pub struct VcpuLoop {
+    index: usize,
+    activity: Activity,
+    deadline: Deadline,
+    /// Deadline of the board.
+    board_deadline: Nanos,
+    /// The next interrupts are still to be put into the CPU's interface.
+    has_virqs: bool,
+}
+
+impl VcpuLoop {
+    /// vCPU `index`, which is off.
+    pub const fn new(index: usize) -> Self {
+        Self {
+            index,
+            activity: Activity::Parked,
+            deadline: Deadline::UNSET,
+            board_deadline: NEVER,
+            has_virqs: true,
+        }
+    }
+
+    /// Index of the vCPU.
+    pub const fn index(&self) -> usize {
+        self.index
+    }
+
+    /// Runs the guest until the host is needed.
+    pub fn run<V: Arm64Vcpu, P: Arm64Platform>(&mut self, vcpu: &mut V, bus: &mut P) -> StopReason {
+        // Other threads tell of events by a kick, which has ended the last run.
+        let mut flow = self.service(vcpu, bus);
+        loop {
+            match flow {
+                Ok(()) => flow = self.step(vcpu, bus),
+                Err(stop) => return stop,
+            }
+        }
+    }
+
+    fn step<V: Arm64Vcpu, P: Arm64Platform>(&mut self, vcpu: &mut V, bus: &mut P) -> Flow {
+        if bus.needs_service(self.index) {
+            self.service(vcpu, bus)?;
+        }
+        if self.activity == Activity::Parked {
+            return Err(StopReason::Idle { deadline_ticks: u64::MAX });
+        }
+        self.put_virqs(vcpu, bus);
+        let exit = vcpu.run();
+        self.handle(exit, vcpu, bus)
+    }
+
+    /// Services due timers and pending events.
+    fn service<V: Arm64Vcpu, P: Arm64Platform>(&mut self, vcpu: &mut V, bus: &mut P) -> Flow {
+        let signals = bus.service_timers(self.index);
+        if let Some(outcome) = signals.end {
+            return Err(StopReason::End(outcome));
+        }
+        if let Some(StartRequest { entry, argument }) = signals.interrupts.start {
+            vcpu.reset(self.index as u64);
+            vcpu.set_state(spsr::EL1_MASKED);
+            vcpu.set_pc(entry);
+            vcpu.set_general(0, argument);
+            self.activity = Activity::Running;
+        }
+        vcpu.set_timer_virq(signals.interrupts.timer);
+        self.board_deadline = signals.deadline;
+        self.has_virqs = true;
+        Ok(())
+    }
+
+    /// Puts interrupts into the CPU's interface while there is room.
+    fn put_virqs<V: Arm64Vcpu, P: Arm64Platform>(&mut self, vcpu: &mut V, bus: &mut P) {
+        let mut deadline = self.board_deadline;
+        if self.has_virqs {
+            self.has_virqs = !self.put_all(vcpu, bus);
+            if self.has_virqs {
+                let retry = bus.clock().nanos(bus.counter()).saturating_add(RETRY);
+                deadline = deadline.min(retry);
+            }
+        }
+        self.deadline.set(deadline, vcpu, bus.clock());
+    }
+
+    /// Returns `false` if interrupts remain.
+    fn put_all<V: Arm64Vcpu, P: Arm64Platform>(&self, vcpu: &mut V, bus: &mut P) -> bool {
+        while bus.has_virq(self.index) {
+            if !vcpu.has_room() {
+                return false;
+            }
+            if let Some(virq) = bus.take_virq(self.index) {
+                vcpu.put_virq(virq);
+            }
+        }
+        true
+    }
+
+    fn handle<V: Arm64Vcpu, P: Arm64Platform>(
+        &mut self,
+        exit: Exit,
+        vcpu: &mut V,
+        bus: &mut P,
+    ) -> Flow {
+        match exit {
+            Exit::Deadline => {
+                self.deadline.passed();
+                self.service(vcpu, bus)
+            }
+            Exit::Recall { events } | Exit::Waited { events } if events != 0 => {
+                // A kick may be among them.
+                self.service(vcpu, bus)?;
+                Err(StopReason::Recall(events))
+            }
+            Exit::Recall { .. } => Ok(()),
+            Exit::Waited { .. } => {
+                self.deadline.passed();
+                self.service(vcpu, bus)
+            }
+            Exit::Wait { timer } => {
+                let board = bus.clock().ticks(self.board_deadline);
+                Err(StopReason::Idle { deadline_ticks: timer.min(board) })
+            }
+            Exit::Hypercall => self.call(vcpu, bus),
+            Exit::SecureCall => {
+                skip(vcpu);
+                self.call(vcpu, bus)
+            }
+            Exit::MemoryFault { fault, syndrome } => {
+                self.access(fault, syndrome, vcpu, bus);
+                Ok(())
+            }
+            Exit::SystemRegister { syndrome } => {
+                self.system_register(esr::system_access(syndrome), vcpu, bus);
+                Ok(())
+            }
+            Exit::VirqEnded { number } => {
+                bus.end_virq(self.index, number);
+                Ok(())
+            }
+            Exit::Unknown { syndrome } => {
+                bus.unknown(Unknown::Exit(syndrome));
+                undefined(vcpu);
+                Ok(())
+            }
+            Exit::InvalidState => Err(StopReason::End(Outcome::TripleFault)),
+            Exit::HostError(error) => Err(StopReason::End(Outcome::HostError(error))),
+        }
+    }
+
+    fn call<V: Arm64Vcpu, P: Arm64Platform>(&mut self, vcpu: &mut V, bus: &mut P) -> Flow {
+        if psci::serve(self.index, vcpu, bus) == Effect::Stop {
+            self.activity = Activity::Parked;
+        }
+        Ok(())
+    }
+
+    /// Access to a device.
+    fn access<V: Arm64Vcpu, P: Arm64Platform>(
+        &self,
+        fault: MemoryFault,
+        syndrome: u64,
+        vcpu: &mut V,
+        bus: &mut P,
+    ) {
+        let described = esr::memory_access(syndrome).filter(|_| !fault.fetch && !fault.walk);
+        let Some(access) = described.filter(|_| bus.has_device(fault.gpa)) else {
+            bus.unknown(Unknown::Instruction(fault.gpa));
+            return external_abort(vcpu, fault.fetch);
+        };
+        if access.is_write {
+            let value = read_general(vcpu, access.general);
+            bus.mmio_write(self.index, fault.gpa, access.size, value);
+        } else {
+            let value = bus.mmio_read(self.index, fault.gpa, access.size);
+            write_general(vcpu, access.general, extend(access, value));
+        }
+        skip(vcpu);
+    }
+
+    fn system_register<V: Arm64Vcpu, P: Arm64Platform>(
+        &self,
+        access: SystemAccess,
+        vcpu: &mut V,
+        bus: &mut P,
+    ) {
+        let SystemAccess { register, general, is_read } = access;
+        match register {
+            SGI1R | ASGI1R if !is_read => {
+                let value = read_general(vcpu, general);
+                // Both states have the same interrupts of group 1; there is only one.
+                if register == SGI1R {
+                    bus.send(self.index, SoftwareInterrupt::decode(value));
+                }
+            }
+            SGI0R if !is_read => {}
+            _ if is_read && (register == ACTLR || DEBUG.contains(&register)) => {
+                write_general(vcpu, general, 0);
+            }
+            _ if register == ACTLR || DEBUG.contains(&register) => {}
+            _ if SET_WAY.contains(&register) => {}
+            _ => {
+                bus.unknown(Unknown::SystemRegister(register));
+                return undefined(vcpu);
+            }
+        }
+        skip(vcpu);
+    }
+}
+
+fn skip(vcpu: &mut impl Arm64Vcpu) {
+    let next = vcpu.pc().wrapping_add(INSTRUCTION);
+    vcpu.set_pc(next);
+}
+
+/// Value of a general-purpose register; 31 is zero.
+fn read_general(vcpu: &mut impl Arm64Vcpu, index: usize) -> u64 {
+    if index < 31 { vcpu.general(index) } else { 0 }
+}
+
+fn write_general(vcpu: &mut impl Arm64Vcpu, index: usize, value: u64) {
+    if index < 31 {
+        vcpu.set_general(index, value);
+    }
+}
+
+/// Value of a load as it is in its register.
+fn extend(access: MemoryAccess, value: u64) -> u64 {
+    let unused = 64 - 8 * u32::from(access.size);
+    let value = value << unused;
+    let value = match access.is_signed {
+        true => (value as i64 >> unused) as u64,
+        false => value >> unused,
+    };
+    if access.is_wide { value } else { value & 0xffff_ffff }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,257 @@
+//! The run loop with a vCPU that plays a list of exits.
+
+use super::*;
+use crate::platform::Interrupts;
+use crate::vcpu::{System, Virq};
+use hw_arm64::esr::class;
+use hw_arm64::psci;
+use std::collections::VecDeque;
+use std::vec::Vec;
+use vmm_mem::{GuestMemory, testing};
+use vmm_vcpu::{CounterClock, Platform, Signals, Vcpu};
+
+const PC: u64 = 0x8000;
+const DEVICE: u64 = 0x900_0000;
+
+#[derive(Default)]
+struct ScriptVcpu {
+    exits: VecDeque<Exit>,
+    general: [u64; 31],
+    pc: u64,
+    state: u64,
+    system: [u64; 5],
+    virqs: Vec<Virq>,
+    affinity: Option<u64>,
+}
+
+impl Vcpu for ScriptVcpu {
+    type Exit = Exit;
+    fn set_deadline(&mut self, _: u64) {}
+    fn stolen(&mut self) -> u64 {
+        0
+    }
+    fn set_wait_exits(&mut self, _: bool) {}
+    fn flush_tlb(&mut self) {}
+    fn run(&mut self) -> Exit {
+        self.exits.pop_front().unwrap_or(Exit::HostError(7))
+    }
+}
+
+impl Arm64Vcpu for ScriptVcpu {
+    fn general(&mut self, index: usize) -> u64 {
+        self.general[index]
+    }
+    fn set_general(&mut self, index: usize, value: u64) {
+        self.general[index] = value;
+    }
+    fn pc(&mut self) -> u64 {
+        self.pc
+    }
+    fn set_pc(&mut self, value: u64) {
+        self.pc = value;
+    }
+    fn state(&mut self) -> u64 {
+        self.state
+    }
+    fn set_state(&mut self, value: u64) {
+        self.state = value;
+    }
+    fn system(&mut self, register: System) -> u64 {
+        self.system[register as usize]
+    }
+    fn set_system(&mut self, register: System, value: u64) {
+        self.system[register as usize] = value;
+    }
+    fn reset(&mut self, affinity: u64) {
+        self.affinity = Some(affinity);
+    }
+    fn has_room(&mut self) -> bool {
+        self.virqs.len() < 2
+    }
+    fn put_virq(&mut self, virq: Virq) {
+        self.virqs.push(virq);
+    }
+    fn set_timer_virq(&mut self, _: Option<Virq>) {}
+}
+
+struct ScriptBus {
+    memory: GuestMemory,
+    clock: CounterClock,
+    start: Option<StartRequest>,
+    end: Option<Outcome>,
+    waiting: Vec<Virq>,
+    writes: Vec<(u64, u8, u64)>,
+    unknown: Vec<Unknown>,
+    sent: Vec<SoftwareInterrupt>,
+    ended: Vec<u32>,
+}
+
+impl Platform for ScriptBus {
+    type Interrupts = Interrupts;
+    fn memory(&self) -> &GuestMemory {
+        &self.memory
+    }
+    fn clock(&self) -> &CounterClock {
+        &self.clock
+    }
+    fn counter(&self) -> u64 {
+        0
+    }
+    fn start_unix(&self) -> u64 {
+        0
+    }
+    fn mmio_read(&mut self, _: usize, _: u64, size: u8) -> u64 {
+        if size == 1 { 0x80 } else { 0x8000_0000 }
+    }
+    fn mmio_write(&mut self, _: usize, address: u64, size: u8, value: u64) {
+        self.writes.push((address, size, value));
+    }
+    fn needs_service(&self, _: usize) -> bool {
+        self.end.is_some()
+    }
+    fn service_timers(&mut self, _: usize) -> Signals<Interrupts> {
+        let interrupts = Interrupts { start: self.start.take(), timer: None };
+        Signals { end: self.end, deadline: NEVER, interrupts }
+    }
+}
+
+impl Arm64Platform for ScriptBus {
+    fn send(&mut self, _: usize, interrupt: SoftwareInterrupt) {
+        self.sent.push(interrupt);
+    }
+    fn take_virq(&mut self, _: usize) -> Option<Virq> {
+        self.waiting.pop()
+    }
+    fn has_virq(&mut self, _: usize) -> bool {
+        !self.waiting.is_empty()
+    }
+    fn end_virq(&mut self, _: usize, number: u32) {
+        self.ended.push(number);
+    }
+    fn start(&mut self, affinity: u64, _: StartRequest) -> i64 {
+        if affinity == 1 { psci::SUCCESS } else { psci::INVALID_PARAMETERS }
+    }
+    fn stopped(&mut self, _: usize) {}
+    fn is_on(&mut self, affinity: u64) -> Option<bool> {
+        (affinity < 2).then_some(affinity == 0)
+    }
+    fn end(&mut self, outcome: Outcome) {
+        self.end = Some(outcome);
+    }
+    fn has_device(&self, address: u64) -> bool {
+        address == DEVICE
+    }
+    fn unknown(&mut self, what: Unknown) {
+        self.unknown.push(what);
+    }
+}
+
+fn bus() -> ScriptBus {
+    ScriptBus {
+        memory: testing::memory(&[(0, 4096)]),
+        clock: CounterClock::new(1_000_000, 0),
+        start: Some(StartRequest { entry: PC, argument: 0x77 }),
+        end: None,
+        waiting: Vec::new(),
+        writes: Vec::new(),
+        unknown: Vec::new(),
+        sent: Vec::new(),
+        ended: Vec::new(),
+    }
+}
+
+/// Runs a vCPU that makes these exits until it ends by an error of the host.
+fn run(vcpu: &mut ScriptVcpu, bus: &mut ScriptBus, exits: &[Exit]) -> StopReason {
+    vcpu.exits.extend(exits);
+    VcpuLoop::new(0).run(vcpu, bus)
+}
+
+const STOPPED: StopReason = StopReason::End(Outcome::HostError(7));
+
+fn fault(gpa: u64, syndrome: u64) -> Exit {
+    let fault = MemoryFault { gpa, write: false, fetch: false, walk: false };
+    Exit::MemoryFault { fault, syndrome }
+}
+
+#[test]
+fn a_vcpu_waits_for_its_start() {
+    let (mut vcpu, mut bus) = (ScriptVcpu::default(), bus());
+    let start = bus.start.take();
+    let idle = StopReason::Idle { deadline_ticks: u64::MAX };
+    assert_eq!(run(&mut vcpu, &mut bus, &[]), idle);
+    bus.start = start;
+    assert_eq!(run(&mut vcpu, &mut bus, &[]), STOPPED);
+    assert_eq!((vcpu.pc, vcpu.general[0], vcpu.affinity), (PC, 0x77, Some(0)));
+}
+
+#[test]
+fn devices_are_accessed_by_syndrome() {
+    let (mut vcpu, mut bus) = (ScriptVcpu::default(), bus());
+    // str w0; ldrsb x3; ldr wzr
+    let exits =
+        [fault(DEVICE, 0x9380_0046), fault(DEVICE, 0x9323_8006), fault(DEVICE, 0x939f_0006)];
+    assert_eq!(run(&mut vcpu, &mut bus, &exits), STOPPED);
+    assert_eq!(bus.writes, [(DEVICE, 4, 0x77)]);
+    assert_eq!((vcpu.general[3], vcpu.pc), (-0x80_i64 as u64, PC + 12));
+}
+
+#[test]
+fn other_accesses_abort() {
+    for exit in [fault(DEVICE + 0x1_0000, 0x9380_0046), fault(DEVICE, 0x9200_0046)] {
+        let (mut vcpu, mut bus) = (ScriptVcpu::default(), bus());
+        vcpu.system[System::Vbar as usize] = 0x1_0000;
+        assert_eq!(run(&mut vcpu, &mut bus, &[exit]), STOPPED);
+        assert_eq!((vcpu.pc, vcpu.system(System::Elr)), (0x1_0200, PC));
+        assert_eq!(esr::class(vcpu.system(System::Esr)), class::DATA_ABORT + 1);
+        assert_eq!(bus.unknown.len(), 1);
+    }
+}
+
+#[test]
+fn system_registers() {
+    let access = |fields: u64| Exit::SystemRegister { syndrome: 0x6000_0000 | fields };
+    // msr icc_sgi1r_el1, x0; mrs x5, mdscr_el1; mrs x5, pmcr_el0
+    let sgi = access(3 << 20 | 5 << 17 | 12 << 10 | 11 << 1);
+    let debug = access(2 << 20 | 2 << 17 | 2 << 1 | 5 << 5 | 1);
+    let monitor = access(3 << 20 | 3 << 14 | 9 << 10 | 12 << 1 | 5 << 5 | 1);
+    let (mut vcpu, mut bus) = (ScriptVcpu::default(), bus());
+    vcpu.general[5] = 1;
+    assert_eq!(run(&mut vcpu, &mut bus, &[sgi, debug, monitor]), STOPPED);
+    assert_eq!(bus.sent, [SoftwareInterrupt::decode(0x77)]);
+    assert_eq!((vcpu.general[5], vcpu.pc), (0, 0x200));
+    assert_eq!(bus.unknown, [Unknown::SystemRegister(system_register(3, 3, 9, 12, 0))]);
+}
+
+#[test]
+fn firmware_calls() {
+    for (call, argument, result) in [
+        (psci::VERSION, 0, psci::VERSION_1_1 as i64),
+        (psci::CPU_ON, 1, psci::SUCCESS),
+        (psci::CPU_ON, 5, psci::INVALID_PARAMETERS),
+        (psci::AFFINITY_INFO, 1, 1),
+        (psci::FEATURES, psci::CPU_ON, psci::SUCCESS),
+        (psci::FEATURES, 0x8400_0099, psci::NOT_SUPPORTED),
+        (0x8400_0050, 0, psci::NOT_SUPPORTED),
+    ] {
+        let (mut vcpu, mut bus) = (ScriptVcpu::default(), bus());
+        bus.start = Some(StartRequest { entry: PC, argument: call });
+        vcpu.general[1] = argument;
+        assert_eq!(run(&mut vcpu, &mut bus, &[Exit::Hypercall]), STOPPED);
+        assert_eq!(vcpu.general[0] as i64, result, "{call:#x}");
+    }
+    let (mut vcpu, mut bus) = (ScriptVcpu::default(), bus());
+    bus.start = Some(StartRequest { entry: PC, argument: psci::SYSTEM_OFF });
+    let end = StopReason::End(Outcome::PowerOff);
+    assert_eq!(run(&mut vcpu, &mut bus, &[Exit::SecureCall]), end);
+}
+
+#[test]
+fn interrupts_are_put_while_there_is_room() {
+    let (mut vcpu, mut bus) = (ScriptVcpu::default(), bus());
+    let virq = |number| Virq { number, priority: 0, report_end: true };
+    bus.waiting = [33, 34, 35].map(virq).into();
+    let exits = [Exit::VirqEnded { number: 35 }, Exit::Recall { events: 4 }];
+    assert_eq!(run(&mut vcpu, &mut bus, &exits), StopReason::Recall(4));
+    assert_eq!((vcpu.virqs.len(), bus.waiting.len()), (2, 1));
+    assert_eq!(bus.ended, [35]);
+}

@@ -1,0 +1,101 @@
+//! One vCPU of a host.
+
+pub use vmm_dev::arm64::gic::Virq;
+use vmm_vcpu::{MemoryFault, Vcpu};
+
+/// Registers of EL1 that the run loop uses, by their names in the manual.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum System {
+    /// SCTLR_EL1.
+    Sctlr,
+    /// VBAR_EL1.
+    Vbar,
+    /// ESR_EL1.
+    Esr,
+    /// ELR_EL1.
+    Elr,
+    /// SPSR_EL1.
+    Spsr,
+}
+
+/// Exit of a vCPU. Unless stated otherwise, the program counter is the address of the instruction
+/// that has caused it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Exit {
+    /// The deadline has passed.
+    Deadline,
+    /// Host-defined events.
+    Recall {
+        /// Their bits.
+        events: u64,
+    },
+    /// The guest waits for an interrupt, and none is pending. The program counter is that of the
+    /// next instruction.
+    Wait {
+        /// Value of the host's counter at which the virtual timer interrupts.
+        timer: u64,
+    },
+    /// The host has waited in place of the guest, until these events, or until a deadline.
+    Waited {
+        /// Their bits.
+        events: u64,
+    },
+    /// `HVC`. The program counter is that of the next instruction.
+    Hypercall,
+    /// `SMC`.
+    SecureCall,
+    /// Access to memory that is not mapped.
+    MemoryFault {
+        /// The access.
+        fault: MemoryFault,
+        /// Its syndrome.
+        syndrome: u64,
+    },
+    /// Access to a system register that the host does not handle.
+    SystemRegister {
+        /// Its syndrome.
+        syndrome: u64,
+    },
+    /// The guest has ended an interrupt whose end is to be reported.
+    VirqEnded {
+        /// Number of the interrupt.
+        number: u32,
+    },
+    /// An exception of the guest that the host does not know.
+    Unknown {
+        /// Its syndrome.
+        syndrome: u64,
+    },
+    /// The host refuses the state in which the guest is to run.
+    InvalidState,
+    /// The host cannot run the vCPU.
+    HostError(u64),
+}
+
+/// A vCPU of AArch64. Setters take effect at the next [`Vcpu::run`].
+pub trait Arm64Vcpu: Vcpu<Exit = Exit> {
+    /// General-purpose register, below 31.
+    fn general(&mut self, index: usize) -> u64;
+    /// Sets it.
+    fn set_general(&mut self, index: usize, value: u64);
+    /// Program counter.
+    fn pc(&mut self) -> u64;
+    /// Sets it.
+    fn set_pc(&mut self, value: u64);
+    /// Processor state, in the format of SPSR_EL2.
+    fn state(&mut self) -> u64;
+    /// Sets it.
+    fn set_state(&mut self, value: u64);
+    /// System register.
+    fn system(&mut self, register: System) -> u64;
+    /// Sets it.
+    fn set_system(&mut self, register: System, value: u64);
+    /// Sets all registers to their values after a reset, the affinity to this one.
+    fn reset(&mut self, affinity: u64);
+    /// Returns whether the CPU's interface has room for another interrupt.
+    fn has_room(&mut self) -> bool;
+    /// Makes an interrupt pending in the CPU's interface, which has room.
+    fn put_virq(&mut self, virq: Virq);
+    /// Sets the interrupt of the virtual timer; `None`: it stays pending.
+    fn set_timer_virq(&mut self, virq: Option<Virq>);
+}

@@ -1,0 +1,314 @@
+//! The board `virt`: address map, and boot of a Linux kernel for AArch64 (Linux,
+//! Documentation/arm64/booting.rst) with a device tree (Devicetree Specification v0.4).
+//!
+//! | address | device | interrupt |
+//! |---|---|---|
+//! | [`DISTRIBUTOR`], [`REDISTRIBUTORS`] | GICv3 | |
+//! | [`UART`] | PL011 | [`UART_INTERRUPT`] |
+//! | [`CLOCK`] | PL031 | |
+//! | [`RAM`] | RAM | |
+
+#[cfg(feature = "load")]
+use alloc::{string::ToString, vec, vec::Vec};
+
+#[cfg(feature = "load")]
+use hw_arm64::{gic, image, pl011, pl031, psci};
+#[cfg(feature = "load")]
+use vm_fdt::FdtWriter;
+#[cfg(feature = "load")]
+use vmm_mem::GuestMemory;
+
+#[cfg(feature = "load")]
+use crate::BootError;
+
+/// Length of a small device's registers.
+pub const PAGE: u64 = 0x1000;
+/// Registers of the interrupt controller's distributor.
+pub const DISTRIBUTOR: u64 = 0x800_0000;
+/// Registers of its redistributors.
+pub const REDISTRIBUTORS: u64 = 0x80a_0000;
+/// Length of these.
+pub const REDISTRIBUTORS_LENGTH: u64 = 0x10_0000;
+/// Registers of the UART.
+pub const UART: u64 = 0x900_0000;
+/// Interrupt of the UART.
+pub const UART_INTERRUPT: u32 = 33;
+/// Registers of the clock.
+pub const CLOCK: u64 = 0x901_0000;
+/// Start of RAM.
+pub const RAM: u64 = 0x4000_0000;
+
+#[cfg(feature = "load")]
+pub use load::{VirtBoot, VirtStart, load};
+
+/// Contents of the boot.
+#[cfg(feature = "load")]
+mod load {
+    use super::*;
+
+    /// Alignment of what the loader places.
+    const ALIGNMENT: u64 = image::ALIGNMENT;
+    /// Frequency of the clock of UART and real-time clock, in Hz: they need one.
+    const APB_HZ: u32 = 24_000_000;
+    /// Handles of nodes.
+    const GIC: u32 = 1;
+    const APB_CLOCK: u32 = 2;
+    /// Kinds and flags of interrupts in the device tree.
+    const SHARED: u32 = 0;
+    const PRIVATE: u32 = 1;
+    const LEVEL_HIGH: u32 = 4;
+    const LEVEL_LOW: u32 = 8;
+    /// Private interrupts of the timers: secure, non-secure, virtual, hypervisor.
+    const TIMERS: [u32; 4] = [13, 14, 11, 10];
+
+    /// A guest to boot.
+    #[derive(Clone, Copy, Debug)]
+    pub struct VirtBoot<'a> {
+        /// Number of vCPUs.
+        pub vcpus: u8,
+        /// Kernel: an uncompressed `Image`.
+        pub kernel: &'a [u8],
+        /// Initial RAM disk.
+        pub initrd: Option<&'a [u8]>,
+        /// Command line.
+        pub command_line: &'a str,
+    }
+
+    /// Initial state of the first vCPU.
+    #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+    pub struct VirtStart {
+        /// Address of the first instruction.
+        pub entry: u64,
+        /// Address of the device tree, for `x0`.
+        pub tree: u64,
+    }
+
+    /// Loads a guest into its memory, whose range at [`RAM`] gets everything.
+    ///
+    /// # Errors
+    /// The kernel is no image of this format, or memory is too small.
+    pub fn load(memory: &GuestMemory, boot: &VirtBoot<'_>) -> Result<VirtStart, BootError> {
+        let header = Header::parse(boot.kernel)?;
+        let available = memory.ranges().find(|range| range.0 == RAM).map_or(0, |range| range.1);
+        let entry = RAM + header.offset;
+        let kernel_end = entry.saturating_add(header.length.max(boot.kernel.len() as u64));
+        let initrd = kernel_end.checked_next_multiple_of(ALIGNMENT).unwrap_or(u64::MAX);
+        let initrd_end = initrd.saturating_add(boot.initrd.map_or(0, <[u8]>::len) as u64);
+        let tree = initrd_end.checked_next_multiple_of(ALIGNMENT).unwrap_or(u64::MAX);
+        let blob =
+            device_tree(memory, boot, initrd..initrd_end).ok_or(BootError::BadCommandLine)?;
+        let needed = tree.saturating_add(blob.len() as u64).saturating_sub(RAM);
+        if needed > available {
+            return Err(BootError::TooLittleMemory { needed, available });
+        }
+        memory.write_slice(entry, boot.kernel)?;
+        memory.write_slice(initrd, boot.initrd.unwrap_or(&[]))?;
+        memory.write_slice(tree, &blob)?;
+        Ok(VirtStart { entry, tree })
+    }
+
+    /// Header of an image.
+    struct Header {
+        /// Offset of the image from a multiple of 2 MiB.
+        offset: u64,
+        /// Bytes of memory from its start on that the kernel uses.
+        length: u64,
+    }
+
+    impl Header {
+        fn parse(kernel: &[u8]) -> Result<Self, BootError> {
+            let word = |at: usize| {
+                let bytes = kernel.get(at..at + 8)?;
+                Some(u64::from_le_bytes(bytes.try_into().ok()?))
+            };
+            let actual = kernel.len() as u64;
+            let short = BootError::Truncated { needed: image::HEADER as u64, actual };
+            let [offset, length, magic] = [8, 16, 56].map(word);
+            if magic.ok_or(short)? as u32 != image::MAGIC {
+                return Err(BootError::UnknownFormat);
+            }
+            let (offset, length) = (offset.ok_or(short)?, length.ok_or(short)?);
+            // Kernels before 3.17 have no length.
+            if offset >= ALIGNMENT || length == 0 {
+                return Err(BootError::BadHeader);
+            }
+            Ok(Self { offset, length })
+        }
+    }
+
+    /// Builds the device tree. `None`: the command line has a zero byte.
+    fn device_tree(
+        memory: &GuestMemory,
+        boot: &VirtBoot<'_>,
+        initrd: core::ops::Range<u64>,
+    ) -> Option<Vec<u8>> {
+        let mut to = FdtWriter::new().ok()?;
+        let root = to.begin_node("").ok()?;
+        to.property_string("compatible", "linux,dummy-virt").ok()?;
+        to.property_string("model", "Parador virt").ok()?;
+        to.property_u32("#address-cells", 2).ok()?;
+        to.property_u32("#size-cells", 2).ok()?;
+        to.property_u32("interrupt-parent", GIC).ok()?;
+
+        let chosen = to.begin_node("chosen").ok()?;
+        to.property_string("bootargs", boot.command_line).ok()?;
+        to.property_string("stdout-path", "/pl011@9000000").ok()?;
+        if boot.initrd.is_some() {
+            to.property_u64("linux,initrd-start", initrd.start).ok()?;
+            to.property_u64("linux,initrd-end", initrd.end).ok()?;
+        }
+        to.end_node(chosen).ok()?;
+
+        for (base, length) in memory.ranges() {
+            let node = to.begin_node(&alloc::format!("memory@{base:x}")).ok()?;
+            to.property_string("device_type", "memory").ok()?;
+            to.property_array_u64("reg", &[base, length]).ok()?;
+            to.end_node(node).ok()?;
+        }
+        cpus(&mut to, boot.vcpus)?;
+        firmware(&mut to)?;
+        interrupts(&mut to)?;
+        devices(&mut to)?;
+        to.end_node(root).ok()?;
+        to.finish().ok()
+    }
+
+    fn cpus(to: &mut FdtWriter, count: u8) -> Option<()> {
+        let all = to.begin_node("cpus").ok()?;
+        to.property_u32("#address-cells", 1).ok()?;
+        to.property_u32("#size-cells", 0).ok()?;
+        for index in 0..count {
+            let node = to.begin_node(&alloc::format!("cpu@{index}")).ok()?;
+            to.property_string("device_type", "cpu").ok()?;
+            to.property_string("compatible", "arm,armv8").ok()?;
+            to.property_u32("reg", index.into()).ok()?;
+            if count > 1 {
+                to.property_string("enable-method", "psci").ok()?;
+            }
+            to.end_node(node).ok()?;
+        }
+        to.end_node(all).ok()
+    }
+
+    fn firmware(to: &mut FdtWriter) -> Option<()> {
+        let node = to.begin_node("psci").ok()?;
+        let names = psci::COMPATIBLE.iter().map(ToString::to_string).collect();
+        to.property_string_list("compatible", names).ok()?;
+        to.property_string("method", "hvc").ok()?;
+        to.end_node(node).ok()
+    }
+
+    fn interrupts(to: &mut FdtWriter) -> Option<()> {
+        let node = to.begin_node("intc@8000000").ok()?;
+        to.property_string("compatible", gic::COMPATIBLE).ok()?;
+        to.property_null("interrupt-controller").ok()?;
+        to.property_u32("#interrupt-cells", 3).ok()?;
+        let registers =
+            [DISTRIBUTOR, gic::distributor::LENGTH, REDISTRIBUTORS, REDISTRIBUTORS_LENGTH];
+        to.property_array_u64("reg", &registers).ok()?;
+        to.property_phandle(GIC).ok()?;
+        to.end_node(node).ok()?;
+
+        let node = to.begin_node("timer").ok()?;
+        to.property_string("compatible", "arm,armv8-timer").ok()?;
+        let lines: Vec<u32> =
+            TIMERS.into_iter().flat_map(|number| [PRIVATE, number, LEVEL_LOW]).collect();
+        to.property_array_u32("interrupts", &lines).ok()?;
+        to.property_null("always-on").ok()?;
+        to.end_node(node).ok()
+    }
+
+    fn devices(to: &mut FdtWriter) -> Option<()> {
+        let node = to.begin_node("apb-pclk").ok()?;
+        to.property_string("compatible", "fixed-clock").ok()?;
+        to.property_u32("#clock-cells", 0).ok()?;
+        to.property_u32("clock-frequency", APB_HZ).ok()?;
+        to.property_string("clock-output-names", "clk24mhz").ok()?;
+        to.property_phandle(APB_CLOCK).ok()?;
+        to.end_node(node).ok()?;
+
+        let node = to.begin_node("pl011@9000000").ok()?;
+        let line = Some(UART_INTERRUPT);
+        primecell(to, (pl011::COMPATIBLE, UART, line), &["uartclk", "apb_pclk"])?;
+        to.end_node(node).ok()?;
+        let node = to.begin_node("pl031@9010000").ok()?;
+        primecell(to, (pl031::COMPATIBLE, CLOCK, None), &["apb_pclk"])?;
+        to.end_node(node).ok()
+    }
+
+    /// Properties of a PrimeCell: name, registers, interrupt; names of its clocks.
+    fn primecell(
+        to: &mut FdtWriter,
+        (name, base, interrupt): (&str, u64, Option<u32>),
+        clocks: &[&str],
+    ) -> Option<()> {
+        let names = vec![name.to_string(), "arm,primecell".to_string()];
+        to.property_string_list("compatible", names).ok()?;
+        to.property_array_u64("reg", &[base, PAGE]).ok()?;
+        if let Some(number) = interrupt {
+            let line = [SHARED, number - gic::FIRST_SHARED, LEVEL_HIGH];
+            to.property_array_u32("interrupts", &line).ok()?;
+        }
+        to.property_array_u32("clocks", &vec![APB_CLOCK; clocks.len()]).ok()?;
+        let names = clocks.iter().map(ToString::to_string).collect();
+        to.property_string_list("clock-names", names).ok()
+    }
+
+    #[cfg(test)]
+    mod tests {
+        use super::*;
+        use hw_tables::fdt::Fdt;
+        use vmm_mem::testing;
+
+        /// An image of one page that uses 1 MiB.
+        fn kernel() -> Vec<u8> {
+            let mut bytes = vec![0; 4096];
+            bytes[16..24].copy_from_slice(&(1_u64 << 20).to_le_bytes());
+            bytes[56..60].copy_from_slice(&image::MAGIC.to_le_bytes());
+            bytes
+        }
+
+        fn boot(kernel: &[u8]) -> VirtBoot<'_> {
+            VirtBoot { vcpus: 2, kernel, initrd: Some(b"initrd"), command_line: "console=ttyAMA0" }
+        }
+
+        #[test]
+        fn the_tree_describes_the_machine() {
+            let memory = testing::memory(&[(RAM, 8 << 20)]);
+            let kernel = kernel();
+            let start = load(&memory, &boot(&kernel)).expect("loads");
+            assert_eq!(start, VirtStart { entry: RAM, tree: RAM + (4 << 20) });
+            let mut bytes = vec![0; 1 << 20];
+            memory.read_slice(start.tree, &mut bytes).expect("in memory");
+            let fdt = Fdt::parse(&bytes).expect("a tree");
+            let chosen = fdt.node("/chosen").expect("a node");
+            assert_eq!(chosen.text("bootargs"), Some("console=ttyAMA0"));
+            let at = chosen.number("linux,initrd-start").expect("a number");
+            let mut disk = [0; 6];
+            memory.read_slice(at, &mut disk).expect("in memory");
+            assert_eq!((&disk, chosen.number("linux,initrd-end")), (b"initrd", Some(at + 6)));
+            assert_eq!(fdt.node("/cpus").expect("a node").children().count(), 2);
+            let uart = fdt.node("/pl011@9000000").expect("a node");
+            assert!(uart.is_compatible(pl011::COMPATIBLE));
+            assert_eq!(uart.ranges().next(), Some((UART, PAGE)));
+        }
+
+        #[test]
+        fn what_does_not_fit_is_refused() {
+            let kernel = kernel();
+            let small = testing::memory(&[(RAM, 1 << 20)]);
+            let error = load(&small, &boot(&kernel));
+            assert!(matches!(error, Err(BootError::TooLittleMemory { .. })), "{error:?}");
+            let memory = testing::memory(&[(RAM, 8 << 20)]);
+            for (bytes, error) in [
+                (&kernel[..40], BootError::Truncated { needed: 64, actual: 40 }),
+                (&[0; 64][..], BootError::UnknownFormat),
+            ] {
+                assert_eq!(load(&memory, &boot(bytes)), Err(error));
+            }
+            let mut wrong = kernel;
+            wrong[8..16].copy_from_slice(&u64::MAX.to_le_bytes());
+            assert_eq!(load(&memory, &boot(&wrong)), Err(BootError::BadHeader));
+        }
+    }
+}

@@ -1,0 +1,469 @@
+//! The board `virt`: an AArch64 machine with GICv3, UART and clock, described by a device tree
+//! (`vmm_boot::virt`). Its addresses are those of QEMU's machine of that name.
+//!
+//! vCPUs run concurrently, each in a thread of the host. One lock protects all devices; it is held
+//! while a device works, and not while the guest runs. A thread that creates an event for another
+//! vCPU kicks it.
+
+use core::fmt;
+
+use hw_arm64::gic::{SoftwareInterrupt, distributor, redistributor};
+use hw_arm64::psci;
+use spin::mutex::SpinMutex;
+use spin::relax::{RelaxStrategy, Spin};
+use vmm_arm64::{Arm64Platform, Arm64Vcpu, Interrupts, StartRequest, Unknown, VcpuLoop, Virq};
+use vmm_boot::virt as layout;
+use vmm_bus::{Access, BackendRef, Device, Env, MachineEvent, Msi, NEVER, Nanos, WAKE_INPUT};
+use vmm_dev::arm64::gic::Gic;
+use vmm_dev::arm64::pl011::Pl011;
+use vmm_dev::arm64::pl031::Pl031;
+use vmm_mem::GuestMemory;
+use vmm_vcpu::{CounterClock, MAX_VCPUS, Outcome, Platform, Signals, StopReason};
+
+use crate::{Counters, Host, Level, Once};
+
+/// Configuration of the board.
+#[derive(Clone, Copy, Debug)]
+pub struct VirtConfig {
+    /// Number of vCPUs, 1 to the capacity of the [`Virt`].
+    pub vcpus: u8,
+    /// VM time: frequency of the host's counter, and its value at the start of the VM.
+    pub clock: CounterClock,
+    /// Wall-clock time at VM time 0, in seconds since 1970-01-01 UTC.
+    pub start_unix: u64,
+    /// Start of vCPU 0.
+    pub start: StartRequest,
+}
+
+/// A board with room for `CPUS` vCPUs, at most [`MAX_VCPUS`]. vCPU threads wait for the lock with
+/// strategy `R`.
+pub struct Virt<'m, R = Spin, const CPUS: usize = MAX_VCPUS> {
+    fixed: Fixed<'m>,
+    devices: SpinMutex<Devices<CPUS>, R>,
+}
+
+/// Constant state of a running VM.
+struct Fixed<'m> {
+    memory: &'m GuestMemory,
+    clock: CounterClock,
+    start_unix: u64,
+    vcpus: usize,
+}
+
+/// Power of a vCPU.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Power {
+    Off,
+    /// It starts when its thread looks.
+    Starting(StartRequest),
+    On,
+}
+
+/// Devices, and what they have done.
+struct Devices<const CPUS: usize> {
+    gic: Gic<CPUS>,
+    uart: Pl011,
+    clock: Pl031,
+    power: [Power; CPUS],
+    effects: Effects,
+    /// CPUs with events, which have been kicked.
+    kicked: u32,
+}
+
+/// Effects of devices beside their interrupts.
+struct Effects {
+    end: Option<Outcome>,
+    counters: Counters,
+    once: Once,
+}
+
+/// Devices by their regions.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Chip {
+    Distributor,
+    Redistributors,
+    Uart,
+    Clock,
+}
+
+/// Device at an address, and the offset there.
+fn chip_at(address: u64) -> Option<(Chip, u64)> {
+    let regions = [
+        (layout::DISTRIBUTOR, distributor::LENGTH, Chip::Distributor),
+        (layout::REDISTRIBUTORS, layout::REDISTRIBUTORS_LENGTH, Chip::Redistributors),
+        (layout::UART, layout::PAGE, Chip::Uart),
+        (layout::CLOCK, layout::PAGE, Chip::Clock),
+    ];
+    let offset = |base: u64, length| Some(address.wrapping_sub(base)).filter(|&at| at < length);
+    regions.into_iter().find_map(|(base, length, chip)| Some((chip, offset(base, length)?)))
+}
+
+const _: () = assert!(layout::REDISTRIBUTORS_LENGTH >= MAX_VCPUS as u64 * redistributor::LENGTH);
+
+impl<'m, R: RelaxStrategy, const CPUS: usize> Virt<'m, R, CPUS> {
+    /// Creates the board in its power-on state; the caller has filled guest memory.
+    pub fn new(config: VirtConfig, memory: &'m GuestMemory) -> Self {
+        const { assert!(CPUS >= 1 && CPUS <= MAX_VCPUS) };
+        let vcpus = usize::from(config.vcpus).clamp(1, CPUS);
+        let mut power = [Power::Off; CPUS];
+        power[0] = Power::Starting(config.start);
+        let VirtConfig { clock, start_unix, .. } = config;
+        Self {
+            fixed: Fixed { memory, clock, start_unix, vcpus },
+            devices: SpinMutex::new(Devices {
+                gic: Gic::new(vcpus),
+                uart: Pl011::new(),
+                clock: Pl031::new(start_unix),
+                power,
+                effects: Effects { end: None, counters: Counters::default(), once: Once::new() },
+                kicked: 0,
+            }),
+        }
+    }
+
+    /// Creates vCPU `index`, once.
+    pub fn cpu(&self, index: usize) -> VcpuLoop {
+        VcpuLoop::new(index.min(self.fixed.vcpus - 1))
+    }
+
+    /// Runs a vCPU until the host is needed. `host`: services for the thread of this vCPU.
+    pub fn run<V: Arm64Vcpu, H: Host>(
+        &self,
+        cpu: &mut VcpuLoop,
+        vcpu: &mut V,
+        host: &mut H,
+    ) -> StopReason {
+        let index = cpu.index();
+        cpu.run(vcpu, &mut CpuBus { virt: self, host, cpu: index, needs_service: false })
+    }
+
+    /// Notifies the UART of input or of room for output. `caller`: the vCPU whose thread calls
+    /// between two runs, if any; it needs no kick.
+    pub fn input<H: Host>(&self, caller: Option<&VcpuLoop>, host: &mut H) {
+        self.locked(host, caller.map(VcpuLoop::index), |devices, env| {
+            devices.with_uart(env, |uart, env| uart.wake(WAKE_INPUT, env));
+        });
+    }
+
+    /// Ends the VM unless it has ended: [`Virt::run`] returns the outcome on every vCPU.
+    pub fn end<H: Host>(&self, outcome: Outcome, host: &mut H) {
+        self.locked(host, None, |devices, _| {
+            devices.effects.end.get_or_insert(outcome);
+        });
+    }
+
+    /// Outcome, once the VM has ended.
+    pub fn outcome(&self) -> Option<Outcome> {
+        self.devices.lock().effects.end
+    }
+
+    /// Counters of unsupported guest operations.
+    pub fn counters(&self) -> Counters {
+        self.devices.lock().effects.counters
+    }
+
+    /// Calls `act` under the lock, and then kicks the other vCPUs that have new events.
+    fn locked<H: Host, T>(
+        &self,
+        host: &mut H,
+        running: Option<usize>,
+        act: impl FnOnce(&mut Devices<CPUS>, (&Fixed<'m>, &mut H)) -> T,
+    ) -> T {
+        let mut devices = self.devices.lock();
+        let result = act(&mut devices, (&self.fixed, host));
+        let waiting = devices.waiting(self.fixed.vcpus);
+        let kicks = waiting & !devices.kicked & !running.map_or(0, |cpu| 1 << cpu);
+        devices.kicked |= kicks;
+        drop(devices);
+        for cpu in (0..self.fixed.vcpus).filter(|cpu| kicks & 1 << cpu != 0) {
+            host.kick(cpu);
+        }
+        result
+    }
+}
+
+impl<const CPUS: usize> Devices<CPUS> {
+    /// CPUs that have something to do: a bit each.
+    fn waiting(&self, vcpus: usize) -> u32 {
+        let waits = |cpu: usize| {
+            self.effects.end.is_some()
+                || matches!(self.power[cpu], Power::Starting(_))
+                || self.power[cpu] == Power::On && self.gic.is_waiting(cpu)
+        };
+        (0..vcpus).filter(|&cpu| waits(cpu)).map(|cpu| 1 << cpu).sum()
+    }
+
+    /// Calls the UART, then passes its line to the interrupt controller.
+    fn with_uart<H: Host, T>(
+        &mut self,
+        (fixed, host): (&Fixed<'_>, &mut H),
+        call: impl FnOnce(&mut Pl011, &mut dyn Env) -> T,
+    ) -> T {
+        let effects = &mut self.effects;
+        let mut env = ChipEnv { fixed, effects, host, line: None };
+        let result = call(&mut self.uart, &mut env);
+        if let Some(level) = env.line {
+            self.gic.set_level(layout::UART_INTERRUPT, level);
+        }
+        result
+    }
+
+    fn read<H: Host>(&mut self, chip: Chip, access: Access, of: (&Fixed<'_>, &mut H)) -> u64 {
+        match chip {
+            Chip::Distributor => self.gic.read_distributor(access),
+            Chip::Redistributors => self.gic.read_redistributor(access),
+            Chip::Uart => self.with_uart(of, |uart, env| uart.read(access, env)),
+            Chip::Clock => {
+                let (fixed, host) = of;
+                let effects = &mut self.effects;
+                self.clock.read(access, &mut ChipEnv { fixed, effects, host, line: None })
+            }
+        }
+    }
+
+    fn write<H: Host>(&mut self, chip: Chip, access: Access, value: u64, of: (&Fixed<'_>, &mut H)) {
+        match chip {
+            Chip::Distributor => self.gic.write_distributor(access, value),
+            Chip::Redistributors => self.gic.write_redistributor(access, value),
+            Chip::Uart => self.with_uart(of, |uart, env| uart.write(access, value, env)),
+            Chip::Clock => {
+                let (fixed, host) = of;
+                let effects = &mut self.effects;
+                self.clock.write(access, value, &mut ChipEnv { fixed, effects, host, line: None });
+            }
+        }
+    }
+}
+
+/// Environment of a device.
+struct ChipEnv<'a, 'm, H> {
+    fixed: &'a Fixed<'m>,
+    effects: &'a mut Effects,
+    host: &'a mut H,
+    /// Last level of the device's line 0.
+    line: Option<bool>,
+}
+
+impl<H: Host> Env for ChipEnv<'_, '_, H> {
+    fn now(&self) -> Nanos {
+        self.fixed.clock.nanos(self.host.counter())
+    }
+
+    fn set_line(&mut self, line: u8, level: bool) {
+        if line == 0 {
+            self.line = Some(level);
+        }
+    }
+
+    fn arm(&mut self, _: u8, deadline: Nanos) {
+        // No device of this board has a timer.
+        debug_assert!(deadline == NEVER);
+    }
+
+    fn memory(&self) -> &GuestMemory {
+        self.fixed.memory
+    }
+
+    fn backend(&mut self) -> (BackendRef<'_>, &GuestMemory) {
+        (self.host.serial(), self.fixed.memory)
+    }
+
+    fn msi(&mut self, msi: Msi) {
+        self.missing("interrupt message to no controller", msi.address);
+    }
+
+    fn machine(&mut self, event: MachineEvent) {
+        let outcome = match event {
+            MachineEvent::PowerOff => Outcome::PowerOff,
+            MachineEvent::Reset => Outcome::Reset,
+            MachineEvent::GuestPanic => Outcome::GuestPanic,
+            MachineEvent::ExitCode(code) => Outcome::Code(code),
+            MachineEvent::GuestCrashLoaded => return,
+        };
+        self.effects.end.get_or_insert(outcome);
+    }
+
+    fn missing(&mut self, what: &'static str, value: u64) {
+        self.effects.counters.missing += 1;
+        // The address identifies the text: each is one literal of one device.
+        let key = what.as_ptr().addr() as u64;
+        let text = format_args!("{what} ({value:#x})");
+        self.effects.once.log(self.host, Level::Warning, key, text);
+    }
+}
+
+/// The board as seen by one vCPU while it runs.
+struct CpuBus<'a, 'm, H, R, const CPUS: usize> {
+    virt: &'a Virt<'m, R, CPUS>,
+    host: &'a mut H,
+    cpu: usize,
+    /// This CPU has events to service. Events from other threads come with a kick.
+    needs_service: bool,
+}
+
+impl<'m, H: Host, R: RelaxStrategy, const CPUS: usize> CpuBus<'_, 'm, H, R, CPUS> {
+    fn locked<T>(&mut self, act: impl FnOnce(&mut Devices<CPUS>, (&Fixed<'m>, &mut H)) -> T) -> T {
+        let (cpu, vcpus) = (self.cpu, self.virt.fixed.vcpus);
+        let (result, waits) = self.virt.locked(self.host, Some(cpu), |devices, of| {
+            let result = act(devices, of);
+            (result, devices.waiting(vcpus) & 1 << cpu != 0)
+        });
+        self.needs_service |= waits;
+        result
+    }
+
+    /// Index of the vCPU with this affinity.
+    fn index(&self, affinity: u64) -> Option<usize> {
+        usize::try_from(affinity).ok().filter(|&index| index < self.virt.fixed.vcpus)
+    }
+}
+
+impl<H: Host, R: RelaxStrategy, const CPUS: usize> Platform for CpuBus<'_, '_, H, R, CPUS> {
+    type Interrupts = Interrupts;
+
+    fn memory(&self) -> &GuestMemory {
+        self.virt.fixed.memory
+    }
+
+    fn clock(&self) -> &CounterClock {
+        &self.virt.fixed.clock
+    }
+
+    fn counter(&self) -> u64 {
+        self.host.counter()
+    }
+
+    fn start_unix(&self) -> u64 {
+        self.virt.fixed.start_unix
+    }
+
+    fn mmio_read(&mut self, _: usize, address: u64, size: u8) -> u64 {
+        let Some((chip, offset)) = chip_at(address) else { return 0 };
+        let access = Access::new(offset, size);
+        if !offset.is_multiple_of(size.into()) {
+            return 0;
+        }
+        self.locked(|devices, of| devices.read(chip, access, of))
+    }
+
+    fn mmio_write(&mut self, _: usize, address: u64, size: u8, value: u64) {
+        let Some((chip, offset)) = chip_at(address) else { return };
+        let access = Access::new(offset, size);
+        if offset.is_multiple_of(size.into()) {
+            self.locked(|devices, of| devices.write(chip, access, value, of));
+            // The guest may have changed the interrupt of its timer.
+            self.needs_service |= matches!(chip, Chip::Distributor | Chip::Redistributors);
+        }
+    }
+
+    fn needs_service(&self, _: usize) -> bool {
+        self.needs_service
+    }
+
+    fn service_timers(&mut self, cpu: usize) -> Signals<Interrupts> {
+        let signals = self.locked(|devices, _| {
+            devices.kicked &= !(1 << cpu);
+            let start = match devices.power[cpu] {
+                Power::Starting(request) => {
+                    devices.power[cpu] = Power::On;
+                    Some(request)
+                }
+                _ => None,
+            };
+            let interrupts = Interrupts { start, timer: devices.gic.timer_virq(cpu) };
+            Signals { end: devices.effects.end, deadline: NEVER, interrupts }
+        });
+        self.needs_service = false;
+        signals
+    }
+}
+
+impl<H: Host, R: RelaxStrategy, const CPUS: usize> Arm64Platform for CpuBus<'_, '_, H, R, CPUS> {
+    fn send(&mut self, cpu: usize, interrupt: SoftwareInterrupt) {
+        self.locked(|devices, _| devices.gic.send(cpu, interrupt));
+    }
+
+    fn take_virq(&mut self, cpu: usize) -> Option<Virq> {
+        self.locked(|devices, _| devices.gic.take_virq(cpu))
+    }
+
+    fn has_virq(&mut self, cpu: usize) -> bool {
+        self.locked(|devices, _| devices.gic.is_waiting(cpu))
+    }
+
+    fn end_virq(&mut self, cpu: usize, number: u32) {
+        self.locked(|devices, _| devices.gic.end_virq(cpu, number));
+    }
+
+    fn start(&mut self, affinity: u64, request: StartRequest) -> i64 {
+        let Some(index) = self.index(affinity) else { return psci::INVALID_PARAMETERS };
+        self.locked(|devices, _| {
+            if devices.power[index] != Power::Off {
+                return psci::ALREADY_ON;
+            }
+            devices.power[index] = Power::Starting(request);
+            psci::SUCCESS
+        })
+    }
+
+    fn stopped(&mut self, cpu: usize) {
+        self.locked(|devices, _| devices.power[cpu] = Power::Off);
+    }
+
+    fn is_on(&mut self, affinity: u64) -> Option<bool> {
+        let index = self.index(affinity)?;
+        Some(self.locked(|devices, _| devices.power[index] != Power::Off))
+    }
+
+    fn end(&mut self, outcome: Outcome) {
+        self.locked(|devices, _| {
+            devices.effects.end.get_or_insert(outcome);
+        });
+    }
+
+    fn has_device(&self, address: u64) -> bool {
+        chip_at(address).is_some()
+    }
+
+    #[cold]
+    fn unknown(&mut self, what: Unknown) {
+        self.locked(|devices, (_, host)| {
+            let Effects { counters, once, .. } = &mut devices.effects;
+            let (counter, key) = match what {
+                Unknown::SystemRegister(register) => {
+                    (&mut counters.unknown_registers, 1 << 56 | u64::from(register))
+                }
+                Unknown::Instruction(address) => {
+                    (&mut counters.unknown_memory, 2 << 56 | address & ((1 << 56) - 1))
+                }
+                Unknown::Call(number) => (&mut counters.other, 3 << 56 | number),
+                Unknown::Exit(syndrome) => (&mut counters.other, 4 << 56 | syndrome),
+            };
+            *counter += 1;
+            once.log(host, Level::Info, key, format_args!("{}", Text(what)));
+        });
+    }
+}
+
+/// Text about an operation that is not emulated.
+struct Text(Unknown);
+
+impl fmt::Display for Text {
+    fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            Unknown::SystemRegister(register) => {
+                let [op0, op1, crn] = [register >> 14, register >> 11 & 7, register >> 7 & 15];
+                let [crm, op2] = [register >> 3 & 15, register & 7];
+                write!(to, "unknown system register S{op0}_{op1}_C{crn}_C{crm}_{op2}")
+            }
+            Unknown::Instruction(address) => {
+                write!(to, "no memory or device at guest-physical address {address:#x}")
+            }
+            Unknown::Call(number) => write!(to, "unknown call {number:#x}"),
+            Unknown::Exit(syndrome) => write!(to, "unknown exception with syndrome {syndrome:#x}"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;
