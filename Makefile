@@ -2,10 +2,7 @@
 
 XTASK := scripts/cargo xtask
 
-.PHONY: help run: setup
-	@$(XTASK) run $(ARCH)
-
-run-hosted package test bench bench-previrt bench-hosted bench-tools bench-vtlb image check clean setup
+.PHONY: help run run-hosted package test bench bench-previrt bench-hosted bench-tools bench-vtlb image check clean setup
 
 help:
 	@echo "make run      build Parador and boot three guests on an emulated machine, on this terminal"
@@ -22,7 +19,10 @@ help:
 	@echo "make check    format, lints, import rules, unsafe counts, generated documents, wording"
 	@echo "make clean    remove everything that was built"
 
-run run-hosted package test bench image check: setup
+run: setup
+	@$(XTASK) run $(ARCH)
+
+run-hosted package test bench image check: setup
 	@$(XTASK) $@
 
 bench-previrt: setup
