@@ -319,8 +319,9 @@ mod tests {
         let of_old =
             ["memory.limit_in_bytes", "cpu.cfs_quota_us", "cpu.cfs_period_us", "cpu.shares"];
         let of_new = ["memory.max", "cpu.max", "cpu.weight", "memory.high"];
-        of_old.map(|name| fs::write(old.join(name), "").unwrap());
-        of_new.map(|name| fs::write(new.join(name), "").unwrap());
+        for (place, names) in [(&old, &of_old), (&new, &of_new)] {
+            names.iter().for_each(|name| fs::write(place.join(name), "").unwrap());
+        }
         fs::write(new.join("memory.current"), "4096\n").unwrap();
         let read = |place: &Path, name: &str| fs::read_to_string(place.join(name)).unwrap();
         limit(&places, &limits).unwrap();

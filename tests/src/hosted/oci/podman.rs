@@ -62,6 +62,14 @@ impl Podman {
     }
 }
 
+impl Drop for Podman {
+    fn drop(&mut self) {
+        // podman leaves its storage mounted, which keeps the folder.
+        let mut unmount = Command::new("umount");
+        let _ = unmount.arg("--quiet").arg(self.engine.path("storage/overlay")).status();
+    }
+}
+
 /// podman as root: exit codes, standard input, `exec`, `logs`, `stop`.
 pub fn as_root() -> Result<()> {
     let podman = Podman::new()?;
