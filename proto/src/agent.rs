@@ -19,6 +19,7 @@ pub mod container;
 
 #[cfg(feature = "std")]
 use container::{Container, ContainerProcess, ContainerStatistics, Limits};
+use core::net::IpAddr;
 use heapless::Vec;
 use serde::de::{Error, Unexpected};
 use serde::{Deserialize, Deserializer, Serialize};
@@ -26,7 +27,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 /// Vsock port of the agent.
 pub const PORT: u32 = 1024;
 /// Version of this protocol.
-pub const VERSION: u16 = 3;
+pub const VERSION: u16 = 4;
 /// Longest message in bytes: as much as Linux takes for one argument list and its environment on a
 /// stack of 8 MiB (execve(2)).
 pub const MAX_MESSAGE: usize = 2 << 20;
@@ -36,6 +37,11 @@ pub const POD: &str = "/pod";
 pub const MAX_MOUNTS: usize = 16;
 /// Most supplementary groups of a command.
 pub const MAX_GROUPS: usize = 64;
+
+/// Most addresses of a network interface.
+pub const MAX_ADDRESSES: usize = 8;
+/// Most routes over a network interface.
+pub const MAX_ROUTES: usize = 32;
 
 /// First message of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -74,13 +80,7 @@ pub enum Stream {
 }
 
 /// AgentRequest on a control connection.
-#[cfg_attr(
-    not(feature = "std"),
-    expect(
-        clippy::large_enum_variant,
-        reason = "there is no allocator, and one request at a time"
-    )
-)]
+#[expect(clippy::large_enum_variant, reason = "there is no allocator, and one request at a time")]
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum AgentRequest<'a> {
     /// Sets the guest up; once in its life. When this connection ends, the guest powers off.
@@ -166,18 +166,34 @@ pub struct Mount<'a> {
 }
 
 /// Configuration of the network interface.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Network {
-    /// Address of the guest.
-    pub address: [u8; 4],
-    /// Bits of the network's prefix.
-    pub prefix: u8,
-    /// Default gateway.
-    pub gateway: Option<[u8; 4]>,
+    /// Addresses of the guest, with their networks.
+    pub addresses: Vec<Prefix, MAX_ADDRESSES>,
+    /// Routes besides those of the addresses' networks; a gateway is in a network before it.
+    pub routes: Vec<Route, MAX_ROUTES>,
     /// Name server; `None`: the root has its own file.
     pub resolver: Option<[u8; 4]>,
     /// Largest packet in bytes, unless it is that of the device.
     pub mtu: Option<u32>,
+}
+
+/// Address and the length of its network's prefix in bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Prefix {
+    /// Address.
+    pub address: IpAddr,
+    /// Bits.
+    pub length: u8,
+}
+
+/// Route over the network interface.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Route {
+    /// Destination; the length 0 is the default route.
+    pub destination: Prefix,
+    /// Gateway, of the destination's family; `None`: the destination is on the link.
+    pub gateway: Option<IpAddr>,
 }
 
 /// Command that the agent starts.

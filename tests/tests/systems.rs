@@ -45,6 +45,8 @@ const HOSTED: &[(&str, Body, Class)] = &[
     ("qemu", hosted::qemu::front_end, Class::SmpOrKill),
     ("oci", hosted::oci::life, Class::Other),
     ("oci-killed", hosted::oci::killed, Class::SmpOrKill),
+    ("oci-network", hosted::oci::network::routes, Class::Other),
+    ("oci-hostile", hosted::oci::hostile::agents, Class::Other),
     ("vsock", hosted::vsock::both_ways, Class::SmpOrKill),
     ("vsock-refusals", hosted::vsock::refusals, Class::Other),
     ("qcow2-kept", hosted::disks::qcow2_kept, Class::SmpOrKill),
@@ -278,7 +280,8 @@ fn hosted_tests(seconds: u32) -> Vec<Test> {
     tests.push(named("systemd", Class::SmpOrKill, debian::in_processes));
     if is_long {
         tests.push(named("kernel-inside", Class::SmpOrKill, userland::kernel));
-        tests.push(named("oci-podman", Class::SmpOrKill, hosted::oci::podman));
+        tests.push(named("oci-podman", Class::SmpOrKill, hosted::oci::podman::as_root));
+        tests.push(named("oci-cri", Class::SmpOrKill, hosted::oci::containerd::pods));
         tests.extend(TOOLS.iter().map(|&(name, body)| named(name, Class::Other, body)));
     }
     let userland = move || userland::debian(seconds.div_ceil(4));

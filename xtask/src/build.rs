@@ -111,7 +111,7 @@ const STATIC: &str = "-Ctarget-feature=+crt-static";
 /// programs ask of a kernel; what they must not get of it; random programs; a test of sockets
 /// between guest and host. 32-bit programs are made without a library, whose 32-bit kind not every
 /// host has.
-const LINUX_PROGRAMS: [(&str, &str, &[&str]); 10] = [
+const LINUX_PROGRAMS: [(&str, &str, &[&str]); 11] = [
     ("linux-check-com", "check_com.c", &["-pthread"]),
     ("linux-stress", "stress.c", &["-pthread"]),
     ("linux-attack", "attack.c", &["-pthread"]),
@@ -120,6 +120,7 @@ const LINUX_PROGRAMS: [(&str, &str, &[&str]); 10] = [
     ("linux-fuzz", "fuzz.c", &["-pthread"]),
     ("linux-vsock", "vsock.c", &["-pthread"]),
     ("linux-disk", "disk.c", &[]),
+    ("linux-agent", "agent.c", &[]),
     (
         "linux-compat-32",
         "compat.c",

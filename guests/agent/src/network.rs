@@ -1,12 +1,13 @@
 //! The guest's network interfaces, by messages of rtnetlink(7).
 
-use proto::agent::Network;
+use proto::agent::{Network, Prefix, Route};
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, recv, send, socket_with,
 };
 use std::fs;
 use std::io;
+use std::net::IpAddr;
 use std::os::fd::OwnedFd;
 
 /// Interface of the first network.
@@ -29,9 +30,15 @@ const ERROR: u16 = 2;
 /// Attributes.
 const ADDRESS: u16 = 1;
 const LOCAL: u16 = 2;
+const DESTINATION: u16 = 1;
 const MTU: u16 = 4;
 const OUTPUT_INTERFACE: u16 = 4;
 const GATEWAY: u16 = 5;
+/// Flag of an address that is used at once (`IFA_F_NODAD`): the engine has given it to this guest
+/// alone.
+const NO_DETECTION: u8 = 2;
+/// Flag of a route whose gateway need not be in a known network (`RTNH_F_ONLINK`).
+const ON_LINK: u32 = 4;
 
 /// Brings the loopback interface up, and the first interface if it has an address.
 pub fn configure(network: Option<&Network>) -> io::Result<()> {
@@ -46,9 +53,11 @@ pub fn configure(network: Option<&Network>) -> io::Result<()> {
         request(&socket, NEWLINK, 0, &link_mtu(index, mtu))?;
     }
     request(&socket, NEWLINK, 0, &link_up(index))?;
-    request(&socket, NEWADDR, CREATE, &address(index, network))?;
-    if let Some(gateway) = network.gateway {
-        request(&socket, NEWROUTE, CREATE, &default_route(index, gateway))?;
+    for prefix in &network.addresses {
+        request(&socket, NEWADDR, CREATE, &address(index, prefix))?;
+    }
+    for all in &network.routes {
+        request(&socket, NEWROUTE, CREATE, &route(index, all))?;
     }
     let Some([a, b, c, d]) = network.resolver else { return Ok(()) };
     // A link may lead to a program of the host that the guest does not have.
@@ -67,35 +76,58 @@ fn link_up(index: u32) -> Vec<u8> {
 /// `ifinfomsg` that sets the size of the largest packet.
 fn link_mtu(index: u32, mtu: u32) -> Vec<u8> {
     let mut message = [[0; 4], index.to_ne_bytes(), [0; 4], [0; 4]].concat();
-    attribute(&mut message, MTU, mtu.to_ne_bytes());
+    attribute(&mut message, MTU, &mtu.to_ne_bytes());
     message
 }
 
 /// `ifaddrmsg`: family, prefix, flags, scope, interface.
-fn address(index: u32, network: &Network) -> Vec<u8> {
-    let family = AddressFamily::INET.as_raw() as u8;
-    let mut message = vec![family, network.prefix, 0, 0];
+fn address(index: u32, prefix: &Prefix) -> Vec<u8> {
+    let mut message = vec![family(prefix.address), prefix.length, NO_DETECTION, 0];
     message.extend(index.to_ne_bytes());
-    attribute(&mut message, LOCAL, network.address);
-    attribute(&mut message, ADDRESS, network.address);
+    attribute(&mut message, LOCAL, &bytes(prefix.address));
+    attribute(&mut message, ADDRESS, &bytes(prefix.address));
     message
 }
 
 /// `rtmsg`: family, lengths of destination and source, type of service, table, protocol, scope,
 /// type, flags.
-fn default_route(index: u32, gateway: [u8; 4]) -> Vec<u8> {
+fn route(index: u32, route: &Route) -> Vec<u8> {
     const MAIN: u8 = 254;
     const BOOT: u8 = 3;
     const UNICAST: u8 = 1;
-    let family = AddressFamily::INET.as_raw() as u8;
-    let mut message = vec![family, 0, 0, 0, MAIN, BOOT, 0, UNICAST, 0, 0, 0, 0];
-    attribute(&mut message, GATEWAY, gateway);
-    attribute(&mut message, OUTPUT_INTERFACE, index.to_ne_bytes());
+    // Scopes of a route by a gateway, and of one on the link.
+    const UNIVERSE: u8 = 0;
+    const LINK: u8 = 253;
+    let Prefix { address, length } = route.destination;
+    let scope = if route.gateway.is_some() { UNIVERSE } else { LINK };
+    let flags = if route.gateway.is_some() { ON_LINK } else { 0 };
+    let mut message = vec![family(address), length, 0, 0, MAIN, BOOT, scope, UNICAST];
+    message.extend(flags.to_ne_bytes());
+    if length > 0 {
+        attribute(&mut message, DESTINATION, &bytes(address));
+    }
+    if let Some(gateway) = route.gateway {
+        attribute(&mut message, GATEWAY, &bytes(gateway));
+    }
+    attribute(&mut message, OUTPUT_INTERFACE, &index.to_ne_bytes());
     message
 }
 
-fn attribute(message: &mut Vec<u8>, kind: u16, value: [u8; 4]) {
-    message.extend(8_u16.to_ne_bytes());
+fn family(address: IpAddr) -> u8 {
+    let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+    family.as_raw() as u8
+}
+
+fn bytes(address: IpAddr) -> Vec<u8> {
+    match address {
+        IpAddr::V4(address) => address.octets().to_vec(),
+        IpAddr::V6(address) => address.octets().to_vec(),
+    }
+}
+
+/// Appends an attribute, whose value has a multiple of four bytes.
+fn attribute(message: &mut Vec<u8>, kind: u16, value: &[u8]) {
+    message.extend((4 + value.len() as u16).to_ne_bytes());
     message.extend(kind.to_ne_bytes());
     message.extend(value);
 }

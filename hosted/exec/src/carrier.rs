@@ -99,7 +99,7 @@ impl Carrier {
         let end = end_of(&control)?;
         let limit = deadline.map_or(FOREVER, |time| time.saturating_duration_since(Instant::now()));
         match end.recv_timeout(limit) {
-            Ok(Some(end)) => {
+            Ok(Ok(Some(end))) => {
                 for output in outputs {
                     // A panic of the thread has been reported.
                     let _ = output.join();
@@ -112,7 +112,12 @@ impl Carrier {
             Err(RecvTimeoutError::Timeout) => {
                 Err(Failure::new(failure::TIMEOUT, "time limit reached"))
             }
-            Ok(None) | Err(RecvTimeoutError::Disconnected) => {
+            // The streams may stay open: this process ends with its failure.
+            Ok(Err(error)) => {
+                let text = format!("the agent's answer cannot be understood: {error}");
+                Err(Failure::new(failure::INTERNAL, text))
+            }
+            Ok(Ok(None)) | Err(RecvTimeoutError::Disconnected) => {
                 // It ends right after its connections.
                 thread::sleep(Duration::from_millis(100));
                 Err(vm.failure("the VM has ended before the command"))
@@ -232,21 +237,60 @@ fn forward(mut signals: Signals, control: &ControlConnection) -> Result<(), Fail
     .map(drop)
 }
 
-/// Returns what receives the end of the command; `None`: the connection has ended before it.
-fn end_of(control: &ControlConnection) -> Result<Receiver<Option<End>>, Failure> {
+/// Returns what receives the end of the command, or the error of a malformed message; `None`: the
+/// connection has ended before.
+fn end_of(control: &ControlConnection) -> Result<Receiver<io::Result<Option<End>>>, Failure> {
     let (sender, receiver) = sync_channel(1);
     let control = control.stream.try_clone().os_error("copy a descriptor")?;
     // A command may run for ever.
     control.set_read_timeout(None).os_error("set a time limit")?;
     spawn(move || {
-        let mut room = Vec::new();
-        let received = wire::receive(&control, &mut room).ok().flatten();
-        let end = received.and_then(|()| match wire::read(&room) {
-            Ok(Answer::Ended(end)) => Some(end),
-            _ => None,
-        });
+        let end = receive_end(&control);
+        if end.is_err() {
+            // No more of its messages are read.
+            let _ = control.shutdown(Shutdown::Both);
+        }
         // The carrier may have ended by its time limit.
         let _ = sender.send(end);
     })?;
     Ok(receiver)
+}
+
+fn receive_end(control: &UnixStream) -> io::Result<Option<End>> {
+    let mut room = Vec::new();
+    match wire::receive(control, &mut room) {
+        Ok(Some(())) => {}
+        Ok(None) => return Ok(None),
+        Err(error) if error.kind() == io::ErrorKind::InvalidData => return Err(error),
+        // The VM has ended.
+        Err(_) => return Ok(None),
+    }
+    match wire::read(&room)? {
+        Answer::Ended(end) => Ok(Some(end)),
+        answer => Err(io::Error::other(format!("unexpected answer {answer:?}"))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::frame;
+
+    fn received(bytes: &[u8]) -> io::Result<Option<End>> {
+        let (host, guest) = UnixStream::pair().unwrap();
+        (&guest).write_all(bytes).unwrap();
+        drop(guest);
+        receive_end(&host)
+    }
+
+    #[test]
+    fn ends_are_received() {
+        let end = End::Exited(7);
+        assert_eq!(received(&frame(&Answer::Ended(end))).unwrap(), Some(end));
+        assert_eq!(received(&[]).unwrap(), None);
+        assert_eq!(received(&[1, 0]).unwrap(), None);
+        for malformed in [&[1, 0, 0, 0, 0xff][..], &[0xff; 8], &frame(&Answer::Done)] {
+            assert!(received(malformed).is_err(), "{malformed:?}");
+        }
+    }
 }

@@ -141,6 +141,9 @@ fn connect(socket: &Path, purpose: Purpose, patience: Duration) -> io::Result<(U
     wire::receive(&stream, &mut room)?.ok_or_else(hang_up)?;
     let welcomed = match wire::read(&room)? {
         Answer::Welcome { version: VERSION, command } => Ok(command),
+        Answer::Welcome { version, .. } => Err(io::Error::other(format!(
+            "the agent has version {version} of the protocol, and parador version {VERSION}"
+        ))),
         Answer::Failed(text) => Err(io::Error::other(text.to_owned())),
         answer => Err(io::Error::other(format!("unexpected answer {answer:?}"))),
     };
@@ -160,4 +163,37 @@ fn expect_line(stream: &mut UnixStream) -> io::Result<()> {
         line.push(byte[0]);
     }
     if line.starts_with(b"OK ") { Ok(()) } else { Err(io::Error::other("no vsock socket")) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{agent, frame};
+
+    /// Returns the failure of a connection to an agent with this first answer.
+    fn refused(answer: Vec<u8>) -> String {
+        let folder = tempfile::tempdir().unwrap();
+        let (mut vm, thread) = agent(folder.path(), vec![answer]);
+        let text = match ControlConnection::open(&mut vm, Instant::now()) {
+            Err(Failure::Simple { message, .. }) => message,
+            Err(Failure::Report { text, .. }) => text,
+            Ok(_) => "connected".to_owned(),
+        };
+        thread.join().unwrap();
+        text
+    }
+
+    #[test]
+    fn other_agents_are_refused() {
+        let other = Answer::Welcome { version: VERSION + 1, command: 1 };
+        let text = format!("version {} of the protocol", VERSION + 1);
+        assert!(refused(frame(&other)).contains(&text));
+        let failed = refused(frame(&Answer::Failed("the agent has version 1")));
+        assert!(failed.contains("the agent has version 1"), "{failed}");
+        for malformed in [vec![1, 0, 0, 0, 0xff], vec![0xff; 4], frame(&Answer::Done)] {
+            let text = refused(malformed.clone());
+            assert!(text.starts_with("cannot connect to the agent"), "{malformed:?}: {text}");
+        }
+        assert_eq!(refused(frame(&Answer::Welcome { version: VERSION, command: 1 })), "connected");
+    }
 }

@@ -17,6 +17,8 @@
 pub mod carrier;
 pub mod connection;
 mod guest;
+#[cfg(test)]
+mod testing;
 pub mod vm;
 
 use carrier::Carrier;
@@ -31,12 +33,13 @@ use hosted_monitor::config::Config;
 use hosted_monitor::config::net::NetConfig;
 use hosted_monitor::config::vm::{BackendChoice, Time, VmConfig};
 use hosted_monitor::runtime::RuntimeFolder;
-use proto::agent::{AgentRequest, Guest, Network};
+use proto::agent::{AgentRequest, Guest, Network, Prefix, Route};
 use proto::system::MAX_VCPUS;
 use rustix::stdio::{stdin, stdout};
 use rustix::termios::isatty;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, SIGWINCH};
 use std::ffi::OsString;
+use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 use vm::AgentVm;
@@ -52,13 +55,9 @@ const NAME: &str = "parador";
 const FORWARDED: [i32; 7] = [SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, SIGWINCH];
 /// Network of guests, which passt and the agent agree on; it is that of QEMU's user networking.
 const NETWORK_ADDRESS: [u8; 4] = [10, 0, 2, 15];
-const NETWORK: Network = Network {
-    address: NETWORK_ADDRESS,
-    prefix: 24,
-    gateway: Some([10, 0, 2, 2]),
-    resolver: Some([10, 0, 2, 3]),
-    mtu: None,
-};
+const NETWORK_LENGTH: u8 = 24;
+const GATEWAY: [u8; 4] = [10, 0, 2, 2];
+const RESOLVER: [u8; 4] = [10, 0, 2, 3];
 
 /// Command line of `parador exec`.
 #[derive(Debug, Args)]
@@ -162,13 +161,26 @@ fn config(options: &Options, plan: &Plan, folder: &Path) -> Result<Config, Failu
     Ok(Config { share, disk, net: net.into_iter().collect(), ..vm::describe(folder, vm)? })
 }
 
+/// Returns the network of guests.
+fn network() -> Network {
+    let address = Prefix { address: NETWORK_ADDRESS.into(), length: NETWORK_LENGTH };
+    let all = Prefix { address: Ipv4Addr::UNSPECIFIED.into(), length: 0 };
+    let default = Route { destination: all, gateway: Some(GATEWAY.into()) };
+    Network {
+        addresses: [address].into_iter().collect(),
+        routes: [default].into_iter().collect(),
+        resolver: Some(RESOLVER),
+        mtu: None,
+    }
+}
+
 /// Runs the command of a VM to its end and returns its exit code.
 fn carry(vm: &mut AgentVm, plan: &Plan, deadline: Option<Instant>) -> Result<u8, Failure> {
     let guest = Guest {
         name: NAME,
         root: plan.root(),
         mounts: plan.mounts(),
-        network: plan.has_network.then_some(NETWORK),
+        network: plan.has_network.then(network),
     };
     let has_terminal = isatty(stdin()) && isatty(stdout());
     let set_up = AgentRequest::Configure(guest);

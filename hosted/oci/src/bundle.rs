@@ -1,18 +1,19 @@
 //! Configurations of containers: what a VM cannot do is refused, and its size follows from limits
 //! and annotations.
 
+use crate::cgroup::HostLimits;
 use crate::mounts::MountPlan;
 use crate::refuse;
+use crate::resources::StatedLimits;
 use hosted_command::failure::{Failure, IoContext};
 use hosted_command::value::Size;
 use hosted_exec::vm::host_cpus;
-use oci_spec::runtime::{
-    Linux, LinuxDevice, LinuxNamespace, LinuxNamespaceType, LinuxResources, Process, Spec,
-};
+use oci_spec::runtime::{Linux, LinuxDevice, LinuxNamespace, LinuxNamespaceType, Process, Spec};
 use proto::agent::container::Namespaces;
 use std::collections::HashMap;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 
 const CONFIGURATION: &str = "config.json";
 /// Annotations for VMs.
@@ -24,6 +25,12 @@ const DEFAULT: &str = "dev.parador.default_memory";
 /// Annotations of containerd and of CRI-O: the kind of a container, and the name of its sandbox.
 const KINDS: [&str; 2] = ["io.kubernetes.cri.container-type", "io.kubernetes.cri-o.ContainerType"];
 const SANDBOXES: [&str; 2] = ["io.kubernetes.cri.sandbox-id", "io.kubernetes.cri-o.SandboxID"];
+const SANDBOX: &str = "sandbox";
+/// Annotations of containerd for a sandbox: the sum of its containers' limits.
+const SUM_MEMORY: &str = "io.kubernetes.cri.sandbox-memory";
+const SUM_QUOTA: &str = "io.kubernetes.cri.sandbox-cpu-quota";
+const SUM_PERIOD: &str = "io.kubernetes.cri.sandbox-cpu-period";
+const SUM_SHARES: &str = "io.kubernetes.cri.sandbox-cpu-shares";
 /// Scratch disk for changes of the root directory: its size, or [`SCRATCH_ON`].
 const SCRATCH: &str = "dev.parador.scratch";
 const SCRATCH_ON: &str = "on";
@@ -59,6 +66,8 @@ pub struct Bundle {
     /// Size of its own VM.
     pub memory: Size,
     pub cpus: u8,
+    /// Limits of its own VM on the host.
+    pub host_limits: HostLimits,
     /// Size of the scratch disk; `None`: changes of the root directory reach the host's files.
     pub scratch: Option<Size>,
 }
@@ -98,7 +107,12 @@ impl Bundle {
         linux.devices().iter().flatten().try_for_each(check_device)?;
         let (namespaces, network) = namespaces(&linux, sandbox.is_some())?;
         let mounts = spec.mounts().iter().flatten().map(|mount| MountPlan::new(mount, &path));
-        let (memory, cpus) = size(linux.resources().as_ref(), &annotations)?;
+        let limits = limits(&linux, &annotations)?;
+        let (memory, cpus) = size(&limits, &annotations)?;
+        let host_limits = match sandbox {
+            Some(_) => HostLimits::default(),
+            None => limits.host(extra(&annotations)?.0),
+        };
         let scratch = scratch(&annotations)?;
         Ok(Self {
             rootfs: path.join(root.path()),
@@ -114,6 +128,7 @@ impl Bundle {
             annotations,
             memory,
             cpus,
+            host_limits,
             scratch,
         })
     }
@@ -123,7 +138,7 @@ impl Bundle {
 fn sandbox(annotations: &HashMap<String, String>) -> Result<Option<String>, Failure> {
     let find = |names: [&str; 2]| names.iter().find_map(|name| annotations.get(*name)).cloned();
     match find(KINDS).as_deref() {
-        None | Some("sandbox") => Ok(None),
+        None | Some(SANDBOX) => Ok(None),
         Some("container") => match find(SANDBOXES) {
             Some(sandbox) => Ok(Some(sandbox)),
             None => Err(refuse("the annotation with the sandbox of the container is missing")),
@@ -194,28 +209,59 @@ fn scratch(annotations: &HashMap<String, String>) -> Result<Option<Size>, Failur
     }
 }
 
+/// Returns the limits that size a VM: those of the container, or for a sandbox the sums that
+/// containerd states. A sandbox's own share of CPU time does not concern its containers.
+fn limits(linux: &Linux, annotations: &HashMap<String, String>) -> Result<StatedLimits, Failure> {
+    let own = linux.resources().as_ref().map(StatedLimits::new).unwrap_or_default();
+    if !KINDS.iter().any(|kind| annotations.get(*kind).is_some_and(|kind| kind == SANDBOX)) {
+        return Ok(own);
+    }
+    Ok(StatedLimits {
+        memory: sum(annotations, SUM_MEMORY)?.or(own.memory),
+        cpu_quota: sum(annotations, SUM_QUOTA)?.or(own.cpu_quota),
+        cpu_period: sum(annotations, SUM_PERIOD)?.or(own.cpu_period),
+        cpu_shares: sum(annotations, SUM_SHARES)?,
+        processes: own.processes,
+    })
+}
+
+/// Reads an annotation with a sum; 0: there is none.
+fn sum<T: FromStr + Default + PartialEq>(
+    annotations: &HashMap<String, String>,
+    name: &str,
+) -> Result<Option<T>, Failure> {
+    let Some(text) = annotations.get(name) else { return Ok(None) };
+    let value = text.parse().map_err(|_| refuse(format!("annotation {name}: {text:?}")))?;
+    Ok(Some(value).filter(|value| *value != T::default()))
+}
+
+/// Returns the memory of a guest besides its containers.
+///
+/// # Errors
+/// The annotation is malformed.
+pub fn extra(annotations: &HashMap<String, String>) -> Result<Size, Failure> {
+    annotations.get(EXTRA).map_or(Ok(LEAST), |text| parse_size(EXTRA, text))
+}
+
 /// Returns memory and CPUs of a VM.
 fn size(
-    resources: Option<&LinuxResources>,
+    limits: &StatedLimits,
     annotations: &HashMap<String, String>,
 ) -> Result<(Size, u8), Failure> {
     let own = |name: &str| name.starts_with(PREFIX) && ![EXTRA, DEFAULT, SCRATCH].contains(&name);
     if let Some(name) = annotations.keys().find(|name| own(name)) {
         return Err(refuse(format!("unknown annotation {name}")));
     }
-    let value = |name: &str, default: Size| {
-        annotations.get(name).map_or(Ok(default), |text| parse_size(name, text))
-    };
-    let (extra, default) = (value(EXTRA, LEAST)?, value(DEFAULT, Size(2 << 30))?);
-    let limit = resources.and_then(|it| it.memory().as_ref()?.limit()).filter(|limit| *limit > 0);
-    let memory = match limit {
+    let extra = extra(annotations)?;
+    let default = annotations.get(DEFAULT);
+    let default = default.map_or(Ok(Size(2 << 30)), |text| parse_size(DEFAULT, text))?;
+    let memory = match limits.memory.filter(|limit| *limit > 0) {
         // Pages of 4 KiB.
         Some(limit) => Size((limit.unsigned_abs().saturating_add(extra.0) >> 12) << 12),
         None => default,
     };
-    let cpu = resources.and_then(|it| it.cpu().as_ref());
-    let quota = cpu.and_then(|cpu| cpu.quota()).filter(|quota| *quota > 0);
-    let period = cpu.and_then(|cpu| cpu.period()).filter(|period| *period > 0).unwrap_or(PERIOD);
+    let quota = limits.cpu_quota.filter(|quota| *quota > 0);
+    let period = limits.cpu_period.filter(|period| *period > 0).unwrap_or(PERIOD);
     let wanted = quota.map(|quota| quota.unsigned_abs().div_ceil(period));
     let most = u64::from(host_cpus());
     // At least one, and at most those of the host.
@@ -280,6 +326,22 @@ mod tests {
         }
         let unknown = size(-1, 0, json!({ "dev.parador.more": "1" }));
         assert_eq!(unknown, Err("unknown annotation dev.parador.more".to_owned()));
+    }
+
+    #[test]
+    fn a_sandbox_has_the_size_of_its_containers() {
+        let annotations = json!({ KINDS[0]: SANDBOX, SUM_MEMORY: "134217728", SUM_QUOTA: "0" });
+        let mut spec = with("", "annotations", annotations);
+        spec["linux"]["resources"] = json!({ "cpu": { "shares": 2, "quota": 1 } });
+        let bundle = open(spec.clone()).unwrap();
+        assert_eq!((bundle.memory, bundle.cpus), (Size(192 << 20), 1));
+        let limits = bundle.host_limits;
+        assert_eq!((limits.memory, limits.cpu_quota), (Some(224 << 20), Some(1)));
+        assert_eq!(limits.cpu_shares, None);
+        spec["annotations"] = json!({ KINDS[0]: "container", SANDBOXES[0]: "pod" });
+        assert_eq!(open(spec.clone()).unwrap().host_limits, HostLimits::default());
+        spec["annotations"] = json!({ KINDS[0]: SANDBOX, SUM_SHARES: "x" });
+        assert_eq!(open(spec).unwrap_err(), format!("annotation {SUM_SHARES}: \"x\""));
     }
 
     #[test]

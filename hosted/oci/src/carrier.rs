@@ -19,7 +19,7 @@ use hosted_monitor::config::vm::VmConfig;
 use oci_spec::runtime::Process;
 use proto::agent::{AgentRequest, Guest, Root};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::process::setsid;
+use rustix::process::{Signal, kill_process, setsid};
 use signal_hook::consts::{
     SIGALRM, SIGCONT, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, SIGWINCH,
 };
@@ -166,12 +166,19 @@ fn container(global: &Global, store: &Store, carry: &Carry, reporter: &UnixStrea
     let prepared = Container::prepare(global, store, carry);
     let is_reported = send(reporter, &prepared).is_ok();
     let Ok(container) = prepared else { return LOST };
-    let Container { mut vm, carrier, listener } = container;
+    let Container { mut vm, carrier, listener, process } = container;
     // Without the process that has started it, no engine knows of the container.
     let carried = match is_reported {
         true => wait_and_carry(&mut vm, carrier, &listener),
         false => Ok(LOST),
     };
+    if carried.is_err()
+        && let Some(vm) = process.and_then(ProcessId::pid)
+    {
+        // A guest that sends malformed messages serves none of its containers. The VM may have
+        // ended, and this process may not be its parent.
+        let _ = kill_process(vm, Signal::TERM);
+    }
     vm.end();
     exit_code(carried)
 }
@@ -188,6 +195,8 @@ struct Container {
     vm: AgentVm,
     carrier: Carrier,
     listener: UnixListener,
+    /// Process of the VM.
+    process: Option<ProcessId>,
 }
 
 impl Container {
@@ -199,13 +208,15 @@ impl Container {
         if let Some(socket) = &carry.console_socket {
             terminal::give(socket)?;
         }
-        enter_cgroups(store, &mut state)?;
+        enter_cgroups(store, &mut state, &bundle)?;
         let mut vm = match bundle.sandbox {
             Some(_) => (AgentVm::attach(state.vm_folder.clone()), None),
             None => start_vm(global, &state, &bundle)?,
         };
         match Self::create(&mut vm, &state, &bundle) {
-            Ok((carrier, listener)) => Ok(Self { vm: vm.0, carrier, listener }),
+            Ok((carrier, listener)) => {
+                Ok(Self { vm: vm.0, carrier, listener, process: vm_process(&state.vm_folder) })
+            }
             Err(failure) => {
                 vm.0.end();
                 Err(failure)
@@ -223,7 +234,7 @@ impl Container {
             name: if bundle.hostname.is_empty() { "parador" } else { &bundle.hostname },
             root: Root::Pod { tag: TAG, has_scratch: state.vm_scratch.is_some() },
             mounts: heapless::Vec::new(),
-            network: network.as_ref().map(|network| network.guest),
+            network: network.as_ref().map(|network| network.guest.clone()),
         });
         let has_terminal = bundle.process.terminal().unwrap_or_default();
         let set_up = is_own.then_some(&set_up);
@@ -243,13 +254,18 @@ impl Container {
 }
 
 /// Moves this process to the cgroups of its container.
-fn enter_cgroups(store: &Store, state: &mut ContainerRecord) -> Result<(), Failure> {
+fn enter_cgroups(
+    store: &Store,
+    state: &mut ContainerRecord,
+    bundle: &Bundle,
+) -> Result<(), Failure> {
     if let Some(scope) = &state.scope {
         // Of version 1, systemd makes the cgroup in its own hierarchy only.
         state.cgroups = cgroup::places(&scope.enter()?);
         store.save(state)?;
         state.cgroups = cgroup::make(&state.cgroups)?;
         store.save(state)?;
+        cgroup::limit(&state.cgroups, &bundle.host_limits)?;
     }
     cgroup::join(&state.cgroups)
 }

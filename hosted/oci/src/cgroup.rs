@@ -1,6 +1,7 @@
 //! Cgroups of the host: those of the carrier and its VM, at the engine's path, in every hierarchy
 //! (version 1) or the only one (version 2).
 
+use crate::refuse;
 use hosted_command::failure::{Failure, IoContext};
 use std::fs;
 use std::io;
@@ -14,9 +15,33 @@ const ROOT: &str = "/sys/fs/cgroup";
 const PROCESSES: &str = "cgroup.procs";
 /// Settings that a cgroup of version 1 needs before it takes processes.
 const CPUSET: [&str; 2] = ["cpuset.cpus", "cpuset.mems"];
+/// Largest share of CPU time of cgroups of version 1, and the smallest.
+const SHARES: [u64; 2] = [2, 262_144];
+/// The same of version 2.
+const WEIGHTS: [u64; 2] = [1, 10_000];
+/// No limit, in version 1 and in version 2.
+const UNLIMITED: [&str; 2] = ["-1", "max"];
+/// File that gives controllers to the cgroups below, in version 2, and those that limits need.
+const DELEGATED: &str = "cgroup.subtree_control";
+const CONTROLLERS: [&str; 2] = ["+cpu", "+memory"];
 /// Time for the processes of a cgroup to end.
 const ATTEMPTS: u32 = 200;
 const INTERVAL: Duration = Duration::from_millis(25);
+/// Checks whether memory has become free: a guest reports it after two seconds.
+const FREE_ATTEMPTS: u32 = 400;
+
+/// Limits of a VM's processes on the host; `u64::MAX`: none, and `None` changes nothing.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct HostLimits {
+    /// Memory in bytes.
+    pub memory: Option<u64>,
+    /// CPU time in microseconds in each period.
+    pub cpu_quota: Option<u64>,
+    /// Period in microseconds.
+    pub cpu_period: Option<u64>,
+    /// Share of CPU time, as in version 1.
+    pub cpu_shares: Option<u64>,
+}
 
 /// Returns the cgroups of a container at the engine's path: one in each hierarchy.
 pub fn places(path: &Path) -> Vec<PathBuf> {
@@ -54,6 +79,7 @@ pub fn make(places: &[PathBuf]) -> Result<Vec<PathBuf>, Failure> {
             done => done.file_error("create the cgroup", place)?,
         }
         inherit_cpus(place).file_error("set up the cgroup", place)?;
+        delegate(place);
         made.push(place.clone());
     }
     Ok(made)
@@ -77,6 +103,107 @@ fn inherit_cpus(place: &Path) -> io::Result<()> {
         }
     }
     Ok(())
+}
+
+/// Gives a cgroup of version 2 the controllers of limits. A cgroup above may not have them, or may
+/// be another user's: the limits are not set then.
+fn delegate(place: &Path) {
+    let root = Path::new(ROOT);
+    let above: Vec<&Path> =
+        place.ancestors().skip(1).take_while(|it| it.starts_with(root)).collect();
+    for above in above.into_iter().rev().filter(|above| above.join(DELEGATED).exists()) {
+        for controller in CONTROLLERS {
+            let _ = fs::write(above.join(DELEGATED), controller);
+        }
+    }
+}
+
+/// Sets limits in the cgroups that have the controllers.
+///
+/// # Errors
+/// The host refuses a value, or the processes keep more memory than the limit for ten seconds.
+pub fn limit(places: &[PathBuf], limits: &HostLimits) -> Result<(), Failure> {
+    for place in places {
+        limit_cpu(place, limits)?;
+        if let Some(memory) = limits.memory {
+            limit_memory(place, memory)?;
+        }
+    }
+    Ok(())
+}
+
+/// Writes a setting if the cgroup has it.
+fn set(place: &Path, name: &str, value: &str) -> Result<(), Failure> {
+    let file = place.join(name);
+    if !file.exists() {
+        return Ok(());
+    }
+    let action = format!("set the limit {value} in");
+    fs::write(&file, value).file_error(&action, &file)
+}
+
+fn limit_cpu(place: &Path, limits: &HostLimits) -> Result<(), Failure> {
+    if let Some(period) = limits.cpu_period {
+        set(place, "cpu.cfs_period_us", &period.to_string())?;
+    }
+    if let Some(quota) = limits.cpu_quota {
+        let text = quota.to_string();
+        let [old, new] = if quota == u64::MAX { UNLIMITED } else { [&*text; 2] };
+        set(place, "cpu.cfs_quota_us", old)?;
+        let period = limits.cpu_period.map_or_else(String::new, |period| format!(" {period}"));
+        set(place, "cpu.max", &format!("{new}{period}"))?;
+    }
+    if let Some(shares) = limits.cpu_shares {
+        set(place, "cpu.shares", &shares.to_string())?;
+        set(place, "cpu.weight", &weight(shares).to_string())?;
+    }
+    Ok(())
+}
+
+/// Sets the limit of memory, after a wait if more is in use.
+fn limit_memory(place: &Path, limit: u64) -> Result<(), Failure> {
+    let mut attempts = 0..FREE_ATTEMPTS;
+    loop {
+        match try_limit_memory(place, limit) {
+            Err(error) if error.kind() == io::ErrorKind::ResourceBusy => {
+                if attempts.next().is_none() {
+                    return Err(refuse(format!(
+                        "the VM keeps more memory than the limit of {limit} bytes on the host"
+                    )));
+                }
+                thread::sleep(INTERVAL);
+            }
+            done => return done.file_error("limit the memory of the cgroup", place),
+        }
+    }
+}
+
+/// Sets the limit of memory, unless more is in use ([`io::ErrorKind::ResourceBusy`]).
+fn try_limit_memory(place: &Path, limit: u64) -> io::Result<()> {
+    let text = limit.to_string();
+    let [old, new] = if limit == u64::MAX { UNLIMITED } else { [&*text; 2] };
+    let [file, maximum, high] =
+        ["memory.limit_in_bytes", "memory.max", "memory.high"].map(|name| place.join(name));
+    if file.exists() {
+        return fs::write(file, old);
+    }
+    if !maximum.exists() {
+        return Ok(());
+    }
+    // Linux reclaims memory down to this value; a maximum below the use would kill the VM.
+    fs::write(&high, new)?;
+    let used = fs::read_to_string(place.join("memory.current"))?;
+    let is_free = used.trim().parse::<u64>().is_ok_and(|used| used <= limit);
+    let done = if is_free { fs::write(maximum, new) } else { Ok(()) };
+    fs::write(&high, UNLIMITED[1])?;
+    if is_free { done } else { Err(io::ErrorKind::ResourceBusy.into()) }
+}
+
+/// Converts shares of CPU time from version 1 to version 2, as systemd and other runtimes do.
+pub fn weight(shares: u64) -> u64 {
+    let [least, most] = SHARES;
+    let [lightest, heaviest] = WEIGHTS;
+    lightest + (shares.clamp(least, most) - least) * (heaviest - lightest) / (most - least)
 }
 
 /// Moves this process to cgroups.
@@ -173,6 +300,40 @@ mod tests {
         fs::write(root.join(PROCESSES), "").unwrap();
         assert_eq!(hierarchies(root), [root]);
         assert!(places(Path::new("/")).is_empty());
+    }
+
+    #[test]
+    fn limits_of_both_versions() {
+        let folders = [(); 2].map(|()| tempfile::tempdir().unwrap());
+        let [old, new] = folders.each_ref().map(|folder| folder.path().to_owned());
+        let places = [old.clone(), new.clone()];
+        let limits = HostLimits {
+            memory: Some(4096),
+            cpu_quota: Some(1),
+            cpu_period: Some(2),
+            cpu_shares: Some(262_144),
+        };
+        // Cgroups without controllers stay.
+        limit(&places, &limits).unwrap();
+        assert!(places.iter().all(|place| fs::read_dir(place).unwrap().count() == 0));
+        let of_old =
+            ["memory.limit_in_bytes", "cpu.cfs_quota_us", "cpu.cfs_period_us", "cpu.shares"];
+        let of_new = ["memory.max", "cpu.max", "cpu.weight", "memory.high"];
+        for (place, names) in [(&old, &of_old), (&new, &of_new)] {
+            names.iter().for_each(|name| fs::write(place.join(name), "").unwrap());
+        }
+        fs::write(new.join("memory.current"), "4096\n").unwrap();
+        let read = |place: &Path, name: &str| fs::read_to_string(place.join(name)).unwrap();
+        limit(&places, &limits).unwrap();
+        assert_eq!(of_old.map(|name| read(&old, name)), ["4096", "1", "2", "262144"]);
+        assert_eq!(of_new.map(|name| read(&new, name)), ["4096", "1 2", "10000", "max"]);
+        let busy = try_limit_memory(&new, 4095).unwrap_err();
+        assert_eq!(busy.kind(), io::ErrorKind::ResourceBusy);
+        let none = HostLimits { memory: Some(u64::MAX), cpu_quota: Some(u64::MAX), ..limits };
+        limit(&places, &none).unwrap();
+        assert_eq!([of_old[0], of_old[1]].map(|name| read(&old, name)), ["-1", "-1"]);
+        assert_eq!([of_new[0], of_new[1]].map(|name| read(&new, name)), ["max", "max 2"]);
+        assert_eq!([weight(0), weight(2), weight(u64::MAX)], [1, 1, 10_000]);
     }
 
     #[test]

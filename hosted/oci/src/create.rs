@@ -99,6 +99,7 @@ fn build(
     made.file_error("create", &state.folder)?;
     state.cgroups = cgroup::make(&state.cgroups)?;
     store.save(&state)?;
+    cgroup::limit(&state.cgroups, &bundle.host_limits)?;
     mounts::mount_all(&state.vm_folder, id, &bundle.rootfs, &bundle.mounts)?;
     let console = arguments.console_socket.as_deref();
     let carrier = carrier::start(global, &state, console, None)?;

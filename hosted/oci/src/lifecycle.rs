@@ -194,7 +194,7 @@ fn wait_until(mut is_so: impl FnMut() -> bool) -> bool {
 pub fn remove(store: &Store, id: &str) -> Result<(), Failure> {
     // `create` may have failed before it was written.
     let Ok(state) = store.load(id) else { return store.remove(id) };
-    let has_own_vm = state.vm_folder == state.folder;
+    let has_own_vm = state.has_own_vm();
     let vm = carrier::vm_process(&state.vm_folder).filter(|_| has_own_vm);
     if let Some(vm) = vm
         && !wait_until(|| !vm.is_alive())

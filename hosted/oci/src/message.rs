@@ -2,8 +2,9 @@
 
 use crate::bundle::Bundle;
 use crate::mounts::{self, bytes};
+use crate::resources::StatedLimits;
 use crate::store::ContainerRecord;
-use crate::{refuse, resources, seccomp};
+use crate::{refuse, seccomp};
 use hosted_command::failure::Failure;
 use oci_spec::runtime::{Capabilities, Capability, Linux, LinuxDevice, LinuxDeviceType, Process};
 use proto::agent::container::{
@@ -179,6 +180,7 @@ impl<'a> ContainerMessage<'a> {
             data: &mount.data,
         });
         let parameters = linux.sysctl().iter().flatten();
+        let limits = linux.resources().as_ref().map(|all| StatedLimits::new(all).guest());
         Ok(Container {
             name: &self.state.id,
             root: bytes(&self.root),
@@ -190,7 +192,7 @@ impl<'a> ContainerMessage<'a> {
             devices: linux.devices().iter().flatten().map(device).collect(),
             masked: list(&self.masked)?,
             read_only_paths: list(&self.read_only)?,
-            limits: linux.resources().as_ref().map(resources::limits).unwrap_or_default(),
+            limits: limits.unwrap_or_default(),
             parameters: parameters.map(|(name, value)| (&**name, &**value)).collect(),
             process: self.process.message(terminal)?,
         })

@@ -8,11 +8,11 @@
 use crate::refuse;
 use hosted_command::failure::{Failure, IoContext};
 use hosted_monitor::config::net::{DeviceName, Mac, NetConfig};
-use proto::agent::Network;
+use proto::agent::{Network, Prefix, Route};
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 use serde::Deserialize;
 use std::fs::File;
-use std::net::Ipv4Addr;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::os::fd::AsFd;
 use std::path::Path;
 use std::process::Command;
@@ -45,7 +45,7 @@ struct Link {
 #[derive(Deserialize)]
 struct Address {
     #[serde(default)]
-    family: String,
+    scope: String,
     local: Option<String>,
     #[serde(default)]
     prefixlen: u8,
@@ -53,9 +53,13 @@ struct Address {
 
 /// Route, as `ip -json route` prints it.
 #[derive(Deserialize)]
-struct Route {
-    gateway: Option<Ipv4Addr>,
+struct FoundRoute {
+    /// Address with a prefix length or without, or `default`.
+    dst: String,
+    gateway: Option<IpAddr>,
     dev: Option<String>,
+    #[serde(default)]
+    protocol: String,
 }
 
 /// Moves this process to a network namespace. Processes that it starts later are in it, too.
@@ -79,6 +83,49 @@ fn run(program: &str, arguments: &str) -> Result<Vec<u8>, Failure> {
     Err(refuse(format!("{program} {arguments}: {}", text.trim())))
 }
 
+impl Link {
+    /// Returns the addresses that the guest takes. It makes those of the link from the MAC.
+    fn addresses(&self) -> impl Iterator<Item = Prefix> {
+        self.addr_info.iter().filter(|all| all.scope != "link").filter_map(|all| {
+            Some(Prefix { address: all.local.as_ref()?.parse().ok()?, length: all.prefixlen })
+        })
+    }
+}
+
+impl FoundRoute {
+    /// Returns whether the guest makes it by itself: it belongs to an address.
+    fn is_automatic(&self) -> bool {
+        self.protocol == "kernel"
+    }
+
+    /// Returns it for the guest; `None`: it is of another kind.
+    fn read(&self) -> Option<Route> {
+        let is_new = self.gateway.is_some_and(|gateway| gateway.is_ipv6());
+        let destination = match &*self.dst {
+            "default" if is_new => Prefix { address: Ipv6Addr::UNSPECIFIED.into(), length: 0 },
+            "default" => Prefix { address: Ipv4Addr::UNSPECIFIED.into(), length: 0 },
+            network => {
+                let (address, length) = network.split_once('/').unwrap_or((network, ""));
+                let address: IpAddr = address.parse().ok()?;
+                let whole = if address.is_ipv4() { u32::BITS } else { u128::BITS };
+                let length = if length.is_empty() { whole as u8 } else { length.parse().ok()? };
+                Prefix { address, length }
+            }
+        };
+        Some(Route { destination, gateway: self.gateway })
+    }
+}
+
+/// Returns a list for the message to the agent.
+fn few<T: Clone, const MOST: usize>(
+    all: &[T],
+    kind: &str,
+    interface: &str,
+) -> Result<heapless::Vec<T, MOST>, Failure> {
+    heapless::Vec::from_slice(all)
+        .map_err(|_| refuse(format!("{interface} has {} {kind}; the most are {MOST}", all.len())))
+}
+
 impl PodNetwork {
     /// Finds the interface of this process' namespace; `None`: there is only the loopback one.
     ///
@@ -86,36 +133,40 @@ impl PodNetwork {
     /// iproute2 is missing, or fails.
     pub fn find() -> Result<Option<Self>, Failure> {
         let links = run("ip", "-json address")?;
-        let routes = run("ip", "-json -4 route show default")?;
+        let routes = [run("ip", "-json -4 route")?, run("ip", "-json -6 route")?];
         Self::read(&links, &routes)
     }
 
-    fn read(links: &[u8], routes: &[u8]) -> Result<Option<Self>, Failure> {
+    fn read(links: &[u8], routes: &[Vec<u8>; 2]) -> Result<Option<Self>, Failure> {
         let malformed = |error| refuse(format!("the answer of ip is malformed: {error}"));
         let links: Vec<Link> = serde_json::from_slice(links).map_err(malformed)?;
-        // Older versions print nothing instead of an empty list.
-        let routes: Vec<Route> = match routes.trim_ascii() {
-            [] => Vec::new(),
-            routes => serde_json::from_slice(routes).map_err(malformed)?,
-        };
-        let found = links.iter().filter(|link| link.link_type == "ether").find_map(|link| {
-            let own = link.addr_info.iter().find(|address| address.family == "inet")?;
-            Some((link, own.local.as_ref()?.parse::<Ipv4Addr>().ok()?, own.prefixlen))
-        });
-        Ok(found.map(|(link, address, prefix)| {
-            let route = routes.iter().find(|route| route.dev.as_ref() == Some(&link.ifname));
-            Self {
-                interface: link.ifname.clone(),
-                mac: link.address.clone(),
-                guest: Network {
-                    address: address.octets(),
-                    prefix,
-                    gateway: route.and_then(|route| route.gateway).map(|it| it.octets()),
-                    // The engine mounts a file into each container.
-                    resolver: None,
-                    mtu: link.mtu,
-                },
+        let mut found = Vec::new();
+        for routes in routes {
+            // Older versions print nothing instead of an empty list.
+            if !routes.trim_ascii().is_empty() {
+                let routes: Vec<FoundRoute> = serde_json::from_slice(routes).map_err(malformed)?;
+                found.extend(routes);
             }
+        }
+        let of_engine = |link: &&Link| link.link_type == "ether" && link.addresses().count() > 0;
+        let Some(link) = links.iter().find(of_engine) else { return Ok(None) };
+        let name = &link.ifname;
+        let own = |route: &&FoundRoute| route.dev.as_ref() == Some(name) && !route.is_automatic();
+        let mut routes: Vec<Route> =
+            found.iter().filter(own).filter_map(FoundRoute::read).collect();
+        // Gateways are in networks of the link.
+        routes.sort_by_key(|route| route.gateway.is_some());
+        let addresses = link.addresses().collect::<Vec<_>>();
+        Ok(Some(Self {
+            interface: name.clone(),
+            mac: link.address.clone(),
+            guest: Network {
+                addresses: few(&addresses, "addresses", name)?,
+                routes: few(&routes, "routes", name)?,
+                // The engine mounts a file into each container.
+                resolver: None,
+                mtu: link.mtu,
+            },
         }))
     }
 
@@ -157,24 +208,44 @@ mod tests {
         {"ifname": "lo", "link_type": "loopback", "address": "00:00:00:00:00:00", "mtu": 65536,
          "addr_info": [{"family": "inet", "local": "127.0.0.1", "prefixlen": 8}]},
         {"ifname": "eth0", "link_type": "ether", "address": "6a:01:02:03:04:05", "mtu": 1450,
-         "addr_info": [{"family": "inet6", "local": "fe80::1", "prefixlen": 64},
+         "addr_info": [{"family": "inet6", "local": "fe80::1", "prefixlen": 64, "scope": "link"},
+                       {"family": "inet6", "local": "fd00::2", "prefixlen": 64},
                        {"family": "inet", "local": "10.88.0.2", "prefixlen": 16}]}]"#;
+    const ROUTES: [&str; 2] = [
+        r#"[{"dst": "default", "gateway": "169.254.1.1", "dev": "eth0"},
+            {"dst": "10.88.0.0/16", "dev": "eth0", "protocol": "kernel"},
+            {"dst": "10.9.0.0/16", "gateway": "10.9.0.1", "dev": "eth1"},
+            {"dst": "169.254.1.1", "dev": "eth0", "scope": "link"}]"#,
+        r#"[{"dst": "default", "gateway": "fd00::1", "dev": "eth0"}]"#,
+    ];
 
     #[test]
     fn the_guest_takes_the_interface_over() {
-        let routes = br#"[{"dst": "default", "gateway": "10.88.0.1", "dev": "eth0"}]"#;
-        let found = PodNetwork::read(LINKS.as_bytes(), routes).unwrap().unwrap();
+        let prefix = |address: &str, length| Prefix { address: address.parse().unwrap(), length };
+        let route = |network: &str, length, gateway: Option<&str>| Route {
+            destination: prefix(network, length),
+            gateway: gateway.map(|gateway| gateway.parse().unwrap()),
+        };
+        let routes = ROUTES.map(|routes| routes.as_bytes().to_vec());
+        let found = PodNetwork::read(LINKS.as_bytes(), &routes).unwrap().unwrap();
+        let addresses = [prefix("fd00::2", 64), prefix("10.88.0.2", 16)];
+        let routes = [
+            route("169.254.1.1", 32, None),
+            route("0.0.0.0", 0, Some("169.254.1.1")),
+            route("::", 0, Some("fd00::1")),
+        ];
         let guest = Network {
-            address: [10, 88, 0, 2],
-            prefix: 16,
-            gateway: Some([10, 88, 0, 1]),
+            addresses: addresses.into_iter().collect(),
+            routes: routes.into_iter().collect(),
             resolver: None,
             mtu: Some(1450),
         };
-        assert_eq!((&*found.interface, found.guest), ("eth0", guest));
+        assert_eq!((&*found.interface, &found.guest), ("eth0", &guest));
         assert!(found.card().is_ok());
-        let alone = PodNetwork::read(b"[]", b"\n").unwrap();
-        assert_eq!(alone, None);
-        assert!(PodNetwork::read(b"x", b"").is_err());
+        let none = [b"\n".to_vec(), Vec::new()];
+        assert_eq!(PodNetwork::read(b"[]", &none).unwrap(), None);
+        assert!(PodNetwork::read(b"x", &none).is_err());
+        let many = few::<u8, 2>(&[1, 2, 3], "routes", "eth0").unwrap_err();
+        assert_eq!(crate::report::text(&many), "eth0 has 3 routes; the most are 2");
     }
 }

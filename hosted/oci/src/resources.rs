@@ -1,8 +1,9 @@
-//! Limits of containers in their guests, `update`, and `events`.
+//! Limits of containers in their guests and of VMs on the host, `update`, and `events`.
 
+use crate::cgroup::{self, HostLimits};
 use crate::line::Update;
-use crate::refuse;
 use crate::store::{ContainerRecord, Status, Store};
+use crate::{bundle, refuse};
 use hosted_command::failure::{Failure, IoContext};
 use hosted_command::output::print;
 use hosted_exec::connection::ControlConnection;
@@ -17,36 +18,67 @@ use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Largest share of CPU time of cgroups of version 1, and the smallest.
-const SHARES: [u64; 2] = [2, 262_144];
-/// The same of version 2.
-const WEIGHTS: [u64; 2] = [1, 10_000];
+/// Memory of the host that a VM needs besides its own: its processes, and its page tables.
+const HOST_MEMORY: u64 = 32 << 20;
 /// Name of the standard input.
 const STANDARD_INPUT: &str = "-";
 
-/// Returns the limits of a configuration.
-pub fn limits(resources: &LinuxResources) -> Limits {
-    let cpu = resources.cpu().as_ref();
-    let memory = resources.memory().as_ref().and_then(|memory| memory.limit());
-    Limits {
-        memory: memory.and_then(limit),
-        cpu_quota: cpu.and_then(|cpu| cpu.quota()).and_then(limit),
-        cpu_period: cpu.and_then(|cpu| cpu.period()).filter(|period| *period > 0),
-        cpu_weight: cpu.and_then(|cpu| cpu.shares()).filter(|shares| *shares > 0).map(weight),
-        processes: resources.pids().as_ref().and_then(|pids| limit(pids.limit())),
+/// Limits as a configuration or a command line states them: 0 states none, and -1 that there is no
+/// limit.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StatedLimits {
+    /// Memory in bytes.
+    pub memory: Option<i64>,
+    /// CPU time in microseconds in each period.
+    pub cpu_quota: Option<i64>,
+    /// Period in microseconds.
+    pub cpu_period: Option<u64>,
+    /// Share of CPU time, as in cgroups of version 1.
+    pub cpu_shares: Option<u64>,
+    /// Processes.
+    pub processes: Option<i64>,
+}
+
+impl StatedLimits {
+    /// Reads the limits of a configuration.
+    pub fn new(resources: &LinuxResources) -> Self {
+        let cpu = resources.cpu().as_ref();
+        Self {
+            memory: resources.memory().as_ref().and_then(|memory| memory.limit()),
+            cpu_quota: cpu.and_then(|cpu| cpu.quota()),
+            cpu_period: cpu.and_then(|cpu| cpu.period()),
+            cpu_shares: cpu.and_then(|cpu| cpu.shares()),
+            processes: resources.pids().as_ref().map(|pids| pids.limit()),
+        }
+    }
+
+    /// Returns the limits of the container in the guest.
+    pub fn guest(&self) -> Limits {
+        Limits {
+            memory: self.memory.and_then(limit),
+            cpu_quota: self.cpu_quota.and_then(limit),
+            cpu_period: self.cpu_period.filter(|period| *period > 0),
+            cpu_weight: self.cpu_shares.filter(|shares| *shares > 0).map(cgroup::weight),
+            processes: self.processes.and_then(limit),
+        }
+    }
+
+    /// Returns the limits of the VM's processes on the host; the guest takes `extra` bytes besides
+    /// the container.
+    pub fn host(&self, extra: u64) -> HostLimits {
+        let beyond = extra.saturating_add(HOST_MEMORY);
+        HostLimits {
+            memory: self.memory.and_then(limit).map(|memory| memory.saturating_add(beyond)),
+            cpu_quota: self.cpu_quota.and_then(limit),
+            cpu_period: self.cpu_period.filter(|period| *period > 0),
+            cpu_shares: self.cpu_shares.filter(|shares| *shares > 0),
+        }
     }
 }
 
 /// Reads a limit; 0 states none, and -1 that there is no limit.
 fn limit(value: i64) -> Option<u64> {
     (value != 0).then(|| u64::try_from(value).unwrap_or(u64::MAX))
-}
-
-/// Converts shares of CPU time from version 1 to version 2, as systemd and other runtimes do.
-fn weight(shares: u64) -> u64 {
-    let [least, most] = SHARES;
-    let [lightest, heaviest] = WEIGHTS;
-    lightest + (shares.clamp(least, most) - least) * (heaviest - lightest) / (most - least)
 }
 
 /// Changes the limits of a container.
@@ -56,7 +88,8 @@ fn weight(shares: u64) -> u64 {
 pub fn update(store: &Store, arguments: &Update) -> Result<(), Failure> {
     let _lock = store.lock(&arguments.id)?;
     let state = store.load(&arguments.id)?;
-    let limits = limits_of(arguments)?;
+    let stated = limits_of(arguments)?;
+    let limits = stated.guest();
     let most = state.vm_memory;
     if let Some(memory) = limits.memory.filter(|memory| (most + 1..u64::MAX).contains(memory)) {
         let text = format!("memory limit {memory} exceeds the memory of the VM ({most} bytes)");
@@ -65,10 +98,15 @@ pub fn update(store: &Store, arguments: &Update) -> Result<(), Failure> {
         );
     }
     let (mut vm, control) = connect(store, &state)?;
-    control.request(&mut vm, &AgentRequest::Limit { container: &state.id, limits })
+    control.request(&mut vm, &AgentRequest::Limit { container: &state.id, limits })?;
+    // The VM of a pod is in the cgroup of its sandbox.
+    match state.has_own_vm() {
+        true => cgroup::limit(&state.cgroups, &stated.host(bundle::extra(&state.annotations)?.0)),
+        false => Ok(()),
+    }
 }
 
-fn limits_of(arguments: &Update) -> Result<Limits, Failure> {
+fn limits_of(arguments: &Update) -> Result<StatedLimits, Failure> {
     if let Some(file) = &arguments.resources {
         let text = match file == Path::new(STANDARD_INPUT) {
             true => {
@@ -80,14 +118,14 @@ fn limits_of(arguments: &Update) -> Result<Limits, Failure> {
         };
         let resources: LinuxResources = serde_json::from_slice(&text)
             .map_err(|error| refuse(format!("{}: {error}", file.display())))?;
-        return Ok(limits(&resources));
+        return Ok(StatedLimits::new(&resources));
     }
-    Ok(Limits {
-        memory: arguments.memory.and_then(limit),
-        cpu_quota: arguments.cpu_quota.and_then(limit),
-        cpu_period: arguments.cpu_period.filter(|period| *period > 0),
-        cpu_weight: arguments.cpu_share.filter(|shares| *shares > 0).map(weight),
-        processes: arguments.pids_limit.and_then(limit),
+    Ok(StatedLimits {
+        memory: arguments.memory,
+        cpu_quota: arguments.cpu_quota,
+        cpu_period: arguments.cpu_period,
+        cpu_shares: arguments.cpu_share,
+        processes: arguments.pids_limit,
     })
 }
 
@@ -187,11 +225,17 @@ mod tests {
             cpu_weight: Some(39),
             ..Limits::default()
         };
-        assert_eq!(limits(&resources.unwrap()), expected);
-        assert_eq!(
-            [weight(0), weight(2), weight(262_144), weight(u64::MAX)],
-            [1, 1, 10_000, 10_000]
-        );
+        let stated = StatedLimits::new(&resources.unwrap());
+        assert_eq!(stated.guest(), expected);
+        let expected = HostLimits {
+            memory: Some((1 << 20) + HOST_MEMORY + 5),
+            cpu_quota: Some(u64::MAX),
+            cpu_period: None,
+            cpu_shares: Some(1024),
+        };
+        assert_eq!(stated.host(5), expected);
+        let unlimited = StatedLimits { memory: Some(-1), ..stated };
+        assert_eq!(unlimited.host(5).memory, Some(u64::MAX));
     }
 
     #[test]

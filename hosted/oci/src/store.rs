@@ -60,6 +60,13 @@ pub struct ContainerRecord {
     pub carrier: Option<ProcessId>,
 }
 
+impl ContainerRecord {
+    /// Returns whether it runs in a VM of its own, and not in that of a sandbox.
+    pub fn has_own_vm(&self) -> bool {
+        self.vm_folder == self.folder
+    }
+}
+
 /// Status as engines know it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Status {

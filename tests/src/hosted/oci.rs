@@ -1,8 +1,15 @@
-//! `parador oci`: the runtime's command line as engines use it, and podman where it is installed.
+//! `parador oci`: the runtime's command line as engines use it, and engines where they are
+//! installed.
+
+pub mod containerd;
+pub mod hostile;
+pub mod network;
+pub mod podman;
+mod protobuf;
 
 use super::{GONE, Rig, SLOW, succeed};
 use crate::system::{artifacts, target};
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 use std::fs::{self, File};
 use std::io::{PipeWriter, pipe};
@@ -13,9 +20,9 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 /// Programs of the test's root directory, which are one.
-const PROGRAMS: [&str; 14] = [
-    "cat", "echo", "grep", "hostname", "id", "ls", "mkdir", "mount", "nc", "sh", "sleep", "stat",
-    "stty", "true",
+const PROGRAMS: [&str; 16] = [
+    "cat", "echo", "grep", "hostname", "httpd", "id", "ip", "ls", "mkdir", "mount", "nc", "sh",
+    "sleep", "stat", "stty", "true",
 ];
 
 /// An engine's folders, and containers with busybox in them.
@@ -50,6 +57,22 @@ impl Engine {
         command.env("PARADOR_ARTIFACTS", &self.artifacts).env("XDG_RUNTIME_DIR", self.path("run"));
         command.current_dir(self.rig.folder());
         command
+    }
+
+    /// Makes a program that is the runtime for engines: they choose its options.
+    fn make_runtime(&self) -> Result<PathBuf> {
+        let program = self.path("parador-oci");
+        let text = format!(
+            "#!/bin/sh\nexport PARADOR_ARTIFACTS={} XDG_RUNTIME_DIR={}\n\
+             exec {} oci --kernel {} --backend process \"$@\"\n",
+            self.artifacts.display(),
+            self.path("run").display(),
+            target().join("release/parador").display(),
+            self.kernel.display()
+        );
+        fs::write(&program, text).context("cannot write")?;
+        fs::set_permissions(&program, fs::Permissions::from_mode(0o755))?;
+        Ok(program)
     }
 
     /// Returns whether the creation of a container has come to a step.
@@ -176,15 +199,18 @@ impl Engine {
 
     /// Checks that a deleted container has left no trace: mounts, cgroups, files, processes.
     fn nothing_left(&self, name: &str) -> Result<()> {
-        let mounts = fs::read_to_string("/proc/self/mountinfo").context("no mounts")?;
-        let folder = self.path("run").to_str().context("a path")?.to_owned();
-        ensure!(!mounts.contains(&folder), "mounts are left:\n{mounts}");
+        no_mounts_below(&self.path("run"))?;
         let cgroup = format!("parador-test-{}-{name}", std::process::id());
         let all = Command::new("find").args(["/sys/fs/cgroup", "-name", &cgroup]).output()?;
         ensure!(all.stdout.is_empty(), "{}", String::from_utf8_lossy(&all.stdout));
         let runtime = fs::read_dir(self.path("run/parador")).into_iter().flatten().flatten();
         let left: Vec<_> = runtime.map(|entry| entry.file_name()).collect();
         ensure!(left.is_empty() && !self.path("root").join(name).exists(), "left: {left:?}");
+        self.no_processes()
+    }
+
+    /// Waits until no process has the folder of the test in its command line.
+    fn no_processes(&self) -> Result<()> {
         let deadline = Instant::now() + GONE;
         while super::exec::processes(self.rig.folder())? != 0 {
             ensure!(Instant::now() < deadline, "processes are left");
@@ -192,6 +218,31 @@ impl Engine {
         }
         Ok(())
     }
+}
+
+/// Returns a limit of a container's cgroup on the host, by its name in version 1 or 2.
+fn host_limit(cgroup: &str, files: [&str; 2]) -> Result<String> {
+    let mut find = Command::new("find");
+    find.args(["/sys/fs/cgroup", "-path", &format!("*/{cgroup}/*"), "("]);
+    find.args(["-name", files[0], "-o", "-name", files[1], ")"]);
+    let found = super::succeed_with(&mut find)?;
+    let file = found.lines().next().context("the cgroup has no such limit")?;
+    Ok(fs::read_to_string(file).context("no limit")?.trim().to_owned())
+}
+
+/// Checks that the limit of memory of a container's cgroup on the host is this one.
+fn ensure_host_memory(cgroup: &str, mib: u64) -> Result<()> {
+    let found = host_limit(cgroup, ["memory.limit_in_bytes", "memory.max"])?;
+    ensure!(found == (mib << 20).to_string(), "the host's limit is {found}, not {mib} MiB");
+    Ok(())
+}
+
+/// Checks that nothing is mounted in a folder.
+fn no_mounts_below(folder: &Path) -> Result<()> {
+    let mounts = fs::read_to_string("/proc/self/mountinfo").context("no mounts")?;
+    let folder = folder.to_str().context("a path that is not UTF-8")?;
+    ensure!(!mounts.contains(folder), "mounts are left:\n{mounts}");
+    Ok(())
 }
 
 /// Step of the creation of a container.
@@ -314,7 +365,14 @@ fn limits(engine: &Engine) -> Result<()> {
     ensure!(memory["limit"] == 64 << 20 && before["pids"]["limit"] == 0, "{before}");
     let is_used = |value: &Value| value.as_u64().is_some_and(|value| value > 0);
     ensure!(is_used(&memory["usage"]) && is_used(&before["cpu"]["usage"]["total"]), "{before}");
+    // The VM has 64M more than the container, and its processes 32M more than the VM.
+    let cgroup = format!("parador-test-{}-a", std::process::id());
+    ensure_host_memory(&cgroup, 64 + 64 + 32)?;
     engine.succeed(&["update", "--memory", "33554432", "--pids-limit", "9", "a"])?;
+    ensure_host_memory(&cgroup, 32 + 64 + 32)?;
+    engine.succeed(&["update", "--cpu-quota", "50000", "--cpu-period", "100000", "a"])?;
+    let found = host_limit(&cgroup, ["cpu.cfs_quota_us", "cpu.max"])?;
+    ensure!(found.starts_with("50000"), "the host's limit of CPU time is {found}");
     let after = statistics()?;
     let is_changed = after["memory"]["usage"]["limit"] == 32 << 20 && after["pids"]["limit"] == 9;
     ensure!(is_changed, "{after}");
@@ -464,84 +522,4 @@ fn child_of(process: &str) -> Result<String> {
     let children = fs::read_to_string(&path).context(path)?;
     let child = children.split_whitespace().next().context("it has no child")?;
     Ok(child.to_owned())
-}
-
-/// podman with folders and an image of its own.
-struct Podman {
-    engine: Engine,
-    wrapper: PathBuf,
-}
-
-impl Podman {
-    fn new() -> Result<Self> {
-        if Command::new("podman").arg("--version").output().is_err() {
-            bail!("podman is missing: apt-get install podman");
-        }
-        let engine = Engine::new()?;
-        make_root(&engine.path("tree"))?;
-        let mut tar = Command::new("tar");
-        succeed(
-            tar.args(["-C", "tree", "-cf", "image.tar", "."]).current_dir(engine.rig.folder()),
-        )?;
-        let wrapper = engine.path("parador-oci");
-        let text = format!(
-            "#!/bin/sh\nexport PARADOR_ARTIFACTS={} XDG_RUNTIME_DIR={}\n\
-             exec {} oci --kernel {} --backend process \"$@\"\n",
-            artifacts().display(),
-            engine.path("run").display(),
-            target().join("release/parador").display(),
-            engine.rig.kernel().display()
-        );
-        fs::write(&wrapper, text).context("cannot write")?;
-        fs::set_permissions(&wrapper, fs::Permissions::from_mode(0o755))?;
-        let podman = Self { engine, wrapper };
-        podman.succeed(&["import", "image.tar", "test:1"], None)?;
-        Ok(podman)
-    }
-
-    /// Returns the exit code and the output.
-    fn call(&self, arguments: &[&str], input: &str) -> Result<(Option<i32>, String)> {
-        let mut command = Command::new("timeout");
-        command.args(["-s", "KILL", "200", "podman", "--cgroup-manager", "cgroupfs"]);
-        command.args(["--events-backend", "file", "--root"]).arg(self.engine.path("storage"));
-        command.arg("--runroot").arg(self.engine.path("runroot"));
-        command.arg("--runtime").arg(&self.wrapper).args(arguments);
-        let ended = super::exec::run(command.current_dir(self.engine.rig.folder()), input)?;
-        let text = [ended.stdout, ended.stderr].concat();
-        Ok((ended.status.code(), String::from_utf8_lossy(&text).into_owned()))
-    }
-
-    fn succeed(&self, arguments: &[&str], output: Option<&str>) -> Result<()> {
-        let (code, text) = self.call(arguments, "")?;
-        let is_good = code == Some(0) && output.is_none_or(|output| output == text);
-        ensure!(is_good, "{arguments:?}: {code:?} {text}");
-        Ok(())
-    }
-}
-
-/// podman as root: exit codes, standard input, `exec`, `logs`, `stop`.
-pub fn podman() -> Result<()> {
-    let podman = Podman::new()?;
-    let run = ["run", "--rm", "-i", "--network", "none", "test:1"];
-    for (code, command) in [
-        (0, &["true"][..]),
-        (1, &["sh", "-c", "exit 1"]),
-        (255, &["sh", "-c", "exit 255"]),
-        (127, &["/no/such"]),
-    ] {
-        let ended = podman.call(&[&run[..], command].concat(), "")?;
-        ensure!(ended.0 == Some(code), "{command:?}: {ended:?}");
-    }
-    let ended = podman.call(&[&run[..], &["cat"]].concat(), "some\ninput\n")?;
-    ensure!(ended == (Some(0), "some\ninput\n".to_owned()), "{ended:?}");
-    let script = "trap 'exit 3' TERM; echo begun; while :; do sleep 0.1; done";
-    let detached = ["run", "-d", "--name", "d", "--network", "none", "test:1", "sh", "-c", script];
-    podman.succeed(&detached, None)?;
-    let ended = podman.call(&["exec", "d", "sh", "-c", "id -u; exit 42"], "")?;
-    ensure!(ended.0 == Some(42) && ended.1.starts_with("0\n"), "{ended:?}");
-    podman.succeed(&["logs", "d"], Some("begun\n"))?;
-    podman.succeed(&["stop", "d"], None)?;
-    podman.succeed(&["inspect", "-f", "{{.State.ExitCode}}", "d"], Some("3\n"))?;
-    podman.succeed(&["rm", "d"], None)?;
-    podman.engine.nothing_left("d")
 }

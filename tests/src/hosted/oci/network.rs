@@ -1,0 +1,105 @@
+//! Network of a container in a namespace of the engine: IPv4, IPv6, and routes.
+
+use super::Engine;
+use crate::hosted::succeed;
+use anyhow::{Context, Result, ensure};
+use serde_json::json;
+use std::io::Write;
+use std::net::TcpListener;
+use std::process::Command;
+use std::thread;
+
+/// Addresses of the host's end, in which servers wait.
+const HOST: [&str; 2] = ["198.18.78.1", "fd00:78::1"];
+/// Commands of iproute2 that make the namespace NAME, as CNI plugins do.
+const SET_UP: [&str; 12] = [
+    "netns add NAME",
+    "link add NAME type veth peer name eth0 netns NAME",
+    "link set NAME up",
+    "address add 198.18.78.1/24 dev NAME",
+    "address add fd00:78::1/64 dev NAME nodad",
+    "-n NAME link set eth0 up",
+    "-n NAME address add 198.18.78.2/32 dev eth0",
+    "-n NAME address add fd00:78::2/64 dev eth0 nodad",
+    // As Calico does it: the gateway is in no network of the guest.
+    "-n NAME route add 198.18.78.1 dev eth0 scope link",
+    "-n NAME route add default via 198.18.78.1",
+    "-n NAME route add 203.0.113.0/24 via 198.18.78.1",
+    "-n NAME route add default via fd00:78::1",
+];
+/// Script of the guest, which prints routes and the answers of both servers.
+const SCRIPT: &str = "ip -4 route; ip -6 route | grep default; ip link show eth0 | grep -o mtu.1400
+    nc 198.18.78.1 PORT0 </dev/null; nc fd00:78::1 PORT1 </dev/null";
+const EXPECTED: [&str; 7] = [
+    "default via 198.18.78.1 dev eth0",
+    "198.18.78.1 dev eth0 scope link",
+    "203.0.113.0/24 via 198.18.78.1 dev eth0",
+    "default via fd00:78::1 dev eth0",
+    "mtu 1400",
+    "server 0",
+    "server 1",
+];
+
+/// Namespace and its link, which end with this value.
+struct Namespace(String);
+
+impl Namespace {
+    fn new() -> Result<Self> {
+        let namespace = Self(format!("prd{}", std::process::id()));
+        for line in SET_UP {
+            namespace.ip(line)?;
+        }
+        // The guest takes it over, too.
+        namespace.ip("-n NAME link set eth0 mtu 1400")?;
+        Ok(namespace)
+    }
+
+    fn ip(&self, line: &str) -> Result<()> {
+        succeed(Command::new("ip").args(line.replace("NAME", &self.0).split(' ')))
+    }
+}
+
+impl Drop for Namespace {
+    fn drop(&mut self) {
+        // The link ends with the namespace.
+        for line in ["link del NAME", "netns del NAME"] {
+            let _ = self.ip(line);
+        }
+    }
+}
+
+/// Starts a server, which greets a client; returns its port.
+fn serve(index: usize, address: &str) -> Result<u16> {
+    let listener = TcpListener::bind((address, 0)).context("cannot listen")?;
+    let port = listener.local_addr().context("no port")?.port();
+    thread::spawn(move || {
+        for stream in listener.incoming().flatten() {
+            // The client shows what is missing.
+            let _ = (&stream).write_all(format!("server {index}\n").as_bytes());
+        }
+    });
+    Ok(port)
+}
+
+/// The guest has the addresses and routes of the namespace, and reaches the host with them.
+pub fn routes() -> Result<()> {
+    let engine = Engine::new()?;
+    let namespace = Namespace::new()?;
+    let mut script = SCRIPT.to_owned();
+    for (index, address) in HOST.into_iter().enumerate() {
+        script = script.replace(&format!("PORT{index}"), &serve(index, address)?.to_string());
+    }
+    engine.bundle("n", &script, |config| {
+        config["linux"]["namespaces"][1]["path"] = json!(format!("/run/netns/{}", namespace.0));
+    })?;
+    let _input = engine.create("n")?;
+    engine.succeed(&["start", "n"])?;
+    engine.wait_for("n", "stopped")?;
+    let output = engine.output();
+    for expected in EXPECTED {
+        let has = output.lines().any(|line| line.trim().starts_with(expected));
+        ensure!(has, "{expected:?} is not in:\n{output}");
+    }
+    engine.succeed(&["delete", "n"])?;
+    engine.nothing_left("n")
+}
