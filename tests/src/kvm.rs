@@ -117,7 +117,7 @@ machine=$!
 until [ -e shared/filled ]; do sleep 1; done
 ctl metrics | grep -E '^parador_(disk_written|share_written|network_receive|network_transmit)_bytes|^parador_vcpu_seconds.*run|^parador_guest_memory_free'
 full=$(used); touch shared/go
-until [ $((full - $(used))) -gt 20000000 ]; do sleep 1; done
+until now=$(used); [ $((full - now)) -gt 20000000 ]; do echo "$now of $full bytes are used"; sleep 1; done
 echo memory returns
 touch shared/end
 wait $machine
