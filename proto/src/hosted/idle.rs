@@ -9,11 +9,11 @@ use crate::system::MAX_VCPUS;
 
 /// Values of [`IdleRecord::state`].
 pub mod state {
-    /// Does not wait.
+    /// Running: must be interrupted.
     pub const BUSY: u32 = 0;
-    /// Waits for the futex [`IdleRecord::wakeups`](super::IdleRecord::wakeups).
+    /// Sleeping: waits for the futex [`IdleRecord::wakeups`](super::IdleRecord::wakeups).
     pub const SLEEPING: u32 = 1;
-    /// Looks at [`IdleRecord::completions`](super::IdleRecord::completions) again and again.
+    /// Polling for events: needs no notification.
     pub const POLLING: u32 = 2;
 }
 

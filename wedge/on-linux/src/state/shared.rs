@@ -9,6 +9,7 @@ use core::cell::UnsafeCell;
 use core::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64};
 
 use proto::hosted::MAX_NETS;
+pub use proto::hosted::idle::state as idle_state;
 use proto::hosted::layout::{self, SLOTS};
 use vmm_vcpu::MAX_VCPUS;
 use wedge_x86::{CELL, CROSSING, Cell, PRIVATE};
@@ -82,16 +83,6 @@ pub mod event {
     pub const SHARE: u32 = 1 << 9;
     /// The debugger requests a stop.
     pub const DEBUG: u32 = 1 << 10;
-}
-
-/// Values of [`SharedVcpu::idle`].
-pub mod idle_state {
-    /// Running: must be interrupted.
-    pub const BUSY: u32 = 0;
-    /// Sleeping: must be woken.
-    pub const SLEEPING: u32 = 1;
-    /// Polling for events.
-    pub const POLLING: u32 = 2;
 }
 
 /// Values of [`Shared::started`].
@@ -233,7 +224,8 @@ shared_words! {
         pub stop_requests: AtomicU32,
         /// Requests that the device process has executed.
         pub stops_sent: AtomicU32,
-        /// Idle state of the vCPU: see [`idle_state`].
+        /// Idle state of the vCPU for the VM's own processes: see [`idle_state`]. A vCPU that a
+        /// debugger has stopped polls here, and is busy for others ([`proto::hosted::idle`]).
         pub idle: AtomicU32,
         /// Duration of idle polling in TSC ticks.
         pub poll_ticks: Owned<u64>,
