@@ -11,6 +11,7 @@ use proto::agent::{
 };
 use proto::hosted::MAX_SHARES;
 use rustix::process::{getegid, geteuid, getgroups};
+use rustix::thread::{CapabilitySet, capabilities};
 use std::env;
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
@@ -41,6 +42,8 @@ struct Shared {
     place: PathBuf,
     tag: String,
     read_only: bool,
+    /// Files have the guest's owners.
+    owners: bool,
 }
 
 /// Root of the guest.
@@ -159,10 +162,10 @@ impl Plan {
     /// # Errors
     /// A tag is invalid, which this module does not make.
     pub fn devices(&self) -> Result<(Vec<ShareConfig>, Vec<DiskConfig>), Failure> {
-        let share = |path: &Path, tag: &str, ro| {
+        let share = |path: &Path, tag: &str, ro, owners| {
             let tag = Tag::try_from(tag.to_owned());
             let tag = tag.map_err(|text| Failure::new(failure::INTERNAL, text))?;
-            Ok::<_, Failure>(ShareConfig { path: path.to_owned(), tag, ro, owners: false })
+            Ok::<_, Failure>(ShareConfig { path: path.to_owned(), tag, ro, owners })
         };
         let mut shares = Vec::new();
         let mut disks = Vec::new();
@@ -175,12 +178,12 @@ impl Plan {
             format: Some(format),
         };
         match &self.root {
-            RootFrom::Folder(folder) => shares.push(share(folder, ROOT_TAG, true)?),
+            RootFrom::Folder(folder) => shares.push(share(folder, ROOT_TAG, true, reads_all())?),
             RootFrom::Image(path, format) => disks.push(disk(path, *format)),
             RootFrom::Archive(image) => disks.push(disk(&image.disk, Format::Raw)),
         }
-        for Shared { folder, tag, read_only, .. } in &self.shared {
-            shares.push(share(folder, tag, *read_only)?);
+        for Shared { folder, tag, read_only, owners, .. } in &self.shared {
+            shares.push(share(folder, tag, *read_only, *owners)?);
         }
         Ok((shares, disks))
     }
@@ -261,10 +264,10 @@ fn unknown(root: &Path) -> Failure {
 
 /// Returns the shared directories: the current folder, and those of the options.
 fn shared(options: &Options, current: &Path) -> Result<Vec<Shared>, Failure> {
-    let own = (current != Path::new("/")).then(|| (current.to_owned(), false));
-    let more = options.rw.iter().map(|folder| (folder, false));
-    let more = more.chain(options.ro.iter().map(|folder| (folder, true)));
-    let more = more.map(|(folder, read_only)| {
+    let own = (current != Path::new("/")).then(|| (current.to_owned(), false, false));
+    let more = options.rw.iter().map(|changed| (&changed.folder, false, changed.owners));
+    let more = more.chain(options.ro.iter().map(|folder| (folder, true, false)));
+    let more = more.map(|(folder, read_only, owners)| {
         let found = fs::canonicalize(folder).file_error("find the folder", folder)?;
         match (found == Path::new("/"), read_only) {
             (true, false) => Err(Failure::new(
@@ -274,12 +277,12 @@ fn shared(options: &Options, current: &Path) -> Result<Vec<Shared>, Failure> {
             .help("name the folders that it may change")),
             (true, true) => Err(Failure::new(failure::USAGE, "--ro / would hide the guest's root")
                 .help("use / as ROOT")),
-            _ => Ok((found, read_only)),
+            _ => Ok((found, read_only, owners)),
         }
     });
     let mut shared: Vec<Shared> = Vec::new();
     for folder in own.map(Ok).into_iter().chain(more) {
-        let (folder, read_only) = folder?;
+        let (folder, read_only, owners) = folder?;
         if folder.to_str().is_none() {
             let text = format!("the path {} is not UTF-8", folder.display());
             return Err(Failure::new(failure::BAD_CONFIG, text));
@@ -287,12 +290,19 @@ fn shared(options: &Options, current: &Path) -> Result<Vec<Shared>, Failure> {
         // An explicit option counts more than the current folder.
         shared.retain(|shared| shared.folder != folder);
         let place = folder.clone();
-        shared.push(Shared { folder, place, tag: String::new(), read_only });
+        shared.push(Shared { folder, place, tag: String::new(), read_only, owners });
     }
     for (index, shared) in shared.iter_mut().enumerate() {
         shared.tag = format!("folder{index}");
     }
     Ok(shared)
+}
+
+/// Returns whether the caller may read files of all owners: root, except in containers that lack
+/// the capability.
+fn reads_all() -> bool {
+    let needed = CapabilitySet::DAC_READ_SEARCH;
+    geteuid().is_root() && capabilities(None).is_ok_and(|sets| sets.permitted.contains(needed))
 }
 
 /// Returns the modules of the guest's kernel, unless the root has them.
@@ -302,7 +312,8 @@ fn modules(options: &Options, is_host: bool) -> Result<Option<Shared>, Failure> 
     Ok(found.and_then(|folder| {
         let place = Path::new(MODULES).join(folder.file_name()?);
         let is_there = is_host && place.is_dir();
-        let shared = Shared { folder, place, tag: MODULES_TAG.to_owned(), read_only: true };
+        let tag = MODULES_TAG.to_owned();
+        let shared = Shared { folder, place, tag, read_only: true, owners: false };
         (!is_there).then_some(shared)
     }))
 }

@@ -22,6 +22,7 @@ mod testing;
 pub mod vm;
 
 use carrier::Carrier;
+use clap::builder::{OsStringValueParser, TypedValueParser};
 use clap::{Args, ValueEnum};
 use guest::Plan;
 use hosted_command::failure::{self, Failure, IoContext};
@@ -38,8 +39,9 @@ use proto::system::MAX_VCPUS;
 use rustix::stdio::{stdin, stdout};
 use rustix::termios::isatty;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, SIGWINCH};
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::net::Ipv4Addr;
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 use vm::AgentVm;
@@ -70,9 +72,10 @@ pub struct Options {
     /// Command and its arguments [default: those of a container image].
     #[arg(last = true, value_name = "COMMAND")]
     command: Vec<OsString>,
-    /// Share this folder at its own path, with changes; up to two, with --ro.
-    #[arg(long, value_name = "DIR")]
-    rw: Vec<PathBuf>,
+    /// Share this folder at its own path, with changes; with `,owners=on` (root only) new files
+    /// have the guest's owners, set-user-ID bits and device numbers.
+    #[arg(long, value_name = "DIR[,owners=on]", value_parser = OsStringValueParser::new().map(Changed::parse))]
+    rw: Vec<Changed>,
     /// Share this folder at its own path, read-only.
     #[arg(long, value_name = "DIR")]
     ro: Vec<PathBuf>,
@@ -106,6 +109,26 @@ pub struct Options {
     log_format: Format,
     #[command(flatten)]
     programs: Named,
+}
+
+/// Folder that the command may change.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Changed {
+    folder: PathBuf,
+    /// Files have the guest's owners.
+    owners: bool,
+}
+
+impl Changed {
+    /// Parses `DIR[,owners=on|off]`. Other commas are part of the path.
+    fn parse(text: OsString) -> Self {
+        let bytes = text.as_bytes();
+        let found = [(b",owners=on".as_slice(), true), (b",owners=off", false)]
+            .into_iter()
+            .find_map(|(suffix, owners)| Some((bytes.strip_suffix(suffix)?, owners)));
+        let (path, owners) = found.unwrap_or((bytes, false));
+        Self { folder: OsStr::from_bytes(path).into(), owners }
+    }
 }
 
 /// Network of the guest.
@@ -191,4 +214,21 @@ fn carry(vm: &mut AgentVm, plan: &Plan, deadline: Option<Instant>) -> Result<u8,
     let command = plan.command(carrier.terminal())?;
     carrier.request(vm, &AgentRequest::Start(command))?;
     carrier.carry(vm, deadline)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn owners_follow_the_path() {
+        let parsed = |text: &str| {
+            let Changed { folder, owners } = Changed::parse(text.into());
+            (folder.into_os_string().into_string().unwrap(), owners)
+        };
+        assert_eq!(parsed("/a"), ("/a".to_owned(), false));
+        assert_eq!(parsed("/a,owners=on"), ("/a".to_owned(), true));
+        assert_eq!(parsed("a,b,owners=off"), ("a,b".to_owned(), false));
+        assert_eq!(parsed("a,owner=on"), ("a,owner=on".to_owned(), false));
+    }
 }

@@ -8,7 +8,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use std::fs;
 use std::io::{Read, Write};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::symlink;
+use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, symlink};
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::thread::sleep;
@@ -164,6 +164,46 @@ pub fn roots() -> Result<()> {
     ensure!(fs::read(&raw).context("no image")? == before, "the image was changed");
     let file = fs::read_to_string(tree.join("file")).context("no file")?;
     ensure!(file == "before\n", "the folder was changed");
+    Ok(())
+}
+
+/// Root reads files of all owners below ROOT, and with `owners=on` a folder has the guest's; for
+/// other users the option is refused.
+pub fn owners() -> Result<()> {
+    let rig = Rig::new()?;
+    let tree = rig.path("tree");
+    fs::create_dir_all(tree.join("bin")).context("cannot make a folder")?;
+    fs::copy("/bin/busybox", tree.join("bin/busybox")).context("cannot copy busybox")?;
+    let changed = rig.path("changed");
+    fs::create_dir(&changed).context("cannot make a folder")?;
+    let secret = tree.join("secret");
+    fs::write(&secret, "of 1234\n").context("cannot write a file")?;
+    let option = format!("{},owners=on", changed.display());
+    let mut command = exec(&rig);
+    command.args(["--rw", &option]).arg(&tree).args(["--", "busybox", "sh", "-ec"]);
+    command.arg(format!(
+        "cd {}; busybox cat /secret; busybox touch made; busybox chown 1234:99 made
+        busybox chmod 4750 made; busybox touch other",
+        changed.display()
+    ));
+    if !rustix::process::geteuid().is_root() {
+        let ended = run(&mut command, "")?;
+        let errors = String::from_utf8_lossy(&ended.stderr);
+        let is_refused = ended.status.code() == Some(125) && errors.contains("owners=on serves");
+        ensure!(is_refused, "{ended:?}");
+        return Ok(());
+    }
+    chown(&secret, Some(1234), Some(1234)).context("cannot change an owner")?;
+    let private = fs::Permissions::from_mode(0o600);
+    fs::set_permissions(&secret, private).context("cannot change a mode")?;
+    let ended = run(&mut command, "")?;
+    let output = String::from_utf8_lossy(&ended.stdout);
+    ensure!(ended.status.success() && output == "of 1234\n", "{ended:?}");
+    for (name, owners, mode) in [("made", (1234, 99), 0o104_750), ("other", (0, 0), 0o100_644)] {
+        let found = fs::metadata(changed.join(name)).context("no file")?;
+        let is_good = (found.uid(), found.gid()) == owners && found.mode() == mode;
+        ensure!(is_good, "{name}: {found:?}");
+    }
     Ok(())
 }
 
