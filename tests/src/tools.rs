@@ -16,12 +16,16 @@ use tempfile::TempDir;
 
 /// Debian's release.
 pub const SUITE: &str = "bookworm";
+/// Name of the fresh Debian's folder.
+const FRESH: &str = "debian-bookworm";
 /// Version of its Python.
 const PYTHON: &str = "3.11";
 /// Mirror where apt names none.
 const MIRROR: &str = "http://deb.debian.org/debian";
 /// Script that adds the tools to a fresh Debian.
 const PREPARE: &str = include_str!("../tools/prepare.sh");
+/// Script that builds Kubernetes.
+const KUBERNETES: &str = include_str!("../tools/kubernetes.sh");
 /// Mounts of a folder that becomes the root directory, `$0`, in a mount name space of its own. It
 /// is no chroot: there, Linux refuses the user name spaces of passt.
 const ENTER: &str = "mount --rbind \"$0\" \"$0\" && mount --rbind /dev \"$0/dev\" && \
@@ -46,7 +50,7 @@ impl Debian {
     /// The caller is not root; debootstrap fails.
     pub fn fresh() -> Result<Self> {
         let _held = lock();
-        Self::copy(&made(SUITE, bootstrap)?)
+        Self::copy(&made(FRESH, bootstrap)?)
     }
 
     /// Copies a Debian with debos, fakemachine, debvm, lintian, virtme-ng (in `/opt/vng/bin`),
@@ -56,8 +60,8 @@ impl Debian {
     /// The caller is not root; a package cannot be fetched or installed.
     pub fn with_tools() -> Result<Self> {
         let _held = lock();
-        Self::copy(&made(&tools_name()?, |folder| {
-            let fresh = made(SUITE, bootstrap)?;
+        Self::copy(&made(&name_for("debian-tools", PREPARE)?, |folder| {
+            let fresh = made(FRESH, bootstrap)?;
             copy_tree(&fresh, folder)?;
             fetch_wheels(&folder.join("srv/wheels"))?;
             output(shell(folder, PREPARE).arg(mirror()?)).map(drop)
@@ -122,31 +126,32 @@ fn lock() -> MutexGuard<'static, ()> {
     MAKING.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Returns the name of the Debian with tools, and removes those that an earlier script has made.
-fn tools_name() -> Result<String> {
+/// Returns the name of the folder that a script makes, and removes those that earlier ones have
+/// made.
+fn name_for(prefix: &str, script: &str) -> Result<String> {
     let mut hasher = DefaultHasher::new();
-    PREPARE.hash(&mut hasher);
-    let name = format!("tools-{:016x}", hasher.finish());
+    script.hash(&mut hasher);
+    let name = format!("{prefix}-{:016x}", hasher.finish());
     for entry in fs::read_dir(work()).into_iter().flatten() {
-        let entry = entry.context("cannot read the folder of Debians")?;
+        let entry = entry.context("cannot read the folder of tools")?;
         let found = entry.file_name().to_string_lossy().into_owned();
-        if found.starts_with("debian-tools") && found != format!("debian-{name}") {
+        if found.starts_with(prefix) && found != name {
             fs::remove_dir_all(entry.path()).with_context(|| found)?;
         }
     }
     Ok(name)
 }
 
-/// Returns the Debian with this name, which `make` makes if there is none. It appears complete or
+/// Returns the folder with this name, which `make` makes if there is none. It appears complete or
 /// not at all.
 fn made(name: &str, make: impl FnOnce(&Path) -> Result<()>) -> Result<PathBuf> {
-    ensure!(geteuid().is_root(), "a Debian in a folder needs root: run this with sudo");
-    let folder = work().join(format!("debian-{name}"));
+    ensure!(geteuid().is_root(), "folders of tools need root: run this with sudo");
+    let folder = work().join(name);
     if !folder.is_dir() {
         fs::create_dir_all(work()).context("cannot make a folder")?;
         let partial =
             TempDir::with_prefix_in("partial-", work()).context("cannot make a folder")?;
-        let inner = partial.path().join("debian");
+        let inner = partial.path().join("made");
         make(&inner)?;
         fs::rename(&inner, &folder).with_context(|| format!("cannot move {}", inner.display()))?;
     }
@@ -182,6 +187,21 @@ fn mirror() -> Result<String> {
 fn copy_tree(from: &Path, to: &Path) -> Result<()> {
     let mut copy = Command::new("cp");
     output(copy.args(["--archive", "--no-target-directory"]).arg(from).arg(to)).map(drop)
+}
+
+/// Returns a folder with kube-apiserver, kubelet, kubectl and etcd, which is made once, from
+/// modules of the Go proxy.
+///
+/// # Errors
+/// The caller is not root; a module cannot be fetched or built.
+pub fn kubernetes() -> Result<PathBuf> {
+    let _held = lock();
+    let folder = made(&name_for("kubernetes", KUBERNETES)?, |folder| {
+        println!("building Kubernetes, which takes half an hour");
+        let mut build = Command::new("sh");
+        output(build.args(["-c", KUBERNETES, "sh"]).arg(folder)).map(drop)
+    })?;
+    Ok(folder.join("bin"))
 }
 
 /// Returns the newest package of `cargo xtask package`.

@@ -283,6 +283,7 @@ fn hosted_tests(seconds: u32) -> Vec<Test> {
         tests.push(named("kernel-inside", Class::SmpOrKill, userland::kernel));
         tests.push(named("oci-podman", Class::SmpOrKill, hosted::oci::podman::as_root));
         tests.push(named("oci-cri", Class::SmpOrKill, hosted::oci::containerd::pods));
+        tests.push(named("kubernetes", Class::SmpOrKill, hosted::oci::kubernetes::cluster));
         tests.extend(TOOLS.iter().map(|&(name, body)| named(name, Class::Other, body)));
     }
     let userland = move || userland::debian(seconds.div_ceil(4));

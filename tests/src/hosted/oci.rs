@@ -1,8 +1,10 @@
 //! `parador oci`: the runtime's command line as engines use it, and engines where they are
 //! installed.
 
+mod cluster;
 pub mod containerd;
 pub mod hostile;
+pub mod kubernetes;
 pub mod network;
 pub mod podman;
 mod protobuf;
@@ -20,9 +22,9 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 /// Programs of the test's root directory, which are one.
-const PROGRAMS: [&str; 16] = [
-    "cat", "echo", "grep", "hostname", "httpd", "id", "ip", "ls", "mkdir", "mount", "nc", "sh",
-    "sleep", "stat", "stty", "true",
+const PROGRAMS: [&str; 17] = [
+    "cat", "echo", "grep", "hostname", "httpd", "id", "ip", "kill", "ls", "mkdir", "mount", "nc",
+    "sh", "sleep", "stat", "stty", "true",
 ];
 
 /// An engine's folders, and containers with busybox in them.

@@ -12,12 +12,11 @@ use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 /// Image of sandboxes and containers.
-const IMAGE: &str = "localhost/test:1";
+pub const IMAGE: &str = "localhost/test:1";
 /// Handler of pods, a name of the configuration: the runtime under test.
 pub const PARADOR: &str = "parador";
 /// The same: runc.
@@ -29,7 +28,7 @@ const RUNC_PATH: &str = "/usr/sbin/runc";
 /// Program of crun.
 pub const CRUN_PATH: &str = "/usr/bin/crun";
 /// Page of the server in a container.
-const PAGE: &str = "a page";
+pub const PAGE: &str = "a page";
 /// Folder with CNI plugins of Debian's containernetworking-plugins.
 const PLUGINS: &str = "/usr/lib/cni";
 /// States of containers (`ContainerState`).
@@ -56,8 +55,6 @@ pub struct Containerd {
     bridge: String,
     parent: String,
     process: Option<Child>,
-    /// Pods that were started.
-    pods: Mutex<Vec<String>>,
 }
 
 /// A pod: its name for containerd, and its address.
@@ -79,20 +76,59 @@ impl Containerd {
         let number = std::process::id();
         let bridge = format!("prd{number}");
         let parent = format!("/parador-test-{number}-pods");
-        let mut containerd =
-            Self { engine, runtime, bridge, parent, process: None, pods: Mutex::default() };
+        let mut containerd = Self { engine, runtime, bridge, parent, process: None };
         containerd.configure()?;
         containerd.start()?;
         containerd.load_image("k8s.io")?;
         Ok(containerd)
     }
 
-    fn path(&self, name: &str) -> PathBuf {
+    /// Returns the path of a file of this test.
+    pub fn path(&self, name: &str) -> PathBuf {
         self.engine.path(name)
     }
 
-    fn pods(&self) -> MutexGuard<'_, Vec<String>> {
-        self.pods.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Folder of this test.
+    pub fn folder(&self) -> &Path {
+        self.engine.rig.folder()
+    }
+
+    /// The parent cgroup of pods.
+    pub fn parent(&self) -> &str {
+        &self.parent
+    }
+
+    /// Makes the parent cgroup of pods in each hierarchy, which the kubelet expects.
+    pub fn make_parents(&self) -> Result<()> {
+        let name = self.parent.trim_start_matches('/');
+        let top = Path::new("/sys/fs/cgroup");
+        let own = |folder: &Path| folder.join("cgroup.procs").exists();
+        if own(top) {
+            fs::create_dir(top.join(name)).context("cannot make a cgroup")?;
+            let controllers = fs::read_to_string(top.join("cgroup.controllers"))?;
+            let all: String =
+                controllers.split_whitespace().map(|one| format!("+{one} ")).collect();
+            return fs::write(top.join(name).join("cgroup.subtree_control"), all)
+                .context("cannot delegate controllers");
+        }
+        for hierarchy in fs::read_dir(top).context("no cgroups")?.flatten() {
+            if own(&hierarchy.path()) {
+                fs::create_dir_all(hierarchy.path().join(name)).context("cannot make a cgroup")?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the processes of all VMs.
+    pub fn vms(&self) -> Result<Vec<String>> {
+        let sandboxes = fs::read_dir(self.path("parador-root/k8s.io")).context("no containers")?;
+        let states = sandboxes.flatten().filter_map(|entry| {
+            let state: Value =
+                serde_json::from_slice(&fs::read(entry.path().join("state.json")).ok()?).ok()?;
+            let has_own_vm = state["folder"] == state["vm_folder"];
+            has_own_vm.then(|| state["carrier"]["pid"].to_string())
+        });
+        states.map(|carrier| super::child_of(&carrier)).collect()
     }
 
     /// Writes the configurations of containerd and of the pods' network.
@@ -249,7 +285,6 @@ impl Containerd {
         fs::create_dir(&logs).context("cannot make a folder")?;
         let request = Message::default().message(1, &config).text(2, handler);
         let id = self.call("RunPodSandbox", &request)?.text(1);
-        self.pods().push(id.clone());
         let status = self.call("PodSandboxStatus", &Message::default().text(1, &id))?;
         let address = status.message(1)?.message(5)?.text(1);
         Ok(Pod { id, address, config })
@@ -332,6 +367,14 @@ impl Containerd {
         self.call("RemovePodSandbox", &request).map(drop)
     }
 
+    /// Ends and removes all pods, also those of a kubelet.
+    pub fn remove_pods(&self) -> Result<()> {
+        for pod in self.call("ListPodSandbox", &Message::default())?.messages(1)? {
+            self.remove_pod(&pod.text(1))?;
+        }
+        Ok(())
+    }
+
     /// Returns the process of a pod's VM.
     fn vm(&self, pod: &Pod) -> Result<String> {
         let text = fs::read(self.path("parador-root/k8s.io").join(&pod.id).join("state.json"));
@@ -360,7 +403,11 @@ impl Containerd {
         let parent = self.parent.trim_start_matches('/');
         let all = Command::new("find").args(["/sys/fs/cgroup", "-name", parent]).output()?;
         for parent in String::from_utf8_lossy(&all.stdout).lines() {
-            fs::remove_dir(parent).with_context(|| format!("cgroups are left in {parent}"))?;
+            // Those of the kubelet's classes of pods.
+            let below = Command::new("find").args([parent, "-depth", "-type", "d"]).output()?;
+            for cgroup in String::from_utf8_lossy(&below.stdout).lines() {
+                fs::remove_dir(cgroup).with_context(|| format!("{cgroup} is left"))?;
+            }
         }
         Ok(())
     }
@@ -374,11 +421,8 @@ impl Containerd {
 
 impl Drop for Containerd {
     fn drop(&mut self) {
-        // Nothing can be done where something fails. Removing a pod again has no effect.
-        let pods = std::mem::take(&mut *self.pods());
-        for pod in pods {
-            let _ = self.remove_pod(&pod);
-        }
+        // Nothing can be done where something fails.
+        let _ = self.remove_pods();
         let _ = self.remove_parents();
         let _ = self.kill();
         let _ = Command::new("ip").args(["link", "del", &self.bridge]).status();

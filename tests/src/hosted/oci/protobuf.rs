@@ -103,6 +103,15 @@ impl Fields {
         }
     }
 
+    /// Returns all messages of a repeated field.
+    pub fn messages(&self, field: u64) -> Result<Vec<Self>> {
+        let found = self.0.iter().filter_map(|(number, value)| match value {
+            Value::Bytes(value) if *number == field => Some(Self::decode(value)),
+            _ => None,
+        });
+        found.collect()
+    }
+
     /// Returns a message in this one.
     pub fn message(&self, field: u64) -> Result<Self> {
         match self.find(field) {
