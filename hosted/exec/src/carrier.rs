@@ -117,11 +117,10 @@ impl Carrier {
                 let text = format!("the agent's answer cannot be understood: {error}");
                 Err(Failure::new(failure::INTERNAL, text))
             }
-            Ok(Ok(None)) | Err(RecvTimeoutError::Disconnected) => {
-                // It ends right after its connections.
-                thread::sleep(Duration::from_millis(100));
-                Err(vm.failure("the VM has ended before the command"))
-            }
+            Ok(Ok(None)) | Err(RecvTimeoutError::Disconnected) => Err(match vm.wait() {
+                true => vm.failure("the VM has ended before the command"),
+                false => vm.failure("the agent has ended before the command"),
+            }),
         }
     }
 }

@@ -15,7 +15,7 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// CID of the guest; VMs of different commands are not connected.
 const CID: u32 = 3;
@@ -28,9 +28,10 @@ const MESSAGES: &str = "messages";
 const SOCKET: &str = "vsock";
 /// Lines of the console that are shown when the guest fails.
 const SHOWN: usize = 10;
-/// Time for the VM to end after a signal.
-const PATIENCE: Duration = Duration::from_millis(20);
-const ATTEMPTS: u32 = 250;
+/// Time for the VM to end after a signal, or after the end of its connections, on a busy host.
+const END: Duration = Duration::from_secs(5);
+/// Interval of checks.
+const INTERVAL: Duration = Duration::from_millis(20);
 
 /// VM whose guest has the agent.
 pub struct AgentVm {
@@ -115,6 +116,23 @@ impl AgentVm {
         child.is_some_and(|child| child.try_wait().is_ok_and(|status| status.is_some()))
     }
 
+    /// Waits for the end of the VM, or a moment if another process has started it. Returns false if
+    /// it does not end.
+    pub fn wait(&mut self) -> bool {
+        if self.child.is_none() {
+            thread::sleep(INTERVAL);
+            return true;
+        }
+        let deadline = Instant::now() + END;
+        while !self.has_ended() {
+            if Instant::now() > deadline {
+                return false;
+            }
+            thread::sleep(INTERVAL);
+        }
+        true
+    }
+
     /// Creates the failure of a VM that has ended, or does not answer, by what it has printed.
     pub fn failure(&mut self, what: &str) -> Failure {
         let read = |name: &str| fs::read(self.folder.join(name)).unwrap_or_default();
@@ -139,14 +157,9 @@ impl AgentVm {
         if let Ok(None) = child.try_wait() {
             let _ = kill_process(Pid::from_child(child), Signal::TERM);
         }
-        let has_ended = (0..ATTEMPTS).any(|_| {
-            let is_over = child.try_wait().is_ok_and(|status| status.is_some());
-            if !is_over {
-                thread::sleep(PATIENCE);
-            }
-            is_over
-        });
-        if !has_ended {
+        if !self.wait()
+            && let Some(child) = &mut self.child
+        {
             let _ = child.kill();
             let _ = child.wait();
         }
