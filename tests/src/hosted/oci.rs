@@ -6,6 +6,7 @@ pub mod hostile;
 pub mod network;
 pub mod podman;
 mod protobuf;
+mod sandbox;
 
 use super::{GONE, Rig, SLOW, succeed};
 use crate::system::{artifacts, target};
@@ -466,7 +467,8 @@ pub fn killed() -> Result<()> {
     engine.bundle("forced", "sleep 1000", |_| {})?;
     let _input = engine.create("forced")?;
     engine.succeed(&["delete", "--force", "forced"])?;
-    engine.nothing_left("forced")
+    engine.nothing_left("forced")?;
+    sandbox::deleted_first(&engine)
 }
 
 /// Process that is killed at a step.
