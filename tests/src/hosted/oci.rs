@@ -2,6 +2,7 @@
 //! installed.
 
 pub mod containerd;
+mod cost;
 pub mod hostile;
 pub mod network;
 pub mod podman;
