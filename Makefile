@@ -2,7 +2,7 @@
 
 XTASK := scripts/cargo xtask
 
-.PHONY: help run run-hosted package test bench bench-previrt bench-hosted bench-tools bench-vtlb image check clean setup
+.PHONY: help run run-hosted package test bench bench-previrt bench-hosted bench-tools bench-pods bench-vtlb image check clean setup
 
 help:
 	@echo "make run      build Parador and boot three guests on an emulated machine, on this terminal"
@@ -14,6 +14,7 @@ help:
 	@echo "make bench-previrt  measure what it costs a kernel to be pre-virtualized"
 	@echo "make bench-hosted  time programs in processes of this host, beside QEMU and User-Mode Linux"
 	@echo "make bench-tools  measure the package: size, time to the first VM, time of a command"
+	@echo "make bench-pods  measure containers and pods beside runc, crun and runsc"
 	@echo "make bench-vtlb  measure guests without nested paging, optimisation by optimisation"
 	@echo "make image    build a bootable ISO image"
 	@echo "make check    format, lints, import rules, unsafe counts, generated documents, wording"
@@ -33,6 +34,9 @@ bench-hosted: setup
 
 bench-tools: setup
 	@$(XTASK) bench tools
+
+bench-pods: setup
+	@$(XTASK) bench pods
 
 bench-vtlb: setup
 	@$(XTASK) bench vtlb

@@ -16,6 +16,7 @@ mod kvm;
 mod ladder;
 mod linux;
 mod peers;
+mod pods;
 mod previrt;
 mod promises;
 mod report;
@@ -98,6 +99,8 @@ fn main() -> ExitCode {
         [] => measure(),
         ["previrt"] => previrt::measure(),
         ["tools"] => tools::measure(),
+        ["pods"] => pods::measure(None),
+        ["pods", part] => pods::measure(Some(part)),
         ["vtlb", ref columns @ ..] => vtlb::measure(columns),
         ["hosted"] => hosted_with(|kernel| hosted::measure(kernel, false)),
         ["hosted", "--quick"] => hosted_with(|kernel| hosted::measure(kernel, true)),

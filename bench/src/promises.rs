@@ -11,11 +11,23 @@ pub fn limit(id: &str) -> Result<f64> {
     limit_in(TEXT, id)
 }
 
-fn limit_in(text: &str, id: &str) -> Result<f64> {
+/// Returns whether the limit of a figure is the least allowed value.
+pub fn is_least(id: &str) -> bool {
+    let found = find(TEXT, id).ok().flatten();
+    found.is_some_and(|promise| promise.get("at_least") == Some(&Value::from(true)))
+}
+
+/// Returns a promise.
+fn find(text: &str, id: &str) -> Result<Option<Value>> {
     let tables: Table = text.parse().context("promises.toml is no TOML")?;
     let promises = tables.values().filter_map(|table| table.get("promise")?.as_array()).flatten();
     let mut promises = promises.filter(|promise| promise.get("id") == Some(&Value::from(id)));
-    let limit = promises.next().and_then(|promise| promise.get("limit"));
+    Ok(promises.next().cloned())
+}
+
+fn limit_in(text: &str, id: &str) -> Result<f64> {
+    let promise = find(text, id)?;
+    let limit = promise.as_ref().and_then(|promise| promise.get("limit"));
     let number = limit.and_then(|limit| {
         limit.as_float().or_else(|| limit.as_integer().map(|number| number as f64))
     });

@@ -23,7 +23,7 @@ pub struct Figure {
     pub world_switches: Option<f64>,
     /// Figure of the peer for the same operation; `None` without a peer.
     pub peer: Option<f64>,
-    /// Largest allowed value.
+    /// Largest allowed value, or the least one (`at_least` in `promises.toml`).
     pub limit: f64,
     /// Largest difference between repeated runs, relative to the value.
     pub spread: f64,
@@ -40,7 +40,10 @@ impl Figure {
 
     /// Returns true if the value keeps its limit.
     pub fn holds(&self) -> bool {
-        self.value <= self.limit
+        match promises::is_least(&self.key) {
+            true => self.value >= self.limit,
+            false => self.value <= self.limit,
+        }
     }
 
     fn json(&self) -> Value {

@@ -282,6 +282,7 @@ fn hosted_tests(seconds: u32) -> Vec<Test> {
     if is_long {
         tests.push(named("kernel-inside", Class::SmpOrKill, userland::kernel));
         tests.push(named("oci-podman", Class::SmpOrKill, hosted::oci::podman::as_root));
+        tests.push(named("oci-podman-rootless", Class::SmpOrKill, hosted::oci::podman::rootless));
         tests.push(named("oci-cri", Class::SmpOrKill, hosted::oci::containerd::pods));
         tests.push(named("kubernetes", Class::SmpOrKill, hosted::oci::kubernetes::cluster));
         tests.extend(TOOLS.iter().map(|&(name, body)| named(name, Class::Other, body)));

@@ -53,6 +53,9 @@ usage: cargo xtask COMMAND
   bench hosted [--quick]  time programs in processes of this host; write target/bench-hosted.json
   bench tools             measure the package: time to the first VM, size, time of a command; write
                           target/bench-tools.json; needs root
+  bench pods [podman|pod|at-once|node]
+                          containers and pods beside runc and crun; write target/bench-pods.json; needs root; with a
+                          part: only print it
   bench ladder [--quick|--counted]
                           the ladder alone; what protection keys cost, in instructions of an emulated host
   fuzz TARGET [--seconds N]

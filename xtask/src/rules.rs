@@ -32,6 +32,8 @@ const UNSAFE_TABLE: &str = "docs/spec/unsafe.txt";
 const KERNEL_BUDGET: usize = 12_320;
 /// Files of the kernel's vTLB: folder, and start of their names.
 const VTLB: [(&str, &str); 2] = [("kernel/core/src", "vtlb"), ("kernel/x86/src", "shadow")];
+/// Folders of the OCI runtime: its front, and the agent in the guest.
+const OCI: [&str; 2] = ["hosted/oci", "guests/agent"];
 const KERNEL: &[&str] = &["kernel/core", "kernel/run", "kernel/x86", "kernel/image"];
 
 /// `cargo xtask deps`: every import between top folders is one that the importer's README allows,
@@ -140,7 +142,12 @@ pub fn size() -> Result<()> {
     for (directory, prefix) in VTLB {
         vtlb += source::lines_with_prefix(&workspace().join(directory), prefix)?;
     }
-    println!("vTLB: {} lines of these\n", vtlb.code);
+    println!("vTLB: {} lines of these", vtlb.code);
+    let mut runtime = Lines::default();
+    for directory in OCI {
+        runtime += source::lines_below(&workspace().join(directory))?;
+    }
+    println!("OCI runtime: {} lines of the front and the agent\n", runtime.code);
     for directory in [
         "abi", "hw", "host", "proto", "native", "vmm", "wedge", "guests", "hosted", "tests",
         "bench", "fuzz", "xtask",

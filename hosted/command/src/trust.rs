@@ -3,6 +3,11 @@
 //!
 //! Every component of the path is checked, because the right to rename one of them decides about
 //! the target of the path.
+//!
+//! In a user namespace without an ID for the host's root, as rootless engines make them, files of
+//! root have the overflow ID (user_namespaces(7)), and so have those of all other users without an
+//! ID. There it is accepted for the files of the installed package only ([`INSTALLED`]): they, and
+//! the folders above, are made by root. `docs/threat-model.md` has the reasons.
 
 use crate::failure::{self, Failure, IoContext};
 use nix::unistd::{Gid, Group, Uid, User};
@@ -15,6 +20,12 @@ use std::path::{Path, PathBuf};
 const GROUP_WRITE: u32 = 0o020;
 const OTHER_WRITE: u32 = 0o002;
 const STICKY: u32 = 0o1000;
+/// Folder of the package's files.
+const INSTALLED: &str = "/usr/lib/parador";
+/// IDs of this process' user namespace, and those of its parent: first ID, parent's, count.
+const ID_MAP: &str = "/proc/self/uid_map";
+/// Owner that stat(2) states for users without an ID.
+const OVERFLOW_ID: &str = "/proc/sys/kernel/overflowuid";
 
 /// Resolves symbolic links in `path` and checks that only root and the caller can change its
 /// target.
@@ -23,6 +34,9 @@ const STICKY: u32 = 0o1000;
 /// Two exceptions: the caller's private group (with the caller's name, without other members) may
 /// write, and an intermediate folder may be writable with the sticky bit, as `/tmp` is: only the
 /// owners can rename or remove its entries, and the owner of the next component is checked in turn.
+///
+/// Components of a path of the installed package may belong to the overflow ID if the host's root
+/// has no ID here; neither exception applies to them.
 ///
 /// # Errors
 /// [`failure::PERMISSION`] with the component, its mode and owner; the code of the error if it
@@ -33,13 +47,13 @@ pub fn check(path: &Path) -> Result<PathBuf, Failure> {
 
 /// Does the same as [`check`]; components may also belong to `owner`, the user who called sudo.
 pub fn check_for(path: &Path, owner: Option<u32>) -> Result<PathBuf, Failure> {
-    let caller = Uid::effective().as_raw();
+    let trusted = TrustedOwners::new(owner);
     let read = |path: &Path| fs::symlink_metadata(path).file_error("read", path);
     let path = path.canonicalize().file_error("find", path)?;
+    let is_installed = path.starts_with(INSTALLED);
     for component in path.ancestors() {
         let found = Component::new(&read(component)?, component == path);
-        let owned = found.owner == 0 || found.owner == caller || Some(found.owner) == owner;
-        if let Some(problem) = found.problem(owned, is_private) {
+        if let Some(problem) = found.problem(&trusted, is_installed, is_private) {
             return Err(refusal(&path, component, &problem));
         }
     }
@@ -53,6 +67,10 @@ fn refusal(path: &Path, component: &Path, problem: &Problem) -> Failure {
             format!("{shown} belongs to another user (ID {owner})"),
             "use a folder of yours, or run this as that user".to_owned(),
         ),
+        Problem::Unmapped(owner) => (
+            format!("{shown} belongs to a user without an ID in this user namespace (ID {owner})"),
+            format!("install the package: here only {INSTALLED} may belong to the host's root"),
+        ),
         Problem::Writable(mode) => (
             format!("{shown} is writable by other users (mode {mode:o})"),
             format!("`chmod go-w {shown}`, or use a folder that only you can write to"),
@@ -60,6 +78,43 @@ fn refusal(path: &Path, component: &Path, problem: &Problem) -> Failure {
     };
     let text = format!("{} is not trusted: {text}", path.display());
     Failure::new(failure::PERMISSION, text).help(help)
+}
+
+/// Users whose files are trusted.
+struct TrustedOwners {
+    caller: u32,
+    /// User who called sudo.
+    sudo: Option<u32>,
+    /// Overflow ID, if it stands for the host's root among others.
+    unmapped: Option<u32>,
+}
+
+impl TrustedOwners {
+    fn new(sudo: Option<u32>) -> Self {
+        let read = |path| fs::read_to_string(path).unwrap_or_default();
+        let unmapped = unmapped(&read(ID_MAP), &read(OVERFLOW_ID));
+        Self { caller: Uid::effective().as_raw(), sudo, unmapped }
+    }
+
+    fn include(&self, owner: u32) -> bool {
+        owner == 0 || owner == self.caller || Some(owner) == self.sudo
+    }
+}
+
+/// Returns the overflow ID by the contents of [`ID_MAP`] and [`OVERFLOW_ID`]; `None`: the parent's
+/// root has an ID, or a text is malformed.
+fn unmapped(map: &str, overflow: &str) -> Option<u32> {
+    let overflow = overflow.trim().parse().ok()?;
+    let mut count = 0;
+    for line in map.lines() {
+        let fields: Result<Vec<u32>, _> = line.split_whitespace().map(str::parse).collect();
+        let [_, outside, length] = fields.ok()?[..] else { return None };
+        if outside == 0 && length > 0 {
+            return None;
+        }
+        count += 1;
+    }
+    (count > 0).then_some(overflow)
 }
 
 /// A component of a path.
@@ -76,6 +131,8 @@ struct Component {
 enum Problem {
     /// Owned by this user.
     Owner(u32),
+    /// Owned by a user without an ID; it has this overflow ID.
+    Unmapped(u32),
     /// Writable by others; mode.
     Writable(u32),
 }
@@ -86,9 +143,21 @@ impl Component {
         Self { owner, group, mode: metadata.mode() & 0o7777, is_last }
     }
 
-    fn problem(&self, owned: bool, is_private: impl Fn(u32) -> bool) -> Option<Problem> {
-        if !owned {
-            return Some(Problem::Owner(self.owner));
+    fn problem(
+        &self,
+        trusted: &TrustedOwners,
+        is_installed: bool,
+        is_private: impl Fn(u32) -> bool,
+    ) -> Option<Problem> {
+        if !trusted.include(self.owner) {
+            return match trusted.unmapped == Some(self.owner) {
+                true if is_installed => {
+                    let writable = self.mode & (GROUP_WRITE | OTHER_WRITE) != 0;
+                    writable.then_some(Problem::Writable(self.mode))
+                }
+                true => Some(Problem::Unmapped(self.owner)),
+                false => Some(Problem::Owner(self.owner)),
+            };
         }
         if self.mode & STICKY != 0 && !self.is_last {
             return None;
@@ -114,23 +183,89 @@ mod tests {
     use std::fs::Permissions;
     use std::os::unix::fs::{PermissionsExt, symlink};
 
-    fn problem(owned: bool, mode: u32, is_last: bool) -> Option<Problem> {
-        let private = 5;
-        let component = Component { owner: 7, group: private, mode, is_last };
-        component.problem(owned, |group| group == private)
+    /// The caller is user 7, and has a private group.
+    const CALLER: u32 = 7;
+    const PRIVATE: u32 = 5;
+
+    fn problem_of(
+        owner: u32,
+        mode: u32,
+        is_last: bool,
+        unmapped: Option<u32>,
+        is_installed: bool,
+    ) -> Option<Problem> {
+        let component = Component { owner, group: PRIVATE, mode, is_last };
+        let trusted = TrustedOwners { caller: CALLER, sudo: Some(8), unmapped };
+        component.problem(&trusted, is_installed, |group| group == PRIVATE)
     }
 
     #[test]
     fn owner_and_mode_of_a_component() {
-        assert_eq!(problem(true, 0o755, true), None);
-        assert_eq!(problem(true, 0o775, true), None, "a private group");
-        assert_eq!(problem(false, 0o755, true), Some(Problem::Owner(7)));
-        assert_eq!(problem(true, 0o757, true), Some(Problem::Writable(0o757)));
-        assert_eq!(problem(true, 0o1777, false), None, "/tmp on the way");
-        assert_eq!(problem(true, 0o1777, true), Some(Problem::Writable(0o1777)));
-        assert_eq!(problem(false, 0o1777, false), Some(Problem::Owner(7)));
-        let component = Component { owner: 7, group: 6, mode: 0o775, is_last: true };
-        assert_eq!(component.problem(true, |_| false), Some(Problem::Writable(0o775)));
+        let problem = |owner, mode, is_last| problem_of(owner, mode, is_last, None, false);
+        for owner in [0, CALLER, 8] {
+            assert_eq!(problem(owner, 0o755, true), None);
+        }
+        assert_eq!(problem(CALLER, 0o775, true), None, "a private group");
+        assert_eq!(problem(9, 0o755, true), Some(Problem::Owner(9)));
+        assert_eq!(problem(CALLER, 0o757, true), Some(Problem::Writable(0o757)));
+        assert_eq!(problem(0, 0o1777, false), None, "/tmp on the way");
+        assert_eq!(problem(0, 0o1777, true), Some(Problem::Writable(0o1777)));
+        assert_eq!(problem(9, 0o1777, false), Some(Problem::Owner(9)));
+        let component = Component { owner: CALLER, group: 6, mode: 0o775, is_last: true };
+        let trusted = TrustedOwners { caller: CALLER, sudo: None, unmapped: None };
+        let found = component.problem(&trusted, false, |_| false);
+        assert_eq!(found, Some(Problem::Writable(0o775)));
+    }
+
+    #[test]
+    fn owners_without_an_id() {
+        const OVERFLOW: u32 = 65534;
+        let problem =
+            |mode, is_installed| problem_of(OVERFLOW, mode, true, Some(OVERFLOW), is_installed);
+        assert_eq!(problem(0o755, true), None, "the installed package");
+        assert_eq!(problem(0o755, false), Some(Problem::Unmapped(OVERFLOW)), "a tree");
+        for mode in [0o775, 0o757, 0o1777] {
+            assert_eq!(problem(mode, true), Some(Problem::Writable(mode)));
+            let above = problem_of(OVERFLOW, mode, false, Some(OVERFLOW), true);
+            assert_eq!(above, Some(Problem::Writable(mode)), "no exception for parents");
+        }
+        // Where the host's root has an ID, the overflow ID is not root.
+        let refused = problem_of(OVERFLOW, 0o755, true, None, true);
+        assert_eq!(refused, Some(Problem::Owner(OVERFLOW)));
+        let other = problem_of(9, 0o755, true, Some(OVERFLOW), true);
+        assert_eq!(other, Some(Problem::Owner(9)), "another user with an ID");
+        assert_eq!(problem_of(CALLER, 0o755, true, Some(OVERFLOW), true), None, "a mount");
+    }
+
+    #[test]
+    fn namespaces_without_the_hosts_root() {
+        let rootless = "         0       1000          1\n         1     100000      65536\n";
+        assert_eq!(unmapped(rootless, "65534\n"), Some(65534));
+        assert_eq!(unmapped("0 1000 1\n", "99"), Some(99));
+        let initial = "         0          0 4294967295\n";
+        for (map, overflow) in [
+            (initial, "65534\n"),
+            ("0 1000 1\n1000 0 1\n", "65534"),
+            ("", "65534"),
+            ("0 1000\n", "65534"),
+            ("0 1000 1 1\n", "65534"),
+            ("0 x 1\n", "65534"),
+            (rootless, ""),
+            (rootless, "-1"),
+        ] {
+            assert_eq!(unmapped(map, overflow), None, "{map:?} {overflow:?}");
+        }
+    }
+
+    #[test]
+    fn only_the_package_is_installed() {
+        // Resolved, so that no link and no `..` remains.
+        let is_installed = |path: &str| Path::new(path).starts_with(INSTALLED);
+        assert!(is_installed("/usr/lib/parador") && is_installed("/usr/lib/parador/vmlinux"));
+        for other in ["/usr/lib", "/usr/lib/parador2", "/home/a/usr/lib/parador", "/usr/local/lib"]
+        {
+            assert!(!is_installed(other), "{other}");
+        }
     }
 
     #[test]

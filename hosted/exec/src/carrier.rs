@@ -1,6 +1,7 @@
 //! Carrier of a command or of a container's process: its streams or terminal, signals, and its end.
 
 use crate::connection::ControlConnection;
+use crate::patience::AgentDeadline;
 use crate::vm::AgentVm;
 use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::interrupt::ENDING;
@@ -48,13 +49,13 @@ impl Carrier {
         has_terminal: bool,
         set_up: Option<&AgentRequest<'_>>,
     ) -> Result<Connected, Failure> {
-        let started = Instant::now();
+        let mut deadline = AgentDeadline::new();
         let mut signals = Signals::new(forwarded).os_error("install signal handlers")?;
         let control = loop {
             if let Some(code) = early_end(&mut signals) {
                 return Ok(Err(code));
             }
-            if let Some(control) = ControlConnection::open(vm, started)? {
+            if let Some(control) = ControlConnection::open(vm, &mut deadline)? {
                 break control;
             }
         };
@@ -71,6 +72,12 @@ impl Carrier {
     /// Returns the exit code if a signal has ended this process before its command was started.
     pub fn early_end(&mut self) -> Option<u8> {
         early_end(&mut self.signals)
+    }
+
+    /// Returns the control connection. Until a request is sent it has nothing to read, except for
+    /// its end: that of the VM.
+    pub fn control(&self) -> BorrowedFd<'_> {
+        self.control.stream.as_fd()
     }
 
     /// Returns the size of the command's terminal.

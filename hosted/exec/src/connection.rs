@@ -1,5 +1,6 @@
 //! Connections to the agent.
 
+use crate::patience::AgentDeadline;
 use crate::vm::AgentVm;
 use hosted_command::failure::{self, Failure, IoContext};
 use proto::agent::container::ContainerStatistics;
@@ -8,10 +9,10 @@ use std::io::{self, ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-/// Time limit for the agent's first answer.
-const PATIENCE: Duration = Duration::from_secs(10);
+/// Time limit for the agent's answer on a stream.
+const STREAM: Duration = Duration::from_secs(10);
 /// Time limit of one attempt, and of a request.
 const ATTEMPT: Duration = Duration::from_millis(500);
 const SETUP: Duration = Duration::from_secs(60);
@@ -27,11 +28,11 @@ pub struct ControlConnection {
 }
 
 impl ControlConnection {
-    /// Connects to the agent of a VM that was started then; `None`: it does not listen yet.
+    /// Connects to the agent of a VM; `None`: it does not listen yet.
     ///
     /// # Errors
-    /// The VM ends, or no agent answers in time; it refuses.
-    pub fn open(vm: &mut AgentVm, started: Instant) -> Result<Option<Self>, Failure> {
+    /// The VM ends, or no agent answers by the deadline; it refuses.
+    pub fn open(vm: &mut AgentVm, deadline: &mut AgentDeadline) -> Result<Option<Self>, Failure> {
         if vm.has_ended() {
             return Err(vm.failure("the VM has ended before its agent answered"));
         }
@@ -44,9 +45,9 @@ impl ControlConnection {
             Err(error) if is_early(&error) && !vm.is_starting() => {
                 Err(vm.failure("the VM has ended"))
             }
-            Err(error) if is_early(&error) => match started.elapsed() > PATIENCE {
-                true => Err(vm.failure("no agent has answered within 10 s")),
-                false => {
+            Err(error) if is_early(&error) => match deadline.passed(vm.pid()) {
+                Some(text) => Err(vm.failure(&text)),
+                None => {
                     thread::sleep(INTERVAL);
                     Ok(None)
                 }
@@ -58,7 +59,7 @@ impl ControlConnection {
     /// Connects a stream of the command.
     pub fn stream(&self, vm: &AgentVm, stream: Stream) -> Result<UnixStream, Failure> {
         let purpose = Purpose::Stream { command: self.command, stream };
-        let connected = connect(&vm.socket(), purpose, PATIENCE);
+        let connected = connect(&vm.socket(), purpose, STREAM);
         connected.map(|(stream, _)| stream).os_error("connect to the agent")
     }
 
@@ -174,7 +175,7 @@ mod tests {
     fn refused(answer: Vec<u8>) -> String {
         let folder = tempfile::tempdir().unwrap();
         let (mut vm, thread) = agent(folder.path(), vec![answer]);
-        let text = match ControlConnection::open(&mut vm, Instant::now()) {
+        let text = match ControlConnection::open(&mut vm, &mut AgentDeadline::new()) {
             Err(Failure::Simple { message, .. }) => message,
             Err(Failure::Report { text, .. }) => text,
             Ok(_) => "connected".to_owned(),

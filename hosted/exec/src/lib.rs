@@ -9,6 +9,7 @@
 //! | `guest` | the guest as the options state it: root, directories, command |
 //! | `vm` | the VM: its description, its process, the end of both |
 //! | `connection` | connections to the agent |
+//! | `patience` | time limit of the agent's first answer |
 //! | `carrier` | streams, signals and the end of the command |
 //!
 //! `parador oci` has its VMs and carriers of `vm` and `carrier`, too.
@@ -17,6 +18,7 @@
 pub mod carrier;
 pub mod connection;
 mod guest;
+pub mod patience;
 #[cfg(test)]
 mod testing;
 pub mod vm;

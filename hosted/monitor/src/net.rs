@@ -35,7 +35,8 @@ impl NetConfig {
         };
         let stream = proto::hosted::NetRecord { mac, mtu: STREAM_MTU, tap: [0; 16] };
         if let Some(DeviceName(name)) = &self.tap {
-            let mtu = look_at_tap(name)?;
+            let found = look_at_tap(name)?;
+            let mtu = self.mtu.unwrap_or(found);
             let mut tap = [0; 16];
             tap[..name.len()].copy_from_slice(name.as_bytes());
             let opened = OpenOptions::new().read(true).write(true).open(TUN);

@@ -26,6 +26,7 @@ use signal_hook::consts::{
 use std::fs;
 use std::io::{self, Read, Write};
 use std::net::Shutdown;
+use std::os::fd::AsFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::process::{Child, Command};
@@ -328,13 +329,16 @@ fn wait_and_carry(
         if let Some(code) = carrier.early_end() {
             return Ok(code);
         }
-        if vm.has_ended() {
-            return Err(vm.failure("the VM has ended before the container was started"));
-        }
-        let mut waiting = [PollFd::new(listener, PollFlags::IN)];
+        let watched = [listener.as_fd(), carrier.control()];
+        let mut waiting = watched.map(|it| PollFd::from_borrowed_fd(it, PollFlags::IN));
         let limit = Timespec::try_from(INTERVAL).ok();
         // A signal interrupts it.
-        if matches!(poll(&mut waiting, limit.as_ref()), Ok(1)) {
+        let _ = poll(&mut waiting, limit.as_ref());
+        let [is_started, has_ended] = waiting.map(|it| !it.revents().is_empty());
+        if has_ended || vm.has_ended() {
+            return Err(vm.failure("the VM has ended before the container was started"));
+        }
+        if is_started {
             break listener.accept().os_error("wait for the start")?.0;
         }
     };

@@ -40,7 +40,9 @@ pub fn create(global: &Global, arguments: &Create, is_attached: bool) -> Result<
         _ => {}
     }
     let store = Store::new(global.root.as_deref());
-    let sandbox = bundle.sandbox.as_deref().map(|id| running_sandbox(&store, id)).transpose()?;
+    let sandbox = bundle.sandbox.as_deref();
+    let _sandbox_lock = sandbox.map(|id| store.lock_shared(id)).transpose()?;
+    let sandbox = sandbox.map(|id| running_sandbox(&store, id)).transpose()?;
     let _lock = store.reserve(&arguments.id)?;
     let built = build(global, &store, arguments, &bundle, sandbox);
     if built.is_err() {

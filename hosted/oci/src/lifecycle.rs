@@ -206,6 +206,9 @@ pub fn remove(store: &Store, id: &str) -> Result<(), Failure> {
             return Err(refuse("the VM does not end"));
         }
     }
+    if has_own_vm {
+        release_members(store, &state)?;
+    }
     if let Some(disk) = state.vm_scratch.as_deref().filter(|_| has_own_vm) {
         scratch::remove(disk)?;
     }
@@ -213,6 +216,29 @@ pub fn remove(store: &Store, id: &str) -> Result<(), Failure> {
     cgroup::remove(&state.cgroups)?;
     remove_folder(&state.folder)?;
     store.remove(id)
+}
+
+/// Ends the containers that have run in the VM of a sandbox, which has ended, and removes their
+/// mounts below its folder. They are stopped then, and the engine deletes them later.
+fn release_members(store: &Store, sandbox: &ContainerRecord) -> Result<(), Failure> {
+    for id in store.ids() {
+        let is_member = |state: &ContainerRecord| {
+            state.id != sandbox.id && state.vm_folder == sandbox.vm_folder
+        };
+        if !store.load(&id).is_ok_and(|state| is_member(&state)) {
+            continue;
+        }
+        // One that is deleted at this moment has no lock or no state any more.
+        let Ok(_lock) = store.lock(&id) else { continue };
+        let Ok(member) = store.load(&id) else { continue };
+        cgroup::freeze(&member.cgroups, false)?;
+        // By itself it ends with 255.
+        if !wait_until(|| member.carrier.is_none_or(|carrier| !carrier.is_alive())) {
+            kill_carrier(&member)?;
+        }
+        mounts::unmount_all(&member.vm_folder, &id)?;
+    }
+    Ok(())
 }
 
 /// Removes a container's folder: its files, and empty folders only, since mounts may be below.

@@ -4,6 +4,11 @@
 //! The VM's tap device is connected to the interface by two filters that redirect every frame
 //! (tc-u32(8), tc-mirred(8)), so the namespace's own network stack gets none. The tap device ends
 //! with the VM.
+//!
+//! An interface that is a tap device itself belongs to a network in user space (slirp4netns), whose
+//! port forwarder connects to the pod's address from inside of the namespace (rootlesskit). There
+//! the namespace gives that address up and reaches the guest by the VM's tap device, from another
+//! address of the network, which has no other members.
 
 use crate::refuse;
 use hosted_command::failure::{Failure, IoContext};
@@ -19,17 +24,21 @@ use std::process::Command;
 
 /// Name of the tap device in the pod's namespace.
 const TAP: &str = "parador0";
+/// Kind of tap devices for `ip`.
+const TUN: &str = "tun";
 
 /// Interface of a pod.
 #[derive(Debug, PartialEq, Eq)]
 pub struct PodNetwork {
     interface: String,
     mac: String,
+    /// The interface is a tap device.
+    is_tap: bool,
     /// Configuration of the guest.
     pub guest: Network,
 }
 
-/// Link, as `ip -json address` prints it.
+/// Link, as `ip -details -json address` prints it.
 #[derive(Deserialize)]
 struct Link {
     ifname: String,
@@ -40,6 +49,14 @@ struct Link {
     mtu: Option<u32>,
     #[serde(default)]
     addr_info: Vec<Address>,
+    #[serde(default)]
+    linkinfo: LinkKind,
+}
+
+#[derive(Default, Deserialize)]
+struct LinkKind {
+    #[serde(default)]
+    info_kind: String,
 }
 
 #[derive(Deserialize)]
@@ -132,7 +149,7 @@ impl PodNetwork {
     /// # Errors
     /// iproute2 is missing, or fails.
     pub fn find() -> Result<Option<Self>, Failure> {
-        let links = run("ip", "-json address")?;
+        let links = run("ip", "-details -json address")?;
         let routes = [run("ip", "-json -4 route")?, run("ip", "-json -6 route")?];
         Self::read(&links, &routes)
     }
@@ -160,6 +177,7 @@ impl PodNetwork {
         Ok(Some(Self {
             interface: name.clone(),
             mac: link.address.clone(),
+            is_tap: link.linkinfo.info_kind == TUN,
             guest: Network {
                 addresses: few(&addresses, "addresses", name)?,
                 routes: few(&routes, "routes", name)?,
@@ -176,7 +194,10 @@ impl PodNetwork {
     /// The interface has no address of a network card.
     pub fn card(&self) -> Result<NetConfig, Failure> {
         let name = DeviceName::try_from(TAP.to_owned()).map_err(refuse)?;
-        Ok(NetConfig::tap(name, Mac::try_from(self.mac.clone()).map_err(refuse)?))
+        let mac = Mac::try_from(self.mac.clone()).map_err(refuse)?;
+        // A guest accepts no larger one than that of its card.
+        let mtu = self.guest.mtu.and_then(|mtu| u16::try_from(mtu).ok());
+        Ok(NetConfig { mtu, ..NetConfig::tap(name, mac) })
     }
 
     /// Connects the VM's tap device, which the VM has made, to the interface.
@@ -196,7 +217,42 @@ impl PodNetwork {
             );
             run("tc", &filter)?;
         }
-        Ok(())
+        if self.is_tap { self.let_reach_guest() } else { Ok(()) }
+    }
+
+    /// Lets processes of the namespace reach the guest's IPv4 address.
+    fn let_reach_guest(&self) -> Result<(), Failure> {
+        let Some((guest, own)) = self.namespace_address() else { return Ok(()) };
+        run("ip", &format!("-4 address flush dev {}", self.interface))?;
+        run("ip", &format!("address add {own}/32 dev {TAP}"))?;
+        run("ip", &format!("route replace {guest}/32 dev {TAP} src {own}"))?;
+        // The guest asks both for addresses; a filter without an action leaves its packets for the
+        // namespace to the namespace.
+        let filter = format!("filter add dev {TAP} parent ffff: prio");
+        let mirror = format!("action mirred egress mirror dev {}", self.interface);
+        run("tc", &format!("{filter} 1 protocol arp u32 match u8 0 0 {mirror}"))?;
+        let own = format!("match ip dst {own}/32 flowid 1:1");
+        run("tc", &format!("{filter} 2 protocol ip u32 {own}")).map(drop)
+    }
+
+    /// Returns the guest's first IPv4 address, and one for the namespace in the same network, which
+    /// is not that of a gateway; `None`: there is none.
+    fn namespace_address(&self) -> Option<(Ipv4Addr, Ipv4Addr)> {
+        let mut addresses = self.guest.addresses.iter();
+        let (guest, length) = addresses.find_map(|prefix| match prefix.address {
+            IpAddr::V4(address) => Some((address, prefix.length)),
+            IpAddr::V6(_) => None,
+        })?;
+        let hosts = u32::MAX.checked_shr(length.into()).unwrap_or(0);
+        let is_free = |address: &Ipv4Addr| {
+            let is_gateway =
+                |route: &Route| route.gateway.is_some_and(|gateway| gateway == *address);
+            let host = address.to_bits() & hosts;
+            host != 0 && host != hosts && !self.guest.routes.iter().any(is_gateway)
+        };
+        let bits = (0..u32::BITS).map(|bit| 1 << bit).take_while(|bit| bit & hosts != 0);
+        let mut others = bits.map(|bit| Ipv4Addr::from_bits(guest.to_bits() ^ bit));
+        Some((guest, others.find(is_free)?))
     }
 }
 
@@ -240,8 +296,34 @@ mod tests {
             resolver: None,
             mtu: Some(1450),
         };
-        assert_eq!((&*found.interface, &found.guest), ("eth0", &guest));
-        assert!(found.card().is_ok());
+        assert_eq!((&*found.interface, &found.guest, found.is_tap), ("eth0", &guest, false));
+        assert_eq!(found.card().unwrap().mtu, Some(1450));
+        let tap = LINKS.replace("\"mtu\": 1450", "\"linkinfo\": {\"info_kind\": \"tun\"}");
+        let none = [Vec::new(), Vec::new()];
+        assert!(PodNetwork::read(tap.as_bytes(), &none).unwrap().unwrap().is_tap);
+    }
+
+    #[test]
+    fn the_namespace_has_a_free_address() {
+        let own = |address: &str, gateway: &str| {
+            let links = LINKS.replace("10.88.0.2\", \"prefixlen\": 16", address);
+            let routes = ROUTES.map(|routes| routes.replace("169.254.1.1\", \"dev", gateway));
+            let routes = routes.map(String::into_bytes);
+            let found = PodNetwork::read(links.as_bytes(), &routes).unwrap().unwrap();
+            found.namespace_address().map(|(_, own)| own.to_string())
+        };
+        let slirp = "10.0.2.100\", \"prefixlen\": 24";
+        assert_eq!(own(slirp, "10.0.2.2\", \"dev").as_deref(), Some("10.0.2.101"));
+        assert_eq!(own(slirp, "10.0.2.101\", \"dev").as_deref(), Some("10.0.2.102"));
+        let last = "10.0.2.254\", \"prefixlen\": 24";
+        assert_eq!(own(last, "10.0.2.2\", \"dev").as_deref(), Some("10.0.2.252"));
+        for whole in ["10.0.2.1\", \"prefixlen\": 32", "10.0.2.1\", \"prefixlen\": 31"] {
+            assert_eq!(own(whole, "10.0.2.2\", \"dev"), None, "{whole}");
+        }
+    }
+
+    #[test]
+    fn other_answers() {
         let none = [b"\n".to_vec(), Vec::new()];
         assert_eq!(PodNetwork::read(b"[]", &none).unwrap(), None);
         assert!(PodNetwork::read(b"x", &none).is_err());

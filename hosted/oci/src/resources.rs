@@ -7,6 +7,7 @@ use crate::{bundle, refuse};
 use hosted_command::failure::{Failure, IoContext};
 use hosted_command::output::print;
 use hosted_exec::connection::ControlConnection;
+use hosted_exec::patience::AgentDeadline;
 use hosted_exec::vm::AgentVm;
 use oci_spec::runtime::LinuxResources;
 use proto::agent::AgentRequest;
@@ -16,7 +17,7 @@ use std::fs;
 use std::io::{self, Read};
 use std::path::Path;
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// Memory of the host that a VM needs besides its own: its processes, and its page tables.
 const HOST_MEMORY: u64 = 32 << 20;
@@ -142,7 +143,7 @@ fn connect(
         }
     }
     let mut vm = AgentVm::attach(state.vm_folder.clone());
-    let control = ControlConnection::open(&mut vm, Instant::now())?;
+    let control = ControlConnection::open(&mut vm, &mut AgentDeadline::new())?;
     let control = control.ok_or_else(|| refuse("the VM does not answer"))?;
     Ok((vm, control))
 }

@@ -172,11 +172,26 @@ impl Store {
     /// # Errors
     /// It does not exist.
     pub fn lock(&self, id: &str) -> Result<File, Failure> {
-        let path = self.folder(id)?.join(LOCK);
-        let opened = File::options().create(true).append(true).open(&path);
-        let lock = opened.map_err(|error| missing(id, &path, &error))?;
+        let (lock, path) = self.open_lock(id)?;
         lock.lock().file_error("lock", &path)?;
         Ok(lock)
+    }
+
+    /// Locks a sandbox while a container is added to it: others may be added meanwhile, and it is
+    /// not deleted.
+    ///
+    /// # Errors
+    /// It does not exist.
+    pub fn lock_shared(&self, id: &str) -> Result<File, Failure> {
+        let (lock, path) = self.open_lock(id)?;
+        lock.lock_shared().file_error("lock", &path)?;
+        Ok(lock)
+    }
+
+    fn open_lock(&self, id: &str) -> Result<(File, PathBuf), Failure> {
+        let path = self.folder(id)?.join(LOCK);
+        let opened = File::options().create(true).append(true).open(&path);
+        Ok((opened.map_err(|error| missing(id, &path, &error))?, path))
     }
 
     /// Reads the state of a container.

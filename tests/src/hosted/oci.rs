@@ -3,11 +3,13 @@
 
 mod cluster;
 pub mod containerd;
+mod cost;
 pub mod hostile;
 pub mod kubernetes;
 pub mod network;
 pub mod podman;
 mod protobuf;
+mod sandbox;
 
 use super::{GONE, Rig, SLOW, succeed};
 use crate::system::{artifacts, target};
@@ -468,7 +470,8 @@ pub fn killed() -> Result<()> {
     engine.bundle("forced", "sleep 1000", |_| {})?;
     let _input = engine.create("forced")?;
     engine.succeed(&["delete", "--force", "forced"])?;
-    engine.nothing_left("forced")
+    engine.nothing_left("forced")?;
+    sandbox::deleted_first(&engine)
 }
 
 /// Process that is killed at a step.

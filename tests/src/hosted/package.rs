@@ -37,7 +37,7 @@ pub fn unpacked() -> Result<()> {
 }
 
 /// Makes a package in a new folder, with this mask of modes.
-fn make(folder: &Path, mask: &str) -> Result<PathBuf> {
+pub(super) fn make(folder: &Path, mask: &str) -> Result<PathBuf> {
     fs::create_dir(folder).context("cannot make a folder")?;
     let script =
         format!("umask {mask} && exec scripts/cargo xtask package --quick --output \"$0\"");

@@ -13,6 +13,9 @@ const FORWARD: &str = "hostfwd=";
 /// Longest name of a network device (`IFNAMSIZ` in Linux, terminating zero included).
 const NAME: usize = 15;
 
+/// Least MTU of Linux' interfaces with IPv4 (RFC 791).
+const MIN_MTU: u16 = 68;
+
 /// Configuration of a network: `[[net]]`.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
@@ -36,6 +39,9 @@ pub struct NetConfig {
     pub address: Option<Ipv4Addr>,
     /// MAC address of the guest's card [default: random].
     pub mac: Option<Mac>,
+    /// MTU of the guest's card in bytes [default: that of the tap device, else 1500].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mtu: Option<u16>,
 }
 
 /// Networks without a name.
@@ -98,6 +104,7 @@ impl NetConfig {
         hostloopback: false,
         address: None,
         mac: None,
+        mtu: None,
     };
 
     /// User-mode networking with `passt`, for a guest with this address.
@@ -129,6 +136,12 @@ impl NetConfig {
         }
         if self.hostloopback && !matches!(self.kind, Some(Kind::User | Kind::Passt)) {
             return Err("`hostloopback` requires `user` or `passt`".to_owned());
+        }
+        if self.mtu.is_some() && self.tap.is_none() {
+            return Err("`mtu` requires `tap`".to_owned());
+        }
+        if let Some(mtu) = self.mtu.filter(|mtu| *mtu < MIN_MTU) {
+            return Err(format!("`mtu` must be at least {MIN_MTU} bytes (got {mtu})"));
         }
         Ok(())
     }
@@ -235,7 +248,13 @@ mod tests {
         assert_eq!(parse("user").unwrap(), kind(Kind::User));
         assert_eq!(parse("passt").unwrap(), kind(Kind::Passt));
         let tap = Some(DeviceName("tap0".into()));
-        assert_eq!(parse("tap=tap0").unwrap(), NetConfig { tap, ..NetConfig::EMPTY });
+        let wanted = NetConfig { tap, ..NetConfig::EMPTY };
+        assert_eq!(parse("tap=tap0").unwrap(), wanted);
+        let wanted = NetConfig { mtu: Some(9000), ..wanted };
+        assert_eq!(parse("tap=tap0,mtu=9000").unwrap(), wanted);
+        for wrong in ["tap=tap0,mtu=67", "tap=tap0,mtu=65536", "tap=tap0,mtu=x", "user,mtu=1500"] {
+            assert!(parse(wrong).is_err(), "{wrong}");
+        }
         let switch = Some("a=b".into());
         assert_eq!(parse("switch=a=b").unwrap(), NetConfig { switch, ..NetConfig::EMPTY });
         for (text, hostloopback) in

@@ -3,6 +3,8 @@
 //! The test has a containerd of its own, and speaks gRPC with it by curl. Numbers of fields are
 //! those of `runtime.v1` (`api.proto` in Kubernetes' `cri-api`).
 
+use super::cost;
+pub use super::cost::Cost;
 use super::protobuf::{Fields, Message};
 use super::{Engine, GONE, SLOW, ensure_host_memory, make_root, no_mounts_below, succeed};
 use crate::hosted::succeed_with;
@@ -24,7 +26,7 @@ pub const RUNC: &str = "runc";
 /// The same: crun, which need not exist.
 pub const CRUN: &str = "crun";
 /// Program of runc.
-const RUNC_PATH: &str = "/usr/sbin/runc";
+pub const RUNC_PATH: &str = "/usr/sbin/runc";
 /// Program of crun.
 pub const CRUN_PATH: &str = "/usr/bin/crun";
 /// Page of the server in a container.
@@ -373,6 +375,12 @@ impl Containerd {
             self.remove_pod(&pod.text(1))?;
         }
         Ok(())
+    }
+
+    /// Returns the memory and the CPU time of all processes of pods.
+    pub fn cost(&self, pods: &[&Pod]) -> Result<Cost> {
+        let ids: Vec<&str> = pods.iter().map(|pod| &*pod.id).collect();
+        cost::of_pods(&ids)
     }
 
     /// Returns the process of a pod's VM.

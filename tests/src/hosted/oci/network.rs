@@ -28,14 +28,14 @@ const SET_UP: [&str; 12] = [
     "-n NAME route add default via fd00:78::1",
 ];
 /// Script of the guest, which prints routes and the answers of both servers.
-const SCRIPT: &str = "ip -4 route; ip -6 route | grep default; ip link show eth0 | grep -o mtu.1400
+const SCRIPT: &str = "ip -4 route; ip -6 route | grep default; ip link show eth0 | grep -o mtu.9000
     nc 198.18.78.1 PORT0 </dev/null; nc fd00:78::1 PORT1 </dev/null";
 const EXPECTED: [&str; 7] = [
     "default via 198.18.78.1 dev eth0",
     "198.18.78.1 dev eth0 scope link",
     "203.0.113.0/24 via 198.18.78.1 dev eth0",
     "default via fd00:78::1 dev eth0",
-    "mtu 1400",
+    "mtu 9000",
     "server 0",
     "server 1",
 ];
@@ -50,7 +50,7 @@ impl Namespace {
             namespace.ip(line)?;
         }
         // The guest takes it over, too.
-        namespace.ip("-n NAME link set eth0 mtu 1400")?;
+        namespace.ip("-n NAME link set eth0 mtu 9000")?;
         Ok(namespace)
     }
 

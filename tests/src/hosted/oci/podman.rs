@@ -1,34 +1,61 @@
-//! podman as an engine of `parador oci`.
+//! podman as an engine of `parador oci`: as root, and of an ordinary user.
 
-use super::{Engine, make_root, succeed};
+mod rootless;
+
+use super::{Engine, GONE, make_root, succeed};
 use crate::hosted::exec::run;
-use anyhow::{Result, bail, ensure};
+use anyhow::{Context, Result, bail, ensure};
+use rootless::Rootless;
+use std::fs;
+use std::io::{Read, Write};
+use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+/// Page of a server in a container.
+const PAGE: &str = "a page";
+/// Address of the host's loopback interface for guests of slirp4netns.
+const HOST_LOOPBACK: &str = "10.0.2.2";
 
 /// podman with folders and an image of its own.
 pub struct Podman {
     engine: Engine,
     /// The runtime under test.
     pub runtime: PathBuf,
+    /// Folder with podman's files.
+    home: PathBuf,
+    user: Option<Rootless>,
 }
 
 impl Podman {
-    /// Imports the image `test:1`.
+    /// Imports the image `test:1`, as root.
     pub fn new() -> Result<Self> {
+        let engine = Engine::new()?;
+        let runtime = engine.make_runtime()?;
+        let home = engine.rig.folder().to_owned();
+        Self { engine, runtime, home, user: None }.with_image()
+    }
+
+    /// Does the same for an ordinary user, with the installed package.
+    pub fn rootless() -> Result<Self> {
+        let engine = Engine::new()?;
+        let user = Rootless::new(engine.rig.folder())?;
+        let home = user.home.clone();
+        Self { engine, runtime: rootless::RUNTIME.into(), home, user: Some(user) }.with_image()
+    }
+
+    fn with_image(self) -> Result<Self> {
         if Command::new("podman").arg("--version").output().is_err() {
             bail!("podman is missing: apt-get install podman");
         }
-        let engine = Engine::new()?;
-        make_root(&engine.path("tree"))?;
+        make_root(&self.engine.path("tree"))?;
+        let image = self.home.join("image.tar");
         let mut tar = Command::new("tar");
-        succeed(
-            tar.args(["-C", "tree", "-cf", "image.tar", "."]).current_dir(engine.rig.folder()),
-        )?;
-        let runtime = engine.make_runtime()?;
-        let podman = Self { engine, runtime };
-        podman.succeed(&["import", "image.tar", "test:1"], None)?;
-        Ok(podman)
+        succeed(tar.arg("-C").arg(self.engine.path("tree")).arg("-cf").arg(&image).arg("."))?;
+        self.succeed(&["import", &image.to_string_lossy(), "test:1"], None)?;
+        Ok(self)
     }
 
     fn call(&self, arguments: &[&str], input: &str) -> Result<(Option<i32>, String)> {
@@ -42,14 +69,21 @@ impl Podman {
         arguments: &[&str],
         input: &str,
     ) -> Result<(Option<i32>, String)> {
-        let folder = self.engine.rig.folder();
-        let mut command = Command::new("timeout");
-        command.args(["-s", "KILL", "200"]);
-        command.args(["podman", "--cgroup-manager", "cgroupfs", "--events-backend", "file"]);
-        command.arg("--root").arg(self.engine.path("storage"));
-        command.arg("--runroot").arg(self.engine.path("runroot"));
-        command.arg("--runtime").arg(runtime).args(arguments);
-        let ended = run(command.current_dir(folder), input)?;
+        let mut command = match &self.user {
+            None => Command::new("timeout"),
+            Some(user) => user.command("timeout"),
+        };
+        command.args(["-s", "KILL", "200", "podman", "--log-level", "error"]);
+        command.args(["--cgroup-manager", "cgroupfs", "--events-backend", "file"]);
+        command.arg("--root").arg(self.home.join("storage"));
+        command.arg("--runroot").arg(self.home.join("runroot"));
+        command.arg("--runtime").arg(runtime);
+        if self.user.is_some() && runtime == self.runtime {
+            // The other runtime of tests has it in its script.
+            command.args(["--runtime-flag", "backend=process"]);
+        }
+        command.args(arguments);
+        let ended = run(command.current_dir(self.engine.rig.folder()), input)?;
         let text = [ended.stdout, ended.stderr].concat();
         Ok((ended.status.code(), String::from_utf8_lossy(&text).into_owned()))
     }
@@ -60,39 +94,189 @@ impl Podman {
         ensure!(is_good, "{arguments:?}: {code:?} {text}");
         Ok(())
     }
+
+    /// Waits until a detached container has printed this.
+    fn wait_for_log(&self, name: &str, expected: &str) -> Result<()> {
+        let deadline = Instant::now() + GONE;
+        loop {
+            let (code, text) = self.call(&["logs", name], "")?;
+            if code == Some(0) && text == expected {
+                return Ok(());
+            }
+            ensure!(Instant::now() < deadline, "the log of {name}: {code:?} {text}");
+            sleep(Duration::from_millis(100));
+        }
+    }
+
+    /// Checks that containers which were removed have left no trace.
+    fn nothing_left(&self) -> Result<()> {
+        let Some(user) = &self.user else { return self.engine.nothing_left("d") };
+        let (code, mounts) = self.call(&["unshare", "cat", "/proc/self/mountinfo"], "")?;
+        let own = user.runtime.join("parador");
+        let is_clean = code == Some(0) && !mounts.contains(&*own.to_string_lossy());
+        ensure!(is_clean, "mounts are left: {code:?} {mounts}");
+        for folder in ["parador", "parador-oci"] {
+            let entries = fs::read_dir(user.runtime.join(folder)).context("no runtime folder")?;
+            let left: Vec<_> = entries.flatten().map(|entry| entry.file_name()).collect();
+            ensure!(left.is_empty(), "left in {folder}: {left:?}");
+        }
+        self.engine.no_processes()
+    }
 }
 
 impl Drop for Podman {
     fn drop(&mut self) {
-        // podman leaves its storage mounted, which keeps the folder.
-        let mut unmount = Command::new("umount");
-        let _ = unmount.arg("--quiet").arg(self.engine.path("storage/overlay")).status();
+        // Nothing can be done where something fails.
+        let _ = self.call(&["rm", "--force", "--all", "--time", "0"], "");
+        match &self.user {
+            // It ends the process that keeps the user namespace.
+            Some(_) => drop(self.call(&["system", "migrate"], "")),
+            // podman leaves its storage mounted, which keeps the folder.
+            None => {
+                let mut unmount = Command::new("umount");
+                let _ = unmount.arg("--quiet").arg(self.home.join("storage/overlay")).status();
+            }
+        }
     }
 }
 
-/// podman as root: exit codes, standard input, `exec`, `logs`, `stop`.
+/// podman as root.
 pub fn as_root() -> Result<()> {
     let podman = Podman::new()?;
+    attached(&podman)?;
+    detached(&podman)?;
+    podman.nothing_left()
+}
+
+/// podman of an ordinary user, whose network is slirp4netns.
+pub fn rootless() -> Result<()> {
+    let podman = Podman::rootless()?;
+    attached(&podman)?;
+    detached(&podman)?;
+    published(&podman)?;
+    to_the_host(&podman)?;
+    untrusted(&podman)?;
+    podman.nothing_left()
+}
+
+/// Exit codes, standard input, terminals, volumes.
+fn attached(podman: &Podman) -> Result<()> {
     let run = ["run", "--rm", "-i", "--network", "none", "test:1"];
     for (code, command) in [
         (0, &["true"][..]),
         (1, &["sh", "-c", "exit 1"]),
         (255, &["sh", "-c", "exit 255"]),
         (127, &["/no/such"]),
+        // 128 and the signal, which a process 1 would ignore.
+        (143, &["sh", "-c", "sh -c 'kill -TERM $$'; exit $?"]),
     ] {
         let ended = podman.call(&[&run[..], command].concat(), "")?;
         ensure!(ended.0 == Some(code), "{command:?}: {ended:?}");
     }
     let ended = podman.call(&[&run[..], &["cat"]].concat(), "some\ninput\n")?;
     ensure!(ended == (Some(0), "some\ninput\n".to_owned()), "{ended:?}");
-    let script = "trap 'exit 3' TERM; echo begun; while :; do sleep 0.1; done";
-    let detached = ["run", "-d", "--name", "d", "--network", "none", "test:1", "sh", "-c", script];
-    podman.succeed(&detached, None)?;
-    let ended = podman.call(&["exec", "d", "sh", "-c", "id -u; exit 42"], "")?;
-    ensure!(ended.0 == Some(42) && ended.1.starts_with("0\n"), "{ended:?}");
-    podman.succeed(&["logs", "d"], Some("begun\n"))?;
-    podman.succeed(&["stop", "d"], None)?;
-    podman.succeed(&["inspect", "-f", "{{.State.ExitCode}}", "d"], Some("3\n"))?;
-    podman.succeed(&["rm", "d"], None)?;
-    podman.engine.nothing_left("d")
+    let script = "[ -t 0 ] && [ -t 1 ] && echo terminal";
+    let terminal = ["run", "--rm", "-t", "--network", "none", "test:1", "sh", "-c", script];
+    podman.succeed(&terminal, Some("terminal\r\n"))?;
+    let volume = podman.home.join("volume");
+    fs::create_dir(&volume).context("cannot make a folder")?;
+    if let Some(user) = &podman.user {
+        user.give(&volume)?;
+    }
+    let option = format!("{}:/volume", volume.display());
+    let script = "echo made >/volume/made; stat -c %u /volume/made";
+    let run = ["run", "--rm", "-v", &option, "--network", "none", "test:1", "sh", "-c", script];
+    podman.succeed(&run, Some("0\n"))?;
+    let made = fs::read_to_string(volume.join("made")).context("the volume was not changed")?;
+    ensure!(made == "made\n", "{made}");
+    Ok(())
+}
+
+/// `exec`, `logs`, `stop`, `kill`.
+fn detached(podman: &Podman) -> Result<()> {
+    let script = "trap 'exit 3' TERM; trap 'exit 9' USR1; echo begun; while :; do sleep 0.1; done";
+    let run = ["run", "-d", "--name", "d", "--network", "none", "test:1", "sh", "-c", script];
+    let ends: [(&[&str], &str); 3] = [
+        (&["stop", "d"], "3\n"),
+        (&["kill", "--signal", "USR1", "d"], "9\n"),
+        (&["kill", "d"], "137\n"),
+    ];
+    for (end, code) in ends {
+        podman.succeed(&run, None)?;
+        podman.wait_for_log("d", "begun\n")?;
+        if code == "3\n" {
+            let ended = podman.call(&["exec", "d", "sh", "-c", "id -u; exit 42"], "")?;
+            ensure!(ended.0 == Some(42) && ended.1.starts_with("0\n"), "{ended:?}");
+        }
+        podman.succeed(end, None)?;
+        podman.succeed(&["wait", "d"], Some(code))?;
+        podman.succeed(&["inspect", "-f", "{{.State.ExitCode}}", "d"], Some(code))?;
+        podman.succeed(&["rm", "d"], None)?;
+    }
+    Ok(())
+}
+
+/// A published port, to which podman's port forwarder connects from inside of the namespace.
+fn published(podman: &Podman) -> Result<()> {
+    let free = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("cannot listen")?;
+    let port = free.local_addr().context("no port")?.port();
+    drop(free);
+    let option = format!("127.0.0.1:{port}:8080");
+    let script = format!("echo '{PAGE}' >/tmp/page; exec httpd -f -p 8080 -h /tmp");
+    podman.succeed(
+        &["run", "-d", "--name", "web", "-p", &option, "test:1", "sh", "-c", &script],
+        None,
+    )?;
+    let deadline = Instant::now() + GONE;
+    loop {
+        let answer = fetch(port).unwrap_or_else(|error| error.to_string());
+        if answer.ends_with(&format!("{PAGE}\n")) {
+            break;
+        }
+        // The server may not listen yet.
+        ensure!(Instant::now() < deadline, "the published port answers {answer:?}");
+        sleep(Duration::from_millis(100));
+    }
+    podman.succeed(&["rm", "--force", "--time", "0", "web"], None)
+}
+
+fn fetch(port: u16) -> Result<String> {
+    let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).context("cannot connect")?;
+    stream.set_read_timeout(Some(Duration::from_secs(5)))?;
+    stream.write_all(b"GET /page HTTP/1.0\r\n\r\n").context("cannot send")?;
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).context("cannot receive")?;
+    Ok(answer)
+}
+
+/// A connection by slirp4netns to a server of the host.
+fn to_the_host(podman: &Podman) -> Result<()> {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("cannot listen")?;
+    let port = listener.local_addr().context("no port")?.port().to_string();
+    let server = std::thread::spawn(move || {
+        // The client shows that it gets nothing.
+        let Ok((stream, _)) = listener.accept() else { return };
+        let _ = (&stream).write_all(PAGE.as_bytes());
+    });
+    let network = "slirp4netns:allow_host_loopback=true";
+    let run = ["run", "--rm", "--network", network, "test:1", "nc", HOST_LOOPBACK, &port];
+    let ended = podman.call(&run, "");
+    // Where the container has not connected.
+    let _ = TcpStream::connect((Ipv4Addr::LOCALHOST, port.parse()?));
+    server.join().map_err(|_| anyhow::anyhow!("the server has panicked"))?;
+    let ended = ended?;
+    ensure!(ended == (Some(0), PAGE.to_owned()), "{ended:?}");
+    Ok(())
+}
+
+/// In podman's user namespace, files of the host's root are trusted in the package only.
+fn untrusted(podman: &Podman) -> Result<()> {
+    let folder = podman.engine.path("artifacts");
+    fs::create_dir(&folder).context("cannot make a folder")?;
+    let flag = format!("artifacts={}", folder.display());
+    let run = ["--runtime-flag", &flag, "run", "--rm", "--network", "none", "test:1", "true"];
+    let (code, text) = podman.call(&run, "")?;
+    let expected = format!("{} belongs to a user without an ID", folder.display());
+    ensure!(code == Some(126) && text.contains(&expected), "{code:?} {text}");
+    Ok(())
 }
