@@ -35,6 +35,8 @@ pub struct Resources<'a> {
     pub devices: &'a [Range],
     /// Boot module, page-aligned; in neither the free nor the used memory.
     pub bundle: Option<Range>,
+    /// Device tree, in the used memory. Root reads the pages that hold it.
+    pub tree: Option<Range>,
     /// Processor that executables must be for.
     pub processor: elf::Machine,
 }
@@ -186,7 +188,8 @@ fn map_memory<A: Processor>(
 ) -> Result<(), Status> {
     let free = resources.memory.free.as_slice().iter().map(|&range| (range, RegionKind::Ram));
     let devices = resources.devices.iter().map(|&range| (range, RegionKind::Device));
-    let all = free.chain([(bundle.outward(), RegionKind::Bundle)]).chain(devices);
+    let tree = resources.tree.map(|range| (range.outward(), RegionKind::DeviceTree));
+    let all = free.chain([(bundle.outward(), RegionKind::Bundle)]).chain(devices).chain(tree);
     let mut count = 0;
     for (range, kind) in all {
         if count == page.regions.len() {
@@ -194,7 +197,11 @@ fn map_memory<A: Processor>(
             break;
         }
         let device = kind == RegionKind::Device;
-        let rights = if device { rights::READ | rights::WRITE } else { rights::ALL };
+        let rights = match kind {
+            RegionKind::Device => rights::READ | rights::WRITE,
+            RegionKind::DeviceTree => rights::READ,
+            RegionKind::Ram | RegionKind::Bundle => rights::ALL,
+        };
         let (mut at, end) = (range.base >> PAGE_SHIFT, range.end >> PAGE_SHIFT);
         while at < end {
             let largest = 1 << Kernel::<A>::max_order().min(abi::Item::MAX_ORDER);
