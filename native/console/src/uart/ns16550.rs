@@ -2,6 +2,8 @@
 
 use native_rt::Ports;
 
+use super::{IDLE_READS, MAX_ROUNDS, Uart};
+
 /// Registers, by offset.
 mod register {
     /// Data; divisor's low byte with `LCR_DIVISOR`.
@@ -40,10 +42,6 @@ const LSR_IDLE: u8 = 1 << 6;
 const FIFO: usize = 16;
 /// 115200 baud.
 const DIVISOR: u8 = 1;
-/// Status reads until the transmitter must be idle; far more than 16 bytes at 115200 baud take.
-const IDLE_READS: u32 = 100_000;
-/// Maximum number of rounds per interrupt, so that a broken device cannot block the server.
-const MAX_ROUNDS: u32 = 256;
 
 /// Register access of a 16550.
 pub trait UartRegisters {
@@ -63,13 +61,13 @@ impl UartRegisters for Ports {
 }
 
 /// Driver of a serial port.
-pub struct Uart<R> {
+pub struct Ns16550<R> {
     registers: R,
     /// Enabled interrupts.
     enabled: u8,
 }
 
-impl<R: UartRegisters> Uart<R> {
+impl<R: UartRegisters> Ns16550<R> {
     /// Initialises the port: 115200 baud, 8 bits, no parity, receive interrupt.
     pub fn new(mut registers: R) -> Self {
         registers.write(register::IER, 0);
@@ -91,12 +89,13 @@ impl<R: UartRegisters> Uart<R> {
             self.registers.write(register::IER, enabled);
         }
     }
+}
 
-    /// Moves bytes in both directions until the port asserts no interrupt, which deasserts its
-    /// line: the line is edge-triggered. `next` returns `client`'s bytes to send, `received`
-    /// accepts at most `room` bytes of input. Excess input stays in the port, which does not
-    /// interrupt until there is room again.
-    pub fn service<T>(
+impl<R: UartRegisters> Uart for Ns16550<R> {
+    /// The line is edge-triggered: [`Uart::service`] ends when the port has deasserted it.
+    const IS_LEVEL: bool = false;
+
+    fn service<T>(
         &mut self,
         room: usize,
         client: &mut T,
@@ -118,8 +117,8 @@ impl<R: UartRegisters> Uart<R> {
         }
     }
 
-    /// Fills the transmit FIFO if it is empty, and enables the interrupt for the next time.
-    pub fn send(&mut self, mut next: impl FnMut() -> Option<u8>) {
+    /// Fills the transmit FIFO if it is empty.
+    fn send(&mut self, mut next: impl FnMut() -> Option<u8>) {
         if self.registers.read(register::LSR) & LSR_ROOM == 0 {
             return;
         }
@@ -133,8 +132,7 @@ impl<R: UartRegisters> Uart<R> {
         self.enable(IER_TRANSMITTED, sent != 0);
     }
 
-    /// Waits for the transmitter to become idle; returns whether it did.
-    pub fn drain(&mut self) -> bool {
+    fn drain(&mut self) -> bool {
         (0..IDLE_READS).any(|_| self.registers.read(register::LSR) & LSR_IDLE != 0)
     }
 }
@@ -179,7 +177,7 @@ pub mod testing {
         }
     }
 
-    impl<R> Uart<R> {
+    impl<R> Ns16550<R> {
         pub fn line(&mut self) -> &mut R {
             &mut self.registers
         }
@@ -193,7 +191,7 @@ mod tests {
 
     #[test]
     fn transmit_interrupt_only_while_sending() {
-        let mut uart = Uart::new(Line { room: 17, ..Line::default() });
+        let mut uart = Ns16550::new(Line { room: 17, ..Line::default() });
         assert_eq!(uart.line().ier, IER_RECEIVED);
         let mut bytes = 0..20u8;
         uart.send(|| bytes.next());
@@ -210,7 +208,7 @@ mod tests {
 
     #[test]
     fn receives_all() {
-        let mut uart = Uart::new(Line { typed: b"abc".to_vec(), room: 16, ..Line::default() });
+        let mut uart = Ns16550::new(Line { typed: b"abc".to_vec(), room: 16, ..Line::default() });
         let mut received = Vec::new();
         uart.service(2, &mut received, |_| None, Vec::push);
         assert_eq!(received, b"ab", "no room for more");
