@@ -6,6 +6,7 @@
 //! between the runs is reported.
 #![forbid(unsafe_code)]
 
+mod arm64;
 mod chart;
 mod consolidation;
 mod counted;
@@ -98,6 +99,7 @@ fn main() -> ExitCode {
         [] => measure(),
         ["previrt"] => previrt::measure(),
         ["tools"] => tools::measure(),
+        ["arm64"] => arm64::measure(),
         ["vtlb", ref columns @ ..] => vtlb::measure(columns),
         ["hosted"] => hosted_with(|kernel| hosted::measure(kernel, false)),
         ["hosted", "--quick"] => hosted_with(|kernel| hosted::measure(kernel, true)),

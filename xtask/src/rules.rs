@@ -33,6 +33,7 @@ const KERNEL_BUDGET: usize = 12_320;
 /// Files of the kernel's vTLB: folder, and start of their names.
 const VTLB: [(&str, &str); 2] = [("kernel/core/src", "vtlb"), ("kernel/x86/src", "shadow")];
 const KERNEL: &[&str] = &["kernel/core", "kernel/run", "kernel/x86", "kernel/image"];
+const KERNEL_ARM64: &[&str] = &["kernel/core", "kernel/run", "kernel/arm64", "kernel/image"];
 
 /// `cargo xtask deps`: every import between top folders is one that the importer's README allows,
 /// and neutral packages import only each other.
@@ -136,6 +137,11 @@ pub fn size() -> Result<()> {
          tests; {} with them (budget {KERNEL_BUDGET})",
         kernel.code, kernel.total
     );
+    let mut arm64 = Lines::default();
+    for directory in KERNEL_ARM64 {
+        arm64 += source::lines_below(&workspace().join(directory))?;
+    }
+    println!("AArch64 kernel: {} lines of these with kernel/arm64", arm64.code);
     let mut vtlb = Lines::default();
     for (directory, prefix) in VTLB {
         vtlb += source::lines_with_prefix(&workspace().join(directory), prefix)?;

@@ -11,8 +11,8 @@ use kernel_run::log::{Log, Transmitter};
 
 use crate::io::DeviceRegisters;
 
-/// Port of the log.
-pub struct Port {
+/// LogPort of the log.
+pub struct LogPort {
     /// Virtual address of its registers; 0: none.
     address: AtomicUsize,
     /// Physical address of its registers.
@@ -21,7 +21,7 @@ pub struct Port {
     is_virtio: AtomicBool,
 }
 
-impl Port {
+impl LogPort {
     const NONE: Self = Self {
         address: AtomicUsize::new(0),
         physical: AtomicU64::new(0),
@@ -91,7 +91,7 @@ impl Port {
     }
 }
 
-impl Transmitter for Port {
+impl Transmitter for LogPort {
     fn is_present(&self) -> bool {
         self.address.load(Ordering::Acquire) != 0
     }
@@ -111,7 +111,7 @@ impl Transmitter for Port {
 }
 
 /// The kernel's log.
-pub static LOG: Log<Port> = Log::new(Port::NONE);
+pub static LOG: Log<LogPort> = Log::new(LogPort::NONE);
 
 /// Logs a formatted line.
 #[macro_export]

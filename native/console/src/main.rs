@@ -25,7 +25,7 @@ use spin::{Mutex, MutexGuard};
 use crate::directory::Directory;
 use crate::mux::Mux;
 use crate::server::ConsoleServer;
-use crate::uart::Port;
+use crate::uart::ConsolePort;
 
 /// Too large for the stack.
 static MUX: Mutex<Mux> = Mutex::new(Mux::new());
@@ -63,7 +63,7 @@ fn main(start: &Start<'static>) -> u64 {
     serve(&mut server)
 }
 
-fn serve(server: &mut ConsoleServer<Port>) -> u64 {
+fn serve(server: &mut ConsoleServer<ConsolePort>) -> u64 {
     let mut failures = 0;
     let mut next = wait();
     loop {

@@ -9,7 +9,7 @@ use proto::{DONE, REFUSED};
 
 use crate::directory::Directory;
 use crate::mux::Mux;
-use crate::uart::Uart;
+use crate::uart::SerialDriver;
 
 #[derive(Clone, Copy)]
 struct Session {
@@ -32,7 +32,7 @@ pub struct ConsoleServer<U> {
     draining: bool,
 }
 
-impl<U: Uart> ConsoleServer<U> {
+impl<U: SerialDriver> ConsoleServer<U> {
     /// Creates a server without sessions.
     pub fn new(uart: U, irq: Irq, mux: &'static mut Mux, directory: Option<Directory>) -> Self {
         let mut server = Self {

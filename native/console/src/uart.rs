@@ -8,12 +8,13 @@ pub mod pl011;
 #[cfg_attr(target_arch = "x86_64", path = "uart/x86.rs")]
 mod port;
 
-pub use port::{Port, open};
+pub use port::{ConsolePort, open};
 
 /// Driver of a serial port that has been initialised: it receives by interrupts.
-pub trait Uart {
+pub trait SerialDriver {
     /// The interrupt stays asserted until its cause is gone, so the kernel may only unmask it
-    /// after [`Uart::service`]. Otherwise it is an edge, which a masked interrupt would lose.
+    /// after [`SerialDriver::service`]. Otherwise it is an edge, which a masked interrupt would
+    /// lose.
     const IS_LEVEL: bool;
 
     /// Moves bytes in both directions until the port asserts no interrupt. `next` returns

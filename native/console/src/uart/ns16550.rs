@@ -2,7 +2,7 @@
 
 use native_rt::Ports;
 
-use super::{IDLE_READS, MAX_ROUNDS, Uart};
+use super::{IDLE_READS, MAX_ROUNDS, SerialDriver};
 
 /// Registers, by offset.
 mod register {
@@ -91,8 +91,8 @@ impl<R: UartRegisters> Ns16550<R> {
     }
 }
 
-impl<R: UartRegisters> Uart for Ns16550<R> {
-    /// The line is edge-triggered: [`Uart::service`] ends when the port has deasserted it.
+impl<R: UartRegisters> SerialDriver for Ns16550<R> {
+    /// The line is edge-triggered: [`SerialDriver::service`] ends when the port has deasserted it.
     const IS_LEVEL: bool = false;
 
     fn service<T>(

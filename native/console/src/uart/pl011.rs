@@ -7,20 +7,20 @@ use hw_arm64::pl011::{
 };
 use native_rt::device::DeviceRegisters;
 
-use super::{IDLE_READS, MAX_ROUNDS, Uart};
+use super::{IDLE_READS, MAX_ROUNDS, SerialDriver};
 
 /// Interrupts of the receiver: its FIFO is filled to its level, or has waited below it.
 const RECEIVER: u32 = RECEIVED | RECEIVE_TIMEOUT;
 
 /// Register access of a PL011, by byte offset.
-pub trait Registers {
+pub trait Pl011Registers {
     /// Reads a register.
     fn read(&mut self, register: usize) -> u32;
     /// Writes a register.
     fn write(&mut self, register: usize, value: u32);
 }
 
-impl Registers for DeviceRegisters {
+impl Pl011Registers for DeviceRegisters {
     fn read(&mut self, register: usize) -> u32 {
         self.read32(register as u64)
     }
@@ -36,7 +36,7 @@ pub struct Pl011<R> {
     enabled: u32,
 }
 
-impl<R: Registers> Pl011<R> {
+impl<R: Pl011Registers> Pl011<R> {
     /// Initialises the port: receive interrupts.
     pub fn new(mut registers: R) -> Self {
         registers.write(INTERRUPT_MASK, 0);
@@ -60,7 +60,7 @@ impl<R: Registers> Pl011<R> {
     }
 }
 
-impl<R: Registers> Uart for Pl011<R> {
+impl<R: Pl011Registers> SerialDriver for Pl011<R> {
     const IS_LEVEL: bool = true;
 
     fn service<T>(
@@ -117,7 +117,7 @@ mod tests {
         room: usize,
     }
 
-    impl Registers for Line {
+    impl Pl011Registers for Line {
         fn read(&mut self, register: usize) -> u32 {
             let flag = |is_set: bool, flag: u32| if is_set { flag } else { 0 };
             match register {

@@ -13,6 +13,7 @@ use native_rt::start::Boot;
 use native_rt::{Irq, Platform, time};
 use proto::start::{DEVICES, RangeKind};
 use proto::system::{Board, SerialPort};
+#[cfg_attr(test, allow(unused_imports, reason = "that of the host's architecture is used"))]
 pub use vmm_arm64::EXIT_NAMES;
 
 use super::Fault;
