@@ -29,7 +29,7 @@ const UNSAFE_ALLOWED: &[&str] = &[
 const UNSAFE_TABLE: &str = "docs/spec/unsafe.txt";
 /// Lines of Rust and assembly that the x86-64 kernel may have, with those of `kernel/run`, which
 /// AArch64 shares.
-const KERNEL_BUDGET: usize = 12_320;
+const KERNEL_BUDGET: usize = 12_335;
 /// Files of the kernel's vTLB: folder, and start of their names.
 const VTLB: [(&str, &str); 2] = [("kernel/core/src", "vtlb"), ("kernel/x86/src", "shadow")];
 const KERNEL: &[&str] = &["kernel/core", "kernel/run", "kernel/x86", "kernel/image"];
@@ -141,11 +141,17 @@ pub fn size() -> Result<()> {
     for directory in KERNEL_ARM64 {
         arm64 += source::lines_below(&workspace().join(directory))?;
     }
-    println!("AArch64 kernel: {} lines of these with kernel/arm64", arm64.code);
     let mut vtlb = Lines::default();
+    let mut core_vtlb = 0;
     for (directory, prefix) in VTLB {
-        vtlb += source::lines_with_prefix(&workspace().join(directory), prefix)?;
+        let lines = source::lines_with_prefix(&workspace().join(directory), prefix)?;
+        core_vtlb += if KERNEL_ARM64.contains(&top_package(directory)) { lines.code } else { 0 };
+        vtlb += lines;
     }
+    println!(
+        "AArch64 kernel: {} lines, with kernel/arm64 and without the vTLB, which it does not contain",
+        arm64.code - core_vtlb
+    );
     println!("vTLB: {} lines of these\n", vtlb.code);
     for directory in [
         "abi", "hw", "host", "proto", "native", "vmm", "wedge", "guests", "hosted", "tests",
@@ -157,6 +163,11 @@ pub fn size() -> Result<()> {
         bail!("the kernel is over its budget");
     }
     Ok(())
+}
+
+/// Folder of the package that a source folder belongs to.
+fn top_package(source: &str) -> &str {
+    source.strip_suffix("/src").unwrap_or(source)
 }
 
 fn print_lines(directory: &str) -> Result<Lines> {

@@ -77,13 +77,16 @@ pub fn create_vcpu<'a>(
     NativeVcpu::new(vcpu, console, optimisations, space)
 }
 
+/// A guest in its memory, whose first vCPU has its initial state.
+pub struct LoadedGuest;
+
 /// Creates the board of a loaded guest. Inlined: a copy of it would not fit the stack.
 #[inline(always)]
 pub fn create_board<'m>(
     start: &Start,
     plan: &Vmm,
     memory: &'m GuestMemory,
-    (): (),
+    LoadedGuest: LoadedGuest,
     devices: Option<&'m Devices>,
 ) -> GuestBoard<'m> {
     let config = board_config(start, plan, plan.cpus.len() as u8);
@@ -97,7 +100,7 @@ pub fn load(
     memory: &GuestMemory,
     vcpus: &[Cell<NativeVcpu>],
     has_devices: bool,
-) -> Result<(), u64> {
+) -> Result<LoadedGuest, u64> {
     let layout = if has_devices { vmm_machine::layout_with_pci() } else { vmm_machine::layout() };
     let config = BootConfig {
         layout: &layout,
@@ -113,7 +116,7 @@ pub fn load(
             return Err(code::BAD_CONFIG);
         }
     }
-    Ok(())
+    Ok(LoadedGuest)
 }
 
 fn board_config(start: &Start, plan: &Vmm, count: u8) -> PcConfig {
