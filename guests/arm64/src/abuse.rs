@@ -91,7 +91,7 @@ pub extern "C" fn guest_main() {
     // SAFETY: the second vCPU alone uses it.
     let stack = unsafe { &mut *(&raw mut STACK) };
     check("the second vCPU starts", start_other(1, stack));
-    // It never gets anywhere, and harms nobody meanwhile.
+    // It never gets anywhere, and does not disturb this vCPU.
     let end = counter() + frequency() / 4;
     while counter() < end {
         check("SGI to itself", sgi_arrives());

@@ -1,7 +1,6 @@
-//! Root of a system that consists of it alone. It checks the kernel from inside, on an architecture
-//! on which the other programs do not run yet: time, threads on all CPUs, notifications, gates on
-//! one CPU and across CPUs, mappings, faults, privileged instructions, guests. It prints `CHECK first ok` and resets the
-//! machine.
+//! Root of a system that consists of it alone. It checks the kernel from inside on AArch64: time,
+//! threads on all CPUs, notifications, gates on one CPU and across CPUs, mappings, faults,
+//! privileged instructions, guests. It prints `CHECK first ok` and resets the machine.
 #![no_std]
 #![no_main]
 #![forbid(unsafe_code)]
