@@ -1,6 +1,6 @@
-//! `cargo xtask bench arm64`: exits and interrupts of a guest on the kernel for AArch64, in executed
-//! instructions of an emulated Cortex-A76 with GICv3. The counter has 62.5 MHz, so every figure is a
-//! mean over many operations.
+//! `cargo xtask bench arm64`: exits and interrupts of a guest on the kernel for AArch64, in
+//! executed instructions of an emulated Cortex-A76 with GICv3. The counter has 62.5 MHz, so every
+//! figure is a mean over many operations.
 
 use crate::report::{self, Figure};
 use crate::{guest, instructions, peers, repeat, runs, size_line};
