@@ -2,11 +2,11 @@
 
 XTASK := scripts/cargo xtask
 
-.PHONY: help run run-hosted package test bench bench-previrt bench-hosted bench-tools bench-pods bench-vtlb image check clean setup
+.PHONY: help run run-hosted package test bench bench-previrt bench-hosted bench-tools bench-pods bench-vtlb bench-arm64 image check clean setup
 
 help:
 	@echo "make run      build Parador and boot three guests on an emulated machine, on this terminal"
-	@echo "make run ARCH=arm64  boot Debian's Linux for AArch64 as a guest on an emulated machine"
+	@echo "make run ARCH=arm64  the same on an emulated AArch64 machine"
 	@echo "make run-hosted  build a Linux kernel and boot it as processes of this host"
 	@echo "make package  build the Debian package of parador"
 	@echo "make test     run every test: units, device scripts, micro-guests, Linux boots"
@@ -16,6 +16,7 @@ help:
 	@echo "make bench-tools  measure the package: size, time to the first VM, time of a command"
 	@echo "make bench-pods  measure containers and pods beside runc, crun and runsc"
 	@echo "make bench-vtlb  measure guests without nested paging, optimisation by optimisation"
+	@echo "make bench-arm64  measure exits and interrupts of a guest on AArch64"
 	@echo "make image    build a bootable ISO image"
 	@echo "make check    format, lints, import rules, unsafe counts, generated documents, wording"
 	@echo "make clean    remove everything that was built"
@@ -37,6 +38,9 @@ bench-tools: setup
 
 bench-pods: setup
 	@$(XTASK) bench pods
+
+bench-arm64: setup
+	@$(XTASK) bench arm64
 
 bench-vtlb: setup
 	@$(XTASK) bench vtlb

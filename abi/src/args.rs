@@ -180,6 +180,11 @@ arguments! {
         /// Event bits; 0 unbinds the doorbell.
         bits
     }
+    /// Arguments of [`crate::Op::VcpuNotify`].
+    pub struct VcpuNotify {
+        /// Selector of the vCPU.
+        vcpu
+    }
     /// Arguments of [`crate::Op::UnmapAt`].
     pub struct UnmapAt {
         /// Selector of a task or VM, or [`crate::ops::SELF`].

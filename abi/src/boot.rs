@@ -41,6 +41,8 @@ pub enum RegionKind {
     Bundle = 2,
     /// Device memory, mapped uncached.
     Device = 3,
+    /// Device tree (AArch64), in RAM, read-only.
+    DeviceTree = 4,
 }
 
 /// Physical range owned by root, mapped at `PHYSICAL_WINDOW + base`.
@@ -90,7 +92,7 @@ pub struct BootInfo {
     pub regions: [Region; MAX_REGIONS],
 }
 
-/// Bit of [`BootInfo::features`]: SVM with nested paging.
+/// Bit of [`BootInfo::features`]: SVM with nested paging, or stage 2 of AArch64.
 pub const FEATURE_NESTED: u64 = 1;
 
 const _: () = assert!(core::mem::size_of::<BootInfo>() == 4096);

@@ -150,6 +150,12 @@ operations! {
     /// tables of the range, unless something in it is still mapped. May be preempted and then
     /// continues by itself; `r8`, initially 0, holds the progress. Rights: target `MAP`.
     UnmapAt = 17 ("target, item, destination, flags") -> ("");
+    /// Makes the kernel look at the state page of a vCPU again, whose guest may run: what the page
+    /// says about pending interrupts takes effect without an exit to the VMM, and ends the guest's
+    /// wait for one. Returns 1 if a thread is in `VcpuRun`, else 0: it takes effect with the next
+    /// one. On x86-64 the state page has no such words, and a halted guest exits. Rights: vcpu
+    /// `RUN`.
+    VcpuNotify = 18 ("vcpu") -> ("running");
 }
 
 /// Selector of the caller's own task in [`Op::Delegate`].

@@ -6,6 +6,7 @@
 //! between the runs is reported.
 #![forbid(unsafe_code)]
 
+mod arm64;
 mod chart;
 mod consolidation;
 mod counted;
@@ -101,6 +102,7 @@ fn main() -> ExitCode {
         ["tools"] => tools::measure(),
         ["pods"] => pods::measure(None),
         ["pods", part] => pods::measure(Some(part)),
+        ["arm64"] => arm64::measure(),
         ["vtlb", ref columns @ ..] => vtlb::measure(columns),
         ["hosted"] => hosted_with(|kernel| hosted::measure(kernel, false)),
         ["hosted", "--quick"] => hosted_with(|kernel| hosted::measure(kernel, true)),

@@ -75,3 +75,13 @@ pub const VARANASI_MESSAGE_SWITCH: f64 = 8_340.0;
 pub const VARANASI_WORLD_SWITCH: f64 = 7_955.0;
 /// Memory of one VM of Karma, a VMM of the same kind, in bytes.
 pub const KARMA_BYTES: f64 = 284.0 * 1024.0;
+
+/// KVM with VHE on the same emulated machine (QEMU 7.2, Cortex-A76, GICv3), in instructions:
+/// hypercall, access to a UART that QEMU emulates, SGI to itself, SGI to a vCPU in WFI, the virtual
+/// timer's interrupt, and the same out of WFI.
+pub const ARM_HYPERCALL: f64 = 1_078.0;
+pub const ARM_MMIO: f64 = 6_118.0;
+pub const ARM_SELF_SGI: f64 = 2_601.0;
+pub const ARM_IPI: f64 = 4_886.0;
+pub const ARM_TIMER: f64 = 2_544.0;
+pub const ARM_TIMER_WFI: f64 = 9_472.0;

@@ -201,7 +201,8 @@ pub enum Role<'a> {
     Program(#[serde(borrow)] Vec<&'a str, MAX_ARGUMENTS>),
     /// A console server.
     Console {
-        /// First I/O port of its 16550.
+        /// First I/O port of its 16550; 0: its registers are memory range 0 of kind `Registers`
+        /// (PL011).
         port: u16,
         /// Several clients share the port; else a single client uses it.
         multiplex: bool,

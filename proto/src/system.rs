@@ -17,7 +17,7 @@ use crate::service::DiskRange;
 use crate::vtlb::Vtlb;
 
 /// Version of the encoding. Incremented by every change of a type in this module.
-pub const VERSION: u32 = 7;
+pub const VERSION: u32 = 8;
 /// Largest number of VMs in a system.
 pub const MAX_VMS: usize = 16;
 /// Largest number of vCPUs of a VM.
@@ -82,6 +82,9 @@ pub enum Board {
     QemuQ35,
     /// Any PC with SVM; at the end the outcome is logged and the host stays on.
     Pc,
+    /// QEMU's AArch64 machine `virt`: at the end the outcome is logged, then the machine is reset,
+    /// which ends QEMU.
+    QemuVirt,
 }
 
 /// Serial port of the host.
@@ -89,9 +92,9 @@ pub enum Board {
 pub enum SerialPort {
     /// No port.
     None,
-    /// Port 0x3f8, ISA interrupt 4.
+    /// Port 0x3f8, ISA interrupt 4; on AArch64 the PL011 that the device tree names.
     Com1,
-    /// Port 0x2f8, ISA interrupt 3.
+    /// Port 0x2f8, ISA interrupt 3; on AArch64 a virtio console, which only the kernel uses.
     Com2,
 }
 

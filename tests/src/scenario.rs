@@ -25,8 +25,10 @@ pub enum Backend {
     NativeX86Npt,
     /// The same with a vTLB instead of nested paging: the description has `npt = false`.
     NativeX86Vtlb,
-    /// The same on a processor of Bochs, from a CD-ROM image: one CPU and no devices but serial
-    /// lines.
+    /// Our kernel on AArch64 with VHE.
+    NativeArm64Vhe,
+    /// The kernel of x86-64 on a processor of Bochs, from a CD-ROM image: one CPU and no devices
+    /// but serial lines.
     Bochs(Model),
     /// `parador run` by KVM of an emulated host.
     Kvm,
@@ -39,6 +41,7 @@ impl fmt::Display for Backend {
         match self {
             Self::NativeX86Npt => f.write_str("native-x86-npt"),
             Self::NativeX86Vtlb => f.write_str("native-x86-vtlb"),
+            Self::NativeArm64Vhe => f.write_str("native-arm64-vhe"),
             Self::Bochs(model) => write!(f, "bochs/{}", model.name()),
             Self::Kvm => f.write_str("kvm"),
             Self::Process => f.write_str("hosted"),
@@ -104,7 +107,7 @@ impl Scenario {
     pub fn run(&self, backend: Backend, cpus: u32) -> Result<()> {
         let description = self.system.replace("{cpus}", &cpus.to_string());
         let mut running = match backend {
-            Backend::NativeX86Npt | Backend::NativeX86Vtlb => {
+            Backend::NativeX86Npt | Backend::NativeX86Vtlb | Backend::NativeArm64Vhe => {
                 let machine = Machine { cpus, ..self.machine.clone() };
                 Running::start(&description, &machine, Duration::from_secs(self.limit))?
             }

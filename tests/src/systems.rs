@@ -1,5 +1,6 @@
 //! Systems of the native microhypervisor: every description, and what must happen in it.
 
+pub mod arm64;
 pub mod checks;
 pub mod consoles;
 pub mod guests;
@@ -70,6 +71,7 @@ pub fn scenarios(is_long: bool) -> Vec<Scenario> {
         linux::linux_scenarios(),
         vtlb::vtlb_scenarios(is_long),
         consoles::console_scenarios(),
+        arm64::arm64_scenarios(),
     ]
     .concat()
 }

@@ -179,7 +179,7 @@ fn tests(seconds: u32) -> Vec<Test> {
     }
     let next = || bochs::next_instruction(&format!("{HEAD}{}", micro("guest", "exits", CONSOLE)));
     tests.push(Test::new("bochs/next-instruction", Class::Other, next));
-    tests.extend(arm64_tests(seconds > STRESS_SECONDS));
+    tests.extend(arm64_tests());
     tests.extend(kvm_tests());
     tests.extend(previrt_tests());
     tests.extend(hosted_tests(seconds));
@@ -190,23 +190,13 @@ fn tests(seconds: u32) -> Vec<Test> {
     tests
 }
 
-/// The kernel for AArch64. The guest that accesses everything runs on another processor, too, if
-/// the tests may be long.
-fn arm64_tests(is_long: bool) -> Vec<Test> {
+/// The kernel for AArch64 without a system.
+fn arm64_tests() -> Vec<Test> {
     let mut tests = Vec::new();
     for (processor, cpus) in [("cortex-a76", 1), ("cortex-a76", 4), ("max", 2)] {
         let class = if cpus > 1 { Class::SmpOrKill } else { Class::Other };
         let name = format!("native-arm64-vhe/first-{processor}/{cpus}-cpu");
         tests.push(Test::new(name, class, move || arm64::first(processor, cpus)));
-    }
-    for (processor, cpus) in [("cortex-a76", 1), ("cortex-a76", 4)] {
-        let class = if cpus > 1 { Class::SmpOrKill } else { Class::Other };
-        let name = format!("native-arm64-vhe/linux-{processor}/{cpus}-cpu");
-        tests.push(Test::new(name, class, move || arm64::linux(processor, cpus)));
-    }
-    for processor in ["cortex-a76", "max"].into_iter().take(if is_long { 2 } else { 1 }) {
-        let body = move || arm64::hostile(processor);
-        tests.push(Test::new(format!("native-arm64-vhe/hostile-{processor}"), Class::Other, body));
     }
     for (name, machine, processor, reason) in arm64::REFUSED {
         let body = move || arm64::refused(machine, processor, reason);

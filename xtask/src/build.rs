@@ -29,7 +29,9 @@ pub struct Group {
 
 /// The kernel that measures its own longest path, for the tests and benchmarks.
 const MEASURED: &str = "measured";
-/// Kernel and programs for AArch64, which no system description can name yet; name of the group.
+/// Native programs for x86-64; name of the group.
+const NATIVE_GROUP: &str = "native";
+/// Kernel and programs for AArch64, for descriptions of its board; name of the group.
 pub const ARM64_GROUP: &str = "arm64";
 
 /// The kernel runs at the bottom of the upper half, out of reach of absolute 32-bit addresses:
@@ -50,7 +52,7 @@ pub const GROUPS: &[Group] = &[
         flags: &["-Crelocation-model=pic", "-Ccode-model=small", "--cfg=parador_longest_path"],
     },
     Group {
-        name: "native",
+        name: NATIVE_GROUP,
         target: X86,
         directory: "programs",
         packages: &[
@@ -82,7 +84,15 @@ pub const GROUPS: &[Group] = &[
         name: ARM64_GROUP,
         target: ARM64,
         directory: "arm64",
-        packages: &["kernel-image", "native-first", "native-solo", "guests-arm64"],
+        packages: &[
+            "kernel-image",
+            "native-root",
+            "native-console",
+            "native-vmm",
+            "native-steward",
+            "native-first",
+            "guests-arm64",
+        ],
         flags: &["-Crelocation-model=static"],
     },
 ];
@@ -172,7 +182,11 @@ impl Selection {
             arguments.iter().map(String::as_str).filter(|word| *word != "--release").collect();
         let has = |name: &str| words.is_empty() || words.contains(&name);
         let has_package = |group: &Group, package: &str| {
-            let is_named = has(group.name) || words.contains(&package);
+            // Programs of both architectures are named with their group for AArch64.
+            let is_native =
+                |other: &Group| other.name == NATIVE_GROUP && other.packages.contains(&package);
+            let is_other = group.name == ARM64_GROUP && GROUPS.iter().any(is_native);
+            let is_named = has(group.name) || words.contains(&package) && !is_other;
             is_named || ![MEASURED, ARM64_GROUP].contains(&group.name) && has(RUNTIME)
         };
         let linux = LINUX_PROGRAMS.iter().map(|program| program.0);
@@ -346,7 +360,9 @@ fn artifact_name(group: &Group, target: &str) -> String {
         (MEASURED, _) => "kernel-measured.elf".to_owned(),
         (ARM64_GROUP, "kernel-image") => "kernel-arm64.image".to_owned(),
         (ARM64_GROUP, name) if name.starts_with("guest-") => format!("{name}-arm64.image"),
-        (ARM64_GROUP, name) => format!("{name}-arm64"),
+        (ARM64_GROUP, name) => {
+            format!("{}-arm64", name.strip_prefix("native-").unwrap_or(name))
+        }
         ("wedge", name) => name.to_owned(),
         ("guests", name) => match name.strip_prefix("guests-").or(name.strip_prefix("guest-")) {
             Some(rest) => format!("guest-{rest}"),
@@ -385,19 +401,25 @@ mod tests {
 
     /// Returns the artifacts that a description in TOML names.
     fn named_artifacts(description: &str) -> Vec<String> {
+        let of_arm64 = |name: String| match name.starts_with("guest-") {
+            true => format!("{name}-arm64.image"),
+            false => format!("{name}-arm64"),
+        };
+        let is_arm64 = description.contains("board = \"qemu-virt\"");
         let named = |line: &str| {
             let (rest, prefix) = NAMES
                 .iter()
                 .find_map(|(before, prefix)| Some((line.split_once(before)?.1, prefix)))?;
             Some(format!("{prefix}{}", rest.split('"').next()?))
         };
-        description.lines().filter_map(named).collect()
+        let names = description.lines().filter_map(named);
+        names.map(|name| if is_arm64 { of_arm64(name) } else { name }).collect()
     }
 
     #[test]
     fn runtime_has_the_programs_of_all_examples() {
         let mut made = BTreeSet::new();
-        for (group, packages) in select(&[RUNTIME]).expect("a known word").groups {
+        for (group, packages) in select(&[RUNTIME, ARM64_GROUP]).expect("known words").groups {
             for package in packages {
                 let programs = programs(package).expect("cargo metadata");
                 made.extend(programs.iter().map(|name| artifact_name(group, name)));
@@ -410,11 +432,11 @@ mod tests {
                 needed.extend(named_artifacts(&fs::read_to_string(path).expect("a text")));
             }
         }
-        for name in ["steward", "guest-answer", "guest-hello"] {
+        for name in ["steward", "guest-answer", "guest-hello", "steward-arm64"] {
             assert!(needed.iter().any(|needed| needed == name), "`{name}` is not in {needed:?}");
         }
         let missing: Vec<_> = needed.iter().filter(|name| !made.contains(*name)).collect();
-        assert!(missing.is_empty(), "`build {RUNTIME}` does not make {missing:?}, but {made:?}");
+        assert!(missing.is_empty(), "no group makes {missing:?}, but {made:?}");
     }
 
     #[test]
@@ -438,11 +460,12 @@ mod tests {
     #[test]
     fn names_of_artifacts() {
         let [kernel, native, wedge, guests, arm64] =
-            ["kernel", "native", "wedge", "guests", "arm64"].map(|name| {
+            ["kernel", NATIVE_GROUP, "wedge", "guests", "arm64"].map(|name| {
                 GROUPS.iter().find(|group| group.name == name).expect("a group of that name")
             });
         assert_eq!(artifact_name(arm64, "kernel-image"), "kernel-arm64.image");
         assert_eq!(artifact_name(arm64, "first"), "first-arm64");
+        assert_eq!(artifact_name(arm64, "native-root"), "root-arm64");
         assert_eq!(artifact_name(arm64, "guest-exits"), "guest-exits-arm64.image");
         assert_eq!(artifact_name(kernel, "kernel-image"), "kernel.elf");
         assert_eq!(artifact_name(native, "native-root"), "root");

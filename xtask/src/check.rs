@@ -14,6 +14,7 @@ use std::thread;
 use std::time::Instant;
 
 const EXAMPLE: &str = "examples/three-guests.toml";
+const EXAMPLE_ARM64: &str = "examples/arm64.toml";
 const TESTS: &str = "parador-tests";
 /// Target of [`TESTS`] that is never a part of all tests.
 const FRONT_DOOR: &str = "front-door";
@@ -32,21 +33,17 @@ fn parador() -> Command {
 
 /// `cargo xtask run [FILE] [ARGUMENT...]`: emulates a system; `parador` builds what it needs.
 ///
-/// `cargo xtask run arm64`: Debian's Linux for AArch64 with a shell; its programs have no system
-/// descriptions yet.
+/// `cargo xtask run arm64`: emulates the example for AArch64.
 pub fn emulate(arguments: &[String]) -> Result<()> {
-    if arguments.first().is_some_and(|first| first == ARM64_GROUP) {
-        build(&[ARM64_GROUP.to_owned()])?;
-        let mut command = host_cargo();
-        command.args(["run", "--quiet", "--package", TESTS, "--bin", "run-arm64"]);
-        return Err(command.exec()).context("cannot start cargo");
-    }
     build(&["host".to_owned()])?;
     let mut command = parador();
     command.args(["system", "emulate"]);
-    if arguments.is_empty() {
-        command.arg(EXAMPLE);
-    }
+    let (example, arguments) = match arguments {
+        [] => (Some(EXAMPLE), arguments),
+        [first, rest @ ..] if first == ARM64_GROUP => (Some(EXAMPLE_ARM64), rest),
+        _ => (None, arguments),
+    };
+    command.args(example);
     // exec, so that signals of the terminal reach `parador` only.
     Err(command.args(arguments).exec()).context("cannot start parador")
 }
@@ -140,6 +137,7 @@ fn unit_tests(long: bool) -> Result<()> {
 pub fn bench(arguments: &[String]) -> Result<()> {
     match arguments {
         [first] if first == "tools" => package(&[])?,
+        [first] if first == ARM64_GROUP => build(&[ARM64_GROUP.to_owned(), "host".to_owned()])?,
         _ => build(&[])?,
     }
     run(host_cargo()

@@ -51,6 +51,7 @@ usage: cargo xtask COMMAND
                           `nested` or `kvm`: only print these
   bench previrt           measure a pre-virtualized kernel; write target/bench-previrt.json
   bench hosted [--quick]  time programs in processes of this host; write target/bench-hosted.json
+  bench arm64             measure a guest on AArch64; write target/bench-arm64.json
   bench tools             measure the package: time to the first VM, size, time of a command; write
                           target/bench-tools.json; needs root
   bench pods [podman|pod|at-once|node]

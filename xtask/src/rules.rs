@@ -29,12 +29,13 @@ const UNSAFE_ALLOWED: &[&str] = &[
 const UNSAFE_TABLE: &str = "docs/spec/unsafe.txt";
 /// Lines of Rust and assembly that the x86-64 kernel may have, with those of `kernel/run`, which
 /// AArch64 shares.
-const KERNEL_BUDGET: usize = 12_320;
+const KERNEL_BUDGET: usize = 12_335;
 /// Files of the kernel's vTLB: folder, and start of their names.
 const VTLB: [(&str, &str); 2] = [("kernel/core/src", "vtlb"), ("kernel/x86/src", "shadow")];
 /// Folders of the OCI runtime: its front, and the agent in the guest.
 const OCI: [&str; 2] = ["hosted/oci", "guests/agent"];
 const KERNEL: &[&str] = &["kernel/core", "kernel/run", "kernel/x86", "kernel/image"];
+const KERNEL_ARM64: &[&str] = &["kernel/core", "kernel/run", "kernel/arm64", "kernel/image"];
 
 /// `cargo xtask deps`: every import between top folders is one that the importer's README allows,
 /// and neutral packages import only each other.
@@ -138,10 +139,21 @@ pub fn size() -> Result<()> {
          tests; {} with them (budget {KERNEL_BUDGET})",
         kernel.code, kernel.total
     );
-    let mut vtlb = Lines::default();
-    for (directory, prefix) in VTLB {
-        vtlb += source::lines_with_prefix(&workspace().join(directory), prefix)?;
+    let mut arm64 = Lines::default();
+    for directory in KERNEL_ARM64 {
+        arm64 += source::lines_below(&workspace().join(directory))?;
     }
+    let mut vtlb = Lines::default();
+    let mut core_vtlb = 0;
+    for (directory, prefix) in VTLB {
+        let lines = source::lines_with_prefix(&workspace().join(directory), prefix)?;
+        core_vtlb += if KERNEL_ARM64.contains(&top_package(directory)) { lines.code } else { 0 };
+        vtlb += lines;
+    }
+    println!(
+        "AArch64 kernel: {} lines, with kernel/arm64 and without the vTLB, which it does not contain",
+        arm64.code - core_vtlb
+    );
     println!("vTLB: {} lines of these", vtlb.code);
     let mut runtime = Lines::default();
     for directory in OCI {
@@ -158,6 +170,11 @@ pub fn size() -> Result<()> {
         bail!("the kernel is over its budget");
     }
     Ok(())
+}
+
+/// Folder of the package that a source folder belongs to.
+fn top_package(source: &str) -> &str {
+    source.strip_suffix("/src").unwrap_or(source)
 }
 
 fn print_lines(directory: &str) -> Result<Lines> {

@@ -12,7 +12,7 @@ use toml::Table;
 
 const PATH: &str = "SPECIFICATION.md";
 const PROMISES: &str = "bench/promises.toml";
-const TABLES: [&str; 6] = ["native", "vtlb", "previrt", "hosted", "tools", "pods"];
+const TABLES: [&str; 7] = ["native", "arm64", "vtlb", "previrt", "hosted", "tools", "pods"];
 
 /// Compares the tables in SPECIFICATION.md with their sources, or writes them with `--write`.
 pub fn specification(arguments: &[String]) -> Result<()> {

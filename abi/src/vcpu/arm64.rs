@@ -107,9 +107,9 @@ pub struct VcpuState {
     /// Exit, deadline, halt mode and counters.
     pub run: RunControl,
 
-    /// Interrupts that become pending in the guest's GIC, in group 1 ([`virq`]). The VMM writes
-    /// them while the vCPU does not run; the kernel clears each as soon as the processor has it.
-    /// In.
+    /// Interrupts that become pending in the guest's GIC, in group 1 ([`virq`]). The kernel clears
+    /// each as soon as the processor has it. The VMM writes a word that is 0: while the vCPU runs,
+    /// it takes effect with [`crate::Op::VcpuNotify`]. In.
     pub virqs: [SharedU64; virq::COUNT],
 
     /// The interrupt ([`virq`]) of the guest's virtual timer. While the word has none, an interrupt

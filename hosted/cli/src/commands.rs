@@ -1,6 +1,7 @@
 //! Command line of `parador`: subcommands, options and help texts.
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use hosted_command::architecture::Architecture;
 use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::output::print;
 use hosted_command::programs::{Named, Programs};
@@ -266,14 +267,12 @@ struct EmulateArguments {
     /// Start the existing image instead of building it.
     #[arg(long)]
     no_build: bool,
-    /// QEMU binary.
-    #[arg(
-        long,
-        value_name = "PROGRAM",
-        env = "PARADOR_QEMU",
-        default_value = "qemu-system-x86_64"
-    )]
-    qemu: PathBuf,
+    /// QEMU binary [default: qemu-system-x86_64 or qemu-system-aarch64].
+    #[arg(long, value_name = "PROGRAM", env = "PARADOR_QEMU")]
+    qemu: Option<PathBuf>,
+    /// Architecture of the emulated machine; its board replaces that of the description.
+    #[arg(long, value_enum, value_name = "NAME")]
+    arch: Option<Architecture>,
     /// Additional QEMU arguments.
     #[arg(last = true, value_name = "QEMU ARGUMENTS")]
     extra: Vec<OsString>,
@@ -378,22 +377,25 @@ fn graph(file: &Path, format: Format, output: Option<&Path>) -> Result<u8, Failu
 
 fn emulate(arguments: EmulateArguments) -> Result<u8, Failure> {
     let EmulateArguments { file, place, cpus, memory, .. } = arguments;
-    let resolved = validate::validate(&file, Overrides { cpus, memory })?;
-    if resolved.board != Board::QemuQ35 {
-        let message = format!("{} is not for board \"qemu-q35\"", file.display());
+    let overrides = Overrides { cpus, memory, architecture: arguments.arch };
+    let resolved = validate::validate(&file, overrides)?;
+    if resolved.board == Board::Pc {
+        let message = format!("{} is not for an emulated board", file.display());
         return Err(Failure::new(failure::BAD_CONFIG, message).help(
-            "set [system] board = \"qemu-q35\", or build it with --iso and boot it on hardware",
+            "set [system] board = \"qemu-q35\" or \"qemu-virt\", or build it with --iso and boot \
+             it on hardware",
         ));
     }
+    let architecture = resolved.board.architecture();
     let mut options = place.options(None);
     let folder = Image::folder(&file, &options)?;
     options.iso = arguments.iso.then(|| folder.join(ISO));
     let image = match arguments.no_build {
-        true => Image::existing(&folder)?,
+        true => Image::existing(&resolved, &folder)?,
         false => image::build(&resolved, &folder, &options, &Steps::stderr())?,
     };
     let emulation = emulate::Options {
-        qemu: arguments.qemu,
+        qemu: arguments.qemu.unwrap_or_else(|| qemu(architecture)),
         timeout: arguments.timeout,
         icount: arguments.icount,
         log: arguments.log.unwrap_or_else(|| folder.join(LOG)),
@@ -401,6 +403,14 @@ fn emulate(arguments: EmulateArguments) -> Result<u8, Failure> {
         extra: arguments.extra,
     };
     emulate::run(&resolved, &image, &emulation)
+}
+
+/// Returns the name of QEMU for an architecture.
+fn qemu(architecture: Architecture) -> PathBuf {
+    match architecture {
+        Architecture::X86 => "qemu-system-x86_64".into(),
+        Architecture::Arm64 => "qemu-system-aarch64".into(),
+    }
 }
 
 #[cfg(test)]

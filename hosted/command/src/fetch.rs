@@ -3,21 +3,23 @@
 //! The cache has a folder per package version. Folders appear complete or not at all, so an
 //! interrupted download leaves nothing that would be used later.
 
+mod apt;
+
+use crate::architecture::Architecture;
 use crate::cache;
 use crate::failure::{self, Failure, IoContext};
 use crate::interrupt::Interruptible;
 use crate::steps::Step;
-use crate::supervise::{self, AtEnd};
+use apt::{Apt, apt_command, run};
 use hw_tables::elf::{Elf, Machine};
-use std::ffi::OsStr;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+use std::process::Stdio;
 use tempfile::TempDir;
 
-/// Metapackage that depends on the current cloud kernel.
-const KERNEL_PACKAGE: &str = "linux-image-cloud-amd64";
+/// Metapackage that depends on the current cloud kernel, without the architecture.
+const KERNEL_PACKAGE: &str = "linux-image-cloud";
 const BUSYBOX_PACKAGE: &str = "busybox-static";
 const INSTALLED_BUSYBOX: &str = "/bin/busybox";
 /// Drivers for guest devices in load order: panic device, virtio, power button. Debian's kernel has
@@ -43,7 +45,7 @@ const MODULES: [&str; 15] = [
 const SOURCE_PACKAGE: &str = "linux-source-6.1";
 const SOURCE: &str = "linux-source-6.1.tar.xz";
 /// Changes with the set of files that are kept of a package.
-const KEPT: u32 = 4;
+const KEPT: u32 = 5;
 
 /// Files from a package.
 pub struct Fetched {
@@ -84,7 +86,8 @@ pub struct Headers {
 pub fn kernel_headers(kernel: &Fetched, to: &Path, step: &Step) -> Result<Headers, Failure> {
     let Package { name, version } = &kernel.package;
     let headers = name.replacen("linux-image-", "linux-headers-", 1);
-    let shown = apt_show(&headers)?;
+    let apt = Apt::new(Architecture::X86, step)?;
+    let shown = apt.show(&headers)?;
     let depends = shown.field("Depends").unwrap_or_default();
     // `linux-headers-6.1.0-56-common (= 6.1.192-2), linux-kbuild-6.1 (>= 6.1.192-2), ...`
     let find = |prefix: &str| {
@@ -101,7 +104,7 @@ pub fn kernel_headers(kernel: &Fetched, to: &Path, step: &Step) -> Result<Header
         let package = Package { name: name.clone(), version: version.clone() };
         step.now(format!("fetching {name} {version}"));
         let download = to.join("download").join(name);
-        let archive = download_package(&package, &download)?;
+        let archive = download_package(&apt, &package, &download)?;
         step.now(format!("unpacking {name} {version}"));
         run("dpkg-deb", name, |command| command.arg("--extract").arg(archive).arg(to))?;
     }
@@ -109,47 +112,60 @@ pub fn kernel_headers(kernel: &Fetched, to: &Path, step: &Step) -> Result<Header
 }
 
 /// Returns Debian's current cloud kernel.
-pub fn debian_kernel(step: &Step, interruptible: &Interruptible) -> Result<Fetched, Failure> {
+pub fn debian_kernel(
+    architecture: Architecture,
+    step: &Step,
+    interruptible: &Interruptible,
+) -> Result<Fetched, Failure> {
     step.now("querying apt");
-    let meta = apt_show(KERNEL_PACKAGE)?;
+    let apt = Apt::new(architecture, step)?;
+    let name = format!("{KERNEL_PACKAGE}-{}", architecture.debian());
+    let meta = apt.show(&name)?;
     let image = meta.field("Depends").and_then(|depends| {
         let mut packages = depends.split([',', '|']).map(str::trim);
         packages.find(|package| package.starts_with("linux-image-"))
     });
     let package = image.and_then(Package::exact).ok_or_else(|| {
-        Failure::new(
-            failure::UNAVAILABLE,
-            format!("package {KERNEL_PACKAGE} has no kernel dependency"),
-        )
-        .help("run `apt-get update`, or use a file as `kernel`")
+        Failure::new(failure::UNAVAILABLE, format!("package {name} has no kernel dependency"))
+            .help("run `apt-get update`, or use a file as `kernel`")
     })?;
     let pick = |name: &Path| match name.file_name()?.to_str()? {
         file if name.starts_with("boot") && file.starts_with("vmlinuz-") => Some("vmlinuz"),
         file => MODULES.into_iter().find(|module| *module == file),
     };
-    fetch(&package, step, interruptible, pick, "vmlinuz")
+    fetch((&apt, &package), step, interruptible, pick, "vmlinuz")
 }
 
 /// Returns Debian's archive of the Linux source.
 pub fn linux_source(step: &Step, interruptible: &Interruptible) -> Result<PathBuf, Failure> {
     step.now("querying apt");
-    let version = apt_show(SOURCE_PACKAGE)?.field("Version").unwrap_or_default().to_owned();
+    let apt = Apt::new(Architecture::X86, step)?;
+    let version = apt.show(SOURCE_PACKAGE)?.field("Version").unwrap_or_default().to_owned();
     let package = Package { name: SOURCE_PACKAGE.to_owned(), version };
     let pick = |name: &Path| (name.file_name()? == SOURCE).then_some(SOURCE);
-    let fetched = fetch(&package, step, interruptible, pick, SOURCE)?;
+    let fetched = fetch((&apt, &package), step, interruptible, pick, SOURCE)?;
     Ok(fetched.folder.join(SOURCE))
 }
 
 /// Returns a static busybox: the installed one, else the one from its package.
-pub fn busybox(step: &Step, interruptible: &Interruptible) -> Result<(PathBuf, String), Failure> {
+pub fn busybox(
+    architecture: Architecture,
+    step: &Step,
+    interruptible: &Interruptible,
+) -> Result<(PathBuf, String), Failure> {
     let installed = Path::new(INSTALLED_BUSYBOX);
-    if fs::read(installed).is_ok_and(|bytes| is_static_program(&bytes)) {
+    if architecture == Architecture::X86
+        && fs::read(installed).is_ok_and(|bytes| is_static_program(&bytes))
+    {
         return Ok((installed.to_owned(), format!("installed {INSTALLED_BUSYBOX}")));
     }
-    let pick = |name: &Path| (name.file_name()? == "busybox").then_some("busybox");
-    let version = apt_show(BUSYBOX_PACKAGE)?.field("Version").unwrap_or_default().to_owned();
+    // Not the settings of the same name for initramfs-tools.
+    let is_program = |name: &Path| name.ends_with("bin/busybox");
+    let pick = |name: &Path| is_program(name).then_some("busybox");
+    let apt = Apt::new(architecture, step)?;
+    let version = apt.show(BUSYBOX_PACKAGE)?.field("Version").unwrap_or_default().to_owned();
     let package = Package { name: BUSYBOX_PACKAGE.to_owned(), version };
-    let fetched = fetch(&package, step, interruptible, pick, "busybox")?;
+    let fetched = fetch((&apt, &package), step, interruptible, pick, "busybox")?;
     Ok((fetched.folder.join("busybox"), fetched.title))
 }
 
@@ -184,28 +200,21 @@ impl Package {
 }
 
 /// Downloads a package into a new folder and returns the path of its archive.
-fn download_package(package: &Package, folder: &Path) -> Result<PathBuf, Failure> {
-    fs::create_dir_all(folder).file_error("create the folder", folder)?;
-    let (title, target) = (package.title(), format!("{}={}", package.name, package.version));
-    run("apt-get", &title, |command| command.args(["download", &target]).current_dir(folder))?;
-    let first = fs::read_dir(folder)
-        .and_then(|mut entries| entries.next().transpose())
-        .file_error("read", folder)?;
-    first.map(|entry| entry.path()).ok_or_else(|| {
-        Failure::new(failure::UNAVAILABLE, format!("apt-get downloaded no file for {title}"))
-    })
+fn download_package(apt: &Apt, package: &Package, folder: &Path) -> Result<PathBuf, Failure> {
+    let target = format!("{}={}", package.name, package.version);
+    apt.download(&package.title(), &target, folder)
 }
 
 /// Fetches a package. `pick` selects the files to keep; `must` has to be among them.
 fn fetch(
-    package: &Package,
+    (apt, package): (&Apt, &Package),
     step: &Step,
     interruptible: &Interruptible,
     pick: impl Fn(&Path) -> Option<&'static str>,
     must: &str,
 ) -> Result<Fetched, Failure> {
     let cache = cache::folder()?;
-    let folder = cache.join(format!("{}.{KEPT}", package.file_name()));
+    let folder = cache.join(format!("{}{}.{KEPT}", package.file_name(), apt.suffix()));
     let title = package.title();
     let fetched = |how: &str| Fetched {
         folder: folder.clone(),
@@ -221,7 +230,7 @@ fn fetch(
         .map_err(|error| cache::failed(&cache, &error))?;
     interruptible.remove_on_signal(work.path());
     step.now(format!("fetching {title}"));
-    let archive = download_package(package, &work.path().join("download"))?;
+    let archive = download_package(apt, package, &work.path().join("download"))?;
 
     step.now(format!("unpacking {title}"));
     let kept = work.path().join("kept");
@@ -284,54 +293,9 @@ fn unpack(
     }
 }
 
-/// Output of `apt-cache show` about one version of a package.
-struct Shown(String);
-
-impl Shown {
-    fn field(&self, name: &str) -> Option<&str> {
-        let mut lines = self.0.lines();
-        lines.find_map(|line| Some(line.strip_prefix(name)?.strip_prefix(':')?.trim()))
-    }
-}
-
-fn apt_show(package: &str) -> Result<Shown, Failure> {
-    let show = ["show", "--no-all-versions", package];
-    let output = run("apt-cache", package, |command| command.args(show))?;
-    Ok(Shown(String::from_utf8_lossy(&output.stdout).into_owned()))
-}
-
-/// Creates a command for a tool of apt or dpkg.
-fn apt_command(name: &str) -> Result<Command, Failure> {
-    let mut command =
-        supervise::command(OsStr::new(name), AtEnd::Terminate).map_err(|failure| {
-            failure.help("this requires Debian; on other systems, use files in the description")
-        })?;
-    command.env("LC_ALL", "C").stdin(Stdio::null());
-    Ok(command)
-}
-
-/// Runs a tool of apt for `what`.
-fn run(
-    name: &str,
-    what: &str,
-    arguments: impl FnOnce(&mut Command) -> &mut Command,
-) -> Result<Output, Failure> {
-    let mut command = apt_command(name)?;
-    let output = arguments(&mut command).output().start_error(name)?;
-    if output.status.success() {
-        return Ok(output);
-    }
-    let stderr = String::from_utf8_lossy(&output.stderr);
-    let reasons: Vec<&str> = stderr.lines().filter(|line| line.starts_with("E:")).collect();
-    let reason = if reasons.is_empty() { stderr.trim().to_owned() } else { reasons.join(" ") };
-    Err(Failure::new(failure::UNAVAILABLE, format!("{name} cannot get {what}: {reason}")).help(
-        "check the network and run `apt-get update`, or use a file in the description instead of \
-         \"debian\" or \"busybox\"",
-    ))
-}
-
 #[cfg(test)]
 mod tests {
+    use super::apt::Shown;
     use super::*;
 
     #[test]

@@ -2,6 +2,7 @@
 //! signals, child programs, Parador's own binaries, the user's cache and downloads.
 #![forbid(unsafe_code)]
 
+pub mod architecture;
 pub mod cache;
 pub mod digest;
 pub mod failure;

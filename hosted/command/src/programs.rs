@@ -1,6 +1,7 @@
 //! Locates Parador's own binaries, and builds them in a source tree: kernel, `root`, servers, VMM,
 //! tasks.
 
+use crate::architecture::Architecture;
 use crate::failure::{self, Failure};
 use crate::steps::Step;
 use crate::supervise::{self, AtEnd};
@@ -9,9 +10,6 @@ use clap::Args;
 use std::env;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-
-/// File name of the kernel among the programs.
-pub const KERNEL: &str = "kernel.elf";
 
 /// Options for the location of the binaries.
 #[derive(Clone, Debug, Default, Args)]
@@ -104,13 +102,17 @@ impl Programs {
         }
     }
 
-    /// Returns the folder with the binaries, after building them in a source tree, and the result
-    /// for messages.
-    pub fn build(&self, step: &Step) -> Result<(PathBuf, String), Failure> {
+    /// Returns the folder with the binaries, after building those of an architecture in a source
+    /// tree, and the result for messages.
+    pub fn build(
+        &self,
+        architecture: Architecture,
+        step: &Step,
+    ) -> Result<(PathBuf, String), Failure> {
         match self {
             Self::Folder(folder) => Ok((folder.clone(), format!("from {}", folder.display()))),
             Self::SourceTree(tree) => {
-                build_tree(tree, step)?;
+                build_tree(tree, architecture, step)?;
                 Ok((artifacts(tree), "built".to_owned()))
             }
         }
@@ -222,12 +224,12 @@ fn artifacts(tree: &Path) -> PathBuf {
 /// Output lines shown of a failed build.
 const SHOWN_LINES: usize = 40;
 
-fn build_tree(tree: &Path, step: &Step) -> Result<(), Failure> {
+fn build_tree(tree: &Path, architecture: Architecture, step: &Step) -> Result<(), Failure> {
     let cargo = tree.join(CARGO);
     let advice = "install Rust, or use --artifacts with a folder of binaries";
     let mut command = supervise::command(cargo.as_os_str(), AtEnd::Terminate)
         .map_err(|failure| failure.help(advice))?;
-    command.args(["xtask", "build", "runtime"]).current_dir(tree);
+    command.args(["xtask", "build", architecture.build_group()]).current_dir(tree);
     let show = |line: &str| {
         step.now(line.trim());
         true

@@ -11,6 +11,7 @@ use crate::kvm;
 use crate::net::NetBackend;
 use crate::spec::Spec;
 use crate::vm_files::VmFiles;
+use hosted_command::architecture::Architecture;
 use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::fetch;
 use hosted_command::interrupt::Interruptible;
@@ -412,8 +413,8 @@ fn initrd(path: Option<&Path>, named: &Named) -> Result<Option<Vec<u8>>, Failure
 fn busybox() -> Result<Vec<u8>, Failure> {
     let interruptible = Interruptible::new()?;
     let (busybox, _) = Steps::stderr().run("RAM disk", |step| {
-        let (path, title) = fetch::busybox(step, &interruptible)?;
+        let (path, title) = fetch::busybox(Architecture::X86, step, &interruptible)?;
         Ok(((path, ()), title))
     })?;
-    initramfs::busybox(&busybox, &[], &[])
+    initramfs::busybox(Architecture::X86, &busybox, &[], &[])
 }

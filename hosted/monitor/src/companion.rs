@@ -5,6 +5,7 @@
 //! With the copies, `parador` alone can be copied to another host. That of the wedge is executed
 //! from memory (memfd_create(2)) by the process that becomes the wedge ([`supervise`]).
 
+use hosted_command::architecture::Architecture;
 use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::programs::{Named, Programs};
 use hosted_command::release::{self, Mark};
@@ -57,7 +58,9 @@ impl Companion {
             Some(folder) if folder.join(self.name).is_file() => folder,
             _ => {
                 let steps = Steps::stderr();
-                steps.run("Building Parador's binaries", |step| programs.build(step))?
+                steps.run("Building Parador's binaries", |step| {
+                    programs.build(Architecture::X86, step)
+                })?
             }
         };
         let binary = folder.join(self.name);

@@ -4,6 +4,7 @@ use crate::console::HostConsole;
 use crate::event_loop::deadline;
 use crate::exit::ExitCause;
 use crate::vm_process::VmProcess;
+use hosted_command::architecture::Architecture;
 use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::supervise::{self, AtEnd};
 use hosted_system::attach::Bus;
@@ -23,6 +24,9 @@ const REPORT_BASE: u8 = 0x10;
 /// Value that Parador's kernel writes after a panic; the exit code with the same value is never
 /// used.
 const KERNEL_PANIC: u8 = 0x7f;
+/// Line of `root` with the outcome, and start of the line of a panicked kernel.
+const OUTCOME: &str = "root: outcome ";
+const PANIC: &str = "kernel: PANIC";
 /// Lines of the kernel log that are shown after a failure.
 const SHOWN_LINES: usize = 20;
 
@@ -66,7 +70,7 @@ pub fn run(system: &ResolvedSystem, image: &Image, options: &Options) -> Result<
         })?;
     }
     let mut command = supervise::command(options.qemu.as_os_str(), AtEnd::Kill)
-        .map_err(|failure| failure.help("install QEMU: apt-get install qemu-system-x86"))?;
+        .map_err(|failure| failure.help(qemu_help(system)))?;
     command.args(arguments(system, image, options));
     // QEMU truncates the log, but only if it gets to open it: an old log would mislead.
     fs::write(&options.log, "").file_error("write", &options.log)?;
@@ -80,15 +84,15 @@ pub fn run(system: &ResolvedSystem, image: &Image, options: &Options) -> Result<
         None,
         None,
     )?;
-    let verdict = exit_verdict(&end);
+    let log = fs::read(&options.log).unwrap_or_default();
+    let log = String::from_utf8_lossy(&log);
+    let verdict = match system.board.architecture() {
+        Architecture::Arm64 => logged_verdict(&end, &log),
+        Architecture::X86 => exit_verdict(&end),
+    };
     if verdict.show_log {
         show("QEMU's messages", &messages.text(), &options.qemu.display().to_string());
-        let log = fs::read(&options.log).unwrap_or_default();
-        show(
-            "end of the kernel's log",
-            &String::from_utf8_lossy(&log),
-            &options.log.display().to_string(),
-        );
+        show("end of the kernel's log", &log, &options.log.display().to_string());
     }
     let seconds = start.elapsed().as_secs_f64();
     eprintln!("parador: {} (exit code {}, {seconds:.1} s)", verdict.text, verdict.code);
@@ -156,6 +160,19 @@ fn exit_verdict(end: &ExitCause) -> Verdict {
     }
 }
 
+/// Interprets the end of a machine without `isa-debug-exit`: `root` logs the outcome, then resets
+/// it. Nothing that another program logs comes later, or begins with this text.
+fn logged_verdict(end: &ExitCause, log: &str) -> Verdict {
+    let ExitCause::Exited(status) = end else { return exit_verdict(end) };
+    let outcome = log.lines().rev().find_map(|line| line.strip_prefix(OUTCOME));
+    match outcome.and_then(|code| code.trim().parse::<u8>().ok()) {
+        _ if status.code() != Some(0) => exit_verdict(end),
+        _ if log.lines().any(|line| line.starts_with(PANIC)) => reported(KERNEL_PANIC),
+        Some(code) if code <= failure::GUEST_RESET => reported(code + REPORT_BASE),
+        _ => exit_verdict(end),
+    }
+}
+
 /// Interprets a value written to `isa-debug-exit`.
 fn reported(value: u8) -> Verdict {
     if value == KERNEL_PANIC {
@@ -170,12 +187,25 @@ fn reported(value: u8) -> Verdict {
     }
 }
 
+/// Returns the remedy for a missing QEMU.
+fn qemu_help(system: &ResolvedSystem) -> &'static str {
+    match system.board.architecture() {
+        Architecture::X86 => "install QEMU: apt-get install qemu-system-x86",
+        Architecture::Arm64 => "install QEMU: apt-get install qemu-system-arm",
+    }
+}
+
 fn arguments(system: &ResolvedSystem, image: &Image, options: &Options) -> Vec<OsString> {
     let cpus = system.cpus.unwrap_or(1);
     let megabytes = system.machine_memory(image.bundle_length).div_ceil(1 << 20);
     let mut arguments: Vec<OsString> = Vec::new();
     let mut add = |words: &[&str]| arguments.extend(words.iter().map(OsString::from));
-    add(&["-M", "q35", "-cpu", "EPYC,+svm,+npt", "-accel", "tcg"]);
+    let is_arm64 = system.board.architecture() == Architecture::Arm64;
+    if is_arm64 {
+        add(&["-M", "virt,virtualization=on,gic-version=3", "-cpu", "cortex-a76"]);
+    } else {
+        add(&["-M", "q35", "-cpu", "EPYC,+svm,+npt", "-accel", "tcg"]);
+    }
     add(&["-smp", &cpus.to_string(), "-m", &megabytes.to_string()]);
     add(&["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]);
     if options.icount {
@@ -185,8 +215,12 @@ fn arguments(system: &ResolvedSystem, image: &Image, options: &Options) -> Vec<O
     // `signal=off`: QEMU passes Ctrl-C through as a byte.
     add(&["-chardev", "stdio,id=console,signal=off", "-serial", "chardev:console"]);
     let log = option_path(&options.log);
-    add(&["-chardev", &format!("file,id=log,path={log}"), "-serial", "chardev:log"]);
-    add(&["-device", "isa-debug-exit,iobase=0xf4,iosize=4"]);
+    add(&["-chardev", &format!("file,id=log,path={log}")]);
+    if is_arm64 {
+        add(&["-device", "virtio-serial-device", "-device", "virtconsole,chardev=log"]);
+    } else {
+        add(&["-serial", "chardev:log", "-device", "isa-debug-exit,iobase=0xf4,iosize=4"]);
+    }
     // Without these options, virtio devices bypass the IOMMU.
     let translated = if system.iommu { ",iommu_platform=on,disable-legacy=on" } else { "" };
     if system.iommu {
@@ -268,6 +302,21 @@ mod tests {
         }
         let killed = exit_verdict(&ExitCause::Exited(ExitStatus::from_raw(9)));
         assert_eq!(killed.code, 137);
+    }
+
+    #[test]
+    fn outcomes_in_the_log() {
+        let verdict = |code: i32, log: &str| {
+            logged_verdict(&ExitCause::Exited(ExitStatus::from_raw(code << 8)), log).code
+        };
+        assert_eq!(verdict(0, "root: outcome 0\n"), 0);
+        assert_eq!(verdict(0, "vm: root: outcome 0\nroot: outcome 1\nroot: outcome 81\n"), 81);
+        assert_eq!(verdict(0, "kernel: PANIC on the CPU\nroot: outcome 0\n"), failure::INTERNAL);
+        for log in ["", "vm: root: outcome 0\n", "root: outcome 900\n", "root: outcome x\n"] {
+            assert_eq!(verdict(0, log), failure::INTERNAL, "{log}");
+        }
+        assert_eq!(verdict(1, "root: outcome 0\n"), failure::INTERNAL);
+        assert_eq!(logged_verdict(&ExitCause::Timeout, "root: outcome 0\n").code, 124);
     }
 
     #[test]

@@ -14,8 +14,8 @@ use hosted_kvm::{KvmConfig, descriptor};
 use nix::time::{ClockId, clock_getcpuclockid};
 use nix::unistd::Pid;
 use rustix::fs::{MemfdFlags, memfd_create};
-use vmm_boot::Kernel;
 
+use hosted_command::architecture::Architecture;
 use hosted_command::failure::{self, Failure, IoContext, describe};
 use hosted_command::supervise::{self, AtEnd};
 use hosted_system::guest::least_memory;
@@ -86,8 +86,7 @@ pub fn check(path: &Path, bytes: &[u8], initrd: u64, memory: u64) -> Result<(), 
     let wrong = |error: &dyn std::fmt::Display| {
         Failure::new(failure::BAD_CONFIG, format!("{}: {error}", path.display()))
     };
-    let kernel = Kernel::detect(bytes).map_err(|error| wrong(&error))?;
-    let least = least_memory(&kernel, initrd);
+    let least = least_memory(Architecture::X86, bytes, initrd).map_err(|error| wrong(&error))?;
     if least > memory {
         let (least, memory) = (least.div_ceil(1 << 20), memory >> 20);
         let text =

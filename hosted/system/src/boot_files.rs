@@ -4,6 +4,7 @@ use crate::guest;
 use crate::resolved::{InitrdSource, KernelSource, ResolvedSystem, ResolvedVm, VmFiles};
 use crate::rootfs;
 use crate::vtlb;
+use hosted_command::architecture::Architecture;
 use hosted_command::failure::{self, Failure};
 use hosted_command::problem::Problem;
 use hosted_command::value::Size;
@@ -11,7 +12,6 @@ use std::fs;
 use std::ops::Range;
 use std::path::Path;
 use toml::Spanned;
-use vmm_boot::Kernel;
 
 /// Memory of the kernel with its objects, `root` and the servers, in bytes.
 const FIXED_MEMORY: u64 = 16 << 20;
@@ -77,7 +77,11 @@ impl ResolvedSystem {
                     }
                 }
                 Some(files) => {
-                    let kernel_length = vm.kernel_problems(&files.kernel, initrd_length, problems);
+                    let kernel_length = vm.kernel_problems(
+                        self.board.architecture(),
+                        (&files.kernel, initrd_length),
+                        problems,
+                    );
                     boot_files += kernel_length + initrd_length;
                 }
             }
@@ -132,7 +136,12 @@ impl ResolvedSystem {
 
 impl ResolvedVm {
     /// Checks the kernel file and returns its length.
-    fn kernel_problems(&self, path: &Path, initrd: u64, problems: &mut Vec<Problem>) -> u64 {
+    fn kernel_problems(
+        &self,
+        architecture: Architecture,
+        (path, initrd): (&Path, u64),
+        problems: &mut Vec<Problem>,
+    ) -> u64 {
         let span = self.kernel.span();
         let bytes = match fs::read(path) {
             Ok(bytes) => bytes,
@@ -141,15 +150,12 @@ impl ResolvedVm {
                 return 0;
             }
         };
-        match Kernel::detect(&bytes) {
+        match guest::least_memory(architecture, &bytes, initrd) {
             Err(error) => {
                 let message = format!("{}: {error}", path.display());
-                problems.push(Problem::new(span, message).help(
-                    "use a complete bzImage for x86-64 (vmlinuz), a PVH or Multiboot kernel, or \"debian\"",
-                ));
+                problems.push(Problem::new(span, message).help(guest::kernel_help(architecture)));
             }
-            Ok(kernel) => {
-                let least = guest::least_memory(&kernel, initrd);
+            Ok(least) => {
                 if self.memory.get_ref().0 < least {
                     problems.push(self.too_little_memory(least));
                 }

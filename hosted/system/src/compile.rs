@@ -16,6 +16,7 @@ impl ResolvedSystem {
             board: match self.board {
                 Board::QemuQ35 => compiled::Board::QemuQ35,
                 Board::Pc => compiled::Board::Pc,
+                Board::QemuVirt => compiled::Board::QemuVirt,
             },
             log: match self.log {
                 Log::Com1 => compiled::SerialPort::Com1,

@@ -3,6 +3,7 @@
 //! This module defines the syntax; `validate` checks the meaning.
 
 use crate::cpu_time::{Budget, TaskCpu};
+use hosted_command::architecture::Architecture;
 use hosted_command::value::Size;
 use serde::Deserialize;
 use serde::de::{self, Deserializer, MapAccess, Visitor};
@@ -69,6 +70,36 @@ pub enum Board {
     /// Any PC.
     #[serde(rename = "pc")]
     Pc,
+    /// QEMU's AArch64 machine `virt`. Its PL011 is `com1`, a virtio console `com2`.
+    #[serde(rename = "qemu-virt")]
+    QemuVirt,
+}
+
+impl Board {
+    /// Returns its name in descriptions.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::QemuQ35 => "qemu-q35",
+            Self::Pc => "pc",
+            Self::QemuVirt => "qemu-virt",
+        }
+    }
+
+    /// Returns the architecture of its processors, and of its guests.
+    pub const fn architecture(self) -> Architecture {
+        match self {
+            Self::QemuQ35 | Self::Pc => Architecture::X86,
+            Self::QemuVirt => Architecture::Arm64,
+        }
+    }
+
+    /// Returns the board that QEMU emulates for an architecture.
+    pub const fn emulated(architecture: Architecture) -> Self {
+        match architecture {
+            Architecture::X86 => Self::QemuQ35,
+            Architecture::Arm64 => Self::QemuVirt,
+        }
+    }
 }
 
 /// Destination of the kernel log.

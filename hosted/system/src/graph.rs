@@ -10,6 +10,7 @@ pub mod svg;
 use crate::attach::ServerDevice;
 use crate::description::{Log, Restart, ServerKind};
 use crate::resolved::{ResolvedServer, ResolvedSystem, ResolvedVm};
+use hosted_command::architecture::Architecture;
 use hosted_command::value::Size;
 use proto::service::DiskRange;
 use proto::{disk, net};
@@ -84,9 +85,13 @@ impl Graph {
             vec!["starts everything else and gives it what this graph shows".to_owned()],
         );
         graph.edge(root, kernel, &["factory: all kernel memory,", "platform: all interrupts"]);
+        let ports = match resolved.board.architecture() {
+            Architecture::X86 => (COM1_PORTS, COM2_PORTS),
+            Architecture::Arm64 => (PL011, "virtio console"),
+        };
         if let Some((port, ports)) = match resolved.log {
-            Log::Com1 => Some(("com1", COM1_PORTS)),
-            Log::Com2 => Some(("com2", COM2_PORTS)),
+            Log::Com1 => Some(("com1", ports.0)),
+            Log::Com2 => Some(("com2", ports.1)),
             Log::None => None,
         } {
             let device = graph.node(Kind::Device, &format!("device:{port}"), port, vec![]);
@@ -97,7 +102,7 @@ impl Graph {
         graph.edge(root, rest, &["all resources", "not granted"]);
 
         let servers: Vec<usize> =
-            resolved.servers.iter().map(|server| graph.server(server, root)).collect();
+            resolved.servers.iter().map(|server| graph.server(server, root, ports.0)).collect();
         let monitors: Vec<usize> =
             resolved.vms.iter().map(|vm| graph.vm(vm, root, &servers)).collect();
         for (number, channel) in resolved.channels.iter().enumerate() {
@@ -137,7 +142,8 @@ impl Graph {
         &mut self.edges[last]
     }
 
-    fn server(&mut self, server: &ResolvedServer, root: usize) -> usize {
+    /// Adds a server. `serial`: the serial port.
+    fn server(&mut self, server: &ResolvedServer, root: usize, serial: &'static str) -> usize {
         let what = match server.kind {
             ServerKind::Console if server.shared => "console server for several",
             ServerKind::Console => "console server",
@@ -153,7 +159,8 @@ impl Graph {
             let id = format!("device:{device}");
             let there = self.node(Kind::Device, &id, &device.to_string(), vec![]);
             let capabilities: &[&str] = match device {
-                ServerDevice::Com1 => &[COM1_PORTS, "interrupt 4"],
+                ServerDevice::Com1 if serial == PL011 => &[PL011, "its interrupt"],
+                ServerDevice::Com1 => &[serial, "interrupt 4"],
                 ServerDevice::VirtioBlk(_)
                 | ServerDevice::VirtioNet(_)
                 | ServerDevice::Ahci(..) => &["registers, interrupt,", "memory for DMA"],
@@ -221,6 +228,8 @@ impl Edge {
     }
 }
 
+/// The serial port of AArch64.
+const PL011: &str = "PL011";
 const COM1_PORTS: &str = "I/O ports 0x3f8–0x3ff";
 const COM2_PORTS: &str = "I/O ports 0x2f8–0x2ff";
 const CONSOLE_SESSION: &[&str] = &["gate of its session"];

@@ -6,10 +6,11 @@
 use crate::initramfs;
 use crate::resolved::{InitrdSource, KernelSource, ResolvedSystem, VmFiles};
 use abi::bundle;
+use hosted_command::architecture::Architecture;
 use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::fetch::{self, Fetched};
 use hosted_command::interrupt::Interruptible;
-use hosted_command::programs::{self, Named, Programs};
+use hosted_command::programs::{Named, Programs};
 use hosted_command::steps::Steps;
 use hosted_command::supervise::{self, AtEnd};
 use hosted_command::value::Size;
@@ -59,11 +60,12 @@ impl Image {
     }
 
     /// Returns the existing image in `folder`.
-    pub fn existing(folder: &Path) -> Result<Self, Failure> {
+    pub fn existing(resolved: &ResolvedSystem, folder: &Path) -> Result<Self, Failure> {
         let missing = |path: &Path, error: io::Error| {
             Failure::file("use the image", path, &error).help("build it without --no-build")
         };
-        let (kernel, bundle) = (folder.join(programs::KERNEL), folder.join(BUNDLE));
+        let kernel = folder.join(resolved.board.architecture().kernel());
+        let bundle = folder.join(BUNDLE);
         fs::metadata(&kernel).map_err(|error| missing(&kernel, error))?;
         let length = fs::metadata(&bundle).map_err(|error| missing(&bundle, error))?.len();
         Ok(Self { kernel, bundle, bundle_length: length })
@@ -79,20 +81,25 @@ pub fn build(
 ) -> Result<Image, Failure> {
     let interruptible = Interruptible::new()?;
     let programs = Programs::find(&options.programs)?;
-    let artifacts = steps.run("programs", |step| programs.build(step))?;
+    let architecture = resolved.board.architecture();
+    if options.iso.is_some() && architecture != Architecture::X86 {
+        let message = "an image for GRUB exists only for x86";
+        return Err(Failure::new(failure::BAD_CONFIG, message).help("omit --iso"));
+    }
+    let artifacts = steps.run("programs", |step| programs.build(architecture, step))?;
     resolved.check_programs(&artifacts)?;
 
     let staging = stage(folder, &interruptible)?;
     let files = boot_files(resolved, &artifacts, staging.path(), steps, &interruptible)?;
     resolved.check_files(&files)?;
 
-    let kernel = staging.path().join(programs::KERNEL);
+    let kernel = staging.path().join(architecture.kernel());
     let bundle = staging.path().join(BUNDLE);
     let bundle_length = steps.run("bundle", |step| {
         let contents = contents(resolved, &artifacts, &files)?;
         step.now("writing");
-        let from = artifacts.join(programs::KERNEL);
-        copy(&from, &kernel, &folder.join(programs::KERNEL))?;
+        let from = artifacts.join(architecture.kernel());
+        copy(&from, &kernel, &folder.join(architecture.kernel()))?;
         let length = write_bundle(&bundle, &folder.join(BUNDLE), &contents)?;
         Ok((length, format!("{} files, {}", contents.len(), Size(length))))
     })?;
@@ -103,8 +110,11 @@ pub fn build(
         }
     };
 
-    let image =
-        Image { kernel: folder.join(programs::KERNEL), bundle: folder.join(BUNDLE), bundle_length };
+    let image = Image {
+        kernel: folder.join(architecture.kernel()),
+        bundle: folder.join(BUNDLE),
+        bundle_length,
+    };
     let put = |from: &Path, to: &Path| fs::rename(from, to).file_error("write", to);
     put(&kernel, &image.kernel)?;
     put(&bundle, &image.bundle)?;
@@ -130,10 +140,11 @@ fn boot_files(
     steps: &Steps,
     interruptible: &Interruptible,
 ) -> Result<Vec<VmFiles>, Failure> {
+    let architecture = resolved.board.architecture();
     let needs_debian = resolved.vms.iter().any(|vm| *vm.kernel.get_ref() == KernelSource::Debian);
     let debian: Option<Fetched> = if needs_debian {
         Some(steps.run("Debian kernel", |step| {
-            let fetched = fetch::debian_kernel(step, interruptible)?;
+            let fetched = fetch::debian_kernel(architecture, step, interruptible)?;
             let title = fetched.title.clone();
             Ok((fetched, title))
         })?)
@@ -153,11 +164,11 @@ fn boot_files(
     let ram_disk = staging.join("initramfs");
     if needs_busybox {
         steps.run("RAM disk", |step| {
-            let (busybox, title) = fetch::busybox(step, interruptible)?;
+            let (busybox, title) = fetch::busybox(architecture, step, interruptible)?;
             // Modules match the kernel they come with; `/init` loads none if they do not.
             let mut modules = debian.as_ref().map(Fetched::modules).unwrap_or_default();
             modules.extend(driver);
-            let archive = initramfs::busybox(&busybox, &modules, &resolved.files)?;
+            let archive = initramfs::busybox(architecture, &busybox, &modules, &resolved.files)?;
             let length = Size(archive.len() as u64);
             fs::write(&ram_disk, archive).file_error("write", &ram_disk)?;
             Ok(((), format!("{title}, {length}")))
@@ -193,9 +204,10 @@ fn contents(
     let mut contents = Vec::new();
     let root = (bundle::ROOT_NAME, None);
     for (name, _) in [root].into_iter().chain(resolved.binaries()) {
-        let path = artifacts.join(name);
+        let file = resolved.board.architecture().program(name);
+        let path = artifacts.join(&file);
         if !path.is_file() {
-            let message = format!("no binary `{name}` in {}", artifacts.display());
+            let message = format!("no binary `{file}` in {}", artifacts.display());
             return Err(Failure::new(failure::MISSING_FILE, message)
                 .help("build Parador's programs with `cargo xtask build`"));
         }
@@ -309,7 +321,7 @@ fn make_iso(
             fs::create_dir_all(folder)
                 .file_error("create the folder", folder)?;
         }
-        copy(kernel, &boot.join(programs::KERNEL), path)?;
+        copy(kernel, &boot.join(Architecture::X86.kernel()), path)?;
         copy(bundle, &boot.join(BUNDLE), path)?;
         let menu = grub.join("grub.cfg");
         fs::write(&menu, grub_menu(resolved))
@@ -350,7 +362,7 @@ fn grub_menu(resolved: &ResolvedSystem) -> String {
              multiboot2 /boot/parador/{} {}\n    \
              module2 /boot/parador/{BUNDLE} {BUNDLE}\n\
          }}\n",
-        programs::KERNEL,
+        Architecture::X86.kernel(),
         resolved.kernel_command_line(),
     )
 }

@@ -6,6 +6,7 @@
 //! are 0, so equal inputs give equal archives.
 
 use crate::machine_exit;
+use hosted_command::architecture::Architecture;
 use hosted_command::failure::{Failure, IoContext};
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -48,8 +49,13 @@ const DATA: u32 = 0o100_644;
 const CHARACTER_DEVICE: u32 = 0o020_600;
 
 /// Builds the archive with this busybox, these kernel modules (loaded in this order), and these
-/// files in `/root`.
-pub fn busybox(busybox: &Path, modules: &[PathBuf], files: &[PathBuf]) -> Result<Vec<u8>, Failure> {
+/// files in `/root`. The program that ends the VM with an exit code exists for x86-64 only.
+pub fn busybox(
+    architecture: Architecture,
+    busybox: &Path,
+    modules: &[PathBuf],
+    files: &[PathBuf],
+) -> Result<Vec<u8>, Failure> {
     let read = |path: &Path| fs::read(path).file_error("read", path);
     let mut archive = Archive::new();
     for folder in FOLDERS {
@@ -59,7 +65,9 @@ pub fn busybox(busybox: &Path, modules: &[PathBuf], files: &[PathBuf]) -> Result
     // The kernel opens the console before `/init` can mount anything.
     archive.add("dev/console", CHARACTER_DEVICE, (5, 1), &[]);
     archive.add("bin/busybox", EXECUTABLE, (0, 0), &read(busybox)?);
-    archive.add(machine_exit::NAME, EXECUTABLE, (0, 0), &machine_exit::program());
+    if architecture == Architecture::X86 {
+        archive.add(machine_exit::NAME, EXECUTABLE, (0, 0), &machine_exit::program());
+    }
     archive.add(INIT_NAME, EXECUTABLE, (0, 0), INIT.as_bytes());
     for (index, module) in modules.iter().enumerate() {
         let name = module.file_name().map(|name| name.to_string_lossy()).unwrap_or_default();
@@ -185,7 +193,7 @@ mod tests {
         fs::write(&program, b"program").unwrap();
         fs::write(&module, b"module").unwrap();
         fs::write(&file, b"file").unwrap();
-        busybox(&program, &[module], &[file]).unwrap()
+        busybox(Architecture::X86, &program, &[module], &[file]).unwrap()
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 use crate::attach::{EmulatedDisk, EmulatedNic, ServerDevice};
 use crate::description::{Board, Log, OnReset, Restart, ServerKind};
+use hosted_command::architecture::Architecture;
 use hosted_command::failure::Failure;
 use hosted_command::problem::{Diagnostics, Problem};
 use hosted_command::value::Size;
@@ -188,7 +189,10 @@ impl Source {
 impl ResolvedSystem {
     /// Returns Parador's kernel command line.
     pub fn kernel_command_line(&self) -> String {
+        let is_arm64 = self.board.architecture() == Architecture::Arm64;
         let log = match self.log {
+            Log::Com1 if is_arm64 => "uart",
+            Log::Com2 if is_arm64 => "virtio",
             Log::Com1 => "com1",
             Log::Com2 => "com2",
             Log::None => "none",
@@ -198,6 +202,7 @@ impl ResolvedSystem {
         let panic = match self.board {
             Board::QemuQ35 => "debug-exit",
             Board::Pc => "halt",
+            Board::QemuVirt => "off",
         };
         format!("log={log} panic={panic}")
     }
@@ -242,13 +247,14 @@ impl ResolvedSystem {
 
     /// Checks that the binaries that the description names are in the folder `programs`.
     pub fn check_programs(&self, programs: &Path) -> Result<(), Failure> {
-        let missing = |name: &str| !programs.join(name).is_file();
+        let file = |name: &str| self.board.architecture().program(name);
+        let missing = |name: &str| !programs.join(file(name)).is_file();
         let problems: Vec<Problem> = self
             .binaries()
             .into_iter()
             .filter_map(|(name, span)| Some((name, span.filter(|_| missing(name))?)))
             .map(|(name, span)| {
-                let message = format!("no binary `{name}` in {}", programs.display());
+                let message = format!("no binary `{}` in {}", file(name), programs.display());
                 Problem::missing(span, message)
                     .help("correct the name, or build it: `cargo xtask build`")
             })

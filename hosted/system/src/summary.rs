@@ -9,12 +9,8 @@ use std::fmt;
 /// Summary of the verified properties.
 impl fmt::Display for ResolvedSystem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let board = match self.board {
-            Board::QemuQ35 => "qemu-q35",
-            Board::Pc => "pc",
-        };
         writeln!(f, "{}: no problem found", self.source.file)?;
-        writeln!(f, "  board    {board}")?;
+        writeln!(f, "  board    {}", self.board.name())?;
         let count = |items: usize, what: &str| plural(items as u32, what);
         writeln!(
             f,

@@ -13,6 +13,7 @@
 
 mod attachments;
 mod cpus;
+mod features;
 mod names;
 mod servers;
 
@@ -26,6 +27,7 @@ use crate::resolved::{
 use crate::vtlb;
 use attachments::Attached;
 use cpus::{CpuRequest, MAX_CPUS, least_cpus};
+use hosted_command::architecture::Architecture;
 use hosted_command::failure::{self, Failure};
 use hosted_command::problem::Problem;
 use hosted_command::toml_text;
@@ -40,6 +42,7 @@ use toml::Spanned;
 
 /// Default kernel command line.
 const DEFAULT_COMMAND_LINE: &str = "console=ttyS0";
+const DEFAULT_COMMAND_LINE_ARM64: &str = "console=ttyAMA0";
 const DEFAULT_PRIORITY: u8 = 10;
 
 /// Prefix of the name of a micro-guest.
@@ -54,6 +57,8 @@ pub struct Overrides {
     pub cpus: Option<u32>,
     /// Memory of the emulated machine in bytes.
     pub memory: Option<Size>,
+    /// Architecture of the emulated machine: its board replaces that of the description.
+    pub architecture: Option<Architecture>,
 }
 
 /// Reads and validates the description in `file`.
@@ -70,7 +75,7 @@ pub fn validate(file: &Path, overrides: Overrides) -> Result<ResolvedSystem, Fai
         Err(problem) => return Err(source.refuse(vec![problem])),
     };
     let folder = file.parent().unwrap_or(Path::new(""));
-    let mut checker = Validator { problems: Vec::new(), folder };
+    let mut checker = Validator { problems: Vec::new(), folder, architecture: Architecture::X86 };
     let resolved = checker.resolved(description, overrides, source);
     if checker.problems.is_empty() {
         Ok(resolved)
@@ -84,6 +89,8 @@ pub fn validate(file: &Path, overrides: Overrides) -> Result<ResolvedSystem, Fai
 struct Validator<'a> {
     problems: Vec<Problem>,
     folder: &'a Path,
+    /// Architecture of the machine and its guests.
+    architecture: Architecture,
 }
 
 impl Validator<'_> {
@@ -95,7 +102,12 @@ impl Validator<'_> {
     ) -> ResolvedSystem {
         let Description { system, server, task, vm, channel } = description;
         let system_span = system.span();
-        let system = system.into_inner();
+        let mut system = system.into_inner();
+        if let Some(architecture) = overrides.architecture {
+            system.board = Board::emulated(architecture);
+        }
+        self.architecture = system.board.architecture();
+        self.features(&system, &server, &vm, &channel);
         self.limit("virtual machines", compiled::MAX_VMS, &vm);
         self.limit("tasks", compiled::MAX_TASKS, &task);
         self.limit("servers", compiled::MAX_SERVERS, &server);
@@ -107,7 +119,7 @@ impl Validator<'_> {
         let disks = self.machine_disks(&system.disk);
         let nets = self.machine_nets(&system.net);
         let files = self.guest_files(&system.files);
-        let machine = (system.board == Board::QemuQ35).then_some((&disks[..], &nets[..]));
+        let machine = (system.board != Board::Pc).then_some((&disks[..], &nets[..]));
         self.ports(&server, &vm);
         let consoles = self.consoles(&vm, &task);
         let servers = self.servers(server, &consoles, system.log, machine);
@@ -241,6 +253,9 @@ impl Validator<'_> {
                 self.command_line(text);
                 text.get_ref().clone()
             }
+            None if self.architecture == Architecture::Arm64 => {
+                DEFAULT_COMMAND_LINE_ARM64.to_owned()
+            }
             None => DEFAULT_COMMAND_LINE.to_owned(),
         };
         let kernel = self.kernel(vm.kernel.get_ref());
@@ -299,7 +314,7 @@ impl Validator<'_> {
     fn kernel(&self, text: &str) -> KernelSource {
         match text.strip_prefix(MICRO_PREFIX).filter(|name| is_name(name)) {
             _ if text == "debian" => KernelSource::Debian,
-            Some(name) => KernelSource::Micro(format!("guest-{name}")),
+            Some(name) => KernelSource::Micro(self.architecture.micro_guest(name)),
             None => KernelSource::File(self.folder.join(text)),
         }
     }

@@ -26,6 +26,8 @@ pub const DMA_CONTROL: usize = 0x48;
 pub const IDENTIFICATION: usize = 0xfe0;
 /// Identification of revision r1p3: part 0x011 of Arm, PrimeCell.
 pub const IDENTITY: [u8; 8] = [0x11, 0x10, 0x14, 0x00, 0x0d, 0xf0, 0x05, 0xb1];
+/// Bit of [`FLAGS`]: the transmitter has not sent everything.
+pub const BUSY: u32 = 1 << 3;
 /// Bit of [`FLAGS`]: the receive FIFO is empty.
 pub const RECEIVE_EMPTY: u32 = 1 << 4;
 /// Bit of [`FLAGS`]: the transmit FIFO is full.

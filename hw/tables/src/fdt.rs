@@ -1,6 +1,8 @@
 //! Flattened device tree, version 17 (Devicetree Specification v0.4, chapter 5), as firmware and
 //! emulators pass it to kernels. Integers are big-endian.
 
+mod devices;
+
 use crate::bytes;
 
 /// First bytes of a device tree.

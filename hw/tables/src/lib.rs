@@ -15,6 +15,7 @@ pub mod fdt;
 pub mod multiboot2;
 pub mod pci;
 pub mod pvh;
+pub mod virtio_mmio;
 
 #[cfg(test)]
 mod random;

@@ -9,6 +9,7 @@ use hw_arm64::image;
 use hw_arm64::paging::entry;
 use hw_arm64::registers::{hcr, mair, sctlr, spsr, tcr};
 use hw_tables::fdt::{self, Fdt};
+use hw_tables::virtio_mmio;
 use kernel_core::table::Format;
 use kernel_run::boot_memory::FOUR_GIB;
 use kernel_run::ranges::Range;
@@ -16,7 +17,7 @@ use kernel_run::tables::{DEVICE, ImageLayout, READ_WRITE};
 
 use crate::format::Stage1;
 use crate::log::LOG;
-use crate::machine::{Machine, uart};
+use crate::machine::{Machine, option, uart};
 use crate::memory::{self, BLOCK, DIRECT_MAP_LENGTH, IMAGE, KernelTables, direct};
 use crate::{cpu, gic, io, log, panic, psci, smp, start, time, vcpu};
 
@@ -87,8 +88,7 @@ extern "C" fn boot_main(tree: u64, obstacle: u64, image: u64) -> ! {
     memory::set_image(image);
     let bytes = tree_bytes(tree);
     let fdt = bytes.map(Fdt::parse);
-    let place = fdt.and_then(Result::ok).as_ref().and_then(uart);
-    init_log(place.unwrap_or(DEFAULT_UART));
+    init_log(fdt.and_then(Result::ok).as_ref());
     log!(
         "Parador {}, booted at EL{}",
         env!("CARGO_PKG_VERSION"),
@@ -152,14 +152,44 @@ fn publish_entries() {
     unsafe { asm!("dsb ishst", "isb", options(nostack)) };
 }
 
-/// Maps the UART at this physical address, and begins the log there.
-fn init_log(physical: u64) {
+/// Maps the block with these device registers in entry `index` of the first tables; returns their
+/// virtual address.
+fn map_registers(index: usize, physical: u64) -> usize {
     let leaf = Stage1::leaf(physical & !(BLOCK - 1), DEVICE, 1);
-    boot_entry(5, memory::UART_INDEX).store(leaf, Ordering::Relaxed);
+    boot_entry(5, index).store(leaf, Ordering::Relaxed);
     publish_entries();
-    let address = IMAGE + memory::UART_INDEX as u64 * BLOCK + physical % BLOCK;
+    (IMAGE + index as u64 * BLOCK + physical % BLOCK) as usize
+}
+
+/// Begins the log: on a virtio console with `log=virtio`, where there is one, else on the UART.
+fn init_log(fdt: Option<&Fdt<'_>>) {
+    if let Some(fdt) = fdt
+        && option(fdt, "log") == Some("virtio")
+        && init_virtio_log(fdt)
+    {
+        return;
+    }
+    let physical = fdt.and_then(uart).unwrap_or(DEFAULT_UART);
+    let address = map_registers(memory::UART_INDEX, physical);
     // SAFETY: just mapped; the device tree says that a PL011 is there.
-    unsafe { LOG.port().init(address as usize) };
+    unsafe { LOG.port().init_pl011(physical, address) };
+}
+
+/// Begins the log on a virtio console; `false`: there is none. Only devices in the block of the
+/// first virtio device are searched.
+fn init_virtio_log(fdt: &Fdt<'_>) -> bool {
+    let mut block = None;
+    let console = fdt.find(virtio_mmio::COMPATIBLE, |node| {
+        let Some((physical, _)) = node.ranges().next() else { return false };
+        let of_device = physical & !(BLOCK - 1);
+        if *block.get_or_insert(of_device) != of_device {
+            return false;
+        }
+        let address = map_registers(memory::LOG_INDEX, physical);
+        // SAFETY: just mapped; the device tree says that a virtio device is there.
+        unsafe { LOG.port().init_virtio(physical, address) }
+    });
+    console.is_some()
 }
 
 fn continue_boot(machine: &'static mut Machine) -> ! {
@@ -177,14 +207,13 @@ fn continue_boot(machine: &'static mut Machine) -> ! {
     reserve(machine);
     log_memory(machine);
     map_ram(machine);
-    let port = uart_of(machine);
     if let Err(status) = build_address_space(machine) {
         panic!("not enough memory below 4 GiB for the kernel's page tables: {status:?}");
     }
     if has_log {
-        match port {
-            // SAFETY: the direct map has the UART below 4 GiB, else there is no log.
-            Some(port) => unsafe { LOG.port().init(direct(port) as usize) },
+        match LOG.port().physical().filter(|&physical| physical < FOUR_GIB) {
+            // SAFETY: the direct map has device registers below 4 GiB.
+            Some(physical) => unsafe { LOG.port().relocate(direct(physical) as usize) },
             None => LOG.port().remove(),
         }
     }
@@ -194,12 +223,6 @@ fn continue_boot(machine: &'static mut Machine) -> ! {
         asm!("mov sp, {}", "mov x29, xzr", "bl {}", "brk #1",
             in(reg) cpu::kernel_stack_top(index), sym continue_on_own_stack, options(noreturn));
     }
-}
-
-/// Physical address of the UART of the log, if the direct map will have it.
-fn uart_of(machine: &Machine) -> Option<u64> {
-    let fdt = Fdt::parse(tree_bytes(machine.tree.base)?).ok()?;
-    uart(&fdt).filter(|&base| base < FOUR_GIB)
 }
 
 /// Removes memory in use from free memory.

@@ -106,7 +106,7 @@ impl Machine {
     }
 
     fn read_interrupts(&mut self, fdt: &Fdt<'_>) -> Result<(), MachineError> {
-        let gic = find(fdt, gic::COMPATIBLE).ok_or("no GICv3 in the device tree")?;
+        let gic = fdt.find(gic::COMPATIBLE, |_| true).ok_or("no GICv3 in the device tree")?;
         let mut ranges = gic.ranges().map(|(base, length)| Range::sized(base, length));
         let both = ranges.next().zip(ranges.next());
         let (distributor, redistributors) = both.ok_or("the GICv3 has no registers")?;
@@ -120,7 +120,7 @@ impl Machine {
         self.interrupt_controller = [distributor, redistributors];
         self.maintenance = private_interrupt(&gic, 0);
         // Secure, non-secure, virtual, hypervisor.
-        let timers = find(fdt, "arm,armv8-timer");
+        let timers = fdt.find("arm,armv8-timer", |_| true);
         let timer = |index| timers.and_then(|node| private_interrupt(&node, index));
         self.virtual_timer = timer(2);
         self.timer = timer(3).ok_or("the device tree lists no timer of the hypervisor")?;
@@ -130,33 +130,19 @@ impl Machine {
 
 /// Number of the device's interrupt with this index, if it is private to each CPU.
 fn private_interrupt(node: &Node<'_>, index: usize) -> Option<u32> {
-    let list = node.property("interrupts")?;
-    // Cells: kind (1: private), number, flags.
-    let field = |cell: usize| {
-        let bytes = list.get(12 * index + 4 * cell..)?.get(..4)?;
-        Some(u32::from_be_bytes(bytes.try_into().ok()?))
-    };
-    let number = field(1).filter(|&number| field(0) == Some(1) && number < 16);
-    Some(gic::FIRST_PRIVATE + number?)
-}
-
-/// Returns the first enabled device with this name.
-fn find<'a>(fdt: &Fdt<'a>, name: &str) -> Option<Node<'a>> {
-    let mut found = None;
-    fdt.visit(|node| {
-        if found.is_none() && node.is_enabled() && node.is_compatible(name) {
-            found = Some(*node);
-        }
-    });
-    found
+    let private = gic::FIRST_PRIVATE..gic::FIRST_SHARED;
+    node.gic_interrupt(index).filter(|number| private.contains(number))
 }
 
 /// Physical address of the UART for the log: the one that `/chosen` names, else the first PL011.
 pub fn uart(fdt: &Fdt<'_>) -> Option<u64> {
-    let path = fdt.node("/chosen").and_then(|node| node.text("stdout-path"));
-    let chosen = path.and_then(|path| fdt.node(path.split(':').next().unwrap_or(path)));
-    let node = chosen.filter(|node| node.is_compatible(pl011::COMPATIBLE));
-    node.or_else(|| find(fdt, pl011::COMPATIBLE))?.ranges().next().map(|(base, _)| base)
+    fdt.console(pl011::COMPATIBLE)?.ranges().next().map(|(base, _)| base)
+}
+
+/// Value of an option on the kernel command line.
+pub fn option<'a>(fdt: &Fdt<'a>, name: &str) -> Option<&'a str> {
+    let line = fdt.node("/chosen")?.text("bootargs")?;
+    kernel_run::command_line::option(line, name)
 }
 
 /// RAM without reservations, in whole blocks.

@@ -25,6 +25,8 @@ pub const CPU_AREAS: u64 = 0xffff_8040_0000_0000;
 pub const TREE_INDEX: usize = 256;
 /// Entry there with the block of the log's UART.
 pub const UART_INDEX: usize = 258;
+/// Entry there with the block of the log's virtio console.
+pub const LOG_INDEX: usize = 259;
 /// Bytes that each of these entries maps.
 pub const BLOCK: u64 = crate::machine::BLOCK;
 

@@ -1,5 +1,6 @@
 //! Start of the CPUs after boot: kernel memory, root, and the first threads.
 
+use abi::boot::FEATURE_NESTED;
 use hw_tables::elf;
 use kernel_run::root::{self, Resources};
 use kernel_run::start::memory_pool;
@@ -17,15 +18,17 @@ pub fn bsp_main(machine: &'static mut Machine) -> ! {
     log!("{} KiB of kernel memory", length >> 10);
     run::set_cpus(machine.cpus);
     let kernel = lock::publish::<Arm64>(memory);
-    let (cpus, counter_khz, tree) = (machine.cpus as u32, machine.counter_khz, machine.tree.base);
+    let (cpus, counter_khz, tree) = (machine.cpus as u32, machine.counter_khz, machine.tree);
     let resources = Resources {
         memory: &mut machine.memory,
         devices: machine.devices.as_slice(),
         bundle: machine.bundle,
+        tree: Some(tree),
         processor: elf::Machine::Aarch64,
     };
     let started = root::start(&kernel, resources, |page| {
-        (page.cpus, page.tsc_khz, page.rsdp) = (cpus, counter_khz, tree);
+        (page.cpus, page.tsc_khz, page.rsdp) = (cpus, counter_khz, tree.base);
+        page.features = FEATURE_NESTED;
     });
     if let Err(error) = started {
         panic!("cannot start root: {error}");

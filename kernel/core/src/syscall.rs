@@ -203,6 +203,11 @@ impl<A: Arch> Kernel<A> {
                 }
                 A::vcpu_state(&self.memory, vcpu, args.groups);
             }
+            Op::VcpuNotify => {
+                let vcpu = args::VcpuNotify::read(argument).vcpu;
+                let vcpu = self.memory.at(self.vcpu_cap(task, vcpu, rights::RUN)?);
+                thread.context.set_result(0, self.vcpu_notify(vcpu).into());
+            }
             Op::IrqControl => self.irq_control(task, thread, args::IrqControl::read(argument))?,
             Op::SchedControl => {
                 let args = args::SchedControl::read(argument);

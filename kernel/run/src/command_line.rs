@@ -24,10 +24,7 @@ impl CommandLine {
 
     /// Value of the last `name=value`.
     pub fn option(&self, name: &str) -> Option<&str> {
-        self.text()
-            .split_ascii_whitespace()
-            .rev()
-            .find_map(|word| word.strip_prefix(name)?.strip_prefix('='))
+        option(self.text(), name)
     }
 
     /// Sets the text, which ends at the first zero byte.
@@ -36,6 +33,12 @@ impl CommandLine {
         self.length = end.min(LENGTH);
         self.bytes[..self.length].copy_from_slice(&bytes[..self.length]);
     }
+}
+
+/// Value of the last `name=value` in a text.
+pub fn option<'a>(text: &'a str, name: &str) -> Option<&'a str> {
+    let mut words = text.split_ascii_whitespace().rev();
+    words.find_map(|word| word.strip_prefix(name)?.strip_prefix('='))
 }
 
 #[cfg(test)]

@@ -35,6 +35,8 @@ pub struct Resources<'a> {
     pub devices: &'a [Range],
     /// Boot module, page-aligned; in neither the free nor the used memory.
     pub bundle: Option<Range>,
+    /// Device tree, in the used memory. Root reads the pages that hold it.
+    pub tree: Option<Range>,
     /// Processor that executables must be for.
     pub processor: elf::Machine,
 }
@@ -184,17 +186,19 @@ fn map_memory<A: Processor>(
     bundle: Range,
     page: &mut BootInfo,
 ) -> Result<(), Status> {
-    let free = resources.memory.free.as_slice().iter().map(|&range| (range, RegionKind::Ram));
-    let devices = resources.devices.iter().map(|&range| (range, RegionKind::Device));
-    let all = free.chain([(bundle.outward(), RegionKind::Bundle)]).chain(devices);
+    const DATA: u8 = rights::READ | rights::WRITE;
+    let free = resources.memory.free.as_slice().iter();
+    let free = free.map(|&range| (range, RegionKind::Ram, rights::ALL));
+    let devices = resources.devices.iter().map(|&range| (range, RegionKind::Device, DATA));
+    let tree = resources.tree.map(|tree| (tree.outward(), RegionKind::DeviceTree, rights::READ));
+    let bundle = (bundle.outward(), RegionKind::Bundle, rights::ALL);
     let mut count = 0;
-    for (range, kind) in all {
+    for (range, kind, rights) in free.chain([bundle]).chain(devices).chain(tree) {
         if count == page.regions.len() {
             A::log(format_args!("more than {count} memory regions: the rest is not used"));
             break;
         }
         let device = kind == RegionKind::Device;
-        let rights = if device { rights::READ | rights::WRITE } else { rights::ALL };
         let (mut at, end) = (range.base >> PAGE_SHIFT, range.end >> PAGE_SHIFT);
         while at < end {
             let largest = 1 << Kernel::<A>::max_order().min(abi::Item::MAX_ORDER);

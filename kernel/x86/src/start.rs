@@ -33,6 +33,7 @@ pub fn bsp_main(machine: &'static mut Machine) -> ! {
         memory: &mut machine.memory,
         devices: machine.devices.as_slice(),
         bundle: machine.bundle,
+        tree: None,
         processor: elf::Machine::X86_64,
     };
     let started = root::start(&kernel, resources, |page| {

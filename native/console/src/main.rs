@@ -1,4 +1,4 @@
-//! Console server: owns a 16550 serial port and serves it to clients as byte streams.
+//! Console server: owns a serial port and serves it to clients as byte streams.
 //!
 //! A single client has the line exclusively, byte for byte. [`mux`] lets several clients share it:
 //! an escape key selects the client that the line shows and sends keys to, and the server keeps the
@@ -17,7 +17,7 @@ mod server;
 mod uart;
 
 use native_rt::start::windows;
-use native_rt::{Incoming, Irq, Notification, Ports, error, reply_wait, wait};
+use native_rt::{Incoming, Irq, Notification, error, reply_wait, wait};
 use proto::control::code;
 use proto::start::{RangeKind, Role, Start, event, slot};
 use spin::{Mutex, MutexGuard};
@@ -25,7 +25,7 @@ use spin::{Mutex, MutexGuard};
 use crate::directory::Directory;
 use crate::mux::Mux;
 use crate::server::ConsoleServer;
-use crate::uart::Uart;
+use crate::uart::ConsolePort;
 
 /// Too large for the stack.
 static MUX: Mutex<Mux> = Mutex::new(Mux::new());
@@ -42,8 +42,8 @@ fn main(start: &Start<'static>) -> u64 {
         error!("the start page does not describe a console server");
         return code::BAD_CONFIG;
     };
-    let Some(ports) = Ports::new(port, 8) else {
-        error!("port {port:#x} is no known serial port");
+    let Some(uart) = uart::open(start, port) else {
+        error!("the start page describes no known serial port (port {port:#x})");
         return code::BAD_CONFIG;
     };
     let irq = Irq::at(slot::DEVICE);
@@ -58,12 +58,12 @@ fn main(start: &Start<'static>) -> u64 {
     if multiplex {
         mux.multiplex();
     }
-    let mut server = ConsoleServer::new(Uart::new(ports), irq, mux, directory);
+    let mut server = ConsoleServer::new(uart, irq, mux, directory);
     server.interrupt();
     serve(&mut server)
 }
 
-fn serve(server: &mut ConsoleServer<Ports>) -> u64 {
+fn serve(server: &mut ConsoleServer<ConsolePort>) -> u64 {
     let mut failures = 0;
     let mut next = wait();
     loop {

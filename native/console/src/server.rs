@@ -9,7 +9,7 @@ use proto::{DONE, REFUSED};
 
 use crate::directory::Directory;
 use crate::mux::Mux;
-use crate::uart::{Uart, UartRegisters};
+use crate::uart::SerialDriver;
 
 #[derive(Clone, Copy)]
 struct Session {
@@ -18,8 +18,8 @@ struct Session {
 }
 
 /// The console server. A session is the badge of its gate.
-pub struct ConsoleServer<R> {
-    uart: Uart<R>,
+pub struct ConsoleServer<U> {
+    uart: U,
     irq: Irq,
     mux: &'static mut Mux,
     directory: Option<Directory>,
@@ -32,14 +32,9 @@ pub struct ConsoleServer<R> {
     draining: bool,
 }
 
-impl<R: UartRegisters> ConsoleServer<R> {
+impl<U: SerialDriver> ConsoleServer<U> {
     /// Creates a server without sessions.
-    pub fn new(
-        uart: Uart<R>,
-        irq: Irq,
-        mux: &'static mut Mux,
-        directory: Option<Directory>,
-    ) -> Self {
+    pub fn new(uart: U, irq: Irq, mux: &'static mut Mux, directory: Option<Directory>) -> Self {
         let mut server = Self {
             uart,
             irq,
@@ -189,12 +184,16 @@ impl<R: UartRegisters> ConsoleServer<R> {
 
     /// Handles an interrupt of the port.
     pub fn interrupt(&mut self) {
-        // First: an edge during the masked interval would be lost.
-        let _ = self.irq.acknowledge();
+        if !U::IS_LEVEL {
+            let _ = self.irq.acknowledge();
+        }
         self.service();
         // Replies to keys.
         self.send();
         self.wake();
+        if U::IS_LEVEL {
+            let _ = self.irq.acknowledge();
+        }
         if self.draining && self.mux.is_empty() && self.uart.drain() {
             self.draining = false;
             // Root never blocks on a server, so it replies; or it has stopped waiting for this

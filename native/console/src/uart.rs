@@ -1,222 +1,42 @@
-//! Driver of a 16550 (National Semiconductor PC16550D data sheet).
+//! Serial ports: a driver for each kind, behind one trait.
 
-use native_rt::Ports;
+#[cfg(target_arch = "x86_64")]
+pub mod ns16550;
+#[cfg(any(test, target_arch = "aarch64"))]
+pub mod pl011;
+#[cfg_attr(target_arch = "aarch64", path = "uart/arm64.rs")]
+#[cfg_attr(target_arch = "x86_64", path = "uart/x86.rs")]
+mod port;
 
-/// Registers, by offset.
-mod register {
-    /// Data; divisor's low byte with `LCR_DIVISOR`.
-    pub const DATA: u16 = 0;
-    /// Interrupt enable; divisor's high byte with `LCR_DIVISOR`.
-    pub const IER: u16 = 1;
-    /// Interrupt identification (read), FIFO control (write).
-    pub const IIR: u16 = 2;
-    pub const FCR: u16 = 2;
-    /// Line control.
-    pub const LCR: u16 = 3;
-    /// Modem control.
-    pub const MCR: u16 = 4;
-    /// Line status.
-    pub const LSR: u16 = 5;
-    /// Modem status.
-    pub const MSR: u16 = 6;
-}
+pub use port::{ConsolePort, open};
 
-const IER_RECEIVED: u8 = 1 << 0;
-const IER_TRANSMITTED: u8 = 1 << 1;
-/// Set: no interrupt is pending.
-const IIR_NONE: u8 = 1 << 0;
-/// FIFOs enabled without clearing input left by a previous server; receive trigger at one byte, as
-/// typing is slower than the server.
-const FCR_START: u8 = 0x01;
-const LCR_8N1: u8 = 0x03;
-const LCR_DIVISOR: u8 = 1 << 7;
-/// DTR, RTS, and OUT2, which connects the interrupt on a PC.
-const MCR_READY: u8 = 0x0b;
-const LSR_RECEIVED: u8 = 1 << 0;
-/// The transmit FIFO is empty.
-const LSR_ROOM: u8 = 1 << 5;
-/// The transmitter has sent everything.
-const LSR_IDLE: u8 = 1 << 6;
-const FIFO: usize = 16;
-/// 115200 baud.
-const DIVISOR: u8 = 1;
-/// Status reads until the transmitter must be idle; far more than 16 bytes at 115200 baud take.
-const IDLE_READS: u32 = 100_000;
-/// Maximum number of rounds per interrupt, so that a broken device cannot block the server.
-const MAX_ROUNDS: u32 = 256;
+/// Driver of a serial port that has been initialised: it receives by interrupts.
+pub trait SerialDriver {
+    /// The interrupt stays asserted until its cause is gone, so the kernel may only unmask it
+    /// after [`SerialDriver::service`]. Otherwise it is an edge, which a masked interrupt would
+    /// lose.
+    const IS_LEVEL: bool;
 
-/// Register access of a 16550.
-pub trait UartRegisters {
-    /// Reads a register.
-    fn read(&mut self, register: u16) -> u8;
-    /// Writes a register.
-    fn write(&mut self, register: u16, value: u8);
-}
-
-impl UartRegisters for Ports {
-    fn read(&mut self, register: u16) -> u8 {
-        Ports::read(*self, register)
-    }
-    fn write(&mut self, register: u16, value: u8) {
-        Ports::write(*self, register, value);
-    }
-}
-
-/// Driver of a serial port.
-pub struct Uart<R> {
-    registers: R,
-    /// Enabled interrupts.
-    enabled: u8,
-}
-
-impl<R: UartRegisters> Uart<R> {
-    /// Initialises the port: 115200 baud, 8 bits, no parity, receive interrupt.
-    pub fn new(mut registers: R) -> Self {
-        registers.write(register::IER, 0);
-        registers.write(register::LCR, LCR_DIVISOR | LCR_8N1);
-        registers.write(register::DATA, DIVISOR);
-        registers.write(register::IER, 0);
-        registers.write(register::LCR, LCR_8N1);
-        registers.write(register::FCR, FCR_START);
-        registers.write(register::MCR, MCR_READY);
-        let mut uart = Self { registers, enabled: 0 };
-        uart.enable(IER_RECEIVED, true);
-        uart
-    }
-
-    fn enable(&mut self, interrupt: u8, on: bool) {
-        let enabled = if on { self.enabled | interrupt } else { self.enabled & !interrupt };
-        if enabled != self.enabled {
-            self.enabled = enabled;
-            self.registers.write(register::IER, enabled);
-        }
-    }
-
-    /// Moves bytes in both directions until the port asserts no interrupt, which deasserts its
-    /// line: the line is edge-triggered. `next` returns `client`'s bytes to send, `received`
-    /// accepts at most `room` bytes of input. Excess input stays in the port, which does not
-    /// interrupt until there is room again.
-    pub fn service<T>(
+    /// Moves bytes in both directions until the port asserts no interrupt. `next` returns
+    /// `client`'s bytes to send, `received` accepts at most `room` bytes of input. Excess input
+    /// stays in the port, which does not interrupt until there is room again.
+    fn service<T>(
         &mut self,
         room: usize,
         client: &mut T,
         next: impl Fn(&mut T) -> Option<u8>,
         received: impl Fn(&mut T, u8),
-    ) {
-        let mut room = room;
-        for _ in 0..MAX_ROUNDS {
-            while room > 0 && self.registers.read(register::LSR) & LSR_RECEIVED != 0 {
-                received(client, self.registers.read(register::DATA));
-                room -= 1;
-            }
-            self.enable(IER_RECEIVED, room > 0);
-            self.registers.read(register::MSR);
-            self.send(|| next(client));
-            if self.registers.read(register::IIR) & IIR_NONE != 0 {
-                break;
-            }
-        }
-    }
+    );
 
-    /// Fills the transmit FIFO if it is empty, and enables the interrupt for the next time.
-    pub fn send(&mut self, mut next: impl FnMut() -> Option<u8>) {
-        if self.registers.read(register::LSR) & LSR_ROOM == 0 {
-            return;
-        }
-        let mut sent = 0;
-        while sent < FIFO
-            && let Some(byte) = next()
-        {
-            self.registers.write(register::DATA, byte);
-            sent += 1;
-        }
-        self.enable(IER_TRANSMITTED, sent != 0);
-    }
+    /// Sends bytes of `next` as far as the port has room, and enables the interrupt for the next
+    /// time.
+    fn send(&mut self, next: impl FnMut() -> Option<u8>);
 
     /// Waits for the transmitter to become idle; returns whether it did.
-    pub fn drain(&mut self) -> bool {
-        (0..IDLE_READS).any(|_| self.registers.read(register::LSR) & LSR_IDLE != 0)
-    }
+    fn drain(&mut self) -> bool;
 }
 
-#[cfg(test)]
-pub mod testing {
-    use super::*;
-
-    /// A port that sends at once, until it is stuck.
-    #[derive(Default)]
-    pub struct Line {
-        pub sent: Vec<u8>,
-        pub typed: Vec<u8>,
-        pub ier: u8,
-        pub lcr: u8,
-        /// Number of bytes that it still accepts.
-        pub room: usize,
-    }
-
-    impl UartRegisters for Line {
-        fn read(&mut self, register: u16) -> u8 {
-            match register {
-                register::DATA => self.typed.remove(0),
-                register::LSR => {
-                    let room = if self.room >= FIFO { LSR_ROOM | LSR_IDLE } else { 0 };
-                    room | if self.typed.is_empty() { 0 } else { LSR_RECEIVED }
-                }
-                register::IIR => IIR_NONE,
-                _ => 0,
-            }
-        }
-        fn write(&mut self, register: u16, value: u8) {
-            match register {
-                register::DATA if self.lcr & LCR_DIVISOR == 0 => {
-                    self.sent.push(value);
-                    self.room -= 1;
-                }
-                register::IER if self.lcr & LCR_DIVISOR == 0 => self.ier = value,
-                register::LCR => self.lcr = value,
-                _ => {}
-            }
-        }
-    }
-
-    impl<R> Uart<R> {
-        pub fn line(&mut self) -> &mut R {
-            &mut self.registers
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::testing::Line;
-    use super::*;
-
-    #[test]
-    fn transmit_interrupt_only_while_sending() {
-        let mut uart = Uart::new(Line { room: 17, ..Line::default() });
-        assert_eq!(uart.line().ier, IER_RECEIVED);
-        let mut bytes = 0..20u8;
-        uart.send(|| bytes.next());
-        assert_eq!(uart.line().sent.len(), FIFO);
-        assert_eq!(uart.line().ier, IER_RECEIVED | IER_TRANSMITTED);
-        uart.send(|| bytes.next());
-        assert_eq!(uart.line().sent.len(), FIFO, "no room, nothing sent");
-        uart.line().room = 32;
-        uart.send(|| bytes.next());
-        uart.send(|| bytes.next());
-        assert_eq!(uart.line().sent, (0..20).collect::<Vec<_>>());
-        assert_eq!(uart.line().ier, IER_RECEIVED);
-    }
-
-    #[test]
-    fn receives_all() {
-        let mut uart = Uart::new(Line { typed: b"abc".to_vec(), room: 16, ..Line::default() });
-        let mut received = Vec::new();
-        uart.service(2, &mut received, |_| None, Vec::push);
-        assert_eq!(received, b"ab", "no room for more");
-        assert_eq!(uart.line().ier, 0, "nor interrupts");
-        uart.service(2, &mut received, |_| None, Vec::push);
-        assert_eq!(received, b"abc");
-        assert_eq!(uart.line().ier, IER_RECEIVED);
-    }
-}
+/// Status reads until the transmitter must be idle; far more than 32 bytes at 115200 baud take.
+const IDLE_READS: u32 = 100_000;
+/// Maximum number of rounds per interrupt, so that a broken device cannot block the server.
+const MAX_ROUNDS: u32 = 256;

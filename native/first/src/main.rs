@@ -1,7 +1,6 @@
-//! Root of a system that consists of it alone. It checks the kernel from inside, on an architecture
-//! on which the other programs do not run yet: time, threads on all CPUs, notifications, gates on
-//! one CPU and across CPUs, mappings, faults, guests. It prints `CHECK first ok` and resets the
-//! machine.
+//! Root of a system that consists of it alone. It checks the kernel from inside on AArch64: time,
+//! threads on all CPUs, notifications, gates on one CPU and across CPUs, mappings, faults,
+//! privileged instructions, guests. It prints `CHECK first ok` and resets the machine.
 #![no_std]
 #![no_main]
 #![forbid(unsafe_code)]
@@ -13,10 +12,10 @@ use core::sync::atomic::{AtomicU64, Ordering};
 use abi::boot::slot;
 use abi::{PAGE_SIZE, Status, rights};
 use native_rt::start::Boot;
-use native_rt::thread::{Stack, ThreadResources, spawn};
+use native_rt::thread::{self, Stack, ThreadResources, spawn};
 use native_rt::{
     Factory, Gate, Incoming, Message, Notification, Platform, Window, error, info, map_alias,
-    reply_wait, time, wait, yield_now,
+    probe, reply_wait, time, wait, yield_now,
 };
 use spin::Once;
 
@@ -39,6 +38,10 @@ const ALIAS: u64 = 0;
 static STACKS: [Stack<STACK>; MAX_CPUS] = [const { Stack::new() }; MAX_CPUS];
 static SERVER_STACKS: [Stack<STACK>; MAX_CPUS] = [const { Stack::new() }; MAX_CPUS];
 static READER_STACK: Stack<STACK> = Stack::new();
+static HOSTILE_STACK: Stack<STACK> = Stack::new();
+/// Privileged instructions that a thread has come to, and those after which it has continued.
+static ATTEMPTS: AtomicU64 = AtomicU64::new(0);
+static SURVIVALS: AtomicU64 = AtomicU64::new(0);
 
 /// Slot of the notification that all threads signal.
 const DONE: u64 = slot::FREE;
@@ -112,6 +115,7 @@ fn check(boot: &Boot) -> Outcome {
     let (_, ram) =
         boot.ram().max_by_key(|(_, window)| window.length()).ok_or(("RAM", Status::Ok))?;
     guest::check(&mut slots, boot, ram, khz)?;
+    privileged(&mut slots, cpus - 1, khz)?;
     mapping(&mut slots, ram, cpus - 1, khz)
 }
 
@@ -189,6 +193,40 @@ extern "C" fn serve(_argument: u64) -> ! {
             }
             _ => wait(),
         };
+    }
+}
+
+/// A thread that executes a privileged instruction is stopped at it, and nothing else happens.
+fn privileged(slots: &mut Slots, cpu: u32, khz: u64) -> Outcome {
+    let thread = spawn(slots.thread(cpu)?, &HOSTILE_STACK, execute, u64::MAX).named("thread")?;
+    for index in 0..probe::PRIVILEGED.len() as u64 {
+        thread::restart(thread, &HOSTILE_STACK, execute, index).named("restart")?;
+        let end = time::tsc() + time::ticks(khz, PATIENCE_NS);
+        while ATTEMPTS.load(Ordering::Relaxed) <= index {
+            ensure(time::tsc() < end, "a thread comes to a privileged instruction")?;
+            pause(khz);
+        }
+        pause(khz);
+        if SURVIVALS.load(Ordering::Relaxed) != 0 {
+            error!("executed: {}", probe::PRIVILEGED[index as usize]);
+        }
+        ensure(
+            SURVIVALS.load(Ordering::Relaxed) == 0,
+            "no task executes a privileged instruction",
+        )?;
+    }
+    info!("{} privileged instructions refused", probe::PRIVILEGED.len());
+    Ok(())
+}
+
+extern "C" fn execute(index: u64) -> ! {
+    if index != u64::MAX {
+        ATTEMPTS.fetch_add(1, Ordering::Relaxed);
+        probe::privileged(index as usize);
+        SURVIVALS.fetch_add(1, Ordering::Relaxed);
+    }
+    loop {
+        yield_now();
     }
 }
 

@@ -49,7 +49,7 @@ pub mod purpose {
 pub enum StartError {
     /// The CPU does not exist.
     Cpu(u32),
-    /// The processor lacks SVM with nested paging.
+    /// The processor lacks nested paging.
     NoNestedPaging,
     /// The bundle lacks the file of that role.
     File(&'static str),
@@ -468,8 +468,9 @@ impl Child {
         Ok(irq)
     }
 
-    /// Gives it a device: eight ports and an interrupt line, which is returned.
-    pub fn add_device(
+    /// Gives it eight I/O ports and an interrupt line, which is returned.
+    #[cfg(target_arch = "x86_64")]
+    pub fn add_ports(
         &mut self,
         resources: &mut Resources,
         ports: u16,

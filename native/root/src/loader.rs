@@ -2,12 +2,13 @@
 
 use abi::{PAGE_SIZE, rights};
 use heapless::Vec;
-use hw_tables::elf::{Elf, ElfError, Machine, Segment};
+use hw_tables::elf::{Elf, ElfError, Segment};
 use native_rt::start::Boot;
 use native_rt::{Space, Status, Task};
 use proto::start::START_PAGE;
 
 use crate::memory::Memory;
+use crate::platform::PROCESSOR;
 
 /// Lowest address of a program: the pages below stay unmapped, to catch null pointers.
 const LOWEST: u64 = 0x1_0000;
@@ -55,7 +56,7 @@ fn pages(segment: &Segment) -> (u64, u64) {
 
 /// Checks that segments are disjoint, inside the range of programs, and obey write xor execute.
 fn check(elf: &Elf) -> Result<Vec<Segment, MAX_SEGMENTS>, LoadError> {
-    if elf.machine() != Machine::X86_64 {
+    if elf.machine() != PROCESSOR {
         return Err(LoadError::Machine);
     }
     let mut segments = Vec::new();

@@ -17,9 +17,7 @@
 mod alarm;
 mod channels;
 mod child;
-mod clock;
 mod directory;
-mod fault;
 mod frames;
 mod instances;
 mod iommu;
@@ -29,37 +27,32 @@ mod manage;
 mod manager;
 mod memory;
 mod pci;
+mod platform;
 mod policy;
 mod sessions;
 
 use abi::boot::{BOOT_MAGIC, slot};
 use abi::bundle::{HEADER_LENGTH, Header, SYSTEM_NAME};
 use native_rt::start::Boot;
-use native_rt::{Platform, Ports, info};
-use proto::control::code;
+use native_rt::{Platform, info};
 use proto::start::Clock;
-use proto::system::System;
+use proto::system::{Board, System};
 
 use crate::manager::Manager;
-
-/// Port of QEMU's `isa-debug-exit`.
-const EXIT_PORT: u16 = 0xf4;
-/// Added to an exit code written there, to distinguish it from QEMU's own exit codes.
-const EXIT_BASE: u8 = 0x10;
 
 #[cfg(not(test))]
 native_rt::root_entry!(main);
 
 fn main(boot: Boot) -> ! {
-    native_rt::start::on_root_panic(EXIT_PORT, EXIT_BASE + code::INTERNAL as u8);
+    platform::prepare();
     assert!(
         boot.info.magic == BOOT_MAGIC && boot.info.abi_version == abi::ABI_VERSION,
         "the kernel has another version of the system-call interface"
     );
-    let (tsc, unix_seconds) = clock::read_wall_clock();
+    let (tsc, unix_seconds) = platform::wall_clock(&boot);
     let clock = Clock { tsc_khz: boot.info.tsc_khz, tsc, unix_seconds };
     info!(
-        "{} CPUs, TSC {} kHz, {} pages of kernel memory",
+        "{} CPUs, counter {} kHz, {} pages of kernel memory",
         boot.info.cpus, boot.info.tsc_khz, boot.info.quota_pages
     );
     let header = boot.bundle.get(..HEADER_LENGTH).unwrap_or(&[]);
@@ -71,14 +64,11 @@ fn main(boot: Boot) -> ! {
     Manager::new(&boot, header, &system, clock, thread).run()
 }
 
-/// Ends the system, or at least root: with `on_qemu`, writes the outcome to QEMU's exit port. Other
-/// machines stay on: power-off requires an interpreter of ACPI's machine language.
-fn leave(on_qemu: bool, outcome: u64) -> ! {
+/// Ends the system, or at least root: ends an emulated machine of a known board; others stay on.
+fn leave(board: Board, outcome: u64) -> ! {
     // The end of the machine must not truncate the log.
     native_rt::log::flush(Platform::at(slot::PLATFORM));
-    if on_qemu && let Some(port) = Ports::new(EXIT_PORT, 1) {
-        port.write(0, EXIT_BASE.wrapping_add(outcome.min(code::RESET) as u8));
-    }
+    platform::leave(board, outcome);
     info!("the system has ended with code {outcome}: the machine can be switched off");
     loop {
         // A notification without a signaller: root sleeps for ever.

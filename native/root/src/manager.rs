@@ -14,19 +14,18 @@ use proto::channel::{LET_GO, LOOK, MAP, OFFER, REVOKE};
 use proto::control::{DRAINED, EXITED, PANICKED, STARTED, VmmStatistics, code};
 use proto::log::{Level, MAX_TEXT};
 use proto::start::{Clock, Role, Start, event};
-use proto::system::{Board, MAX_SERVERS, MAX_TASKS, MAX_VMS, Restart, ServerKind, System};
+use proto::system::{MAX_SERVERS, MAX_TASKS, MAX_VMS, Restart, ServerKind, System};
 use proto::vtlb::COUNTER_NAMES;
 use proto::{DONE, REFUSED, console};
-use vmm_x86::exit::EXIT_NAMES;
 
 use crate::alarm::{ALARM, Alarm};
 use crate::channels::Channels;
 use crate::child::{Child, ChildConfig, Resources, StartError, purpose};
 use crate::directory::Directory;
-use crate::fault::Fault;
 use crate::instances::{Instances, Name};
 use crate::lines::LineBudget;
 use crate::memory::Memory;
+use crate::platform::{EXIT_NAMES, Fault};
 use crate::policy::{Draining, Ended};
 use crate::sessions::Sessions;
 use crate::{leave, lines, policy};
@@ -584,7 +583,7 @@ impl<'a> Manager<'a> {
     fn leave(&mut self) -> ! {
         (0..CHILDREN).for_each(|number| self.report_suppressed(number));
         info!("outcome {}", self.outcome);
-        leave(self.system.board == Board::QemuQ35, self.outcome)
+        leave(self.system.board, self.outcome)
     }
 }
 

@@ -18,6 +18,8 @@ use native_rt::device::DeviceRegisters;
 use native_rt::start::Boot;
 use proto::system::PciClass;
 
+use crate::platform::HAS_ACPI;
+
 /// Firmware area with the root pointer if the boot loader did not pass it (ACPI 6.5, section
 /// 5.2.5.1).
 const BIOS: (u64, usize) = (0xe_0000, 0x2_0000);
@@ -84,6 +86,9 @@ pub struct Function<'a> {
 
 /// Returns the ACPI table with a signature, if the firmware has one.
 pub fn table(boot: &Boot, signature: &[u8; 4]) -> Option<Table<'static>> {
+    if !HAS_ACPI {
+        return None;
+    }
     let memory = |address, length| boot.firmware(address, length);
     let tables = Tables::from_address(boot.info.rsdp, memory).ok().or_else(|| {
         // The loader's copy of the pointer may be in inaccessible memory.

@@ -10,7 +10,7 @@
 //!
 //! 1. *The kernel writes to memory.* It writes to message pages and vCPU state pages, which it maps
 //!    where nothing was mapped. Message pages are only accessed by copying ([`Page`]); a state page
-//!    belongs to one [`Vcpu`], which lends out a reference only while the vCPU does not run.
+//!    consists of atomic words.
 //! 2. *The program changes its own address space.* An access to an unmapped page faults, which ends
 //!    the program; that is safe. New pages must not lie where Rust objects are: the kernel refuses
 //!    to map over an existing mapping, and memory can only be unmapped through a [`Window`], so no
@@ -47,7 +47,8 @@ mod objects;
 mod page;
 #[cfg(target_arch = "x86_64")]
 mod port;
-#[cfg(all(feature = "probe", target_arch = "x86_64"))]
+#[cfg(feature = "probe")]
+#[cfg_attr(target_arch = "aarch64", path = "probe_arm64.rs")]
 pub mod probe;
 pub mod random;
 mod slots;
@@ -69,4 +70,4 @@ pub use page::Page;
 #[cfg(target_arch = "x86_64")]
 pub use port::Ports;
 pub use slots::Slots;
-pub use vcpu::Vcpu;
+pub use vcpu::{SharedVcpu, Vcpu};

@@ -60,17 +60,6 @@ impl Window {
         (end <= self.length).then_some(Self { base: self.base + offset, length, ..self })
     }
 
-    /// Returns the window as a guest's memory at this guest-physical address; `None` if it is no
-    /// valid memory layout, or not writable.
-    #[cfg(feature = "guest")]
-    pub fn guest_memory(self, address: u64) -> Option<vmm_mem::GuestMemory> {
-        let host = core::ptr::with_exposed_provenance_mut(self.base as usize);
-        let window = vmm_mem::Window { base: address, length: self.length, host };
-        // SAFETY: the window holds no Rust objects, now or later; accesses to memory that the task
-        // unmaps fault, which ends the program.
-        self.writable.then(|| unsafe { vmm_mem::GuestMemory::new(&[window]) }.ok()).flatten()
-    }
-
     /// Copies `bytes` to `offset`; returns `false` without effect if they do not fit or the window
     /// is read-only.
     #[must_use]

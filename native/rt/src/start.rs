@@ -201,6 +201,18 @@ impl Boot {
         Some(unsafe { slice::from_raw_parts(core::ptr::with_exposed_provenance(address), length) })
     }
 
+    /// Returns the device tree, if the kernel passes one.
+    pub fn device_tree(&self) -> Option<&'static [u8]> {
+        let count = (self.info.region_count as usize).min(boot::MAX_REGIONS);
+        let mut regions = self.info.regions[..count].iter();
+        let region = regions.find(|region| region.kind == RegionKind::DeviceTree as u32)?;
+        let offset = self.info.rsdp.checked_sub(region.base)?;
+        let length = region.length.checked_sub(offset)? as usize;
+        let address = (boot::PHYSICAL_WINDOW + self.info.rsdp) as usize;
+        // SAFETY: the kernel maps these pages read-only, and nothing writes them.
+        Some(unsafe { slice::from_raw_parts(core::ptr::with_exposed_provenance(address), length) })
+    }
+
     /// Returns the pages of the bundle that hold `offset..offset + length`, to delegate read-only.
     pub fn bundle_pages(&self, offset: u64, length: u64) -> Option<Window> {
         let end = offset.checked_add(length)?;

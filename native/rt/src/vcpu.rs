@@ -22,6 +22,27 @@ pub struct Vcpu {
     state: &'static VcpuState,
 }
 
+/// A virtual CPU that another thread runs: its state page, whose fields are atomic.
+#[derive(Clone, Copy)]
+pub struct SharedVcpu {
+    selector: Selector,
+    state: &'static VcpuState,
+}
+
+impl SharedVcpu {
+    /// Returns the state page.
+    pub fn state(&self) -> &'static VcpuState {
+        self.state
+    }
+
+    /// Makes the kernel look at the state page again; returns whether a thread is in
+    /// [`Vcpu::run`].
+    pub fn notify(&self) -> Result<bool, Status> {
+        // SAFETY: changes no memory of this program but the state page, which is made of atomics.
+        unsafe { call(Op::VcpuNotify, [self.selector, 0, 0, 0, 0, 0]) }.map(|words| words[0] != 0)
+    }
+}
+
 impl Vcpu {
     /// Creates virtual CPU `index` (below [`MAX_VCPUS`]) of a VM; events of `notification` make
     /// [`Vcpu::run`] return.
@@ -49,6 +70,11 @@ impl Vcpu {
     #[inline(always)]
     pub fn state(&self) -> &VcpuState {
         self.state
+    }
+
+    /// Returns the vCPU for other threads.
+    pub fn shared(&self) -> SharedVcpu {
+        SharedVcpu { selector: self.selector, state: self.state }
     }
 
     /// Runs the guest until it exits; the exit reason is in the state page.

@@ -4,6 +4,9 @@ use core::fmt::{self, Display, Write};
 
 use proto::control::REASONS;
 use proto::manage::{Entry, Figures, Kind, State};
+#[cfg(target_arch = "aarch64")]
+use vmm_arm64::EXIT_NAMES;
+#[cfg(target_arch = "x86_64")]
 use vmm_x86::exit::EXIT_NAMES;
 
 /// Number of exit reasons in a line of figures.

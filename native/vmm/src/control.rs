@@ -17,7 +17,7 @@ use proto::start::event;
 use vmm_vcpu::MAX_VCPUS;
 
 use crate::Cell;
-use crate::backend::NativeVcpu;
+use crate::platform::NativeVcpu;
 
 /// Events that root signals.
 pub const ROOT_EVENTS: u64 = event::POWER_BUTTON | event::PAUSE | event::RESUME | event::REPORT;
@@ -133,6 +133,7 @@ impl Control {
 
     /// Returns the ticks in which the thread of vCPU `index` neither ran, on `context`, nor was
     /// idle or parked here, relative to a fixed moment in the past.
+    #[cfg(target_arch = "x86_64")]
     pub fn missed_ticks(&self, index: usize, context: SchedContext) -> u64 {
         let rest =
             context.used() + self.idle[index].ticks.load(Ordering::Relaxed) + self.paused_ticks();

@@ -2,13 +2,13 @@
 
 use core::fmt;
 
-use native_rt::{Notification, log, time};
+use native_rt::{Notification, SharedVcpu, log, time};
 use proto::start::event;
 use vmm_bus::BackendRef;
-use vmm_machine::{Host, Level};
+use vmm_machine::{Host, Level, Virq};
 
 use crate::console::{Console, ConsoleLine};
-use crate::devices::Listeners;
+use crate::platform::{self, Listeners};
 
 /// Host services as one thread uses them: clock, console, log, kicks of other threads.
 pub struct NativeHost<'a> {
@@ -18,7 +18,10 @@ pub struct NativeHost<'a> {
     pub serial: ConsoleLine,
     /// Notification of each vCPU.
     pub notifications: &'a [Notification],
+    /// Each vCPU, for other threads than its own.
+    pub vcpus: &'a [SharedVcpu],
     /// Mapping from events to devices.
+    #[cfg_attr(target_arch = "aarch64", allow(dead_code, reason = "the board has none"))]
     pub listeners: Listeners,
     /// Ticks by which the VM's time is less than the host's, because of pauses.
     pub paused_ticks: u64,
@@ -41,6 +44,15 @@ impl Host for NativeHost<'_> {
             Level::Info => log::Level::Info,
         };
         log::write(level, text);
+    }
+
+    fn put_virqs(&mut self, index: usize, take: &mut dyn FnMut() -> Option<Virq>) -> bool {
+        self.vcpus.get(index).is_some_and(|&vcpu| platform::put_virqs(vcpu, take))
+    }
+
+    fn notify(&mut self, index: usize) -> bool {
+        // It fails only if the capability is gone, and the vCPU with it.
+        self.vcpus.get(index).is_some_and(|vcpu| vcpu.notify().unwrap_or(true))
     }
 
     fn kick(&mut self, index: usize) {

@@ -7,45 +7,46 @@
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(dead_code, reason = "the rest needs the kernel"))]
 
-mod backend;
+#[cfg(target_arch = "aarch64")]
+mod arm64;
+#[cfg(target_arch = "x86_64")]
 mod channel;
 mod console;
 mod control;
+#[cfg(target_arch = "x86_64")]
 mod devices;
-mod exit;
-mod guest_virtual;
 mod host;
+#[cfg_attr(target_arch = "aarch64", allow(dead_code, reason = "no vTLB and no channels there"))]
 mod space;
-mod vtlb;
-
-use core::arch::x86_64::__cpuid_count;
+#[cfg(target_arch = "x86_64")]
+mod x86;
 
 use abi::{FOREVER, rights};
 use heapless::Vec;
-use hw_x86::cpuid::leaf;
-use native_rt::start::{exit, file, guest_memory, windows};
+use native_rt::start::{exit, guest_memory, windows};
 use native_rt::thread::{HelperThread, ThreadResources, run_parallel};
 use native_rt::{
-    Factory, Gate, Message, Notification, SchedContext, Status, Vcpu, error, info, time, warn,
+    Factory, Gate, Message, Notification, SchedContext, SharedVcpu, Status, Vcpu, error, info,
+    time, warn,
 };
 use proto::control::{STARTED, VmmStatistics, code};
 use proto::start::{RangeKind, Role, Start, VCPU_STACK, Vmm, event, slot};
 use proto::system::OnReset;
 use spin::mutex::SpinMutex;
 use spin::relax::RelaxStrategy;
-use vmm_boot::{BootConfig, PcLayout};
-use vmm_machine::{Functions, Once, Outcome, Pc, PcConfig, StopReason};
+use vmm_machine::{Functions, Once, Outcome, StopReason};
 use vmm_mem::GuestMemory;
-use vmm_vcpu::{CounterClock, MAX_VCPUS};
-use vmm_x86::{Cpu, Gpr, Reg, Seg, X86Vcpu as _};
+use vmm_vcpu::MAX_VCPUS;
 
-use crate::backend::NativeVcpu;
+#[cfg(target_arch = "aarch64")]
+use crate::arm64 as platform;
 use crate::console::{CONSOLE, Console, ConsoleLine};
 use crate::control::{CONTROL, ROOT_EVENTS, VcpuFigures};
-use crate::devices::{DeviceSlots, Listeners, MAX_DEVICES};
-use crate::guest_virtual::GuestVirtual;
 use crate::host::NativeHost;
+use crate::platform::{GuestBoard, Listeners, NativeVcpu, VcpuLoop};
 use crate::space::SPACE;
+#[cfg(target_arch = "x86_64")]
+use crate::x86 as platform;
 
 const VM: u64 = slot::FREE;
 /// Returns the first slot of a vCPU: vCPU object, notification, thread and scheduling context.
@@ -66,7 +67,7 @@ impl RelaxStrategy for YieldRelax {
     }
 }
 
-type Board<'m> = Pc<'m, YieldRelax, MAX_VCPUS, Option<&'m Devices>>;
+/// Devices of a VM's PCI bus.
 type Devices = dyn Functions + Sync;
 type Cell<T> = SpinMutex<T, YieldRelax>;
 
@@ -79,29 +80,7 @@ fn main(start: &Start<'static>) -> u64 {
         error!("the start page does not describe a VMM");
         return code::BAD_CONFIG;
     };
-    // Devices use stack memory, for which root reserves space by their number.
-    match devices::count(plan) {
-        0 => serve(start, plan, None),
-        1..=2 => with_devices::<2>(start, plan),
-        3 => with_devices::<3>(start, plan),
-        4..=5 => with_devices::<5>(start, plan),
-        _ => with_devices::<MAX_DEVICES>(start, plan),
-    }
-}
-
-/// Runs a VM with at most `N` devices.
-#[inline(never)]
-fn with_devices<const N: usize>(start: &Start<'static>, plan: &Vmm) -> u64 {
-    let mut devices = DeviceSlots::<N>::new();
-    let opened = devices::open(&mut devices, start, plan);
-    let opened = opened.and_then(|()| devices::open_channels(&mut devices, start, plan));
-    match opened.and_then(|()| devices::open_console(&mut devices, plan)) {
-        Ok(()) => serve(start, plan, Some(&devices)),
-        Err(problem) => {
-            error!("cannot connect the devices: {problem}");
-            code::INTERNAL
-        }
-    }
+    platform::main(start, plan)
 }
 
 /// Runs the VM with these devices, if any; returns its exit code.
@@ -110,9 +89,7 @@ fn serve(start: &Start<'static>, plan: &Vmm, devices: Option<&Devices>) -> u64 {
         error!("{} vCPUs requested; the limit is 1 to {MAX_VCPUS}", plan.cpus.len());
         return code::BAD_CONFIG;
     }
-    let layout = vmm_machine::layout();
-    let ranges = vmm_boot::ram_ranges(plan.memory, layout.hole_start);
-    let Some(memory) = guest_memory(start, ranges) else {
+    let Some(memory) = guest_memory(start, platform::ram_ranges(plan.memory)) else {
         error!("the start page does not describe {} bytes of guest memory", plan.memory);
         return code::BAD_CONFIG;
     };
@@ -125,7 +102,7 @@ fn serve(start: &Start<'static>, plan: &Vmm, devices: Option<&Devices>) -> u64 {
             return code::INTERNAL;
         }
     };
-    if let Err(status) = map_guest(start, layout.hole_start) {
+    if let Err(status) = map_guest(start, plan.memory) {
         error!("cannot map guest memory: {status:?}");
         return code::INTERNAL;
     }
@@ -166,6 +143,8 @@ fn serve(start: &Start<'static>, plan: &Vmm, devices: Option<&Devices>) -> u64 {
 struct Guest<'a> {
     vcpus: Vec<Cell<NativeVcpu<'a>>, MAX_VCPUS>,
     notifications: Vec<Notification, MAX_VCPUS>,
+    /// The vCPUs, for other threads than their own.
+    shared: Vec<SharedVcpu, MAX_VCPUS>,
     /// Threads of all vCPUs but the first.
     helpers: Vec<HelperThread, MAX_VCPUS>,
 }
@@ -178,7 +157,12 @@ impl<'a> Guest<'a> {
     ) -> Result<Self, Status> {
         let factory = Factory::at(slot::FACTORY);
         SPACE.create(plan)?;
-        let mut guest = Self { vcpus: Vec::new(), notifications: Vec::new(), helpers: Vec::new() };
+        let mut guest = Self {
+            vcpus: Vec::new(),
+            notifications: Vec::new(),
+            shared: Vec::new(),
+            helpers: Vec::new(),
+        };
         let stacks = windows(start, RangeKind::Private).next();
         for (index, &cpu) in plan.cpus.iter().enumerate() {
             let slots = vcpu_slots(index);
@@ -198,11 +182,11 @@ impl<'a> Guest<'a> {
                 guest.helpers.push(helper).map_err(|_| Status::Overflow)?;
                 factory.notification(slots + 1)?
             };
-            let (vm, is_virtual) = SPACE.of_vcpu(index).ok_or(Status::BadCapability)?;
-            let vcpu = Vcpu::create(factory, slots, vm, index as u32, notification)?;
-            let optimisations = vtlb::optimisations(plan.vtlb, plan.cpus.len());
-            let space = is_virtual.then(|| GuestVirtual::new(vm, memory, physical_bits()));
-            let vcpu = Cell::new(NativeVcpu::new(vcpu, console, optimisations, space));
+            let space = SPACE.of_vcpu(index).ok_or(Status::BadCapability)?;
+            let vcpu = Vcpu::create(factory, slots, space.0, index as u32, notification)?;
+            guest.shared.push(vcpu.shared()).map_err(|_| Status::Overflow)?;
+            let vcpu = platform::create_vcpu(vcpu, plan, (console, memory), space);
+            let vcpu = Cell::new(vcpu);
             guest.notifications.push(notification).map_err(|_| Status::Overflow)?;
             guest.vcpus.push(vcpu).map_err(|_| Status::Overflow)?;
         }
@@ -224,69 +208,24 @@ impl<'a> Guest<'a> {
     }
 }
 
-/// Maps guest memory: from 0 to the hole, and the rest from 4 GiB on.
-fn map_guest(start: &Start, hole_start: u64) -> Result<(), Status> {
-    const FOUR_GIB: u64 = 1 << 32;
+/// Maps guest memory at its guest-physical addresses.
+fn map_guest(start: &Start, bytes: u64) -> Result<(), Status> {
     let all = rights::READ | rights::WRITE | rights::EXECUTE | rights::USER | rights::GLOBAL;
     let mut offset = 0;
     for window in windows(start, RangeKind::Guest) {
-        let low = window.length().min(hole_start.saturating_sub(offset));
-        if let Some(below) = window.part(0, low) {
-            SPACE.map(below, offset, all)?;
-        }
-        if let Some(above) = window.part(low, window.length() - low) {
-            SPACE.map(above, FOUR_GIB + (offset + low).saturating_sub(hole_start), all)?;
+        let mut first = 0;
+        for (address, length) in platform::ram_ranges(bytes) {
+            let from = offset.max(first);
+            let end = (offset + window.length()).min(first + length);
+            if let Some(length) = end.checked_sub(from).filter(|&length| length != 0) {
+                let part = window.part(from - offset, length).ok_or(Status::BadArgument)?;
+                SPACE.map(part, address + from - first, all)?;
+            }
+            first += length;
         }
         offset += window.length();
     }
     Ok(())
-}
-
-/// Loads the guest and sets the first vCPU to its initial state. The error is an exit code.
-fn load(
-    start: &Start,
-    plan: &Vmm,
-    memory: &GuestMemory,
-    layout: &PcLayout,
-    vcpus: &[Cell<NativeVcpu>],
-) -> Result<(), u64> {
-    let config = BootConfig {
-        layout,
-        vcpus: vcpus.len() as u8,
-        kernel: file(start, RangeKind::Kernel).unwrap_or(&[]),
-        initrd: file(start, RangeKind::Initrd),
-        command_line: plan.command_line.as_bytes(),
-    };
-    match vmm_boot::load(memory, &config) {
-        Ok(state) => vmm_machine::registers::set(&mut *vcpus[0].lock(), &state),
-        Err(error) => {
-            error!("cannot load the guest: {error:?}");
-            return Err(code::BAD_CONFIG);
-        }
-    }
-    if plan.on_reset == OnReset::Exit {
-        release_files(start);
-    }
-    Ok(())
-}
-
-fn board_config(start: &Start, plan: &Vmm, count: u8) -> PcConfig {
-    PcConfig {
-        vcpus: count,
-        clock: CounterClock::new(
-            start.clock.tsc_khz,
-            time::tsc().wrapping_sub(CONTROL.paused_ticks()),
-        ),
-        xcr0_mask: plan.xcr0_mask,
-        start_unix: time::unix_seconds(&start.clock),
-        kvmclock: plan.kvmclock,
-        // Linux reads it at every context switch: too expensive for its use on a single CPU.
-        steal_time: count > 1,
-        pv_flush: plan.vtlb.is_none(),
-        pv_ipi: true,
-        nested_paging: plan.vtlb.is_none(),
-        id: plan.id,
-    }
 }
 
 /// Boots the guest and runs it until it ends. The error is an exit code.
@@ -299,13 +238,13 @@ fn run(
     (statistics, logged): (&Cell<VmmStatistics>, &mut Once),
     devices: Option<&Devices>,
 ) -> Result<Outcome, u64> {
-    let Guest { vcpus, notifications, helpers, .. } = guest;
-    let layout =
-        if devices.is_some() { vmm_machine::layout_with_pci() } else { vmm_machine::layout() };
-    load(start, plan, memory, &layout, vcpus)?;
-    let config = board_config(start, plan, vcpus.len() as u8);
-    let pc = Board::with_functions(config, memory, host_cpuid, devices);
-    pc.keep_logged(logged.clone());
+    let Guest { vcpus, notifications, shared, helpers } = guest;
+    let loaded = platform::load(start, plan, memory, vcpus, devices.is_some())?;
+    if plan.on_reset == OnReset::Exit {
+        release_files(start);
+    }
+    let board = platform::create_board(start, plan, memory, loaded, devices);
+    board.keep_logged(logged.clone());
     let drive = |index: usize| {
         let listeners = Listeners::new(plan);
         let paused_ticks = CONTROL.paused_ticks();
@@ -313,15 +252,16 @@ fn run(
             console,
             serial: ConsoleLine::Serial,
             notifications,
+            vcpus: shared,
             listeners,
             paused_ticks,
         };
-        let mut cpu = pc.cpu(index);
+        let mut cpu = board.cpu(index);
         let mut vcpu = vcpus[index].lock();
         vcpu.start(index, context(index));
-        let outcome = drive(&pc, &mut cpu, &mut vcpu, &mut host);
+        let outcome = drive(&board, &mut cpu, &mut vcpu, &mut host);
         // The other vCPUs end too.
-        pc.end(outcome, &mut host);
+        board.end(outcome, &mut host);
         CONTROL.close(index, cpu.exits());
         for (sum, count) in statistics.lock().exits.iter_mut().zip(cpu.exits()) {
             *sum += count;
@@ -329,9 +269,9 @@ fn run(
     };
     let timeout = time::ticks(start.clock.tsc_khz, STOP_TIMEOUT);
     let ran = run_parallel(helpers, timeout, &drive, || drive(0));
-    *logged = pc.logged();
+    *logged = board.logged();
     match ran {
-        Ok(()) => Ok(pc.outcome().unwrap_or(Outcome::HostError(0))),
+        Ok(()) => Ok(board.outcome().unwrap_or(Outcome::HostError(0))),
         Err(status) => {
             error!("cannot start the thread of a vCPU: {status:?}");
             Err(code::INTERNAL)
@@ -340,16 +280,21 @@ fn run(
 }
 
 /// Runs a vCPU until the VM ends.
-fn drive(pc: &Board, cpu: &mut Cpu, vcpu: &mut NativeVcpu, host: &mut NativeHost) -> Outcome {
+fn drive(
+    board: &GuestBoard,
+    cpu: &mut VcpuLoop,
+    vcpu: &mut NativeVcpu,
+    host: &mut NativeHost,
+) -> Outcome {
     let index = cpu.index();
     let notification = host.notifications[index];
     // Earlier orders concern the VM before its reset.
     let mut seen = CONTROL.orders();
     loop {
-        let mut events = match pc.run(cpu, vcpu, host) {
+        let mut events = match board.run(cpu, vcpu, host) {
             StopReason::End(outcome) => {
                 if outcome == Outcome::TripleFault {
-                    log_vcpu_state(index, vcpu);
+                    platform::log_vcpu_state(index, vcpu);
                 }
                 return outcome;
             }
@@ -372,45 +317,16 @@ fn drive(pc: &Board, cpu: &mut Cpu, vcpu: &mut NativeVcpu, host: &mut NativeHost
         if events & ROOT_EVENTS != 0 || seen != CONTROL.orders() {
             seen = CONTROL.orders();
             let notifications = host.notifications;
-            let mut driven = RunningVcpu { pc, cpu, vcpu, host };
+            let mut driven = RunningVcpu { board, cpu, vcpu, host };
             events |= CONTROL.serve(index, events, notifications, context(index), &mut driven);
             host.paused_ticks = CONTROL.paused_ticks();
             vcpu.set_paused_ticks(host.paused_ticks);
         }
         if events & event::CONSOLE != 0 {
             host.console.wake();
-            if let Some(slot) = host.listeners.console() {
-                pc.function_input(slot, Some(cpu), host);
-            }
-            pc.input(Some(cpu), host);
         }
-        for slot in host.listeners.notified(events) {
-            pc.function_input(slot, Some(cpu), host);
-        }
-        for slot in host.listeners.changed(events) {
-            pc.function_change(slot, Some(cpu), host);
-        }
+        platform::notify_devices(board, cpu, events, host);
     }
-}
-
-/// Logs the state of a vCPU after a triple fault or an error.
-#[cold]
-fn log_vcpu_state(index: usize, vcpu: &mut NativeVcpu) {
-    let [rip, rflags] = [Reg::Rip, Reg::Rflags].map(|register| vcpu.get(register));
-    let rsp = vcpu.gpr(Gpr::Rsp);
-    let [cr0, cr2, cr3, cr4] =
-        [Reg::Cr0, Reg::Cr2, Reg::Cr3, Reg::Cr4].map(|register| vcpu.get(register));
-    error!("vCPU {index} failed: rip {rip:#x} rsp {rsp:#x} rflags {rflags:#x}");
-    error!("  cr0 {cr0:#x} cr2 {cr2:#x} cr3 {cr3:#x} cr4 {cr4:#x}");
-    let [cs, ss, idtr] = [Seg::Cs, Seg::Ss, Seg::Idtr].map(|segment| vcpu.segment(segment));
-    error!(
-        "  cs {:#x} ss {:#x} idt {:#x}+{:#x} delivering {:?}",
-        cs.selector,
-        ss.selector,
-        idtr.base,
-        idtr.limit,
-        vcpu.event()
-    );
 }
 
 /// Returns the scheduling context of a vCPU's thread.
@@ -420,19 +336,19 @@ fn context(index: usize) -> SchedContext {
 
 /// A VM and the vCPU that a thread runs.
 struct RunningVcpu<'d, 'm, 'v, 'h> {
-    pc: &'d Board<'m>,
-    cpu: &'d Cpu,
+    board: &'d GuestBoard<'m>,
+    cpu: &'d VcpuLoop,
     vcpu: &'d mut NativeVcpu<'v>,
     host: &'d mut NativeHost<'h>,
 }
 
 impl control::ControlledVm for RunningVcpu<'_, '_, '_, '_> {
     fn press_power_button(&mut self) {
-        self.pc.press_power_button(self.host);
+        platform::press_power_button(self.board, self.host);
     }
 
     fn has_ended(&self) -> bool {
-        self.pc.outcome().is_some()
+        self.board.outcome().is_some()
     }
 
     fn figures(&mut self) -> VcpuFigures {
@@ -449,16 +365,6 @@ fn release_files(start: &Start) {
             }
         }
     }
-}
-
-/// Returns the width of physical addresses.
-fn physical_bits() -> u32 {
-    (host_cpuid(leaf::SIZES, 0)[0] & 0xff).clamp(36, 52)
-}
-
-fn host_cpuid(leaf: u32, subleaf: u32) -> [u32; 4] {
-    let values = __cpuid_count(leaf, subleaf);
-    [values.eax, values.ebx, values.ecx, values.edx]
 }
 
 fn exit_code(outcome: Outcome) -> u64 {

@@ -13,7 +13,7 @@ use proto::vtlb::Rung;
 use vmm_mem::{MAX_RANGES, PAGE_SIZE};
 use vmm_vcpu::MAX_VCPUS;
 
-use crate::{Cell, VM, vcpu_slots, vtlb};
+use crate::{Cell, VM, platform, vcpu_slots};
 
 /// Largest mapping in a guest-virtual space: 2 MiB, as in the kernel's vTLB.
 pub const MAX_ORDER: u8 = 9;
@@ -65,14 +65,14 @@ impl GuestSpace {
         let factory = Factory::at(slot::FACTORY);
         let mut this = self.0.lock();
         let Some(user) = plan.vtlb.filter(|plan| plan.rung == Rung::User) else {
-            let vm = factory.vm(VM, vtlb::mode(plan.vtlb))?;
+            let vm = factory.vm(VM, platform::vm_mode(plan.vtlb))?;
             return this.vms.push(vm).map_err(|_| Status::Overflow);
         };
         this.is_virtual = true;
         for index in 0..plan.cpus.len() as u64 {
             let own = vcpu_slots(MAX_VCPUS) + 2 * index;
             let quota = factory.factory(own, user.pool.into(), 0, 0)?;
-            let vm = quota.vm(own + 1, vtlb::mode(plan.vtlb))?;
+            let vm = quota.vm(own + 1, platform::vm_mode(plan.vtlb))?;
             this.vms.push(vm).map_err(|_| Status::Overflow)?;
         }
         Ok(())

@@ -4,6 +4,8 @@ use hw_arm64::gic::SoftwareInterrupt;
 use vmm_dev::arm64::gic::Virq;
 use vmm_vcpu::{Outcome, Platform};
 
+use crate::vcpu::Arm64Vcpu;
+
 /// Start of a vCPU, by another one or by the loader.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct StartRequest {
@@ -13,7 +15,7 @@ pub struct StartRequest {
     pub argument: u64,
 }
 
-/// Pending for a vCPU, besides the interrupts that [`Arm64Platform::take_virq`] returns.
+/// Pending for a vCPU, besides the interrupts of [`Arm64Platform::put_virqs`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Interrupts {
     /// The vCPU, which is off, starts.
@@ -40,10 +42,9 @@ pub enum Unknown {
 pub trait Arm64Platform: Platform<Interrupts = Interrupts> {
     /// Sends an SGI.
     fn send(&mut self, cpu: usize, interrupt: SoftwareInterrupt);
-    /// Takes the next interrupt for the vCPU.
-    fn take_virq(&mut self, cpu: usize) -> Option<Virq>;
-    /// Returns whether an interrupt waits for the vCPU.
-    fn has_virq(&mut self, cpu: usize) -> bool;
+    /// Moves interrupts of the vCPU to its CPU's interface while that has room; returns whether
+    /// none remains. The run loop calls it before the guest runs after each start.
+    fn put_virqs<V: Arm64Vcpu>(&mut self, cpu: usize, vcpu: &mut V) -> bool;
     /// Handles the end of an interrupt.
     fn end_virq(&mut self, cpu: usize, number: u32);
     /// Starts the vCPU with this affinity. Returns a result of PSCI.

@@ -10,7 +10,7 @@ use vmm_vcpu::{Activity, Flow, MemoryFault, Outcome, StopReason};
 use crate::exception::{external_abort, undefined};
 use crate::platform::{Arm64Platform, StartRequest, Unknown};
 use crate::psci::{self, Effect};
-use crate::vcpu::{Arm64Vcpu, Exit};
+use crate::vcpu::{Arm64Vcpu, EXIT_NAMES, Exit};
 
 /// Length of A64 instructions in bytes.
 const INSTRUCTION: u64 = 4;
@@ -41,6 +41,8 @@ pub struct VcpuLoop {
     board_deadline: Nanos,
     /// The next interrupts are still to be put into the CPU's interface.
     has_virqs: bool,
+    /// Exits by reason ([`EXIT_NAMES`]).
+    exits: [u64; EXIT_NAMES.len()],
 }
 
 impl VcpuLoop {
@@ -52,7 +54,13 @@ impl VcpuLoop {
             deadline: Deadline::UNSET,
             board_deadline: NEVER,
             has_virqs: true,
+            exits: [0; EXIT_NAMES.len()],
         }
+    }
+
+    /// Number of exits by reason, in the order of [`EXIT_NAMES`].
+    pub const fn exits(&self) -> &[u64; EXIT_NAMES.len()] {
+        &self.exits
     }
 
     /// Index of the vCPU.
@@ -81,6 +89,7 @@ impl VcpuLoop {
         }
         self.put_virqs(vcpu, bus);
         let exit = vcpu.run();
+        self.exits[exit.index()] += 1;
         self.handle(exit, vcpu, bus)
     }
 
@@ -107,26 +116,13 @@ impl VcpuLoop {
     fn put_virqs<V: Arm64Vcpu, P: Arm64Platform>(&mut self, vcpu: &mut V, bus: &mut P) {
         let mut deadline = self.board_deadline;
         if self.has_virqs {
-            self.has_virqs = !self.put_all(vcpu, bus);
+            self.has_virqs = !bus.put_virqs(self.index, vcpu);
             if self.has_virqs {
                 let retry = bus.clock().nanos(bus.counter()).saturating_add(RETRY);
                 deadline = deadline.min(retry);
             }
         }
         self.deadline.set(deadline, vcpu, bus.clock());
-    }
-
-    /// Returns `false` if interrupts remain.
-    fn put_all<V: Arm64Vcpu, P: Arm64Platform>(&self, vcpu: &mut V, bus: &mut P) -> bool {
-        while bus.has_virq(self.index) {
-            if !vcpu.has_room() {
-                return false;
-            }
-            if let Some(virq) = bus.take_virq(self.index) {
-                vcpu.put_virq(virq);
-            }
-        }
-        true
     }
 
     fn handle<V: Arm64Vcpu, P: Arm64Platform>(

@@ -72,6 +72,42 @@ pub enum Exit {
     HostError(u64),
 }
 
+/// Names of exit reasons, for messages, by [`Exit::index`].
+pub const EXIT_NAMES: [&str; 12] = [
+    "deadline",
+    "recall",
+    "wait",
+    "waited",
+    "hypercall",
+    "secure-call",
+    "memory",
+    "register",
+    "virq-ended",
+    "unknown",
+    "invalid-state",
+    "host-error",
+];
+
+impl Exit {
+    /// Index of the reason, for counting.
+    pub const fn index(&self) -> usize {
+        match self {
+            Self::Deadline => 0,
+            Self::Recall { .. } => 1,
+            Self::Wait { .. } => 2,
+            Self::Waited { .. } => 3,
+            Self::Hypercall => 4,
+            Self::SecureCall => 5,
+            Self::MemoryFault { .. } => 6,
+            Self::SystemRegister { .. } => 7,
+            Self::VirqEnded { .. } => 8,
+            Self::Unknown { .. } => 9,
+            Self::InvalidState => 10,
+            Self::HostError(_) => 11,
+        }
+    }
+}
+
 /// A vCPU of AArch64. Setters take effect at the next [`Vcpu::run`].
 pub trait Arm64Vcpu: Vcpu<Exit = Exit> {
     /// General-purpose register, below 31.

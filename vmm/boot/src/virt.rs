@@ -39,7 +39,7 @@ pub const CLOCK: u64 = 0x901_0000;
 pub const RAM: u64 = 0x4000_0000;
 
 #[cfg(feature = "load")]
-pub use load::{VirtBoot, VirtStart, load};
+pub use load::{VirtBoot, VirtStart, load, memory_needed};
 
 /// Contents of the boot.
 #[cfg(feature = "load")]
@@ -105,6 +105,16 @@ mod load {
         memory.write_slice(initrd, boot.initrd.unwrap_or(&[]))?;
         memory.write_slice(tree, &blob)?;
         Ok(VirtStart { entry, tree })
+    }
+
+    /// Least memory in bytes for a kernel, an initial RAM disk of this length and a device tree.
+    ///
+    /// # Errors
+    /// The kernel is no image of this format.
+    pub fn memory_needed(kernel: &[u8], initrd: u64) -> Result<u64, BootError> {
+        let header = Header::parse(kernel)?;
+        let end = header.offset.saturating_add(header.length.max(kernel.len() as u64));
+        Ok(end.saturating_add(initrd).saturating_add(2 * ALIGNMENT))
     }
 
     /// Header of an image.

@@ -40,6 +40,7 @@ pub use layout::{layout, layout_with_pci};
 pub use once::Once;
 pub use pc::{Counters, Pc};
 pub use virt::{Virt, VirtConfig};
+pub use vmm_arm64::Virq;
 use vmm_bus::BackendRef;
 use vmm_vcpu::CounterClock;
 pub use vmm_vcpu::{Outcome, StopReason};
@@ -99,6 +100,17 @@ pub trait Host {
     }
     /// Logs a message of one line.
     fn log(&mut self, level: Level, text: fmt::Arguments<'_>);
+    /// Puts interrupts that `take` returns into the interface of vCPU `index` (board `virt`), which
+    /// may run meanwhile, while that has room. Returns whether it has put one; a host that cannot
+    /// takes none.
+    fn put_virqs(&mut self, _index: usize, _take: &mut dyn FnMut() -> Option<Virq>) -> bool {
+        false
+    }
+    /// Makes interrupts of [`Host::put_virqs`] take effect on a vCPU that runs; returns `false` if
+    /// it does not run.
+    fn notify(&mut self, _index: usize) -> bool {
+        false
+    }
     /// Wakes vCPU `index`, which may run on another host CPU or be idle. Never called for the vCPU
     /// that is being run.
     fn kick(&mut self, index: usize);

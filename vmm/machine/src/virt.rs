@@ -11,7 +11,7 @@ use hw_arm64::gic::{SoftwareInterrupt, distributor, redistributor};
 use hw_arm64::psci;
 use spin::mutex::SpinMutex;
 use spin::relax::{RelaxStrategy, Spin};
-use vmm_arm64::{Arm64Platform, Arm64Vcpu, Interrupts, StartRequest, Unknown, VcpuLoop, Virq};
+use vmm_arm64::{Arm64Platform, Arm64Vcpu, Interrupts, StartRequest, Unknown, VcpuLoop};
 use vmm_boot::virt as layout;
 use vmm_bus::{Access, BackendRef, Device, Env, MachineEvent, Msi, NEVER, Nanos, WAKE_INPUT};
 use vmm_dev::arm64::gic::Gic;
@@ -56,6 +56,8 @@ enum Power {
     Off,
     /// It starts when its thread looks.
     Starting(StartRequest),
+    /// Its thread resets its registers.
+    Started,
     On,
 }
 
@@ -157,6 +159,16 @@ impl<'m, R: RelaxStrategy, const CPUS: usize> Virt<'m, R, CPUS> {
         self.devices.lock().effects.end
     }
 
+    /// Returns the keys of logged messages, to [keep](Virt::keep_logged) for the next board.
+    pub fn logged(&self) -> Once {
+        self.devices.lock().effects.once.clone()
+    }
+
+    /// Continues with the keys of logged messages of a previous board.
+    pub fn keep_logged(&self, logged: Once) {
+        self.devices.lock().effects.once = logged;
+    }
+
     /// Counters of unsupported guest operations.
     pub fn counters(&self) -> Counters {
         self.devices.lock().effects.counters
@@ -171,12 +183,21 @@ impl<'m, R: RelaxStrategy, const CPUS: usize> Virt<'m, R, CPUS> {
     ) -> T {
         let mut devices = self.devices.lock();
         let result = act(&mut devices, (&self.fixed, host));
-        let waiting = devices.waiting(self.fixed.vcpus);
-        let kicks = waiting & !devices.kicked & !running.map_or(0, |cpu| 1 << cpu);
+        let others = !running.map_or(0, |cpu| 1 << cpu);
+        let vcpus = self.fixed.vcpus;
+        let mut waiting = devices.waiting(vcpus) & others;
+        let put = devices.put_virqs(waiting, host);
+        if put != 0 {
+            waiting = devices.waiting(vcpus) & others;
+        }
+        let kicks = waiting & !devices.kicked;
         devices.kicked |= kicks;
         drop(devices);
-        for cpu in (0..self.fixed.vcpus).filter(|cpu| kicks & 1 << cpu != 0) {
-            host.kick(cpu);
+        let is_in = |cpus: u32, cpu: usize| cpus & 1 << cpu != 0;
+        for cpu in (0..vcpus).filter(|&cpu| is_in(kicks | put, cpu)) {
+            if is_in(kicks, cpu) || !host.notify(cpu) {
+                host.kick(cpu);
+            }
         }
         result
     }
@@ -188,9 +209,22 @@ impl<const CPUS: usize> Devices<CPUS> {
         let waits = |cpu: usize| {
             self.effects.end.is_some()
                 || matches!(self.power[cpu], Power::Starting(_))
-                || self.power[cpu] == Power::On && self.gic.is_waiting(cpu)
+                || matches!(self.power[cpu], Power::Started | Power::On) && self.gic.is_waiting(cpu)
         };
         (0..vcpus).filter(|&cpu| waits(cpu)).map(|cpu| 1 << cpu).sum()
+    }
+
+    /// Moves interrupts of these CPUs to their interfaces, while they run, as far as the host can.
+    /// Returns the CPUs that have got some: a bit each.
+    fn put_virqs<H: Host>(&mut self, cpus: u32, host: &mut H) -> u32 {
+        let mut done = 0;
+        for cpu in (0..CPUS).filter(|cpu| cpus & 1 << cpu != 0) {
+            if self.power[cpu] == Power::On && host.put_virqs(cpu, &mut || self.gic.take_virq(cpu))
+            {
+                done |= 1 << cpu;
+            }
+        }
+        done
     }
 
     /// Calls the UART, then passes its line to the interrupt controller.
@@ -365,7 +399,7 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize> Platform for CpuBus<'_, '_, H
             devices.kicked &= !(1 << cpu);
             let start = match devices.power[cpu] {
                 Power::Starting(request) => {
-                    devices.power[cpu] = Power::On;
+                    devices.power[cpu] = Power::Started;
                     Some(request)
                 }
                 _ => None,
@@ -383,12 +417,18 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize> Arm64Platform for CpuBus<'_, 
         self.locked(|devices, _| devices.gic.send(cpu, interrupt));
     }
 
-    fn take_virq(&mut self, cpu: usize) -> Option<Virq> {
-        self.locked(|devices, _| devices.gic.take_virq(cpu))
-    }
-
-    fn has_virq(&mut self, cpu: usize) -> bool {
-        self.locked(|devices, _| devices.gic.is_waiting(cpu))
+    fn put_virqs<V: Arm64Vcpu>(&mut self, cpu: usize, vcpu: &mut V) -> bool {
+        self.locked(|devices, _| {
+            if devices.power[cpu] == Power::Started {
+                devices.power[cpu] = Power::On;
+            }
+            while vcpu.has_room()
+                && let Some(virq) = devices.gic.take_virq(cpu)
+            {
+                vcpu.put_virq(virq);
+            }
+            !devices.gic.is_waiting(cpu)
+        })
     }
 
     fn end_virq(&mut self, cpu: usize, number: u32) {

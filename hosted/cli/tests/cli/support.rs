@@ -16,7 +16,9 @@ impl Folder {
     pub fn new(description: &str) -> Self {
         let folder = Self(TempDir::new().unwrap());
         fs::create_dir(folder.path("programs")).unwrap();
-        for name in ["kernel.elf", "root", "console", "vmm", "steward", "check-hostile"] {
+        for name in
+            ["kernel.elf", "root", "console", "vmm", "steward", "check-hostile", "steward-arm64"]
+        {
             fs::write(folder.path("programs").join(name), format!("stand-in for {name}")).unwrap();
         }
         folder.write("system.toml", description.as_bytes());

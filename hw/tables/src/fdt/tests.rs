@@ -209,3 +209,30 @@ proptest! {
         }
     }
 }
+
+/// QEMU 7.2's machine `virt`
+/// (`-M virt,virtualization=on,gic-version=3,dumpdtb=FILE -cpu cortex-a76 -smp 4 -m 512`).
+static VIRT: &[u8] = include_bytes!("virt.dtb");
+
+#[test]
+fn devices_of_a_virtual_machine() {
+    let fdt = Fdt::parse(VIRT).unwrap();
+    let uart = fdt.console("arm,pl011").unwrap();
+    assert_eq!(uart.ranges().next(), Some((0x900_0000, 0x1000)));
+    assert_eq!((uart.gic_interrupt(0), uart.gic_interrupt(1)), (Some(33), None));
+    let timer = fdt.find("arm,armv8-timer", |_| true).unwrap();
+    assert_eq!(
+        (0..5).map(|at| timer.gic_interrupt(at)).collect::<Vec<_>>(),
+        [Some(29), Some(30), Some(27), Some(26), None]
+    );
+    let mut places = Vec::new();
+    assert!(
+        fdt.find("virtio,mmio", |node| {
+            places.extend(node.ranges());
+            false
+        })
+        .is_none()
+    );
+    assert_eq!((places.len(), places[0]), (32, (0xa00_0000, 0x200)));
+    assert!(fdt.console("ns16550a").is_none());
+}

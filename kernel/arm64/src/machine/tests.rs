@@ -4,7 +4,7 @@
 
 use super::*;
 
-static VIRT: &[u8] = include_bytes!("virt.dtb");
+static VIRT: &[u8] = include_bytes!("../../../../hw/tables/src/fdt/virt.dtb");
 const LIMIT: u64 = 1 << 47;
 
 fn read(bytes: &[u8]) -> Result<Machine, MachineError> {

@@ -86,7 +86,7 @@ fn slot_of(world: &World, random: &mut Random, task: &Task<Fake>, operation: Op)
         matches!(
             (operation, object),
             (Op::GateCall, ObjectRef::Gate(_))
-                | (Op::VcpuRun | Op::VcpuState, ObjectRef::Vcpu(_))
+                | (Op::VcpuRun | Op::VcpuState | Op::VcpuNotify, ObjectRef::Vcpu(_))
                 | (Op::NotificationSignal | Op::NotificationWait, ObjectRef::Notification(_))
                 | (Op::Create, ObjectRef::Factory(_))
                 | (Op::Delegate | Op::UnmapAt, ObjectRef::Task(_) | ObjectRef::Vm(_))
@@ -364,6 +364,7 @@ fn every_operation_refuses_every_kind_of_object_it_is_not_for() {
         Op::ThreadBind,
         Op::VcpuRun,
         Op::VcpuState,
+        Op::VcpuNotify,
         Op::IrqControl,
         Op::SchedControl,
         Op::Delegate,

@@ -645,6 +645,36 @@ fn a_thread_blocks_while_its_guest_is_halted() {
 }
 
 #[test]
+fn a_vcpu_is_notified_without_events() {
+    let mut world = start();
+    let Guest { events, vcpu, slot, .. } = guest(&mut world);
+    let (runner, other) = (world.thread(1), world.thread(0));
+    let notified = |world: &mut World| {
+        world.call(other, Op::VcpuNotify, &[slot]);
+        assert_eq!(outcome(world, other), Some(Status::Ok));
+        world.result(other).1[0]
+    };
+    assert_eq!(notified(&mut world), 0, "no thread is in it");
+    world.call(runner, Op::VcpuRun, &[slot]);
+    machine(|machine| machine.kicks.take());
+    assert_eq!(notified(&mut world), 1);
+    assert!(machine(|machine| machine.kicks.take()).contains(&1));
+    // Its guest waits.
+    world.choose(runner);
+    let notification = world.kernel.memory.at(events);
+    assert!(world.kernel.halt(runner, world.at(runner), notification, FOREVER));
+    world.finish();
+    assert_eq!(world.phase(runner), Phase::Blocked);
+    assert_eq!(notified(&mut world), 1);
+    check(&world.kernel);
+    assert_eq!(world.phase(runner), Phase::Runnable);
+    assert!(world.at(runner).state.get().vcpu() == Some(vcpu));
+    assert_eq!(world.kernel.memory.at(events).bits.get(), 0);
+    assert!(world.kernel.memory.at(events).waiter.get().is_none());
+    world.end();
+}
+
+#[test]
 fn a_vcpu_s_notification_reaches_its_cpu() {
     let mut world = start();
     let Guest { vm, events, selector, vcpu, slot } = guest(&mut world);

@@ -94,6 +94,20 @@ impl<A: Arch> Kernel<A> {
         }
     }
 
+    /// `VcpuNotify`: the vCPU is prepared again before its guest continues. Returns whether a
+    /// thread is in `VcpuRun`.
+    pub(crate) fn vcpu_notify(&self, vcpu: &Vcpu<A>) -> bool {
+        let Some(name) = vcpu.runner.get() else { return false };
+        let Some(runner) = self.memory.get(name) else { return false };
+        if matches!(runner.state.get(), ThreadState::Halted { .. }) {
+            self.leave_notification(runner);
+            self.end_blocking(name, Status::Ok, &Cell::new(0));
+        } else if runner.cpu != A::this_cpu() {
+            A::kick(runner.cpu);
+        }
+        true
+    }
+
     /// Ends the thread's `VcpuRun` with `status`.
     pub fn vcpu_return(&self, thread: &Thread<A>, vcpu: Option<&Vcpu<A>>, status: Status) {
         // The thread may have been stopped meanwhile.

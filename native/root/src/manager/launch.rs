@@ -4,12 +4,11 @@ use abi::boot;
 use heapless::Vec;
 use proto::channel::MAX_VM_CHANNELS;
 use proto::start::{RangeKind, Role, VCPU_STACK, Vmm};
-use proto::system::{
-    Device, MAX_VCPUS, MAX_VM_DISKS, MAX_VM_NETS, SerialPort, Server, ServerKind, Vm,
-};
+use proto::system::{Device, MAX_VCPUS, MAX_VM_DISKS, MAX_VM_NETS, Server, ServerKind, Vm};
 
 use super::{FIRST_TASK, FIRST_VM, Manager};
 use crate::child::{Child, ChildConfig, StartError};
+use crate::platform;
 use crate::sessions::SystemView;
 
 /// Kernel memory of a server, in pages.
@@ -61,14 +60,12 @@ impl<'a> Manager<'a> {
                 sessions.connect_server(number, server, child, resources, view)
             });
         }
-        let (port, interrupt) = match server.device {
-            Device::Serial(port) if port == self.system.log => return Err(StartError::Device),
-            Device::Serial(SerialPort::Com1) => (0x3f8, 4),
-            Device::Serial(SerialPort::Com2) => (0x2f8, 3),
-            _ => return Err(StartError::Device),
-        };
+        let Device::Serial(port) = server.device else { return Err(StartError::Device) };
+        if port == self.system.log {
+            return Err(StartError::Device);
+        }
         self.build(&config, server.binary, |root, child| {
-            let line = child.add_device(&mut root.resources, port, interrupt)?;
+            let (line, port) = platform::add_serial(child, &mut root.resources, port)?;
             root.sessions.add_line(line)?;
             let multiplex = server.kind == ServerKind::Multiplexer;
             if multiplex {

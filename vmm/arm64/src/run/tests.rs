@@ -119,11 +119,13 @@ impl Arm64Platform for ScriptBus {
     fn send(&mut self, _: usize, interrupt: SoftwareInterrupt) {
         self.sent.push(interrupt);
     }
-    fn take_virq(&mut self, _: usize) -> Option<Virq> {
-        self.waiting.pop()
-    }
-    fn has_virq(&mut self, _: usize) -> bool {
-        !self.waiting.is_empty()
+    fn put_virqs<V: Arm64Vcpu>(&mut self, _: usize, vcpu: &mut V) -> bool {
+        while vcpu.has_room()
+            && let Some(virq) = self.waiting.pop()
+        {
+            vcpu.put_virq(virq);
+        }
+        self.waiting.is_empty()
     }
     fn end_virq(&mut self, _: usize, number: u32) {
         self.ended.push(number);

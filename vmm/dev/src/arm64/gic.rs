@@ -35,6 +35,15 @@ pub struct Virq {
     pub report_end: bool,
 }
 
+/// Indices of the set bits, ascending. Most words have none.
+fn bits(mut of: u32) -> impl Iterator<Item = u32> {
+    core::iter::from_fn(move || {
+        let index = (of != 0).then(|| of.trailing_zeros());
+        of &= of.wrapping_sub(1);
+        index
+    })
+}
+
 /// 32 interrupts: a bit each.
 #[derive(Clone, PartialEq, Eq, Debug)]
 struct Bank {
@@ -74,8 +83,7 @@ impl Bank {
 
     /// The most urgent of these interrupts.
     fn most_urgent(&self, of: u32) -> Option<(u8, u32)> {
-        let all = (0..32).filter(|index| of & 1 << index != 0);
-        all.map(|index| (self.priorities[index as usize], index)).min()
+        bits(of).map(|index| (self.priorities[index as usize], index)).min()
     }
 
     fn take(&mut self, index: u32) -> bool {
@@ -217,8 +225,10 @@ impl<const CPUS: usize> Gic<CPUS> {
             true => cpu == 0,
             false => route == cpu as u64,
         };
-        let all = (0..32).filter(|index| of & 1 << index != 0);
-        all.filter(|&index| is_for(self.routes[word][index])).map(|index| 1 << index).sum()
+        bits(of)
+            .filter(|&index| is_for(self.routes[word][index as usize]))
+            .map(|index| 1 << index)
+            .sum()
     }
 
     /// Bank with a word of a block that has a bit for each interrupt.

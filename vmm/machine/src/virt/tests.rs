@@ -1,12 +1,17 @@
 use super::*;
 use std::string::{String, ToString};
 use std::vec::Vec;
+use vmm_arm64::Virq;
 use vmm_mem::testing;
 
 #[derive(Default)]
 struct ScriptHost {
     kicks: Vec<usize>,
     lines: Vec<String>,
+    /// Interrupts that other threads have put, and how many of them have room.
+    put: Vec<(usize, u32)>,
+    room: usize,
+    is_running: bool,
 }
 
 impl Host for ScriptHost {
@@ -16,9 +21,55 @@ impl Host for ScriptHost {
     fn log(&mut self, _: Level, text: fmt::Arguments<'_>) {
         self.lines.push(text.to_string());
     }
+    fn put_virqs(&mut self, index: usize, take: &mut dyn FnMut() -> Option<Virq>) -> bool {
+        let before = self.put.len();
+        while self.put.len() < self.room
+            && let Some(virq) = take()
+        {
+            self.put.push((index, virq.number));
+        }
+        self.put.len() > before
+    }
+    fn notify(&mut self, _: usize) -> bool {
+        self.is_running
+    }
     fn kick(&mut self, index: usize) {
         self.kicks.push(index);
     }
+}
+
+#[test]
+fn interrupts_reach_a_vcpu_that_runs_without_a_kick() {
+    let memory = testing::memory(&[(layout::RAM, 4096)]);
+    let virt = Virt::<Spin, 4>::new(config(), &memory);
+    let mut host = ScriptHost { room: 1, is_running: true, ..ScriptHost::default() };
+    let mut bus = CpuBus { virt: &virt, host: &mut host, cpu: 0, needs_service: false };
+    // Group 1 and SGIs 0 to 2 of vCPU 1 are enabled.
+    bus.mmio_write(0, layout::DISTRIBUTOR, 4, 0x12);
+    bus.mmio_write(0, layout::REDISTRIBUTORS + 0x3_0080, 4, 7);
+    bus.mmio_write(0, layout::REDISTRIBUTORS + 0x3_0100, 4, 7);
+    bus.start(1, START);
+    bus.service_timers(1);
+    let kicks = bus.host.kicks.len();
+    let send = |bus: &mut CpuBus<'_, '_, ScriptHost, Spin, 4>, number: u64| {
+        bus.send(0, SoftwareInterrupt::decode(number << 24 | 1 << 1));
+    };
+    // Its thread has not reset it yet: it gets a kick instead.
+    send(&mut bus, 0);
+    assert_eq!((bus.host.put.len(), bus.host.kicks.len()), (0, kicks + 1));
+    virt.devices.lock().power[1] = Power::On;
+    bus.service_timers(1);
+    send(&mut bus, 1);
+    assert_eq!((&bus.host.put[..], bus.host.kicks.len()), (&[(1, 0)][..], kicks + 2));
+    bus.host.room = 4;
+    bus.service_timers(1);
+    send(&mut bus, 2);
+    assert_eq!(bus.host.put, [(1, 0), (1, 1), (1, 2)]);
+    assert_eq!(bus.host.kicks.len(), kicks + 2, "it runs, and has all");
+    bus.host.is_running = false;
+    bus.host.room = 5;
+    send(&mut bus, 0);
+    assert_eq!(bus.host.kicks.len(), kicks + 3, "it may be idle");
 }
 
 const START: StartRequest = StartRequest { entry: layout::RAM, argument: 0 };

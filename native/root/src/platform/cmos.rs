@@ -1,5 +1,6 @@
 //! The machine's wall clock: the real-time clock of a PC (Motorola MC146818A data sheet).
 
+use native_rt::start::Boot;
 use native_rt::{Ports, time};
 
 const INDEX: u16 = 0;
@@ -25,7 +26,7 @@ const MAX_READS: u32 = 10_000;
 
 /// Reads the wall clock: TSC, and seconds since 1970 at that time. Returns 1970 if the clock is
 /// missing.
-pub fn read_wall_clock() -> (u64, u64) {
+pub fn wall_clock(_: &Boot) -> (u64, u64) {
     let Some(ports) = Ports::new(0x70, 2) else { return (time::tsc(), 0) };
     let mut register = |index| {
         ports.write(INDEX, index);

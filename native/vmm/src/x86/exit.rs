@@ -5,7 +5,7 @@ use abi::vcpu::{exit, memory_fault};
 use vmm_vcpu::MemoryFault;
 use vmm_x86::exit::{Exit, IoExit};
 
-use crate::guest_virtual::GuestVirtual;
+use super::guest_virtual::GuestVirtual;
 
 /// Description of [`x86_exit::INVALID_STATE`].
 const INVALID: &str = "the CPU rejected the guest state";

@@ -13,10 +13,10 @@ use vmm_x86::exit::Exit;
 use vmm_x86::registers::Group;
 use vmm_x86::{Event, Gpr, InterruptWindow, Reg, Seg, Segment, X86Vcpu};
 
+use super::exit::decode;
+use super::guest_virtual::GuestVirtual;
 use crate::console::Console;
 use crate::control::CONTROL;
-use crate::exit::decode;
-use crate::guest_virtual::GuestVirtual;
 
 /// A vCPU of the kernel.
 pub struct NativeVcpu<'a> {

@@ -1,0 +1,199 @@
+//! Micro-guest that abuses the board: floods of calls, SGIs to CPUs that do not exist, all
+//! interrupts pending at once, loops of cache maintenance by set and way, atomic and misaligned
+//! accesses to devices; a second vCPU has its page tables in device registers. It switches the VM
+//! off if everything has the results of the architecture, and resets it otherwise.
+#![no_std]
+#![no_main]
+
+mod board;
+
+use core::arch::{asm, global_asm};
+
+use board::{call, counter, enable_interrupts, frequency, read, send, start_other, take, write};
+
+const DISTRIBUTOR: usize = 0x800_0000;
+const PRIVATE: usize = 0x80b_0000;
+const UART: usize = 0x900_0000;
+/// Registers of the distributor for a bit per interrupt, and those of priorities.
+const GROUP: usize = 0x80;
+const ENABLE: usize = 0x100;
+const PEND: usize = 0x200;
+/// Most interrupts that a GICv3 has without messages, in words of 32.
+const WORDS: usize = 32;
+const FLOOD: u64 = 20_000;
+/// Interrupts that the board has.
+const INTERRUPTS: u64 = 96;
+const NONE: u64 = 1_020;
+
+static mut STACK: [u64; 256] = [0; 256];
+
+// Vectors that skip the instruction of a synchronous exception and count it in x28's place in
+// memory: TPIDR_EL0 has the count.
+global_asm!(
+    ".align 11",
+    "skipping_vectors:",
+    ".rept 16",
+    "msr tpidr_el1, x0",
+    "mrs x0, elr_el1",
+    "add x0, x0, #4",
+    "msr elr_el1, x0",
+    "mrs x0, tpidr_el0",
+    "add x0, x0, #1",
+    "msr tpidr_el0, x0",
+    "mrs x0, tpidr_el1",
+    "eret",
+    ".align 7",
+    ".endr",
+);
+
+unsafe extern "C" {
+    fn skipping_vectors();
+}
+
+/// Number of exceptions so far.
+fn exceptions() -> u64 {
+    let value;
+    // SAFETY: reads a register.
+    unsafe { asm!("mrs {}, tpidr_el0", out(reg) value, options(nomem, nostack)) };
+    value
+}
+
+/// Ends the guest with a failure unless it holds.
+fn check(what: &str, holds: bool) {
+    if !holds {
+        line!("FAILED: {what}");
+        // PSCI: system reset.
+        call(0x8400_0009, [0; 3]);
+    }
+}
+
+/// Next random number.
+fn random(state: &mut u64) -> u64 {
+    *state = state.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x3b1);
+    *state >> 16
+}
+
+/// Entry of the first vCPU.
+pub extern "C" fn guest_main() {
+    // SAFETY: vectors that change nothing but two thread registers.
+    unsafe {
+        asm!(
+            "msr vbar_el1, {}", "msr tpidr_el0, xzr", "isb",
+            in(reg) skipping_vectors as *const (), options(nostack)
+        );
+    }
+    enable_interrupts(0);
+    let mut state = 1;
+    calls(&mut state);
+    interrupts(&mut state);
+    caches();
+    devices();
+    // SAFETY: the second vCPU alone uses it.
+    let stack = unsafe { &mut *(&raw mut STACK) };
+    check("the second vCPU starts", start_other(1, stack));
+    // It never gets anywhere, and does not disturb this vCPU.
+    let end = counter() + frequency() / 4;
+    while counter() < end {
+        check("SGI to itself", sgi_arrives());
+    }
+    line!("abuse ok, {} exceptions", exceptions());
+}
+
+fn sgi_arrives() -> bool {
+    send(0);
+    let end = counter() + frequency();
+    while counter() < end {
+        if take() < NONE {
+            return true;
+        }
+    }
+    false
+}
+
+/// Firmware calls that do not exist, by both instructions.
+fn calls(state: &mut u64) {
+    for _ in 0..FLOOD {
+        // Bits 8 to 15 are 0 in all functions of PSCI.
+        let function = random(state) & 0xffff_ffff | 0x4200;
+        let result: u64;
+        // SAFETY: no function has this number.
+        unsafe {
+            asm!(
+                "smc #0", inlateout("x0") function => result,
+                lateout("x1") _, lateout("x2") _, lateout("x3") _, options(nostack)
+            );
+        }
+        check("unknown call", result as u32 == u32::MAX);
+    }
+    check("calls without exceptions", exceptions() == 0);
+}
+
+/// SGIs to any CPUs, and all interrupts pending at once.
+fn interrupts(state: &mut u64) {
+    for _ in 0..FLOOD {
+        let value = random(state) & !(1 << 40);
+        // SAFETY: an interrupt, which stays masked.
+        unsafe { asm!("msr S3_0_C12_C11_5, {}", in(reg) value, options(nostack)) };
+    }
+    while take() < NONE {}
+    for word in 0..WORDS {
+        for block in [GROUP, ENABLE, PEND] {
+            write(DISTRIBUTOR + block + 4 * word, u32::MAX);
+        }
+    }
+    write(PRIVATE + ENABLE, u32::MAX);
+    write(PRIVATE + PEND, u32::MAX);
+    let (mut taken, end) = (0, counter() + 10 * frequency());
+    while taken < INTERRUPTS && counter() < end {
+        let number = take();
+        taken += u64::from(number < NONE);
+    }
+    check("all interrupts", taken == INTERRUPTS);
+}
+
+/// Maintenance of caches by set and way.
+fn caches() {
+    for value in 0..FLOOD {
+        // SAFETY: caches hold nothing while the MMU is off.
+        unsafe {
+            asm!(
+                "dc isw, {0}", "dc csw, {0}", "dc cisw, {0}",
+                in(reg) value << 4, options(nostack)
+            );
+        }
+    }
+    check("caches", exceptions() == 0);
+}
+
+/// Accesses to devices that no syndrome describes, or that are not aligned.
+fn devices() {
+    for (base, count) in [(UART, 64), (DISTRIBUTOR, 64), (UART + 0x10_0000, 8)] {
+        for offset in 0..count {
+            let before = exceptions();
+            // SAFETY: exceptions are skipped; no device writes memory.
+            unsafe {
+                asm!(
+                    ".arch_extension lse", "ldadd x1, x2, [{0}]", "ldxr x2, [{0}]", "stxr w3, x2, [{0}]", "clrex",
+                    "ldp x1, x2, [{0}]", "stp x1, x2, [{0}]", "ldr x2, [{0}], #8",
+                    inout(reg) base + offset => _,
+                    out("x1") _, out("x2") _, out("x3") _, options(nostack)
+                );
+            }
+            check("exceptions of devices", exceptions() > before);
+        }
+    }
+    check("the UART", read(UART + 0x18) & 1 << 5 == 0);
+}
+
+/// Entry of the second vCPU: its page tables are the registers of the UART.
+pub extern "C" fn other_main() {
+    // SAFETY: this vCPU gets nowhere afterwards.
+    unsafe {
+        asm!(
+            "msr ttbr0_el1, {tables}", "msr tcr_el1, {control}", "isb",
+            "mrs {value}, sctlr_el1", "orr {value}, {value}, #1", "msr sctlr_el1, {value}", "isb",
+            tables = in(reg) UART, control = in(reg) 25u64 | 1 << 23, value = out(reg) _,
+            options(nostack)
+        );
+    }
+}

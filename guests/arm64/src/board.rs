@@ -1,0 +1,196 @@
+//! The board `virt` for micro-guests in Rust: UART, GICv3, virtual timer, PSCI. A guest has the
+//! function `guest_main`, after which the VM is switched off; interrupts stay masked.
+#![allow(dead_code, reason = "no guest uses everything")]
+
+use core::arch::{asm, global_asm};
+use core::fmt::{self, Write};
+
+global_asm!(
+    include_str!("board.s"),
+    "begin: bl {main}",
+    "b power_off",
+    // Another vCPU begins with its stack in x0.
+    "other_start: mov sp, x0",
+    "bl {other}",
+    "b .",
+    main = sym crate::guest_main,
+    other = sym crate::other_main,
+);
+
+unsafe extern "C" {
+    fn other_start();
+}
+
+const UART: usize = 0x900_0000;
+const UART_FLAGS: usize = UART + 0x18;
+const TRANSMIT_FULL: u32 = 1 << 5;
+const DISTRIBUTOR: usize = 0x800_0000;
+/// Registers of the first CPU's private interrupts; those of the next one follow.
+const PRIVATE: usize = 0x80b_0000;
+const REDISTRIBUTOR: usize = 0x2_0000;
+/// Interrupt of the virtual timer.
+pub const TIMER: u64 = 27;
+const CPU_ON: u64 = 0xc400_0003;
+
+/// Reads a device register.
+pub fn read(address: usize) -> u32 {
+    let value;
+    // SAFETY: a device register, or an external abort, which ends the guest.
+    unsafe { asm!("ldr {:w}, [{}]", out(reg) value, in(reg) address, options(nostack)) };
+    value
+}
+
+/// Writes a device register.
+pub fn write(address: usize, value: u32) {
+    // SAFETY: as for `read`; no device of the board writes memory.
+    unsafe { asm!("str {:w}, [{}]", in(reg) value, in(reg) address, options(nostack)) };
+}
+
+/// Reads the flags of the UART: an exit to the VMM.
+pub fn uart_flags() -> u32 {
+    read(UART_FLAGS)
+}
+
+/// The UART.
+pub struct ConsoleOutput;
+
+impl Write for ConsoleOutput {
+    fn write_str(&mut self, text: &str) -> fmt::Result {
+        for byte in text.bytes() {
+            while uart_flags() & TRANSMIT_FULL != 0 {}
+            write(UART, byte.into());
+        }
+        Ok(())
+    }
+}
+
+/// Prints a line.
+#[macro_export]
+macro_rules! line {
+    ($($argument:tt)*) => {{
+        use core::fmt::Write;
+        let _ = write!($crate::board::ConsoleOutput, $($argument)*);
+        let _ = $crate::board::ConsoleOutput.write_str("\r\n");
+    }};
+}
+
+/// Calls the hypervisor: number or function, and arguments; returns the result.
+#[inline(always)]
+pub fn call(function: u64, arguments: [u64; 3]) -> u64 {
+    let [first, second, third] = arguments;
+    let result;
+    // SAFETY: SMCCC: changes x0 to x17 at most; what PSCI starts has a stack of its own.
+    unsafe {
+        asm!(
+            "hvc #0",
+            inlateout("x0") function => result,
+            inlateout("x1") first => _, inlateout("x2") second => _, inlateout("x3") third => _,
+            lateout("x4") _, lateout("x5") _, lateout("x6") _, lateout("x7") _,
+            lateout("x8") _, lateout("x9") _, lateout("x10") _, lateout("x11") _,
+            lateout("x12") _, lateout("x13") _, lateout("x14") _, lateout("x15") _,
+            lateout("x16") _, lateout("x17") _,
+            options(nostack),
+        );
+    }
+    result
+}
+
+/// Starts vCPU `index` in `other_main`, with this stack.
+pub fn start_other(index: u64, stack: &'static mut [u64]) -> bool {
+    let top = stack.as_ptr_range().end as u64 & !15;
+    call(CPU_ON, [index, other_start as *const () as u64, top]) == 0
+}
+
+/// Reads the virtual counter, after everything before it.
+#[inline(always)]
+pub fn counter() -> u64 {
+    let value;
+    // SAFETY: reads a counter.
+    unsafe { asm!("isb", "mrs {}, cntvct_el0", out(reg) value, options(nostack)) };
+    value
+}
+
+/// Ticks of the counter per second.
+pub fn frequency() -> u64 {
+    let value;
+    // SAFETY: reads a register.
+    unsafe { asm!("mrs {}, cntfrq_el0", out(reg) value, options(nomem, nostack)) };
+    value
+}
+
+/// Enables SGIs and the timer's interrupt on this CPU.
+pub fn enable_interrupts(index: usize) {
+    let private = PRIVATE + REDISTRIBUTOR * index;
+    write(DISTRIBUTOR, 0x12);
+    write(private + 0x80, u32::MAX);
+    write(private + 0x100, 0xffff | 1 << TIMER);
+    // SAFETY: the CPU's interface: system registers, all priorities, group 1. Interrupts stay
+    // masked in the processor.
+    unsafe {
+        asm!(
+            "msr S3_0_C12_C12_5, {one}", "isb",
+            "msr S3_0_C4_C6_0, {lowest}",
+            "msr S3_0_C12_C12_7, {one}", "isb",
+            one = in(reg) 1u64, lowest = in(reg) 0xf8u64, options(nostack)
+        );
+    }
+}
+
+/// Sends SGI 1 to a CPU.
+#[inline(always)]
+pub fn send(index: u64) {
+    let value = 1u64 << 24 | 1 << index;
+    // SAFETY: an interrupt, which stays masked.
+    unsafe { asm!("msr S3_0_C12_C11_5, {}", "isb", in(reg) value, options(nostack)) };
+}
+
+/// Takes and ends the most urgent pending interrupt; above 1,019: none.
+#[inline(always)]
+pub fn take() -> u64 {
+    let number;
+    // SAFETY: accesses the CPU's interface.
+    unsafe {
+        asm!(
+            "mrs {0}, S3_0_C12_C12_0", "msr S3_0_C12_C12_1, {0}", "isb",
+            out(reg) number, options(nostack)
+        );
+    }
+    number
+}
+
+/// Waits for an interrupt.
+#[inline(always)]
+pub fn wait() {
+    // SAFETY: interrupts are masked, and end the wait.
+    unsafe { asm!("wfi", options(nostack)) };
+}
+
+/// Returns whether an interrupt is pending.
+#[inline(always)]
+pub fn is_pending() -> bool {
+    let value: u64;
+    // SAFETY: reads a register.
+    unsafe { asm!("mrs {}, isr_el1", out(reg) value, options(nostack)) };
+    value != 0
+}
+
+/// Sets the virtual timer to a value of the counter; `None`: off.
+#[inline(always)]
+pub fn set_timer(deadline: Option<u64>) {
+    let (value, control) = deadline.map_or((0, 0), |value| (value, 1u64));
+    // SAFETY: an interrupt, which stays masked.
+    unsafe {
+        asm!(
+            "msr cntv_cval_el0, {}", "msr cntv_ctl_el0, {}", "isb",
+            in(reg) value, in(reg) control, options(nostack)
+        );
+    }
+}
+
+#[panic_handler]
+fn panic(_: &core::panic::PanicInfo) -> ! {
+    line!("FAILED: panic");
+    // PSCI: system reset.
+    call(0x8400_0009, [0; 3]);
+    loop {}
+}

@@ -1,0 +1,46 @@
+//! Parts of root that depend on the machine: its serial port for the console, wall clock, end,
+//! faults of its processor. A module per architecture has the same items:
+//!
+//! - `PROCESSOR`: processor that programs must be for;
+//! - `HAS_ACPI`: the firmware may have ACPI tables, which describe PCI and IOMMUs;
+//! - `EXIT_NAMES`: names of a VM's exits in a VMM's statistics;
+//! - `prepare`: called once before anything else;
+//! - `wall_clock`: the counter, and seconds since 1970 at that time, 0 without a clock;
+//! - `add_serial`: gives a child a serial port; returns its interrupt, and its first I/O port or 0;
+//! - `leave`: ends the machine with an outcome, if it can be ended;
+//! - `describe`: writes the text of a [`Fault`].
+
+use core::fmt;
+
+#[cfg(any(test, target_arch = "aarch64"))]
+mod arm64;
+#[cfg(target_arch = "x86_64")]
+mod cmos;
+#[cfg(target_arch = "x86_64")]
+mod x86;
+
+#[cfg(target_arch = "aarch64")]
+pub use arm64::{
+    EXIT_NAMES, HAS_ACPI, PROCESSOR, add_serial, describe, leave, prepare, wall_clock,
+};
+#[cfg(target_arch = "x86_64")]
+pub use x86::{EXIT_NAMES, HAS_ACPI, PROCESSOR, add_serial, describe, leave, prepare, wall_clock};
+
+/// A fault of a child, as the kernel reports it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Fault {
+    /// Exception vector; on AArch64 the class of the exception.
+    pub vector: u64,
+    /// Error code; on AArch64 the syndrome.
+    pub error: u64,
+    /// Address of a page fault.
+    pub address: u64,
+    /// Instruction pointer.
+    pub ip: u64,
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, to: &mut fmt::Formatter) -> fmt::Result {
+        describe(self, to)
+    }
+}

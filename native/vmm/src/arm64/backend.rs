@@ -1,0 +1,259 @@
+//! Native back end of a vCPU: [`Arm64Vcpu`] over a vCPU object of the kernel.
+//!
+//! The registers of EL1 are fetched on first use after an exit, and changed as a whole.
+
+use abi::vcpu::arm64::{VcpuState, exit as arm64_exit, group, system, virq};
+use abi::vcpu::{SharedU64, exit, memory_fault};
+use hw_arm64::registers::sctlr;
+use native_rt::{SchedContext, SharedVcpu, Vcpu, time};
+use proto::vtlb::COUNTERS;
+use vmm_arm64::{Arm64Vcpu, Exit, System, Virq};
+use vmm_vcpu::MemoryFault;
+
+use crate::console::Console;
+
+/// A vCPU of the kernel.
+pub struct NativeVcpu<'a> {
+    vcpu: Vcpu,
+    /// Groups of the state page that are valid.
+    valid: u64,
+    console: &'a Console,
+    /// Deadline of the board, as a counter value.
+    deadline: u64,
+    /// Ticks during which the VM was paused: its time is this much less than the host's.
+    paused_ticks: u64,
+    /// Halt mode for the kernel, unless pending output requires an exit.
+    halt_mode: u64,
+}
+
+impl<'a> NativeVcpu<'a> {
+    /// Wraps a vCPU that has not run yet. [`run`](vmm_vcpu::Vcpu::run) flushes `console` when its
+    /// output has waited long enough.
+    pub fn new(vcpu: Vcpu, console: &'a Console) -> Self {
+        Self { vcpu, valid: 0, console, deadline: abi::FOREVER, paused_ticks: 0, halt_mode: 1 }
+    }
+
+    /// Starts the VM with this vCPU: the board has no record of stolen time.
+    pub fn start(&mut self, _: usize, _: SchedContext) {}
+
+    /// Returns the number of world switches, and of exits handled in the kernel.
+    pub fn counts(&mut self) -> (u64, u64) {
+        let state = self.vcpu.state();
+        (state.run.entries.get(), state.run.handled_in_kernel.get())
+    }
+
+    /// Returns the counters of the vTLB, which does not exist here.
+    pub fn vtlb_counters(&mut self) -> [u64; COUNTERS] {
+        [0; COUNTERS]
+    }
+
+    /// Returns the ticks that the kernel has waited while the guest was halted.
+    pub fn halted(&mut self) -> u64 {
+        self.vcpu.state().run.halted.get()
+    }
+
+    /// Sets the time of all pauses, in ticks. The guest's virtual counter continues from its value
+    /// before the pause.
+    pub fn set_paused_ticks(&mut self, ticks: u64) {
+        if ticks != self.paused_ticks {
+            self.paused_ticks = ticks;
+            self.system_state();
+            self.set_offset(ticks);
+            // The kernel checks a new deadline before the guest runs; this one is in VM time again.
+            self.deadline = 0;
+        }
+    }
+
+    /// Changes the offset of the guest's virtual counter; the registers of EL1 are valid.
+    fn set_offset(&mut self, ticks: u64) {
+        let state = self.vcpu.state();
+        state.counter_offset.set(ticks);
+        state.run.dirty.set(state.run.dirty.get() | group::SYSTEM);
+    }
+
+    /// Returns the state page with valid registers of EL1.
+    #[cold]
+    fn system_state(&mut self) -> &VcpuState {
+        if self.valid & group::SYSTEM == 0 {
+            // It fails only for a wrong selector or right, which the next run reports.
+            let _ = self.vcpu.fetch(group::SYSTEM);
+            self.valid |= group::SYSTEM;
+        }
+        self.vcpu.state()
+    }
+}
+
+/// Index of a register in the state page.
+const fn index(register: System) -> usize {
+    match register {
+        System::Sctlr => system::SCTLR_EL1,
+        System::Vbar => system::VBAR_EL1,
+        System::Esr => system::ESR_EL1,
+        System::Elr => system::ELR_EL1,
+        System::Spsr => system::SPSR_EL1,
+    }
+}
+
+/// Word of the state page for an interrupt.
+const fn word(interrupt: Virq) -> u64 {
+    let report = if interrupt.report_end { virq::REPORT_END } else { 0 };
+    let priority = (interrupt.priority as u64) << virq::PRIORITY_SHIFT;
+    virq::VALID | report | priority | interrupt.number as u64
+}
+
+/// Place for an interrupt in a state page. The board's lock is held by those who fill it, so it
+/// stays free.
+fn free_word(state: &VcpuState) -> Option<&SharedU64> {
+    state.virqs.iter().find(|word| word.get() == 0)
+}
+
+/// Puts interrupts into the state page of a vCPU, which may run; returns whether there were any.
+pub fn put_virqs(vcpu: SharedVcpu, take: &mut dyn FnMut() -> Option<Virq>) -> bool {
+    let mut has_put = false;
+    while let Some(place) = free_word(vcpu.state())
+        && let Some(virq) = take()
+    {
+        place.set(word(virq));
+        has_put = true;
+    }
+    has_put
+}
+
+impl vmm_vcpu::Vcpu for NativeVcpu<'_> {
+    type Exit = Exit;
+
+    fn set_deadline(&mut self, ticks: u64) {
+        self.deadline = ticks.saturating_add(self.paused_ticks);
+    }
+
+    fn stolen(&mut self) -> u64 {
+        // The board has no record of stolen time.
+        0
+    }
+
+    fn set_wait_exits(&mut self, exit: bool) {
+        self.halt_mode = u64::from(!exit);
+    }
+
+    fn flush_tlb(&mut self) {
+        // The guest flushes its TLB itself.
+    }
+
+    /// Runs the guest. Flushes overdue output first: a guest that computes without ever being idle
+    /// gives the VMM no other occasion.
+    fn run(&mut self) -> Exit {
+        loop {
+            let state = self.vcpu.state();
+            let flush_at = self.console.flush_at();
+            state.run.deadline.set(self.deadline.min(flush_at));
+            // A wait must not delay pending output.
+            state.run.halt.set(if flush_at == abi::FOREVER { self.halt_mode } else { 0 });
+            if let Err(status) = self.vcpu.run() {
+                return Exit::HostError(status as u64);
+            }
+            let state = self.vcpu.state();
+            self.valid = state.run.valid.get();
+            if state.run.exit_reason.get() != exit::DEADLINE {
+                return decode(state, self.paused_ticks);
+            }
+            let now = time::tsc();
+            if self.console.flush_at() <= now {
+                self.console.flush();
+            }
+            if self.deadline <= now {
+                return Exit::Deadline;
+            }
+        }
+    }
+}
+
+/// Returns the exit that the kernel has reported in the state page, with times of the VM.
+fn decode(state: &VcpuState, paused_ticks: u64) -> Exit {
+    let run = &state.run;
+    let information = run.exit_info.get();
+    match run.exit_reason.get() {
+        exit::DEADLINE => Exit::Deadline,
+        exit::RECALL => Exit::Recall { events: run.events.get() },
+        exit::HALT => Exit::Wait { timer: state.timer_deadline.get().saturating_sub(paused_ticks) },
+        exit::HALTED => Exit::Waited { events: run.events.get() },
+        exit::HYPERCALL => Exit::Hypercall,
+        exit::MEMORY_FAULT => Exit::MemoryFault {
+            fault: MemoryFault {
+                gpa: run.fault_address.get(),
+                write: information & memory_fault::WRITE != 0,
+                fetch: information & memory_fault::FETCH != 0,
+                walk: information & memory_fault::WALK != 0,
+            },
+            syndrome: state.syndrome.get(),
+        },
+        arm64_exit::SYSTEM_REGISTER => Exit::SystemRegister { syndrome: information },
+        arm64_exit::SECURE_CALL => Exit::SecureCall,
+        arm64_exit::VIRQ_ENDED => Exit::VirqEnded { number: information as u32 },
+        arm64_exit::INVALID_STATE => Exit::InvalidState,
+        _ => Exit::Unknown { syndrome: information },
+    }
+}
+
+impl Arm64Vcpu for NativeVcpu<'_> {
+    fn general(&mut self, index: usize) -> u64 {
+        self.vcpu.state().x.get(index).map_or(0, |register| register.get())
+    }
+
+    fn set_general(&mut self, index: usize, value: u64) {
+        if let Some(register) = self.vcpu.state().x.get(index) {
+            register.set(value);
+        }
+    }
+
+    fn pc(&mut self) -> u64 {
+        self.vcpu.state().pc.get()
+    }
+
+    fn set_pc(&mut self, value: u64) {
+        self.vcpu.state().pc.set(value);
+    }
+
+    fn state(&mut self) -> u64 {
+        self.vcpu.state().pstate.get()
+    }
+
+    fn set_state(&mut self, value: u64) {
+        self.vcpu.state().pstate.set(value);
+    }
+
+    fn system(&mut self, register: System) -> u64 {
+        self.system_state().system[index(register)].get()
+    }
+
+    fn set_system(&mut self, register: System, value: u64) {
+        let state = self.system_state();
+        state.system[index(register)].set(value);
+        state.run.dirty.set(state.run.dirty.get() | group::SYSTEM);
+    }
+
+    fn reset(&mut self, affinity: u64) {
+        let state = self.vcpu.state();
+        let all = [&state.sp, &state.tpidr];
+        let registers = state.x.iter().chain(&state.system).chain(&state.virqs).chain(all);
+        registers.for_each(|register| register.set(0));
+        state.system[system::SCTLR_EL1].set(sctlr::OFF);
+        state.affinity.set(affinity);
+        let ticks = self.paused_ticks;
+        self.set_offset(ticks);
+        self.valid |= group::SYSTEM;
+    }
+
+    fn has_room(&mut self) -> bool {
+        free_word(self.vcpu.state()).is_some()
+    }
+
+    fn put_virq(&mut self, virq: Virq) {
+        if let Some(place) = free_word(self.vcpu.state()) {
+            place.set(word(virq));
+        }
+    }
+
+    fn set_timer_virq(&mut self, virq: Option<Virq>) {
+        self.vcpu.state().timer_virq.set(virq.map_or(0, word));
+    }
+}

@@ -1,0 +1,171 @@
+//! Systems of the native microhypervisor on AArch64.
+
+use super::{base, task};
+use crate::scenario::{Backend, Scenario, Step};
+use crate::system::Machine;
+
+/// The head of a description.
+const HEAD: &str = "[system]\nboard = \"qemu-virt\"\nlog = \"com2\"\nshare_cpus = true\n";
+
+/// Adds a virtual machine with Debian's kernel and a busybox RAM disk.
+fn linux(name: &str, command_line: &str, more: &str) -> String {
+    format!(
+        "\n[[vm]]\nname = \"{name}\"\nmemory = \"128M\"\nkernel = \"debian\"\ninitrd = \"busybox\"\n\
+         cmdline = \"console=ttyAMA0 {command_line}\"\n{more}\n"
+    )
+}
+
+/// Adds a virtual machine with a micro-guest.
+fn micro(name: &str, guest: &str, more: &str) -> String {
+    format!("\n[[vm]]\nname = \"{name}\"\nmemory = \"16M\"\nkernel = \"micro:{guest}\"\n{more}\n")
+}
+
+/// Returns a scenario with defaults for this system.
+fn arm64(name: &'static str, system: String) -> Scenario {
+    Scenario {
+        backends: &[Backend::NativeArm64Vhe],
+        system: format!("{HEAD}{system}"),
+        never: &["PANIC", "Oops", "BUG: ", "WARNING: CPU", "rcu: INFO", "thread stopped"],
+        ..base(name, String::new())
+    }
+}
+
+/// Guests, the console and its clients, the operator shell, restarts.
+pub fn arm64_scenarios() -> Vec<Scenario> {
+    let steward =
+        || task("steward", "steward", &[], "console = \"mux\"\nmanage = true\npriority = 20");
+    vec![
+        Scenario {
+            texts: vec![
+                "hello from a micro-guest for AArch64".into(),
+                "vm guest ended: power-off code 0".into(),
+            ],
+            ..arm64("hello", micro("guest", "hello", "console = \"com1\""))
+        },
+        Scenario {
+            cpus: &[1, 4],
+            steps: vec![
+                Step::Console(" # "),
+                Step::Type("echo machine $(uname -m) CPUs $(grep -c ^processor /proc/cpuinfo)\n"),
+                Step::Console("machine aarch64 CPUs "),
+                Step::Type("[ $(date +%s) -gt 1700000000 ] && echo the time is $((6 * 7))\n"),
+                Step::Console("the time is 42"),
+                Step::Type("time sleep 1; for i in $(seq 100); do echo; done | wc -l; poweroff\n"),
+                Step::Console("real\t0m 1.0"),
+                Step::Console("100"),
+            ],
+            texts: vec!["vm linux ended: power-off code 0".into()],
+            limit: 240,
+            ..arm64("linux", linux("linux", "panic=-1", "console = \"com1\"\ncpus = {cpus}"))
+        },
+        Scenario {
+            texts: vec!["vm guest ended: power-off code 0".into()],
+            ..arm64("hostile", micro("guest", "hostile", ""))
+        },
+        Scenario {
+            cpus: &[1, 2],
+            texts: vec!["abuse ok".into(), "vm guest ended: power-off code 0".into()],
+            ..arm64("abuse", micro("guest", "abuse", "console = \"com1\"\ncpus = 2"))
+        },
+        Scenario {
+            texts: vec!["vm guest ended: power-off code 0".into()],
+            machine: Machine { qemu: &["-cpu", "max"], ..Machine::default() },
+            ..arm64("hostile-max", micro("guest", "hostile", ""))
+        },
+        Scenario {
+            cpus: &[1, 4],
+            steps: operator_steps(),
+            limit: 400,
+            // What `make run ARCH=arm64` starts.
+            system: include_str!("../../../examples/arm64.toml").to_owned(),
+            ..arm64("several-guests", String::new())
+        },
+        Scenario {
+            cpus: &[1, 4],
+            steps: vec![
+                Step::Console("steward> "),
+                Step::Type("\x1d2"),
+                Step::Console("tick 3"),
+                Step::Type("\x1d1restart console\r"),
+                Step::Log("server console started"),
+                Step::Log("server console started"),
+                Step::Type("\x1d2"),
+                Step::Console("tick "),
+                Step::Type("\x1d1\rlist\r"),
+                Step::Console("running"),
+                // It crashes at once, again and again.
+                Step::Log("vm crashes ended: reset code 83"),
+                Step::Log("vm crashes restarts in"),
+                Step::Log("vm crashes ended: reset code 83"),
+                Step::Type("shutdown\r"),
+                Step::Console("the operator shell ends"),
+            ],
+            limit: 200,
+            ..arm64(
+                "restarts",
+                steward()
+                    + &micro("ticks", "ticks", "console = \"mux\"\nessential = false")
+                    + &micro("crashes", "resets", "restart = \"on-crash\"\nessential = false"),
+            )
+        },
+    ]
+}
+
+/// The system of `examples/arm64.toml` under an operator.
+fn operator_steps() -> Vec<Step> {
+    vec![
+        Step::Console("steward> "),
+        Step::Type("li\t\r"),
+        Step::Console("linux-2"),
+        Step::Console("steward> "),
+        // What was written before a switch is shown; what is typed goes to the selected client.
+        Step::Type("\x1d2"),
+        Step::Console("linux-1 (2"),
+        Step::Console(" # "),
+        Step::Type("echo one $((6 * 7)) on $(grep -c ^processor /proc/cpuinfo)\n"),
+        Step::Console("one 42 on 2"),
+        Step::Type("\x1dn"),
+        Step::Console("linux-2 (3"),
+        Step::Console(" # "),
+        Step::Type("echo two $((7 * 8))\n"),
+        Step::Console("two 56"),
+        Step::Type("\x1d4"),
+        Step::Console("tick "),
+        Step::Type("\x1d:st\r"),
+        Step::Console("steward (1"),
+        Step::Type("pause linux-1\r"),
+        Step::Console("pause linux-1: done"),
+        Step::Type("list\r"),
+        Step::Console("paused"),
+        Step::Type("resume linux-1\r"),
+        Step::Console("resume linux-1: done"),
+        Step::Type("top\r"),
+        Step::Console("HALT%"),
+        Step::Console("linux-2"),
+        Step::Console("steward> "),
+        Step::Type("start hello\r"),
+        Step::Console("start hello: done"),
+        Step::Type("\x1d:hello\r"),
+        Step::Console("hello from a micro-guest"),
+        Step::Type("\x1d2"),
+        Step::Console("linux-1 (2"),
+        Step::Type("sleep 1; echo after $((20 + 3))\n"),
+        Step::Console("after 23"),
+        Step::Type("\x1da"),
+        Step::Console("[parador] showing all clients"),
+        Step::Type("poweroff\n"),
+        Step::Console("[log] root: vm linux-1 ended: power-off"),
+        Step::Type("\x1da\x1d1"),
+        Step::Console("steward (1"),
+        Step::Type("restart linux-2\r"),
+        Step::Console("restart linux-2: done"),
+        Step::Type("kill ticks\r"),
+        Step::Console("kill ticks: done"),
+        Step::Type("destroy linux-2\r"),
+        Step::Console("destroy linux-2: done"),
+        Step::Type("start linux-2\r"),
+        Step::Console("no entry has this name"),
+        Step::Type("shutdown\r"),
+        Step::Console("the operator shell ends"),
+    ]
+}
