@@ -9,6 +9,7 @@
 use core::arch::global_asm;
 use core::mem::offset_of;
 
+use abi::vcpu::HYPERCALL_VERSION;
 use abi::vcpu::arm64::VcpuState;
 use hw_arm64::esr::{self, class};
 use hw_arm64::registers::hcr;
@@ -92,6 +93,18 @@ global_asm!(
     "ldp x2, x3, [sp, #16]",
     "ldp x0, x1, [sp]",
     ".endm",
+    // A guest was left by an exception with a syndrome. The hypercall of the version is answered
+    // here, as it is without an exit on x86-64: other registers than x0 and x1 are not touched.
+    ".macro guest_synchronous",
+    ".balign 128",
+    "stp x0, x1, [sp]",
+    "mrs x1, esr_el1",
+    "lsr x1, x1, #{class_shift}",
+    "cmp x1, #{hypercall}",
+    "b.eq 5f",
+    "ldr x1, [sp, #8]",
+    "b 6f",
+    ".endm",
     // A guest was left.
     ".macro guest kind",
     ".balign 128",
@@ -134,11 +147,24 @@ global_asm!(
     "guest_vectors:",
     "bugs",
     ".rept 2",
-    "guest {synchronous}",
+    "guest_synchronous",
     "guest {by_interrupt}",
     "bug 10",
     "guest {by_error}",
     ".endr",
+    "5:",
+    "ldr x1, ={version}",
+    "cmp x0, x1",
+    "ldr x1, [sp, #8]",
+    "b.ne 6f",
+    "ldr x0, [sp, #{handled}]",
+    "add x0, x0, #1",
+    "str x0, [sp, #{handled}]",
+    "mov x0, #{abi_version}",
+    "eret",
+    "6:",
+    "save_registers {guest_stack}",
+    "mov x1, #{synchronous}",
     "4:",
     "ldr x2, ={host}",
     "msr hcr_el2, x2",
@@ -197,6 +223,11 @@ global_asm!(
     interrupt = sym interrupt_handler,
     exception = sym exception_handler,
     guest_stack = const cpu::GUEST_STACK,
+    class_shift = const esr::CLASS_SHIFT,
+    hypercall = const class::HYPERVISOR_CALL,
+    version = const HYPERCALL_VERSION,
+    abi_version = const abi::ABI_VERSION,
+    handled = const offset_of!(VcpuState, run.handled_in_kernel),
     synchronous = const exit_kind::SYNCHRONOUS,
     by_interrupt = const exit_kind::INTERRUPT,
     by_error = const exit_kind::ERROR,

@@ -25,7 +25,7 @@ use core::sync::atomic::Ordering;
 
 use abi::Status;
 use abi::vcpu::arm64::{VcpuState, exit as arm64_exit, group, pstate};
-use abi::vcpu::{HYPERCALL_DOORBELL, HYPERCALL_VERSION, exit};
+use abi::vcpu::{HYPERCALL_DOORBELL, exit};
 use hw_arm64::esr::{self, class};
 use hw_arm64::registers::{spsr, vtcr};
 use kernel_core::object::{Space, Thread, Translation, Vcpu, Vm};
@@ -353,10 +353,10 @@ fn handle(
     Some(return_exit(kernel, entry, reason, syndrome))
 }
 
-/// Handles a hypercall of the kernel's own. Returns whether it was one.
+/// Handles a hypercall of the kernel's own, except that of the version, which the entry code
+/// answers. Returns whether it was one.
 fn handle_hypercall(kernel: &Kernel<Arm64>, vm: &Vm<Arm64>, state: &VcpuState) -> bool {
     let result = match state.x[NUMBER].get() {
-        HYPERCALL_VERSION => abi::ABI_VERSION.into(),
         HYPERCALL_DOORBELL => kernel.ring_doorbell(vm, state.x[ARGUMENT].get()),
         _ => return false,
     };
