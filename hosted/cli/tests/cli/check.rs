@@ -82,7 +82,7 @@ fn toml_and_schema() {
     refused(
         "[system]\nboard = \"amiga\"\n",
         65,
-        "system.toml:2:9: error: unknown variant `amiga`, expected `qemu-q35` or `pc`",
+        "system.toml:2:9: error: unknown variant `amiga`, expected one of `qemu-q35`, `pc`, `qemu-virt`",
     );
     refused(
         "[system]\nboard = \"pc\"\n[[vm]]\nname = \"a\"\nkernel = \"kernel\"\n",
