@@ -36,6 +36,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+/// Interval of looks whether the VM has processes.
+const START_INTERVAL: Duration = Duration::from_millis(5);
 /// Time for the debugger to receive the VM's exit.
 const LINGER: Duration = Duration::from_millis(500);
 
@@ -120,9 +122,14 @@ impl Drop for Debugger {
     }
 }
 
-/// Serves debuggers, one after another, until the VM ends.
+/// Serves debuggers, one after another, until the VM ends. Those that connect before it has
+/// processes wait for them.
 fn serve(session: &mut Session, listener: &Listener) {
     while !session.has_ended() {
+        if session.is_before_start() {
+            thread::sleep(START_INTERVAL);
+            continue;
+        }
         let (mut fds, idle) = (
             [listener.descriptor(), session.news.as_fd()]
                 .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)),
@@ -158,4 +165,28 @@ fn accept(listener: &Listener) -> io::Result<(Connection, OwnedFd, OwnedFd)> {
     let (connection, copy) = listener.accept()?;
     let second = copy.try_clone()?;
     Ok((connection, copy, second))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Config;
+    use std::io::{Read, Write};
+
+    #[test]
+    fn an_early_connection_waits_for_the_start() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("gdb");
+        let endpoint = format!("unix={}", path.display());
+        let endpoint = GdbEndpoint::parse(&endpoint).unwrap();
+        let (control, _wakeup) = Control::new(Config::default(), 1 << 20, "kvm", None).unwrap();
+        let ram = Ram { low: 1 << 20, size: 1 << 20 };
+        let debugger = Debugger::start(&endpoint, control, GuestKernel::Kvm, (1, ram)).unwrap();
+        let mut connection = UnixStream::connect(&path).unwrap();
+        connection.write_all(b"+$?#3f").unwrap();
+        connection.set_read_timeout(Some(Duration::from_millis(300))).unwrap();
+        let read = connection.read(&mut [0]);
+        assert_eq!(read.unwrap_err().kind(), io::ErrorKind::WouldBlock);
+        drop(debugger);
+    }
 }

@@ -81,6 +81,11 @@ impl Session {
         self.control.state() == State::Ended || self.end.load(Ordering::Relaxed)
     }
 
+    /// Returns whether the VM is about to start its processes.
+    pub fn is_before_start(&self) -> bool {
+        self.control.state() == State::Starting && self.control.memory().is_none()
+    }
+
     pub fn drain(&self) {
         drain(self.news.as_fd());
     }
