@@ -7,7 +7,7 @@ use crate::vm_process::VmProcess;
 use hosted_command::architecture::Architecture;
 use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::supervise::{self, AtEnd};
-use hosted_system::attach::Bus;
+use hosted_system::attach::{Bus, EmulatedDisk};
 use hosted_system::image::Image;
 use hosted_system::resolved::ResolvedSystem;
 use hosted_system::rootfs;
@@ -226,20 +226,8 @@ fn arguments(system: &ResolvedSystem, image: &Image, options: &Options) -> Vec<O
     if system.iommu {
         add(&["-device", "amd-iommu,intremap=on"]);
     }
-    for (number, disk) in system.disks.iter().enumerate() {
-        let on_off = |on| if on { "on" } else { "off" };
-        let drive = format!(
-            "file={},format={},if=none,id=disk{number},readonly={},snapshot={}",
-            option_path(&disk.path),
-            disk.format,
-            on_off(disk.read_only),
-            on_off(disk.snapshot),
-        );
-        let port = system.disks[..number].iter().filter(|other| other.bus == disk.bus).count();
-        let device = match disk.bus {
-            Bus::Virtio => format!("virtio-blk-pci,drive=disk{number}{translated}"),
-            Bus::Ahci => format!("ide-hd,drive=disk{number},bus=ide.{port}"),
-        };
+    for number in 0..system.disks.len() {
+        let [drive, device] = disk_arguments(&system.disks, number, translated);
         add(&["-drive", &drive, "-device", &device]);
     }
     for (number, net) in system.nets.iter().enumerate() {
@@ -262,6 +250,25 @@ fn arguments(system: &ResolvedSystem, image: &Image, options: &Options) -> Vec<O
     }
     arguments.extend(options.extra.iter().cloned());
     arguments
+}
+
+/// Returns drive and device of a disk; virtio devices have the options `translated`.
+fn disk_arguments(disks: &[EmulatedDisk], number: usize, translated: &str) -> [String; 2] {
+    let disk = &disks[number];
+    let on_off = |on| if on { "on" } else { "off" };
+    let drive = format!(
+        "file={},format={},if=none,id=disk{number},readonly={},snapshot={}",
+        option_path(&disk.path),
+        disk.format,
+        on_off(disk.read_only),
+        on_off(disk.snapshot),
+    );
+    let port = disks[..number].iter().filter(|other| other.bus == disk.bus).count();
+    let device = match disk.bus {
+        Bus::Virtio => format!("virtio-blk-pci,drive=disk{number}{translated}"),
+        Bus::Ahci => format!("ide-hd,drive=disk{number},bus=ide.{port}"),
+    };
+    [drive, device]
 }
 
 /// Escapes a path for QEMU's comma-separated options.
