@@ -30,6 +30,8 @@ const SOCKET: &str = "vsock";
 const SHOWN: usize = 10;
 /// Time for the VM to end after a signal, or after the end of its connections, on a busy host.
 const END: Duration = Duration::from_secs(5);
+/// The same for a VM of another process, whose end this one does not see.
+const MOMENT: Duration = Duration::from_millis(100);
 /// Interval of checks.
 const INTERVAL: Duration = Duration::from_millis(20);
 
@@ -120,7 +122,7 @@ impl AgentVm {
     /// it does not end.
     pub fn wait(&mut self) -> bool {
         if self.child.is_none() {
-            thread::sleep(INTERVAL);
+            thread::sleep(MOMENT);
             return true;
         }
         let deadline = Instant::now() + END;
