@@ -6,8 +6,8 @@
 //! across releases, so `parador` refuses such a file before it executes any of it.
 
 use crate::failure::{self, Failure};
-use object::LittleEndian;
 use object::read::elf::{ElfFile64, FileHeader, SectionHeader};
+use object::{LittleEndian, ReadRef};
 use std::path::Path;
 
 /// Release of this `parador`: the version of its package; in a source tree, that of the workspace.
@@ -31,8 +31,8 @@ pub struct Mark<'a> {
 
 impl<'a> Mark<'a> {
     /// Reads the mark of an ELF file; `None`: it has none, or is no 64-bit ELF file.
-    pub fn of(file: &'a [u8]) -> Option<Self> {
-        let elf: ElfFile64<'_, LittleEndian> = ElfFile64::parse(file).ok()?;
+    pub fn of(file: impl ReadRef<'a>) -> Option<Self> {
+        let elf: ElfFile64<'_, LittleEndian, _> = ElfFile64::parse(file).ok()?;
         let endian = elf.elf_header().endian().ok()?;
         let (_, section) = elf.elf_section_table().section_by_name(endian, SECTION)?;
         let mut lines = str::from_utf8(section.data(endian, file).ok()?).ok()?.lines();
@@ -45,13 +45,13 @@ impl<'a> Mark<'a> {
 ///
 /// # Errors
 /// It is marked with another release, or not at all: code 65 with both releases.
-pub fn check(file: &[u8], path: &Path) -> Result<(), Failure> {
+pub fn check<'a>(file: impl ReadRef<'a>, path: &Path) -> Result<(), Failure> {
     check_mark(Mark::of(file), path)
 }
 
 /// Does the same as [`check`], for a file that need not be marked: a kernel that the user has
 /// built.
-pub fn check_if_marked(file: &[u8], path: &Path) -> Result<(), Failure> {
+pub fn check_if_marked<'a>(file: impl ReadRef<'a>, path: &Path) -> Result<(), Failure> {
     Mark::of(file).map_or(Ok(()), |mark| check_mark(Some(mark), path))
 }
 
@@ -91,20 +91,20 @@ mod tests {
     fn only_files_of_this_release_pass() {
         let path = Path::new("a/wedge");
         let own = marked(&format!("{RELEASE}\n6.1.2-parador\n"));
-        assert_eq!(Mark::of(&own), Some(Mark { release: RELEASE, kernel: "6.1.2-parador" }));
-        check(&own, path).unwrap();
-        check_if_marked(&own, path).unwrap();
+        assert_eq!(Mark::of(&*own), Some(Mark { release: RELEASE, kernel: "6.1.2-parador" }));
+        check(&*own, path).unwrap();
+        check_if_marked(&*own, path).unwrap();
 
         let other = marked("9.9.9\n");
-        for result in [check(&other, path), check_if_marked(&other, path)] {
+        for result in [check(&*other, path), check_if_marked(&*other, path)] {
             let error = result.unwrap_err();
             assert_eq!(error.code(), failure::BAD_CONFIG);
             let text = format!("a/wedge belongs to parador 9.9.9, and this is parador {RELEASE}");
             assert!(error.to_string().contains(&text), "{error}");
         }
         for none in [marked("\n"), b"\x7fELF".to_vec(), Vec::new()] {
-            assert!(check(&none, path).unwrap_err().to_string().contains("has no release"));
-            check_if_marked(&none, path).unwrap();
+            assert!(check(&*none, path).unwrap_err().to_string().contains("has no release"));
+            check_if_marked(&*none, path).unwrap();
         }
     }
 }

@@ -157,10 +157,10 @@ enum Streams {
 impl Streams {
     fn connect(
         control: &ControlConnection,
-        vm: &AgentVm,
+        vm: &mut AgentVm,
         has_terminal: bool,
     ) -> Result<Self, Failure> {
-        let connect = |stream| control.stream(vm, stream);
+        let mut connect = |stream| control.stream(vm, stream);
         if has_terminal {
             return connect(Stream::Terminal).map(Self::Terminal);
         }

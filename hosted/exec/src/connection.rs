@@ -28,7 +28,7 @@ pub struct ControlConnection {
 }
 
 impl ControlConnection {
-    /// Connects to the agent of a VM; `None`: it does not listen yet.
+    /// Connects to the agent of a VM; `None`: it does not listen yet, or has not answered in time.
     ///
     /// # Errors
     /// The VM ends, or no agent answers by the deadline; it refuses.
@@ -42,7 +42,8 @@ impl ControlConnection {
                 stream.set_read_timeout(Some(SETUP)).os_error("set a time limit")?;
                 Ok(Some(Self { stream, command }))
             }
-            Err(error) if is_early(&error) && !vm.is_starting() => {
+            // An agent that has answered another process may take long on a busy host.
+            Err(error) if is_early(&error) && !is_late(&error) && !vm.is_starting() => {
                 Err(vm.failure("the VM has ended"))
             }
             Err(error) if is_early(&error) => match deadline.passed(vm.pid()) {
@@ -57,10 +58,15 @@ impl ControlConnection {
     }
 
     /// Connects a stream of the command.
-    pub fn stream(&self, vm: &AgentVm, stream: Stream) -> Result<UnixStream, Failure> {
+    ///
+    /// # Errors
+    /// The agent does not answer, or refuses it: `vm` explains why.
+    pub fn stream(&self, vm: &mut AgentVm, stream: Stream) -> Result<UnixStream, Failure> {
         let purpose = Purpose::Stream { command: self.command, stream };
-        let connected = connect(&vm.socket(), purpose, STREAM);
-        connected.map(|(stream, _)| stream).os_error("connect to the agent")
+        match connect(&vm.socket(), purpose, STREAM) {
+            Ok((stream, _)) => Ok(stream),
+            Err(error) => Err(vm.failure(&format!("cannot connect to the agent: {error}"))),
+        }
     }
 
     /// Sends a request and waits until it was carried out.
@@ -121,14 +127,15 @@ fn hang_up() -> io::Error {
 
 /// Returns whether the guest has not come to its agent.
 fn is_early(error: &io::Error) -> bool {
-    use ErrorKind::{
-        BrokenPipe, ConnectionRefused, ConnectionReset, NotFound, TimedOut, UnexpectedEof,
-        WouldBlock,
-    };
+    use ErrorKind::{BrokenPipe, ConnectionRefused, ConnectionReset, NotFound, UnexpectedEof};
     let refused = matches!(error.kind(), ConnectionRefused | NotFound);
     let closed = matches!(error.kind(), BrokenPipe | ConnectionReset | UnexpectedEof);
-    // The time limit of an attempt.
-    refused || closed || matches!(error.kind(), TimedOut | WouldBlock)
+    refused || closed || is_late(error)
+}
+
+/// Returns whether the time limit of an attempt has passed.
+fn is_late(error: &io::Error) -> bool {
+    matches!(error.kind(), ErrorKind::TimedOut | ErrorKind::WouldBlock)
 }
 
 /// Connects to the agent's port for a purpose; returns the number of the command, too.
@@ -170,6 +177,7 @@ fn expect_line(stream: &mut UnixStream) -> io::Result<()> {
 mod tests {
     use super::*;
     use crate::testing::{agent, frame};
+    use std::os::unix::net::UnixListener;
 
     /// Returns the failure of a connection to an agent with this first answer.
     fn refused(answer: Vec<u8>) -> String {
@@ -196,5 +204,21 @@ mod tests {
             assert!(text.starts_with("cannot connect to the agent"), "{malformed:?}: {text}");
         }
         assert_eq!(refused(frame(&Answer::Welcome { version: VERSION, command: 1 })), "connected");
+    }
+
+    #[test]
+    fn an_agent_of_another_process_may_answer_late() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut vm = AgentVm::attach(folder.path().to_owned());
+        let listener = UnixListener::bind(vm.socket()).unwrap();
+        let mut open = || {
+            let control = ControlConnection::open(&mut vm, &mut AgentDeadline::new());
+            control.map(|it| it.is_some()).map_err(|failure| failure.to_string())
+        };
+        // It accepts, and does not answer within an attempt.
+        assert_eq!(open(), Ok(false));
+        // The VM has ended.
+        drop(listener);
+        assert!(open().unwrap_err().contains("the VM has ended"));
     }
 }

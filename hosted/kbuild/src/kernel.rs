@@ -29,7 +29,7 @@ use hosted_command::programs;
 use hosted_command::release::{self, Mark};
 use hosted_command::steps::{Step, Steps};
 use hosted_command::trust;
-use hosted_loader::{Image, symbols};
+use hosted_loader::{Image, KernelReader, symbols};
 use layout::{BZIMAGE, CONFIGURED, COST, HEADERS_FOLDER, MODULES, SYMBOLS, VMLINUX};
 use make::{PAD, SKIPPED, TYPES, check_host, make};
 use nix::sys::resource::{UsageWho, getrusage};
@@ -197,8 +197,8 @@ pub fn run(command: KernelCommand) -> Result<u8, Failure> {
 
 /// Writes a kernel's symbols for `perf report --symfs FOLDER`.
 fn write_symbols(kernel: &Path, folder: &Path) -> Result<(), Failure> {
-    let bytes = fs::read(kernel).file_error("read", kernel)?;
-    let object = Image::parse(&bytes).and_then(|image| symbols::object(&image));
+    let source = File::open(kernel).and_then(KernelReader::new).file_error("read", kernel)?;
+    let object = Image::parse(&source).and_then(|image| symbols::object(&image));
     let object = object.map_err(|error| refused(&error, kernel))?;
     let path = folder.join(symbols::name());
     fs::create_dir_all(folder)
@@ -285,8 +285,8 @@ pub fn describe_default() -> Option<String> {
     let shown = |linux: &str, path: &Path| format!("Linux {linux}, {}", path.display());
     match installed() {
         Ok(Some(path)) => {
-            let bytes = fs::read(&path).ok()?;
-            let mark = Mark::of(&bytes).filter(|mark| mark.release == release::RELEASE)?;
+            let source = File::open(&path).and_then(KernelReader::new).ok()?;
+            let mark = Mark::of(source.parts()).filter(|mark| mark.release == release::RELEASE)?;
             Some(shown(mark.kernel, &path))
         }
         Ok(None) => {

@@ -42,6 +42,22 @@ pub enum Error {
     Lacking(&'static str),
 }
 
+/// An error while the kernel file is read.
+impl From<io::Error> for Error {
+    fn from(error: io::Error) -> Self {
+        match error.kind() {
+            io::ErrorKind::UnexpectedEof => Self::TRUNCATED,
+            _ => Self::Host("read the kernel", error),
+        }
+    }
+}
+
+impl Error {
+    /// The kernel file ends too early.
+    pub(crate) const TRUNCATED: Self =
+        Self::Kernel("the kernel file is truncated", "build or copy it again");
+}
+
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

@@ -7,15 +7,19 @@
 //! linker script derives from addresses.
 
 use object::elf;
+use object::read::ReadCache;
 use object::read::elf::{ElfFile64, FileHeader, Rela, SectionHeader, Sym};
-use object::{LittleEndian, Object, ObjectSection, ObjectSymbol};
+use object::{LittleEndian, Object, ObjectSection, ObjectSymbol, ReadRef};
 use proto::hosted::layout;
-use vmm_mem::large::Large;
+use std::fs::File as HostFile;
+use vmm_mem::GuestMemory;
+use vmm_mem::shared::SharedMemory;
 use wedge_sites::{ConstantId, Constants, Sites, Table, Width};
 
-use crate::Error;
+use crate::{Error, KernelReader};
 
-type File<'a> = ElfFile64<'a, LittleEndian>;
+type File<'a> = ElfFile64<'a, LittleEndian, &'a ReadCache<HostFile>>;
+type Relocation = elf::Rela64<LittleEndian>;
 
 /// Page size of page tables.
 const PAGE: u64 = 4096;
@@ -35,8 +39,13 @@ const PAGE_TABLES: [&str; 7] = [
     "level2_kernel_pgt",
 ];
 
+/// Bytes of a segment, and entries of a relocation table, that are read at once.
+const BLOCK: usize = 256 << 10;
+const ENTRIES: usize = 4096;
+
 /// A validated kernel.
 pub struct Image<'a> {
+    source: &'a KernelReader,
     file: File<'a>,
     /// Symbol names.
     names: &'a [u8],
@@ -44,14 +53,15 @@ pub struct Image<'a> {
     sites: (u64, u64),
 }
 
-/// Segment of kernel memory.
-pub struct KernelSegment {
+/// Segment of kernel memory, whose initial bytes are in the file; the rest is zero.
+struct Segment {
     /// Guest-physical address.
-    pub address: u64,
-    /// Initial bytes; the rest is zero.
-    pub bytes: Large,
+    address: u64,
     /// Linked address.
     linked: u64,
+    /// Place and length of the initial bytes in the file.
+    offset: u64,
+    size: u64,
 }
 
 impl<'a> Image<'a> {
@@ -59,8 +69,9 @@ impl<'a> Image<'a> {
     ///
     /// # Errors
     /// Not an x86-64 ELF file, no site table of this version, or truncated.
-    pub fn parse(bytes: &'a [u8]) -> Result<Self, Error> {
-        if !bytes.starts_with(b"\x7fELF") {
+    pub fn parse(source: &'a KernelReader) -> Result<Self, Error> {
+        let bytes = source.parts();
+        if bytes.read_bytes_at(0, 4) != Ok(b"\x7fELF") {
             return Err(Error::Kernel(
                 "the kernel is not an ELF file",
                 "use the `vmlinux` of `parador kernel build`, not a bzImage",
@@ -97,7 +108,7 @@ impl<'a> Image<'a> {
             // No site table, and no symbols.
             Err(_) => &[],
         };
-        Ok(Self { file, names, sites })
+        Ok(Self { source, file, names, sites })
     }
 
     /// Returns the linked address of a symbol.
@@ -174,38 +185,57 @@ impl<'a> Image<'a> {
         (moved(self.sites.0), self.sites.1)
     }
 
-    /// Returns the relocated segments.
+    /// Writes the kernel to empty guest memory, at the addresses for which it is linked.
+    ///
+    /// # Errors
+    /// The file is invalid, or cannot be read; memory cannot be written.
+    pub fn write(&self, memory: &mut SharedMemory) -> Result<(), Error> {
+        let failed = |error| Error::Host("write the kernel to memory", error);
+        for Segment { address, offset, size, .. } in self.segments()? {
+            self.source.read_blocks(offset, size, BLOCK, |done, block| {
+                memory.write_at(address + done, block).map_err(failed)
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Moves the kernel in guest memory to the lower half of the address space.
     ///
     /// # Errors
     /// The file is invalid, or a relocation overflows.
-    pub fn moved(&self) -> Result<Vec<KernelSegment>, Error> {
-        let mut parts = Vec::new();
+    pub fn relocate(&self, memory: &GuestMemory) -> Result<(), Error> {
+        let kernel = Loaded { segments: self.segments()?, memory };
+        self.relocate_sections(&kernel)?;
+        self.set_constants(&kernel)
+    }
+
+    /// Returns the segments, which are within [`layout::IMAGE_LENGTH`].
+    fn segments(&self) -> Result<Vec<Segment>, Error> {
+        let length = self.source.file().metadata();
+        let length = length.map_err(|error| Error::Host("examine the kernel", error))?.len();
+        let mut segments = Vec::new();
         for segment in self.file.elf_program_headers() {
             if segment.p_type.get(ENDIAN) != elf::PT_LOAD || segment.p_memsz.get(ENDIAN) == 0 {
                 continue;
             }
             let (offset, size) = (segment.p_offset.get(ENDIAN), segment.p_filesz.get(ENDIAN));
-            let length = segment.p_memsz.get(ENDIAN);
+            if offset.checked_add(size).is_none_or(|end| end > length) {
+                return Err(Error::TRUNCATED);
+            }
+            let in_memory = segment.p_memsz.get(ENDIAN);
             let address = segment.p_paddr.get(ENDIAN);
-            let cut = || Error::Kernel("the kernel file is truncated", "build or copy it again");
-            let bytes = offset.checked_add(size).and_then(|end| {
-                self.file.data().get(usize::try_from(offset).ok()?..usize::try_from(end).ok()?)
-            });
-            let fits = address.checked_add(length).is_some_and(|end| end <= layout::IMAGE_LENGTH);
-            if !fits || size > length {
+            let fits =
+                address.checked_add(in_memory).is_some_and(|end| end <= layout::IMAGE_LENGTH);
+            if !fits || size > in_memory {
                 return Err(Error::Kernel(
                     "the kernel image is larger than 256 MiB or not linked at the beginning of memory",
                     "use the `vmlinux` of `parador kernel build`",
                 ));
             }
             let linked = segment.p_vaddr.get(ENDIAN);
-            let bytes = Large::copy_of(bytes.ok_or_else(cut)?)
-                .map_err(|error| Error::Host("allocate memory for the kernel", error))?;
-            parts.push(KernelSegment { address, bytes, linked });
+            segments.push(Segment { address, linked, offset, size });
         }
-        self.relocate(&mut parts)?;
-        self.set_constants(&mut parts)?;
-        Ok(parts)
+        Ok(segments)
     }
 
     /// Returns the first guest-physical address after the kernel.
@@ -218,54 +248,44 @@ impl<'a> Image<'a> {
         ends.max().unwrap_or(0).next_multiple_of(PAGE)
     }
 
-    fn relocate(&self, parts: &mut [KernelSegment]) -> Result<(), Error> {
+    fn relocate_sections(&self, kernel: &Loaded<'_>) -> Result<(), Error> {
         let sections = self.file.elf_section_table();
-        let symbols = self.file.elf_symbol_table();
-        let per_cpu = sections
-            .enumerate()
-            .find(|(_, section)| sections.section_name(ENDIAN, section) == Ok(b".data..percpu"))
-            .map(|(index, _)| index.0);
+        let is_per_cpu = |section: &&elf::SectionHeader64<LittleEndian>| {
+            sections.section_name(ENDIAN, section) == Ok(b".data..percpu")
+        };
+        let per_cpu = sections.iter().position(|section| is_per_cpu(&section));
         let tables: Vec<u64> =
             PAGE_TABLES.iter().filter_map(|&name| self.symbol(name).ok()).collect();
         let mut any = false;
         for section in sections.iter() {
-            let Some((relocations, _)) = section.rela(ENDIAN, self.file.data())? else { continue };
-            let target = sections.section(section.info_link(ENDIAN))?;
-            let loaded = target.sh_flags(ENDIAN).0 & elf::SHF_ALLOC.0 != 0;
-            if !loaded || target.sh_type(ENDIAN) == elf::SHT_NOBITS || relocations.is_empty() {
+            if section.sh_type(ENDIAN) != elf::SHT_RELA {
                 continue;
             }
-            let in_per_cpu = Some(section.info_link(ENDIAN).0) == per_cpu;
-            // The section's start and the page tables in it are looked up once: there are hundreds
-            // of thousands of relocations.
-            let start = target.sh_addr(ENDIAN);
-            let length = target.sh_size(ENDIAN);
-            let bytes = field(parts, start, usize::try_from(length).unwrap_or(usize::MAX));
-            let Some(bytes) = bytes else { return Err(relocation_overflow(start, b"a section")) };
-            let tables: Vec<u64> = tables
-                .iter()
-                .copied()
-                .filter(|&table| table.wrapping_sub(start) < length)
-                .collect();
-            for relocation in relocations {
-                any = true;
-                let at = relocation.r_offset(ENDIAN);
-                if tables.iter().any(|&table| at.wrapping_sub(table) < PAGE) {
-                    continue;
-                }
-                let Some(index) = relocation.symbol(ENDIAN, false) else { continue };
-                let symbol = symbols.symbol(index)?;
-                let name = || symbols.symbol_name(ENDIAN, symbol).unwrap_or_default();
-                let kind = relocation.r_type(ENDIAN, false);
-                let change = change(kind, symbol.st_shndx(ENDIAN), name(), per_cpu, in_per_cpu);
-                let Some(change) = change else { continue };
-                let Some(size) = field_size(kind) else {
-                    return Err(relocation_overflow(at, name()));
-                };
-                let offset = usize::try_from(at.wrapping_sub(start)).ok();
-                let field = offset.and_then(|offset| bytes.get_mut(offset..)?.get_mut(..size));
-                add(field.ok_or_else(|| relocation_overflow(at, name()))?, change);
+            let target = sections.section(section.info_link(ENDIAN))?;
+            let is_loaded = target.sh_flags(ENDIAN).0 & elf::SHF_ALLOC.0 != 0;
+            let size = section.sh_size(ENDIAN);
+            if !is_loaded || target.sh_type(ENDIAN) == elf::SHT_NOBITS || size == 0 {
+                continue;
             }
+            any = true;
+            let (start, length) = (target.sh_addr(ENDIAN), target.sh_size(ENDIAN));
+            // Those in the section are looked up once: there are hundreds of thousands of
+            // relocations.
+            let is_here = |table: &u64| table.wrapping_sub(start) < length;
+            let section_change = SectionChange {
+                place: kernel.place(start, length, b"a section")?,
+                start,
+                length,
+                tables: tables.iter().copied().filter(is_here).collect(),
+                per_cpu,
+                in_per_cpu: Some(section.info_link(ENDIAN).0) == per_cpu,
+            };
+            let block = ENTRIES * size_of::<Relocation>();
+            self.source.read_blocks(section.sh_offset(ENDIAN), size, block, |_, bytes| {
+                let relocations = object::pod::slice_from_all_bytes::<Relocation>(bytes);
+                let relocations = relocations.map_err(|()| Error::TRUNCATED)?;
+                relocations.iter().try_for_each(|it| self.apply(&section_change, it, kernel))
+            })?;
         }
         if any {
             Ok(())
@@ -277,7 +297,35 @@ impl<'a> Image<'a> {
         }
     }
 
-    fn set_constants(&self, parts: &mut [KernelSegment]) -> Result<(), Error> {
+    /// Applies a relocation.
+    fn apply(
+        &self,
+        section: &SectionChange,
+        relocation: &Relocation,
+        kernel: &Loaded<'_>,
+    ) -> Result<(), Error> {
+        let at = relocation.r_offset(ENDIAN);
+        if section.tables.iter().any(|&table| at.wrapping_sub(table) < PAGE) {
+            return Ok(());
+        }
+        let Some(index) = relocation.symbol(ENDIAN, false) else { return Ok(()) };
+        let symbols = self.file.elf_symbol_table();
+        let symbol = symbols.symbol(index)?;
+        let name = || symbols.symbol_name(ENDIAN, symbol).unwrap_or_default();
+        let kind = relocation.r_type(ENDIAN, false);
+        let Some(change) = change(kind, symbol.st_shndx(ENDIAN), name, section) else {
+            return Ok(());
+        };
+        let overflow = || relocation_overflow(at, name());
+        let size = field_size(kind).ok_or_else(overflow)?;
+        let offset = at.wrapping_sub(section.start);
+        if offset.checked_add(size as u64).is_none_or(|end| end > section.length) {
+            return Err(overflow());
+        }
+        kernel.add(section.place + offset, size, change)
+    }
+
+    fn set_constants(&self, kernel: &Loaded<'_>) -> Result<(), Error> {
         for section in self.file.sections() {
             if wedge_sites::section(section.name()?) != Some(Ok(Table::Constants)) {
                 continue;
@@ -289,15 +337,53 @@ impl<'a> Image<'a> {
                 };
                 let id: ConstantId = constant.id;
                 let change = id.lower_half().wrapping_sub(id.upper_half());
-                let place = field(parts, constant.address, size);
-                add(
-                    place.ok_or_else(|| relocation_overflow(constant.address, b"a constant"))?,
-                    change,
-                );
+                let place = kernel.place(constant.address, size as u64, b"a constant")?;
+                kernel.add(place, size, change)?;
             }
         }
         Ok(())
     }
+}
+
+/// Kernel in guest memory.
+struct Loaded<'a> {
+    segments: Vec<Segment>,
+    memory: &'a GuestMemory,
+}
+
+impl Loaded<'_> {
+    /// Returns the guest-physical address of initial bytes, of which `name` is the name in errors.
+    fn place(&self, linked: u64, length: u64, name: &[u8]) -> Result<u64, Error> {
+        let found = self.segments.iter().find_map(|segment| {
+            let offset = linked.checked_sub(segment.linked)?;
+            let is_within = offset.checked_add(length)? <= segment.size;
+            is_within.then(|| segment.address + offset)
+        });
+        found.ok_or_else(|| relocation_overflow(linked, name))
+    }
+
+    /// Adds to a little-endian number of `size` bytes, four or eight.
+    fn add(&self, place: u64, size: usize, change: u64) -> Result<(), Error> {
+        let failed = |error| Error::Boot(vmm_boot::BootError::from(error));
+        let mut bytes = [0; 8];
+        self.memory.read_slice(place, &mut bytes[..size]).map_err(failed)?;
+        let value = u64::from_le_bytes(bytes).wrapping_add(change).to_le_bytes();
+        self.memory.write_slice(place, &value[..size]).map_err(failed)
+    }
+}
+
+/// Section that a relocation table is for.
+struct SectionChange {
+    /// Guest-physical address.
+    place: u64,
+    /// Linked address, and length in bytes.
+    start: u64,
+    length: u64,
+    /// Linked addresses of page tables in it.
+    tables: Vec<u64>,
+    /// Number of the section of per-CPU data, and whether it is this one.
+    per_cpu: Option<usize>,
+    in_per_cpu: bool,
 }
 
 /// Returns the relocated address of a linked one.
@@ -316,23 +402,25 @@ pub fn physical(linked: u64) -> u64 {
 }
 
 /// Returns what a relocation of this type adds when the image moves, `None` if nothing. `section`
-/// and `name` are those of its symbol; `per_cpu` is the section of per-CPU data, where the
-/// relocation is if `in_per_cpu`.
-fn change(
+/// and `name` are those of its symbol; `place` is the section in which it is.
+fn change<'a>(
     kind: elf::RelocationType,
     section: elf::SymbolSection,
-    name: &[u8],
-    per_cpu: Option<usize>,
-    in_per_cpu: bool,
+    name: impl Fn() -> &'a [u8],
+    place: &SectionChange,
 ) -> Option<u64> {
-    let to_per_cpu = Some(usize::from(section.0)) == per_cpu && !is_linear_per_cpu(name);
-    let fixed = matches!(section, elf::SHN_ABS | elf::SHN_UNDEF) && !is_relative(name);
+    let is_per_cpu = Some(usize::from(section.0)) == place.per_cpu;
+    let to_per_cpu = is_per_cpu && !is_linear_per_cpu(name());
     match kind {
         elf::R_X86_64_PC32 | elf::R_X86_64_PLT32 | elf::R_X86_64_PC64 => {
-            (to_per_cpu && !in_per_cpu).then_some(DELTA.wrapping_neg())
+            (to_per_cpu && !place.in_per_cpu).then_some(DELTA.wrapping_neg())
         }
         elf::R_X86_64_NONE => None,
-        _ => (!fixed && !to_per_cpu).then_some(DELTA),
+        _ => {
+            let is_absolute = matches!(section, elf::SHN_ABS | elf::SHN_UNDEF);
+            let is_fixed = is_absolute && !is_relative(name());
+            (!is_fixed && !to_per_cpu).then_some(DELTA)
+        }
     }
 }
 
@@ -347,22 +435,6 @@ fn field_size(kind: elf::RelocationType) -> Option<usize> {
 
 fn relocation_overflow(at: u64, name: &[u8]) -> Error {
     Error::Relocation(at, String::from_utf8_lossy(name).into_owned())
-}
-
-/// Returns the bytes of the image at a linked address.
-fn field(parts: &mut [KernelSegment], at: u64, size: usize) -> Option<&mut [u8]> {
-    parts.iter_mut().find_map(|part| {
-        let offset = usize::try_from(at.checked_sub(part.linked)?).ok()?;
-        part.bytes.get_mut(offset..offset.checked_add(size)?)
-    })
-}
-
-/// Adds to a little-endian number of four or eight bytes.
-fn add(field: &mut [u8], change: u64) {
-    let mut bytes = [0; 8];
-    bytes[..field.len()].copy_from_slice(field);
-    let value = u64::from_le_bytes(bytes).wrapping_add(change).to_le_bytes();
-    field.copy_from_slice(&value[..field.len()]);
 }
 
 /// Returns whether a symbol of per-CPU data is an ordinary address.

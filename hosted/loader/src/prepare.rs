@@ -77,10 +77,8 @@ pub fn prepare(image: &Image<'_>, machine: &VmSpec<'_>) -> Result<Prepared, Erro
     let copies = if machine.options & option::KEYS != 0 { machine.vcpus.into() } else { 0 };
     let mut memory = guest_memory(machine.memory * (1 + copies))?;
     check_room(image, machine.memory)?;
-    // The kernel is at the beginning of guest memory. The rest of a segment is zero already.
-    for part in image.moved()? {
-        memory.write_at(part.address, &part.bytes).map_err(host("write the kernel to memory"))?;
-    }
+    // The kernel is at the beginning of guest memory.
+    image.write(&mut memory)?;
     let ranges: Vec<_> = vmm_boot::ram_ranges(machine.memory, chips.hole_start).collect();
     let (sites, sites_length) = image.sites();
     // Kernels without these functions patch code by themselves.
@@ -213,6 +211,7 @@ fn fill(
         initrd: machine.initrd,
         command_line: machine.command_line.as_bytes(),
     };
+    image.relocate(memory)?;
     start.rdi = vmm_boot::load_rest(memory, &rest)?;
     let write = |at: u64, value: u64| memory.write(at, value).map_err(failed);
     for (name, value) in VARIABLES {

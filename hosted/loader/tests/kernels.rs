@@ -1,7 +1,7 @@
 //! Kernels that cannot run: each is refused with its reason. The tests build minimal files byte by
 //! byte.
 
-use hosted_loader::{Error, Image, VmSpec, prepare};
+use hosted_loader::{Error, Image, KernelReader, VmSpec, prepare};
 
 /// Link address of the test kernel, and its guest-physical address.
 const LINKED: u64 = 0xffff_ffff_8100_0000;
@@ -128,7 +128,8 @@ fn machine(memory: u64) -> VmSpec<'static> {
 /// Why a kernel is refused, and what to do.
 #[track_caller]
 fn refusal(file: &[u8], machine: &VmSpec<'_>) -> (Error, String) {
-    let error = Image::parse(file).and_then(|image| prepare(&image, machine).map(drop));
+    let source = KernelReader::of_bytes(file).unwrap();
+    let error = Image::parse(&source).and_then(|image| prepare(&image, machine).map(drop));
     let error = error.unwrap_err();
     let text = format!("{error} | {}", error.help().unwrap_or_default());
     (error, text)

@@ -19,13 +19,15 @@ use hosted_command::messages::{Level, say};
 use hosted_command::programs::Named;
 use hosted_command::steps::Steps;
 use hosted_kbuild::refused;
-use hosted_loader::{Error, Image, Prepared};
+use hosted_loader::{Error, Image, KernelReader, Prepared};
 use hosted_system::initramfs;
 use proto::hosted::{layout, option};
 use std::fs;
+use std::io::Seek;
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::process::Command;
+use vmm_mem::large::Large;
 
 /// Kernel command line of KVM guests, after the consoles.
 const KVM_COMMAND_LINE: &str = "panic=-1";
@@ -45,7 +47,7 @@ const NO_COMPAT: &str = "ia32_emulation=off";
 /// Kernel in memory, in the form that its back end takes.
 pub enum KernelImage<'a> {
     /// KVM: contents of the file.
-    Kvm(&'a [u8]),
+    Kvm(Large),
     /// Processes: the parsed kernel.
     Process(Box<Image<'a>>),
 }
@@ -53,10 +55,10 @@ pub enum KernelImage<'a> {
 impl<'a> KernelImage<'a> {
     /// Chooses the back end for a kernel. An explicit request is never replaced by another back
     /// end.
-    pub fn choose(spec: &Spec, bytes: &'a [u8], kernel: &Path) -> Result<Self, Failure> {
+    pub fn choose(spec: &Spec, source: &'a KernelReader, kernel: &Path) -> Result<Self, Failure> {
         match spec.vm().backend.unwrap_or_default() {
             BackendChoice::Kvm => match kvm::trial() {
-                Ok(()) => Ok(Self::Kvm(bytes)),
+                Ok(()) => read(source, kernel).map(Self::Kvm),
                 Err(why) => {
                     let text = format!("KVM is not usable: {why}");
                     let failure = Failure::new(failure::UNAVAILABLE, text);
@@ -66,24 +68,28 @@ impl<'a> KernelImage<'a> {
                 }
             },
             BackendChoice::Auto if !spec.needs_processes() => match kvm::trial() {
-                Ok(()) => Ok(Self::Kvm(bytes)),
-                Err(why) => Self::parse_without_kvm(bytes, kernel, &why),
+                Ok(()) => read(source, kernel).map(Self::Kvm),
+                Err(why) => Self::parse_without_kvm(source, kernel, &why),
             },
-            BackendChoice::Auto | BackendChoice::Process => Self::parse(bytes, kernel),
+            BackendChoice::Auto | BackendChoice::Process => Self::parse(source, kernel),
         }
     }
 
     /// Parses the kernel for the process back end.
-    fn parse(bytes: &'a [u8], kernel: &Path) -> Result<Self, Failure> {
-        let image = Image::parse(bytes).map_err(|error| refused(&error, kernel))?;
+    fn parse(source: &'a KernelReader, kernel: &Path) -> Result<Self, Failure> {
+        let image = Image::parse(source).map_err(|error| refused(&error, kernel))?;
         Ok(Self::Process(Box::new(image)))
     }
 
     /// Parses the kernel for the process back end; `why` is the reason that KVM is not usable.
-    fn parse_without_kvm(bytes: &'a [u8], kernel: &Path, why: &str) -> Result<Self, Failure> {
-        match Image::parse(bytes) {
+    fn parse_without_kvm(
+        source: &'a KernelReader,
+        kernel: &Path,
+        why: &str,
+    ) -> Result<Self, Failure> {
+        match Image::parse(source) {
             Ok(image) => Ok(Self::Process(Box::new(image))),
-            Err(Error::Kernel(..)) if vmm_boot::Kernel::detect(bytes).is_ok() => {
+            Err(Error::Kernel(..)) if vmm_boot::Kernel::detect(&read(source, kernel)?).is_ok() => {
                 let kernel = kernel.display();
                 let text = format!("{kernel} is not pre-virtualized, and KVM is not usable: {why}");
                 Err(Failure::new(failure::UNAVAILABLE, text)
@@ -100,6 +106,15 @@ impl<'a> KernelImage<'a> {
             Self::Kvm(_) => None,
         }
     }
+}
+
+/// Reads the whole kernel.
+fn read(source: &KernelReader, path: &Path) -> Result<Large, Failure> {
+    let file = source.file().try_clone().and_then(|mut file| {
+        file.rewind()?;
+        Large::read(&mut file)
+    });
+    file.file_error("read", path)
 }
 
 /// VM that can be started.
@@ -227,10 +242,10 @@ impl Backend {
         files: &VmFiles,
         action: impl FnOnce(&KernelImage<'_>) -> Result<T, Failure>,
     ) -> Result<T, Failure> {
-        let bytes = files.read_kernel()?;
+        let (source, path) = (files.open_kernel()?, &files.kernel.path);
         match self.program {
-            Program::Kvm => action(&KernelImage::Kvm(&bytes)),
-            Program::Wedge { .. } => action(&KernelImage::parse(&bytes, &files.kernel.path)?),
+            Program::Kvm => action(&KernelImage::Kvm(read(&source, path)?)),
+            Program::Wedge { .. } => action(&KernelImage::parse(&source, path)?),
         }
     }
 

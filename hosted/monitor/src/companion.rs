@@ -70,7 +70,7 @@ impl Companion {
                 .help("run `cargo xtask build`, or install the package again"));
         }
         let (binary, bytes) = read_trusted(&binary)?;
-        release::check(&bytes, &binary)?;
+        release::check(&*bytes, &binary)?;
         Ok(Some((binary, bytes)))
     }
 

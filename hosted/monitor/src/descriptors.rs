@@ -9,6 +9,17 @@ use rustix::process::{Resource, getrlimit};
 use std::os::fd::AsRawFd;
 use std::process::Command;
 
+/// First descriptor after the standard streams.
+const FIRST: u32 = 3;
+
+/// Keeps descriptors that this process has inherited from programs that it starts: processes of a
+/// VM have those that they need only, and none holds a lock of its user's.
+///
+/// Linux before 5.11 cannot do it; they are inherited there.
+pub fn withhold_inherited() {
+    let _ = host_linux::sys::close_at_exec(FIRST);
+}
+
 /// Passes descriptors to the program of `command`, called `name` in messages. `last` is the highest
 /// number that the program itself needs.
 ///

@@ -17,7 +17,7 @@ mod console;
 mod control;
 pub mod ctl;
 mod debugger;
-mod descriptors;
+pub mod descriptors;
 mod device;
 mod device_process;
 mod disk;

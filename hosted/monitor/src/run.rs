@@ -5,6 +5,7 @@
 
 use crate::backend::{Backend, KernelImage};
 use crate::config::Config;
+use crate::descriptors;
 use crate::event_loop;
 use crate::kvm;
 use crate::orphans;
@@ -97,18 +98,19 @@ pub fn launch(config: Config, launch: Launch<'_>) -> Result<u8, Failure> {
     for signal in [SIGXFSZ, SIGUSR1] {
         flag::register(signal, Arc::default()).os_error("install signal handlers")?;
     }
+    descriptors::withhold_inherited();
     orphans::adopt()?;
     let spec = config.validate(launch.is_quiet)?;
     let files = VmFiles::open(&spec.config)?;
-    let bytes = files.read_kernel()?;
-    let kernel = KernelImage::choose(&spec, &bytes, &files.kernel.path)?;
+    let source = files.open_kernel()?;
+    let kernel = KernelImage::choose(&spec, &source, &files.kernel.path)?;
     let deadline = event_loop::deadline(spec.vm().timeout.map(|time| time.0));
     let backend = Backend::new(&spec, &kernel, launch.programs)?;
     let start = backend.prepare(&spec, &files, &kernel)?;
     let symbols = Symbols::new(&spec, &kernel)?;
     // The kernel is only needed again for a restart.
     drop(kernel);
-    drop(bytes);
+    drop(source);
     if launch.is_dry {
         backend.say_dry_run(&files.kernel.path);
         return Ok(0);

@@ -6,9 +6,9 @@ use crate::share::Share;
 use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::release;
 pub use hosted_kbuild::kernel::KernelFile;
+use hosted_loader::KernelReader;
 use std::collections::HashSet;
 use std::fs::File;
-use vmm_mem::large::Large;
 
 /// Open files of a VM.
 pub struct VmFiles {
@@ -29,19 +29,21 @@ impl VmFiles {
         Ok(Self { kernel, disks, shares: open_shares(config)? })
     }
 
-    /// Reads the kernel.
+    /// Opens the kernel.
     ///
     /// # Errors
     /// It cannot be read, or belongs to another release of Parador.
-    pub fn read_kernel(&self) -> Result<Large, Failure> {
+    pub fn open_kernel(&self) -> Result<KernelReader, Failure> {
         let KernelFile { path, is_installed, .. } = &self.kernel;
-        let read = File::open(path).and_then(|mut file| Large::read(&mut file));
-        let bytes = read.file_error("read", path).map_err(|failure| {
+        let opened = File::open(path).and_then(KernelReader::new);
+        let kernel = opened.file_error("read", path).map_err(|failure| {
             failure.help("`parador kernel build` builds a kernel for the process back end")
         })?;
-        let check = if *is_installed { release::check } else { release::check_if_marked };
-        check(&bytes, path)?;
-        Ok(bytes)
+        match is_installed {
+            true => release::check(kernel.parts(), path)?,
+            false => release::check_if_marked(kernel.parts(), path)?,
+        }
+        Ok(kernel)
     }
 
     /// Closes the files of an exited VM.

@@ -47,6 +47,7 @@ mod terminal;
 
 use clap::Parser;
 use hosted_command::failure::{self, Failure};
+use hosted_monitor::descriptors;
 use line::RuntimeLine;
 use std::ffi::{OsStr, OsString};
 use std::path::Path;
@@ -79,6 +80,8 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
             return if is_failure { FAILED } else { 0 };
         }
     };
+    // Carriers outlive this process.
+    descriptors::withhold_inherited();
     let done = lifecycle::carry_out(&line);
     done.unwrap_or_else(|failure| {
         report::failure(&line.global, &failure);

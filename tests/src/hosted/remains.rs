@@ -2,6 +2,7 @@
 
 use super::{Rig, children, is_alive, start, succeed};
 use anyhow::{Context, Result, ensure};
+use std::fs;
 use std::process::Command;
 
 /// Times that each end is tried: a process that ends a moment later does so by chance.
@@ -32,6 +33,29 @@ pub fn none() -> Result<()> {
             ended(&rig, end, code).with_context(|| format!("{end:?}, {time}"))?;
         }
     }
+    inherits_nothing(&rig)
+}
+
+/// A descriptor of the program that starts `parador` does not reach the processes of the VM.
+fn inherits_nothing(rig: &Rig) -> Result<()> {
+    let file = rig.path("inherited");
+    fs::write(&file, "").context("cannot write a file")?;
+    let run = rig.run();
+    let mut command = Command::new("sh");
+    command.args(["-c", "exec 9<\"$0\"; exec \"$@\""]).arg(&file);
+    command.arg(run.get_program()).args(run.get_args()).args(["-d", "disk.img"]);
+    command.envs(run.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    command.current_dir(run.get_current_dir().unwrap_or(rig.folder()));
+    let mut child = start(&mut command)?;
+    let all = children(&child)?;
+    let has = |process: &u32| {
+        let all = fs::read_dir(format!("/proc/{process}/fd")).into_iter().flatten().flatten();
+        all.filter_map(|entry| fs::read_link(entry.path()).ok()).any(|target| target == file)
+    };
+    let (own, others): (Vec<u32>, Vec<u32>) = all.iter().partition(|process| has(process));
+    succeed(Command::new("kill").args(["-TERM", &all[0].to_string()]))?;
+    child.wait().context("cannot wait for parador")?;
+    ensure!(own == all[..1], "{own:?} have a descriptor of the caller, {others:?} do not");
     Ok(())
 }
 
