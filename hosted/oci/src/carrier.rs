@@ -180,7 +180,8 @@ fn container(global: &Global, store: &Store, carry: &Carry, reporter: &UnixStrea
         // ended, and this process may not be its parent.
         let _ = kill_process(vm, Signal::TERM);
     }
-    vm.end();
+    // The engine does its part meanwhile; `delete` waits for the end.
+    vm.let_end();
     exit_code(carried)
 }
 

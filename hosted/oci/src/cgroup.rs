@@ -25,10 +25,10 @@ const UNLIMITED: [&str; 2] = ["-1", "max"];
 const DELEGATED: &str = "cgroup.subtree_control";
 const CONTROLLERS: [&str; 2] = ["+cpu", "+memory"];
 /// Time for the processes of a cgroup to end.
-const ATTEMPTS: u32 = 200;
-const INTERVAL: Duration = Duration::from_millis(25);
+const ATTEMPTS: u32 = 1000;
+const INTERVAL: Duration = Duration::from_millis(5);
 /// Checks whether memory has become free: a guest reports it after two seconds.
-const FREE_ATTEMPTS: u32 = 400;
+const FREE_ATTEMPTS: u32 = 2000;
 
 /// Limits of a VM's processes on the host; `u64::MAX`: none, and `None` changes nothing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -13,7 +13,7 @@ use vmm_bus::{BackendRef, ByteStream, DeviceBackend, EntropySource};
 use vmm_machine::{Host, Level, Model, Slots};
 
 use crate::clock::YieldRelax;
-use crate::state::shared::{ByteRing, event, shared};
+use crate::state::shared::{ByteRing, shared};
 use crate::state::{config, doorbell};
 use crate::{balloon, clock, disk, kick, net, report};
 
@@ -52,7 +52,7 @@ impl Host for LinuxHost {
     }
 
     fn kick(&mut self, index: usize) {
-        kick::raise_event(index, event::KICK);
+        kick::notify(index);
     }
 }
 

@@ -32,7 +32,8 @@ use crate::state::shared::{
 };
 use crate::state::statistics::count;
 use crate::{
-    children, compat, cpu_affinity, guest_space, monitor, report, signal, steal_time, timer, xstate,
+    children, compat, cpu_affinity, guest_space, kick, monitor, report, signal, steal_time, timer,
+    xstate,
 };
 
 /// Switches the vCPU to the process of slot `slot_index`, which continues in this function. The
@@ -43,6 +44,8 @@ pub fn switch_to_slot(_process: &mut CurrentProcess, slot_index: usize) {
         return;
     }
     count(counter::SWITCHES);
+    // The timer that limits the deferral is this process's.
+    kick::wake_deferred();
     let slot = &vcpu.slots[slot_index];
     if slot.process.load(SeqCst) == 0 {
         vcpu.wanted.store(slot_index as u32 + 1, SeqCst);

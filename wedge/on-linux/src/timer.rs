@@ -14,18 +14,29 @@ use crate::state::shared::{event, events, vcpu};
 
 /// Sets this process's timer to the deadline of the vCPU.
 pub fn arm_timer() {
-    let process = process();
     let deadline = vcpu().deadline.load(Relaxed);
     if deadline <= tsc() {
         // This process's timer may have expired while another process ran the vCPU.
         events().fetch_or(event::TIMER, SeqCst);
         return;
     }
-    if process.armed.load(Relaxed) == deadline {
+    let armed = process().armed.load(Relaxed);
+    if armed == deadline || armed < deadline && vcpu().deferred.load(Relaxed) != 0 {
         return;
     }
-    process.armed.store(deadline, Relaxed);
-    if let Err(error) = set_timer(deadline) {
+    arm(deadline);
+}
+
+/// Sets this process's timer to a time before the deadline of the vCPU, unless it expires sooner.
+pub fn arm_by(time: u64) {
+    if process().armed.load(Relaxed) > time {
+        arm(time);
+    }
+}
+
+fn arm(time: u64) {
+    process().armed.store(time, Relaxed);
+    if let Err(error) = set_timer(time) {
         report::fatal(format_args!("timer_settime failed: {error}"));
     }
 }

@@ -24,7 +24,7 @@ use crate::sites::Sites;
 use crate::state::current::CurrentVcpu;
 use crate::state::process::{process, slot};
 use crate::state::shared::{event, events, shared, vcpu};
-use crate::{compat, cpu_affinity, profile, steal_time, timer};
+use crate::{compat, cpu_affinity, kick, profile, steal_time, timer};
 
 /// vCPU of the VMM library.
 pub struct LinuxVcpu<'m> {
@@ -224,6 +224,21 @@ impl Vcpu for LinuxVcpu<'_> {
     fn run(&mut self) -> Exit {
         self.next = 0;
         self.length = 0;
+        let exit = self.run_guest();
+        let is_quiet = self.window == InterruptWindow::Nothing;
+        vcpu().may_defer.store(is_quiet && !self.accepts_interrupts(), Relaxed);
+        exit
+    }
+}
+
+impl LinuxVcpu<'_> {
+    /// Returns whether the guest has interrupts enabled.
+    fn accepts_interrupts(&self) -> bool {
+        self.cpu.held_flags & rflags::IF != 0
+    }
+
+    /// Runs the guest until an exit that the VMM handles.
+    fn run_guest(&mut self) -> Exit {
         if self.cpu.cr0 & cr0::PE == 0 {
             self.start_secondary();
         }
@@ -244,6 +259,9 @@ impl Vcpu for LinuxVcpu<'_> {
                 }
                 self.halt_for_debugger(reason::STEP);
             }
+            if self.accepts_interrupts() || events().load(Relaxed) != 0 {
+                kick::wake_deferred();
+            }
             let steps = self.step == DebugStep::Wanted;
             if !steps && let Some(exit) = self.take_events() {
                 return exit;
@@ -259,9 +277,7 @@ impl Vcpu for LinuxVcpu<'_> {
             }
         }
     }
-}
 
-impl LinuxVcpu<'_> {
     /// Executes one instruction of the profiler with its page writable. Nothing is delivered during
     /// the step but its own fault.
     fn profile_step(&mut self) -> StopAction {
@@ -307,7 +323,7 @@ impl LinuxVcpu<'_> {
 
     /// Opens the interrupt window if the guest accepts interrupts.
     fn open_window(&mut self, steps: bool) -> Result<(), Exit> {
-        if self.cpu.held_flags & rflags::IF == 0 || steps {
+        if !self.accepts_interrupts() || steps {
             return Ok(());
         }
         match core::mem::replace(&mut self.window, InterruptWindow::Nothing) {
@@ -321,7 +337,8 @@ impl LinuxVcpu<'_> {
 
     /// Updates what the entry to the guest depends on.
     fn prepare_entry(&mut self) {
-        self.cpu.set_attention(self.window != InterruptWindow::Nothing);
+        let has_deferred = vcpu().deferred.load(Relaxed) != 0;
+        self.cpu.set_attention(self.window != InterruptWindow::Nothing || has_deferred);
         if self.cpu.star != self.star {
             self.star = self.cpu.star;
             self.cpu.update_call_segments();

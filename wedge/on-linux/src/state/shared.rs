@@ -227,6 +227,10 @@ shared_words! {
         /// Idle state of the vCPU for the VM's own processes: see [`idle_state`]. A vCPU that a
         /// debugger has stopped polls here, and is busy for others ([`proto::hosted::idle`]).
         pub idle: AtomicU32,
+        /// The guest has interrupts disabled and waits for none: see [`crate::kick`].
+        pub may_defer: AtomicBool,
+        /// vCPUs whose wakes are deferred, one bit each.
+        pub deferred: AtomicU32,
         /// Duration of idle polling in TSC ticks.
         pub poll_ticks: Owned<u64>,
         /// TSC at which the timer of the vCPU expires.
