@@ -31,7 +31,7 @@ pub trait Context: Default + 'static {
 
 /// A processor architecture. Unless stated otherwise, every function is called with the kernel lock
 /// held, on the CPU that it concerns.
-pub trait Arch: Sized + 'static {
+pub trait Arch: Copy + PartialEq + 'static {
     /// User registers.
     type Context: Context;
     /// Page-table format of tasks.

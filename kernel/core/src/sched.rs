@@ -62,7 +62,7 @@ pub struct Cpu<A: Arch> {
 
 impl<A: Arch> Cpu<A> {
     /// An idle CPU.
-    pub const fn new() -> Self {
+    pub(crate) const fn new() -> Self {
         Self {
             current: Cell::new(None),
             sched: Cell::new(None),
@@ -87,12 +87,6 @@ impl<A: Arch> Cpu<A> {
     #[inline(always)]
     pub fn deadline(&self) -> u64 {
         self.next_event.get().min(self.slice_end.get())
-    }
-}
-
-impl<A: Arch> Default for Cpu<A> {
-    fn default() -> Self {
-        Self::new()
     }
 }
 

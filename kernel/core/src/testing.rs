@@ -146,6 +146,7 @@ impl Format for Invented {
 }
 
 /// The architecture of the tests.
+#[derive(Clone, Copy, PartialEq)]
 pub struct Fake;
 
 impl Arch for Fake {
