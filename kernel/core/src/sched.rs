@@ -14,7 +14,7 @@
 use core::cell::Cell;
 
 use crate::Kernel;
-use crate::arch::Arch;
+use crate::arch::{Arch, ArchVcpu as _};
 use crate::object::{Task, Thread};
 use crate::pool::Handle;
 use crate::tree::Tree;
@@ -276,7 +276,7 @@ impl<A: Arch> Kernel<A> {
     fn preempted(&self, handle: Handle<Thread<A>>) {
         let vcpu = self.memory.at(handle).state.get().vcpu();
         if let Some(vcpu) = vcpu.and_then(|vcpu| self.memory.get(vcpu)) {
-            A::vcpu_preempted(&vcpu.arch);
+            vcpu.arch.count_preemption();
         }
     }
 }

@@ -4,11 +4,10 @@ use core::cell::Cell;
 use core::ops::Range;
 use core::sync::atomic::{AtomicU64, Ordering};
 
-use abi::Status;
 use abi::args::IrqSource;
 use kernel_core::arch::Arch;
-use kernel_core::object::{Irq, Space, Task, Thread, Translation, Vcpu};
-use kernel_core::pool::{Factory, Frame, Handle, Memory};
+use kernel_core::object::{Irq, Space, Task, Thread, Vcpu};
+use kernel_core::pool::{Frame, Handle, Memory};
 use kernel_core::{Kernel, count};
 use kernel_run::Processor;
 use kernel_run::exit::ReturnToUser;
@@ -178,23 +177,6 @@ impl Arch for X86 {
 
     fn has_vtlb() -> bool {
         Extension::is_ready()
-    }
-
-    fn vcpu_new(
-        memory: &Memory,
-        factory: Option<Handle<Factory>>,
-        state: Frame,
-        translation: Translation,
-    ) -> Result<vcpu::VcpuFrames, Status> {
-        vcpu::VcpuFrames::new(memory, factory, state, translation)
-    }
-
-    fn vcpu_free(memory: &Memory, frames: &vcpu::VcpuFrames) {
-        frames.free(memory);
-    }
-
-    fn vcpu_preempted(frames: &vcpu::VcpuFrames) {
-        frames.count_preemption();
     }
 
     fn vcpu_state(memory: &Memory, of: &Vcpu<Self>, groups: u64) {
