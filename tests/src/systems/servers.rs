@@ -68,15 +68,15 @@ pub fn server_scenarios() -> Vec<Scenario> {
                 Step::Console("moved"),
                 Step::Console(" # "),
                 Step::Type(
-                    "dd if=/dev/vda of=/dev/null bs=4k count=300 iflag=direct && \
-                     ifconfig eth0 10.0.2.15 && for i in $(seq 30); do ping -c 1 10.0.2.2; done | \
+                    "dd if=/dev/vda of=/dev/null bs=4k count=150 iflag=direct && \
+                     ifconfig eth0 10.0.2.15 && for i in $(seq 10); do ping -c 1 10.0.2.2; done | \
                      grep -c '1 packets received'; grep virtio /proc/interrupts\n",
                 ),
-                Step::Console("\n30"),
+                Step::Console("\n10"),
                 Step::Console(" # "),
                 Step::Type("poweroff\n"),
             ],
-            counters: &[("server_events", 300..=10_000), ("server_events_elsewhere", 0..=30)],
+            counters: &[("server_events", 100..=10_000), ("server_events_elsewhere", 0..=20)],
             limit: 240,
             ..base(
                 "completions-of-second-vcpu",
