@@ -40,6 +40,7 @@ impl VmStatistics {
                 "settled" => statistics.settled = count as f64,
                 "bytes" => statistics.bytes = count as f64,
                 "shared" => statistics.shared = count as f64,
+                "server_events" | "server_events_elsewhere" => {}
                 _ => statistics.exits.push((name.to_owned(), count)),
             }
         }
@@ -84,7 +85,7 @@ mod tests {
 
     #[test]
     fn reads_the_last_line() {
-        let log = "root: vm: statistics: entries=1\nroot: vm: statistics: entries=7 settled=2 bytes=4096 cpuid=3 port=2\nend\n";
+        let log = "root: vm: statistics: entries=1\nroot: vm: statistics: entries=7 settled=2 bytes=4096 server_events=5 cpuid=3 port=2\nend\n";
         let statistics = VmStatistics::read(log).unwrap();
         assert_eq!((statistics.entries, statistics.settled, statistics.bytes), (7.0, 2.0, 4096.0));
         assert_eq!(statistics.exits, [("cpuid".to_owned(), 3), ("port".to_owned(), 2)]);

@@ -52,6 +52,9 @@ pub struct VmmStatistics {
     pub handled_in_kernel: u64,
     /// Bytes of memory that the VMM uses in addition to guest memory, without kernel objects.
     pub bytes: u64,
+    /// Events of servers that the vCPU with the device's interrupt handled, and those that another
+    /// one did.
+    pub server_events: [u64; 2],
     /// Exits by reason, numbered as in the VMM library.
     pub exits: [u64; REASONS],
     /// Counters of the vTLB ([`vtlb::COUNTER_NAMES`]), the sum over all vCPUs.
@@ -62,13 +65,16 @@ impl VmmStatistics {
     /// Words of the encoding.
     pub const WORDS: usize = Self::VTLB + vtlb::COUNTERS;
     /// Index of the first counter of the vTLB.
-    const VTLB: usize = 3 + REASONS;
+    const VTLB: usize = Self::EXITS + REASONS;
+    /// Index of the first exit reason.
+    const EXITS: usize = 5;
 
     /// All counters zero.
     pub const ZERO: Self = Self {
         entries: 0,
         handled_in_kernel: 0,
         bytes: 0,
+        server_events: [0; 2],
         exits: [0; REASONS],
         vtlb: [0; vtlb::COUNTERS],
     };
@@ -77,7 +83,8 @@ impl VmmStatistics {
     pub fn pack(&self) -> [u64; Self::WORDS] {
         let mut words = [0; Self::WORDS];
         words[..3].copy_from_slice(&[self.entries, self.handled_in_kernel, self.bytes]);
-        words[3..Self::VTLB].copy_from_slice(&self.exits);
+        words[3..Self::EXITS].copy_from_slice(&self.server_events);
+        words[Self::EXITS..Self::VTLB].copy_from_slice(&self.exits);
         words[Self::VTLB..].copy_from_slice(&self.vtlb);
         words
     }
@@ -89,7 +96,8 @@ impl VmmStatistics {
             entries: word(0),
             handled_in_kernel: word(1),
             bytes: word(2),
-            exits: core::array::from_fn(|index| word(3 + index)),
+            server_events: [word(3), word(4)],
+            exits: core::array::from_fn(|index| word(Self::EXITS + index)),
             vtlb: core::array::from_fn(|index| word(Self::VTLB + index)),
         }
     }
@@ -103,6 +111,7 @@ mod tests {
     fn statistics_round_trip() {
         let mut statistics =
             VmmStatistics { entries: 1, handled_in_kernel: 2, bytes: 3, ..VmmStatistics::ZERO };
+        statistics.server_events = [4, 5];
         statistics.exits[REASONS - 1] = 9;
         assert_eq!(VmmStatistics::unpack(&statistics.pack()), statistics);
         assert_eq!(VmmStatistics::unpack(&[]), VmmStatistics::ZERO);

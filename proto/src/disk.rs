@@ -532,6 +532,12 @@ impl<'m> Session<'m> {
         })
     }
 
+    /// Returns the index of the client's vCPU to signal ([`ServerLink::notified_vcpu`]).
+    #[inline]
+    pub fn notified_vcpu(&self) -> usize {
+        self.link.notified_vcpu()
+    }
+
     /// Returns whether to signal the client. To be called after taking and completing.
     #[must_use]
     pub fn take_signal(&mut self) -> bool {

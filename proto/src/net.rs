@@ -474,6 +474,12 @@ impl<'m> Port<'m> {
         OffloadCaps::unpack(self.link.link.client_info())
     }
 
+    /// Returns the index of the client's vCPU to signal ([`ServerLink::notified_vcpu`]).
+    #[inline]
+    pub fn notified_vcpu(&self) -> usize {
+        self.link.link.notified_vcpu()
+    }
+
     /// Returns the client's MAC address.
     pub fn mac(&self) -> Mac {
         self.link.info.mac

@@ -2,9 +2,9 @@
 //! either.
 //!
 //! Root owns the memory of a session, maps it for the client and the server and keeps it over
-//! restarts. Each side has a capability to signal the other's notification, in slot
-//! `start::slot::SESSIONS + n`, where `n` is the index of the session with its owner. The event bit
-//! of the session is in the start page.
+//! restarts. A client has a capability to signal the server's notification, and a server has one
+//! for the notification of each vCPU of its client ([`slot::peer`]). The event bit of the session
+//! is in the start page.
 //!
 //! The first [`HEADER`] words hold:
 //!
@@ -15,6 +15,7 @@
 //! | 2 | client | *request*: generation (high half) and the client's count (low half) |
 //! | 8–15 | server | server information, valid while a request is accepted |
 //! | 16 | client | client information; it may change at any time |
+//! | 17 | client | index of the vCPU to signal; it may change at any time |
 //!
 //! Both sides use the rings after the header only while `accepted == request`. To connect, a client
 //! writes a new request, signals the server and does not touch the rings. Once no request of an
@@ -24,6 +25,10 @@
 //! side does not know of, and a side that violates these rules harms its own session only.
 
 use core::sync::atomic::{AtomicU64, Ordering};
+
+#[cfg(doc)]
+use crate::start::slot;
+use crate::system::MAX_VCPUS;
 
 /// Words of the header.
 pub const HEADER: usize = 64;
@@ -35,6 +40,15 @@ const ACCEPTED: usize = 1;
 const REQUEST: usize = 2;
 const FIRST_INFO: usize = 8;
 const CLIENT_INFO: usize = 16;
+const VCPU: usize = 17;
+
+/// Makes the server of the session in `memory` signal the notification of this vCPU from now on.
+/// Signals may still go to the previous one for a while. Does nothing if the memory is too short.
+pub fn set_notified_vcpu(memory: &[AtomicU64], vcpu: usize) {
+    if let Some(header) = Header::new(memory) {
+        header.write(VCPU, vcpu as u64);
+    }
+}
 
 #[derive(Clone, Copy)]
 struct Header<'m>(&'m [AtomicU64]);
@@ -91,6 +105,8 @@ impl<'m> ClientLink<'m> {
         // The previous client may still be connected: continue its count, and forget its
         // generation.
         let request = header.read(REQUEST) & u64::from(u32::MAX);
+        // The first thread waits for the server's answer.
+        header.write(VCPU, 0);
         Some(Self { header, request, connected: false })
     }
 
@@ -189,6 +205,13 @@ impl<'m> ServerLink<'m> {
     pub fn client_info(&self) -> u64 {
         self.header.read(CLIENT_INFO)
     }
+
+    /// Returns the index of the client's vCPU to signal, less than [`MAX_VCPUS`]. The client may
+    /// not have it.
+    #[inline]
+    pub fn notified_vcpu(&self) -> usize {
+        (self.header.read(VCPU) % MAX_VCPUS as u64) as usize
+    }
 }
 
 impl Link for ServerLink<'_> {
@@ -267,6 +290,23 @@ mod tests {
     }
 
     #[test]
+    fn the_client_chooses_the_vcpu_to_signal() {
+        let memory = memory(HEADER);
+        let server = ServerLink::new(&memory).unwrap();
+        assert_eq!(server.notified_vcpu(), 0);
+        set_notified_vcpu(&memory, 3);
+        assert_eq!(server.notified_vcpu(), 3);
+        let server = ServerLink::new(&memory).unwrap();
+        assert_eq!(server.notified_vcpu(), 3, "a restart of the server changes nothing");
+        set_notified_vcpu(&memory, MAX_VCPUS + 1);
+        assert_eq!(server.notified_vcpu(), 1, "always an index");
+        ClientLink::new(&memory).unwrap();
+        assert_eq!(server.notified_vcpu(), 0, "the first thread of a new client waits");
+        set_notified_vcpu(&memory[..HEADER - 1], 3);
+        assert_eq!(server.notified_vcpu(), 0);
+    }
+
+    #[test]
     fn generations_wrap() {
         let memory = memory(HEADER);
         memory[GENERATION].store(u32::MAX.into(), Ordering::Relaxed);
@@ -284,7 +324,8 @@ mod tests {
             let mut client = ClientLink::new(&memory).unwrap();
             let mut server = ServerLink::new(&memory).unwrap();
             for (word, value, small) in writes {
-                memory[word % 16].store(if small { value % 4 } else { value }, Ordering::Relaxed);
+                memory[word % (VCPU + 1)].store(if small { value % 4 } else { value }, Ordering::Relaxed);
+                prop_assert!(server.notified_vcpu() < MAX_VCPUS);
                 let before = server.accepted;
                 if let Some(request) = server.request() {
                     prop_assert_ne!(request, before);

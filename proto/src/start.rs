@@ -101,8 +101,35 @@ pub mod slot {
     /// VMM: notification of the peer of the first channel, right `SIGNAL`; those of further
     /// channels follow.
     pub const CHANNELS: u64 = SESSIONS - crate::channel::MAX_VM_CHANNELS as u64;
-    /// Number of slots of a task.
+    /// VMM: notification of the second vCPU; those of further vCPUs follow. That of the first vCPU
+    /// is [`NOTIFICATION`].
+    pub const VCPU_NOTIFICATIONS: u64 = CHANNELS - FURTHER_VCPUS;
+    /// Number of slots of a task, except a server with sessions.
     pub const COUNT: u64 = 120;
+    /// Server with sessions: notification of the second vCPU of the first session's client, right
+    /// `SIGNAL`; those of further vCPUs, and then those of further sessions, follow.
+    pub const PEER_VCPUS: u64 = COUNT;
+    /// Number of slots of a server with sessions.
+    pub const SERVER_COUNT: u64 = PEER_VCPUS + crate::service::MAX_SESSIONS as u64 * FURTHER_VCPUS;
+    /// Largest number of a VM's vCPUs after the first.
+    const FURTHER_VCPUS: u64 = crate::system::MAX_VCPUS as u64 - 1;
+
+    /// Returns the slot of a vCPU's notification in its VMM.
+    pub const fn vcpu_notification(vcpu: usize) -> u64 {
+        match vcpu {
+            0 => NOTIFICATION,
+            further => VCPU_NOTIFICATIONS + further as u64 - 1,
+        }
+    }
+
+    /// Returns the slot of the peer's notification of a session: of the server, or of this vCPU of
+    /// the client.
+    pub const fn peer(session: usize, vcpu: usize) -> u64 {
+        match vcpu {
+            0 => SESSIONS + session as u64,
+            further => PEER_VCPUS + session as u64 * FURTHER_VCPUS + further as u64 - 1,
+        }
+    }
 }
 
 /// Event bits of a task's notification.

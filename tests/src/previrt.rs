@@ -358,6 +358,7 @@ pub fn guest(backend: Backend, cpus: u32) -> Result<()> {
         texts: vec!["works on 2 processors".into()],
         never: &WRONG,
         most: &[],
+        counters: &[],
         limit: LIMIT.into(),
     };
     scenario.run(backend, cpus)

@@ -84,6 +84,8 @@ pub struct Scenario {
     pub never: &'static [&'static str],
     /// Texts, and in how many lines of the kernel's log each may be at most.
     pub most: &'static [(&'static str, usize)],
+    /// Counters, `name=value` in the last statistics of a VM in the kernel's log, and their bounds.
+    pub counters: &'static [(&'static str, RangeInclusive<u64>)],
     /// Seconds that it may take on a busy machine.
     pub limit: u64,
 }
@@ -148,8 +150,21 @@ impl Scenario {
                 bail!("`{text}` is in {lines} lines of the log, at most {most} are allowed");
             }
         }
+        for (name, bounds) in self.counters {
+            let value = counter(&log, name).with_context(|| format!("the log has no {name}"))?;
+            if !bounds.contains(&value) {
+                bail!("{name} is {value}, not in {bounds:?}");
+            }
+        }
         Ok(())
     }
+}
+
+/// Returns the counter of this name in the last line with statistics.
+fn counter(log: &str, name: &str) -> Option<u64> {
+    let (_, statistics) = log.lines().rev().find_map(|line| line.split_once(" statistics: "))?;
+    let mut words = statistics.split_whitespace().filter_map(|word| word.split_once('='));
+    words.find(|(other, _)| *other == name)?.1.parse().ok()
 }
 
 /// An error whose text ends with the reason, after the transcripts, where a reader looks first.
@@ -174,9 +189,19 @@ mod tests {
             texts: Vec::new(),
             never: &[],
             most: &[],
+            counters: &[],
             limit: 1,
         };
         scenario.class(cpus)
+    }
+
+    #[test]
+    fn counters() {
+        let log =
+            "root: vm a: statistics: entries=1 b=2\nroot: vm a: statistics: entries=7 bb=3\nend";
+        assert_eq!(counter(log, "entries"), Some(7));
+        assert_eq!(counter(log, "b"), None);
+        assert_eq!(counter("entries=1", "entries"), None);
     }
 
     #[test]

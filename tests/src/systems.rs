@@ -39,6 +39,7 @@ pub fn base(name: &'static str, system: String) -> Scenario {
         code: 0,
         never: &[],
         most: &[],
+        counters: &[],
         limit: 120,
     }
 }

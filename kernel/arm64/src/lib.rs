@@ -41,4 +41,5 @@ pub mod time;
 pub mod vcpu;
 
 /// The AArch64 architecture.
+#[derive(Clone, Copy, PartialEq)]
 pub struct Arm64;

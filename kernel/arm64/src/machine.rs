@@ -48,8 +48,8 @@ pub struct Machine {
 impl Machine {
     /// Value before boot has found anything.
     pub const NEW: Self = Self {
-        memory: BootMemory { ram: RangeSet::new(), free: RangeSet::new(), used: RangeSet::new() },
-        devices: RangeSet::new(),
+        memory: BootMemory { ram: RangeSet::EMPTY, free: RangeSet::EMPTY, used: RangeSet::EMPTY },
+        devices: RangeSet::EMPTY,
         bundle: None,
         tree: Range::new(0, 0),
         counter_khz: 0,
@@ -147,7 +147,7 @@ pub fn option<'a>(fdt: &Fdt<'a>, name: &str) -> Option<&'a str> {
 
 /// RAM without reservations, in whole blocks.
 fn ram(fdt: &Fdt<'_>, limit: u64) -> RangeSet<MAX_RAM> {
-    let mut ram = RangeSet::<MAX_RAM>::new();
+    let mut ram = RangeSet::<MAX_RAM>::EMPTY;
     let is_memory = |node: &Node<'_>| node.text("device_type") == Some("memory");
     for node in fdt.root().children().filter(is_memory) {
         for (base, length) in node.ranges() {

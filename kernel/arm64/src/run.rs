@@ -4,11 +4,10 @@ use core::cell::Cell;
 use core::ops::Range;
 use core::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
-use abi::Status;
 use abi::args::IrqSource;
 use kernel_core::arch::Arch;
-use kernel_core::object::{Irq, Space, Task, Thread, Translation, Vcpu};
-use kernel_core::pool::{Factory, Frame, Handle, Memory};
+use kernel_core::object::{Irq, Space, Task, Thread, Vcpu};
+use kernel_core::pool::{Handle, Memory};
 use kernel_core::{Kernel, count};
 use kernel_run::Processor;
 use kernel_run::exit::ReturnToUser;
@@ -161,23 +160,6 @@ impl Arch for Arm64 {
 
     fn has_vtlb() -> bool {
         false
-    }
-
-    fn vcpu_new(
-        memory: &Memory,
-        _factory: Option<Handle<Factory>>,
-        state: Frame,
-        translation: Translation,
-    ) -> Result<VcpuFrames, Status> {
-        VcpuFrames::new(memory.address(state), translation)
-    }
-
-    fn vcpu_free(_memory: &Memory, _vcpu: &VcpuFrames) {
-        // It has only the state page, which the caller frees.
-    }
-
-    fn vcpu_preempted(vcpu: &VcpuFrames) {
-        vcpu.count_preemption();
     }
 
     fn vcpu_state(_memory: &Memory, of: &Vcpu<Self>, groups: u64) {

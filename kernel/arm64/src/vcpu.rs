@@ -28,8 +28,9 @@ use abi::vcpu::arm64::{VcpuState, exit as arm64_exit, group, pstate};
 use abi::vcpu::{HYPERCALL_DOORBELL, exit};
 use hw_arm64::esr::{self, class};
 use hw_arm64::registers::{spsr, vtcr};
+use kernel_core::arch::ArchVcpu;
 use kernel_core::object::{Space, Thread, Translation, Vcpu, Vm};
-use kernel_core::pool::Handle;
+use kernel_core::pool::{Factory, Frame, Handle, Memory};
 use kernel_core::table::Format;
 use kernel_core::{Kernel, count};
 use kernel_run::exit::ReturnToUser;
@@ -64,17 +65,18 @@ pub struct VcpuFrames {
     halted: Cell<u64>,
 }
 
-impl VcpuFrames {
-    /// A vCPU in its reset state, with this state page.
-    ///
-    /// # Errors
-    /// The translation is not nested paging.
-    pub fn new(state: *const u8, translation: Translation) -> Result<Self, Status> {
+impl ArchVcpu for VcpuFrames {
+    fn new(
+        memory: &Memory,
+        _factory: Option<Handle<Factory>>,
+        state: Frame,
+        translation: Translation,
+    ) -> Result<Self, Status> {
         if translation != Translation::Nested {
             return Err(Status::Unsupported);
         }
         let this = Self {
-            state: state.cast(),
+            state: memory.address(state).cast_const().cast(),
             system: SystemRegisters::new(),
             interface: VirtualInterface::reset(),
             timer: VirtualTimer::reset(),
@@ -86,16 +88,21 @@ impl VcpuFrames {
         Ok(this)
     }
 
+    fn free(&self, _memory: &Memory) {
+        // It has only the state page, which the caller frees.
+    }
+
+    fn count_preemption(&self) {
+        self.state().run.preemptions.add(1);
+    }
+}
+
+impl VcpuFrames {
     /// The state page. The VMM may write it at any time: each field is an atomic word, read once.
     fn state(&self) -> &VcpuState {
         // SAFETY: a frame that exists as long as the vCPU; all fields are atomic integers, any
         // value is valid.
         unsafe { &*self.state }
-    }
-
-    /// Counts a preemption of the vCPU's thread.
-    pub fn count_preemption(&self) {
-        self.state().run.preemptions.add(1);
     }
 }
 

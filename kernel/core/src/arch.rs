@@ -29,9 +29,24 @@ pub trait Context: Default + 'static {
     fn ip(&self) -> u64;
 }
 
+/// Processor structures of a vCPU. Every function is called with the kernel lock held.
+pub trait ArchVcpu: Clone + 'static {
+    /// Allocates the structures of a vCPU whose state page is `state`.
+    fn new(
+        memory: &Memory,
+        factory: Option<Handle<Factory>>,
+        state: Frame,
+        translation: Translation,
+    ) -> Result<Self, Status>;
+    /// Frees the structures of a vCPU that is not running.
+    fn free(&self, memory: &Memory);
+    /// Records that the scheduler preempted the vCPU's thread while it was in the guest.
+    fn count_preemption(&self);
+}
+
 /// A processor architecture. Unless stated otherwise, every function is called with the kernel lock
 /// held, on the CPU that it concerns.
-pub trait Arch: Sized + 'static {
+pub trait Arch: Copy + PartialEq + 'static {
     /// User registers.
     type Context: Context;
     /// Page-table format of tasks.
@@ -39,7 +54,7 @@ pub trait Arch: Sized + 'static {
     /// Page-table format of guest-physical address spaces.
     type Nested: Format;
     /// Processor structures of a vCPU.
-    type Vcpu: Clone + 'static;
+    type Vcpu: ArchVcpu;
     /// Frames of a VM's I/O permission map; 0 on architectures without I/O ports.
     const GUEST_PORT_FRAMES: u32;
     /// Frames of a task's I/O permission map; 0 on architectures without I/O ports.
@@ -69,17 +84,6 @@ pub trait Arch: Sized + 'static {
     /// Returns whether it supports [`Arch::Vcpu`] without nested paging.
     fn has_vtlb() -> bool;
 
-    /// Allocates the processor structures of a vCPU whose state page is `state`.
-    fn vcpu_new(
-        memory: &Memory,
-        factory: Option<Handle<Factory>>,
-        state: Frame,
-        translation: Translation,
-    ) -> Result<Self::Vcpu, Status>;
-    /// Frees the processor structures of a vCPU that is not running.
-    fn vcpu_free(memory: &Memory, vcpu: &Self::Vcpu);
-    /// Records that the scheduler preempted the vCPU's thread while it was in the guest.
-    fn vcpu_preempted(vcpu: &Self::Vcpu);
     /// Copies state groups ([`abi::vcpu`]) to the vCPU's state page.
     fn vcpu_state(memory: &Memory, vcpu: &Vcpu<Self>, groups: u64);
 

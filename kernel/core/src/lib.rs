@@ -64,12 +64,6 @@ impl Counters {
     }
 }
 
-impl<A: Arch> Default for Kernel<A> {
-    fn default() -> Self {
-        Self::new()
-    }
-}
-
 /// Increments a counter.
 #[inline(always)]
 pub fn count(counter: &Cell<u64>) {
@@ -101,6 +95,7 @@ pub struct Kernel<A: Arch> {
 
 impl<A: Arch> Kernel<A> {
     /// A kernel without objects or memory. Too large to be moved: it must be constructed in place.
+    #[expect(clippy::new_without_default, reason = "only in constants")]
     pub const fn new() -> Self {
         Self {
             memory: Memory::empty(),

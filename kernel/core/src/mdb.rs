@@ -27,6 +27,16 @@ use crate::tree::{Links, Tree};
 
 pub use delegation::Delegation;
 
+/// Calls a function of [`table`] for the format of the page tables of this space.
+macro_rules! in_format {
+    ($of:expr, $function:ident($($argument:expr),*)) => {
+        match $of {
+            SpaceRef::Task(_) => table::$function::<A::Host>($($argument),*),
+            SpaceRef::Vm(_) => table::$function::<A::Nested>($($argument),*),
+        }
+    };
+}
+
 mod delegation;
 mod lifecycle;
 pub mod work;
@@ -306,14 +316,7 @@ impl<A: Arch> Kernel<A> {
             global: rights & rights::GLOBAL != 0 && is_guest_virtual,
         };
         let (page, order) = (extent.base, extent.order);
-        match to {
-            SpaceRef::Task(_) => {
-                table::map::<A::Host>(&tables, root, page, physical, order, access)
-            }
-            SpaceRef::Vm(_) => {
-                table::map::<A::Nested>(&tables, root, page, physical, order, access)
-            }
-        }
+        in_format!(to, map(&tables, root, page, physical, order, access))
     }
 
     fn open_ports(&self, to: SpaceRef<A>, space: &Space<A>, extent: Extent) -> Result<(), Status> {
@@ -408,14 +411,7 @@ impl<A: Arch> Kernel<A> {
                 if let Some(space) = self.space(space_ref) {
                     let tables = space.tables(&self.memory);
                     let root = self.memory.physical(space.root);
-                    let flush = match space_ref {
-                        SpaceRef::Task(_) => {
-                            table::unmap::<A::Host>(&tables, root, node.base, node.order)
-                        }
-                        SpaceRef::Vm(_) => {
-                            table::unmap::<A::Nested>(&tables, root, node.base, node.order)
-                        }
-                    };
+                    let flush = in_format!(space_ref, unmap(&tables, root, node.base, node.order));
                     self.request_flush(space_ref, space, flush);
                     space.memory.remove(&self.memory, handle);
                 }

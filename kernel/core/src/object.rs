@@ -25,6 +25,7 @@ pub const MAX_SLOTS: u64 = 8192;
 type Link<T> = Cell<Option<Handle<T>>>;
 
 /// A reference to an object of any kind.
+#[derive(Clone, Copy)]
 pub enum ObjectRef<A: Arch> {
     /// Address and capability space.
     Task(Handle<Task<A>>),
@@ -48,14 +49,8 @@ pub enum ObjectRef<A: Arch> {
     Platform,
 }
 
-impl<A: Arch> Clone for ObjectRef<A> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-impl<A: Arch> Copy for ObjectRef<A> {}
-
 /// A capability: an object and the rights to it.
+#[derive(Clone, Copy)]
 pub struct Capability<A: Arch> {
     /// The object.
     pub object: ObjectRef<A>,
@@ -65,13 +60,6 @@ pub struct Capability<A: Arch> {
     pub node: Handle<MapNode<A>>,
 }
 
-impl<A: Arch> Clone for Capability<A> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-impl<A: Arch> Copy for Capability<A> {}
-
 /// One page of capability slots.
 pub struct SlotPage<A: Arch> {
     /// The slots.
@@ -79,28 +67,12 @@ pub struct SlotPage<A: Arch> {
 }
 
 /// The address space that a [`MapNode`] belongs to.
+#[derive(Clone, Copy, PartialEq)]
 pub enum SpaceRef<A: Arch> {
     /// A task's memory, capabilities and ports.
     Task(Handle<Task<A>>),
     /// A VM's memory and ports.
     Vm(Handle<Vm<A>>),
-}
-
-impl<A: Arch> Clone for SpaceRef<A> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-impl<A: Arch> Copy for SpaceRef<A> {}
-
-impl<A: Arch> PartialEq for SpaceRef<A> {
-    fn eq(&self, other: &Self) -> bool {
-        match (self, other) {
-            (Self::Task(a), Self::Task(b)) => a == b,
-            (Self::Vm(a), Self::Vm(b)) => a == b,
-            _ => false,
-        }
-    }
 }
 
 /// Node of the mapping database: 2^order units at `base` of an address space, delegated from
@@ -234,20 +206,13 @@ pub struct Vm<A: Arch> {
 }
 
 /// Binding of a VM's doorbell to a notification.
+#[derive(Clone, Copy)]
 pub struct Doorbell<A: Arch> {
     /// Signalled notification; it may have been destroyed.
     pub notification: Handle<Notification<A>>,
     /// Event bits that are signalled.
     pub bits: u64,
 }
-
-impl<A: Arch> Clone for Doorbell<A> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-
-impl<A: Arch> Copy for Doorbell<A> {}
 
 /// IPC endpoint for synchronous calls.
 pub struct Gate<A: Arch> {
@@ -275,7 +240,7 @@ pub struct Notification<A: Arch> {
 
 impl<A: Arch> Notification<A> {
     /// A notification without events that nothing waits for.
-    pub const fn new() -> Self {
+    pub(crate) const fn new() -> Self {
         Self {
             caps: Cell::new(0),
             bits: Cell::new(0),
@@ -283,12 +248,6 @@ impl<A: Arch> Notification<A> {
             thread: Cell::new(None),
             vcpu: Cell::new(None),
         }
-    }
-}
-
-impl<A: Arch> Default for Notification<A> {
-    fn default() -> Self {
-        Self::new()
     }
 }
 

@@ -14,7 +14,7 @@
 use core::cell::Cell;
 
 use crate::Kernel;
-use crate::arch::Arch;
+use crate::arch::{Arch, ArchVcpu as _};
 use crate::object::{Task, Thread};
 use crate::pool::Handle;
 use crate::tree::Tree;
@@ -62,7 +62,7 @@ pub struct Cpu<A: Arch> {
 
 impl<A: Arch> Cpu<A> {
     /// An idle CPU.
-    pub const fn new() -> Self {
+    pub(crate) const fn new() -> Self {
         Self {
             current: Cell::new(None),
             sched: Cell::new(None),
@@ -87,12 +87,6 @@ impl<A: Arch> Cpu<A> {
     #[inline(always)]
     pub fn deadline(&self) -> u64 {
         self.next_event.get().min(self.slice_end.get())
-    }
-}
-
-impl<A: Arch> Default for Cpu<A> {
-    fn default() -> Self {
-        Self::new()
     }
 }
 
@@ -282,7 +276,7 @@ impl<A: Arch> Kernel<A> {
     fn preempted(&self, handle: Handle<Thread<A>>) {
         let vcpu = self.memory.at(handle).state.get().vcpu();
         if let Some(vcpu) = vcpu.and_then(|vcpu| self.memory.get(vcpu)) {
-            A::vcpu_preempted(&vcpu.arch);
+            vcpu.arch.count_preemption();
         }
     }
 }

@@ -210,12 +210,8 @@ impl<A: Arch> Kernel<A> {
             }
             Op::IrqControl => self.irq_control(task, thread, args::IrqControl::read(argument))?,
             Op::SchedControl => {
-                let args = args::SchedControl::read(argument);
-                let sched = self.sched_cap(task, args.sched_context, rights::SCHEDULE)?;
-                if args.budget != 0 {
-                    self.change_sched(sched, args.priority, args.budget, args.period)?;
-                }
-                thread.context.set_result(0, self.used(sched));
+                let used = self.sched_control(task, args::SchedControl::read(argument))?;
+                thread.context.set_result(0, used);
             }
             Op::PlatformControl => {
                 self.platform_control(task, thread, args::PlatformControl::read(argument))?;
@@ -390,6 +386,15 @@ impl<A: Arch> Kernel<A> {
             }
         });
         Ok(())
+    }
+
+    /// Changes a scheduling context, unless the budget is 0; returns the time used.
+    fn sched_control(&self, task: &Task<A>, args: args::SchedControl) -> Result<u64, Status> {
+        let sched = self.sched_cap(task, args.sched_context, rights::SCHEDULE)?;
+        if args.budget != 0 {
+            self.change_sched(sched, args.priority, args.budget, args.period)?;
+        }
+        Ok(self.used(sched))
     }
 
     fn irq_control(

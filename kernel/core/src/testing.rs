@@ -10,7 +10,7 @@ use abi::Status;
 use abi::args::IrqSource;
 
 use crate::Kernel;
-use crate::arch::{Arch, Context};
+use crate::arch::{Arch, ArchVcpu, Context};
 use crate::mdb::Delegation;
 use crate::mdb::work::WORK;
 use crate::object::*;
@@ -146,7 +146,25 @@ impl Format for Invented {
 }
 
 /// The architecture of the tests.
+#[derive(Clone, Copy, PartialEq)]
 pub struct Fake;
+
+impl ArchVcpu for Frame {
+    fn new(
+        memory: &Memory,
+        factory: Option<Handle<Factory>>,
+        _: Frame,
+        _: Translation,
+    ) -> Result<Frame, Status> {
+        memory.alloc_raw(factory, 1)
+    }
+    fn free(&self, memory: &Memory) {
+        memory.free_raw(*self, 1);
+    }
+    fn count_preemption(&self) {
+        machine(|machine| machine.preemptions.set(machine.preemptions.get() + 1));
+    }
+}
 
 impl Arch for Fake {
     type Context = Registers;
@@ -185,20 +203,6 @@ impl Arch for Fake {
     }
     fn has_vtlb() -> bool {
         true
-    }
-    fn vcpu_new(
-        memory: &Memory,
-        factory: Option<Handle<Factory>>,
-        _: Frame,
-        _: Translation,
-    ) -> Result<Frame, Status> {
-        memory.alloc_raw(factory, 1)
-    }
-    fn vcpu_free(memory: &Memory, vcpu: &Frame) {
-        memory.free_raw(*vcpu, 1);
-    }
-    fn vcpu_preempted(_: &Frame) {
-        machine(|machine| machine.preemptions.set(machine.preemptions.get() + 1));
     }
     fn vcpu_state(_: &Memory, _: &Vcpu<Self>, _: u64) {}
     fn irq_valid(source: IrqSource) -> bool {

@@ -17,15 +17,9 @@ pub struct Links<T> {
     right: Cell<Option<Handle<T>>>,
 }
 
-impl<T> Default for Links<T> {
-    fn default() -> Self {
-        Self::new()
-    }
-}
-
 impl<T> Links<T> {
     /// Links of an object that is in no tree.
-    pub const fn new() -> Self {
+    pub(crate) const fn new() -> Self {
         Self { left: Cell::new(None), right: Cell::new(None) }
     }
 }
@@ -57,15 +51,9 @@ fn priority<T>(handle: Handle<T>) -> u64 {
         .wrapping_mul(0xbf58_476d_1ce4_e5b9)
 }
 
-impl<T: Keyed<Order>, Order> Default for Tree<T, Order> {
-    fn default() -> Self {
-        Self::new()
-    }
-}
-
 impl<T: Keyed<Order>, Order> Tree<T, Order> {
     /// The empty set.
-    pub const fn new() -> Self {
+    pub(crate) const fn new() -> Self {
         Self { root: Cell::new(None), order: PhantomData }
     }
 

@@ -16,7 +16,7 @@ pub fn normalise<I: Iterator<Item = (Range, bool)>>(
     limit: u64,
     entries: impl Fn() -> I,
 ) -> RangeSet<MAX_RAM> {
-    let mut ram = RangeSet::new();
+    let mut ram = RangeSet::EMPTY;
     for (range, _) in entries().filter(|&(_, is_ram)| is_ram) {
         let reachable = Range::new(range.base, range.end.min(limit));
         ram.insert(reachable.inward());
@@ -28,7 +28,7 @@ pub fn normalise<I: Iterator<Item = (Range, bool)>>(
 }
 
 /// Allocator of physical memory during boot.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub struct BootMemory {
     /// All RAM.
     pub ram: RangeSet<MAX_RAM>,
@@ -41,10 +41,10 @@ pub struct BootMemory {
 impl BootMemory {
     /// Allocator of this RAM, except for a range.
     pub fn new(ram: RangeSet<MAX_RAM>, reserved: Range) -> Self {
-        let mut free = RangeSet::new();
+        let mut free = RangeSet::EMPTY;
         ram.as_slice().iter().for_each(|&range| free.insert(range));
         free.remove(reserved);
-        Self { ram, free, used: RangeSet::new() }
+        Self { ram, free, used: RangeSet::EMPTY }
     }
 
     /// Allocates `length` bytes (rounded up to pages) of free RAM below `limit`, aligned to
@@ -58,7 +58,7 @@ impl BootMemory {
 
     /// Ranges below 4 GiB that are not RAM, rounded outward to pages.
     pub fn holes(&self) -> RangeSet<MAX_RAM> {
-        let mut holes = RangeSet::new();
+        let mut holes = RangeSet::EMPTY;
         holes.insert(Range::new(0, FOUR_GIB));
         self.ram.as_slice().iter().for_each(|&range| holes.remove(range));
         holes
@@ -109,7 +109,7 @@ mod tests {
 
     #[test]
     fn boot_memory_reports() {
-        let mut set = RangeSet::new();
+        let mut set = RangeSet::EMPTY;
         set.insert(Range::new(0, 0x9_f000));
         set.insert(Range::new(0x10_0000, 0x100_0000));
         set.insert(Range::new(FOUR_GIB, FOUR_GIB + 0x100_0000));

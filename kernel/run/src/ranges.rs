@@ -54,17 +54,9 @@ pub struct RangeSet<const N: usize> {
     overflowed: bool,
 }
 
-impl<const N: usize> Default for RangeSet<N> {
-    fn default() -> Self {
-        Self::new()
-    }
-}
-
 impl<const N: usize> RangeSet<N> {
     /// The empty set.
-    pub const fn new() -> Self {
-        Self { ranges: [Range::new(0, 0); N], length: 0, overflowed: false }
-    }
+    pub const EMPTY: Self = Self { ranges: [Range::new(0, 0); N], length: 0, overflowed: false };
 
     /// Ranges in ascending order.
     pub fn as_slice(&self) -> &[Range] {
@@ -162,7 +154,7 @@ mod tests {
             state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
             (state >> 33) % bound
         };
-        let mut set = RangeSet::<130>::new();
+        let mut set = RangeSet::<130>::EMPTY;
         let mut flags = [false; 256];
         for _ in 0..5000 {
             let base = next(256);
@@ -189,7 +181,7 @@ mod tests {
 
     #[test]
     fn full_sets_forget() {
-        let mut set = RangeSet::<2>::new();
+        let mut set = RangeSet::<2>::EMPTY;
         set.insert(Range::new(0, 100));
         set.insert(Range::new(200, 300));
         set.insert(Range::new(400, 500));
@@ -200,7 +192,7 @@ mod tests {
 
     #[test]
     fn take_from_the_top() {
-        let mut set = RangeSet::<4>::new();
+        let mut set = RangeSet::<4>::EMPTY;
         set.insert(Range::new(0x1000, 0x9000));
         set.insert(Range::new(0x10_0000, 0x20_0000));
         assert_eq!(set.take(0x1000, 0x1000, 0xa000), Some(0x8000));

@@ -65,7 +65,9 @@ pub fn start<A: Processor>(
     let payer = Some(factory);
     let task = kernel.new_task(payer, ROOT_SLOTS).map_err(quota)?;
     load(kernel, resources.memory, task, file, &elf)?;
-    map_stack(kernel, resources.memory, task)?;
+    let (pages, rights) = (boot::ROOT_STACK_PAGES, rights::READ | rights::WRITE);
+    let bottom = boot::ROOT_STACK_TOP - pages * PAGE_SIZE;
+    new_pages(kernel, resources.memory, task, bottom, pages, rights)?;
 
     let thread = kernel.new_thread(payer, task, 0, boot::ROOT_MESSAGE_PAGE).map_err(quota)?;
     let sched = kernel.new_sched(payer, ROOT_PRIORITY, ROOT_SLICE_NS, 0).map_err(quota)?;
@@ -166,16 +168,6 @@ fn load<A: Processor>(
         unsafe { to.add(offset).copy_from_nonoverlapping(data.as_ptr(), data.len()) };
     }
     Ok(())
-}
-
-fn map_stack<A: Processor>(
-    kernel: &Kernel<A>,
-    memory: &mut BootMemory,
-    task: Handle<Task<A>>,
-) -> Result<(), RootError> {
-    let bottom = boot::ROOT_STACK_TOP - boot::ROOT_STACK_PAGES * PAGE_SIZE;
-    let rights = rights::READ | rights::WRITE;
-    new_pages(kernel, memory, task, bottom, boot::ROOT_STACK_PAGES, rights).map(|_| ())
 }
 
 /// Maps all remaining memory in root, as naturally aligned blocks, and lists it in the boot page.

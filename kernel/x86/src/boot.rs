@@ -157,14 +157,11 @@ fn log_features(have: &Features) {
         ("decode-assist", have.decode_assist),
         ("x2apic", have.x2apic),
         ("tsc-deadline", have.tsc_deadline),
-        ("invariant-tsc", have.invariant_tsc),
         ("1g-pages", have.huge_pages),
         ("smep", have.smep),
         ("smap", have.smap),
         ("umip", have.umip),
-        ("fsgsbase", have.fsgsbase),
         ("xsave", have.xsave),
-        ("pku", have.pku),
     ];
     struct Present<'a>(&'a [(&'static str, bool)]);
     impl core::fmt::Display for Present<'_> {

@@ -27,8 +27,8 @@ pub struct Machine {
 impl Machine {
     /// Value before boot has found anything.
     pub const NEW: Self = Self {
-        memory: BootMemory { ram: RangeSet::new(), free: RangeSet::new(), used: RangeSet::new() },
-        devices: RangeSet::new(),
+        memory: BootMemory { ram: RangeSet::EMPTY, free: RangeSet::EMPTY, used: RangeSet::EMPTY },
+        devices: RangeSet::EMPTY,
         bundle: None,
         rsdp: 0,
         tsc_khz: 0,

@@ -256,7 +256,7 @@ unsafe fn set_control_registers() {
         | when(have.xsave, cr4::OSXSAVE)
         // No FSGSBASE: the FS and GS bases are not part of a thread's registers. They are 0, since
         // no descriptor available to tasks has another base. Per-task bases would be switched in
-        // `run::load_space`.
+        // `X86::load_space`.
         | when(have.umip, cr4::UMIP)
         | when(have.smep, cr4::SMEP)
         | when(have.smap, cr4::SMAP);

@@ -6,12 +6,12 @@ use core::ptr;
 use kernel_core::Kernel;
 use kernel_core::object::Thread;
 use kernel_core::pool::Handle;
+use kernel_run::Processor as _;
 use kernel_run::lock::{lock, unlock};
 
 use crate::X86;
 use crate::context::Context;
 use crate::cpu;
-use crate::run::load_space;
 
 /// The thread whose system call this CPU handles; `None` if another CPU has stopped it meanwhile.
 ///
@@ -51,7 +51,7 @@ pub unsafe fn fast_ipc() -> *const Context {
     };
     // The timer is armed for the CPU's deadline, which the switch has not changed.
     if kernel.cpus[cpu_index].space.get() != Some(next.thread.task) {
-        load_space(&kernel, cpu_index, next.thread.task, next.space);
+        X86::load_space(&kernel, cpu_index, next.thread.task, next.space);
     }
     let context = &raw const next.thread.context;
     cpu::set_interrupt_stack(Context::end(context));

@@ -22,22 +22,16 @@ pub struct Features {
     pub x2apic: bool,
     /// The local APIC's timer has TSC-deadline mode.
     pub tsc_deadline: bool,
-    /// The TSC runs at a constant rate in all power states.
-    pub invariant_tsc: bool,
     /// RDTSCP and TSC_AUX.
     pub rdtscp: bool,
     /// 1 GiB pages.
     pub huge_pages: bool,
-    /// RDFSBASE, RDGSBASE, WRFSBASE, WRGSBASE.
-    pub fsgsbase: bool,
     /// Supervisor-mode execution prevention.
     pub smep: bool,
     /// Supervisor-mode access prevention.
     pub smap: bool,
     /// User-mode instruction prevention.
     pub umip: bool,
-    /// Protection keys of user pages.
-    pub pku: bool,
     /// Machine-check exceptions.
     pub mce: bool,
     /// Machine-check architecture: error-reporting registers.
@@ -98,14 +92,11 @@ impl Features {
             asids: if svm { svm_leaf.ebx } else { 0 },
             x2apic: bit(one.ecx, 21),
             tsc_deadline: bit(one.ecx, 24),
-            invariant_tsc: bit(extended(0x8000_0007).edx, 8),
             rdtscp: bit(first.edx, 27),
             huge_pages: bit(first.edx, 26),
-            fsgsbase: bit(seven.ebx, 0),
             smep: bit(seven.ebx, 7),
             smap: bit(seven.ebx, 20),
             umip: bit(seven.ecx, 2),
-            pku: bit(seven.ecx, 3),
             mce: bit(one.edx, 7),
             mca: bit(one.edx, 14),
             fxsr: bit(one.edx, 24),

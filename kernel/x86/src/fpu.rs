@@ -42,7 +42,7 @@ pub struct Owner {
 
 impl Owner {
     /// State before the first guest.
-    pub const fn new() -> Self {
+    pub(crate) const fn new() -> Self {
         Self { vcpu: Cell::new(None), of_tsc_aux: Cell::new(None), saved_tsc_aux: Cell::new(0) }
     }
 
@@ -121,12 +121,6 @@ impl Owner {
             new.load(have);
         }
         set_ts();
-    }
-}
-
-impl Default for Owner {
-    fn default() -> Self {
-        Self::new()
     }
 }
 

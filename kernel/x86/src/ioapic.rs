@@ -7,6 +7,7 @@
 use crate::cpu;
 use crate::io::out8;
 use crate::memory::direct;
+use abi::args::IrqSource;
 use hw_tables::acpi::{Madt, MadtEntry};
 use hw_x86::apic::{io, msi, pic};
 use kernel_run::ranges::Range;
@@ -76,17 +77,6 @@ impl<W: Window> IoApic<W> {
         let old = self.read(low) & !io::MASKED;
         self.write(low, if masked { old | io::MASKED } else { old });
     }
-}
-
-/// Interrupt input with trigger mode and polarity.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Line {
-    /// Global system interrupt number.
-    pub gsi: u32,
-    /// Level-triggered; else edge-triggered.
-    pub level: bool,
-    /// Active low; else active high.
-    pub active_low: bool,
 }
 
 struct Controllers {
@@ -161,14 +151,14 @@ fn destination(cpu: usize) -> Option<u8> {
 
 /// Routes an input to a vector of a CPU, and unmasks it. No effect if there is no such input, or
 /// the CPU can't be a destination.
-pub fn route(line: Line, vector: u8, cpu: usize) {
+pub fn route(line: IrqSource, vector: u8, cpu: usize) {
+    let IrqSource::Line { gsi, level, active_low } = line else { return };
     let mut controllers = CONTROLLERS.lock();
-    if let (Some(destination), Some((io_apic, input))) =
-        (destination(cpu), controllers.input(line.gsi))
+    if let (Some(destination), Some((io_apic, input))) = (destination(cpu), controllers.input(gsi))
     {
         let flags = vector as u32
-            | if line.level { io::LEVEL } else { 0 }
-            | if line.active_low { io::ACTIVE_LOW } else { 0 };
+            | if level { io::LEVEL } else { 0 }
+            | if active_low { io::ACTIVE_LOW } else { 0 };
         io_apic.configure(input, flags, destination);
         io_apic.set_masked(input, false);
     }
@@ -243,7 +233,7 @@ mod tests {
     fn unknown_inputs_and_cpus_are_refused() {
         assert_eq!(gsi_count(), 0);
         assert_eq!(msi_address(1), None);
-        route(Line::default(), 0x30, 0);
+        route(IrqSource::Line { gsi: 0, level: false, active_low: false }, 0x30, 0);
         mask(5);
     }
 }

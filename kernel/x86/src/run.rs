@@ -4,11 +4,10 @@ use core::cell::Cell;
 use core::ops::Range;
 use core::sync::atomic::{AtomicU64, Ordering};
 
-use abi::Status;
 use abi::args::IrqSource;
 use kernel_core::arch::Arch;
-use kernel_core::object::{Irq, Space, Task, Thread, Translation, Vcpu};
-use kernel_core::pool::{Factory, Frame, Handle, Memory};
+use kernel_core::object::{Irq, Space, Task, Thread, Vcpu};
+use kernel_core::pool::{Frame, Handle, Memory};
 use kernel_core::{Kernel, count};
 use kernel_run::Processor;
 use kernel_run::exit::ReturnToUser;
@@ -19,10 +18,10 @@ use crate::context::Context;
 use crate::cpu::{self, MAX_CPUS};
 use crate::features::features;
 use crate::format::UserFormat;
+use crate::hvm::Hvm as _;
 use crate::io::{out8, write_cr3};
-use crate::ioapic::{self, Line};
 use crate::log::LOG;
-use crate::{X86, apic, idt, memory, time, vcpu};
+use crate::{Extension, X86, apic, idt, ioapic, memory, time, vcpu};
 
 static KERNEL: KernelLock<X86> = KernelLock::new();
 
@@ -105,41 +104,7 @@ pub fn handle_vector(kernel: &Kernel<X86>, cpu_index: usize, vector: u8) {
     apic::local().eoi();
 }
 
-/// Handles the interrupts recorded while the kernel had enabled them.
-pub fn handle_pending(kernel: &Kernel<X86>, cpu_index: usize) {
-    for (index, word) in cpu::current().pending.iter().enumerate() {
-        if word.load(Ordering::Relaxed) == 0 {
-            continue;
-        }
-        let mut bits = word.swap(0, Ordering::Relaxed);
-        while bits != 0 {
-            handle_vector(kernel, cpu_index, (index * 64) as u8 + bits.trailing_zeros() as u8);
-            bits &= bits - 1;
-        }
-    }
-}
-
 // ---- address spaces ----------------------------------------------------------------------------
-
-/// Loads the address space `space` of `task`.
-#[inline(always)]
-pub fn load_space(
-    kernel: &Kernel<X86>,
-    cpu_index: usize,
-    task: Handle<Task<X86>>,
-    space: &Space<X86>,
-) {
-    kernel.enter_space(cpu_index, task);
-    // SAFETY: every task's root includes the kernel half (`init_root`).
-    unsafe { write_cr3(kernel.memory.physical(space.root)) };
-    match space.port_map.get() {
-        None => cpu::disable_ports(),
-        Some(map) => load_ports(kernel, cpu_index, (task, space.port_generation.get()), map),
-    }
-    if cpu::current().guest_tsc_aux.load(Ordering::Relaxed) {
-        local(cpu_index).guest.owner.clear_tsc_aux();
-    }
-}
 
 /// Grants the ports of a task; copies its port map unless it was loaded last.
 #[inline(never)]
@@ -154,13 +119,6 @@ fn load_ports(kernel: &Kernel<X86>, cpu_index: usize, of: (Handle<Task<X86>>, u6
 }
 
 // ---- the architecture --------------------------------------------------------------------------
-
-fn line(source: IrqSource) -> Option<Line> {
-    match source {
-        IrqSource::Line { gsi, level, active_low } => Some(Line { gsi, level, active_low }),
-        IrqSource::Message => None,
-    }
-}
 
 impl Arch for X86 {
     type Context = Context;
@@ -214,28 +172,11 @@ impl Arch for X86 {
     }
 
     fn has_nested() -> bool {
-        vcpu::is_ready() && features().npt
+        Extension::is_ready() && features().npt
     }
 
     fn has_vtlb() -> bool {
-        vcpu::is_ready()
-    }
-
-    fn vcpu_new(
-        memory: &Memory,
-        factory: Option<Handle<Factory>>,
-        state: Frame,
-        translation: Translation,
-    ) -> Result<vcpu::VcpuFrames, Status> {
-        vcpu::VcpuFrames::new(memory, factory, state, translation)
-    }
-
-    fn vcpu_free(memory: &Memory, frames: &vcpu::VcpuFrames) {
-        frames.free(memory);
-    }
-
-    fn vcpu_preempted(frames: &vcpu::VcpuFrames) {
-        frames.count_preemption();
+        Extension::is_ready()
     }
 
     fn vcpu_state(memory: &Memory, of: &Vcpu<Self>, groups: u64) {
@@ -243,15 +184,13 @@ impl Arch for X86 {
     }
 
     fn irq_valid(source: IrqSource) -> bool {
-        line(source).is_none_or(|line| line.gsi < ioapic::gsi_count())
+        !matches!(source, IrqSource::Line { gsi, .. } if gsi >= ioapic::gsi_count())
     }
 
     fn irq_set(irq: &Irq<Self>, masked: bool) {
-        let Some(line) = line(irq.source) else { return };
-        if masked {
-            ioapic::mask(line.gsi);
-        } else {
-            ioapic::route(line, idt::vector(irq.number), irq.cpu);
+        match irq.source {
+            IrqSource::Line { gsi, .. } if masked => ioapic::mask(gsi),
+            line => ioapic::route(line, idt::vector(irq.number), irq.cpu),
         }
     }
 
@@ -313,7 +252,16 @@ unsafe impl Processor for X86 {
     }
 
     fn handle_pending(kernel: &Kernel<Self>, cpu_index: usize) {
-        handle_pending(kernel, cpu_index);
+        for (index, word) in cpu::current().pending.iter().enumerate() {
+            if word.load(Ordering::Relaxed) == 0 {
+                continue;
+            }
+            let mut bits = word.swap(0, Ordering::Relaxed);
+            while bits != 0 {
+                handle_vector(kernel, cpu_index, (index * 64) as u8 + bits.trailing_zeros() as u8);
+                bits &= bits - 1;
+            }
+        }
     }
 
     #[inline(always)]
@@ -328,7 +276,16 @@ unsafe impl Processor for X86 {
         task: Handle<Task<Self>>,
         space: &Space<Self>,
     ) {
-        load_space(kernel, cpu_index, task, space);
+        kernel.enter_space(cpu_index, task);
+        // SAFETY: every task's root includes the kernel half (`init_root`).
+        unsafe { write_cr3(kernel.memory.physical(space.root)) };
+        match space.port_map.get() {
+            None => cpu::disable_ports(),
+            Some(map) => load_ports(kernel, cpu_index, (task, space.port_generation.get()), map),
+        }
+        if cpu::current().guest_tsc_aux.load(Ordering::Relaxed) {
+            local(cpu_index).guest.owner.clear_tsc_aux();
+        }
     }
 
     #[inline(always)]

@@ -2,6 +2,7 @@
 
 use abi::boot;
 use hw_tables::elf;
+use kernel_core::arch::Arch as _;
 use kernel_run::root::{self, Resources};
 use kernel_run::start::memory_pool;
 use kernel_run::{exit, lock};
@@ -38,8 +39,7 @@ pub fn bsp_main(machine: &'static mut Machine) -> ! {
     };
     let started = root::start(&kernel, resources, |page| {
         (page.cpus, page.tsc_khz, page.rsdp) = (cpus, tsc_khz, rsdp);
-        let has_nested = vcpu::is_ready() && features().npt;
-        page.features = if has_nested { boot::FEATURE_NESTED } else { 0 };
+        page.features = if X86::has_nested() { boot::FEATURE_NESTED } else { 0 };
         page.xcr0_mask = features().xcr0_mask;
     });
     if let Err(error) = started {

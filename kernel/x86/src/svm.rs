@@ -11,6 +11,7 @@
 pub mod asid;
 pub mod exit;
 pub mod intercepts;
+mod paging;
 pub mod state;
 mod switch;
 pub mod virq;
@@ -31,12 +32,11 @@ use kernel_core::object::Translation;
 use kernel_core::pool::{Factory, Frame, Handle, Memory};
 
 use crate::features::features;
-use crate::guest_virtual::GuestVirtual;
 use crate::hvm::{GuestExit, Hvm, internal};
 use crate::io::{rdmsr, wrmsr};
 use crate::shadow::Shadow;
-use crate::shadow::control::ControlRegisters;
 use asid::Asids;
+use paging::GuestPaging;
 
 /// Clean bits of a VMCB without changes in cached groups: all defined bits (APM vol. 2 §15.15.3).
 const CLEAN: u64 = 0xfff;
@@ -82,29 +82,6 @@ pub struct Svm {
     /// The processor's cached copy of the VMCB is out of date.
     is_changed: Cell<bool>,
     paging: GuestPaging,
-}
-
-/// Memory virtualization.
-#[derive(Clone)]
-enum GuestPaging {
-    /// Nested paging.
-    Nested,
-    /// By shadow tables.
-    Shadow(Shadow),
-    /// By the VMM.
-    GuestVirtual(GuestVirtual),
-}
-
-impl GuestPaging {
-    /// The guest's own control registers, if the processor has others.
-    #[inline(always)]
-    fn control(&self) -> Option<&ControlRegisters> {
-        match self {
-            Self::Nested => None,
-            Self::Shadow(shadow) => Some(shadow.control()),
-            Self::GuestVirtual(space) => Some(space.control()),
-        }
-    }
 }
 
 impl Svm {
@@ -233,19 +210,12 @@ impl Svm {
     #[inline(never)]
     fn describe_rare(&self, reason: u64, state: &VcpuState) -> u64 {
         let control = &self.vmcb().control;
-        if reason == MEMORY_FAULT || control.exit_code.get() == PAGE_FAULT {
-            let found = match &self.paging {
-                GuestPaging::Nested => None,
-                GuestPaging::Shadow(shadow) => Some(shadow.fault()),
-                GuestPaging::GuestVirtual(_) => {
-                    Some((control.exit_info2.get(), exit::info(reason, control)))
-                }
-            };
-            if let Some((address, info)) = found {
-                state.run.exit_info.set(info);
-                state.run.fault_address.set(address);
-                return group::IP | group::CONTROL | group::CODE | group::SEGMENTS;
-            }
+        if (reason == MEMORY_FAULT || control.exit_code.get() == PAGE_FAULT)
+            && let Some((address, info)) = self.paging.fault(reason, control)
+        {
+            state.run.exit_info.set(info);
+            state.run.fault_address.set(address);
+            return group::IP | group::CONTROL | group::CODE | group::SEGMENTS;
         }
         if reason == MEMORY_FAULT {
             state.run.exit_info.set(exit::memory_fault_info(control.exit_info1.get()));
@@ -325,25 +295,13 @@ impl Hvm for Svm {
         };
         let vmcb = this.vmcb();
         vmcb::reset(vmcb);
-        let made = match translation {
-            Translation::Nested => return Ok(this),
-            Translation::Vtlb(pool) => {
-                Shadow::new(memory, factory, pool, vmcb).map(GuestPaging::Shadow)
-            }
-            Translation::GuestVirtual => {
-                GuestVirtual::new(memory, factory, vmcb).map(GuestPaging::GuestVirtual)
-            }
-        };
+        let made = GuestPaging::new(memory, factory, translation, vmcb);
         this.paging = made.inspect_err(|_| memory.free_raw(frame, 1))?;
         Ok(this)
     }
 
     fn free(&self, memory: &Memory) {
-        match &self.paging {
-            GuestPaging::Nested => {}
-            GuestPaging::Shadow(shadow) => shadow.free(memory),
-            GuestPaging::GuestVirtual(space) => space.free(memory),
-        }
+        self.paging.free(memory);
         memory.free_raw(self.frame, 1);
     }
 
@@ -484,20 +442,7 @@ impl Hvm for Svm {
             // TLB entries may be stale for the new registers: assign a new ASID.
             self.asid_epoch.set(0);
         }
-        match &self.paging {
-            GuestPaging::Shadow(shadow) => {
-                if dirty & group::CONTROL != 0 {
-                    shadow.take_control(self.vmcb());
-                }
-                if dirty & group::INVALIDATE != 0 {
-                    shadow.invalidate(state.invalidate.get());
-                }
-            }
-            GuestPaging::GuestVirtual(space) if dirty & group::CONTROL != 0 => {
-                space.take_control(self.vmcb());
-            }
-            _ => {}
-        }
+        self.paging.take_groups(self.vmcb(), state, dirty);
     }
 
     fn ip(&self) -> u64 {

@@ -21,13 +21,14 @@ use kernel_core::arch::Arch;
 use kernel_core::object::{Space, Thread, Vcpu};
 use kernel_core::pool::Memory;
 use kernel_core::{Kernel, count};
+use kernel_run::Processor as _;
 use kernel_run::exit::ReturnToUser;
 use kernel_run::lock::{lock, unlock};
 
 use crate::cpu::MAX_CPUS;
 use crate::fpu;
 use crate::hvm::{GuestExit, Hvm, internal};
-use crate::run::{Guard, arm, handle_pending, local};
+use crate::run::{Guard, arm, local};
 use crate::{Extension, X86, machine_check};
 use frames::{count_exit, count_handled, may_halt};
 use guest_entry::GuestEntry;
@@ -38,11 +39,6 @@ pub use frames::{VcpuFrames, read_groups};
 pub fn init() {
     fpu::init();
     Extension::init();
-}
-
-/// Returns whether guests can run.
-pub fn is_ready() -> bool {
-    Extension::is_ready()
 }
 
 /// Physical addresses of the host-state pages of all CPUs, for their own initialisation.
@@ -58,7 +54,7 @@ pub fn alloc_host_pages(memory: &Memory, cpu_index: usize) -> Result<(), Status>
 /// Prepares this CPU for guests, after its pages were allocated.
 pub fn init_this_cpu(cpu_index: usize) {
     let host = HOST_PAGES[cpu_index].load(Ordering::Acquire);
-    if host != 0 && is_ready() {
+    if host != 0 && Extension::is_ready() {
         let guest = &local(cpu_index).guest;
         guest.bit.set(1 << cpu_index);
         Extension::init_cpu(&guest.extension, host);
@@ -76,14 +72,8 @@ pub struct Local {
 
 impl Local {
     /// State before the first guest.
-    pub const fn new() -> Self {
+    pub(crate) const fn new() -> Self {
         Self { bit: Cell::new(0), extension: Extension::LOCAL, owner: fpu::Owner::new() }
-    }
-}
-
-impl Default for Local {
-    fn default() -> Self {
-        Self::new()
     }
 }
 
@@ -93,7 +83,7 @@ fn become_owner(kernel: &Kernel<X86>, local: &Local, GuestEntry { thread, vcpu }
     let cpu_index = X86::this_cpu();
     if kernel.cpus[cpu_index].space.get() != Some(thread.task) {
         // The next task to run then loads its address space, which clears TSC_AUX
-        // (`run::load_space`).
+        // (`X86::load_space`).
         X86::flush_local();
         kernel.clear_loaded_space(cpu_index);
     }
@@ -157,7 +147,7 @@ pub fn run(
         entry = match GuestEntry::revalidate(&kernel, &unlocked, destroyed_count, cpu_index) {
             Some(entry) => entry,
             None => {
-                handle_pending(&kernel, cpu_index);
+                X86::handle_pending(&kernel, cpu_index);
                 abort_run(&kernel, cpu_index);
                 return (kernel, None);
             }
@@ -194,7 +184,7 @@ fn handle(
         }
         internal::HOST_INTERRUPT => {
             count_handled(kernel, &state.run);
-            handle_pending(kernel, cpu_index);
+            X86::handle_pending(kernel, cpu_index);
             after_interrupt(kernel, cpu_index);
             None
         }

@@ -182,9 +182,9 @@ fn serve(start: &Start, plan: &DiskServer, mut disk: impl Disk, dma: Shared) -> 
         server.add(client);
     }
     loop {
-        let signal = |number: usize, events| {
+        let signal = |number, vcpu, events| {
             // A client that has ended gets a new session when it restarts.
-            let _ = Notification::at(slot::SESSIONS + number as u64).signal(events);
+            let _ = Notification::at(slot::peer(number, vcpu)).signal(events);
         };
         if let Err(error) = server.serve(signal) {
             error!("the disk failed: {}", error.0);

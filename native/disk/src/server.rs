@@ -148,8 +148,8 @@ impl<'m, D: Disk> BlockServer<'m, D> {
     }
 
     /// Processes all available work, then requests signals from all clients. Calls `signal` with
-    /// index and events of each client to signal.
-    pub fn serve(&mut self, mut signal: impl FnMut(usize, u64)) -> Result<(), DeviceError> {
+    /// index, vCPU and events of each client to signal.
+    pub fn serve(&mut self, mut signal: impl FnMut(usize, usize, u64)) -> Result<(), DeviceError> {
         loop {
             let mut progress = false;
             while let Some((number, status)) = self.disk.completed()? {
@@ -171,7 +171,7 @@ impl<'m, D: Disk> BlockServer<'m, D> {
                 if let Some(client) = client
                     && client.session.take_signal()
                 {
-                    signal(index, client.signal);
+                    signal(index, client.session.notified_vcpu(), client.signal);
                 }
             }
             // With all places in use, the next completion wakes the server.
@@ -392,6 +392,18 @@ mod tests {
     }
 
     #[test]
+    fn each_client_chooses_the_vcpu_to_signal() {
+        let medium = medium(2);
+        let fake = fake(&medium);
+        let mut server = server(&medium, &fake);
+        let _clients = clients(&medium);
+        proto::session::set_notified_vcpu(&medium.memories[1][..], 3);
+        let mut signalled = Vec2::new();
+        server.serve(|client, vcpu, _| signalled.push((client, vcpu))).unwrap();
+        assert_eq!(signalled, [(0, 0), (1, 3)], "a new server signals all");
+    }
+
+    #[test]
     fn clients_take_turns() {
         let medium = medium(3);
         let fake = fake(&medium);
@@ -399,14 +411,14 @@ mod tests {
         let mut clients = clients(&medium);
         for _ in 0..2 {
             clients.iter_mut().for_each(|client| assert_eq!(client.poll(), None));
-            server.serve(|_, _| {}).unwrap();
+            server.serve(|_, _, _| {}).unwrap();
         }
         for client in &mut clients {
             for _ in 0..4 {
                 assert!(client.submit(Operation::Read, 0, 1, DATA, 0));
             }
         }
-        server.serve(|_, _| {}).unwrap();
+        server.serve(|_, _, _| {}).unwrap();
         let sectors: Vec2<u64> = fake.borrow().queue.iter().map(|entry| entry.1.sector).collect();
         assert_eq!(sectors, [10, 1010, 2010, 10, 1010], "five at a time, in turns");
     }
@@ -427,7 +439,7 @@ mod tests {
             let mut ended = [[None; 2]; 2];
             while ended.as_flattened().contains(&None) {
                 fake.borrow_mut().ready = 9;
-                server.serve(|_, _| {}).unwrap();
+                server.serve(|_, _, _| {}).unwrap();
                 for (client, ended) in clients.iter_mut().zip(&mut ended) {
                     while let Some(Completion { tag, status }) = client.poll() {
                         ended[(tag - 7) as usize] = Some(status);
@@ -505,7 +517,7 @@ mod tests {
                         }
                         Step::Serve(ready) => {
                             device.borrow_mut().ready = ready;
-                            server.serve(|_, _| {}).unwrap();
+                            server.serve(|_, _, _| {}).unwrap();
                         }
                         Step::Poll => {
                             while let Some(Completion { tag, status }) = clients[who].poll() {

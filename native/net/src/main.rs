@@ -206,7 +206,8 @@ impl NetworkServer {
             idle &= client.port.sleep();
             if client.port.take_signal() {
                 // A client that has ended gets a new session when it restarts.
-                let _ = Notification::at(slot::SESSIONS + index as u64).signal(client.signal);
+                let peer = slot::peer(index, client.port.notified_vcpu());
+                let _ = Notification::at(peer).signal(client.signal);
             }
         }
         idle

@@ -14,7 +14,7 @@ use proto::start::{
     FILES, FILES_ALIGN, GUEST_MEMORY, MAX_RANGES, MAX_START, MEMORY, MESSAGE_PAGE, REPORT_PAGE,
     Range, RangeKind, STACK_TOP, START_PAGE, Start, slot,
 };
-use proto::system::CpuTime;
+use proto::system::{CpuTime, MAX_VCPUS};
 
 use crate::directory::Directory;
 use crate::loader::{self, LoadError};
@@ -26,7 +26,7 @@ pub type RootSlots = Slots<14>;
 /// Rights of memory that a VMM may delegate to its guest as data.
 pub const FOR_GUESTS: u8 = rights::READ | rights::WRITE | rights::USER | rights::GLOBAL;
 /// Maximum number of root's slots per child.
-const MAX_SLOTS: usize = 12;
+const MAX_SLOTS: usize = 12 + MAX_VCPUS - 1;
 /// Time slice among threads of the same priority, in ns.
 const TIME_SLICE: u64 = 10_000_000;
 
@@ -118,6 +118,8 @@ pub struct ChildConfig {
     pub contexts: u64,
     /// Quota of kernel memory, in pages.
     pub quota: u64,
+    /// Number of its capability slots.
+    pub slots: u64,
     /// Bytes of its stack.
     pub stack: u64,
     /// It creates tasks, threads and gates of its own.
@@ -132,6 +134,8 @@ pub struct Child {
     task: Task,
     thread: Thread,
     notification: Notification,
+    /// Notifications of a VM's vCPUs after the first.
+    vcpu_notifications: Vec<Notification, { MAX_VCPUS - 1 }>,
     /// Bytes of its memory, without guest memory, kernel memory and shared memory.
     pub bytes: u64,
     /// Bytes of the program that are mapped from the bundle and shared by all its instances.
@@ -189,7 +193,7 @@ impl Child {
         let share = config.cpu_time.map_or(0, |time| share(time).saturating_mul(config.contexts));
         let factory =
             own.factory(allocate_slot(slots, held)?, config.quota, config.priority, share)?;
-        let task = factory.task(allocate_slot(slots, held)?, slot::COUNT)?;
+        let task = factory.task(allocate_slot(slots, held)?, config.slots)?;
         let thread = factory.thread(allocate_slot(slots, held)?, task, config.cpu, MESSAGE_PAGE)?;
         let (budget, period) =
             config.cpu_time.map_or((TIME_SLICE, 0), |time| (time.budget, time.period));
@@ -227,6 +231,7 @@ impl Child {
             task,
             thread,
             notification,
+            vcpu_notifications: Vec::new(),
             bytes: 0,
             shared: 0,
             created_at: native_rt::time::tsc(),
@@ -318,6 +323,37 @@ impl Child {
     /// Lets another child signal this one: delegates this child's notification to a slot there.
     pub fn give_notification(&self, other: &Self, slot: Selector) -> Result<(), StartError> {
         Ok(other.task.delegate(self.notification.selector(), slot, rights::SIGNAL)?)
+    }
+
+    /// Lets another child signal this one through the other's session `session`: each of this
+    /// child's vCPUs, if it is a VM.
+    pub fn give_session_notifications(
+        &self,
+        other: &Self,
+        session: usize,
+    ) -> Result<(), StartError> {
+        self.give_notification(other, slot::peer(session, 0))?;
+        for (further, notification) in self.vcpu_notifications.iter().enumerate() {
+            let slot = slot::peer(session, further + 1);
+            other.task.delegate(notification.selector(), slot, rights::SIGNAL)?;
+        }
+        Ok(())
+    }
+
+    /// Adds notifications for the vCPUs of a VM, of which there are `count`, after the first.
+    pub fn add_vcpu_notifications(
+        &mut self,
+        slots: &mut RootSlots,
+        count: usize,
+    ) -> Result<(), StartError> {
+        for vcpu in 1..count {
+            let own = allocate_slot(slots, &mut self.slots)?;
+            let notification = self.factory.notification(own)?;
+            let all = rights::SIGNAL | rights::WAIT | rights::DELEGATE;
+            self.task.delegate(own, slot::vcpu_notification(vcpu), all)?;
+            self.vcpu_notifications.push(notification).map_err(|_| StartError::Slots)?;
+        }
+        Ok(())
     }
 
     /// Adds private memory.

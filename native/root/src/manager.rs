@@ -613,6 +613,10 @@ impl fmt::Display for Counts<'_> {
         let Self(statistics, bytes, shared) = self;
         write!(to, "entries={} settled={}", statistics.entries, statistics.handled_in_kernel)?;
         write!(to, " bytes={bytes} shared={shared}")?;
+        let [direct, elsewhere] = statistics.server_events;
+        if direct + elsewhere != 0 {
+            write!(to, " server_events={direct} server_events_elsewhere={elsewhere}")?;
+        }
         for (name, count) in
             EXIT_NAMES.iter().zip(statistics.exits).filter(|(_, count)| *count != 0)
         {

@@ -13,7 +13,7 @@ use proto::service::{
     Attachment, DiskClient, DiskDriver, DiskServer, MAX_SESSIONS, NetServer, Service, SwitchPort,
 };
 use proto::start::{
-    DEVICES, DEVICES_LENGTH, MEMORY, RangeKind, Role, SESSION_STRIDE, SESSIONS, event, slot,
+    DEVICES, DEVICES_LENGTH, MEMORY, RangeKind, Role, SESSION_STRIDE, SESSIONS, event,
 };
 use proto::system::{Device, MAX_SERVERS, MAX_VMS, PciClass, Server, ServerKind, System, Vm};
 use proto::{disk, net};
@@ -131,7 +131,7 @@ impl Sessions {
     }
 
     /// Connects a child to its side of its sessions: maps their memory, and delegates each side's
-    /// notification to the peer. `vm`: the child is this VM, otherwise a server.
+    /// notifications to the peer. `vm`: the child is this VM, otherwise a server.
     fn connect(
         &mut self,
         number: usize,
@@ -169,8 +169,8 @@ impl Sessions {
             let address = SESSIONS + own as u64 * SESSION_STRIDE;
             child.add_window(RangeKind::Session, memory, address, physical(memory))?;
             if let Some(other) = other {
-                child.give_notification(other, slot::SESSIONS + there as u64)?;
-                other.give_notification(child, slot::SESSIONS + own as u64)?;
+                child.give_session_notifications(other, there)?;
+                other.give_session_notifications(child, own)?;
             }
         }
         Ok(())

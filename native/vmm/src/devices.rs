@@ -17,6 +17,7 @@ use proto::channel::MAX_VM_CHANNELS;
 use proto::disk::{self, Operation, Status};
 use proto::net;
 use proto::service::Service;
+use proto::session::set_notified_vcpu;
 use proto::start::{Start, Vmm, event, slot};
 use proto::system::{MAX_VM_DISKS, MAX_VM_NETS};
 use vmm_bus::backend::{
@@ -210,6 +211,17 @@ pub fn count(plan: &Vmm) -> usize {
     }
 }
 
+/// Makes the server of the device in a slot signal this vCPU: the device's interrupt goes to it, so
+/// it handles the completions and then the interrupt without a kick of another vCPU.
+// The guest moves its interrupts rarely.
+#[cold]
+pub fn notify_vcpu(start: &Start, slot: usize, vcpu: usize) {
+    // The devices with servers have the first slots.
+    if let Some(session) = sessions(start).nth(slot) {
+        set_notified_vcpu(session.words(), vcpu);
+    }
+}
+
 /// Mapping from events to devices.
 #[derive(Clone, Copy)]
 pub struct Listeners {
@@ -246,6 +258,11 @@ impl Listeners {
         let of = |first: u64| (events >> first.trailing_zeros()) as u32;
         let channels = of(event::channel(0)) << self.first_channel;
         slots(of(event::session(0)) & self.sessions | channels & self.channels)
+    }
+
+    /// Returns whether the device in a slot has a server.
+    pub fn has_server(self, slot: usize) -> bool {
+        self.sessions >> slot & 1 != 0
     }
 
     /// Slots of the devices whose host side has changed.

@@ -3,7 +3,7 @@
 use core::fmt;
 
 use native_rt::{Notification, SharedVcpu, log, time};
-use proto::start::event;
+use proto::start::{Start, event};
 use vmm_bus::BackendRef;
 use vmm_machine::{Host, Level, Virq};
 
@@ -20,11 +20,16 @@ pub struct NativeHost<'a> {
     pub notifications: &'a [Notification],
     /// Each vCPU, for other threads than its own.
     pub vcpus: &'a [SharedVcpu],
+    /// Environment of this program.
+    #[cfg_attr(target_arch = "aarch64", allow(dead_code, reason = "the board has no sessions"))]
+    pub start: &'a Start<'a>,
     /// Mapping from events to devices.
     #[cfg_attr(target_arch = "aarch64", allow(dead_code, reason = "the board has none"))]
     pub listeners: Listeners,
     /// Ticks by which the VM's time is less than the host's, because of pauses.
     pub paused_ticks: u64,
+    /// Counts of this thread, as in [`proto::control::VmmStatistics`].
+    pub server_events: [u64; 2],
 }
 
 impl Host for NativeHost<'_> {

@@ -2,7 +2,8 @@
 //!
 //! Its only capabilities are its guest memory, its console session and gates to root. Its own
 //! memory is fixed at start: image, a stack per vCPU, one heap. Each vCPU has a thread and a
-//! notification; the first thread also handles events of the servers and of root ([`control`]).
+//! notification. The first thread also handles events of root ([`control`]), of the console and of
+//! channels; events of a disk or network server go to the vCPU with the device's interrupt.
 #![cfg_attr(not(test), no_std, no_main)]
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(dead_code, reason = "the rest needs the kernel"))]
@@ -49,9 +50,9 @@ use crate::space::SPACE;
 use crate::x86 as platform;
 
 const VM: u64 = slot::FREE;
-/// Returns the first slot of a vCPU: vCPU object, notification, thread and scheduling context.
+/// Returns the first slot of a vCPU: vCPU object, thread and scheduling context.
 const fn vcpu_slots(index: usize) -> u64 {
-    VM + 1 + 4 * index as u64
+    VM + 1 + 3 * index as u64
 }
 /// Time slice of a vCPU's thread, in ns.
 const TIME_SLICE: u64 = 10_000_000;
@@ -166,22 +167,20 @@ impl<'a> Guest<'a> {
         let stacks = windows(start, RangeKind::Private).next();
         for (index, &cpu) in plan.cpus.iter().enumerate() {
             let slots = vcpu_slots(index);
-            let notification = if index == 0 {
-                Notification::at(slot::NOTIFICATION)
-            } else {
+            if index != 0 {
                 let further = index as u64 - 1;
                 let stack = stacks
                     .and_then(|window| window.part(further * VCPU_STACK, VCPU_STACK))
                     .ok_or(Status::NoQuota)?;
                 let time =
                     start.cpu_time.map_or((TIME_SLICE, 0), |time| (time.budget, time.period));
-                let sched = factory.sched_context(slots + 3, start.priority, time.0, time.1)?;
+                let sched = factory.sched_context(slots + 2, start.priority, time.0, time.1)?;
                 let resources =
-                    ThreadResources { factory, task: slot::TASK, slot: slots + 2, cpu, sched };
+                    ThreadResources { factory, task: slot::TASK, slot: slots + 1, cpu, sched };
                 let helper = HelperThread::new(resources, stack)?;
                 guest.helpers.push(helper).map_err(|_| Status::Overflow)?;
-                factory.notification(slots + 1)?
-            };
+            }
+            let notification = Notification::at(slot::vcpu_notification(index));
             let space = SPACE.of_vcpu(index).ok_or(Status::BadCapability)?;
             let vcpu = Vcpu::create(factory, slots, space.0, index as u32, notification)?;
             guest.shared.push(vcpu.shared()).map_err(|_| Status::Overflow)?;
@@ -253,8 +252,10 @@ fn run(
             serial: ConsoleLine::Serial,
             notifications,
             vcpus: shared,
+            start,
             listeners,
             paused_ticks,
+            server_events: [0; 2],
         };
         let mut cpu = board.cpu(index);
         let mut vcpu = vcpus[index].lock();
@@ -263,7 +264,11 @@ fn run(
         // The other vCPUs end too.
         board.end(outcome, &mut host);
         CONTROL.close(index, cpu.exits());
-        for (sum, count) in statistics.lock().exits.iter_mut().zip(cpu.exits()) {
+        let mut statistics = statistics.lock();
+        for (sum, count) in statistics.exits.iter_mut().zip(cpu.exits()) {
+            *sum += count;
+        }
+        for (sum, count) in statistics.server_events.iter_mut().zip(host.server_events) {
             *sum += count;
         }
     };
@@ -331,7 +336,7 @@ fn drive(
 
 /// Returns the scheduling context of a vCPU's thread.
 fn context(index: usize) -> SchedContext {
-    SchedContext::at(if index == 0 { slot::SCHED } else { vcpu_slots(index) + 3 })
+    SchedContext::at(if index == 0 { slot::SCHED } else { vcpu_slots(index) + 2 })
 }
 
 /// A VM and the vCPU that a thread runs.

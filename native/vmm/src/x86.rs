@@ -149,6 +149,14 @@ pub fn notify_devices(pc: &GuestBoard, cpu: &VcpuLoop, events: u64, host: &mut N
     }
     for slot in host.listeners.notified(events) {
         pc.function_input(slot, Some(cpu), host);
+        if host.listeners.has_server(slot) {
+            let target = pc.target(slot);
+            let elsewhere = target != cpu.index();
+            host.server_events[usize::from(elsewhere)] += 1;
+            if elsewhere {
+                devices::notify_vcpu(host.start, slot, target);
+            }
+        }
     }
     for slot in host.listeners.changed(events) {
         pc.function_change(slot, Some(cpu), host);

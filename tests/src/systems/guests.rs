@@ -91,7 +91,8 @@ const NOT_RUN_BY_KVM: &str = "not run there yet: its time on the emulated host i
 /// The loader of processes (`hosted/loader/src/prepare.rs`) sets up page tables, GDT, stack and
 /// per-CPU data by the names that Linux gives them, and enters Linux' 64-bit C code.
 const ENTRY: &str = "the loader enters `x86_64_start_kernel` with Linux' page tables; a micro-guest \
-    has a 32-bit PVH entry, identity mapping and no site table";
+    has a 32-bit PVH entry, identity mapping, which a process has not, and no site table: rustc writes \
+    inline assembly in Intel syntax, which the afterburner refuses";
 
 /// Returns why back ends whose tests' names begin with `group` do not run a micro-guest.
 pub fn left_out(group: &str, guest: &str) -> Option<&'static str> {

@@ -55,6 +55,39 @@ pub fn server_scenarios() -> Vec<Scenario> {
             )
         },
         Scenario {
+            // Linux routes the disk's interrupt to a CPU other than 0, and the shell those of the
+            // network card: the servers signal these vCPUs, not the first one.
+            cpus: &[2],
+            steps: vec![
+                Step::Console(" # "),
+                Step::Type(
+                    "for irq in $(awk '/virtio.-.*put/ { print $1 + 0 }' /proc/interrupts); \
+                     do echo 1 >/proc/irq/$irq/smp_affinity_list && echo moved; done\n",
+                ),
+                Step::Console("moved"),
+                Step::Console("moved"),
+                Step::Console(" # "),
+                Step::Type(
+                    "dd if=/dev/vda of=/dev/null bs=4k count=150 iflag=direct && \
+                     ifconfig eth0 10.0.2.15 && for i in $(seq 10); do ping -c 1 10.0.2.2; done | \
+                     grep -c '1 packets received'; grep virtio /proc/interrupts\n",
+                ),
+                Step::Console("\n10"),
+                Step::Console(" # "),
+                Step::Type("poweroff\n"),
+            ],
+            counters: &[("server_events", 100..=10_000), ("server_events_elsewhere", 0..=20)],
+            limit: 240,
+            ..base(
+                "completions-of-second-vcpu",
+                first.to_owned()
+                    + "net = [\"user\"]\n"
+                    + &block
+                    + &server("sw0", "switch", "virtio-net")
+                    + &linux("linux", "isolcpus=managed_irq,0", &format!("cpus = 2\n{devices}")),
+            )
+        },
+        Scenario {
             cpus: &[1, 2],
             never: &["FAIL"],
             ..base(

@@ -190,14 +190,8 @@ impl<A: Arch> Kernel<A> {
         let root = self.memory.physical(space.root);
         let (page, order) = (extent.base, extent.order);
         let mut may_continue = || work::charge(budget, work::TABLE);
-        let (done, flush) = match of {
-            SpaceRef::Task(_) => {
-                table::make_room::<A::Host>(&tables, root, page, order, &mut may_continue)
-            }
-            SpaceRef::Vm(_) => {
-                table::make_room::<A::Nested>(&tables, root, page, order, &mut may_continue)
-            }
-        };
+        let (done, flush) =
+            in_format!(of, make_room(&tables, root, page, order, &mut may_continue));
         self.request_flush(of, space, flush);
         done
     }

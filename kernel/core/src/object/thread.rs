@@ -18,6 +18,7 @@ pub enum CallContent {
 }
 
 /// Execution state of a thread, with the data that belongs to it.
+#[derive(Clone, Copy)]
 pub enum ThreadState<A: Arch> {
     /// Running in user mode, or runnable as soon as its scheduling context is dispatched.
     Ready,
@@ -61,13 +62,6 @@ pub enum ThreadState<A: Arch> {
         deadline: u64,
     },
 }
-
-impl<A: Arch> Clone for ThreadState<A> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-impl<A: Arch> Copy for ThreadState<A> {}
 
 impl<A: Arch> ThreadState<A> {
     /// Returns whether the thread runs when its scheduling context is dispatched.
@@ -125,14 +119,8 @@ pub struct ListLinks<A: Arch> {
 
 impl<A: Arch> ListLinks<A> {
     /// Links of a thread that is in no list.
-    pub const fn new() -> Self {
+    pub(crate) const fn new() -> Self {
         Self { next: Cell::new(None), prev: Cell::new(None) }
-    }
-}
-
-impl<A: Arch> Default for ListLinks<A> {
-    fn default() -> Self {
-        Self::new()
     }
 }
 
@@ -148,19 +136,13 @@ pub struct Callers<A: Arch> {
 
 impl<A: Arch> Callers<A> {
     /// No callers.
-    pub const fn new() -> Self {
+    pub(crate) const fn new() -> Self {
         Self { served: Cell::new(None), head: Cell::new(None), tail: Cell::new(None) }
     }
 
     /// The caller being served, else the first queued one.
     pub fn first(&self) -> Option<Handle<Thread<A>>> {
         self.served.get().or(self.head.get())
-    }
-}
-
-impl<A: Arch> Default for Callers<A> {
-    fn default() -> Self {
-        Self::new()
     }
 }
 
@@ -231,7 +213,7 @@ pub struct GateLookup<A: Arch> {
 
 impl<A: Arch> GateLookup<A> {
     /// No look-up.
-    pub const fn new() -> Self {
+    pub(crate) const fn new() -> Self {
         Self {
             selector: Cell::new(0),
             badge: Cell::new(0),
@@ -239,12 +221,6 @@ impl<A: Arch> GateLookup<A> {
             server_thread: Cell::new(Cached::NONE),
             caller: Cell::new(Cached::NONE),
         }
-    }
-}
-
-impl<A: Arch> Default for GateLookup<A> {
-    fn default() -> Self {
-        Self::new()
     }
 }
 
@@ -258,14 +234,8 @@ pub struct VcpuLookup<A: Arch> {
 
 impl<A: Arch> VcpuLookup<A> {
     /// No look-up.
-    pub const fn new() -> Self {
+    pub(crate) const fn new() -> Self {
         Self { selector: Cell::new(0), vcpu: Cell::new(Cached::NONE) }
-    }
-}
-
-impl<A: Arch> Default for VcpuLookup<A> {
-    fn default() -> Self {
-        Self::new()
     }
 }
 

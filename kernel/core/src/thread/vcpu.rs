@@ -5,7 +5,7 @@ use core::cell::Cell;
 use abi::Status;
 
 use crate::Kernel;
-use crate::arch::{Arch, Context};
+use crate::arch::{Arch, ArchVcpu as _, Context};
 use crate::object::*;
 use crate::pool::Handle;
 use crate::pool::{Factory, Frame};
@@ -33,7 +33,7 @@ impl<A: Arch> Kernel<A> {
             undo_state();
         };
         let mode = self.memory.get(vm).ok_or(Status::BadCapability).map(|vm| vm.translation);
-        let arch = mode.and_then(|mode| A::vcpu_new(&self.memory, factory, state, mode));
+        let arch = mode.and_then(|mode| A::Vcpu::new(&self.memory, factory, state, mode));
         let arch = arch.inspect_err(|_| undo_node())?;
         let spare = arch.clone();
         let vcpu = Vcpu {
@@ -55,7 +55,7 @@ impl<A: Arch> Kernel<A> {
                 Ok(handle)
             }
             Err(status) => {
-                A::vcpu_free(&self.memory, &spare);
+                spare.free(&self.memory);
                 undo_node();
                 Err(status)
             }
@@ -138,7 +138,7 @@ impl<A: Arch> Kernel<A> {
                 self.vcpu_return(runner, None, Status::Aborted);
             }
         }
-        A::vcpu_free(&self.memory, &vcpu.arch);
+        vcpu.arch.free(&self.memory);
         self.remove_fixed(vcpu.state_node);
         self.memory.free_raw(vcpu.state, 1);
         self.memory.free(handle);

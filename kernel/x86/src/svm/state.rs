@@ -27,15 +27,21 @@ macro_rules! fields {
     ($way:ident CONTROL, $state:ident, $save:ident) => {
         copy!($way, $state, $save: cr0 cr2 cr3 cr4)
     };
-    ($way:ident MSRS, $state:ident, $save:ident) => {
-        copy!($way, $state, $save: star lstar cstar sfmask kernel_gs_base sysenter_cs sysenter_esp
-            sysenter_eip pat)
-    };
-    ($way:ident DEBUG, $state:ident, $save:ident) => {
-        copy!($way, $state, $save: dr6 dr7)
-    };
-    ($way:ident TSC, $state:ident, $control:ident) => {
-        copy!($way, $state, $control: tsc_offset)
+}
+
+/// Copies the groups that consist of such fields only.
+macro_rules! plain_groups {
+    ($way:ident $groups:expr, $state:ident, $control:ident, $save:ident) => {
+        if $groups & group::MSRS != 0 {
+            copy!($way, $state, $save: star lstar cstar sfmask kernel_gs_base sysenter_cs
+                sysenter_esp sysenter_eip pat);
+        }
+        if $groups & group::DEBUG != 0 {
+            copy!($way, $state, $save: dr6 dr7);
+        }
+        if $groups & group::TSC != 0 {
+            copy!($way, $state, $control: tsc_offset);
+        }
     };
 }
 
@@ -78,15 +84,7 @@ pub fn read(state: &VcpuState, vmcb: &Vmcb, groups: u64) {
     if groups & group::SEGMENTS != 0 {
         segments(state, save).for_each(|(to, from)| copy_to_state(to, from));
     }
-    if groups & group::MSRS != 0 {
-        fields!(read MSRS, state, save);
-    }
-    if groups & group::DEBUG != 0 {
-        fields!(read DEBUG, state, save);
-    }
-    if groups & group::TSC != 0 {
-        fields!(read TSC, state, control);
-    }
+    plain_groups!(read groups, state, control, save);
 }
 
 /// Takes over the group `IP`.
@@ -109,15 +107,7 @@ pub fn write(state: &VcpuState, Vmcb { control, save }: &Vmcb, dirty: u64) {
     if dirty & group::SEGMENTS != 0 {
         segments(state, save).for_each(|(from, to)| copy_from_state(to, from));
     }
-    if dirty & group::MSRS != 0 {
-        fields!(write MSRS, state, save);
-    }
-    if dirty & group::DEBUG != 0 {
-        fields!(write DEBUG, state, save);
-    }
-    if dirty & group::TSC != 0 {
-        fields!(write TSC, state, control);
-    }
+    plain_groups!(write dirty, state, control, save);
     if dirty & group::PRIORITY != 0 {
         virq::set_priority(control, state.cr8.get());
     }

@@ -6,6 +6,7 @@ use core::ptr;
 use abi::Status;
 use abi::vcpu::RunControl;
 use abi::vcpu::x86::{VcpuState, group};
+use kernel_core::arch::ArchVcpu;
 use kernel_core::object::{Notification, Translation, Vcpu, Vm};
 use kernel_core::pool::{Factory, Frame, Handle, Memory};
 use kernel_core::{Kernel, count};
@@ -36,9 +37,8 @@ pub struct VcpuFrames {
     pub halted: Cell<u64>,
 }
 
-impl VcpuFrames {
-    /// Allocates frames for a vCPU in its reset state.
-    pub fn new(
+impl ArchVcpu for VcpuFrames {
+    fn new(
         memory: &Memory,
         factory: Option<Handle<Factory>>,
         state: Frame,
@@ -60,17 +60,17 @@ impl VcpuFrames {
         Ok(this)
     }
 
-    /// Counts a preemption of the vCPU's thread.
-    pub fn count_preemption(&self) {
-        self.state().run.preemptions.add(1);
-    }
-
-    /// Frees the frames.
-    pub fn free(&self, memory: &Memory) {
+    fn free(&self, memory: &Memory) {
         self.hvm.free(memory);
         self.extended.free(memory);
     }
 
+    fn count_preemption(&self) {
+        self.state().run.preemptions.add(1);
+    }
+}
+
+impl VcpuFrames {
     /// The state page. The VMM may write it at any time: each field is an atomic word, read once.
     #[inline(always)]
     pub fn state(&self) -> &VcpuState {

@@ -3,7 +3,7 @@
 use abi::boot;
 use heapless::Vec;
 use proto::channel::MAX_VM_CHANNELS;
-use proto::start::{RangeKind, Role, VCPU_STACK, Vmm};
+use proto::start::{RangeKind, Role, VCPU_STACK, Vmm, slot};
 use proto::system::{Device, MAX_VCPUS, MAX_VM_DISKS, MAX_VM_NETS, Server, ServerKind, Vm};
 
 use super::{FIRST_TASK, FIRST_VM, Manager};
@@ -43,6 +43,7 @@ impl<'a> Manager<'a> {
         number: usize,
         server: &Server,
     ) -> Result<Child, StartError> {
+        let has_sessions = matches!(server.kind, ServerKind::Block | ServerKind::Switch);
         let config = ChildConfig {
             number,
             cpu: 0,
@@ -50,10 +51,11 @@ impl<'a> Manager<'a> {
             cpu_time: server.cpu_time,
             contexts: 1,
             quota: SERVER_QUOTA,
+            slots: if has_sessions { slot::SERVER_COUNT } else { slot::COUNT },
             stack: SMALL_STACK,
             may_create_objects: false,
         };
-        if matches!(server.kind, ServerKind::Block | ServerKind::Switch) {
+        if has_sessions {
             return self.build(&config, server.binary, |root, child| {
                 let Self { sessions, resources, children, instances, system, .. } = root;
                 let view = SystemView { system, instances, children };
@@ -94,6 +96,7 @@ impl<'a> Manager<'a> {
             cpu_time: task.cpu_time,
             contexts: 1,
             quota: self.task_quota(),
+            slots: slot::COUNT,
             stack: TASK_STACK,
             may_create_objects: true,
         };
@@ -162,6 +165,7 @@ impl<'a> Manager<'a> {
             cpu_time: vm.cpu_time,
             contexts: cpus.len() as u64,
             quota: self.vmm_quota(vm),
+            slots: slot::COUNT,
             stack: self.vmm_stack(vm),
             may_create_objects: cpus.len() > 1,
         };
@@ -170,6 +174,7 @@ impl<'a> Manager<'a> {
             let further = cpus.len() as u64 - 1;
             if further > 0 {
                 child.add_private(&mut root.resources, further * VCPU_STACK)?;
+                child.add_vcpu_notifications(&mut root.resources.slots, cpus.len())?;
             }
             root.add_file(child, RangeKind::Kernel, vm.kernel)?;
             if let Some(initrd) = vm.initrd {
