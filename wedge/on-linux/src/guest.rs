@@ -31,7 +31,7 @@ use crate::state::doorbell;
 use crate::state::process::{own_index, slot};
 use crate::state::shared::{event, shared, vcpus};
 use crate::vcpu::{DebugStep, LinuxVcpu, set_shared_range};
-use crate::{compat, debug, idle, processes, profile, report, steal_time};
+use crate::{compat, debug, idle, kick, processes, profile, report, steal_time};
 
 type Machine<'m> = Pc<'m, YieldRelax, MAX_VCPUS, Option<&'m BusSlots>>;
 
@@ -176,7 +176,10 @@ fn drive(all: &VmShared<'_>, index: usize, cpu: CurrentVcpu, process: CurrentPro
     loop {
         let events = match machine.run(&mut state, &mut vcpu, &mut host) {
             StopReason::Recall(events) => events as u32,
-            StopReason::Idle { deadline_ticks } => idle::wait(deadline_ticks),
+            StopReason::Idle { deadline_ticks } => {
+                kick::wake_deferred();
+                idle::wait(deadline_ticks)
+            }
             StopReason::End(outcome) => {
                 if outcome == Outcome::TripleFault {
                     report_triple_fault(&vcpu.cpu);

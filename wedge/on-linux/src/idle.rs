@@ -16,7 +16,7 @@ use crate::clock::tsc;
 use crate::state::fixed::Fixed;
 use crate::state::process::{own_index, process};
 use crate::state::shared::{event, events, idle_state, vcpu};
-use crate::{clock, cpu_affinity, kick, steal_time, timer};
+use crate::{clock, cpu_affinity, steal_time, timer};
 
 /// Initial polling time in microseconds.
 const MIN_POLL: u64 = 10;
@@ -28,7 +28,6 @@ const MAX_POLL: u64 = 50;
 /// clears them.
 pub fn wait(deadline: u64) -> u32 {
     let vcpu = vcpu();
-    kick::wake_deferred();
     if !poll(deadline) {
         cpu_affinity::on_idle();
         let record = own_record();
