@@ -9,8 +9,8 @@ cd "$(dirname "$0")"
 # build tools need other packages, and a test of its modules the tools for file systems, networks
 # and packet filters.
 packages="bc binutils bison bochs bochsbios btrfs-progs busybox-static ca-certificates cpio cryptsetup-bin
-    debian-archive-keyring debootstrap diffutils dwarves e2fsprogs flex gcc gdb git gpgv grub-common grub-pc-bin
-    iproute2 iptables iputils-ping kmod libc6-dev libelf-dev make mtools nftables openssh-client passt patch
+    debian-archive-keyring debootstrap diffutils dwarves e2fsprogs flex gcc gcc-aarch64-linux-gnu gdb git gpgv grub-common grub-pc-bin
+    iproute2 iptables iputils-ping kmod libc6-dev libc6-dev-arm64-cross libelf-dev make mtools nftables openssh-client passt patch
     qemu-system-arm qemu-system-x86 qemu-utils strace user-mode-linux vgabios xfsprogs xorriso xz-utils"
 
 # A rustup toolchain with the bare-metal targets serves as it is. Otherwise Debian's rustc for

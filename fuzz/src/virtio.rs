@@ -245,7 +245,7 @@ fn connect(kind: virtio::Kind, env: &mut Script) {
     match kind {
         virtio::Kind::Block => env.disk = Some(ScriptDisk::new(SECTORS as usize * 512, ROOM)),
         virtio::Kind::Net => env.port = Some(ScriptPort { room: 16, ..ScriptPort::default() }),
-        virtio::Kind::Console => {}
+        virtio::Kind::Console | virtio::Kind::Input => {}
         virtio::Kind::Entropy => env.entropy = 256,
         virtio::Kind::Balloon => env.balloon = Some(ScriptBalloon::default()),
         virtio::Kind::P9 => {

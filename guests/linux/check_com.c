@@ -26,6 +26,12 @@
 #include "parador_com.h"
 
 #define DEVICE "/dev/parador-com0"
+/* Of the bus of the channel. */
+#ifdef __x86_64__
+#define DRIVER "/sys/bus/pci/drivers/parador_com/"
+#else
+#define DRIVER "/sys/bus/platform/drivers/parador_com/"
+#endif
 #define ENTRIES 64	/* of a ring */
 #define PAGE 4096UL
 #define HUGE_PAGE (2UL << 20)
@@ -538,7 +544,7 @@ static void unbinding(void)
 	/* Each side waits until its peer has finished this step. */
 	meet();
 
-	write_text("/sys/bus/pci/drivers/parador_com/unbind", name);
+	write_text(DRIVER "unbind", name);
 	CHECK(is_gone(area) && is_gone(part) && is_gone(part + 2 * PAGE / sizeof(*part)));
 	REFUSED(mmap(NULL, PAGE, PROT_READ, MAP_SHARED, com, 0), ENODEV);
 	REFUSED(map(SHARE, PAGE, PROT_READ), ENODEV);
@@ -546,7 +552,7 @@ static void unbinding(void)
 	REFUSED(write(com, "", 0), ENODEV);
 	CHECK(ready(POLLIN) & POLLHUP);
 
-	write_text("/sys/bus/pci/drivers/parador_com/bind", name);
+	write_text(DRIVER "bind", name);
 	CHECK(is_gone(area) && is_gone(part));
 	CHECK(close(other) == 0 && close(com) == 0 && munmap((void *)part, PAGE) == 0);
 	CHECK(munmap((void *)(part + 2 * PAGE / sizeof(*part)), PAGE) == 0);

@@ -26,7 +26,9 @@
  * sleepers: so it does not matter how many wait, by which call. Barriers are those for other
  * machines (virt_*): a kernel that runs on one CPU drops the others.
  */
+#ifdef CONFIG_X86
 #include <asm/cpufeature.h>
+#endif
 #include <linux/atomic.h>
 #include <linux/fs.h>
 #include <linux/interrupt.h>
@@ -37,7 +39,9 @@
 #include <linux/mm.h>
 #include <linux/module.h>
 #include <linux/mutex.h>
+#include <linux/of.h>
 #include <linux/pci.h>
+#include <linux/platform_device.h>
 #include <linux/poll.h>
 #include <linux/sched/mm.h>
 #include <linux/slab.h>
@@ -146,6 +150,7 @@ struct channel {
 	struct miscdevice misc;
 	char name[24];
 	u8 __iomem *registers;
+	int irqs[2];		/* the doorbell, and events */
 	u32 number;
 	u32 flags;
 	u64 area;		/* bytes */
@@ -182,16 +187,29 @@ static struct channel *channel_of(struct file *file)
  * ------------------------------------------------------------------------------------------------
  */
 
-static void ring_doorbell(struct channel *channel)
+/* Rings a doorbell. 1: the peer does not run. Values above: the hypercall does not exist. */
+static u64 doorbell_hypercall(u64 number)
 {
+#ifdef CONFIG_X86
 	u64 result = HYPERCALL_DOORBELL;
 
+	if (boot_cpu_has(X86_FEATURE_VMMCALL))
+		asm volatile("vmmcall" : "+a"(result) : "b"(number) : "memory");
+	return result;
+#else
+	register u64 result asm("x0") = HYPERCALL_DOORBELL;
+	register u64 argument asm("x1") = number;
+
+	asm volatile("hvc #0" : "+r"(result), "+r"(argument) : : "x2", "x3", "memory");
+	return result;
+#endif
+}
+
+static void ring_doorbell(struct channel *channel)
+{
 	if (!(channel->flags & FLAG_DOORBELL))
 		return;
-	if (boot_cpu_has(X86_FEATURE_VMMCALL))
-		asm volatile("vmmcall" : "+a"(result) : "b"((u64)channel->number) : "memory");
-	/* 1: the peer does not run. Other values: the hypercall does not exist. */
-	if (result > 1)
+	if (doorbell_hypercall(channel->number) > 1)
 		writel(1, channel->registers + REG_DOORBELL);
 }
 
@@ -972,65 +990,54 @@ static void end_init(struct end *end, u8 *memory, u32 ring, bool sender)
 	start(end, sender);
 }
 
-/* Vectors: the doorbell, and events. */
-static int request_interrupts(struct pci_dev *pci, struct channel *channel)
-{
-	int error = pci_alloc_irq_vectors(pci, 2, 2, PCI_IRQ_MSIX);
+/* Where a channel is, whatever bus it is on. */
+struct place {
+	u8 __iomem *registers;
+	struct resource *memory;
+	struct resource *window;	/* of the peer's shares */
+	int irqs[2];			/* the doorbell, and events */
+};
 
-	if (error < 0)
-		return error;
-	error = request_irq(pci_irq_vector(pci, 0), rung, 0, channel->name, channel);
+static int request_interrupts(struct channel *channel)
+{
+	int error = request_irq(channel->irqs[0], rung, 0, channel->name, channel);
+
 	if (error)
-		goto free_vectors;
-	error = request_threaded_irq(pci_irq_vector(pci, 1), NULL, event, IRQF_ONESHOT, channel->name,
+		return error;
+	error = request_threaded_irq(channel->irqs[1], NULL, event, IRQF_ONESHOT, channel->name,
 				     channel);
 	if (error)
-		goto free_doorbell;
-	return 0;
-
-free_doorbell:
-	free_irq(pci_irq_vector(pci, 0), channel);
-free_vectors:
-	pci_free_irq_vectors(pci);
+		free_irq(channel->irqs[0], channel);
 	return error;
 }
 
-static void free_interrupts(struct pci_dev *pci, struct channel *channel)
+static void free_interrupts(struct channel *channel)
 {
-	free_irq(pci_irq_vector(pci, 1), channel);
-	free_irq(pci_irq_vector(pci, 0), channel);
-	pci_free_irq_vectors(pci);
+	free_irq(channel->irqs[1], channel);
+	free_irq(channel->irqs[0], channel);
 }
 
-static int com_probe(struct pci_dev *pci, const struct pci_device_id *id)
+static int com_add(struct device *device, const struct place *place)
 {
-	struct device *device = &pci->dev;
+	u8 __iomem *registers = place->registers;
 	struct channel *channel;
-	u8 __iomem *registers;
 	u8 *memory;
 	unsigned int share;
 	u32 size, side;
 	void *window;
 	int error;
 
-	error = pcim_enable_device(pci);
-	if (error)
-		return error;
-	error = pcim_iomap_regions(pci, BIT(REGISTERS), KBUILD_MODNAME);
-	if (error)
-		return error;
-	registers = pcim_iomap_table(pci)[REGISTERS];
 	size = readl(registers + REG_SIZE);
 	side = readl(registers + REG_SIDE);
 	if (readl(registers + REG_MAGIC) != MAGIC || readl(registers + REG_VERSION) != VERSION ||
-	    side > 1 || size <= AREA || size > pci_resource_len(pci, MEMORY) ||
-	    pci_resource_len(pci, WINDOW) < PARADOR_COM_SHARES * PARADOR_COM_SHARE_BYTES)
+	    side > 1 || size <= AREA || size > resource_size(place->memory) ||
+	    resource_size(place->window) < PARADOR_COM_SHARES * PARADOR_COM_SHARE_BYTES)
 		return dev_err_probe(device, -ENODEV, "not a channel of this version\n");
-	memory = devm_memremap(device, pci_resource_start(pci, MEMORY), size, MEMREMAP_WB);
+	memory = devm_memremap(device, place->memory->start, size, MEMREMAP_WB);
 	if (IS_ERR(memory))
 		return PTR_ERR(memory);
 	/* Not accessed here. It is what makes programs' mappings of it cached. */
-	window = devm_memremap(device, pci_resource_start(pci, WINDOW),
+	window = devm_memremap(device, place->window->start,
 			       PARADOR_COM_SHARES * PARADOR_COM_SHARE_BYTES, MEMREMAP_WB);
 	if (IS_ERR(window))
 		return PTR_ERR(window);
@@ -1041,11 +1048,12 @@ static int com_probe(struct pci_dev *pci, const struct pci_device_id *id)
 		return -ENOMEM;
 	kref_init(&channel->references);
 	channel->registers = registers;
+	memcpy(channel->irqs, place->irqs, sizeof(channel->irqs));
 	channel->number = readl(registers + REG_NUMBER);
 	channel->flags = readl(registers + REG_FLAGS);
 	channel->area = size - AREA;
-	channel->area_base = pci_resource_start(pci, MEMORY) + AREA;
-	channel->window_base = pci_resource_start(pci, WINDOW);
+	channel->area_base = place->memory->start + AREA;
+	channel->window_base = place->window->start;
 	mutex_init(&channel->shares);
 	for (share = 0; share < MAPPABLE; share++)
 		INIT_LIST_HEAD(&channel->mappings[share]);
@@ -1054,11 +1062,10 @@ static int com_probe(struct pci_dev *pci, const struct pci_device_id *id)
 	end_init(&channel->send, memory, side, true);
 	end_init(&channel->receive, memory, 1 - side, false);
 
-	pci_set_master(pci);
-	error = request_interrupts(pci, channel);
+	error = request_interrupts(channel);
 	if (error)
 		goto free;
-	pci_set_drvdata(pci, channel);
+	dev_set_drvdata(device, channel);
 	channel->misc.minor = MISC_DYNAMIC_MINOR;
 	channel->misc.name = channel->name;
 	channel->misc.fops = &com_operations;
@@ -1073,19 +1080,18 @@ static int com_probe(struct pci_dev *pci, const struct pci_device_id *id)
 	return 0;
 
 undo:
-	free_interrupts(pci, channel);
+	free_interrupts(channel);
 free:
 	kref_put(&channel->references, channel_free);
 	return error;
 }
 
-static void com_remove(struct pci_dev *pci)
+static void com_remove(struct channel *channel)
 {
-	struct channel *channel = pci_get_drvdata(pci);
 	unsigned int share;
 
 	misc_deregister(&channel->misc);
-	free_interrupts(pci, channel);
+	free_interrupts(channel);
 	mutex_lock(&channel->shares);
 	spin_lock(&channel->send.lock);
 	spin_lock(&channel->receive.lock);
@@ -1105,19 +1111,121 @@ static void com_remove(struct pci_dev *pci)
 	kref_put(&channel->references, channel_free);
 }
 
-static const struct pci_device_id com_ids[] = {
+static int com_pci_probe(struct pci_dev *pci, const struct pci_device_id *id)
+{
+	struct place place = {
+		.memory = &pci->resource[MEMORY],
+		.window = &pci->resource[WINDOW],
+	};
+	int vector, error;
+
+	error = pcim_enable_device(pci);
+	if (error)
+		return error;
+	error = pcim_iomap_regions(pci, BIT(REGISTERS), KBUILD_MODNAME);
+	if (error)
+		return error;
+	place.registers = pcim_iomap_table(pci)[REGISTERS];
+	pci_set_master(pci);
+	error = pci_alloc_irq_vectors(pci, 2, 2, PCI_IRQ_MSIX);
+	if (error < 0)
+		return error;
+	for (vector = 0; vector < 2; vector++)
+		place.irqs[vector] = pci_irq_vector(pci, vector);
+	error = com_add(&pci->dev, &place);
+	if (error)
+		pci_free_irq_vectors(pci);
+	return error;
+}
+
+static void com_pci_remove(struct pci_dev *pci)
+{
+	com_remove(pci_get_drvdata(pci));
+	pci_free_irq_vectors(pci);
+}
+
+static const struct pci_device_id com_pci_ids[] = {
 	{ PCI_DEVICE(VENDOR, DEVICE) },
 	{ }
 };
-MODULE_DEVICE_TABLE(pci, com_ids);
+MODULE_DEVICE_TABLE(pci, com_pci_ids);
 
-static struct pci_driver com_driver = {
+static struct pci_driver com_pci_driver = {
 	.name = KBUILD_MODNAME,
-	.id_table = com_ids,
-	.probe = com_probe,
-	.remove = com_remove,
+	.id_table = com_pci_ids,
+	.probe = com_pci_probe,
+	.remove = com_pci_remove,
 };
-module_pci_driver(com_driver);
+
+#ifdef CONFIG_OF
+/* Without a bus: three ranges and two interrupts in the device tree. */
+static int com_platform_probe(struct platform_device *platform)
+{
+	struct place place = {
+		.memory = platform_get_resource(platform, IORESOURCE_MEM, 1),
+		.window = platform_get_resource(platform, IORESOURCE_MEM, 2),
+	};
+	int line;
+
+	place.registers = devm_platform_ioremap_resource(platform, 0);
+	if (IS_ERR(place.registers))
+		return PTR_ERR(place.registers);
+	if (!place.memory || !place.window)
+		return dev_err_probe(&platform->dev, -ENODEV, "no memory in the device tree\n");
+	for (line = 0; line < 2; line++) {
+		place.irqs[line] = platform_get_irq(platform, line);
+		if (place.irqs[line] < 0)
+			return place.irqs[line];
+	}
+	return com_add(&platform->dev, &place);
+}
+
+static int com_platform_remove(struct platform_device *platform)
+{
+	com_remove(platform_get_drvdata(platform));
+	return 0;
+}
+
+static const struct of_device_id com_platform_ids[] = {
+	{ .compatible = "parador,channel" },
+	{ }
+};
+MODULE_DEVICE_TABLE(of, com_platform_ids);
+
+static struct platform_driver com_platform_driver = {
+	.driver = {
+		.name = KBUILD_MODNAME,
+		.of_match_table = com_platform_ids,
+	},
+	.probe = com_platform_probe,
+	.remove = com_platform_remove,
+};
+#endif
+
+static int __init com_init(void)
+{
+	int error = pci_register_driver(&com_pci_driver);
+
+#ifdef CONFIG_OF
+	if (error)
+		return error;
+	error = platform_driver_register(&com_platform_driver);
+	if (error)
+		pci_unregister_driver(&com_pci_driver);
+#endif
+	return error;
+}
+
+static void __exit com_exit(void)
+{
+#ifdef CONFIG_OF
+	platform_driver_unregister(&com_platform_driver);
+#endif
+	pci_unregister_driver(&com_pci_driver);
+}
+
+module_init(com_init);
+module_exit(com_exit);
 
 MODULE_DESCRIPTION("Channels between virtual machines on Parador");
 MODULE_LICENSE("GPL");

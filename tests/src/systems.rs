@@ -73,6 +73,7 @@ pub fn scenarios(is_long: bool) -> Vec<Scenario> {
         vtlb::vtlb_scenarios(is_long),
         consoles::console_scenarios(),
         arm64::arm64_scenarios(),
+        arm64::arm64_devices(),
     ]
     .concat()
 }

@@ -121,8 +121,9 @@ const STATIC: &str = "-Ctarget-feature=+crt-static";
 /// programs ask of a kernel; what they must not get of it; random programs; a test of sockets
 /// between guest and host. 32-bit programs are made without a library, whose 32-bit kind not every
 /// host has.
-const LINUX_PROGRAMS: [(&str, &str, &[&str]); 11] = [
+const LINUX_PROGRAMS: [(&str, &str, &[&str]); 12] = [
     ("linux-check-com", "check_com.c", &["-pthread"]),
+    ("linux-check-com-arm64", "check_com.c", &["-pthread"]),
     ("linux-stress", "stress.c", &["-pthread"]),
     ("linux-attack", "attack.c", &["-pthread"]),
     ("linux-isolation", "isolation.c", &["-pthread"]),
@@ -225,7 +226,8 @@ pub fn build(arguments: &[String]) -> Result<()> {
     }
     for (name, source, flags) in LINUX_PROGRAMS {
         if selection.linux.contains(&name) {
-            run(Command::new("gcc")
+            let is_arm64 = name.ends_with("-arm64");
+            run(Command::new(if is_arm64 { "aarch64-linux-gnu-gcc" } else { "gcc" })
                 .args(["-O2", "-static", "-Wall", "-Wextra", "-Werror"])
                 .args(flags)
                 .arg("-o")

@@ -45,6 +45,15 @@ impl Architecture {
         }
     }
 
+    /// Returns the begin of the names of compiler and binary tools, and the architecture's name in
+    /// Linux.
+    pub const fn tools(self) -> (&'static str, &'static str) {
+        match self {
+            Self::X86 => ("", "x86"),
+            Self::Arm64 => ("aarch64-linux-gnu-", "arm64"),
+        }
+    }
+
     /// Returns the architecture's name at Debian.
     pub const fn debian(self) -> &'static str {
         match self {

@@ -23,8 +23,8 @@ const KERNEL_PACKAGE: &str = "linux-image-cloud";
 const BUSYBOX_PACKAGE: &str = "busybox-static";
 const INSTALLED_BUSYBOX: &str = "/bin/busybox";
 /// Drivers for guest devices in load order: panic device, virtio, power button. Debian's kernel has
-/// them as modules.
-const MODULES: [&str; 15] = [
+/// them as modules; [`is_for`] tells the architecture.
+const MODULES: [&str; 17] = [
     "pvpanic.ko",
     "pvpanic-mmio.ko",
     "virtio_ring.ko",
@@ -32,6 +32,8 @@ const MODULES: [&str; 15] = [
     "virtio_pci_legacy_dev.ko",
     "virtio_pci_modern_dev.ko",
     "virtio_pci.ko",
+    "virtio_mmio.ko",
+    "virtio_input.ko",
     "virtio-rng.ko",
     "virtio_console.ko",
     "virtio_blk.ko",
@@ -45,7 +47,18 @@ const MODULES: [&str; 15] = [
 const SOURCE_PACKAGE: &str = "linux-source-6.1";
 const SOURCE: &str = "linux-source-6.1.tar.xz";
 /// Changes with the set of files that are kept of a package.
-const KEPT: u32 = 5;
+const KEPT: u32 = 6;
+
+/// Returns whether guests of an architecture have a device for this module: virtio is on PCI with
+/// x86 and on MMIO with AArch64, and so is what stands for the power button.
+fn is_for(architecture: Architecture, module: &str) -> bool {
+    let is_arm64 = architecture == Architecture::Arm64;
+    match module {
+        "virtio_mmio.ko" | "virtio_input.ko" => is_arm64,
+        "button.ko" => !is_arm64,
+        name => !is_arm64 || !name.starts_with("pvpanic") && !name.starts_with("virtio_pci"),
+    }
+}
 
 /// Files from a package.
 pub struct Fetched {
@@ -53,6 +66,8 @@ pub struct Fetched {
     pub folder: PathBuf,
     /// Package and version, for messages.
     pub title: String,
+    /// Architecture of the package.
+    pub architecture: Architecture,
     package: Package,
 }
 
@@ -86,7 +101,7 @@ pub struct Headers {
 pub fn kernel_headers(kernel: &Fetched, to: &Path, step: &Step) -> Result<Headers, Failure> {
     let Package { name, version } = &kernel.package;
     let headers = name.replacen("linux-image-", "linux-headers-", 1);
-    let apt = Apt::new(Architecture::X86, step)?;
+    let apt = Apt::new(kernel.architecture, step)?;
     let shown = apt.show(&headers)?;
     let depends = shown.field("Depends").unwrap_or_default();
     // `linux-headers-6.1.0-56-common (= 6.1.192-2), linux-kbuild-6.1 (>= 6.1.192-2), ...`
@@ -100,12 +115,26 @@ pub fn kernel_headers(kernel: &Fetched, to: &Path, step: &Step) -> Result<Header
         })
     };
     let (common, tools) = (find("linux-headers-")?, find("linux-kbuild-")?);
-    for name in [&headers, &common, &tools] {
-        let package = Package { name: name.clone(), version: version.clone() };
-        step.now(format!("fetching {name} {version}"));
-        let download = to.join("download").join(name);
-        let archive = download_package(&apt, &package, &download)?;
-        step.now(format!("unpacking {name} {version}"));
+    let package =
+        |name: &String, version: &String| Package { name: name.clone(), version: version.clone() };
+    // The tools run here: they are the host's, of any later version.
+    let host_apt = Apt::new(Architecture::X86, step)?;
+    let tools = match kernel.architecture {
+        Architecture::X86 => package(&tools, version),
+        Architecture::Arm64 => {
+            let version = host_apt.show(&tools)?.field("Version").unwrap_or_default().to_owned();
+            package(&tools, &version)
+        }
+    };
+    for (apt, package) in [
+        (&apt, &package(&headers, version)),
+        (&apt, &package(&common, version)),
+        (&host_apt, &tools),
+    ] {
+        let (name, title) = (&package.name, package.title());
+        step.now(format!("fetching {title}"));
+        let archive = download_package(apt, package, &to.join("download").join(name))?;
+        step.now(format!("unpacking {title}"));
         run("dpkg-deb", name, |command| command.arg("--extract").arg(archive).arg(to))?;
     }
     Ok(Headers { headers, common })
@@ -131,7 +160,7 @@ pub fn debian_kernel(
     })?;
     let pick = |name: &Path| match name.file_name()?.to_str()? {
         file if name.starts_with("boot") && file.starts_with("vmlinuz-") => Some("vmlinuz"),
-        file => MODULES.into_iter().find(|module| *module == file),
+        file => MODULES.into_iter().find(|name| *name == file && is_for(architecture, name)),
     };
     fetch((&apt, &package), step, interruptible, pick, "vmlinuz")
 }
@@ -219,6 +248,7 @@ fn fetch(
     let fetched = |how: &str| Fetched {
         folder: folder.clone(),
         title: format!("{title}, {how}"),
+        architecture: apt.architecture(),
         package: package.clone(),
     };
     if folder.join(must).is_file() {
@@ -312,6 +342,17 @@ mod tests {
         assert_eq!(Package::exact("linux-image-6 (= 6.1-2)"), Some(package));
         assert_eq!(Package::exact("linux-image-6 (>= 6.1-2)"), None);
         assert_eq!(Package::exact("linux-image-6"), None);
+    }
+
+    #[test]
+    fn modules_are_those_of_the_board() {
+        let of = |architecture| {
+            MODULES.into_iter().filter(|name| is_for(architecture, name)).collect::<Vec<_>>()
+        };
+        let (x86, arm64) = (of(Architecture::X86), of(Architecture::Arm64));
+        assert!(x86.contains(&"virtio_pci.ko") && !x86.contains(&"virtio_mmio.ko"));
+        assert!(arm64.contains(&"virtio_mmio.ko") && !arm64.contains(&"virtio_pci.ko"));
+        assert!([x86, arm64].iter().all(|names| names.contains(&"virtio_blk.ko")));
     }
 
     #[test]

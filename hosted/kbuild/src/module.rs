@@ -25,8 +25,8 @@ const SOURCES: [(&str, &str); 3] = [
     ("parador_com.h", include_str!("../../../guests/linux/parador_com.h")),
     ("parador_com.c", include_str!("../../../guests/linux/parador_com.c")),
 ];
-const ADVICE: &str =
-    "building the channel driver requires make, gcc and libelf1; install.sh installs them";
+const ADVICE: &str = "building the channel driver requires make, libelf1 and gcc (for AArch64 \
+                      gcc-aarch64-linux-gnu); install.sh installs them";
 
 /// Returns the module for this kernel, and the result for messages.
 pub fn channels(
@@ -60,12 +60,14 @@ pub fn channels(
     let makefile = sources.join(&packages.common).join("Makefile");
     let mut argument = OsStr::new("M=").to_owned();
     argument.push(&source);
+    let (prefix, architecture) = kernel.architecture.tools();
     run("make", |make| {
+        make.arg(format!("ARCH={architecture}")).arg(format!("CROSS_COMPILE={prefix}"));
         make.arg("-C").arg(sources.join(&packages.headers));
         make.arg("-f").arg(makefile).arg(argument).arg("modules")
     })?;
     let made = source.join(MODULE);
-    run("strip", |strip| strip.arg("--strip-debug").arg(&made))?;
+    run(&format!("{prefix}strip"), |strip| strip.arg("--strip-debug").arg(&made))?;
 
     let kept = work.path().join("kept");
     fs::create_dir(&kept).file_error("create the folder", &kept)?;

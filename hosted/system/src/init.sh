@@ -14,13 +14,22 @@ export PATH=/bin:/sbin:/usr/bin:/usr/sbin HOME=/root TERM=${TERM:-linux} PS1='\h
 hostname guest
 cd /root
 
-# Drivers of present devices: pvpanic reports panics to the VMM; virtio devices are PCI functions.
+# Drivers of present devices: pvpanic reports panics to the VMM; virtio devices are PCI functions,
+# on AArch64 platform devices, one of which is the power button.
+transport=/sys/bus/pci/devices/0000:00:01.0
+slot=$transport
+platform=/sys/bus/platform/devices
+[ ! -e $platform/9020000.virtio_mmio ] || transport=$platform/9020000.virtio_mmio
+for device in $platform/a000000.*; do
+    [ ! -e "$device" ] || slot=$device
+done
 for module in /lib/modules/*.ko; do
     [ -e "$module" ] || continue
     case $module in
     *pvpanic*) device=/sys/bus/acpi/devices/QEMU0001:00 ;;
-    *-button.ko | *-evdev.ko) continue ;;
-    *) device=/sys/bus/pci/devices/0000:00:01.0 ;;
+    *-button.ko | *-evdev.ko | *-virtio_input.ko) continue ;;
+    *-virtio.ko | *-virtio_ring.ko | *-virtio_mmio.ko) device=$transport ;;
+    *) device=$slot ;;
     esac
     [ ! -e $device ] || insmod "$module"
 done
@@ -75,7 +84,7 @@ case " $line" in
 *)
     set -- sh
     # The power button shuts the guest down.
-    for module in /lib/modules/*-button.ko /lib/modules/*-evdev.ko; do
+    for module in /lib/modules/*-button.ko /lib/modules/*-virtio_input.ko /lib/modules/*-evdev.ko; do
         [ ! -e "$module" ] || insmod "$module"
     done
     mkdir -p /etc/acpi/PWRF

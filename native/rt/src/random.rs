@@ -2,6 +2,11 @@
 
 use crate::processor::{has_random, random};
 
+/// Returns whether the processor has a source.
+pub fn is_available() -> bool {
+    has_random()
+}
+
 /// Fills `to` with unpredictable bytes; returns `false` if the processor has no source of them.
 pub fn fill(to: &mut [u8]) -> bool {
     if !has_random() {

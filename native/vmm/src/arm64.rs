@@ -5,44 +5,28 @@ mod backend;
 use native_rt::start::file;
 use native_rt::{Vcpu, Vm, error, time};
 use proto::control::code;
-use proto::start::{RangeKind, Start, Vmm, event};
+use proto::start::{RangeKind, Start, Vmm};
 use proto::vtlb::Vtlb;
 pub use vmm_arm64::VcpuLoop;
 use vmm_arm64::{Arm64Vcpu as _, StartRequest, System};
-use vmm_boot::virt::{RAM, VirtBoot};
-use vmm_machine::{Virt, VirtConfig};
+use vmm_boot::virt::{self as layout, RAM, SlotNode, VirtBoot};
+pub use vmm_machine::VirtBus as GuestBus;
+use vmm_machine::{Model, Virt, VirtConfig};
 use vmm_mem::GuestMemory;
 use vmm_vcpu::{CounterClock, MAX_VCPUS};
 
 pub use self::backend::{NativeVcpu, put_virqs};
 use crate::console::Console;
 use crate::control::CONTROL;
-use crate::host::NativeHost;
-use crate::{Cell, Devices, YieldRelax, serve};
+use crate::devices::MAX_DEVICES;
+use crate::{Cell, Devices, YieldRelax};
 
+/// Guest-physical addresses where windows of channels may be: first address and length.
+pub const CHANNEL_WINDOWS: (u64, u64) =
+    (layout::channel_memory(0), layout::MAX_CHANNELS * layout::CHANNEL_STRIDE);
+const _: () = assert!(MAX_DEVICES <= layout::MAX_SLOTS);
 /// The board.
-pub type GuestBoard<'m> = Virt<'m, YieldRelax, MAX_VCPUS>;
-
-/// Mapping from events to devices: the board has none.
-#[derive(Clone, Copy)]
-pub struct Listeners;
-
-impl Listeners {
-    /// Creates the mapping for a VM.
-    pub fn new(_: &Vmm) -> Self {
-        Self
-    }
-}
-
-/// Runs the VM; returns its exit code.
-pub fn main(start: &Start<'static>, plan: &Vmm) -> u64 {
-    let devices = plan.attachments.len() + plan.channels.len();
-    if devices != 0 || plan.virtio_console || plan.vtlb.is_some() {
-        error!("this board has no disks, network cards, channels, virtio consoles and no vTLB");
-        return code::BAD_CONFIG;
-    }
-    serve(start, plan, None)
-}
+pub type GuestBoard<'m> = Virt<'m, YieldRelax, MAX_VCPUS, Option<&'m Devices>>;
 
 /// Ranges of `bytes` bytes of guest memory: guest-physical address and length.
 pub fn ram_ranges(bytes: u64) -> impl Iterator<Item = (u64, u64)> {
@@ -70,13 +54,23 @@ pub fn load(
     plan: &Vmm,
     memory: &GuestMemory,
     vcpus: &[Cell<NativeVcpu>],
-    _: bool,
+    devices: Option<&Devices>,
 ) -> Result<StartRequest, u64> {
+    if plan.vtlb.is_some() {
+        error!("this processor has no vTLB");
+        return Err(code::BAD_CONFIG);
+    }
+    let node = |slot| match devices?.model(slot)? {
+        Model::Channel(info) => Some(SlotNode::Channel(info.number)),
+        _ => Some(SlotNode::Virtio),
+    };
+    let slots: [_; layout::MAX_SLOTS] = core::array::from_fn(node);
     let guest = VirtBoot {
         vcpus: vcpus.len() as u8,
         kernel: file(start, RangeKind::Kernel).unwrap_or(&[]),
         initrd: file(start, RangeKind::Initrd),
         command_line: plan.command_line,
+        slots: &slots,
     };
     match vmm_boot::virt::load(memory, &guest) {
         Ok(loaded) => Ok(StartRequest { entry: loaded.entry, argument: loaded.tree }),
@@ -94,7 +88,7 @@ pub fn create_board<'m>(
     plan: &Vmm,
     memory: &'m GuestMemory,
     start: StartRequest,
-    _: Option<&'m Devices>,
+    devices: Option<&'m Devices>,
 ) -> GuestBoard<'m> {
     let counter = time::tsc().wrapping_sub(CONTROL.paused_ticks());
     let config = VirtConfig {
@@ -103,19 +97,7 @@ pub fn create_board<'m>(
         start_unix: time::unix_seconds(&page.clock),
         start,
     };
-    GuestBoard::new(config, memory)
-}
-
-/// Passes input of the console to the board.
-pub fn notify_devices(board: &GuestBoard, cpu: &VcpuLoop, events: u64, host: &mut NativeHost) {
-    if events & event::CONSOLE != 0 {
-        board.input(Some(cpu), host);
-    }
-}
-
-/// The board has no power button: the order is logged.
-pub fn press_power_button(_: &GuestBoard, _: &mut NativeHost) {
-    error!("this board has no power button: end the guest from inside, or with `kill`");
+    GuestBoard::new(config, memory, devices)
 }
 
 /// Logs the state of a vCPU that the kernel refuses to enter.

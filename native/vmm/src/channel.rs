@@ -14,13 +14,14 @@ use proto::channel::{
 };
 use proto::start::slot;
 use vmm_bus::backend::{ChannelBackend, ChannelInfo};
-use vmm_machine::layout;
 
+use crate::platform;
 use crate::space::SPACE;
 
 // The kernel handles this hypercall; for other hosts the library does.
 const _: () = assert!(hypercall::DOORBELL == abi::vcpu::HYPERCALL_DOORBELL);
-const FOUR_GIB: u64 = 1 << 32;
+/// More bytes than a guest has memory.
+const MAX_MEMORY: u64 = 1 << 46;
 
 /// One end of a channel.
 pub struct ChannelEnd {
@@ -110,19 +111,23 @@ fn map_guest(window: Window, address: u64) -> bool {
     mapped.is_ok()
 }
 
-/// Returns whether the range is in the window of PCI functions.
-fn in_pci_window(address: u64, length: u64) -> bool {
-    let first = u64::from(layout::PCI_WINDOW);
-    address >= first && address + length <= first + u64::from(layout::PCI_WINDOW_LENGTH)
+/// Returns whether the range is where windows of channels may be.
+fn in_window((first, bytes): (u64, u64), address: u64, length: u64) -> bool {
+    address >= first && address + length <= first + bytes
 }
 
-/// Returns the offset in guest memory of a guest-physical range; `None` if it may be split.
-fn offset(address: u64, length: u64) -> Option<u64> {
-    match address {
-        ..layout::HOLE => (address + length <= layout::HOLE).then_some(address),
-        layout::HOLE..FOUR_GIB => None,
-        _ => Some(address - FOUR_GIB + layout::HOLE),
+/// Returns the offset in guest memory of a guest-physical range; `None` if no range of memory
+/// contains it. `ranges`: address and length of the guest's memory, in order.
+fn offset(ranges: impl Iterator<Item = (u64, u64)>, address: u64, length: u64) -> Option<u64> {
+    let end = address.checked_add(length)?;
+    let mut first = 0;
+    for (base, bytes) in ranges {
+        if address >= base && end <= base + bytes {
+            return Some(address - base + first);
+        }
+        first += bytes;
     }
+    None
 }
 
 fn name(text: &str) -> [u8; NAME_LEN] {
@@ -153,7 +158,8 @@ impl ChannelBackend for ChannelEnd {
 
     fn offer(&mut self, share: usize, address: u64, length: u32, writable: bool) -> bool {
         let length = u64::from(length);
-        let Some(offset) = offset(address, length) else { return false };
+        let ranges = platform::ram_ranges(MAX_MEMORY);
+        let Some(offset) = offset(ranges, address, length) else { return false };
         let done = self.call_root(OFFER, share, [offset, length, writable.into()]).is_some();
         self.offered |= u32::from(done) << share;
         done
@@ -191,8 +197,9 @@ impl ChannelBackend for ChannelEnd {
 
     fn set_addresses(&mut self, memory: Option<u64>, shares: Option<u64>) {
         let window = self.memory.window();
-        let memory = memory.filter(|&at| in_pci_window(at, window.length()));
-        let shares = shares.filter(|&at| in_pci_window(at, self.shares.length()));
+        let windows = platform::CHANNEL_WINDOWS;
+        let memory = memory.filter(|&at| in_window(windows, at, window.length()));
+        let shares = shares.filter(|&at| in_window(windows, at, self.shares.length()));
         if memory != self.memory_at {
             SPACE.unmap(window);
             self.memory_at = memory.filter(|&at| map_guest(window, at));
@@ -269,25 +276,35 @@ impl ChannelBackend for ChannelEnd {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use vmm_machine::layout::{HOLE, IO_APIC, PCI_WINDOW, PCI_WINDOW_LENGTH};
 
     #[test]
-    fn guest_memory_is_in_two_parts() {
-        const HOLE: u64 = layout::HOLE;
+    fn memory_of_a_pc_is_in_two_parts() {
+        const FOUR_GIB: u64 = 1 << 32;
+        let offset =
+            |address, length| offset(vmm_boot::ram_ranges(MAX_MEMORY, HOLE), address, length);
         assert_eq!(offset(0x1000, 0x1000), Some(0x1000));
         assert_eq!(offset(HOLE - 0x1000, 0x1000), Some(HOLE - 0x1000));
         assert_eq!(offset(HOLE - 0x1000, 0x2000), None);
-        for device in [HOLE, layout::IO_APIC, FOUR_GIB - 0x1000] {
+        for device in [HOLE, IO_APIC, FOUR_GIB - 0x1000, u64::MAX] {
             assert_eq!(offset(device, 0x1000), None);
         }
         assert_eq!(offset(FOUR_GIB + 0x3000, 0x1000), Some(HOLE + 0x3000));
-        assert_eq!(offset(u64::MAX, 0x1000), Some(u64::MAX - FOUR_GIB + HOLE));
     }
 
     #[test]
-    fn places_are_where_functions_are() {
-        let first = u64::from(layout::PCI_WINDOW);
-        let end = first + u64::from(layout::PCI_WINDOW_LENGTH);
-        assert!(in_pci_window(first, 0x1000) && in_pci_window(end - 0x1000, 0x1000));
-        assert!(!in_pci_window(end - 0x1000, 0x2000) && !in_pci_window(0, 0x1000));
+    fn memory_of_virt_begins_at_a_gigabyte() {
+        const RAM: u64 = vmm_boot::virt::RAM;
+        let offset = |address| offset([(RAM, MAX_MEMORY)].into_iter(), address, 0x1000);
+        assert_eq!((offset(RAM - 0x1000), offset(RAM + 0x5000)), (None, Some(0x5000)));
+    }
+
+    #[test]
+    fn windows_are_where_functions_are() {
+        let windows = (PCI_WINDOW.into(), PCI_WINDOW_LENGTH.into());
+        let (first, end) = (windows.0, windows.0 + windows.1);
+        let in_window = |address, length| in_window(windows, address, length);
+        assert!(in_window(first, 0x1000) && in_window(end - 0x1000, 0x1000));
+        assert!(!in_window(end - 0x1000, 0x2000) && !in_window(0, 0x1000));
     }
 }

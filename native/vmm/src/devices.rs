@@ -1,15 +1,16 @@
 //! Virtio devices of the guest, and their sessions with servers.
 //!
-//! A VM with attachments has a PCI bus with a device for each of them, in their order, and an
-//! entropy source after them; then come its channels and, if configured, the console. Data is
-//! copied once between guest memory and the session's memory; the session resends requests in
-//! flight when a server restarts. All code here runs under the lock of its device.
+//! A VM with devices has a slot for each attachment, in their order, and an entropy source after
+//! them, where the processor makes random numbers; then come its channels and, if configured, the
+//! console. Data is copied once between guest memory and the session's memory; the session resends
+//! requests in flight when a server restarts. All code here runs under the lock of its device.
 
 use core::fmt;
 
 use crate::YieldRelax;
 use crate::channel::ChannelEnd;
 use crate::console::ConsoleLine;
+use crate::platform::GuestBus;
 use heapless::Vec;
 use native_rt::device::{Shared, channels, sessions};
 use native_rt::{Notification, Window, random, time};
@@ -27,7 +28,7 @@ use vmm_bus::backend::{
 use vmm_machine::{Model, Slots};
 
 /// Slots of the devices of a VM.
-pub type DeviceSlots<const N: usize> = Slots<HostEndpoint, N, YieldRelax>;
+pub type DeviceSlots<const N: usize> = Slots<HostEndpoint, N, YieldRelax, GuestBus>;
 
 /// Maximum number of attachments of a VM.
 const MAX_ATTACHMENTS: usize = MAX_VM_DISKS + MAX_VM_NETS;
@@ -159,9 +160,11 @@ pub fn open<const N: usize>(
         };
         devices.add(device, endpoint).map_err(|_| DeviceSetupError::TooMany)?;
     }
-    devices
-        .add(Model::Entropy, HostEndpoint::Entropy(ProcessorRandom))
-        .map_err(|_| DeviceSetupError::TooMany)?;
+    for _ in 0..entropy_sources() {
+        devices
+            .add(Model::Entropy, HostEndpoint::Entropy(ProcessorRandom))
+            .map_err(|_| DeviceSetupError::TooMany)?;
+    }
     if events != 0 {
         // It fails only without the right, and then no code waits for events.
         let _ = own.signal(events);
@@ -203,11 +206,11 @@ pub fn open_console<const N: usize>(
     Ok(())
 }
 
-/// Returns the number of devices of a VM; 0: it has no PCI bus.
+/// Returns the number of devices of a VM.
 pub fn count(plan: &Vmm) -> usize {
     match plan.attachments.len() + plan.channels.len() + usize::from(plan.virtio_console) {
         0 => 0,
-        others => others + 1,
+        others => others + entropy_sources(),
     }
 }
 
@@ -220,6 +223,12 @@ pub fn notify_vcpu(start: &Start, slot: usize, vcpu: usize) {
     if let Some(session) = sessions(start).nth(slot) {
         set_notified_vcpu(session.words(), vcpu);
     }
+}
+
+/// Returns the number of entropy sources of a VM with devices. A source that never has bytes would
+/// be worse than none: Linux waits for them while it loads the driver.
+fn entropy_sources() -> usize {
+    usize::from(random::is_available())
 }
 
 /// Mapping from events to devices.
@@ -237,7 +246,7 @@ impl Listeners {
     /// Creates the mapping for a VM.
     pub fn new(plan: &Vmm) -> Self {
         let (sessions, channels) = (plan.attachments.len(), plan.channels.len());
-        let first_channel = sessions + 1;
+        let first_channel = sessions + entropy_sources();
         Self {
             sessions: (1 << sessions) - 1,
             channels: ((1 << channels) - 1) << first_channel,

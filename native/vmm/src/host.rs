@@ -8,7 +8,8 @@ use vmm_bus::BackendRef;
 use vmm_machine::{Host, Level, Virq};
 
 use crate::console::{Console, ConsoleLine};
-use crate::platform::{self, Listeners};
+use crate::devices::Listeners;
+use crate::platform;
 
 /// Host services as one thread uses them: clock, console, log, kicks of other threads.
 pub struct NativeHost<'a> {
@@ -24,7 +25,6 @@ pub struct NativeHost<'a> {
     #[cfg_attr(target_arch = "aarch64", allow(dead_code, reason = "the board has no sessions"))]
     pub start: &'a Start<'a>,
     /// Mapping from events to devices.
-    #[cfg_attr(target_arch = "aarch64", allow(dead_code, reason = "the board has none"))]
     pub listeners: Listeners,
     /// Ticks by which the VM's time is less than the host's, because of pauses.
     pub paused_ticks: u64,

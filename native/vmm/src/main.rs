@@ -10,14 +10,12 @@
 
 #[cfg(target_arch = "aarch64")]
 mod arm64;
-#[cfg(target_arch = "x86_64")]
 mod channel;
 mod console;
 mod control;
-#[cfg(target_arch = "x86_64")]
 mod devices;
 mod host;
-#[cfg_attr(target_arch = "aarch64", allow(dead_code, reason = "no vTLB and no channels there"))]
+#[cfg_attr(target_arch = "aarch64", allow(dead_code, reason = "no vTLB there"))]
 mod space;
 #[cfg(target_arch = "x86_64")]
 mod x86;
@@ -35,6 +33,7 @@ use proto::start::{RangeKind, Role, Start, VCPU_STACK, Vmm, event, slot};
 use proto::system::OnReset;
 use spin::mutex::SpinMutex;
 use spin::relax::RelaxStrategy;
+use vmm_machine::functions::Bus;
 use vmm_machine::{Functions, Once, Outcome, StopReason};
 use vmm_mem::GuestMemory;
 use vmm_vcpu::MAX_VCPUS;
@@ -43,8 +42,9 @@ use vmm_vcpu::MAX_VCPUS;
 use crate::arm64 as platform;
 use crate::console::{CONSOLE, Console, ConsoleLine};
 use crate::control::{CONTROL, ROOT_EVENTS, VcpuFigures};
+use crate::devices::{DeviceSlots, Listeners, MAX_DEVICES};
 use crate::host::NativeHost;
-use crate::platform::{GuestBoard, Listeners, NativeVcpu, VcpuLoop};
+use crate::platform::{GuestBoard, GuestBus, NativeVcpu, VcpuLoop};
 use crate::space::SPACE;
 #[cfg(target_arch = "x86_64")]
 use crate::x86 as platform;
@@ -68,8 +68,8 @@ impl RelaxStrategy for YieldRelax {
     }
 }
 
-/// Devices of a VM's PCI bus.
-type Devices = dyn Functions + Sync;
+/// Devices of a VM in slots.
+type Devices = dyn Functions<<GuestBus as Bus>::Device> + Sync;
 type Cell<T> = SpinMutex<T, YieldRelax>;
 
 #[cfg(not(test))]
@@ -81,7 +81,29 @@ fn main(start: &Start<'static>) -> u64 {
         error!("the start page does not describe a VMM");
         return code::BAD_CONFIG;
     };
-    platform::main(start, plan)
+    // Devices use stack memory, for which root reserves space by their number.
+    match devices::count(plan) {
+        0 => serve(start, plan, None),
+        1..=2 => with_devices::<2>(start, plan),
+        3 => with_devices::<3>(start, plan),
+        4..=5 => with_devices::<5>(start, plan),
+        _ => with_devices::<MAX_DEVICES>(start, plan),
+    }
+}
+
+/// Connects at most `N` devices and runs the VM; returns its exit code.
+#[inline(never)]
+fn with_devices<const N: usize>(start: &Start<'static>, plan: &Vmm) -> u64 {
+    let mut devices = DeviceSlots::<N>::new();
+    let opened = devices::open(&mut devices, start, plan);
+    let opened = opened.and_then(|()| devices::open_channels(&mut devices, start, plan));
+    match opened.and_then(|()| devices::open_console(&mut devices, plan)) {
+        Ok(()) => serve(start, plan, Some(&devices)),
+        Err(problem) => {
+            error!("cannot connect the devices: {problem}");
+            code::INTERNAL
+        }
+    }
 }
 
 /// Runs the VM with these devices, if any; returns its exit code.
@@ -238,7 +260,7 @@ fn run(
     devices: Option<&Devices>,
 ) -> Result<Outcome, u64> {
     let Guest { vcpus, notifications, shared, helpers } = guest;
-    let loaded = platform::load(start, plan, memory, vcpus, devices.is_some())?;
+    let loaded = platform::load(start, plan, memory, vcpus, devices)?;
     if plan.on_reset == OnReset::Exit {
         release_files(start);
     }
@@ -330,7 +352,32 @@ fn drive(
         if events & event::CONSOLE != 0 {
             host.console.wake();
         }
-        platform::notify_devices(board, cpu, events, host);
+        notify_devices(board, cpu, events, host);
+    }
+}
+
+/// Passes events of servers and of peers to the devices.
+#[inline(always)]
+fn notify_devices(board: &GuestBoard, cpu: &VcpuLoop, events: u64, host: &mut NativeHost) {
+    if events & event::CONSOLE != 0 {
+        if let Some(slot) = host.listeners.console() {
+            board.function_input(slot, Some(cpu), host);
+        }
+        board.input(Some(cpu), host);
+    }
+    for slot in host.listeners.notified(events) {
+        board.function_input(slot, Some(cpu), host);
+        if host.listeners.has_server(slot) {
+            let target = board.target(slot);
+            let elsewhere = target != cpu.index();
+            host.server_events[usize::from(elsewhere)] += 1;
+            if elsewhere {
+                devices::notify_vcpu(host.start, slot, target);
+            }
+        }
+    }
+    for slot in host.listeners.changed(events) {
+        board.function_change(slot, Some(cpu), host);
     }
 }
 
@@ -349,7 +396,7 @@ struct RunningVcpu<'d, 'm, 'v, 'h> {
 
 impl control::ControlledVm for RunningVcpu<'_, '_, '_, '_> {
     fn press_power_button(&mut self) {
-        platform::press_power_button(self.board, self.host);
+        self.board.press_power_button(self.host);
     }
 
     fn has_ended(&self) -> bool {

@@ -11,9 +11,9 @@ use hw_x86::cpuid::leaf;
 use native_rt::start::file;
 use native_rt::{SharedVcpu, Vcpu, Vm, error, time};
 use proto::control::code;
-use proto::start::{RangeKind, Start, Vmm, event};
+use proto::start::{RangeKind, Start, Vmm};
 use vmm_boot::BootConfig;
-use vmm_machine::{Pc, PcConfig, Virq};
+use vmm_machine::{Pc, PcConfig, Virq, layout};
 use vmm_mem::GuestMemory;
 use vmm_vcpu::{CounterClock, MAX_VCPUS};
 pub use vmm_x86::Cpu as VcpuLoop;
@@ -24,41 +24,15 @@ use self::guest_virtual::GuestVirtual;
 pub use self::vtlb::mode as vm_mode;
 use crate::console::Console;
 use crate::control::CONTROL;
-use crate::devices::{self, DeviceSlots, MAX_DEVICES};
-use crate::host::NativeHost;
-use crate::{Cell, Devices, YieldRelax, serve};
+use crate::{Cell, Devices, YieldRelax};
 
-pub use crate::devices::Listeners;
+pub use vmm_machine::functions::PciBus as GuestBus;
 
+/// Guest-physical addresses where windows of channels may be: first address and length.
+pub const CHANNEL_WINDOWS: (u64, u64) =
+    (layout::PCI_WINDOW as u64, layout::PCI_WINDOW_LENGTH as u64);
 /// The board.
 pub type GuestBoard<'m> = Pc<'m, YieldRelax, MAX_VCPUS, Option<&'m Devices>>;
-
-/// Connects the devices and runs the VM; returns its exit code.
-pub fn main(start: &Start<'static>, plan: &Vmm) -> u64 {
-    // Devices use stack memory, for which root reserves space by their number.
-    match devices::count(plan) {
-        0 => serve(start, plan, None),
-        1..=2 => with_devices::<2>(start, plan),
-        3 => with_devices::<3>(start, plan),
-        4..=5 => with_devices::<5>(start, plan),
-        _ => with_devices::<MAX_DEVICES>(start, plan),
-    }
-}
-
-/// Runs a VM with at most `N` devices.
-#[inline(never)]
-fn with_devices<const N: usize>(start: &Start<'static>, plan: &Vmm) -> u64 {
-    let mut devices = DeviceSlots::<N>::new();
-    let opened = devices::open(&mut devices, start, plan);
-    let opened = opened.and_then(|()| devices::open_channels(&mut devices, start, plan));
-    match opened.and_then(|()| devices::open_console(&mut devices, plan)) {
-        Ok(()) => serve(start, plan, Some(&devices)),
-        Err(problem) => {
-            error!("cannot connect the devices: {problem}");
-            code::INTERNAL
-        }
-    }
-}
 
 /// Ranges of `bytes` bytes of guest memory: guest-physical address and length.
 pub fn ram_ranges(bytes: u64) -> impl Iterator<Item = (u64, u64)> {
@@ -99,9 +73,10 @@ pub fn load(
     plan: &Vmm,
     memory: &GuestMemory,
     vcpus: &[Cell<NativeVcpu>],
-    has_devices: bool,
+    devices: Option<&Devices>,
 ) -> Result<LoadedGuest, u64> {
-    let layout = if has_devices { vmm_machine::layout_with_pci() } else { vmm_machine::layout() };
+    let has_pci = devices.is_some();
+    let layout = if has_pci { vmm_machine::layout_with_pci() } else { vmm_machine::layout() };
     let config = BootConfig {
         layout: &layout,
         vcpus: vcpus.len() as u8,
@@ -138,39 +113,9 @@ fn board_config(start: &Start, plan: &Vmm, count: u8) -> PcConfig {
     }
 }
 
-/// Passes events of servers and of peers to the devices.
-#[inline(always)]
-pub fn notify_devices(pc: &GuestBoard, cpu: &VcpuLoop, events: u64, host: &mut NativeHost) {
-    if events & event::CONSOLE != 0 {
-        if let Some(slot) = host.listeners.console() {
-            pc.function_input(slot, Some(cpu), host);
-        }
-        pc.input(Some(cpu), host);
-    }
-    for slot in host.listeners.notified(events) {
-        pc.function_input(slot, Some(cpu), host);
-        if host.listeners.has_server(slot) {
-            let target = pc.target(slot);
-            let elsewhere = target != cpu.index();
-            host.server_events[usize::from(elsewhere)] += 1;
-            if elsewhere {
-                devices::notify_vcpu(host.start, slot, target);
-            }
-        }
-    }
-    for slot in host.listeners.changed(events) {
-        pc.function_change(slot, Some(cpu), host);
-    }
-}
-
 /// Puts no interrupts: a vCPU of x86 gets them from its own thread.
 pub fn put_virqs(_: SharedVcpu, _: &mut dyn FnMut() -> Option<Virq>) -> bool {
     false
-}
-
-/// Presses the power button.
-pub fn press_power_button(pc: &GuestBoard, host: &mut NativeHost) {
-    pc.press_power_button(host);
 }
 
 /// Logs the state of a vCPU after a triple fault or an error.

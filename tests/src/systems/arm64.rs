@@ -1,5 +1,6 @@
 //! Systems of the native microhypervisor on AArch64.
 
+use super::guests::channel;
 use super::{base, task};
 use crate::scenario::{Backend, Scenario, Step};
 use crate::system::Machine;
@@ -28,6 +29,53 @@ fn arm64(name: &'static str, system: String) -> Scenario {
         never: &["PANIC", "Oops", "BUG: ", "WARNING: CPU", "rcu: INFO", "thread stopped"],
         ..base(name, String::new())
     }
+}
+
+/// Channels of Linux, which are in slots on MMIO, and its power button.
+pub fn arm64_devices() -> Vec<Scenario> {
+    // The same program in both guests: everything that `/dev/parador-com*` can do.
+    // Linux 6.1 does not pin large pages of its area for contiguous memory.
+    let check = "parador.run=/root/linux-check-com-arm64 panic=-1 cma=0";
+    let pair = "files = [\"{artifacts}/linux-check-com-arm64\"]".to_owned()
+        + &linux("first", check, "console = \"mux\"\ncpus = 2")
+        + &linux("second", check, "console = \"mux\"")
+        + &channel("first", "second", "");
+    let ended = |name: &str| format!("vm {name} ended: power-off code 0");
+    vec![
+        Scenario {
+            // The guest ends by itself, as its own user process demands.
+            steps: vec![
+                Step::Console("steward> "),
+                Step::Type("\x1d2"),
+                Step::Console(" # "),
+                Step::Type("\x1d1"),
+                Step::Console("steward (1"),
+                Step::Type("stop linux\r"),
+                Step::Console("stop linux: done"),
+                Step::Log("vm linux ended: power-off code 0"),
+                Step::Type("shutdown\r"),
+                Step::Console("the operator shell ends"),
+            ],
+            limit: 200,
+            ..arm64(
+                "power-button",
+                task("steward", "steward", &[], "console = \"mux\"\nmanage = true\npriority = 20")
+                    + &linux("linux", "panic=-1", "console = \"mux\"\nessential = false"),
+            )
+        },
+        Scenario {
+            cpus: &[2],
+            // A power-off has no exit code, so the program's last line counts.
+            steps: vec![
+                Step::Type("\x1da"),
+                Step::Console("/dev/parador-com0 works"),
+                Step::Console("/dev/parador-com0 works"),
+            ],
+            texts: vec![ended("first"), ended("second")],
+            limit: 300,
+            ..arm64("channel-driver", pair)
+        },
+    ]
 }
 
 /// Guests, the console and its clients, the operator shell, restarts.

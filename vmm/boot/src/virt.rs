@@ -6,6 +6,9 @@
 //! | [`DISTRIBUTOR`], [`REDISTRIBUTORS`] | GICv3 | |
 //! | [`UART`] | PL011 | [`UART_INTERRUPT`] |
 //! | [`CLOCK`] | PL031 | |
+//! | [`BUTTON`] | power button, a virtio device | [`BUTTON_INTERRUPT`] |
+//! | [`device`] | devices in slots: virtio, channels to other VMs | [`device_interrupt`] |
+//! | [`channel_memory`] | memory of channels, and the shares of their peers | |
 //! | [`RAM`] | RAM | |
 
 #[cfg(feature = "load")]
@@ -35,8 +38,56 @@ pub const UART: u64 = 0x900_0000;
 pub const UART_INTERRUPT: u32 = 33;
 /// Registers of the clock.
 pub const CLOCK: u64 = 0x901_0000;
+/// Registers of the power button.
+pub const BUTTON: u64 = 0x902_0000;
+/// Interrupt of the power button.
+pub const BUTTON_INTERRUPT: u32 = 34;
+/// Registers of the device in the first slot.
+const DEVICES: u64 = 0xa00_0000;
+/// Maximum number of slots.
+pub const MAX_SLOTS: usize = 16;
+/// Interrupts of a device in a slot.
+pub const SLOT_INTERRUPTS: u32 = 2;
+const DEVICES_INTERRUPT: u32 = 48;
+/// Memory of the first channel.
+const CHANNELS: u64 = 0x1000_0000;
+/// Distance of channels.
+pub const CHANNEL_STRIDE: u64 = 0x200_0000;
+/// Offset of the peer's shares from a channel's memory, of which this is the maximum length.
+pub const CHANNEL_SHARES: u64 = 0x100_0000;
+/// Length of the peer's shares.
+pub const CHANNEL_SHARES_LENGTH: u64 = 0x10_0000;
+/// Maximum number of channels.
+pub const MAX_CHANNELS: u64 = 4;
+const _: () = assert!(CHANNEL_SHARES + CHANNEL_SHARES_LENGTH <= CHANNEL_STRIDE);
+const _: () = assert!(CHANNELS + MAX_CHANNELS * CHANNEL_STRIDE <= RAM);
 /// Start of RAM.
 pub const RAM: u64 = 0x4000_0000;
+
+/// Returns the address of the registers of the device in a slot, [`PAGE`] bytes.
+pub const fn device(slot: usize) -> u64 {
+    DEVICES + slot as u64 * PAGE
+}
+
+/// Returns the interrupt of a line of the device in a slot, below [`SLOT_INTERRUPTS`]. The device
+/// tree describes it as edge-triggered.
+pub const fn device_interrupt(slot: usize, line: u8) -> u32 {
+    DEVICES_INTERRUPT + SLOT_INTERRUPTS * slot as u32 + line as u32 % SLOT_INTERRUPTS
+}
+
+/// Returns the address of a channel's memory.
+pub const fn channel_memory(number: u8) -> u64 {
+    CHANNELS + number as u64 % MAX_CHANNELS * CHANNEL_STRIDE
+}
+
+/// A device in a slot, as the device tree describes it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum SlotNode {
+    /// Virtio device with MMIO transport.
+    Virtio,
+    /// Side of the channel with this number.
+    Channel(u8),
+}
 
 #[cfg(feature = "load")]
 pub use load::{VirtBoot, VirtStart, load, memory_needed};
@@ -56,6 +107,7 @@ mod load {
     /// Kinds and flags of interrupts in the device tree.
     const SHARED: u32 = 0;
     const PRIVATE: u32 = 1;
+    const EDGE_RISING: u32 = 1;
     const LEVEL_HIGH: u32 = 4;
     const LEVEL_LOW: u32 = 8;
     /// Private interrupts of the timers: secure, non-secure, virtual, hypervisor.
@@ -72,6 +124,8 @@ mod load {
         pub initrd: Option<&'a [u8]>,
         /// Command line.
         pub command_line: &'a str,
+        /// Devices by slot, at most [`MAX_SLOTS`]; `None`: the slot is empty.
+        pub slots: &'a [Option<SlotNode>],
     }
 
     /// Initial state of the first vCPU.
@@ -179,6 +233,15 @@ mod load {
         firmware(&mut to)?;
         interrupts(&mut to)?;
         devices(&mut to)?;
+        for (slot, node) in boot.slots.iter().enumerate().take(MAX_SLOTS) {
+            match node {
+                Some(SlotNode::Virtio) => {
+                    virtio(&mut to, device(slot), slot_interrupt(slot, 0))?;
+                }
+                Some(SlotNode::Channel(number)) => channel(&mut to, slot, *number)?,
+                None => {}
+            }
+        }
         to.end_node(root).ok()?;
         to.finish().ok()
     }
@@ -243,7 +306,34 @@ mod load {
         to.end_node(node).ok()?;
         let node = to.begin_node("pl031@9010000").ok()?;
         primecell(to, (pl031::COMPATIBLE, CLOCK, None), &["apb_pclk"])?;
+        to.end_node(node).ok()?;
+        virtio(to, BUTTON, [SHARED, BUTTON_INTERRUPT - gic::FIRST_SHARED, LEVEL_HIGH])
+    }
+
+    fn virtio(to: &mut FdtWriter, base: u64, interrupt: [u32; 3]) -> Option<()> {
+        let node = to.begin_node(&alloc::format!("virtio_mmio@{base:x}")).ok()?;
+        to.property_string("compatible", "virtio,mmio").ok()?;
+        to.property_array_u64("reg", &[base, PAGE]).ok()?;
+        to.property_array_u32("interrupts", &interrupt).ok()?;
+        to.property_null("dma-coherent").ok()?;
         to.end_node(node).ok()
+    }
+
+    /// Registers, memory, and shares of the peer; doorbell and events.
+    fn channel(to: &mut FdtWriter, slot: usize, number: u8) -> Option<()> {
+        let (base, memory) = (device(slot), channel_memory(number));
+        let shares = memory + CHANNEL_SHARES;
+        let node = to.begin_node(&alloc::format!("channel@{base:x}")).ok()?;
+        to.property_string("compatible", "parador,channel").ok()?;
+        let registers = [base, PAGE, memory, CHANNEL_SHARES, shares, CHANNEL_SHARES_LENGTH];
+        to.property_array_u64("reg", &registers).ok()?;
+        let interrupts = [slot_interrupt(slot, 0), slot_interrupt(slot, 1)];
+        to.property_array_u32("interrupts", interrupts.as_flattened()).ok()?;
+        to.end_node(node).ok()
+    }
+
+    const fn slot_interrupt(slot: usize, line: u8) -> [u32; 3] {
+        [SHARED, device_interrupt(slot, line) - gic::FIRST_SHARED, EDGE_RISING]
     }
 
     /// Properties of a PrimeCell: name, registers, interrupt; names of its clocks.
@@ -279,7 +369,10 @@ mod load {
         }
 
         fn boot(kernel: &[u8]) -> VirtBoot<'_> {
-            VirtBoot { vcpus: 2, kernel, initrd: Some(b"initrd"), command_line: "console=ttyAMA0" }
+            const SLOTS: [Option<SlotNode>; 3] =
+                [Some(SlotNode::Virtio), None, Some(SlotNode::Channel(1))];
+            let (initrd, command_line) = (Some(&b"initrd"[..]), "console=ttyAMA0");
+            VirtBoot { vcpus: 2, kernel, initrd, command_line, slots: &SLOTS }
         }
 
         #[test]
@@ -301,6 +394,19 @@ mod load {
             let uart = fdt.node("/pl011@9000000").expect("a node");
             assert!(uart.is_compatible(pl011::COMPATIBLE));
             assert_eq!(uart.ranges().next(), Some((UART, PAGE)));
+            let virtio = fdt.node("/virtio_mmio@a000000").expect("a node");
+            assert_eq!(virtio.ranges().next(), Some((device(0), PAGE)));
+            assert!(fdt.node("/virtio_mmio@a001000").is_none(), "an empty slot");
+            assert!(fdt.node("/virtio_mmio@9020000").is_some(), "the power button");
+            let channel = fdt.node("/channel@a002000").expect("a node");
+            assert!(channel.is_compatible("parador,channel"));
+            let ranges: Vec<_> = channel.ranges().collect();
+            let expected = [
+                (device(2), PAGE),
+                (0x1200_0000, CHANNEL_SHARES),
+                (0x1300_0000, CHANNEL_SHARES_LENGTH),
+            ];
+            assert_eq!(ranges, expected);
         }
 
         #[test]

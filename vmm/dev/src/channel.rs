@@ -1,11 +1,14 @@
-//! One side of a channel to another VM, as a PCI function.
+//! One side of a channel to another VM, as a PCI function ([`Channel`]) and as a device without a
+//! bus ([`MmioChannel`]).
 //!
-//! State: header and MSI-X vectors of the function, unacknowledged events, the last known state of
-//! the channel, arguments and results of the guest's commands. The back end owns and maps the
+//! State: unacknowledged events, the last known state of the channel, arguments and results of the
+//! guest's commands; of the function: header and MSI-X vectors. The back end owns and maps the
 //! channel's memory and the peer's shares; the device neither accesses them nor tracks shares
 //! itself.
-//! Features: doorbell, events of the peer and of shares, offering and mapping shares, movable
-//! windows.
+//! Features: doorbell, events of the peer and of shares, offering and mapping shares; of the
+//! function: movable windows.
+//! Lines, without a bus: [`VECTOR_DOORBELL`](spec::VECTOR_DOORBELL) and
+//! [`VECTOR_EVENT`](spec::VECTOR_EVENT), each a pulse.
 //! Missing: 64-bit base addresses, interrupt pin.
 //! Documentation: `docs/spec/channel.md`.
 
@@ -47,20 +50,35 @@ struct Offer {
     refused: bool,
 }
 
-/// One side of a channel. Registers support accesses of 4 bytes.
+/// One side of a channel, a PCI function. Registers support accesses of 4 bytes.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Channel {
-    info: ChannelInfo,
     header: Header,
     msix: Msix,
+    registers: Registers,
+    /// Addresses of the memory and the shares last set in the back end.
+    placed: [Option<u64>; 2],
+}
+
+/// One side of a channel without a bus. The board has set the addresses of memory and shares in the
+/// back end. Registers support accesses of 4 bytes.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct MmioChannel {
+    registers: Registers,
+}
+
+/// Registers of both kinds.
+#[derive(Clone, PartialEq, Eq, Debug)]
+struct Registers {
+    info: ChannelInfo,
     events: u32,
     /// Last known state; `None` before the first query.
     view: Option<View>,
     offers: [Offer; SHARES],
     /// The last command for a share of the peer failed.
     refused: [bool; SHARES],
-    /// Addresses of the memory and the shares last set in the back end.
-    placed: [Option<u64>; 2],
+    /// Events have been set for which the guest gets no interrupt yet.
+    raised: bool,
 }
 
 impl Channel {
@@ -72,21 +90,88 @@ impl Channel {
         header.revision = REVISION;
         header.capabilities = MSIX_CAP as u8;
         header.memory = [Bar::new(memory, info.size), Bar::new(shares, SHARES_WINDOW)];
-        Self {
-            info,
-            header,
-            msix: Msix::new(VECTORS),
-            events: 0,
-            view: None,
-            offers: [Offer::default(); SHARES],
-            refused: [false; SHARES],
-            placed: [None; 2],
-        }
+        let (msix, registers) = (Msix::new(VECTORS), Registers::new(info));
+        Self { header, msix, registers, placed: [None; 2] }
     }
 
     fn interrupt(&mut self, vector: u16, env: &mut dyn Env) {
         if self.header.master() {
             self.msix.send(vector, env);
+        }
+    }
+
+    /// Interrupts the guest for events since the last call.
+    fn report_events(&mut self, env: &mut dyn Env) {
+        if core::mem::take(&mut self.registers.raised) {
+            self.interrupt(VECTOR_EVENT, env);
+        }
+    }
+
+    /// Sets the current addresses of memory and shares in the back end.
+    fn update_addresses(&mut self, env: &mut dyn Env) {
+        let at = |index| self.header.memory(index).map(|(base, _)| base.into());
+        let placed = [at(0), at(1)];
+        if placed != self.placed
+            && let Some((channel, _)) = env.channel()
+        {
+            self.placed = placed;
+            channel.set_addresses(placed[0], placed[1]);
+        }
+    }
+}
+
+impl MmioChannel {
+    /// Creates the device in its power-on state.
+    pub fn new(info: ChannelInfo) -> Self {
+        Self { registers: Registers::new(info) }
+    }
+
+    /// Interrupts the guest for events since the last call.
+    fn report_events(&mut self, env: &mut dyn Env) {
+        if core::mem::take(&mut self.registers.raised) {
+            pulse(VECTOR_EVENT, env);
+        }
+    }
+}
+
+/// Raises and lowers a line.
+fn pulse(line: u16, env: &mut dyn Env) {
+    env.set_line(line as u8, true);
+    env.set_line(line as u8, false);
+}
+
+impl Registers {
+    fn new(info: ChannelInfo) -> Self {
+        Self {
+            info,
+            events: 0,
+            view: None,
+            offers: [Offer::default(); SHARES],
+            refused: [false; SHARES],
+            raised: false,
+        }
+    }
+
+    /// Restores the power-on state.
+    fn reset(&mut self) {
+        *self = Self::new(self.info);
+    }
+
+    /// Reads a register in an access of 4 bytes at a multiple of 4, otherwise zero.
+    fn read(&mut self, access: Access, env: &mut dyn Env) -> u64 {
+        match access.offset {
+            offset if access.size == 4 && offset % 4 == 0 => self.read_register(offset, env).into(),
+            _ => 0,
+        }
+    }
+
+    /// Writes a register in such an access.
+    fn write(&mut self, access: Access, value: u64, env: &mut dyn Env) {
+        match access.offset {
+            offset if access.size == 4 && offset % 4 == 0 => {
+                self.write_register(offset, value as u32, env);
+            }
+            offset => env.missing("channel: access of another size than a register", offset),
         }
     }
 
@@ -118,19 +203,7 @@ impl Channel {
         if peer || shares {
             self.events |=
                 if peer { EVENT_PEER } else { 0 } | if shares { EVENT_SHARES } else { 0 };
-            self.interrupt(VECTOR_EVENT, env);
-        }
-    }
-
-    /// Sets the current addresses of memory and shares in the back end.
-    fn update_addresses(&mut self, env: &mut dyn Env) {
-        let at = |index| self.header.memory(index).map(|(base, _)| base.into());
-        let placed = [at(0), at(1)];
-        if placed != self.placed
-            && let Some((channel, _)) = env.channel()
-        {
-            self.placed = placed;
-            channel.set_addresses(placed[0], placed[1]);
+            self.raised = true;
         }
     }
 
@@ -269,8 +342,7 @@ impl Device for Channel {
         match access.offset {
             TABLE..PENDING => self.msix.read_table(Access::new(access.offset - TABLE, access.size)),
             PENDING => self.msix.pending(),
-            offset if access.size == 4 && offset % 4 == 0 => self.read_register(offset, env).into(),
-            _ => 0,
+            _ => self.registers.read(access, env),
         }
     }
 
@@ -279,17 +351,20 @@ impl Device for Channel {
             TABLE..PENDING => {
                 self.msix.write_table(Access::new(access.offset - TABLE, access.size), value, env);
             }
-            offset if access.size == 4 && offset % 4 == 0 => {
-                self.write_register(offset, value as u32, env);
+            _ => {
+                self.registers.write(access, value, env);
+                self.report_events(env);
             }
-            offset => env.missing("channel: access of another size than a register", offset),
         }
     }
 
     fn wake(&mut self, timer: u8, env: &mut dyn Env) {
         match timer {
             WAKE_INPUT => self.interrupt(VECTOR_DOORBELL, env),
-            WAKE_CHANGE => self.change(None, env),
+            WAKE_CHANGE => {
+                self.registers.change(None, env);
+                self.report_events(env);
+            }
             _ => {}
         }
     }
@@ -300,11 +375,34 @@ impl Device for Channel {
         }
         self.header.reset();
         self.msix.reset();
-        self.events = 0;
-        self.view = None;
-        self.offers = [Offer::default(); SHARES];
-        self.refused = [false; SHARES];
+        self.registers.reset();
         self.placed = [None; 2];
+    }
+}
+
+impl Device for MmioChannel {
+    fn read(&mut self, access: Access, env: &mut dyn Env) -> u64 {
+        self.registers.read(access, env)
+    }
+
+    fn write(&mut self, access: Access, value: u64, env: &mut dyn Env) {
+        self.registers.write(access, value, env);
+        self.report_events(env);
+    }
+
+    fn wake(&mut self, timer: u8, env: &mut dyn Env) {
+        match timer {
+            WAKE_INPUT => pulse(VECTOR_DOORBELL, env),
+            WAKE_CHANGE => {
+                self.registers.change(None, env);
+                self.report_events(env);
+            }
+            _ => {}
+        }
+    }
+
+    fn reset(&mut self, _: &mut dyn Env) {
+        self.registers.reset();
     }
 }
 

@@ -1,8 +1,8 @@
 //! Devices of the VIRTIO standard, written without regard to the transport.
 //!
-//! A device ([`VirtioDevice`]) handles requests in its queues; the transport ([`pci`]) lets a
-//! driver find it, set it up and receive its interrupts. [`Common`] is the device state that is no
-//! matter of the transport.
+//! A device ([`VirtioDevice`]) handles requests in its queues; the transport ([`pci`], [`mmio`])
+//! lets a driver find it, set it up and receive its interrupts. [`Common`] is the device state that
+//! is no matter of the transport.
 //!
 //! State: device status, negotiated features, selected queue, generation of the configuration.
 //! Features: version 1, indirect descriptors, event index. After a violation of the queue protocol
@@ -15,6 +15,8 @@ pub mod balloon;
 pub mod blk;
 pub mod console;
 pub mod entropy;
+pub mod input;
+pub mod mmio;
 pub mod net;
 pub mod p9;
 pub mod pci;
@@ -81,6 +83,8 @@ pub enum Kind {
     Balloon = 5,
     /// Shared directory (9P).
     P9 = 9,
+    /// Input device.
+    Input = 18,
     /// Sockets between guest and host.
     Vsock = 19,
 }

@@ -3,6 +3,30 @@
 use proptest::prelude::*;
 use vmm_bus::testing::hammer::{hammer, steps};
 use vmm_dev::pc::*;
+use vmm_dev::virtio::console::Console;
+use vmm_dev::virtio::entropy::Entropy;
+use vmm_dev::virtio::input::PowerButton;
+use vmm_dev::virtio::mmio::{Mmio, spec::*};
+
+/// Registers of virtio on MMIO that a driver writes.
+const WRITTEN: [u64; 16] = [
+    DEVICE_FEATURES_SELECT,
+    DRIVER_FEATURES,
+    DRIVER_FEATURES_SELECT,
+    QUEUE_SELECT,
+    QUEUE_SIZE,
+    QUEUE_READY,
+    QUEUE_NOTIFY,
+    INTERRUPT_ACK,
+    STATUS,
+    QUEUE_DESC,
+    QUEUE_DRIVER,
+    QUEUE_DEVICE,
+    QUEUE_DEVICE + 4,
+    SHARED_SELECT,
+    CONFIG,
+    GENERATION,
+];
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
@@ -17,6 +41,19 @@ proptest! {
         hammer(post::PostPort::new(), &steps, |_, _, _, _| {});
         hammer(pvpanic::PvPanic::new(), &steps, |_, _, _, _| {});
         hammer(debugexit::DebugExit::new(), &steps, |_, _, _, _| {});
+    }
+
+    #[test]
+    fn virtio_on_mmio(steps in steps()) {
+        fn write(device: &mut dyn vmm_bus::Device, what: u8, value: u64, env: &mut vmm_bus::testing::Script) {
+            env.outl(device, WRITTEN[usize::from(what) % WRITTEN.len()], value as u32);
+        }
+        hammer(Mmio::new(Entropy::new()), &steps, |device, what, value, env| write(device, what, value, env));
+        hammer(Mmio::new(Console::new()), &steps, |device, what, value, env| write(device, what, value, env));
+        hammer(Mmio::new(PowerButton::new()), &steps, |device, what, value, env| {
+            write(device, what, value, env);
+            device.with_device(env, PowerButton::press);
+        });
     }
 
     #[test]

@@ -1,16 +1,17 @@
-//! PCI functions of a board with a PCI bus.
+//! Devices of a board in slots: the functions of a PCI bus, or devices without a bus.
 //!
-//! Each slot has a lock for its function and back end, so one thread at a time calls a back end.
-//! The lock of the board is taken inside of it, never the other way round. Device 0 is the host
-//! bridge. The first 31 slots are functions 0 of the other devices, the next ones functions 1 of
-//! devices 1, 2 ... ([`slot_of`]).
+//! Each slot has a lock for its device and back end, so one thread at a time calls a back end.
+//! The lock of the board is taken inside of it, never the other way round. On PCI, device 0 is the
+//! host bridge. The first 31 slots are functions 0 of the other devices, the next ones functions 1
+//! of devices 1, 2 ... ([`slot_of`]).
 
 use spin::mutex::SpinMutex;
 use spin::relax::{RelaxStrategy, Spin};
 use vmm_bus::backend::{BlockInfo, ChannelInfo, NetInfo};
-use vmm_bus::{BackendRef, DeviceBackend};
+use vmm_bus::{BackendRef, ChannelBackend, DeviceBackend};
 use vmm_dev::channel;
 use vmm_dev::pci::{ConfigTarget, Function, spec::DEVICES};
+use vmm_dev::virtio::VirtioDevice;
 use vmm_dev::virtio::balloon;
 use vmm_dev::virtio::blk::Blk;
 use vmm_dev::virtio::console::Console;
@@ -58,15 +59,17 @@ pub fn second_function(slot: usize) -> Option<usize> {
     (slot < DEVICES_WITH_SLOTS).then_some(slot + DEVICES_WITH_SLOTS)
 }
 
-/// A call of a function and its back end.
-pub type FunctionCall<'a> = &'a mut dyn FnMut(&mut dyn Function, &mut dyn DeviceBackend);
+/// A call of a device `F` in a slot and its back end.
+pub type FunctionCall<'a, F = dyn Function> = &'a mut dyn FnMut(&mut F, &mut dyn DeviceBackend);
 
-/// PCI functions of a board.
-pub trait Functions {
-    /// Number of slots, at most [`MAX_FUNCTIONS`], constant. 0: the board has no PCI.
+/// Devices of a board in slots: PCI functions, or other devices `F`.
+pub trait Functions<F: ?Sized = dyn Function> {
+    /// Number of slots, at most [`MAX_FUNCTIONS`], constant. 0: the board has none, and no PCI.
     fn slots(&self) -> usize;
-    /// Calls the function in a slot and its back end, under their lock; not if the slot is empty.
-    fn with(&self, slot: usize, call: FunctionCall<'_>);
+    /// Kind and properties of the device in a slot; `None`: the slot is empty.
+    fn model(&self, slot: usize) -> Option<Model>;
+    /// Calls the device in a slot and its back end, under their lock; not if the slot is empty.
+    fn with(&self, slot: usize, call: FunctionCall<'_, F>);
     /// Slot of the channel with this number.
     fn channel(&self, number: u64) -> Option<usize>;
     /// Resets all functions to their power-on state for a new boot. Disks drop outstanding
@@ -74,15 +77,19 @@ pub trait Functions {
     fn power_on(&self);
 }
 
-/// A board without PCI.
-impl Functions for () {
+/// A board without slots.
+impl<F: ?Sized> Functions<F> for () {
     #[inline]
     fn slots(&self) -> usize {
         0
     }
 
+    fn model(&self, _: usize) -> Option<Model> {
+        None
+    }
+
     #[inline]
-    fn with(&self, _: usize, _: FunctionCall<'_>) {}
+    fn with(&self, _: usize, _: FunctionCall<'_, F>) {}
 
     fn channel(&self, _: u64) -> Option<usize> {
         None
@@ -91,14 +98,18 @@ impl Functions for () {
     fn power_on(&self) {}
 }
 
-/// Functions in another place, or a board without PCI.
-impl<F: Functions + ?Sized> Functions for Option<&F> {
+/// Slots in another place, or a board without slots.
+impl<F: ?Sized, T: Functions<F> + ?Sized> Functions<F> for Option<&T> {
     #[inline]
     fn slots(&self) -> usize {
         self.map_or(0, Functions::slots)
     }
 
-    fn with(&self, slot: usize, call: FunctionCall<'_>) {
+    fn model(&self, slot: usize) -> Option<Model> {
+        self.and_then(|functions| functions.model(slot))
+    }
+
+    fn with(&self, slot: usize, call: FunctionCall<'_, F>) {
         if let Some(functions) = self {
             functions.with(slot, call);
         }
@@ -142,65 +153,129 @@ pub enum Model {
     Channel(ChannelInfo),
 }
 
-/// Device model of a PCI function.
-// One size for all slots; the largest has several kilobytes.
-#[expect(clippy::large_enum_variant, reason = "there is no heap")]
-enum PciDevice {
-    Block(Pci<Blk>),
-    Net(Pci<NetCard>),
-    Console(Pci<Console>),
-    #[cfg(feature = "ports")]
-    Ports(Pci<Ports>),
-    Entropy(Pci<Entropy>),
-    Balloon(Pci<balloon::Balloon>),
-    P9(Pci<P9>),
-    Vsock(Pci<Vsock>),
-    Channel(channel::Channel),
+/// The way by which a guest reaches the devices in slots.
+pub trait Bus {
+    /// A device in a slot, without its type.
+    type Device: ?Sized + 'static;
+    /// A virtio device.
+    type Virtio<D: VirtioDevice + 'static>;
+    /// A side of a channel.
+    type Channel;
+
+    /// Creates a virtio device in its power-on state for a slot.
+    fn virtio<D: VirtioDevice + 'static>(device: D, slot: usize) -> Self::Virtio<D>;
+    /// Creates the side of a channel in its power-on state for a slot.
+    fn channel(info: ChannelInfo, slot: usize) -> Self::Channel;
+    /// Returns the virtio device without its type.
+    fn of_virtio<D: VirtioDevice + 'static>(device: &mut Self::Virtio<D>) -> &mut Self::Device;
+    /// Returns the side of a channel without its type.
+    fn of_channel(channel: &mut Self::Channel) -> &mut Self::Device;
+    /// Prepares the back end of a channel, which has been reset, for a new boot.
+    fn place_channel(info: &ChannelInfo, backend: &mut dyn ChannelBackend);
 }
 
-impl PciDevice {
+/// The bus PCI; its guest chooses the addresses of devices.
+pub struct PciBus;
+
+impl Bus for PciBus {
+    type Device = dyn Function;
+    type Virtio<D: VirtioDevice + 'static> = Pci<D>;
+    type Channel = channel::Channel;
+
+    fn virtio<D: VirtioDevice + 'static>(device: D, slot: usize) -> Pci<D> {
+        Pci::new(device, window_base(slot))
+    }
+
+    fn channel(info: ChannelInfo, slot: usize) -> channel::Channel {
+        let memory = layout::channel_memory(info.number);
+        let shares = memory + layout::CHANNEL_SHARES;
+        channel::Channel::new(info, window_base(slot), memory, shares)
+    }
+
+    fn of_virtio<D: VirtioDevice + 'static>(device: &mut Pci<D>) -> &mut Self::Device {
+        device
+    }
+
+    fn of_channel(channel: &mut channel::Channel) -> &mut Self::Device {
+        channel
+    }
+
+    fn place_channel(_: &ChannelInfo, _: &mut dyn ChannelBackend) {}
+}
+
+/// Address of the window of the function in a slot at power-on.
+const fn window_base(slot: usize) -> u32 {
+    layout::PCI_WINDOW + spec::WINDOW * slot as u32
+}
+
+/// Device model in a slot.
+// One size for all slots; the largest has several kilobytes.
+enum SlotDevice<B: Bus> {
+    Block(B::Virtio<Blk>),
+    Net(B::Virtio<NetCard>),
+    Console(B::Virtio<Console>),
+    #[cfg(feature = "ports")]
+    Ports(B::Virtio<Ports>),
+    Entropy(B::Virtio<Entropy>),
+    Balloon(B::Virtio<balloon::Balloon>),
+    P9(B::Virtio<P9>),
+    Vsock(B::Virtio<Vsock>),
+    Channel(B::Channel),
+}
+
+impl<B: Bus> SlotDevice<B> {
     /// Creates the device in its power-on state.
     fn new(model: Model, slot: usize) -> Self {
-        let base = layout::PCI_WINDOW + spec::WINDOW * slot as u32;
         match model {
-            Model::Block(info) => Self::Block(Pci::new(Blk::new(info), base)),
-            Model::Net(info) => Self::Net(Pci::new(NetCard::new(info), base)),
-            Model::Console => Self::Console(Pci::new(Console::new(), base)),
+            Model::Block(info) => Self::Block(B::virtio(Blk::new(info), slot)),
+            Model::Net(info) => Self::Net(B::virtio(NetCard::new(info), slot)),
+            Model::Console => Self::Console(B::virtio(Console::new(), slot)),
             #[cfg(feature = "ports")]
-            Model::Ports => Self::Ports(Pci::new(Ports::new(), base)),
-            Model::Entropy => Self::Entropy(Pci::new(Entropy::new(), base)),
-            Model::Balloon => Self::Balloon(Pci::new(balloon::Balloon::new(), base)),
-            Model::P9(tag) => Self::P9(Pci::new(P9::new(tag), base)),
-            Model::Vsock(cid) => Self::Vsock(Pci::new(Vsock::new(cid), base)),
-            Model::Channel(info) => {
-                let memory = layout::channel_memory(info.number);
-                let shares = memory + layout::CHANNEL_SHARES;
-                Self::Channel(channel::Channel::new(info, base, memory, shares))
-            }
+            Model::Ports => Self::Ports(B::virtio(Ports::new(), slot)),
+            Model::Entropy => Self::Entropy(B::virtio(Entropy::new(), slot)),
+            Model::Balloon => Self::Balloon(B::virtio(balloon::Balloon::new(), slot)),
+            Model::P9(tag) => Self::P9(B::virtio(P9::new(tag), slot)),
+            Model::Vsock(cid) => Self::Vsock(B::virtio(Vsock::new(cid), slot)),
+            Model::Channel(info) => Self::Channel(B::channel(info, slot)),
+        }
+    }
+
+    fn get(&mut self) -> &mut B::Device {
+        match self {
+            Self::Block(device) => B::of_virtio(device),
+            Self::Net(device) => B::of_virtio(device),
+            Self::Console(device) => B::of_virtio(device),
+            #[cfg(feature = "ports")]
+            Self::Ports(device) => B::of_virtio(device),
+            Self::Entropy(device) => B::of_virtio(device),
+            Self::Balloon(device) => B::of_virtio(device),
+            Self::P9(device) => B::of_virtio(device),
+            Self::Vsock(device) => B::of_virtio(device),
+            Self::Channel(device) => B::of_channel(device),
         }
     }
 }
 
-/// Up to `N` devices on PCI, at most [`MAX_FUNCTIONS`], each with a back end of type `O`. Threads
-/// wait for the lock of a device with strategy `R`.
-pub struct Slots<O, const N: usize, R = Spin> {
-    slots: [Slot<O, R>; N],
+/// Up to `N` devices, at most [`MAX_FUNCTIONS`], each with a back end of type `O`. Threads wait for
+/// the lock of a device with strategy `R`. The guest reaches them by `B`.
+pub struct Slots<O, const N: usize, R = Spin, B: Bus = PciBus> {
+    slots: [Slot<O, R, B>; N],
 }
 
 /// A slot; empty without a model.
-struct Slot<O, R> {
+struct Slot<O, R, B: Bus> {
     model: Option<Model>,
-    device: SpinMutex<Option<(PciDevice, O)>, R>,
+    device: SpinMutex<Option<(SlotDevice<B>, O)>, R>,
 }
 
-impl<O, const N: usize, R> Default for Slots<O, N, R> {
+impl<O, const N: usize, R, B: Bus> Default for Slots<O, N, R, B> {
     fn default() -> Self {
         Self::new()
     }
 }
 
-impl<O, const N: usize, R> Slots<O, N, R> {
-    /// Creates empty slots: a PCI bus with only the host bridge.
+impl<O, const N: usize, R, B: Bus> Slots<O, N, R, B> {
+    /// Creates empty slots; on PCI, a bus with only the host bridge.
     // Inlined, to be built in place: it is large, and stacks are small.
     #[inline(always)]
     pub fn new() -> Self {
@@ -211,47 +286,41 @@ impl<O, const N: usize, R> Slots<O, N, R> {
     /// Adds a device in the next free slot and returns the slot's index; without a free slot,
     /// returns the back end.
     pub fn add(&mut self, model: Model, backend: O) -> Result<usize, O> {
-        let is_free = |slot: &Slot<O, R>| slot.model.is_none();
+        let is_free = |slot: &Slot<O, R, B>| slot.model.is_none();
         let Some(index) = self.slots.iter().position(is_free) else { return Err(backend) };
         let slot = &mut self.slots[index];
         slot.model = Some(model);
         // Built in place, too.
-        slot.device.get_mut().get_or_insert_with(|| (PciDevice::new(model, index), backend));
+        slot.device.get_mut().get_or_insert_with(|| (SlotDevice::new(model, index), backend));
         Ok(index)
     }
 }
 
-impl<O, const N: usize, R: RelaxStrategy> Slots<O, N, R> {
+impl<O, const N: usize, R: RelaxStrategy, B: Bus> Slots<O, N, R, B> {
     /// Calls `act` with the back end of a slot's device, under its lock.
     pub fn with_backend<T>(&self, slot: usize, act: impl FnOnce(&mut O) -> T) -> Option<T> {
         self.slots.get(slot)?.device.lock().as_mut().map(|(_, backend)| act(backend))
     }
 }
 
-impl<O: DeviceBackend, const N: usize, R: RelaxStrategy> Functions for Slots<O, N, R> {
+impl<O: DeviceBackend, const N: usize, R: RelaxStrategy, B: Bus> Functions<B::Device>
+    for Slots<O, N, R, B>
+{
     fn slots(&self) -> usize {
         N
     }
 
-    fn with(&self, slot: usize, call: FunctionCall<'_>) {
+    fn model(&self, slot: usize) -> Option<Model> {
+        self.slots.get(slot)?.model
+    }
+
+    fn with(&self, slot: usize, call: FunctionCall<'_, B::Device>) {
         let mut device = match self.slots.get(slot) {
             Some(slot) => slot.device.lock(),
             None => return,
         };
         let Some((device, backend)) = &mut *device else { return };
-        let function: &mut dyn Function = match device {
-            PciDevice::Block(device) => device,
-            PciDevice::Net(device) => device,
-            PciDevice::Console(device) => device,
-            #[cfg(feature = "ports")]
-            PciDevice::Ports(device) => device,
-            PciDevice::Entropy(device) => device,
-            PciDevice::Balloon(device) => device,
-            PciDevice::P9(device) => device,
-            PciDevice::Vsock(device) => device,
-            PciDevice::Channel(device) => device,
-        };
-        call(function, backend);
+        call(device.get(), backend);
     }
 
     fn channel(&self, number: u64) -> Option<usize> {
@@ -265,12 +334,17 @@ impl<O: DeviceBackend, const N: usize, R: RelaxStrategy> Functions for Slots<O, 
             let (Some(model), Some((device, backend))) = (*model, &mut *device.lock()) else {
                 continue;
             };
-            *device = PciDevice::new(model, index);
+            *device = SlotDevice::new(model, index);
             match backend.get() {
                 BackendRef::Block(block) => block.forget(),
                 BackendRef::Messages(messages) => messages.forget(),
                 BackendRef::Packets(packets) => packets.reset(),
-                BackendRef::Channel(channel) => channel.reset(),
+                BackendRef::Channel(channel) => {
+                    channel.reset();
+                    if let Model::Channel(info) = model {
+                        B::place_channel(&info, channel);
+                    }
+                }
                 _ => {}
             }
         }

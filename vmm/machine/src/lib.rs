@@ -39,7 +39,7 @@ pub use functions::{Functions, Model, Slots};
 pub use layout::{layout, layout_with_pci};
 pub use once::Once;
 pub use pc::{Counters, Pc};
-pub use virt::{Virt, VirtConfig};
+pub use virt::{Virt, VirtBus, VirtConfig};
 pub use vmm_arm64::Virq;
 use vmm_bus::BackendRef;
 use vmm_vcpu::CounterClock;

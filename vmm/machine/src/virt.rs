@@ -1,9 +1,11 @@
 //! The board `virt`: an AArch64 machine with GICv3, UART and clock, described by a device tree
 //! (`vmm_boot::virt`). Its addresses are those of QEMU's machine of that name.
 //!
-//! vCPUs run concurrently, each in a thread of the host. One lock protects all devices; it is held
-//! while a device works, and not while the guest runs. A thread that creates an event for another
-//! vCPU kicks it.
+//! vCPUs run concurrently, each in a thread of the host. One lock protects all devices but those in
+//! slots ([`slots`]), which have one each; it is held while a device works, and not while the guest
+//! runs. A thread that creates an event for another vCPU kicks it.
+
+mod slots;
 
 use core::fmt;
 
@@ -17,10 +19,15 @@ use vmm_bus::{Access, BackendRef, Device, Env, MachineEvent, Msi, NEVER, Nanos, 
 use vmm_dev::arm64::gic::Gic;
 use vmm_dev::arm64::pl011::Pl011;
 use vmm_dev::arm64::pl031::Pl031;
+use vmm_dev::virtio::input::PowerButton;
+use vmm_dev::virtio::mmio::Mmio;
 use vmm_mem::GuestMemory;
 use vmm_vcpu::{CounterClock, MAX_VCPUS, Outcome, Platform, Signals, StopReason};
 
+use crate::functions::Functions;
 use crate::{Counters, Host, Level, Once};
+
+pub use slots::VirtBus;
 
 /// Configuration of the board.
 #[derive(Clone, Copy, Debug)]
@@ -36,10 +43,11 @@ pub struct VirtConfig {
 }
 
 /// A board with room for `CPUS` vCPUs, at most [`MAX_VCPUS`]. vCPU threads wait for the lock with
-/// strategy `R`.
-pub struct Virt<'m, R = Spin, const CPUS: usize = MAX_VCPUS> {
+/// strategy `R`. `P` holds the devices in slots; `()`: none.
+pub struct Virt<'m, R = Spin, const CPUS: usize = MAX_VCPUS, P = ()> {
     fixed: Fixed<'m>,
     devices: SpinMutex<Devices<CPUS>, R>,
+    functions: P,
 }
 
 /// Constant state of a running VM.
@@ -66,10 +74,15 @@ struct Devices<const CPUS: usize> {
     gic: Gic<CPUS>,
     uart: Pl011,
     clock: Pl031,
+    button: Mmio<PowerButton>,
     power: [Power; CPUS],
     effects: Effects,
     /// CPUs with events, which have been kicked.
     kicked: u32,
+    /// Deadlines of the devices in slots, which CPU 0 services.
+    timers: [Nanos; layout::MAX_SLOTS],
+    /// CPU 0 does not know the next of these deadlines yet.
+    is_rearmed: bool,
 }
 
 /// Effects of devices beside their interrupts.
@@ -86,6 +99,7 @@ enum Chip {
     Redistributors,
     Uart,
     Clock,
+    Button,
 }
 
 /// Device at an address, and the offset there.
@@ -95,6 +109,7 @@ fn chip_at(address: u64) -> Option<(Chip, u64)> {
         (layout::REDISTRIBUTORS, layout::REDISTRIBUTORS_LENGTH, Chip::Redistributors),
         (layout::UART, layout::PAGE, Chip::Uart),
         (layout::CLOCK, layout::PAGE, Chip::Clock),
+        (layout::BUTTON, layout::PAGE, Chip::Button),
     ];
     let offset = |base: u64, length| Some(address.wrapping_sub(base)).filter(|&at| at < length);
     regions.into_iter().find_map(|(base, length, chip)| Some((chip, offset(base, length)?)))
@@ -102,10 +117,12 @@ fn chip_at(address: u64) -> Option<(Chip, u64)> {
 
 const _: () = assert!(layout::REDISTRIBUTORS_LENGTH >= MAX_VCPUS as u64 * redistributor::LENGTH);
 
-impl<'m, R: RelaxStrategy, const CPUS: usize> Virt<'m, R, CPUS> {
-    /// Creates the board in its power-on state; the caller has filled guest memory.
-    pub fn new(config: VirtConfig, memory: &'m GuestMemory) -> Self {
+impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn Device>> Virt<'m, R, CPUS, P> {
+    /// Creates the board in its power-on state with these devices in slots; the caller has filled
+    /// guest memory.
+    pub fn new(config: VirtConfig, memory: &'m GuestMemory, functions: P) -> Self {
         const { assert!(CPUS >= 1 && CPUS <= MAX_VCPUS) };
+        functions.power_on();
         let vcpus = usize::from(config.vcpus).clamp(1, CPUS);
         let mut power = [Power::Off; CPUS];
         power[0] = Power::Starting(config.start);
@@ -116,10 +133,14 @@ impl<'m, R: RelaxStrategy, const CPUS: usize> Virt<'m, R, CPUS> {
                 gic: Gic::new(vcpus),
                 uart: Pl011::new(),
                 clock: Pl031::new(start_unix),
+                button: Mmio::new(PowerButton::new()),
                 power,
                 effects: Effects { end: None, counters: Counters::default(), once: Once::new() },
                 kicked: 0,
+                timers: [NEVER; layout::MAX_SLOTS],
+                is_rearmed: false,
             }),
+            functions,
         }
     }
 
@@ -144,6 +165,19 @@ impl<'m, R: RelaxStrategy, const CPUS: usize> Virt<'m, R, CPUS> {
     pub fn input<H: Host>(&self, caller: Option<&VcpuLoop>, host: &mut H) {
         self.locked(host, caller.map(VcpuLoop::index), |devices, env| {
             devices.with_uart(env, |uart, env| uart.wake(WAKE_INPUT, env));
+        });
+    }
+
+    /// Returns the vCPU to notify of completions for the device in a slot: the first one, which
+    /// routes all interrupts of devices.
+    pub fn target(&self, _: usize) -> usize {
+        0
+    }
+
+    /// Presses the power button: requests a shutdown of the guest.
+    pub fn press_power_button<H: Host>(&self, host: &mut H) {
+        self.locked(host, None, |devices, of| {
+            devices.with_button(of, |button, env| button.with_device(env, PowerButton::press));
         });
     }
 
@@ -174,23 +208,25 @@ impl<'m, R: RelaxStrategy, const CPUS: usize> Virt<'m, R, CPUS> {
         self.devices.lock().effects.counters
     }
 
-    /// Calls `act` under the lock, and then kicks the other vCPUs that have new events.
+    /// Calls `act` under the lock on behalf of vCPU `running`, and then kicks the other vCPUs that
+    /// have new events. Returns whether that vCPU has events to service, too.
     fn locked<H: Host, T>(
         &self,
         host: &mut H,
         running: Option<usize>,
         act: impl FnOnce(&mut Devices<CPUS>, (&Fixed<'m>, &mut H)) -> T,
-    ) -> T {
+    ) -> (T, bool) {
         let mut devices = self.devices.lock();
         let result = act(&mut devices, (&self.fixed, host));
-        let others = !running.map_or(0, |cpu| 1 << cpu);
+        let own = running.map_or(0, |cpu| 1 << cpu);
         let vcpus = self.fixed.vcpus;
-        let mut waiting = devices.waiting(vcpus) & others;
-        let put = devices.put_virqs(waiting, host);
+        let mut waiting = devices.waiting(vcpus);
+        let needs_service = waiting & own != 0;
+        let put = devices.put_virqs(waiting & !own, host);
         if put != 0 {
-            waiting = devices.waiting(vcpus) & others;
+            waiting = devices.waiting(vcpus);
         }
-        let kicks = waiting & !devices.kicked;
+        let kicks = waiting & !own & !devices.kicked;
         devices.kicked |= kicks;
         drop(devices);
         let is_in = |cpus: u32, cpu: usize| cpus & 1 << cpu != 0;
@@ -199,7 +235,7 @@ impl<'m, R: RelaxStrategy, const CPUS: usize> Virt<'m, R, CPUS> {
                 host.kick(cpu);
             }
         }
-        result
+        (result, needs_service)
     }
 }
 
@@ -208,6 +244,7 @@ impl<const CPUS: usize> Devices<CPUS> {
     fn waiting(&self, vcpus: usize) -> u32 {
         let waits = |cpu: usize| {
             self.effects.end.is_some()
+                || cpu == 0 && self.is_rearmed
                 || matches!(self.power[cpu], Power::Starting(_))
                 || matches!(self.power[cpu], Power::Started | Power::On) && self.gic.is_waiting(cpu)
         };
@@ -242,11 +279,27 @@ impl<const CPUS: usize> Devices<CPUS> {
         result
     }
 
+    /// Calls the power button, likewise.
+    fn with_button<H: Host, T>(
+        &mut self,
+        (fixed, host): (&Fixed<'_>, &mut H),
+        call: impl FnOnce(&mut Mmio<PowerButton>, &mut dyn Env) -> T,
+    ) -> T {
+        let effects = &mut self.effects;
+        let mut env = ChipEnv { fixed, effects, host, line: None };
+        let result = call(&mut self.button, &mut env);
+        if let Some(level) = env.line {
+            self.gic.set_level(layout::BUTTON_INTERRUPT, level);
+        }
+        result
+    }
+
     fn read<H: Host>(&mut self, chip: Chip, access: Access, of: (&Fixed<'_>, &mut H)) -> u64 {
         match chip {
             Chip::Distributor => self.gic.read_distributor(access),
             Chip::Redistributors => self.gic.read_redistributor(access),
             Chip::Uart => self.with_uart(of, |uart, env| uart.read(access, env)),
+            Chip::Button => self.with_button(of, |button, env| button.read(access, env)),
             Chip::Clock => {
                 let (fixed, host) = of;
                 let effects = &mut self.effects;
@@ -260,6 +313,7 @@ impl<const CPUS: usize> Devices<CPUS> {
             Chip::Distributor => self.gic.write_distributor(access, value),
             Chip::Redistributors => self.gic.write_redistributor(access, value),
             Chip::Uart => self.with_uart(of, |uart, env| uart.write(access, value, env)),
+            Chip::Button => self.with_button(of, |button, env| button.write(access, value, env)),
             Chip::Clock => {
                 let (fixed, host) = of;
                 let effects = &mut self.effects;
@@ -327,22 +381,20 @@ impl<H: Host> Env for ChipEnv<'_, '_, H> {
 }
 
 /// The board as seen by one vCPU while it runs.
-struct CpuBus<'a, 'm, H, R, const CPUS: usize> {
-    virt: &'a Virt<'m, R, CPUS>,
+struct CpuBus<'a, 'm, H, R, const CPUS: usize, P> {
+    virt: &'a Virt<'m, R, CPUS, P>,
     host: &'a mut H,
     cpu: usize,
     /// This CPU has events to service. Events from other threads come with a kick.
     needs_service: bool,
 }
 
-impl<'m, H: Host, R: RelaxStrategy, const CPUS: usize> CpuBus<'_, 'm, H, R, CPUS> {
+impl<'m, H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn Device>>
+    CpuBus<'_, 'm, H, R, CPUS, P>
+{
     fn locked<T>(&mut self, act: impl FnOnce(&mut Devices<CPUS>, (&Fixed<'m>, &mut H)) -> T) -> T {
-        let (cpu, vcpus) = (self.cpu, self.virt.fixed.vcpus);
-        let (result, waits) = self.virt.locked(self.host, Some(cpu), |devices, of| {
-            let result = act(devices, of);
-            (result, devices.waiting(vcpus) & 1 << cpu != 0)
-        });
-        self.needs_service |= waits;
+        let (result, needs_service) = self.virt.locked(self.host, Some(self.cpu), act);
+        self.needs_service |= needs_service;
         result
     }
 
@@ -352,7 +404,9 @@ impl<'m, H: Host, R: RelaxStrategy, const CPUS: usize> CpuBus<'_, 'm, H, R, CPUS
     }
 }
 
-impl<H: Host, R: RelaxStrategy, const CPUS: usize> Platform for CpuBus<'_, '_, H, R, CPUS> {
+impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn Device>> Platform
+    for CpuBus<'_, '_, H, R, CPUS, P>
+{
     type Interrupts = Interrupts;
 
     fn memory(&self) -> &GuestMemory {
@@ -372,7 +426,7 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize> Platform for CpuBus<'_, '_, H
     }
 
     fn mmio_read(&mut self, _: usize, address: u64, size: u8) -> u64 {
-        let Some((chip, offset)) = chip_at(address) else { return 0 };
+        let Some((chip, offset)) = chip_at(address) else { return self.read_slot(address, size) };
         let access = Access::new(offset, size);
         if !offset.is_multiple_of(size.into()) {
             return 0;
@@ -381,7 +435,9 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize> Platform for CpuBus<'_, '_, H
     }
 
     fn mmio_write(&mut self, _: usize, address: u64, size: u8, value: u64) {
-        let Some((chip, offset)) = chip_at(address) else { return };
+        let Some((chip, offset)) = chip_at(address) else {
+            return self.write_slot(address, size, value);
+        };
         let access = Access::new(offset, size);
         if offset.is_multiple_of(size.into()) {
             self.locked(|devices, of| devices.write(chip, access, value, of));
@@ -395,6 +451,9 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize> Platform for CpuBus<'_, '_, H
     }
 
     fn service_timers(&mut self, cpu: usize) -> Signals<Interrupts> {
+        if cpu == 0 {
+            self.service_slots();
+        }
         let signals = self.locked(|devices, _| {
             devices.kicked &= !(1 << cpu);
             let start = match devices.power[cpu] {
@@ -405,14 +464,17 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize> Platform for CpuBus<'_, '_, H
                 _ => None,
             };
             let interrupts = Interrupts { start, timer: devices.gic.timer_virq(cpu) };
-            Signals { end: devices.effects.end, deadline: NEVER, interrupts }
+            let deadline = if cpu == 0 { devices.take_deadline() } else { NEVER };
+            Signals { end: devices.effects.end, deadline, interrupts }
         });
         self.needs_service = false;
         signals
     }
 }
 
-impl<H: Host, R: RelaxStrategy, const CPUS: usize> Arm64Platform for CpuBus<'_, '_, H, R, CPUS> {
+impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn Device>> Arm64Platform
+    for CpuBus<'_, '_, H, R, CPUS, P>
+{
     fn send(&mut self, cpu: usize, interrupt: SoftwareInterrupt) {
         self.locked(|devices, _| devices.gic.send(cpu, interrupt));
     }
@@ -462,7 +524,7 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize> Arm64Platform for CpuBus<'_, 
     }
 
     fn has_device(&self, address: u64) -> bool {
-        chip_at(address).is_some()
+        chip_at(address).is_some() || self.has_slot(address)
     }
 
     #[cold]

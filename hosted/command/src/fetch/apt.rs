@@ -58,6 +58,11 @@ impl Apt {
         Ok(apt)
     }
 
+    /// Returns the architecture of the packages.
+    pub(super) fn architecture(&self) -> Architecture {
+        self.architecture
+    }
+
     /// Returns the end of names in the cache: packages of different architectures share names.
     pub(super) fn suffix(&self) -> &'static str {
         if self.architecture == Architecture::X86 { "" } else { "_arm64" }

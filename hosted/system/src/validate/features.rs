@@ -13,14 +13,12 @@ const MAX_CPUS: u32 = 64;
 const HELP: &str = "remove it, or use board = \"qemu-q35\"";
 
 impl Validator<'_> {
-    /// Reports what AArch64 does not have yet: virtio devices of guests, servers with PCI devices,
-    /// vTLBs.
+    /// Reports what AArch64 does not have yet: servers with devices, disks and networks, vTLBs.
     pub(super) fn features(
         &mut self,
         system: &System,
         servers: &[Spanned<description::Server>],
         vms: &[Spanned<description::Vm>],
-        channels: &[Spanned<description::Channel>],
     ) {
         if self.architecture != Architecture::Arm64 {
             return;
@@ -38,14 +36,10 @@ impl Validator<'_> {
             let of = vm.get_ref();
             let devices = of.disk.iter().chain(&of.net);
             devices.for_each(|device| missing(device.span(), "disks and network cards of VMs"));
-            if of.virtio_console {
-                missing(of.name.span(), "virtio console of VMs");
-            }
             if !of.npt {
                 missing(of.name.span(), "vTLB");
             }
         }
-        channels.iter().for_each(|channel| missing(channel.span(), "channels"));
         if let Some(cpus) = system.cpus.as_ref().filter(|cpus| *cpus.get_ref() > MAX_CPUS) {
             let message = format!("board \"qemu-virt\" has at most {MAX_CPUS} CPUs");
             self.problems.push(Problem::new(cpus.span(), message));

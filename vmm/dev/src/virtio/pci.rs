@@ -120,6 +120,7 @@ const fn class(kind: Kind) -> u32 {
         Kind::Net => 0x02_0000,
         Kind::Block => 0x01_8000,
         Kind::Console | Kind::Vsock => 0x07_8000,
+        Kind::Input => 0x09_8000,
         Kind::Entropy | Kind::Balloon | Kind::P9 => 0xff_0000,
     }
 }

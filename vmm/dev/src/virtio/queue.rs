@@ -114,6 +114,8 @@ pub struct Queue {
     max_size: u16,
     size: u16,
     ready: bool,
+    /// The driver has disabled the queue: it stays as it is until it is reset.
+    stopped: bool,
     event_index: bool,
     rings: Rings,
     /// The next available entry to take.
@@ -141,6 +143,7 @@ impl Queue {
             max_size,
             size: max_size,
             ready: false,
+            stopped: false,
             event_index: false,
             rings: Rings { descriptors: 0, available: 0, used: 0 },
             next_available: 0,
@@ -168,7 +171,7 @@ impl Queue {
     /// Sets the number of entries, while the queue is disabled. [`Queue::enable`] rejects numbers
     /// other than powers of two up to the maximum.
     pub fn set_size(&mut self, size: u16) {
-        if !self.ready {
+        if !self.ready && !self.stopped {
             self.size = size;
         }
     }
@@ -180,7 +183,7 @@ impl Queue {
 
     /// Sets the addresses, while the queue is disabled.
     pub fn set_rings(&mut self, rings: Rings) {
-        if !self.ready {
+        if !self.ready && !self.stopped {
             self.rings = rings;
         }
     }
@@ -195,7 +198,7 @@ impl Queue {
     /// # Errors
     /// [`RingError::Rings`] for an invalid size or address. The queue stays disabled.
     pub fn enable(&mut self, event_index: bool, memory: &GuestMemory) -> Result<(), RingError> {
-        if self.ready {
+        if self.ready || self.stopped {
             return Ok(());
         }
         let size = u64::from(self.size);
@@ -218,6 +221,13 @@ impl Queue {
         self.ready = true;
         self.event_index = event_index;
         Ok(())
+    }
+
+    /// Disables the queue until it is reset. Size and rings stay, because chains that the device
+    /// still has may be given back.
+    pub fn disable(&mut self) {
+        self.stopped |= self.ready;
+        self.ready = false;
     }
 
     /// Takes the next available chain, if any.

@@ -41,7 +41,7 @@ impl Host for ScriptHost {
 #[test]
 fn interrupts_reach_a_vcpu_that_runs_without_a_kick() {
     let memory = testing::memory(&[(layout::RAM, 4096)]);
-    let virt = Virt::<Spin, 4>::new(config(), &memory);
+    let virt = Virt::<Spin, 4>::new(config(), &memory, ());
     let mut host = ScriptHost { room: 1, is_running: true, ..ScriptHost::default() };
     let mut bus = CpuBus { virt: &virt, host: &mut host, cpu: 0, needs_service: false };
     // Group 1 and SGIs 0 to 2 of vCPU 1 are enabled.
@@ -51,7 +51,7 @@ fn interrupts_reach_a_vcpu_that_runs_without_a_kick() {
     bus.start(1, START);
     bus.service_timers(1);
     let kicks = bus.host.kicks.len();
-    let send = |bus: &mut CpuBus<'_, '_, ScriptHost, Spin, 4>, number: u64| {
+    let send = |bus: &mut CpuBus<'_, '_, ScriptHost, Spin, 4, ()>, number: u64| {
         bus.send(0, SoftwareInterrupt::decode(number << 24 | 1 << 1));
     };
     // Its thread has not reset it yet: it gets a kick instead.
@@ -81,7 +81,7 @@ fn config() -> VirtConfig {
 #[test]
 fn vcpus_start_by_firmware_calls() {
     let memory = testing::memory(&[(layout::RAM, 4096)]);
-    let virt = Virt::<Spin, 4>::new(config(), &memory);
+    let virt = Virt::<Spin, 4>::new(config(), &memory, ());
     let mut host = ScriptHost::default();
     let mut bus = CpuBus { virt: &virt, host: &mut host, cpu: 0, needs_service: false };
     assert_eq!(bus.service_timers(0).interrupts.start, Some(START));
@@ -100,7 +100,7 @@ fn vcpus_start_by_firmware_calls() {
 #[test]
 fn devices_are_at_their_addresses() {
     let memory = testing::memory(&[(layout::RAM, 4096)]);
-    let virt = Virt::<Spin, 4>::new(config(), &memory);
+    let virt = Virt::<Spin, 4>::new(config(), &memory, ());
     let mut host = ScriptHost::default();
     let mut bus = CpuBus { virt: &virt, host: &mut host, cpu: 0, needs_service: false };
     assert_eq!(bus.mmio_read(0, layout::CLOCK, 4), 105);
@@ -115,4 +115,162 @@ fn devices_are_at_their_addresses() {
     assert!(bus.needs_service(0));
     assert_eq!((virt.outcome(), virt.counters().unknown_registers), (Some(Outcome::Reset), 2));
     assert_eq!(host.lines, ["unknown system register S3_0_C0_C0_1"]);
+}
+
+/// An entropy source that has bytes, and a console without any.
+enum BackEnd {
+    Entropy(usize),
+    Console(vmm_bus::testing::ScriptStream),
+}
+
+impl vmm_bus::DeviceBackend for BackEnd {
+    fn get(&mut self) -> BackendRef<'_> {
+        match self {
+            Self::Entropy(left) => BackendRef::Entropy(left),
+            Self::Console(stream) => BackendRef::Bytes(stream),
+        }
+    }
+}
+
+type SlotsBus<'a, 'm> =
+    CpuBus<'a, 'm, ScriptHost, Spin, 4, crate::Slots<BackEnd, 3, Spin, VirtBus>>;
+
+/// Initialises queue `queue` of the device in a slot, with rings from `rings` on, in which buffer 0
+/// is available.
+fn set_up(bus: &mut SlotsBus<'_, '_>, slot: usize, queue: u64, rings: u64, flags: u16) {
+    use vmm_dev::virtio::mmio::spec::*;
+    let mut write =
+        |register: u64, value: u64| bus.mmio_write(0, layout::device(slot) + register, 4, value);
+    for (register, value) in [
+        (STATUS, 3),
+        (DRIVER_FEATURES_SELECT, 1),
+        (DRIVER_FEATURES, 1),
+        (STATUS, 11),
+        (QUEUE_SELECT, queue),
+        (QUEUE_SIZE, 4),
+        (QUEUE_DESC, rings),
+        (QUEUE_DRIVER, rings + 0x100),
+        (QUEUE_DEVICE, rings + 0x200),
+        (QUEUE_READY, 1),
+    ] {
+        write(register, value);
+    }
+    let memory = bus.memory();
+    memory.write(rings, layout::RAM).expect("in memory");
+    memory.write(rings + 8, 64_u32).expect("in memory");
+    memory.write(rings + 12, flags).expect("in memory");
+    memory.write(rings + 0x102, 1_u16).expect("in memory");
+    bus.mmio_write(0, layout::device(slot) + STATUS, 4, 15);
+}
+
+#[test]
+fn devices_in_slots_interrupt_by_their_lines() {
+    use vmm_dev::virtio::mmio::spec::*;
+    let memory = testing::memory(&[(layout::RAM, 0x4000)]);
+    let mut slots = crate::Slots::new();
+    assert_eq!(slots.add(crate::Model::Entropy, BackEnd::Entropy(200)).ok(), Some(0));
+    let stream = vmm_bus::testing::ScriptStream { room: Some(10), ..Default::default() };
+    assert_eq!(slots.add(crate::Model::Console, BackEnd::Console(stream)).ok(), Some(1));
+    let virt = Virt::<Spin, 4, _>::new(config(), &memory, slots);
+    let mut host = ScriptHost::default();
+    let mut bus = CpuBus { virt: &virt, host: &mut host, cpu: 0, needs_service: false };
+    bus.service_timers(0);
+    // Group 1, and the interrupts of the slots, edge-triggered.
+    bus.mmio_write(0, layout::DISTRIBUTOR, 4, 0x12);
+    for (block, value) in [(0x84, 0xffff_0000), (0x104, 0xffff_0000), (0xc0c, 0xaaaa_aaaa)] {
+        bus.mmio_write(0, layout::DISTRIBUTOR + block, 4, value);
+    }
+    let device = |slot| layout::device(slot);
+    assert_eq!(bus.mmio_read(0, device(0) + MAGIC, 4), u64::from(MAGIC_VALUE));
+    assert_eq!([0, 1].map(|slot| bus.mmio_read(0, device(slot) + DEVICE_ID, 4)), [4, 3]);
+    assert_eq!(bus.mmio_read(0, device(2), 4), 0xffff_ffff, "an empty slot");
+    assert_eq!(bus.mmio_read(0, device(0) + 2, 4), 0, "not aligned");
+    assert!(bus.has_device(device(2)) && !bus.has_device(device(3)));
+    assert!(!bus.has_device(layout::channel_memory(0)), "no channel");
+
+    set_up(&mut bus, 0, 0, layout::RAM + 0x1000, 2);
+    assert!(bus.needs_service, "its interrupt is for this vCPU");
+    let take = |virt: &Virt<'_, Spin, 4, _>| virt.devices.lock().gic.take_virq(0);
+    let virq = take(&virt).map(|virq| (virq.number, virq.report_end));
+    assert_eq!((virq, take(&virt)), (Some((48, false)), None));
+    assert_eq!(bus.mmio_read(0, device(0) + INTERRUPT_STATUS, 4), 1);
+
+    // The console has no room for everything: it continues when the host has room.
+    set_up(&mut bus, 1, 1, layout::RAM + 0x2000, 0);
+    assert_eq!(take(&virt), None);
+    virt.functions.with_backend(1, |end| {
+        if let BackEnd::Console(stream) = end {
+            stream.room = None;
+        }
+    });
+    virt.function_input(1, None, &mut host);
+    assert_eq!(take(&virt).map(|virq| virq.number), Some(50));
+}
+
+#[test]
+fn timers_of_slots_are_deadlines_of_the_first_vcpu() {
+    let memory = testing::memory(&[(layout::RAM, 0x4000)]);
+    let mut slots = crate::Slots::<BackEnd, 3, Spin, VirtBus>::new();
+    assert!(slots.add(crate::Model::Entropy, BackEnd::Entropy(0)).is_ok());
+    let virt = Virt::<Spin, 4, _>::new(config(), &memory, slots);
+    let mut host = ScriptHost::default();
+    // VM time is 5 s.
+    let now = 5_000_000_000;
+    let arm = |host: &mut ScriptHost, running, deadline| {
+        virt.with_function(0, host, running, |_, env| env.arm(0, deadline));
+    };
+    let mut bus = CpuBus { virt: &virt, host: &mut host, cpu: 0, needs_service: false };
+    bus.service_timers(0);
+    arm(&mut host, Some(1), now + 7);
+    assert_eq!(host.kicks, [0], "another thread must tell the first vCPU");
+    let mut bus = CpuBus { virt: &virt, host: &mut host, cpu: 0, needs_service: false };
+    assert_eq!(bus.service_timers(0).deadline, now + 7);
+    assert_eq!(bus.service_timers(1).deadline, NEVER);
+    arm(&mut host, Some(0), now);
+    let mut bus = CpuBus { virt: &virt, host: &mut host, cpu: 0, needs_service: false };
+    assert_eq!(bus.service_timers(0).deadline, NEVER, "it was called");
+    assert_eq!(host.kicks, [0]);
+}
+
+#[test]
+fn a_press_of_the_power_button_interrupts_the_guest() {
+    use vmm_dev::virtio::mmio::spec::*;
+    let memory = testing::memory(&[(layout::RAM, 0x4000)]);
+    let virt = Virt::<Spin, 4, _>::new(
+        config(),
+        &memory,
+        crate::Slots::<BackEnd, 3, Spin, VirtBus>::new(),
+    );
+    let mut host = ScriptHost::default();
+    let mut bus = CpuBus { virt: &virt, host: &mut host, cpu: 0, needs_service: false };
+    assert_eq!(bus.mmio_read(0, layout::BUTTON + DEVICE_ID, 4), 18);
+    // Its registers are those of a device in a slot at another address.
+    for (register, value) in [
+        (STATUS, 3),
+        (DRIVER_FEATURES_SELECT, 1),
+        (DRIVER_FEATURES, 1),
+        (STATUS, 11),
+        (QUEUE_SIZE, 4),
+        (QUEUE_DESC, layout::RAM + 0x1000),
+        (QUEUE_DRIVER, layout::RAM + 0x1100),
+        (QUEUE_DEVICE, layout::RAM + 0x1200),
+        (QUEUE_READY, 1),
+        (STATUS, 15),
+    ] {
+        bus.mmio_write(0, layout::BUTTON + register, 4, value);
+    }
+    memory.write(layout::RAM + 0x1000, layout::RAM).expect("in memory");
+    memory.write(layout::RAM + 0x1008, 8_u32).expect("in memory");
+    memory.write(layout::RAM + 0x100c, 2_u16).expect("in memory");
+    memory.write(layout::RAM + 0x1102, 1_u16).expect("in memory");
+    virt.press_power_button(&mut host);
+    assert_eq!(memory.read::<u16>(layout::RAM + 0x1202).expect("in memory"), 1);
+    let mut bus = CpuBus { virt: &virt, host: &mut host, cpu: 0, needs_service: false };
+    assert_eq!(bus.mmio_read(0, layout::BUTTON + INTERRUPT_STATUS, 4), 1);
+    bus.mmio_write(0, layout::DISTRIBUTOR, 4, 0x12);
+    for block in [0x84, 0x104] {
+        bus.mmio_write(0, layout::DISTRIBUTOR + block, 4, 4);
+    }
+    let virq = virt.devices.lock().gic.take_virq(0);
+    assert_eq!(virq.map(|virq| (virq.number, virq.report_end)), Some((34, true)));
 }
