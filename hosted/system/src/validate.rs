@@ -134,13 +134,11 @@ impl Validator<'_> {
         let vms = self.vms(vm, &servers, &mut names, console);
         let cpus = self.machine_cpus(&system, overrides, &requests, &tasks);
         self.cpus(&requests, &tasks, cpus, system.share_cpus);
-
-        let described = system.memory.as_ref().map(|size| (*size.get_ref(), Some(size.span())));
         let resolved = ResolvedSystem {
             board: system.board,
             log: system.log,
             cpus,
-            memory: overrides.memory.map(|size| (size, None)).or(described),
+            memory: machine_memory(&system, overrides),
             share_cpus: system.share_cpus,
             iommu: system.iommu,
             files,
@@ -351,6 +349,15 @@ impl Validator<'_> {
     fn cpu_time(&mut self, given: Option<&Budget>) -> Option<compiled::CpuTime> {
         given?.check(&mut self.problems)
     }
+}
+
+/// Returns the memory of the machine, and its place in the description.
+fn machine_memory(
+    system: &description::System,
+    overrides: Overrides,
+) -> Option<(Size, Option<Range<usize>>)> {
+    let described = system.memory.as_ref().map(|size| (*size.get_ref(), Some(size.span())));
+    overrides.memory.map(|size| (size, None)).or(described)
 }
 
 /// Creates the problem of a description without VMs and tasks.
