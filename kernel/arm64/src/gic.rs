@@ -186,6 +186,14 @@ pub fn take() -> Option<(InService, Cause)> {
     Some((InService { number: value, is_linked: cause == Cause::VirtualTimer }, cause))
 }
 
+/// Returns whether the interrupt of the guests' timer is the next one of this CPU. Another one may
+/// become the next before [`take`].
+#[inline(always)]
+pub fn is_virtual_timer_next() -> bool {
+    let next = read_register!("icc_hppir1_el1") & 0xff_ffff;
+    virtual_timer().is_some_and(|number| next == number.into())
+}
+
 /// Ends the service of an interrupt.
 pub fn end(InService { number, is_linked }: InService) {
     // SAFETY: the interrupt may be delivered again, unless a guest has to deactivate it.

@@ -16,7 +16,7 @@ use kernel_run::log::PERIOD;
 
 use crate::context::ThreadContext;
 use crate::format::{Stage1, Stage2};
-use crate::gic::{self, Cause};
+use crate::gic::{self, Cause, InService};
 use crate::log::LOG;
 use crate::machine::MAX_CPUS;
 use crate::vcpu::{self, VcpuFrames};
@@ -64,25 +64,34 @@ fn arm_for_log(cpu_index: usize) {
 
 /// Handles all pending interrupts of this CPU.
 pub fn handle_interrupts(kernel: &Kernel<Arm64>, cpu_index: usize) {
-    while let Some((in_service, cause)) = gic::take() {
-        count(&kernel.counters.interrupts);
-        match cause {
-            Cause::Timer => {
-                time::disarm();
-                LOCALS.0[cpu_index].timer_deadline.set(u64::MAX);
-                kernel.timer(cpu_index);
-                if LOG.is_waiting() {
-                    LOG.step();
-                    arm_for_log(cpu_index);
-                }
-            }
-            Cause::VirtualTimer => vcpu::timer::fired(kernel, &LOCALS.0[cpu_index].guest),
-            Cause::Object(number) => kernel.interrupt(number),
-            // The sender has changed scheduler state that this CPU evaluates on kernel exit.
-            Cause::Kick | Cause::Unused => {}
-        }
-        gic::end(in_service);
+    while let Some(interrupt) = gic::take() {
+        handle_interrupt(kernel, cpu_index, interrupt);
     }
+}
+
+/// Handles an interrupt of this CPU that has been taken.
+pub fn handle_interrupt(
+    kernel: &Kernel<Arm64>,
+    cpu_index: usize,
+    (in_service, cause): (InService, Cause),
+) {
+    count(&kernel.counters.interrupts);
+    match cause {
+        Cause::Timer => {
+            time::disarm();
+            LOCALS.0[cpu_index].timer_deadline.set(u64::MAX);
+            kernel.timer(cpu_index);
+            if LOG.is_waiting() {
+                LOG.step();
+                arm_for_log(cpu_index);
+            }
+        }
+        Cause::VirtualTimer => vcpu::timer::fired(kernel, &LOCALS.0[cpu_index].guest),
+        Cause::Object(number) => kernel.interrupt(number),
+        // The sender has changed scheduler state that this CPU evaluates on kernel exit.
+        Cause::Kick | Cause::Unused => {}
+    }
+    gic::end(in_service);
 }
 
 /// Flushes this CPU's TLB entries of tasks, which all have ASID 0.

@@ -38,8 +38,9 @@ use kernel_run::lock::{lock, unlock};
 
 use crate::entry::{GuestExit, enter_guest, exit_kind};
 use crate::format::Stage2;
-use crate::run::{Guard, arm, handle_interrupts};
-use crate::{Arm64, boot, io, memory, read_register, time, write_register};
+use crate::gic::{Cause, InService};
+use crate::run::{Guard, arm, handle_interrupt, handle_interrupts};
+use crate::{Arm64, boot, gic, io, memory, read_register, time, write_register};
 use guest_entry::GuestEntry;
 use registers::SystemRegisters;
 use timer::VirtualTimer;
@@ -202,11 +203,14 @@ pub fn run(
     unlock(kernel);
     // SAFETY: the page is not freed before this CPU has answered a shootdown, when it acquires the
     // lock; `prepare` has checked the processor state and loaded the guest's registers.
-    let guest_exit = unsafe { enter_guest(prepared.state, prepared.pc, prepared.pstate) };
+    let left_guest = unsafe { stay_in_guest(&prepared) };
     float::forbid();
     let kernel = lock(cpu_index);
 
     count(&kernel.counters.vm_entries);
+    if let Some(interrupt) = left_guest.taken {
+        handle_interrupt(&kernel, cpu_index, interrupt);
+    }
     if let Some(left) = local.owner.get().and_then(|owner| kernel.memory.get(owner)) {
         left.arch.system.save_readable();
     }
@@ -220,8 +224,49 @@ pub fn run(
     let active = &entry.vm.space.active;
     active.set(active.get() & !(1 << cpu_index));
     entry.state().run.entries.add(1);
-    let to_vmm = handle(&kernel, cpu_index, local, entry, guest_exit);
+    let to_vmm = handle(&kernel, cpu_index, local, entry, left_guest.exit);
     (kernel, to_vmm)
+}
+
+/// Result of [`stay_in_guest`].
+struct LeftGuest {
+    exit: GuestExit,
+    /// An interrupt that has been acknowledged, but not handled.
+    taken: Option<(InService, Cause)>,
+}
+
+/// Enters a guest until there is an exit for which the kernel lock is needed. The interrupt of the
+/// guest's own timer needs none: it goes to a list register, and the guest continues. All other
+/// interrupts stay pending, and end the next entry.
+///
+/// # Safety
+/// Those of [`enter_guest`] hold, and the state page exists until this CPU acquires the lock.
+unsafe fn stay_in_guest(prepared: &Prepared) -> LeftGuest {
+    // SAFETY: the page exists, by the caller; all fields are atomic integers, any value is valid.
+    let state = unsafe { &*prepared.state };
+    let (mut pc, mut processor_state) = (prepared.pc, prepared.pstate);
+    loop {
+        // SAFETY: by the caller; the processor state has been checked, and the other registers are
+        // those with which the guest was left, or what the VMM has made of them meanwhile.
+        let exit = unsafe { enter_guest(prepared.state, pc, processor_state) };
+        let is_for_timer = exit.kind == exit_kind::INTERRUPT
+            && gic::is_virtual_timer_next()
+            && !virqs::has_ended();
+        if !is_for_timer {
+            return LeftGuest { exit, taken: None };
+        }
+        match gic::take() {
+            Some((in_service, Cause::VirtualTimer)) if timer::place(state) => gic::end(in_service),
+            // It has no list register, or a more urgent interrupt has come meanwhile.
+            taken => return LeftGuest { exit, taken },
+        }
+        (pc, processor_state) = (state.pc.get(), state.pstate.get() & spsr::GUEST);
+        if !is_guest_state(processor_state) {
+            return LeftGuest { exit, taken: None };
+        }
+        state.run.entries.add(1);
+        state.run.handled_in_kernel.add(1);
+    }
 }
 
 /// Updates the vCPU's registers in the CPU before an entry.

@@ -53,15 +53,26 @@ impl VirtualTimer {
 
     #[cold]
     fn move_pending(&self, state: &VcpuState) {
-        let word = state.timer_virq.get();
-        let Some(linked) = gic::virtual_timer().filter(|_| word & virq::VALID != 0) else { return };
-        let link = ich::LINKED | u64::from(linked) << ich::LINK_SHIFT;
-        let is_placed = virqs::place_word(word & !virq::REPORT_END, link);
+        if state.timer_virq.get() & virq::VALID == 0 {
+            return;
+        }
+        let is_placed = place(state);
         if !is_placed {
             virqs::request_maintenance();
         }
         self.is_pending.set(!is_placed);
     }
+}
+
+/// Puts the interrupt of the timer into a list register, linked to the host's. Returns `false` if
+/// the VMM does not permit it, or none is free.
+pub fn place(state: &VcpuState) -> bool {
+    let word = state.timer_virq.get();
+    let Some(linked) = gic::virtual_timer().filter(|_| word & virq::VALID != 0) else {
+        return false;
+    };
+    let link = ich::LINKED | u64::from(linked) << ich::LINK_SHIFT;
+    virqs::place_word(word & !virq::REPORT_END, link)
 }
 
 /// Handles the interrupt of the timer on this CPU.

@@ -180,6 +180,12 @@ pub fn has_pending() -> bool {
     is_available() && (0..LISTS).any(|index| list(index) & ich::PENDING != 0)
 }
 
+/// Returns whether the guest has ended an interrupt whose end is to be reported.
+#[inline(always)]
+pub fn has_ended() -> bool {
+    is_available() && read_register!("S3_4_C12_C11_3") & ((1 << LISTS) - 1) != 0
+}
+
 /// Takes the number of an interrupt whose end is to be reported, if the guest has ended one.
 pub fn take_ended() -> Option<u64> {
     if !is_available() {
