@@ -819,6 +819,22 @@ static void stepped_neighbours(void)
 	}
 }
 
+// Jumps to where the process of a virtual CPU has memory of its own, or none: the guest's kernel
+// gets the fault.
+static void wild_jumps(void)
+{
+	static const uintptr_t places[] = { 0x71800000, 0x74010000, 0x76000000 };
+	for (size_t i = 0; i < sizeof(places) / sizeof(*places); i++) {
+		pid_t child = fork();
+		if (child == 0) {
+			((void (*)(void))places[i])();
+			_exit(1);
+		}
+		int status = status_of(child);
+		CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGSEGV);
+	}
+}
+
 // Rounds of own_code() are combinations of four bits. Where the program itself is executed in
 // steps, a signal each, four rounds still have each bit set and clear.
 #ifdef STEPS
@@ -1125,6 +1141,7 @@ static const struct {
 	{ "middle-of-calls", middle_of_calls },
 	{ "stale-copies", stale_copies },
 	{ "stepped-neighbours", stepped_neighbours },
+	{ "wild-jumps", wild_jumps },
 	{ "own-code", own_code },
 	{ "watchpoints", watchpoints },
 	{ "cpu-numbers", cpu_numbers },

@@ -48,10 +48,10 @@ pub fn driver(folder: &str) -> String {
     )
 }
 
-/// Tests of the program with `--protection process`: user mode forges each word that its process
-/// and the kernel's share and that it can write, and pages that the kernel frees are gone all the
-/// same.
-const PROCESS_TESTS: [&str; 2] = ["freed-pages", "freed-elsewhere"];
+/// Tests of the program without protection keys: user mode forges each word that its process and
+/// the kernel's share and that it can write, and pages that the kernel frees are gone all the same;
+/// jumps to memory of the VM's processes end the program.
+const PROCESS_TESTS: [&str; 3] = ["freed-pages", "freed-elsewhere", "wild-jumps"];
 /// Text that the program prints when it finds something wrong.
 pub const WRONG: [&str; 2] = ["FAILED", "isolation: line"];
 

@@ -37,7 +37,7 @@ use crate::{compat, debug, profile, report, xstate};
 /// Error code of a page fault: write access.
 const WRITE: u64 = 1 << 1;
 /// Error code of a page fault: instruction fetch.
-const FETCH: u64 = 1 << 4;
+pub const FETCH: u64 = 1 << 4;
 /// Longest instruction in bytes.
 const LONGEST: usize = 15;
 

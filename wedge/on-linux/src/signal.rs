@@ -16,6 +16,7 @@ use wedge_core::cpu::rflags;
 use wedge_core::{VirtualCpu, vector};
 use wedge_x86::Unwound;
 
+use crate::exits::FETCH;
 use crate::isolation::contract::SignalEntry;
 use crate::isolation::signal_stacks::note_frame;
 use crate::isolation::{self, user_process};
@@ -122,7 +123,10 @@ extern "sysv64" fn on_signal(number: u32, _: *const u8, frame: *mut SignalFrame)
     if !synchronous {
         post_event(number);
     }
-    let is_in_wedge = (layout::WEDGE..layout::WEDGE_END).contains(&context.rip);
+    // The wedge only executes its code, so a jump to memory without code is the guest's.
+    let is_jump =
+        synchronous && context.vector == u64::from(vector::PAGE_FAULT) && context.code & FETCH != 0;
+    let is_in_wedge = (layout::WEDGE..layout::WEDGE_END).contains(&context.rip) && !is_jump;
     let interrupted = match is_in_wedge {
         true => classify(number, synchronous, context),
         false => Interrupted::Guest,
