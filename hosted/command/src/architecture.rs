@@ -45,8 +45,8 @@ impl Architecture {
         }
     }
 
-    /// Returns the begin of the names of compiler and binary tools, and the architecture's name in
-    /// Linux.
+    /// Returns the prefix of the names of compiler and binary tools, and the architecture's name
+    /// in Linux.
     pub const fn tools(self) -> (&'static str, &'static str) {
         match self {
             Self::X86 => ("", "x86"),

@@ -23,7 +23,7 @@ const KERNEL_PACKAGE: &str = "linux-image-cloud";
 const BUSYBOX_PACKAGE: &str = "busybox-static";
 const INSTALLED_BUSYBOX: &str = "/bin/busybox";
 /// Drivers for guest devices in load order: panic device, virtio, power button. Debian's kernel has
-/// them as modules; [`is_for`] tells the architecture.
+/// them as modules; [`is_for`] selects those of an architecture.
 const MODULES: [&str; 17] = [
     "pvpanic.ko",
     "pvpanic-mmio.ko",

@@ -2,7 +2,7 @@
 //! memory costs more time than everything else before the start of a VM.
 
 use std::fs::File;
-use std::io::{self, Seek, Write};
+use std::io::{self, Seek};
 use std::os::unix::fs::FileExt;
 
 use object::read::ReadCache;
@@ -29,16 +29,6 @@ impl KernelReader {
         }
         let parts = ReadCache::new(file.try_clone()?);
         Ok(Self { file, parts })
-    }
-
-    /// Takes the contents of a file.
-    ///
-    /// # Errors
-    /// The host has no free memory.
-    pub fn of_bytes(bytes: &[u8]) -> io::Result<Self> {
-        let mut file = File::from(memfd_create("parador-kernel", MemfdFlags::CLOEXEC)?);
-        file.write_all(bytes)?;
-        Self::new(file)
     }
 
     /// Returns the file.
@@ -80,6 +70,7 @@ impl KernelReader {
 mod tests {
     use super::*;
     use object::ReadRef;
+    use std::io::Write;
     use std::os::fd::OwnedFd;
 
     #[test]

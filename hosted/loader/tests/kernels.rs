@@ -2,6 +2,9 @@
 //! byte.
 
 use hosted_loader::{Error, Image, KernelReader, VmSpec, prepare};
+use std::fs::File;
+use std::io::{self, Write};
+use std::os::fd::OwnedFd;
 
 /// Link address of the test kernel, and its guest-physical address.
 const LINKED: u64 = 0xffff_ffff_8100_0000;
@@ -128,7 +131,11 @@ fn machine(memory: u64) -> VmSpec<'static> {
 /// Why a kernel is refused, and what to do.
 #[track_caller]
 fn refusal(file: &[u8], machine: &VmSpec<'_>) -> (Error, String) {
-    let source = KernelReader::of_bytes(file).unwrap();
+    let (pipe, mut writer) = io::pipe().unwrap();
+    // The pipe has room for all of these files.
+    writer.write_all(file).unwrap();
+    drop(writer);
+    let source = KernelReader::new(File::from(OwnedFd::from(pipe))).unwrap();
     let error = Image::parse(&source).and_then(|image| prepare(&image, machine).map(drop));
     let error = error.unwrap_err();
     let text = format!("{error} | {}", error.help().unwrap_or_default());

@@ -267,31 +267,21 @@ impl<const CPUS: usize> Devices<CPUS> {
     /// Calls the UART, then passes its line to the interrupt controller.
     fn with_uart<H: Host, T>(
         &mut self,
-        (fixed, host): (&Fixed<'_>, &mut H),
+        of: (&Fixed<'_>, &mut H),
         call: impl FnOnce(&mut Pl011, &mut dyn Env) -> T,
     ) -> T {
-        let effects = &mut self.effects;
-        let mut env = ChipEnv { fixed, effects, host, line: None };
-        let result = call(&mut self.uart, &mut env);
-        if let Some(level) = env.line {
-            self.gic.set_level(layout::UART_INTERRUPT, level);
-        }
-        result
+        let Self { uart, gic, effects, .. } = self;
+        with_line((gic, layout::UART_INTERRUPT), effects, of, |env| call(uart, env))
     }
 
     /// Calls the power button, likewise.
     fn with_button<H: Host, T>(
         &mut self,
-        (fixed, host): (&Fixed<'_>, &mut H),
+        of: (&Fixed<'_>, &mut H),
         call: impl FnOnce(&mut Mmio<PowerButton>, &mut dyn Env) -> T,
     ) -> T {
-        let effects = &mut self.effects;
-        let mut env = ChipEnv { fixed, effects, host, line: None };
-        let result = call(&mut self.button, &mut env);
-        if let Some(level) = env.line {
-            self.gic.set_level(layout::BUTTON_INTERRUPT, level);
-        }
-        result
+        let Self { button, gic, effects, .. } = self;
+        with_line((gic, layout::BUTTON_INTERRUPT), effects, of, |env| call(button, env))
     }
 
     fn read<H: Host>(&mut self, chip: Chip, access: Access, of: (&Fixed<'_>, &mut H)) -> u64 {
@@ -321,6 +311,21 @@ impl<const CPUS: usize> Devices<CPUS> {
             }
         }
     }
+}
+
+/// Calls a device, then passes its line to the interrupt controller, as this interrupt.
+fn with_line<const CPUS: usize, H: Host, T>(
+    (gic, interrupt): (&mut Gic<CPUS>, u32),
+    effects: &mut Effects,
+    (fixed, host): (&Fixed<'_>, &mut H),
+    call: impl FnOnce(&mut dyn Env) -> T,
+) -> T {
+    let mut env = ChipEnv { fixed, effects, host, line: None };
+    let result = call(&mut env);
+    if let Some(level) = env.line {
+        gic.set_level(interrupt, level);
+    }
+    result
 }
 
 /// Environment of a device.
