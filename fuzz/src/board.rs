@@ -9,6 +9,7 @@
 
 use std::collections::VecDeque;
 use std::fmt;
+use std::time::Duration;
 
 use proto::channel::View;
 use vmm_bus::backend::{BlockInfo, ChannelInfo, NetInfo, Offload};
@@ -208,7 +209,7 @@ impl<'m> Rig<'m> {
             vcpus: CPUS as u8,
             clock: CounterClock::new(1_000_000, 0),
             xcr0_mask: 7,
-            start_unix: 1_700_000_000,
+            start_unix: Duration::from_secs(1_700_000_000),
             kvmclock: true,
             steal_time: true,
             pv_flush: true,

@@ -20,6 +20,7 @@ pub mod container;
 #[cfg(feature = "std")]
 use container::{Container, ContainerProcess, ContainerStatistics, Limits};
 use core::net::IpAddr;
+use core::time::Duration;
 use heapless::Vec;
 use serde::de::{Error, Unexpected};
 use serde::{Deserialize, Deserializer, Serialize};
@@ -27,7 +28,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 /// Vsock port of the agent.
 pub const PORT: u32 = 1024;
 /// Version of this protocol.
-pub const VERSION: u16 = 4;
+pub const VERSION: u16 = 5;
 /// Longest message in bytes: as much as Linux takes for one argument list and its environment on a
 /// stack of 8 MiB (execve(2)).
 pub const MAX_MESSAGE: usize = 2 << 20;
@@ -56,7 +57,12 @@ pub struct Hello {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Purpose {
     /// Requests, for one command.
-    Control,
+    Control {
+        /// Wall-clock time of the host, since 1970-01-01 UTC. A guest that reads its real-time
+        /// clock is up to half a second off, and files of shared directories would be of its
+        /// future.
+        time: Duration,
+    },
     /// Bytes of the command of the control connection that was welcomed as `command`.
     Stream {
         /// Number of the command.
@@ -400,7 +406,7 @@ mod tests {
     #[test]
     fn messages_pass() {
         let mut wire = std::vec![];
-        let hello = Hello { version: VERSION, purpose: Purpose::Control };
+        let hello = Hello { version: VERSION, purpose: Purpose::Control { time: Duration::MAX } };
         send(&mut wire, &hello).expect("it fits");
         send(&mut wire, &command()).expect("it fits");
         let (mut stream, mut room) = (&wire[..], std::vec![]);

@@ -2,7 +2,7 @@
 
 use crate::children::Children;
 use crate::command::{self, Ending, Prepared, Running, Streams};
-use crate::{cgroup, container, network, power_off, root};
+use crate::{cgroup, clock, container, network, power_off, root};
 use proto::agent::{
     AgentRequest, Answer, Guest, GuestCommand, Hello, Purpose, Stream, VERSION,
     container::{Container, ContainerProcess},
@@ -83,7 +83,10 @@ impl Agent {
             return refuse_version(&connection);
         }
         match hello.purpose {
-            Purpose::Control => self.control(connection),
+            Purpose::Control { time } => {
+                clock::follow(time);
+                self.control(connection)
+            }
             Purpose::Stream { command, stream } => self.stream(connection, command, stream),
         }
     }

@@ -8,6 +8,7 @@
 
 mod cgroup;
 mod children;
+mod clock;
 mod command;
 mod connection;
 mod container;

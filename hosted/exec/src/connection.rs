@@ -9,7 +9,7 @@ use std::io::{self, ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// Time limit for the agent's answer on a stream.
 const STREAM: Duration = Duration::from_secs(10);
@@ -36,7 +36,7 @@ impl ControlConnection {
         if vm.has_ended() {
             return Err(vm.failure("the VM has ended before its agent answered"));
         }
-        match connect(&vm.socket(), Purpose::Control, ATTEMPT) {
+        match connect(&vm.socket(), control, ATTEMPT) {
             Ok((stream, command)) => {
                 // A set-up waits for the host's files.
                 stream.set_read_timeout(Some(SETUP)).os_error("set a time limit")?;
@@ -63,7 +63,7 @@ impl ControlConnection {
     /// The agent does not answer, or refuses it: `vm` explains why.
     pub fn stream(&self, vm: &mut AgentVm, stream: Stream) -> Result<UnixStream, Failure> {
         let purpose = Purpose::Stream { command: self.command, stream };
-        match connect(&vm.socket(), purpose, STREAM) {
+        match connect(&vm.socket(), || purpose, STREAM) {
             Ok((stream, _)) => Ok(stream),
             Err(error) => Err(vm.failure(&format!("cannot connect to the agent: {error}"))),
         }
@@ -138,13 +138,22 @@ fn is_late(error: &io::Error) -> bool {
     matches!(error.kind(), ErrorKind::TimedOut | ErrorKind::WouldBlock)
 }
 
+/// Returns the purpose of a control connection that is made now.
+fn control() -> Purpose {
+    Purpose::Control { time: SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default() }
+}
+
 /// Connects to the agent's port for a purpose; returns the number of the command, too.
-fn connect(socket: &Path, purpose: Purpose, patience: Duration) -> io::Result<(UnixStream, u32)> {
+fn connect(
+    socket: &Path,
+    purpose: impl FnOnce() -> Purpose,
+    patience: Duration,
+) -> io::Result<(UnixStream, u32)> {
     let mut stream = UnixStream::connect(socket)?;
     stream.set_read_timeout(Some(patience))?;
     writeln!(stream, "CONNECT {PORT}")?;
     expect_line(&mut stream)?;
-    wire::send(&stream, &Hello { version: VERSION, purpose })?;
+    wire::send(&stream, &Hello { version: VERSION, purpose: purpose() })?;
     let mut room = Vec::new();
     wire::receive(&stream, &mut room)?.ok_or_else(hang_up)?;
     let welcomed = match wire::read(&room)? {

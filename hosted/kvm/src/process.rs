@@ -425,7 +425,7 @@ fn pc_config(vm: &KvmVm, vcpus: usize, clock: CounterClock) -> PcConfig {
         clock,
         xcr0_mask: vm.xcr0(),
         // 0 for clocks before 1970.
-        start_unix: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()),
+        start_unix: SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default(),
         kvmclock: true,
         // Stolen time would require the host scheduler's statistics of the threads.
         steal_time: false,

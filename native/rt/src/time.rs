@@ -1,5 +1,6 @@
 //! The counter that tells the time (on x86 the time-stamp counter), and conversions.
 
+use core::time::Duration;
 use proto::start::Clock;
 
 use crate::processor;
@@ -29,8 +30,9 @@ pub fn after(clock: &Clock, nanos: u64) -> u64 {
 }
 
 /// Returns the wall-clock time in seconds since 1970, UTC.
-pub fn unix_seconds(clock: &Clock) -> u64 {
-    clock.unix_seconds + nanos(clock.tsc_khz, tsc().saturating_sub(clock.tsc)) / 1_000_000_000
+pub fn unix_time(clock: &Clock) -> Duration {
+    let since = nanos(clock.tsc_khz, tsc().saturating_sub(clock.tsc));
+    Duration::from_secs(clock.unix_seconds).saturating_add(Duration::from_nanos(since))
 }
 
 #[cfg(test)]

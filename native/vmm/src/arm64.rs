@@ -94,7 +94,7 @@ pub fn create_board<'m>(
     let config = VirtConfig {
         vcpus: plan.cpus.len() as u8,
         clock: CounterClock::new(page.clock.tsc_khz, counter),
-        start_unix: time::unix_seconds(&page.clock),
+        start_unix: time::unix_time(&page.clock),
         start,
     };
     GuestBoard::new(config, memory, devices)

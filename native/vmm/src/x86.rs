@@ -102,7 +102,7 @@ fn board_config(start: &Start, plan: &Vmm, count: u8) -> PcConfig {
             time::tsc().wrapping_sub(CONTROL.paused_ticks()),
         ),
         xcr0_mask: plan.xcr0_mask,
-        start_unix: time::unix_seconds(&start.clock),
+        start_unix: time::unix_time(&start.clock),
         kvmclock: plan.kvmclock,
         // Linux reads it at every context switch: too expensive for its use on a single CPU.
         steal_time: count > 1,

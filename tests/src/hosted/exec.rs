@@ -3,7 +3,7 @@
 use super::{GONE, Rig, SLOW, succeed};
 use crate::system::parador;
 use crate::terminal::Terminal;
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use rustix::process::{Pid, Signal, kill_process};
 use std::fs;
 use std::io::{Read, Write};
@@ -12,7 +12,7 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, symlink};
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::thread::sleep;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// A command, and what it must do.
 struct Case {
@@ -138,6 +138,25 @@ pub fn commands() -> Result<()> {
         ensure!(is_good, "{command:?} in {root}: {:?}\n{out}\n{err}", ended.status);
     }
     ensure!(!Path::new("/etc/parador-gone").exists(), "the host's root was changed");
+    clocks(&rig)
+}
+
+/// The guest's wall clock and its real-time clock have the host's time.
+fn clocks(rig: &Rig) -> Result<()> {
+    /// Difference that the agent does not correct, and that a start always exceeds.
+    const TOLERANCE: Duration = Duration::from_millis(10);
+    let script = "date +%s%N; cat /sys/class/rtc/rtc0/since_epoch";
+    let now = || SystemTime::now().duration_since(UNIX_EPOCH).context("a time before 1970");
+    let before = now()?;
+    let ended = run(exec(rig).arg("/").args(["--", "sh", "-ec", script]), "")?;
+    let after = now()?;
+    let output = String::from_utf8_lossy(&ended.stdout);
+    let numbers: Vec<u64> = output.lines().filter_map(|line| line.parse().ok()).collect();
+    let [time, second] = numbers[..] else { bail!("{ended:?}") };
+    let is_now = (before..=after + TOLERANCE).contains(&Duration::from_nanos(time));
+    ensure!(is_now, "the guest's time is {time}, the host's {before:?} to {after:?}");
+    let is_now = (before.as_secs()..=after.as_secs()).contains(&second);
+    ensure!(is_now, "the real-time clock has {second}, the host {before:?} to {after:?}");
     Ok(())
 }
 

@@ -69,7 +69,7 @@ proptest! {
 
     #[test]
     fn clocks(steps in steps(), start: i64, memory: u64) {
-        let config = rtc::Config { unix_seconds_at_zero: start, low_memory: memory, high_memory: !memory };
+        let config = rtc::Config { unix_seconds_at_zero: start, nanos_at_zero: memory as u32 % 1_000_000_000, low_memory: memory, high_memory: !memory };
         // The index port makes every register reachable by the call.
         hammer(rtc::Rtc::new(config), &steps, |rtc, what, value, env| {
             env.outb(rtc, rtc::spec::INDEX, what % 16);

@@ -9,8 +9,13 @@ const SECOND: Nanos = 1_000_000_000;
 const LEAP_EVE: i64 = 1_709_251_198;
 
 fn clock() -> (Script, Rtc) {
-    let config =
-        Config { unix_seconds_at_zero: LEAP_EVE, low_memory: 3 << 30, high_memory: 1 << 30 };
+    clock_at(0)
+}
+
+/// A clock that has this part of a second at VM time 0.
+fn clock_at(nanos_at_zero: u32) -> (Script, Rtc) {
+    let (low_memory, high_memory) = (3 << 30, 1 << 30);
+    let config = Config { unix_seconds_at_zero: LEAP_EVE, nanos_at_zero, low_memory, high_memory };
     (Script::new(), Rtc::new(config))
 }
 
@@ -82,6 +87,21 @@ fn update_in_progress_precedes_the_second() {
     assert_eq!(read(&mut env, &mut rtc, A), A_DEFAULT | 0x80);
     env.now = SECOND;
     assert_eq!(read(&mut env, &mut rtc, A), A_DEFAULT);
+}
+
+#[test]
+fn seconds_begin_with_those_of_the_wall_clock() {
+    let (mut env, mut rtc) = clock_at(600_000_000);
+    write(&mut env, &mut rtc, B, B_24H | B_UPDATE);
+    env.advance(&mut rtc, SECOND * 4 / 10 - 1);
+    assert_eq!((read(&mut env, &mut rtc, SECONDS), env.line(0)), (0x58, false));
+    env.advance(&mut rtc, 1);
+    assert_eq!((read(&mut env, &mut rtc, SECONDS), env.line(0)), (0x59, true));
+    assert_eq!(read(&mut env, &mut rtc, C) & !B_PERIODIC, C_IRQ | B_UPDATE);
+    env.advance(&mut rtc, SECOND - UIP_NANOS);
+    assert_eq!((read(&mut env, &mut rtc, A), env.line(0)), (A_DEFAULT | 0x80, false));
+    env.advance(&mut rtc, UIP_NANOS);
+    assert_eq!((read(&mut env, &mut rtc, SECONDS), env.line(0)), (0x00, true));
 }
 
 #[test]

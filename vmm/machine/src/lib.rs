@@ -34,6 +34,7 @@ pub mod registers;
 mod virt;
 
 use core::fmt;
+use core::time::Duration;
 
 pub use functions::{Functions, Model, Slots};
 pub use layout::{layout, layout_with_pci};
@@ -54,8 +55,8 @@ pub struct PcConfig {
     pub clock: CounterClock,
     /// `XCR0` bits that the host switches for guests.
     pub xcr0_mask: u64,
-    /// Wall-clock time at VM time 0, in seconds since 1970-01-01 UTC.
-    pub start_unix: u64,
+    /// Wall-clock time at VM time 0, since 1970-01-01 UTC.
+    pub start_unix: Duration,
     /// Offer the KVM paravirtual clock.
     pub kvmclock: bool,
     /// Offer the KVM steal-time record.

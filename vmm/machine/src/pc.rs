@@ -9,6 +9,7 @@
 //! events ([`CpuBus::needs_service`]) need not be shared.
 
 use core::sync::atomic::{AtomicU8, Ordering::Relaxed};
+use core::time::Duration;
 
 use hw_x86::cpuid::leaf;
 
@@ -71,7 +72,8 @@ fn cpuid_config(config: &PcConfig, vcpus: usize, tsc_khz: u32) -> CpuidConfig {
 fn chips(config: &PcConfig, memory: &GuestMemory) -> Chips {
     let below = |&(base, _): &(u64, u64)| base < FOUR_GIB;
     let rtc = rtc::Config {
-        unix_seconds_at_zero: i64::try_from(config.start_unix).unwrap_or(i64::MAX),
+        unix_seconds_at_zero: i64::try_from(config.start_unix.as_secs()).unwrap_or(i64::MAX),
+        nanos_at_zero: config.start_unix.subsec_nanos(),
         low_memory: memory.ranges().filter(below).map(|range| range.1).sum(),
         high_memory: memory.ranges().filter(|range| !below(range)).map(|range| range.1).sum(),
     };
@@ -114,7 +116,7 @@ struct Fixed<'m> {
     memory: &'m GuestMemory,
     cpuid: CpuidTable,
     clock: CounterClock,
-    start_unix: u64,
+    start_unix: Duration,
     vcpus: usize,
     physical_bits: u32,
     id: u32,

@@ -8,6 +8,7 @@
 mod slots;
 
 use core::fmt;
+use core::time::Duration;
 
 use hw_arm64::gic::{SoftwareInterrupt, distributor, redistributor};
 use hw_arm64::psci;
@@ -37,7 +38,7 @@ pub struct VirtConfig {
     /// VM time: frequency of the host's counter, and its value at the start of the VM.
     pub clock: CounterClock,
     /// Wall-clock time at VM time 0, in seconds since 1970-01-01 UTC.
-    pub start_unix: u64,
+    pub start_unix: Duration,
     /// Start of vCPU 0.
     pub start: StartRequest,
 }
@@ -54,7 +55,7 @@ pub struct Virt<'m, R = Spin, const CPUS: usize = MAX_VCPUS, P = ()> {
 struct Fixed<'m> {
     memory: &'m GuestMemory,
     clock: CounterClock,
-    start_unix: u64,
+    start_unix: Duration,
     vcpus: usize,
 }
 
@@ -426,7 +427,7 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn Device>> Pla
         self.host.counter()
     }
 
-    fn start_unix(&self) -> u64 {
+    fn start_unix(&self) -> Duration {
         self.virt.fixed.start_unix
     }
 

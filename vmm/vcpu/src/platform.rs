@@ -1,5 +1,6 @@
 //! The interface of the platform (machine model) around a vCPU.
 
+use core::time::Duration;
 use vmm_bus::Nanos;
 use vmm_mem::GuestMemory;
 
@@ -28,8 +29,8 @@ pub trait Platform {
     fn clock(&self) -> &CounterClock;
     /// Current value of the host's counter.
     fn counter(&self) -> u64;
-    /// Wall-clock time at VM time 0, in seconds since 1970.
-    fn start_unix(&self) -> u64;
+    /// Wall-clock time at VM time 0, since 1970-01-01 UTC.
+    fn start_unix(&self) -> Duration;
 
     /// Reads from a device at an address without memory: at most eight bytes.
     fn mmio_read(&mut self, cpu: usize, address: u64, size: u8) -> u64;

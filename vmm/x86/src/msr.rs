@@ -403,7 +403,9 @@ fn write_efer<V: X86Vcpu, P: PcPlatform>(vcpu: &mut V, platform: &P, value: u64)
 fn write_wall_clock<P: PcPlatform>(platform: &P, address: u64) -> Option<()> {
     let mut raw = [0; 12];
     raw[0] = 2; // a version: even means complete
-    raw[4..8].copy_from_slice(&(platform.start_unix() as u32).to_le_bytes());
+    let start = platform.start_unix();
+    raw[4..8].copy_from_slice(&(start.as_secs() as u32).to_le_bytes());
+    raw[8..].copy_from_slice(&start.subsec_nanos().to_le_bytes());
     platform.memory().write_slice(address, &raw).ok()
 }
 

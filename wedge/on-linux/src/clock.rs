@@ -107,11 +107,11 @@ fn measured() -> u64 {
     }
 }
 
-/// Returns the Unix time in seconds at which the TSC was 0.
+/// Returns the Unix time in nanoseconds at which the TSC was 0.
 pub fn unix_at_zero(khz: u64) -> u64 {
     let nanoseconds = u128::from(tsc()) * 1_000_000 / u128::from(khz.max(1));
     let since = u64::try_from(nanoseconds).unwrap_or(u64::MAX);
-    now(linux::CLOCK_REALTIME).saturating_sub(since) / SECOND
+    now(linux::CLOCK_REALTIME).saturating_sub(since)
 }
 
 /// Reads a host clock in nanoseconds.

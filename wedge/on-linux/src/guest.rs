@@ -7,6 +7,7 @@
 use core::arch::x86_64::__cpuid_count;
 use core::ops::Range;
 use core::sync::atomic::Ordering::{Relaxed, SeqCst};
+use core::time::Duration;
 
 use hw_x86::cpuid::{extended_b, extended_c, features_c, leaf};
 use proto::hosted::debug::reason;
@@ -98,7 +99,7 @@ pub extern "sysv64" fn main() -> ! {
         vcpus: start.vcpus as u8,
         clock: CounterClock::new(config().tsc_khz, 0),
         xcr0_mask: start.xcr0,
-        start_unix: config().unix_at_zero,
+        start_unix: Duration::from_nanos(config().unix_at_zero),
         kvmclock: true,
         steal_time: true,
         // An idle vCPU would drop all its address spaces, that is, their mappings.

@@ -3,6 +3,7 @@
 use super::*;
 use crate::platform::Interrupts;
 use crate::vcpu::{System, Virq};
+use core::time::Duration;
 use hw_arm64::esr::class;
 use hw_arm64::psci;
 use std::collections::VecDeque;
@@ -97,8 +98,8 @@ impl Platform for ScriptBus {
     fn counter(&self) -> u64 {
         0
     }
-    fn start_unix(&self) -> u64 {
-        0
+    fn start_unix(&self) -> Duration {
+        Duration::ZERO
     }
     fn mmio_read(&mut self, _: usize, _: u64, size: u8) -> u64 {
         if size == 1 { 0x80 } else { 0x8000_0000 }

@@ -5,6 +5,7 @@
 //! Missing: the alarm (reported).
 //! Documentation: Arm DDI 0224C.
 
+use core::time::Duration;
 use hw_arm64::pl031::*;
 use vmm_bus::{Access, Device, Env};
 
@@ -15,25 +16,28 @@ const NANOS_PER_SECOND: u64 = 1_000_000_000;
 pub struct Pl031 {
     /// Seconds at VM time 0.
     start: u32,
+    /// Part of a second at VM time 0 in nanoseconds.
+    phase: u64,
     matched: u32,
 }
 
 impl Pl031 {
     /// A clock that has this Unix time at VM time 0.
-    pub const fn new(unix_seconds_at_zero: u64) -> Self {
-        Self { start: unix_seconds_at_zero as u32, matched: 0 }
+    pub const fn new(unix_at_zero: Duration) -> Self {
+        let phase = unix_at_zero.subsec_nanos() as u64;
+        Self { start: unix_at_zero.as_secs() as u32, phase, matched: 0 }
     }
-}
 
-/// Seconds of VM time.
-fn elapsed(env: &dyn Env) -> u32 {
-    (env.now() / NANOS_PER_SECOND) as u32
+    /// Seconds since the last one before VM time 0.
+    fn elapsed(&self, env: &dyn Env) -> u32 {
+        (env.now().saturating_add(self.phase) / NANOS_PER_SECOND) as u32
+    }
 }
 
 impl Device for Pl031 {
     fn read(&mut self, access: Access, env: &mut dyn Env) -> u64 {
         match access.offset as usize {
-            DATA | LOAD => self.start.wrapping_add(elapsed(env)).into(),
+            DATA | LOAD => self.start.wrapping_add(self.elapsed(env)).into(),
             MATCH => self.matched.into(),
             // The clock always runs.
             CONTROL => 1,
@@ -43,7 +47,7 @@ impl Device for Pl031 {
 
     fn write(&mut self, access: Access, value: u64, env: &mut dyn Env) {
         match access.offset as usize {
-            LOAD => self.start = (value as u32).wrapping_sub(elapsed(env)),
+            LOAD => self.start = (value as u32).wrapping_sub(self.elapsed(env)),
             MATCH => self.matched = value as u32,
             INTERRUPT_MASK if value & 1 != 0 => env.missing("alarm of the PL031", value),
             _ => {}
@@ -70,8 +74,10 @@ mod tests {
 
     #[test]
     fn time_advances_and_can_be_set() {
-        let (mut clock, mut env) = (Pl031::new(1000), Script::new());
+        let (mut clock, mut env) = (Pl031::new(Duration::new(999, 600_000_000)), Script::new());
         env.advance(&mut clock, 5 * NANOS_PER_SECOND);
+        assert_eq!(env.inl(&mut clock, DATA as u64), 1004);
+        env.advance(&mut clock, NANOS_PER_SECOND / 2);
         assert_eq!(env.inl(&mut clock, DATA as u64), 1005);
         env.outl(&mut clock, LOAD as u64, 50);
         env.advance(&mut clock, NANOS_PER_SECOND);

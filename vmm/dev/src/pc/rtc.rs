@@ -110,6 +110,8 @@ const INTERRUPTS: u8 = B_UPDATE | B_ALARM | B_PERIODIC;
 pub struct Config {
     /// Wall-clock time (Unix seconds, UTC) at VM time 0.
     pub unix_seconds_at_zero: i64,
+    /// Its part of a second in nanoseconds, less than 1,000,000,000.
+    pub nanos_at_zero: u32,
     /// Bytes of memory below 4 GiB.
     pub low_memory: u64,
     /// Bytes of memory above 4 GiB.
@@ -123,8 +125,10 @@ pub struct Rtc {
     nmi_masked: bool,
     /// The time bytes at 0 to 9 and at [`CENTURY`] are valid only under [`B_SET`].
     memory: [u8; 128],
-    /// Wall-clock second at VM time 0.
+    /// Wall-clock second at time 0.
     epoch: i64,
+    /// Time at VM time 0: times of this clock begin with a second.
+    phase: Nanos,
     /// Flags of register C up to `checked`.
     flags: u8,
     checked: Nanos,
@@ -152,8 +156,9 @@ impl Rtc {
             nmi_masked: false,
             memory,
             epoch: config.unix_seconds_at_zero,
+            phase: config.nanos_at_zero as Nanos,
             flags: 0,
-            checked: 0,
+            checked: config.nanos_at_zero as Nanos,
             armed: NEVER,
         }
     }
@@ -175,7 +180,12 @@ impl Rtc {
         self.byte(B) & B_SET != 0
     }
 
-    /// Wall-clock second at VM time `now`.
+    /// Present time of this clock.
+    fn now(&self, env: &dyn Env) -> Nanos {
+        env.now().saturating_add(self.phase)
+    }
+
+    /// Wall-clock second at `now`.
     fn second(&self, now: Nanos) -> i64 {
         self.epoch.saturating_add((now / SECOND) as i64).clamp(0, LAST_SECOND)
     }
@@ -317,12 +327,12 @@ impl Rtc {
         }
         if next != self.armed {
             self.armed = next;
-            env.arm(0, next);
+            env.arm(0, if next == NEVER { NEVER } else { next.saturating_sub(self.phase) });
         }
     }
 
     fn read_data(&mut self, env: &mut dyn Env) -> u8 {
-        let now = env.now();
+        let now = self.now(env);
         match self.index {
             SECONDS | MINUTES | HOURS | WEEKDAY..=YEAR | CENTURY => {
                 if !self.is_stopped() {
@@ -348,7 +358,7 @@ impl Rtc {
     }
 
     fn write_data(&mut self, value: u8, env: &mut dyn Env) {
-        let now = env.now();
+        let now = self.now(env);
         self.refresh(now);
         match self.index {
             SECONDS | MINUTES | HOURS | WEEKDAY..=YEAR | CENTURY => {
@@ -478,7 +488,7 @@ impl Device for Rtc {
     fn wake(&mut self, timer: u8, env: &mut dyn Env) {
         if timer == 0 {
             self.armed = NEVER;
-            let now = env.now();
+            let now = self.now(env);
             self.refresh(now);
             self.update(now, env);
         }
@@ -486,7 +496,7 @@ impl Device for Rtc {
 
     /// Time and memory are battery-backed: reset only disables interrupts.
     fn reset(&mut self, env: &mut dyn Env) {
-        let now = env.now();
+        let now = self.now(env);
         self.refresh(now);
         self.index = 0;
         self.nmi_masked = false;

@@ -1,5 +1,6 @@
 //! The board as seen by one vCPU.
 
+use core::time::Duration;
 use spin::relax::RelaxStrategy;
 use vmm_emu::{Control, Devices, Done, Stop};
 use vmm_mem::GuestMemory;
@@ -69,7 +70,7 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions> Platform
         self.host.counter()
     }
 
-    fn start_unix(&self) -> u64 {
+    fn start_unix(&self) -> Duration {
         self.pc.fixed.start_unix
     }
 

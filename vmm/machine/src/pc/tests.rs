@@ -3,6 +3,7 @@
 use super::pci_access::parts;
 use super::*;
 use core::fmt;
+use core::time::Duration;
 use std::string::{String, ToString};
 use std::vec::Vec;
 use vmm_bus::testing::ScriptStream;
@@ -60,7 +61,7 @@ impl<'m, P: Functions> Rig<'m, P> {
             vcpus,
             clock: CounterClock::new(1_000_000, 0),
             xcr0_mask: 7,
-            start_unix: 1_700_000_000,
+            start_unix: Duration::from_secs(1_700_000_000),
             kvmclock: true,
             steal_time: true,
             pv_flush: true,

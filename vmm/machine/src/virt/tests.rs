@@ -1,4 +1,5 @@
 use super::*;
+use core::time::Duration;
 use std::string::{String, ToString};
 use std::vec::Vec;
 use vmm_arm64::Virq;
@@ -75,7 +76,12 @@ fn interrupts_reach_a_vcpu_that_runs_without_a_kick() {
 const START: StartRequest = StartRequest { entry: layout::RAM, argument: 0 };
 
 fn config() -> VirtConfig {
-    VirtConfig { vcpus: 2, clock: CounterClock::new(1000, 0), start_unix: 100, start: START }
+    VirtConfig {
+        vcpus: 2,
+        clock: CounterClock::new(1000, 0),
+        start_unix: Duration::from_secs(100),
+        start: START,
+    }
 }
 
 #[test]

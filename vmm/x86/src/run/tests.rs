@@ -15,6 +15,7 @@ use crate::pv::ApicIds;
 use crate::registers::{Gpr, Seg, Segment};
 use crate::testing::{ScriptEntry, ScriptedVcpu};
 use crate::walk::{GuestTables, paging};
+use core::time::Duration;
 use hw_walk::Intent;
 use hw_x86::kvm::steal_time;
 use hw_x86::msr::{APIC_BASE, kvm};
@@ -136,8 +137,8 @@ impl Platform for TestPlatform {
     fn counter(&self) -> u64 {
         self.tsc
     }
-    fn start_unix(&self) -> u64 {
-        1_700_000_000
+    fn start_unix(&self) -> Duration {
+        Duration::new(1_700_000_000, 250_000_000)
     }
     fn mmio_read(&mut self, _: usize, address: u64, size: u8) -> u64 {
         address << 8 | u64::from(size)

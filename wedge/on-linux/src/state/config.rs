@@ -40,7 +40,7 @@ pub struct Config {
     pub filters: Filters,
     /// Frequency of the time-stamp counter in kHz.
     pub tsc_khz: u64,
-    /// Wall-clock time at which the TSC was 0, in seconds since 1970.
+    /// Wall-clock time at which the TSC was 0, in nanoseconds since 1970.
     pub unix_at_zero: u64,
     /// CPU sets exist: the VM was started on several CPUs, and a process can determine its CPU.
     pub has_cpu_sets: bool,

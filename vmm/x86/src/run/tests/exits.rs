@@ -5,6 +5,16 @@ use crate::run::exits::APIC_ENABLED;
 use hw_x86::kvm::hypercall;
 
 #[test]
+fn the_wall_clock_has_nanoseconds() {
+    const RECORD: u64 = 0x2004;
+    let (mut cpu, mut vcpu, mut platform) = guest(&[0xf4]);
+    assert!(cpu.write_msr(&mut vcpu, &mut platform, kvm::WALL_CLOCK, RECORD).is_some());
+    let words = [0, 4, 8].map(|offset| platform.memory.read::<u32>(RECORD + offset).unwrap());
+    assert_eq!(words, [2, 1_700_000_000, 250_000_000]);
+    assert_eq!(cpu.write_msr(&mut vcpu, &mut platform, kvm::WALL_CLOCK, u64::MAX - 3), None);
+}
+
+#[test]
 fn accesses_are_answered_and_change_no_register() {
     const NO_SUCH_MSR: u64 = 0xdead_0000;
     let (mut cpu, mut vcpu, mut platform) = guest(&[]);
