@@ -835,6 +835,54 @@ static void wild_jumps(void)
 	}
 }
 
+static sigjmp_buf after_fault;
+static volatile uintptr_t fault_address, fault_rip;
+
+static void on_fault(int number, siginfo_t *info, void *context)
+{
+	(void)number;
+	fault_address = (uintptr_t)info->si_addr;
+	fault_rip = ((ucontext_t *)context)->uc_mcontext.gregs[REG_RIP];
+	siglongjmp(after_fault, 1);
+}
+
+// The instruction before a system call, which a back end moves elsewhere, reads a page of the stack
+// that is missing, or must not be read. The program finds it in its place.
+static void call_stacks(void)
+{
+	// mov rdx, rsp; mov rsp, rdi; mov eax, SYS_getpid
+	// mov r9, [rsp + 8]; syscall; mov rsp, rdx; ret
+	static const volatile uint8_t code[] = {
+		0x48, 0x89, 0xe2, 0x48, 0x89, 0xfc, 0xb8, SYS_getpid, 0, 0, 0,
+		0x4c, 0x8b, 0x4c, 0x24, 0x08, 0x0f, 0x05, 0x48, 0x89, 0xd4, 0xc3,
+	};
+	enum { LOAD = 11 };
+	uint8_t *text = pages(PAGE, PROT_READ | PROT_WRITE);
+	PUT(text, code);
+	CHECK(mprotect(text, PAGE, PROT_READ | PROT_EXEC) == 0);
+	long (*call)(uint8_t *) = (void *)text;
+	uint8_t *stack = pages(2 * PAGE, PROT_READ | PROT_WRITE), *next = stack + PAGE;
+	stack[0] = next[0] = 1;
+	for (int i = 0; i < HOT; i++)
+		CHECK(call(next - 8) == getpid());
+	for (int i = 0; i < HOT; i++) {
+		CHECK(madvise(next, PAGE, MADV_DONTNEED) == 0);
+		CHECK(call(next - 8) == getpid());
+	}
+	static uint8_t own_stack[1 << 16];
+	stack_t other = { .ss_sp = own_stack, .ss_size = sizeof(own_stack) };
+	CHECK(sigaltstack(&other, NULL) == 0);
+	handle(SIGSEGV, on_fault, SA_ONSTACK);
+	CHECK(mprotect(next, PAGE, PROT_NONE) == 0);
+	for (int i = 0; i < HOT; i++) {
+		if (sigsetjmp(after_fault, 1) == 0) {
+			call(next - 8);
+			CHECK(!"it reads a page without rights");
+		}
+		CHECK(fault_address == (uintptr_t)next && fault_rip == (uintptr_t)text + LOAD);
+	}
+}
+
 // Rounds of own_code() are combinations of four bits. Where the program itself is executed in
 // steps, a signal each, four rounds still have each bit set and clear.
 #ifdef STEPS
@@ -1139,6 +1187,7 @@ static const struct {
 	{ "breakpoints", breakpoints },
 	{ "refused-calls", refused_calls },
 	{ "middle-of-calls", middle_of_calls },
+	{ "call-stacks", call_stacks },
 	{ "stale-copies", stale_copies },
 	{ "stepped-neighbours", stepped_neighbours },
 	{ "wild-jumps", wild_jumps },

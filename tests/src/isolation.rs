@@ -12,12 +12,13 @@ use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
 /// Tests of the program that every mode passes.
-pub const TESTS: [&str; 13] = [
+pub const TESTS: [&str; 14] = [
     "stepped-calls",
     "traced-steps",
     "steps-everywhere",
     "alignment-checks",
     "middle-of-calls",
+    "call-stacks",
     "stale-copies",
     "stepped-neighbours",
     "own-code",

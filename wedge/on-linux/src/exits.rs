@@ -25,7 +25,7 @@ use crate::mmu::fill::Fault;
 use crate::mmu::kernel_code::{MOST_POKED, close_poke, write_code};
 use crate::mmu::ram::{PAGE, is_filled_in};
 use crate::mmu::steps::Begin;
-use crate::mmu::syscall_patch::SYSCALL;
+use crate::mmu::syscall_patch::{SYSCALL, is_stub};
 use crate::sites::{FUNCTION, Sites};
 use crate::state::config::has;
 use crate::state::process::slot;
@@ -273,6 +273,9 @@ impl LinuxVcpu<'_> {
     fn signal(&mut self) -> StopAction {
         let signal = vcpu().signal.get();
         let cpu = &mut *self.cpu;
+        if cpu.cpl == 3 && !matches!(signal.number, linux::SIGSYS | linux::SIGTRAP) {
+            self.space.mmu().step_back(cpu);
+        }
         match signal.number {
             linux::SIGSYS if signal.vector == u64::from(signals::INT_80) => self.compat_call(),
             linux::SIGSYS => {
@@ -297,13 +300,7 @@ impl LinuxVcpu<'_> {
                 StopAction::Resume
             }
             // Timer and device process have posted their events.
-            _ => {
-                if cpu.cpl == 3 {
-                    // The rewritten page may be replaced before user mode resumes.
-                    self.space.mmu().step_back(cpu);
-                }
-                StopAction::Resume
-            }
+            _ => StopAction::Resume,
         }
     }
 
@@ -347,6 +344,10 @@ impl LinuxVcpu<'_> {
     fn exception(&mut self, exception: u8, code: u32) {
         let cpu = &mut *self.cpu;
         if exception == vector::DEBUG {
+            if cpu.cpl == 3 && is_stub(cpu.frame.rip) {
+                // Inside of a rewritten system call: the step ends after it.
+                return;
+            }
             if self.profiles && profile::is_stepping() {
                 return profile::stepped(cpu, &self.memory);
             }

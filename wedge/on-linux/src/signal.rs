@@ -24,7 +24,7 @@ use crate::linux::signals::{
     Context, KICK, ORDER, SYNCHRONOUS, Signal, SignalFrame, TIMER, sanitize,
 };
 use crate::mmu::frames::note_interrupted_kernel;
-use crate::mmu::syscall_patch::is_stub;
+use crate::mmu::syscall_patch::is_call_code;
 use crate::state::current::CurrentVcpu;
 use crate::state::process::process;
 use crate::state::shared::{
@@ -123,11 +123,8 @@ extern "sysv64" fn on_signal(number: u32, _: *const u8, frame: *mut SignalFrame)
     if !synchronous {
         post_event(number);
     }
-    // The wedge only executes its code, so a jump to memory without code is the guest's.
-    let is_jump =
-        synchronous && context.vector == u64::from(vector::PAGE_FAULT) && context.code & FETCH != 0;
-    let is_in_wedge = (layout::WEDGE..layout::WEDGE_END).contains(&context.rip) && !is_jump;
-    let interrupted = match is_in_wedge {
+    let is_in_wedge = (layout::WEDGE..layout::WEDGE_END).contains(&context.rip);
+    let interrupted = match is_in_wedge && !(synchronous && is_fault_of_guest(context)) {
         true => classify(number, synchronous, context),
         false => Interrupted::Guest,
     };
@@ -256,11 +253,6 @@ fn recover_registers(cpu: &mut VirtualCpu, signal: &mut Signal) {
         // Whatever the signal was, treat it as the system call.
         frame.rip = frame.gpr[1];
         (signal.number, signal.vector) = (linux::SIGSYS, 0);
-        return;
-    }
-    if signal.number == linux::SIGTRAP && signal.vector == DEBUG && is_stub(rip) {
-        // A single step of the code that replaces the system call.
-        signal.number = KICK;
     }
 }
 
@@ -281,6 +273,14 @@ enum Interrupted {
     Restart(u64, u64),
     /// A stub after which the guest resumes, with interrupts enabled.
     Resume(u64),
+}
+
+/// Returns whether the guest has caused an exception at an address of the wedge: by a jump to
+/// memory without code, since the wedge only executes its own, or in code of rewritten system
+/// calls, such as an instruction that was moved to a stub. A single step continues through stubs.
+fn is_fault_of_guest(context: &Context) -> bool {
+    let is_jump = context.vector == u64::from(vector::PAGE_FAULT) && context.code & FETCH != 0;
+    is_jump || is_call_code(context.rip) && context.vector != DEBUG
 }
 
 /// Classifies the code of the wedge that a signal has interrupted, without access to the vCPU's

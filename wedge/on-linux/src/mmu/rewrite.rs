@@ -10,8 +10,8 @@ use crate::mmu::exec_scan::{Page, ScannedPage, find};
 use crate::mmu::host::{HostMap, MappingListener};
 use crate::mmu::ram::PAGE;
 use crate::mmu::syscall_patch::{
-    LENGTH, NONE, PAGES, Replacement, SHORT_JUMP, SYSCALL, decode_stub, find_replacement, jump_to,
-    slot_of, stub_address, stub_code,
+    LENGTH, NONE, PAGES, Replacement, SHORT_JUMP, SYSCALL, call_site, decode_stub,
+    find_replacement, jump_to, slot_of, stub_address, stub_at, stub_code,
 };
 use hw_walk::leaf;
 use vmm_x86::walk::GuestTables;
@@ -117,11 +117,17 @@ impl<H: HostMap + MappingListener> Mmu<'_, H> {
         self.pending_call(rip).is_some()
     }
 
-    /// Moves interrupted user mode back to its system call if it was between a rewritten call and
-    /// its stub.
+    /// Moves interrupted user mode back to its system call if it was on the way from a rewritten
+    /// call to the wedge: copies and stubs are this process's, and may have changed when user mode
+    /// resumes. The instructions of a stub can be executed again.
     pub fn step_back(&self, cpu: &mut VirtualCpu) {
-        if let Some(after) = self.pending_call(cpu.frame.rip) {
-            cpu.frame.rip = after - SYSCALL.len() as u64;
+        let rip = cpu.frame.rip;
+        if let Some(after) = self.pending_call(rip) {
+            cpu.frame.rip = call_site(NONE, after);
+        } else if let Some(index) = stub_at(rip).filter(|&index| self.space.calls.is_used(index))
+            && let Some((first, after)) = decode_stub(&self.host.stub(index as u32))
+        {
+            cpu.frame.rip = call_site(first, after);
         }
     }
 
@@ -218,7 +224,7 @@ impl<H: HostMap + MappingListener> Mmu<'_, H> {
             let after = u64::from(word(16)) | u64::from(word(20)) << 32;
             for page in [after.wrapping_sub(SYSCALL.len() as u64), after.wrapping_sub(1)] {
                 let page = page & !(PAGE - 1);
-                if page != 0 && self.space.calls.has_copy(page) {
+                if self.space.calls.has_copy(page) {
                     self.drop_range(page, page + PAGE);
                 }
             }
@@ -381,6 +387,29 @@ mod tests {
         assert!(mmu.is_on_way(cpu.frame.rip) && mmu.is_current(USER, FRAME, mmu.vm.memory));
         mmu.step_back(&mut cpu);
         assert_eq!(cpu.frame.rip, USER + 512);
+    }
+
+    #[test]
+    fn user_mode_in_a_stub_steps_back_to_its_call() {
+        let mut rig = guest(Rig::new());
+        call(&mut rig, 100);
+        call(&mut rig, 200);
+        let mut cpu = rig.cpu.clone();
+        let mut back = |rip| {
+            cpu.frame.rip = rip;
+            rig.mmu().step_back(&mut cpu);
+            cpu.frame.rip
+        };
+        for offset in [0, 5, 15] {
+            assert_eq!(back(stub_address(0) + offset), USER + 100);
+            assert_eq!(back(stub_address(1) + offset), USER + 200);
+        }
+        // Not an instruction, a stub without a call, and the ends of the area.
+        let others =
+            [stub_address(0) + 4, stub_address(2), stub_address(0) - 1, stub_address(8192)];
+        for rip in others.into_iter().chain([0, 4]) {
+            assert_eq!(back(rip), rip);
+        }
     }
 
     #[test]

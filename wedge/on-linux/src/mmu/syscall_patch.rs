@@ -115,14 +115,13 @@ impl Calls {
 
     /// Returns whether this process has a private copy of a page.
     pub fn has_copy(&self, page: u64) -> bool {
-        self.used != 0 && self.pages.contains(&page)
+        page != 0 && self.used != 0 && self.pages.contains(&page)
     }
 
     /// Returns whether the page of `rip` has rewritten calls, so that `int` at `rip` is the second
     /// half of one.
     pub fn is_rewritten(&self, rip: u64) -> bool {
-        let page = rip & !(PAGE - 1);
-        page != 0 && self.pages.contains(&page)
+        self.has_copy(rip & !(PAGE - 1))
     }
 
     /// Returns the copied page of an entry if its original is in a range of guest memory, given by
@@ -207,6 +206,27 @@ pub fn stub_code(at: u64, first: &[u8], after: u64, entry: u64) -> [u8; STUB] {
     let distance = entry.wrapping_sub(at + 20) as u32;
     code[16..20].copy_from_slice(&distance.to_le_bytes());
     code
+}
+
+/// Returns whether `rip` is in a stub or slot. Only user mode executes them.
+pub fn is_call_code(rip: u64) -> bool {
+    (SLOTS..stub_address(MAX_CALLS)).contains(&rip)
+}
+
+/// Offsets of a stub's instructions.
+const INSTRUCTIONS: [u64; 3] = [0, 5, 15];
+
+/// Returns the stub that has an instruction at `rip`.
+pub fn stub_at(rip: u64) -> Option<u64> {
+    let offset = rip.checked_sub(STUBS).filter(|_| is_stub(rip))?;
+    INSTRUCTIONS.contains(&(offset % STUB as u64)).then_some(offset / STUB as u64)
+}
+
+/// Returns the place of a rewritten call in its page's original, from the first instruction of its
+/// stub and its return address.
+pub fn call_site(first: [u8; NONE.len()], after: u64) -> u64 {
+    let length = if first == NONE { SYSCALL.len() } else { LENGTH };
+    after.wrapping_sub(length as u64)
 }
 
 /// Returns the first instruction of a stub, and its return address.
