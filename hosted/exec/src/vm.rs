@@ -143,8 +143,7 @@ impl AgentVm {
             [MESSAGES, CONSOLE].map(|name| String::from_utf8_lossy(&read(name)).into_owned());
         let ended = self.child.as_mut().and_then(|child| child.try_wait().ok().flatten());
         let status = ended.map_or_else(String::new, |status| format!(" ({status})"));
-        let console: Vec<&str> = console.lines().map(str::trim_end).collect();
-        let last = console[console.len().saturating_sub(SHOWN)..].join("\n");
+        let last = last_words(&console);
         let code = ended.and_then(|status| status.code());
         let code =
             code.and_then(|code| u8::try_from(code).ok()).filter(|code| *code >= failure::USAGE);
@@ -177,7 +176,35 @@ impl AgentVm {
     }
 }
 
+/// Returns the lines of a console that state the reason of an end: a panic's first ones, else the
+/// last ones.
+fn last_words(console: &str) -> String {
+    const PANIC: &str = "Kernel panic - ";
+    let lines: Vec<&str> = console.lines().map(str::trim_end).collect();
+    let panic = lines.iter().position(|line| line.contains(PANIC));
+    let first = panic.unwrap_or(lines.len().saturating_sub(SHOWN));
+    lines[first..].iter().take(SHOWN).copied().collect::<Vec<_>>().join("\n")
+}
+
 /// Creates a command for this program, which ends with it.
 fn own(at_end: AtEnd) -> Result<Command, Failure> {
     supervise::command(OsStr::new("/proc/self/exe"), at_end)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_panic_is_shown_from_its_reason_on() {
+        let lines = |range: std::ops::Range<usize>| {
+            range.map(|number| format!("line {number}\r\n")).collect::<String>()
+        };
+        assert_eq!(last_words(""), "");
+        assert_eq!(last_words(&lines(0..2)), "line 0\nline 1");
+        assert!(last_words(&lines(0..30)).starts_with("line 20\n"));
+        let panic = "[    1.7] Kernel panic - not syncing: System is deadlocked on memory\r\n";
+        let shown = last_words(&[&lines(0..30), panic, &lines(30..60)].concat());
+        assert!(shown.starts_with(panic.trim_end()) && shown.ends_with("line 38"), "{shown}");
+    }
 }
