@@ -242,6 +242,9 @@ pub enum Role<'a> {
     Net(NetServer),
 }
 
+/// Seed of random numbers.
+pub type Seed = [u8; 32];
+
 /// Configuration of a VMM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Vmm<'a> {
@@ -265,6 +268,8 @@ pub struct Vmm<'a> {
     pub vtlb: Option<Vtlb>,
     /// `XCR0` bits that the guest may enable.
     pub xcr0_mask: u64,
+    /// Secret seed of the VM's random numbers; `None`: the VMM has the processor's source only.
+    pub seed: Option<Seed>,
     /// Disks and network cards, in the order of their discovery by the guest.
     pub attachments: Vec<Attachment, MAX_SESSIONS>,
     /// Channels to peer VMs. Channel `n` uses memory range `n` of kind `Channel`, slot `CHANNELS +
@@ -346,6 +351,7 @@ mod tests {
                     trace_writes: true,
                 }),
                 xcr0_mask: u64::MAX,
+                seed: Some([u8::MAX; 32]),
                 attachments: Vec::from_iter([attachment; MAX_SESSIONS]),
                 channels: Vec::from_iter([end; MAX_VM_CHANNELS]),
             }),

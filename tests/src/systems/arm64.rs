@@ -93,6 +93,8 @@ pub fn arm64_scenarios() -> Vec<Scenario> {
         Scenario {
             cpus: &[1, 4],
             steps: vec![
+                // It has a seed from the start, which is the host firmware's.
+                Step::Console("[    0.000000] random: crng init done"),
                 Step::Console(" # "),
                 Step::Type("echo machine $(uname -m) CPUs $(grep -c ^processor /proc/cpuinfo)\n"),
                 Step::Console("machine aarch64 CPUs "),
