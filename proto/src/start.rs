@@ -189,8 +189,10 @@ pub enum RangeKind {
     Channel,
     /// DMA memory of a server, physically contiguous.
     Dma,
-    /// One base address register of a server's device, in their order; `physical` is the index of
-    /// the register. Pages that contain the MSI-X table are omitted.
+    /// Registers of a server's device: of a PCI function, the range of one base address register;
+    /// `physical` is the index of the register, in ascending order. Pages that contain the MSI-X
+    /// table are omitted. Of another device, all its registers, with index 0; they may begin and
+    /// end inside a page.
     Registers,
     /// Configuration space of a server's device, read-only.
     Configuration,
@@ -201,9 +203,9 @@ pub enum RangeKind {
 pub struct Range {
     /// Purpose.
     pub kind: RangeKind,
-    /// First address; page-aligned.
+    /// First address; page-aligned, unless the kind says otherwise.
     pub base: u64,
-    /// Length in bytes; exact for read-only files, else a multiple of the page size.
+    /// Length in bytes; exact for read-only files and registers, else a multiple of the page size.
     pub length: u64,
     /// Session, DMA memory: device address of the first byte. Registers: see
     /// [`RangeKind::Registers`]. Else 0.

@@ -1,12 +1,9 @@
 //! Systems of the native microhypervisor on AArch64.
 
 use super::guests::channel;
-use super::{base, task};
+use super::{HEAD, base, micro, task};
 use crate::scenario::{Backend, Scenario, Step};
 use crate::system::Machine;
-
-/// The head of a description.
-const HEAD: &str = "[system]\nboard = \"qemu-virt\"\nlog = \"com2\"\nshare_cpus = true\n";
 
 /// Adds a virtual machine with Debian's kernel and a busybox RAM disk.
 fn linux(name: &str, command_line: &str, more: &str) -> String {
@@ -14,11 +11,6 @@ fn linux(name: &str, command_line: &str, more: &str) -> String {
         "\n[[vm]]\nname = \"{name}\"\nmemory = \"128M\"\nkernel = \"debian\"\ninitrd = \"busybox\"\n\
          cmdline = \"console=ttyAMA0 {command_line}\"\n{more}\n"
     )
-}
-
-/// Adds a virtual machine with a micro-guest.
-fn micro(name: &str, guest: &str, more: &str) -> String {
-    format!("\n[[vm]]\nname = \"{name}\"\nmemory = \"16M\"\nkernel = \"micro:{guest}\"\n{more}\n")
 }
 
 /// Returns a scenario with defaults for this system.
@@ -183,8 +175,10 @@ fn operator_steps() -> Vec<Step> {
         Step::Type("\x1dn"),
         Step::Console("linux-2 (3"),
         Step::Console(" # "),
-        Step::Type("echo two $((7 * 8))\n"),
+        Step::Type("echo two $((7 * 8)); ping -c 3 10.0.2.15; ping -c 1 10.0.2.2\n"),
         Step::Console("two 56"),
+        Step::Console("3 packets received"),
+        Step::Console("1 packets received"),
         Step::Type("\x1d4"),
         Step::Console("tick "),
         Step::Type("\x1d:st\r"),
