@@ -57,7 +57,7 @@ fn main(start: &Start<'static>) -> u64 {
         DiskDriver::Virtio => match virtio::VirtioDisk::new(start, words, physical) {
             Ok(disk) => serve(start, plan, disk, dma),
             Err(error) => {
-                error!("cannot set up the disk: {error:?}");
+                error!("cannot set up the disk: {error}");
                 code::INTERNAL
             }
         },

@@ -234,7 +234,7 @@ fn connect(start: &Start, plan: &NetServer) -> Result<Option<Uplink>, u64> {
         return Err(code::INTERNAL);
     }
     Uplink::new(start, dma).map(Some).map_err(|error| {
-        error!("cannot set up the network card: {error:?}");
+        error!("cannot set up the network card: {error}");
         code::INTERNAL
     })
 }

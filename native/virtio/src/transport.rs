@@ -1,6 +1,8 @@
 //! Device behind either transport: initialisation and negotiation, which are the same for both
 //! (virtio 1.2, section 3.1).
 
+use core::fmt;
+
 use native_rt::device::{DeviceRegisters, configuration, registers};
 use proto::start::Start;
 
@@ -33,8 +35,7 @@ pub enum SetupError {
     NoDevice,
     /// The device lacks a structure of the modern transport over PCI, of this `cfg_type`.
     Structure(u8),
-    /// The transport over MMIO has this version instead of 2: a legacy device, which QEMU makes
-    /// without `-global virtio-mmio.force-legacy=false`.
+    /// The transport over MMIO has this version instead of 2: a legacy device.
     Legacy(u32),
     /// The device does not complete its reset.
     Reset,
@@ -42,6 +43,19 @@ pub enum SetupError {
     Features,
     /// A queue is missing, or cannot interrupt.
     Queue(u16),
+}
+
+impl fmt::Display for SetupError {
+    fn fmt(&self, to: &mut fmt::Formatter) -> fmt::Result {
+        match self {
+            Self::Legacy(version) => write!(
+                to,
+                "virtio over MMIO of version {version} instead of 2 \
+                 (QEMU: -global virtio-mmio.force-legacy=false)"
+            ),
+            error => write!(to, "{error:?}"),
+        }
+    }
 }
 
 /// A virtio device of the task.

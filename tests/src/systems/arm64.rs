@@ -70,6 +70,42 @@ pub fn arm64_devices() -> Vec<Scenario> {
     ]
 }
 
+/// Virtio devices that no server can have.
+pub fn arm64_refused_devices() -> Vec<Scenario> {
+    let system = || {
+        "disk = [\"first.img\"]\n\n[[server]]\nname = \"blk0\"\nkind = \"block\"\ndevice = \"virtio-blk:0\"\n"
+            .to_owned()
+            + &micro("guest", "hello", "console = \"com1\"")
+    };
+    let hello = || "vm guest ended: power-off code 0".to_owned();
+    vec![
+        Scenario {
+            // The second transport is in the page of the first one, which has the disk.
+            machine: Machine {
+                qemu: &["-device", "virtio-rng-device,bus=virtio-mmio-bus.1"],
+                ..Machine::default()
+            },
+            texts: vec![
+                "cannot start server blk0: another device has registers in the same page".into(),
+                hello(),
+            ],
+            ..arm64("device-in-a-shared-page", system())
+        },
+        Scenario {
+            // Another machine than the description's.
+            machine: Machine {
+                qemu: &["-global", "virtio-mmio.force-legacy=true"],
+                ..Machine::default()
+            },
+            texts: vec![
+                "blk0: error: cannot set up the disk: virtio over MMIO of version 1".into(),
+                hello(),
+            ],
+            ..arm64("legacy-device", system())
+        },
+    ]
+}
+
 /// Guests, the console and its clients, the operator shell, restarts.
 pub fn arm64_scenarios() -> Vec<Scenario> {
     let steward =
