@@ -151,7 +151,7 @@ pub fn arm64_scenarios() -> Vec<Scenario> {
             ..arm64("hostile-max", micro("guest", "hostile", ""))
         },
         Scenario {
-            cpus: &[1, 4],
+            cpus: &[4],
             steps: operator_steps(),
             limit: 400,
             // What `make run ARCH=arm64` starts.
