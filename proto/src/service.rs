@@ -59,7 +59,7 @@ pub struct DiskClient {
 /// Driver of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum DiskDriver {
-    /// virtio-blk over PCI.
+    /// virtio-blk, over PCI or MMIO.
     Virtio,
     /// Port of an AHCI controller; `None`: the first port with a disk.
     Ahci(Option<u8>),
@@ -91,7 +91,7 @@ pub struct SwitchPort {
 /// Configuration of a switch.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NetServer {
-    /// The switch owns a network card (virtio-net over PCI) as its uplink.
+    /// The switch owns a network card (virtio-net) as its uplink.
     pub uplink: bool,
     /// Ports, in the order of the task's sessions.
     pub ports: Vec<SwitchPort, MAX_SESSIONS>,

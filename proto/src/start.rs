@@ -189,8 +189,10 @@ pub enum RangeKind {
     Channel,
     /// DMA memory of a server, physically contiguous.
     Dma,
-    /// One base address register of a server's device, in their order; `physical` is the index of
-    /// the register. Pages that contain the MSI-X table are omitted.
+    /// Registers of a server's device: of a PCI function, the range of one base address register;
+    /// `physical` is the index of the register, in ascending order. Pages that contain the MSI-X
+    /// table are omitted. Of another device, all its registers, with index 0; they may begin and
+    /// end inside a page.
     Registers,
     /// Configuration space of a server's device, read-only.
     Configuration,
@@ -201,9 +203,9 @@ pub enum RangeKind {
 pub struct Range {
     /// Purpose.
     pub kind: RangeKind,
-    /// First address; page-aligned.
+    /// First address; page-aligned, unless the kind says otherwise.
     pub base: u64,
-    /// Length in bytes; exact for read-only files, else a multiple of the page size.
+    /// Length in bytes; exact for read-only files and registers, else a multiple of the page size.
     pub length: u64,
     /// Session, DMA memory: device address of the first byte. Registers: see
     /// [`RangeKind::Registers`]. Else 0.
@@ -242,6 +244,9 @@ pub enum Role<'a> {
     Net(NetServer),
 }
 
+/// Seed of random numbers.
+pub type Seed = [u8; 32];
+
 /// Configuration of a VMM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Vmm<'a> {
@@ -265,6 +270,8 @@ pub struct Vmm<'a> {
     pub vtlb: Option<Vtlb>,
     /// `XCR0` bits that the guest may enable.
     pub xcr0_mask: u64,
+    /// Secret seed of the VM's random numbers; `None`: the VMM has the processor's source only.
+    pub seed: Option<Seed>,
     /// Disks and network cards, in the order of their discovery by the guest.
     pub attachments: Vec<Attachment, MAX_SESSIONS>,
     /// Channels to peer VMs. Channel `n` uses memory range `n` of kind `Channel`, slot `CHANNELS +
@@ -346,6 +353,7 @@ mod tests {
                     trace_writes: true,
                 }),
                 xcr0_mask: u64::MAX,
+                seed: Some([u8::MAX; 32]),
                 attachments: Vec::from_iter([attachment; MAX_SESSIONS]),
                 channels: Vec::from_iter([end; MAX_VM_CHANNELS]),
             }),

@@ -17,7 +17,7 @@ use crate::service::DiskRange;
 use crate::vtlb::Vtlb;
 
 /// Version of the encoding. Incremented by every change of a type in this module.
-pub const VERSION: u32 = 8;
+pub const VERSION: u32 = 9;
 /// Largest number of VMs in a system.
 pub const MAX_VMS: usize = 16;
 /// Largest number of vCPUs of a VM.
@@ -135,15 +135,25 @@ pub enum Device {
     Serial(SerialPort),
     /// A PCI function: index among the functions of its class, in the order of their addresses.
     Pci(PciClass, u8),
+    /// A virtio device over MMIO in the device tree: index among those of its class, in the order
+    /// of their addresses.
+    Mmio(VirtioClass, u8),
+}
+
+/// Classes of virtio devices with a driver.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum VirtioClass {
+    /// virtio-blk.
+    Block,
+    /// virtio-net.
+    Net,
 }
 
 /// Classes of PCI functions with a driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum PciClass {
-    /// virtio-blk.
-    VirtioBlk,
-    /// virtio-net.
-    VirtioNet,
+    /// A virtio device.
+    Virtio(VirtioClass),
     /// AHCI controller, and the port of the disk; `None`: the first port with a disk.
     Ahci(Option<u8>),
 }

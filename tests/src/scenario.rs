@@ -36,6 +36,17 @@ pub enum Backend {
     Process,
 }
 
+impl Backend {
+    /// Returns a description for this back end: with its board and its guests' serial port.
+    pub fn describe(self, description: &str) -> String {
+        let (board, serial) = match self {
+            Self::NativeArm64Vhe => ("qemu-virt", "ttyAMA0"),
+            _ => ("qemu-q35", "ttyS0"),
+        };
+        description.replace("{board}", board).replace("{serial}", serial)
+    }
+}
+
 impl fmt::Display for Backend {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -70,7 +81,8 @@ pub struct Scenario {
     /// Numbers of host CPUs with which it must hold.
     pub cpus: &'static [u32],
     /// System description in TOML; `{artifacts}` stands for the folder of programs, `{cpus}` for
-    /// the number of host CPUs.
+    /// the number of host CPUs, `{board}` for the board that QEMU emulates for the back end,
+    /// `{serial}` for the name of a guest's serial port in Linux.
     pub system: String,
     /// The machine, its number of CPUs aside.
     pub machine: Machine,
@@ -107,7 +119,7 @@ impl Scenario {
 
     /// Builds the system, runs it, and compares.
     pub fn run(&self, backend: Backend, cpus: u32) -> Result<()> {
-        let description = self.system.replace("{cpus}", &cpus.to_string());
+        let description = backend.describe(&self.system.replace("{cpus}", &cpus.to_string()));
         let mut running = match backend {
             Backend::NativeX86Npt | Backend::NativeX86Vtlb | Backend::NativeArm64Vhe => {
                 let machine = Machine { cpus, ..self.machine.clone() };

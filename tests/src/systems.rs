@@ -14,15 +14,17 @@ use crate::system::Machine;
 
 /// Back ends of systems with several VMs or native programs.
 pub const EVERY_BACKEND: &[Backend] = &[Backend::NativeX86Npt];
+/// Back ends of systems in which nothing depends on the architecture.
+pub const BOTH_ARCHITECTURES: &[Backend] = &[Backend::NativeX86Npt, Backend::NativeArm64Vhe];
 
 /// The head of a description. Virtual machines share CPUs where there is only one.
-pub const HEAD: &str = "[system]\nboard = \"qemu-q35\"\nlog = \"com2\"\nshare_cpus = true\n";
+pub const HEAD: &str = "[system]\nboard = \"{board}\"\nlog = \"com2\"\nshare_cpus = true\n";
 
 /// Adds a virtual machine with Debian's kernel and a busybox RAM disk.
 pub fn linux(name: &str, command_line: &str, more: &str) -> String {
     format!(
         "\n[[vm]]\nname = \"{name}\"\nmemory = \"256M\"\nkernel = \"debian\"\ninitrd = \"busybox\"\n\
-         cmdline = \"console=ttyS0 {command_line}\"\n{more}\n"
+         cmdline = \"console={{serial}} {command_line}\"\n{more}\n"
     )
 }
 
@@ -53,7 +55,7 @@ pub fn task(name: &str, binary: &str, arguments: &[&str], more: &str) -> String 
 pub fn micro(name: &str, guest: &str, more: &str) -> String {
     format!(
         "\n[[vm]]\nname = \"{name}\"\nmemory = \"16M\"\n\
-         kernel = \"{{artifacts}}/guest-{guest}\"\n{more}\n"
+         kernel = \"micro:{guest}\"\n{more}\n"
     )
 }
 
@@ -74,6 +76,7 @@ pub fn scenarios(is_long: bool) -> Vec<Scenario> {
         consoles::console_scenarios(),
         arm64::arm64_scenarios(),
         arm64::arm64_devices(),
+        arm64::arm64_refused_devices(),
     ]
     .concat()
 }

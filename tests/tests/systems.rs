@@ -177,7 +177,10 @@ fn tests(seconds: u32) -> Vec<Test> {
             }
         }
     }
-    let next = || bochs::next_instruction(&format!("{HEAD}{}", micro("guest", "exits", CONSOLE)));
+    let next = || {
+        let system = format!("{HEAD}{}", micro("guest", "exits", CONSOLE));
+        bochs::next_instruction(&Backend::NativeX86Npt.describe(&system))
+    };
     tests.push(Test::new("bochs/next-instruction", Class::Other, next));
     tests.extend(arm64_tests());
     tests.extend(kvm_tests());

@@ -88,8 +88,11 @@ pub const GROUPS: &[Group] = &[
             "kernel-image",
             "native-root",
             "native-console",
+            "native-disk",
+            "native-net",
             "native-vmm",
             "native-steward",
+            "native-check",
             "native-first",
             "guests-arm64",
         ],
@@ -305,6 +308,10 @@ pub fn group_cargo(group: &Group, subcommand: &str, packages: &[&str]) -> Result
         .arg(target().join("bare").join(group.directory));
     for package in packages {
         command.args(["--package", package]);
+    }
+    if group.target == ARM64 {
+        // Programs for x86-64 need the default feature of their package.
+        command.arg("--no-default-features");
     }
     Ok(command)
 }

@@ -10,9 +10,10 @@ const READY: u8 = 1 << 5;
 /// Tries after which a byte is sent regardless: a machine without the chip must not stop a guest.
 const PATIENCE: u32 = 1_000_000;
 
-struct Console;
+/// The first serial line.
+pub struct ConsoleOutput;
 
-impl Write for Console {
+impl Write for ConsoleOutput {
     fn write_str(&mut self, text: &str) -> fmt::Result {
         for byte in text.bytes() {
             for _ in 0..PATIENCE {
@@ -29,7 +30,7 @@ impl Write for Console {
 /// Implementation of [`crate::println!`].
 pub fn print(text: fmt::Arguments<'_>) {
     // Writing to the console cannot fail.
-    let _ = Console.write_fmt(text);
+    let _ = ConsoleOutput.write_fmt(text);
 }
 
 /// Prints a line.

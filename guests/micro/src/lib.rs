@@ -18,6 +18,7 @@
 mod start;
 
 pub mod access;
+pub mod answers;
 pub mod apic;
 pub mod boot;
 pub mod channel;

@@ -7,7 +7,7 @@ use crate::vm_process::VmProcess;
 use hosted_command::architecture::Architecture;
 use hosted_command::failure::{self, Failure, IoContext};
 use hosted_command::supervise::{self, AtEnd};
-use hosted_system::attach::{Bus, EmulatedDisk};
+use hosted_system::attach::{Bus, EmulatedDisk, MAX_MMIO_DEVICES, MMIO_PER_PAGE, VirtioBus};
 use hosted_system::image::Image;
 use hosted_system::resolved::ResolvedSystem;
 use hosted_system::rootfs;
@@ -217,25 +217,18 @@ fn arguments(system: &ResolvedSystem, image: &Image, options: &Options) -> Vec<O
     let log = option_path(&options.log);
     add(&["-chardev", &format!("file,id=log,path={log}")]);
     if is_arm64 {
-        add(&["-device", "virtio-serial-device", "-device", "virtconsole,chardev=log"]);
+        // The last transport: disks and network cards begin with the first one.
+        add(&["-global", "virtio-mmio.force-legacy=false"]);
+        let last = mmio_bus(MAX_MMIO_DEVICES) + MMIO_PER_PAGE - 1;
+        add(&["-device", &format!("virtio-serial-device,bus=virtio-mmio-bus.{last}")]);
+        add(&["-device", "virtconsole,chardev=log"]);
     } else {
         add(&["-serial", "chardev:log", "-device", "isa-debug-exit,iobase=0xf4,iosize=4"]);
     }
-    // Without these options, virtio devices bypass the IOMMU.
-    let translated = if system.iommu { ",iommu_platform=on,disable-legacy=on" } else { "" };
     if system.iommu {
         add(&["-device", "amd-iommu,intremap=on"]);
     }
-    for number in 0..system.disks.len() {
-        let [drive, device] = disk_arguments(&system.disks, number, translated);
-        add(&["-drive", &drive, "-device", &device]);
-    }
-    for (number, net) in system.nets.iter().enumerate() {
-        let forwards: String =
-            net.forwards.iter().map(|forward| format!(",hostfwd={forward}")).collect();
-        add(&["-netdev", &format!("user,id=net{number}{forwards}")]);
-        add(&["-device", &format!("virtio-net-pci,netdev=net{number},romfile={translated}")]);
-    }
+    add_devices(system, &mut add);
     match &options.iso {
         // GRUB requires a display for its menu.
         Some(iso) => {
@@ -252,23 +245,52 @@ fn arguments(system: &ResolvedSystem, image: &Image, options: &Options) -> Vec<O
     arguments
 }
 
-/// Returns drive and device of a disk; virtio devices have the options `translated`.
-fn disk_arguments(disks: &[EmulatedDisk], number: usize, translated: &str) -> [String; 2] {
-    let disk = &disks[number];
+/// Returns the number of the transport over MMIO of disk or network card `index`: the first one of
+/// a page.
+fn mmio_bus(index: usize) -> usize {
+    MMIO_PER_PAGE * index
+}
+
+/// Adds the machine's disks and network cards.
+fn add_devices(system: &ResolvedSystem, add: &mut impl FnMut(&[&str])) {
+    // Without these options, virtio devices on PCI bypass the IOMMU.
+    let translated = if system.iommu { ",iommu_platform=on,disable-legacy=on" } else { "" };
+    let bus = VirtioBus::of(system.board.architecture());
+    let virtio = |name: &str, index: usize| match bus {
+        VirtioBus::Pci => format!("{name}-pci{translated}"),
+        VirtioBus::Mmio => format!("{name}-device,bus=virtio-mmio-bus.{}", mmio_bus(index)),
+    };
+    for (number, disk) in system.disks.iter().enumerate() {
+        let device = match disk.bus {
+            Bus::Virtio => virtio("virtio-blk", number),
+            Bus::Ahci => {
+                let others = system.disks[..number].iter();
+                format!("ide-hd,bus=ide.{}", others.filter(|other| other.bus == Bus::Ahci).count())
+            }
+        };
+        let device = format!("{device},drive=disk{number}");
+        add(&["-drive", &drive_argument(disk, number), "-device", &device]);
+    }
+    for (number, net) in system.nets.iter().enumerate() {
+        let forwards: String =
+            net.forwards.iter().map(|forward| format!(",hostfwd={forward}")).collect();
+        add(&["-netdev", &format!("user,id=net{number}{forwards}")]);
+        let device = virtio("virtio-net", system.disks.len() + number);
+        let rom = if bus == VirtioBus::Pci { ",romfile=" } else { "" };
+        add(&["-device", &format!("{device},netdev=net{number}{rom}")]);
+    }
+}
+
+/// Returns the drive of a disk.
+fn drive_argument(disk: &EmulatedDisk, number: usize) -> String {
     let on_off = |on| if on { "on" } else { "off" };
-    let drive = format!(
+    format!(
         "file={},format={},if=none,id=disk{number},readonly={},snapshot={}",
         option_path(&disk.path),
         disk.format,
         on_off(disk.read_only),
         on_off(disk.snapshot),
-    );
-    let port = disks[..number].iter().filter(|other| other.bus == disk.bus).count();
-    let device = match disk.bus {
-        Bus::Virtio => format!("virtio-blk-pci,drive=disk{number}{translated}"),
-        Bus::Ahci => format!("ide-hd,drive=disk{number},bus=ide.{port}"),
-    };
-    [drive, device]
+    )
 }
 
 /// Escapes a path for QEMU's comma-separated options.

@@ -6,6 +6,7 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
+use hosted_command::architecture::Architecture;
 use hosted_command::value::{Size, parse_mac};
 use proto::net::Mac;
 use proto::service::DiskRange;
@@ -13,49 +14,92 @@ use proto::service::DiskRange;
 /// Bytes per sector.
 const SECTOR: u64 = proto::disk::SECTOR;
 
-/// PCI function or port that a server can own.
+/// Transports over MMIO of QEMU's board `virt` whose registers share a page: servers get pages.
+pub const MMIO_PER_PAGE: usize = 8;
+/// Maximum number of disks and network cards of that board: one per page, without the page of the
+/// kernel log, the last one.
+pub const MAX_MMIO_DEVICES: usize = 3;
+
+/// Transport of virtio devices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum VirtioBus {
+    /// PCI.
+    Pci,
+    /// MMIO, by device tree.
+    Mmio,
+}
+
+impl VirtioBus {
+    /// Returns the transport on machines of an architecture.
+    pub const fn of(architecture: Architecture) -> Self {
+        match architecture {
+            Architecture::X86 => Self::Pci,
+            Architecture::Arm64 => Self::Mmio,
+        }
+    }
+
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Pci => "pci",
+            Self::Mmio => "mmio",
+        }
+    }
+}
+
+/// Device or port that a server can own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ServerDevice {
     /// First serial port.
     Com1,
-    /// virtio-blk function with this index.
-    VirtioBlk(u8),
-    /// virtio-net function with this index.
-    VirtioNet(u8),
+    /// virtio-blk device with this index.
+    VirtioBlk(VirtioBus, u8),
+    /// virtio-net device with this index.
+    VirtioNet(VirtioBus, u8),
     /// Port of an AHCI controller; `None`: the first port with a disk.
     Ahci(u8, Option<u8>),
 }
 
 impl ServerDevice {
-    /// Parses `com1`, `pci:virtio-blk:0`, `pci:virtio-net:0`, `pci:ahci:0` or `pci:ahci:0.2`.
-    pub fn parse(text: &str) -> Result<Self, String> {
+    /// Parses `com1`, `virtio-blk:0`, `virtio-net:0`, `pci:ahci:0` or `pci:ahci:0.2`. Before the
+    /// names of virtio devices, `pci:` or `mmio:` may state the transport, which is `bus` else.
+    pub fn parse(text: &str, bus: VirtioBus) -> Result<Self, String> {
         let refuse = || {
             format!(
-                "invalid device `{text}`: expected com1, pci:virtio-blk:0, pci:virtio-net:0, pci:ahci:0, \
+                "invalid device `{text}`: expected com1, virtio-blk:0, virtio-net:0, pci:ahci:0, \
                  or pci:ahci:0.2 for a port"
             )
         };
         if text == "com1" {
             return Ok(Self::Com1);
         }
-        let rest = text.strip_prefix("pci:").ok_or_else(refuse)?;
+        let stated = [VirtioBus::Pci, VirtioBus::Mmio]
+            .into_iter()
+            .find_map(|bus| Some((bus, text.strip_prefix(bus.name())?.strip_prefix(':')?)));
+        let (bus, rest) = stated.unwrap_or((bus, text));
         let (class, place) = rest.split_once(':').ok_or_else(refuse)?;
         let number = |text: &str| text.parse::<u8>().map_err(|_| refuse());
         match class {
-            "virtio-blk" => Ok(Self::VirtioBlk(number(place)?)),
-            "virtio-net" => Ok(Self::VirtioNet(number(place)?)),
-            "ahci" => match place.split_once('.') {
-                None => Ok(Self::Ahci(number(place)?, None)),
-                Some((index, port)) => {
-                    let port = number(port)?;
-                    if port < 32 {
-                        Ok(Self::Ahci(number(index)?, Some(port)))
-                    } else {
-                        Err(refuse())
-                    }
-                }
-            },
+            "virtio-blk" => Ok(Self::VirtioBlk(bus, number(place)?)),
+            "virtio-net" => Ok(Self::VirtioNet(bus, number(place)?)),
+            "ahci" if bus == VirtioBus::Pci && stated.is_some() => {
+                let (index, port) = match place.split_once('.') {
+                    None => (number(place)?, None),
+                    Some((index, port)) => (number(index)?, Some(number(port)?)),
+                };
+                let is_port = port.is_none_or(|port| port < 32);
+                is_port.then_some(Self::Ahci(index, port)).ok_or_else(refuse)
+            }
             _ => Err(refuse()),
+        }
+    }
+
+    /// Returns the transport of a virtio device, or of another device on PCI; `None`: it is on
+    /// neither.
+    pub fn bus(self) -> Option<VirtioBus> {
+        match self {
+            Self::Com1 => None,
+            Self::VirtioBlk(bus, _) | Self::VirtioNet(bus, _) => Some(bus),
+            Self::Ahci(..) => Some(VirtioBus::Pci),
         }
     }
 
@@ -73,8 +117,8 @@ impl fmt::Display for ServerDevice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Com1 => f.write_str("com1"),
-            Self::VirtioBlk(index) => write!(f, "pci:virtio-blk:{index}"),
-            Self::VirtioNet(index) => write!(f, "pci:virtio-net:{index}"),
+            Self::VirtioBlk(bus, index) => write!(f, "{}:virtio-blk:{index}", bus.name()),
+            Self::VirtioNet(bus, index) => write!(f, "{}:virtio-net:{index}", bus.name()),
             Self::Ahci(index, None) => write!(f, "pci:ahci:{index}"),
             Self::Ahci(index, Some(port)) => write!(f, "pci:ahci:{index}.{port}"),
         }
@@ -302,16 +346,34 @@ mod tests {
 
     #[test]
     fn devices() {
-        for text in ["com1", "pci:virtio-blk:0", "pci:virtio-net:3", "pci:ahci:0", "pci:ahci:1.5"] {
-            assert_eq!(ServerDevice::parse(text).unwrap().to_string(), text);
+        let parse = |text| ServerDevice::parse(text, VirtioBus::Mmio);
+        for text in [
+            "com1",
+            "pci:virtio-blk:0",
+            "mmio:virtio-blk:1",
+            "pci:virtio-net:3",
+            "pci:ahci:0",
+            "pci:ahci:1.5",
+        ] {
+            assert_eq!(parse(text).unwrap().to_string(), text);
         }
-        for text in
-            ["com2", "pci:", "pci:virtio-blk", "pci:virtio-blk:x", "pci:ahci:0.32", "pci:nvme:0"]
-        {
-            assert!(ServerDevice::parse(text).is_err(), "{text}");
+        assert_eq!(parse("virtio-net:2"), Ok(ServerDevice::VirtioNet(VirtioBus::Mmio, 2)));
+        for text in [
+            "com2",
+            "pci:",
+            "pci:virtio-blk",
+            "pci:virtio-blk:x",
+            "pci:ahci:0.32",
+            "pci:nvme:0",
+            "mmio:ahci:0",
+            "ahci:0",
+            "pcivirtio-blk:0",
+        ] {
+            assert!(parse(text).is_err(), "{text}");
         }
         assert!(ServerDevice::Ahci(0, None).overlaps(ServerDevice::Ahci(0, Some(2))));
-        assert!(!ServerDevice::VirtioBlk(0).overlaps(ServerDevice::VirtioNet(0)));
+        let [disk, card] = ["virtio-blk:0", "virtio-net:0"].map(|text| parse(text).unwrap());
+        assert!(!disk.overlaps(card));
     }
 
     #[test]

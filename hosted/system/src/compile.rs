@@ -1,6 +1,6 @@
 //! The compiled form of a validated description, which `root` reads.
 
-use crate::attach::ServerDevice;
+use crate::attach::{ServerDevice, VirtioBus};
 use crate::description::{Board, Log, OnReset, Restart, ServerKind};
 use crate::resolved::{ResolvedServer, ResolvedSystem, ResolvedTask, ResolvedVm};
 use hosted_command::failure::{self, Failure};
@@ -53,11 +53,11 @@ fn compile_server(server: &ResolvedServer) -> compiled::Server<'_> {
         device: match server.device {
             None => compiled::Device::None,
             Some(ServerDevice::Com1) => compiled::Device::Serial(compiled::SerialPort::Com1),
-            Some(ServerDevice::VirtioBlk(index)) => {
-                compiled::Device::Pci(compiled::PciClass::VirtioBlk, index)
+            Some(ServerDevice::VirtioBlk(bus, index)) => {
+                virtio_device(bus, compiled::VirtioClass::Block, index)
             }
-            Some(ServerDevice::VirtioNet(index)) => {
-                compiled::Device::Pci(compiled::PciClass::VirtioNet, index)
+            Some(ServerDevice::VirtioNet(bus, index)) => {
+                virtio_device(bus, compiled::VirtioClass::Net, index)
             }
             Some(ServerDevice::Ahci(index, port)) => {
                 compiled::Device::Pci(compiled::PciClass::Ahci(port), index)
@@ -67,6 +67,13 @@ fn compile_server(server: &ResolvedServer) -> compiled::Server<'_> {
         priority: server.priority,
         cpu_time: server.cpu_time,
         restart: compile_restart(server.restart),
+    }
+}
+
+fn virtio_device(bus: VirtioBus, class: compiled::VirtioClass, index: u8) -> compiled::Device {
+    match bus {
+        VirtioBus::Pci => compiled::Device::Pci(compiled::PciClass::Virtio(class), index),
+        VirtioBus::Mmio => compiled::Device::Mmio(class, index),
     }
 }
 

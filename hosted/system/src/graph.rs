@@ -161,8 +161,8 @@ impl Graph {
             let capabilities: &[&str] = match device {
                 ServerDevice::Com1 if serial == PL011 => &[PL011, "its interrupt"],
                 ServerDevice::Com1 => &[serial, "interrupt 4"],
-                ServerDevice::VirtioBlk(_)
-                | ServerDevice::VirtioNet(_)
+                ServerDevice::VirtioBlk(..)
+                | ServerDevice::VirtioNet(..)
                 | ServerDevice::Ahci(..) => &["registers, interrupt,", "memory for DMA"],
             };
             self.edge(node, there, capabilities);

@@ -107,7 +107,7 @@ impl Validator<'_> {
             system.board = Board::emulated(architecture);
         }
         self.architecture = system.board.architecture();
-        self.features(&system, &server, &vm);
+        self.features(&system, &vm);
         self.limit("virtual machines", compiled::MAX_VMS, &vm);
         self.limit("tasks", compiled::MAX_TASKS, &task);
         self.limit("servers", compiled::MAX_SERVERS, &server);

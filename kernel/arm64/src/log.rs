@@ -48,9 +48,10 @@ impl LogPort {
     pub unsafe fn init_virtio(&self, physical: u64, address: usize) -> bool {
         // SAFETY: by the caller; these registers do not make the device access memory.
         let registers = unsafe { DeviceRegisters::new(address) };
-        let is_console = registers.read(virtio::MAGIC) == virtio::MAGIC_VALUE
-            && registers.read(virtio::DEVICE) == virtio::CONSOLE
-            && registers.read(virtio::FEATURES) & virtio::CONSOLE_EMERGENCY_WRITE != 0;
+        let read = |register: u64| registers.read(register as usize);
+        let is_console = read(virtio::MAGIC) == virtio::MAGIC_VALUE
+            && read(virtio::DEVICE_ID) == virtio::CONSOLE
+            && read(virtio::DEVICE_FEATURES) & virtio::CONSOLE_EMERGENCY_WRITE != 0;
         if is_console {
             self.set(physical, address, true);
         }
@@ -105,7 +106,10 @@ impl Transmitter for LogPort {
     }
 
     fn send(&self, byte: u8) {
-        let register = if self.is_virtio() { virtio::EMERGENCY_WRITE } else { pl011::DATA };
+        let register = match self.is_virtio() {
+            true => virtio::EMERGENCY_WRITE as usize,
+            false => pl011::DATA,
+        };
         self.registers().write(register, byte.into());
     }
 }

@@ -48,6 +48,9 @@ pub trait Disk {
     fn start(&mut self, number: usize, command: &Command);
     /// Notifies the disk of started commands.
     fn flush_doorbell(&mut self);
+    /// Makes the disk withdraw its interrupt. Commands that completed before need not interrupt
+    /// again.
+    fn acknowledge_interrupt(&mut self) {}
     /// Returns the next completed command. An error of the device ends the server.
     fn completed(&mut self) -> Result<Option<(usize, Status)>, DeviceError>;
 }

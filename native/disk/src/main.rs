@@ -42,8 +42,7 @@ fn main(start: &Start<'static>) -> u64 {
         error!("the start page does not describe a disk server");
         return code::BAD_CONFIG;
     };
-    let (Some(configuration), Some(dma)) = (memory::configuration(start), memory::dma(start))
-    else {
+    let Some(dma) = memory::dma(start) else {
         error!("the start page has no device");
         return code::BAD_CONFIG;
     };
@@ -55,16 +54,13 @@ fn main(start: &Start<'static>) -> u64 {
     }
     let (words, physical) = (dma.words(), dma.physical());
     match plan.driver {
-        DiskDriver::Virtio => {
-            let bar = |number| memory::registers(start, number);
-            match virtio::VirtioDisk::new(configuration, bar, words, physical) {
-                Ok(disk) => serve(start, plan, disk, dma),
-                Err(error) => {
-                    error!("cannot set up the disk: {error:?}");
-                    code::INTERNAL
-                }
+        DiskDriver::Virtio => match virtio::VirtioDisk::new(start, words, physical) {
+            Ok(disk) => serve(start, plan, disk, dma),
+            Err(error) => {
+                error!("cannot set up the disk: {error}");
+                code::INTERNAL
             }
-        }
+        },
         DiskDriver::Ahci(port) => {
             let Some(host) = memory::registers(start, AHCI_BAR) else {
                 error!("the controller has no registers");
@@ -110,10 +106,13 @@ impl ahci::Controller for Hardware {
     }
 }
 
-/// Waits for an event of the device or of a client.
-fn wait() -> bool {
+/// Waits for an event of the disk or of a client.
+fn wait(disk: &mut impl Disk) -> bool {
     let waited = Notification::at(slot::NOTIFICATION).wait(FOREVER);
-    // The interrupt is a message (MSI), which needs no acknowledgement at the device.
+    // First at the disk: a line that is still high would interrupt again.
+    if waited.is_ok_and(|events| events & event::INTERRUPT != 0) {
+        disk.acknowledge_interrupt();
+    }
     let _ = Irq::at(slot::DEVICE).acknowledge();
     waited.is_ok()
 }
@@ -133,7 +132,7 @@ fn read_sector(
             Ok(Some((_, status))) => {
                 return (status == Status::Ok && dma.window().read(SCAN, bytes)).then_some(());
             }
-            Ok(None) if wait() => {}
+            Ok(None) if wait(disk) => {}
             Ok(None) | Err(_) => return None,
         }
     }
@@ -190,7 +189,7 @@ fn serve(start: &Start, plan: &DiskServer, mut disk: impl Disk, dma: Shared) -> 
             error!("the disk failed: {}", error.0);
             return code::INTERNAL;
         }
-        if !wait() {
+        if !wait(server.disk()) {
             error!("cannot wait for events");
             return code::INTERNAL;
         }

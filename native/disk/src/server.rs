@@ -134,6 +134,11 @@ impl<'m, D: Disk> BlockServer<'m, D> {
         Self { disk, depth, clients: Vec::new(), in_flight, turn: 0, flush_failed: false }
     }
 
+    /// Returns the disk.
+    pub fn disk(&mut self) -> &mut D {
+        &mut self.disk
+    }
+
     /// Adds the next client: its session, whose memory is at `physical` for the disk, its range,
     /// and the events to signal to it. `None`: the client gets no disk.
     pub fn add(&mut self, client: Option<(Session<'m>, Extent, u64, u64)>) {

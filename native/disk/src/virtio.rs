@@ -5,9 +5,9 @@
 
 use core::sync::atomic::{AtomicU64, Ordering};
 
-use native_rt::device::DeviceRegisters;
 use native_virtio::{QUEUE_BYTES, Queue, SetupError, Transport, WRITE};
 use proto::disk::{Operation, SECTOR, Status};
+use proto::start::Start;
 
 use crate::device::{Command, DeviceError, Disk, Geometry, MAX_DEPTH};
 
@@ -64,15 +64,10 @@ pub struct VirtioDisk<'m> {
 }
 
 impl<'m> VirtioDisk<'m> {
-    /// Resets the device and sets it up. `memory` is [`BYTES`] long and at address `physical` for
-    /// the device.
-    pub fn new(
-        configuration: DeviceRegisters,
-        bar: impl Fn(u64) -> Option<DeviceRegisters>,
-        memory: &'m [AtomicU64],
-        physical: u64,
-    ) -> Result<Self, SetupError> {
-        let (transport, features) = Transport::new(configuration, bar, feature::ALL)?;
+    /// Resets the task's device and sets it up. `memory` is [`BYTES`] long and at address
+    /// `physical` for the device.
+    pub fn new(start: &Start, memory: &'m [AtomicU64], physical: u64) -> Result<Self, SetupError> {
+        let (transport, features) = Transport::new(start, feature::ALL)?;
         let has = |bit| features & bit != 0;
         let (capacity, size_max) = transport.consistent(|device| {
             let low = device.read32(config::CAPACITY);
@@ -174,6 +169,10 @@ impl Disk for VirtioDisk<'_> {
         if self.queue.must_notify() {
             self.transport.notify(self.doorbell, QUEUE);
         }
+    }
+
+    fn acknowledge_interrupt(&mut self) {
+        self.transport.acknowledge_interrupt();
     }
 
     fn completed(&mut self) -> Result<Option<(usize, Status)>, DeviceError> {

@@ -197,6 +197,12 @@ impl NetworkServer {
         }
     }
 
+    fn acknowledge_interrupt(&self) {
+        if let Some(uplink) = &self.uplink {
+            uplink.acknowledge_interrupt();
+        }
+    }
+
     /// Signals clients with pending events, and requests signals from all. Returns `false` if a
     /// frame is already waiting.
     fn sleep(&mut self) -> bool {
@@ -218,8 +224,7 @@ fn connect(start: &Start, plan: &NetServer) -> Result<Option<Uplink>, u64> {
     if !plan.uplink {
         return Ok(None);
     }
-    let (Some(configuration), Some(dma)) = (memory::configuration(start), memory::dma(start))
-    else {
+    let Some(dma) = memory::dma(start) else {
         error!("the start page has no device");
         return Err(code::BAD_CONFIG);
     };
@@ -228,9 +233,8 @@ fn connect(start: &Start, plan: &NetServer) -> Result<Option<Uplink>, u64> {
         error!("cannot bind the interrupt: {status:?}");
         return Err(code::INTERNAL);
     }
-    let bar = |number| memory::registers(start, number);
-    Uplink::new(configuration, bar, dma).map(Some).map_err(|error| {
-        error!("cannot set up the network card: {error:?}");
+    Uplink::new(start, dma).map(Some).map_err(|error| {
+        error!("cannot set up the network card: {error}");
         code::INTERNAL
     })
 }
@@ -272,12 +276,16 @@ fn main(start: &Start<'static>) -> u64 {
                 }
             }
         }
-        if let Err(status) = Notification::at(slot::NOTIFICATION).wait(FOREVER) {
-            error!("cannot wait for events: {status:?}");
-            return code::INTERNAL;
+        match Notification::at(slot::NOTIFICATION).wait(FOREVER) {
+            Err(status) => {
+                error!("cannot wait for events: {status:?}");
+                return code::INTERNAL;
+            }
+            // First at the card: a line that is still high would interrupt again.
+            Ok(events) if events & event::INTERRUPT != 0 => server.acknowledge_interrupt(),
+            Ok(_) => {}
         }
-        // The interrupt is a message (MSI), which needs no acknowledgement at the device. Without a
-        // card the capability is absent.
+        // Without a card the capability is absent.
         let _ = Irq::at(slot::DEVICE).acknowledge();
     }
 }

@@ -3,9 +3,10 @@
 //! Received frames are complete; sent frames are too, except for a checksum if the device supports
 //! it.
 
-use native_rt::device::{DeviceRegisters, Shared};
+use native_rt::device::Shared;
 use native_virtio::{Broken, QUEUE_BYTES, Queue, SetupError, Transport, WRITE};
 use proto::net::{MIN_FRAME, NEEDS_SUM, Offload};
+use proto::start::Start;
 
 /// Feature: the device computes checksums.
 const CSUM: u64 = 1 << 0;
@@ -51,13 +52,9 @@ pub struct Received {
 }
 
 impl Uplink {
-    /// Resets the device and sets it up.
-    pub fn new(
-        configuration: DeviceRegisters,
-        bar: impl Fn(u64) -> Option<DeviceRegisters>,
-        memory: Shared,
-    ) -> Result<Self, SetupError> {
-        let (transport, features) = Transport::new(configuration, bar, CSUM)?;
+    /// Resets the task's device and sets it up.
+    pub fn new(start: &Start, memory: Shared) -> Result<Self, SetupError> {
+        let (transport, features) = Transport::new(start, CSUM)?;
         let words = memory.words();
         let queue = |number: u16| {
             let offset = u64::from(number) * QUEUE_BYTES;
@@ -90,6 +87,11 @@ impl Uplink {
     fn offer(&mut self, place: u16) {
         let address = self.memory.physical() + RECEIVED + u64::from(place) * BUFFER;
         self.returned |= self.receive.offer(place, &[(address, BUFFER as u32, WRITE)]);
+    }
+
+    /// Makes the card withdraw its interrupt. Frames that came before need not interrupt again.
+    pub fn acknowledge_interrupt(&self) {
+        self.transport.acknowledge_interrupt();
     }
 
     /// Returns the next received frame; the caller must [give its buffer

@@ -63,6 +63,8 @@ pub enum StartError {
     Server,
     /// The device is unknown, or the kernel's.
     Device,
+    /// Another device has registers in the same page as the device.
+    SharedPage,
     /// The child's description exceeds the start page.
     Description,
     /// The program cannot be loaded.
@@ -77,6 +79,10 @@ impl fmt::Display for StartError {
             Self::NoNestedPaging => {
                 to.write_str("the processor has no nested paging: add `npt = false` to the VM")
             }
+            Self::SharedPage => to.write_str(
+                "another device has registers in the same page as the server's: \
+                 give each a page (QEMU: bus=virtio-mmio-bus.N, eight of which share one)",
+            ),
             error => write!(to, "{error:?}"),
         }
     }
@@ -301,7 +307,8 @@ impl Child {
         self.add_known_range(kind, address, window.length(), physical)
     }
 
-    /// Maps device registers of `length` bytes as range `number`.
+    /// Maps device registers of `length` bytes as range `number`. `address` is that of the first
+    /// register, in the first page of `window`.
     pub fn add_registers(
         &mut self,
         kind: RangeKind,
@@ -311,7 +318,7 @@ impl Child {
         number: u64,
         length: u64,
     ) -> Result<(), StartError> {
-        self.map(window, address, rights)?;
+        self.map(window, address & !(PAGE_SIZE - 1), rights)?;
         self.add_known_range(kind, address, length, number)
     }
 

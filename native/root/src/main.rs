@@ -26,6 +26,7 @@ mod loader;
 mod manage;
 mod manager;
 mod memory;
+mod mmio;
 mod pci;
 mod platform;
 mod policy;

@@ -4,6 +4,7 @@ use core::fmt;
 
 use abi::bundle::Header;
 use abi::{FAULT_LABEL, FOREVER, boot};
+use native_rt::random::Generator;
 use native_rt::start::Boot;
 use native_rt::thread::ThreadResources;
 use native_rt::{
@@ -28,7 +29,7 @@ use crate::memory::Memory;
 use crate::platform::{EXIT_NAMES, Fault};
 use crate::policy::{Draining, Ended};
 use crate::sessions::Sessions;
-use crate::{leave, lines, policy};
+use crate::{leave, lines, platform, policy};
 
 mod launch;
 
@@ -115,6 +116,8 @@ pub struct Manager<'a> {
     /// TSC value of the next look at the log of the IOMMUs.
     device_check: u64,
     channels: Channels,
+    /// Source of the seeds of VMs, if the firmware provides one.
+    seeds: Option<Generator>,
     alarm: Option<Alarm>,
     pub(crate) phase: Phase,
     draining: Draining,
@@ -150,6 +153,7 @@ impl<'a> Manager<'a> {
             sessions,
             device_check: FOREVER,
             channels: Channels::new(system),
+            seeds: platform::seed(boot).map(|seed| Generator::new(seed, 0)),
             alarm: alarm.ok(),
             phase: Phase::Running,
             draining: Draining::default(),

@@ -16,7 +16,7 @@ use hw_tables::pci::{
 };
 use native_rt::device::DeviceRegisters;
 use native_rt::start::Boot;
-use proto::system::PciClass;
+use proto::system::{PciClass, VirtioClass};
 
 use crate::platform::HAS_ACPI;
 
@@ -192,8 +192,12 @@ impl Function<'_> {
         // 4.1.2.1).
         self.layout() == 0
             && match class {
-                PciClass::VirtioNet => vendor == VIRTIO && matches!(device, 0x1000 | 0x1041),
-                PciClass::VirtioBlk => vendor == VIRTIO && matches!(device, 0x1001 | 0x1042),
+                PciClass::Virtio(VirtioClass::Net) => {
+                    vendor == VIRTIO && matches!(device, 0x1000 | 0x1041)
+                }
+                PciClass::Virtio(VirtioClass::Block) => {
+                    vendor == VIRTIO && matches!(device, 0x1001 | 0x1042)
+                }
                 PciClass::Ahci(_) => self.read(register::CLASS) >> 8 == AHCI,
             }
     }

@@ -6,6 +6,7 @@
 //! - `EXIT_NAMES`: names of a VM's exits in a VMM's statistics;
 //! - `prepare`: called once before anything else;
 //! - `wall_clock`: the counter, and seconds since 1970 at that time, 0 without a clock;
+//! - `seed`: secret of the firmware for random numbers, if it passes one;
 //! - `add_serial`: gives a child a serial port; returns its interrupt, and its first I/O port or 0;
 //! - `leave`: ends the machine with an outcome, if it can be ended;
 //! - `describe`: writes the text of a [`Fault`].
@@ -21,10 +22,12 @@ mod x86;
 
 #[cfg(target_arch = "aarch64")]
 pub use arm64::{
-    EXIT_NAMES, HAS_ACPI, PROCESSOR, add_serial, describe, leave, prepare, wall_clock,
+    EXIT_NAMES, HAS_ACPI, PROCESSOR, add_serial, describe, leave, prepare, seed, wall_clock,
 };
 #[cfg(target_arch = "x86_64")]
-pub use x86::{EXIT_NAMES, HAS_ACPI, PROCESSOR, add_serial, describe, leave, prepare, wall_clock};
+pub use x86::{
+    EXIT_NAMES, HAS_ACPI, PROCESSOR, add_serial, describe, leave, prepare, seed, wall_clock,
+};
 
 /// A fault of a child, as the kernel reports it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

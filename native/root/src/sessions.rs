@@ -1,12 +1,14 @@
-//! Sessions in shared memory between clients and servers, and devices of PCI servers.
+//! Sessions in shared memory between clients and servers, and devices of servers.
 //!
 //! Root allocates a session's memory when its first side starts, and keeps it permanently: a device
 //! may still write to it after both sides have ended, until the next server has reset the device.
 //! The same holds for a server's DMA memory. So no address programmed by an old server ever belongs
 //! to another owner.
 
+use abi::args::irq_flags;
 use abi::{PAGE_SIZE, boot, rights};
 use heapless::Vec;
+use hw_tables::virtio_mmio;
 use native_rt::start::Boot;
 use native_rt::{Irq, Window};
 use proto::service::{
@@ -15,7 +17,9 @@ use proto::service::{
 use proto::start::{
     DEVICES, DEVICES_LENGTH, MEMORY, RangeKind, Role, SESSION_STRIDE, SESSIONS, event,
 };
-use proto::system::{Device, MAX_SERVERS, MAX_VMS, PciClass, Server, ServerKind, System, Vm};
+use proto::system::{
+    Device, MAX_SERVERS, MAX_VMS, PciClass, Server, ServerKind, System, VirtioClass, Vm,
+};
 use proto::{disk, net};
 
 use crate::child::{Child, Resources, StartError};
@@ -23,6 +27,7 @@ use crate::instances::Instances;
 use crate::iommu::{Iommu, NoRoom};
 use crate::manager::{CHILDREN, FIRST_VM};
 use crate::memory::Memory;
+use crate::mmio::{self, SearchError};
 use crate::pci::{Address, Bar, Function, Pci};
 
 /// Maximum number of sessions in a system.
@@ -33,8 +38,6 @@ const SWITCH_PAGES: u64 = 34;
 const DMA_PAGES_ALIGN: u64 = 16;
 /// Owner of permanent memory: sessions, DMA memory, channels.
 pub const PERMANENT: usize = CHILDREN;
-/// Flag of interrupt objects that are messages (see `Create` in `abi`).
-const MESSAGE: u64 = 4;
 
 /// A session.
 struct Session {
@@ -68,6 +71,30 @@ impl Session {
     ) -> Option<&'c Child> {
         let vm = instances.get(self.client.checked_sub(FIRST_VM)?)?.plan;
         children.get(self.client)?.as_ref().filter(|_| self.is_client(self.client, vm, system))
+    }
+}
+
+/// Driver that a server needs for its device.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Driver {
+    Disk(DiskDriver),
+    NetworkCard,
+}
+
+impl Driver {
+    fn of_virtio(class: VirtioClass) -> Self {
+        match class {
+            VirtioClass::Block => Self::Disk(DiskDriver::Virtio),
+            VirtioClass::Net => Self::NetworkCard,
+        }
+    }
+
+    /// Pages of DMA memory.
+    fn pages(self) -> u64 {
+        match self {
+            Self::Disk(_) => DISK_PAGES,
+            Self::NetworkCard => SWITCH_PAGES,
+        }
     }
 }
 
@@ -206,10 +233,21 @@ impl Sessions {
         view: SystemView,
     ) -> Result<Role<'static>, StartError> {
         let system = view.system;
-        let (class, function) = match server.device {
+        let (driver, function) = match server.device {
             Device::Pci(class, index) => {
+                let driver = match class {
+                    PciClass::Virtio(class) => Driver::of_virtio(class),
+                    PciClass::Ahci(port) => Driver::Disk(DiskDriver::Ahci(port)),
+                };
+                self.add_dma(number, child, resources, driver)?;
                 let function = self.add_function(number, child, resources, class, index)?;
-                (Some(class), Some(function))
+                (Some(driver), Some(function))
+            }
+            Device::Mmio(class, index) => {
+                let driver = Driver::of_virtio(class);
+                self.add_dma(number, child, resources, driver)?;
+                add_transport(child, resources, class, index)?;
+                (Some(driver), None)
             }
             Device::None => (None, None),
             Device::Serial(_) => return Err(StartError::Device),
@@ -226,33 +264,28 @@ impl Sessions {
             let signal = event::session(session.of_client);
             Some((session, system.vms.get(session.plan)?, signal))
         });
-        match (server.kind, class) {
-            (ServerKind::Block, Some(class)) => {
-                let driver = match class {
-                    PciClass::VirtioBlk => DiskDriver::Virtio,
-                    PciClass::Ahci(port) => DiskDriver::Ahci(port),
-                    PciClass::VirtioNet => return Err(StartError::Device),
-                };
+        match (server.kind, driver) {
+            (ServerKind::Block, Some(Driver::Disk(driver))) => {
                 let client = |(session, vm, signal): (&Session, &Vm, u64)| {
                     let disk = vm.disks.get(session.index)?;
                     Some(DiskClient { part: disk.part, read_only: disk.read_only, signal })
                 };
                 Ok(Role::Disk(DiskServer { driver, clients: plans.filter_map(client).collect() }))
             }
-            (ServerKind::Switch, None | Some(PciClass::VirtioNet)) => {
+            (ServerKind::Switch, None | Some(Driver::NetworkCard)) => {
                 let port = |(session, vm, signal): (&Session, &Vm, u64)| {
                     let net = vm.nets.get(session.index)?;
                     Some(SwitchPort { mac: net.mac, group: net.group, rate: net.rate, signal })
                 };
-                let uplink = class.is_some();
+                let uplink = driver.is_some();
                 Ok(Role::Net(NetServer { uplink, ports: plans.filter_map(port).collect() }))
             }
             _ => Err(StartError::Device),
         }
     }
 
-    /// Delegates a PCI function to a server: registers, configuration (read-only), DMA memory, and
-    /// its interrupt.
+    /// Delegates a PCI function to a server: registers, configuration (read-only), and its
+    /// interrupt.
     fn add_function(
         &mut self,
         number: usize,
@@ -291,11 +324,7 @@ impl Sessions {
             add_bar(child, &function, bar, window, place)?;
         }
 
-        let pages = if class == PciClass::VirtioNet { SWITCH_PAGES } else { DISK_PAGES };
-        let window = self.dma_memory(number, resources, pages)?;
-        child.add_window(RangeKind::Dma, window, MEMORY, physical(window))?;
-
-        let mut message = child.add_interrupt(resources, 0, MESSAGE)?.message()?;
+        let mut message = child.add_interrupt(resources, 0, irq_flags::MESSAGE)?.message()?;
         if let Some(iommu) = &mut self.iommu {
             let remapped = iommu.message(&mut resources.memory, PERMANENT, number, message);
             message = remapped.map_err(|NoRoom| StartError::Memory)?;
@@ -308,18 +337,21 @@ impl Sessions {
         Ok(function.address)
     }
 
-    /// Returns a server's DMA memory, which outlives it.
-    fn dma_memory(
+    /// Maps a server's DMA memory, which outlives it.
+    fn add_dma(
         &mut self,
         number: usize,
+        child: &mut Child,
         resources: &mut Resources,
-        pages: u64,
-    ) -> Result<Window, StartError> {
+        driver: Driver,
+    ) -> Result<(), StartError> {
         let memory = self.dma.get_mut(number).ok_or(StartError::Memory)?;
         if memory.is_none() {
+            let pages = driver.pages();
             *memory = resources.memory.allocate_aligned(PERMANENT, pages, DMA_PAGES_ALIGN);
         }
-        memory.ok_or(StartError::Memory)
+        let window = memory.ok_or(StartError::Memory)?;
+        child.add_window(RangeKind::Dma, window, MEMORY, physical(window))
     }
 
     /// Lets a server's interrupt of an I/O APIC pass the IOMMU.
@@ -345,6 +377,15 @@ impl Sessions {
                 iommu.deny(number, function.address);
             }
         }
+        if let Device::Mmio(class, index) = server.device
+            && let Ok(place) = mmio::find(boot, class, index)
+        {
+            if mmio::reset(boot, &place) {
+                native_rt::info!("virtio device at {:#x} is reset", place.base);
+            } else {
+                native_rt::error!("cannot reset the virtio device at {:#x}", place.base);
+            }
+        }
         if let Some(iommu) = &mut self.iommu {
             iommu.report();
         }
@@ -362,6 +403,31 @@ impl Sessions {
     pub fn has_guarded_devices(&self) -> bool {
         self.iommu.as_ref().is_some_and(Iommu::is_used)
     }
+}
+
+/// Delegates a virtio device over MMIO to a server: registers and interrupt.
+fn add_transport(
+    child: &mut Child,
+    resources: &mut Resources,
+    class: VirtioClass,
+    index: u8,
+) -> Result<(), StartError> {
+    let boot = resources.boot;
+    let place = mmio::find(boot, class, index).map_err(|error| match error {
+        SearchError::Missing => StartError::Device,
+        SearchError::SharedPage => StartError::SharedPage,
+    })?;
+    if !mmio::reset(boot, &place) {
+        return Err(StartError::Device);
+    }
+    let length = virtio_mmio::LENGTH;
+    let window = boot.device_pages(place.base, length).ok_or(StartError::Device)?;
+    let (address, both) = (DEVICES + place.base % PAGE_SIZE, rights::READ | rights::WRITE);
+    child.add_registers(RangeKind::Registers, window, address, both, 0, length)?;
+    let flags = if place.is_level { irq_flags::LEVEL } else { 0 };
+    child.add_interrupt(resources, place.interrupt, flags)?;
+    native_rt::info!("server drives virtio device at {:#x}", place.base);
+    Ok(())
 }
 
 fn find(boot: &Boot, class: PciClass, index: u8) -> Option<Function<'_>> {

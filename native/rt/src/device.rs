@@ -40,7 +40,7 @@ macro_rules! accesses {
 }
 
 impl DeviceRegisters {
-    /// Registers at `base..base + length`, which is page-aligned.
+    /// Registers at `base..base + length`, where `base` is a multiple of 8.
     ///
     /// # Safety
     /// Device memory is mapped there, writable if anything is written, and stays so.
@@ -139,6 +139,9 @@ pub fn dma(start: &Start) -> Option<Shared> {
 /// Registers of base address range `number` of the task's device.
 pub fn registers(start: &Start, number: u64) -> Option<DeviceRegisters> {
     let range = ranges(start, RangeKind::Registers).find(|range| range.physical == number)?;
+    if !range.base.is_multiple_of(8) {
+        return None;
+    }
     // SAFETY: root maps the device there, writable, for as long as the task exists.
     Some(unsafe { DeviceRegisters::new(range.base, range.length) })
 }

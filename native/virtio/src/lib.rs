@@ -1,5 +1,5 @@
-//! Driver side of virtio over PCI (virtio 1.2, sections 2.7 and 4.1): queues and the modern
-//! transport with MSI-X. Safe code only: queues are atomic words in memory shared with the device,
+//! Driver side of virtio over PCI or MMIO (virtio 1.2, sections 2.7, 4.1 and 4.2): queues and the
+//! modern transports. Safe code only: queues are atomic words in memory shared with the device,
 //! requests name physical addresses.
 //!
 //! The `virtio-drivers` crate was considered. It takes requests as Rust slices, but the data of a
@@ -9,8 +9,10 @@
 #![cfg_attr(not(test), no_std)]
 #![forbid(unsafe_code)]
 
+mod mmio;
 mod pci;
 mod queue;
+mod transport;
 
-pub use pci::{SetupError, Transport, VERSION_1};
 pub use queue::{Broken, MAX_SIZE, QUEUE_BYTES, Queue, WRITE};
+pub use transport::{SetupError, Transport, VERSION_1};

@@ -4,12 +4,7 @@ use hw_tables::pci::{capabilities, capability};
 use native_rt::device::DeviceRegisters;
 
 use crate::queue::Queue;
-
-/// Feature bit: the device conforms to virtio 1.
-pub const VERSION_1: u64 = 1 << 32;
-/// Feature bit: the device accesses memory as the platform permits, through an IOMMU if there is
-/// one.
-const ACCESS_PLATFORM: u64 = 1 << 33;
+use crate::transport::SetupError;
 
 /// Structure types, `cfg_type` (section 4.1.4).
 const COMMON: u8 = 1;
@@ -35,50 +30,23 @@ mod common {
     pub const LENGTH: u64 = 56;
 }
 
-/// Device status (section 2.1).
-mod status {
-    pub const ACKNOWLEDGE: u8 = 1;
-    pub const DRIVER: u8 = 2;
-    pub const DRIVER_OK: u8 = 4;
-    pub const FEATURES_OK: u8 = 8;
-    pub const NEEDS_RESET: u8 = 64;
-}
-
-/// Maximum number of status reads until a reset completes.
-const RESET_READS: u32 = 1_000_000;
 /// Interrupt vector of all queues: the only one that root enables.
 const VECTOR: u16 = 0;
 
-/// Error of a device setup.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum SetupError {
-    /// The device lacks a structure of the modern transport, of this `cfg_type`.
-    Structure(u8),
-    /// The device does not complete its reset.
-    Reset,
-    /// The device rejects the features that it offers.
-    Features,
-    /// A queue is missing, or cannot interrupt.
-    Queue(u16),
-}
-
-/// A virtio device over PCI.
-pub struct Transport {
+/// Registers of a virtio device over PCI.
+pub(crate) struct Pci {
     common: DeviceRegisters,
     notify: DeviceRegisters,
     notify_step: u64,
     device: DeviceRegisters,
 }
 
-impl Transport {
-    /// Finds the device's structures, resets it and negotiates those of the `wanted` features that
-    /// it offers, and [`VERSION_1`]. Returns the negotiated features too. `bar` maps the registers
-    /// of a base address register.
-    pub fn new(
+impl Pci {
+    /// Finds the device's structures. `bar` maps the registers of a base address register.
+    pub(crate) fn new(
         configuration: DeviceRegisters,
         bar: impl Fn(u64) -> Option<DeviceRegisters>,
-        wanted: u64,
-    ) -> Result<(Self, u64), SetupError> {
+    ) -> Result<Self, SetupError> {
         let read = |offset: u16| configuration.read32(offset.into());
         let find = |kind: u8, shortest: u64| {
             capabilities(read)
@@ -98,54 +66,37 @@ impl Transport {
         let (notify, at) = find(NOTIFY, 2)?;
         let (device, _) = find(DEVICE, 4)?;
         find(ISR, 1)?;
-        let transport = Self { common, notify, notify_step: read(at + 16).into(), device };
-        transport.reset()?;
-        transport.add_status(status::ACKNOWLEDGE);
-        transport.add_status(status::DRIVER);
-        let features = transport.offered() & (wanted | VERSION_1 | ACCESS_PLATFORM);
-        for (select, half) in [(0, features as u32), (1, (features >> 32) as u32)] {
-            common.write32(common::DRIVER_FEATURE_SELECT, select);
-            common.write32(common::DRIVER_FEATURE, half);
-        }
-        transport.add_status(status::FEATURES_OK);
-        let taken = common.read8(common::STATUS) & status::FEATURES_OK != 0;
-        if !taken || features & VERSION_1 == 0 {
-            return Err(SetupError::Features);
-        }
-        Ok((transport, features))
+        Ok(Self { common, notify, notify_step: read(at + 16).into(), device })
     }
 
-    fn reset(&self) -> Result<(), SetupError> {
-        self.common.write8(common::STATUS, 0);
-        let done = (0..RESET_READS).any(|_| self.common.read8(common::STATUS) == 0);
-        done.then_some(()).ok_or(SetupError::Reset)
+    pub(crate) fn status(&self) -> u8 {
+        self.common.read8(common::STATUS)
     }
 
-    fn add_status(&self, bits: u8) {
-        let old = self.common.read8(common::STATUS);
-        self.common.write8(common::STATUS, old | bits);
+    pub(crate) fn set_status(&self, status: u8) {
+        self.common.write8(common::STATUS, status);
     }
 
-    fn offered(&self) -> u64 {
-        let half = |select| {
-            self.common.write32(common::DEVICE_FEATURE_SELECT, select);
-            u64::from(self.common.read32(common::DEVICE_FEATURE))
-        };
-        half(0) | half(1) << 32
+    pub(crate) fn offered(&self, half: u32) -> u32 {
+        self.common.write32(common::DEVICE_FEATURE_SELECT, half);
+        self.common.read32(common::DEVICE_FEATURE)
     }
 
-    /// Returns the maximum number of descriptors of queue `number`; 0 if it does not exist.
-    pub fn queue_size(&self, number: u16) -> u16 {
+    pub(crate) fn accept(&self, half: u32, features: u32) {
+        self.common.write32(common::DRIVER_FEATURE_SELECT, half);
+        self.common.write32(common::DRIVER_FEATURE, features);
+    }
+
+    /// Returns the maximum number of descriptors of a queue; 0 if it does not exist.
+    pub(crate) fn queue_size(&self, number: u16) -> u16 {
         self.common.write16(common::QUEUE_SELECT, number);
         self.common.read16(common::QUEUE_SIZE)
     }
 
-    /// Enables a queue, with an interrupt on completions.
-    pub fn set_queue(&self, number: u16, queue: &Queue) -> Result<(), SetupError> {
+    /// Enables a queue. Fails if it cannot interrupt.
+    pub(crate) fn set_queue(&self, number: u16, queue: &Queue) -> Result<(), SetupError> {
         let common = self.common;
-        if self.queue_size(number) < queue.size() {
-            return Err(SetupError::Queue(number));
-        }
+        common.write16(common::QUEUE_SELECT, number);
         common.write16(common::CONFIG_VECTOR, VECTOR);
         common.write16(common::QUEUE_SIZE, queue.size());
         common.write16(common::QUEUE_VECTOR, VECTOR);
@@ -161,43 +112,21 @@ impl Transport {
         Ok(())
     }
 
-    /// Sets `DRIVER_OK`: the device starts.
-    pub fn start(&self) {
-        self.add_status(status::DRIVER_OK);
-    }
-
-    /// Returns the doorbell of queue `number`, for [`notify`](Self::notify).
-    pub fn doorbell(&self, number: u16) -> u64 {
+    pub(crate) fn doorbell(&self, number: u16) -> u64 {
         self.common.write16(common::QUEUE_SELECT, number);
         u64::from(self.common.read16(common::QUEUE_NOTIFY)) * self.notify_step
     }
 
-    /// Notifies the device of new buffers in queue `number`.
     #[inline]
-    pub fn notify(&self, doorbell: u64, number: u16) {
+    pub(crate) fn notify(&self, doorbell: u64, number: u16) {
         self.notify.write16(doorbell, number);
     }
 
-    /// Returns whether the device has failed and needs a reset.
-    pub fn needs_reset(&self) -> bool {
-        self.common.read8(common::STATUS) & status::NEEDS_RESET != 0
-    }
-
-    /// Returns the device-specific registers. Values that span several registers are read by
-    /// [`consistent`](Self::consistent).
-    pub fn device(&self) -> DeviceRegisters {
+    pub(crate) fn device(&self) -> DeviceRegisters {
         self.device
     }
 
-    /// Reads device-specific registers that change together, repeating until their generation is
-    /// stable.
-    pub fn consistent<T>(&self, read: impl Fn(DeviceRegisters) -> T) -> T {
-        loop {
-            let before = self.common.read8(common::GENERATION);
-            let value = read(self.device);
-            if self.common.read8(common::GENERATION) == before {
-                return value;
-            }
-        }
+    pub(crate) fn generation(&self) -> u32 {
+        self.common.read8(common::GENERATION).into()
     }
 }

@@ -2,6 +2,9 @@
 
 mod backend;
 
+use core::sync::atomic::{AtomicU64, Ordering};
+
+use native_rt::random::Generator;
 use native_rt::start::file;
 use native_rt::{Vcpu, Vm, error, time};
 use proto::control::code;
@@ -48,6 +51,9 @@ pub fn create_vcpu<'a>(
     NativeVcpu::new(vcpu, console)
 }
 
+/// Number of boots of the guest.
+static BOOTS: AtomicU64 = AtomicU64::new(0);
+
 /// Loads the guest; returns the start of its first vCPU. The error is an exit code.
 pub fn load(
     start: &Start,
@@ -65,12 +71,16 @@ pub fn load(
         _ => Some(SlotNode::Virtio),
     };
     let slots: [_; layout::MAX_SLOTS] = core::array::from_fn(node);
+    // Each boot has a seed of its own. The entropy source has stream 0.
+    let boot = 1 + BOOTS.fetch_add(1, Ordering::Relaxed);
+    let seed = plan.seed.map(|seed| Generator::new(seed, boot).seed());
     let guest = VirtBoot {
         vcpus: vcpus.len() as u8,
         kernel: file(start, RangeKind::Kernel).unwrap_or(&[]),
         initrd: file(start, RangeKind::Initrd),
         command_line: plan.command_line,
         slots: &slots,
+        seed: seed.as_ref(),
     };
     match vmm_boot::virt::load(memory, &guest) {
         Ok(loaded) => Ok(StartRequest { entry: loaded.entry, argument: loaded.tree }),

@@ -1,9 +1,10 @@
 //! Virtio devices of the guest, and their sessions with servers.
 //!
 //! A VM with devices has a slot for each attachment, in their order, and an entropy source after
-//! them, where the processor makes random numbers; then come its channels and, if configured, the
-//! console. Data is copied once between guest memory and the session's memory; the session resends
-//! requests in flight when a server restarts. All code here runs under the lock of its device.
+//! them, where the processor makes random numbers or root has a seed; then come its channels and,
+//! if configured, the console. Data is copied once between guest memory and the session's memory;
+//! the session resends requests in flight when a server restarts. All code here runs under the lock
+//! of its device.
 
 use core::fmt;
 
@@ -13,7 +14,8 @@ use crate::console::ConsoleLine;
 use crate::platform::GuestBus;
 use heapless::Vec;
 use native_rt::device::{Shared, channels, sessions};
-use native_rt::{Notification, Window, random, time};
+use native_rt::random::{self, Generator};
+use native_rt::{Notification, Window, time};
 use proto::channel::MAX_VM_CHANNELS;
 use proto::disk::{self, Operation, Status};
 use proto::net;
@@ -88,7 +90,7 @@ pub enum HostEndpoint {
     /// A port of a switch.
     Net(NetSession),
     /// Entropy.
-    Entropy(ProcessorRandom),
+    Entropy(RandomSource),
     /// A channel to another VM.
     Channel(ChannelEnd),
     /// The console, shared with the serial port.
@@ -107,12 +109,36 @@ impl DeviceBackend for HostEndpoint {
     }
 }
 
-/// The processor's random numbers.
-pub struct ProcessorRandom;
+/// Source of random numbers.
+#[expect(clippy::large_enum_variant, reason = "there is one")]
+pub enum RandomSource {
+    /// The processor.
+    Processor,
+    /// A generator with a seed by root.
+    Generator(Generator),
+}
 
-impl EntropySource for ProcessorRandom {
+impl RandomSource {
+    /// Stream of the seed that the entropy source has; greater ones are those of boots.
+    const STREAM: u64 = 0;
+
+    fn new(plan: &Vmm) -> Option<Self> {
+        if random::is_available() {
+            return Some(Self::Processor);
+        }
+        Some(Self::Generator(Generator::new(plan.seed?, Self::STREAM)))
+    }
+}
+
+impl EntropySource for RandomSource {
     fn fill(&mut self, to: &mut [u8]) -> bool {
-        random::fill(to)
+        match self {
+            Self::Processor => random::fill(to),
+            Self::Generator(generator) => {
+                generator.fill(to);
+                true
+            }
+        }
     }
 }
 
@@ -160,9 +186,9 @@ pub fn open<const N: usize>(
         };
         devices.add(device, endpoint).map_err(|_| DeviceSetupError::TooMany)?;
     }
-    for _ in 0..entropy_sources() {
+    if let Some(source) = RandomSource::new(plan) {
         devices
-            .add(Model::Entropy, HostEndpoint::Entropy(ProcessorRandom))
+            .add(Model::Entropy, HostEndpoint::Entropy(source))
             .map_err(|_| DeviceSetupError::TooMany)?;
     }
     if events != 0 {
@@ -210,7 +236,7 @@ pub fn open_console<const N: usize>(
 pub fn count(plan: &Vmm) -> usize {
     match plan.attachments.len() + plan.channels.len() + usize::from(plan.virtio_console) {
         0 => 0,
-        others => others + entropy_sources(),
+        others => others + entropy_sources(plan),
     }
 }
 
@@ -227,8 +253,8 @@ pub fn notify_vcpu(start: &Start, slot: usize, vcpu: usize) {
 
 /// Returns the number of entropy sources of a VM with devices. A source that never has bytes would
 /// be worse than none: Linux waits for them while it loads the driver.
-fn entropy_sources() -> usize {
-    usize::from(random::is_available())
+fn entropy_sources(plan: &Vmm) -> usize {
+    usize::from(random::is_available() || plan.seed.is_some())
 }
 
 /// Mapping from events to devices.
@@ -246,7 +272,7 @@ impl Listeners {
     /// Creates the mapping for a VM.
     pub fn new(plan: &Vmm) -> Self {
         let (sessions, channels) = (plan.attachments.len(), plan.channels.len());
-        let first_channel = sessions + entropy_sources();
+        let first_channel = sessions + entropy_sources(plan);
         Self {
             sessions: (1 << sessions) - 1,
             channels: ((1 << channels) - 1) << first_channel,

@@ -1,12 +1,9 @@
 //! Systems of the native microhypervisor on AArch64.
 
 use super::guests::channel;
-use super::{base, task};
+use super::{HEAD, base, micro, task};
 use crate::scenario::{Backend, Scenario, Step};
 use crate::system::Machine;
-
-/// The head of a description.
-const HEAD: &str = "[system]\nboard = \"qemu-virt\"\nlog = \"com2\"\nshare_cpus = true\n";
 
 /// Adds a virtual machine with Debian's kernel and a busybox RAM disk.
 fn linux(name: &str, command_line: &str, more: &str) -> String {
@@ -14,11 +11,6 @@ fn linux(name: &str, command_line: &str, more: &str) -> String {
         "\n[[vm]]\nname = \"{name}\"\nmemory = \"128M\"\nkernel = \"debian\"\ninitrd = \"busybox\"\n\
          cmdline = \"console=ttyAMA0 {command_line}\"\n{more}\n"
     )
-}
-
-/// Adds a virtual machine with a micro-guest.
-fn micro(name: &str, guest: &str, more: &str) -> String {
-    format!("\n[[vm]]\nname = \"{name}\"\nmemory = \"16M\"\nkernel = \"micro:{guest}\"\n{more}\n")
 }
 
 /// Returns a scenario with defaults for this system.
@@ -78,6 +70,42 @@ pub fn arm64_devices() -> Vec<Scenario> {
     ]
 }
 
+/// Virtio devices that no server can have.
+pub fn arm64_refused_devices() -> Vec<Scenario> {
+    let system = || {
+        "disk = [\"first.img\"]\n\n[[server]]\nname = \"blk0\"\nkind = \"block\"\ndevice = \"virtio-blk:0\"\n"
+            .to_owned()
+            + &micro("guest", "hello", "console = \"com1\"")
+    };
+    let hello = || "vm guest ended: power-off code 0".to_owned();
+    vec![
+        Scenario {
+            // The second transport is in the page of the first one, which has the disk.
+            machine: Machine {
+                qemu: &["-device", "virtio-rng-device,bus=virtio-mmio-bus.1"],
+                ..Machine::default()
+            },
+            texts: vec![
+                "cannot start server blk0: another device has registers in the same page".into(),
+                hello(),
+            ],
+            ..arm64("device-in-a-shared-page", system())
+        },
+        Scenario {
+            // Another machine than the description's.
+            machine: Machine {
+                qemu: &["-global", "virtio-mmio.force-legacy=true"],
+                ..Machine::default()
+            },
+            texts: vec![
+                "blk0: error: cannot set up the disk: virtio over MMIO of version 1".into(),
+                hello(),
+            ],
+            ..arm64("legacy-device", system())
+        },
+    ]
+}
+
 /// Guests, the console and its clients, the operator shell, restarts.
 pub fn arm64_scenarios() -> Vec<Scenario> {
     let steward =
@@ -93,6 +121,8 @@ pub fn arm64_scenarios() -> Vec<Scenario> {
         Scenario {
             cpus: &[1, 4],
             steps: vec![
+                // It has a seed from the start, which is the host firmware's.
+                Step::Console("[    0.000000] random: crng init done"),
                 Step::Console(" # "),
                 Step::Type("echo machine $(uname -m) CPUs $(grep -c ^processor /proc/cpuinfo)\n"),
                 Step::Console("machine aarch64 CPUs "),
@@ -121,7 +151,7 @@ pub fn arm64_scenarios() -> Vec<Scenario> {
             ..arm64("hostile-max", micro("guest", "hostile", ""))
         },
         Scenario {
-            cpus: &[1, 4],
+            cpus: &[4],
             steps: operator_steps(),
             limit: 400,
             // What `make run ARCH=arm64` starts.
@@ -181,8 +211,10 @@ fn operator_steps() -> Vec<Step> {
         Step::Type("\x1dn"),
         Step::Console("linux-2 (3"),
         Step::Console(" # "),
-        Step::Type("echo two $((7 * 8))\n"),
+        Step::Type("echo two $((7 * 8)); ping -c 3 10.0.2.15; ping -c 1 10.0.2.2\n"),
         Step::Console("two 56"),
+        Step::Console("3 packets received"),
+        Step::Console("1 packets received"),
         Step::Type("\x1d4"),
         Step::Console("tick "),
         Step::Type("\x1d:st\r"),

@@ -1,7 +1,7 @@
 //! Consoles and the operator shell.
 
 use super::guests::channel;
-use super::{base, linux, micro, task};
+use super::{BOTH_ARCHITECTURES, base, linux, micro, task};
 use crate::scenario::{Scenario, Step};
 use crate::system::Machine;
 
@@ -91,8 +91,10 @@ pub fn console_scenarios() -> Vec<Scenario> {
                 Step::Console("the operator shell ends"),
             ],
             limit: 300,
-            // What `make run` starts.
-            system: include_str!("../../../examples/three-guests.toml").to_owned(),
+            // What `make run` starts; on AArch64 as with `--arch arm64`.
+            system: include_str!("../../../examples/three-guests.toml")
+                .replace("qemu-q35", "{board}"),
+            backends: BOTH_ARCHITECTURES,
             ..base("three-guests", String::new())
         },
         Scenario {

@@ -140,7 +140,7 @@ pub fn bochs_scenarios(is_long: bool) -> Vec<Scenario> {
     let guests = guests.map(|guest| Scenario { backends: BOCHS, cpus: &[1], ..guest });
     let linux = linux_scenarios().into_iter().filter(|linux| linux.name == "linux-shell");
     let linux = linux.flat_map(|linux| {
-        let system = linux.system.replace("console=ttyS0 ", NO_POPCNT);
+        let system = linux.system.replace("console={serial} ", NO_POPCNT);
         let phenom = Scenario { backends: &BOCHS[1..], cpus: &[1], system, ..linux.clone() };
         let ryzen = Scenario { backends: &BOCHS[..1], cpus: &[1], ..linux };
         std::iter::once(ryzen).chain(is_long.then_some(phenom))

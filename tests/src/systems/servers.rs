@@ -1,6 +1,6 @@
 //! Servers with devices, their clients and restarts.
 
-use super::{base, linux, micro, task};
+use super::{BOTH_ARCHITECTURES, base, linux, micro, task};
 use crate::scenario::{Scenario, Step};
 use crate::system::Machine;
 
@@ -13,7 +13,7 @@ pub fn server_scenarios() -> Vec<Scenario> {
     let server = |name: &str, kind: &str, device: &str| {
         let device = match device {
             "" => String::new(),
-            device => format!("device = \"pci:{device}:0\"\n"),
+            device => format!("device = \"{device}:0\"\n"),
         };
         format!("\n[[server]]\nname = \"{name}\"\nkind = \"{kind}\"\n{device}")
     };
@@ -37,12 +37,14 @@ pub fn server_scenarios() -> Vec<Scenario> {
                    dd if=/tmp/a of=/dev/vda bs=64k conv=fsync && echo 3 > /proc/sys/vm/drop_caches && \
                    dd if=/dev/vda of=/tmp/b bs=64k count=32 && cmp /tmp/a /tmp/b && \
                    ifconfig eth0 10.0.2.15 && ping -c 2 10.0.2.2 && \
-                   dd if=/dev/hwrng bs=16 count=1 | wc -c | grep -x 16\\\"";
+                   dd if=/dev/hwrng bs=16 count=1 | wc -c | grep -x 16 && \
+                   echo devices $((6 * 7))\\\"";
     let devices = "console = \"com1\"\ndisk = [\"blk0:part1\"]\nnet = [\"sw0\"]";
     vec![
         Scenario {
             cpus: &[1, 2],
-            texts: vec!["restart 5 of blk0".into()],
+            backends: BOTH_ARCHITECTURES,
+            texts: vec!["devices 42".into(), "restart 5 of blk0".into()],
             limit: 240,
             ..base(
                 "linux-disk-and-network",
@@ -94,7 +96,7 @@ pub fn server_scenarios() -> Vec<Scenario> {
                 "disks",
                 "disk = [\"first.img\", \"second.img,bus=ahci\"]\n".to_owned()
                     + &block
-                    + &server("blk1", "block", "ahci")
+                    + &server("blk1", "block", "pci:ahci")
                     + &client("one", "disk", "3000 1", one)
                     + &client("two", "disk", "3000 2", two)
                     + &client("three", "disk", "3000 3", three),
@@ -102,6 +104,7 @@ pub fn server_scenarios() -> Vec<Scenario> {
         },
         Scenario {
             cpus: &[1, 2],
+            backends: BOTH_ARCHITECTURES,
             texts: vec!["CHECK killer ok".into(), "restart 20 of blk0".into()],
             never: &["FAIL"],
             limit: 240,
@@ -116,6 +119,7 @@ pub fn server_scenarios() -> Vec<Scenario> {
         },
         Scenario {
             cpus: &[1, 2],
+            backends: BOTH_ARCHITECTURES,
             texts: vec!["CHECK ping ok".into(), "CHECK spoof ok".into(), "CHECK arp ok".into()],
             never: &["FAIL"],
             ..base(
@@ -144,7 +148,7 @@ pub fn server_scenarios() -> Vec<Scenario> {
                 "disks-behind-iommu",
                 "iommu = true\ndisk = [\"first.img\", \"second.img,bus=ahci\"]\n".to_owned()
                     + &block
-                    + &server("blk1", "block", "ahci")
+                    + &server("blk1", "block", "pci:ahci")
                     + &killer("blk0", "5", "200")
                     + &client("one", "disk", "20000 1", one)
                     + &client("three", "disk", "3000 3", three),
@@ -289,6 +293,7 @@ pub fn server_scenarios() -> Vec<Scenario> {
         },
         Scenario {
             cpus: &[2],
+            backends: BOTH_ARCHITECTURES,
             texts: vec!["CHECK ping ok".into(), "restart 10 of sw0".into()],
             never: &["FAIL"],
             limit: 240,

@@ -126,6 +126,8 @@ mod load {
         pub command_line: &'a str,
         /// Devices by slot, at most [`MAX_SLOTS`]; `None`: the slot is empty.
         pub slots: &'a [Option<SlotNode>],
+        /// Secret of the host for the guest's random numbers; another one for each boot.
+        pub seed: Option<&'a [u8; 32]>,
     }
 
     /// Initial state of the first vCPU.
@@ -217,6 +219,9 @@ mod load {
         let chosen = to.begin_node("chosen").ok()?;
         to.property_string("bootargs", boot.command_line).ok()?;
         to.property_string("stdout-path", "/pl011@9000000").ok()?;
+        if let Some(seed) = boot.seed {
+            to.property("rng-seed", seed).ok()?;
+        }
         if boot.initrd.is_some() {
             to.property_u64("linux,initrd-start", initrd.start).ok()?;
             to.property_u64("linux,initrd-end", initrd.end).ok()?;
@@ -372,7 +377,7 @@ mod load {
             const SLOTS: [Option<SlotNode>; 3] =
                 [Some(SlotNode::Virtio), None, Some(SlotNode::Channel(1))];
             let (initrd, command_line) = (Some(&b"initrd"[..]), "console=ttyAMA0");
-            VirtBoot { vcpus: 2, kernel, initrd, command_line, slots: &SLOTS }
+            VirtBoot { vcpus: 2, kernel, initrd, command_line, slots: &SLOTS, seed: Some(&[7; 32]) }
         }
 
         #[test]
@@ -386,6 +391,7 @@ mod load {
             let fdt = Fdt::parse(&bytes).expect("a tree");
             let chosen = fdt.node("/chosen").expect("a node");
             assert_eq!(chosen.text("bootargs"), Some("console=ttyAMA0"));
+            assert_eq!(chosen.property("rng-seed"), Some(&[7; 32][..]));
             let at = chosen.number("linux,initrd-start").expect("a number");
             let mut disk = [0; 6];
             memory.read_slice(at, &mut disk).expect("in memory");

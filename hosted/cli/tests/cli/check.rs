@@ -1,6 +1,6 @@
 //! `parador system check`: every rule with its place, message and exit code.
 
-use crate::support::{Folder, ONE_VM, bzimage, code, errors};
+use crate::support::{Folder, ONE_VM, bzimage, code, errors, image_arm64};
 
 /// Runs `system check` on a description beside a good kernel, a cut-short one and a RAM disk.
 fn check(description: &str) -> (i32, String) {
@@ -210,6 +210,67 @@ fn disks_and_networks() {
         &format!("{good}{}", server("b", "block", "pci:virtio-blk:0")),
         "already belongs to server `blk0`",
     );
+}
+
+/// A system for AArch64 with a disk and a network.
+pub const ARM64: &str = "\
+[system]
+board = \"qemu-virt\"
+disk = [\"a.img\"]
+net = [\"user\"]
+
+[[server]]
+name = \"blk0\"
+kind = \"block\"
+device = \"virtio-blk:0\"
+
+[[server]]
+name = \"sw0\"
+kind = \"switch\"
+device = \"mmio:virtio-net:0\"
+
+[[vm]]
+name = \"linux\"
+memory = \"64M\"
+kernel = \"kernel\"
+disk = [\"blk0\"]
+net = [\"sw0\"]
+";
+
+#[test]
+fn disks_and_networks_of_aarch64() {
+    let check_image = |description: &str| {
+        let folder = Folder::new(description);
+        folder.write("kernel", &image_arm64());
+        let output = folder.parador(&["system", "check", "system.toml"]).output().unwrap();
+        (code(&output), String::from_utf8_lossy(&output.stdout).into_owned(), errors(&output))
+    };
+    let (code, text, errors) = check_image(ARM64);
+    assert_eq!(code, 0, "{errors}");
+    let devices = "mmio:virtio-blk:0: server blk0 for linux; mmio:virtio-net:0: server sw0";
+    assert!(text.contains(devices), "{text}");
+    for (from, to, message) in [
+        ("virtio-blk:0", "pci:virtio-blk:0", "board \"qemu-virt\" has no PCI"),
+        ("virtio-blk:0", "pci:ahci:0", "board \"qemu-virt\" has no PCI"),
+        ("virtio-blk:0", "virtio-blk:1", "the machine has no mmio:virtio-blk:1"),
+        ("a.img", "a.img,bus=ahci", "board \"qemu-virt\" has no AHCI controller"),
+        (
+            "\"a.img\"",
+            "\"a.img\", \"b.img\", \"c.img\"",
+            "board \"qemu-virt\" has room for 3 disks and network cards (got 4)",
+        ),
+    ] {
+        assert!(ARM64.contains(from));
+        let (code, _, errors) = check_image(&ARM64.replacen(from, to, 1));
+        assert_eq!(code, 65, "{errors}");
+        assert!(errors.contains(message), "expected {message}\ngot {errors}");
+        assert!(errors.contains("\n      | "), "no caret\n{errors}");
+    }
+    // A PC has the same names, and no devices over MMIO.
+    let pc = ARM64.replace("qemu-virt", "qemu-q35");
+    refused(&pc, 65, "system.toml:14:10: error: a PC has no virtio devices over MMIO");
+    let (code, errors) = check(&pc.replace("mmio:", ""));
+    assert_eq!(code, 0, "{errors}");
 }
 
 #[test]

@@ -1,6 +1,9 @@
 //! `parador system emulate` around a stand-in for QEMU: exit codes, signals, the terminal.
 
-use crate::support::{Folder, ONE_VM, alive, bzimage, code, errors, send, wait_for, wait_for_end};
+use crate::check::ARM64;
+use crate::support::{
+    Folder, ONE_VM, alive, bzimage, code, errors, image_arm64, send, wait_for, wait_for_end,
+};
 use rustix::fs::OFlags;
 use rustix::process::Signal;
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
@@ -89,6 +92,29 @@ fn arguments_of_qemu() {
         "{}",
         errors(&output)
     );
+}
+
+#[test]
+fn devices_of_aarch64_have_pages_of_their_own() {
+    let folder = Folder::new(&ARM64.replace("\"a.img\"", "\"a.img\", \"b.img,ro=on\""));
+    folder.write("kernel", &image_arm64());
+    folder.write("a.img", &[0; 512]);
+    folder.write("b.img", &[0; 512]);
+    let script = format!("{FIND_LOG}; echo \"root: outcome 0\" >\"$log\"; echo \"$@\"");
+    let output = folder.emulate(&script, &[]).output().unwrap();
+    assert_eq!(code(&output), 0, "{}", errors(&output));
+    let text = String::from_utf8(output.stdout).unwrap();
+    for expected in [
+        "-M virt,virtualization=on,gic-version=3 ",
+        "-global virtio-mmio.force-legacy=false ",
+        "-device virtio-serial-device,bus=virtio-mmio-bus.31 -device virtconsole,chardev=log ",
+        "id=disk0,readonly=off,snapshot=off \
+         -device virtio-blk-device,bus=virtio-mmio-bus.0,drive=disk0 ",
+        "-device virtio-blk-device,bus=virtio-mmio-bus.8,drive=disk1 ",
+        "-netdev user,id=net0 -device virtio-net-device,bus=virtio-mmio-bus.16,netdev=net0 ",
+    ] {
+        assert!(text.contains(expected), "{expected}\n{text}");
+    }
 }
 
 #[test]

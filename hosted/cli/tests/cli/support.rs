@@ -16,9 +16,9 @@ impl Folder {
     pub fn new(description: &str) -> Self {
         let folder = Self(TempDir::new().unwrap());
         fs::create_dir(folder.path("programs")).unwrap();
-        for name in
-            ["kernel.elf", "root", "console", "vmm", "steward", "check-hostile", "steward-arm64"]
-        {
+        let x86 = ["kernel.elf", "root", "console", "vmm", "steward", "check-hostile"];
+        let arm64 = ["kernel-arm64.image", "root-arm64", "disk-arm64", "net-arm64", "vmm-arm64"];
+        for name in x86.iter().chain(&arm64).chain(&["steward-arm64"]) {
             fs::write(folder.path("programs").join(name), format!("stand-in for {name}")).unwrap();
         }
         folder.write("system.toml", description.as_bytes());
@@ -143,6 +143,14 @@ pub fn bzimage() -> Vec<u8> {
     image[0x236] = 1;
     image[0x258..0x260].copy_from_slice(&(16_u64 << 20).to_le_bytes());
     image[0x260..0x264].copy_from_slice(&(1_u32 << 20).to_le_bytes());
+    image
+}
+
+/// An `Image` for AArch64 as far as the checks look: 1 MiB of memory needed.
+pub fn image_arm64() -> Vec<u8> {
+    let mut image = vec![0; 4096];
+    image[16..24].copy_from_slice(&(1_u64 << 20).to_le_bytes());
+    image[56..60].copy_from_slice(b"ARM\x64");
     image
 }
 

@@ -2,7 +2,7 @@
 
 use super::Validator;
 use super::names::Names;
-use crate::attach::{Bus, EmulatedDisk, EmulatedNic, ServerDevice};
+use crate::attach::{Bus, EmulatedDisk, EmulatedNic, ServerDevice, VirtioBus};
 use crate::description::{self, Console, Log, Restart, ServerKind};
 use crate::resolved::ResolvedServer;
 use hosted_command::problem::Problem;
@@ -143,13 +143,24 @@ impl Validator<'_> {
             }
             return None;
         };
-        let device = self.parsed(written, ServerDevice::parse)?;
+        let bus = VirtioBus::of(self.architecture);
+        let device = self.parsed(written, |text| ServerDevice::parse(text, bus))?;
+        if device.bus().is_some_and(|stated| stated != bus) {
+            let message = match bus {
+                VirtioBus::Pci => "a PC has no virtio devices over MMIO",
+                VirtioBus::Mmio => "board \"qemu-virt\" has no PCI",
+            };
+            let problem = Problem::new(written.span(), message);
+            let help = "write \"virtio-blk:0\" or \"virtio-net:0\", which any board has";
+            self.problems.push(problem.help(help));
+            return None;
+        }
         let fits = match server.kind {
             ServerKind::Console => device == ServerDevice::Com1,
             ServerKind::Block => {
-                matches!(device, ServerDevice::VirtioBlk(_) | ServerDevice::Ahci(..))
+                matches!(device, ServerDevice::VirtioBlk(..) | ServerDevice::Ahci(..))
             }
-            ServerKind::Switch => matches!(device, ServerDevice::VirtioNet(_)),
+            ServerKind::Switch => matches!(device, ServerDevice::VirtioNet(..)),
         };
         if !fits {
             let message = format!("server `{}` cannot drive {device}", server.name.get_ref());
@@ -202,8 +213,8 @@ impl Validator<'_> {
 fn device_help(kind: ServerKind) -> &'static str {
     match kind {
         ServerKind::Console => "a console drives com1",
-        ServerKind::Block => "a disk server drives pci:virtio-blk:0 or pci:ahci:0",
-        ServerKind::Switch => "a switch drives pci:virtio-net:0, or nothing",
+        ServerKind::Block => "a disk server drives virtio-blk:0 or pci:ahci:0",
+        ServerKind::Switch => "a switch drives virtio-net:0, or nothing",
     }
 }
 
@@ -215,7 +226,7 @@ fn missing_device(
     let on = |bus| disks.iter().filter(|disk| disk.bus == bus).count();
     let (there, help) = match device {
         ServerDevice::Com1 => (true, ""),
-        ServerDevice::VirtioBlk(index) => {
+        ServerDevice::VirtioBlk(_, index) => {
             (usize::from(index) < on(Bus::Virtio), "add [system] disk = [\"disk.img\"]")
         }
         // The board has one AHCI controller; disks occupy its first ports.
@@ -223,7 +234,7 @@ fn missing_device(
             index == 0 && usize::from(port.unwrap_or(0)) < on(Bus::Ahci),
             "add [system] disk = [\"disk.img,bus=ahci\"]; the board has one controller",
         ),
-        ServerDevice::VirtioNet(index) => {
+        ServerDevice::VirtioNet(_, index) => {
             (usize::from(index) < nets.len(), "add [system] net = [\"user\"]")
         }
     };

@@ -7,6 +7,9 @@ use super::{Fdt, Node, u32};
 /// private to each CPU. First number and count.
 const KINDS: [(u32, u32); 2] = [(32, 988), (16, 16)];
 
+/// Triggers that are levels: high, low.
+const LEVEL: u32 = 4 | 8;
+
 impl<'a> Fdt<'a> {
     /// Returns the first enabled device with this name that `accepts` accepts.
     pub fn find(&self, name: &str, mut accepts: impl FnMut(&Node<'a>) -> bool) -> Option<Node<'a>> {
@@ -31,9 +34,15 @@ impl Node<'_> {
     /// Number (INTID) of the device's interrupt with this index, for a device below a GIC.
     pub fn gic_interrupt(&self, index: usize) -> Option<u32> {
         let list = self.property("interrupts")?;
-        // Cells: kind, number, flags.
+        // Cells: kind, number, trigger.
         let (first, count) = *KINDS.get(u32(list, 12 * index)? as usize)?;
         let number = u32(list, 12 * index + 4)?;
         (number < count).then_some(first + number)
+    }
+
+    /// Returns whether this interrupt is level-triggered, else edge-triggered.
+    pub fn is_gic_level(&self, index: usize) -> bool {
+        let trigger = self.property("interrupts").and_then(|list| u32(list, 12 * index + 8));
+        trigger.is_some_and(|trigger| trigger & LEVEL != 0)
     }
 }

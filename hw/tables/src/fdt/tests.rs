@@ -220,6 +220,7 @@ fn devices_of_a_virtual_machine() {
     let uart = fdt.console("arm,pl011").unwrap();
     assert_eq!(uart.ranges().next(), Some((0x900_0000, 0x1000)));
     assert_eq!((uart.gic_interrupt(0), uart.gic_interrupt(1)), (Some(33), None));
+    assert!(uart.is_gic_level(0) && !uart.is_gic_level(1));
     let timer = fdt.find("arm,armv8-timer", |_| true).unwrap();
     assert_eq!(
         (0..5).map(|at| timer.gic_interrupt(at)).collect::<Vec<_>>(),
@@ -229,6 +230,7 @@ fn devices_of_a_virtual_machine() {
     assert!(
         fdt.find("virtio,mmio", |node| {
             places.extend(node.ranges());
+            assert!(!node.is_gic_level(0));
             false
         })
         .is_none()

@@ -12,7 +12,7 @@
 use core::sync::atomic::{AtomicU64, Ordering};
 
 use native_check::Report;
-use native_rt::device::{configuration, dma, registers};
+use native_rt::device::dma;
 use native_rt::{Irq, Notification, info, time};
 use native_virtio::{QUEUE_BYTES, Queue, Transport, WRITE};
 use proto::disk::SECTOR;
@@ -135,9 +135,7 @@ impl Disk {
     /// Resets the disk and sets it up.
     fn new(start: &Start<'static>) -> Result<Self, &'static str> {
         let memory = dma(start).ok_or("no memory for the disk")?;
-        let space = configuration(start).ok_or("no disk")?;
-        let (transport, _) = Transport::new(space, |number| registers(start, number), 0)
-            .map_err(|_| "cannot set up the disk")?;
+        let (transport, _) = Transport::new(start, 0).map_err(|_| "cannot set up the disk")?;
         let (words, physical) = (memory.words(), memory.physical());
         let queue = Queue::new(words, physical, transport.queue_size(0)).ok_or("no queue")?;
         transport.set_queue(0, &queue).map_err(|_| "no queue")?;

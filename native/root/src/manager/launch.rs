@@ -2,6 +2,7 @@
 
 use abi::boot;
 use heapless::Vec;
+use native_rt::random::Generator;
 use proto::channel::MAX_VM_CHANNELS;
 use proto::start::{RangeKind, Role, VCPU_STACK, Vmm, slot};
 use proto::system::{Device, MAX_VCPUS, MAX_VM_DISKS, MAX_VM_NETS, Server, ServerKind, Vm};
@@ -182,8 +183,10 @@ impl<'a> Manager<'a> {
             }
             root.connect_console(child, vm.console, number)?;
             child.add_report(&mut root.resources)?;
-            let Self { sessions, resources, children, channels, instances, system, .. } = root;
+            let Self { sessions, resources, children, channels, instances, system, seeds, .. } =
+                root;
             let view = SystemView { system, instances, children };
+            let seed = seeds.as_mut().map(Generator::seed);
             let attachments = sessions.connect_client(number, vm, child, resources, view)?;
             let channels = channels.connect(number, vm, system, child, resources, children)?;
             Ok(Role::Vmm(Vmm {
@@ -197,6 +200,7 @@ impl<'a> Manager<'a> {
                 virtio_console: vm.virtio_console,
                 vtlb: vm.vtlb,
                 xcr0_mask: machine.xcr0_mask,
+                seed,
                 attachments,
                 channels,
             }))

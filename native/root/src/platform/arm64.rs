@@ -11,7 +11,7 @@ use hw_tables::elf::Machine;
 use hw_tables::fdt::Fdt;
 use native_rt::start::Boot;
 use native_rt::{Irq, Platform, time};
-use proto::start::{DEVICES, RangeKind};
+use proto::start::{DEVICES, RangeKind, Seed};
 use proto::system::{Board, SerialPort};
 #[cfg_attr(test, allow(unused_imports, reason = "that of the host's architecture is used"))]
 pub use vmm_arm64::EXIT_NAMES;
@@ -41,6 +41,15 @@ pub fn wall_clock(boot: &Boot) -> (u64, u64) {
     let registers = base.and_then(|base| boot.registers(base, PAGE_SIZE));
     let seconds = registers.map_or(0, |clock| clock.read32(pl031::DATA as u64).into());
     (time::tsc(), seconds)
+}
+
+/// Returns the secret of the firmware for random numbers.
+pub fn seed(boot: &Boot) -> Option<Seed> {
+    firmware_seed(&tree(boot)?)
+}
+
+fn firmware_seed(tree: &Fdt<'_>) -> Option<Seed> {
+    tree.node("/chosen")?.property("rng-seed")?.first_chunk().copied()
 }
 
 /// Physical address and interrupt of the UART of the console.

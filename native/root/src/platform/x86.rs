@@ -4,8 +4,10 @@
 use core::fmt;
 
 use hw_tables::elf::Machine;
+use native_rt::start::Boot;
 use native_rt::{Irq, Ports};
 use proto::control::code;
+use proto::start::Seed;
 use proto::system::{Board, SerialPort};
 pub use vmm_x86::exit::EXIT_NAMES;
 
@@ -26,6 +28,11 @@ pub const HAS_ACPI: bool = true;
 /// Makes a panic of root end an emulated machine.
 pub fn prepare() {
     native_rt::start::on_root_panic(EXIT_PORT, EXIT_BASE + code::INTERNAL as u8);
+}
+
+/// Returns nothing: firmware of PCs passes no secret, and VMMs use the processor's source.
+pub fn seed(_: &Boot) -> Option<Seed> {
+    None
 }
 
 /// Gives a child a serial port: eight I/O ports, and the interrupt.

@@ -9,70 +9,14 @@
 //! queues.
 //! Documentation: VIRTIO 1.2, section 4.2 "Virtio Over MMIO".
 
+pub use hw_tables::virtio_mmio as spec;
+use spec::*;
 use vmm_bus::{Access, Device, Env};
 
 use super::{Causes, Common, VirtioDevice, set_half};
 
-/// Registers (section 4.2.2), and values of the constant ones.
-pub mod spec {
-    /// Magic value (RO).
-    pub const MAGIC: u64 = 0x000;
-    /// "virt".
-    pub const MAGIC_VALUE: u32 = 0x7472_6976;
-    /// Version (RO).
-    pub const VERSION: u64 = 0x004;
-    /// The version without legacy interface.
-    pub const VERSION_VALUE: u32 = 2;
-    /// Device type (RO).
-    pub const DEVICE_ID: u64 = 0x008;
-    /// Vendor (RO).
-    pub const VENDOR_ID: u64 = 0x00c;
-    /// Parador's: "PARD".
-    pub const VENDOR_VALUE: u32 = 0x4452_4150;
-    /// Selected word of the device's features (RO).
-    pub const DEVICE_FEATURES: u64 = 0x010;
-    /// Selected word of the device's features (WO).
-    pub const DEVICE_FEATURES_SELECT: u64 = 0x014;
-    /// Selected word of the driver's features (WO).
-    pub const DRIVER_FEATURES: u64 = 0x020;
-    /// Selected word of the driver's features (WO).
-    pub const DRIVER_FEATURES_SELECT: u64 = 0x024;
-    /// Selected queue (WO).
-    pub const QUEUE_SELECT: u64 = 0x030;
-    /// Maximum size of the selected queue; 0: it does not exist (RO).
-    pub const QUEUE_MAX: u64 = 0x034;
-    /// Size of the selected queue (WO).
-    pub const QUEUE_SIZE: u64 = 0x038;
-    /// Enable flag of the selected queue.
-    pub const QUEUE_READY: u64 = 0x044;
-    /// Notification: number of a queue (WO).
-    pub const QUEUE_NOTIFY: u64 = 0x050;
-    /// Causes of the interrupt (RO).
-    pub const INTERRUPT_STATUS: u64 = 0x060;
-    /// Acknowledgement of causes (WO).
-    pub const INTERRUPT_ACK: u64 = 0x064;
-    /// Device status.
-    pub const STATUS: u64 = 0x070;
-    /// Descriptor table of the selected queue, 64 bits in two registers (WO).
-    pub const QUEUE_DESC: u64 = 0x080;
-    /// Available ring of the selected queue, likewise.
-    pub const QUEUE_DRIVER: u64 = 0x090;
-    /// Used ring of the selected queue, likewise.
-    pub const QUEUE_DEVICE: u64 = 0x0a0;
-    /// Selected region of shared memory (WO).
-    pub const SHARED_SELECT: u64 = 0x0ac;
-    /// Length and address of the selected region, two registers each; all ones: it does not exist.
-    pub const SHARED_LENGTH: u64 = 0x0b0;
-    /// End of these registers.
-    pub const SHARED_END: u64 = 0x0c0;
-    /// Generation of the configuration (RO).
-    pub const GENERATION: u64 = 0x0fc;
-    /// Configuration of the device.
-    pub const CONFIG: u64 = 0x100;
-    /// Bytes of all registers.
-    pub const LENGTH: u64 = 0x200;
-}
-use spec::*;
+/// Vendor, Parador's: "PARD".
+const VENDOR_VALUE: u32 = 0x4452_4150;
 
 /// A device with MMIO transport. Registers support accesses of 4 bytes, the configuration of the
 /// device those of 1, 2 and 4 bytes.
