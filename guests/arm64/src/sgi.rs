@@ -1,7 +1,7 @@
 //! Micro-guest whose four vCPUs send each other SGIs in every way: to one, to several, to all
 //! others, to itself; all numbers at once, while they are disabled, to CPUs that do not exist,
-//! and by random values. It switches the VM off if each SGI that the architecture delivers arrives, once
-//! and where it should, and resets it otherwise.
+//! and by random values. It switches the VM off if each SGI that the architecture delivers
+//! arrives, once and where it should, and resets it otherwise.
 #![no_std]
 #![no_main]
 

@@ -7,6 +7,13 @@ pub const fn class(syndrome: u64) -> u64 {
     syndrome >> 26 & 0x3f
 }
 
+/// Lowest bit of class and length: the bit below the class is 1 for instructions of 32 bits (IL).
+pub const LENGTH_SHIFT: u32 = 25;
+/// Length in bytes of the instruction that has caused an exception.
+pub const fn instruction_length(syndrome: u64) -> u64 {
+    2 + 2 * (syndrome >> LENGTH_SHIFT & 1)
+}
+
 /// Exception classes.
 pub mod class {
     /// Undefined instruction, or one that this exception level may not execute.
@@ -76,7 +83,7 @@ pub const fn written_to(register: u32, syndrome: u64) -> Option<usize> {
     let [op0, op1, crn] = [number >> 14, number >> 11 & 7, number >> 7 & 15];
     let [crm, op2] = [number >> 3 & 15, number & 7];
     let write = class::SYSTEM_REGISTER << CLASS_SHIFT
-        | 1 << 25
+        | 1 << LENGTH_SHIFT
         | op0 << 20
         | op2 << 17
         | op1 << 14
@@ -140,6 +147,12 @@ mod tests {
         for other in [syndrome | 1, syndrome + (1 << 10), syndrome + (1 << 17), 0x93 << 24] {
             assert_eq!(written_to(register, other), None);
         }
+    }
+
+    #[test]
+    fn lengths() {
+        // WFI in A64 and in T32.
+        assert_eq!([0x0600_0000, 0x0400_0000].map(instruction_length), [4, 2]);
     }
 
     #[test]

@@ -176,13 +176,13 @@ struct Prepared {
 /// Enters the vCPU that `thread`, the CPU's current thread, runs in `VcpuRun`. Unless the VMM gets
 /// an exit, the thread stays in `VcpuRun` and enters the guest again when next dispatched.
 pub fn run(
-    kernel: Guard,
+    mut kernel: Guard,
     cpu_index: usize,
     local: &GuestCpu,
     thread: &Thread<Arm64>,
     vcpu: &Vcpu<Arm64>,
 ) -> (Guard, Option<ReturnToUser<Arm64>>) {
-    let Some(entry) = GuestEntry::new(&kernel.memory, thread, vcpu) else {
+    let Some(mut entry) = GuestEntry::new(&kernel.memory, thread, vcpu) else {
         abort_run(&kernel, cpu_index);
         return (kernel, None);
     };
@@ -191,62 +191,97 @@ pub fn run(
     {
         return (kernel, Some(to_vmm));
     }
-    let prepared = match prepare(&kernel, local, entry) {
-        Ok(prepared) => prepared,
-        Err(EntryError::Exit(reason)) => {
-            let to_vmm = return_exit(&kernel, entry, reason, 0);
-            return (kernel, Some(to_vmm));
+    loop {
+        let prepared = match prepare(&kernel, local, entry) {
+            Ok(prepared) => prepared,
+            Err(EntryError::Exit(reason)) => {
+                let to_vmm = return_exit(&kernel, entry, reason, 0);
+                return (kernel, Some(to_vmm));
+            }
+            Err(EntryError::Failed(status)) => {
+                let to_vmm = end_run(&kernel, entry, status);
+                return (kernel, Some(to_vmm));
+            }
+        };
+        begin_run(&kernel, cpu_index, local, entry);
+        unlock(kernel);
+        // SAFETY: the page is not freed before this CPU has answered a shootdown, when it acquires
+        // the lock; `prepare` has checked the processor state and loaded the guest's registers.
+        let exit = unsafe { stay_in_guest(&prepared) };
+        float::forbid();
+        kernel = lock(cpu_index);
+        entry = match finish_run(&kernel, cpu_index, local, exit) {
+            Some(entry) => entry,
+            None => {
+                handle_interrupts(&kernel, cpu_index);
+                abort_run(&kernel, cpu_index);
+                return (kernel, None);
+            }
+        };
+        let to_vmm = handle(&kernel, cpu_index, local, entry, exit);
+        // After an interrupt another thread may be the current one.
+        let is_handled = to_vmm.is_none() && exit.kind == exit_kind::SYNCHRONOUS;
+        if !is_handled || kernel.has_work(cpu_index) {
+            return (kernel, to_vmm);
         }
-        Err(EntryError::Failed(status)) => {
-            let to_vmm = end_run(&kernel, entry, status);
-            return (kernel, Some(to_vmm));
-        }
-    };
-    let active = &entry.vm.space.active;
-    active.set(active.get() | 1 << cpu_index);
-    let deadline = entry.state().run.deadline.get();
-    arm(cpu_index, kernel.cpus[cpu_index].deadline().min(deadline));
-    entry.vcpu.arch.system.load_readable();
-    float::permit(local, entry.vcpu);
-    let guest = &cpu::current().guest;
-    let may_wait = entry.state().run.halt.get() != 0 && kernel.may_wait(cpu_index);
-    guest.may_wait.store(may_wait.into(), Ordering::Relaxed);
-    unlock(kernel);
-    // SAFETY: the page is not freed before this CPU has answered a shootdown, when it acquires the
-    // lock; `prepare` has checked the processor state and loaded the guest's registers.
-    let exit = unsafe { stay_in_guest(&prepared) };
-    float::forbid();
-    let kernel = lock(cpu_index);
+    }
+}
 
+/// Prepares this CPU for the guest that it enters next, with the lock held.
+#[inline(always)]
+fn begin_run(
+    kernel: &Kernel<Arm64>,
+    cpu_index: usize,
+    local: &GuestCpu,
+    GuestEntry { vcpu, vm, .. }: GuestEntry<'_>,
+) {
+    let (active, run) = (&vm.space.active, &vcpu.arch.state().run);
+    active.set(active.get() | 1 << cpu_index);
+    arm(cpu_index, kernel.cpus[cpu_index].deadline().min(run.deadline.get()));
+    vcpu.arch.system.load_readable();
+    float::permit(local, vcpu);
+    let may_wait = run.halt.get() != 0 && kernel.may_wait(cpu_index);
+    cpu::current().guest.may_wait.store(may_wait.into(), Ordering::Relaxed);
+}
+
+/// Ends a run of a guest, with the lock held again, and handles the interrupt that has ended it.
+/// `None`: the current thread has left `VcpuRun` meanwhile.
+#[inline(always)]
+fn finish_run<'a>(
+    kernel: &'a Kernel<Arm64>,
+    cpu_index: usize,
+    local: &GuestCpu,
+    exit: GuestExit,
+) -> Option<GuestEntry<'a>> {
     count(&kernel.counters.vm_entries);
-    let waited = guest.waited.load(Ordering::Relaxed);
-    if waited != 0 {
-        guest.waited.store(0, Ordering::Relaxed);
-        kernel.exclude_wait(cpu_index, waited);
+    let waited = &cpu::current().guest.waited;
+    let ticks = waited.load(Ordering::Relaxed);
+    if ticks != 0 {
+        waited.store(0, Ordering::Relaxed);
+        kernel.exclude_wait(cpu_index, ticks);
     }
     if exit.kind == exit_kind::INTERRUPT
         && let Some(interrupt) = gic::taken(exit.syndrome)
     {
-        handle_interrupt(&kernel, cpu_index, interrupt);
+        handle_interrupt(kernel, cpu_index, interrupt);
     }
     virqs::finish();
-    let Some(entry) = GuestEntry::current(&kernel, cpu_index) else {
+    let Some(entry) = GuestEntry::current(kernel, cpu_index) else {
         match local.owner.get().and_then(|owner| kernel.memory.get(owner)) {
             Some(left) => left.arch.system.save_readable(),
             None => registers::clear_readable(),
         }
-        handle_interrupts(&kernel, cpu_index);
-        abort_run(&kernel, cpu_index);
-        return (kernel, None);
+        return None;
     };
     // The current thread is the one that has entered the guest.
     entry.vcpu.arch.system.save_readable();
-    let active = &entry.vm.space.active;
+    let (active, run) = (&entry.vm.space.active, &entry.state().run);
     active.set(active.get() & !(1 << cpu_index));
-    entry.state().run.entries.add(1);
-    entry.state().run.halted.add(waited);
-    let to_vmm = handle(&kernel, cpu_index, local, entry, exit);
-    (kernel, to_vmm)
+    run.entries.add(1);
+    if ticks != 0 {
+        run.halted.add(ticks);
+    }
+    Some(entry)
 }
 
 /// Enters a guest until there is an exit for which the kernel lock is needed: its SGIs to itself
@@ -264,8 +299,12 @@ unsafe fn stay_in_guest(prepared: &Prepared) -> GuestExit {
         let exit = unsafe { enter_guest(prepared.state, pc, processor_state) };
         let is_handled =
             exit.kind == exit_kind::SYNCHRONOUS && sgi::send_to_itself(state, exit.syndrome);
+        if !is_handled {
+            return exit;
+        }
         (pc, processor_state) = (state.pc.get().wrapping_add(INSTRUCTION), guest_state(state));
-        if !is_handled || !is_guest_state(processor_state) {
+        if !is_guest_state(processor_state) {
+            // The VMM has changed it meanwhile: the next entry is refused.
             return exit;
         }
         state.run.entries.add(1);
@@ -388,7 +427,7 @@ fn handle(
             exit::HYPERCALL
         }
         (exit_kind::SYNCHRONOUS, class::WAIT) => {
-            state.pc.add(INSTRUCTION);
+            state.pc.add(esr::instruction_length(syndrome));
             wait::begin(kernel, cpu_index, entry)?
         }
         (exit_kind::SYNCHRONOUS, class::INSTRUCTION_ABORT | class::DATA_ABORT) => {

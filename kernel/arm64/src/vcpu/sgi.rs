@@ -1,6 +1,7 @@
 //! Interrupts that a guest sends by software (SGIs), by writes to ICC_SGI1R_EL1. The kernel
-//! delivers those whose targets ([`kernel_core::object::Vm::sgi_targets`]) are in `VcpuRun` and have them
-//! enabled, by the words of their state pages; all others are exits to the VMM of the sender.
+//! delivers those whose targets ([`kernel_core::object::Vm::sgi_targets`]) are in `VcpuRun` and
+//! have them enabled, by the words of their state pages; all others are exits to the VMM of the
+//! sender.
 //!
 //! Pending SGIs of a vCPU are in kernel memory. They move to list registers before an entry.
 
