@@ -124,11 +124,8 @@ impl<A: Arch> Kernel<A> {
         self.push(handle, false);
         let cpu = &self.cpus[sched.cpu.get()];
         match cpu.sched.get().and_then(|running| self.memory.get(running)) {
-            Some(running) if running.priority.get() > sched.priority.get() => {
-                if cpu.waits.get() {
-                    self.interrupt_if_other(sched.cpu.get());
-                }
-            }
+            // One that may wait must not be left waiting.
+            Some(running) if running.priority.get() > sched.priority.get() && !cpu.waits.get() => {}
             // A running context of equal priority keeps its slice, whose end must now be enforced.
             Some(running) if running.priority.get() == sched.priority.get() => {
                 let end = cpu.charged.get().saturating_add(running.remaining.get());
