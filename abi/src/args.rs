@@ -180,6 +180,15 @@ arguments! {
         /// Event bits; 0 unbinds the doorbell.
         bits
     }
+    /// Arguments of [`crate::Op::VmSgiTarget`].
+    pub struct VmSgiTarget {
+        /// Selector of the VM.
+        vm,
+        /// Index of the target.
+        index,
+        /// Selector of the vCPU.
+        vcpu
+    }
     /// Arguments of [`crate::Op::VcpuNotify`].
     pub struct VcpuNotify {
         /// Selector of the vCPU.

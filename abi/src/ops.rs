@@ -156,6 +156,13 @@ operations! {
     /// one. On x86-64 the state page has no such words, and a halted guest exits. Rights: vcpu
     /// `RUN`.
     VcpuNotify = 18 ("vcpu") -> ("running");
+    /// Makes a vCPU of the VM the target with this index (below `vcpu::SGI_TARGETS`) of interrupts
+    /// that the guest sends by software. On AArch64 the index is the affinity. If the sender is a
+    /// target, and all targets that it addresses are in `VcpuRun` and have the interrupt enabled
+    /// (`sgi_enabled` of their state pages), the kernel delivers it; indices without a target are
+    /// absent CPUs. Otherwise the sender's VMM gets the exit. On x86-64 it has no effect. Fails
+    /// with `BadArgument` for a vCPU of another VM. Rights: vm `VCPU`, vcpu `RUN`.
+    VmSgiTarget = 19 ("vm, index, vcpu") -> ("");
 }
 
 /// Selector of the caller's own task in [`Op::Delegate`].

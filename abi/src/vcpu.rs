@@ -59,6 +59,9 @@ pub const HYPERCALL_DOORBELL: u64 = 0x5041_5241_0001;
 /// Number of doorbells of a VM.
 pub const DOORBELLS: usize = 4;
 
+/// Number of vCPUs of a VM that may be targets of [`crate::Op::VmSgiTarget`].
+pub const SGI_TARGETS: usize = 16;
+
 /// Results of [`HYPERCALL_DOORBELL`].
 pub mod doorbell {
     /// The doorbell's notification was signalled.

@@ -119,6 +119,12 @@ pub struct VcpuState {
     /// not. Valid with [`super::exit::HALT`]. Out.
     pub timer_deadline: SharedU64,
 
+    /// SGIs that the guest has enabled, in group 1: a bit each. Those the kernel may deliver
+    /// without the VMM ([`crate::Op::VmSgiTarget`]); a vCPU's to itself always. In.
+    pub sgi_enabled: SharedU64,
+    /// Priorities of the SGIs: a byte each, that of SGI 0 being the lowest one. In.
+    pub sgi_priorities: [SharedU64; 2],
+
     /// Registers of EL1 ([`system`]).
     pub system: [SharedU64; system::COUNT],
     /// Affinity that the guest reads in MPIDR_EL1.

@@ -12,6 +12,7 @@
 // Ticks of the timer, and number of its interrupt.
 .equ TICKS, 100000
 .equ TIMER, 27
+.equ SGI, 3
 
 .macro step number
     mov x19, #\number
@@ -131,6 +132,20 @@ after_user:
     b.ne 1b
     msr daifset, #2
     expect x23, 40 + 41 + 42 + 43 + 50 + 51 + 52 + 53
+
+    // The SGI that the VMM has enabled, to itself: no exit.
+    mov x23, #0
+    mov x24, #0
+    mov x0, #1
+    lsl x0, x0, x20
+    movk x0, #SGI << 8, lsl #16
+    msr S3_0_C12_C11_5, x0
+    msr daifclr, #2
+    isb
+    msr daifset, #2
+    expect x23, SGI
+    cmp x24, #1
+    b.ne failed
 
     step 12
     mrs x0, tpidr_el1

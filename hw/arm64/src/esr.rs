@@ -7,6 +7,13 @@ pub const fn class(syndrome: u64) -> u64 {
     syndrome >> 26 & 0x3f
 }
 
+/// Lowest bit of class and length: the bit below the class is 1 for instructions of 32 bits (IL).
+pub const LENGTH_SHIFT: u32 = 25;
+/// Length in bytes of the instruction that has caused an exception.
+pub const fn instruction_length(syndrome: u64) -> u64 {
+    2 + 2 * (syndrome >> LENGTH_SHIFT & 1)
+}
+
 /// Exception classes.
 pub mod class {
     /// Undefined instruction, or one that this exception level may not execute.
@@ -66,6 +73,28 @@ pub const fn system_access(syndrome: u64) -> SystemAccess {
     }
 }
 
+/// Bits of the syndrome of an access to a system register that name the general-purpose register.
+const GENERAL: u64 = 31 << 5;
+
+/// Returns the general-purpose register that the guest writes to this system register
+/// ([`system_register`]), by the syndrome of its access; `None`: it is another access.
+pub const fn written_to(register: u32, syndrome: u64) -> Option<usize> {
+    let number = register as u64;
+    let [op0, op1, crn] = [number >> 14, number >> 11 & 7, number >> 7 & 15];
+    let [crm, op2] = [number >> 3 & 15, number & 7];
+    let write = class::SYSTEM_REGISTER << CLASS_SHIFT
+        | 1 << LENGTH_SHIFT
+        | op0 << 20
+        | op2 << 17
+        | op1 << 14
+        | crn << 10
+        | crm << 1;
+    match syndrome & !GENERAL == write {
+        true => Some((syndrome >> 5 & 31) as usize),
+        false => None,
+    }
+}
+
 /// Access to memory by one general-purpose register, by the syndrome of its data abort.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct MemoryAccess {
@@ -112,6 +141,18 @@ mod tests {
         let register = system_register(3, 0, 12, 11, 5);
         assert_eq!(access, SystemAccess { register, general: 20, is_read: false });
         assert_ne!(register, system_register(3, 0, 12, 12, 5));
+        let syndrome = 0x6200_0000 | 3 << 20 | 5 << 17 | 12 << 10 | 20 << 5 | 11 << 1;
+        assert_eq!(system_access(syndrome), access);
+        assert_eq!(written_to(register, syndrome), Some(20));
+        for other in [syndrome | 1, syndrome + (1 << 10), syndrome + (1 << 17), 0x93 << 24] {
+            assert_eq!(written_to(register, other), None);
+        }
+    }
+
+    #[test]
+    fn lengths() {
+        // WFI in A64 and in T32.
+        assert_eq!([0x0600_0000, 0x0400_0000].map(instruction_length), [4, 2]);
     }
 
     #[test]

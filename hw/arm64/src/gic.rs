@@ -1,5 +1,7 @@
 //! Generic Interrupt Controller, version 3: Arm IHI 0069.
 
+use crate::esr::system_register;
+
 /// Name in a device tree.
 pub const COMPATIBLE: &str = "arm,gic-v3";
 /// First interrupt shared by all CPUs (SPI); private ones (PPI) begin at 16, SGIs at 0.
@@ -83,6 +85,19 @@ pub mod redistributor {
     pub const PRIVATE: usize = 0x1_0000;
 }
 
+/// Indices of the set bits, ascending. Most words have none.
+#[inline]
+pub fn bits(mut of: u32) -> impl Iterator<Item = u32> + Clone {
+    core::iter::from_fn(move || {
+        let index = (of != 0).then(|| of.trailing_zeros());
+        of &= of.wrapping_sub(1);
+        index
+    })
+}
+
+/// ICC_SGI1R_EL1: sends an interrupt of group 1 to other CPUs.
+pub const SGI1R: u32 = system_register(3, 0, 12, 11, 5);
+
 /// Interrupts of a write to ICC_SGI1R_EL1: the reverse of [`software_interrupt`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct SoftwareInterrupt {
@@ -112,6 +127,11 @@ impl SoftwareInterrupt {
     pub const fn is_for(self, affinity: u64, is_sender: bool) -> bool {
         let index = affinity.wrapping_sub(self.first);
         if self.to_others { !is_sender } else { index < 16 && self.list & 1 << index != 0 }
+    }
+
+    /// Returns whether the CPU with this affinity, which sends it, is the only one to get it.
+    pub const fn is_for_sender_only(self, affinity: u64) -> bool {
+        self.is_for(affinity, true) && self.list.is_power_of_two()
     }
 }
 
@@ -194,5 +214,10 @@ mod tests {
         }
         let others = SoftwareInterrupt::decode(1 << 40 | 3 << 24);
         assert!(others.is_for(1, false) && !others.is_for(1, true));
+        assert!(!others.is_for_sender_only(0));
+        let value = software_interrupt(0x2_0011, 0);
+        assert!(SoftwareInterrupt::decode(value).is_for_sender_only(0x2_0011));
+        assert!(!SoftwareInterrupt::decode(value).is_for_sender_only(0x11));
+        assert!(!SoftwareInterrupt::decode(value | 1).is_for_sender_only(0x2_0011));
     }
 }

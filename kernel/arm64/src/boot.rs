@@ -318,10 +318,10 @@ extern "C" fn continue_on_own_stack() -> ! {
     let Some(place) = listed.clone().position(|&affinity| affinity == cpu::affinity()) else {
         panic!("the device tree does not list the CPU with affinity {:#x}", cpu::affinity());
     };
+    gic::init(machine);
     vcpu::virqs::init(machine.maintenance.is_some());
     // SAFETY: the first CPU, once; its area exists.
     unsafe { cpu::activate(0) };
-    gic::init(machine);
     if !gic::init_cpu(place) {
         panic!("the first CPU has no interrupt controller");
     }

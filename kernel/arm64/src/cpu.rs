@@ -32,6 +32,21 @@ pub struct PerCpu {
     pub id: usize,
     /// Its affinity.
     pub affinity: u64,
+    /// State that assembly uses while a guest runs.
+    pub guest: GuestRun,
+}
+
+/// State of a CPU that assembly uses while a guest runs.
+#[repr(C)]
+#[derive(Default)]
+pub struct GuestRun {
+    /// List register with the interrupt of the virtual timer, without number and priority; 0:
+    /// guests have none.
+    pub timer_list: AtomicU64,
+    /// Not 0: the CPU may wait in place of the guest.
+    pub may_wait: AtomicU64,
+    /// Ticks that it has waited so.
+    pub waited: AtomicU64,
 }
 
 /// Offset of the top of the kernel stack in [`PerCpu`], for assembly.
@@ -40,6 +55,12 @@ pub const KERNEL_STACK_TOP: usize = offset_of!(PerCpu, kernel_stack_top);
 pub const BUG_STACK_TOP: usize = offset_of!(PerCpu, bug_stack_top);
 /// Offset of the kernel's stack pointer while a guest runs.
 pub const GUEST_STACK: usize = offset_of!(PerCpu, guest_stack);
+/// Offsets of the fields of [`GuestRun`].
+pub const TIMER_LIST: usize = offset_of!(PerCpu, guest.timer_list);
+/// See [`TIMER_LIST`].
+pub const MAY_WAIT: usize = offset_of!(PerCpu, guest.may_wait);
+/// See [`TIMER_LIST`].
+pub const WAITED: usize = offset_of!(PerCpu, guest.waited);
 
 static CREATED: AtomicUsize = AtomicUsize::new(0);
 
@@ -77,6 +98,7 @@ pub unsafe fn create(affinity: u64) -> usize {
         guest_stack: AtomicU64::new(0),
         id: index,
         affinity,
+        guest: GuestRun::default(),
     };
     // SAFETY: mapped, by the caller; no CPU uses it before it is counted.
     unsafe { ((area(index) + PER_CPU) as *mut PerCpu).write(state) };

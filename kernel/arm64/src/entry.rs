@@ -4,25 +4,33 @@
 //! code saves the registers there, and continues on the CPU's own stack. Interrupts are masked in
 //! the kernel; idle CPUs wait with WFI, which a masked interrupt ends. An exception in the kernel
 //! is a bug. While a guest runs, the stack pointer points to its state page, which begins with the
-//! same registers, and vectors of their own return from [`enter_guest`].
+//! same registers, and vectors of their own return from [`enter_guest`]. Few exits are handled
+//! before that, in assembly: the hypercall of the version, the interrupt of the guest's timer, and
+//! the wait for it.
 
 use core::arch::global_asm;
 use core::mem::offset_of;
 
 use abi::vcpu::HYPERCALL_VERSION;
-use abi::vcpu::arm64::VcpuState;
+use abi::vcpu::arm64::{VcpuState, virq};
 use hw_arm64::esr::{self, class};
+use hw_arm64::gic::{FIRST_SPECIAL, virtual_interface as ich};
 use hw_arm64::registers::hcr;
 use kernel_core::arch::Context as _;
 use kernel_run::{exit, lock};
 
 use crate::context::{ThreadContext, UserRegisters};
+use crate::vcpu::virqs;
 use crate::{Arm64, cpu, read_register, run};
 
 global_asm!(
     ".macro save_registers stack",
     "stp x0, x1, [sp]",
     "stp x2, x3, [sp, #16]",
+    "save_further \\stack",
+    ".endm",
+    // Saves the registers from x4 on. Leaves x0 as it is, and the syndrome in x1.
+    ".macro save_further stack",
     "stp x4, x5, [sp, #32]",
     "stp x6, x7, [sp, #48]",
     "stp x8, x9, [sp, #64]",
@@ -36,17 +44,17 @@ global_asm!(
     "stp x24, x25, [sp, #192]",
     "stp x26, x27, [sp, #208]",
     "stp x28, x29, [sp, #224]",
-    "mrs x1, sp_el0",
-    "mrs x2, elr_el1",
-    "mrs x3, spsr_el1",
-    "mrs x4, tpidr_el0",
-    "mrs x0, esr_el1",
-    "stp x30, x1, [sp, #240]",
-    "stp x2, x3, [sp, #{elr}]",
-    "stp x4, x0, [sp, #{tpidr}]",
-    "mrs x5, tpidr_el2",
-    "ldr x5, [x5, #\\stack]",
-    "mov sp, x5",
+    "mrs x2, sp_el0",
+    "mrs x3, elr_el1",
+    "mrs x4, spsr_el1",
+    "mrs x5, tpidr_el0",
+    "mrs x1, esr_el1",
+    "stp x30, x2, [sp, #240]",
+    "stp x3, x4, [sp, #{elr}]",
+    "stp x5, x1, [sp, #{tpidr}]",
+    "mrs x2, tpidr_el2",
+    "ldr x2, [x2, #\\stack]",
+    "mov sp, x2",
     "mov x29, xzr",
     ".endm",
     ".macro bug kind",
@@ -99,17 +107,27 @@ global_asm!(
     ".balign 128",
     "stp x0, x1, [sp]",
     "mrs x1, esr_el1",
-    "lsr x1, x1, #{class_shift}",
+    "lsr x1, x1, #{length_shift}",
     "cmp x1, #{hypercall}",
     "b.eq 5f",
-    "ldr x1, [sp, #8]",
+    "stp x2, x3, [sp, #16]",
+    "cmp x1, #{wait}",
+    "b.eq 7f",
     "b 6f",
     ".endm",
-    // A guest was left.
-    ".macro guest kind",
+    // By an interrupt of the host.
+    ".macro guest_interrupt",
+    ".balign 128",
+    "stp x0, x1, [sp]",
+    "stp x2, x3, [sp, #16]",
+    "b 8f",
+    ".endm",
+    // By an error.
+    ".macro guest_error",
     ".balign 128",
     "save_registers {guest_stack}",
-    "mov x1, #\\kind",
+    "mov x0, x1",
+    "mov x1, #{by_error}",
     "b 4f",
     ".endm",
     ".section .text.vectors, \"ax\"",
@@ -120,8 +138,8 @@ global_asm!(
     // From tasks: synchronous, interrupt, fast interrupt (none is in group 0), error.
     ".balign 128",
     "save_registers {kernel_stack}",
-    "ubfx x1, x0, #26, #6",
-    "cmp x1, #{call}",
+    "ubfx x2, x1, #26, #6",
+    "cmp x2, #{call}",
     "b.eq {system_call}",
     "b 3f",
     ".balign 128",
@@ -139,6 +157,7 @@ global_asm!(
     "bl {interrupt}",
     "b leave_kernel",
     "3:",
+    "mov x0, x1",
     "mrs x1, far_el1",
     "bl {exception}",
     "b leave_kernel",
@@ -148,22 +167,89 @@ global_asm!(
     "bugs",
     ".rept 2",
     "guest_synchronous",
-    "guest {by_interrupt}",
+    "guest_interrupt",
     "bug 10",
-    "guest {by_error}",
+    "guest_error",
     ".endr",
     "5:",
     "ldr x1, ={version}",
     "cmp x0, x1",
-    "ldr x1, [sp, #8]",
-    "b.ne 6f",
+    "b.ne 20f",
     "ldr x0, [sp, #{handled}]",
     "add x0, x0, #1",
     "str x0, [sp, #{handled}]",
     "mov x0, #{abi_version}",
+    "ldr x1, [sp, #8]",
     "eret",
+    // WFI. Where the CPU may, and no list register is in use (ICH_ELRSR_EL2), it waits here for the
+    // guest's timer: the guest then continues as after any interrupt of its timer. Every other
+    // interrupt stays pending, and `vcpu::wait` decides.
+    "7:",
+    "mrs x1, tpidr_el2",
+    "ldr x2, [x1, #{may_wait}]",
+    "cbz x2, 6f",
+    "mrs x2, S3_4_C12_C11_5",
+    "eor x2, x2, #{all_lists}",
+    "tst x2, #{all_lists}",
+    "b.ne 6f",
+    "mrs x2, cntpct_el0",
+    "dsb sy",
+    "wfi",
+    "mrs x3, cntpct_el0",
+    "sub x3, x3, x2",
+    "ldr x2, [x1, #{waited}]",
+    "add x2, x2, x3",
+    "str x2, [x1, #{waited}]",
+    "ldr x1, [x1, #{timer_list}]",
+    "cbz x1, 6f",
+    "ubfx x2, x1, #{link_shift}, #10",
+    "mrs x3, icc_hppir1_el1",
+    "cmp x2, x3",
+    "b.ne 6f",
+    "mrs x2, elr_el1",
+    "add x2, x2, #4",
+    "msr elr_el1, x2",
+    // An interrupt is taken. That of the guest's timer goes to the first list register
+    // (ICH_LR0_EL2), linked to the host's, and the guest continues: nothing that was checked has
+    // changed.
+    "8:",
+    "mrs x0, icc_iar1_el1",
+    "mrs x1, tpidr_el2",
+    "ldr x1, [x1, #{timer_list}]",
+    "cbz x1, 9f",
+    "ubfx x2, x1, #{link_shift}, #10",
+    "cmp x0, x2",
+    "b.ne 9f",
+    "ldr x2, [sp, #{timer_virq}]",
+    "tbz x2, #{valid_bit}, 9f",
+    "and x3, x2, #{number_mask}",
+    "cmp x3, #{first_special}",
+    "b.hs 9f",
+    "orr x1, x1, x3",
+    "ubfx x2, x2, #{priority_from}, #8",
+    "orr x1, x1, x2, lsl #{priority_to}",
+    "mrs x2, S3_4_C12_C11_5",
+    "eor x2, x2, #{all_lists}",
+    "tst x2, #{all_lists}",
+    "b.ne 9f",
+    "msr S3_4_C12_C12_0, x1",
+    "msr icc_eoir1_el1, x0",
+    "ldp x0, x1, [sp, #{entries}]",
+    "add x0, x0, #1",
+    "add x1, x1, #1",
+    "stp x0, x1, [sp, #{entries}]",
+    "ldp x2, x3, [sp, #16]",
+    "ldp x0, x1, [sp]",
+    "eret",
+    "9:",
+    "save_further {guest_stack}",
+    "mov x1, #{by_interrupt}",
+    "b 4f",
+    "20:",
+    "stp x2, x3, [sp, #16]",
     "6:",
-    "save_registers {guest_stack}",
+    "save_further {guest_stack}",
+    "mov x0, x1",
     "mov x1, #{synchronous}",
     "4:",
     "ldr x2, ={host}",
@@ -223,8 +309,21 @@ global_asm!(
     interrupt = sym interrupt_handler,
     exception = sym exception_handler,
     guest_stack = const cpu::GUEST_STACK,
-    class_shift = const esr::CLASS_SHIFT,
-    hypercall = const class::HYPERVISOR_CALL,
+    length_shift = const esr::LENGTH_SHIFT,
+    hypercall = const class::HYPERVISOR_CALL << 1 | 1,
+    wait = const class::WAIT << 1 | 1,
+    may_wait = const cpu::MAY_WAIT,
+    waited = const cpu::WAITED,
+    timer_list = const cpu::TIMER_LIST,
+    all_lists = const virqs::ALL_LISTS,
+    link_shift = const ich::LINK_SHIFT,
+    timer_virq = const offset_of!(VcpuState, timer_virq),
+    valid_bit = const virq::VALID.trailing_zeros(),
+    number_mask = const virq::NUMBER,
+    first_special = const FIRST_SPECIAL,
+    priority_from = const virq::PRIORITY_SHIFT,
+    priority_to = const ich::PRIORITY_SHIFT,
+    entries = const offset_of!(VcpuState, run.entries),
     version = const HYPERCALL_VERSION,
     abi_version = const abi::ABI_VERSION,
     handled = const offset_of!(VcpuState, run.handled_in_kernel),
@@ -255,6 +354,7 @@ const _: () = {
     assert!(offset_of!(VcpuState, pstate) == offset_of!(UserRegisters, spsr));
     assert!(offset_of!(VcpuState, tpidr) == offset_of!(UserRegisters, tpidr));
     assert!(offset_of!(VcpuState, syndrome) == offset_of!(UserRegisters, esr));
+    assert!(offset_of!(VcpuState, run.handled_in_kernel) == offset_of!(VcpuState, run.entries) + 8);
 };
 
 /// Way in which a guest was left ([`GuestExit::kind`]).
@@ -271,7 +371,9 @@ pub mod exit_kind {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct GuestExit {
-    /// Syndrome of the exception.
+    /// Syndrome of the exception. Interrupt: what the interrupt controller says ([`gic::taken`]).
+    ///
+    /// [`gic::taken`]: crate::gic::taken
     pub syndrome: u64,
     /// One of [`exit_kind`].
     pub kind: u64,

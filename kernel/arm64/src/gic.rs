@@ -166,7 +166,11 @@ pub struct InService {
 
 /// Takes the next pending interrupt of this CPU.
 pub fn take() -> Option<(InService, Cause)> {
-    let value = read_register!("icc_iar1_el1");
+    taken(read_register!("icc_iar1_el1"))
+}
+
+/// Cause of an interrupt that this CPU has taken, by the value of ICC_IAR1_EL1.
+pub fn taken(value: u64) -> Option<(InService, Cause)> {
     // SAFETY: orders the read before the accesses to devices that follow.
     unsafe { core::arch::asm!("dsb sy", options(nostack)) };
     let number = value & 0xff_ffff;
@@ -184,14 +188,6 @@ pub fn take() -> Option<(InService, Cause)> {
         },
     };
     Some((InService { number: value, is_linked: cause == Cause::VirtualTimer }, cause))
-}
-
-/// Returns whether the interrupt of the guests' timer is the next one of this CPU. Another one may
-/// become the next before [`take`].
-#[inline(always)]
-pub fn is_virtual_timer_next() -> bool {
-    let next = read_register!("icc_hppir1_el1") & 0xff_ffff;
-    virtual_timer().is_some_and(|number| next == number.into())
 }
 
 /// Ends the service of an interrupt.

@@ -23,11 +23,8 @@ unsafe fn call(function: u64, arguments: [u64; 3]) -> i64 {
         core::arch::asm!(
             "smc #0",
             inlateout("x0") function => result,
-            inlateout("x1") first => _, inlateout("x2") second => _, inlateout("x3") third => _,
-            lateout("x4") _, lateout("x5") _, lateout("x6") _, lateout("x7") _,
-            lateout("x8") _, lateout("x9") _, lateout("x10") _, lateout("x11") _,
-            lateout("x12") _, lateout("x13") _, lateout("x14") _, lateout("x15") _,
-            lateout("x16") _, lateout("x17") _,
+            in("x1") first, in("x2") second, in("x3") third,
+            clobber_abi("C"),
             options(nostack),
         );
     }

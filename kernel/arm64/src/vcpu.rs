@@ -16,6 +16,7 @@ mod features;
 mod float;
 mod guest_entry;
 mod registers;
+mod sgi;
 pub mod timer;
 pub mod virqs;
 mod wait;
@@ -30,7 +31,7 @@ use hw_arm64::esr::{self, class};
 use hw_arm64::registers::{spsr, vtcr};
 use kernel_core::arch::ArchVcpu;
 use kernel_core::object::{Space, Thread, Translation, Vcpu, Vm};
-use kernel_core::pool::{Factory, Frame, Handle, Memory};
+use kernel_core::pool::{Cached, Factory, Frame, Handle, Memory};
 use kernel_core::table::Format;
 use kernel_core::{Kernel, count};
 use kernel_run::exit::ReturnToUser;
@@ -38,11 +39,11 @@ use kernel_run::lock::{lock, unlock};
 
 use crate::entry::{GuestExit, enter_guest, exit_kind};
 use crate::format::Stage2;
-use crate::gic::{Cause, InService};
 use crate::run::{Guard, arm, handle_interrupt, handle_interrupts};
-use crate::{Arm64, boot, gic, io, memory, read_register, time, write_register};
-use guest_entry::GuestEntry;
+use crate::{Arm64, boot, cpu, gic, io, memory, read_register, time, write_register};
+use guest_entry::{GuestEntry, Lookup};
 use registers::SystemRegisters;
+use sgi::PendingSgis;
 use timer::VirtualTimer;
 use virqs::VirtualInterface;
 
@@ -59,8 +60,12 @@ pub struct VcpuFrames {
     system: SystemRegisters,
     interface: VirtualInterface,
     timer: VirtualTimer,
-    /// Generation of the VM's space that the vCPU was last entered with.
+    sgis: PendingSgis,
+    lookup: Lookup,
+    /// Generation of the VM's space that the vCPU was last entered with, and whether that had
+    /// tables.
     generation: Cell<u64>,
+    has_tables: Cell<bool>,
     /// Counter value at which the VMM's thread blocked because the guest waits for an interrupt;
     /// 0: it is not blocked.
     halted: Cell<u64>,
@@ -81,7 +86,10 @@ impl ArchVcpu for VcpuFrames {
             system: SystemRegisters::new(),
             interface: VirtualInterface::reset(),
             timer: VirtualTimer::reset(),
+            sgis: PendingSgis::new(0),
+            lookup: Lookup::new((Cached::NONE, Cached::NONE)),
             generation: Cell::new(0),
+            has_tables: Cell::new(false),
             halted: Cell::new(0),
         };
         this.state().pstate.set(pstate::EL1_MASKED);
@@ -134,7 +142,7 @@ pub unsafe fn init_this_cpu() {
     // and performance monitors trap.
     unsafe {
         write_register!("vtcr_el2", vtcr::KERNEL | sizes.min(vtcr::MAX_SIZE) << vtcr::SIZE_SHIFT);
-        write_register!("vttbr_el2", memory::physical_of(&raw const boot::empty_table));
+        write_register!("vttbr_el2", no_tables());
         write_register!("vpidr_el2", identity);
         write_register!("mdcr_el2", hw_arm64::registers::MDCR_GUEST | counters);
     }
@@ -168,13 +176,13 @@ struct Prepared {
 /// Enters the vCPU that `thread`, the CPU's current thread, runs in `VcpuRun`. Unless the VMM gets
 /// an exit, the thread stays in `VcpuRun` and enters the guest again when next dispatched.
 pub fn run(
-    kernel: Guard,
+    mut kernel: Guard,
     cpu_index: usize,
     local: &GuestCpu,
     thread: &Thread<Arm64>,
     vcpu: &Vcpu<Arm64>,
 ) -> (Guard, Option<ReturnToUser<Arm64>>) {
-    let Some(entry) = GuestEntry::new(&kernel.memory, thread, vcpu) else {
+    let Some(mut entry) = GuestEntry::new(&kernel.memory, thread, vcpu) else {
         abort_run(&kernel, cpu_index);
         return (kernel, None);
     };
@@ -183,65 +191,105 @@ pub fn run(
     {
         return (kernel, Some(to_vmm));
     }
-    let prepared = match prepare(&kernel, local, entry) {
-        Ok(prepared) => prepared,
-        Err(EntryError::Exit(reason)) => {
-            let to_vmm = return_exit(&kernel, entry, reason, 0);
-            return (kernel, Some(to_vmm));
+    loop {
+        let prepared = match prepare(&kernel, local, entry) {
+            Ok(prepared) => prepared,
+            Err(EntryError::Exit(reason)) => {
+                let to_vmm = return_exit(&kernel, entry, reason, 0);
+                return (kernel, Some(to_vmm));
+            }
+            Err(EntryError::Failed(status)) => {
+                let to_vmm = end_run(&kernel, entry, status);
+                return (kernel, Some(to_vmm));
+            }
+        };
+        begin_run(&kernel, cpu_index, local, entry);
+        unlock(kernel);
+        // SAFETY: the page is not freed before this CPU has answered a shootdown, when it acquires
+        // the lock; `prepare` has checked the processor state and loaded the guest's registers.
+        let exit = unsafe { stay_in_guest(&prepared) };
+        float::forbid();
+        kernel = lock(cpu_index);
+        entry = match finish_run(&kernel, cpu_index, local, exit) {
+            Some(entry) => entry,
+            None => {
+                handle_interrupts(&kernel, cpu_index);
+                abort_run(&kernel, cpu_index);
+                return (kernel, None);
+            }
+        };
+        let to_vmm = handle(&kernel, cpu_index, local, entry, exit);
+        // After an interrupt another thread may be the current one.
+        let is_handled = to_vmm.is_none() && exit.kind == exit_kind::SYNCHRONOUS;
+        if !is_handled || kernel.has_work(cpu_index) {
+            return (kernel, to_vmm);
         }
-        Err(EntryError::Failed(status)) => {
-            let to_vmm = end_run(&kernel, entry, status);
-            return (kernel, Some(to_vmm));
-        }
-    };
-    let active = &entry.vm.space.active;
+    }
+}
+
+/// Prepares this CPU for the guest that it enters next, with the lock held.
+#[inline(always)]
+fn begin_run(
+    kernel: &Kernel<Arm64>,
+    cpu_index: usize,
+    local: &GuestCpu,
+    GuestEntry { vcpu, vm, .. }: GuestEntry<'_>,
+) {
+    let (active, run) = (&vm.space.active, &vcpu.arch.state().run);
     active.set(active.get() | 1 << cpu_index);
-    let deadline = entry.state().run.deadline.get();
-    arm(cpu_index, kernel.cpus[cpu_index].deadline().min(deadline));
-    entry.vcpu.arch.system.load_readable();
-    float::permit(local, entry.vcpu);
-    unlock(kernel);
-    // SAFETY: the page is not freed before this CPU has answered a shootdown, when it acquires the
-    // lock; `prepare` has checked the processor state and loaded the guest's registers.
-    let left_guest = unsafe { stay_in_guest(&prepared) };
-    float::forbid();
-    let kernel = lock(cpu_index);
-
-    count(&kernel.counters.vm_entries);
-    if let Some(interrupt) = left_guest.taken {
-        handle_interrupt(&kernel, cpu_index, interrupt);
-    }
-    if let Some(left) = local.owner.get().and_then(|owner| kernel.memory.get(owner)) {
-        left.arch.system.save_readable();
-    }
-    registers::clear_readable();
-    virqs::finish();
-    let Some(entry) = GuestEntry::current(&kernel, cpu_index) else {
-        handle_interrupts(&kernel, cpu_index);
-        abort_run(&kernel, cpu_index);
-        return (kernel, None);
-    };
-    let active = &entry.vm.space.active;
-    active.set(active.get() & !(1 << cpu_index));
-    entry.state().run.entries.add(1);
-    let to_vmm = handle(&kernel, cpu_index, local, entry, left_guest.exit);
-    (kernel, to_vmm)
+    arm(cpu_index, kernel.cpus[cpu_index].deadline().min(run.deadline.get()));
+    vcpu.arch.system.load_readable();
+    float::permit(local, vcpu);
+    let may_wait = run.halt.get() != 0 && kernel.may_wait(cpu_index);
+    cpu::current().guest.may_wait.store(may_wait.into(), Ordering::Relaxed);
 }
 
-/// Result of [`stay_in_guest`].
-struct LeftGuest {
+/// Ends a run of a guest, with the lock held again, and handles the interrupt that has ended it.
+/// `None`: the current thread has left `VcpuRun` meanwhile.
+#[inline(always)]
+fn finish_run<'a>(
+    kernel: &'a Kernel<Arm64>,
+    cpu_index: usize,
+    local: &GuestCpu,
     exit: GuestExit,
-    /// An interrupt that has been acknowledged, but not handled.
-    taken: Option<(InService, Cause)>,
+) -> Option<GuestEntry<'a>> {
+    count(&kernel.counters.vm_entries);
+    let waited = &cpu::current().guest.waited;
+    let ticks = waited.load(Ordering::Relaxed);
+    if ticks != 0 {
+        waited.store(0, Ordering::Relaxed);
+        kernel.exclude_wait(cpu_index, ticks);
+    }
+    if exit.kind == exit_kind::INTERRUPT
+        && let Some(interrupt) = gic::taken(exit.syndrome)
+    {
+        handle_interrupt(kernel, cpu_index, interrupt);
+    }
+    virqs::finish();
+    let Some(entry) = GuestEntry::current(kernel, cpu_index) else {
+        match local.owner.get().and_then(|owner| kernel.memory.get(owner)) {
+            Some(left) => left.arch.system.save_readable(),
+            None => registers::clear_readable(),
+        }
+        return None;
+    };
+    // The current thread is the one that has entered the guest.
+    entry.vcpu.arch.system.save_readable();
+    let (active, run) = (&entry.vm.space.active, &entry.state().run);
+    active.set(active.get() & !(1 << cpu_index));
+    run.entries.add(1);
+    if ticks != 0 {
+        run.halted.add(ticks);
+    }
+    Some(entry)
 }
 
-/// Enters a guest until there is an exit for which the kernel lock is needed. The interrupt of the
-/// guest's own timer needs none: it goes to a list register, and the guest continues. All other
-/// interrupts stay pending, and end the next entry.
+/// Enters a guest until there is an exit for which the kernel lock is needed: its SGIs to itself
+/// need none.
 ///
 /// # Safety
 /// Those of [`enter_guest`] hold, and the state page exists until this CPU acquires the lock.
-unsafe fn stay_in_guest(prepared: &Prepared) -> LeftGuest {
+unsafe fn stay_in_guest(prepared: &Prepared) -> GuestExit {
     // SAFETY: the page exists, by the caller; all fields are atomic integers, any value is valid.
     let state = unsafe { &*prepared.state };
     let (mut pc, mut processor_state) = (prepared.pc, prepared.pstate);
@@ -249,20 +297,15 @@ unsafe fn stay_in_guest(prepared: &Prepared) -> LeftGuest {
         // SAFETY: by the caller; the processor state has been checked, and the other registers are
         // those with which the guest was left, or what the VMM has made of them meanwhile.
         let exit = unsafe { enter_guest(prepared.state, pc, processor_state) };
-        let is_for_timer = exit.kind == exit_kind::INTERRUPT
-            && gic::is_virtual_timer_next()
-            && !virqs::has_ended();
-        if !is_for_timer {
-            return LeftGuest { exit, taken: None };
+        let is_handled =
+            exit.kind == exit_kind::SYNCHRONOUS && sgi::send_to_itself(state, exit.syndrome);
+        if !is_handled {
+            return exit;
         }
-        match gic::take() {
-            Some((in_service, Cause::VirtualTimer)) if timer::place(state) => gic::end(in_service),
-            // It has no list register, or a more urgent interrupt has come meanwhile.
-            taken => return LeftGuest { exit, taken },
-        }
-        (pc, processor_state) = (state.pc.get(), state.pstate.get() & spsr::GUEST);
+        (pc, processor_state) = (state.pc.get().wrapping_add(INSTRUCTION), guest_state(state));
         if !is_guest_state(processor_state) {
-            return LeftGuest { exit, taken: None };
+            // The VMM has changed it meanwhile: the next entry is refused.
+            return exit;
         }
         state.run.entries.add(1);
         state.run.handled_in_kernel.add(1);
@@ -281,7 +324,7 @@ fn prepare(
         state.run.events.set(bits);
         return Err(EntryError::Exit(exit::RECALL));
     }
-    let pstate = state.pstate.get() & spsr::GUEST;
+    let pstate = guest_state(state);
     if !is_guest_state(pstate) {
         return Err(EntryError::Exit(arm64_exit::INVALID_STATE));
     }
@@ -309,14 +352,20 @@ fn prepare(
         frames.timer.load(is_timer_active);
     }
     virqs::deliver(state);
+    sgi::deliver(&frames.sgis, state);
     frames.timer.deliver(state);
     if is_changed || !is_owner {
         frames.system.load();
     }
-    let root = guest_root(kernel, space);
-    // SAFETY: tables of this VM, or an empty one.
-    unsafe { write_register!("vttbr_el2", root) };
-    if !is_owner || frames.generation.get() != space.generation.get() {
+    let is_stale = !is_owner || frames.generation.get() != space.generation.get();
+    if is_stale || !frames.has_tables.get() {
+        let root = guest_root(kernel, space);
+        // SAFETY: tables of this VM, or an empty one.
+        unsafe { write_register!("vttbr_el2", root.unwrap_or(no_tables())) };
+        // Only an unmapping removes them, which changes the generation.
+        frames.has_tables.set(root.is_some());
+    }
+    if is_stale {
         frames.generation.set(space.generation.get());
         io::instruction_barrier();
         flush_guests();
@@ -324,14 +373,21 @@ fn prepare(
     Ok(Prepared { state: frames.state, pc: state.pc.get(), pstate })
 }
 
-/// Physical address of the VM's tables for 39 bits: the first entry of the root, since not every
-/// processor walks four levels at stage 2.
-fn guest_root(kernel: &Kernel<Arm64>, space: &Space<Arm64>) -> u64 {
+/// Physical address of the VM's tables for 39 bits, if it has any: the first entry of the root,
+/// since not every processor walks four levels at stage 2.
+fn guest_root(kernel: &Kernel<Arm64>, space: &Space<Arm64>) -> Option<u64> {
     let first = kernel.memory.words(space.root)[0].load(Ordering::Relaxed);
-    match Stage2::is_present(first) {
-        true => Stage2::address(first),
-        false => memory::physical_of(&raw const boot::empty_table),
-    }
+    Stage2::is_present(first).then(|| Stage2::address(first))
+}
+
+/// Physical address of a table without entries.
+fn no_tables() -> u64 {
+    memory::physical_of(&raw const boot::empty_table)
+}
+
+/// Processor state with which a guest is to run, without what no guest may have.
+fn guest_state(state: &VcpuState) -> u64 {
+    state.pstate.get() & spsr::GUEST
 }
 
 /// Returns whether a processor state is one of EL0 or EL1, to which the processor can return.
@@ -371,11 +427,8 @@ fn handle(
             exit::HYPERCALL
         }
         (exit_kind::SYNCHRONOUS, class::WAIT) => {
-            state.pc.add(INSTRUCTION);
-            if wait::begin(kernel, cpu_index, entry) {
-                return None;
-            }
-            exit::HALT
+            state.pc.add(esr::instruction_length(syndrome));
+            wait::begin(kernel, cpu_index, entry)?
         }
         (exit_kind::SYNCHRONOUS, class::INSTRUCTION_ABORT | class::DATA_ABORT) => {
             let Some(address) = fault::address(syndrome) else {
@@ -388,7 +441,8 @@ fn handle(
             return Some(to_vmm);
         }
         (exit_kind::SYNCHRONOUS, class::SYSTEM_REGISTER) => {
-            if identify(state, syndrome) {
+            if sgi::send(kernel, entry, syndrome) || identify(state, syndrome) {
+                state.pc.add(INSTRUCTION);
                 count_handled(kernel, state);
                 return None;
             }
@@ -416,14 +470,14 @@ fn handle_hypercall(kernel: &Kernel<Arm64>, vm: &Vm<Arm64>, state: &VcpuState) -
     true
 }
 
-/// Handles a read of an identification register. Returns whether it was one.
+/// Handles a read of an identification register, whose instruction the caller skips. Returns
+/// whether it was one.
 fn identify(state: &VcpuState, syndrome: u64) -> bool {
     let access = esr::system_access(syndrome);
     let Some(value) = features::read(access) else { return false };
     if let Some(register) = state.x.get(access.general) {
         register.set(value);
     }
-    state.pc.add(INSTRUCTION);
     true
 }
 

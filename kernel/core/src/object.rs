@@ -4,7 +4,7 @@ use core::cell::Cell;
 
 use abi::ItemKind;
 use abi::args::IrqSource;
-use abi::vcpu::DOORBELLS;
+use abi::vcpu::{DOORBELLS, SGI_TARGETS};
 
 use crate::arch::Arch;
 use crate::pool::{Factory, Frame, Handle, Object};
@@ -201,6 +201,8 @@ pub struct Vm<A: Arch> {
     pub translation: Translation,
     /// Doorbells, by index.
     pub doorbells: [Cell<Option<Doorbell<A>>>; DOORBELLS],
+    /// Targets of interrupts that the guest sends by software; they may have been destroyed.
+    pub sgi_targets: [Link<Vcpu<A>>; SGI_TARGETS],
     /// Next VM in the list of dying VMs.
     pub dying_next: Link<Vm<A>>,
 }

@@ -48,6 +48,8 @@ pub struct Cpu<A: Arch> {
     pub space: Link<Task<A>>,
     /// Reschedule before returning to user mode.
     pub resched: Cell<bool>,
+    /// The current thread may wait without blocking ([`Kernel::may_wait`]).
+    waits: Cell<bool>,
     /// Time up to which the running context has been charged.
     charged: Cell<u64>,
     queues: [Queue<A>; PRIORITIES],
@@ -68,6 +70,7 @@ impl<A: Arch> Cpu<A> {
             sched: Cell::new(None),
             space: Cell::new(None),
             resched: Cell::new(false),
+            waits: Cell::new(false),
             charged: Cell::new(0),
             queues: [const { Queue { head: Cell::new(None), tail: Cell::new(None) } }; PRIORITIES],
             ready: Cell::new(0),
@@ -121,7 +124,8 @@ impl<A: Arch> Kernel<A> {
         self.push(handle, false);
         let cpu = &self.cpus[sched.cpu.get()];
         match cpu.sched.get().and_then(|running| self.memory.get(running)) {
-            Some(running) if running.priority.get() > sched.priority.get() => {}
+            // One that may wait must not be left waiting.
+            Some(running) if running.priority.get() > sched.priority.get() && !cpu.waits.get() => {}
             // A running context of equal priority keeps its slice, whose end must now be enforced.
             Some(running) if running.priority.get() == sched.priority.get() => {
                 let end = cpu.charged.get().saturating_add(running.remaining.get());
@@ -206,6 +210,24 @@ impl<A: Arch> Kernel<A> {
         sched.remaining.set(sched.remaining.get().saturating_sub(elapsed));
         sched.used.set(sched.used.get().wrapping_add(elapsed));
         Some(sched)
+    }
+
+    /// Returns whether the current thread may wait for an interrupt of its CPU without blocking: no
+    /// other thread is ready there, and its time is not limited. After that, a thread that becomes
+    /// ready interrupts the wait even if it is of lower priority. The time of the wait is passed to
+    /// [`Kernel::exclude_wait`].
+    #[inline(always)]
+    pub fn may_wait(&self, cpu: usize) -> bool {
+        let cpu = &self.cpus[cpu];
+        // A context with a period has an end of its slice.
+        cpu.waits.set(cpu.ready.get() == 0 && cpu.slice_end.get() == u64::MAX);
+        cpu.waits.get()
+    }
+
+    /// Excludes a wait of the current thread from the time that its context is charged.
+    pub fn exclude_wait(&self, cpu: usize, ticks: u64) {
+        let charged = &self.cpus[cpu].charged;
+        charged.set(charged.get().saturating_add(ticks));
     }
 
     /// Yields the rest of the running context's slice; with a period, it counts as used.

@@ -219,6 +219,7 @@ impl<A: Arch> Kernel<A> {
             Op::Yield => self.yield_now(thread.cpu),
             Op::VmDoorbell => self.bind_doorbell(task, args::VmDoorbell::read(argument))?,
             Op::UnmapAt => return self.unmap_at_by_selector(thread, task),
+            Op::VmSgiTarget => self.set_sgi_target(task, args::VmSgiTarget::read(argument))?,
         }
         Ok(CallResult::Done)
     }
@@ -385,6 +386,16 @@ impl<A: Arch> Kernel<A> {
                 Some(Doorbell { notification, bits })
             }
         });
+        Ok(())
+    }
+
+    fn set_sgi_target(&self, task: &Task<A>, args: args::VmSgiTarget) -> Result<(), Status> {
+        let vm = self.vm_cap(task, args.vm, rights::VCPU)?;
+        let vcpu = self.vcpu_cap(task, args.vcpu, rights::RUN)?;
+        let targets = &self.memory.at(vm).sgi_targets;
+        let target = usize::try_from(args.index).ok().and_then(|index| targets.get(index));
+        let target = target.filter(|_| self.memory.at(vcpu).vm == vm).ok_or(Status::BadArgument)?;
+        target.set(Some(vcpu));
         Ok(())
     }
 

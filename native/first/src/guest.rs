@@ -4,7 +4,7 @@
 use abi::boot::slot;
 use abi::bundle::Header;
 use abi::vcpu::arm64::{exit as arm64_exit, group, system, virq};
-use abi::vcpu::{exit, memory_fault};
+use abi::vcpu::{SGI_TARGETS, exit, memory_fault};
 use abi::{FOREVER, PAGE_SIZE, Status, rights, vm_mode};
 use native_rt::start::Boot;
 use native_rt::{
@@ -41,6 +41,8 @@ const EVENT: u64 = 1 << 3;
 const MPIDR_ONE: u64 = 1 << 31;
 /// Priority of the guest's interrupts.
 const PRIORITY: u64 = 0xa0;
+/// The SGI that the guest sends itself.
+const SGI: u64 = 3;
 /// Length of an instruction in bytes.
 const INSTRUCTION: u64 = 4;
 
@@ -114,6 +116,7 @@ pub fn check(slots: &mut Slots, boot: &Boot, ram: Window, khz: u64) -> Outcome {
     let shared = memory(boot, ram, vm)?;
     vm.bind_doorbell(0, Notification::at(DONE), RUNG).named("doorbell")?;
     let mut vcpus = [create(slots, vm, 0)?, create(slots, vm, 1)?];
+    become_targets(slots, vm, &vcpus)?;
     for (vcpu, events) in &mut vcpus {
         refuses(vcpu)?;
         recalls(vcpu, *events)?;
@@ -172,10 +175,33 @@ fn create(slots: &mut Slots, vm: Vm, index: u32) -> Outcome<(Vcpu, Notification)
     let state = vcpu.state();
     ensure(state.system[system::SCTLR_EL1].get() & 1 == 0, "translation is off after a reset")?;
     state.affinity.set(index.into());
+    state.sgi_enabled.set(1 << SGI);
+    state.sgi_priorities[0].set(PRIORITY << (8 * SGI));
     state.run.dirty.set(group::SYSTEM);
     state.x[0].set(index.into());
     state.pc.set(CODE);
     Ok((vcpu, events))
+}
+
+/// A VM has only its own vCPUs as targets of its SGIs, with indices that exist.
+fn become_targets(slots: &mut Slots, vm: Vm, vcpus: &[(Vcpu, Notification); VCPUS]) -> Outcome {
+    let factory = Factory::at(slot::FACTORY);
+    let slot = slots.next();
+    let other = factory.vm(slot, vm_mode::NESTED).named("second VM")?;
+    let [(first, events), (second, _)] = vcpus;
+    for (vcpu, vm, index, status) in [
+        (first, vm, SGI_TARGETS, Status::BadArgument),
+        (first, vm, usize::MAX, Status::BadArgument),
+        (second, other, 0, Status::BadArgument),
+        (first, Vm::at(events.selector()), 0, Status::BadCapability),
+    ] {
+        let refused = vcpu.become_sgi_target(vm, index) == Err(status);
+        ensure(refused, "only its own vCPUs become targets of a VM's SGIs")?;
+    }
+    drop_capability(slot).named("end of a VM")?;
+    // The guest's affinities do not fit these indices: such SGIs are exits.
+    first.become_sgi_target(vm, 1).named("target of SGIs")?;
+    second.become_sgi_target(vm, SGI_TARGETS - 1).named("target of SGIs")
 }
 
 /// The kernel does not enter a guest in a state beyond EL1.

@@ -72,6 +72,14 @@ impl Vcpu {
         self.state
     }
 
+    /// Makes this vCPU the target `index` of interrupts that the guest of `vm`, its VM, sends by
+    /// software.
+    pub fn become_sgi_target(&self, vm: Vm, index: usize) -> Result<(), Status> {
+        let arguments = [vm.selector(), index as u64, self.selector, 0, 0, 0];
+        // SAFETY: changes no memory.
+        unsafe { call(Op::VmSgiTarget, arguments) }.map(drop)
+    }
+
     /// Returns the vCPU for other threads.
     pub fn shared(&self) -> SharedVcpu {
         SharedVcpu { selector: self.selector, state: self.state }

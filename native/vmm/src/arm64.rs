@@ -6,7 +6,7 @@ use core::sync::atomic::{AtomicU64, Ordering};
 
 use native_rt::random::Generator;
 use native_rt::start::file;
-use native_rt::{Vcpu, Vm, error, time};
+use native_rt::{Vcpu, Vm, error, time, warn};
 use proto::control::code;
 use proto::start::{RangeKind, Start, Vmm};
 use proto::vtlb::Vtlb;
@@ -18,7 +18,7 @@ use vmm_machine::{Model, Virt, VirtConfig};
 use vmm_mem::GuestMemory;
 use vmm_vcpu::{CounterClock, MAX_VCPUS};
 
-pub use self::backend::{NativeVcpu, put_virqs};
+pub use self::backend::{NativeVcpu, put_virqs, set_sgis};
 use crate::console::Console;
 use crate::control::CONTROL;
 use crate::devices::MAX_DEVICES;
@@ -41,13 +41,16 @@ pub fn vm_mode(_: Option<Vtlb>) -> u64 {
     abi::vm_mode::NESTED
 }
 
-/// Wraps a vCPU that has not run yet.
+/// Wraps a vCPU that has not run yet. The kernel delivers the SGIs that it gets.
 pub fn create_vcpu<'a>(
-    vcpu: Vcpu,
+    (vcpu, index): (Vcpu, usize),
     _: &Vmm,
     (console, _): (&'a Console, &'a GuestMemory),
-    _: (Vm, bool),
+    (vm, _): (Vm, bool),
 ) -> NativeVcpu<'a> {
+    if let Err(status) = vcpu.become_sgi_target(vm, index) {
+        warn!("the kernel does not deliver SGIs to vCPU {index}: {status:?}");
+    }
     NativeVcpu::new(vcpu, console)
 }
 

@@ -5,7 +5,7 @@ use core::fmt;
 use native_rt::{Notification, SharedVcpu, log, time};
 use proto::start::{Start, event};
 use vmm_bus::BackendRef;
-use vmm_machine::{Host, Level, Virq};
+use vmm_machine::{Host, Level, Sgis, Virq};
 
 use crate::console::{Console, ConsoleLine};
 use crate::devices::Listeners;
@@ -53,6 +53,12 @@ impl Host for NativeHost<'_> {
 
     fn put_virqs(&mut self, index: usize, take: &mut dyn FnMut() -> Option<Virq>) -> bool {
         self.vcpus.get(index).is_some_and(|&vcpu| platform::put_virqs(vcpu, take))
+    }
+
+    fn set_sgis(&mut self, index: usize, sgis: Sgis) {
+        if let Some(&vcpu) = self.vcpus.get(index) {
+            platform::set_sgis(vcpu, sgis);
+        }
     }
 
     fn notify(&mut self, index: usize) -> bool {

@@ -206,7 +206,7 @@ impl<'a> Guest<'a> {
             let space = SPACE.of_vcpu(index).ok_or(Status::BadCapability)?;
             let vcpu = Vcpu::create(factory, slots, space.0, index as u32, notification)?;
             guest.shared.push(vcpu.shared()).map_err(|_| Status::Overflow)?;
-            let vcpu = platform::create_vcpu(vcpu, plan, (console, memory), space);
+            let vcpu = platform::create_vcpu((vcpu, index), plan, (console, memory), space);
             let vcpu = Cell::new(vcpu);
             guest.notifications.push(notification).map_err(|_| Status::Overflow)?;
             guest.vcpus.push(vcpu).map_err(|_| Status::Overflow)?;

@@ -13,7 +13,7 @@ use native_rt::{SharedVcpu, Vcpu, Vm, error, time};
 use proto::control::code;
 use proto::start::{RangeKind, Start, Vmm};
 use vmm_boot::BootConfig;
-use vmm_machine::{Pc, PcConfig, Virq, layout};
+use vmm_machine::{Pc, PcConfig, Sgis, Virq, layout};
 use vmm_mem::GuestMemory;
 use vmm_vcpu::{CounterClock, MAX_VCPUS};
 pub use vmm_x86::Cpu as VcpuLoop;
@@ -41,7 +41,7 @@ pub fn ram_ranges(bytes: u64) -> impl Iterator<Item = (u64, u64)> {
 
 /// Wraps a vCPU that has not run yet. `is_virtual`: its space `vm` is guest-virtual.
 pub fn create_vcpu<'a>(
-    vcpu: Vcpu,
+    (vcpu, _): (Vcpu, usize),
     plan: &Vmm,
     (console, memory): (&'a Console, &'a GuestMemory),
     (vm, is_virtual): (Vm, bool),
@@ -117,6 +117,9 @@ fn board_config(start: &Start, plan: &Vmm, count: u8) -> PcConfig {
 pub fn put_virqs(_: SharedVcpu, _: &mut dyn FnMut() -> Option<Virq>) -> bool {
     false
 }
+
+/// Sets no SGIs: the local APICs are the board's.
+pub fn set_sgis(_: SharedVcpu, _: Sgis) {}
 
 /// Logs the state of a vCPU after a triple fault or an error.
 #[cold]

@@ -146,6 +146,11 @@ pub fn arm64_scenarios() -> Vec<Scenario> {
             ..arm64("abuse", micro("guest", "abuse", "console = \"com1\"\ncpus = 2"))
         },
         Scenario {
+            cpus: &[1, 4],
+            texts: vec!["sgi ok".into(), "vm guest ended: power-off code 0".into()],
+            ..arm64("sgi", micro("guest", "sgi", "console = \"com1\"\ncpus = 4"))
+        },
+        Scenario {
             texts: vec!["vm guest ended: power-off code 0".into()],
             machine: Machine { qemu: &["-cpu", "max"], ..Machine::default() },
             ..arm64("hostile-max", micro("guest", "hostile", ""))

@@ -17,4 +17,4 @@ mod vcpu;
 
 pub use platform::{Arm64Platform, Interrupts, StartRequest, Unknown};
 pub use run::VcpuLoop;
-pub use vcpu::{Arm64Vcpu, EXIT_NAMES, Exit, System, Virq};
+pub use vcpu::{Arm64Vcpu, EXIT_NAMES, Exit, Sgis, System, Virq};

@@ -1,7 +1,7 @@
 //! The run loop of a vCPU.
 
 use hw_arm64::esr::{self, MemoryAccess, SystemAccess, system_register};
-use hw_arm64::gic::SoftwareInterrupt;
+use hw_arm64::gic::{SGI1R, SoftwareInterrupt};
 use hw_arm64::registers::spsr;
 use vmm_bus::{NEVER, Nanos};
 use vmm_vcpu::deadline::Deadline;
@@ -17,8 +17,7 @@ const INSTRUCTION: u64 = 4;
 /// Time after which interrupts without room in the CPU's interface are offered again.
 const RETRY: Nanos = 1_000_000;
 
-/// ICC_SGI1R_EL1, ICC_ASGI1R_EL1, ICC_SGI0R_EL1.
-const SGI1R: u32 = system_register(3, 0, 12, 11, 5);
+/// ICC_ASGI1R_EL1, ICC_SGI0R_EL1.
 const ASGI1R: u32 = system_register(3, 0, 12, 11, 6);
 const SGI0R: u32 = system_register(3, 0, 12, 11, 7);
 /// ACTLR_EL1.

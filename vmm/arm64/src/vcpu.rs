@@ -1,6 +1,6 @@
 //! One vCPU of a host.
 
-pub use vmm_dev::arm64::gic::Virq;
+pub use vmm_dev::arm64::gic::{Sgis, Virq};
 use vmm_vcpu::{MemoryFault, Vcpu};
 
 /// Registers of EL1 that the run loop uses, by their names in the manual.

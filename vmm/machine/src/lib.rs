@@ -41,7 +41,7 @@ pub use layout::{layout, layout_with_pci};
 pub use once::Once;
 pub use pc::{Counters, Pc};
 pub use virt::{Virt, VirtBus, VirtConfig};
-pub use vmm_arm64::Virq;
+pub use vmm_arm64::{Sgis, Virq};
 use vmm_bus::BackendRef;
 use vmm_vcpu::CounterClock;
 pub use vmm_vcpu::{Outcome, StopReason};
@@ -107,6 +107,9 @@ pub trait Host {
     fn put_virqs(&mut self, _index: usize, _take: &mut dyn FnMut() -> Option<Virq>) -> bool {
         false
     }
+    /// Sets the SGIs of vCPU `index` (board `virt`), which may run meanwhile. A host that delivers
+    /// none by itself ignores them.
+    fn set_sgis(&mut self, _index: usize, _sgis: Sgis) {}
     /// Makes interrupts of [`Host::put_virqs`] take effect on a vCPU that runs; returns `false` if
     /// it does not run.
     fn notify(&mut self, _index: usize) -> bool {

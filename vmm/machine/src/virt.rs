@@ -80,6 +80,8 @@ struct Devices<const CPUS: usize> {
     effects: Effects,
     /// CPUs with events, which have been kicked.
     kicked: u32,
+    /// CPUs whose threads do not know the settings of their interrupts yet: a bit each.
+    stale: u32,
     /// Deadlines of the devices in slots, which CPU 0 services.
     timers: [Nanos; layout::MAX_SLOTS],
     /// CPU 0 does not know the next of these deadlines yet.
@@ -91,6 +93,8 @@ struct Effects {
     end: Option<Outcome>,
     counters: Counters,
     once: Once,
+    /// A device has set its line.
+    has_line: bool,
 }
 
 /// Devices by their regions.
@@ -136,8 +140,14 @@ impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn Device>> Virt<'m,
                 clock: Pl031::new(start_unix),
                 button: Mmio::new(PowerButton::new()),
                 power,
-                effects: Effects { end: None, counters: Counters::default(), once: Once::new() },
+                effects: Effects {
+                    end: None,
+                    counters: Counters::default(),
+                    once: Once::new(),
+                    has_line: false,
+                },
                 kicked: 0,
+                stale: 0,
                 timers: [NEVER; layout::MAX_SLOTS],
                 is_rearmed: false,
             }),
@@ -223,6 +233,9 @@ impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn Device>> Virt<'m,
         let vcpus = self.fixed.vcpus;
         let mut waiting = devices.waiting(vcpus);
         let needs_service = waiting & own != 0;
+        if waiting & !own == 0 {
+            return (result, needs_service);
+        }
         let put = devices.put_virqs(waiting & !own, host);
         if put != 0 {
             waiting = devices.waiting(vcpus);
@@ -247,7 +260,8 @@ impl<const CPUS: usize> Devices<CPUS> {
             self.effects.end.is_some()
                 || cpu == 0 && self.is_rearmed
                 || matches!(self.power[cpu], Power::Starting(_))
-                || matches!(self.power[cpu], Power::Started | Power::On) && self.gic.is_waiting(cpu)
+                || matches!(self.power[cpu], Power::Started | Power::On)
+                    && (self.stale & 1 << cpu != 0 || self.gic.is_waiting(cpu))
         };
         (0..vcpus).filter(|&cpu| waits(cpu)).map(|cpu| 1 << cpu).sum()
     }
@@ -263,6 +277,15 @@ impl<const CPUS: usize> Devices<CPUS> {
             }
         }
         done
+    }
+
+    /// Passes the settings of these CPUs' interrupts on: to the host at once, since it delivers
+    /// SGIs, and to their threads when these look.
+    fn pass_settings<H: Host>(&mut self, cpus: u32, host: &mut H) {
+        self.stale |= cpus;
+        for cpu in (0..CPUS).filter(|cpu| cpus & 1 << cpu != 0) {
+            host.set_sgis(cpu, self.gic.sgis(cpu));
+        }
     }
 
     /// Calls the UART, then passes its line to the interrupt controller.
@@ -301,8 +324,14 @@ impl<const CPUS: usize> Devices<CPUS> {
 
     fn write<H: Host>(&mut self, chip: Chip, access: Access, value: u64, of: (&Fixed<'_>, &mut H)) {
         match chip {
-            Chip::Distributor => self.gic.write_distributor(access, value),
-            Chip::Redistributors => self.gic.write_redistributor(access, value),
+            Chip::Distributor => {
+                self.gic.write_distributor(access, value);
+                self.pass_settings(self.gic.changed_by_distributor(access), of.1);
+            }
+            Chip::Redistributors => {
+                self.gic.write_redistributor(access, value);
+                self.pass_settings(self.gic.changed_by_redistributor(access), of.1);
+            }
             Chip::Uart => self.with_uart(of, |uart, env| uart.write(access, value, env)),
             Chip::Button => self.with_button(of, |button, env| button.write(access, value, env)),
             Chip::Clock => {
@@ -325,6 +354,7 @@ fn with_line<const CPUS: usize, H: Host, T>(
     let result = call(&mut env);
     if let Some(level) = env.line {
         gic.set_level(interrupt, level);
+        env.effects.has_line = true;
     }
     result
 }
@@ -437,7 +467,16 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn Device>> Pla
         if !offset.is_multiple_of(size.into()) {
             return 0;
         }
-        self.locked(|devices, of| devices.read(chip, access, of))
+        let mut devices = self.virt.devices.lock();
+        devices.effects.has_line = false;
+        let value = devices.read(chip, access, (&self.virt.fixed, &mut *self.host));
+        let has_line = devices.effects.has_line;
+        drop(devices);
+        if has_line {
+            // Reads have no other effects that concern a vCPU.
+            self.locked(|_, _| {});
+        }
+        value
     }
 
     fn mmio_write(&mut self, _: usize, address: u64, size: u8, value: u64) {
@@ -447,8 +486,6 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn Device>> Pla
         let access = Access::new(offset, size);
         if offset.is_multiple_of(size.into()) {
             self.locked(|devices, of| devices.write(chip, access, value, of));
-            // The guest may have changed the interrupt of its timer.
-            self.needs_service |= matches!(chip, Chip::Distributor | Chip::Redistributors);
         }
     }
 
@@ -460,15 +497,17 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn Device>> Pla
         if cpu == 0 {
             self.service_slots();
         }
-        let signals = self.locked(|devices, _| {
+        let signals = self.locked(|devices, (_, host)| {
             devices.kicked &= !(1 << cpu);
             let start = match devices.power[cpu] {
                 Power::Starting(request) => {
                     devices.power[cpu] = Power::Started;
+                    devices.pass_settings(1 << cpu, host);
                     Some(request)
                 }
                 _ => None,
             };
+            devices.stale &= !(1 << cpu);
             let interrupts = Interrupts { start, timer: devices.gic.timer_virq(cpu) };
             let deadline = if cpu == 0 { devices.take_deadline() } else { NEVER };
             Signals { end: devices.effects.end, deadline, interrupts }

@@ -1,11 +1,16 @@
 //! Objects of `VcpuRun`.
 
+use core::cell::Cell;
+
 use abi::vcpu::arm64::VcpuState;
 use kernel_core::Kernel;
 use kernel_core::object::{Notification, Thread, Vcpu, Vm};
-use kernel_core::pool::Memory;
+use kernel_core::pool::{Cached, Memory};
 
 use crate::Arm64;
+
+/// Cached look-ups of a vCPU's VM and notification.
+pub type Lookup = Cell<(Cached<Vm<Arm64>>, Cached<Notification<Arm64>>)>;
 
 /// Objects of an entry, looked up under the kernel lock.
 #[derive(Clone, Copy)]
@@ -22,19 +27,28 @@ pub struct GuestEntry<'a> {
 
 impl<'a> GuestEntry<'a> {
     /// Entry of `vcpu` by `thread`. `None` if its VM or notification no longer exists.
+    #[inline(always)]
     pub fn new(
         memory: &'a Memory,
         thread: &'a Thread<Arm64>,
         vcpu: &'a Vcpu<Arm64>,
     ) -> Option<Self> {
+        let lookup = &vcpu.arch.lookup;
+        let (vm, notification) = lookup.get();
+        if let (Some(vm), Some(notification)) = (memory.cached(vm), memory.cached(notification)) {
+            return Some(Self { thread, vcpu, vm, notification });
+        }
+        lookup.set((memory.cache(vcpu.vm)?, memory.cache(vcpu.notification)?));
         let (vm, notification) = (memory.get(vcpu.vm)?, memory.get(vcpu.notification)?);
         Some(Self { thread, vcpu, vm, notification })
     }
 
     /// Entry of the CPU's current thread, if that is in `VcpuRun`.
+    #[inline(always)]
     pub fn current(kernel: &'a Kernel<Arm64>, cpu_index: usize) -> Option<Self> {
         let thread = kernel.memory.get(kernel.cpus[cpu_index].current.get()?)?;
-        Self::new(&kernel.memory, thread, kernel.memory.get(thread.state.get().vcpu()?)?)
+        let vcpu = kernel.vcpu_of(thread, thread.state.get().vcpu()?)?;
+        Self::new(&kernel.memory, thread, vcpu)
     }
 
     /// State page of the vCPU.

@@ -61,6 +61,11 @@ impl SystemRegisters {
         this
     }
 
+    /// Affinity that the guest reads.
+    pub fn affinity(&self) -> u64 {
+        self.affinity.get()
+    }
+
     /// Saves the registers of this CPU, whose owner the vCPU is.
     pub fn save(&self) {
         macro_rules! save {
@@ -96,10 +101,11 @@ impl SystemRegisters {
         unsafe { write_register!("tpidrro_el0", self.saved[system::TPIDRRO_EL0].get()) };
     }
 
-    /// Saves the register that tasks can read, too. Called after every exit.
+    /// Saves the register that tasks can read, too, and clears it. Called after every exit.
     #[inline(always)]
     pub fn save_readable(&self) {
         self.saved[system::TPIDRRO_EL0].set(read_register!("tpidrro_el0"));
+        clear_readable();
     }
 
     /// Copies the saved values to the state page.

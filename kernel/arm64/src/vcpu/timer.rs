@@ -1,8 +1,9 @@
 //! The virtual timer of guests, whose registers are in the CPU as those of EL1 are.
 //!
 //! Its interrupt reaches the guest in a list register that is linked to the host's interrupt: that
-//! remains active until the guest ends it, and does not occur again until then. When another vCPU
-//! is loaded, the active state changes with it ([`VirtualTimer::save`], [`VirtualTimer::load`]).
+//! remains active until the guest ends it, and does not occur again until then. Mostly the entry
+//! code puts it there, without an exit (`entry.rs`). When another vCPU is loaded, the active state
+//! changes with it ([`VirtualTimer::save`], [`VirtualTimer::load`]).
 
 use core::cell::Cell;
 
@@ -53,10 +54,9 @@ impl VirtualTimer {
 
     #[cold]
     fn move_pending(&self, state: &VcpuState) {
-        if state.timer_virq.get() & virq::VALID == 0 {
-            return;
-        }
-        let is_placed = place(state);
+        let word = state.timer_virq.get();
+        let Some(link) = link().filter(|_| word & virq::VALID != 0) else { return };
+        let is_placed = virqs::place_word(word & !virq::REPORT_END, link);
         if !is_placed {
             virqs::request_maintenance();
         }
@@ -64,15 +64,9 @@ impl VirtualTimer {
     }
 }
 
-/// Puts the interrupt of the timer into a list register, linked to the host's. Returns `false` if
-/// the VMM does not permit it, or none is free.
-pub fn place(state: &VcpuState) -> bool {
-    let word = state.timer_virq.get();
-    let Some(linked) = gic::virtual_timer().filter(|_| word & virq::VALID != 0) else {
-        return false;
-    };
-    let link = ich::LINKED | u64::from(linked) << ich::LINK_SHIFT;
-    virqs::place_word(word & !virq::REPORT_END, link)
+/// Bits that link a list register to the host's interrupt; `None`: the machine has none.
+pub fn link() -> Option<u64> {
+    gic::virtual_timer().map(|number| ich::LINKED | u64::from(number) << ich::LINK_SHIFT)
 }
 
 /// Handles the interrupt of the timer on this CPU.

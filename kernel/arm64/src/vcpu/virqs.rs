@@ -12,13 +12,15 @@ use core::sync::atomic::{AtomicBool, Ordering};
 use abi::vcpu::arm64::{VcpuState, virq};
 use hw_arm64::gic::{FIRST_SPECIAL, virtual_interface as ich};
 
-use crate::{log, read_register, write_register};
+use crate::{cpu, log, read_register, write_register};
 
 /// The CPUs have what this module needs.
 static IS_AVAILABLE: AtomicBool = AtomicBool::new(false);
 
 /// Number of list registers in use.
 const LISTS: usize = 4;
+/// A bit for each of them.
+pub const ALL_LISTS: u64 = (1 << LISTS) - 1;
 
 /// Saved registers of the virtual interface. While a vCPU is a CPU's owner, the CPU has newer
 /// values.
@@ -57,6 +59,8 @@ pub fn init_this_cpu() {
         true => {
             set_control(ich::ENABLED);
             VirtualInterface::reset().load();
+            let list = super::timer::link().map_or(0, |link| ich::PENDING | ich::GROUP_1 | link);
+            cpu::current().guest.timer_list.store(list, Ordering::Relaxed);
         }
         false => set_control(ich::TRAP_ALL),
     }
@@ -153,37 +157,58 @@ pub fn request_maintenance() {
 
 /// Puts the interrupt of a word into a list register, linked to one of the host with the bits
 /// `link`. Returns whether there is one for it.
+#[inline(always)]
 pub fn place_word(word: u64, link: u64) -> bool {
     let number = word & virq::NUMBER;
     if !is_available() || number >= FIRST_SPECIAL {
         return true;
     }
-    let Some(index) = place(number) else { return false };
     let priority = word >> virq::PRIORITY_SHIFT & virq::PRIORITY_MASK;
     let report = if word & virq::REPORT_END != 0 { ich::REPORT_END } else { 0 };
     let entry = ich::PENDING | ich::GROUP_1 | priority << ich::PRIORITY_SHIFT | number;
-    let old = list(index);
+    let free = free_lists();
+    if free != ALL_LISTS {
+        return place_beside(free, entry | report | link);
+    }
+    set_list(0, entry | report | link);
+    true
+}
+
+/// Puts an interrupt into the list register that has it, since no two may, else into one of the
+/// `free` ones. Returns whether there is one.
+#[inline(never)]
+fn place_beside(free: u64, entry: u64) -> bool {
+    let (number, is_linked) = (entry & ich::NUMBER, entry & ich::LINKED != 0);
+    let is_free = |index: usize| free & 1 << index != 0;
+    let same = (0..LISTS).find(|&index| !is_free(index) && list(index) & ich::NUMBER == number);
+    let Some(index) = same.or_else(|| (0..LISTS).find(|&index| is_free(index))) else {
+        return false;
+    };
     // An interrupt that is active becomes pending, too, unless it is linked: those of the host do
     // not occur again before the guest has ended them.
-    let active = if link == 0 && old & ich::NUMBER == number { old & ich::ACTIVE } else { 0 };
-    set_list(index, entry | report | link | active);
+    let active = if same.is_some() && !is_linked { list(index) & ich::ACTIVE } else { 0 };
+    set_list(index, entry | active);
     true
+}
+
+/// List registers without an interrupt and without the report of its end: a bit each.
+#[inline(always)]
+fn free_lists() -> u64 {
+    read_register!("S3_4_C12_C11_5") & ALL_LISTS
 }
 
 /// Returns whether a list register has the interrupt that is linked to one of the host.
 pub fn has_linked() -> bool {
-    is_available() && (0..LISTS).any(|index| is_used(list(index)) && list(index) & ich::LINKED != 0)
+    is_available()
+        && free_lists() != ALL_LISTS
+        && (0..LISTS).any(|index| free_lists() & 1 << index == 0 && list(index) & ich::LINKED != 0)
 }
 
 /// Returns whether an interrupt is pending in a list register.
 pub fn has_pending() -> bool {
-    is_available() && (0..LISTS).any(|index| list(index) & ich::PENDING != 0)
-}
-
-/// Returns whether the guest has ended an interrupt whose end is to be reported.
-#[inline(always)]
-pub fn has_ended() -> bool {
-    is_available() && read_register!("S3_4_C12_C11_3") & ((1 << LISTS) - 1) != 0
+    is_available()
+        && free_lists() != ALL_LISTS
+        && (0..LISTS).any(|index| list(index) & ich::PENDING != 0)
 }
 
 /// Takes the number of an interrupt whose end is to be reported, if the guest has ended one.
@@ -191,24 +216,11 @@ pub fn take_ended() -> Option<u64> {
     if !is_available() {
         return None;
     }
-    let ended = read_register!("S3_4_C12_C11_3") & ((1 << LISTS) - 1);
+    let ended = read_register!("S3_4_C12_C11_3") & ALL_LISTS;
     let index = (ended != 0).then(|| ended.trailing_zeros() as usize)?;
     let number = list(index) & ich::NUMBER;
     set_list(index, 0);
     Some(number)
-}
-
-/// Returns whether a list register with this value has an interrupt, or the report of its end.
-fn is_used(value: u64) -> bool {
-    let reports = value & (ich::REPORT_END | ich::LINKED) == ich::REPORT_END;
-    value & (ich::PENDING | ich::ACTIVE) != 0 || reports
-}
-
-/// List register for an interrupt: the one that has it, since no two may, else a free one.
-fn place(number: u64) -> Option<usize> {
-    let has = |index: usize| is_used(list(index)) && list(index) & ich::NUMBER == number;
-    let same = (0..LISTS).find(|&index| has(index));
-    same.or_else(|| (0..LISTS).find(|&index| !is_used(list(index))))
 }
 
 /// Ends the request for maintenance interrupts, after an exit.

@@ -9,7 +9,7 @@ use crate::object::*;
 use crate::pool::{Factory, Handle};
 use crate::table;
 use abi::Status;
-use abi::vcpu::DOORBELLS;
+use abi::vcpu::{DOORBELLS, SGI_TARGETS};
 use abi::vm_mode;
 
 impl<A: Arch> Kernel<A> {
@@ -66,6 +66,7 @@ impl<A: Arch> Kernel<A> {
                     space: Space::new(factory, root),
                     translation,
                     doorbells: [const { Cell::new(None) }; DOORBELLS],
+                    sgi_targets: [const { Cell::new(None) }; SGI_TARGETS],
                     dying_next: Cell::new(None),
                 },
             )

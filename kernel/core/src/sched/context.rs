@@ -182,8 +182,11 @@ impl<A: Arch> Kernel<A> {
     /// CPU time used so far, in ticks.
     pub fn used(&self, handle: Handle<SchedContext<A>>) -> u64 {
         let sched = self.memory.at(handle);
-        if sched.state.get() == SchedState::Running {
-            self.charge(sched.cpu.get());
+        let cpu = sched.cpu.get();
+        // Only the CPU itself knows for how long its thread has waited.
+        let may_have_waited = cpu != A::this_cpu() && self.cpus[cpu].waits.get();
+        if sched.state.get() == SchedState::Running && !may_have_waited {
+            self.charge(cpu);
         }
         sched.used.get()
     }

@@ -118,6 +118,40 @@ fn new_parameters_are_not_charged_for_the_past() {
 }
 
 #[test]
+fn a_wait_without_blocking_is_not_charged_and_ends_for_every_thread() {
+    set_time(0);
+    let mut world = World::new();
+    let waiting = world.thread(0);
+    let sched = world.at(waiting).sched.get().unwrap();
+    assert!(world.kernel.may_wait(0));
+    set_time(5_000_000);
+    // Another CPU does not know whether it waits.
+    on_cpu(1);
+    assert_eq!(world.kernel.used(sched), 0);
+    on_cpu(0);
+    world.kernel.exclude_wait(0, 4_000_000);
+    assert_eq!(world.kernel.used(sched), 1_000_000);
+    // A thread of lower priority becomes ready.
+    let low = world.passive(0);
+    let (of_low, _) = world.sched(NORMAL - 1, 100_000, 0);
+    world.kernel.bind_sched(low, of_low).unwrap();
+    on_cpu(1);
+    machine(|machine| machine.kicks.take());
+    world.kernel.start_thread(low, 0x1000, 0, 0).unwrap();
+    assert_eq!(machine(|machine| machine.kicks.take()), [0]);
+    on_cpu(0);
+    assert!(!world.kernel.may_wait(0));
+    world.kernel.stop_thread(low);
+    assert!(world.kernel.may_wait(0));
+    // A thread whose time is limited must leave its CPU.
+    world.kernel.change_sched(sched, NORMAL, 100_000, 300_000).unwrap();
+    world.finish();
+    tick(&mut world, 6_000_000);
+    assert!(world.current(0) == Some(waiting) && !world.kernel.may_wait(0));
+    world.end();
+}
+
+#[test]
 fn time_used_is_counted() {
     set_time(0);
     let mut world = World::new();

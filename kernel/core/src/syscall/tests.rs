@@ -1,5 +1,6 @@
 use std::vec::Vec;
 
+use abi::vcpu::SGI_TARGETS;
 use abi::{Item, ItemKind, Kind, Tag};
 
 use super::*;
@@ -90,7 +91,7 @@ fn slot_of(world: &World, random: &mut Random, task: &Task<Fake>, operation: Op)
                 | (Op::NotificationSignal | Op::NotificationWait, ObjectRef::Notification(_))
                 | (Op::Create, ObjectRef::Factory(_))
                 | (Op::Delegate | Op::UnmapAt, ObjectRef::Task(_) | ObjectRef::Vm(_))
-                | (Op::VmDoorbell, ObjectRef::Vm(_))
+                | (Op::VmDoorbell | Op::VmSgiTarget, ObjectRef::Vm(_))
                 | (Op::ThreadStart | Op::ThreadStop | Op::ThreadBind, ObjectRef::Thread(_))
                 | (Op::IrqControl, ObjectRef::Irq(_))
                 | (Op::SchedControl, ObjectRef::SchedContext(_))
@@ -179,6 +180,12 @@ fn some_call(world: &World, random: &mut Random, thread: &Thread<Fake>) -> Op {
             set(1, random.below(5));
             if let Some(task) = world.kernel.memory.get(thread.task) {
                 set(2, slot_of(world, random, task, Op::NotificationSignal));
+            }
+        }
+        Op::VmSgiTarget => {
+            set(1, random.below(SGI_TARGETS as u64 + 1));
+            if let Some(task) = world.kernel.memory.get(thread.task) {
+                set(2, slot_of(world, random, task, Op::VcpuRun));
             }
         }
         Op::ThreadBind => {
@@ -370,6 +377,7 @@ fn every_operation_refuses_every_kind_of_object_it_is_not_for() {
         Op::Delegate,
         Op::VmDoorbell,
         Op::UnmapAt,
+        Op::VmSgiTarget,
     ]
     .into_iter()
     .map(|operation| {
@@ -383,5 +391,44 @@ fn every_operation_refuses_every_kind_of_object_it_is_not_for() {
     world.at(thread).context.operation.set(99);
     world.system_call(0);
     assert_eq!(world.result(thread).0, Some(Status::BadOperation));
+    world.end();
+}
+
+#[test]
+fn only_a_vm_s_own_vcpus_become_targets_of_its_interrupts() {
+    let mut world = World::new();
+    let vmm = world.thread(0);
+    let mut guest = |address| {
+        let kernel = &world.kernel;
+        let vm = kernel.new_vm(Some(world.factory), abi::vm_mode::NESTED).unwrap();
+        let events = kernel.memory.alloc(Some(world.factory), Notification::new()).unwrap();
+        let vcpu = kernel.new_vcpu(Some(world.factory), world.task, vm, address, events).unwrap();
+        let slots = [ObjectRef::Vm(vm), ObjectRef::Vcpu(vcpu), ObjectRef::Notification(events)]
+            .map(|object| world.insert_cap(object));
+        (vm, vcpu, slots)
+    };
+    let (vm, vcpu, [own, of_vcpu, events]) = guest(0x5000);
+    let (_, _, [other, of_other, _]) = guest(0x6000);
+    let last = SGI_TARGETS as u64 - 1;
+    for (vm, index, vcpu, status) in [
+        (own, last, of_vcpu, Status::Ok),
+        (own, last + 1, of_vcpu, Status::BadArgument),
+        (own, u64::MAX, of_vcpu, Status::BadArgument),
+        (own, last, of_other, Status::BadArgument),
+        (other, 0, of_vcpu, Status::BadArgument),
+        (own, 0, events, Status::BadCapability),
+        (of_vcpu, 0, of_vcpu, Status::BadCapability),
+        (own, 0, 1000, Status::BadCapability),
+    ] {
+        world.call(vmm, Op::VmSgiTarget, &[vm, index, vcpu]);
+        assert_eq!(world.result(vmm).0, Some(status));
+    }
+    let target = |world: &World, index: u64| {
+        let of = world.kernel.memory.at(vm).sgi_targets[index as usize].get();
+        of.filter(|&of| world.kernel.memory.get(of).is_some())
+    };
+    assert!(target(&world, last) == Some(vcpu) && target(&world, 0).is_none());
+    world.drop_slot(of_vcpu);
+    assert!(target(&world, last).is_none(), "it does not exist any more");
     world.end();
 }

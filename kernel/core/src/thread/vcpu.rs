@@ -96,7 +96,7 @@ impl<A: Arch> Kernel<A> {
 
     /// `VcpuNotify`: the vCPU is prepared again before its guest continues. Returns whether a
     /// thread is in `VcpuRun`.
-    pub(crate) fn vcpu_notify(&self, vcpu: &Vcpu<A>) -> bool {
+    pub fn vcpu_notify(&self, vcpu: &Vcpu<A>) -> bool {
         let Some(name) = vcpu.runner.get() else { return false };
         let Some(runner) = self.memory.get(name) else { return false };
         if matches!(runner.state.get(), ThreadState::Halted { .. }) {

@@ -7,7 +7,7 @@ use abi::vcpu::{SharedU64, exit, memory_fault};
 use hw_arm64::registers::sctlr;
 use native_rt::{SchedContext, SharedVcpu, Vcpu, time};
 use proto::vtlb::COUNTERS;
-use vmm_arm64::{Arm64Vcpu, Exit, System, Virq};
+use vmm_arm64::{Arm64Vcpu, Exit, Sgis, System, Virq};
 use vmm_vcpu::MemoryFault;
 
 use crate::console::Console;
@@ -117,6 +117,16 @@ pub fn put_virqs(vcpu: SharedVcpu, take: &mut dyn FnMut() -> Option<Virq>) -> bo
         has_put = true;
     }
     has_put
+}
+
+/// Lets the kernel deliver SGIs to a vCPU, which may run. The board's lock is held.
+pub fn set_sgis(vcpu: SharedVcpu, sgis: Sgis) {
+    let state = vcpu.state();
+    let (words, _) = sgis.priorities.as_chunks();
+    for (priorities, word) in state.sgi_priorities.iter().zip(words) {
+        priorities.set(u64::from_le_bytes(*word));
+    }
+    state.sgi_enabled.set(sgis.enabled.into());
 }
 
 impl vmm_vcpu::Vcpu for NativeVcpu<'_> {

@@ -10,7 +10,7 @@
 //! Documentation: Arm IHI 0069.
 
 use hw_arm64::gic::distributor::*;
-use hw_arm64::gic::{FIRST_SHARED, SoftwareInterrupt, redistributor};
+use hw_arm64::gic::{FIRST_SHARED, SoftwareInterrupt, bits, redistributor};
 use vmm_bus::Access;
 
 /// Words of 32 shared interrupts.
@@ -35,13 +35,13 @@ pub struct Virq {
     pub report_end: bool,
 }
 
-/// Indices of the set bits, ascending. Most words have none.
-fn bits(mut of: u32) -> impl Iterator<Item = u32> {
-    core::iter::from_fn(move || {
-        let index = (of != 0).then(|| of.trailing_zeros());
-        of &= of.wrapping_sub(1);
-        index
-    })
+/// SGIs of a CPU, as far as the host needs it to deliver them by itself.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Sgis {
+    /// Those that the guest has enabled, in group 1: a bit each.
+    pub enabled: u16,
+    /// Priorities, by number.
+    pub priorities: [u8; 16],
 }
 
 /// 32 interrupts: a bit each.
@@ -200,6 +200,24 @@ impl<const CPUS: usize> Gic<CPUS> {
         let is_enabled = self.is_enabled && bank.group & bank.enabled & 1 << TIMER != 0;
         let priority = bank.priorities[TIMER as usize];
         is_enabled.then_some(Virq { number: TIMER, priority, report_end: false })
+    }
+
+    /// SGIs of a CPU.
+    pub fn sgis(&self, cpu: usize) -> Sgis {
+        let Bank { group, enabled, priorities, .. } = &self.private[cpu];
+        let enabled = if self.is_enabled { (group & enabled & SGIS) as u16 } else { 0 };
+        Sgis { enabled, priorities: core::array::from_fn(|number| priorities[number]) }
+    }
+
+    /// CPUs whose [`Gic::sgis`] or [`Gic::timer_virq`] may have changed by a write to the
+    /// distributor: a bit each.
+    pub fn changed_by_distributor(&self, access: Access) -> u32 {
+        if access.offset as usize == CTLR { ((1u64 << self.cpus) - 1) as u32 } else { 0 }
+    }
+
+    /// The same by a write to the redistributors.
+    pub fn changed_by_redistributor(&self, access: Access) -> u32 {
+        self.frame(access).map_or(0, |(cpu, _)| 1 << cpu)
     }
 
     /// Priority and number of the next interrupt for a CPU.
@@ -455,6 +473,23 @@ mod tests {
         assert_eq!(gic.timer_virq(1).map(|virq| virq.number), Some(TIMER));
         gic.write_redistributor(word(redistributor::PRIVATE + ICENABLER), 1 << TIMER);
         assert_eq!(gic.timer_virq(0), None);
+    }
+
+    #[test]
+    fn settings_of_a_cpu() {
+        let mut gic = enabled();
+        let frame = redistributor::LENGTH as usize + redistributor::PRIVATE;
+        gic.write_redistributor(word(frame + ICENABLER), 1 << 4);
+        let second = gic.sgis(1);
+        assert_eq!(second.enabled, 0xffef);
+        assert_eq!(second.priorities[..5], [0xc0, 0xc0, 0xc0, 0xc0, 0]);
+        assert_eq!(gic.sgis(0).enabled, 0xffff);
+        assert_eq!(gic.changed_by_redistributor(word(frame + ICENABLER)), 0b10);
+        assert_eq!(gic.changed_by_redistributor(word(4 * frame)), 0);
+        assert_eq!(gic.changed_by_distributor(word(CTLR)), 0b11);
+        assert_eq!(gic.changed_by_distributor(word(ISENABLER + 4)), 0);
+        gic.write_distributor(word(CTLR), 0);
+        assert_eq!(gic.sgis(0).enabled, 0);
     }
 
     #[test]

@@ -2,7 +2,7 @@ use super::*;
 use core::time::Duration;
 use std::string::{String, ToString};
 use std::vec::Vec;
-use vmm_arm64::Virq;
+use vmm_arm64::{Sgis, Virq};
 use vmm_mem::testing;
 
 #[derive(Default)]
@@ -13,6 +13,7 @@ struct ScriptHost {
     put: Vec<(usize, u32)>,
     room: usize,
     is_running: bool,
+    enabled_sgis: [u16; 2],
 }
 
 impl Host for ScriptHost {
@@ -30,6 +31,9 @@ impl Host for ScriptHost {
             self.put.push((index, virq.number));
         }
         self.put.len() > before
+    }
+    fn set_sgis(&mut self, index: usize, sgis: Sgis) {
+        self.enabled_sgis[index] = sgis.enabled;
     }
     fn notify(&mut self, _: usize) -> bool {
         self.is_running
@@ -71,6 +75,35 @@ fn interrupts_reach_a_vcpu_that_runs_without_a_kick() {
     bus.host.room = 5;
     send(&mut bus, 0);
     assert_eq!(bus.host.kicks.len(), kicks + 3, "it may be idle");
+}
+
+#[test]
+fn a_vcpu_learns_the_settings_of_its_interrupts() {
+    let memory = testing::memory(&[(layout::RAM, 4096)]);
+    let virt = Virt::<Spin, 4>::new(config(), &memory, ());
+    let mut host = ScriptHost::default();
+    let mut bus = CpuBus { virt: &virt, host: &mut host, cpu: 0, needs_service: false };
+    bus.start(1, START);
+    bus.service_timers(0);
+    bus.service_timers(1);
+    // Each vCPU that runs, for the distributor.
+    bus.mmio_write(0, layout::DISTRIBUTOR, 4, 0x12);
+    assert!(bus.needs_service(0));
+    assert_eq!(bus.host.kicks, [1, 1]);
+    bus.service_timers(0);
+    bus.service_timers(1);
+    // Group 1 and SGI 2 of vCPU 1.
+    bus.mmio_write(0, layout::REDISTRIBUTORS + 0x3_0080, 4, 0xffff);
+    bus.mmio_write(0, layout::REDISTRIBUTORS + 0x3_0100, 4, 1 << 2);
+    assert!(!bus.needs_service(0));
+    assert_eq!(bus.host.kicks, [1, 1, 1], "once");
+    assert_eq!(bus.host.enabled_sgis, [0, 1 << 2]);
+    bus.service_timers(1);
+    // Neither other registers nor reads concern it.
+    bus.mmio_write(0, layout::DISTRIBUTOR + 0x104, 4, 1);
+    bus.mmio_read(0, layout::REDISTRIBUTORS + 0x3_0100, 4);
+    assert!(!bus.needs_service(0));
+    assert_eq!(bus.host.kicks.len(), 3);
 }
 
 const START: StartRequest = StartRequest { entry: layout::RAM, argument: 0 };
