@@ -37,7 +37,7 @@ pub struct VirtConfig {
     pub vcpus: u8,
     /// VM time: frequency of the host's counter, and its value at the start of the VM.
     pub clock: CounterClock,
-    /// Wall-clock time at VM time 0, in seconds since 1970-01-01 UTC.
+    /// Wall-clock time at VM time 0, since 1970-01-01 UTC.
     pub start_unix: Duration,
     /// Start of vCPU 0.
     pub start: StartRequest,
