@@ -103,6 +103,9 @@ fn ping_pong(ends: &mut Ends, leads: bool, others: &mut Others) -> u64 {
         }
         others.endure();
     }
+    if leads {
+        others.wait_for_ends();
+    }
     2 * ROUNDS
 }
 
@@ -302,16 +305,19 @@ fn by_hypercall(ends: &mut Ends, leads: bool) {
 /// The rings of a channel whose peer may do anything.
 struct Other {
     ends: Ends,
+    /// A life of the peer has ended.
+    has_ended: bool,
 }
 
 impl Other {
     fn new(channel: ChannelEnd) -> Option<Self> {
-        Some(Self { ends: Ends::new(channel)? })
+        Some(Self { ends: Ends::new(channel)?, has_ended: false })
     }
 
     /// Takes and gives messages, maps what is offered and lets it go; the number of messages that
     /// came.
     fn endure(&mut self) -> u64 {
+        self.look_at_peer();
         let Ends { channel, sender, receiver } = &mut self.ends;
         let mut messages = 0;
         for _ in 0..ENTRIES {
@@ -338,6 +344,15 @@ impl Other {
         }
         messages
     }
+
+    /// Notes that the peer has ended; a peer that has not started yet has no event.
+    fn look_at_peer(&mut self) {
+        let channel = &self.ends.channel;
+        if channel.read(EVENTS) & EVENT_PEER != 0 {
+            channel.write(EVENTS, EVENT_PEER);
+            self.has_ended |= channel.read(PEER) == 0;
+        }
+    }
 }
 
 /// So that what peers share is really read.
@@ -354,6 +369,17 @@ impl Others {
     fn endure(&mut self) {
         for other in self.ends.iter_mut().flatten() {
             self.messages += other.endure();
+        }
+    }
+
+    /// Waits until each peer has ended at least once: however fast this program was, it has seen
+    /// a whole life of theirs.
+    fn wait_for_ends(&mut self) {
+        for other in self.ends.iter_mut().flatten() {
+            sleep_until(|| {
+                other.look_at_peer();
+                other.has_ended.then_some(())
+            });
         }
     }
 }
