@@ -262,7 +262,7 @@ fn find(command: &GuestCommand<'_>) -> io::Result<PathBuf> {
     let shown = String::from_utf8_lossy(name);
     let name = Path::new(OsStr::from_bytes(name));
     let missing = |place: &str| {
-        let text = format!("executable file `{shown}` not found{place}: No such file or directory");
+        let text = format!("start `{shown}`: executable file not found{place}: No such file or directory");
         io::Error::new(io::ErrorKind::NotFound, text)
     };
     let is_program = |path: &Path| path.metadata().is_ok_and(|it| it.is_file());
@@ -304,9 +304,9 @@ mod tests {
         };
         assert_eq!(find(b"sh\0", b"A=b\0PATH=/no:/bin\0"), Ok("/bin/sh".into()));
         assert_eq!(find(b"bin/env\0", b""), Ok("/usr/bin/env".into()));
-        let text = "executable file `sh` not found in $PATH: No such file or directory";
+        let text = "start `sh`: executable file not found in $PATH: No such file or directory";
         assert_eq!(find(b"sh\0", b"PATH=/no\0"), Err(text.to_owned()));
-        let text = "executable file `/no` not found: No such file or directory";
+        let text = "start `/no`: executable file not found: No such file or directory";
         assert_eq!(find(b"/no\0", b""), Err(text.to_owned()));
         assert_eq!(find(b"/etc\0", b""), Err("exec `/etc`: Permission denied".to_owned()));
     }

@@ -178,7 +178,7 @@ pub trait Serve: Send + Sync {
 /// Delay before [`Serve::idle`].
 const IDLE_DELAY: Duration = Duration::from_millis(200);
 /// Polling interval for the end of an idle process, in case the signal is missed.
-const POLL_INTERVAL: Duration = Duration::from_secs(1);
+const POLL_INTERVAL: Duration = Duration::from_secs(5);
 /// Time limit at the end for requests in progress. The process is killed after a longer time.
 const TIMEOUT: Duration = Duration::from_secs(2);
 

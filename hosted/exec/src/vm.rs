@@ -21,7 +21,15 @@ use std::time::{Duration, Instant};
 const CID: u32 = 3;
 /// Parameters of the guest kernel. `rcu_expedited`: a process moves to its cgroup, and network
 /// interfaces and mounts are made, without waits for several timer ticks of all vCPUs.
-const COMMAND_LINE: &str = "quiet loglevel=3 rcupdate.rcu_expedited=1";
+/// `compaction_proactiveness`: an idle guest does not wake twice a second for its kcompactd.
+const COMMAND_LINE: &str =
+    "quiet loglevel=3 rcupdate.rcu_expedited=1 sysctl.vm.compaction_proactiveness=0";
+/// Further parameter where this host has found its TSC reliable: the guest does not wake twice a
+/// second to compare its clocks.
+const TSC_IS_RELIABLE: &str = "tsc=reliable";
+/// File with the clock that this host's kernel has chosen (Linux 6.1,
+/// Documentation/ABI/testing/sysfs-devices-system-clocksource).
+const HOSTS_CLOCK: &str = "/sys/devices/system/clocksource/clocksource0/current_clocksource";
 /// Files in the VM's folder.
 const DESCRIPTION: &str = "vm.toml";
 const CONSOLE: &str = "console";
@@ -53,7 +61,7 @@ pub fn describe(folder: &Path, vm: VmConfig) -> Result<Config, Failure> {
     Ok(Config {
         vm: VmConfig {
             initrd: Some("agent".into()),
-            cmdline: Some(COMMAND_LINE.to_owned()),
+            cmdline: Some(command_line(fs::read_to_string(HOSTS_CLOCK).ok().as_deref())),
             serial: Some(Target::File(folder.join(CONSOLE))),
             ..vm
         },
@@ -66,6 +74,14 @@ pub fn describe(folder: &Path, vm: VmConfig) -> Result<Config, Failure> {
         }),
         port: Vec::new(),
     })
+}
+
+/// Returns the guest's command line; `clock`: that of this host's kernel, if it is known.
+fn command_line(clock: Option<&str>) -> String {
+    match clock.map(str::trim) {
+        Some("tsc") => format!("{COMMAND_LINE} {TSC_IS_RELIABLE}"),
+        _ => COMMAND_LINE.to_owned(),
+    }
 }
 
 /// Returns the number of this host's CPUs, up to that of a VM.
@@ -194,6 +210,14 @@ fn own(at_end: AtEnd) -> Result<Command, Failure> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_guest_trusts_the_tsc_that_this_host_trusts() {
+        assert!(command_line(Some("tsc\n")).ends_with(" tsc=reliable"));
+        for other in [Some("kvm-clock\n"), Some(""), None] {
+            assert_eq!(command_line(other), COMMAND_LINE);
+        }
+    }
 
     #[test]
     fn a_panic_is_shown_from_its_reason_on() {

@@ -410,7 +410,7 @@ fn refusals(engine: &Engine) -> Result<()> {
         ("a VM cannot notify a process of the host", |config| {
             config["linux"]["seccomp"] = json!({ "defaultAction": "SCMP_ACT_NOTIFY" });
         }),
-        ("executable file `none` not found in $PATH", |config| {
+        ("cannot start `none`: executable file not found in $PATH", |config| {
             config["process"]["args"] = json!(["none"]);
         }),
         ("cannot mount", |config| config["mounts"][4]["source"] = json!("/no/such")),
