@@ -262,7 +262,8 @@ fn find(command: &GuestCommand<'_>) -> io::Result<PathBuf> {
     let shown = String::from_utf8_lossy(name);
     let name = Path::new(OsStr::from_bytes(name));
     let missing = |place: &str| {
-        let text = format!("start `{shown}`: executable file not found{place}: No such file or directory");
+        let text =
+            format!("start `{shown}`: executable file not found{place}: No such file or directory");
         io::Error::new(io::ErrorKind::NotFound, text)
     };
     let is_program = |path: &Path| path.metadata().is_ok_and(|it| it.is_file());

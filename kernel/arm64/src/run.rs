@@ -218,6 +218,15 @@ unsafe impl Processor for Arm64 {
         &KERNEL
     }
 
+    /// An emulator that executes the CPUs in turns changes to another one at `YIELD`. `ISB`, which
+    /// the loops of other programs have, makes a core wait for its pipeline.
+    #[inline(always)]
+    fn relax() {
+        core::hint::spin_loop();
+        // SAFETY: a hint.
+        unsafe { core::arch::asm!("yield", options(nomem, nostack, preserves_flags)) };
+    }
+
     fn direct(physical: u64) -> *mut u8 {
         memory::direct(physical)
     }

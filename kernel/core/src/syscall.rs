@@ -169,6 +169,7 @@ impl<A: Arch> Kernel<A> {
         task: &Task<A>,
     ) -> Result<CallResult, Status> {
         let argument = |index| thread.context.argument(index);
+        let set = |result| thread.context.set_result(0, result);
         match operation {
             Op::GateCall | Op::GateReplyWait | Op::VcpuRun => return Err(Status::BadOperation),
             Op::NotificationSignal => {
@@ -204,15 +205,12 @@ impl<A: Arch> Kernel<A> {
                 A::vcpu_state(&self.memory, vcpu, args.groups);
             }
             Op::VcpuNotify => {
-                let vcpu = args::VcpuNotify::read(argument).vcpu;
-                let vcpu = self.memory.at(self.vcpu_cap(task, vcpu, rights::RUN)?);
-                thread.context.set_result(0, self.vcpu_notify(vcpu).into());
+                let vcpu =
+                    self.vcpu_cap(task, args::VcpuNotify::read(argument).vcpu, rights::RUN)?;
+                set(self.vcpu_notify(self.memory.at(vcpu)).into());
             }
             Op::IrqControl => self.irq_control(task, thread, args::IrqControl::read(argument))?,
-            Op::SchedControl => {
-                let used = self.sched_control(task, args::SchedControl::read(argument))?;
-                thread.context.set_result(0, used);
-            }
+            Op::SchedControl => set(self.sched_control(task, args::SchedControl::read(argument))?),
             Op::PlatformControl => {
                 self.platform_control(task, thread, args::PlatformControl::read(argument))?;
             }

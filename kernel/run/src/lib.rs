@@ -41,6 +41,12 @@ pub unsafe trait Processor: Arch {
     #[inline(always)]
     fn lock_released() {}
 
+    /// Gives way to other CPUs in a loop that waits for them.
+    #[inline(always)]
+    fn relax() {
+        core::hint::spin_loop();
+    }
+
     /// Kernel virtual address of RAM that was allocated at boot.
     fn direct(physical: u64) -> *mut u8;
 

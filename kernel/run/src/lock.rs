@@ -68,7 +68,7 @@ pub fn publish<A: Processor>(memory: Memory) -> Guard<A> {
 /// Waits until [`publish`] has been called.
 pub fn wait_until_published<A: Processor>() {
     while !A::kernel_lock().is_published.load(Ordering::Acquire) {
-        core::hint::spin_loop();
+        A::relax();
     }
 }
 
@@ -87,7 +87,7 @@ pub fn lock<A: Processor>(cpu_index: usize) -> Guard<A> {
 fn wait_for_lock<A: Processor>(cpu_index: usize) {
     while A::kernel_lock().is_held.load(Ordering::Relaxed) {
         serve_shootdown::<A>(cpu_index);
-        core::hint::spin_loop();
+        A::relax();
     }
 }
 
@@ -111,10 +111,8 @@ pub fn unlock<A: Processor>(_guard: Guard<A>) {
 pub fn shoot_down<A: Processor>(cpus: u64) {
     let shootdown = &A::kernel_lock().shootdown;
     shootdown.fetch_or(cpus, Ordering::AcqRel);
-    for cpu in (0..u64::BITS as usize).filter(|cpu| cpus & 1 << cpu != 0) {
-        A::kick(cpu);
-    }
+    (0..u64::BITS as usize).filter(|cpu| cpus & 1 << cpu != 0).for_each(A::kick);
     while shootdown.load(Ordering::Acquire) & cpus != 0 {
-        core::hint::spin_loop();
+        A::relax();
     }
 }

@@ -48,7 +48,6 @@ mod page;
 #[cfg(target_arch = "x86_64")]
 mod port;
 #[cfg(feature = "probe")]
-#[cfg_attr(target_arch = "aarch64", path = "probe_arm64.rs")]
 pub mod probe;
 pub mod random;
 mod slots;

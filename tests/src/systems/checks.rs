@@ -1,7 +1,7 @@
 //! Native programs that test the kernel from inside.
 
-use super::{base, micro, task};
-use crate::scenario::Scenario;
+use super::{BOTH_ARCHITECTURES, base, micro, task};
+use crate::scenario::{Backend, Scenario};
 use crate::system::Machine;
 
 /// Ways in which the program `check-crasher` ends.
@@ -16,18 +16,31 @@ const CRASHES: &[&str] = &[
     "jump-nowhere",
     "undefined",
     "privileged",
-    "bases",
-    "divide",
     "stack",
-    "port",
 ];
+/// Further ways of each architecture.
+const CRASHES_X86: &[&str] = &["bases", "divide", "port"];
+const CRASHES_ARM64: &[&str] = &["breakpoint", "floating-point"];
+
+/// Tasks that crash, each in its own way.
+fn crashing_tasks(backend: &'static [Backend], more: &[&str]) -> Scenario {
+    let kinds = || CRASHES.iter().chain(more);
+    let crasher = |kind| task(kind, "check-crasher", &[kind], "essential = false");
+    Scenario {
+        backends: backend,
+        cpus: &[1, 4],
+        texts: kinds()
+            .map(|kind| format!("task {kind} ended: fault code 70"))
+            .chain(["task panic ended: panic code 70".into()])
+            .collect(),
+        never: &["FAIL"],
+        ..base("crashing-tasks", kinds().copied().chain(["panic"]).map(crasher).collect())
+    }
+}
 
 /// Native programs that test the kernel from inside.
 pub fn check_scenarios() -> Vec<Scenario> {
     const ESSENTIAL: &str = "essential = true";
-    const HELPER: &str = "essential = false";
-    let crashers: String =
-        CRASHES.iter().map(|kind| task(kind, "check-crasher", &[kind], HELPER)).collect();
     // The hostile thread runs one below its program's priority: on equal terms with the neighbour.
     let hostile = |seed, more: &str| {
         let more = format!("essential = true\npriority = 33\n{more}");
@@ -36,6 +49,7 @@ pub fn check_scenarios() -> Vec<Scenario> {
     let neighbour = task("neighbour", "check-neighbour", &[], "essential = false\npriority = 32");
     vec![
         Scenario {
+            backends: BOTH_ARCHITECTURES,
             cpus: &[1, 4],
             // Budgets are checked in counted time: a busy host delivers the timer's interrupts
             // late.
@@ -73,11 +87,13 @@ pub fn check_scenarios() -> Vec<Scenario> {
             )
         },
         Scenario {
+            backends: BOTH_ARCHITECTURES,
             texts: vec!["CHECK vm ok".into()],
             never: &["FAIL"],
             ..base("quota-flood", task("flood", "check-flood", &[], ESSENTIAL))
         },
         Scenario {
+            backends: BOTH_ARCHITECTURES,
             cpus: &[1, 4],
             texts: vec!["CHECK hostile ok".into(), "CHECK neighbour ok".into()],
             never: &["FAIL"],
@@ -85,21 +101,14 @@ pub fn check_scenarios() -> Vec<Scenario> {
             ..base("hostile-beside-neighbour", hostile("1", "") + &neighbour)
         },
         Scenario {
+            backends: BOTH_ARCHITECTURES,
             cpus: &[4],
             texts: vec!["CHECK hostile ok".into(), "CHECK neighbour ok".into()],
             never: &["FAIL"],
             limit: 240,
             ..base("hostile-on-another-cpu", hostile("2", "cpu = 1") + &neighbour)
         },
-        Scenario {
-            cpus: &[1, 4],
-            texts: CRASHES
-                .iter()
-                .map(|kind| format!("task {kind} ended: fault code 70"))
-                .chain(["task panic ended: panic code 70".into()])
-                .collect(),
-            never: &["FAIL"],
-            ..base("crashing-tasks", crashers + &task("panic", "check-crasher", &["panic"], HELPER))
-        },
+        crashing_tasks(&[Backend::NativeX86Npt], CRASHES_X86),
+        crashing_tasks(&[Backend::NativeArm64Vhe], CRASHES_ARM64),
     ]
 }

@@ -4,12 +4,12 @@
 #![forbid(unsafe_code)]
 
 use native_check::{Report, argument};
-use native_rt::{Ports, probe};
+use native_rt::probe;
 use proto::start::Start;
 
 /// An address of the kernel's half.
 const KERNEL: u64 = 0xffff_8000_0010_0000;
-/// A non-canonical address.
+/// An address of neither half: no task's, and on x86-64 not canonical.
 const NOWHERE: u64 = 0x0000_8000_0000_0000;
 
 native_rt::entry!(main);
@@ -26,13 +26,13 @@ fn main(start: &Start<'static>) -> u64 {
         "jump-kernel" => probe::jump(KERNEL),
         "jump-nowhere" => probe::jump(NOWHERE),
         "undefined" => probe::undefined(),
-        "privileged" => probe::privileged(),
-        "bases" => probe::set_fs_base(),
-        "divide" => probe::divide_by_zero(),
         "stack" => probe::exhaust_stack(),
-        "port" => drop(Ports::new(0x3f8, 8).map(|ports| ports.read(0))),
         "panic" => panic!("as asked"),
-        _ => {}
+        _ => {
+            if let Some((_, fault)) = probe::FAULTS.iter().find(|(name, _)| *name == kind) {
+                fault();
+            }
+        }
     }
     let mut report = Report::default();
     report.case(kind, Err("still alive"));
