@@ -10,6 +10,12 @@ use serde_json::json;
 /// Two vCPUs on one CPU, with a guest that measures.
 const SYSTEM: &str = "[system]\nboard = \"qemu-virt\"\nlog = \"com2\"\nshare_cpus = true\n\n[[vm]]\n\
     name = \"bench\"\nmemory = \"16M\"\nkernel = \"micro:bench\"\nconsole = \"com1\"\ncpus = 2\n";
+/// The same beside a program of lower priority that is always ready.
+const SHARED: &str = "\n[[task]]\nname = \"neighbour\"\nbinary = \"check-neighbour\"\nessential = false\n\
+    priority = 5\n";
+/// Calls through gates.
+const GATE_SYSTEM: &str = "[system]\nboard = \"qemu-virt\"\nlog = \"com2\"\n\n[[task]]\n\
+    name = \"gatebench\"\nbinary = \"check-gatebench\"\nessential = true\n";
 /// Key, which is the name in the guest's output, title, peer.
 const ROWS: [(&str, &str, f64); 6] = [
     ("arm_hypercall", "hypercall settled in the kernel", peers::ARM_HYPERCALL),
@@ -29,6 +35,14 @@ pub fn measure() -> Result<()> {
         let figure = instructions(key, title, key, &outputs)?;
         figures.push(Figure { peer: Some(peer), ..figure });
     }
+    let shared = format!("{SYSTEM}{SHARED}");
+    let outputs = repeat("the same beside a program", || runs::system(&shared))?;
+    let title = "the same in WFI, another thread has the CPU";
+    let figure = instructions("arm_vtimer_shared", title, "arm_vtimer_wfi", &outputs)?;
+    figures.push(Figure { peer: Some(peers::ARM_TIMER_WFI), ..figure });
+    let outputs = repeat("gate call on AArch64", || runs::system(GATE_SYSTEM))?;
+    let title = "gate call and reply, two tasks on one CPU";
+    figures.push(instructions("arm_gate_call_reply", title, "gate_call_reply", &outputs)?);
     let title = "AArch64 kernel, lines of Rust and assembly";
     let lines = size_line("AArch64 kernel: ")?;
     figures.push(Figure::new("arm_kernel_lines", title, lines, "lines")?);
