@@ -1,4 +1,4 @@
-//! The board `virt`: an AArch64 machine with GICv3, UART and clock, described by a device tree
+//! The board `virt`: an AArch64 machine with GICv3 or GICv2, UART and clock, described by a device tree
 //! (`vmm_boot::virt`). Its addresses are those of QEMU's machine of that name.
 //!
 //! vCPUs run concurrently, each in a thread of the host. One lock protects all devices but those in
@@ -10,7 +10,7 @@ mod slots;
 use core::fmt;
 use core::time::Duration;
 
-use hw_arm64::gic::{SoftwareInterrupt, distributor, redistributor};
+use hw_arm64::gic::{SoftwareInterrupt, Version, distributor, redistributor, v2};
 use hw_arm64::psci;
 use spin::mutex::SpinMutex;
 use spin::relax::{RelaxStrategy, Spin};
@@ -41,6 +41,8 @@ pub struct VirtConfig {
     pub start_unix: Duration,
     /// Start of vCPU 0.
     pub start: StartRequest,
+    /// Version of the interrupt controller: the one whose CPU interface the host's processor has.
+    pub gic: Version,
 }
 
 /// A board with room for `CPUS` vCPUs, at most [`MAX_VCPUS`]. vCPU threads wait for the lock with
@@ -57,6 +59,7 @@ struct Fixed<'m> {
     clock: CounterClock,
     start_unix: Duration,
     vcpus: usize,
+    gic: Version,
 }
 
 /// Power of a vCPU.
@@ -107,7 +110,7 @@ enum Chip {
     Button,
 }
 
-/// Device at an address, and the offset there.
+/// Device at an address, and the offset there, on a machine with a GICv3.
 fn chip_at(address: u64) -> Option<(Chip, u64)> {
     let regions = [
         (layout::DISTRIBUTOR, distributor::LENGTH, Chip::Distributor),
@@ -120,7 +123,19 @@ fn chip_at(address: u64) -> Option<(Chip, u64)> {
     regions.into_iter().find_map(|(base, length, chip)| Some((chip, offset(base, length)?)))
 }
 
+impl Fixed<'_> {
+    /// Device at an address, and the offset there. A GICv2 has fewer registers.
+    fn chip_at(&self, address: u64) -> Option<(Chip, u64)> {
+        chip_at(address).filter(|&(chip, offset)| match chip {
+            Chip::Distributor => self.gic == Version::V3 || offset < v2::distributor::LENGTH,
+            Chip::Redistributors => self.gic == Version::V3,
+            Chip::Uart | Chip::Clock | Chip::Button => true,
+        })
+    }
+}
+
 const _: () = assert!(layout::REDISTRIBUTORS_LENGTH >= MAX_VCPUS as u64 * redistributor::LENGTH);
+const _: () = assert!(MAX_VCPUS <= v2::MAX_CPUS);
 
 impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn Device>> Virt<'m, R, CPUS, P> {
     /// Creates the board in its power-on state with these devices in slots; the caller has filled
@@ -131,11 +146,11 @@ impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn Device>> Virt<'m,
         let vcpus = usize::from(config.vcpus).clamp(1, CPUS);
         let mut power = [Power::Off; CPUS];
         power[0] = Power::Starting(config.start);
-        let VirtConfig { clock, start_unix, .. } = config;
+        let VirtConfig { clock, start_unix, gic, .. } = config;
         Self {
-            fixed: Fixed { memory, clock, start_unix, vcpus },
+            fixed: Fixed { memory, clock, start_unix, vcpus, gic },
             devices: SpinMutex::new(Devices {
-                gic: Gic::new(vcpus),
+                gic: Gic::new(gic, vcpus),
                 uart: Pl011::new(),
                 clock: Pl031::new(start_unix),
                 button: Mmio::new(PowerButton::new()),
@@ -308,9 +323,14 @@ impl<const CPUS: usize> Devices<CPUS> {
         with_line((gic, layout::BUTTON_INTERRUPT), effects, of, |env| call(button, env))
     }
 
-    fn read<H: Host>(&mut self, chip: Chip, access: Access, of: (&Fixed<'_>, &mut H)) -> u64 {
+    fn read<H: Host>(
+        &mut self,
+        cpu: usize,
+        (chip, access): (Chip, Access),
+        of: (&Fixed<'_>, &mut H),
+    ) -> u64 {
         match chip {
-            Chip::Distributor => self.gic.read_distributor(access),
+            Chip::Distributor => self.gic.read_distributor(cpu, access),
             Chip::Redistributors => self.gic.read_redistributor(access),
             Chip::Uart => self.with_uart(of, |uart, env| uart.read(access, env)),
             Chip::Button => self.with_button(of, |button, env| button.read(access, env)),
@@ -322,11 +342,17 @@ impl<const CPUS: usize> Devices<CPUS> {
         }
     }
 
-    fn write<H: Host>(&mut self, chip: Chip, access: Access, value: u64, of: (&Fixed<'_>, &mut H)) {
+    fn write<H: Host>(
+        &mut self,
+        cpu: usize,
+        (chip, access): (Chip, Access),
+        value: u64,
+        of: (&Fixed<'_>, &mut H),
+    ) {
         match chip {
             Chip::Distributor => {
-                self.gic.write_distributor(access, value);
-                self.pass_settings(self.gic.changed_by_distributor(access), of.1);
+                self.gic.write_distributor(cpu, access, value);
+                self.pass_settings(self.gic.changed_by_distributor(cpu, access), of.1);
             }
             Chip::Redistributors => {
                 self.gic.write_redistributor(access, value);
@@ -461,15 +487,17 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn Device>> Pla
         self.virt.fixed.start_unix
     }
 
-    fn mmio_read(&mut self, _: usize, address: u64, size: u8) -> u64 {
-        let Some((chip, offset)) = chip_at(address) else { return self.read_slot(address, size) };
+    fn mmio_read(&mut self, cpu: usize, address: u64, size: u8) -> u64 {
+        let Some((chip, offset)) = self.virt.fixed.chip_at(address) else {
+            return self.read_slot(address, size);
+        };
         let access = Access::new(offset, size);
         if !offset.is_multiple_of(size.into()) {
             return 0;
         }
         let mut devices = self.virt.devices.lock();
         devices.effects.has_line = false;
-        let value = devices.read(chip, access, (&self.virt.fixed, &mut *self.host));
+        let value = devices.read(cpu, (chip, access), (&self.virt.fixed, &mut *self.host));
         let has_line = devices.effects.has_line;
         drop(devices);
         if has_line {
@@ -479,13 +507,13 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn Device>> Pla
         value
     }
 
-    fn mmio_write(&mut self, _: usize, address: u64, size: u8, value: u64) {
-        let Some((chip, offset)) = chip_at(address) else {
+    fn mmio_write(&mut self, cpu: usize, address: u64, size: u8, value: u64) {
+        let Some((chip, offset)) = self.virt.fixed.chip_at(address) else {
             return self.write_slot(address, size, value);
         };
         let access = Access::new(offset, size);
         if offset.is_multiple_of(size.into()) {
-            self.locked(|devices, of| devices.write(chip, access, value, of));
+            self.locked(|devices, of| devices.write(cpu, (chip, access), value, of));
         }
     }
 
@@ -569,7 +597,7 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn Device>> Arm
     }
 
     fn has_device(&self, address: u64) -> bool {
-        chip_at(address).is_some() || self.has_slot(address)
+        self.virt.fixed.chip_at(address).is_some() || self.has_slot(address)
     }
 
     #[cold]

@@ -79,7 +79,7 @@ macro_rules! with_interface {
 #[derive(Clone)]
 pub struct VirtualInterface {
     lists: [Cell<u64>; LISTS],
-    settings: Cell<[u64; 3]>,
+    settings: [Cell<u64>; 3],
 }
 
 /// Looks what the first CPU has. `maintenance`: the machine has the maintenance interrupt.
@@ -128,7 +128,7 @@ pub fn has_system_registers() -> bool {
 impl VirtualInterface {
     /// Values after a reset.
     pub const fn reset() -> Self {
-        Self { lists: [const { Cell::new(0) }; LISTS], settings: Cell::new([0; 3]) }
+        Self { lists: [const { Cell::new(0) }; LISTS], settings: [const { Cell::new(0) }; 3] }
     }
 
     /// Saves the registers of this CPU, whose owner the vCPU is.
@@ -140,7 +140,9 @@ impl VirtualInterface {
         for (index, saved) in self.lists.iter().enumerate() {
             saved.set(I::list(index));
         }
-        self.settings.set(I::settings());
+        for (saved, value) in self.settings.iter().zip(I::settings()) {
+            saved.set(value);
+        }
     }
 
     /// Loads them.
@@ -152,7 +154,7 @@ impl VirtualInterface {
         for (index, saved) in self.lists.iter().enumerate() {
             I::set_list(index, saved.get());
         }
-        I::set_settings(self.settings.get());
+        I::set_settings(self.settings.each_ref().map(Cell::get));
     }
 }
 

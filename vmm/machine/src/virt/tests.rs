@@ -114,6 +114,33 @@ fn config() -> VirtConfig {
         clock: CounterClock::new(1000, 0),
         start_unix: Duration::from_secs(100),
         start: START,
+        gic: Version::V3,
+    }
+}
+
+#[test]
+fn a_gicv2_has_one_distributor_for_all() {
+    let memory = testing::memory(&[(layout::RAM, 4096)]);
+    let config = VirtConfig { gic: Version::V2, ..config() };
+    let virt = Virt::<Spin, 4>::new(config, &memory, ());
+    let mut host = ScriptHost { room: 4, is_running: true, ..ScriptHost::default() };
+    let mut bus = CpuBus { virt: &virt, host: &mut host, cpu: 0, needs_service: false };
+    bus.start(1, START);
+    bus.service_timers(0);
+    bus.service_timers(1);
+    virt.devices.lock().power[1] = Power::On;
+    // The registers of private interrupts are those of the vCPU that accesses them.
+    bus.mmio_write(0, layout::DISTRIBUTOR, 4, 1);
+    bus.mmio_write(1, layout::DISTRIBUTOR + 0x100, 4, 1 << 2);
+    assert_eq!([0, 1].map(|cpu| bus.mmio_read(cpu, layout::DISTRIBUTOR + 0x100, 4)), [0, 1 << 2]);
+    bus.service_timers(1);
+    // SGI 2 of vCPU 0 to vCPU 1, which runs.
+    bus.mmio_write(0, layout::DISTRIBUTOR + 0xf00, 4, 2 << 16 | 2);
+    assert_eq!(bus.host.put, [(1, 2)]);
+    assert_eq!(bus.host.enabled_sgis, [0, 0], "the host delivers none by itself");
+    // The CPU's interface is memory of the guest, and there are no redistributors.
+    for address in [layout::DISTRIBUTOR + 0x1000, layout::REDISTRIBUTORS] {
+        assert!(!bus.has_device(address), "{address:#x}");
     }
 }
 

@@ -1,12 +1,18 @@
 //! The virtual interface of a GICv2: registers GICH_* of the executing CPU. The guest's own
 //! interface (GICV) shows what is here.
 
+use core::sync::atomic::{AtomicU32, Ordering};
+
 use hw_arm64::gic::FIRST_SPECIAL;
 use hw_arm64::gic::v2::{self, hypervisor_interface as gich};
 
 use super::{ALL_LISTS, Interface};
+use crate::cpu;
 use crate::gic::v2::hypervisor_interface;
+use crate::machine::MAX_CPUS;
 
+/// Value of each CPU's control register: most exits leave it as it is.
+static CONTROL: [AtomicU32; MAX_CPUS] = [const { AtomicU32::new(0) }; MAX_CPUS];
 /// Numbers below this are SGIs, which have a source.
 const END_SGIS: u64 = 16;
 
@@ -34,7 +40,11 @@ impl Interface for MappedRegisters {
     #[cold]
     #[inline(never)]
     fn set_control(value: u64) {
-        hypervisor_interface().write(gich::HCR, value as u32);
+        let (current, value) = (&CONTROL[cpu::current().id], value as u32);
+        if current.load(Ordering::Relaxed) != value {
+            current.store(value, Ordering::Relaxed);
+            hypervisor_interface().write(gich::HCR, value);
+        }
     }
 
     #[cold]

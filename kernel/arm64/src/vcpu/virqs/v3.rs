@@ -54,6 +54,7 @@ impl Interface for SystemRegisters {
         read_register!("S3_4_C12_C11_3") & ALL_LISTS
     }
 
+    #[inline(always)]
     fn settings() -> [u64; 3] {
         [
             read_register!("S3_4_C12_C11_7"),
@@ -62,6 +63,7 @@ impl Interface for SystemRegisters {
         ]
     }
 
+    #[inline(always)]
     fn set_settings([control, group_0, group_1]: [u64; 3]) {
         // SAFETY: they concern guests alone.
         unsafe {
