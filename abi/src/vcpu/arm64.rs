@@ -115,9 +115,9 @@ pub struct VcpuState {
     pub run: RunControl,
 
     /// Interrupts that become pending in the guest's GIC ([`virq`]), in group 1 of a GICv3 and in
-    /// group 0 of a GICv2, whose interface to the CPU is at 0x801_0000 ([`CPU_INTERFACE`]). The kernel clears
-    /// each as soon as the processor has it. The VMM writes a word that is 0: while the vCPU runs,
-    /// it takes effect with [`crate::Op::VcpuNotify`]. In.
+    /// group 0 of a GICv2, whose interface to the CPU is at 0x801_0000 ([`CPU_INTERFACE`]). The
+    /// kernel clears each as soon as the processor has it. The VMM writes a word that is 0: while
+    /// the vCPU runs, it takes effect with [`crate::Op::VcpuNotify`]. In.
     pub virqs: [SharedU64; virq::COUNT],
 
     /// The interrupt ([`virq`]) of the guest's virtual timer. While the word has none, an interrupt

@@ -1,5 +1,5 @@
-//! The board `virt` for micro-guests in Rust: UART, GICv3 or GICv2, virtual timer, PSCI. A guest has the
-//! function `guest_main`, after which the VM is switched off; interrupts stay masked.
+//! The board `virt` for micro-guests in Rust: UART, GICv3 or GICv2, virtual timer, PSCI. A guest
+//! has the function `guest_main`, after which the VM is switched off; interrupts stay masked.
 #![allow(dead_code, reason = "no guest uses everything")]
 
 use core::arch::{asm, global_asm};

@@ -147,8 +147,8 @@ fn at_once() {
     }
 }
 
-/// While the target has disabled them, they stay pending. The CPUs of a GICv2 can only disable their
-/// own.
+/// While the target has disabled them, they stay pending. The CPUs of a GICv2 can only disable
+/// their own.
 fn disabled() {
     for cpu in if is_v2() { 0..1 } else { 0..2 } {
         write(private(cpu) + DISABLE, 1 << 5);

@@ -1,5 +1,5 @@
-//! The board `virt`: an AArch64 machine with GICv3 or GICv2, UART and clock, described by a device tree
-//! (`vmm_boot::virt`). Its addresses are those of QEMU's machine of that name.
+//! The board `virt`: an AArch64 machine with GICv3 or GICv2, UART and clock, described by a device
+//! tree (`vmm_boot::virt`). Its addresses are those of QEMU's machine of that name.
 //!
 //! vCPUs run concurrently, each in a thread of the host. One lock protects all devices but those in
 //! slots ([`slots`]), which have one each; it is held while a device works, and not while the guest
@@ -41,7 +41,7 @@ pub struct VirtConfig {
     pub start_unix: Duration,
     /// Start of vCPU 0.
     pub start: StartRequest,
-    /// Version of the interrupt controller: the one whose CPU interface the host's processor has.
+    /// Version of the interrupt controller: that of the host CPU's interface.
     pub gic: Version,
 }
 
@@ -59,7 +59,6 @@ struct Fixed<'m> {
     clock: CounterClock,
     start_unix: Duration,
     vcpus: usize,
-    gic: Version,
 }
 
 /// Power of a vCPU.
@@ -81,6 +80,8 @@ struct Devices<const CPUS: usize> {
     button: Mmio<PowerButton>,
     power: [Power; CPUS],
     effects: Effects,
+    /// CPU whose access is served: the distributor of a GICv2 shows each its own registers.
+    accessing: usize,
     /// CPUs with events, which have been kicked.
     kicked: u32,
     /// CPUs whose threads do not know the settings of their interrupts yet: a bit each.
@@ -110,7 +111,8 @@ enum Chip {
     Button,
 }
 
-/// Device at an address, and the offset there, on a machine with a GICv3.
+/// Device at an address, and the offset there. Where a GICv3 has more registers than a GICv2, those
+/// of the latter read as zero.
 fn chip_at(address: u64) -> Option<(Chip, u64)> {
     let regions = [
         (layout::DISTRIBUTOR, distributor::LENGTH, Chip::Distributor),
@@ -121,17 +123,6 @@ fn chip_at(address: u64) -> Option<(Chip, u64)> {
     ];
     let offset = |base: u64, length| Some(address.wrapping_sub(base)).filter(|&at| at < length);
     regions.into_iter().find_map(|(base, length, chip)| Some((chip, offset(base, length)?)))
-}
-
-impl Fixed<'_> {
-    /// Device at an address, and the offset there. A GICv2 has fewer registers.
-    fn chip_at(&self, address: u64) -> Option<(Chip, u64)> {
-        chip_at(address).filter(|&(chip, offset)| match chip {
-            Chip::Distributor => self.gic == Version::V3 || offset < v2::distributor::LENGTH,
-            Chip::Redistributors => self.gic == Version::V3,
-            Chip::Uart | Chip::Clock | Chip::Button => true,
-        })
-    }
 }
 
 const _: () = assert!(layout::REDISTRIBUTORS_LENGTH >= MAX_VCPUS as u64 * redistributor::LENGTH);
@@ -148,7 +139,7 @@ impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn Device>> Virt<'m,
         power[0] = Power::Starting(config.start);
         let VirtConfig { clock, start_unix, gic, .. } = config;
         Self {
-            fixed: Fixed { memory, clock, start_unix, vcpus, gic },
+            fixed: Fixed { memory, clock, start_unix, vcpus },
             devices: SpinMutex::new(Devices {
                 gic: Gic::new(gic, vcpus),
                 uart: Pl011::new(),
@@ -161,6 +152,7 @@ impl<'m, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn Device>> Virt<'m,
                     once: Once::new(),
                     has_line: false,
                 },
+                accessing: 0,
                 kicked: 0,
                 stale: 0,
                 timers: [NEVER; layout::MAX_SLOTS],
@@ -323,14 +315,9 @@ impl<const CPUS: usize> Devices<CPUS> {
         with_line((gic, layout::BUTTON_INTERRUPT), effects, of, |env| call(button, env))
     }
 
-    fn read<H: Host>(
-        &mut self,
-        cpu: usize,
-        (chip, access): (Chip, Access),
-        of: (&Fixed<'_>, &mut H),
-    ) -> u64 {
+    fn read<H: Host>(&mut self, chip: Chip, access: Access, of: (&Fixed<'_>, &mut H)) -> u64 {
         match chip {
-            Chip::Distributor => self.gic.read_distributor(cpu, access),
+            Chip::Distributor => self.gic.read_distributor(self.accessing, access),
             Chip::Redistributors => self.gic.read_redistributor(access),
             Chip::Uart => self.with_uart(of, |uart, env| uart.read(access, env)),
             Chip::Button => self.with_button(of, |button, env| button.read(access, env)),
@@ -342,15 +329,10 @@ impl<const CPUS: usize> Devices<CPUS> {
         }
     }
 
-    fn write<H: Host>(
-        &mut self,
-        cpu: usize,
-        (chip, access): (Chip, Access),
-        value: u64,
-        of: (&Fixed<'_>, &mut H),
-    ) {
+    fn write<H: Host>(&mut self, chip: Chip, access: Access, value: u64, of: (&Fixed<'_>, &mut H)) {
         match chip {
             Chip::Distributor => {
+                let cpu = self.accessing;
                 self.gic.write_distributor(cpu, access, value);
                 self.pass_settings(self.gic.changed_by_distributor(cpu, access), of.1);
             }
@@ -487,8 +469,8 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn Device>> Pla
         self.virt.fixed.start_unix
     }
 
-    fn mmio_read(&mut self, cpu: usize, address: u64, size: u8) -> u64 {
-        let Some((chip, offset)) = self.virt.fixed.chip_at(address) else {
+    fn mmio_read(&mut self, _: usize, address: u64, size: u8) -> u64 {
+        let Some((chip, offset)) = chip_at(address) else {
             return self.read_slot(address, size);
         };
         let access = Access::new(offset, size);
@@ -497,7 +479,8 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn Device>> Pla
         }
         let mut devices = self.virt.devices.lock();
         devices.effects.has_line = false;
-        let value = devices.read(cpu, (chip, access), (&self.virt.fixed, &mut *self.host));
+        devices.accessing = self.cpu;
+        let value = devices.read(chip, access, (&self.virt.fixed, &mut *self.host));
         let has_line = devices.effects.has_line;
         drop(devices);
         if has_line {
@@ -507,13 +490,17 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn Device>> Pla
         value
     }
 
-    fn mmio_write(&mut self, cpu: usize, address: u64, size: u8, value: u64) {
-        let Some((chip, offset)) = self.virt.fixed.chip_at(address) else {
+    fn mmio_write(&mut self, _: usize, address: u64, size: u8, value: u64) {
+        let Some((chip, offset)) = chip_at(address) else {
             return self.write_slot(address, size, value);
         };
         let access = Access::new(offset, size);
         if offset.is_multiple_of(size.into()) {
-            self.locked(|devices, of| devices.write(cpu, (chip, access), value, of));
+            let cpu = self.cpu;
+            self.locked(|devices, of| {
+                devices.accessing = cpu;
+                devices.write(chip, access, value, of);
+            });
         }
     }
 
@@ -597,7 +584,7 @@ impl<H: Host, R: RelaxStrategy, const CPUS: usize, P: Functions<dyn Device>> Arm
     }
 
     fn has_device(&self, address: u64) -> bool {
-        self.virt.fixed.chip_at(address).is_some() || self.has_slot(address)
+        chip_at(address).is_some() || self.has_slot(address)
     }
 
     #[cold]

@@ -197,7 +197,6 @@ impl<const CPUS: usize> Gic<CPUS> {
     }
 
     /// Reads a register of the distributor, on a CPU.
-    #[inline(never)]
     pub fn read_distributor(&self, cpu: usize, access: Access) -> u64 {
         match self.version {
             Version::V2 => self.read_v2(cpu, access),
@@ -206,7 +205,6 @@ impl<const CPUS: usize> Gic<CPUS> {
     }
 
     /// Writes a register of the distributor, on a CPU.
-    #[inline(never)]
     pub fn write_distributor(&mut self, cpu: usize, access: Access, value: u64) {
         match self.version {
             Version::V2 => self.write_v2(cpu, access, value),
@@ -341,11 +339,11 @@ impl<const CPUS: usize> Gic<CPUS> {
         }
     }
 
-    /// CPU of an access to the redistributors, and offset in its frames.
+    /// CPU of an access to the redistributors, and offset in its frames; `None`: there is none.
     fn frame(&self, access: Access) -> Option<(usize, usize)> {
         let cpu = (access.offset / redistributor::LENGTH) as usize;
         let offset = (access.offset % redistributor::LENGTH) as usize;
-        (cpu < self.cpus).then_some((cpu, offset))
+        (cpu < self.cpus && self.version == Version::V3).then_some((cpu, offset))
     }
 }
 

@@ -50,6 +50,7 @@ impl<const CPUS: usize> Gic<CPUS> {
         shared(number).map(|(word, _)| self.routes[word][number as usize % 32] as u8)
     }
 
+    #[inline(never)]
     pub(super) fn read_v2(&self, cpu: usize, access: Access) -> u64 {
         let offset = access.offset as usize;
         match offset {
@@ -81,6 +82,7 @@ impl<const CPUS: usize> Gic<CPUS> {
         }
     }
 
+    #[inline(never)]
     pub(super) fn write_v2(&mut self, cpu: usize, access: Access, value: u64) {
         let offset = access.offset as usize;
         match offset {
@@ -154,8 +156,8 @@ impl<const CPUS: usize> Gic<CPUS> {
         bank.pending = bank.pending & !bit | if *sources != 0 { bit } else { 0 };
     }
 
-    /// Number of an interrupt that is taken, with the first source of an SGI, which is no longer
-    /// pending.
+    /// Returns the number of an interrupt that is taken, with the first source of an SGI, which is
+    /// no longer pending.
     pub(super) fn with_source(&mut self, cpu: usize, number: u32) -> u32 {
         let sources = self.sources.get(cpu).and_then(|of_cpu| of_cpu.get(number as usize));
         let Some(&sources) = sources.filter(|&&sources| sources != 0) else { return number };
