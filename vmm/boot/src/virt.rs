@@ -463,6 +463,23 @@ mod load {
         }
 
         #[test]
+        fn the_longest_tree_fits_the_heap_of_a_vmm() {
+            // Twice: an array of bytes that grows doubles (native/rt/src/heap.rs).
+            const MOST: usize = 8 << 10;
+            let (memory, kernel) = (testing::memory(&[(RAM, 8 << 20)]), kernel());
+            let line = "x".repeat(2048);
+            let slots: Vec<_> = (0..MAX_SLOTS as u8)
+                .map(|slot| match u64::from(slot) < MAX_CHANNELS {
+                    true => Some(SlotNode::Channel(slot)),
+                    false => Some(SlotNode::Virtio),
+                })
+                .collect();
+            let boot = VirtBoot { vcpus: 8, command_line: &line, slots: &slots, ..boot(&kernel) };
+            let tree = device_tree(&memory, &boot, 0..0).expect("a tree");
+            assert!(tree.len() <= MOST, "{} bytes", tree.len());
+        }
+
+        #[test]
         fn what_does_not_fit_is_refused() {
             let kernel = kernel();
             let small = testing::memory(&[(RAM, 1 << 20)]);
